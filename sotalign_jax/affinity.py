@@ -1,0 +1,41 @@
+"""L2 normalisation and cosine affinities: the one place that sets matmul precision."""
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+PRECISION = jax.lax.Precision.HIGHEST
+"""Precision of every affinity matmul. At epsilon = 0.005 a TF32 product is off by 2 % in the plan
+and a one-pass bfloat16 product by 16 %, so accelerators must not use their fast default."""
+
+
+def as_float(x: Array) -> Array:
+    """Casts to float32, keeping float64: affinities and potentials are never narrower."""
+    x = jnp.asarray(x)
+    return x if x.dtype == jnp.float64 else x.astype(jnp.float32)
+
+
+def l2_normalize(x: Float[Array, "... d"], *, floor: float = 1e-8) -> Float[Array, "... d"]:
+    """Rows scaled to unit length: x / max(||x||, floor), with a finite gradient at zero.
+
+    >>> l2_normalize(jnp.array([[3.0, 4.0]]))
+    Array([[0.6, 0.8]], dtype=float32)
+    """
+    x = as_float(x)
+    # Clamping the square before the root keeps the derivative finite for zero rows.
+    squared = jnp.sum(jnp.square(x), axis=-1, keepdims=True)
+    return x / jnp.sqrt(jnp.maximum(squared, floor**2))
+
+
+def dot(a: Array, b: Array) -> Array:
+    """a @ b at the affinity precision."""
+    return jnp.matmul(a, b, precision=PRECISION)
+
+
+def cosine(f: Float[Array, "n d"], g: Float[Array, "m d"]) -> Float[Array, "n m"]:
+    """Cosine affinity K_ij = <f_i, g_j> / (||f_i|| ||g_j||).
+
+    >>> cosine(jnp.array([[1.0, 0.0]]), jnp.array([[2.0, 0.0], [0.0, 1.0]]))
+    Array([[1., 0.]], dtype=float32)
+    """
+    return dot(l2_normalize(f), l2_normalize(g).T)

@@ -1,0 +1,78 @@
+"""Checks of what users hand in: one clear line naming the argument, the value and the remedy."""
+
+from typing import Any
+
+import numpy as np
+
+_CHUNK_ROWS = 65_536
+
+
+class InputError(ValueError):
+    """Something the user gave cannot be used; the message says what and how to mend it."""
+
+
+def embeddings(name: str, x: Any, *, width: int | None = None, min_rows: int = 1) -> None:
+    """Raises unless `x` is a 2-D float array of finite, non-zero rows.
+
+    Reads `x` in row chunks, so memory-mapped files larger than memory are fine.
+
+    >>> embeddings("x", np.ones((3, 2)), width=4)
+    Traceback (most recent call last):
+    sotalign_jax.checks.InputError: x: rows have width 2 but 4 is needed; use the same encoder for both
+    """
+    shape = np.shape(x)
+    if len(shape) != 2:
+        raise InputError(f"{name}: has shape {shape}; pass a 2-D array, one embedding a row")
+    if shape[0] < min_rows:
+        raise InputError(f"{name}: has {shape[0]} rows but at least {min_rows} are needed")
+    if shape[1] == 0:
+        raise InputError(f"{name}: rows have width 0; pass embeddings with at least one feature")
+    if width is not None and shape[1] != width:
+        raise InputError(
+            f"{name}: rows have width {shape[1]} but {width} is needed; "
+            "use the same encoder for both"
+        )
+    kind = np.dtype(x.dtype)
+    if kind.kind not in "fV" and "float" not in kind.name:  # bfloat16 registers as kind V
+        raise InputError(f"{name}: has dtype {kind}; pass real floating-point embeddings")
+    for start in range(0, shape[0], _CHUNK_ROWS):
+        rows = np.asarray(x[start : start + _CHUNK_ROWS]).astype(np.float32)
+        finite = np.isfinite(rows).all(axis=1)
+        if not finite.all():
+            bad = start + np.flatnonzero(~finite)
+            raise InputError(
+                f"{name}: row {bad[0]} is NaN or inf; remove such rows before aligning"
+            )
+        zero = ~rows.any(axis=1)
+        if zero.any():
+            bad = start + np.flatnonzero(zero)
+            raise InputError(
+                f"{name}: row {bad[0]} is all zeros and has no direction; remove such rows"
+            )
+
+
+def pairs(a: Any, b: Any, *, names: tuple[str, str] = ("A", "B"), min_rows: int = 1) -> None:
+    """Raises unless `a` and `b` are embeddings with matching rows.
+
+    >>> pairs(np.ones((3, 2)), np.ones((4, 2)))
+    Traceback (most recent call last):
+    sotalign_jax.checks.InputError: pairs: A has 3 rows but B has 4; paired arrays need equal length
+    """
+    embeddings(f"pairs {names[0]}", a, min_rows=min_rows)
+    embeddings(f"pairs {names[1]}", b, min_rows=min_rows)
+    if len(a) != len(b):
+        raise InputError(
+            f"pairs: {names[0]} has {len(a)} rows but {names[1]} has {len(b)}; "
+            "paired arrays need equal length"
+        )
+
+
+def choice(name: str, value: str, options: tuple[str, ...]) -> None:
+    """Raises unless `value` is one of `options`.
+
+    >>> choice("marginals", "rows", ("prob", "bistochastic"))
+    Traceback (most recent call last):
+    sotalign_jax.checks.InputError: marginals: 'rows' is unknown; choose one of prob, bistochastic
+    """
+    if value not in options:
+        raise InputError(f"{name}: {value!r} is unknown; choose one of {', '.join(options)}")

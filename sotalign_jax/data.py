@@ -1,0 +1,436 @@
+"""What a run reads: pairs, unpaired pools, galleries and class prompts. Host numpy throughout.
+
+Arrays stay memory-mapped and in their stored dtype (usually float16) until rows are taken from
+them; placing rows on a device is the training loop's job.
+"""
+
+import dataclasses
+import pathlib
+from typing import NamedTuple
+
+import numpy as np
+from jaxtyping import Float, Int
+from numpy.typing import ArrayLike
+
+from sotalign_jax import checks
+
+POOLS = ("disjoint", "random", "aligned")
+PICTURES = pathlib.Path(__file__).parent / "bundled" / "pictures_effnetlite2_minilm.npz"
+
+
+# --- what is evaluated on ----------------------------------------------------------------------
+
+
+class Gallery(NamedTuple):
+    """Cross-modal retrieval: `y[j]` belongs to `x[x_of_y[j]]`. Build it with `gallery`."""
+
+    x: Float[np.ndarray, "n d_x"]
+    y: Float[np.ndarray, "m d_y"]
+    x_of_y: Int[np.ndarray, " m"]
+
+
+class ZeroShot(NamedTuple):
+    """Classification of `x` by class prompts. Build it with `zero_shot`."""
+
+    x: Float[np.ndarray, "n d_x"]
+    labels: Int[np.ndarray, " n"]
+    prompts: Float[np.ndarray, "c t d_y"]
+    class_names: tuple[str, ...]
+
+
+def owners(n: int, m: int, x_of_y: ArrayLike | None) -> Int[np.ndarray, " m"]:
+    """Checked `x_of_y`: the row of x (of n) that each of the m rows of y belongs to.
+
+    >>> owners(2, 2, None)
+    array([0, 1], dtype=int32)
+    """
+    if x_of_y is None:
+        if n != m:
+            raise checks.InputError(
+                f"gallery: x has {n} rows but y has {m}; pass x_of_y unless row i matches row i"
+            )
+        return np.arange(n, dtype=np.int32)
+    index = np.asarray(x_of_y)
+    if index.shape != (m,) or index.dtype.kind not in "iu":
+        raise checks.InputError(
+            f"x_of_y: has shape {index.shape} and dtype {index.dtype}; "
+            f"pass {m} integers, one per row of y"
+        )
+    if m and not (index.min() >= 0 and index.max() < n):
+        raise checks.InputError(
+            f"x_of_y: values run from {index.min()} to {index.max()}; keep them within 0..{n - 1}"
+        )
+    orphans = np.flatnonzero(np.bincount(index, minlength=n) == 0)
+    if orphans.size:
+        raise checks.InputError(
+            f"x_of_y: row {orphans[0]} of x has no row of y; remove such rows of x"
+        )
+    return index.astype(np.int32)
+
+
+def gallery(x: ArrayLike, y: ArrayLike, x_of_y: ArrayLike | None = None) -> Gallery:
+    """A checked `Gallery`; without `x_of_y`, row i of x matches row i of y.
+
+    >>> gallery(np.eye(2), np.eye(3), x_of_y=[0, 0, 1]).x_of_y
+    array([0, 0, 1], dtype=int32)
+    """
+    x, y = np.asarray(x), np.asarray(y)
+    checks.embeddings("gallery x", x)
+    checks.embeddings("gallery y", y)
+    return Gallery(x, y, owners(len(x), len(y), x_of_y))
+
+
+def zero_shot(
+    x: ArrayLike,
+    labels: ArrayLike,
+    prompts: ArrayLike,
+    class_names: tuple[str, ...] | None = None,
+) -> ZeroShot:
+    """A checked `ZeroShot`: labels [n] index the classes of prompts [c, t, d_y].
+
+    >>> zero_shot(np.eye(2), [0, 1], np.ones((2, 3, 4))).class_names
+    ('0', '1')
+    """
+    x, prompts = np.asarray(x), np.asarray(prompts)
+    checks.embeddings("zero_shot x", x)
+    if prompts.ndim != 3:
+        raise checks.InputError(
+            f"prompts: has shape {prompts.shape}; pass [classes, templates, width]"
+        )
+    checks.embeddings("zero_shot prompts", prompts.reshape(-1, prompts.shape[-1]))
+    names = tuple(map(str, range(len(prompts)))) if class_names is None else tuple(class_names)
+    if len(names) != len(prompts):
+        raise checks.InputError(
+            f"class_names: {len(names)} names for {len(prompts)} prompted classes; pass one each"
+        )
+    return ZeroShot(x, class_labels(labels, n=len(x), classes=len(prompts)), prompts, names)
+
+
+def class_labels(labels: ArrayLike, *, n: int, classes: int) -> Int[np.ndarray, " n"]:
+    """Checked labels: n integers in 0..classes-1.
+
+    >>> class_labels([1, 0], n=2, classes=2)
+    array([1, 0], dtype=int32)
+    """
+    out = np.asarray(labels)
+    if out.shape != (n,) or out.dtype.kind not in "iu":
+        raise checks.InputError(
+            f"labels: has shape {out.shape} and dtype {out.dtype}; pass {n} integers, one per row"
+        )
+    if n and not (out.min() >= 0 and out.max() < classes):
+        raise checks.InputError(
+            f"labels: values run from {out.min()} to {out.max()}; keep them within 0..{classes - 1}"
+        )
+    return out.astype(np.int32)
+
+
+# --- what is trained on ------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class Dataset:
+    """Everything a run reads. `dataset` and `semi_supervised` check the values as well."""
+
+    pairs_x: Float[np.ndarray, "p d_x"]
+    pairs_y: Float[np.ndarray, "p d_y"]
+    pool_x: Float[np.ndarray, "u d_x"]
+    pool_y: Float[np.ndarray, "v d_y"]
+    val: Gallery | None = None
+    test: Gallery | None = None
+    zero_shot: ZeroShot | None = None
+
+    def __post_init__(self) -> None:
+        widths = {"x": self.pairs_x.shape[1], "y": self.pairs_y.shape[1]}
+        parts = [("pool_x", "x", self.pool_x), ("pool_y", "y", self.pool_y)]
+        for name, part in (("val", self.val), ("test", self.test)):
+            if part is not None:
+                parts += [(f"{name} x", "x", part.x), (f"{name} y", "y", part.y)]
+        if self.zero_shot is not None:
+            parts += [("zero_shot x", "x", self.zero_shot.x)]
+            parts += [("zero_shot prompts", "y", self.zero_shot.prompts)]
+        for name, side, array in parts:
+            if array.shape[-1] != widths[side]:
+                raise checks.InputError(
+                    f"{name}: width {array.shape[-1]} differs from the pairs' {widths[side]}; "
+                    "embed both with the same encoder"
+                )
+
+    def summary(self) -> dict[str, list[int] | None]:
+        """Shapes of the parts, ready for a JSON file.
+
+        >>> dataset((np.eye(2), np.eye(2))).summary()["pairs_x"]
+        [2, 2]
+        """
+        arrays: dict[str, np.ndarray | None] = {
+            "pairs_x": self.pairs_x,
+            "pairs_y": self.pairs_y,
+            "pool_x": self.pool_x,
+            "pool_y": self.pool_y,
+            "val_x": self.val and self.val.x,
+            "val_y": self.val and self.val.y,
+            "test_x": self.test and self.test.x,
+            "test_y": self.test and self.test.y,
+            "zero_shot_x": self.zero_shot and self.zero_shot.x,
+            "zero_shot_prompts": self.zero_shot and self.zero_shot.prompts,
+        }
+        return {k: None if v is None else list(v.shape) for k, v in arrays.items()}
+
+
+def dataset(
+    pairs: tuple[ArrayLike, ArrayLike],
+    *,
+    x: ArrayLike | None = None,
+    y: ArrayLike | None = None,
+    val: Gallery | None = None,
+    test: Gallery | None = None,
+    zero_shot: ZeroShot | None = None,
+) -> Dataset:
+    """A checked `Dataset` from pairs (A, B) and unpaired x, y; a missing pool has no rows.
+
+    >>> dataset((np.eye(3), np.eye(3)), x=np.ones((5, 3))).pool_y.shape
+    (0, 3)
+    """
+    a, b = np.asarray(pairs[0]), np.asarray(pairs[1])
+    checks.pairs(a, b)
+    pool_x = a[:0] if x is None else np.asarray(x)
+    pool_y = b[:0] if y is None else np.asarray(y)
+    checks.embeddings("x", pool_x, width=a.shape[1], min_rows=0)
+    checks.embeddings("y", pool_y, width=b.shape[1], min_rows=0)
+    return Dataset(a, b, pool_x, pool_y, val, test, zero_shot)
+
+
+class Rows(NamedTuple):
+    """Row numbers of a paired table: the pairs, and each modality's unpaired pool."""
+
+    pairs: Int[np.ndarray, " p"]
+    x: Int[np.ndarray, " u"]
+    y: Int[np.ndarray, " u"]
+
+
+def split_rows(
+    n_rows: int,
+    *,
+    n_pairs: int,
+    pool: str = "disjoint",
+    n_unpaired: int | None = None,
+    seed: int = 0,
+) -> Rows:
+    """Chooses pairs at random and makes unpaired pools of the remaining rows.
+
+    `pool`: "disjoint" gives x one half of the rest and y the other, so no hidden true pair is
+    left; "random" gives both all of the rest, y in another order; "aligned" in the same order
+    (debugging). With one seed, fewer pairs are a subset of more pairs, and a smaller
+    `n_unpaired` takes a subset of a larger one's rows, so sweeps are nested.
+
+    Args:
+      n_rows: rows of the paired table.
+      n_pairs: rows kept as pairs.
+      pool: how the pools relate, see above.
+      n_unpaired: rows of each pool; all that remain when None.
+      seed: the rows are a function of (n_rows, seed, options) alone.
+
+    >>> split_rows(6, n_pairs=2, seed=0).x.shape
+    (2,)
+    """
+    checks.choice("pool", pool, POOLS)
+    if not 1 <= n_pairs <= n_rows:
+        raise checks.InputError(
+            f"n_pairs: {n_pairs} asked of {n_rows} rows; keep it in 1..{n_rows}"
+        )
+    rng = np.random.default_rng(seed)
+    order = rng.permutation(n_rows)
+    rest = order[n_pairs:]
+    available = len(rest) // 2 if pool == "disjoint" else len(rest)
+    x, y = (rest, rest[available:]) if pool == "disjoint" else (rest, rest)
+    size = available if n_unpaired is None else n_unpaired
+    if not 0 <= size <= available:
+        raise checks.InputError(
+            f"n_unpaired: {size} asked but {available} rows remain for a {pool} pool; ask for fewer"
+        )
+    y = y[:size]
+    return Rows(order[:n_pairs], x[:size], rng.permutation(y) if pool == "random" else y)
+
+
+def semi_supervised(
+    x: ArrayLike,
+    y: ArrayLike,
+    *,
+    n_pairs: int,
+    pool: str = "disjoint",
+    n_unpaired: int | None = None,
+    seed: int = 0,
+    unpaired_x: ArrayLike | None = None,
+    unpaired_y: ArrayLike | None = None,
+    pool_noise: float = 0.0,
+    val: Gallery | None = None,
+    test: Gallery | None = None,
+    zero_shot: ZeroShot | None = None,
+) -> Dataset:
+    """A semi-supervised `Dataset` from a paired table: few pairs kept, the rest unpaired.
+
+    Args:
+      x: [n, d_x] embeddings, row i matching row i of y.
+      y: [n, d_y] embeddings.
+      n_pairs: rows kept as pairs.
+      pool: see `split_rows`.
+      n_unpaired: rows of each pool; all when None.
+      seed: chooses pairs, pools and noise.
+      unpaired_x: [u, d_x] another source for the pool of x, instead of the table's own rows.
+      unpaired_y: [v, d_y] likewise for y.
+      pool_noise: fraction of each pool replaced by noise, see `replace_with_noise`.
+      val: gallery to select models on.
+      test: gallery to report.
+      zero_shot: classification task to report.
+
+    >>> semi_supervised(np.ones((9, 4)), np.ones((9, 3)), n_pairs=5).summary()["pool_y"]
+    [2, 3]
+    """
+    checks.choice("pool", pool, POOLS)
+    x, y = np.asarray(x), np.asarray(y)
+    checks.pairs(x, y, names=("x", "y"))
+    outside = (unpaired_x is not None, unpaired_y is not None)
+    rows = split_rows(
+        len(x),
+        n_pairs=n_pairs,
+        # An outside pool on one side rules out hidden pairs, so the other takes all of the rest.
+        pool="random" if any(outside) else pool,
+        n_unpaired=0 if all(outside) else n_unpaired,
+        seed=seed,
+    )
+    pool_x = _outside_pool("unpaired_x", unpaired_x, x.shape[1], n_unpaired, seed)
+    pool_y = _outside_pool("unpaired_y", unpaired_y, y.shape[1], n_unpaired, seed + 1)
+    pool_x = x[rows.x] if pool_x is None else pool_x
+    pool_y = y[rows.y] if pool_y is None else pool_y
+    if pool_noise:
+        pool_x = replace_with_noise(pool_x, fraction=pool_noise, seed=seed)
+        pool_y = replace_with_noise(pool_y, fraction=pool_noise, seed=seed + 1)
+    return Dataset(x[rows.pairs], y[rows.pairs], pool_x, pool_y, val, test, zero_shot)
+
+
+def _outside_pool(
+    name: str, rows: ArrayLike | None, width: int, size: int | None, seed: int
+) -> np.ndarray | None:
+    if rows is None:
+        return None
+    array = np.asarray(rows)
+    checks.embeddings(name, array, width=width)
+    if size is None:
+        return array
+    if size > len(array):
+        raise checks.InputError(
+            f"n_unpaired: {size} asked but {name} has {len(array)} rows; ask for fewer"
+        )
+    return array[np.random.default_rng(seed).permutation(len(array))[:size]]
+
+
+# --- robustness protocols ----------------------------------------------------------------------
+
+
+def mismatch_pairs(y: ArrayLike, *, fraction: float, seed: int = 0) -> np.ndarray:
+    """Teacher noise: floor(fraction * n) rows of y trade places, none keeping its own.
+
+    >>> mismatch_pairs(np.arange(4.0)[:, None], fraction=0.5, seed=0).ravel().tolist()
+    [2.0, 1.0, 0.0, 3.0]
+    """
+    out = np.array(y)
+    chosen = _choose_rows(len(out), fraction, seed)
+    if len(chosen) == 1:
+        raise checks.InputError(
+            f"fraction: {fraction} of {len(out)} rows picks one row, which has none to trade "
+            "places with; raise it"
+        )
+    # One cycle through the chosen rows moves every one of them.
+    out[chosen] = out[np.roll(chosen, 1)]
+    return out
+
+
+def replace_with_noise(x: ArrayLike, *, fraction: float, seed: int = 0) -> np.ndarray:
+    """Out-of-distribution rows: floor(fraction * n) rows become uniformly random directions.
+
+    Each is a Gaussian row scaled to the length of the row it replaces, so noise cannot be told
+    by its norm.
+
+    >>> replace_with_noise(np.ones((4, 2)), fraction=0.5).shape
+    (4, 2)
+    """
+    out = np.array(x)
+    chosen = _choose_rows(len(out), fraction, seed)
+    noise = np.random.default_rng((seed, 1)).standard_normal((len(chosen), out.shape[1]))
+    noise /= np.linalg.norm(noise, axis=1, keepdims=True)
+    length = np.linalg.norm(out[chosen].astype(np.float64), axis=1, keepdims=True)
+    out[chosen] = (noise * length).astype(out.dtype)
+    return out
+
+
+def _choose_rows(n: int, fraction: float, seed: int) -> np.ndarray:
+    if not 0.0 <= fraction <= 1.0:
+        raise checks.InputError(f"fraction: {fraction} is outside 0..1; pass a share of the rows")
+    # The slack undoes rounding such as 0.29 * 100 = 28.999999999999996.
+    count = int(fraction * n + 1e-9)
+    return np.random.default_rng(seed).permutation(n)[:count]
+
+
+# --- the bundled pictures ----------------------------------------------------------------------
+
+
+class Pictures(NamedTuple):
+    """The bundled table of real pictures and captions; fields as in bundled/README.md."""
+
+    image: Float[np.ndarray, "n 1280"]
+    text: Float[np.ndarray, "n 384"]
+    caption: np.ndarray
+    source: np.ndarray
+    group: Int[np.ndarray, " n"]
+    split: np.ndarray
+    label: Int[np.ndarray, " n"]
+    class_names: np.ndarray
+    templates: np.ndarray
+    prompts: Float[np.ndarray, "c t 384"]
+
+
+def pictures() -> Pictures:
+    """Embeddings of 7,833 real pictures and their captions, ready to use offline.
+
+    >>> pictures().caption[0]
+    np.str_('A frog.')
+    """
+    with np.load(PICTURES, allow_pickle=False) as table:
+        return Pictures(**{name: table[name] for name in Pictures._fields})
+
+
+def pictures_dataset(
+    *,
+    n_pairs: int = 1000,
+    pool: str = "random",
+    n_unpaired: int | None = None,
+    seed: int = 0,
+    pool_noise: float = 0.0,
+) -> Dataset:
+    """The bundled pictures as a semi-supervised `Dataset` (options as in `semi_supervised`).
+
+    Pairs and pools come from the train split; val and test are 1:1 galleries; zero-shot
+    classifies the labelled test pictures. No near-duplicate crosses a split.
+
+    >>> pictures_dataset(n_pairs=500).summary()["pool_x"]
+    [5833, 1280]
+    """
+    table = pictures()
+    train, val, test = (table.split == name for name in ("train", "val", "test"))
+    labelled = test & (table.label >= 0)
+    return semi_supervised(
+        table.image[train],
+        table.text[train],
+        n_pairs=n_pairs,
+        pool=pool,
+        n_unpaired=n_unpaired,
+        seed=seed,
+        pool_noise=pool_noise,
+        val=gallery(table.image[val], table.text[val]),
+        test=gallery(table.image[test], table.text[test]),
+        zero_shot=zero_shot(
+            table.image[labelled],
+            table.label[labelled],
+            table.prompts,
+            tuple(table.class_names.tolist()),
+        ),
+    )

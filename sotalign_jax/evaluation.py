@@ -1,0 +1,192 @@
+"""Retrieval recall and zero-shot accuracy from features, in row blocks on the device.
+
+Scores are float32 cosines at full matmul precision. No more than `chunk` query rows are scored
+at a time, so the full score matrix never exists; each function compiles once per shape.
+"""
+
+import functools
+from collections.abc import Callable, Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, ArrayLike, Bool, Float, Int
+
+from sotalign_jax import affinity, checks, data
+
+
+def retrieval(
+    x: ArrayLike,
+    y: ArrayLike,
+    x_of_y: ArrayLike | None = None,
+    *,
+    ks: Sequence[int] = (1, 5, 10),
+    chunk: int = 4096,
+) -> dict[str, float]:
+    """Recall at k in both directions, in percent.
+
+    A query is a hit at k when one of its matches is among the k keys of largest cosine, ties
+    going to the lower index: rank = #{score greater} + #{score equal, index lower} < k. So
+    features that have collapsed to a point score chance, k / (number of keys).
+
+    Args:
+      x: [n, d] features, in any scale.
+      y: [m, d] features.
+      x_of_y: [m] the row of x each row of y belongs to; row i matches row i when None. With
+        several y per x (captions of a picture) x_to_y asks for any one of them.
+      ks: the cut-offs.
+      chunk: most query rows scored at once; memory is about chunk * max(n, m) floats.
+
+    Returns:
+      "x_to_y/R@k", "y_to_x/R@k" and their average "mean/R@k" for every k.
+
+    Raises:
+      checks.InputError: shapes do not fit, or features are NaN or infinite.
+
+    >>> retrieval(np.eye(3), np.eye(3)[[0, 2, 1]], ks=(1,))["mean/R@1"]
+    33.33333333333333
+    """
+    x, y = _features("x", x, 2), _features("y", y, 2)
+    _same_width("y", y, x)
+    if not ks or min(ks) < 1:
+        raise checks.InputError(f"ks: {tuple(ks)} given; pass at least one cut-off, each 1 or more")
+    owner = data.owners(len(x), len(y), x_of_y)
+    result = _ranks(x, y, owner, chunk=_positive(chunk))
+    finite_x, finite_y, ranks_x, ranks_y = jax.device_get(result)
+    _raise_unless_finite("x", finite_x)
+    _raise_unless_finite("y", finite_y)
+    recalls = {}
+    for direction, ranks in (("x_to_y", ranks_x), ("y_to_x", ranks_y)):
+        for k in ks:
+            recalls[f"{direction}/R@{k}"] = 100.0 * float(np.mean(ranks < k))
+    for k in ks:
+        recalls[f"mean/R@{k}"] = (recalls[f"x_to_y/R@{k}"] + recalls[f"y_to_x/R@{k}"]) / 2
+    return recalls
+
+
+def zero_shot(
+    x: ArrayLike, prompts: ArrayLike, labels: ArrayLike, *, chunk: int = 4096
+) -> dict[str, float]:
+    """Accuracy, in percent, of classifying x by the nearest class prompt.
+
+    A class is the L2-normalised mean of its L2-normalised prompt features; the prediction is
+    the class of largest cosine.
+
+    Args:
+      x: [n, d] features.
+      prompts: [c, t, d] features of t prompts for each of c classes.
+      labels: [n] true classes.
+      chunk: most rows scored at once.
+
+    Returns:
+      "zero_shot/top1" over rows, and "zero_shot/mean_per_class" over the classes in `labels`.
+
+    Raises:
+      checks.InputError: shapes do not fit, or features are NaN or infinite.
+
+    >>> zero_shot(np.eye(2), np.eye(2)[:, None], [0, 0])
+    {'zero_shot/top1': 50.0, 'zero_shot/mean_per_class': 50.0}
+    """
+    x, prompts = _features("x", x, 2), _features("prompts", prompts, 3)
+    _same_width("prompts", prompts, x)
+    truth = data.class_labels(np.asarray(labels), n=len(x), classes=len(prompts))
+    result = _classify(x, prompts, chunk=_positive(chunk))
+    finite_x, finite_prompts, predicted = jax.device_get(result)
+    _raise_unless_finite("x", finite_x)
+    _raise_unless_finite("prompts", finite_prompts)
+    right = predicted == truth
+    seen = np.bincount(truth)
+    per_class = np.bincount(truth, weights=right)[seen > 0] / seen[seen > 0]
+    return {
+        "zero_shot/top1": 100.0 * float(right.mean()),
+        "zero_shot/mean_per_class": 100.0 * float(per_class.mean()),
+    }
+
+
+@functools.partial(jax.jit, static_argnames="chunk")
+def _ranks(
+    x: Float[Array, "n d"], y: Float[Array, "m d"], owner: Int[Array, " m"], *, chunk: int
+) -> tuple[Bool[Array, ""], Bool[Array, ""], Int[Array, " n"], Int[Array, " m"]]:
+    """Whether x and y are finite, and each row's rank of its best match in the other."""
+    finite = jnp.isfinite(x).all(), jnp.isfinite(y).all()
+    x, y = affinity.l2_normalize(x), affinity.l2_normalize(y)
+    ids = jnp.arange(len(x), dtype=owner.dtype)
+    return *finite, _best_ranks(x, y, ids, owner, chunk), _best_ranks(y, x, owner, ids, chunk)
+
+
+def _best_ranks(queries: Array, keys: Array, query_id: Array, key_id: Array, chunk: int) -> Array:
+    """Rank of the first key, in a stable descending sort, that has the query's id."""
+    index = jnp.arange(len(keys))
+
+    def block(rows: tuple[Array, ...]) -> Array:
+        features, ids = rows
+        scores = affinity.dot(features, keys.T)
+        matches = jnp.where(ids[:, None] == key_id[None, :], scores, -jnp.inf)
+        best = matches.max(axis=1, keepdims=True)
+        at = matches.argmax(axis=1, keepdims=True)  # the lowest index among equal maxima
+        ahead = (scores > best) | ((scores == best) & (index[None, :] < at))
+        return ahead.sum(axis=1, dtype=jnp.int32)
+
+    return _by_blocks(block, (queries, query_id), chunk)
+
+
+@functools.partial(jax.jit, static_argnames="chunk")
+def _classify(
+    x: Float[Array, "n d"], prompts: Float[Array, "c t d"], *, chunk: int
+) -> tuple[Bool[Array, ""], Bool[Array, ""], Int[Array, " n"]]:
+    finite = jnp.isfinite(x).all(), jnp.isfinite(prompts).all()
+    classes = affinity.l2_normalize(affinity.l2_normalize(prompts).mean(axis=1))
+
+    def block(rows: tuple[Array, ...]) -> Array:
+        return affinity.dot(affinity.l2_normalize(rows[0]), classes.T).argmax(axis=1)
+
+    return *finite, _by_blocks(block, (x,), chunk)
+
+
+def _by_blocks(
+    function: Callable[[tuple[Array, ...]], Array], arrays: tuple[Array, ...], chunk: int
+) -> Array:
+    """Applies `function` to equal blocks of at most `chunk` rows, one after another."""
+    n = len(arrays[0])
+    blocks = -(-n // chunk)
+    # Equal blocks waste fewer than `blocks` rows of padding, where filling each to `chunk`
+    # would nearly double the work at n = chunk + 1.
+    size = -(-n // blocks)
+
+    def shape(a: Array) -> Array:
+        padded = jnp.pad(a, [(0, blocks * size - n)] + [(0, 0)] * (a.ndim - 1))
+        return padded.reshape(blocks, size, *a.shape[1:])
+
+    out: Array = jax.lax.map(function, tuple(shape(a) for a in arrays))
+    return out.reshape(blocks * size)[:n]
+
+
+def _features(name: str, x: ArrayLike, ndim: int) -> Array:
+    out = jnp.asarray(x)
+    if out.ndim != ndim or 0 in out.shape or not jnp.issubdtype(out.dtype, jnp.floating):
+        raise checks.InputError(
+            f"{name}: has shape {out.shape} and dtype {out.dtype}; "
+            f"pass a non-empty {ndim}-D array of float features"
+        )
+    return out.astype(jnp.float32)
+
+
+def _same_width(name: str, x: Array, other: Array) -> None:
+    if x.shape[-1] != other.shape[-1]:
+        raise checks.InputError(
+            f"{name}: features have width {x.shape[-1]} but x has {other.shape[-1]}; "
+            "map both into the shared space first"
+        )
+
+
+def _positive(chunk: int) -> int:
+    if chunk < 1:
+        raise checks.InputError(f"chunk: {chunk} given; pass 1 or more rows")
+    return chunk
+
+
+def _raise_unless_finite(name: str, finite: bool) -> None:
+    if not finite:
+        raise checks.InputError(
+            f"{name}: features contain NaN or inf; check the heads and their inputs"
+        )

@@ -1,0 +1,172 @@
+"""Embedding files in: npy, npz, safetensors and TensorFlow Datasets, read as little as possible."""
+
+import importlib
+import json
+import os
+import pathlib
+import re
+import zipfile
+import zlib
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+
+from sotalign_jax import checks
+
+_SAFETENSORS_DTYPES = {
+    "F64": np.dtype(np.float64),
+    "F32": np.dtype(np.float32),
+    "F16": np.dtype(np.float16),
+    "BF16": np.dtype(ml_dtypes.bfloat16),
+    "I64": np.dtype(np.int64),
+    "I32": np.dtype(np.int32),
+}
+_UNREADABLE = (OSError, ValueError, TypeError, EOFError, KeyError, zipfile.BadZipFile, zlib.error)
+_TFDS_CHUNK = 1024
+
+
+def load_array(path: str | os.PathLike[str], *, key: str | None = None) -> np.ndarray:
+    """Opens one array of embeddings, reading as little as the format allows.
+
+    | path                            | reading                                             |
+    |---------------------------------|-----------------------------------------------------|
+    | `x.npy`                         | memory-mapped                                       |
+    | `x.npz`                         | only the array `key`                                |
+    | `x.safetensors`                 | only the tensor `key`, memory-mapped                |
+    | `tfds:NAME[:SPLIT[:FEATURE]]`   | TensorFlow Datasets, random access, no TensorFlow   |
+
+    A TFDS dataset must be prepared with `file_format="array_record"`; it is looked up under
+    `$TFDS_DATA_DIR` (or TFDS's default folder), NAME may carry a config and version
+    (`name/config:1.0.0`), SPLIT may be a slice (`train[:50%]`). Features of one split are read
+    in the same order, so two of them make pairs.
+
+    Args:
+      path: file name ending in .npy, .npz or .safetensors, or a `tfds:` address.
+      key: which array of a file that holds several; the FEATURE of a `tfds:` address.
+
+    Returns:
+      The array, in its stored dtype (float16 and bfloat16 included).
+
+    Raises:
+      checks.InputError: the file is missing, damaged, of another format, or `key` is wrong.
+
+    >>> from sotalign_jax import data
+    >>> load_array(data.PICTURES, key="text").shape
+    (7833, 384)
+    """
+    address = os.fspath(path)
+    if address.startswith("tfds:"):
+        return _load_tfds(address, key)
+    file = pathlib.Path(address).expanduser()
+    readers = {".npy": _load_npy, ".npz": _load_npz, ".safetensors": _load_safetensors}
+    reader = readers.get(file.suffix)
+    if reader is None:
+        raise checks.InputError(
+            f"{file}: unknown format {file.suffix!r}; use {', '.join(readers)} or tfds:NAME"
+        )
+    if not file.is_file():
+        raise checks.InputError(f"{file}: no such file; check the path")
+    try:
+        array = reader(file, key)
+    except checks.InputError:
+        raise
+    except _UNREADABLE as error:
+        raise checks.InputError(
+            f"{file}: cannot be read ({_first_line(error)}); "
+            "the file is truncated, corrupt or not numeric, so write it again"
+        ) from error
+    # numpy stores bfloat16 as anonymous 2-byte values; no other 2-byte void is an embedding.
+    return array.view(ml_dtypes.bfloat16) if array.dtype == np.dtype("V2") else array
+
+
+def _load_npy(file: pathlib.Path, key: str | None) -> np.ndarray:
+    if key is not None:
+        raise checks.InputError(f"{file}: key {key!r} given but .npy holds one array; drop the key")
+    array: np.ndarray = np.load(file, mmap_mode="r", allow_pickle=False)
+    return array
+
+
+def _load_npz(file: pathlib.Path, key: str | None) -> np.ndarray:
+    with zipfile.ZipFile(file) as archive:
+        names = [name.removesuffix(".npy") for name in archive.namelist()]
+        member = _pick_key(str(file), names, key)
+        with archive.open(f"{member}.npy") as stream:
+            return np.lib.format.read_array(stream, allow_pickle=False)
+
+
+def _load_safetensors(file: pathlib.Path, key: str | None) -> np.ndarray:
+    # The format is a length, a JSON header and raw tensors: mapping the bytes ourselves keeps
+    # files larger than memory usable, which the library's own numpy reader does not.
+    with file.open("rb") as stream:
+        length = int.from_bytes(stream.read(8), "little")
+        if length > file.stat().st_size:
+            raise ValueError("its header is longer than the file")
+        header = json.loads(stream.read(length))
+    entry = header[_pick_key(str(file), [k for k in header if k != "__metadata__"], key)]
+    dtype = _SAFETENSORS_DTYPES.get(entry["dtype"])
+    if dtype is None:
+        raise checks.InputError(
+            f"{file}: dtype {entry['dtype']} is not supported; "
+            f"convert to one of {', '.join(_SAFETENSORS_DTYPES)}"
+        )
+    begin, end = entry["data_offsets"]
+    if end - begin != dtype.itemsize * int(np.prod(entry["shape"])):
+        raise ValueError("its header contradicts itself")
+    return np.memmap(file, dtype, "r", offset=8 + length + begin, shape=tuple(entry["shape"]))
+
+
+def _load_tfds(address: str, key: str | None) -> np.ndarray:
+    try:
+        tfds: Any = importlib.import_module("tensorflow_datasets")
+    except ImportError as error:
+        raise checks.InputError(
+            f"{address}: needs tensorflow-datasets; pip install 'sotalign-jax[data]'"
+        ) from error
+    # Colons inside brackets belong to a split slice such as train[10:20].
+    name, *rest = re.split(r":(?![^\[]*\])", address.removeprefix("tfds:"))
+    if rest and re.fullmatch(r"[\d*]+\.[\d*]+\.[\d*]+", rest[0]):
+        name = f"{name}:{rest.pop(0)}"
+    if not name or len(rest) > 2 or (len(rest) == 2 and key is not None):
+        raise checks.InputError(
+            f"{address}: not understood; write tfds:NAME, tfds:NAME:SPLIT or "
+            "tfds:NAME:SPLIT:FEATURE, and name the feature once"
+        )
+    split = rest[0] if rest else "train"
+    try:
+        source: Any = tfds.data_source(
+            name,
+            split=split,
+            data_dir=os.environ.get("TFDS_DATA_DIR"),
+            download=False,  # never fetch a large dataset as a side effect of a typo
+        )
+    except (ValueError, AssertionError, NotImplementedError, OSError) as error:
+        raise checks.InputError(
+            f"{address}: {_first_line(error)} Prepare it with file_format='array_record' "
+            "and set TFDS_DATA_DIR to its folder"
+        ) from error
+    features = source.dataset_info.features
+    wanted = _pick_key(address, list(features), rest[1] if len(rest) == 2 else key)
+    feature = features[wanted]
+    if None in feature.shape or np.dtype(feature.np_dtype).kind not in "fiuV":
+        raise checks.InputError(
+            f"{address}: feature {wanted!r} is {feature}; choose a numeric one of fixed shape"
+        )
+    out = np.empty((len(source), *feature.shape), feature.np_dtype)
+    for start in range(0, len(out), _TFDS_CHUNK):
+        rows = range(start, min(start + _TFDS_CHUNK, len(out)))
+        out[start : rows.stop] = [record[wanted] for record in source.__getitems__(rows)]
+    return out
+
+
+def _pick_key(where: str, names: list[str], key: str | None) -> str:
+    if key is None and len(names) == 1:
+        return names[0]
+    if key not in names:
+        problem = "holds several arrays" if key is None else f"has no array {key!r}"
+        raise checks.InputError(f"{where}: {problem}; choose a key from {', '.join(names)}")
+    return key
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error) or type(error).__name__).splitlines()[0]

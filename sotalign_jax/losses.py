@@ -1,0 +1,184 @@
+"""Supervised losses on paired features: pairwise sigmoid (SigLIP) and symmetric InfoNCE.
+
+Both compare row i of `f` with row i of `g`; every other row is a negative. Features are
+L2-normalised inside, so heads hand over their raw outputs.
+"""
+
+import math
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from sotalign_jax import affinity, checks
+
+INITIAL_LOG_SCALE = math.log(20.0)
+"""Start of the learned logit scale, kept as a logarithm."""
+INITIAL_BIAS = -10.0
+"""Start of the learned logit bias: about the log-odds of one positive among many negatives."""
+
+NORMALIZATIONS = ("mean", "per_row")
+
+Scalar = Float[Array, ""] | float
+
+
+def siglip(
+    f: Float[Array, "n d"],
+    g: Float[Array, "m d"],
+    *,
+    log_scale: Scalar = INITIAL_LOG_SCALE,
+    bias: Scalar = INITIAL_BIAS,
+    negatives_f: Float[Array, "p d"] | None = None,
+    negatives_g: Float[Array, "q d"] | None = None,
+    normalization: str = "mean",
+) -> Float[Array, ""]:
+    """Pairwise sigmoid loss of paired features, optionally with unpaired rows as negatives.
+
+    Without negatives it is `siglip_from_affinity(cos(f, g))`. With them it is the average of two
+    rectangles, f against [g; negatives_g] and g against [f; negatives_f], each reduced by itself;
+    unpaired rows never meet each other.
+
+    Args:
+      f: features of the first modality; row i belongs to row i of `g`.
+      g: features of the second modality, as many rows.
+      log_scale: logarithm t of the logit scale s = exp(t).
+      bias: logit bias b.
+      negatives_f: more rows of the first modality, wrong for every row of `g`.
+      negatives_g: more rows of the second modality, wrong for every row of `f`.
+      normalization: "mean" over all entries (SAIL), or "per_row": sum over columns, mean over
+        rows (big_vision, open_clip).
+
+    Returns:
+      The loss, a scalar.
+
+    Raises:
+      InputError: `f` and `g` differ in length, or `normalization` is unknown.
+
+    Example:
+      >>> f = jnp.eye(3)
+      >>> print(f"{siglip(f, f):.6f} {siglip(f, -f, normalization='per_row'):.4f}")
+      0.000045 30.0001
+    """
+    _check_rows(f, g)
+    scale = jnp.exp(jnp.asarray(log_scale))
+
+    def loss(anchors: Array, others: Array) -> Array:
+        return siglip_from_affinity(
+            affinity.cosine(anchors, others), scale=scale, bias=bias, normalization=normalization
+        )
+
+    return _both_directions(loss, f, g, negatives_f, negatives_g, symmetric=True)
+
+
+def siglip_from_affinity(
+    affinities: Float[Array, "n m"],
+    *,
+    scale: Scalar,
+    bias: Scalar,
+    normalization: str = "mean",
+) -> Float[Array, ""]:
+    """Pairwise sigmoid loss of a cosine matrix K whose diagonal holds the positives.
+
+    z_ij = s K_ij + b,  y_ij = +1 if i = j else -1,  l_ij = -log sigmoid(y_ij z_ij).
+
+    Args:
+      affinities: K, (n, m) with m >= n; columns from n on are negatives of every row.
+      scale: logit scale s.
+      bias: logit bias b.
+      normalization: "mean" gives sum(l) / (n m), "per_row" gives sum(l) / n.
+
+    Returns:
+      The loss, a scalar.
+
+    Raises:
+      InputError: K has fewer columns than rows, or `normalization` is unknown.
+
+    Example:
+      >>> print(siglip_from_affinity(jnp.zeros((2, 2)), scale=20.0, bias=0.0))  # log 2
+      0.6931472
+    """
+    checks.choice("normalization", normalization, NORMALIZATIONS)
+    affinities = affinity.as_float(affinities)
+    rows, columns = affinities.shape
+    if columns < rows:
+        raise checks.InputError(
+            f"affinities: shape {affinities.shape} has no diagonal entry for every row; "
+            "pass at least as many columns as rows"
+        )
+    dtype = affinities.dtype
+    logits = affinities * jnp.asarray(scale, dtype) + jnp.asarray(bias, dtype)
+    signs = 2.0 * jnp.eye(rows, columns, dtype=dtype) - 1.0
+    per_row = -jnp.sum(jax.nn.log_sigmoid(signs * logits), axis=1)
+    return jnp.mean(per_row) / (columns if normalization == "mean" else 1)
+
+
+def symmetric_infonce(
+    f: Float[Array, "n d"],
+    g: Float[Array, "m d"],
+    *,
+    log_scale: Scalar = INITIAL_LOG_SCALE,
+    negatives_f: Float[Array, "p d"] | None = None,
+    negatives_g: Float[Array, "q d"] | None = None,
+) -> Float[Array, ""]:
+    """InfoNCE averaged over both directions, as in CLIP.
+
+    1/2 [ CE(s cos(f, [g; negatives_g]), i) + CE(s cos(g, [f; negatives_f]), i) ], where CE(Z, i)
+    is the mean over rows of logsumexp_j Z_ij - Z_ii and s = exp(log_scale). For a fixed
+    temperature tau pass log_scale = -log tau.
+
+    Args:
+      f: features of the first modality; row i belongs to row i of `g`.
+      g: features of the second modality, as many rows.
+      log_scale: logarithm of the logit scale (inverse temperature).
+      negatives_f: more rows of the first modality, wrong for every row of `g`.
+      negatives_g: more rows of the second modality, wrong for every row of `f`.
+
+    Returns:
+      The loss, a scalar.
+
+    Raises:
+      InputError: `f` and `g` differ in length.
+
+    Example:
+      >>> print(f"{symmetric_infonce(jnp.ones((4, 2)), jnp.ones((4, 2))):.4f}")  # log 4
+      1.3863
+    """
+    _check_rows(f, g)
+    scale = jnp.exp(jnp.asarray(log_scale))
+
+    def loss(anchors: Array, others: Array) -> Array:
+        cosines = affinity.cosine(anchors, others)
+        logits = cosines * scale.astype(cosines.dtype)
+        return jnp.mean(jax.nn.logsumexp(logits, axis=1) - jnp.diagonal(logits))
+
+    return _both_directions(loss, f, g, negatives_f, negatives_g, symmetric=False)
+
+
+def _both_directions(
+    loss: Callable[[Array, Array], Array],
+    f: Array,
+    g: Array,
+    negatives_f: Array | None,
+    negatives_g: Array | None,
+    *,
+    symmetric: bool,
+) -> Array:
+    """1/2 [loss(f, [g; negatives_g]) + loss(g, [f; negatives_f])]."""
+    if symmetric and negatives_f is None and negatives_g is None:
+        return loss(f, g)  # both halves are equal: one product is enough
+    columns_g = g if negatives_g is None else _stack(g, negatives_g)
+    columns_f = f if negatives_f is None else _stack(f, negatives_f)
+    return 0.5 * (loss(f, columns_g) + loss(g, columns_f))
+
+
+def _stack(paired: Array, unpaired: Array) -> Array:
+    return jnp.concatenate([affinity.as_float(paired), affinity.as_float(unpaired)])
+
+
+def _check_rows(f: Array, g: Array) -> None:
+    if f.shape != g.shape:
+        raise checks.InputError(
+            f"features: f has shape {f.shape} but g has {g.shape}; row i of one belongs to row i "
+            "of the other"
+        )

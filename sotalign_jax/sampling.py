@@ -1,0 +1,107 @@
+"""Batches as a pure function of (seed, step): a resumed run draws what an uninterrupted one does.
+
+Rows come without replacement within an epoch, in an order that is never stored or sorted: a
+keyed permutation of 0 .. n-1 is evaluated only where a batch needs it, in O(batch) whatever n is.
+"""
+
+import math
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+_ROUNDS = 8
+
+
+class DeviceData(NamedTuple):
+    """Training arrays on the device, in their stored dtype."""
+
+    pairs_x: Float[Array, "p d_x"]
+    pairs_y: Float[Array, "p d_y"]
+    pool_x: Float[Array, "u d_x"]
+    pool_y: Float[Array, "v d_y"]
+
+
+class Batch(NamedTuple):
+    """One step's rows: a[i] belongs to b[i]; x and y are unpaired. `y_rows` says which y."""
+
+    a: Float[Array, "p d_x"]
+    b: Float[Array, "p d_y"]
+    x: Float[Array, "n d_x"]
+    y: Float[Array, "m d_y"]
+    y_rows: Int[Array, " m"]
+
+
+def _mix(x: Array) -> Array:
+    """A 32-bit integer hash (two rounds of multiply and xor-shift)."""
+    for multiplier, shift in ((0x7FEB352D, 15), (0x846CA68B, 16)):
+        x = (x ^ (x >> shift)) * jnp.uint32(multiplier)
+    return x ^ (x >> 16)
+
+
+def permute(key: Array, indices: Int[Array, " b"], size: int) -> Int[Array, " b"]:
+    """Where a keyed random permutation of 0 .. size-1 sends `indices`.
+
+    A Feistel network permutes the next power of four; values that fall outside are sent on until
+    they fall inside, which keeps it a permutation.
+
+    >>> sorted(permute(jax.random.key(0), jnp.arange(5), 5).tolist())
+    [0, 1, 2, 3, 4]
+    """
+    half = max(1, math.ceil(math.log2(max(size, 2)) / 2))
+    mask = jnp.uint32(2**half - 1)
+    round_keys = jax.random.bits(key, (_ROUNDS,), jnp.uint32)
+
+    def network(value: Array) -> Array:
+        left, right = value >> half, value & mask
+        for k in range(_ROUNDS):
+            left, right = right, left ^ (_mix(right ^ round_keys[k]) & mask)
+        return (left << half) | right
+
+    def outside(value: Array) -> Array:
+        return value >= jnp.uint32(size)
+
+    out = jax.lax.while_loop(
+        lambda value: jnp.any(outside(value)),
+        lambda value: jnp.where(outside(value), network(value), value),
+        network(indices.astype(jnp.uint32)),
+    )
+    return out.astype(jnp.int32)
+
+
+def draw_rows(key: Array, step: Int[Array, ""], size: int, batch: int) -> Int[Array, " b"]:
+    """Rows of step `step`: each epoch visits size // batch disjoint batches of a new order.
+
+    Everything, in place, when the batch covers all rows.
+
+    >>> draw_rows(jax.random.key(0), jnp.int32(3), 4, 10).tolist()
+    [0, 1, 2, 3]
+    """
+    if batch >= size:
+        return jnp.arange(size)
+    per_epoch = size // batch
+    epoch_key = jax.random.fold_in(key, step // per_epoch)
+    return permute(epoch_key, (step % per_epoch) * batch + jnp.arange(batch), size)
+
+
+def draw(
+    key: Array, step: Int[Array, ""], data: DeviceData, *, pairs: int, unpaired: int
+) -> Batch:
+    """The batch of step `step`: up to `pairs` pairs and up to `unpaired` rows of each pool.
+
+    >>> data = DeviceData(jnp.ones((4, 2)), jnp.ones((4, 3)), jnp.ones((9, 2)), jnp.ones((8, 3)))
+    >>> draw(jax.random.key(0), jnp.int32(0), data, pairs=4, unpaired=5).y.shape
+    (5, 3)
+    """
+    key_pairs, key_x, key_y = jax.random.split(key, 3)
+    paired = draw_rows(key_pairs, step, len(data.pairs_x), pairs)
+    x_rows = draw_rows(key_x, step, len(data.pool_x), unpaired)
+    y_rows = draw_rows(key_y, step, len(data.pool_y), unpaired)
+    return Batch(
+        data.pairs_x[paired],
+        data.pairs_y[paired],
+        data.pool_x[x_rows],
+        data.pool_y[y_rows],
+        y_rows,
+    )

@@ -1,0 +1,317 @@
+"""Training: a jitted, donated Lion step, and a loop that keeps the best model on validation.
+
+Everything a step does is a function of its state and of (seed, step): batches, learning rate,
+warm starts. So a run continued from a `Snapshot` equals one that was never interrupted, bit by
+bit, and the step compiles once.
+"""
+
+import dataclasses
+import math
+from collections.abc import Callable
+from typing import Any, NamedTuple, Protocol
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from flax import nnx
+from jaxtyping import Array, Float, Int
+
+from sotalign_jax import affinity, checks, data, evaluation, sampling, teachers
+from sotalign_jax.heads import Heads, Rows
+from sotalign_jax.methods import Method
+from sotalign_jax.teachers import LinearTeacher
+
+EMBED_CHUNK = 8192
+"""Rows mapped at a time when embedding."""
+
+
+@dataclasses.dataclass(frozen=True)
+class TrainConfig:
+    """How long and on what batches to train; the defaults are the paper's.
+
+    Attributes:
+        steps: optimisation steps.
+        pair_batch: pairs per step; all of them when there are fewer.
+        unpaired_batch: unpaired rows per step and modality; all when there are fewer.
+        learning_rate: its peak, after a warm-up over the first tenth of the steps.
+        weight_decay: decoupled, times the learning rate.
+        eval_every: steps between validations.
+        seed: decides the start of the heads and every batch.
+    """
+
+    steps: int = 2000
+    pair_batch: int = 10_000
+    unpaired_batch: int = 22_768
+    learning_rate: float = 1e-4
+    weight_decay: float = 1e-5
+    eval_every: int = 43
+    seed: int = 42
+
+    def __post_init__(self) -> None:
+        for name in ("steps", "pair_batch", "unpaired_batch", "eval_every"):
+            value = getattr(self, name)
+            if not isinstance(value, int) or value < 1:
+                raise checks.InputError(f"{name}: is {value!r}; pass a whole number above 0")
+        for name in ("learning_rate", "weight_decay"):
+            value = getattr(self, name)
+            if not (math.isfinite(value) and value >= 0):
+                raise checks.InputError(f"{name}: is {value}; pass a number of at least 0")
+
+
+class TrainState(NamedTuple):
+    """What one step changes."""
+
+    step: Int[Array, ""]
+    params: Any
+    opt_state: Any
+    memory: Any
+
+
+class Best(NamedTuple):
+    """The parameters with the highest validation MeanR@1 so far, and where they were found."""
+
+    params: Any
+    step: Int[Array, ""]
+    mean_r1: Float[Array, ""]
+
+
+class Snapshot(NamedTuple):
+    """All that a continued run needs."""
+
+    state: TrainState
+    best: Best
+
+
+class Observer(Protocol):
+    """What hears of a run's progress."""
+
+    def metrics(self, step: int, values: dict[str, float]) -> None:
+        """Metrics of a finished step; validation scores on the steps that have them."""
+
+    def snapshot(self, step: int, snapshot: Snapshot) -> None:
+        """A state that the run can be continued from."""
+
+
+class Silent:
+    """An observer that does nothing."""
+
+    def metrics(self, step: int, values: dict[str, float]) -> None:
+        """Ignores them."""
+
+    def snapshot(self, step: int, snapshot: Snapshot) -> None:
+        """Ignores it."""
+
+
+class NonFiniteLossError(FloatingPointError):
+    """The loss became NaN or infinite."""
+
+
+@jax.jit
+def _apply(head: Any, rows: Array) -> Array:
+    """Unit features of one block; `head` is a pytree of (graph, parameters) or an affine map."""
+    mapped = nnx.merge(*head)(rows) if isinstance(head, tuple) else head(rows)
+    return affinity.l2_normalize(mapped)
+
+
+def embed(head: Any, rows: Rows) -> Float[np.ndarray, "n d"]:
+    """Unit features of any number of rows, in blocks of one compiled shape.
+
+    Args:
+        head: an NNX head or an `AffineMap`.
+        rows: embeddings, on the host (also memory-mapped) or on a device.
+
+    >>> from sotalign_jax import heads
+    >>> embed(heads.build_heads(4, 3, 2).x, np.ones((5, 4), np.float16)).shape
+    (5, 2)
+    """
+    if isinstance(head, nnx.Module):
+        head = nnx.split(head)
+    chunk = min(EMBED_CHUNK, len(rows))
+    out = []
+    for start in range(0, len(rows), chunk):
+        block = np.asarray(rows[start : start + chunk])
+        padded = np.pad(block, [(0, chunk - len(block)), (0, 0)], constant_values=1)
+        out.append(np.asarray(_apply(head, jnp.asarray(padded)))[: len(block)])
+    return np.concatenate(out)
+
+
+def evaluate(head_x: Any, head_y: Any, gallery: data.Gallery) -> dict[str, float]:
+    """Retrieval metrics of two heads on a gallery, in percent."""
+    x, y = embed(head_x, gallery.x), embed(head_y, gallery.y)
+    return evaluation.retrieval(x, y, gallery.x_of_y)
+
+
+def evaluate_zero_shot(head_x: Any, head_y: Any, task: data.ZeroShot) -> dict[str, float]:
+    """Zero-shot classification metrics of two heads, in percent."""
+    prompts = embed(head_y, task.prompts.reshape(-1, task.prompts.shape[-1]))
+    prompts = prompts.reshape(*task.prompts.shape[:2], -1)
+    return evaluation.zero_shot(embed(head_x, task.x), prompts, task.labels)
+
+
+def place(dataset: data.Dataset, *, pool: bool = True) -> sampling.DeviceData:
+    """Training arrays on the device; without their rows, the pools, when nothing reads them."""
+    rows = slice(None) if pool else slice(0)
+    arrays = (dataset.pairs_x, dataset.pairs_y, dataset.pool_x[rows], dataset.pool_y[rows])
+    return sampling.DeviceData(*map(jnp.asarray, arrays))
+
+
+def init_state(method: Method, heads: Heads, batches: sampling.DeviceData, config: Any) -> TrainState:
+    """The state before the first step."""
+    params = nnx.state(heads)
+    optimizer = _optimizer(config)
+    memory = method.start(batches)
+    return TrainState(jnp.int32(0), params, optimizer.init(params), memory)
+
+
+def _optimizer(config: TrainConfig) -> optax.GradientTransformation:
+    return teachers.optimizer(
+        config.learning_rate, config.steps, weight_decay=config.weight_decay
+    )
+
+
+StepFunction = Callable[
+    [TrainState, sampling.DeviceData, LinearTeacher | None], tuple[TrainState, dict[str, Array]]
+]
+
+
+def make_step(method: Method, heads: Heads, config: TrainConfig) -> StepFunction:
+    """The jitted training step; its first argument, the state, is donated.
+
+    Args:
+        method: the objective.
+        heads: only their structure is used; the parameters are in the state.
+        config: batches and optimiser.
+    """
+    graphdef = nnx.graphdef(heads)
+    optimizer = _optimizer(config)
+    key = jax.random.fold_in(jax.random.key(config.seed), 1)
+
+    def step(
+        state: TrainState, batches: sampling.DeviceData, teacher: LinearTeacher | None
+    ) -> tuple[TrainState, dict[str, Array]]:
+        batch = sampling.draw(
+            key, state.step, batches, pairs=config.pair_batch, unpaired=config.unpaired_batch
+        )
+
+        def objective(params: Any) -> tuple[Array, Any]:
+            return method(nnx.merge(graphdef, params), batch, teacher, state.memory)
+
+        (loss, (metrics, memory)), gradient = jax.value_and_grad(objective, has_aux=True)(
+            state.params
+        )
+        updates, opt_state = optimizer.update(gradient, state.opt_state, state.params)
+        params = optax.apply_updates(state.params, updates)
+        metrics = {"loss": loss, "gradient_norm": optax.global_norm(gradient), **metrics}
+        return TrainState(state.step + 1, params, opt_state, memory), metrics
+
+    return jax.jit(step, donate_argnums=0)
+
+
+def check_trainable(method: Method, dataset: data.Dataset, teacher: LinearTeacher | None) -> None:
+    """Raises when the method lacks what it needs."""
+    name = type(method).__name__
+    if method.uses_pool and not (len(dataset.pool_x) and len(dataset.pool_y)):
+        sizes = f"x has {len(dataset.pool_x)} rows and y has {len(dataset.pool_y)}"
+        raise checks.InputError(
+            f"pool: {sizes} but {name} learns from unpaired samples of both; "
+            "add some, or train with method 'sail'"
+        )
+    if method.uses_teacher and teacher is None:
+        raise checks.InputError(f"teacher: is None but {name} needs one; fit teachers.cca first")
+
+
+def fit(
+    method: Method,
+    heads: Heads,
+    dataset: data.Dataset,
+    config: TrainConfig,
+    *,
+    teacher: LinearTeacher | None = None,
+    resume: Callable[[Snapshot], Snapshot | None] | None = None,
+    observer: Observer | None = None,
+) -> tuple[Heads, Best]:
+    """Trains `heads`, keeping the parameters with the best validation MeanR@1.
+
+    Without a validation gallery the last parameters are kept. Snapshots are offered after every
+    validation; the loss is watched all the time.
+
+    Args:
+        method: the objective, such as `methods.SOTAlign()`.
+        heads: where to start; left as they are.
+        dataset: pairs, pools and the validation gallery.
+        config: steps and batches.
+        teacher: the frozen teacher, for methods that use one.
+        resume: given the initial snapshot as a template, returns the one to continue from.
+        observer: hears metrics and snapshots.
+
+    Returns:
+        The trained heads, and where they were best.
+
+    Raises:
+        InputError: the method lacks a pool or a teacher.
+        NonFiniteLossError: the loss became NaN or infinite; the message names the step.
+    """
+    check_trainable(method, dataset, teacher)
+    observer = observer or Silent()
+    batches = place(dataset, pool=method.uses_pool)
+    graphdef = nnx.graphdef(heads)
+    state = init_state(method, heads, batches, config)
+    state = jax.tree.map(jnp.copy, state)  # the caller's heads survive donation
+    best = Best(jax.tree.map(jnp.copy, state.params), jnp.int32(0), jnp.float32(-1.0))
+    if resume is not None:
+        state, best = resume(Snapshot(state, best)) or Snapshot(state, best)
+    step = make_step(method, heads, config)
+    waiting: list[tuple[int, dict[str, Array]]] = []
+
+    for number in range(int(state.step) + 1, config.steps + 1):
+        state, metrics = step(state, batches, teacher)
+        waiting.append((number, metrics))
+        validate = number % config.eval_every == 0 or number == config.steps
+        if not validate and len(waiting) < _REPORT_EVERY:
+            continue
+        reports = _finished(waiting)
+        waiting = []
+        if validate:
+            best = _select(graphdef, state, best, number, dataset.val, reports[-1][1])
+        for report in reports:
+            observer.metrics(*report)
+        if validate:
+            observer.snapshot(number, Snapshot(state, best))
+    return nnx.merge(graphdef, best.params), best
+
+
+_REPORT_EVERY = 10
+"""Steps between looks at the loss: each look waits for the device."""
+
+
+def _finished(waiting: list[tuple[int, dict[str, Array]]]) -> list[tuple[int, dict[str, float]]]:
+    """Metrics brought to the host, once they are known to be finite."""
+    reports = jax.device_get(waiting)
+    for number, values in reports:
+        if not np.isfinite(values["loss"]):
+            parts = ", ".join(f"{name} {float(value):.4g}" for name, value in values.items())
+            raise NonFiniteLossError(
+                f"loss: not finite at step {number} ({parts}); lower learning_rate or alpha, "
+                "or raise epsilon_star"
+            )
+    return [(number, dict(values)) for number, values in reports]
+
+
+def _select(
+    graphdef: Any,
+    state: TrainState,
+    best: Best,
+    number: int,
+    gallery: data.Gallery | None,
+    report: dict[str, float],
+) -> Best:
+    """The better of `best` and the current parameters; scores are added to `report`."""
+    current = Best(jax.tree.map(jnp.copy, state.params), jnp.int32(number), jnp.float32(0.0))
+    if gallery is None:
+        return current
+    heads = nnx.merge(graphdef, state.params)
+    scores = evaluate(heads.x, heads.y, gallery)
+    report.update({f"val/{name}": value for name, value in scores.items()})
+    score = jnp.float32(scores["mean/R@1"])
+    return current._replace(mean_r1=score) if score > best.mean_r1 else best

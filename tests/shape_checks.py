@@ -1,0 +1,79 @@
+"""Checks the array annotations of the package's functions while the tests run.
+
+A call is checked after it has returned: bad input first meets the package's own error message, and
+numpy arrays may stand where JAX arrays are annotated, as they may for users.
+"""
+
+import functools
+import importlib
+import inspect
+import pkgutil
+import types
+import typing
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import jaxtyping
+import numpy as np
+
+
+def install(package: types.ModuleType) -> None:
+    """Wraps every plain function with array annotations in the modules of `package`."""
+    names = [f"{package.__name__}.{info.name}" for info in pkgutil.iter_modules(package.__path__)]
+    modules = [importlib.import_module(name) for name in names]
+    wrapped = {}
+    for module in modules:
+        for function in vars(module).values():
+            local = inspect.isfunction(function) and function.__module__ == module.__name__
+            if local and any(map(_mentions_array, function.__annotations__.values())):
+                wrapped[function] = checked(function)
+    for module in [package, *modules]:  # wherever a function was imported by name, too
+        for name, value in list(vars(module).items()):
+            if inspect.isfunction(value) and value in wrapped:
+                setattr(module, name, wrapped[value])
+
+
+def checked(function: Callable[..., Any]) -> Callable[..., Any]:
+    """`function`, raising TypeError when a call does not fit its array annotations."""
+    signature = inspect.signature(function)
+    hints = function.__annotations__
+
+    @functools.wraps(function)
+    def wrapper(*args: Any, **kwargs: Any) -> Any:
+        result = function(*args, **kwargs)
+        values = signature.bind(*args, **kwargs).arguments | {"return": result}
+        with jaxtyping.jaxtyped("context"):  # one meaning of each dimension's name in a call
+            for name in filter(values.__contains__, hints):
+                if not _fits(values[name], hints[name]):
+                    shapes = {key: np.shape(value) for key, value in values.items() if key in hints}
+                    raise TypeError(
+                        f"{function.__qualname__}: {name} is no {hints[name]}; {shapes}"
+                    )
+        return result
+
+    return wrapper
+
+
+def _is_array_hint(hint: Any) -> bool:
+    return isinstance(hint, type) and issubclass(hint, jaxtyping.AbstractArray)
+
+
+def _mentions_array(hint: Any) -> bool:
+    return _is_array_hint(hint) or any(map(_mentions_array, typing.get_args(hint)))
+
+
+def _fits(value: Any, hint: Any) -> bool:
+    """Whether arrays in `value` have the dtype and shape of `hint`; other things always fit."""
+    if typing.get_origin(hint) is tuple and isinstance(value, tuple):
+        members = typing.get_args(hint)
+        return len(members) != len(value) or all(map(_fits, value, members))
+    if not isinstance(value, jax.Array | np.ndarray) or not _mentions_array(hint):
+        return True
+    options = [hint] if _is_array_hint(hint) else filter(_is_array_hint, typing.get_args(hint))
+    return any(isinstance(_as(option.array_type, value), option) for option in options)
+
+
+def _as(kind: type, value: Any) -> Any:
+    return np.asarray(value) if kind is np.ndarray else jnp.asarray(value)

@@ -1,0 +1,230 @@
+import json
+import pathlib
+import re
+import shutil
+import subprocess
+import sys
+
+import ml_dtypes
+import numpy as np
+import pytest
+import safetensors.numpy
+
+from sotalign_jax import checks, files
+
+
+@pytest.fixture
+def table() -> np.ndarray:
+    return np.random.default_rng(0).standard_normal((7, 3)).astype(np.float16)
+
+
+def test_npy_is_memory_mapped_in_its_own_dtype(tmp_path, table):
+    np.save(tmp_path / "x.npy", table)
+    array = files.load_array(tmp_path / "x.npy")
+    assert isinstance(array, np.memmap)
+    np.testing.assert_array_equal(array, table, strict=True)
+
+
+@pytest.mark.parametrize("save", [np.savez, np.savez_compressed])
+def test_npz_reads_the_named_array(tmp_path, table, save):
+    save(tmp_path / "t.npz", image=table, text=table[:, :2])
+    np.testing.assert_array_equal(files.load_array(tmp_path / "t.npz", key="text"), table[:, :2])
+
+
+def test_npz_with_one_array_needs_no_key(tmp_path, table):
+    np.savez(tmp_path / "t.npz", table)
+    np.testing.assert_array_equal(files.load_array(str(tmp_path / "t.npz")), table)
+
+
+def test_npz_with_several_arrays_names_them(tmp_path, table):
+    np.savez(tmp_path / "t.npz", image=table, text=table)
+    with pytest.raises(checks.InputError, match=r"holds several arrays; choose .* image, text"):
+        files.load_array(tmp_path / "t.npz")
+    with pytest.raises(checks.InputError, match=r"no array 'imag'; choose .* image, text"):
+        files.load_array(tmp_path / "t.npz", key="imag")
+
+
+@pytest.mark.parametrize(
+    "dtype", [np.float16, np.float32, np.float64, np.int64, ml_dtypes.bfloat16]
+)
+def test_safetensors_written_by_its_own_library(tmp_path, table, dtype):
+    tensors = {"a": table.astype(dtype), "odd": table[:3, :1].copy(), "z": table.astype(dtype) * 2}
+    safetensors.numpy.save_file(tensors, tmp_path / "t.safetensors", metadata={"encoder": "toy"})
+    array = files.load_array(tmp_path / "t.safetensors", key="z")
+    assert isinstance(array, np.memmap)
+    np.testing.assert_array_equal(array, tensors["z"], strict=True)
+
+
+def test_safetensors_with_one_tensor_ignores_metadata(tmp_path, table):
+    safetensors.numpy.save_file({"a": table}, tmp_path / "t.safetensors", metadata={"k": "v"})
+    np.testing.assert_array_equal(files.load_array(tmp_path / "t.safetensors"), table)
+
+
+def test_safetensors_of_an_unsupported_dtype(tmp_path):
+    safetensors.numpy.save_file({"a": np.ones(3, np.uint8)}, tmp_path / "t.safetensors")
+    with pytest.raises(checks.InputError, match="dtype U8 is not supported; convert"):
+        files.load_array(tmp_path / "t.safetensors")
+
+
+def test_npy_bfloat16_survives(tmp_path, table):
+    np.save(tmp_path / "x.npy", table.astype(ml_dtypes.bfloat16))
+    array = files.load_array(tmp_path / "x.npy")
+    assert array.dtype == ml_dtypes.bfloat16
+    np.testing.assert_array_equal(array, table.astype(ml_dtypes.bfloat16))
+
+
+@pytest.mark.parametrize("suffix", ["npy", "npz", "safetensors"])
+@pytest.mark.parametrize("keep", [0.0, 0.1, 0.6, 0.99])
+def test_truncated_files_say_so_in_one_line(tmp_path, suffix, keep):
+    path = tmp_path / f"x.{suffix}"
+    big = np.random.default_rng(0).standard_normal((50, 40)).astype(np.float32)
+    if suffix == "safetensors":
+        safetensors.numpy.save_file({"a": big}, path)
+    elif suffix == "npz":
+        np.savez(path, big)
+    else:
+        np.save(path, big)
+    content = path.read_bytes()
+    path.write_bytes(content[: int(keep * len(content))])
+    with pytest.raises(
+        checks.InputError, match=re.escape(str(path)) + ".*write it again"
+    ) as caught:
+        files.load_array(path)
+    assert "\n" not in str(caught.value)
+
+
+def test_corrupt_npz_member_is_noticed(tmp_path):
+    path = tmp_path / "x.npz"
+    np.savez(path, np.zeros((50, 40)))
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 0xFF
+    path.write_bytes(content)
+    with pytest.raises(checks.InputError, match="corrupt"):
+        files.load_array(path)
+
+
+@pytest.mark.parametrize(
+    "header", [{"a": {"dtype": "F32", "shape": [2, 2], "data_offsets": [0, 4]}}, 3]
+)
+def test_safetensors_with_a_wrong_header(tmp_path, header):
+    path = tmp_path / "x.safetensors"
+    text = json.dumps(header).encode()
+    path.write_bytes(len(text).to_bytes(8, "little") + text + bytes(64))
+    with pytest.raises(checks.InputError, match="cannot be read"):
+        files.load_array(path)
+
+
+def test_missing_unknown_and_unpicklable(tmp_path):
+    with pytest.raises(checks.InputError, match="no such file"):
+        files.load_array(tmp_path / "absent.npy")
+    with pytest.raises(checks.InputError, match=r"unknown format '.csv'; use .npy, .npz"):
+        files.load_array("table.csv")
+    np.save(tmp_path / "o.npy", np.array([{}], dtype=object), allow_pickle=True)
+    with pytest.raises(checks.InputError, match="cannot be read"):
+        files.load_array(tmp_path / "o.npy")
+    np.save(tmp_path / "x.npy", np.ones(3))
+    with pytest.raises(checks.InputError, match="drop the key"):
+        files.load_array(tmp_path / "x.npy", key="a")
+
+
+_IMAGES = np.random.default_rng(1).standard_normal((1500, 4)).astype(np.float32)
+
+
+@pytest.fixture(scope="module")
+def tfds_folder(tmp_path_factory) -> pathlib.Path:
+    """A prepared TFDS dataset `tiny_pairs`; text is the negated image, so pairing shows."""
+    tfds = pytest.importorskip("tensorflow_datasets")
+
+    class TinyPairs(tfds.core.GeneratorBasedBuilder):
+        VERSION = tfds.core.Version("1.0.0")
+
+        def _info(self):
+            vector = tfds.features.Tensor(shape=(4,), dtype=np.float32)
+            features = {"image": vector, "text": vector, "caption": tfds.features.Text()}
+            return tfds.core.DatasetInfo(
+                builder=self, features=tfds.features.FeaturesDict(features)
+            )
+
+        def _split_generators(self, dl_manager):
+            return {
+                "train": self._generate_examples(_IMAGES),
+                "val": self._generate_examples(-_IMAGES[:3]),
+            }
+
+        def _generate_examples(self, rows):
+            for i, row in enumerate(rows):
+                yield i, {"image": row, "text": -row, "caption": str(i)}
+
+    folder = tmp_path_factory.mktemp("tfds")
+    TinyPairs(data_dir=folder, file_format="array_record").download_and_prepare()
+    return folder
+
+
+def _sorted_rows(x: np.ndarray) -> np.ndarray:
+    return x[np.lexsort(x.T)]
+
+
+def test_tfds_features_come_whole_and_in_step(tfds_folder, monkeypatch):
+    monkeypatch.setenv("TFDS_DATA_DIR", str(tfds_folder))
+    image = files.load_array("tfds:tiny_pairs:train:image")
+    text = files.load_array("tfds:tiny_pairs", key="text")
+    np.testing.assert_array_equal(_sorted_rows(image), _sorted_rows(_IMAGES), strict=True)
+    np.testing.assert_array_equal(text, -image)
+
+
+def test_tfds_versions_splits_and_slices(tfds_folder, monkeypatch):
+    monkeypatch.setenv("TFDS_DATA_DIR", str(tfds_folder))
+    val = files.load_array("tfds:tiny_pairs:1.0.0:val:image")
+    np.testing.assert_array_equal(_sorted_rows(val), _sorted_rows(-_IMAGES[:3]))
+    np.testing.assert_array_equal(files.load_array("tfds:tiny_pairs:val[1:3]:image"), val[1:3])
+
+
+@pytest.mark.parametrize(
+    ("address", "message"),
+    [
+        ("tfds:tiny_pairs:train", "several arrays; choose a key from image, text, caption"),
+        ("tfds:tiny_pairs:train:sound", "no array 'sound'"),
+        ("tfds:tiny_pairs:train:caption", "choose a numeric one"),
+        ("tfds:tiny_pairs:test:image", "Unknown split 'test'"),
+        ("tfds:no_such_set:train:image", "no_such_set not found"),
+        ("tfds:a:b:c:d", "not understood"),
+        ("tfds:", "not understood"),
+    ],
+)
+def test_tfds_errors_name_the_remedy(tfds_folder, monkeypatch, address, message):
+    monkeypatch.setenv("TFDS_DATA_DIR", str(tfds_folder))
+    with pytest.raises(checks.InputError, match=message) as caught:
+        files.load_array(address)
+    assert "\n" not in str(caught.value)
+
+
+def test_tfds_prepared_without_random_access(tfds_folder, tmp_path, monkeypatch):
+    shutil.copytree(tfds_folder / "tiny_pairs", tmp_path / "tiny_pairs")
+    info = tmp_path / "tiny_pairs" / "1.0.0" / "dataset_info.json"
+    info.write_text(info.read_text().replace('"array_record"', '"tfrecord"'))
+    monkeypatch.setenv("TFDS_DATA_DIR", str(tmp_path))
+    with pytest.raises(checks.InputError, match="Prepare it with file_format='array_record'"):
+        files.load_array("tfds:tiny_pairs:train:image")
+
+
+def test_tfds_reading_does_not_import_tensorflow(tfds_folder):
+    program = (
+        "import sys; from sotalign_jax import files\n"
+        "assert 'tensorflow_datasets' not in sys.modules\n"
+        "print(files.load_array('tfds:tiny_pairs:val:text').shape)\n"
+        "assert 'tensorflow' not in sys.modules and 'torch' not in sys.modules\n"
+    )
+    out = subprocess.run(
+        [sys.executable, "-c", program],
+        env={"TFDS_DATA_DIR": str(tfds_folder), "PATH": "", "PYTHONPATH": ":".join(sys.path)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert out.stdout.strip() == "(3, 4)", out.stderr
+
+
+def test_tfds_missing_names_the_extra(monkeypatch):
+    monkeypatch.setitem(sys.modules, "tensorflow_datasets", None)
+    with pytest.raises(checks.InputError, match=r"pip install 'sotalign-jax\[data\]'"):
+        files.load_array("tfds:anything")

@@ -1,0 +1,189 @@
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+from scipy.special import erf
+
+from sotalign_jax import affinity, checks, heads, losses, teachers
+
+
+def rows(seed, *shape):
+    return np.random.default_rng(seed).normal(size=shape).astype(np.float32) + 0.3
+
+
+def random_map(norm, d_out=4, d_in=7):
+    return heads.AffineMap(jnp.asarray(rows(1, d_out, d_in)), jnp.asarray(rows(2, d_out)), norm)
+
+
+def perturbed(head, size=0.3):
+    """The head with every parameter moved, so that no scale is 1 and no shift is 0."""
+    graphdef, params = nnx.split(head)
+    moved = jax.tree.map(lambda p: p + size * rows(p.size, *p.shape), params)
+    return nnx.merge(graphdef, moved)
+
+
+def test_layer_norm_matches_flax():
+    x = jnp.asarray(5.0 * rows(0, 6, 7))
+    reference = nnx.LayerNorm(7, epsilon=1e-5, use_fast_variance=False, rngs=nnx.Rngs(0))
+    np.testing.assert_allclose(heads.normalize(x, "layer"), reference(x), atol=1e-6)
+
+
+def test_affine_map_against_numpy():
+    x, affine = rows(0, 6, 7), random_map("l2")
+    unit = x / np.linalg.norm(x, axis=1, keepdims=True)
+    np.testing.assert_allclose(affine(x), unit @ affine.weight.T + affine.bias, atol=1e-5)
+
+
+def test_affine_map_is_a_pytree_with_static_norm():
+    affine = random_map("layer")
+    leaves, treedef = jax.tree.flatten(affine)
+    assert len(leaves) == 2
+    assert jax.tree.unflatten(treedef, leaves).norm == "layer"
+    x = rows(0, 3, 7)
+    np.testing.assert_allclose(jax.jit(lambda m, x: m(x))(affine, x), affine(x), atol=1e-6)
+    assert jax.tree.map(jnp.shape, affine).bias == (4,)
+
+
+@pytest.mark.parametrize("dtype", [np.float16, np.float32, np.float64, jnp.bfloat16])
+@pytest.mark.parametrize("kind", ["linear", "mlp"])
+def test_inputs_of_any_width_are_computed_in_float32(dtype, kind):
+    x = rows(0, 5, 7).astype(dtype)
+    head = heads.build_heads(7, 6, 4, kind=kind).x
+    out = head(x)
+    assert out.dtype == jnp.float32
+    np.testing.assert_allclose(out, head(x.astype(np.float32)), rtol=1e-6)
+
+
+def test_large_float16_inputs_do_not_overflow():
+    x = (3e4 * np.sign(rows(0, 2, 512))).astype(np.float16)
+    for norm in ("layer", "l2"):
+        assert np.isfinite(heads.build_heads(512, 512, 4, norm=norm).x(x)).all()
+
+
+def test_float64_parameters_compute_in_float64(x64):
+    built = heads.build_heads(7, 6, 4, dtype=jnp.float64)
+    assert built.x(rows(0, 5, 7)).dtype == jnp.float64
+    assert built.log_scale[...].dtype == jnp.float64
+
+
+def test_linear_head_starts_as_in_sail():
+    built = heads.build_heads(300, 200, 100, seed=3)
+    kernel = np.asarray(built.x.linear.kernel[...])
+    limit = np.sqrt(6 / 400)
+    assert kernel.shape == (300, 100)
+    assert np.abs(kernel).max() <= limit
+    assert kernel.std() == pytest.approx(limit / np.sqrt(3), rel=0.02)
+    assert not built.x.linear.bias[...].any()
+    assert float(built.log_scale[...]) == pytest.approx(np.log(20.0))
+    assert float(built.bias[...]) == -10.0
+
+
+def test_linear_head_is_layer_norm_then_linear():
+    x = rows(0, 6, 7)
+    head = perturbed(heads.LinearHead(7, 4, rngs=nnx.Rngs(0)))
+    normed = (x - x.mean(1, keepdims=True)) / np.sqrt(x.var(1, keepdims=True) + 1e-5)
+    inner = normed * head.input.scale[...] + head.input.shift[...]
+    expected = inner @ head.linear.kernel[...] + head.linear.bias[...]
+    np.testing.assert_allclose(head(x), expected, atol=1e-5)
+
+
+def test_mlp_head_against_numpy():
+    x = rows(0, 6, 7)
+    head = perturbed(heads.MLPHead(7, 4, hidden=9, rngs=nnx.Rngs(0)))
+    inner = head.input(x) @ head.inner.kernel[...] + head.inner.bias[...]
+    gelu = 0.5 * inner * (1 + erf(inner / np.sqrt(2)))
+    expected = gelu @ head.outer.kernel[...] + head.outer.bias[...]
+    np.testing.assert_allclose(head(x), expected, atol=1e-5)
+    assert heads.MLPHead(7, 4, rngs=nnx.Rngs(0)).inner.kernel.shape == (7, 7)
+
+
+def test_both_norms_hand_on_inputs_of_one_size():
+    x = 9.0 * rows(0, 6, 50)
+    for norm in ("layer", "l2"):
+        lengths = jnp.linalg.norm(heads.InputNorm(50, norm=norm)(x), axis=1)
+        np.testing.assert_allclose(lengths, np.sqrt(50), rtol=1e-4)
+
+
+@pytest.mark.parametrize("norm", ["layer", "l2"])
+def test_to_affine_is_the_same_map(norm):
+    x = rows(0, 6, 7)
+    head = perturbed(heads.LinearHead(7, 4, norm=norm, rngs=nnx.Rngs(0)))
+    np.testing.assert_allclose(head.to_affine()(x), head(x), atol=2e-5)
+
+
+@pytest.mark.parametrize("norm", ["layer", "l2"])
+def test_from_affine_is_the_map_up_to_scale_at_xavier_size(norm):
+    x, affine = rows(0, 6, 7), random_map(norm)
+    head = heads.LinearHead.from_affine(affine)
+    ratio = np.asarray(head(x) / affine(x))
+    np.testing.assert_allclose(ratio, ratio[0, 0], rtol=1e-4)
+    assert ratio[0, 0] > 0
+    rms = jnp.sqrt(jnp.mean(head.linear.kernel[...] ** 2))
+    assert float(rms) == pytest.approx(np.sqrt(2 / (7 + 4)), rel=1e-5)
+
+
+def test_heads_from_a_teacher_keep_its_cosines():
+    A, B = rows(0, 40, 7), rows(1, 40, 6)
+    teacher = teachers.cca(A, B)
+    built = heads.build_heads(7, 6, 3, teacher=teacher)
+    short = teachers.cca(A, B, dim=3)
+    np.testing.assert_allclose(
+        affinity.cosine(built.x(A), built.y(B)), short.x(A) @ short.y(B).T, atol=1e-5
+    )
+
+
+def test_every_variable_is_a_parameter_and_trains_in_a_plain_jit():
+    for kind in ("linear", "mlp"):
+        graphdef, params = nnx.split(heads.build_heads(7, 6, 4, kind=kind))
+        variables = jax.tree.leaves(params, is_leaf=lambda v: isinstance(v, nnx.Variable))
+        assert all(isinstance(v, nnx.Param) for v in variables)
+        optimizer = optax.sgd(0.1)
+
+        @jax.jit
+        def step(params, state, a, b, graphdef=graphdef, optimizer=optimizer):
+            def objective(params):
+                built = nnx.merge(graphdef, params)
+                return losses.siglip(
+                    built.x(a), built.y(b), log_scale=built.log_scale[...], bias=built.bias[...]
+                )
+
+            value, gradient = jax.value_and_grad(objective)(params)
+            updates, state = optimizer.update(gradient, state, params)
+            return optax.apply_updates(params, updates), state, value
+
+        a, b = rows(0, 8, 7), rows(1, 8, 6)
+        new, state, first = step(params, optimizer.init(params), a, b)
+        _, _, second = step(new, state, a, b)
+        assert second < first
+        moved = jax.tree.map(lambda p, q: bool(jnp.any(p != q)), params, new)
+        assert all(jax.tree.leaves(moved))
+
+
+def test_seed_decides_the_start():
+    kernels = [heads.build_heads(7, 7, 4, seed=s).x.linear.kernel[...] for s in (0, 0, 1)]
+    np.testing.assert_array_equal(kernels[0], kernels[1])
+    assert (kernels[0] != kernels[2]).any()
+    twin = heads.build_heads(7, 7, 4)
+    assert (twin.x.linear.kernel[...] != twin.y.linear.kernel[...]).any()
+
+
+def test_mistakes_are_named():
+    teacher = teachers.procrustes(rows(0, 40, 7), rows(1, 40, 6))
+    with pytest.raises(checks.InputError, match="kind: 'conv' is unknown"):
+        heads.build_heads(7, 6, 4, kind="conv")
+    with pytest.raises(checks.InputError, match="norm: 'batch' is unknown"):
+        heads.build_heads(7, 6, 4, norm="batch")
+    with pytest.raises(checks.InputError, match="dim: is 0"):
+        heads.build_heads(7, 6, 0)
+    with pytest.raises(checks.InputError, match="cannot start heads of kind 'mlp'"):
+        heads.build_heads(7, 6, 4, kind="mlp", teacher=teacher)
+    with pytest.raises(checks.InputError, match=r"maps widths \(7, 6\)"):
+        heads.build_heads(6, 7, 4, teacher=teacher)
+    with pytest.raises(checks.InputError, match="dim: 9 directions asked of a map that has 6"):
+        heads.build_heads(7, 6, 9, teacher=teacher)
+    with pytest.raises(checks.InputError, match="non-zero finite map"):
+        heads.LinearHead.from_affine(heads.AffineMap(jnp.zeros((4, 7)), jnp.zeros(4)))
+    with pytest.raises(checks.InputError, match="an MLP is no affine map"):
+        heads.build_heads(7, 6, 4, kind="mlp").to_affine()

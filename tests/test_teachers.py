@@ -1,0 +1,260 @@
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+from sklearn.cross_decomposition import CCA
+
+from sotalign_jax import affinity, checks, heads, losses, teachers
+
+
+def pairs(n, d_x, d_y, *, seed=0, latent=4, noise=0.5):
+    """Two noisy views of shared latent variables of unequal strength, off centre."""
+    rng = np.random.default_rng(seed)
+    z = rng.normal(size=(n, latent)) * np.linspace(2.0, 1.0, latent)
+    views = []
+    for d in (d_x, d_y):
+        mixing = rng.normal(size=(latent, d))
+        views.append(z @ mixing + noise * rng.normal(size=(n, d)) + rng.normal(size=d))
+    return [v.astype(np.float32) for v in views]
+
+
+def preprocessed(x):
+    x = x.astype(np.float64)
+    x = x / np.linalg.norm(x, axis=1, keepdims=True)
+    return x - x.mean(axis=0)
+
+
+def inverse_root(s):
+    values, vectors = np.linalg.eigh(s)
+    return (vectors / np.sqrt(values)) @ vectors.T
+
+
+def dense_cca(A, B, ridge, dim, scale):
+    """The textbook formulas on the full d x d matrices; returns both maps' weights."""
+    a, b = preprocessed(A), preprocessed(B)
+    R_x = inverse_root(a.T @ a / scale + ridge * np.eye(a.shape[1]))
+    R_y = inverse_root(b.T @ b / scale + ridge * np.eye(b.shape[1]))
+    U, _, Vt = np.linalg.svd(R_x @ (a.T @ b / scale) @ R_y)
+    return U[:, :dim].T @ R_x, Vt[:dim] @ R_y
+
+
+def cosines(x, y):
+    x, y = (r / np.linalg.norm(r, axis=1, keepdims=True) for r in (x, y))
+    return x @ y.T
+
+
+@pytest.mark.parametrize(("n", "d_x", "d_y"), [(60, 8, 5), (12, 20, 30), (12, 20, 5), (9, 9, 9)])
+@pytest.mark.parametrize("cov_normalize", [True, False])
+def test_cca_equals_the_dense_formulas_for_few_and_many_pairs(n, d_x, d_y, cov_normalize):
+    A, B = pairs(n, d_x, d_y)
+    teacher = teachers.cca(A, B, dim=4, cov_normalize=cov_normalize)
+    W_x, W_y = dense_cca(A, B, 0.1, 4, n - 1 if cov_normalize else 1)
+    # Compare products: singular vectors are only unique up to a common sign.
+    np.testing.assert_allclose(
+        np.asarray(teacher.map_x.weight).T @ teacher.map_y.weight, W_x.T @ W_y, atol=1e-4
+    )
+    np.testing.assert_allclose(
+        teacher.x(A) @ teacher.y(B).T,
+        cosines(preprocessed(A) @ W_x.T, preprocessed(B) @ W_y.T),
+        atol=1e-4,
+    )
+
+
+def test_stored_means_apply_to_new_rows():
+    A, B = pairs(60, 8, 5)
+    new, _ = pairs(7, 8, 5, seed=9)
+    teacher = teachers.cca(A, B)
+    unit = [x / np.linalg.norm(x, axis=1, keepdims=True) for x in (A, new)]
+    projected = (unit[1] - unit[0].mean(axis=0)) @ np.asarray(teacher.map_x.weight).T
+    projected /= np.linalg.norm(projected, axis=1, keepdims=True)
+    np.testing.assert_allclose(teacher.x(new), projected, atol=1e-4)
+
+
+def test_cca_agrees_with_scikit_learn():
+    A, B = pairs(400, 6, 5, latent=3)
+    a, b = preprocessed(A), preprocessed(B)
+    theirs = CCA(n_components=3, scale=False, max_iter=5000, tol=1e-12).fit(a, b)
+    variates = theirs.transform(a, b)
+    expected = [np.corrcoef(variates[0][:, k], variates[1][:, k])[0, 1] for k in range(3)]
+    teacher = teachers.cca(A, B, ridge=0.0, dim=3)
+    np.testing.assert_allclose(teacher.correlations, expected, atol=1e-4)
+    for affine, rows, variate in ((teacher.map_x, A, variates[0]), (teacher.map_y, B, variates[1])):
+        ours = np.asarray(affine(rows))
+        same = [abs(np.corrcoef(ours[:, k], variate[:, k])[0, 1]) for k in range(3)]
+        np.testing.assert_allclose(same, 1.0, atol=1e-4)
+
+
+def test_cca_without_ridge_whitens():
+    A, B = pairs(500, 6, 5)
+    teacher = teachers.cca(A, B, ridge=1e-9)
+    for affine, rows in ((teacher.map_x, A), (teacher.map_y, B)):
+        covariance = np.cov(np.asarray(affine(rows)), rowvar=False)
+        np.testing.assert_allclose(covariance, np.eye(5), atol=1e-3)
+
+
+def test_default_ridge_is_nearly_procrustes_and_the_gram_convention_is_not():
+    A, B = pairs(400, 64, 48, latent=24, noise=1.0)
+    reference = teachers.procrustes(A, B)
+
+    def agreement(teacher):
+        k = [np.ravel(t.x(A) @ t.y(B).T) for t in (teacher, reference)]
+        return np.corrcoef(*k)[0, 1]
+
+    assert agreement(teachers.cca(A, B)) > 0.97
+    assert agreement(teachers.cca(A, B, cov_normalize=False)) < 0.9
+
+
+@pytest.mark.parametrize("n", [60, 7])
+def test_procrustes_value_is_the_sum_of_singular_values(n):
+    A, B = pairs(n, 8, 9)
+    teacher = teachers.procrustes(A, B, dim=3)
+    P, Q = np.asarray(teacher.map_x.weight), np.asarray(teacher.map_y.weight)
+    for frame in (P, Q):
+        np.testing.assert_allclose(frame @ frame.T, np.eye(3), atol=1e-5)
+    a, b = preprocessed(A), preprocessed(B)
+    value = np.sum((a @ P.T) * (b @ Q.T))
+    singular = np.linalg.svd(a.T @ b, compute_uv=False)
+    assert value == pytest.approx(singular[:3].sum(), rel=1e-5)
+    rng = np.random.default_rng(0)
+    for _ in range(20):
+        frames = [np.linalg.qr(rng.normal(size=(d, 3)))[0] for d in (8, 9)]
+        assert np.sum((a @ frames[0]) * (b @ frames[1])) < value
+
+
+@pytest.mark.parametrize("fit", [teachers.procrustes, teachers.cca])
+def test_directions_stop_at_the_numerical_rank(fit):
+    A, B = pairs(6, 10, 12)
+    assert fit(A, B).dim == 5  # centring costs one
+    A, B = pairs(50, 10, 12, latent=3, noise=0.0)
+    A, B = A - A.mean(0), B - B.mean(0)
+    assert fit(A[:, [0, 1, 1]], B).dim == 2
+
+
+@pytest.mark.parametrize("fit", [teachers.procrustes, teachers.cca])
+def test_renorm_fits_on_unit_rows(fit):
+    A, B = pairs(60, 8, 5)
+    a = preprocessed(A)
+    teacher = fit(A, B, renorm=True, dim=4)
+    rows_a = a / np.linalg.norm(a, axis=1, keepdims=True)
+    b = preprocessed(B)
+    rows_b = b / np.linalg.norm(b, axis=1, keepdims=True)
+    roots = [np.eye(8), np.eye(5)]
+    if fit is teachers.cca:
+        roots = [inverse_root(r.T @ r / 59 + 0.1 * np.eye(r.shape[1])) for r in (rows_a, rows_b)]
+    U, _, Vt = np.linalg.svd(roots[0] @ rows_a.T @ rows_b @ roots[1])
+    np.testing.assert_allclose(
+        np.asarray(teacher.map_x.weight).T @ teacher.map_y.weight,
+        roots[0] @ U[:, :4] @ Vt[:4] @ roots[1],
+        atol=1e-4,
+    )
+
+
+def test_teacher_is_a_float32_pytree_of_unit_rows():
+    A, B = pairs(30, 8, 5)
+    teacher = teachers.cca(A.astype(np.float16), B.astype(np.float64))
+    leaves = jax.tree.leaves(teacher)
+    assert len(leaves) == 5
+    assert all(isinstance(leaf, jax.Array) and leaf.dtype == jnp.float32 for leaf in leaves)
+    x, y = jax.jit(lambda t, a, b: (t.x(a), t.y(b)))(teacher, A, B)
+    np.testing.assert_allclose(jnp.linalg.norm(x, axis=1), 1.0, atol=1e-5)
+    np.testing.assert_allclose(jnp.linalg.norm(y, axis=1), 1.0, atol=1e-5)
+
+
+@pytest.mark.parametrize("loss", ["siglip", "infonce"])
+def test_contrastive_learns_the_pairs(loss):
+    A, B = pairs(64, 12, 10, latent=8, noise=0.1)
+    teacher = teachers.contrastive(A, B, dim=8, learning_rate=1e-3, loss=loss)
+    k = teacher.x(A) @ teacher.y(B).T
+    assert float(jnp.mean(jnp.argmax(k, axis=1) == jnp.arange(64))) > 0.95
+    assert teacher.map_x.norm == "layer"
+    assert float(teacher.correlations.mean()) > 0.7
+
+
+def test_contrastive_is_the_plain_training_loop():
+    A, B = pairs(20, 6, 5)
+    start = heads.build_heads(6, 5, 3, seed=4)
+    graphdef, params = nnx.split(start)
+    lion = optax.lion(teachers.warmup_cosine(1e-2, 4), b1=0.9, b2=0.99, weight_decay=1e-5)
+    state = lion.init(params)
+
+    @jax.jit
+    @jax.grad
+    def gradient(params):
+        h = nnx.merge(graphdef, params)
+        return losses.siglip(h.x(A), h.y(B), log_scale=h.log_scale[...], bias=h.bias[...])
+
+    update = jax.jit(lion.update)
+    for _ in range(4):
+        updates, state = update(gradient(params), state, params)
+        params = optax.apply_updates(params, updates)
+    trained = nnx.merge(graphdef, params)
+    teacher = teachers.contrastive(A, B, dim=3, steps=4, learning_rate=1e-2, seed=4)
+    np.testing.assert_allclose(teacher.x(A), affinity.l2_normalize(trained.x(A)), atol=1e-5)
+
+
+def test_contrastive_repeats_with_its_seed_also_in_batches():
+    A, B = pairs(20, 6, 5)
+    runs = [
+        teachers.contrastive(A, B, dim=3, steps=5, learning_rate=1e-2, batch_size=8, seed=s)
+        for s in (0, 0, 1)
+    ]
+    np.testing.assert_array_equal(runs[0].map_x.weight, runs[1].map_x.weight)
+    assert (runs[0].map_x.weight != runs[2].map_x.weight).any()
+
+
+def test_schedule_matches_optax():
+    steps, warmup = 95, 10
+    theirs = optax.join_schedules(
+        [
+            optax.linear_schedule(1e-4 / warmup, 1e-4, warmup - 1),
+            optax.cosine_decay_schedule(1e-4, steps - warmup),
+        ],
+        [warmup],
+    )
+    ours = teachers.warmup_cosine(1e-4, steps)
+    t = jnp.arange(steps)
+    np.testing.assert_allclose(ours(t), theirs(t.astype(jnp.float32)), atol=1e-10)
+
+
+@pytest.mark.parametrize("fit", [teachers.procrustes, teachers.cca, teachers.contrastive])
+def test_unusable_pairs_are_named(fit):
+    A, B = pairs(20, 8, 5)
+    with pytest.raises(checks.InputError, match="A has 20 rows but B has 18"):
+        fit(A, B[:18])
+    with pytest.raises(checks.InputError, match="has 1 rows but at least 2"):
+        fit(A[:1], B[:1])
+    for bad, message in ((np.nan, "row 3 is NaN or inf"), (0.0, "row 3 is all zeros")):
+        broken = A.copy()
+        broken[3] = bad
+        with pytest.raises(checks.InputError, match=message):
+            fit(broken, B)
+
+
+@pytest.mark.parametrize("fit", [teachers.procrustes, teachers.cca])
+def test_impossible_fits_are_named(fit):
+    A, B = pairs(20, 8, 5)
+    with pytest.raises(checks.InputError, match=r"dim: 6 directions asked .* determine 5; choose"):
+        fit(A, B, dim=6)
+    with pytest.raises(checks.InputError, match="choose 1 <= dim <= 5"):
+        fit(A, B, dim=0)
+    for renorm in (False, True):
+        with pytest.raises(checks.InputError, match="pairs B: all rows point the same way"):
+            fit(A, np.outer(np.arange(1, 21), B[0]).astype(np.float32), renorm=renorm)
+
+
+def test_options_out_of_range_are_named():
+    A, B = pairs(20, 8, 5)
+    with pytest.raises(checks.InputError, match="ridge: is -1"):
+        teachers.cca(A, B, ridge=-1.0)
+    with pytest.raises(checks.InputError, match="loss: 'mse' is unknown"):
+        teachers.contrastive(A, B, loss="mse")
+    with pytest.raises(checks.InputError, match="steps: is 0; pass at least 1"):
+        teachers.contrastive(A, B, steps=0)
+
+
+def test_a_diverged_contrastive_run_stops():
+    A, B = pairs(20, 6, 5)
+    with pytest.raises(FloatingPointError, match="not finite at step"):
+        teachers.contrastive(A, B, dim=3, steps=5, learning_rate=1e38, batch_size=8)
