@@ -1,0 +1,57 @@
+"""SOTAlign in JAX: align frozen encoders of two modalities with few pairs, by optimal transport.
+
+>>> import jax, jax.numpy as jnp
+>>> import sotalign_jax as sota
+>>> loss, gradient = jax.value_and_grad(sota.klot)(jnp.eye(4), 0.5 * jnp.eye(4))
+>>> gradient.shape
+(4, 4)
+"""
+
+from sotalign_jax import data, evaluation, heads, losses, methods, teachers, training
+from sotalign_jax.affinity import cosine, l2_normalize
+from sotalign_jax.aligner import Aligner, align
+from sotalign_jax.checks import InputError
+from sotalign_jax.divergences import (
+    cka,
+    cka_from_embeddings,
+    infonce,
+    klot,
+    klot_from_embeddings,
+    klot_reference,
+)
+from sotalign_jax.files import load_array
+from sotalign_jax.losses import siglip, symmetric_infonce
+from sotalign_jax.sinkhorn import Plan, sinkhorn
+from sotalign_jax.teachers import LinearTeacher, cca, contrastive, procrustes
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "Aligner",
+    "InputError",
+    "LinearTeacher",
+    "Plan",
+    "align",
+    "cca",
+    "cka",
+    "cka_from_embeddings",
+    "contrastive",
+    "cosine",
+    "data",
+    "evaluation",
+    "heads",
+    "infonce",
+    "klot",
+    "klot_from_embeddings",
+    "klot_reference",
+    "l2_normalize",
+    "load_array",
+    "losses",
+    "methods",
+    "procrustes",
+    "siglip",
+    "sinkhorn",
+    "symmetric_infonce",
+    "teachers",
+    "training",
+]

@@ -18,7 +18,7 @@ def embeddings(name: str, x: Any, *, width: int | None = None, min_rows: int = 1
 
     >>> embeddings("x", np.ones((3, 2)), width=4)
     Traceback (most recent call last):
-    sotalign_jax.checks.InputError: x: rows have width 2 but 4 is needed; use the same encoder for both
+    sotalign_jax.checks.InputError: x: rows have width 2 but 4 is needed; use one encoder for both
     """
     shape = np.shape(x)
     if len(shape) != 2:
@@ -29,8 +29,7 @@ def embeddings(name: str, x: Any, *, width: int | None = None, min_rows: int = 1
         raise InputError(f"{name}: rows have width 0; pass embeddings with at least one feature")
     if width is not None and shape[1] != width:
         raise InputError(
-            f"{name}: rows have width {shape[1]} but {width} is needed; "
-            "use the same encoder for both"
+            f"{name}: rows have width {shape[1]} but {width} is needed; use one encoder for both"
         )
     kind = np.dtype(x.dtype)
     if kind.kind not in "fV" and "float" not in kind.name:  # bfloat16 registers as kind V

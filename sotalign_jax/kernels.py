@@ -1,18 +1,20 @@
 """The Gibbs kernel A = exp(K/epsilon + p + q) that Sinkhorn sweeps over, dense or streamed.
 
-Both kernels offer the same four operations, so that the solver and the losses are written once:
+Both kernels offer the same operations, so that the solver and the losses are written once:
 
-    build(q, epsilon)       -> state with every row's largest entry at 1, whatever epsilon is
+    blank(q, epsilon)       -> state that is yet to be built
+    build(state, live)      -> state with every row's largest entry at 1, whatever epsilon is;
+                               whether it must be built again; `live` marks rows of positive weight
     sweep(state, a, c)      -> row sums s = A c and column sums t = (a/s)^T A
     absorb(state, x, y, k)  -> state of the kernel (diag(e^x) A diag(e^y))^k
     transport(state, ...)   -> products with the plan P = diag(a) A
 
-`DenseKernel` keeps A in memory and needs K only to build it. `StreamedKernel` recomputes blocks of
-rows from the features in every sweep and never holds more than one block.
+`DenseKernel` keeps A in memory, and K only a block of rows at a time. `StreamedKernel` recomputes
+blocks of rows from the features in every sweep and never holds more than one block.
 """
 
 from collections.abc import Callable
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -23,12 +25,14 @@ from sotalign_jax import affinity
 MAX_DRIFT = 30.0
 """Scalings beyond exp(+-MAX_DRIFT) call for a rebuild: far from float32's overflow at exp(88), and
 what underflowed when the kernel was built still is below exp(-27) of the largest entry."""
+BUILD_ROWS = 256
+"""Rows of K that exist at a time while a dense kernel is built or measured."""
 
 
 class KernelState(NamedTuple):
-    """A = exp(K/epsilon + p + q); `matrix` is A itself, or None when streamed."""
+    """A = exp(K/epsilon + p + q); `matrix` is A itself, or empty when streamed."""
 
-    matrix: Float[Array, "n m"] | None
+    matrix: Float[Array, "..."]
     p: Float[Array, " n"]
     q: Float[Array, " m"]
     epsilon: Float[Array, ""]
@@ -46,7 +50,9 @@ class Products(NamedTuple):
 class Kernel(Protocol):
     """What the solver needs to know of an affinity."""
 
-    def build(self, q: Array, epsilon: Array) -> KernelState: ...
+    def blank(self, q: Array, epsilon: Array) -> KernelState: ...
+
+    def build(self, state: KernelState, live: Array) -> tuple[KernelState, Array]: ...
 
     def sweep(self, state: KernelState, a: Array, c: Array) -> tuple[Array, Array]: ...
 
@@ -55,9 +61,22 @@ class Kernel(Protocol):
     def transport(self, state: KernelState, a: Array, right: Array, left: Array) -> Products: ...
 
 
-def _revive(q: Array, column_max: Array) -> Array:
-    """Lifts columns that would underflow, so that every live column has an entry to scale."""
-    return jnp.where(column_max < -MAX_DRIFT, q - column_max, q)
+def _scale(k: Array, state: KernelState, live: Array) -> tuple[Array, Array, Array]:
+    """K/epsilon + p for a block of rows, their p, and the largest exponent in each column."""
+    scaled = k / state.epsilon
+    p = -jnp.max(scaled + state.q, axis=1)
+    scaled = scaled + p[:, None]
+    return scaled, p, jnp.max(scaled, axis=0, where=live[:, None], initial=-jnp.inf)
+
+
+def _revive(q: Array, column_max: Array) -> tuple[Array, Array]:
+    """Lifts columns that underflow, so that every live column has an entry to scale.
+
+    Returns q, and whether it changed: then the kernel must be built again. It does so once at
+    most, for p stays as it is and the lifted columns have their largest entry at 1.
+    """
+    lost = ~jnp.isneginf(q) & (column_max + q < -MAX_DRIFT) & jnp.isfinite(column_max)
+    return jnp.where(lost, -column_max, q), jnp.any(lost)
 
 
 def _raise_to(exponents: Array, power: Array) -> Array:
@@ -65,16 +84,48 @@ def _raise_to(exponents: Array, power: Array) -> Array:
     return jnp.where(jnp.isneginf(exponents), exponents, power * exponents)
 
 
+def over_rows(n: int, body: Callable[..., Any], carry: Any) -> Any:
+    """Runs body(block, start, carry) over blocks of rows; block(x) are those of x from start on.
+
+    The last block may overlap the one before. Reductions of a whole matrix would be fused by some
+    compilers only, and cost others a copy of it.
+    """
+    size = min(n, BUILD_ROWS)
+
+    def step(i: Array, carry: Any) -> Any:
+        start = jnp.minimum(i * size, n - size)
+        return body(lambda x: jax.lax.dynamic_slice_in_dim(x, start, size), start, carry)
+
+    return jax.lax.fori_loop(0, -(-n // size), step, carry)
+
+
 class DenseKernel(NamedTuple):
-    """A kernel held in memory; `rows` computes K, so that K itself need not be kept."""
+    """A kernel held in memory, of K = f g^T, or of K = f when g is None."""
 
-    rows: Callable[[], Float[Array, "n m"]]
+    f: Float[Array, "n d"]
+    g: Float[Array, "m d"] | None = None
 
-    def build(self, q: Array, epsilon: Array) -> KernelState:
-        scaled = self.rows() / epsilon
-        p = -jnp.max(scaled + q, axis=1)
-        q = _revive(q, jnp.max(scaled + p[:, None], axis=0) + q)
-        return KernelState(jnp.exp(scaled + p[:, None] + q), p, q, epsilon)
+    def blank(self, q: Array, epsilon: Array) -> KernelState:
+        # Filled with anything that is not a constant, which XLA would keep and copy.
+        n = self.f.shape[0]
+        matrix = jnp.full((n, q.shape[0]), epsilon)
+        return KernelState(matrix, jnp.zeros(n, q.dtype), q, epsilon)
+
+    def build(self, state: KernelState, live: Array) -> tuple[KernelState, Array]:
+        def body(block: Callable, start: Array, carry: tuple) -> tuple[Array, Array, Array]:
+            matrix, p, column_max = carry
+            k = block(self.f) if self.g is None else affinity.dot(block(self.f), self.g.T)
+            scaled, p_k, highest = _scale(k, state, block(live))
+            return (
+                jax.lax.dynamic_update_slice(matrix, jnp.exp(scaled + state.q), (start, 0)),
+                jax.lax.dynamic_update_slice(p, p_k, (start,)),
+                jnp.maximum(column_max, highest),
+            )
+
+        lowest = jnp.full_like(state.q, -jnp.inf)
+        matrix, p, column_max = over_rows(len(state.p), body, (state.matrix, state.p, lowest))
+        q, changed = _revive(state.q, column_max)
+        return KernelState(matrix, p, q, state.epsilon), changed
 
     def sweep(self, state: KernelState, a: Array, c: Array) -> tuple[Array, Array]:
         s = affinity.dot(state.matrix, c)
@@ -92,12 +143,17 @@ class DenseKernel(NamedTuple):
 
     def transport(self, state: KernelState, a: Array, right: Array, left: Array) -> Products:
         plan = state.matrix
-        logs = jnp.log(jnp.where(plan > 0, plan, 1.0))
+
+        def body(block: Callable, start: Array, moments: Array) -> Array:
+            rows = block(plan)
+            logs = jnp.log(jnp.where(rows > 0, rows, 1.0))
+            return jax.lax.dynamic_update_slice(moments, jnp.sum(rows * logs, axis=1), (start,))
+
         return Products(
             a[:, None] * affinity.dot(plan, right),
             affinity.dot((a[:, None] * left).T, plan).T,
             affinity.dot(a, plan),
-            jnp.sum(a * jnp.sum(plan * logs, axis=1)),
+            jnp.sum(a * over_rows(len(a), body, jnp.zeros_like(a))),
         )
 
 
@@ -109,25 +165,28 @@ class StreamedKernel(NamedTuple):
     block_size: int
 
     def _scan(
-        self, body: Callable, carry: Array | tuple, *row_vectors: Array
-    ) -> tuple[Array | tuple, Array]:
+        self, body: Callable[..., tuple[Any, Array]], carry: Any, *row_vectors: Array
+    ) -> tuple[Any, Array]:
         """Runs body(carry, K_block, *vector_blocks) over the blocks of rows."""
         blocks = tuple(v.reshape(-1, self.block_size, *v.shape[1:]) for v in (self.f, *row_vectors))
 
-        def step(carry: Array, block: tuple[Array, ...]) -> tuple[Array, Array]:
+        def step(carry: Any, block: tuple[Array, ...]) -> tuple[Any, Array]:
             return body(carry, affinity.dot(block[0], self.g.T), *block[1:])
 
         carry, out = jax.lax.scan(step, carry, blocks)
         return carry, out.reshape(-1, *out.shape[2:])
 
-    def build(self, q: Array, epsilon: Array) -> KernelState:
-        def body(column_max: Array, k: Array) -> tuple[Array, Array]:
-            scaled = k / epsilon
-            p = -jnp.max(scaled + q, axis=1)
-            return jnp.maximum(column_max, jnp.max(scaled + p[:, None], axis=0)), p
+    def blank(self, q: Array, epsilon: Array) -> KernelState:
+        return KernelState(jnp.zeros(0, q.dtype), jnp.zeros_like(self.f[:, 0]), q, epsilon)
 
-        column_max, p = self._scan(body, jnp.full_like(q, -jnp.inf))
-        return KernelState(None, p, _revive(q, column_max + q), epsilon)
+    def build(self, state: KernelState, live: Array) -> tuple[KernelState, Array]:
+        def body(column_max: Array, k: Array, live_k: Array) -> tuple[Array, Array]:
+            _, p, highest = _scale(k, state, live_k)
+            return jnp.maximum(column_max, highest), p
+
+        column_max, p = self._scan(body, jnp.full_like(state.q, -jnp.inf), live)
+        q, _ = _revive(state.q, column_max)
+        return state._replace(p=p, q=q), jnp.asarray(False)  # nothing is stored: q counts at once
 
     def sweep(self, state: KernelState, a: Array, c: Array) -> tuple[Array, Array]:
         def body(t: Array, k: Array, a_k: Array, p_k: Array) -> tuple[Array, Array]:
@@ -140,7 +199,7 @@ class StreamedKernel(NamedTuple):
 
     def absorb(self, state: KernelState, x: Array, y: Array, power: Array) -> KernelState:
         return KernelState(
-            None,
+            state.matrix,
             _raise_to(state.p + x, power),
             _raise_to(state.q + y, power),
             state.epsilon / power,

@@ -3,13 +3,14 @@
 A method is a frozen dataclass of options with three parts:
 
     uses_pool                                   whether it reads unpaired rows
-    start(dataset) -> memory                    what it carries from step to step (a pytree)
+    start(data, unpaired_batch) -> memory       what it carries from step to step (a pytree)
     __call__(heads, batch, teacher, memory)     -> loss, (metrics, memory)
 
 so that adding one is a class here and a line in `METHODS`.
 """
 
 import dataclasses
+import math
 import warnings
 from typing import Any, Protocol
 
@@ -37,7 +38,7 @@ class Method(Protocol):
     def uses_teacher(self) -> bool:
         """Whether a teacher must be fitted first."""
 
-    def start(self, data: DeviceData) -> Any:
+    def start(self, data: DeviceData, unpaired_batch: int) -> Any:
         """What the method carries from step to step."""
 
     def __call__(
@@ -72,7 +73,10 @@ class SAIL:
     uses_pool = False
     uses_teacher = False
 
-    def start(self, data: DeviceData) -> dict[str, Array]:
+    def __post_init__(self) -> None:
+        checks.choice("siglip_norm", self.siglip_norm, losses.NORMALIZATIONS)
+
+    def start(self, data: DeviceData, unpaired_batch: int) -> dict[str, Array]:
         """Nothing is carried over."""
         return {}
 
@@ -96,7 +100,6 @@ class SOTAlign:
         marginals: "prob" or "bistochastic", see `divergences.klot`.
         tolerance: marginal error at which the plans' solves stop.
         max_iterations: iterations at which they stop.
-        warm_start: start each solve from the potentials its columns had when last drawn.
         block_size: None, or rows per block to stream KLOT in less memory.
         supervision: "pairs", or "pairs+negatives": unpaired rows are extra SigLIP negatives.
         siglip_norm: "mean" or "per_row", see `SAIL`.
@@ -109,39 +112,54 @@ class SOTAlign:
     marginals: str = "prob"
     tolerance: float = 1e-3
     max_iterations: int = 500
-    warm_start: bool = True
     block_size: int | None = None
     supervision: str = "pairs"
     siglip_norm: str = "mean"
 
-    uses_pool = True
-    uses_teacher = True
+    @property
+    def uses_pool(self) -> bool:
+        """Whether unpaired rows enter the loss."""
+        return self.divergence != "none" or self.supervision == "pairs+negatives"
+
+    @property
+    def uses_teacher(self) -> bool:
+        """Whether there is a divergence, which needs a target."""
+        return self.divergence != "none"
 
     def __post_init__(self) -> None:
         checks.choice("divergence", self.divergence, DIVERGENCES)
         checks.choice("supervision", self.supervision, ("pairs", "pairs+negatives"))
         checks.choice("marginals", self.marginals, divergences.MARGINALS)
         checks.choice("siglip_norm", self.siglip_norm, losses.NORMALIZATIONS)
+        if not 0 <= self.alpha < math.inf:
+            raise checks.InputError(f"alpha: is {self.alpha}; pass a number of at least 0")
+        for name in ("epsilon", "epsilon_star"):
+            if not 0 < getattr(self, name) < math.inf:
+                raise checks.InputError(f"{name}: is {getattr(self, name)}; pass a number above 0")
         if (self.marginals == "prob") != (self.siglip_norm == "mean"):
             warnings.warn(
                 f"marginals={self.marginals!r} with siglip_norm={self.siglip_norm!r} leaves one "
                 "term thousands of times larger than the other for alpha in 1e-5..1e-3; "
                 "pair 'prob' with 'mean', or 'bistochastic' with 'per_row'",
-                stacklevel=2,
+                stacklevel=3,  # past the generated __init__
             )
 
-    def start(self, data: DeviceData) -> dict[str, Array]:
-        """Column potentials of both plans, one per row of the text pool."""
-        if self.divergence != "klot" or not self.warm_start:
+    def start(self, data: DeviceData, unpaired_batch: int) -> dict[str, Array]:
+        """Both plans' column potentials, to start from, when every batch is the whole pool.
+
+        Potentials depend on the whole batch: for changing batches a fresh solve with
+        epsilon-scaling takes fewer iterations than one that starts from earlier potentials.
+        """
+        whole = unpaired_batch >= max(len(data.pool_x), len(data.pool_y))
+        if self.divergence != "klot" or not whole:
             return {}
-        table = jnp.zeros(len(data.pool_y), jnp.float32)
-        return {"v": table, "v_star": table.copy()}
+        v = jnp.zeros(len(data.pool_y), jnp.float32)
+        return {"v": v, "v_star": v.copy()}
 
     def __call__(
         self, heads: Heads, batch: Batch, teacher: LinearTeacher | None, memory: Any
     ) -> tuple[Array, tuple[Metrics, Any]]:
         """The supervised term plus the weighted divergence."""
-        assert teacher is not None
         f, g = heads.x(batch.x), heads.y(batch.y)
         negatives = {}
         if self.supervision == "pairs+negatives":
@@ -151,21 +169,26 @@ class SOTAlign:
         )
         if self.divergence == "none":
             return siglip, ({"siglip": siglip}, memory)
+        assert teacher is not None  # `training.fit` asked for it
         z, w = jax.lax.stop_gradient((teacher.x(batch.x), teacher.y(batch.y)))
-        divergence, metrics, memory = self._divergence(f, g, z, w, batch, memory)
+        divergence, metrics, memory = self._divergence(f, g, z, w, memory)
         loss = siglip + self.alpha * divergence
         return loss, ({"siglip": siglip, self.divergence: divergence, **metrics}, memory)
 
     def _divergence(
-        self, f: Array, g: Array, z: Array, w: Array, batch: Batch, memory: Any
+        self, f: Array, g: Array, z: Array, w: Array, memory: Any
     ) -> tuple[Array, Metrics, Any]:
         if self.divergence == "cka":
             return divergences.cka_from_embeddings(f, g, z, w), {}, memory
         if self.divergence == "infonce":
-            epsilons = {"epsilon": self.epsilon, "epsilon_star": self.epsilon_star}
-            value = divergences.infonce(affinity.cosine(f, g), affinity.cosine(z, w), **epsilons)
+            value = divergences.infonce(
+                affinity.cosine(f, g),
+                affinity.cosine(z, w),
+                epsilon=self.epsilon,
+                epsilon_star=self.epsilon_star,
+            )
             return value, {}, memory
-        init = (memory["v"][batch.y_rows], memory["v_star"][batch.y_rows]) if memory else None
+        init = (memory["v"], memory["v_star"]) if memory else None
         value, aux = divergences.klot_from_embeddings(
             f,
             g,
@@ -181,11 +204,7 @@ class SOTAlign:
             return_aux=True,
         )
         if memory:
-            # Potentials are defined up to a constant: centred ones fit those of other batches.
-            memory = {
-                name: memory[name].at[batch.y_rows].set(plan.v - jnp.mean(plan.v))
-                for name, plan in (("v", aux.student), ("v_star", aux.teacher))
-            }
+            memory = {"v": aux.student.v, "v_star": aux.teacher.v}
         metrics = {
             "student_error": aux.student.error,
             "student_iterations": aux.student.iterations,

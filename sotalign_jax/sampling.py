@@ -24,13 +24,12 @@ class DeviceData(NamedTuple):
 
 
 class Batch(NamedTuple):
-    """One step's rows: a[i] belongs to b[i]; x and y are unpaired. `y_rows` says which y."""
+    """One step's rows: a[i] belongs to b[i]; x and y are unpaired."""
 
     a: Float[Array, "p d_x"]
     b: Float[Array, "p d_y"]
     x: Float[Array, "n d_x"]
     y: Float[Array, "m d_y"]
-    y_rows: Int[Array, " m"]
 
 
 def _mix(x: Array) -> Array:
@@ -85,9 +84,7 @@ def draw_rows(key: Array, step: Int[Array, ""], size: int, batch: int) -> Int[Ar
     return permute(epoch_key, (step % per_epoch) * batch + jnp.arange(batch), size)
 
 
-def draw(
-    key: Array, step: Int[Array, ""], data: DeviceData, *, pairs: int, unpaired: int
-) -> Batch:
+def draw(key: Array, step: Int[Array, ""], data: DeviceData, *, pairs: int, unpaired: int) -> Batch:
     """The batch of step `step`: up to `pairs` pairs and up to `unpaired` rows of each pool.
 
     >>> data = DeviceData(jnp.ones((4, 2)), jnp.ones((4, 3)), jnp.ones((9, 2)), jnp.ones((8, 3)))
@@ -103,5 +100,4 @@ def draw(
         data.pairs_y[paired],
         data.pool_x[x_rows],
         data.pool_y[y_rows],
-        y_rows,
     )

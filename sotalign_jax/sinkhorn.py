@@ -7,6 +7,7 @@ beside it is the plain textbook one.
 """
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -14,7 +15,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from sotalign_jax import affinity, checks
-from sotalign_jax.kernels import MAX_DRIFT, DenseKernel, Kernel, KernelState
+from sotalign_jax.kernels import MAX_DRIFT, DenseKernel, Kernel, KernelState, over_rows
 
 ANDERSON_MEMORY = 12
 """How many past steps the acceleration combines."""
@@ -108,6 +109,7 @@ class _Progress(NamedTuple):
     kernel: KernelState
     error: Array
     iterations: Array
+    fresh: Array
     drifted: Array
     done: Array
 
@@ -155,7 +157,8 @@ def solve(
     target = jnp.asarray(epsilon, dtype)
     a, b = jnp.exp(log_a), jnp.exp(log_b)
     live_row, live = ~jnp.isneginf(log_a), ~jnp.isneginf(log_b)
-    infinity = jnp.asarray(jnp.inf, dtype)
+    infinity, false = jnp.asarray(jnp.inf, dtype), jnp.asarray(False)
+    check_positive("max_iterations", max_iterations)
 
     def search(state: _Progress, goal: Array, budget: Array) -> _Search:
         def unfinished(search: _Search) -> Array:
@@ -168,24 +171,27 @@ def solve(
             c = jnp.exp(x)
             s, t = kernel.sweep(state.kernel, a, c)
             f = jnp.where(live, log_b - jnp.log(t) - x, 0.0)
-            error = jnp.sum(jnp.where(live, jnp.abs(c * t - b), 0.0))
+            # A column that underflowed cannot be scaled, however little it adds to the error.
+            missing = jnp.where(t > 0, jnp.abs(c * t - b), jnp.inf)
+            error = jnp.sum(jnp.where(live, missing, 0.0))
+            finite = jnp.isfinite(error)
             point = _Point(x, -jnp.log(s), x + f, error)
             # While mass moves between far clusters the error stands still and the scalings drift.
-            better = error <= (1 + PLATEAU) * search.best.error
+            better = finite & (error <= (1 + PLATEAU) * search.best.error)
             best = jax.tree.map(lambda new, old: jnp.where(better, new, old), point, search.best)
-            sound = error <= MAX_RISE * search.best.error  # also False for NaN
+            sound = finite & (error <= MAX_RISE * search.best.error)
             accelerated, dx, df = _accelerate(search, x, f)
             drift = jnp.maximum(
                 jnp.max(jnp.where(live_row, jnp.abs(point.log_r), 0.0)),
                 jnp.max(jnp.where(live, jnp.abs(accelerated), 0.0)),
             )
-            # A plain step that is not finite means that K itself is not: give up at once.
-            hopeless = ~jnp.isfinite(error) & (search.since_reset == 0)
+            # Not even a plain step is finite: this kernel is of no use.
+            hopeless = ~finite & (search.since_reset == 0)
             return _Search(
                 x=jnp.where(sound, accelerated, best.following),
                 best=best,
-                drift=jnp.where(sound, drift, 0.0),
-                iterations=jnp.where(hopeless, max_iterations, search.iterations + 1),
+                drift=jnp.where(sound, drift, jnp.where(hopeless, jnp.inf, 0.0)),
+                iterations=search.iterations + 1,
                 since_reset=jnp.where(sound, search.since_reset + 1, 0),
                 last_x=x,
                 last_f=f,
@@ -214,41 +220,53 @@ def solve(
         # Half of the budget is kept for the epsilon that was asked for.
         budget = jnp.where(last, max_iterations, max_iterations // 2)
         found = search(state, goal, budget)
-        finished = (found.best.error <= goal) | (found.iterations >= budget)
+        # A kernel that was raised to a power may have lost a column: build it again. If a fresh
+        # one fails, K itself is not finite.
+        failed = ~jnp.isfinite(found.best.error)
+        finished = ~failed & ((found.best.error <= goal) | (found.iterations >= budget))
         x = jnp.where(finished, found.best.x, found.best.following)
         power = jnp.where(finished & ~last, SCALING_FACTOR, 1).astype(dtype)
         return _Progress(
             kernel=kernel.absorb(state.kernel, found.best.log_r, x, power),
             error=found.best.error,
             iterations=found.iterations,
+            fresh=false,
             drifted=~finished,
-            done=finished & last,
+            done=(finished & last) | (failed & state.fresh),
         )
 
     def build(state: _Progress) -> _Progress:
-        fresh = kernel.build(state.kernel.q, state.kernel.epsilon)
+        built, again = kernel.build(state.kernel, live_row)
         return jax.lax.while_loop(
             lambda state: ~(state.done | state.drifted),
             level,
-            state._replace(kernel=fresh, drifted=jnp.asarray(False)),
+            state._replace(kernel=built, fresh=~false, drifted=again & ~state.fresh),
         )
 
-    cold = init_v is None
     levels = jnp.asarray(0, dtype)
-    if cold and max_iterations >= 20:
+    guess = jnp.zeros_like(log_b)
+    if init_v is not None:
+        if jnp.shape(init_v) != log_b.shape:
+            raise checks.InputError(
+                f"init: v has shape {jnp.shape(init_v)} but the affinity has {log_b.size} columns; "
+                "pass the scalings of a problem of the same size"
+            )
+        # v - log b of any plan spans at most range/epsilon: a guess beyond that only costs digits.
+        guess = jnp.where(live & jnp.isfinite(init_v), init_v - log_b, 0.0)
+        span = 2 * jnp.asarray(affinity_range, dtype) / target
+        guess = log_b + jnp.maximum(guess - jnp.max(guess, where=live, initial=-jnp.inf), -span)
+    elif max_iterations >= 20:
         ratio = SCALING_START * jnp.asarray(affinity_range, dtype) / target
         levels = jnp.ceil(jnp.log(jnp.maximum(ratio, 1.0)) / jnp.log(float(SCALING_FACTOR)))
-    guess = jnp.zeros_like(log_b) if cold else jnp.where(jnp.isfinite(init_v), init_v, 0.0)
-    shapes = jax.eval_shape(kernel.build, log_b, target)
-    blank = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), shapes)
-    start = blank._replace(
-        q=jnp.where(live, guess, -jnp.inf).astype(dtype),
-        epsilon=target * jnp.asarray(float(SCALING_FACTOR), dtype) ** levels,
+        levels = jnp.minimum(levels, max_iterations // 8)
+    start = kernel.blank(
+        jnp.where(live, guess, -jnp.inf).astype(dtype),
+        target * jnp.asarray(float(SCALING_FACTOR), dtype) ** levels,
     )
     result = jax.lax.while_loop(
         lambda state: ~state.done,
         build,
-        _Progress(start, infinity, jnp.int32(0), jnp.asarray(True), jnp.asarray(False)),
+        _Progress(start, infinity, jnp.int32(0), false, ~false, false),
     )
     scalings = Scalings(log_a + result.kernel.p, result.kernel.q, result.error, result.iterations)
     return scalings, result.kernel
@@ -331,7 +349,7 @@ def sinkhorn(
     check_positive("epsilon", epsilon)
     K = _not_differentiable(affinity.as_float(K))
     scalings, _ = solve(
-        DenseKernel(lambda: K),
+        DenseKernel(K),
         log_weights("log_a", log_a, K.shape[0], K.dtype),
         log_weights("log_b", log_b, K.shape[1], K.dtype),
         epsilon=epsilon,
@@ -353,8 +371,18 @@ def sinkhorn(
 
 def finite_range(k: Array) -> Array:
     """max K - min K over the finite entries."""
-    finite = jnp.isfinite(k)
-    return jnp.max(k, where=finite, initial=-jnp.inf) - jnp.min(k, where=finite, initial=jnp.inf)
+
+    def body(block: Callable, _: Array, bounds: tuple[Array, Array]) -> tuple[Array, Array]:
+        rows = block(k)
+        finite = jnp.isfinite(rows)
+        return (
+            jnp.maximum(bounds[0], jnp.max(rows, where=finite, initial=-jnp.inf)),
+            jnp.minimum(bounds[1], jnp.min(rows, where=finite, initial=jnp.inf)),
+        )
+
+    infinity = jnp.asarray(jnp.inf, k.dtype)
+    highest, lowest = over_rows(len(k), body, (-infinity, infinity))
+    return highest - lowest
 
 
 def reference(

@@ -355,3 +355,11 @@ def _correlations(x: np.ndarray, y: np.ndarray) -> np.ndarray:
 
 def _float32(x: np.ndarray) -> Array:
     return jnp.asarray(x, jnp.float32)
+
+
+TEACHERS: dict[str, Callable[..., LinearTeacher]] = {
+    "procrustes": procrustes,
+    "cca": cca,
+    "contrastive": contrastive,
+}
+"""Every teacher by name."""

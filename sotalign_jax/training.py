@@ -90,7 +90,7 @@ class Observer(Protocol):
         """Metrics of a finished step; validation scores on the steps that have them."""
 
     def snapshot(self, step: int, snapshot: Snapshot) -> None:
-        """A state that the run can be continued from."""
+        """A state to continue from; copy what is kept, for the next step donates its arrays."""
 
 
 class Silent:
@@ -104,7 +104,7 @@ class Silent:
 
 
 class NonFiniteLossError(FloatingPointError):
-    """The loss became NaN or infinite."""
+    """The loss or its gradient became NaN or infinite."""
 
 
 @jax.jit
@@ -156,27 +156,21 @@ def place(dataset: data.Dataset, *, pool: bool = True) -> sampling.DeviceData:
     return sampling.DeviceData(*map(jnp.asarray, arrays))
 
 
-def init_state(method: Method, heads: Heads, batches: sampling.DeviceData, config: Any) -> TrainState:
-    """The state before the first step."""
-    params = nnx.state(heads)
-    optimizer = _optimizer(config)
-    memory = method.start(batches)
-    return TrainState(jnp.int32(0), params, optimizer.init(params), memory)
+def init_state(
+    method: Method, heads: Heads, batches: sampling.DeviceData, config: TrainConfig
+) -> TrainState:
+    """The state before the first step; a copy, so that the heads survive its donation."""
+    params = jax.tree.map(jnp.copy, nnx.state(heads))
+    memory = method.start(batches, config.unpaired_batch)
+    return TrainState(jnp.int32(0), params, _optimizer(config).init(params), memory)
 
 
 def _optimizer(config: TrainConfig) -> optax.GradientTransformation:
-    return teachers.optimizer(
-        config.learning_rate, config.steps, weight_decay=config.weight_decay
-    )
+    return teachers.optimizer(config.learning_rate, config.steps, weight_decay=config.weight_decay)
 
 
-StepFunction = Callable[
-    [TrainState, sampling.DeviceData, LinearTeacher | None], tuple[TrainState, dict[str, Array]]
-]
-
-
-def make_step(method: Method, heads: Heads, config: TrainConfig) -> StepFunction:
-    """The jitted training step; its first argument, the state, is donated.
+def make_step(method: Method, heads: Heads, config: TrainConfig) -> jax.stages.Wrapped:
+    """The jitted step (state, data, teacher) -> (state, metrics); the state is donated.
 
     Args:
         method: the objective.
@@ -202,23 +196,34 @@ def make_step(method: Method, heads: Heads, config: TrainConfig) -> StepFunction
         )
         updates, opt_state = optimizer.update(gradient, state.opt_state, state.params)
         params = optax.apply_updates(state.params, updates)
-        metrics = {"loss": loss, "gradient_norm": optax.global_norm(gradient), **metrics}
+        metrics = {"loss": loss, "gradient_norm": optax.tree.norm(gradient), **metrics}
         return TrainState(state.step + 1, params, opt_state, memory), metrics
 
     return jax.jit(step, donate_argnums=0)
 
 
-def check_trainable(method: Method, dataset: data.Dataset, teacher: LinearTeacher | None) -> None:
-    """Raises when the method lacks what it needs."""
-    name = type(method).__name__
+def check_pool(method: Method, dataset: data.Dataset) -> None:
+    """Raises when the method learns from unpaired rows and there are none."""
     if method.uses_pool and not (len(dataset.pool_x) and len(dataset.pool_y)):
         sizes = f"x has {len(dataset.pool_x)} rows and y has {len(dataset.pool_y)}"
         raise checks.InputError(
-            f"pool: {sizes} but {name} learns from unpaired samples of both; "
+            f"pool: {sizes} but {type(method).__name__} learns from unpaired samples of both; "
             "add some, or train with method 'sail'"
         )
-    if method.uses_teacher and teacher is None:
-        raise checks.InputError(f"teacher: is None but {name} needs one; fit teachers.cca first")
+
+
+def _check_teacher(method: Method, teacher: LinearTeacher | None, dataset: data.Dataset) -> None:
+    if teacher is None:
+        raise checks.InputError(
+            f"teacher: is None but {type(method).__name__} needs one; fit teachers.cca first"
+        )
+    widths = teacher.map_x.weight.shape[1], teacher.map_y.weight.shape[1]
+    wanted = dataset.pairs_x.shape[1], dataset.pairs_y.shape[1]
+    if widths != wanted:
+        raise checks.InputError(
+            f"teacher: maps widths {widths} but the embeddings have {wanted}; "
+            "fit the teacher on the same encoders"
+        )
 
 
 def fit(
@@ -250,14 +255,15 @@ def fit(
 
     Raises:
         InputError: the method lacks a pool or a teacher.
-        NonFiniteLossError: the loss became NaN or infinite; the message names the step.
+        NonFiniteLossError: loss or gradient became NaN or infinite; the message names the step.
     """
-    check_trainable(method, dataset, teacher)
+    check_pool(method, dataset)
+    if method.uses_teacher:
+        _check_teacher(method, teacher, dataset)
     observer = observer or Silent()
     batches = place(dataset, pool=method.uses_pool)
     graphdef = nnx.graphdef(heads)
     state = init_state(method, heads, batches, config)
-    state = jax.tree.map(jnp.copy, state)  # the caller's heads survive donation
     best = Best(jax.tree.map(jnp.copy, state.params), jnp.int32(0), jnp.float32(-1.0))
     if resume is not None:
         state, best = resume(Snapshot(state, best)) or Snapshot(state, best)
@@ -270,12 +276,12 @@ def fit(
         validate = number % config.eval_every == 0 or number == config.steps
         if not validate and len(waiting) < _REPORT_EVERY:
             continue
-        reports = _finished(waiting)
-        waiting = []
-        if validate:
-            best = _select(graphdef, state, best, number, dataset.val, reports[-1][1])
-        for report in reports:
-            observer.metrics(*report)
+        for finished, values in jax.device_get(waiting):
+            _check_finite(finished, values)
+            if validate and finished == number:
+                best = _select(graphdef, state, best, number, dataset.val, values)
+            observer.metrics(finished, values)
+        waiting.clear()
         if validate:
             observer.snapshot(number, Snapshot(state, best))
     return nnx.merge(graphdef, best.params), best
@@ -285,17 +291,14 @@ _REPORT_EVERY = 10
 """Steps between looks at the loss: each look waits for the device."""
 
 
-def _finished(waiting: list[tuple[int, dict[str, Array]]]) -> list[tuple[int, dict[str, float]]]:
-    """Metrics brought to the host, once they are known to be finite."""
-    reports = jax.device_get(waiting)
-    for number, values in reports:
-        if not np.isfinite(values["loss"]):
-            parts = ", ".join(f"{name} {float(value):.4g}" for name, value in values.items())
-            raise NonFiniteLossError(
-                f"loss: not finite at step {number} ({parts}); lower learning_rate or alpha, "
-                "or raise epsilon_star"
-            )
-    return [(number, dict(values)) for number, values in reports]
+def _check_finite(number: int, values: dict[str, float]) -> None:
+    """Raises for a step whose update would not be, or did not come from, finite numbers."""
+    if not (np.isfinite(values["loss"]) and np.isfinite(values["gradient_norm"])):
+        parts = ", ".join(f"{name} {float(value):.4g}" for name, value in values.items())
+        raise NonFiniteLossError(
+            f"loss: not finite at step {number} ({parts}); lower learning_rate or alpha, "
+            "or raise epsilon_star"
+        )
 
 
 def _select(

@@ -1,0 +1,207 @@
+"""What the benchmarks share: problems to measure on, clocks, and where results go."""
+
+import argparse
+import importlib.metadata
+import os
+import pathlib
+import platform
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float
+from tqdm import tqdm
+
+from sotalign_jax import affinity, data, tables, teachers
+
+RESULTS = pathlib.Path(__file__).parent / "results"
+MEBIBYTE = 2**20
+
+
+class Problem(NamedTuple):
+    """Unit features of n samples a side: the student's f, g and the teacher's z, w."""
+
+    name: str
+    f: Float[np.ndarray, "n d"]
+    g: Float[np.ndarray, "n d"]
+    z: Float[np.ndarray, "n e"]
+    w: Float[np.ndarray, "n e"]
+
+    def first(self, n: int) -> "Problem":
+        return Problem(self.name, *(x[:n] for x in self[1:]))
+
+    def features(self, dtype: Any = jnp.float32) -> tuple[Array, Array, Array, Array]:
+        f, g, z, w = (jnp.asarray(x, dtype) for x in self[1:])
+        return f, g, z, w
+
+    def affinities(self, dtype: Any = jnp.float32) -> tuple[Array, Array]:
+        f, g, z, w = self.features(dtype)
+        return affinity.dot(f, g.T), affinity.dot(z, w.T)
+
+
+def _unit(x: Any) -> np.ndarray:
+    x = np.asarray(x, np.float64)
+    return x / np.linalg.norm(x, axis=1, keepdims=True)
+
+
+def random_problem(n: int, *, dim: int = 64, seed: int = 0) -> Problem:
+    """Anisotropic Gaussian features with a common mean; g and w are noisy copies of f and z.
+
+    Encoders' embeddings share both traits, and they decide how hard the transport is: isotropic
+    features in many dimensions have affinities near 0 that any solver finds easy.
+    """
+    rng = np.random.default_rng(seed)
+    scales = np.arange(1, dim + 1) ** -0.5
+
+    def pair(noise: float) -> tuple[np.ndarray, np.ndarray]:
+        mean = 0.5 * scales * rng.standard_normal(dim)
+        rows = mean + scales * rng.standard_normal((n, dim))
+        other = rows + noise * scales * rng.standard_normal((n, dim))
+        return _unit(rows), _unit(other[rng.permutation(n)])
+
+    return Problem("random", *pair(1.0), *pair(0.5))
+
+
+def pictures_problem(n: int, *, n_pairs: int = 1000, seed: int = 0) -> Problem:
+    """Unpaired bundled pictures and captions: CCA teacher, briefly trained contrastive student."""
+    rows = data.pictures_dataset(n_pairs=n_pairs, seed=seed)
+    if n > min(len(rows.pool_x), len(rows.pool_y)):
+        raise SystemExit(
+            f"error: n: is {n} but the bundled pictures have {len(rows.pool_x)} unpaired rows; "
+            "use --data=random"
+        )
+    teacher = teachers.cca(rows.pairs_x, rows.pairs_y)
+    student = teachers.contrastive(
+        rows.pairs_x, rows.pairs_y, dim=128, steps=60, learning_rate=1e-3, seed=seed
+    )
+    x, y = rows.pool_x[:n], rows.pool_y[:n]
+    return Problem(
+        "pictures", *map(_unit, (student.x(x), student.y(y), teacher.x(x), teacher.y(y)))
+    )
+
+
+PROBLEMS: dict[str, Callable[..., Problem]] = {
+    "pictures": pictures_problem,
+    "random": random_problem,
+}
+
+
+def marginal_error(k: Array, u: Array, v: Array, epsilon: float) -> float:
+    """max(||P 1 - 1/n||_1, ||P^T 1 - 1/m||_1) of exp(K/eps + u + v), in float64 on the host.
+
+    The same judge for every solver, whatever it says of itself.
+    """
+    u, v = np.asarray(u, np.float64), np.asarray(v, np.float64)
+    n, m = k.shape
+    columns, row_error = np.zeros(m), 0.0
+    for start in range(0, n, 256):
+        block = np.asarray(k[start : start + 256], np.float64) / epsilon
+        plan = np.exp(np.minimum(block + u[start : start + 256, None] + v, 700.0))
+        row_error += float(np.abs(plan.sum(1) - 1 / n).sum())
+        columns += plan.sum(0)
+    return max(row_error, float(np.abs(columns - 1 / m).sum()))
+
+
+def relative(x: Any, reference: Any) -> float:
+    """||x - reference|| / ||reference|| over all leaves; infinite when not finite."""
+    flat, target = (
+        np.concatenate([np.ravel(np.asarray(leaf, np.float64)) for leaf in jax.tree.leaves(tree)])
+        for tree in (x, reference)
+    )
+    gap = float(np.linalg.norm(flat - target) / np.linalg.norm(target))
+    return gap if np.isfinite(gap) else float("inf")
+
+
+def time_interleaved(
+    calls: Mapping[str, Callable[[], Any]], *, repeats: int, title: str = "timing"
+) -> dict[str, float]:
+    """Least seconds of each call over rounds that run all of them in turn.
+
+    Other jobs on the machine slow all calls of a round alike, so that ratios of minima hold.
+    """
+    best = dict.fromkeys(calls, float("inf"))
+    with tqdm(total=repeats * len(calls), desc=title, leave=False) as bar:
+        for _ in range(repeats):
+            for name, call in calls.items():
+                start = time.perf_counter()
+                jax.block_until_ready(call())
+                best[name] = min(best[name], time.perf_counter() - start)
+                bar.update()
+    return best
+
+
+class Memory(NamedTuple):
+    """What a compiled program needs, in MiB: temporaries, and with arguments and outputs."""
+
+    temporary: float
+    total: float
+
+
+def memory_of(compiled: jax.stages.Compiled) -> Memory:
+    """XLA's own account of its buffers: exact, and known before anything runs."""
+    analysis: Any = compiled.memory_analysis()
+    temporary = analysis.temp_size_in_bytes
+    total = temporary + analysis.argument_size_in_bytes + analysis.output_size_in_bytes
+    return Memory(temporary / MEBIBYTE, total / MEBIBYTE)
+
+
+def available_memory() -> float:
+    """MiB that could be allocated now."""
+    return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / MEBIBYTE
+
+
+def machine() -> str:
+    """One line about the hardware and software, with the load while it ran."""
+    packages = " ".join(f"{p} {importlib.metadata.version(p)}" for p in ("jax", "ott-jax"))
+    load = ", ".join(f"{x:.1f}" for x in os.getloadavg())
+    return (
+        f"{jax.devices()[0].device_kind} {platform.machine()}, {os.cpu_count()} cores, "
+        f"load {load}; python {platform.python_version()}, {packages}"
+    )
+
+
+def parser(description: str | None, *, n: Sequence[int], epsilon: Sequence[float]) -> Any:
+    """Options that every benchmark takes."""
+    made = argparse.ArgumentParser(
+        description=description, formatter_class=argparse.ArgumentDefaultsHelpFormatter
+    )
+    made.add_argument("--n", type=int, nargs="+", default=list(n), help="rows a side")
+    made.add_argument("--epsilon", type=float, nargs="+", default=list(epsilon))
+    made.add_argument("--repeats", type=int, default=3, help="rounds; the fastest counts")
+    made.add_argument("--quick", action="store_true", help="tiny sizes, to see that it works")
+    made.add_argument("--out", type=pathlib.Path, default=RESULTS, help="folder for CSV and PNG")
+    return made
+
+
+def report(title: str, table: tables.Table, stem: pathlib.Path) -> None:
+    """Prints a table and writes it as .md and .csv."""
+    print(f"\n{title}\n{table}\n{machine()}", flush=True)
+    table.save(stem)
+
+
+def figure(columns: int, *, width: float = 4.2) -> tuple[Any, Any]:
+    """A row of axes, drawn without a display."""
+    import matplotlib
+
+    matplotlib.use("agg")
+    import matplotlib.pyplot as plt
+
+    made, axes = plt.subplots(
+        1, columns, figsize=(width * columns, 3.6), layout="constrained", squeeze=False
+    )
+    for ax in axes[0]:
+        ax.spines[["top", "right"]].set_visible(False)
+        ax.grid(alpha=0.3)
+    return made, axes[0]
+
+
+def save_figure(made: Any, stem: pathlib.Path) -> None:
+    """Writes `stem`.png."""
+    import matplotlib.pyplot as plt
+
+    stem.parent.mkdir(parents=True, exist_ok=True)
+    made.savefig(f"{stem}.png", dpi=150)
+    plt.close(made)

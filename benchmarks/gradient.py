@@ -1,0 +1,298 @@
+"""KLOT and its gradient, ours against other ways: time, memory and iterations.
+
+    python -m benchmarks.gradient            headline: real affinities, ours against ott-jax
+    python -m benchmarks.gradient --sweep    every arm against epsilon, to --tolerance
+    python -m benchmarks.gradient --sweep --iterations 100       at a fixed number of iterations
+
+No arm is timed before its gradient has been compared with ours in float64. What does not fit in
+memory, takes too long or has a wrong gradient is a row of the table, not a gap.
+"""
+
+import functools
+import math
+import pathlib
+import time
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from tqdm import tqdm
+
+from benchmarks import common, peers
+from benchmarks.common import Problem
+from benchmarks.peers import Arm, Target
+from sotalign_jax import affinity, klot, tables
+
+VERIFY_ROWS = 64
+WRONG = 1e-3
+"""Relative difference from our float64 gradient above which an arm is not timed."""
+MEMORY_SHARE = 0.7
+"""Share of the free memory that a program may ask for."""
+
+
+class Row(NamedTuple):
+    """One arm at one epsilon; None is what was not measured."""
+
+    arm: str
+    n: int
+    epsilon: float
+    status: str
+    student_iterations: int | None
+    teacher_iterations: int | None
+    error: str | None
+    gradient_gap: str
+    temporary_mib: float | None
+    total_mib: float | None
+    seconds: float | None
+    times_ours: float | None
+
+
+def _inputs(arm: Arm, problem: Problem, dtype: Any = jnp.float32) -> tuple:
+    return problem.features(dtype) if arm.from_features else problem.affinities(dtype)
+
+
+def verify(arm: Arm, problem: Problem, target: Target) -> tuple[float, float]:
+    """Relative gap of an arm's float64 gradient: to ours, and to its own at a looser tolerance.
+
+    Both at a tolerance of 1e-8, where plans are converged for all that float32 could tell.
+    """
+    with jax.enable_x64(True):
+        k, k_star = problem.affinities(jnp.float64)
+
+        def gradient(tolerance: float) -> Any:
+            goal = target._replace(tolerance=tolerance, student=20_000, teacher=20_000)
+            if arm.unrolled:
+                counts = (
+                    int(peers.plain_to_tolerance(x, epsilon, 20_000, tolerance).iterations)
+                    for x, epsilon in ((k, goal.epsilon), (k_star, goal.epsilon_star))
+                )
+                # ott-jax looks at its error every 10 iterations, and must not stop by it.
+                student, teacher = (math.ceil(count / 10) * 10 for count in counts)
+                goal = goal._replace(tolerance=0.0, student=student, teacher=teacher)
+            inputs = _inputs(arm, problem, jnp.float64)
+            return jax.jit(arm.value_and_grad(goal))(*inputs)[1]
+
+        def ours(*student: Any) -> Any:
+            k = affinity.cosine(*student) if arm.from_features else student[0]
+            return klot(
+                k, k_star, epsilon=target.epsilon, epsilon_star=target.epsilon_star,
+                tolerance=1e-10, max_iterations=20_000,
+            )  # fmt: skip
+
+        student = _inputs(arm, problem, jnp.float64)[: 2 if arm.from_features else 1]
+        where = tuple(range(len(student)))
+        reference = jax.jit(jax.grad(ours, argnums=where))(*student)
+        found = gradient(1e-8)
+        return common.relative(found, reference), common.relative(gradient(1e-6), found)
+
+
+def _compile(arm: Arm, inputs: Sequence[Any], target: Target) -> Any:
+    shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in inputs]
+    return jax.jit(arm.value_and_grad(target)).lower(*shapes).compile()
+
+
+def _errors(problem: Problem, scalings: Any, target: Target) -> tuple[float, float]:
+    """Marginal errors of the student's and the teacher's plan, by one judge for all arms."""
+    epsilons = target.epsilon, target.epsilon_star
+    parts = zip(problem.affinities(), scalings, epsilons, strict=True)
+    student, teacher = (common.marginal_error(k, s.u, s.v, e) for k, s, e in parts)
+    return student, teacher
+
+
+# ----------------------------------------------------------------------------------- headline
+
+
+def headline(problem: Problem, target: Target, *, repeats: int, out: pathlib.Path) -> None:
+    """Ours and the strongest uses of ott-jax, to the same marginal error on both plans."""
+    compiled, results, gaps = {}, {}, {}
+    arms = [*peers.ARMS[:2], peers.DANSKIN, peers.DANSKIN_MOMENTUM]
+    for arm in tqdm(arms, desc="verify and compile", leave=False):
+        gaps[arm.name] = verify(arm, problem.first(VERIFY_ROWS), target)[0]
+        compiled[arm.name] = _compile(arm, _inputs(arm, problem), target)
+        results[arm.name] = compiled[arm.name](*_inputs(arm, problem))
+    calls = {a.name: functools.partial(compiled[a.name], *_inputs(a, problem)) for a in arms}
+    seconds = common.time_interleaved(calls, repeats=repeats)
+    # What both are compared with: the same loss, solved as far as float32 goes.
+    exact = peers.OURS.value_and_grad(target._replace(tolerance=1e-5, student=5000, teacher=5000))
+    best = jax.jit(exact)(*problem.affinities())[1]
+    rows = []
+    for arm in arms:
+        (_, scalings), gradient = results[arm.name]
+        student, teacher = _errors(problem, scalings, target)
+        memory = common.memory_of(compiled[arm.name])
+        close = None if arm.from_features else common.relative(gradient, best)
+        rows.append(
+            [
+                arm.name,
+                int(scalings[0].iterations),
+                int(scalings[1].iterations),
+                f"{student:.1e}",
+                f"{teacher:.1e}",
+                None if close is None else f"{close:.1e}",
+                f"{gaps[arm.name]:.0e}",
+                memory.temporary,
+                seconds[arm.name],
+                seconds[arm.name] / seconds[peers.OURS.name],
+            ]
+        )
+    headers = ["arm", "student its", "teacher its", "student error", "teacher error"]
+    headers += ["gradient gap", "gap (float64)", "temp MiB", "seconds", "times ours"]
+    n = len(problem.f)
+    title = f"KLOT loss + gradient, {problem.name}, n={n}, epsilon {target.epsilon:g}, "
+    title += f"epsilon* {target.epsilon_star:g}, marginal error {target.tolerance:g}"
+    common.report(title, tables.table(headers, rows, digits=3), out / f"gradient_headline_n{n}")
+    gap = common.relative(results[peers.DANSKIN.name][1], results[peers.OURS.name][1])
+    print(f"gradients of ours and ott-jax Danskin differ by {gap:.1e} (relative, Frobenius)")
+    for arm in (peers.DANSKIN, peers.DANSKIN_MOMENTUM):
+        ratio = seconds[arm.name] / seconds[peers.OURS.name]
+        print(f"ours is {ratio:.1f} times as fast as {arm.name}")
+    made, (left,) = common.figure(1, width=6)
+    names = [row[0] for row in rows]
+    bars = left.barh(names, [row[-1] for row in rows], color=["C0", "C0", "C1", "C1"])
+    left.bar_label(bars, fmt="%.1f", padding=2)
+    left.invert_yaxis()
+    left.set_xlabel("time, ours from K = 1")
+    left.set_title(title.replace(", epsilon 0", "\nepsilon 0"), fontsize=9)
+    common.save_figure(made, out / f"gradient_headline_n{n}")
+
+
+# -------------------------------------------------------------------------------------- sweep
+
+
+def _plain_counts(problem: Problem, target: Target, limit: float) -> tuple[Target, float, bool]:
+    """Iterations that textbook Sinkhorn needs, its seconds, and whether it got there."""
+    if target.tolerance == 0:
+        return target, 0.0, True
+    counts, total, reached = [], 0.0, True
+    caps = target.student, target.teacher
+    epsilons = target.epsilon, target.epsilon_star
+    for k, epsilon, cap in zip(problem.affinities(), epsilons, caps, strict=True):
+        jax.block_until_ready(peers.plain_to_tolerance(k, epsilon, 5, 0.0))
+        start = time.perf_counter()
+        jax.block_until_ready(peers.plain_to_tolerance(k, epsilon, 5, 0.0))
+        per_iteration = (time.perf_counter() - start) / 5
+        cap = max(10, min(cap, int(limit / per_iteration)))
+        start = time.perf_counter()
+        found = peers.plain_to_tolerance(k, epsilon, cap, target.tolerance)
+        counts.append(math.ceil(int(found.iterations) / 10) * 10)
+        total += time.perf_counter() - start
+        reached &= int(found.iterations) < cap
+    return target._replace(student=counts[0], teacher=counts[1]), total, reached
+
+
+def sweep_epsilon(
+    problem: Problem, target: Target, *, repeats: int, time_limit: float
+) -> list[Row]:
+    """Every arm at one epsilon: verified, weighed, and timed when it fits."""
+    n = len(problem.f)
+    plain, plain_seconds, reached = _plain_counts(problem, target, time_limit)
+    waiting: dict[str, Any] = {}
+    drafts: dict[str, Row] = {}
+    room = MEMORY_SHARE * common.available_memory()
+    for arm in tqdm(peers.ARMS, desc=f"epsilon {target.epsilon:g}: verify, compile", leave=False):
+        gap, own = verify(arm, problem.first(VERIFY_ROWS), target)
+        goal = plain._replace(tolerance=0.0) if arm.unrolled else target
+        inputs = _inputs(arm, problem)
+        compiled = _compile(arm, inputs, goal)
+        memory = common.memory_of(compiled)
+        ours = arm.name.startswith("ours")
+        status = "ok"
+        if not gap < WRONG:
+            status = "wrong gradient"
+        elif memory.total > room:
+            status = "does not fit"
+        elif not ours and not reached:
+            status = f"over {time_limit:g} s"
+        elif arm.unrolled and 4 * plain_seconds > time_limit:
+            status = f"about {4 * plain_seconds:.0f} s"
+        drafts[arm.name] = Row(
+            arm.name, n, target.epsilon, status, None, None, None, f"{gap:.0e} / {own:.0e}",
+            memory.temporary, memory.total, None, None,
+        )  # fmt: skip
+        if status == "ok":
+            waiting[arm.name] = compiled, inputs
+    calls, results = {}, {}
+    for name, (compiled, inputs) in tqdm(waiting.items(), desc="first runs", leave=False):
+        results[name] = compiled(*inputs)[0][1]
+        calls[name] = functools.partial(compiled, *inputs)
+    seconds = common.time_interleaved(calls, repeats=repeats)
+    for name, scalings in results.items():
+        worst = max(_errors(problem, scalings, target))
+        drafts[name] = drafts[name]._replace(
+            student_iterations=int(scalings[0].iterations),
+            teacher_iterations=int(scalings[1].iterations),
+            error=f"{worst:.1e}",
+            seconds=seconds[name],
+            times_ours=seconds[name] / seconds[peers.OURS.name],
+        )
+    return list(drafts.values())
+
+
+def _plot_sweep(rows: Sequence[Row], stem: pathlib.Path) -> None:
+    made, axes = common.figure(3)
+    for index, arm in enumerate(peers.ARMS):
+        own = [row for row in rows if row.arm == arm.name]
+        epsilons = [row.epsilon for row in own]
+        style = {"marker": "o", "ms": 4, "color": f"C{index}", "label": arm.name}
+        style["ls"] = "-" if arm.name.startswith("ours") else "--"
+        axes[0].plot(epsilons, [row.temporary_mib for row in own], **style)
+        timed = [row for row in own if row.seconds is not None]
+        axes[1].plot([r.epsilon for r in timed], [r.seconds for r in timed], **style)
+        steps = [(r.student_iterations or 0) + (r.teacher_iterations or 0) for r in timed]
+        axes[2].plot([r.epsilon for r in timed], steps, **style)
+    names = ("temporary memory (MiB)", "loss + gradient (s)", "iterations, both plans")
+    for ax, name in zip(axes, names, strict=True):
+        ax.set(xscale="log", yscale="log", xlabel="epsilon", ylabel=name)
+    axes[0].legend(frameon=False, fontsize=6)
+    common.save_figure(made, stem)
+
+
+def sweep(args: Any, problem: Problem) -> None:
+    """The table of all arms against epsilon."""
+    fixed = args.iterations is not None
+    rows: list[Row] = []
+    for epsilon in tqdm(args.epsilon, desc=f"n={len(problem.f)}"):
+        cap = args.iterations if fixed else args.max_iterations
+        target = Target(epsilon, epsilon, 0.0 if fixed else args.tolerance, cap, cap)
+        rows += sweep_epsilon(problem, target, repeats=args.repeats, time_limit=args.time_limit)
+    n = len(problem.f)
+    reach = f"{args.iterations} iterations" if fixed else f"marginal error {args.tolerance:g}"
+    kind = f"{args.iterations}its" if fixed else f"tol{args.tolerance:g}"
+    stem = args.out / f"gradient_{problem.name}_n{n}_{kind}"
+    table = tables.table([name.replace("_", " ") for name in Row._fields], rows, digits=3)
+    common.report(
+        f"KLOT loss + gradient, {problem.name}, n={n}, both epsilons equal, {reach}", table, stem
+    )
+    _plot_sweep(rows, stem)
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Runs the headline, or with --sweep the table against epsilon."""
+    parser = common.parser(__doc__, n=[4096], epsilon=[0.05, 0.005])
+    parser.add_argument("--sweep", action="store_true", help="all arms, at each --epsilon")
+    parser.add_argument("--data", choices=list(common.PROBLEMS), default="pictures")
+    parser.add_argument("--tolerance", type=float, help="1e-3, and 1e-6 with --sweep")
+    parser.add_argument("--iterations", type=int, help="of a sweep, instead of a tolerance")
+    parser.add_argument("--max_iterations", type=int, default=5000)
+    parser.add_argument("--time_limit", type=float, default=60.0, help="seconds for one arm")
+    args = parser.parse_args(argv)
+    if args.tolerance is None:
+        args.tolerance = 1e-6 if args.sweep else 1e-3
+    if args.quick:
+        args.n, args.repeats = [96], 1
+    make = common.PROBLEMS[args.data]
+    for n in args.n:
+        problem = make(n, n_pairs=100) if args.quick and args.data == "pictures" else make(n)
+        if args.sweep:
+            sweep(args, problem)
+        else:
+            if len(args.epsilon) != 2:
+                parser.error("--epsilon: pass the student's and the teacher's for the headline")
+            steps = args.max_iterations
+            target = Target(*args.epsilon, args.tolerance, steps, steps)
+            headline(problem, target, repeats=args.repeats, out=args.out)
+
+
+if __name__ == "__main__":
+    main()

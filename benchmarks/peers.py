@@ -1,0 +1,225 @@
+"""Ways to get KLOT and its gradient: ours, plain unrolling, and ott-jax as a careful user would.
+
+Every arm is a function of (K, K*) or of features (f, g, f*, g*) that returns its loss, its
+gradient and the scalings of both plans, log P = K/eps + u + v, so that one judge measures the
+marginal error of all. ott-jax writes u as f/eps, K as -cost, and its float epsilon is absolute.
+"""
+
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array
+from ott.geometry import geometry
+from ott.solvers import linear
+from ott.solvers.linear import acceleration, implicit_differentiation
+
+from sotalign_jax import klot, klot_from_embeddings
+
+
+class Target(NamedTuple):
+    """What an arm has to reach: `tolerance`, or a number of iterations when that is 0.
+
+    `student` and `teacher` are the iterations at which a solve stops at the latest. Unrolled
+    loops cannot stop by themselves, and make as many in any case.
+    """
+
+    epsilon: float
+    epsilon_star: float
+    tolerance: float
+    student: int
+    teacher: int
+
+
+class Scaling(NamedTuple):
+    """Log-scalings of one plan, and the iterations they took."""
+
+    u: Array
+    v: Array
+    iterations: Array | int
+
+
+class Arm(NamedTuple):
+    """A way to compute KLOT; `make(target)` gives loss(*inputs) -> (value, (student, teacher))."""
+
+    name: str
+    make: Callable[[Target], Callable[..., tuple[Array, tuple[Scaling, Scaling]]]]
+    from_features: bool = False
+    unrolled: bool = False
+
+    def value_and_grad(self, target: Target) -> Callable[..., Any]:
+        """((loss, scalings), gradient in K, or in f and g)."""
+        where = (0, 1) if self.from_features else 0
+        return jax.value_and_grad(self.make(target), argnums=where, has_aux=True)
+
+
+# --------------------------------------------------------------------------------------- ours
+
+
+def _options(target: Target) -> dict[str, Any]:
+    return {
+        "epsilon": target.epsilon,
+        "epsilon_star": target.epsilon_star,
+        "tolerance": target.tolerance,
+        "max_iterations": max(target.student, target.teacher),
+        "return_aux": True,
+    }
+
+
+def _scalings(aux: Any) -> tuple[Scaling, Scaling]:
+    student, teacher = (Scaling(s.u, s.v, s.iterations) for s in aux)
+    return student, teacher
+
+
+def ours(target: Target) -> Callable[..., Any]:
+    def loss(k: Array, k_star: Array) -> Any:
+        value, aux = klot(k, k_star, **_options(target))
+        return value, _scalings(aux)
+
+    return loss
+
+
+def ours_from_features(target: Target, *, block_size: int | None = None) -> Callable[..., Any]:
+    def loss(f: Array, g: Array, z: Array, w: Array) -> Any:
+        value, aux = klot_from_embeddings(f, g, z, w, **_options(target), block_size=block_size)
+        return value, _scalings(aux)
+
+    return loss
+
+
+# --------------------------------------------------------------------------- plain, unrolled
+
+
+def plain_step(k: Array, epsilon: float, uv: tuple[Array, Array]) -> tuple[Array, Array]:
+    """One textbook iteration in the log domain, uniform weights: u, then v."""
+    n, m = k.shape
+    u = -jnp.log(n) - jax.nn.logsumexp(k / epsilon + uv[1], axis=1)
+    v = -jnp.log(m) - jax.nn.logsumexp(k / epsilon + u[:, None], axis=0)
+    return u.astype(k.dtype), v.astype(k.dtype)
+
+
+@functools.partial(jax.jit, static_argnums=(1, 2))
+def plain_to_tolerance(k: Array, epsilon: float, limit: int, tolerance: float) -> Scaling:
+    """Textbook Sinkhorn until the marginal error is at most `tolerance`."""
+    n, m = k.shape
+
+    def unfinished(state: Any) -> Array:
+        return (state[3] < limit) & ~(state[2] <= tolerance)
+
+    def step(state: Any) -> Any:
+        (u, v), rows = plain_step(k, epsilon, state[:2]), state[0]
+        # Columns are exact after a step; u moves by the log of what the rows were off before it.
+        error = jnp.sum(jnp.abs(jnp.exp(rows - u) - 1.0)) / n
+        return u, v, jnp.where(state[3] > 0, error, jnp.inf), state[3] + 1
+
+    start = (jnp.zeros(n, k.dtype), jnp.zeros(m, k.dtype), jnp.asarray(jnp.inf, k.dtype), 0)
+    u, v, _, iterations = jax.lax.while_loop(unfinished, step, start)
+    return Scaling(u, v, iterations)
+
+
+def _kl(k: Array, k_star: Array, student: Scaling, teacher: Scaling, target: Target) -> Array:
+    log_p = k / target.epsilon + student.u[:, None] + student.v
+    log_p_star = k_star / target.epsilon_star + teacher.u[:, None] + teacher.v
+    p_star = jax.lax.stop_gradient(jnp.exp(log_p_star))
+    return jnp.sum(p_star * (jax.lax.stop_gradient(log_p_star) - log_p))
+
+
+def unrolled(target: Target, *, checkpoint: bool) -> Callable[..., Any]:
+    def solve(k: Array, epsilon: float, iterations: int) -> Scaling:
+        step = functools.partial(plain_step, k, epsilon)
+        body = jax.checkpoint(step) if checkpoint else step
+        start = (jnp.zeros(len(k), k.dtype), jnp.zeros(k.shape[1], k.dtype))
+        (u, v), _ = jax.lax.scan(lambda uv, _: (body(uv), None), start, length=iterations)
+        return Scaling(u, v, iterations)
+
+    def loss(k: Array, k_star: Array) -> Any:
+        student = solve(k, target.epsilon, target.student)
+        teacher = solve(jax.lax.stop_gradient(k_star), target.epsilon_star, target.teacher)
+        return _kl(k, k_star, student, teacher, target), (student, teacher)
+
+    return loss
+
+
+# ------------------------------------------------------------------------------------ ott-jax
+
+
+def ott_solve(k: Array, epsilon: float, tolerance: float, limit: int, **options: Any) -> Any:
+    """ott-jax's solution for the affinity K.
+
+    `min_iterations=0` matters: when it equals `max_iterations`, ott-jax differentiates another
+    loop, and the gradient of what is not the cost is wrong.
+    """
+    return linear.solve(
+        geometry.Geometry(cost_matrix=-k, epsilon=epsilon),
+        threshold=tolerance,
+        min_iterations=0,
+        max_iterations=limit,
+        **options,
+    )
+
+
+def _ott_scaling(out: Any, epsilon: float) -> Scaling:
+    return Scaling(out.f / epsilon, out.g / epsilon, out.n_iters)
+
+
+def ott_through_plan(target: Target, **options: Any) -> Callable[..., Any]:
+    """KL(P* || P) as written, its gradient through ott-jax's potentials."""
+
+    def loss(k: Array, k_star: Array) -> Any:
+        constant = jax.lax.stop_gradient(k_star)
+        settings = target.epsilon_star, target.tolerance, target.teacher
+        teacher = _ott_scaling(ott_solve(constant, *settings), target.epsilon_star)
+        out = ott_solve(k, target.epsilon, target.tolerance, target.student, **options)
+        student = _ott_scaling(out, target.epsilon)
+        return _kl(k, k_star, student, teacher, target), (student, teacher)
+
+    return loss
+
+
+def ott_danskin(target: Target, **options: Any) -> Callable[..., Any]:
+    """-(<P*, K> + W_eps(K))/eps, which is KLOT up to a constant: no solver is differentiated."""
+
+    def loss(k: Array, k_star: Array) -> Any:
+        constant = jax.lax.stop_gradient(k_star)
+        goal = target.epsilon_star, target.tolerance, target.teacher
+        plan = ott_solve(constant, *goal, **options)
+        out = ott_solve(k, target.epsilon, target.tolerance, target.student, **options)
+        moved = jnp.vdot(plan.matrix, k)
+        scalings = _ott_scaling(out, target.epsilon), _ott_scaling(plan, target.epsilon_star)
+        return -(moved + out.reg_ot_cost) / target.epsilon, jax.lax.stop_gradient(scalings)
+
+    return loss
+
+
+MOMENTUM = acceleration.Momentum(start=40)
+"""ott-jax's adaptive over-relaxation: on the bundled pictures the fastest of its options."""
+
+OURS = Arm("ours, from K", ours)
+DANSKIN = Arm("ott-jax Danskin", ott_danskin)
+DANSKIN_MOMENTUM = Arm(
+    "ott-jax Danskin + momentum", functools.partial(ott_danskin, momentum=MOMENTUM)
+)
+ARMS = (
+    OURS,
+    Arm("ours, from features", ours_from_features, from_features=True),
+    Arm(
+        "ours, streamed",
+        functools.partial(ours_from_features, block_size=256),
+        from_features=True,
+    ),
+    Arm("unrolled scan", functools.partial(unrolled, checkpoint=False), unrolled=True),
+    Arm("checkpointed scan", functools.partial(unrolled, checkpoint=True), unrolled=True),
+    Arm(
+        "ott-jax unrolled",
+        functools.partial(ott_through_plan, implicit_diff=None),
+        unrolled=True,
+    ),
+    Arm(
+        "ott-jax implicit",
+        functools.partial(ott_through_plan, implicit_diff=implicit_differentiation.ImplicitDiff()),
+    ),
+    DANSKIN,
+    DANSKIN_MOMENTUM,
+)

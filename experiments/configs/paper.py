@@ -1,0 +1,31 @@
+r"""The paper's setting: 10k pairs, 1M unpaired, batch 32,768, d = 1024, 2000 steps.
+
+Bring the embeddings, row i of x matching row i of y:
+
+    python -m experiments.main --config=experiments/configs/paper.py --workdir=runs/paper \
+        --config.data.files.x=cc3m_dinov3.npy --config.data.files.y=cc3m_nvembed.npy \
+        --config.data.files.val_x=... --config.data.files.val_y=... \
+        --config.data.files.test_x=coco_dinov3.npy --config.data.files.test_y=coco_nvembed.npy \
+        --config.data.files.test_x_of_y=coco_image_of_caption.npy
+
+`paper.py:appendix` takes the epsilons of the paper's appendix, 0.05 / 0.01.
+"""
+
+from ml_collections import config_dict
+
+from experiments import settings
+
+
+def get_config(arg: str = "") -> config_dict.ConfigDict:
+    """SAIL and SOTAlign as the paper trains them."""
+    config = settings.default_config()
+    config.methods = ("sail", "sotalign")
+    config.seeds = (42,)
+    config.data.name = "files"
+    config.data.n_pairs = 10_000
+    config.data.n_unpaired = 1_000_000
+    config.data.pool = "disjoint"
+    if arg == "appendix":
+        config.sotalign.epsilon_star = 0.01
+        arg = ""
+    return settings.apply_switches(config, arg)

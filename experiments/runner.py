@@ -1,0 +1,293 @@
+"""Runs from settings to folders of results; started again they go on where they stopped."""
+
+import contextlib
+import fcntl
+import pathlib
+import shutil
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+from experiments import settings as settings_lib
+from experiments.settings import Settings
+from sotalign_jax import (
+    aligner,
+    checkpoints,
+    checks,
+    data,
+    files,
+    heads,
+    methods,
+    recording,
+    teachers,
+    training,
+)
+
+Results = dict[str, float]
+
+
+def execute_all(
+    runs: Sequence[Settings], workdir: pathlib.Path, *, config: dict[str, Any]
+) -> dict[str, Results]:
+    """Makes the runs, or finishes those begun, and returns their results by name.
+
+    A single run lives in `workdir` itself, several in a folder each below it. `config` is what
+    the runs were planned from; a folder of several runs keeps it and refuses another one.
+    """
+    if len(runs) == 1:
+        return {_name(runs[0]): execute(runs[0], workdir)}
+    results = {
+        _name(run): execute(run, workdir / _name(run), within=(workdir, config)) for run in runs
+    }
+    recording.write_json(workdir / "results.json", results)
+    return results
+
+
+def execute(
+    settings: Settings,
+    workdir: pathlib.Path,
+    *,
+    within: tuple[pathlib.Path, dict[str, Any]] | None = None,
+) -> Results:
+    """Makes one run in `workdir`, or finishes the one begun there; returns its results.
+
+    Everything that can be wrong with the input is found before the folder is claimed, so that a
+    corrected start can use the same one. `within` is the folder and config of a set of runs.
+    """
+
+    def claim() -> pathlib.Path:
+        if within is not None:
+            recording.open_run(*within)
+        return recording.open_run(workdir, settings_lib.to_json(settings)).path
+
+    results_path = workdir / "results.json"
+    if ((workdir if within is None else within[0]) / "config.json").exists():
+        claim()
+        if results_path.exists():
+            return recording.read_json(results_path)
+    prepared = prepare(settings)
+    with _only_process(claim()):
+        results: Results = {}
+        trained = prepared.start
+        if prepared.method is not None:
+            trained, best = _train(settings, prepared, workdir)
+            results["best_step"] = int(best.step)
+        results |= evaluate(trained, prepared.dataset)
+        info = {"settings": settings_lib.to_json(settings), "results": results}
+        # What a killed start left may be incomplete.
+        shutil.rmtree(workdir / aligner.FOLDER, ignore_errors=True)
+        aligner.Aligner(trained, info).save(workdir / aligner.FOLDER)
+        recording.write_json(results_path, results)
+    return results
+
+
+def load_dataset(settings: Settings) -> data.Dataset:
+    """Reads and splits the data that the settings name."""
+    options: dict[str, Any] = {
+        "n_pairs": settings.data.n_pairs,
+        "pool": settings.data.pool,
+        "n_unpaired": settings.data.n_unpaired,
+        "pool_noise": settings.data.pool_noise,
+        "seed": settings.train.seed,
+    }
+    with _naming("config.data"):
+        if settings.data.name == "pictures":
+            dataset = data.pictures_dataset(**options)
+        else:
+            dataset = _load_files(settings.data.files, options)
+        if settings.method in methods.METHODS:
+            training.check_pool(getattr(settings, settings.method), dataset)
+    return dataset
+
+
+def _load_files(paths: settings_lib.Files, options: dict[str, Any]) -> data.Dataset:
+    def load(name: str, *, required: bool = False) -> Any:
+        path, _, key = (getattr(paths, name) or "").partition("#")
+        if path:
+            with _naming(f"files.{name}"):
+                return files.load_array(path, key=key or None)
+        if required:
+            raise checks.InputError(
+                f"files.{name}: is not set; pass --config.data.files.{name}=PATH"
+            )
+        return None
+
+    def gallery(name: str) -> data.Gallery | None:
+        if not any(getattr(paths, f"{name}_{part}") for part in ("x", "y", "x_of_y")):
+            return None
+        x, y = (load(f"{name}_{side}", required=True) for side in "xy")
+        with _naming(f"files.{name}"):
+            return data.gallery(x, y, load(f"{name}_x_of_y"))
+
+    zero_shot = None
+    parts = [f"zero_shot_{part}" for part in ("x", "labels", "prompts")]
+    if any(getattr(paths, part) for part in parts):
+        arrays = [load(part, required=True) for part in parts]
+        with _naming("files.zero_shot"):
+            zero_shot = data.zero_shot(*arrays)
+    return data.semi_supervised(
+        load("x", required=True),
+        load("y", required=True),
+        unpaired_x=load("unpaired_x"),
+        unpaired_y=load("unpaired_y"),
+        val=gallery("val"),
+        test=gallery("test"),
+        zero_shot=zero_shot,
+        **options,
+    )
+
+
+class Prepared(NamedTuple):
+    """What a run starts from; a method of None means that the teacher itself is the model."""
+
+    dataset: data.Dataset
+    method: methods.Method | None
+    teacher: teachers.LinearTeacher | None
+    start: heads.Heads
+
+
+def prepare(settings: Settings) -> Prepared:
+    """Reads the data, fits the teacher if one is needed, and builds the heads."""
+    dataset = load_dataset(settings)
+    method: methods.Method | None = getattr(settings, settings.method, None)
+    kind = settings.method if method is None else settings.teacher.kind
+    as_start = method is None or settings.heads.init == "teacher"
+    teacher = None
+    if method is None or as_start or method.uses_teacher:
+        with _naming("config.teacher"):
+            teacher = fit_teacher(settings, dataset, kind)
+    start = heads.build_heads(
+        dataset.pairs_x.shape[1],
+        dataset.pairs_y.shape[1],
+        teacher.dim if teacher is not None and as_start else settings.heads.dim,
+        kind="linear" if method is None else settings.heads.kind,
+        hidden=settings.heads.hidden,
+        seed=settings.train.seed,
+        teacher=teacher if as_start else None,
+    )
+    return Prepared(dataset, method, teacher, start)
+
+
+def fit_teacher(settings: Settings, dataset: data.Dataset, kind: str) -> teachers.LinearTeacher:
+    """Fits the teacher, on mismatched pairs if the settings ask for noise."""
+    pairs_y = dataset.pairs_y
+    if settings.teacher.noise:
+        pairs_y = data.mismatch_pairs(
+            pairs_y, fraction=settings.teacher.noise, seed=settings.train.seed
+        )
+    options: dict[str, Any] = {}
+    if settings.teacher.dim is not None:
+        options["dim"] = settings.teacher.dim
+    if kind == "cca":
+        options["ridge"] = settings.teacher.ridge
+        options["cov_normalize"] = settings.teacher.cov_normalize
+    if kind == "contrastive":
+        options["seed"] = settings.train.seed
+        options.setdefault("dim", settings.heads.dim)
+        options["steps"] = settings.train.steps
+        options["learning_rate"] = settings.train.learning_rate
+    return teachers.TEACHERS[kind](dataset.pairs_x, pairs_y, **options)
+
+
+def evaluate(trained: heads.Heads, dataset: data.Dataset) -> Results:
+    """Retrieval on validation and test, and zero-shot classification, keyed like test/mean/R@1."""
+    results: Results = {}
+    for name, gallery in (("val", dataset.val), ("test", dataset.test)):
+        if gallery is not None:
+            scores = training.evaluate(trained.x, trained.y, gallery)
+            results |= {f"{name}/{key}": value for key, value in scores.items()}
+    if dataset.zero_shot is not None:
+        scores = training.evaluate_zero_shot(trained.x, trained.y, dataset.zero_shot)
+        results |= {f"test/{key}": value for key, value in scores.items()}
+    return results
+
+
+def _name(settings: Settings) -> str:
+    return f"{settings.method}-seed{settings.train.seed}"
+
+
+@contextlib.contextmanager
+def _naming(where: str) -> Iterator[None]:
+    """Says which settings an error is about."""
+    try:
+        yield
+    except checks.InputError as error:
+        raise checks.InputError(f"{where}: {error}") from error
+
+
+@contextlib.contextmanager
+def _only_process(folder: pathlib.Path) -> Iterator[None]:
+    """Keeps other processes out of a run folder; the system lifts the lock even after a kill."""
+    with (folder / "config.json").open("rb") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise checks.InputError(
+                f"workdir: {folder} is in use by another process; wait for its end or choose "
+                "another --workdir"
+            ) from error
+        except OSError:  # some network file systems have no locks
+            pass
+        yield
+
+
+def _train(
+    settings: Settings, prepared: Prepared, folder: pathlib.Path
+) -> tuple[heads.Heads, training.Best]:
+    assert prepared.method is not None
+    with _Recorder(settings, folder) as recorder:
+        return training.fit(
+            prepared.method,
+            prepared.start,
+            prepared.dataset,
+            settings.train,
+            teacher=prepared.teacher,
+            resume=recorder.resume,
+            observer=recorder,
+        )
+
+
+class _Recorder:
+    """Writes metrics and checkpoints of one run, and shows its progress."""
+
+    def __init__(self, settings: Settings, folder: pathlib.Path) -> None:
+        self._settings, self._folder = settings, folder
+        self._log = recording.MetricLog(folder / "metrics.jsonl")
+        self._checkpoints = checkpoints.Checkpoints(folder / "checkpoints")
+        self._bar: recording.Progress | None = None
+        self._board: Any = None
+
+    def __enter__(self) -> "_Recorder":
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        if self._bar is not None:
+            self._bar.__exit__(*error)
+        if self._board is not None:
+            self._board.close()
+        self._log.close()
+        self._checkpoints.__exit__(*error)
+
+    def resume(self, template: training.Snapshot) -> training.Snapshot | None:
+        """The newest checkpoint, with the log cut back to its step."""
+        found = self._checkpoints.restore_latest(template)
+        step = 0 if found is None else found[0]
+        self._log.truncate_after(step)
+        name = f"{self._settings.method} seed {self._settings.train.seed}"
+        self._bar = recording.Progress(self._settings.train.steps, name, initial=step)
+        if self._settings.tensorboard:
+            self._board = recording.tensorboard(self._folder / "tensorboard", resume_after=step)
+        return None if found is None else found[1]
+
+    def metrics(self, step: int, values: dict[str, float]) -> None:
+        """One line of the log, the bar, and TensorBoard if asked for."""
+        self._log.append(step, values)
+        if self._bar is not None:
+            self._bar.update(step, loss=values["loss"], mean_r1=values.get("val/mean/R@1"))
+        if self._board is not None:
+            for name, value in values.items():
+                self._board.add_scalar(name, float(value), step)
+
+    def snapshot(self, step: int, snapshot: training.Snapshot) -> None:
+        """Saves in the background; the log reaches the disk first."""
+        self._log.flush()
+        self._checkpoints.save(step, snapshot)

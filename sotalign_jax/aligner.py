@@ -1,0 +1,346 @@
+"""From arrays to an aligned space in one call, and back from disk."""
+
+import dataclasses
+import os
+import pathlib
+import shutil
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jaxtyping import Float
+from numpy.typing import ArrayLike
+from safetensors import SafetensorError
+from safetensors.numpy import load_file, save_file
+
+from sotalign_jax import affinity, checks, data, methods, recording, teachers, training
+from sotalign_jax.heads import Heads, LinearHead, MLPHead, build_heads
+
+FORMAT = 1
+"""Version of the files that `Aligner.save` writes."""
+FOLDER = "aligner"
+"""Where a run folder keeps its aligner."""
+_DESCRIPTION, _TENSORS = "aligner.json", "heads.safetensors"
+_KINDS = {"linear": LinearHead, "mlp": MLPHead}
+
+
+@dataclasses.dataclass(frozen=True)
+class Aligner:
+    """Two trained heads that map each modality into the shared space.
+
+    Attributes:
+        heads: the trained heads.
+        info: how they came about (options, validation score), as JSON values.
+    """
+
+    heads: Heads
+    info: dict[str, Any]
+
+    def embed_x(self, x: ArrayLike) -> Float[np.ndarray, "n d"]:
+        """Unit features of the first modality's embeddings, shape [n, d_x] -> [n, d]."""
+        return self._embed("x", self.heads.x, x)
+
+    def embed_y(self, y: ArrayLike) -> Float[np.ndarray, "m d"]:
+        """Unit features of the second modality's embeddings, shape [m, d_y] -> [m, d]."""
+        return self._embed("y", self.heads.y, y)
+
+    def similarity(self, x: ArrayLike, y: ArrayLike) -> Float[np.ndarray, "n m"]:
+        """Cosine similarity of every x with every y in the shared space."""
+        return np.asarray(
+            affinity.dot(jnp.asarray(self.embed_x(x)), jnp.asarray(self.embed_y(y)).T)
+        )
+
+    def _embed(self, name: str, head: LinearHead | MLPHead, rows: ArrayLike) -> np.ndarray:
+        array = np.asarray(rows)
+        checks.embeddings(name, array, width=head.input.scale[...].shape[0])
+        return training.embed(head, array)
+
+    def save(self, path: str | os.PathLike[str], *, overwrite: bool = False) -> None:
+        """Writes `heads.safetensors` and `aligner.json` into the folder `path`, all or nothing.
+
+        Raises:
+            InputError: the folder holds an aligner and `overwrite` is False, or something else.
+        """
+        path = pathlib.Path(path).absolute()
+        _check_free(path, overwrite=overwrite)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        temporary = path.with_name(f".{path.name}.tmp")
+        shutil.rmtree(temporary, ignore_errors=True)
+        temporary.mkdir()
+        try:
+            save_file(_tensors(self.heads), temporary / _TENSORS)
+            heads = {"x": _describe(self.heads.x), "y": _describe(self.heads.y)}
+            described = {"format": FORMAT, "heads": heads, "info": self.info}
+            recording.write_json(temporary / _DESCRIPTION, described)
+            shutil.rmtree(path, ignore_errors=True)
+            temporary.rename(path)
+        finally:
+            shutil.rmtree(temporary, ignore_errors=True)
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str]) -> "Aligner":
+        """Reads what `save` wrote; `path` may also be the folder of a finished run.
+
+        Raises:
+            InputError: there is no aligner, or its files are damaged.
+        """
+        folder = pathlib.Path(path)
+        if not (folder / _DESCRIPTION).exists():
+            folder = folder / FOLDER
+        if not (folder / _DESCRIPTION).exists():
+            raise checks.InputError(
+                f"path: {path} holds no aligner; pass a folder that Aligner.save wrote, "
+                "or the folder of a finished run"
+            )
+        described = recording.read_json(folder / _DESCRIPTION)
+        written = described.get("format") if isinstance(described, dict) else None
+        if written != FORMAT:
+            raise checks.InputError(
+                f"path: {folder} has format {written} but this version reads {FORMAT}; "
+                "load it with the version of sotalign-jax that wrote it"
+            )
+        try:
+            heads = Heads(_build(described["heads"]["x"]), _build(described["heads"]["y"]))
+            info = described["info"]
+        except (KeyError, TypeError, ValueError) as error:
+            raise checks.InputError(
+                f"path: {folder / _DESCRIPTION} is damaged ({error!r}); save the aligner again"
+            ) from error
+        try:
+            tensors = load_file(folder / _TENSORS)
+        except (SafetensorError, OSError) as error:
+            raise checks.InputError(
+                f"path: {folder / _TENSORS} is missing or damaged ({error}); save the aligner again"
+            ) from error
+        _fill(heads, tensors, folder)
+        return cls(heads, info)
+
+
+def align(
+    pairs: tuple[ArrayLike, ArrayLike],
+    x: ArrayLike | None = None,
+    y: ArrayLike | None = None,
+    *,
+    val: tuple[ArrayLike, ArrayLike] | data.Gallery | None = None,
+    teacher: str | teachers.LinearTeacher = "cca",
+    init: str = "teacher",
+    dim: int = 1024,
+    alpha: float | None = None,
+    epsilon: float = 0.05,
+    epsilon_star: float = 0.005,
+    steps: int | None = None,
+    learning_rate: float = 1e-4,
+    unpaired_batch: int | None = None,
+    method: methods.Method | None = None,
+    seed: int = 0,
+    progress: bool = True,
+) -> Aligner:
+    """Aligns two modalities from few pairs and many unpaired embeddings.
+
+    Fits a linear teacher on the pairs, then trains a head per modality on
+
+        SigLIP(pairs) + alpha * KLOT(student affinity || teacher affinity) on the unpaired rows.
+
+    With neither x nor y it is supervised training (SAIL). The parameters with the best MeanR@1
+    on `val` are kept; without `val`, a tenth of the pairs is held out for it when there are at
+    least 100, and else the last parameters are kept.
+
+    Args:
+        pairs: (A, B), embeddings of shapes [n, d_x] and [n, d_y]; row i of A matches row i of B.
+        x: unpaired embeddings of the first modality, shape [n_x, d_x].
+        y: unpaired embeddings of the second modality, shape [n_y, d_y].
+        val: matching embeddings (V_x, V_y) to select on, or a `Gallery`.
+        teacher: "cca", "procrustes", "contrastive", or a fitted `LinearTeacher`.
+        init: start the heads at the "teacher"'s projection, or "random" as in the paper. Few
+            pairs favour the former.
+        dim: width of the shared space for random starts and the contrastive teacher; otherwise
+            the teacher's own.
+        alpha: weight of KLOT; None takes 1e-4 * (10,000 / pairs), at least 1e-4, for SigLIP's
+            gradient falls with the number of pairs.
+        epsilon: regularisation of the student's plan.
+        epsilon_star: regularisation of the teacher's plan.
+        steps: training steps; None takes a fifth of the pairs, within 200 .. 2000.
+        learning_rate: its peak.
+        unpaired_batch: unpaired rows per step; None takes up to 22,768 on an accelerator and up
+            to 2,048 on CPU.
+        method: an objective that replaces SOTAlign, such as `methods.SAIL()`; alpha, epsilon and
+            epsilon_star are then its own.
+        seed: decides everything random.
+        progress: show a progress bar.
+
+    Returns:
+        The `Aligner`.
+
+    Raises:
+        InputError: something about the arrays or options cannot be used; the message says what.
+
+    >>> rng = np.random.default_rng(0)
+    >>> z = rng.normal(size=(300, 8)).astype(np.float32)
+    >>> to_x, to_y = rng.normal(size=(8, 12)), rng.normal(size=(8, 10))
+    >>> X, Y = (z @ to_x).astype(np.float32), (z @ to_y).astype(np.float32)
+    >>> aligner = align((X[:50], Y[:50]), X[50:], Y[50:], steps=20, progress=False)
+    >>> aligner.similarity(X[:5], Y[:5]).shape
+    (5, 5)
+    """
+    gallery = val if isinstance(val, data.Gallery) or val is None else data.gallery(*val)
+    dataset = data.dataset(pairs, x=x, y=y, val=gallery)
+    if gallery is None:
+        dataset = hold_out(dataset, seed=seed)
+    n_pairs, n_x, n_y = map(len, (dataset.pairs_x, dataset.pool_x, dataset.pool_y))
+    if (x is not None or y is not None) and not (n_x and n_y):
+        raise checks.InputError(
+            f"x, y: {n_x} and {n_y} unpaired rows; pass some of both, or neither to train on the "
+            "pairs alone"
+        )
+    checks.choice("init", init, ("teacher", "random"))
+    if method is None:
+        weight = 1e-4 * max(1.0, 10_000 / n_pairs) if alpha is None else float(alpha)
+        method = methods.SAIL()
+        if n_x:
+            method = methods.SOTAlign(
+                alpha=weight, epsilon=float(epsilon), epsilon_star=float(epsilon_star)
+            )
+    training.check_pool(method, dataset)
+    if steps is None:
+        steps = int(np.clip(n_pairs // 5, 200, 2000))
+    if unpaired_batch is None:
+        unpaired_batch = 2048 if jax.default_backend() == "cpu" else 22_768
+    config = training.TrainConfig(
+        steps=steps,
+        unpaired_batch=unpaired_batch,
+        learning_rate=float(learning_rate),
+        eval_every=20,
+        seed=int(seed),
+    )
+    fitted = None
+    if method.uses_teacher or init == "teacher":
+        fitted = _fit_teacher(teacher, dataset, dim=dim, seed=config.seed)
+    start = build_heads(
+        dataset.pairs_x.shape[1],
+        dataset.pairs_y.shape[1],
+        fitted.dim if init == "teacher" and fitted is not None else dim,
+        seed=config.seed,
+        teacher=fitted if init == "teacher" else None,
+    )
+    with Watcher(config.steps, "align", show=progress) as watcher:
+        heads, best = training.fit(method, start, dataset, config, teacher=fitted, observer=watcher)
+    info = {
+        "method": type(method).__name__,
+        "options": dataclasses.asdict(method) if dataclasses.is_dataclass(method) else {},
+        "train": dataclasses.asdict(config),
+        "data": dataset.summary(),
+        "best_step": int(best.step),
+        "val_mean_r1": float(best.mean_r1) if dataset.val is not None else None,
+    }
+    return Aligner(heads, info)
+
+
+def _fit_teacher(
+    teacher: str | teachers.LinearTeacher, dataset: data.Dataset, *, dim: int, seed: int
+) -> teachers.LinearTeacher:
+    if isinstance(teacher, teachers.LinearTeacher):
+        return teacher
+    checks.choice("teacher", teacher, tuple(teachers.TEACHERS))
+    options = {"dim": dim, "seed": seed} if teacher == "contrastive" else {}
+    return teachers.TEACHERS[teacher](dataset.pairs_x, dataset.pairs_y, **options)
+
+
+HELD_OUT = 0.1
+"""Share of the pairs kept back for model selection when no validation set is given."""
+
+
+def hold_out(dataset: data.Dataset, *, seed: int) -> data.Dataset:
+    """Moves a tenth of the pairs to the validation gallery, if there are at least 100.
+
+    >>> small = data.dataset((np.ones((100, 2)), np.ones((100, 3))))
+    >>> hold_out(small, seed=0).summary()["val_x"]
+    [10, 2]
+    """
+    n = len(dataset.pairs_x)
+    if n < 100:
+        return dataset
+    order = np.random.default_rng(seed).permutation(n)
+    held, kept = np.split(order, [int(HELD_OUT * n)])
+    return dataclasses.replace(
+        dataset,
+        pairs_x=dataset.pairs_x[kept],
+        pairs_y=dataset.pairs_y[kept],
+        val=data.gallery(dataset.pairs_x[held], dataset.pairs_y[held]),
+    )
+
+
+class Watcher:
+    """An observer that moves a progress bar."""
+
+    def __init__(self, steps: int, description: str, *, initial: int = 0, show: bool = True):
+        """Shows the bar unless told not to."""
+        self._bar = recording.Progress(steps, description, initial=initial) if show else None
+
+    def __enter__(self) -> "Watcher":
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        if self._bar is not None:
+            self._bar.__exit__(*error)
+
+    def metrics(self, step: int, values: dict[str, float]) -> None:
+        """Shows loss and MeanR@1."""
+        if self._bar is not None:
+            self._bar.update(step, loss=values["loss"], mean_r1=values.get("val/mean/R@1"))
+
+    def snapshot(self, step: int, snapshot: training.Snapshot) -> None:
+        """Keeps nothing."""
+
+
+def _check_free(path: pathlib.Path, *, overwrite: bool) -> None:
+    """Raises unless the folder is missing, empty, or an aligner that may be replaced."""
+    entries = path.iterdir() if path.is_dir() else filter(pathlib.Path.exists, [path])
+    names = {entry.name for entry in entries}
+    strangers = sorted(names - {_DESCRIPTION, _TENSORS})
+    if strangers:
+        raise checks.InputError(
+            f"path: {path} holds {strangers[0]}, which is no part of an aligner; "
+            "choose another folder"
+        )
+    if names and not overwrite:
+        raise checks.InputError(
+            f"path: {path} holds an aligner already; choose another folder, or pass overwrite=True"
+        )
+
+
+def _tensors(heads: Heads) -> dict[str, np.ndarray]:
+    """Parameters by dotted name."""
+    flat = nnx.to_flat_state(nnx.state(heads))
+    return {".".join(map(str, path)): np.asarray(leaf[...]) for path, leaf in flat}
+
+
+def _describe(head: LinearHead | MLPHead) -> dict[str, Any]:
+    """What `_build` needs to make a head of the same structure."""
+    described = {"d_in": head.input.scale[...].shape[0], "norm": head.input.norm}
+    if isinstance(head, LinearHead):
+        return {"kind": "linear", "d_out": head.linear.bias[...].shape[0], **described}
+    hidden, d_out = head.outer.kernel[...].shape
+    return {"kind": "mlp", "hidden": hidden, "d_out": d_out, **described}
+
+
+def _build(described: dict[str, Any]) -> LinearHead | MLPHead:
+    options = dict(described)
+    return _KINDS[options.pop("kind")](**options, rngs=nnx.Rngs(0))
+
+
+def _fill(heads: Heads, tensors: dict[str, np.ndarray], folder: pathlib.Path) -> None:
+    """Puts the tensors into heads of their structure."""
+    expected = _tensors(heads)
+    for name in sorted(expected.keys() | tensors.keys()):
+        shapes = [arrays[name].shape if name in arrays else None for arrays in (expected, tensors)]
+        if shapes[0] != shapes[1]:
+            raise checks.InputError(
+                f"path: {folder / _TENSORS} has {name} of shape {shapes[1]} but {_DESCRIPTION} "
+                f"describes {shapes[0]}; save the aligner again"
+            )
+    state = nnx.state(heads)
+    for path, leaf in nnx.to_flat_state(state):
+        leaf[...] = jnp.asarray(tensors[".".join(map(str, path))])
+    nnx.update(heads, state)

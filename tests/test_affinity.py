@@ -1,0 +1,57 @@
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import sklearn.metrics.pairwise
+from jax.test_util import check_grads
+
+from sotalign_jax import affinity
+
+
+def test_cosine_equals_scikit_learn(rng, x64):
+    f, g = rng.normal(size=(7, 5)), rng.normal(size=(4, 5))
+    expected = sklearn.metrics.pairwise.cosine_similarity(f, g)
+    np.testing.assert_allclose(affinity.cosine(f, g), expected, rtol=1e-13, atol=1e-15)
+
+
+@pytest.mark.parametrize("dtype", [jnp.float16, jnp.bfloat16, jnp.float32])
+def test_narrow_features_are_multiplied_in_float32(rng, dtype):
+    f, g = (jnp.asarray(rng.normal(size=(6, 64)), dtype) for _ in range(2))
+    k = affinity.cosine(f, g)
+    assert k.dtype == jnp.float32
+    wide = [np.asarray(x, np.float64) for x in (f, g)]
+    np.testing.assert_allclose(k, sklearn.metrics.pairwise.cosine_similarity(*wide), atol=3e-7)
+
+
+def test_float64_is_kept(x64):
+    assert affinity.as_float(np.ones(3)).dtype == jnp.float64
+    assert affinity.as_float(np.ones(3, np.float32)).dtype == jnp.float32
+
+
+def test_every_affinity_asks_for_the_highest_precision():
+    jaxpr = jax.make_jaxpr(affinity.cosine)(jnp.ones((3, 2)), jnp.ones((4, 2)))
+    (product,) = [e for e in jaxpr.eqns if e.primitive.name == "dot_general"]
+    assert set(product.params["precision"]) == {jax.lax.Precision.HIGHEST}
+
+
+def test_rows_have_unit_length_and_zero_rows_stay_zero(rng):
+    x = rng.normal(size=(2, 3, 4)).astype(np.float32)
+    x[1, 2] = 0.0
+    unit = affinity.l2_normalize(x)
+    norms = np.linalg.norm(unit, axis=-1)
+    np.testing.assert_allclose(norms, [[1, 1, 1], [1, 1, 0]], atol=1e-6)
+
+
+def test_rows_shorter_than_the_floor_are_divided_by_it(x64):
+    unit = affinity.l2_normalize(jnp.array([[3e-9, 0.0]]))
+    np.testing.assert_allclose(unit, [[0.3, 0.0]], rtol=1e-12)
+
+
+def test_gradient(rng, x64):
+    x = jnp.asarray(rng.normal(size=(3, 4)))
+    check_grads(jax.jit(affinity.l2_normalize), (x,), order=1)
+
+
+def test_gradient_at_zero_is_finite():
+    gradient = jax.grad(lambda x: affinity.l2_normalize(x).sum())(jnp.zeros((2, 3)))
+    assert jnp.isfinite(gradient).all()

@@ -1,0 +1,406 @@
+import json
+import shutil
+
+import compile_cache
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from safetensors.numpy import load_file, save_file
+
+from sotalign_jax import checks, data, evaluation, heads, methods, recording, teachers
+from sotalign_jax.aligner import Aligner, align, hold_out
+
+D_X, D_Y = 12, 10
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _compiled(tmp_path_factory):
+    with compile_cache.kept_in(tmp_path_factory.mktemp("compiled")):
+        yield
+
+
+@pytest.fixture(scope="module")
+def table():
+    """300 matching rows: linear views of one latent, a little noisy."""
+    rng = np.random.default_rng(0)
+    z, to_x, to_y = rng.normal(size=(300, 6)), rng.normal(size=(6, D_X)), rng.normal(size=(6, D_Y))
+    x = z @ to_x + 0.2 * rng.normal(size=(300, D_X))
+    y = z @ to_y + 0.2 * rng.normal(size=(300, D_Y))
+    return x.astype(np.float32), y.astype(np.float32)
+
+
+@pytest.fixture(scope="module")
+def given(table):
+    """50 pairs, and pools of 75 that share no sample with each other."""
+    x, y = table
+    return {"pairs": (x[:50], y[:50]), "x": x[50:125], "y": y[125:200], "progress": False}
+
+
+@pytest.fixture(scope="module")
+def aligned(given):
+    return align(**given)
+
+
+def mean_r1(aligner, table):
+    """On the 100 rows that are in nothing else; chance is 1 %."""
+    x, y = table[0][200:], table[1][200:]
+    return evaluation.retrieval(aligner.embed_x(x), aligner.embed_y(y))["mean/R@1"]
+
+
+def quick(pairs, **options):
+    """Supervised and short, where the objective does not matter."""
+    return align(pairs, **{"steps": 3, "progress": False, "method": methods.SAIL(), **options})
+
+
+# --- aligning ----------------------------------------------------------------------------------
+
+
+def test_align_retrieves_unseen_matches(aligned, table):
+    assert mean_r1(aligned, table) > 50.0
+
+
+def test_defaults_follow_the_number_of_pairs(aligned):
+    assert aligned.info["method"] == "SOTAlign"
+    assert aligned.info["options"]["alpha"] == pytest.approx(1e-4 * 10_000 / 50)
+    assert aligned.info["train"]["steps"] == 200
+    assert aligned.info["train"]["unpaired_batch"] == 2048
+    assert aligned.info["data"]["pairs_x"] == [50, D_X]
+    assert aligned.info["best_step"] == 200  # nothing to select on: the last
+    assert aligned.info["val_mean_r1"] is None
+    json.dumps(aligned.info, allow_nan=False)
+
+
+def test_embeddings_are_unit_rows_and_similarity_their_cosine(aligned, table):
+    x, y = table[0][:7], table[1][:5]
+    f, g = aligned.embed_x(x), aligned.embed_y(y)
+    np.testing.assert_allclose(np.linalg.norm(f, axis=1), 1.0, rtol=1e-6)
+    similarity = aligned.similarity(x, y)
+    assert similarity.shape == (7, 5)
+    np.testing.assert_allclose(similarity, f @ g.T, atol=1e-6)
+    for other in (x.tolist(), jnp.asarray(x), x.astype(np.float64)):
+        np.testing.assert_allclose(aligned.embed_x(other), f, atol=1e-6)
+    np.testing.assert_allclose(aligned.embed_x(x.astype(np.float16)), f, atol=5e-3)
+
+
+def test_same_seed_gives_the_same_aligner(aligned, given, table):
+    again = align(**given)
+    assert again.info == aligned.info
+    for a, b in zip(parameters(again), parameters(aligned), strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
+def test_seed_decides_random_starts_and_options_may_be_numpy_scalars(given, tmp_path):
+    options = {"init": "random", "dim": 4, "learning_rate": np.float32(1e-3)}
+    first, same, other = (
+        quick(given["pairs"], seed=seed, **options) for seed in (np.int64(0), 0, 1)
+    )
+    np.testing.assert_array_equal(parameters(first)[-1], parameters(same)[-1])
+    assert not np.allclose(parameters(first)[-1], parameters(other)[-1])
+    assert first.embed_x(given["x"]).shape == (75, 4)
+    first.save(tmp_path / "aligner")
+    assert Aligner.load(tmp_path / "aligner").info == same.info
+
+
+def parameters(aligner):
+    return [np.asarray(leaf) for leaf in jax.tree.leaves(nnx.state(aligner.heads))]
+
+
+def test_without_a_pool_training_is_supervised(given, table):
+    aligner = align(given["pairs"], steps=20, progress=False)
+    assert aligner.info["method"] == "SAIL"
+    assert aligner.info["data"]["pool_x"] == [0, D_X]
+    assert mean_r1(aligner, table) > 20.0
+
+
+def test_validation_set_of_the_caller_selects(given, table):
+    x, y = table[0][200:], table[1][200:]
+    aligner = quick(given["pairs"], val=(x, y))
+    assert aligner.info["val_mean_r1"] == pytest.approx(mean_r1(aligner, table), rel=1e-5)
+    captions = data.gallery(x[:50], y, np.arange(100) // 2)
+    assert quick(given["pairs"], val=captions).info["data"]["val_y"] == [100, D_Y]
+
+
+def test_a_tenth_of_many_pairs_is_held_out(table):
+    aligner = quick((table[0][:200], table[1][:200]))
+    assert aligner.info["data"]["pairs_x"] == [180, D_X]
+    assert aligner.info["data"]["val_x"] == [20, D_X]
+    assert aligner.info["val_mean_r1"] is not None
+
+
+def test_hold_out_keeps_pairs_together_and_loses_none(table):
+    x, y = table
+    full = data.dataset((x[:123], y[:123]))
+    split = hold_out(full, seed=3)
+    assert len(split.val.x) == 12
+    np.testing.assert_array_equal(split.val.x_of_y, np.arange(12))
+
+    def rows(left, right):
+        return np.concatenate([left, right], axis=1)
+
+    parts = rows(split.pairs_x, split.pairs_y), rows(split.val.x, split.val.y)
+    everything, original = np.concatenate(parts), rows(x[:123], y[:123])
+    order, expected = np.lexsort(everything.T), np.lexsort(original.T)
+    np.testing.assert_array_equal(everything[order], original[expected])
+    np.testing.assert_array_equal(hold_out(full, seed=3).val.x, split.val.x)
+    assert not np.array_equal(hold_out(full, seed=4).val.x, split.val.x)
+    few = data.dataset((x[:99], y[:99]))
+    assert hold_out(few, seed=0) is few
+
+
+def test_teachers_by_name_or_fitted(given, table):
+    fitted = teachers.procrustes(*given["pairs"])
+    named = quick(given["pairs"], teacher="procrustes")
+    ready = quick(given["pairs"], teacher=fitted)
+    np.testing.assert_array_equal(named.embed_x(table[0]), ready.embed_x(table[0]))
+    assert named.embed_x(table[0]).shape == (300, fitted.dim)
+
+
+def test_contrastive_teacher_takes_the_width_asked_for(given, table):
+    aligner = quick(given["pairs"], teacher="contrastive", dim=6)
+    assert aligner.embed_x(table[0][:2]).shape == (2, 6)
+
+
+def test_progress_is_shown_on_request(given, capsys):
+    quick(given["pairs"])
+    assert capsys.readouterr().err == ""
+    quick(given["pairs"], progress=True)
+    assert "align: 3/3, loss" in capsys.readouterr().err
+
+
+# --- what cannot be aligned --------------------------------------------------------------------
+
+
+def changed(array, row, value):
+    out = array.copy()
+    out[row] = value
+    return out
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda g: {"x": None}, "x, y: 0 and 75 unpaired rows; pass some of both, or neither"),
+        (lambda g: {"y": None}, "x, y: 75 and 0 unpaired rows; pass some of both, or neither"),
+        (lambda g: {"x": g["x"][:0]}, "x, y: 0 and 75 unpaired rows"),
+        (lambda g: {"x": g["x"][:0], "y": g["y"][:0]}, "x, y: 0 and 0 unpaired rows"),
+        (lambda g: {"x": g["x"][:, 1:]}, "x: rows have width 11 but 12 is needed"),
+        (lambda g: {"y": g["x"]}, "y: rows have width 12 but 10 is needed"),
+        (lambda g: {"x": changed(g["x"], 4, np.nan)}, "x: row 4 is NaN or inf"),
+        (lambda g: {"y": changed(g["y"], 5, 0.0)}, "y: row 5 is all zeros"),
+        (lambda g: {"y": g["y"].astype(int)}, "y: has dtype int64"),
+        (lambda g: {"pairs": (g["x"], g["y"][:9])}, "pairs: A has 75 rows but B has 9"),
+        (lambda g: {"pairs": (g["x"][0], g["y"])}, r"pairs A: has shape \(12,\)"),
+        (lambda g: {"pairs": (g["x"][:0], g["y"][:0])}, "pairs A: has 0 rows"),
+        (lambda g: {"pairs": (changed(g["x"], 2, np.inf), g["y"])}, "pairs A: row 2 is NaN"),
+        (lambda g: {"val": (g["x"], g["y"][:9])}, "gallery: x has 75 rows but y has 9"),
+        (lambda g: {"val": (g["y"], g["y"])}, "val x: width 10 differs from the pairs' 12"),
+        (lambda g: {"init": "zeros"}, "init: 'zeros' is unknown; choose one of teacher"),
+        (lambda g: {"teacher": "pca"}, "teacher: 'pca' is unknown; choose one of"),
+        (lambda g: {"steps": 0}, "steps: is 0"),
+        (lambda g: {"unpaired_batch": 0}, "unpaired_batch: is 0"),
+        (lambda g: {"alpha": -1}, "alpha: is -1"),
+        (lambda g: {"epsilon": 0}, "epsilon: is 0"),
+    ],
+)
+def test_inputs_that_cannot_be_used(given, change, message):
+    with pytest.raises(checks.InputError, match=message) as caught:
+        align(**{**given, **change(given)})
+    assert "\n" not in str(caught.value)
+
+
+def test_a_method_that_needs_a_pool_says_so(given):
+    with pytest.raises(checks.InputError, match="pool: x has 0 rows and y has 0 but SOTAlign"):
+        align(given["pairs"], method=methods.SOTAlign(), progress=False)
+
+
+@pytest.mark.parametrize("init", ["teacher", "random"])
+def test_a_teacher_of_other_encoders(given, init):
+    wrong = teachers.cca(given["pairs"][0][:, :5], given["pairs"][1])
+    with pytest.raises(checks.InputError, match=r"teacher: maps widths \(5, 10\)"):
+        align(**given, teacher=wrong, init=init)
+
+
+@pytest.mark.parametrize(
+    ("rows", "message"),
+    [
+        (np.ones((3, 5)), "x: rows have width 5 but 12 is needed"),
+        (np.full((3, D_X), np.nan), "x: row 0 is NaN"),
+        (np.zeros((3, D_X)), "x: row 0 is all zeros"),
+        (np.ones(D_X), r"x: has shape \(12,\)"),
+        (np.ones((0, D_X)), "x: has 0 rows"),
+        (np.ones((3, D_X), int), "x: has dtype int64"),
+    ],
+)
+def test_rows_that_cannot_be_embedded(aligned, rows, message):
+    with pytest.raises(checks.InputError, match=message):
+        aligned.embed_x(rows)
+
+
+# --- on disk -----------------------------------------------------------------------------------
+
+
+def moved(built, size=0.1):
+    """Heads of which no parameter is at its start."""
+    graphdef, params = nnx.split(built)
+    rng = np.random.default_rng(1)
+    return nnx.merge(
+        graphdef, jax.tree.map(lambda p: p + size * rng.normal(size=p.shape).astype("f4"), params)
+    )
+
+
+def mixed_heads():
+    rngs = nnx.Rngs(0)
+    linear = heads.LinearHead(D_X, 4, norm="l2", rngs=rngs)
+    return heads.Heads(linear, heads.MLPHead(D_Y, 4, hidden=3, rngs=rngs))
+
+
+HEADS = {
+    "linear": lambda: heads.build_heads(D_X, D_Y, 4),
+    "l2": lambda: heads.build_heads(D_X, D_Y, 4, norm="l2"),
+    "mlp": lambda: heads.build_heads(D_X, D_Y, 4, kind="mlp", hidden=9),
+    "mlp as wide as its input": lambda: heads.build_heads(D_X, D_Y, 4, kind="mlp"),
+    "one of each": mixed_heads,
+}
+
+
+@pytest.mark.parametrize("kind", HEADS)
+def test_save_and_load_are_bit_identical(kind, tmp_path):
+    aligner = Aligner(moved(HEADS[kind]()), {"note": [1, None, "x"]})
+    aligner.save(tmp_path / "deep" / "aligner")
+    loaded = Aligner.load(tmp_path / "deep" / "aligner")
+    assert loaded.info == aligner.info
+    assert nnx.graphdef(loaded.heads) == nnx.graphdef(aligner.heads)
+    for a, b in zip(parameters(loaded), parameters(aligner), strict=True):
+        np.testing.assert_array_equal(a, b, strict=True)
+
+
+def test_trained_aligner_survives_the_disk(aligned, table, tmp_path):
+    aligned.save(tmp_path / "aligner")
+    loaded = Aligner.load(tmp_path / "aligner")
+    assert loaded.info == aligned.info
+    np.testing.assert_array_equal(
+        loaded.similarity(table[0], table[1]), aligned.similarity(table[0], table[1])
+    )
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["aligner"]  # no leftovers
+
+
+@pytest.fixture
+def saved(tmp_path):
+    path = tmp_path / "saved"
+    Aligner(HEADS["linear"](), {}).save(path)
+    return path
+
+
+def test_nothing_is_overwritten_unasked(saved, tmp_path):
+    other = Aligner(moved(HEADS["linear"]()), {"version": 2})
+    with pytest.raises(checks.InputError, match=rf"{saved} holds an aligner already; .*overwrite"):
+        other.save(saved)
+    assert Aligner.load(saved).info == {}
+    other.save(saved, overwrite=True)
+    assert Aligner.load(saved).info == {"version": 2}
+
+
+def test_overwriting_never_removes_other_files(saved, tmp_path):
+    (saved / "notes.txt").write_text("precious")
+    aligner = Aligner(HEADS["linear"](), {})
+    for overwrite in (False, True):
+        with pytest.raises(checks.InputError, match=rf"{saved} holds notes.txt"):
+            aligner.save(saved, overwrite=overwrite)
+    assert (saved / "notes.txt").read_text() == "precious"
+    file = tmp_path / "file"
+    file.write_text("precious")
+    with pytest.raises(checks.InputError, match=str(file)):
+        aligner.save(file, overwrite=True)
+    assert file.read_text() == "precious"
+
+
+def test_an_empty_folder_may_be_used(tmp_path, monkeypatch):
+    (tmp_path / "made").mkdir()
+    monkeypatch.chdir(tmp_path)
+    Aligner(HEADS["linear"](), {}).save("made")
+    assert Aligner.load("made").info == {}
+
+
+def test_a_failed_save_leaves_the_old_aligner(saved):
+    with pytest.raises(checks.InputError, match="cannot be written as JSON"):
+        Aligner(HEADS["linear"](), {"score": float("nan")}).save(saved, overwrite=True)
+    assert Aligner.load(saved).info == {}
+    assert [path.name for path in saved.parent.iterdir()] == ["saved"]
+
+
+def test_a_run_folder_is_loaded_once_it_is_finished(saved, tmp_path):
+    run = recording.open_run(tmp_path / "run", {"seed": 0}).path
+    with pytest.raises(checks.InputError, match=rf"{run} holds no aligner; .* finished run"):
+        Aligner.load(run)
+    shutil.move(saved, run / "aligner")
+    assert Aligner.load(run).info == {}
+    with pytest.raises(checks.InputError, match="nowhere holds no aligner"):
+        Aligner.load(tmp_path / "nowhere")
+
+
+def truncate(folder):
+    path = folder / "heads.safetensors"
+    path.write_bytes(path.read_bytes()[:-8])
+
+
+def garbage(folder):
+    (folder / "heads.safetensors").write_bytes(b"not tensors at all")
+
+
+def remove(folder):
+    (folder / "heads.safetensors").unlink()
+
+
+def lose_tensor(folder):
+    tensors = load_file(folder / "heads.safetensors")
+    del tensors["y.linear.kernel"]
+    save_file(tensors, folder / "heads.safetensors")
+
+
+def other_shape(folder):
+    tensors = load_file(folder / "heads.safetensors")
+    tensors["x.linear.bias"] = tensors["x.linear.bias"][:2]
+    save_file(tensors, folder / "heads.safetensors")
+
+
+def cut_description(folder):
+    path = folder / "aligner.json"
+    path.write_text(path.read_text()[:-20])
+
+
+def edit(**changes):
+    def apply(folder):
+        path = folder / "aligner.json"
+        path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
+
+    return apply
+
+
+def list_instead(folder):
+    (folder / "aligner.json").write_text("[1]")
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (truncate, "heads.safetensors is missing or damaged"),
+        (garbage, "heads.safetensors is missing or damaged"),
+        (remove, "heads.safetensors is missing or damaged"),
+        (lose_tensor, r"has y.linear.kernel of shape None but aligner.json describes \(10, 4\)"),
+        (other_shape, r"has x.linear.bias of shape \(2,\) but aligner.json describes \(4,\)"),
+        (cut_description, "aligner.json: is cut short"),
+        (edit(format=99), "has format 99 but this version reads 1; load it with the version"),
+        (list_instead, "has format None but this version reads 1"),
+        (edit(heads={}), "aligner.json is damaged"),
+        (edit(heads={"x": {"kind": "cnn"}}), "aligner.json is damaged"),
+        (edit(heads={"x": {"kind": "linear", "depth": 3}}), "aligner.json is damaged"),
+        (edit(heads=None), "aligner.json is damaged"),
+    ],
+)
+def test_damaged_files_are_named(saved, damage, message):
+    damage(saved)
+    with pytest.raises(checks.InputError, match=message) as caught:
+        Aligner.load(saved)
+    assert str(saved) in str(caught.value)

@@ -1,0 +1,443 @@
+import functools
+import warnings
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.test_util import check_grads
+
+from sotalign_jax import affinity, checks, divergences
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore", DeprecationWarning)  # of a package that ott-jax imports
+    import ott
+    from ott.solvers.linear import implicit_differentiation as implicit
+
+K = [[0.6, 0.1, -0.2], [0.0, 0.5, 0.3], [0.2, -0.1, 0.4]]
+K_STAR = [[0.5, 0.45, 0.0], [0.1, 0.2, 0.35], [0.3, 0.0, 0.1]]
+N, M = 16, 20
+EPSILON, EPSILON_STAR = 0.2, 0.1
+
+
+def features(*shapes, dtype=None):
+    rng = np.random.default_rng(0)
+    return [jnp.asarray(rng.normal(size=shape), dtype) for shape in shapes]
+
+
+def cosines(n=N, m=M):
+    f, g, f_star, g_star = features((n, 5), (m, 5), (n, 7), (m, 7))
+    return affinity.cosine(f, g), affinity.cosine(f_star, g_star)
+
+
+@functools.cache
+def value_and_gradient(**options):
+    """klot with traced epsilons: one compilation for each shape and set of static options."""
+    return jax.jit(jax.value_and_grad(functools.partial(divergences.klot, **options)))
+
+
+def exact(k, k_star, *, epsilon=EPSILON, epsilon_star=EPSILON_STAR, **options):
+    """Value and gradient of converged plans."""
+    solve = value_and_gradient(tolerance=1e-12, **options)
+    return solve(k, k_star, epsilon=epsilon, epsilon_star=epsilon_star)
+
+
+@functools.cache
+def from_embeddings(**options):
+    loss = functools.partial(divergences.klot_from_embeddings, **options)
+    return jax.jit(jax.value_and_grad(loss, argnums=(0, 1)))
+
+
+# ------------------------------------------------------------------- golden values
+
+
+@pytest.mark.parametrize(
+    ("options", "value", "slope"),
+    [
+        ({"epsilon_star": 0.05}, 4.903465931862673, 5.699006111146208),
+        ({"epsilon_star": 0.05, "symmetric": False}, 4.903472266462736, 5.678451944016244),
+        ({"epsilon_star": 0.05, "iterations": 2}, 4.612686291281675, 4.948400786879906),
+        ({}, 5.983270160631753, None),
+    ],
+)
+def test_klot_reference_golden_values(x64, options, value, slope):
+    loss = functools.partial(divergences.klot_reference, **options)
+    ours, gradient = jax.value_and_grad(loss)(jnp.array(K), jnp.array(K_STAR))
+    np.testing.assert_allclose(ours, value, rtol=1e-13)
+    if slope is not None:
+        np.testing.assert_allclose(gradient[0, 0], slope, rtol=1e-13)
+
+
+def test_klot_equals_the_converged_reference(x64):
+    k, k_star = cosines()
+    reference = functools.partial(divergences.klot_reference, iterations=3000)
+    options = {"epsilon": EPSILON, "epsilon_star": EPSILON_STAR}
+    value, gradient = jax.value_and_grad(reference)(k, k_star, **options)
+    ours, our_gradient = exact(k, k_star)
+    np.testing.assert_allclose(ours, value, rtol=1e-10)
+    np.testing.assert_allclose(our_gradient, gradient, rtol=1e-8, atol=1e-11)
+
+
+def test_infonce_golden_value(x64):
+    value = divergences.infonce(jnp.array(K), jnp.array(K_STAR), epsilon_star=0.05, symmetric=False)
+    np.testing.assert_allclose(value, 3.2003793801462144, rtol=1e-14)
+
+
+# ------------------------------------------------------------------- the gradient is exact
+
+
+def test_klot_gradient_equals_finite_differences(x64):
+    k, k_star = cosines()
+    loss = jax.jit(
+        functools.partial(
+            divergences.klot, epsilon=EPSILON, epsilon_star=EPSILON_STAR, tolerance=1e-13
+        )
+    )
+    check_grads(lambda k: loss(k, k_star), (k,), order=1, modes=["rev"], eps=1e-4, rtol=1e-7)
+
+
+def ott_klot(k, k_star, **options):
+    """KL(P* || P) of plans that ott-jax computes, and differentiates in its own ways."""
+
+    def plan(k, epsilon):
+        geometry = ott.geometry.geometry.Geometry(cost_matrix=-k, epsilon=epsilon)
+        problem = ott.problems.linear.linear_problem.LinearProblem(geometry)
+        return ott.solvers.linear.sinkhorn.Sinkhorn(**options)(problem).matrix
+
+    p, p_star = plan(k, EPSILON), jax.lax.stop_gradient(plan(k_star, EPSILON_STAR))
+    return jnp.sum(p_star * (jnp.log(p_star) - jnp.log(p)))
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"implicit_diff": implicit.ImplicitDiff(), "threshold": 1e-13, "max_iterations": 3000},
+        {"implicit_diff": None, "min_iterations": 0, "threshold": 0.0, "max_iterations": 600},
+    ],
+    ids=["implicit", "unrolled"],
+)
+def test_klot_gradient_equals_ott(x64, options):
+    k, k_star = cosines()
+    loss = functools.partial(ott_klot, **options)
+    value, gradient = jax.jit(jax.value_and_grad(loss))(k, k_star)
+    ours, our_gradient = exact(k, k_star)
+    np.testing.assert_allclose(ours, value, rtol=1e-8)
+    difference = np.linalg.norm(our_gradient - gradient) / np.linalg.norm(gradient)
+    assert difference < 1e-8
+
+
+def test_embedding_gradient_equals_finite_differences(x64):
+    f, g, f_star, g_star = features((6, 3), (8, 3), (6, 4), (8, 4))
+    loss = jax.jit(
+        functools.partial(divergences.klot_from_embeddings, epsilon=EPSILON, epsilon_star=0.2)
+    )
+    loss = functools.partial(loss, tolerance=1e-13)
+    check_grads(lambda f, g: loss(f, g, f_star, g_star), (f, g), order=1, modes=["rev"], rtol=1e-6)
+
+
+# ------------------------------------------------------------------- properties of klot
+
+
+def test_bistochastic_is_n_times_prob(x64):
+    k, k_star = cosines(N, N)
+    value, gradient = exact(k, k_star)
+    n_value, n_gradient = exact(k, k_star, marginals="bistochastic")
+    np.testing.assert_allclose(n_value, N * value, rtol=1e-14)
+    np.testing.assert_allclose(n_gradient, N * gradient, rtol=1e-14)
+
+
+def test_klot_is_positive_and_zero_only_at_the_teacher(x64):
+    k, k_star = cosines()
+    assert exact(k, k_star)[0] > 0
+    assert exact(k_star, k)[0] > 0
+    value, gradient = exact(k, k, epsilon=EPSILON, epsilon_star=EPSILON)
+    np.testing.assert_allclose(value, 0.0, atol=1e-12)
+    np.testing.assert_allclose(gradient, 0.0, atol=1e-11)
+
+
+def test_klot_ignores_shifts_of_rows_and_columns(rng, x64):
+    k, k_star = cosines()
+    shift = rng.normal(size=(N, 1)) + rng.normal(size=M)
+    value, gradient = exact(k, k_star)
+    for shifted in (exact(k + shift, k_star), exact(k, k_star + shift)):
+        np.testing.assert_allclose(shifted[0], value, rtol=1e-10)
+        np.testing.assert_allclose(shifted[1], gradient, atol=1e-10)
+
+
+def test_klot_padding_equals_the_smaller_problem(x64):
+    k, k_star = cosines()
+    log_a = jnp.full(N, -jnp.inf).at[:9].set(-jnp.log(9.0))
+    log_b = jnp.full(M, -jnp.inf).at[:11].set(-jnp.log(11.0))
+    options = {"epsilon": EPSILON, "epsilon_star": EPSILON_STAR, "log_a": log_a, "log_b": log_b}
+    value, gradient = value_and_gradient(tolerance=1e-12)(k, k_star, **options)
+    small_value, small_gradient = exact(k[:9, :11], k_star[:9, :11])
+    np.testing.assert_allclose(value, small_value, rtol=1e-10)
+    np.testing.assert_allclose(gradient[:9, :11], small_gradient, atol=1e-10)
+    assert jnp.sum(jnp.abs(gradient[9:])) == jnp.sum(jnp.abs(gradient[:, 11:])) == 0
+
+
+def test_the_teacher_and_the_options_receive_no_gradient(x64):
+    k, k_star = cosines()
+    f, g, z, w = features((N, 3), (M, 3), (N, 4), (M, 4))
+    assert not jax.grad(divergences.klot, argnums=1)(k, k_star).any()
+    slope = jax.grad(lambda e: divergences.klot(k, k_star, epsilon=e))
+    assert slope(0.05) == 0
+    for gradient in jax.grad(divergences.klot_from_embeddings, argnums=(2, 3))(f, g, z, w):
+        assert not gradient.any()
+
+
+def test_gradient_scales_with_the_cotangent(x64):
+    k, k_star = cosines()
+    _, gradient = exact(k, k_star)
+    loss = functools.partial(divergences.klot, epsilon=EPSILON, epsilon_star=EPSILON_STAR)
+    scaled = jax.grad(lambda k: 3.0 * loss(k, k_star, tolerance=1e-12))(k)
+    np.testing.assert_allclose(scaled, 3 * gradient, rtol=1e-12)
+
+
+def test_aux_reports_both_solves_and_restarts_them(x64):
+    k, k_star = cosines()
+    loss = jax.jit(functools.partial(divergences.klot, return_aux=True, tolerance=1e-6))
+    value, aux = loss(k, k_star)
+    assert aux.student.error <= 1e-6 and aux.teacher.error <= 1e-6
+    assert 1 < aux.student.iterations < aux.teacher.iterations
+    p = jnp.exp(k / 0.05 + aux.student.u[:, None] + aux.student.v)
+    np.testing.assert_allclose(p.sum(1), 1 / N, atol=1e-6)
+    again, restarted = loss(k, k_star, init=(aux.student.v, aux.teacher.v))
+    assert restarted.student.iterations == restarted.teacher.iterations == 1
+    np.testing.assert_allclose(again, value, rtol=1e-5)
+
+
+# ------------------------------------------------------------------- from embeddings
+
+
+@pytest.mark.parametrize("block_size", [None, 1, 6, 8, 64])
+def test_embeddings_equal_their_cosine_matrix(x64, block_size):
+    """Value and both gradients, for blocks that divide the rows, that do not, and larger ones."""
+    f, g, f_star, g_star = features((N, 5), (M, 5), (N, 7), (M, 7))
+    options = {"epsilon": EPSILON, "epsilon_star": EPSILON_STAR}
+
+    @jax.jit
+    def dense(f, g):
+        k, pull = jax.vjp(affinity.cosine, f, g)
+        value, gradient = exact(k, affinity.cosine(f_star, g_star))
+        return value, pull(gradient)
+
+    value, gradients = dense(f, g)
+    solve = from_embeddings(block_size=block_size, tolerance=1e-12)
+    ours, our_gradients = solve(f, g, f_star, g_star, **options)
+    np.testing.assert_allclose(ours, value, rtol=1e-10)
+    for our, expected in zip(our_gradients, gradients, strict=True):
+        np.testing.assert_allclose(our, expected, atol=1e-10)
+
+
+@pytest.mark.parametrize("block_size", [None, 6])
+def test_float32_is_close_to_float64(x64, block_size):
+    arrays = features((N, 5), (M, 5), (N, 7), (M, 7))
+    narrow = [x.astype(jnp.float32) for x in arrays]
+    options = {"epsilon": 0.05, "epsilon_star": 0.02}
+    solve = from_embeddings(block_size=block_size, tolerance=1e-5)
+    value, gradients = solve(*arrays, **options)
+    ours, our_gradients = solve(*narrow, **options)
+    assert ours.dtype == our_gradients[0].dtype == jnp.float32
+    np.testing.assert_allclose(ours, value, rtol=1e-4)
+    for our, expected in zip(our_gradients, gradients, strict=True):
+        assert np.linalg.norm(our - expected) < 1e-3 * np.linalg.norm(expected)
+
+
+def test_half_precision_gradients_have_the_dtype_of_the_features():
+    arrays = features((4, 3), (4, 3), (4, 2), (4, 2), dtype=jnp.bfloat16)
+    value, gradients = jax.eval_shape(from_embeddings(), *arrays)
+    assert value.dtype == jnp.float32
+    assert all(gradient.dtype == jnp.bfloat16 for gradient in gradients)
+
+
+def test_streamed_options(x64):
+    """Weights, warm starts and the auxiliary values mean the same with and without blocks."""
+    f, g, z, w = features((N, 5), (M, 5), (N, 7), (M, 7))
+    log_a = jnp.log(jnp.arange(1.0, N + 1) / (N * (N + 1) / 2))
+    results = []
+    for block_size in (None, 6):
+        loss = jax.jit(
+            functools.partial(
+                divergences.klot_from_embeddings,
+                block_size=block_size,
+                return_aux=True,
+                tolerance=1e-9,
+            )
+        )
+        value, aux = loss(f, g, z, w, log_a=log_a)
+        assert aux.student.u.shape == (N,) and aux.student.v.shape == (M,)
+        init = aux.student.v, aux.teacher.v
+        again, restarted = loss(f, g, z, w, log_a=log_a, init=init)
+        assert restarted.teacher.iterations == 1
+        np.testing.assert_allclose(again, value, rtol=1e-8)
+        results.append(value)
+    np.testing.assert_allclose(*results, rtol=1e-8)
+
+
+@pytest.mark.parametrize("bad", ["student", "teacher"])
+def test_nan_shows_in_the_loss(bad):
+    f, g, z, w = features((N, 5), (M, 5), (N, 7), (M, 7), dtype=jnp.float32)
+    f, z = (f * jnp.nan, z) if bad == "student" else (f, z * jnp.nan)
+    value, _ = from_embeddings()(f, g, z, w)
+    assert jnp.isnan(value)
+
+
+# ------------------------------------------------------------------- memory
+
+
+def test_no_matrix_is_kept_for_the_backward_pass():
+    n, d = 64, 4
+    arrays = features((n, d), (n, d), (n, d), (n, d), dtype=jnp.float32)
+    for block_size in (None, 16):
+        loss = functools.partial(divergences.klot_from_embeddings, block_size=block_size)
+        _, pull = jax.vjp(loss, *arrays)
+        kept = [leaf.size for leaf in jax.tree.leaves(pull)]
+        assert kept and max(kept) <= n * d
+
+
+def temporary_matrices(n, d, **options):
+    """Temporary memory of loss and gradient as compiled, in units of one n x n matrix."""
+    shape = jax.ShapeDtypeStruct((n, d), jnp.float32)
+    compiled = from_embeddings(**options).lower(shape, shape, shape, shape).compile()
+    return compiled.memory_analysis().temp_size_in_bytes / (4 * n * n)
+
+
+def test_memory_is_one_matrix_or_a_block_of_it():
+    # Beside one plan: a few blocks of 256 rows (1/8 each) and arrays of the features' size (1/32).
+    assert temporary_matrices(2048, 64) < 1.5
+    assert temporary_matrices(2048, 64, block_size=64) < 0.6
+
+
+# ------------------------------------------------------------------- CKA and InfoNCE
+
+
+def brute_force_cka(k, k_star):
+    def centring(n):
+        return np.eye(n) - np.ones((n, n)) / n
+
+    n, m = k.shape
+    x, y = (centring(n) @ np.asarray(matrix) @ centring(m) for matrix in (k, k_star))
+    return 1 - (x * y).sum() / (np.linalg.norm(x) * np.linalg.norm(y))
+
+
+@pytest.mark.parametrize("m", [N, M])
+def test_cka_dense_and_factorised(x64, m):
+    arrays = features((N, 5), (m, 5), (N, 7), (m, 7))
+    k, k_star = affinity.cosine(*arrays[:2]), affinity.cosine(*arrays[2:])
+    expected = brute_force_cka(k, k_star)
+    np.testing.assert_allclose(divergences.cka(k, k_star), expected, rtol=1e-12)
+    np.testing.assert_allclose(divergences.cka_from_embeddings(*arrays), expected, rtol=1e-12)
+
+    def dense(f, g):
+        return divergences.cka(affinity.cosine(f, g), k_star)
+
+    gradients = jax.grad(divergences.cka_from_embeddings, argnums=(0, 1))(*arrays)
+    for ours, dense_gradient in zip(gradients, jax.grad(dense, (0, 1))(*arrays[:2]), strict=True):
+        np.testing.assert_allclose(ours, dense_gradient, atol=1e-13)
+
+
+def test_cka_properties(x64):
+    k, k_star = cosines()
+    np.testing.assert_allclose(divergences.cka(k, 3 * k + 1), 0.0, atol=1e-14)
+    np.testing.assert_allclose(divergences.cka(k, -k), 2.0, atol=1e-14)
+    check_grads(lambda k: divergences.cka(k, k_star), (k,), order=1, modes=["rev"])
+    assert not jax.grad(divergences.cka, argnums=1)(k, k_star).any()
+
+
+def test_infonce_gradient_is_the_difference_of_softmaxes(x64):
+    k, k_star = cosines()
+    loss = functools.partial(divergences.infonce, symmetric=False)
+    gradient = jax.grad(loss)(k, k_star)
+    difference = jax.nn.softmax(k / 0.05) - jax.nn.softmax(k_star / 0.005)
+    np.testing.assert_allclose(gradient, difference / (N * 0.05), atol=1e-13)
+    assert not jax.grad(divergences.infonce, argnums=1)(k, k_star).any()
+
+
+def test_infonce_symmetric_is_the_mean_of_both_directions(x64):
+    k, k_star = cosines()
+    rows = divergences.infonce(k, k_star, symmetric=False)
+    columns = divergences.infonce(k.T, k_star.T, symmetric=False)
+    np.testing.assert_allclose(divergences.infonce(k, k_star), (rows + columns) / 2, rtol=1e-14)
+
+
+def test_infonce_hard_targets_are_the_limit_of_soft_ones(x64):
+    k, k_star = cosines()
+    hard = divergences.infonce(k, k_star, targets="hard")
+    soft = divergences.infonce(k, k_star, epsilon_star=1e-5)
+    np.testing.assert_allclose(soft, hard, rtol=1e-10)
+
+
+# ------------------------------------------------------------------- errors
+
+
+def klot_on_features(f, g):
+    return divergences.klot_from_embeddings(f, g, f, g)
+
+
+def klot_on_affinity(k, k_star):
+    return divergences.klot(k, k_star)
+
+
+@pytest.mark.parametrize("loss", [klot_on_affinity, klot_on_features])
+def test_other_derivatives_are_refused(loss):
+    x = jnp.eye(3)
+    with pytest.raises(TypeError, match="only first derivatives in reverse mode"):
+        jax.hessian(loss)(x, x)
+    with pytest.raises(TypeError, match="only first derivatives in reverse mode"):
+        jax.grad(lambda x: jax.grad(loss)(x, 2 * x).sum())(x)
+    with pytest.raises(TypeError, match="only first derivatives in reverse mode"):
+        jax.jvp(lambda x: loss(x, x), (x,), (x,))
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: divergences.klot(jnp.eye(3), jnp.eye(4)), r"K_star: has shape \(4, 4\) but K has"),
+        (lambda: divergences.klot(jnp.ones(3), jnp.ones(3)), r"K: has shape \(3,\)"),
+        (lambda: divergences.klot(jnp.ones((0, 2)), jnp.ones((0, 2))), "K: has shape"),
+        (lambda: divergences.klot(jnp.eye(3), jnp.eye(3), epsilon=0), "epsilon: is 0"),
+        (lambda: divergences.klot(jnp.eye(3), jnp.eye(3), epsilon_star=-1), "epsilon_star: is -1"),
+        (lambda: divergences.klot(jnp.eye(3), jnp.eye(3), marginals="rows"), "marginals: 'rows'"),
+        (
+            lambda: divergences.klot(jnp.ones((2, 3)), jnp.ones((2, 3)), marginals="bistochastic"),
+            "marginals: 'bistochastic' needs a square affinity but it is 2 x 3",
+        ),
+        (
+            lambda: divergences.klot(jnp.eye(3), jnp.eye(3), log_a=jnp.zeros(2)),
+            r"log_a: has shape \(2,\)",
+        ),
+        (
+            lambda: divergences.klot(jnp.eye(3), jnp.eye(3), init=(jnp.zeros(2), jnp.zeros(3))),
+            r"init: v has shape \(2,\)",
+        ),
+        (
+            lambda: divergences.klot_from_embeddings(*features((3, 2), (3, 2), (4, 2), (3, 2))),
+            "f_star: has 4 rows but f has 3",
+        ),
+        (
+            lambda: divergences.klot_from_embeddings(*features((3, 2), (3, 2), (3, 2), (5, 2))),
+            "g_star: has 5 rows but g has 3",
+        ),
+        (
+            lambda: divergences.klot_from_embeddings(*features((3, 2), (3, 4), (3, 2), (3, 2))),
+            "f and g: have widths 2 and 4",
+        ),
+        (
+            lambda: divergences.klot_from_embeddings(*features((3, 2), (3, 2), (3, 2), (3, 1))),
+            "f_star and g_star: have widths 2 and 1",
+        ),
+        (
+            lambda: divergences.klot_from_embeddings(*features((3, 2), (0, 2), (3, 2), (0, 2))),
+            r"f g\^T: has shape \(3, 0\)",
+        ),
+        (
+            lambda: divergences.klot_from_embeddings(*features(*[(3, 2)] * 4), block_size=0),
+            "block_size: is 0",
+        ),
+        (lambda: divergences.infonce(jnp.eye(3), jnp.eye(3), targets="firm"), "targets: 'firm'"),
+    ],
+)
+def test_bad_arguments(call, message):
+    with pytest.raises(checks.InputError, match=message):
+        call()

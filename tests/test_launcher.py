@@ -1,0 +1,188 @@
+"""The launcher as users start it, in processes of its own: kills, signals, exit codes."""
+
+import json
+import os
+import pathlib
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+import small_runs
+
+ROOT = pathlib.Path(__file__).parents[1]
+STEPS = 90
+"""Enough to stop a run at several moments, however late this process notices them."""
+SAME = ("config.json", "metrics.jsonl", "results.json", "aligner/heads.safetensors")
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory):
+    folder = small_runs.write_files(tmp_path_factory.mktemp("files"))
+    small_runs.write_config(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def start(files):
+    """Starts the launcher; processes share compiled programs, as compiling takes longest."""
+    shared = {
+        "JAX_COMPILATION_CACHE_DIR": str(files / "compiled"),
+        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+    }
+
+    def popen(*options, compile_anew=False):
+        return subprocess.Popen(
+            [sys.executable, "-m", "experiments.main", *map(str, options)],
+            cwd=ROOT,
+            env=dict(os.environ) if compile_anew else os.environ | shared,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+
+    return popen
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(files, start):
+    """The folder of a run that nothing disturbed, and what it printed."""
+    workdir = files / "uninterrupted"
+    process = start(*command(files, workdir))
+    out, err = process.communicate()
+    assert process.returncode == 0, err
+    return workdir, out
+
+
+def command(files, workdir, steps=STEPS):
+    return (
+        f"--config={files}/config.py",
+        f"--config.train.steps={steps}",
+        f"--workdir={workdir}",
+    )
+
+
+def stop_when(process, condition, sign):
+    """Sends `sign` at a moment when `condition` holds; the process is halted for the look."""
+    while process.poll() is None:
+        if not condition():
+            time.sleep(0.001)
+            continue
+        process.send_signal(signal.SIGSTOP)
+        os.waitpid(process.pid, os.WUNTRACED)
+        held = condition()  # it may have moved on between the look and the halt
+        if held:
+            process.send_signal(sign)
+        process.send_signal(signal.SIGCONT)
+        if held:
+            _, err = process.communicate()
+            assert process.returncode == (-sign if sign == signal.SIGKILL else 1), err
+            return err
+    raise AssertionError(f"ended before it could be stopped:\n{process.communicate()[1]}")
+
+
+def lines(workdir):
+    path = workdir / "metrics.jsonl"
+    return path.read_bytes().count(b"\n") if path.exists() else 0
+
+
+def checkpoints(workdir):
+    folder = workdir / "checkpoints"
+    return os.listdir(folder) if folder.exists() else []
+
+
+def saved(workdir):
+    """The last step with a complete checkpoint."""
+    return max((int(name) for name in checkpoints(workdir) if name.isdigit()), default=0)
+
+
+def saving(workdir):
+    """The steps whose checkpoints are being written."""
+    names = [name for name in checkpoints(workdir) if ".orbax-checkpoint-tmp" in name]
+    return [int(name.split(".")[0]) for name in names]
+
+
+def test_a_run_killed_again_and_again_leaves_the_same_bytes(files, start, uninterrupted, tmp_path):
+    reference, table = uninterrupted
+    run = tmp_path / "run"
+    options = command(files, run)
+
+    # In the middle of the first save, when there is nothing to go back to.
+    stop_when(start(*options), lambda: saving(run) == [3], signal.SIGKILL)
+    assert not (run / "checkpoints" / "3").exists() and lines(run) >= 3
+    # In the middle of training: steps beyond the last checkpoint are in the log.
+    stop_when(start(*options), lambda: lines(run) > saved(run) > 3, signal.SIGKILL)
+    # In the middle of a later save; the line that was being written is cut short.
+    stop_when(start(*options), lambda: any(step > 15 for step in saving(run)), signal.SIGKILL)
+    with (run / "metrics.jsonl").open("ab") as file:
+        file.write(b'{"step": 99, "lo')
+    # A polite request to end is followed in one line.
+    err = stop_when(start(*options), lambda: lines(run) > 30, signal.SIGTERM)
+    assert err.splitlines()[-1] == "interrupted: start again with the same --workdir to go on"
+    assert "Traceback" not in err and not saving(run)
+    # After training, before the results are there; the aligner is only half there.
+    stop_when(start(*options), (run / "aligner").exists, signal.SIGKILL)
+    (run / "results.json").unlink(missing_ok=True)
+    (run / "aligner" / "aligner.json").unlink()
+    # To the end, with programs compiled afresh.
+    process = start(*options, compile_anew=True)
+    out, err = process.communicate()
+    assert process.returncode == 0, err
+    assert out == table.replace(str(reference), str(run))
+    for name in SAME:
+        assert (run / name).read_bytes() == (reference / name).read_bytes(), name
+    assert sorted(os.listdir(run)) == sorted(os.listdir(reference))
+    assert len((run / "metrics.jsonl").read_bytes().splitlines()) == STEPS
+
+
+def test_a_finished_run_prints_its_table_again(files, start, uninterrupted):
+    reference, table = uninterrupted
+    before = small_runs.contents(reference)
+    process = start(*command(files, reference))
+    out, err = process.communicate()
+    assert (process.returncode, out, err) == (0, table, "")
+    after = small_runs.contents(reference)
+    assert after.pop("comparison.png") and before.pop("comparison.png") and after == before
+    results = json.loads(before["results.json"])
+    assert {"test/x_to_y/R@1", "test/y_to_x/R@10", "test/mean/R@1"} <= results.keys()
+
+
+def test_other_settings_leave_a_finished_run_alone(files, start, uninterrupted):
+    reference, _ = uninterrupted
+    before = small_runs.contents(reference)
+    process = start(*command(files, reference, steps=91))
+    out, err = process.communicate()
+    assert process.returncode == 1 and out == ""
+    assert err == (
+        f"error: workdir: {reference} holds a run with train.steps=90 but train.steps=91 is asked "
+        "for; choose another --workdir\n"
+    )
+    assert small_runs.contents(reference) == before
+
+
+def test_mistakes_end_in_one_line(files, start, tmp_path):
+    quickstart = "--config=experiments/configs/quickstart.py"
+    run = tmp_path / "run"
+    cases = {
+        (f"{quickstart}:bogus",): "error: config: 'bogus' is unknown; choose of smoke, seeds=N",
+        (quickstart, "--config.train.nope=1"): "error: config.train.nope: is no setting; choose of",
+        (quickstart, "--config.train.steps=abc"): "error: flag --config.train.steps=abc: invalid",
+        ("--config=gone.py",): "error: config: [Errno 2] No such file or directory: 'gone.py'",
+        (f"--config={files}/config.py", "--config.data.files.x=gone.npy"): (
+            "error: config.data: files.x: gone.npy: no such file; check the path"
+        ),
+    }
+    processes = [start(*options, f"--workdir={run}") for options in cases]
+    for process, message in zip(processes, cases.values(), strict=True):
+        out, err = process.communicate()
+        assert process.returncode == 1 and out == ""
+        assert err.startswith(message) and err.count("\n") == 1
+    assert not run.exists()
+
+
+def test_a_dry_run_of_the_quickstart_writes_nothing(start, tmp_path):
+    options = ("--config=experiments/configs/quickstart.py", f"--workdir={tmp_path}/run")
+    out, err = start(*options, "--dry_run").communicate()
+    assert err == "" and os.listdir(tmp_path) == []
+    assert out.count('"settings"') == 3 and '"zero_shot_prompts"' in out

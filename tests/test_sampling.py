@@ -1,0 +1,143 @@
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from scipy import stats
+
+from sotalign_jax import sampling
+
+
+@functools.partial(jax.jit, static_argnames="size")
+def whole(key, size):
+    return sampling.permute(key, jnp.arange(size), size)
+
+
+@functools.partial(jax.jit, static_argnames="size")
+def many(keys, size):
+    """One permutation a row."""
+    return jax.vmap(lambda key: sampling.permute(key, jnp.arange(size), size))(keys)
+
+
+@functools.partial(jax.jit, static_argnames=("size", "batch"))
+def drawn(key, step, size, batch):
+    return sampling.draw_rows(key, step, size, batch)
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 5, 16, 1000, 4097])
+def test_permute_is_a_permutation(size):
+    for seed in range(3):
+        order = np.asarray(whole(jax.random.key(seed), size))
+        np.testing.assert_array_equal(np.sort(order), np.arange(size))
+
+
+def test_permute_is_evaluated_pointwise():
+    key, chosen = jax.random.key(1), jnp.array([7, 0, 999, 7])
+    np.testing.assert_array_equal(
+        sampling.permute(key, chosen, 1000), np.asarray(whole(key, 1000))[np.asarray(chosen)]
+    )
+
+
+def test_permutations_of_different_keys_agree_as_rarely_as_random_ones():
+    first, second = whole(jax.random.key(0), 4097), whole(jax.random.key(1), 4097)
+    # Two random permutations agree in a Poisson(1) number of places.
+    assert int(jnp.sum(first == second)) < 8
+
+
+@pytest.mark.parametrize("size", [2, 3, 13])
+def test_every_row_is_equally_likely_at_every_position(size):
+    draws = 4000
+    orders = np.asarray(many(jax.random.split(jax.random.key(0), draws), size))
+    counts = np.stack([np.bincount(orders[:, i], minlength=size) for i in range(size)])
+    expected = draws / size
+    statistic = np.sum((counts - expected) ** 2 / expected)
+    assert stats.chi2.sf(statistic, (size - 1) ** 2) > 1e-4
+
+
+def test_neighbouring_positions_are_not_correlated():
+    order = np.asarray(whole(jax.random.key(3), 4097)).astype(float)
+    # A random order has a lag-1 correlation of about 1 / sqrt(4097) = 0.016.
+    assert abs(np.corrcoef(order[:-1], order[1:])[0, 1]) < 0.08
+    assert abs(np.corrcoef(order, np.arange(4097))[0, 1]) < 0.08
+
+
+@pytest.mark.parametrize(("size", "batch"), [(100, 30), (100, 25), (7, 1), (5, 4)])
+def test_batches_of_an_epoch_are_disjoint_and_epochs_differ(size, batch):
+    key, per_epoch = jax.random.key(0), size // batch
+    epochs = []
+    for epoch in range(4):
+        steps = range(epoch * per_epoch, (epoch + 1) * per_epoch)
+        rows = np.concatenate([drawn(key, jnp.int32(step), size, batch) for step in steps])
+        assert len(np.unique(rows)) == per_epoch * batch
+        assert rows.min() >= 0
+        assert rows.max() < size
+        epochs.append(tuple(rows.tolist()))
+    assert len(set(epochs)) > 1
+
+
+def test_all_rows_are_visited_though_epochs_leave_some_out():
+    rows = [drawn(jax.random.key(0), jnp.int32(step), 10, 7) for step in range(30)]
+    assert len(np.unique(np.concatenate(rows))) == 10
+
+
+def test_a_batch_of_everything_keeps_the_order():
+    for batch in (9, 10):
+        np.testing.assert_array_equal(
+            drawn(jax.random.key(5), jnp.int32(4), 9, batch), np.arange(9)
+        )
+    assert drawn(jax.random.key(5), jnp.int32(4), 0, 3).shape == (0,)
+
+
+@pytest.mark.parametrize("size", [10**6, 10**7, 2**31 - 1])
+def test_large_pools_cost_a_batch_not_a_permutation(size):
+    key = jax.random.key(0)
+    rows = np.asarray(drawn(key, jnp.int32(3), size, 256))
+    assert len(np.unique(rows)) == 256
+    assert rows.min() >= 0
+    assert rows.max() < size
+    assert rows.max() > size // 2  # a misplaced high bit would leave the upper half out
+    compiled = drawn.lower(key, jnp.int32(3), size, 256).compile()
+    assert compiled.memory_analysis().temp_size_in_bytes < 100_000
+
+
+@pytest.fixture(scope="module")
+def data():
+    """Rows that carry their own number, and their modality in the first column."""
+
+    def rows(modality, n, width, dtype=jnp.float32):
+        numbers = jnp.arange(n, dtype=dtype)[:, None]
+        return jnp.concatenate([jnp.full((n, 1), modality, dtype), numbers.repeat(width, 1)], 1)
+
+    return sampling.DeviceData(
+        rows(0, 12, 2), rows(1, 12, 3), rows(2, 20, 2, jnp.float16), rows(3, 30, 3)
+    )
+
+
+@functools.partial(jax.jit, static_argnames=("pairs", "unpaired"))
+def batch_of(seed, step, data, *, pairs=5, unpaired=6):
+    key = jax.random.key(seed)
+    return sampling.draw(key, step, data, pairs=pairs, unpaired=unpaired)
+
+
+def test_a_batch_takes_rows_of_each_array_and_keeps_pairs_together(data):
+    batch = batch_of(0, jnp.int32(2), data)
+    assert [part.shape for part in batch] == [(5, 3), (5, 4), (6, 3), (6, 4)]
+    assert [float(part[0, 0]) for part in batch] == [0, 1, 2, 3]
+    np.testing.assert_array_equal(batch.a[:, 1], batch.b[:, 1])
+    assert batch.x.dtype == jnp.float16  # stored as it was given
+    assert batch.x[:, 1].tolist() != batch.y[:, 1].tolist()  # the pools have orders of their own
+
+
+def test_a_batch_is_a_function_of_seed_and_step_alone(data):
+    sequence = [batch_of(7, jnp.int32(step), data) for step in range(6)]
+    for step in (4, 1):  # in any order, and without jit
+        again = sampling.draw(jax.random.key(7), jnp.int32(step), data, pairs=5, unpaired=6)
+        jax.tree.map(np.testing.assert_array_equal, sequence[step], again)
+    for other in (batch_of(8, jnp.int32(4), data), sequence[5]):
+        assert sequence[4].y[:, 1].tolist() != other.y[:, 1].tolist()
+
+
+def test_a_batch_larger_than_the_data_is_the_data(data):
+    batch = batch_of(0, jnp.int32(9), data, pairs=100, unpaired=100)
+    jax.tree.map(np.testing.assert_array_equal, tuple(batch), tuple(data))

@@ -1,0 +1,301 @@
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import ot
+import pytest
+import scipy.optimize
+
+from sotalign_jax import checks
+from sotalign_jax.sinkhorn import Plan, reference, sinkhorn
+
+EPSILONS = (1e-3, 5e-3, 0.05, 1.0)
+
+
+def unit(x):
+    return x / np.linalg.norm(x, axis=1, keepdims=True)
+
+
+def cosines(rng, n, m, d=8):
+    return unit(rng.normal(size=(n, d))) @ unit(rng.normal(size=(m, d))).T
+
+
+def affinities(n, m):
+    """Affinities on which solvers tend to stall or to overflow."""
+    rng = np.random.default_rng(0)
+    yield "random", cosines(rng, n, m)
+    centres = rng.normal(size=(3, 8))
+    rows = centres[rng.integers(0, 3, n)] + 0.05 * rng.normal(size=(n, 8))
+    columns = centres[np.minimum(rng.integers(0, 5, m), 2)] + 0.05 * rng.normal(size=(m, 8))
+    yield "clustered, of other sizes", unit(rows) @ unit(columns).T
+    rows, columns = rng.normal(size=(n, 8)), rng.normal(size=(m, 8))
+    rows[n // 2 :], columns[m // 3 :] = rows[0], columns[0]
+    yield "duplicated", unit(rows) @ unit(columns).T
+    k = 0.02 * rng.normal(size=(n, m))
+    k[np.arange(min(n, m)), rng.permutation(m)[: min(n, m)]] += 1
+    yield "near a permutation", k
+    yield "constant", np.full((n, m), 0.3)
+    hub = np.concatenate([rng.normal(size=(1, 8)), 0.1 * rng.normal(size=(m - 1, 8)) - 1])
+    yield "one hub", unit(rng.normal(size=(n, 8))) @ unit(hub).T
+
+
+compiled = jax.jit(sinkhorn, static_argnames="max_iterations")
+
+
+def solve(k, *, epsilon, tolerance=1e-4, max_iterations=400, log_a=None, log_b=None, init=None):
+    """`sinkhorn`, compiled once for all problems of a shape, weighted or not."""
+    n, m = k.shape
+    return compiled(
+        jnp.asarray(k),
+        epsilon=epsilon,
+        tolerance=tolerance,
+        max_iterations=max_iterations,
+        log_a=jnp.full(n, -jnp.log(n), k.dtype) if log_a is None else log_a,
+        log_b=jnp.full(m, -jnp.log(m), k.dtype) if log_b is None else log_b,
+        init=init,
+    )
+
+
+@functools.cache
+def textbook(iterations):
+    return jax.jit(functools.partial(reference, iterations=iterations, symmetric=False))
+
+
+def marginal_error(plan: Plan, a=None, b=None):
+    P = np.asarray(plan.matrix(), np.float64)
+    n, m = P.shape
+    a, b = np.full(n, 1 / n) if a is None else a, np.full(m, 1 / m) if b is None else b
+    return max(np.abs(P.sum(1) - a).sum(), np.abs(P.sum(0) - b).sum())
+
+
+# ------------------------------------------------------------------- against other solvers
+
+
+@pytest.mark.parametrize(("n", "m", "weighted"), [(24, 24, False), (24, 30, False), (24, 30, True)])
+def test_plans_equal_pot(rng, x64, n, m, weighted):
+    k = cosines(rng, n, m)
+    a, b = np.full(n, 1 / n), np.full(m, 1 / m)
+    if weighted:
+        a, b = rng.dirichlet(np.ones(n)), rng.dirichlet(np.ones(m))
+    for epsilon in (0.05, 0.2):
+        expected = ot.bregman.sinkhorn(
+            a, b, -k, epsilon, method="sinkhorn_log", stopThr=1e-13, numItermax=50_000
+        )
+        plan = solve(k, epsilon=epsilon, log_a=np.log(a), log_b=np.log(b), tolerance=1e-11)
+        assert plan.converged
+        np.testing.assert_allclose(plan.matrix(), expected, rtol=1e-7, atol=1e-11)
+
+
+def test_small_epsilon_gives_the_optimal_assignment(rng, x64):
+    k = rng.normal(size=(24, 24))
+    rows, columns = scipy.optimize.linear_sum_assignment(k, maximize=True)
+    plan = solve(k, epsilon=2e-3, tolerance=1e-6)
+    expected = np.zeros((24, 24))
+    expected[rows, columns] = 1 / 24
+    assert plan.converged
+    np.testing.assert_allclose(plan.matrix(), expected, atol=1e-5)
+
+
+def test_plan_equals_the_reference_after_many_iterations(rng, x64):
+    k = cosines(rng, 24, 24)
+    ours = solve(k, epsilon=0.1, tolerance=1e-12)
+    theirs = textbook(400)(k, epsilon=0.1)
+    np.testing.assert_allclose(ours.matrix(), theirs.matrix(), rtol=1e-9)
+    np.testing.assert_allclose(theirs.error, marginal_error(theirs), atol=1e-12)
+
+
+def test_reference_half_step(rng, x64):
+    """`symmetric` moves u half-way to its next iterate and leaves v."""
+    k = cosines(rng, 6, 9)
+    plain, symmetric = (reference(k, epsilon=0.1, iterations=2, symmetric=s) for s in (False, True))
+    following = -np.log(6) - np.log(np.exp(k / 0.1 + plain.v).sum(1))
+    np.testing.assert_allclose(symmetric.u, (plain.u + following) / 2, rtol=1e-12)
+    np.testing.assert_array_equal(symmetric.v, plain.v)
+
+
+# ------------------------------------------------------------------- robustness
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+@pytest.mark.parametrize("shape", [(24, 24), (24, 30)])
+def test_hard_affinities(x64, dtype, shape):
+    """Converged, or closer than textbook Sinkhorn after as many iterations; never NaN."""
+    for name, k in affinities(*shape):
+        k = jnp.asarray(k, dtype)
+        for epsilon in EPSILONS:
+            plan, case = solve(k, epsilon=epsilon), f"{name}, epsilon={epsilon}"
+            assert plan.u.dtype == dtype and plan.iterations <= 400, case
+            assert jnp.isfinite(plan.matrix()).all(), case
+            # What the solver believes is true, up to the rounding of exp(K/epsilon).
+            slack = 1e-9 if dtype == np.float64 else 2e-6 / epsilon**0.5
+            assert abs(plan.error - marginal_error(plan)) < slack, case
+            assert plan.converged == (plan.error <= 1e-4), case
+            if not plan.converged:
+                assert plan.error <= textbook(400)(k, epsilon=epsilon).error, case
+
+
+@pytest.mark.parametrize("shape", [(1, 1), (1, 7), (7, 1)])
+def test_single_rows_and_columns(rng, shape):
+    for epsilon in EPSILONS:
+        plan = solve(rng.normal(size=shape).astype(np.float32), epsilon=epsilon)
+        assert plan.converged
+        np.testing.assert_allclose(plan.matrix(), np.full(shape, 1 / max(shape)), rtol=3e-4)
+
+
+@pytest.mark.parametrize("budget", [1, 2, 25, 50])
+def test_budget_is_kept(rng, budget):
+    """Also where epsilon is far too small for the budget, and for float32."""
+    k = cosines(rng, 24, 24).astype(np.float32)
+    for epsilon in (1e-9, 1e-6, 1e-3, 0.5):
+        plan = solve(k, epsilon=epsilon, tolerance=1e-7, max_iterations=budget)
+        assert plan.iterations <= budget
+        assert jnp.isfinite(plan.u).all() and jnp.isfinite(plan.v).all()
+        assert jnp.isfinite(plan.error)
+
+
+def test_tolerance_is_kept(rng, x64):
+    k = cosines(rng, 24, 24)
+    iterations = []
+    for tolerance in (1e-2, 1e-5, 1e-10):
+        plan = solve(k, epsilon=0.05, tolerance=tolerance)
+        assert plan.converged and marginal_error(plan) <= tolerance + 1e-12
+        iterations.append(int(plan.iterations))
+    assert iterations == sorted(iterations) and iterations[0] < iterations[-1]
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf])
+@pytest.mark.parametrize("epsilon", [5e-3, 0.5])
+def test_bad_affinities_end_at_once_and_never_count_as_converged(rng, bad, epsilon):
+    k = cosines(rng, 24, 24).astype(np.float32)
+    k[3, 4] = bad
+    plan = solve(k, epsilon=epsilon)
+    assert not plan.converged
+    assert plan.iterations < 10
+
+
+def test_forbidden_pairs(rng):
+    """-inf in K is a pair that may not be matched."""
+    k = cosines(rng, 24, 24).astype(np.float32)
+    k[3, 4] = -np.inf
+    plan = solve(k, epsilon=5e-3)
+    assert plan.converged and plan.matrix()[3, 4] == 0
+
+
+def test_impossible_problem_is_not_converged(rng):
+    k = cosines(rng, 24, 24).astype(np.float32)
+    k[:, 4] = -np.inf
+    plan = solve(k, epsilon=5e-3)
+    assert not plan.converged
+
+
+# ------------------------------------------------------------------- weights and warm starts
+
+
+def test_padding_equals_the_smaller_problem(rng, x64):
+    k = cosines(rng, 24, 30)
+    log_a = jnp.full(24, -jnp.inf).at[:9].set(-jnp.log(9.0))
+    log_b = jnp.full(30, -jnp.inf).at[:11].set(-jnp.log(11.0))
+    for epsilon in (5e-3, 0.1):
+        padded = solve(k, epsilon=epsilon, log_a=log_a, log_b=log_b, tolerance=1e-9)
+        small = solve(k[:9, :11], epsilon=epsilon, tolerance=1e-9)
+        assert padded.converged and small.converged
+        np.testing.assert_allclose(padded.matrix()[:9, :11], small.matrix(), atol=2e-9)
+        assert jnp.sum(padded.matrix()[9:]) == jnp.sum(padded.matrix()[:, 11:]) == 0
+        assert (padded.u[9:] == -jnp.inf).all() and (padded.v[11:] == -jnp.inf).all()
+
+
+def test_warm_start_takes_fewer_iterations(rng):
+    k = cosines(rng, 24, 24).astype(np.float32)
+    near = k + 1e-3 * rng.normal(size=k.shape).astype(np.float32)
+    for epsilon in (5e-3, 0.05):
+        plan = solve(k, epsilon=epsilon)
+        again = solve(k, epsilon=epsilon, init=(plan.u, plan.v))
+        assert again.iterations == 1
+        cold = solve(near, epsilon=epsilon)
+        warm = solve(near, epsilon=epsilon, init=(plan.u, plan.v))
+        assert warm.converged and warm.iterations < cold.iterations
+
+
+@pytest.mark.parametrize("scale", [0.0, 10.0, 1e3, 1e6, 1e38, np.inf, np.nan])
+@pytest.mark.parametrize("spread", [False, True])
+def test_any_start_converges(rng, scale, spread):
+    k = cosines(rng, 24, 24).astype(np.float32)
+    v = rng.normal(size=24) if spread else np.ones(24)
+    init = np.zeros(32, np.float32), (scale * v).astype(np.float32)
+    for epsilon in (5e-3, 0.05):
+        plan = solve(k, epsilon=epsilon, init=init)
+        assert plan.converged
+        assert marginal_error(plan) < 2e-4
+
+
+# ------------------------------------------------------------------- transformations
+
+
+def test_eager_equals_jit_and_weights_are_uniform_by_default(rng):
+    k = jnp.asarray(cosines(rng, 24, 24), jnp.float32)
+    np.testing.assert_array_equal(
+        sinkhorn(k, epsilon=0.05, max_iterations=400).v, solve(k, epsilon=0.05).v
+    )
+
+
+def test_vmap_equals_one_by_one(rng, x64):
+    k = jnp.stack([k for _, k in affinities(24, 24)])
+    epsilons = jnp.array([0.01, 0.02, 0.05, 0.05, 0.1, 0.3])
+    batched = jax.jit(jax.vmap(lambda k, epsilon: sinkhorn(k, epsilon=epsilon)))(k, epsilons)
+    assert batched.converged.all()
+    for i in range(len(k)):
+        one = solve(k[i], epsilon=epsilons[i])
+        assert abs(one.iterations - batched.iterations[i]) <= 2
+        batch_plan = jax.tree.map(lambda leaf, i=i: leaf[i], batched)
+        np.testing.assert_allclose(one.matrix(), batch_plan.matrix(), atol=1e-4)
+
+
+def test_plan_is_a_pytree_with_lazy_views(rng, x64):
+    k = cosines(rng, 24, 30)
+    plan = solve(k, epsilon=0.1)
+    assert isinstance(plan, Plan)
+    np.testing.assert_allclose(plan.matrix(), np.exp(plan.log_matrix()))
+    values = rng.normal(size=(30, 3))
+    np.testing.assert_allclose(plan.apply(values), plan.matrix() @ values, rtol=1e-12)
+
+
+def test_half_precision_is_solved_in_float32(rng):
+    k = jnp.asarray(cosines(rng, 4, 4), jnp.bfloat16)
+    plan = jax.eval_shape(functools.partial(sinkhorn, epsilon=0.1), k)
+    assert plan.u.dtype == plan.affinity.dtype == jnp.float32
+
+
+# ------------------------------------------------------------------- errors
+
+
+def test_differentiating_a_plan_is_refused():
+    k = jnp.eye(3)
+
+    def loss(k):
+        return sinkhorn(k, epsilon=0.1).matrix().sum()
+
+    with pytest.raises(TypeError, match="plans are not differentiable; use klot"):
+        jax.grad(loss)(k)
+    with pytest.raises(TypeError, match="plans are not differentiable; use klot"):
+        jax.jvp(loss, (k,), (k,))
+    jax.eval_shape(jax.grad(lambda k: loss(jax.lax.stop_gradient(k))), k)
+
+
+@pytest.mark.parametrize(
+    ("shape", "options", "message"),
+    [
+        ((3,), {}, r"K: has shape \(3,\)"),
+        ((0, 3), {}, r"K: has shape \(0, 3\); pass a non-empty matrix"),
+        ((3, 3), {"epsilon": 0.0}, "epsilon: is 0; pass a number above 0"),
+        ((3, 3), {"epsilon": -1.0}, "epsilon: is -1"),
+        ((3, 3), {"epsilon": float("nan")}, "epsilon: is nan"),
+        ((3, 3), {"max_iterations": 0}, "max_iterations: is 0"),
+        ((3, 4), {"log_a": jnp.zeros(4)}, r"log_a: has shape \(4,\) but the affinity needs \(3,\)"),
+        ((3, 4), {"log_b": jnp.zeros(3)}, r"log_b: has shape \(3,\)"),
+        ((3, 4), {"init": (jnp.zeros(3), jnp.zeros(3))}, r"init: v has shape \(3,\)"),
+    ],
+)
+def test_bad_arguments(shape, options, message):
+    with pytest.raises(checks.InputError, match=message):
+        sinkhorn(jnp.zeros(shape), **({"epsilon": 0.1} | options))

@@ -1,0 +1,462 @@
+import dataclasses
+import math
+
+import compile_cache
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+
+from sotalign_jax import affinity, checks, data, heads, methods, sampling, teachers, training
+
+D_X, D_Y = 12, 10
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _compiled(tmp_path_factory):
+    with compile_cache.kept_in(tmp_path_factory.mktemp("compiled")):
+        yield
+
+
+@pytest.fixture(scope="module")
+def dataset():
+    """Noisy linear views of one latent: 60 pairs, 40 + 36 unpaired rows, a gallery of 80."""
+    rng = np.random.default_rng(0)
+    z, to_x, to_y = rng.normal(size=(216, 6)), rng.normal(size=(6, D_X)), rng.normal(size=(6, D_Y))
+    x = (z @ to_x + 0.5 * rng.normal(size=(216, D_X))).astype(np.float32)
+    y = (z @ to_y + 0.5 * rng.normal(size=(216, D_Y))).astype(np.float32)
+    return data.dataset(
+        (x[:60], y[:60]),
+        x=x[60:100],
+        y=y[100:136],
+        val=data.gallery(x[136:], y[136:]),
+    )
+
+
+@pytest.fixture(scope="module")
+def teacher(dataset):
+    return teachers.cca(dataset.pairs_x, dataset.pairs_y)
+
+
+@pytest.fixture(scope="module")
+def start():
+    return heads.build_heads(D_X, D_Y, 8, seed=1)
+
+
+class Recorder:
+    """Keeps everything it hears, copied to the host."""
+
+    def __init__(self):
+        self.steps, self.values, self.snapshots = [], [], {}
+
+    def metrics(self, step, values):
+        self.steps.append(step)
+        self.values.append({name: float(value) for name, value in values.items()})
+
+    def snapshot(self, step, snapshot):
+        self.snapshots[step] = jax.tree.map(np.array, snapshot)
+
+
+CONFIG = training.TrainConfig(
+    steps=23, pair_batch=32, unpaired_batch=16, learning_rate=3e-3, eval_every=4, seed=5
+)
+# The pool in one batch, so that potentials are carried from step to step.
+WHOLE_POOL = training.TrainConfig(steps=150, learning_rate=3e-3, eval_every=50, seed=0)
+SOTALIGN = methods.SOTAlign(alpha=1e-3)
+
+
+def run(method, start, dataset, config=CONFIG, **options):
+    recorder = Recorder()
+    trained, best = training.fit(method, start, dataset, config, observer=recorder, **options)
+    return trained, best, recorder
+
+
+def assert_same(first, second):
+    """Equal bit by bit."""
+    a, b = jax.tree.leaves(first), jax.tree.leaves(second)
+    assert len(a) == len(b) > 0
+    for left, right in zip(a, b, strict=True):
+        np.testing.assert_array_equal(left, right, strict=True)
+
+
+@pytest.fixture(scope="module")
+def sail(start, dataset):
+    return run(methods.SAIL(), start, dataset)
+
+
+# --- one step ----------------------------------------------------------------------------------
+
+
+def test_step_is_lion_by_hand(start, dataset):
+    config = dataclasses.replace(CONFIG, steps=30, weight_decay=0.1)
+    method, batches = methods.SAIL(), training.place(dataset)
+    state = training.init_state(method, start, batches, config)
+    step = training.make_step(method, start, config)
+    graphdef, params = nnx.split(start)
+    lion = optax.lion(3e-3, b1=0.9, b2=0.99, weight_decay=0.1)  # the rate is replaced below
+    momentum = jax.tree.map(jnp.zeros_like, params)
+    key = jax.random.fold_in(jax.random.key(config.seed), 1)
+    opt_state = lion.init(params)
+
+    @jax.jit
+    def gradient_of(params, t):
+        batch = sampling.draw(key, t, batches, pairs=32, unpaired=16)
+        return jax.grad(lambda p: method(nnx.merge(graphdef, p), batch, None, {})[0])(params)
+
+    for t in range(2):
+        state, metrics = step(state, batches, None)
+        rate = 3e-3 * (t + 1) / 3  # warm-up over a tenth of the steps
+        gradient = gradient_of(params, jnp.int32(t))
+        expected = jax.tree.map(
+            lambda p, m, g, rate=rate: p - rate * (jnp.sign(0.9 * m + 0.1 * g) + 0.1 * p),
+            params,
+            momentum,
+            gradient,
+        )
+        momentum = jax.tree.map(lambda m, g: 0.99 * m + 0.01 * g, momentum, gradient)
+        updates, opt_state = lion.update(gradient, opt_state, params)
+        by_optax = optax.apply_updates(
+            params, jax.tree.map(lambda u, t=t: u * (t + 1) / 3, updates)
+        )
+        norm = math.sqrt(sum(float(np.sum(np.square(g))) for g in jax.tree.leaves(gradient)))
+        np.testing.assert_allclose(metrics["gradient_norm"], norm, rtol=1e-4)
+        params = expected
+        for other in (expected, by_optax):
+            jax.tree.map(
+                lambda a, b: np.testing.assert_allclose(a, b, atol=1e-6), state.params, other
+            )
+    assert int(state.step) == 2
+
+
+def test_learning_rate_warms_up_then_falls_to_zero():
+    rates = [float(teachers.warmup_cosine(1e-4, 2000)(t)) for t in range(2001)]
+    assert rates[0] == pytest.approx(1e-4 / 200)
+    assert rates[199] == pytest.approx(1e-4)
+    assert np.argmax(rates) in (199, 200)
+    assert rates[1100] == pytest.approx(5e-5, rel=1e-3)  # half-way down
+    assert rates[2000] == pytest.approx(0.0, abs=1e-12)
+    assert np.all(np.diff(rates[200:]) <= 0)
+
+
+def test_step_compiles_once_and_donates_its_state(start, dataset, teacher):
+    traces = []
+
+    class Counted(methods.SOTAlign):
+        def __call__(self, *args):
+            traces.append(None)
+            return super().__call__(*args)
+
+    method, batches = Counted(**dataclasses.asdict(SOTALIGN)), training.place(dataset)
+    state = training.init_state(method, start, batches, WHOLE_POOL)
+    assert set(state.memory) == {"v", "v_star"}
+    step = training.make_step(method, start, WHOLE_POOL)
+    for _ in range(3):
+        before = state
+        state, metrics = step(state, batches, teacher)
+        assert all(leaf.is_deleted() for leaf in jax.tree.leaves(before))
+    assert len(traces) == 1
+    assert step._cache_size() == 1
+    assert int(metrics["teacher_iterations"]) == 1
+    assert not any(leaf.is_deleted() for leaf in jax.tree.leaves((batches, teacher)))
+
+
+def test_fit_compiles_once(start, dataset):
+    traces = []
+
+    class Counted(methods.SAIL):
+        def __call__(self, *args):
+            traces.append(None)
+            return super().__call__(*args)
+
+    _, _, recorder = run(Counted(), start, dataset)
+    assert len(recorder.steps) == CONFIG.steps
+    assert len(traces) == 1
+
+
+def test_pools_that_nobody_reads_stay_on_the_host(dataset):
+    placed = training.place(dataset, pool=False)
+    assert placed.pool_x.shape == (0, D_X)
+    assert placed.pool_y.shape == (0, D_Y)
+    np.testing.assert_array_equal(training.place(dataset).pool_y, dataset.pool_y)
+
+
+# --- the loop ----------------------------------------------------------------------------------
+
+
+def test_observer_hears_every_step_once_and_in_order(sail):
+    _, _, recorder = sail
+    assert recorder.steps == list(range(1, 24))
+    assert list(recorder.snapshots) == [4, 8, 12, 16, 20, 23]  # and the last, off the beat
+    scored = [
+        step
+        for step, values in zip(recorder.steps, recorder.values, strict=True)
+        if "val/mean/R@1" in values
+    ]
+    assert scored == list(recorder.snapshots)
+    assert {"loss", "siglip", "gradient_norm"} <= set(recorder.values[0])
+
+
+def test_heads_given_are_left_as_they_are(start, dataset, sail):
+    assert_same(nnx.state(start), nnx.state(heads.build_heads(D_X, D_Y, 8, seed=1)))
+    assert not np.array_equal(sail[0].x.linear.kernel[...], start.x.linear.kernel[...])
+
+
+def test_same_seed_same_run_other_seed_other_run(start, dataset, sail):
+    again = run(methods.SAIL(), start, dataset)
+    assert_same(nnx.state(again[0]), nnx.state(sail[0]))
+    assert again[2].values == sail[2].values
+    other = run(methods.SAIL(), start, dataset, dataclasses.replace(CONFIG, seed=6))
+    assert other[2].values[0] != sail[2].values[0]
+
+
+def score(recorder):
+    return {
+        step: values["val/mean/R@1"]
+        for step, values in zip(recorder.steps, recorder.values, strict=True)
+        if "val/mean/R@1" in values
+    }
+
+
+class Spoiled(methods.SAIL):
+    """Learns the pairs for 20 steps and then their opposite; the memory counts steps."""
+
+    def start(self, data, unpaired_batch):
+        return jnp.int32(0)
+
+    def __call__(self, heads, batch, teacher, memory):
+        loss, (metrics, _) = super().__call__(heads, batch, teacher, {})
+        return jnp.where(memory < 20, 1.0, -1.0) * loss, (metrics, memory + 1)
+
+
+def test_best_parameters_are_kept_not_the_last(start, dataset):
+    config = dataclasses.replace(CONFIG, learning_rate=2e-2, steps=40)
+    trained, best, recorder = run(Spoiled(), start, dataset, config)
+    scores = score(recorder)
+    at = max(scores, key=scores.get)  # the first of equals
+    assert 4 < at < 40
+    assert scores[at] > scores[4] + 5.0
+    assert scores[at] > scores[40] + 5.0
+    assert int(best.step) == at
+    np.testing.assert_allclose(best.mean_r1, scores[at], rtol=1e-6)
+    assert_same(nnx.state(trained), recorder.snapshots[at].state.params)
+    kept = training.evaluate(trained.x, trained.y, dataset.val)
+    assert kept["mean/R@1"] == scores[at]
+
+
+def test_without_validation_the_last_parameters_are_kept(start, dataset):
+    blind = dataclasses.replace(dataset, val=None)
+    trained, best, recorder = run(Spoiled(), start, blind)
+    assert int(best.step) == CONFIG.steps
+    assert_same(nnx.state(trained), recorder.snapshots[CONFIG.steps].state.params)
+    assert not any(name.startswith("val") for values in recorder.values for name in values)
+
+
+@pytest.fixture(scope="module")
+def sotalign(start, dataset, teacher):
+    return run(SOTALIGN, start, dataset, WHOLE_POOL, teacher=teacher)
+
+
+@pytest.mark.parametrize("batches", ["drawn", "whole"])
+def test_a_continued_run_is_bit_identical(start, dataset, teacher, batches, request):
+    if batches == "whole":
+        config, stop = WHOLE_POOL, 100
+        trained, best, full = request.getfixturevalue("sotalign")
+    else:
+        config, stop = dataclasses.replace(CONFIG, steps=11), 4
+        trained, best, full = run(SOTALIGN, start, dataset, config, teacher=teacher)
+    snapshot = full.snapshots[stop]
+    assert bool(snapshot.state.memory) == (batches == "whole")
+    templates = []
+
+    def resume(template):
+        templates.append(jax.tree.structure(template))
+        return jax.tree.map(jnp.asarray, snapshot)
+
+    again, again_best, rest = run(SOTALIGN, start, dataset, config, teacher=teacher, resume=resume)
+    assert templates == [jax.tree.structure(snapshot)]
+    assert rest.steps == list(range(stop + 1, config.steps + 1))
+    assert rest.values == full.values[stop:]
+    assert_same(nnx.state(again), nnx.state(trained))
+    assert_same(tuple(again_best), tuple(best))
+    assert_same(rest.snapshots[config.steps], full.snapshots[config.steps])
+
+
+def test_a_finished_run_is_not_trained_further(start, dataset, sail):
+    trained, best, recorder = sail
+
+    def resume(template):
+        return jax.tree.map(jnp.asarray, recorder.snapshots[CONFIG.steps])
+
+    again, again_best, silent = run(methods.SAIL(), start, dataset, resume=resume)
+    assert silent.steps == []
+    assert_same(nnx.state(again), nnx.state(trained))
+    assert_same(tuple(again_best), tuple(best))
+
+
+def test_resume_may_have_nothing_to_offer(start, dataset, sail):
+    again = run(methods.SAIL(), start, dataset, resume=lambda template: None)
+    assert_same(nnx.state(again[0]), nnx.state(sail[0]))
+
+
+# --- what stops a run --------------------------------------------------------------------------
+
+
+class BrokenLoss(methods.SAIL):
+    """The loss is NaN from the seventh step on."""
+
+    def start(self, data, unpaired_batch):
+        return jnp.int32(1)
+
+    def __call__(self, heads, batch, teacher, memory):
+        loss, (metrics, _) = super().__call__(heads, batch, teacher, {})
+        return self.spoil(loss, heads, memory >= 7), (metrics, memory + 1)
+
+    def spoil(self, loss, heads, broken):
+        return jnp.where(broken, jnp.nan, loss)
+
+
+class BrokenGradient(BrokenLoss):
+    """The gradient alone is NaN from the seventh step on: that of sqrt(x^2) at x = 0."""
+
+    def spoil(self, loss, heads, broken):
+        zero = heads.bias[...] - jax.lax.stop_gradient(heads.bias[...])
+        return loss + jnp.sqrt(zero**2 + jnp.where(broken, 0.0, 1.0))
+
+
+@pytest.mark.parametrize("method", [BrokenLoss(), BrokenGradient()])
+def test_non_finite_loss_or_gradient_stops_the_run(start, dataset, method):
+    recorder = Recorder()
+    with pytest.raises(training.NonFiniteLossError, match=r"at step 7 \(.*loss .*\); lower"):
+        training.fit(method, start, dataset, CONFIG, observer=recorder)
+    assert recorder.steps == [1, 2, 3, 4, 5, 6]  # what led to it is told
+    assert list(recorder.snapshots) == [4]
+
+
+def test_nan_in_the_pool_stops_the_run(start, dataset, teacher):
+    pool = dataset.pool_x.copy()
+    pool[3, 2] = np.nan  # past the checks of `data.dataset`
+    spoiled = dataclasses.replace(dataset, pool_x=pool)
+    with pytest.raises(training.NonFiniteLossError, match=r"at step 1 \(.*klot nan"):
+        run(SOTALIGN, start, spoiled, WHOLE_POOL, teacher=teacher)
+
+
+def test_a_learning_rate_far_too_large_stops_the_run(start, dataset):
+    config = dataclasses.replace(CONFIG, learning_rate=1e30)
+    with pytest.raises(training.NonFiniteLossError, match=r"at step 2 \(.*; lower learning_rate"):
+        run(methods.SAIL(), start, dataset, config)
+
+
+def test_method_without_its_pool_or_teacher(start, dataset, teacher):
+    empty = dataclasses.replace(dataset, pool_y=dataset.pool_y[:0])
+    with pytest.raises(checks.InputError, match="pool: x has 40 rows and y has 0 but SOTAlign"):
+        run(methods.SOTAlign(), start, empty, teacher=teacher)
+    with pytest.raises(checks.InputError, match="teacher: is None but SOTAlign needs one"):
+        run(methods.SOTAlign(), start, dataset)
+    wrong = teachers.cca(dataset.pairs_x[:, :5], dataset.pairs_y)
+    with pytest.raises(checks.InputError, match=r"teacher: maps widths \(5, 10\) but .*\(12, 10\)"):
+        run(methods.SOTAlign(), start, dataset, teacher=wrong)
+
+
+def test_supervised_training_needs_neither(start, dataset, sail):
+    empty = dataclasses.replace(dataset, pool_x=dataset.pool_x[:0], pool_y=dataset.pool_y[:0])
+    assert run(methods.SAIL(), start, empty)[2].values == sail[2].values
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"steps": 0}, "steps: is 0; pass a whole number above 0"),
+        ({"pair_batch": 1.5}, "pair_batch: is 1.5"),
+        ({"unpaired_batch": -1}, "unpaired_batch: is -1"),
+        ({"eval_every": 0}, "eval_every: is 0"),
+        ({"learning_rate": float("nan")}, "learning_rate: is nan"),
+        ({"weight_decay": -1.0}, "weight_decay: is -1.0"),
+    ],
+)
+def test_options_that_cannot_be_used(options, message):
+    with pytest.raises(checks.InputError, match=message):
+        training.TrainConfig(**options)
+
+
+# --- embedding and evaluation ------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", ["linear", "mlp"])
+def test_embedding_in_blocks_is_embedding_at_once(monkeypatch, kind):
+    head = heads.build_heads(D_X, D_Y, 4, kind=kind).x
+    rows = np.random.default_rng(0).normal(size=(23, D_X)).astype(np.float32)
+    direct = affinity.l2_normalize(head(rows))
+    monkeypatch.setattr(training, "EMBED_CHUNK", 5)
+    blocks = training.embed(head, rows)
+    assert blocks.shape == (23, 4)
+    np.testing.assert_allclose(blocks, direct, atol=1e-6)
+    np.testing.assert_allclose(np.linalg.norm(blocks, axis=1), 1.0, rtol=1e-6)
+
+
+@pytest.mark.parametrize("dtype", [np.float16, jnp.bfloat16, np.float64])
+def test_embedding_of_any_dtype_from_host_or_device(dtype, tmp_path):
+    head = heads.build_heads(D_X, D_Y, 4).x
+    rows = np.random.default_rng(0).normal(size=(7, D_X)).astype(dtype)
+    expected = training.embed(head, rows.astype(np.float32))
+    assert expected.dtype == np.float32
+    for given in (rows, jnp.asarray(rows)):
+        np.testing.assert_allclose(training.embed(head, given), expected, atol=1e-6)
+
+
+def test_embedding_through_an_affine_map(teacher, dataset):
+    np.testing.assert_allclose(
+        training.embed(teacher.map_x, dataset.pairs_x), teacher.x(dataset.pairs_x), atol=1e-6
+    )
+
+
+def test_half_precision_data_trains_like_single(start, dataset, teacher):
+    half = data.Dataset(
+        *(
+            getattr(dataset, name).astype(np.float16)
+            for name in ("pairs_x", "pairs_y", "pool_x", "pool_y")
+        )
+    )
+    assert training.place(half).pool_x.dtype == jnp.float16  # half the memory
+    single = data.Dataset(
+        *(
+            getattr(half, name).astype(np.float32)
+            for name in ("pairs_x", "pairs_y", "pool_x", "pool_y")
+        )
+    )
+    runs = [run(methods.SAIL(), start, each)[2] for each in (half, single)]
+    np.testing.assert_allclose(
+        [values["loss"] for values in runs[0].values],
+        [values["loss"] for values in runs[1].values],
+        rtol=1e-4,
+    )
+
+
+def test_zero_shot_of_heads(start):
+    rng = np.random.default_rng(0)
+    task = data.zero_shot(
+        rng.normal(size=(9, D_X)), rng.integers(0, 3, 9), rng.normal(size=(3, 2, D_Y))
+    )
+    scores = training.evaluate_zero_shot(start.x, start.y, task)
+    prompts = np.array(start.y(task.prompts.reshape(6, D_Y))).reshape(3, 2, -1)
+    prompts /= np.linalg.norm(prompts, axis=-1, keepdims=True)
+    classes = prompts.mean(1) / np.linalg.norm(prompts.mean(1), axis=-1, keepdims=True)
+    predicted = np.argmax(np.asarray(start.x(task.x)) @ classes.T, axis=1)
+    assert scores["zero_shot/top1"] == pytest.approx(100 * np.mean(predicted == task.labels))
+
+
+# --- learning ----------------------------------------------------------------------------------
+
+
+def test_sotalign_learns_to_retrieve(start, dataset, sotalign):
+    before = training.evaluate(start.x, start.y, dataset.val)["mean/R@10"]
+    trained, best, recorder = sotalign
+    after = training.evaluate(trained.x, trained.y, dataset.val)
+    assert before < 30.0  # chance is 10 of 80
+    assert after["mean/R@10"] > 70.0
+    assert after["mean/R@1"] == pytest.approx(float(best.mean_r1))
+    assert after["mean/R@1"] > 20.0  # chance is 1.25
+    losses = [values["loss"] for values in recorder.values]
+    assert np.mean(losses[-10:]) < 0.5 * losses[0]
+    assert [values["teacher_iterations"] for values in recorder.values[1:]] == [1.0] * 149
