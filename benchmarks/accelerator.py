@@ -15,21 +15,22 @@ import pathlib
 import re
 import sys
 import time
-import warnings
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.experimental import topologies
 
+from benchmarks import common
 from sotalign_jax import checks, heads, methods, sampling, tables, teachers, training
 
 GIB = 2**30
-SIZES = (8192, 16_384, 22_768, 32_768, 45_056, 65_536, 90_112, 131_072, 180_224, 262_144, 360_448)
+SIZES = tuple(1024 * k for k in (8, 16, 22, 32, 44, 64, 88, 128, 176, 256, 352, 512, 704, 1024))
 """Unpaired batches among which the largest that fits is sought."""
 GPU_RESERVED = 0.05
-"""Share of a GPU's memory left to the CUDA context and libraries; a TPU's compiler knows its own."""
+"""Share of a GPU's memory that CUDA and its libraries take; a TPU's compiler knows its own."""
 
 
 class Target(NamedTuple):
@@ -66,11 +67,13 @@ class Workload:
 
 
 class Memory(NamedTuple):
-    """Bytes that the compiled step needs; `total` counts donated arrays once."""
+    """Bytes that the compiled step needs: nothing but a total when it did not compile.
 
-    arguments: int
-    outputs: int
-    temporaries: int
+    Outputs are the donated arguments but for a few metrics, and count in `total` only.
+    """
+
+    arguments: int | None
+    temporaries: int | None
     total: int
     fits: bool
 
@@ -81,9 +84,9 @@ def missing_plugin(target: Target) -> str | None:
         found = importlib.util.find_spec(target.plugin) is not None
     except ModuleNotFoundError:  # the plugin's parent package
         found = False
-    extra = {"tpu": "tpu", "cuda": "cuda12"}[target.platform]
     if found:
         return None
+    extra = {"tpu": "tpu", "cuda": "cuda12"}[target.platform]
     return (
         f"target: the compiler for {target.platform} is not installed; "
         f'run pip install "jax[{extra}]=={jax.__version__}"'
@@ -92,8 +95,6 @@ def missing_plugin(target: Target) -> str | None:
 
 def device(target: Target) -> Any:
     """A device that XLA compiles for without having it."""
-    from jax.experimental import topologies
-
     message = missing_plugin(target)
     if message is not None:
         raise checks.InputError(message)
@@ -116,15 +117,14 @@ def lower(workload: Workload, where: Any) -> Any:
     config = training.TrainConfig(pair_batch=w.pairs, unpaired_batch=w.unpaired)
     model = nnx.eval_shape(lambda: heads.build_heads(w.width_x, w.width_y, w.dim))
 
-    def shape(*size: int, dtype: Any = jnp.float32) -> jax.ShapeDtypeStruct:
+    def shape(*size: int, dtype: Any = jnp.float32) -> Any:  # stands for an array
         return jax.ShapeDtypeStruct(size, dtype)
 
-    rows = max(w.pool, w.unpaired)
     batches = sampling.DeviceData(
         shape(w.pairs, w.width_x, dtype=w.dtype),
         shape(w.pairs, w.width_y, dtype=w.dtype),
-        shape(rows, w.width_x, dtype=w.dtype),
-        shape(rows, w.width_y, dtype=w.dtype),
+        shape(w.pool, w.width_x, dtype=w.dtype),
+        shape(w.pool, w.width_y, dtype=w.dtype),
     )
     teacher = teachers.LinearTeacher(
         heads.AffineMap(shape(w.dim, w.width_x), shape(w.dim), "l2"),
@@ -144,3 +144,191 @@ def lower(workload: Workload, where: Any) -> Any:
         (state, batches, teacher),
     )
     return step.trace(*arguments).lower()
+
+
+def measure(workload: Workload, target: Target, where: Any) -> Memory:
+    """Compiles the step and reads its memory; a TPU program that does not fit does not compile."""
+    try:
+        stats = lower(workload, where).compile().memory_analysis()
+    except jax.errors.JaxRuntimeError as error:
+        needed = needed_bytes(str(error))
+        if needed is None:
+            raise
+        return Memory(None, None, needed, fits=False)
+    arguments = stats.argument_size_in_bytes
+    kept = arguments + stats.output_size_in_bytes - stats.alias_size_in_bytes
+    if target.platform == "tpu":  # its temporaries count what is lost to fragmentation twice
+        return Memory(
+            arguments, stats.peak_memory_in_bytes - kept, stats.peak_memory_in_bytes, True
+        )
+    total = kept + stats.temp_size_in_bytes
+    usable = (1 - GPU_RESERVED) * target.memory
+    return Memory(arguments, stats.temp_size_in_bytes, total, fits=total <= usable)
+
+
+def needed_bytes(message: str) -> int | None:
+    """What a program would use, from XLA's out-of-memory message; None for other messages.
+
+    >>> needed_bytes("Ran out of memory in memory space hbm. Used 1.5G of 1.0G hbm.") / GIB
+    1.5
+    """
+    found = re.search(r"Used ([\d.]+)([KMGT]) of [\d.]+[KMGT] hbm", message)
+    if found is None:
+        return None
+    return int(float(found[1]) * 1024 ** (1 + "KMGT".index(found[2])))
+
+
+def largest_fitting(sizes: Sequence[int], fits: Callable[[int], bool]) -> int | None:
+    """The largest of `sizes` (ascending) that fits, by bisection; None when none does.
+
+    >>> largest_fitting([1, 2, 4, 8], lambda size: size < 5)
+    4
+    """
+    low, high = 0, len(sizes)
+    while low < high:
+        middle = (low + high) // 2
+        low, high = (middle + 1, high) if fits(sizes[middle]) else (low, middle)
+    return sizes[low - 1] if low else None
+
+
+class Survey:
+    """Compiles each workload once, tells about it on stderr, and keeps the results."""
+
+    def __init__(self, name: str, where: Any):
+        self.name = name
+        self.target = TARGETS[name]
+        self.where = where
+        self.results: dict[Workload, tuple[Memory, float]] = {}
+
+    def __call__(self, workload: Workload) -> Memory:
+        """Memory of the step."""
+        if workload not in self.results:
+            label = f"{_mode(workload)}, {workload.unpaired:,} unpaired"
+            print(f"compiling for {self.name}: {label} ...", file=sys.stderr, flush=True)
+            start = time.perf_counter()
+            memory = measure(workload, self.target, self.where)
+            seconds = time.perf_counter() - start
+            self.results[workload] = memory, seconds
+            verdict = "fits" if memory.fits else "does not fit"
+            print(f"  {memory.total / GIB:.2f} GiB, {verdict} ({seconds:.0f} s)", file=sys.stderr)
+        return self.results[workload][0]
+
+    def fits(self, workload: Workload) -> bool:
+        """Whether the step fits; larger that fit and smaller that do not tell without compiling."""
+        for other, (memory, _) in self.results.items():
+            larger = other.unpaired >= workload.unpaired
+            if _mode(other) == _mode(workload) and larger == memory.fits:
+                return memory.fits
+        return self(workload).fits
+
+    def table(self) -> tables.Table:
+        """One row for each workload, by mode and size."""
+        rows = []
+        ordered = sorted(self.results, key=lambda w: (w.block_size or 0, w.unpaired))
+        for workload in ordered:
+            memory, seconds = self.results[workload]
+            sizes = (memory.arguments, memory.temporaries, memory.total)
+            rows.append(
+                [
+                    self.name,
+                    _mode(workload),
+                    workload.pairs,
+                    workload.unpaired,
+                    workload.pool,
+                    *(None if size is None else size / GIB for size in sizes),
+                    100 * memory.total / self.target.memory,
+                    "yes" if memory.fits else "no",
+                    round(seconds),
+                ]
+            )
+        return tables.table(_HEADERS, rows, digits=2)
+
+
+_HEADERS = (
+    "target",
+    "KLOT",
+    "pairs",
+    "unpaired",
+    "pool",
+    "arguments GiB",
+    "temporaries GiB",
+    "total GiB",
+    "% of device",
+    "fits",
+    "compile s",
+)
+
+
+def _mode(workload: Workload) -> str:
+    return "dense" if workload.block_size is None else f"streamed {workload.block_size}"
+
+
+def _count(text: str) -> int:
+    value = int(text.replace("_", ""))
+    if value < 1:
+        raise ValueError(text)
+    return value
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    add = parser.add_argument
+    add("--target", choices=tuple(TARGETS), required=True, help="device to compile for")
+    add("--unpaired", type=_count, nargs="+", default=[22_768, 131_072], help="unpaired batches")
+    add("--pairs", type=_count, default=10_000, help="pairs in a step")
+    add("--pool", type=_count, default=100_000, help="rows of each pool, float16, on the device")
+    add("--block_size", type=_count, default=1024, help="rows of a block when streaming")
+    add(
+        "--largest",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="look for the largest unpaired batch that fits",
+    )
+    add("--out", type=pathlib.Path, default=common.RESULTS, help="folder for the tables")
+    return parser
+
+
+def _survey_mode(
+    survey: Survey, arguments: argparse.Namespace, block_size: int | None
+) -> int | None:
+    """Compiles the sizes asked for; returns the largest that fits when that is asked for too."""
+
+    def at(unpaired: int) -> Workload:
+        pool = max(arguments.pool, unpaired)  # a batch is drawn without replacement
+        return Workload(arguments.pairs, unpaired, pool, block_size=block_size)
+
+    for unpaired in arguments.unpaired:
+        survey(at(unpaired))
+    if not arguments.largest:
+        return None
+    return largest_fitting(SIZES, lambda size: survey.fits(at(size)))
+
+
+def run(arguments: argparse.Namespace) -> None:
+    """Surveys one target; what was compiled is written even if the rest is interrupted."""
+    survey = Survey(arguments.target, device(TARGETS[arguments.target]))
+    try:
+        largest = {b: _survey_mode(survey, arguments, b) for b in (None, arguments.block_size)}
+    finally:
+        print(survey.table())
+        print("wrote", *survey.table().save(arguments.out / f"accelerator-{arguments.target}"))
+    for block_size, size in largest.items():
+        if size is not None:
+            mode = _mode(Workload(block_size=block_size))
+            print(f"largest unpaired batch that fits, {mode}: {size:,} of up to {SIZES[-1]:,}")
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Parses the command line; what the user can mend ends in one line."""
+    arguments = _parser().parse_args(argv)
+    jax.config.update("jax_platforms", "cpu")  # the target is described, not there
+    try:
+        run(arguments)
+    except (checks.InputError, OSError) as error:
+        sys.exit(f"error: {error}")
+
+
+if __name__ == "__main__":
+    main()

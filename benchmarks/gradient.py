@@ -11,12 +11,12 @@ memory, takes too long or has a wrong gradient is a row of the table, not a gap.
 import functools
 import math
 import pathlib
+import re
 import time
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 from tqdm import tqdm
 
 from benchmarks import common, peers
@@ -25,8 +25,11 @@ from benchmarks.peers import Arm, Target
 from sotalign_jax import affinity, klot, tables
 
 VERIFY_ROWS = 64
+VERIFY_TOLERANCE = 1e-6
+VERIFY_ITERATIONS = 10_000
 WRONG = 1e-3
 """Relative difference from our float64 gradient above which an arm is not timed."""
+HEADLINE = (*peers.ARMS[:2], peers.DANSKIN, peers.DANSKIN_MOMENTUM)
 MEMORY_SHARE = 0.7
 """Share of the free memory that a program may ask for."""
 
@@ -48,43 +51,47 @@ class Row(NamedTuple):
     times_ours: float | None
 
 
-def _inputs(arm: Arm, problem: Problem, dtype: Any = jnp.float32) -> tuple:
-    return problem.features(dtype) if arm.from_features else problem.affinities(dtype)
+def _inputs(arm: Arm, problem: Problem) -> tuple:
+    return problem.features() if arm.from_features else problem.affinities()
 
 
-def verify(arm: Arm, problem: Problem, target: Target) -> tuple[float, float]:
-    """Relative gap of an arm's float64 gradient: to ours, and to its own at a looser tolerance.
-
-    Both at a tolerance of 1e-8, where plans are converged for all that float32 could tell.
-    """
+def reference(problem: Problem, target: Target, from_features: bool) -> Any:
+    """Our gradient in float64 of converged plans, in K or in f and g."""
     with jax.enable_x64(True):
-        k, k_star = problem.affinities(jnp.float64)
+        k, k_star = problem.affinities()
 
-        def gradient(tolerance: float) -> Any:
-            goal = target._replace(tolerance=tolerance, student=20_000, teacher=20_000)
-            if arm.unrolled:
-                counts = (
-                    int(peers.plain_to_tolerance(x, epsilon, 20_000, tolerance).iterations)
-                    for x, epsilon in ((k, goal.epsilon), (k_star, goal.epsilon_star))
-                )
-                # ott-jax looks at its error every 10 iterations, and must not stop by it.
-                student, teacher = (math.ceil(count / 10) * 10 for count in counts)
-                goal = goal._replace(tolerance=0.0, student=student, teacher=teacher)
-            inputs = _inputs(arm, problem, jnp.float64)
-            return jax.jit(arm.value_and_grad(goal))(*inputs)[1]
-
-        def ours(*student: Any) -> Any:
-            k = affinity.cosine(*student) if arm.from_features else student[0]
+        def loss(*student: Any) -> Any:
             return klot(
-                k, k_star, epsilon=target.epsilon, epsilon_star=target.epsilon_star,
-                tolerance=1e-10, max_iterations=20_000,
-            )  # fmt: skip
+                affinity.cosine(*student) if from_features else student[0],
+                k_star,
+                epsilon=target.epsilon,
+                epsilon_star=target.epsilon_star,
+                tolerance=1e-10,
+                max_iterations=VERIFY_ITERATIONS,
+            )
 
-        student = _inputs(arm, problem, jnp.float64)[: 2 if arm.from_features else 1]
-        where = tuple(range(len(student)))
-        reference = jax.jit(jax.grad(ours, argnums=where))(*student)
-        found = gradient(1e-8)
-        return common.relative(found, reference), common.relative(gradient(1e-6), found)
+        student = problem.features()[:2] if from_features else (k,)
+        return jax.jit(jax.grad(loss, argnums=tuple(range(len(student)))))(*student)
+
+
+def gradient64(arm: Arm, problem: Problem, target: Target, tolerance: float) -> Any:
+    """An arm's gradient in float64 at another tolerance, whatever iterations it takes."""
+    limit = VERIFY_ITERATIONS
+    goal = target._replace(tolerance=tolerance, student=limit, teacher=limit)
+    with jax.enable_x64(True):
+        if arm.unrolled:
+            epsilons = goal.epsilon, goal.epsilon_star
+            # ott-jax looks at its error every 10 iterations, and must not stop by it.
+            student, teacher = (
+                _tens(peers.plain_to_tolerance(k, epsilon, limit, tolerance).iterations)
+                for k, epsilon in zip(problem.affinities(), epsilons, strict=True)
+            )
+            goal = goal._replace(tolerance=0.0, student=student, teacher=teacher)
+        return jax.jit(arm.value_and_grad(goal))(*_inputs(arm, problem))[1]
+
+
+def _tens(count: Any) -> int:
+    return math.ceil(int(count) / 10) * 10
 
 
 def _compile(arm: Arm, inputs: Sequence[Any], target: Target) -> Any:
@@ -103,12 +110,16 @@ def _errors(problem: Problem, scalings: Any, target: Target) -> tuple[float, flo
 # ----------------------------------------------------------------------------------- headline
 
 
-def headline(problem: Problem, target: Target, *, repeats: int, out: pathlib.Path) -> None:
+def headline(
+    problem: Problem, arms: Sequence[Arm], target: Target, *, repeats: int, out: pathlib.Path
+) -> None:
     """Ours and the strongest uses of ott-jax, to the same marginal error on both plans."""
+    small = problem.first(VERIFY_ROWS)
     compiled, results, gaps = {}, {}, {}
-    arms = [*peers.ARMS[:2], peers.DANSKIN, peers.DANSKIN_MOMENTUM]
+    expected = functools.cache(functools.partial(reference, small, target))
     for arm in tqdm(arms, desc="verify and compile", leave=False):
-        gaps[arm.name] = verify(arm, problem.first(VERIFY_ROWS), target)[0]
+        found = gradient64(arm, small, target, VERIFY_TOLERANCE)
+        gaps[arm.name] = common.relative(found, expected(arm.from_features))
         compiled[arm.name] = _compile(arm, _inputs(arm, problem), target)
         results[arm.name] = compiled[arm.name](*_inputs(arm, problem))
     calls = {a.name: functools.partial(compiled[a.name], *_inputs(a, problem)) for a in arms}
@@ -142,14 +153,17 @@ def headline(problem: Problem, target: Target, *, repeats: int, out: pathlib.Pat
     title = f"KLOT loss + gradient, {problem.name}, n={n}, epsilon {target.epsilon:g}, "
     title += f"epsilon* {target.epsilon_star:g}, marginal error {target.tolerance:g}"
     common.report(title, tables.table(headers, rows, digits=3), out / f"gradient_headline_n{n}")
-    gap = common.relative(results[peers.DANSKIN.name][1], results[peers.OURS.name][1])
-    print(f"gradients of ours and ott-jax Danskin differ by {gap:.1e} (relative, Frobenius)")
-    for arm in (peers.DANSKIN, peers.DANSKIN_MOMENTUM):
+    if peers.DANSKIN in arms:
+        gap = common.relative(results[peers.DANSKIN.name][1], results[peers.OURS.name][1])
+        print(f"gradients of ours and ott-jax Danskin differ by {gap:.1e} (relative, Frobenius)")
+    for arm in arms[1:]:
         ratio = seconds[arm.name] / seconds[peers.OURS.name]
-        print(f"ours is {ratio:.1f} times as fast as {arm.name}")
+        print(f"{peers.OURS.name} takes 1/{ratio:.1f} of the time of {arm.name}")
     made, (left,) = common.figure(1, width=6)
     names = [row[0] for row in rows]
-    bars = left.barh(names, [row[-1] for row in rows], color=["C0", "C0", "C1", "C1"])
+    bars = left.barh(
+        names, [row[-1] for row in rows], color=[f"C{int(arm.textbook)}" for arm in arms]
+    )
     left.bar_label(bars, fmt="%.1f", padding=2)
     left.invert_yaxis()
     left.set_xlabel("time, ours from K = 1")
@@ -160,11 +174,19 @@ def headline(problem: Problem, target: Target, *, repeats: int, out: pathlib.Pat
 # -------------------------------------------------------------------------------------- sweep
 
 
-def _plain_counts(problem: Problem, target: Target, limit: float) -> tuple[Target, float, bool]:
-    """Iterations that textbook Sinkhorn needs, its seconds, and whether it got there."""
+class Plain(NamedTuple):
+    """What textbook Sinkhorn takes to get there, which decides what else can be run."""
+
+    target: Target
+    seconds: float
+    trouble: str | None
+
+
+def _plain(problem: Problem, target: Target, limit: float) -> Plain:
+    """Iterations of textbook Sinkhorn for both plans, in at most `limit` seconds each."""
     if target.tolerance == 0:
-        return target, 0.0, True
-    counts, total, reached = [], 0.0, True
+        return Plain(target, 0.0, None)
+    counts, total, trouble = [], 0.0, None
     caps = target.student, target.teacher
     epsilons = target.epsilon, target.epsilon_star
     for k, epsilon, cap in zip(problem.affinities(), epsilons, caps, strict=True):
@@ -172,40 +194,44 @@ def _plain_counts(problem: Problem, target: Target, limit: float) -> tuple[Targe
         start = time.perf_counter()
         jax.block_until_ready(peers.plain_to_tolerance(k, epsilon, 5, 0.0))
         per_iteration = (time.perf_counter() - start) / 5
-        cap = max(10, min(cap, int(limit / per_iteration)))
+        affordable = max(10, min(cap, int(limit / per_iteration)))
         start = time.perf_counter()
-        found = peers.plain_to_tolerance(k, epsilon, cap, target.tolerance)
-        counts.append(math.ceil(int(found.iterations) / 10) * 10)
+        found = int(peers.plain_to_tolerance(k, epsilon, affordable, target.tolerance).iterations)
         total += time.perf_counter() - start
-        reached &= int(found.iterations) < cap
-    return target._replace(student=counts[0], teacher=counts[1]), total, reached
+        counts.append(_tens(found))
+        if found >= affordable:
+            trouble = f"over {cap} its" if affordable == cap else f"over {limit:g} s"
+    return Plain(target._replace(student=counts[0], teacher=counts[1]), total, trouble)
 
 
 def sweep_epsilon(
-    problem: Problem, target: Target, *, repeats: int, time_limit: float
+    problem: Problem, arms: Sequence[Arm], target: Target, *, repeats: int, time_limit: float
 ) -> list[Row]:
     """Every arm at one epsilon: verified, weighed, and timed when it fits."""
     n = len(problem.f)
-    plain, plain_seconds, reached = _plain_counts(problem, target, time_limit)
+    plain = _plain(problem, target, time_limit)
     waiting: dict[str, Any] = {}
     drafts: dict[str, Row] = {}
     room = MEMORY_SHARE * common.available_memory()
-    for arm in tqdm(peers.ARMS, desc=f"epsilon {target.epsilon:g}: verify, compile", leave=False):
-        gap, own = verify(arm, problem.first(VERIFY_ROWS), target)
-        goal = plain._replace(tolerance=0.0) if arm.unrolled else target
+    small = problem.first(VERIFY_ROWS)
+    expected = functools.cache(functools.partial(reference, small, target))
+    for arm in tqdm(arms, desc=f"epsilon {target.epsilon:g}: verify, compile", leave=False):
+        found = gradient64(arm, small, target, VERIFY_TOLERANCE)
+        gap = common.relative(found, expected(arm.from_features))
+        own = common.relative(gradient64(arm, small, target, 10 * VERIFY_TOLERANCE), found)
+        goal = plain.target._replace(tolerance=0.0) if arm.unrolled else target
         inputs = _inputs(arm, problem)
         compiled = _compile(arm, inputs, goal)
         memory = common.memory_of(compiled)
-        ours = arm.name.startswith("ours")
         status = "ok"
         if not gap < WRONG:
             status = "wrong gradient"
         elif memory.total > room:
             status = "does not fit"
-        elif not ours and not reached:
-            status = f"over {time_limit:g} s"
-        elif arm.unrolled and 4 * plain_seconds > time_limit:
-            status = f"about {4 * plain_seconds:.0f} s"
+        elif plain.trouble and arm.textbook:
+            status = plain.trouble
+        elif arm.unrolled and 4 * plain.seconds > time_limit:
+            status = f"about {4 * plain.seconds:.0f} s"
         drafts[arm.name] = Row(
             arm.name, n, target.epsilon, status, None, None, None, f"{gap:.0e} / {own:.0e}",
             memory.temporary, memory.total, None, None,
@@ -235,7 +261,7 @@ def _plot_sweep(rows: Sequence[Row], stem: pathlib.Path) -> None:
         own = [row for row in rows if row.arm == arm.name]
         epsilons = [row.epsilon for row in own]
         style = {"marker": "o", "ms": 4, "color": f"C{index}", "label": arm.name}
-        style["ls"] = "-" if arm.name.startswith("ours") else "--"
+        style["ls"] = "--" if arm.textbook else "-"
         axes[0].plot(epsilons, [row.temporary_mib for row in own], **style)
         timed = [row for row in own if row.seconds is not None]
         axes[1].plot([r.epsilon for r in timed], [r.seconds for r in timed], **style)
@@ -251,14 +277,18 @@ def _plot_sweep(rows: Sequence[Row], stem: pathlib.Path) -> None:
 def sweep(args: Any, problem: Problem) -> None:
     """The table of all arms against epsilon."""
     fixed = args.iterations is not None
+    arms = _choose(peers.ARMS, args.arms)
     rows: list[Row] = []
     for epsilon in tqdm(args.epsilon, desc=f"n={len(problem.f)}"):
         cap = args.iterations if fixed else args.max_iterations
         target = Target(epsilon, epsilon, 0.0 if fixed else args.tolerance, cap, cap)
-        rows += sweep_epsilon(problem, target, repeats=args.repeats, time_limit=args.time_limit)
+        rows += sweep_epsilon(
+            problem, arms, target, repeats=args.repeats, time_limit=args.time_limit
+        )
     n = len(problem.f)
     reach = f"{args.iterations} iterations" if fixed else f"marginal error {args.tolerance:g}"
     kind = f"{args.iterations}its" if fixed else f"tol{args.tolerance:g}"
+    kind += "_x64" if args.x64 else ""
     stem = args.out / f"gradient_{problem.name}_n{n}_{kind}"
     table = tables.table([name.replace("_", " ") for name in Row._fields], rows, digits=3)
     common.report(
@@ -267,31 +297,39 @@ def sweep(args: Any, problem: Problem) -> None:
     _plot_sweep(rows, stem)
 
 
+def _choose(arms: Sequence[Arm], pattern: str) -> list[Arm]:
+    return [arm for arm in arms if arm is peers.OURS or re.search(pattern, arm.name)]
+
+
 def main(argv: Sequence[str] | None = None) -> None:
     """Runs the headline, or with --sweep the table against epsilon."""
     parser = common.parser(__doc__, n=[4096], epsilon=[0.05, 0.005])
     parser.add_argument("--sweep", action="store_true", help="all arms, at each --epsilon")
     parser.add_argument("--data", choices=list(common.PROBLEMS), default="pictures")
+    parser.add_argument("--arms", default="", help="pattern of arms beside ours from K")
     parser.add_argument("--tolerance", type=float, help="1e-3, and 1e-6 with --sweep")
     parser.add_argument("--iterations", type=int, help="of a sweep, instead of a tolerance")
+    parser.add_argument("--x64", action="store_true", help="a sweep in float64")
     parser.add_argument("--max_iterations", type=int, default=5000)
     parser.add_argument("--time_limit", type=float, default=60.0, help="seconds for one arm")
     args = parser.parse_args(argv)
     if args.tolerance is None:
         args.tolerance = 1e-6 if args.sweep else 1e-3
     if args.quick:
-        args.n, args.repeats = [96], 1
-    make = common.PROBLEMS[args.data]
+        args.n, args.repeats = [96], 2
     for n in args.n:
-        problem = make(n, n_pairs=100) if args.quick and args.data == "pictures" else make(n)
+        problem = common.problem(args.data, n, quick=args.quick)
         if args.sweep:
-            sweep(args, problem)
+            with jax.enable_x64(args.x64):
+                sweep(args, problem)
         else:
             if len(args.epsilon) != 2:
                 parser.error("--epsilon: pass the student's and the teacher's for the headline")
-            steps = args.max_iterations
-            target = Target(*args.epsilon, args.tolerance, steps, steps)
-            headline(problem, target, repeats=args.repeats, out=args.out)
+            student, teacher = args.epsilon
+            limit = args.max_iterations
+            target = Target(student, teacher, args.tolerance, limit, limit)
+            arms = _choose(HEADLINE, args.arms)
+            headline(problem, arms, target, repeats=args.repeats, out=args.out)
 
 
 if __name__ == "__main__":

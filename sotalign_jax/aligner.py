@@ -66,18 +66,21 @@ class Aligner:
         path = pathlib.Path(path).absolute()
         _check_free(path, overwrite=overwrite)
         path.parent.mkdir(parents=True, exist_ok=True)
-        temporary = path.with_name(f".{path.name}.tmp")
-        shutil.rmtree(temporary, ignore_errors=True)
+        temporary, previous = (path.with_name(f".{path.name}.{end}") for end in ("tmp", "old"))
+        for leftover in (temporary, previous):
+            shutil.rmtree(leftover, ignore_errors=True)
         temporary.mkdir()
         try:
             save_file(_tensors(self.heads), temporary / _TENSORS)
             heads = {"x": _describe(self.heads.x), "y": _describe(self.heads.y)}
             described = {"format": FORMAT, "heads": heads, "info": self.info}
             recording.write_json(temporary / _DESCRIPTION, described)
-            shutil.rmtree(path, ignore_errors=True)
+            if path.exists():
+                path.rename(previous)  # whole until the new one stands in its place
             temporary.rename(path)
         finally:
             shutil.rmtree(temporary, ignore_errors=True)
+        shutil.rmtree(previous, ignore_errors=True)
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> "Aligner":

@@ -3,146 +3,16 @@
 All take the student first; the teacher (`K_star`, `f_star`, `g_star`) receives no gradient.
 """
 
-import functools
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from sotalign_jax import affinity, checks, sinkhorn
-from sotalign_jax.kernels import DenseKernel, Kernel, StreamedKernel
+from sotalign_jax import affinity, checks, closed_form
+from sotalign_jax.sinkhorn import check_affinity, check_positive, log_weights, reference
 
 MARGINALS = ("prob", "bistochastic")
-
-
-class KlotAux(NamedTuple):
-    """Scalings, marginal error and iterations of both plans (total mass 1)."""
-
-    student: sinkhorn.Scalings
-    teacher: sinkhorn.Scalings
-
-
-class _Options(NamedTuple):
-    """What is fixed at trace time."""
-
-    tolerance: float
-    max_iterations: int
-    block_size: int | None = None
-
-
-class _Settings(NamedTuple):
-    """What may be traced: regularisations, log-weights and starting potentials."""
-
-    epsilon: Any
-    epsilon_star: Any
-    log_a: Array
-    log_b: Array
-    init_v: Array | None
-    init_v_star: Array | None
-
-
-_DERIVATIVES = (
-    "{name}: only first derivatives in reverse mode are supported (jax.grad, jax.vjp, "
-    "jax.value_and_grad); forward mode and second derivatives are not"
-)
-
-
-@functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
-def _first_order(name: str, x: Any) -> Any:
-    """Identity that refuses to be differentiated: guards the gradient rules below."""
-    return x
-
-
-@_first_order.defjvp
-def _refuse(name: str, primals: Any, tangents: Any) -> Any:
-    raise TypeError(_DERIVATIVES.format(name=name))
-
-
-def _reverse_only(name: str, call: Callable[[], Any]) -> Any:
-    """Runs `call`, wording JAX's complaint about forward mode for the user."""
-    try:
-        return call()
-    except TypeError as error:
-        if "forward-mode" in str(error):
-            raise TypeError(_DERIVATIVES.format(name=name)) from error
-        raise
-
-
-def _zeros(tree: Any) -> Any:
-    """Cotangents of everything that is a constant of the loss."""
-    return jax.tree.map(jnp.zeros_like, tree)
-
-
-def _after(x: Array, computed: Any) -> Array:
-    """x, which is ready only when all of `computed` is: one plan's memory serves the next.
-
-    Compilers drop barriers and products with zero, and may then run both solves at once. The
-    smallest number is lost in the sum: x is exact even where `computed` is NaN.
-    """
-    touched = sum(jnp.ravel(leaf)[0] for leaf in jax.tree.leaves(computed))
-    return x + jnp.where(jnp.isnan(touched), jnp.finfo(x.dtype).tiny, 0)
-
-
-# --------------------------------------------------------------------------- from affinities
-
-
-def _solve_both(
-    student: Kernel,
-    teacher: Kernel,
-    settings: _Settings,
-    options: _Options,
-    ranges: tuple[Any, Any],
-) -> KlotAux:
-    def solve(kernel: Kernel, epsilon: Any, init_v: Array | None, span: Any) -> sinkhorn.Scalings:
-        scalings, _ = sinkhorn.solve(
-            kernel,
-            settings.log_a,
-            settings.log_b,
-            epsilon=epsilon,
-            tolerance=options.tolerance,
-            max_iterations=options.max_iterations,
-            affinity_range=span,
-            init_v=init_v,
-        )
-        return scalings
-
-    target = solve(teacher, settings.epsilon_star, settings.init_v_star, ranges[1])
-    epsilon = _after(settings.epsilon, target)
-    return KlotAux(solve(student, epsilon, settings.init_v, ranges[0]), target)
-
-
-def _log_plan(k: Array, scalings: sinkhorn.Scalings, epsilon: Any) -> Array:
-    return k / epsilon + scalings.u[:, None] + scalings.v[None, :]
-
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _klot(options: _Options, k: Array, k_star: Array, settings: _Settings) -> tuple[Array, KlotAux]:
-    ranges = sinkhorn.finite_range(k), sinkhorn.finite_range(k_star)
-    kernels = DenseKernel(k), DenseKernel(k_star)
-    aux = _solve_both(*kernels, settings, options, ranges)
-    log_p = _log_plan(k, aux.student, settings.epsilon)
-    log_p_star = _log_plan(k_star, aux.teacher, settings.epsilon_star)
-    p_star = jnp.exp(log_p_star)
-    return jnp.sum(jnp.where(p_star > 0, p_star * (log_p_star - log_p), 0.0)), aux
-
-
-def _klot_fwd(options: _Options, k: Array, k_star: Array, settings: _Settings) -> Any:
-    k = _first_order("klot", k)
-    value, aux = _klot(options, k, k_star, settings)
-    return (value, aux), (k, k_star, settings, aux)
-
-
-def _klot_bwd(options: _Options, residuals: Any, cotangents: Any) -> Any:
-    k, k_star, settings, aux = residuals
-    p = jnp.exp(_log_plan(k, aux.student, settings.epsilon))
-    p_star = jnp.exp(_log_plan(k_star, aux.teacher, settings.epsilon_star))
-    gradient = cotangents[0] * (p - p_star) / settings.epsilon
-    return gradient, jnp.zeros_like(k_star), _zeros(settings)
-
-
-_klot.defvjp(_klot_fwd, _klot_bwd)
 
 
 def _mass(marginals: str, n: int, m: int) -> int:
@@ -163,17 +33,19 @@ def _settings(
     *,
     epsilon: Any,
     epsilon_star: Any,
+    tolerance: Any,
     log_a: Array | None,
     log_b: Array | None,
     init: tuple[Array, Array] | None,
-) -> _Settings:
-    sinkhorn.check_positive("epsilon", epsilon)
-    sinkhorn.check_positive("epsilon_star", epsilon_star)
-    return _Settings(
+) -> closed_form.Settings:
+    check_positive("epsilon", epsilon)
+    check_positive("epsilon_star", epsilon_star)
+    return closed_form.Settings(
         jnp.asarray(epsilon, dtype),
         jnp.asarray(epsilon_star, dtype),
-        sinkhorn.log_weights("log_a", log_a, n, dtype),
-        sinkhorn.log_weights("log_b", log_b, m, dtype),
+        jnp.asarray(tolerance, dtype),
+        log_weights("log_a", log_a, n, dtype),
+        log_weights("log_b", log_b, m, dtype),
         *(init if init is not None else (None, None)),
     )
 
@@ -218,10 +90,10 @@ def klot(
 
     >>> K, K_star = jnp.eye(3) * 0.2, jnp.eye(3)
     >>> loss, gradient = jax.value_and_grad(klot)(K, K_star)
-    >>> print(round(float(loss), 4), gradient[0].round(3))
-    0.0359 [-0.235  0.117  0.117]
+    >>> float(loss), gradient[0].tolist()
+    (0.036, [-0.236, 0.118, 0.118])
     """
-    sinkhorn.check_affinity("K", K)
+    check_affinity("K", K)
     if jnp.shape(K) != jnp.shape(K_star):
         raise checks.InputError(
             f"K_star: has shape {jnp.shape(K_star)} but K has {jnp.shape(K)}; "
@@ -235,13 +107,16 @@ def klot(
         K.dtype,
         epsilon=epsilon,
         epsilon_star=epsilon_star,
+        tolerance=tolerance,
         log_a=log_a,
         log_b=log_b,
         init=init,
     )
-    options = _Options(tolerance, max_iterations)
+    options = closed_form.Options(max_iterations)
     K_star = jnp.asarray(K_star, K.dtype)
-    value, aux = _reverse_only("klot", lambda: _klot(options, K, K_star, settings))
+    value, aux = closed_form.reverse_only(
+        "klot", lambda: closed_form.klot_of_affinities(options, K, K_star, settings)
+    )
     value = _mass(marginals, n, m) * value
     return (value, jax.lax.stop_gradient(aux)) if return_aux else value
 
@@ -264,8 +139,8 @@ def klot_reference(
     0.0359
     """
     constant = jax.lax.stop_gradient(K)
-    plan = sinkhorn.reference(constant, epsilon=epsilon, iterations=iterations, symmetric=symmetric)
-    target = sinkhorn.reference(
+    plan = reference(constant, epsilon=epsilon, iterations=iterations, symmetric=symmetric)
+    target = reference(
         jax.lax.stop_gradient(K_star),
         epsilon=epsilon_star,
         iterations=iterations,
@@ -275,75 +150,6 @@ def klot_reference(
     value = jnp.sum(p_star * (target.log_matrix() - plan.log_matrix()))
     surrogate = jnp.sum((p - p_star) / epsilon * K)
     return value + surrogate - jax.lax.stop_gradient(surrogate)
-
-
-# --------------------------------------------------------------------------- from embeddings
-
-
-class _Features(NamedTuple):
-    """Unit rows of the student (f, g) and of the teacher (z, w)."""
-
-    f: Array
-    g: Array
-    z: Array
-    w: Array
-
-
-def _pad_rows(x: Array, multiple: int, value: float = 0.0) -> Array:
-    extra = -x.shape[0] % multiple
-    return jnp.pad(x, [(0, extra)] + [(0, 0)] * (x.ndim - 1), constant_values=value)
-
-
-def _kernel(f: Array, g: Array, block_size: int | None) -> Kernel:
-    if block_size is None:
-        return DenseKernel(f, g)
-    return StreamedKernel(f, g, block_size)
-
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _klot_features(
-    options: _Options, features: _Features, settings: _Settings
-) -> tuple[Array, KlotAux]:
-    return _klot_features_fwd(options, features, settings)[0]
-
-
-def _klot_features_fwd(options: _Options, features: _Features, settings: _Settings) -> Any:
-    """Both plans, one after the other, each multiplied with the features while it exists."""
-    f, g, z, w = _first_order("klot_from_embeddings", features)
-    a = jnp.exp(settings.log_a)
-
-    def transport(x: Array, y: Array, epsilon: Any, init_v: Array | None) -> Any:
-        kernel = _kernel(x, y, options.block_size)
-        scalings, state = sinkhorn.solve(
-            kernel,
-            settings.log_a,
-            settings.log_b,
-            epsilon=epsilon,
-            tolerance=options.tolerance,
-            max_iterations=options.max_iterations,
-            init_v=init_v,
-        )
-        return scalings, kernel.transport(state, a, g, f)
-
-    teacher, target = transport(z, w, settings.epsilon_star, settings.init_v_star)
-    student, moved = transport(f, g, _after(settings.epsilon, target), settings.init_v)
-    # <P*, log P*> - <P*, log P>, with the rows of P* exact and its columns as they are.
-    weighted = jnp.where(a > 0, a * (settings.log_a - student.u), 0.0)
-    columns = jnp.where(target.columns > 0, target.columns * student.v, 0.0)
-    cross = jnp.sum(target.right * f) / settings.epsilon
-    value = target.log_moment + jnp.sum(weighted) - jnp.sum(columns) - cross
-    df = (moved.right - target.right) / settings.epsilon
-    dg = (moved.left - target.left) / settings.epsilon
-    return (value, KlotAux(student, teacher)), (df, dg, features, settings)
-
-
-def _klot_features_bwd(options: _Options, residuals: Any, cotangents: Any) -> Any:
-    df, dg, features, settings = residuals
-    constants = _zeros((features.z, features.w))
-    return _Features(cotangents[0] * df, cotangents[0] * dg, *constants), _zeros(settings)
-
-
-_klot_features.defvjp(_klot_features_fwd, _klot_features_bwd)
 
 
 def klot_from_embeddings(
@@ -394,51 +200,46 @@ def klot_from_embeddings(
     >>> print(klot_from_embeddings(f, g, f, g, epsilon_star=0.05).round(4))
     0.0
     """
-    features = tuple(map(affinity.as_float, (f, g, f_star, g_star)))
-    dtype = jnp.result_type(*features)
-    unit = _Features(*(affinity.l2_normalize(x.astype(dtype)) for x in features))
-    n, m = unit.f.shape[0], unit.g.shape[0]
-    for name, rows, other, count in (("f_star", unit.z, "f", n), ("g_star", unit.w, "g", m)):
-        if rows.shape[0] != count:
+    arrays = tuple(map(affinity.as_float, (f, g, f_star, g_star)))
+    dtype = jnp.result_type(*arrays)
+    features = closed_form.Features(*(x.astype(dtype) for x in arrays))
+    n, m = len(features.f), len(features.g)
+    for name, rows, other, count in (
+        ("f_star", features.z, "f", n),
+        ("g_star", features.w, "g", m),
+    ):
+        if len(rows) != count:
             raise checks.InputError(
-                f"{name}: has {rows.shape[0]} rows but {other} has {count}; "
+                f"{name}: has {len(rows)} rows but {other} has {count}; "
                 "student and teacher must embed the same samples"
             )
-    for names, x, y in (("f and g", unit.f, unit.g), ("f_star and g_star", unit.z, unit.w)):
+    widths = {"f and g": features[:2], "f_star and g_star": features[2:]}
+    for names, (x, y) in widths.items():
         if x.shape[1] != y.shape[1]:
             raise checks.InputError(
                 f"{names}: have widths {x.shape[1]} and {y.shape[1]}; "
                 "their cosine needs one shared space"
             )
-    sinkhorn.check_affinity("f g^T", jax.ShapeDtypeStruct((n, m), dtype))
+    if block_size is not None and block_size < 1:
+        raise checks.InputError(f"block_size: is {block_size}; pass at least 1, or None")
+    check_affinity("f g^T", jax.ShapeDtypeStruct((n, m), dtype))
     settings = _settings(
         n,
         m,
         dtype,
         epsilon=epsilon,
         epsilon_star=epsilon_star,
+        tolerance=tolerance,
         log_a=log_a,
         log_b=log_b,
         init=init,
     )
-    if block_size is not None:
-        if block_size < 1:
-            raise checks.InputError(f"block_size: is {block_size}; pass at least 1, or None")
-        padded_a = _pad_rows(settings.log_a, block_size, -jnp.inf)
-        settings = settings._replace(log_a=padded_a)
-        unit = unit._replace(f=_pad_rows(unit.f, block_size), z=_pad_rows(unit.z, block_size))
-    options = _Options(tolerance, max_iterations, block_size)
-    value, aux = _reverse_only(
-        "klot_from_embeddings", lambda: _klot_features(options, unit, settings)
+    options = closed_form.Options(max_iterations, block_size)
+    value, aux = closed_form.reverse_only(
+        "klot_from_embeddings", lambda: closed_form.klot_of_features(options, features, settings)
     )
     value = _mass(marginals, n, m) * value
-    if not return_aux:
-        return value
-    aux = KlotAux(*(s._replace(u=s.u[:n]) for s in jax.lax.stop_gradient(aux)))
-    return value, aux
-
-
-# --------------------------------------------------------------------------- CKA and InfoNCE
+    return (value, jax.lax.stop_gradient(aux)) if return_aux else value
 
 
 def cka(

@@ -20,6 +20,7 @@ ORDER = [
     "affinity",
     "kernels",
     "sinkhorn",
+    "closed_form",
     "divergences",
     "losses",
     "heads",

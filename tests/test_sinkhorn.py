@@ -12,6 +12,9 @@ from sotalign_jax.sinkhorn import Plan, reference, sinkhorn
 
 EPSILONS = (1e-3, 5e-3, 0.05, 1.0)
 
+quick_jit = functools.partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0})
+"""Most of the time here is spent compiling."""
+
 
 def unit(x):
     return x / np.linalg.norm(x, axis=1, keepdims=True)
@@ -40,7 +43,7 @@ def affinities(n, m):
     yield "one hub", unit(rng.normal(size=(n, 8))) @ unit(hub).T
 
 
-compiled = jax.jit(sinkhorn, static_argnames="max_iterations")
+compiled = quick_jit(sinkhorn, static_argnames="max_iterations")
 
 
 def solve(k, *, epsilon, tolerance=1e-4, max_iterations=400, log_a=None, log_b=None, init=None):
@@ -59,7 +62,7 @@ def solve(k, *, epsilon, tolerance=1e-4, max_iterations=400, log_a=None, log_b=N
 
 @functools.cache
 def textbook(iterations):
-    return jax.jit(functools.partial(reference, iterations=iterations, symmetric=False))
+    return quick_jit(functools.partial(reference, iterations=iterations, symmetric=False))
 
 
 def marginal_error(plan: Plan, a=None, b=None):
@@ -242,7 +245,7 @@ def test_eager_equals_jit_and_weights_are_uniform_by_default(rng):
 def test_vmap_equals_one_by_one(rng, x64):
     k = jnp.stack([k for _, k in affinities(24, 24)])
     epsilons = jnp.array([0.01, 0.02, 0.05, 0.05, 0.1, 0.3])
-    batched = jax.jit(jax.vmap(lambda k, epsilon: sinkhorn(k, epsilon=epsilon)))(k, epsilons)
+    batched = quick_jit(jax.vmap(lambda k, epsilon: sinkhorn(k, epsilon=epsilon)))(k, epsilons)
     assert batched.converged.all()
     for i in range(len(k)):
         one = solve(k[i], epsilon=epsilons[i])

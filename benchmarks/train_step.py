@@ -1,0 +1,237 @@
+"""The training step: its time against batch size, its parts, and the same step with ott-jax.
+
+    python -m benchmarks.train_step
+
+Random embeddings of the bundled pictures' widths would make the plans easy, so the bundled
+pictures themselves are the data; the batch is `--n` unpaired rows a side and as many pairs as
+there are. Parts are timed as programs of their own, forward and backward where the step needs
+both, so that they do not add up to the step exactly: XLA fuses across their borders.
+"""
+
+import dataclasses
+import functools
+import pathlib
+import re
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from flax import nnx
+from jaxtyping import Array
+from tqdm import tqdm
+
+from benchmarks import common, peers
+from sotalign_jax import (
+    affinity,
+    data,
+    heads,
+    losses,
+    methods,
+    sampling,
+    tables,
+    teachers,
+    training,
+)
+from sotalign_jax.kernels import Affinity, Kernel
+from sotalign_jax.sinkhorn import solve
+
+
+@dataclasses.dataclass(frozen=True)
+class OttSOTAlign(methods.SOTAlign):
+    """SOTAlign whose KLOT is written with ott-jax: plans by its solver, gradient by Danskin."""
+
+    momentum: bool = False
+
+    def start(self, data: sampling.DeviceData, unpaired_batch: int) -> dict[str, Array]:
+        """No warm start: ott-jax begins anew in every step."""
+        return {}
+
+    def _divergence(
+        self, f: Array, g: Array, z: Array, w: Array, memory: Any
+    ) -> tuple[Array, methods.Metrics, Any]:
+        limit = self.max_iterations
+        target = peers.Target(self.epsilon, self.epsilon_star, self.tolerance, limit, limit)
+        options = {"momentum": peers.MOMENTUM} if self.momentum else {}
+        loss = peers.ott_danskin(target, **options)
+        value, (student, teacher) = loss(affinity.cosine(f, g), affinity.cosine(z, w))
+        iterations = {"student_iterations": student.iterations}
+        return value, {**iterations, "teacher_iterations": teacher.iterations}, memory
+
+
+OURS = methods.SOTAlign(max_iterations=3000)
+METHODS: dict[str, methods.Method] = {
+    "ours": OURS,
+    "ours, streamed": methods.SOTAlign(max_iterations=3000, block_size=256),
+    "ott-jax Danskin": OttSOTAlign(max_iterations=3000),
+    "ott-jax Danskin + momentum": OttSOTAlign(max_iterations=3000, momentum=True),
+    "SigLIP only": methods.SAIL(),
+}
+
+
+class Setting:
+    """Data, teacher and heads for one batch size."""
+
+    def __init__(self, rows: data.Dataset, teacher: teachers.LinearTeacher, n: int, dim: int):
+        self.data = training.place(rows)
+        self.teacher = teacher
+        self.heads = heads.build_heads(
+            rows.pairs_x.shape[1], rows.pairs_y.shape[1], dim, teacher=None
+        )
+        self.config = training.TrainConfig(
+            steps=1000, pair_batch=len(rows.pairs_x), unpaired_batch=n
+        )
+
+    def step(self, method: methods.Method) -> tuple[Callable[[], Any], jax.stages.Compiled]:
+        """A call that runs the step from one same state, and its compiled program."""
+        state = training.init_state(method, self.heads, self.data, self.config)
+        step = training.make_step(method, self.heads, self.config)
+        # The step donates its state, and a timed call must not: each gets a copy.
+        compiled = step.lower(state, self.data, self.teacher).compile()
+        return lambda: compiled(jax.tree.map(jnp.copy, state), self.data, self.teacher), compiled
+
+
+def parts(setting: Setting, method: methods.SOTAlign) -> dict[str, Callable[[], Any]]:
+    """The parts of a step as calls, each on the step's own numbers."""
+    config = setting.config
+    graphdef, params = nnx.split(setting.heads)
+    key = jax.random.key(0)
+    draw = jax.jit(
+        functools.partial(sampling.draw, pairs=config.pair_batch, unpaired=config.unpaired_batch)
+    )
+    batch = draw(key, jnp.int32(0), setting.data)
+
+    def embed(params: Any, batch: sampling.Batch) -> tuple[Array, ...]:
+        made = nnx.merge(graphdef, params)
+        return made.x(batch.a), made.y(batch.b), made.x(batch.x), made.y(batch.y)
+
+    @jax.jit
+    def embed_and_back(params: Any, batch: sampling.Batch, cotangents: Any) -> Any:
+        return jax.vjp(lambda p: embed(p, batch), params)[1](cotangents)
+
+    a, b, f, g = features = jax.jit(embed)(params, batch)
+    project = jax.jit(lambda teacher, batch: (teacher.x(batch.x), teacher.y(batch.y)))
+    z, w = project(setting.teacher, batch)
+    siglip = jax.jit(jax.value_and_grad(losses.siglip, argnums=(0, 1)))
+    log_a, log_b = (jnp.full(len(x), -jnp.log(len(x))) for x in (f, g))
+
+    def cosines(x: Array, y: Array) -> Affinity:
+        lengths = jnp.linalg.norm(x, axis=1), jnp.linalg.norm(y, axis=1)
+        return Affinity(x, y, 1 / lengths[0], 1 / lengths[1])
+
+    def plan(x: Array, y: Array, epsilon: float) -> Any:
+        return solve(
+            Kernel(cosines(x, y)),
+            log_a,
+            log_b,
+            epsilon=epsilon,
+            tolerance=method.tolerance,
+            max_iterations=method.max_iterations,
+        )
+
+    student = jax.jit(functools.partial(plan, epsilon=method.epsilon))
+    teacher = jax.jit(functools.partial(plan, epsilon=method.epsilon_star))
+    state = student(f, g)[1]
+
+    @jax.jit
+    def products(state: Any, f: Array, g: Array) -> Any:
+        return Kernel(cosines(f, g)).transport(state, jnp.exp(log_a), cosines(f, g))
+
+    optimizer = teachers.optimizer(config.learning_rate, config.steps)
+    opt_state = optimizer.init(params)
+
+    @jax.jit
+    def update(gradient: Any, opt_state: Any, params: Any) -> Any:
+        updates, opt_state = optimizer.update(gradient, opt_state, params)
+        return optax.apply_updates(params, updates), opt_state
+
+    return {
+        "draw": lambda: draw(key, jnp.int32(1), setting.data),
+        "heads, both ways": lambda: embed_and_back(params, batch, features),
+        "teacher features": lambda: project(setting.teacher, batch),
+        "SigLIP, both ways": lambda: siglip(a, b),
+        "teacher solve": lambda: teacher(z, w),
+        "student solve": lambda: student(f, g),
+        "products (two plans)": lambda: (products(state, f, g), products(state, f, g)),
+        "optimiser": lambda: update(params, opt_state, params),
+    }
+
+
+def measure(
+    setting: Setting, chosen: dict[str, methods.Method], n: int, repeats: int
+) -> tuple[list[list[Any]], list[list[Any]]]:
+    """Rows for the steps and for the parts of ours."""
+    compiled, calls, notes = {}, {}, {}
+    for name, method in tqdm(chosen.items(), desc=f"n={n}: compile", leave=False):
+        calls[name], compiled[name] = setting.step(method)
+        metrics = calls[name]()[1]
+        notes[name] = [
+            None if key not in metrics else int(metrics[key])
+            for key in ("student_iterations", "teacher_iterations")
+        ]
+    seconds = common.time_interleaved(calls, repeats=repeats, title=f"n={n}: steps")
+    whole = seconds["ours"]
+    steps = [
+        [n, name, *notes[name], common.memory_of(compiled[name]).temporary, seconds[name],
+         seconds[name] / whole]
+        for name in chosen
+    ]  # fmt: skip
+    pieces = parts(setting, OURS)
+    for call in pieces.values():
+        jax.block_until_ready(call())
+    times = common.time_interleaved(pieces, repeats=max(repeats, 3), title=f"n={n}: parts")
+    shares = [[n, name, 1e3 * t, 100 * t / whole] for name, t in times.items()]
+    shares.append([n, "sum of parts", 1e3 * sum(times.values()), 100 * sum(times.values()) / whole])
+    shares.append([n, "the step", 1e3 * whole, 100.0])
+    return steps, shares
+
+
+def _plot(steps: Sequence[Sequence[Any]], shares: Sequence[Sequence[Any]], stem: Any) -> None:
+    made, (left, right) = common.figure(2, width=5)
+    for name in dict.fromkeys(row[1] for row in steps):
+        own = [row for row in steps if row[1] == name]
+        left.loglog([row[0] for row in own], [row[5] for row in own], "o-", label=name)
+    left.set(xlabel="unpaired batch", ylabel="one step (s)")
+    left.legend(frameon=False, fontsize=7)
+    sizes = sorted({row[0] for row in shares})
+    bottom = [0.0] * len(sizes)
+    for name in dict.fromkeys(
+        row[1] for row in shares if row[1] not in ("sum of parts", "the step")
+    ):
+        values = [next(r[2] for r in shares if r[0] == n and r[1] == name) for n in sizes]
+        right.bar([str(n) for n in sizes], values, bottom=bottom, label=name)
+        bottom = [x + y for x, y in zip(bottom, values, strict=True)]
+    right.set(xlabel="unpaired batch", ylabel="parts of our step (ms)")
+    right.legend(frameon=False, fontsize=7)
+    common.save_figure(made, stem)
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Steps and parts for every batch size."""
+    parser = common.parser(__doc__, n=[512, 1024, 2048, 4096], epsilon=[0.05, 0.005])
+    parser.add_argument("--n_pairs", type=int, default=1000)
+    parser.add_argument("--methods", default="", help="pattern of methods beside ours")
+    parser.add_argument("--dim", type=int, default=512, help="width of the shared space")
+    args = parser.parse_args(argv)
+    if args.quick:
+        args.n, args.n_pairs, args.dim, args.repeats = [64], 100, 32, 2
+    chosen = {k: m for k, m in METHODS.items() if k == "ours" or re.search(args.methods, k)}
+    rows = data.pictures_dataset(n_pairs=args.n_pairs)
+    teacher = teachers.cca(rows.pairs_x, rows.pairs_y)
+    steps: list[list[Any]] = []
+    shares: list[list[Any]] = []
+    for n in args.n:
+        found = measure(Setting(rows, teacher, n, args.dim), chosen, n, args.repeats)
+        steps, shares = steps + found[0], shares + found[1]
+    out: pathlib.Path = args.out
+    headers = ["n", "method", "student its", "teacher its", "temp MiB", "seconds", "times ours"]
+    title = f"One training step, pictures, {args.n_pairs} pairs, width {args.dim}"
+    common.report(title, tables.table(headers, steps, digits=3), out / "train_step")
+    headers = ["n", "part", "ms", "% of the step"]
+    common.report("Parts of our step", tables.table(headers, shares), out / "train_step_parts")
+    _plot(steps, shares, out / "train_step")
+
+
+if __name__ == "__main__":
+    main()

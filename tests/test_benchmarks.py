@@ -1,0 +1,110 @@
+"""The benchmarks run from end to end at tiny sizes, and their judges judge rightly."""
+
+import csv
+import pathlib
+import warnings
+
+import compile_cache
+import jax
+import numpy as np
+import ot
+import pytest
+
+from sotalign_jax import sinkhorn
+
+with warnings.catch_warnings():
+    # ott-jax imports JAXopt, which says that it is no longer maintained.
+    warnings.filterwarnings("ignore", message="JAXopt", category=DeprecationWarning)
+    from benchmarks import common, convergence, gradient, peers, train_step
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _compile_cache(tmp_path_factory: pytest.TempPathFactory):
+    with compile_cache.kept_in(tmp_path_factory.mktemp("programs")):
+        yield
+
+
+def _rows(path: pathlib.Path) -> list[dict[str, str]]:
+    with path.open(newline="") as file:
+        return list(csv.DictReader(file))
+
+
+def test_headline_compares_with_ott_at_one_error(tmp_path, capsys):
+    gradient.main(["--quick", "--arms", "Danskin$", "--out", str(tmp_path)])
+    rows = _rows(tmp_path / "gradient_headline_n96.csv")
+    assert [row["arm"] for row in rows] == ["ours, from K", "ott-jax Danskin"]
+    for row in rows:
+        assert float(row["student error"]) <= 1e-3 * 1.01
+        assert float(row["teacher error"]) <= 1e-3 * 1.01
+        assert float(row["gap (float64)"]) < gradient.WRONG
+    assert "of the time of ott-jax Danskin" in capsys.readouterr().out
+    assert (tmp_path / "gradient_headline_n96.png").stat().st_size > 1000
+
+
+def test_sweep_records_what_is_too_large_and_what_is_wrong(tmp_path, monkeypatch):
+    def doubled(target: peers.Target):
+        loss = peers.unrolled(target, checkpoint=True)
+        return lambda k, k_star: (2 * loss(k, k_star)[0], loss(k, k_star)[1])
+
+    wrong = peers.Arm("doubled", doubled, unrolled=True)
+    monkeypatch.setattr(peers, "ARMS", (*peers.ARMS, wrong))
+    monkeypatch.setattr(common, "available_memory", lambda: 1.0)
+    options = ["--epsilon", "0.1", "--iterations", "30", "--arms", "scan|doubled"]
+    gradient.main(["--quick", "--sweep", "--data", "random", *options, "--out", str(tmp_path)])
+    rows = {r["arm"]: r for r in _rows(tmp_path / "gradient_random_n96_30its.csv")}
+    assert rows["doubled"]["status"] == "wrong gradient"
+    assert rows["unrolled scan"]["status"] == "does not fit"
+    assert float(rows["unrolled scan"]["temporary mib"]) > 1.0
+    assert rows["doubled"]["seconds"] == rows["unrolled scan"]["seconds"] == ""
+    assert rows["checkpointed scan"]["status"] == rows["ours, from K"]["status"] == "ok"
+    assert rows["checkpointed scan"]["student iterations"] == "30"
+    assert float(rows["checkpointed scan"]["seconds"]) > 0
+
+
+def test_convergence(tmp_path, capsys):
+    convergence.main(["--quick", "--data", "random", "--out", str(tmp_path)])
+    rows = _rows(tmp_path / "convergence_passes_random_n96_eps0.005.csv")
+    assert [row["passes"] for row in rows] == ["10", "100"]
+    assert float(rows[1]["ours"]) < float(rows[1]["textbook"])
+    assert "times below textbook" in capsys.readouterr().out
+    assert len(_rows(tmp_path / "convergence_epsilon_random_n96.csv")) == 2
+
+
+def test_train_step(tmp_path):
+    train_step.main(["--quick", "--methods", "Danskin$", "--out", str(tmp_path)])
+    rows = _rows(tmp_path / "train_step.csv")
+    assert [row["method"] for row in rows] == ["ours", "ott-jax Danskin"]
+    parts = [row["part"] for row in _rows(tmp_path / "train_step_parts.csv")]
+    assert parts[-2:] == ["sum of parts", "the step"]
+
+
+def test_too_many_pictures_are_refused():
+    with pytest.raises(SystemExit, match="n: is 100000"):
+        common.pictures_problem(100_000)
+
+
+def test_judge_agrees_with_our_own_error_and_pot(x64):
+    k = common.random_problem(40).affinities()[0]
+    plan = sinkhorn(k, epsilon=0.05, tolerance=1e-3)
+    assert common.marginal_error(k, plan.u, plan.v, 0.05) == pytest.approx(float(plan.error))
+    weights = np.full(40, 1 / 40)
+    exact = ot.bregman.sinkhorn_log(weights, weights, -np.asarray(k), 0.05, stopThr=1e-10)
+    plain = peers.plain_to_tolerance(k, 0.05, 1000, 1e-9)
+    found = np.exp(k / 0.05 + plain.u[:, None] + plain.v)
+    np.testing.assert_allclose(found, exact, rtol=1e-6)
+
+
+def test_over_relaxation_of_one_is_textbook_sinkhorn(x64):
+    k = common.random_problem(30).affinities()[0]
+    u, v = convergence.over_relaxed(k, 0.05, 7, 1.0)
+    uv = (np.zeros(30), np.zeros(30))
+    for _ in range(7):
+        uv = peers.plain_step(k, 0.05, uv)
+    np.testing.assert_allclose(u[-1], uv[0], rtol=1e-12)
+    np.testing.assert_allclose(v[-1], uv[1], rtol=1e-12)
+
+
+def test_memory_counts_arguments_and_outputs():
+    compiled = jax.jit(lambda x: x + 1).lower(np.zeros((256, 1024), np.float32)).compile()
+    memory = common.memory_of(compiled)
+    assert memory.total == pytest.approx(2.0 + memory.temporary)
