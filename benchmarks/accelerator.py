@@ -100,7 +100,8 @@ def device(target: Target) -> Any:
         raise checks.InputError(message)
     options: dict[str, Any]
     if target.platform == "tpu":
-        os.environ["TPU_SKIP_MDS_QUERY"] = "1"  # do not wait for a cloud's metadata server
+        # No device is opened: do not ask a cloud's metadata server for one, nor lock it.
+        os.environ["TPU_SKIP_MDS_QUERY"] = os.environ["ALLOW_MULTIPLE_LIBTPU_LOAD"] = "1"
         options = {"topology_name": target.description}
         if target.bounds is not None:
             options["chips_per_host_bounds"] = target.bounds

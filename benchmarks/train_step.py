@@ -34,7 +34,7 @@ from sotalign_jax import (
     teachers,
     training,
 )
-from sotalign_jax.kernels import Affinity, Kernel
+from sotalign_jax.kernels import Cosines, Kernel
 from sotalign_jax.sinkhorn import solve
 
 
@@ -116,9 +116,9 @@ def parts(setting: Setting, method: methods.SOTAlign) -> dict[str, Callable[[], 
     siglip = jax.jit(jax.value_and_grad(losses.siglip, argnums=(0, 1)))
     log_a, log_b = (jnp.full(len(x), -jnp.log(len(x))) for x in (f, g))
 
-    def cosines(x: Array, y: Array) -> Affinity:
+    def cosines(x: Array, y: Array) -> Cosines:
         lengths = jnp.linalg.norm(x, axis=1), jnp.linalg.norm(y, axis=1)
-        return Affinity(x, y, 1 / lengths[0], 1 / lengths[1])
+        return Cosines(x, y, 1 / lengths[0], 1 / lengths[1])
 
     def plan(x: Array, y: Array, epsilon: float) -> Any:
         return solve(

@@ -144,7 +144,7 @@ def plan_runs(config: config_dict.ConfigDict) -> list[Settings]:
             raise checks.InputError(f"config.seeds: {seed!r} is no seed; pass whole numbers >= 0")
     _check_section(overrides, "config.overrides")
     for name in overrides:
-        checks.choice("config.overrides", name, names)
+        checks.choice("config.overrides", name, METHODS)
     runs = []
     for name in names:
         settings = _merge(base, overrides.get(name, {}), f"config.overrides.{name}")

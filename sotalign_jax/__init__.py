@@ -22,6 +22,7 @@ from sotalign_jax.divergences import (
 from sotalign_jax.files import load_array
 from sotalign_jax.losses import siglip, symmetric_infonce
 from sotalign_jax.sinkhorn import Plan, sinkhorn
+from sotalign_jax.sinkhorn import reference as sinkhorn_reference
 from sotalign_jax.teachers import LinearTeacher, cca, contrastive, procrustes
 
 __version__ = "0.1.0"
@@ -51,6 +52,7 @@ __all__ = [
     "procrustes",
     "siglip",
     "sinkhorn",
+    "sinkhorn_reference",
     "symmetric_infonce",
     "teachers",
     "training",

@@ -101,6 +101,7 @@ def klot(
         )
     K = affinity.as_float(K)
     n, m = K.shape
+    mass = _mass(marginals, n, m)
     settings = _settings(
         n,
         m,
@@ -117,7 +118,7 @@ def klot(
     value, aux = closed_form.reverse_only(
         "klot", lambda: closed_form.klot_of_affinities(options, K, K_star, settings)
     )
-    value = _mass(marginals, n, m) * value
+    value = mass * value
     return (value, jax.lax.stop_gradient(aux)) if return_aux else value
 
 
@@ -223,6 +224,7 @@ def klot_from_embeddings(
     if block_size is not None and block_size < 1:
         raise checks.InputError(f"block_size: is {block_size}; pass at least 1, or None")
     check_affinity("f g^T", jax.ShapeDtypeStruct((n, m), dtype))
+    mass = _mass(marginals, n, m)
     settings = _settings(
         n,
         m,
@@ -238,7 +240,7 @@ def klot_from_embeddings(
     value, aux = closed_form.reverse_only(
         "klot_from_embeddings", lambda: closed_form.klot_of_features(options, features, settings)
     )
-    value = _mass(marginals, n, m) * value
+    value = mass * value
     return (value, jax.lax.stop_gradient(aux)) if return_aux else value
 
 

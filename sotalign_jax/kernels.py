@@ -76,7 +76,7 @@ class Matrix(NamedTuple):
 
 
 class Cosines(NamedTuple):
-    """K = diag(f_scale) f g^T diag(g_scale): cosines of raw features, no normalised copy of them."""
+    """K = diag(f_scale) f g^T diag(g_scale): cosines of raw features, without a copy of them."""
 
     f: Float[Array, "n d"]
     g: Float[Array, "m d"]

@@ -241,9 +241,9 @@ def test_aux_reports_both_solves_and_restarts_them(x64):
 # ------------------------------------------------------------------- from embeddings
 
 
-@pytest.mark.parametrize("block_size", [None, 8, 6, 32])
+@pytest.mark.parametrize("block_size", [None, 6, 32])
 def test_embeddings_equal_their_cosine_matrix(x64, block_size):
-    """Value and both gradients, for blocks that divide the rows, that do not, and larger ones."""
+    """Value and both gradients: stored, in blocks that do not divide the rows, in a larger one."""
     arrays = features((N, 5), (M, 5), (N, 7), (M, 7))
     k, pull = jax.vjp(affinity.cosine, *arrays[:2])
     value, gradient = exact(k, affinity.cosine(*arrays[2:]))
@@ -348,8 +348,9 @@ def test_cka_dense_and_factorised(x64, m):
     def dense(f, g):
         return divergences.cka(affinity.cosine(f, g), k_star)
 
-    gradients = jax.grad(divergences.cka_from_embeddings, argnums=(0, 1))(*arrays)
-    for ours, dense_gradient in zip(gradients, jax.grad(dense, (0, 1))(*arrays[:2]), strict=True):
+    gradients = quick_jit(jax.grad(divergences.cka_from_embeddings, argnums=(0, 1)))(*arrays)
+    expected = quick_jit(jax.grad(dense, argnums=(0, 1)))(*arrays[:2])
+    for ours, dense_gradient in zip(gradients, expected, strict=True):
         np.testing.assert_allclose(ours, dense_gradient, atol=1e-13)
 
 
@@ -399,9 +400,9 @@ def klot_on_affinity(k, k_star):
 def test_other_derivatives_are_refused(loss):
     x = jnp.eye(3)
     with pytest.raises(TypeError, match="only first derivatives in reverse mode"):
-        jax.hessian(loss)(x, x)
+        jax.eval_shape(jax.grad(lambda x: jax.grad(loss)(x, 2 * x).sum()), x)
     with pytest.raises(TypeError, match="only first derivatives in reverse mode"):
-        jax.grad(lambda x: jax.grad(loss)(x, 2 * x).sum())(x)
+        jax.eval_shape(jax.hessian(loss), x, x)
     with pytest.raises(TypeError, match="only first derivatives in reverse mode"):
         jax.jvp(lambda x: loss(x, x), (x,), (x,))
 

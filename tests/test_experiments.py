@@ -129,7 +129,7 @@ def test_bundled_configs():
         ("heads.kind", "cnn", "config.heads.kind: 'cnn' is unknown; choose one of linear, mlp"),
         ("heads.dim", 0, "config.heads.dim: is 0; pass at least 1"),
         ("heads", {"kind": "mlp", "init": "teacher"}, "config.heads.init: a linear teacher"),
-        ("overrides", {"sail": {}}, "config.overrides: 'sail' is unknown; choose one of sotalign"),
+        ("overrides", {"sial": {}}, "config.overrides: 'sial' is unknown; choose one of "),
         ("overrides", {"sotalign": 3}, "config.overrides.sotalign: is 3; set its entries"),
         ("overrides", {"sotalign": {"no": 3}}, "config.overrides.sotalign.no: is no setting"),
     ],

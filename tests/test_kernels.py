@@ -11,7 +11,7 @@ KINDS = pytest.mark.parametrize("kind", ["given", "stored", "streamed"])
 
 def cosine_affinity(rng, dtype=None):
     f, g = (jnp.asarray(rng.normal(size=(n, 4)), dtype) for n in (N, M))
-    return Affinity(f, g, 1 / jnp.linalg.norm(f, axis=1), 1 / jnp.linalg.norm(g, axis=1))
+    return Cosines(f, g, 1 / jnp.linalg.norm(f, axis=1), 1 / jnp.linalg.norm(g, axis=1))
 
 
 def normalised(features):
@@ -36,7 +36,7 @@ def _small_blocks(monkeypatch):
 
 
 def build(kernel, q, *, live=None, epsilon=EPSILON):
-    live = jnp.ones(len(kernel.affinity.f), bool) if live is None else live
+    live = jnp.ones(kernel.affinity.height, bool) if live is None else live
     state, again = kernel.build(kernel.blank(q, jnp.asarray(epsilon, q.dtype)), live)
     if again:
         state, again = kernel.build(state, live)
