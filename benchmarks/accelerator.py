@@ -173,7 +173,9 @@ def needed_bytes(message: str) -> int | None:
     >>> needed_bytes("Ran out of memory in memory space hbm. Used 1.5G of 1.0G hbm.") / GIB
     1.5
     """
-    found = re.search(r"Used ([\d.]+)([KMGT]) of [\d.]+[KMGT] hbm", message)
+    found = re.search(r"Used ([\d.]+)([KMGT]) of [\d.]+[KMGT] hbm", message) or re.search(
+        r"required for HLO temporaries \(([\d.]+)([KMGT])\) exceeds", message
+    )
     if found is None:
         return None
     return int(float(found[1]) * 1024 ** (1 + "KMGT".index(found[2])))

@@ -49,9 +49,14 @@ def comparison_table(results: Results) -> tables.Table:
         row: list[str | float] = [method]
         for key in present.values():
             values = np.array([seed[key] for seed in seeds])
-            row += [values.mean(), values.std()] if several else [values.mean()]
+            row += [values.mean(), float(_spread(values))] if several else [values.mean()]
         rows.append(row)
     return tables.table(headers, rows, best=dict.fromkeys(present, "max"))
+
+
+def _spread(values: np.ndarray) -> np.ndarray:
+    """Standard deviation over seeds (of the sample)."""
+    return values.std(axis=0, ddof=1) if len(values) > 1 else np.zeros_like(values[0])
 
 
 def comparison_plot(results: Results, path: pathlib.Path) -> None:
@@ -74,7 +79,7 @@ def comparison_plot(results: Results, path: pathlib.Path) -> None:
     for index, (method, seeds) in enumerate(results.items()):
         values = np.array([[seed[key] for key in keys.values()] for seed in seeds])
         places = np.arange(len(keys)) + (index - (len(results) - 1) / 2) * width
-        spread = values.std(axis=0) if len(seeds) > 1 else None
+        spread = _spread(values)
         bars = axes.bar(places, values.mean(axis=0), width * 0.92, yerr=spread, label=method)
         axes.bar_label(bars, fmt="%.1f", fontsize=8, padding=2)
     axes.set_xticks(np.arange(len(keys)), list(keys))

@@ -35,6 +35,9 @@ def execute_all(
     """
     if len(runs) == 1:
         return {_name(runs[0]): execute(runs[0], workdir)}
+    if not (workdir / "config.json").exists():
+        for run in {run.method: run for run in runs}.values():
+            load_dataset(run)  # what any method lacks is known before the first one trains
     results = {
         _name(run): execute(run, workdir / _name(run), within=(workdir, config)) for run in runs
     }

@@ -76,7 +76,7 @@ class Teacher:
 
 @dataclasses.dataclass(frozen=True)
 class Head:
-    """The alignment heads; init "teacher" starts them at the teacher's projection."""
+    """The alignment heads; init "teacher" starts them at the teacher's projection, of its width."""
 
     kind: str = "linear"
     dim: int = 1024

@@ -67,6 +67,8 @@ class Aligner:
         _check_free(path, overwrite=overwrite)
         path.parent.mkdir(parents=True, exist_ok=True)
         temporary, previous = (path.with_name(f".{path.name}.{end}") for end in ("tmp", "old"))
+        if previous.exists() and not path.exists():
+            previous.rename(path)  # an earlier save was killed between the two renames below
         for leftover in (temporary, previous):
             shutil.rmtree(leftover, ignore_errors=True)
         temporary.mkdir()

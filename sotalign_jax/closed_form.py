@@ -126,7 +126,9 @@ def klot_of_affinities(
     log_p = _log_plan(k, aux.student, settings.epsilon)
     log_p_star = _log_plan(k_star, aux.teacher, settings.epsilon_star)
     p_star = jnp.exp(log_p_star)
-    return jnp.sum(jnp.where(p_star > 0, p_star * (log_p_star - log_p), 0.0)), aux
+    value = jnp.sum(jnp.where(p_star == 0, 0.0, p_star * (log_p_star - log_p)))
+    solved = jnp.isfinite(aux.student.error) & jnp.isfinite(aux.teacher.error)
+    return jnp.where(solved, value, jnp.nan), aux
 
 
 def _affinities_fwd(options: Options, k: Array, k_star: Array, settings: Settings) -> Any:

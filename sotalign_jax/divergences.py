@@ -10,9 +10,40 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from sotalign_jax import affinity, checks, closed_form
-from sotalign_jax.sinkhorn import check_affinity, check_positive, log_weights, reference
+from sotalign_jax.sinkhorn import (
+    check_affinity,
+    check_positive,
+    log_weights,
+    reference,
+    without_padding,
+)
 
 MARGINALS = ("prob", "bistochastic")
+
+
+def _check_affinities(k: Any, k_star: Any) -> None:
+    check_affinity("K", k)
+    if jnp.shape(k) != jnp.shape(k_star):
+        raise checks.InputError(
+            f"K_star: has shape {jnp.shape(k_star)} but K has {jnp.shape(k)}; "
+            "compute both affinities on the same rows and columns"
+        )
+
+
+def _check_features(f: Array, g: Array, f_star: Array, g_star: Array) -> None:
+    for name, student, teacher in (("f", f, f_star), ("g", g, g_star)):
+        check_affinity(name, student)
+        if len(student) != len(teacher):
+            raise checks.InputError(
+                f"{name}_star: has {len(teacher)} rows but {name} has {len(student)}; "
+                "student and teacher must embed the same samples"
+            )
+    for names, x, y in (("f and g", f, g), ("f_star and g_star", f_star, g_star)):
+        if x.shape[1] != y.shape[1]:
+            raise checks.InputError(
+                f"{names}: have widths {x.shape[1]} and {y.shape[1]}; "
+                "their cosine needs one shared space"
+            )
 
 
 def _mass(marginals: str, n: int, m: int) -> int:
@@ -36,7 +67,7 @@ def _settings(
     tolerance: Any,
     log_a: Array | None,
     log_b: Array | None,
-    init: tuple[Array, Array] | None,
+    init_v: tuple[Array, Array] | None,
 ) -> closed_form.Settings:
     check_positive("epsilon", epsilon)
     check_positive("epsilon_star", epsilon_star)
@@ -46,7 +77,7 @@ def _settings(
         jnp.asarray(tolerance, dtype),
         log_weights("log_a", log_a, n, dtype),
         log_weights("log_b", log_b, m, dtype),
-        *(init if init is not None else (None, None)),
+        *(init_v if init_v is not None else (None, None)),
     )
 
 
@@ -61,7 +92,7 @@ def klot(
     log_b: Float[Array, " m"] | None = None,
     tolerance: float = 1e-4,
     max_iterations: int = 2000,
-    init: tuple[Array, Array] | None = None,
+    init_v: tuple[Array, Array] | None = None,
     return_aux: bool = False,
 ) -> Any:
     """KLOT(K || K*) = KL(P* || P) with P = OT_eps(K), P* = OT_eps*(K*).
@@ -82,7 +113,7 @@ def klot(
         log_b: log-weights of the columns, likewise.
         tolerance: marginal error at which each solve stops, see `sinkhorn`.
         max_iterations: number of iterations at which each solve stops.
-        init: (v, v_star), column log-scalings to start from, as `aux.student.v` holds them.
+        init_v: (v, v_star), column log-scalings to start from, as `aux.student.v` holds them.
         return_aux: also return a `KlotAux` with errors, iterations and scalings.
 
     Returns:
@@ -93,12 +124,7 @@ def klot(
     >>> float(loss), gradient[0].tolist()
     (0.036, [-0.236, 0.118, 0.118])
     """
-    check_affinity("K", K)
-    if jnp.shape(K) != jnp.shape(K_star):
-        raise checks.InputError(
-            f"K_star: has shape {jnp.shape(K_star)} but K has {jnp.shape(K)}; "
-            "compute both affinities on the same rows and columns"
-        )
+    _check_affinities(K, K_star)
     K = affinity.as_float(K)
     n, m = K.shape
     mass = _mass(marginals, n, m)
@@ -111,10 +137,12 @@ def klot(
         tolerance=tolerance,
         log_a=log_a,
         log_b=log_b,
-        init=init,
+        init_v=init_v,
     )
     options = closed_form.Options(max_iterations)
     K_star = jnp.asarray(K_star, K.dtype)
+    if not (log_a is None and log_b is None):
+        K, K_star = (without_padding(k, settings.log_a, settings.log_b) for k in (K, K_star))
     value, aux = closed_form.reverse_only(
         "klot", lambda: closed_form.klot_of_affinities(options, K, K_star, settings)
     )
@@ -166,7 +194,7 @@ def klot_from_embeddings(
     log_b: Float[Array, " m"] | None = None,
     tolerance: float = 1e-4,
     max_iterations: int = 2000,
-    init: tuple[Array, Array] | None = None,
+    init_v: tuple[Array, Array] | None = None,
     block_size: int | None = None,
     return_aux: bool = False,
 ) -> Any:
@@ -189,7 +217,7 @@ def klot_from_embeddings(
         log_b: see `klot`.
         tolerance: see `klot`.
         max_iterations: see `klot`.
-        init: see `klot`.
+        init_v: see `klot`.
         block_size: None keeps one n x m buffer; a number of rows streams, recomputing blocks of
             that many rows in every iteration, in memory O(n (d + block_size)).
         return_aux: see `klot`.
@@ -205,25 +233,9 @@ def klot_from_embeddings(
     dtype = jnp.result_type(*arrays)
     features = closed_form.Features(*(x.astype(dtype) for x in arrays))
     n, m = len(features.f), len(features.g)
-    for name, rows, other, count in (
-        ("f_star", features.z, "f", n),
-        ("g_star", features.w, "g", m),
-    ):
-        if len(rows) != count:
-            raise checks.InputError(
-                f"{name}: has {len(rows)} rows but {other} has {count}; "
-                "student and teacher must embed the same samples"
-            )
-    widths = {"f and g": features[:2], "f_star and g_star": features[2:]}
-    for names, (x, y) in widths.items():
-        if x.shape[1] != y.shape[1]:
-            raise checks.InputError(
-                f"{names}: have widths {x.shape[1]} and {y.shape[1]}; "
-                "their cosine needs one shared space"
-            )
+    _check_features(*features)
     if block_size is not None and block_size < 1:
         raise checks.InputError(f"block_size: is {block_size}; pass at least 1, or None")
-    check_affinity("f g^T", jax.ShapeDtypeStruct((n, m), dtype))
     mass = _mass(marginals, n, m)
     settings = _settings(
         n,
@@ -234,8 +246,15 @@ def klot_from_embeddings(
         tolerance=tolerance,
         log_a=log_a,
         log_b=log_b,
-        init=init,
+        init_v=init_v,
     )
+    if not (log_a is None and log_b is None):
+        features = closed_form.Features(
+            *(
+                jnp.where(jnp.isneginf(weights)[:, None], 0.0, x)
+                for x, weights in zip(features, (settings.log_a, settings.log_b) * 2, strict=True)
+            )
+        )
     options = closed_form.Options(max_iterations, block_size)
     value, aux = closed_form.reverse_only(
         "klot_from_embeddings", lambda: closed_form.klot_of_features(options, features, settings)
@@ -253,6 +272,7 @@ def cka(
     >>> print(cka(jnp.eye(3), 2 * jnp.eye(3) + 1).round(4))
     0.0
     """
+    _check_affinities(K, K_star)
 
     def centred(k: Array) -> Array:
         k = affinity.as_float(k)
@@ -278,6 +298,7 @@ def cka_from_embeddings(
     >>> print(cka_from_embeddings(f, g, f, g).round(4))
     0.0
     """
+    _check_features(f, g, f_star, g_star)
 
     def centred(x: Array) -> Array:
         x = affinity.l2_normalize(x)
@@ -316,6 +337,9 @@ def infonce(
     0.0
     """
     checks.choice("targets", targets, ("soft", "hard"))
+    _check_affinities(K, K_star)
+    check_positive("epsilon", epsilon)
+    check_positive("epsilon_star", epsilon_star)
     k, k_star = affinity.as_float(K), affinity.as_float(jax.lax.stop_gradient(K_star))
 
     def rows(k: Array, k_star: Array) -> Array:

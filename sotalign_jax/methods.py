@@ -1,8 +1,9 @@
 """What is trained: each method is an objective of (heads, batch).
 
-A method is a frozen dataclass of options with three parts:
+A method is a frozen dataclass of options with four parts:
 
     uses_pool                                   whether it reads unpaired rows
+    uses_teacher                                whether a teacher must be fitted first
     start(data, unpaired_batch) -> memory       what it carries from step to step (a pytree)
     __call__(heads, batch, teacher, memory)     -> loss, (metrics, memory)
 
@@ -133,7 +134,11 @@ class SOTAlign:
         checks.choice("siglip_norm", self.siglip_norm, losses.NORMALIZATIONS)
         if not 0 <= self.alpha < math.inf:
             raise checks.InputError(f"alpha: is {self.alpha}; pass a number of at least 0")
-        for name in ("epsilon", "epsilon_star"):
+        for name in ("max_iterations", "block_size"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise checks.InputError(f"{name}: is {value}; pass at least 1")
+        for name in ("epsilon", "epsilon_star", "tolerance"):
             if not 0 < getattr(self, name) < math.inf:
                 raise checks.InputError(f"{name}: is {getattr(self, name)}; pass a number above 0")
         if (self.marginals == "prob") != (self.siglip_norm == "mean"):
@@ -188,7 +193,7 @@ class SOTAlign:
                 epsilon_star=self.epsilon_star,
             )
             return value, {}, memory
-        init = (memory["v"], memory["v_star"]) if memory else None
+        init_v = (memory["v"], memory["v_star"]) if memory else None
         value, aux = divergences.klot_from_embeddings(
             f,
             g,
@@ -199,7 +204,7 @@ class SOTAlign:
             marginals=self.marginals,
             tolerance=self.tolerance,
             max_iterations=self.max_iterations,
-            init=init,
+            init_v=init_v,
             block_size=self.block_size,
             return_aux=True,
         )
@@ -210,6 +215,7 @@ class SOTAlign:
             "student_iterations": aux.student.iterations,
             "teacher_error": aux.teacher.error,
             "teacher_iterations": aux.teacher.iterations,
+            "converged": jnp.maximum(aux.student.error, aux.teacher.error) <= self.tolerance,
         }
         return value, metrics, memory
 

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
 from sotalign_jax import affinity, checks
@@ -36,6 +37,8 @@ PLATEAU = 1e-3
 """Relative rise of the error up to which a later point still replaces an earlier one."""
 SCALING_FACTOR = 4
 """Ratio of consecutive epsilons when a small epsilon is approached from above."""
+MAX_LEVELS = 3
+"""How often, at most: raising A to the 4th power three times keeps its rounding below 1e-5."""
 SCALING_START = 0.03
 """An epsilon below this fraction of the affinity's range is approached from above."""
 SCALING_TOLERANCE = 0.01
@@ -67,7 +70,8 @@ class Plan:
 
     def log_matrix(self) -> Float[Array, "n m"]:
         """log P."""
-        return self.affinity / self.epsilon + self.u[:, None] + self.v[None, :]
+        scaled = self.affinity / self.epsilon[..., None, None]  # a vmapped solve gives many plans
+        return scaled + self.u[..., :, None] + self.v[..., None, :]
 
     def matrix(self) -> Float[Array, "n m"]:
         """P."""
@@ -265,7 +269,7 @@ def solve(
     elif max_iterations >= 20:
         ratio = SCALING_START * jnp.asarray(affinity_range, dtype) / target
         levels = jnp.ceil(jnp.log(jnp.maximum(ratio, 1.0)) / jnp.log(float(SCALING_FACTOR)))
-        levels = jnp.minimum(levels, max_iterations // 8)
+        levels = jnp.minimum(levels, min(max_iterations // 8, MAX_LEVELS))
     start = kernel.blank(
         jnp.where(live, guess, -jnp.inf).astype(dtype),
         target * jnp.asarray(float(SCALING_FACTOR), dtype) ** levels,
@@ -290,7 +294,18 @@ def log_weights(
             f"{name}: has shape {jnp.shape(given)} but the affinity needs ({size},); "
             "pass one log-weight for each of its rows (log_a) or columns (log_b)"
         )
+    if not isinstance(given, jax.core.Tracer):
+        total = np.exp(np.asarray(given, np.float64)).sum()
+        if not abs(total - 1) < 1e-3:
+            raise checks.InputError(
+                f"{name}: the weights sum to {total:.4g}; pass logarithms of weights that sum to 1"
+            )
     return jnp.asarray(given, dtype)
+
+
+def without_padding(k: Array, log_a: Array, log_b: Array) -> Array:
+    """K with zeros in the rows and columns of weight zero, where anything may stand."""
+    return jnp.where(jnp.isneginf(log_a)[:, None] | jnp.isneginf(log_b), 0.0, k)
 
 
 def check_affinity(name: str, k: Any) -> None:
@@ -354,10 +369,15 @@ def sinkhorn(
     check_affinity("K", K)
     check_positive("epsilon", epsilon)
     K = _not_differentiable(affinity.as_float(K))
-    scalings, _ = solve(
-        Kernel(Matrix(K)),
+    weights = (
         log_weights("log_a", log_a, K.shape[0], K.dtype),
         log_weights("log_b", log_b, K.shape[1], K.dtype),
+    )
+    if not (log_a is None and log_b is None):
+        K = without_padding(K, *weights)
+    scalings, _ = solve(
+        Kernel(Matrix(K)),
+        *weights,
         epsilon=epsilon,
         tolerance=tolerance,
         max_iterations=max_iterations,
@@ -402,7 +422,8 @@ def reference(
 
     Repeats u = log a - LSE_j(K/eps + v), v = log b - LSE_i(K/eps + u) from v = 0. `symmetric`
     ends, as the published code does, with u moved half-way to its next iterate. Differentiable
-    by unrolling, and slow: `sinkhorn` is the one to use.
+    by unrolling, and slow: `sinkhorn` is the one to use. `converged` means an error of at most
+    1e-4, the default tolerance there.
 
     >>> reference(jnp.eye(2), epsilon=0.5).matrix().tolist()
     [[0.44, 0.06], [0.06, 0.44]]
@@ -436,5 +457,5 @@ def reference(
         epsilon=jnp.asarray(epsilon, K.dtype),
         error=error,
         iterations=jnp.asarray(iterations),
-        converged=jnp.isfinite(error),
+        converged=error <= 1e-4,
     )

@@ -7,6 +7,8 @@ bit, and the step compiles once.
 
 import dataclasses
 import math
+import numbers
+import warnings
 from collections.abc import Callable
 from typing import Any, NamedTuple, Protocol
 
@@ -51,7 +53,7 @@ class TrainConfig:
     def __post_init__(self) -> None:
         for name in ("steps", "pair_batch", "unpaired_batch", "eval_every"):
             value = getattr(self, name)
-            if not isinstance(value, int) or value < 1:
+            if not isinstance(value, numbers.Integral) or value < 1:
                 raise checks.InputError(f"{name}: is {value!r}; pass a whole number above 0")
         for name in ("learning_rate", "weight_decay"):
             value = getattr(self, name)
@@ -267,7 +269,11 @@ def fit(
     best = Best(jax.tree.map(jnp.copy, state.params), jnp.int32(0), jnp.float32(-1.0))
     if resume is not None:
         state, best = resume(Snapshot(state, best)) or Snapshot(state, best)
+    if int(state.step) == 0 and dataset.val is not None:
+        # The start competes too: what is kept is never worse on validation.
+        best = _select(graphdef, state, best, 0, dataset.val, {})
     step = make_step(method, heads, config)
+    warned = False
     waiting: list[tuple[int, dict[str, Array]]] = []
 
     for number in range(int(state.step) + 1, config.steps + 1):
@@ -280,6 +286,14 @@ def fit(
             _check_finite(finished, values)
             if validate and finished == number:
                 best = _select(graphdef, state, best, number, dataset.val, values)
+            if not warned and not values.get("converged", True):
+                warned = True
+                warnings.warn(
+                    f"step {finished}: a transport plan stopped above the tolerance (student "
+                    f"{values['student_error']:.2g}, teacher {values['teacher_error']:.2g}); raise "
+                    "max_iterations or epsilon_star, or accept a gradient that is off by as much",
+                    stacklevel=2,
+                )
             observer.metrics(finished, values)
         waiting.clear()
         if validate:

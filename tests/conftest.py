@@ -1,6 +1,10 @@
 """Fixtures, and shape checking of the package while the tests run."""
 
+import os
 from collections.abc import Iterator
+
+# Tests compile hundreds of small programs and run each a few times: compile quickly.
+os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_backend_optimization_level=0"
 
 import jax
 import numpy as np

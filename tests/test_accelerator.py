@@ -46,8 +46,14 @@ def test_bisection_finds_the_largest_size(limit):
     assert len(asked) <= 3
 
 
-def test_out_of_memory_messages():
-    message = "Ran out of memory in memory space hbm. Used 29.10G of 15.75G hbm. Exceeded hbm by"
+@pytest.mark.parametrize(
+    "message",
+    [
+        "Ran out of memory in memory space hbm. Used 29.10G of 15.75G hbm. Exceeded hbm by 13.35G",
+        "the total memory required for HLO temporaries (29.10G) exceeds available HBM (15.75G).",
+    ],
+)
+def test_out_of_memory_messages(message):
     assert accelerator.needed_bytes(message) == pytest.approx(29.1 * accelerator.GIB)
     assert accelerator.needed_bytes("INTERNAL: something else") is None
 

@@ -25,7 +25,8 @@ def get_config(arg: str = "") -> config_dict.ConfigDict:
     config.data.n_pairs = 10_000
     config.data.n_unpaired = 1_000_000
     config.data.pool = "disjoint"
-    if arg == "appendix":
+    words = arg.split(",")
+    if "appendix" in words:
+        words.remove("appendix")
         config.sotalign.epsilon_star = 0.01
-        arg = ""
-    return settings.apply_switches(config, arg)
+    return settings.apply_switches(config, ",".join(words))
