@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from sotalign_jax import affinity, checks, closed_form
+from sotalign_jax import affinity, checks, closed_form, kernels
 from sotalign_jax.sinkhorn import (
     check_affinity,
     check_positive,
@@ -195,7 +195,7 @@ def klot_from_embeddings(
     tolerance: float = 1e-4,
     max_iterations: int = 2000,
     init_v: tuple[Array, Array] | None = None,
-    block_size: int | None = None,
+    block_size: int | str | None = None,
     return_aux: bool = False,
 ) -> Any:
     """KLOT between the cosine affinities of features: `klot(cosine(f, g), cosine(f_star, g_star))`.
@@ -219,7 +219,8 @@ def klot_from_embeddings(
         max_iterations: see `klot`.
         init_v: see `klot`.
         block_size: None keeps one n x m buffer; a number of rows streams, recomputing blocks of
-            that many rows in every iteration, in memory O(n (d + block_size)).
+            that many rows in every iteration, in memory O(n (d + block_size)); "auto" decides by
+            the device's memory. Value and gradients are the same.
         return_aux: see `klot`.
 
     Returns:
@@ -234,6 +235,9 @@ def klot_from_embeddings(
     features = closed_form.Features(*(x.astype(dtype) for x in arrays))
     n, m = len(features.f), len(features.g)
     _check_features(*features)
+    if isinstance(block_size, str):
+        checks.choice("block_size", block_size, ("auto",))
+        block_size = kernels.auto_block(n, m, dtype.itemsize)
     if block_size is not None and block_size < 1:
         raise checks.InputError(f"block_size: is {block_size}; pass at least 1, or None")
     mass = _mass(marginals, n, m)

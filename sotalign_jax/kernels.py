@@ -12,6 +12,7 @@ one of them. Either way:
     transport(state, ...)   -> products with the plan P = diag(a) A
 """
 
+import os
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -26,6 +27,28 @@ MAX_DRIFT = 30.0
 what underflowed when the kernel was built still is below exp(-27) of the largest entry."""
 BUILD_ROWS = 256
 """Rows of K that exist at a time while a stored kernel is built, measured or multiplied."""
+
+
+def auto_block(n: int, m: int, itemsize: int, memory: int | None = None) -> int | None:
+    """Rows per block for streaming, or None where the stored kernel takes less than half.
+
+    Args:
+        n: rows of the affinity.
+        m: columns.
+        itemsize: bytes of a number.
+        memory: bytes of the device; by default those of the first one JAX sees.
+
+    >>> auto_block(22_768, 22_768, 4, 80 * 2**30), auto_block(10**6, 10**6, 4, 80 * 2**30)
+    (None, 256)
+    """
+    if memory is None:
+        stats = jax.local_devices()[0].memory_stats() or {}
+        on_host = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+        memory = stats.get("bytes_limit", on_host)
+    if 1.25 * n * m * itemsize <= memory / 2:
+        return None
+    rows = int(memory / 20 // (3 * m * itemsize))  # about three blocks exist at a time
+    return min(max(rows // 128 * 128, 128), 4096)
 
 
 class Block(NamedTuple):

@@ -1,3 +1,5 @@
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -5,7 +7,8 @@ import pytest
 import sklearn.metrics.pairwise
 from jax.test_util import check_grads
 
-from sotalign_jax import affinity
+from sotalign_jax import affinity, checks, divergences
+from sotalign_jax.sinkhorn import sinkhorn
 
 
 def test_cosine_equals_scikit_learn(rng, x64):
@@ -55,3 +58,44 @@ def test_gradient(rng, x64):
 def test_gradient_at_zero_is_finite():
     gradient = jax.grad(lambda x: affinity.l2_normalize(x).sum())(jnp.zeros((2, 3)))
     assert jnp.isfinite(gradient).all()
+
+
+def rounded(x, bits):
+    """float32 with its mantissa rounded to `bits`: 10 is what TF32 keeps, 7 what bfloat16 does."""
+    whole = np.ascontiguousarray(x, np.float32).view(np.uint32)
+    drop = 23 - bits
+    half = np.uint32(1 << (drop - 1))
+    return ((whole + half) >> drop << drop).astype(np.uint32).view(np.float32)
+
+
+def test_fast_accelerator_products_would_damage_plans_and_none_is_asked_for(rng):
+    """On ambiguous data: where g is a noisy copy of f the plan saturates and every mode agrees."""
+    f, g = (rng.normal(size=(48, 64)) + 2.0 for _ in range(2))
+    unit = [x / np.linalg.norm(x, axis=1, keepdims=True) for x in (f, g)]
+
+    def worst_entry(k):
+        exact = sinkhorn(jnp.asarray(unit[0] @ unit[1].T, jnp.float32), epsilon=5e-3)
+        plan = sinkhorn(jnp.asarray(k, jnp.float32), epsilon=5e-3, init=(exact.u, exact.v))
+        ratio = np.asarray(plan.log_matrix() - exact.log_matrix())[exact.matrix() > 1e-4]
+        return np.abs(np.expm1(ratio)).max()
+
+    tf32, bfloat16 = (rounded(unit[0], b) @ rounded(unit[1], b).T for b in (10, 7))
+    assert worst_entry(affinity.cosine(f.astype(np.float32), g.astype(np.float32))) < 2e-3
+    assert worst_entry(tf32) > 5e-3 and worst_entry(bfloat16) > 5e-2
+
+    loss = jax.grad(functools.partial(divergences.klot_from_embeddings, block_size=16))
+    arrays = [jnp.ones((48, 64))] * 4
+    program = str(jax.make_jaxpr(loss)(*arrays))
+    exact = program.count("precision=(Precision.HIGHEST, Precision.HIGHEST)")
+    assert exact == program.count("dot_general[") > 4
+
+
+def test_one_knob_sets_the_precision():
+    try:
+        affinity.set_precision("high")
+        program = str(jax.make_jaxpr(lambda x: affinity.cosine(x, x))(jnp.ones((2, 3))))
+        assert "precision=(Precision.HIGH, Precision.HIGH)" in program
+    finally:
+        affinity.set_precision("highest")
+    with pytest.raises(checks.InputError, match="precision: 'tf32' is unknown"):
+        affinity.set_precision("tf32")

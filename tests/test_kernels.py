@@ -124,3 +124,12 @@ def test_over_rows_visits_every_row_and_counts_it_once(n):
     doubled, total = kernels.over_rows(n, 4, body, (jnp.zeros(n), jnp.zeros(())))
     np.testing.assert_array_equal(doubled, 2 * x)
     assert total == x.sum()
+
+
+def test_auto_block_streams_what_does_not_fit():
+    gib = 2**30
+    assert kernels.auto_block(22_768, 22_768, 4, 16 * gib) is None
+    block = kernels.auto_block(131_072, 131_072, 4, 80 * gib)
+    assert block % 128 == 0 and 3 * block * 131_072 * 4 <= 4 * gib
+    assert kernels.auto_block(10**7, 10**7, 4, gib) == 128
+    assert kernels.auto_block(8, 8, 4) is None
