@@ -122,23 +122,32 @@ def relative(x: Any, reference: Any) -> float:
 
 
 def time_interleaved(
-    calls: Mapping[str, Callable[[], Any]], *, repeats: int, title: str = "timing"
-) -> dict[str, float]:
-    """Least seconds of each call over rounds that run all of them in turn.
+    calls: Mapping[str, Callable[[], Any]],
+    *,
+    repeats: int,
+    title: str = "timing",
+    keep: Callable[[Any], Any] = lambda out: None,
+) -> tuple[dict[str, float], dict[str, Any]]:
+    """Least seconds of each call over rounds that run all of them in turn, and keep(output).
 
-    Other jobs on the machine slow all calls of a round alike, so that ratios of minima hold.
+    Other jobs on the machine slow all calls of a round alike, so that ratios of minima hold. The
+    outputs come from the timed calls: JAX runs programs asynchronously, and one started
+    beforehand and not waited for would be charged to whichever call is timed first.
     """
     best = dict.fromkeys(calls, float("inf"))
+    kept = {}
     order = list(calls.items())
     with tqdm(total=repeats * len(calls), desc=title, leave=False) as bar:
         for _ in range(repeats):
             for name, call in order:
                 start = time.perf_counter()
-                jax.block_until_ready(call())
+                out = jax.block_until_ready(call())
                 best[name] = min(best[name], time.perf_counter() - start)
+                kept[name] = keep(out)
+                del out  # n x n gradients of several arms would not fit
                 bar.update()
-            order.reverse()  # the first of a round may pay for what others left behind
-    return best
+            order.reverse()
+    return best, kept
 
 
 class Memory(NamedTuple):

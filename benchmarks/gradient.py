@@ -71,7 +71,7 @@ def headline(
 ) -> None:
     """Ours and the strongest uses of ott-jax, to the same marginal error on both plans."""
     small, inputs = problem.first(verification.ROWS), _both_inputs(problem)
-    compiled, results, gaps = {}, {}, {}
+    compiled, gaps = {}, {}
     expected = functools.cache(functools.partial(verification.reference, small, target))
     for arm in tqdm(arms, desc="verify and compile", leave=False):
         found = verification.gradient64(arm, small, target, verification.TOLERANCE)
@@ -79,9 +79,8 @@ def headline(
         if not gaps[arm.name] < verification.WRONG:
             raise SystemExit(f"error: {arm.name}: its gradient is {gaps[arm.name]:.1e} off ours")
         compiled[arm.name] = _compile(arm, inputs[arm.from_features], target)
-        results[arm.name] = compiled[arm.name](*inputs[arm.from_features])
     calls = {a.name: functools.partial(compiled[a.name], *inputs[a.from_features]) for a in arms}
-    seconds = common.time_interleaved(calls, repeats=repeats)
+    seconds, results = common.time_interleaved(calls, repeats=repeats, keep=lambda out: out)
     # What both are compared with: the same loss, solved as far as float32 goes.
     exact = peers.OURS.value_and_grad(target._replace(tolerance=1e-5, student=5000, teacher=5000))
     best = jax.jit(exact)(*inputs[False])[1]
@@ -200,11 +199,8 @@ def sweep_epsilon(
         )  # fmt: skip
         if status == "ok":
             waiting[arm.name] = compiled, inputs
-    calls, results = {}, {}
-    for name, (compiled, inputs) in tqdm(waiting.items(), desc="first runs", leave=False):
-        results[name] = compiled(*inputs)[0][1]
-        calls[name] = functools.partial(compiled, *inputs)
-    seconds = common.time_interleaved(calls, repeats=repeats)
+    calls = {name: functools.partial(program, *x) for name, (program, x) in waiting.items()}
+    seconds, results = common.time_interleaved(calls, repeats=repeats, keep=lambda out: out[0][1])
     for name, scalings in results.items():
         worst = max(_errors(problem, scalings, target))
         drafts[name] = drafts[name]._replace(
@@ -213,6 +209,7 @@ def sweep_epsilon(
             error=f"{worst:.1e}",
             seconds=seconds[name],
             times_ours=seconds[name] / seconds[peers.OURS.name],
+            status="ok" if seconds[name] <= time_limit else f"ok, over {time_limit:g} s",
         )
     return list(drafts.values())
 

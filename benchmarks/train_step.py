@@ -162,15 +162,17 @@ def measure(
     setting: Setting, chosen: dict[str, methods.Method], n: int, repeats: int
 ) -> tuple[list[list[Any]], list[list[Any]]]:
     """Rows for the steps and for the parts of ours."""
-    compiled, calls, notes = {}, {}, {}
+    compiled, calls = {}, {}
     for name, method in tqdm(chosen.items(), desc=f"n={n}: compile", leave=False):
         calls[name], compiled[name] = setting.step(method)
-        metrics = calls[name]()[1]
-        notes[name] = [
-            None if key not in metrics else int(metrics[key])
-            for key in ("student_iterations", "teacher_iterations")
-        ]
-    seconds = common.time_interleaved(calls, repeats=repeats, title=f"n={n}: steps")
+    seconds, metrics = common.time_interleaved(
+        calls, repeats=repeats, title=f"n={n}: steps", keep=lambda out: out[1]
+    )
+    keys = ("student_iterations", "teacher_iterations")
+    notes = {
+        name: [int(found[key]) if key in found else None for key in keys]
+        for name, found in metrics.items()
+    }
     whole = seconds["ours"]
     steps = [
         [n, name, *notes[name], common.memory_of(compiled[name]).temporary, seconds[name],
@@ -180,7 +182,7 @@ def measure(
     pieces = parts(setting, OURS)
     for call in pieces.values():
         jax.block_until_ready(call())
-    times = common.time_interleaved(pieces, repeats=max(repeats, 3), title=f"n={n}: parts")
+    times, _ = common.time_interleaved(pieces, repeats=max(repeats, 3), title=f"n={n}: parts")
     shares = [[n, name, 1e3 * t, 100 * t / whole] for name, t in times.items()]
     shares.append([n, "sum of parts", 1e3 * sum(times.values()), 100 * sum(times.values()) / whole])
     shares.append([n, "the step", 1e3 * whole, 100.0])

@@ -104,6 +104,15 @@ def test_over_relaxation_of_one_is_textbook_sinkhorn(x64):
     np.testing.assert_allclose(v[-1], uv[1], rtol=1e-12)
 
 
+def test_clock_charges_no_call_for_another():
+    """The outputs come from the timed calls, each waited for, in alternating order."""
+    log = []
+    calls = {name: lambda name=name: log.append(name) or np.ones(1) for name in "abc"}
+    seconds, kept = common.time_interleaved(calls, repeats=2, keep=lambda out: float(out[0]))
+    assert log == ["a", "b", "c", "c", "b", "a"]
+    assert set(seconds) == set("abc") and kept == dict.fromkeys("abc", 1.0)
+
+
 def test_memory_counts_arguments_and_outputs():
     compiled = jax.jit(lambda x: x + 1).lower(np.zeros((256, 1024), np.float32)).compile()
     memory = common.memory_of(compiled)
