@@ -35,7 +35,7 @@ from sotalign_jax import (
     training,
 )
 from sotalign_jax.kernels import Cosines, Kernel
-from sotalign_jax.sinkhorn import solve
+from sotalign_jax.solver import solve
 
 
 @dataclasses.dataclass(frozen=True)

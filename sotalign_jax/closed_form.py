@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from sotalign_jax.kernels import Cosines, Kernel, Matrix
-from sotalign_jax.sinkhorn import Scalings, finite_range, solve
+from sotalign_jax.solver import Scalings, finite_range, solve
 
 
 class KlotAux(NamedTuple):

@@ -12,11 +12,11 @@ from jaxtyping import Array, Float
 from sotalign_jax import affinity, checks, closed_form, kernels
 from sotalign_jax.sinkhorn import (
     check_affinity,
-    check_positive,
     log_weights,
     reference,
     without_padding,
 )
+from sotalign_jax.solver import check_positive
 
 MARGINALS = ("prob", "bistochastic")
 

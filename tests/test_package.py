@@ -19,6 +19,7 @@ ORDER = [
     "checks",
     "affinity",
     "kernels",
+    "solver",
     "sinkhorn",
     "closed_form",
     "divergences",
