@@ -38,6 +38,11 @@ class Aligner:
     heads: Heads
     info: dict[str, Any]
 
+    def __repr__(self) -> str:
+        """One line; `info` has the details."""
+        widths = (len(head.input.scale[...]) for head in (self.heads.x, self.heads.y))
+        return "Aligner(x: {} features, y: {} features)".format(*widths)
+
     def embed_x(self, x: ArrayLike) -> Float[np.ndarray, "n d"]:
         """Unit features of the first modality's embeddings, shape [n, d_x] -> [n, d]."""
         return self._embed("x", self.heads.x, x)
@@ -95,9 +100,11 @@ class Aligner:
         if not (folder / _DESCRIPTION).exists():
             folder = folder / FOLDER
         if not (folder / _DESCRIPTION).exists():
+            below = sorted(pathlib.Path(path).glob(f"*/{FOLDER}/{_DESCRIPTION}"))
+            runs = ", ".join(str(file.parents[1]) for file in below)
             raise checks.InputError(
-                f"path: {path} holds no aligner; pass a folder that Aligner.save wrote, "
-                "or the folder of a finished run"
+                f"path: {path} holds no aligner; pass a folder that Aligner.save wrote, or the "
+                f"folder of a finished run{f', such as {runs}' if runs else ''}"
             )
         described = recording.read_json(folder / _DESCRIPTION)
         written = described.get("format") if isinstance(described, dict) else None
