@@ -30,7 +30,11 @@ def as_float(x: Array) -> Array:
     return x if x.dtype == jnp.float64 else x.astype(jnp.float32)
 
 
-def l2_normalize(x: Float[Array, "... d"], *, floor: float = 1e-8) -> Float[Array, "... d"]:
+NORM_FLOOR = 1e-8
+"""Shorter rows count as having this length."""
+
+
+def l2_normalize(x: Float[Array, "... d"], *, floor: float = NORM_FLOOR) -> Float[Array, "... d"]:
     """Rows scaled to unit length: x / max(||x||, floor), with a finite gradient at zero.
 
     >>> l2_normalize(jnp.array([[3.0, 4.0]]))

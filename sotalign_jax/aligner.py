@@ -286,9 +286,9 @@ def hold_out(dataset: data.Dataset, *, seed: int) -> data.Dataset:
 class Watcher:
     """An observer that moves a progress bar."""
 
-    def __init__(self, steps: int, description: str, *, initial: int = 0, show: bool = True):
+    def __init__(self, steps: int, description: str, *, show: bool = True):
         """Shows the bar unless told not to."""
-        self._bar = recording.Progress(steps, description, initial=initial) if show else None
+        self._bar = recording.Progress(steps, description) if show else None
 
     def __enter__(self) -> "Watcher":
         return self

@@ -16,6 +16,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
+from sotalign_jax.affinity import NORM_FLOOR
 from sotalign_jax.kernels import Cosines, Kernel, Matrix
 from sotalign_jax.solver import Scalings, finite_range, solve
 
@@ -149,9 +150,6 @@ klot_of_affinities.defvjp(_affinities_fwd, _affinities_bwd)
 
 
 # --- from features -----------------------------------------------------------------------------
-
-NORM_FLOOR = 1e-8
-"""Shorter rows count as having this length, as in `affinity.l2_normalize`."""
 
 
 class Features(NamedTuple):
