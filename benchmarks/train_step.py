@@ -61,7 +61,7 @@ class OttSOTAlign(methods.SOTAlign):
 
 
 OURS = methods.SOTAlign(max_iterations=3000)
-METHODS: dict[str, methods.Method] = {
+METHODS: dict[str, methods.Objective] = {
     "ours": OURS,
     "ours, streamed": methods.SOTAlign(max_iterations=3000, block_size=256),
     "ott-jax Danskin": OttSOTAlign(max_iterations=3000),
@@ -83,7 +83,7 @@ class Setting:
             steps=1000, pair_batch=len(rows.pairs_x), unpaired_batch=n
         )
 
-    def step(self, method: methods.Method) -> tuple[Callable[[], Any], jax.stages.Compiled]:
+    def step(self, method: methods.Objective) -> tuple[Callable[[], Any], jax.stages.Compiled]:
         """A call that runs the step from one same state, and its compiled program."""
         state = training.init_state(method, self.heads, self.data, self.config)
         step = training.make_step(method, self.heads, self.config)
@@ -159,7 +159,7 @@ def parts(setting: Setting, method: methods.SOTAlign) -> dict[str, Callable[[], 
 
 
 def measure(
-    setting: Setting, chosen: dict[str, methods.Method], n: int, repeats: int
+    setting: Setting, chosen: dict[str, methods.Objective], n: int, repeats: int
 ) -> tuple[list[list[Any]], list[list[Any]]]:
     """Rows for the steps and for the parts of ours."""
     compiled, calls = {}, {}

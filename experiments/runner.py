@@ -97,8 +97,8 @@ def load_dataset(settings: Settings) -> data.Dataset:
             dataset = data.pictures_dataset(**options)
         else:
             dataset = _load_files(settings.data.files, options)
-        if settings.method in methods.METHODS:
-            training.check_pool(getattr(settings, settings.method), dataset)
+        if settings.options is not None:
+            training.check_pool(settings.options, dataset)
     return dataset
 
 
@@ -140,33 +140,42 @@ def _load_files(paths: settings_lib.Files, options: dict[str, Any]) -> data.Data
 
 
 class Prepared(NamedTuple):
-    """What a run starts from; a method of None means that the teacher itself is the model."""
+    """What a run starts from.
+
+    With a method that is trained, `start` are the heads before the first step; without one they
+    are the model already: a teacher's maps, or what a fitted method found.
+    """
 
     dataset: data.Dataset
-    method: methods.Method | None
+    method: methods.Objective | None
     teacher: teachers.LinearTeacher | None
     start: heads.Heads
 
 
 def prepare(settings: Settings) -> Prepared:
     """Reads the data, fits the teacher if one is needed, and builds the heads."""
-    dataset = load_dataset(settings)
-    method: methods.Method | None = getattr(settings, settings.method, None)
-    kind = settings.method if method is None else settings.teacher.kind
+    dataset, method = load_dataset(settings), settings.options
+    if isinstance(method, methods.Fitted):
+        with _naming(f"config.{settings.method}"):
+            return Prepared(dataset, None, None, method.fit(dataset, seed=settings.train.seed))
+    assert method is None or isinstance(method, methods.Objective)
     as_start = method is None or settings.heads.init == "teacher"
+    kind = "linear" if method is None else settings.heads.kind or method.head
     teacher = None
     if method is None or as_start or method.uses_teacher:
         with _naming("config.teacher"):
-            teacher = fit_teacher(settings, dataset, kind)
-    start = heads.build_heads(
-        dataset.pairs_x.shape[1],
-        dataset.pairs_y.shape[1],
-        teacher.dim if teacher is not None and as_start else settings.heads.dim,
-        kind="linear" if method is None else settings.heads.kind,
-        hidden=settings.heads.hidden,
-        seed=settings.train.seed,
-        teacher=teacher if as_start else None,
-    )
+            name = settings.method if method is None else settings.teacher.kind
+            teacher = fit_teacher(settings, dataset, name)
+    with _naming("config.heads"):
+        start = heads.build_heads(
+            dataset.pairs_x.shape[1],
+            dataset.pairs_y.shape[1],
+            teacher.dim if teacher is not None and as_start else settings.heads.dim,
+            kind=kind,
+            hidden=settings.heads.hidden,
+            seed=settings.train.seed,
+            teacher=teacher if as_start else None,
+        )
     return Prepared(dataset, method, teacher, start)
 
 

@@ -9,7 +9,7 @@ from typing import Any
 from absl import flags
 from ml_collections import config_dict
 
-from sotalign_jax import checks, data, methods, teachers, training
+from sotalign_jax import checks, data, heads, methods, teachers, training
 
 METHODS = (*methods.METHODS, *teachers.TEACHERS)
 """What `methods` may name: training objectives, and teachers to report on their own."""
@@ -76,17 +76,21 @@ class Teacher:
 
 @dataclasses.dataclass(frozen=True)
 class Head:
-    """The alignment heads; init "teacher" starts them at the teacher's projection, of its width."""
+    """The alignment heads; a kind of None is the one that the method is published with.
 
-    kind: str = "linear"
+    init "teacher" starts linear heads at the teacher's projection, of its width.
+    """
+
+    kind: str | None = None
     dim: int = 1024
     hidden: int | None = None
     init: str = "random"
 
     def __post_init__(self) -> None:
-        checks.choice("kind", self.kind, ("linear", "mlp"))
+        if self.kind is not None:
+            checks.choice("kind", self.kind, heads.KINDS)
         checks.choice("init", self.init, ("random", "teacher"))
-        if self.init == "teacher" and self.kind != "linear":
+        if self.init == "teacher" and self.kind not in (None, "linear"):
             raise checks.InputError(
                 f"init: a linear teacher cannot start heads of kind {self.kind!r}; "
                 "choose init 'random' or kind 'linear'"
@@ -99,26 +103,27 @@ class Head:
 
 @dataclasses.dataclass(frozen=True)
 class Settings:
-    """One run."""
+    """One run: a method by name with its options (None for a teacher on its own), and the rest."""
 
     method: str = "sotalign"
+    options: methods.Method | None = None
     data: Data = dataclasses.field(default_factory=Data)
     teacher: Teacher = dataclasses.field(default_factory=Teacher)
     heads: Head = dataclasses.field(default_factory=Head)
     train: training.TrainConfig = dataclasses.field(default_factory=training.TrainConfig)
-    sail: methods.SAIL = dataclasses.field(default_factory=methods.SAIL)
-    sotalign: methods.SOTAlign = dataclasses.field(default_factory=methods.SOTAlign)
     tensorboard: bool = False
 
 
 def default_config() -> config_dict.ConfigDict:
     """What a config file starts from: the settings of one run, and which runs to make.
 
-    `methods` and `seeds` span the runs; `overrides.METHOD` changes settings for one method.
+    `methods` and `seeds` span the runs; every method has a section of options under its name;
+    `overrides.METHOD` changes other settings for one method.
     """
     config = _to_config(Settings())
-    del config["method"]
-    del config.train["seed"]
+    del config["method"], config["options"], config.train["seed"]
+    for name, method in methods.METHODS.items():
+        config[name] = _to_config(method)
     config.methods = ("sotalign",)
     config.seeds = (42,)
     config.overrides = config_dict.ConfigDict()
@@ -148,10 +153,14 @@ def plan_runs(config: config_dict.ConfigDict) -> list[Settings]:
     runs = []
     for name in names:
         settings = _merge(base, overrides.get(name, {}), f"config.overrides.{name}")
+        options = {
+            key: _from_dict(type(method), settings.pop(key), f"config.{key}")
+            for key, method in methods.METHODS.items()
+        }
         for seed in seeds:
-            train = {**settings["train"], "seed": seed}
-            values = {**settings, "method": name, "train": train}
-            runs.append(_from_dict(Settings, values, "config"))
+            values = {**settings, "method": name, "train": {**settings["train"], "seed": seed}}
+            run = _from_dict(Settings, values, "config")
+            runs.append(dataclasses.replace(run, options=options.get(name)))
     return runs
 
 

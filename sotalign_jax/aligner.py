@@ -16,14 +16,13 @@ from safetensors import SafetensorError
 from safetensors.numpy import load_file, save_file
 
 from sotalign_jax import affinity, checks, data, methods, recording, teachers, training
-from sotalign_jax.heads import Heads, LinearHead, MLPHead, build_heads
+from sotalign_jax.heads import Head, Heads, build_heads, rebuild
 
 FORMAT = 1
 """Version of the files that `Aligner.save` writes."""
 FOLDER = "aligner"
 """Where a run folder keeps its aligner."""
 _DESCRIPTION, _TENSORS = "aligner.json", "heads.safetensors"
-_KINDS = {"linear": LinearHead, "mlp": MLPHead}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,7 +39,7 @@ class Aligner:
 
     def __repr__(self) -> str:
         """One line; `info` has the details."""
-        widths = (len(head.input.scale[...]) for head in (self.heads.x, self.heads.y))
+        widths = self.heads.x.d_in, self.heads.y.d_in
         return "Aligner(x: {} features, y: {} features)".format(*widths)
 
     def embed_x(self, x: ArrayLike) -> Float[np.ndarray, "n d"]:
@@ -57,9 +56,9 @@ class Aligner:
             affinity.dot(jnp.asarray(self.embed_x(x)), jnp.asarray(self.embed_y(y)).T)
         )
 
-    def _embed(self, name: str, head: LinearHead | MLPHead, rows: ArrayLike) -> np.ndarray:
+    def _embed(self, name: str, head: Head, rows: ArrayLike) -> np.ndarray:
         array = np.asarray(rows)
-        checks.embeddings(name, array, width=head.input.scale[...].shape[0])
+        checks.embeddings(name, array, width=head.d_in)
         return training.embed(head, array)
 
     def save(self, path: str | os.PathLike[str], *, overwrite: bool = False) -> None:
@@ -79,7 +78,10 @@ class Aligner:
         temporary.mkdir()
         try:
             save_file(_tensors(self.heads), temporary / _TENSORS)
-            heads = {"x": _describe(self.heads.x), "y": _describe(self.heads.y)}
+            heads = {
+                side: {"kind": head.kind, "options": head.options()}
+                for side, head in (("x", self.heads.x), ("y", self.heads.y))
+            }
             described = {"format": FORMAT, "heads": heads, "info": self.info}
             recording.write_json(temporary / _DESCRIPTION, described)
             if path.exists():
@@ -114,7 +116,7 @@ class Aligner:
                 "load it with the version of sotalign-jax that wrote it"
             )
         try:
-            heads = Heads(_build(described["heads"]["x"]), _build(described["heads"]["y"]))
+            heads = Heads(*(rebuild(**described["heads"][side]) for side in "xy"))
             info = described["info"]
         except (KeyError, TypeError, ValueError) as error:
             raise checks.InputError(
@@ -137,7 +139,7 @@ def align(
     *,
     val: tuple[ArrayLike, ArrayLike] | data.Gallery | None = None,
     teacher: str | teachers.LinearTeacher = "cca",
-    init: str = "teacher",
+    init: str | None = None,
     dim: int = 1024,
     alpha: float | None = None,
     epsilon: float = 0.05,
@@ -145,7 +147,7 @@ def align(
     steps: int | None = None,
     learning_rate: float = 1e-4,
     unpaired_batch: int | None = None,
-    method: methods.Method | None = None,
+    method: str | methods.Method | None = None,
     seed: int = 0,
     progress: bool = True,
 ) -> Aligner:
@@ -165,8 +167,8 @@ def align(
         y: unpaired embeddings of the second modality, shape [n_y, d_y].
         val: matching embeddings (V_x, V_y) to select on, or a `Gallery`.
         teacher: "cca", "procrustes", "contrastive", or a fitted `LinearTeacher`.
-        init: start the heads at the "teacher"'s projection, or "random" as in the paper. Few
-            pairs favour the former.
+        init: start the heads at the "teacher"'s projection, or "random" as in the paper. None
+            takes the former, which few pairs favour, unless the method's heads are not linear.
         dim: width of the shared space for random starts and the contrastive teacher; otherwise
             the teacher's own.
         alpha: weight of KLOT; None takes 1e-4 * (10,000 / pairs), at least 1e-4, for SigLIP's
@@ -177,8 +179,8 @@ def align(
         learning_rate: its peak.
         unpaired_batch: unpaired rows per step; None takes up to 22,768 on an accelerator and up
             to 2,048 on CPU.
-        method: an objective that replaces SOTAlign, such as `methods.SAIL()`; alpha, epsilon and
-            epsilon_star are then its own.
+        method: what replaces SOTAlign: a name of `methods.METHODS`, or a method with its options,
+            such as `methods.SAIL()`; alpha, epsilon and epsilon_star are then its own.
         seed: decides everything random.
         progress: show a progress bar.
 
@@ -206,7 +208,9 @@ def align(
             f"x, y: {n_x} and {n_y} unpaired rows; pass some of both, or neither to train on the "
             "pairs alone"
         )
-    checks.choice("init", init, ("teacher", "random"))
+    if isinstance(method, str):
+        checks.choice("method", method, tuple(methods.METHODS))
+        method = None if method == "sotalign" else methods.METHODS[method]
     if method is None:
         weight = 1e-4 * max(1.0, 10_000 / n_pairs) if alpha is None else float(alpha)
         method = methods.SAIL()
@@ -215,6 +219,16 @@ def align(
                 alpha=weight, epsilon=float(epsilon), epsilon_star=float(epsilon_star)
             )
     training.check_pool(method, dataset)
+    info: dict[str, Any] = {
+        "method": type(method).__name__,
+        "options": dataclasses.asdict(method) if dataclasses.is_dataclass(method) else {},
+        "data": dataset.summary(),
+    }
+    if isinstance(method, methods.Fitted):
+        return Aligner(method.fit(dataset, seed=int(seed), progress=progress), info)
+    assert isinstance(method, methods.Objective)
+    init = init or ("teacher" if method.head == "linear" else "random")
+    checks.choice("init", init, ("teacher", "random"))
     if steps is None:
         steps = int(np.clip(n_pairs // 5, 200, 2000))
     if unpaired_batch is None:
@@ -233,16 +247,14 @@ def align(
         dataset.pairs_x.shape[1],
         dataset.pairs_y.shape[1],
         fitted.dim if init == "teacher" and fitted is not None else dim,
+        kind=method.head,
         seed=config.seed,
         teacher=fitted if init == "teacher" else None,
     )
     with Watcher(config.steps, "align", show=progress) as watcher:
         heads, best = training.fit(method, start, dataset, config, teacher=fitted, observer=watcher)
-    info = {
-        "method": type(method).__name__,
-        "options": dataclasses.asdict(method) if dataclasses.is_dataclass(method) else {},
+    info |= {
         "train": dataclasses.asdict(config),
-        "data": dataset.summary(),
         "best_step": int(best.step),
         "val_mean_r1": float(best.mean_r1) if dataset.val is not None else None,
     }
@@ -326,20 +338,6 @@ def _tensors(heads: Heads) -> dict[str, np.ndarray]:
     """Parameters by dotted name."""
     flat = nnx.to_flat_state(nnx.state(heads))
     return {".".join(map(str, path)): np.asarray(leaf[...]) for path, leaf in flat}
-
-
-def _describe(head: LinearHead | MLPHead) -> dict[str, Any]:
-    """What `_build` needs to make a head of the same structure."""
-    described = {"d_in": head.input.scale[...].shape[0], "norm": head.input.norm}
-    if isinstance(head, LinearHead):
-        return {"kind": "linear", "d_out": head.linear.bias[...].shape[0], **described}
-    hidden, d_out = head.outer.kernel[...].shape
-    return {"kind": "mlp", "hidden": hidden, "d_out": d_out, **described}
-
-
-def _build(described: dict[str, Any]) -> LinearHead | MLPHead:
-    options = dict(described)
-    return _KINDS[options.pop("kind")](**options, rngs=nnx.Rngs(0))
 
 
 def _fill(heads: Heads, tensors: dict[str, np.ndarray], folder: pathlib.Path) -> None:

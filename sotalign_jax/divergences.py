@@ -3,6 +3,7 @@
 All take the student first; the teacher (`K_star`, `f_star`, `g_star`) receives no gradient.
 """
 
+import math
 from typing import Any
 
 import jax
@@ -11,12 +12,14 @@ from jaxtyping import Array, Float
 
 from sotalign_jax import affinity, checks, closed_form, kernels
 from sotalign_jax.sinkhorn import (
+    Plan,
     check_affinity,
     log_weights,
     reference,
+    sinkhorn,
     without_padding,
 )
-from sotalign_jax.solver import check_positive
+from sotalign_jax.solver import Scalings, check_positive
 
 MARGINALS = ("prob", "bistochastic")
 
@@ -265,6 +268,87 @@ def klot_from_embeddings(
     )
     value = mass * value
     return (value, jax.lax.stop_gradient(aux)) if return_aux else value
+
+
+def klot_crossmodal(
+    f: Float[Array, "n d"],
+    g: Float[Array, "m d"],
+    f_star: Float[Array, "p e"],
+    g_star: Float[Array, "q e"],
+    *,
+    epsilon: Any = 0.05,
+    epsilon_star: Any = 0.005,
+    marginals: str = "prob",
+    tolerance: float = 1e-4,
+    max_iterations: int = 2000,
+    return_aux: bool = False,
+) -> Any:
+    """KL(T || OT_eps(K)) over pairs and unpaired rows at once, K = cosine(f, g).
+
+    The first k = n - p = m - q rows of f and g are pairs, which T transports to themselves; the
+    rest follow the teacher's plan P* = OT_eps*(cosine(f_star, g_star)):
+
+        T = diag(s I / k, (1 - s) P*),    s = 2 k / (n + m),
+
+    which has mass 1 and uniform marginals when n = m. The gradient in K is (P - T)/eps. Both
+    matrices are kept for it: memory is a few n x m arrays.
+
+    Args:
+        f: student features of the first modality, pairs first, shape [n, d].
+        g: student features of the second modality, pairs first, shape [m, d].
+        f_star: teacher features of the unpaired rows of f, shape [p, e]; no gradient.
+        g_star: teacher features of the unpaired rows of g, shape [q, e]; no gradient.
+        epsilon: see `klot`, as for all other options.
+        epsilon_star: see `klot`.
+        marginals: see `klot`.
+        tolerance: see `klot`.
+        max_iterations: see `klot`.
+        return_aux: see `klot`.
+
+    Returns:
+        The loss, or (loss, aux).
+
+    >>> f = jnp.eye(3)
+    >>> print(klot_crossmodal(f, f, f[1:], f[1:]).round(4))
+    0.0
+    """
+    n, m, unpaired = len(f), len(g), (len(f_star), len(g_star))
+    pairs = n - unpaired[0]
+    if pairs != m - unpaired[1] or pairs < 1 or min(unpaired) < 1:
+        raise checks.InputError(
+            f"f, g: have {n} and {m} rows but f_star and g_star {unpaired}; pass teacher features "
+            "of the unpaired rows, with as many pairs before them on either side"
+        )
+    mass, share = _mass(marginals, n, m), 2 * pairs / (n + m)
+
+    def weights(rest: int) -> Array:
+        logs = math.log(share / pairs), math.log((1 - share) / rest)
+        return jnp.concatenate([jnp.full(pairs, logs[0]), jnp.full(rest, logs[1])])
+
+    options: dict[str, Any] = {"tolerance": tolerance, "max_iterations": max_iterations}
+    k_star = affinity.cosine(*jax.lax.stop_gradient((f_star, g_star)))
+    target = sinkhorn(k_star, epsilon=epsilon_star, **options)
+    t = jax.scipy.linalg.block_diag(
+        jnp.eye(pairs) * (share / pairs), (1 - share) * target.matrix()
+    ).astype(k_star.dtype)
+    k = affinity.cosine(f, g)
+    plan = sinkhorn(
+        jax.lax.stop_gradient(k),
+        epsilon=epsilon,
+        log_a=weights(unpaired[0]),
+        log_b=weights(unpaired[1]),
+        **options,
+    )
+    log_p = plan.log_matrix()
+    value = jnp.sum(jax.scipy.special.xlogy(t, t) - t * log_p)
+    surrogate = jnp.sum((jnp.exp(log_p) - t) / epsilon * k)
+    value = mass * (value + surrogate - jax.lax.stop_gradient(surrogate))
+    aux = closed_form.KlotAux(_scalings(plan), _scalings(target))
+    return (value, jax.lax.stop_gradient(aux)) if return_aux else value
+
+
+def _scalings(plan: Plan) -> Scalings:
+    return Scalings(plan.u, plan.v, plan.error, plan.iterations)
 
 
 def cka(

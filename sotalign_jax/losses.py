@@ -76,6 +76,7 @@ def siglip_from_affinity(
     *,
     scale: Scalar,
     bias: Scalar,
+    positives: int | None = None,
     normalization: str = "mean",
 ) -> Float[Array, ""]:
     """Pairwise sigmoid loss of a cosine matrix K whose diagonal holds the positives.
@@ -83,16 +84,17 @@ def siglip_from_affinity(
     z_ij = s K_ij + b,  y_ij = +1 if i = j else -1,  l_ij = -log sigmoid(y_ij z_ij).
 
     Args:
-      affinities: K, (n, m) with m >= n; columns from n on are negatives of every row.
+      affinities: K, (n, m); columns from n on are negatives of every row.
       scale: logit scale s.
       bias: logit bias b.
+      positives: how many of the first diagonal entries are positive; None means one a row.
       normalization: "mean" gives sum(l) / (n m), "per_row" gives sum(l) / n.
 
     Returns:
       The loss, a scalar.
 
     Raises:
-      InputError: K has fewer columns than rows, or `normalization` is unknown.
+      InputError: K is too small to have that diagonal, or `normalization` is unknown.
 
     Example:
       >>> print(siglip_from_affinity(jnp.zeros((2, 2)), scale=20.0, bias=0.0))  # log 2
@@ -101,14 +103,16 @@ def siglip_from_affinity(
     checks.choice("normalization", normalization, NORMALIZATIONS)
     affinities = affinity.as_float(affinities)
     rows, columns = affinities.shape
-    if columns < rows:
+    positives = rows if positives is None else positives
+    if min(rows, columns) < positives:
         raise checks.InputError(
-            f"affinities: shape {affinities.shape} has no diagonal entry for every row; "
+            f"affinities: shape {affinities.shape} has no diagonal of {positives} positives; "
             "pass at least as many columns as rows"
         )
     dtype = affinities.dtype
     logits = affinities * jnp.asarray(scale, dtype) + jnp.asarray(bias, dtype)
-    signs = 2.0 * jnp.eye(rows, columns, dtype=dtype) - 1.0
+    positive = jnp.eye(rows, columns, dtype=dtype) * (jnp.arange(columns) < positives)
+    signs = 2.0 * positive - 1.0
     per_row = -jnp.sum(jax.nn.log_sigmoid(signs * logits), axis=1)
     return jnp.mean(per_row) / (columns if normalization == "mean" else 1)
 

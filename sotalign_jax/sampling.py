@@ -15,21 +15,34 @@ _ROUNDS = 8
 
 
 class DeviceData(NamedTuple):
-    """Training arrays on the device, in their stored dtype."""
+    """Training arrays on the device, in their stored dtype.
+
+    `near_x` and `near_y` are tables of neighbours, for methods that use them: the rows of each
+    pool that are closest to each pair's own row.
+    """
 
     pairs_x: Float[Array, "p d_x"]
     pairs_y: Float[Array, "p d_y"]
     pool_x: Float[Array, "u d_x"]
     pool_y: Float[Array, "v d_y"]
+    near_x: Int[Array, "p k"] | None = None
+    near_y: Int[Array, "p k"] | None = None
 
 
 class Batch(NamedTuple):
-    """One step's rows: a[i] belongs to b[i]; x and y are unpaired."""
+    """One step's rows: a[i] belongs to b[i]; x and y are unpaired.
+
+    `near_a[i]` is a neighbour of a[i] in the pool, drawn from its table if there is one, and
+    likewise `near_b[i]`; `step` counts from 0.
+    """
 
     a: Float[Array, "p d_x"]
     b: Float[Array, "p d_y"]
     x: Float[Array, "n d_x"]
     y: Float[Array, "m d_y"]
+    near_a: Float[Array, "p d_x"] | None = None
+    near_b: Float[Array, "p d_y"] | None = None
+    step: Int[Array, ""] | int = 0
 
 
 def _mix(x: Array) -> Array:
@@ -100,4 +113,15 @@ def draw(key: Array, step: Int[Array, ""], data: DeviceData, *, pairs: int, unpa
         data.pairs_y[paired],
         data.pool_x[x_rows],
         data.pool_y[y_rows],
+        _draw_near(jax.random.fold_in(key_x, step), data.pool_x, data.near_x, paired),
+        _draw_near(jax.random.fold_in(key_y, step), data.pool_y, data.near_y, paired),
+        step,
     )
+
+
+def _draw_near(key: Array, pool: Array, table: Array | None, paired: Array) -> Array | None:
+    """One of each pair's neighbours, all equally likely."""
+    if table is None:
+        return None
+    pick = jax.random.randint(key, paired.shape, 0, table.shape[1])
+    return pool[table[paired, pick]]

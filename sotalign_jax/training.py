@@ -21,7 +21,7 @@ from jaxtyping import Array, Float, Int
 
 from sotalign_jax import affinity, checks, data, evaluation, sampling, teachers
 from sotalign_jax.heads import Heads, Rows
-from sotalign_jax.methods import Method
+from sotalign_jax.methods import Method, Objective
 from sotalign_jax.teachers import LinearTeacher
 
 EMBED_CHUNK = 8192
@@ -159,7 +159,7 @@ def place(dataset: data.Dataset, *, pool: bool = True) -> sampling.DeviceData:
 
 
 def init_state(
-    method: Method, heads: Heads, batches: sampling.DeviceData, config: TrainConfig
+    method: Objective, heads: Heads, batches: sampling.DeviceData, config: TrainConfig
 ) -> TrainState:
     """The state before the first step; a copy, so that the heads survive its donation."""
     params = jax.tree.map(jnp.copy, nnx.state(heads))
@@ -171,7 +171,7 @@ def _optimizer(config: TrainConfig) -> optax.GradientTransformation:
     return teachers.optimizer(config.learning_rate, config.steps, weight_decay=config.weight_decay)
 
 
-def make_step(method: Method, heads: Heads, config: TrainConfig) -> jax.stages.Wrapped:
+def make_step(method: Objective, heads: Heads, config: TrainConfig) -> jax.stages.Wrapped:
     """The jitted step (state, data, teacher) -> (state, metrics); the state is donated.
 
     Args:
@@ -214,7 +214,7 @@ def check_pool(method: Method, dataset: data.Dataset) -> None:
         )
 
 
-def _check_teacher(method: Method, teacher: LinearTeacher | None, dataset: data.Dataset) -> None:
+def _check_teacher(method: Objective, teacher: LinearTeacher | None, dataset: data.Dataset) -> None:
     if teacher is None:
         raise checks.InputError(
             f"teacher: is None but {type(method).__name__} needs one; fit teachers.cca first"
@@ -229,7 +229,7 @@ def _check_teacher(method: Method, teacher: LinearTeacher | None, dataset: data.
 
 
 def fit(
-    method: Method,
+    method: Objective,
     heads: Heads,
     dataset: data.Dataset,
     config: TrainConfig,
@@ -263,7 +263,7 @@ def fit(
     if method.uses_teacher:
         _check_teacher(method, teacher, dataset)
     observer = observer or Silent()
-    batches = place(dataset, pool=method.uses_pool)
+    batches = method.prepare(place(dataset, pool=method.uses_pool))
     graphdef = nnx.graphdef(heads)
     state = init_state(method, heads, batches, config)
     best = Best(jax.tree.map(jnp.copy, state.params), jnp.int32(0), jnp.float32(-1.0))

@@ -21,8 +21,8 @@ import numpy as np
 
 def install(package: types.ModuleType) -> None:
     """Wraps every plain function with array annotations in the modules of `package`."""
-    names = [f"{package.__name__}.{info.name}" for info in pkgutil.iter_modules(package.__path__)]
-    modules = [importlib.import_module(name) for name in names]
+    found = pkgutil.walk_packages(package.__path__, f"{package.__name__}.")
+    modules = [importlib.import_module(info.name) for info in found]
     wrapped = {}
     for module in modules:
         for function in vars(module).values():

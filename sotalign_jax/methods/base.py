@@ -1,0 +1,91 @@
+"""What every method has in common."""
+
+import abc
+from typing import Any, ClassVar
+
+from jaxtyping import Array
+
+from sotalign_jax import checks, data, losses
+from sotalign_jax.heads import Heads
+from sotalign_jax.sampling import Batch, DeviceData
+from sotalign_jax.teachers import LinearTeacher
+
+Metrics = dict[str, Array]
+Grid = dict[str, tuple[Any, ...]]
+
+
+class Method:
+    """Options of a method, a frozen dataclass.
+
+    Attributes:
+        grid: values worth trying for some of its options, as in the paper.
+        uses_pool: whether it reads unpaired rows.
+    """
+
+    grid: ClassVar[Grid] = {}
+
+    @property
+    def uses_pool(self) -> bool:
+        """Whether unpaired rows matter."""
+        return False
+
+
+class Objective(Method, abc.ABC):
+    """A method that trains heads by the loss that a call with a batch returns.
+
+    Attributes:
+        head: the kind of head it is published with.
+        uses_teacher: whether a teacher must be fitted first.
+    """
+
+    head: ClassVar[str] = "linear"
+
+    @property
+    def uses_teacher(self) -> bool:
+        """Whether a teacher must be fitted first."""
+        return False
+
+    def prepare(self, data: DeviceData) -> DeviceData:
+        """The training arrays with all that must be known of them before the first step."""
+        return data
+
+    def start(self, data: DeviceData, unpaired_batch: int) -> Any:
+        """What is carried from step to step: a pytree."""
+        return {}
+
+    @abc.abstractmethod
+    def __call__(
+        self, heads: Heads, batch: Batch, teacher: LinearTeacher | None, memory: Any
+    ) -> tuple[Array, tuple[Metrics, Any]]:
+        """Loss, metrics and the new memory."""
+
+
+class Fitted(Method, abc.ABC):
+    """A method that is fitted at once instead of trained step by step."""
+
+    @abc.abstractmethod
+    def fit(self, dataset: data.Dataset, *, seed: int, progress: bool = False) -> Heads:
+        """Heads that embed both modalities for cosine retrieval."""
+
+
+def siglip(
+    heads: Heads, f: Array, g: Array, normalization: str = "mean", **negatives: Array
+) -> Array:
+    """SigLIP with the heads' own scale and bias."""
+    return losses.siglip(
+        f,
+        g,
+        log_scale=heads.log_scale[...],
+        bias=heads.bias[...],
+        normalization=normalization,
+        **negatives,
+    )
+
+
+def check_above(method: Method, *names: str, least: float = 0.0, inclusive: bool = False) -> None:
+    """Raises unless the named options are finite numbers above `least` (or equal, `inclusive`)."""
+    for name in names:
+        value = getattr(method, name)
+        if not (least < value < float("inf") or (inclusive and value == least)):
+            bound = "a number of at least" if inclusive else "a number above"
+            raise checks.InputError(f"{name}: is {value}; pass {bound} {least:g}")

@@ -1,0 +1,166 @@
+"""SOTAlign: supervision on the pairs, and a divergence to a linear teacher on the unpaired rows."""
+
+import dataclasses
+import warnings
+from typing import Any, ClassVar
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array
+
+from sotalign_jax import affinity, checks, divergences, losses
+from sotalign_jax.heads import Heads
+from sotalign_jax.methods import base, sail
+from sotalign_jax.sampling import Batch, DeviceData
+from sotalign_jax.teachers import LinearTeacher
+
+DIVERGENCES = ("klot", "cka", "infonce", "none")
+KLOT_ON = ("unpaired", "all", "crossmodal")
+
+
+@dataclasses.dataclass(frozen=True)
+class SOTAlign(base.Objective):
+    """SigLIP on the pairs + alpha * divergence(student affinity || teacher affinity) on the pool.
+
+    Attributes:
+        alpha: weight of the divergence.
+        divergence: "klot", "cka", "infonce" or "none".
+        epsilon: regularisation of the student's plan (temperature for "infonce").
+        epsilon_star: regularisation of the teacher's plan.
+        marginals: "prob" or "bistochastic", see `divergences.klot`.
+        tolerance: marginal error at which the plans' solves stop.
+        max_iterations: iterations at which they stop.
+        block_size: None, or rows per block to stream KLOT in less memory.
+        klot_on: rows that KLOT compares: "unpaired"; "all": the pairs, too; or "crossmodal": all,
+            with every pair transported to itself, see `divergences.klot_crossmodal`.
+        supervision: "pairs", "pairs+negatives" or "square", see `SAIL`.
+        siglip_norm: "mean" or "per_row", see `SAIL`.
+    """
+
+    grid: ClassVar[base.Grid] = {"alpha": (1e-3, 1e-4, 1e-5)}
+
+    alpha: float = 1e-4
+    divergence: str = "klot"
+    epsilon: float = 0.05
+    epsilon_star: float = 0.005
+    marginals: str = "prob"
+    tolerance: float = 1e-3
+    max_iterations: int = 500
+    block_size: int | None = None
+    klot_on: str = "unpaired"
+    supervision: str = "pairs"
+    siglip_norm: str = "mean"
+
+    @property
+    def uses_pool(self) -> bool:
+        return self.divergence != "none" or self.supervision != "pairs"
+
+    @property
+    def uses_teacher(self) -> bool:
+        return self.divergence != "none"
+
+    def __post_init__(self) -> None:
+        checks.choice("divergence", self.divergence, DIVERGENCES)
+        checks.choice("klot_on", self.klot_on, KLOT_ON)
+        checks.choice("supervision", self.supervision, sail.SUPERVISION)
+        checks.choice("marginals", self.marginals, divergences.MARGINALS)
+        checks.choice("siglip_norm", self.siglip_norm, losses.NORMALIZATIONS)
+        base.check_above(self, "alpha", inclusive=True)
+        base.check_above(self, "epsilon", "epsilon_star", "tolerance")
+        for name in ("max_iterations", "block_size"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise checks.InputError(f"{name}: is {value}; pass at least 1")
+        if self.klot_on != "unpaired" and self.divergence != "klot":
+            raise checks.InputError(
+                f"klot_on: is {self.klot_on!r} but divergence is {self.divergence!r}; choose "
+                "divergence 'klot' or klot_on 'unpaired'"
+            )
+        if self.klot_on == "crossmodal" and self.block_size is not None:
+            raise checks.InputError(
+                f"block_size: is {self.block_size} but klot_on 'crossmodal' cannot be streamed; "
+                "leave it out"
+            )
+        if (self.marginals == "prob") != (self.siglip_norm == "mean"):
+            warnings.warn(
+                f"marginals={self.marginals!r} with siglip_norm={self.siglip_norm!r} leaves one "
+                "term thousands of times larger than the other for alpha in 1e-5..1e-3; "
+                "pair 'prob' with 'mean', or 'bistochastic' with 'per_row'",
+                stacklevel=3,  # past the generated __init__
+            )
+
+    def start(self, data: DeviceData, unpaired_batch: int) -> dict[str, Array]:
+        """Both plans' column potentials, to start from, when every batch is the whole pool.
+
+        Potentials depend on the whole batch: for changing batches a fresh solve with
+        epsilon-scaling takes fewer iterations than one that starts from earlier potentials.
+        """
+        whole = unpaired_batch >= max(len(data.pool_x), len(data.pool_y))
+        if self.divergence != "klot" or self.klot_on != "unpaired" or not whole:
+            return {}
+        v = jnp.zeros(len(data.pool_y), jnp.float32)
+        return {"v": v, "v_star": v.copy()}
+
+    def __call__(
+        self, heads: Heads, batch: Batch, teacher: LinearTeacher | None, memory: Any
+    ) -> tuple[Array, tuple[base.Metrics, Any]]:
+        f, g = heads.x(batch.a), heads.y(batch.b)
+        x, y = (heads.x(batch.x), heads.y(batch.y)) if self.uses_pool else (f[:0], g[:0])
+        siglip = sail.supervised(heads, f, g, x, y, self.supervision, self.siglip_norm)
+        if self.divergence == "none":
+            return siglip, ({"siglip": siglip}, memory)
+        assert teacher is not None  # `training.fit` asked for it
+        rows_x, rows_y = batch.x, batch.y
+        if self.klot_on != "unpaired":
+            x, y = jnp.concatenate([f, x]), jnp.concatenate([g, y])
+        if self.klot_on == "all":
+            rows_x, rows_y = jnp.concatenate([batch.a, rows_x]), jnp.concatenate([batch.b, rows_y])
+        z, w = jax.lax.stop_gradient((teacher.x(rows_x), teacher.y(rows_y)))
+        divergence, metrics, memory = self._divergence(x, y, z, w, memory)
+        loss = siglip + self.alpha * divergence
+        return loss, ({"siglip": siglip, self.divergence: divergence, **metrics}, memory)
+
+    def _divergence(
+        self, f: Array, g: Array, z: Array, w: Array, memory: Any
+    ) -> tuple[Array, base.Metrics, Any]:
+        """Of student features f, g from teacher features z, w."""
+        if self.divergence == "cka":
+            return divergences.cka_from_embeddings(f, g, z, w), {}, memory
+        if self.divergence == "infonce":
+            value = divergences.infonce(
+                affinity.cosine(f, g),
+                affinity.cosine(z, w),
+                epsilon=self.epsilon,
+                epsilon_star=self.epsilon_star,
+            )
+            return value, {}, memory
+        options: dict[str, Any] = {
+            "epsilon": self.epsilon,
+            "epsilon_star": self.epsilon_star,
+            "marginals": self.marginals,
+            "tolerance": self.tolerance,
+            "max_iterations": self.max_iterations,
+            "return_aux": True,
+        }
+        if self.klot_on == "crossmodal":
+            value, aux = divergences.klot_crossmodal(f, g, z, w, **options)
+        else:
+            value, aux = divergences.klot_from_embeddings(
+                f,
+                g,
+                z,
+                w,
+                init_v=(memory["v"], memory["v_star"]) if memory else None,
+                block_size=self.block_size,
+                **options,
+            )
+        if memory:
+            memory = {"v": aux.student.v, "v_star": aux.teacher.v}
+        metrics = {
+            "student_error": aux.student.error,
+            "student_iterations": aux.student.iterations,
+            "teacher_error": aux.teacher.error,
+            "teacher_iterations": aux.teacher.iterations,
+            "converged": jnp.maximum(aux.student.error, aux.teacher.error) <= self.tolerance,
+        }
+        return value, metrics, memory
