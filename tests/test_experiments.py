@@ -13,9 +13,9 @@ from absl import flags
 from safetensors.numpy import save_file
 
 import sotalign_jax
-from experiments import compare_runs, main, settings
+from experiments import compare_runs, main, runner, settings
 from experiments.configs import paper, quickstart
-from sotalign_jax import checkpoints, checks, data, teachers, training
+from sotalign_jax import checkpoints, checks, data, methods, teachers, training
 
 # ml_collections loads config files by a deprecated call.
 pytestmark = pytest.mark.filterwarnings("ignore:.*load_module:DeprecationWarning")
@@ -67,7 +67,7 @@ def is_one_line(error):
 
 def test_defaults_are_the_papers():
     (run,) = settings.plan_runs(settings.default_config())
-    assert run == settings.Settings(method="sotalign")
+    assert run == settings.Settings(method="sotalign", options=methods.SOTAlign())
     assert run.train == training.TrainConfig()
     assert json.loads(json.dumps(settings.to_json(run)))["train"]["seed"] == 42
 
@@ -84,7 +84,20 @@ def test_methods_and_seeds_span_the_runs_and_overrides_change_one_method():
         ("sotalign", 1),
     ]
     assert [run.train.steps for run in runs] == [2000, 2000, 7, 7]
-    assert [run.sotalign.block_size for run in runs] == [None, None, 5, 5]
+    assert [run.options and run.options.block_size for run in runs] == [None, None, 5, 5]
+
+
+def test_every_method_has_a_section_and_runs_hold_their_own_options():
+    config = settings.default_config()
+    for name, method in methods.METHODS.items():
+        assert config[name].to_dict() == dataclasses.asdict(method)
+    config.methods = settings.METHODS
+    for run in settings.plan_runs(config):
+        assert run.options == methods.METHODS.get(run.method)
+        assert json.loads(json.dumps(settings.to_json(run)))["method"] == run.method
+    config.sail_semi.siglip_norm = "per_row"
+    sail, semi = (run for run in settings.plan_runs(config) if run.method.startswith("sail"))
+    assert (sail.options, semi.options.siglip_norm) == (methods.SAIL(), "per_row")
 
 
 def test_bundled_configs():
@@ -96,9 +109,9 @@ def test_bundled_configs():
     assert (sail.method, sotalign.method) == ("sail", "sotalign")
     assert sotalign.train.pair_batch + sotalign.train.unpaired_batch == 32_768
     assert sotalign.data.n_pairs == 10_000 and sotalign.data.n_unpaired == 1_000_000
-    assert (sotalign.sotalign.epsilon, sotalign.sotalign.epsilon_star) == (0.05, 0.005)
+    assert (sotalign.options.epsilon, sotalign.options.epsilon_star) == (0.05, 0.005)
     appendix = settings.plan_runs(paper.get_config("appendix"))[1]
-    assert appendix.sotalign.epsilon_star == 0.01
+    assert appendix.options.epsilon_star == 0.01
     for get_config in (quickstart.get_config, paper.get_config):
         with pytest.raises(checks.InputError, match=r"config: 'bogus' is unknown; choose of smoke"):
             get_config("bogus")
@@ -113,7 +126,7 @@ def test_bundled_configs():
         ("train", 1, "config.train: is 1; set its entries"),
         ("method", "sail", "config.method: is no setting"),
         ("methods", (), r"config.methods: is \(\); pass a tuple of at least one entry"),
-        ("methods", ("sale",), "config.methods: 'sale' is unknown; choose one of sail, sotalign"),
+        ("methods", ("sale",), "config.methods: 'sale' is unknown; choose one of sail, "),
         ("seeds", (0, 0), "config.seeds: 0 comes twice"),
         ("seeds", (-1,), "config.seeds: -1 is no seed"),
         ("seeds", ("a",), "config.seeds: 'a' is no seed"),
@@ -183,7 +196,8 @@ def test_settings_without_a_default_and_tuples_can_be_set(launch, files):
         ("sotalign", 1),
     ]
     assert [one["train"]["steps"] for one in asked] == [5, 5, 40, 40]
-    assert asked[0]["sotalign"]["block_size"] == 16 and asked[0]["teacher"]["dim"] == 8
+    assert asked[2]["options"]["block_size"] == 16 and asked[0]["teacher"]["dim"] == 8
+    assert asked[0]["options"] == dataclasses.asdict(methods.SAIL())
     assert asked[0]["train"]["learning_rate"] == 1.0 and asked[0]["tensorboard"] is True
     assert runs[0]["shapes"] == {
         "pairs_x": [60, 12],
@@ -386,6 +400,32 @@ def test_a_contrastive_teacher_starts_the_heads_and_no_gallery_is_needed(launch,
     run = tmp_path / "run"
     assert json.loads((run / "results.json").read_text()) == {"best_step": 2}
     assert not (run / "comparison.png").exists() and list((run / "tensorboard").iterdir())
+
+
+@pytest.mark.parametrize("kind", ["glu", "tanh"])
+def test_heads_of_every_kind_train_and_are_saved(launch, tmp_path, kind):
+    options = (f"--config.heads.kind={kind}", "--config.heads.hidden=9", "--config.train.steps=2")
+    assert launch(*options, method="sail")[1] is None
+    aligner = sotalign_jax.Aligner.load(tmp_path / "run")
+    assert aligner.heads.x.kind == kind and aligner.heads.y.hidden == 9
+    assert aligner.info["settings"]["heads"]["kind"] == kind
+
+
+def test_heads_are_the_methods_own_unless_told():
+    class Published(methods.SAIL):
+        head = "tanh"
+
+    config = settings.default_config()
+    config.methods = ("sail",)
+    config.heads.hidden = 5
+    (run,) = settings.plan_runs(config)
+    run = dataclasses.replace(run, options=Published())
+    assert runner.prepare(run).start.x.kind == "tanh"
+    other = dataclasses.replace(run, heads=dataclasses.replace(run.heads, kind="linear"))
+    assert runner.prepare(other).start.x.kind == "linear"
+    taught = dataclasses.replace(run, heads=dataclasses.replace(run.heads, init="teacher"))
+    with pytest.raises(checks.InputError, match=r"config.heads: teacher: cannot start heads of"):
+        runner.prepare(taught)
 
 
 @pytest.mark.parametrize(
