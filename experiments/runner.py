@@ -1,6 +1,7 @@
 """Runs from settings to folders of results; started again they go on where they stopped."""
 
 import contextlib
+import dataclasses
 import fcntl
 import pathlib
 import shutil
@@ -25,24 +26,111 @@ from sotalign_jax import (
 Results = dict[str, float]
 
 
+class Outcome(NamedTuple):
+    """How a run ended: its results, or none of them and why it failed."""
+
+    results: Results
+    error: str | None = None
+
+
+class UnusableError(checks.InputError):
+    """Settings, each of which is right, that cannot be used together or with the data."""
+
+
 def execute_all(
     runs: Sequence[Settings], workdir: pathlib.Path, *, config: dict[str, Any]
-) -> dict[str, Results]:
-    """Makes the runs, or finishes those begun, and returns their results by name.
+) -> dict[str, Outcome]:
+    """Makes the runs, or finishes those begun, and returns how they ended, by name.
 
     A single run lives in `workdir` itself, several in a folder each below it. `config` is what
     the runs were planned from; a folder of several runs keeps it and refuses another one.
+    What fails ends a single run, or a first one whose settings cannot be used; among several runs
+    it is an outcome like others.
     """
     if len(runs) == 1:
-        return {_name(runs[0]): execute(runs[0], workdir)}
+        return {run_names(runs)[0]: Outcome(execute(runs[0], workdir))}
     if not (workdir / "config.json").exists():
-        for run in {run.method: run for run in runs}.values():
+        for run in {(run.data, _uses_pool(run)): run for run in runs}.values():
             load_dataset(run)  # what any method lacks is known before the first one trains
-    results = {
-        _name(run): execute(run, workdir / _name(run), within=(workdir, config)) for run in runs
+    folders = {name: workdir / name for name in run_names(runs)}
+    ended: dict[str, Outcome] = {}
+    with Progress(list(folders.values()), "compare") as progress:
+        for run, (name, folder) in zip(runs, folders.items(), strict=True):
+            ended[name] = attempt(run, folder, within=(workdir, config))
+            progress.finished(folder)
+    written = {
+        name: outcome.results if outcome.error is None else {"error": outcome.error}
+        for name, outcome in ended.items()
     }
-    recording.write_json(workdir / "results.json", results)
-    return results
+    recording.write_json(workdir / "results.json", written)
+    return ended
+
+
+def run_names(runs: Sequence[Settings]) -> list[str]:
+    """A name for every run: its method, its number of pairs if that varies, and its seed."""
+    several = len({run.data.n_pairs for run in runs}) > 1
+    return [
+        f"{run.name}-{run.data.n_pairs}pairs-seed{run.train.seed}"
+        if several
+        else f"{run.name}-seed{run.train.seed}"
+        for run in runs
+    ]
+
+
+def _uses_pool(run: Settings) -> bool:
+    return run.options is not None and run.options.uses_pool
+
+
+class Progress:
+    """A bar over runs, which counts those finished earlier as done."""
+
+    def __init__(self, folders: Sequence[pathlib.Path], title: str) -> None:
+        self._waiting = {folder for folder in folders if not _is_finished(folder)}
+        self._total = len(folders)
+        self._bar = recording.Progress(
+            self._total, title, initial=self._total - len(self._waiting), unit="runs"
+        )
+
+    def __enter__(self) -> "Progress":
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self._bar.__exit__(*error)
+
+    def finished(self, folder: pathlib.Path, best: float | None = None) -> None:
+        """Moves on by the run in `folder`; `best` is the best MeanR@1 so far."""
+        if folder in self._waiting:
+            self._waiting.remove(folder)
+            self._bar.update(self._total - len(self._waiting), mean_r1=best)
+
+
+def _is_finished(folder: pathlib.Path) -> bool:
+    return any((folder / name).exists() for name in ("results.json", _FAILED))
+
+
+_FAILED = "failed.json"
+
+
+def attempt(
+    settings: Settings,
+    workdir: pathlib.Path,
+    *,
+    within: tuple[pathlib.Path, dict[str, Any]] | None = None,
+) -> Outcome:
+    """`execute` as one of several runs: one that fails says so and leaves the others alone.
+
+    A loss that is not finite would be so again, and is remembered in failed.json.
+    """
+    claimed = workdir if within is None else within[0]
+    try:
+        return Outcome(execute(settings, workdir, within=within, inner=True))
+    except UnusableError as error:
+        if within is not None and not (claimed / "config.json").exists():
+            raise
+        return Outcome({}, str(error))
+    except FloatingPointError as error:
+        recording.write_json(workdir / _FAILED, {"error": str(error)})
+        return Outcome({}, str(error))
 
 
 def execute(
@@ -50,11 +138,17 @@ def execute(
     workdir: pathlib.Path,
     *,
     within: tuple[pathlib.Path, dict[str, Any]] | None = None,
+    inner: bool = False,
 ) -> Results:
     """Makes one run in `workdir`, or finishes the one begun there; returns its results.
 
     Everything that can be wrong with the input is found before the folder is claimed, so that a
-    corrected start can use the same one. `within` is the folder and config of a set of runs.
+    corrected start can use the same one. `within` is the folder and config of a set of runs;
+    `inner` puts its progress below theirs.
+
+    Raises:
+        UnusableError: the settings cannot be used with this data; the folder is not claimed.
+        FloatingPointError: the loss is not finite, now or in an earlier start.
     """
 
     def claim() -> pathlib.Path:
@@ -67,12 +161,17 @@ def execute(
         claim()
         if results_path.exists():
             return recording.read_json(results_path)
-    prepared = prepare(settings)
+        if (workdir / _FAILED).exists():
+            raise FloatingPointError(recording.read_json(workdir / _FAILED)["error"])
+    try:
+        prepared = prepare(settings)
+    except checks.InputError as error:
+        raise UnusableError(str(error)) from error
     with _only_process(claim()):
         results: Results = {}
         trained = prepared.start
         if prepared.method is not None:
-            trained, best = _train(settings, prepared, workdir)
+            trained, best = _train(settings, prepared, workdir, inner=inner)
             results["best_step"] = int(best.step)
         results |= evaluate(trained, prepared.dataset)
         info = {"settings": settings_lib.to_json(settings), "results": results}
@@ -92,21 +191,23 @@ def load_dataset(settings: Settings) -> data.Dataset:
         "pool_noise": settings.data.pool_noise,
         "seed": settings.train.seed,
     }
-    with _naming("config.data"):
+    with naming("config.data"):
         if settings.data.name == "pictures":
             dataset = data.pictures_dataset(**options)
+            if not settings.data.test:
+                dataset = dataclasses.replace(dataset, test=None, zero_shot=None)
         else:
-            dataset = _load_files(settings.data.files, options)
+            dataset = _load_files(settings.data.files, options, test=settings.data.test)
         if settings.options is not None:
             training.check_pool(settings.options, dataset)
     return dataset
 
 
-def _load_files(paths: settings_lib.Files, options: dict[str, Any]) -> data.Dataset:
+def _load_files(paths: settings_lib.Files, options: dict[str, Any], *, test: bool) -> data.Dataset:
     def load(name: str, *, required: bool = False) -> Any:
         path, _, key = (getattr(paths, name) or "").partition("#")
         if path:
-            with _naming(f"files.{name}"):
+            with naming(f"files.{name}"):
                 return files.load_array(path, key=key or None)
         if required:
             raise checks.InputError(
@@ -118,14 +219,14 @@ def _load_files(paths: settings_lib.Files, options: dict[str, Any]) -> data.Data
         if not any(getattr(paths, f"{name}_{part}") for part in ("x", "y", "x_of_y")):
             return None
         x, y = (load(f"{name}_{side}", required=True) for side in "xy")
-        with _naming(f"files.{name}"):
+        with naming(f"files.{name}"):
             return data.gallery(x, y, load(f"{name}_x_of_y"))
 
     zero_shot = None
     parts = [f"zero_shot_{part}" for part in ("x", "labels", "prompts")]
-    if any(getattr(paths, part) for part in parts):
+    if test and any(getattr(paths, part) for part in parts):
         arrays = [load(part, required=True) for part in parts]
-        with _naming("files.zero_shot"):
+        with naming("files.zero_shot"):
             zero_shot = data.zero_shot(*arrays)
     return data.semi_supervised(
         load("x", required=True),
@@ -133,7 +234,7 @@ def _load_files(paths: settings_lib.Files, options: dict[str, Any]) -> data.Data
         unpaired_x=load("unpaired_x"),
         unpaired_y=load("unpaired_y"),
         val=gallery("val"),
-        test=gallery("test"),
+        test=gallery("test") if test else None,
         zero_shot=zero_shot,
         **options,
     )
@@ -156,17 +257,17 @@ def prepare(settings: Settings) -> Prepared:
     """Reads the data, fits the teacher if one is needed, and builds the heads."""
     dataset, method = load_dataset(settings), settings.options
     if isinstance(method, methods.Fitted):
-        with _naming(f"config.{settings.method}"):
+        with naming(f"config.{settings.method}"):
             return Prepared(dataset, None, None, method.fit(dataset, seed=settings.train.seed))
     assert method is None or isinstance(method, methods.Objective)
     as_start = method is None or settings.heads.init == "teacher"
     kind = "linear" if method is None else settings.heads.kind or method.head
     teacher = None
     if method is None or as_start or method.uses_teacher:
-        with _naming("config.teacher"):
+        with naming("config.teacher"):
             name = settings.method if method is None else settings.teacher.kind
             teacher = fit_teacher(settings, dataset, name)
-    with _naming("config.heads"):
+    with naming("config.heads"):
         start = heads.build_heads(
             dataset.pairs_x.shape[1],
             dataset.pairs_y.shape[1],
@@ -213,12 +314,8 @@ def evaluate(trained: heads.Heads, dataset: data.Dataset) -> Results:
     return results
 
 
-def _name(settings: Settings) -> str:
-    return f"{settings.method}-seed{settings.train.seed}"
-
-
 @contextlib.contextmanager
-def _naming(where: str) -> Iterator[None]:
+def naming(where: str) -> Iterator[None]:
     """Says which settings an error is about."""
     try:
         yield
@@ -243,10 +340,10 @@ def _only_process(folder: pathlib.Path) -> Iterator[None]:
 
 
 def _train(
-    settings: Settings, prepared: Prepared, folder: pathlib.Path
+    settings: Settings, prepared: Prepared, folder: pathlib.Path, *, inner: bool
 ) -> tuple[heads.Heads, training.Best]:
     assert prepared.method is not None
-    with _Recorder(settings, folder) as recorder:
+    with _Recorder(settings, folder, inner=inner) as recorder:
         return training.fit(
             prepared.method,
             prepared.start,
@@ -261,8 +358,8 @@ def _train(
 class _Recorder:
     """Writes metrics and checkpoints of one run, and shows its progress."""
 
-    def __init__(self, settings: Settings, folder: pathlib.Path) -> None:
-        self._settings, self._folder = settings, folder
+    def __init__(self, settings: Settings, folder: pathlib.Path, *, inner: bool) -> None:
+        self._settings, self._folder, self._inner = settings, folder, inner
         self._log = recording.MetricLog(folder / "metrics.jsonl")
         self._checkpoints = checkpoints.Checkpoints(folder / "checkpoints")
         self._bar: recording.Progress | None = None
@@ -284,8 +381,10 @@ class _Recorder:
         found = self._checkpoints.restore_latest(template)
         step = 0 if found is None else found[0]
         self._log.truncate_after(step)
-        name = f"{self._settings.method} seed {self._settings.train.seed}"
-        self._bar = recording.Progress(self._settings.train.steps, name, initial=step)
+        name = f"{self._settings.name} seed {self._settings.train.seed}"
+        self._bar = recording.Progress(
+            self._settings.train.steps, name, initial=step, inner=self._inner
+        )
         if self._settings.tensorboard:
             self._board = recording.tensorboard(self._folder / "tensorboard", resume_after=step)
         return None if found is None else found[1]
