@@ -11,7 +11,7 @@ from typing import Any
 
 from absl import app
 
-from experiments import launch, run_flags, runner, settings
+from experiments import batch, launch, run_flags, runner, settings
 from experiments.settings import Settings
 from sotalign_jax import tables
 
@@ -37,11 +37,11 @@ Results = dict[str, dict[int, list[runner.Results]]]
 def run(values: dict[str, Any], workdir: pathlib.Path) -> None:
     """Makes the runs that a config's plain values ask for, and reports on them."""
     runs = settings.plan(values)
-    conclude(runs, runner.execute_all(runs, workdir, config=values), workdir)
+    conclude(runs, batch.execute_all(runs, workdir, config=values), workdir)
 
 
 def conclude(
-    runs: Sequence[Settings], ended: Mapping[str, runner.Outcome], workdir: pathlib.Path
+    runs: Sequence[Settings], ended: Mapping[str, batch.Outcome], workdir: pathlib.Path
 ) -> None:
     """Prints the report.
 
@@ -54,7 +54,7 @@ def conclude(
         raise FloatingPointError(f"{len(failed)} of {len(ended)} runs failed, first {failed[0]}")
 
 
-def report(runs: Sequence[Settings], ended: Sequence[runner.Outcome], workdir: pathlib.Path) -> str:
+def report(runs: Sequence[Settings], ended: Sequence[batch.Outcome], workdir: pathlib.Path) -> str:
     """Writes comparison.md, .csv and .png for the runs; returns the text."""
     results = grouped(runs, ended)
     table = comparison_table(results)
@@ -63,7 +63,7 @@ def report(runs: Sequence[Settings], ended: Sequence[runner.Outcome], workdir: p
     return f"\n{table}\n\nResults, models and the comparison are in {workdir}"
 
 
-def grouped(runs: Sequence[Settings], ended: Sequence[runner.Outcome]) -> Results:
+def grouped(runs: Sequence[Settings], ended: Sequence[batch.Outcome]) -> Results:
     """Results by method and number of pairs, in the order of the runs."""
     results: Results = {}
     for one, outcome in zip(runs, ended, strict=True):
@@ -105,6 +105,7 @@ def comparison_plot(results: Results, path: pathlib.Path) -> None:
     import matplotlib.pyplot as plt
 
     budgets = _budgets(results)
+    several = len(budgets) > 1
     keys = [key for panel in PANELS if _has(results, key := f"{splits[0]}/{panel}")]
 
     def score(name: str) -> float:
@@ -134,12 +135,12 @@ def comparison_plot(results: Results, path: pathlib.Path) -> None:
             texts = ["failed" if mean is None else f"{float(mean):.1f}" for mean in means]
             axes.bar_label(bars, texts, fontsize=7, padding=3)
         axes.set_title(_TITLES[key.partition("/")[2]], fontsize=10)
-        axes.set_xlabel(f"{splits[0]} (%)")
+        axes.set_xlabel(f"{splits[0]} (%)" if several else f"{splits[0]} (%), {budgets[0]:,} pairs")
         axes.margins(x=0.15)
         axes.spines[["top", "right"]].set_visible(False)
     figure.axes[0].set_yticks(range(len(names)), names)
     figure.axes[0].set_ylim(-0.6, len(names) - 0.4)
-    if len(budgets) > 1:
+    if several:
         figure.legend(
             *figure.axes[0].get_legend_handles_labels(),
             loc="outside lower center",

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 from absl import app, flags
 
-from experiments import compare, grids, launch, run_flags, runner, settings
+from experiments import batch, compare, grids, launch, run_flags, runner, settings
 from experiments.settings import Settings
 from sotalign_jax import checks, recording, tables
 
@@ -99,12 +99,12 @@ def search(planned: list[Planned], folder: pathlib.Path, title: str) -> list[Tri
     }
     trials = []
     best = None
-    with runner.Progress(list(folders.values()), title) as progress:
+    with batch.Progress(list(folders.values()), title) as progress:
         for number, point, runs, error in planned:
             scores: list[float] = []
             for run in runs:
                 place = folders[number, run.train.seed]
-                results, failure = runner.attempt(run, place)
+                results, failure = batch.attempt(run, place)
                 error = error or failure
                 if failure is None:
                     scores.append(results[SCORE])
@@ -189,17 +189,17 @@ def tune(
 
 def test(
     values: dict[str, Any], name: str, best: Trial, folder: pathlib.Path, *, seeds: Sequence[int]
-) -> tuple[list[Settings], dict[str, runner.Outcome]]:
+) -> tuple[list[Settings], dict[str, batch.Outcome]]:
     """Trains the chosen settings over the seeds and tests them; the runs and how they ended."""
     if not seeds:
         return [], {}
     chosen = grids.with_point({**values, "seeds": tuple(seeds)}, name, best.point)
     runs = settings.plan(chosen)
     places = [folder / f"test-{best.number:03d}-seed{run.train.seed}" for run in runs]
-    with runner.Progress(places, f"test {name}") as progress:
+    with batch.Progress(places, f"test {name}") as progress:
         ended = {}
         for run, place in zip(runs, places, strict=True):
-            ended[f"{name}/{place.name}"] = runner.attempt(run, place)
+            ended[f"{name}/{place.name}"] = batch.attempt(run, place)
             progress.finished(place)
     return runs, ended
 
@@ -210,7 +210,7 @@ def _run() -> None:
     if not _METHOD.value:
         raise checks.InputError("method: is not set; pass --method=NAME or --method=NAME,NAME")
     runs: list[Settings] = []
-    ended: dict[str, runner.Outcome] = {}
+    ended: dict[str, batch.Outcome] = {}
     for name in _METHOD.value:
         best = tune(
             values,

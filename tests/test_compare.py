@@ -10,7 +10,7 @@ import pytest
 import small_runs
 from small_runs import is_one_line
 
-from experiments import compare, main, runner, settings
+from experiments import batch, compare, main, settings
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*load_module:DeprecationWarning")
 
@@ -63,7 +63,7 @@ def test_reports_fall_back_to_validation(tmp_path):
     for name, values in [("test", SCORES), ("val", only_val), ("none", {})]:
         folder = tmp_path / name
         folder.mkdir()
-        text = compare.report(runs, [runner.Outcome(values)] * 2, folder)
+        text = compare.report(runs, [batch.Outcome(values)] * 2, folder)
         assert "sail" in text and str(folder) in text
         written = {path.name for path in folder.iterdir()}
         plot = set() if name == "none" else {"comparison.png"}

@@ -11,7 +11,7 @@ from safetensors.numpy import save_file
 from small_runs import is_one_line
 
 import sotalign_jax
-from experiments import main, runner, settings
+from experiments import batch, main, runner, settings
 from experiments.configs import compare as compare_config
 from experiments.configs import paper, quickstart
 from sotalign_jax import checkpoints, checks, data, methods, teachers, training
@@ -95,7 +95,7 @@ def test_a_method_can_be_named_again_with_other_settings():
     ]
     assert [run.heads.init for run in runs] == ["random", "random", "teacher", "teacher"]
     assert [run.options.alpha for run in runs] == [1e-4, 1e-4, 1.0, 1.0]
-    assert runner.run_names(runs)[3] == "taught-20pairs-seed0"
+    assert batch.run_names(runs)[3] == "taught-20pairs-seed0"
 
 
 def test_bundled_configs():
