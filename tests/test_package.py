@@ -30,6 +30,7 @@ ORDER = [
     "data",
     "sampling",
     "evaluation",
+    "sliced",
     "diagnostics",
     "methods",
     "training",
