@@ -6,13 +6,11 @@ interrupted goes on where it stopped when it is started again with the same --wo
 
 import json
 import pathlib
-import signal
-import sys
 
-from absl import app, flags, logging
-from ml_collections import config_dict, config_flags
+from absl import app, flags
+from ml_collections import config_flags
 
-from experiments import compare_runs, runner, settings
+from experiments import compare_runs, launch, runner, settings
 from sotalign_jax import checks
 
 # Unknown settings are let through here, to be refused with a list of the known ones.
@@ -23,42 +21,25 @@ _WORKDIR = flags.DEFINE_string("workdir", None, "Folder for the results.")
 _DRY_RUN = flags.DEFINE_bool("dry_run", False, "Print the resolved runs and shapes, and stop.")
 
 
-def _run(config: config_dict.ConfigDict, workdir: pathlib.Path | None, *, dry_run: bool) -> None:
+def _run() -> None:
+    """Plans the runs, makes them and prints a comparison."""
+    config = _CONFIG.value
+    if config is None:
+        raise checks.InputError("config: is not set; pass --config=experiments/configs/...")
     runs = settings.plan_runs(config)
-    if dry_run:
+    if _DRY_RUN.value:
         for run in runs:
             shapes = runner.load_dataset(run).summary()
             print(json.dumps({"settings": settings.to_json(run), "shapes": shapes}, indent=2))
         return
-    if workdir is None:
+    if not _WORKDIR.value:
         raise checks.InputError("workdir: is not set; pass --workdir=FOLDER")
+    workdir = pathlib.Path(_WORKDIR.value).expanduser()
     results = runner.execute_all(runs, workdir, config=settings.plain(config))
     print(compare_runs.report(runs, results, workdir))
 
 
-def main(argv: list[str]) -> None:
-    """Runs, and turns what the user can mend into one line on stderr."""
-    logging.set_verbosity(logging.WARNING)
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # a clean stop, like ctrl-C
-    try:
-        if len(argv) > 1:
-            raise checks.InputError(f"arguments: {argv[1]!r} is not understood; see --help")
-        if _CONFIG.value is None:
-            raise checks.InputError("config: is not set; pass --config=experiments/configs/...")
-        workdir = pathlib.Path(_WORKDIR.value).expanduser() if _WORKDIR.value else None
-        _run(_CONFIG.value, workdir, dry_run=_DRY_RUN.value)
-    except (checks.InputError, FloatingPointError, OSError) as error:
-        sys.exit(f"error: {error}")
-    except KeyboardInterrupt:
-        sys.exit("interrupted: start again with the same --workdir to go on")
-
-
-def _parse(argv: list[str]) -> list[str]:
-    try:
-        return flags.FLAGS(argv)
-    except Exception as error:  # a config file may raise anything
-        sys.exit(f"error: {settings.explain(error)}")
-
+main = launch.guarded(_run, interrupted="start again with the same --workdir to go on")
 
 if __name__ == "__main__":
-    app.run(main, flags_parser=_parse)
+    app.run(main, flags_parser=launch.parse)

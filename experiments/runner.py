@@ -92,7 +92,7 @@ def load_dataset(settings: Settings) -> data.Dataset:
         "pool_noise": settings.data.pool_noise,
         "seed": settings.train.seed,
     }
-    with _naming("config.data"):
+    with naming("config.data"):
         if settings.data.name == "pictures":
             dataset = data.pictures_dataset(**options)
         else:
@@ -106,7 +106,7 @@ def _load_files(paths: settings_lib.Files, options: dict[str, Any]) -> data.Data
     def load(name: str, *, required: bool = False) -> Any:
         path, _, key = (getattr(paths, name) or "").partition("#")
         if path:
-            with _naming(f"files.{name}"):
+            with naming(f"files.{name}"):
                 return files.load_array(path, key=key or None)
         if required:
             raise checks.InputError(
@@ -118,14 +118,14 @@ def _load_files(paths: settings_lib.Files, options: dict[str, Any]) -> data.Data
         if not any(getattr(paths, f"{name}_{part}") for part in ("x", "y", "x_of_y")):
             return None
         x, y = (load(f"{name}_{side}", required=True) for side in "xy")
-        with _naming(f"files.{name}"):
+        with naming(f"files.{name}"):
             return data.gallery(x, y, load(f"{name}_x_of_y"))
 
     zero_shot = None
     parts = [f"zero_shot_{part}" for part in ("x", "labels", "prompts")]
     if any(getattr(paths, part) for part in parts):
         arrays = [load(part, required=True) for part in parts]
-        with _naming("files.zero_shot"):
+        with naming("files.zero_shot"):
             zero_shot = data.zero_shot(*arrays)
     return data.semi_supervised(
         load("x", required=True),
@@ -156,17 +156,17 @@ def prepare(settings: Settings) -> Prepared:
     """Reads the data, fits the teacher if one is needed, and builds the heads."""
     dataset, method = load_dataset(settings), settings.options
     if isinstance(method, methods.Fitted):
-        with _naming(f"config.{settings.method}"):
+        with naming(f"config.{settings.method}"):
             return Prepared(dataset, None, None, method.fit(dataset, seed=settings.train.seed))
     assert method is None or isinstance(method, methods.Objective)
     as_start = method is None or settings.heads.init == "teacher"
     kind = "linear" if method is None else settings.heads.kind or method.head
     teacher = None
     if method is None or as_start or method.uses_teacher:
-        with _naming("config.teacher"):
+        with naming("config.teacher"):
             name = settings.method if method is None else settings.teacher.kind
             teacher = fit_teacher(settings, dataset, name)
-    with _naming("config.heads"):
+    with naming("config.heads"):
         start = heads.build_heads(
             dataset.pairs_x.shape[1],
             dataset.pairs_y.shape[1],
@@ -218,7 +218,7 @@ def _name(settings: Settings) -> str:
 
 
 @contextlib.contextmanager
-def _naming(where: str) -> Iterator[None]:
+def naming(where: str) -> Iterator[None]:
     """Says which settings an error is about."""
     try:
         yield

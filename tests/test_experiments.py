@@ -14,6 +14,7 @@ from safetensors.numpy import save_file
 
 import sotalign_jax
 from experiments import compare_runs, main, settings
+from experiments import launch as command_line
 from experiments.configs import paper, quickstart
 from sotalign_jax import checkpoints, checks, data, teachers, training
 
@@ -43,7 +44,7 @@ def launch(files, tmp_path, monkeypatch, capsys):
         monkeypatch.setattr(sys, "argv", argv)
         monkeypatch.delitem(sys.modules, "config_config", raising=False)  # the last config file
         try:
-            main.main(main._parse(argv))
+            main.main(command_line.parse(argv))
             return capsys.readouterr().out, None
         except SystemExit as stop:
             return capsys.readouterr().out, stop.code

@@ -37,6 +37,7 @@ ORDER = [
     "data",
     "sampling",
     "evaluation",
+    "sliced",
     "diagnostics",
     "methods/base",
     "methods/sail",
