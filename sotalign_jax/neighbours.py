@@ -105,7 +105,14 @@ def _search(
         return block.put(table, jnp.where(jnp.isneginf(scores), -1, index))
 
     table = kernels.over_rows(len(queries), chunk, search, jnp.zeros((len(queries), k), jnp.int32))
-    return table, (jnp.isfinite(queries).all(), jnp.isfinite(keys).all())
+    return table, (_finite(queries, chunk), _finite(keys, chunk))
+
+
+def _finite(rows: Array, chunk: int) -> Array:
+    def body(block: kernels.Block, finite: Array) -> Array:
+        return finite & jnp.isfinite(block.of(rows)).all()
+
+    return kernels.over_rows(len(rows), chunk, body, jnp.asarray(True))
 
 
 def _hashes(rows: Array) -> Array:

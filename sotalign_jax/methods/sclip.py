@@ -7,10 +7,11 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from sotalign_jax import affinity, checks, losses, sinkhorn
+from sotalign_jax import affinity, checks, losses
 from sotalign_jax.heads import Heads
 from sotalign_jax.methods import base
 from sotalign_jax.sampling import Batch
+from sotalign_jax.sinkhorn import reference
 from sotalign_jax.teachers import LinearTeacher
 
 LABELS = ("hard", "softmax", "ot")
@@ -123,7 +124,6 @@ def pseudo_labels(
         return jax.nn.one_hot(jnp.argmax(cosines, axis=1), len(keys), dtype=cosines.dtype)
     if kind == "softmax":
         return jax.nn.softmax(scale * cosines, axis=1)
-    plan = sinkhorn.reference(
-        cosines.T, epsilon=1 / scale, iterations=iterations, symmetric=False
-    )  # the reference updates its rows first: here the keys
+    # The reference updates its rows first: here, the keys.
+    plan = reference(cosines.T, epsilon=1 / scale, iterations=iterations, symmetric=False)
     return jax.nn.softmax(plan.log_matrix().T, axis=1)
