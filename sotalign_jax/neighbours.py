@@ -16,7 +16,7 @@ def nearest(
     k: int,
     *,
     skip_equal: bool = False,
-    chunk: int = 4096,
+    chunk: int = 1024,
 ) -> Int[Array, "n k"]:
     """The k keys of largest cosine for each query, best first, ties to the lower index.
 

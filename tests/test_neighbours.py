@@ -29,7 +29,7 @@ def keys(rng, queries):
     return rows.astype(np.float32)
 
 
-@pytest.mark.parametrize("chunk", [1, 16, 4096])
+@pytest.mark.parametrize("chunk", [1, 16, 1024])
 @pytest.mark.parametrize("skip_equal", [False, True])
 def test_equals_brute_force_whatever_the_chunk(queries, keys, chunk, skip_equal):
     found = neighbours.nearest(queries, keys, 6, skip_equal=skip_equal, chunk=chunk)
