@@ -7,7 +7,16 @@
 (4, 4)
 """
 
-from sotalign_jax import data, evaluation, heads, losses, methods, teachers, training
+from sotalign_jax import (
+    data,
+    diagnostics,
+    evaluation,
+    heads,
+    losses,
+    methods,
+    teachers,
+    training,
+)
 from sotalign_jax.affinity import cosine, l2_normalize
 from sotalign_jax.aligner import Aligner, align
 from sotalign_jax.checks import InputError
@@ -39,6 +48,7 @@ __all__ = [
     "contrastive",
     "cosine",
     "data",
+    "diagnostics",
     "evaluation",
     "heads",
     "infonce",

@@ -75,3 +75,15 @@ def choice(name: str, value: str, options: tuple[str, ...]) -> None:
     """
     if value not in options:
         raise InputError(f"{name}: {value!r} is unknown; choose one of {', '.join(options)}")
+
+
+def at_least_one(**options: int) -> None:
+    """Raises unless every option is 1 or more.
+
+    >>> at_least_one(repeats=3, chunk=0)
+    Traceback (most recent call last):
+    sotalign_jax.checks.InputError: chunk: is 0; pass at least 1
+    """
+    for name, value in options.items():
+        if value < 1:
+            raise InputError(f"{name}: is {value}; pass at least 1")

@@ -199,8 +199,9 @@ def _features_fwd(options: Options, features: Features, settings: Settings) -> A
     student, state = solve_plan(kernel, teacher=False, epsilon=_after(epsilon, target))
     moved = kernel.transport(state, a, cosines, minus=target)
 
-    # <P*, log P*> - <P*, log P>, with the rows of P* exact and its columns as they are.
-    rows = jnp.sum(jnp.where(a > 0, a * (log_a - student.u), 0.0))
+    # <P*, log P*> - <P*, log P>, with the rows and columns of P* as they are: where K/eps is large,
+    # what rounding adds to their sums would not cancel otherwise.
+    rows = jnp.sum(jnp.where(a > 0, target.rows * (log_a - student.u), 0.0))
     columns = jnp.sum(jnp.where(target.columns > 0, target.columns * student.v, 0.0))
     cross = jnp.sum(jnp.sum(target.right * f, axis=1) * cosines.f_scale) / epsilon
     value = target.log_moment + rows - columns - cross

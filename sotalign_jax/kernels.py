@@ -130,10 +130,11 @@ class KernelState(NamedTuple):
 
 
 class Products(NamedTuple):
-    """P G, P^T F, P^T 1 and sum_ij P_ij log A_ij for a plan P = diag(a) A, F and G normalised."""
+    """P G, P^T F, P 1, P^T 1 and sum_ij P_ij log A_ij for a plan P = diag(a) A, F, G normalised."""
 
     right: Float[Array, "n d"]
     left: Float[Array, "m d"]
+    rows: Float[Array, " n"]
     columns: Float[Array, " m"]
     log_moment: Float[Array, ""]
 
@@ -237,6 +238,7 @@ class Kernel(NamedTuple):
             return Products(
                 block.put(sums.right, block.of(sums.right) + right),
                 sums.left + affinity.dot(plan.T, features.left(block)),
+                block.put(sums.rows, block.of(sums.rows) + jnp.sum(plan, axis=1)),
                 sums.columns + jnp.sum(plan, axis=0),
                 sums.log_moment + jnp.sum(jnp.where(plan > 0, plan * logs, 0.0)),
             )
@@ -245,6 +247,7 @@ class Kernel(NamedTuple):
             start = Products(
                 jnp.zeros_like(features.f),
                 jnp.zeros_like(features.g),
+                jnp.zeros_like(state.p),
                 jnp.zeros_like(state.q),
                 jnp.zeros((), state.q.dtype),
             )

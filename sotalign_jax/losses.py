@@ -1,6 +1,6 @@
-"""Supervised losses on paired features: pairwise sigmoid (SigLIP) and symmetric InfoNCE.
+"""Losses on features: pairwise sigmoid (SigLIP), symmetric InfoNCE, and soft labels.
 
-Both compare row i of `f` with row i of `g`; every other row is a negative. Features are
+The first two compare row i of `f` with row i of `g`; every other row is a negative. Features are
 L2-normalised inside, so heads hand over their raw outputs.
 """
 
@@ -157,6 +157,43 @@ def symmetric_infonce(
         return jnp.mean(jax.nn.logsumexp(logits, axis=1) - jnp.diagonal(logits))
 
     return _both_directions(loss, f, g, negatives_f, negatives_g, symmetric=False)
+
+
+def soft_cross_entropy(
+    queries: Float[Array, "n d"],
+    keys: Float[Array, "m d"],
+    labels: Float[Array, "n m"],
+    *,
+    log_scale: Scalar = INITIAL_LOG_SCALE,
+) -> Float[Array, ""]:
+    """Cross-entropy of a softmax over keys with labels that spread over several of them.
+
+    mean_i -sum_j Q_ij log softmax_j(s cos(queries, keys))_ij, with s = exp(log_scale).
+
+    Args:
+      queries: features of one modality.
+      keys: features of the other.
+      labels: Q, one distribution over the keys a row.
+      log_scale: logarithm of the logit scale.
+
+    Returns:
+      The loss, a scalar.
+
+    Raises:
+      InputError: the labels have another shape than the cosines.
+
+    Example:
+      >>> print(soft_cross_entropy(jnp.ones((3, 2)), jnp.ones((4, 2)), jnp.full((3, 4), 0.25)))
+      1.3862944
+    """
+    cosines = affinity.cosine(queries, keys)
+    if labels.shape != cosines.shape:
+        raise checks.InputError(
+            f"labels: have shape {labels.shape} but queries and keys need {cosines.shape}; pass "
+            "one distribution over the keys for each query"
+        )
+    logits = cosines * jnp.exp(jnp.asarray(log_scale, cosines.dtype))
+    return -jnp.mean(jnp.sum(labels * jax.nn.log_softmax(logits, axis=1), axis=1))
 
 
 def _both_directions(

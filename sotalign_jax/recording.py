@@ -104,12 +104,13 @@ class Run(NamedTuple):
     resumed: bool
 
 
-def open_run(workdir: PathLike, config: Mapping[str, Any]) -> Run:
+def open_run(workdir: PathLike, config: Mapping[str, Any], *, flag: str = "workdir") -> Run:
     """Creates a run folder, or opens the one with exactly this configuration again.
 
     Args:
         workdir: the run's folder; created with its parents when missing.
         config: everything that decides the result, as JSON values; tuples count as lists.
+        flag: what the user calls the folder.
 
     Returns:
         The folder, and True when an earlier start of the same run is there to be resumed.
@@ -128,19 +129,19 @@ def open_run(workdir: PathLike, config: Mapping[str, Any]) -> Run:
         path.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise checks.InputError(
-            f"workdir: {path} cannot be created ({error.strerror}); choose another --workdir"
+            f"{flag}: {path} cannot be created ({error.strerror}); choose another --{flag}"
         ) from error
     resumed = config_path.exists()
     if resumed:
-        _refuse_other_config(path, read_json(config_path), config)
+        _refuse_other_config(path, read_json(config_path), config, flag)
     else:
         strangers = sorted(
             entry.name for entry in path.iterdir() if entry != _temporary(config_path)
         )
         if strangers:
             raise checks.InputError(
-                f"workdir: {path} holds {strangers[0]} but no config.json, so it is not a run "
-                "folder; choose another --workdir"
+                f"{flag}: {path} holds {strangers[0]} but no config.json, so it is not a run "
+                f"folder; choose another --{flag}"
             )
         write_json(config_path, config)
     if not (path / "environment.json").exists():
@@ -351,13 +352,13 @@ def _git_revision() -> str | None:
     return described.stdout.strip()
 
 
-def _refuse_other_config(path: pathlib.Path, old: Any, new: Mapping[str, Any]) -> None:
+def _refuse_other_config(path: pathlib.Path, old: Any, new: Mapping[str, Any], flag: str) -> None:
     before, now = _flatten(old), _flatten(json.loads(json.dumps(dict(new))))
     for key in [*now, *before]:
         if before.get(key) != now.get(key) or (key in before) != (key in now):
             raise checks.InputError(
-                f"workdir: {path} holds a run with {key}={before.get(key, 'unset')} but "
-                f"{key}={now.get(key, 'unset')} is asked for; choose another --workdir"
+                f"{flag}: {path} holds a run with {key}={before.get(key, 'unset')} but "
+                f"{key}={now.get(key, 'unset')} is asked for; choose another --{flag}"
             )
 
 

@@ -45,7 +45,7 @@ class Batch(NamedTuple):
     step: Int[Array, ""] | int = 0
 
 
-def _mix(x: Array) -> Array:
+def mix(x: Array) -> Array:
     """A 32-bit integer hash (two rounds of multiply and xor-shift)."""
     for multiplier, shift in ((0x7FEB352D, 15), (0x846CA68B, 16)):
         x = (x ^ (x >> shift)) * jnp.uint32(multiplier)
@@ -68,7 +68,7 @@ def permute(key: Array, indices: Int[Array, " b"], size: int) -> Int[Array, " b"
     def network(value: Array) -> Array:
         left, right = value >> half, value & mask
         for k in range(_ROUNDS):
-            left, right = right, left ^ (_mix(right ^ round_keys[k]) & mask)
+            left, right = right, left ^ (mix(right ^ round_keys[k]) & mask)
         return (left << half) | right
 
     def outside(value: Array) -> Array:
@@ -104,7 +104,7 @@ def draw(key: Array, step: Int[Array, ""], data: DeviceData, *, pairs: int, unpa
     >>> draw(jax.random.key(0), jnp.int32(0), data, pairs=4, unpaired=5).y.shape
     (5, 3)
     """
-    key_pairs, key_x, key_y = jax.random.split(key, 3)
+    key_pairs, key_x, key_y, key_near_x, key_near_y = jax.random.split(key, 5)
     paired = draw_rows(key_pairs, step, len(data.pairs_x), pairs)
     x_rows = draw_rows(key_x, step, len(data.pool_x), unpaired)
     y_rows = draw_rows(key_y, step, len(data.pool_y), unpaired)
@@ -113,8 +113,8 @@ def draw(key: Array, step: Int[Array, ""], data: DeviceData, *, pairs: int, unpa
         data.pairs_y[paired],
         data.pool_x[x_rows],
         data.pool_y[y_rows],
-        _draw_near(jax.random.fold_in(key_x, step), data.pool_x, data.near_x, paired),
-        _draw_near(jax.random.fold_in(key_y, step), data.pool_y, data.near_y, paired),
+        _draw_near(jax.random.fold_in(key_near_x, step), data.pool_x, data.near_x, paired),
+        _draw_near(jax.random.fold_in(key_near_y, step), data.pool_y, data.near_y, paired),
         step,
     )
 

@@ -173,8 +173,8 @@ def reference(
 
     Repeats u = log a - LSE_j(K/eps + v), v = log b - LSE_i(K/eps + u) from v = 0. `symmetric`
     ends, as the published code does, with u moved half-way to its next iterate. Differentiable
-    by unrolling, and slow: `sinkhorn` is the one to use. `converged` means an error of at most
-    1e-4, the default tolerance there.
+    by unrolling, in the memory of one iteration, and slow: `sinkhorn` is the one to use.
+    `converged` means an error of at most 1e-4, the default tolerance there.
 
     >>> reference(jnp.eye(2), epsilon=0.5).matrix().tolist()
     [[0.44, 0.06], [0.06, 0.44]]
@@ -194,7 +194,7 @@ def reference(
         return (u, log_b - jax.nn.logsumexp(scaled + u[:, None], axis=0)), None
 
     start = (jnp.zeros(n, K.dtype), jnp.zeros(m, K.dtype))
-    (u, v), _ = jax.lax.scan(step, start, length=iterations)
+    (u, v), _ = jax.lax.scan(jax.checkpoint(step), start, length=iterations)
     if symmetric:
         u = (u + update_u(v)) / 2
     matrix = jnp.exp(scaled + u[:, None] + v[None, :])

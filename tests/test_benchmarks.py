@@ -61,6 +61,17 @@ def test_sweep_records_what_is_too_large_and_what_is_wrong(tmp_path, monkeypatch
     assert float(rows["checkpointed scan"]["seconds"]) > 0
 
 
+def test_closed_form_needs_a_hundredth_of_the_memory_of_unrolling():
+    target = peers.Target(0.05, 0.005, 0.0, 100, 100)
+    matrix = jax.ShapeDtypeStruct((4096, 4096), np.float32)
+    unrolled = next(arm for arm in peers.ARMS if arm.name == "unrolled scan")
+    ours, theirs = (
+        common.memory_of(jax.jit(arm.value_and_grad(target)).lower(matrix, matrix).compile())
+        for arm in (peers.OURS, unrolled)
+    )
+    assert theirs.temporary > 100 * ours.temporary
+
+
 def test_convergence(tmp_path, capsys):
     convergence.main(["--quick", "--data", "random", "--out", str(tmp_path)])
     rows = _rows(tmp_path / "convergence_passes_random_n96_eps0.005.csv")

@@ -89,6 +89,33 @@ def test_linear_head_is_layer_norm_then_linear():
     np.testing.assert_allclose(head(x), expected, atol=1e-5)
 
 
+@pytest.mark.parametrize("norm", ["layer", "l2"])
+def test_folding_scale_and_shift_changes_no_gradient(x64, norm):
+    x, direction = rows(0, 6, 7).astype(np.float64), rows(3, 6, 4)
+    head = perturbed(heads.LinearHead(7, 4, norm=norm, dtype=jnp.float64, rngs=nnx.Rngs(0)))
+    graphdef, params = nnx.split(head)
+
+    def value(params, x, apply):
+        return jnp.sum(direction * jnp.square(apply(nnx.merge(graphdef, params), x)))
+
+    def layer_by_layer(head, x):
+        return head.linear(head.input(x))
+
+    ours, expected = (
+        jax.value_and_grad(value, argnums=(0, 1))(params, x, apply)
+        for apply in (heads.LinearHead.__call__, layer_by_layer)
+    )
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-11), ours, expected)
+
+
+def test_normalised_rows_are_not_kept_for_the_backward_pass():
+    x = jnp.ones((50, 7), jnp.float16)
+    graphdef, params = nnx.split(heads.LinearHead(7, 4, rngs=nnx.Rngs(0)))
+    pull = jax.eval_shape(lambda p: jax.vjp(lambda p: nnx.merge(graphdef, p)(x), p)[1], params)
+    kept = [leaf.dtype for leaf in jax.tree.leaves(pull) if leaf.size >= x.size]
+    assert kept == [jnp.float16]  # the embeddings as they came
+
+
 def test_mlp_head_against_numpy():
     x = rows(0, 6, 7)
     head = perturbed(heads.MLPHead(7, 4, hidden=9, rngs=nnx.Rngs(0)))

@@ -65,6 +65,7 @@ def test_every_operation_equals_its_definition(rng, x64, kind):
     plan, (f, g) = a[:, None] * A, normalised(features)
     np.testing.assert_allclose(products.right, plan @ g, rtol=1e-10)
     np.testing.assert_allclose(products.left, plan.T @ f, rtol=1e-10)
+    np.testing.assert_allclose(products.rows, plan.sum(1), rtol=1e-10)
     np.testing.assert_allclose(products.columns, plan.sum(0), rtol=1e-10)
     np.testing.assert_allclose(products.log_moment, (plan * np.log(A)).sum(), rtol=1e-10)
     for difference in kernel.transport(state, a, features, minus=products):

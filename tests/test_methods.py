@@ -10,7 +10,7 @@ import pytest
 from flax import nnx
 from scipy.special import logsumexp
 
-from sotalign_jax import checks, heads, methods, sampling, teachers
+from sotalign_jax import checks, divergences, heads, methods, sampling, teachers
 
 D_X, D_Y, DIM, PAIRS, N, M = 7, 6, 4, 8, 12, 10
 EPSILON, EPSILON_STAR = 0.1, 0.05
@@ -188,6 +188,55 @@ def test_unpaired_rows_as_negatives(student, batch):
     np.testing.assert_allclose(evaluate(method, student, batch).loss, expected, rtol=1e-5)
 
 
+def test_the_whole_square_of_pairs_and_pool(student, batch):
+    (f, g), (x, y) = features(student, batch)
+    k = cosines(np.concatenate([f, x]), np.concatenate([g, y]))
+    signs = -np.ones_like(k)
+    signs[np.arange(PAIRS), np.arange(PAIRS)] = 1.0
+    logits = np.exp(float(student.log_scale[...])) * k + float(student.bias[...])
+    expected = np.mean(np.logaddexp(0.0, -signs * logits))
+    for method in (
+        methods.SAIL("square"),
+        methods.SOTAlign(divergence="none", supervision="square"),
+    ):
+        assert method.uses_pool
+        np.testing.assert_allclose(evaluate(method, student, batch).loss, expected, rtol=1e-5)
+
+
+def test_sail_semi_is_the_two_rectangles(student, batch):
+    method = methods.METHODS["sail_semi"]
+    other = methods.SOTAlign(divergence="none", supervision="pairs+negatives")
+    assert evaluate(method, student, batch).loss == evaluate(other, student, batch).loss
+
+
+def test_klot_on_pairs_too(student, batch, teacher):
+    both = batch._replace(
+        x=jnp.concatenate([batch.a, batch.x]), y=jnp.concatenate([batch.b, batch.y])
+    )
+    method = methods.SOTAlign(alpha=0.5, klot_on="all", **EXACT)
+    got = evaluate(method, student, batch, teacher)
+    np.testing.assert_allclose(
+        got.metrics["klot"], oracle("klot", student, both, teacher), rtol=1e-4
+    )
+    assert method.start(whole_pool(batch), N) == {}
+
+
+def test_klot_with_pairs_transported_to_themselves(student, batch, teacher):
+    method = methods.SOTAlign(alpha=0.5, klot_on="crossmodal", **EXACT)
+    got = evaluate(method, student, batch, teacher)
+    (f, g), (x, y) = features(student, batch)
+    expected = divergences.klot_crossmodal(
+        jnp.concatenate([f, x]),
+        jnp.concatenate([g, y]),
+        teacher.x(batch.x),
+        teacher.y(batch.y),
+        **EXACT,
+    )
+    np.testing.assert_allclose(got.metrics["klot"], expected, rtol=1e-5)
+    np.testing.assert_allclose(got.loss, got.metrics["siglip"] + 0.5 * expected, rtol=1e-5)
+    assert got.metrics["converged"]
+
+
 def test_negatives_and_divergence_together_in_streamed_blocks(student, batch, teacher):
     negatives = methods.SOTAlign(divergence="none", supervision="pairs+negatives")
     siglip = evaluate(negatives, student, batch).loss
@@ -242,6 +291,10 @@ def test_unbalanced_conventions_warn(marginals, siglip_norm):
     [
         ("sotalign", {"divergence": "kl"}, "divergence: 'kl' is unknown; choose one of klot"),
         ("sotalign", {"supervision": "all"}, "supervision: 'all' is unknown"),
+        ("sotalign", {"klot_on": "pairs"}, "klot_on: 'pairs' is unknown"),
+        ("sotalign", {"klot_on": "all", "divergence": "cka"}, "choose divergence 'klot'"),
+        ("sotalign", {"klot_on": "crossmodal", "block_size": 8}, "cannot be streamed"),
+        ("sail", {"supervision": "all"}, "supervision: 'all' is unknown"),
         ("sotalign", {"marginals": "uniform"}, "marginals: 'uniform' is unknown"),
         ("sotalign", {"siglip_norm": "sum"}, "siglip_norm: 'sum' is unknown"),
         ("sail", {"siglip_norm": "sum"}, "siglip_norm: 'sum' is unknown"),

@@ -122,8 +122,10 @@ def batch_of(seed, step, data, *, pairs=5, unpaired=6):
 
 def test_a_batch_takes_rows_of_each_array_and_keeps_pairs_together(data):
     batch = batch_of(0, jnp.int32(2), data)
-    assert [part.shape for part in batch] == [(5, 3), (5, 4), (6, 3), (6, 4)]
-    assert [float(part[0, 0]) for part in batch] == [0, 1, 2, 3]
+    assert [part.shape for part in batch[:4]] == [(5, 3), (5, 4), (6, 3), (6, 4)]
+    assert [float(part[0, 0]) for part in batch[:4]] == [0, 1, 2, 3]
+    assert batch.near_a is None and batch.near_b is None  # there are no tables
+    assert batch.step == 2
     np.testing.assert_array_equal(batch.a[:, 1], batch.b[:, 1])
     assert batch.x.dtype == jnp.float16  # stored as it was given
     assert batch.x[:, 1].tolist() != batch.y[:, 1].tolist()  # the pools have orders of their own
@@ -140,4 +142,4 @@ def test_a_batch_is_a_function_of_seed_and_step_alone(data):
 
 def test_a_batch_larger_than_the_data_is_the_data(data):
     batch = batch_of(0, jnp.int32(9), data, pairs=100, unpaired=100)
-    jax.tree.map(np.testing.assert_array_equal, tuple(batch), tuple(data))
+    jax.tree.map(np.testing.assert_array_equal, batch[:4], data[:4])

@@ -3,6 +3,7 @@
 import math
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float
@@ -46,8 +47,12 @@ class LinearHead(Head):
         self.linear = Dense(d_in, d_out, dtype=dtype, rngs=rngs)
 
     def __call__(self, x: Rows) -> Float[Array, "n d_out"]:
-        """Maps rows of shape (n, d_in) into the shared space."""
-        return self.linear(self.input(x))
+        """Maps rows of shape (n, d_in) into the shared space.
+
+        Scale and shift are applied to W and b, and the backward pass normalises the rows again
+        rather than keep them: nothing of shape (n, d_in) is stored.
+        """
+        return jax.checkpoint(AffineMap.__call__)(self.to_affine(), x)
 
     def options(self) -> dict[str, Any]:
         return {"d_in": self.d_in, "d_out": self.d_out, "norm": self.input.norm}

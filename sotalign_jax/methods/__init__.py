@@ -17,22 +17,32 @@ Override `uses_pool` when unpaired rows enter the loss, `uses_teacher` when it n
 """
 
 from sotalign_jax.methods.base import Fitted, Method, Metrics, Objective
+from sotalign_jax.methods.nnclr import NNCLR
 from sotalign_jax.methods.sail import SAIL
+from sotalign_jax.methods.sclip import SCLIP
 from sotalign_jax.methods.sotalign import SOTAlign
+from sotalign_jax.methods.structure import Structure
 
 METHODS: dict[str, Method] = {
     "sail": SAIL(),
     "sail_semi": SAIL(supervision="pairs+negatives"),
+    "nnclr": NNCLR(),
+    "sclip": SCLIP(),
     "sotalign": SOTAlign(),
+    "structure": Structure(),
+    "structure_semi": Structure(regularize_on="all"),
 }
 """Every method by name, with its usual options."""
 
 __all__ = [
     "METHODS",
+    "NNCLR",
     "SAIL",
+    "SCLIP",
     "Fitted",
     "Method",
     "Metrics",
     "Objective",
     "SOTAlign",
+    "Structure",
 ]

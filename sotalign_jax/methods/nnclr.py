@@ -1,0 +1,78 @@
+"""NNCLR, as in DeCLIP: neighbours of a pair's rows in the pools are positives, too."""
+
+import dataclasses
+from typing import Any, ClassVar
+
+from jaxtyping import Array
+
+from sotalign_jax import checks, losses, neighbours
+from sotalign_jax.heads import Heads
+from sotalign_jax.methods import base
+from sotalign_jax.sampling import Batch, DeviceData
+from sotalign_jax.teachers import LinearTeacher
+
+
+@dataclasses.dataclass(frozen=True)
+class NNCLR(base.Objective):
+    """SigLIP(f(A), g(B)) + w_text SigLIP(f(A), g(NN(B))) + w_image SigLIP(f(NN(A)), g(B)).
+
+    NN(b) is one of the k unpaired rows that are closest to b by the cosine of the embeddings as
+    they were given, drawn anew at every step. Pools may hold the paired rows: a row is never its
+    own neighbour, see `neighbours.nearest`.
+
+    Attributes:
+        k: neighbours to draw from.
+        weight_text: weight of the neighbours in y; 0 leaves them out.
+        weight_image: weight of the neighbours in x; 0 leaves them out.
+        siglip_norm: "mean" or "per_row", see `SAIL`.
+    """
+
+    grid: ClassVar[base.Grid] = {
+        "k": (1, 5, 10),
+        "weight_text": (0.0, 0.1, 1.0, 10.0),
+        "weight_image": (0.0, 0.1, 1.0, 10.0),
+    }
+
+    k: int = 5
+    weight_text: float = 1.0
+    weight_image: float = 1.0
+    siglip_norm: str = "mean"
+
+    @property
+    def uses_pool(self) -> bool:
+        return self.weight_text > 0 or self.weight_image > 0
+
+    def __post_init__(self) -> None:
+        checks.choice("siglip_norm", self.siglip_norm, losses.NORMALIZATIONS)
+        base.check_above(self, "weight_text", "weight_image", inclusive=True)
+        if self.k < 1:
+            raise checks.InputError(f"k: is {self.k}; pass at least 1")
+
+    def prepare(self, data: DeviceData) -> DeviceData:
+        """The training arrays with the tables of neighbours that have a weight."""
+
+        def table(pairs: Array, pool: Array) -> Array:
+            return neighbours.nearest(pairs, pool, self.k, skip_equal=True)
+
+        return data._replace(
+            near_x=table(data.pairs_x, data.pool_x) if self.weight_image else None,
+            near_y=table(data.pairs_y, data.pool_y) if self.weight_text else None,
+        )
+
+    def __call__(
+        self, heads: Heads, batch: Batch, teacher: LinearTeacher | None, memory: Any
+    ) -> tuple[Array, tuple[base.Metrics, Any]]:
+        f, g = heads.x(batch.a), heads.y(batch.b)
+        loss = base.siglip(heads, f, g, self.siglip_norm)
+        metrics = {"siglip": loss}
+        if self.weight_text:
+            assert batch.near_b is not None  # `prepare` made the table
+            term = base.siglip(heads, f, heads.y(batch.near_b), self.siglip_norm)
+            loss = loss + self.weight_text * term
+            metrics["text_neighbours"] = term
+        if self.weight_image:
+            assert batch.near_a is not None
+            term = base.siglip(heads, heads.x(batch.near_a), g, self.siglip_norm)
+            loss = loss + self.weight_image * term
+            metrics["image_neighbours"] = term
+        return loss, (metrics, memory)

@@ -1,0 +1,129 @@
+"""S-CLIP at the level of captions: unpaired rows get soft labels over the batch's pairs."""
+
+import dataclasses
+from typing import Any, ClassVar
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from sotalign_jax import affinity, checks, losses
+from sotalign_jax.heads import Heads
+from sotalign_jax.methods import base
+from sotalign_jax.sampling import Batch
+from sotalign_jax.sinkhorn import reference
+from sotalign_jax.teachers import LinearTeacher
+
+LABELS = ("hard", "softmax", "ot")
+SPACES = ("unimodal", "shared")
+
+
+@dataclasses.dataclass(frozen=True)
+class SCLIP(base.Objective):
+    """InfoNCE on the pairs + w_image CE(f(X), g(B); Q_x) + w_text CE(g(Y), f(A); Q_y).
+
+    Row q of Q_x says which paired images A the unpaired image q resembles, and so which captions B
+    would suit it: see `pseudo_labels`, and `losses.soft_cross_entropy` for CE. All logits are
+    s cos with the learned scale s = exp(log_scale) and no bias. Unpaired rows of a modality with
+    a weight are also negatives of the other modality's pairs in InfoNCE.
+
+    Attributes:
+        weight_text: weight of the labels of unpaired y; 0 leaves them out.
+        weight_image: weight of the labels of unpaired x; 0 leaves them out.
+        labels: "ot", "softmax" or "hard", see `pseudo_labels`.
+        space: where rows are compared: "unimodal", the embeddings as given; or "shared", the
+            heads' outputs.
+        iterations: of Sinkhorn, for "ot".
+        detach_labels: whether labels are constants for the gradient. Otherwise, as in the
+            published code, it flows through them (and through Sinkhorn's iterations) to the scale
+            and, in the shared space, to the heads.
+    """
+
+    grid: ClassVar[base.Grid] = {
+        "weight_text": (0.0, 0.1, 1.0, 10.0),
+        "weight_image": (0.0, 0.1, 1.0, 10.0),
+    }
+
+    weight_text: float = 1.0
+    weight_image: float = 1.0
+    labels: str = "ot"
+    space: str = "unimodal"
+    iterations: int = 10
+    detach_labels: bool = False
+
+    @property
+    def uses_pool(self) -> bool:
+        return self.weight_text > 0 or self.weight_image > 0
+
+    def __post_init__(self) -> None:
+        checks.choice("labels", self.labels, LABELS)
+        checks.choice("space", self.space, SPACES)
+        base.check_above(self, "weight_text", "weight_image", inclusive=True)
+        if self.iterations < 1:
+            raise checks.InputError(f"iterations: is {self.iterations}; pass at least 1")
+
+    def __call__(
+        self, heads: Heads, batch: Batch, teacher: LinearTeacher | None, memory: Any
+    ) -> tuple[Array, tuple[base.Metrics, Any]]:
+        log_scale = heads.log_scale[...]
+        f, g = heads.x(batch.a), heads.y(batch.b)
+        x = heads.x(batch.x) if self.weight_image else None
+        y = heads.y(batch.y) if self.weight_text else None
+        loss = losses.symmetric_infonce(f, g, log_scale=log_scale, negatives_f=x, negatives_g=y)
+        metrics = {"infonce": loss}
+
+        def pseudo_labelled(
+            queries: Array, own: Array, other: Array, raw: tuple[Array, Array]
+        ) -> Array:
+            labels = pseudo_labels(
+                *(raw if self.space == "unimodal" else (queries, own)),
+                scale=jnp.exp(log_scale),
+                kind=self.labels,
+                iterations=self.iterations,
+            )
+            if self.detach_labels:
+                labels = jax.lax.stop_gradient(labels)
+            return losses.soft_cross_entropy(queries, other, labels, log_scale=log_scale)
+
+        if y is not None:
+            metrics["text_labels"] = pseudo_labelled(y, g, f, (batch.y, batch.b))
+            loss = loss + self.weight_text * metrics["text_labels"]
+        if x is not None:
+            metrics["image_labels"] = pseudo_labelled(x, f, g, (batch.x, batch.a))
+            loss = loss + self.weight_image * metrics["image_labels"]
+        return loss, (metrics, memory)
+
+
+def pseudo_labels(
+    queries: Float[Array, "n d"],
+    keys: Float[Array, "m d"],
+    *,
+    scale: Any,
+    kind: str = "ot",
+    iterations: int = 10,
+) -> Float[Array, "n m"]:
+    """How much of each query belongs to each key, from K = cos(queries, keys); rows sum to 1.
+
+    Args:
+        queries: unpaired rows.
+        keys: paired rows of the same modality.
+        scale: the logit scale s.
+        kind: "hard", one-hot at the largest K_qj; "softmax" of s K over j; or "ot", the rows of
+            OT_{1/s}(K) with uniform weights, so that all keys are used equally.
+        iterations: of Sinkhorn, each a column and then a row update, so that rows end exact.
+
+    >>> rows = jnp.array([[1.0, 0.0], [1.0, 0.0]])
+    >>> pseudo_labels(rows, jnp.eye(2), scale=20.0, kind="hard").tolist()
+    [[1.0, 0.0], [1.0, 0.0]]
+    >>> pseudo_labels(rows, jnp.eye(2), scale=20.0).tolist()
+    [[0.5, 0.5], [0.5, 0.5]]
+    """
+    checks.choice("kind", kind, LABELS)
+    cosines = affinity.cosine(queries, keys)
+    if kind == "hard":
+        return jax.nn.one_hot(jnp.argmax(cosines, axis=1), len(keys), dtype=cosines.dtype)
+    if kind == "softmax":
+        return jax.nn.softmax(scale * cosines, axis=1)
+    # The reference updates its rows first: here, the keys.
+    plan = reference(cosines.T, epsilon=1 / scale, iterations=iterations, symmetric=False)
+    return jax.nn.softmax(plan.log_matrix().T, axis=1)

@@ -1,0 +1,205 @@
+"""The diagnosis before training, started in this process the way the command line does."""
+
+import csv
+import json
+import os
+import pathlib
+import signal
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+import small_runs
+from absl import flags
+
+from experiments import diagnose, diagnosis, launch
+from sotalign_jax import checks, diagnostics
+
+ROOT = pathlib.Path(__file__).parents[1]
+FLAGS = ("x", "y", "unpaired_x", "unpaired_y", "pairs", "out", "quick", "epsilon_star", "seed")
+
+
+@pytest.fixture
+def files(tmp_path):
+    folder = tmp_path / "files"
+    folder.mkdir()
+    return small_runs.write_files(folder)
+
+
+@pytest.fixture
+def start(files, tmp_path, capsys):
+    """Diagnoses the small files; returns what was printed and how it ended."""
+    handler = signal.getsignal(signal.SIGTERM)
+
+    def run(*options, out=tmp_path / "out"):
+        argv = ["diagnose", f"--x={files}/x.npy", f"--y={files}/y.npy", "--pairs=60", "--quick"]
+        try:
+            diagnose.main(launch.parse([*argv, f"--out={out}", *options]))
+            return capsys.readouterr().out, None
+        except SystemExit as stop:
+            return capsys.readouterr().out, stop.code
+        finally:
+            for name in FLAGS:
+                flags.FLAGS[name].unparse()
+
+    yield run
+    signal.signal(signal.SIGTERM, handler)
+
+
+def rows(path):
+    with path.open(encoding="utf-8") as file:
+        return list(csv.DictReader(file))
+
+
+def test_a_diagnosis_prints_and_saves_what_it_found(start, files, tmp_path):
+    text, error = start()
+    assert error is None
+    out = tmp_path / "out"
+    names = ["config.json", "diagnosis.md", "diagnosis.png", "encoders.csv", "environment.json"]
+    assert sorted(os.listdir(out)) == [*names, "plans.csv", "pool.csv"]
+    assert (out / "diagnosis.png").read_bytes().startswith(b"\x89PNG")
+    report = (out / "diagnosis.md").read_text(encoding="utf-8")
+    for question in ("worth aligning?", "too far from the pairs?", "plans converge?"):
+        assert question in text and question in report
+    assert "pairs_x 60 x 12" in text and "pool_y 120 x 10" in text and str(out) in text
+
+    # The numbers are those of the library on the same rows.
+    (ours, chance, *paper) = rows(out / "encoders.csv")
+    assert float(chance["mutual 10-NN (%)"]) == pytest.approx(100 * 10 / 59)
+    assert len(paper) == 6 and float(ours["mutual 10-NN (%)"]) > 40
+    pools = {row["side"]: row for row in rows(out / "pool.csv")}
+    assert pools["x"]["rows"] == "30"
+    total = float(pools["x"]["pool"]) + float(pools["y"]["pool"])
+    assert float(pools["x + y"]["pool"]) == pytest.approx(total)
+    plans = rows(out / "plans.csv")
+    assert [row["epsilon"] for row in plans] == [f"{e:g}" for e in diagnosis.LADDER]
+    assert {row["chosen for"]: row["epsilon"] for row in plans if row["chosen for"]} == {
+        "student": "0.05",
+        "teacher": "0.005",
+    }
+    # The two views share a latent, and the pool is more of the same.
+    assert "YES: as alike as" in text
+    assert "x is LIKE THE PAIRS; y is LIKE THE PAIRS" in text
+
+    # Again: the same bytes. Another question: the folder is left alone.
+    before = small_runs.contents(out)
+    assert start() == (text, None)
+    after = small_runs.contents(out)
+    assert after.pop("diagnosis.png") and before.pop("diagnosis.png") and after == before
+    printed, error = start("--seed=1")
+    assert printed == "" and error == (
+        f"error: out: {out} holds a run with seed=0 but seed=1 is asked for; choose another --out"
+    )
+    assert json.loads(before["config.json"])["files"]["x"] == str(files / "x.npy")
+
+
+def test_wrong_pairs_and_a_far_pool_are_told(start, files, tmp_path):
+    rng = np.random.default_rng(1)
+    np.save(files / "shuffled.npy", np.load(files / "y.npy")[rng.permutation(300)])
+    np.save(files / "far.npy", np.abs(rng.normal(size=(200, 10))) + 1)
+    text, error = start(f"--y={files}/shuffled.npy", f"--unpaired_y={files}/far.npy")
+    assert error is None
+    assert "NO: no better than chance; check that row i of x matches row i of y" in text
+    assert "y is FAR" in text or "y is AS FAR AS RANDOM" in text
+    assert "pool_x 240 x 12" in text and "pool_y 200 x 10" in text
+
+
+def test_without_unpaired_rows_only_the_encoders_are_judged(start, tmp_path):
+    text, error = start("--pairs=300")
+    assert error is None and text.count("NOT MEASURED") == 2
+    assert not (tmp_path / "out" / "pool.csv").exists()
+    assert "fewer --pairs than the files have rows" in text
+
+
+def test_mistakes_end_in_one_line_and_leave_nothing(start, files, tmp_path):
+    np.save(files / "nan.npy", np.full((300, 10), np.nan))
+    np.save(files / "short.npy", np.ones((200, 10)))
+    cases = {
+        "--x=gone.npy": "error: x: gone.npy: no such file; check the path",
+        "--x=": "error: x: is not set but y is; pass --x=FILE",
+        "--pairs=301": "error: pairs: 301 asked of 300 rows; pass a number in 20..300",
+        "--pairs=3": "error: pairs: 3 asked of 300 rows; pass a number in 20..300",
+        "--pairs=few": "error: flag --pairs=few: invalid literal for int() with base 10: 'few'",
+        f"--y={files}/nan.npy": "error: pairs y: row 0 is NaN or inf; remove such rows",
+        f"--y={files}/short.npy": "error: pairs: x has 300 rows but y has 200; paired arrays",
+        f"--unpaired_x={files}/y.npy": "error: unpaired_x: rows have width 10 but 12 is needed",
+        "--epsilon_star=0": "error: epsilon_star: is 0.0; pass a number above 0",
+        "extra": "error: arguments: 'extra' is not understood; see --help",
+    }
+    for option, message in cases.items():
+        text, error = start(option)
+        assert text == "" and error.startswith(message) and "\n" not in error
+    assert not (tmp_path / "out").exists()
+    _, error = start(out=files)
+    assert error.startswith(f"error: out: {files} holds nan.npy but no config.json")
+
+
+def test_the_command_itself_ends_with_a_line_and_an_exit_code():
+    command = [sys.executable, "-m", "experiments.diagnose", "--x=gone.npy", "--y=gone.npy"]
+    ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert ended.returncode == 1 and ended.stdout == ""
+    assert ended.stderr == "error: x: gone.npy: no such file; check the path\n"
+
+
+@pytest.mark.parametrize(
+    ("score", "rows", "answer"),
+    [
+        (0.012, 1024, "NO"),
+        (0.03, 1024, "DOUBTFUL"),
+        (0.10, 1024, "WORTH TRYING"),
+        (0.141, 1024, "YES"),
+        (0.12, 100, "NO"),  # a tenth is chance on a hundred rows
+        (0.30, 100, "YES"),
+    ],
+)
+def test_encoders_are_judged_by_what_is_above_chance(score, rows, answer):
+    found = diagnosis.Encoders([score], diagnostics.chance_knn(rows), rows)
+    reading = diagnosis.read_encoders(found)
+    assert reading.answer.split(":")[0] == answer
+    assert f"{100 * score:.1f} % on {rows:,} pairs" in reading.reason
+
+
+@pytest.mark.parametrize(
+    ("pool", "answer"),
+    [
+        (0.0105, "LIKE THE PAIRS"),
+        (0.03, "NEAR (28 % of the way to random directions)"),
+        (0.06, "FAR (59 % of the way to random directions)"),
+        (0.12, "AS FAR AS RANDOM (120 % of the way to random directions)"),
+    ],
+)
+def test_pools_are_judged_between_noise_and_random_directions(pool, answer):
+    noise, sphere = diagnostics.Spread(0.01, 0.001), diagnostics.Spread(0.1, 0.001)
+    shift = diagnostics.Shift(diagnostics.Spread(pool, 0.001), noise, sphere, 500)
+    assert diagnosis.read_pool({"x": shift}).answer == f"x is {answer}"
+
+
+def test_plans_are_judged_by_the_chosen_epsilons():
+    options = diagnosis.Options(epsilon_star=0.001)
+    encoders = diagnosis.Encoders([0.2], 0.01, 1000)
+
+    def reading(converges):
+        plans = [
+            diagnostics.Convergence(e, 1e-4 if converges(e) else 0.02, 40, converges(e), 3.0)
+            for e in options.epsilons()
+        ]
+        found = diagnosis.Findings(options, {}, encoders, {}, plans, 256)
+        return diagnosis.read_plans(found).answer
+
+    assert reading(lambda e: e > 0.0007) == (
+        "YES: epsilon = 0.05 in 40 iterations, epsilon* = 0.001 in 40; "
+        "down to epsilon* = 0.001 within 500"
+    )
+    assert reading(lambda e: e > 0.004) == (
+        "NO: not at 0.001 (error 2.0e-02); down to epsilon* = 0.005 within 500"
+    )
+    assert reading(lambda e: False).endswith(
+        "no epsilon tried does within 500 iterations, so allow more"
+    )
+
+
+def test_options_are_checked_before_anything_is_measured():
+    for name, value in (("epsilon", -1.0), ("epsilon_star", float("nan")), ("ridge", -0.1)):
+        with pytest.raises(checks.InputError, match=f"{name}: is"):
+            diagnosis.Options(**{name: value})

@@ -1,0 +1,292 @@
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from jax.test_util import check_grads
+from scipy.special import rel_entr, softmax
+
+from sotalign_jax import affinity, checks, heads, losses, methods, sampling, structure
+
+D_X, D_Y, DIM, PAIRS, N, M = 7, 6, 4, 8, 12, 10
+ORIGINAL = [[1.0, 0.0, 0.0], [0.8, 0.6, 0.0], [0.0, 1.0, 0.0], [0.0, 0.6, 0.8]]
+ALIGNED = [[1.0, 0.0], [0.6, 0.8], [0.8, 0.6], [-0.6, 0.8]]
+GOLDEN = {"code": 0.5557619727228821, "js": 0.14933743178780776}
+
+
+def rows(seed, *shape):
+    return np.random.default_rng(seed).normal(size=shape)
+
+
+def by_hand(original, aligned, tau=0.07, levels=1, js_form="code", weights=(1.0, 1.0, 1.0)):
+    """Entry by entry, in float64 and without a floor in the logarithms."""
+    kinds = []
+    for x in (original, aligned):
+        unit = [row / np.sqrt(np.sum(row**2)) for row in np.asarray(x, np.float64)]
+        e = np.array(unit) - np.mean(unit, axis=0)
+        kinds.append(softmax(e @ e.T / tau, axis=1))
+    n, total = len(original), 0.0
+    for level in range(1, levels + 1):
+        p, q = (np.linalg.matrix_power(k, level) for k in kinds)
+        m = (p + q) / 2
+        both = [(m, p), (m, q)] if js_form == "code" else [(p, m), (q, m)]
+        total += weights[level - 1] * sum(rel_entr(a, b).sum() for a, b in both) / (2 * n)
+    return total / levels
+
+
+# ------------------------------------------------------------------- the regulariser
+
+
+@pytest.mark.parametrize("block_size", [None, 3])
+@pytest.mark.parametrize("js_form", ["code", "js"])
+def test_golden_values(x64, js_form, block_size):
+    value = structure.regularizer(
+        jnp.array(ORIGINAL), jnp.array(ALIGNED), js_form=js_form, block_size=block_size
+    )
+    np.testing.assert_allclose(value, GOLDEN[js_form], rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("js_form", ["code", "js"])
+@pytest.mark.parametrize(
+    ("levels", "level_weights"), [(1, "none"), (2, "none"), (2, "inverse"), (3, "inverse")]
+)
+def test_value_equals_the_formula(x64, levels, level_weights, js_form):
+    original, aligned = rows(0, 9, 5), rows(1, 9, 3)
+    value = structure.regularizer(
+        original, aligned, tau=0.3, levels=levels, js_form=js_form, level_weights=level_weights
+    )
+    weights = (1.0, 1 / 2, 1 / 3) if level_weights == "inverse" else (1.0, 1.0, 1.0)
+    expected = by_hand(original, aligned, 0.3, levels, js_form, weights)
+    np.testing.assert_allclose(value, expected, rtol=1e-9)
+
+
+def test_unseen_by_the_regulariser(x64):
+    original, aligned = rows(0, 9, 5), rows(1, 9, 5)
+    turn = np.linalg.qr(rows(2, 5, 5))[0]
+    value = structure.regularizer(original, aligned)
+    for same in (aligned @ turn, 7.0 * aligned, aligned * rows(3, 9, 1) ** 2):
+        np.testing.assert_allclose(structure.regularizer(original, same), value, rtol=1e-9)
+
+
+def test_jensen_shannon_is_bounded_and_the_published_form_is_not():
+    # Two tight groups; afterwards every sample is with those of the other group.
+    group = np.repeat([[1.0, 0.0], [-1.0, 0.0]], 8, axis=0)
+    other = np.tile([[1.0, 0.0], [-1.0, 0.0]], (8, 1))
+    options = {"tau": 0.05}
+    assert structure.regularizer(group, other, js_form="js", **options) <= np.log(2)
+    assert structure.regularizer(group, other, js_form="code", **options) > 4 * np.log(2)
+
+
+@pytest.mark.parametrize("js_form", ["code", "js"])
+@pytest.mark.parametrize(("levels", "block_size"), [(1, None), (2, None), (1, 4)])
+def test_gradient(x64, js_form, levels, block_size):
+    original = jnp.asarray(rows(0, 6, 5))
+
+    @jax.jit
+    def value(aligned):
+        return structure.regularizer(
+            original, aligned, tau=0.3, levels=levels, js_form=js_form, block_size=block_size
+        )
+
+    check_grads(value, (jnp.asarray(rows(1, 6, 3)),), order=1, modes=["rev"])
+
+
+@pytest.mark.parametrize("js_form", ["code", "js"])
+@pytest.mark.parametrize("block_size", [1, 5, 16, 50])
+def test_blocks_change_nothing(x64, block_size, js_form):
+    original, aligned = jnp.asarray(rows(0, 16, 5)), jnp.asarray(rows(1, 16, 3))
+
+    def both(block_size):
+        def value(original, aligned):  # a cotangent other than 1 passes, too
+            return 3.0 * structure.regularizer(
+                original, aligned, js_form=js_form, block_size=block_size
+            )
+
+        return jax.jit(jax.value_and_grad(value, argnums=(0, 1)))(original, aligned)
+
+    value, (to_original, to_aligned) = both(block_size)
+    expected, (_, gradient) = both(None)
+    np.testing.assert_allclose(value, expected, rtol=1e-12)
+    np.testing.assert_allclose(to_aligned, gradient, atol=1e-12 * np.abs(gradient).max())
+    np.testing.assert_array_equal(to_original, 0.0)  # frozen
+    alone = structure.regularizer(original, aligned, js_form=js_form, block_size=block_size)
+    np.testing.assert_allclose(3.0 * alone, expected, rtol=1e-12)
+
+
+def test_blocks_save_memory():
+    n, d = 2048, 64
+
+    def temporaries(block_size):
+        """Of value and gradient as compiled, in units of one n x n matrix."""
+        value = functools.partial(structure.regularizer, block_size=block_size)
+        shape = jax.ShapeDtypeStruct((n, d), jnp.float32)
+        compiled = jax.jit(jax.value_and_grad(value, argnums=1)).lower(shape, shape).compile()
+        return compiled.memory_analysis().temp_size_in_bytes / (4 * n * n)
+
+    # Rows in blocks: a few of 1/32 each and arrays of the features' size, 1/32, too.
+    assert temporaries(None) > 3.0
+    assert temporaries(64) < 0.5
+
+
+def test_nothing_of_size_n_squared_is_kept_for_the_backward_pass():
+    n, d = 64, 4
+    original, aligned = jnp.ones((n, d)), jnp.ones((n, d))
+    loss = functools.partial(structure.regularizer, original, block_size=16)
+    pull = jax.eval_shape(lambda aligned: jax.vjp(loss, aligned)[1], aligned)
+    kept = [leaf.size for leaf in jax.tree.leaves(pull)]
+    assert kept and max(kept) <= n * d
+
+
+@pytest.mark.parametrize("js_form", ["code", "js"])
+@pytest.mark.parametrize("block_size", [None, 4])
+def test_equal_neighbourhoods_have_a_finite_gradient(js_form, block_size):
+    # P == Q: the minimum. Far groups: probabilities that underflow. Equal and zero rows.
+    same = jnp.asarray(rows(0, 9, 5), jnp.float32)
+    far = jnp.repeat(jnp.array([[1.0, 0.0], [-1.0, 0.0], [0.0, 1.0]]), 3, axis=0)
+    for original, aligned in ((same, same), (same, far), (far, same), (same, 0.0 * same)):
+        value, gradient = jax.value_and_grad(structure.regularizer, argnums=1)(
+            original, aligned, tau=0.01, js_form=js_form, block_size=block_size
+        )
+        assert np.isfinite(value) and value >= 0.0
+        assert np.all(np.isfinite(gradient))
+        if original is aligned:
+            np.testing.assert_allclose(value, 0.0, atol=1e-6)
+            np.testing.assert_allclose(gradient, 0.0, atol=1e-4)
+
+
+def test_half_precision_embeddings_are_computed_in_float32():
+    original, aligned = rows(0, 9, 5).astype(np.float16), rows(1, 9, 3).astype(np.float32)
+    value = structure.regularizer(original, aligned, tau=0.3)
+    assert value.dtype == jnp.float32
+    np.testing.assert_allclose(value, by_hand(original, aligned, tau=0.3), rtol=1e-5)
+
+
+def test_mistakes_are_named():
+    with pytest.raises(checks.InputError, match="aligned: has 4 rows but original has 3"):
+        structure.regularizer(jnp.ones((3, 2)), jnp.ones((4, 2)))
+    with pytest.raises(checks.InputError, match="js_form: 'kl' is unknown"):
+        structure.regularizer(jnp.ones((3, 2)), jnp.ones((3, 2)), js_form="kl")
+
+
+# ------------------------------------------------------------------- the method
+
+
+@pytest.fixture(scope="module")
+def batch():
+    shapes = (PAIRS, D_X), (PAIRS, D_Y), (N, D_X), (M, D_Y)
+    arrays = [jnp.asarray(rows(seed, *shape), jnp.float32) for seed, shape in enumerate(shapes)]
+    return sampling.Batch(*arrays, step=jnp.int32(1000))
+
+
+@pytest.fixture(scope="module")
+def student():
+    return heads.build_heads(D_X, D_Y, DIM, seed=3)
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def differentiate(method, graphdef, params, batch):
+    def objective(params):
+        return method(nnx.merge(graphdef, params), batch, None, {})
+
+    return jax.value_and_grad(objective, has_aux=True)(params)
+
+
+def evaluate(method, student, batch):
+    (loss, (metrics, memory)), gradient = differentiate(method, *nnx.split(student), batch)
+    assert memory == {}
+    return loss, metrics, gradient
+
+
+def regularizer_by_hand(student, batch, regularize_on, **options):
+    total = 0.0
+    for head, pairs, pool in ((student.x, batch.a, batch.x), (student.y, batch.b, batch.y)):
+        chosen = {"pairs": [pairs], "unpaired": [pool], "all": [pairs, pool]}[regularize_on]
+        original = np.concatenate(chosen)
+        total += by_hand(original, head(original), **options) / 2
+    return total
+
+
+@pytest.mark.parametrize("regularize_on", ["pairs", "all", "unpaired"])
+def test_loss_is_infonce_plus_weight_times_regulariser(regularize_on, student, batch):
+    method = methods.Structure(weight=3.0, tau=0.2, regularize_on=regularize_on, block_size=5)
+    loss, metrics, gradient = evaluate(method, student, batch)
+    logits = affinity.cosine(student.x(batch.a), student.y(batch.b)) / 0.2
+    infonce = np.mean([-np.log(np.diag(softmax(z, axis=1))) for z in (logits, logits.T)])
+    regularizer = regularizer_by_hand(student, batch, regularize_on, tau=0.2)
+    assert set(metrics) == {"infonce", "structure", "structure_weight"}
+    np.testing.assert_allclose(metrics["infonce"], infonce, rtol=1e-5)
+    np.testing.assert_allclose(metrics["structure"], regularizer, rtol=1e-4)
+    np.testing.assert_allclose(loss, infonce + 3.0 * regularizer, rtol=1e-4)
+    for head in (gradient["x"], gradient["y"]):
+        assert all(np.any(leaf) for leaf in jax.tree.leaves(head))
+
+
+def test_other_options_reach_the_regulariser(student, batch):
+    options = {"tau": 0.3, "levels": 2, "js_form": "js"}
+    method = methods.Structure(contrastive="siglip", level_weights="inverse", **options)
+    loss, metrics, _ = evaluate(method, student, batch)
+    siglip = losses.siglip(student.x(batch.a), student.y(batch.b))
+    regularizer = regularizer_by_hand(student, batch, "pairs", weights=(1.0, 0.5), **options)
+    np.testing.assert_allclose(metrics["siglip"], siglip, rtol=1e-5)
+    np.testing.assert_allclose(loss, siglip + 10.0 * regularizer, rtol=1e-4)
+
+
+def test_whole_matrices_and_blocks_train_alike(student, batch):
+    results = [
+        evaluate(methods.Structure(regularize_on="all", block_size=size), student, batch)
+        for size in (None, 7)
+    ]
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5), *results)
+
+
+def test_the_pool_matters_to_the_semi_supervised_method_only(student, batch):
+    moved = batch._replace(x=batch.x[:, ::-1], y=batch.y[:, ::-1])
+    alone, semi = methods.METHODS["structure"], methods.METHODS["structure_semi"]
+    assert (alone.uses_pool, semi.uses_pool) == (False, True)
+    assert evaluate(alone, student, batch)[0] == evaluate(alone, student, moved)[0]
+    assert evaluate(semi, student, batch)[0] != evaluate(semi, student, moved)[0]
+    empty = batch._replace(x=batch.x[:0], y=batch.y[:0])  # what it is given in training
+    assert evaluate(alone, student, empty)[0] == evaluate(alone, student, batch)[0]
+
+
+@pytest.mark.parametrize(
+    ("warmup", "weights"),
+    [(500, {0: 0.0, 125: 2.5, 499: 9.98, 500: 10.0, 10_000: 10.0}), (0, {0: 10.0, 7: 10.0})],
+)
+def test_the_weight_warms_up(warmup, weights, student, batch):
+    method = methods.Structure(warmup=warmup)
+    for step, weight in weights.items():
+        loss, metrics, gradient = evaluate(method, student, batch._replace(step=jnp.int32(step)))
+        np.testing.assert_allclose(metrics["structure_weight"], weight, rtol=1e-6)
+        expected = metrics["infonce"] + weight * metrics["structure"]
+        np.testing.assert_allclose(loss, expected, rtol=1e-6)
+        assert all(np.all(np.isfinite(leaf)) for leaf in jax.tree.leaves(gradient))
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"contrastive": "clip"}, "contrastive: 'clip' is unknown; choose one of infonce"),
+        ({"regularize_on": "pool"}, "regularize_on: 'pool' is unknown; choose one of pairs"),
+        ({"js_form": "kl"}, "js_form: 'kl' is unknown; choose one of code, js"),
+        ({"level_weights": "1/l"}, "level_weights: '1/l' is unknown; choose one of none"),
+        ({"weight": -1.0}, "weight: is -1.0; pass a number of at least 0"),
+        ({"weight": float("nan")}, "weight: is nan; pass"),
+        ({"warmup": -1}, "warmup: is -1; pass a number of at least 0"),
+        ({"tau": 0.0}, "tau: is 0.0; pass a number above 0"),
+        ({"levels": 0}, "levels: is 0; pass at least 1"),
+        ({"block_size": 0}, "block_size: is 0; pass at least 1, or None"),
+    ],
+)
+def test_options_that_cannot_be_used(options, message):
+    with pytest.raises(checks.InputError, match=message):
+        dataclasses.replace(methods.METHODS["structure"], **options)
+
+
+def test_the_grid_is_of_its_options():
+    for name, values in methods.Structure.grid.items():
+        for value in values:
+            assert getattr(methods.Structure(**{name: value}), name) == value
