@@ -17,19 +17,28 @@ Override `uses_pool` when unpaired rows enter the loss, `uses_teacher` when it n
 """
 
 from sotalign_jax.methods.base import Fitted, Method, Metrics, Objective
+from sotalign_jax.methods.contrastive import Contrastive
+from sotalign_jax.methods.csa import CSA
 from sotalign_jax.methods.sail import SAIL
 from sotalign_jax.methods.sotalign import SOTAlign
+from sotalign_jax.methods.sue import SUE
 
 METHODS: dict[str, Method] = {
     "sail": SAIL(),
     "sail_semi": SAIL(supervision="pairs+negatives"),
     "sotalign": SOTAlign(),
+    "csa": CSA(),
+    "sue": SUE(),
+    "contrastive_mlp": Contrastive(),
 }
 """Every method by name, with its usual options."""
 
 __all__ = [
+    "CSA",
     "METHODS",
     "SAIL",
+    "SUE",
+    "Contrastive",
     "Fitted",
     "Method",
     "Metrics",
