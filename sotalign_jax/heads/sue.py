@@ -109,9 +109,12 @@ class SUEHead(Head):
             outputs=network.d_out,
             hidden=network.hidden,
             norm=network.input.norm,
+            residual=None if residual is None else residual.hidden,
             rngs=nnx.Rngs(0),
         )
-        head.network, head.residual = network, residual
+        head.network = network
+        if residual is not None:
+            head.residual = residual
         head.linear.kernel[...] = jnp.asarray(kernel, jnp.float32)
         head.linear.bias[...] = jnp.asarray(bias, jnp.float32)
         return head
