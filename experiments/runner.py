@@ -153,7 +153,8 @@ def prepare(settings: Settings) -> Prepared:
     dataset, method = load_dataset(settings), settings.options
     if isinstance(method, methods.Fitted):
         with naming(f"config.{settings.method}"):
-            return Prepared(dataset, None, None, method.fit(dataset, seed=settings.train.seed))
+            fitted = method.fit(dataset, seed=settings.train.seed, progress=True)
+        return Prepared(dataset, None, None, fitted)
     assert method is None or isinstance(method, methods.Objective)
     as_start = method is None or settings.heads.init == "teacher"
     kind = "linear" if method is None else settings.heads.kind or method.head
