@@ -140,12 +140,13 @@ def test_many_pairs_suffice_and_fewer_than_features_are_chance():
 
 
 def test_only_pairs_matter(tmp_path):
-    A, B = views(60, 8, 5)
+    A, B = views(120, 8, 5)
     X, Y = views(100, 8, 5, seed=1)
     alone = align((A, B), method=methods.CSA(dim=4), progress=False)
     pooled = align((A, B), X, Y, method=methods.CSA(dim=4), seed=7, progress=False)
     np.testing.assert_array_equal(alone.similarity(X, Y), pooled.similarity(X, Y))
     assert not methods.CSA().uses_pool
+    assert alone.info["data"]["pairs_x"] == [120, 8]  # nothing to select: none are held out
     alone.save(tmp_path / "saved")
     loaded = Aligner.load(tmp_path / "saved")
     np.testing.assert_array_equal(loaded.similarity(X, Y), alone.similarity(X, Y))

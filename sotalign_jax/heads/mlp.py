@@ -106,8 +106,8 @@ class TanhHead(_Hidden):
     """SUE's network: L2-normalised rows, hidden-hidden-1024 LeakyReLU layers, then tanh.
 
     Rows are brought to length sqrt(d), so that encoders of any scale fit the same weights. The
-    third layer is as wide as the published one or as `hidden`, whichever is less. `hidden` is 4096
-    as published, which an accelerator should train.
+    third layer is as wide as the published one or as `hidden`, whichever is less. The published
+    `hidden` of 4096 takes an accelerator.
 
     Example:
       >>> TanhHead(8, 3, hidden=16, rngs=nnx.Rngs(0))(jnp.ones((5, 8))).shape

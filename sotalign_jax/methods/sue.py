@@ -46,7 +46,7 @@ class SUE(base.Fitted):
 
     dim: int = 8
     eigenvectors: int = 30
-    hidden: int = 512
+    hidden: int = 256
     neighbours: int = 30
     scale_neighbour: int = 15
     epochs: int = 40
