@@ -22,7 +22,10 @@ CHOSEN = {
     "sail": {"train": {"learning_rate": 3e-3}},
     "sail_semi": {"train": {"learning_rate": 1e-3}},
     "structure": {"structure": {"weight": 10.0, "warmup": 0}},
-    "structure_semi": {"structure_semi": {"weight": 100.0, "warmup": 0}},
+    "structure_semi": {
+        "structure_semi": {"weight": 100.0, "warmup": 0},
+        "train": {"learning_rate": 1e-3},
+    },
     "nnclr": {"nnclr": {"weight_text": 1.0, "weight_image": 0.1}},
     "sclip": {
         "sclip": {"weight_text": 0.1, "weight_image": 1.0},
