@@ -18,6 +18,7 @@ TEACHERS = ("procrustes", "cca")
 VARIANTS = {"sotalign_teacher": "sotalign"}
 """SOTAlign as in the paper starts from random heads; once more from its teacher's projection."""
 CHOSEN = {
+    "sue": {"sue": {"epochs": 15, "mmd_epochs": 25}},  # not tuned: as much as the time allows
     "contrastive_mlp": {"train": {"learning_rate": 3e-4}},
     "sail": {"train": {"learning_rate": 3e-3}},
     "sail_semi": {"train": {"learning_rate": 1e-3}},
