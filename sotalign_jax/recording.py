@@ -17,7 +17,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator, Mapping
-from typing import Any, NamedTuple, Self, TextIO
+from typing import Any, BinaryIO, NamedTuple, Self, TextIO
 
 import jax
 import numpy as np
@@ -49,10 +49,29 @@ def write_json(path: PathLike, value: Any) -> None:
         text = json.dumps(value, indent=2, allow_nan=False) + "\n"
     except (TypeError, ValueError) as error:
         raise checks.InputError(f"{path}: cannot be written as JSON ({error})") from error
+    with replacing(path) as file:
+        file.write(text.encode())
+
+
+@contextlib.contextmanager
+def replacing(path: PathLike) -> Iterator[BinaryIO]:
+    """A file to write that takes the place of `path` only when all of it is on the disk.
+
+    Raises:
+        OSError: the file cannot be written, as on a full disk; an earlier one is intact.
+
+    >>> import tempfile
+    >>> path = pathlib.Path(tempfile.mkdtemp()) / "rows.bin"
+    >>> with replacing(path) as file:
+    ...     _ = file.write(b"rows")
+    >>> path.read_bytes()
+    b'rows'
+    """
+    path = pathlib.Path(path)
     temporary = _temporary(path)
     try:
-        with _naming(path), temporary.open("w", encoding="utf-8") as file:
-            file.write(text)
+        with _naming(path), temporary.open("wb") as file:
+            yield file
             file.flush()
             os.fsync(file.fileno())
         os.replace(temporary, path)
@@ -104,12 +123,13 @@ class Run(NamedTuple):
     resumed: bool
 
 
-def open_run(workdir: PathLike, config: Mapping[str, Any]) -> Run:
+def open_run(workdir: PathLike, config: Mapping[str, Any], *, flag: str = "workdir") -> Run:
     """Creates a run folder, or opens the one with exactly this configuration again.
 
     Args:
         workdir: the run's folder; created with its parents when missing.
         config: everything that decides the result, as JSON values; tuples count as lists.
+        flag: what the command line calls the folder, for messages.
 
     Returns:
         The folder, and True when an earlier start of the same run is there to be resumed.
@@ -128,19 +148,19 @@ def open_run(workdir: PathLike, config: Mapping[str, Any]) -> Run:
         path.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise checks.InputError(
-            f"workdir: {path} cannot be created ({error.strerror}); choose another --workdir"
+            f"{flag}: {path} cannot be created ({error.strerror}); choose another --{flag}"
         ) from error
     resumed = config_path.exists()
     if resumed:
-        _refuse_other_config(path, read_json(config_path), config)
+        _refuse_other_config(path, read_json(config_path), config, flag)
     else:
         strangers = sorted(
             entry.name for entry in path.iterdir() if entry != _temporary(config_path)
         )
         if strangers:
             raise checks.InputError(
-                f"workdir: {path} holds {strangers[0]} but no config.json, so it is not a run "
-                "folder; choose another --workdir"
+                f"{flag}: {path} holds {strangers[0]} but no config.json, so it is not a run "
+                f"folder; choose another --{flag}"
             )
         write_json(config_path, config)
     if not (path / "environment.json").exists():
@@ -236,7 +256,7 @@ def tensorboard(logdir: PathLike, *, resume_after: int | None = None) -> Any:
 
 
 class Progress:
-    """A progress bar with loss, MeanR@1 and time left; ten plain lines where no terminal is.
+    """A progress bar with loss, MeanR@1, rate and time left; ten plain lines where no terminal is.
 
     >>> with Progress(100, "train", stream=sys.stdout) as progress:
     ...     progress.update(50, loss=0.25)  # doctest: +ELLIPSIS
@@ -244,10 +264,20 @@ class Progress:
     """
 
     def __init__(
-        self, total: int, description: str, *, initial: int = 0, stream: TextIO | None = None
+        self,
+        total: int,
+        description: str,
+        *,
+        initial: int = 0,
+        unit: str | None = None,
+        stream: TextIO | None = None,
     ) -> None:
-        """Starts at step `initial` of `total`; writes to `stream`, by default stderr."""
+        """Starts at step `initial` of `total`; writes to `stream`, by default stderr.
+
+        A `unit` (such as "rows") puts the rate on the plain lines as well.
+        """
         self._total, self._initial, self._step = total, initial, initial
+        self._unit = unit
         self._description = description
         self._shown: dict[str, float] = {}
         self._start = time.monotonic()
@@ -256,7 +286,11 @@ class Progress:
         with self._tolerant():
             if self._stream is not None and self._stream.isatty():
                 self._bar = tqdm.tqdm(
-                    total=total, desc=description, initial=initial, file=self._stream
+                    total=total,
+                    desc=description,
+                    initial=initial,
+                    unit=f" {unit}" if unit else "it",
+                    file=self._stream,
                 )
 
     def __enter__(self) -> Self:
@@ -286,8 +320,11 @@ class Progress:
                 self._bar.update(step - previous)
             elif self._stream is not None and tenth:
                 done = max(step - self._initial, 1)
-                left = (time.monotonic() - self._start) / done * (self._total - step)
+                seconds = max(time.monotonic() - self._start, 1e-9)
+                left = seconds / done * (self._total - step)
                 parts = [f"{self._description}: {step}/{self._total}", text]
+                if self._unit:
+                    parts.append(f"{done / seconds:.3g} {self._unit}/s")
                 parts.append(f"{tqdm.tqdm.format_interval(left)} left")
                 print(", ".join(filter(None, parts)), file=self._stream, flush=True)
 
@@ -334,13 +371,13 @@ def _git_revision() -> str | None:
     return described.stdout.strip()
 
 
-def _refuse_other_config(path: pathlib.Path, old: Any, new: Mapping[str, Any]) -> None:
+def _refuse_other_config(path: pathlib.Path, old: Any, new: Mapping[str, Any], flag: str) -> None:
     before, now = _flatten(old), _flatten(json.loads(json.dumps(dict(new))))
     for key in [*now, *before]:
         if before.get(key) != now.get(key) or (key in before) != (key in now):
             raise checks.InputError(
-                f"workdir: {path} holds a run with {key}={before.get(key, 'unset')} but "
-                f"{key}={now.get(key, 'unset')} is asked for; choose another --workdir"
+                f"{flag}: {path} holds a run with {key}={before.get(key, 'unset')} but "
+                f"{key}={now.get(key, 'unset')} is asked for; choose another --{flag}"
             )
 
 
