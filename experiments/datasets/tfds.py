@@ -4,8 +4,6 @@ import functools
 from collections.abc import Iterator
 from typing import Any
 
-import numpy as np
-
 from experiments.datasets import base, classification
 from sotalign_jax import checks, files
 
@@ -21,18 +19,18 @@ PROMPTS = {
 
 
 def tfds(name: str, request: base.Request) -> base.Source:
-    """The Image, Text and Audio features of NAME; row n of one belongs to row n of the others.
+    """The first Image and Text feature of NAME; row n of one belongs to row n of the other.
 
     A ClassLabel `label` and known prompts make it a classification set.
     """
     records = files.open_tfds(name, request.split, folder=str(request.root))
-    kinds = {"Image": "image", "Text": "text", "Audio": "audio"}
+    kinds = {"Image": "image", "Text": "text"}  # sounds cannot be had without TensorFlow
     features: dict[str, str] = {}
     for key, feature in records.dataset_info.features.items():
         modality = kinds.get(type(feature).__name__)
         if modality is not None:
             features.setdefault(modality, key)
-    labels = records.dataset_info.features.get("label")
+    labels = dict(records.dataset_info.features.items()).get("label")
     prompts = PROMPTS.get(name.split("/")[0].split(":")[0])
     if "image" in features and hasattr(labels, "names") and prompts is not None:
         # TFDS names ImageNet's classes by synset and orders both as the published names do.
@@ -42,7 +40,7 @@ def tfds(name: str, request: base.Request) -> base.Source:
         return classification.source(prompts, [n.replace("_", " ") for n in names], pictures)
     if not features:
         known = ", ".join(records.dataset_info.features)
-        raise checks.InputError(f"data: tfds:{name} has {known}; none is an image, text or sound")
+        raise checks.InputError(f"data: tfds:{name} has {known}; none is an image or a text")
     return base.Source(
         {
             modality: functools.partial(_rows, records, modality, key)
@@ -52,26 +50,20 @@ def tfds(name: str, request: base.Request) -> base.Source:
 
 
 def _rows(records: Any, modality: str, key: str) -> Iterator[base.Item]:
-    rate = getattr(records.dataset_info.features[key], "sample_rate", None)
     for n in range(len(records)):
-        yield base.Item(str(n), functools.partial(_load, records, n, modality, key, rate), str(n))
+        yield base.Item(str(n), functools.partial(_load, records, n, modality, key), str(n))
 
 
 def _labelled(records: Any, key: str) -> Iterator[classification.Labelled]:
     for n in range(len(records)):
-        load = functools.partial(_load, records, n, "image", key, None)
+        load = functools.partial(_load, records, n, "image", key)
         yield str(n), load, int(records[n]["label"])
 
 
-def _load(records: Any, n: int, modality: str, key: str, rate: int | None) -> Any:
+def _load(records: Any, n: int, modality: str, key: str) -> Any:
     value = records[n][key]
     if modality == "image":
         import PIL.Image
 
         return PIL.Image.fromarray(value[..., 0] if value.shape[-1] == 1 else value)
-    if modality == "text":
-        return value.decode("utf-8") if isinstance(value, bytes) else str(value)
-    wave = np.asarray(value)
-    if wave.dtype.kind == "i":  # whole numbers of 16 bits, whatever they are stored in
-        wave = wave / 2**15
-    return base.Sound(wave.astype(np.float32).reshape(len(wave), -1).mean(axis=1), rate or 16_000)
+    return value.decode("utf-8") if isinstance(value, bytes) else str(value)

@@ -71,7 +71,7 @@ def stored_square(image: Any) -> Any:
 
     if image.mode in ("RGBA", "LA", "PA") or "transparency" in image.info:
         image = image.convert("RGBA")
-        image = image.crop(image.getchannel("A").point(lambda alpha: 255 * (alpha > 10)).getbbox())
+        image = image.crop(image.getchannel("A").point(lambda alpha: 255 * (alpha > 8)).getbbox())
     image = base.on_white(image)
     scale = STORED / max(image.size)
     size = tuple(max(1, round(length * scale)) for length in image.size)
