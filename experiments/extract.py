@@ -12,37 +12,10 @@ interrupted goes on where it stopped when it is started again with the same opti
 import pathlib
 from typing import Any
 
-from absl import app, flags
-
 from experiments import cli, datasets, encoders, extraction
 from experiments.datasets import Source
 from experiments.extraction import Encoder
 from sotalign_jax import checks
-
-_ENCODER = flags.DEFINE_string(
-    "encoder",
-    None,
-    f"One of {', '.join(encoders.ENCODERS)}; or hf-image:NAME, hf-text:NAME, hf-audio:NAME (with "
-    "--pool), st:NAME for any model of the Hugging Face hub or a local folder.",
-)
-_WEIGHTS = flags.DEFINE_string("weights", None, "Folder with a copy of the encoder's repository.")
-_REVISION = flags.DEFINE_string("revision", None, "Revision of the encoder's hub repository.")
-_POOL = flags.DEFINE_string("pool", None, "Pooling, such as cls+patch, authors, mean, last.")
-_MAX_LENGTH = flags.DEFINE_integer("max_length", None, "Tokens of a text that are read.")
-_BATCH_SIZE = flags.DEFINE_integer("batch_size", None, "Items embedded at once.", lower_bound=1)
-_DEVICE = flags.DEFINE_string("device", None, "cpu, cuda, ...; the fastest there is by default.")
-_TRUST = flags.DEFINE_bool("trust_remote_code", False, "Run code that comes with the weights.")
-_DATA = flags.DEFINE_string(
-    "data", None, f"One of {', '.join(datasets.DATASETS)}, or tfds:NAME (--root is its data_dir)."
-)
-_ROOT = flags.DEFINE_string("root", None, "The dataset's folder.")
-_SPLIT = flags.DEFINE_string("split", None, "Its split; by default the one that is evaluated on.")
-_CAPTIONS = flags.DEFINE_string("captions", None, "CSV or JSONL file of captions.")
-_LIMIT = flags.DEFINE_integer("limit", None, "Only the first so many items.", lower_bound=1)
-_OUT = flags.DEFINE_string("out", None, "Folder for the embeddings.")
-_DTYPE = flags.DEFINE_string("dtype", "float16", "Stored dtype, float16 or float32.")
-_SHARD_SIZE = flags.DEFINE_integer("shard_size", 4096, "Items between two saves.")
-_WORKERS = flags.DEFINE_integer("workers", 4, "Threads that read files.", lower_bound=1)
 
 
 def run(
@@ -66,43 +39,59 @@ def run(
     return extraction.extract(items, encoder, out, data=data, **options)
 
 
-def _main(argv: list[str]) -> None:
-    del argv
-    root = cli.folder("root", _ROOT.value)
-    name, out = cli.required("data", _DATA.value), cli.folder("out", _OUT.value)
-    captions = None if _CAPTIONS.value is None else cli.folder("captions", _CAPTIONS.value)
-    source = datasets.open_dataset(name, root, split=_SPLIT.value, captions=captions)
+def _parser() -> cli.Parser:
+    parser = cli.Parser(__doc__)
+    add = parser.add_argument
+    known = f"{', '.join(encoders.ENCODERS)}; or hf-image:NAME, hf-text:NAME, hf-audio:NAME (with"
+    add("--encoder", required=True, help=f"{known} --pool), st:NAME for any model of the hub")
+    add("--weights", help="folder with a copy of the encoder's repository")
+    add("--revision", help="revision of the encoder's hub repository")
+    add("--pool", help="pooling, such as cls+patch, authors, mean, last")
+    add("--max_length", type=cli.positive, help="tokens of a text that are read")
+    add("--batch_size", type=cli.positive, help="items embedded at once")
+    add("--device", help="cpu, cuda, ...; the fastest there is by default")
+    add("--trust_remote_code", action="store_true", help="run code that comes with the weights")
+    add("--data", required=True, help=f"{', '.join(datasets.DATASETS)}, or tfds:NAME")
+    add("--root", required=True, type=cli.path, help="the dataset's folder")
+    add("--split", help="its split; by default the one that is evaluated on")
+    add("--captions", type=cli.path, help="CSV or JSONL file of captions")
+    add("--limit", type=cli.positive, help="only the first so many items")
+    add("--out", required=True, type=cli.path, help="folder for the embeddings")
+    add("--dtype", default="float16", help="stored dtype, float16 or float32")
+    add("--shard_size", default=4096, type=cli.positive, help="items between two saves")
+    add("--workers", default=4, type=cli.positive, help="threads that read files")
+    return parser
+
+
+def _main() -> None:
+    flags = _parser().parse_args()
+    source = datasets.open_dataset(
+        flags.data, flags.root, split=flags.split, captions=flags.captions
+    )
     encoder = encoders.load(
-        cli.required("encoder", _ENCODER.value),
-        weights=_WEIGHTS.value,
-        pool=_POOL.value,
-        revision=_REVISION.value,
-        max_length=_MAX_LENGTH.value,
-        batch_size=_BATCH_SIZE.value,
-        device=_DEVICE.value,
-        trust_remote_code=_TRUST.value,
+        flags.encoder,
+        weights=flags.weights,
+        pool=flags.pool,
+        revision=flags.revision,
+        max_length=flags.max_length,
+        batch_size=flags.batch_size,
+        device=flags.device,
+        trust_remote_code=flags.trust_remote_code,
     )
-    metadata = run(
-        source,
-        encoder,
-        out,
-        data={
-            "name": name,
-            "root": str(root),
-            "split": _SPLIT.value,
-            "captions": _CAPTIONS.value,
-            "limit": _LIMIT.value,
-        },
-        limit=_LIMIT.value,
-        dtype=_DTYPE.value,
-        shard_size=_SHARD_SIZE.value,
-        workers=_WORKERS.value,
-    )
+    data = {
+        "name": flags.data,
+        "root": str(flags.root),
+        "split": flags.split,
+        "captions": None if flags.captions is None else str(flags.captions),
+        "limit": flags.limit,
+    }
+    options = {name: getattr(flags, name) for name in ("limit", "dtype", "shard_size", "workers")}
+    metadata = run(source, encoder, flags.out, data=data, **options)
     count, width = metadata["shape"]
-    print(f"{count} embeddings of width {width} are in {out / extraction.EMBEDDINGS}")
+    print(f"{count} embeddings of width {width} are in {flags.out / extraction.EMBEDDINGS}")
     if metadata["skipped"]:
-        print(f"{metadata['skipped']} items were skipped: see {out / extraction.SKIPPED}")
+        print(f"{metadata['skipped']} items were skipped: see {flags.out / extraction.SKIPPED}")
 
 
 if __name__ == "__main__":
-    app.run(cli.guarded(_main, resume="--out"), flags_parser=cli.parse)
+    cli.guarded(_main, resume="--out")

@@ -14,7 +14,6 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 import numpy as np
-from absl import app, flags
 
 from experiments import cli, extraction
 from experiments.extraction import Embeddings
@@ -23,21 +22,6 @@ from sotalign_jax import checks, recording
 PARTS = ("train", "val", "test", "split", "sue", "zero_shot")
 SUE_TEST = 400
 ENCODERS = "encoders.json"
-
-_X = flags.DEFINE_string("x", None, "Extraction of the pictures (or sounds).")
-_Y = flags.DEFINE_string("y", None, "Extraction of the texts.")
-_OUT = flags.DEFINE_string("out", None, "Folder for the files; other parts in it stay.")
-_PART = flags.DEFINE_enum(
-    "part",
-    "split",
-    PARTS,
-    "What the files are for. split: train, val and test of one dataset; sue: the SUE protocol, "
-    "400 tests and the last --n_pairs as pairs; zero_shot: labelled pictures and class prompts.",
-)
-_VAL = flags.DEFINE_float("val", 0.1, "Part split: fraction of the groups for validation.")
-_TEST = flags.DEFINE_float("test", 0.2, "Part split: fraction of the groups for the test.")
-_N_PAIRS = flags.DEFINE_integer("n_pairs", 500, "Part sue: rows kept as pairs.", lower_bound=1)
-_SEED = flags.DEFINE_integer("seed", 0, "Parts split and sue: what is random.")
 
 
 class Taken(NamedTuple):
@@ -216,29 +200,43 @@ def claim(out: pathlib.Path, x: Embeddings, y: Embeddings) -> None:
     recording.write_json(noted, encoders)
 
 
-def _main(argv: list[str]) -> None:
-    del argv
-    folders = {"x": cli.folder("x", _X.value), "y": cli.folder("y", _Y.value)}
-    out, part = cli.folder("out", _OUT.value), _PART.value
-    x, y = (extraction.load(path) for path in folders.values())
-    if part == "zero_shot":
+def _parser() -> cli.Parser:
+    parser = cli.Parser(__doc__)
+    add = parser.add_argument
+    add("--x", required=True, type=cli.path, help="extraction of the pictures (or sounds)")
+    add("--y", required=True, type=cli.path, help="extraction of the texts")
+    add("--out", required=True, type=cli.path, help="folder for the files; other parts in it stay")
+    add("--part", default="split", choices=PARTS, help="what the files are for (split: all three; "
+        "sue: the SUE protocol; zero_shot: labelled pictures and class prompts)")  # fmt: skip
+    add("--val", default=0.1, type=float, help="split: fraction of the groups for validation")
+    add("--test", default=0.2, type=float, help="split: fraction of the groups for the test")
+    add("--n_pairs", default=500, type=cli.positive, help="sue: rows kept as pairs")
+    add("--seed", default=0, type=int, help="split and sue: decides what is random")
+    return parser
+
+
+def _main() -> None:
+    flags = _parser().parse_args()
+    x, y = extraction.load(flags.x), extraction.load(flags.y)
+    arrays: Arrays
+    if flags.part == "zero_shot":
         arrays = zero_shot_arrays(x, y)
-    elif part == "train":
+    elif flags.part == "train":
         arrays = table_arrays(x, y)
-    elif part == "split":
-        arrays = split_arrays(x, y, val=_VAL.value, test=_TEST.value, seed=_SEED.value)
-    elif part == "sue":
-        arrays = sue_arrays(x, y, n_pairs=_N_PAIRS.value, seed=_SEED.value)
+    elif flags.part == "split":
+        arrays = split_arrays(x, y, val=flags.val, test=flags.test, seed=flags.seed)
+    elif flags.part == "sue":
+        arrays = sue_arrays(x, y, n_pairs=flags.n_pairs, seed=flags.seed)
     else:
-        arrays = gallery_arrays(x, y, part)
-    claim(out, x, y)
-    options = write(out, arrays)
+        arrays = gallery_arrays(x, y, flags.part)
+    claim(flags.out, x, y)
+    options = write(flags.out, arrays)
     for name in arrays:
-        shape = np.load(out / f"{name}.npy", mmap_mode="r").shape
+        shape = np.load(flags.out / f"{name}.npy", mmap_mode="r").shape
         print(f"{name}: {' x '.join(map(str, shape))}")
     print("\npass to experiments.main --config=experiments/configs/files.py:\n")
     print(" \\\n".join(options))
 
 
 if __name__ == "__main__":
-    app.run(cli.guarded(_main, resume="--out"), flags_parser=cli.parse)
+    cli.guarded(_main, resume="--out")

@@ -13,10 +13,9 @@ import hashlib
 import json
 import pathlib
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
-from absl import app, flags
 
 from experiments import cli, contact_sheet, datasets, encoders, extract, extraction, pair
 from experiments.datasets import base, folder
@@ -25,23 +24,6 @@ from sotalign_jax import aligner, checks, recording, tables
 
 BUNDLED = {"x": {"name": "efficientnet-lite2"}, "y": {"name": "all-minilm-l6-v2"}}
 """Encoders of the bundled pictures."""
-
-_MODEL = flags.DEFINE_string("model", None, "Folder of a finished run, or of a saved aligner.")
-_QUERY = flags.DEFINE_string("query", None, "What to look for among --images.")
-_QUERY_IMAGE = flags.DEFINE_string("query_image", None, "Picture to find the texts of.")
-_IMAGES = flags.DEFINE_string("images", None, "Folder of pictures.")
-_TEXTS = flags.DEFINE_string(
-    "texts", None, "Texts to choose from: .txt with one a line, or a .csv or .jsonl of captions."
-)
-_TOP = flags.DEFINE_integer("top", 10, "How many to show.", lower_bound=1)
-_SHEET = flags.DEFINE_string("sheet", "search.png", "Where the contact sheet is written.")
-_INDEX = flags.DEFINE_string("index", None, "Folder for embeddings; by default MODEL/search.")
-_X = flags.DEFINE_string("image_encoder", None, "Instead of the one the model was trained with.")
-_Y = flags.DEFINE_string("text_encoder", None, "Instead of the one the model was trained with.")
-_WEIGHTS_X = flags.DEFINE_string("image_weights", None, "Local copy of the image encoder.")
-_WEIGHTS_Y = flags.DEFINE_string("text_weights", None, "Local copy of the text encoder.")
-_TRUST = flags.DEFINE_bool("trust_remote_code", False, "Run code that comes with the weights.")
-_DEVICE = flags.DEFINE_string("device", None, "cpu, cuda, ...; the fastest there is by default.")
 
 
 def trained_with(model: aligner.Aligner) -> dict[str, dict[str, Any]] | None:
@@ -116,53 +98,45 @@ def read_texts(path: pathlib.Path) -> list[str]:
         raise checks.InputError(f"texts: {path} cannot be read ({error})") from error
 
 
-def text_to_image(
-    model: aligner.Aligner,
-    image_encoder: Encoder,
-    text_encoder: Encoder,
-    query: str,
-    images: pathlib.Path,
-    *,
-    place: pathlib.Path,
-    top: int,
-    sheet: pathlib.Path,
-) -> list[tuple[str, float]]:
-    """The pictures below `images` that are nearest to a text, best first, and their sheet."""
-    found = index(datasets.open_dataset("folder", images), image_encoder, place)
-    keys = model.embed_x(found.rows)
-    best = nearest(model.embed_y(_embed(text_encoder, query)), keys, top)
-    results = [(found.origins[row].id, score) for row, score in best]
-    tiles = [
-        contact_sheet.Tile(base.oriented(images / name), f"{rank}.  {score:.3f}", name)
-        for rank, (name, score) in enumerate(results, 1)
-    ]
-    contact_sheet.save(sheet, query, tiles)
-    return results
+class Searcher(NamedTuple):
+    """An aligned model with its encoders, and the folder where embeddings are kept."""
 
+    model: aligner.Aligner
+    image_encoder: Encoder
+    text_encoder: Encoder
+    place: pathlib.Path
 
-def image_to_text(
-    model: aligner.Aligner,
-    image_encoder: Encoder,
-    text_encoder: Encoder,
-    query: pathlib.Path,
-    texts: Sequence[str],
-    *,
-    place: pathlib.Path,
-    top: int,
-    sheet: pathlib.Path,
-) -> list[tuple[str, float]]:
-    """The texts that are nearest to a picture, best first, and a sheet of both."""
-    try:
-        image = base.oriented(query)
-    except OSError as error:
-        raise checks.InputError(f"query_image: {query} cannot be read ({error})") from error
-    source = datasets.Source({"text": functools.partial(_listed, texts)})
-    found = index(source, text_encoder, place)
-    keys = model.embed_y(found.rows)
-    best = nearest(model.embed_x(_embed(image_encoder, image)), keys, top)
-    results = [(texts[int(found.origins[row].id)], score) for row, score in best]
-    contact_sheet.save_answers(sheet, image, [f"{score:.3f}  {text}" for text, score in results])
-    return results
+    def pictures(
+        self, query: str, images: pathlib.Path, *, top: int, sheet: pathlib.Path
+    ) -> list[tuple[str, float]]:
+        """The pictures below `images` that are nearest to a text, best first, and their sheet."""
+        found = index(datasets.open_dataset("folder", images), self.image_encoder, self.place)
+        wanted = self.model.embed_y(_embed(self.text_encoder, query))
+        best = nearest(wanted, self.model.embed_x(found.rows), top)
+        results = [(found.origins[row].id, score) for row, score in best]
+        tiles = [
+            contact_sheet.Tile(base.oriented(images / name), f"{rank}.  {score:.3f}", name)
+            for rank, (name, score) in enumerate(results, 1)
+        ]
+        contact_sheet.save(sheet, query, tiles)
+        return results
+
+    def texts(
+        self, query: pathlib.Path, texts: Sequence[str], *, top: int, sheet: pathlib.Path
+    ) -> list[tuple[str, float]]:
+        """The texts that are nearest to a picture, best first, and a sheet of both."""
+        try:
+            image = base.oriented(query)
+        except OSError as error:
+            raise checks.InputError(f"query_image: {query} cannot be read ({error})") from error
+        source = datasets.Source({"text": functools.partial(_listed, texts)})
+        found = index(source, self.text_encoder, self.place)
+        wanted = self.model.embed_x(_embed(self.image_encoder, image))
+        best = nearest(wanted, self.model.embed_y(found.rows), top)
+        results = [(texts[int(found.origins[row].id)], score) for row, score in best]
+        lines = [f"{score:.3f}  {text}" for text, score in results]
+        contact_sheet.save_answers(sheet, image, lines)
+        return results
 
 
 def _listed(texts: Sequence[str]) -> Iterator[datasets.Item]:
@@ -174,30 +148,47 @@ def _embed(encoder: Encoder, content: Any) -> np.ndarray:
     return np.asarray(encoder.embed([encoder.prepare(content)]), np.float32)
 
 
-def _main(argv: list[str]) -> None:
-    del argv
-    path = cli.folder("model", _MODEL.value)
-    model = aligner.Aligner.load(path)
-    query = _QUERY.value
-    if (query is None) == (_QUERY_IMAGE.value is None):
-        raise checks.InputError("query: pass --query with --images, or --query_image with --texts")
-    options = {"device": _DEVICE.value, "trust_remote_code": _TRUST.value}
-    image_encoder = load_encoder(model, "x", _X.value, _WEIGHTS_X.value, **options)
-    text_encoder = load_encoder(model, "y", _Y.value, _WEIGHTS_Y.value, **options)
-    place = path / "search" if _INDEX.value is None else cli.folder("index", _INDEX.value)
-    sheet = cli.folder("sheet", _SHEET.value)
-    shared: dict[str, Any] = {"place": place, "top": _TOP.value, "sheet": sheet}
-    if query is not None:
-        images = cli.folder("images", _IMAGES.value)
-        results = text_to_image(model, image_encoder, text_encoder, query, images, **shared)
+def _parser() -> cli.Parser:
+    parser = cli.Parser(__doc__)
+    add = parser.add_argument
+    add("--model", required=True, type=cli.path, help="folder of a finished run or saved aligner")
+    add("--query", help="what to look for among --images")
+    add("--images", type=cli.path, help="folder of pictures")
+    add("--query_image", type=cli.path, help="picture to find the texts of")
+    add("--texts", type=cli.path, help="texts to choose from: .txt with one a line, .csv or .jsonl")
+    add("--top", default=10, type=cli.positive, help="how many to show")
+    add("--sheet", default="search.png", type=cli.path, help="where the contact sheet is written")
+    add("--index", type=cli.path, help="folder for embeddings; MODEL/search by default")
+    for side in ("image", "text"):
+        add(f"--{side}_encoder", help="instead of the one the model was trained with")
+        add(f"--{side}_weights", help="folder with a copy of that encoder's repository")
+    add("--device", help="cpu, cuda, ...; the fastest there is by default")
+    add("--trust_remote_code", action="store_true", help="run code that comes with the weights")
+    return parser
+
+
+def _main() -> None:
+    flags = _parser().parse_args()
+    by_text = flags.query is not None and flags.images is not None
+    if not by_text and (flags.query_image is None or flags.texts is None):
+        raise checks.InputError("query: pass --query and --images, or --query_image and --texts")
+    model = aligner.Aligner.load(flags.model)
+    options = {"device": flags.device, "trust_remote_code": flags.trust_remote_code}
+    found = Searcher(
+        model,
+        load_encoder(model, "x", flags.image_encoder, flags.image_weights, **options),
+        load_encoder(model, "y", flags.text_encoder, flags.text_weights, **options),
+        flags.index or flags.model / "search",
+    )
+    if by_text:
+        results = found.pictures(flags.query, flags.images, top=flags.top, sheet=flags.sheet)
     else:
-        texts = read_texts(cli.folder("texts", _TEXTS.value))
-        picture = cli.folder("query_image", _QUERY_IMAGE.value)
-        results = image_to_text(model, image_encoder, text_encoder, picture, texts, **shared)
+        texts = read_texts(flags.texts)
+        results = found.texts(flags.query_image, texts, top=flags.top, sheet=flags.sheet)
     rows = [[rank, score, name] for rank, (name, score) in enumerate(results, 1)]
-    print(tables.table(["rank", "cosine", "text" if query is None else "picture"], rows, digits=3))
-    print(f"\ncontact sheet: {sheet}")
+    print(tables.table(["rank", "cosine", "picture" if by_text else "text"], rows, digits=3))
+    print(f"\ncontact sheet: {flags.sheet}")
 
 
 if __name__ == "__main__":
-    app.run(cli.guarded(_main, resume="--index"), flags_parser=cli.parse)
+    cli.guarded(_main, resume="--index")

@@ -5,37 +5,35 @@ from typing import Any
 
 import numpy as np
 
-from experiments.encoders import base, pooling
+from experiments.encoders import base, pixels, pooling
 
 
 class VisionEncoder:
-    """A transformers vision model with its own image processor."""
+    """A transformers vision model, with the preparation that its repository asks for."""
 
     modality = "image"
 
     def __init__(self, options: base.Options) -> None:
         self._options, self.batch_size = options, options.batch_size
         self._model = base.load_model(options)
+        auto = base.require("transformers.models.auto.image_processing_auto")
         with base.loading(options):
-            self._processor = base.require("transformers").AutoImageProcessor.from_pretrained(
-                **options.repository()
-            )
+            config = auto.get_image_processor_config(options.place, revision=options.revision)
+            self._preparation = pixels.preparation(config)
 
     def describe(self) -> dict[str, Any]:
-        size = {key: value for key, value in dict(self._processor.size).items() if value}
-        return base.describe(self._options, self.modality, self._model, size=size)
+        steps = self._preparation._asdict()
+        return base.describe(self._options, self.modality, self._model, preparation=steps)
 
     def prepare(self, content: Any) -> np.ndarray:
         """Pixels [3, h, w] as the model was trained on them."""
-        batch = self._processor(images=base.on_white(content), return_tensors="np")
-        pixels: np.ndarray = batch["pixel_values"][0]
-        return pixels
+        return self._preparation(content)
 
     def embed(self, batch: Sequence[np.ndarray]) -> np.ndarray:
         torch = base.require("torch")
-        pixels = torch.from_numpy(np.stack(batch)).to(self._model.device, self._model.dtype)
+        inputs = torch.from_numpy(np.stack(batch)).to(self._model.device, self._model.dtype)
         with torch.inference_mode():
-            output = self._model(pixel_values=pixels)
+            output = self._model(pixel_values=inputs)
         embeddings: np.ndarray = self._pool(output).float().cpu().numpy()
         return embeddings
 
