@@ -18,7 +18,6 @@ import itertools
 import json
 import pathlib
 import shutil
-import zipfile
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, BinaryIO, NamedTuple, Protocol
@@ -27,7 +26,7 @@ import numpy as np
 
 from experiments import locks
 from experiments.datasets import Item
-from sotalign_jax import checks, recording
+from sotalign_jax import checks, files, recording
 
 FORMAT = 1
 EMBEDDINGS, ROWS, SKIPPED, METADATA = (
@@ -336,7 +335,7 @@ def _join_shards(out: pathlib.Path, config: dict[str, Any]) -> None:
             for name, reason in lost:
                 skipped.write(_line(id=name, reason=reason))
             bad += len(lost)
-        files = {EMBEDDINGS: embeddings.summary(), ROWS: rows.summary(), SKIPPED: skipped.summary()}
+        sums = {EMBEDDINGS: embeddings.summary(), ROWS: rows.summary(), SKIPPED: skipped.summary()}
     metadata = {
         "format": FORMAT,
         "encoder": config["encoder"],
@@ -345,7 +344,7 @@ def _join_shards(out: pathlib.Path, config: dict[str, Any]) -> None:
         "shape": [count, width],
         "count": count,
         "skipped": bad,
-        "files": files,
+        "files": sums,
     }
     recording.write_json(out / METADATA, metadata)
 
@@ -364,13 +363,9 @@ def _first_rows(paths: list[pathlib.Path]) -> np.ndarray:
 
 def _read_shard(path: pathlib.Path, name: str) -> np.ndarray:
     try:
-        with np.load(path) as shard:
-            array: np.ndarray = shard[name]
-            return array
-    except (OSError, ValueError, EOFError, KeyError, zipfile.BadZipFile) as error:
-        raise checks.InputError(
-            f"out: {path} is damaged ({_first_line(error)}); delete it and start again"
-        ) from error
+        return files.load_array(path, key=name)
+    except checks.InputError as error:
+        raise checks.InputError(f"out: {error}: delete it and start again") from error
 
 
 def _line(**record: str) -> bytes:

@@ -4,11 +4,9 @@ import hashlib
 import json
 import os
 import pathlib
-import resource
 import signal
 import subprocess
 import sys
-import time
 
 import numpy as np
 import PIL.Image
@@ -218,7 +216,7 @@ def test_a_damaged_shard_is_named(pictures, tmp_path, monkeypatch):
     leave_before_joining(pictures, tmp_path / "out", monkeypatch)
     shard = tmp_path / "out" / "shards" / "000001.npz"
     shard.write_bytes(shard.read_bytes()[:-50])
-    with pytest.raises(checks.InputError, match=r"000001.npz is damaged .*delete it and start"):
+    with pytest.raises(checks.InputError, match=r"out: .*000001.npz: .*delete it and start"):
         run(pictures, tmp_path / "out", shard_size=16)
     shard.unlink()
     assert run(pictures, tmp_path / "out", shard_size=16)["count"] == 60
@@ -251,21 +249,17 @@ def leave_before_joining(pictures, out, monkeypatch):
 # --- kills and full disks -----------------------------------------------------------------------
 
 
-def start(pictures, out, *, limit=None):
-    """Extracts in a process of its own, whose files may have `limit` bytes."""
-
-    def confine():
-        if limit is not None:
-            resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
-
-    return subprocess.Popen(
-        [sys.executable, str(ROOT / "tests" / "toy_encoders.py"), str(pictures), str(out), "6"],
+def start(pictures, out, *, limit=0, sign=0, at=0):
+    """Extracts in a process of its own, with files of `limit` bytes or a signal at an item."""
+    program = str(ROOT / "tests" / "toy_encoders.py")
+    arguments = [str(value) for value in (pictures, out, limit, int(sign), at)]
+    return subprocess.run(
+        [sys.executable, program, *arguments],
         cwd=ROOT,
-        env=os.environ | {"PYTHONPATH": str(ROOT), "OPENBLAS_NUM_THREADS": "1"},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+        capture_output=True,
         text=True,
-        preexec_fn=confine,
+        check=False,
     )
 
 
@@ -273,8 +267,7 @@ def start(pictures, out, *, limit=None):
 def uninterrupted(pictures, tmp_path_factory):
     out = tmp_path_factory.mktemp("reference") / "out"
     process = start(pictures, out)
-    _, err = process.communicate()
-    assert process.returncode == 0, err
+    assert process.returncode == 0, process.stderr
     return out
 
 
@@ -290,19 +283,14 @@ def shards(out):
 
 def test_a_run_killed_again_and_again_leaves_the_same_bytes(pictures, uninterrupted, tmp_path):
     out = tmp_path / "out"
-    for wanted in (1, 4, 8):
-        process = start(pictures, out)
-        while shards(out) < wanted and process.poll() is None:
-            time.sleep(0.001)
-        process.send_signal(signal.SIGKILL)
-        _, err = process.communicate()
-        assert process.returncode == -signal.SIGKILL, err
-        assert shards(out) >= wanted and not (out / "metadata.json").exists()
+    for at, saved in ((4, 0), (15, 2), (40, 8)):  # the last counts from where the second stopped
+        process = start(pictures, out, sign=signal.SIGKILL, at=at)
+        assert process.returncode == -signal.SIGKILL, process.stderr
+        assert shards(out) == saved and not (out / "metadata.json").exists()
     (out / "shards" / ".000009.npz.tmp").write_bytes(b"PK half a shard")
     process = start(pictures, out)
-    _, err = process.communicate()
-    assert process.returncode == 0, err
-    assert "extract: 6/60" not in err  # what was saved is not embedded again
+    assert process.returncode == 0, process.stderr
+    assert process.stderr.startswith("extract: 54/60")  # what was saved is not embedded again
     assert same(out, uninterrupted)
 
 
@@ -328,28 +316,22 @@ def test_a_kill_while_the_files_are_joined(pictures, tmp_path, monkeypatch):
 
 def test_a_full_disk_loses_nothing(pictures, uninterrupted, tmp_path):
     out = tmp_path / "out"
-    process = start(pictures, out, limit=4000)  # shards fit, the joined file does not
-    _, err = process.communicate()
-    assert process.returncode == 1
-    last = err.splitlines()[-1]
-    assert last.startswith("error: ") and "File too large" in last and "embeddings.npy" in last
-    assert shards(out) == 10 and not (out / "embeddings.npy").exists()
-    process = start(pictures, out, limit=4000)
-    assert "File too large" in process.communicate()[1]
+    for _ in range(2):
+        process = start(pictures, out, limit=4000)  # shards fit, the joined file does not
+        assert process.returncode == 1
+        last = process.stderr.splitlines()[-1]
+        assert last.startswith("error: ") and "File too large" in last and "embeddings.npy" in last
+        assert shards(out) == 10 and not (out / "embeddings.npy").exists()
     process = start(pictures, out)
-    _, err = process.communicate()
-    assert process.returncode == 0, err
+    assert process.returncode == 0, process.stderr
     assert same(out, uninterrupted)
 
 
 def test_a_polite_end_is_one_line(pictures, tmp_path):
-    process = start(pictures, tmp_path / "out")
-    while shards(tmp_path / "out") < 2 and process.poll() is None:
-        time.sleep(0.001)
-    process.send_signal(signal.SIGTERM)
-    _, err = process.communicate()
-    assert process.returncode == 1 and "Traceback" not in err
-    assert err.splitlines()[-1] == "interrupted: start again with the same --out to go on"
+    process = start(pictures, tmp_path / "out", sign=signal.SIGTERM, at=14)
+    assert process.returncode == 1 and "Traceback" not in process.stderr
+    told = "interrupted: start again with the same --out to go on"
+    assert process.stderr.splitlines()[-1] == told and shards(tmp_path / "out") == 2
 
 
 # --- files for experiments.main -----------------------------------------------------------------
@@ -374,8 +356,8 @@ def smoke_config(folder, arrays, *methods):
 def test_files_go_straight_into_training(pictures, tmp_path):
     x, y = extracted(pictures, tmp_path)
     arrays = pair.split_arrays(x, y, val=0.2, test=0.2, seed=0)
-    config = smoke_config(tmp_path / "files", arrays, "cca", "sotalign") if (
-        pair.claim(tmp_path / "files", x, y) is None) else None  # fmt: skip
+    pair.claim(tmp_path / "files", x, y)
+    config = smoke_config(tmp_path / "files", arrays, "cca", "sotalign")
     runs = settings.plan_runs(config)
     summary = runner.load_dataset(runs[0]).summary()
     assert summary["test_x"] == [12, 64] and summary["pairs_x"] == [20, 64]

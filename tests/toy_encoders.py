@@ -1,6 +1,8 @@
 """Encoders of a few lines, and a program that extracts with one, to be killed."""
 
+import os
 import pathlib
+import resource
 import sys
 
 import numpy as np
@@ -33,15 +35,16 @@ class Toy:
         return self._scale * features / np.linalg.norm(features, axis=1, keepdims=True)
 
 
-class Slow(Toy):
-    """One item at a time, some milliseconds each: time to be killed in."""
+class Doomed(Toy):
+    """Sends its own process a signal when it comes to item number `at`, counted from 1."""
 
-    def __init__(self):
+    def __init__(self, sign, at):
         super().__init__(batch_size=1)
-        self._work = np.random.default_rng(1).normal(size=(400, 400))
+        self._sign, self._at = sign, at
 
     def embed(self, batch):
-        np.linalg.svd(self._work, compute_uv=False)
+        if self.embedded + 1 == self._at:
+            os.kill(os.getpid(), self._sign)
         return super().embed(batch)
 
 
@@ -50,12 +53,16 @@ def _small(image):
 
 
 def main():
-    """Extracts the first folder into the second, in shards of so many."""
+    """Arguments: pictures, out, most bytes of a file (0: any), signal, at which item (0: none)."""
     from experiments import datasets, extract
 
-    root, out, shard_size = pathlib.Path(sys.argv[1]), pathlib.Path(sys.argv[2]), int(sys.argv[3])
+    root, out = map(pathlib.Path, sys.argv[1:3])
+    size, sign, at = map(int, sys.argv[3:])
+    if size:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (size, size))
     source = datasets.open_dataset("folder", root)
-    extract.run(source, Slow(), out, data={"root": "pictures"}, shard_size=shard_size, workers=2)
+    options = {"shard_size": 6, "workers": 2}
+    extract.run(source, Doomed(sign, at), out, data={"root": "pictures"}, **options)
 
 
 if __name__ == "__main__":
