@@ -10,17 +10,16 @@ import toy_encoders
 
 from experiments import contact_sheet, extraction, pair, search
 from experiments.datasets import base
-from sotalign_jax import aligner, checks, recording
+from sotalign_jax import aligner, checks, heads, recording
 
 SHADES = {"dark": 10, "grey": 120, "light": 240}
 
 
 @pytest.fixture(scope="module")
 def model():
-    """An aligner of the toy encoders' widths that has learned nothing in particular."""
-    rng = np.random.default_rng(0)
-    pairs = rng.normal(size=(30, toy_encoders.WIDTH)), rng.normal(size=(30, toy_encoders.WIDTH))
-    return aligner.align(pairs, steps=1, dim=8, teacher="procrustes", progress=False)
+    """An aligner of the toy encoders' widths that has learned nothing."""
+    untrained = heads.build_heads(toy_encoders.WIDTH, toy_encoders.WIDTH, 8, seed=0)
+    return aligner.Aligner(untrained, {})
 
 
 @pytest.fixture

@@ -30,7 +30,7 @@ def tfds(name: str, request: base.Request) -> base.Source:
         modality = kinds.get(type(feature).__name__)
         if modality is not None:
             features.setdefault(modality, key)
-    labels = dict(records.dataset_info.features.items()).get("label")
+    labels: Any = dict(records.dataset_info.features.items()).get("label")
     prompts = PROMPTS.get(name.split("/")[0].split(":")[0])
     if "image" in features and hasattr(labels, "names") and prompts is not None:
         # TFDS names ImageNet's classes by synset and orders both as the published names do.
