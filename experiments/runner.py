@@ -2,12 +2,12 @@
 
 import contextlib
 import dataclasses
-import fcntl
 import pathlib
 import shutil
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
+from experiments import locks
 from experiments import settings as settings_lib
 from experiments.settings import Settings
 from sotalign_jax import (
@@ -62,7 +62,7 @@ def execute(
         prepared = prepare(settings)
     except checks.InputError as error:
         raise UnusableError(str(error)) from error
-    with _only_process(claim()):
+    with locks.only_process(claim(), flag="workdir"):
         results: Results = {}
         trained = prepared.start
         if prepared.method is not None:
@@ -217,22 +217,6 @@ def naming(where: str) -> Iterator[None]:
         yield
     except checks.InputError as error:
         raise checks.InputError(f"{where}: {error}") from error
-
-
-@contextlib.contextmanager
-def _only_process(folder: pathlib.Path) -> Iterator[None]:
-    """Keeps other processes out of a run folder; the system lifts the lock even after a kill."""
-    with (folder / "config.json").open("rb") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            raise checks.InputError(
-                f"workdir: {folder} is in use by another process; wait for its end or choose "
-                "another --workdir"
-            ) from error
-        except OSError:  # some network file systems have no locks
-            pass
-        yield
 
 
 def _train(
