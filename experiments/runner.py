@@ -62,11 +62,17 @@ def execute(
         prepared = prepare(settings)
     except checks.InputError as error:
         raise UnusableError(str(error)) from error
+    except FloatingPointError:
+        claim()  # a fit that failed is remembered in its folder
+        raise
     with locks.only_process(claim(), flag="workdir"):
         results: Results = {}
         trained = prepared.start
         if prepared.method is not None:
-            trained, best = _train(settings, prepared, workdir, inner=inner)
+            try:
+                trained, best = _train(settings, prepared, workdir, inner=inner)
+            except checks.InputError as error:  # what only the method's preparation can tell
+                raise UnusableError(f"config.{settings.method}.{error}") from error
             results["best_step"] = int(best.step)
         results |= evaluate(trained, prepared.dataset)
         info = {"settings": settings_lib.to_json(settings), "results": results}

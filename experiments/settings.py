@@ -324,10 +324,14 @@ def apply_switches(config: config_dict.ConfigDict, arg: str) -> config_dict.Conf
     for word in filter(None, arg.split(",")):
         name, _, value = word.partition("=")
         if name == "smoke":
-            short = {"steps": 4, "eval_every": 2, "unpaired_batch": 64}
+            short = {
+                "train": {"steps": 4, "eval_every": 2, "unpaired_batch": 64},
+                "sue": {"epochs": 1, "mmd_epochs": 1},
+            }
             for section in (config, *config.overrides.values()):
-                if "train" in section:
-                    section.train.update({k: v for k, v in short.items() if k in section.train})
+                for part in short.keys() & section.keys():
+                    known = section[part].keys()
+                    section[part].update({k: v for k, v in short[part].items() if k in known})
         elif name == "seeds" and value.isdigit() and int(value) > 0:
             config.seeds = tuple(range(int(value)))
         elif name == "pairs" and all(number.isdigit() for number in value.split("+")):

@@ -104,10 +104,9 @@ def search(planned: list[Planned], folder: pathlib.Path, title: str) -> list[Tri
             scores: list[float] = []
             for run in runs:
                 place = folders[number, run.train.seed]
-                results, failure = batch.attempt(run, place)
-                error = error or failure
-                if failure is None:
-                    scores.append(results[SCORE])
+                if error is None:  # a trial that failed once cannot score
+                    results, error = batch.attempt(run, place)
+                    scores += [results[SCORE]] if error is None else []
                 progress.finished(place, best)
             score = tables.Mean(scores) if scores and error is None else None
             best = max(filter(None, (best, score)), default=None)

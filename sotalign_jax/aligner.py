@@ -18,7 +18,7 @@ from safetensors.numpy import load_file, save_file
 from sotalign_jax import affinity, checks, data, methods, recording, teachers, training
 from sotalign_jax.heads import Head, Heads, build_heads, rebuild
 
-FORMAT = 1
+FORMAT = 2
 """Version of the files that `Aligner.save` writes."""
 FOLDER = "aligner"
 """Where a run folder keeps its aligner."""
@@ -180,7 +180,8 @@ def align(
         unpaired_batch: unpaired rows per step; None takes up to 22,768 on an accelerator and up
             to 2,048 on CPU.
         method: what replaces SOTAlign: a name of `methods.METHODS`, or a method with its options,
-            such as `methods.SAIL()`; alpha, epsilon and epsilon_star are then its own.
+            such as `methods.SAIL()`; alpha, epsilon and epsilon_star are then its own. CSA and SUE
+            take no steps and have their own `dim`: only `seed` and `progress` matter to them.
         seed: decides everything random.
         progress: show a progress bar.
 
@@ -200,9 +201,11 @@ def align(
     """
     gallery = val if isinstance(val, data.Gallery) or val is None else data.gallery(*val)
     dataset = data.dataset(pairs, x=x, y=y, val=gallery)
+    asked = False
     if isinstance(method, str):
         checks.choice("method", method, tuple(methods.METHODS))
-        method = None if method == "sotalign" else methods.METHODS[method]
+        asked = method == "sotalign"
+        method = None if asked else methods.METHODS[method]
     if gallery is None and not isinstance(method, methods.Fitted):  # which selects nothing
         dataset = hold_out(dataset, seed=seed)
     n_pairs, n_x, n_y = map(len, (dataset.pairs_x, dataset.pool_x, dataset.pool_y))
@@ -214,10 +217,15 @@ def align(
     if method is None:
         weight = 1e-4 * max(1.0, 10_000 / n_pairs) if alpha is None else float(alpha)
         method = methods.SAIL()
-        if n_x:
+        if n_x or asked:
             method = methods.SOTAlign(
                 alpha=weight, epsilon=float(epsilon), epsilon_star=float(epsilon_star)
             )
+    elif alpha is not None:
+        raise checks.InputError(
+            f"alpha: is {alpha} but method {type(method).__name__} brings its own options; leave "
+            "it out, or pass method=methods.SOTAlign(alpha=...)"
+        )
     training.check_pool(method, dataset)
     info: dict[str, Any] = {
         "method": type(method).__name__,

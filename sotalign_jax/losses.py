@@ -107,7 +107,7 @@ def siglip_from_affinity(
     if min(rows, columns) < positives:
         raise checks.InputError(
             f"affinities: shape {affinities.shape} has no diagonal of {positives} positives; "
-            "pass at least as many columns as rows"
+            "pass a larger matrix, or fewer positives"
         )
     dtype = affinities.dtype
     logits = affinities * jnp.asarray(scale, dtype) + jnp.asarray(bias, dtype)

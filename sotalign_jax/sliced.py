@@ -91,7 +91,7 @@ def sliced_wasserstein(
     """
     _check_sets(x, y)
     checks.at_least_one(chunk=chunk)
-    if isinstance(projections, int):
+    if isinstance(projections, int | np.integer):
         checks.at_least_one(projections=projections)
         planes = random_planes(jax.random.key(seed), projections, x.shape[1])
     elif np.ndim(projections) != 3 or np.shape(projections)[1:] != (x.shape[1], 2):

@@ -167,15 +167,22 @@ def fit(
                 f"spectral network: the loss is not finite in epoch {epoch}; lower learning_rate"
             )
         report(epoch, value)
-        waited = 0 if value < best * (1 - 1e-4) else waited + 1
-        best = min(best, value)
+        if value < best * (1 - 1e-4):
+            best, waited = value, 0
+        else:
+            waited += 1
         if waited > schedule.patience:
             rate, waited = rate / 10, 0
         if rate <= schedule.min_rate:
             break
     trained = nnx.merge(graphdef, state[0])
     outputs = apply(trained, table).astype(np.float64)
-    transform = np.sqrt(len(outputs)) * np.linalg.inv(np.linalg.qr(outputs, mode="r"))
+    triangle = np.linalg.qr(outputs, mode="r")
+    if np.linalg.matrix_rank(triangle) < len(triangle):
+        raise FloatingPointError(
+            "spectral network: its outputs depend on each other; lower learning_rate"
+        )
+    transform = np.sqrt(len(outputs)) * np.linalg.inv(triangle)
     matrix = _mean_rayleigh(state[0], jnp.asarray(transform, jnp.float32), table, key, **static)
     _, vectors = np.linalg.eigh(np.asarray(matrix, np.float64))
     return trained, transform @ vectors

@@ -205,13 +205,14 @@ def make_step(method: Objective, heads: Heads, config: TrainConfig) -> jax.stage
 
 
 def check_pool(method: Method, dataset: data.Dataset) -> None:
-    """Raises when the method learns from unpaired rows and there are none."""
+    """Raises when the method needs unpaired rows, or more of them, than there are."""
     if method.uses_pool and not (len(dataset.pool_x) and len(dataset.pool_y)):
         sizes = f"x has {len(dataset.pool_x)} rows and y has {len(dataset.pool_y)}"
         raise checks.InputError(
             f"pool: {sizes} but {type(method).__name__} learns from unpaired samples of both; "
             "add some, or train with method 'sail'"
         )
+    method.check(dataset)
 
 
 def _check_teacher(method: Objective, teacher: LinearTeacher | None, dataset: data.Dataset) -> None:

@@ -181,6 +181,17 @@ def test_settings_that_the_data_do_not_allow_are_rows(launch, tmp_path):
     assert is_one_line(error) and "every trial of cca failed, first config.teacher: dim" in error
 
 
+def test_methods_that_cannot_use_the_data_or_cannot_be_fitted_are_rows(launch, tmp_path):
+    out, error = launch("--method=nnclr", "--grid=k=5,500", "--seeds=0", "--config.train.steps=2")
+    assert error is None and "k: 500 neighbours asked but pool x has 120 rows" in out
+    sizes = {"eigenvectors": 8, "hidden": 8, "batch": 64, "epochs": 1, "mmd_epochs": 1}
+    options = ("--method=sue", "--grid=mmd_learning_rate=1e38,1e-3", "--seeds=0")
+    options += tuple(f"--config.sue.{name}={value}" for name, value in sizes.items())
+    for _ in range(2):  # found, and remembered
+        out, error = launch(*options, workdir=tmp_path / "fits")
+        assert error is None and "mmd: the loss is not finite in epoch 1" in out
+
+
 def test_variants_can_be_tuned_and_share_a_folder(launch, tmp_path):
     options = (
         "--config.variants.narrow=cca",
@@ -203,7 +214,7 @@ def test_variants_can_be_tuned_and_share_a_folder(launch, tmp_path):
     ("options", "message"),
     [
         ([], "method: is not set; pass --method=NAME"),
-        (["--method=sial"], "method: 'sial' is unknown; choose one of sail"),
+        (["--method=sial"], "method: 'sial' is unknown; choose one of csa"),
         (["--method=sotalign", "--grid=alhpa=1"], "sotalign.alhpa: is no setting; choose of alpha"),
         (["--method=sotalign", "--grid=alpha=1,x"], "config.sotalign.alpha: is 'x'; pass a value"),
         (["--method=sotalign", "--grid=alpha=1,-1"], "config.sotalign.alpha: is -1.0; pass"),

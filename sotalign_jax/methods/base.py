@@ -29,6 +29,9 @@ class Method:
         """Whether unpaired rows matter."""
         return False
 
+    def check(self, dataset: data.Dataset) -> None:
+        """Raises when the data cannot be used with these options."""
+
 
 class Objective(Method, abc.ABC):
     """A method that trains heads by the loss that a call with a batch returns.
@@ -45,9 +48,9 @@ class Objective(Method, abc.ABC):
         """Whether a teacher must be fitted first."""
         return False
 
-    def prepare(self, data: DeviceData) -> DeviceData:
+    def prepare(self, arrays: DeviceData) -> DeviceData:
         """The training arrays with all that must be known of them before the first step."""
-        return data
+        return arrays
 
     def start(self, data: DeviceData, unpaired_batch: int) -> Any:
         """What is carried from step to step: a pytree."""

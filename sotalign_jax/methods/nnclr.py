@@ -5,7 +5,7 @@ from typing import Any, ClassVar
 
 from jaxtyping import Array
 
-from sotalign_jax import checks, losses, neighbours
+from sotalign_jax import checks, data, losses, neighbours
 from sotalign_jax.heads import Heads
 from sotalign_jax.methods import base
 from sotalign_jax.sampling import Batch, DeviceData
@@ -48,15 +48,24 @@ class NNCLR(base.Objective):
         if self.k < 1:
             raise checks.InputError(f"k: is {self.k}; pass at least 1")
 
-    def prepare(self, data: DeviceData) -> DeviceData:
+    def check(self, dataset: data.Dataset) -> None:
+        sides = (dataset.pool_x, self.weight_image), (dataset.pool_y, self.weight_text)
+        for name, (pool, weight) in zip("xy", sides, strict=True):
+            if weight and self.k > len(pool):
+                raise checks.InputError(
+                    f"k: {self.k} neighbours asked but pool {name} has {len(pool)} rows; "
+                    "ask for fewer or add rows"
+                )
+
+    def prepare(self, arrays: DeviceData) -> DeviceData:
         """The training arrays with the tables of neighbours that have a weight."""
 
         def table(pairs: Array, pool: Array) -> Array:
             return neighbours.nearest(pairs, pool, self.k, skip_equal=True)
 
-        return data._replace(
-            near_x=table(data.pairs_x, data.pool_x) if self.weight_image else None,
-            near_y=table(data.pairs_y, data.pool_y) if self.weight_text else None,
+        return arrays._replace(
+            near_x=table(arrays.pairs_x, arrays.pool_x) if self.weight_image else None,
+            near_y=table(arrays.pairs_y, arrays.pool_y) if self.weight_text else None,
         )
 
     def __call__(

@@ -81,7 +81,12 @@ class SOTAlign(base.Objective):
                 f"block_size: is {self.block_size} but klot_on 'crossmodal' cannot be streamed; "
                 "leave it out"
             )
-        if (self.marginals == "prob") != (self.siglip_norm == "mean"):
+        if self.divergence != "klot" and self.block_size is not None:
+            raise checks.InputError(
+                f"block_size: is {self.block_size} but only divergence 'klot' is streamed; "
+                "leave it out"
+            )
+        if self.divergence == "klot" and (self.marginals == "prob") != (self.siglip_norm == "mean"):
             warnings.warn(
                 f"marginals={self.marginals!r} with siglip_norm={self.siglip_norm!r} leaves one "
                 "term thousands of times larger than the other for alpha in 1e-5..1e-3; "

@@ -37,7 +37,8 @@ class SUE(base.Fitted):
         batch: its rows a step.
         learning_rate: its Adam's.
         patience: epochs without improvement before that rate falls to a tenth.
-        centred: take the pairs' mean off before projecting; the published code leaves it on.
+        centred: canonical variates of unit variance, the pairs' mean taken off; the published code
+            leaves the mean on and has directions of other lengths.
         mmd_epochs: of the residual network; 0 leaves it out.
         mmd_batch: its rows a step.
         mmd_learning_rate: its AdamW's.
@@ -71,6 +72,16 @@ class SUE(base.Fitted):
         base.check_above(self, "mmd_epochs", "patience", inclusive=True)
         base.check_above(self, "mmd_batch", "batch", least=2, inclusive=True)
         base.check_above(self, "learning_rate", "mmd_learning_rate")
+        if self.scale_neighbour > self.neighbours + 1:
+            raise checks.InputError(
+                f"scale_neighbour: is {self.scale_neighbour} but a row has {self.neighbours} "
+                "neighbours and itself; pass no more"
+            )
+        if self.batch < self.eigenvectors:
+            raise checks.InputError(
+                f"batch: is {self.batch} but {self.eigenvectors} outputs are to be orthonormal "
+                "over it; pass more rows, or ask for fewer eigenvectors"
+            )
         if self.eigenvectors < self.dim:
             raise checks.InputError(
                 f"eigenvectors: is {self.eigenvectors} but dim is {self.dim}; pass at least as many"
@@ -151,7 +162,9 @@ class SUE(base.Fitted):
         weight = weights[:, : self.dim]
         if self.centred:
             return _Affine(weight / spread[:, None], -mean @ weight)
-        return _Affine(weight, np.zeros(self.dim))
+        # The published solver's lengths: of each direction, the part across those before it is 1.
+        lengths = np.abs(np.diag(np.linalg.qr(weight, mode="r")))
+        return _Affine(weight / lengths, np.zeros(self.dim))
 
 
 class _Affine(NamedTuple):
