@@ -19,6 +19,7 @@ FOLDER = pathlib.Path(sotalign_jax.__file__).parent
 ORDER = [
     "checks",
     "affinity",
+    "sharding",
     "kernels",
     "solver",
     "sinkhorn",
@@ -36,6 +37,7 @@ ORDER = [
     "files",
     "data",
     "sampling",
+    "feeding",
     "neighbours",
     "evaluation",
     "sliced",
