@@ -5,38 +5,23 @@ interrupted goes on where it stopped when it is started again with the same --wo
 """
 
 import json
-import pathlib
 
 from absl import app, flags
-from ml_collections import config_flags
 
-from experiments import compare_runs, launch, runner, settings
-from sotalign_jax import checks
+from experiments import compare, launch, run_flags, runner, settings
 
-# Unknown settings are let through here, to be refused with a list of the known ones.
-_CONFIG = config_flags.DEFINE_config_file(
-    "config", None, "FILE.py[:ARG]", lock_config=False, accept_new_attributes=True
-)
-_WORKDIR = flags.DEFINE_string("workdir", None, "Folder for the results.")
 _DRY_RUN = flags.DEFINE_bool("dry_run", False, "Print the resolved runs and shapes, and stop.")
 
 
 def _run() -> None:
     """Plans the runs, makes them and prints a comparison."""
-    config = _CONFIG.value
-    if config is None:
-        raise checks.InputError("config: is not set; pass --config=experiments/configs/...")
-    runs = settings.plan_runs(config)
-    if _DRY_RUN.value:
-        for run in runs:
-            shapes = runner.load_dataset(run).summary()
-            print(json.dumps({"settings": settings.to_json(run), "shapes": shapes}, indent=2))
+    config = run_flags.config()
+    if not _DRY_RUN.value:
+        compare.run(settings.plain(config), run_flags.workdir())
         return
-    if not _WORKDIR.value:
-        raise checks.InputError("workdir: is not set; pass --workdir=FOLDER")
-    workdir = pathlib.Path(_WORKDIR.value).expanduser()
-    results = runner.execute_all(runs, workdir, config=settings.plain(config))
-    print(compare_runs.report(runs, results, workdir))
+    for run in settings.plan_runs(config):
+        shapes = runner.load_dataset(run).summary()
+        print(json.dumps({"settings": settings.to_json(run), "shapes": shapes}, indent=2))
 
 
 main = launch.guarded(_run, interrupted="start again with the same --workdir to go on")

@@ -1,12 +1,14 @@
 """Runs from settings to folders of results; started again they go on where they stopped."""
 
 import contextlib
+import dataclasses
 import fcntl
 import pathlib
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
+from experiments import processes
 from experiments import settings as settings_lib
 from experiments.settings import Settings
 from sotalign_jax import (
@@ -18,6 +20,7 @@ from sotalign_jax import (
     heads,
     methods,
     recording,
+    sharding,
     teachers,
     training,
 )
@@ -25,24 +28,8 @@ from sotalign_jax import (
 Results = dict[str, float]
 
 
-def execute_all(
-    runs: Sequence[Settings], workdir: pathlib.Path, *, config: dict[str, Any]
-) -> dict[str, Results]:
-    """Makes the runs, or finishes those begun, and returns their results by name.
-
-    A single run lives in `workdir` itself, several in a folder each below it. `config` is what
-    the runs were planned from; a folder of several runs keeps it and refuses another one.
-    """
-    if len(runs) == 1:
-        return {_name(runs[0]): execute(runs[0], workdir)}
-    if not (workdir / "config.json").exists():
-        for run in {run.method: run for run in runs}.values():
-            load_dataset(run)  # what any method lacks is known before the first one trains
-    results = {
-        _name(run): execute(run, workdir / _name(run), within=(workdir, config)) for run in runs
-    }
-    recording.write_json(workdir / "results.json", results)
-    return results
+class UnusableError(checks.InputError):
+    """Settings, each of which is right, that cannot be used together or with the data."""
 
 
 def execute(
@@ -50,11 +37,17 @@ def execute(
     workdir: pathlib.Path,
     *,
     within: tuple[pathlib.Path, dict[str, Any]] | None = None,
+    inner: bool = False,
 ) -> Results:
     """Makes one run in `workdir`, or finishes the one begun there; returns its results.
 
     Everything that can be wrong with the input is found before the folder is claimed, so that a
-    corrected start can use the same one. `within` is the folder and config of a set of runs.
+    corrected start can use the same one. `within` is the folder and config of a set of runs;
+    `inner` puts its progress below theirs.
+
+    Raises:
+        UnusableError: the settings cannot be used with this data; the folder is not claimed.
+        FloatingPointError: the loss is not finite.
     """
 
     def claim() -> pathlib.Path:
@@ -63,16 +56,26 @@ def execute(
         return recording.open_run(workdir, settings_lib.to_json(settings)).path
 
     results_path = workdir / "results.json"
-    if ((workdir if within is None else within[0]) / "config.json").exists():
-        claim()
-        if results_path.exists():
-            return recording.read_json(results_path)
-    prepared = prepare(settings)
+
+    def finished() -> Results | None:
+        if ((workdir if within is None else within[0]) / "config.json").exists():
+            claim()
+            if results_path.exists():
+                return recording.read_json(results_path)
+        return None
+
+    earlier = processes.agree(finished)
+    if earlier is not None:
+        return earlier
+    try:
+        prepared = prepare(settings)
+    except checks.InputError as error:
+        raise UnusableError(str(error)) from error
     with _only_process(claim()):
         results: Results = {}
         trained = prepared.start
         if prepared.method is not None:
-            trained, best = _train(settings, prepared, workdir)
+            trained, best = _train(settings, prepared, workdir, inner=inner)
             results["best_step"] = int(best.step)
         results |= evaluate(trained, prepared.dataset)
         info = {"settings": settings_lib.to_json(settings), "results": results}
@@ -95,14 +98,16 @@ def load_dataset(settings: Settings) -> data.Dataset:
     with naming("config.data"):
         if settings.data.name == "pictures":
             dataset = data.pictures_dataset(**options)
+            if not settings.data.test:
+                dataset = dataclasses.replace(dataset, test=None, zero_shot=None)
         else:
-            dataset = _load_files(settings.data.files, options)
+            dataset = _load_files(settings.data.files, options, test=settings.data.test)
         if settings.options is not None:
             training.check_pool(settings.options, dataset)
     return dataset
 
 
-def _load_files(paths: settings_lib.Files, options: dict[str, Any]) -> data.Dataset:
+def _load_files(paths: settings_lib.Files, options: dict[str, Any], *, test: bool) -> data.Dataset:
     def load(name: str, *, required: bool = False) -> Any:
         path, _, key = (getattr(paths, name) or "").partition("#")
         if path:
@@ -123,7 +128,7 @@ def _load_files(paths: settings_lib.Files, options: dict[str, Any]) -> data.Data
 
     zero_shot = None
     parts = [f"zero_shot_{part}" for part in ("x", "labels", "prompts")]
-    if any(getattr(paths, part) for part in parts):
+    if test and any(getattr(paths, part) for part in parts):
         arrays = [load(part, required=True) for part in parts]
         with naming("files.zero_shot"):
             zero_shot = data.zero_shot(*arrays)
@@ -133,7 +138,7 @@ def _load_files(paths: settings_lib.Files, options: dict[str, Any]) -> data.Data
         unpaired_x=load("unpaired_x"),
         unpaired_y=load("unpaired_y"),
         val=gallery("val"),
-        test=gallery("test"),
+        test=gallery("test") if test else None,
         zero_shot=zero_shot,
         **options,
     )
@@ -157,7 +162,8 @@ def prepare(settings: Settings) -> Prepared:
     dataset, method = load_dataset(settings), settings.options
     if isinstance(method, methods.Fitted):
         with naming(f"config.{settings.method}"):
-            return Prepared(dataset, None, None, method.fit(dataset, seed=settings.train.seed))
+            fitted = method.fit(dataset, seed=settings.train.seed, progress=True)
+        return Prepared(dataset, None, None, fitted)
     assert method is None or isinstance(method, methods.Objective)
     as_start = method is None or settings.heads.init == "teacher"
     kind = "linear" if method is None else settings.heads.kind or method.head
@@ -213,10 +219,6 @@ def evaluate(trained: heads.Heads, dataset: data.Dataset) -> Results:
     return results
 
 
-def _name(settings: Settings) -> str:
-    return f"{settings.method}-seed{settings.train.seed}"
-
-
 @contextlib.contextmanager
 def naming(where: str) -> Iterator[None]:
     """Says which settings an error is about."""
@@ -243,28 +245,31 @@ def _only_process(folder: pathlib.Path) -> Iterator[None]:
 
 
 def _train(
-    settings: Settings, prepared: Prepared, folder: pathlib.Path
+    settings: Settings, prepared: Prepared, folder: pathlib.Path, *, inner: bool
 ) -> tuple[heads.Heads, training.Best]:
     assert prepared.method is not None
-    with _Recorder(settings, folder) as recorder:
+    with _Recorder(settings, folder, inner=inner) as recorder:
         return training.fit(
             prepared.method,
             prepared.start,
             prepared.dataset,
             settings.train,
-            teacher=prepared.teacher,
+            teacher=processes.from_first(prepared.teacher),
             resume=recorder.resume,
             observer=recorder,
+            mesh=sharding.rows_mesh(settings.mesh),
+            on_device=settings.on_device,
         )
 
 
 class _Recorder:
     """Writes metrics and checkpoints of one run, and shows its progress."""
 
-    def __init__(self, settings: Settings, folder: pathlib.Path) -> None:
-        self._settings, self._folder = settings, folder
+    def __init__(self, settings: Settings, folder: pathlib.Path, *, inner: bool) -> None:
+        self._settings, self._folder, self._inner = settings, folder, inner
         self._log = recording.MetricLog(folder / "metrics.jsonl")
-        self._checkpoints = checkpoints.Checkpoints(folder / "checkpoints")
+        saved = processes.first_workdir(folder) / "checkpoints"
+        self._checkpoints = checkpoints.Checkpoints(saved)
         self._bar: recording.Progress | None = None
         self._board: Any = None
 
@@ -280,15 +285,19 @@ class _Recorder:
         self._checkpoints.__exit__(*error)
 
     def resume(self, template: training.Snapshot) -> training.Snapshot | None:
-        """The newest checkpoint, with the log cut back to its step."""
+        """The newest checkpoint, with the log cut back to its step; the same for all processes."""
+        if not processes.is_first():
+            return processes.from_first(template)
         found = self._checkpoints.restore_latest(template)
         step = 0 if found is None else found[0]
         self._log.truncate_after(step)
-        name = f"{self._settings.method} seed {self._settings.train.seed}"
-        self._bar = recording.Progress(self._settings.train.steps, name, initial=step)
+        name = f"{self._settings.name} seed {self._settings.train.seed}"
+        self._bar = recording.Progress(
+            self._settings.train.steps, name, initial=step, inner=self._inner
+        )
         if self._settings.tensorboard:
             self._board = recording.tensorboard(self._folder / "tensorboard", resume_after=step)
-        return None if found is None else found[1]
+        return processes.from_first(template if found is None else found[1])
 
     def metrics(self, step: int, values: dict[str, float]) -> None:
         """One line of the log, the bar, and TensorBoard if asked for."""

@@ -1,6 +1,7 @@
 """The configuration of a run as typed, checked dataclasses; config files edit its default."""
 
 import dataclasses
+import re
 import traceback
 import types
 import typing
@@ -13,6 +14,8 @@ from sotalign_jax import checks, data, heads, methods, teachers, training
 
 METHODS = (*methods.METHODS, *teachers.TEACHERS)
 """What `methods` may name: training objectives, and teachers to report on their own."""
+PLACEMENT = ("mesh", "on_device")
+"""Settings that say where a run computes: it may be continued with others."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,13 +43,17 @@ class Files:
 
 @dataclasses.dataclass(frozen=True)
 class Data:
-    """Which data: "pictures" is bundled, "files" are the user's."""
+    """Which data: "pictures" is bundled, "files" are the user's.
+
+    `test` False leaves the test split and zero-shot classes unread.
+    """
 
     name: str = "pictures"
     n_pairs: int = 1000
     pool: str = "disjoint"
     n_unpaired: int | None = None
     pool_noise: float = 0.0
+    test: bool = True
     files: Files = dataclasses.field(default_factory=Files)
 
     def __post_init__(self) -> None:
@@ -103,70 +110,122 @@ class Head:
 
 @dataclasses.dataclass(frozen=True)
 class Settings:
-    """One run: a method by name with its options (None for a teacher on its own), and the rest."""
+    """One run: a method by name with its options (None for a teacher on its own), and the rest.
+
+    `label` is what it is reported as when it is a variant of the method. `mesh` is the number of
+    devices to use (all by default) and `on_device` whether pairs and pools are kept on the device
+    (by default if a single one has room); neither changes the result, see `PLACEMENT`.
+    """
 
     method: str = "sotalign"
+    label: str | None = None
     options: methods.Method | None = None
     data: Data = dataclasses.field(default_factory=Data)
     teacher: Teacher = dataclasses.field(default_factory=Teacher)
     heads: Head = dataclasses.field(default_factory=Head)
     train: training.TrainConfig = dataclasses.field(default_factory=training.TrainConfig)
     tensorboard: bool = False
+    mesh: int | None = None
+    on_device: bool | None = None
+
+    @property
+    def name(self) -> str:
+        """What the run is reported as."""
+        return self.label or self.method
 
 
 def default_config() -> config_dict.ConfigDict:
     """What a config file starts from: the settings of one run, and which runs to make.
 
-    `methods` and `seeds` span the runs; every method has a section of options under its name;
-    `overrides.METHOD` changes other settings for one method.
+    `methods`, `pairs` and `seeds` span the runs; without `pairs` there is data.n_pairs alone.
+    Every method has a section of options under its name. `variants.LABEL = METHOD` lets a method
+    be named once more, as LABEL; `overrides.NAME` changes any setting for one method or variant.
     """
     config = _to_config(Settings())
-    del config["method"], config["options"], config.train["seed"]
+    del config["method"], config["label"], config["options"], config.train["seed"]
     for name, method in methods.METHODS.items():
         config[name] = _to_config(method)
     config.methods = ("sotalign",)
+    config.pairs = ()
     config.seeds = (42,)
+    config.variants = config_dict.ConfigDict()
     config.overrides = config_dict.ConfigDict()
     return config
 
 
 def plan_runs(config: config_dict.ConfigDict) -> list[Settings]:
-    """The settings of every run that a config asks for, methods outermost.
+    """The settings of every run that a config asks for, methods outermost, seeds innermost.
 
     Raises:
         InputError: a key or a value that no setting has.
     """
-    base = plain(config)
-    overrides = base.pop("overrides", {})
+    return plan(plain(config))
+
+
+def plan(values: dict[str, Any]) -> list[Settings]:
+    """`plan_runs` of a config's plain values."""
+    base = dict(values)
+    variants, overrides = (base.pop(key, {}) for key in ("variants", "overrides"))
     known = plain(default_config())
-    del known["overrides"]
+    del known["variants"], known["overrides"]
     base = _merge(known, base, "config")
-    names, seeds = (_distinct(base.pop(key), key) for key in ("methods", "seeds"))
-    for name in names:
-        checks.choice("config.methods", name, METHODS)
-    for seed in seeds:
-        if not isinstance(seed, int) or isinstance(seed, bool) or not 0 <= seed < 2**32:
-            raise checks.InputError(f"config.seeds: {seed!r} is no seed; pass whole numbers >= 0")
+    methods_of = method_of_name(variants)
+    names, pairs, seeds = (base.pop(key) for key in ("methods", "pairs", "seeds"))
+    for name in _distinct(names, "methods"):
+        checks.choice("config.methods", name, tuple(methods_of))
+    _check_whole(_distinct(pairs, "pairs", least=0), "pairs", 1, "number of pairs")
+    _check_whole(_distinct(seeds, "seeds"), "seeds", 0, "seed")
     _check_section(overrides, "config.overrides")
     for name in overrides:
-        checks.choice("config.overrides", name, METHODS)
+        checks.choice("config.overrides", name, tuple(methods_of))
     runs = []
     for name in names:
-        settings = _merge(base, overrides.get(name, {}), f"config.overrides.{name}")
+        method = methods_of[name]
+        section = _merge(base, overrides.get(name, {}), f"config.overrides.{name}")
         options = {
-            key: _from_dict(type(method), settings.pop(key), f"config.{key}")
-            for key, method in methods.METHODS.items()
+            key: _from_dict(type(registered), section.pop(key), f"config.{key}")
+            for key, registered in methods.METHODS.items()
         }
-        for seed in seeds:
-            values = {**settings, "method": name, "train": {**settings["train"], "seed": seed}}
-            run = _from_dict(Settings, values, "config")
-            runs.append(dataclasses.replace(run, options=options.get(name)))
+        section |= {"method": method, "label": None if name == method else name}
+        for n_pairs in pairs or [section["data"]["n_pairs"]]:
+            for seed in seeds:
+                chosen = {"train": {"seed": seed}, "data": {"n_pairs": n_pairs}}
+                merged = {key: {**section[key], **value} for key, value in chosen.items()}
+                run = _from_dict(Settings, {**section, **merged}, "config")
+                runs.append(dataclasses.replace(run, options=options.get(method)))
     return runs
 
 
-def _distinct(values: Any, key: str) -> tuple[Any, ...]:
-    if not isinstance(values, tuple | list) or not values:
-        raise checks.InputError(f"config.{key}: is {values!r}; pass a tuple of at least one entry")
+def method_of_name(variants: Any) -> dict[str, str]:
+    """The method behind everything that `methods` may name: methods, teachers and variants."""
+    _check_section(variants, "config.variants")
+    names = {name: name for name in METHODS}
+    for label, method in variants.items():
+        if label in names:
+            raise checks.InputError(f"config.variants.{label}: is a method's name; choose another")
+        checks.choice(f"config.variants.{label}", method, METHODS)
+        if not _LABEL.fullmatch(label):
+            raise checks.InputError(
+                f"config.variants: {label!r} names folders and files; use letters, digits and _"
+            )
+    return names | variants
+
+
+_LABEL = re.compile(r"\w+")
+
+
+def _check_whole(values: tuple[Any, ...], key: str, least: int, what: str) -> None:
+    for value in values:
+        if not isinstance(value, int) or isinstance(value, bool) or not least <= value < 2**32:
+            raise checks.InputError(
+                f"config.{key}: {value!r} is no {what}; pass whole numbers >= {least}"
+            )
+
+
+def _distinct(values: Any, key: str, *, least: int = 1) -> tuple[Any, ...]:
+    if not isinstance(values, tuple | list) or len(values) < least:
+        wanted = "a tuple of at least one entry" if least else "a tuple"
+        raise checks.InputError(f"config.{key}: is {values!r}; pass {wanted}")
     for value in values:
         if values.count(value) > 1:
             raise checks.InputError(f"config.{key}: {value!r} comes twice; name every run once")
@@ -174,8 +233,13 @@ def _distinct(values: Any, key: str) -> tuple[Any, ...]:
 
 
 def to_json(settings: Settings) -> dict[str, Any]:
-    """Plain values of every setting."""
-    return dataclasses.asdict(settings)
+    """Plain values of every setting that the result depends on."""
+    return without_placement(dataclasses.asdict(settings))
+
+
+def without_placement(values: dict[str, Any]) -> dict[str, Any]:
+    """Plain values of a config but for those in `PLACEMENT`."""
+    return {key: value for key, value in values.items() if key not in PLACEMENT}
 
 
 def plain(config: config_dict.ConfigDict) -> dict[str, Any]:
@@ -212,6 +276,7 @@ def _to_config(instance: Any) -> config_dict.ConfigDict:
 
 
 def _merge(base: dict[str, Any], changes: dict[str, Any], where: str) -> dict[str, Any]:
+    """`base` with `changes`, which may not have keys of their own."""
     _check_section(changes, where)
     merged = dict(base)
     for key, value in changes.items():
@@ -259,9 +324,10 @@ def _members(hint: Any) -> tuple[type, ...]:
 
 
 def apply_switches(config: config_dict.ConfigDict, arg: str) -> config_dict.ConfigDict:
-    """Understands the part after the colon of --config=FILE.py:smoke,seeds=3.
+    """Understands the part after the colon of --config=FILE.py:smoke,seeds=3,pairs=500+1000.
 
-    `smoke` shortens training to a few steps; `seeds=N` runs the seeds 0 .. N-1.
+    `smoke` shortens training to a few steps; `seeds=N` runs the seeds 0 .. N-1; `pairs=N+M` runs
+    everything with N and with M pairs.
 
     Raises:
         InputError: another word.
@@ -275,8 +341,12 @@ def apply_switches(config: config_dict.ConfigDict, arg: str) -> config_dict.Conf
                     section.train.update({k: v for k, v in short.items() if k in section.train})
         elif name == "seeds" and value.isdigit() and int(value) > 0:
             config.seeds = tuple(range(int(value)))
+        elif name == "pairs" and all(number.isdigit() for number in value.split("+")):
+            config.pairs = tuple(map(int, value.split("+")))
         else:
-            raise checks.InputError(f"config: {word!r} is unknown; choose of smoke, seeds=N")
+            raise checks.InputError(
+                f"config: {word!r} is unknown; choose of smoke, seeds=N, pairs=N+M"
+            )
     return config
 
 

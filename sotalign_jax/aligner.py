@@ -200,7 +200,10 @@ def align(
     """
     gallery = val if isinstance(val, data.Gallery) or val is None else data.gallery(*val)
     dataset = data.dataset(pairs, x=x, y=y, val=gallery)
-    if gallery is None:
+    if isinstance(method, str):
+        checks.choice("method", method, tuple(methods.METHODS))
+        method = None if method == "sotalign" else methods.METHODS[method]
+    if gallery is None and not isinstance(method, methods.Fitted):  # which selects nothing
         dataset = hold_out(dataset, seed=seed)
     n_pairs, n_x, n_y = map(len, (dataset.pairs_x, dataset.pool_x, dataset.pool_y))
     if (x is not None or y is not None) and not (n_x and n_y):
@@ -208,9 +211,6 @@ def align(
             f"x, y: {n_x} and {n_y} unpaired rows; pass some of both, or neither to train on the "
             "pairs alone"
         )
-    if isinstance(method, str):
-        checks.choice("method", method, tuple(methods.METHODS))
-        method = None if method == "sotalign" else methods.METHODS[method]
     if method is None:
         weight = 1e-4 * max(1.0, 10_000 / n_pairs) if alpha is None else float(alpha)
         method = methods.SAIL()

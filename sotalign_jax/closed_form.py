@@ -144,7 +144,7 @@ def klot_of_affinities(
 
     rows = sharding.pad(k), sharding.pad(k_star), sharding.pad(settings.log_a, -jnp.inf)
     us, (value, *others) = sharding.by_rows(own_rows, rows, settings)
-    aux = _aux(*k.shape, us, others)
+    aux = _aux(len(k), k.shape[1], us, others)
     solved = jnp.isfinite(aux.student.error) & jnp.isfinite(aux.teacher.error)
     return jnp.where(solved, value, jnp.nan), aux
 

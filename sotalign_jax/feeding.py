@@ -84,7 +84,7 @@ class Feed:
             self._take("y", data.pool_y, rows.y),
             None if rows.near_x is None else self._take("near_a", data.pool_x, rows.near_x),
             None if rows.near_y is None else self._take("near_b", data.pool_y, rows.near_y),
-            np.int32(step),
+            step,
         )
 
     def _take(self, name: str, array: Any, rows: np.ndarray) -> Any:

@@ -63,7 +63,7 @@ class Block(NamedTuple):
 
     start: Int[Array, ""]
     size: int
-    fresh: Bool[Array, " size"] | bool = True
+    fresh: Bool[Array, " size"]
     """Rows that no earlier block held: the last block may reach back into the one before."""
 
     def of(self, x: Array, axis: int = 0) -> Array:
@@ -258,8 +258,8 @@ class Kernel(NamedTuple):
         Each device sums over its own rows; `left` alone is the sum over all, of which it keeps
         the rows that are its own.
         """
+        height = len(features.g) // sharding.size(self.axes)
         if minus is None:
-            height = len(features.g) // sharding.size(self.axes)
             start = Products(
                 jnp.zeros_like(features.f),
                 jnp.zeros_like(features.g, shape=(height, features.g.shape[1])),
@@ -273,7 +273,7 @@ class Kernel(NamedTuple):
             return self._transport(state, a, features, start)
 
         def of_columns(k: Any, sums: Products) -> tuple[Array, Products]:
-            columns = Block(k * len(start.left), len(start.left))
+            columns = Block(k * height, height, jnp.ones(height, bool))
             sums = sums._replace(left=jnp.zeros_like(start.left))
             sums = self._transport(state, a, features, sums, columns)
             return sums.left, sums

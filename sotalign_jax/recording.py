@@ -245,11 +245,22 @@ class Progress:
     """
 
     def __init__(
-        self, total: int, description: str, *, initial: int = 0, stream: TextIO | None = None
+        self,
+        total: int,
+        description: str,
+        *,
+        initial: int = 0,
+        unit: str = "",
+        inner: bool = False,
+        stream: TextIO | None = None,
     ) -> None:
-        """Starts at step `initial` of `total`; writes to `stream`, by default stderr."""
+        """Starts at step `initial` of `total`; writes to `stream`, by default stderr.
+
+        `unit` is what is counted. An `inner` bar stands below another one and is gone at its end;
+        without a terminal it says nothing.
+        """
         self._total, self._initial, self._step = total, initial, initial
-        self._description = description
+        self._description, self._unit, self._inner = description, unit, inner
         self._shown: dict[str, float] = {}
         self._start = time.monotonic()
         self._stream = sys.stderr if stream is None else stream
@@ -257,7 +268,12 @@ class Progress:
         with self._tolerant():
             if self._stream is not None and self._stream.isatty():
                 self._bar = tqdm.tqdm(
-                    total=total, desc=description, initial=initial, file=self._stream
+                    total=total,
+                    desc=description,
+                    initial=initial,
+                    unit=f" {unit}" if unit else "it",
+                    leave=not inner,
+                    file=self._stream,
                 )
 
     def __enter__(self) -> Self:
@@ -285,10 +301,11 @@ class Progress:
             if self._bar is not None:
                 self._bar.set_postfix_str(text, refresh=False)
                 self._bar.update(step - previous)
-            elif self._stream is not None and tenth:
+            elif self._stream is not None and tenth and not self._inner:
                 done = max(step - self._initial, 1)
                 left = (time.monotonic() - self._start) / done * (self._total - step)
-                parts = [f"{self._description}: {step}/{self._total}", text]
+                count = f"{step}/{self._total} {self._unit}".rstrip()
+                parts = [f"{self._description}: {count}", text]
                 parts.append(f"{tqdm.tqdm.format_interval(left)} left")
                 print(", ".join(filter(None, parts)), file=self._stream, flush=True)
 

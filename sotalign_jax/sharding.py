@@ -194,7 +194,8 @@ class SplitRows:
         size, *width = shape
         padded = -(-size // mesh.size) * mesh.size
 
-        def part(index: tuple[slice, ...]) -> np.ndarray:
+        def part(index: tuple[slice, ...] | None) -> np.ndarray:
+            assert index is not None
             start, stop, _ = index[0].indices(padded)
             rows = np.zeros((stop - start, *width), dtype)
             if start < size:

@@ -7,11 +7,29 @@ import math
 import os
 import pathlib
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 
 from sotalign_jax import checks
+
+
+class Mean(float):
+    """A mean with its spread, shown as "8.4 ± 0.6"; two columns in CSV.
+
+    >>> print(table(["method", "R@1"], [["sail", Mean([7.0, 8.0, 9.0])]]))
+    method        R@1
+    ------  ---------
+    sail    8.0 ± 1.0
+    """
+
+    spread: float | None
+
+    def __new__(cls, values: Sequence[float]) -> Self:
+        """Of at least one value; the spread is the sample's standard deviation, None for one."""
+        mean = super().__new__(cls, np.mean(values))
+        mean.spread = float(np.std(values, ddof=1)) if len(values) > 1 else None
+        return mean
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,8 +63,15 @@ class Table:
 
     def csv(self) -> str:
         """Comma-separated values with all digits and no marks."""
+        columns: list[list[Any]] = []
+        for index, header in enumerate(self.headers):
+            values = [row[index] for row in self.rows]
+            columns.append([header, *values])
+            spreads = [getattr(value, "spread", None) for value in values]
+            if any(spread is not None for spread in spreads):
+                columns.append([f"{header} ±", *spreads])
         buffer = io.StringIO()
-        csv.writer(buffer, lineterminator="\n").writerows([self.headers, *self.rows])
+        csv.writer(buffer, lineterminator="\n").writerows(zip(*columns, strict=True))
         return buffer.getvalue()
 
     def save(self, stem: str | os.PathLike[str]) -> list[pathlib.Path]:
@@ -69,8 +94,9 @@ class Table:
             numbers = [value for value in values if _is_number(value) and math.isfinite(value)]
             if header in self.best and numbers:
                 # Compared as printed, so that equal-looking values are all marked.
-                top = self._text(max(numbers) if self.best[header] == "max" else min(numbers))
-                texts = [(marked if text == top else plain).format(text) for text in texts]
+                top = self._rounded(max(numbers) if self.best[header] == "max" else min(numbers))
+                marks = [marked if self._rounded(value) == top else plain for value in values]
+                texts = [mark.format(text) for mark, text in zip(marks, texts, strict=True)]
                 columns.append([plain.format(header), *texts])
             else:
                 columns.append([header, *texts])
@@ -80,8 +106,12 @@ class Table:
         if value is None:
             return "-"
         if isinstance(value, float | np.floating):
-            return f"{value:.{self.digits}f}"
+            spread = getattr(value, "spread", None)
+            return self._rounded(value) + ("" if spread is None else f" ± {self._rounded(spread)}")
         return str(value)
+
+    def _rounded(self, value: Any) -> str:
+        return f"{value:.{self.digits}f}" if _is_number(value) else ""
 
     def _line(self, row: list[str], cells: list[list[str]], separator: str) -> str:
         return separator.join(

@@ -8,7 +8,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -17,11 +17,10 @@ import optax
 from flax import nnx
 from jaxtyping import Array, Float
 
-from sotalign_jax import affinity, checks, losses
+from sotalign_jax import affinity, canonical, checks, losses
 from sotalign_jax import heads as heads_lib
 
 _EIGENVALUE_FLOOR = 1e-6
-_EPS = float(np.finfo(np.float64).eps)
 
 
 @jax.tree_util.register_dataclass
@@ -275,15 +274,6 @@ def _train(
     return params, history
 
 
-class _Rows(NamedTuple):
-    """Centred rows, the mean taken off, and the rows' principal directions."""
-
-    centred: np.ndarray
-    mean: np.ndarray
-    eigenvalues: np.ndarray
-    basis: np.ndarray
-
-
 def _closed_form(
     A: Any,
     B: Any,
@@ -293,29 +283,19 @@ def _closed_form(
     gain: Callable[[np.ndarray], np.ndarray],
     scale: float,
 ) -> LinearTeacher:
-    """Rotates the two sides together after weighting their principal directions by `gain`.
-
-    In the principal bases V_x, V_y the map R_x is diagonal, so R_x S_xy R_y = V_x C V_y^T with
-    C = (A V_x diag(gain))^T (B V_y diag(gain)) of size rank x rank: whatever the number of pairs,
-    nothing lives outside the span of the rows.
-    """
+    """Rotates the two sides together after weighting their principal directions by `gain`."""
     checks.pairs(A, B, min_rows=2)
     x = _principal("A", A, renorm=renorm, scale=scale)
     y = _principal("B", B, renorm=renorm, scale=scale)
-    weights_x = x.basis * gain(x.eigenvalues)
-    weights_y = y.basis * gain(y.eigenvalues)
-    left, values, right = np.linalg.svd(
-        (x.centred @ weights_x).T @ (y.centred @ weights_y), full_matrices=False
-    )
-    rank = int(np.sum(values > values[0] * max(left.shape[0], right.shape[1]) * _EPS))
+    found = canonical.rotate(x, y, gain)
+    rank = len(found.values)
     dim = rank if dim is None else dim
     if not 1 <= dim <= rank:
         raise checks.InputError(
             f"dim: {dim} directions asked but these {len(A)} pairs determine {rank}; "
             f"choose 1 <= dim <= {rank} or add pairs"
         )
-    W_x = (weights_x @ left[:, :dim]).T
-    W_y = (weights_y @ right[:dim].T).T
+    W_x, W_y = found.weights_x[:, :dim].T, found.weights_y[:, :dim].T
     return LinearTeacher(
         map_x=heads_lib.AffineMap(_float32(W_x), _float32(-W_x @ x.mean), norm="l2"),
         map_y=heads_lib.AffineMap(_float32(W_y), _float32(-W_y @ y.mean), norm="l2"),
@@ -323,7 +303,7 @@ def _closed_form(
     )
 
 
-def _principal(name: str, x: Any, *, renorm: bool, scale: float) -> _Rows:
+def _principal(name: str, x: Any, *, renorm: bool, scale: float) -> canonical.Principal:
     rows = np.asarray(x).astype(np.float64)
     rows /= np.linalg.norm(rows, axis=1, keepdims=True)
     mean = rows.mean(axis=0)
@@ -335,14 +315,7 @@ def _principal(name: str, x: Any, *, renorm: bool, scale: float) -> _Rows:
         )
     if renorm:
         rows /= np.maximum(lengths, 1e-8)
-    rows *= scale
-    if len(rows) < rows.shape[1]:  # thin: the d x d covariance is never formed
-        _, singular, directions = np.linalg.svd(rows, full_matrices=False)
-        eigenvalues, basis = np.square(singular), directions.T
-    else:
-        eigenvalues, basis = np.linalg.eigh(rows.T @ rows)
-    kept = eigenvalues > max(rows.shape) * _EPS * eigenvalues.max()
-    return _Rows(rows, mean, eigenvalues[kept], basis[:, kept])
+    return canonical.principal(rows * scale, mean)
 
 
 def _correlations(x: np.ndarray, y: np.ndarray) -> np.ndarray:

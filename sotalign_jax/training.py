@@ -345,12 +345,7 @@ def fit(
                     best = _select(graphdef, state, best, number, dataset.val, values)
                 if not warned and not values.get("converged", True):
                     warned = True
-                    warnings.warn(
-                        f"step {finished}: a transport plan stopped above the tolerance (student "
-                        f"{values['student_error']:.2g}, teacher {values['teacher_error']:.2g}); raise "
-                        "max_iterations or epsilon_star, or accept a gradient that is off by as much",
-                        stacklevel=2,
-                    )
+                    _warn_unconverged(finished, values)
                 observer.metrics(finished, values)
             waiting.clear()
             if validate:
@@ -383,6 +378,15 @@ def _check_finite(number: int, values: dict[str, float]) -> None:
             f"loss: not finite at step {number} ({parts}); lower learning_rate or alpha, "
             "or raise epsilon_star"
         )
+
+
+def _warn_unconverged(number: int, values: dict[str, float]) -> None:
+    warnings.warn(
+        f"step {number}: a transport plan stopped above the tolerance (student "
+        f"{values['student_error']:.2g}, teacher {values['teacher_error']:.2g}); raise "
+        "max_iterations or epsilon_star, or accept a gradient that is off by as much",
+        stacklevel=3,
+    )
 
 
 def _select(

@@ -1,9 +1,22 @@
 """Embedding files and a config file for runs that take little time."""
 
+import os
 import pathlib
+import signal
+import subprocess
+import sys
 import textwrap
+import time
+import types
+from collections.abc import Callable
 
 import numpy as np
+import pytest
+from absl import flags
+
+from experiments import launch
+
+ROOT = pathlib.Path(__file__).parents[1]
 
 
 def write_files(folder: pathlib.Path) -> pathlib.Path:
@@ -51,6 +64,74 @@ def write_config(folder: pathlib.Path) -> pathlib.Path:
     """
     path.write_text(textwrap.dedent(code))
     return path
+
+
+def start(
+    module: types.ModuleType, options: list[str], capsys: pytest.CaptureFixture[str]
+) -> tuple[str, object]:
+    """Starts a launcher in this process; what it printed, and None or what it exited with."""
+    handler, argv = signal.getsignal(signal.SIGTERM), sys.argv
+    sys.argv = [module.__name__, *options]
+    sys.modules.pop("config_config", None)  # the last config file
+    try:
+        module.main(launch.parse(sys.argv))
+        return capsys.readouterr().out, None
+    except SystemExit as stop:
+        return capsys.readouterr().out, stop.code
+    finally:
+        sys.argv = argv
+        signal.signal(signal.SIGTERM, handler)
+        for name in list(flags.FLAGS):
+            if name.startswith("config."):
+                delattr(flags.FLAGS, name)
+        for owner, defined in flags.FLAGS.flags_by_module_dict().items():
+            if owner.startswith("experiments"):
+                for flag in defined:
+                    flag.unparse()
+
+
+def is_one_line(error: object) -> bool:
+    """Whether a launcher ended the way it should when the user can mend something."""
+    return isinstance(error, str) and error.startswith("error: ") and "\n" not in error
+
+
+def popen(
+    module: str, options: list[str], *, compiled: pathlib.Path | None = None
+) -> subprocess.Popen[str]:
+    """Starts a launcher in a process of its own; those that share `compiled` compile once."""
+    shared = {
+        "JAX_COMPILATION_CACHE_DIR": str(compiled),
+        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+    }
+    return subprocess.Popen(
+        [sys.executable, "-m", f"experiments.{module}", *options],
+        cwd=ROOT,
+        env=os.environ | (shared if compiled else {}),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def stop_when(
+    process: subprocess.Popen[str], condition: Callable[[], bool], sign: signal.Signals
+) -> str:
+    """Sends `sign` at a moment when `condition` holds; the process is halted for the look."""
+    while process.poll() is None:
+        if not condition():
+            time.sleep(0.001)
+            continue
+        process.send_signal(signal.SIGSTOP)
+        os.waitpid(process.pid, os.WUNTRACED)
+        held = condition()  # it may have moved on between the look and the halt
+        if held:
+            process.send_signal(sign)
+        process.send_signal(signal.SIGCONT)
+        if held:
+            _, err = process.communicate()
+            assert process.returncode == (-sign if sign == signal.SIGKILL else 1), err
+            return err
+    raise AssertionError(f"ended before it could be stopped:\n{process.communicate()[1]}")
 
 
 def contents(folder: pathlib.Path) -> dict[str, bytes]:

@@ -114,6 +114,34 @@ def test_without_a_pool_training_is_supervised(given, table):
     assert mean_r1(aligner, table) > 20.0
 
 
+def test_methods_by_name(given):
+    for name in ("sail_semi", "sotalign"):
+        aligner = align(**given, method=name, steps=2)
+        assert aligner.info["method"] == type(methods.METHODS[name]).__name__
+    assert aligner.info["options"]["alpha"] == pytest.approx(1e-4 * 10_000 / 50)  # as by default
+    semi, sail = (align(**given, method=name, steps=2) for name in ("sail_semi", "sail"))
+    assert semi.info["options"]["supervision"] == "pairs+negatives"
+    assert any((a != b).any() for a, b in zip(parameters(semi), parameters(sail), strict=True))
+
+
+class TanhSAIL(methods.SAIL):
+    head = "tanh"
+
+
+def test_heads_start_at_the_teacher_unless_they_are_not_linear(given):
+    default, taught, random = (
+        quick(given["pairs"], init=init, dim=4, steps=1, learning_rate=0.0)
+        for init in (None, "teacher", "random")
+    )
+    for a, b in zip(parameters(default), parameters(taught), strict=True):
+        np.testing.assert_array_equal(a, b)
+    assert random.heads.x.d_out == 4 != default.heads.x.d_out
+    bent = quick(given["pairs"], method=TanhSAIL(), dim=4, steps=1)
+    assert bent.heads.x.kind == "tanh" and bent.heads.x.d_out == 4
+    with pytest.raises(checks.InputError, match="teacher: cannot start heads of kind 'tanh'"):
+        quick(given["pairs"], method=TanhSAIL(), init="teacher")
+
+
 def test_validation_set_of_the_caller_selects(given, table):
     x, y = table[0][200:], table[1][200:]
     aligner = quick(given["pairs"], val=(x, y))
@@ -197,6 +225,7 @@ def changed(array, row, value):
         (lambda g: {"val": (g["x"], g["y"][:9])}, "gallery: x has 75 rows but y has 9"),
         (lambda g: {"val": (g["y"], g["y"])}, "val x: width 10 differs from the pairs' 12"),
         (lambda g: {"init": "zeros"}, "init: 'zeros' is unknown; choose one of teacher"),
+        (lambda g: {"method": "sial"}, "method: 'sial' is unknown; choose one of sail, "),
         (lambda g: {"teacher": "pca"}, "teacher: 'pca' is unknown; choose one of"),
         (lambda g: {"steps": 0}, "steps: is 0"),
         (lambda g: {"unpaired_batch": 0}, "unpaired_batch: is 0"),
@@ -261,6 +290,8 @@ HEADS = {
     "l2": lambda: heads.build_heads(D_X, D_Y, 4, norm="l2"),
     "mlp": lambda: heads.build_heads(D_X, D_Y, 4, kind="mlp", hidden=9),
     "mlp as wide as its input": lambda: heads.build_heads(D_X, D_Y, 4, kind="mlp"),
+    "glu": lambda: heads.build_heads(D_X, D_Y, 4, kind="glu"),
+    "tanh": lambda: heads.build_heads(D_X, D_Y, 4, kind="tanh", hidden=9),
     "one of each": mixed_heads,
 }
 

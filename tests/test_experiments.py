@@ -3,20 +3,18 @@
 import dataclasses
 import fcntl
 import json
-import signal
-import sys
 
 import numpy as np
 import pytest
 import small_runs
-from absl import flags
 from safetensors.numpy import save_file
+from small_runs import is_one_line
 
 import sotalign_jax
-from experiments import compare_runs, main, settings
-from experiments import launch as command_line
+from experiments import batch, main, runner, settings
+from experiments.configs import compare as compare_config
 from experiments.configs import paper, quickstart
-from sotalign_jax import checkpoints, checks, data, teachers, training
+from sotalign_jax import checkpoints, checks, data, methods, teachers, training
 
 # ml_collections loads config files by a deprecated call.
 pytestmark = pytest.mark.filterwarnings("ignore:.*load_module:DeprecationWarning")
@@ -30,37 +28,19 @@ def files(tmp_path):
 
 
 @pytest.fixture
-def launch(files, tmp_path, monkeypatch, capsys):
+def launch(files, tmp_path, capsys):
     """Starts the launcher with the small config; returns what it printed and how it ended."""
     config = small_runs.write_config(files)
-    handler = signal.getsignal(signal.SIGTERM)
 
     def start(*options, method="cca", workdir=tmp_path / "run", config=config):
-        argv = ["main", *options]
+        argv = list(options)
         if config is not None:
-            argv.insert(1, f"--config={config}" + (f":{method}" if method else ""))
+            argv.insert(0, f"--config={config}" + (f":{method}" if method else ""))
         if workdir is not None:
             argv.append(f"--workdir={workdir}")
-        monkeypatch.setattr(sys, "argv", argv)
-        monkeypatch.delitem(sys.modules, "config_config", raising=False)  # the last config file
-        try:
-            main.main(command_line.parse(argv))
-            return capsys.readouterr().out, None
-        except SystemExit as stop:
-            return capsys.readouterr().out, stop.code
-        finally:
-            for name in list(flags.FLAGS):
-                if name.startswith("config."):
-                    delattr(flags.FLAGS, name)
-            for name in ("config", "workdir", "dry_run"):
-                flags.FLAGS[name].unparse()
+        return small_runs.start(main, argv, capsys)
 
-    yield start
-    signal.signal(signal.SIGTERM, handler)
-
-
-def is_one_line(error):
-    return isinstance(error, str) and error.startswith("error: ") and "\n" not in error
+    return start
 
 
 # --- settings ----------------------------------------------------------------------------------
@@ -68,7 +48,7 @@ def is_one_line(error):
 
 def test_defaults_are_the_papers():
     (run,) = settings.plan_runs(settings.default_config())
-    assert run == settings.Settings(method="sotalign")
+    assert run == settings.Settings(method="sotalign", options=methods.SOTAlign())
     assert run.train == training.TrainConfig()
     assert json.loads(json.dumps(settings.to_json(run)))["train"]["seed"] == 42
 
@@ -85,7 +65,37 @@ def test_methods_and_seeds_span_the_runs_and_overrides_change_one_method():
         ("sotalign", 1),
     ]
     assert [run.train.steps for run in runs] == [2000, 2000, 7, 7]
-    assert [run.sotalign.block_size for run in runs] == [None, None, 5, 5]
+    assert [run.options and run.options.block_size for run in runs] == [None, None, 5, 5]
+
+
+def test_every_method_has_a_section_and_runs_hold_their_own_options():
+    config = settings.default_config()
+    for name, method in methods.METHODS.items():
+        assert config[name].to_dict() == dataclasses.asdict(method)
+    config.methods = settings.METHODS
+    for run in settings.plan_runs(config):
+        assert run.options == methods.METHODS.get(run.method)
+        assert json.loads(json.dumps(settings.to_json(run)))["method"] == run.method
+    config.sail_semi.siglip_norm = "per_row"
+    sail, semi = (run for run in settings.plan_runs(config) if run.method.startswith("sail"))
+    assert (sail.options, semi.options.siglip_norm) == (methods.SAIL(), "per_row")
+
+
+def test_a_method_can_be_named_again_with_other_settings():
+    config = settings.default_config()
+    config.variants = {"taught": "sotalign"}
+    config.methods, config.pairs, config.seeds = ("sotalign", "taught"), (50, 20), (0,)
+    config.overrides = {"taught": {"heads": {"init": "teacher"}, "sotalign": {"alpha": 1.0}}}
+    runs = settings.plan_runs(config)
+    assert [(run.name, run.method, run.data.n_pairs) for run in runs] == [
+        ("sotalign", "sotalign", 50),
+        ("sotalign", "sotalign", 20),
+        ("taught", "sotalign", 50),
+        ("taught", "sotalign", 20),
+    ]
+    assert [run.heads.init for run in runs] == ["random", "random", "teacher", "teacher"]
+    assert [run.options.alpha for run in runs] == [1e-4, 1e-4, 1.0, 1.0]
+    assert batch.run_names(runs)[3] == "taught-20pairs-seed0"
 
 
 def test_bundled_configs():
@@ -97,10 +107,20 @@ def test_bundled_configs():
     assert (sail.method, sotalign.method) == ("sail", "sotalign")
     assert sotalign.train.pair_batch + sotalign.train.unpaired_batch == 32_768
     assert sotalign.data.n_pairs == 10_000 and sotalign.data.n_unpaired == 1_000_000
-    assert (sotalign.sotalign.epsilon, sotalign.sotalign.epsilon_star) == (0.05, 0.005)
+    assert (sotalign.options.epsilon, sotalign.options.epsilon_star) == (0.05, 0.005)
     appendix = settings.plan_runs(paper.get_config("appendix"))[1]
-    assert appendix.sotalign.epsilon_star == 0.01
-    for get_config in (quickstart.get_config, paper.get_config):
+    assert appendix.options.epsilon_star == 0.01
+    everything = settings.plan_runs(compare_config.get_config("pairs=500+2000,seeds=2"))
+    names = list(dict.fromkeys(run.name for run in everything))
+    assert {*methods.METHODS, "cca", "procrustes", "sotalign_teacher"} == set(names)
+    assert len(everything) == 4 * len(names)
+    assert {run.data.n_pairs for run in everything} == {500, 2000}
+    trains = [run.train for run in everything]
+    assert len({(t.steps, t.pair_batch, t.unpaired_batch) for t in trains}) == 1  # one budget
+    assert len(settings.plan_runs(compare_config.get_config())) == 3 * len(names)
+    starts = {run.name: run.heads.init for run in everything if run.method == "sotalign"}
+    assert starts == {"sotalign": "random", "sotalign_teacher": "teacher"}
+    for get_config in (quickstart.get_config, paper.get_config, compare_config.get_config):
         with pytest.raises(checks.InputError, match=r"config: 'bogus' is unknown; choose of smoke"):
             get_config("bogus")
 
@@ -114,7 +134,14 @@ def test_bundled_configs():
         ("train", 1, "config.train: is 1; set its entries"),
         ("method", "sail", "config.method: is no setting"),
         ("methods", (), r"config.methods: is \(\); pass a tuple of at least one entry"),
-        ("methods", ("sale",), "config.methods: 'sale' is unknown; choose one of sail, sotalign"),
+        ("methods", ("sale",), "config.methods: 'sale' is unknown; choose one of sail, "),
+        ("pairs", 5, "config.pairs: is 5; pass a tuple"),
+        ("pairs", (0,), "config.pairs: 0 is no number of pairs; pass whole numbers >= 1"),
+        ("pairs", (5, 5), "config.pairs: 5 comes twice"),
+        ("variants", 3, "config.variants: is 3; set its entries"),
+        ("variants", {"cca": "cca"}, "config.variants.cca: is a method's name; choose another"),
+        ("variants", {"s": "sial"}, "config.variants.s: 'sial' is unknown; choose one of sail"),
+        ("variants", {"a/b": "sail"}, "config.variants: 'a/b' names folders and files; use"),
         ("seeds", (0, 0), "config.seeds: 0 comes twice"),
         ("seeds", (-1,), "config.seeds: -1 is no seed"),
         ("seeds", ("a",), "config.seeds: 'a' is no seed"),
@@ -184,7 +211,8 @@ def test_settings_without_a_default_and_tuples_can_be_set(launch, files):
         ("sotalign", 1),
     ]
     assert [one["train"]["steps"] for one in asked] == [5, 5, 40, 40]
-    assert asked[0]["sotalign"]["block_size"] == 16 and asked[0]["teacher"]["dim"] == 8
+    assert asked[2]["options"]["block_size"] == 16 and asked[0]["teacher"]["dim"] == 8
+    assert asked[0]["options"] == dataclasses.asdict(methods.SAIL())
     assert asked[0]["train"]["learning_rate"] == 1.0 and asked[0]["tensorboard"] is True
     assert runs[0]["shapes"] == {
         "pairs_x": [60, 12],
@@ -389,6 +417,34 @@ def test_a_contrastive_teacher_starts_the_heads_and_no_gallery_is_needed(launch,
     assert not (run / "comparison.png").exists() and list((run / "tensorboard").iterdir())
 
 
+@pytest.mark.parametrize("kind", ["glu", "tanh"])
+def test_heads_of_every_kind_train_and_are_saved(launch, tmp_path, kind):
+    options = (f"--config.heads.kind={kind}", "--config.heads.hidden=9", "--config.train.steps=2")
+    assert launch(*options, method="sail")[1] is None
+    aligner = sotalign_jax.Aligner.load(tmp_path / "run")
+    assert aligner.heads.x.kind == kind and aligner.heads.y.hidden == 9
+    assert aligner.info["settings"]["heads"]["kind"] == kind
+
+
+def test_heads_are_the_methods_own_unless_told(files):
+    class Published(methods.SAIL):
+        head = "tanh"
+
+    config = settings.default_config()
+    config.methods = ("sail",)
+    config.heads.hidden = 5
+    config.data.name, config.data.n_pairs = "files", 60
+    config.data.files.update({name: f"{files}/{name}.npy" for name in ("x", "y")})
+    (run,) = settings.plan_runs(config)
+    run = dataclasses.replace(run, options=Published())
+    assert runner.prepare(run).start.x.kind == "tanh"
+    other = dataclasses.replace(run, heads=dataclasses.replace(run.heads, kind="linear"))
+    assert runner.prepare(other).start.x.kind == "linear"
+    taught = dataclasses.replace(run, heads=dataclasses.replace(run.heads, init="teacher"))
+    with pytest.raises(checks.InputError, match=r"config.heads: teacher: cannot start heads of"):
+        runner.prepare(taught)
+
+
 @pytest.mark.parametrize(
     ("harm", "options", "message"),
     [
@@ -483,34 +539,3 @@ def test_a_folder_in_use_is_refused(launch, tmp_path):
 def test_a_loss_that_is_not_finite_ends_in_one_line(launch):
     _, error = launch("--config.train.learning_rate=1e38", method="sail")
     assert is_one_line(error) and "loss: not finite at step" in error
-
-
-# --- comparisons -------------------------------------------------------------------------------
-
-SCORES = {f"test/mean/R@{k}": 10.0 * k for k in (1, 5, 10)}
-
-
-def test_the_table_has_means_and_deviations_over_seeds():
-    better = {key: value + 4 for key, value in SCORES.items()}
-    table = compare_runs.comparison_table({"sail": [SCORES, better], "sotalign": [better] * 2})
-    assert table.headers == ("method", "R@1", "±", "R@5", "±", "R@10", "±")
-    assert table.rows == (
-        ("sail", *(pytest.approx(v) for mean in (12, 52, 102) for v in (mean, 8**0.5))),
-        ("sotalign", 14, 0, 54, 0, 104, 0),
-    )
-    single = compare_runs.comparison_table({"sail": [SCORES], "cca": [better]})
-    assert single.headers == ("method", "R@1", "R@5", "R@10")
-    assert "14.0*" in str(single) and "10.0*" not in str(single)
-
-
-def test_reports_fall_back_to_validation(tmp_path):
-    runs = [dataclasses.replace(settings.Settings(), method=name) for name in ("sail", "cca")]
-    only_val = {key.replace("test", "val"): value for key, value in SCORES.items()}
-    for name, values in [("test", SCORES), ("val", only_val), ("none", {})]:
-        folder = tmp_path / name
-        folder.mkdir()
-        text = compare_runs.report(runs, {"sail-seed0": values, "cca-seed0": values}, folder)
-        assert "sail" in text and str(folder) in text
-        written = {path.name for path in folder.iterdir()}
-        plot = set() if name == "none" else {"comparison.png"}
-        assert written == {"comparison.md", "comparison.csv"} | plot

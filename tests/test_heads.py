@@ -47,10 +47,10 @@ def test_affine_map_is_a_pytree_with_static_norm():
 
 
 @pytest.mark.parametrize("dtype", [np.float16, np.float32, np.float64, jnp.bfloat16])
-@pytest.mark.parametrize("kind", ["linear", "mlp"])
+@pytest.mark.parametrize("kind", heads.KINDS)
 def test_inputs_of_any_width_are_computed_in_float32(dtype, kind):
     x = rows(0, 5, 7).astype(dtype)
-    head = heads.build_heads(7, 6, 4, kind=kind).x
+    head = heads.build_heads(7, 6, 4, kind=kind, hidden=9).x
     out = head(x)
     assert out.dtype == jnp.float32
     np.testing.assert_allclose(out, head(x.astype(np.float32)), rtol=1e-6)
@@ -126,6 +126,27 @@ def test_mlp_head_against_numpy():
     assert heads.MLPHead(7, 4, rngs=nnx.Rngs(0)).inner.kernel.shape == (7, 7)
 
 
+def test_glu_head_against_numpy():
+    x = rows(0, 6, 7)
+    head = perturbed(heads.GLUHead(7, 4, hidden=9, rngs=nnx.Rngs(0)))
+    gate, inner = (head.input(x) @ d.kernel[...] + d.bias[...] for d in (head.gate, head.inner))
+    expected = (np.clip(gate, 0, 6) * inner) @ head.outer.kernel[...] + head.outer.bias[...]
+    np.testing.assert_allclose(head(x), expected, atol=1e-5)
+    assert heads.GLUHead(7, 4, rngs=nnx.Rngs(0)).hidden == 56
+
+
+def test_tanh_head_against_numpy():
+    x = rows(0, 6, 7)
+    head = perturbed(heads.TanhHead(7, 4, hidden=9, rngs=nnx.Rngs(0)))
+    hidden = np.asarray(head.input(x))
+    for layer in head.layers[:-1]:
+        hidden = hidden @ layer.kernel[...] + layer.bias[...]
+        hidden = np.where(hidden > 0, hidden, 0.01 * hidden)
+    expected = np.tanh(hidden @ head.layers[-1].kernel[...] + head.layers[-1].bias[...])
+    np.testing.assert_allclose(head(x), expected, atol=1e-5)
+    assert [layer.kernel.shape for layer in head.layers] == [(7, 9), (9, 9), (9, 9), (9, 4)]
+
+
 def test_both_norms_hand_on_inputs_of_one_size():
     x = 9.0 * rows(0, 6, 50)
     for norm in ("layer", "l2"):
@@ -162,8 +183,8 @@ def test_heads_from_a_teacher_keep_its_cosines():
 
 
 def test_every_variable_is_a_parameter_and_trains_in_a_plain_jit():
-    for kind in ("linear", "mlp"):
-        graphdef, params = nnx.split(heads.build_heads(7, 6, 4, kind=kind))
+    for kind in heads.KINDS:
+        graphdef, params = nnx.split(heads.build_heads(7, 6, 4, kind=kind, hidden=9))
         variables = jax.tree.leaves(params, is_leaf=lambda v: isinstance(v, nnx.Variable))
         assert all(isinstance(v, nnx.Param) for v in variables)
         optimizer = optax.sgd(0.1)

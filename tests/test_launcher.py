@@ -2,16 +2,11 @@
 
 import json
 import os
-import pathlib
 import signal
-import subprocess
-import sys
-import time
 
 import pytest
 import small_runs
 
-ROOT = pathlib.Path(__file__).parents[1]
 STEPS = 90
 """Enough to stop a run at several moments, however late this process notices them."""
 SAME = ("config.json", "metrics.jsonl", "results.json", "aligner/heads.safetensors")
@@ -27,20 +22,10 @@ def files(tmp_path_factory):
 @pytest.fixture(scope="module")
 def start(files):
     """Starts the launcher; processes share compiled programs, as compiling takes longest."""
-    shared = {
-        "JAX_COMPILATION_CACHE_DIR": str(files / "compiled"),
-        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
-    }
 
     def popen(*options, compile_anew=False):
-        return subprocess.Popen(
-            [sys.executable, "-m", "experiments.main", *map(str, options)],
-            cwd=ROOT,
-            env=dict(os.environ) if compile_anew else os.environ | shared,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
+        compiled = None if compile_anew else files / "compiled"
+        return small_runs.popen("main", list(options), compiled=compiled)
 
     return popen
 
@@ -61,25 +46,6 @@ def command(files, workdir, steps=STEPS):
         f"--config.train.steps={steps}",
         f"--workdir={workdir}",
     )
-
-
-def stop_when(process, condition, sign):
-    """Sends `sign` at a moment when `condition` holds; the process is halted for the look."""
-    while process.poll() is None:
-        if not condition():
-            time.sleep(0.001)
-            continue
-        process.send_signal(signal.SIGSTOP)
-        os.waitpid(process.pid, os.WUNTRACED)
-        held = condition()  # it may have moved on between the look and the halt
-        if held:
-            process.send_signal(sign)
-        process.send_signal(signal.SIGCONT)
-        if held:
-            _, err = process.communicate()
-            assert process.returncode == (-sign if sign == signal.SIGKILL else 1), err
-            return err
-    raise AssertionError(f"ended before it could be stopped:\n{process.communicate()[1]}")
 
 
 def lines(workdir):
@@ -109,20 +75,22 @@ def test_a_run_killed_again_and_again_leaves_the_same_bytes(files, start, uninte
     options = command(files, run)
 
     # In the middle of the first save, when there is nothing to go back to.
-    stop_when(start(*options), lambda: saving(run) == [3], signal.SIGKILL)
+    small_runs.stop_when(start(*options), lambda: saving(run) == [3], signal.SIGKILL)
     assert not (run / "checkpoints" / "3").exists() and lines(run) >= 3
     # In the middle of training: steps beyond the last checkpoint are in the log.
-    stop_when(start(*options), lambda: lines(run) > saved(run) > 3, signal.SIGKILL)
+    small_runs.stop_when(start(*options), lambda: lines(run) > saved(run) > 3, signal.SIGKILL)
     # In the middle of a later save; the line that was being written is cut short.
-    stop_when(start(*options), lambda: any(step > 15 for step in saving(run)), signal.SIGKILL)
+    small_runs.stop_when(
+        start(*options), lambda: any(step > 15 for step in saving(run)), signal.SIGKILL
+    )
     with (run / "metrics.jsonl").open("ab") as file:
         file.write(b'{"step": 99, "lo')
     # A polite request to end is followed in one line.
-    err = stop_when(start(*options), lambda: lines(run) > 30, signal.SIGTERM)
+    err = small_runs.stop_when(start(*options), lambda: lines(run) > 30, signal.SIGTERM)
     assert err.splitlines()[-1] == "interrupted: start again with the same --workdir to go on"
     assert "Traceback" not in err and not saving(run)
     # After training, before the results are there; the aligner is only half there.
-    stop_when(start(*options), (run / "aligner").exists, signal.SIGKILL)
+    small_runs.stop_when(start(*options), (run / "aligner").exists, signal.SIGKILL)
     (run / "results.json").unlink(missing_ok=True)
     (run / "aligner" / "aligner.json").unlink()
     # To the end, with programs compiled afresh.
@@ -165,7 +133,9 @@ def test_mistakes_end_in_one_line(files, start, tmp_path):
     quickstart = "--config=experiments/configs/quickstart.py"
     run = tmp_path / "run"
     cases = {
-        (f"{quickstart}:bogus",): "error: config: 'bogus' is unknown; choose of smoke, seeds=N",
+        (
+            f"{quickstart}:bogus",
+        ): "error: config: 'bogus' is unknown; choose of smoke, seeds=N, pairs=N+M",
         (quickstart, "--config.train.nope=1"): "error: config.train.nope: is no setting; choose of",
         (quickstart, "--config.train.steps=abc"): "error: flag --config.train.steps=abc: invalid",
         ("--config=gone.py",): "error: config: [Errno 2] No such file or directory: 'gone.py'",

@@ -212,6 +212,20 @@ def test_progress_without_a_terminal_is_a_line_every_tenth():
     assert lines[-1] == "train: 1000/1000, loss 0.125, 00:00 left"
 
 
+def test_progress_of_runs_within_a_bar_over_runs():
+    plain, terminal = io.StringIO(), Terminal()
+    for stream in (plain, terminal):
+        with (
+            recording.Progress(2, "compare", unit="runs", stream=stream) as outer,
+            recording.Progress(10, "sail seed 0", inner=True, stream=stream) as inner,
+        ):
+            inner.update(10, loss=0.5)
+            outer.update(1)
+    assert plain.getvalue().startswith("compare: 1/2 runs, ")
+    assert len(plain.getvalue().splitlines()) == 1
+    assert "sail seed 0" in terminal.getvalue() and "runs/s" in terminal.getvalue()
+
+
 @pytest.mark.parametrize("kind", [io.StringIO, Terminal])
 def test_a_closed_stream_does_not_end_the_run(kind):
     stream = kind()

@@ -47,6 +47,16 @@ def test_equal_values_are_all_marked_and_nan_never_is():
     assert text.count("1.0*") == 2 and "nan*" not in text
 
 
+def test_means_bring_their_spread():
+    rows = [["a", tables.Mean([1.0, 3.0])], ["b", tables.Mean([2.0])], ["c", None]]
+    table = tables.table(["m", "v"], rows, best={"v": "max"})
+    assert str(table).splitlines()[2:] == ["a  2.0 ± 1.4*", "b        2.0*", "c          -"]
+    assert "**2.0 ± 1.4**" in table.markdown()
+    header, a, b, c = csv.reader(io.StringIO(table.csv()))
+    assert header == ["m", "v", "v ±"] and b == ["b", "2.0", ""] and c == ["c", "", ""]
+    assert a[:2] == ["a", "2.0"] and float(a[2]) == pytest.approx(2**0.5)
+
+
 def test_save_writes_both_files(tmp_path):
     paths = _table().save(tmp_path / "deep" / "table1")
     assert [path.name for path in paths] == ["table1.md", "table1.csv"]

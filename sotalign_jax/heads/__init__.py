@@ -5,14 +5,17 @@ Heads return raw features; the losses and the evaluation L2-normalise them.
 """
 
 from sotalign_jax.heads.affine import AffineMap, MapPair, Rows, normalize
+from sotalign_jax.heads.csa import CSAHead
 from sotalign_jax.heads.layers import Dense, Head, InputNorm
 from sotalign_jax.heads.linear import LinearHead
 from sotalign_jax.heads.mlp import GLUHead, MLPHead, TanhHead
 from sotalign_jax.heads.pair import KINDS, Heads, build_heads, rebuild
+from sotalign_jax.heads.sue import Residual, SUEHead
 
 __all__ = [
     "KINDS",
     "AffineMap",
+    "CSAHead",
     "Dense",
     "GLUHead",
     "Head",
@@ -21,7 +24,9 @@ __all__ = [
     "LinearHead",
     "MLPHead",
     "MapPair",
+    "Residual",
     "Rows",
+    "SUEHead",
     "TanhHead",
     "build_heads",
     "normalize",

@@ -106,7 +106,8 @@ class TanhHead(_Hidden):
     """SUE's network: L2-normalised rows, hidden-hidden-1024 LeakyReLU layers, then tanh.
 
     Rows are brought to length sqrt(d), so that encoders of any scale fit the same weights. The
-    third layer is as wide as the published one or as `hidden`, whichever is less.
+    third layer is as wide as the published one or as `hidden`, whichever is less. The published
+    `hidden` of 4096 takes an accelerator.
 
     Example:
       >>> TanhHead(8, 3, hidden=16, rngs=nnx.Rngs(0))(jnp.ones((5, 8))).shape
@@ -125,9 +126,9 @@ class TanhHead(_Hidden):
         dtype: Any = jnp.float32,
         rngs: nnx.Rngs,
     ):
-        """Draws a fresh head; `hidden` of None means 4096, as in SUE."""
+        """Draws a fresh head; `hidden` of None means 512."""
         self.d_in, self.d_out = d_in, d_out
-        self.hidden = 4096 if hidden is None else hidden
+        self.hidden = 512 if hidden is None else hidden
         self.input = InputNorm(d_in, norm=norm, dtype=dtype)
         widths = (d_in, self.hidden, self.hidden, min(1024, self.hidden), d_out)
         self.layers = nnx.List(

@@ -8,13 +8,17 @@ from flax import nnx
 
 from sotalign_jax import checks, losses
 from sotalign_jax.heads.affine import AffineMap, MapPair
+from sotalign_jax.heads.csa import CSAHead
 from sotalign_jax.heads.layers import Head
 from sotalign_jax.heads.linear import LinearHead
 from sotalign_jax.heads.mlp import GLUHead, MLPHead, TanhHead
+from sotalign_jax.heads.sue import SUEHead
 
 KINDS = ("linear", "mlp", "glu", "tanh")
 """Heads that start from random weights and can be trained by any objective."""
-_CLASSES: dict[str, Any] = {head.kind: head for head in (LinearHead, MLPHead, GLUHead, TanhHead)}
+_CLASSES: dict[str, Any] = {
+    head.kind: head for head in (LinearHead, MLPHead, GLUHead, TanhHead, CSAHead, SUEHead)
+}
 
 
 def rebuild(kind: str, options: dict[str, Any]) -> Head:

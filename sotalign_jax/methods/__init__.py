@@ -17,28 +17,37 @@ Override `uses_pool` when unpaired rows enter the loss, `uses_teacher` when it n
 """
 
 from sotalign_jax.methods.base import Fitted, Method, Metrics, Objective
+from sotalign_jax.methods.contrastive import Contrastive
+from sotalign_jax.methods.csa import CSA
 from sotalign_jax.methods.nnclr import NNCLR
 from sotalign_jax.methods.sail import SAIL
 from sotalign_jax.methods.sclip import SCLIP
 from sotalign_jax.methods.sotalign import SOTAlign
 from sotalign_jax.methods.structure import Structure
+from sotalign_jax.methods.sue import SUE
 
 METHODS: dict[str, Method] = {
+    "csa": CSA(),
+    "sue": SUE(),
+    "contrastive_mlp": Contrastive(),
     "sail": SAIL(),
     "sail_semi": SAIL(supervision="pairs+negatives"),
+    "structure": Structure(),
+    "structure_semi": Structure(regularize_on="all"),
     "nnclr": NNCLR(),
     "sclip": SCLIP(),
     "sotalign": SOTAlign(),
-    "structure": Structure(),
-    "structure_semi": Structure(regularize_on="all"),
 }
 """Every method by name, with its usual options."""
 
 __all__ = [
+    "CSA",
     "METHODS",
     "NNCLR",
     "SAIL",
     "SCLIP",
+    "SUE",
+    "Contrastive",
     "Fitted",
     "Method",
     "Metrics",

@@ -44,7 +44,7 @@ class SOTAlign(base.Objective):
     epsilon: float = 0.05
     epsilon_star: float = 0.005
     marginals: str = "prob"
-    tolerance: float = 1e-3
+    tolerance: float = 1e-4
     max_iterations: int = 500
     block_size: int | None = None
     klot_on: str = "unpaired"

@@ -1,0 +1,168 @@
+import jax
+import numpy as np
+import pytest
+import scipy.linalg
+from flax import nnx
+from sklearn.cross_decomposition import CCA
+
+from sotalign_jax import Aligner, align, canonical, checks, data, heads, methods, training
+
+
+def views(n, d_x, d_y, *, seed=0, latent=4, noise=0.5):
+    """Two noisy views of shared latent variables of unequal strength, off centre."""
+    rng = np.random.default_rng(seed)
+    z = rng.normal(size=(n, latent)) * np.linspace(2.0, 1.0, latent)
+    sides = []
+    for d in (d_x, d_y):
+        mixing = rng.normal(size=(latent, d))
+        sides.append(z @ mixing + noise * rng.normal(size=(n, d)) + 3.0 * rng.normal(size=d))
+    return [side.astype(np.float32) for side in sides]
+
+
+def textbook(A, B, ridge=0.0):
+    """Means, directions and correlations from the generalised eigenproblem of the covariances."""
+    a, b = (t.astype(np.float64) - t.astype(np.float64).mean(axis=0) for t in (A, B))
+    s_xx, s_yy, s_xy = a.T @ a / len(a), b.T @ b / len(b), a.T @ b / len(a)
+    s_xx = s_xx + ridge * np.trace(s_xx) / len(s_xx) * np.eye(len(s_xx))
+    s_yy = s_yy + ridge * np.trace(s_yy) / len(s_yy) * np.eye(len(s_yy))
+    squares, w_x = scipy.linalg.eigh(s_xy @ np.linalg.solve(s_yy, s_xy.T), s_xx)
+    order = np.argsort(-squares)[: min(s_xy.shape)]
+    rho, w_x = np.sqrt(np.maximum(squares[order], 0.0)), w_x[:, order]
+    return w_x, np.linalg.solve(s_yy, s_xy.T @ w_x) / rho, rho
+
+
+def csa(A, B, **options):
+    return methods.CSA(**options).fit(data.dataset((A, B)), seed=0)
+
+
+def mean_r1(fitted, test):
+    return training.evaluate(fitted.x, fitted.y, test)["mean/R@1"]
+
+
+# --- canonical correlation analysis --------------------------------------------------------------
+
+
+def test_cca_agrees_with_scikit_learn():
+    A, B = views(400, 6, 5)
+    found = canonical.cca(A, B)
+    theirs = CCA(n_components=4, scale=False, max_iter=5000, tol=1e-12).fit(A, B)
+    variates = theirs.transform(A, B)
+    for k in range(4):
+        expected = np.corrcoef(variates[0][:, k], variates[1][:, k])[0, 1]
+        np.testing.assert_allclose(found.correlations[k], expected, atol=1e-5)
+        ours = (A - found.mean_x) @ found.weights_x[:, k]
+        assert abs(np.corrcoef(ours, variates[0][:, k])[0, 1]) > 1 - 1e-5
+        ours = (B - found.mean_y) @ found.weights_y[:, k]
+        assert abs(np.corrcoef(ours, variates[1][:, k])[0, 1]) > 1 - 1e-5
+
+
+@pytest.mark.parametrize("ridge", [0.0, 0.3])
+@pytest.mark.parametrize(("n", "d_x", "d_y"), [(60, 8, 5), (60, 5, 8), (20, 6, 6)])
+def test_cca_solves_the_generalised_eigenproblem(n, d_x, d_y, ridge):
+    A, B = views(n, d_x, d_y)
+    w_x, w_y, rho = textbook(A, B, ridge)
+    found = canonical.cca(A, B, ridge=ridge)
+    np.testing.assert_allclose(found.correlations, rho, atol=1e-9)
+    # Products: directions are only unique up to a common sign.
+    np.testing.assert_allclose(
+        found.weights_x * rho @ found.weights_y.T, w_x * rho @ w_y.T, atol=1e-8
+    )
+    z_x, z_y = (A - found.mean_x) @ found.weights_x, (B - found.mean_y) @ found.weights_y
+    np.testing.assert_allclose(np.mean(z_x * z_y, axis=0), rho, atol=1e-6)
+
+
+def test_cca_does_not_depend_on_units():
+    A, B = views(50, 6, 5)
+    found, scaled = canonical.cca(A, B, ridge=0.1), canonical.cca(1e-3 * A + 7, 5e4 * B, ridge=0.1)
+    np.testing.assert_allclose(scaled.correlations, found.correlations, atol=1e-4)
+
+
+def test_few_pairs_correlate_perfectly_without_a_ridge():
+    A, B = views(15, 20, 30)
+    found = canonical.cca(A, B)
+    np.testing.assert_allclose(found.correlations, np.ones(14), atol=1e-9)
+    z = (A - found.mean_x) @ found.weights_x
+    np.testing.assert_allclose(z.T @ z / 15, np.eye(14), atol=1e-6)
+    assert canonical.cca(A, B, ridge=0.5).correlations[0] < 0.99
+
+
+@pytest.mark.parametrize(
+    ("A", "B", "options", "message"),
+    [
+        (np.ones((5, 2)), np.eye(5), {}, "pairs A: all rows are equal; pass pairs that differ"),
+        (np.eye(5), np.eye(4), {}, "A has 5 rows but B has 4"),
+        (np.eye(1), np.eye(1), {}, "pairs A: has 1 rows but at least 2 are needed"),
+        (np.eye(3), np.eye(3), {"ridge": -1.0}, r"ridge: is -1.0; pass a number >= 0"),
+    ],
+)
+def test_pairs_that_cannot_be_used(A, B, options, message):
+    with pytest.raises(checks.InputError, match=message):
+        canonical.cca(A, B, **options)
+
+
+# --- CSA -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("dim", "ridge"), [(2, 0.0), (5, 0.0), (200, 0.0), (3, 0.2)])
+def test_similarity_is_the_published_formula(dim, ridge):
+    A, B = views(80, 8, 5)
+    X, Y = views(30, 8, 5, seed=1)
+    w_x, w_y, rho = (part[..., :dim] for part in textbook(A, B, ridge))
+    z_x, z_y = (X - A.mean(axis=0)) @ w_x, (Y - B.mean(axis=0)) @ w_y
+    z_x /= np.linalg.norm(z_x, axis=1, keepdims=True)
+    z_y /= np.linalg.norm(z_y, axis=1, keepdims=True)
+    fitted = csa(A, B, dim=dim, ridge=ridge)
+    f, g = training.embed(fitted.x, X), training.embed(fitted.y, Y)
+    np.testing.assert_allclose(f @ g.T, (z_x * rho) @ z_y.T, atol=2e-5)
+    np.testing.assert_allclose(np.linalg.norm(fitted.x(X), axis=1), 1.0, atol=1e-6)
+    np.testing.assert_allclose(np.linalg.norm(fitted.y(Y), axis=1), 1.0, atol=1e-6)
+
+
+def test_head_clips_correlations_and_takes_any_float():
+    rho = np.array([1.0 + 1e-9, 0.5, -1e-9])
+    head = heads.CSAHead.fitted(np.ones(3), 1e30 * np.eye(3), rho, "y")
+    assert float(head.rho[...].min()) == 0.0 and float(head.rho[...].max()) == 1.0
+    rows = views(6, 3, 3)[0].astype(np.float16)
+    assert np.isfinite(head(rows)).all() and head(rows).dtype == np.float32
+    np.testing.assert_array_equal(head(rows)[:, 3], 0.0)  # the x side's place
+    with pytest.raises(checks.InputError, match="side: 'z' is unknown"):
+        heads.CSAHead(3, 5, side="z", rngs=nnx.Rngs(0))
+
+
+def test_many_pairs_suffice_and_fewer_than_features_are_chance():
+    X, Y = views(400, 40, 40, latent=12, noise=0.2)
+    test = data.gallery(X[200:], Y[200:])
+    chance = 100 / 200
+    assert mean_r1(csa(X[:200], Y[:200], dim=12), test) > 90
+    few = X[:40], Y[:40]  # 39 after centring, of 40
+    assert mean_r1(csa(*few, dim=12), test) < 5 * chance
+    assert mean_r1(csa(*few, dim=12, ridge=0.1), test) > 50
+
+
+def test_only_pairs_matter(tmp_path):
+    A, B = views(120, 8, 5)
+    X, Y = views(100, 8, 5, seed=1)
+    alone = align((A, B), method=methods.CSA(dim=4), progress=False)
+    pooled = align((A, B), X, Y, method=methods.CSA(dim=4), seed=7, progress=False)
+    np.testing.assert_array_equal(alone.similarity(X, Y), pooled.similarity(X, Y))
+    assert not methods.CSA().uses_pool
+    assert alone.info["data"]["pairs_x"] == [120, 8]  # nothing to select: none are held out
+    alone.save(tmp_path / "saved")
+    loaded = Aligner.load(tmp_path / "saved")
+    np.testing.assert_array_equal(loaded.similarity(X, Y), alone.similarity(X, Y))
+    assert loaded.info["options"] == {"dim": 4, "ridge": 0.0}
+    assert nnx.graphdef(loaded.heads) == nnx.graphdef(alone.heads)
+    assert len(jax.tree.leaves(nnx.state(loaded.heads))) == 8  # three a side, scale and bias
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"dim": 0}, "dim: is 0; pass a number of at least 1"),
+        ({"ridge": -0.1}, "ridge: is -0.1; pass a number of at least 0"),
+        ({"ridge": float("nan")}, "ridge: is nan; pass a number of at least 0"),
+    ],
+)
+def test_options_that_cannot_be_used(options, message):
+    with pytest.raises(checks.InputError, match=message):
+        methods.CSA(**options)

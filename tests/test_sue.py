@@ -1,0 +1,359 @@
+"""Spectral networks, MMD and SUE; and how fitted methods run from the launcher."""
+
+import json
+import os
+import pathlib
+import signal
+import subprocess
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import scipy.linalg
+import small_runs
+from flax import nnx
+from jax.test_util import check_grads
+from sklearn.neighbors import NearestNeighbors
+
+from sotalign_jax import Aligner, align, checks, data, heads, methods, mmd, spectral, training
+
+ROOT = pathlib.Path(__file__).parents[1]
+
+
+# --- spectral networks ---------------------------------------------------------------------------
+
+
+def naive_adjacency(rows, neighbours, scale):
+    """A Gaussian on scikit-learn's nearest neighbours, self included."""
+    count = min(neighbours + 1, len(rows))
+    distances, indices = NearestNeighbors(n_neighbors=count).fit(rows).kneighbors(rows)
+    unit = np.median(distances[:, min(scale, count) - 1])
+    weights = np.zeros((len(rows), len(rows)))
+    for i, (row, near) in enumerate(zip(distances, indices, strict=True)):
+        weights[i, near] = np.exp(-(row**2) / unit**2)
+    return (weights + weights.T) / 2
+
+
+@pytest.mark.parametrize(("n", "neighbours", "scale"), [(40, 7, 4), (41, 7, 8), (6, 30, 15)])
+def test_adjacency_against_scikit_learn(rng, n, neighbours, scale):
+    rows = (rng.normal(size=(n, 3)) + 100.0).astype(np.float32)  # off centre: distances cancel
+    ours = spectral.adjacency(rows, spectral.Graph(neighbours, scale))
+    expected = naive_adjacency(rows.astype(np.float64), neighbours, scale)
+    np.testing.assert_allclose(ours, expected, atol=1e-4)
+    assert np.isfinite(spectral.adjacency(np.ones((8, 2)), spectral.Graph())).all()
+
+
+def test_variation_and_its_gradient(x64, rng):
+    rows, y, others = (jnp.asarray(rng.normal(size=(12, d))) for d in (3, 4, 4))
+    weights = spectral.adjacency(rows, spectral.Graph(4, 2))
+    pairs = [(i, j) for i in range(12) for j in range(12)]
+    naive = sum(weights[i, j] * np.sum((y[i] - y[j]) ** 2) for i, j in pairs) / (2 * 12)
+    np.testing.assert_allclose(spectral.variation(y, weights), naive)
+
+    def loss(y, others):
+        return spectral.variation(y @ spectral.orthonormalizer(others), weights)
+
+    check_grads(loss, (y, others), order=1, modes="rev")
+    z = others @ spectral.orthonormalizer(others)
+    np.testing.assert_allclose(z.T @ z / 12, np.eye(4), atol=1e-4)
+
+
+def test_outputs_that_depend_on_each_other_stay_finite(rng):
+    y = rng.normal(size=(20, 3)).astype(np.float32)
+    y[:, 2] = y[:, 0] - y[:, 1]
+    assert np.isfinite(spectral.orthonormalizer(y)).all()
+
+
+def clusters(rng):
+    """Three groups that no neighbour joins: the smoothest functions are constant on each."""
+    centres = 6.0 * np.eye(3, 5)
+    return np.repeat(centres, 70, axis=0) + 0.3 * rng.normal(size=(210, 5)), 3
+
+
+def ring(rng):
+    """A circle: the smoothest functions are 1, cos, sin, cos 2, sin 2."""
+    angles = 2 * np.pi * np.arange(210) / 210
+    circle = np.stack([np.cos(angles), np.sin(angles)], axis=1)
+    return circle @ rng.normal(size=(2, 5)), 5
+
+
+@pytest.mark.parametrize("shape", [clusters, ring])
+def test_a_network_finds_the_eigenvectors_of_the_graph(rng, shape):
+    rows, count = shape(rng)
+    rows = rng.permutation(rows).astype(np.float32)
+    graph = spectral.Graph(neighbours=12, scale=6)
+    weights = naive_adjacency(rows.astype(np.float64), 12, 6)
+    values, vectors = np.linalg.eigh(np.diag(weights.sum(axis=1)) - weights)
+    assert values[count] - values[count - 1] > 0.01  # or the space were not unique
+    losses = []
+    network, basis = spectral.fit(
+        heads.TanhHead(5, count, hidden=32, rngs=nnx.Rngs(0)),
+        rows,
+        graph=graph,
+        schedule=spectral.Schedule(epochs=150, batch=256, learning_rate=1e-2, patience=40),
+        key=jax.random.key(0),
+        report=lambda epoch, loss: losses.append(loss),
+    )
+    found = spectral.apply(network, rows) @ basis
+    np.testing.assert_allclose(found.T @ found / len(rows), np.eye(count), atol=1e-3)
+    assert scipy.linalg.subspace_angles(found, vectors[:, :count]).max() < np.deg2rad(15)
+    assert np.ptp(found[:, 0]) < 0.5 * np.ptp(found[:, -1]) or shape is clusters  # the constant
+    assert losses[-1] < losses[0] and len(losses) <= 150
+
+
+def test_a_spectral_network_needs_rows_and_finite_losses(rng):
+    network = heads.TanhHead(4, 6, hidden=8, rngs=nnx.Rngs(0))
+    options = {"graph": spectral.Graph(), "key": jax.random.key(0)}
+    schedule = spectral.Schedule(epochs=3, batch=8, learning_rate=1e38)
+    with pytest.raises(checks.InputError, match="eigenvectors: 6 asked of 10 rows; add rows, at"):
+        spectral.fit(network, np.ones((10, 4)), schedule=schedule, **options)
+    with pytest.raises(FloatingPointError, match=r"not finite in epoch .*; lower learning_rate"):
+        spectral.fit(network, rng.normal(size=(40, 4)), schedule=schedule, **options)
+
+
+def test_the_rate_falls_and_training_ends(rng):
+    seen = []
+    spectral.fit(
+        heads.TanhHead(4, 2, hidden=4, rngs=nnx.Rngs(0)),
+        rng.normal(size=(30, 4)).astype(np.float32),
+        graph=spectral.Graph(3, 2),
+        schedule=spectral.Schedule(epochs=99, batch=9, learning_rate=1e-7, patience=0),
+        key=jax.random.key(0),
+        report=lambda epoch, loss: seen.append(epoch),
+    )
+    assert 1 < len(seen) < 99 and seen == list(range(1, len(seen) + 1))
+
+
+# --- maximum mean discrepancy --------------------------------------------------------------------
+
+
+def naive_mmd(x, y, scale=None):
+    rows = np.concatenate([x, y])
+    squares = np.array([[np.sum((a - b) ** 2) for b in rows] for a in rows])
+    scale = squares.sum() / (len(rows) ** 2 - len(rows)) if scale is None else scale
+    kernel = sum(np.exp(-squares / (c * scale)) for c in (0.5, 1.0, 2.0))
+    n = len(x)
+    return kernel[:n, :n].mean() - 2 * kernel[:n, n:].mean() + kernel[n:, n:].mean()
+
+
+def test_mmd_against_a_transcription(x64, rng):
+    x, y = rng.normal(size=(9, 3)), rng.normal(size=(7, 3)) + 0.5
+    np.testing.assert_allclose(mmd.mmd(x, y), naive_mmd(x, y), rtol=1e-10)
+    np.testing.assert_allclose(mmd.mmd(x, x[::-1]), 0.0, atol=1e-12)
+
+    # The scale gets no gradient, so that finite differences must hold it fixed.
+    rows = np.concatenate([x, y])
+    scale = np.sum((rows[:, None] - rows) ** 2) / (16 * 15)
+    gradient, step = jax.grad(mmd.mmd)(jnp.asarray(x), jnp.asarray(y)), 1e-5
+    for i, j in [(0, 0), (4, 2), (8, 1)]:
+        shift = np.zeros_like(x)
+        shift[i, j] = step
+        difference = naive_mmd(x + shift, y, scale) - naive_mmd(x - shift, y, scale)
+        np.testing.assert_allclose(gradient[i, j], difference / (2 * step), rtol=1e-6)
+
+
+def test_refining_brings_distributions_together(rng):
+    x, y = rng.normal(size=(400, 3)) * 0.5 + 1.0, rng.normal(size=(300, 3))
+    start = heads.Residual(3, 16, rngs=nnx.Rngs(0))
+    before = jax.tree.map(np.asarray, nnx.state(start))
+    options = {"epochs": 20, "batch": 32, "learning_rate": 1e-3, "key": jax.random.key(0)}
+    network = mmd.refine(start, x, y, **options)
+    moved = np.asarray(network(jnp.asarray(x, jnp.float32)))
+    assert naive_mmd(moved[:150], y[:150]) < 0.2 * naive_mmd(x[:150], y[:150])
+    assert jax.tree.all(jax.tree.map(np.array_equal, nnx.state(start), before))  # untouched
+    again = mmd.refine(start, x, y, **options)
+    np.testing.assert_array_equal(again(jnp.asarray(x, jnp.float32)), moved)
+    with pytest.raises(FloatingPointError, match="mmd: the loss is not finite in epoch 1"):
+        mmd.refine(start, x, y, **options | {"learning_rate": 1e38})
+
+
+# --- SUE -----------------------------------------------------------------------------------------
+
+SMALL = {
+    "dim": 3,
+    "eigenvectors": 6,
+    "hidden": 32,
+    "neighbours": 10,
+    "scale_neighbour": 5,
+    "epochs": 40,
+    "batch": 256,
+    "learning_rate": 3e-3,
+    "mmd_epochs": 10,
+}
+
+
+@pytest.fixture(scope="module")
+def table():
+    """Two views of a curved surface, 500 rows."""
+    rng = np.random.default_rng(0)
+    z = rng.uniform(-1, 1, size=(500, 2))
+    lifted = np.concatenate([z, np.cos(2 * z), np.sin(2 * z)], axis=1)
+    return [
+        (lifted @ rng.normal(size=(6, d)) + 0.02 * rng.normal(size=(500, d))).astype(np.float32)
+        for d in (9, 7)
+    ]
+
+
+@pytest.fixture(scope="module")
+def dataset(table):
+    X, Y = table
+    test = data.gallery(X[400:], Y[400:])
+    return data.dataset((X[:40], Y[:40]), x=X[40:220], y=Y[220:400], test=test)
+
+
+@pytest.fixture(scope="module")
+def fitted(dataset):
+    return methods.SUE(**SMALL).fit(dataset, seed=0)
+
+
+def test_sue_finds_unseen_matches(fitted, dataset):
+    scores = training.evaluate(fitted.x, fitted.y, dataset.test)
+    assert scores["mean/R@10"] > 30  # chance is 10
+
+
+def test_without_refinement_the_pairs_variates_correlate(dataset):
+    method = methods.SUE(**SMALL | {"mmd_epochs": 0, "centred": True})
+    fitted = method.fit(dataset, seed=0)
+    assert fitted.x.residual is None
+    z_x = np.asarray(fitted.x(dataset.pairs_x), np.float64)
+    z_y = np.asarray(fitted.y(dataset.pairs_y), np.float64)
+    for z in (z_x, z_y):  # canonical variates: centred, orthonormal over the pairs
+        np.testing.assert_allclose(z.mean(axis=0), 0.0, atol=1e-2)
+        np.testing.assert_allclose(z.T @ z / len(z), np.eye(3), atol=2e-2)
+    cross = z_x.T @ z_y / len(z_x)
+    assert np.all(np.diag(cross) > 0.5)
+    np.testing.assert_allclose(cross - np.diag(np.diag(cross)), 0.0, atol=2e-2)
+
+
+def test_a_seed_decides_everything(fitted, dataset):
+    again = methods.SUE(**SMALL).fit(dataset, seed=0)
+    equal = jax.tree.map(np.array_equal, nnx.state(again), nnx.state(fitted))
+    assert jax.tree.all(equal)
+    other = methods.SUE(**SMALL | {"epochs": 1, "mmd_epochs": 1}).fit(dataset, seed=1)
+    assert not np.allclose(other.x(dataset.pairs_x), fitted.x(dataset.pairs_x))
+
+
+def test_sue_survives_the_disk(fitted, dataset, tmp_path):
+    aligner = Aligner(fitted, {})
+    aligner.save(tmp_path / "saved")
+    loaded = Aligner.load(tmp_path / "saved")
+    assert nnx.graphdef(loaded.heads) == nnx.graphdef(fitted)
+    rows = dataset.test.x, dataset.test.y
+    np.testing.assert_array_equal(loaded.similarity(*rows), aligner.similarity(*rows))
+    assert loaded.heads.x.residual is not None and loaded.heads.y.residual is None
+
+
+def test_progress_is_shown_on_request(dataset, capsys):
+    pairs = dataset.pairs_x, dataset.pairs_y
+    method = methods.SUE(**SMALL | {"epochs": 1, "mmd_epochs": 1})
+    align(pairs, dataset.pool_x, dataset.pool_y, method=method, progress=True)
+    assert "SUE: 3/3" in capsys.readouterr().err
+    align(pairs, dataset.pool_x, dataset.pool_y, method=method, progress=False)
+    assert capsys.readouterr().err == ""
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"dim": 0}, "dim: is 0; pass a number of at least 1"),
+        ({"eigenvectors": 7}, "eigenvectors: is 7 but dim is 8; pass at least as many"),
+        ({"batch": 1}, "batch: is 1; pass a number of at least 2"),
+        ({"learning_rate": 0.0}, "learning_rate: is 0.0; pass a number above 0"),
+        ({"mmd_epochs": -1}, "mmd_epochs: is -1; pass a number of at least 0"),
+    ],
+)
+def test_options_that_cannot_be_used(options, message):
+    with pytest.raises(checks.InputError, match=message):
+        methods.SUE(**options)
+
+
+def test_data_that_do_not_suffice(dataset):
+    few = data.dataset((dataset.pairs_x[:3], dataset.pairs_y[:3]), x=dataset.pool_x)
+    with pytest.raises(checks.InputError, match="dim: is 3 but there are 3 pairs; ask for fewer"):
+        methods.SUE(**SMALL).fit(few, seed=0)
+    with pytest.raises(checks.InputError, match=r"pool: .* but SUE learns from unpaired samples"):
+        training.check_pool(methods.SUE(), few)
+
+
+# --- the contrastive row -------------------------------------------------------------------------
+
+
+def test_contrastive_losses_with_sues_head(table):
+    X, Y = (side.copy() for side in table)
+    assert methods.Contrastive.head == "tanh"
+    for loss in ("siglip", "infonce"):
+        aligner = align(
+            (X[:90], Y[:90]),
+            val=(X[400:], Y[400:]),
+            dim=8,
+            steps=30,
+            learning_rate=1e-3,
+            method=methods.Contrastive(loss=loss),
+            progress=False,
+        )
+        assert aligner.heads.x.kind == "tanh"
+        assert aligner.info["val_mean_r1"] > 5  # chance is 1
+    with pytest.raises(checks.InputError, match="loss: 'clip' is unknown; choose one of siglip"):
+        methods.Contrastive(loss="clip")
+
+
+# --- from the command line -----------------------------------------------------------------------
+
+
+def test_fitted_methods_from_the_launcher(tmp_path):
+    """A fit that is killed starts over; finished runs stay; no checkpoints, no metrics."""
+    files = tmp_path / "files"
+    files.mkdir()
+    config = small_runs.write_config(small_runs.write_files(files))
+    run = tmp_path / "run"
+    options = [
+        f"--config={config}",
+        f"--workdir={run}",
+        "--config.methods=('csa','sue','contrastive_mlp')",
+        "--config.csa.ridge=0.1",
+        "--config.heads.hidden=16",
+        *(f"--config.sue.{name}={value}" for name, value in SMALL.items()),
+    ]
+
+    def start(*more):
+        return subprocess.Popen(
+            [sys.executable, "-m", "experiments.main", *options, *more],
+            cwd=ROOT,
+            env=os.environ | {"JAX_COMPILATION_CACHE_DIR": str(tmp_path / "compiled")},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+
+    process = start("--config.sue.batch=0")
+    assert process.communicate()[1] == (
+        "error: config.sue.batch: is 0; pass a number of at least 2\n"
+    )
+    assert process.returncode == 1 and not run.exists()
+
+    process = start()
+    while "SUE: " not in (line := process.stderr.readline()):
+        assert line or process.poll() is None
+    process.send_signal(signal.SIGKILL)
+    process.communicate()
+    finished = small_runs.contents(run / "csa-seed0")
+    assert "results.json" in finished and not (run / "sue-seed0" / "results.json").exists()
+
+    process = start()
+    out, err = process.communicate()
+    assert process.returncode == 0, err
+    assert "SUE: 90/90" in err and "contrastive_mlp" in out
+    assert small_runs.contents(run / "csa-seed0") == finished
+    assert sorted(path.name for path in (run / "sue-seed0").iterdir()) == [
+        "aligner",
+        "config.json",
+        "environment.json",
+        "results.json",
+    ]
+    assert (run / "contrastive_mlp-seed0" / "metrics.jsonl").exists()
+    results = json.loads((run / "results.json").read_text())
+    assert results["csa-seed0"]["test/mean/R@1"] > 50
+    assert results["sue-seed0"]["test/mean/R@10"] > 20  # chance is 20 of 50
+    assert Aligner.load(run / "sue-seed0").heads.x.kind == "sue"
