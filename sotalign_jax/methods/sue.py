@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 import jax
 import numpy as np
@@ -28,7 +28,7 @@ class SUE(base.Fitted):
     defaults here are for thousands of rows on a CPU.
 
     Attributes:
-        dim: canonical variates kept, the width of the shared space.
+        dim: canonical variates kept, the width of the shared space; 8 as published.
         eigenvectors: outputs of each spectral network.
         hidden: width of their hidden layers.
         neighbours: of each row in the graph of a batch.
@@ -43,6 +43,8 @@ class SUE(base.Fitted):
         mmd_learning_rate: its AdamW's.
         mmd_hidden: its width.
     """
+
+    grid: ClassVar[base.Grid] = {"dim": (8, 16, 30)}
 
     dim: int = 8
     eigenvectors: int = 30
