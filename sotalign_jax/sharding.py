@@ -192,7 +192,7 @@ class SplitRows:
     ) -> "SplitRows":
         """Splits the rows that `read` returns; a process reads those of its own devices alone."""
         size, *width = shape
-        padded = -(-size // mesh.size) * mesh.size
+        padded = _padded(size, mesh)
 
         def part(index: tuple[slice, ...] | None) -> np.ndarray:
             assert index is not None
@@ -205,9 +205,20 @@ class SplitRows:
         whole = jax.make_array_from_callback((padded, *width), split_rows(mesh), part)
         return cls(whole, size)
 
+    @classmethod
+    def shape(cls, x: jax.ShapeDtypeStruct, mesh: Mesh) -> "SplitRows":
+        """What `place` returns of rows of this shape, to compile for."""
+        size = _padded(len(x), mesh), *x.shape[1:]
+        whole: Any = jax.ShapeDtypeStruct(size, x.dtype, sharding=split_rows(mesh))
+        return cls(whole, len(x))
+
     def trim(self) -> Array:
         """The rows without the padding, still split; inside `jit`."""
         return self.padded[: self.size]
+
+
+def _padded(size: int, mesh: Mesh) -> int:
+    return -(-size // mesh.size) * mesh.size
 
 
 def trim(tree: Any) -> Any:

@@ -1,24 +1,21 @@
 """Rows split over eight devices; `test_sharding` runs this file in a process that has them."""
 
 import dataclasses
-import math
-import re
 
 import compile_cache
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from flax import nnx
 
 import sotalign_jax as sota
+from benchmarks import accelerator, collectives
 from sotalign_jax import (
     checkpoints,
     checks,
     data,
     heads,
     methods,
-    sampling,
     sharding,
     structure,
     teachers,
@@ -210,60 +207,24 @@ def test_rows_on_the_device_need_a_single_one(dataset, mesh):
 
 # --- the compiled step -------------------------------------------------------------------------
 
-UNPAIRED, PAIRS, WIDTH_X, WIDTH_Y, DIM = 22_768, 10_000, 2048, 4096, 1024  # the paper's
+PAPER = accelerator.Workload(pool=22_768)
 
 
-def compile_step(mesh):
-    """The step of `training.fit` at the paper's size, of which nothing is run."""
-
-    def shape(*size, dtype=jnp.float32):
-        return jax.ShapeDtypeStruct(size, dtype)
-
-    def placed(tree, where):
-        return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=where), tree)
-
-    method = methods.SOTAlign()
-    config = training.TrainConfig(pair_batch=PAIRS, unpaired_batch=UNPAIRED)
-    model = nnx.eval_shape(lambda: heads.build_heads(WIDTH_X, WIDTH_Y, DIM))
-    sizes = (PAIRS, WIDTH_X), (PAIRS, WIDTH_Y), (UNPAIRED, WIDTH_X), (UNPAIRED, WIDTH_Y)
-    rows = [shape(*size) for size in sizes]
-    pools = sampling.DeviceData(*rows[:2], shape(10**6, WIDTH_X), shape(10**6, WIDTH_Y))
-    maps = (heads.AffineMap(shape(DIM, width), shape(DIM), "l2") for width in (WIDTH_X, WIDTH_Y))
-    teacher = teachers.LinearTeacher(*maps, shape(DIM))
-    state = jax.eval_shape(
-        lambda *parts: training.init_state(method, nnx.merge(*parts), pools, config),
-        *nnx.split(model),
-    )
-    step = training.make_step(method, model, config, mesh)
-    if mesh is None:
-        batch = sampling.Batch(*rows, step=shape(dtype=jnp.int32))
-        return step.trace(state, batch, teacher).lower().compile()
-    split = (sharding.SplitRows(placed(x, sharding.split_rows(mesh)), len(x)) for x in rows)
-    everywhere = sharding.replicated(mesh)
-    batch = sampling.Batch(*split, step=placed(shape(dtype=jnp.int32), everywhere))
-    with jax.set_mesh(mesh):
-        return (
-            step.trace(placed(state, everywhere), batch, placed(teacher, everywhere))
-            .lower()
-            .compile()
-        )
-
-
-def test_a_device_of_eight_needs_a_sixth_of_the_memory_and_loops_gather_nothing(mesh):
-    one, eight = compile_step(None), compile_step(mesh)
+def test_a_device_of_eight_needs_a_sixth_of_the_memory_and_loops_gather_nothing():
+    """Of the step at the paper's size, which is compiled, not run."""
+    one, eight = (accelerator.lower(PAPER, jax.devices()[:n]).compile() for n in (1, 8))
     memory = [step.memory_analysis().temp_size_in_bytes for step in (one, eight)]
     assert memory[1] <= memory[0] / 6, memory
-    found = re.findall(
-        r"= (.*?) (all-gather|all-reduce|reduce-scatter|all-to-all|collective-permute)\((.*)",
-        eight.as_text(),
-    )
-    assert {kind for _, kind, _ in found} >= {"all-gather", "all-reduce"}
-    for shapes, kind, rest in found:
-        numbers = [
-            math.prod(map(int, filter(None, size.split(","))))
-            for size in re.findall(r"[a-z]+\d+\[([\d,]*)\]", shapes)
-        ]
-        assert max(numbers) <= UNPAIRED * DIM  # nothing n x n travels
-        if "/while/" in rest and kind != "collective-permute":
-            # Sinkhorn's loops: column sums and maxima, and one drift for every device.
-            assert (kind, numbers) in [("all-reduce", [UNPAIRED + extra]) for extra in (0, 8)]
+    found = collectives.find(eight.as_text())
+    assert {one.kind for one in found} >= {"all-gather", "all-reduce"}
+    assert (
+        max(max(one.sizes) for one in found) <= PAPER.unpaired * PAPER.dim
+    )  # nothing n x n travels
+    in_loops = [one for one in found if one.in_loop]
+    # Sinkhorn's loops: column sums with one drift for every device, and column maxima. Gradients
+    # go round a ring in pieces, after each plan is found.
+    sums = {(one.kind, one.sizes) for one in in_loops if one.kind != "collective-permute"}
+    assert sums == {("all-reduce", (PAPER.unpaired + 8,)), ("all-reduce", (PAPER.unpaired,))}
+    assert {one.sizes for one in in_loops} - {sizes for _, sizes in sums} == {
+        (PAPER.unpaired // 8 * PAPER.dim,)
+    }
