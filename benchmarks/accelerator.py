@@ -91,7 +91,7 @@ class Memory(NamedTuple):
     temporaries: int | None
     total: int
     fits: bool
-    collectives: tuple[collectives.Collective, ...] = ()
+    exchanged: tuple[collectives.Collective, ...] = ()
 
 
 def missing_plugin(target: Target) -> str | None:
@@ -168,8 +168,9 @@ def lower(workload: Workload, where: Sequence[Any]) -> Any:
     # Several devices get the rows of each batch from their hosts.
     mesh = jax.sharding.Mesh(np.array(where), ("rows",))
     everywhere = sharding.replicated(mesh)
-    split = [sharding.SplitRows.shape(x, mesh) for x in rows(w.unpaired)]
-    batch = sampling.Batch(*split, step=placed(shape(dtype=jnp.int32), everywhere))
+    split: Any = [sharding.SplitRows.shape(x, mesh) for x in rows(w.unpaired)]
+    a, b, x, y = split
+    batch = sampling.Batch(a, b, x, y, step=placed(shape(dtype=jnp.int32), everywhere))
     step = training.make_step(method, model, config, mesh)
     with jax.set_mesh(mesh):
         return step.trace(placed(state, everywhere), batch, placed(teacher, everywhere)).lower()
@@ -280,7 +281,7 @@ class Survey:
         """What the devices tell each other in a step, by kind and size."""
         rows = []
         for workload, (memory, _) in self.results.items():
-            counted = collections.Counter(memory.collectives)
+            counted = collections.Counter(memory.exchanged)
             for one, count in sorted(counted.items(), key=lambda item: -item[0].bytes):
                 if one.bytes >= _LEAST_EXCHANGE or one.in_loop:
                     where = "each sweep or ring step" if one.in_loop else "once a step"

@@ -66,6 +66,8 @@ def connected() -> Iterator[None]:
         yield
         return
     _connect(*given)
+    # Large files are looked through by all together, a part by each.
+    checks.set_share(jax.process_index(), jax.process_count())
     if not is_first():
         sys.stdout = open(os.devnull, "w")  # noqa: SIM115 - until the process ends
     ended = threading.Event()

@@ -8,6 +8,8 @@ import shutil
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
+from jax.sharding import Mesh
+
 from experiments import processes
 from experiments import settings as settings_lib
 from experiments.settings import Settings
@@ -155,10 +157,13 @@ class Prepared(NamedTuple):
     method: methods.Objective | None
     teacher: teachers.LinearTeacher | None
     start: heads.Heads
+    mesh: Mesh | None = None
 
 
 def prepare(settings: Settings) -> Prepared:
-    """Reads the data, fits the teacher if one is needed, and builds the heads."""
+    """Finds the devices, reads the data, fits the teacher if one is needed, builds the heads."""
+    with naming("config"):
+        mesh = sharding.rows_mesh(settings.mesh)
     dataset, method = load_dataset(settings), settings.options
     if isinstance(method, methods.Fitted):
         with naming(f"config.{settings.method}"):
@@ -182,7 +187,7 @@ def prepare(settings: Settings) -> Prepared:
             seed=settings.train.seed,
             teacher=teacher if as_start else None,
         )
-    return Prepared(dataset, method, teacher, start)
+    return Prepared(dataset, method, teacher, start, mesh)
 
 
 def fit_teacher(settings: Settings, dataset: data.Dataset, kind: str) -> teachers.LinearTeacher:
@@ -257,7 +262,7 @@ def _train(
             teacher=processes.from_first(prepared.teacher),
             resume=recorder.resume,
             observer=recorder,
-            mesh=sharding.rows_mesh(settings.mesh),
+            mesh=prepared.mesh,
             on_device=settings.on_device,
         )
 

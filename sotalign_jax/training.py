@@ -168,9 +168,11 @@ def place(
     dataset: data.Dataset, *, pool: bool = True, on_device: bool = True
 ) -> sampling.DeviceData:
     """Training arrays, on the device or as they are; pools without rows when nothing reads them."""
-    rows = slice(None) if pool else slice(0)
-    arrays = dataset.pairs_x, dataset.pairs_y, dataset.pool_x[rows], dataset.pool_y[rows]
-    return sampling.DeviceData(*(map(jnp.asarray, arrays) if on_device else arrays))
+    pools = (x if pool else x[:0] for x in (dataset.pool_x, dataset.pool_y))
+    arrays: tuple[Any, ...] = dataset.pairs_x, dataset.pairs_y, *pools
+    if on_device:
+        arrays = tuple(jnp.asarray(np.asarray(x)) for x in arrays)
+    return sampling.DeviceData(*arrays)
 
 
 def fits_device(dataset: data.Dataset, *, pool: bool = True) -> bool:

@@ -50,7 +50,7 @@ def on(mesh, function, *arguments):
 def assert_close(actual, expected, rtol=1e-7):
     for a, b in zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True):
         scale = np.abs(b).max(where=np.isfinite(b), initial=0)
-        np.testing.assert_allclose(a, b, rtol=rtol, atol=rtol * scale)
+        np.testing.assert_allclose(a, b, rtol=rtol, atol=max(rtol * scale, 1e-12))
 
 
 def test_meshes(mesh):
