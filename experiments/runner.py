@@ -2,7 +2,6 @@
 
 import contextlib
 import dataclasses
-import fcntl
 import pathlib
 import shutil
 from collections.abc import Iterator
@@ -10,7 +9,7 @@ from typing import Any, NamedTuple
 
 from jax.sharding import Mesh
 
-from experiments import processes
+from experiments import locks, processes
 from experiments import settings as settings_lib
 from experiments.settings import Settings
 from sotalign_jax import (
@@ -73,7 +72,7 @@ def execute(
         prepared = prepare(settings)
     except checks.InputError as error:
         raise UnusableError(str(error)) from error
-    with _only_process(claim()):
+    with locks.only_process(claim(), flag="workdir"):
         results: Results = {}
         trained = prepared.start
         if prepared.method is not None:
@@ -231,22 +230,6 @@ def naming(where: str) -> Iterator[None]:
         yield
     except checks.InputError as error:
         raise checks.InputError(f"{where}: {error}") from error
-
-
-@contextlib.contextmanager
-def _only_process(folder: pathlib.Path) -> Iterator[None]:
-    """Keeps other processes out of a run folder; the system lifts the lock even after a kill."""
-    with (folder / "config.json").open("rb") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            raise checks.InputError(
-                f"workdir: {folder} is in use by another process; wait for its end or choose "
-                "another --workdir"
-            ) from error
-        except OSError:  # some network file systems have no locks
-            pass
-        yield
 
 
 def _train(

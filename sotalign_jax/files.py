@@ -150,13 +150,39 @@ def _load_safetensors(file: pathlib.Path, key: str | None) -> np.ndarray:
     return np.memmap(file, dtype, "r", offset=8 + length + begin, shape=tuple(entry["shape"]))
 
 
-def _load_tfds(address: str, key: str | None) -> np.ndarray:
+def open_tfds(name: str, split: str, *, folder: str | None = None) -> Any:
+    """Random-access records of a dataset prepared by TFDS; nothing is ever fetched.
+
+    Args:
+      name: NAME, with a config and version if need be (`name/config:1.0.0`).
+      split: its split, or a slice of it (`train[:50%]`).
+      folder: where datasets are prepared; `$TFDS_DATA_DIR` or TFDS's default when None.
+
+    Raises:
+      checks.InputError: TFDS is not installed, or has no such dataset ready for random access.
+    """
+    where = f"tfds:{name}:{split}"
     try:
         tfds: Any = importlib.import_module("tensorflow_datasets")
     except ImportError as error:
         raise checks.InputError(
-            f"{address}: needs tensorflow-datasets; pip install 'sotalign-jax[data]'"
+            f"{where}: needs tensorflow-datasets; pip install 'sotalign-jax[data]'"
         ) from error
+    try:
+        return tfds.data_source(
+            name,
+            split=split,
+            data_dir=folder or os.environ.get("TFDS_DATA_DIR"),
+            download=False,  # never fetch a large dataset as a side effect of a typo
+        )
+    except (ValueError, AssertionError, NotImplementedError, OSError) as error:
+        raise checks.InputError(
+            f"{where}: {_first_line(error)} Prepare it with file_format='array_record' "
+            "and set TFDS_DATA_DIR to its folder"
+        ) from error
+
+
+def _load_tfds(address: str, key: str | None) -> np.ndarray:
     # Colons inside brackets belong to a split slice such as train[10:20].
     name, *rest = re.split(r":(?![^\[]*\])", address.removeprefix("tfds:"))
     if rest and re.fullmatch(r"[\d*]+\.[\d*]+\.[\d*]+", rest[0]):
@@ -166,19 +192,7 @@ def _load_tfds(address: str, key: str | None) -> np.ndarray:
             f"{address}: not understood; write tfds:NAME, tfds:NAME:SPLIT or "
             "tfds:NAME:SPLIT:FEATURE, and name the feature once"
         )
-    split = rest[0] if rest else "train"
-    try:
-        source: Any = tfds.data_source(
-            name,
-            split=split,
-            data_dir=os.environ.get("TFDS_DATA_DIR"),
-            download=False,  # never fetch a large dataset as a side effect of a typo
-        )
-    except (ValueError, AssertionError, NotImplementedError, OSError) as error:
-        raise checks.InputError(
-            f"{address}: {_first_line(error)} Prepare it with file_format='array_record' "
-            "and set TFDS_DATA_DIR to its folder"
-        ) from error
+    source = open_tfds(name, rest[0] if rest else "train")
     features = source.dataset_info.features
     wanted = _pick_key(address, list(features), rest[1] if len(rest) == 2 else key)
     feature = features[wanted]

@@ -17,7 +17,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator, Mapping
-from typing import Any, NamedTuple, Self, TextIO
+from typing import Any, BinaryIO, NamedTuple, Self, TextIO
 
 import jax
 import numpy as np
@@ -49,10 +49,29 @@ def write_json(path: PathLike, value: Any) -> None:
         text = json.dumps(value, indent=2, allow_nan=False) + "\n"
     except (TypeError, ValueError) as error:
         raise checks.InputError(f"{path}: cannot be written as JSON ({error})") from error
+    with replacing(path) as file:
+        file.write(text.encode())
+
+
+@contextlib.contextmanager
+def replacing(path: PathLike) -> Iterator[BinaryIO]:
+    """A file to write that takes the place of `path` only when all of it is on the disk.
+
+    Raises:
+        OSError: the file cannot be written, as on a full disk; an earlier one is intact.
+
+    >>> import tempfile
+    >>> path = pathlib.Path(tempfile.mkdtemp()) / "rows.bin"
+    >>> with replacing(path) as file:
+    ...     _ = file.write(b"rows")
+    >>> path.read_bytes()
+    b'rows'
+    """
+    path = pathlib.Path(path)
     temporary = _temporary(path)
     try:
-        with _naming(path), temporary.open("w", encoding="utf-8") as file:
-            file.write(text)
+        with _naming(path), temporary.open("wb") as file:
+            yield file
             file.flush()
             os.fsync(file.fileno())
         os.replace(temporary, path)
@@ -110,7 +129,7 @@ def open_run(workdir: PathLike, config: Mapping[str, Any], *, flag: str = "workd
     Args:
         workdir: the run's folder; created with its parents when missing.
         config: everything that decides the result, as JSON values; tuples count as lists.
-        flag: what the user calls the folder.
+        flag: what the command line calls the folder, for messages.
 
     Returns:
         The folder, and True when an earlier start of the same run is there to be resumed.
@@ -237,7 +256,7 @@ def tensorboard(logdir: PathLike, *, resume_after: int | None = None) -> Any:
 
 
 class Progress:
-    """A progress bar with loss, MeanR@1 and time left; ten plain lines where no terminal is.
+    """A progress bar with loss, MeanR@1, rate and time left; ten plain lines where no terminal is.
 
     >>> with Progress(100, "train", stream=sys.stdout) as progress:
     ...     progress.update(50, loss=0.25)  # doctest: +ELLIPSIS
@@ -256,8 +275,8 @@ class Progress:
     ) -> None:
         """Starts at step `initial` of `total`; writes to `stream`, by default stderr.
 
-        `unit` is what is counted. An `inner` bar stands below another one and is gone at its end;
-        without a terminal it says nothing.
+        `unit` is what is counted, such as "rows", and shown with its rate. An `inner` bar stands
+        below another one and is gone at its end; without a terminal it says nothing.
         """
         self._total, self._initial, self._step = total, initial, initial
         self._description, self._unit, self._inner = description, unit, inner
@@ -303,9 +322,12 @@ class Progress:
                 self._bar.update(step - previous)
             elif self._stream is not None and tenth and not self._inner:
                 done = max(step - self._initial, 1)
-                left = (time.monotonic() - self._start) / done * (self._total - step)
+                seconds = max(time.monotonic() - self._start, 1e-9)
+                left = seconds / done * (self._total - step)
                 count = f"{step}/{self._total} {self._unit}".rstrip()
                 parts = [f"{self._description}: {count}", text]
+                if self._unit:
+                    parts.append(f"{done / seconds:.3g} {self._unit}/s")
                 parts.append(f"{tqdm.tqdm.format_interval(left)} left")
                 print(", ".join(filter(None, parts)), file=self._stream, flush=True)
 

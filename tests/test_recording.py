@@ -51,6 +51,23 @@ def test_a_failed_write_leaves_the_old_file(tmp_path):
     assert os.listdir(tmp_path) == ["x.json"]
 
 
+def test_a_file_is_replaced_whole_or_not_at_all(tmp_path):
+    path = tmp_path / "rows.bin"
+    path.write_bytes(b"old")
+
+    def write(content):
+        with recording.replacing(path) as file:
+            file.write(content)
+            if content == b"part":
+                raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        write(b"part")
+    assert path.read_bytes() == b"old" and os.listdir(tmp_path) == ["rows.bin"]
+    write(b"new")
+    assert path.read_bytes() == b"new" and os.listdir(tmp_path) == ["rows.bin"]
+
+
 def test_unreadable_json_is_named(tmp_path):
     path = tmp_path / "config.json"
     with pytest.raises(checks.InputError, match=r"config\.json: cannot be read \(No such file"):
@@ -111,6 +128,12 @@ def test_a_folder_with_other_things_is_refused(tmp_path):
     with pytest.raises(checks.InputError, match=r"thesis\.tex cannot be created"):
         recording.open_run(tmp_path / "thesis.tex", CONFIG)
     assert os.listdir(tmp_path) == ["thesis.tex"]
+
+
+def test_messages_name_the_flag_of_the_folder(tmp_path):
+    recording.open_run(tmp_path / "run", {"n": 1}, flag="out")
+    with pytest.raises(checks.InputError, match=r"^out: .*n=1 but n=2 .*another --out$"):
+        recording.open_run(tmp_path / "run", {"n": 2}, flag="out")
 
 
 def test_a_start_killed_early_can_be_repeated(tmp_path):
@@ -224,6 +247,14 @@ def test_progress_of_runs_within_a_bar_over_runs():
     assert plain.getvalue().startswith("compare: 1/2 runs, ")
     assert len(plain.getvalue().splitlines()) == 1
     assert "sail seed 0" in terminal.getvalue() and "runs/s" in terminal.getvalue()
+
+
+def test_progress_with_a_unit_shows_the_rate():
+    stream = io.StringIO()
+    with recording.Progress(10, "extract", unit="rows", stream=stream) as progress:
+        progress.update(10)
+    assert stream.getvalue().startswith("extract: 10/10 rows, ")
+    assert stream.getvalue().endswith(" rows/s, 00:00 left\n")
 
 
 @pytest.mark.parametrize("kind", [io.StringIO, Terminal])

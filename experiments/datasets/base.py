@@ -1,0 +1,135 @@
+"""What an adapter hands out: items in a fixed order, whose content is read only when asked for."""
+
+import functools
+import io
+import os
+import pathlib
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, NamedTuple, NoReturn
+
+import numpy as np
+
+from sotalign_jax import checks
+
+MODALITIES = ("image", "text", "audio")
+IMAGE_SUFFIXES = (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif", ".tif", ".tiff")
+CAPTIONS = 5
+"""Captions per picture that COCO's and Flickr30k's protocols score."""
+
+
+class Item(NamedTuple):
+    """One picture, text or sound.
+
+    Attributes:
+        id: unique within a modality of a dataset.
+        load: reads the content: a `PIL.Image.Image`, a str, or a `Sound`. What it raises is the
+            reason for which the item is skipped.
+        group: what belongs together across modalities has one group: the picture of a caption,
+            or the class of a picture and of its prompts.
+    """
+
+    id: str
+    load: Callable[[], Any]
+    group: str
+
+
+class Sound(NamedTuple):
+    """A mono waveform [samples] and its sampling rate."""
+
+    wave: np.ndarray
+    rate: int
+
+
+class Source(NamedTuple):
+    """A dataset: for every modality it has, a function that starts over the items.
+
+    Attributes:
+        items: the iterators, by modality.
+        classes: names of the classes that the groups number, for classification sets.
+    """
+
+    items: Mapping[str, Callable[[], Iterator[Item]]]
+    classes: tuple[str, ...] | None = None
+
+
+class Request(NamedTuple):
+    """Where a dataset lies and what part of it is asked for."""
+
+    root: pathlib.Path
+    split: str
+    captions: pathlib.Path | None = None
+
+
+# --- content -----------------------------------------------------------------------------------
+
+
+def picture(file: pathlib.Path | bytes) -> Any:
+    """Reads a whole picture, so that damage shows here."""
+    import PIL.Image
+
+    with PIL.Image.open(io.BytesIO(file) if isinstance(file, bytes) else file) as image:
+        image.load()
+        return image
+
+
+def oriented(file: pathlib.Path) -> Any:
+    """A picture turned as its camera was held."""
+    import PIL.ImageOps
+
+    return PIL.ImageOps.exif_transpose(picture(file))
+
+
+def sound(file: pathlib.Path) -> Sound:
+    """Reads a sound file; several channels are averaged."""
+    import soundfile
+
+    wave, rate = soundfile.read(file, dtype="float32", always_2d=True)
+    return Sound(wave.mean(axis=1), rate)
+
+
+def text_item(identity: str, text: str, group: str) -> Item:
+    """An item whose text is known already."""
+    return Item(identity, functools.partial(_same, text), group)
+
+
+def bad_item(identity: str, reason: str, group: str) -> Item:
+    """An item that is known to be unusable; it is listed among the skipped."""
+    return Item(identity, functools.partial(_fail, reason), group)
+
+
+def _same(value: Any) -> Any:
+    return value
+
+
+def _fail(reason: str) -> NoReturn:
+    raise ValueError(reason)
+
+
+# --- files -------------------------------------------------------------------------------------
+
+
+def find(root: pathlib.Path, *names: str) -> pathlib.Path:
+    """The first of several possible places below `root` that exists.
+
+    Raises:
+        InputError: none does.
+    """
+    for name in names:
+        if (root / name).exists():
+            return root / name
+    wanted = " or ".join(names)
+    raise checks.InputError(f"root: {root} holds no {wanted}; pass the dataset's own folder")
+
+
+def lines(file: pathlib.Path) -> list[str]:
+    """The lines of a text file that are not empty."""
+    return [line for line in file.read_text(encoding="utf-8").splitlines() if line.strip()]
+
+
+def pictures_below(root: pathlib.Path) -> Iterator[pathlib.Path]:
+    """Paths of the pictures at any depth, relative to `root` and in a fixed order."""
+    for folder, subfolders, names in os.walk(root):
+        subfolders.sort()
+        for name in sorted(names):
+            if name.lower().endswith(IMAGE_SUFFIXES) and not name.startswith("."):
+                yield (pathlib.Path(folder) / name).relative_to(root)

@@ -1,0 +1,91 @@
+"""Did a claim of the paper hold here? Verdicts from numbers, with the numbers in one line."""
+
+from collections.abc import Mapping
+from typing import NamedTuple
+
+import numpy as np
+
+WORDS = {True: "held", False: "did not hold", None: "cannot be judged here"}
+
+
+class Verdict(NamedTuple):
+    """Whether a claim held (None: not to be judged), and why in one line."""
+
+    held: bool | None
+    text: str
+
+    def __str__(self) -> str:
+        return f"{WORDS[self.held]}: {self.text}"
+
+
+class Difference(NamedTuple):
+    """Mean of paired differences over seeds, and its standard error (0 for one seed)."""
+
+    mean: float
+    error: float
+
+    @property
+    def sign(self) -> int:
+        """1 or -1, and 0 when the difference is within its error."""
+        return 0 if abs(self.mean) <= self.error else int(np.sign(self.mean))
+
+    def __str__(self) -> str:
+        spread = f" ± {self.error:.1f}" if self.error else ""
+        return f"{self.mean:+.1f}{spread}"
+
+
+def difference(larger: np.ndarray, smaller: np.ndarray) -> Difference | None:
+    """Of values of the same seeds; None when either is missing.
+
+    >>> difference(np.array([3.0, 5.0]), np.array([1.0, 2.0]))
+    Difference(mean=2.5, error=0.5)
+    """
+    count = min(len(larger), len(smaller))
+    if not count:
+        return None
+    gaps = larger[:count] - smaller[:count]
+    error = float(gaps.std(ddof=1) / np.sqrt(count)) if count > 1 else 0.0
+    return Difference(float(gaps.mean()), error)
+
+
+def all_above(gaps: Mapping[str, Difference | None]) -> Verdict:
+    """A claim that every difference is positive.
+
+    It held when all are positive beyond their standard error, did not when one is negative beyond
+    it, and cannot be judged when one is missing or too small to tell.
+
+    >>> print(all_above({"KLOT - CKA": Difference(2.0, 0.1), "CKA - none": Difference(0.1, 0.3)}))
+    cannot be judged here: 1 of 2 differences are as claimed; CKA - none +0.1 ± 0.3
+    """
+    if not gaps:
+        return Verdict(None, "nothing to compare")
+    signs = {name: None if gap is None else gap.sign for name, gap in gaps.items()}
+    good = sum(sign == 1 for sign in signs.values())
+    worth = {name for name, sign in signs.items() if sign != 1} or set(gaps)
+    shown = [f"{n} {'missing' if g is None else g}" for n, g in gaps.items() if n in worth]
+    listed = ", ".join(shown[:8]) + (f" and {len(shown) - 8} more" if len(shown) > 8 else "")
+    text = f"{good} of {len(gaps)} differences are as claimed; {listed}"
+    if any(sign == -1 for sign in signs.values()):
+        return Verdict(False, text)
+    return Verdict(None if any(sign != 1 for sign in signs.values()) else True, text)
+
+
+def correlated(x: np.ndarray, y: np.ndarray, *, sign: int, paper: float | None) -> Verdict:
+    """A claim that two quantities correlate, positively or negatively.
+
+    Judged by Pearson's r: held when it has the sign and |r| is at least 0.5.
+    """
+    pairs = np.array([(a, b) for a, b in zip(x, y, strict=True) if np.isfinite([a, b]).all()])
+    if len(pairs) < 3 or (pairs.std(axis=0) == 0).any():
+        return Verdict(None, f"{len(pairs)} points are too few")
+    r = float(np.corrcoef(pairs.T)[0, 1])
+    text = f"Pearson r = {r:.2f} over {len(pairs)} points"
+    text += "" if paper is None else f" (paper: {paper:.2f})"
+    return Verdict(None if 0 < sign * r < 0.5 else sign * r > 0, text)
+
+
+def joined(verdicts: Mapping[str, Verdict]) -> Verdict:
+    """A claim of several parts: all must hold."""
+    text = "; ".join(f"{name} {WORDS[v.held]} ({v.text})" for name, v in verdicts.items())
+    held = [verdict.held for verdict in verdicts.values()]
+    return Verdict(False if False in held else None if None in held else True, text)

@@ -1,0 +1,543 @@
+"""Every adapter on a tiny tree in the dataset's own on-disk format."""
+
+import csv
+import io
+import json
+import pickle
+import tarfile
+
+import numpy as np
+import PIL.Image
+import pytest
+import scipy.io
+
+from experiments import datasets
+from experiments.datasets import classification
+from sotalign_jax import checks
+
+
+def colour(n: int) -> tuple[int, int, int]:
+    """Distinct, far apart, so that JPEG cannot mix them up."""
+    return (40 * n % 256, 90 * n % 256, 150 * n % 256)
+
+
+def write_picture(path, n, **options):
+    path.parent.mkdir(parents=True, exist_ok=True)
+    PIL.Image.new("RGB", (8, 6), colour(n)).save(path, **options)
+
+
+def read(source, modality):
+    """Ids, contents and groups of all items."""
+    items = list(source.items[modality]())
+    again = list(source.items[modality]())
+    assert [(i.id, i.group) for i in items] == [(i.id, i.group) for i in again]  # starts over
+    return [i.id for i in items], [i.load() for i in items], [i.group for i in items]
+
+
+def shows(image, n) -> bool:
+    middle = np.asarray(image.convert("RGB"))[2, 3].astype(int)
+    return np.abs(middle - colour(n)).max() <= 6
+
+
+def prompts_of(source):
+    ids, texts, groups = read(source, "text")
+    return dict(zip(ids, zip(texts, groups, strict=True), strict=True))
+
+
+# --- folders and captions -----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", ["csv", "jsonl"])
+def test_folder_with_captions(tmp_path, kind):
+    for n, name in enumerate(["b.png", "a/c.jpg", "a/lonely.webp"]):
+        write_picture(tmp_path / "pictures" / name, n)
+    (tmp_path / "pictures" / "notes.md").write_text("no picture")
+    rows = [("b.png", "A bee.", "train"), ("a/c.jpg", "A cat, asleep.", "test"),
+            ("b.png", "Ein Käfer.", "train"), ("gone.jpg", "Lost.", "test")]  # fmt: skip
+    captions = tmp_path / f"captions.{kind}"
+    with captions.open("w", encoding="utf-8", newline="") as file:
+        if kind == "csv":
+            csv.writer(file).writerows([("file", "caption", "split"), *rows])
+        else:
+            for row in rows:
+                record = dict(zip(("image", "text", "split"), row, strict=True))
+                file.write(json.dumps(record) + "\n")
+    source = datasets.open_dataset("folder", tmp_path / "pictures", captions=captions)
+
+    images = list(source.items["image"]())
+    assert [item.id for item in images] == ["b.png", "a/c.jpg", "gone.jpg", "a/lonely.webp"]
+    assert shows(images[0].load(), 0) and shows(images[1].load(), 1) and shows(images[3].load(), 2)
+    with pytest.raises(FileNotFoundError):
+        images[2].load()
+    texts = list(source.items["text"]())
+    assert [(t.id, t.group) for t in texts] == [
+        ("b.png#0", "b.png"),
+        ("a/c.jpg#0", "a/c.jpg"),
+        ("b.png#1", "b.png"),
+        ("gone.jpg#0", "gone.jpg"),
+        ("a/lonely.webp#0", "a/lonely.webp"),
+    ]
+    assert [t.load() for t in texts[:3]] == ["A bee.", "A cat, asleep.", "Ein Käfer."]
+    with pytest.raises(ValueError, match="has no caption"):
+        texts[4].load()
+
+    part = datasets.open_dataset("folder", tmp_path / "pictures", split="test", captions=captions)
+    assert read(part, "text") == (["a/c.jpg#0", "gone.jpg#0"], ["A cat, asleep.", "Lost."],
+                                  ["a/c.jpg", "gone.jpg"])  # fmt: skip
+    assert [item.id for item in part.items["image"]()] == ["a/c.jpg", "gone.jpg"]
+
+
+def test_folder_with_a_text_file_beside_each_picture(tmp_path):
+    for n in range(3):
+        write_picture(tmp_path / f"{n}.png", n)
+    (tmp_path / "0.txt").write_text("A zero.\nde.utf8=Eine Null.\n")
+    (tmp_path / "1.txt").write_text("")
+    ids, _, groups = read(datasets.open_dataset("folder", tmp_path), "image")
+    assert ids == groups == ["0.png", "1.png", "2.png"]
+    texts = list(datasets.open_dataset("folder", tmp_path).items["text"]())
+    assert (texts[0].load(), texts[0].group) == ("A zero.", "0.png")
+    assert texts[1].load() == ""
+    with pytest.raises(FileNotFoundError):
+        texts[2].load()
+
+
+def test_pictures_of_a_camera_held_sideways_are_turned(tmp_path):
+    exif = PIL.Image.Exif()
+    exif[0x0112] = 6  # rotate by 90 degrees to show it upright
+    PIL.Image.new("RGB", (8, 6)).save(tmp_path / "phone.jpg", exif=exif)
+    _, (image,), _ = read(datasets.open_dataset("folder", tmp_path), "image")
+    assert image.size == (6, 8)
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("c.tsv", "file\tcaption\n", "neither .csv nor .jsonl"),
+        ("c.csv", "file,caption\n", "has no rows"),
+        ("c.csv", "name,caption\nb.png,A bee.\n", "has the columns name, caption; name one 'file'"),
+        ("c.csv", "file,words\nb.png,A bee.\n", "columns file, words; name one 'caption'"),
+        ("c.jsonl", '{"file": "b.png"\n', "cannot be read"),
+    ],
+)
+def test_captions_that_cannot_be_used(tmp_path, name, content, message):
+    write_picture(tmp_path / "b.png", 0)
+    (tmp_path / name).write_text(content)
+    with pytest.raises(checks.InputError, match=message):
+        datasets.open_dataset("folder", tmp_path, captions=tmp_path / name)
+
+
+def test_a_split_needs_its_column(tmp_path):
+    (tmp_path / "c.csv").write_text("file,caption\nb.png,A bee.\n")
+    with pytest.raises(checks.InputError, match=r"'test' asked but .* has no column 'split'"):
+        datasets.open_dataset("folder", tmp_path, split="test", captions=tmp_path / "c.csv")
+
+
+# --- tar shards ---------------------------------------------------------------------------------
+
+
+def write_tar(path, members):
+    with tarfile.open(path, "w") as archive:
+        for name, content in members:
+            entry = tarfile.TarInfo(name)
+            entry.size = len(content)
+            archive.addfile(entry, io.BytesIO(content))
+
+
+def jpeg(n):
+    return encoded("JPEG", n, (8, 6))
+
+
+def png(n):
+    return encoded("PNG", n, (32, 32))
+
+
+def encoded(kind, n, size):
+    file = io.BytesIO()
+    PIL.Image.new("RGB", size, colour(n)).save(file, kind)
+    return file.getvalue()
+
+
+@pytest.fixture
+def shards(tmp_path):
+    """Two tars as CC3M's: the same keys in both, one caption in the json, one missing."""
+    first = [("000.jpg", jpeg(0)), ("000.json", b'{"caption": "zero"}'), ("000.txt", b"zero"),
+             ("001.jpg", jpeg(1)), ("001.json", b'{"caption": "one", "url": "u"}')]  # fmt: skip
+    second = [("sub/000.1.png", b"broken"), ("sub/000.txt", b"two"), ("sub/001.jpg", jpeg(3))]
+    write_tar(tmp_path / "cc3m-train-0000.tar", first)
+    write_tar(tmp_path / "cc3m-train-0001.tar", second)
+    write_tar(tmp_path / "cc3m-validation-0000.tar", first[:3])
+    return tmp_path
+
+
+def test_webdataset(shards):
+    source = datasets.open_dataset("webdataset", shards, split="train")
+    images, texts = (list(source.items[name]()) for name in ("image", "text"))
+    names = ["cc3m-train-0000/000", "cc3m-train-0000/001", "cc3m-train-0001/sub/000",
+             "cc3m-train-0001/sub/001"]  # fmt: skip
+    assert [i.id for i in images] == [t.group for t in texts] == names
+    assert shows(images[0].load(), 0) and shows(images[1].load(), 1) and shows(images[3].load(), 3)
+    with pytest.raises(PIL.UnidentifiedImageError):
+        images[2].load()
+    assert [t.load() for t in texts[:3]] == ["zero", "one", "two"]
+    with pytest.raises(ValueError, match="has no caption"):
+        texts[3].load()
+    assert len(list(datasets.open_dataset("webdataset", shards).items["image"]())) == 5
+    with pytest.raises(checks.InputError, match=r"no .tar with 'test'"):
+        datasets.open_dataset("webdataset", shards, split="test")
+
+
+@pytest.mark.parametrize("cut", [1600, 2100, 2700])
+def test_a_tar_cut_short_keeps_what_is_whole(shards, cut):
+    path = shards / "cc3m-train-0000.tar"
+    path.write_bytes(path.read_bytes()[:cut])
+    source = datasets.open_dataset("webdataset", shards, split="train")
+    images = list(source.items["image"]())
+    assert shows(images[0].load(), 0)
+    told = [item for item in images if item.id == "cc3m-train-0000/"]
+    with pytest.raises(ValueError, match=r"cc3m-train-0000.tar is cut short; fetch it again"):
+        told[0].load()
+    assert images[-1].id == "cc3m-train-0001/sub/001" and shows(images[-1].load(), 3)
+
+
+# --- several captions a picture -----------------------------------------------------------------
+
+
+def test_coco_2017(tmp_path):
+    table = {
+        "images": [{"id": 9, "file_name": "9.jpg"}, {"id": 4, "file_name": "4.jpg"}],
+        "annotations": [
+            {"id": 100 + n, "image_id": 9 if n % 2 else 4, "caption": f"caption {n}"}
+            for n in range(12)
+        ],
+    }
+    (tmp_path / "annotations").mkdir()
+    (tmp_path / "annotations" / "captions_val2017.json").write_text(json.dumps(table))
+    for n in (4, 9):
+        write_picture(tmp_path / "val2017" / f"{n}.jpg", n)
+    source = datasets.open_dataset("coco", tmp_path)
+    ids, images, groups = read(source, "image")
+    assert ids == groups == ["4", "9"] and shows(images[0], 4) and shows(images[1], 9)
+    ids, texts, groups = read(source, "text")
+    assert groups == ["4"] * 5 + ["9"] * 5  # six captions each, of which five are scored
+    assert texts[:2] == ["caption 0", "caption 2"] and ids[5] == "101"
+    with pytest.raises(checks.InputError, match=r"holds no .*captions_train2017.json"):
+        datasets.open_dataset("coco", tmp_path, split="train2017")
+
+
+def karpathy(records):
+    return json.dumps({"images": records, "dataset": "tiny"})
+
+
+def sentences(n):
+    return [{"raw": f"caption {n}.{k}", "tokens": [], "sentid": 10 * n + k} for k in range(6)]
+
+
+def test_coco_karpathy(tmp_path):
+    parts = ["test", "train", "restval", "val"]
+    records = [
+        {"filepath": "val2014", "filename": f"{n}.jpg", "cocoid": 70 + n, "split": part,
+         "imgid": n, "sentences": sentences(n)}
+        for n, part in enumerate(parts)
+    ]  # fmt: skip
+    (tmp_path / "dataset_coco.json").write_text(karpathy(records))
+    for n in range(4):
+        write_picture(tmp_path / "val2014" / f"{n}.jpg", n)
+    source = datasets.open_dataset("coco", tmp_path, split="karpathy-test")
+    ids, images, _ = read(source, "image")
+    assert ids == ["70"] and shows(images[0], 0)
+    ids, texts, groups = read(source, "text")
+    assert len(texts) == 5 and set(groups) == {"70"} and texts[4] == "caption 0.4"
+    train = datasets.open_dataset("coco", tmp_path, split="karpathy-train")
+    assert read(train, "image")[0] == ["71", "72"]
+    with pytest.raises(checks.InputError, match="split: 'dev' is unknown"):
+        datasets.open_dataset("coco", tmp_path, split="karpathy-dev")
+
+
+def test_flickr30k(tmp_path):
+    records = [
+        {"filename": f"{n}.jpg", "split": "test" if n else "train", "sentences": sentences(n)[:5]}
+        for n in range(3)
+    ]
+    (tmp_path / "dataset_flickr30k.json").write_text(karpathy(records))
+    for n in range(3):
+        write_picture(tmp_path / "flickr30k-images" / f"{n}.jpg", n)
+    source = datasets.open_dataset("flickr30k", tmp_path)
+    ids, images, _ = read(source, "image")
+    assert ids == ["1.jpg", "2.jpg"] and shows(images[1], 2)
+    assert read(source, "text")[2] == ["1.jpg"] * 5 + ["2.jpg"] * 5
+
+
+# --- classification -----------------------------------------------------------------------------
+
+SYNSETS = [f"n{n:08d}" for n in range(1000)]
+
+
+def test_imagenet_in_folders(tmp_path):
+    for synset in SYNSETS:
+        (tmp_path / "val" / synset).mkdir(parents=True)
+    write_picture(tmp_path / "val" / SYNSETS[1] / "ILSVRC2012_val_00000007.JPEG", 1)
+    write_picture(tmp_path / "val" / SYNSETS[0] / "ILSVRC2012_val_00000009.JPEG", 2)
+    source = datasets.open_dataset("imagenet", tmp_path)
+    ids, images, groups = read(source, "image")
+    assert groups == ["0", "1"] and ids[1].endswith("00000007.JPEG") and shows(images[0], 2)
+    prompts = prompts_of(source)
+    assert len(prompts) == 80_000 and prompts["1/0"] == ("a bad photo of a goldfish.", "1")
+    (tmp_path / "val" / SYNSETS[5]).rmdir()
+    with pytest.raises(checks.InputError, match="999 synset folders but ImageNet-1k has 1000"):
+        datasets.open_dataset("imagenet", tmp_path)
+
+
+def test_imagenet_as_kaggle_packs_it(tmp_path):
+    mapping = "".join(f"{synset} some name\n" for synset in SYNSETS)
+    (tmp_path / "LOC_synset_mapping.txt").write_text(mapping)
+    (tmp_path / "LOC_val_solution.csv").write_text(
+        f"ImageId,PredictionString\nILSVRC2012_val_00000002,{SYNSETS[7]} 1 2 3 4 \n"
+        f"ILSVRC2012_val_00000001,{SYNSETS[3]} 1 2 3 4 {SYNSETS[3]} 5 6 7 8 \n"
+    )
+    folder = tmp_path / "ILSVRC" / "Data" / "CLS-LOC"
+    write_picture(folder / "val" / "ILSVRC2012_val_00000001.JPEG", 1)
+    write_picture(folder / "val" / "ILSVRC2012_val_00000002.JPEG", 2)
+    write_picture(folder / "train" / SYNSETS[9] / "n_1.JPEG", 3)
+    _, images, groups = read(datasets.open_dataset("imagenet", tmp_path), "image")
+    assert groups == ["3", "7"] and shows(images[1], 2)
+    _, images, groups = read(datasets.open_dataset("imagenet", tmp_path, split="train"), "image")
+    assert groups == ["9"] and shows(images[0], 3)
+
+
+def test_food101(tmp_path):
+    (tmp_path / "meta").mkdir()
+    (tmp_path / "meta" / "classes.txt").write_text("apple_pie\nbaby_back_ribs\n")
+    (tmp_path / "meta" / "test.txt").write_text("baby_back_ribs/22\napple_pie/11\n")
+    write_picture(tmp_path / "images" / "apple_pie" / "11.jpg", 1)
+    write_picture(tmp_path / "images" / "baby_back_ribs" / "22.jpg", 2)
+    source = datasets.open_dataset("food101", tmp_path)
+    ids, images, groups = read(source, "image")
+    assert ids == ["baby_back_ribs/22.jpg", "apple_pie/11.jpg"] and groups == ["1", "0"]
+    assert shows(images[0], 2) and source.classes == ("apple pie", "baby back ribs")
+    expected = ("a photo of baby back ribs, a type of food.", "1")
+    assert prompts_of(source)["1/0"] == expected
+
+
+def test_dtd(tmp_path):
+    (tmp_path / "labels").mkdir()
+    (tmp_path / "labels" / "test1.txt").write_text("dotted/dotted_2.jpg\n")
+    write_picture(tmp_path / "images" / "banded" / "banded_1.jpg", 1)
+    write_picture(tmp_path / "images" / "dotted" / "dotted_2.jpg", 2)
+    source = datasets.open_dataset("dtd", tmp_path)
+    ids, images, groups = read(source, "image")
+    assert (ids, groups) == (["dotted/dotted_2.jpg"], ["1"]) and shows(images[0], 2)
+    assert len(prompts_of(source)) == 2 * 8
+    assert prompts_of(source)["1/0"][0] == "a photo of a dotted texture."
+
+
+def test_flowers(tmp_path):
+    scipy.io.savemat(tmp_path / "imagelabels.mat", {"labels": np.array([[77, 1, 102]], np.uint8)})
+    ids = {"trnid": [[1]], "valid": [[2]], "tstid": [[3, 2]]}
+    scipy.io.savemat(tmp_path / "setid.mat", {k: np.array(v, np.uint16) for k, v in ids.items()})
+    for n in (1, 2, 3):
+        write_picture(tmp_path / "jpg" / f"image_{n:05d}.jpg", n)
+    source = datasets.open_dataset("flowers", tmp_path)
+    names, images, groups = read(source, "image")
+    assert names == ["image_00003.jpg", "image_00002.jpg"] and groups == ["101", "0"]
+    assert shows(images[0], 3) and len(source.classes) == 102
+    assert prompts_of(source)["0/0"][0] == "a photo of a pink primrose, a type of flower."
+
+
+def test_aircraft(tmp_path):
+    data = tmp_path / "data"
+    write_picture(data / "images" / "0034309.jpg", 1)
+    write_picture(data / "images" / "1340192.jpg", 2)
+    (data / "variants.txt").write_text("707-320\nBoeing 717\n")
+    listed = "0034309 Boeing 717\n1340192 707-320\n"
+    (data / "images_variant_test.txt").write_text(listed)
+    source = datasets.open_dataset("aircraft", tmp_path)
+    ids, images, groups = read(source, "image")
+    assert ids == ["0034309.jpg", "1340192.jpg"] and groups == ["1", "0"] and shows(images[0], 1)
+    expected = "a photo of the Boeing 717, a type of aircraft."
+    assert prompts_of(source)["1/1"][0] == expected
+
+
+def write_cifar(path, **arrays):
+    with path.open("wb") as file:  # protocol 2, as the published files
+        pickle.dump({k.encode(): v for k, v in arrays.items()}, file, protocol=2)
+
+
+def pixels(*numbers):
+    """Rows of 3072: the red plane, the green, the blue."""
+    return np.stack([np.repeat(np.array(colour(n), np.uint8), 1024) for n in numbers])
+
+
+def test_cifar10(tmp_path):
+    names = [b"airplane", b"automobile", b"bird"]
+    write_cifar(tmp_path / "batches.meta", label_names=names)
+    write_cifar(tmp_path / "test_batch", data=pixels(1, 2), labels=[2, 0])
+    for n in range(1, 6):
+        write_cifar(tmp_path / f"data_batch_{n}", data=pixels(n), labels=[n % 3])
+    source = datasets.open_dataset("cifar10", tmp_path)
+    ids, images, groups = read(source, "image")
+    assert ids == ["test_batch/0", "test_batch/1"] and groups == ["2", "0"]
+    assert images[0].size == (32, 32) and shows(images[0], 1) and shows(images[1], 2)
+    assert len(prompts_of(source)) == 3 * 18
+    _, images, groups = read(datasets.open_dataset("cifar10", tmp_path, split="train"), "image")
+    assert groups == ["1", "2", "0", "1", "2"] and shows(images[4], 5)
+
+
+def test_cifar100(tmp_path):
+    write_cifar(tmp_path / "meta", fine_label_names=[b"apple", b"aquarium_fish"])
+    write_cifar(tmp_path / "test", data=pixels(3), fine_labels=[1], coarse_labels=[0])
+    source = datasets.open_dataset("cifar100", tmp_path)
+    _, images, groups = read(source, "image")
+    assert groups == ["1"] and shows(images[0], 3)
+    assert prompts_of(source)["1/0"][0] == "a photo of a aquarium fish."
+
+
+def test_a_pickle_with_more_than_arrays_is_refused(tmp_path):
+    (tmp_path / "batches.meta").write_bytes(b"cos\nsystem\n(S'exit'\ntR.")
+    with pytest.raises(checks.InputError, match=r"asks for os.system, which no CIFAR file does"):
+        datasets.open_dataset("cifar10", tmp_path)
+
+
+def test_published_prompts_are_whole():
+    templates = json.loads((classification.ZERO_SHOT / "templates.json").read_text())
+    sizes = {name: len(listed) for name, listed in templates.items()}
+    assert sizes == {"imagenet1k": 80, "food101": 1, "cifar10": 18, "cifar100": 18,
+                     "fgvc_aircraft": 2, "dtd": 8, "flowers": 1}  # fmt: skip
+    assert all(text.count("{c}") == 1 for listed in templates.values() for text in listed)
+
+
+# --- others -------------------------------------------------------------------------------------
+
+
+def test_librispeech(tmp_path):
+    soundfile = pytest.importorskip("soundfile")
+    chapter = tmp_path / "LibriSpeech" / "test-clean" / "61" / "70968"
+    chapter.mkdir(parents=True)
+    waves = {f"61-70968-000{n}": np.sin(np.arange(800) * (n + 1) / 9) / 2 for n in range(2)}
+    lines = [f"{name} HE BEGAN PART {n}\n" for n, name in enumerate(waves)]
+    (chapter / "61-70968.trans.txt").write_text("".join(lines))
+    for name, wave in waves.items():
+        soundfile.write(chapter / f"{name}.flac", wave, 16_000)
+    source = datasets.open_dataset("librispeech", tmp_path)
+    ids, sounds, groups = read(source, "audio")
+    assert ids == groups == list(waves) and sounds[0].rate == 16_000
+    np.testing.assert_allclose(sounds[1].wave, waves[ids[1]], atol=1e-4)
+    assert read(source, "text") == (ids, ["HE BEGAN PART 0", "HE BEGAN PART 1"], ids)
+    with pytest.raises(checks.InputError, match="holds no dev-clean"):
+        datasets.open_dataset("librispeech", tmp_path, split="dev-clean")
+
+
+def test_wikitext(tmp_path):
+    text = (
+        " \n = Robert <unk> = \n \n He acts . \n He sings . \n \n = = Career = = \n \n In 2000 . \n"
+    )
+    (tmp_path / "wiki.valid.raw").write_text(text)
+    source = datasets.open_dataset("wikitext", tmp_path, split="val")
+    ids, texts, _ = read(source, "text")
+    assert texts == ["He acts .", "He sings .", "In 2000 ."] and ids == ["4", "5", "9"]
+
+
+def test_skyscript(tmp_path):
+    rows = [("images2/a.jpg", "a road", "a road, and a pond"), ("images3/b.jpg", "a farm", "")]
+    path = tmp_path / "SkyScript_test_30K_filtered_by_CLIP_openai.csv"
+    with path.open("w", newline="") as file:
+        csv.writer(file).writerows([("filepath", "title", "title_multi_objects"), *rows])
+    write_picture(tmp_path / "images2" / "a.jpg", 1)
+    write_picture(tmp_path / "images3" / "b.jpg", 2)
+    source = datasets.open_dataset("skyscript", tmp_path)
+    ids, images, _ = read(source, "image")
+    assert ids == ["images2/a.jpg", "images3/b.jpg"] and shows(images[1], 2)
+    assert read(source, "text") == (ids, ["a road, and a pond", ""], ids)
+    path.write_text("filepath,title\nimages2/a.jpg,a road\n")
+    with pytest.raises(checks.InputError, match="no column title_multi_objects but filepath"):
+        datasets.open_dataset("skyscript", tmp_path)
+
+
+def test_polyvore(tmp_path):
+    pyarrow = pytest.importorskip("pyarrow")
+    parquet = pytest.importorskip("pyarrow.parquet")
+    (tmp_path / "data").mkdir()
+    for part in range(2):
+        numbers = range(3 * part, 3 * part + 3)
+        columns = {
+            "image": [{"bytes": jpeg(n), "path": None} for n in numbers],
+            "category": ["Dresses"] * 3,
+            "text": [f"dress {n}" if n != 4 else None for n in numbers],
+            "item_ID": [f"100_{n}" for n in numbers],
+        }
+        path = tmp_path / "data" / f"data-0000{part}-of-00002.parquet"
+        parquet.write_table(pyarrow.table(columns), path, row_group_size=2)
+    source = datasets.open_dataset("polyvore", tmp_path)
+    ids, images, _ = read(source, "image")
+    assert ids == [f"100_{n}" for n in range(6)]
+    assert all(shows(image, n) for n, image in enumerate(images))
+    texts = list(source.items["text"]())
+    assert texts[3].load() == "dress 3"
+    with pytest.raises(ValueError, match="is empty"):
+        texts[4].load()
+
+
+@pytest.fixture(scope="module")
+def tfds_folder(tmp_path_factory):
+    """Prepared datasets under the names and with the features that TFDS has."""
+    tfds = pytest.importorskip("tensorflow_datasets")
+
+    def build(name, features, rows):
+        def info(self):
+            return tfds.core.DatasetInfo(
+                builder=self, features=tfds.features.FeaturesDict(features)
+            )
+
+        body = {
+            "VERSION": tfds.core.Version("1.0.0"),
+            "_info": info,
+            "_split_generators": lambda self, _: {"test": self._generate_examples()},
+            "_generate_examples": lambda self: iter(enumerate(rows)),
+            "name": name,
+            "__module__": __name__,
+        }
+        builder = type(name.title().replace("_", ""), (tfds.core.GeneratorBasedBuilder,), body)
+        builder(data_dir=folder, file_format="array_record").download_and_prepare()
+
+    folder = tmp_path_factory.mktemp("tfds")
+    labels = tfds.features.ClassLabel(names=["airplane", "big_bird"])
+    picture = tfds.features.Image(shape=(32, 32, 3))
+    build("cifar10", {"image": picture, "label": labels},
+          [{"image": io.BytesIO(png(n)), "label": n % 2} for n in (1, 2)])  # fmt: skip
+    pairs = {"image": tfds.features.Image(shape=(None, None, 1)), "text": tfds.features.Text()}
+    gray = io.BytesIO()
+    PIL.Image.new("L", (5, 4), 99).save(gray, "PNG")
+    build("pairs", pairs, [{"image": io.BytesIO(gray.getvalue()), "text": "grey"}])
+    build("numbers", {"n": tfds.features.Scalar(np.int64)}, [{"n": 3}])
+    return folder
+
+
+def test_tfds_classification(tfds_folder):
+    source = datasets.open_dataset("tfds:cifar10", tfds_folder)
+    _, images, groups = read(source, "image")
+    assert [shows(image, 1 if group == "1" else 2) for image, group in
+            zip(images, groups, strict=True)] == [True, True]  # fmt: skip
+    assert prompts_of(source)["1/0"][0] == "a photo of a big bird."
+
+
+def test_tfds_pictures_and_texts(tfds_folder):
+    source = datasets.open_dataset("tfds:pairs", tfds_folder)
+    _, (image,), groups = read(source, "image")
+    assert image.size == (5, 4) and image.getpixel((0, 0)) == 99
+    assert read(source, "text") == (["0"], ["grey"], groups)
+
+
+def test_tfds_without_anything_to_embed(tfds_folder):
+    with pytest.raises(checks.InputError, match="tfds:numbers has n; none is an image"):
+        datasets.open_dataset("tfds:numbers", tfds_folder)
+    with pytest.raises(checks.InputError, match="nothing not found"):
+        datasets.open_dataset("tfds:nothing", tfds_folder)
+
+
+def test_unknown_names_and_places(tmp_path):
+    with pytest.raises(checks.InputError, match="data: 'mnist' is unknown; choose one of folder"):
+        datasets.open_dataset("mnist", tmp_path)
+    with pytest.raises(checks.InputError, match=r"root: .*gone does not exist"):
+        datasets.open_dataset("coco", tmp_path / "gone")
+    for name in set(datasets.DATASETS) - {"folder", "webdataset", "polyvore"}:
+        with pytest.raises(checks.InputError, match=r"root: .* holds no"):
+            datasets.open_dataset(name, tmp_path)

@@ -1,0 +1,243 @@
+"""Tiny, randomly initialised models of the encoders' architectures, saved as on the hub."""
+
+import json
+import pathlib
+import textwrap
+
+WORDS = [
+    "a",
+    "photo",
+    "of",
+    "the",
+    "red",
+    "car",
+    "bird",
+    "on",
+    "two",
+    "three",
+    "four",
+    "five",
+    "six",
+]
+
+
+def seeded(torch, build):
+    torch.manual_seed(0)
+    return build().eval()
+
+
+def save_tokenizer(folder, *, side="right", end=False):
+    """A tokenizer of whole words; with `end`, it closes every text as Qwen3-Embedding's does."""
+    import tokenizers
+    import transformers
+
+    vocabulary = {"[PAD]": 0, "[UNK]": 1, "[END]": 2} | {w: n for n, w in enumerate(WORDS, 3)}
+    model = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocabulary, unk_token="[UNK]"))
+    model.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    if end:
+        model.post_processor = tokenizers.processors.TemplateProcessing(
+            single="$A [END]", special_tokens=[("[END]", 2)]
+        )
+    fast = transformers.PreTrainedTokenizerFast(
+        tokenizer_object=model, pad_token="[PAD]", unk_token="[UNK]", eos_token="[END]",
+        padding_side=side, model_max_length=64,
+    )  # fmt: skip
+    fast.save_pretrained(folder)
+
+
+def save_processor(folder, **config):
+    pathlib.Path(folder, "preprocessor_config.json").write_text(json.dumps(config))
+
+
+DINO = {
+    "image_processor_type": "BitImageProcessor",
+    "do_resize": True,
+    "size": {"shortest_edge": 40},
+    "do_center_crop": True,
+    "crop_size": {"height": 28, "width": 28},
+    "do_rescale": True,
+    "rescale_factor": 1 / 255,
+    "do_normalize": True,
+    "image_mean": [0.485, 0.456, 0.406],
+    "image_std": [0.229, 0.224, 0.225],
+    "resample": 3,
+}
+
+
+def dinov2(folder):
+    import torch
+    import transformers
+
+    config = transformers.Dinov2Config(
+        hidden_size=16, num_hidden_layers=2, num_attention_heads=2, image_size=28, patch_size=7
+    )
+    seeded(torch, lambda: transformers.Dinov2Model(config)).save_pretrained(folder)
+    save_processor(folder, **DINO)
+
+
+def dinov3(folder):
+    import torch
+    import transformers
+
+    config = transformers.DINOv3ViTConfig(
+        hidden_size=16, num_hidden_layers=2, num_attention_heads=2, intermediate_size=32,
+        image_size=28, patch_size=7, num_register_tokens=4,
+    )  # fmt: skip
+    seeded(torch, lambda: transformers.DINOv3ViTModel(config)).save_pretrained(folder)
+    fixed = {
+        "image_processor_type": "DINOv3ViTImageProcessorFast",
+        "resample": 2,
+        "size": {"height": 28, "width": 28},
+        "do_center_crop": None,
+        "crop_size": None,
+    }
+    save_processor(folder, **{**DINO, **fixed})
+
+
+def resnet(folder):
+    import torch
+    import transformers
+
+    config = transformers.ResNetConfig(
+        embedding_size=8, hidden_sizes=[8, 16], depths=[1, 1], layer_type="bottleneck"
+    )
+    seeded(torch, lambda: transformers.ResNetModel(config)).save_pretrained(folder)
+    kind = {"image_processor_type": "ConvNextImageProcessor", "crop_pct": 0.875,
+            "size": {"shortest_edge": 32}, "do_center_crop": None}  # fmt: skip
+    save_processor(folder, **{**DINO, **kind})
+
+
+def bert(folder):
+    import torch
+    import transformers
+
+    config = transformers.BertConfig(
+        vocab_size=24, hidden_size=16, num_hidden_layers=2, num_attention_heads=2,
+        intermediate_size=32, max_position_embeddings=64,
+    )  # fmt: skip
+    seeded(torch, lambda: transformers.BertModel(config)).save_pretrained(folder)
+    save_tokenizer(folder)
+
+
+def _decoder(**more):
+    return {
+        "vocab_size": 24, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2,
+        "num_key_value_heads": 1, "intermediate_size": 32, "max_position_embeddings": 64, **more,
+    }  # fmt: skip
+
+
+def qwen3(folder):
+    import torch
+    import transformers
+
+    config = transformers.Qwen3Config(**_decoder(head_dim=8))
+    seeded(torch, lambda: transformers.Qwen3Model(config)).save_pretrained(folder)
+    save_tokenizer(folder, side="left", end=True)
+
+
+def nemotron(folder):
+    import torch
+    import transformers
+
+    config = transformers.LlamaConfig(**_decoder())
+    seeded(torch, lambda: transformers.LlamaModel(config)).save_pretrained(folder)
+    save_tokenizer(folder, side="left")
+
+
+NV_EMBED = '''
+    """A model in the manner of NV-Embed: it comes as code, and pools by latent attention."""
+
+    import torch
+    from transformers import AutoTokenizer, MistralConfig, MistralModel, PreTrainedModel
+
+
+    class NVEmbedConfig(MistralConfig):
+        model_type = "nvembed"
+
+
+    class NVEmbedModel(PreTrainedModel):
+        config_class = NVEmbedConfig
+
+        def __init__(self, config):
+            super().__init__(config)
+            self.embedding_model = MistralModel(config)
+            self.latents = torch.nn.Parameter(torch.randn(5, config.hidden_size))
+            self.tokenizer = None
+            self.post_init()
+
+        def encode(self, prompts, instruction="", max_length=4096, **kwargs):
+            if self.tokenizer is None:
+                self.tokenizer = AutoTokenizer.from_pretrained(self.config._name_or_path)
+            texts = [instruction + prompt for prompt in prompts]
+            inputs = self.tokenizer(texts, padding=True, truncation=True, max_length=max_length,
+                                    return_tensors="pt").to(self.device)
+            tokens = self.embedding_model(**inputs).last_hidden_state
+            attention = (tokens @ self.latents.T).softmax(-1) @ self.latents
+            mask = inputs["attention_mask"][..., None]
+            return (attention * mask).sum(1) / mask.sum(1)
+'''
+
+
+def nv_embed(folder):
+    import torch
+    import transformers
+
+    folder = pathlib.Path(folder)
+    (folder / "modeling_nvembed.py").write_text(textwrap.dedent(NV_EMBED).lstrip())
+    config = transformers.MistralConfig(**_decoder())
+    described = config.to_dict() | {
+        "model_type": "nvembed",
+        "auto_map": {
+            "AutoConfig": "modeling_nvembed.NVEmbedConfig",
+            "AutoModel": "modeling_nvembed.NVEmbedModel",
+        },
+        "architectures": ["NVEmbedModel"],
+    }
+    (folder / "config.json").write_text(json.dumps(described))
+    save_tokenizer(folder)
+    empty = transformers.AutoModel.from_config(
+        transformers.AutoConfig.from_pretrained(folder, trust_remote_code=True),
+        trust_remote_code=True,
+    )
+    from safetensors.torch import save_file
+
+    torch.manual_seed(0)
+    weights = {name: torch.randn_like(value) / 4 for name, value in empty.state_dict().items()}
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+def wavlm(folder):
+    import torch
+    import transformers
+
+    config = transformers.WavLMConfig(
+        hidden_size=16, num_hidden_layers=2, num_attention_heads=2, intermediate_size=32,
+        conv_dim=(8, 8), conv_kernel=(10, 8), conv_stride=(5, 4), feat_extract_norm="layer",
+        num_conv_pos_embeddings=8, num_conv_pos_embedding_groups=2, do_stable_layer_norm=True,
+    )  # fmt: skip
+    seeded(torch, lambda: transformers.WavLMModel(config)).save_pretrained(folder)
+    transformers.Wav2Vec2FeatureExtractor(
+        do_normalize=True, return_attention_mask=True
+    ).save_pretrained(folder)
+
+
+def sentence(folder):
+    """BERT with the files of sentence-transformers beside it: the maximum over tokens."""
+    folder = pathlib.Path(folder)
+    bert(folder)
+    library = "sentence_transformers.models"
+    modules = [
+        {"idx": 0, "name": "0", "path": "", "type": f"{library}.Transformer"},
+        {"idx": 1, "name": "1", "path": "1_Pooling", "type": f"{library}.Pooling"},
+    ]
+    pooling = {
+        "word_embedding_dimension": 16,
+        "pooling_mode_cls_token": False,
+        "pooling_mode_mean_tokens": False,
+        "pooling_mode_max_tokens": True,
+        "pooling_mode_mean_sqrt_len_tokens": False,
+    }
+    (folder / "modules.json").write_text(json.dumps(modules))
+    (folder / "sentence_bert_config.json").write_text(json.dumps({"max_seq_length": 32}))
+    (folder / "1_Pooling").mkdir()
+    (folder / "1_Pooling" / "config.json").write_text(json.dumps(pooling))

@@ -1,0 +1,71 @@
+"""Encoders of a few lines, and a program that extracts with one, to be killed."""
+
+import os
+import pathlib
+import resource
+import sys
+
+import numpy as np
+
+WIDTH = 64
+
+
+class Toy:
+    """Random features of tiny pictures or of letters; remembers how much was prepared ahead."""
+
+    def __init__(self, modality="image", *, name="toy", scale=1.0, batch_size=4):
+        self.modality, self.batch_size = modality, batch_size
+        self._name, self._scale = name, scale
+        self._weights = np.random.default_rng(0).normal(size=(48, WIDTH))
+        self.prepared, self.embedded, self.most_waiting = 0, 0, 0
+
+    def describe(self):
+        return {"name": self._name, "revision": "1", "modality": self.modality, "pooling": "none"}
+
+    def prepare(self, content):
+        self.prepared += 1
+        self.most_waiting = max(self.most_waiting, self.prepared - self.embedded)
+        return content if self.modality == "text" else np.asarray(_small(content), float).ravel()
+
+    def embed(self, batch):
+        self.embedded += len(batch)
+        if self.modality == "text":
+            batch = [np.bincount([ord(c) % 48 for c in text], minlength=48) for text in batch]
+        features = np.stack(batch) @ self._weights
+        return self._scale * features / np.linalg.norm(features, axis=1, keepdims=True)
+
+
+class Doomed(Toy):
+    """Sends its own process a signal when it comes to item number `at`, counted from 1."""
+
+    def __init__(self, sign, at):
+        super().__init__(batch_size=1)
+        self._sign, self._at = sign, at
+
+    def embed(self, batch):
+        if self.embedded + 1 == self._at:
+            os.kill(os.getpid(), self._sign)
+        return super().embed(batch)
+
+
+def _small(image):
+    return image.convert("RGB").resize((4, 4))
+
+
+def main():
+    """Arguments: pictures, out, most bytes of a file (0: any), signal, at which item (0: none)."""
+    from experiments import datasets, extract
+
+    root, out = map(pathlib.Path, sys.argv[1:3])
+    size, sign, at = map(int, sys.argv[3:])
+    if size:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (size, size))
+    source = datasets.open_dataset("folder", root)
+    options = {"shard_size": 6, "workers": 2}
+    extract.run(source, Doomed(sign, at), out, data={"root": "pictures"}, **options)
+
+
+if __name__ == "__main__":
+    from experiments import cli
+
+    cli.guarded(main, resume="--out")
