@@ -4,10 +4,12 @@
 
 XLA compiles the very step that `training.fit` runs, at the paper's size by default, for a TPU or
 GPU described to it, and tells how much memory the program needs. Nothing is executed, so that
-neither speed nor numerics are seen.
+neither speed nor numerics are seen. With --devices=8 or 64 it is the step on so many of them:
+memory of each, and what they tell each other.
 """
 
 import argparse
+import collections
 import dataclasses
 import importlib.util
 import os
@@ -20,11 +22,21 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 from jax.experimental import topologies
 
-from benchmarks import common
-from sotalign_jax import checks, heads, methods, sampling, tables, teachers, training
+from benchmarks import collectives, common
+from sotalign_jax import (
+    checks,
+    heads,
+    methods,
+    sampling,
+    sharding,
+    tables,
+    teachers,
+    training,
+)
 
 GIB = 2**30
 SIZES = tuple(1024 * k for k in (8, 16, 22, 32, 44, 64, 88, 128, 176, 256, 352, 512, 704, 1024))
@@ -41,10 +53,13 @@ class Target(NamedTuple):
     memory: int
     description: str
     bounds: tuple[int, ...] | None = None
+    slices: dict[int, str] = {}  # noqa: RUF012 - how several are arranged
 
 
 TARGETS = {
-    "tpu-v5e": Target("tpu", "libtpu", 16 * GIB, "v5e:1x1", (1, 1, 1)),
+    "tpu-v5e": Target(
+        "tpu", "libtpu", 16 * GIB, "v5e:1x1", (1, 1, 1), {8: "v5e:2x4", 64: "v5e:8x8"}
+    ),
     "tpu-v6e": Target("tpu", "libtpu", 32 * GIB, "v6e:1x1", (1, 1, 1)),
     "tpu-v5p": Target("tpu", "libtpu", 95 * GIB, "v5p:2x2x1"),
     "a100": Target("cuda", "jax_plugins.xla_cuda12", 85_100_068_864, "a100_sxm_80.txtpb"),
@@ -76,6 +91,7 @@ class Memory(NamedTuple):
     temporaries: int | None
     total: int
     fits: bool
+    exchanged: tuple[collectives.Collective, ...] = ()
 
 
 def missing_plugin(target: Target) -> str | None:
@@ -93,8 +109,8 @@ def missing_plugin(target: Target) -> str | None:
     )
 
 
-def device(target: Target) -> Any:
-    """A device that XLA compiles for without having it."""
+def devices(target: Target, count: int = 1) -> list[Any]:
+    """Devices that XLA compiles for without having them."""
     message = missing_plugin(target)
     if message is not None:
         raise checks.InputError(message)
@@ -102,17 +118,22 @@ def device(target: Target) -> Any:
     if target.platform == "tpu":
         # No device is opened: do not ask a cloud's metadata server for one, nor lock it.
         os.environ["TPU_SKIP_MDS_QUERY"] = os.environ["ALLOW_MULTIPLE_LIBTPU_LOAD"] = "1"
-        options = {"topology_name": target.description}
-        if target.bounds is not None:
+        if count > 1 and count not in target.slices:
+            known = ", ".join(map(str, (1, *target.slices)))
+            raise checks.InputError(f"devices: is {count}; this target comes as {known}")
+        options = {"topology_name": target.slices.get(count, target.description)}
+        if target.bounds is not None and count == 1:
             options["chips_per_host_bounds"] = target.bounds
     else:
         file = pathlib.Path(__file__).parent / "targets" / target.description
-        options = {"target_config": file.read_text(encoding="utf-8"), "topology": "1x1x1"}
-    return topologies.get_topology_desc(platform=target.platform, **options).devices[0]
+        hosts, each = (1, count) if count <= 8 else (-(-count // 8), 8)
+        topology = f"1x{hosts}x{each}"
+        options = {"target_config": file.read_text(encoding="utf-8"), "topology": topology}
+    return topologies.get_topology_desc(platform=target.platform, **options).devices[:count]
 
 
-def lower(workload: Workload, where: Any) -> Any:
-    """The training step of `training.make_step`, lowered for the device `where`."""
+def lower(workload: Workload, where: Sequence[Any]) -> Any:
+    """The training step of `training.make_step`, lowered for one device or for several."""
     w = workload
     method = methods.SOTAlign(block_size=w.block_size)
     config = training.TrainConfig(pair_batch=w.pairs, unpaired_batch=w.unpaired)
@@ -121,12 +142,14 @@ def lower(workload: Workload, where: Any) -> Any:
     def shape(*size: int, dtype: Any = jnp.float32) -> Any:  # stands for an array
         return jax.ShapeDtypeStruct(size, dtype)
 
-    batches = sampling.DeviceData(
-        shape(w.pairs, w.width_x, dtype=w.dtype),
-        shape(w.pairs, w.width_y, dtype=w.dtype),
-        shape(w.pool, w.width_x, dtype=w.dtype),
-        shape(w.pool, w.width_y, dtype=w.dtype),
-    )
+    def rows(unpaired: int) -> list[Any]:
+        sizes = (w.pairs, w.width_x), (w.pairs, w.width_y), (unpaired, w.width_x)
+        return [shape(*size, dtype=w.dtype) for size in (*sizes, (unpaired, w.width_y))]
+
+    def placed(tree: Any, to: Any) -> Any:
+        return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=to), tree)
+
+    batches: Any = sampling.DeviceData(*rows(w.pool))
     teacher = teachers.LinearTeacher(
         heads.AffineMap(shape(w.dim, w.width_x), shape(w.dim), "l2"),
         heads.AffineMap(shape(w.dim, w.width_y), shape(w.dim), "l2"),
@@ -138,33 +161,40 @@ def lower(workload: Workload, where: Any) -> Any:
         ),
         *nnx.split(model),
     )
-    step = training.make_step(method, model, config)
-    sharding = jax.sharding.SingleDeviceSharding(where)
-    arguments = jax.tree.map(
-        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding),
-        (state, batches, teacher),
-    )
-    return step.trace(*arguments).lower()
+    if len(where) == 1:
+        step = training.make_step(method, model, config)
+        one = jax.sharding.SingleDeviceSharding(where[0])
+        return step.trace(*placed((state, batches, teacher), one)).lower()
+    # Several devices get the rows of each batch from their hosts.
+    mesh = jax.sharding.Mesh(np.array(where), ("rows",))
+    everywhere = sharding.replicated(mesh)
+    split: Any = [sharding.SplitRows.shape(x, mesh) for x in rows(w.unpaired)]
+    a, b, x, y = split
+    batch = sampling.Batch(a, b, x, y, step=placed(shape(dtype=jnp.int32), everywhere))
+    step = training.make_step(method, model, config, mesh)
+    with jax.set_mesh(mesh):
+        return step.trace(placed(state, everywhere), batch, placed(teacher, everywhere)).lower()
 
 
-def measure(workload: Workload, target: Target, where: Any) -> Memory:
+def measure(workload: Workload, target: Target, where: Sequence[Any]) -> Memory:
     """Compiles the step and reads its memory; a TPU program that does not fit does not compile."""
     try:
-        stats = lower(workload, where).compile().memory_analysis()
+        compiled = lower(workload, where).compile()
     except jax.errors.JaxRuntimeError as error:
         needed = needed_bytes(str(error))
         if needed is None:
             raise
         return Memory(None, None, needed, fits=False)
+    stats = compiled.memory_analysis()
+    exchanged = tuple(collectives.find(compiled.as_text())) if len(where) > 1 else ()
     arguments = stats.argument_size_in_bytes
     kept = arguments + stats.output_size_in_bytes - stats.alias_size_in_bytes
     if target.platform == "tpu":  # its temporaries count what is lost to fragmentation twice
-        return Memory(
-            arguments, stats.peak_memory_in_bytes - kept, stats.peak_memory_in_bytes, True
-        )
+        peak = stats.peak_memory_in_bytes
+        return Memory(arguments, peak - kept, peak, True, exchanged)
     total = kept + stats.temp_size_in_bytes
     usable = (1 - GPU_RESERVED) * target.memory
-    return Memory(arguments, stats.temp_size_in_bytes, total, fits=total <= usable)
+    return Memory(arguments, stats.temp_size_in_bytes, total, total <= usable, exchanged)
 
 
 def needed_bytes(message: str) -> int | None:
@@ -197,7 +227,7 @@ def largest_fitting(sizes: Sequence[int], fits: Callable[[int], bool]) -> int | 
 class Survey:
     """Compiles each workload once, tells about it on stderr, and keeps the results."""
 
-    def __init__(self, name: str, where: Any):
+    def __init__(self, name: str, where: Sequence[Any]):
         self.name = name
         self.target = TARGETS[name]
         self.where = where
@@ -234,6 +264,7 @@ class Survey:
             rows.append(
                 [
                     self.name,
+                    len(self.where),
                     _mode(workload),
                     workload.pairs,
                     workload.unpaired,
@@ -246,9 +277,25 @@ class Survey:
             )
         return tables.table(_HEADERS, rows, digits=2)
 
+    def exchanges(self) -> tables.Table:
+        """What the devices tell each other in a step, by kind and size."""
+        rows = []
+        for workload, (memory, _) in self.results.items():
+            counted = collections.Counter(memory.exchanged)
+            for one, count in sorted(counted.items(), key=lambda item: -item[0].bytes):
+                if one.bytes >= _LEAST_EXCHANGE or one.in_loop:
+                    where = "each sweep or ring step" if one.in_loop else "once a step"
+                    size = f"{one.bytes / 2**20:.2f}"
+                    rows.append([_mode(workload), workload.unpaired, one.kind, size, count, where])
+        return tables.table(("KLOT", "unpaired", "kind", "MiB", "times", "when"), rows)
+
+
+_LEAST_EXCHANGE = 2**16
+
 
 _HEADERS = (
     "target",
+    "devices",
     "KLOT",
     "pairs",
     "unpaired",
@@ -279,6 +326,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     add = parser.add_argument
     add("--target", choices=tuple(TARGETS), required=True, help="device to compile for")
+    add("--devices", type=_count, default=1, help="how many of them work together")
     add("--unpaired", type=_count, nargs="+", default=[22_768, 131_072], help="unpaired batches")
     add("--pairs", type=_count, default=10_000, help="pairs in a step")
     add("--pool", type=_count, default=100_000, help="rows of each pool, float16, on the device")
@@ -311,12 +359,18 @@ def _survey_mode(
 
 def run(arguments: argparse.Namespace) -> None:
     """Surveys one target; what was compiled is written even if the rest is interrupted."""
-    survey = Survey(arguments.target, device(TARGETS[arguments.target]))
+    survey = Survey(arguments.target, devices(TARGETS[arguments.target], arguments.devices))
+    name = f"accelerator-{arguments.target}"
+    if arguments.devices > 1:
+        name += f"-{arguments.devices}-devices"
     try:
         largest = {b: _survey_mode(survey, arguments, b) for b in (None, arguments.block_size)}
     finally:
         print(survey.table())
-        print("wrote", *survey.table().save(arguments.out / f"accelerator-{arguments.target}"))
+        print("wrote", *survey.table().save(arguments.out / name))
+        if arguments.devices > 1:
+            print(survey.exchanges())
+            print("wrote", *survey.exchanges().save(arguments.out / f"{name}-exchanges"))
     for block_size, size in largest.items():
         if size is not None:
             mode = _mode(Workload(block_size=block_size))

@@ -4,7 +4,7 @@ import pathlib
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from experiments import runner
+from experiments import processes, runner
 from experiments import settings as settings_lib
 from experiments.settings import Settings
 from sotalign_jax import recording
@@ -70,7 +70,11 @@ class Progress:
         self._waiting = {folder for folder in folders if not _is_finished(folder)}
         self._total = len(folders)
         self._bar = recording.Progress(
-            self._total, title, initial=self._total - len(self._waiting), unit="runs"
+            self._total,
+            title,
+            initial=self._total - len(self._waiting),
+            unit="runs",
+            stream=processes.progress_stream(),
         )
 
     def __enter__(self) -> "Progress":
@@ -101,9 +105,16 @@ def attempt(
     A loss that is not finite would be so again, and is remembered in failed.json. The first of the
     runs `within` a folder raises when its settings cannot be used: nothing is lost by a new start.
     """
-    if (workdir / _FAILED).exists():
+
+    def remembered() -> str | None:
+        if not (workdir / _FAILED).exists():
+            return None
         recording.open_run(workdir, settings_lib.to_json(settings))  # refuses other settings
-        return Outcome({}, recording.read_json(workdir / _FAILED)["error"])
+        return recording.read_json(workdir / _FAILED)["error"]
+
+    failure = processes.agree(remembered)
+    if failure is not None:
+        return Outcome({}, failure)
     try:
         return Outcome(runner.execute(settings, workdir, within=within, inner=True))
     except runner.UnusableError as error:

@@ -37,7 +37,8 @@ Results = dict[str, dict[int, list[runner.Results]]]
 def run(values: dict[str, Any], workdir: pathlib.Path) -> None:
     """Makes the runs that a config's plain values ask for, and reports on them."""
     runs = settings.plan(values)
-    conclude(runs, batch.execute_all(runs, workdir, config=values), workdir)
+    config = settings.without_placement(values)
+    conclude(runs, batch.execute_all(runs, workdir, config=config), workdir)
 
 
 def conclude(

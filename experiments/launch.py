@@ -4,9 +4,10 @@ import signal
 import sys
 from collections.abc import Callable
 
+import jax
 from absl import flags, logging
 
-from experiments import settings
+from experiments import processes, settings
 from sotalign_jax import checks
 
 
@@ -27,10 +28,23 @@ def guarded(command: Callable[[], None], *, interrupted: str) -> Callable[[list[
         try:
             if len(argv) > 1:
                 raise checks.InputError(f"arguments: {argv[1]!r} is not understood; see --help")
-            command()
+            with processes.connected():
+                command()
         except (checks.InputError, FloatingPointError, OSError) as error:
-            sys.exit(f"error: {error}")
+            end(f"error: {error}")
         except KeyboardInterrupt:
-            sys.exit(f"interrupted: {interrupted}")
+            end(f"interrupted: {interrupted}")
+        except (jax.errors.JaxRuntimeError, ValueError) as error:
+            # Which of them a broken connection raises depends on where it is noticed.
+            if not processes.several():
+                raise
+            processes.lost(f"another process has ended ({str(error).splitlines()[0][:150]})")
 
     return main
+
+
+def end(message: str) -> None:
+    """Ends with one line and exit code 1; as one of several processes, without waiting for them."""
+    if processes.several():
+        processes.stop(message)
+    sys.exit(message)

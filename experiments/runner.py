@@ -7,7 +7,9 @@ import shutil
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
-from experiments import locks
+from jax.sharding import Mesh
+
+from experiments import locks, processes
 from experiments import settings as settings_lib
 from experiments.settings import Settings
 from sotalign_jax import (
@@ -19,6 +21,7 @@ from sotalign_jax import (
     heads,
     methods,
     recording,
+    sharding,
     teachers,
     training,
 )
@@ -54,10 +57,17 @@ def execute(
         return recording.open_run(workdir, settings_lib.to_json(settings)).path
 
     results_path = workdir / "results.json"
-    if ((workdir if within is None else within[0]) / "config.json").exists():
-        claim()
-        if results_path.exists():
-            return recording.read_json(results_path)
+
+    def finished() -> Results | None:
+        if ((workdir if within is None else within[0]) / "config.json").exists():
+            claim()
+            if results_path.exists():
+                return recording.read_json(results_path)
+        return None
+
+    earlier = processes.agree(finished)
+    if earlier is not None:
+        return earlier
     try:
         prepared = prepare(settings)
     except checks.InputError as error:
@@ -152,10 +162,13 @@ class Prepared(NamedTuple):
     method: methods.Objective | None
     teacher: teachers.LinearTeacher | None
     start: heads.Heads
+    mesh: Mesh | None = None
 
 
 def prepare(settings: Settings) -> Prepared:
-    """Reads the data, fits the teacher if one is needed, and builds the heads."""
+    """Finds the devices, reads the data, fits the teacher if one is needed, builds the heads."""
+    with naming("config"):
+        mesh = sharding.rows_mesh(settings.mesh)
     dataset, method = load_dataset(settings), settings.options
     if isinstance(method, methods.Fitted):
         with naming(f"config.{settings.method}"):
@@ -179,7 +192,7 @@ def prepare(settings: Settings) -> Prepared:
             seed=settings.train.seed,
             teacher=teacher if as_start else None,
         )
-    return Prepared(dataset, method, teacher, start)
+    return Prepared(dataset, method, teacher, start, mesh)
 
 
 def fit_teacher(settings: Settings, dataset: data.Dataset, kind: str) -> teachers.LinearTeacher:
@@ -235,9 +248,11 @@ def _train(
             prepared.start,
             prepared.dataset,
             settings.train,
-            teacher=prepared.teacher,
+            teacher=processes.from_first(prepared.teacher),
             resume=recorder.resume,
             observer=recorder,
+            mesh=prepared.mesh,
+            on_device=settings.on_device,
         )
 
 
@@ -247,7 +262,8 @@ class _Recorder:
     def __init__(self, settings: Settings, folder: pathlib.Path, *, inner: bool) -> None:
         self._settings, self._folder, self._inner = settings, folder, inner
         self._log = recording.MetricLog(folder / "metrics.jsonl")
-        self._checkpoints = checkpoints.Checkpoints(folder / "checkpoints")
+        saved = processes.first_workdir(folder) / "checkpoints"
+        self._checkpoints = checkpoints.Checkpoints(saved)
         self._bar: recording.Progress | None = None
         self._board: Any = None
 
@@ -263,7 +279,9 @@ class _Recorder:
         self._checkpoints.__exit__(*error)
 
     def resume(self, template: training.Snapshot) -> training.Snapshot | None:
-        """The newest checkpoint, with the log cut back to its step."""
+        """The newest checkpoint, with the log cut back to its step; the same for all processes."""
+        if not processes.is_first():
+            return processes.from_first(template)
         found = self._checkpoints.restore_latest(template)
         step = 0 if found is None else found[0]
         self._log.truncate_after(step)
@@ -273,7 +291,7 @@ class _Recorder:
         )
         if self._settings.tensorboard:
             self._board = recording.tensorboard(self._folder / "tensorboard", resume_after=step)
-        return None if found is None else found[1]
+        return processes.from_first(template if found is None else found[1])
 
     def metrics(self, step: int, values: dict[str, float]) -> None:
         """One line of the log, the bar, and TensorBoard if asked for."""

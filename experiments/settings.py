@@ -14,6 +14,8 @@ from sotalign_jax import checks, data, heads, methods, teachers, training
 
 METHODS = (*methods.METHODS, *teachers.TEACHERS)
 """What `methods` may name: training objectives, and teachers to report on their own."""
+PLACEMENT = ("mesh", "on_device")
+"""Settings that say where a run computes: it may be continued with others."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -110,7 +112,9 @@ class Head:
 class Settings:
     """One run: a method by name with its options (None for a teacher on its own), and the rest.
 
-    `label` is what it is reported as when it is a variant of the method.
+    `label` is what it is reported as when it is a variant of the method. `mesh` is the number of
+    devices to use (all by default) and `on_device` whether pairs and pools are kept on the device
+    (by default if a single one has room); neither changes the result, see `PLACEMENT`.
     """
 
     method: str = "sotalign"
@@ -121,6 +125,8 @@ class Settings:
     heads: Head = dataclasses.field(default_factory=Head)
     train: training.TrainConfig = dataclasses.field(default_factory=training.TrainConfig)
     tensorboard: bool = False
+    mesh: int | None = None
+    on_device: bool | None = None
 
     @property
     def name(self) -> str:
@@ -227,8 +233,13 @@ def _distinct(values: Any, key: str, *, least: int = 1) -> tuple[Any, ...]:
 
 
 def to_json(settings: Settings) -> dict[str, Any]:
-    """Plain values of every setting."""
-    return dataclasses.asdict(settings)
+    """Plain values of every setting that the result depends on."""
+    return without_placement(dataclasses.asdict(settings))
+
+
+def without_placement(values: dict[str, Any]) -> dict[str, Any]:
+    """Plain values of a config but for those in `PLACEMENT`."""
+    return {key: value for key, value in values.items() if key not in PLACEMENT}
 
 
 def plain(config: config_dict.ConfigDict) -> dict[str, Any]:

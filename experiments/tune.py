@@ -160,7 +160,7 @@ def tune(
     folder = workdir / name
     if not (folder / "config.json").exists():
         check_data(planned, test=test)
-    recording.open_run(workdir, {"config": values})
+    recording.open_run(workdir, {"config": settings.without_placement(values)})
     recording.open_run(folder, {"method": name, "grid": wanted})
     trials = search(planned, folder, f"tune {name}")
     table = trials_table(trials)

@@ -6,8 +6,12 @@ So a process killed at any moment leaves either the new checkpoint or the previo
 mixture. Inside, all entries are one array of bytes, described in the checkpoint's metadata: any
 dtype and any structure come back bit for bit, and damaged files give one error instead of one for
 every entry that orbax reads at the same time.
+
+Of several processes all take part in saving, as orbax wants it, and the first one does it: they
+hold the same values, so a checkpoint is the same for any number of devices and processes.
 """
 
+import contextlib
 import errno
 import logging
 import math
@@ -64,6 +68,9 @@ class Checkpoints:
         self.directory = pathlib.Path(directory).absolute()
         self._keep = keep
         self._pending: tuple[int, Any] | None = None
+        self._writes = jax.process_index() == 0
+        if not self._writes:
+            return
         try:
             self.directory.mkdir(parents=True, exist_ok=True)
         except OSError as error:
@@ -116,7 +123,7 @@ class Checkpoints:
         self.wait()
         arrays = _to_arrays(tree)
         entries = {name: _describe(array) for name, array in arrays.items()}
-        latest = max(self.steps(), default=-1)
+        latest = max(self.steps(), default=-1) if self._writes else -1
         if step <= latest:
             if step == latest and self._entries(step) == entries:
                 return
@@ -147,7 +154,7 @@ class Checkpoints:
             response.result()
         except Exception as error:
             raise self._write_error(step, error) from error
-        for old in self.steps()[: -self._keep]:
+        for old in self.steps()[: -self._keep] if self._writes else ():
             # Renamed first, so that a kill never leaves half of it under a valid name.
             shutil.rmtree(self._folder(old).rename(self.directory / f"{old}.deleted"))
 
@@ -193,11 +200,13 @@ class Checkpoints:
         return self.directory / str(step)
 
     def _entries(self, step: int) -> dict[str, Any]:
-        metadata = ocp.metadata(self._folder(step)).custom_metadata
+        with _alone():
+            metadata = ocp.metadata(self._folder(step)).custom_metadata
         return dict(metadata["entries"])
 
     def _read(self, step: int) -> dict[str, np.ndarray]:
-        payload = np.asarray(ocp.load(self._folder(step))["payload"])
+        with _alone():
+            payload = np.asarray(ocp.load(self._folder(step))["payload"])
         arrays, start = {}, 0
         for name, entry in self._entries(step).items():
             dtype, count = np.dtype(entry["dtype"]), math.prod(entry["shape"])
@@ -238,6 +247,17 @@ class Checkpoints:
             "are intact; make room or choose another directory",
             str(self.directory),
         )
+
+
+def _alone() -> Any:
+    """Keeps orbax from waiting for other processes of a run: this one reads alone."""
+    if jax.process_count() == 1:
+        return contextlib.nullcontext()
+    own = jax.process_index()
+    options = ocp.options.MultiprocessingOptions(
+        primary_host=own, active_processes={own}, barrier_sync_key_prefix=f"process{own}"
+    )
+    return ocp.Context(multiprocessing_options=options)
 
 
 def _name(path: tuple[Any, ...]) -> str:

@@ -5,7 +5,8 @@ From an affinity, d KLOT/dK = (P - P*)/eps. From features of unit rows F, G with
     d/dF = (P - P*) G / eps,    d/dG = (P - P*)^T F / eps,
 
 and each plan is multiplied with the features as soon as it is found, so that the backward pass
-keeps arrays of the features' size only, and the two plans share one n x m buffer.
+keeps arrays of the features' size only, and the two plans share one n x m buffer. With a mesh in
+context its rows are split over the devices, see `sharding`.
 """
 
 import functools
@@ -16,6 +17,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
+from sotalign_jax import sharding
 from sotalign_jax.affinity import NORM_FLOOR
 from sotalign_jax.kernels import Cosines, Kernel, Matrix
 from sotalign_jax.solver import Scalings, finite_range, solve
@@ -104,6 +106,12 @@ def _plan(
     )
 
 
+def _aux(n: int, m: int, us: Any, others: Any) -> KlotAux:
+    """Both plans' scalings, without padding, from their u and all other fields."""
+    plans = (Scalings(u[:n], v[:m], *rest) for u, (v, *rest) in zip(us, others, strict=True))
+    return KlotAux(*plans)
+
+
 # --- from affinities ---------------------------------------------------------------------------
 
 
@@ -117,17 +125,26 @@ def klot_of_affinities(
 ) -> tuple[Array, KlotAux]:
     """KL(P* || P) and both plans' scalings; differentiable in k alone."""
 
-    def plan(k: Array, epsilon: Any, *, teacher: bool) -> Scalings:
-        span = finite_range(k)
-        kernel = Kernel(Matrix(k))
-        return _plan(kernel, settings, options, teacher=teacher, span=span, epsilon=epsilon)[0]
+    def own_rows(axes: sharding.Axes, rows: Any, shared: Settings) -> Any:
+        k, k_star, log_a = rows
+        settings = shared._replace(log_a=log_a)
 
-    target = plan(k_star, settings.epsilon_star, teacher=True)
-    aux = KlotAux(plan(k, _after(settings.epsilon, target), teacher=False), target)
-    log_p = _log_plan(k, aux.student, settings.epsilon)
-    log_p_star = _log_plan(k_star, aux.teacher, settings.epsilon_star)
-    p_star = jnp.exp(log_p_star)
-    value = jnp.sum(jnp.where(p_star == 0, 0.0, p_star * (log_p_star - log_p)))
+        def plan(k: Array, epsilon: Any, *, teacher: bool) -> Scalings:
+            span = finite_range(k, axes)
+            kernel = Kernel(Matrix(k), axes=axes)
+            return _plan(kernel, settings, options, teacher=teacher, span=span, epsilon=epsilon)[0]
+
+        target = plan(k_star, settings.epsilon_star, teacher=True)
+        student = plan(k, _after(settings.epsilon, target), teacher=False)
+        log_p = _log_plan(k, student, settings.epsilon)
+        log_p_star = _log_plan(k_star, target, settings.epsilon_star)
+        p_star = jnp.exp(log_p_star)
+        value = jnp.sum(jnp.where(p_star == 0, 0.0, p_star * (log_p_star - log_p)))
+        return (student.u, target.u), (sharding.total(value, axes), student[1:], target[1:])
+
+    rows = sharding.pad(k), sharding.pad(k_star), sharding.pad(settings.log_a, -jnp.inf)
+    us, (value, *others) = sharding.by_rows(own_rows, rows, settings)
+    aux = _aux(len(k), k.shape[1], us, others)
     solved = jnp.isfinite(aux.student.error) & jnp.isfinite(aux.teacher.error)
     return jnp.where(solved, value, jnp.nan), aux
 
@@ -187,27 +204,46 @@ def klot_of_features(
 def _features_fwd(options: Options, features: Features, settings: Settings) -> Any:
     """Both plans, one after the other, each multiplied with the features while it exists."""
     f, g, z, w = _first_order("klot_from_embeddings", features)
-    epsilon, epsilon_star, log_a = settings.epsilon, settings.epsilon_star, settings.log_a
-    a = jnp.exp(log_a)
-    cosines = _cosine(f, g)
-    solve_plan = functools.partial(_plan, settings=settings, options=options, span=1.0)
 
-    kernel = Kernel(_cosine(z, w), options.block_size)
-    teacher, state = solve_plan(kernel, teacher=True, epsilon=epsilon_star)
-    target = kernel.transport(state, a, cosines)
-    kernel = Kernel(cosines, options.block_size)
-    student, state = solve_plan(kernel, teacher=False, epsilon=_after(epsilon, target))
-    moved = kernel.transport(state, a, cosines, minus=target)
+    def own_rows(axes: sharding.Axes, rows: Any, settings: Settings) -> Any:
+        f, g, z, w, log_a = rows
+        settings = settings._replace(log_a=log_a)
+        epsilon, a = settings.epsilon, jnp.exp(log_a)
+        solve_plan = functools.partial(_plan, settings=settings, options=options, span=1.0)
 
-    # <P*, log P*> - <P*, log P>, with the rows and columns of P* as they are: where K/eps is large,
-    # what rounding adds to their sums would not cancel otherwise.
-    rows = jnp.sum(jnp.where(a > 0, target.rows * (log_a - student.u), 0.0))
-    columns = jnp.sum(jnp.where(target.columns > 0, target.columns * student.v, 0.0))
-    cross = jnp.sum(jnp.sum(target.right * f, axis=1) * cosines.f_scale) / epsilon
-    value = target.log_moment + rows - columns - cross
-    df = _through_norm(moved.right, f, cosines.f_scale) / epsilon
-    dg = _through_norm(moved.left, g, cosines.g_scale) / epsilon
-    return (value, KlotAux(student, teacher)), (df, dg, features, settings)
+        kernel = Kernel(_cosine(z, sharding.whole(w, axes)), options.block_size, axes)
+        teacher, state = solve_plan(kernel, teacher=True, epsilon=settings.epsilon_star)
+        # Columns come together from all devices only when they are needed.
+        cosines = _cosine(f, sharding.whole(_after(g, teacher), axes) if axes else g)
+        target = kernel.transport(state, a, cosines)
+        kernel = Kernel(cosines, options.block_size, axes)
+        student, state = solve_plan(kernel, teacher=False, epsilon=_after(epsilon, target))
+        moved = kernel.transport(state, a, cosines, minus=target)
+
+        # <P*, log P*> - <P*, log P>, with the rows and columns of P* as they are: where K/eps is
+        # large, what rounding adds to their sums would not cancel otherwise.
+        in_rows = jnp.sum(jnp.where(a > 0, target.rows * (log_a - student.u), 0.0))
+        in_columns = jnp.sum(jnp.where(target.columns > 0, target.columns * student.v, 0.0))
+        cross = jnp.sum(jnp.sum(target.right * f, axis=1) * cosines.f_scale) / epsilon
+        value = sharding.total(target.log_moment + in_rows - in_columns - cross, axes)
+        us = student.u, teacher.u
+        return (moved.right, moved.left, *us), (value, student[1:], teacher[1:])
+
+    padded = (*map(sharding.pad, (f, g, z, w)), sharding.pad(settings.log_a, -jnp.inf))
+    (right, left, *us), (value, *others) = sharding.by_rows(
+        own_rows, padded, _pad_columns(settings)
+    )
+    df = _through_norm(right[: len(f)], f, _inverse_norms(f)) / settings.epsilon
+    dg = _through_norm(left[: len(g)], g, _inverse_norms(g)) / settings.epsilon
+    return (value, _aux(len(f), len(g), us, others)), (df, dg, features, settings)
+
+
+def _pad_columns(settings: Settings) -> Settings:
+    """Settings for columns that are padded to equally many for each device."""
+    init = (None if v is None else sharding.pad(v) for v in (settings.init_v, settings.init_v_star))
+    v, v_star = init
+    log_b = sharding.pad(settings.log_b, -jnp.inf)
+    return settings._replace(log_b=log_b, init_v=v, init_v_star=v_star)
 
 
 def _features_bwd(options: Options, residuals: Any, cotangents: Any) -> Any:

@@ -6,13 +6,13 @@ them; placing rows on a device is the training loop's job.
 
 import dataclasses
 import pathlib
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from jaxtyping import Float, Int
 from numpy.typing import ArrayLike
 
-from sotalign_jax import checks
+from sotalign_jax import checks, files
 
 POOLS = ("disjoint", "random", "aligned")
 PICTURES = pathlib.Path(__file__).parent / "bundled" / "pictures_effnetlite2_minilm.npz"
@@ -133,15 +133,16 @@ class Dataset:
 
     pairs_x: Float[np.ndarray, "p d_x"]
     pairs_y: Float[np.ndarray, "p d_y"]
-    pool_x: Float[np.ndarray, "u d_x"]
-    pool_y: Float[np.ndarray, "v d_y"]
+    pool_x: Float[np.ndarray, "u d_x"] | files.MappedRows
+    pool_y: Float[np.ndarray, "v d_y"] | files.MappedRows
     val: Gallery | None = None
     test: Gallery | None = None
     zero_shot: ZeroShot | None = None
 
     def __post_init__(self) -> None:
         widths = {"x": self.pairs_x.shape[1], "y": self.pairs_y.shape[1]}
-        parts = [("pool_x", "x", self.pool_x), ("pool_y", "y", self.pool_y)]
+        parts: list[tuple[str, str, Any]] = [("pool_x", "x", self.pool_x)]
+        parts += [("pool_y", "y", self.pool_y)]
         for name, part in (("val", self.val), ("test", self.test)):
             if part is not None:
                 parts += [(f"{name} x", "x", part.x), (f"{name} y", "y", part.y)]
@@ -161,7 +162,7 @@ class Dataset:
         >>> dataset((np.eye(2), np.eye(2))).summary()["pairs_x"]
         [2, 2]
         """
-        arrays: dict[str, np.ndarray | None] = {
+        arrays: dict[str, np.ndarray | files.MappedRows | None] = {
             "pairs_x": self.pairs_x,
             "pairs_y": self.pairs_y,
             "pool_x": self.pool_x,
@@ -299,8 +300,8 @@ def semi_supervised(
     )
     pool_x = _outside_pool("unpaired_x", unpaired_x, x.shape[1], n_unpaired, seed)
     pool_y = _outside_pool("unpaired_y", unpaired_y, y.shape[1], n_unpaired, seed + 1)
-    pool_x = x[rows.x] if pool_x is None else pool_x
-    pool_y = y[rows.y] if pool_y is None else pool_y
+    pool_x = files.take(x, rows.x) if pool_x is None else pool_x
+    pool_y = files.take(y, rows.y) if pool_y is None else pool_y
     if pool_noise:
         pool_x = replace_with_noise(pool_x, fraction=pool_noise, seed=seed)
         pool_y = replace_with_noise(pool_y, fraction=pool_noise, seed=seed + 1)
@@ -309,7 +310,7 @@ def semi_supervised(
 
 def _outside_pool(
     name: str, rows: ArrayLike | None, width: int, size: int | None, seed: int
-) -> np.ndarray | None:
+) -> np.ndarray | files.MappedRows | None:
     if rows is None:
         return None
     array = np.asarray(rows)
@@ -320,7 +321,7 @@ def _outside_pool(
         raise checks.InputError(
             f"n_unpaired: {size} asked but {name} has {len(array)} rows; ask for fewer"
         )
-    return array[np.random.default_rng(seed).permutation(len(array))[:size]]
+    return files.take(array, np.random.default_rng(seed).permutation(len(array))[:size])
 
 
 # --- robustness protocols ----------------------------------------------------------------------

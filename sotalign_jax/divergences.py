@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from sotalign_jax import affinity, checks, closed_form, kernels
+from sotalign_jax import affinity, checks, closed_form, kernels, sharding
 from sotalign_jax.sinkhorn import (
     Plan,
     check_affinity,
@@ -240,7 +240,7 @@ def klot_from_embeddings(
     _check_features(*features)
     if isinstance(block_size, str):
         checks.choice("block_size", block_size, ("auto",))
-        block_size = kernels.auto_block(n, m, dtype.itemsize)
+        block_size = kernels.auto_block(sharding.share(n), m, dtype.itemsize)
     if block_size is not None and block_size < 1:
         raise checks.InputError(f"block_size: is {block_size}; pass at least 1, or None")
     mass = _mass(marginals, n, m)

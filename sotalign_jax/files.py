@@ -26,6 +26,40 @@ _UNREADABLE = (OSError, ValueError, TypeError, EOFError, KeyError, zipfile.BadZi
 _TFDS_CHUNK = 1024
 
 
+MAPPED_BYTES = 2**30
+"""Rows that are chosen from a memory-mapped file are copied to memory when they take less."""
+
+
+class MappedRows:
+    """Some rows of a memory-mapped array, read when they are taken.
+
+    >>> rows = MappedRows(np.arange(8.0).reshape(4, 2), np.array([3, 1]))
+    >>> rows[:1].tolist(), np.asarray(rows).shape
+    ([[6.0, 7.0]], (2, 2))
+    """
+
+    def __init__(self, array: np.ndarray, rows: np.ndarray) -> None:
+        """Row i is array[rows[i]]."""
+        self._array, self._rows = array, rows
+        self.dtype, self.shape = array.dtype, (len(rows), *array.shape[1:])
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def __getitem__(self, index: Any) -> np.ndarray:
+        return self._array[self._rows[index]]
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
+        return self[:].astype(dtype or self.dtype, copy=False)
+
+
+def take(array: np.ndarray, rows: np.ndarray) -> np.ndarray | MappedRows:
+    """array[rows], of a large memory-mapped array without reading them yet."""
+    mapped = isinstance(array, np.memmap) or isinstance(array.base, np.memmap)
+    large = len(rows) * array[:1].nbytes > MAPPED_BYTES
+    return MappedRows(array, rows) if mapped and large else array[rows]
+
+
 def load_array(path: str | os.PathLike[str], *, key: str | None = None) -> np.ndarray:
     """Opens one array of embeddings, reading as little as the format allows.
 

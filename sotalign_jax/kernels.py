@@ -10,6 +10,9 @@ one of them. Either way:
     sweep(state, a, c)      -> row sums s = A c and column sums t = (a/s)^T A
     absorb(state, x, y, k)  -> state of the kernel (diag(e^x) A diag(e^y))^k
     transport(state, ...)   -> products with the plan P = diag(a) A
+
+Where rows are split over devices, a kernel has the rows of its own, and what it sums over rows is
+its own part of the sum.
 """
 
 import os
@@ -20,7 +23,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from sotalign_jax import affinity
+from sotalign_jax import affinity, sharding
 
 MAX_DRIFT = 30.0
 """Scalings beyond exp(+-MAX_DRIFT) call for a rebuild: far from float32's overflow at exp(88), and
@@ -36,51 +39,65 @@ def auto_block(n: int, m: int, itemsize: int, memory: int | None = None) -> int 
         n: rows of the affinity.
         m: columns.
         itemsize: bytes of a number.
-        memory: bytes of the device; by default those of the first one JAX sees.
+        memory: bytes of the device; by default `device_memory`.
 
     >>> auto_block(22_768, 22_768, 4, 80 * 2**30), auto_block(10**6, 10**6, 4, 80 * 2**30)
     (None, 256)
     """
-    if memory is None:
-        stats = jax.local_devices()[0].memory_stats() or {}
-        on_host = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-        memory = stats.get("bytes_limit", on_host)
+    memory = device_memory() if memory is None else memory
     if 1.25 * n * m * itemsize <= memory / 2:
         return None
     rows = int(memory / 20 // (3 * m * itemsize))  # about three blocks exist at a time
     return min(max(rows // 128 * 128, 128), 4096)
 
 
+def device_memory() -> int:
+    """Bytes of the first device; of the host when that is the device."""
+    stats = jax.local_devices()[0].memory_stats() or {}
+    on_host = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return stats.get("bytes_limit", on_host)
+
+
 class Block(NamedTuple):
-    """A block of consecutive rows."""
+    """A block of consecutive rows, or of columns."""
 
     start: Int[Array, ""]
     size: int
     fresh: Bool[Array, " size"]
     """Rows that no earlier block held: the last block may reach back into the one before."""
 
-    def of(self, x: Array) -> Array:
-        """These rows of x."""
-        return jax.lax.dynamic_slice_in_dim(x, self.start, self.size)
+    def of(self, x: Array, axis: int = 0) -> Array:
+        """These rows of x, or columns for axis 1."""
+        return jax.lax.dynamic_slice_in_dim(x, self.start, self.size, axis)
 
     def put(self, x: Array, rows: Array) -> Array:
         """x with these rows replaced."""
         return jax.lax.dynamic_update_slice_in_dim(x, rows, self.start, 0)
 
 
-def over_rows(n: int, size: int, body: Callable[[Block, Any], Any], carry: Any) -> Any:
-    """Runs body(block, carry) over blocks of `size` rows.
+def over_rows(
+    n: int,
+    size: int,
+    body: Callable[[Block, Any], Any],
+    carry: Any,
+    part: tuple[Any, int] | None = None,
+) -> Any:
+    """Runs body(block, carry) over blocks of `size` rows: of all n, or of `part` = (first, count).
 
     Explicit blocks, for a reduction of a whole matrix is fused by some compilers only and costs
     others a copy of it.
     """
-    size = min(n, size)
+    first, count = (0, n) if part is None else part
+    size = min(count, size)
 
     def step(i: Array, carry: Any) -> Any:
-        start = jnp.minimum(i * size, n - size)
-        return body(Block(start, size, start + jnp.arange(size) >= i * size), carry)
+        begin = first + i * size
+        start = jnp.minimum(begin, n - size)
+        rows = start + jnp.arange(size)
+        fresh = rows >= begin if part is None else (rows >= begin) & (rows < first + count)
+        return body(Block(start, size, fresh), carry)
 
-    return jax.lax.fori_loop(0, -(-n // size), step, carry)
+    return jax.lax.fori_loop(0, -(-count // size), step, carry)
 
 
 class Matrix(NamedTuple):
@@ -93,9 +110,10 @@ class Matrix(NamedTuple):
         """Number of rows."""
         return len(self.k)
 
-    def rows(self, block: Block) -> Float[Array, "size m"]:
-        """A block of rows of K."""
-        return block.of(self.k)
+    def rows(self, block: Block, columns: Block | None = None) -> Float[Array, "size m"]:
+        """A block of rows of K, of all columns or of a block of them."""
+        rows = block.of(self.k)
+        return rows if columns is None else columns.of(rows, axis=1)
 
 
 class Cosines(NamedTuple):
@@ -111,9 +129,12 @@ class Cosines(NamedTuple):
         """Number of rows."""
         return len(self.f)
 
-    def rows(self, block: Block) -> Float[Array, "size m"]:
-        """A block of rows of K."""
-        return affinity.dot(self.left(block), self.g.T) * self.g_scale
+    def rows(self, block: Block, columns: Block | None = None) -> Float[Array, "size m"]:
+        """A block of rows of K, of all columns or of a block of them."""
+        g, scale = self.g, self.g_scale
+        if columns is not None:
+            g, scale = columns.of(g), columns.of(scale)
+        return affinity.dot(self.left(block), g.T) * scale
 
     def left(self, block: Block) -> Float[Array, "size d"]:
         """A block of normalised rows of f."""
@@ -155,19 +176,26 @@ def _raise_to(exponents: Array, power: Array) -> Array:
 
 
 class Kernel(NamedTuple):
-    """The kernel of an affinity: stored, or streamed by blocks of `block_size` rows."""
+    """The kernel of an affinity: stored, or streamed by blocks of `block_size` rows.
+
+    `axes` are those of the mesh that the rows are split over.
+    """
 
     affinity: Matrix | Cosines
     block_size: int | None = None
+    axes: sharding.Axes = ()
 
     @property
     def stored(self) -> bool:
         """Whether A is kept in memory."""
         return self.block_size is None
 
-    def _over_rows(self, body: Callable[[Block, Any], Any], carry: Any) -> Any:
-        size = BUILD_ROWS if self.block_size is None else self.block_size
-        return over_rows(self.affinity.height, size, body, carry)
+    def _over_rows(self, body: Callable[[Block, Any], Any], carry: Any, factor: int = 1) -> Any:
+        """Over blocks of rows; `factor` times as many at a time where columns are fewer."""
+        size = self.block_size
+        if size is None:  # many devices, of which each has few rows, need smaller blocks
+            size = BUILD_ROWS // 2 if self.axes else BUILD_ROWS
+        return over_rows(self.affinity.height, factor * size, body, carry)
 
     def blank(self, q: Array, epsilon: Array) -> KernelState:
         """Filled with anything that is not a constant, which XLA would keep and copy."""
@@ -190,12 +218,13 @@ class Kernel(NamedTuple):
 
         lowest = jnp.full_like(state.q, -jnp.inf)
         matrix, p, column_max = self._over_rows(body, (state.matrix, state.p, lowest))
-        q, changed = _revive(state.q, column_max)
+        q, changed = _revive(state.q, sharding.largest(column_max, self.axes))
         return KernelState(matrix, p, q, state.epsilon), changed & self.stored
 
-    def _log_rows(self, state: KernelState, block: Block) -> Array:
-        scaled = self.affinity.rows(block) / state.epsilon
-        return scaled + block.of(state.p)[:, None] + state.q
+    def _log_rows(self, state: KernelState, block: Block, columns: Block | None = None) -> Array:
+        scaled = self.affinity.rows(block, columns) / state.epsilon
+        q = state.q if columns is None else columns.of(state.q)
+        return scaled + block.of(state.p)[:, None] + q
 
     def sweep(self, state: KernelState, a: Array, c: Array) -> tuple[Array, Array]:
         """Reads a stored A twice; computes a streamed one once."""
@@ -224,33 +253,65 @@ class Kernel(NamedTuple):
     def transport(
         self, state: KernelState, a: Array, features: Cosines, minus: Products | None = None
     ) -> Products:
-        """Products of the plan with normalised features, less those in `minus`, in its place."""
+        """Products of the plan with normalised features, less those in `minus`, in its place.
 
-        def body(block: Block, sums: Products) -> Products:
-            if self.stored:
-                rows = block.of(state.matrix)
-                logs = jnp.log(jnp.where(rows > 0, rows, 1.0))
-            else:
-                logs = self._log_rows(state, block)
-                rows = jnp.exp(logs)
-            plan = jnp.where(block.fresh, block.of(a), 0.0)[:, None] * rows
-            right = affinity.dot(plan * features.g_scale, features.g)
-            return Products(
-                block.put(sums.right, block.of(sums.right) + right),
-                sums.left + affinity.dot(plan.T, features.left(block)),
-                block.put(sums.rows, block.of(sums.rows) + jnp.sum(plan, axis=1)),
-                sums.columns + jnp.sum(plan, axis=0),
-                sums.log_moment + jnp.sum(jnp.where(plan > 0, plan * logs, 0.0)),
-            )
-
+        Each device sums over its own rows; `left` alone is the sum over all, of which it keeps
+        the rows that are its own.
+        """
+        height = len(features.g) // sharding.size(self.axes)
         if minus is None:
             start = Products(
                 jnp.zeros_like(features.f),
-                jnp.zeros_like(features.g),
+                jnp.zeros_like(features.g, shape=(height, features.g.shape[1])),
                 jnp.zeros_like(state.p),
                 jnp.zeros_like(state.q),
                 jnp.zeros((), state.q.dtype),
             )
         else:
             start = jax.tree.map(jnp.negative, minus)
-        return self._over_rows(body, start)
+        if not self.axes:
+            return self._transport(state, a, features, start)
+
+        def of_columns(k: Any, sums: Products) -> tuple[Array, Products]:
+            columns = Block(k * height, height, jnp.ones(height, bool))
+            sums = sums._replace(left=jnp.zeros_like(start.left))
+            sums = self._transport(state, a, features, sums, columns)
+            return sums.left, sums
+
+        left, sums = sharding.total_by_rows(of_columns, start.left, start, self.axes)
+        return sums._replace(left=start.left + left)
+
+    def _transport(
+        self,
+        state: KernelState,
+        a: Array,
+        features: Cosines,
+        start: Products,
+        columns: Block | None = None,
+    ) -> Products:
+        """Adds the products of all columns, or of a block of them."""
+
+        def of(x: Array) -> Array:
+            return x if columns is None else columns.of(x)
+
+        def body(block: Block, sums: Products) -> Products:
+            if self.stored:
+                rows = block.of(state.matrix)
+                if columns is not None:
+                    rows = columns.of(rows, axis=1)
+                logs = jnp.log(jnp.where(rows > 0, rows, 1.0))
+            else:
+                logs = self._log_rows(state, block, columns)
+                rows = jnp.exp(logs)
+            plan = jnp.where(block.fresh, block.of(a), 0.0)[:, None] * rows
+            right = affinity.dot(plan * of(features.g_scale), of(features.g))
+            masses = of(sums.columns) + jnp.sum(plan, axis=0)
+            return Products(
+                block.put(sums.right, block.of(sums.right) + right),
+                sums.left + affinity.dot(plan.T, features.left(block)),
+                block.put(sums.rows, block.of(sums.rows) + jnp.sum(plan, axis=1)),
+                masses if columns is None else columns.put(sums.columns, masses),
+                sums.log_moment + jnp.sum(jnp.where(plan > 0, plan * logs, 0.0)),
+            )
+
+        return self._over_rows(body, start, 1 if columns is None else sharding.size(self.axes))

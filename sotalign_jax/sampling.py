@@ -97,6 +97,31 @@ def draw_rows(key: Array, step: Int[Array, ""], size: int, batch: int) -> Int[Ar
     return permute(epoch_key, (step % per_epoch) * batch + jnp.arange(batch), size)
 
 
+class RowNumbers(NamedTuple):
+    """Which rows a batch has: of the pairs, of each pool, and each pair's neighbour if any."""
+
+    pairs: Int[Array, " p"]
+    x: Int[Array, " n"]
+    y: Int[Array, " m"]
+    near_x: Int[Array, " p"] | None
+    near_y: Int[Array, " p"] | None
+
+
+def row_numbers(
+    key: Array, step: Int[Array, ""], data: DeviceData, *, pairs: int, unpaired: int
+) -> RowNumbers:
+    """The rows of `draw`; of `data`, only the lengths and the tables of neighbours are used."""
+    key_pairs, key_x, key_y, key_near_x, key_near_y = jax.random.split(key, 5)
+    paired = draw_rows(key_pairs, step, len(data.pairs_x), pairs)
+    return RowNumbers(
+        paired,
+        draw_rows(key_x, step, len(data.pool_x), unpaired),
+        draw_rows(key_y, step, len(data.pool_y), unpaired),
+        _draw_near(jax.random.fold_in(key_near_x, step), data.near_x, paired),
+        _draw_near(jax.random.fold_in(key_near_y, step), data.near_y, paired),
+    )
+
+
 def draw(key: Array, step: Int[Array, ""], data: DeviceData, *, pairs: int, unpaired: int) -> Batch:
     """The batch of step `step`: up to `pairs` pairs and up to `unpaired` rows of each pool.
 
@@ -104,24 +129,21 @@ def draw(key: Array, step: Int[Array, ""], data: DeviceData, *, pairs: int, unpa
     >>> draw(jax.random.key(0), jnp.int32(0), data, pairs=4, unpaired=5).y.shape
     (5, 3)
     """
-    key_pairs, key_x, key_y, key_near_x, key_near_y = jax.random.split(key, 5)
-    paired = draw_rows(key_pairs, step, len(data.pairs_x), pairs)
-    x_rows = draw_rows(key_x, step, len(data.pool_x), unpaired)
-    y_rows = draw_rows(key_y, step, len(data.pool_y), unpaired)
+    rows = row_numbers(key, step, data, pairs=pairs, unpaired=unpaired)
     return Batch(
-        data.pairs_x[paired],
-        data.pairs_y[paired],
-        data.pool_x[x_rows],
-        data.pool_y[y_rows],
-        _draw_near(jax.random.fold_in(key_near_x, step), data.pool_x, data.near_x, paired),
-        _draw_near(jax.random.fold_in(key_near_y, step), data.pool_y, data.near_y, paired),
+        data.pairs_x[rows.pairs],
+        data.pairs_y[rows.pairs],
+        data.pool_x[rows.x],
+        data.pool_y[rows.y],
+        None if rows.near_x is None else data.pool_x[rows.near_x],
+        None if rows.near_y is None else data.pool_y[rows.near_y],
         step,
     )
 
 
-def _draw_near(key: Array, pool: Array, table: Array | None, paired: Array) -> Array | None:
+def _draw_near(key: Array, table: Array | None, paired: Array) -> Array | None:
     """One of each pair's neighbours, all equally likely."""
     if table is None:
         return None
     pick = jax.random.randint(key, paired.shape, 0, table.shape[1])
-    return pool[table[paired, pick]]
+    return table[paired, pick]

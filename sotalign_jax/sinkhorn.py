@@ -14,9 +14,9 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
-from sotalign_jax import affinity, checks
+from sotalign_jax import affinity, checks, sharding
 from sotalign_jax.kernels import Kernel, Matrix
-from sotalign_jax.solver import check_positive, finite_range, solve
+from sotalign_jax.solver import Scalings, check_positive, finite_range, solve
 
 
 @jax.tree_util.register_dataclass
@@ -142,15 +142,28 @@ def sinkhorn(
     )
     if not (log_a is None and log_b is None):
         K = without_padding(K, *weights)
-    scalings, _ = solve(
-        Kernel(Matrix(K)),
-        *weights,
-        epsilon=epsilon,
-        tolerance=tolerance,
-        max_iterations=max_iterations,
-        affinity_range=finite_range(K),
-        init_v=None if init is None else init[1],
-    )
+
+    def own_rows(axes: sharding.Axes, rows: Any, shared: Any) -> tuple[Array, Any]:
+        (k, log_a), (log_b, options) = rows, shared
+        span = finite_range(k, axes)
+        scalings, _ = solve(
+            Kernel(Matrix(k), axes=axes),
+            log_a,
+            log_b,
+            max_iterations=max_iterations,
+            affinity_range=span,
+            **options,
+        )
+        return scalings.u, scalings[1:]
+
+    options = {
+        "epsilon": epsilon,
+        "tolerance": tolerance,
+        "init_v": None if init is None else init[1],
+    }
+    rows = sharding.pad(K), sharding.pad(weights[0], -jnp.inf)
+    u, rest = sharding.by_rows(own_rows, rows, (weights[1], options))
+    scalings = Scalings(u[: len(K)], *rest)
     return Plan(
         affinity=K,
         u=scalings.u,

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from sotalign_jax import affinity, checks
+from sotalign_jax import affinity, checks, sharding
 from sotalign_jax.kernels import BUILD_ROWS, MAX_DRIFT, Block, Kernel, KernelState, over_rows
 
 ANDERSON_MEMORY = 12
@@ -38,8 +38,8 @@ def check_positive(name: str, value: Any) -> None:
         raise checks.InputError(f"{name}: is {float(value):g}; pass a number above 0")
 
 
-def finite_range(k: Array) -> Array:
-    """max K - min K over the finite entries."""
+def finite_range(k: Array, axes: sharding.Axes = ()) -> Array:
+    """max K - min K over the finite entries, on all devices when rows are split over `axes`."""
 
     def body(block: Block, bounds: tuple[Array, Array]) -> tuple[Array, Array]:
         rows = block.of(k)
@@ -51,7 +51,7 @@ def finite_range(k: Array) -> Array:
 
     infinity = jnp.asarray(jnp.inf, k.dtype)
     highest, lowest = over_rows(len(k), BUILD_ROWS, body, (-infinity, infinity))
-    return highest - lowest
+    return sharding.largest(highest, axes) + sharding.largest(-lowest, axes)
 
 
 class Scalings(NamedTuple):
@@ -128,7 +128,8 @@ def solve(
     """Stabilised, accelerated Sinkhorn on the row-conditional kernel A = exp(K/eps + p + q).
 
     P = diag(a r) A diag(c) with r = 1/(A c): rows are exact, and one sweep over A gives the column
-    error together with the next c. Only matrix-vector products touch A. Three nested loops:
+    error together with the next c. Only matrix-vector products touch A, and where its rows are
+    split over devices each sweep has one all-reduce, of length m. Three nested loops:
     sweeps until the error is small; levels of epsilon (A -> A^4) when epsilon is small; rebuilds
     of A from K when the scalings drift, which is rare. After a step that triples the best error
     the search goes back to the best point and takes plain steps, so that acceleration costs at
@@ -153,21 +154,21 @@ def solve(
             x = search.x
             c = jnp.exp(x)
             s, t = kernel.sweep(state.kernel, a, c)
+            log_r = -jnp.log(s)
+            row_drift = jnp.max(jnp.where(live_row, jnp.abs(log_r), 0.0))
+            t, row_drift = sharding.total_and_largest(t, row_drift, kernel.axes)
             f = jnp.where(live, log_b - jnp.log(t) - x, 0.0)
             # A column that underflowed cannot be scaled, however little it adds to the error.
             missing = jnp.where(t > 0, jnp.abs(c * t - b), jnp.inf)
             error = jnp.sum(jnp.where(live, missing, 0.0))
             finite = jnp.isfinite(error)
-            point = _Point(x, -jnp.log(s), x + f, error)
+            point = _Point(x, log_r, x + f, error)
             # While mass moves between far clusters the error stands still and the scalings drift.
             better = finite & (error <= (1 + PLATEAU) * search.best.error)
             best = jax.tree.map(lambda new, old: jnp.where(better, new, old), point, search.best)
             sound = finite & (error <= MAX_RISE * search.best.error)
             accelerated, dx, df = _accelerate(search, x, f)
-            drift = jnp.maximum(
-                jnp.max(jnp.where(live_row, jnp.abs(point.log_r), 0.0)),
-                jnp.max(jnp.where(live, jnp.abs(accelerated), 0.0)),
-            )
+            drift = jnp.maximum(row_drift, jnp.max(jnp.where(live, jnp.abs(accelerated), 0.0)))
             # Not even a plain step is finite: this kernel is of no use.
             hopeless = ~finite & (search.since_reset == 0)
             return _Search(

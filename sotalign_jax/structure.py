@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from sotalign_jax import affinity, checks, kernels
+from sotalign_jax import affinity, checks, kernels, sharding
 
 JS_FORMS = ("code", "js")
 LEVEL_WEIGHTS = ("none", "inverse")
@@ -130,21 +130,46 @@ def _of_block(options: _Options, block: kernels.Block, x: Array, z: Array) -> Ar
 def _streamed(options: _Options, x: Array, z: Array) -> Array:
     """Sum over rows of the first level's divergence, a block of rows at a time."""
 
-    def add(block: kernels.Block, total: Array) -> Array:
-        return total + _of_block(options, block, x, z)
+    def own_rows(axes: sharding.Axes, rows: Any, shared: Any) -> tuple[tuple[()], Array]:
+        x, z = shared
 
-    return kernels.over_rows(len(x), options[-1], add, jnp.zeros((), x.dtype))
+        def add(block: kernels.Block, total: Array) -> Array:
+            return total + _of_block(options, block, x, z)
+
+        value = _over_own(options, axes, rows, len(x), add, jnp.zeros((), x.dtype))
+        return (), sharding.total(value, axes)
+
+    return _by_rows(own_rows, x, z)[1]
 
 
 def _streamed_forward(options: _Options, x: Array, z: Array) -> tuple[Array, Array]:
     """The value, and already the gradient in z: every block is computed once."""
 
-    def add(block: kernels.Block, totals: Any) -> Any:
-        of_block = functools.partial(_of_block, options, block, x)
-        return jax.tree.map(jnp.add, totals, jax.value_and_grad(of_block)(z))
+    def own_rows(axes: sharding.Axes, rows: Any, shared: Any) -> tuple[Array, Array]:
+        x, z = shared
 
-    start = jnp.zeros((), x.dtype), jnp.zeros_like(z)
-    return kernels.over_rows(len(x), options[-1], add, start)
+        def add(block: kernels.Block, totals: Any) -> Any:
+            of_block = functools.partial(_of_block, options, block, x)
+            return jax.tree.map(jnp.add, totals, jax.value_and_grad(of_block)(z))
+
+        start = jnp.zeros((), x.dtype), jnp.zeros_like(z)
+        value, gradient = _over_own(options, axes, rows, len(x), add, start)
+        return sharding.scattered_total(gradient, axes), sharding.total(value, axes)
+
+    gradient, value = _by_rows(own_rows, x, z)
+    return value, gradient[: len(z)]
+
+
+def _by_rows(own_rows: Any, x: Array, z: Array) -> tuple[Any, Array]:
+    """Each device compares some rows, known by their numbers, with all of them."""
+    return sharding.by_rows(own_rows, sharding.pad(jnp.arange(len(x)), len(x)), (x, z))
+
+
+def _over_own(
+    options: _Options, axes: sharding.Axes, numbers: Array, n: int, add: Any, start: Any
+) -> Any:
+    part = (numbers[0], len(numbers)) if axes else None
+    return kernels.over_rows(n, options[-1], add, start, part)
 
 
 def _streamed_backward(options: _Options, gradient: Array, cotangent: Array) -> tuple[None, Array]:

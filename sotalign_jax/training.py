@@ -2,14 +2,16 @@
 
 Everything a step does is a function of its state and of (seed, step): batches, learning rate,
 warm starts. So a run continued from a `Snapshot` equals one that was never interrupted, bit by
-bit, and the step compiles once.
+bit, and the step compiles once. On a mesh of several devices the rows of a batch are split over
+them (see `sharding`), and heads, optimiser state and teacher are the same on all.
 """
 
+import contextlib
 import dataclasses
 import math
 import numbers
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple, Protocol
 
 import jax
@@ -17,9 +19,20 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from flax import nnx
+from jax.sharding import Mesh
 from jaxtyping import Array, Float, Int
 
-from sotalign_jax import affinity, checks, data, evaluation, sampling, teachers
+from sotalign_jax import (
+    affinity,
+    checks,
+    data,
+    evaluation,
+    feeding,
+    kernels,
+    sampling,
+    sharding,
+    teachers,
+)
 from sotalign_jax.heads import Heads, Rows
 from sotalign_jax.methods import Method, Objective
 from sotalign_jax.teachers import LinearTeacher
@@ -151,11 +164,23 @@ def evaluate_zero_shot(head_x: Any, head_y: Any, task: data.ZeroShot) -> dict[st
     return evaluation.zero_shot(embed(head_x, task.x), prompts, task.labels)
 
 
-def place(dataset: data.Dataset, *, pool: bool = True) -> sampling.DeviceData:
-    """Training arrays on the device; without their rows, the pools, when nothing reads them."""
-    rows = slice(None) if pool else slice(0)
-    arrays = (dataset.pairs_x, dataset.pairs_y, dataset.pool_x[rows], dataset.pool_y[rows])
-    return sampling.DeviceData(*map(jnp.asarray, arrays))
+def place(
+    dataset: data.Dataset, *, pool: bool = True, on_device: bool = True
+) -> sampling.DeviceData:
+    """Training arrays, on the device or as they are; pools without rows when nothing reads them."""
+    pools = (x if pool else x[:0] for x in (dataset.pool_x, dataset.pool_y))
+    arrays: tuple[Any, ...] = dataset.pairs_x, dataset.pairs_y, *pools
+    if on_device:
+        arrays = tuple(jnp.asarray(np.asarray(x)) for x in arrays)
+    return sampling.DeviceData(*arrays)
+
+
+def fits_device(dataset: data.Dataset, *, pool: bool = True) -> bool:
+    """Whether the training arrays take at most half of the first device's memory."""
+    pools = (dataset.pool_x, dataset.pool_y) if pool else ()
+    arrays = dataset.pairs_x, dataset.pairs_y, *pools
+    needed = sum(math.prod(x.shape) * np.dtype(x.dtype).itemsize for x in arrays)
+    return needed <= kernels.device_memory() / 2
 
 
 def init_state(
@@ -171,24 +196,38 @@ def _optimizer(config: TrainConfig) -> optax.GradientTransformation:
     return teachers.optimizer(config.learning_rate, config.steps, weight_decay=config.weight_decay)
 
 
-def make_step(method: Objective, heads: Heads, config: TrainConfig) -> jax.stages.Wrapped:
+def _batches(config: TrainConfig) -> tuple[Array, dict[str, int]]:
+    """What decides the rows of every batch."""
+    key = jax.random.fold_in(jax.random.key(config.seed), 1)
+    return key, {"pairs": config.pair_batch, "unpaired": config.unpaired_batch}
+
+
+def make_step(
+    method: Objective, heads: Heads, config: TrainConfig, mesh: Mesh | None = None
+) -> jax.stages.Wrapped:
     """The jitted step (state, data, teacher) -> (state, metrics); the state is donated.
+
+    The data are `sampling.DeviceData`, from which it draws, or a `sampling.Batch`.
 
     Args:
         method: the objective.
         heads: only their structure is used; the parameters are in the state.
         config: batches and optimiser.
+        mesh: the devices, if there are several; it must be in context (`jax.set_mesh`), too.
     """
     graphdef = nnx.graphdef(heads)
     optimizer = _optimizer(config)
-    key = jax.random.fold_in(jax.random.key(config.seed), 1)
+    key, sizes = _batches(config)
 
     def step(
-        state: TrainState, batches: sampling.DeviceData, teacher: LinearTeacher | None
+        state: TrainState,
+        batches: sampling.DeviceData | sampling.Batch,
+        teacher: LinearTeacher | None,
     ) -> tuple[TrainState, dict[str, Array]]:
-        batch = sampling.draw(
-            key, state.step, batches, pairs=config.pair_batch, unpaired=config.unpaired_batch
-        )
+        if isinstance(batches, sampling.Batch):
+            batch = sharding.trim(batches)
+        else:
+            batch = sampling.draw(key, state.step, batches, **sizes)
 
         def objective(params: Any) -> tuple[Array, Any]:
             return method(nnx.merge(graphdef, params), batch, teacher, state.memory)
@@ -201,7 +240,9 @@ def make_step(method: Objective, heads: Heads, config: TrainConfig) -> jax.stage
         metrics = {"loss": loss, "gradient_norm": optax.tree.norm(gradient), **metrics}
         return TrainState(state.step + 1, params, opt_state, memory), metrics
 
-    return jax.jit(step, donate_argnums=0)
+    if mesh is None:
+        return jax.jit(step, donate_argnums=0)
+    return jax.jit(step, donate_argnums=0, out_shardings=sharding.replicated(mesh))
 
 
 def check_pool(method: Method, dataset: data.Dataset) -> None:
@@ -238,6 +279,8 @@ def fit(
     teacher: LinearTeacher | None = None,
     resume: Callable[[Snapshot], Snapshot | None] | None = None,
     observer: Observer | None = None,
+    mesh: Mesh | None = None,
+    on_device: bool | None = None,
 ) -> tuple[Heads, Best]:
     """Trains `heads`, keeping the parameters with the best validation MeanR@1.
 
@@ -252,6 +295,11 @@ def fit(
         teacher: the frozen teacher, for methods that use one.
         resume: given the initial snapshot as a template, returns the one to continue from.
         observer: hears metrics and snapshots.
+        mesh: several devices, of one process or of many that all call this with the same
+            arguments; see `sharding.rows_mesh`.
+        on_device: whether pairs and pools are kept on the device, or stay on the host, from where
+            each step's rows are read. By default they go to a single device that has room.
+            Batches are the same.
 
     Returns:
         The trained heads, and where they were best.
@@ -264,7 +312,14 @@ def fit(
     if method.uses_teacher:
         _check_teacher(method, teacher, dataset)
     observer = observer or Silent()
-    batches = method.prepare(place(dataset, pool=method.uses_pool))
+    if on_device is None:
+        on_device = mesh is None and fits_device(dataset, pool=method.uses_pool)
+    if on_device and mesh is not None:
+        raise checks.InputError(
+            f"on_device: is True but there are {mesh.size} devices, which read their rows from "
+            "the host; leave it out"
+        )
+    batches = method.prepare(place(dataset, pool=method.uses_pool, on_device=on_device))
     graphdef = nnx.graphdef(heads)
     state = init_state(method, heads, batches, config)
     best = Best(jax.tree.map(jnp.copy, state.params), jnp.int32(0), jnp.float32(-1.0))
@@ -273,33 +328,45 @@ def fit(
     if int(state.step) == 0 and dataset.val is not None:
         # The start competes too: what is kept is never worse on validation.
         best = _select(graphdef, state, best, 0, dataset.val, {})
-    step = make_step(method, heads, config)
+    if mesh is not None:
+        state, teacher = sharding.replicate((state, teacher), mesh)
+    step = make_step(method, heads, config, mesh)
     warned = False
     waiting: list[tuple[int, dict[str, Array]]] = []
 
-    for number in range(int(state.step) + 1, config.steps + 1):
-        state, metrics = step(state, batches, teacher)
-        waiting.append((number, metrics))
-        validate = number % config.eval_every == 0 or number == config.steps
-        if not validate and len(waiting) < _REPORT_EVERY:
-            continue
-        for finished, values in jax.device_get(waiting):
-            _check_finite(finished, values)
-            if validate and finished == number:
-                best = _select(graphdef, state, best, number, dataset.val, values)
-            if not warned and not values.get("converged", True):
-                warned = True
-                warnings.warn(
-                    f"step {finished}: a transport plan stopped above the tolerance (student "
-                    f"{values['student_error']:.2g}, teacher {values['teacher_error']:.2g}); raise "
-                    "max_iterations or epsilon_star, or accept a gradient that is off by as much",
-                    stacklevel=2,
-                )
-            observer.metrics(finished, values)
-        waiting.clear()
-        if validate:
-            observer.snapshot(number, Snapshot(state, best))
+    with _rows_of_steps(batches, config, mesh, on_device=on_device) as rows_of:
+        for number in range(int(state.step) + 1, config.steps + 1):
+            with contextlib.nullcontext() if mesh is None else jax.set_mesh(mesh):
+                state, metrics = step(state, rows_of(number - 1), teacher)
+            waiting.append((number, metrics))
+            validate = number % config.eval_every == 0 or number == config.steps
+            if not validate and len(waiting) < _REPORT_EVERY:
+                continue
+            for finished, values in jax.device_get(waiting):
+                _check_finite(finished, values)
+                if validate and finished == number:
+                    best = _select(graphdef, state, best, number, dataset.val, values)
+                if not warned and not values.get("converged", True):
+                    warned = True
+                    _warn_unconverged(finished, values)
+                observer.metrics(finished, values)
+            waiting.clear()
+            if validate:
+                observer.snapshot(number, Snapshot(sharding.local(state), best))
     return nnx.merge(graphdef, best.params), best
+
+
+@contextlib.contextmanager
+def _rows_of_steps(
+    batches: sampling.DeviceData, config: TrainConfig, mesh: Mesh | None, *, on_device: bool
+) -> Iterator[Callable[[int], sampling.DeviceData | sampling.Batch]]:
+    """What the step with a given number, from 0, reads: all rows, or those of its batch."""
+    if on_device:
+        yield lambda number: batches
+        return
+    key, sizes = _batches(config)
+    with feeding.Feed(batches, key, mesh=mesh, **sizes) as feed:
+        yield feed
 
 
 _REPORT_EVERY = 10
@@ -316,6 +383,15 @@ def _check_finite(number: int, values: dict[str, float]) -> None:
         )
 
 
+def _warn_unconverged(number: int, values: dict[str, float]) -> None:
+    warnings.warn(
+        f"step {number}: a transport plan stopped above the tolerance (student "
+        f"{values['student_error']:.2g}, teacher {values['teacher_error']:.2g}); raise "
+        "max_iterations or epsilon_star, or accept a gradient that is off by as much",
+        stacklevel=3,
+    )
+
+
 def _select(
     graphdef: Any,
     state: TrainState,
@@ -325,10 +401,11 @@ def _select(
     report: dict[str, float],
 ) -> Best:
     """The better of `best` and the current parameters; scores are added to `report`."""
-    current = Best(jax.tree.map(jnp.copy, state.params), jnp.int32(number), jnp.float32(0.0))
+    params = jax.tree.map(jnp.copy, sharding.local(state.params))
+    current = Best(params, jnp.int32(number), jnp.float32(0.0))
     if gallery is None:
         return current
-    heads = nnx.merge(graphdef, state.params)
+    heads = nnx.merge(graphdef, params)
     scores = evaluate(heads.x, heads.y, gallery)
     report.update({f"val/{name}": value for name, value in scores.items()})
     score = jnp.float32(scores["mean/R@1"])

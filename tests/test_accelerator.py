@@ -26,7 +26,7 @@ def test_target_is_required_and_checked(capsys):
 def test_missing_plugin_is_one_line_with_the_command(name, command, monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda module: None)
     with pytest.raises(checks.InputError, match="is not installed") as error:
-        accelerator.device(accelerator.TARGETS[name])
+        accelerator.devices(accelerator.TARGETS[name])
     assert command in str(error.value) and "\n" not in str(error.value)
     with pytest.raises(SystemExit, match=r"^error: target: "):
         accelerator.main([f"--target={name}"])
@@ -63,7 +63,7 @@ def test_out_of_memory_messages(message):
 def test_training_step_compiles_and_counts_its_arguments(name):
     target = accelerator.TARGETS[name]
     pytest.importorskip(target.plugin)
-    where = accelerator.device(target)
+    where = accelerator.devices(target)
     dense = accelerator.measure(TINY, target, where)
     # The float16 pairs and pools, then the float32 heads, momentum and teacher.
     rows = 2 * (TINY.pairs + TINY.pool) * (TINY.width_x + TINY.width_y)

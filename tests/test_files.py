@@ -228,3 +228,18 @@ def test_tfds_missing_names_the_extra(monkeypatch):
     monkeypatch.setitem(sys.modules, "tensorflow_datasets", None)
     with pytest.raises(checks.InputError, match=r"pip install 'sotalign-jax\[data\]'"):
         files.load_array("tfds:anything")
+
+
+def test_rows_of_large_files_are_read_when_taken(tmp_path, monkeypatch, rng):
+    table = rng.normal(size=(20, 3)).astype(np.float16)
+    np.save(tmp_path / "x.npy", table)
+    mapped, rows = files.load_array(tmp_path / "x.npy"), rng.permutation(20)[:7]
+    assert isinstance(files.take(mapped, rows), np.ndarray)
+    monkeypatch.setattr(files, "MAPPED_BYTES", 7 * 6 - 1)
+    assert isinstance(files.take(table, rows), np.ndarray)  # in memory already
+    taken = files.take(mapped, rows)
+    assert isinstance(taken, files.MappedRows)
+    assert (len(taken), taken.shape, taken.dtype) == (7, (7, 3), np.float16)
+    np.testing.assert_array_equal(taken, table[rows])
+    np.testing.assert_array_equal(taken[np.array([2, 0])], table[rows[[2, 0]]])
+    np.testing.assert_array_equal(np.concatenate([taken, table]), [*table[rows], *table])

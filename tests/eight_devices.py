@@ -1,0 +1,230 @@
+"""Rows split over eight devices; `test_sharding` runs this file in a process that has them."""
+
+import dataclasses
+
+import compile_cache
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import sotalign_jax as sota
+from benchmarks import accelerator, collectives
+from sotalign_jax import (
+    checkpoints,
+    checks,
+    data,
+    heads,
+    methods,
+    sharding,
+    structure,
+    teachers,
+    training,
+)
+
+N, M, D = 61, 50, 8  # neither is a multiple of eight
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _compiled(tmp_path_factory):
+    with compile_cache.kept_in(tmp_path_factory.mktemp("compiled")):
+        yield
+
+
+@pytest.fixture(scope="module")
+def mesh():
+    return sharding.rows_mesh()
+
+
+def features(dtype=jnp.float64):
+    rng = np.random.default_rng(0)
+    return [jnp.asarray(rng.normal(size=(rows, D)), dtype) for rows in (N, M, N, M)]
+
+
+def on(mesh, function, *arguments):
+    """function(*arguments), compiled, with the mesh in context."""
+    with jax.set_mesh(mesh):
+        return jax.jit(function)(*arguments)
+
+
+def assert_close(actual, expected, rtol=1e-7):
+    for a, b in zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True):
+        scale = np.abs(b).max(where=np.isfinite(b), initial=0)
+        np.testing.assert_allclose(a, b, rtol=rtol, atol=max(rtol * scale, 1e-12))
+
+
+def test_meshes(mesh):
+    assert mesh.size == len(jax.devices()) == 8
+    assert sharding.rows_mesh(1) is None and sharding.rows_mesh(2).size == 2
+    with pytest.raises(checks.InputError, match="mesh: 9 devices asked for but 8 are there"):
+        sharding.rows_mesh(9)
+
+
+@pytest.mark.parametrize("block_size", [None, 5])
+def test_klot_of_embeddings(block_size, mesh, x64):
+    f, g, z, w = features()
+
+    def loss(f, g):
+        return sota.klot_from_embeddings(
+            f, g, z, w, block_size=block_size, tolerance=1e-9, return_aux=True
+        )
+
+    function = jax.value_and_grad(loss, argnums=(0, 1), has_aux=True)
+    assert_close(on(mesh, function, f, g), jax.jit(function)(f, g))
+
+
+def test_klot_and_sinkhorn_with_weights(mesh, x64):
+    f, g, z, w = features()
+    k, k_star = sota.cosine(f, g), sota.cosine(z, w)
+    log_a = jnp.full(N, -jnp.log(N - 3)).at[jnp.array([0, 7, 60])].set(-jnp.inf)
+
+    def both(k):
+        plan = sota.sinkhorn(jax.lax.stop_gradient(k), epsilon=0.02, log_a=log_a, tolerance=1e-9)
+        return sota.klot(k, k_star, log_a=log_a, tolerance=1e-9), plan.matrix()
+
+    function = jax.value_and_grad(both, has_aux=True)
+    assert_close(on(mesh, function, k), jax.jit(function)(k))
+
+
+def test_any_mesh_and_a_shard_map_of_the_user(x64):
+    """All axes of a mesh are used; inside a `shard_map` each device has a problem of its own."""
+    f, g, z, w = features()
+    two_axes = jax.make_mesh((2, 4), ("data", "model"), (jax.sharding.AxisType.Auto,) * 2)
+    expected = sota.klot_from_embeddings(f, g, z, w)
+    assert_close(on(two_axes, sota.klot_from_embeddings, f, g, z, w), expected, rtol=1e-5)
+
+    def alone(k):
+        return sota.sinkhorn(k, epsilon=0.1).matrix()[None]
+
+    split = jax.sharding.PartitionSpec("rows")
+    k = sota.cosine(f[:48], g)
+    with jax.set_mesh(sharding.rows_mesh()):
+        plans = jax.jit(jax.shard_map(alone, in_specs=split, out_specs=split, check_vma=False))(k)
+    assert_close(plans[3], sota.sinkhorn(k[18:24], epsilon=0.1).matrix())
+
+
+def test_structure_regularizer(mesh, x64):
+    x, _, z, _ = features()
+
+    def value(z):
+        return structure.regularizer(x, z, block_size=5)
+
+    assert_close(on(mesh, jax.value_and_grad(value), z), jax.value_and_grad(value)(z))
+
+
+# --- training ----------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def dataset():
+    rng = np.random.default_rng(0)
+    z, to_x, to_y = rng.normal(size=(280, 6)), rng.normal(size=(6, 12)), rng.normal(size=(6, 10))
+    x = (z @ to_x + 0.3 * rng.normal(size=(280, 12))).astype(np.float32)
+    y = (z @ to_y + 0.3 * rng.normal(size=(280, 10))).astype(np.float32)
+    return data.dataset(
+        (x[:60], y[:60]), x=x[60:160], y=y[140:230], val=data.gallery(x[230:], y[230:])
+    )
+
+
+CONFIG = training.TrainConfig(
+    steps=20, pair_batch=30, unpaired_batch=45, learning_rate=3e-3, eval_every=5
+)
+
+
+class Recorder(training.Silent):
+    """Keeps metrics and snapshots."""
+
+    def __init__(self):
+        self.values, self.snapshots = [], {}
+
+    def metrics(self, step, values):
+        self.values.append({name: float(value) for name, value in values.items()})
+
+    def snapshot(self, step, snapshot):
+        self.snapshots[step] = jax.tree.map(np.array, snapshot)
+
+
+def train(dataset, method, config=CONFIG, **options):
+    recorder = Recorder()
+    start = heads.build_heads(12, 10, 8, seed=1)
+    teacher = teachers.cca(dataset.pairs_x, dataset.pairs_y) if method.uses_teacher else None
+    training.fit(method, start, dataset, config, teacher=teacher, observer=recorder, **options)
+    return recorder
+
+
+def assert_same_training(actual, expected):
+    for a, b in zip(actual.values, expected.values, strict=True):
+        assert a["loss"] == pytest.approx(b["loss"], rel=2e-4)
+        assert {k: v for k, v in a.items() if "R@" in k} == {
+            k: v for k, v in b.items() if "R@" in k
+        }
+
+
+@pytest.fixture(scope="module")
+def one_device(dataset):
+    return train(dataset, methods.SOTAlign(alpha=1e-2))
+
+
+@pytest.mark.parametrize("devices", [2, 8])
+def test_training_is_the_same(devices, dataset, one_device, tmp_path):
+    method = methods.SOTAlign(alpha=1e-2)
+    recorder = train(dataset, method, mesh=sharding.rows_mesh(devices))
+    assert_same_training(recorder, one_device)
+    # A checkpoint of many devices is one for a single device, too.
+    with checkpoints.Checkpoints(tmp_path) as saved:
+        saved.save(10, recorder.snapshots[10])
+
+        def resume(template):
+            return saved.restore_latest(template)[1]
+
+        resumed = train(dataset, method, resume=resume)
+    assert len(resumed.values) == 10
+    one_device_late = Recorder()
+    one_device_late.values = one_device.values[10:]
+    assert_same_training(resumed, one_device_late)
+
+
+@pytest.mark.parametrize(
+    "method",
+    [
+        methods.SAIL(supervision="square"),
+        methods.NNCLR(),
+        methods.SCLIP(),
+        methods.Structure(regularize_on="all", block_size=7, warmup=0),
+        methods.SOTAlign(alpha=1e-2, klot_on="crossmodal", supervision="pairs+negatives"),
+    ],
+    ids=lambda method: type(method).__name__,
+)
+def test_every_loss_is_the_same(method, dataset, mesh):
+    config = dataclasses.replace(CONFIG, steps=2)
+    assert_same_training(train(dataset, method, config, mesh=mesh), train(dataset, method, config))
+
+
+def test_rows_on_the_device_need_a_single_one(dataset, mesh):
+    with pytest.raises(checks.InputError, match="on_device: is True but there are 8 devices"):
+        train(dataset, methods.SAIL(), mesh=mesh, on_device=True)
+
+
+# --- the compiled step -------------------------------------------------------------------------
+
+PAPER = accelerator.Workload(pool=22_768)
+
+
+def test_a_device_of_eight_needs_a_sixth_of_the_memory_and_loops_gather_nothing():
+    """Of the step at the paper's size, which is compiled, not run."""
+    one, eight = (accelerator.lower(PAPER, jax.devices()[:n]).compile() for n in (1, 8))
+    memory = [step.memory_analysis().temp_size_in_bytes for step in (one, eight)]
+    assert memory[1] <= memory[0] / 6, memory
+    found = collectives.find(eight.as_text())
+    assert {one.kind for one in found} >= {"all-gather", "all-reduce"}
+    assert (
+        max(max(one.sizes) for one in found) <= PAPER.unpaired * PAPER.dim
+    )  # nothing n x n travels
+    in_loops = [one for one in found if one.in_loop]
+    # Sinkhorn's loops: column sums with one drift for every device, and column maxima. Gradients
+    # go round a ring in pieces, after each plan is found.
+    sums = {(one.kind, one.sizes) for one in in_loops if one.kind != "collective-permute"}
+    assert sums == {("all-reduce", (PAPER.unpaired + 8,)), ("all-reduce", (PAPER.unpaired,))}
+    assert {one.sizes for one in in_loops} - {sizes for _, sizes in sums} == {
+        (PAPER.unpaired // 8 * PAPER.dim,)
+    }
