@@ -27,8 +27,8 @@ def mutual_knn(dataset: data.Dataset, *, seed: int, rows: int, projections: int)
 def shift(dataset: data.Dataset, *, seed: int, rows: int, projections: int) -> Results:
     """Sliced Wasserstein distances of the pools from the pairs, and their sum."""
     options = {"seed": seed, "rows": rows, "projections": projections}
-    x = _distance(dataset.pool_x, dataset.pairs_x, **options)
-    y = _distance(dataset.pool_y, dataset.pairs_y, **options)
+    x = _distance(np.asarray(dataset.pool_x), dataset.pairs_x, **options)
+    y = _distance(np.asarray(dataset.pool_y), dataset.pairs_y, **options)
     return {"shift/x": x, "shift/y": y, "shift/total": x + y}
 
 
