@@ -209,6 +209,8 @@ def _embed_shard(
             if isinstance(content, str) and not content.strip():
                 raise ValueError("is empty")
             return index, encoder.prepare(content), ""
+        except (checks.InputError, MemoryError):  # no fault of the item
+            raise
         except Exception as error:  # whatever is wrong with one item, the others go on
             return index, None, _first_line(error)
 

@@ -1,5 +1,6 @@
 """Extraction: what is written, what is skipped, and what a kill or a full disk leaves."""
 
+import functools
 import hashlib
 import json
 import os
@@ -162,6 +163,16 @@ def test_what_float16_cannot_hold_is_skipped(pictures, tmp_path):
     assert run(pictures, tmp_path / "single", encoder=huge, dtype="float32")["count"] == 60
     with pytest.raises(checks.InputError, match="its embedding is zero"):
         run(pictures, tmp_path / "zero", encoder=toy_encoders.Toy(scale=0.0))
+
+
+def test_a_missing_package_is_no_fault_of_the_items(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "soundfile", None)
+    load = functools.partial(base.sound, tmp_path / "a.flac")
+    with pytest.raises(checks.InputError, match=r"soundfile: .*install 'sotalign-jax\[extract\]'"):
+        extraction.extract(
+            lambda: iter([base.Item("a", load, "a")]), toy_encoders.Toy("audio"), tmp_path / "out",
+            data={},
+        )  # fmt: skip
 
 
 def test_an_empty_folder(tmp_path):

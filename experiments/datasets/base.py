@@ -9,6 +9,7 @@ from typing import Any, NamedTuple, NoReturn
 
 import numpy as np
 
+from experiments.optional import require
 from sotalign_jax import checks
 
 MODALITIES = ("image", "text", "audio")
@@ -81,9 +82,7 @@ def oriented(file: pathlib.Path) -> Any:
 
 def sound(file: pathlib.Path) -> Sound:
     """Reads a sound file; several channels are averaged."""
-    import soundfile
-
-    wave, rate = soundfile.read(file, dtype="float32", always_2d=True)
+    wave, rate = require("soundfile").read(file, dtype="float32", always_2d=True)
     return Sound(wave.mean(axis=1), rate)
 
 

