@@ -146,4 +146,4 @@ def _draw_near(key: Array, table: Array | None, paired: Array) -> Array | None:
     if table is None:
         return None
     pick = jax.random.randint(key, paired.shape, 0, table.shape[1])
-    return table[paired, pick]
+    return jnp.asarray(table)[paired, pick]

@@ -45,7 +45,7 @@ def between(
     return {"between/distance": value}
 
 
-def _distance(x: np.ndarray, y: np.ndarray, *, seed: int, rows: int, projections: int) -> float:
+def _distance(x: Any, y: Any, *, seed: int, rows: int, projections: int) -> float:
     """Of at most `rows` rows of each set, chosen by the seed, which draws the planes too."""
     rng = np.random.default_rng(seed)
     chosen = [a[rng.permutation(len(a))[:rows]] for a in (x, y)]
