@@ -174,7 +174,7 @@ def _write_shards(
     done = sum(size for size, path in zip(sizes, places, strict=True) if path.exists())
     unit = f"{encoder.modality} rows"
     with (
-        recording.Progress(total, "extract", initial=done, unit=unit) as bar,
+        recording.Progress(total, "extract", initial=done, unit=unit, rate=True) as bar,
         concurrent.futures.ThreadPoolExecutor(workers) as pool,
     ):
 

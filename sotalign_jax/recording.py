@@ -270,16 +270,19 @@ class Progress:
         *,
         initial: int = 0,
         unit: str = "",
+        rate: bool = False,
         inner: bool = False,
         stream: TextIO | None = None,
     ) -> None:
         """Starts at step `initial` of `total`; writes to `stream`, by default stderr.
 
-        `unit` is what is counted, such as "rows", and shown with its rate. An `inner` bar stands
-        below another one and is gone at its end; without a terminal it says nothing.
+        `unit` is what is counted, such as "rows"; plain lines show its `rate`, too, if asked. An
+        `inner` bar stands below another one and is gone at its end; without a terminal it says
+        nothing.
         """
         self._total, self._initial, self._step = total, initial, initial
         self._description, self._unit, self._inner = description, unit, inner
+        self._rate = rate
         self._shown: dict[str, float] = {}
         self._start = time.monotonic()
         self._stream = sys.stderr if stream is None else stream
@@ -326,7 +329,7 @@ class Progress:
                 left = seconds / done * (self._total - step)
                 count = f"{step}/{self._total} {self._unit}".rstrip()
                 parts = [f"{self._description}: {count}", text]
-                if self._unit:
+                if self._rate:
                     parts.append(f"{done / seconds:.3g} {self._unit}/s")
                 parts.append(f"{tqdm.tqdm.format_interval(left)} left")
                 print(", ".join(filter(None, parts)), file=self._stream, flush=True)

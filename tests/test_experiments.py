@@ -128,7 +128,7 @@ def test_bundled_configs():
 @pytest.mark.parametrize(
     ("path", "value", "message"),
     [
-        ("nope", 1, "config.nope: is no setting; choose of data, heads, methods"),
+        ("nope", 1, "config.nope: is no setting; choose of contrastive_mlp, csa, data, "),
         ("train.nope", 1, "config.train.nope: is no setting; choose of eval_every"),
         ("train.seed", 1, "config.train.seed: is no setting"),
         ("train", 1, "config.train: is 1; set its entries"),
@@ -238,7 +238,10 @@ def test_a_dry_run_writes_nothing(launch, tmp_path):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["--config.nope=1"], "config.nope: is no setting; choose of data, heads"),
+        (
+            ["--config.nope=1"],
+            "config.nope: is no setting; choose of contrastive_mlp, csa, data, heads",
+        ),
         (["--config.train.nope=1"], "config.train.nope: is no setting; choose of eval_every"),
         (["--config.trane.steps=1"], 'config: Did you mean "train" instead of "trane"?'),
         (["--config.train.steps=abc"], "flag --config.train.steps=abc: invalid literal for int"),
@@ -271,7 +274,10 @@ def test_what_must_be_given(launch, files):
         ("def get_config(:", "config: invalid syntax (bad.py, line 1)"),
         ("x = 1", "has no attribute 'get_config'"),
         ("def get_config():\n return 3", "config: get_config returned int; return a ConfigDict"),
-        ("config.nope = 1", "config.nope: is no setting; choose of data, heads"),
+        (
+            "config.nope = 1",
+            "config.nope: is no setting; choose of contrastive_mlp, csa, data, heads",
+        ),
         ("config.train.nope = 1", "config.train.nope: is no setting; choose of eval_every"),
         (
             "config.trane.steps = 1",
@@ -355,7 +361,7 @@ def test_a_run_folder_and_its_second_start(sail_run, files):
     for option, difference in [
         ("--config.train.steps=41", "train.steps=40 but train.steps=41 is asked for"),
         ("--config.seeds=(1,)", "train.seed=0 but train.seed=1 is asked for"),
-        ("--config.methods=('sail','cca')", "methods=unset but methods=['sail', 'cca'] is asked"),
+        ("--config.methods=('sail','cca')", "unset but contrastive_mlp.loss=siglip is asked for"),
     ]:
         _, error = start(option)
         assert is_one_line(error) and error.endswith("choose another --workdir")

@@ -98,7 +98,7 @@ def assert_same_result(workdir, reference):
         assert row.get("val/mean/R@1") == other.get("val/mean/R@1")
 
 
-@pytest.mark.slow
+@pytest.mark.processes
 def test_killed_on_eight_devices_and_on_two_processes_it_ends_the_same(start, two, tmp_path):
     reference, eight, both = tmp_path / "one", tmp_path / "eight", tmp_path / "two"
     finish(start(reference))
@@ -128,7 +128,7 @@ def test_killed_on_eight_devices_and_on_two_processes_it_ends_the_same(start, tw
     assert sorted(os.listdir(both)) == sorted(os.listdir(reference))
 
 
-@pytest.mark.slow
+@pytest.mark.processes
 def test_a_process_that_stands_still_is_noticed(two, tmp_path):
     first, second = two(tmp_path / "run")
     while not (tmp_path / "run" / "metrics.jsonl").exists():

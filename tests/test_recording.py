@@ -251,7 +251,7 @@ def test_progress_of_runs_within_a_bar_over_runs():
 
 def test_progress_with_a_unit_shows_the_rate():
     stream = io.StringIO()
-    with recording.Progress(10, "extract", unit="rows", stream=stream) as progress:
+    with recording.Progress(10, "extract", unit="rows", rate=True, stream=stream) as progress:
         progress.update(10)
     assert stream.getvalue().startswith("extract: 10/10 rows, ")
     assert stream.getvalue().endswith(" rows/s, 00:00 left\n")

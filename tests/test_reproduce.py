@@ -252,6 +252,7 @@ def test_measures(rng):
 
 
 @pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:.*NormalCG:DeprecationWarning")
 def test_solver_measures():
     found = measures.gradient(epsilon=0.5, n=64)
     for arm in measures.ARMS:
