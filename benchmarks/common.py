@@ -172,12 +172,19 @@ def available_memory() -> float:
 
 def machine() -> str:
     """One line about the hardware and software, with the load while it ran."""
-    packages = " ".join(f"{p} {importlib.metadata.version(p)}" for p in ("jax", "ott-jax"))
+    packages = " ".join(f"{p} {_version(p)}" for p in ("jax", "ott-jax"))
     load = ", ".join(f"{x:.1f}" for x in os.getloadavg())
     return (
         f"{jax.devices()[0].device_kind} {platform.machine()}, {os.cpu_count()} cores, "
         f"load {load}; python {platform.python_version()}, {packages}"
     )
+
+
+def _version(package: str) -> str:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return "not installed"
 
 
 def parser(description: str | None, *, n: Sequence[int], epsilon: Sequence[float]) -> Any:
@@ -195,8 +202,8 @@ def parser(description: str | None, *, n: Sequence[int], epsilon: Sequence[float
 
 def report(title: str, table: tables.Table, stem: pathlib.Path) -> None:
     """Prints a table and writes it as .md and .csv."""
-    print(f"\n{title}\n{table}\n{machine()}", flush=True)
     table.save(stem)
+    print(f"\n{title}\n{table}\n{machine()}", flush=True)
 
 
 def figure(columns: int, *, width: float = 4.2) -> tuple[Any, Any]:

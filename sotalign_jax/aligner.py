@@ -261,7 +261,10 @@ def align(
     )
     with Watcher(config.steps, "align", show=progress) as watcher:
         heads, best = training.fit(method, start, dataset, config, teacher=fitted, observer=watcher)
+    given = teacher if isinstance(teacher, str) else "given"
     info |= {
+        "init": init,
+        "teacher": None if fitted is None else given,
         "train": dataclasses.asdict(config),
         "best_step": int(best.step),
         "val_mean_r1": float(best.mean_r1) if dataset.val is not None else None,
