@@ -164,7 +164,8 @@ def lower(workload: Workload, where: Sequence[Any]) -> Any:
     if len(where) == 1:
         step = training.make_step(method, model, config)
         one = jax.sharding.SingleDeviceSharding(where[0])
-        return step.trace(*placed((state, batches, teacher), one)).lower()
+        key = jax.eval_shape(lambda: training.batch_key(config))
+        return step.trace(*placed((state, batches, teacher, key), one)).lower()
     # Several devices get the rows of each batch from their hosts.
     mesh = jax.sharding.Mesh(np.array(where), ("rows",))
     everywhere = sharding.replicated(mesh)

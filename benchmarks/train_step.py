@@ -90,8 +90,9 @@ class Setting:
         state = training.init_state(method, self.heads, self.data, self.config)
         step = training.make_step(method, self.heads, self.config)
         # The step donates its state, and a timed call must not: each gets a copy.
-        compiled = step.lower(state, self.data, self.teacher).compile()
-        return lambda: compiled(jax.tree.map(jnp.copy, state), self.data, self.teacher), compiled
+        rest = self.data, self.teacher, training.batch_key(self.config)
+        compiled = step.lower(state, *rest).compile()
+        return lambda: compiled(jax.tree.map(jnp.copy, state), *rest), compiled
 
 
 def parts(setting: Setting, method: methods.SOTAlign) -> dict[str, Callable[[], Any]]:

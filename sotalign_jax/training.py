@@ -8,6 +8,7 @@ them (see `sharding`), and heads, optimiser state and teacher are the same on al
 
 import contextlib
 import dataclasses
+import functools
 import math
 import numbers
 import warnings
@@ -196,18 +197,22 @@ def _optimizer(config: TrainConfig) -> optax.GradientTransformation:
     return teachers.optimizer(config.learning_rate, config.steps, weight_decay=config.weight_decay)
 
 
-def _batches(config: TrainConfig) -> tuple[Array, dict[str, int]]:
+def batch_key(config: TrainConfig) -> Array:
     """What decides the rows of every batch."""
-    key = jax.random.fold_in(jax.random.key(config.seed), 1)
-    return key, {"pairs": config.pair_batch, "unpaired": config.unpaired_batch}
+    return jax.random.fold_in(jax.random.key(config.seed), 1)
+
+
+def _sizes(config: TrainConfig) -> dict[str, int]:
+    return {"pairs": config.pair_batch, "unpaired": config.unpaired_batch}
 
 
 def make_step(
     method: Objective, heads: Heads, config: TrainConfig, mesh: Mesh | None = None
 ) -> jax.stages.Wrapped:
-    """The jitted step (state, data, teacher) -> (state, metrics); the state is donated.
+    """The jitted step (state, data, teacher, key) -> (state, metrics); the state is donated.
 
-    The data are `sampling.DeviceData`, from which it draws, or a `sampling.Batch`.
+    The data are `sampling.DeviceData`, from which it draws by `batch_key`, or a `sampling.Batch`,
+    which needs no key. Runs that differ in nothing but seed and numbers share one program.
 
     Args:
         method: the objective.
@@ -215,19 +220,26 @@ def make_step(
         config: batches and optimiser.
         mesh: the devices, if there are several; it must be in context (`jax.set_mesh`), too.
     """
-    graphdef = nnx.graphdef(heads)
+    return _program(method, nnx.graphdef(heads), dataclasses.replace(config, seed=0), mesh)
+
+
+@functools.lru_cache(maxsize=8)
+def _program(
+    method: Objective, graphdef: Any, config: TrainConfig, mesh: Mesh | None
+) -> jax.stages.Wrapped:
     optimizer = _optimizer(config)
-    key, sizes = _batches(config)
 
     def step(
         state: TrainState,
         batches: sampling.DeviceData | sampling.Batch,
         teacher: LinearTeacher | None,
+        key: Array | None = None,
     ) -> tuple[TrainState, dict[str, Array]]:
         if isinstance(batches, sampling.Batch):
             batch = sharding.trim(batches)
         else:
-            batch = sampling.draw(key, state.step, batches, **sizes)
+            assert key is not None, "pass batch_key(config) to draw by"
+            batch = sampling.draw(key, state.step, batches, **_sizes(config))
 
         def objective(params: Any) -> tuple[Array, Any]:
             return method(nnx.merge(graphdef, params), batch, teacher, state.memory)
@@ -331,13 +343,14 @@ def fit(
     if mesh is not None:
         state, teacher = sharding.replicate((state, teacher), mesh)
     step = make_step(method, heads, config, mesh)
+    key = batch_key(config) if on_device else None  # rows from the host are drawn already
     warned = False
     waiting: list[tuple[int, dict[str, Array]]] = []
 
     with _rows_of_steps(batches, config, mesh, on_device=on_device) as rows_of:
         for number in range(int(state.step) + 1, config.steps + 1):
             with contextlib.nullcontext() if mesh is None else jax.set_mesh(mesh):
-                state, metrics = step(state, rows_of(number - 1), teacher)
+                state, metrics = step(state, rows_of(number - 1), teacher, key)
             waiting.append((number, metrics))
             validate = number % config.eval_every == 0 or number == config.steps
             if not validate and len(waiting) < _REPORT_EVERY:
@@ -364,8 +377,7 @@ def _rows_of_steps(
     if on_device:
         yield lambda number: batches
         return
-    key, sizes = _batches(config)
-    with feeding.Feed(batches, key, mesh=mesh, **sizes) as feed:
+    with feeding.Feed(batches, batch_key(config), mesh=mesh, **_sizes(config)) as feed:
         yield feed
 
 

@@ -97,7 +97,7 @@ def test_step_is_lion_by_hand(start, dataset):
     graphdef, params = nnx.split(start)
     lion = optax.lion(3e-3, b1=0.9, b2=0.99, weight_decay=0.1)  # the rate is replaced below
     momentum = jax.tree.map(jnp.zeros_like, params)
-    key = jax.random.fold_in(jax.random.key(config.seed), 1)
+    key = training.batch_key(config)
     opt_state = lion.init(params)
 
     @jax.jit
@@ -106,7 +106,7 @@ def test_step_is_lion_by_hand(start, dataset):
         return jax.grad(lambda p: method(nnx.merge(graphdef, p), batch, None, {})[0])(params)
 
     for t in range(2):
-        state, metrics = step(state, batches, None)
+        state, metrics = step(state, batches, None, key)
         rate = 3e-3 * (t + 1) / 3  # warm-up over a tenth of the steps
         gradient = gradient_of(params, jnp.int32(t))
         expected = jax.tree.map(
@@ -154,7 +154,7 @@ def test_step_compiles_once_and_donates_its_state(start, dataset, teacher):
     step = training.make_step(method, start, WHOLE_POOL)
     for _ in range(3):
         before = state
-        state, metrics = step(state, batches, teacher)
+        state, metrics = step(state, batches, teacher, training.batch_key(WHOLE_POOL))
         assert all(leaf.is_deleted() for leaf in jax.tree.leaves(before))
     assert len(traces) == 1
     assert step._cache_size() == 1
@@ -162,7 +162,7 @@ def test_step_compiles_once_and_donates_its_state(start, dataset, teacher):
     assert not any(leaf.is_deleted() for leaf in jax.tree.leaves((batches, teacher)))
 
 
-def test_fit_compiles_once(start, dataset):
+def test_fit_compiles_once_for_all_seeds(start, dataset):
     traces = []
 
     class Counted(methods.SAIL):
@@ -173,6 +173,9 @@ def test_fit_compiles_once(start, dataset):
     _, _, recorder = run(Counted(), start, dataset)
     assert len(recorder.steps) == CONFIG.steps
     assert len(traces) == 1
+    _, _, other = run(Counted(), start, dataset, config=dataclasses.replace(CONFIG, seed=7))
+    assert other.values[0]["loss"] != recorder.values[0]["loss"]
+    assert len(traces) == 1  # another seed is the same program
 
 
 def test_pools_that_nobody_reads_stay_on_the_host(dataset):

@@ -44,7 +44,7 @@ def make(
     """
     store = cells.Store(at.workdir)
     if jobs:
-        with _helpers(jobs - 1, [entry.name for entry in entries], at):
+        with _helpers(jobs, [entry.name for entry in entries], at):
             store.finish(_cells(entries, at))
     made = [outcomes.outcome(entry, at, store) for entry in entries]
     at.workdir.mkdir(parents=True, exist_ok=True)
@@ -66,10 +66,13 @@ def _cells(entries: Sequence[Entry], at: lab.Lab) -> list[cells.Cell]:
 
 
 @contextlib.contextmanager
-def _helpers(count: int, names: Sequence[str], at: lab.Lab) -> Iterator[None]:
-    """Processes that make cells of the same entries; they end when all cells are made."""
+def _helpers(jobs: int, names: Sequence[str], at: lab.Lab) -> Iterator[None]:
+    """All processes but this one that make cells of the entries; they end when all are made."""
     context = multiprocessing.get_context("spawn")
-    started = [context.Process(target=_help, args=(names, at), daemon=True) for _ in range(count)]
+    started = [
+        context.Process(target=_help, args=(names, at, index / jobs), daemon=True)
+        for index in range(1, jobs)
+    ]
     for process in started:
         process.start()
     try:
@@ -81,7 +84,10 @@ def _helpers(count: int, names: Sequence[str], at: lab.Lab) -> Iterator[None]:
             process.terminate()
 
 
-def _help(names: Sequence[str], at: lab.Lab) -> None:
+def _help(names: Sequence[str], at: lab.Lab, start: float) -> None:
+    """Makes cells from a share `start` of the list on, and then those before."""
     compile_once(at)
+    wanted = _cells(choose(names), at)  # neighbours often share a program: one process compiles it
+    first = int(start * len(wanted))
     with contextlib.suppress(KeyboardInterrupt):
-        cells.Store(at.workdir).finish(_cells(choose(names), at), show=False)
+        cells.Store(at.workdir).finish(wanted[first:] + wanted[:first], show=False)
