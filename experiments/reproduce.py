@@ -29,7 +29,9 @@ _ALL = flags.DEFINE_bool("all", False, "Make everything that the data allow.")
 _QUICK = flags.DEFINE_bool("quick", False, "Short runs of one seed, fewer points.")
 _FILES = flags.DEFINE_string("files", None, "JSON file of embedding files by slot.")
 _WORKDIR = flags.DEFINE_string("workdir", None, "Folder for cells, tables and the report.")
-_RESULTS = flags.DEFINE_string("results", None, "Markdown file to write all results to as well.")
+_RESULTS = flags.DEFINE_string(
+    "results", None, "Markdown file to write all results to as well, with the figures beside it."
+)
 _RUN = flags.DEFINE_bool("run", True, "Make what is missing; --norun reports on what is there.")
 _JOBS = flags.DEFINE_integer(
     "jobs", None, "Processes; by default two on a CPU, one on accelerators.", lower_bound=1
@@ -53,13 +55,13 @@ def _command() -> None:
     reproduction.compile_once(at)
     # Compiling, which is most of a short run, keeps one core busy.
     jobs = _JOBS.value or (min(2, os.cpu_count() or 1) if jax.default_backend() == "cpu" else 1)
-    command = shlex.join(["python", "-m", "experiments.reproduce", *sys.argv[1:]])
+    given_flags = [flag for flag in sys.argv[1:] if flag != "--norun"]
+    command = shlex.join(["python", "-m", "experiments.reproduce", *given_flags])
     made = reproduction.make(entries, at, command=command, jobs=jobs if _RUN.value else 0)
     for one in made:
         print(f"\n{outcomes.terminal(one)}")
     if _RESULTS.value is not None:
-        page = report.results_page(made, workdir, command)
-        pathlib.Path(_RESULTS.value).write_text(page, encoding="utf-8")
+        report.save_results(pathlib.Path(_RESULTS.value), made, workdir, command)
     print(f"\nTables, figures and report.html are in {workdir}")
     if failed := sum(bool(one.failures) for one in made):
         sys.exit(f"error: runs failed for {failed} of {len(made)} entries, named above")

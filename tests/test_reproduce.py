@@ -301,7 +301,7 @@ def test_files_of_an_entry(made):
     assert {row["seeds"] for row in rows} == {"2"}
     assert (at.workdir / "F5.png").stat().st_size > 5000
     text = (at.workdir / "FA9.md").read_text()
-    assert "cannot be judged here" in text and "- `skyscript`: x, y, val_x" in text
+    assert "undecided: its data are not here" in text and "- `skyscript`: x, y, val_x" in text
     assert "--only=FA9 --files=FILES.json" in text
     assert not list(at.workdir.glob("cells/*/run/checkpoints"))
 
@@ -321,9 +321,12 @@ def test_a_finished_cell_is_never_made_again(made, monkeypatch):
     assert [str(one.verdict) for one in second] == [str(one.verdict) for one in first]
 
 
-def test_results_page(made):
+def test_results_page(made, tmp_path):
     at, outcome = made
-    text = report.results_page(outcome, at.workdir, "the command")
+    report.save_results(tmp_path / "RESULTS.md", outcome, at.workdir, "the command")
+    text = (tmp_path / "RESULTS.md").read_text()
+    figures = [path.relative_to(tmp_path) for path in tmp_path.glob("*/*")]
+    assert [f"({figure})" in text for figure in figures] == [True]  # F5's
     assert text.startswith("# Results beside the paper's") and "the command" in text
     for one in outcome:
         assert f"### {one.entry.name}: " in text and str(one.verdict) in text

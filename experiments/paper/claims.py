@@ -5,11 +5,11 @@ from typing import NamedTuple
 
 import numpy as np
 
-WORDS = {True: "held", False: "did not hold", None: "cannot be judged here"}
+WORDS = {True: "held", False: "did not hold", None: "undecided"}
 
 
 class Verdict(NamedTuple):
-    """Whether a claim held (None: not to be judged), and why in one line."""
+    """Whether a claim held (None: undecided), and why in one line."""
 
     held: bool | None
     text: str
@@ -52,10 +52,10 @@ def all_above(gaps: Mapping[str, Difference | None]) -> Verdict:
     """A claim that every difference is positive.
 
     It held when all are positive beyond their standard error, did not when one is negative beyond
-    it, and cannot be judged when one is missing or too small to tell.
+    it, and is undecided when one is missing or too small to tell.
 
     >>> print(all_above({"KLOT - CKA": Difference(2.0, 0.1), "CKA - none": Difference(0.1, 0.3)}))
-    cannot be judged here: 1 of 2 differences are as claimed; CKA - none +0.1 ± 0.3
+    undecided: 1 of 2 differences are as claimed; CKA - none +0.1 ± 0.3
     """
     if not gaps:
         return Verdict(None, "nothing to compare")

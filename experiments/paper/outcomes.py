@@ -28,6 +28,16 @@ class Outcome:
         return bool(self.found)
 
     @property
+    def word(self) -> str:
+        """The verdict in a word or two."""
+        return claims.WORDS[self.verdict.held] if self.ran else "needs files"
+
+    @property
+    def drawn(self) -> bool:
+        """Whether there is a figure."""
+        return self.entry.plot is not None and any(v.found for v in self.found.values())
+
+    @property
     def command(self) -> str:
         """Runs this entry alone."""
         quick = " --quick" if self.lab.scale.name == "quick" else ""
@@ -138,7 +148,13 @@ def paper_table(entry: Entry) -> tables.Table | None:
         return None
     table = entries.paper_results()[entry.paper]
     rows = [[row, *values.values()] for row, values in table["rows"].items()]
-    return tables.table(["paper", *table["cols"]], rows)
+    return tables.table(["paper", *map(_words, table["cols"])], rows)
+
+
+def _words(column: str) -> str:
+    """The paper's COCO_T2I_R1 as COCO T2I R@1."""
+    words = [f"R@{w[1:]}" if w[0] == "R" and w[1:].isdigit() else w for w in column.split("_")]
+    return " ".join(words).replace("kNN pct", "k-NN (%)")
 
 
 def shows_paper(made: Outcome) -> bool:
@@ -159,13 +175,15 @@ def long_table(made: Outcome) -> tables.Table:
     return tables.table(["panel", "row", "column", "ours", "spread", "seeds", "paper"], rows)
 
 
-def markdown(made: Outcome, *, level: int = 1) -> str:
-    """All that is known of an entry."""
+def markdown(made: Outcome, *, level: int = 1, figures: str = "") -> str:
+    """All that is known of an entry; its figure is in the folder `figures`, from the page's own."""
     entry = made.entry
     parts = [f"{'#' * level} {entry.name}: {entry.title}"]
     parts.append(f"**Claim:** {entry.claim}.\n**Here:** {made.verdict}.")
     if made.ran:
         parts.append(f"Varies: {entry.varies}. Data: {made.data}; seeds {made.seeds()}.")
+    if made.drawn:
+        parts.append(f"![{entry.name}: {entry.title}]({figures}{entry.name}.png)")
     for name, values in made.found.items():
         parts += [f"*{name}*"] if name else []
         parts.append(text_table(values).markdown())
@@ -204,5 +222,5 @@ def save(made: Outcome, folder: pathlib.Path) -> None:
     stem = folder / made.entry.name
     stem.with_suffix(".md").write_text(markdown(made), encoding="utf-8")
     stem.with_suffix(".csv").write_text(long_table(made).csv(), encoding="utf-8")
-    if made.entry.plot is not None and any(values.found for values in made.found.values()):
+    if made.drawn and made.entry.plot is not None:
         made.entry.plot(made.found, stem.with_suffix(".png"))

@@ -10,7 +10,9 @@ from experiments.paper import claims
 from experiments.paper.entries import Values
 
 COLOURS = ("#8a8f98", "#1f6fb2", "#d9822b", "#3a9d6e", "#a04fb0", "#c0392b")
-"""The first, grey, is for what is compared with."""
+"""Grey is for what is compared with, the next one for ours."""
+OURS = ("SOTAlign", "ours")
+"""Words in the names of what is ours."""
 Found = Mapping[str, Values]
 
 
@@ -47,6 +49,13 @@ def _numbers(labels: list[str]) -> tuple[np.ndarray, bool]:
     return (values, True) if spans else (np.arange(len(labels), dtype=float), False)
 
 
+def _colours(series: list[str]) -> list[str]:
+    """Ours in blue beside others, or any colours but grey."""
+    compared = [not any(word in label for word in OURS) for label in series]
+    rest = iter(COLOURS[:1] + COLOURS[2:] if not all(compared) else COLOURS[1:])
+    return [next(rest) if other else COLOURS[1] for other in compared]
+
+
 def lines(
     found: Found,
     path: pathlib.Path,
@@ -67,12 +76,11 @@ def lines(
         if transpose:
             along, series = series, along
         places, logarithmic = _numbers(along)
-        colours = COLOURS[1:] if len(series) == 1 or transpose else COLOURS
-        for index, label in enumerate(series):
+        for label, colour in zip(series, _colours(series), strict=True):
             keys = [(label, a) if transpose else (a, label) for a in along]
             means = [np.nan if (m := values.mean(*key)) is None else m for key in keys]
             spreads = [values.spread(*key) or 0.0 for key in keys]
-            style = {"color": colours[index % len(colours)], "marker": "o", "ms": 4, "lw": 1.8}
+            style = {"color": colour, "marker": "o", "ms": 4, "lw": 1.8}
             ax.errorbar(places, means, yerr=spreads, capsize=2, label=label, **style)
         if logarithmic:
             ax.set_xscale("log")
@@ -105,21 +113,44 @@ def scatter(found: Found, path: pathlib.Path) -> None:
         r = np.corrcoef(x[known], y[known])[0, 1]
         ax.plot(ends, slope * ends + intercept, "--", color=COLOURS[2], label=f"r = {r:.2f}")
         ax.legend(frameon=False)
-    for row, a, b in zip(values.grid.rows, x, y, strict=True):
-        if np.isfinite([a, b]).all():
-            right = a > np.nanmean(x)
-            ax.annotate(
-                row,
-                (a, b),
-                xytext=(-5 if right else 5, 5),
-                textcoords="offset points",
-                ha="right" if right else "left",
-                fontsize=7,
-            )
     ax.margins(0.12)
     ax.grid(alpha=0.25)
     ax.set(xlabel=names[0], ylabel=names[1])
+    labels = [row for row, there in zip(values.grid.rows, known, strict=True) if there]
+    _label(ax, labels, np.stack([x, y], axis=1)[known])
     _save(made, path)
+
+
+_SIDES = [(dx, dy) for dy in (5, -5, 14, -14, 23, -23) for dx in (5, -5, 0)]
+"""Places of a label beside its point, the usual one first."""
+
+
+def _label(ax: Any, labels: list[str], points: np.ndarray) -> None:
+    """Writes a label at each point, where it covers least of other labels and points."""
+    ax.figure.draw_without_rendering()
+    frame = ax.get_window_extent().extents
+    spots = ax.transData.transform(points)
+    taken = list(np.concatenate([spots - 5, spots + 5], axis=1))
+
+    def place(text: Any, side: tuple[int, int]) -> np.ndarray:
+        text.set(position=side, va="bottom" if side[1] > 0 else "top")
+        text.set_ha({5: "left", -5: "right", 0: "center"}[side[0]])
+        return text.get_window_extent().extents
+
+    def covered(box: np.ndarray) -> float:
+        outside = _area(box, box) - _area(box, frame)
+        return outside + sum(_area(box, other) for other in taken)
+
+    for label, point in zip(labels, points, strict=True):
+        text = ax.annotate(label, point, (0, 0), textcoords="offset points", fontsize=7)
+        costs = {side: covered(place(text, side)) for side in _SIDES}
+        taken.append(place(text, min(costs, key=costs.__getitem__)))
+
+
+def _area(first: np.ndarray, second: np.ndarray) -> float:
+    """Of what two boxes (left, bottom, right, top) share."""
+    low, high = np.maximum(first[:2], second[:2]), np.minimum(first[2:], second[2:])
+    return float(np.prod(np.maximum(high - low, 0.0)))
 
 
 def heat_maps(found: Found, path: pathlib.Path) -> None:

@@ -1,12 +1,14 @@
 """All outcomes on one page: report.html, which needs nothing but itself, and Markdown."""
 
 import base64
+import collections
 import html
 import pathlib
+import shutil
 from collections.abc import Sequence
 from typing import Any
 
-from experiments.paper import claims, outcomes
+from experiments.paper import outcomes
 from experiments.paper.cells import FOLDER
 from experiments.paper.entries import Values
 from experiments.paper.lab import SLOTS
@@ -15,6 +17,7 @@ from sotalign_jax import recording, tables
 
 TITLE = "SOTAlign: every table and figure, ours beside the paper's"
 STYLE = pathlib.Path(__file__).with_name("report.css")
+FIGURES = "figures"
 _CLASSES = {True: "held", False: "failed", None: "open"}
 
 
@@ -51,17 +54,29 @@ def environments(workdir: pathlib.Path) -> dict[str, Any]:
 
 def summary(made: Sequence[Outcome]) -> tables.Table:
     """One line an entry: its claim and whether it held."""
-    rows = [[m.entry.name, m.entry.title, m.entry.claim, str(m.verdict)] for m in made]
+    rows = [[m.entry.name, m.entry.title, m.entry.claim, m.word] for m in made]
     return tables.table(["", "shows", "the paper's claim", "here"], rows)
 
 
+def save_results(
+    path: pathlib.Path, made: Sequence[Outcome], workdir: pathlib.Path, command: str
+) -> None:
+    """Writes one Markdown page of everything, with the figures in a folder beside it."""
+    figures = path.with_name(FIGURES)
+    figures.mkdir(parents=True, exist_ok=True)
+    for one in made:
+        if one.drawn:
+            shutil.copy(workdir / f"{one.entry.name}.png", figures)
+    path.write_text(results_page(made, workdir, command), encoding="utf-8")
+
+
 def results_page(made: Sequence[Outcome], workdir: pathlib.Path, command: str) -> str:
-    """RESULTS.md: commands, verdicts and every table."""
+    """Commands, verdicts and every table in Markdown."""
     here = environments(workdir)
     machine = f"{here['platform']}, Python {here['python']}, jax {here['packages'].get('jax')}"
-    words = [outcomes.markdown(one, level=3) for one in made]
-    count = {word: sum(m.verdict.held is held for m in made) for held, word in claims.WORDS.items()}
-    counted = ", ".join(f"{n} {word}" for word, n in count.items())
+    words = [outcomes.markdown(one, level=3, figures=f"{FIGURES}/") for one in made]
+    count = collections.Counter(one.word for one in made)
+    counted = ", ".join(f"{word}: {n}" for word, n in count.most_common())
     return "\n\n".join(
         [
             "# Results beside the paper's",
@@ -120,9 +135,7 @@ def _verdicts(made: Sequence[Outcome]) -> str:
 
 
 def _badge(made: Outcome) -> str:
-    held = made.verdict.held
-    word = claims.WORDS[held] if made.ran else "needs files"
-    return f"<span class='badge {_CLASSES[held]}'>{word}</span>"
+    return f"<span class='badge {_CLASSES[made.verdict.held]}'>{made.word}</span>"
 
 
 def _section(made: Outcome, workdir: pathlib.Path) -> str:
@@ -134,14 +147,14 @@ def _section(made: Outcome, workdir: pathlib.Path) -> str:
         f"<p class='why'>{html.escape(made.verdict.text)}.</p>",
     ]
     picture = workdir / f"{entry.name}.png"
-    if made.ran and entry.plot is not None and picture.exists():
+    if made.drawn:
         code = base64.b64encode(picture.read_bytes()).decode()
         alt = html.escape(f"{entry.name}: {entry.title}", quote=True)
         parts.append(f"<img alt='{alt}' src='data:image/png;base64,{code}'>")
-    for name, values in made.found.items():
-        table = _compared(values, name)
-        folded = f"<details><summary>Numbers</summary>{table}</details>"
-        parts.append(table if entry.plot is None else folded)
+    numbers = "\n".join(_compared(values, name) for name, values in made.found.items())
+    if made.ran and entry.plot is not None:
+        numbers = f"<details><summary>Numbers</summary>{numbers}</details>"
+    parts.append(numbers)
     whole = outcomes.paper_table(entry)
     if whole is not None and (outcomes.shows_paper(made) or not made.ran):
         parts.append("<p class='small'>The paper, on its own data:</p>")
