@@ -20,7 +20,7 @@ import jax
 from absl import app, flags
 
 from experiments import launch
-from experiments.paper import catalogue, lab, outcomes, report, reproduction, scales
+from experiments.paper import catalogue, lab, outcomes, report, reproduction, scales, slots
 from sotalign_jax import checks
 
 _LIST = flags.DEFINE_bool("list", False, "Name every table and figure and what it needs.")
@@ -39,7 +39,7 @@ _JOBS = flags.DEFINE_integer(
 
 
 def _command() -> None:
-    given = {} if _FILES.value is None else lab.read_files(_FILES.value)
+    given = {} if _FILES.value is None else slots.read(_FILES.value)
     main = scales.PAPER if "main" in given else scales.BUNDLED
     scale = scales.QUICK if _QUICK.value else main
     workdir = pathlib.Path(_WORKDIR.value or ".").expanduser().absolute()

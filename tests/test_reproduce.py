@@ -26,6 +26,7 @@ from experiments.paper import (
     report,
     reproduction,
     scales,
+    slots,
     views,
 )
 from sotalign_jax import checks, data
@@ -85,7 +86,7 @@ def test_every_table_and_figure_is_there(bundled):
     for name, entry in catalogue.ENTRIES.items():
         built = entry.build(bundled)
         assert bool(built) == (entry.stand_in is not None), name
-        assert set(entry.files) <= set(lab.SLOTS), name
+        assert set(entry.files) <= set(slots.SLOTS), name
         assert len({grid.name for grid in built}) == len(built), name
         assert (entry.plot is not None) == name.startswith("F"), name
     assert {e.paper for e in catalogue.ENTRIES.values()} - {None} == set(entries.paper_results())
@@ -123,11 +124,11 @@ PAPER_HOLDS |= {"T2": True, "T3": True, "A2": True, "A4": True, "A5": True, "A6"
 
 @pytest.mark.parametrize("name", PAPER_HOLDS)
 def test_the_papers_own_numbers_are_judged_as_the_paper_does(name, small):
-    slots = {f"{kind}/{slot}": small.files["main"] for kind, slot in _given_slots()}
-    named = [slot for slot in lab.SLOTS if not slot.endswith(("NAME", "TEXT"))]
-    slots |= dict.fromkeys(named, small.files["main"])
+    given = {f"{kind}/{slot}": small.files["main"] for kind, slot in _given_slots()}
+    named = [slot for slot in slots.SLOTS if not slot.endswith(("NAME", "TEXT"))]
+    given |= dict.fromkeys(named, small.files["main"])
     scale = dataclasses.replace(TINY, teacher_noise=scales.PAPER.teacher_noise)
-    at = lab.Lab(small.workdir, scale, scale, slots)
+    at = lab.Lab(small.workdir, scale, scale, given)
     found = {}
     for grid in catalogue.ENTRIES[name].build(at):
         places = {
@@ -474,8 +475,8 @@ def test_report_in_a_browser(made, tmp_path, width):
 
 
 def test_other_domains_run_on_given_files(small):
-    slots = dict.fromkeys(("skyscript", "librispeech"), small.files["main"])
-    at = dataclasses.replace(small, files=slots, given_scale=dataclasses.replace(TINY, seeds=(0,)))
+    given = dict.fromkeys(("skyscript", "librispeech"), small.files["main"])
+    at = dataclasses.replace(small, files=given, given_scale=dataclasses.replace(TINY, seeds=(0,)))
     (outcome,) = reproduction.make(reproduction.choose(["T7"]), at, command="")
     assert outcome.ran and outcome.failures == []
     values = outcome.found[""]
@@ -498,8 +499,8 @@ def test_given_sources_are_read(small, tmp_path):
     main = small.files["main"]
     rows = np.random.default_rng(3).normal(size=(70, 12)).astype(np.float32)
     np.save(tmp_path / "images.npy", rows)
-    slots = {"unpaired/CC12M": {"x": str(tmp_path / "images.npy")}, "pairs/COCO": main}
-    at = dataclasses.replace(small, files={"main": main, **slots})
+    given = {"unpaired/CC12M": {"x": str(tmp_path / "images.npy")}, "pairs/COCO": main}
+    at = dataclasses.replace(small, files={"main": main, **given})
     run = at.run({"use": "unpaired/CC12M|main"}, 0)
     np.testing.assert_array_equal(runner.load_dataset(run).pool_x, rows)
     assert list(catalogue.ENTRIES["A1"].build(at)[0].rows)[2:] == [
@@ -514,15 +515,15 @@ def test_given_sources_are_read(small, tmp_path):
 def test_entries_never_mix_given_and_bundled_data(small):
     """With only some of its files an entry waits for the others."""
     main = small.files["main"]
-    for slots, absent in (
+    for given, absent in (
         ({"main": main}, {"T2", "T3", "T6", "T7", "A1", "A2", "A6", "F6", "F7"}),
         ({"pairs/COCO": main, "unpaired/COCO": main}, {"T2", "T7", "A1", "F6"}),
         ({"main": main, "pairs/COCO": main}, {"T3", "T6", "T7", "A1", "A2", "A6", "F6", "F7"}),
     ):
-        at = dataclasses.replace(small, files=slots)
+        at = dataclasses.replace(small, files=given)
         shifts = {"FA6", "FA7", "FA8", "FA9", "FA10"}
         built = {name for name, entry in catalogue.ENTRIES.items() if entry.build(at)}
-        assert set(NAMES) - built == absent | shifts, slots
+        assert set(NAMES) - built == absent | shifts, given
     assert "the bundled" not in reproduction.listing(
         dataclasses.replace(small, files={"main": main})
     )
@@ -530,9 +531,9 @@ def test_entries_never_mix_given_and_bundled_data(small):
 
 def test_a_source_with_fewer_rows_gives_what_it_has(small, tmp_path):
     np.save(tmp_path / "few.npy", np.ones((50, 10), np.float32))
-    slots = {"main": small.files["main"], "unpaired/COCO": {"y": str(tmp_path / "few.npy")}}
+    given = {"main": small.files["main"], "unpaired/COCO": {"y": str(tmp_path / "few.npy")}}
     scale = dataclasses.replace(TINY, changes={**TINY.changes, "data.n_unpaired": 100})
-    at = dataclasses.replace(small, scale=scale, files=slots)
+    at = dataclasses.replace(small, scale=scale, files=given)
     row = catalogue.ENTRIES["A1"].build(at)[0].rows["CC3M|COCO"]
     assert at.run(row.changes, 0).data.n_unpaired == 50
 
@@ -558,11 +559,11 @@ def test_file_of_files(tmp_path):
         (tmp_path / name).touch()
     fields = {"x": "a.npy", "y": f"{tmp_path}/b.npz#text"}
     path.write_text(json.dumps({"sue/COCO100": fields, "unpaired/COCO": {"y": "a.npy"}}))
-    assert lab.read_files(path) == {
+    assert slots.read(path) == {
         "sue/COCO100": {"x": f"{tmp_path}/a.npy", "y": f"{tmp_path}/b.npz#text"},
         "unpaired/COCO": {"y": f"{tmp_path}/a.npy"},
     }
-    sky = dict.fromkeys(lab.SLOTS["skyscript"].fields, "a.npy")
+    sky = dict.fromkeys(slots.SLOTS["skyscript"].fields, "a.npy")
     for wrong, message in (
         ({"skyskript": {"x": "a"}}, "files: 'skyskript' is unknown; choose of main"),
         ({"evaluation/food101": {}}, "files: 'evaluation/food101' is unknown; choose of main"),
@@ -577,7 +578,7 @@ def test_file_of_files(tmp_path):
     ):
         path.write_text(json.dumps(wrong))
         with pytest.raises(checks.InputError, match=message):
-            lab.read_files(path)
+            slots.read(path)
 
 
 # --- the command -------------------------------------------------------------------------------
@@ -599,7 +600,7 @@ def test_list():
     assert shown.returncode == 0, shown.stderr
     named = [line.split()[0] for line in shown.stdout.splitlines() if line[:1] in ("T", "A", "F")]
     assert named == NAMES
-    assert all(f"\n{slot}" in shown.stdout for slot in lab.SLOTS)
+    assert all(f"\n{slot}" in shown.stdout for slot in slots.SLOTS)
 
 
 @pytest.mark.parametrize(

@@ -189,7 +189,7 @@ class Entry:
         title: what it shows.
         varies: what differs between its runs.
         stand_in: what stands in for the paper's data when none of its files are given.
-        files: slots of `lab.SLOTS` that bring the paper's data.
+        files: slots of `slots.SLOTS` that bring the paper's data.
         build: its grids, for the data at hand; none when they do not allow it.
         claim: what the paper concludes.
         judge: whether that held, from the values of the grids by name.

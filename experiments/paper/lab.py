@@ -6,80 +6,20 @@ import hashlib
 import json
 import pathlib
 import shutil
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import numpy as np
 from ml_collections import config_dict
 
 from experiments import runner, settings
 from experiments.configs import compare
-from experiments.paper import measures, scales, views
+from experiments.paper import measures, scales, slots, views
 from experiments.paper.cells import Cell, Results
-from sotalign_jax import aligner, checks, data, files, recording, training
+from sotalign_jax import aligner, checks, data, files, training
 
 Changes = Mapping[str, Any]
 """Settings by dotted name, and "method", "use" (data by name), "given" (at the given scale)."""
-
-
-class Slot(NamedTuple):
-    """Files that belong together, by field, what they hold, and what may be missing."""
-
-    fields: tuple[str, ...]
-    holds: str
-    optional: tuple[str, ...] = ()
-
-    def __str__(self) -> str:
-        return f"{', '.join(self.fields)}: {self.holds}"
-
-
-_TABLE = ("x", "y", "val_x", "val_y", "test_x", "test_y")
-_CLASSES = ("zero_shot_x", "zero_shot_labels", "zero_shot_prompts")
-_MAIN = (*_TABLE, "test_x_of_y", *_CLASSES)
-_OPTIONAL = ("test_x_of_y", *_CLASSES)
-_ANY = ("NAME", "IMAGE+TEXT")
-"""What stands for any name in a slot's."""
-_SETS = {
-    "Food101": "25,250 test images",
-    "CIFAR10": "10,000 test images",
-    "CIFAR100": "10,000 test images",
-    "Aircraft": "3,333 test images, 100 variants",
-    "DTD": "1,880 test images, split 1",
-    "Flowers": "6,149 test images",
-}
-SLOTS = {
-    "main": Slot(
-        _MAIN,
-        "CC3M training rows and validation split, COCO val2017 (5,000 images, 25,000 captions), "
-        "ImageNet-1k with prompts; DINOv3 ViT-L and NV-Embed-v2",
-        _OPTIONAL,
-    ),
-    "evaluation/flickr30k": Slot(
-        ("test_x", "test_y", "test_x_of_y"),
-        "Karpathy's 1,000 test images, 5,000 captions",
-        _OPTIONAL,
-    ),
-    **{f"evaluation/{name}": Slot(_CLASSES, holds) for name, holds in _SETS.items()},
-    "pairs/NAME": Slot(("x", "y"), "pairs of another source: CC3M-synth, CC12M, COCO"),
-    "unpaired/NAME": Slot(
-        ("x", "y"),
-        "unpaired images (x), texts (y) or both of a source: CC3M-synth, CC12M, ImageNet, COCO, "
-        "WikiText103",
-        ("x", "y"),
-    ),
-    "encoders/IMAGE+TEXT": Slot(
-        _MAIN, "the same rows as main by another pair of encoders", _OPTIONAL
-    ),
-    "sue/COCO100": Slot(("x", "y"), "one caption an image, in file order: 400 test rows first"),
-    "sue/F30k500": Slot(("x", "y"), "likewise, of Flickr30k"),
-    "sue/Polyvore500": Slot(("x", "y"), "likewise, the first 20,000 items of Polyvore"),
-    "skyscript": Slot(_TABLE, "SkyScript, 10,000 test rows; DINOv3 ViT-L and NV-Embed-v2"),
-    "skyscript30k": Slot(_TABLE, "SkyScript, 30,000 test rows"),
-    "librispeech": Slot(_TABLE, "LibriSpeech: WavLM-Large and NV-Embed-v2 on transcripts"),
-}
-"""Names that a file of --files may hold."""
-UNPAIRED = ("CC3M-synth", "CC12M", "ImageNet", "COCO", "WikiText103")
-"""Sources of unpaired rows that the paper names."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -90,7 +30,7 @@ class Lab:
         workdir: folder of cells and views.
         scale: size of runs on the main data.
         given_scale: size of runs on files that were given.
-        files: paths by slot and field, see `SLOTS`.
+        files: paths by slot and field, see `slots.SLOTS`.
     """
 
     workdir: pathlib.Path
@@ -167,7 +107,7 @@ class Lab:
         given = self.files.get(f"sue/{words[0]}")
         stem = name.replace("/", "-")
         if given is not None:  # other files are another view
-            stamps = json.dumps(_stamps(given.values()))
+            stamps = json.dumps(slots.stamps(given.values()))
             stem += "-" + hashlib.sha256(stamps.encode()).hexdigest()[:8]
         folder = self.workdir / "views" / stem
         if folder.exists():
@@ -201,7 +141,7 @@ class Lab:
             return trained
         slot = "/".join(metric.split("/")[:2])
         paths = dict(self.files[slot])
-        spec = {"evaluate": trained.key, "slot": slot, "files": _stamps(paths.values())}
+        spec = {"evaluate": trained.key, "slot": slot, "files": slots.stamps(paths.values())}
         compute = functools.partial(_evaluate, run=trained.key, slot=slot, paths=paths)
         return Cell(spec, compute, after=trained.key)
 
@@ -214,7 +154,7 @@ class Lab:
         given = (
             getattr(run.data.files, field.name) for field in dataclasses.fields(settings.Files)
         )
-        return {"files": _stamps(path for path in given if path)}
+        return {"files": slots.stamps(path for path in given if path)}
 
     def cells(self, changes: Changes, metric: str, seeds: Sequence[int]) -> list[Cell]:
         """A cell per seed, each with the cell that it needs before it."""
@@ -251,8 +191,8 @@ class Lab:
             left, right = (self._set(options[name], options["side"]) for name in ("left", "right"))
             return measures.between(left, right, seed=seed, **sizes)
 
-        slots = [self.files.get(_slot(name), {}) for name in (first, second)]
-        stamps = _stamps(slot[options["side"]] for slot in slots if options["side"] in slot)
+        given = [self.files.get(_slot(name), {}) for name in (first, second)]
+        stamps = slots.stamps(slot[options["side"]] for slot in given if options["side"] in slot)
         spec = {"measure": "between", **options, "seed": seed, **sizes}
         return Cell({**spec, "files": stamps} if stamps else spec, compute)
 
@@ -270,57 +210,6 @@ class Lab:
 def _slot(source: str) -> str:
     """Where the rows of a source of FA8 are."""
     return source if source == "main" else f"unpaired/{source}"
-
-
-def _stamps(paths: Iterable[str]) -> dict[str, list[int]]:
-    """Size and time of each file: one that changes makes other cells."""
-    found = {}
-    for path in paths:
-        file = pathlib.Path(path.partition("#")[0])
-        if file.exists():
-            found[path] = [file.stat().st_size, file.stat().st_mtime_ns]
-    return found
-
-
-def read_files(path: str | pathlib.Path) -> dict[str, dict[str, str]]:
-    """The JSON file of --files: {slot: {field: path}}; relative paths start at its folder.
-
-    Raises:
-        InputError: a slot or a field that is unknown or missing, or a file that is not there.
-    """
-    path = pathlib.Path(path).expanduser()
-    given = recording.read_json(path)
-    if not isinstance(given, dict):
-        raise checks.InputError(f"files: {path} holds no object; pass {{slot: {{field: path}}}}")
-    return {slot: _read_slot(slot, fields, path.resolve().parent) for slot, fields in given.items()}
-
-
-def _read_slot(slot: str, fields: Any, here: pathlib.Path) -> dict[str, str]:
-    kind, _, name = slot.partition("/")
-    open_ended = {known.partition("/")[0]: known for known in SLOTS if known.endswith(_ANY)}
-    known = slot if slot in SLOTS else open_ended.get(kind, "") if name else ""
-    if known not in SLOTS or slot.endswith(_ANY):
-        raise checks.InputError(f"files: {slot!r} is unknown; choose of {', '.join(SLOTS)}")
-    if kind == "unpaired":
-        checks.choice("files: unpaired", name, UNPAIRED)
-    if not isinstance(fields, dict) or not fields:
-        raise checks.InputError(f"files: {slot} is {fields!r}; pass paths by field")
-    for field, value in fields.items():
-        checks.choice(f"files: {slot}", field, SLOTS[known].fields)
-        if not isinstance(value, str):
-            raise checks.InputError(f"files: {slot}: {field} is {value!r}; pass a path")
-    for field in SLOTS[known].fields:
-        if field not in fields and field not in SLOTS[known].optional:
-            raise checks.InputError(f"files: {slot}: {field} is not set; pass its path")
-    paths = {}
-    for field, value in fields.items():
-        paths[field] = value
-        if not value.startswith("tfds:"):
-            file = here / pathlib.Path(value).expanduser()
-            paths[field] = str(file)
-            if not pathlib.Path(str(file).partition("#")[0]).is_file():
-                raise checks.InputError(f"files: {slot}: {field}: {file}: no such file")
-    return paths
 
 
 def _assign(config: config_dict.ConfigDict, name: str, value: Any) -> None:

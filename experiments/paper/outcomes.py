@@ -8,7 +8,8 @@ from collections.abc import Mapping
 from experiments.paper import claims, entries
 from experiments.paper.cells import Cell, Store
 from experiments.paper.entries import Entry, Values
-from experiments.paper.lab import SLOTS, Lab
+from experiments.paper.lab import Lab
+from experiments.paper.slots import SLOTS
 from sotalign_jax import tables
 
 COMMAND = "python -m experiments.reproduce"

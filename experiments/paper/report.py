@@ -11,8 +11,8 @@ from typing import Any
 from experiments.paper import outcomes
 from experiments.paper.cells import FOLDER
 from experiments.paper.entries import Values
-from experiments.paper.lab import SLOTS
 from experiments.paper.outcomes import Outcome
+from experiments.paper.slots import SLOTS
 from sotalign_jax import recording, tables
 
 TITLE = "SOTAlign: every table and figure, ours beside the paper's"

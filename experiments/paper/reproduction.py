@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 
 import jax
 
-from experiments.paper import catalogue, cells, lab, outcomes, report
+from experiments.paper import catalogue, cells, lab, outcomes, report, slots
 from experiments.paper.entries import Entry
 from sotalign_jax import checks, tables
 
@@ -18,10 +18,10 @@ def listing(at: lab.Lab) -> str:
         here = outcomes.outcome(entry, at, cells.Store(at.workdir)).data
         rows.append([entry.name, entry.title, entry.varies, here, ", ".join(entry.files)])
     table = tables.table(["", "shows", "varies", "runs here on", "the paper's data"], rows)
-    slots = tables.table(
-        ["slot", "fields"], [(name, str(slot)) for name, slot in lab.SLOTS.items()]
+    named = tables.table(
+        ["slot", "fields"], [(name, str(slot)) for name, slot in slots.SLOTS.items()]
     )
-    return f"{table}\n\nSlots of --files:\n\n{slots}"
+    return f"{table}\n\nSlots of --files:\n\n{named}"
 
 
 def choose(names: Sequence[str]) -> list[Entry]:
