@@ -10,6 +10,7 @@ import ctypes
 import functools
 import itertools
 import json
+import math
 import os
 import pathlib
 import shutil
@@ -96,9 +97,12 @@ def connected() -> Iterator[None]:
     checks.set_share(jax.process_index(), jax.process_count())
     yield
     _meet("end")  # records are complete when any process has ended well
+    sys.stdout.flush()
     _watch.ended.set()
-    with contextlib.suppress(Exception):  # nothing is lost with another process any more
+    try:
         jax.distributed.shutdown()
+    except Exception:  # another process is gone, and with it nothing is lost any more
+        _leave(0)
 
 
 def _connect(address: str | None, count: int | None, index: int | None) -> None:
@@ -132,9 +136,11 @@ def _connect(address: str | None, count: int | None, index: int | None) -> None:
         )
     except (RuntimeError, ValueError) as error:
         reason = str(error).splitlines()[0]
+        if "bad_cast" in reason:  # see `_on_abort`
+            reason = f"not all processes came within {_PATIENCE.value:.0f} s"
         raise checks.InputError(
             f"coordinator: {address} cannot be joined ({reason}); start every process with the "
-            "same address, that of the first one"
+            "same address, that of the first one, or raise --patience"
         ) from error
     finally:
         _jax.get_distributed_runtime_client = client
@@ -147,6 +153,8 @@ def _on_abort(number: int) -> None:
     When the connection to the first process breaks, jaxlib would end this one in its own words. It
     takes a function to call instead, but aborts as it fails to pass a C++ status to Python.
     """
+    if _watch.ended.is_set():
+        _leave(0)
     host, _, port = str(distributed.global_state.coordinator_address).rpartition(":")
     try:
         socket.create_connection((host.strip("[]"), int(port)), timeout=DOUBT).close()
@@ -192,7 +200,8 @@ class _Watch:
     def _look(self) -> None:
         """Apart from `_exchange`, which waits when the first process stands still."""
         while not self.ended.wait(BEAT / 4):
-            now, limit = time.monotonic(), DOUBT if self.doubt.is_set() else _PATIENCE.value
+            limit = min(DOUBT if self.doubt.is_set() else math.inf, _PATIENCE.value)
+            now = time.monotonic()
             silent = {index: now - heard for index, (_, heard) in self._seen.items()}
             if now - self._answered > limit:
                 silent = {0: now - self._answered}
@@ -212,9 +221,10 @@ def lost(reason: str) -> None:
 def failed(error: Exception) -> None:
     """Ends this process after an error that another one may have caused, by being lost."""
     _watch.doubt.set()
-    time.sleep(min(DOUBT, _PATIENCE.value) + 2 * BEAT)  # meanwhile `_Watch` tells which one
+    time.sleep(DOUBT + 2 * BEAT)  # meanwhile `_Watch` tells which one
     traceback.print_exception(error)
-    stop(f"error: {type(error).__name__}: {str(error).splitlines()[0][:200]}; {_REMEDY}")
+    reason = traceback.format_exception_only(error)[0].splitlines()[0]
+    stop(f"error: {reason[:300]}; {_REMEDY}")
 
 
 def stop(message: str) -> None:
@@ -225,9 +235,13 @@ def stop(message: str) -> None:
     os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # other threads have no say any more
     start = "\n" if os.isatty(terminal) else ""  # after a progress bar
     os.write(terminal, f"{start}{message}\n".encode())
+    _leave(1)
+
+
+def _leave(code: int) -> None:
     for folder in _stands_for:
         shutil.rmtree(folder, ignore_errors=True)
-    os._exit(1)
+    os._exit(code)
 
 
 def workdir(path: pathlib.Path) -> pathlib.Path:
