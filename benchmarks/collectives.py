@@ -11,6 +11,8 @@ _WITH_OPERANDS = ("all-gather", "collective-permute")
 _ARRAY = re.compile(r"\b([a-z]+)(\d*)\[([\d,]*)\]")
 _COMPUTATION = re.compile(r"^(?:ENTRY )?%?([\w.-]+) .*\{$")
 _NAME = re.compile(r"%([\w.-]+)")
+_CONTINUED = re.compile(r"%async-collective-done[\w.-]* = .*calls=%([\w.-]+)")
+"""Computations of a TPU that end an exchange; `async_collective_fusion`s are in its midst."""
 _LOOP = re.compile(r"\b(?:body|condition)=%([\w.-]+)")
 
 
@@ -39,8 +41,11 @@ def find(program: str) -> list[Collective]:
     """
     computations = _computations(program)
     looping = _reachable(computations, _LOOP.findall(program))
+    continued = _CONTINUED.findall(program)
     found = []
     for name, text in computations.items():
+        if name in continued or name.startswith("async_collective_fusion"):
+            continue  # counted where it starts
         for shapes, kind, start in _LINE.findall(text):
             arrays = [
                 (math.prod(map(int, filter(None, size.split(",")))), int(bits or 8) // 8)
