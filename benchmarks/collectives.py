@@ -6,8 +6,6 @@ from typing import NamedTuple
 
 KINDS = ("all-gather", "all-reduce", "reduce-scatter", "all-to-all", "collective-permute")
 _LINE = re.compile(rf"= (.*?) ({'|'.join(KINDS)})(-start)?\(")
-_WITH_OPERANDS = ("all-gather", "collective-permute")
-"""Kinds whose asynchronous form returns its operands, too, before the results."""
 _ARRAY = re.compile(r"\b([a-z]+)(\d*)\[([\d,]*)\]")
 _COMPUTATION = re.compile(r"^(?:ENTRY )?%?([\w.-]+) .*\{$")
 _NAME = re.compile(r"%([\w.-]+)")
@@ -51,8 +49,8 @@ def find(program: str) -> list[Collective]:
                 (math.prod(map(int, filter(None, size.split(",")))), int(bits or 8) // 8)
                 for _, bits, size in _ARRAY.findall(shapes)
             ]
-            if start and kind in _WITH_OPERANDS:
-                arrays = [array for array in arrays if array[0] > 1]  # without its counters
+            if start and kind != "all-reduce":  # it returns operands and counters, too
+                arrays = [array for array in arrays if array[0] > 1]
                 arrays = arrays[len(arrays) // 2 :]
             sizes = tuple(count for count, _ in arrays)
             moved = sum(count * width for count, width in arrays)
