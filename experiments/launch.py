@@ -4,7 +4,6 @@ import signal
 import sys
 from collections.abc import Callable
 
-import jax
 from absl import flags, logging
 
 from experiments import processes, settings
@@ -34,11 +33,10 @@ def guarded(command: Callable[[], None], *, interrupted: str) -> Callable[[list[
             end(f"error: {error}")
         except KeyboardInterrupt:
             end(f"interrupted: {interrupted}")
-        except (jax.errors.JaxRuntimeError, ValueError) as error:
-            # Which of them a broken connection raises depends on where it is noticed.
+        except Exception as error:
             if not processes.several():
                 raise
-            processes.lost(f"another process has ended ({str(error).splitlines()[0][:150]})")
+            processes.failed(error)
 
     return main
 

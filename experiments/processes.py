@@ -6,14 +6,21 @@ into a folder that is thrown away, and learn from it what it found on disk.
 
 import atexit
 import contextlib
+import ctypes
+import functools
+import itertools
 import json
+import math
 import os
 import pathlib
 import shutil
+import signal
+import socket
 import sys
 import tempfile
 import threading
 import time
+import traceback
 from collections.abc import Callable, Iterator
 from typing import Any, TextIO, TypeVar
 
@@ -21,6 +28,7 @@ import jax
 from absl import flags
 from jax._src import distributed  # its key-value store has no public name
 from jax.experimental import multihost_utils
+from jaxlib import _jax
 
 from sotalign_jax import checks
 
@@ -35,11 +43,19 @@ _COORDINATOR = flags.DEFINE_string(
 _COUNT = flags.DEFINE_integer("num_processes", None, "How many processes there are.", 1)
 _INDEX = flags.DEFINE_integer("process_id", None, "Which of them this is, from 0.", 0)
 
-BEAT = 3.0
+_PATIENCE = flags.DEFINE_float(
+    "patience", 40.0, "Seconds to wait for other processes to join, and for a sign of life.", 5.0
+)
+
+BEAT = 2.0
 """Seconds between two signs of life."""
-SILENCE = 40.0
-"""Seconds without a sign of life after which a process counts as lost."""
-_agreed = iter(range(2**63))
+DOUBT = 5 * BEAT
+"""Seconds without one after which a process counts as lost once an exchange has failed."""
+_LONG = 24 * 3600
+"""Seconds that are never over: `_Watch` ends what waits for a lost process."""
+_REMEDY = "start all processes again with the same --workdir to go on"
+_agreed = itertools.count()
+_ending = threading.Lock()
 _stands_for: dict[pathlib.Path, pathlib.Path] = {}
 
 
@@ -51,6 +67,11 @@ def several() -> bool:
 def _store() -> Any:
     """Texts by key that all processes share."""
     return distributed.global_state.client
+
+
+def _meet(where: str) -> None:
+    """Waits until all processes are here."""
+    _store().wait_at_barrier(f"sotalign {where}", 1000 * _LONG)
 
 
 def is_first() -> bool:
@@ -66,16 +87,22 @@ def connected() -> Iterator[None]:
         yield
         return
     _connect(*given)
+    _watch.start()
+    if not is_first():
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    _meet("start")
+    # Devices are found, and connected, while all are here: it fails if some are late.
+    multihost_utils.sync_global_devices("sotalign start")
     # Large files are looked through by all together, a part by each.
     checks.set_share(jax.process_index(), jax.process_count())
-    if not is_first():
-        sys.stdout = open(os.devnull, "w")  # noqa: SIM115 - until the process ends
-    ended = threading.Event()
-    threading.Thread(target=_watch, args=(ended,), daemon=True).start()
     yield
-    # All wait for the last one: records are complete when any process has ended well.
-    _store().wait_at_barrier("sotalign ended", 24 * 3600 * 1000)
-    ended.set()
+    _meet("end")  # records are complete when any process has ended well
+    sys.stdout.flush()
+    _watch.ended.set()
+    try:
+        jax.distributed.shutdown()
+    except Exception:  # another process is gone, and with it nothing is lost any more
+        _leave(0)
 
 
 def _connect(address: str | None, count: int | None, index: int | None) -> None:
@@ -93,53 +120,128 @@ def _connect(address: str | None, count: int | None, index: int | None) -> None:
                 "for each process"
             )
     jax.config.update("jax_enable_preemption_service", False)  # it would take SIGTERM from us
+    client = _jax.get_distributed_runtime_client
+    _jax.get_distributed_runtime_client = functools.partial(
+        client, missed_heartbeat_callback=_first_has_ended
+    )
+    ctypes.CDLL(None).signal(signal.SIGABRT, _on_abort)
     try:
         jax.distributed.initialize(
             None if automatic else address,
             count,
             index,
-            initialization_timeout=120,
-            heartbeat_timeout_seconds=2 * int(SILENCE),  # `_watch` is first, and speaks clearly
+            initialization_timeout=int(_PATIENCE.value),
+            heartbeat_timeout_seconds=_LONG,  # `_Watch` is first, and speaks clearly
             shutdown_timeout_seconds=30,
         )
     except (RuntimeError, ValueError) as error:
         reason = str(error).splitlines()[0]
+        if "bad_cast" in reason:  # see `_on_abort`
+            reason = f"not all processes came within {_PATIENCE.value:.0f} s"
         raise checks.InputError(
             f"coordinator: {address} cannot be joined ({reason}); start every process with the "
-            "same address, that of the first one"
+            "same address, that of the first one, or raise --patience"
         ) from error
+    finally:
+        _jax.get_distributed_runtime_client = client
 
 
-def _watch(ended: threading.Event) -> None:
-    """Ends this process when another gives no sign of life."""
-    own = distributed.global_state.process_id
-    seen: dict[str, tuple[str, float]] = {}
-    beat = 0
-    while not ended.wait(BEAT):
-        beat += 1
-        try:
-            _store().key_value_set(f"alive/{own}", str(beat), True)
-            signs = dict(_store().key_value_dir_get("alive/"))
-        except Exception:  # the first process keeps the store
-            if not ended.is_set():
-                lost("the first process cannot be reached")
-            return
-        for key, sign in signs.items():
-            if seen.get(key, ("", 0.0))[0] != sign:
-                seen[key] = sign, time.monotonic()
-            elif time.monotonic() - seen[key][1] > SILENCE and not ended.is_set():
-                lost(f"process {key.rpartition('/')[2]} gave no sign of life for {SILENCE:.0f} s")
+@ctypes.CFUNCTYPE(None, ctypes.c_int)
+def _on_abort(number: int) -> None:
+    """Called in the thread that aborts; what it aborts for is left to the system on return.
+
+    When the connection to the first process breaks, jaxlib would end this one in its own words. It
+    takes a function to call instead, but aborts as it fails to pass a C++ status to Python.
+    """
+    if _watch.ended.is_set():
+        _leave(0)
+    host, _, port = str(distributed.global_state.coordinator_address).rpartition(":")
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), timeout=DOUBT).close()
+    except OSError:
+        _first_has_ended()
+
+
+def _first_has_ended(*_: Any) -> None:
+    if not _watch.ended.is_set():
+        lost("process 0 has ended")
+
+
+class _Watch:
+    """Signs of life: every process leaves its own with the first one, and looks at the others'."""
+
+    def __init__(self) -> None:
+        self.ended, self.doubt = threading.Event(), threading.Event()
+        self._answered = 0.0
+        self._seen: dict[int, tuple[str, float]] = {}
+
+    def start(self) -> None:
+        """Begins once all processes have joined: one that never gives a sign is noticed, too."""
+        self._answered = time.monotonic()
+        count = distributed.global_state.num_processes
+        self._seen = dict.fromkeys(range(count), ("", self._answered))
+        for loop in (self._exchange, self._look):
+            threading.Thread(target=loop, daemon=True).start()
+
+    def _exchange(self) -> None:
+        own, store = distributed.global_state.process_id, _store()
+        for beat in itertools.count():
+            with contextlib.suppress(Exception):  # `_look` notices when there is no answer
+                store.key_value_set(f"alive/{own}", str(beat), True)
+                signs = dict(store.key_value_dir_get("alive/"))
+                self._answered = time.monotonic()
+                for index, (sign, _) in self._seen.items():
+                    latest = signs.get(f"alive/{index}", "")
+                    if latest != sign:
+                        self._seen[index] = latest, self._answered
+            if self.ended.wait(BEAT):
+                return
+
+    def _look(self) -> None:
+        """Apart from `_exchange`, which waits when the first process stands still."""
+        while not self.ended.wait(BEAT / 4):
+            limit = min(DOUBT if self.doubt.is_set() else math.inf, _PATIENCE.value)
+            now = time.monotonic()
+            silent = {index: now - heard for index, (_, heard) in self._seen.items()}
+            if now - self._answered > limit:
+                silent = {0: now - self._answered}
+            for index, seconds in silent.items():
+                if seconds > limit and not self.ended.is_set():
+                    lost(f"process {index} gave no sign of life for {seconds:.0f} s")
+
+
+_watch = _Watch()
 
 
 def lost(reason: str) -> None:
     """Ends this process at once, as the run cannot go on without another one."""
-    stop(f"error: {reason}; start all processes again with the same --workdir to go on")
+    stop(f"error: {reason}; {_REMEDY}")
+
+
+def failed(error: Exception) -> None:
+    """Ends this process after an error that another one may have caused, by being lost."""
+    _watch.doubt.set()
+    time.sleep(DOUBT + 2 * BEAT)  # meanwhile `_Watch` tells which one
+    traceback.print_exception(error)
+    reason = traceback.format_exception_only(error)[0].splitlines()[0]
+    stop(f"error: {reason[:300]}; {_REMEDY}")
 
 
 def stop(message: str) -> None:
     """Ends one of several processes: an orderly end would wait for the others."""
-    print(message, file=sys.stderr, flush=True)
-    os._exit(1)
+    _ending.acquire()  # for good: the first message is the last line
+    sys.stderr.flush()
+    terminal = os.dup(2)
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # other threads have no say any more
+    start = "\n" if os.isatty(terminal) else ""  # after a progress bar
+    os.write(terminal, f"{start}{message}\n".encode())
+    _leave(1)
+
+
+def _leave(code: int) -> None:
+    for folder in _stands_for:
+        shutil.rmtree(folder, ignore_errors=True)
+    os._exit(code)
 
 
 def workdir(path: pathlib.Path) -> pathlib.Path:
@@ -175,7 +277,7 @@ def agree(find: Callable[[], Any]) -> Any:
         return find()
     store, key = _store(), f"agreed/{next(_agreed)}"
     if not is_first():
-        found = json.loads(store.blocking_key_value_get(key, 24 * 3600 * 1000))
+        found = json.loads(store.blocking_key_value_get(key, 1000 * _LONG))
         if "error" in found:
             raise checks.InputError(found["error"])
         return found["value"]
@@ -192,5 +294,6 @@ def from_first(tree: Tree) -> Tree:
     """Arrays of the first process on all of them: hosts may round differently."""
     if not several():
         return tree
+    _meet(f"arrays {next(_agreed)}")
     arrays = multihost_utils.broadcast_one_to_all(tree, is_source=is_first())
     return jax.tree.map(jax.numpy.asarray, arrays)

@@ -7,8 +7,8 @@ mixture. Inside, all entries are one array of bytes, described in the checkpoint
 dtype and any structure come back bit for bit, and damaged files give one error instead of one for
 every entry that orbax reads at the same time.
 
-Of several processes all take part in saving, as orbax wants it, and the first one does it: they
-hold the same values, so a checkpoint is the same for any number of devices and processes.
+Of several processes the first one saves, alone: all hold the same values, so a checkpoint is the
+same for any number of devices and processes, and none waits for another one to write it.
 """
 
 import contextlib
@@ -21,7 +21,9 @@ import re
 import shutil
 import types
 import zlib
+from collections.abc import Iterator
 from typing import Any, Self, TypeVar
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
@@ -122,8 +124,10 @@ class Checkpoints:
             raise checks.InputError(f"step: is {step}; steps count from 0")
         self.wait()
         arrays = _to_arrays(tree)
+        if not self._writes:
+            return
         entries = {name: _describe(array) for name, array in arrays.items()}
-        latest = max(self.steps(), default=-1) if self._writes else -1
+        latest = max(self.steps(), default=-1)
         if step <= latest:
             if step == latest and self._entries(step) == entries:
                 return
@@ -133,9 +137,10 @@ class Checkpoints:
             )
         payload = np.frombuffer(b"".join(a.tobytes() for a in arrays.values()) or b"0", np.uint8)
         try:
-            response = ocp.save_async(
-                self._folder(step), {"payload": payload}, custom_metadata={"entries": entries}
-            )
+            with _alone():
+                response = ocp.save_async(
+                    self._folder(step), {"payload": payload}, custom_metadata={"entries": entries}
+                )
         except Exception as error:
             raise self._write_error(step, error) from error
         self._pending = (step, response)
@@ -154,7 +159,7 @@ class Checkpoints:
             response.result()
         except Exception as error:
             raise self._write_error(step, error) from error
-        for old in self.steps()[: -self._keep] if self._writes else ():
+        for old in self.steps()[: -self._keep]:
             # Renamed first, so that a kill never leaves half of it under a valid name.
             shutil.rmtree(self._folder(old).rename(self.directory / f"{old}.deleted"))
 
@@ -249,15 +254,26 @@ class Checkpoints:
         )
 
 
-def _alone() -> Any:
-    """Keeps orbax from waiting for other processes of a run: this one reads alone."""
+@contextlib.contextmanager
+def _alone() -> Iterator[None]:
+    """Keeps orbax from waiting for other processes of a run: this one reads or writes alone.
+
+    With others it would meet them in collectives, some of them started by its background thread:
+    they could come between those of a training step, in another order in each process.
+    """
     if jax.process_count() == 1:
-        return contextlib.nullcontext()
+        yield
+        return
     own = jax.process_index()
     options = ocp.options.MultiprocessingOptions(
         primary_host=own, active_processes={own}, barrier_sync_key_prefix=f"process{own}"
     )
-    return ocp.Context(multiprocessing_options=options)
+    # In spite of the options orbax compares the folder with that of all the processes it counts.
+    with (
+        mock.patch.object(jax, "process_count", return_value=1),
+        ocp.Context(multiprocessing_options=options),
+    ):
+        yield
 
 
 def _name(path: tuple[Any, ...]) -> str:

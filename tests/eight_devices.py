@@ -210,6 +210,30 @@ def test_rows_on_the_device_need_a_single_one(dataset, mesh):
 PAPER = accelerator.Workload(pool=22_768)
 
 
+def test_exchanges_inside_loops_are_told_from_others(mesh):
+    """What the next test relies on: a gather in a loop, one that the compiler adds, one outside."""
+    split = sharding.split_rows(mesh)
+    x = jax.device_put(jnp.ones((16, 3)), split)
+
+    def gathers(x):
+        def once(axes, x, _):
+            return x, sharding.whole(x, axes).sum()
+
+        def by_hand(_, s):
+            return sharding.by_rows(once, x * s, None)[1]
+
+        def by_compiler(_, x):
+            return jax.lax.with_sharding_constraint(x[::-1].cumsum(0), split)
+
+        looped = jax.lax.fori_loop(0, 3, by_hand, 1.0), jax.lax.fori_loop(0, 3, by_compiler, x)
+        return looped, jax.lax.with_sharding_constraint(2 * x, sharding.replicated(mesh))
+
+    with jax.set_mesh(mesh):
+        found = collectives.find(jax.jit(gathers).lower(x).compile().as_text())
+    of_whole = [one.in_loop for one in found if one.kind == "all-gather" and 48 in one.sizes]
+    assert any(of_whole) and not all(of_whole), found
+
+
 def test_a_device_of_eight_needs_a_sixth_of_the_memory_and_loops_gather_nothing():
     """Of the step at the paper's size, which is compiled, not run."""
     one, eight = (accelerator.lower(PAPER, jax.devices()[:n]).compile() for n in (1, 8))

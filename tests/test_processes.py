@@ -1,5 +1,6 @@
 """One run on several devices and processes, as users start it: kills, restarts, the same result."""
 
+import itertools
 import json
 import os
 import pathlib
@@ -37,7 +38,8 @@ def start(files):
         count = f" --xla_force_host_platform_device_count={devices}" if devices > 1 else ""
         command = [
             *(sys.executable, "-m", "experiments.main", f"--config={files}/config.py"),
-            *(f"--config.train.steps={STEPS}", f"--workdir={workdir}", *options),
+            *(f"--config.train.steps={STEPS}", "--config.train.eval_every=1"),
+            *(f"--workdir={workdir}", *options),
         ]
         return subprocess.Popen(
             command,
@@ -51,18 +53,29 @@ def start(files):
     return popen
 
 
+def free_address():
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return f"127.0.0.1:{free.getsockname()[1]}"
+
+
 @pytest.fixture(scope="module")
 def two(start):
     """Starts two processes that make one run."""
 
-    def popen(workdir):
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            address = f"127.0.0.1:{free.getsockname()[1]}"
-        options = f"--coordinator={address}", "--num_processes=2"
+    def popen(workdir, *options):
+        options = f"--coordinator={free_address()}", "--num_processes=2", *options
         return [start(workdir, *options, f"--process_id={index}") for index in range(2)]
 
     return popen
+
+
+@pytest.fixture(scope="module")
+def reference(start, tmp_path_factory):
+    """An uninterrupted run on one device."""
+    folder = tmp_path_factory.mktemp("one") / "run"
+    finish(start(folder))
+    return folder
 
 
 def finish(*processes):
@@ -71,16 +84,27 @@ def finish(*processes):
         assert process.returncode == 0, err
 
 
-def kill_at(process, workdir, step):
-    """Kills a process once there is a checkpoint of `step` or a later one."""
+def wait_for_step(process, workdir, step):
+    """Returns once there is a checkpoint of `step` or a later one."""
     folder = workdir / "checkpoints"
     while process.poll() is None:
         names = os.listdir(folder) if folder.exists() else []
         if any(name.isdigit() and int(name) >= step for name in names):
-            process.kill()
             return
         time.sleep(0.005)
-    raise AssertionError(f"ended before it could be killed:\n{process.communicate()[1]}")
+    raise AssertionError(f"ended before step {step}:\n{process.communicate()[1]}")
+
+
+def assert_noticed(survivor, *, lost):
+    """Within a minute the survivor names the lost process in its last line, and ends."""
+    try:
+        _, err = survivor.communicate(timeout=60)
+    finally:
+        survivor.kill()
+    last = err.splitlines()[-1]
+    assert survivor.returncode == 1, err
+    assert last.startswith(f"error: process {lost} "), err
+    assert last.endswith("; start all processes again with the same --workdir to go on")
 
 
 def assert_same_result(workdir, reference):
@@ -96,52 +120,74 @@ def assert_same_result(workdir, reference):
     for row, other in zip(rows, others, strict=True):
         assert row["loss"] == pytest.approx(other["loss"], rel=2e-4)
         assert row.get("val/mean/R@1") == other.get("val/mean/R@1")
+    assert sorted(os.listdir(workdir)) == sorted(os.listdir(reference))
 
 
-@pytest.mark.processes
-def test_killed_on_eight_devices_and_on_two_processes_it_ends_the_same(start, two, tmp_path):
-    reference, eight, both = tmp_path / "one", tmp_path / "eight", tmp_path / "two"
-    finish(start(reference))
-    # Eight devices, killed; what they saved continues on one device,
+@pytest.mark.slow
+def test_two_processes_give_the_same_as_one(two, reference, tmp_path):
+    first, second = two(tmp_path / "run")
+    out, err = first.communicate()
+    assert first.returncode == 0, err
+    assert "R@1" in out
+    assert (*second.communicate(), second.returncode) == ("", "", 0)  # the first one talks
+    assert_same_result(tmp_path / "run", reference)
+
+
+@pytest.mark.slow
+def test_killed_on_eight_devices_and_on_two_processes_it_ends_the_same(
+    start, two, reference, tmp_path
+):
+    eight, both = tmp_path / "eight", tmp_path / "two"
     process = start(eight, devices=8)
-    kill_at(process, eight, 6)
+    wait_for_step(process, eight, 5)
+    process.kill()
     process.communicate()
+    # What eight devices saved continues on one device,
     shutil.copytree(eight, both)
     finish(start(eight, "--config.mesh=1", "--config.on_device=false"))
     assert_same_result(eight, reference)
     # and on two processes, of which one is killed. The other must not wait for it.
     first, second = two(both)
-    kill_at(second, both, 12)
-    _, err = first.communicate(timeout=60)
-    assert first.returncode == 1
-    assert err.splitlines()[-1].startswith("error: ")
-    assert err.endswith("start all processes again with the same --workdir to go on\n")
-    assert not (both / "results.json").exists()
+    wait_for_step(second, both, 9)
+    second.kill()
     second.communicate()
-    first, second = two(both)
-    out, err = first.communicate()
-    assert first.returncode == 0, err
-    assert "R@1" in out
-    _, err = second.communicate()
-    assert (second.returncode, err) == (0, "")
+    assert_noticed(first, lost=1)
+    assert not (both / "results.json").exists()
+    finish(*two(both))
     assert_same_result(both, reference)
-    assert sorted(os.listdir(both)) == sorted(os.listdir(reference))
 
 
-@pytest.mark.processes
-def test_a_process_that_stands_still_is_noticed(two, tmp_path):
-    first, second = two(tmp_path / "run")
-    while not (tmp_path / "run" / "metrics.jsonl").exists():
-        assert first.poll() is None
-        time.sleep(0.01)
-    second.send_signal(signal.SIGSTOP)
+@pytest.mark.slow
+def test_a_process_that_is_lost_is_noticed(two, tmp_path):
+    """Killed or standing still; the first one also keeps what the processes share."""
+    cases = [(0, signal.SIGKILL), (0, signal.SIGSTOP), (1, signal.SIGSTOP)]
+    pairs = []
     try:
-        _, err = first.communicate(timeout=60)
+        for victim, sign in cases:
+            run = tmp_path / f"{victim}-{sign}"
+            pairs.append(two(run, "--patience=30"))
+            wait_for_step(pairs[-1][victim], run, 1)
+            pairs[-1][victim].send_signal(sign)
+        for (victim, _), pair in zip(cases, pairs, strict=True):
+            assert_noticed(pair[1 - victim], lost=victim)
     finally:
-        second.kill()
-        second.communicate()
-    assert first.returncode == 1
-    assert "process 1 gave no sign of life" in err.splitlines()[-1]
+        for process in itertools.chain(*pairs):
+            process.kill()
+            process.communicate()
+
+
+def test_processes_that_never_come_are_not_waited_for(start, tmp_path):
+    """Killed before it has joined, a process is as good as never started."""
+    options = f"--coordinator={free_address()}", "--num_processes=2", "--patience=5"
+    alone = [start(tmp_path / "run", *options, "--process_id=0")]
+    options = f"--coordinator={free_address()}", *options[1:]
+    alone.append(start(tmp_path / "run", *options, "--process_id=1"))
+    for process in alone:
+        _, err = process.communicate(timeout=60)
+        assert process.returncode == 1
+        last = err.splitlines()[-1]
+        assert last.startswith("error: coordinator: 127.0.0.1:"), err
+        assert "cannot be joined (not all processes came within 5 s); start every" in last, err
 
 
 def test_flags_of_processes_belong_together(start, tmp_path):
