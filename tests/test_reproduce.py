@@ -595,8 +595,9 @@ def _launch(*options, cwd=ROOT):
     )
 
 
-def test_list():
-    shown = _launch("--list")
+def test_list(tmp_path):
+    shown = _launch("--list", cwd=tmp_path)
+    assert list(tmp_path.iterdir()) == []
     assert shown.returncode == 0, shown.stderr
     named = [line.split()[0] for line in shown.stdout.splitlines() if line[:1] in ("T", "A", "F")]
     assert named == NAMES
