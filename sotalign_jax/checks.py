@@ -1,5 +1,6 @@
 """Checks of what users hand in: one clear line naming the argument, the value and the remedy."""
 
+import importlib
 from typing import Any
 
 import numpy as np
@@ -10,6 +11,29 @@ _share = (0, 1)
 
 class InputError(ValueError):
     """Something the user gave cannot be used; the message says what and how to mend it."""
+
+
+def not_installed(package: str, *, extra: str) -> InputError:
+    """The error for a package of an extra that is not there.
+
+    >>> not_installed("torch", extra="extract")
+    InputError("torch: is not installed; run pip install -e '.[extract]'")
+    """
+    return InputError(f"{package}: is not installed; run pip install -e '.[{extra}]'")
+
+
+def require(module: str, *, extra: str) -> Any:
+    """Imports a module of an extra's package, when it is needed.
+
+    >>> require("no_such_writer", extra="tensorboard")
+    Traceback (most recent call last):
+    sotalign_jax.checks.InputError: no_such_writer: is not installed; run pip install -e
+    '.[tensorboard]'
+    """
+    try:
+        return importlib.import_module(module)
+    except ModuleNotFoundError as error:
+        raise not_installed(error.name or module, extra=extra) from error
 
 
 def set_share(index: int, count: int) -> None:
