@@ -108,8 +108,11 @@ def test_bundled_configs():
     assert sotalign.train.pair_batch + sotalign.train.unpaired_batch == 32_768
     assert sotalign.data.n_pairs == 10_000 and sotalign.data.n_unpaired == 1_000_000
     assert (sotalign.options.epsilon, sotalign.options.epsilon_star) == (0.05, 0.005)
-    appendix = settings.plan_runs(paper.get_config("appendix"))[1]
-    assert appendix.options.epsilon_star == 0.01
+    appendix = settings.plan_runs(paper.get_config("seeds=1,appendix"))[1]
+    epsilon_star = dataclasses.replace(sotalign.options, epsilon_star=0.01)
+    assert appendix.options == epsilon_star and appendix.train.seed == 0
+    with pytest.raises(checks.InputError, match=r"config: 'apendix' is unknown; .*, appendix$"):
+        paper.get_config("apendix")
     everything = settings.plan_runs(compare_config.get_config("pairs=500+2000,seeds=2"))
     names = list(dict.fromkeys(run.name for run in everything))
     assert {*methods.METHODS, "cca", "procrustes", "sotalign_teacher"} == set(names)
