@@ -42,11 +42,8 @@ class Options:
     batch: int = 4096
 
     def __post_init__(self) -> None:
-        for name in ("epsilon", "epsilon_star"):
-            if not 0 < getattr(self, name) < np.inf:
-                raise checks.InputError(f"{name}: is {getattr(self, name)}; pass a number above 0")
-        if not 0 <= self.ridge < np.inf:
-            raise checks.InputError(f"ridge: is {self.ridge}; pass a number >= 0")
+        checks.positive(epsilon=self.epsilon, epsilon_star=self.epsilon_star)
+        checks.at_least(0, ridge=self.ridge)
 
     def quick(self) -> "Options":
         """Less of everything."""

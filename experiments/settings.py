@@ -102,10 +102,8 @@ class Head:
                 f"init: a linear teacher cannot start heads of kind {self.kind!r}; "
                 "choose init 'random' or kind 'linear'"
             )
-        for name in ("dim", "hidden"):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise checks.InputError(f"{name}: is {value}; pass at least 1")
+        checks.whole(1, dim=self.dim)
+        checks.whole(1, or_none=True, hidden=self.hidden)
 
 
 @dataclasses.dataclass(frozen=True)

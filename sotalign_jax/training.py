@@ -10,7 +10,6 @@ import contextlib
 import dataclasses
 import functools
 import math
-import numbers
 import warnings
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple, Protocol
@@ -65,14 +64,9 @@ class TrainConfig:
     seed: int = 42
 
     def __post_init__(self) -> None:
-        for name in ("steps", "pair_batch", "unpaired_batch", "eval_every"):
-            value = getattr(self, name)
-            if not isinstance(value, numbers.Integral) or value < 1:
-                raise checks.InputError(f"{name}: is {value!r}; pass a whole number above 0")
-        for name in ("learning_rate", "weight_decay"):
-            value = getattr(self, name)
-            if not (math.isfinite(value) and value >= 0):
-                raise checks.InputError(f"{name}: is {value}; pass a number of at least 0")
+        checks.whole(1, steps=self.steps, eval_every=self.eval_every)
+        checks.whole(1, pair_batch=self.pair_batch, unpaired_batch=self.unpaired_batch)
+        checks.at_least(0, learning_rate=self.learning_rate, weight_decay=self.weight_decay)
 
 
 class TrainState(NamedTuple):

@@ -150,7 +150,7 @@ def test_bundled_configs():
         ("seeds", ("a",), "config.seeds: 'a' is no seed"),
         ("train.steps", "abc", "config.train.steps: is 'abc'; pass a value of type int"),
         ("train.steps", True, "config.train.steps: is True; pass a value of type int"),
-        ("train.steps", 0, "config.train.steps: is 0; pass a whole number above 0"),
+        ("train.steps", 0, "config.train.steps: is 0; pass a whole number of at least 1"),
         ("train.learning_rate", -1.0, "config.train.learning_rate: is -1.0; pass a number"),
         ("sotalign.divergence", "l2", "config.sotalign.divergence: 'l2' is unknown; choose"),
         ("data.name", "cc3m", "config.data.name: 'cc3m' is unknown; choose one of pictures"),
@@ -158,7 +158,7 @@ def test_bundled_configs():
         ("data.files.x", "x.npy", "config.data.files.x: is set but name is 'pictures'"),
         ("teacher.kind", "ccca", "config.teacher.kind: 'ccca' is unknown; choose one of"),
         ("heads.kind", "cnn", "config.heads.kind: 'cnn' is unknown; choose one of linear, mlp"),
-        ("heads.dim", 0, "config.heads.dim: is 0; pass at least 1"),
+        ("heads.dim", 0, "config.heads.dim: is 0; pass a whole number of at least 1"),
         ("heads", {"kind": "mlp", "init": "teacher"}, "config.heads.init: a linear teacher"),
         ("overrides", {"sial": {}}, "config.overrides: 'sial' is unknown; choose one of "),
         ("overrides", {"sotalign": 3}, "config.overrides.sotalign: is 3; set its entries"),
@@ -249,7 +249,10 @@ def test_a_dry_run_writes_nothing(launch, tmp_path):
         (["--config.trane.steps=1"], 'config: Did you mean "train" instead of "trane"?'),
         (["--config.train.steps=abc"], "flag --config.train.steps=abc: invalid literal for int"),
         (["--config.teacher.dim=abc"], "flag --config.teacher.dim=abc: invalid literal for int"),
-        (["--config.train.steps=-4"], "config.train.steps: is -4; pass a whole number above 0"),
+        (
+            ["--config.train.steps=-4"],
+            "config.train.steps: is -4; pass a whole number of at least 1",
+        ),
         (["--config.methods=('sale',)"], "config.methods: 'sale' is unknown; choose one of csa"),
         (["--config.data.pool=all"], "config.data.pool: 'all' is unknown; choose one of"),
         (["--wrkdir=a"], "Unknown command line flag 'wrkdir'. Did you mean: workdir"),
@@ -504,7 +507,10 @@ def test_a_corrected_start_can_use_the_same_folder(launch, tmp_path):
             ["--config.teacher.dim=11"],
             "config.teacher: dim: 11 directions asked but these 60 pairs",
         ),
-        (["--config.teacher.ridge=-1"], "config.teacher: ridge: is -1.0; pass a number >= 0"),
+        (
+            ["--config.teacher.ridge=-1"],
+            "config.teacher: ridge: is -1.0; pass a number of at least 0",
+        ),
         (["--config.teacher.noise=2"], "config.teacher: fraction: 2.0 is outside 0..1"),
     ]:
         for more in ([], ["--config.methods=('cca','procrustes')"]):

@@ -236,7 +236,7 @@ def test_half_precision_rows_are_compared_in_float32(rng):
         ({"space": "joint"}, "space: 'joint' is unknown; choose one of unimodal, shared"),
         ({"weight_text": -1.0}, "weight_text: is -1.0; pass a number of at least 0"),
         ({"weight_image": float("inf")}, "weight_image: is inf; pass"),
-        ({"iterations": 0}, "iterations: is 0; pass at least 1"),
+        ({"iterations": 0}, "iterations: is 0; pass a whole number of at least 1"),
     ],
 )
 def test_options_that_cannot_be_used(options, message):

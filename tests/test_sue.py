@@ -268,11 +268,11 @@ def test_progress_is_shown_on_request(dataset, capsys):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"dim": 0}, "dim: is 0; pass a number of at least 1"),
+        ({"dim": 0}, "dim: is 0; pass a whole number of at least 1"),
         ({"eigenvectors": 7}, "eigenvectors: is 7 but dim is 8; pass at least as many"),
-        ({"batch": 1}, "batch: is 1; pass a number of at least 2"),
+        ({"batch": 1}, "batch: is 1; pass a whole number of at least 2"),
         ({"learning_rate": 0.0}, "learning_rate: is 0.0; pass a number above 0"),
-        ({"mmd_epochs": -1}, "mmd_epochs: is -1; pass a number of at least 0"),
+        ({"mmd_epochs": -1}, "mmd_epochs: is -1; pass a whole number of at least 0"),
     ],
 )
 def test_options_that_cannot_be_used(options, message):
@@ -340,7 +340,7 @@ def test_fitted_methods_from_the_launcher(tmp_path):
 
     process = start("--config.sue.batch=0")
     assert process.communicate()[1] == (
-        "error: config.sue.batch: is 0; pass a number of at least 2\n"
+        "error: config.sue.batch: is 0; pass a whole number of at least 2\n"
     )
     assert process.returncode == 1 and not run.exists()
 

@@ -370,7 +370,7 @@ def test_supervised_training_needs_neither(start, dataset, sail):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"steps": 0}, "steps: is 0; pass a whole number above 0"),
+        ({"steps": 0}, "steps: is 0; pass a whole number of at least 1"),
         ({"pair_batch": 1.5}, "pair_batch: is 1.5"),
         ({"unpaired_batch": -1}, "unpaired_batch: is -1"),
         ({"eval_every": 0}, "eval_every: is 0"),

@@ -5,7 +5,7 @@ from typing import Any, ClassVar
 
 from jaxtyping import Array
 
-from sotalign_jax import checks, data, losses
+from sotalign_jax import data, losses
 from sotalign_jax.heads import Heads
 from sotalign_jax.sampling import Batch, DeviceData
 from sotalign_jax.teachers import LinearTeacher
@@ -83,12 +83,3 @@ def siglip(
         normalization=normalization,
         **negatives,
     )
-
-
-def check_above(method: Method, *names: str, least: float = 0.0, inclusive: bool = False) -> None:
-    """Raises unless the named options are finite numbers above `least` (or equal, `inclusive`)."""
-    for name in names:
-        value = getattr(method, name)
-        if not (least < value < float("inf") or (inclusive and value == least)):
-            bound = "a number of at least" if inclusive else "a number above"
-            raise checks.InputError(f"{name}: is {value}; pass {bound} {least:g}")

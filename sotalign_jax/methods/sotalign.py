@@ -65,12 +65,11 @@ class SOTAlign(base.Objective):
         checks.choice("supervision", self.supervision, sail.SUPERVISION)
         checks.choice("marginals", self.marginals, divergences.MARGINALS)
         checks.choice("siglip_norm", self.siglip_norm, losses.NORMALIZATIONS)
-        base.check_above(self, "alpha", inclusive=True)
-        base.check_above(self, "epsilon", "epsilon_star", "tolerance")
-        for name in ("max_iterations", "block_size"):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise checks.InputError(f"{name}: is {value}; pass at least 1")
+        checks.at_least(0, alpha=self.alpha)
+        checks.positive(epsilon=self.epsilon, epsilon_star=self.epsilon_star)
+        checks.positive(tolerance=self.tolerance)
+        checks.whole(1, max_iterations=self.max_iterations)
+        checks.whole(1, or_none=True, block_size=self.block_size)
         if self.klot_on != "unpaired" and self.divergence != "klot":
             raise checks.InputError(
                 f"klot_on: is {self.klot_on!r} but divergence is {self.divergence!r}; choose "

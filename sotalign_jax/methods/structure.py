@@ -52,7 +52,8 @@ class Structure(base.Objective):
     def __post_init__(self) -> None:
         checks.choice("contrastive", self.contrastive, CONTRASTIVE)
         checks.choice("regularize_on", self.regularize_on, REGULARIZE_ON)
-        base.check_above(self, "weight", "warmup", inclusive=True)
+        checks.at_least(0, weight=self.weight)
+        checks.whole(0, warmup=self.warmup)
         structure.check_options(**self._options())
 
     def _options(self) -> dict[str, Any]:
