@@ -145,7 +145,7 @@ def test_only_pairs_matter(tmp_path):
     alone = align((A, B), method=methods.CSA(dim=4), progress=False)
     pooled = align((A, B), X, Y, method=methods.CSA(dim=4), seed=7, progress=False)
     np.testing.assert_array_equal(alone.similarity(X, Y), pooled.similarity(X, Y))
-    assert not methods.CSA().uses_pool
+    assert not methods.CSA().pools
     assert alone.info["data"]["pairs_x"] == [120, 8]  # nothing to select: none are held out
     alone.save(tmp_path / "saved")
     loaded = Aligner.load(tmp_path / "saved")

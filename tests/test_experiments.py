@@ -469,7 +469,7 @@ def test_heads_are_the_methods_own_unless_told(files):
         ({"x": lambda a: a[0]}, [], "pairs x: has shape (12,); pass a 2-D array"),
         ({"x": lambda a: a.astype(int)}, [], "pairs x: has dtype int64; pass real floating-point"),
         ({}, ["n_pairs=301"], "config.data: n_pairs: 301 asked of 300 rows; keep it in 1..300"),
-        ({}, ["n_pairs=300"], "config.data: pool: x has 0 rows and y has 0 but SOTAlign learns"),
+        ({}, ["n_pairs=300"], "config.data: pool x: has no rows but SOTAlign learns from"),
         ({}, ["n_unpaired=121"], "n_unpaired: 121 asked but 120 rows remain for a disjoint pool"),
         ({}, ["n_pairs=1"], "config.teacher: pairs A: has 1 rows but at least 2 are needed"),
         ({}, ["files.test_y="], "files.test_y: is not set; pass --config.data.files.test_y=PATH"),

@@ -245,7 +245,7 @@ def test_whole_matrices_and_blocks_train_alike(student, batch):
 def test_the_pool_matters_to_the_semi_supervised_method_only(student, batch):
     moved = batch._replace(x=batch.x[:, ::-1], y=batch.y[:, ::-1])
     alone, semi = methods.METHODS["structure"], methods.METHODS["structure_semi"]
-    assert (alone.uses_pool, semi.uses_pool) == (False, True)
+    assert (alone.pools, semi.pools) == ("", "xy")
     assert evaluate(alone, student, batch)[0] == evaluate(alone, student, moved)[0]
     assert evaluate(semi, student, batch)[0] != evaluate(semi, student, moved)[0]
     empty = batch._replace(x=batch.x[:0], y=batch.y[:0])  # what it is given in training

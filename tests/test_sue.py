@@ -284,7 +284,7 @@ def test_data_that_do_not_suffice(dataset):
     few = data.dataset((dataset.pairs_x[:3], dataset.pairs_y[:3]), x=dataset.pool_x)
     with pytest.raises(checks.InputError, match="dim: is 3 but there are 3 pairs; ask for fewer"):
         methods.SUE(**SMALL).fit(few, seed=0)
-    with pytest.raises(checks.InputError, match=r"pool: .* but SUE learns from unpaired samples"):
+    with pytest.raises(checks.InputError, match="pool y: has no rows but SUE learns from unpaired"):
         training.check_pool(methods.SUE(), few)
 
 

@@ -19,15 +19,15 @@ class Method:
 
     Attributes:
         grid: values worth trying for some of its options, as in the paper.
-        uses_pool: whether it reads unpaired rows.
+        pools: the modalities whose unpaired rows it reads.
     """
 
     grid: ClassVar[Grid] = {}
 
     @property
-    def uses_pool(self) -> bool:
-        """Whether unpaired rows matter."""
-        return False
+    def pools(self) -> str:
+        """The modalities whose unpaired rows it reads: "xy", "x", "y" or ""."""
+        return ""
 
     def check(self, dataset: data.Dataset) -> None:
         """Raises when the data cannot be used with these options."""

@@ -39,8 +39,8 @@ class NNCLR(base.Objective):
     siglip_norm: str = "mean"
 
     @property
-    def uses_pool(self) -> bool:
-        return self.weight_text > 0 or self.weight_image > 0
+    def pools(self) -> str:
+        return "x" * (self.weight_image > 0) + "y" * (self.weight_text > 0)
 
     def __post_init__(self) -> None:
         checks.choice("siglip_norm", self.siglip_norm, losses.NORMALIZATIONS)

@@ -52,8 +52,8 @@ class SCLIP(base.Objective):
     detach_labels: bool = False
 
     @property
-    def uses_pool(self) -> bool:
-        return self.weight_text > 0 or self.weight_image > 0
+    def pools(self) -> str:
+        return "x" * (self.weight_image > 0) + "y" * (self.weight_text > 0)
 
     def __post_init__(self) -> None:
         checks.choice("labels", self.labels, LABELS)

@@ -52,8 +52,8 @@ class SOTAlign(base.Objective):
     siglip_norm: str = "mean"
 
     @property
-    def uses_pool(self) -> bool:
-        return self.divergence != "none" or self.supervision != "pairs"
+    def pools(self) -> str:
+        return "" if self.divergence == "none" and self.supervision == "pairs" else "xy"
 
     @property
     def uses_teacher(self) -> bool:
@@ -109,7 +109,7 @@ class SOTAlign(base.Objective):
         self, heads: Heads, batch: Batch, teacher: LinearTeacher | None, memory: Any
     ) -> tuple[Array, tuple[base.Metrics, Any]]:
         f, g = heads.x(batch.a), heads.y(batch.b)
-        x, y = (heads.x(batch.x), heads.y(batch.y)) if self.uses_pool else (f[:0], g[:0])
+        x, y = (heads.x(batch.x), heads.y(batch.y)) if self.pools else (f[:0], g[:0])
         siglip = sail.supervised(heads, f, g, x, y, self.supervision, self.siglip_norm)
         if self.divergence == "none":
             return siglip, ({"siglip": siglip}, memory)

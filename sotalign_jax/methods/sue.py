@@ -63,8 +63,8 @@ class SUE(base.Fitted):
     mmd_hidden: int = 32
 
     @property
-    def uses_pool(self) -> bool:
-        return True
+    def pools(self) -> str:
+        return "xy"
 
     def __post_init__(self) -> None:
         checks.whole(1, dim=self.dim, hidden=self.hidden, mmd_hidden=self.mmd_hidden)
