@@ -21,13 +21,6 @@ FLAGS = ("x", "y", "unpaired_x", "unpaired_y", "pairs", "out", "quick", "epsilon
 
 
 @pytest.fixture
-def files(tmp_path):
-    folder = tmp_path / "files"
-    folder.mkdir()
-    return small_runs.write_files(folder)
-
-
-@pytest.fixture
 def start(files, tmp_path, capsys):
     """Diagnoses the small files; returns what was printed and how it ended."""
     handler = signal.getsignal(signal.SIGTERM)
@@ -132,7 +125,7 @@ def test_mistakes_end_in_one_line_and_leave_nothing(start, files, tmp_path):
         assert text == "" and error.startswith(message) and "\n" not in error
     assert not (tmp_path / "out").exists()
     _, error = start(out=files)
-    assert error.startswith(f"error: out: {files} holds nan.npy but no config.json")
+    assert error.startswith(f"error: out: {files} holds config.py but no config.json")
 
 
 def test_the_command_itself_ends_with_a_line_and_an_exit_code():

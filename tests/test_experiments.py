@@ -21,18 +21,10 @@ pytestmark = pytest.mark.filterwarnings("ignore:.*load_module:DeprecationWarning
 
 
 @pytest.fixture
-def files(tmp_path):
-    folder = tmp_path / "files"
-    folder.mkdir()
-    return small_runs.write_files(folder)
-
-
-@pytest.fixture
 def launch(files, tmp_path, capsys):
     """Starts the launcher with the small config; returns what it printed and how it ended."""
-    config = small_runs.write_config(files)
 
-    def start(*options, method="cca", workdir=tmp_path / "run", config=config):
+    def start(*options, method="cca", workdir=tmp_path / "run", config=files / "config.py"):
         argv = list(options)
         if config is not None:
             argv.insert(0, f"--config={config}" + (f":{method}" if method else ""))

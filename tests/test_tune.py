@@ -17,15 +17,6 @@ pytestmark = pytest.mark.filterwarnings("ignore:.*load_module:DeprecationWarning
 
 
 @pytest.fixture
-def files(tmp_path):
-    folder = tmp_path / "files"
-    folder.mkdir()
-    small_runs.write_files(folder)
-    small_runs.write_config(folder)
-    return folder
-
-
-@pytest.fixture
 def launch(files, tmp_path, capsys):
     def start(*options, module=tune, workdir=tmp_path / "run"):
         argv = [f"--config={files}/config.py:cca", *options, f"--workdir={workdir}"]
