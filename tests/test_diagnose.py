@@ -13,7 +13,7 @@ import pytest
 import small_runs
 from absl import flags
 
-from experiments import diagnose, diagnosis, launch
+from experiments import diagnose, diagnosis, findings, launch
 from sotalign_jax import checks, diagnostics
 
 ROOT = pathlib.Path(__file__).parents[1]
@@ -148,7 +148,7 @@ def test_the_command_itself_ends_with_a_line_and_an_exit_code():
 )
 def test_encoders_are_judged_by_what_is_above_chance(score, rows, answer):
     found = diagnosis.Encoders([score], diagnostics.chance_knn(rows), rows)
-    reading = diagnosis.read_encoders(found)
+    reading = findings.read_encoders(found)
     assert reading.answer.split(":")[0] == answer
     assert f"{100 * score:.1f} % on {rows:,} pairs" in reading.reason
 
@@ -165,7 +165,7 @@ def test_encoders_are_judged_by_what_is_above_chance(score, rows, answer):
 def test_pools_are_judged_between_noise_and_random_directions(pool, answer):
     noise, sphere = diagnostics.Spread(0.01, 0.001), diagnostics.Spread(0.1, 0.001)
     shift = diagnostics.Shift(diagnostics.Spread(pool, 0.001), noise, sphere, 500)
-    assert diagnosis.read_pool({"x": shift}).answer == f"x is {answer}"
+    assert findings.read_pool({"x": shift}).answer == f"x is {answer}"
 
 
 def test_plans_are_judged_by_the_chosen_epsilons():
@@ -178,7 +178,7 @@ def test_plans_are_judged_by_the_chosen_epsilons():
             for e in options.epsilons()
         ]
         found = diagnosis.Findings(options, {}, encoders, {}, plans, 256)
-        return diagnosis.read_plans(found).answer
+        return findings.read_plans(found).answer
 
     assert reading(lambda e: e > 0.0007) == (
         "YES: epsilon = 0.05 in 40 iterations, epsilon* = 0.001 in 40; "
