@@ -33,9 +33,9 @@ _SEED = flags.DEFINE_integer("seed", 0, "Chooses pairs, samples and planes.", lo
 
 def _load() -> data.Dataset:
     def read(name: str) -> Any:
-        path, _, key = (_PATHS[name].value or "").partition("#")
+        path = _PATHS[name].value
         with runner.naming(name):
-            return files.load_array(path, key=key or None) if path else None
+            return files.load_array(path) if path else None
 
     arrays = {name: read(name) for name in _FILES}
     given = [name for name, array in arrays.items() if array is not None]

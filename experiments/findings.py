@@ -43,7 +43,10 @@ def read_encoders(found: Encoders) -> Reading:
     lowest, highest = (choose(score for score, _ in PAPER.values()) for choose in (min, max))
     bar = above_chance(lowest / 100, diagnostics.chance_knn(KNN_ROWS, k=NEIGHBOURS))
     above = found.above_chance
-    if found.score.mean - found.chance < 5 / found.rows:
+    unclear = found.score.mean - found.chance < 5 / found.rows
+    if unclear and 5 / found.rows > bar / 2:
+        answer = f"CANNOT TELL: chance varies too much on {found.rows} pairs; pass 100 or more"
+    elif unclear:
         answer = (
             "NO: no better than chance; check that row i of x matches row i of y, and if it does, "
             "these encoders have too little in common"
@@ -63,18 +66,21 @@ def read_encoders(found: Encoders) -> Reading:
         f"{100 * above:.1f} % here, {100 * bar:.1f} % for the paper's lowest. "
         "That this makes numbers of rows comparable is a rule of thumb, "
         "and so is half of the lowest as the line below which to doubt. No better than chance "
-        "means by less than 5/rows: a random matching of the bundled pictures varies by 1.4/rows."
+        "means by less than 5/rows: a random matching of the bundled pictures varies by 1.4/rows. "
+        "Where that is above the line below which to doubt, it can mean anything."
     )
     return Reading(answer, reason)
 
 
 def _shift_answer(shift: diagnostics.Shift) -> str:
+    if shift.sphere.mean <= shift.noise.mean + 2 * shift.noise.std:
+        return f"NOT TO BE TOLD (on {shift.rows} rows even random directions look like the pairs)"
     if shift.pool.mean <= shift.noise.mean + 2 * shift.noise.std:
         return "LIKE THE PAIRS"
     place = f"({100 * shift.share:.0f} % of the way to random directions)"
     if shift.share < 0.5:
         return f"NEAR {place}"
-    return f"FAR {place}" if shift.share < 1 else f"AS FAR AS RANDOM {place}"
+    return f"FAR {place}" if shift.share < 0.95 else f"AS FAR AS RANDOM {place}"
 
 
 def read_pool(shifts: dict[str, diagnostics.Shift]) -> Reading:

@@ -63,7 +63,8 @@ def _command() -> None:
     if _RESULTS.value is not None:
         report.save_results(pathlib.Path(_RESULTS.value), made, workdir, command)
     print(f"\nTables, figures and report.html are in {workdir}")
-    if failed := sum(bool(one.failures) for one in made):
+    failed = sum(bool(one.failures) for one in made)
+    if failed and _RUN.value:
         sys.exit(f"error: runs failed for {failed} of {len(made)} entries, named above")
 
 

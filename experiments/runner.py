@@ -116,10 +116,9 @@ def load_dataset(settings: Settings) -> data.Dataset:
 
 def _load_files(paths: settings_lib.Files, options: dict[str, Any], *, test: bool) -> data.Dataset:
     def load(name: str, *, required: bool = False) -> Any:
-        path, _, key = (getattr(paths, name) or "").partition("#")
-        if path:
+        if path := getattr(paths, name):
             with naming(f"files.{name}"):
-                return files.load_array(path, key=key or None)
+                return files.load_array(path)
         if required:
             raise checks.InputError(
                 f"files.{name}: is not set; pass --config.data.files.{name}=PATH"

@@ -65,8 +65,8 @@ def load_array(path: str | os.PathLike[str], *, key: str | None = None) -> np.nd
     | path                            | reading                                             |
     |---------------------------------|-----------------------------------------------------|
     | `x.npy`                         | memory-mapped                                       |
-    | `x.npz`                         | only the array `key`                                |
-    | `x.safetensors`                 | only the tensor `key`, memory-mapped                |
+    | `x.npz`, `x.npz#KEY`            | only the array `key`                                |
+    | `x.safetensors`, the same       | only the tensor `key`, memory-mapped                |
     | `tfds:NAME[:SPLIT[:FEATURE]]`   | TensorFlow Datasets, random access, no TensorFlow   |
 
     A TFDS dataset must be prepared with `file_format="array_record"`; it is looked up under
@@ -89,6 +89,9 @@ def load_array(path: str | os.PathLike[str], *, key: str | None = None) -> np.nd
     (7833, 384)
     """
     address = os.fspath(path)
+    if key is None and not os.path.exists(address):
+        address, _, named = address.partition("#")
+        key = named or None
     if address.startswith("tfds:"):
         return _load_tfds(address, key)
     file = pathlib.Path(address).expanduser()

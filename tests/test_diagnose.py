@@ -91,11 +91,12 @@ def test_wrong_pairs_and_a_far_pool_are_told(start, files, tmp_path):
     rng = np.random.default_rng(1)
     np.save(files / "shuffled.npy", np.load(files / "y.npy")[rng.permutation(300)])
     np.save(files / "far.npy", np.abs(rng.normal(size=(200, 10))) + 1)
-    text, error = start(f"--y={files}/shuffled.npy", f"--unpaired_y={files}/far.npy")
+    options = f"--y={files}/shuffled.npy", f"--unpaired_y={files}/far.npy"
+    text, error = start(*options, "--pairs=100")
     assert error is None
     assert "NO: no better than chance; check that row i of x matches row i of y" in text
     assert "y is FAR" in text or "y is AS FAR AS RANDOM" in text
-    assert "pool_x 240 x 12" in text and "pool_y 200 x 10" in text
+    assert "pool_x 200 x 12" in text and "pool_y 200 x 10" in text
 
 
 def test_without_unpaired_rows_only_the_encoders_are_judged(start, tmp_path):
@@ -144,6 +145,8 @@ def test_the_command_itself_ends_with_a_line_and_an_exit_code():
         (0.141, 1024, "YES"),
         (0.12, 100, "NO"),  # a tenth is chance on a hundred rows
         (0.30, 100, "YES"),
+        (0.40, 30, "CANNOT TELL"),  # by chance a third, and it varies
+        (0.80, 30, "YES"),
     ],
 )
 def test_encoders_are_judged_by_what_is_above_chance(score, rows, answer):
@@ -166,6 +169,8 @@ def test_pools_are_judged_between_noise_and_random_directions(pool, answer):
     noise, sphere = diagnostics.Spread(0.01, 0.001), diagnostics.Spread(0.1, 0.001)
     shift = diagnostics.Shift(diagnostics.Spread(pool, 0.001), noise, sphere, 500)
     assert findings.read_pool({"x": shift}).answer == f"x is {answer}"
+    blurred = shift._replace(noise=diagnostics.Spread(0.09, 0.01))
+    assert findings.read_pool({"x": blurred}).answer.startswith("x is NOT TO BE TOLD (on 500 rows")
 
 
 def test_plans_are_judged_by_the_chosen_epsilons():

@@ -29,6 +29,7 @@ def test_npy_is_memory_mapped_in_its_own_dtype(tmp_path, table):
 def test_npz_reads_the_named_array(tmp_path, table, save):
     save(tmp_path / "t.npz", image=table, text=table[:, :2])
     np.testing.assert_array_equal(files.load_array(tmp_path / "t.npz", key="text"), table[:, :2])
+    np.testing.assert_array_equal(files.load_array(f"{tmp_path}/t.npz#text"), table[:, :2])
 
 
 def test_npz_with_one_array_needs_no_key(tmp_path, table):

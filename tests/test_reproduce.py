@@ -47,7 +47,7 @@ TINY = dataclasses.replace(
         "sotalign.epsilon_star": 0.2,
     },
     seeds=(0, 1),
-    upper_bound=300,
+    upper_bound={"data.n_pairs": 300, "data.n_unpaired": 0},
     pairs=(30, 60),
     unpaired=(40, None),
     teacher_noise=(0.0, 0.5),
@@ -118,12 +118,11 @@ def _given_slots():
 
 
 PAPER_HOLDS = {"T1": True, "T4": True, "T5": True, "T6": True, "T7": True, "A3": True}
-PAPER_HOLDS |= {"T2": True, "T3": True, "A2": True, "A4": True, "A6": True, "A5": False}
+PAPER_HOLDS |= {"T2": True, "T3": True, "A2": True, "A4": True, "A5": True, "A6": True}
 
 
 @pytest.mark.parametrize("name", PAPER_HOLDS)
 def test_the_papers_own_numbers_are_judged_as_the_paper_does(name, small):
-    """But for aircraft, where STRUCTURE is above SOTAlign in the appendix."""
     slots = {f"{kind}/{slot}": small.files["main"] for kind, slot in _given_slots()}
     named = [slot for slot in lab.SLOTS if not slot.endswith(("NAME", "TEXT"))]
     slots |= dict.fromkeys(named, small.files["main"])
@@ -273,10 +272,77 @@ def test_verdicts():
     assert claims.all_above({"a": gap(1.0, 2.0), "b": gap(-1.0, -1.2)}).held is False
     assert claims.all_above({"a": gap(1.0, 2.0), "b": gap(-1.0, 1.2)}).held is None
     assert claims.all_above({"a": gap(1.0), "b": gap()}).held is None
+    assert claims.all_above({"a": gap(1.0, 2.0, np.nan)}).held is None  # a seed is missing
     x = np.arange(5.0)
     assert claims.correlated(x, 3 - x, sign=-1, paper=-0.8).held is True
     assert claims.correlated(x, 3 - x, sign=1, paper=None).held is False
     assert claims.correlated(x[:2], x[:2], sign=1, paper=None).held is None
+    assert claims.correlated(x, x * [1, 1, 1, 1, 0.2], sign=1, paper=None).held is None  # p = 0.2
+
+
+def _filled(entry, at, value_of):
+    """What an entry finds when `value_of(panel, row, column)` is the value of every seed."""
+    found = {}
+    for grid in catalogue.ENTRIES[entry].build(at):
+        places = {
+            (row, column): np.full(len(grid.seeds), value)
+            for row in grid.rows
+            for column in grid.columns
+            if (value := value_of(grid.name, row, column)) is not None
+        }
+        found[grid.name] = entries.Values(grid, places)
+    return catalogue.ENTRIES[entry].judge(found)
+
+
+def test_a_best_alpha_that_never_moves_proves_nothing(bundled):
+    def best(**alphas):
+        def value(panel, row, column):
+            return 1.0 if float(column) == alphas.get(row.replace(" ", "_"), 3e-3) else 0.0
+
+        verdict = _filled("FA4", bundled, value)
+        return verdict.held
+
+    assert best() is None
+    assert best(**{"100_pairs": 3e-2, "3000_pairs": 3e-4, "p=1": 3e-5}) is True
+    assert best(**{"100_pairs": 3e-4, "p=1": 3e-5}) is False  # it grows with pairs
+    assert best(**{"100_pairs": 3e-2, "p=0.5": 3e-5}) is False  # half of noise moves it
+
+
+def test_missing_runs_prove_nothing(bundled):
+    assert _filled("FA8", bundled, lambda panel, row, column: 1.0).held is False
+    assert _filled("FA8", bundled, lambda _, r, c: 1.0 + ("random" in (r, c))).held is True
+    nearest = _filled("FA8", bundled, lambda _, r, c: 2.0 if "random" in (r, c) else None)
+    assert nearest.held is None
+    only = _filled("FA5", bundled, lambda p, r, c: 1.0 if (r, c) == ("ε=0.5", "ε*=0.01") else None)
+    assert only.held is None
+    assert (
+        _filled("F3", bundled, lambda p, row, c: {"0.5": 1.0 + (c == "unrolled")}.get(row)).held
+        is None
+    )
+
+
+def test_convergence_must_worsen_at_every_step(bundled):
+    def errors(*values):
+        by_row = dict(zip(("0.5", "0.1", "0.05", "0.02", "0.01", "0.005"), values, strict=True))
+        return _filled("F4", bundled, lambda panel, row, column: by_row[row]).held
+
+    assert errors(1e-7, 4e-7, 2e-7, 1e-4, 1e-3, 1e-2) is True  # rounding comes first
+    assert errors(1e-7, 1e-2, 1e-5, 1e-4, 1e-3, 2e-2) is False
+
+
+def test_a_gain_that_fades(bundled):
+    def gains(*values):
+        by_row = dict(zip(("100", "300", "1000", "3000"), values, strict=True))
+
+        def value(panel, row, column):
+            if panel == "unpaired":
+                return {"100": 0.0}.get(row, 1.0)
+            return 5.0 + (by_row[row] if column == "SOTAlign" else 0.0)
+
+        return _filled("F5", bundled, value).held
+
+    assert gains(1.0, 3.0, 2.0, 0.5) is True
+    assert gains(1.0, 2.0, 3.0, 4.0) is False
 
 
 # --- from files to the report ------------------------------------------------------------------
@@ -445,15 +511,68 @@ def test_given_sources_are_read(small, tmp_path):
     assert len(paired.pairs_x) == 30 and len(paired.pool_x) == 300
 
 
+def test_entries_never_mix_given_and_bundled_data(small):
+    """With only some of its files an entry waits for the others."""
+    main = small.files["main"]
+    for slots, absent in (
+        ({"main": main}, {"T2", "T3", "T6", "T7", "A1", "A2", "A6", "F6", "F7"}),
+        ({"pairs/COCO": main, "unpaired/COCO": main}, {"T2", "T7", "A1", "F6"}),
+        ({"main": main, "pairs/COCO": main}, {"T3", "T6", "T7", "A1", "A2", "A6", "F6", "F7"}),
+    ):
+        at = dataclasses.replace(small, files=slots)
+        shifts = {"FA6", "FA7", "FA8", "FA9", "FA10"}
+        built = {name for name, entry in catalogue.ENTRIES.items() if entry.build(at)}
+        assert set(NAMES) - built == absent | shifts, slots
+    assert "the bundled" not in reproduction.listing(
+        dataclasses.replace(small, files={"main": main})
+    )
+
+
+def test_a_source_with_fewer_rows_gives_what_it_has(small, tmp_path):
+    np.save(tmp_path / "few.npy", np.ones((50, 10), np.float32))
+    slots = {"main": small.files["main"], "unpaired/COCO": {"y": str(tmp_path / "few.npy")}}
+    scale = dataclasses.replace(TINY, changes={**TINY.changes, "data.n_unpaired": 100})
+    at = dataclasses.replace(small, scale=scale, files=slots)
+    row = catalogue.ENTRIES["A1"].build(at)[0].rows["CC3M|COCO"]
+    assert at.run(row.changes, 0).data.n_unpaired == 50
+
+
+def test_a_file_that_changes_makes_other_cells(small, tmp_path):
+    main = {name: shutil.copy(path, tmp_path) for name, path in small.files["main"].items()}
+    at = dataclasses.replace(small, files={"main": main, "unpaired/COCO": main})
+    asked = [({}, "test/mean/R@1"), ({}, "shift/x")]
+    asked.append(({"left": "main", "right": "COCO", "side": "x"}, "between/distance"))
+
+    def keys():
+        return [at.cell(changes, metric, 0).key for changes, metric in asked]
+
+    before = keys()
+    assert keys() == before
+    np.save(main["x"], np.load(main["x"])[::-1])
+    assert all(new != old for new, old in zip(keys(), before, strict=True))
+
+
 def test_file_of_files(tmp_path):
     path = tmp_path / "files.json"
-    path.write_text(json.dumps({"skyscript": {"x": "a.npy", "y": "/b.npy"}}))
-    found = lab.read_files(path)
-    assert found == {"skyscript": {"x": str(tmp_path / "a.npy"), "y": "/b.npy"}}
+    for name in ("a.npy", "b.npz"):
+        (tmp_path / name).touch()
+    fields = {"x": "a.npy", "y": f"{tmp_path}/b.npz#text"}
+    path.write_text(json.dumps({"sue/COCO100": fields, "unpaired/COCO": {"y": "a.npy"}}))
+    assert lab.read_files(path) == {
+        "sue/COCO100": {"x": f"{tmp_path}/a.npy", "y": f"{tmp_path}/b.npz#text"},
+        "unpaired/COCO": {"y": f"{tmp_path}/a.npy"},
+    }
+    sky = dict.fromkeys(lab.SLOTS["skyscript"].fields, "a.npy")
     for wrong, message in (
         ({"skyskript": {"x": "a"}}, "files: 'skyskript' is unknown; choose of main"),
+        ({"evaluation/food101": {}}, "files: 'evaluation/food101' is unknown; choose of main"),
+        ({"pairs/NAME": fields}, "files: 'pairs/NAME' is unknown"),
+        ({"unpaired/coco": fields}, "files: unpaired: 'coco' is unknown; choose one of CC3M-synth"),
         ({"skyscript": {"z": "a"}}, "files: skyscript: 'z' is unknown; choose one of x"),
         ({"skyscript": "a"}, "files: skyscript is 'a'; pass paths by field"),
+        ({"skyscript": {"x": 3}}, "files: skyscript: x is 3; pass a path"),
+        ({"skyscript": fields}, "files: skyscript: val_x is not set; pass its path"),
+        ({"skyscript": {**sky, "y": "gone.npy"}}, f"y: {tmp_path}/gone.npy: no such file"),
         ([], "holds no object"),
     ):
         path.write_text(json.dumps(wrong))

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import itertools
 import pathlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -104,24 +105,39 @@ def paper_results() -> dict[str, Any]:
 
 @dataclasses.dataclass(frozen=True)
 class Values:
-    """What was found: an array over seeds at every place; places that failed are left out."""
+    """What was found: an array over seeds at every place, NaN for a seed that failed.
+
+    Places without any value are left out.
+    """
 
     grid: Grid
     found: Mapping[tuple[str, str], np.ndarray]
     failures: tuple[str, ...] = ()
 
     def at(self, row: str, column: str) -> np.ndarray:
-        """Values of all seeds; empty when there are none."""
+        """Values by seed; empty when there are none."""
         return self.found.get((row, column), np.empty(0))
 
-    def mean(self, row: str, column: str) -> float | None:
+    def known(self, row: str, column: str) -> np.ndarray:
+        """Values of the seeds that have one."""
         values = self.at(row, column)
+        return values[np.isfinite(values)]
+
+    def mean(self, row: str, column: str) -> float | None:
+        values = self.known(row, column)
         return float(values.mean()) if len(values) else None
 
     def spread(self, row: str, column: str) -> float | None:
         """Standard deviation over seeds (of the sample)."""
-        values = self.at(row, column)
+        values = self.known(row, column)
         return float(values.std(ddof=1)) if len(values) > 1 else None
+
+    @property
+    def complete(self) -> bool:
+        """Whether every place has all its seeds."""
+        columns = [name for name, column in self.grid.columns.items() if column.metric is not None]
+        places = itertools.product(self.grid.rows, columns)
+        return all(len(self.known(*place)) == len(self.grid.seeds) for place in places)
 
     def column(self, column: str) -> np.ndarray:
         """Means down a column, NaN where there is none."""
@@ -156,10 +172,11 @@ def collect(grid: Grid, lab: Lab, store: Store) -> Values:
             results = store.results(cell.key)
             if results is None:
                 failures.append(f"{row}, {column}: {store.failures.get(cell.key, 'not run')}")
-            elif results.get(metric) is not None:
-                values.append(results[metric])
-        if values:
-            found[row, column] = np.array(values, float)
+            elif metric not in results:
+                failures.append(f"{row}, {column}: its data give no {metric}")
+            values.append((results or {}).get(metric))
+        if any(value is not None for value in values):
+            found[row, column] = np.array(values, float)  # None becomes NaN
     return Values(grid, found, tuple(failures))
 
 

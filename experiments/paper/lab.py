@@ -6,7 +6,7 @@ import hashlib
 import json
 import pathlib
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -23,10 +23,11 @@ Changes = Mapping[str, Any]
 
 
 class Slot(NamedTuple):
-    """Files that belong together, by field, and what they hold."""
+    """Files that belong together, by field, what they hold, and what may be missing."""
 
     fields: tuple[str, ...]
     holds: str
+    optional: tuple[str, ...] = ()
 
     def __str__(self) -> str:
         return f"{', '.join(self.fields)}: {self.holds}"
@@ -35,6 +36,9 @@ class Slot(NamedTuple):
 _TABLE = ("x", "y", "val_x", "val_y", "test_x", "test_y")
 _CLASSES = ("zero_shot_x", "zero_shot_labels", "zero_shot_prompts")
 _MAIN = (*_TABLE, "test_x_of_y", *_CLASSES)
+_OPTIONAL = ("test_x_of_y", *_CLASSES)
+_ANY = ("NAME", "IMAGE+TEXT")
+"""What stands for any name in a slot's."""
 _SETS = {
     "Food101": "25,250 test images",
     "CIFAR10": "10,000 test images",
@@ -48,9 +52,12 @@ SLOTS = {
         _MAIN,
         "CC3M training rows and validation split, COCO val2017 (5,000 images, 25,000 captions), "
         "ImageNet-1k with prompts; DINOv3 ViT-L and NV-Embed-v2",
+        _OPTIONAL,
     ),
     "evaluation/flickr30k": Slot(
-        ("test_x", "test_y", "test_x_of_y"), "Karpathy's 1,000 test images, 5,000 captions"
+        ("test_x", "test_y", "test_x_of_y"),
+        "Karpathy's 1,000 test images, 5,000 captions",
+        _OPTIONAL,
     ),
     **{f"evaluation/{name}": Slot(_CLASSES, holds) for name, holds in _SETS.items()},
     "pairs/NAME": Slot(("x", "y"), "pairs of another source: CC3M-synth, CC12M, COCO"),
@@ -58,8 +65,11 @@ SLOTS = {
         ("x", "y"),
         "unpaired images (x), texts (y) or both of a source: CC3M-synth, CC12M, ImageNet, COCO, "
         "WikiText103",
+        ("x", "y"),
     ),
-    "encoders/IMAGE+TEXT": Slot(_MAIN, "the same rows as main by another pair of encoders"),
+    "encoders/IMAGE+TEXT": Slot(
+        _MAIN, "the same rows as main by another pair of encoders", _OPTIONAL
+    ),
     "sue/COCO100": Slot(("x", "y"), "one caption an image, in file order: 400 test rows first"),
     "sue/F30k500": Slot(("x", "y"), "likewise, of Flickr30k"),
     "sue/Polyvore500": Slot(("x", "y"), "likewise, the first 20,000 items of Polyvore"),
@@ -68,7 +78,8 @@ SLOTS = {
     "librispeech": Slot(_TABLE, "LibriSpeech: WavLM-Large and NV-Embed-v2 on transcripts"),
 }
 """Names that a file of --files may hold."""
-_FIELDS = tuple(field.name for field in dataclasses.fields(settings.Files))
+UNPAIRED = ("CC3M-synth", "CC12M", "ImageNet", "COCO", "WikiText103")
+"""Sources of unpaired rows that the paper names."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -99,7 +110,11 @@ class Lab:
 
     def evaluates(self, name: str) -> bool:
         """Whether trained models can be evaluated on that set, too."""
-        return f"evaluation/{name}" in self.files
+        return "main" in self.files and f"evaluation/{name}" in self.files
+
+    def rows(self, slot: str, side: str) -> int:
+        """How many rows a given file has."""
+        return len(files.load_array(self.files[slot][side]))
 
     # --- settings ------------------------------------------------------------------------------
 
@@ -152,7 +167,8 @@ class Lab:
         given = self.files.get(f"sue/{words[0]}")
         stem = name.replace("/", "-")
         if given is not None:  # other files are another view
-            stem += "-" + hashlib.sha256(json.dumps(dict(given)).encode()).hexdigest()[:8]
+            stamps = json.dumps(_stamps(given.values()))
+            stem += "-" + hashlib.sha256(stamps.encode()).hexdigest()[:8]
         folder = self.workdir / "views" / stem
         if folder.exists():
             return views.write(folder, {})
@@ -178,14 +194,27 @@ class Lab:
         run = self.run(changes, seed)
         if kind in measures.DATASET:
             return self._measure_cell(kind, run)
-        trained = Cell(self._spec({"run": settings.to_json(run)}), functools.partial(_run, run=run))
+        own = self._is_own(run)
+        spec = self._spec({"run": settings.to_json(run), **({} if own else self._files_of(run))})
+        trained = Cell(spec, functools.partial(_run, run=run, keep_model=not own))
         if not metric.startswith("evaluation/"):
             return trained
         slot = "/".join(metric.split("/")[:2])
         paths = dict(self.files[slot])
-        spec = {"evaluate": trained.key, "slot": slot, "files": paths}
+        spec = {"evaluate": trained.key, "slot": slot, "files": _stamps(paths.values())}
         compute = functools.partial(_evaluate, run=trained.key, slot=slot, paths=paths)
         return Cell(spec, compute, after=trained.key)
+
+    def _is_own(self, run: settings.Settings) -> bool:
+        """Whether a run is on bundled data or a view of them, and not on files that were given."""
+        views_of = str(self.workdir / "views")
+        return run.data.name == "pictures" or (run.data.files.x or "").startswith(views_of)
+
+    def _files_of(self, run: settings.Settings) -> dict[str, Any]:
+        given = (
+            getattr(run.data.files, field.name) for field in dataclasses.fields(settings.Files)
+        )
+        return {"files": _stamps(path for path in given if path)}
 
     def cells(self, changes: Changes, metric: str, seeds: Sequence[int]) -> list[Cell]:
         """A cell per seed, each with the cell that it needs before it."""
@@ -200,6 +229,7 @@ class Lab:
     def _measure_cell(self, kind: str, run: settings.Settings) -> Cell:
         sizes = {"rows": self.scale.distance_rows, "projections": self.scale.projections}
         spec = {"measure": kind, "data": settings.to_json(run)["data"], "seed": run.train.seed}
+        spec |= {} if self._is_own(run) else self._files_of(run)
         measure = measures.DATASET[kind]
 
         def compute(folder: pathlib.Path) -> Results:
@@ -221,48 +251,76 @@ class Lab:
             left, right = (self._set(options[name], options["side"]) for name in ("left", "right"))
             return measures.between(left, right, seed=seed, **sizes)
 
-        paths = {name: dict(self.files.get(f"unpaired/{name}", {})) for name in options.values()}
-        return Cell(
-            {"measure": "between", **options, "seed": seed, **sizes, "files": paths}, compute
-        )
+        slots = [self.files.get(_slot(name), {}) for name in (first, second)]
+        stamps = _stamps(slot[options["side"]] for slot in slots if options["side"] in slot)
+        spec = {"measure": "between", **options, "seed": seed, **sizes}
+        return Cell({**spec, "files": stamps} if stamps else spec, compute)
 
     def _set(self, name: str, side: str) -> np.ndarray | None:
         """All rows of one modality of a collection or a given source; None is random directions."""
         if name == "random":
             return None
-        if name in views.COLLECTIONS and f"unpaired/{name}" not in self.files:
-            table = data.pictures()
-            rows = views.collection_rows(table, name)
-            return table.image[rows] if side == "x" else table.text[rows]
-        slot = self.files["main" if name == "main" else f"unpaired/{name}"]
-        return files.load_array(slot[side])
+        if _slot(name) in self.files:
+            return files.load_array(self.files[_slot(name)][side])
+        table = data.pictures()
+        rows = views.collection_rows(table, name)
+        return table.image[rows] if side == "x" else table.text[rows]
+
+
+def _slot(source: str) -> str:
+    """Where the rows of a source of FA8 are."""
+    return source if source == "main" else f"unpaired/{source}"
+
+
+def _stamps(paths: Iterable[str]) -> dict[str, list[int]]:
+    """Size and time of each file: one that changes makes other cells."""
+    found = {}
+    for path in paths:
+        file = pathlib.Path(path.partition("#")[0])
+        if file.exists():
+            found[path] = [file.stat().st_size, file.stat().st_mtime_ns]
+    return found
 
 
 def read_files(path: str | pathlib.Path) -> dict[str, dict[str, str]]:
     """The JSON file of --files: {slot: {field: path}}; relative paths start at its folder.
 
     Raises:
-        InputError: a slot or a field that is unknown.
+        InputError: a slot or a field that is unknown or missing, or a file that is not there.
     """
     path = pathlib.Path(path).expanduser()
     given = recording.read_json(path)
-    for slot, fields in given.items() if isinstance(given, dict) else ():
-        prefixes = [known.partition("/")[0] + "/" for known in SLOTS if "/" in known]
-        if slot not in SLOTS and not slot.startswith(tuple(prefixes)):
-            raise checks.InputError(f"files: {slot!r} is unknown; choose of {', '.join(SLOTS)}")
-        if not isinstance(fields, dict) or not fields:
-            raise checks.InputError(f"files: {slot} is {fields!r}; pass paths by field")
-        for field in fields:
-            checks.choice(f"files: {slot}", field, _FIELDS)
     if not isinstance(given, dict):
         raise checks.InputError(f"files: {path} holds no object; pass {{slot: {{field: path}}}}")
-    here = path.resolve().parent
-    return {
-        slot: {
-            field: value if ":" in value else str(here / value) for field, value in fields.items()
-        }
-        for slot, fields in given.items()
-    }
+    return {slot: _read_slot(slot, fields, path.resolve().parent) for slot, fields in given.items()}
+
+
+def _read_slot(slot: str, fields: Any, here: pathlib.Path) -> dict[str, str]:
+    kind, _, name = slot.partition("/")
+    open_ended = {known.partition("/")[0]: known for known in SLOTS if known.endswith(_ANY)}
+    known = slot if slot in SLOTS else open_ended.get(kind, "") if name else ""
+    if known not in SLOTS or slot.endswith(_ANY):
+        raise checks.InputError(f"files: {slot!r} is unknown; choose of {', '.join(SLOTS)}")
+    if kind == "unpaired":
+        checks.choice("files: unpaired", name, UNPAIRED)
+    if not isinstance(fields, dict) or not fields:
+        raise checks.InputError(f"files: {slot} is {fields!r}; pass paths by field")
+    for field, value in fields.items():
+        checks.choice(f"files: {slot}", field, SLOTS[known].fields)
+        if not isinstance(value, str):
+            raise checks.InputError(f"files: {slot}: {field} is {value!r}; pass a path")
+    for field in SLOTS[known].fields:
+        if field not in fields and field not in SLOTS[known].optional:
+            raise checks.InputError(f"files: {slot}: {field} is not set; pass its path")
+    paths = {}
+    for field, value in fields.items():
+        paths[field] = value
+        if not value.startswith("tfds:"):
+            file = here / pathlib.Path(value).expanduser()
+            paths[field] = str(file)
+            if not pathlib.Path(str(file).partition("#")[0]).is_file():
+                raise checks.InputError(f"files: {slot}: {field}: {file}: no such file")
+    return paths
 
 
 def _assign(config: config_dict.ConfigDict, name: str, value: Any) -> None:
@@ -276,11 +334,11 @@ def _section(paths: Mapping[str, str]) -> dict[str, Any]:
     return {"data.name": "files", **{f"data.files.{name}": path for name, path in paths.items()}}
 
 
-def _run(folder: pathlib.Path, *, run: settings.Settings) -> Results:
-    """Trains and evaluates; of a run on bundled data only numbers are kept."""
+def _run(folder: pathlib.Path, *, run: settings.Settings, keep_model: bool) -> Results:
+    """Trains and evaluates; other sets are evaluated on a model that is kept."""
     results = runner.execute(run, folder / "run")
     shutil.rmtree(folder / "run" / "checkpoints", ignore_errors=True)
-    if run.data.name == "pictures" or "/views/" in (run.data.files.x or ""):
+    if not keep_model:
         shutil.rmtree(folder / "run" / aligner.FOLDER)
     return results
 

@@ -40,7 +40,7 @@ def _judge_divergences(found: Found) -> Verdict:
 T1 = Entry(
     "T1",
     "Linear teachers and divergences",
-    "teacher x divergence, all at the alpha that was chosen for KLOT from CCA",
+    "teacher x divergence, all at the alpha of KLOT with CCA",
     PICTURES,
     ("main",),
     _teachers_and_divergences,
@@ -67,7 +67,7 @@ def method_rows(lab: Lab) -> dict[str, Row]:
         "semi/S-CLIP": "sclip",
         OURS: "sotalign",
     }
-    full = {"method": "sail", "data.n_pairs": lab.scale.upper_bound, "data.n_unpaired": 0}
+    full = {"method": "sail", **lab.scale.upper_bound}
     rows = {f"{UPPER} (all pairs)": Row(full, UPPER)}
     rows |= {name: Row({"method": method}, name) for name, method in named.items()}
     start = {"method": "sotalign_teacher", "heads.init": "teacher"}
@@ -76,7 +76,8 @@ def method_rows(lab: Lab) -> dict[str, Row]:
 
 def _judge_methods(found: Found) -> Verdict:
     others = [row for row in found[""].grid.rows if not row.startswith((UPPER, OURS))]
-    return all_above({k: v for row in others for k, v in row_gaps(found[""], OURS, row).items()})
+    gaps = {k: v for row in others for k, v in row_gaps(found[""], OURS, row).items()}
+    return all_above({k: v for k, v in gaps.items() if _BUT not in k})
 
 
 def _retrieval(lab: Lab, cuts: tuple[int, ...]) -> list[Grid]:
@@ -118,7 +119,9 @@ A4 = Entry(
     paper="T4_A4_retrieval",
 )
 
-_SETS = ("Food101", "CIFAR10", "CIFAR100", "Aircraft", "DTD", "Flowers")
+_BUT = "Aircraft"
+_SETS = ("Food101", "CIFAR10", "CIFAR100", _BUT, "DTD", "Flowers")
+_MAIN_SETS = ("Food101", "CIFAR10", "CIFAR100", "DTD")
 
 
 def _classification(lab: Lab, sets: tuple[str, ...]) -> list[Grid]:
@@ -126,10 +129,7 @@ def _classification(lab: Lab, sets: tuple[str, ...]) -> list[Grid]:
     for name in sets:
         metric = f"evaluation/{name}/zero_shot/top1" if lab.evaluates(name) else None
         columns[name] = Column(metric, paper=name)
-    if "main" in lab.files:
-        columns["ImageNet"] = Column(TOP1, paper="ImageNet")
-    else:
-        columns |= {"16 classes": Column(TOP1), "ImageNet": Column(None, paper="ImageNet")}
+    columns["ImageNet" if "main" in lab.files else "16 classes"] = Column(TOP1, paper="ImageNet")
     return [Grid("", "method", method_rows(lab), columns, lab.scale.seeds, "T5_A5_classification")]
 
 
@@ -139,8 +139,8 @@ T5 = Entry(
     "Zero-shot classification by method",
     "the method",
     _CLASSES,
-    ("main", *(f"evaluation/{name}" for name in _SETS)),
-    lambda lab: _classification(lab, ("Food101", "CIFAR10", "CIFAR100", "DTD")),
+    ("main", *(f"evaluation/{name}" for name in _MAIN_SETS)),
+    lambda lab: _classification(lab, _MAIN_SETS),
     _METHOD_CLAIM,
     _judge_methods,
     paper="T5_A5_classification",
@@ -152,7 +152,7 @@ A5 = Entry(
     _CLASSES,
     ("main", *(f"evaluation/{name}" for name in _SETS)),
     lambda lab: _classification(lab, _SETS),
-    _METHOD_CLAIM,
+    f"{_METHOD_CLAIM} but {_BUT}",
     _judge_methods,
     paper="T5_A5_classification",
 )

@@ -52,9 +52,9 @@ class Outcome:
     def data(self) -> str:
         """What the numbers are measured on."""
         given = [slot for slot in self.lab.files if _wanted(slot, self.entry.files)]
-        if given:
-            return f"files given for {', '.join(given)}"
-        return self.entry.stand_in or "no data here"
+        if not self.ran:
+            return "not here: needs files"
+        return f"files given for {', '.join(given)}" if given else self.entry.stand_in or ""
 
     @property
     def needs(self) -> list[str]:
@@ -128,10 +128,11 @@ def text_table(values: Values) -> tables.Table:
     fixed = grid.form.endswith("f")
 
     def ours(row: str, column: str) -> tables.Mean | str | None:
-        at = values.at(row, column)
+        at = values.known(row, column)
         return tables.Mean(at.tolist()) if fixed and len(at) else number(values, row, column)
 
-    headers = [grid.corner] + [f"{name} (paper)" if paper else name for name, paper in shown]
+    headers = [grid.corner]
+    headers += [f"{paper_label(grid, name)} (paper)" if paper else name for name, paper in shown]
     rows = [
         [
             row,
@@ -140,6 +141,11 @@ def text_table(values: Values) -> tables.Table:
         for row in grid.rows
     ]
     return tables.table(headers, rows, digits=int(grid.form[1]))
+
+
+def paper_label(grid: entries.Grid, column: str) -> str:
+    """What the paper calls a column: its own data, and not what stands in for them."""
+    return _words(grid.columns[column].paper or column)
 
 
 def paper_table(entry: Entry) -> tables.Table | None:
@@ -158,9 +164,11 @@ def _words(column: str) -> str:
 
 
 def shows_paper(made: Outcome) -> bool:
-    """Whether the paper's table stands by itself, having other rows than ours."""
-    compared = any(values.grid.compared for values in made.found.values())
-    return made.entry.paper is not None and not compared
+    """Whether the paper's whole table is shown: it has rows that ours has not."""
+    if made.entry.paper is None:
+        return False
+    ours = {r.paper for values in made.found.values() for r in values.grid.rows.values()}
+    return not set(entries.paper_results()[made.entry.paper]["rows"]) <= ours
 
 
 def long_table(made: Outcome) -> tables.Table:
@@ -169,7 +177,7 @@ def long_table(made: Outcome) -> tables.Table:
     for name, values in made.found.items():
         for row in values.grid.rows:
             for column in values.grid.columns:
-                at = values.at(row, column)
+                at = values.known(row, column)
                 ours = [values.mean(row, column), values.spread(row, column), len(at)]
                 rows.append([name, row, column, *ours, values.grid.paper_value(row, column)])
     return tables.table(["panel", "row", "column", "ours", "spread", "seeds", "paper"], rows)
@@ -209,7 +217,7 @@ def terminal(made: Outcome) -> str:
     for name, values in made.found.items():
         parts += [name] if name else []
         parts.append(str(text_table(values)))
-    parts += made.failures
+    parts += dict.fromkeys(made.failures)
     if not made.ran:
         parts += ["It needs files, named in FILES.json:", made.example, made.command]
     parts.append(f"Claim: {made.entry.claim}.\nHere: {made.verdict}.")

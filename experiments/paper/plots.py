@@ -164,7 +164,9 @@ def heat_maps(found: Found, path: pathlib.Path) -> None:
         for (i, j), value in np.ndenumerate(means):
             if np.isfinite(value):
                 colour = "white" if value < middle else "black"
-                text = f"{value:{grid.form}}"
+                row, column = list(grid.rows)[i], list(grid.columns)[j]
+                spread = values.spread(row, column)
+                text = f"{value:{grid.form}}" + (f"\n±{spread:{grid.form}}" if spread else "")
                 ax.text(j, i, text, ha="center", va="center", color=colour, fontsize=8)
         ax.set_xticks(range(len(grid.columns)), list(grid.columns), fontsize=8)
         ax.set_yticks(range(len(grid.rows)), list(grid.rows), fontsize=8)

@@ -14,6 +14,8 @@ Found = Mapping[str, Values]
 
 def _sue(lab: Lab, methods: Mapping[str, Row]) -> list[Grid]:
     given = lab.given("sue/")
+    if not given and "main" in lab.files:
+        return []
     tables = {name: (name, 100 if name == "COCO100" else 500) for name in given}
     if not given:
         tables = {f"{n} pairs": ("pictures", n) for n in (100, 500)}

@@ -32,11 +32,18 @@ def note(made: Sequence[Outcome]) -> str:
         )
     seeds = f"{len(scale.seeds)} seed" + ("s" if len(scale.seeds) > 1 else "")
     text += f"Scale: {scale.name}, {seeds}; the large grids (FA4, FA5) have one. "
-    text += "± is the standard deviation over seeds. A claim held when every difference that it "
-    text += "speaks of is as claimed by more than its standard error, and did not when one is "
-    text += "opposite by more than that."
-    if len(scale.seeds) == 1:
-        text += " With one seed there is no such error: verdicts are hints only."
+    text += (
+        "± is the standard deviation over seeds. A claim that one thing is above another held when "
+        "every difference that it speaks of is as claimed by more than its standard error, and did "
+        "not when one is opposite by more than that. A correlation held when p < 0.05 (one-sided). "
+        "F3, F4, FA1, FA4, FA5 and FA8 are judged by means alone. "
+    )
+    if scale.name == "paper":
+        text += "Options are the paper's usual ones for every method and were not searched."
+    elif scale.name == "quick":
+        text += "Runs are short, of one seed, and all at one learning rate: verdicts are hints."
+    else:
+        text += "Options of the methods were chosen once, on validation with 1,000 pairs."
     return text
 
 
@@ -179,11 +186,12 @@ def _section(made: Outcome, workdir: pathlib.Path) -> str:
 def _compared(values: Values, name: str) -> str:
     """A table with the paper's numbers, in another colour, beside ours."""
     grid, shown = values.grid, outcomes.columns_of(values)
-    labels = {True: "<small>paper</small>", False: "<small>ours</small>" if grid.compared else ""}
-    head = "".join(
-        f"<th class='{'theirs' if paper else 'ours'}'>{html.escape(column)}{labels[paper]}</th>"
-        for column, paper in shown
-    )
+    ours = "<small>ours</small>" if grid.compared else ""
+    head = ""
+    for name, paper in shown:
+        text = html.escape(outcomes.paper_label(grid, name) if paper else name)
+        kind, whose = ("theirs", "<small>paper</small>") if paper else ("ours", ours)
+        head += f"<th class='{kind}'>{text}{whose}</th>"
     lines = []
     for row in grid.rows:
         cells = []

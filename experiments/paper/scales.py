@@ -18,7 +18,7 @@ class Scale:
         seeds: seeds of every run; the means and spreads of tables are over them.
         grid_seeds: seeds of the large grids (alpha, epsilon), where a point is one of many.
         changes: settings by dotted name, on top of the comparison's or the paper's.
-        upper_bound: pairs of the supervised upper bound.
+        upper_bound: settings by dotted name of the supervised upper bound.
         pairs: numbers of pairs to sweep.
         unpaired: numbers of unpaired rows to sweep; None is all there are.
         alphas: weights of KLOT to sweep.
@@ -33,13 +33,14 @@ class Scale:
         solver_epsilons: where they are compared.
         distance_rows: rows of a set in its sliced Wasserstein distances, at most.
         projections: directions of those distances.
+        distance_seeds: seeds of the distances between sets.
     """
 
     name: str
     seeds: tuple[int, ...]
     grid_seeds: tuple[int, ...]
     changes: Mapping[str, Any]
-    upper_bound: int
+    upper_bound: Mapping[str, Any]
     pairs: tuple[int, ...]
     unpaired: tuple[int | None, ...]
     alphas: tuple[float, ...]
@@ -54,6 +55,7 @@ class Scale:
     solver_epsilons: tuple[float, ...]
     distance_rows: int = 1000
     projections: int = 500
+    distance_seeds: tuple[int, ...] = (0, 1, 2)
 
     def config(self) -> config_dict.ConfigDict:
         """What a run's settings start from; `overrides` hold what was tuned for each method."""
@@ -65,7 +67,7 @@ BUNDLED = Scale(
     seeds=(0, 1, 2),
     grid_seeds=(0,),
     changes={},
-    upper_bound=6333,
+    upper_bound={"data.n_pairs": 6333, "data.n_unpaired": 0},
     pairs=(100, 300, 1000, 3000),
     unpaired=(100, 300, 1000, 3000, None),
     alphas=(3e-5, 3e-4, 3e-3, 3e-2, 3e-1),
@@ -104,6 +106,7 @@ QUICK = dataclasses.replace(
     solver_rows=192,
     solver_epsilons=(0.5, 0.1, 0.02),
     projections=100,
+    distance_seeds=(0,),
 )
 
 PAPER = Scale(
@@ -111,7 +114,11 @@ PAPER = Scale(
     seeds=(42,),
     grid_seeds=(42,),
     changes={},
-    upper_bound=1_000_000,
+    upper_bound={
+        "data.n_pairs": 1_000_000,
+        "data.n_unpaired": 0,
+        "train.pair_batch": 32_768,
+    },
     pairs=(100, 300, 1000, 3000, 10_000, 30_000, 100_000),
     unpaired=(10_000, 30_000, 100_000, 300_000, 500_000, 1_000_000),
     alphas=(1e-6, 1e-5, 1e-4, 1e-3, 1e-2),
@@ -125,4 +132,5 @@ PAPER = Scale(
     solver_rows=10_000,
     solver_epsilons=(0.5, 0.1, 0.05, 0.02, 0.01, 0.005),
     distance_rows=100_000,
+    distance_seeds=tuple(range(20)),
 )

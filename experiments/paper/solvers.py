@@ -2,13 +2,15 @@
 
 from collections.abc import Mapping
 
+import numpy as np
+
 from experiments.paper import measures, plots
 from experiments.paper.claims import Verdict
 from experiments.paper.entries import Column, Entry, Grid, Row, Values
 from experiments.paper.lab import Lab
 
 Found = Mapping[str, Values]
-_STAND_IN = "affinities of the bundled pictures, fewer rows"
+_STAND_IN = "affinities of bundled pictures, or beyond 5,000 rows of random features"
 UNROLLED, IMPLICIT, OURS = measures.ARMS.values()
 
 
@@ -36,7 +38,9 @@ def _times(values: Values, other: str, what: str) -> Verdict:
     if not ratios:
         return Verdict(None, f"{other} could not be measured")
     listed = f"{min(ratios):.1f} to {max(ratios):.1f} times the {what} of the closed form"
-    return Verdict(min(ratios) > 1, f"{other} takes {listed}")
+    where = f"at {len(ratios)} of {len(values.grid.rows)} epsilons"
+    held = False if min(ratios) <= 1 else True if len(ratios) == len(values.grid.rows) else None
+    return Verdict(held, f"{other} takes {listed}, {where}")
 
 
 F3 = Entry(
@@ -66,7 +70,8 @@ def _judge_convergence(found: Found) -> Verdict:
     if not (errors >= 0).all():
         return Verdict(None, "errors are missing")
     listed = ", ".join(f"{e:.1e} at {row}" for e, row in zip(errors, rows, strict=True))
-    return Verdict(bool(errors.argmax() == len(errors) - 1), listed)
+    seen = np.maximum(errors, 1e-6)  # below is rounding
+    return Verdict(bool((np.diff(seen) >= 0).all() and seen[-1] > seen[0]), listed)
 
 
 F4 = Entry(
@@ -102,7 +107,8 @@ def _judge_costs(found: Found) -> Verdict:
 FA1 = Entry(
     "FA1",
     "Memory, time and iterations of KLOT's gradient",
-    "epsilon, and how the gradient is computed, to a marginal error of 1e-6",
+    "epsilon, and how the gradient is computed, to a marginal error of 1e-6; of the times only "
+    "ratios mean something, for other runs go on beside them",
     _STAND_IN,
     (),
     _costs,

@@ -37,9 +37,11 @@ def gains(values: Values) -> Verdict:
 
 
 def paired_sources(lab: Lab) -> dict[str, Changes]:
-    """Sources of pairs, with unpaired rows of one source."""
+    """Sources of pairs, with unpaired rows of one source; none when only some files are given."""
     given = lab.given("pairs/")
-    if given and "main" in lab.files:
+    if given or "main" in lab.files:
+        if not (given and "main" in lab.files):
+            return {}
         return {"CC3M": {}, **{name: {"use": f"pairs/{name}"} for name in given}}
     own = views.PAIRED
     sizes = {
@@ -51,7 +53,8 @@ def paired_sources(lab: Lab) -> dict[str, Changes]:
 
 def _paired_sources(lab: Lab) -> list[Grid]:
     rows = both_methods(paired_sources(lab))
-    return [Grid("", "pairs, method", rows, RETRIEVAL, lab.scale.seeds, "T2_paired_source")]
+    grid = Grid("", "pairs, method", rows, RETRIEVAL, lab.scale.seeds, "T2_paired_source")
+    return [grid] if rows else []
 
 
 T2 = Entry(
@@ -76,6 +79,8 @@ def encoder_pairs(lab: Lab, *, weakest: bool = False) -> dict[str, Changes]:
     if given:
         pairs: dict[str, Changes] = {n: {"use": f"encoders/{n}", "given": True} for n in given}
         return {"DINOv3+NV-Embed-v2": {}, **pairs} if "main" in lab.files else pairs
+    if "main" in lab.files:
+        return {}
     images, texts = (dict(side) for side in views.ENCODERS)
     if weakest:
         images |= {views.WEAKEST[0][0]: views.WEAKEST[0][1]}
@@ -93,7 +98,8 @@ _ENCODER_CLAIM = "SOTAlign is above SAIL for every pair of encoders"
 
 def _encoders(lab: Lab) -> list[Grid]:
     rows = both_methods(encoder_pairs(lab))
-    return [Grid("", "encoders, method", rows, RETRIEVAL, lab.scale.seeds, "T3_A2_encoders")]
+    grid = Grid("", "encoders, method", rows, RETRIEVAL, lab.scale.seeds, "T3_A2_encoders")
+    return [grid] if rows else []
 
 
 def _encoders_in_full(lab: Lab) -> list[Grid]:
@@ -130,7 +136,7 @@ A2 = Entry(
 def _similarity(lab: Lab) -> list[Grid]:
     rows = {n: Row(changes) for n, changes in encoder_pairs(lab, weakest=True).items()}
     columns = {"mutual k-NN (%)": Column("mutual_knn/percent"), "MeanR@1": Column(MEAN)}
-    return [Grid("", "encoders", rows, columns, lab.scale.seeds)]
+    return [Grid("", "encoders", rows, columns, lab.scale.seeds)] if rows else []
 
 
 F7 = Entry(

@@ -30,7 +30,9 @@ def _pairs(lab: Lab, name: str, metric: str) -> Grid:
 
 def _unpaired(lab: Lab, name: str, metric: str) -> Grid:
     rows = {"all" if n is None else f"{n}": Row({"data.n_unpaired": n}) for n in lab.scale.unpaired}
-    return Grid(name, "unpaired", rows, {"SOTAlign": Column(metric)}, lab.scale.seeds)
+    usual = {**SAIL, "data.n_unpaired": lab.run({}, 0).data.n_unpaired}
+    columns = {"SAIL": Column(metric, usual), "SOTAlign": Column(metric)}
+    return Grid(name, "unpaired", rows, columns, lab.scale.seeds)
 
 
 def _judge_pairs(values: Values) -> Verdict:
@@ -39,12 +41,17 @@ def _judge_pairs(values: Values) -> Verdict:
 
 def _judge_fading(values: Values) -> Verdict:
     """Claim: the gain over SAIL is smaller with the most pairs than at its best."""
-    gains = values.column("SOTAlign") - values.column("SAIL")
-    if not np.isfinite(gains).all():
+    if not values.complete:
         return Verdict(None, "runs are missing")
-    best = int(gains.argmax())
-    listed = ", ".join(f"{g:+.1f} at {r}" for g, r in zip(gains, values.grid.rows, strict=True))
-    return Verdict(bool(best < len(gains) - 1 and gains[-1] < gains[best]), f"gains {listed}")
+    gains = {row: values.at(row, "SOTAlign") - values.at(row, "SAIL") for row in values.grid.rows}
+    listed = ", ".join(f"{gain.mean():+.1f} at {row}" for row, gain in gains.items())
+    *fewer, most = gains.values()
+    fall = difference(max(fewer, key=np.mean), most)
+    return Verdict(_HOLDS[fall.sign] if fall else None, f"gains {listed}")
+
+
+_HOLDS = {1: True, 0: None, -1: False}
+"""Whether a difference is as claimed, by its sign."""
 
 
 def _judge_unpaired(values: Values) -> Verdict:
@@ -141,25 +148,33 @@ def _alpha(lab: Lab) -> list[Grid]:
     ]
 
 
-def best_column(values: Values, row: str) -> tuple[str, float] | None:
-    """The column of the largest mean in a row."""
-    means = {c: m for c in values.grid.columns if (m := values.mean(row, c)) is not None}
-    return max(means.items(), key=lambda item: item[1]) if means else None
+def best_columns(values: Values) -> dict[str, str]:
+    """The column of the largest mean in each row."""
+    columns = list(values.grid.columns)
+    means = np.array([values.column(column) for column in columns])
+    return {row: columns[best] for row, best in zip(values.grid.rows, means.argmax(0), strict=True)}
 
 
 def _judge_alpha(found: Found) -> Verdict:
-    best = {row: best_column(found["pairs"], row) for row in found["pairs"].grid.rows}
-    noisy = {row: best_column(found["noise"], row) for row in found["noise"].grid.rows}
-    if None in best.values() or None in noisy.values():
+    if not all(values.complete for values in found.values()):
         return Verdict(None, "runs are missing")
-    falls = [float(b[0]) for b in best.values() if b]
-    steady = [b[0] for b in noisy.values() if b][:-1]
-    text = ", ".join(f"{row}: {b[0]}" for row, b in best.items() if b)
-    noise = ", ".join(f"{row}: {b[0]}" for row, b in noisy.items() if b)
+    texts, alphas = {}, {}
+    for name, values in found.items():
+        best = best_columns(values)
+        texts[name] = ", ".join(f"{row}: {column}" for row, column in best.items())
+        alphas[name] = [float(column) for column in best.values()]
+    falls = alphas["pairs"] == sorted(alphas["pairs"], reverse=True)
+    steady = len(set(alphas["noise"][:-1])) == 1
+    # An alpha that never moves says nothing of when it would.
+    moves = {name: len(set(found)) > 1 for name, found in alphas.items()}
     return joined(
         {
-            "falling with pairs": Verdict(falls == sorted(falls, reverse=True), text),
-            "steady below p=1": Verdict(len(set(steady)) == 1, noise),
+            "falling with pairs": Verdict(
+                falls if moves["pairs"] else None, f"best at {texts['pairs']}"
+            ),
+            "moved by noise alone": Verdict(
+                steady if moves["noise"] else None, f"best at {texts['noise']}"
+            ),
         }
     )
 
@@ -197,11 +212,11 @@ def _epsilon_grid(lab: Lab, pairs: int) -> Grid:
 
 
 def _ratios(lab: Lab) -> Grid:
-    """The usual epsilon against several of the teacher's, at both numbers of pairs."""
+    """The usual epsilon against several of the teacher's, at more numbers of pairs."""
     rows = {f"ε*={e:g}": Row({"sotalign.epsilon_star": e}) for e in lab.scale.epsilons}
     usual = {"sotalign.epsilon": 0.05, **_weighted(lab)}
     columns = {
-        f"{n} pairs": Column(MEAN, {"data.n_pairs": n, **usual}) for n in lab.scale.epsilon_pairs
+        f"{n} pairs": Column(MEAN, {"data.n_pairs": n, **usual}) for n in lab.scale.alpha_pairs
     }
     return Grid("ε=0.05", "MeanR@1", rows, columns, lab.scale.grid_seeds)
 
@@ -211,16 +226,15 @@ def _epsilons(lab: Lab) -> list[Grid]:
 
 
 def _judge_epsilons(found: Found) -> Verdict:
+    if not all(values.complete for values in found.values()):
+        return Verdict(None, "runs are missing")
     verdicts = {}
     for name, values in list(found.items())[:-1]:
         places = {
-            (row, column): mean
+            (row, column): float(values.at(row, column).mean())
             for row in values.grid.rows
             for column in values.grid.columns
-            if (mean := values.mean(row, column)) is not None
         }
-        if not places:
-            return Verdict(None, "runs are missing")
         (row, column), mean = max(places.items(), key=lambda item: item[1])
         smaller = float(column.split("=")[1]) < float(row.split("=")[1])
         verdicts[name] = Verdict(smaller, f"best {mean:.1f} at {row}, {column}")
