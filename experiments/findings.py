@@ -73,10 +73,15 @@ def read_encoders(found: Encoders) -> Reading:
 
 
 def _shift_answer(shift: diagnostics.Shift) -> str:
-    if shift.sphere.mean <= shift.noise.mean + 2 * shift.noise.std:
+    noise = shift.noise.mean + 2 * shift.noise.std
+    if max(shift.pool.mean, shift.sphere.mean) <= noise:
         return f"NOT TO BE TOLD (on {shift.rows} rows even random directions look like the pairs)"
-    if shift.pool.mean <= shift.noise.mean + 2 * shift.noise.std:
+    if shift.pool.mean <= noise:
         return "LIKE THE PAIRS"
+    if shift.sphere.mean <= noise:
+        return (
+            "AS FAR AS RANDOM (farther: random directions look like the pairs, the pool does not)"
+        )
     place = f"({100 * shift.share:.0f} % of the way to random directions)"
     if shift.share < 0.5:
         return f"NEAR {place}"
