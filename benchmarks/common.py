@@ -2,9 +2,11 @@
 
 import argparse
 import importlib.metadata
+import importlib.util
 import os
 import pathlib
 import platform
+import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -15,7 +17,7 @@ import numpy as np
 from jaxtyping import Array, Float
 from tqdm import tqdm
 
-from sotalign_jax import affinity, data, tables, teachers
+from sotalign_jax import affinity, checks, data, tables, teachers
 
 RESULTS = pathlib.Path(__file__).parent / "results"
 MEBIBYTE = 2**20
@@ -188,7 +190,9 @@ def _version(package: str) -> str:
 
 
 def parser(description: str | None, *, n: Sequence[int], epsilon: Sequence[float]) -> Any:
-    """Options that every benchmark takes."""
+    """Options that every benchmark takes; all of them draw, and say at once if they cannot."""
+    if importlib.util.find_spec("matplotlib") is None:
+        sys.exit(f"error: {checks.not_installed('matplotlib', extra='bench')}")
     made = argparse.ArgumentParser(
         description=description, formatter_class=argparse.ArgumentDefaultsHelpFormatter
     )

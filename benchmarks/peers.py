@@ -6,17 +6,22 @@ marginal error of all. ott-jax writes u as f/eps, K as -cost, and its float epsi
 """
 
 import functools
+import sys
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array
-from ott.geometry import geometry
-from ott.solvers import linear
-from ott.solvers.linear import acceleration, implicit_differentiation
 
-from sotalign_jax import klot, klot_from_embeddings
+from sotalign_jax import checks, klot, klot_from_embeddings
+
+try:
+    from ott.geometry import geometry
+    from ott.solvers import linear
+    from ott.solvers.linear import acceleration, implicit_differentiation
+except ModuleNotFoundError:
+    sys.exit(f"error: {checks.not_installed('ott-jax', extra='bench')}")
 
 
 class Target(NamedTuple):

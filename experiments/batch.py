@@ -32,7 +32,7 @@ def execute_all(
     if len(runs) == 1:
         return {run_names(runs)[0]: Outcome(runner.execute(runs[0], workdir))}
     if not (workdir / "config.json").exists():
-        for run in {(run.data, _uses_pool(run)): run for run in runs}.values():
+        for run in {(run.data, run.options and run.options.pools): run for run in runs}.values():
             runner.load_dataset(run)  # what any method lacks is known before the first one trains
     folders = {name: workdir / name for name in run_names(runs)}
     ended: dict[str, Outcome] = {}
@@ -57,10 +57,6 @@ def run_names(runs: Sequence[Settings]) -> list[str]:
         else f"{run.name}-seed{run.train.seed}"
         for run in runs
     ]
-
-
-def _uses_pool(run: Settings) -> bool:
-    return run.options is not None and run.options.uses_pool
 
 
 class Progress:

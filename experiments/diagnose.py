@@ -12,7 +12,7 @@ from typing import Any
 
 from absl import app, flags
 
-from experiments import diagnosis, launch, runner
+from experiments import diagnosis, findings, launch, runner
 from sotalign_jax import checks, data, files, recording
 
 _FILES = {
@@ -75,8 +75,8 @@ def _run() -> None:
         "options": dataclasses.asdict(options),
     }
     recording.open_run(out, config, flag="out")
-    findings = diagnosis.measure(dataset, options, seed=_SEED.value)
-    print(diagnosis.report(findings, out))
+    found = diagnosis.measure(dataset, options, seed=_SEED.value)
+    print(findings.report(found, out))
 
 
 main = launch.guarded(_run, interrupted="start again to diagnose")

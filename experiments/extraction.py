@@ -97,8 +97,7 @@ def extract(
         OSError: the disk is full, ...; what is saved stays, and the next start goes on from it.
     """
     checks.choice("dtype", dtype, ("float16", "float32"))
-    if shard_size < 1:
-        raise checks.InputError(f"shard_size: is {shard_size}; pass at least 1")
+    checks.whole(1, shard_size=shard_size)
     total, digest = fingerprint(items())
     if not total:
         raise checks.InputError(f"data: no {encoder.modality} found in {data}; check --root")

@@ -102,10 +102,8 @@ class Head:
                 f"init: a linear teacher cannot start heads of kind {self.kind!r}; "
                 "choose init 'random' or kind 'linear'"
             )
-        for name in ("dim", "hidden"):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise checks.InputError(f"{name}: is {value}; pass at least 1")
+        checks.whole(1, dim=self.dim)
+        checks.whole(1, or_none=True, hidden=self.hidden)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -323,11 +321,13 @@ def _members(hint: Any) -> tuple[type, ...]:
     return typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
 
 
-def apply_switches(config: config_dict.ConfigDict, arg: str) -> config_dict.ConfigDict:
+def apply_switches(
+    config: config_dict.ConfigDict, arg: str, **own: dict[str, Any]
+) -> config_dict.ConfigDict:
     """Understands the part after the colon of --config=FILE.py:smoke,seeds=3,pairs=500+1000.
 
     `smoke` shortens training to a few steps; `seeds=N` runs the seeds 0 .. N-1; `pairs=N+M` runs
-    everything with N and with M pairs.
+    everything with N and with M pairs. A word of the config's `own` makes the changes it names.
 
     Raises:
         InputError: another word.
@@ -347,10 +347,11 @@ def apply_switches(config: config_dict.ConfigDict, arg: str) -> config_dict.Conf
             config.seeds = tuple(range(int(value)))
         elif name == "pairs" and all(number.isdigit() for number in value.split("+")):
             config.pairs = tuple(map(int, value.split("+")))
+        elif word in own:
+            config.update(own[word])
         else:
-            raise checks.InputError(
-                f"config: {word!r} is unknown; choose of smoke, seeds=N, pairs=N+M"
-            )
+            known = ", ".join(["smoke", "seeds=N", "pairs=N+M", *own])
+            raise checks.InputError(f"config: {word!r} is unknown; choose of {known}")
     return config
 
 

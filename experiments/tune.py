@@ -50,20 +50,19 @@ class Trial(NamedTuple):
 
 
 def plan(values: dict[str, Any], name: str, points: dict[int, grids.Point]) -> list[Planned]:
-    """The runs of every point; none of them reads the test split.
+    """The runs of every point.
 
     Raises:
         InputError: a value that cannot be used whatever the others are.
     """
-    if len(values["pairs"]) > 1:
-        raise checks.InputError(
-            f"config.pairs: is {values['pairs']}; tune with one number of pairs"
-        )
+    settings.plan(values)  # a config that is wrong without the grid says so in its own words
+    if len(pairs := values.get("pairs", ())) > 1:
+        raise checks.InputError(f"config.pairs: is {pairs}; tune with one number of pairs")
     planned = []
     for number, point in points.items():
         try:
             runs = settings.plan(grids.with_point(values, name, point))
-            planned.append(Planned(number, point, [_without_test(run) for run in runs]))
+            planned.append(Planned(number, point, runs))
         except checks.InputError as error:
             planned.append(Planned(number, point, [], str(error)))
     for key, value in {(key, repr(value)): None for p in planned for key, value in p.point.items()}:
@@ -75,23 +74,22 @@ def plan(values: dict[str, Any], name: str, points: dict[int, grids.Point]) -> l
     return planned
 
 
-def _without_test(run: Settings) -> Settings:
-    return dataclasses.replace(run, data=dataclasses.replace(run.data, test=False))
-
-
 def check_data(planned: list[Planned], *, test: bool) -> None:
     """Raises when data cannot be read (the test split's only if `test`) or none is to select on."""
     run = next(p.runs[0] for p in planned if p.runs)
-    run = dataclasses.replace(run, data=dataclasses.replace(run.data, test=test))
-    if runner.load_dataset(run).val is None:
+    if runner.load_dataset(run if test else _without_test(run)).val is None:
         raise checks.InputError(
             "config.data: there is no validation split to choose by; pass "
             "--config.data.files.val_x=PATH and val_y"
         )
 
 
+def _without_test(run: Settings) -> Settings:
+    return dataclasses.replace(run, data=dataclasses.replace(run.data, test=False))
+
+
 def search(planned: list[Planned], folder: pathlib.Path, title: str) -> list[Trial]:
-    """Makes the trials, or finishes those begun; returns them ranked."""
+    """Makes the trials, which never read the test split, or finishes those begun; ranks them."""
     folders = {
         (p.number, run.train.seed): folder / f"trial-{p.number:03d}-seed{run.train.seed}"
         for p in planned
@@ -105,7 +103,7 @@ def search(planned: list[Planned], folder: pathlib.Path, title: str) -> list[Tri
             for run in runs:
                 place = folders[number, run.train.seed]
                 if error is None:  # a trial that failed once cannot score
-                    results, error = batch.attempt(run, place)
+                    results, error = batch.attempt(_without_test(run), place)
                     scores += [results[SCORE]] if error is None else []
                 progress.finished(place, best)
             score = tables.Mean(scores) if scores and error is None else None
@@ -153,7 +151,7 @@ def tune(
     Raises:
         InputError: the grid or the data cannot be used, or every trial failed.
     """
-    names = settings.method_of_name(values["variants"])
+    names = settings.method_of_name(values.get("variants", {}))
     checks.choice("method", name, tuple(names))
     wanted = grids.parse(grid, names[name])
     planned = plan(values, name, grids.points(wanted, limit))
@@ -212,12 +210,7 @@ def _run() -> None:
     ended: dict[str, batch.Outcome] = {}
     for name in _METHOD.value:
         best = tune(
-            values,
-            name,
-            workdir,
-            grid=_GRID.value,
-            limit=_LIMIT.value,
-            test=_SEEDS.value > 0 and values["data"]["test"],
+            values, name, workdir, grid=_GRID.value, limit=_LIMIT.value, test=_SEEDS.value > 0
         )
         tested, outcomes = test(values, name, best, workdir / name, seeds=range(_SEEDS.value))
         runs += tested

@@ -209,7 +209,7 @@ def align(
     if gallery is None and not isinstance(method, methods.Fitted):  # which selects nothing
         dataset = hold_out(dataset, seed=seed)
     n_pairs, n_x, n_y = map(len, (dataset.pairs_x, dataset.pool_x, dataset.pool_y))
-    if (x is not None or y is not None) and not (n_x and n_y):
+    if method is None and (x is not None or y is not None) and not (n_x and n_y):
         raise checks.InputError(
             f"x, y: {n_x} and {n_y} unpaired rows; pass some of both, or neither to train on the "
             "pairs alone"

@@ -94,8 +94,7 @@ def cca(A: Any, B: Any, *, ridge: float = 0.0) -> Canonical:
     array([1., 1.])
     """
     checks.pairs(A, B, min_rows=2)
-    if not (math.isfinite(ridge) and ridge >= 0):
-        raise checks.InputError(f"ridge: is {ridge}; pass a number >= 0")
+    checks.at_least(0, ridge=ridge)
     (x, spread_x), (y, spread_y) = _standard("A", A), _standard("B", B)
     found = rotate(x, y, lambda variances: 1.0 / np.sqrt(variances + ridge))
     return Canonical(

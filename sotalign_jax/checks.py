@@ -1,7 +1,11 @@
 """Checks of what users hand in: one clear line naming the argument, the value and the remedy."""
 
+import importlib
+import math
+from collections.abc import Callable
 from typing import Any
 
+import jax
 import numpy as np
 
 _CHUNK_ROWS = 65_536
@@ -10,6 +14,29 @@ _share = (0, 1)
 
 class InputError(ValueError):
     """Something the user gave cannot be used; the message says what and how to mend it."""
+
+
+def not_installed(package: str, *, extra: str) -> InputError:
+    """The error for a package of an extra that is not there.
+
+    >>> not_installed("torch", extra="extract")
+    InputError("torch: is not installed; run pip install -e '.[extract]'")
+    """
+    return InputError(f"{package}: is not installed; run pip install -e '.[{extra}]'")
+
+
+def require(module: str, *, extra: str) -> Any:
+    """Imports a module of an extra's package, when it is needed.
+
+    >>> require("no_such_writer", extra="tensorboard")
+    Traceback (most recent call last):
+    sotalign_jax.checks.InputError: no_such_writer: is not installed; run pip install -e
+    '.[tensorboard]'
+    """
+    try:
+        return importlib.import_module(module)
+    except ModuleNotFoundError as error:
+        raise not_installed(error.name or module, extra=extra) from error
 
 
 def set_share(index: int, count: int) -> None:
@@ -88,13 +115,45 @@ def choice(name: str, value: str, options: tuple[str, ...]) -> None:
         raise InputError(f"{name}: {value!r} is unknown; choose one of {', '.join(options)}")
 
 
-def at_least_one(**options: int) -> None:
-    """Raises unless every option is 1 or more.
+def positive(**options: Any) -> None:
+    """Raises unless every option is a finite number above 0, or traced and so not known yet.
 
-    >>> at_least_one(repeats=3, chunk=0)
+    >>> positive(epsilon=0.05, epsilon_star=0.0)
     Traceback (most recent call last):
-    sotalign_jax.checks.InputError: chunk: is 0; pass at least 1
+    sotalign_jax.checks.InputError: epsilon_star: is 0.0; pass a number above 0
     """
+    _every(options, lambda value: 0 < value < math.inf, "a number above 0")
+
+
+def at_least(least: float, **options: Any) -> None:
+    """Raises unless every option is a finite number of at least `least`, or traced.
+
+    >>> at_least(0, ridge=-1.0)
+    Traceback (most recent call last):
+    sotalign_jax.checks.InputError: ridge: is -1.0; pass a number of at least 0
+    """
+    _every(options, lambda value: least <= value < math.inf, f"a number of at least {least:g}")
+
+
+def whole(least: int, *, or_none: bool = False, **options: Any) -> None:
+    """Raises unless every option is a whole number of at least `least`, or None if `or_none`.
+
+    >>> whole(1, repeats=3, chunk=0)
+    Traceback (most recent call last):
+    sotalign_jax.checks.InputError: chunk: is 0; pass a whole number of at least 1
+    """
+
+    def fine(value: Any) -> bool:
+        return isinstance(value, int | np.integer) and bool(value >= least)
+
+    wanted = f"a whole number of at least {least}"
+    if or_none:
+        _every(options, lambda value: value is None or fine(value), f"{wanted}, or None")
+    else:
+        _every(options, fine, wanted)
+
+
+def _every(options: dict[str, Any], fine: Callable[[Any], bool], wanted: str) -> None:
     for name, value in options.items():
-        if value < 1:
-            raise InputError(f"{name}: is {value}; pass at least 1")
+        if not isinstance(value, jax.core.Tracer) and not fine(value):
+            raise InputError(f"{name}: is {value}; pass {wanted}")

@@ -74,7 +74,7 @@ def mutual_knn(
     1.0
     """
     checks.pairs(x, y, names=("x", "y"), min_rows=2)
-    checks.at_least_one(chunk=chunk)
+    checks.whole(1, chunk=chunk)
     if not 1 <= k < len(x):
         raise checks.InputError(f"k: is {k} but there are {len(x)} rows; pass 1..{len(x) - 1}")
     if clamp is not None and not 0 < clamp <= 1:
@@ -163,9 +163,10 @@ def sinkhorn_convergence(
     """
     checks.embeddings("f", f)
     checks.embeddings("g", g, width=f.shape[1])
-    for name, value in (("tolerance", tolerance), *(("epsilons", e) for e in epsilons)):
-        solver.check_positive(name, value)
-    checks.at_least_one(max_iterations=max_iterations)
+    checks.positive(tolerance=tolerance)
+    for epsilon in epsilons:
+        checks.positive(epsilons=epsilon)
+    checks.whole(1, max_iterations=max_iterations)
     x, y = affinity.as_float(f), affinity.as_float(g)
     dtype = jnp.result_type(x, y)
     block_size = auto_block(len(x), len(y), dtype.itemsize)

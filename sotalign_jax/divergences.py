@@ -19,7 +19,7 @@ from sotalign_jax.sinkhorn import (
     sinkhorn,
     without_padding,
 )
-from sotalign_jax.solver import Scalings, check_positive
+from sotalign_jax.solver import Scalings
 
 MARGINALS = ("prob", "bistochastic")
 
@@ -72,8 +72,7 @@ def _settings(
     log_b: Array | None,
     init_v: tuple[Array, Array] | None,
 ) -> closed_form.Settings:
-    check_positive("epsilon", epsilon)
-    check_positive("epsilon_star", epsilon_star)
+    checks.positive(epsilon=epsilon, epsilon_star=epsilon_star)
     return closed_form.Settings(
         jnp.asarray(epsilon, dtype),
         jnp.asarray(epsilon_star, dtype),
@@ -241,8 +240,7 @@ def klot_from_embeddings(
     if isinstance(block_size, str):
         checks.choice("block_size", block_size, ("auto",))
         block_size = kernels.auto_block(sharding.share(n), m, dtype.itemsize)
-    if block_size is not None and block_size < 1:
-        raise checks.InputError(f"block_size: is {block_size}; pass at least 1, or None")
+    checks.whole(1, or_none=True, block_size=block_size)
     mass = _mass(marginals, n, m)
     settings = _settings(
         n,
@@ -426,8 +424,7 @@ def infonce(
     """
     checks.choice("targets", targets, ("soft", "hard"))
     _check_affinities(K, K_star)
-    check_positive("epsilon", epsilon)
-    check_positive("epsilon_star", epsilon_star)
+    checks.positive(epsilon=epsilon, epsilon_star=epsilon_star)
     k, k_star = affinity.as_float(K), affinity.as_float(jax.lax.stop_gradient(K_star))
 
     def rows(k: Array, k_star: Array) -> Array:

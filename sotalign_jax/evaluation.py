@@ -51,7 +51,8 @@ def retrieval(
     if not ks or min(ks) < 1:
         raise checks.InputError(f"ks: {tuple(ks)} given; pass at least one cut-off, each 1 or more")
     owner = data.owners(len(x), len(y), x_of_y)
-    result = _ranks(x, y, owner, chunk=_positive(chunk))
+    checks.whole(1, chunk=chunk)
+    result = _ranks(x, y, owner, chunk=chunk)
     finite_x, finite_y, ranks_x, ranks_y = jax.device_get(result)
     _raise_unless_finite("x", finite_x)
     _raise_unless_finite("y", finite_y)
@@ -90,7 +91,8 @@ def zero_shot(
     x, prompts = _features("x", x, 2), _features("prompts", prompts, 3)
     _same_width("prompts", prompts, x)
     truth = data.class_labels(np.asarray(labels), n=len(x), classes=len(prompts))
-    result = _classify(x, prompts, chunk=_positive(chunk))
+    checks.whole(1, chunk=chunk)
+    result = _classify(x, prompts, chunk=chunk)
     finite_x, finite_prompts, predicted = jax.device_get(result)
     _raise_unless_finite("x", finite_x)
     _raise_unless_finite("prompts", finite_prompts)
@@ -177,12 +179,6 @@ def _same_width(name: str, x: Array, other: Array) -> None:
             f"{name}: features have width {x.shape[-1]} but x has {other.shape[-1]}; "
             "map both into the shared space first"
         )
-
-
-def _positive(chunk: int) -> int:
-    if chunk < 1:
-        raise checks.InputError(f"chunk: {chunk} given; pass 1 or more rows")
-    return chunk
 
 
 def _raise_unless_finite(name: str, finite: bool) -> None:

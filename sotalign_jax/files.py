@@ -1,6 +1,5 @@
 """Embedding files in: npy, npz, safetensors and TensorFlow Datasets, read as little as possible."""
 
-import importlib
 import json
 import os
 import pathlib
@@ -165,12 +164,7 @@ def open_tfds(name: str, split: str, *, folder: str | None = None) -> Any:
       checks.InputError: TFDS is not installed, or has no such dataset ready for random access.
     """
     where = f"tfds:{name}:{split}"
-    try:
-        tfds: Any = importlib.import_module("tensorflow_datasets")
-    except ImportError as error:
-        raise checks.InputError(
-            f"{where}: needs tensorflow-datasets; pip install 'sotalign-jax[data]'"
-        ) from error
+    tfds = checks.require("tensorflow_datasets", extra="data")
     try:
         return tfds.data_source(
             name,

@@ -52,9 +52,7 @@ def nearest(
             f"keys: have shape {keys.shape} but queries have {queries.shape}; "
             "pass two matrices of one width"
         )
-    for name, value in (("k", k), ("chunk", chunk)):
-        if value < 1:
-            raise checks.InputError(f"{name}: is {value}; pass at least 1")
+    checks.whole(1, k=k, chunk=chunk)
     if k > len(keys):
         raise checks.InputError(
             f"k: {k} neighbours asked of {len(keys)} keys; ask for fewer or add keys"

@@ -245,14 +245,9 @@ def tensorboard(logdir: PathLike, *, resume_after: int | None = None) -> Any:
     Raises:
         InputError: the optional package is not installed.
     """
-    try:
-        import tensorboardX
-    except ImportError as error:
-        raise checks.InputError(
-            "tensorboard: the writer is not installed; pip install 'sotalign-jax[tensorboard]'"
-        ) from error
+    tensorboard_x = checks.require("tensorboardX", extra="tensorboard")
     purge = None if resume_after is None else resume_after + 1
-    return tensorboardX.SummaryWriter(str(logdir), purge_step=purge)
+    return tensorboard_x.SummaryWriter(str(logdir), purge_step=purge)
 
 
 class Progress:

@@ -16,7 +16,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from sotalign_jax import affinity, checks, sharding
 from sotalign_jax.kernels import Kernel, Matrix
-from sotalign_jax.solver import Scalings, check_positive, finite_range, solve
+from sotalign_jax.solver import Scalings, finite_range, solve
 
 
 @jax.tree_util.register_dataclass
@@ -134,7 +134,7 @@ def sinkhorn(
     ([[0.44, 0.06], [0.06, 0.44]], True)
     """
     check_affinity("K", K)
-    check_positive("epsilon", epsilon)
+    checks.positive(epsilon=epsilon)
     K = _not_differentiable(affinity.as_float(K))
     weights = (
         log_weights("log_a", log_a, K.shape[0], K.dtype),
@@ -193,7 +193,7 @@ def reference(
     [[0.44, 0.06], [0.06, 0.44]]
     """
     check_affinity("K", K)
-    check_positive("epsilon", epsilon)
+    checks.positive(epsilon=epsilon)
     K = affinity.as_float(K)
     n, m = K.shape
     scaled = K / epsilon

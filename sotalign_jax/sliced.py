@@ -90,9 +90,9 @@ def sliced_wasserstein(
     True
     """
     _check_sets(x, y)
-    checks.at_least_one(chunk=chunk)
+    checks.whole(1, chunk=chunk)
     if isinstance(projections, int | np.integer):
-        checks.at_least_one(projections=projections)
+        checks.whole(1, projections=projections)
         planes = random_planes(jax.random.key(seed), projections, x.shape[1])
     elif np.ndim(projections) != 3 or np.shape(projections)[1:] != (x.shape[1], 2):
         raise checks.InputError(
@@ -123,7 +123,7 @@ def sliced_wasserstein_spread(
     True
     """
     _check_sets(x, y)
-    checks.at_least_one(repeats=repeats, rows=rows, projections=projections, chunk=chunk)
+    checks.whole(1, repeats=repeats, rows=rows, projections=projections, chunk=chunk)
     values = []
     for rng, planes in _repetitions(repeats, projections, x.shape[1], seed):
         samples = (_sample(rng, z, min(rows, len(z))) for z in (x, y))
@@ -155,7 +155,7 @@ def pool_shift(
     True
     """
     _check_sets(pairs, pool, names=("pairs", "pool"), min_rows=2)
-    checks.at_least_one(repeats=repeats, rows=rows, projections=projections, chunk=chunk)
+    checks.whole(1, repeats=repeats, rows=rows, projections=projections, chunk=chunk)
     size = min(rows, len(pairs) // 2, len(pool))
     distances: list[list[float]] = [[], [], []]
     for rng, planes in _repetitions(repeats, projections, pairs.shape[1], seed):

@@ -32,12 +32,6 @@ SCALING_TOLERANCE = 0.01
 """Marginal error at which an intermediate epsilon is left."""
 
 
-def check_positive(name: str, value: Any) -> None:
-    """Raises for a number that is known, now, not to be positive."""
-    if not isinstance(value, jax.core.Tracer) and not float(value) > 0:
-        raise checks.InputError(f"{name}: is {float(value):g}; pass a number above 0")
-
-
 def finite_range(k: Array, axes: sharding.Axes = ()) -> Array:
     """max K - min K over the finite entries, on all devices when rows are split over `axes`."""
 
@@ -142,7 +136,7 @@ def solve(
     a, b = jnp.exp(log_a), jnp.exp(log_b)
     live_row, live = ~jnp.isneginf(log_a), ~jnp.isneginf(log_b)
     infinity, false = jnp.asarray(jnp.inf, dtype), jnp.asarray(False)
-    check_positive("max_iterations", max_iterations)
+    checks.whole(1, max_iterations=max_iterations)
 
     def search(state: _Progress, goal: Array, budget: Array) -> _Search:
         def unfinished(search: _Search) -> Array:

@@ -88,12 +88,9 @@ def check_options(
     """Raises unless `regularizer` can use these options."""
     checks.choice("js_form", js_form, JS_FORMS)
     checks.choice("level_weights", level_weights, LEVEL_WEIGHTS)
-    if not 0 < tau < float("inf"):
-        raise checks.InputError(f"tau: is {tau}; pass a number above 0")
-    if levels < 1:
-        raise checks.InputError(f"levels: is {levels}; pass at least 1")
-    if block_size is not None and block_size < 1:
-        raise checks.InputError(f"block_size: is {block_size}; pass at least 1, or None")
+    checks.positive(tau=tau)
+    checks.whole(1, levels=levels)
+    checks.whole(1, or_none=True, block_size=block_size)
 
 
 def _centred(x: Array) -> Array:

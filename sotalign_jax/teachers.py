@@ -129,8 +129,7 @@ def cca(
       >>> teacher.x(A).shape, bool(teacher.correlations.min() > 0.999)
       ((50, 2), True)
     """
-    if not (math.isfinite(ridge) and ridge >= 0):
-        raise checks.InputError(f"ridge: is {ridge}; pass a number >= 0")
+    checks.at_least(0, ridge=ridge)
 
     def gain(eigenvalues: np.ndarray) -> np.ndarray:
         return 1.0 / np.sqrt(np.maximum(eigenvalues + ridge, _EIGENVALUE_FLOOR))
@@ -180,9 +179,8 @@ def contrastive(
     """
     checks.pairs(A, B, min_rows=2)
     checks.choice("loss", loss, ("siglip", "infonce"))
-    for name, value, least in (("dim", dim, 1), ("steps", steps, 1), ("batch_size", batch_size, 2)):
-        if value < least:
-            raise checks.InputError(f"{name}: is {value}; pass at least {least}")
+    checks.whole(1, dim=dim, steps=steps)
+    checks.whole(2, batch_size=batch_size)
     start = heads_lib.build_heads(A.shape[1], B.shape[1], dim, seed=seed)
     graphdef, params = nnx.split(start)
     params, history = _train(

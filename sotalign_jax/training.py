@@ -10,7 +10,6 @@ import contextlib
 import dataclasses
 import functools
 import math
-import numbers
 import warnings
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple, Protocol
@@ -65,14 +64,9 @@ class TrainConfig:
     seed: int = 42
 
     def __post_init__(self) -> None:
-        for name in ("steps", "pair_batch", "unpaired_batch", "eval_every"):
-            value = getattr(self, name)
-            if not isinstance(value, numbers.Integral) or value < 1:
-                raise checks.InputError(f"{name}: is {value!r}; pass a whole number above 0")
-        for name in ("learning_rate", "weight_decay"):
-            value = getattr(self, name)
-            if not (math.isfinite(value) and value >= 0):
-                raise checks.InputError(f"{name}: is {value}; pass a number of at least 0")
+        checks.whole(1, steps=self.steps, eval_every=self.eval_every)
+        checks.whole(1, pair_batch=self.pair_batch, unpaired_batch=self.unpaired_batch)
+        checks.at_least(0, learning_rate=self.learning_rate, weight_decay=self.weight_decay)
 
 
 class TrainState(NamedTuple):
@@ -166,22 +160,26 @@ def evaluate_zero_shot(head_x: Any, head_y: Any, task: data.ZeroShot) -> dict[st
 
 
 def place(
-    dataset: data.Dataset, *, pool: bool = True, on_device: bool = True
+    dataset: data.Dataset, *, pools: str = "xy", on_device: bool = True
 ) -> sampling.DeviceData:
-    """Training arrays, on the device or as they are; pools without rows when nothing reads them."""
-    pools = (x if pool else x[:0] for x in (dataset.pool_x, dataset.pool_y))
-    arrays: tuple[Any, ...] = dataset.pairs_x, dataset.pairs_y, *pools
+    """Training arrays, on the device or as they are; no rows of a pool that is not in `pools`."""
+    arrays = _arrays(dataset, pools)
     if on_device:
         arrays = tuple(jnp.asarray(np.asarray(x)) for x in arrays)
     return sampling.DeviceData(*arrays)
 
 
-def fits_device(dataset: data.Dataset, *, pool: bool = True) -> bool:
+def fits_device(dataset: data.Dataset, *, pools: str = "xy") -> bool:
     """Whether the training arrays take at most half of the first device's memory."""
-    pools = (dataset.pool_x, dataset.pool_y) if pool else ()
-    arrays = dataset.pairs_x, dataset.pairs_y, *pools
+    arrays = _arrays(dataset, pools)
     needed = sum(math.prod(x.shape) * np.dtype(x.dtype).itemsize for x in arrays)
     return needed <= kernels.device_memory() / 2
+
+
+def _arrays(dataset: data.Dataset, pools: str) -> tuple[Any, ...]:
+    x, y = dataset.pool_x, dataset.pool_y
+    read = x if "x" in pools else x[:0], y if "y" in pools else y[:0]
+    return dataset.pairs_x, dataset.pairs_y, *read
 
 
 def init_state(
@@ -259,12 +257,13 @@ def _program(
 
 def check_pool(method: Method, dataset: data.Dataset) -> None:
     """Raises when the method needs unpaired rows, or more of them, than there are."""
-    if method.uses_pool and not (len(dataset.pool_x) and len(dataset.pool_y)):
-        sizes = f"x has {len(dataset.pool_x)} rows and y has {len(dataset.pool_y)}"
-        raise checks.InputError(
-            f"pool: {sizes} but {type(method).__name__} learns from unpaired samples of both; "
-            "add some, or train with method 'sail'"
-        )
+    sizes = {"x": len(dataset.pool_x), "y": len(dataset.pool_y)}
+    for side in method.pools:
+        if not sizes[side]:
+            raise checks.InputError(
+                f"pool {side}: has no rows but {type(method).__name__} learns from unpaired "
+                f"samples of {' and '.join(method.pools)}; add some, or train with method 'sail'"
+            )
     method.check(dataset)
 
 
@@ -325,13 +324,13 @@ def fit(
         _check_teacher(method, teacher, dataset)
     observer = observer or Silent()
     if on_device is None:
-        on_device = mesh is None and fits_device(dataset, pool=method.uses_pool)
+        on_device = mesh is None and fits_device(dataset, pools=method.pools)
     if on_device and mesh is not None:
         raise checks.InputError(
             f"on_device: is True but there are {mesh.size} devices, which read their rows from "
             "the host; leave it out"
         )
-    batches = method.prepare(place(dataset, pool=method.uses_pool, on_device=on_device))
+    batches = method.prepare(place(dataset, pools=method.pools, on_device=on_device))
     graphdef = nnx.graphdef(heads)
     state = init_state(method, heads, batches, config)
     best = Best(jax.tree.map(jnp.copy, state.params), jnp.int32(0), jnp.float32(-1.0))

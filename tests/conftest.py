@@ -1,6 +1,7 @@
 """Fixtures, and shape checking of the package while the tests run."""
 
 import os
+import pathlib
 from collections.abc import Iterator
 
 # Tests compile hundreds of small programs and run each a few times: compile quickly.
@@ -26,3 +27,15 @@ def x64() -> Iterator[None]:
     """64-bit numbers in JAX, for comparisons at full precision."""
     with jax.enable_x64(True):
         yield
+
+
+@pytest.fixture
+def files(tmp_path: pathlib.Path) -> pathlib.Path:
+    """A folder of small embedding files and a config.py that trains on them, for launchers."""
+    import small_runs  # only tests of launchers have to import them
+
+    folder = tmp_path / "files"
+    folder.mkdir()
+    small_runs.write_files(folder)
+    small_runs.write_config(folder)
+    return folder

@@ -243,8 +243,24 @@ def test_inputs_that_cannot_be_used(given, change, message):
 
 
 def test_a_method_that_needs_a_pool_says_so(given):
-    with pytest.raises(checks.InputError, match="pool: x has 0 rows and y has 0 but SOTAlign"):
+    with pytest.raises(checks.InputError, match="pool x: has no rows but SOTAlign learns from"):
         align(given["pairs"], method=methods.SOTAlign(), progress=False)
+    for method in ("sclip", "sail_semi"):
+        with pytest.raises(checks.InputError, match=r"pool y: has no rows but .* of x and y; add"):
+            align(given["pairs"], x=given["x"], method=method, progress=False)
+
+
+def test_one_pool_is_enough_for_a_method_that_reads_no_other(given):
+    aligner = align(
+        given["pairs"],
+        x=given["x"],
+        method=methods.SCLIP(weight_text=0.0),
+        steps=3,
+        unpaired_batch=16,
+        progress=False,
+    )
+    assert aligner.info["data"]["pool_y"] == [0, 10]
+    assert np.isfinite(aligner.similarity(given["x"], given["y"])).all()
 
 
 @pytest.mark.parametrize("init", ["teacher", "random"])

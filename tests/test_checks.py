@@ -1,3 +1,5 @@
+import jax
+import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
@@ -63,3 +65,27 @@ def test_choice():
 
 def test_input_errors_are_value_errors():
     assert issubclass(checks.InputError, ValueError)
+
+
+@pytest.mark.parametrize(
+    ("check", "message"),
+    [
+        (lambda: checks.positive(epsilon=1e-9, tau=float("inf")), "tau: is inf; pass a number abo"),
+        (lambda: checks.positive(tau=float("nan")), "tau: is nan; pass a number above 0"),
+        (lambda: checks.at_least(0, ridge=0, weight=-0.5), "weight: is -0.5; pass a number of at "),
+        (lambda: checks.whole(2, batch=2, rows=1), "rows: is 1; pass a whole number of at least 2"),
+        (lambda: checks.whole(1, steps=10.5), "steps: is 10.5; pass a whole number of at least 1"),
+        (lambda: checks.whole(1, steps=None), "steps: is None; pass a whole number of at least 1$"),
+        (lambda: checks.whole(1, or_none=True, size=0), "size: is 0; .* of at least 1, or None"),
+    ],
+)
+def test_numbers_out_of_range_are_named(check, message):
+    with pytest.raises(checks.InputError, match=message):
+        check()
+
+
+def test_numbers_in_range_pass_and_traced_ones_are_not_looked_at():
+    checks.positive(epsilon=np.float32(0.1), tolerance=jnp.float32(1e-6))
+    checks.at_least(0, ridge=0.0)
+    checks.whole(1, or_none=True, block_size=None, chunk=np.int64(3))
+    jax.jit(lambda epsilon: checks.positive(epsilon=epsilon))(-1.0)

@@ -19,15 +19,6 @@ BETTER = {key: value + 4 for key, value in SCORES.items()}
 
 
 @pytest.fixture
-def files(tmp_path):
-    folder = tmp_path / "files"
-    folder.mkdir()
-    small_runs.write_files(folder)
-    small_runs.write_config(folder)
-    return folder
-
-
-@pytest.fixture
 def launch(files, tmp_path, capsys):
     def start(*options, module=compare):
         argv = [f"--config={files}/config.py", *options, f"--workdir={tmp_path}/run"]

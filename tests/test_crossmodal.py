@@ -76,13 +76,17 @@ def test_bistochastic_is_n_times_prob_and_aux_tells_of_both_plans(x64, rng):
     np.testing.assert_allclose(scaled, 8 * value, rtol=1e-12)
     assert aux.student.error <= 1e-12 and aux.teacher.error <= 1e-12
     assert aux.student.u.shape == (8,) and aux.teacher.v.shape == (5,)
-    # With as good as no pairs it is the divergence on the unpaired rows.
-    many = [jnp.asarray(rng.normal(size=(60, 4))) for _ in range(4)]
-    paired = jnp.eye(1, 4)
-    both = [jnp.concatenate([paired, rows]) for rows in many[:2]]
-    got = divergences.klot_crossmodal(*both, *many[2:], **options)
-    alone = klot_from_embeddings(*many, **options)
-    np.testing.assert_allclose(got, alone, rtol=0.2)
+
+
+def test_a_pair_that_resembles_nothing_else_leaves_the_divergence_of_the_rest(x64, rng):
+    unpaired = [np.abs(rng.normal(size=(12, 4))) for _ in range(4)]
+    both = [np.pad(rows, ((1, 0), (0, 1))) for rows in unpaired[:2]]
+    for rows in both:
+        rows[0, -1] = 1.0  # a direction of its own: cosine 1 with its partner, 0 with the rest
+    options = {"epsilon": 0.02, "epsilon_star": EPSILON_STAR, **EXACT}
+    found = divergences.klot_crossmodal(*map(jnp.asarray, (*both, *unpaired[2:])), **options)
+    alone = klot_from_embeddings(*map(jnp.asarray, unpaired), **options)
+    np.testing.assert_allclose(found, 12 / 13 * alone, rtol=1e-12)
 
 
 def test_rows_that_do_not_fit_are_named(rng):

@@ -92,7 +92,7 @@ def test_few_pairs_correlate_perfectly_without_a_ridge():
         (np.ones((5, 2)), np.eye(5), {}, "pairs A: all rows are equal; pass pairs that differ"),
         (np.eye(5), np.eye(4), {}, "A has 5 rows but B has 4"),
         (np.eye(1), np.eye(1), {}, "pairs A: has 1 rows but at least 2 are needed"),
-        (np.eye(3), np.eye(3), {"ridge": -1.0}, r"ridge: is -1.0; pass a number >= 0"),
+        (np.eye(3), np.eye(3), {"ridge": -1.0}, r"ridge: is -1.0; pass a number of at least 0"),
     ],
 )
 def test_pairs_that_cannot_be_used(A, B, options, message):
@@ -145,7 +145,7 @@ def test_only_pairs_matter(tmp_path):
     alone = align((A, B), method=methods.CSA(dim=4), progress=False)
     pooled = align((A, B), X, Y, method=methods.CSA(dim=4), seed=7, progress=False)
     np.testing.assert_array_equal(alone.similarity(X, Y), pooled.similarity(X, Y))
-    assert not methods.CSA().uses_pool
+    assert not methods.CSA().pools
     assert alone.info["data"]["pairs_x"] == [120, 8]  # nothing to select: none are held out
     alone.save(tmp_path / "saved")
     loaded = Aligner.load(tmp_path / "saved")
@@ -158,7 +158,7 @@ def test_only_pairs_matter(tmp_path):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"dim": 0}, "dim: is 0; pass a number of at least 1"),
+        ({"dim": 0}, "dim: is 0; pass a whole number of at least 1"),
         ({"ridge": -0.1}, "ridge: is -0.1; pass a number of at least 0"),
         ({"ridge": float("nan")}, "ridge: is nan; pass a number of at least 0"),
     ],

@@ -83,7 +83,12 @@ def test_the_score_matrix_never_exists():
             {"k": 1, "clamp": 0.0},
             "clamp: is 0.0; pass a quantile",
         ),
-        (np.ones((4, 3)), np.ones((4, 3)), {"k": 1, "chunk": 0}, "chunk: is 0; pass at least 1"),
+        (
+            np.ones((4, 3)),
+            np.ones((4, 3)),
+            {"k": 1, "chunk": 0},
+            "chunk: is 0; pass a whole number of at least 1",
+        ),
         (np.full((4, 3), np.inf), np.ones((4, 3)), {"k": 1}, "pairs x: row 0 is NaN or inf"),
     ],
 )
@@ -153,7 +158,7 @@ def test_a_ladder_compiles_once_and_names_its_smallest(features):
     ("g", "options", "message"),
     [
         (np.ones((4, 2)), {}, "g: rows have width 2 but 3"),
-        (np.ones((4, 3)), {"epsilons": (0.1, 0.0)}, "epsilons: is 0; pass a number above 0"),
+        (np.ones((4, 3)), {"epsilons": (0.1, 0.0)}, "epsilons: is 0.0; pass a number above 0"),
         (np.ones((4, 3)), {"tolerance": -1.0}, "tolerance: is -1"),
         (np.ones((4, 3)), {"max_iterations": 0}, "max_iterations: is 0"),
     ],

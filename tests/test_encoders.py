@@ -2,6 +2,7 @@
 
 import os
 import pathlib
+import sys
 import warnings
 
 import numpy as np
@@ -299,6 +300,8 @@ def test_mistakes_end_in_one_line(saved, tmp_path):
 
 
 def test_a_missing_package_names_the_extra(monkeypatch):
-    monkeypatch.setitem(__import__("sys").modules, "transformers", None)
-    with pytest.raises(checks.InputError, match=r"pip install 'sotalign-jax\[extract\]'"):
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    with pytest.raises(
+        checks.InputError, match=r"not installed; run pip install -e '\.\[extract\]'"
+    ):
         encoders.load("bert")

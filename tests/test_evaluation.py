@@ -97,7 +97,7 @@ def test_the_score_matrix_never_exists():
         (_rows(4, 3), np.full((4, 3), np.nan), {}, "y: features contain NaN"),
         (np.full((4, 3), np.inf), _rows(4, 3), {}, "x: features contain NaN or inf"),
         (_rows(4, 3), _rows(4, 3), {"ks": (0, 1)}, "ks: "),
-        (_rows(4, 3), _rows(4, 3), {"chunk": 0}, "chunk: 0"),
+        (_rows(4, 3), _rows(4, 3), {"chunk": 0}, "chunk: is 0"),
     ],
 )
 def test_bad_retrieval_input(x, y, options, message):

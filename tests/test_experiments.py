@@ -21,18 +21,10 @@ pytestmark = pytest.mark.filterwarnings("ignore:.*load_module:DeprecationWarning
 
 
 @pytest.fixture
-def files(tmp_path):
-    folder = tmp_path / "files"
-    folder.mkdir()
-    return small_runs.write_files(folder)
-
-
-@pytest.fixture
 def launch(files, tmp_path, capsys):
     """Starts the launcher with the small config; returns what it printed and how it ended."""
-    config = small_runs.write_config(files)
 
-    def start(*options, method="cca", workdir=tmp_path / "run", config=config):
+    def start(*options, method="cca", workdir=tmp_path / "run", config=files / "config.py"):
         argv = list(options)
         if config is not None:
             argv.insert(0, f"--config={config}" + (f":{method}" if method else ""))
@@ -108,8 +100,11 @@ def test_bundled_configs():
     assert sotalign.train.pair_batch + sotalign.train.unpaired_batch == 32_768
     assert sotalign.data.n_pairs == 10_000 and sotalign.data.n_unpaired == 1_000_000
     assert (sotalign.options.epsilon, sotalign.options.epsilon_star) == (0.05, 0.005)
-    appendix = settings.plan_runs(paper.get_config("appendix"))[1]
-    assert appendix.options.epsilon_star == 0.01
+    appendix = settings.plan_runs(paper.get_config("seeds=1,appendix"))[1]
+    epsilon_star = dataclasses.replace(sotalign.options, epsilon_star=0.01)
+    assert appendix.options == epsilon_star and appendix.train.seed == 0
+    with pytest.raises(checks.InputError, match=r"config: 'apendix' is unknown; .*, appendix$"):
+        paper.get_config("apendix")
     everything = settings.plan_runs(compare_config.get_config("pairs=500+2000,seeds=2"))
     names = list(dict.fromkeys(run.name for run in everything))
     assert {*methods.METHODS, "cca", "procrustes", "sotalign_teacher"} == set(names)
@@ -147,7 +142,7 @@ def test_bundled_configs():
         ("seeds", ("a",), "config.seeds: 'a' is no seed"),
         ("train.steps", "abc", "config.train.steps: is 'abc'; pass a value of type int"),
         ("train.steps", True, "config.train.steps: is True; pass a value of type int"),
-        ("train.steps", 0, "config.train.steps: is 0; pass a whole number above 0"),
+        ("train.steps", 0, "config.train.steps: is 0; pass a whole number of at least 1"),
         ("train.learning_rate", -1.0, "config.train.learning_rate: is -1.0; pass a number"),
         ("sotalign.divergence", "l2", "config.sotalign.divergence: 'l2' is unknown; choose"),
         ("data.name", "cc3m", "config.data.name: 'cc3m' is unknown; choose one of pictures"),
@@ -155,7 +150,7 @@ def test_bundled_configs():
         ("data.files.x", "x.npy", "config.data.files.x: is set but name is 'pictures'"),
         ("teacher.kind", "ccca", "config.teacher.kind: 'ccca' is unknown; choose one of"),
         ("heads.kind", "cnn", "config.heads.kind: 'cnn' is unknown; choose one of linear, mlp"),
-        ("heads.dim", 0, "config.heads.dim: is 0; pass at least 1"),
+        ("heads.dim", 0, "config.heads.dim: is 0; pass a whole number of at least 1"),
         ("heads", {"kind": "mlp", "init": "teacher"}, "config.heads.init: a linear teacher"),
         ("overrides", {"sial": {}}, "config.overrides: 'sial' is unknown; choose one of "),
         ("overrides", {"sotalign": 3}, "config.overrides.sotalign: is 3; set its entries"),
@@ -246,7 +241,10 @@ def test_a_dry_run_writes_nothing(launch, tmp_path):
         (["--config.trane.steps=1"], 'config: Did you mean "train" instead of "trane"?'),
         (["--config.train.steps=abc"], "flag --config.train.steps=abc: invalid literal for int"),
         (["--config.teacher.dim=abc"], "flag --config.teacher.dim=abc: invalid literal for int"),
-        (["--config.train.steps=-4"], "config.train.steps: is -4; pass a whole number above 0"),
+        (
+            ["--config.train.steps=-4"],
+            "config.train.steps: is -4; pass a whole number of at least 1",
+        ),
         (["--config.methods=('sale',)"], "config.methods: 'sale' is unknown; choose one of csa"),
         (["--config.data.pool=all"], "config.data.pool: 'all' is unknown; choose one of"),
         (["--wrkdir=a"], "Unknown command line flag 'wrkdir'. Did you mean: workdir"),
@@ -463,7 +461,7 @@ def test_heads_are_the_methods_own_unless_told(files):
         ({"x": lambda a: a[0]}, [], "pairs x: has shape (12,); pass a 2-D array"),
         ({"x": lambda a: a.astype(int)}, [], "pairs x: has dtype int64; pass real floating-point"),
         ({}, ["n_pairs=301"], "config.data: n_pairs: 301 asked of 300 rows; keep it in 1..300"),
-        ({}, ["n_pairs=300"], "config.data: pool: x has 0 rows and y has 0 but SOTAlign learns"),
+        ({}, ["n_pairs=300"], "config.data: pool x: has no rows but SOTAlign learns from"),
         ({}, ["n_unpaired=121"], "n_unpaired: 121 asked but 120 rows remain for a disjoint pool"),
         ({}, ["n_pairs=1"], "config.teacher: pairs A: has 1 rows but at least 2 are needed"),
         ({}, ["files.test_y="], "files.test_y: is not set; pass --config.data.files.test_y=PATH"),
@@ -501,7 +499,10 @@ def test_a_corrected_start_can_use_the_same_folder(launch, tmp_path):
             ["--config.teacher.dim=11"],
             "config.teacher: dim: 11 directions asked but these 60 pairs",
         ),
-        (["--config.teacher.ridge=-1"], "config.teacher: ridge: is -1.0; pass a number >= 0"),
+        (
+            ["--config.teacher.ridge=-1"],
+            "config.teacher: ridge: is -1.0; pass a number of at least 0",
+        ),
         (["--config.teacher.noise=2"], "config.teacher: fraction: 2.0 is outside 0..1"),
     ]:
         for more in ([], ["--config.methods=('cca','procrustes')"]):

@@ -171,7 +171,7 @@ def test_what_float16_cannot_hold_is_skipped(pictures, tmp_path):
 def test_a_missing_package_is_no_fault_of_the_items(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "soundfile", None)
     load = functools.partial(base.sound, tmp_path / "a.flac")
-    with pytest.raises(checks.InputError, match=r"soundfile: .*install 'sotalign-jax\[extract\]'"):
+    with pytest.raises(checks.InputError, match=r"soundfile: .*install -e '\.\[extract\]'"):
         extraction.extract(
             lambda: iter([base.Item("a", load, "a")]), toy_encoders.Toy("audio"), tmp_path / "out",
             data={},

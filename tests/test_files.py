@@ -227,7 +227,7 @@ def test_tfds_reading_does_not_import_tensorflow(tfds_folder):
 
 def test_tfds_missing_names_the_extra(monkeypatch):
     monkeypatch.setitem(sys.modules, "tensorflow_datasets", None)
-    with pytest.raises(checks.InputError, match=r"pip install 'sotalign-jax\[data\]'"):
+    with pytest.raises(checks.InputError, match=r"not installed; run pip install -e '\.\[data\]'"):
         files.load_array("tfds:anything")
 
 

@@ -163,7 +163,7 @@ def test_gradient_of_the_loss_is_that_of_its_parts(student, batch, teacher):
 def test_no_divergence_is_sail_whatever_the_pool(student, batch):
     expected = evaluate(methods.SAIL(), student, batch)
     method = methods.SOTAlign(divergence="none")
-    assert not method.uses_pool
+    assert not method.pools
     assert not method.uses_teacher
     empty = batch._replace(x=batch.x[:0], y=batch.y[:0])
     for other in (batch, empty):
@@ -179,7 +179,7 @@ def test_no_divergence_is_sail_whatever_the_pool(student, batch):
 
 def test_unpaired_rows_as_negatives(student, batch):
     method = methods.SOTAlign(divergence="none", supervision="pairs+negatives")
-    assert method.uses_pool
+    assert method.pools == "xy"
     assert not method.uses_teacher
     (f, g), (x, y) = features(student, batch)
     # Two rectangles: pairs against pairs and the pool, from each side.
@@ -199,7 +199,7 @@ def test_the_whole_square_of_pairs_and_pool(student, batch):
         methods.SAIL("square"),
         methods.SOTAlign(divergence="none", supervision="square"),
     ):
-        assert method.uses_pool
+        assert method.pools == "xy"
         np.testing.assert_allclose(evaluate(method, student, batch).loss, expected, rtol=1e-5)
 
 

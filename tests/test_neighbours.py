@@ -117,8 +117,8 @@ def test_no_queries_have_no_neighbours(keys):
     ("options", "message"),
     [
         ({"k": 102}, "k: 102 neighbours asked of 101 keys; ask for fewer"),
-        ({"k": 0}, "k: is 0; pass at least 1"),
-        ({"chunk": 0}, "chunk: is 0; pass at least 1"),
+        ({"k": 0}, "k: is 0; pass a whole number of at least 1"),
+        ({"chunk": 0}, "chunk: is 0; pass a whole number of at least 1"),
         ({"queries": np.ones((3, 7))}, r"keys: have shape \(101, 8\) but queries have \(3, 7\)"),
         ({"queries": np.ones(8)}, r"queries have \(8,\); pass two matrices of one width"),
         ({"queries": np.full((3, 8), np.nan)}, "queries: rows contain NaN or inf; remove"),

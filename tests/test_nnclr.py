@@ -109,13 +109,14 @@ def test_tables_hold_the_closest_rows_of_each_pool_but_not_the_row_itself(datase
 
 def test_only_weighted_neighbours_are_searched(dataset):
     placed = training.place(dataset)
-    text = methods.NNCLR(k=2, weight_image=0.0).prepare(placed)
-    assert text.near_x is None and text.near_y.shape == (40, 2)
-    image = methods.NNCLR(k=2, weight_text=0.0).prepare(placed)
-    assert image.near_y is None and image.near_x.shape == (40, 2)
+    text, image = methods.NNCLR(k=2, weight_image=0.0), methods.NNCLR(k=2, weight_text=0.0)
+    prepared = text.prepare(placed)
+    assert prepared.near_x is None and prepared.near_y.shape == (40, 2)
+    prepared = image.prepare(placed)
+    assert prepared.near_y is None and prepared.near_x.shape == (40, 2)
     neither = methods.NNCLR(weight_text=0.0, weight_image=0.0)
-    assert not neither.uses_pool
-    assert neither.prepare(training.place(dataset, pool=False)).near_x is None
+    assert (text.pools, image.pools, neither.pools) == ("y", "x", "")
+    assert neither.prepare(training.place(dataset, pools="")).near_x is None
 
 
 @jax.jit
@@ -184,7 +185,7 @@ def test_a_continued_run_equals_an_uninterrupted_one(dataset, tmp_path):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"k": 0}, "k: is 0; pass at least 1"),
+        ({"k": 0}, "k: is 0; pass a whole number of at least 1"),
         ({"weight_text": -1.0}, "weight_text: is -1.0; pass a number of at least 0"),
         ({"weight_image": float("nan")}, "weight_image: is nan; pass"),
         ({"siglip_norm": "sum"}, "siglip_norm: 'sum' is unknown"),

@@ -4,6 +4,7 @@ import ast
 import pathlib
 import subprocess
 import sys
+import textwrap
 
 import jax.numpy as jnp
 import pytest
@@ -116,6 +117,42 @@ def test_import_is_light():
     code = f"import sys, sotalign_jax; print(*[name for name in {heavy} if name in sys.modules])"
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert run.stdout.split() == []
+
+
+WITHOUT = {
+    "experiments.main": ("ml_collections", "ml_collections", "experiments"),
+    "experiments.reproduce": ("ml_collections", "ml_collections", "experiments"),
+    "experiments.search": ("matplotlib", "matplotlib", "experiments"),
+    "benchmarks.gradient": ("ott", "ott-jax", "bench"),
+    "benchmarks.convergence": ("matplotlib", "matplotlib", "bench"),
+}
+"""A command, a module that is missing, the package it comes in, and the extra."""
+
+
+def test_a_missing_extra_is_one_line():
+    """Commands say so before they do anything, like every mistake that a user can mend."""
+    code = """
+        import runpy, sys
+        for command, module in zip(sys.argv[1::2], sys.argv[2::2]):
+            sys.modules[module] = None
+            try:
+                runpy.run_module(command, run_name="__main__", alter_sys=True)
+            except SystemExit as stop:
+                print(stop.code)
+            del sys.modules[module]
+    """
+    pairs = [word for command, (module, *_) in WITHOUT.items() for word in (command, module)]
+    run = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(code), *pairs],
+        cwd=FOLDER.parent,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert run.stdout.splitlines() == [
+        f"error: {package}: is not installed; run pip install -e '.[{extra}]'"
+        for _, package, extra in WITHOUT.values()
+    ]
 
 
 def test_package_is_typed():

@@ -285,5 +285,7 @@ def test_tensorboard_writes_events(tmp_path):
 
 def test_a_missing_tensorboard_names_the_extra(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "tensorboardX", None)
-    with pytest.raises(checks.InputError, match=r"pip install 'sotalign-jax\[tensorboard\]'"):
+    with pytest.raises(
+        checks.InputError, match=r"not installed; run pip install -e '\.\[tensorboard\]'"
+    ):
         recording.tensorboard(tmp_path)

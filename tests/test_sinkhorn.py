@@ -286,7 +286,7 @@ def test_differentiating_a_plan_is_refused():
     [
         ((3,), {}, r"K: has shape \(3,\)"),
         ((0, 3), {}, r"K: has shape \(0, 3\); pass a non-empty matrix"),
-        ((3, 3), {"epsilon": 0.0}, "epsilon: is 0; pass a number above 0"),
+        ((3, 3), {"epsilon": 0.0}, "epsilon: is 0.0; pass a number above 0"),
         ((3, 3), {"epsilon": -1.0}, "epsilon: is -1"),
         ((3, 3), {"epsilon": float("nan")}, "epsilon: is nan"),
         ((3, 3), {"max_iterations": 0}, "max_iterations: is 0"),

@@ -144,9 +144,13 @@ def test_bad_input(x, y, options, message):
 def test_bad_repetitions():
     x = np.ones((4, 3))
     for name in ("repeats", "rows", "projections"):
-        with pytest.raises(checks.InputError, match=f"{name}: is 0; pass at least 1"):
+        with pytest.raises(
+            checks.InputError, match=f"{name}: is 0; pass a whole number of at least 1"
+        ):
             sliced.sliced_wasserstein_spread(x, x, **{name: 0})
-        with pytest.raises(checks.InputError, match=f"{name}: is 0; pass at least 1"):
+        with pytest.raises(
+            checks.InputError, match=f"{name}: is 0; pass a whole number of at least 1"
+        ):
             sliced.pool_shift(x, x, **{name: 0})
     with pytest.raises(checks.InputError, match="pairs: has 1 rows but at least 2"):
         sliced.pool_shift(x[:1], x)

@@ -245,7 +245,7 @@ def test_whole_matrices_and_blocks_train_alike(student, batch):
 def test_the_pool_matters_to_the_semi_supervised_method_only(student, batch):
     moved = batch._replace(x=batch.x[:, ::-1], y=batch.y[:, ::-1])
     alone, semi = methods.METHODS["structure"], methods.METHODS["structure_semi"]
-    assert (alone.uses_pool, semi.uses_pool) == (False, True)
+    assert (alone.pools, semi.pools) == ("", "xy")
     assert evaluate(alone, student, batch)[0] == evaluate(alone, student, moved)[0]
     assert evaluate(semi, student, batch)[0] != evaluate(semi, student, moved)[0]
     empty = batch._replace(x=batch.x[:0], y=batch.y[:0])  # what it is given in training
@@ -275,10 +275,10 @@ def test_the_weight_warms_up(warmup, weights, student, batch):
         ({"level_weights": "1/l"}, "level_weights: '1/l' is unknown; choose one of none"),
         ({"weight": -1.0}, "weight: is -1.0; pass a number of at least 0"),
         ({"weight": float("nan")}, "weight: is nan; pass"),
-        ({"warmup": -1}, "warmup: is -1; pass a number of at least 0"),
+        ({"warmup": -1}, "warmup: is -1; pass a whole number of at least 0"),
         ({"tau": 0.0}, "tau: is 0.0; pass a number above 0"),
-        ({"levels": 0}, "levels: is 0; pass at least 1"),
-        ({"block_size": 0}, "block_size: is 0; pass at least 1, or None"),
+        ({"levels": 0}, "levels: is 0; pass a whole number of at least 1"),
+        ({"block_size": 0}, "block_size: is 0; pass a whole number of at least 1, or None"),
     ],
 )
 def test_options_that_cannot_be_used(options, message):

@@ -80,8 +80,8 @@ def ring(rng):
     return circle @ rng.normal(size=(2, 5)), 5
 
 
-@pytest.mark.parametrize("shape", [clusters, ring])
-def test_a_network_finds_the_eigenvectors_of_the_graph(rng, shape):
+@pytest.mark.parametrize(("shape", "degrees"), [(clusters, 1), (ring, 15)])
+def test_a_network_finds_the_eigenvectors_of_the_graph(rng, shape, degrees):
     rows, count = shape(rng)
     rows = rng.permutation(rows).astype(np.float32)
     graph = spectral.Graph(neighbours=12, scale=6)
@@ -98,8 +98,8 @@ def test_a_network_finds_the_eigenvectors_of_the_graph(rng, shape):
         report=lambda epoch, loss: losses.append(loss),
     )
     found = spectral.apply(network, rows) @ basis
-    np.testing.assert_allclose(found.T @ found / len(rows), np.eye(count), atol=1e-3)
-    assert scipy.linalg.subspace_angles(found, vectors[:, :count]).max() < np.deg2rad(15)
+    np.testing.assert_allclose(found.T @ found / len(rows), np.eye(count), atol=1e-6)
+    assert scipy.linalg.subspace_angles(found, vectors[:, :count]).max() < np.deg2rad(degrees)
     assert np.ptp(found[:, 0]) < 0.5 * np.ptp(found[:, -1]) or shape is clusters  # the constant
     assert losses[-1] < losses[0] and len(losses) <= 150
 
@@ -221,20 +221,20 @@ def test_without_refinement_the_pairs_variates_correlate(dataset):
     z_x = np.asarray(fitted.x(dataset.pairs_x), np.float64)
     z_y = np.asarray(fitted.y(dataset.pairs_y), np.float64)
     for z in (z_x, z_y):  # canonical variates: centred, orthonormal over the pairs
-        np.testing.assert_allclose(z.mean(axis=0), 0.0, atol=1e-2)
-        np.testing.assert_allclose(z.T @ z / len(z), np.eye(3), atol=2e-2)
+        np.testing.assert_allclose(z.mean(axis=0), 0.0, atol=1e-5)
+        np.testing.assert_allclose(z.T @ z / len(z), np.eye(3), atol=1e-5)
     cross = z_x.T @ z_y / len(z_x)
-    assert np.all(np.diag(cross) > 0.5)
-    np.testing.assert_allclose(cross - np.diag(np.diag(cross)), 0.0, atol=2e-2)
+    assert np.all(np.diag(cross) > 0.8)
+    np.testing.assert_allclose(cross - np.diag(np.diag(cross)), 0.0, atol=1e-5)
 
 
 def test_directions_are_as_long_as_the_published_solver_makes_them(rng):
     x, y = rng.normal(size=(500, 5)), rng.normal(size=(500, 6))
     y[:, :4] += 2.0 * x[:, :4] * [1.0, 0.8, 0.6, 0.4]
-    solver = CCA(3, max_iter=5000, tol=1e-12).fit(x, y)
+    solver = CCA(3, max_iter=5000, tol=1e-16).fit(x, y)
     found = methods.SUE(**SMALL | {"dim": 3})._variates(x, y)
     for ours, theirs in zip(found, (solver.x_rotations_, solver.y_rotations_), strict=True):
-        np.testing.assert_allclose(np.abs(ours.weight), np.abs(theirs), rtol=0.05, atol=0.02)
+        np.testing.assert_allclose(np.abs(ours.weight), np.abs(theirs), atol=1e-6)
         np.testing.assert_array_equal(ours.bias, 0.0)
 
 
@@ -268,11 +268,11 @@ def test_progress_is_shown_on_request(dataset, capsys):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"dim": 0}, "dim: is 0; pass a number of at least 1"),
+        ({"dim": 0}, "dim: is 0; pass a whole number of at least 1"),
         ({"eigenvectors": 7}, "eigenvectors: is 7 but dim is 8; pass at least as many"),
-        ({"batch": 1}, "batch: is 1; pass a number of at least 2"),
+        ({"batch": 1}, "batch: is 1; pass a whole number of at least 2"),
         ({"learning_rate": 0.0}, "learning_rate: is 0.0; pass a number above 0"),
-        ({"mmd_epochs": -1}, "mmd_epochs: is -1; pass a number of at least 0"),
+        ({"mmd_epochs": -1}, "mmd_epochs: is -1; pass a whole number of at least 0"),
     ],
 )
 def test_options_that_cannot_be_used(options, message):
@@ -284,7 +284,7 @@ def test_data_that_do_not_suffice(dataset):
     few = data.dataset((dataset.pairs_x[:3], dataset.pairs_y[:3]), x=dataset.pool_x)
     with pytest.raises(checks.InputError, match="dim: is 3 but there are 3 pairs; ask for fewer"):
         methods.SUE(**SMALL).fit(few, seed=0)
-    with pytest.raises(checks.InputError, match=r"pool: .* but SUE learns from unpaired samples"):
+    with pytest.raises(checks.InputError, match="pool y: has no rows but SUE learns from unpaired"):
         training.check_pool(methods.SUE(), few)
 
 
@@ -340,7 +340,7 @@ def test_fitted_methods_from_the_launcher(tmp_path):
 
     process = start("--config.sue.batch=0")
     assert process.communicate()[1] == (
-        "error: config.sue.batch: is 0; pass a number of at least 2\n"
+        "error: config.sue.batch: is 0; pass a whole number of at least 2\n"
     )
     assert process.returncode == 1 and not run.exists()
 

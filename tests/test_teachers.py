@@ -250,7 +250,7 @@ def test_options_out_of_range_are_named():
         teachers.cca(A, B, ridge=-1.0)
     with pytest.raises(checks.InputError, match="loss: 'mse' is unknown"):
         teachers.contrastive(A, B, loss="mse")
-    with pytest.raises(checks.InputError, match="steps: is 0; pass at least 1"):
+    with pytest.raises(checks.InputError, match="steps: is 0; pass a whole number of at least 1"):
         teachers.contrastive(A, B, steps=0)
 
 

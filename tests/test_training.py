@@ -179,9 +179,12 @@ def test_fit_compiles_once_for_all_seeds(start, dataset):
 
 
 def test_pools_that_nobody_reads_stay_on_the_host(dataset):
-    placed = training.place(dataset, pool=False)
+    placed = training.place(dataset, pools="")
     assert placed.pool_x.shape == (0, D_X)
     assert placed.pool_y.shape == (0, D_Y)
+    placed = training.place(dataset, pools="x")
+    assert placed.pool_y.shape == (0, D_Y)
+    np.testing.assert_array_equal(placed.pool_x, dataset.pool_x)
     np.testing.assert_array_equal(training.place(dataset).pool_y, dataset.pool_y)
 
 
@@ -353,13 +356,36 @@ def test_a_learning_rate_far_too_large_stops_the_run(start, dataset):
 
 def test_method_without_its_pool_or_teacher(start, dataset, teacher):
     empty = dataclasses.replace(dataset, pool_y=dataset.pool_y[:0])
-    with pytest.raises(checks.InputError, match="pool: x has 40 rows and y has 0 but SOTAlign"):
+    with pytest.raises(checks.InputError, match="pool y: has no rows but SOTAlign learns from"):
         run(methods.SOTAlign(), start, empty, teacher=teacher)
     with pytest.raises(checks.InputError, match="teacher: is None but SOTAlign needs one"):
         run(methods.SOTAlign(), start, dataset)
     wrong = teachers.cca(dataset.pairs_x[:, :5], dataset.pairs_y)
     with pytest.raises(checks.InputError, match=r"teacher: maps widths \(5, 10\) but .*\(12, 10\)"):
         run(methods.SOTAlign(), start, dataset, teacher=wrong)
+
+
+@pytest.mark.parametrize(
+    ("method", "on_device"),
+    [
+        (methods.SCLIP(weight_text=0.0), True),
+        (methods.SCLIP(weight_image=0.0), False),
+        (methods.NNCLR(k=2, weight_text=0.0), False),
+        (methods.NNCLR(k=2, weight_image=0.0), True),
+    ],
+)
+def test_a_pool_without_weight_is_not_asked_for(start, dataset, method, on_device):
+    unread = "y" if method.pools == "x" else "x"
+    pools = {"x": dataset.pool_x, "y": dataset.pool_y}
+    config = dataclasses.replace(CONFIG, steps=3)
+    empty = dataclasses.replace(dataset, **{f"pool_{unread}": pools[unread][:0]})
+    one, both = (
+        run(method, start, rows, config, on_device=on_device)[2].values for rows in (empty, dataset)
+    )
+    assert one == both and len(one) == 3  # the missing rows would not have been read
+    missing = dataclasses.replace(dataset, **{f"pool_{method.pools}": pools[method.pools][:0]})
+    with pytest.raises(checks.InputError, match=f"pool {method.pools}: has no rows but .* add"):
+        run(method, start, missing, config)
 
 
 def test_supervised_training_needs_neither(start, dataset, sail):
@@ -370,7 +396,7 @@ def test_supervised_training_needs_neither(start, dataset, sail):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"steps": 0}, "steps: is 0; pass a whole number above 0"),
+        ({"steps": 0}, "steps: is 0; pass a whole number of at least 1"),
         ({"pair_batch": 1.5}, "pair_batch: is 1.5"),
         ({"unpaired_batch": -1}, "unpaired_batch: is -1"),
         ({"eval_every": 0}, "eval_every: is 0"),

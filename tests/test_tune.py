@@ -17,15 +17,6 @@ pytestmark = pytest.mark.filterwarnings("ignore:.*load_module:DeprecationWarning
 
 
 @pytest.fixture
-def files(tmp_path):
-    folder = tmp_path / "files"
-    folder.mkdir()
-    small_runs.write_files(folder)
-    small_runs.write_config(folder)
-    return folder
-
-
-@pytest.fixture
 def launch(files, tmp_path, capsys):
     def start(*options, module=tune, workdir=tmp_path / "run"):
         argv = [f"--config={files}/config.py:cca", *options, f"--workdir={workdir}"]
@@ -221,6 +212,11 @@ def test_variants_can_be_tuned_and_share_a_folder(launch, tmp_path):
         (["--method=cca", "--grid=train.seed=1"], "config.overrides.cca.train.seed: is no setting"),
         (["--method=cca", "--grid=ridge"], "grid: 'ridge' is not understood; pass KEY=VALUE"),
         (["--method=cca", "--config.pairs=(5,6)"], "config.pairs: is (5, 6); tune with one number"),
+        (
+            ["--method=cca", "--config.pairs=()", "--config.seeds=()"],
+            "error: config.seeds: is (); pass",
+        ),
+        (["--method=cca", "--config.train.steps=0"], "error: config.train.steps: is 0; pass"),
         (["--method=cca", "--config.data.files.val_x=", "--config.data.files.val_y="], "no valid"),
         (["--method=cca", "--config.data.files.x=gone.npy"], "files.x: gone.npy: no such file"),
         (["--method=cca", "--limit=0"], "flag --limit=0"),
@@ -228,6 +224,28 @@ def test_variants_can_be_tuned_and_share_a_folder(launch, tmp_path):
 )
 def test_mistakes_end_in_one_line(launch, tmp_path, options, message):
     _, error = launch(*options)
+    assert is_one_line(error) and message in error
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    ("written", "message"),
+    [
+        ({"pairs": 5}, "config.pairs: is 5; pass a tuple"),
+        ({"overrides": 5}, "config.overrides: is 5; set its entries"),
+        ({"data": {"tset": False}}, "config.data.tset: is no setting; choose of"),
+        ({"methods": ("sial",)}, "config.methods: 'sial' is unknown"),
+        ({}, "grid: config.teacher.kind: 'cac' is unknown"),
+    ],
+)
+def test_a_config_written_from_nothing_is_checked_before_it_is_read(
+    launch, files, tmp_path, written, message
+):
+    code = (
+        f"from ml_collections import ConfigDict\ndef get_config(_):\n return ConfigDict({written})"
+    )
+    (files / "config.py").write_text(code)
+    _, error = launch("--method=cca", "--grid=teacher.kind=cac")
     assert is_one_line(error) and message in error
     assert not (tmp_path / "run").exists()
 

@@ -25,8 +25,5 @@ def get_config(arg: str = "") -> config_dict.ConfigDict:
     config.data.n_pairs = 10_000
     config.data.n_unpaired = 1_000_000
     config.data.pool = "disjoint"
-    words = arg.split(",")
-    if "appendix" in words:
-        words.remove("appendix")
-        config.sotalign.epsilon_star = 0.01
-    return settings.apply_switches(config, ",".join(words))
+    appendix = {"sotalign": {"epsilon_star": 0.01}}
+    return settings.apply_switches(config, arg, appendix=appendix)

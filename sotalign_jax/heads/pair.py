@@ -99,9 +99,8 @@ def build_heads(
       ((2, 4), (2, 4))
     """
     checks.choice("kind", kind, KINDS)
-    for name, width in (("d_x", d_x), ("d_y", d_y), ("dim", dim), ("hidden", hidden)):
-        if width is not None and width < 1:
-            raise checks.InputError(f"{name}: is {width}; a width must be at least 1")
+    checks.whole(1, d_x=d_x, d_y=d_y, dim=dim)
+    checks.whole(1, or_none=True, hidden=hidden)
     if teacher is not None:
         return _heads_from_teacher(teacher, d_x, d_y, dim, kind)
     options: dict[str, Any] = {"dtype": dtype, "rngs": nnx.Rngs(seed)}

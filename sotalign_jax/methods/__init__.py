@@ -11,7 +11,7 @@ A method is a frozen dataclass of options in a file of its own, and a line in `M
             loss = losses.symmetric_infonce(f, g, log_scale=-math.log(self.temperature))
             return loss, ({"infonce": loss}, memory)
 
-Override `uses_pool` when unpaired rows enter the loss, `uses_teacher` when it needs a teacher,
+Override `pools` when unpaired rows enter the loss, `uses_teacher` when it needs a teacher,
 `prepare` for what must be computed beforehand, `start` for what is carried from step to step, and
 `grid` for values worth trying. A method that takes no steps is a `Fitted` with a `fit`.
 """

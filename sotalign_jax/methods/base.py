@@ -5,7 +5,7 @@ from typing import Any, ClassVar
 
 from jaxtyping import Array
 
-from sotalign_jax import checks, data, losses
+from sotalign_jax import data, losses
 from sotalign_jax.heads import Heads
 from sotalign_jax.sampling import Batch, DeviceData
 from sotalign_jax.teachers import LinearTeacher
@@ -19,15 +19,15 @@ class Method:
 
     Attributes:
         grid: values worth trying for some of its options, as in the paper.
-        uses_pool: whether it reads unpaired rows.
+        pools: the modalities whose unpaired rows it reads.
     """
 
     grid: ClassVar[Grid] = {}
 
     @property
-    def uses_pool(self) -> bool:
-        """Whether unpaired rows matter."""
-        return False
+    def pools(self) -> str:
+        """The modalities whose unpaired rows it reads: "xy", "x", "y" or ""."""
+        return ""
 
     def check(self, dataset: data.Dataset) -> None:
         """Raises when the data cannot be used with these options."""
@@ -83,12 +83,3 @@ def siglip(
         normalization=normalization,
         **negatives,
     )
-
-
-def check_above(method: Method, *names: str, least: float = 0.0, inclusive: bool = False) -> None:
-    """Raises unless the named options are finite numbers above `least` (or equal, `inclusive`)."""
-    for name in names:
-        value = getattr(method, name)
-        if not (least < value < float("inf") or (inclusive and value == least)):
-            bound = "a number of at least" if inclusive else "a number above"
-            raise checks.InputError(f"{name}: is {value}; pass {bound} {least:g}")

@@ -3,7 +3,7 @@
 import dataclasses
 from typing import ClassVar
 
-from sotalign_jax import canonical, data
+from sotalign_jax import canonical, checks, data
 from sotalign_jax.heads import CSAHead, Heads
 from sotalign_jax.methods import base
 
@@ -26,8 +26,8 @@ class CSA(base.Fitted):
     ridge: float = 0.0
 
     def __post_init__(self) -> None:
-        base.check_above(self, "dim", least=1, inclusive=True)
-        base.check_above(self, "ridge", inclusive=True)
+        checks.whole(1, dim=self.dim)
+        checks.at_least(0, ridge=self.ridge)
 
     def fit(self, dataset: data.Dataset, *, seed: int, progress: bool = False) -> Heads:
         """Heads whose cosine is CSA's similarity; nothing is random."""

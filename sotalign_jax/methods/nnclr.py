@@ -39,14 +39,13 @@ class NNCLR(base.Objective):
     siglip_norm: str = "mean"
 
     @property
-    def uses_pool(self) -> bool:
-        return self.weight_text > 0 or self.weight_image > 0
+    def pools(self) -> str:
+        return "x" * (self.weight_image > 0) + "y" * (self.weight_text > 0)
 
     def __post_init__(self) -> None:
         checks.choice("siglip_norm", self.siglip_norm, losses.NORMALIZATIONS)
-        base.check_above(self, "weight_text", "weight_image", inclusive=True)
-        if self.k < 1:
-            raise checks.InputError(f"k: is {self.k}; pass at least 1")
+        checks.at_least(0, weight_text=self.weight_text, weight_image=self.weight_image)
+        checks.whole(1, k=self.k)
 
     def check(self, dataset: data.Dataset) -> None:
         sides = (dataset.pool_x, self.weight_image), (dataset.pool_y, self.weight_text)

@@ -30,8 +30,8 @@ class SAIL(base.Objective):
     siglip_norm: str = "mean"
 
     @property
-    def uses_pool(self) -> bool:
-        return self.supervision != "pairs"
+    def pools(self) -> str:
+        return "" if self.supervision == "pairs" else "xy"
 
     def __post_init__(self) -> None:
         checks.choice("supervision", self.supervision, SUPERVISION)
@@ -41,7 +41,7 @@ class SAIL(base.Objective):
         self, heads: Heads, batch: Batch, teacher: LinearTeacher | None, memory: Any
     ) -> tuple[Array, tuple[base.Metrics, Any]]:
         f, g = heads.x(batch.a), heads.y(batch.b)
-        unpaired = (heads.x(batch.x), heads.y(batch.y)) if self.uses_pool else (f[:0], g[:0])
+        unpaired = (heads.x(batch.x), heads.y(batch.y)) if self.pools else (f[:0], g[:0])
         loss = supervised(heads, f, g, *unpaired, self.supervision, self.siglip_norm)
         return loss, ({"siglip": loss}, memory)
 

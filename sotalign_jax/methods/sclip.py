@@ -52,15 +52,14 @@ class SCLIP(base.Objective):
     detach_labels: bool = False
 
     @property
-    def uses_pool(self) -> bool:
-        return self.weight_text > 0 or self.weight_image > 0
+    def pools(self) -> str:
+        return "x" * (self.weight_image > 0) + "y" * (self.weight_text > 0)
 
     def __post_init__(self) -> None:
         checks.choice("labels", self.labels, LABELS)
         checks.choice("space", self.space, SPACES)
-        base.check_above(self, "weight_text", "weight_image", inclusive=True)
-        if self.iterations < 1:
-            raise checks.InputError(f"iterations: is {self.iterations}; pass at least 1")
+        checks.at_least(0, weight_text=self.weight_text, weight_image=self.weight_image)
+        checks.whole(1, iterations=self.iterations)
 
     def __call__(
         self, heads: Heads, batch: Batch, teacher: LinearTeacher | None, memory: Any

@@ -52,8 +52,8 @@ class SOTAlign(base.Objective):
     siglip_norm: str = "mean"
 
     @property
-    def uses_pool(self) -> bool:
-        return self.divergence != "none" or self.supervision != "pairs"
+    def pools(self) -> str:
+        return "" if self.divergence == "none" and self.supervision == "pairs" else "xy"
 
     @property
     def uses_teacher(self) -> bool:
@@ -65,12 +65,11 @@ class SOTAlign(base.Objective):
         checks.choice("supervision", self.supervision, sail.SUPERVISION)
         checks.choice("marginals", self.marginals, divergences.MARGINALS)
         checks.choice("siglip_norm", self.siglip_norm, losses.NORMALIZATIONS)
-        base.check_above(self, "alpha", inclusive=True)
-        base.check_above(self, "epsilon", "epsilon_star", "tolerance")
-        for name in ("max_iterations", "block_size"):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise checks.InputError(f"{name}: is {value}; pass at least 1")
+        checks.at_least(0, alpha=self.alpha)
+        checks.positive(epsilon=self.epsilon, epsilon_star=self.epsilon_star)
+        checks.positive(tolerance=self.tolerance)
+        checks.whole(1, max_iterations=self.max_iterations)
+        checks.whole(1, or_none=True, block_size=self.block_size)
         if self.klot_on != "unpaired" and self.divergence != "klot":
             raise checks.InputError(
                 f"klot_on: is {self.klot_on!r} but divergence is {self.divergence!r}; choose "
@@ -110,7 +109,7 @@ class SOTAlign(base.Objective):
         self, heads: Heads, batch: Batch, teacher: LinearTeacher | None, memory: Any
     ) -> tuple[Array, tuple[base.Metrics, Any]]:
         f, g = heads.x(batch.a), heads.y(batch.b)
-        x, y = (heads.x(batch.x), heads.y(batch.y)) if self.uses_pool else (f[:0], g[:0])
+        x, y = (heads.x(batch.x), heads.y(batch.y)) if self.pools else (f[:0], g[:0])
         siglip = sail.supervised(heads, f, g, x, y, self.supervision, self.siglip_norm)
         if self.divergence == "none":
             return siglip, ({"siglip": siglip}, memory)

@@ -46,13 +46,14 @@ class Structure(base.Objective):
     block_size: int | None = 256
 
     @property
-    def uses_pool(self) -> bool:
-        return self.regularize_on != "pairs"
+    def pools(self) -> str:
+        return "" if self.regularize_on == "pairs" else "xy"
 
     def __post_init__(self) -> None:
         checks.choice("contrastive", self.contrastive, CONTRASTIVE)
         checks.choice("regularize_on", self.regularize_on, REGULARIZE_ON)
-        base.check_above(self, "weight", "warmup", inclusive=True)
+        checks.at_least(0, weight=self.weight)
+        checks.whole(0, warmup=self.warmup)
         structure.check_options(**self._options())
 
     def _options(self) -> dict[str, Any]:
@@ -78,7 +79,7 @@ class Structure(base.Objective):
         else:
             contrastive = base.siglip(heads, f, g)
         rows_x, rows_y = (batch.a, f), (batch.b, g)
-        if self.uses_pool:
+        if self.pools:
             unpaired_x, unpaired_y = (batch.x, heads.x(batch.x)), (batch.y, heads.y(batch.y))
             if self.regularize_on == "all":
                 rows_x, rows_y = _stack(rows_x, unpaired_x), _stack(rows_y, unpaired_y)

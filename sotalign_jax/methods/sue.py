@@ -63,15 +63,16 @@ class SUE(base.Fitted):
     mmd_hidden: int = 32
 
     @property
-    def uses_pool(self) -> bool:
-        return True
+    def pools(self) -> str:
+        return "xy"
 
     def __post_init__(self) -> None:
-        counts = ("dim", "hidden", "neighbours", "scale_neighbour", "epochs", "mmd_hidden")
-        base.check_above(self, *counts, least=1, inclusive=True)
-        base.check_above(self, "mmd_epochs", "patience", inclusive=True)
-        base.check_above(self, "mmd_batch", "batch", least=2, inclusive=True)
-        base.check_above(self, "learning_rate", "mmd_learning_rate")
+        checks.whole(1, dim=self.dim, hidden=self.hidden, mmd_hidden=self.mmd_hidden)
+        checks.whole(1, neighbours=self.neighbours, scale_neighbour=self.scale_neighbour)
+        checks.whole(1, epochs=self.epochs)
+        checks.whole(0, mmd_epochs=self.mmd_epochs, patience=self.patience)
+        checks.whole(2, batch=self.batch, mmd_batch=self.mmd_batch)
+        checks.positive(learning_rate=self.learning_rate, mmd_learning_rate=self.mmd_learning_rate)
         if self.scale_neighbour > self.neighbours + 1:
             raise checks.InputError(
                 f"scale_neighbour: is {self.scale_neighbour} but a row has {self.neighbours} "
