@@ -38,9 +38,11 @@ def _times(values: Values, other: str, what: str) -> Verdict:
     if not ratios:
         return Verdict(None, f"{other} could not be measured")
     listed = f"{min(ratios):.1f} to {max(ratios):.1f} times the {what} of the closed form"
-    where = f"at {len(ratios)} of {len(values.grid.rows)} epsilons"
-    held = False if min(ratios) <= 1 else True if len(ratios) == len(values.grid.rows) else None
-    return Verdict(held, f"{other} takes {listed}, {where}")
+    text = f"{other} takes {listed}"
+    if absent := len(values.grid.rows) - len(ratios):
+        text += f", and does not get there at {absent} of {len(values.grid.rows)} epsilons"
+    complete = bool(np.isfinite(values.column(OURS)).all())
+    return Verdict(False if min(ratios) <= 1 else True if complete else None, text)
 
 
 F3 = Entry(
