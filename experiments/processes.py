@@ -160,6 +160,7 @@ def _on_abort(number: int) -> None:
         socket.create_connection((host.strip("[]"), int(port)), timeout=DOUBT).close()
     except OSError:
         _first_has_ended()
+    _suspect()  # a process that stands still can be reached
 
 
 def _first_has_ended(*_: Any) -> None:
@@ -218,10 +219,15 @@ def lost(reason: str) -> None:
     stop(f"error: {reason}; {_REMEDY}")
 
 
+def _suspect() -> None:
+    """Leaves `_Watch` the time to end this process, and to tell which other one is lost."""
+    _watch.doubt.set()
+    time.sleep(DOUBT + 2 * BEAT)
+
+
 def failed(error: Exception) -> None:
     """Ends this process after an error that another one may have caused, by being lost."""
-    _watch.doubt.set()
-    time.sleep(DOUBT + 2 * BEAT)  # meanwhile `_Watch` tells which one
+    _suspect()
     traceback.print_exception(error)
     reason = traceback.format_exception_only(error)[0].splitlines()[0]
     stop(f"error: {reason[:300]}; {_REMEDY}")
