@@ -364,7 +364,7 @@ def test_files_of_an_entry(made):
     assert "| MeanR@1" in text and "p=0.5 (paper)" in text and "26.6" in text and " ± " in text
     with (at.workdir / "F5.csv").open(newline="") as file:
         rows = list(csv.DictReader(file))
-    assert [row["panel"] for row in rows] == ["pairs"] * 4 + ["unpaired"] * 2
+    assert [row["panel"] for row in rows] == ["pairs"] * 4 + ["unpaired"] * 4
     assert {row["seeds"] for row in rows} == {"2"}
     assert (at.workdir / "F5.png").stat().st_size > 5000
     text = (at.workdir / "FA9.md").read_text()
