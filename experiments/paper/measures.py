@@ -8,7 +8,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from sotalign_jax import data, diagnostics, sliced
+from sotalign_jax import checks, data, diagnostics, sliced
 
 KNN_ROWS = 1024
 TIME_LIMIT = 600.0
@@ -66,6 +66,7 @@ def gradient(*, epsilon: float, n: int) -> Results:
     with warnings.catch_warnings():
         # ott-jax imports JAXopt, which says that it is no longer maintained.
         warnings.filterwarnings("ignore", message="JAXopt", category=DeprecationWarning)
+        checks.require("ott", extra="experiments")
         from benchmarks import gradient as benchmark
         from benchmarks import peers
 
