@@ -32,8 +32,12 @@ def execute_all(
     if len(runs) == 1:
         return {run_names(runs)[0]: Outcome(runner.execute(runs[0], workdir))}
     if not (workdir / "config.json").exists():
-        for run in {(run.data, run.options and run.options.pools): run for run in runs}.values():
-            runner.load_dataset(run)  # what any method lacks is known before the first one trains
+        # What any method lacks is known before the first one trains.
+        for run in {run.data: run for run in runs}.values():
+            dataset = runner.load_dataset(run)
+            for other in runs:
+                if other.data == run.data:
+                    runner.check_pool(other, dataset)
     folders = {name: workdir / name for name in run_names(runs)}
     ended: dict[str, Outcome] = {}
     with Progress(list(folders.values()), "compare") as progress:

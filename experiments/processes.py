@@ -27,8 +27,6 @@ from typing import Any, TextIO, TypeVar
 import jax
 from absl import flags
 from jax._src import distributed  # its key-value store has no public name
-from jax.experimental import multihost_utils
-from jaxlib import _jax
 
 from sotalign_jax import checks
 
@@ -44,15 +42,17 @@ _COUNT = flags.DEFINE_integer("num_processes", None, "How many processes there a
 _INDEX = flags.DEFINE_integer("process_id", None, "Which of them this is, from 0.", 0)
 
 _PATIENCE = flags.DEFINE_float(
-    "patience", 40.0, "Seconds to wait for other processes to join, and for a sign of life.", 5.0
+    "patience",
+    40.0,
+    "Seconds to wait for a sign of life of other processes, and three times as long for them to "
+    "join.",
+    5.0,
 )
 
 BEAT = 2.0
 """Seconds between two signs of life."""
 DOUBT = 5 * BEAT
 """Seconds without one after which a process counts as lost once an exchange has failed."""
-_LONG = 24 * 3600
-"""Seconds that are never over: `_Watch` ends what waits for a lost process."""
 _REMEDY = "start all processes again with the same --workdir to go on"
 _agreed = itertools.count()
 _ending = threading.Lock()
@@ -69,9 +69,24 @@ def _store() -> Any:
     return distributed.global_state.client
 
 
+def _ask(key: str) -> str:
+    """Waits for a text that another process leaves: for ever, as `_Watch` ends what is in vain.
+
+    It looks up in between: a signal is handled only there.
+    """
+    while True:
+        try:
+            return _store().blocking_key_value_get(key, 1000)
+        except jax.errors.JaxRuntimeError as error:
+            if "DEADLINE_EXCEEDED" not in str(error):
+                raise
+
+
 def _meet(where: str) -> None:
     """Waits until all processes are here."""
-    _store().wait_at_barrier(f"sotalign {where}", 1000 * _LONG)
+    _store().key_value_set(f"{where}/{distributed.global_state.process_id}", "here")
+    for index in range(distributed.global_state.num_processes):
+        _ask(f"{where}/{index}")
 
 
 def is_first() -> bool:
@@ -91,6 +106,8 @@ def connected() -> Iterator[None]:
     if not is_first():
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     _meet("start")
+    from jax.experimental import multihost_utils
+
     # Devices are found, and connected, while all are here: it fails if some are late.
     multihost_utils.sync_global_devices("sotalign start")
     # Large files are looked through by all together, a part by each.
@@ -119,7 +136,10 @@ def _connect(address: str | None, count: int | None, index: int | None) -> None:
                 f"process_id: is {index}; pass a number from 0 to {(count or 0) - 1}, another one "
                 "for each process"
             )
+    from jaxlib import _jax
+
     jax.config.update("jax_enable_preemption_service", False)  # it would take SIGTERM from us
+    patience = int(3 * _PATIENCE.value)
     client = _jax.get_distributed_runtime_client
     _jax.get_distributed_runtime_client = functools.partial(
         client, missed_heartbeat_callback=_first_has_ended
@@ -130,14 +150,14 @@ def _connect(address: str | None, count: int | None, index: int | None) -> None:
             None if automatic else address,
             count,
             index,
-            initialization_timeout=int(_PATIENCE.value),
-            heartbeat_timeout_seconds=_LONG,  # `_Watch` is first, and speaks clearly
+            initialization_timeout=patience,
+            heartbeat_timeout_seconds=24 * 3600,  # `_Watch` is first, and speaks clearly
             shutdown_timeout_seconds=30,
         )
     except (RuntimeError, ValueError) as error:
         reason = str(error).splitlines()[0]
         if "bad_cast" in reason:  # see `_on_abort`
-            reason = f"not all processes came within {_PATIENCE.value:.0f} s"
+            reason = f"not all processes came within {patience} s"
         raise checks.InputError(
             f"coordinator: {address} cannot be joined ({reason}); start every process with the "
             "same address, that of the first one, or raise --patience"
@@ -203,9 +223,9 @@ class _Watch:
         while not self.ended.wait(BEAT / 4):
             limit = min(DOUBT if self.doubt.is_set() else math.inf, _PATIENCE.value)
             now = time.monotonic()
-            silent = {index: now - heard for index, (_, heard) in self._seen.items()}
-            if now - self._answered > limit:
-                silent = {0: now - self._answered}
+            # What is known of the others ends with the last answer of the first, who may be lost.
+            silent = {index: self._answered - heard for index, (_, heard) in self._seen.items()}
+            silent[0] = max(silent[0], now - self._answered)
             for index, seconds in silent.items():
                 if seconds > limit and not self.ended.is_set():
                     lost(f"process {index} gave no sign of life for {seconds:.0f} s")
@@ -283,7 +303,7 @@ def agree(find: Callable[[], Any]) -> Any:
         return find()
     store, key = _store(), f"agreed/{next(_agreed)}"
     if not is_first():
-        found = json.loads(store.blocking_key_value_get(key, 1000 * _LONG))
+        found = json.loads(_ask(key))
         if "error" in found:
             raise checks.InputError(found["error"])
         return found["value"]
@@ -300,6 +320,8 @@ def from_first(tree: Tree) -> Tree:
     """Arrays of the first process on all of them: hosts may round differently."""
     if not several():
         return tree
+    from jax.experimental import multihost_utils
+
     _meet(f"arrays {next(_agreed)}")
     arrays = multihost_utils.broadcast_one_to_all(tree, is_source=is_first())
     return jax.tree.map(jax.numpy.asarray, arrays)

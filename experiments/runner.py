@@ -109,9 +109,15 @@ def load_dataset(settings: Settings) -> data.Dataset:
                 dataset = dataclasses.replace(dataset, test=None, zero_shot=None)
         else:
             dataset = _load_files(settings.data.files, options, test=settings.data.test)
-        if settings.options is not None:
-            training.check_pool(settings.options, dataset)
+    check_pool(settings, dataset)
     return dataset
+
+
+def check_pool(settings: Settings, dataset: data.Dataset) -> None:
+    """Raises when the run's method needs other unpaired rows than there are."""
+    if settings.options is not None:
+        with naming("config.data"):
+            training.check_pool(settings.options, dataset)
 
 
 def _load_files(paths: settings_lib.Files, options: dict[str, Any], *, test: bool) -> data.Dataset:
@@ -166,6 +172,8 @@ class Prepared(NamedTuple):
 
 def prepare(settings: Settings) -> Prepared:
     """Finds the devices, reads the data, fits the teacher if one is needed, builds the heads."""
+    if settings.tensorboard:
+        checks.require("tensorboardX", extra="tensorboard")
     with naming("config"):
         mesh = sharding.rows_mesh(settings.mesh)
     dataset, method = load_dataset(settings), settings.options
@@ -279,17 +287,23 @@ class _Recorder:
 
     def resume(self, template: training.Snapshot) -> training.Snapshot | None:
         """The newest checkpoint, with the log cut back to its step; the same for all processes."""
-        if not processes.is_first():
-            return processes.from_first(template)
-        found = self._checkpoints.restore_latest(template)
-        step = 0 if found is None else found[0]
-        self._log.truncate_after(step)
-        name = f"{self._settings.name} seed {self._settings.train.seed}"
-        self._bar = recording.Progress(
-            self._settings.train.steps, name, initial=step, inner=self._inner
-        )
-        if self._settings.tensorboard:
-            self._board = recording.tensorboard(self._folder / "tensorboard", resume_after=step)
+        found = None
+
+        def restore() -> int:
+            nonlocal found
+            found = self._checkpoints.restore_latest(template)
+            step = 0 if found is None else found[0]
+            self._log.truncate_after(step)
+            if self._settings.tensorboard:
+                self._board = recording.tensorboard(self._folder / "tensorboard", resume_after=step)
+            return step
+
+        step = processes.agree(restore)
+        if processes.is_first():
+            name = f"{self._settings.name} seed {self._settings.train.seed}"
+            self._bar = recording.Progress(
+                self._settings.train.steps, name, initial=step, inner=self._inner
+            )
         return processes.from_first(template if found is None else found[1])
 
     def metrics(self, step: int, values: dict[str, float]) -> None:

@@ -24,6 +24,11 @@ def set_precision(name: str) -> None:
     _precision = jax.lax.Precision[name.upper()]
 
 
+def precision() -> jax.lax.Precision:
+    """What `set_precision` set."""
+    return _precision
+
+
 def as_float(x: Array) -> Array:
     """Casts to float32, keeping float64: affinities and potentials are never narrower."""
     x = jnp.asarray(x)

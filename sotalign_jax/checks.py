@@ -1,7 +1,9 @@
 """Checks of what users hand in: one clear line naming the argument, the value and the remedy."""
 
+import contextlib
 import importlib
 import math
+import operator
 from collections.abc import Callable
 from typing import Any
 
@@ -144,7 +146,7 @@ def whole(least: int, *, or_none: bool = False, **options: Any) -> None:
     """
 
     def fine(value: Any) -> bool:
-        return isinstance(value, int | np.integer) and bool(value >= least)
+        return operator.index(value) >= least
 
     wanted = f"a whole number of at least {least}"
     if or_none:
@@ -155,5 +157,10 @@ def whole(least: int, *, or_none: bool = False, **options: Any) -> None:
 
 def _every(options: dict[str, Any], fine: Callable[[Any], bool], wanted: str) -> None:
     for name, value in options.items():
-        if not isinstance(value, jax.core.Tracer) and not fine(value):
-            raise InputError(f"{name}: is {value}; pass {wanted}")
+        if isinstance(value, jax.core.Tracer):
+            continue
+        with contextlib.suppress(TypeError):  # of what is no number at all
+            if fine(value):
+                continue
+        shown = repr(value) if isinstance(value, str) else value
+        raise InputError(f"{name}: is {shown}; pass {wanted}")

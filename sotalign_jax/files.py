@@ -89,9 +89,9 @@ def load_array(path: str | os.PathLike[str], *, key: str | None = None) -> np.nd
     (7833, 384)
     """
     address = os.fspath(path)
-    if key is None and not os.path.exists(address):
-        address, _, named = address.partition("#")
-        key = named or None
+    whole, _, named = address.rpartition("#")
+    if key is None and whole.endswith((".npz", ".safetensors")):
+        address, key = whole, named
     if address.startswith("tfds:"):
         return _load_tfds(address, key)
     file = pathlib.Path(address).expanduser()

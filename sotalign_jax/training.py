@@ -210,7 +210,8 @@ def make_step(
     """The jitted step (state, data, teacher, key) -> (state, metrics); the state is donated.
 
     The data are `sampling.DeviceData`, from which it draws by `batch_key`, or a `sampling.Batch`,
-    which needs no key. Runs that differ in nothing but seed and numbers share one program.
+    which needs no key. Runs of the package's own methods that differ in nothing but their seed
+    and their arrays share one program.
 
     Args:
         method: the objective.
@@ -218,10 +219,18 @@ def make_step(
         config: batches and optimiser.
         mesh: the devices, if there are several; it must be in context (`jax.set_mesh`), too.
     """
-    return _program(method, nnx.graphdef(heads), dataclasses.replace(config, seed=0), mesh)
+    rest = nnx.graphdef(heads), dataclasses.replace(config, seed=0), mesh
+    if type(method).__module__.startswith("sotalign_jax."):  # others may not be what they equal
+        return _shared_program(affinity.precision(), method, *rest)
+    return _program(method, *rest)
 
 
 @functools.lru_cache(maxsize=8)
+def _shared_program(precision: jax.lax.Precision, *parts: Any) -> jax.stages.Wrapped:
+    """`_program` of the same parts, which was or is traced at this precision."""
+    return _program(*parts)
+
+
 def _program(
     method: Objective, graphdef: Any, config: TrainConfig, mesh: Mesh | None
 ) -> jax.stages.Wrapped:

@@ -162,7 +162,7 @@ def test_step_compiles_once_and_donates_its_state(start, dataset, teacher):
     assert not any(leaf.is_deleted() for leaf in jax.tree.leaves((batches, teacher)))
 
 
-def test_fit_compiles_once_for_all_seeds(start, dataset):
+def test_fit_compiles_once(start, dataset):
     traces = []
 
     class Counted(methods.SAIL):
@@ -173,9 +173,26 @@ def test_fit_compiles_once_for_all_seeds(start, dataset):
     _, _, recorder = run(Counted(), start, dataset)
     assert len(recorder.steps) == CONFIG.steps
     assert len(traces) == 1
-    _, _, other = run(Counted(), start, dataset, config=dataclasses.replace(CONFIG, seed=7))
-    assert other.values[0]["loss"] != recorder.values[0]["loss"]
-    assert len(traces) == 1  # another seed is the same program
+
+
+def test_another_seed_is_the_same_program(sail, start, dataset):
+    def program(method, **changes):
+        return training.make_step(method, start, dataclasses.replace(CONFIG, **changes))
+
+    first = program(methods.SAIL())
+    assert first is program(methods.SAIL(), seed=7) is not program(methods.SAIL(), steps=24)
+    _, _, other = run(methods.SAIL(), start, dataset, dataclasses.replace(CONFIG, seed=7))
+    assert other.values[0]["loss"] != sail[2].values[0]["loss"]
+    affinity.set_precision("high")
+    try:
+        assert program(methods.SAIL()) is not first
+    finally:
+        affinity.set_precision("highest")
+
+    class Mine(methods.SAIL):
+        """Equal to any other one, whatever its attributes."""
+
+    assert Mine() == Mine() and program(Mine()) is not program(Mine())
 
 
 def test_pools_that_nobody_reads_stay_on_the_host(dataset):
