@@ -59,6 +59,17 @@ def take(array: np.ndarray, rows: np.ndarray) -> np.ndarray | MappedRows:
     return MappedRows(array, rows) if mapped and large else array[rows]
 
 
+def split_key(path: str | os.PathLike[str]) -> tuple[str, str | None]:
+    """The file of PATH#KEY and the array in it; of any other path itself and None.
+
+    >>> split_key("a.npz#text"), split_key("#1.npy")
+    (('a.npz', 'text'), ('#1.npy', None))
+    """
+    address = os.fspath(path)
+    file, _, key = address.rpartition("#")
+    return (file, key) if file.endswith((".npz", ".safetensors")) else (address, None)
+
+
 def load_array(path: str | os.PathLike[str], *, key: str | None = None) -> np.ndarray:
     """Opens one array of embeddings, reading as little as the format allows.
 
@@ -89,9 +100,8 @@ def load_array(path: str | os.PathLike[str], *, key: str | None = None) -> np.nd
     (7833, 384)
     """
     address = os.fspath(path)
-    whole, _, named = address.rpartition("#")
-    if key is None and whole.endswith((".npz", ".safetensors")):
-        address, key = whole, named
+    if key is None:
+        address, key = split_key(address)
     if address.startswith("tfds:"):
         return _load_tfds(address, key)
     file = pathlib.Path(address).expanduser()

@@ -36,6 +36,4 @@ def files(tmp_path: pathlib.Path) -> pathlib.Path:
 
     folder = tmp_path / "files"
     folder.mkdir()
-    small_runs.write_files(folder)
-    small_runs.write_config(folder)
-    return folder
+    return small_runs.write(folder)

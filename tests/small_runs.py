@@ -66,6 +66,12 @@ def write_config(folder: pathlib.Path) -> pathlib.Path:
     return path
 
 
+def write(folder: pathlib.Path) -> pathlib.Path:
+    """Writes files and the config that trains on them; returns `folder`."""
+    write_config(write_files(folder))
+    return folder
+
+
 def start(
     module: types.ModuleType, options: list[str], capsys: pytest.CaptureFixture[str]
 ) -> tuple[str, object]:
@@ -96,7 +102,7 @@ def is_one_line(error: object) -> bool:
 
 
 def popen(
-    module: str, options: list[str], *, compiled: pathlib.Path | None = None
+    module: str, options: list[str], *, compiled: pathlib.Path | None = None, **environment: str
 ) -> subprocess.Popen[str]:
     """Starts a launcher in a process of its own; those that share `compiled` compile once."""
     shared = {
@@ -106,7 +112,7 @@ def popen(
     return subprocess.Popen(
         [sys.executable, "-m", f"experiments.{module}", *options],
         cwd=ROOT,
-        env=os.environ | (shared if compiled else {}),
+        env=os.environ | (shared if compiled else {}) | environment,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,

@@ -14,9 +14,7 @@ SAME = ("config.json", "metrics.jsonl", "results.json", "aligner/heads.safetenso
 
 @pytest.fixture(scope="module")
 def files(tmp_path_factory):
-    folder = small_runs.write_files(tmp_path_factory.mktemp("files"))
-    small_runs.write_config(folder)
-    return folder
+    return small_runs.write(tmp_path_factory.mktemp("files"))
 
 
 @pytest.fixture(scope="module")

@@ -3,51 +3,36 @@
 import itertools
 import json
 import os
-import pathlib
 import shutil
 import signal
 import socket
-import subprocess
-import sys
 import time
 
 import pytest
 import small_runs
 
-ROOT = pathlib.Path(__file__).parents[1]
 STEPS = 20
 
 
 @pytest.fixture(scope="module")
 def files(tmp_path_factory):
-    folder = small_runs.write_files(tmp_path_factory.mktemp("files"))
-    small_runs.write_config(folder)
-    return folder
+    return small_runs.write(tmp_path_factory.mktemp("files"))
 
 
 @pytest.fixture(scope="module")
 def start(files):
     """Starts one process; all share compiled programs."""
-    shared = {
-        "JAX_COMPILATION_CACHE_DIR": str(files / "compiled"),
-        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
-        "JAX_PLATFORMS": "cpu",
-    }
 
     def popen(workdir, *options, devices=1):
         count = f" --xla_force_host_platform_device_count={devices}" if devices > 1 else ""
-        command = [
-            *(sys.executable, "-m", "experiments.main", f"--config={files}/config.py"),
-            *(f"--config.train.steps={STEPS}", "--config.train.eval_every=1"),
-            *(f"--workdir={workdir}", *options),
-        ]
-        return subprocess.Popen(
-            command,
-            cwd=ROOT,
-            env=os.environ | shared | {"XLA_FLAGS": os.environ.get("XLA_FLAGS", "") + count},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
+        given = [f"--config={files}/config.py", f"--config.train.steps={STEPS}"]
+        given += ["--config.train.eval_every=1", f"--workdir={workdir}", *options]
+        return small_runs.popen(
+            "main",
+            given,
+            compiled=files / "compiled",
+            JAX_PLATFORMS="cpu",
+            XLA_FLAGS=os.environ.get("XLA_FLAGS", "") + count,
         )
 
     return popen

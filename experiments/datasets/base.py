@@ -12,7 +12,6 @@ import numpy as np
 from experiments.optional import require
 from sotalign_jax import checks
 
-MODALITIES = ("image", "text", "audio")
 IMAGE_SUFFIXES = (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif", ".tif", ".tiff")
 CAPTIONS = 5
 """Captions per picture that COCO's and Flickr30k's protocols score."""

@@ -134,16 +134,16 @@ class Lab:
         run = self.run(changes, seed)
         if kind in measures.DATASET:
             return self._measure_cell(kind, run)
-        own = self._is_own(run)
-        spec = self._spec({"run": settings.to_json(run), **({} if own else self._files_of(run))})
-        trained = Cell(spec, functools.partial(_run, run=run, keep_model=not own))
+        spec = self._spec({"run": settings.to_json(run), **self._files_of(run)})
+        compute = functools.partial(_run, run=run, keep_model=not self._is_own(run))
+        trained = Cell(spec, compute)
         if not metric.startswith("evaluation/"):
             return trained
         slot = "/".join(metric.split("/")[:2])
         paths = dict(self.files[slot])
         spec = {"evaluate": trained.key, "slot": slot, "files": slots.stamps(paths.values())}
-        compute = functools.partial(_evaluate, run=trained.key, slot=slot, paths=paths)
-        return Cell(spec, compute, after=trained.key)
+        evaluate = functools.partial(_evaluate, run=trained.key, slot=slot, paths=paths)
+        return Cell(spec, evaluate, after=trained.key)
 
     def _is_own(self, run: settings.Settings) -> bool:
         """Whether a run is on bundled data or a view of them, and not on files that were given."""
@@ -151,6 +151,9 @@ class Lab:
         return run.data.name == "pictures" or (run.data.files.x or "").startswith(views_of)
 
     def _files_of(self, run: settings.Settings) -> dict[str, Any]:
+        """What a specification says of the files that a run was given, if any."""
+        if self._is_own(run):
+            return {}
         given = (
             getattr(run.data.files, field.name) for field in dataclasses.fields(settings.Files)
         )
@@ -169,7 +172,7 @@ class Lab:
     def _measure_cell(self, kind: str, run: settings.Settings) -> Cell:
         sizes = {"rows": self.scale.distance_rows, "projections": self.scale.projections}
         spec = {"measure": kind, "data": settings.to_json(run)["data"], "seed": run.train.seed}
-        spec |= {} if self._is_own(run) else self._files_of(run)
+        spec |= self._files_of(run)
         measure = measures.DATASET[kind]
 
         def compute(folder: pathlib.Path) -> Results:

@@ -9,7 +9,7 @@ from experiments.paper import claims, entries
 from experiments.paper.cells import Cell, Store
 from experiments.paper.entries import Entry, Values
 from experiments.paper.lab import Lab
-from experiments.paper.slots import SLOTS
+from experiments.paper.slots import SLOTS, slot_of
 from sotalign_jax import tables
 
 COMMAND = "python -m experiments.reproduce"
@@ -52,7 +52,7 @@ class Outcome:
     @property
     def data(self) -> str:
         """What the numbers are measured on."""
-        given = [slot for slot in self.lab.files if _wanted(slot, self.entry.files)]
+        given = [name for name in self.lab.files if slot_of(name) in self.entry.files]
         if not self.ran:
             return "not here: needs files"
         return f"files given for {', '.join(given)}" if given else self.entry.stand_in or ""
@@ -60,8 +60,8 @@ class Outcome:
     @property
     def needs(self) -> list[str]:
         """Slots that would bring the paper's own data and are not given."""
-        given = self.lab.files
-        return [s for s in self.entry.files if not any(_wanted(name, (s,)) for name in given)]
+        given = {slot_of(name) for name in self.lab.files}
+        return [slot for slot in self.entry.files if slot not in given]
 
     @property
     def example(self) -> str:
@@ -73,12 +73,6 @@ class Outcome:
         """Seeds of every grid, as text."""
         sets = dict.fromkeys(tuple(values.grid.seeds) for values in self.found.values())
         return " and ".join(", ".join(map(str, seeds)) for seeds in sets)
-
-
-def _wanted(name: str, slots: tuple[str, ...]) -> bool:
-    """Whether a given slot is one of `slots`, where NAME stands for any name."""
-    folders = {slot.partition("/")[0] for slot in slots if "NAME" in slot or "+" in slot}
-    return name in slots or name.partition("/")[0] in folders
 
 
 def cells_of(entry: Entry, lab: Lab) -> list[Cell]:

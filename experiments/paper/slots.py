@@ -4,7 +4,7 @@ import pathlib
 from collections.abc import Iterable
 from typing import Any, NamedTuple
 
-from sotalign_jax import checks, recording
+from sotalign_jax import checks, files, recording
 
 
 class Slot(NamedTuple):
@@ -71,10 +71,24 @@ def stamps(paths: Iterable[str]) -> dict[str, list[int]]:
     """Size and time of each file: one that changes makes other cells."""
     found = {}
     for path in paths:
-        file = pathlib.Path(path.partition("#")[0])
+        file = pathlib.Path(files.split_key(path)[0])
         if file.exists():
-            found[path] = [file.stat().st_size, file.stat().st_mtime_ns]
+            stat = file.stat()
+            found[path] = [stat.st_size, stat.st_mtime_ns]
     return found
+
+
+def slot_of(name: str) -> str | None:
+    """Which of `SLOTS` a given name is of, if any.
+
+    >>> slot_of("pairs/CC12M"), slot_of("skyscript"), slot_of("pears/CC12M")
+    ('pairs/NAME', 'skyscript', None)
+    """
+    kind, _, own = name.partition("/")
+    for known in SLOTS:
+        if known.endswith(_ANY) and known.partition("/")[0] == kind and own not in ("", *_ANY):
+            return known
+    return name if name in SLOTS and not name.endswith(_ANY) else None
 
 
 def read(path: str | pathlib.Path) -> dict[str, dict[str, str]]:
@@ -91,13 +105,11 @@ def read(path: str | pathlib.Path) -> dict[str, dict[str, str]]:
 
 
 def _read_slot(slot: str, fields: Any, here: pathlib.Path) -> dict[str, str]:
-    kind, _, name = slot.partition("/")
-    open_ended = {known.partition("/")[0]: known for known in SLOTS if known.endswith(_ANY)}
-    known = slot if slot in SLOTS else open_ended.get(kind, "") if name else ""
-    if known not in SLOTS or slot.endswith(_ANY):
+    known = slot_of(slot)
+    if known is None:
         raise checks.InputError(f"files: {slot!r} is unknown; choose of {', '.join(SLOTS)}")
-    if kind == "unpaired":
-        checks.choice("files: unpaired", name, UNPAIRED)
+    if known == "unpaired/NAME":
+        checks.choice("files: unpaired", slot.partition("/")[2], UNPAIRED)
     if not isinstance(fields, dict) or not fields:
         raise checks.InputError(f"files: {slot} is {fields!r}; pass paths by field")
     for field, value in fields.items():
@@ -113,6 +125,6 @@ def _read_slot(slot: str, fields: Any, here: pathlib.Path) -> dict[str, str]:
         if not value.startswith("tfds:"):
             file = here / pathlib.Path(value).expanduser()
             paths[field] = str(file)
-            if not pathlib.Path(str(file).partition("#")[0]).is_file():
+            if not pathlib.Path(files.split_key(file)[0]).is_file():
                 raise checks.InputError(f"files: {slot}: {field}: {file}: no such file")
     return paths
