@@ -27,16 +27,8 @@ from flax import nnx
 from jax.experimental import topologies
 
 from benchmarks import collectives, common
-from sotalign_jax import (
-    checks,
-    heads,
-    methods,
-    sampling,
-    sharding,
-    tables,
-    teachers,
-    training,
-)
+from sotalign_jax import checks, heads, methods, sampling, tables, teachers, training
+from sotalign_jax.ot import sharding
 
 GIB = 2**30
 SIZES = tuple(1024 * k for k in (8, 16, 22, 32, 44, 64, 88, 128, 176, 256, 352, 512, 704, 1024))

@@ -21,7 +21,7 @@ from tqdm import tqdm
 from benchmarks import common
 from benchmarks.common import Problem
 from sotalign_jax import tables
-from sotalign_jax.sinkhorn import Plan, reference, sinkhorn
+from sotalign_jax.ot.sinkhorn import Plan, reference, sinkhorn
 
 BUDGETS = (5, 10, 20, 30, 50, 75, 100, 150, 200, 300)
 SPARE_PASSES = 10

@@ -23,19 +23,10 @@ from jaxtyping import Array
 from tqdm import tqdm
 
 from benchmarks import common, peers
-from sotalign_jax import (
-    affinity,
-    data,
-    heads,
-    losses,
-    methods,
-    sampling,
-    tables,
-    teachers,
-    training,
-)
-from sotalign_jax.kernels import Cosines, Kernel
-from sotalign_jax.solver import solve
+from sotalign_jax import data, heads, losses, methods, sampling, tables, teachers, training
+from sotalign_jax.ot import affinity
+from sotalign_jax.ot.kernel import Cosines, Kernel
+from sotalign_jax.ot.solver import solve
 
 
 @dataclasses.dataclass(frozen=True)

@@ -8,7 +8,8 @@ import jax
 from benchmarks import peers
 from benchmarks.common import Problem
 from benchmarks.peers import Arm, Target
-from sotalign_jax import affinity, klot
+from sotalign_jax import klot
+from sotalign_jax.ot import affinity
 
 ROWS = 64
 TOLERANCE = 1e-6

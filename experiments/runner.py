@@ -21,10 +21,10 @@ from sotalign_jax import (
     heads,
     methods,
     recording,
-    sharding,
     teachers,
     training,
 )
+from sotalign_jax.ot import sharding
 
 Results = dict[str, float]
 

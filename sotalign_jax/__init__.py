@@ -7,31 +7,19 @@
 (4, 4)
 """
 
-from sotalign_jax import (
-    data,
-    diagnostics,
-    evaluation,
-    heads,
-    losses,
-    methods,
-    teachers,
-    training,
-)
-from sotalign_jax.affinity import cosine, l2_normalize
+from sotalign_jax import data, diagnostics, evaluation, heads, losses, methods, teachers, training
 from sotalign_jax.aligner import Aligner, align
 from sotalign_jax.checks import InputError
-from sotalign_jax.divergences import (
-    cka,
-    cka_from_embeddings,
-    infonce,
+from sotalign_jax.files import load_array
+from sotalign_jax.losses import cka, cka_from_embeddings, infonce, siglip, symmetric_infonce
+from sotalign_jax.ot.affinity import cosine, l2_normalize
+from sotalign_jax.ot.klot import (
     klot,
     klot_from_embeddings,
     klot_reference,
 )
-from sotalign_jax.files import load_array
-from sotalign_jax.losses import siglip, symmetric_infonce
-from sotalign_jax.sinkhorn import Plan, sinkhorn
-from sotalign_jax.sinkhorn import reference as sinkhorn_reference
+from sotalign_jax.ot.sinkhorn import Plan, sinkhorn
+from sotalign_jax.ot.sinkhorn import reference as sinkhorn_reference
 from sotalign_jax.teachers import LinearTeacher, cca, contrastive, procrustes
 
 __version__ = "0.1.0"

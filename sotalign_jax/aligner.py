@@ -15,8 +15,9 @@ from numpy.typing import ArrayLike
 from safetensors import SafetensorError
 from safetensors.numpy import load_file, save_file
 
-from sotalign_jax import affinity, checks, data, methods, recording, teachers, training
+from sotalign_jax import checks, data, methods, recording, teachers, training
 from sotalign_jax.heads import Head, Heads, build_heads, rebuild
+from sotalign_jax.ot import affinity
 
 FORMAT = 2
 """Version of the files that `Aligner.save` writes."""

@@ -12,8 +12,10 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from sotalign_jax import affinity, checks, solver
-from sotalign_jax.kernels import Block, Cosines, Kernel, auto_block, over_rows
+from sotalign_jax import checks
+from sotalign_jax.ot import affinity, solver
+from sotalign_jax.ot.blocks import Block, auto_block, over_rows
+from sotalign_jax.ot.kernel import Cosines, Kernel
 from sotalign_jax.sliced import (
     Rows,
     Shift,

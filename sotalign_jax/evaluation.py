@@ -12,7 +12,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, ArrayLike, Bool, Float, Int
 
-from sotalign_jax import affinity, checks, data
+from sotalign_jax import checks, data
+from sotalign_jax.ot import affinity
 
 
 def retrieval(

@@ -14,7 +14,8 @@ import numpy as np
 from jax.sharding import Mesh
 from jaxtyping import Array
 
-from sotalign_jax import sampling, sharding
+from sotalign_jax import sampling
+from sotalign_jax.ot import sharding
 
 READERS = 8
 """Rows are read by so many threads: a disk answers several questions at a time."""

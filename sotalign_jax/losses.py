@@ -6,12 +6,14 @@ L2-normalised inside, so heads hand over their raw outputs.
 
 import math
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from sotalign_jax import affinity, checks
+from sotalign_jax import checks
+from sotalign_jax.ot import affinity
 
 INITIAL_LOG_SCALE = math.log(20.0)
 """Start of the learned logit scale, kept as a logarithm."""
@@ -223,3 +225,97 @@ def _check_rows(f: Array, g: Array) -> None:
             f"features: f has shape {f.shape} but g has {g.shape}; row i of one belongs to row i "
             "of the other"
         )
+
+
+# --- divergences between a student's and a teacher's affinities; klot is in ot ---
+
+
+def cka(
+    K: Float[Array, "n m"],
+    K_star: Float[Array, "n m"],
+) -> Float[Array, ""]:
+    """Loss 1 - CKA(K, K*) with CKA = <HKH, HK*H> / (||HKH|| ||HK*H||), H = I - 11^T/n.
+
+    >>> print(cka(jnp.eye(3), 2 * jnp.eye(3) + 1).round(4))
+    0.0
+    """
+    affinity.check_affinities(K, K_star)
+
+    def centred(k: Array) -> Array:
+        k = affinity.as_float(k)
+        return k - k.mean(0) - k.mean(1, keepdims=True) + k.mean()
+
+    k, k_star = centred(K), centred(jax.lax.stop_gradient(K_star))
+    return 1.0 - jnp.sum(k * k_star) / (jnp.linalg.norm(k) * jnp.linalg.norm(k_star))
+
+
+def cka_from_embeddings(
+    f: Float[Array, "n d"],
+    g: Float[Array, "m d"],
+    f_star: Float[Array, "n e"],
+    g_star: Float[Array, "m e"],
+) -> Float[Array, ""]:
+    """`cka` of cosine affinities in O(n d + d^2) memory.
+
+    With K = F G^T, K* = Z W^T (unit rows, then columns centred):
+
+        <HKH, HK*H> = sum (F^T Z) * (G^T W),    ||HKH||^2 = sum (F^T F) * (G^T G).
+
+    >>> f, g = jnp.eye(3), jnp.eye(3) + 0.5
+    >>> print(cka_from_embeddings(f, g, f, g).round(4))
+    0.0
+    """
+    affinity.check_features(f, g, f_star, g_star)
+
+    def centred(x: Array) -> Array:
+        x = affinity.l2_normalize(x)
+        return x - x.mean(0)
+
+    f, g = centred(f), centred(g)
+    z, w = centred(jax.lax.stop_gradient(f_star)), centred(jax.lax.stop_gradient(g_star))
+
+    def inner(x: Array, y: Array, z: Array, w: Array) -> Array:
+        return jnp.sum(affinity.dot(x.T, z) * affinity.dot(y.T, w))
+
+    return 1.0 - inner(f, g, z, w) / jnp.sqrt(inner(f, g, f, g) * inner(z, w, z, w))
+
+
+def infonce(
+    K: Float[Array, "n m"],
+    K_star: Float[Array, "n m"],
+    *,
+    epsilon: Any = 0.05,
+    epsilon_star: Any = 0.005,
+    targets: str = "soft",
+    symmetric: bool = True,
+) -> Float[Array, ""]:
+    """Generalised InfoNCE, the mean over rows of KL(softmax(K*/eps*) || softmax(K/eps)).
+
+    Args:
+        K: student affinity, shape [n, m].
+        K_star: teacher affinity, same shape; no gradient.
+        epsilon: temperature of the student.
+        epsilon_star: temperature of the teacher (soft targets).
+        targets: "soft", or "hard": the teacher's nearest column, its limit for eps* -> 0.
+        symmetric: average rows and columns.
+
+    >>> K = jnp.array([[0.6, 0.1], [0.0, 0.5]])
+    >>> print(infonce(K, K, epsilon=0.05, epsilon_star=0.05).round(4))
+    0.0
+    """
+    checks.choice("targets", targets, ("soft", "hard"))
+    affinity.check_affinities(K, K_star)
+    checks.positive(epsilon=epsilon, epsilon_star=epsilon_star)
+    k, k_star = affinity.as_float(K), affinity.as_float(jax.lax.stop_gradient(K_star))
+
+    def rows(k: Array, k_star: Array) -> Array:
+        log_s = jax.nn.log_softmax(k / epsilon, axis=1)
+        if targets == "hard":
+            nearest = jnp.argmax(k_star, axis=1)
+            return -jnp.mean(jnp.take_along_axis(log_s, nearest[:, None], axis=1))
+        log_t = jax.nn.log_softmax(k_star / epsilon_star, axis=1)
+        return jnp.mean(jnp.sum(jnp.exp(log_t) * (log_t - log_s), axis=1))
+
+    if symmetric:
+        return (rows(k, k_star) + rows(k.T, k_star.T)) / 2
+    return rows(k, k_star)

@@ -11,7 +11,8 @@ import optax
 from flax import nnx
 from jaxtyping import Array, Float
 
-from sotalign_jax import affinity, spectral
+from sotalign_jax import spectral
+from sotalign_jax.ot import affinity
 
 WIDTHS = (0.5, 1.0, 2.0)
 

@@ -7,7 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
-from sotalign_jax import affinity, checks, kernels, sampling
+from sotalign_jax import checks, sampling
+from sotalign_jax.ot import affinity, blocks
 
 
 def nearest(
@@ -78,11 +79,11 @@ def _search(
 ) -> tuple[Array, tuple[Array, Array]]:
     """The table, -1 where there are too few keys; and whether queries and keys are finite."""
 
-    def search(block: kernels.Block, table: Array) -> Array:
+    def search(block: blocks.Block, table: Array) -> Array:
         rows = block.of(queries).astype(jnp.float32)
         unit, hashes = affinity.l2_normalize(rows), _hashes(rows)
 
-        def merge(block: kernels.Block, best: tuple[Array, Array]) -> tuple[Array, Array]:
+        def merge(block: blocks.Block, best: tuple[Array, Array]) -> tuple[Array, Array]:
             scores, index = best
             rows = block.of(keys).astype(jnp.float32)
             usable = block.fresh[None, :]
@@ -99,18 +100,18 @@ def _search(
 
         shape = block.size, k
         nothing = jnp.full(shape, -jnp.inf, jnp.float32), jnp.full(shape, -1, jnp.int32)
-        scores, index = kernels.over_rows(len(keys), chunk, merge, nothing)
+        scores, index = blocks.over_rows(len(keys), chunk, merge, nothing)
         return block.put(table, jnp.where(jnp.isneginf(scores), -1, index))
 
-    table = kernels.over_rows(len(queries), chunk, search, jnp.zeros((len(queries), k), jnp.int32))
+    table = blocks.over_rows(len(queries), chunk, search, jnp.zeros((len(queries), k), jnp.int32))
     return table, (_finite(queries, chunk), _finite(keys, chunk))
 
 
 def _finite(rows: Array, chunk: int) -> Array:
-    def body(block: kernels.Block, finite: Array) -> Array:
+    def body(block: blocks.Block, finite: Array) -> Array:
         return finite & jnp.isfinite(block.of(rows)).all()
 
-    return kernels.over_rows(len(rows), chunk, body, jnp.asarray(True))
+    return blocks.over_rows(len(rows), chunk, body, jnp.asarray(True))
 
 
 def _hashes(rows: Array) -> Array:

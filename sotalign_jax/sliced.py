@@ -10,8 +10,9 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
 
-from sotalign_jax import affinity, checks
-from sotalign_jax.kernels import Block, over_rows
+from sotalign_jax import checks
+from sotalign_jax.ot import affinity
+from sotalign_jax.ot.blocks import Block, over_rows
 
 GRID = 100
 """Points of the circle at which distributions on it are compared."""

@@ -16,8 +16,9 @@ import optax
 from flax import nnx
 from jaxtyping import Array, Float
 
-from sotalign_jax import affinity, checks
+from sotalign_jax import checks
 from sotalign_jax.heads import Head, Rows
+from sotalign_jax.ot import affinity
 
 _CHUNK_ROWS = 8192
 

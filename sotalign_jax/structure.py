@@ -7,7 +7,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from sotalign_jax import affinity, checks, kernels, sharding
+from sotalign_jax import checks
+from sotalign_jax.ot import affinity, blocks, sharding
 
 JS_FORMS = ("code", "js")
 LEVEL_WEIGHTS = ("none", "inverse")
@@ -117,7 +118,7 @@ def _divergence(p: Array, q: Array, js_form: str) -> Array:
 _Options = tuple[float, str, int]
 
 
-def _of_block(options: _Options, block: kernels.Block, x: Array, z: Array) -> Array:
+def _of_block(options: _Options, block: blocks.Block, x: Array, z: Array) -> Array:
     tau, js_form, _ = options
     p, q = _neighbours(block.of(x), x, tau), _neighbours(block.of(z), z, tau)
     return jnp.sum(jnp.where(block.fresh, _divergence(p, q, js_form), 0))
@@ -130,7 +131,7 @@ def _streamed(options: _Options, x: Array, z: Array) -> Array:
     def own_rows(axes: sharding.Axes, rows: Any, shared: Any) -> tuple[tuple[()], Array]:
         x, z = shared
 
-        def add(block: kernels.Block, total: Array) -> Array:
+        def add(block: blocks.Block, total: Array) -> Array:
             return total + _of_block(options, block, x, z)
 
         value = _over_own(options, axes, rows, len(x), add, jnp.zeros((), x.dtype))
@@ -145,7 +146,7 @@ def _streamed_forward(options: _Options, x: Array, z: Array) -> tuple[Array, Arr
     def own_rows(axes: sharding.Axes, rows: Any, shared: Any) -> tuple[Array, Array]:
         x, z = shared
 
-        def add(block: kernels.Block, totals: Any) -> Any:
+        def add(block: blocks.Block, totals: Any) -> Any:
             of_block = functools.partial(_of_block, options, block, x)
             return jax.tree.map(jnp.add, totals, jax.value_and_grad(of_block)(z))
 
@@ -166,7 +167,7 @@ def _over_own(
     options: _Options, axes: sharding.Axes, numbers: Array, n: int, add: Any, start: Any
 ) -> Any:
     part = (numbers[0], len(numbers)) if axes else None
-    return kernels.over_rows(n, options[-1], add, start, part)
+    return blocks.over_rows(n, options[-1], add, start, part)
 
 
 def _streamed_backward(options: _Options, gradient: Array, cotangent: Array) -> tuple[None, Array]:

@@ -17,8 +17,9 @@ import optax
 from flax import nnx
 from jaxtyping import Array, Float
 
-from sotalign_jax import affinity, canonical, checks, losses
+from sotalign_jax import canonical, checks, losses
 from sotalign_jax import heads as heads_lib
+from sotalign_jax.ot import affinity
 
 _EIGENVALUE_FLOOR = 1e-6
 

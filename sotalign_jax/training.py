@@ -22,19 +22,10 @@ from flax import nnx
 from jax.sharding import Mesh
 from jaxtyping import Array, Float, Int
 
-from sotalign_jax import (
-    affinity,
-    checks,
-    data,
-    evaluation,
-    feeding,
-    kernels,
-    sampling,
-    sharding,
-    teachers,
-)
+from sotalign_jax import checks, data, evaluation, feeding, sampling, teachers
 from sotalign_jax.heads import Heads, Rows
 from sotalign_jax.methods import Method, Objective
+from sotalign_jax.ot import affinity, blocks, sharding
 from sotalign_jax.teachers import LinearTeacher
 
 EMBED_CHUNK = 8192
@@ -173,7 +164,7 @@ def fits_device(dataset: data.Dataset, *, pools: str = "xy") -> bool:
     """Whether the training arrays take at most half of the first device's memory."""
     arrays = _arrays(dataset, pools)
     needed = sum(math.prod(x.shape) * np.dtype(x.dtype).itemsize for x in arrays)
-    return needed <= kernels.device_memory() / 2
+    return needed <= blocks.device_memory() / 2
 
 
 def _arrays(dataset: data.Dataset, pools: str) -> tuple[Any, ...]:
@@ -221,13 +212,13 @@ def make_step(
     """
     rest = nnx.graphdef(heads), dataclasses.replace(config, seed=0), mesh
     if type(method).__module__.startswith("sotalign_jax."):  # others may not be what they equal
-        return _shared_program(affinity.precision(), method, *rest)
+        return _shared_program(method, *rest)
     return _program(method, *rest)
 
 
 @functools.lru_cache(maxsize=8)
-def _shared_program(precision: jax.lax.Precision, *parts: Any) -> jax.stages.Wrapped:
-    """`_program` of the same parts, which was or is traced at this precision."""
+def _shared_program(*parts: Any) -> jax.stages.Wrapped:
+    """`_program` of the same parts."""
     return _program(*parts)
 
 

@@ -7,8 +7,9 @@ import pytest
 import sklearn.metrics.pairwise
 from jax.test_util import check_grads
 
-from sotalign_jax import affinity, checks, divergences
-from sotalign_jax.sinkhorn import sinkhorn
+from sotalign_jax.ot import affinity
+from sotalign_jax.ot import klot as klot_lib
+from sotalign_jax.ot.sinkhorn import sinkhorn
 
 
 def test_cosine_equals_scikit_learn(rng, x64):
@@ -83,19 +84,13 @@ def test_fast_accelerator_products_would_damage_plans_and_none_is_asked_for(rng)
     assert worst_entry(affinity.cosine(f.astype(np.float32), g.astype(np.float32))) < 2e-3
     assert worst_entry(tf32) > 5e-3 and worst_entry(bfloat16) > 5e-2
 
-    loss = jax.grad(functools.partial(divergences.klot_from_embeddings, block_size=16))
+    loss = jax.grad(functools.partial(klot_lib.klot_from_embeddings, block_size=16))
     arrays = [jnp.ones((48, 64))] * 4
     program = str(jax.make_jaxpr(loss)(*arrays))
     exact = program.count("precision=(Precision.HIGHEST, Precision.HIGHEST)")
     assert exact == program.count("dot_general[") > 4
 
 
-def test_one_knob_sets_the_precision():
-    try:
-        affinity.set_precision("high")
-        program = str(jax.make_jaxpr(lambda x: affinity.cosine(x, x))(jnp.ones((2, 3))))
-        assert "precision=(Precision.HIGH, Precision.HIGH)" in program
-    finally:
-        affinity.set_precision("highest")
-    with pytest.raises(checks.InputError, match="precision: 'tf32' is unknown"):
-        affinity.set_precision("tf32")
+def test_precision_is_an_argument():
+    program = jax.make_jaxpr(lambda x: affinity.cosine(x, x, precision="high"))(jnp.ones((2, 3)))
+    assert "precision=(Precision.HIGH, Precision.HIGH)" in str(program)

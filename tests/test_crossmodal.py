@@ -7,7 +7,8 @@ import ot
 import pytest
 from jax.test_util import check_grads
 
-from sotalign_jax import checks, divergences, klot_from_embeddings
+from sotalign_jax import checks, klot_from_embeddings
+from sotalign_jax.ot import klot as klot_lib
 
 PAIRS, EPSILON, EPSILON_STAR = 3, 0.2, 0.1
 EXACT = {"tolerance": 1e-12, "max_iterations": 5000}
@@ -49,7 +50,7 @@ def test_value_and_gradient_equal_a_dense_transcription(x64, rng, n, m):
     arrays = features(rng, n, m)
 
     def loss(f, g):
-        return divergences.klot_crossmodal(
+        return klot_lib.klot_crossmodal(
             f, g, *arrays[2:], epsilon=EPSILON, epsilon_star=EPSILON_STAR, **EXACT
         )
 
@@ -71,8 +72,8 @@ def test_value_and_gradient_equal_a_dense_transcription(x64, rng, n, m):
 def test_bistochastic_is_n_times_prob_and_aux_tells_of_both_plans(x64, rng):
     f, g, z, w = map(jnp.asarray, features(rng, 8, 8))
     options = {"epsilon": EPSILON, "epsilon_star": EPSILON_STAR, **EXACT}
-    value, aux = divergences.klot_crossmodal(f, g, z, w, return_aux=True, **options)
-    scaled = divergences.klot_crossmodal(f, g, z, w, marginals="bistochastic", **options)
+    value, aux = klot_lib.klot_crossmodal(f, g, z, w, return_aux=True, **options)
+    scaled = klot_lib.klot_crossmodal(f, g, z, w, marginals="bistochastic", **options)
     np.testing.assert_allclose(scaled, 8 * value, rtol=1e-12)
     assert aux.student.error <= 1e-12 and aux.teacher.error <= 1e-12
     assert aux.student.u.shape == (8,) and aux.teacher.v.shape == (5,)
@@ -84,7 +85,7 @@ def test_a_pair_that_resembles_nothing_else_leaves_the_divergence_of_the_rest(x6
     for rows in both:
         rows[0, -1] = 1.0  # a direction of its own: cosine 1 with its partner, 0 with the rest
     options = {"epsilon": 0.02, "epsilon_star": EPSILON_STAR, **EXACT}
-    found = divergences.klot_crossmodal(*map(jnp.asarray, (*both, *unpaired[2:])), **options)
+    found = klot_lib.klot_crossmodal(*map(jnp.asarray, (*both, *unpaired[2:])), **options)
     alone = klot_from_embeddings(*map(jnp.asarray, unpaired), **options)
     np.testing.assert_allclose(found, 12 / 13 * alone, rtol=1e-12)
 
@@ -93,6 +94,6 @@ def test_rows_that_do_not_fit_are_named(rng):
     f, g, z, w = features(rng, 8, 8)
     for arrays in ((f, g, z[1:], w), (f, g, f, g), (f[:3], g[:3], z[:0], w[:0])):
         with pytest.raises(checks.InputError, match="pass teacher features of the unpaired rows"):
-            divergences.klot_crossmodal(*map(jnp.asarray, arrays))
+            klot_lib.klot_crossmodal(*map(jnp.asarray, arrays))
     with pytest.raises(checks.InputError, match="'bistochastic' needs a square affinity"):
-        divergences.klot_crossmodal(f, g[:-1], z, w[:-1], marginals="bistochastic")
+        klot_lib.klot_crossmodal(f, g[:-1], z, w[:-1], marginals="bistochastic")

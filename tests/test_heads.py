@@ -6,7 +6,8 @@ import pytest
 from flax import nnx
 from scipy.special import erf
 
-from sotalign_jax import affinity, checks, heads, losses, teachers
+from sotalign_jax import checks, heads, losses, teachers
+from sotalign_jax.ot import affinity
 
 
 def rows(seed, *shape):

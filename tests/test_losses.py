@@ -5,7 +5,8 @@ import optax
 import pytest
 from jax.test_util import check_grads
 
-from sotalign_jax import affinity, checks, losses
+from sotalign_jax import checks, losses
+from sotalign_jax.ot import affinity
 
 K = [[0.6, 0.1, -0.2], [0.0, 0.5, 0.3], [0.2, -0.1, 0.4]]
 

@@ -11,7 +11,7 @@ from jax.test_util import check_grads
 
 from sotalign_jax import checks, heads, losses, methods, sampling
 from sotalign_jax.methods import sclip
-from sotalign_jax.sinkhorn import reference, sinkhorn
+from sotalign_jax.ot.sinkhorn import reference, sinkhorn
 
 D_X, D_Y, PAIRS, N, M = 7, 6, 5, 9, 8
 

@@ -10,7 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from sotalign_jax import checks, sharding
+from sotalign_jax import checks
+from sotalign_jax.ot import sharding
 
 
 @pytest.mark.slow

@@ -8,7 +8,7 @@ import pytest
 import scipy.optimize
 
 from sotalign_jax import checks
-from sotalign_jax.sinkhorn import Plan, reference, sinkhorn
+from sotalign_jax.ot.sinkhorn import Plan, reference, sinkhorn
 
 EPSILONS = (1e-3, 5e-3, 0.05, 1.0)
 

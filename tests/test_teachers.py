@@ -6,7 +6,8 @@ import pytest
 from flax import nnx
 from sklearn.cross_decomposition import CCA
 
-from sotalign_jax import affinity, checks, heads, losses, teachers
+from sotalign_jax import checks, heads, losses, teachers
+from sotalign_jax.ot import affinity
 
 
 def pairs(n, d_x, d_y, *, seed=0, latent=4, noise=0.5):

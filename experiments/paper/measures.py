@@ -97,7 +97,7 @@ ARMS = {
 def convergence(*, epsilon: float, n: int) -> Results:
     """Marginal errors after 100 iterations on a teacher's affinity, of total mass 1."""
     from benchmarks import convergence as benchmark
-    from sotalign_jax.sinkhorn import reference
+    from sotalign_jax.ot.sinkhorn import reference
 
     k = _problem(n).affinities()[1]
     plain = jax.jit(functools.partial(reference, epsilon=epsilon, iterations=100))(k)

@@ -8,7 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
 
-from sotalign_jax import affinity, checks
+from sotalign_jax import checks
+from sotalign_jax.ot import affinity
 
 Rows = Array | np.ndarray
 """Embeddings of any float dtype, one a row, on the host or on a device."""

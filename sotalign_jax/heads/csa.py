@@ -7,9 +7,10 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Array, Float
 
-from sotalign_jax import affinity, checks
+from sotalign_jax import checks
 from sotalign_jax.heads.affine import Rows
 from sotalign_jax.heads.layers import Head
+from sotalign_jax.ot import affinity
 
 SIDES = ("x", "y")
 

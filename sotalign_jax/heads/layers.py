@@ -8,8 +8,9 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float
 
-from sotalign_jax import affinity, checks
+from sotalign_jax import checks
 from sotalign_jax.heads.affine import NORMS, Rows, normalize
+from sotalign_jax.ot import affinity
 
 
 class Head(nnx.Module):

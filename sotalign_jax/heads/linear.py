@@ -8,9 +8,10 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float
 
-from sotalign_jax import affinity, checks
+from sotalign_jax import checks
 from sotalign_jax.heads.affine import AffineMap, Rows
 from sotalign_jax.heads.layers import Dense, Head, InputNorm
+from sotalign_jax.ot import affinity
 
 
 class LinearHead(Head):

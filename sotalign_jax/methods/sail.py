@@ -6,9 +6,10 @@ from typing import Any
 import jax.numpy as jnp
 from jaxtyping import Array
 
-from sotalign_jax import affinity, checks, losses
+from sotalign_jax import checks, losses
 from sotalign_jax.heads import Heads
 from sotalign_jax.methods import base
+from sotalign_jax.ot import affinity
 from sotalign_jax.sampling import Batch
 from sotalign_jax.teachers import LinearTeacher
 

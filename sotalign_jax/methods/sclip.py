@@ -7,11 +7,12 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from sotalign_jax import affinity, checks, losses
+from sotalign_jax import checks, losses
 from sotalign_jax.heads import Heads
 from sotalign_jax.methods import base
+from sotalign_jax.ot import affinity
+from sotalign_jax.ot.sinkhorn import reference
 from sotalign_jax.sampling import Batch
-from sotalign_jax.sinkhorn import reference
 from sotalign_jax.teachers import LinearTeacher
 
 LABELS = ("hard", "softmax", "ot")

@@ -8,9 +8,11 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array
 
-from sotalign_jax import affinity, checks, divergences, losses
+from sotalign_jax import checks, losses
 from sotalign_jax.heads import Heads
 from sotalign_jax.methods import base, sail
+from sotalign_jax.ot import affinity
+from sotalign_jax.ot import klot as klot_lib
 from sotalign_jax.sampling import Batch, DeviceData
 from sotalign_jax.teachers import LinearTeacher
 
@@ -27,12 +29,12 @@ class SOTAlign(base.Objective):
         divergence: "klot", "cka", "infonce" or "none".
         epsilon: regularisation of the student's plan (temperature for "infonce").
         epsilon_star: regularisation of the teacher's plan.
-        marginals: "prob" or "bistochastic", see `divergences.klot`.
+        marginals: "prob" or "bistochastic", see `klot_lib.klot`.
         tolerance: marginal error at which the plans' solves stop.
         max_iterations: iterations at which they stop.
         block_size: None, or rows per block to stream KLOT in less memory.
         klot_on: rows that KLOT compares: "unpaired"; "all": the pairs, too; or "crossmodal": all,
-            with every pair transported to itself, see `divergences.klot_crossmodal`.
+            with every pair transported to itself, see `klot_lib.klot_crossmodal`.
         supervision: "pairs", "pairs+negatives" or "square", see `SAIL`.
         siglip_norm: "mean" or "per_row", see `SAIL`.
     """
@@ -63,7 +65,7 @@ class SOTAlign(base.Objective):
         checks.choice("divergence", self.divergence, DIVERGENCES)
         checks.choice("klot_on", self.klot_on, KLOT_ON)
         checks.choice("supervision", self.supervision, sail.SUPERVISION)
-        checks.choice("marginals", self.marginals, divergences.MARGINALS)
+        checks.choice("marginals", self.marginals, klot_lib.MARGINALS)
         checks.choice("siglip_norm", self.siglip_norm, losses.NORMALIZATIONS)
         checks.at_least(0, alpha=self.alpha)
         checks.positive(epsilon=self.epsilon, epsilon_star=self.epsilon_star)
@@ -129,9 +131,9 @@ class SOTAlign(base.Objective):
     ) -> tuple[Array, base.Metrics, Any]:
         """Of student features f, g from teacher features z, w."""
         if self.divergence == "cka":
-            return divergences.cka_from_embeddings(f, g, z, w), {}, memory
+            return losses.cka_from_embeddings(f, g, z, w), {}, memory
         if self.divergence == "infonce":
-            value = divergences.infonce(
+            value = losses.infonce(
                 affinity.cosine(f, g),
                 affinity.cosine(z, w),
                 epsilon=self.epsilon,
@@ -147,9 +149,9 @@ class SOTAlign(base.Objective):
             "return_aux": True,
         }
         if self.klot_on == "crossmodal":
-            value, aux = divergences.klot_crossmodal(f, g, z, w, **options)
+            value, aux = klot_lib.klot_crossmodal(f, g, z, w, **options)
         else:
-            value, aux = divergences.klot_from_embeddings(
+            value, aux = klot_lib.klot_from_embeddings(
                 f,
                 g,
                 z,

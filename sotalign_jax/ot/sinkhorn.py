@@ -14,9 +14,10 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
-from sotalign_jax import affinity, checks, sharding
-from sotalign_jax.kernels import Kernel, Matrix
-from sotalign_jax.solver import Scalings, finite_range, solve
+from sotalign_jax import checks
+from sotalign_jax.ot import affinity, sharding
+from sotalign_jax.ot.kernel import Kernel, Matrix
+from sotalign_jax.ot.solver import Scalings, finite_range, solve
 
 
 @jax.tree_util.register_dataclass
@@ -81,13 +82,6 @@ def without_padding(k: Array, log_a: Array, log_b: Array) -> Array:
     return jnp.where(jnp.isneginf(log_a)[:, None] | jnp.isneginf(log_b), 0.0, k)
 
 
-def check_affinity(name: str, k: Any) -> None:
-    """Raises unless `k` is a non-empty matrix."""
-    shape = jnp.shape(k)
-    if len(shape) != 2 or 0 in shape:
-        raise checks.InputError(f"{name}: has shape {shape}; pass a non-empty matrix [n, m]")
-
-
 @jax.custom_jvp
 def _not_differentiable(k: Array) -> Array:
     return k
@@ -133,7 +127,7 @@ def sinkhorn(
     >>> plan.matrix().tolist(), bool(plan.converged)
     ([[0.44, 0.06], [0.06, 0.44]], True)
     """
-    check_affinity("K", K)
+    affinity.check_affinity("K", K)
     checks.positive(epsilon=epsilon)
     K = _not_differentiable(affinity.as_float(K))
     weights = (
@@ -192,7 +186,7 @@ def reference(
     >>> reference(jnp.eye(2), epsilon=0.5).matrix().tolist()
     [[0.44, 0.06], [0.06, 0.44]]
     """
-    check_affinity("K", K)
+    affinity.check_affinity("K", K)
     checks.positive(epsilon=epsilon)
     K = affinity.as_float(K)
     n, m = K.shape

@@ -2,8 +2,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from sotalign_jax import kernels
-from sotalign_jax.kernels import Cosines, Kernel, Matrix
+from sotalign_jax.ot import blocks
+from sotalign_jax.ot.kernel import Cosines, Kernel, Matrix
 
 N, M, EPSILON = 12, 9, 0.05
 KINDS = pytest.mark.parametrize("kind", ["given", "stored", "streamed"])
@@ -32,7 +32,7 @@ def make(kind, features):
 
 @pytest.fixture(autouse=True)
 def _small_blocks(monkeypatch):
-    monkeypatch.setattr(kernels, "BUILD_ROWS", 5)
+    monkeypatch.setattr("sotalign_jax.ot.kernel.BUILD_ROWS", 5)
 
 
 def build(kernel, q, *, live=None, epsilon=EPSILON):
@@ -122,15 +122,15 @@ def test_over_rows_visits_every_row_and_counts_it_once(n):
         rows = block.of(x)
         return block.put(doubled, 2 * rows), total + jnp.sum(jnp.where(block.fresh, rows, 0.0))
 
-    doubled, total = kernels.over_rows(n, 4, body, (jnp.zeros(n), jnp.zeros(())))
+    doubled, total = blocks.over_rows(n, 4, body, (jnp.zeros(n), jnp.zeros(())))
     np.testing.assert_array_equal(doubled, 2 * x)
     assert total == x.sum()
 
 
 def test_auto_block_streams_what_does_not_fit():
     gib = 2**30
-    assert kernels.auto_block(22_768, 22_768, 4, 16 * gib) is None
-    block = kernels.auto_block(131_072, 131_072, 4, 80 * gib)
+    assert blocks.auto_block(22_768, 22_768, 4, 16 * gib) is None
+    block = blocks.auto_block(131_072, 131_072, 4, 80 * gib)
     assert block % 128 == 0 and 3 * block * 131_072 * 4 <= 4 * gib
-    assert kernels.auto_block(10**7, 10**7, 4, gib) == 128
-    assert kernels.auto_block(8, 8, 4) is None
+    assert blocks.auto_block(10**7, 10**7, 4, gib) == 128
+    assert blocks.auto_block(8, 8, 4) is None

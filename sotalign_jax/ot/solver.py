@@ -1,6 +1,6 @@
 """The Sinkhorn solver: kernel-domain sweeps, Anderson acceleration, epsilon-scaling.
 
-Works on any `kernels.Kernel`; `sinkhorn.sinkhorn` is the front door, `closed_form` the other user.
+Works on any `kernel.Kernel`; `sinkhorn.sinkhorn` is the front door, `klot` the other user.
 """
 
 from typing import Any, NamedTuple
@@ -9,8 +9,10 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from sotalign_jax import affinity, checks, sharding
-from sotalign_jax.kernels import BUILD_ROWS, MAX_DRIFT, Block, Kernel, KernelState, over_rows
+from sotalign_jax import checks
+from sotalign_jax.ot import affinity, sharding
+from sotalign_jax.ot.blocks import BUILD_ROWS, Block, over_rows
+from sotalign_jax.ot.kernel import MAX_DRIFT, Kernel, KernelState
 
 ANDERSON_MEMORY = 12
 """How many past steps the acceleration combines."""

@@ -7,7 +7,9 @@ import numpy as np
 import pytest
 from jax.test_util import check_grads
 
-from sotalign_jax import affinity, checks, divergences
+from sotalign_jax import checks, losses
+from sotalign_jax.ot import affinity
+from sotalign_jax.ot import klot as klot_lib
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore", DeprecationWarning)  # of a package that ott-jax imports
@@ -32,7 +34,7 @@ def cosines(n=N, m=N):
 
 @functools.cache
 def value_and_gradient(marginals):
-    loss = functools.partial(divergences.klot, marginals=marginals)
+    loss = functools.partial(klot_lib.klot, marginals=marginals)
     return jax.jit(jax.value_and_grad(loss))
 
 
@@ -54,7 +56,7 @@ def exact(
 
 @functools.cache
 def compiled_from_embeddings(block_size):
-    loss = functools.partial(divergences.klot_from_embeddings, block_size=block_size)
+    loss = functools.partial(klot_lib.klot_from_embeddings, block_size=block_size)
     return jax.jit(jax.value_and_grad(loss, argnums=(0, 1)))
 
 
@@ -88,7 +90,7 @@ def central_difference(loss, x, direction, step=1e-4):
     ],
 )
 def test_klot_reference_golden_values(x64, options, value, slope):
-    loss = functools.partial(divergences.klot_reference, **options)
+    loss = functools.partial(klot_lib.klot_reference, **options)
     ours, gradient = jax.value_and_grad(loss)(jnp.array(K), jnp.array(K_STAR))
     np.testing.assert_allclose(ours, value, rtol=1e-13)
     if slope is not None:
@@ -97,7 +99,7 @@ def test_klot_reference_golden_values(x64, options, value, slope):
 
 def test_klot_equals_the_converged_reference(x64):
     k, k_star = cosines()
-    reference = functools.partial(divergences.klot_reference, iterations=3000)
+    reference = functools.partial(klot_lib.klot_reference, iterations=3000)
     options = {"epsilon": EPSILON, "epsilon_star": EPSILON_STAR}
     value, gradient = jax.jit(jax.value_and_grad(reference))(k, k_star, **options)
     ours, our_gradient = exact(k, k_star)
@@ -106,7 +108,7 @@ def test_klot_equals_the_converged_reference(x64):
 
 
 def test_infonce_golden_value(x64):
-    value = divergences.infonce(jnp.array(K), jnp.array(K_STAR), epsilon_star=0.05, symmetric=False)
+    value = losses.infonce(jnp.array(K), jnp.array(K_STAR), epsilon_star=0.05, symmetric=False)
     np.testing.assert_allclose(value, 3.2003793801462144, rtol=1e-14)
 
 
@@ -203,7 +205,7 @@ def test_klot_padding_equals_the_smaller_problem(x64):
     log_a = jnp.full(N, -jnp.inf).at[:9].set(-jnp.log(9.0))
     log_b = jnp.full(N, -jnp.inf).at[:11].set(-jnp.log(11.0))
     value, gradient = exact(k, k_star, log_a=log_a, log_b=log_b)
-    reference = functools.partial(divergences.klot_reference, iterations=3000)
+    reference = functools.partial(klot_lib.klot_reference, iterations=3000)
     small_value, small_gradient = jax.jit(jax.value_and_grad(reference))(
         k[:9, :11], k_star[:9, :11], epsilon=EPSILON, epsilon_star=EPSILON_STAR
     )
@@ -214,16 +216,16 @@ def test_klot_padding_equals_the_smaller_problem(x64):
 
 def test_the_teacher_and_the_options_receive_no_gradient():
     k = jnp.array(K)
-    slopes = jax.jit(jax.grad(lambda t, e: divergences.klot(k, t, epsilon=e), argnums=(0, 1)))
+    slopes = jax.jit(jax.grad(lambda t, e: klot_lib.klot(k, t, epsilon=e), argnums=(0, 1)))
     assert not any(slope.any() for slope in slopes(jnp.array(K_STAR), 0.05))
     f, *rest = features((N, 3), (M, 3), (N, 4), (M, 4))
-    slopes = jax.jit(jax.grad(divergences.klot_from_embeddings, argnums=(2, 3)))
+    slopes = jax.jit(jax.grad(klot_lib.klot_from_embeddings, argnums=(2, 3)))
     assert not any(slope.any() for slope in slopes(f, *rest))
 
 
 def test_aux_reports_both_solves_and_restarts_them(x64):
     k, k_star = cosines()
-    loss = jax.jit(functools.partial(divergences.klot, return_aux=True, tolerance=1e-6))
+    loss = jax.jit(functools.partial(klot_lib.klot, return_aux=True, tolerance=1e-6))
     unknown = jnp.full(N, jnp.nan)
     value, aux = loss(k, k_star, init_v=(unknown, unknown))
     assert aux.student.error <= 1e-6 and aux.teacher.error <= 1e-6
@@ -276,7 +278,7 @@ def test_streamed_weights_and_warm_starts(x64):
     log_a = jnp.log(jnp.arange(1.0, N + 1) / (N * (N + 1) / 2))
     k, k_star = affinity.cosine(*arrays[:2]), affinity.cosine(*arrays[2:])
     loss = functools.partial(
-        divergences.klot_from_embeddings, block_size=6, return_aux=True, tolerance=1e-10
+        klot_lib.klot_from_embeddings, block_size=6, return_aux=True, tolerance=1e-10
     )
     loss = jax.jit(functools.partial(loss, log_a=log_a, epsilon=EPSILON, epsilon_star=EPSILON_STAR))
     value, aux = loss(*arrays, init_v=(jnp.zeros(M), jnp.zeros(M)))
@@ -306,7 +308,7 @@ def test_hard_features_give_one_loss_and_finite_gradients_in_all_modes(x64, dtyp
     @jax.jit
     def dense(f, g, z, w, **options):
         def loss(f, g):
-            return divergences.klot(affinity.cosine(f, g), affinity.cosine(z, w), **options)
+            return klot_lib.klot(affinity.cosine(f, g), affinity.cosine(z, w), **options)
 
         return jax.value_and_grad(loss, argnums=(0, 1))(f, g)
 
@@ -347,7 +349,7 @@ def test_no_matrix_is_kept_for_the_backward_pass():
     n, d = 64, 4
     arrays = features((n, d), (n, d), (n, d), (n, d), dtype=jnp.float32)
     for block_size in (None, 16):
-        loss = functools.partial(divergences.klot_from_embeddings, block_size=block_size)
+        loss = functools.partial(klot_lib.klot_from_embeddings, block_size=block_size)
         pull = jax.eval_shape(lambda *arrays, loss=loss: jax.vjp(loss, *arrays)[1], *arrays)
         kept = [leaf.size for leaf in jax.tree.leaves(pull)]
         assert kept and max(kept) <= n * d
@@ -383,13 +385,13 @@ def test_cka_dense_and_factorised(x64, m):
     arrays = features((N, 5), (m, 5), (N, 7), (m, 7))
     k, k_star = affinity.cosine(*arrays[:2]), affinity.cosine(*arrays[2:])
     expected = brute_force_cka(k, k_star)
-    np.testing.assert_allclose(divergences.cka(k, k_star), expected, rtol=1e-12)
-    np.testing.assert_allclose(divergences.cka_from_embeddings(*arrays), expected, rtol=1e-12)
+    np.testing.assert_allclose(losses.cka(k, k_star), expected, rtol=1e-12)
+    np.testing.assert_allclose(losses.cka_from_embeddings(*arrays), expected, rtol=1e-12)
 
     def dense(f, g):
-        return divergences.cka(affinity.cosine(f, g), k_star)
+        return losses.cka(affinity.cosine(f, g), k_star)
 
-    gradients = jax.jit(jax.grad(divergences.cka_from_embeddings, argnums=(0, 1)))(*arrays)
+    gradients = jax.jit(jax.grad(losses.cka_from_embeddings, argnums=(0, 1)))(*arrays)
     expected = jax.jit(jax.grad(dense, argnums=(0, 1)))(*arrays[:2])
     for ours, dense_gradient in zip(gradients, expected, strict=True):
         np.testing.assert_allclose(ours, dense_gradient, atol=1e-13)
@@ -397,32 +399,32 @@ def test_cka_dense_and_factorised(x64, m):
 
 def test_cka_properties(x64):
     k, k_star = cosines()
-    np.testing.assert_allclose(divergences.cka(k, 3 * k + 1), 0.0, atol=1e-14)
-    np.testing.assert_allclose(divergences.cka(k, -k), 2.0, atol=1e-14)
-    check_grads(lambda k: divergences.cka(k, k_star), (k,), order=1, modes=["rev"])
-    assert not jax.grad(divergences.cka, argnums=1)(k, k_star).any()
+    np.testing.assert_allclose(losses.cka(k, 3 * k + 1), 0.0, atol=1e-14)
+    np.testing.assert_allclose(losses.cka(k, -k), 2.0, atol=1e-14)
+    check_grads(lambda k: losses.cka(k, k_star), (k,), order=1, modes=["rev"])
+    assert not jax.grad(losses.cka, argnums=1)(k, k_star).any()
 
 
 def test_infonce_gradient_is_the_difference_of_softmaxes(x64):
     k, k_star = cosines()
-    loss = functools.partial(divergences.infonce, symmetric=False)
+    loss = functools.partial(losses.infonce, symmetric=False)
     gradient = jax.grad(loss)(k, k_star)
     difference = jax.nn.softmax(k / 0.05) - jax.nn.softmax(k_star / 0.005)
     np.testing.assert_allclose(gradient, difference / (N * 0.05), atol=1e-13)
-    assert not jax.grad(divergences.infonce, argnums=1)(k, k_star).any()
+    assert not jax.grad(losses.infonce, argnums=1)(k, k_star).any()
 
 
 def test_infonce_symmetric_is_the_mean_of_both_directions(x64):
     k, k_star = cosines()
-    rows = divergences.infonce(k, k_star, symmetric=False)
-    columns = divergences.infonce(k.T, k_star.T, symmetric=False)
-    np.testing.assert_allclose(divergences.infonce(k, k_star), (rows + columns) / 2, rtol=1e-14)
+    rows = losses.infonce(k, k_star, symmetric=False)
+    columns = losses.infonce(k.T, k_star.T, symmetric=False)
+    np.testing.assert_allclose(losses.infonce(k, k_star), (rows + columns) / 2, rtol=1e-14)
 
 
 def test_infonce_hard_targets_are_the_limit_of_soft_ones(x64):
     k, k_star = cosines()
-    hard = divergences.infonce(k, k_star, targets="hard")
-    soft = divergences.infonce(k, k_star, epsilon_star=1e-5)
+    hard = losses.infonce(k, k_star, targets="hard")
+    soft = losses.infonce(k, k_star, epsilon_star=1e-5)
     np.testing.assert_allclose(soft, hard, rtol=1e-10)
 
 
@@ -430,11 +432,11 @@ def test_infonce_hard_targets_are_the_limit_of_soft_ones(x64):
 
 
 def klot_on_features(f, g):
-    return divergences.klot_from_embeddings(f, g, f, g)
+    return klot_lib.klot_from_embeddings(f, g, f, g)
 
 
 def klot_on_affinity(k, k_star):
-    return divergences.klot(k, k_star)
+    return klot_lib.klot(k, k_star)
 
 
 @pytest.mark.parametrize("loss", [klot_on_affinity, klot_on_features])
@@ -451,49 +453,49 @@ def test_other_derivatives_are_refused(loss):
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (lambda: divergences.klot(jnp.eye(3), jnp.eye(4)), r"K_star: has shape \(4, 4\) but K has"),
-        (lambda: divergences.klot(jnp.ones(3), jnp.ones(3)), r"K: has shape \(3,\)"),
-        (lambda: divergences.klot(jnp.ones((0, 2)), jnp.ones((0, 2))), "K: has shape"),
-        (lambda: divergences.klot(jnp.eye(3), jnp.eye(3), epsilon=0), "epsilon: is 0"),
-        (lambda: divergences.klot(jnp.eye(3), jnp.eye(3), epsilon_star=-1), "epsilon_star: is -1"),
-        (lambda: divergences.klot(jnp.eye(3), jnp.eye(3), marginals="rows"), "marginals: 'rows'"),
+        (lambda: klot_lib.klot(jnp.eye(3), jnp.eye(4)), r"K_star: has shape \(4, 4\) but K has"),
+        (lambda: klot_lib.klot(jnp.ones(3), jnp.ones(3)), r"K: has shape \(3,\)"),
+        (lambda: klot_lib.klot(jnp.ones((0, 2)), jnp.ones((0, 2))), "K: has shape"),
+        (lambda: klot_lib.klot(jnp.eye(3), jnp.eye(3), epsilon=0), "epsilon: is 0"),
+        (lambda: klot_lib.klot(jnp.eye(3), jnp.eye(3), epsilon_star=-1), "epsilon_star: is -1"),
+        (lambda: klot_lib.klot(jnp.eye(3), jnp.eye(3), marginals="rows"), "marginals: 'rows'"),
         (
-            lambda: divergences.klot(jnp.ones((2, 3)), jnp.ones((2, 3)), marginals="bistochastic"),
+            lambda: klot_lib.klot(jnp.ones((2, 3)), jnp.ones((2, 3)), marginals="bistochastic"),
             "marginals: 'bistochastic' needs a square affinity but it is 2 x 3",
         ),
         (
-            lambda: divergences.klot(jnp.eye(3), jnp.eye(3), log_a=jnp.zeros(2)),
+            lambda: klot_lib.klot(jnp.eye(3), jnp.eye(3), log_a=jnp.zeros(2)),
             r"log_a: has shape \(2,\)",
         ),
         (
-            lambda: divergences.klot(jnp.eye(3), jnp.eye(3), init_v=(jnp.zeros(2), jnp.zeros(3))),
+            lambda: klot_lib.klot(jnp.eye(3), jnp.eye(3), init_v=(jnp.zeros(2), jnp.zeros(3))),
             r"init: v has shape \(2,\)",
         ),
         (
-            lambda: divergences.klot_from_embeddings(*features((3, 2), (3, 2), (4, 2), (3, 2))),
+            lambda: klot_lib.klot_from_embeddings(*features((3, 2), (3, 2), (4, 2), (3, 2))),
             "f_star: has 4 rows but f has 3",
         ),
         (
-            lambda: divergences.klot_from_embeddings(*features((3, 2), (3, 2), (3, 2), (5, 2))),
+            lambda: klot_lib.klot_from_embeddings(*features((3, 2), (3, 2), (3, 2), (5, 2))),
             "g_star: has 5 rows but g has 3",
         ),
         (
-            lambda: divergences.klot_from_embeddings(*features((3, 2), (3, 4), (3, 2), (3, 2))),
+            lambda: klot_lib.klot_from_embeddings(*features((3, 2), (3, 4), (3, 2), (3, 2))),
             "f and g: have widths 2 and 4",
         ),
         (
-            lambda: divergences.klot_from_embeddings(*features((3, 2), (3, 2), (3, 2), (3, 1))),
+            lambda: klot_lib.klot_from_embeddings(*features((3, 2), (3, 2), (3, 2), (3, 1))),
             "f_star and g_star: have widths 2 and 1",
         ),
         (
-            lambda: divergences.klot_from_embeddings(*features((3, 2), (0, 2), (3, 2), (0, 2))),
+            lambda: klot_lib.klot_from_embeddings(*features((3, 2), (0, 2), (3, 2), (0, 2))),
             r"g: has shape \(0, 2\)",
         ),
         (
-            lambda: divergences.klot_from_embeddings(*features(*[(3, 2)] * 4), block_size=0),
+            lambda: klot_lib.klot_from_embeddings(*features(*[(3, 2)] * 4), block_size=0),
             "block_size: is 0",
         ),
-        (lambda: divergences.infonce(jnp.eye(3), jnp.eye(3), targets="firm"), "targets: 'firm'"),
+        (lambda: losses.infonce(jnp.eye(3), jnp.eye(3), targets="firm"), "targets: 'firm'"),
     ],
 )
 def test_bad_arguments(call, message):
@@ -508,21 +510,21 @@ def test_nan_affinities_never_give_a_plausible_loss():
         (jnp.eye(3), nan),
         (jnp.eye(3).at[0, 1].set(jnp.nan), nan),
     ):
-        assert jnp.isnan(divergences.klot(k, k_star, max_iterations=5))
+        assert jnp.isnan(klot_lib.klot(k, k_star, max_iterations=5))
 
 
 def test_padding_of_klot_may_hold_anything(rng):
     f, g = (rng.normal(size=(5, 4)).astype(np.float32) for _ in range(2))
     weights = jnp.where(jnp.arange(5) < 4, -jnp.log(4.0), -jnp.inf)
-    small = divergences.klot_from_embeddings(f[:4], g[:4], g[:4], f[:4])
+    small = klot_lib.klot_from_embeddings(f[:4], g[:4], g[:4], f[:4])
     f[4], g[4] = np.nan, np.inf
-    padded = functools.partial(divergences.klot_from_embeddings, log_a=weights, log_b=weights)
+    padded = functools.partial(klot_lib.klot_from_embeddings, log_a=weights, log_b=weights)
     value, gradient = jax.value_and_grad(padded)(f, g, g, f)
     np.testing.assert_allclose(value, small, rtol=1e-3)
     assert jnp.isfinite(gradient[:4]).all() and not gradient[4].any()
 
 
-@pytest.mark.parametrize("divergence", [divergences.cka, divergences.infonce, divergences.klot])
+@pytest.mark.parametrize("divergence", [losses.cka, losses.infonce, klot_lib.klot])
 def test_affinities_of_other_shapes_do_not_broadcast(divergence):
     with pytest.raises(checks.InputError, match=r"K_star: has shape \(1, 3\) but K has \(3, 3\)"):
         divergence(jnp.eye(3), jnp.ones((1, 3)))

@@ -1,0 +1,1 @@
+"""Entropic optimal transport: solver, plans and KLOT; nothing here knows the rest."""
