@@ -126,10 +126,20 @@ class Aligner:
         """Writes `heads.safetensors` and `aligner.json` into the folder `path`, all or nothing.
 
         Raises:
-            InputError: the folder holds an aligner and `overwrite` is False, or something else.
+            InputError: the folder holds an aligner and `overwrite` is False, or something else; or
+                `info` cannot be written as JSON.
         """
         path = pathlib.Path(path).expanduser().absolute()
         _check_free(path, overwrite=overwrite)
+        heads = {
+            side: {"kind": head.kind, "options": head.options()}
+            for side, head in (("x", self.heads.x), ("y", self.heads.y))
+        }
+        described = {"format": FORMAT, "heads": heads, "info": self.info}
+        try:
+            text = json.dumps(described, indent=2, allow_nan=False)
+        except (TypeError, ValueError) as error:
+            raise checks.InputError(f"info: cannot be written as JSON ({error})") from error
         path.parent.mkdir(parents=True, exist_ok=True)
         temporary, previous = (path.with_name(f".{path.name}.{end}") for end in ("tmp", "old"))
         if previous.exists() and not path.exists():
@@ -139,15 +149,6 @@ class Aligner:
         temporary.mkdir()
         try:
             save_file(_tensors(self.heads), temporary / _TENSORS)
-            heads = {
-                side: {"kind": head.kind, "options": head.options()}
-                for side, head in (("x", self.heads.x), ("y", self.heads.y))
-            }
-            described = {"format": FORMAT, "heads": heads, "info": self.info}
-            try:
-                text = json.dumps(described, indent=2, allow_nan=False)
-            except (TypeError, ValueError) as error:
-                raise checks.InputError(f"info: cannot be written as JSON ({error})") from error
             (temporary / _DESCRIPTION).write_text(text + "\n", encoding="utf-8")
             if path.exists():
                 path.rename(previous)  # whole until the new one stands in its place
@@ -189,7 +190,7 @@ class Aligner:
             raise _damaged(folder / _DESCRIPTION, error) from error
         try:
             tensors = load_file(folder / _TENSORS)
-        except (SafetensorError, OSError) as error:
+        except (SafetensorError, OSError, LookupError, TypeError, ValueError) as error:
             raise _damaged(folder / _TENSORS, error) from error
         return cls(_filled(shapes, tensors, folder), info)
 
@@ -376,7 +377,7 @@ def _check_free(path: pathlib.Path, *, overwrite: bool) -> None:
     strangers = sorted(names - {_DESCRIPTION, _TENSORS})
     if strangers:
         raise checks.InputError(
-            f"path: {path} holds {strangers[0]}, which is no part of an aligner; "
+            f"path: {path} holds {strangers[0]}, which is not part of an aligner; "
             "choose another folder"
         )
     if names and not overwrite:
