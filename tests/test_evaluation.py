@@ -3,7 +3,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from sotalign_jax import checks, data, evaluation, heads
+from sotalign_jax import checks, data, evaluation, heads, teachers
 from sotalign_jax.ot import affinity
 
 D_X, D_Y = 12, 10
