@@ -1,6 +1,7 @@
 """From arrays to an aligned space in one call, and back from disk."""
 
 import dataclasses
+import json
 import os
 import pathlib
 import shutil
@@ -9,13 +10,14 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import tqdm
 from flax import nnx
 from jaxtyping import Float
 from numpy.typing import ArrayLike
 from safetensors import SafetensorError
 from safetensors.numpy import load_file, save_file
 
-from sotalign_jax import checks, data, methods, recording, teachers, training
+from sotalign_jax import checks, data, methods, teachers, training
 from sotalign_jax.heads import Head, Heads, build_heads, rebuild
 from sotalign_jax.ot import affinity
 
@@ -84,7 +86,11 @@ class Aligner:
                 for side, head in (("x", self.heads.x), ("y", self.heads.y))
             }
             described = {"format": FORMAT, "heads": heads, "info": self.info}
-            recording.write_json(temporary / _DESCRIPTION, described)
+            try:
+                text = json.dumps(described, indent=2, allow_nan=False)
+            except (TypeError, ValueError) as error:
+                raise checks.InputError(f"info: cannot be written as JSON ({error})") from error
+            (temporary / _DESCRIPTION).write_text(text + "\n", encoding="utf-8")
             if path.exists():
                 path.rename(previous)  # whole until the new one stands in its place
             temporary.rename(path)
@@ -109,7 +115,12 @@ class Aligner:
                 f"path: {path} holds no aligner; pass a folder that Aligner.save wrote, or the "
                 f"folder of a finished run{f', such as {runs}' if runs else ''}"
             )
-        described = recording.read_json(folder / _DESCRIPTION)
+        try:
+            described = json.loads((folder / _DESCRIPTION).read_text(encoding="utf-8"))
+        except (OSError, ValueError) as error:
+            raise checks.InputError(
+                f"path: {folder / _DESCRIPTION} is damaged ({error}); save the aligner again"
+            ) from error
         written = described.get("format") if isinstance(described, dict) else None
         if written != FORMAT:
             raise checks.InputError(
@@ -312,19 +323,22 @@ class Watcher:
 
     def __init__(self, steps: int, description: str, *, show: bool = True):
         """Shows the bar unless told not to."""
-        self._bar = recording.Progress(steps, description) if show else None
+        self._bar = tqdm.tqdm(total=steps, desc=description, disable=not show)
+        self._shown: dict[str, str] = {}
 
     def __enter__(self) -> "Watcher":
         return self
 
     def __exit__(self, *error: object) -> None:
-        if self._bar is not None:
-            self._bar.__exit__(*error)
+        self._bar.close()
 
     def metrics(self, step: int, values: dict[str, float]) -> None:
         """Shows loss and MeanR@1."""
-        if self._bar is not None:
-            self._bar.update(step, loss=values["loss"], mean_r1=values.get("val/mean/R@1"))
+        for name, key in (("loss", "loss"), ("MeanR@1", "val/mean/R@1")):
+            if key in values:
+                self._shown[name] = f"{float(values[key]):.4g}"
+        self._bar.set_postfix(self._shown, refresh=False)
+        self._bar.update(step - self._bar.n)
 
     def snapshot(self, step: int, snapshot: training.Snapshot) -> None:
         """Keeps nothing."""

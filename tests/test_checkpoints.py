@@ -15,9 +15,9 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
+from sotalign_jax.checkpoints import Checkpoints
 
 from sotalign_jax import checks
-from sotalign_jax.checkpoints import Checkpoints
 
 
 class State(NamedTuple):

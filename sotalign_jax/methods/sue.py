@@ -6,10 +6,11 @@ from typing import ClassVar, NamedTuple
 
 import jax
 import numpy as np
+import tqdm
 from flax import nnx
 from jaxtyping import Array
 
-from sotalign_jax import canonical, checks, data, mmd, recording, spectral
+from sotalign_jax import canonical, checks, data, mmd, spectral
 from sotalign_jax.heads import Heads, Residual, SUEHead, TanhHead
 from sotalign_jax.methods import base
 
@@ -179,22 +180,21 @@ class _Stages:
     """One progress bar over several trainings."""
 
     def __init__(self, total: int, *, show: bool) -> None:
-        self._bar = recording.Progress(total, "SUE") if show else None
+        self._bar = tqdm.tqdm(total=total, desc="SUE", disable=not show)
         self._end = 0
 
     def __enter__(self) -> "_Stages":
         return self
 
     def __exit__(self, *error: object) -> None:
-        if self._bar is not None:
-            self._bar.__exit__(*error)
+        self._bar.close()
 
     def next(self, epochs: int) -> Report:
         """What the next training, of so many epochs, reports to."""
         start, self._end = self._end, self._end + epochs
 
         def report(epoch: int, loss: float) -> None:
-            if self._bar is not None:
-                self._bar.update(start + epoch, loss=loss)
+            self._bar.set_postfix(loss=f"{loss:.4g}", refresh=False)
+            self._bar.update(start + epoch - self._bar.n)
 
         return report
