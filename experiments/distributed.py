@@ -51,6 +51,8 @@ def initialize() -> None:
                 f"{'num_processes' if address else 'coordinator'}: not set; pass --coordinator, "
                 "--num_processes and --process_id together, or --coordinator=auto on a cluster"
             )
+        if ":" not in address:
+            raise checks.InputError(f"coordinator: must be HOST:PORT or auto, got {address!r}")
         if index is None or index >= count:
             raise checks.InputError(
                 f"process_id: must be from 0 to {count - 1}, another one for each process, "

@@ -19,6 +19,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator, Mapping
+from concurrent import futures
 from typing import Any, BinaryIO, Self, TextIO, TypeVar
 
 import jax
@@ -409,13 +410,12 @@ class Recorder:
         wanted = to_arrays(template)
         try:
             found = self._checkpoints.restore(step, args=ocp.args.StandardRestore(wanted))
-            for path, (one, other) in _leaf_pairs(found, wanted):
-                if (one.shape, one.dtype) != (other.shape, other.dtype):
-                    raise ValueError(f"{path} has shape {one.shape}, but {other.shape} is needed")
+            jax.tree_util.tree_map_with_path(_check_shape, found, wanted)
         except Exception as error:  # orbax raises many kinds for damaged files
             raise checks.InputError(
                 f"checkpoints: {self._folder / 'checkpoints' / str(step)} cannot be restored "
-                f"({_first_line(error)}); remove it to continue from the one before"
+                f"({_first_line(error)}); remove it to continue from the one before, or choose "
+                "another --workdir"
             ) from error
         return from_arrays(found, template)
 
@@ -437,8 +437,10 @@ class Recorder:
         """
         if self._log is not None:
             self._log.flush()
+        arrays = ocp.args.StandardSave(to_arrays(snapshot))
         try:
-            self._checkpoints.save(step, args=ocp.args.StandardSave(to_arrays(snapshot)))
+            with futures.ThreadPoolExecutor(1) as thread:  # ctrl-C waits until it is saved
+                thread.submit(self._checkpoints.save, step, args=arrays).result()
         except (OSError, ValueError) as error:  # tensorstore has a ValueError for a full disk
             raise OSError(
                 f"checkpoints: step {step} was not saved in {self._folder} ({_first_line(error)}); "
@@ -470,14 +472,14 @@ def _is_key(leaf: Any) -> bool:
     return isinstance(leaf, jax.Array) and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
 
 
-def _leaf_pairs(tree: Any, other: Any) -> Iterator[tuple[str, tuple[Any, Any]]]:
-    leaves = jax.tree_util.tree_leaves_with_path(tree)
-    for (path, one), two in zip(leaves, jax.tree.leaves(other), strict=True):
-        yield jax.tree_util.keystr(path), (one, two)
+def _check_shape(path: Any, found: np.ndarray, wanted: np.ndarray) -> None:
+    if found.shape != wanted.shape:
+        name = jax.tree_util.keystr(path)
+        raise ValueError(f"{name} has shape {found.shape}, but {wanted.shape} is needed")
 
 
 def _first_line(error: Exception) -> str:
-    return (str(error).strip() or type(error).__name__).splitlines()[0][:300]
+    return (str(error).strip() or type(error).__name__).splitlines()[0]
 
 
 def _temporary(path: pathlib.Path) -> pathlib.Path:
