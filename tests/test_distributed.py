@@ -132,6 +132,7 @@ def test_killed_and_continued_on_other_devices_it_ends_the_same(start, two, refe
     assert small_runs.contents(run) == before
 
 
+@pytest.mark.filterwarnings("ignore:.*load_module:DeprecationWarning")  # how configs are read
 @pytest.mark.parametrize(
     ("options", "name"),
     [
