@@ -4,10 +4,10 @@ import pathlib
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from experiments import processes, runner
+from experiments import distributed, runner
 from experiments import settings as settings_lib
+from experiments import workdir as workdir_lib
 from experiments.settings import Settings
-from sotalign_jax import recording
 
 _FAILED = "failed.json"
 
@@ -48,7 +48,7 @@ def execute_all(
         name: outcome.results if outcome.error is None else {"error": outcome.error}
         for name, outcome in ended.items()
     }
-    recording.write_json(workdir / "results.json", written)
+    workdir_lib.write_json(workdir / "results.json", written)
     return ended
 
 
@@ -69,13 +69,8 @@ class Progress:
     def __init__(self, folders: Sequence[pathlib.Path], title: str) -> None:
         self._waiting = {folder for folder in folders if not _is_finished(folder)}
         self._total = len(folders)
-        self._bar = recording.Progress(
-            self._total,
-            title,
-            initial=self._total - len(self._waiting),
-            unit="runs",
-            stream=processes.progress_stream(),
-        )
+        initial = self._total - len(self._waiting)
+        self._bar = workdir_lib.Progress(self._total, title, initial=initial, unit="runs")
 
     def __enter__(self) -> "Progress":
         return self
@@ -107,13 +102,12 @@ def attempt(
     """
 
     def remembered() -> str | None:
-        if not (workdir / _FAILED).exists():
-            return None
-        recording.open_run(workdir, settings_lib.to_json(settings))  # refuses other settings
-        return recording.read_json(workdir / _FAILED)["error"]
+        path = workdir / _FAILED
+        return workdir_lib.read_json(path)["error"] if path.exists() else None
 
-    failure = processes.agree(remembered)
+    failure = distributed.agree(remembered)
     if failure is not None:
+        workdir_lib.open_run(workdir, settings_lib.to_json(settings))  # refuses other settings
         return Outcome({}, failure)
     try:
         return Outcome(runner.execute(settings, workdir, within=within, inner=True))
@@ -122,5 +116,5 @@ def attempt(
             raise
         return Outcome({}, str(error))
     except FloatingPointError as error:
-        recording.write_json(workdir / _FAILED, {"error": str(error)})
+        workdir_lib.write_json(workdir / _FAILED, {"error": str(error)})
         return Outcome({}, str(error))

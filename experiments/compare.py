@@ -11,7 +11,7 @@ from typing import Any
 
 from absl import app
 
-from experiments import batch, launch, run_flags, runner, settings
+from experiments import batch, distributed, launch, run_flags, runner, settings
 from experiments.settings import Settings
 from sotalign_jax import tables
 
@@ -49,7 +49,8 @@ def conclude(
     Raises:
         FloatingPointError: runs failed; the others are in the report.
     """
-    print(report(runs, list(ended.values()), workdir))
+    if distributed.is_first():
+        print(report(runs, list(ended.values()), workdir))
     failed = [f"{name}: {outcome.error}" for name, outcome in ended.items() if outcome.error]
     if failed:
         raise FloatingPointError(f"{len(failed)} of {len(ended)} runs failed, first {failed[0]}")

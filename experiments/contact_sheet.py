@@ -8,8 +8,8 @@ import PIL.Image
 import PIL.ImageDraw
 import PIL.ImageFont
 
+from experiments import workdir
 from experiments.encoders import base
-from sotalign_jax import recording
 
 TILE, GAP, LINE = 180, 12, 18
 INK, PALE = (30, 30, 30), (110, 110, 110)
@@ -69,7 +69,7 @@ def _within(image: Any, side: int) -> Any:
 
 def _write(path: pathlib.Path, sheet: Any) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
-    with recording.replacing(path) as file:
+    with workdir.replacing(path) as file:
         # Few colours keep a sheet small; it is to be looked at, not measured.
         sheet.quantize(128).save(file, "PNG", optimize=True)
 

@@ -12,8 +12,8 @@ from typing import Any
 
 from absl import app, flags
 
-from experiments import diagnosis, findings, launch, runner
-from sotalign_jax import checks, data, files, recording
+from experiments import diagnosis, findings, launch, runner, workdir
+from sotalign_jax import checks, data, files
 
 _FILES = {
     "x": "Embeddings of the first modality (.npy, .npz, .safetensors, tfds:...; PATH#KEY).",
@@ -74,7 +74,7 @@ def _run() -> None:
         "seed": _SEED.value,
         "options": dataclasses.asdict(options),
     }
-    recording.open_run(out, config, flag="out")
+    workdir.open_run(out, config, flag="out")
     found = diagnosis.measure(dataset, options, seed=_SEED.value)
     print(findings.report(found, out))
 

@@ -6,7 +6,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from sotalign_jax import checks, data, diagnostics, methods, recording, teachers
+from experiments import workdir
+from sotalign_jax import checks, data, diagnostics, methods, teachers
 
 MIN_PAIRS = 20
 NEIGHBOURS = 10
@@ -82,7 +83,7 @@ def measure(dataset: data.Dataset, options: Options, *, seed: int) -> Findings:
     subsets = options.subsets if len(dataset.pairs_x) > KNN_ROWS else 1
     total = subsets + options.repeats * len(pools) + len(epsilons)
     done = 0
-    with recording.Progress(total, "diagnose") as progress:
+    with workdir.Progress(total, "diagnose") as progress:
 
         def step() -> None:
             nonlocal done

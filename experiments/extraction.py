@@ -24,9 +24,9 @@ from typing import Any, BinaryIO, NamedTuple, Protocol
 
 import numpy as np
 
-from experiments import locks
+from experiments import workdir
 from experiments.datasets import Item
-from sotalign_jax import checks, files, recording
+from sotalign_jax import checks, files
 
 FORMAT = 1
 EMBEDDINGS, ROWS, SKIPPED, METADATA = (
@@ -107,14 +107,14 @@ def extract(
         "dtype": dtype,
         "shard_size": shard_size,
     }
-    recording.open_run(out, config, flag="out")
-    with locks.only_process(out, flag="out"):
+    workdir.open_run(out, config, flag="out")
+    with workdir.only_process(out, flag="out"):
         if not (out / METADATA).exists():
             (out / "shards").mkdir(exist_ok=True)
             _write_shards(items(), total, encoder, out, dtype, shard_size, workers)
             _join_shards(out, config)
         shutil.rmtree(out / "shards", ignore_errors=True)
-    metadata: dict[str, Any] = recording.read_json(out / METADATA)
+    metadata: dict[str, Any] = workdir.read_json(out / METADATA)
     return metadata
 
 
@@ -128,7 +128,7 @@ def load(folder: pathlib.Path) -> Embeddings:
         begun = (folder / "config.json").exists()
         remedy = "start that extraction again to finish it" if begun else "check the path"
         raise checks.InputError(f"{folder}: holds no finished embeddings; {remedy}")
-    metadata = recording.read_json(folder / METADATA)
+    metadata = workdir.read_json(folder / METADATA)
     rows = np.load(folder / EMBEDDINGS, mmap_mode="r")
     with (folder / ROWS).open(encoding="utf-8") as file:
         origins = [Row(**json.loads(line)) for line in file]
@@ -173,7 +173,7 @@ def _write_shards(
     done = sum(size for size, path in zip(sizes, places, strict=True) if path.exists())
     unit = f"{encoder.modality} rows"
     with (
-        recording.Progress(total, "extract", initial=done, unit=unit, rate=True) as bar,
+        workdir.Progress(total, "extract", initial=done, unit=unit, rate=True) as bar,
         concurrent.futures.ThreadPoolExecutor(workers) as pool,
     ):
 
@@ -186,7 +186,7 @@ def _write_shards(
             chunk = list(itertools.islice(items, shard_size))
             if not path.exists():
                 shard = _embed_shard(chunk, encoder, dtype, pool, workers, advance)
-                with recording.replacing(path) as file:
+                with workdir.replacing(path) as file:
                     np.savez(file, allow_pickle=False, **shard)
 
 
@@ -314,7 +314,7 @@ def _join_shards(out: pathlib.Path, config: dict[str, Any]) -> None:
     width = next(rows.shape[1] for rows in (_read_shard(p, "rows") for p in paths) if len(rows))
     with contextlib.ExitStack() as stack:
         embeddings, rows, skipped = (
-            _Summing(stack.enter_context(recording.replacing(out / name)))
+            _Summing(stack.enter_context(workdir.replacing(out / name)))
             for name in (EMBEDDINGS, ROWS, SKIPPED)
         )
         header = {"descr": np.dtype(config["dtype"]).str, "fortran_order": False}
@@ -347,7 +347,7 @@ def _join_shards(out: pathlib.Path, config: dict[str, Any]) -> None:
         "skipped": bad,
         "files": sums,
     }
-    recording.write_json(out / METADATA, metadata)
+    workdir.write_json(out / METADATA, metadata)
 
 
 def _first_rows(paths: list[pathlib.Path]) -> np.ndarray:

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from absl import flags, logging
 
-from experiments import processes, settings
+from experiments import distributed, settings
 from sotalign_jax import checks
 
 
@@ -27,22 +27,11 @@ def guarded(command: Callable[[], None], *, interrupted: str) -> Callable[[list[
         try:
             if len(argv) > 1:
                 raise checks.InputError(f"arguments: {argv[1]!r} is not understood; see --help")
-            with processes.connected():
-                command()
+            distributed.initialize()
+            command()
         except (checks.InputError, FloatingPointError, OSError) as error:
-            end(f"error: {error}")
+            sys.exit(f"error: {error}")
         except KeyboardInterrupt:
-            end(f"interrupted: {interrupted}")
-        except Exception as error:
-            if not processes.several():
-                raise
-            processes.failed(error)
+            sys.exit(f"interrupted: {interrupted}")
 
     return main
-
-
-def end(message: str) -> None:
-    """Ends with one line and exit code 1; as one of several processes, without waiting for them."""
-    if processes.several():
-        processes.stop(message)
-    sys.exit(message)

@@ -15,9 +15,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-from experiments import cli, extraction
+from experiments import cli, extraction, workdir
 from experiments.extraction import Embeddings
-from sotalign_jax import checks, recording
+from sotalign_jax import checks
 
 PARTS = ("train", "val", "test", "split", "sue", "zero_shot")
 SUE_TEST = 400
@@ -172,7 +172,7 @@ def zero_shot_arrays(x: Embeddings, y: Embeddings) -> Arrays:
 def write(out: pathlib.Path, arrays: Arrays) -> list[str]:
     """Writes the files and returns the flags with which experiments.main reads them."""
     for name, array in arrays.items():
-        with recording.replacing(out / f"{name}.npy") as file:
+        with workdir.replacing(out / f"{name}.npy") as file:
             if isinstance(array, np.ndarray):
                 np.save(file, array)
                 continue
@@ -193,11 +193,11 @@ def claim(out: pathlib.Path, x: Embeddings, y: Embeddings) -> None:
     out.mkdir(parents=True, exist_ok=True)
     encoders = {"x": x.metadata["encoder"], "y": y.metadata["encoder"]}
     noted = out / ENCODERS
-    if noted.exists() and recording.read_json(noted) != encoders:
+    if noted.exists() and workdir.read_json(noted) != encoders:
         raise checks.InputError(
             f"out: {out} has files of other encoders (see {ENCODERS}); choose another --out"
         )
-    recording.write_json(noted, encoders)
+    workdir.write_json(noted, encoders)
 
 
 def _parser() -> cli.Parser:

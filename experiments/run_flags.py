@@ -5,7 +5,6 @@ import pathlib
 from absl import flags
 from ml_collections import config_dict, config_flags
 
-from experiments import processes
 from sotalign_jax import checks
 
 # Unknown settings are let through here, to be refused with a list of the known ones.
@@ -23,7 +22,7 @@ def config() -> config_dict.ConfigDict:
 
 
 def workdir() -> pathlib.Path:
-    """The folder that --workdir names; of several processes, only the first writes there."""
+    """The folder that --workdir names."""
     if not _WORKDIR.value:
         raise checks.InputError("workdir: is not set; pass --workdir=FOLDER")
-    return processes.workdir(pathlib.Path(_WORKDIR.value).expanduser())
+    return pathlib.Path(_WORKDIR.value).expanduser()

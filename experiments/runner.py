@@ -9,22 +9,11 @@ from typing import Any, NamedTuple
 
 from jax.sharding import Mesh
 
-from experiments import locks, processes
+from experiments import distributed
 from experiments import settings as settings_lib
+from experiments import workdir as workdir_lib
 from experiments.settings import Settings
-from sotalign_jax import (
-    aligner,
-    checkpoints,
-    checks,
-    data,
-    evaluation,
-    files,
-    heads,
-    methods,
-    recording,
-    teachers,
-    training,
-)
+from sotalign_jax import aligner, checks, data, evaluation, files, heads, methods, teachers, training
 from sotalign_jax.ot import sharding
 
 Results = dict[str, float]
@@ -54,21 +43,15 @@ def execute(
 
     def claim() -> pathlib.Path:
         if within is not None:
-            recording.open_run(*within)
-        return recording.open_run(workdir, settings_lib.to_json(settings)).path
+            workdir_lib.open_run(*within)
+        return workdir_lib.open_run(workdir, settings_lib.to_json(settings))
 
+    begun = (workdir if within is None else within[0]) / "config.json"
     results_path = workdir / "results.json"
-
-    def finished() -> Results | None:
-        if ((workdir if within is None else within[0]) / "config.json").exists():
-            claim()
-            if results_path.exists():
-                return recording.read_json(results_path)
-        return None
-
-    earlier = processes.agree(finished)
-    if earlier is not None:
-        return earlier
+    if distributed.agree(begun.exists):
+        claim()
+        if distributed.agree(results_path.exists):
+            return distributed.agree(lambda: workdir_lib.read_json(results_path))
     try:
         prepared = prepare(settings)
     except checks.InputError as error:
@@ -76,7 +59,7 @@ def execute(
     except FloatingPointError:
         claim()  # a fit that failed is remembered in its folder
         raise
-    with locks.only_process(claim(), flag="workdir"):
+    with workdir_lib.only_process(claim()):
         results: Results = {}
         trained = prepared.start
         if prepared.method is not None:
@@ -87,10 +70,11 @@ def execute(
             results["best_step"] = int(best.step)
         results |= evaluate(trained, prepared.dataset)
         info = {"settings": settings_lib.to_json(settings), "results": results}
-        # What a killed start left may be incomplete.
-        shutil.rmtree(workdir / aligner.FOLDER, ignore_errors=True)
-        aligner.Aligner(trained, info).save(workdir / aligner.FOLDER)
-        recording.write_json(results_path, results)
+        if distributed.is_first():
+            # What a killed start left may be incomplete.
+            shutil.rmtree(workdir / aligner.FOLDER, ignore_errors=True)
+            aligner.Aligner(trained, info).save(workdir / aligner.FOLDER)
+        workdir_lib.write_json(results_path, results)
     return results
 
 
@@ -250,73 +234,21 @@ def _train(
     settings: Settings, prepared: Prepared, folder: pathlib.Path, *, inner: bool
 ) -> tuple[heads.Heads, training.Best]:
     assert prepared.method is not None
-    with _Recorder(settings, folder, inner=inner) as recorder:
+    with workdir_lib.Recorder(
+        folder,
+        steps=settings.train.steps,
+        title=f"{settings.name} seed {settings.train.seed}",
+        tensorboard=settings.tensorboard,
+        inner=inner,
+    ) as recorder:
         return training.fit(
             prepared.method,
             prepared.start,
             prepared.dataset,
             settings.train,
-            teacher=processes.from_first(prepared.teacher),
+            teacher=distributed.from_first(prepared.teacher),
             resume=recorder.resume,
             observer=recorder,
             mesh=prepared.mesh,
             on_device=settings.on_device,
         )
-
-
-class _Recorder:
-    """Writes metrics and checkpoints of one run, and shows its progress."""
-
-    def __init__(self, settings: Settings, folder: pathlib.Path, *, inner: bool) -> None:
-        self._settings, self._folder, self._inner = settings, folder, inner
-        self._log = recording.MetricLog(folder / "metrics.jsonl")
-        saved = processes.first_workdir(folder) / "checkpoints"
-        self._checkpoints = checkpoints.Checkpoints(saved)
-        self._bar: recording.Progress | None = None
-        self._board: Any = None
-
-    def __enter__(self) -> "_Recorder":
-        return self
-
-    def __exit__(self, *error: Any) -> None:
-        if self._bar is not None:
-            self._bar.__exit__(*error)
-        if self._board is not None:
-            self._board.close()
-        self._log.close()
-        self._checkpoints.__exit__(*error)
-
-    def resume(self, template: training.Snapshot) -> training.Snapshot | None:
-        """The newest checkpoint, with the log cut back to its step; the same for all processes."""
-        found = None
-
-        def restore() -> int:
-            nonlocal found
-            found = self._checkpoints.restore_latest(template)
-            step = 0 if found is None else found[0]
-            self._log.truncate_after(step)
-            if self._settings.tensorboard:
-                self._board = recording.tensorboard(self._folder / "tensorboard", resume_after=step)
-            return step
-
-        step = processes.agree(restore)
-        if processes.is_first():
-            name = f"{self._settings.name} seed {self._settings.train.seed}"
-            self._bar = recording.Progress(
-                self._settings.train.steps, name, initial=step, inner=self._inner
-            )
-        return processes.from_first(template if found is None else found[1])
-
-    def metrics(self, step: int, values: dict[str, float]) -> None:
-        """One line of the log, the bar, and TensorBoard if asked for."""
-        self._log.append(step, values)
-        if self._bar is not None:
-            self._bar.update(step, loss=values["loss"], mean_r1=values.get("val/mean/R@1"))
-        if self._board is not None:
-            for name, value in values.items():
-                self._board.add_scalar(name, float(value), step)
-
-    def snapshot(self, step: int, snapshot: training.Snapshot) -> None:
-        """Saves in the background; the log reaches the disk first."""
-        self._log.flush()
-        self._checkpoints.save(step, snapshot)

@@ -17,10 +17,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from experiments import cli, contact_sheet, datasets, encoders, extract, extraction, pair
+from experiments import cli, contact_sheet, datasets, encoders, extract, extraction, pair, workdir
 from experiments.datasets import base, folder
 from experiments.extraction import Embeddings, Encoder
-from sotalign_jax import aligner, checks, recording, tables
+from sotalign_jax import aligner, checks, tables
 
 BUNDLED = {"x": {"name": "efficientnet-lite2"}, "y": {"name": "all-minilm-l6-v2"}}
 """Encoders of the bundled pictures."""
@@ -35,7 +35,7 @@ def trained_with(model: aligner.Aligner) -> dict[str, dict[str, Any]] | None:
     noted = pathlib.Path(table).parent / pair.ENCODERS
     if not table or not noted.exists():
         return None
-    encoders_json: dict[str, dict[str, Any]] = recording.read_json(noted)
+    encoders_json: dict[str, dict[str, Any]] = workdir.read_json(noted)
     return encoders_json
 
 

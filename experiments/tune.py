@@ -18,9 +18,10 @@ from typing import Any, NamedTuple
 
 from absl import app, flags
 
-from experiments import batch, compare, grids, launch, run_flags, runner, settings
+from experiments import batch, compare, distributed, grids, launch, run_flags, runner, settings
+from experiments import workdir as workdir_lib
 from experiments.settings import Settings
-from sotalign_jax import checks, recording, tables
+from sotalign_jax import checks, tables
 
 SCORE = "val/mean/R@1"
 """What decides."""
@@ -158,17 +159,18 @@ def tune(
     folder = workdir / name
     if not (folder / "config.json").exists():
         check_data(planned, test=test)
-    recording.open_run(workdir, {"config": settings.without_placement(values)})
-    recording.open_run(folder, {"method": name, "grid": wanted})
+    workdir_lib.open_run(workdir, {"config": settings.without_placement(values)})
+    workdir_lib.open_run(folder, {"method": name, "grid": wanted})
     trials = search(planned, folder, f"tune {name}")
     table = trials_table(trials)
-    table.save(folder / "trials")
+    if distributed.is_first():
+        table.save(folder / "trials")
     best = trials[0]
     if best.score is None:
         raise checks.InputError(f"method: every trial of {name} failed, first {best.error}")
     overrides = grids.with_point(values, name, best.point)["overrides"][name]
     flag = f'--config.overrides.{name}="{overrides}"'
-    recording.write_json(
+    workdir_lib.write_json(
         folder / "best.json",
         {
             "method": name,
@@ -180,7 +182,8 @@ def tune(
             "flag": flag,
         },
     )
-    print(f"\n{table}\n\n{name} at its best: {flag}")
+    if distributed.is_first():
+        print(f"\n{table}\n\n{name} at its best: {flag}")
     return best
 
 

@@ -10,7 +10,8 @@ import pytest
 
 import sotalign_jax as sota
 from benchmarks import accelerator, collectives
-from sotalign_jax import checkpoints, checks, data, heads, methods, teachers, training
+from experiments import workdir
+from sotalign_jax import checks, data, heads, methods, teachers, training
 from sotalign_jax.methods import structure
 from sotalign_jax.ot import sharding
 
@@ -163,13 +164,9 @@ def test_training_is_the_same(devices, dataset, one_device, tmp_path):
     recorder = train(dataset, method, mesh=sharding.rows_mesh(devices))
     assert_same_training(recorder, one_device)
     # A checkpoint of many devices is one for a single device, too.
-    with checkpoints.Checkpoints(tmp_path) as saved:
-        saved.save(10, recorder.snapshots[10])
-
-        def resume(template):
-            return saved.restore_latest(template)[1]
-
-        resumed = train(dataset, method, resume=resume)
+    with workdir.Recorder(tmp_path, steps=20, title="devices") as saved:
+        saved.snapshot(10, recorder.snapshots[10])
+        resumed = train(dataset, method, resume=saved.resume)
     assert len(resumed.values) == 10
     one_device_late = Recorder()
     one_device_late.values = one_device.values[10:]

@@ -15,10 +15,10 @@ import pytest
 import small_runs
 import toy_encoders
 
-from experiments import datasets, extract, extraction, locks, pair, runner, settings
+from experiments import datasets, extract, extraction, pair, runner, settings, workdir
 from experiments.configs import files as files_config
 from experiments.datasets import base
-from sotalign_jax import checks, files, recording
+from sotalign_jax import checks, files
 
 ROOT = pathlib.Path(__file__).parents[1]
 NAMES = ("embeddings.npy", "rows.jsonl", "skipped.jsonl", "metadata.json")
@@ -220,7 +220,7 @@ def test_one_process_a_folder(pictures, tmp_path):
     run(pictures, tmp_path / "out")
     (tmp_path / "out" / "metadata.json").unlink()
     with (
-        locks.only_process(tmp_path / "out", flag="out"),
+        workdir.only_process(tmp_path / "out", flag="out"),
         pytest.raises(checks.InputError, match=r"out: .* is in use by another process"),
     ):
         run(pictures, tmp_path / "out")
@@ -310,7 +310,7 @@ def test_a_run_killed_again_and_again_leaves_the_same_bytes(pictures, uninterrup
 
 def test_a_kill_while_the_files_are_joined(pictures, tmp_path, monkeypatch):
     run(pictures, tmp_path / "reference", shard_size=16)
-    write = recording.write_json
+    write = workdir.write_json
 
     def kill(path, value):
         if pathlib.Path(path).name == "metadata.json":
@@ -318,7 +318,7 @@ def test_a_kill_while_the_files_are_joined(pictures, tmp_path, monkeypatch):
         write(path, value)
 
     with monkeypatch.context() as patch:
-        patch.setattr(recording, "write_json", kill)
+        patch.setattr(workdir, "write_json", kill)
         with pytest.raises(KeyboardInterrupt):
             run(pictures, tmp_path / "out", shard_size=16)
     assert (tmp_path / "out" / "embeddings.npy").exists()

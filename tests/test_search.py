@@ -8,9 +8,9 @@ import pytest
 import small_runs
 import toy_encoders
 
-from experiments import contact_sheet, extraction, pair, search
+from experiments import contact_sheet, extraction, pair, search, workdir
 from experiments.datasets import base
-from sotalign_jax import aligner, checks, heads, recording
+from sotalign_jax import aligner, checks, heads
 
 SHADES = {"dark": 10, "grey": 120, "light": 240}
 
@@ -129,7 +129,7 @@ def test_a_model_of_unknown_origin_asks_for_encoders(model, tmp_path):
 
 def test_other_weights_than_those_trained_with_are_refused(model, tmp_path, monkeypatch):
     noted = {"x": {"name": "bert", "revision": "sha256:old", "pooling": "mean"}, "y": {}}
-    recording.write_json(tmp_path / pair.ENCODERS, noted)
+    workdir.write_json(tmp_path / pair.ENCODERS, noted)
     trained = trained_on(model, name="files", files={"x": str(tmp_path / "x.npy")})
     monkeypatch.setattr(search.encoders, "load", lambda *_, **__: toy_encoders.Toy("text"))
     with pytest.raises(checks.InputError, match=r"bert is at 1 but the model was trained on sha"):

@@ -6,8 +6,9 @@ from collections import defaultdict
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
+from experiments import workdir
 from experiments.datasets import base
-from sotalign_jax import checks, recording
+from sotalign_jax import checks
 
 KARPATHY = {
     "train": ("train", "restval"),  # as usual, what Karpathy left over is trained on
@@ -42,7 +43,7 @@ def coco(request: base.Request) -> base.Source:
             for record in records
         )
     name = f"captions_{split}.json"
-    table = recording.read_json(base.find(root, f"annotations/{name}", name))
+    table = workdir.read_json(base.find(root, f"annotations/{name}", name))
     captions: dict[int, list[tuple[str, str]]] = defaultdict(list)
     for entry in table["annotations"]:
         captions[entry["image_id"]].append((str(entry["id"]), entry["caption"]))
@@ -69,7 +70,7 @@ def flickr30k(request: base.Request) -> base.Source:
 
 def _karpathy(path: pathlib.Path, split: str) -> list[dict[str, Any]]:
     checks.choice("split", split, tuple(KARPATHY))
-    records = recording.read_json(path)["images"]
+    records = workdir.read_json(path)["images"]
     return [record for record in records if record["split"] in KARPATHY[split]]
 
 

@@ -17,7 +17,7 @@ import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, TextIO
 
-from sotalign_jax import recording
+from experiments import workdir as workdir_lib
 
 Results = dict[str, Any]
 FOLDER = "cells"
@@ -60,7 +60,7 @@ class Store:
     def results(self, key: str) -> Results | None:
         """Results of a finished cell."""
         path = self.folder(key) / "results.json"
-        return recording.read_json(path) if path.exists() else None
+        return workdir_lib.read_json(path) if path.exists() else None
 
     def finish(self, cells: Sequence[Cell], *, show: bool = True) -> None:
         """Computes all cells that are not finished; a failing one is noted, and the rest goes on.
@@ -72,7 +72,7 @@ class Store:
         waiting = {key: cell for key, cell in wanted.items() if self.results(key) is None}
         done = len(wanted) - len(waiting)
         silent = None if show else io.StringIO()
-        with recording.Progress(len(wanted), "cells", initial=done, stream=silent) as progress:
+        with workdir_lib.Progress(len(wanted), "cells", initial=done, stream=silent) as progress:
             while waiting:
                 for key, cell in list(waiting.items()):
                     if self._attempt(key, cell):
@@ -97,7 +97,7 @@ class Store:
                 with contextlib.redirect_stderr(log):
                     results = cell.compute(folder)
                 folder.mkdir(exist_ok=True)
-                recording.write_json(folder / "results.json", results)
+                workdir_lib.write_json(folder / "results.json", results)
             except Exception as error:  # one cell of many: the others are worth having
                 traceback.print_exc(file=log)
                 first = (str(error).strip() or type(error).__name__).splitlines()[0]

@@ -9,10 +9,10 @@ from typing import Any
 
 import numpy as np
 
+from experiments import workdir
 from experiments.paper import claims
 from experiments.paper.cells import Cell, Store
 from experiments.paper.lab import Changes, Lab
-from sotalign_jax import recording
 
 PAPER = pathlib.Path(__file__).parents[1] / "paper_results.json"
 """Every table of the paper as numbers."""
@@ -90,7 +90,7 @@ class Grid:
 @functools.cache
 def paper_results() -> dict[str, Any]:
     """The paper's tables; rows are values by column."""
-    tables = recording.read_json(PAPER)
+    tables = workdir.read_json(PAPER)
     return {
         key: {
             **table,

@@ -8,12 +8,13 @@ import shutil
 from collections.abc import Sequence
 from typing import Any
 
+from experiments import workdir as workdir_lib
 from experiments.paper import outcomes
 from experiments.paper.cells import FOLDER
 from experiments.paper.entries import Values
 from experiments.paper.outcomes import Outcome
 from experiments.paper.slots import SLOTS
-from sotalign_jax import recording, tables
+from sotalign_jax import tables
 
 TITLE = "SOTAlign: every table and figure, ours beside the paper's"
 STYLE = pathlib.Path(__file__).with_name("report.css")
@@ -50,10 +51,10 @@ def note(made: Sequence[Outcome]) -> str:
 def environments(workdir: pathlib.Path) -> dict[str, Any]:
     """What the cells ran on: the newest environment, with every revision that took part."""
     found = [
-        recording.read_json(p) for p in sorted(workdir.glob(f"{FOLDER}/*/run/environment.json"))
+        workdir_lib.read_json(p) for p in sorted(workdir.glob(f"{FOLDER}/*/run/environment.json"))
     ]
     if not found:
-        return recording.environment()
+        return workdir_lib.environment()
     newest = max(found, key=lambda one: one["time"])
     revisions = sorted({str(one["git"]) for one in found})
     return {**newest, "git": ", ".join(revisions), "cells": len(found)}

@@ -4,7 +4,8 @@ import pathlib
 from collections.abc import Iterable
 from typing import Any, NamedTuple
 
-from sotalign_jax import checks, files, recording
+from experiments import workdir
+from sotalign_jax import checks, files
 
 
 class Slot(NamedTuple):
@@ -98,7 +99,7 @@ def read(path: str | pathlib.Path) -> dict[str, dict[str, str]]:
         InputError: a slot or a field that is unknown or missing, or a file that is not there.
     """
     path = pathlib.Path(path).expanduser()
-    given = recording.read_json(path)
+    given = workdir.read_json(path)
     if not isinstance(given, dict):
         raise checks.InputError(f"files: {path} holds no object; pass {{slot: {{field: path}}}}")
     return {slot: _read_slot(slot, fields, path.resolve().parent) for slot, fields in given.items()}

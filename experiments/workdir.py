@@ -1,12 +1,14 @@
-"""What a run leaves on disk and shows on the screen: configuration, metrics, progress.
+"""What a run leaves on disk and shows on the screen: config, metrics, checkpoints, progress.
 
-A run folder holds `config.json` (what was asked for), `environment.json` (what it ran on) and
-`metrics.jsonl` (one strict JSON object a line, no times in it, so that an interrupted and resumed
-run leaves the same bytes as an uninterrupted one).
+A run folder holds `config.json` (what was asked for), `environment.json` (what it ran on),
+`metrics.jsonl` (one strict JSON object a line, no times in it) and `checkpoints/` (orbax, one
+folder a step). Killed at any moment and started again, a run leaves the same bytes as an
+uninterrupted one. Of several processes the first alone writes, but all save checkpoints together.
 """
 
 import contextlib
 import datetime
+import fcntl
 import importlib.metadata
 import json
 import math
@@ -17,22 +19,28 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator, Mapping
-from typing import Any, BinaryIO, NamedTuple, Self, TextIO
+from concurrent import futures
+from typing import Any, BinaryIO, Self, TextIO, TypeVar
 
 import jax
+import jax.numpy as jnp
 import numpy as np
+import orbax.checkpoint as ocp
 import tqdm
 
-from sotalign_jax import checks
+from experiments import distributed
+from sotalign_jax import checks, training
 
 PathLike = str | os.PathLike[str]
+Tree = TypeVar("Tree")
 
 _PACKAGES = ("sotalign-jax", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy")
-_NON_FINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
 
 
 def write_json(path: PathLike, value: Any) -> None:
     """Writes `value` as indented strict JSON; a reader sees the old file or the new, never a part.
+
+    Of several processes the first alone writes.
 
     Raises:
         InputError: the value is not JSON (a NaN, an object, ...).
@@ -49,8 +57,9 @@ def write_json(path: PathLike, value: Any) -> None:
         text = json.dumps(value, indent=2, allow_nan=False) + "\n"
     except (TypeError, ValueError) as error:
         raise checks.InputError(f"{path}: cannot be written as JSON ({error})") from error
-    with replacing(path) as file:
-        file.write(text.encode())
+    if distributed.is_first():
+        with replacing(path) as file:
+            file.write(text.encode())
 
 
 @contextlib.contextmanager
@@ -59,13 +68,6 @@ def replacing(path: PathLike) -> Iterator[BinaryIO]:
 
     Raises:
         OSError: the file cannot be written, as on a full disk; an earlier one is intact.
-
-    >>> import tempfile
-    >>> path = pathlib.Path(tempfile.mkdtemp()) / "rows.bin"
-    >>> with replacing(path) as file:
-    ...     _ = file.write(b"rows")
-    >>> path.read_bytes()
-    b'rows'
     """
     path = pathlib.Path(path)
     temporary = _temporary(path)
@@ -96,11 +98,7 @@ def read_json(path: PathLike) -> Any:
 
 
 def environment() -> dict[str, Any]:
-    """Versions, devices, git revision and the time now, as plain JSON values.
-
-    >>> sorted(environment())
-    ['backend', 'devices', 'git', 'packages', 'platform', 'python', 'time']
-    """
+    """Versions, devices, git revision and the time now, as plain JSON values."""
     packages = {}
     for name in _PACKAGES:
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
@@ -116,33 +114,35 @@ def environment() -> dict[str, Any]:
     }
 
 
-class Run(NamedTuple):
-    """A run folder, and whether it was there before."""
+def open_run(
+    workdir: PathLike, config: Mapping[str, Any], *, flag: str = "workdir"
+) -> pathlib.Path:
+    """Creates a run folder, or opens the one with exactly this config again; returns its path.
 
-    path: pathlib.Path
-    resumed: bool
-
-
-def open_run(workdir: PathLike, config: Mapping[str, Any], *, flag: str = "workdir") -> Run:
-    """Creates a run folder, or opens the one with exactly this configuration again.
+    Several processes call this together, and the first alone looks and writes.
 
     Args:
         workdir: the run's folder; created with its parents when missing.
         config: everything that decides the result, as JSON values; tuples count as lists.
         flag: what the command line calls the folder, for messages.
 
-    Returns:
-        The folder, and True when an earlier start of the same run is there to be resumed.
-
     Raises:
         InputError: the folder holds another run or other files; nothing is overwritten.
 
     >>> import tempfile
     >>> folder = tempfile.mkdtemp()
-    >>> open_run(folder, {"seed": 0}).resumed, open_run(folder, {"seed": 0}).resumed
-    (False, True)
+    >>> open_run(folder, {"seed": 0}) == open_run(folder, {"seed": 0})
+    True
+    >>> open_run(folder, {"seed": 1})  # doctest: +ELLIPSIS
+    Traceback (most recent call last):
+    sotalign_jax.checks.InputError: workdir: ... holds a run with seed=0 but seed=1 is asked for;...
     """
     path = pathlib.Path(workdir)
+    distributed.agree(lambda: _open(path, config, flag))
+    return path
+
+
+def _open(path: pathlib.Path, config: Mapping[str, Any], flag: str) -> None:
     config_path = path / "config.json"
     try:
         path.mkdir(parents=True, exist_ok=True)
@@ -150,31 +150,51 @@ def open_run(workdir: PathLike, config: Mapping[str, Any], *, flag: str = "workd
         raise checks.InputError(
             f"{flag}: {path} cannot be created ({error.strerror}); choose another --{flag}"
         ) from error
-    resumed = config_path.exists()
-    if resumed:
+    if config_path.exists():
         _refuse_other_config(path, read_json(config_path), config, flag)
     else:
-        strangers = sorted(
-            entry.name for entry in path.iterdir() if entry != _temporary(config_path)
-        )
-        if strangers:
+        others = sorted(entry.name for entry in path.iterdir() if entry != _temporary(config_path))
+        if others:
             raise checks.InputError(
-                f"{flag}: {path} holds {strangers[0]} but no config.json, so it is not a run "
+                f"{flag}: {path} holds {others[0]} but no config.json, so it is not a run "
                 f"folder; choose another --{flag}"
             )
         write_json(config_path, config)
     if not (path / "environment.json").exists():
         write_json(path / "environment.json", environment())
-    return Run(path, resumed)
+
+
+@contextlib.contextmanager
+def only_process(folder: pathlib.Path, *, flag: str = "workdir") -> Iterator[None]:
+    """Keeps other commands out of a run folder; the system lifts the lock even after a kill.
+
+    Raises:
+        InputError: another process is in it.
+    """
+    with contextlib.ExitStack() as stack:
+
+        def lock() -> None:
+            file = stack.enter_context((folder / "config.json").open("rb"))
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError as error:
+                raise checks.InputError(
+                    f"{flag}: {folder} is in use by another process; wait for its end or choose "
+                    f"another --{flag}"
+                ) from error
+            except OSError:  # some network file systems have no locks
+                pass
+
+        distributed.agree(lock)
+        yield
 
 
 class MetricLog:
     """Appends metrics to a file, one JSON object a line: the step, then the names in order.
 
     Each line reaches the operating system before `append` returns. Strict JSON has no NaN or
-    infinity: they are written as the strings "NaN", "Infinity" and "-Infinity", which
-    `read_metrics` turns back into numbers. Narrow floats are written with the digits that
-    identify them in their own type (float32 0.1 as 0.1).
+    infinity: they are written as the strings "NaN", "Infinity" and "-Infinity". Narrow floats
+    are written with the digits that identify them in their own type (float32 0.1 as 0.1).
 
     >>> import tempfile
     >>> path = pathlib.Path(tempfile.mkdtemp()) / "metrics.jsonl"
@@ -223,33 +243,6 @@ class MetricLog:
         self._file.truncate(kept)
 
 
-def read_metrics(path: PathLike) -> list[dict[str, Any]]:
-    """Reads the lines of a `MetricLog`; a last line cut short by a kill is left out.
-
-    Raises:
-        InputError: the file is missing, or a line in it is not a record.
-    """
-    return [
-        {name: _NON_FINITE.get(value, value) for name, value in record.items()}
-        for _, record in _records(pathlib.Path(path))
-    ]
-
-
-def tensorboard(logdir: PathLike, *, resume_after: int | None = None) -> Any:
-    """A `tensorboardX.SummaryWriter`; `add_scalar(name, value, step)` and `close()` are used.
-
-    Args:
-        logdir: folder that `tensorboard --logdir` will read.
-        resume_after: the restored step; what was shown beyond it is hidden.
-
-    Raises:
-        InputError: the optional package is not installed.
-    """
-    tensorboard_x = checks.require("tensorboardX", extra="tensorboard")
-    purge = None if resume_after is None else resume_after + 1
-    return tensorboard_x.SummaryWriter(str(logdir), purge_step=purge)
-
-
 class Progress:
     """A progress bar with loss, MeanR@1, rate and time left; ten plain lines where no terminal is.
 
@@ -269,7 +262,9 @@ class Progress:
         inner: bool = False,
         stream: TextIO | None = None,
     ) -> None:
-        """Starts at step `initial` of `total`; writes to `stream`, by default stderr.
+        """Starts at step `initial` of `total`; writes to `stream`.
+
+        By default this is stderr for the first process, and nothing for the others.
 
         `unit` is what is counted, such as "rows"; plain lines show its `rate`, too, if asked. An
         `inner` bar stands below another one and is gone at its end; without a terminal it says
@@ -280,7 +275,9 @@ class Progress:
         self._rate = rate
         self._shown: dict[str, float] = {}
         self._start = time.monotonic()
-        self._stream = sys.stderr if stream is None else stream
+        self._stream = stream
+        if stream is None and distributed.is_first():
+            self._stream = sys.stderr
         self._bar: tqdm.tqdm[Any] | None = None
         with self._tolerant():
             if self._stream is not None and self._stream.isatty():
@@ -339,6 +336,150 @@ class Progress:
             if self._bar is not None:
                 self._bar.disable = True
                 self._bar = None
+
+
+KEEP = 2
+"""How many of the newest checkpoints stay on disk."""
+
+
+class Recorder:
+    """Observer of `training.fit`: keeps the metrics and checkpoints of a run, shows its progress.
+
+    A checkpoint is the pytree of host arrays that `to_arrays` makes of a snapshot, so plain orbax
+    reads it on any number of devices:
+    `ocp.StandardCheckpointer().restore(folder / "checkpoints" / str(step) / "default")`.
+    Every process takes part in saving and restoring, and the first does all else.
+    """
+
+    def __init__(
+        self,
+        folder: PathLike,
+        *,
+        steps: int,
+        title: str,
+        tensorboard: bool = False,
+        inner: bool = False,
+    ) -> None:
+        """Opens the records in `folder`; an `inner` run shows its progress below another bar."""
+        self._folder = pathlib.Path(folder).absolute()
+        self._steps, self._title, self._inner = steps, title, inner
+        self._tensorboard = tensorboard and distributed.is_first()
+        self._opened = contextlib.ExitStack()
+        options = ocp.CheckpointManagerOptions(
+            preservation_policy=ocp.checkpoint_managers.preservation_policy.LatestN(KEEP),
+            cleanup_tmp_directories=True,
+            # Saved within the step, for processes meet in collectives, which have one order.
+            enable_async_checkpointing=False,
+        )
+        self._checkpoints = ocp.CheckpointManager(self._folder / "checkpoints", options=options)
+        self._opened.callback(self._checkpoints.close)
+        self._log: MetricLog | None = None
+        if distributed.is_first():
+            self._log = self._opened.enter_context(MetricLog(self._folder / "metrics.jsonl"))
+        self._bar: Progress | None = None
+        self._board: Any = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self._opened.__exit__(*error)
+
+    def resume(self, template: training.Snapshot) -> training.Snapshot:
+        """The newest checkpoint, or `template` if there is none; cuts the log back to its step.
+
+        Raises:
+            InputError: the checkpoint cannot be read, or is not one of this template.
+        """
+        step = distributed.agree(self._checkpoints.latest_step)
+        start = distributed.from_first(template) if step is None else self._restore(step, template)
+        if self._log is not None:
+            self._log.truncate_after(step or 0)
+        if self._tensorboard:
+            board = checks.require("tensorboardX", extra="tensorboard")
+            # What was shown beyond the restored step is hidden.
+            self._board = board.SummaryWriter(
+                str(self._folder / "tensorboard"), purge_step=(step or 0) + 1
+            )
+            self._opened.callback(self._board.close)
+        bar = Progress(self._steps, self._title, initial=step or 0, inner=self._inner)
+        self._bar = self._opened.enter_context(bar)
+        return start
+
+    def _restore(self, step: int, template: Tree) -> Tree:
+        wanted = to_arrays(template)
+        try:
+            found = self._checkpoints.restore(step, args=ocp.args.StandardRestore(wanted))
+            jax.tree_util.tree_map_with_path(_check_shape, found, wanted)
+        except Exception as error:  # orbax raises many kinds for damaged files
+            raise checks.InputError(
+                f"checkpoints: {self._folder / 'checkpoints' / str(step)} cannot be restored "
+                f"({_first_line(error)}); remove it to continue from the one before, or choose "
+                "another --workdir"
+            ) from error
+        return from_arrays(found, template)
+
+    def metrics(self, step: int, values: dict[str, float]) -> None:
+        """One line of the log, the bar, and TensorBoard if asked for."""
+        if self._log is not None:
+            self._log.append(step, values)
+        if self._bar is not None:
+            self._bar.update(step, loss=values["loss"], mean_r1=values.get("val/mean/R@1"))
+        if self._board is not None:
+            for name, value in values.items():
+                self._board.add_scalar(name, float(value), step)
+
+    def snapshot(self, step: int, snapshot: training.Snapshot) -> None:
+        """Saves a checkpoint; the log reaches the disk first.
+
+        Raises:
+            OSError: the checkpoint could not be written; earlier ones are intact.
+        """
+        if self._log is not None:
+            self._log.flush()
+        arrays = ocp.args.StandardSave(to_arrays(snapshot))
+        try:
+            with futures.ThreadPoolExecutor(1) as thread:  # ctrl-C waits until it is saved
+                thread.submit(self._checkpoints.save, step, args=arrays).result()
+        except (OSError, ValueError) as error:  # tensorstore has a ValueError for a full disk
+            raise OSError(
+                f"checkpoints: step {step} was not saved in {self._folder} ({_first_line(error)}); "
+                "start again with the same --workdir to go on from the one before"
+            ) from error
+
+
+def to_arrays(tree: Any) -> Any:
+    """The tree with host arrays for leaves, PRNG keys as their data.
+
+    >>> to_arrays({"key": jax.random.key(7), "count": jnp.int32(3)})
+    {'count': array(3, dtype=int32), 'key': array([0, 7], dtype=uint32)}
+    """
+    return jax.tree.map(lambda x: np.asarray(jax.random.key_data(x) if _is_key(x) else x), tree)
+
+
+def from_arrays(arrays: Any, template: Tree) -> Tree:
+    """What `to_arrays` was given, on the default device; `template` tells which leaves are keys."""
+
+    def like(leaf: Any, array: np.ndarray) -> Any:
+        if _is_key(leaf):
+            return jax.random.wrap_key_data(jnp.asarray(array), impl=jax.random.key_impl(leaf))
+        return jnp.asarray(array)
+
+    return jax.tree.map(like, template, arrays)
+
+
+def _is_key(leaf: Any) -> bool:
+    return isinstance(leaf, jax.Array) and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
+
+
+def _check_shape(path: Any, found: np.ndarray, wanted: np.ndarray) -> None:
+    if found.shape != wanted.shape:
+        name = jax.tree_util.keystr(path)
+        raise ValueError(f"{name} has shape {found.shape}, but {wanted.shape} is needed")
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).strip() or type(error).__name__).splitlines()[0]
 
 
 def _temporary(path: pathlib.Path) -> pathlib.Path:

@@ -1,0 +1,390 @@
+"""Run folders: atomic JSON, metrics that survive a kill, checkpoints that plain orbax reads."""
+
+import doctest
+import io
+import json
+import math
+import os
+import pathlib
+import shutil
+import subprocess
+import sys
+import textwrap
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import orbax.checkpoint as ocp
+import pytest
+from flax import nnx
+
+from experiments import workdir
+from sotalign_jax import checks, training
+
+
+def test_examples_hold():
+    assert doctest.testmod(workdir).failed == 0
+
+
+# --- JSON and run folders ----------------------------------------------------------------------
+
+
+def test_json_is_replaced_whole_or_not_at_all(tmp_path):
+    path = tmp_path / "x.json"
+    value = {"a": [1, 2.5, None, True], "b": {"ü": "text"}}
+    workdir.write_json(path, {"old": 0})
+    workdir.write_json(path, value)
+    for bad in [{"a": math.nan}, {"a": object()}]:
+        with pytest.raises(checks.InputError, match=r"x\.json"):
+            workdir.write_json(path, bad)
+
+    def interrupted():
+        with workdir.replacing(path) as file:
+            file.write(b"part")
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        interrupted()
+    assert workdir.read_json(path) == value and os.listdir(tmp_path) == ["x.json"]
+
+
+def test_unreadable_json_is_named(tmp_path):
+    path = tmp_path / "config.json"
+    with pytest.raises(checks.InputError, match=r"config\.json"):
+        workdir.read_json(path)
+    path.write_text('{"seed": 1, "ste')
+    with pytest.raises(checks.InputError, match=r"config\.json"):
+        workdir.read_json(path)
+
+
+def test_environment_is_json_and_names_the_versions():
+    environment = json.loads(json.dumps(workdir.environment()))
+    assert environment["packages"]["numpy"] == np.__version__
+    assert environment["devices"] and environment["backend"] in environment["devices"][0]
+    root = pathlib.Path(workdir.__file__).parents[1]
+    head = ["git", "-C", str(root), "rev-parse", "HEAD"]
+    known = subprocess.run(head, capture_output=True, text=True, check=False)
+    if (root / ".git").exists() and known.returncode == 0:
+        assert environment["git"].removesuffix("+changes") == known.stdout.strip()
+    else:
+        assert environment["git"] is None
+
+
+CONFIG = {"seed": 0, "method": {"name": "sotalign", "alpha": 1e-4}, "ks": (1, 5)}
+
+
+def test_a_run_is_created_and_opened_again(tmp_path):
+    folder = tmp_path / "runs" / "one"
+    assert workdir.open_run(folder, CONFIG) == folder
+    created = {path.name: path.read_bytes() for path in folder.iterdir()}
+    assert created.keys() == {"config.json", "environment.json"}
+    (folder / "metrics.jsonl").write_text("")
+    assert workdir.open_run(str(folder), CONFIG) == folder
+    assert all((folder / name).read_bytes() == text for name, text in created.items())
+
+
+def test_a_start_killed_early_can_be_repeated(tmp_path):
+    (tmp_path / ".config.json.tmp").write_text('{"se')
+    workdir.open_run(tmp_path, CONFIG)
+    (tmp_path / "environment.json").unlink()
+    workdir.open_run(tmp_path, CONFIG)
+    assert sorted(os.listdir(tmp_path)) == ["config.json", "environment.json"]
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"seed": 1}, "^out: .*seed=0 .*seed=1 .*--out"),
+        ({"method": {"name": "sotalign", "alpha": 1e-3}}, "method.alpha=0.0001 .*method.alpha"),
+        ({"ks": (1, 5, 10)}, r"ks=\[1, 5\] .*ks=\[1, 5, 10\]"),
+        ({"new": None}, "new=unset .*new=None"),
+        ({"method": {"name": "sotalign"}}, "method.alpha=0.0001 .*method.alpha=unset"),
+    ],
+)
+def test_another_config_is_refused(tmp_path, change, message):
+    workdir.open_run(tmp_path, CONFIG, flag="out")
+    before = (tmp_path / "config.json").read_bytes()
+    with pytest.raises(checks.InputError, match=message):
+        workdir.open_run(tmp_path, CONFIG | change, flag="out")
+    assert (tmp_path / "config.json").read_bytes() == before
+
+
+def test_a_folder_with_other_things_is_refused(tmp_path):
+    (tmp_path / "thesis.tex").write_text("")
+    for folder in (tmp_path, tmp_path / "thesis.tex"):
+        with pytest.raises(checks.InputError, match=r"^workdir: .*thesis\.tex"):
+            workdir.open_run(folder, CONFIG)
+    assert os.listdir(tmp_path) == ["thesis.tex"]
+
+
+def test_one_process_a_folder(tmp_path):
+    workdir.open_run(tmp_path, CONFIG)
+    with (
+        workdir.only_process(tmp_path),
+        pytest.raises(checks.InputError, match=r"workdir: .* in use"),
+        workdir.only_process(tmp_path),
+    ):
+        pass
+    with workdir.only_process(tmp_path):
+        pass
+
+
+# --- metrics -----------------------------------------------------------------------------------
+
+
+def _metrics(step: int) -> dict[str, object]:
+    return {"loss": jnp.float32(1 / step), "b": np.int64(step), "a": 1 / step, "ok": True}
+
+
+def test_metrics_are_strict_json_in_a_fixed_order(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    with workdir.MetricLog(path) as log:
+        log.append(3, _metrics(3))
+        log.append(np.int32(4), {"x": jnp.inf, "y": np.float32(-np.inf), "z": np.array([np.nan])})
+        with pytest.raises(checks.InputError, match=r"shape \(2,\)"):
+            log.append(5, {"loss": np.ones(2)})
+        log.flush()
+    assert path.read_text().splitlines() == [
+        '{"step": 3, "a": 0.3333333333333333, "b": 3, "loss": 0.33333334, "ok": 1}',
+        '{"step": 4, "x": "Infinity", "y": "-Infinity", "z": "NaN"}',
+    ]
+
+
+@pytest.mark.parametrize("torn", [b"", b'{"step": 9', b'{"step": 9, "loss": 1}'])
+def test_a_resumed_log_has_the_same_bytes(tmp_path, torn):
+    def write(path, steps, kept):
+        with workdir.MetricLog(path) as log:
+            log.truncate_after(kept)
+            for step in steps:
+                log.append(step, _metrics(step))
+
+    whole, resumed = tmp_path / "whole.jsonl", tmp_path / "resumed.jsonl"
+    write(whole, range(1, 12), kept=0)
+    write(resumed, range(1, 9), kept=0)
+    with resumed.open("ab") as file:
+        file.write(torn)
+    write(resumed, range(7, 12), kept=6)
+    assert resumed.read_bytes() == whole.read_bytes()
+    write(resumed, [], kept=100)
+    assert resumed.read_bytes() == whole.read_bytes()
+
+
+def test_a_damaged_log_is_named(tmp_path):
+    path = tmp_path / "m.jsonl"
+    for line in ['{"step": 1}\nnonsense\n{"step": 2}\n', '{"step": 1}\n{"loss": 2}\n', "1\n2\n"]:
+        path.write_text(line)
+        with (
+            workdir.MetricLog(path) as log,
+            pytest.raises(checks.InputError, match=r"m\.jsonl: line [12]"),
+        ):
+            log.truncate_after(5)
+
+
+# --- checkpoints -------------------------------------------------------------------------------
+
+
+def _snapshot(seed: int) -> training.Snapshot:
+    """Every kind of entry that a training state may hold."""
+    rng = np.random.default_rng(seed)
+    _, params = nnx.split(nnx.Linear(3, 4, rngs=nnx.Rngs(seed)))
+    memory = {
+        "half": jnp.asarray(rng.normal(size=(2, 3)), jnp.float16),
+        "bfloat": jnp.asarray(rng.normal(size=5), jnp.bfloat16),
+        "odd": jnp.array([np.nan, -0.0, np.inf, 1e-45], np.float32),
+        "flag": jnp.array(seed % 2 == 0),
+        "key": jax.random.key(seed),
+        "nothing": None,
+        "empty": {},
+        "list": [jnp.int32(seed), {"deep/name.with 'signs'": jnp.arange(seed + 1)}],
+    }
+    state = training.TrainState(jnp.int32(seed), params, optax.lion(1e-3).init(params), memory)
+    best = training.Best(jax.tree.map(jnp.copy, params), jnp.int32(seed), jnp.float32(0.5))
+    return training.Snapshot(state, best)
+
+
+def _bytes(tree: Any) -> list[tuple[str, tuple[int, ...], bytes]]:
+    arrays = jax.tree.leaves(workdir.to_arrays(tree))
+    return [(array.dtype.name, array.shape, array.tobytes()) for array in arrays]
+
+
+def _recorder(folder: pathlib.Path) -> workdir.Recorder:
+    return workdir.Recorder(folder, steps=20, title="run", inner=True)
+
+
+def test_a_recorder_continues_exactly_from_its_newest_checkpoint(tmp_path):
+    with _recorder(tmp_path) as recorder:
+        assert _bytes(recorder.resume(_snapshot(3))) == _bytes(_snapshot(3))
+        for step in range(1, 9):
+            recorder.metrics(step, {"loss": 1 / step})
+            if step % 2 == 0:
+                recorder.snapshot(step, _snapshot(step))
+        recorder.metrics(9, {"loss": 0.0})
+    assert sorted(os.listdir(tmp_path / "checkpoints")) == ["6", "8"]  # the newest two are kept
+    # A kill while the older one is removed, or a new one is written, does no harm.
+    shutil.rmtree(tmp_path / "checkpoints" / "6" / "default")
+    (tmp_path / "checkpoints" / "9.orbax-checkpoint-tmp").mkdir()
+    with _recorder(tmp_path) as recorder:
+        template = jax.tree.map(lambda x: x, _snapshot(8))
+        found = recorder.resume(template)
+        assert jax.tree.structure(found) == jax.tree.structure(template)
+        assert _bytes(found) == _bytes(_snapshot(8))
+        assert all(isinstance(leaf, jax.Array) for leaf in jax.tree.leaves(found))
+        assert jax.random.key_impl(found.state.memory["key"]) == "threefry2x32"
+        assert isinstance(found.state.params["kernel"], nnx.Param)
+        recorder.metrics(9, {"loss": 1 / 9})
+        recorder.snapshot(10, _snapshot(10))
+    lines = (tmp_path / "metrics.jsonl").read_text().splitlines()
+    assert [json.loads(line)["step"] for line in lines] == list(range(1, 10))
+    assert json.loads(lines[-1])["loss"] == 1 / 9
+    assert sorted(os.listdir(tmp_path / "checkpoints")) == ["10", "8"]
+
+
+def test_plain_orbax_reads_a_checkpoint(tmp_path):
+    saved = _snapshot(4)
+    with _recorder(tmp_path) as recorder:
+        recorder.snapshot(7, saved)
+    with ocp.StandardCheckpointer() as checkpointer:
+        found = checkpointer.restore(tmp_path / "checkpoints" / "7" / "default")
+    kernel = found["state"]["params"]["kernel"]["value"]
+    np.testing.assert_array_equal(kernel, saved.state.params["kernel"][...])
+    np.testing.assert_array_equal(found["state"]["step"], 4)
+    assert found["state"]["memory"]["bfloat"].dtype == jnp.bfloat16
+    assert sorted(_bytes(found)) == sorted(_bytes(saved))  # all leaves, bit by bit
+
+
+def test_unusable_checkpoints_are_named(tmp_path):
+    with _recorder(tmp_path) as recorder:
+        recorder.snapshot(3, {"a": np.ones((2, 3)), "b": np.ones(2)})
+    for template in [
+        {"a": np.ones((2, 4)), "b": np.ones(2)},
+        {"a": np.ones((2, 3))},
+        {"a": np.ones((2, 3)), "b": np.ones(2), "c": np.ones(2)},
+    ]:
+        with (
+            _recorder(tmp_path) as recorder,
+            pytest.raises(checks.InputError, match=r"checkpoints: .*/3 "),
+        ):
+            recorder.resume(template)
+    for file in (tmp_path / "checkpoints" / "3").rglob("*"):
+        if file.is_file():
+            os.truncate(file, file.stat().st_size // 2)
+    with (
+        _recorder(tmp_path) as recorder,
+        pytest.raises(checks.InputError, match=r"checkpoints: .*/3 "),
+    ):
+        recorder.resume({"a": np.ones((2, 3)), "b": np.ones(2)})
+
+
+FULL_DISK = """
+    import resource, signal, sys, numpy as np
+    from experiments import workdir
+    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    noise = np.random.default_rng(0).normal
+    workdir.write_json(sys.argv[1] + "/x.json", {"a": 1})
+    with workdir.Recorder(sys.argv[1], steps=9, title="run") as recorder:
+        recorder.snapshot(1, {"x": noise(size=1000)})
+        resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, resource.RLIM_INFINITY))
+        try:
+            recorder.snapshot(2, {"x": noise(size=500_000)})
+        except OSError as error:
+            print(error)
+        try:
+            workdir.write_json(sys.argv[1] + "/x.json", "x" * 500_000)
+        except OSError as error:
+            print(error)
+"""
+
+
+def test_a_full_disk_is_reported_and_harms_nothing(tmp_path):
+    # A limit on file sizes stands in for a full disk: the write itself fails in the kernel.
+    run = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(FULL_DISK), str(tmp_path)],
+        cwd=pathlib.Path(workdir.__file__).parents[1],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    checkpoint, file = run.stdout.splitlines()
+    assert "step 2" in checkpoint and "File too large" in checkpoint
+    assert "File too large" in file and str(tmp_path / "x.json") in file
+    assert workdir.read_json(tmp_path / "x.json") == {"a": 1}
+    with _recorder(tmp_path) as recorder:
+        found = recorder.resume({"x": np.zeros(1000)})
+        recorder.snapshot(2, found)
+    np.testing.assert_array_equal(
+        found["x"], np.random.default_rng(0).normal(size=1000).astype(np.float32)
+    )
+    assert sorted(os.listdir(tmp_path / "checkpoints")) == ["1", "2"]
+
+
+def test_tensorboard_on_request(tmp_path, monkeypatch):
+    def recorder():
+        return workdir.Recorder(tmp_path, steps=9, title="run", tensorboard=True)
+
+    with recorder() as shown:
+        shown.resume({"x": np.zeros(2)})
+        shown.metrics(1, {"loss": 0.5})
+    (file,) = (tmp_path / "tensorboard").iterdir()
+    assert b"loss" in file.read_bytes()
+    monkeypatch.setitem(sys.modules, "tensorboardX", None)
+    with recorder() as shown, pytest.raises(checks.InputError, match="tensorboardX"):
+        shown.resume({"x": np.zeros(2)})
+
+
+# --- progress ----------------------------------------------------------------------------------
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def test_progress_on_a_terminal_shows_loss_score_and_time():
+    stream = Terminal()
+    with workdir.Progress(20, "train", initial=5, stream=stream) as progress:
+        for step in range(6, 21):
+            progress.update(step, loss=jnp.float32(0.5), mean_r1=40.25 if step == 6 else None)
+    last = stream.getvalue().rsplit("\r", 1)[-1]
+    assert "train" in last and "20/20" in last and "loss 0.5, MeanR@1 40.25" in last
+
+
+def test_progress_without_a_terminal_is_a_line_every_tenth():
+    stream = io.StringIO()
+    with workdir.Progress(1000, "train", initial=300, unit="rows", rate=True, stream=stream) as bar:
+        for step in range(301, 1001):
+            bar.update(step, loss=0.125)
+    lines = stream.getvalue().splitlines()
+    assert len(lines) == 7
+    assert lines[0].startswith("train: 400/1000 rows, loss 0.125, ") and " rows/s, " in lines[0]
+    assert lines[-1].startswith("train: 1000/1000") and lines[-1].endswith("00:00 left")
+
+
+def test_progress_of_runs_within_a_bar_over_runs():
+    plain, terminal = io.StringIO(), Terminal()
+    for stream in (plain, terminal):
+        with (
+            workdir.Progress(2, "compare", unit="runs", stream=stream) as outer,
+            workdir.Progress(10, "sail seed 0", inner=True, stream=stream) as inner,
+        ):
+            inner.update(10, loss=0.5)
+            outer.update(1)
+    assert plain.getvalue().startswith("compare: 1/2 runs, ")
+    assert len(plain.getvalue().splitlines()) == 1
+    assert "sail seed 0" in terminal.getvalue() and "runs/s" in terminal.getvalue()
+
+
+@pytest.mark.parametrize("kind", [io.StringIO, Terminal])
+def test_a_closed_stream_does_not_end_the_run(kind, monkeypatch):
+    stream = kind()
+    with workdir.Progress(10, "train", stream=stream) as progress:
+        progress.update(1)
+        stream.close()
+        for step in range(2, 11):
+            progress.update(step, loss=1.0)
+    with workdir.Progress(10, "train", stream=stream) as progress:
+        progress.update(10)
+    monkeypatch.setattr(sys, "stderr", None)
+    with workdir.Progress(10, "train") as progress:
+        progress.update(10)
