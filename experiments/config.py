@@ -14,6 +14,7 @@ A config file is plain Python whose `get_config(arg)` changes `default()` and re
 
 import ast
 import contextlib
+import copy
 import dataclasses
 import difflib
 import re
@@ -131,31 +132,38 @@ def runs(config: ConfigDict) -> dict[str, FrozenConfigDict]:
     {'sail-seed0': ('sail', 2000, 0), 'sail-seed1': ('sail', 2000, 1),
      'short-seed0': ('sail', 9, 0), 'short-seed1': ('sail', 9, 1)}
     """
-    given = _flat(config)
-    shared = default()
-    update(shared, given)
+    shared = default()  # a config may have been written from nothing
+    update(shared, _flat(config))
     seeds = shared.seeds if shared.seed is None else (shared.seed,)
     if not seeds or len(set(seeds)) < len(seeds):
         raise checks.InputError(f"seeds: must be distinct and at least one, got {seeds!r}")
     found = {}
     for label, changes in (shared.runs or {shared.method: {}}).items():
-        if not re.fullmatch(r"\w[\w .,()'+=*-]*", str(label)):
-            raise checks.InputError(
-                f"runs: {label!r} names a folder; use letters, digits, -, _, ()"
-            )
-        if not isinstance(changes, dict | ConfigDict):
-            raise checks.InputError(
-                f"runs[{label!r}]: must be a dict of changes such as "
-                f"{{'method': 'sail', 'train.steps': 9}}, got {changes!r}"
-            )
+        _check_changes(label, changes)
         for seed in seeds:
-            run = default()
-            update(run, {key: value for key, value in given.items() if key != "runs"})
-            with naming(f"runs[{label!r}]: ", shared.runs):
+            run = copy.deepcopy(shared)
+            run.seed = shared.seed = _typed("seeds", seed, int)
+            try:
                 update(run, _flat(changes))
-                run.seed = _typed("seeds", seed, int)
                 found[f"{label}-seed{seed}"] = _checked(run)
+            except checks.InputError as error:
+                if not shared.runs or str(error) == _problem(shared):
+                    raise
+                raise checks.InputError(f"runs[{label!r}]: {error}") from error
     return found
+
+
+def _check_changes(label: Any, changes: Any) -> None:
+    if not re.fullmatch(r"\w[\w .,()'+=*-]*", str(label)):
+        raise checks.InputError(f"runs: {label!r} names a folder; use letters, digits, -, _, ()")
+    if not isinstance(changes, dict | ConfigDict):
+        raise checks.InputError(
+            f"runs[{label!r}]: must be a dict of changes such as "
+            f"{{'method': 'sail', 'train.steps': 9}}, got {changes!r}"
+        )
+    for name in ("seed", "seeds", "runs"):
+        if name in changes:
+            raise checks.InputError(f"runs[{label!r}]: {name!r} is the same for all; set it there")
 
 
 def update(config: ConfigDict, changes: Mapping[str, Any]) -> None:
@@ -258,6 +266,15 @@ def _checked(config: ConfigDict) -> FrozenConfigDict:
     return FrozenConfigDict({k: v for k, v in config.to_dict().items() if k not in others})
 
 
+def _problem(config: ConfigDict) -> str | None:
+    """What is wrong with a config before the changes of a run."""
+    try:
+        _checked(config)
+    except checks.InputError as error:
+        return str(error)
+    return None
+
+
 def _fraction(**options: float) -> None:
     for name, value in options.items():
         if not 0 <= value <= 1:
@@ -285,13 +302,11 @@ def plain(config: ConfigDict) -> dict[str, Any]:
 
 
 @contextlib.contextmanager
-def naming(where: str, condition: Any = True) -> Iterator[None]:
+def naming(where: str) -> Iterator[None]:
     """Puts `where` before the text of an InputError."""
     try:
         yield
     except checks.InputError as error:
-        if not condition:
-            raise
         raise checks.InputError(f"{where}{error}") from error
 
 
@@ -367,9 +382,15 @@ _CONFIG = config_flags.DEFINE_config_file("config", None, "FILE.py[:SWITCH,SWITC
 
 def from_flags() -> ConfigDict:
     """The config that --config names, with the changes on the command line."""
-    if _CONFIG.value is None:
+    config, given = _CONFIG.value, flags.FLAGS["config"].present
+    if not given:
         raise checks.InputError("config: is not set; pass --config=experiments/configs/...")
-    if not isinstance(_CONFIG.value, ConfigDict):
-        kind = type(_CONFIG.value).__name__
+    if not isinstance(config, ConfigDict):
+        kind = type(config).__name__
+        with contextlib.suppress(AttributeError):
+            try:
+                config.lock()
+            except OSError as error:  # ml_collections says only now that a file cannot be opened
+                raise checks.InputError(f"config: {str(error).splitlines()[-1].strip()}") from error
         raise checks.InputError(f"config: get_config returned {kind}; return a ConfigDict")
-    return _CONFIG.value
+    return config
