@@ -121,7 +121,7 @@ def _last_line(error: BaseException) -> str:
     return (text.strip() or type(error).__name__).splitlines()[-1].strip()
 
 
-# --- commands on argparse --------------------------------------------------------------------------
+# --- commands on argparse ------------------------------------------------------------------------
 
 
 class Parser(argparse.ArgumentParser):

@@ -132,8 +132,7 @@ def runs(config: ConfigDict) -> dict[str, FrozenConfigDict]:
     {'sail-seed0': ('sail', 2000, 0), 'sail-seed1': ('sail', 2000, 1),
      'short-seed0': ('sail', 9, 0), 'short-seed1': ('sail', 9, 1)}
     """
-    shared = default()  # a config may have been written from nothing
-    update(shared, _flat(config))
+    shared = complete(config)
     seeds = shared.seeds if shared.seed is None else (shared.seed,)
     if not seeds or len(set(seeds)) < len(seeds):
         raise checks.InputError(f"seeds: must be distinct and at least one, got {seeds!r}")
@@ -153,6 +152,13 @@ def runs(config: ConfigDict) -> dict[str, FrozenConfigDict]:
     return found
 
 
+def complete(config: ConfigDict) -> ConfigDict:
+    """The default with the values of a config, which may have been written from nothing."""
+    full = default()
+    update(full, _flat(config))
+    return full
+
+
 def _check_changes(label: Any, changes: Any) -> None:
     if not re.fullmatch(r"\w[\w .,()'+=*-]*", str(label)):
         raise checks.InputError(f"runs: {label!r} names a folder; use letters, digits, -, _, ()")
@@ -163,7 +169,7 @@ def _check_changes(label: Any, changes: Any) -> None:
         )
     for name in ("seed", "seeds", "runs"):
         if name in changes:
-            raise checks.InputError(f"runs[{label!r}]: {name!r} is the same for all; set it there")
+            raise checks.InputError(f"runs[{label!r}]: cannot change {name!r}; set config.{name}")
 
 
 def update(config: ConfigDict, changes: Mapping[str, Any]) -> None:
@@ -393,4 +399,4 @@ def from_flags() -> ConfigDict:
             except OSError as error:  # ml_collections says only now that a file cannot be opened
                 raise checks.InputError(f"config: {str(error).splitlines()[-1].strip()}") from error
         raise checks.InputError(f"config: get_config returned {kind}; return a ConfigDict")
-    return config
+    return complete(config)
