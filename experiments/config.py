@@ -298,8 +298,8 @@ def method(config: ConfigDict) -> methods.Method | None:
     if config.method not in methods.METHODS:
         return None
     with naming(f"{config.method}."):
-        section = config[config.method].to_dict()
-        return dataclasses.replace(methods.METHODS[config.method], **section)
+        registered: Any = methods.METHODS[config.method]
+        return dataclasses.replace(registered, **config[config.method].to_dict())
 
 
 def plain(config: ConfigDict) -> dict[str, Any]:
