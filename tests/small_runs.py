@@ -80,7 +80,7 @@ def start(
     sys.argv = [module.__name__, *options]
     sys.modules.pop("config_config", None)  # ml_collections would load a config file into it
     try:
-        cli.run(module.main)
+        cli.run(module.main, choices=getattr(module, "CHOICES", None))
         return capsys.readouterr().out, None
     except SystemExit as stop:
         return capsys.readouterr().out, stop.code

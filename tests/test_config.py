@@ -36,7 +36,7 @@ def test_the_default_is_locked():
     for section in (config, config.train, config.data.files):
         with pytest.raises(AttributeError):
             section.nope = 1
-    assert config_lib.DATA == tuple(run.LOADERS)
+    assert tuple(run.LOADERS) == config_lib.DATA
 
 
 def test_labels_and_seeds_span_the_runs_and_changes_are_of_one_run():
