@@ -208,13 +208,10 @@ def read_encoders(found: Encoders) -> Reading:
         f"The {NEIGHBOURS} nearest neighbours of a sample agree to {100 * found.score:.1f} % "
         f"on {found.rows:,} pairs, {100 * found.chance:.1f} % by chance. The paper's six encoder "
         f"pairs score {lowest} to {highest} % on {KNN_ROWS:,}, and its MeanR@1 after alignment "
-        "follows the score (r = 0.95 with weaker encoders included, 0.82 on these six). "
-        "As the score grows when rows are few, the part above chance is compared: "
-        f"{100 * above:.1f} % here, {100 * bar:.1f} % for the paper's lowest. "
-        "That this makes numbers of rows comparable is a rule of thumb, "
-        "and so is half of the lowest as the line below which to doubt. No better than chance "
-        "means by less than 5/rows: a random matching of the bundled pictures varies by 1.4/rows. "
-        "Where that is above the line below which to doubt, it can mean anything."
+        "follows the score (r = 0.82; 0.95 with weaker encoders). The score grows when rows are "
+        f"few, so the part above chance is compared: {100 * above:.1f} % here, {100 * bar:.1f} % "
+        "for the paper's lowest. Rules of thumb: below half of the lowest is doubtful, and within "
+        "5/rows of chance is no better than chance (a random matching varies by 1.4/rows)."
     )
     return Reading(answer, reason)
 
@@ -222,7 +219,7 @@ def read_encoders(found: Encoders) -> Reading:
 def _shift_answer(shift: diagnostics.Shift) -> str:
     noise = shift.noise.mean + 2 * shift.noise.std
     if max(shift.pool.mean, shift.sphere.mean) <= noise:
-        return f"NOT TO BE TOLD (on {shift.rows} rows even random directions look like the pairs)"
+        return f"CANNOT TELL (on {shift.rows} rows even random directions look like the pairs)"
     if shift.pool.mean <= noise:
         return "LIKE THE PAIRS"
     if shift.sphere.mean <= noise:
@@ -244,16 +241,13 @@ def read_pool(shifts: dict[str, diagnostics.Shift]) -> Reading:
         )
     answer = "; ".join(f"{side} is {_shift_answer(shift)}" for side, shift in shifts.items())
     reason = (
-        "The spherical sliced Wasserstein distance of the pool from the pairs lies between two "
-        "marks, measured on samples of the same size: two halves of the pairs (sampling noise) and "
-        "random directions (nothing in common, though real data can be farther still). The share "
-        "is what remains of it without the noise. In the paper retrieval falls with the distance "
-        "summed over both sides (r = -0.76). Random directions as a pool leave it near the "
-        "supervised baseline there, so a far pool is more likely useless than harmful; but four of "
-        "its fifteen real pools lost against the baseline in one direction of retrieval. Like the "
-        "pairs means within two standard deviations of the noise; that less than 50 % is near is "
-        "a rule of thumb, not fitted to any result. When far, look for rows more like the pairs, "
-        "lower alpha, and compare with training on the pairs alone."
+        "The spherical sliced Wasserstein distance of the pool from the pairs is placed between "
+        "two marks: two halves of the pairs (sampling noise) and random directions (nothing in "
+        "common). The share is what remains without the noise; that less than 50 % is near is a "
+        "rule of thumb. In the paper retrieval falls with the distance summed over both sides (r "
+        "= -0.76). Random directions as a pool leave it near the supervised baseline, but four of "
+        "its fifteen real pools fell below the baseline in one direction. When far, look for rows "
+        "more like the pairs, lower alpha, and compare with training on the pairs alone."
     )
     return Reading(answer, reason)
 
@@ -270,8 +264,7 @@ def read_plans(found: Findings) -> Reading:
         by_epsilon[epsilon] for epsilon in (found.options.epsilon, found.options.epsilon_star)
     )
     smallest = diagnostics.smallest_epsilon(found.plans)
-    fine = student.converged and teacher.converged
-    if fine:
+    if student.converged and teacher.converged:
         answer = f"YES: epsilon = {student.epsilon:g} in {student.iterations} iterations, "
         answer += f"epsilon* = {teacher.epsilon:g} in {teacher.iterations}"
     else:
@@ -285,13 +278,11 @@ def read_plans(found: Findings) -> Reading:
         else f"; no epsilon tried does within {BUDGET} iterations, so allow more"
     )
     reason = (
-        "Plans are solved as in training, to a marginal error of "
-        f"{TOLERANCE:g}, on the CCA teacher's affinity of {found.batch:,} unpaired rows a side. "
-        "The student's affinity is the teacher's only if its heads start there. A smaller epsilon* "
-        f"is not better in itself: at {teacher.epsilon:g} the mass of a row spreads over about "
-        f"{teacher.partners:.1f} of {found.batch:,} partners. Near 1 every mistake of the teacher "
-        "is taken at its word, near all of them the plan says nothing; which is best, only "
-        "validation tells."
+        f"Plans are solved as in training, to a marginal error of {TOLERANCE:g}, on the CCA "
+        f"teacher's affinity of {found.batch:,} unpaired rows a side. A smaller epsilon* is not "
+        f"better in itself: at {teacher.epsilon:g} the mass of a row spreads over about "
+        f"{teacher.partners:.1f} partners. Near 1 every mistake of the teacher is copied, near all "
+        "of them the plan says nothing; which is best, only validation tells."
     )
     return Reading(answer, reason)
 

@@ -57,7 +57,7 @@ def test_a_diagnosis_prints_and_saves_what_it_found(start, files, tmp_path):
     }
     # The two views share a latent; their Gaussian features are random directions themselves.
     assert "YES: as alike as" in text
-    assert text.count("is NOT TO BE TOLD (on 30 rows even random directions look like") == 2
+    assert text.count("is CANNOT TELL (on 30 rows even random directions look like") == 2
 
     # Again: the same bytes. Another question: the folder is left alone.
     before = small_runs.contents(out)
@@ -146,7 +146,7 @@ def test_pools_are_judged_between_noise_and_random_directions(pool, answer):
     shift = diagnostics.Shift(diagnostics.Spread(pool, 0.001), noise, sphere, 500)
     assert diagnose.read_pool({"x": shift}).answer == f"x is {answer}"
     blurred = shift._replace(noise=diagnostics.Spread(0.09, 0.01))
-    told = "AS FAR AS RANDOM (farther: " if pool > 0.11 else "NOT TO BE TOLD (on 500 rows"
+    told = "AS FAR AS RANDOM (farther: " if pool > 0.11 else "CANNOT TELL (on 500 rows"
     assert diagnose.read_pool({"x": blurred}).answer.startswith(f"x is {told}")
 
 
