@@ -4,10 +4,9 @@ All want their extra at once: a missing plot library would be noticed only after
 """
 
 import importlib.util
-import sys
 
 from sotalign_jax import checks
 
-for _package in ("absl", "matplotlib", "ml_collections"):
+for _package in ("absl", "matplotlib", "ml_collections", "tabulate"):
     if importlib.util.find_spec(_package) is None:
-        sys.exit(f"error: {checks.not_installed(_package, extra='experiments')}")
+        raise ModuleNotFoundError(str(checks.not_installed(_package, extra="experiments")))

@@ -1,44 +1,110 @@
-"""What the command lines share: what a user can mend ends in one line on stderr."""
+"""How every command starts and ends: absl flags, --help with examples, errors in one line."""
 
-import argparse
 import pathlib
+import re
 import signal
 import sys
-from collections.abc import Callable
-from typing import NoReturn
+import textwrap
+import traceback
+from collections.abc import Callable, Mapping, Sequence
 
+from absl import flags, logging
+
+from experiments import distributed
 from sotalign_jax import checks
 
-
-class Parser(argparse.ArgumentParser):
-    """Options as --name=value, mistakes in one line."""
-
-    def __init__(self, description: str | None) -> None:
-        plain = argparse.RawDescriptionHelpFormatter
-        super().__init__(description=description, formatter_class=plain, allow_abbrev=False)
-
-    def error(self, message: str) -> NoReturn:
-        sys.exit(f"error: {message}; see --help")
+_WORKDIR = flags.DEFINE_string("workdir", None, "Folder for the results.")
+AGAIN = "start again with the same --workdir to go on"
 
 
-def path(text: str) -> pathlib.Path:
-    """A path, ~ included."""
-    return pathlib.Path(text).expanduser()
+def workdir() -> pathlib.Path:
+    """The folder that --workdir names."""
+    if not _WORKDIR.value:
+        raise checks.InputError("workdir: is not set; pass --workdir=FOLDER")
+    return pathlib.Path(_WORKDIR.value).expanduser()
 
 
-def positive(text: str) -> int:
-    """A whole number of at least 1."""
-    if not text.isdigit() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is no whole number of at least 1")
-    return int(text)
+def run(
+    command: Callable[[], None],
+    *,
+    choices: Mapping[str, Sequence[str]] | None = None,
+    interrupted: str = AGAIN,
+) -> None:
+    """Reads the flags in sys.argv and runs a command; what the user can correct is one line.
 
+    Args:
+        command: takes no arguments; the docstring of its module, with examples, is its --help.
+        choices: what some flags choose from, by name, for --help.
+        interrupted: advice for after ctrl-C.
 
-def guarded(main: Callable[[], None], *, resume: str) -> None:
-    """Runs `main`; errors of input and disk end in one line. `resume` is the folder's flag."""
+    Raises:
+        SystemExit: with an error in one line, and exit code 1.
+    """
+    if {"--help", "-help", "-h", "--helpfull", "--helpshort"} & set(sys.argv[1:]):
+        print(_usage(command, choices or {}))
+        return
+    logging.set_verbosity(logging.WARNING)
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # a clean stop, like ctrl-C
     try:
-        main()
-    except (checks.InputError, OSError) as error:
+        rest = flags.FLAGS(sys.argv)
+    except Exception as error:  # a config file may raise anything
+        sys.exit(f"error: {explain(error)}")
+    try:
+        if len(rest) > 1:
+            raise checks.InputError(f"unexpected argument {rest[1]!r}; see --help")
+        distributed.initialize()
+        command()
+    except (checks.InputError, FloatingPointError, OSError) as error:
         sys.exit(f"error: {error}")
     except KeyboardInterrupt:
-        sys.exit(f"interrupted: start again with the same {resume} to go on")
+        sys.exit(f"interrupted: {interrupted}")
+
+
+def _usage(command: Callable[[], None], choices: Mapping[str, Sequence[str]]) -> str:
+    """The module's docstring, what can be chosen, and the flags of the command."""
+    name = command.__module__
+    parts = [(sys.modules[name].__doc__ or "").strip()]
+    parts += [_wrapped(f"{title}:", ", ".join(names)) for title, names in choices.items()]
+    lines = []
+    module = sys.argv[0] if name == "__main__" else name  # absl's name for the main module
+    for flag in sorted(flags.FLAGS.get_key_flags_for_module(module), key=lambda flag: flag.name):
+        shown = "" if flag.boolean or flag.default is None else f" (default: {flag.default})"
+        left = f"  --{'[no]' if flag.boolean else ''}{flag.name}"
+        lines.append(_wrapped(left, f"{flag.help}{shown}", 20))
+    return "\n\n".join([*parts, "flags:\n" + "\n".join(lines)])
+
+
+def _wrapped(left: str, text: str, indent: int = 4) -> str:
+    first = f"{left} ".ljust(indent)
+    return textwrap.fill(
+        text, 100, initial_indent=first, subsequent_indent=" " * indent, break_on_hyphens=False
+    )
+
+
+def explain(error: BaseException) -> str:
+    """One line on why the command line or the config file could not be read.
+
+    A config file is a program: what it raises is shown with its place. Libraries wrap such errors
+    in tracebacks and lists of attempts, of which the last line says what is the matter.
+    """
+    cause: BaseException | None = error
+    while cause is not None:
+        for frame in traceback.extract_tb(cause.__traceback__):
+            if frame.name == "get_config" and isinstance(cause, checks.InputError):
+                return str(cause)
+            if frame.name == "get_config":
+                where = f"{frame.filename}, line {frame.lineno}, `{frame.line}`"
+                return f"config: {where}: {_last_line(cause)}"
+        cause = cause.__context__
+    return _last_line(error)
+
+
+def _last_line(error: BaseException) -> str:
+    while error.args and isinstance(error.args[0], BaseException):
+        error = error.args[0]
+    text = str(error.args[0]) if error.args and isinstance(error, KeyError) else str(error)
+    if close := re.search(r'Did you mean "(.+)" instead of "(.+)"', text):
+        return f"unknown setting {close[2]!r}; did you mean {close[1]!r}?"
+    if unknown := re.search(r"Key \"(.+?)\" does not exist|^'(.+)'$", text):
+        return f"unknown setting {unknown[1] or unknown[2]!r}"
+    return (text.strip() or type(error).__name__).splitlines()[-1].strip()
