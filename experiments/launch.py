@@ -4,7 +4,7 @@ import signal
 import sys
 from collections.abc import Callable
 
-from absl import flags, logging
+from absl import app, flags, logging
 
 from experiments import processes, settings
 from sotalign_jax import checks
@@ -12,6 +12,8 @@ from sotalign_jax import checks
 
 def parse(argv: list[str]) -> list[str]:
     """Reads the flags; the `flags_parser` of `absl.app.run`."""
+    if "--help" in argv:
+        app.usage(shorthelp=True, writeto_stdout=True, exitcode=0)
     try:
         return flags.FLAGS(argv)
     except Exception as error:  # a config file may raise anything

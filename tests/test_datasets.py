@@ -11,8 +11,7 @@ import PIL.Image
 import pytest
 import scipy.io
 
-from experiments import datasets
-from experiments.datasets import classification
+from experiments.extract import classification, datasets
 from sotalign_jax import checks
 
 

@@ -9,9 +9,8 @@ import numpy as np
 import PIL.Image
 import pytest
 
-from experiments import encoders
-from experiments.datasets import Sound
-from experiments.encoders import pixels
+from experiments.extract import encoders, pixels
+from experiments.extract.items import Sound
 from sotalign_jax import checks, data
 
 os.environ["HF_HUB_OFFLINE"] = "1"  # nothing is ever fetched
