@@ -178,7 +178,7 @@ _END: dict[str, Any] = {}
 
 
 def _saved_inputs(out: pathlib.Path) -> tuple[Iterator[dict[str, Any] | None], bool]:
-    """Records of the items in shards, None where a shard is missing; whether the last item is there.
+    """Records of the items in shards, None where one is missing; whether the last item is there.
 
     A shard of fewer than `shard_size` items is the last one.
     """
