@@ -4,6 +4,7 @@ import hashlib
 import json
 import os
 import pathlib
+import resource
 import shutil
 import signal
 import subprocess
@@ -18,7 +19,7 @@ import toy_encoders
 from experiments import locks, runner, settings
 from experiments.configs import files as files_config
 from experiments.extract import datasets, extraction, items, pair
-from sotalign_jax import checks, files, recording
+from sotalign_jax import checks, files
 
 ROOT = pathlib.Path(__file__).parents[1]
 NAMES = ("embeddings.npy", "rows.jsonl", "skipped.jsonl", "inputs.jsonl", "metadata.json")
@@ -44,6 +45,17 @@ def run(root, out, *, modality="image", encoder=None, captions=None, **options):
     source = datasets.open_dataset("folder", root, captions=captions)
     encoder = encoder or toy_encoders.Toy(modality)
     return extraction.extract(source, encoder, out, data={"root": "pictures"}, **options)
+
+
+def leave_unfinished(root, out):
+    """Leaves a folder as a full disk does: shards of 6 items fit, the joined files do not."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (4000, before[1]))
+    try:
+        with pytest.raises(OSError, match="too large"):
+            run(root, out, shard_size=6)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
 def jsonl(path):
@@ -158,10 +170,10 @@ def test_of_equal_ids_the_first_is_kept(tmp_path):
 
 def test_what_float16_cannot_hold_is_skipped(pictures, tmp_path):
     huge = toy_encoders.Toy(scale=1e6)
-    with pytest.raises(checks.InputError, match=r"data: .* not finite in float16"):
+    with pytest.raises(checks.InputError, match=r"data: .*float16"):
         run(pictures, tmp_path / "half", encoder=huge)
     assert run(pictures, tmp_path / "single", encoder=huge, dtype="float32")["count"] == 60
-    with pytest.raises(checks.InputError, match="its embedding is zero"):
+    with pytest.raises(checks.InputError, match=r"data: .*zero"):
         run(pictures, tmp_path / "zero", encoder=toy_encoders.Toy(scale=0.0))
 
 
@@ -175,13 +187,13 @@ def test_a_missing_package_is_no_fault_of_the_items(tmp_path, monkeypatch):
 
 def test_an_empty_folder(tmp_path):
     (tmp_path / "empty").mkdir()
-    with pytest.raises(checks.InputError, match=r"data: no image found in .*; check --root"):
+    with pytest.raises(checks.InputError, match=r"data: .*--root"):
         run(tmp_path / "empty", tmp_path / "out")
     assert not (tmp_path / "out").exists()
 
 
 def test_an_encoder_of_another_modality(pictures, tmp_path):
-    with pytest.raises(checks.InputError, match="toy needs audio but the dataset has image and"):
+    with pytest.raises(checks.InputError, match=r"encoder: .*audio"):
         run(pictures, tmp_path / "out", modality="audio")
 
 
@@ -192,7 +204,7 @@ def test_other_options_leave_a_folder_alone(pictures, tmp_path):
     run(pictures, tmp_path / "out")
     before = small_runs.contents(tmp_path / "out")
     for options in ({"dtype": "float32"}, {"limit": 5}, {"encoder": toy_encoders.Toy(name="b")}):
-        with pytest.raises(checks.InputError, match=r"out: .*another --out"):
+        with pytest.raises(checks.InputError, match=r"out: .*--out"):
             run(pictures, tmp_path / "out", **options)
     assert small_runs.contents(tmp_path / "out") == before
 
@@ -208,7 +220,7 @@ def replace_picture(path):
 
 CHANGES = {
     "renamed": (lambda folder: (folder / "002.png").rename(folder / "999.png"), "'003.png'"),
-    "removed": (lambda folder: (folder / "003.png").unlink(), "'003.png' is gone"),
+    "removed": (lambda folder: (folder / "040.png").unlink(), "'040.png' is gone"),
     "added": (lambda folder: shutil.copy(folder / "000.png", folder / "z.png"), "'z.png' is new"),
     "replaced": (lambda folder: replace_picture(folder / "001.png"), "001.png has other content"),
     "cut": (lambda folder: (folder / "001.png").write_bytes(b"cut"), "001.png has 3 bytes"),
@@ -216,18 +228,15 @@ CHANGES = {
 }
 
 
-@pytest.mark.parametrize("finished", [True, False])
+@pytest.mark.parametrize("begin", [run, leave_unfinished])
 @pytest.mark.parametrize(("change", "told"), CHANGES.values(), ids=CHANGES)
-def test_a_changed_picture_is_noticed(tmp_path, monkeypatch, change, told, finished):
-    folder, out = write_pictures(tmp_path / "pictures", 4), tmp_path / "out"
-    if finished:
-        run(folder, out, shard_size=16)
-    else:
-        leave_before_joining(folder, out, monkeypatch)
+def test_a_changed_picture_is_noticed(tmp_path, change, told, begin):
+    folder, out = write_pictures(tmp_path / "pictures", 41), tmp_path / "out"
+    begin(folder, out, **({"shard_size": 6} if begin is run else {}))
     before = small_runs.contents(out)
     change(folder)
     with pytest.raises(checks.InputError, match=rf"out: .*{told}"):
-        run(folder, out, shard_size=16)
+        run(folder, out, shard_size=6)
     assert small_runs.contents(out) == before
 
 
@@ -236,11 +245,11 @@ def test_a_changed_caption_is_noticed(tmp_path):
     captions.write_text("file,caption\n000.png,A dog.\n001.png,A cat.\n")
     run(folder, tmp_path / "out", modality="text", captions=captions)
     captions.write_text("file,caption\n000.png,A dog.\n001.png,A cow.\n")
-    with pytest.raises(checks.InputError, match=r"out: .*'001.png#0' has another text"):
+    with pytest.raises(checks.InputError, match=r"out: .*001.png#0"):
         run(folder, tmp_path / "out", modality="text", captions=captions)
     run(folder, tmp_path / "beside", modality="text")
     (folder / "001.txt").write_text("a longer caption than before, to be sure of it")
-    with pytest.raises(checks.InputError, match=r"out: .*001.txt has 46 bytes"):
+    with pytest.raises(checks.InputError, match=r"out: .*001.txt"):
         run(folder, tmp_path / "beside", modality="text")
 
 
@@ -255,19 +264,19 @@ def test_files_written_again_with_the_same_content_are_the_same(tmp_path):
     assert run(folder, tmp_path / "out")["count"] == 3
 
 
-def test_what_is_not_embedded_yet_may_change(tmp_path, monkeypatch):
-    folder = write_pictures(tmp_path / "pictures", 40)
-    leave_before_joining(folder, tmp_path / "out", monkeypatch)
-    (tmp_path / "out" / "shards" / "000001.npz").unlink()
-    (tmp_path / "out" / "shards" / "000002.npz").unlink()
+def test_what_is_not_embedded_yet_may_change(tmp_path):
+    folder, shards = write_pictures(tmp_path / "pictures", 41), tmp_path / "out" / "shards"
+    leave_unfinished(folder, tmp_path / "out")
+    for name in ("000003.npz", "000006.npz"):
+        (shards / name).unlink()
     (folder / "020.png").write_text("no picture now")
     shutil.copy(folder / "000.png", folder / "z.png")
-    assert run(folder, tmp_path / "out", shard_size=16)["count"] == 40
+    assert run(folder, tmp_path / "out", shard_size=6)["count"] == 41
 
 
 def test_a_folder_of_other_things_is_not_touched(pictures, tmp_path):
     (tmp_path / "thesis.tex").write_text("dear to me")
-    with pytest.raises(checks.InputError, match=r"holds thesis.tex but no config.json"):
+    with pytest.raises(checks.InputError, match=r"out: .*thesis.tex"):
         run(pictures, tmp_path)
 
 
@@ -276,43 +285,31 @@ def test_one_process_a_folder(pictures, tmp_path):
     (tmp_path / "out" / "metadata.json").unlink()
     with (
         locks.only_process(tmp_path / "out", flag="out"),
-        pytest.raises(checks.InputError, match=r"out: .* is in use by another process"),
+        pytest.raises(checks.InputError, match=r"out: .*in use"),
     ):
         run(pictures, tmp_path / "out")
 
 
-def test_a_damaged_shard_is_named(pictures, tmp_path, monkeypatch):
-    leave_before_joining(pictures, tmp_path / "out", monkeypatch)
+def test_a_damaged_shard_is_named(pictures, tmp_path):
+    leave_unfinished(pictures, tmp_path / "out")
     shard = tmp_path / "out" / "shards" / "000001.npz"
     shard.write_bytes(shard.read_bytes()[:-50])
-    with pytest.raises(checks.InputError, match=r"out: .*000001.npz: .*delete it and start"):
-        run(pictures, tmp_path / "out", shard_size=16)
+    with pytest.raises(checks.InputError, match=r"out: .*000001.npz"):
+        run(pictures, tmp_path / "out", shard_size=6)
     shard.unlink()
-    assert run(pictures, tmp_path / "out", shard_size=16)["count"] == 60
+    assert run(pictures, tmp_path / "out", shard_size=6)["count"] == 60
 
 
-def test_unfinished_and_damaged_folders_are_not_loaded(pictures, tmp_path, monkeypatch):
-    with pytest.raises(checks.InputError, match="holds no finished embeddings; check the path"):
+def test_unfinished_and_damaged_folders_are_not_loaded(pictures, tmp_path):
+    with pytest.raises(checks.InputError, match=r"check the path"):
         extraction.load(tmp_path)
-    leave_before_joining(pictures, tmp_path / "out", monkeypatch)
-    with pytest.raises(checks.InputError, match="start that extraction again to finish it"):
+    leave_unfinished(pictures, tmp_path / "out")
+    with pytest.raises(checks.InputError, match=r"start .* again"):
         extraction.load(tmp_path / "out")
-    run(pictures, tmp_path / "out", shard_size=16)
+    run(pictures, tmp_path / "out", shard_size=6)
     (tmp_path / "out" / "rows.jsonl").write_text('{"id": "a", "group": "a"}\n')
-    with pytest.raises(checks.InputError, match="do not belong together"):
+    with pytest.raises(checks.InputError, match=r"rows.jsonl 1"):
         extraction.load(tmp_path / "out")
-
-
-def leave_before_joining(pictures, out, monkeypatch):
-    """Leaves a folder as a kill after the last shard does."""
-
-    def kill(*_):
-        raise KeyboardInterrupt
-
-    with monkeypatch.context() as patch:
-        patch.setattr(extraction, "_join_shards", kill)
-        with pytest.raises(KeyboardInterrupt):
-            run(pictures, out, shard_size=16)
 
 
 # --- kills and full disks -----------------------------------------------------------------------
@@ -363,24 +360,16 @@ def test_a_run_killed_again_and_again_leaves_the_same_bytes(pictures, uninterrup
     assert same(out, uninterrupted)
 
 
-def test_a_kill_while_the_files_are_joined(pictures, tmp_path, monkeypatch):
-    run(pictures, tmp_path / "reference", shard_size=16)
-    write = recording.write_json
-
-    def kill(path, value):
-        if pathlib.Path(path).name == "metadata.json":
-            raise KeyboardInterrupt
-        write(path, value)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(recording, "write_json", kill)
-        with pytest.raises(KeyboardInterrupt):
-            run(pictures, tmp_path / "out", shard_size=16)
-    assert (tmp_path / "out" / "embeddings.npy").exists()
-    with pytest.raises(checks.InputError, match="holds no finished embeddings"):
-        extraction.load(tmp_path / "out")
-    run(pictures, tmp_path / "out", shard_size=16)
-    assert same(tmp_path / "out", tmp_path / "reference")
+def test_a_kill_while_the_files_are_joined(pictures, tmp_path):
+    out, reference = tmp_path / "out", tmp_path / "reference"
+    run(pictures, reference, shard_size=6)
+    leave_unfinished(pictures, out)
+    for name in NAMES[:2]:
+        shutil.copy(reference / name, out)
+    with pytest.raises(checks.InputError, match=r"start .* again"):
+        extraction.load(out)
+    run(pictures, out, shard_size=6)
+    assert same(out, reference)
 
 
 def test_a_full_disk_loses_nothing(pictures, uninterrupted, tmp_path):
@@ -466,9 +455,9 @@ def test_zero_shot_from_pictures_and_class_names_to_accuracy(pictures, tmp_path)
     assert {"test/zero_shot/top1", "test/zero_shot/mean_per_class"} <= results.keys()
 
     broken = y._replace(origins=y.origins[:-1])
-    with pytest.raises(checks.InputError, match="classes have 0 to 1 prompts"):
+    with pytest.raises(checks.InputError, match=r"zero_shot: .*prompts"):
         pair.zero_shot_arrays(x, broken)
-    with pytest.raises(checks.InputError, match="not of one classification set"):
+    with pytest.raises(checks.InputError, match=r"zero_shot: "):
         pair.zero_shot_arrays(a, b)
 
 
@@ -513,7 +502,7 @@ def test_splits_keep_a_picture_and_its_captions_together():
         assert owner.tolist() == told
     told = [int(y.origins[row].group) for row in arrays["y"].chosen]
     assert arrays["x"].chosen.tolist() == told
-    with pytest.raises(checks.InputError, match=r"val, test: are 0.5 and 0.5"):
+    with pytest.raises(checks.InputError, match=r"val, test: .*0\.5"):
         pair.split_arrays(x, y, val=0.5, test=0.5, seed=0)
 
 
@@ -528,7 +517,7 @@ def test_the_sue_protocol():
     assert set(arrays["unpaired_x"].tolist()) <= set(range(400, 550))
     kept = [row // 2 for row in arrays["unpaired_y"]]
     assert kept != sorted(kept) and set(kept) != set(arrays["unpaired_x"].tolist())
-    with pytest.raises(checks.InputError, match="leave 0 of 600 rows"):
+    with pytest.raises(checks.InputError, match=r"n_pairs: 200"):
         pair.sue_arrays(x, y, n_pairs=200, seed=0)
 
 
@@ -537,7 +526,7 @@ def test_files_of_other_encoders_are_not_mixed(tmp_path):
     pair.claim(tmp_path, x, y)
     pair.claim(tmp_path, x, y)
     other = y._replace(metadata={"encoder": {"name": "other"}})
-    with pytest.raises(checks.InputError, match=r"has files of other encoders .*another --out"):
+    with pytest.raises(checks.InputError, match=r"out: .*encoders.json"):
         pair.claim(tmp_path, x, other)
 
 
