@@ -50,7 +50,6 @@ def _run() -> None:
     print(" \\\n".join(options))
 
 
-main = launch.guarded(_run, interrupted="start again with the same --out")
-
 if __name__ == "__main__":
-    app.run(main, flags_parser=launch.parse)
+    advice = "start again with the same --out"
+    app.run(launch.guarded(_run, interrupted=advice), flags_parser=launch.parse)

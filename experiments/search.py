@@ -57,7 +57,6 @@ def _run() -> None:
     print(f"\ncontact sheet: {sheet}")
 
 
-main = launch.guarded(_run, interrupted="start again with the same --index to go on")
-
 if __name__ == "__main__":
-    app.run(main, flags_parser=launch.parse)
+    advice = "start again with the same --index to go on"
+    app.run(launch.guarded(_run, interrupted=advice), flags_parser=launch.parse)

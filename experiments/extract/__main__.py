@@ -66,7 +66,6 @@ def _run() -> None:
         print(f"{metadata['skipped']} items were skipped: see {out / extraction.SKIPPED}")
 
 
-main = launch.guarded(_run, interrupted="start again with the same --out to go on")
-
 if __name__ == "__main__":
-    app.run(main, flags_parser=launch.parse)
+    advice = "start again with the same --out to go on"
+    app.run(launch.guarded(_run, interrupted=advice), flags_parser=launch.parse)

@@ -155,26 +155,43 @@ def difference(items: Iterator[Item], out: pathlib.Path) -> str | None:
 
     Names the first that differs. Content is read only of files that were written since.
     """
-    finished = (out / METADATA).exists()
     recorded: Iterator[dict[str, Any] | None]
+    beyond: Iterator[dict[str, Any] | None]
+    finished = (out / METADATA).exists()
     recorded, whole = (_read_lines(out / INPUTS), True) if finished else _saved_inputs(out)
-    changed = _Changes()
-    for item in items:
-        old = next(recorded, _END)
-        if old is _END and whole:
-            return f"{item.id!r} is new"
-        if old is None or old is _END:  # not embedded yet
+    beyond = itertools.repeat({"id": None} if whole else None)
+    seen = None
+    for item, old in zip(items, itertools.chain(recorded, beyond), strict=False):
+        if old is None:  # not embedded yet
             continue
+        if old["id"] is None:
+            return f"{item.id!r} is new"
         if (item.id, item.group) != (old["id"], old["group"]):
-            return f"{item.id!r} is where {old['id']!r} was"
-        change = changed(old["origin"], item)
-        if change is not None:
-            return change
+            return f"{item.id!r} is in place of {old['id']!r}"
+        if (item.origin, old["origin"]) != seen:  # a file may hold many items
+            seen = item.origin, old["origin"]
+            change = _change(item, old["origin"])
+            if change is not None:
+                return change
     gone = next((old for old in recorded if old is not None), None)
     return None if gone is None else f"{gone['id']!r} is gone"
 
 
-_END: dict[str, Any] = {}
+def _change(item: Item, recorded: dict[str, Any]) -> str | None:
+    if isinstance(item.origin, pathlib.Path):
+        return fingerprint.changed(recorded, item.origin)
+    return None if _identify(item.origin) == recorded else f"{item.id!r} has another text"
+
+
+def _identify(origin: pathlib.Path | str) -> dict[str, Any]:
+    """The fingerprint of a file, empty if it cannot be read, or the digest of a text."""
+    if isinstance(origin, str):
+        text = origin.encode("utf-8", "surrogatepass")
+        return {"digest": hashlib.blake2b(text, digest_size=16).hexdigest()}
+    try:
+        return fingerprint.fingerprint(origin)
+    except OSError:  # loading the item will say why
+        return {}
 
 
 def _saved_inputs(out: pathlib.Path) -> tuple[Iterator[dict[str, Any] | None], bool]:
@@ -193,42 +210,6 @@ def _saved_inputs(out: pathlib.Path) -> tuple[Iterator[dict[str, Any] | None], b
 
     shards = map(read, range(max(saved) + 1))
     return itertools.chain.from_iterable(shards), len(read(max(saved))) < size
-
-
-class _Fingerprints:
-    """What identifies the content of items; a file of many items is read once."""
-
-    def __init__(self) -> None:
-        self._of_file = functools.lru_cache(maxsize=64)(_file_fingerprint)
-
-    def __call__(self, item: Item) -> dict[str, Any]:
-        if isinstance(item.origin, str):
-            text = item.origin.encode("utf-8", "surrogatepass")
-            return {"digest": hashlib.blake2b(text, digest_size=16).hexdigest()}
-        return self._of_file(item.origin)
-
-
-def _file_fingerprint(path: pathlib.Path) -> dict[str, Any]:
-    try:
-        return fingerprint.fingerprint(path)
-    except OSError:  # loading the item will say why
-        return {}
-
-
-class _Changes:
-    """How the content of items differs from the record; a file of many items is looked at once."""
-
-    def __init__(self) -> None:
-        self._seen: tuple[Any, str | None] = (None, None)
-
-    def __call__(self, recorded: dict[str, Any], item: Item) -> str | None:
-        if isinstance(item.origin, str):
-            same = recorded == _Fingerprints()(item)
-            return None if same else f"{item.id!r} has another text"
-        if self._seen[0] != (recorded, item.origin):
-            change = fingerprint.changed(recorded, item.origin)
-            self._seen = (recorded, item.origin), change
-        return self._seen[1]
 
 
 # --- shards -------------------------------------------------------------------------------------
@@ -274,7 +255,7 @@ def _embed_shard(
     advance: Callable[[int], None],
 ) -> dict[str, np.ndarray]:
     """The arrays of one shard; no more than two batches of prepared items exist at a time."""
-    identify = _Fingerprints()
+    identify = functools.lru_cache(maxsize=64)(_identify)  # a file may hold many items
     inputs: dict[int, dict[str, Any]] = {}
     reasons: dict[int, str] = {}
     rows: dict[int, np.ndarray] = {}
@@ -282,7 +263,7 @@ def _embed_shard(
     def prepare(index: int) -> tuple[int, Any, str]:
         item = items[index]
         # First, so that what is written while it is read counts as a change later.
-        inputs[index] = {"id": item.id, "group": item.group, "origin": identify(item)}
+        inputs[index] = {"id": item.id, "group": item.group, "origin": identify(item.origin)}
         try:
             content = item.load()
             if isinstance(content, str) and not content.strip():
