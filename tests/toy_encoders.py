@@ -2,7 +2,6 @@
 
 import os
 import pathlib
-import resource
 
 import numpy as np
 
@@ -54,8 +53,6 @@ def _small(image):
 def _run():
     from experiments.extract import datasets, extraction
 
-    if _BYTES.value:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (_BYTES.value, _BYTES.value))
     extraction.extract(
         datasets.open_dataset("folder", pathlib.Path(_ROOT.value)),
         Doomed(_SIGN.value, _AT.value),
@@ -73,8 +70,7 @@ if __name__ == "__main__":
 
     _ROOT = flags.DEFINE_string("root", None, "Folder of pictures.")
     _OUT = flags.DEFINE_string("out", None, "Folder for embeddings.")
-    _BYTES = flags.DEFINE_integer("bytes", 0, "Most bytes of a file; 0: any.")
     _SIGN = flags.DEFINE_integer("sign", 0, "Signal to send to itself.")
-    _AT = flags.DEFINE_integer("at", 0, "At which item; 0: never.")
+    _AT = flags.DEFINE_integer("at", 0, "At which item.")
     main = launch.guarded(_run, interrupted="start again with the same --out to go on")
     app.run(main, flags_parser=launch.parse)
