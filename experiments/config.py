@@ -27,7 +27,7 @@ from absl import flags
 from ml_collections import config_flags
 from ml_collections.config_dict import ConfigDict, FieldReference, FrozenConfigDict, placeholder
 
-from sotalign_jax import checks, data, heads, methods, teachers, training
+from sotalign_jax import checks, data, heads, methods, training
 
 METHODS = (*methods.METHODS, *training.TEACHERS)
 """What `method` may name: methods, and teachers to report on their own."""

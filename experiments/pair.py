@@ -1,242 +1,55 @@
 r"""Joins two extractions into files for experiments.main, matching rows by their group.
 
-    python -m experiments.pair --x=emb/image --y=emb/text --out=emb/files --part=split
-    python -m experiments.pair --x=emb/coco/image --y=emb/coco/text --out=emb/files --part=test
+    python -m experiments.pair --x=emb/image --y=emb/text --out=emb/files
     python -m experiments.pair --x=emb/food/image --y=emb/food/text --out=emb/files --part=zero_shot
 
 The files are named after the settings they are for (`x.npy`, `test_y.npy`, ...), and the flags to
-pass on are printed. What is skipped in one modality is left out of the other.
+pass on are printed. Rows without a partner become the pools `unpaired_x` and `unpaired_y`.
 """
 
-import pathlib
-from collections import defaultdict
-from collections.abc import Iterator
-from typing import NamedTuple
-
 import numpy as np
+from absl import flags
 
-from experiments import cli, extraction, workdir
-from experiments.extraction import Embeddings
-from sotalign_jax import checks
+from experiments import cli
+from experiments.extract import extraction, pair, path_flag
 
-PARTS = ("train", "val", "test", "split", "sue", "zero_shot")
-SUE_TEST = 400
-ENCODERS = "encoders.json"
-
-
-class Taken(NamedTuple):
-    """Rows `chosen` of an array that may be larger than memory; written in blocks."""
-
-    rows: np.ndarray
-    chosen: np.ndarray
-
-    def blocks(self, size: int = 65_536) -> Iterator[np.ndarray]:
-        """The rows, so many at a time."""
-        for start in range(0, len(self.chosen), size):
-            yield self.rows[self.chosen[start : start + size]]
+_X = path_flag("x", None, "Extraction of the pictures (or sounds).", required=True)
+_Y = path_flag("y", None, "Extraction of the texts.", required=True)
+_OUT = path_flag("out", None, "Folder for the files; other parts in it stay.", required=True)
+_PART = flags.DEFINE_enum(
+    "part", "split", pair.PARTS, "What the files are for; split: train, val and test; sue: the SUE "
+    "protocol; zero_shot: labelled pictures and class prompts.",
+)  # fmt: skip
+_VAL = flags.DEFINE_float("val", 0.1, "split: fraction of the groups for validation.")
+_TEST = flags.DEFINE_float("test", 0.2, "split: fraction of the groups for the test.")
+_N_PAIRS = flags.DEFINE_integer("n_pairs", 500, "sue: rows kept as pairs.", 1)
+_SEED = flags.DEFINE_integer("seed", 0, "split and sue: decides what is random.", 0)
 
 
-Arrays = dict[str, Taken | np.ndarray]
-
-
-class Matched(NamedTuple):
-    """Rows of x and of y that belong together: y[j] to x[x_of_y[j]]."""
-
-    x: np.ndarray
-    y: np.ndarray
-    x_of_y: np.ndarray
-
-
-def match(x: Embeddings, y: Embeddings) -> Matched:
-    """Row numbers of x that have rows of y, the rows of y that have one of x, and their owners.
-
-    Raises:
-        InputError: no group is in both, or a group has several rows of x.
-    """
-    row_of: dict[str, int] = {}
-    for row, origin in enumerate(x.origins):
-        if origin.group in row_of:
-            raise checks.InputError(
-                f"x: {origin.id!r} and {x.origins[row_of[origin.group]].id!r} share the group "
-                f"{origin.group!r}; pass the side with one row a group as x (or --part=zero_shot)"
-            )
-        row_of[origin.group] = row
-    rows_y = [row for row, origin in enumerate(y.origins) if origin.group in row_of]
-    if not rows_y:
-        raise checks.InputError(
-            f"y: none of its groups, such as {y.origins[0].group!r}, is in x, such as "
-            f"{x.origins[0].group!r}; extract both from one dataset"
-        )
-    owners = np.array([row_of[y.origins[row].group] for row in rows_y])
-    rows_x, x_of_y = np.unique(owners, return_inverse=True)
-    return Matched(rows_x, np.array(rows_y), x_of_y)
-
-
-def gallery_arrays(x: Embeddings, y: Embeddings, prefix: str) -> Arrays:
-    """Files of a validation or test gallery, all captions of a picture included."""
-    matched = match(x, y)
-    return {
-        f"{prefix}_x": Taken(x.rows, matched.x),
-        f"{prefix}_y": Taken(y.rows, matched.y),
-        f"{prefix}_x_of_y": matched.x_of_y,
-    }
-
-
-def table_arrays(x: Embeddings, y: Embeddings) -> Arrays:
-    """Files of a training table: a row per caption, so a picture comes as often as its captions."""
-    matched = match(x, y)
-    return {"x": Taken(x.rows, matched.x[matched.x_of_y]), "y": Taken(y.rows, matched.y)}
-
-
-def split_arrays(x: Embeddings, y: Embeddings, *, val: float, test: float, seed: int) -> Arrays:
-    """Files of train, val and test; every group, so every picture, is in one of them."""
-    if not (val >= 0 and test >= 0 and val + test < 1):
-        raise checks.InputError(f"val, test: are {val} and {test}; pass fractions that leave some")
-    matched = match(x, y)
-    order = np.random.default_rng(seed).permutation(len(matched.x))
-    ends = np.rint(np.cumsum([val, test]) * len(order)).astype(int)
-    parts = dict(zip(("val", "test", "train"), np.split(order, ends), strict=True))
-    arrays: Arrays = {}
-    for name, chosen in parts.items():
-        if not len(chosen):
-            continue
-        chosen = np.sort(chosen)
-        captions = np.flatnonzero(np.isin(matched.x_of_y, chosen))
-        owner = np.searchsorted(chosen, matched.x_of_y[captions])
-        rows_x, rows_y = matched.x[chosen], matched.y[captions]
-        if name == "train":
-            arrays |= {"x": Taken(x.rows, rows_x[owner]), "y": Taken(y.rows, rows_y)}
-        else:
-            arrays |= {f"{name}_x": Taken(x.rows, rows_x), f"{name}_y": Taken(y.rows, rows_y)}
-            arrays |= {f"{name}_x_of_y": owner}
-    return arrays
-
-
-def sue_arrays(x: Embeddings, y: Embeddings, *, n_pairs: int, seed: int) -> Arrays:
-    """Files of the SUE protocol: one caption a picture, the first 400 pictures are the test.
-
-    The last `n_pairs` of the others are the pairs; of the rest, a tenth is removed from each
-    modality independently, and the texts are shuffled.
-    """
-    matched = match(x, y)
-    _, first = np.unique(matched.x_of_y, return_index=True)
-    rows_x, rows_y = matched.x, matched.y[first]
-    rest = len(rows_x) - SUE_TEST - n_pairs
-    if rest < 2:
-        raise checks.InputError(
-            f"n_pairs: {n_pairs} and {SUE_TEST} tests leave {rest} of {len(rows_x)} rows unpaired"
-        )
-    rng = np.random.default_rng(seed)
-    middle = np.arange(SUE_TEST, SUE_TEST + rest)
-    kept = rest - rest // 10
-    unpaired_x = np.sort(rng.permutation(middle)[:kept])
-    unpaired_y = rng.permutation(middle)[:kept]
-    pairs = np.arange(SUE_TEST + rest, len(rows_x))
-    return {
-        "x": Taken(x.rows, rows_x[pairs]),
-        "y": Taken(y.rows, rows_y[pairs]),
-        "unpaired_x": Taken(x.rows, rows_x[unpaired_x]),
-        "unpaired_y": Taken(y.rows, rows_y[unpaired_y]),
-        "test_x": Taken(x.rows, rows_x[:SUE_TEST]),
-        "test_y": Taken(y.rows, rows_y[:SUE_TEST]),
-    }
-
-
-def zero_shot_arrays(x: Embeddings, y: Embeddings) -> Arrays:
-    """Files of a classification task: pictures, labels and prompts [classes, templates, width].
-
-    Raises:
-        InputError: the extractions are not of one classification set, or prompts are missing.
-    """
-    classes = x.metadata["data"].get("classes")
-    if classes is None or classes != y.metadata["data"].get("classes"):
-        raise checks.InputError(
-            "zero_shot: x and y are not of one classification set; extract both from food101, ..."
-        )
-    prompts: dict[int, list[int]] = defaultdict(list)
-    for row, origin in enumerate(y.origins):
-        prompts[int(origin.group)].append(row)
-    sizes = {len(prompts[label]) for label in range(len(classes))}
-    if len(sizes) != 1 or 0 in sizes:
-        raise checks.InputError(
-            f"zero_shot: classes have {min(sizes)} to {max(sizes)} prompts; extract the prompts "
-            "again, without --limit"
-        )
-    return {
-        "zero_shot_x": np.asarray(x.rows),
-        "zero_shot_labels": np.array([int(origin.group) for origin in x.origins], np.int32),
-        "zero_shot_prompts": np.stack([y.rows[prompts[c]] for c in range(len(classes))]),
-    }
-
-
-def write(out: pathlib.Path, arrays: Arrays) -> list[str]:
-    """Writes the files and returns the flags with which experiments.main reads them."""
-    for name, array in arrays.items():
-        with workdir.replacing(out / f"{name}.npy") as file:
-            if isinstance(array, np.ndarray):
-                np.save(file, array)
-                continue
-            shape, dtype = (len(array.chosen), array.rows.shape[1]), array.rows.dtype.str
-            header = {"descr": dtype, "fortran_order": False, "shape": shape}
-            np.lib.format.write_array_header_1_0(file, header)
-            for block in array.blocks():
-                file.write(block.data)
-    return [f"--config.data.files.{name}={out / name}.npy" for name in arrays]
-
-
-def claim(out: pathlib.Path, x: Embeddings, y: Embeddings) -> None:
-    """Notes the encoders beside the files, so that a search can use a model trained on them.
-
-    Raises:
-        InputError: the folder has files of other encoders.
-    """
-    out.mkdir(parents=True, exist_ok=True)
-    encoders = {"x": x.metadata["encoder"], "y": y.metadata["encoder"]}
-    noted = out / ENCODERS
-    if noted.exists() and workdir.read_json(noted) != encoders:
-        raise checks.InputError(
-            f"out: {out} has files of other encoders (see {ENCODERS}); choose another --out"
-        )
-    workdir.write_json(noted, encoders)
-
-
-def _parser() -> cli.Parser:
-    parser = cli.Parser(__doc__)
-    add = parser.add_argument
-    add("--x", required=True, type=cli.path, help="extraction of the pictures (or sounds)")
-    add("--y", required=True, type=cli.path, help="extraction of the texts")
-    add("--out", required=True, type=cli.path, help="folder for the files; other parts in it stay")
-    add("--part", default="split", choices=PARTS, help="what the files are for (split: all three; "
-        "sue: the SUE protocol; zero_shot: labelled pictures and class prompts)")  # fmt: skip
-    add("--val", default=0.1, type=float, help="split: fraction of the groups for validation")
-    add("--test", default=0.2, type=float, help="split: fraction of the groups for the test")
-    add("--n_pairs", default=500, type=cli.positive, help="sue: rows kept as pairs")
-    add("--seed", default=0, type=int, help="split and sue: decides what is random")
-    return parser
-
-
-def _main() -> None:
-    flags = _parser().parse_args()
-    x, y = extraction.load(flags.x), extraction.load(flags.y)
-    arrays: Arrays
-    if flags.part == "zero_shot":
-        arrays = zero_shot_arrays(x, y)
-    elif flags.part == "train":
-        arrays = table_arrays(x, y)
-    elif flags.part == "split":
-        arrays = split_arrays(x, y, val=flags.val, test=flags.test, seed=flags.seed)
-    elif flags.part == "sue":
-        arrays = sue_arrays(x, y, n_pairs=flags.n_pairs, seed=flags.seed)
-    else:
-        arrays = gallery_arrays(x, y, flags.part)
-    claim(flags.out, x, y)
-    options = write(flags.out, arrays)
-    for name in arrays:
-        shape = np.load(flags.out / f"{name}.npy", mmap_mode="r").shape
+def _run() -> None:
+    x, y, out = extraction.load(_X.value), extraction.load(_Y.value), _OUT.value
+    match _PART.value:
+        case "zero_shot":
+            arrays = pair.zero_shot_arrays(x, y)
+        case "train":
+            arrays = pair.table_arrays(x, y)
+        case "split":
+            arrays = pair.split_arrays(x, y, val=_VAL.value, test=_TEST.value, seed=_SEED.value)
+        case "sue":
+            arrays = pair.sue_arrays(x, y, n_pairs=_N_PAIRS.value, seed=_SEED.value)
+        case part:
+            arrays = pair.gallery_arrays(x, y, part)
+    pair.claim(out, x, y)
+    options = pair.write(out, arrays)
+    shapes = {name: np.load(out / f"{name}.npy", mmap_mode="r").shape for name in arrays}
+    for name, shape in shapes.items():
         print(f"{name}: {' x '.join(map(str, shape))}")
+    if any(name.startswith("unpaired") for name in arrays):
+        options.append(f"--config.data.n_pairs={shapes['x'][0]}")  # pools need no row of them
     print("\npass to experiments.main --config=experiments/configs/files.py:\n")
     print(" \\\n".join(options))
 
 
 if __name__ == "__main__":
-    cli.guarded(_main, resume="--out")
+    advice = "start again with the same --out"
+    cli.run(_run, interrupted=advice)

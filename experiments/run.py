@@ -17,7 +17,17 @@ from experiments import config as config_lib
 from experiments import distributed
 from experiments import workdir as workdir_lib
 from experiments.config import naming
-from sotalign_jax import aligner, checks, data, evaluation, files, heads, methods, teachers, training
+from sotalign_jax import (
+    aligner,
+    checks,
+    data,
+    evaluation,
+    files,
+    heads,
+    methods,
+    teachers,
+    training,
+)
 from sotalign_jax.ot import sharding
 
 Results = dict[str, float]

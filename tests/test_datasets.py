@@ -11,8 +11,7 @@ import PIL.Image
 import pytest
 import scipy.io
 
-from experiments import datasets
-from experiments.datasets import classification
+from experiments.extract import classification, datasets
 from sotalign_jax import checks
 
 
@@ -110,25 +109,25 @@ def test_pictures_of_a_camera_held_sideways_are_turned(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("name", "content", "message"),
+    ("name", "content", "named"),
     [
-        ("c.tsv", "file\tcaption\n", "neither .csv nor .jsonl"),
-        ("c.csv", "file,caption\n", "has no rows"),
-        ("c.csv", "name,caption\nb.png,A bee.\n", "has the columns name, caption; name one 'file'"),
-        ("c.csv", "file,words\nb.png,A bee.\n", "columns file, words; name one 'caption'"),
-        ("c.jsonl", '{"file": "b.png"\n', "cannot be read"),
+        ("c.tsv", "file\tcaption\n", "c.tsv"),
+        ("c.csv", "file,caption\n", "c.csv"),
+        ("c.csv", "name,caption\nb.png,A bee.\n", "'file'"),
+        ("c.csv", "file,words\nb.png,A bee.\n", "'caption'"),
+        ("c.jsonl", '{"file": "b.png"\n', "c.jsonl"),
     ],
 )
-def test_captions_that_cannot_be_used(tmp_path, name, content, message):
+def test_captions_that_cannot_be_used(tmp_path, name, content, named):
     write_picture(tmp_path / "b.png", 0)
     (tmp_path / name).write_text(content)
-    with pytest.raises(checks.InputError, match=message):
+    with pytest.raises(checks.InputError, match=rf"captions: .*{named}"):
         datasets.open_dataset("folder", tmp_path, captions=tmp_path / name)
 
 
 def test_a_split_needs_its_column(tmp_path):
     (tmp_path / "c.csv").write_text("file,caption\nb.png,A bee.\n")
-    with pytest.raises(checks.InputError, match=r"'test' asked but .* has no column 'split'"):
+    with pytest.raises(checks.InputError, match=r"split: 'test'"):
         datasets.open_dataset("folder", tmp_path, split="test", captions=tmp_path / "c.csv")
 
 
@@ -182,7 +181,7 @@ def test_webdataset(shards):
     with pytest.raises(ValueError, match="has no caption"):
         texts[3].load()
     assert len(list(datasets.open_dataset("webdataset", shards).items["image"]())) == 5
-    with pytest.raises(checks.InputError, match=r"no .tar with 'test'"):
+    with pytest.raises(checks.InputError, match=r"root: .*'test'"):
         datasets.open_dataset("webdataset", shards, split="test")
 
 
@@ -194,7 +193,7 @@ def test_a_tar_cut_short_keeps_what_is_whole(shards, cut):
     images = list(source.items["image"]())
     assert shows(images[0].load(), 0)
     told = [item for item in images if item.id == "cc3m-train-0000/"]
-    with pytest.raises(ValueError, match=r"cc3m-train-0000.tar is cut short; fetch it again"):
+    with pytest.raises(ValueError, match=r"cc3m-train-0000.tar"):
         told[0].load()
     assert images[-1].id == "cc3m-train-0001/sub/001" and shows(images[-1].load(), 3)
 
@@ -220,7 +219,7 @@ def test_coco_2017(tmp_path):
     ids, texts, groups = read(source, "text")
     assert groups == ["4"] * 5 + ["9"] * 5  # six captions each, of which five are scored
     assert texts[:2] == ["caption 0", "caption 2"] and ids[5] == "101"
-    with pytest.raises(checks.InputError, match=r"holds no .*captions_train2017.json"):
+    with pytest.raises(checks.InputError, match=r"root: .*captions_train2017.json"):
         datasets.open_dataset("coco", tmp_path, split="train2017")
 
 
@@ -249,7 +248,7 @@ def test_coco_karpathy(tmp_path):
     assert len(texts) == 5 and set(groups) == {"70"} and texts[4] == "caption 0.4"
     train = datasets.open_dataset("coco", tmp_path, split="karpathy-train")
     assert read(train, "image")[0] == ["71", "72"]
-    with pytest.raises(checks.InputError, match="split: 'dev' is unknown"):
+    with pytest.raises(checks.InputError, match="split: 'dev'"):
         datasets.open_dataset("coco", tmp_path, split="karpathy-dev")
 
 
@@ -283,7 +282,7 @@ def test_imagenet_in_folders(tmp_path):
     prompts = prompts_of(source)
     assert len(prompts) == 80_000 and prompts["1/0"] == ("a bad photo of a goldfish.", "1")
     (tmp_path / "val" / SYNSETS[5]).rmdir()
-    with pytest.raises(checks.InputError, match="999 synset folders but ImageNet-1k has 1000"):
+    with pytest.raises(checks.InputError, match=r"root: .*999"):
         datasets.open_dataset("imagenet", tmp_path)
 
 
@@ -393,7 +392,7 @@ def test_cifar100(tmp_path):
 
 def test_a_pickle_with_more_than_arrays_is_refused(tmp_path):
     (tmp_path / "batches.meta").write_bytes(b"cos\nsystem\n(S'exit'\ntR.")
-    with pytest.raises(checks.InputError, match=r"asks for os.system, which no CIFAR file does"):
+    with pytest.raises(checks.InputError, match=r"root: .*os.system"):
         datasets.open_dataset("cifar10", tmp_path)
 
 
@@ -422,7 +421,7 @@ def test_librispeech(tmp_path):
     assert ids == groups == list(waves) and sounds[0].rate == 16_000
     np.testing.assert_allclose(sounds[1].wave, waves[ids[1]], atol=1e-4)
     assert read(source, "text") == (ids, ["HE BEGAN PART 0", "HE BEGAN PART 1"], ids)
-    with pytest.raises(checks.InputError, match="holds no dev-clean"):
+    with pytest.raises(checks.InputError, match=r"root: .*dev-clean"):
         datasets.open_dataset("librispeech", tmp_path, split="dev-clean")
 
 
@@ -448,7 +447,7 @@ def test_skyscript(tmp_path):
     assert ids == ["images2/a.jpg", "images3/b.jpg"] and shows(images[1], 2)
     assert read(source, "text") == (ids, ["a road, and a pond", ""], ids)
     path.write_text("filepath,title\nimages2/a.jpg,a road\n")
-    with pytest.raises(checks.InputError, match="no column title_multi_objects but filepath"):
+    with pytest.raises(checks.InputError, match=r"captions: .*title_multi_objects"):
         datasets.open_dataset("skyscript", tmp_path)
 
 
@@ -495,7 +494,9 @@ def tfds_folder(tmp_path_factory):
             "name": name,
             "__module__": __name__,
         }
-        builder = type(name.title().replace("_", ""), (tfds.core.GeneratorBasedBuilder,), body)
+        # Not registered, for TFDS may know its own dataset of that name.
+        kinds = (tfds.core.GeneratorBasedBuilder,)
+        builder = type(name.title(), kinds, body, skip_registration=True)
         builder(data_dir=folder, file_format="array_record").download_and_prepare()
 
     folder = tmp_path_factory.mktemp("tfds")
@@ -512,7 +513,7 @@ def tfds_folder(tmp_path_factory):
 
 
 def test_tfds_classification(tfds_folder):
-    source = datasets.open_dataset("tfds:cifar10", tfds_folder)
+    source = datasets.open_dataset("tfds:cifar10:1.0.0", tfds_folder)
     _, images, groups = read(source, "image")
     assert [shows(image, 1 if group == "1" else 2) for image, group in
             zip(images, groups, strict=True)] == [True, True]  # fmt: skip
@@ -527,17 +528,22 @@ def test_tfds_pictures_and_texts(tfds_folder):
 
 
 def test_tfds_without_anything_to_embed(tfds_folder):
-    with pytest.raises(checks.InputError, match="tfds:numbers has n; none is an image"):
+    with pytest.raises(checks.InputError, match="data: tfds:numbers"):
         datasets.open_dataset("tfds:numbers", tfds_folder)
-    with pytest.raises(checks.InputError, match="nothing not found"):
+    with pytest.raises(checks.InputError, match="tfds:nothing"):
         datasets.open_dataset("tfds:nothing", tfds_folder)
 
 
+def test_captions_are_refused_where_a_dataset_has_its_own(tmp_path):
+    with pytest.raises(checks.InputError, match="captions: coco"):
+        datasets.open_dataset("coco", tmp_path, captions=tmp_path / "c.csv")
+
+
 def test_unknown_names_and_places(tmp_path):
-    with pytest.raises(checks.InputError, match="data: 'mnist' is unknown; choose one of folder"):
+    with pytest.raises(checks.InputError, match="data: 'mnist'"):
         datasets.open_dataset("mnist", tmp_path)
-    with pytest.raises(checks.InputError, match=r"root: .*gone does not exist"):
+    with pytest.raises(checks.InputError, match=r"root: .*gone"):
         datasets.open_dataset("coco", tmp_path / "gone")
     for name in set(datasets.DATASETS) - {"folder", "webdataset", "polyvore"}:
-        with pytest.raises(checks.InputError, match=r"root: .* holds no"):
+        with pytest.raises(checks.InputError, match=r"root: "):
             datasets.open_dataset(name, tmp_path)

@@ -1,5 +1,6 @@
 """Encoders against pooling written out by hand, on tiny models of the same architectures."""
 
+import json
 import os
 import pathlib
 import sys
@@ -9,10 +10,9 @@ import numpy as np
 import PIL.Image
 import pytest
 
-from experiments import encoders
-from experiments.datasets import Sound
-from experiments.encoders import pixels
-from sotalign_jax import checks, data
+from experiments.extract import encoders, pair, pixels, search
+from experiments.extract.items import Sound
+from sotalign_jax import aligner, checks, data, heads
 
 os.environ["HF_HUB_OFFLINE"] = "1"  # nothing is ever fetched
 
@@ -178,7 +178,7 @@ def test_long_texts_are_cut(saved):
 
 def test_nv_embed_is_pooled_by_its_own_code(saved):
     folder = saved("nv_embed")
-    with pytest.raises(checks.InputError, match=r"runs code that .* pass --trust_remote_code"):
+    with pytest.raises(checks.InputError, match=r"encoder: .*--trust_remote_code"):
         encoders.load("nv-embed-v2", weights=str(folder))
     encoder = encoders.load("nv-embed-v2", weights=str(folder), trust_remote_code=True)
     assert encoder.describe()["pooling"] == "encode" and encoder.describe()["max_length"] == 1024
@@ -187,7 +187,7 @@ def test_nv_embed_is_pooled_by_its_own_code(saved):
     weights = load_file(folder / "model.safetensors")
     body = {key.removeprefix("embedding_model."): torch.tensor(value)
             for key, value in weights.items() if key != "latents"}  # fmt: skip
-    model = transformers.MistralModel(transformers.MistralConfig(**tiny_models._decoder()))
+    model = transformers.MistralModel(transformers.MistralConfig(**tiny_models.decoder()))
     model.load_state_dict(body)
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
     for row, text in zip(embed(encoder, TEXTS), TEXTS, strict=True):
@@ -285,23 +285,32 @@ def test_efficientnets_load_and_see(number):
 
 def test_mistakes_end_in_one_line(saved, tmp_path):
     cases = {
-        ("dinov4",): "encoder: 'dinov4' is unknown; choose one of dinov2-vitl14",
-        ("dinov2-vitl14", "last"): "pool: 'last' is unknown; choose one of cls\\+patch",
-        ("bert", "authors"): "pool: 'authors' is unknown; choose one of mean",
+        ("dinov4",): "encoder: 'dinov4'",
+        ("dinov2-vitl14", "last"): "pool: 'last'",
+        ("bert", "authors"): "pool: 'authors'",
     }
     for (name, *pool), message in cases.items():
         with pytest.raises(checks.InputError, match=message):
             encoders.load(name, weights=str(saved("bert")), pool=pool[0] if pool else None)
-    with pytest.raises(checks.InputError, match=r"bert cannot be loaded .*--weights=FOLDER") as e:
+    with pytest.raises(checks.InputError, match=r"encoder: bert .*--weights") as e:
         encoders.load("bert", weights=str(tmp_path))
     assert "\n" not in str(e.value)
-    with pytest.raises(checks.InputError, match=r"cannot be loaded from 'google-bert/.*'"):
+    with pytest.raises(checks.InputError, match=r"encoder: .*'google-bert/.*'"):
         encoders.load("bert")
+
+
+def test_other_weights_than_those_trained_with_are_refused(saved, tmp_path):
+    noted = {"name": "bert", "revision": "sha256:old", "pooling": "mean"}
+    (tmp_path / pair.ENCODERS).write_text(json.dumps({"x": {}, "y": noted}))
+    described = {"settings": {"data": {"name": "files", "files": {"x": f"{tmp_path}/x.npy"}}}}
+    model = aligner.Aligner(heads.build_heads(16, 16, 8, seed=0), described)
+    weights = str(saved("bert"))
+    with pytest.raises(checks.InputError, match=r"text_encoder: bert .*sha256:old"):
+        search.load_encoder(model, "y", None, weights)
+    assert search.load_encoder(model, "y", "bert", weights).modality == "text"
 
 
 def test_a_missing_package_names_the_extra(monkeypatch):
     monkeypatch.setitem(sys.modules, "transformers", None)
-    with pytest.raises(
-        checks.InputError, match=r"not installed; run pip install -e '\.\[extract\]'"
-    ):
+    with pytest.raises(checks.InputError, match=r"transformers: .*\[extract\]"):
         encoders.load("bert")

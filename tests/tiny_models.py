@@ -4,33 +4,25 @@ import json
 import pathlib
 import textwrap
 
-WORDS = [
-    "a",
-    "photo",
-    "of",
-    "the",
-    "red",
-    "car",
-    "bird",
-    "on",
-    "two",
-    "three",
-    "four",
-    "five",
-    "six",
-]
+import pytest
+
+torch = pytest.importorskip("torch", reason="needs the extra 'extract'")
+transformers = pytest.importorskip("transformers", reason="needs the extra 'extract'")
+import tokenizers  # noqa: E402
+from safetensors.torch import save_file  # noqa: E402
+
+WORDS = ["a", "photo", "of", "the", "red", "car", "bird", "on", "two", "three", "four", "five",
+         "six"]  # fmt: skip
 
 
-def seeded(torch, build):
+def save(folder, kind, config):
+    """Saves a model of a class of transformers with random weights."""
     torch.manual_seed(0)
-    return build().eval()
+    getattr(transformers, kind)(config).eval().save_pretrained(folder)
 
 
 def save_tokenizer(folder, *, side="right", end=False):
     """A tokenizer of whole words; with `end`, it closes every text as Qwen3-Embedding's does."""
-    import tokenizers
-    import transformers
-
     vocabulary = {"[PAD]": 0, "[UNK]": 1, "[END]": 2} | {w: n for n, w in enumerate(WORDS, 3)}
     model = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocabulary, unk_token="[UNK]"))
     model.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
@@ -65,25 +57,19 @@ DINO = {
 
 
 def dinov2(folder):
-    import torch
-    import transformers
-
     config = transformers.Dinov2Config(
         hidden_size=16, num_hidden_layers=2, num_attention_heads=2, image_size=28, patch_size=7
     )
-    seeded(torch, lambda: transformers.Dinov2Model(config)).save_pretrained(folder)
+    save(folder, "Dinov2Model", config)
     save_processor(folder, **DINO)
 
 
 def dinov3(folder):
-    import torch
-    import transformers
-
     config = transformers.DINOv3ViTConfig(
         hidden_size=16, num_hidden_layers=2, num_attention_heads=2, intermediate_size=32,
         image_size=28, patch_size=7, num_register_tokens=4,
     )  # fmt: skip
-    seeded(torch, lambda: transformers.DINOv3ViTModel(config)).save_pretrained(folder)
+    save(folder, "DINOv3ViTModel", config)
     fixed = {
         "image_processor_type": "DINOv3ViTImageProcessorFast",
         "resample": 2,
@@ -95,31 +81,25 @@ def dinov3(folder):
 
 
 def resnet(folder):
-    import torch
-    import transformers
-
     config = transformers.ResNetConfig(
         embedding_size=8, hidden_sizes=[8, 16], depths=[1, 1], layer_type="bottleneck"
     )
-    seeded(torch, lambda: transformers.ResNetModel(config)).save_pretrained(folder)
+    save(folder, "ResNetModel", config)
     kind = {"image_processor_type": "ConvNextImageProcessor", "crop_pct": 0.875,
             "size": {"shortest_edge": 32}, "do_center_crop": None}  # fmt: skip
     save_processor(folder, **{**DINO, **kind})
 
 
 def bert(folder):
-    import torch
-    import transformers
-
     config = transformers.BertConfig(
         vocab_size=24, hidden_size=16, num_hidden_layers=2, num_attention_heads=2,
         intermediate_size=32, max_position_embeddings=64,
     )  # fmt: skip
-    seeded(torch, lambda: transformers.BertModel(config)).save_pretrained(folder)
+    save(folder, "BertModel", config)
     save_tokenizer(folder)
 
 
-def _decoder(**more):
+def decoder(**more):
     return {
         "vocab_size": 24, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2,
         "num_key_value_heads": 1, "intermediate_size": 32, "max_position_embeddings": 64, **more,
@@ -127,20 +107,14 @@ def _decoder(**more):
 
 
 def qwen3(folder):
-    import torch
-    import transformers
-
-    config = transformers.Qwen3Config(**_decoder(head_dim=8))
-    seeded(torch, lambda: transformers.Qwen3Model(config)).save_pretrained(folder)
+    config = transformers.Qwen3Config(**decoder(head_dim=8))
+    save(folder, "Qwen3Model", config)
     save_tokenizer(folder, side="left", end=True)
 
 
 def nemotron(folder):
-    import torch
-    import transformers
-
-    config = transformers.LlamaConfig(**_decoder())
-    seeded(torch, lambda: transformers.LlamaModel(config)).save_pretrained(folder)
+    config = transformers.LlamaConfig(**decoder())
+    save(folder, "LlamaModel", config)
     save_tokenizer(folder, side="left")
 
 
@@ -179,12 +153,9 @@ NV_EMBED = '''
 
 
 def nv_embed(folder):
-    import torch
-    import transformers
-
     folder = pathlib.Path(folder)
     (folder / "modeling_nvembed.py").write_text(textwrap.dedent(NV_EMBED).lstrip())
-    config = transformers.MistralConfig(**_decoder())
+    config = transformers.MistralConfig(**decoder())
     described = config.to_dict() | {
         "model_type": "nvembed",
         "auto_map": {
@@ -199,23 +170,18 @@ def nv_embed(folder):
         transformers.AutoConfig.from_pretrained(folder, trust_remote_code=True),
         trust_remote_code=True,
     )
-    from safetensors.torch import save_file
-
     torch.manual_seed(0)
     weights = {name: torch.randn_like(value) / 4 for name, value in empty.state_dict().items()}
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
 
 
 def wavlm(folder):
-    import torch
-    import transformers
-
     config = transformers.WavLMConfig(
         hidden_size=16, num_hidden_layers=2, num_attention_heads=2, intermediate_size=32,
         conv_dim=(8, 8), conv_kernel=(10, 8), conv_stride=(5, 4), feat_extract_norm="layer",
         num_conv_pos_embeddings=8, num_conv_pos_embedding_groups=2, do_stable_layer_norm=True,
     )  # fmt: skip
-    seeded(torch, lambda: transformers.WavLMModel(config)).save_pretrained(folder)
+    save(folder, "WavLMModel", config)
     transformers.Wav2Vec2FeatureExtractor(
         do_normalize=True, return_attention_mask=True
     ).save_pretrained(folder)

@@ -2,8 +2,6 @@
 
 import os
 import pathlib
-import resource
-import sys
 
 import numpy as np
 
@@ -52,20 +50,26 @@ def _small(image):
     return image.convert("RGB").resize((4, 4))
 
 
-def main():
-    """Arguments: pictures, out, most bytes of a file (0: any), signal, at which item (0: none)."""
-    from experiments import datasets, extract
+def _run():
+    from experiments.extract import datasets, extraction
 
-    root, out = map(pathlib.Path, sys.argv[1:3])
-    size, sign, at = map(int, sys.argv[3:])
-    if size:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (size, size))
-    source = datasets.open_dataset("folder", root)
-    options = {"shard_size": 6, "workers": 2}
-    extract.run(source, Doomed(sign, at), out, data={"root": "pictures"}, **options)
+    extraction.extract(
+        datasets.open_dataset("folder", pathlib.Path(_ROOT.value)),
+        Doomed(_SIGN.value, _AT.value),
+        pathlib.Path(_OUT.value),
+        data={"root": "pictures"},
+        shard_size=6,
+        workers=2,
+    )
 
 
 if __name__ == "__main__":
+    from absl import flags
+
     from experiments import cli
 
-    cli.guarded(main, resume="--out")
+    _ROOT = flags.DEFINE_string("root", None, "Folder of pictures.")
+    _OUT = flags.DEFINE_string("out", None, "Folder for embeddings.")
+    _SIGN = flags.DEFINE_integer("sign", 0, "Signal to send to itself.")
+    _AT = flags.DEFINE_integer("at", 0, "At which item.")
+    cli.run(_run, interrupted="start again with the same --out to go on")

@@ -1,16 +1,19 @@
-"""From pictures to the pixels a vision model was trained on, as its preprocessor_config.json says.
+"""From pictures to the pixels a vision model was trained on.
 
-The image processors of transformers differ between its versions and with torchvision installed;
-this reads the same file and needs PIL only.
+`preparation` does what a model's preprocessor_config.json says. The image processors of
+transformers differ between its versions and with torchvision installed; this needs PIL only.
 """
 
+import io
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from experiments.encoders import base
 from sotalign_jax import checks
+
+STORED = 256
+"""Side of the squares in which the bundled pictures were stored."""
 
 
 class Preparation(NamedTuple):
@@ -34,7 +37,7 @@ class Preparation(NamedTuple):
 
     def __call__(self, image: Any) -> np.ndarray:
         """Pixels [3, height, width] in float32."""
-        image = base.on_white(image)
+        image = on_white(image)
         if self.resize is not None:
             image = image.resize(_size(image.size, self.resize), self.resample)
         if self.crop is not None:
@@ -93,3 +96,34 @@ def _size(old: tuple[int, int], wanted: tuple[int, int] | int) -> tuple[int, int
     if width <= height:
         return wanted, int(wanted * height / width)
     return int(wanted * width / height), wanted
+
+
+def on_white(image: Any) -> Any:
+    """A picture in RGB; what is transparent becomes white, where PIL would show what is hidden."""
+    import PIL.Image
+
+    if image.mode in ("RGBA", "LA", "PA") or "transparency" in image.info:
+        image = image.convert("RGBA")
+        ground = PIL.Image.new("RGBA", image.size, "white")
+        ground.alpha_composite(image)
+        image = ground
+    return image.convert("RGB")
+
+
+def stored_square(image: Any) -> Any:
+    """A picture without its transparent margins in the middle of a white square, through JPEG."""
+    import PIL.Image
+
+    if image.mode in ("RGBA", "LA", "PA") or "transparency" in image.info:
+        image = image.convert("RGBA")
+        image = image.crop(image.getchannel("A").point(lambda alpha: 255 * (alpha > 8)).getbbox())
+    image = on_white(image)
+    scale = STORED / max(image.size)
+    size = tuple(max(1, round(length * scale)) for length in image.size)
+    filters = PIL.Image.Resampling
+    image = image.resize(size, filters.BICUBIC if scale > 1 else filters.LANCZOS)
+    square = PIL.Image.new("RGB", (STORED, STORED), "white")
+    square.paste(image, ((STORED - size[0]) // 2, (STORED - size[1]) // 2))
+    file = io.BytesIO()
+    square.save(file, "JPEG", quality=95)
+    return PIL.Image.open(file)

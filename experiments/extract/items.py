@@ -1,20 +1,20 @@
-"""What an adapter hands out: items in a fixed order, whose content is read only when asked for."""
+"""What is embedded: items in a fixed order, whose content is read only when asked for."""
 
 import functools
 import io
 import os
 import pathlib
-from collections.abc import Callable, Iterator, Mapping
-from typing import Any, NamedTuple, NoReturn
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple, NoReturn, Protocol
 
 import numpy as np
 
-from experiments.optional import require
 from sotalign_jax import checks
 
 IMAGE_SUFFIXES = (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif", ".tif", ".tiff")
-CAPTIONS = 5
-"""Captions per picture that COCO's and Flickr30k's protocols score."""
+
+require = functools.partial(checks.require, extra="extract")
+"""Imports a package of the extra `extract`, when it is needed."""
 
 
 class Item(NamedTuple):
@@ -26,11 +26,13 @@ class Item(NamedTuple):
             reason for which the item is skipped.
         group: what belongs together across modalities has one group: the picture of a caption,
             or the class of a picture and of its prompts.
+        origin: the file that holds the content, or the text itself; a change of it is noticed.
     """
 
     id: str
     load: Callable[[], Any]
     group: str
+    origin: pathlib.Path | str
 
 
 class Sound(NamedTuple):
@@ -52,12 +54,20 @@ class Source(NamedTuple):
     classes: tuple[str, ...] | None = None
 
 
-class Request(NamedTuple):
-    """Where a dataset lies and what part of it is asked for."""
+class Encoder(Protocol):
+    """A frozen network. `prepare` may run in several threads at once, `embed` in one."""
 
-    root: pathlib.Path
-    split: str
-    captions: pathlib.Path | None = None
+    modality: str
+    batch_size: int
+
+    def describe(self) -> dict[str, Any]:
+        """What identifies the embeddings: name, revision, pooling, ... as JSON values."""
+
+    def prepare(self, content: Any) -> Any:
+        """What `embed` takes of one item; raises if the content cannot be used."""
+
+    def embed(self, batch: Sequence[Any]) -> np.ndarray:
+        """Embeddings [n, d] of n prepared items."""
 
 
 # --- content -----------------------------------------------------------------------------------
@@ -85,18 +95,21 @@ def sound(file: pathlib.Path) -> Sound:
     return Sound(wave.mean(axis=1), rate)
 
 
+def file_item(
+    identity: str, path: pathlib.Path, group: str, read: Callable[[pathlib.Path], Any] = picture
+) -> Item:
+    """An item that is a file of its own, by default a picture."""
+    return Item(identity, functools.partial(read, path), group, path)
+
+
 def text_item(identity: str, text: str, group: str) -> Item:
     """An item whose text is known already."""
-    return Item(identity, functools.partial(_same, text), group)
+    return Item(identity, functools.partial(str, text), group, text)
 
 
 def bad_item(identity: str, reason: str, group: str) -> Item:
     """An item that is known to be unusable; it is listed among the skipped."""
-    return Item(identity, functools.partial(_fail, reason), group)
-
-
-def _same(value: Any) -> Any:
-    return value
+    return Item(identity, functools.partial(_fail, reason), group, reason)
 
 
 def _fail(reason: str) -> NoReturn:

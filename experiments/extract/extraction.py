@@ -5,6 +5,7 @@ A finished folder holds
     embeddings.npy    [n, d], a row per item, for `--config.data.files.*` of experiments.main
     rows.jsonl        the id and group of every row
     skipped.jsonl     the id and reason of every item that has no row
+    inputs.jsonl      the id, group and fingerprint of every item, to notice a change
     metadata.json     encoder, revision, pooling, dtype, count and checksums; written last
 
 and until then `shards/`, one file per `shard_size` items. A shard is a function of its items and
@@ -13,44 +14,30 @@ the options alone, so an interrupted run ends in the same bytes as an uninterrup
 
 import concurrent.futures
 import contextlib
+import functools
 import hashlib
 import itertools
 import json
 import pathlib
 import shutil
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, BinaryIO, NamedTuple, Protocol
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, BinaryIO, NamedTuple
 
 import numpy as np
 
-from experiments import workdir
-from experiments.datasets import Item
+from experiments import fingerprint, workdir
+from experiments.extract.items import Encoder, Item, Source
 from sotalign_jax import checks, files
 
-FORMAT = 1
-EMBEDDINGS, ROWS, SKIPPED, METADATA = (
+FORMAT = 2
+EMBEDDINGS, ROWS, SKIPPED, INPUTS, METADATA = (
     "embeddings.npy",
     "rows.jsonl",
     "skipped.jsonl",
+    "inputs.jsonl",
     "metadata.json",
 )
-
-
-class Encoder(Protocol):
-    """A frozen network. `prepare` may run in several threads at once, `embed` in one."""
-
-    modality: str
-    batch_size: int
-
-    def describe(self) -> dict[str, Any]:
-        """What identifies the embeddings: name, revision, pooling, ... as JSON values."""
-
-    def prepare(self, content: Any) -> Any:
-        """What `embed` takes of one item; raises if the content cannot be used."""
-
-    def embed(self, batch: Sequence[Any]) -> np.ndarray:
-        """Embeddings [n, d] of n prepared items."""
 
 
 class Row(NamedTuple):
@@ -69,22 +56,24 @@ class Embeddings(NamedTuple):
 
 
 def extract(
-    items: Callable[[], Iterator[Item]],
+    source: Source,
     encoder: Encoder,
     out: pathlib.Path,
     *,
     data: dict[str, Any],
+    limit: int | None = None,
     dtype: str = "float16",
     shard_size: int = 4096,
     workers: int = 4,
 ) -> dict[str, Any]:
-    """Embeds items into the folder `out`, or goes on with what was begun there.
+    """Embeds what `encoder` can read of a source, or goes on with what was begun in `out`.
 
     Args:
-        items: starts over the items, always in the same order.
+        source: its items always come in the same order.
         encoder: embeds them.
         out: the folder.
         data: what the items are, as JSON values, for the metadata.
+        limit: only the first so many items.
         dtype: of the stored embeddings, "float16" or "float32".
         shard_size: items between two saves.
         workers: threads that read and prepare items.
@@ -93,22 +82,41 @@ def extract(
         The metadata.
 
     Raises:
-        InputError: there is nothing to embed, or the folder holds something else.
+        InputError: there is nothing to embed, the folder holds something else, or an item has
+            changed since it was embedded.
         OSError: the disk is full, ...; what is saved stays, and the next start goes on from it.
     """
     checks.choice("dtype", dtype, ("float16", "float32"))
     checks.whole(1, shard_size=shard_size)
-    total, digest = fingerprint(items())
+    if encoder.modality not in source.items:
+        raise checks.InputError(
+            f"encoder: {encoder.describe()['name']} needs {encoder.modality} but the dataset has "
+            f"{' and '.join(source.items)}; choose another encoder"
+        )
+
+    def items() -> Iterator[Item]:
+        return itertools.islice(source.items[encoder.modality](), limit)
+
+    total = sum(1 for _ in items())
     if not total:
         raise checks.InputError(f"data: no {encoder.modality} found in {data}; check --root")
+    data = {**data, "limit": limit}
+    if source.classes is not None:
+        data = {**data, "classes": list(source.classes)}
     config = {
+        "format": FORMAT,
         "encoder": encoder.describe(),
-        "data": {**data, "items": total, "digest": digest},
+        "data": data,
         "dtype": dtype,
         "shard_size": shard_size,
     }
     workdir.open_run(out, config, flag="out")
     with workdir.only_process(out, flag="out"):
+        change = difference(items(), out)
+        if change is not None:
+            raise checks.InputError(
+                f"out: {out} was made from other data: {change}; choose another --out or remove it"
+            )
         if not (out / METADATA).exists():
             (out / "shards").mkdir(exist_ok=True)
             _write_shards(items(), total, encoder, out, dtype, shard_size, workers)
@@ -130,8 +138,7 @@ def load(folder: pathlib.Path) -> Embeddings:
         raise checks.InputError(f"{folder}: holds no finished embeddings; {remedy}")
     metadata = workdir.read_json(folder / METADATA)
     rows = np.load(folder / EMBEDDINGS, mmap_mode="r")
-    with (folder / ROWS).open(encoding="utf-8") as file:
-        origins = [Row(**json.loads(line)) for line in file]
+    origins = [Row(**record) for record in _read_lines(folder / ROWS)]
     if list(rows.shape) != metadata["shape"] or len(origins) != len(rows):
         raise checks.InputError(
             f"{folder}: its files do not belong together (metadata.json says {metadata['shape']}, "
@@ -140,20 +147,69 @@ def load(folder: pathlib.Path) -> Embeddings:
     return Embeddings(rows, origins, metadata)
 
 
-def first_items(
-    items: Callable[[], Iterator[Item]], limit: int | None
-) -> Callable[[], Iterator[Item]]:
-    """Starts over the first `limit` items, over all when None."""
-    return lambda: itertools.islice(items(), limit)
+# --- what was embedded --------------------------------------------------------------------------
 
 
-def fingerprint(items: Iterable[Item]) -> tuple[int, str]:
-    """Number of the items and a digest of their ids and groups; nothing is loaded."""
-    digest, count = hashlib.sha256(), 0
-    for item in items:
-        digest.update(json.dumps([item.id, item.group]).encode())
-        count += 1
-    return count, digest.hexdigest()
+def difference(items: Iterator[Item], out: pathlib.Path) -> str | None:
+    """How items differ from what a folder, finished or not, was made from; None if they do not.
+
+    Names the first that differs. Content is read only of files that were written since.
+    """
+    recorded: Iterator[dict[str, Any] | None]
+    beyond: Iterator[dict[str, Any] | None]
+    finished = (out / METADATA).exists()
+    recorded, whole = (_read_lines(out / INPUTS), True) if finished else _saved_inputs(out)
+    beyond = itertools.repeat({"id": None} if whole else None)
+    seen = None
+    for item, old in zip(items, itertools.chain(recorded, beyond), strict=False):
+        if old is None:  # not embedded yet
+            continue
+        if old["id"] is None:
+            return f"{item.id!r} is new"
+        if (item.id, item.group) != (old["id"], old["group"]):
+            return f"{item.id!r} is in place of {old['id']!r}"
+        if (item.origin, old["origin"]) != seen:  # a file may hold many items
+            seen = item.origin, old["origin"]
+            change = _change(item, old["origin"])
+            if change is not None:
+                return change
+    gone = next((old for old in recorded if old is not None), None)
+    return None if gone is None else f"{gone['id']!r} is gone"
+
+
+def _change(item: Item, recorded: dict[str, Any]) -> str | None:
+    if isinstance(item.origin, pathlib.Path):
+        return fingerprint.changed(recorded, item.origin)
+    return None if _identify(item.origin) == recorded else f"{item.id!r} has another text"
+
+
+def _identify(origin: pathlib.Path | str) -> dict[str, Any]:
+    """The fingerprint of a file, empty if it cannot be read, or the digest of a text."""
+    if isinstance(origin, str):
+        text = origin.encode("utf-8", "surrogatepass")
+        return {"digest": hashlib.blake2b(text, digest_size=16).hexdigest()}
+    try:
+        return fingerprint.fingerprint(origin)
+    except OSError:  # loading the item will say why
+        return {}
+
+
+def _saved_inputs(out: pathlib.Path) -> tuple[Iterator[dict[str, Any] | None], bool]:
+    """Records of the items in shards, None where one is missing; whether the last item is there.
+
+    A shard of fewer than `shard_size` items is the last one.
+    """
+    saved = {int(path.stem): path for path in (out / "shards").glob("*.npz")}
+    if not saved:
+        return iter(()), False
+    size = workdir.read_json(out / "config.json")["shard_size"]
+
+    def read(number: int) -> list[Any]:
+        present = number in saved
+        return _unpack(_read_shard(saved[number], "inputs")) if present else [None] * size
+
+    shards = map(read, range(max(saved) + 1))
+    return itertools.chain.from_iterable(shards), len(read(max(saved))) < size
 
 
 # --- shards -------------------------------------------------------------------------------------
@@ -199,30 +255,36 @@ def _embed_shard(
     advance: Callable[[int], None],
 ) -> dict[str, np.ndarray]:
     """The arrays of one shard; no more than two batches of prepared items exist at a time."""
+    identify = functools.lru_cache(maxsize=64)(_identify)  # a file may hold many items
+    inputs: dict[int, dict[str, Any]] = {}
     reasons: dict[int, str] = {}
     rows: dict[int, np.ndarray] = {}
 
     def prepare(index: int) -> tuple[int, Any, str]:
+        item = items[index]
+        # First, so that what is written while it is read counts as a change later.
+        inputs[index] = {"id": item.id, "group": item.group, "origin": identify(item.origin)}
         try:
-            content = items[index].load()
+            content = item.load()
             if isinstance(content, str) and not content.strip():
                 raise ValueError("is empty")
             return index, encoder.prepare(content), ""
         except (checks.InputError, MemoryError):  # no fault of the item
             raise
         except Exception as error:  # whatever is wrong with one item, the others go on
-            return index, None, _first_line(error)
+            return index, None, (str(error) or type(error).__name__).splitlines()[0]
 
     ahead = 2 * max(encoder.batch_size, workers)
     prepared = _bounded_map(pool, prepare, range(len(items)), ahead)
     if encoder.modality == "text":  # short with short: less padding
         prepared = iter(sorted(prepared, key=lambda entry: len(entry[1] or "")))
-    for batch in _batches(prepared, encoder.batch_size):
+    while batch := list(itertools.islice(prepared, encoder.batch_size)):
         reasons |= {index: reason for index, _, reason in batch if reason}
         good = [(index, content) for index, content, reason in batch if not reason]
         if good:
             embedded = np.asarray(encoder.embed([content for _, content in good]))
-            stored = _cast(embedded, dtype)
+            with np.errstate(over="ignore"):  # what becomes infinite is skipped, and listed
+                stored = embedded.astype(dtype)
             for (index, _), row in zip(good, stored, strict=True):
                 if not np.isfinite(row).all():
                     reasons[index] = f"its embedding is not finite in {dtype}"
@@ -231,14 +293,12 @@ def _embed_shard(
                 else:
                     rows[index] = row
         advance(len(batch))
-    kept, bad = sorted(rows), sorted(reasons)
-    width = next(iter(rows.values())).shape if rows else (0,)
+    kept = sorted(rows)
     return {
-        "rows": np.stack([rows[i] for i in kept]) if kept else np.empty((0, *width), dtype),
-        "ids": _pack([items[i].id for i in kept]),
-        "groups": _pack([items[i].group for i in kept]),
-        "bad_ids": _pack([items[i].id for i in bad]),
-        "reasons": _pack([reasons[i] for i in bad]),
+        "rows": np.stack([rows[i] for i in kept]) if kept else np.empty((0, 0), dtype),
+        "kept": np.array(kept, np.int64),
+        "inputs": _pack([inputs[i] for i in range(len(items))]),
+        "reasons": _pack([reasons.get(i) for i in range(len(items))]),
     }
 
 
@@ -258,29 +318,14 @@ def _bounded_map(
         yield waiting.popleft().result()
 
 
-def _batches(entries: Iterable[Any], size: int) -> Iterator[list[Any]]:
-    iterator = iter(entries)
-    while batch := list(itertools.islice(iterator, size)):
-        yield batch
-
-
-def _cast(rows: np.ndarray, dtype: str) -> np.ndarray:
-    with np.errstate(over="ignore"):  # what becomes infinite is skipped, and listed
-        return rows.astype(dtype)
-
-
-def _pack(values: list[str]) -> np.ndarray:
-    """Strings as JSON in an array of bytes: numpy's own are padded to the longest."""
+def _pack(values: list[Any]) -> np.ndarray:
+    """JSON in an array of bytes: numpy's own strings are padded to the longest."""
     return np.frombuffer(json.dumps(values).encode(), np.uint8)
 
 
-def _unpack(packed: np.ndarray) -> list[str]:
-    values: list[str] = json.loads(packed.tobytes())
+def _unpack(packed: np.ndarray) -> list[Any]:
+    values: list[Any] = json.loads(packed.tobytes())
     return values
-
-
-def _first_line(error: BaseException) -> str:
-    return (str(error) or type(error).__name__).splitlines()[0]
 
 
 # --- the finished files -------------------------------------------------------------------------
@@ -297,6 +342,9 @@ class _Summing:
         self.size += memoryview(content).nbytes
         self._file.write(content)
 
+    def line(self, **record: Any) -> None:
+        self.write(json.dumps(record).encode() + b"\n")
+
     def summary(self) -> dict[str, Any]:
         return {"bytes": self.size, "sha256": self.sum.hexdigest()}
 
@@ -305,46 +353,46 @@ def _join_shards(out: pathlib.Path, config: dict[str, Any]) -> None:
     """Joins the shards, one at a time, leaving out rows whose id came before."""
     paths = sorted((out / "shards").glob("*.npz"))
     first = _first_rows(paths)
-    count = int(first.sum())
+    count, total, start = int(first.sum()), 0, 0
     if not count:
-        raise checks.InputError(
-            f"data: none of {config['data']['items']} items could be embedded; "
-            f"the first: {_unpack(_read_shard(paths[0], 'reasons'))[0]}"
-        )
+        reasons = _unpack(_read_shard(paths[0], "reasons"))
+        raise checks.InputError(f"data: no item could be embedded; the first: {reasons[0]}")
     width = next(rows.shape[1] for rows in (_read_shard(p, "rows") for p in paths) if len(rows))
     with contextlib.ExitStack() as stack:
-        embeddings, rows, skipped = (
-            _Summing(stack.enter_context(workdir.replacing(out / name)))
-            for name in (EMBEDDINGS, ROWS, SKIPPED)
-        )
+        written = {
+            name: _Summing(stack.enter_context(workdir.replacing(out / name)))
+            for name in (EMBEDDINGS, ROWS, SKIPPED, INPUTS)
+        }
         header = {"descr": np.dtype(config["dtype"]).str, "fortran_order": False}
-        np.lib.format.write_array_header_1_0(embeddings, {**header, "shape": (count, width)})
-        start, bad = 0, 0
+        np.lib.format.write_array_header_1_0(
+            written[EMBEDDINGS], {**header, "shape": (count, width)}
+        )
         for path in paths:
-            ids, groups = (_unpack(_read_shard(path, name)) for name in ("ids", "groups"))
-            keep = first[start : start + len(ids)]
-            start += len(ids)
-            if keep.any():
-                embeddings.write(np.ascontiguousarray(_read_shard(path, "rows")[keep]).data)
-            bad_ids, reasons = (_unpack(_read_shard(path, n)) for n in ("bad_ids", "reasons"))
-            lost = list(zip(bad_ids, reasons, strict=True))
-            for name, group, kept in zip(ids, groups, keep, strict=True):
-                if kept:
-                    rows.write(_line(id=name, group=group))
+            inputs, reasons = (_unpack(_read_shard(path, name)) for name in ("inputs", "reasons"))
+            kept = _read_shard(path, "kept")
+            new = first[start : start + len(kept)]
+            start += len(kept)
+            total += len(inputs)
+            if new.any():
+                rows = np.ascontiguousarray(_read_shard(path, "rows")[new])
+                written[EMBEDDINGS].write(rows.data)
+            chosen = set(kept[new].tolist())
+            for index, (item, reason) in enumerate(zip(inputs, reasons, strict=True)):
+                written[INPUTS].line(**item)
+                if index in chosen:
+                    written[ROWS].line(id=item["id"], group=item["group"])
                 else:
-                    lost.append((name, "duplicate id; the first one is kept"))
-            for name, reason in lost:
-                skipped.write(_line(id=name, reason=reason))
-            bad += len(lost)
-        sums = {EMBEDDINGS: embeddings.summary(), ROWS: rows.summary(), SKIPPED: skipped.summary()}
+                    told = reason or "duplicate id; the first one is kept"
+                    written[SKIPPED].line(id=item["id"], reason=told)
+        sums = {name: file.summary() for name, file in written.items()}
     metadata = {
         "format": FORMAT,
         "encoder": config["encoder"],
-        "data": config["data"],
+        "data": {**config["data"], "items": total},
         "dtype": config["dtype"],
         "shape": [count, width],
         "count": count,
-        "skipped": bad,
+        "skipped": total - count,
         "files": sums,
     }
     workdir.write_json(out / METADATA, metadata)
@@ -354,8 +402,10 @@ def _first_rows(paths: list[pathlib.Path]) -> np.ndarray:
     """For every row of the shards, whether no earlier one has its id."""
     digests = bytearray()  # eight bytes a row: the ids of millions need not be held
     for path in paths:
-        for name in _unpack(_read_shard(path, "ids")):
-            digests += hashlib.blake2b(json.dumps(name).encode(), digest_size=8).digest()
+        inputs = _unpack(_read_shard(path, "inputs"))
+        for index in _read_shard(path, "kept"):
+            name = json.dumps(inputs[index]["id"]).encode()
+            digests += hashlib.blake2b(name, digest_size=8).digest()
     keys = np.frombuffer(digests, np.uint64)
     first = np.zeros(len(keys), bool)
     first[np.unique(keys, return_index=True)[1]] = True
@@ -369,5 +419,7 @@ def _read_shard(path: pathlib.Path, name: str) -> np.ndarray:
         raise checks.InputError(f"out: {error}: delete it and start again") from error
 
 
-def _line(**record: str) -> bytes:
-    return json.dumps(record).encode() + b"\n"
+def _read_lines(path: pathlib.Path) -> Iterator[dict[str, Any]]:
+    with path.open(encoding="utf-8") as file:
+        for line in file:
+            yield json.loads(line)

@@ -1,0 +1,71 @@
+r"""Embeds a dataset with an encoder, which decides whether pictures, texts or sounds are read.
+
+    python -m experiments.extract --encoder=efficientnet-lite2 --data=folder --root=pictures \
+        --out=embeddings/image
+    python -m experiments.extract --encoder=all-minilm-l6-v2 --data=folder --root=pictures \
+        --captions=captions.csv --out=embeddings/text
+
+A run that was interrupted goes on where it stopped when it is started again with the same options.
+"""
+
+from absl import flags
+
+from experiments import cli
+from experiments.extract import datasets, encoders, extraction, one_of, path_flag
+
+_ENCODER = flags.DEFINE_string("encoder", None, one_of(encoders.NAMES), required=True)
+_WEIGHTS = flags.DEFINE_string("weights", None, "Folder with a copy of the encoder's repository.")
+_REVISION = flags.DEFINE_string("revision", None, "Revision of the encoder's hub repository.")
+_POOL = flags.DEFINE_string("pool", None, "Pooling: cls+patch, authors, cls, average; mean, last.")
+_MAX_LENGTH = flags.DEFINE_integer("max_length", None, "Tokens of a text that are read.", 1)
+_BATCH_SIZE = flags.DEFINE_integer("batch_size", None, "Items embedded at once.", 1)
+_DEVICE = flags.DEFINE_string("device", None, "cpu, cuda, ...; by default the fastest there is.")
+_TRUST = flags.DEFINE_bool("trust_remote_code", False, "Run code that comes with the weights.")
+_DATA = flags.DEFINE_string("data", None, one_of(datasets.NAMES), required=True)
+_ROOT = path_flag("root", None, "The dataset's folder.", required=True)
+_SPLIT = flags.DEFINE_string("split", None, "Its split; by default the one that is evaluated on.")
+_CAPTIONS = path_flag("captions", None, "CSV or JSONL file of captions (folder, skyscript).")
+_LIMIT = flags.DEFINE_integer("limit", None, "Only the first so many items.", 1)
+_OUT = path_flag("out", None, "Folder for the embeddings.", required=True)
+_DTYPE = flags.DEFINE_enum("dtype", "float16", ["float16", "float32"], "Stored dtype.")
+_SHARD_SIZE = flags.DEFINE_integer("shard_size", 4096, "Items between two saves.", 1)
+_WORKERS = flags.DEFINE_integer("workers", 4, "Threads that read files.", 1)
+
+
+def _run() -> None:
+    root, out, captions = _ROOT.value, _OUT.value, _CAPTIONS.value
+    source = datasets.open_dataset(_DATA.value, root, split=_SPLIT.value, captions=captions)
+    encoder = encoders.load(
+        _ENCODER.value,
+        weights=_WEIGHTS.value,
+        pool=_POOL.value,
+        revision=_REVISION.value,
+        max_length=_MAX_LENGTH.value,
+        batch_size=_BATCH_SIZE.value,
+        device=_DEVICE.value,
+        trust_remote_code=_TRUST.value,
+    )
+    metadata = extraction.extract(
+        source,
+        encoder,
+        out,
+        data={
+            "name": _DATA.value,
+            "root": str(root),
+            "split": _SPLIT.value,
+            "captions": None if captions is None else str(captions),
+        },
+        limit=_LIMIT.value,
+        dtype=_DTYPE.value,
+        shard_size=_SHARD_SIZE.value,
+        workers=_WORKERS.value,
+    )
+    count, width = metadata["shape"]
+    print(f"{count} embeddings of width {width} are in {out / extraction.EMBEDDINGS}")
+    if metadata["skipped"]:
+        print(f"{metadata['skipped']} items were skipped: see {out / extraction.SKIPPED}")
+
+
+if __name__ == "__main__":
+    advice = "start again with the same --out to go on"
+    cli.run(_run, interrupted=advice)
