@@ -193,9 +193,7 @@ def test_flags_of_processes_belong_together(start, tmp_path):
         ("--coordinator=127.0.0.1:1", "--num_processes=2", "--process_id=2"): (
             "process_id: is 2; pass a number from 0 to 1, another one for each process"
         ),
-        (
-            "--config.mesh=2",
-        ): "mesh: 2 devices asked for but 1 are there; pass 1 to 1, or None",
+        ("--config.mesh=2",): "mesh: 2 devices asked for but 1 are there; pass 1 to 1, or None",
     }
     processes = [start(tmp_path / "run", *options) for options in cases]
     for process, message in zip(processes, cases.values(), strict=True):
