@@ -208,10 +208,10 @@ def test_exchanges_inside_loops_are_told_from_others(mesh):
 
     def gathers(x):
         def once(axes, x, _):
-            return x, sharding.whole(x, axes).sum()
+            return x, sharding.all_gather(x, axes).sum()
 
         def by_hand(_, s):
-            return sharding.by_rows(once, x * s, None)[1]
+            return sharding.shard_map(once, x * s, None)[1]
 
         def by_compiler(_, x):
             return jax.lax.with_sharding_constraint(x[::-1].cumsum(0), split)
