@@ -175,9 +175,14 @@ def _affinities_bwd(options: Options, residuals: Any, cotangents: Any) -> Any:
     def own_rows(axes: sharding.Axes, rows: Any, shared: Any) -> Any:
         k, k_star, u, u_star = rows
         v, v_star, epsilon, epsilon_star, scale = shared
-        p = jnp.exp(log_plan(k, u, v, epsilon))
-        p_star = jnp.exp(log_plan(k_star, u_star, v_star, epsilon_star))
-        return scale * (p - p_star) / epsilon, ()
+
+        def put(block: Block, gradient: Array) -> Array:
+            p = jnp.exp(log_plan(block.of(k), block.of(u), v, epsilon))
+            p_star = jnp.exp(log_plan(block.of(k_star), block.of(u_star), v_star, epsilon_star))
+            return block.put(gradient, scale * (p - p_star) / epsilon)
+
+        start = sharding.vary_like(jnp.zeros_like(k), k, scale)
+        return over_rows(len(k), BUILD_ROWS, put, start), ()
 
     with sharding.mesh_of(k, k_star):
         weights = (sharding.split(x, -jnp.inf) for x in (aux.student.u, aux.teacher.u))
@@ -206,11 +211,11 @@ class Features(NamedTuple):
     w: Float[Array, "m e"]
 
 
-def _through_norm(gradient: Array, x: Array) -> Array:
-    """The gradient in x, given that in x/||x||: its part across x, divided by ||x||."""
-    scale = affinity.inverse_norms(x)[:, None]
-    unit = x * scale
-    return (gradient - jnp.sum(gradient * unit, axis=1, keepdims=True) * unit) * scale
+def _through_norm(gradient: Array, x: Array, factor: Any) -> Array:
+    """The gradient in x, given that in x/||x||: its part across x, times factor / ||x||."""
+    scale = affinity.inverse_norms(x)
+    along = jnp.sum(gradient * x, axis=1) * scale * scale
+    return (gradient - along[:, None] * x) * (scale * factor)[:, None]
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -268,10 +273,9 @@ def _features_fwd(options: Options, features: Features, settings: Settings) -> A
         cross = jnp.sum(jnp.sum(target.right * f, axis=1) * cosines.f_scale) / epsilon
         value = sharding.psum(target.log_moment - in_rows - in_columns - cross, axes)
         solved = jnp.isfinite(student.error) & jnp.isfinite(teacher.error)
-        value, epsilon = (jnp.where(solved, x, jnp.nan) for x in (value, epsilon))
-        df, dg = _through_norm(moved.right, f), _through_norm(moved.left, g)
-        rows = df / epsilon, dg / epsilon, student.u, teacher.u
-        return rows, (value, student[1:], teacher[1:])
+        value, factor = (jnp.where(solved, x, jnp.nan) for x in (value, 1 / epsilon))
+        df, dg = _through_norm(moved.right, f, factor), _through_norm(moved.left, g, factor)
+        return (df, dg, student.u, teacher.u), (value, student[1:], teacher[1:])
 
     with sharding.mesh_of(*features):
         rows = (*map(sharding.split, (f, g, z, w)), sharding.split(settings.log_a, -jnp.inf))

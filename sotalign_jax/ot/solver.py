@@ -243,11 +243,12 @@ def solve(
             lambda: state.kernel.q,
         )
         built = kernel.build(state.kernel._replace(q=q), log_b)
-        usable = jnp.all(jnp.where(live, jnp.isfinite(built.q), True))
+        usable = state.usable & jnp.all(jnp.where(live, jnp.isfinite(built.q), True))
         own_rows = jnp.all(jnp.where(live_row, jnp.isfinite(built.p), True))
         usable &= sharding.pmax((~own_rows).astype(jnp.int32), kernel.axes) == 0
-        error = jnp.where(usable, state.error, jnp.inf)
-        state = state._replace(kernel=built, error=error, fresh=~false, drifted=false, done=~usable)
+        state = state._replace(
+            kernel=built, fresh=~false, drifted=false, usable=usable, done=~usable
+        )
         state = sharding.vary_like(state, log_a)
         return jax.lax.while_loop(lambda state: ~(state.done | state.drifted), level, state)
 
@@ -279,7 +280,7 @@ def solve(
         lambda state: ~state.done, build, sharding.vary_like(progress, log_a)
     )
     # No two distributions are further apart than 2: columns that still underflow count in full.
-    error = jnp.where(possible & result.usable, jnp.minimum(result.error, 2.0), jnp.inf)
+    error = jnp.where(result.usable, jnp.minimum(result.error, 2.0), jnp.inf)
     scalings = Scalings(
         log_a + result.kernel.p,
         log_b + jnp.where(live, result.kernel.q, 0.0),
