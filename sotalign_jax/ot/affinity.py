@@ -114,14 +114,16 @@ def check_features(f: ArrayLike, g: ArrayLike, f_star: ArrayLike, g_star: ArrayL
     """Raises unless student and teacher embed the same rows, each in one space."""
     for name, student, teacher in (("f", f, f_star), ("g", g, g_star)):
         check_affinity(name, student)
+        check_affinity(f"{name}_star", teacher)
         if len(student) != len(teacher):
             raise checks.InputError(
                 f"{name}_star: has {len(teacher)} rows but {name} has {len(student)}; "
                 "student and teacher must embed the same samples"
             )
     for names, x, y in (("f and g", f, g), ("f_star and g_star", f_star, g_star)):
-        if x.shape[1] != y.shape[1]:
+        widths = np.shape(x)[1], np.shape(y)[1]
+        if widths[0] != widths[1]:
             raise checks.InputError(
-                f"{names}: have widths {x.shape[1]} and {y.shape[1]}; "
+                f"{names}: have widths {widths[0]} and {widths[1]}; "
                 "their cosine needs one shared space"
             )

@@ -31,8 +31,8 @@ MAX_DRIFT = 30.0
 """Scalings beyond exp(+-MAX_DRIFT) call for a rebuild: far from float32's overflow at exp(88), and
 what underflowed when the kernel was built still is below exp(-27) of the largest entry."""
 MAX_EXPONENT = 50.0
-"""Entries are capped at exp(50) while a kernel is built: exp(MAX_DRIFT) times them is finite. A plan
-has none so large, for P_ij <= min(a_i, b_j) and so A_ij <= 1 / max(a_i, b_j)."""
+"""Entries are capped at exp(50) while a kernel is built, so that exp(MAX_DRIFT) times them is
+finite. A plan has none so large, for P_ij <= min(a_i, b_j) and so A_ij <= 1 / max(a_i, b_j)."""
 
 
 class Matrix(NamedTuple):

@@ -33,7 +33,7 @@ from sotalign_jax.ot.sinkhorn import (
     solve_matrix,
     without_padding,
 )
-from sotalign_jax.ot.solver import Scalings, solve
+from sotalign_jax.ot.solver import Scalings, goal, solve
 
 MARGINALS = ("prob", "bistochastic")
 
@@ -103,7 +103,7 @@ def _after(x: Array, computed: Any) -> Array:
     Compilers drop barriers and products with zero, and may then run both solves at once. The
     smallest number is lost in the sum: x is exact even where `computed` is NaN.
     """
-    touched = sum(jnp.ravel(leaf)[0] for leaf in jax.tree.leaves(computed))
+    touched = sum(jnp.ravel(leaf)[0].astype(x.dtype) for leaf in jax.tree.leaves(computed))
     return x + jnp.where(jnp.isnan(touched), jnp.finfo(x.dtype).tiny, 0)
 
 
@@ -241,13 +241,16 @@ def _features_fwd(options: Options, features: Features, settings: Settings) -> A
         def kernel_of(cosines: Cosines) -> Kernel:
             return Kernel(cosines, options.block_size, axes, options.precision)
 
-        plan = functools.partial(
-            solve,
-            log_a=log_a,
-            log_b=log_b,
-            tolerance=tolerance,
-            max_iterations=options.max_iterations,
-        )
+        def plan(kernel: Kernel, epsilon: Array, init_v: Array | None) -> Any:
+            return solve(
+                kernel,
+                log_a,
+                log_b,
+                epsilon=epsilon,
+                tolerance=tolerance if kernel.stored else goal(tolerance, 1.0, epsilon),
+                max_iterations=options.max_iterations,
+                init_v=init_v,
+            )
 
         def measured(scalings: Scalings, rows: Array, columns: Array) -> Scalings:
             """With the error of the plan that was multiplied, which was rounded since."""
@@ -256,13 +259,13 @@ def _features_fwd(options: Options, features: Features, settings: Settings) -> A
             return scalings.measured(jnp.maximum(in_rows, in_columns), tolerance)
 
         kernel = kernel_of(cosines_of(z, w))
-        teacher, state = plan(kernel, epsilon=settings.epsilon_star, init_v=settings.init_v_star)
+        teacher, state = plan(kernel, settings.epsilon_star, settings.init_v_star)
         # Columns come together from all devices only when they are needed.
         cosines = cosines_of(f, _after(g, teacher) if axes else g)
         target = kernel.transport(state, a, b, cosines)
         teacher = measured(teacher, target.rows, target.columns)
         kernel = kernel_of(cosines)
-        student, state = plan(kernel, epsilon=_after(epsilon, target), init_v=settings.init_v)
+        student, state = plan(kernel, _after(epsilon, target), settings.init_v)
         moved = kernel.transport(state, a, b, cosines, minus=target)
         student = measured(student, moved.rows + target.rows, moved.columns + target.columns)
 

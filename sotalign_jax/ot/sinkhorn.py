@@ -21,7 +21,7 @@ from sotalign_jax.ot import affinity, sharding
 from sotalign_jax.ot.affinity import ArrayLike
 from sotalign_jax.ot.blocks import BUILD_ROWS, Block, over_rows
 from sotalign_jax.ot.kernel import Kernel, Matrix, row_max
-from sotalign_jax.ot.solver import Scalings, solve, widest_row
+from sotalign_jax.ot.solver import Scalings, goal, solve, widest_row
 
 
 @jax.tree_util.register_dataclass
@@ -249,14 +249,15 @@ def solve_matrix(
     precision: jax.lax.PrecisionLike,
 ) -> Scalings:
     """`solve` for an affinity that is given, u centred and the error as `log_plan` has it."""
+    widest = widest_row(k, axes)
     scalings, _ = solve(
         Kernel(Matrix(k), axes=axes, precision=precision),
         log_a,
         log_b,
         epsilon=epsilon,
-        tolerance=tolerance,
+        tolerance=goal(tolerance, widest, epsilon),
         max_iterations=max_iterations,
-        widest=widest_row(k, axes),
+        widest=widest,
         init_v=init_v,
     )
     error = marginal_error(k, scalings, log_a, log_b, epsilon, axes)

@@ -49,6 +49,12 @@ def widest_row(k: Array, axes: sharding.Axes = ()) -> Array:
     return sharding.pmax(over_rows(len(k), BUILD_ROWS, body, zero), axes)
 
 
+def goal(tolerance: Array, widest: Any, epsilon: Array) -> Array:
+    """What to aim at, so that the plan has `tolerance` even after exp(K/epsilon + u + v) rounds."""
+    rounding = 0.5 * jnp.finfo(tolerance.dtype).eps * widest / epsilon
+    return jnp.maximum(tolerance - rounding, 0.5 * tolerance)
+
+
 class Scalings(NamedTuple):
     """What a solve returns: log-scalings, marginal error, iterations, and whether it converged."""
 
@@ -212,13 +218,13 @@ def solve(
 
     def level(state: _Progress) -> _Progress:
         last = state.levels == 0
-        goal = jnp.where(last, tolerance, jnp.maximum(tolerance, SCALING_TOLERANCE)).astype(dtype)
+        wanted = jnp.where(last, tolerance, jnp.maximum(tolerance, SCALING_TOLERANCE)).astype(dtype)
         # Half of the budget is kept for the epsilon that was asked for.
         budget = jnp.where(last, max_iterations, max_iterations // 2)
-        found = search(state, goal, budget)
+        found = search(state, wanted, budget)
         failed = ~jnp.isfinite(found.best.error)
         spent = found.iterations >= budget
-        finished = ~failed & ((found.best.error <= goal) | spent)
+        finished = ~failed & ((found.best.error <= wanted) | spent)
         x = jnp.where(finished, found.best.x, found.best.following)
         down = finished & ~last
         power = jnp.where(down, SCALING_FACTOR, 1).astype(dtype)
@@ -275,7 +281,9 @@ def solve(
         jnp.where(live, guess, -jnp.inf).astype(dtype),
         target * jnp.asarray(SCALING_FACTOR, dtype) ** levels.astype(dtype),
     )
-    progress = _Progress(start, infinity, jnp.int32(0), levels, false, false, ~false, possible, false)
+    progress = _Progress(
+        start, infinity, jnp.int32(0), levels, false, false, ~false, possible, false
+    )
     result = jax.lax.while_loop(
         lambda state: ~state.done, build, sharding.vary_like(progress, log_a)
     )
