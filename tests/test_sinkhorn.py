@@ -128,7 +128,7 @@ def test_hard_affinities(x64, dtype, shape):
             assert plan.u.dtype == dtype and plan.iterations <= 400, case
             assert jnp.isfinite(plan.matrix()).all(), case
             # What the solver believes is true, up to the rounding of exp(K/epsilon).
-            slack = 1e-9 if dtype == np.float64 else 2e-6 / epsilon**0.5
+            slack = 1e-9 if dtype == np.float64 else 2e-6 / epsilon**0.5 + 6e-8 / epsilon
             assert abs(plan.error - marginal_error(plan)) < slack, case
             assert plan.converged == (plan.error <= 1e-4), case
             if not plan.converged:

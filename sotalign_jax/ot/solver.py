@@ -49,10 +49,14 @@ def widest_row(k: Array, axes: sharding.Axes = ()) -> Array:
     return sharding.pmax(over_rows(len(k), BUILD_ROWS, body, zero), axes)
 
 
+def rounding(widest: Any, epsilon: Array) -> Array:
+    """About what the rounding of exp(K/epsilon + u + v) adds to the marginal error of a plan."""
+    return 0.25 * jnp.finfo(epsilon.dtype).eps * widest / epsilon
+
+
 def goal(tolerance: Array, widest: Any, epsilon: Array) -> Array:
-    """What to aim at, so that the plan has `tolerance` even after exp(K/epsilon + u + v) rounds."""
-    rounding = 0.5 * jnp.finfo(tolerance.dtype).eps * widest / epsilon
-    return jnp.maximum(tolerance - rounding, 0.5 * tolerance)
+    """What to aim at, so that a plan has `tolerance` even after rounding."""
+    return jnp.maximum(tolerance - 2 * rounding(widest, epsilon), 0.5 * tolerance)
 
 
 class Scalings(NamedTuple):
