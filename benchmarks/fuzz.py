@@ -150,13 +150,13 @@ def make(seed: int, index: int) -> Case:
     of_b, log_b = _weights(rng, m)
     given = np.full(shape, np.nan, dtype)
     given[:n, :m] = k
-    log_weights = [np.full(size, -np.inf) for size in shape]
-    log_weights[0][:n], log_weights[1][:m] = log_a, log_b
+    padded_a, padded_b = (np.full(size, -np.inf) for size in shape)
+    padded_a[:n], padded_b[:m] = log_a, log_b
     name = (
         f"{kind}, {n} x {m} in {shape[0]} x {shape[1]}, weights {of_a} / {of_b}, "
         f"epsilon={epsilon:.3g}, tolerance={tolerance:g}, {np.dtype(dtype).name}"
     )
-    return Case(name, given, *log_weights, epsilon, tolerance, features)
+    return Case(name, given, padded_a, padded_b, epsilon, tolerance, features)
 
 
 @functools.partial(jax.jit, static_argnames="max_iterations")

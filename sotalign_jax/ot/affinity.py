@@ -6,6 +6,7 @@ import numpy as np
 from jaxtyping import Array, Float
 
 from sotalign_jax import checks
+from sotalign_jax.ot import sharding
 
 ArrayLike = jax.Array | np.ndarray
 """What users hand in; nested lists work too."""
@@ -80,7 +81,9 @@ def cosine(
     >>> cosine(jnp.array([[1.0, 0.0]]), jnp.array([[2.0, 0.0], [0.0, 1.0]]))
     Array([[1., 0.]], dtype=float32)
     """
-    return dot(l2_normalize(f), l2_normalize(g).T, precision)
+    x, y = l2_normalize(f), l2_normalize(g)
+    with sharding.mesh_of(x, y):  # rows of both may be split over the same devices
+        return dot(x, sharding.gather_explicit(y).T, precision)
 
 
 # --- checks ---

@@ -42,6 +42,7 @@ class Matrix(NamedTuple):
     """
 
     k: Float[Array, "n m"]
+    top: Float[Array, " n"]
 
     @property
     def height(self) -> int:
@@ -50,14 +51,8 @@ class Matrix(NamedTuple):
 
     def rows(self, block: Block, columns: Block | None = None) -> Float[Array, "size m"]:
         """A block of rows of K, of all columns or of a block of them."""
-        rows = block.of(self.k)
-        rows = rows - row_max(rows)[:, None]
+        rows = block.of(self.k) - block.of(self.top)[:, None]
         return rows if columns is None else columns.of(rows, axis=1)
-
-
-def row_max(k: Float[Array, "... n m"]) -> Float[Array, "... n"]:
-    """The largest finite entry of each row, which centres it."""
-    return jnp.max(k, axis=-1, where=jnp.isfinite(k), initial=jnp.finfo(k.dtype).min)
 
 
 class Cosines(NamedTuple):

@@ -22,8 +22,7 @@ from jaxtyping import Array, Float
 from sotalign_jax import checks
 from sotalign_jax.ot import affinity, blocks, sharding
 from sotalign_jax.ot.affinity import ArrayLike
-from sotalign_jax.ot.blocks import BUILD_ROWS, Block, over_rows
-from sotalign_jax.ot.kernel import Cosines, Kernel, row_max
+from sotalign_jax.ot.kernel import Cosines, Kernel
 from sotalign_jax.ot.sinkhorn import (
     Plan,
     log_plan,
@@ -33,7 +32,7 @@ from sotalign_jax.ot.sinkhorn import (
     solve_matrix,
     without_padding,
 )
-from sotalign_jax.ot.solver import Scalings, goal, solve
+from sotalign_jax.ot.solver import Scalings, goal, row_range, solve
 
 MARGINALS = ("prob", "bistochastic")
 
@@ -124,74 +123,72 @@ def _joined(n: int, m: int, us: Any, others: Any) -> KlotAux:
 def klot_of_affinities(
     options: Options, k: Array, k_star: Array, settings: Settings
 ) -> tuple[Array, KlotAux]:
-    """KL(P* || P) and both plans' scalings, u as `log_plan` has it; differentiable in k alone."""
-
-    def own_rows(axes: sharding.Axes, rows: Any, settings: Settings) -> Any:
-        k, k_star, log_a = rows
-        plan = functools.partial(
-            solve_matrix,
-            log_a=log_a,
-            log_b=settings.log_b,
-            tolerance=settings.tolerance,
-            max_iterations=options.max_iterations,
-            axes=axes,
-            precision=options.precision,
-        )
-        target = plan(k_star, epsilon=settings.epsilon_star, init_v=settings.init_v_star)
-        epsilon = _after(settings.epsilon, target)
-        student = plan(k, epsilon=epsilon, init_v=settings.init_v)
-
-        def add(block: Block, value: Array) -> Array:
-            log_p = log_plan(block.of(k), block.of(student.u), student.v, settings.epsilon)
-            log_p_star = log_plan(
-                block.of(k_star), block.of(target.u), target.v, settings.epsilon_star
-            )
-            p_star = jnp.exp(log_p_star)
-            counted = (p_star != 0) & block.fresh[:, None]
-            return value + jnp.sum(jnp.where(counted, p_star * (log_p_star - log_p), 0.0))
-
-        zero = sharding.vary_like(jnp.zeros((), k.dtype), k)
-        value = sharding.psum(over_rows(len(k), BUILD_ROWS, add, zero), axes)
-        solved = jnp.isfinite(student.error) & jnp.isfinite(target.error)
-        value = jnp.where(solved, value, jnp.nan)
-        return (student.u, target.u), (value, student[1:], target[1:])
-
-    with sharding.mesh_of(k, k_star):
-        rows = sharding.split(k), sharding.split(k_star), sharding.split(settings.log_a, -jnp.inf)
-        us, (value, *others) = sharding.shard_map(own_rows, rows, settings)
-        aux = _joined(len(k), k.shape[1], us, others)
-    return value, aux
+    """KL(P* || P) and both plans' scalings; differentiable in k alone."""
+    return _affinities_fwd(options, k, k_star, settings)[0]
 
 
 def _affinities_fwd(options: Options, k: Array, k_star: Array, settings: Settings) -> Any:
     k = _first_order("klot", k)
-    value, aux = klot_of_affinities(options, k, k_star, settings)
-    return (value, aux), (k, k_star, settings, aux)
+
+    def own_rows(axes: sharding.Axes, rows: Any, settings: Settings) -> Any:
+        k, k_star, log_a = rows
+
+        def plan(k: Array, epsilon: Array, init_v: Array | None) -> tuple[Array, Scalings]:
+            top, widest = row_range(k, axes)
+            scalings = solve_matrix(
+                k,
+                log_a,
+                settings.log_b,
+                top=top,
+                widest=widest,
+                epsilon=epsilon,
+                tolerance=settings.tolerance,
+                max_iterations=options.max_iterations,
+                init_v=init_v,
+                axes=axes,
+                precision=options.precision,
+            )
+            return top, scalings
+
+        epsilon, epsilon_star = settings.epsilon, settings.epsilon_star
+        top_star, target = plan(k_star, epsilon_star, settings.init_v_star)
+        top, student = plan(k, _after(epsilon, target), settings.init_v)
+        log_p = log_plan(k, top, student.u, student.v, epsilon)
+        log_p_star = log_plan(k_star, top_star, target.u, target.v, epsilon_star)
+        p_star = jnp.exp(log_p_star)
+        value = jnp.sum(jnp.where(p_star == 0, 0.0, p_star * (log_p_star - log_p)))
+        solved = jnp.isfinite(student.error) & jnp.isfinite(target.error)
+        value = jnp.where(solved, sharding.psum(value, axes), jnp.nan)
+        centred = top, student.u, top_star, target.u
+        us = student.u - top / epsilon, target.u - top_star / epsilon_star
+        return (us, centred), (value, student[1:], target[1:])
+
+    with sharding.mesh_of(k, k_star):
+        rows = sharding.split(k), sharding.split(k_star), sharding.split(settings.log_a, -jnp.inf)
+        (us, centred), (value, *others) = sharding.shard_map(own_rows, rows, settings)
+        aux = _joined(len(k), k.shape[1], us, others)
+    return (value, aux), (k, k_star, centred, settings, aux)
 
 
 def _affinities_bwd(options: Options, residuals: Any, cotangents: Any) -> Any:
-    k, k_star, settings, aux = residuals
+    k, k_star, centred, settings, aux = residuals
 
     def own_rows(axes: sharding.Axes, rows: Any, shared: Any) -> Any:
-        k, k_star, u, u_star = rows
+        k, k_star, (top, u, top_star, u_star) = rows
         v, v_star, epsilon, epsilon_star, scale = shared
-
-        def put(block: Block, gradient: Array) -> Array:
-            p = jnp.exp(log_plan(block.of(k), block.of(u), v, epsilon))
-            p_star = jnp.exp(log_plan(block.of(k_star), block.of(u_star), v_star, epsilon_star))
-            return block.put(gradient, scale * (p - p_star) / epsilon)
-
-        start = sharding.vary_like(jnp.zeros_like(k), k, scale)
-        return over_rows(len(k), BUILD_ROWS, put, start), ()
+        p = jnp.exp(log_plan(k, top, u, v, epsilon))
+        p_star = jnp.exp(log_plan(k_star, top_star, u_star, v_star, epsilon_star))
+        return scale * (p - p_star) / epsilon, ()
 
     with sharding.mesh_of(k, k_star):
-        weights = (sharding.split(x, -jnp.inf) for x in (aux.student.u, aux.teacher.u))
-        rows = sharding.split(k), sharding.split(k_star), *weights
-        epsilons = settings.epsilon, settings.epsilon_star
         solved = jnp.isfinite(aux.student.error) & jnp.isfinite(aux.teacher.error)
         scale = jnp.where(solved, cotangents[0], jnp.nan)
-        shared = aux.student.v, aux.teacher.v, *epsilons, scale
-        gradient, _ = sharding.shard_map(own_rows, rows, shared)
+        epsilons = settings.epsilon, settings.epsilon_star
+        gradient, _ = sharding.shard_map(
+            own_rows,
+            (sharding.split(k), sharding.split(k_star), centred),
+            (aux.student.v, aux.teacher.v, *epsilons, scale),
+        )
         gradient = sharding.like(sharding.join(gradient, len(k)), k)
     return gradient, jnp.zeros_like(k_star), _zeros(settings)
 
@@ -474,8 +471,6 @@ def klot(
     value = mass * value
     if not return_aux:
         return value
-    plans = zip(aux, (k, k_star), (settings.epsilon, settings.epsilon_star), strict=True)
-    aux = KlotAux(*(plan._replace(u=plan.u - row_max(x) / e) for plan, x, e in plans))
     return value, jax.lax.stop_gradient(aux)
 
 

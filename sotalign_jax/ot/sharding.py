@@ -111,6 +111,11 @@ def like(x: Array, reference: Array) -> Array:
     return _reshard(x, jax.typeof(reference).sharding.spec)
 
 
+def gather_explicit(x: Array) -> Array:
+    """x, whole on every device, where the axes of the mesh are Explicit; else as it is."""
+    return _reshard(x, PartitionSpec())
+
+
 def shard_map(
     function: Callable[[Axes, Any, Any], tuple[Any, Any]], rows: Any, shared: Any
 ) -> tuple[Any, Any]:

@@ -20,8 +20,8 @@ from sotalign_jax import checks
 from sotalign_jax.ot import affinity, sharding
 from sotalign_jax.ot.affinity import ArrayLike
 from sotalign_jax.ot.blocks import BUILD_ROWS, Block, over_rows
-from sotalign_jax.ot.kernel import Kernel, Matrix, row_max
-from sotalign_jax.ot.solver import Scalings, goal, rounding, solve, widest_row
+from sotalign_jax.ot.kernel import Kernel, Matrix
+from sotalign_jax.ot.solver import Scalings, goal, rounding, row_range, solve
 
 
 @jax.tree_util.register_dataclass
@@ -52,12 +52,13 @@ class Plan:
     @property
     def u(self) -> Float[Array, " n"]:
         """Row log-scalings, shape [n]; -inf where the weight is zero."""
-        return self.centred_u - row_max(self.affinity) / self.epsilon[..., None]
+        return self.centred_u - _top(self.affinity) / self.epsilon[..., None]
 
     def log_matrix(self) -> Float[Array, "n m"]:
         """log P."""
         return log_plan(
             self.affinity,
+            _top(self.affinity),
             self.centred_u,
             self.v,
             self.epsilon[..., None, None],  # a vmapped solve gives many plans
@@ -72,14 +73,20 @@ class Plan:
         return affinity.dot(self.matrix(), values)
 
 
-def log_plan(k: Array, centred_u: Array, v: Array, epsilon: Any) -> Array:
-    """log P of the scalings that `solve` finds for `Matrix(k)`, shape [..., n, m]."""
-    centred = k - row_max(k)[..., :, None]
+def _top(k: Array) -> Array:
+    """The largest finite entry of each row."""
+    return jnp.max(k, axis=-1, where=jnp.isfinite(k), initial=jnp.finfo(k.dtype).min)
+
+
+def log_plan(k: Array, top: Array, centred_u: Array, v: Array, epsilon: Any) -> Array:
+    """log P of the scalings that `solve` finds for `Matrix(k, top)`, shape [..., n, m]."""
+    centred = k - top[..., :, None]
     return centred / epsilon + centred_u[..., :, None] + v[..., None, :]
 
 
 def marginal_error(
     k: Array,
+    top: Array,
     scalings: Scalings,
     log_a: Array,
     log_b: Array,
@@ -89,7 +96,8 @@ def marginal_error(
     """max(||P 1 - a||_1, ||P^T 1 - b||_1) of the matrix P itself, a block of rows at a time."""
 
     def body(block: Block, sums: tuple[Array, Array]) -> tuple[Array, Array]:
-        plan = jnp.exp(log_plan(block.of(k), block.of(scalings.u), scalings.v, epsilon))
+        rows = block.of(k), block.of(top), block.of(scalings.u)
+        plan = jnp.exp(log_plan(*rows, scalings.v, epsilon))
         plan = jnp.where(block.fresh[:, None], plan, 0.0)
         missing = jnp.abs(jnp.sum(plan, axis=1) - jnp.exp(block.of(log_a)))
         in_rows = jnp.sum(jnp.where(block.fresh, missing, 0.0))
@@ -191,7 +199,7 @@ def sinkhorn(
         jnp.asarray(tolerance, k.dtype),
         None if init is None else jnp.asarray(init[1], k.dtype),
     )
-    return _solve(max_iterations, precision, *sharding.vary_alike(arrays))
+    return _solve(max_iterations, precision, *arrays)
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
@@ -210,13 +218,19 @@ def _solve(
     log_a = log_weights("log_a", None, n, k.dtype) if log_a is None else log_a
     log_b = log_weights("log_b", None, m, k.dtype) if log_b is None else log_b
     k = without_padding(k, log_a, log_b) if given is None else given
+    k, log_a, log_b, epsilon, tolerance, init_v = sharding.vary_alike(
+        (k, log_a, log_b, epsilon, tolerance, init_v)
+    )
 
     def own_rows(axes: sharding.Axes, rows: Any, shared: Any) -> tuple[Array, Any]:
         (k, log_a), (log_b, epsilon, tolerance, init_v) = rows, shared
+        top, widest = row_range(k, axes)
         scalings = solve_matrix(
             k,
             log_a,
             log_b,
+            top=top,
+            widest=widest,
             epsilon=epsilon,
             tolerance=tolerance,
             max_iterations=max_iterations,
@@ -224,6 +238,9 @@ def _solve(
             axes=axes,
             precision=precision,
         )
+        error = marginal_error(k, top, scalings, log_a, log_b, epsilon, axes)
+        # Another program may multiply by 1/epsilon instead: K/epsilon differs a little there.
+        scalings = scalings.measured(error + rounding(widest, epsilon), tolerance)
         return scalings.u, scalings[1:]
 
     with sharding.mesh_of(k):
@@ -246,6 +263,8 @@ def solve_matrix(
     log_a: Array,
     log_b: Array,
     *,
+    top: Array,
+    widest: Array,
     epsilon: Array,
     tolerance: Array,
     max_iterations: int,
@@ -253,10 +272,9 @@ def solve_matrix(
     axes: sharding.Axes,
     precision: jax.lax.PrecisionLike,
 ) -> Scalings:
-    """`solve` for an affinity that is given, u centred and the error as `log_plan` has it."""
-    widest = widest_row(k, axes)
+    """`solve` for an affinity that is given, with u and an estimate of the error for `log_plan`."""
     scalings, _ = solve(
-        Kernel(Matrix(k), axes=axes, precision=precision),
+        Kernel(Matrix(k, top), axes=axes, precision=precision),
         log_a,
         log_b,
         epsilon=epsilon,
@@ -265,9 +283,7 @@ def solve_matrix(
         widest=widest,
         init_v=init_v,
     )
-    error = marginal_error(k, scalings, log_a, log_b, epsilon, axes)
-    # Another program may divide by epsilon or multiply by its inverse: K/epsilon differs a little.
-    return scalings.measured(error + rounding(widest, epsilon), tolerance)
+    return scalings.measured(scalings.error + rounding(widest, epsilon), tolerance)
 
 
 def reference(
@@ -310,7 +326,7 @@ def reference(
     )
     return Plan(
         affinity=K,
-        centred_u=u + row_max(K) / epsilon,
+        centred_u=u + _top(K) / epsilon,
         v=v,
         epsilon=jnp.asarray(epsilon, K.dtype),
         error=error,

@@ -35,18 +35,20 @@ SCALING_TOLERANCE = 0.01
 """Marginal error at which an intermediate epsilon is left."""
 
 
-def widest_row(k: Array, axes: sharding.Axes = ()) -> Array:
-    """max_i (max_j K_ij - min_j K_ij) over the finite entries, on all devices."""
+def row_range(k: Array, axes: sharding.Axes = ()) -> tuple[Array, Array]:
+    """max_j K_ij of each row, and max_i (max_j K_ij - min_j K_ij) on all devices; finite ones."""
+    lowest_number = jnp.finfo(k.dtype).min
 
-    def body(block: Block, widest: Array) -> Array:
+    def body(block: Block, carry: tuple[Array, Array]) -> tuple[Array, Array]:
         rows = block.of(k)
         finite = jnp.isfinite(rows)
-        highest = jnp.max(rows, axis=1, where=finite, initial=-jnp.inf)
-        lowest = jnp.min(rows, axis=1, where=finite, initial=jnp.inf)
-        return jnp.maximum(widest, jnp.max(highest - lowest))
+        highest = jnp.max(rows, axis=1, where=finite, initial=lowest_number)
+        lowest = jnp.min(rows, axis=1, where=finite, initial=-lowest_number)
+        return block.put(carry[0], highest), jnp.maximum(carry[1], jnp.max(highest - lowest))
 
-    zero = sharding.vary_like(jnp.zeros((), k.dtype), k)
-    return sharding.pmax(over_rows(len(k), BUILD_ROWS, body, zero), axes)
+    nothing = sharding.vary_like((jnp.zeros_like(k[:, 0]), jnp.zeros((), k.dtype)), k)
+    top, widest = over_rows(len(k), BUILD_ROWS, body, nothing)
+    return top, sharding.pmax(widest, axes)
 
 
 def rounding(widest: Any, epsilon: Array) -> Array:
