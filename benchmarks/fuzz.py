@@ -22,6 +22,7 @@ import argparse
 import collections
 import functools
 import sys
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -282,7 +283,7 @@ def _check_losses(case: Case, options: dict[str, Any]) -> list[str]:
     return found
 
 
-def run(problems: range, seed: int, *, progress: bool = False) -> dict[int, list[str]]:
+def run(problems: Sequence[int], seed: int, *, progress: bool = False) -> dict[int, list[str]]:
     """Findings by the problem's number; problems of a shape one after the other."""
     groups = collections.defaultdict(list)
     for index in problems:
@@ -295,7 +296,9 @@ def run(problems: range, seed: int, *, progress: bool = False) -> dict[int, list
                 case = make(seed, index)
                 if errors := check(case):
                     found[index] = errors
-                    bar.write(f"--seed={seed} --only={index}: {case.name}\n    {'; '.join(errors)}")
+                    tqdm.write(
+                        f"--seed={seed} --only={index}: {case.name}\n    {'; '.join(errors)}"
+                    )
                 bar.update()
     return found
 
