@@ -131,7 +131,7 @@ def parts(setting: Setting, method: methods.SOTAlign) -> dict[str, Callable[[], 
 
     @jax.jit
     def products(state: Any, f: Array, g: Array) -> Any:
-        return Kernel(cosines(f, g)).transport(state, jnp.exp(log_a), cosines(f, g))
+        return Kernel(cosines(f, g)).transport(state, jnp.exp(log_a), jnp.exp(log_b), cosines(f, g))
 
     optimizer = training.optimizer(config.learning_rate, config.steps)
     opt_state = optimizer.init(params)

@@ -183,6 +183,22 @@ def whole(least: int, *, or_none: bool = False, **options: Any) -> None:
         _every(options, fine, wanted)
 
 
+def static(**options: Any) -> None:
+    """Raises if an option that is fixed when a program is compiled is traced.
+
+    >>> jax.jit(lambda steps: static(steps=steps))(3)
+    Traceback (most recent call last):
+    sotalign_jax.checks.InputError: steps: is traced but must be known when compiling; give
+    jax.jit static_argnames='steps', or bind it with functools.partial
+    """
+    for name, value in options.items():
+        if isinstance(value, jax.core.Tracer):
+            raise InputError(
+                f"{name}: is traced but must be known when compiling; "
+                f"give jax.jit static_argnames={name!r}, or bind it with functools.partial"
+            )
+
+
 def _every(options: dict[str, Any], fine: Callable[[Any], bool], wanted: str) -> None:
     for name, value in options.items():
         if isinstance(value, jax.core.Tracer):

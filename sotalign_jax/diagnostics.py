@@ -422,5 +422,6 @@ def _solve(
         tolerance=tolerance,
         max_iterations=max_iterations,
     )
-    partners = jnp.exp(-kernel.transport(state, a, cosines).log_moment)
+    moved = kernel.transport(state, a, b, cosines)
+    partners = jnp.exp(-moved.log_moment - jnp.sum(moved.columns * jnp.log(b)))
     return scalings.error, scalings.iterations, partners

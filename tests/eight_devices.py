@@ -79,21 +79,86 @@ def test_klot_and_sinkhorn_with_weights(mesh, x64):
     assert_close(on(mesh, function, k), jax.jit(function)(k))
 
 
-def test_any_mesh_and_a_shard_map_of_the_user(x64):
-    """All axes of a mesh are used; inside a `shard_map` each device has a problem of its own."""
-    f, g, z, w = features()
-    two_axes = jax.make_mesh((2, 4), ("data", "model"), (jax.sharding.AxisType.Auto,) * 2)
-    expected = sota.klot_from_embeddings(f, g, z, w)
-    assert_close(on(two_axes, sota.klot_from_embeddings, f, g, z, w), expected, rtol=1e-5)
+def loss_and_gradients(f, g, z, w):
+    """Both losses, their gradients in f and g, and a plan, in one program."""
 
-    def alone(k):
-        return sota.sinkhorn(k, epsilon=0.1).matrix()[None]
+    def losses(f, g):
+        k = sota.cosine(f, g)
+        plan = sota.sinkhorn(jax.lax.stop_gradient(k), epsilon=0.1, tolerance=1e-9)
+        value, aux = sota.klot_from_embeddings(f, g, z, w, tolerance=1e-9, return_aux=True)
+        other = sota.klot(k, sota.cosine(z, w), tolerance=1e-9)
+        return value + 2 * other, (value, other, plan.error, aux.student.v, aux.teacher.converged)
 
-    split = jax.sharding.PartitionSpec("rows")
-    k = sota.cosine(f[:48], g)
-    with jax.set_mesh(sharding.rows_mesh()):
-        plans = jax.jit(jax.shard_map(alone, in_specs=split, out_specs=split, check_vma=False))(k)
-    assert_close(plans[3], sota.sinkhorn(k[18:24], epsilon=0.1).matrix())
+    return jax.value_and_grad(losses, argnums=(0, 1), has_aux=True)(f, g)
+
+
+KINDS = {"auto": jax.sharding.AxisType.Auto, "explicit": jax.sharding.AxisType.Explicit}
+
+
+@pytest.mark.parametrize(
+    ("kind", "shape", "placed"),
+    [("explicit", (8,), "split"), ("explicit", (2, 4), "replicated"), ("auto", (2, 4), "split")],
+)
+def test_any_mesh(kind, shape, placed, x64):
+    """All axes of a mesh are used, whether they are Auto or Explicit, wherever the arrays are."""
+    names = ("data", "model")[: len(shape)]
+    mesh = jax.make_mesh(shape, names, (KINDS[kind],) * len(shape))
+    spec = jax.sharding.PartitionSpec(names[0] if placed == "split" else None)
+    # What is split by hand must divide by its devices; what is not gets padded.
+    rows = [x[: len(x) // 8 * 8] for x in features()] if placed == "split" else features()
+    with jax.set_mesh(mesh):
+        arrays = jax.device_put(rows, jax.NamedSharding(mesh, spec))
+        actual = jax.jit(loss_and_gradients)(*arrays)
+    assert_close(jax.device_get(actual), jax.jit(loss_and_gradients)(*rows))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_computation_follows_data(kind):
+    """Arrays that are split, and no mesh in context: a device has its share, not everything."""
+    mesh = jax.make_mesh((8,), ("rows",), (KINDS[kind],))
+    n, d = 1024, 16
+
+    def memory(sharding):
+        x = jax.ShapeDtypeStruct((n, d), jnp.float32, sharding=sharding)
+        program = jax.jit(sota.klot_from_embeddings).lower(x, x, x, x).compile()
+        return program.memory_analysis().temp_size_in_bytes
+
+    alone = memory(None)
+    assert alone >= 4 * n * n and memory(sharding.split_rows(mesh)) <= alone / 4
+
+
+def test_a_shard_map_of_the_user(mesh, x64):
+    """Each device has a problem of its own; losses are averaged, gradients are of the average."""
+    split, whole = jax.sharding.PartitionSpec("rows"), jax.sharding.PartitionSpec()
+    f, g, z, w = (x[:48] for x in features())
+
+    def mean_loss(f, g, z, w):
+        def local(f, g, z, w):
+            k = sota.cosine(f, g)
+            plan = sota.sinkhorn(jax.lax.stop_gradient(k), epsilon=0.1)
+            value = sota.klot_from_embeddings(f, g, z, w) + sota.klot(k, sota.cosine(z, w))
+            streamed = sota.klot_from_embeddings(f, g, z, w, block_size=4)
+            return jax.lax.pmean(value + streamed, "rows"), plan.error[None]
+
+        mapped = jax.shard_map(
+            local, in_specs=(split, whole, split, whole), out_specs=(whole, split)
+        )
+        return mapped(f, g, z, w)
+
+    def by_hand(f, g, z, w):
+        parts = zip(jnp.split(f, 8), jnp.split(z, 8), strict=True)
+        every = [
+            2 * sota.klot_from_embeddings(f, g, z, w)
+            + sota.klot(sota.cosine(f, g), sota.cosine(z, w))
+            for f, z in parts
+        ]
+        return sum(every) / 8
+
+    function = jax.value_and_grad(mean_loss, argnums=(0, 1), has_aux=True)
+    (value, errors), gradients = on(mesh, function, f, g, z, w)
+    assert (errors <= 1e-4).all() and errors.shape == (8,)
+    wanted = jax.jit(jax.value_and_grad(by_hand, argnums=(0, 1)))(f, g, z, w)
+    assert_close((value, gradients), wanted, rtol=1e-4)
 
 
 def test_structure_regularizer(mesh, x64):
@@ -206,10 +271,10 @@ def test_exchanges_inside_loops_are_told_from_others(mesh):
 
     def gathers(x):
         def once(axes, x, _):
-            return x, sharding.whole(x, axes).sum()
+            return x, sharding.all_gather(x, axes).sum()
 
         def by_hand(_, s):
-            return sharding.by_rows(once, x * s, None)[1]
+            return sharding.shard_map(once, x * s, None)[1]
 
         def by_compiler(_, x):
             return jax.lax.with_sharding_constraint(x[::-1].cumsum(0), split)

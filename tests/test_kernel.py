@@ -26,7 +26,8 @@ def cosines(features):
 def make(kind, features):
     """A kernel of the features' cosines, in blocks of 5 rows, which do not divide the 12."""
     if kind == "given":
-        return Kernel(Matrix(cosines(features)))
+        k = cosines(features)
+        return Kernel(Matrix(k, k.max(1)))
     return Kernel(features, block_size=5 if kind == "streamed" else None)
 
 
@@ -35,40 +36,41 @@ def _small_blocks(monkeypatch):
     monkeypatch.setattr("sotalign_jax.ot.kernel.BUILD_ROWS", 5)
 
 
-def build(kernel, q, *, live=None, epsilon=EPSILON):
-    live = jnp.ones(kernel.affinity.height, bool) if live is None else live
-    state, again = kernel.build(kernel.blank(q, jnp.asarray(epsilon, q.dtype)), live)
-    if again:
-        state, again = kernel.build(state, live)
-    assert not again
-    return state
+def build(kernel, q, *, b=None, epsilon=EPSILON):
+    log_b = jnp.log(jnp.full(M, 1 / M, q.dtype) if b is None else b)
+    return kernel.build(kernel.blank(q, jnp.asarray(epsilon, q.dtype)), log_b)
 
 
-def matrix(k, state):
+def matrix(kernel, k, state):
+    """A; of an affinity that is given, the largest entry of each row is taken off."""
+    k = k - k.max(1, keepdims=True) if isinstance(kernel.affinity, Matrix) else k
     return np.exp(np.asarray(k) / state.epsilon + state.p[:, None] + state.q)
 
 
 @KINDS
 def test_every_operation_equals_its_definition(rng, x64, kind):
     features = cosine_affinity(rng)
-    kernel = make(kind, features)
-    state = build(kernel, jnp.asarray(rng.normal(size=M)))
-    A = matrix(cosines(features), state)
-    np.testing.assert_allclose(A.max(axis=1), 1.0, rtol=1e-12)
+    kernel, k = make(kind, features), cosines(features)
+    a, b = jnp.asarray(rng.dirichlet(np.ones(N))), jnp.asarray(rng.dirichlet(np.ones(M)))
+    state = build(kernel, jnp.asarray(rng.normal(size=M)), b=b)
+    A = matrix(kernel, k, state)
+    np.testing.assert_allclose(A @ b, 1.0, rtol=1e-12)
 
-    a, c = jnp.asarray(rng.uniform(size=N)), jnp.asarray(rng.uniform(size=M))
+    c = jnp.asarray(rng.uniform(size=M))
     s, t = kernel.sweep(state, a, c)
     np.testing.assert_allclose(s, A @ c, rtol=1e-12)
     np.testing.assert_allclose(t, (a / (A @ c)) @ A, rtol=1e-12)
+    balanced = state._replace(q=kernel.update_columns(state, jnp.log(a)))
+    np.testing.assert_allclose(a @ matrix(kernel, k, balanced), 1.0, rtol=1e-12)
 
-    products = kernel.transport(state, a, features)
-    plan, (f, g) = a[:, None] * A, normalised(features)
+    products = kernel.transport(state, a, b, features)
+    plan, (f, g) = a[:, None] * A * b, normalised(features)
     np.testing.assert_allclose(products.right, plan @ g, rtol=1e-10)
     np.testing.assert_allclose(products.left, plan.T @ f, rtol=1e-10)
     np.testing.assert_allclose(products.rows, plan.sum(1), rtol=1e-10)
     np.testing.assert_allclose(products.columns, plan.sum(0), rtol=1e-10)
     np.testing.assert_allclose(products.log_moment, (plan * np.log(A)).sum(), rtol=1e-10)
-    for difference in kernel.transport(state, a, features, minus=products):
+    for difference in kernel.transport(state, a, b, features, minus=products):
         np.testing.assert_allclose(difference, 0.0, atol=1e-12)
 
 
@@ -80,36 +82,49 @@ def test_absorb_scales_and_raises(rng, x64, kind, power):
     before = build(kernel, jnp.zeros(M))
     x, y = jnp.asarray(rng.normal(size=N)), jnp.asarray(rng.normal(size=M))
     after = kernel.absorb(before, x, y, jnp.asarray(power))
-    expected = (np.exp(x)[:, None] * matrix(k, before) * np.exp(y)) ** power
+    scaled = (np.exp(x)[:, None] * matrix(kernel, k, before) * np.exp(y)) ** power
+    A = matrix(kernel, k, after)
     np.testing.assert_allclose(after.epsilon, EPSILON / power)
-    np.testing.assert_allclose(matrix(k, after), expected, rtol=1e-10)
+    np.testing.assert_allclose(A / scaled, (A / scaled)[0, 0], rtol=1e-10)
     s, _ = kernel.sweep(after, jnp.ones(N), jnp.ones(M))
-    np.testing.assert_allclose(s, expected.sum(1), rtol=1e-10)
+    np.testing.assert_allclose(s, A.sum(1), rtol=1e-10)
 
 
 @KINDS
-def test_no_live_column_is_lost_to_underflow(rng, kind):
+def test_a_column_that_underflows_is_brought_back(rng, kind):
     kernel = make(kind, cosine_affinity(rng, jnp.float32))
     state = build(kernel, jnp.zeros(M).at[2].set(-500.0).at[5].set(300.0), epsilon=1e-3)
-    s, t = kernel.sweep(state, jnp.ones(N), jnp.ones(M))
+    assert kernel.sweep(state, jnp.ones(N), jnp.ones(M))[1][2] == 0
+    q = kernel.update_columns(state, jnp.full(N, -jnp.log(N)))
+    s, t = kernel.sweep(
+        kernel.build(state._replace(q=q), jnp.full(M, -jnp.log(M))), jnp.ones(N), jnp.ones(M)
+    )
     assert jnp.isfinite(s).all() and jnp.isfinite(t).all() and (t > 0).all()
 
 
 @KINDS
 def test_zero_weights_stay_zero(rng, kind):
     kernel = make(kind, cosine_affinity(rng, jnp.float32))
-    state = build(kernel, jnp.zeros(M).at[4].set(-jnp.inf), live=jnp.arange(N) < 10)
+    b = jnp.full(M, 1 / (M - 1)).at[4].set(0.0)
+    state = build(kernel, jnp.zeros(M).at[4].set(-jnp.inf), b=b)
+    log_a = jnp.where(jnp.arange(N) < 10, -jnp.log(10.0), -jnp.inf)
+    assert kernel.update_columns(state, log_a)[4] == -jnp.inf
     for power in (4.0, 1.0):
-        s, t = kernel.sweep(state, jnp.ones(N).at[10:].set(0.0), jnp.ones(M))
+        s, t = kernel.sweep(state, jnp.exp(log_a), jnp.ones(M))
         assert jnp.isfinite(s).all() and t[4] == 0 and state.q[4] == -jnp.inf
         state = kernel.absorb(state, jnp.zeros(N), jnp.zeros(M), jnp.asarray(power))
 
 
-def test_a_row_of_weight_zero_does_not_hide_a_column_that_underflows():
+def test_a_row_of_weight_zero_does_not_bring_a_column_back():
     k = 20 * jnp.array([[1.0, 1.0, 0.0], [1.0, 1.0, 0.0], [0.0, 0.0, 1.0]])
-    kernel = Kernel(Matrix(k))
-    state = build(kernel, jnp.zeros(3), live=jnp.array([True, True, False]))
-    _, t = kernel.sweep(state, jnp.array([0.5, 0.5, 0.0]), jnp.ones(3))
+    kernel = Kernel(Matrix(k, k.max(1)))
+    state = kernel.blank(jnp.zeros(3), jnp.asarray(EPSILON))
+    state = kernel.build(state, jnp.full(3, -jnp.log(3.0)))
+    log_a = jnp.log(jnp.array([0.5, 0.5, 0.0]))
+    q = kernel.update_columns(state, log_a)
+    _, t = kernel.sweep(
+        kernel.build(state._replace(q=q), jnp.full(3, -jnp.log(3.0))), jnp.exp(log_a), jnp.ones(3)
+    )
     assert (t > 0).all()
 
 

@@ -335,6 +335,18 @@ def test_large_potentials_cancel_in_the_value():
         assert abs(from_embeddings(arrays, block_size=block_size, **options)[0]) < 1e-3
 
 
+def test_the_size_of_rows_does_not_matter_and_zero_rows_get_no_gradient(x64):
+    f, g, z, w = features((N, 5), (M, 5), (N, 7), (M, 7), dtype=jnp.float32)
+    options = {"tolerance": 1e-5}
+    value, (gradient, _) = from_embeddings((f, g, z, w), **options)
+    for scale in (1e20, 1e-25):
+        scaled, (slope, _) = from_embeddings((f * jnp.float32(scale), g, z, w), **options)
+        np.testing.assert_allclose(scaled, value, rtol=1e-5)
+        np.testing.assert_allclose(slope * jnp.float32(scale), gradient, rtol=1e-2, atol=1e-4)
+    _, (gradient, _) = from_embeddings((f.at[2].set(0.0), g, z, w), **options)
+    assert not gradient[2].any() and jnp.isfinite(gradient).all()
+
+
 @pytest.mark.parametrize("bad", ["student", "teacher"])
 def test_nan_shows_in_the_loss(x64, bad):
     f, g, z, w = features((N, 5), (M, 5), (N, 7), (M, 7))

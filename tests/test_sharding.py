@@ -35,7 +35,7 @@ def test_one_device_is_no_mesh():
     with pytest.raises(checks.InputError, match="mesh: 2 devices asked for but 1 are there"):
         sharding.rows_mesh(2)
     x = jnp.ones((3, 2))
-    assert sharding.pad(x) is x and sharding.total(x, ()) is x and sharding.whole(x, ()) is x
+    assert sharding.split(x) is x and sharding.psum(x, ()) is x and sharding.all_gather(x, ()) is x
     # A mesh of one device changes nothing either.
     with jax.set_mesh(jax.make_mesh((1,), ("rows",), (jax.sharding.AxisType.Auto,))):
         assert sharding.axes() == ()

@@ -231,7 +231,7 @@ def _streamed(options: _Options, x: Array, z: Array) -> Array:
             return total + _of_block(options, block, x, z)
 
         value = _over_own(options, axes, rows, len(x), add, jnp.zeros((), x.dtype))
-        return (), sharding.total(value, axes)
+        return (), sharding.psum(value, axes)
 
     return _by_rows(own_rows, x, z)[1]
 
@@ -248,7 +248,7 @@ def _streamed_forward(options: _Options, x: Array, z: Array) -> tuple[Array, Arr
 
         start = jnp.zeros((), x.dtype), jnp.zeros_like(z)
         value, gradient = _over_own(options, axes, rows, len(x), add, start)
-        return sharding.scattered_total(gradient, axes), sharding.total(value, axes)
+        return sharding.psum_scatter(gradient, axes), sharding.psum(value, axes)
 
     gradient, value = _by_rows(own_rows, x, z)
     return value, gradient[: len(z)]
@@ -256,7 +256,7 @@ def _streamed_forward(options: _Options, x: Array, z: Array) -> tuple[Array, Arr
 
 def _by_rows(own_rows: Any, x: Array, z: Array) -> tuple[Any, Array]:
     """Each device compares some rows, known by their numbers, with all of them."""
-    return sharding.by_rows(own_rows, sharding.pad(jnp.arange(len(x)), len(x)), (x, z))
+    return sharding.shard_map(own_rows, sharding.split(jnp.arange(len(x)), len(x)), (x, z))
 
 
 def _over_own(

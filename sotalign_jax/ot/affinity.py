@@ -1,12 +1,15 @@
 """L2 normalisation, cosine affinities, and products at an asked-for precision."""
 
-from typing import Any
-
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Float
 
 from sotalign_jax import checks
+from sotalign_jax.ot import sharding
+
+ArrayLike = jax.Array | np.ndarray
+"""What users hand in; nested lists work too."""
 
 HIGHEST = jax.lax.Precision.HIGHEST
 """At epsilon = 0.005 a worst plan entry is off by 0.004 % with "highest", by 0.03 % with "high" on
@@ -14,26 +17,52 @@ a TPU; an accelerator's fast "default" is off by 2 % (TF32 on a GPU) to 16 % (on
 TPU). On CPU all three are the same."""
 
 
-def as_float(x: Array) -> Array:
+def as_float(x: ArrayLike) -> Array:
     """Casts to float32, keeping float64: affinities and potentials are never narrower."""
     x = jnp.asarray(x)
     return x if x.dtype == jnp.float64 else x.astype(jnp.float32)
 
 
-NORM_FLOOR = 1e-8
-"""Shorter rows count as having this length."""
+def as_floats(*arrays: ArrayLike) -> tuple[Array, ...]:
+    """`as_float` of each, all float64 if one is."""
+    floats = [as_float(x) for x in arrays]
+    wide = any(x.dtype == jnp.float64 for x in floats)
+    return tuple(x.astype(jnp.float64) if wide else x for x in floats)
 
 
-def l2_normalize(x: Float[Array, "... d"], *, floor: float = NORM_FLOOR) -> Float[Array, "... d"]:
-    """Rows scaled to unit length: x / max(||x||, floor), with a finite gradient at zero.
+NORM_FLOOR = 2.0**-100
+"""Rows without an entry above this count as zero."""
 
-    >>> l2_normalize(jnp.array([[3.0, 4.0]]))
-    Array([[0.6, 0.8]], dtype=float32)
+
+def _power_of_two(x: Float[Array, "... d"]) -> Float[Array, "..."]:
+    """What brings the largest entry of each row near 1; a product with it is exact."""
+    largest = jnp.max(jnp.abs(jax.lax.stop_gradient(x)), axis=-1)
+    _, exponent = jnp.frexp(largest)
+    power = jnp.exp2(-jnp.clip(exponent, -100, 100).astype(x.dtype))
+    return jnp.where(largest > NORM_FLOOR, power, 0.0)
+
+
+def inverse_norms(x: Float[Array, "n d"]) -> Float[Array, " n"]:
+    """1/||x|| of every row and 0 for zero rows, for entries of any size up to 1e30."""
+    power = _power_of_two(x)
+    squared = jnp.sum(jnp.square(x * power[..., None]), axis=-1)
+    return jnp.where(power > 0, jax.lax.rsqrt(jnp.where(power > 0, squared, 1.0)) * power, 0.0)
+
+
+def l2_normalize(x: Float[ArrayLike, "... d"]) -> Float[Array, "... d"]:
+    """Rows scaled to unit length, x / ||x||, whatever their size.
+
+    Zero rows stay zero, and so does their gradient.
+
+    >>> l2_normalize(jnp.array([[3.0, 4.0], [3e-25, 4e-25], [0.0, 0.0]]))
+    Array([[0.6, 0.8],
+           [0.6, 0.8],
+           [0. , 0. ]], dtype=float32)
     """
     x = as_float(x)
-    # Clamping the square before the root keeps the derivative finite for zero rows.
+    x = x * _power_of_two(x)[..., None]
     squared = jnp.sum(jnp.square(x), axis=-1, keepdims=True)
-    return x / jnp.sqrt(jnp.maximum(squared, floor**2))
+    return x / jnp.sqrt(jnp.where(squared > 0, squared, 1.0))
 
 
 def dot(a: Array, b: Array, precision: jax.lax.PrecisionLike = HIGHEST) -> Array:
@@ -42,8 +71,8 @@ def dot(a: Array, b: Array, precision: jax.lax.PrecisionLike = HIGHEST) -> Array
 
 
 def cosine(
-    f: Float[Array, "n d"],
-    g: Float[Array, "m d"],
+    f: Float[ArrayLike, "n d"],
+    g: Float[ArrayLike, "m d"],
     *,
     precision: jax.lax.PrecisionLike = HIGHEST,
 ) -> Float[Array, "n m"]:
@@ -52,41 +81,52 @@ def cosine(
     >>> cosine(jnp.array([[1.0, 0.0]]), jnp.array([[2.0, 0.0], [0.0, 1.0]]))
     Array([[1., 0.]], dtype=float32)
     """
-    return dot(l2_normalize(f), l2_normalize(g).T, precision)
+    x, y = l2_normalize(f), l2_normalize(g)
+    with sharding.mesh_of(x, y):  # rows of both may be split over the same devices
+        return dot(x, sharding.gather_explicit(y).T, precision)
 
 
 # --- checks ---
 
 
-def check_affinity(name: str, k: Any) -> None:
+def as_matrix(name: str, k: ArrayLike) -> Array:
+    """`as_float` of a non-empty matrix."""
+    x = as_float(k)
+    check_affinity(name, x)
+    return x
+
+
+def check_affinity(name: str, k: ArrayLike) -> None:
     """Raises unless `k` is a non-empty matrix."""
-    shape = jnp.shape(k)
+    shape = np.shape(k)
     if len(shape) != 2 or 0 in shape:
         raise checks.InputError(f"{name}: has shape {shape}; pass a non-empty matrix [n, m]")
 
 
-def check_affinities(k: Any, k_star: Any) -> None:
+def check_affinities(k: ArrayLike, k_star: ArrayLike) -> None:
     """Raises unless both are matrices of one shape."""
     check_affinity("K", k)
-    if jnp.shape(k) != jnp.shape(k_star):
+    if np.shape(k) != np.shape(k_star):
         raise checks.InputError(
-            f"K_star: has shape {jnp.shape(k_star)} but K has {jnp.shape(k)}; "
+            f"K_star: has shape {np.shape(k_star)} but K has {np.shape(k)}; "
             "compute both affinities on the same rows and columns"
         )
 
 
-def check_features(f: Array, g: Array, f_star: Array, g_star: Array) -> None:
+def check_features(f: ArrayLike, g: ArrayLike, f_star: ArrayLike, g_star: ArrayLike) -> None:
     """Raises unless student and teacher embed the same rows, each in one space."""
     for name, student, teacher in (("f", f, f_star), ("g", g, g_star)):
         check_affinity(name, student)
+        check_affinity(f"{name}_star", teacher)
         if len(student) != len(teacher):
             raise checks.InputError(
                 f"{name}_star: has {len(teacher)} rows but {name} has {len(student)}; "
                 "student and teacher must embed the same samples"
             )
     for names, x, y in (("f and g", f, g), ("f_star and g_star", f_star, g_star)):
-        if x.shape[1] != y.shape[1]:
+        widths = np.shape(x)[1], np.shape(y)[1]
+        if widths[0] != widths[1]:
             raise checks.InputError(
-                f"{names}: have widths {x.shape[1]} and {y.shape[1]}; "
+                f"{names}: have widths {widths[0]} and {widths[1]}; "
                 "their cosine needs one shared space"
             )

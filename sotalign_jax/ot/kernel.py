@@ -1,15 +1,16 @@
 """The Gibbs kernel A = exp(K/epsilon + p + q) that Sinkhorn sweeps over, stored or streamed.
 
-A stored kernel keeps A in memory and visits K once, a block of rows at a time, to build it. A
-streamed one recomputes blocks of rows from the features in every sweep and never holds more than
-one of them. Either way:
+The plan is P = diag(a) A diag(b): with the weights a and b outside, A neither overflows nor loses
+an entry that counts, however small a weight is. A stored kernel keeps A in memory and visits K
+once, a block of rows at a time, to build it. A streamed one recomputes blocks of rows from the
+features in every sweep and never holds more than one of them. Either way:
 
-    blank(q, epsilon)       -> state that is yet to be built
-    build(state, live)      -> state with every row's largest entry at 1, whatever epsilon is;
-                               whether it must be built again; `live` marks rows of positive weight
-    sweep(state, a, c)      -> row sums s = A c and column sums t = (a/s)^T A
-    absorb(state, x, y, k)  -> state of the kernel (diag(e^x) A diag(e^y))^k
-    transport(state, ...)   -> products with the plan P = diag(a) A
+    blank(q, epsilon)         -> state that is yet to be built
+    build(state, log_b)       -> state with p from q, the row update of log-domain Sinkhorn
+    update_columns(state, ..) -> q from p, its column update
+    sweep(state, a, c)        -> row sums s = A c and column sums t = (a/s)^T A
+    absorb(state, x, y, k)    -> state of the kernel (diag(e^x) A diag(e^y))^k
+    transport(state, ...)     -> products with the plan
 
 Where rows are split over devices, a kernel has the rows of its own, and what it sums over rows is
 its own part of the sum.
@@ -23,17 +24,25 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from sotalign_jax.ot import affinity, sharding
+from sotalign_jax.ot.affinity import HIGHEST
 from sotalign_jax.ot.blocks import BUILD_ROWS, Block, over_rows
 
 MAX_DRIFT = 30.0
 """Scalings beyond exp(+-MAX_DRIFT) call for a rebuild: far from float32's overflow at exp(88), and
 what underflowed when the kernel was built still is below exp(-27) of the largest entry."""
+MAX_EXPONENT = 50.0
+"""Entries are capped at exp(50) while a kernel is built, so that exp(MAX_DRIFT) times them is
+finite. A plan has none so large, for P_ij <= min(a_i, b_j) and so A_ij <= 1 / max(a_i, b_j)."""
 
 
 class Matrix(NamedTuple):
-    """An affinity K that is given."""
+    """An affinity K that is given; less the largest entry of each row, which changes no plan.
+
+    Where K is large against epsilon, K/epsilon would leave float32 no digits for the rest.
+    """
 
     k: Float[Array, "n m"]
+    top: Float[Array, " n"]
 
     @property
     def height(self) -> int:
@@ -42,7 +51,7 @@ class Matrix(NamedTuple):
 
     def rows(self, block: Block, columns: Block | None = None) -> Float[Array, "size m"]:
         """A block of rows of K, of all columns or of a block of them."""
-        rows = block.of(self.k)
+        rows = block.of(self.k) - block.of(self.top)[:, None]
         return rows if columns is None else columns.of(rows, axis=1)
 
 
@@ -53,6 +62,12 @@ class Cosines(NamedTuple):
     g: Float[Array, "m d"]
     f_scale: Float[Array, " n"]
     g_scale: Float[Array, " m"]
+    precision: jax.lax.PrecisionLike = HIGHEST
+
+    @classmethod
+    def of(cls, f: Array, g: Array, precision: jax.lax.PrecisionLike) -> "Cosines":
+        """Of raw features."""
+        return cls(f, g, affinity.inverse_norms(f), affinity.inverse_norms(g), precision)
 
     @property
     def height(self) -> int:
@@ -64,7 +79,7 @@ class Cosines(NamedTuple):
         g, scale = self.g, self.g_scale
         if columns is not None:
             g, scale = columns.of(g), columns.of(scale)
-        return affinity.dot(self.left(block), g.T) * scale
+        return affinity.dot(self.left(block), g.T, self.precision) * scale[None, :]
 
     def left(self, block: Block) -> Float[Array, "size d"]:
         """A block of normalised rows of f."""
@@ -81,23 +96,13 @@ class KernelState(NamedTuple):
 
 
 class Products(NamedTuple):
-    """P G, P^T F, P 1, P^T 1 and sum_ij P_ij log A_ij for a plan P = diag(a) A, F, G normalised."""
+    """P G, P^T F, P 1, P^T 1 and sum_ij P_ij log A_ij for a plan P, F and G normalised."""
 
     right: Float[Array, "n d"]
     left: Float[Array, "m d"]
     rows: Float[Array, " n"]
     columns: Float[Array, " m"]
     log_moment: Float[Array, ""]
-
-
-def _revive(q: Array, column_max: Array) -> tuple[Array, Array]:
-    """Lifts columns that underflow, so that every live column has an entry to scale.
-
-    Returns q, and whether it changed: then the kernel must be built again. It does so once at
-    most, for p stays as it is and the lifted columns have their largest entry at 1.
-    """
-    lost = ~jnp.isneginf(q) & (column_max + q < -MAX_DRIFT) & jnp.isfinite(column_max)
-    return jnp.where(lost, -column_max, q), jnp.any(lost)
 
 
 def _raise_to(exponents: Array, power: Array) -> Array:
@@ -114,6 +119,7 @@ class Kernel(NamedTuple):
     affinity: Matrix | Cosines
     block_size: int | None = None
     axes: sharding.Axes = ()
+    precision: jax.lax.PrecisionLike = HIGHEST
 
     @property
     def stored(self) -> bool:
@@ -125,63 +131,95 @@ class Kernel(NamedTuple):
         size = self.block_size
         if size is None:  # many devices, of which each has few rows, need smaller blocks
             size = BUILD_ROWS // 2 if self.axes else BUILD_ROWS
+        carry = sharding.vary_like(carry, self.affinity[0])
         return over_rows(self.affinity.height, factor * size, body, carry)
 
     def blank(self, q: Array, epsilon: Array) -> KernelState:
         """Filled with anything that is not a constant, which XLA would keep and copy."""
         n = self.affinity.height
         matrix = jnp.full((n, len(q)) if self.stored else (0,), epsilon)
-        return KernelState(matrix, jnp.zeros(n, q.dtype), q, epsilon)
+        state = KernelState(matrix, jnp.zeros(n, q.dtype), q, epsilon)
+        return sharding.vary_like(state, self.affinity[0])
 
-    def build(self, state: KernelState, live: Array) -> tuple[KernelState, Array]:
-        """Scales rows by their largest entry; columns that underflow ask for another build."""
+    def build(self, state: KernelState, log_b: Array) -> KernelState:
+        """p_i = -log sum_j b_j exp(K_ij/epsilon + q_j): rows of A diag(b) sum to 1."""
+        b = jnp.exp(log_b)
 
-        def body(block: Block, carry: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
-            matrix, p, column_max = carry
-            scaled = self.affinity.rows(block) / state.epsilon
-            p_k = -jnp.max(scaled + state.q, axis=1)
-            scaled = scaled + p_k[:, None]
-            highest = jnp.max(scaled, axis=0, where=block.of(live)[:, None], initial=-jnp.inf)
+        def body(block: Block, carry: tuple[Array, Array]) -> tuple[Array, Array]:
+            matrix, p = carry
+            logs = self.affinity.rows(block) / state.epsilon + state.q[None, :]
+            top = jnp.max(logs + log_b[None, :], axis=1)
+            rows = jnp.exp(jnp.minimum(logs - top[:, None], MAX_EXPONENT))
+            s = affinity.dot(rows, b, self.precision)
             if self.stored:
-                matrix = block.put(matrix, jnp.exp(scaled + state.q))
-            return matrix, block.put(p, p_k), jnp.maximum(column_max, highest)
+                matrix = block.put(matrix, rows / s[:, None])
+            return matrix, block.put(p, -top - jnp.log(s))
 
-        lowest = jnp.full_like(state.q, -jnp.inf)
-        matrix, p, column_max = self._over_rows(body, (state.matrix, state.p, lowest))
-        q, changed = _revive(state.q, sharding.largest(column_max, self.axes))
-        return KernelState(matrix, p, q, state.epsilon), changed & self.stored
+        matrix, p = self._over_rows(body, (state.matrix, state.p))
+        return KernelState(matrix, p, state.q, state.epsilon)
+
+    def update_columns(self, state: KernelState, log_a: Array) -> Float[Array, " m"]:
+        """q_j = -log sum_i a_i exp(K_ij/epsilon + p_i), for columns that underflow in A."""
+        infinity = jnp.full_like(state.q, jnp.inf)
+        finite_p = jnp.where(jnp.isneginf(log_a), 0.0, log_a + state.p)
+
+        def body(block: Block, carry: tuple[Array, Array]) -> tuple[Array, Array]:
+            highest, total = carry
+            logs = self.affinity.rows(block) / state.epsilon + block.of(finite_p)[:, None]
+            counted = block.fresh & ~jnp.isneginf(block.of(log_a))
+            logs = jnp.where(counted[:, None], logs, -jnp.inf)
+            top = jnp.maximum(highest, jnp.max(logs, axis=0))
+            base = jnp.where(jnp.isneginf(top), 0.0, top)
+            added = jnp.sum(jnp.exp(logs - base[None, :]), axis=0)
+            return top, total * jnp.exp(highest - base) + added
+
+        highest, total = self._over_rows(body, (-infinity, jnp.zeros_like(state.q)))
+        top = sharding.pmax(highest, self.axes)
+        base = jnp.where(jnp.isneginf(top), 0.0, top)
+        total = sharding.psum(total * jnp.exp(highest - base), self.axes)
+        return jnp.where(jnp.isneginf(state.q), state.q, -base - jnp.log(total))
 
     def _log_rows(self, state: KernelState, block: Block, columns: Block | None = None) -> Array:
         scaled = self.affinity.rows(block, columns) / state.epsilon
         q = state.q if columns is None else columns.of(state.q)
-        return scaled + block.of(state.p)[:, None] + q
+        return scaled + block.of(state.p)[:, None] + q[None, :]
+
+    def _rows(self, state: KernelState, block: Block, columns: Block | None = None) -> Array:
+        return jnp.exp(jnp.minimum(self._log_rows(state, block, columns), MAX_EXPONENT))
 
     def sweep(self, state: KernelState, a: Array, c: Array) -> tuple[Array, Array]:
         """Reads a stored A twice; computes a streamed one once."""
         if self.stored:
-            s = affinity.dot(state.matrix, c)
-            return s, affinity.dot(a / s, state.matrix)
+            s = affinity.dot(state.matrix, c, self.precision)
+            return s, affinity.dot(a / s, state.matrix, self.precision)
 
         def body(block: Block, carry: tuple[Array, Array]) -> tuple[Array, Array]:
             s, t = carry
-            rows = jnp.exp(self._log_rows(state, block))
-            s_k = affinity.dot(rows, c)
+            rows = self._rows(state, block)
+            s_k = affinity.dot(rows, c, self.precision)
             weights = jnp.where(block.fresh, block.of(a) / s_k, 0.0)
-            return block.put(s, s_k), t + affinity.dot(weights, rows)
+            return block.put(s, s_k), t + affinity.dot(weights, rows, self.precision)
 
         return self._over_rows(body, (jnp.zeros_like(a), jnp.zeros_like(c)))
 
     def absorb(self, state: KernelState, x: Array, y: Array, power: Array) -> KernelState:
         """Powers of 4 (one level of epsilon-scaling) and 1 are in-place products of A."""
+        # Weighted rows sum to 1, those of A^4 to anything between 1 and m^3: centre that range.
+        x = x - jnp.where(power > 1, 0.375 * jnp.log(float(len(y))), 0.0).astype(x.dtype)
         scaled = state.matrix
         if self.stored:
-            scaled = scaled * jnp.exp(x)[:, None] * jnp.exp(y)
+            scaled = scaled * jnp.exp(x)[:, None] * jnp.exp(y)[None, :]
             scaled = jnp.where(power > 1, jnp.square(jnp.square(scaled)), scaled)
         p, q = _raise_to(state.p + x, power), _raise_to(state.q + y, power)
         return KernelState(scaled, p, q, state.epsilon / power)
 
     def transport(
-        self, state: KernelState, a: Array, features: Cosines, minus: Products | None = None
+        self,
+        state: KernelState,
+        a: Array,
+        b: Array,
+        features: Cosines,
+        minus: Products | None = None,
     ) -> Products:
         """Products of the plan with normalised features, less those in `minus`, in its place.
 
@@ -200,21 +238,22 @@ class Kernel(NamedTuple):
         else:
             start = jax.tree.map(jnp.negative, minus)
         if not self.axes:
-            return self._transport(state, a, features, start)
+            return self._transport(state, a, b, features, start)
 
         def of_columns(k: Any, sums: Products) -> tuple[Array, Products]:
             columns = Block(k * height, height, jnp.ones(height, bool))
             sums = sums._replace(left=jnp.zeros_like(start.left))
-            sums = self._transport(state, a, features, sums, columns)
+            sums = self._transport(state, a, b, features, sums, columns)
             return sums.left, sums
 
-        left, sums = sharding.total_by_rows(of_columns, start.left, start, self.axes)
+        left, sums = sharding.psum_ring(of_columns, start.left, start, self.axes)
         return sums._replace(left=start.left + left)
 
     def _transport(
         self,
         state: KernelState,
         a: Array,
+        b: Array,
         features: Cosines,
         start: Products,
         columns: Block | None = None,
@@ -233,12 +272,15 @@ class Kernel(NamedTuple):
             else:
                 logs = self._log_rows(state, block, columns)
                 rows = jnp.exp(logs)
-            plan = jnp.where(block.fresh, block.of(a), 0.0)[:, None] * rows
-            right = affinity.dot(plan * of(features.g_scale), of(features.g))
+            weights = jnp.where(block.fresh, block.of(a), 0.0)
+            plan = weights[:, None] * rows * of(b)[None, :]
+            right = affinity.dot(
+                plan * of(features.g_scale)[None, :], of(features.g), self.precision
+            )
             masses = of(sums.columns) + jnp.sum(plan, axis=0)
             return Products(
                 block.put(sums.right, block.of(sums.right) + right),
-                sums.left + affinity.dot(plan.T, features.left(block)),
+                sums.left + affinity.dot(plan.T, features.left(block), self.precision),
                 block.put(sums.rows, block.of(sums.rows) + jnp.sum(plan, axis=1)),
                 masses if columns is None else columns.put(sums.columns, masses),
                 sums.log_moment + jnp.sum(jnp.where(plan > 0, plan * logs, 0.0)),

@@ -5,31 +5,40 @@ From an affinity, d KLOT/dK = (P - P*)/eps. From features of unit rows F, G with
     d/dF = (P - P*) G / eps,    d/dG = (P - P*)^T F / eps,
 
 and each plan is multiplied with the features as soon as it is found, so that the backward pass
-keeps arrays of the features' size only, and the two plans share one n x m buffer. With a mesh in
-context its rows are split over the devices, see `sharding`.
+keeps arrays of the features' size only, and the two plans share one n x m buffer. Rows are split
+over the devices of a mesh, see `sharding`.
 """
 
 import functools
 import math
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple, TypedDict, Unpack, overload
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Float
 
 from sotalign_jax import checks
 from sotalign_jax.ot import affinity, blocks, sharding
-from sotalign_jax.ot.affinity import NORM_FLOOR
-from sotalign_jax.ot.kernel import Cosines, Kernel, Matrix
-from sotalign_jax.ot.sinkhorn import Plan, log_weights, reference, sinkhorn, without_padding
-from sotalign_jax.ot.solver import Scalings, finite_range, solve
+from sotalign_jax.ot.affinity import ArrayLike
+from sotalign_jax.ot.kernel import Cosines, Kernel
+from sotalign_jax.ot.sinkhorn import (
+    Plan,
+    log_plan,
+    log_weights,
+    reference,
+    sinkhorn,
+    solve_matrix,
+    without_padding,
+)
+from sotalign_jax.ot.solver import Scalings, goal, row_range, solve
 
 MARGINALS = ("prob", "bistochastic")
 
 
 class KlotAux(NamedTuple):
-    """Scalings, marginal error and iterations of both plans (total mass 1)."""
+    """Scalings, marginal error, iterations and convergence of both plans (total mass 1)."""
 
     student: Scalings
     teacher: Scalings
@@ -39,6 +48,7 @@ class Options(NamedTuple):
     """What is fixed at trace time."""
 
     max_iterations: int
+    precision: jax.lax.PrecisionLike
     block_size: int | None = None
 
 
@@ -92,36 +102,21 @@ def _after(x: Array, computed: Any) -> Array:
     Compilers drop barriers and products with zero, and may then run both solves at once. The
     smallest number is lost in the sum: x is exact even where `computed` is NaN.
     """
-    touched = sum(jnp.ravel(leaf)[0] for leaf in jax.tree.leaves(computed))
+    touched = sum(jnp.ravel(leaf)[0].astype(x.dtype) for leaf in jax.tree.leaves(computed))
     return x + jnp.where(jnp.isnan(touched), jnp.finfo(x.dtype).tiny, 0)
 
 
-def _plan(
-    kernel: Kernel, settings: Settings, options: Options, *, teacher: bool, span: Any, epsilon: Any
-) -> Any:
-    return solve(
-        kernel,
-        settings.log_a,
-        settings.log_b,
-        epsilon=epsilon,
-        tolerance=settings.tolerance,
-        max_iterations=options.max_iterations,
-        affinity_range=span,
-        init_v=settings.init_v_star if teacher else settings.init_v,
+def _joined(n: int, m: int, us: Any, others: Any) -> KlotAux:
+    """Both plans' scalings, without padding, from their u and all other fields."""
+    return KlotAux(
+        *(
+            Scalings(sharding.join(u, n), v[:m], *rest)
+            for u, (v, *rest) in zip(us, others, strict=True)
+        )
     )
 
 
-def _aux(n: int, m: int, us: Any, others: Any) -> KlotAux:
-    """Both plans' scalings, without padding, from their u and all other fields."""
-    plans = (Scalings(u[:n], v[:m], *rest) for u, (v, *rest) in zip(us, others, strict=True))
-    return KlotAux(*plans)
-
-
 # --- from affinities ---------------------------------------------------------------------------
-
-
-def _log_plan(k: Array, scalings: Scalings, epsilon: Any) -> Array:
-    return k / epsilon + scalings.u[:, None] + scalings.v[None, :]
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -129,42 +124,72 @@ def klot_of_affinities(
     options: Options, k: Array, k_star: Array, settings: Settings
 ) -> tuple[Array, KlotAux]:
     """KL(P* || P) and both plans' scalings; differentiable in k alone."""
-
-    def own_rows(axes: sharding.Axes, rows: Any, shared: Settings) -> Any:
-        k, k_star, log_a = rows
-        settings = shared._replace(log_a=log_a)
-
-        def plan(k: Array, epsilon: Any, *, teacher: bool) -> Scalings:
-            span = finite_range(k, axes)
-            kernel = Kernel(Matrix(k), axes=axes)
-            return _plan(kernel, settings, options, teacher=teacher, span=span, epsilon=epsilon)[0]
-
-        target = plan(k_star, settings.epsilon_star, teacher=True)
-        student = plan(k, _after(settings.epsilon, target), teacher=False)
-        log_p = _log_plan(k, student, settings.epsilon)
-        log_p_star = _log_plan(k_star, target, settings.epsilon_star)
-        p_star = jnp.exp(log_p_star)
-        value = jnp.sum(jnp.where(p_star == 0, 0.0, p_star * (log_p_star - log_p)))
-        return (student.u, target.u), (sharding.total(value, axes), student[1:], target[1:])
-
-    rows = sharding.pad(k), sharding.pad(k_star), sharding.pad(settings.log_a, -jnp.inf)
-    us, (value, *others) = sharding.by_rows(own_rows, rows, settings)
-    aux = _aux(len(k), k.shape[1], us, others)
-    solved = jnp.isfinite(aux.student.error) & jnp.isfinite(aux.teacher.error)
-    return jnp.where(solved, value, jnp.nan), aux
+    return _affinities_fwd(options, k, k_star, settings)[0]
 
 
 def _affinities_fwd(options: Options, k: Array, k_star: Array, settings: Settings) -> Any:
     k = _first_order("klot", k)
-    value, aux = klot_of_affinities(options, k, k_star, settings)
-    return (value, aux), (k, k_star, settings, aux)
+
+    def own_rows(axes: sharding.Axes, rows: Any, settings: Settings) -> Any:
+        k, k_star, log_a = rows
+
+        def plan(k: Array, epsilon: Array, init_v: Array | None) -> tuple[Array, Scalings]:
+            top, widest = row_range(k, axes)
+            scalings = solve_matrix(
+                k,
+                log_a,
+                settings.log_b,
+                top=top,
+                widest=widest,
+                epsilon=epsilon,
+                tolerance=settings.tolerance,
+                max_iterations=options.max_iterations,
+                init_v=init_v,
+                axes=axes,
+                precision=options.precision,
+            )
+            return top, scalings
+
+        epsilon, epsilon_star = settings.epsilon, settings.epsilon_star
+        top_star, target = plan(k_star, epsilon_star, settings.init_v_star)
+        top, student = plan(k, _after(epsilon, target), settings.init_v)
+        log_p = log_plan(k, top, student.u, student.v, epsilon)
+        log_p_star = log_plan(k_star, top_star, target.u, target.v, epsilon_star)
+        p_star = jnp.exp(log_p_star)
+        value = jnp.sum(jnp.where(p_star == 0, 0.0, p_star * (log_p_star - log_p)))
+        solved = jnp.isfinite(student.error) & jnp.isfinite(target.error)
+        value = jnp.where(solved, sharding.psum(value, axes), jnp.nan)
+        centred = top, student.u, top_star, target.u
+        us = student.u - top / epsilon, target.u - top_star / epsilon_star
+        return (us, centred), (value, student[1:], target[1:])
+
+    with sharding.mesh_of(k, k_star):
+        rows = sharding.split(k), sharding.split(k_star), sharding.split(settings.log_a, -jnp.inf)
+        (us, centred), (value, *others) = sharding.shard_map(own_rows, rows, settings)
+        aux = _joined(len(k), k.shape[1], us, others)
+    return (value, aux), (k, k_star, centred, settings, aux)
 
 
 def _affinities_bwd(options: Options, residuals: Any, cotangents: Any) -> Any:
-    k, k_star, settings, aux = residuals
-    p = jnp.exp(_log_plan(k, aux.student, settings.epsilon))
-    p_star = jnp.exp(_log_plan(k_star, aux.teacher, settings.epsilon_star))
-    gradient = cotangents[0] * (p - p_star) / settings.epsilon
+    k, k_star, centred, settings, aux = residuals
+
+    def own_rows(axes: sharding.Axes, rows: Any, shared: Any) -> Any:
+        k, k_star, (top, u, top_star, u_star) = rows
+        v, v_star, epsilon, epsilon_star, scale = shared
+        p = jnp.exp(log_plan(k, top, u, v, epsilon))
+        p_star = jnp.exp(log_plan(k_star, top_star, u_star, v_star, epsilon_star))
+        return scale * (p - p_star) / epsilon, ()
+
+    with sharding.mesh_of(k, k_star):
+        solved = jnp.isfinite(aux.student.error) & jnp.isfinite(aux.teacher.error)
+        scale = jnp.where(solved, cotangents[0], jnp.nan)
+        epsilons = settings.epsilon, settings.epsilon_star
+        gradient, _ = sharding.shard_map(
+            own_rows,
+            (sharding.split(k), sharding.split(k_star), centred),
+            (aux.student.v, aux.teacher.v, *epsilons, scale),
+        )
+        gradient = sharding.like(sharding.join(gradient, len(k)), k)
     return gradient, jnp.zeros_like(k_star), _zeros(settings)
 
 
@@ -183,19 +208,11 @@ class Features(NamedTuple):
     w: Float[Array, "m e"]
 
 
-def _inverse_norms(x: Array) -> Array:
-    return jax.lax.rsqrt(jnp.maximum(jnp.sum(jnp.square(x), axis=1), NORM_FLOOR**2))
-
-
-def _cosine(x: Array, y: Array) -> Cosines:
-    return Cosines(x, y, _inverse_norms(x), _inverse_norms(y))
-
-
-def _through_norm(gradient: Array, x: Array, scale: Array) -> Array:
-    """The gradient in x, given that in x/||x||: its part across x, divided by ||x||."""
+def _through_norm(gradient: Array, x: Array, factor: Any) -> Array:
+    """The gradient in x, given that in x/||x||: its part across x, times factor / ||x||."""
+    scale = affinity.inverse_norms(x)
     along = jnp.sum(gradient * x, axis=1) * scale * scale
-    along = jnp.where(scale * NORM_FLOOR < 1, along, 0.0)  # a floored length is a constant
-    return (gradient - along[:, None] * x) * scale[:, None]
+    return (gradient - along[:, None] * x) * (scale * factor)[:, None]
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -212,42 +229,70 @@ def _features_fwd(options: Options, features: Features, settings: Settings) -> A
 
     def own_rows(axes: sharding.Axes, rows: Any, settings: Settings) -> Any:
         f, g, z, w, log_a = rows
-        settings = settings._replace(log_a=log_a)
-        epsilon, a = settings.epsilon, jnp.exp(log_a)
-        solve_plan = functools.partial(_plan, settings=settings, options=options, span=1.0)
+        log_b, epsilon, tolerance = settings.log_b, settings.epsilon, settings.tolerance
+        a, b = jnp.exp(log_a), jnp.exp(log_b)
 
-        kernel = Kernel(_cosine(z, sharding.whole(w, axes)), options.block_size, axes)
-        teacher, state = solve_plan(kernel, teacher=True, epsilon=settings.epsilon_star)
+        def cosines_of(x: Array, y: Array) -> Cosines:
+            return Cosines.of(x, sharding.all_gather(y, axes), options.precision)
+
+        def kernel_of(cosines: Cosines) -> Kernel:
+            return Kernel(cosines, options.block_size, axes, options.precision)
+
+        def plan(kernel: Kernel, epsilon: Array, init_v: Array | None) -> Any:
+            return solve(
+                kernel,
+                log_a,
+                log_b,
+                epsilon=epsilon,
+                tolerance=tolerance if kernel.stored else goal(tolerance, 1.0, epsilon),
+                max_iterations=options.max_iterations,
+                init_v=init_v,
+            )
+
+        def measured(scalings: Scalings, rows: Array, columns: Array) -> Scalings:
+            """With the error of the plan that was multiplied, which was rounded since."""
+            in_rows = sharding.psum(jnp.sum(jnp.abs(rows - a)), axes)
+            in_columns = jnp.sum(jnp.abs(sharding.psum(columns, axes) - b))
+            return scalings.measured(jnp.maximum(in_rows, in_columns), tolerance)
+
+        kernel = kernel_of(cosines_of(z, w))
+        teacher, state = plan(kernel, settings.epsilon_star, settings.init_v_star)
         # Columns come together from all devices only when they are needed.
-        cosines = _cosine(f, sharding.whole(_after(g, teacher), axes) if axes else g)
-        target = kernel.transport(state, a, cosines)
-        kernel = Kernel(cosines, options.block_size, axes)
-        student, state = solve_plan(kernel, teacher=False, epsilon=_after(epsilon, target))
-        moved = kernel.transport(state, a, cosines, minus=target)
+        cosines = cosines_of(f, _after(g, teacher) if axes else g)
+        target = kernel.transport(state, a, b, cosines)
+        teacher = measured(teacher, target.rows, target.columns)
+        kernel = kernel_of(cosines)
+        student, state = plan(kernel, _after(epsilon, target), settings.init_v)
+        moved = kernel.transport(state, a, b, cosines, minus=target)
+        student = measured(student, moved.rows + target.rows, moved.columns + target.columns)
 
         # <P*, log P*> - <P*, log P>, with the rows and columns of P* as they are: where K/eps is
         # large, what rounding adds to their sums would not cancel otherwise.
-        in_rows = jnp.sum(jnp.where(a > 0, target.rows * (log_a - student.u), 0.0))
-        in_columns = jnp.sum(jnp.where(target.columns > 0, target.columns * student.v, 0.0))
+        in_rows = jnp.sum(jnp.where(a > 0, target.rows * state.p, 0.0))
+        in_columns = jnp.sum(jnp.where(target.columns > 0, target.columns * state.q, 0.0))
         cross = jnp.sum(jnp.sum(target.right * f, axis=1) * cosines.f_scale) / epsilon
-        value = sharding.total(target.log_moment + in_rows - in_columns - cross, axes)
-        us = student.u, teacher.u
-        return (moved.right, moved.left, *us), (value, student[1:], teacher[1:])
+        value = sharding.psum(target.log_moment - in_rows - in_columns - cross, axes)
+        solved = jnp.isfinite(student.error) & jnp.isfinite(teacher.error)
+        value, factor = (jnp.where(solved, x, jnp.nan) for x in (value, 1 / epsilon))
+        df, dg = _through_norm(moved.right, f, factor), _through_norm(moved.left, g, factor)
+        return (df, dg, student.u, teacher.u), (value, student[1:], teacher[1:])
 
-    padded = (*map(sharding.pad, (f, g, z, w)), sharding.pad(settings.log_a, -jnp.inf))
-    (right, left, *us), (value, *others) = sharding.by_rows(
-        own_rows, padded, _pad_columns(settings)
-    )
-    df = _through_norm(right[: len(f)], f, _inverse_norms(f)) / settings.epsilon
-    dg = _through_norm(left[: len(g)], g, _inverse_norms(g)) / settings.epsilon
-    return (value, _aux(len(f), len(g), us, others)), (df, dg, features, settings)
+    with sharding.mesh_of(*features):
+        rows = (*map(sharding.split, (f, g, z, w)), sharding.split(settings.log_a, -jnp.inf))
+        (df, dg, *us), (value, *others) = sharding.shard_map(
+            own_rows, rows, _split_columns(settings)
+        )
+        aux = _joined(len(f), len(g), us, others)
+        df, dg = (sharding.like(sharding.join(dx, len(x)), x) for dx, x in ((df, f), (dg, g)))
+    return (value, aux), (df, dg, features, settings)
 
 
-def _pad_columns(settings: Settings) -> Settings:
+def _split_columns(settings: Settings) -> Settings:
     """Settings for columns that are padded to equally many for each device."""
-    init = (None if v is None else sharding.pad(v) for v in (settings.init_v, settings.init_v_star))
-    v, v_star = init
-    log_b = sharding.pad(settings.log_b, -jnp.inf)
+    v, v_star = (
+        None if v is None else sharding.split(v) for v in (settings.init_v, settings.init_v_star)
+    )
+    log_b = sharding.split(settings.log_b, -jnp.inf)
     return settings._replace(log_b=log_b, init_v=v, init_v_star=v_star)
 
 
@@ -260,7 +305,33 @@ def _features_bwd(options: Options, residuals: Any, cotangents: Any) -> Any:
 klot_of_features.defvjp(_features_fwd, _features_bwd)
 
 
-# --- what users call ---
+# Calls outside of `jit` find their compiled program again.
+_affinities = jax.jit(klot_of_affinities, static_argnums=0)
+_features = jax.jit(klot_of_features, static_argnums=0)
+
+
+# --- what users call ---------------------------------------------------------------------------
+
+
+class _Options(TypedDict, total=False):
+    """Options of every KLOT, for type checkers."""
+
+    epsilon: Any
+    epsilon_star: Any
+    marginals: str
+    tolerance: Any
+    max_iterations: int
+    precision: jax.lax.PrecisionLike
+
+
+class _KlotOptions(_Options, total=False):
+    log_a: ArrayLike | None
+    log_b: ArrayLike | None
+    init_v: tuple[ArrayLike, ArrayLike] | None
+
+
+class _EmbeddingsOptions(_KlotOptions, total=False):
+    block_size: int | str | None
 
 
 def _mass(marginals: str, n: int, m: int) -> int:
@@ -282,35 +353,68 @@ def _settings(
     epsilon: Any,
     epsilon_star: Any,
     tolerance: Any,
-    log_a: Array | None,
-    log_b: Array | None,
-    init_v: tuple[Array, Array] | None,
+    log_a: ArrayLike | None,
+    log_b: ArrayLike | None,
+    init_v: tuple[ArrayLike, ArrayLike] | None,
 ) -> Settings:
     checks.positive(epsilon=epsilon, epsilon_star=epsilon_star)
+    v, v_star = (None, None) if init_v is None else (jnp.asarray(v, dtype) for v in init_v)
     return Settings(
         jnp.asarray(epsilon, dtype),
         jnp.asarray(epsilon_star, dtype),
         jnp.asarray(tolerance, dtype),
         log_weights("log_a", log_a, n, dtype),
         log_weights("log_b", log_b, m, dtype),
-        *(init_v if init_v is not None else (None, None)),
+        v,
+        v_star,
     )
 
 
+@overload
 def klot(
-    K: Float[Array, "n m"],
-    K_star: Float[Array, "n m"],
+    K: Float[ArrayLike, "n m"],
+    K_star: Float[ArrayLike, "n m"],
+    *,
+    return_aux: Literal[False] = ...,
+    **options: Unpack[_KlotOptions],
+) -> Float[Array, ""]: ...
+
+
+@overload
+def klot(
+    K: Float[ArrayLike, "n m"],
+    K_star: Float[ArrayLike, "n m"],
+    *,
+    return_aux: Literal[True],
+    **options: Unpack[_KlotOptions],
+) -> tuple[Float[Array, ""], KlotAux]: ...
+
+
+@overload
+def klot(
+    K: Float[ArrayLike, "n m"],
+    K_star: Float[ArrayLike, "n m"],
+    *,
+    return_aux: bool,
+    **options: Unpack[_KlotOptions],
+) -> Float[Array, ""] | tuple[Float[Array, ""], KlotAux]: ...
+
+
+def klot(
+    K: Float[ArrayLike, "n m"],
+    K_star: Float[ArrayLike, "n m"],
     *,
     epsilon: Any = 0.05,
     epsilon_star: Any = 0.005,
     marginals: str = "prob",
-    log_a: Float[Array, " n"] | None = None,
-    log_b: Float[Array, " m"] | None = None,
+    log_a: Float[ArrayLike, " n"] | None = None,
+    log_b: Float[ArrayLike, " m"] | None = None,
     tolerance: float = 1e-4,
     max_iterations: int = 2000,
-    init_v: tuple[Array, Array] | None = None,
+    init_v: tuple[ArrayLike, ArrayLike] | None = None,
+    precision: jax.lax.PrecisionLike = affinity.HIGHEST,
     return_aux: bool = False,
-) -> Any:
+) -> Float[Array, ""] | tuple[Float[Array, ""], KlotAux]:
     """KLOT(K || K*) = KL(P* || P) with P = OT_eps(K), P* = OT_eps*(K*).
 
     The gradient in K is (P - P*)/eps in closed form: Sinkhorn is not differentiated, and beyond K
@@ -330,7 +434,8 @@ def klot(
         tolerance: marginal error at which each solve stops, see `sinkhorn`.
         max_iterations: number of iterations at which each solve stops.
         init_v: (v, v_star), column log-scalings to start from, as `aux.student.v` holds them.
-        return_aux: also return a `KlotAux` with errors, iterations and scalings.
+        precision: of the matrix products, "highest", "high" or "default"; static.
+        return_aux: also return a `KlotAux`: `aux.student.converged`, errors, iterations, scalings.
 
     Returns:
         The loss, or (loss, aux).
@@ -340,14 +445,16 @@ def klot(
     >>> float(loss), gradient[0].tolist()
     (0.036, [-0.236, 0.118, 0.118])
     """
+    checks.static(max_iterations=max_iterations, precision=precision, return_aux=return_aux)
+    checks.whole(1, max_iterations=max_iterations)
     affinity.check_affinities(K, K_star)
-    K = affinity.as_float(K)
-    n, m = K.shape
+    k = affinity.as_float(K)
+    n, m = k.shape
     mass = _mass(marginals, n, m)
     settings = _settings(
         n,
         m,
-        K.dtype,
+        k.dtype,
         epsilon=epsilon,
         epsilon_star=epsilon_star,
         tolerance=tolerance,
@@ -355,13 +462,16 @@ def klot(
         log_b=log_b,
         init_v=init_v,
     )
-    options = Options(max_iterations)
-    K_star = jnp.asarray(K_star, K.dtype)
+    k_star = jnp.asarray(K_star, k.dtype)
     if not (log_a is None and log_b is None):
-        K, K_star = (without_padding(k, settings.log_a, settings.log_b) for k in (K, K_star))
-    value, aux = reverse_only("klot", lambda: klot_of_affinities(options, K, K_star, settings))
+        k, k_star = (without_padding(x, settings.log_a, settings.log_b) for x in (k, k_star))
+    options = Options(max_iterations, precision)
+    arrays = sharding.vary_alike((k, k_star, settings))
+    value, aux = reverse_only("klot", lambda: _affinities(options, *arrays))
     value = mass * value
-    return (value, jax.lax.stop_gradient(aux)) if return_aux else value
+    if not return_aux:
+        return value
+    return value, jax.lax.stop_gradient(aux)
 
 
 def klot_reference(
@@ -395,23 +505,60 @@ def klot_reference(
     return value + surrogate - jax.lax.stop_gradient(surrogate)
 
 
+@overload
 def klot_from_embeddings(
-    f: Float[Array, "n d"],
-    g: Float[Array, "m d"],
-    f_star: Float[Array, "n e"],
-    g_star: Float[Array, "m e"],
+    f: Float[ArrayLike, "n d"],
+    g: Float[ArrayLike, "m d"],
+    f_star: Float[ArrayLike, "n e"],
+    g_star: Float[ArrayLike, "m e"],
+    *,
+    return_aux: Literal[False] = ...,
+    **options: Unpack[_EmbeddingsOptions],
+) -> Float[Array, ""]: ...
+
+
+@overload
+def klot_from_embeddings(
+    f: Float[ArrayLike, "n d"],
+    g: Float[ArrayLike, "m d"],
+    f_star: Float[ArrayLike, "n e"],
+    g_star: Float[ArrayLike, "m e"],
+    *,
+    return_aux: Literal[True],
+    **options: Unpack[_EmbeddingsOptions],
+) -> tuple[Float[Array, ""], KlotAux]: ...
+
+
+@overload
+def klot_from_embeddings(
+    f: Float[ArrayLike, "n d"],
+    g: Float[ArrayLike, "m d"],
+    f_star: Float[ArrayLike, "n e"],
+    g_star: Float[ArrayLike, "m e"],
+    *,
+    return_aux: bool,
+    **options: Unpack[_EmbeddingsOptions],
+) -> Float[Array, ""] | tuple[Float[Array, ""], KlotAux]: ...
+
+
+def klot_from_embeddings(
+    f: Float[ArrayLike, "n d"],
+    g: Float[ArrayLike, "m d"],
+    f_star: Float[ArrayLike, "n e"],
+    g_star: Float[ArrayLike, "m e"],
     *,
     epsilon: Any = 0.05,
     epsilon_star: Any = 0.005,
     marginals: str = "prob",
-    log_a: Float[Array, " n"] | None = None,
-    log_b: Float[Array, " m"] | None = None,
+    log_a: Float[ArrayLike, " n"] | None = None,
+    log_b: Float[ArrayLike, " m"] | None = None,
     tolerance: float = 1e-4,
     max_iterations: int = 2000,
-    init_v: tuple[Array, Array] | None = None,
+    init_v: tuple[ArrayLike, ArrayLike] | None = None,
     block_size: int | str | None = None,
+    precision: jax.lax.PrecisionLike = affinity.HIGHEST,
     return_aux: bool = False,
-) -> Any:
+) -> Float[Array, ""] | tuple[Float[Array, ""], KlotAux]:
     """KLOT between the cosine affinities of features: `klot(cosine(f, g), cosine(f_star, g_star))`.
 
     Rows are L2-normalised inside. Each plan is multiplied with the features as soon as it is
@@ -435,6 +582,7 @@ def klot_from_embeddings(
         block_size: None keeps one n x m buffer; a number of rows streams, recomputing blocks of
             that many rows in every iteration, in memory O(n (d + block_size)); "auto" decides by
             the device's memory. Value and gradients are the same.
+        precision: see `klot`.
         return_aux: see `klot`.
 
     Returns:
@@ -444,14 +592,20 @@ def klot_from_embeddings(
     >>> print(klot_from_embeddings(f, g, f, g, epsilon_star=0.05).round(4))
     0.0
     """
-    arrays = tuple(map(affinity.as_float, (f, g, f_star, g_star)))
-    dtype = jnp.result_type(*arrays)
-    features = Features(*(x.astype(dtype) for x in arrays))
-    n, m = len(features.f), len(features.g)
-    affinity.check_features(*features)
+    checks.static(
+        max_iterations=max_iterations,
+        precision=precision,
+        block_size=block_size,
+        return_aux=return_aux,
+    )
+    checks.whole(1, max_iterations=max_iterations)
+    affinity.check_features(f, g, f_star, g_star)
+    features = Features(*affinity.as_floats(f, g, f_star, g_star))
+    n, m, dtype = len(features.f), len(features.g), features.f.dtype
     if isinstance(block_size, str):
         checks.choice("block_size", block_size, ("auto",))
-        block_size = blocks.auto_block(sharding.share(n), m, dtype.itemsize)
+        with sharding.mesh_of(*features):
+            block_size = blocks.auto_block(sharding.share(n), m, dtype.itemsize)
     checks.whole(1, or_none=True, block_size=block_size)
     mass = _mass(marginals, n, m)
     settings = _settings(
@@ -472,27 +626,63 @@ def klot_from_embeddings(
                 for x, weights in zip(features, (settings.log_a, settings.log_b) * 2, strict=True)
             )
         )
-    options = Options(max_iterations, block_size)
-    value, aux = reverse_only(
-        "klot_from_embeddings", lambda: klot_of_features(options, features, settings)
-    )
+    options = Options(max_iterations, precision, block_size)
+    arrays = sharding.vary_alike((features, settings))
+    value, aux = reverse_only("klot_from_embeddings", lambda: _features(options, *arrays))
     value = mass * value
     return (value, jax.lax.stop_gradient(aux)) if return_aux else value
 
 
+@overload
 def klot_crossmodal(
-    f: Float[Array, "n d"],
-    g: Float[Array, "m d"],
-    f_star: Float[Array, "p e"],
-    g_star: Float[Array, "q e"],
+    f: Float[ArrayLike, "n d"],
+    g: Float[ArrayLike, "m d"],
+    f_star: Float[ArrayLike, "p e"],
+    g_star: Float[ArrayLike, "q e"],
+    *,
+    return_aux: Literal[False] = ...,
+    **options: Unpack[_Options],
+) -> Float[Array, ""]: ...
+
+
+@overload
+def klot_crossmodal(
+    f: Float[ArrayLike, "n d"],
+    g: Float[ArrayLike, "m d"],
+    f_star: Float[ArrayLike, "p e"],
+    g_star: Float[ArrayLike, "q e"],
+    *,
+    return_aux: Literal[True],
+    **options: Unpack[_Options],
+) -> tuple[Float[Array, ""], KlotAux]: ...
+
+
+@overload
+def klot_crossmodal(
+    f: Float[ArrayLike, "n d"],
+    g: Float[ArrayLike, "m d"],
+    f_star: Float[ArrayLike, "p e"],
+    g_star: Float[ArrayLike, "q e"],
+    *,
+    return_aux: bool,
+    **options: Unpack[_Options],
+) -> Float[Array, ""] | tuple[Float[Array, ""], KlotAux]: ...
+
+
+def klot_crossmodal(
+    f: Float[ArrayLike, "n d"],
+    g: Float[ArrayLike, "m d"],
+    f_star: Float[ArrayLike, "p e"],
+    g_star: Float[ArrayLike, "q e"],
     *,
     epsilon: Any = 0.05,
     epsilon_star: Any = 0.005,
     marginals: str = "prob",
     tolerance: float = 1e-4,
     max_iterations: int = 2000,
+    precision: jax.lax.PrecisionLike = affinity.HIGHEST,
     return_aux: bool = False,
-) -> Any:
+) -> Float[Array, ""] | tuple[Float[Array, ""], KlotAux]:
     """KL(T || OT_eps(K)) over pairs and unpaired rows at once, K = cosine(f, g).
 
     The first k = n - p = m - q rows of f and g are pairs, which T transports to themselves; the
@@ -513,6 +703,7 @@ def klot_crossmodal(
         marginals: see `klot`.
         tolerance: see `klot`.
         max_iterations: see `klot`.
+        precision: see `klot`.
         return_aux: see `klot`.
 
     Returns:
@@ -522,6 +713,7 @@ def klot_crossmodal(
     >>> print(klot_crossmodal(f, f, f[1:], f[1:]).round(4))
     0.0
     """
+    f, g, f_star, g_star = affinity.as_floats(f, g, f_star, g_star)
     n, m, unpaired = len(f), len(g), (len(f_star), len(g_star))
     pairs = n - unpaired[0]
     if pairs != m - unpaired[1] or pairs < 1 or min(unpaired) < 1:
@@ -533,15 +725,19 @@ def klot_crossmodal(
 
     def weights(rest: int) -> Array:
         logs = math.log(share / pairs), math.log((1 - share) / rest)
-        return jnp.concatenate([jnp.full(pairs, logs[0]), jnp.full(rest, logs[1])])
+        return jnp.repeat(jnp.array(logs, f.dtype), np.array([pairs, rest]))
 
-    options: dict[str, Any] = {"tolerance": tolerance, "max_iterations": max_iterations}
-    k_star = affinity.cosine(*jax.lax.stop_gradient((f_star, g_star)))
+    options: dict[str, Any] = {
+        "tolerance": tolerance,
+        "max_iterations": max_iterations,
+        "precision": precision,
+    }
+    k_star = affinity.cosine(*jax.lax.stop_gradient((f_star, g_star)), precision=precision)
     target = sinkhorn(k_star, epsilon=epsilon_star, **options)
     t = jax.scipy.linalg.block_diag(
-        jnp.eye(pairs) * (share / pairs), (1 - share) * target.matrix()
-    ).astype(k_star.dtype)
-    k = affinity.cosine(f, g)
+        jnp.eye(pairs, dtype=f.dtype) * (share / pairs), (1 - share) * target.matrix()
+    )
+    k = affinity.cosine(f, g, precision=precision)
     plan = sinkhorn(
         jax.lax.stop_gradient(k),
         epsilon=epsilon,
@@ -558,4 +754,4 @@ def klot_crossmodal(
 
 
 def _scalings(plan: Plan) -> Scalings:
-    return Scalings(plan.u, plan.v, plan.error, plan.iterations)
+    return Scalings(plan.u, plan.v, plan.error, plan.iterations, plan.converged)

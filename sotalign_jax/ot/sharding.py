@@ -1,16 +1,18 @@
 """Rows split over the devices of a mesh; with one device nothing here happens.
 
 What grows with the batch is cut by rows, one piece a device: features, plans, row scalings. What
-belongs to the columns is the same everywhere, and sums over rows are all-reduced. The mesh is the
-one in context, and all of its axes are used:
+belongs to the columns is the same everywhere, and sums over rows are all-reduced. Computation
+follows data: the mesh is the one in context (`jax.set_mesh`) or else that of the arrays, with Auto
+or Explicit axes, and all of its axes are used:
 
-    with jax.set_mesh(sharding.rows_mesh()):
-        loss = jax.jit(klot_from_embeddings)(f, g, f_star, g_star)
+    f, g, f_star, g_star = jax.device_put((f, g, f_star, g_star), split_rows(mesh))
+    loss = jax.jit(klot_from_embeddings)(f, g, f_star, g_star)
 """
 
+import contextlib
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
@@ -48,6 +50,21 @@ def rows_mesh(devices: int | None = None) -> Mesh | None:
     return jax.make_mesh((count,), ("rows",), (AxisType.Auto,), devices=available[:count])
 
 
+@contextlib.contextmanager
+def mesh_of(*arrays: Array) -> Iterator[None]:
+    """Puts the mesh that the arrays live on in context, unless there is one already.
+
+    Inside `jit` too: the type of an array names its mesh, whether its axes are Auto or Explicit.
+    """
+    meshes = [jax.typeof(x).sharding.mesh for x in arrays]
+    found = [mesh for mesh in meshes if not mesh.empty]
+    if found and jax.sharding.get_abstract_mesh().empty:
+        with jax.sharding.use_abstract_mesh(found[0]):
+            yield
+    else:
+        yield
+
+
 def axes() -> Axes:
     """The axes of the mesh in context; none inside a `shard_map`, which splits rows itself.
 
@@ -67,14 +84,39 @@ def share(n: int) -> int:
     return -(-n // jax.sharding.get_abstract_mesh().size) if axes() else n
 
 
-def pad(x: Array, value: float = 0.0) -> Array:
-    """x with rows of `value` at its end, up to equally many for each device."""
-    missing = share(len(x)) * jax.sharding.get_abstract_mesh().size - len(x) if axes() else 0
-    widths = [(0, missing)] + [(0, 0)] * (x.ndim - 1)
-    return jnp.pad(x, widths, constant_values=value) if missing else x
+def _reshard(x: Array, spec: PartitionSpec) -> Array:
+    """x, split as `spec` says, where the axes of the mesh are Explicit; GSPMD does it elsewhere."""
+    explicit = jax.sharding.get_abstract_mesh().explicit_axes
+    return jax.sharding.reshard(x, spec) if explicit else x
 
 
-def by_rows(
+def split(x: Array, value: float = 0.0) -> Array:
+    """x with rows of `value` at its end, up to equally many for each device, split over them."""
+    if not axes():
+        return x
+    missing = share(len(x)) * jax.sharding.get_abstract_mesh().size - len(x)
+    if missing:
+        widths = [(0, missing)] + [(0, 0)] * (x.ndim - 1)
+        x = jnp.pad(_reshard(x, PartitionSpec()), widths, constant_values=value)
+    return _reshard(x, PartitionSpec(axes()))
+
+
+def join(x: Array, n: int) -> Array:
+    """The first n rows of what `split` padded."""
+    return x if len(x) == n else _reshard(x, PartitionSpec())[:n]
+
+
+def like(x: Array, reference: Array) -> Array:
+    """x, split as the reference is, where the axes of the mesh are Explicit."""
+    return _reshard(x, jax.typeof(reference).sharding.spec)
+
+
+def gather_explicit(x: Array) -> Array:
+    """x, whole on every device, where the axes of the mesh are Explicit; else as it is."""
+    return _reshard(x, PartitionSpec())
+
+
+def shard_map(
     function: Callable[[Axes, Any, Any], tuple[Any, Any]], rows: Any, shared: Any
 ) -> tuple[Any, Any]:
     """Calls function(axes, rows, shared), with rows split over the mesh in context if there is one.
@@ -82,23 +124,50 @@ def by_rows(
     Args:
         function: gets the axes to reduce over, its own part of `rows`, and all of `shared`;
             returns arrays of its own rows, and others that are the same on every device.
-        rows: a pytree of arrays that are padded, see `pad`.
+        rows: a pytree of arrays that are padded, see `split`.
         shared: a pytree of arrays that every device needs whole.
     """
     names = axes()
     if not names:
         return function((), rows, shared)
-    split, whole = PartitionSpec(names), PartitionSpec()
+    by_rows, whole = PartitionSpec(names), PartitionSpec()
     mapped = jax.shard_map(
         functools.partial(function, names),
-        in_specs=(split, whole),
-        out_specs=(split, whole),
+        in_specs=(by_rows, whole),
+        out_specs=(by_rows, whole),
         check_vma=False,  # values that loops carry change between equal and unequal on devices
     )
-    return mapped(rows, shared)
+    return mapped(
+        jax.tree.map(lambda x: _reshard(x, by_rows), rows),
+        jax.tree.map(lambda x: _reshard(x, whole), shared),
+    )
 
 
-# --- inside a function that `by_rows` calls ----------------------------------------------------
+def vary_like(tree: Any, *references: Array) -> Any:
+    """Arrays that vary over the axes of a user's `shard_map` over which any reference does.
+
+    Loops need it of what they carry. Outside of a `shard_map` nothing varies.
+    """
+
+    def varying(x: Any) -> frozenset[str]:
+        kind: Any = jax.typeof(x)
+        return kind.mat.varying if hasattr(kind, "mat") else kind.vma  # JAX before 0.10.2
+
+    wanted: frozenset[str] = frozenset().union(*map(varying, references))
+
+    def cast(x: Any) -> Array:
+        missing = tuple(wanted - varying(x))
+        return jax.lax.pcast(x, missing, to="varying") if missing else x
+
+    return jax.tree.map(cast, tree) if wanted else tree
+
+
+def vary_alike(tree: Any) -> Any:
+    """`vary_like` of all arrays of a tree: what any of them varies over, they all do."""
+    return vary_like(tree, *jax.tree.leaves(tree))
+
+
+# --- inside a function that `shard_map` calls --------------------------------------------------
 
 
 def size(axes: Axes) -> int:
@@ -106,25 +175,25 @@ def size(axes: Axes) -> int:
     return jax.lax.axis_size(axes) if axes else 1
 
 
-def whole(x: Array, axes: Axes) -> Array:
+def all_gather(x: Array, axes: Axes) -> Array:
     """All rows of an array of which every device has its own."""
     return jax.lax.all_gather(x, axes, tiled=True) if axes else x
 
 
-def total(x: Array, axes: Axes) -> Array:
+def psum(x: Array, axes: Axes) -> Array:
     """The sum of x over devices."""
     return jax.lax.psum(x, axes) if axes else x
 
 
-def largest(x: Array, axes: Axes) -> Array:
+def pmax(x: Array, axes: Axes) -> Array:
     """The maximum of x over devices."""
     return jax.lax.pmax(x, axes) if axes else x
 
 
-def total_and_largest(
+def psum_and_pmax(
     x: Float[Array, " m"], y: Float[Array, ""], axes: Axes
 ) -> tuple[Float[Array, " m"], Float[Array, ""]]:
-    """`total(x)` and `largest(y)` of a y >= 0 in one all-reduce: small ones cost only latency."""
+    """`psum(x)` and `pmax(y)` of a y >= 0 in one all-reduce: small ones cost only latency."""
     if not axes:
         return x, y
     every = jnp.zeros(size(axes), x.dtype).at[jax.lax.axis_index(axes)].set(y)
@@ -132,7 +201,7 @@ def total_and_largest(
     return both[: len(x)], jnp.max(both[len(x) :])
 
 
-def scattered_total(x: Float[Array, "m d"], axes: Axes) -> Float[Array, "k d"]:
+def psum_scatter(x: Float[Array, "m d"], axes: Axes) -> Float[Array, "k d"]:
     """The sum of x over devices, of which each keeps its own rows; the last may be padding."""
     if not axes:
         return x
@@ -140,7 +209,7 @@ def scattered_total(x: Float[Array, "m d"], axes: Axes) -> Float[Array, "k d"]:
     return jax.lax.psum_scatter(x, axes, tiled=True)
 
 
-def total_by_rows(
+def psum_ring(
     part: Callable[[Any, Any], tuple[Array, Any]], like: Array, carry: Any, axes: Axes
 ) -> tuple[Array, Any]:
     """Sums over devices of arrays that never exist whole: each device ends with its own rows.

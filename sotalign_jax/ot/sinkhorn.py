@@ -7,6 +7,8 @@ beside it is the plain textbook one.
 """
 
 import dataclasses
+import functools
+import math
 from typing import Any
 
 import jax
@@ -16,8 +18,10 @@ from jaxtyping import Array, Bool, Float, Int
 
 from sotalign_jax import checks
 from sotalign_jax.ot import affinity, sharding
+from sotalign_jax.ot.affinity import ArrayLike
+from sotalign_jax.ot.blocks import BUILD_ROWS, Block, over_rows
 from sotalign_jax.ot.kernel import Kernel, Matrix
-from sotalign_jax.ot.solver import Scalings, finite_range, solve
+from sotalign_jax.ot.solver import Scalings, goal, rounding, row_range, solve
 
 
 @jax.tree_util.register_dataclass
@@ -27,26 +31,38 @@ class Plan:
 
     Attributes:
         affinity: K, shape [n, m].
-        u: row log-scalings, shape [n]; -inf where the weight is zero.
+        centred_u: u_i + max_j K_ij/epsilon, which keeps its digits where K is large against
+            epsilon, shape [n]; -inf where the weight is zero.
         v: column log-scalings, shape [m]; -inf where the weight is zero.
         epsilon: the entropic regularisation.
-        error: max(||P 1 - a||_1, ||P^T 1 - b||_1), with a and b summing to 1.
+        error: max(||P 1 - a||_1, ||P^T 1 - b||_1) of `matrix()`, with a and b summing to 1, and
+            what the rounding of K/epsilon may add; infinite where there is no plan.
         iterations: number of (u, v) updates made.
         converged: whether `error` reached the tolerance asked for.
     """
 
     affinity: Float[Array, "n m"]
-    u: Float[Array, " n"]
+    centred_u: Float[Array, " n"]
     v: Float[Array, " m"]
     epsilon: Float[Array, ""]
     error: Float[Array, ""]
     iterations: Int[Array, ""]
     converged: Bool[Array, ""]
 
+    @property
+    def u(self) -> Float[Array, " n"]:
+        """Row log-scalings, shape [n]; -inf where the weight is zero."""
+        return self.centred_u - _top(self.affinity) / self.epsilon[..., None]
+
     def log_matrix(self) -> Float[Array, "n m"]:
         """log P."""
-        scaled = self.affinity / self.epsilon[..., None, None]  # a vmapped solve gives many plans
-        return scaled + self.u[..., :, None] + self.v[..., None, :]
+        return log_plan(
+            self.affinity,
+            _top(self.affinity),
+            self.centred_u,
+            self.v,
+            self.epsilon[..., None, None],  # a vmapped solve gives many plans
+        )
 
     def matrix(self) -> Float[Array, "n m"]:
         """P."""
@@ -57,15 +73,49 @@ class Plan:
         return affinity.dot(self.matrix(), values)
 
 
-def log_weights(
-    name: str, given: Float[Array, " n"] | None, size: int, dtype: Any
-) -> Float[Array, " n"]:
-    """The given log-weights, checked, or uniform ones."""
+def _top(k: Array) -> Array:
+    """The largest finite entry of each row."""
+    return jnp.max(k, axis=-1, where=jnp.isfinite(k), initial=jnp.finfo(k.dtype).min)
+
+
+def log_plan(k: Array, top: Array, centred_u: Array, v: Array, epsilon: Any) -> Array:
+    """log P of the scalings that `solve` finds for `Matrix(k, top)`, shape [..., n, m]."""
+    centred = k - top[..., :, None]
+    return centred / epsilon + centred_u[..., :, None] + v[..., None, :]
+
+
+def marginal_error(
+    k: Array,
+    top: Array,
+    scalings: Scalings,
+    log_a: Array,
+    log_b: Array,
+    epsilon: Any,
+    axes: sharding.Axes = (),
+) -> Array:
+    """max(||P 1 - a||_1, ||P^T 1 - b||_1) of the matrix P itself, a block of rows at a time."""
+
+    def body(block: Block, sums: tuple[Array, Array]) -> tuple[Array, Array]:
+        rows = block.of(k), block.of(top), block.of(scalings.u)
+        plan = jnp.exp(log_plan(*rows, scalings.v, epsilon))
+        plan = jnp.where(block.fresh[:, None], plan, 0.0)
+        missing = jnp.abs(jnp.sum(plan, axis=1) - jnp.exp(block.of(log_a)))
+        in_rows = jnp.sum(jnp.where(block.fresh, missing, 0.0))
+        return sums[0] + in_rows, sums[1] + jnp.sum(plan, axis=0)
+
+    nothing = jnp.zeros((), k.dtype), jnp.zeros(k.shape[1], k.dtype)
+    in_rows, columns = over_rows(len(k), BUILD_ROWS, body, sharding.vary_like(nothing, k))
+    in_rows, columns = sharding.psum(in_rows, axes), sharding.psum(columns, axes)
+    return jnp.maximum(in_rows, jnp.sum(jnp.abs(columns - jnp.exp(log_b))))
+
+
+def log_weights(name: str, given: ArrayLike | None, size: int, dtype: Any) -> Float[Array, " n"]:
+    """The given log-weights, checked and summing to 1 exactly, or uniform ones."""
     if given is None:
-        return jnp.full((size,), -jnp.log(size), dtype)
-    if jnp.shape(given) != (size,):
+        return jnp.full((size,), -math.log(size), dtype)
+    if np.shape(given) != (size,):
         raise checks.InputError(
-            f"{name}: has shape {jnp.shape(given)} but the affinity needs ({size},); "
+            f"{name}: has shape {np.shape(given)} but the affinity needs ({size},); "
             "pass one log-weight for each of its rows (log_a) or columns (log_b)"
         )
     if not isinstance(given, jax.core.Tracer):
@@ -74,12 +124,17 @@ def log_weights(
             raise checks.InputError(
                 f"{name}: the weights sum to {total:.4g}; pass logarithms of weights that sum to 1"
             )
-    return jnp.asarray(given, dtype)
+    logs = jnp.asarray(given, dtype)
+    return logs - jax.nn.logsumexp(logs)
 
 
 def without_padding(k: Array, log_a: Array, log_b: Array) -> Array:
-    """K with zeros in the rows and columns of weight zero, where anything may stand."""
-    return jnp.where(jnp.isneginf(log_a)[:, None] | jnp.isneginf(log_b), 0.0, k)
+    """K where anything may stand in rows and columns of weight zero: 0 in rows, -inf in columns.
+
+    Columns that do not count must not count for the largest entry of a row, either.
+    """
+    k = jnp.where(jnp.isneginf(log_b)[None, :], -jnp.inf, k)
+    return jnp.where(jnp.isneginf(log_a)[:, None], 0.0, k)
 
 
 @jax.custom_jvp
@@ -96,81 +151,143 @@ def _refuse(primals: Any, tangents: Any) -> Any:
 
 
 def sinkhorn(
-    K: Float[Array, "n m"],
+    K: Float[ArrayLike, "n m"],
     *,
     epsilon: Any,
-    log_a: Float[Array, " n"] | None = None,
-    log_b: Float[Array, " m"] | None = None,
+    log_a: Float[ArrayLike, " n"] | None = None,
+    log_b: Float[ArrayLike, " m"] | None = None,
     tolerance: float = 1e-4,
     max_iterations: int = 2000,
-    init: tuple[Array, Array] | None = None,
+    init: tuple[ArrayLike, ArrayLike] | None = None,
+    precision: jax.lax.PrecisionLike = affinity.HIGHEST,
 ) -> Plan:
     """Solves OT_eps(K), the entropic transport plan of an affinity.
 
     Stops when max(||P 1 - a||_1, ||P^T 1 - b||_1) <= tolerance; `Plan.converged` tells whether it
-    was reached. Works under `jit` and `vmap`, in float32 and float64, for any epsilon > 0.
+    was reached. Works under `jit`, `vmap` and `shard_map`, in float32 and float64, for any
+    epsilon > 0; one that is not gives `error=inf`. K/epsilon has about seven digits in float32: the
+    error cannot fall below 3e-8 times its range there.
 
     Args:
-        K: affinity (larger is closer), shape [n, m].
+        K: affinity (larger is closer), shape [n, m]; -inf forbids an entry.
         epsilon: entropic regularisation, in the units of K.
-        log_a: log-weights of the rows, exp(log_a) summing to 1; -inf pads. Uniform by default.
+        log_a: log-weights of the rows; -inf pads. Uniform by default. The weights are scaled to
+            sum to 1; outside `jit`, where they can be seen, others are refused.
         log_b: log-weights of the columns, likewise.
         tolerance: marginal error (L1, total mass 1) to stop at.
-        max_iterations: number of (u, v) updates to stop at.
+        max_iterations: number of (u, v) updates to stop at; static.
         init: (u, v) to start from, such as those of a similar problem. Only v matters, for u
             follows from it.
+        precision: of the matrix products, "highest", "high" or "default"; static.
 
     Returns:
         The `Plan`.
 
-    >>> plan = sinkhorn(jnp.array([[1.0, 0.0], [0.0, 1.0]]), epsilon=0.5)
+    >>> plan = jax.jit(sinkhorn)(jnp.array([[1.0, 0.0], [0.0, 1.0]]), epsilon=0.5)
     >>> plan.matrix().tolist(), bool(plan.converged)
     ([[0.44, 0.06], [0.06, 0.44]], True)
     """
-    affinity.check_affinity("K", K)
+    checks.static(max_iterations=max_iterations, precision=precision)
+    checks.whole(1, max_iterations=max_iterations)
     checks.positive(epsilon=epsilon)
-    K = _not_differentiable(affinity.as_float(K))
-    weights = (
-        log_weights("log_a", log_a, K.shape[0], K.dtype),
-        log_weights("log_b", log_b, K.shape[1], K.dtype),
+    k = _not_differentiable(affinity.as_matrix("K", K))
+    arrays = (
+        k,
+        None if log_a is None else log_weights("log_a", log_a, k.shape[0], k.dtype),
+        None if log_b is None else log_weights("log_b", log_b, k.shape[1], k.dtype),
+        jnp.asarray(epsilon, k.dtype),
+        jnp.asarray(tolerance, k.dtype),
+        None if init is None else jnp.asarray(init[1], k.dtype),
     )
-    if not (log_a is None and log_b is None):
-        K = without_padding(K, *weights)
+    return _solve(max_iterations, precision, *arrays)
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def _solve(
+    max_iterations: int,
+    precision: jax.lax.PrecisionLike,
+    k: Array,
+    log_a: Array | None,
+    log_b: Array | None,
+    epsilon: Array,
+    tolerance: Array,
+    init_v: Array | None,
+) -> Plan:
+    n, m = k.shape
+    given = k if log_a is None and log_b is None else None
+    log_a = log_weights("log_a", None, n, k.dtype) if log_a is None else log_a
+    log_b = log_weights("log_b", None, m, k.dtype) if log_b is None else log_b
+    k = without_padding(k, log_a, log_b) if given is None else given
+    k, log_a, log_b, epsilon, tolerance, init_v = sharding.vary_alike(
+        (k, log_a, log_b, epsilon, tolerance, init_v)
+    )
 
     def own_rows(axes: sharding.Axes, rows: Any, shared: Any) -> tuple[Array, Any]:
-        (k, log_a), (log_b, options) = rows, shared
-        span = finite_range(k, axes)
-        scalings, _ = solve(
-            Kernel(Matrix(k), axes=axes),
+        (k, log_a), (log_b, epsilon, tolerance, init_v) = rows, shared
+        top, widest = row_range(k, axes)
+        scalings = solve_matrix(
+            k,
             log_a,
             log_b,
+            top=top,
+            widest=widest,
+            epsilon=epsilon,
+            tolerance=tolerance,
             max_iterations=max_iterations,
-            affinity_range=span,
-            **options,
+            init_v=init_v,
+            axes=axes,
+            precision=precision,
         )
+        error = marginal_error(k, top, scalings, log_a, log_b, epsilon, axes)
+        # Another program may multiply by 1/epsilon instead: K/epsilon differs a little there.
+        scalings = scalings.measured(error + rounding(widest, epsilon), tolerance)
         return scalings.u, scalings[1:]
 
-    options = {
-        "epsilon": epsilon,
-        "tolerance": tolerance,
-        "init_v": None if init is None else init[1],
-    }
-    rows = sharding.pad(K), sharding.pad(weights[0], -jnp.inf)
-    u, rest = sharding.by_rows(own_rows, rows, (weights[1], options))
-    scalings = Scalings(u[: len(K)], *rest)
+    with sharding.mesh_of(k):
+        rows = sharding.split(k), sharding.split(log_a, -jnp.inf)
+        u, rest = sharding.shard_map(own_rows, rows, (log_b, epsilon, tolerance, init_v))
+        scalings = Scalings(sharding.join(u, n), *rest)
     return Plan(
-        affinity=K,
-        u=scalings.u,
+        affinity=k,
+        centred_u=scalings.u,
         v=scalings.v,
-        epsilon=jnp.asarray(epsilon, K.dtype),
+        epsilon=epsilon,
         error=scalings.error,
         iterations=scalings.iterations,
-        converged=scalings.error <= tolerance,
+        converged=scalings.converged,
     )
+
+
+def solve_matrix(
+    k: Array,
+    log_a: Array,
+    log_b: Array,
+    *,
+    top: Array,
+    widest: Array,
+    epsilon: Array,
+    tolerance: Array,
+    max_iterations: int,
+    init_v: Array | None,
+    axes: sharding.Axes,
+    precision: jax.lax.PrecisionLike,
+) -> Scalings:
+    """`solve` for an affinity that is given, with u and an estimate of the error for `log_plan`."""
+    scalings, _ = solve(
+        Kernel(Matrix(k, top), axes=axes, precision=precision),
+        log_a,
+        log_b,
+        epsilon=epsilon,
+        tolerance=goal(tolerance, widest, epsilon),
+        max_iterations=max_iterations,
+        widest=widest,
+        init_v=init_v,
+    )
+    return scalings.measured(scalings.error + rounding(widest, epsilon), tolerance)
 
 
 def reference(
-    K: Float[Array, "n m"],
+    K: Float[ArrayLike, "n m"],
     *,
     epsilon: Any,
     iterations: int = 100,
@@ -186,9 +303,8 @@ def reference(
     >>> reference(jnp.eye(2), epsilon=0.5).matrix().tolist()
     [[0.44, 0.06], [0.06, 0.44]]
     """
-    affinity.check_affinity("K", K)
     checks.positive(epsilon=epsilon)
-    K = affinity.as_float(K)
+    K = affinity.as_matrix("K", K)
     n, m = K.shape
     scaled = K / epsilon
     log_a, log_b = -jnp.log(jnp.asarray(n, K.dtype)), -jnp.log(jnp.asarray(m, K.dtype))
@@ -210,7 +326,7 @@ def reference(
     )
     return Plan(
         affinity=K,
-        u=u,
+        centred_u=u + _top(K) / epsilon,
         v=v,
         epsilon=jnp.asarray(epsilon, K.dtype),
         error=error,

@@ -3,11 +3,12 @@
 Works on any `kernel.Kernel`; `sinkhorn.sinkhorn` is the front door, `klot` the other user.
 """
 
+import math
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from sotalign_jax import checks
 from sotalign_jax.ot import affinity, sharding
@@ -34,29 +35,46 @@ SCALING_TOLERANCE = 0.01
 """Marginal error at which an intermediate epsilon is left."""
 
 
-def finite_range(k: Array, axes: sharding.Axes = ()) -> Array:
-    """max K - min K over the finite entries, on all devices when rows are split over `axes`."""
+def row_range(k: Array, axes: sharding.Axes = ()) -> tuple[Array, Array]:
+    """max_j K_ij of each row, and max_i (max_j K_ij - min_j K_ij) on all devices; finite ones."""
+    lowest_number = jnp.finfo(k.dtype).min
 
-    def body(block: Block, bounds: tuple[Array, Array]) -> tuple[Array, Array]:
+    def body(block: Block, carry: tuple[Array, Array]) -> tuple[Array, Array]:
         rows = block.of(k)
         finite = jnp.isfinite(rows)
-        return (
-            jnp.maximum(bounds[0], jnp.max(rows, where=finite, initial=-jnp.inf)),
-            jnp.minimum(bounds[1], jnp.min(rows, where=finite, initial=jnp.inf)),
-        )
+        highest = jnp.max(rows, axis=1, where=finite, initial=lowest_number)
+        lowest = jnp.min(rows, axis=1, where=finite, initial=-lowest_number)
+        return block.put(carry[0], highest), jnp.maximum(carry[1], jnp.max(highest - lowest))
 
-    infinity = jnp.asarray(jnp.inf, k.dtype)
-    highest, lowest = over_rows(len(k), BUILD_ROWS, body, (-infinity, infinity))
-    return sharding.largest(highest, axes) + sharding.largest(-lowest, axes)
+    nothing = sharding.vary_like((jnp.zeros_like(k[:, 0]), jnp.zeros((), k.dtype)), k)
+    top, widest = over_rows(len(k), BUILD_ROWS, body, nothing)
+    return top, sharding.pmax(widest, axes)
+
+
+def rounding(widest: Any, epsilon: Array) -> Array:
+    """About what the rounding of exp(K/epsilon + u + v) adds to the marginal error of a plan."""
+    return 0.25 * jnp.finfo(epsilon.dtype).eps * widest / epsilon
+
+
+def goal(tolerance: Array, widest: Any, epsilon: Array) -> Array:
+    """What to aim at, so that a plan has `tolerance` even after rounding."""
+    return jnp.maximum(tolerance - 2 * rounding(widest, epsilon), 0.5 * tolerance)
 
 
 class Scalings(NamedTuple):
-    """What a solve returns: log-scalings, marginal error and the number of iterations."""
+    """What a solve returns: log-scalings, marginal error, iterations, and whether it converged."""
 
     u: Float[Array, " n"]
     v: Float[Array, " m"]
     error: Float[Array, ""]
     iterations: Int[Array, ""]
+    converged: Bool[Array, ""]
+
+    def measured(self, error: Array, tolerance: Any) -> "Scalings":
+        """With the error of the plan itself; infinite where the solve failed."""
+        solved = jnp.isfinite(error) & jnp.isfinite(self.error)
+        error = jnp.where(solved, error, jnp.inf)
+        return self._replace(error=error, converged=error <= tolerance)
 
 
 class _Point(NamedTuple):
@@ -88,23 +106,28 @@ class _Progress(NamedTuple):
     kernel: KernelState
     error: Array
     iterations: Array
-    fresh: Array
+    levels: Array  # of epsilon still to come
+    fresh: Array  # the kernel was built, and not raised to a power since
+    lost: Array  # a column of the fresh kernel underflowed
     drifted: Array
+    usable: Array  # rows and columns can be scaled: K and epsilon are sound
     done: Array
 
 
-def _accelerate(search: _Search, x: Array, f: Array) -> tuple[Array, Array, Array]:
+def _accelerate(
+    search: _Search, x: Array, f: Array, precision: jax.lax.PrecisionLike
+) -> tuple[Array, Array, Array]:
     """One step of Anderson acceleration for the fixed point of x -> x + f(x)."""
     slot = search.since_reset % ANDERSON_MEMORY
     fresh = search.since_reset > 0
     dx = search.dx.at[slot].set(jnp.where(fresh, x - search.last_x, 0.0))
     df = search.df.at[slot].set(jnp.where(fresh, f - search.last_f, 0.0))
-    gram = affinity.dot(df, df.T)
+    gram = affinity.dot(df, df.T, precision)
     # The ridge bounds the weights when past steps are nearly parallel.
     ridge = 10 * jnp.finfo(x.dtype).eps * jnp.trace(gram) + jnp.finfo(x.dtype).tiny
     identity = jnp.eye(ANDERSON_MEMORY, dtype=x.dtype)
-    weights = jnp.linalg.solve(gram + ridge * identity, affinity.dot(df, f))
-    correction = -affinity.dot(weights, dx + df)
+    weights = jnp.linalg.solve(gram + ridge * identity, affinity.dot(df, f, precision))
+    correction = -affinity.dot(weights, dx + df, precision)
     correction = jnp.clip(correction, -MAX_ACCELERATED_STEP, MAX_ACCELERATED_STEP)
     use = (search.since_reset >= PLAIN_STEPS) & jnp.all(jnp.isfinite(correction))
     return x + f + jnp.where(use, correction, 0.0), dx, df
@@ -118,27 +141,32 @@ def solve(
     epsilon: Any,
     tolerance: Any,
     max_iterations: int,
-    affinity_range: Any = 1.0,
+    widest: Any = 1.0,
     init_v: Float[Array, " m"] | None = None,
 ) -> tuple[Scalings, KernelState]:
-    """Stabilised, accelerated Sinkhorn on the row-conditional kernel A = exp(K/eps + p + q).
+    """Stabilised, accelerated Sinkhorn on the kernel A = exp(K/eps + p + q), P = diag(a) A diag(b).
 
-    P = diag(a r) A diag(c) with r = 1/(A c): rows are exact, and one sweep over A gives the column
-    error together with the next c. Only matrix-vector products touch A, and where its rows are
-    split over devices each sweep has one all-reduce, of length m. Three nested loops:
+    With r = 1/(A b c), P = diag(a r) A diag(b c) has exact rows, and one sweep over A gives the
+    column error together with the next c. Only matrix-vector products touch A, and where its rows
+    are split over devices each sweep has one all-reduce, of length m. Three nested loops:
     sweeps until the error is small; levels of epsilon (A -> A^4) when epsilon is small; rebuilds
     of A from K when the scalings drift, which is rare. After a step that triples the best error
-    the search goes back to the best point and takes plain steps, so that acceleration costs at
-    most a constant factor and never robustness.
+    the search goes back to the best point and takes plain steps. A rebuild is the row update of
+    log-domain Sinkhorn and is followed by a column update, in the log domain where A underflows:
+    no problem takes more iterations than it would without a kernel, and every loop is bounded by
+    `max_iterations`.
 
-    Returns the scalings, and the kernel with them absorbed: A = diag(1/a) P.
+    Returns the scalings, and the kernel with them absorbed. An epsilon or affinity that is not
+    finite, and an epsilon <= 0, give an infinite error; nothing else does.
     """
+    checks.whole(1, max_iterations=max_iterations)
     dtype = log_a.dtype
-    target = jnp.asarray(epsilon, dtype)
+    epsilon = jnp.asarray(epsilon, dtype)
+    possible = (epsilon > 0) & jnp.isfinite(epsilon)
+    target = jnp.where(possible, epsilon, 1.0)
     a, b = jnp.exp(log_a), jnp.exp(log_b)
     live_row, live = ~jnp.isneginf(log_a), ~jnp.isneginf(log_b)
     infinity, false = jnp.asarray(jnp.inf, dtype), jnp.asarray(False)
-    checks.whole(1, max_iterations=max_iterations)
 
     def search(state: _Progress, goal: Array, budget: Array) -> _Search:
         def unfinished(search: _Search) -> Array:
@@ -149,13 +177,13 @@ def solve(
         def step(search: _Search) -> _Search:
             x = search.x
             c = jnp.exp(x)
-            s, t = kernel.sweep(state.kernel, a, c)
+            s, t = kernel.sweep(state.kernel, a, b * c)
             log_r = -jnp.log(s)
             row_drift = jnp.max(jnp.where(live_row, jnp.abs(log_r), 0.0))
-            t, row_drift = sharding.total_and_largest(t, row_drift, kernel.axes)
-            f = jnp.where(live, log_b - jnp.log(t) - x, 0.0)
+            t, row_drift = sharding.psum_and_pmax(t, row_drift, kernel.axes)
+            f = jnp.where(live, -jnp.log(t) - x, 0.0)
             # A column that underflowed cannot be scaled, however little it adds to the error.
-            missing = jnp.where(t > 0, jnp.abs(c * t - b), jnp.inf)
+            missing = jnp.where(t > 0, b * jnp.abs(c * t - 1.0), jnp.inf)
             error = jnp.sum(jnp.where(live, missing, 0.0))
             finite = jnp.isfinite(error)
             point = _Point(x, log_r, x + f, error)
@@ -163,7 +191,7 @@ def solve(
             better = finite & (error <= (1 + PLATEAU) * search.best.error)
             best = jax.tree.map(lambda new, old: jnp.where(better, new, old), point, search.best)
             sound = finite & (error <= MAX_RISE * search.best.error)
-            accelerated, dx, df = _accelerate(search, x, f)
+            accelerated, dx, df = _accelerate(search, x, f, kernel.precision)
             drift = jnp.maximum(row_drift, jnp.max(jnp.where(live, jnp.abs(accelerated), 0.0)))
             # Not even a plain step is finite: this kernel is of no use.
             hopeless = ~finite & (search.since_reset == 0)
@@ -192,39 +220,53 @@ def solve(
             dx=history,
             df=history,
         )
-        return jax.lax.while_loop(unfinished, step, start)
+        return jax.lax.while_loop(unfinished, step, sharding.vary_like(start, log_a))
 
     def level(state: _Progress) -> _Progress:
-        last = state.kernel.epsilon <= 1.5 * target
-        goal = jnp.where(last, tolerance, jnp.maximum(tolerance, SCALING_TOLERANCE)).astype(dtype)
+        last = state.levels == 0
+        wanted = jnp.where(last, tolerance, jnp.maximum(tolerance, SCALING_TOLERANCE)).astype(dtype)
         # Half of the budget is kept for the epsilon that was asked for.
         budget = jnp.where(last, max_iterations, max_iterations // 2)
-        found = search(state, goal, budget)
-        # A kernel that was raised to a power may have lost a column: build it again. If a fresh
-        # one fails, K itself is not finite.
+        found = search(state, wanted, budget)
         failed = ~jnp.isfinite(found.best.error)
-        finished = ~failed & ((found.best.error <= goal) | (found.iterations >= budget))
+        spent = found.iterations >= budget
+        finished = ~failed & ((found.best.error <= wanted) | spent)
         x = jnp.where(finished, found.best.x, found.best.following)
-        power = jnp.where(finished & ~last, SCALING_FACTOR, 1).astype(dtype)
-        return _Progress(
+        down = finished & ~last
+        power = jnp.where(down, SCALING_FACTOR, 1).astype(dtype)
+        progress = _Progress(
             kernel=kernel.absorb(state.kernel, found.best.log_r, x, power),
             error=found.best.error,
             iterations=found.iterations,
-            fresh=false,
+            levels=jnp.where(down, state.levels - 1, state.levels),
+            fresh=jnp.zeros_like(state.fresh),
+            lost=failed & state.fresh,
             drifted=~finished,
-            done=(finished & last) | (failed & state.fresh),
+            usable=state.usable,
+            done=(finished & last) | (failed & (found.iterations >= max_iterations)),
         )
+        return sharding.vary_like(progress, log_a)
 
     def build(state: _Progress) -> _Progress:
-        built, again = kernel.build(state.kernel, live_row)
-        return jax.lax.while_loop(
-            lambda state: ~(state.done | state.drifted),
-            level,
-            state._replace(kernel=built, fresh=~false, drifted=again & ~state.fresh),
+        """Rows and, where columns underflowed, columns are updated in the log domain."""
+        q = jax.lax.cond(
+            state.lost,
+            lambda: kernel.update_columns(state.kernel, log_a),
+            lambda: state.kernel.q,
         )
+        built = kernel.build(state.kernel._replace(q=q), log_b)
+        usable = state.usable & jnp.all(jnp.where(live, jnp.isfinite(built.q), True))
+        own_rows = jnp.all(jnp.where(live_row, jnp.isfinite(built.p), True))
+        usable &= sharding.pmax((~own_rows).astype(jnp.int32), kernel.axes) == 0
+        state = state._replace(
+            kernel=built, fresh=~false, drifted=false, usable=usable, done=~usable
+        )
+        state = sharding.vary_like(state, log_a)
+        return jax.lax.while_loop(lambda state: ~(state.done | state.drifted), level, state)
 
-    levels = jnp.asarray(0, dtype)
+    levels = jnp.int32(0)
     guess = jnp.zeros_like(log_b)
+    widest = jnp.asarray(widest, dtype)
     if init_v is not None:
         if jnp.shape(init_v) != log_b.shape:
             raise checks.InputError(
@@ -232,21 +274,32 @@ def solve(
                 "pass the scalings of a problem of the same size"
             )
         # v - log b of any plan spans at most range/epsilon: a guess beyond that only costs digits.
-        guess = jnp.where(live & jnp.isfinite(init_v), init_v - log_b, 0.0)
-        span = 2 * jnp.asarray(affinity_range, dtype) / target
-        guess = log_b + jnp.maximum(guess - jnp.max(guess, where=live, initial=-jnp.inf), -span)
+        usable = live & jnp.isfinite(init_v)
+        guess = jnp.where(usable, init_v, 0.0) - jnp.where(usable, log_b, 0.0)
+        guess = jnp.maximum(
+            guess - jnp.max(guess, where=live, initial=-jnp.inf), -2 * widest / target
+        )
     elif max_iterations >= 20:
-        ratio = SCALING_START * jnp.asarray(affinity_range, dtype) / target
-        levels = jnp.ceil(jnp.log(jnp.maximum(ratio, 1.0)) / jnp.log(float(SCALING_FACTOR)))
-        levels = jnp.minimum(levels, min(max_iterations // 8, MAX_LEVELS))
+        ratio = SCALING_START * widest / target
+        needed = jnp.ceil(jnp.log(jnp.maximum(ratio, 1.0)) / math.log(SCALING_FACTOR))
+        levels = jnp.minimum(needed, min(max_iterations // 8, MAX_LEVELS)).astype(jnp.int32)
     start = kernel.blank(
         jnp.where(live, guess, -jnp.inf).astype(dtype),
-        target * jnp.asarray(float(SCALING_FACTOR), dtype) ** levels,
+        target * jnp.asarray(SCALING_FACTOR, dtype) ** levels.astype(dtype),
+    )
+    progress = _Progress(
+        start, infinity, jnp.int32(0), levels, false, false, ~false, possible, false
     )
     result = jax.lax.while_loop(
-        lambda state: ~state.done,
-        build,
-        _Progress(start, infinity, jnp.int32(0), false, ~false, false),
+        lambda state: ~state.done, build, sharding.vary_like(progress, log_a)
     )
-    scalings = Scalings(log_a + result.kernel.p, result.kernel.q, result.error, result.iterations)
+    # No two distributions are further apart than 2: columns that still underflow count in full.
+    error = jnp.where(result.usable, jnp.minimum(result.error, 2.0), jnp.inf)
+    scalings = Scalings(
+        log_a + result.kernel.p,
+        log_b + jnp.where(live, result.kernel.q, 0.0),
+        error,
+        result.iterations,
+        error <= tolerance,
+    )
     return scalings, result.kernel

@@ -1,0 +1,328 @@
+"""Random hard problems for the solver and the loss: what must hold of every one is checked.
+
+    python -m benchmarks.fuzz --problems=10000 --seed=0     exit code 1 if anything is found
+    python -m benchmarks.fuzz --seed=0 --only=1234          one problem again, in full
+
+Affinities are flat, clustered, duplicated, near a permutation, constant, huge or shifted, with -inf
+and NaN in some; epsilon is 1e-4 to 10; weights go down to 1e-15 on both sides, and to padding;
+numbers are float32 and float64; plans are of a matrix, the loss of a matrix, stored and streamed.
+Problem i of a seed is the same whatever the other options are. A finding is
+
+    non-finite       a number that is not finite although the problem is sound
+    not converged    where log-domain Sinkhorn in float64 converges within the same iterations
+    false converged  where the marginals of `plan.matrix()` are off by more than the tolerance
+    another loss     where stored, streamed and given affinities converge to different values
+    a plausible NaN  where K has a NaN and the plan claims to be converged
+
+and every loop is bounded, so that none can hang. float32 cannot converge where K/epsilon has no
+digits left for the tolerance: such problems are counted apart.
+"""
+
+import argparse
+import collections
+import functools
+import sys
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from tqdm import tqdm
+
+from sotalign_jax.ot import affinity
+from sotalign_jax.ot.klot import klot, klot_from_embeddings
+from sotalign_jax.ot.sinkhorn import sinkhorn
+
+ITERATIONS = 500
+SHAPES = ((24, 40), (96, 64), (200, 200))
+"""Few, for each is compiled; padding makes all smaller shapes out of them."""
+WIDTH = 6
+DTYPES = (np.float32, np.float64)
+
+
+class Case(NamedTuple):
+    """One problem; `name` says how it was made."""
+
+    name: str
+    k: np.ndarray
+    log_a: np.ndarray
+    log_b: np.ndarray
+    epsilon: float
+    tolerance: float
+    features: tuple[np.ndarray, ...] | None
+
+    @property
+    def digits_lost(self) -> bool:
+        """Whether exp(K/epsilon + u + v) cannot be as exact as the tolerance asks."""
+        live = self.k[np.isfinite(self.log_a)][:, np.isfinite(self.log_b)]
+        finite = np.where(np.isfinite(live), live, np.nan)
+        if np.isnan(finite).all(axis=1).any():
+            return False
+        widest = np.max(np.nanmax(finite, axis=1) - np.nanmin(finite, axis=1))
+        return bool(np.finfo(self.k.dtype).eps * widest / self.epsilon > self.tolerance)
+
+
+def _unit(x: np.ndarray) -> np.ndarray:
+    return x / np.linalg.norm(x, axis=1, keepdims=True)
+
+
+def _features(rng: np.random.Generator, n: int, m: int) -> tuple[str, np.ndarray, np.ndarray]:
+    f, g = rng.normal(size=(n, WIDTH)), rng.normal(size=(m, WIDTH))
+    kind = str(rng.choice(["random", "clustered", "duplicated", "copies", "narrow"]))
+    if kind == "clustered":
+        centres = rng.normal(size=(3, WIDTH))
+        f = centres[rng.integers(0, 3, n)] + 0.05 * f
+        g = centres[np.minimum(rng.integers(0, 5, m), 2)] + 0.05 * g
+    elif kind == "duplicated":
+        f, g = f[rng.integers(0, n, n)], g[rng.integers(0, m, m)]
+    elif kind == "copies":
+        f = g[rng.integers(0, m, n)] + 10.0 ** rng.uniform(-4, 0) * f
+    elif kind == "narrow":
+        f, g = 0.1 * f + 1, 0.1 * g + 1
+    return kind, f, g
+
+
+def _affinity(rng: np.random.Generator, n: int, m: int) -> tuple[str, np.ndarray]:
+    kind = str(
+        rng.choice(["uniform", "permutation", "constant", "huge", "distances", "shifted", "hub"])
+    )
+    k = rng.uniform(-1, 1, size=(n, m))
+    if kind == "permutation":
+        k = 0.02 * rng.normal(size=(n, m))
+        k[np.arange(n) % n, rng.permutation(max(n, m))[:n] % m] += 1
+    elif kind == "constant":
+        k = np.full((n, m), rng.normal() * 10.0 ** rng.uniform(-3, 3))
+    elif kind == "huge":
+        k = k * 10.0 ** rng.uniform(1, 6)
+    elif kind == "distances":
+        x, y = np.linspace(-1, 2, n), np.linspace(-1, 2, m)
+        k = -np.square(x[:, None] - y[None, :])
+    elif kind == "shifted":
+        k = k + 10.0 ** rng.uniform(0, 4) + rng.normal(size=(n, 1)) + rng.normal(size=(1, m))
+    elif kind == "hub":
+        k[:, 0] += 2
+    return kind, k
+
+
+def _weights(rng: np.random.Generator, n: int) -> tuple[str, np.ndarray]:
+    kind = str(rng.choice(["uniform", "uniform", "dirichlet", "one tiny", "gaussian", "spread"]))
+    w = np.ones(n)
+    if kind == "dirichlet":
+        w = np.maximum(rng.dirichlet(np.full(n, 0.3)), 1e-15)
+    elif kind == "one tiny" and n > 1:
+        w[rng.integers(n)] = 10.0 ** rng.uniform(-15, -3)
+    elif kind == "gaussian":
+        x = np.linspace(-1, 2, n)
+        w = np.maximum(np.exp(-np.square((x - rng.uniform(-0.5, 1.5)) / 0.17) / 2), 1e-15)
+    elif kind == "spread":
+        w = 10.0 ** rng.uniform(-15, 0, size=n)
+    return kind, np.log(w / w.sum())
+
+
+def make(seed: int, index: int) -> Case:
+    """Problem `index` of `seed`."""
+    rng = np.random.default_rng([seed, index])
+    shape = SHAPES[rng.integers(len(SHAPES))]
+    dtype = DTYPES[rng.integers(2)]
+    padded = rng.uniform() < 0.6
+    n, m = (int(rng.integers(1, size + 1)) if padded else size for size in shape)
+    epsilon = float(10.0 ** rng.uniform(-4, 1))
+    tolerance = float(rng.choice([1e-4, 1e-9])) if dtype == np.float64 else 1e-4
+    features = None
+    if rng.uniform() < 0.4:
+        kind, f, g = _features(rng, n, m)
+        _, z, w = _features(rng, n, m)
+        k = _unit(f) @ _unit(g).T
+        full = [np.full((size, WIDTH), np.nan, dtype) for size in (*shape, *shape)]
+        for x, rows in zip(full, (f, g, z, w), strict=True):
+            x[: len(rows)] = rows
+        features = tuple(full)
+    else:
+        kind, k = _affinity(rng, n, m)
+        spoiled = rng.uniform()
+        if spoiled < 0.15:
+            k[rng.uniform(size=k.shape) < rng.choice([0.01, 0.3])] = -np.inf
+            kind += ", -inf"
+        elif spoiled < 0.2:
+            k[rng.integers(n), rng.integers(m)] = np.nan
+            kind += ", NaN"
+    of_a, log_a = _weights(rng, n)
+    of_b, log_b = _weights(rng, m)
+    given = np.full(shape, np.nan, dtype)
+    given[:n, :m] = k
+    padded_a, padded_b = (np.full(size, -np.inf) for size in shape)
+    padded_a[:n], padded_b[:m] = log_a, log_b
+    name = (
+        f"{kind}, {n} x {m} in {shape[0]} x {shape[1]}, weights {of_a} / {of_b}, "
+        f"epsilon={epsilon:.3g}, tolerance={tolerance:g}, {np.dtype(dtype).name}"
+    )
+    return Case(name, given, padded_a, padded_b, epsilon, tolerance, features)
+
+
+@functools.partial(jax.jit, static_argnames="max_iterations")
+def _plan(case: dict[str, Any], *, max_iterations: int) -> Any:
+    plan = sinkhorn(case.pop("k"), **case, max_iterations=max_iterations)
+    return plan.matrix(), plan.v, plan.error, plan.iterations, plan.converged
+
+
+@jax.jit
+def _textbook(k: Any, log_a: Any, log_b: Any, epsilon: Any, tolerance: Any) -> Any:
+    """Iterations that log-domain Sinkhorn takes to the tolerance, in float64."""
+    live_rows, live = ~jnp.isneginf(log_a), ~jnp.isneginf(log_b)
+    k = jnp.where(live_rows[:, None] & live[None, :], k, 0.0)
+    scaled = (k - jnp.max(k, axis=1, keepdims=True)) / epsilon
+
+    def step(state: Any) -> Any:
+        v, _, i = state
+        u = log_a - jax.nn.logsumexp(scaled + v[None, :], axis=1)
+        u = jnp.where(live_rows, u, -jnp.inf)
+        columns = jax.nn.logsumexp(scaled + u[:, None], axis=0)
+        error = jnp.sum(jnp.abs(jnp.exp(columns + v) - jnp.exp(log_b)))
+        return jnp.where(live, log_b - columns, -jnp.inf), error, i + 1
+
+    def unfinished(state: Any) -> Any:
+        return ~(state[1] <= tolerance) & (state[2] < ITERATIONS)
+
+    _, error, i = jax.lax.while_loop(unfinished, step, (log_b, jnp.asarray(jnp.inf), 0))
+    return error <= tolerance, i
+
+
+@functools.partial(jax.jit, static_argnames="block_size")
+def _streamed(features: Any, options: Any, *, block_size: int | None) -> Any:
+    def loss(f: Any, g: Any) -> Any:
+        return klot_from_embeddings(
+            f,
+            g,
+            *features[2:],
+            **options,
+            block_size=block_size,
+            max_iterations=ITERATIONS,
+            return_aux=True,
+        )
+
+    (value, aux), gradients = jax.value_and_grad(loss, (0, 1), has_aux=True)(*features[:2])
+    return value, gradients, aux.student.converged & aux.teacher.converged
+
+
+@jax.jit
+def _dense(features: Any, options: Any) -> Any:
+    f, g, z, w = features
+    value, aux = klot(
+        affinity.cosine(f, g),
+        affinity.cosine(z, w),
+        **options,
+        max_iterations=ITERATIONS,
+        return_aux=True,
+    )
+    return value, aux.student.converged & aux.teacher.converged
+
+
+def check(case: Case) -> list[str]:
+    """What is wrong with the answers to a problem; empty for nothing."""
+    dtype, found = case.k.dtype, []
+    log_a, log_b = (x.astype(dtype) for x in (case.log_a, case.log_b))
+    options = {
+        "log_a": log_a,
+        "log_b": log_b,
+        "epsilon": np.asarray(case.epsilon, dtype),
+        "tolerance": np.asarray(case.tolerance, dtype),
+    }
+    matrix, v, error, iterations, converged = jax.device_get(
+        _plan({"k": case.k, **options}, max_iterations=ITERATIONS)
+    )
+    matrix = matrix.astype(np.float64)
+    a, b = (np.exp(x) / np.exp(x).sum() for x in (case.log_a, case.log_b))
+    true = max(np.abs(matrix.sum(1) - a).sum(), np.abs(matrix.sum(0) - b).sum())
+    live = case.k[np.isfinite(case.log_a)][:, np.isfinite(case.log_b)]
+    if iterations > ITERATIONS:
+        found.append(f"{iterations} iterations of {ITERATIONS}")
+    if np.isnan(live).any():
+        if converged or np.isfinite(error):
+            found.append(f"a plausible NaN: error {error:.3g}")
+        return found
+    slack = 1.02 * case.tolerance + (1e-6 if dtype == np.float32 else 1e-14)
+    if converged and not true <= slack:
+        found.append(f"false converged: error {error:.3g}, the matrix's {true:.3g}")
+    reachable = np.isfinite(live).any(axis=1).all() and np.isfinite(live).any(axis=0).all()
+    finite = np.isfinite(matrix).all() and np.isfinite(error) and np.isfinite(v[b > 0]).all()
+    if reachable and not finite:
+        found.append(f"non-finite: error {error}")
+    if not converged and not case.digits_lost:
+        wide = (case.k.astype(np.float64), case.log_a, case.log_b, case.epsilon, case.tolerance)
+        done, needed = _textbook(*wide)
+        if done:
+            found.append(
+                f"not converged: error {error:.3g} after {iterations} iterations, "
+                f"where textbook Sinkhorn needs {needed}"
+            )
+    return found + _check_losses(case, options)
+
+
+def _check_losses(case: Case, options: dict[str, Any]) -> list[str]:
+    if case.features is None:
+        return []
+    options = options | {"epsilon_star": options["epsilon"]}
+    f, g, *rest = case.features
+    rows, columns = np.isfinite(case.log_a)[:, None], np.isfinite(case.log_b)[:, None]
+    clean = [
+        np.where(live, x, 1) for x, live in zip((f, g, *rest), (rows, columns) * 2, strict=True)
+    ]
+    expected, sound = jax.device_get(_dense(clean, options))
+    found = []
+    for block_size in (None, 16):
+        value, gradients, converged = jax.device_get(
+            _streamed(case.features, options, block_size=block_size)
+        )
+        if not np.isfinite(value) or not all(np.isfinite(x).all() for x in gradients):
+            found.append(f"non-finite: loss {value} or its gradient, block_size={block_size}")
+        # Two plans within the tolerance move their masses over at most the range of K.
+        slack = (4 * case.tolerance + 20 * np.finfo(f.dtype).eps) * (1 + 2 / case.epsilon)
+        if sound and converged and not abs(value - expected) <= slack + 1e-3 * abs(expected):
+            found.append(f"another loss: {value:.6g} is not {expected:.6g}, {block_size=}")
+    return found
+
+
+def run(problems: Sequence[int], seed: int, *, progress: bool = False) -> dict[int, list[str]]:
+    """Findings by the problem's number; problems of a shape one after the other."""
+    groups = collections.defaultdict(list)
+    for index in problems:
+        case = make(seed, index)
+        groups[case.k.shape, case.k.dtype.name, case.features is None].append(index)
+    found = {}
+    with tqdm(total=len(problems), disable=not progress) as bar, jax.enable_x64(True):
+        for group in groups.values():
+            for index in group:
+                case = make(seed, index)
+                if errors := check(case):
+                    found[index] = errors
+                    tqdm.write(
+                        f"--seed={seed} --only={index}: {case.name}\n    {'; '.join(errors)}"
+                    )
+                bar.update()
+    return found
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """The command."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.fuzz", description=__doc__)
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.add_argument("--problems", type=int, default=1000, help="how many")
+    parser.add_argument("--seed", type=int, default=0, help="of the problems")
+    parser.add_argument("--only", type=int, help="the number of one problem to make again")
+    options = parser.parse_args(arguments)
+    if options.only is None:
+        found = run(range(options.problems), options.seed, progress=True)
+        lost = sum(make(options.seed, i).digits_lost for i in range(options.problems))
+        print(f"{options.problems} problems, {len(found)} with findings")
+        print(f"{lost} whose K/epsilon has too few digits in its dtype to ask for convergence")
+    else:
+        case = make(options.seed, options.only)
+        print(case.name, case._asdict(), sep="\n")
+        found = run(range(options.only, options.only + 1), options.seed)
+        print(found or "nothing found")
+    sys.exit(bool(found))
+
+
+if __name__ == "__main__":
+    main()
