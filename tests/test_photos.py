@@ -1,0 +1,215 @@
+"""The photographs: files as listed, features as documented, pools without hidden pairs."""
+
+import numpy as np
+import pytest
+
+from experiments import photos
+from sotalign_jax import checks, teachers
+
+
+def stored(name):
+    with np.load(photos.FOLDER / f"{name}.npz", allow_pickle=False) as table:
+        return dict(table)
+
+
+def rows_in(part, whole):
+    """For every row of `part` the row of `whole` that it is."""
+    part, whole = (np.asarray(a) / np.linalg.norm(a, axis=1, keepdims=True) for a in (part, whole))
+    scores = part @ whole.T
+    np.testing.assert_allclose(scores.max(axis=1), 1.0, atol=1e-5)
+    return scores.argmax(axis=1)
+
+
+# --- files and features
+
+
+def test_every_file_is_listed_whole_and_small_enough_to_clone():
+    listed = photos.checksums()
+    there = {path.name: path.stat().st_size for path in photos.FOLDER.iterdir()}
+    assert set(there) == {*listed, "SHA256SUMS", "README.md"}
+    assert max(there.values()) < 50e6 and sum(there.values()) <= 110e6
+    assert all(len(photos.read(name)) == there[name] for name in listed)
+
+
+def test_a_damaged_or_missing_file_is_named(tmp_path):
+    content = bytearray(photos.read("zs_intel6.npz"))
+    content[1000] ^= 1
+    (tmp_path / "zs_intel6.npz").write_bytes(content)
+    sums = (photos.FOLDER / "SHA256SUMS").read_text()
+    (tmp_path / "SHA256SUMS").write_text(sums)
+    with pytest.raises(checks.InputError, match=r"zs_intel6.npz.*checksum"):
+        photos.read("zs_intel6.npz", tmp_path)
+    with pytest.raises(checks.InputError, match=r"coco.npz: no such file.*clone"):
+        photos.read("coco.npz", tmp_path)
+
+
+def test_features_are_restored_as_documented():
+    basis, table = stored("efficientnet_lite2_pca512"), stored("flickr8k")
+    rows = np.array([5, 6999, 5, 17])
+    codes = table["image"][rows].astype(np.float64)
+    expected = basis["mean"] + (codes * basis["scale"]) @ basis["components"].T.astype(np.float64)
+    images = photos.images("flickr8k", rows)
+    assert images.shape == (4, 1280) and images.dtype == np.float32
+    np.testing.assert_allclose(np.asarray(images), expected, rtol=1e-4, atol=1e-5)
+    np.testing.assert_allclose(images[1:3], expected[1:3], rtol=1e-4, atol=1e-5)
+    expected = table["text"][rows] * basis["text_scale"].astype(np.float64)
+    expected /= np.linalg.norm(expected, axis=1, keepdims=True)
+    np.testing.assert_allclose(photos.texts("flickr8k", rows)[:], expected, rtol=1e-5, atol=1e-7)
+
+
+# --- what is evaluated on
+
+
+@pytest.mark.parametrize(
+    ("name", "images", "captions"),
+    [
+        ("coco", (31361, 802, 3931), (63987, 4013, 19657)),
+        ("flickr8k", (5500, 500, 1000), (27500, 2500, 5000)),
+        ("rsicd", (8234, 500, 1093), None),
+    ],
+)
+def test_splits_are_as_documented_and_share_no_image(name, images, captions):
+    parts = [photos.rows_of_split(name, split) for split in ("train", "val", "test")]
+    assert tuple(map(len, parts)) == images
+    assert len(np.unique(np.concatenate(parts))) == sum(images)
+    owner = stored(name)["image_of_text"]
+    if captions is not None:
+        assert tuple(int(np.isin(owner, part).sum()) for part in parts) == captions
+
+
+def test_a_gallery_has_every_caption_with_its_image():
+    gallery, table = photos.gallery("rsicd", "test"), stored("rsicd")
+    image_rows = rows_in(gallery.x, photos.images("rsicd"))
+    np.testing.assert_array_equal(image_rows, np.flatnonzero(table["split"] == 2))
+    text_rows = np.flatnonzero(table["split"][table["image_of_text"]] == 2)
+    np.testing.assert_array_equal(gallery.y, photos.texts("rsicd", text_rows))
+    np.testing.assert_array_equal(image_rows[gallery.x_of_y], table["image_of_text"][text_rows])
+
+
+@pytest.mark.parametrize("name", photos.ZERO_SHOT)
+def test_classes_are_prompted_in_order(name):
+    task = photos.zero_shot(name)
+    assert len(task.prompts) == len(task.class_names) == task.labels.max() + 1
+    assert task.x.shape == (len(task.labels), 1280) and task.prompts.shape[2] == 384
+    np.testing.assert_allclose(np.linalg.norm(task.prompts, axis=2), 1.0, rtol=1e-5)
+
+
+# --- what is trained on
+
+
+@pytest.mark.parametrize("pool", photos.POOLS)
+def test_pools_hide_no_pairs_unless_asked(pool):
+    chosen = photos.choose("flickr8k", n_pairs=100, pool=pool, seed=3)
+    owner = stored("flickr8k")["image_of_text"]
+    np.testing.assert_array_equal(owner[chosen.texts], chosen.images)
+    assert len(set(chosen.texts % 5)) == 5  # any of an image's five captions
+    pairs, x, y = map(set, (chosen.images, chosen.pool_images, owner[chosen.pool_texts]))
+    assert len(chosen.pool_texts) == 5 * len(y)
+    assert not pairs & (x | y) and not x & y if pool == "disjoint" else x == y
+    assert pairs | x | y == set(photos.rows_of_split("flickr8k", "train"))
+    assert len(x) == len(y) == (2700 if pool == "disjoint" else 5400)
+
+
+def test_a_dataset_holds_the_rows_that_were_chosen():
+    made = photos.dataset("flickr8k", n_pairs=20, seed=3, test=False)
+    chosen = photos.choose("flickr8k", n_pairs=20, seed=3)
+    close = {"rtol": 1e-4, "atol": 1e-5}
+    np.testing.assert_allclose(made.pairs_x, photos.images("flickr8k", chosen.images), **close)
+    np.testing.assert_allclose(made.pairs_y, photos.texts("flickr8k", chosen.texts), **close)
+    for pool, rows in (
+        (made.pool_x, photos.images("flickr8k", chosen.pool_images)),
+        (made.pool_y, photos.texts("flickr8k", chosen.pool_texts)),
+    ):
+        order, expected = (np.sort(np.asarray(a)[:, 0]) for a in (pool, rows))
+        np.testing.assert_allclose(order, expected, **close)
+    assert made.test is None and len(made.val.x) == 500
+
+
+def test_coco_takes_images_without_captions_and_captions_of_other_photographs():
+    made = photos.dataset("coco", n_pairs=50, seed=1, test=False)
+    others = photos.choose("coco", n_pairs=50, pool="random", seed=1)
+    assert made.pool_x.shape == (26_000, 1280)
+    assert made.pool_y.shape == (len(others.pool_texts), 384)
+    rows_in(made.pool_y[:9], photos.texts("coco", others.pool_texts))
+    captioned = set(map(bytes, stored("coco")["image"]))
+    assert not captioned & set(map(bytes, stored("coco_unpaired_images")["image"]))
+
+
+def test_smaller_datasets_are_part_of_larger_ones():
+    def make(n_pairs, n_unpaired):
+        return photos.dataset("rsicd", n_pairs=n_pairs, n_unpaired=n_unpaired, seed=2, test=False)
+
+    small, large, other = make(10, 20), make(40, 30), make(10, 30)
+    for part, whole in (
+        (small.pairs_x, large.pairs_x[:10]),
+        (small.pairs_y, large.pairs_y[:10]),
+        (small.pool_x, other.pool_x[:20]),
+        (small.pool_y, other.pool_y[:20]),
+    ):
+        np.testing.assert_allclose(np.asarray(part), whole, rtol=1e-4, atol=1e-5)
+
+
+def test_pools_of_other_sources():
+    made = photos.dataset(
+        "flickr8k",
+        n_pairs=5,
+        n_unpaired=7,
+        unpaired_images="cifar10",
+        unpaired_texts="flickr30k",
+        evaluate_on="rsicd",
+        zero_shot_on="intel",
+    )
+    rows_in(made.pool_x, photos.images("cifar10"))
+    rows_in(made.pool_y, photos.texts("flickr30k"))
+    assert len(made.val.x) == 500 and len(made.test.x) == 1093 and len(made.zero_shot.x) == 3000
+    noise = photos.dataset(
+        "flickr8k", n_pairs=5, n_unpaired=7, unpaired_images="noise", unpaired_texts="noise"
+    )
+    directions = noise.pool_x / np.linalg.norm(noise.pool_x, axis=1, keepdims=True)
+    assert np.abs(directions @ directions.T - np.eye(7)).max() < 0.2  # photographs: about 0.5
+    assert noise.pool_y.shape == (7, 384)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"name": "cc3m"}, "name"),
+        ({"pool": "aligned"}, "pool"),
+        ({"n_pairs": 9000}, "n_pairs"),
+        ({"n_unpaired": 9000}, "n_unpaired"),
+        ({"unpaired_images": "flickr30k"}, "unpaired_images"),
+        ({"unpaired_texts": "cifar10"}, "unpaired_texts"),
+        ({"evaluate_on": "imagenet"}, "evaluate_on"),
+        ({"zero_shot_on": "mnist"}, "zero_shot"),
+    ],
+)
+def test_errors_name_the_argument(options, message):
+    with pytest.raises(checks.InputError, match=message):
+        photos.dataset(**{"name": "rsicd", "n_pairs": 10, **options})
+
+
+# --- what was found
+
+
+def test_retrieved_captions_are_marked_right_or_wrong():
+    chosen = photos.choose("coco", n_pairs=400)
+    teacher = teachers.cca(
+        photos.images("coco", chosen.images)[:], photos.texts("coco", chosen.texts)[:]
+    )
+    found = photos.find_captions(teacher.map_x, teacher.map_y, queries=20, top=10, seed=1)
+    table, said = stored("coco"), photos.captions()
+    text_of = {text: row for row, text in enumerate(said)}
+    marks = []
+    for one in found:
+        (row,) = np.flatnonzero(table["image_id"] == one.image_id)
+        own = {said[text] for text in np.flatnonzero(table["image_of_text"] == row)}
+        assert one.caption in own and table["split"][row] == 2
+        assert all(caption in own for caption, right in one.retrieved if right)
+        asked = photos.images("coco", [row])[:]
+        keys = photos.texts("coco", [text_of[caption] for caption, _ in one.retrieved])[:]
+        scores = np.asarray(teacher.x(asked) @ teacher.y(keys).T)[0]
+        assert np.all(np.diff(scores) < 1e-5)  # best first
+        marks += [right for _, right in one.retrieved]
+    assert len(marks) == 200 and 0 < sum(marks) < 100  # 5 of 19,657 are right: chance is 0.05
+    text = photos.render(found[:1])
+    assert text.count("\n") == 10 and f"{found[0].image_id}: {found[0].caption.strip()}" in text
