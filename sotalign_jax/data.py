@@ -15,6 +15,7 @@ from numpy.typing import ArrayLike
 from sotalign_jax import checks, files
 
 POOLS = ("disjoint", "random", "aligned")
+SAMPLE = pathlib.Path(__file__).parent / "bundled" / "coco_sample.npz"
 PICTURES = pathlib.Path(__file__).parent / "bundled" / "pictures_effnetlite2_minilm.npz"
 
 
@@ -367,6 +368,33 @@ def _choose_rows(n: int, fraction: float, seed: int) -> np.ndarray:
     # The slack undoes rounding such as 0.29 * 100 = 28.999999999999996.
     count = int(fraction * n + 1e-9)
     return np.random.default_rng(seed).permutation(n)[:count]
+
+
+# --- a sample of photographs --------------------------------------------------------------------
+
+
+class Photographs(NamedTuple):
+    """Photographs and one caption of each; see bundled/README.md."""
+
+    image: Float[np.ndarray, "n 512"]
+    text: Float[np.ndarray, "n 384"]
+    caption: tuple[str, ...]
+
+
+def photographs() -> Photographs:
+    """Embeddings of 640 COCO photographs with a caption each: real data to try things on.
+
+    >>> sample = photographs()
+    >>> sample.image.shape, sample.text.shape, sample.caption[0]
+    ((640, 512), (640, 384), 'A green truck is driving down the road')
+    >>> semi_supervised(sample.image, sample.text, n_pairs=300).summary()["pool_x"]
+    [170, 512]
+    """
+    with np.load(SAMPLE, allow_pickle=False) as table:
+        image = table["image"] * table["image_scale"] + table["image_mean"]
+        text = table["text"] * table["text_scale"]
+        text /= np.linalg.norm(text, axis=1, keepdims=True)
+        return Photographs(image, text, tuple(table["caption"].tolist()))
 
 
 # --- the bundled pictures ----------------------------------------------------------------------

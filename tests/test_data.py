@@ -4,7 +4,7 @@ import sys
 import numpy as np
 import pytest
 
-from sotalign_jax import checks, data
+from sotalign_jax import checks, data, evaluation, teachers
 
 
 def _rows(n, d, seed=0):
@@ -228,6 +228,18 @@ def test_noise_keeps_lengths_and_points_everywhere():
     # Uniform on the sphere: mean 0 and second moment 1/d, each within five standard errors.
     np.testing.assert_allclose(directions.mean(axis=0), 0.0, atol=5 / np.sqrt(8 * 2000))
     np.testing.assert_allclose((directions.T @ directions) / 2000, np.eye(8) / 8, atol=0.02)
+
+
+# --- the sample of photographs
+
+
+def test_a_teacher_of_some_photographs_finds_captions_of_others():
+    image, text, caption = data.photographs()
+    assert len(image) == len(text) == len(caption) == 640
+    assert image.dtype == text.dtype == np.float32
+    teacher = teachers.cca(image[:540], text[:540])
+    scores = evaluation.retrieval(teacher.x(image[540:]), teacher.y(text[540:]))
+    assert scores["mean/R@10"] > 70  # chance is 10
 
 
 # --- the bundled pictures
