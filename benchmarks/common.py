@@ -17,8 +17,9 @@ import numpy as np
 from jaxtyping import Array, Float
 from tqdm import tqdm
 
+from experiments import photos
 from experiments import report as tables
-from sotalign_jax import checks, data, teachers, training
+from sotalign_jax import checks, teachers, training
 from sotalign_jax.ot import affinity
 
 RESULTS = pathlib.Path(__file__).parent / "results"
@@ -70,12 +71,12 @@ def random_problem(n: int, *, dim: int = 64, seed: int = 0) -> Problem:
     return Problem("random", *pair(), *pair())
 
 
-def pictures_problem(n: int, *, n_pairs: int = 1000, seed: int = 0) -> Problem:
-    """Unpaired bundled pictures and captions: CCA teacher, briefly trained contrastive student."""
-    rows = data.pictures_dataset(n_pairs=n_pairs, seed=seed)
+def photos_problem(n: int, *, n_pairs: int = 1000, seed: int = 0) -> Problem:
+    """Unpaired COCO photographs and captions: CCA teacher, briefly trained contrastive student."""
+    rows = photos.dataset("coco", n_pairs=n_pairs, seed=seed, test=False)
     if n > min(len(rows.pool_x), len(rows.pool_y)):
         raise SystemExit(
-            f"error: n: is {n} but the bundled pictures have {len(rows.pool_x)} unpaired rows; "
+            f"error: n: is {n} but there are {len(rows.pool_x)} unpaired photographs; "
             "use --data=random"
         )
     teacher = teachers.cca(rows.pairs_x, rows.pairs_y)
@@ -83,20 +84,18 @@ def pictures_problem(n: int, *, n_pairs: int = 1000, seed: int = 0) -> Problem:
         rows.pairs_x, rows.pairs_y, dim=128, steps=60, learning_rate=1e-3, seed=seed
     )
     x, y = rows.pool_x[:n], rows.pool_y[:n]
-    return Problem(
-        "pictures", *map(_unit, (student.x(x), student.y(y), teacher.x(x), teacher.y(y)))
-    )
+    return Problem("photos", *map(_unit, (student.x(x), student.y(y), teacher.x(x), teacher.y(y))))
 
 
 PROBLEMS: dict[str, Callable[..., Problem]] = {
-    "pictures": pictures_problem,
+    "photos": photos_problem,
     "random": random_problem,
 }
 
 
 def problem(name: str, n: int, *, quick: bool = False) -> Problem:
     """The problem of that name; `quick` fits its maps on few pairs."""
-    return pictures_problem(n, n_pairs=100) if quick and name == "pictures" else PROBLEMS[name](n)
+    return photos_problem(n, n_pairs=100) if quick and name == "photos" else PROBLEMS[name](n)
 
 
 def marginal_error(k: Array, u: Array, v: Array, epsilon: float) -> float:

@@ -264,7 +264,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Runs the headline, or with --sweep the table against epsilon."""
     parser = common.parser(__doc__, n=[4096], epsilon=[0.05, 0.005])
     parser.add_argument("--sweep", action="store_true", help="all arms, at each --epsilon")
-    parser.add_argument("--data", choices=list(common.PROBLEMS), default="pictures")
+    parser.add_argument("--data", choices=list(common.PROBLEMS), default="photos")
     parser.add_argument("--arms", default="", help="pattern of arms beside ours from K")
     parser.add_argument("--tolerance", type=float, help="1e-3, and 1e-6 with --sweep")
     parser.add_argument("--iterations", type=int, help="of a sweep, instead of a tolerance")

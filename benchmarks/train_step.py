@@ -2,9 +2,8 @@
 
     python -m benchmarks.train_step
 
-Random embeddings of the bundled pictures' widths would make the plans easy, so the bundled
-pictures themselves are the data; the batch is `--n` unpaired rows a side and as many pairs as
-there are. Parts are timed as programs of their own, forward and backward where the step needs
+Random embeddings would make the plans easy, so COCO's photographs are the data; the batch is
+`--n` unpaired rows a side and as many pairs as there are. Parts are timed as programs of their own, forward and backward where the step needs
 both, so that they do not add up to the step exactly: XLA fuses across their borders.
 """
 
@@ -23,6 +22,7 @@ from jaxtyping import Array
 from tqdm import tqdm
 
 from benchmarks import common, peers
+from experiments import photos
 from experiments import report as tables
 from sotalign_jax import data, heads, losses, methods, sampling, teachers, training
 from sotalign_jax.ot import affinity
@@ -214,7 +214,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     if args.quick:
         args.n, args.n_pairs, args.dim, args.repeats = [64], 100, 32, 2
     chosen = {k: m for k, m in METHODS.items() if k == "ours" or re.search(args.methods, k)}
-    rows = data.pictures_dataset(n_pairs=args.n_pairs)
+    rows = photos.dataset("coco", n_pairs=args.n_pairs, test=False)
     teacher = teachers.cca(rows.pairs_x, rows.pairs_y)
     steps: list[list[Any]] = []
     shares: list[list[Any]] = []
@@ -223,7 +223,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         steps, shares = steps + found[0], shares + found[1]
     out: pathlib.Path = args.out
     headers = ["n", "method", "student its", "teacher its", "temp MiB", "seconds", "times ours"]
-    title = f"One training step, pictures, {args.n_pairs} pairs, width {args.dim}"
+    title = f"One training step, photographs, {args.n_pairs} pairs, width {args.dim}"
     common.report(title, tables.table(headers, steps, digits=3), out / "train_step")
     headers = ["n", "part", "ms", "% of the step"]
     common.report("Parts of our step", tables.table(headers, shares), out / "train_step_parts")

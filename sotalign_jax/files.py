@@ -109,8 +109,8 @@ def load_array(path: str | os.PathLike[str], *, key: str | None = None) -> np.nd
       checks.InputError: the file is missing, damaged, of another format, or `key` is wrong.
 
     >>> from sotalign_jax import data
-    >>> load_array(data.PICTURES, key="text").shape
-    (7833, 384)
+    >>> load_array(data.SAMPLE, key="text").shape
+    (640, 384)
     """
     address = os.fspath(path)
     if key is None:

@@ -89,9 +89,9 @@ def test_train_step(tmp_path):
     assert parts[-2:] == ["sum of parts", "the step"]
 
 
-def test_too_many_pictures_are_refused():
+def test_too_many_photographs_are_refused():
     with pytest.raises(SystemExit, match="n: is 100000"):
-        common.pictures_problem(100_000)
+        common.photos_problem(100_000)
 
 
 def test_judge_agrees_with_our_own_error_and_pot(x64):

@@ -44,12 +44,12 @@ def test_mutual_knn_equals_brute_force(x64, rng, n, k, chunk, clamp):
     assert got == pytest.approx(_brute_force(x, y, k, clamp), abs=1e-12)
 
 
-def test_mutual_knn_of_the_bundled_pictures_equals_brute_force():
-    rows = data.pictures_dataset(n_pairs=300)
-    x, y = rows.pairs_x, rows.pairs_y  # float16
+def test_mutual_knn_of_photographs_equals_brute_force():
+    sample = data.photographs()
+    x, y = sample.image[:300].astype(np.float16), sample.text[:300].astype(np.float16)
     got = diagnostics.mutual_knn(x, y, chunk=128)
     assert got == pytest.approx(_brute_force(x, y, 10, 0.95), abs=1e-3)
-    assert 0.12 < got < 0.25
+    assert 0.2 < got < 0.32
 
 
 def test_clamping_tames_a_huge_feature(rng):
@@ -253,10 +253,10 @@ def test_bad_repetitions():
 
 @pytest.fixture(scope="module")
 def features():
-    """The CCA teacher's view of unpaired pictures and captions."""
-    rows = data.pictures_dataset(n_pairs=200, pool="disjoint")
-    teacher = teachers.cca(rows.pairs_x, rows.pairs_y)
-    return teacher.x(rows.pool_x[:150]), teacher.y(rows.pool_y[:120])
+    """The CCA teacher's view of unpaired photographs and captions."""
+    image, text, _ = data.photographs()
+    teacher = teachers.cca(image[:200], text[:200])
+    return teacher.x(image[200:350]), teacher.y(text[350:470])
 
 
 def test_convergence_is_that_of_a_training_step(features):

@@ -110,7 +110,7 @@ def convergence(*, epsilon: float, n: int) -> Results:
 def _problem(n: int) -> Any:
     from benchmarks import common
 
-    return common.pictures_problem(n) if n <= 5000 else common.random_problem(n)
+    return common.photos_problem(n) if n <= 5000 else common.random_problem(n)
 
 
 SOLVER: Mapping[str, Callable[..., Results]] = {"gradient": gradient, "convergence": convergence}
