@@ -3,8 +3,9 @@
     python -m benchmarks.train_step
 
 Random embeddings would make the plans easy, so COCO's photographs are the data; the batch is
-`--n` unpaired rows a side and as many pairs as there are. Parts are timed as programs of their own, forward and backward where the step needs
-both, so that they do not add up to the step exactly: XLA fuses across their borders.
+`--n` unpaired rows a side and as many pairs as there are. Parts are timed as programs of their
+own, forward and backward where the step needs both, so that they do not add up to the step
+exactly: XLA fuses across their borders.
 """
 
 import dataclasses
