@@ -16,7 +16,6 @@ from sotalign_jax import checks, files
 
 POOLS = ("disjoint", "random", "aligned")
 SAMPLE = pathlib.Path(__file__).parent / "bundled" / "coco_sample.npz"
-PICTURES = pathlib.Path(__file__).parent / "bundled" / "pictures_effnetlite2_minilm.npz"
 
 
 # --- what is evaluated on ----------------------------------------------------------------------
@@ -395,69 +394,3 @@ def photographs() -> Photographs:
         text = table["text"] * table["text_scale"]
         text /= np.linalg.norm(text, axis=1, keepdims=True)
         return Photographs(image, text, tuple(table["caption"].tolist()))
-
-
-# --- the bundled pictures ----------------------------------------------------------------------
-
-
-class Pictures(NamedTuple):
-    """The bundled table of real pictures and captions; fields as in bundled/README.md."""
-
-    image: Float[np.ndarray, "n 1280"]
-    text: Float[np.ndarray, "n 384"]
-    caption: np.ndarray
-    source: np.ndarray
-    group: Int[np.ndarray, " n"]
-    split: np.ndarray
-    label: Int[np.ndarray, " n"]
-    class_names: np.ndarray
-    templates: np.ndarray
-    prompts: Float[np.ndarray, "c t 384"]
-
-
-def pictures() -> Pictures:
-    """Embeddings of 7,833 real pictures and their captions, ready to use offline.
-
-    >>> pictures().caption[0]
-    np.str_('A frog.')
-    """
-    with np.load(PICTURES, allow_pickle=False) as table:
-        return Pictures(**{name: table[name] for name in Pictures._fields})
-
-
-def pictures_dataset(
-    *,
-    n_pairs: int = 1000,
-    pool: str = "random",
-    n_unpaired: int | None = None,
-    seed: int = 0,
-    pool_noise: float = 0.0,
-) -> Dataset:
-    """The bundled pictures as a semi-supervised `Dataset` (options as in `semi_supervised`).
-
-    Pairs and pools come from the train split; val and test are 1:1 galleries; zero-shot
-    classifies the labelled test pictures. No near-duplicate crosses a split.
-
-    >>> pictures_dataset(n_pairs=500).summary()["pool_x"]
-    [5833, 1280]
-    """
-    table = pictures()
-    train, val, test = (table.split == name for name in ("train", "val", "test"))
-    labelled = test & (table.label >= 0)
-    return semi_supervised(
-        table.image[train],
-        table.text[train],
-        n_pairs=n_pairs,
-        pool=pool,
-        n_unpaired=n_unpaired,
-        seed=seed,
-        pool_noise=pool_noise,
-        val=gallery(table.image[val], table.text[val]),
-        test=gallery(table.image[test], table.text[test]),
-        zero_shot=zero_shot(
-            table.image[labelled],
-            table.label[labelled],
-            table.prompts,
-            tuple(table.class_names.tolist()),
-        ),
-    )

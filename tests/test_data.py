@@ -242,44 +242,6 @@ def test_a_teacher_of_some_photographs_finds_captions_of_others():
     assert scores["mean/R@10"] > 70  # chance is 10
 
 
-# --- the bundled pictures
-
-
-@pytest.fixture(scope="module")
-def table():
-    return data.pictures()
-
-
-def test_pictures_are_as_documented(table):
-    assert table.image.shape == (7833, 1280)
-    assert table.text.shape == (7833, 384)
-    assert table.image.dtype == table.text.dtype == np.float16
-    assert table.prompts.shape == (len(table.class_names), len(table.templates), 384)
-    names, counts = np.unique(table.split, return_counts=True)
-    assert dict(zip(names.tolist(), counts.tolist(), strict=True)) == {
-        "train": 6333,
-        "val": 501,
-        "test": 999,
-    }
-    assert len(table.caption) == len(table.source) == len(table.group) == len(table.label) == 7833
-
-
-def test_no_group_crosses_a_split(table):
-    per_split = [set(table.group[table.split == name]) for name in ("train", "val", "test")]
-    assert sum(map(len, per_split)) == len(set.union(*per_split))
-
-
-def test_pictures_dataset_uses_each_split_for_its_purpose(table):
-    made = data.pictures_dataset(n_pairs=300, pool="disjoint", n_unpaired=2000, seed=5)
-    train = {row.tobytes() for row in table.image[table.split == "train"]}
-    assert {row.tobytes() for row in np.concatenate([made.pairs_x, made.pool_x])} <= train
-    np.testing.assert_array_equal(made.val.x, table.image[table.split == "val"])
-    np.testing.assert_array_equal(made.test.y, table.text[table.split == "test"])
-    assert made.zero_shot.class_names == tuple(table.class_names)
-    assert len(made.zero_shot.x) == ((table.split == "test") & (table.label >= 0)).sum()
-    assert made.summary()["pool_y"] == [2000, 384]
-
-
 def test_importing_data_stays_light():
     program = (
         "import sys, sotalign_jax.data\n"
