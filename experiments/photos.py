@@ -175,7 +175,7 @@ def zero_shot(name: str) -> data.ZeroShot:
     """A classification set with its prompts.
 
     The image encoder was trained with ImageNet's labels; Food-101's images are 64 pixels wide;
-    Flowers-102 is at chance with these encoders.
+    Flowers-102 is near chance with these encoders.
     """
     checks.choice("zero_shot", name, tuple(ZERO_SHOT))
     table = _table(ZERO_SHOT[name])
