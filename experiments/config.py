@@ -27,12 +27,13 @@ from absl import flags
 from ml_collections import config_flags
 from ml_collections.config_dict import ConfigDict, FieldReference, FrozenConfigDict, placeholder
 
+from experiments import photos
 from sotalign_jax import checks, data, heads, methods, training
 
 METHODS = (*methods.METHODS, *training.TEACHERS)
 """What `method` may name: methods, and teachers to report on their own."""
-DATA = ("pictures", "files")
-"""What `data.name` may name: the bundled pictures, or the files of the user."""
+DATA = (*photos.CAPTIONED, "files")
+"""What `data.name` may name: photographs in the repository, or the files of the user."""
 FILES = (
     *("x", "y", "unpaired_x", "unpaired_y"),
     *("val_x", "val_y", "val_x_of_y"),
@@ -44,6 +45,8 @@ FILES = (
 Row i of `x` matches row i of `y`: pairs and pools are drawn from them. `*_x_of_y` hold, for every
 row of y, the matching row of x; without them row i matches row i.
 """
+PHOTOS = ("unpaired_images", "unpaired_texts", "evaluate_on", "zero_shot_on")
+"""Settings of `data` that choose among the photographs, see `photos.dataset`."""
 PLACEMENT = ("mesh", "on_device")
 """Settings that say where a run computes: it may be continued with others."""
 
@@ -55,7 +58,8 @@ def default() -> ConfigDict:
     with its own changes; without any there is one run, of `method`. Every run is repeated for each
     of `seeds`, or made once with `seed` if that is set.
 
-    data: `test` False leaves the test split and zero-shot classes unread.
+    data: `test` False leaves the test split and zero-shot classes unread; `unpaired_images` to
+        `zero_shot_on` are those of `photos.dataset`, for the photographs only.
     teacher: `noise` is the fraction of its pairs that are mismatched.
     heads: kind None is the one that the method is published with; init "teacher" starts linear
         heads at the teacher's projection, of its width.
@@ -74,12 +78,16 @@ def default() -> ConfigDict:
     config.runs = {}
     config.data = ConfigDict(
         {
-            "name": "pictures",
+            "name": "coco",
             "n_pairs": 1000,
             "pool": "disjoint",
             "n_unpaired": placeholder(int),
             "pool_noise": 0.0,
             "test": True,
+            "unpaired_images": placeholder(str),
+            "unpaired_texts": placeholder(str),
+            "evaluate_on": placeholder(str),
+            "zero_shot_on": placeholder(str),
             "files": {name: placeholder(str) for name in FILES},
         }
     )
@@ -237,6 +245,12 @@ def _checked(config: ConfigDict) -> FrozenConfigDict:
         checks.whole(0, or_none=True, n_unpaired=config.data.n_unpaired)
         _fraction(pool_noise=config.data.pool_noise)
         given = [name for name, path in config.data.files.items() if path]
+        named = [name for name in PHOTOS if config.data[name] is not None]
+        if named and config.data.name == "files":
+            raise checks.InputError(
+                f"{named[0]}: chooses among the photographs but data.name is 'files'; "
+                f"leave it out, or pass --config.data.name={photos.CAPTIONED[0]}"
+            )
         if given and config.data.name != "files":
             raise checks.InputError(
                 f"files.{given[0]}: is set but data.name is {config.data.name!r}; "

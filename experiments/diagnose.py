@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from absl import flags
 
-from experiments import cli, report
+from experiments import cli, photos, report
 from experiments import workdir as workdir_lib
 from experiments.config import naming
 from sotalign_jax import checks, data, diagnostics, files, methods, teachers
@@ -434,17 +434,13 @@ def _load() -> data.Dataset:
         if given and name not in given:
             raise checks.InputError(f"{name}: is not set but {given[0]} is; pass --{name}=FILE")
     if not given:
-        table = data.pictures()
-        train = table.split == "train"
-        arrays |= {"x": table.image[train], "y": table.text[train]}
+        return photos.dataset(n_pairs=_PAIRS.value, seed=_SEED.value, test=False)
     rows = len(arrays["x"])
     if not MIN_PAIRS <= _PAIRS.value <= rows:
         raise checks.InputError(
             f"pairs: {_PAIRS.value} asked of {rows} rows; pass a number in {MIN_PAIRS}..{rows}"
         )
-    # The quickstart's pool; with files, that of configs/files.py.
-    pool = "disjoint" if given else "random"
-    return data.semi_supervised(**arrays, n_pairs=_PAIRS.value, pool=pool, seed=_SEED.value)
+    return data.semi_supervised(**arrays, n_pairs=_PAIRS.value, seed=_SEED.value)
 
 
 def main() -> None:

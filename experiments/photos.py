@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from jaxtyping import Float, Int
 
-from sotalign_jax import checks, data, files, training
+from sotalign_jax import checks, data, evaluation, files
 
 FOLDER = pathlib.Path(__file__).parent / "data"
 CAPTIONED = ("coco", "flickr8k", "rsicd")
@@ -331,7 +331,7 @@ def find_captions(
     """The nearest of all test captions to some test photographs, the same for every model.
 
     Args:
-        head_x: maps images, as `training.embed` takes it.
+        head_x: maps images, as `evaluation.embed` takes it.
         head_y: maps texts.
         queries: photographs, chosen by `seed`.
         top: captions for each.
@@ -340,8 +340,8 @@ def find_captions(
     image_rows = rows_of_split("coco", "test")
     text_rows = _captions_of("coco", image_rows)
     asked = np.random.default_rng(seed).choice(image_rows, queries, replace=False)
-    keys = training.embed(head_y, np.asarray(texts("coco", text_rows)))
-    scores = training.embed(head_x, np.asarray(images("coco", asked))) @ keys.T
+    keys = evaluation.embed(head_y, np.asarray(texts("coco", text_rows)))
+    scores = evaluation.embed(head_x, np.asarray(images("coco", asked))) @ keys.T
     owner, said = image_of_text("coco"), captions()
     found = []
     for row, score in zip(asked, scores, strict=True):

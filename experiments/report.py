@@ -6,14 +6,15 @@ import io
 import math
 import os
 import pathlib
+import textwrap
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 import tabulate
 
-from experiments import distributed
-from sotalign_jax import checks
+from experiments import distributed, photos
+from sotalign_jax import aligner, checks
 
 if TYPE_CHECKING:
     from ml_collections.config_dict import FrozenConfigDict
@@ -194,7 +195,9 @@ def conclude(
     outcomes: Mapping[str, "Outcome"],
     workdir: pathlib.Path,
 ) -> None:
-    """Writes comparison.md, .csv and .png into `workdir` and prints the table.
+    """Writes comparison.md, .csv and .png into `workdir`; prints the table and what made it.
+
+    Of runs on COCO, retrieved.txt has captions that the best model found.
 
     Raises:
         FloatingPointError: runs failed; the others are in the table.
@@ -204,10 +207,60 @@ def conclude(
         compared = comparison_table(results)
         compared.save(workdir / "comparison")
         comparison_plot(results, workdir / "comparison.png")
-        print(f"\n{compared}\n\nResults, models and the comparison are in {workdir}")
+        print(f"\n{compared}\n\n{settings_text(configs)}")
+        if found := _retrieved(configs, outcomes, workdir):
+            (workdir / "retrieved.txt").write_text(found, encoding="utf-8")
+            print(f"\n{found}")
+        print(f"\nResults, models and the comparison are in {workdir}")
     failed = [f"{name}: {outcome.error}" for name, outcome in outcomes.items() if outcome.error]
     if failed:
         raise FloatingPointError(f"{len(failed)} of {len(outcomes)} runs failed, first {failed[0]}")
+
+
+SETTINGS = (
+    *("data.name", "data.n_pairs", "data.pool", "data.n_unpaired"),
+    *("teacher.kind", "teacher.ridge", "heads.dim", "heads.init"),
+    *("train.steps", "train.learning_rate", "train.pair_batch", "train.unpaired_batch"),
+    *("sotalign.divergence", "sotalign.alpha", "sotalign.epsilon", "sotalign.epsilon_star"),
+)
+"""What makes a result, printed below it."""
+
+
+def settings_text(configs: Mapping[str, "FrozenConfigDict"]) -> str:
+    """Values of `SETTINGS`; where runs differ, each value with the runs that have it."""
+    parts = []
+    for key in SETTINGS:
+        section, name = key.split(".")
+        runs: dict[Any, list[str]] = {}
+        for run, config in configs.items():
+            if section in config:
+                label = run.rpartition("-seed")[0]
+                labels = runs.setdefault(config[section][name], [])
+                labels.extend([label] if label not in labels else [])
+        if len(runs) == 1:
+            parts.append(f"{key}={next(iter(runs))}")
+        elif runs:
+            parts.append(f"{key}=" + ", ".join(f"{v} ({'/'.join(of)})" for v, of in runs.items()))
+    return textwrap.fill("; ".join(parts), 100, break_long_words=False, break_on_hyphens=False)
+
+
+def _retrieved(
+    configs: Mapping[str, "FrozenConfigDict"],
+    outcomes: Mapping[str, "Outcome"],
+    workdir: pathlib.Path,
+) -> str:
+    """Captions found by the run on COCO that is best on validation; "" without one."""
+    scores = {
+        name: outcomes[name].results["val/mean/R@1"]
+        for name, config in configs.items()
+        if config.data.name == "coco" and config.data.test and outcomes[name].error is None
+    }
+    if not scores:
+        return ""
+    best = max(scores, key=scores.__getitem__)
+    model = aligner.Aligner.load(workdir / best if len(configs) > 1 else workdir)
+    found = photos.render(photos.find_captions(model.heads.x, model.heads.y))
+    return f"What {best} finds for photographs it has not seen:\n{found}\n"
 
 
 def grouped(

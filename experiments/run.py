@@ -14,7 +14,7 @@ from jax.sharding import Mesh
 from ml_collections.config_dict import FrozenConfigDict
 
 from experiments import config as config_lib
-from experiments import distributed
+from experiments import distributed, photos
 from experiments import workdir as workdir_lib
 from experiments.config import naming
 from sotalign_jax import (
@@ -284,8 +284,9 @@ def load_dataset(config: FrozenConfigDict) -> data.Dataset:
     return dataset
 
 
-def _pictures(config: FrozenConfigDict, options: dict[str, Any]) -> data.Dataset:
-    return data.pictures_dataset(**options)
+def _photos(config: FrozenConfigDict, options: dict[str, Any]) -> data.Dataset:
+    chosen = {name: config.data[name] for name in config_lib.PHOTOS}
+    return photos.dataset(config.data.name, test=config.data.test, **chosen, **options)
 
 
 def _files(config: FrozenConfigDict, options: dict[str, Any]) -> data.Dataset:
@@ -329,7 +330,7 @@ def _files(config: FrozenConfigDict, options: dict[str, Any]) -> data.Dataset:
 
 
 LOADERS: dict[str, Callable[[FrozenConfigDict, dict[str, Any]], data.Dataset]] = {
-    "pictures": _pictures,
+    **dict.fromkeys(photos.CAPTIONED, _photos),
     "files": _files,
 }
 """What reads the data of each name in `config.DATA`."""

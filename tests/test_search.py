@@ -118,7 +118,7 @@ def trained_on(model, **settings):
 
 
 def test_a_model_of_the_bundled_pictures_knows_its_encoders(model):
-    known = search.trained_with(trained_on(model, name="pictures"))
+    known = search.trained_with(trained_on(model, name="coco"))
     assert known == {"x": {"name": "efficientnet-lite2"}, "y": {"name": "all-minilm-l6-v2"}}
 
 

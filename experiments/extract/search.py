@@ -13,7 +13,7 @@ import PIL.Image
 import PIL.ImageDraw
 import PIL.ImageFont
 
-from experiments import workdir
+from experiments import photos, workdir
 from experiments.extract import datasets, encoders, extraction, items, pair, pixels
 from experiments.extract.extraction import Embeddings
 from experiments.extract.items import Encoder, Source
@@ -21,15 +21,15 @@ from sotalign_jax import aligner, checks
 
 TILE, GAP, LINE = 180, 12, 18
 INK, PALE = (30, 30, 30), (110, 110, 110)
-BUNDLED = {"x": {"name": "efficientnet-lite2"}, "y": {"name": "all-minilm-l6-v2"}}
-"""Encoders of the bundled pictures."""
+PHOTOS = {"x": {"name": "efficientnet-lite2"}, "y": {"name": "all-minilm-l6-v2"}}
+"""Encoders of the photographs in the repository."""
 
 
 def trained_with(model: aligner.Aligner) -> dict[str, dict[str, Any]] | None:
     """The encoders of the embeddings that a model was trained on, if they are known."""
     data = model.info.get("settings", {}).get("data", {})
-    if data.get("name") == "pictures":
-        return BUNDLED
+    if data.get("name") in photos.CAPTIONED:
+        return PHOTOS
     table = str((data.get("files") or {}).get("x") or "").partition("#")[0]
     noted = pathlib.Path(table).parent / pair.ENCODERS
     if not table or not noted.exists():
