@@ -27,7 +27,8 @@ from flax import nnx
 from jax.experimental import topologies
 
 from benchmarks import collectives, common
-from sotalign_jax import checks, heads, methods, sampling, tables, teachers, training
+from experiments import report as tables
+from sotalign_jax import checks, heads, methods, sampling, teachers, training
 from sotalign_jax.ot import sharding
 
 GIB = 2**30

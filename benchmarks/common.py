@@ -17,7 +17,8 @@ import numpy as np
 from jaxtyping import Array, Float
 from tqdm import tqdm
 
-from sotalign_jax import checks, data, tables, teachers
+from experiments import report as tables
+from sotalign_jax import checks, data, teachers
 from sotalign_jax.ot import affinity
 
 RESULTS = pathlib.Path(__file__).parent / "results"

@@ -20,7 +20,7 @@ from tqdm import tqdm
 
 from benchmarks import common
 from benchmarks.common import Problem
-from sotalign_jax import tables
+from experiments import report as tables
 from sotalign_jax.ot.sinkhorn import Plan, reference, sinkhorn
 
 BUDGETS = (5, 10, 20, 30, 50, 75, 100, 150, 200, 300)

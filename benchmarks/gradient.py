@@ -21,7 +21,7 @@ from tqdm import tqdm
 from benchmarks import common, peers, verification
 from benchmarks.common import Problem
 from benchmarks.peers import Arm, Target
-from sotalign_jax import tables
+from experiments import report as tables
 
 HEADLINE = (*peers.ARMS[:2], peers.OURS_TIGHTER, peers.DANSKIN, peers.DANSKIN_MOMENTUM)
 MEMORY_SHARE = 0.7

@@ -23,7 +23,8 @@ from jaxtyping import Array
 from tqdm import tqdm
 
 from benchmarks import common, peers
-from sotalign_jax import data, heads, losses, methods, sampling, tables, teachers, training
+from experiments import report as tables
+from sotalign_jax import data, heads, losses, methods, sampling, teachers, training
 from sotalign_jax.ot import affinity
 from sotalign_jax.ot.kernel import Cosines, Kernel
 from sotalign_jax.ot.solver import solve

@@ -1,13 +1,127 @@
-"""What the command lines share: what a user can mend ends in one line on stderr."""
+"""How every command starts and ends: absl flags, --help with examples, errors in one line."""
 
 import argparse
 import pathlib
+import re
 import signal
 import sys
-from collections.abc import Callable
+import textwrap
+import traceback
+from collections.abc import Callable, Mapping, Sequence
 from typing import NoReturn
 
+from absl import flags, logging
+
+from experiments import processes
 from sotalign_jax import checks
+
+_WORKDIR = flags.DEFINE_string("workdir", None, "Folder for the results.")
+AGAIN = "start again with the same --workdir to go on"
+
+
+def workdir() -> pathlib.Path:
+    """The folder that --workdir names; of several processes, only the first writes there."""
+    if not _WORKDIR.value:
+        raise checks.InputError("workdir: is not set; pass --workdir=FOLDER")
+    return processes.workdir(pathlib.Path(_WORKDIR.value).expanduser())
+
+
+def run(
+    command: Callable[[], None],
+    *,
+    choices: Mapping[str, Sequence[str]] | None = None,
+    interrupted: str = AGAIN,
+) -> None:
+    """Reads the flags in sys.argv and runs a command; what the user can correct is one line.
+
+    Args:
+        command: takes no arguments; the docstring of its module, with examples, is its --help.
+        choices: what some flags choose from, by name, for --help.
+        interrupted: advice for after ctrl-C.
+
+    Raises:
+        SystemExit: with an error in one line, and exit code 1.
+    """
+    if {"--help", "-help", "-h", "--helpfull", "--helpshort"} & set(sys.argv[1:]):
+        print(_usage(command, choices or {}))
+        return
+    logging.set_verbosity(logging.WARNING)
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # a clean stop, like ctrl-C
+    try:
+        rest = flags.FLAGS(sys.argv)
+    except Exception as error:  # a config file may raise anything
+        sys.exit(f"error: {explain(error)}")
+    try:
+        if len(rest) > 1:
+            raise checks.InputError(f"unexpected argument {rest[1]!r}; see --help")
+        with processes.connected():
+            command()
+    except (checks.InputError, FloatingPointError, OSError) as error:
+        _end(f"error: {error}")
+    except KeyboardInterrupt:
+        _end(f"interrupted: {interrupted}")
+    except Exception as error:
+        if not processes.several():
+            raise
+        processes.failed(error)
+
+
+def _end(message: str) -> None:
+    """Ends with one line and exit code 1; as one of several processes, without waiting for them."""
+    if processes.several():
+        processes.stop(message)
+    sys.exit(message)
+
+
+def _usage(command: Callable[[], None], choices: Mapping[str, Sequence[str]]) -> str:
+    """The module's docstring, what can be chosen, and the flags of the command."""
+    name = command.__module__
+    parts = [(sys.modules[name].__doc__ or "").strip()]
+    parts += [_wrapped(f"{title}:", ", ".join(names)) for title, names in choices.items()]
+    lines = []
+    module = sys.argv[0] if name == "__main__" else name  # absl's name for the main module
+    for flag in sorted(flags.FLAGS.get_key_flags_for_module(module), key=lambda flag: flag.name):
+        shown = "" if flag.default in (None, [], False) else f" (default: {flag.default})"
+        left = f"  --{'[no]' if flag.boolean else ''}{flag.name}"
+        lines.append(_wrapped(left, f"{flag.help}{shown}", 20))
+    return "\n\n".join([*parts, "flags:\n" + "\n".join(lines)])
+
+
+def _wrapped(left: str, text: str, indent: int = 4) -> str:
+    first = f"{left} ".ljust(indent)
+    return textwrap.fill(text, 100, initial_indent=first, subsequent_indent=" " * indent)
+
+
+def explain(error: BaseException) -> str:
+    """One line on why the command line or the config file could not be read.
+
+    A config file is a program: what it raises is shown with its place. Libraries wrap such errors
+    in tracebacks and lists of attempts, of which the last line says what is the matter.
+    """
+    cause: BaseException | None = error
+    while cause is not None:
+        for frame in traceback.extract_tb(cause.__traceback__):
+            if frame.name == "get_config" and isinstance(cause, checks.InputError):
+                return str(cause)
+            if frame.name == "get_config":
+                where = f"{frame.filename}, line {frame.lineno}, `{frame.line}`"
+                return f"config: {where}: {_last_line(cause)}"
+        cause = cause.__context__
+    return _last_line(error)
+
+
+def _last_line(error: BaseException) -> str:
+    while error.args and isinstance(error.args[0], BaseException):
+        error = error.args[0]
+    text = str(error.args[0]) if error.args and isinstance(error, KeyError) else str(error)
+    if close := re.search(r'Did you mean "(.+)" instead of "(.+)"', text):
+        return f"unknown setting {close[2]!r}; did you mean {close[1]!r}?"
+    if unknown := re.search(r"Key \"(.+?)\" does not exist|^'(.+)'$", text):
+        return f"unknown setting {unknown[1] or unknown[2]!r}"
+    return (text.strip() or type(error).__name__).splitlines()[-1].strip()
+
+
+# --- commands on argparse ------------------------------------------------------------------------
 
 
 class Parser(argparse.ArgumentParser):

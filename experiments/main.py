@@ -1,30 +1,41 @@
-"""Runs experiments: python -m experiments.main --config=FILE.py[:ARG] --workdir=FOLDER.
+r"""Trains and compares: one run or many, as the config lists them.
 
-Any setting can be changed on the command line, as in --config.train.steps=500. A run that was
-interrupted goes on where it stopped when it is started again with the same --workdir.
+    python -m experiments.main --config=experiments/configs/quickstart.py --workdir=runs/quickstart
+    python -m experiments.main --config=experiments/configs/compare.py:pairs=500+2000,seeds=3 \
+        --workdir=runs/compare --config.train.steps=500
+
+Any setting of a config can be changed on the command line. Leaves comparison.md, .csv and .png
+beside the runs. What was interrupted goes on where it stopped when it is started again.
 """
 
 import json
 
-from absl import app, flags
+from absl import flags
 
-from experiments import compare, launch, run_flags, runner, settings
+from experiments import cli, processes, report, run
+from experiments import config as config_lib
+from sotalign_jax import checks
 
 _DRY_RUN = flags.DEFINE_bool("dry_run", False, "Print the resolved runs and shapes, and stop.")
+flags.declare_key_flag("config")
+flags.declare_key_flag("workdir")
+flags.adopt_module_key_flags(processes)
+
+CHOICES = {"methods": config_lib.METHODS, "data": config_lib.DATA}
 
 
-def _run() -> None:
-    """Plans the runs, makes them and prints a comparison."""
-    config = run_flags.config()
-    if not _DRY_RUN.value:
-        compare.run(settings.plain(config), run_flags.workdir())
+def main() -> None:
+    """Makes the runs that the config lists, and prints a comparison."""
+    configs = config_lib.runs(config_lib.from_flags())
+    if _DRY_RUN.value:
+        for config in configs.values():
+            shapes = run.load_dataset(config).summary()
+            print(json.dumps({"config": config_lib.plain(config), "shapes": shapes}, indent=2))
         return
-    for run in settings.plan_runs(config):
-        shapes = runner.load_dataset(run).summary()
-        print(json.dumps({"settings": settings.to_json(run), "shapes": shapes}, indent=2))
+    checks.require("matplotlib", extra="experiments")  # known now, not after hours of training
+    workdir = cli.workdir()
+    report.conclude(configs, run.run_all(configs, workdir), workdir)
 
-
-main = launch.guarded(_run, interrupted="start again with the same --workdir to go on")
 
 if __name__ == "__main__":
-    app.run(main, flags_parser=launch.parse)
+    cli.run(main, choices=CHOICES)

@@ -18,9 +18,10 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from experiments import cli, contact_sheet, datasets, encoders, extract, extraction, pair
+from experiments import report as tables
 from experiments.datasets import base, folder
 from experiments.extraction import Embeddings, Encoder
-from sotalign_jax import aligner, checks, recording, tables
+from sotalign_jax import aligner, checks, recording
 
 BUNDLED = {"x": {"name": "efficientnet-lite2"}, "y": {"name": "all-minilm-l6-v2"}}
 """Encoders of the bundled pictures."""

@@ -1,115 +1,171 @@
-"""Tunes methods: python -m experiments.tune --config=FILE.py --method=NAME,NAME --workdir=FOLDER.
+r"""Tunes methods: tries every point of a grid, chooses on the validation split, tests the choice.
 
-Every point of the method's grid, or of --grid, is trained without a look at the test split; the
-one with the best MeanR@1 on the validation split is then trained over --seeds seeds and tested.
+    python -m experiments.tune --config=experiments/configs/compare.py:seeds=1 --method=sotalign \
+        --workdir=runs/tune --grid='alpha=1e-3,1e-4;heads.init=random,teacher'
+    python -m experiments.tune --config=experiments/configs/quickstart.py --method=sail,nnclr \
+        --workdir=runs/tune --grid='own;train.learning_rate=1e-4,3e-4' --limit=20
 
-    --grid='alpha=1e-3,1e-4;heads.init=random,teacher'    options of the method, and other settings
-    --grid='own;train.learning_rate=1e-4,3e-4'            its own grid times two learning rates
-    --limit=20                                            at most 20 points, chosen at random
-
-Trials run over the config's own seeds, and their mean decides. Interrupted, it goes on where it
-stopped when it is started again; a larger --limit adds trials.
+A grid has options of the method, and other settings by their dotted names; `own` stands for the
+values that the method finds worth trying. Trials never look at the test split: the point with the
+best mean of MeanR@1 on validation over the config's seeds is trained over --seeds seeds and tested.
+Interrupted, it goes on where it stopped when it is started again; a larger --limit adds trials.
 """
 
-import dataclasses
+import ast
+import copy
+import itertools
+import math
 import pathlib
-from collections.abc import Sequence
+import shlex
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from absl import app, flags
+import numpy as np
+from absl import flags
+from ml_collections.config_dict import ConfigDict, FrozenConfigDict
 
-from experiments import batch, compare, grids, launch, run_flags, runner, settings
-from experiments.settings import Settings
-from sotalign_jax import checks, recording, tables
+from experiments import cli, processes, report, run
+from experiments import config as config_lib
+from sotalign_jax import checks, methods, recording
 
-SCORE = "val/mean/R@1"
-"""What decides."""
-
-_METHOD = flags.DEFINE_list("method", None, "What to tune: methods, teachers or variants.")
-_GRID = flags.DEFINE_string("grid", grids.OWN, "Values to try, as KEY=VALUE,VALUE;KEY=VALUE.")
-_LIMIT = flags.DEFINE_integer("limit", None, "Most points of a grid to try.", lower_bound=1)
+_METHOD = flags.DEFINE_list(
+    "method", None, "What to tune: labels of the config's runs, or methods."
+)
+_GRID = flags.DEFINE_string("grid", "own", "Values to try, as KEY=VALUE,VALUE;KEY=VALUE.")
+_LIMIT = flags.DEFINE_integer("limit", None, "Most points to try, chosen at random.", lower_bound=1)
 _SEEDS = flags.DEFINE_integer("seeds", 3, "Seeds to test the choice with.", lower_bound=0)
+flags.declare_key_flag("config")
+flags.declare_key_flag("workdir")
+flags.adopt_module_key_flags(processes)
+
+Grid = dict[str, tuple[Any, ...]]
+Point = dict[str, Any]
+"""A value for every key of a grid."""
 
 
-class Planned(NamedTuple):
-    """A point of the grid with its runs, one a seed, or why they cannot be planned."""
+# --- grids ---------------------------------------------------------------------------------------
 
-    number: int
-    point: grids.Point
-    runs: list[Settings]
-    error: str | None = None
+
+def parse_grid(text: str, method: str) -> Grid:
+    """Reads "alpha=1e-3,1e-4;train.learning_rate=3e-4;own"; the order is the grid's.
+
+    >>> parse_grid("alpha=1e-3,1e-4; heads.init=teacher", "sotalign")
+    {'alpha': (0.001, 0.0001), 'heads.init': ('teacher',)}
+    >>> parse_grid("own", "sotalign"), parse_grid("own", "cca")
+    ({'alpha': (0.001, 0.0001, 1e-05)}, {})
+    """
+    grid: Grid = {}
+    for part in filter(None, map(str.strip, text.split(";"))):
+        key, _, listed = (piece.strip() for piece in part.partition("="))
+        values = tuple(_value(piece.strip()) for piece in listed.split(","))
+        found: Mapping[str, tuple[Any, ...]] = {key: values}
+        if part == "own":
+            found = methods.METHODS[method].grid if method in methods.METHODS else {}
+        elif not key or any(value == "" for value in values):
+            raise checks.InputError(f"grid: cannot read {part!r}; pass KEY=VALUE,VALUE;KEY=VALUE")
+        for name, entries in found.items():
+            if name in grid or len(set(map(repr, entries))) < len(entries):
+                raise checks.InputError(f"grid: {name} or one of its values is repeated")
+            grid[name] = entries
+    return grid
+
+
+def _value(text: str) -> Any:
+    try:
+        return ast.literal_eval(text)
+    except (ValueError, SyntaxError):
+        return text
+
+
+def points(grid: Grid, limit: int | None = None) -> dict[int, Point]:
+    """The points of a grid by their number, the last key varying fastest.
+
+    With a `limit` below their number a random choice, the same every time; a smaller limit
+    chooses of what a larger one does.
+
+    >>> points({"alpha": (1, 2), "k": (3, 4)}, limit=2)
+    {0: {'alpha': 1, 'k': 3}, 2: {'alpha': 2, 'k': 3}}
+    """
+    total = math.prod(map(len, grid.values()))
+    kept = set(np.random.default_rng(0).permutation(total)[:limit].tolist())
+    numbered = enumerate(itertools.product(*grid.values()))
+    return {i: dict(zip(grid, values, strict=True)) for i, values in numbered if i in kept}
+
+
+def changes_of(config: ConfigDict, label: str, point: Mapping[str, Any]) -> dict[str, Any]:
+    """The changes of the run with that label, or of the method of that name, and of a point.
+
+    >>> changes_of(config_lib.default(), "sotalign", {"alpha": 0.1, "train.steps": 5})
+    {'method': 'sotalign', 'sotalign.alpha': 0.1, 'train.steps': 5}
+    """
+    changes = dict(config.runs.get(label, {"method": label}))
+    method = changes.get("method", config.method)
+    return changes | {key if "." in key else f"{method}.{key}": v for key, v in point.items()}
+
+
+def with_point(
+    config: ConfigDict, label: str, point: Mapping[str, Any], **others: Any
+) -> dict[int, FrozenConfigDict]:
+    """The runs of one label alone, changed by a point and by others, by seed."""
+    changed = copy.deepcopy(config)
+    changed.runs = {label: changes_of(config, label, point) | others}
+    return {one.seed: one for one in config_lib.runs(changed).values()}
+
+
+# --- trials --------------------------------------------------------------------------------------
 
 
 class Trial(NamedTuple):
-    """A point of the grid with its score over the seeds, or why there is none."""
+    """A point of the grid with its runs by seed, and then its score over them, or why it failed."""
 
     number: int
-    point: grids.Point
-    score: tables.Mean | None
+    point: Point
+    runs: dict[int, FrozenConfigDict]
+    score: report.Mean | None = None
     error: str | None = None
 
+    def folder(self, seed: int) -> str:
+        """Where the run with a seed lives."""
+        return f"trial-{self.number:03d}-seed{seed}"
 
-def plan(values: dict[str, Any], name: str, points: dict[int, grids.Point]) -> list[Planned]:
-    """The runs of every point.
+
+def plan(config: ConfigDict, label: str, chosen: Mapping[int, Point]) -> list[Trial]:
+    """The runs of every point, none of which reads the test split.
 
     Raises:
         InputError: a value that cannot be used whatever the others are.
     """
-    settings.plan(values)  # a config that is wrong without the grid says so in its own words
-    if len(pairs := values.get("pairs", ())) > 1:
-        raise checks.InputError(f"config.pairs: is {pairs}; tune with one number of pairs")
-    planned = []
-    for number, point in points.items():
+    config_lib.runs(config)  # a config that is wrong without the grid says so in its own words
+    trials = []
+    for number, point in chosen.items():
         try:
-            runs = settings.plan(grids.with_point(values, name, point))
-            planned.append(Planned(number, point, runs))
+            runs = with_point(config, label, point, **{"data.test": False})
+            trials.append(Trial(number, point, runs))
         except checks.InputError as error:
-            planned.append(Planned(number, point, [], str(error)))
-    for key, value in {(key, repr(value)): None for p in planned for key, value in p.point.items()}:
-        errors = [p.error for p in planned if repr(p.point[key]) == value]
+            trials.append(Trial(number, point, {}, error=str(error)))
+    for key, value in {(key, repr(value)): None for t in trials for key, value in t.point.items()}:
+        errors = [t.error for t in trials if repr(t.point[key]) == value]
         if all(errors):
             raise checks.InputError(f"grid: {errors[0]}")
-    if all(p.error for p in planned):
-        raise checks.InputError(f"{planned[0].error}")
-    return planned
+    if all(trial.error for trial in trials):
+        raise checks.InputError(f"{trials[0].error}")
+    return trials
 
 
-def check_data(planned: list[Planned], *, test: bool) -> None:
-    """Raises when data cannot be read (the test split's only if `test`) or none is to select on."""
-    run = next(p.runs[0] for p in planned if p.runs)
-    if runner.load_dataset(run if test else _without_test(run)).val is None:
-        raise checks.InputError(
-            "config.data: there is no validation split to choose by; pass "
-            "--config.data.files.val_x=PATH and val_y"
-        )
+def search(
+    trials: list[Trial], folder: pathlib.Path, *, record: dict[str, Any], title: str
+) -> list[Trial]:
+    """Makes the trials or finishes those begun; the best first, of equals the first in the grid."""
+    configs = {t.folder(seed): one for t in trials for seed, one in t.runs.items()}
+    outcomes = run.run_all(configs, folder, record=record, title=title)
 
+    def ended(trial: Trial) -> Trial:
+        own = [outcomes[trial.folder(seed)] for seed in trial.runs]
+        error = trial.error or next((outcome.error for outcome in own if outcome.error), None)
+        scores = [outcome.results[run.SCORE] for outcome in own if outcome.error is None]
+        return trial._replace(score=None if error else report.Mean(scores), error=error)
 
-def _without_test(run: Settings) -> Settings:
-    return dataclasses.replace(run, data=dataclasses.replace(run.data, test=False))
-
-
-def search(planned: list[Planned], folder: pathlib.Path, title: str) -> list[Trial]:
-    """Makes the trials, which never read the test split, or finishes those begun; ranks them."""
-    folders = {
-        (p.number, run.train.seed): folder / f"trial-{p.number:03d}-seed{run.train.seed}"
-        for p in planned
-        for run in p.runs
-    }
-    trials = []
-    best = None
-    with batch.Progress(list(folders.values()), title) as progress:
-        for number, point, runs, error in planned:
-            scores: list[float] = []
-            for run in runs:
-                place = folders[number, run.train.seed]
-                if error is None:  # a trial that failed once cannot score
-                    results, error = batch.attempt(_without_test(run), place)
-                    scores += [results[SCORE]] if error is None else []
-                progress.finished(place, best)
-            score = tables.Mean(scores) if scores and error is None else None
-            best = max(filter(None, (best, score)), default=None)
-            trials.append(Trial(number, point, score, error))
-    return ranked(trials)
+    return ranked([ended(trial) for trial in trials])
 
 
 def ranked(trials: list[Trial]) -> list[Trial]:
@@ -117,109 +173,108 @@ def ranked(trials: list[Trial]) -> list[Trial]:
     return sorted(trials, key=lambda trial: 1.0 if trial.score is None else -trial.score)
 
 
-def trials_table(trials: list[Trial]) -> tables.Table:
+def trials_table(trials: list[Trial]) -> report.Table:
     """Every trial with its settings and its score, in the order given."""
-    keys = list(trials[0].point)
+    headers = ["trial", *trials[0].point, "val R@1", "failed"]
     rows = [[t.number, *map(str, t.point.values()), t.score, t.error or ""] for t in trials]
-    headers = ["trial", *keys, "val R@1", "failed"]
     if not any(trial.error for trial in trials):
         headers, rows = headers[:-1], [row[:-1] for row in rows]
-    return tables.table(headers, rows, digits=2, best={"val R@1": "max"})
+    return report.table(headers, rows, digits=2, best={"val R@1": "max"})
+
+
+# --- the command ---------------------------------------------------------------------------------
 
 
 def tune(
-    values: dict[str, Any],
-    name: str,
+    config: ConfigDict,
+    label: str,
     workdir: pathlib.Path,
     *,
     grid: str,
     limit: int | None,
-    test: bool,
-) -> Trial:
-    """The best trial for one method or variant.
+    seeds: int,
+) -> dict[str, tuple[FrozenConfigDict, run.Outcome]]:
+    """Chooses among the points of a grid and tests the choice; its runs, and how they ended.
 
-    Leaves the trials, trials.md, trials.csv and best.json in `workdir`/`name`.
+    Leaves the trials, trials.md, trials.csv and best.json in `workdir`/`label`.
 
     Args:
-        values: a config's plain values.
-        name: the method, teacher or variant.
-        workdir: folder for this and other methods with the same config.
-        grid: as in `grids.parse`.
+        config: what the runs start from.
+        label: one of its runs, or a method.
+        workdir: folder for this and other labels of the same config.
+        grid: as in `parse_grid`.
         limit: most points to try.
-        test: whether the choice will be tested, so that it is known now if it can be.
+        seeds: how many to test the choice with.
 
     Raises:
         InputError: the grid or the data cannot be used, or every trial failed.
     """
-    names = settings.method_of_name(values.get("variants", {}))
-    checks.choice("method", name, tuple(names))
-    wanted = grids.parse(grid, names[name])
-    planned = plan(values, name, grids.points(wanted, limit))
-    folder = workdir / name
+    checks.choice("method", label, tuple({**config.runs, **dict.fromkeys(config_lib.METHODS)}))
+    wanted = parse_grid(grid, changes_of(config, label, {}).get("method", config.method))
+    trials = plan(config, label, points(wanted, limit))
+    folder, record = workdir / label, {"method": label, "grid": wanted}
     if not (folder / "config.json").exists():
-        check_data(planned, test=test)
-    recording.open_run(workdir, {"config": settings.without_placement(values)})
-    recording.open_run(folder, {"method": name, "grid": wanted})
-    trials = search(planned, folder, f"tune {name}")
+        _check_data(config, label, trials, test=seeds > 0)
+    recording.open_run(workdir, {"config": config_lib.plain(config)})
+    recording.open_run(folder, record)
+    trials = search(trials, folder, record=record, title=f"tune {label}")
     table = trials_table(trials)
     table.save(folder / "trials")
     best = trials[0]
     if best.score is None:
-        raise checks.InputError(f"method: every trial of {name} failed, first {best.error}")
-    overrides = grids.with_point(values, name, best.point)["overrides"][name]
-    flag = f'--config.overrides.{name}="{overrides}"'
+        raise checks.InputError(f"method: every trial of {label} failed, first {best.error}")
+    chosen = repr({label: changes_of(config, label, best.point)})
+    flag = "--config.runs=" + (shlex.quote(chosen) if '"' in chosen else f'"{chosen}"')
     recording.write_json(
         folder / "best.json",
         {
-            "method": name,
+            "method": label,
             "trial": best.number,
             "trials": len(trials),
             "settings": best.point,
-            SCORE: float(best.score),
-            "overrides": overrides,
+            run.SCORE: float(best.score),
             "flag": flag,
         },
     )
-    print(f"\n{table}\n\n{name} at its best: {flag}")
-    return best
-
-
-def test(
-    values: dict[str, Any], name: str, best: Trial, folder: pathlib.Path, *, seeds: Sequence[int]
-) -> tuple[list[Settings], dict[str, batch.Outcome]]:
-    """Trains the chosen settings over the seeds and tests them; the runs and how they ended."""
+    print(f"\n{table}\n\n{label} at its best: {flag}")
     if not seeds:
-        return [], {}
-    chosen = grids.with_point({**values, "seeds": tuple(seeds)}, name, best.point)
-    runs = settings.plan(chosen)
-    places = [folder / f"test-{best.number:03d}-seed{run.train.seed}" for run in runs]
-    with batch.Progress(places, f"test {name}") as progress:
-        ended = {}
-        for run, place in zip(runs, places, strict=True):
-            ended[f"{name}/{place.name}"] = batch.attempt(run, place)
-            progress.finished(place)
-    return runs, ended
+        return {}
+    config = copy.deepcopy(config)
+    config.seed, config.seeds = None, tuple(range(seeds))
+    tested = with_point(config, label, best.point)
+    names = {f"test-{best.number:03d}-seed{seed}": one for seed, one in tested.items()}
+    outcomes = run.run_all(names, folder, record=record, title=f"test {label}")
+    return {
+        f"{label}-seed{one.seed}": (one, outcome)
+        for one, outcome in zip(names.values(), outcomes.values(), strict=True)
+    }
 
 
-def _run() -> None:
+def _check_data(config: ConfigDict, label: str, trials: list[Trial], *, test: bool) -> None:
+    """Raises when data cannot be read (the test split's only if `test`) or none is to choose by."""
+    first = next(trial for trial in trials if trial.runs)
+    runs = with_point(config, label, first.point) if test else first.runs
+    if run.load_dataset(next(iter(runs.values()))).val is None:
+        raise checks.InputError(
+            "data: there is no validation split to choose by; pass "
+            "--config.data.files.val_x=PATH and val_y"
+        )
+
+
+def main() -> None:
     """Tunes the methods one after the other, tests every choice, and prints a comparison."""
-    values, workdir = settings.plain(run_flags.config()), run_flags.workdir()
+    config, workdir = config_lib.from_flags(), cli.workdir()
     if not _METHOD.value:
         raise checks.InputError("method: is not set; pass --method=NAME or --method=NAME,NAME")
-    runs: list[Settings] = []
-    ended: dict[str, batch.Outcome] = {}
-    for name in _METHOD.value:
-        best = tune(
-            values, name, workdir, grid=_GRID.value, limit=_LIMIT.value, test=_SEEDS.value > 0
+    ended: dict[str, tuple[FrozenConfigDict, run.Outcome]] = {}
+    for label in _METHOD.value:
+        ended |= tune(
+            config, label, workdir, grid=_GRID.value, limit=_LIMIT.value, seeds=_SEEDS.value
         )
-        tested, outcomes = test(values, name, best, workdir / name, seeds=range(_SEEDS.value))
-        runs += tested
-        ended |= outcomes
-    if runs:
-        compare.conclude(runs, ended, workdir)
+    if ended:
+        configs, outcomes = ({k: pair[i] for k, pair in ended.items()} for i in (0, 1))
+        report.conclude(configs, outcomes, workdir)
 
-
-main = launch.guarded(_run, interrupted="start again with the same --workdir to go on")
 
 if __name__ == "__main__":
-    app.run(main, flags_parser=launch.parse)
+    cli.run(main, choices={"methods": config_lib.METHODS})

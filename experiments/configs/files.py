@@ -10,15 +10,19 @@ r"""Your own embeddings: CCA, SAIL and SOTAlign on files, row i of x matching ro
 pools of their own). `files.py:smoke` and `files.py:seeds=3` work as for quickstart.
 """
 
-from ml_collections import config_dict
+from ml_collections.config_dict import ConfigDict
 
-from experiments import settings
+from experiments import config as config_lib
 
 
-def get_config(arg: str = "") -> config_dict.ConfigDict:
+def get_config(arg: str = "") -> ConfigDict:
     """What was good on the bundled pictures, with 1,000 pairs."""
-    config = settings.default_config()
-    config.methods = ("cca", "sail", "sotalign")
+    config = config_lib.default()
+    config.runs = {
+        "cca": {"method": "cca"},
+        "sail": {"method": "sail"},
+        "sotalign": {"method": "sotalign", "heads.init": "teacher"},
+    }
     config.seeds = (0,)
     config.data.name = "files"
     config.teacher.ridge = 0.01
@@ -29,5 +33,4 @@ def get_config(arg: str = "") -> config_dict.ConfigDict:
     config.train.unpaired_batch = 1024
     config.sotalign.alpha = 3e-3
     config.sotalign.epsilon_star = 0.02
-    config.overrides.sotalign = {"heads": {"init": "teacher"}}
-    return settings.apply_switches(config, arg)
+    return config_lib.switched(config, arg)

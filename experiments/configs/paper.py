@@ -11,19 +11,16 @@ Bring the embeddings, row i of x matching row i of y:
 `paper.py:appendix` takes the epsilons of the paper's appendix, 0.05 / 0.01.
 """
 
-from ml_collections import config_dict
+from ml_collections.config_dict import ConfigDict
 
-from experiments import settings
+from experiments import config as config_lib
 
 
-def get_config(arg: str = "") -> config_dict.ConfigDict:
+def get_config(arg: str = "") -> ConfigDict:
     """SAIL and SOTAlign as the paper trains them."""
-    config = settings.default_config()
-    config.methods = ("sail", "sotalign")
-    config.seeds = (42,)
+    config = config_lib.default()
+    config.runs = {name: {"method": name} for name in ("sail", "sotalign")}
     config.data.name = "files"
     config.data.n_pairs = 10_000
     config.data.n_unpaired = 1_000_000
-    config.data.pool = "disjoint"
-    appendix = {"sotalign": {"epsilon_star": 0.01}}
-    return settings.apply_switches(config, arg, appendix=appendix)
+    return config_lib.switched(config, arg, appendix={"sotalign.epsilon_star": 0.01})

@@ -2,21 +2,21 @@
 
 Ridge, steps, learning rates, alpha and epsilon_star were chosen by MeanR@1 on the validation
 split. SOTAlign's heads start at the CCA teacher's projection; the paper's random start is
---config.overrides.sotalign.heads.init=random.
+--config.runs="{'sotalign': {'method': 'sotalign'}}".
 
 `quickstart.py:seeds=3` repeats everything over three seeds; `quickstart.py:smoke` takes four
 steps, to see that everything works.
 """
 
-from ml_collections import config_dict
+from ml_collections.config_dict import ConfigDict
 
-from experiments import settings
+from experiments import config as config_lib
 from experiments.configs import files
 
 
-def get_config(arg: str = "") -> config_dict.ConfigDict:
+def get_config(arg: str = "") -> ConfigDict:
     """1,000 pairs, the rest of the training rows unpaired."""
     config = files.get_config()
     config.data.name = "pictures"
     config.data.pool = "random"
-    return settings.apply_switches(config, arg)
+    return config_lib.switched(config, arg)

@@ -1,0 +1,402 @@
+"""The schema of experiments: one locked ConfigDict, and the runs that a config lists.
+
+A config file is plain Python whose `get_config(arg)` changes `default()` and returns it:
+
+    def get_config(arg=""):
+        config = config_lib.default()
+        config.train.steps = 200
+        config.runs = {
+            "cca": {"method": "cca"},
+            "sotalign": {"method": "sotalign", "heads.init": "teacher"},
+        }
+        return config_lib.switched(config, arg)
+"""
+
+import ast
+import contextlib
+import copy
+import dataclasses
+import difflib
+import re
+import types
+import typing
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from absl import flags
+from ml_collections import config_flags
+from ml_collections.config_dict import ConfigDict, FieldReference, FrozenConfigDict, placeholder
+
+from sotalign_jax import checks, data, heads, methods, teachers, training
+
+METHODS = (*methods.METHODS, *teachers.TEACHERS)
+"""What `method` may name: methods, and teachers to report on their own."""
+DATA = ("pictures", "files")
+"""What `data.name` may name: the bundled pictures, or the files of the user."""
+FILES = (
+    *("x", "y", "unpaired_x", "unpaired_y"),
+    *("val_x", "val_y", "val_x_of_y"),
+    *("test_x", "test_y", "test_x_of_y"),
+    *("zero_shot_x", "zero_shot_labels", "zero_shot_prompts"),
+)
+"""Embedding files (.npy, .npz, .safetensors, tfds:NAME:SPLIT:FEATURE; PATH#KEY for a member).
+
+Row i of `x` matches row i of `y`: pairs and pools are drawn from them. `*_x_of_y` hold, for every
+row of y, the matching row of x; without them row i matches row i.
+"""
+PLACEMENT = ("mesh", "on_device")
+"""Settings that say where a run computes: it may be continued with others."""
+
+
+def default() -> ConfigDict:
+    """One run of SOTAlign with the paper's settings; config files change it.
+
+    `runs` lists the runs of a comparison, {label: {"dotted.key": value, ...}}: each is this config
+    with its own changes; without any there is one run, of `method`. Every run is repeated for each
+    of `seeds`, or made once with `seed` if that is set.
+
+    data: `test` False leaves the test split and zero-shot classes unread.
+    teacher: `noise` is the fraction of its pairs that are mismatched.
+    heads: kind None is the one that the method is published with; init "teacher" starts linear
+        heads at the teacher's projection, of its width.
+    NAME: the options of the method of that name.
+    mesh: the number of devices, all by default. on_device: whether pairs and pools are kept on
+        the device, by default if a single one has room.
+
+    >>> config = default()
+    >>> config.train.steps, config.sotalign.epsilon_star
+    (2000, 0.005)
+    """
+    config = ConfigDict(convert_dict=False)  # `runs` stays a dict: in order, and with dotted keys
+    config.method = "sotalign"
+    config.seed = placeholder(int)
+    config.seeds = (42,)
+    config.runs = {}
+    config.data = ConfigDict(
+        {
+            "name": "pictures",
+            "n_pairs": 1000,
+            "pool": "disjoint",
+            "n_unpaired": placeholder(int),
+            "pool_noise": 0.0,
+            "test": True,
+            "files": {name: placeholder(str) for name in FILES},
+        }
+    )
+    config.teacher = ConfigDict(
+        {
+            "kind": "cca",
+            "dim": placeholder(int),
+            "ridge": 0.1,
+            "cov_normalize": True,
+            "noise": 0.0,
+        }
+    )
+    config.heads = ConfigDict(
+        {"kind": placeholder(str), "dim": 1024, "hidden": placeholder(int), "init": "random"}
+    )
+    config.train = _section(training.TrainConfig())
+    del config.train["seed"]
+    for name, method in methods.METHODS.items():
+        config[name] = _section(method)
+    config.tensorboard = False
+    config.mesh = placeholder(int)
+    config.on_device = placeholder(bool)
+    return config.lock()
+
+
+def _section(options: Any) -> ConfigDict:
+    """The fields of a dataclass; those that may be None can be set to it."""
+    section = ConfigDict()
+    hints = typing.get_type_hints(type(options))
+    for field in dataclasses.fields(options):
+        kinds = typing.get_args(hints[field.name])
+        value = getattr(options, field.name)
+        optional = types.NoneType in kinds
+        section[field.name] = FieldReference(value, field_type=kinds[0]) if optional else value
+    return section
+
+
+def runs(config: ConfigDict) -> dict[str, FrozenConfigDict]:
+    """The runs of a config by folder, such as "sail-seed0"; labels outermost, seeds innermost.
+
+    A run has `method`, `seed`, the shared sections and the options of its own method alone.
+
+    Raises:
+        InputError: a key that no setting has, or a value of a wrong type or out of range.
+
+    >>> config = default()
+    >>> config.runs = {"sail": {"method": "sail"}, "short": {"method": "sail", "train.steps": 9}}
+    >>> config.seeds = (0, 1)
+    >>> {name: (run.method, run.train.steps, run.seed) for name, run in runs(config).items()}
+    {'sail-seed0': ('sail', 2000, 0), 'sail-seed1': ('sail', 2000, 1),
+     'short-seed0': ('sail', 9, 0), 'short-seed1': ('sail', 9, 1)}
+    """
+    shared = complete(config)
+    seeds = shared.seeds if shared.seed is None else (shared.seed,)
+    if not seeds or len(set(seeds)) < len(seeds):
+        raise checks.InputError(f"seeds: must be distinct and at least one, got {seeds!r}")
+    found = {}
+    for label, changes in (shared.runs or {shared.method: {}}).items():
+        _check_changes(label, changes)
+        for seed in seeds:
+            run = copy.deepcopy(shared)
+            run.seed = shared.seed = _typed("seeds", seed, int)
+            try:
+                update(run, _flat(changes))
+                found[f"{label}-seed{seed}"] = _checked(run)
+            except checks.InputError as error:
+                if not shared.runs or str(error) == _problem(shared):
+                    raise
+                raise checks.InputError(f"runs[{label!r}]: {error}") from error
+    return found
+
+
+def complete(config: ConfigDict) -> ConfigDict:
+    """The default with the values of a config, which may have been written from nothing."""
+    full = default()
+    update(full, _flat(config))
+    return full
+
+
+def _check_changes(label: Any, changes: Any) -> None:
+    if not re.fullmatch(r"\w[\w .,()'+=*-]*", str(label)):
+        raise checks.InputError(f"runs: {label!r} names a folder; use letters, digits, -, _, ()")
+    if not isinstance(changes, dict | ConfigDict):
+        raise checks.InputError(
+            f"runs[{label!r}]: must be a dict of changes such as "
+            f"{{'method': 'sail', 'train.steps': 9}}, got {changes!r}"
+        )
+    for name in ("seed", "seeds", "runs"):
+        if name in changes:
+            raise checks.InputError(f"runs[{label!r}]: cannot change {name!r}; set config.{name}")
+
+
+def update(config: ConfigDict, changes: Mapping[str, Any]) -> None:
+    """Changes settings by their dotted names.
+
+    Raises:
+        InputError: a name that no setting has, or a value of another type.
+
+    >>> config = default()
+    >>> update(config, {"train.steps": 9, "teacher.ridge": 1})
+    >>> config.train.steps, config.teacher.ridge
+    (9, 1.0)
+    >>> update(config, {"train.stpes": 9})
+    Traceback (most recent call last):
+    sotalign_jax.checks.InputError: unknown setting 'train.stpes'; did you mean 'train.steps'?
+    """
+    for key, value in changes.items():
+        *path, name = str(key).split(".")
+        section: Any = config
+        for part in [*path, name]:
+            section = section if isinstance(section, ConfigDict) and part in section else None
+            if section is None:
+                raise _unknown(config, str(key))
+            section, parent = section[part], section
+        if isinstance(section, ConfigDict):
+            raise checks.InputError(f"{key}: is a section; set its entries, as {key}.NAME = ...")
+        stored = dict(parent.items(preserve_field_references=True))[name]
+        optional = isinstance(stored, FieldReference)
+        if not (value is None and optional):
+            value = _typed(str(key), value, parent.get_type(name))
+        parent[name] = value
+
+
+def _unknown(config: ConfigDict, key: str) -> checks.InputError:
+    prefix, _, _ = key.rpartition(".")
+    known = [name for name in _flat(config) if name.rpartition(".")[0] == prefix]
+    known = known if prefix else list(config)
+    close = difflib.get_close_matches(key, [*known, *_flat(config)], 1)
+    remedy = f"did you mean {close[0]!r}?" if close else f"choose from {', '.join(known or config)}"
+    return checks.InputError(f"unknown setting {key!r}; {remedy}")
+
+
+def _typed(key: str, value: Any, kind: type) -> Any:
+    """The value as the kind of a setting; whole numbers are floats, and lists tuples, if asked."""
+    if kind is float and isinstance(value, int) and not isinstance(value, bool):
+        return float(value)
+    if kind is tuple and isinstance(value, list):
+        return tuple(value)
+    if kind is dict and isinstance(value, ConfigDict):
+        return value.to_dict()
+    if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
+        raise checks.InputError(f"{key}: must be {kind.__name__}, got {value!r}")
+    return value
+
+
+def _flat(values: Any, prefix: str = "") -> dict[str, Any]:
+    """Nested sections as one dictionary with dotted keys; `runs` is a value."""
+    flat: dict[str, Any] = {}
+    for key, value in values.items():
+        nested = isinstance(value, dict | ConfigDict) and f"{prefix}{key}" != "runs"
+        flat |= _flat(value, f"{prefix}{key}.") if nested else {f"{prefix}{key}": value}
+    return flat
+
+
+def _checked(config: ConfigDict) -> FrozenConfigDict:
+    """One run without the sections that do not concern it."""
+    checks.choice("method", config.method, METHODS)
+    if not 0 <= config.seed < 2**32:
+        raise checks.InputError(f"seed: must be in 0..2**32 - 1, got {config.seed}")
+    with naming("data."):
+        checks.choice("name", config.data.name, DATA)
+        checks.choice("pool", config.data.pool, data.POOLS)
+        checks.whole(1, n_pairs=config.data.n_pairs)
+        checks.whole(0, or_none=True, n_unpaired=config.data.n_unpaired)
+        _fraction(pool_noise=config.data.pool_noise)
+        given = [name for name, path in config.data.files.items() if path]
+        if given and config.data.name != "files":
+            raise checks.InputError(
+                f"files.{given[0]}: is set but data.name is {config.data.name!r}; "
+                "pass --config.data.name=files to use it"
+            )
+    with naming("teacher."):
+        checks.choice("kind", config.teacher.kind, tuple(teachers.TEACHERS))
+        checks.whole(1, or_none=True, dim=config.teacher.dim)
+        checks.at_least(0, ridge=config.teacher.ridge)
+        _fraction(noise=config.teacher.noise)
+    with naming("heads."):
+        checks.whole(1, dim=config.heads.dim)
+        checks.whole(1, or_none=True, hidden=config.heads.hidden)
+        checks.choice("init", config.heads.init, ("random", "teacher"))
+        if config.heads.kind is not None:
+            checks.choice("kind", config.heads.kind, heads.KINDS)
+        if config.heads.init == "teacher" and config.heads.kind not in (None, "linear"):
+            raise checks.InputError(
+                f"init: a linear teacher cannot start heads of kind {config.heads.kind!r}; "
+                "choose init 'random' or kind 'linear'"
+            )
+    train(config), method(config)
+    others = {"seeds", "runs", *methods.METHODS} - {config.method}
+    return FrozenConfigDict({k: v for k, v in config.to_dict().items() if k not in others})
+
+
+def _problem(config: ConfigDict) -> str | None:
+    """What is wrong with a config before the changes of a run."""
+    try:
+        _checked(config)
+    except checks.InputError as error:
+        return str(error)
+    return None
+
+
+def _fraction(**options: float) -> None:
+    for name, value in options.items():
+        if not 0 <= value <= 1:
+            raise checks.InputError(f"{name}: must be in 0..1, got {value:g}")
+
+
+def train(config: ConfigDict) -> training.TrainConfig:
+    """How a run is trained."""
+    with naming("train."):
+        return training.TrainConfig(seed=config.seed, **config.train.to_dict())
+
+
+def method(config: ConfigDict) -> methods.Method | None:
+    """A run's method with its options; None for a teacher on its own."""
+    if config.method not in methods.METHODS:
+        return None
+    with naming(f"{config.method}."):
+        section = config[config.method].to_dict()
+        return dataclasses.replace(methods.METHODS[config.method], **section)
+
+
+def plain(config: ConfigDict) -> dict[str, Any]:
+    """What a run's result depends on, as JSON values: what its config.json holds."""
+    return {key: value for key, value in config.to_dict().items() if key not in PLACEMENT}
+
+
+@contextlib.contextmanager
+def naming(where: str) -> Iterator[None]:
+    """Puts `where` before the text of an InputError."""
+    try:
+        yield
+    except checks.InputError as error:
+        raise checks.InputError(f"{where}{error}") from error
+
+
+# --- config files and the command line -----------------------------------------------------------
+
+
+def switched(config: ConfigDict, arg: str, **own: Mapping[str, Any]) -> ConfigDict:
+    """Applies what follows the colon of --config=FILE.py:smoke,seeds=3,pairs=500+1000.
+
+    `smoke` takes four steps; `seeds=N` makes the runs with seeds 0 .. N-1; `pairs=N+M` makes them
+    with N and with M pairs; a word of `own` makes the changes it names.
+
+    Raises:
+        InputError: another word.
+    """
+    for word in filter(None, arg.split(",")):
+        name, _, value = word.partition("=")
+        numbers = [int(number) for number in value.split("+") if number.isdigit()]
+        if word == "smoke":
+            _change_all(config, SMOKE)
+        elif word in own:
+            _change_all(config, own[word])
+        elif name == "seeds" and len(numbers) == 1:
+            config.seeds = tuple(range(*numbers))
+        elif name == "pairs" and len(numbers) == value.count("+") + 1:
+            config.runs = {
+                f"{label}-{number}pairs": {**changes, "data.n_pairs": number}
+                for label, changes in (config.runs or {config.method: {}}).items()
+                for number in numbers
+            }
+        else:
+            known = ", ".join(["smoke", "seeds=N", "pairs=N+M", *own])
+            raise checks.InputError(f"config: unknown switch {word!r}; choose from {known}")
+    return config
+
+
+SMOKE = {
+    "train.steps": 4,
+    "train.eval_every": 2,
+    "train.unpaired_batch": 64,
+    "sue.epochs": 1,
+    "sue.mmd_epochs": 1,
+}
+
+
+def _change_all(config: ConfigDict, changes: Mapping[str, Any]) -> None:
+    """Changes every run, those that have a value of their own included."""
+    update(config, changes)
+    config.runs = {
+        label: {key: value for key, value in own.items() if key not in changes}
+        for label, own in config.runs.items()
+    }
+
+
+class _DictParser(flags.ArgumentParser):
+    """Reads --config.runs="{'cca': {'method': 'cca'}}"."""
+
+    syntactic_help = "a Python dictionary"
+
+    def parse(self, argument: Any) -> dict[str, Any]:
+        try:
+            value = ast.literal_eval(argument) if isinstance(argument, str) else argument
+        except (SyntaxError, ValueError):
+            value = None
+        if not isinstance(value, dict):
+            raise ValueError("pass a Python dictionary")
+        return value
+
+
+config_flags.register_flag_parser_for_type(dict, _DictParser())
+_CONFIG = config_flags.DEFINE_config_file("config", None, "FILE.py[:SWITCH,SWITCH]: what to run.")
+
+
+def from_flags() -> ConfigDict:
+    """The config that --config names, with the changes on the command line."""
+    config, given = _CONFIG.value, flags.FLAGS["config"].present
+    if not given:
+        raise checks.InputError("config: is not set; pass --config=experiments/configs/...")
+    if not isinstance(config, ConfigDict):
+        kind = type(config).__name__
+        with contextlib.suppress(AttributeError):
+            try:
+                config.lock()
+            except OSError as error:  # ml_collections says only now that a file cannot be opened
+                raise checks.InputError(f"config: {str(error).splitlines()[-1].strip()}") from error
+        raise checks.InputError(f"config: get_config returned {kind}; return a ConfigDict")
+    return complete(config)

@@ -1,0 +1,322 @@
+"""Reports of results: mean and spread, tables as text, Markdown and CSV, and the comparison."""
+
+import csv
+import dataclasses
+import io
+import math
+import os
+import pathlib
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Self
+
+import numpy as np
+import tabulate
+
+from sotalign_jax import checks
+
+if TYPE_CHECKING:
+    from ml_collections.config_dict import FrozenConfigDict
+
+    from experiments.run import Outcome, Results
+
+# --- tables --------------------------------------------------------------------------------------
+
+
+class Mean(float):
+    """A mean with its spread, shown as "8.4 ± 0.6"; two columns in CSV.
+
+    >>> print(table(["method", "R@1"], [["sail", Mean([7.0, 8.0, 9.0])]]))
+    method          R@1
+    --------  ---------
+    sail      8.0 ± 1.0
+    """
+
+    spread: float | None
+
+    def __new__(cls, values: Sequence[float]) -> Self:
+        """Of at least one value; the spread is the sample's standard deviation, None for one."""
+        mean = super().__new__(cls, np.mean(values))
+        mean.spread = float(np.std(values, ddof=1)) if len(values) > 1 else None
+        return mean
+
+
+@dataclasses.dataclass(frozen=True)
+class Table:
+    """Rows of results as aligned text (`str`), Markdown and CSV; made by `table`."""
+
+    headers: tuple[str, ...]
+    rows: tuple[tuple[Any, ...], ...]
+    digits: int
+    best: Mapping[str, str]
+
+    def __str__(self) -> str:
+        """Columns aligned by spaces, numbers to the right, the best of a column with a star."""
+        text = self._tabulate(self._cells("{}*", "{} "), "simple")
+        return "\n".join(line.rstrip() for line in text.splitlines())
+
+    def markdown(self) -> str:
+        """A Markdown table, the best of a column in bold."""
+        cells = [[text.replace("|", r"\|") for text in row] for row in self._cells("**{}**", "{}")]
+        return self._tabulate(cells, "pipe")
+
+    def csv(self) -> str:
+        """Comma-separated values with all digits and no marks."""
+        columns: list[list[Any]] = []
+        for index, header in enumerate(self.headers):
+            values = [row[index] for row in self.rows]
+            columns.append([header, *values])
+            spreads = [getattr(value, "spread", None) for value in values]
+            if any(spread is not None for spread in spreads):
+                columns.append([f"{header} ±", *spreads])
+        buffer = io.StringIO()
+        csv.writer(buffer, lineterminator="\n").writerows(zip(*columns, strict=True))
+        return buffer.getvalue()
+
+    def save(self, stem: str | os.PathLike[str]) -> list[pathlib.Path]:
+        """Writes `stem`.md and `stem`.csv and returns their paths."""
+        paths = [pathlib.Path(f"{os.fspath(stem)}{suffix}") for suffix in (".md", ".csv")]
+        paths[0].parent.mkdir(parents=True, exist_ok=True)
+        for path, text in zip(paths, [self.markdown() + "\n", self.csv()], strict=True):
+            path.write_text(text, encoding="utf-8")
+        return paths
+
+    def _tabulate(self, cells: list[list[str]], style: str) -> str:
+        numeric = [any(_is_number(row[i]) for row in self.rows) for i in range(len(self.headers))]
+        return tabulate.tabulate(
+            cells[1:],
+            cells[0],
+            tablefmt=style,
+            colalign=["right" if right else "left" for right in numeric] if self.rows else None,
+            disable_numparse=True,
+            preserve_whitespace=True,
+        )
+
+    def _cells(self, marked: str, plain: str) -> list[list[str]]:
+        """Header and body as text, every cell of a column with a best value marked or padded."""
+        columns = []
+        for index, header in enumerate(self.headers):
+            values = [row[index] for row in self.rows]
+            texts = [self._text(value) for value in values]
+            numbers = [value for value in values if _is_number(value) and math.isfinite(value)]
+            if header in self.best and numbers:
+                # Compared as printed, so that equal-looking values are all marked.
+                top = self._rounded(max(numbers) if self.best[header] == "max" else min(numbers))
+                marks = [marked if self._rounded(value) == top else plain for value in values]
+                texts = [mark.format(text) for mark, text in zip(marks, texts, strict=True)]
+                columns.append([plain.format(header), *texts])
+            else:
+                columns.append([header, *texts])
+        return [list(row) for row in zip(*columns, strict=True)]
+
+    def _text(self, value: Any) -> str:
+        if value is None:
+            return "-"
+        if isinstance(value, float | np.floating):
+            spread = getattr(value, "spread", None)
+            return self._rounded(value) + ("" if spread is None else f" ± {self._rounded(spread)}")
+        return str(value)
+
+    def _rounded(self, value: Any) -> str:
+        return f"{value:.{self.digits}f}" if _is_number(value) else ""
+
+
+def table(
+    headers: Sequence[str],
+    rows: Sequence[Sequence[Any]],
+    *,
+    digits: int = 1,
+    best: Mapping[str, str] | None = None,
+) -> Table:
+    """Makes a table of results.
+
+    Args:
+        headers: the column names.
+        rows: one sequence a row, of text, numbers or None (shown as "-").
+        digits: decimals of floating-point numbers in text and Markdown.
+        best: which columns to mark, such as `{"MeanR@1": "max", "loss": "min"}`.
+
+    Returns:
+        A `Table`.
+
+    Raises:
+        InputError: a row has another length than the header, or `best` names no column.
+
+    >>> print(table(["method", "MeanR@1"], [["sail", 24.2], ["sotalign", 30.31]],
+    ...             best={"MeanR@1": "max"}))
+    method      MeanR@1
+    --------  ----------
+    sail           24.2
+    sotalign       30.3*
+    """
+    for row in rows:
+        if len(row) != len(headers):
+            raise checks.InputError(
+                f"rows: {list(row)} has {len(row)} cells; there are {len(headers)} headers"
+            )
+    for name, direction in (best or {}).items():
+        checks.choice("best", name, tuple(headers))
+        checks.choice(f"best {name}", direction, ("max", "min"))
+    return Table(tuple(headers), tuple(tuple(row) for row in rows), digits, dict(best or {}))
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float | np.number) and not isinstance(value, bool)
+
+
+# --- comparisons of runs -------------------------------------------------------------------------
+
+COLUMNS = {
+    "R@1": "test/mean/R@1",
+    "R@5": "test/mean/R@5",
+    "R@10": "test/mean/R@10",
+    "x→y R@1": "test/x_to_y/R@1",
+    "y→x R@1": "test/y_to_x/R@1",
+    "zero-shot": "test/zero_shot/top1",
+    "val R@1": "val/mean/R@1",
+}
+"""What is shown of every run."""
+SEVERAL = ("R@1", "R@10", "zero-shot")
+"""What is shown for every number of pairs when there are several."""
+PANELS = {
+    "mean/R@1": "R@1, both ways",
+    "mean/R@10": "R@10, both ways",
+    "zero_shot/top1": "zero-shot top-1",
+}
+"""What is plotted, with its title."""
+
+Grouped = dict[str, dict[int, list["Results"]]]
+"""Results of every seed, by label and number of pairs; those of failed runs are missing."""
+
+
+def conclude(
+    configs: Mapping[str, "FrozenConfigDict"],
+    outcomes: Mapping[str, "Outcome"],
+    workdir: pathlib.Path,
+) -> None:
+    """Writes comparison.md, .csv and .png into `workdir` and prints the table.
+
+    Raises:
+        FloatingPointError: runs failed; the others are in the table.
+    """
+    results = grouped(configs, outcomes)
+    compared = comparison_table(results)
+    compared.save(workdir / "comparison")
+    comparison_plot(results, workdir / "comparison.png")
+    print(f"\n{compared}\n\nResults, models and the comparison are in {workdir}")
+    failed = [f"{name}: {outcome.error}" for name, outcome in outcomes.items() if outcome.error]
+    if failed:
+        raise FloatingPointError(f"{len(failed)} of {len(outcomes)} runs failed, first {failed[0]}")
+
+
+def grouped(
+    configs: Mapping[str, "FrozenConfigDict"], outcomes: Mapping[str, "Outcome"]
+) -> Grouped:
+    """Results by label and number of pairs, in the order of the runs.
+
+    Runs named LABEL-Npairs-seedS, as many as there are numbers of pairs, are rows of one label.
+    """
+    several = len({config.data.n_pairs for config in configs.values()}) > 1
+    results: Grouped = {}
+    for name, config in configs.items():
+        label, n_pairs = name.rpartition("-seed")[0], config.data.n_pairs
+        label = label.removesuffix(f"-{n_pairs}pairs") if several else label
+        seeds = results.setdefault(label, {}).setdefault(n_pairs, [])
+        if outcomes[name].error is None:
+            seeds.append(outcomes[name].results)
+    return results
+
+
+def comparison_table(results: Grouped) -> Table:
+    """Mean and standard deviation over seeds; a group of columns for every number of pairs."""
+    budgets = _budgets(results)
+    present = [header for header, key in COLUMNS.items() if _has(results, key)]
+    if len(budgets) > 1:
+        present = [header for header in present if header in SEVERAL] or present[:1]
+    columns = {
+        header if len(budgets) == 1 else f"{n_pairs}: {header}": (n_pairs, COLUMNS[header])
+        for n_pairs in budgets
+        for header in present
+    }
+    rows = [
+        [name, *(_mean(of_pairs.get(n_pairs, []), key) for n_pairs, key in columns.values())]
+        for name, of_pairs in results.items()
+    ]
+    return table(["method", *columns], rows, best=dict.fromkeys(columns, "max"))
+
+
+def comparison_plot(results: Grouped, path: pathlib.Path) -> None:
+    """Bars of R@1, R@10 and zero-shot accuracy, best on top; whiskers show the spread over seeds.
+
+    On the test split, on validation when there is no test split, and no plot without either.
+    """
+    splits = [name for name in ("test", "val") if _has(results, f"{name}/mean/R@1")]
+    if not splits:
+        return
+    plt = pyplot()
+    budgets = _budgets(results)
+    several = len(budgets) > 1
+    keys = [key for panel in PANELS if _has(results, key := f"{splits[0]}/{panel}")]
+
+    def score(name: str) -> float:
+        means = [_mean(results[name].get(n_pairs, []), keys[0]) for n_pairs in budgets]
+        return sum(mean or 0.0 for mean in means)
+
+    names = sorted(results, key=score)  # the first bar is drawn at the bottom
+    height = 1.2 + 0.18 * len(names) * (len(budgets) + 0.6)
+    figure, _ = plt.subplots(
+        1, len(keys), figsize=(2 + 3 * len(keys), height), sharey=True, layout="constrained"
+    )
+    shades = plt.get_cmap("viridis")
+    thickness = 0.8 / len(budgets)
+    for axes, key in zip(figure.axes, keys, strict=True):
+        for index, n_pairs in enumerate(budgets):
+            means = [_mean(results[name].get(n_pairs, []), key) for name in names]
+            places = [place + 0.4 - thickness * (index + 0.5) for place, _ in enumerate(names)]
+            bars = axes.barh(
+                places,
+                [mean or 0.0 for mean in means],
+                thickness * 0.9,
+                xerr=[(mean and mean.spread) or 0.0 for mean in means],
+                error_kw={"elinewidth": 1, "capsize": 2},
+                color=shades(0.25 + 0.5 * index / max(len(budgets) - 1, 1)),
+                label=f"{n_pairs:,} pairs",
+            )
+            texts = ["failed" if mean is None else f"{float(mean):.1f}" for mean in means]
+            axes.bar_label(bars, texts, fontsize=7, padding=3)
+        axes.set_title(PANELS[key.partition("/")[2]], fontsize=10)
+        axes.set_xlabel(f"{splits[0]} (%)" if several else f"{splits[0]} (%), {budgets[0]:,} pairs")
+        axes.margins(x=0.15)
+        axes.spines[["top", "right"]].set_visible(False)
+    figure.axes[0].set_yticks(range(len(names)), names)
+    figure.axes[0].set_ylim(-0.6, len(names) - 0.4)
+    if several:
+        figure.legend(
+            *figure.axes[0].get_legend_handles_labels(),
+            loc="outside lower center",
+            ncols=len(budgets),
+            frameon=False,
+        )
+    figure.savefig(path, dpi=150)
+    plt.close(figure)
+
+
+def pyplot() -> Any:
+    """matplotlib.pyplot, drawing into files."""
+    matplotlib = checks.require("matplotlib", extra="experiments")
+    matplotlib.use("agg")
+    return checks.require("matplotlib.pyplot", extra="experiments")
+
+
+def _budgets(results: Grouped) -> list[int]:
+    return sorted({n_pairs for of_pairs in results.values() for n_pairs in of_pairs})
+
+
+def _has(results: Grouped, key: str) -> bool:
+    """Whether all runs that did not fail, and at least one, have this metric."""
+    runs = [run for of_pairs in results.values() for seeds in of_pairs.values() for run in seeds]
+    return bool(runs) and all(key in run for run in runs)
+
+
+def _mean(seeds: Sequence[Mapping[str, float]], key: str) -> Mean | None:
+    """Over the seeds; None when all of them failed."""
+    return Mean([seed[key] for seed in seeds]) if seeds else None

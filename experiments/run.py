@@ -1,0 +1,432 @@
+"""From configs to folders of results: one run, or many; started again they go on where they were.
+
+A run's folder holds config.json, environment.json, metrics.jsonl, results.json, checkpoints/ and
+aligner/.
+"""
+
+import dataclasses
+import pathlib
+import shutil
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+from jax.sharding import Mesh
+from ml_collections.config_dict import FrozenConfigDict
+
+from experiments import config as config_lib
+from experiments import locks, processes
+from experiments.config import naming
+from sotalign_jax import (
+    aligner,
+    checkpoints,
+    checks,
+    data,
+    files,
+    heads,
+    methods,
+    recording,
+    teachers,
+    training,
+)
+from sotalign_jax.ot import sharding
+
+Results = dict[str, float]
+SCORE = "val/mean/R@1"
+"""The score that chooses: of checkpoints, and of settings."""
+FAILED = "failed.json"
+"""Why a run failed; it would fail again."""
+
+
+class UnusableError(checks.InputError):
+    """Settings, each of which is right, that cannot be used together or with the data."""
+
+
+class Outcome(NamedTuple):
+    """How a run ended: its results, or none of them and why it failed."""
+
+    results: Results
+    error: str | None = None
+
+
+# --- many runs -----------------------------------------------------------------------------------
+
+
+def run_all(
+    configs: Mapping[str, FrozenConfigDict],
+    workdir: pathlib.Path,
+    *,
+    record: dict[str, Any] | None = None,
+    title: str = "compare",
+) -> dict[str, Outcome]:
+    """Makes the runs, or finishes those begun, under one progress bar; how they ended, by name.
+
+    A single run lives in `workdir` itself, several in a folder each below it. The folder keeps what
+    they were asked for with and refuses anything else; with a `record` to keep instead, it may hold
+    more runs later, and a single one has a folder, too. What fails ends a single run, or a first
+    one whose settings cannot be used; among several runs it is an outcome like others.
+    """
+    if len(configs) == 1 and record is None:
+        return {name: Outcome(run(config, workdir)) for name, config in configs.items()}
+    within = workdir, record or {name: config_lib.plain(c) for name, c in configs.items()}
+    if not (workdir / "config.json").exists():
+        # What any method lacks is known before the first one trains.
+        for one in {config.data: config for config in configs.values()}.values():
+            dataset = load_dataset(one)
+            for other in configs.values():
+                if other.data == one.data:
+                    _check_pool(other, dataset)
+    waiting = [name for name in configs if not _is_finished(workdir / name)]
+    done = len(configs) - len(waiting)
+    outcomes: dict[str, Outcome] = {}
+    best: float | None = None
+    with recording.Progress(
+        len(configs), title, initial=done, unit="runs", stream=processes.progress_stream()
+    ) as bar:
+        for name, config in configs.items():
+            outcomes[name] = _attempt(config, workdir / name, within)
+            score = outcomes[name].results.get(SCORE)
+            best = max((s for s in (best, score) if s is not None), default=None)
+            if name in waiting:
+                done += 1
+                bar.update(done, mean_r1=best)
+    if record is None:
+        ended = {
+            name: o.results if o.error is None else {"error": o.error}
+            for name, o in outcomes.items()
+        }
+        recording.write_json(workdir / "results.json", ended)
+    return outcomes
+
+
+def _is_finished(folder: pathlib.Path) -> bool:
+    return any((folder / name).exists() for name in ("results.json", FAILED))
+
+
+def _attempt(
+    config: FrozenConfigDict, folder: pathlib.Path, within: tuple[pathlib.Path, dict[str, Any]]
+) -> Outcome:
+    """One of several runs: one that fails says so and leaves the others alone.
+
+    A loss that is not finite would be so again, and is remembered. The first of the runs raises
+    when its settings cannot be used: nothing is lost by a new start.
+    """
+
+    def remembered() -> str | None:
+        if not (folder / FAILED).exists():
+            return None
+        recording.open_run(folder, config_lib.plain(config))  # refuses another config
+        return recording.read_json(folder / FAILED)["error"]
+
+    failure = processes.agree(remembered)
+    if failure is not None:
+        return Outcome({}, failure)
+    try:
+        return Outcome(run(config, folder, within=within))
+    except UnusableError as error:
+        if not (within[0] / "config.json").exists():
+            raise
+        return Outcome({}, str(error))
+    except FloatingPointError as error:
+        recording.write_json(folder / FAILED, {"error": str(error)})
+        return Outcome({}, str(error))
+
+
+# --- one run -------------------------------------------------------------------------------------
+
+
+def run(
+    config: FrozenConfigDict,
+    workdir: pathlib.Path,
+    *,
+    within: tuple[pathlib.Path, dict[str, Any]] | None = None,
+) -> Results:
+    """Makes one run in `workdir`, or finishes the one begun there; returns its results.
+
+    Everything that can be wrong with the input is found before the folder is claimed, so that a
+    corrected start can use the same one. `within` is the folder and record of a set of runs, whose
+    progress is shown above this one's.
+
+    Raises:
+        UnusableError: the config cannot be used with this data; the folder is not claimed.
+        FloatingPointError: the loss is not finite.
+    """
+
+    def claim() -> pathlib.Path:
+        if within is not None:
+            recording.open_run(*within)
+        return recording.open_run(workdir, config_lib.plain(config)).path
+
+    results_path = workdir / "results.json"
+
+    def finished() -> Results | None:
+        if ((workdir if within is None else within[0]) / "config.json").exists():
+            claim()
+            if results_path.exists():
+                return recording.read_json(results_path)
+        return None
+
+    earlier = processes.agree(finished)
+    if earlier is not None:
+        return earlier
+    try:
+        prepared = prepare(config)
+    except checks.InputError as error:
+        raise UnusableError(str(error)) from error
+    except FloatingPointError:
+        claim()  # a fit that failed is remembered in its folder
+        raise
+    with locks.only_process(claim(), flag="workdir"):
+        results: Results = {}
+        trained = prepared.start
+        if prepared.method is not None:
+            try:
+                trained, best = _train(config, prepared, workdir, inner=within is not None)
+            except checks.InputError as error:  # what only the method's preparation can tell
+                raise UnusableError(f"{config.method}.{error}") from error
+            results["best_step"] = int(best.step)
+        results |= evaluate(trained, prepared.dataset)
+        info = {"settings": config_lib.plain(config), "results": results}
+        # What a killed start left may be incomplete.
+        shutil.rmtree(workdir / aligner.FOLDER, ignore_errors=True)
+        aligner.Aligner(trained, info).save(workdir / aligner.FOLDER)
+        recording.write_json(results_path, results)
+    return results
+
+
+class Prepared(NamedTuple):
+    """What a run starts from.
+
+    With a method that is trained, `start` are the heads before the first step; without one they
+    are the model already: a teacher's maps, or what a fitted method found.
+    """
+
+    dataset: data.Dataset
+    method: methods.Objective | None
+    teacher: teachers.LinearTeacher | None
+    start: heads.Heads
+    mesh: Mesh | None = None
+
+
+def prepare(config: FrozenConfigDict) -> Prepared:
+    """Finds the devices, reads the data, fits the teacher if one is needed, builds the heads."""
+    if config.tensorboard:
+        checks.require("tensorboardX", extra="tensorboard")
+    mesh = sharding.rows_mesh(config.mesh)
+    dataset, method = load_dataset(config), config_lib.method(config)
+    if isinstance(method, methods.Fitted):
+        with naming(f"{config.method}: "):
+            fitted = method.fit(dataset, seed=config.seed, progress=True)
+        return Prepared(dataset, None, None, fitted)
+    assert method is None or isinstance(method, methods.Objective)
+    as_start = method is None or config.heads.init == "teacher"
+    kind = "linear" if method is None else config.heads.kind or method.head
+    teacher = None
+    if method is None or as_start or method.uses_teacher:
+        with naming("teacher: "):
+            name = config.method if method is None else config.teacher.kind
+            teacher = fit_teacher(config, dataset, name)
+    with naming("heads: "):
+        start = heads.build_heads(
+            dataset.pairs_x.shape[1],
+            dataset.pairs_y.shape[1],
+            teacher.dim if teacher is not None and as_start else config.heads.dim,
+            kind=kind,
+            hidden=config.heads.hidden,
+            seed=config.seed,
+            teacher=teacher if as_start else None,
+        )
+    return Prepared(dataset, method, teacher, start, mesh)
+
+
+def fit_teacher(
+    config: FrozenConfigDict, dataset: data.Dataset, kind: str
+) -> teachers.LinearTeacher:
+    """Fits the teacher, on mismatched pairs if the config asks for noise."""
+    pairs_y = dataset.pairs_y
+    if config.teacher.noise:
+        pairs_y = data.mismatch_pairs(pairs_y, fraction=config.teacher.noise, seed=config.seed)
+    options: dict[str, Any] = {}
+    if config.teacher.dim is not None:
+        options["dim"] = config.teacher.dim
+    if kind == "cca":
+        options["ridge"] = config.teacher.ridge
+        options["cov_normalize"] = config.teacher.cov_normalize
+    if kind == "contrastive":
+        options["seed"] = config.seed
+        options.setdefault("dim", config.heads.dim)
+        options["steps"] = config.train.steps
+        options["learning_rate"] = config.train.learning_rate
+    return teachers.TEACHERS[kind](dataset.pairs_x, pairs_y, **options)
+
+
+def evaluate(trained: heads.Heads, dataset: data.Dataset) -> Results:
+    """Retrieval on validation and test, and zero-shot classification, keyed like test/mean/R@1."""
+    results: Results = {}
+    for name, gallery in (("val", dataset.val), ("test", dataset.test)):
+        if gallery is not None:
+            scores = training.evaluate(trained.x, trained.y, gallery)
+            results |= {f"{name}/{key}": value for key, value in scores.items()}
+    if dataset.zero_shot is not None:
+        scores = training.evaluate_zero_shot(trained.x, trained.y, dataset.zero_shot)
+        results |= {f"test/{key}": value for key, value in scores.items()}
+    return results
+
+
+# --- data ----------------------------------------------------------------------------------------
+
+
+def load_dataset(config: FrozenConfigDict) -> data.Dataset:
+    """Reads and splits the data that a config names."""
+    options: dict[str, Any] = {
+        "n_pairs": config.data.n_pairs,
+        "pool": config.data.pool,
+        "n_unpaired": config.data.n_unpaired,
+        "pool_noise": config.data.pool_noise,
+        "seed": config.seed,
+    }
+    with naming("data: "):
+        dataset = LOADERS[config.data.name](config, options)
+    if not config.data.test:
+        dataset = dataclasses.replace(dataset, test=None, zero_shot=None)
+    _check_pool(config, dataset)
+    return dataset
+
+
+def _pictures(config: FrozenConfigDict, options: dict[str, Any]) -> data.Dataset:
+    return data.pictures_dataset(**options)
+
+
+def _files(config: FrozenConfigDict, options: dict[str, Any]) -> data.Dataset:
+    paths = config.data.files
+
+    def load(name: str, *, required: bool = False) -> Any:
+        if paths[name]:
+            with naming(f"files.{name}: "):
+                return files.load_array(paths[name])
+        if required:
+            raise checks.InputError(
+                f"files.{name}: is not set; pass --config.data.files.{name}=PATH"
+            )
+        return None
+
+    def gallery(name: str) -> data.Gallery | None:
+        if not any(paths[f"{name}_{part}"] for part in ("x", "y", "x_of_y")):
+            return None
+        x, y = (load(f"{name}_{side}", required=True) for side in "xy")
+        with naming(f"files.{name}: "):
+            return data.gallery(x, y, load(f"{name}_x_of_y"))
+
+    def zero_shot() -> data.ZeroShot | None:
+        parts = [f"zero_shot_{part}" for part in ("x", "labels", "prompts")]
+        if not any(paths[part] for part in parts):
+            return None
+        arrays = [load(part, required=True) for part in parts]
+        with naming("files.zero_shot: "):
+            return data.zero_shot(*arrays)
+
+    return data.semi_supervised(
+        load("x", required=True),
+        load("y", required=True),
+        unpaired_x=load("unpaired_x"),
+        unpaired_y=load("unpaired_y"),
+        val=gallery("val"),
+        test=gallery("test") if config.data.test else None,
+        zero_shot=zero_shot() if config.data.test else None,
+        **options,
+    )
+
+
+LOADERS: dict[str, Callable[[FrozenConfigDict, dict[str, Any]], data.Dataset]] = {
+    "pictures": _pictures,
+    "files": _files,
+}
+"""What reads the data of each name in `config.DATA`."""
+
+
+def _check_pool(config: FrozenConfigDict, dataset: data.Dataset) -> None:
+    """Raises when the run's method needs other unpaired rows than there are."""
+    method = config_lib.method(config)
+    if method is not None:
+        with naming("data: "):
+            training.check_pool(method, dataset)
+
+
+# --- training under observation ------------------------------------------------------------------
+
+
+def _train(
+    config: FrozenConfigDict, prepared: Prepared, folder: pathlib.Path, *, inner: bool
+) -> tuple[heads.Heads, training.Best]:
+    assert prepared.method is not None
+    with _Recorder(config, folder, inner=inner) as recorder:
+        return training.fit(
+            prepared.method,
+            prepared.start,
+            prepared.dataset,
+            config_lib.train(config),
+            teacher=processes.from_first(prepared.teacher),
+            resume=recorder.resume,
+            observer=recorder,
+            mesh=prepared.mesh,
+            on_device=config.on_device,
+        )
+
+
+class _Recorder:
+    """Writes metrics and checkpoints of one run, and shows its progress."""
+
+    def __init__(self, config: FrozenConfigDict, folder: pathlib.Path, *, inner: bool) -> None:
+        self._config, self._folder, self._inner = config, folder, inner
+        self._log = recording.MetricLog(folder / "metrics.jsonl")
+        saved = processes.first_workdir(folder) / "checkpoints"
+        self._checkpoints = checkpoints.Checkpoints(saved)
+        self._bar: recording.Progress | None = None
+        self._board: Any = None
+
+    def __enter__(self) -> "_Recorder":
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        if self._bar is not None:
+            self._bar.__exit__(*error)
+        if self._board is not None:
+            self._board.close()
+        self._log.close()
+        self._checkpoints.__exit__(*error)
+
+    def resume(self, template: training.Snapshot) -> training.Snapshot | None:
+        """The newest checkpoint, with the log cut back to its step; the same for all processes."""
+        found = None
+
+        def restore() -> int:
+            nonlocal found
+            found = self._checkpoints.restore_latest(template)
+            step = 0 if found is None else found[0]
+            self._log.truncate_after(step)
+            if self._config.tensorboard:
+                self._board = recording.tensorboard(self._folder / "tensorboard", resume_after=step)
+            return step
+
+        step = processes.agree(restore)
+        if processes.is_first():
+            name = f"{self._config.method} seed {self._config.seed}"
+            if self._inner:
+                name = self._folder.name
+            self._bar = recording.Progress(
+                self._config.train.steps, name, initial=step, inner=self._inner
+            )
+        return processes.from_first(template if found is None else found[1])
+
+    def metrics(self, step: int, values: dict[str, float]) -> None:
+        """One line of the log, the bar, and TensorBoard if asked for."""
+        self._log.append(step, values)
+        if self._bar is not None:
+            self._bar.update(step, loss=values["loss"], mean_r1=values.get("val/mean/R@1"))
+        if self._board is not None:
+            for name, value in values.items():
+                self._board.add_scalar(name, float(value), step)
+
+    def snapshot(self, step: int, snapshot: training.Snapshot) -> None:
+        """Saves in the background; the log reaches the disk first."""
+        self._log.flush()
+        self._checkpoints.save(step, snapshot)
