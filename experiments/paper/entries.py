@@ -1,22 +1,19 @@
-"""Every table and figure of the paper with numbers, in its order: T1 to T7, A1 to A6, F3 to FA10.
+"""Every table and figure of the paper with numbers, in its order: T1-T7, A1-A6, F3-F7, FA1-FA10.
 
-An entry says which panels to run, what the paper concludes from them, and how to judge that. Where
-the paper's data are not at hand, the photographs of `experiments/data` stand in: COCO for CC3M and
-COCO, Flickr8k for Flickr30k, RSICD for SkyScript.
+An entry says what to run, what the paper concludes from it, and how to judge that. Where the
+paper's data are not at hand, photographs stand in for them, see `sources`.
 """
 
-import dataclasses
-import functools
 import itertools
 import pathlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, ClassVar
 
 import numpy as np
 
 from experiments.paper import plots
 from experiments.paper.lab import ARMS, Lab
 from experiments.paper.panels import (
-    Changes,
     Panel,
     Verdict,
     all_above,
@@ -25,575 +22,426 @@ from experiments.paper.panels import (
     joined,
     paper_results,
 )
+from experiments.paper.sources import MAIN
 
 Found = Mapping[str, Panel]
+Rows = dict[str, dict[str, Any]]
 MEAN = "test/mean/R@1"
-SAIL: Changes = {"method": "sail"}
-OURS: Changes = {"method": "sotalign"}
-RETRIEVAL = {
-    "zero-shot": {"metric": "ImageNet/top1"},
-    "T2I R@1": {"metric": "test/y_to_x/R@1"},
-    "I2T R@1": {"metric": "test/x_to_y/R@1"},
-}
-"""What most tables report: classification, text to image, image to text."""
+SAIL: dict[str, Any] = {"method": "sail"}
+OURS: dict[str, Any] = {"method": "sotalign"}
+UNROLLED, IMPLICIT, CLOSED = ARMS.values()
+
+
+class Entry:
+    """A table or figure of the paper; its docstring says what it shows.
+
+    Attributes:
+        claim: what the paper concludes.
+        needs: the paper's data, as sources of --files.
+        paper: key of the paper's table, shown beside ours or below.
+        drawn: whether it is a figure.
+    """
+
+    claim: str
+    needs: tuple[str, ...] = ("main",)
+    paper: str | None = None
+    drawn = False
+
+    @property
+    def name(self) -> str:
+        """T1 (main text), A1 (appendix), F3 or FA1 (figures)."""
+        return type(self).__name__
+
+    @property
+    def title(self) -> str:
+        return (self.__doc__ or "").strip().rstrip(".")
+
+    def panels(self, lab: Lab) -> Sequence[Panel]:
+        """For the data at hand; none when they do not allow it."""
+        raise NotImplementedError
+
+    def judge(self, found: Found) -> Verdict:
+        """Whether the claim held, from the panels by name."""
+        raise NotImplementedError
+
+    def plot(self, found: Found, path: pathlib.Path) -> None:
+        """Draws a figure into a file."""
+
+
+# --- what several entries share ----------------------------------------------------------------
+
+
+def retrieval(lab: Lab) -> Rows:
+    """Columns of most tables: classification, text to image, image to text."""
+    classes = "ImageNet/top1" if lab.sources.has("ImageNet", "classes") else None
+    ways = {"T2I R@1": "test/y_to_x/R@1", "I2T R@1": "test/x_to_y/R@1"}
+    return {name: {"metric": m} for name, m in {"zero-shot": classes, **ways}.items()}
+
+
 NAMED = {"zero-shot": "ImageNet", "T2I R@1": "COCO_T2I_R1", "I2T R@1": "COCO_I2T_R1"}
 
 
-@dataclasses.dataclass(frozen=True)
-class Entry:
-    """A table or figure of the paper.
-
-    Attributes:
-        name: as T1 (main text), A1 (appendix), F3 or FA1 (figures).
-        title: what it shows.
-        varies: what differs between its runs.
-        needs: the paper's data, as sources of `--files`.
-        claim: what the paper concludes.
-        panels: for the data at hand; none when they do not allow it.
-        judge: whether the claim held, from the panels by name.
-        plot: draws a figure into a file.
-        paper: key of the paper's table, shown beside ours or below.
-    """
-
-    name: str
-    title: str
-    varies: str
-    needs: tuple[str, ...]
-    claim: str
-    panels: Callable[[Lab], Sequence[Panel]]
-    judge: Callable[[Found], Verdict]
-    plot: Callable[[Found, pathlib.Path], None] | None = None
-    paper: str | None = None
-
-
-def _rows_above(panel: Panel, pairs: Sequence[tuple[str, str]]) -> Verdict:
-    """Claim: of every pair of rows the first is above the second, in every column."""
-    return all_above({k: v for pair in pairs for k, v in panel.row_gaps(*pair).items()})
-
-
-def _sail_and_ours(sources: Mapping[str, Changes]) -> dict[str, Changes]:
+def sail_and_ours(sources: Rows) -> Rows:
     """A row of SAIL and one of SOTAlign for each source, named as the paper does."""
     methods = {"SAIL": SAIL, "SOTAlign": OURS}
     return {f"{s}/{m}": {**a, **b} for s, a in sources.items() for m, b in methods.items()}
 
 
-def _ours_above_sail(found: Found) -> Verdict:
-    """Claim on rows of `_sail_and_ours`."""
-    sources = dict.fromkeys(row.rpartition("/")[0] for row in found[""].rows)
-    gaps = {
-        f"{source} ({column})": found[""].gap(
-            (f"{source}/SOTAlign", column), (f"{source}/SAIL", column)
-        )
-        for source, column in itertools.product(sources, RETRIEVAL)
-    }
+def rows_above(panel: Panel, pairs: Iterable[tuple[str, str]], but: Sequence[str] = ()) -> Verdict:
+    """Claim: of every pair of rows the first is above the second, in every column `but` some."""
+    columns = [name for name, c in panel.columns.items() if c["metric"] and name not in but]
+    places = itertools.product(pairs, columns)
+    return all_above({f"{a} - {b} ({c})": panel.gap((a, c), (b, c)) for (a, b), c in places})
+
+
+def ours_above_sail(panel: Panel) -> Verdict:
+    """Claim on the rows of `sail_and_ours`."""
+    sources = dict.fromkeys(row.rpartition("/")[0] for row in panel.rows)
+    but = [name for name in panel.columns if name not in NAMED]
+    return rows_above(panel, [(f"{s}/SOTAlign", f"{s}/SAIL") for s in sources], but)
+
+
+def two_lines(metric: str) -> Rows:
+    return {"SAIL": {**SAIL, "metric": metric}, "SOTAlign": {**OURS, "metric": metric}}
+
+
+def second_above_first(panel: Panel) -> Verdict:
+    """Claim on the columns of `two_lines`."""
+    gaps = {f"SOTAlign - SAIL ({r})": panel.gap((r, "SOTAlign"), (r, "SAIL")) for r in panel.rows}
     return all_above(gaps)
 
 
-_lines = functools.partial(plots.lines, ylabel="MeanR@1 (%)")
-_percent = functools.partial(plots.lines, ylabel="%")
+# --- tables of the main text -------------------------------------------------------------------
 
 
-# --- T1: teachers and divergences --------------------------------------------------------------
+class T1(Entry):
+    """Linear teachers and divergences."""
+
+    claim = (
+        "KLOT is above InfoNCE, InfoNCE above CKA, and KLOT above its teacher alone, for every "
+        "teacher"
+    )
+    paper = "T1_divergence_x_teacher"
+
+    def panels(self, lab: Lab) -> Sequence[Panel]:
+        kinds = {"CKA": "cka", "InfoNCE": "infonce", "KLOT": "klot"}
+        rows: Rows = {"None": {"method": "teacher"}}
+        rows |= {name: {**OURS, "sotalign.divergence": kind} for name, kind in kinds.items()}
+        made = []
+        for title, pairs, seeds in (("", {}, lab.seeds), *lab.sizes.t1_again):
+            columns = {
+                name: {"metric": MEAN, "teacher.kind": name.lower(), **pairs}
+                for name in ("Procrustes", "CCA", "Contrastive")
+            }
+            made.append(Panel(title, "divergence", rows, columns, seeds, self.paper))
+        return made
+
+    def judge(self, found: Found) -> Verdict:
+        order = [("KLOT", "InfoNCE"), ("InfoNCE", "CKA"), ("KLOT", "None")]
+        parts = {name: rows_above(panel, order) for name, panel in found.items()}
+        return joined(parts) if len(parts) > 1 else parts[""]
 
 
-def _t1(lab: Lab) -> list[Panel]:
-    kinds = {"CKA": "cka", "InfoNCE": "infonce", "KLOT": "klot"}
-    rows = {"None": {"method": "teacher"}}
-    rows |= {name: {**OURS, "sotalign.divergence": kind} for name, kind in kinds.items()}
-    teachers = ("Procrustes", "CCA", "Contrastive")
-    columns = {name: {"metric": MEAN, "teacher.kind": name.lower()} for name in teachers}
-    key = "T1_divergence_x_teacher"
-    made = [Panel("", "divergence", rows, columns, lab.seeds, key)]
-    if more := lab.pick(quick=None, full=10_000, paper=None):
-        many = {name: {**changes, "data.n_pairs": more} for name, changes in columns.items()}
-        made.append(Panel(f"{more:,} pairs", "divergence", rows, many, lab.seeds[:1], key))
-    return made
+class T2(Entry):
+    """Sources of pairs; unpaired rows come from one source."""
+
+    claim = "SOTAlign is above SAIL whatever the pairs' source"
+    needs = ("main", "CC3M-synth", "CC12M", "COCO")
+    paper = "T2_paired_source"
+
+    def panels(self, lab: Lab) -> Sequence[Panel]:
+        at = lab.sources
+        others = [name for name in at.collections if name != MAIN and at.has(name, "xy")]
+        rows = sail_and_ours({at.label: {}, **{name: {"data.pairs": name} for name in others}})
+        made = Panel("", "pairs/method", rows, retrieval(lab), lab.seeds, self.paper, NAMED)
+        return [made] if others else []
+
+    def judge(self, found: Found) -> Verdict:
+        return ours_above_sail(found[""])
 
 
-def _judge_t1(found: Found) -> Verdict:
-    order = [("KLOT", "InfoNCE"), ("InfoNCE", "CKA"), ("KLOT", "None")]
-    parts = {name or "usual pairs": _rows_above(panel, order) for name, panel in found.items()}
-    return joined(parts) if len(parts) > 1 else parts["usual pairs"]
+class T3(Entry):
+    """Pairs of encoders."""
+
+    claim = "SOTAlign is above SAIL for every pair of encoders"
+    needs = ("main", "IMAGE+TEXT")
+    paper = "T3_A2_encoders"
+    columns: ClassVar[Rows] = {}
+
+    def panels(self, lab: Lab) -> Sequence[Panel]:
+        rows = sail_and_ours({name: {"data.encoders": name} for name in lab.sources.encoders})
+        columns, named = {**self.columns, **retrieval(lab)}, {**NAMED, KNN: "mutual_kNN_pct"}
+        made = Panel("", "encoders/method", rows, columns, lab.seeds, self.paper, named)
+        return [made] if len(rows) > 2 else []
+
+    def judge(self, found: Found) -> Verdict:
+        return ours_above_sail(found[""])
 
 
-T1 = Entry(
-    "T1",
-    "Linear teachers and divergences",
-    "teacher x divergence, all at the alpha of KLOT with CCA",
-    ("main",),
-    "KLOT is above InfoNCE, InfoNCE above CKA, and KLOT above its teacher alone, for every teacher",
-    _t1,
-    _judge_t1,
-    paper="T1_divergence_x_teacher",
+KNN = "mutual k-NN (%)"
+ALL_PAIRS, OURS_SEMI, TEACHER_START = (
+    "sup/SAIL, all pairs",
+    "semi/SOTAlign",
+    "semi/SOTAlign, teacher start",
 )
 
 
-# --- T2: where the pairs come from -------------------------------------------------------------
+class T4(Entry):
+    """Retrieval by method."""
+
+    claim = "SOTAlign is above every method with the same pairs, in every column"
+    needs: tuple[str, ...] = ("main", "Flickr30k")
+    paper = "T4_A4_retrieval"
+    cuts: tuple[int, ...] = (1,)
+    but: tuple[str, ...] = ()
+
+    def columns(self, lab: Lab) -> tuple[Rows, dict[str, str]]:
+        """What is shown of every method, and the paper's names for it."""
+        flickr, named = lab.sources.flickr, {}
+        columns: Rows = {}
+        ways = {"T2I": "y_to_x", "I2T": "x_to_y"}
+        for source, (way, side), k in itertools.product(("test", flickr), ways.items(), self.cuts):
+            here = source == "test" or lab.sources.has(source, "test")
+            label = f"{'' if source == 'test' else f'{source} '}{way} R@{k}"
+            columns[label] = {"metric": f"{source}/{side}/R@{k}" if here else None}
+            named[label] = f"{'COCO' if source == 'test' else 'F30k'}_{way}_R{k}"
+        return columns, named
+
+    def panels(self, lab: Lab) -> Sequence[Panel]:
+        """Every method that the paper compares, and SOTAlign from the teacher's projection."""
+        rows: Rows = {ALL_PAIRS: {**SAIL, "data.n_pairs": lab.sizes.all_pairs}}
+        for kind, names in {"sup": "SAIL STRUCTURE", "semi": "SAIL STRUCTURE NNCLR S-CLIP"}.items():
+            for name in names.split():
+                both = kind == "semi" and name in ("SAIL", "STRUCTURE")
+                method = name.lower().replace("-", "") + ("_semi" if both else "")
+                rows[f"{kind}/{name}"] = {"method": method}
+        rows |= {OURS_SEMI: OURS, TEACHER_START: {**OURS, "heads.init": "teacher"}}
+        columns, named = self.columns(lab)
+        named[ALL_PAIRS] = "sup/SAIL-1M"
+        return [Panel("", "method", rows, columns, lab.seeds, self.paper, named)]
+
+    def judge(self, found: Found) -> Verdict:
+        """Columns where no method is clearly above chance judge nothing."""
+        panel = found[""]
+        chance = {name: changes.get("chance", 0.0) for name, changes in panel.columns.items()}
+        useless = [
+            name
+            for name in panel.columns
+            if (means := [panel.mean(row, name) for row in panel.rows if len(panel.at(row, name))])
+            and max(means) <= 2 * chance[name]
+        ]
+        peers = [row for row in panel.rows if row not in (ALL_PAIRS, OURS_SEMI, TEACHER_START)]
+        verdict = rows_above(panel, [(OURS_SEMI, row) for row in peers], [*useless, *self.but])
+        note = f"; at chance for every method: {', '.join(useless)}" if useless else ""
+        return verdict._replace(text=verdict.text + note)
 
 
-def _t2(lab: Lab) -> list[Panel]:
-    others = [
-        name
-        for name in lab.sources.collections
-        if name != lab.sources.main and lab.sources.has(name, "xy")
-    ]
-    if not others:
-        return []
-    sources = {lab.sources.label: {}, **{name: {"data.pairs": name} for name in others}}
-    rows = _sail_and_ours(sources)
-    return [Panel("", "pairs", rows, RETRIEVAL, lab.seeds, "T2_paired_source", NAMED)]
+class T5(T4):
+    """Zero-shot classification by method."""
 
+    sets: tuple[str, ...] = ("Food101", "CIFAR10", "CIFAR100", "DTD", "ImageNet")
+    needs = ("main", *sets)
+    paper = "T5_A5_classification"
 
-T2 = Entry(
-    "T2",
-    "Sources of pairs",
-    "the collection that the pairs come from; unpaired rows come from one",
-    ("main", "CC3M-synth", "CC12M", "COCO"),
-    "SOTAlign is above SAIL whatever the pairs' source",
-    _t2,
-    _ours_above_sail,
-    paper="T2_paired_source",
-)
-
-
-# --- T3, A2, F7: encoders ----------------------------------------------------------------------
-
-_KNN = {"mutual k-NN (%)": {"metric": "mutual_knn/percent"}}
-
-
-def _encoders(lab: Lab, columns: Mapping[str, Changes]) -> list[Panel]:
-    if len(lab.sources.encoders) < 2:
-        return []
-    rows = _sail_and_ours({name: {"data.encoders": name} for name in lab.sources.encoders})
-    named = {**NAMED, "mutual k-NN (%)": "mutual_kNN_pct"}
-    return [Panel("", "encoders", rows, columns, lab.seeds, "T3_A2_encoders", named)]
-
-
-T3 = Entry(
-    "T3",
-    "Encoders",
-    "the pair of frozen encoders",
-    ("main", "IMAGE+TEXT"),
-    "SOTAlign is above SAIL for every pair of encoders",
-    lambda lab: _encoders(lab, RETRIEVAL),
-    _ours_above_sail,
-    paper="T3_A2_encoders",
-)
-A2 = dataclasses.replace(
-    T3,
-    name="A2",
-    title="Encoders, with their mutual k-NN",
-    panels=lambda lab: _encoders(lab, {**_KNN, **RETRIEVAL}),
-)
-
-
-def _f7(lab: Lab) -> list[Panel]:
-    rows = {
-        name: {**OURS, "data.encoders": name}
-        for name in (*lab.sources.encoders, *lab.sources.weak_encoders)
-    }
-    columns = {**_KNN, "MeanR@1": {"metric": MEAN}}
-    return [Panel("", "encoders", rows, columns, lab.seeds)] if len(rows) > 2 else []
-
-
-F7 = Entry(
-    "F7",
-    "Retrieval against the encoders' mutual k-NN",
-    "the pair of frozen encoders, weaker ones too",
-    ("main", "IMAGE+TEXT"),
-    "mutual k-NN predicts MeanR@1 (paper: r = 0.95)",
-    _f7,
-    lambda found: correlated(found[""], sign=1, paper=0.95),
-    plot=plots.scatter,
-)
-
-
-# --- T4, A4, T5, A5: methods -------------------------------------------------------------------
-
-_ALL_PAIRS = "sup/SAIL, all pairs"
-_START = "semi/SOTAlign, teacher start"
-
-
-def _methods(lab: Lab) -> dict[str, Changes]:
-    """Every method that the paper compares, and SOTAlign from the teacher's projection."""
-    named = {
-        "sup/SAIL": "sail",
-        "sup/STRUCTURE": "structure",
-        "semi/SAIL": "sail_semi",
-        "semi/STRUCTURE": "structure_semi",
-        "semi/NNCLR": "nnclr",
-        "semi/S-CLIP": "sclip",
-        "semi/SOTAlign": "sotalign",
-    }
-    rows: dict[str, Changes] = {_ALL_PAIRS: {**SAIL, **lab.all_pairs}}
-    rows |= {name: {"method": method} for name, method in named.items()}
-    return {**rows, _START: {**OURS, "heads.init": "teacher"}}
-
-
-def _by_method(lab: Lab, columns: Mapping[str, Changes], key: str, **named: str) -> list[Panel]:
-    named[_ALL_PAIRS] = "sup/SAIL-1M"
-    return [Panel("", "method", _methods(lab), columns, lab.seeds, key, named)]
-
-
-def _judge_methods(found: Found, *, but: str = "Aircraft") -> Verdict:
-    """SOTAlign above all, in columns where some method is clearly above chance."""
-    panel = found[""]
-    ours, peers = "semi/SOTAlign", [r for r in panel.rows if r not in (_ALL_PAIRS, _START)]
-    useless = [
-        name
-        for name, changes in panel.columns.items()
-        if changes["metric"]
-        and not max(panel.mean(row, name) for row in panel.rows) > 2 * changes.get("chance", 0)
-    ]
-    gaps = {
-        f"{ours} - {row} ({name})": panel.gap((ours, name), (row, name))
-        for row in peers
-        for name, changes in panel.columns.items()
-        if row != ours and changes["metric"] and name not in (*useless, but)
-    }
-    verdict = all_above(gaps)
-    note = f"; at chance for every method: {', '.join(useless)}" if useless else ""
-    return verdict._replace(text=verdict.text + note)
-
-
-def _retrieval(lab: Lab, cuts: tuple[int, ...]) -> list[Panel]:
-    columns, named = {}, {}
-    for shown, prefix, paper in (
-        ("", "test", "COCO"),
-        (f"{lab.sources.flickr} ", lab.sources.flickr, "F30k"),
-    ):
-        for (way, side), k in itertools.product({"T2I": "y_to_x", "I2T": "x_to_y"}.items(), cuts):
-            here = prefix == "test" or lab.sources.has(prefix, "test")
-            columns[f"{shown}{way} R@{k}"] = {"metric": f"{prefix}/{side}/R@{k}" if here else None}
-            named[f"{shown}{way} R@{k}"] = f"{paper}_{way}_R{k}"
-    return _by_method(lab, columns, "T4_A4_retrieval", **named)
-
-
-T4 = Entry(
-    "T4",
-    "Retrieval by method",
-    "the method",
-    ("main", "Flickr30k"),
-    "SOTAlign is above every method with the same pairs, in every column",
-    lambda lab: _retrieval(lab, (1,)),
-    _judge_methods,
-    paper="T4_A4_retrieval",
-)
-A4 = dataclasses.replace(
-    T4,
-    name="A4",
-    title="Retrieval by method, R@1 and R@5",
-    panels=lambda lab: _retrieval(lab, (1, 5)),
-)
-_CHANCE = {"Food101": 101, "CIFAR10": 10, "CIFAR100": 100, "Aircraft": 100, "DTD": 47}
-_CHANCE |= {"Flowers": 102, "ImageNet": 1000, "Intel": 6}
-
-
-def _classification(lab: Lab, sets: tuple[str, ...]) -> list[Panel]:
-    columns = {
-        name: {
-            "metric": f"{name}/top1" if lab.sources.has(name, "classes") else None,
-            "chance": 100 / _CHANCE[name],
+    def columns(self, lab: Lab) -> tuple[Rows, dict[str, str]]:
+        classes = {"Food101": 101, "CIFAR10": 10, "DTD": 47, "Flowers": 102, "ImageNet": 1000}
+        extra = ("Intel",) if self.but and lab.sources.has("Intel", "classes") else ()
+        columns: Rows = {
+            name: {
+                "metric": f"{name}/top1" if lab.sources.has(name, "classes") else None,
+                "chance": 100 / {**classes, "Intel": 6}.get(name, 100),
+            }
+            for name in (*self.sets, *extra)
         }
-        for name in sets
+        return columns, {}
+
+
+SMALL = {"heads.kind": "mlp", "heads.dim": 8}
+
+
+class T6(Entry):
+    """The SUE protocol: very few pairs, drawn anew by every seed, as are the 400 test rows."""
+
+    claim = "SOTAlign is above SUE, contrastive training and CSA"
+    needs = ("COCO100", "F30k500", "Polyvore500")
+    paper = "T6_A6_SUE_protocol"
+    peers: ClassVar[Rows] = {
+        "CSA": {"method": "csa"},
+        "Contrastive": {"method": "contrastive_mlp", **SMALL},
+        "SUE": {"method": "sue"},
     }
-    return _by_method(lab, columns, "T5_A5_classification")
+    ours: ClassVar[Rows] = {"SOTAlign (linear, d=512)": {**OURS, "heads.dim": 512}}
+
+    def panels(self, lab: Lab) -> Sequence[Panel]:
+        columns, named = {}, {}
+        for source, pairs, paper in lab.sources.sue:
+            changes = {"data.pairs": source, "data.n_pairs": pairs, "data.split": "sue"}
+            for way, side in {"I2T": "x_to_y", "T2I": "y_to_x"}.items():
+                label = f"{source}, {pairs} pairs, {way} R@5"
+                columns[label] = {**changes, "metric": f"test/{side}/R@5"}
+                named[label] = f"{paper}_{way}"
+        rows = {**self.peers, **self.ours}
+        made = Panel("", "method", rows, columns, lab.seeds, self.paper, named)
+        return [made] if columns else []
+
+    def judge(self, found: Found) -> Verdict:
+        """A baseline that stays at chance, as a collapsed network does, is no evidence."""
+        panel, chance = found[""], 100 * 5 / 400
+        means = {row: [panel.mean(row, column) for column in panel.columns] for row in panel.rows}
+        useless = [row for row in self.peers if max(means[row]) <= 1.5 * chance]
+        peers = [row for row in self.peers if row not in useless]
+        verdict = rows_above(panel, itertools.product(self.ours, peers))
+        note = f"; at chance, and so no evidence: {', '.join(useless)}" if useless else ""
+        return verdict._replace(text=verdict.text + note)
 
 
-_SETS = ("Food101", "CIFAR10", "CIFAR100", "DTD", "ImageNet")
-T5 = Entry(
-    "T5",
-    "Zero-shot classification by method",
-    "the method",
-    ("main", *_SETS[:-1]),
-    "SOTAlign is above every method with the same pairs, in every column",
-    lambda lab: _classification(lab, _SETS),
-    _judge_methods,
-    paper="T5_A5_classification",
-)
-_MORE_SETS = ("Food101", "CIFAR10", "CIFAR100", "Aircraft", "DTD", "Flowers", "ImageNet")
-A5 = dataclasses.replace(
-    T5,
-    name="A5",
-    title="Zero-shot classification by method, all sets",
-    needs=("main", *_MORE_SETS[:-1]),
-    claim=f"{T5.claim} but Aircraft",
-    panels=lambda lab: _classification(
-        lab, (*_MORE_SETS, "Intel") if lab.sources.has("Intel", "classes") else _MORE_SETS
-    ),
-)
+class T7(Entry):
+    """Satellite images and speech."""
+
+    claim = "SOTAlign is above CCA, SAIL and STRUCTURE on both"
+    needs = ("SkyScript", "LibriSpeech")
+    paper = "T7_domains"
+
+    def panels(self, lab: Lab) -> Sequence[Panel]:
+        columns, named = {}, {}
+        for source, paper, pairs, ways in (
+            (
+                lab.sources.satellite,
+                "SkyScript",
+                lab.sizes.satellite,
+                {"T2I R@10": "y_to_x", "I2T R@10": "x_to_y"},
+            ),
+            ("LibriSpeech", "Libri", 1000, {"S2T R@1": "x_to_y", "T2S R@1": "y_to_x"}),
+        ):
+            for way, side in ways.items():
+                metric = (
+                    f"test/{side}/{way.split()[1]}" if lab.sources.has(source, "test") else None
+                )
+                columns[f"{source} {way}"] = {**lab.alone(source, pairs), "metric": metric}
+                named[f"{source} {way}"] = f"{paper}_{way.replace(' R@', '_R')}"
+        names = ("CCA", "SAIL", "STRUCTURE", "SOTAlign")
+        rows: Rows = {name: {"method": name.lower()} for name in names}
+        made = Panel("", "method", rows, columns, lab.seeds, self.paper, named)
+        return [made] if any(changes["metric"] for changes in columns.values()) else []
+
+    def judge(self, found: Found) -> Verdict:
+        return rows_above(found[""], [("SOTAlign", row) for row in ("CCA", "SAIL", "STRUCTURE")])
 
 
-# --- T6, A6: the SUE protocol ------------------------------------------------------------------
+# --- tables of the appendix --------------------------------------------------------------------
 
-_PEERS: dict[str, Changes] = {
-    "CSA": {"method": "csa"},
-    "Contrastive": {"method": "contrastive_mlp", "heads.dim": 8},
-    "SUE": {"method": "sue"},
-}
-_LINEAR = {"SOTAlign (linear, d=512)": {**OURS, "heads.dim": 512}}
-_MLP = {"SOTAlign (MLP, d=8)": {**OURS, "heads.kind": "mlp", "heads.dim": 8}}
-_SUE_CHANCE = 100 * 5 / 400
+UNPAIRED = ("main", "CC3M-synth", "CC12M", "ImageNet", "COCO", "WikiText103")
 
 
-def _sue(lab: Lab, rows: Mapping[str, Changes]) -> list[Panel]:
-    """R@5 among 400 test rows; pairs and test rows are drawn anew by every seed."""
-    columns, named = {}, {}
-    for source, pairs, paper in lab.sources.sue:
-        changes = {"data.pairs": source, "data.n_pairs": pairs, "data.split": "sue"}
-        for way, side in {"I2T": "x_to_y", "T2I": "y_to_x"}.items():
-            label = f"{source}, {pairs} pairs, {way} R@5"
-            columns[label] = {**changes, "metric": f"test/{side}/R@5"}
-            named[label] = f"{paper}_{way}"
-    if not columns:
-        return []
-    return [Panel("", "method", rows, columns, lab.seeds, "T6_A6_SUE_protocol", named)]
-
-
-def _judge_sue(found: Found) -> Verdict:
-    """A baseline that stays at chance, as a collapsed network does, is no evidence."""
-    panel = found[""]
-    means = {row: [panel.mean(row, column) for column in panel.columns] for row in panel.rows}
-    ours = [row for row in panel.rows if row.startswith("SOTAlign")]
-    chance = [row for row in _PEERS if row in means and max(means[row]) < 1.5 * _SUE_CHANCE]
-    verdict = _rows_above(panel, [(a, b) for a in ours for b in _PEERS if b not in chance])
-    note = f"; at chance here, and so no evidence: {', '.join(chance)}" if chance else ""
-    return verdict._replace(text=verdict.text + note)
-
-
-T6 = Entry(
-    "T6",
-    "The SUE protocol: very few pairs",
-    "the method",
-    ("COCO100", "F30k500", "Polyvore500"),
-    "SOTAlign is above SUE, contrastive training and CSA",
-    lambda lab: _sue(lab, {**_PEERS, **_LINEAR}),
-    _judge_sue,
-    paper="T6_A6_SUE_protocol",
-)
-A6 = dataclasses.replace(
-    T6,
-    name="A6",
-    title="The SUE protocol, SOTAlign with SUE's heads too",
-    varies="the method and SOTAlign's heads",
-    claim=f"{T6.claim}, also with heads as small as SUE's",
-    panels=lambda lab: _sue(lab, {**_PEERS, **_MLP, **_LINEAR}),
-)
-
-
-# --- T7: other domains -------------------------------------------------------------------------
-
-
-def _t7(lab: Lab) -> list[Panel]:
-    columns, named = {}, {}
-    for source, paper, ways in (
-        (
-            lab.sources.satellite,
-            "SkyScript",
-            {"T2I R@10": "y_to_x/R@10", "I2T R@10": "x_to_y/R@10"},
-        ),
-        ("LibriSpeech", "Libri", {"S2T R@1": "x_to_y/R@1", "T2S R@1": "y_to_x/R@1"}),
-    ):
-        pairs = 10_000 if source == "SkyScript" else 1000
-        for way, metric in ways.items():
-            here = f"test/{metric}" if lab.sources.has(source, "test") else None
-            columns[f"{source} {way}"] = {**lab.alone(source, pairs), "metric": here}
-            named[f"{source} {way}"] = f"{paper}_{way.replace(' R@', '_R')}"
-    if not any(changes["metric"] for changes in columns.values()):
-        return []
-    methods = {"CCA": "cca", "SAIL": "sail", "STRUCTURE": "structure", "SOTAlign": "sotalign"}
-    rows = {name: {"method": method} for name, method in methods.items()}
-    return [Panel("", "method", rows, columns, lab.seeds, "T7_domains", named)]
-
-
-T7 = Entry(
-    "T7",
-    "Satellite images and speech",
-    "the method",
-    ("SkyScript", "LibriSpeech"),
-    "SOTAlign is above CCA, SAIL and STRUCTURE on both",
-    _t7,
-    lambda found: _rows_above(found[""], [("SOTAlign", b) for b in ("CCA", "SAIL", "STRUCTURE")]),
-    paper="T7_domains",
-)
-
-
-# --- A1, F6, FA6, FA7, FA8: where unpaired rows come from --------------------------------------
-
-_UNPAIRED = ("main", "CC3M-synth", "CC12M", "ImageNet", "COCO", "WikiText103")
-
-
-def _pools(lab: Lab) -> dict[str, Changes]:
+def pools(lab: Lab) -> Rows:
     """Sources of unpaired images|texts, all with as many rows; pairs come from the main source."""
-    own = lab.sources.main
-    if own in lab.sources.given:
-        listed = [row for row in paper_results()["A1_unpaired_source"] if "|" in row]
-        pairs = [tuple(row.replace(lab.sources.label, own).split("|")) for row in listed]
-        pairs = [(x, y) for x, y in pairs if lab.sources.has(x, "x") and lab.sources.has(y, "y")]
+    at = lab.sources
+    if at.given:
+        listed = [row.split("|") for row in paper_results()["A1_unpaired_source"] if "|" in row]
+        named = [[MAIN if name == at.label else name for name in row] for row in listed]
+        pairs = [(x, y) for x, y in named if at.has(x, "x") and at.has(y, "y")]
     else:
-        images = [name for name in lab.sources.collections if lab.sources.has(name, "x")]
-        texts = [name for name in lab.sources.collections if lab.sources.has(name, "y")]
-        shared = [(name, name) for name in images if name in texts]
-        pairs = [*shared, *((x, own) for x in images), *((own, y) for y in texts)]
-    pairs += [("noise", "noise"), ("noise", own), (own, "noise")]
-    if len(dict.fromkeys(pairs)) <= 4:
+        images, texts = ([n for n in at.collections if at.has(n, side)] for side in "xy")
+        pairs = [(name, name) for name in images if name in texts]
+        pairs += [*((x, MAIN) for x in images), *((MAIN, y) for y in texts)]
+    if len(set(pairs)) < 2:
         return {}
-    shown = {own: lab.sources.label}
+    pairs += [("noise", "noise"), ("noise", MAIN), (MAIN, "noise")]
+    sizes = {**OURS, "data.n_unpaired": lab.sizes.pool_rows}
     return {
-        f"{shown.get(x, x)}|{shown.get(y, y)}": {
-            **OURS,
-            "data.images": x,
-            "data.texts": y,
-            "data.n_unpaired": lab.pool_rows,
-        }
+        f"{x}|{y}".replace(MAIN, at.label): {**sizes, "data.images": x, "data.texts": y}
         for x, y in dict.fromkeys(pairs)
     }
 
 
-def _a1(lab: Lab) -> list[Panel]:
-    pools = _pools(lab)
-    if not pools:
-        return []
-    rows = {"SAIL": {**next(iter(pools.values())), **SAIL}, **pools}
-    columns = {**RETRIEVAL, "MeanR@1": {"metric": MEAN}}
-    key = "A1_unpaired_source"
-    return [Panel("", "unpaired images|texts", rows, columns, lab.seeds, key, NAMED)]
+class A1(Entry):
+    """Sources of unpaired images|texts."""
+
+    claim = "SOTAlign is above SAIL (by MeanR@1) whatever the unpaired rows' source"
+    needs = UNPAIRED
+    paper = "A1_unpaired_source"
+
+    def panels(self, lab: Lab) -> Sequence[Panel]:
+        rows = pools(lab)
+        if not rows:
+            return []
+        columns = {**retrieval(lab), "MeanR@1": {"metric": MEAN}}
+        rows = {"SAIL": {**next(iter(rows.values())), **SAIL}, **rows}
+        return [Panel("", "images|texts", rows, columns, lab.seeds, self.paper, NAMED)]
+
+    def judge(self, found: Found) -> Verdict:
+        real = [row for row in found[""].rows if "|" in row and "noise" not in row]
+        return rows_above(found[""], [(row, "SAIL") for row in real], tuple(NAMED))
 
 
-def _judge_a1(found: Found) -> Verdict:
-    rows = [row for row in found[""].rows if "|" in row and "noise" not in row]
-    return all_above(
-        {f"{r} - SAIL": found[""].gap((r, "MeanR@1"), ("SAIL", "MeanR@1")) for r in rows}
-    )
+class A2(T3):
+    """Pairs of encoders, with their mutual k-NN."""
+
+    columns: ClassVar[Rows] = {KNN: {"metric": "mutual_knn/percent"}}
 
 
-A1 = Entry(
-    "A1",
-    "Sources of unpaired rows",
-    "the collections that unpaired images and texts come from",
-    _UNPAIRED,
-    "SOTAlign is above SAIL (by MeanR@1) whatever the unpaired rows' source",
-    _a1,
-    _judge_a1,
-    paper="A1_unpaired_source",
-)
+class A3(Entry):
+    """Noise in the teacher's pairs."""
+
+    claim = "with half of the teacher's pairs mismatched, SOTAlign is still above SAIL"
+    paper = "A3_teacher_noise"
+
+    def panels(self, lab: Lab) -> Sequence[Panel]:
+        shares = lab.sizes.teacher_noise
+        columns: Rows = {f"p={p}": {**OURS, "teacher.noise": p, "metric": MEAN} for p in shares}
+        columns["SAIL"] = {**SAIL, "metric": MEAN}
+        return [Panel("", "MeanR@1", {"SOTAlign": {}}, columns, lab.seeds, self.paper)]
+
+    def judge(self, found: Found) -> Verdict:
+        worst, sail = ("SOTAlign", "p=0.5"), ("SOTAlign", "SAIL")
+        return all_above({"p=0.5 - SAIL": found[""].gap(worst, sail)})
 
 
-def _shift(lab: Lab, side: str, fixed: int | None) -> list[Panel]:
-    """Distance of the pools from the pairs and retrieval; `fixed` keeps images (0) or texts (1)."""
-    own = lab.sources.label
-    rows = {n: c for n, c in _pools(lab).items() if fixed is None or n.split("|")[fixed] == own}
-    columns = {"distance": {"metric": f"shift/{side}"}, "MeanR@1": {"metric": MEAN}}
-    made = Panel("", "unpaired images|texts", rows, columns, lab.seeds, form=".3f")
-    return [made] if rows else []
+class A4(T4):
+    """Retrieval by method, R@1 and R@5."""
+
+    cuts = (1, 5)
 
 
-F6 = Entry(
-    "F6",
-    "Retrieval against the shift of the unpaired rows",
-    "the sources of unpaired rows; noise is one",
-    _UNPAIRED,
-    "MeanR@1 falls with the distance of the pools from the pairs (paper: r = -0.76)",
-    lambda lab: _shift(lab, "total", None),
-    lambda found: correlated(found[""], sign=-1, paper=-0.76),
-    plot=plots.scatter,
-)
-FA6 = Entry(
-    "FA6",
-    "Retrieval against the shift of the unpaired images",
-    "the source of unpaired images; texts are of the pairs' source",
-    _UNPAIRED,
-    "MeanR@1 falls with the distance of the pools from the pairs",
-    lambda lab: _shift(lab, "x", 1),
-    lambda found: correlated(found[""], sign=-1, paper=None),
-    plot=plots.scatter,
-)
-FA7 = dataclasses.replace(
-    FA6,
-    name="FA7",
-    title="Retrieval against the shift of the unpaired texts",
-    varies="the source of unpaired texts; images are of the pairs' source",
-    panels=lambda lab: _shift(lab, "y", 0),
-)
+class A5(T5):
+    """Zero-shot classification by method, all sets."""
+
+    claim = f"{T5.claim} but Aircraft"
+    but = ("Aircraft",)
+    sets = ("Food101", "CIFAR10", "CIFAR100", "Aircraft", "DTD", "Flowers", "ImageNet")
+    needs = ("main", *sets)
 
 
-def _fa8(lab: Lab) -> list[Panel]:
-    made = []
-    for side, title in (("x", "images"), ("y", "texts")):
-        names = [
-            name for name in (*lab.sources.collections, "noise") if lab.sources.has(name, side)
-        ]
-        rows = {name: {"left": name, "side": side} for name in names}
-        columns = {name: {"right": name, "metric": "between/distance"} for name in names}
-        made.append(Panel(title, "distance", rows, columns, lab.seeds, form=".3f"))
-    return made if all(len(panel.rows) > 2 for panel in made) else []
+class A6(T6):
+    """The SUE protocol, SOTAlign with heads as small as SUE's, too."""
 
-
-def _judge_fa8(found: Found) -> Verdict:
-    if not all(panel.complete for panel in found.values()):
-        return Verdict(None, "distances are missing")
-    closer = [np.max(row[:-1]) < row[-1] for p in found.values() for row in p.means()[:-1]]
-    return Verdict(all(closer), f"so for {sum(closer)} of {len(closer)} sets")
-
-
-FA8 = Entry(
-    "FA8",
-    "Distances between sets of images and of texts",
-    "the two sets",
-    _UNPAIRED,
-    "real sets are closer to each other than to random directions (ours: the paper draws none)",
-    _fa8,
-    _judge_fa8,
-    plot=plots.heat_maps,
-)
-
-
-# --- A3: noise in the teacher's pairs ----------------------------------------------------------
-
-
-def _a3(lab: Lab) -> list[Panel]:
-    shares = lab.pick(
-        quick=(0.0, 0.5), full=(0.0, 0.1, 0.3, 0.5), paper=(0, 0.1, 0.2, 0.3, 0.4, 0.5)
-    )
-    columns = {f"p={p:.1f}": {**OURS, "teacher.noise": float(p)} for p in shares} | {"SAIL": SAIL}
-    rows = {"SOTAlign": {"metric": MEAN}}
-    return [Panel("", "MeanR@1", rows, columns, lab.seeds, "A3_teacher_noise")]
-
-
-A3 = Entry(
-    "A3",
-    "Noise in the teacher's pairs",
-    "the share of mismatched pairs that the teacher is fitted on",
-    ("main",),
-    "with half of the teacher's pairs mismatched, SOTAlign is still above SAIL",
-    _a3,
-    lambda found: all_above(found[""].column_gaps("p=0.5", "SAIL")),
-    paper="A3_teacher_noise",
-)
-
-
-# --- F3, F4, FA1: memory and time of the gradient, convergence ---------------------------------
-
-UNROLLED, IMPLICIT, CLOSED = ARMS.values()
-
-
-def _epsilon_rows(lab: Lab) -> dict[str, Changes]:
-    usual = (0.5, 0.1, 0.05, 0.02, 0.01, 0.005)
-    return {f"{e:g}": {"epsilon": e} for e in lab.pick(quick=usual[::2], full=usual, paper=usual)}
-
-
-def _costs(lab: Lab, name: str, quantity: str, form: str, *titles: str) -> Panel:
-    columns = {
-        title: {"metric": f"gradient/{arm}/{quantity}"}
-        for arm, title in ARMS.items()
-        if title in titles
+    claim = f"{T6.claim}, also with heads as small as SUE's"
+    ours: ClassVar[Rows] = {
+        "SOTAlign (MLP, d=8)": {**OURS, **SMALL},
+        **T6.ours,
     }
-    return Panel(name, "epsilon", _epsilon_rows(lab), columns, (0,), form=form)
 
 
-def _times(panel: Panel, other: str, what: str) -> Verdict:
+# --- figures of the main text ------------------------------------------------------------------
+
+
+def by_epsilon(lab: Lab, name: str, form: str, columns: Mapping[str, str]) -> Panel:
+    rows = {f"{e:g}": {"epsilon": e} for e in lab.sizes.solver_epsilons}
+    shown = {title: {"metric": metric} for title, metric in columns.items()}
+    return Panel(name, "epsilon", rows, shown, (0,), form=form)
+
+
+def costs(lab: Lab, name: str, quantity: str, form: str, *ways: str) -> Panel:
+    """What ways to the gradient take."""
+    metrics = {w: f"gradient/{arm}/{quantity}" for arm, w in ARMS.items() if w in ways}
+    return by_epsilon(lab, name, form, metrics)
+
+
+def takes_more(panel: Panel, other: str, what: str) -> Verdict:
     """Claim: another way takes more than the closed form, at every epsilon where both are known."""
-    ours, theirs = (np.array([panel.mean(row, c) for row in panel.rows]) for c in (CLOSED, other))
+    ours, theirs = (
+        np.array([panel.mean(row, way) for row in panel.rows]) for way in (CLOSED, other)
+    )
     ratios = (theirs / ours)[(theirs > 0) & (ours > 0)]
     if not len(ratios):
         return Verdict(None, f"{other} could not be measured")
@@ -605,278 +453,324 @@ def _times(panel: Panel, other: str, what: str) -> Verdict:
     return Verdict(held, text, size)
 
 
-F3 = Entry(
-    "F3",
-    "Memory of KLOT's gradient",
-    "epsilon, and how the gradient is computed",
-    (),
-    "the closed form takes less memory than unrolling (paper: up to 100 times)",
-    lambda lab: [_costs(lab, "memory (MiB)", "memory", ".1f", CLOSED, UNROLLED)],
-    lambda found: _times(found["memory (MiB)"], UNROLLED, "memory"),
-    plot=functools.partial(plots.lines, ylabel="", log=True),
-)
+class F3(Entry):
+    """Memory of KLOT's gradient, by the way it is computed."""
+
+    claim = "the closed form takes less memory than unrolling (paper: up to 100 times)"
+    needs = ()
+    drawn = True
+
+    def panels(self, lab: Lab) -> Sequence[Panel]:
+        return [costs(lab, "memory (MiB)", "memory", ".1f", CLOSED, UNROLLED)]
+
+    def judge(self, found: Found) -> Verdict:
+        return takes_more(found["memory (MiB)"], UNROLLED, "memory")
+
+    def plot(self, found: Found, path: pathlib.Path) -> None:
+        plots.lines(found, path, ylabel="", log=True)
 
 
-def _f4(lab: Lab) -> list[Panel]:
-    columns = {name: {"metric": f"convergence/{name}"} for name in ("textbook Sinkhorn", "ours")}
-    return [Panel("marginal error", "epsilon", _epsilon_rows(lab), columns, (0,), form=".1e")]
+class F4(F3):
+    """Convergence of Sinkhorn after 100 iterations."""
+
+    claim = "the smaller epsilon, the further 100 iterations are from convergence"
+
+    def panels(self, lab: Lab) -> Sequence[Panel]:
+        names = ("textbook Sinkhorn", "ours")
+        return [by_epsilon(lab, "marginal error", ".1e", {n: f"convergence/{n}" for n in names})]
+
+    def judge(self, found: Found) -> Verdict:
+        (panel,) = found.values()
+        if not panel.complete:
+            return Verdict(None, "errors are missing")
+        errors = panel.means()[:, 0]
+        listed = ", ".join(f"{e:.1e} at {row}" for e, row in zip(errors, panel.rows, strict=True))
+        seen = np.maximum(errors, 1e-6)  # below is rounding
+        return Verdict(bool((np.diff(seen) >= 0).all() and seen[-1] > seen[0]), listed)
 
 
-def _judge_f4(found: Found) -> Verdict:
-    (panel,) = found.values()
-    if not panel.complete:
-        return Verdict(None, "errors are missing")
-    errors = panel.means()[:, 0]
-    listed = ", ".join(f"{e:.1e} at {row}" for e, row in zip(errors, panel.rows, strict=True))
-    seen = np.maximum(errors, 1e-6)  # below is rounding
-    return Verdict(bool((np.diff(seen) >= 0).all() and seen[-1] > seen[0]), listed)
+def by_pairs(lab: Lab, name: str, metric: str) -> Panel:
+    rows = {f"{n}": {"data.n_pairs": n} for n in lab.sizes.pairs}
+    return Panel(name, "pairs", rows, two_lines(metric), lab.seeds)
 
 
-F4 = Entry(
-    "F4",
-    "Convergence of Sinkhorn after 100 iterations",
-    "epsilon",
-    (),
-    "the smaller epsilon, the further 100 iterations are from convergence",
-    _f4,
-    _judge_f4,
-    plot=functools.partial(plots.lines, ylabel="", log=True),
-)
-FA1 = Entry(
-    "FA1",
-    "Memory, time and iterations of KLOT's gradient",
-    "epsilon, and how the gradient is computed, to a marginal error of 1e-6; of the times only "
-    "ratios mean something, for other runs go on beside them",
-    (),
-    "the closed form takes less memory than unrolling and less time than implicit differentiation "
-    "(paper: up to 100 and 50 times)",
-    lambda lab: [
-        _costs(lab, "memory (MiB)", "memory", ".1f", CLOSED, UNROLLED, IMPLICIT),
-        _costs(lab, "time (s)", "seconds", ".3f", CLOSED, UNROLLED, IMPLICIT),
-        _costs(lab, "iterations", "iterations", ".0f", CLOSED, UNROLLED, IMPLICIT),
-    ],
-    lambda found: joined(
-        {
-            "memory": _times(found["memory (MiB)"], UNROLLED, "memory"),
-            "time": _times(found["time (s)"], IMPLICIT, "time"),
-        }
-    ),
-    plot=functools.partial(plots.lines, ylabel="", log=True),
-)
-
-
-# --- F5, FA2, FA3: how many pairs and unpaired rows --------------------------------------------
-
-
-def _columns(metric: str) -> dict[str, Changes]:
-    return {"SAIL": {**SAIL, "metric": metric}, "SOTAlign": {**OURS, "metric": metric}}
-
-
-def _pairs(lab: Lab, name: str, metric: str, **changes: str) -> Panel:
-    rows = {f"{n}": {**changes, "data.n_pairs": n} for n in lab.pairs}
-    return Panel(name, "pairs", rows, _columns(metric), lab.seeds)
-
-
-def _unpaired(lab: Lab, name: str, metric: str) -> Panel:
+def by_unpaired(lab: Lab, name: str, metric: str) -> Panel:
     """SAIL reads no unpaired rows: its run is the usual one."""
-    rows = {f"{n}": {"data.n_unpaired": n} for n in lab.unpaired}
-    return Panel(name, "unpaired", rows, _columns(metric), lab.seeds)
+    rows = {f"{n}": {"data.n_unpaired": n} for n in lab.sizes.unpaired}
+    columns = two_lines(metric)
+    return Panel(name, "unpaired", rows, columns, lab.seeds)
 
 
-def _judge_pairs(panel: Panel) -> Verdict:
-    return all_above(panel.column_gaps("SOTAlign", "SAIL"))
-
-
-def _judge_fading(panel: Panel) -> Verdict:
+def fading(panel: Panel) -> Verdict:
     """Claim: the gain over SAIL is smaller with the most pairs than at its best."""
     if not panel.complete:
         return Verdict(None, "runs are missing")
-    found = panel.found
-    gains = {row: found[row, "SOTAlign"] - found[row, "SAIL"] for row in panel.rows}
-    listed = ", ".join(f"{gain.mean():+.1f} at {row}" for row, gain in gains.items())
+    gains = {row: panel.found[row, "SOTAlign"] - panel.found[row, "SAIL"] for row in panel.rows}
     *fewer, most = gains.values()
     fall = gap(max(fewer, key=np.mean), most)
+    listed = ", ".join(f"{gain.mean():+.1f} at {row}" for row, gain in gains.items())
     return Verdict(fall.held if fall else None, f"gains {listed}")
 
 
-def _judge_unpaired(panel: Panel) -> Verdict:
+def more_helps(panel: Panel) -> Verdict:
     first, *_, last = panel.rows
     found = panel.gap((last, "SOTAlign"), (first, "SOTAlign"))
     return all_above({f"{last} - {first} unpaired": found})
 
 
-F5 = Entry(
-    "F5",
-    "How many pairs, how many unpaired rows",
-    "pairs at all unpaired rows (left), unpaired rows at the usual pairs (right)",
-    ("main",),
-    "SOTAlign is above SAIL at every number of pairs, by less when pairs abound; more unpaired "
-    "rows help",
-    lambda lab: [_pairs(lab, "pairs", MEAN), _unpaired(lab, "unpaired", MEAN)],
-    lambda found: joined(
-        {
-            "above SAIL": _judge_pairs(found["pairs"]),
-            "fading gain": _judge_fading(found["pairs"]),
-            "more unpaired rows": _judge_unpaired(found["unpaired"]),
-        }
-    ),
-    plot=_lines,
-)
-FA2 = Entry(
-    "FA2",
-    "How many pairs: classification and both directions",
-    "pairs at all unpaired rows",
-    ("main",),
-    "SOTAlign is above SAIL at every number of pairs",
-    lambda lab: [_pairs(lab, name, str(c["metric"])) for name, c in RETRIEVAL.items()],
-    lambda found: joined({name: _judge_pairs(panel) for name, panel in found.items()}),
-    plot=_percent,
-)
-FA3 = Entry(
-    "FA3",
-    "How many unpaired rows: classification and both directions",
-    "unpaired rows at the usual pairs",
-    ("main",),
-    "more unpaired rows help",
-    lambda lab: [_unpaired(lab, name, str(c["metric"])) for name, c in RETRIEVAL.items()],
-    lambda found: joined({name: _judge_unpaired(panel) for name, panel in found.items()}),
-    plot=_percent,
-)
+class F5(Entry):
+    """How many pairs, and how many unpaired rows."""
 
-
-# --- FA4: alpha --------------------------------------------------------------------------------
-
-
-def _fa4(lab: Lab) -> list[Panel]:
-    alphas = lab.pick(
-        quick=(1e-4, 1e-3, 1e-2),
-        full=(1e-5, 1e-4, 1e-3, 1e-2, 1e-1),
-        paper=(1e-6, 1e-5, 1e-4, 1e-3, 1e-2),
+    claim = (
+        "SOTAlign is above SAIL at every number of pairs, by less when pairs abound; more unpaired "
+        "rows help"
     )
-    columns = {f"{a:g}": {**OURS, "metric": MEAN, "sotalign.alpha": a} for a in alphas}
-    pairs = {f"{n} pairs": {"data.n_pairs": n} for n in lab.few_pairs}
-    shares = lab.pick(quick=(0.0, 1.0), full=(0.0, 0.5, 1.0), paper=(0.0, 0.25, 0.5, 0.75, 1.0))
-    noise = {f"p={p:g}": {"data.noise": p} for p in shares}
-    return [
-        Panel("pairs", "pairs", pairs, columns, lab.seeds[:1]),
-        Panel("noise", "share of noise", noise, columns, lab.seeds[:1]),
-    ]
+    drawn = True
+
+    def panels(self, lab: Lab) -> Sequence[Panel]:
+        return [by_pairs(lab, "pairs", MEAN), by_unpaired(lab, "unpaired", MEAN)]
+
+    def judge(self, found: Found) -> Verdict:
+        return joined(
+            {
+                "above SAIL": second_above_first(found["pairs"]),
+                "fading gain": fading(found["pairs"]),
+                "more unpaired rows": more_helps(found["unpaired"]),
+            }
+        )
+
+    def plot(self, found: Found, path: pathlib.Path) -> None:
+        plots.lines(found, path, ylabel="%" if len(found) > 2 else "MeanR@1 (%)")
 
 
-def _judge_fa4(found: Found) -> Verdict:
-    if not all(panel.complete for panel in found.values()):
-        return Verdict(None, "runs are missing")
-    best = {n: [float(list(p.columns)[i]) for i in p.means().argmax(1)] for n, p in found.items()}
-    as_claimed = {
-        "falling with pairs": ("pairs", best["pairs"] == sorted(best["pairs"], reverse=True)),
-        "moved by noise alone": ("noise", len(set(best["noise"][:-1])) == 1),
-    }
-    parts = {}
-    for claim, (name, held) in as_claimed.items():
-        listed = ", ".join(f"{r}: {a:g}" for r, a in zip(found[name].rows, best[name], strict=True))
-        # An alpha that never moves says nothing of when it would.
-        parts[claim] = Verdict(held if len(set(best[name])) > 1 else None, f"best at {listed}")
-    return joined(parts)
+class F6(Entry):
+    """Retrieval against the shift of the unpaired rows."""
+
+    claim = "MeanR@1 falls with the distance of the pools from the pairs (paper: r = -0.76)"
+    needs: tuple[str, ...] = UNPAIRED
+    drawn = True
+    side = "total"
+    fixed: int | None = None
+    r: float | None = -0.76
+
+    def panels(self, lab: Lab) -> Sequence[Panel]:
+        """`fixed` keeps images (0) or texts (1) of the pairs' source."""
+        own, rows = lab.sources.label, pools(lab)
+        if self.fixed is not None:
+            rows = {name: c for name, c in rows.items() if name.split("|")[self.fixed] == own}
+        columns = {"distance": {"metric": f"shift/{self.side}"}, "MeanR@1": {"metric": MEAN}}
+        return [Panel("", "images|texts", rows, columns, lab.seeds, form=".3f")] if rows else []
+
+    def judge(self, found: Found) -> Verdict:
+        return correlated(found[""], sign=-1, paper=self.r)
+
+    def plot(self, found: Found, path: pathlib.Path) -> None:
+        plots.scatter(found, path)
 
 
-FA4 = Entry(
-    "FA4",
-    "The weight of KLOT",
-    "alpha at several numbers of pairs, and with noise in the pools",
-    ("main",),
-    "the best alpha falls with more pairs, and noise moves it only when the pools are all noise",
-    _fa4,
-    _judge_fa4,
-    plot=functools.partial(_lines, transpose=True, xlabel="alpha"),
-)
+class F7(F6):
+    """Retrieval against the encoders' mutual k-NN."""
+
+    claim = "mutual k-NN predicts MeanR@1 (paper: r = 0.95)"
+    needs = T3.needs
+
+    def panels(self, lab: Lab) -> Sequence[Panel]:
+        names = (*lab.sources.encoders, *lab.sources.weak_encoders)
+        rows = {name: {**OURS, "data.encoders": name} for name in names}
+        columns = {**A2.columns, "MeanR@1": {"metric": MEAN}}
+        return [Panel("", "encoders", rows, columns, lab.seeds)] if len(rows) > 2 else []
+
+    def judge(self, found: Found) -> Verdict:
+        return correlated(found[""], sign=1, paper=0.95)
 
 
-# --- FA5: epsilons -----------------------------------------------------------------------------
+# --- figures of the appendix -------------------------------------------------------------------
 
 
-def _fa5(lab: Lab) -> list[Panel]:
-    """Both epsilons at two numbers of pairs; the usual epsilon at more of them."""
-    values = lab.pick(
-        quick=(0.005, 0.05, 0.5),
-        full=(0.005, 0.02, 0.05, 0.2),
-        paper=(0.005, 0.01, 0.05, 0.1, 0.5),
+class FA1(F3):
+    """Memory, time and iterations of KLOT's gradient (of the times, only ratios mean something)."""
+
+    claim = (
+        "the closed form takes less memory than unrolling and less time than implicit "
+        "differentiation (paper: up to 100 and 50 times)"
     )
-    usual = {**OURS, "metric": MEAN, **lab.pick(quick={}, full={}, paper={"sotalign.alpha": 1e-3})}
-    rows = {f"ε={e:g}": {"sotalign.epsilon": e} for e in values}
-    columns = {f"ε*={e:g}": {**usual, "sotalign.epsilon_star": e} for e in values}
-    made = []
-    for n in lab.few_pairs[:2]:
-        at = {name: {**changes, "data.n_pairs": n} for name, changes in rows.items()}
-        made.append(Panel(f"{n} pairs", "MeanR@1", at, columns, lab.seeds[:1]))
-    stars = {
-        name: {"sotalign.epsilon_star": c["sotalign.epsilon_star"]} for name, c in columns.items()
-    }
-    pairs = {f"{n} pairs": {**usual, "data.n_pairs": n} for n in lab.few_pairs}
-    return [*made, Panel("ε=0.05", "MeanR@1", stars, pairs, lab.seeds[:1])]
+
+    def panels(self, lab: Lab) -> Sequence[Panel]:
+        ways = (CLOSED, UNROLLED, IMPLICIT)
+        return [
+            costs(lab, "memory (MiB)", "memory", ".1f", *ways),
+            costs(lab, "time (s)", "seconds", ".3f", *ways),
+            costs(lab, "iterations", "iterations", ".0f", *ways),
+        ]
+
+    def judge(self, found: Found) -> Verdict:
+        memory = takes_more(found["memory (MiB)"], UNROLLED, "memory")
+        return joined({"memory": memory, "time": takes_more(found["time (s)"], IMPLICIT, "time")})
 
 
-def _judge_fa5(found: Found) -> Verdict:
-    if not all(panel.complete for panel in found.values()):
-        return Verdict(None, "runs are missing")
-    parts = {}
-    for name, panel in list(found.items())[:-1]:
-        means = panel.means()
-        i, j = np.unravel_index(means.argmax(), means.shape)
-        row, column = list(panel.rows)[i], list(panel.columns)[j]
-        smaller = float(column.split("=")[1]) < float(row.split("=")[1])
-        parts[name] = Verdict(smaller, f"best {means.max():.1f} at {row}, {column}")
-    return joined(parts)
+class FA2(F5):
+    """How many pairs: classification and both directions."""
+
+    claim = "SOTAlign is above SAIL at every number of pairs"
+
+    def panels(self, lab: Lab) -> Sequence[Panel]:
+        return [by_pairs(lab, n, c["metric"]) for n, c in retrieval(lab).items() if c["metric"]]
+
+    def judge(self, found: Found) -> Verdict:
+        return joined({name: second_above_first(panel) for name, panel in found.items()})
 
 
-FA5 = Entry(
-    "FA5",
-    "The regularisation of both plans",
-    "ε of the student's plan and ε* of the teacher's, at two numbers of pairs",
-    ("main",),
-    "the best ε* is smaller than ε, at every number of pairs",
-    _fa5,
-    _judge_fa5,
-    plot=plots.heat_maps,
-)
+class FA3(F5):
+    """How many unpaired rows: classification and both directions."""
+
+    claim = "more unpaired rows help"
+
+    def panels(self, lab: Lab) -> Sequence[Panel]:
+        return [by_unpaired(lab, n, c["metric"]) for n, c in retrieval(lab).items() if c["metric"]]
+
+    def judge(self, found: Found) -> Verdict:
+        return joined({name: more_helps(panel) for name, panel in found.items()})
 
 
-# --- FA9, FA10: pairs of satellite images ------------------------------------------------------
+class FA4(Entry):
+    """The weight of KLOT, at several numbers of pairs and with noise in the pools."""
 
-
-def _satellite(lab: Lab, source: str) -> list[Panel]:
-    if not lab.sources.has(source, "test"):
-        return []
-    rows = {f"{n}": lab.alone(source, n) for n in lab.few_pairs}
-    metrics = {f"R@{k}": f"test/mean/R@{k}" for k in (1, 5, 10)}
-    return [Panel(name, "pairs", rows, _columns(m), lab.seeds) for name, m in metrics.items()]
-
-
-FA9 = Entry(
-    "FA9",
-    "Satellite images, 10,000 test rows",
-    "pairs",
-    ("SkyScript",),
-    "SOTAlign is above SAIL at every number of pairs",
-    lambda lab: _satellite(lab, lab.sources.satellite),
-    lambda found: joined({name: _judge_pairs(panel) for name, panel in found.items()}),
-    plot=_percent,
-)
-FA10 = dataclasses.replace(
-    FA9,
-    name="FA10",
-    title="Satellite images, 30,000 test rows",
-    needs=("SkyScript30k",),
-    panels=lambda lab: _satellite(lab, "SkyScript30k"),
-)
-
-
-ENTRIES = {
-    entry.name: entry
-    for entry in (
-        *(T1, T2, T3, T4, T5, T6, T7),
-        *(A1, A2, A3, A4, A5, A6),
-        *(F3, F4, F5, F6, F7),
-        *(FA1, FA2, FA3, FA4, FA5, FA6, FA7, FA8, FA9, FA10),
+    claim = (
+        "the best alpha falls with more pairs, and noise moves it only when the pools are all noise"
     )
-}
+    drawn = True
+
+    def panels(self, lab: Lab) -> Sequence[Panel]:
+        alphas = lab.sizes.alphas
+        columns = {f"{a:g}": {**OURS, "metric": MEAN, "sotalign.alpha": a} for a in alphas}
+        pairs: Rows = {f"{n} pairs": {"data.n_pairs": n} for n in lab.sizes.few_pairs}
+        noise: Rows = {f"p={p:g}": {"data.noise": p} for p in lab.sizes.pool_noise}
+        panels: dict[str, Rows] = {"pairs": pairs, "share of noise": noise}
+        return [Panel(name, name, rows, columns, lab.seeds[:1]) for name, rows in panels.items()]
+
+    def judge(self, found: Found) -> Verdict:
+        if not all(panel.complete for panel in found.values()):
+            return Verdict(None, "runs are missing")
+        best = [[float(list(p.columns)[i]) for i in p.means().argmax(1)] for p in found.values()]
+        falls, steady = best[0] == sorted(best[0], reverse=True), len(set(best[1][:-1])) == 1
+        parts = {}
+        for claim, held, panel, alphas in (
+            ("falling with pairs", falls, found["pairs"], best[0]),
+            ("moved by noise alone", steady, found["share of noise"], best[1]),
+        ):
+            listed = ", ".join(f"{r}: {a:g}" for r, a in zip(panel.rows, alphas, strict=True))
+            # An alpha that never moves says nothing of when it would.
+            parts[claim] = Verdict(held if len(set(alphas)) > 1 else None, f"best at {listed}")
+        return joined(parts)
+
+    def plot(self, found: Found, path: pathlib.Path) -> None:
+        plots.lines(found, path, ylabel="MeanR@1 (%)", xlabel="alpha", transpose=True)
+
+
+class FA5(Entry):
+    """The regularisation of both plans: ε of the student's, ε* of the teacher's."""
+
+    claim = "the best ε* is smaller than ε, at every number of pairs"
+    drawn = True
+
+    def panels(self, lab: Lab) -> Sequence[Panel]:
+        """Both at two numbers of pairs; the usual ε at more of them."""
+        usual = {**OURS, "metric": MEAN, **lab.sizes.epsilon_changes}
+        rows = {f"ε={e:g}": {"sotalign.epsilon": e} for e in lab.sizes.epsilons}
+        stars: Rows = {f"ε*={e:g}": {"sotalign.epsilon_star": e} for e in lab.sizes.epsilons}
+        pairs: Rows = {f"{n} pairs": {**usual, "data.n_pairs": n} for n in lab.sizes.few_pairs}
+        made = [
+            Panel(name, "MeanR@1", rows, {s: {**c, **pairs[name]} for s, c in stars.items()}, seeds)
+            for name, seeds in zip(list(pairs)[:2], itertools.repeat(lab.seeds[:1]), strict=False)
+        ]
+        return [*made, Panel("ε=0.05", "MeanR@1", stars, pairs, lab.seeds[:1])]
+
+    def judge(self, found: Found) -> Verdict:
+        if not all(panel.complete for panel in found.values()):
+            return Verdict(None, "runs are missing")
+        parts = {}
+        for name, panel in list(found.items())[:-1]:
+            means = panel.means()
+            i, j = np.unravel_index(means.argmax(), means.shape)
+            row, column = list(panel.rows)[i], list(panel.columns)[j]
+            smaller = float(column.split("=")[1]) < float(row.split("=")[1])
+            parts[name] = Verdict(smaller, f"best {means.max():.1f} at {row}, {column}")
+        return joined(parts)
+
+    def plot(self, found: Found, path: pathlib.Path) -> None:
+        plots.heat_maps(found, path)
+
+
+class FA6(F6):
+    """Retrieval against the shift of the unpaired images; texts are of the pairs' source."""
+
+    claim = "MeanR@1 falls with the distance of the pools from the pairs"
+    side = "x"
+    fixed = 1
+    r = None
+
+
+class FA7(FA6):
+    """Retrieval against the shift of the unpaired texts; images are of the pairs' source."""
+
+    side = "y"
+    fixed = 0
+
+
+class FA8(Entry):
+    """Distances between sets of images and of texts."""
+
+    claim = (
+        "real sets are closer to each other than to random directions (ours: the paper draws none)"
+    )
+    needs = UNPAIRED
+    drawn = True
+
+    def panels(self, lab: Lab) -> Sequence[Panel]:
+        made = []
+        for side, title in (("x", "images"), ("y", "texts")):
+            names = [n for n in (*lab.sources.collections, "noise") if lab.sources.has(n, side)]
+            rows = {name: {"left": name, "side": side} for name in names}
+            columns = {name: {"right": name, "metric": "between/distance"} for name in names}
+            made.append(Panel(title, "distance", rows, columns, lab.seeds, form=".3f"))
+        return made if all(len(panel.rows) > 2 for panel in made) else []
+
+    def judge(self, found: Found) -> Verdict:
+        if not all(panel.complete for panel in found.values()):
+            return Verdict(None, "distances are missing")
+        closer = [max(row[:-1]) < row[-1] for p in found.values() for row in p.means()[:-1]]
+        return Verdict(all(closer), f"so for {sum(closer)} of {len(closer)} sets")
+
+    def plot(self, found: Found, path: pathlib.Path) -> None:
+        plots.heat_maps(found, path)
+
+
+class FA9(FA2):
+    """Satellite images, 10,000 test rows: how many pairs."""
+
+    needs: tuple[str, ...] = ("SkyScript",)
+
+    def source(self, lab: Lab) -> str:
+        return lab.sources.satellite
+
+    def panels(self, lab: Lab) -> Sequence[Panel]:
+        source = self.source(lab)
+        rows = {f"{n}": lab.alone(source, n) for n in lab.sizes.few_pairs}
+        panels = {f"R@{k}": two_lines(f"test/mean/R@{k}") for k in (1, 5, 10)}
+        made = [Panel(name, "pairs", rows, columns, lab.seeds) for name, columns in panels.items()]
+        return made if lab.sources.has(source, "test") else []
+
+
+class FA10(FA9):
+    """Satellite images, 30,000 test rows: how many pairs."""
+
+    needs = ("SkyScript30k",)
+
+    def source(self, lab: Lab) -> str:
+        return "SkyScript30k"
+
+
+_TABLES = (T1, T2, T3, T4, T5, T6, T7, A1, A2, A3, A4, A5, A6)
+_FIGURES = (F3, F4, F5, F6, F7, FA1, FA2, FA3, FA4, FA5, FA6, FA7, FA8, FA9, FA10)
+ENTRIES: dict[str, Entry] = {kind.__name__: kind() for kind in (*_TABLES, *_FIGURES)}
 """All of them by name."""

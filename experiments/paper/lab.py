@@ -20,8 +20,8 @@ import signal
 import time
 import traceback
 import warnings
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, TypeVar
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -30,12 +30,10 @@ from ml_collections.config_dict import FrozenConfigDict
 from experiments import config as config_lib
 from experiments import run, workdir
 from experiments.paper.panels import Changes, Panel
-from experiments.paper.sources import Photographs
+from experiments.paper.sources import MAIN, Data, Photographs, Sources
 from sotalign_jax import checks, data, diagnostics, heads, methods, sliced, teachers, training
 
-T = TypeVar("T")
 Results = dict[str, Any]
-SCALES = ("quick", "full", "paper")
 ARMS = {
     "unrolled scan": "unrolled",
     "ott-jax implicit": "implicit (ott-jax)",
@@ -46,109 +44,176 @@ _GROUP = 6  # cells that one process makes in a row: enough to share, few enough
 _KNN_ROWS = 1024
 
 
-@dataclasses.dataclass(frozen=True)
-class Lab:
-    """Where cells are kept, how large they are, and what data they stand on.
+class Sizes(NamedTuple):
+    """How large runs are, and the points of sweeps.
 
     Attributes:
-        workdir: folder of cells, tables and figures.
-        scale: "quick"; "full", for the photographs; "paper", the paper's sizes.
-        sources: the photographs, or files.
+        seeds: means and spreads of tables are over them; large grids take the first.
+        n_pairs: of most runs.
+        pairs, few_pairs: numbers of pairs to sweep; few of them where options are swept, too.
+        unpaired: numbers of unpaired rows to sweep; the last is that of most runs.
+        all_pairs: of the supervised upper bound.
+        satellite: pairs of satellite images.
+        pool_rows: rows of each pool when sources of pools are compared: all have as many.
+        t1_again: (title, changes, seeds) of more panels of T1.
+        teacher_noise, pool_noise: shares of pairs, and of pools.
+        alphas, epsilons: of KLOT; `epsilon_changes` are made where epsilons are swept.
+        solver_rows, solver_epsilons: of the problems that solvers are compared on.
+        distance_rows, projections: of sliced Wasserstein distances.
     """
+
+    seeds: tuple[int, ...]
+    n_pairs: int
+    pairs: tuple[int, ...]
+    few_pairs: tuple[int, ...]
+    unpaired: tuple[int, ...]
+    all_pairs: int
+    satellite: int
+    pool_rows: int
+    t1_again: tuple[tuple[str, Changes, tuple[int, ...]], ...]
+    teacher_noise: tuple[float, ...]
+    pool_noise: tuple[float, ...]
+    alphas: tuple[float, ...]
+    epsilons: tuple[float, ...]
+    epsilon_changes: Changes
+    solver_rows: int
+    solver_epsilons: tuple[float, ...]
+    distance_rows: int
+    projections: int
+
+
+FULL = Sizes(
+    seeds=(0, 1, 2),
+    n_pairs=1000,
+    pairs=(100, 300, 1000, 3000, 10_000),
+    few_pairs=(100, 1000, 3000),
+    unpaired=(300, 1000, 3000, 20_000),
+    all_pairs=20_000,
+    satellite=1000,
+    pool_rows=2500,
+    t1_again=(("10,000 pairs", {"data.n_pairs": 10_000}, (0,)),),
+    teacher_noise=(0.0, 0.1, 0.3, 0.5),
+    pool_noise=(0.0, 0.5, 1.0),
+    alphas=(1e-5, 1e-4, 1e-3, 1e-2, 1e-1),
+    epsilons=(0.005, 0.02, 0.05, 0.2),
+    epsilon_changes={},
+    solver_rows=512,
+    solver_epsilons=(0.5, 0.1, 0.05, 0.02, 0.01, 0.005),
+    distance_rows=1000,
+    projections=500,
+)
+SIZES = {
+    "quick": FULL._replace(
+        seeds=(0,),
+        pairs=(100, 1000),
+        few_pairs=(100, 1000),
+        unpaired=(300, 5000),
+        all_pairs=3000,
+        pool_rows=2000,
+        t1_again=(),
+        teacher_noise=(0.0, 0.5),
+        pool_noise=(0.0, 1.0),
+        alphas=(1e-4, 1e-3, 1e-2),
+        epsilons=(0.005, 0.05, 0.2),
+        solver_rows=192,
+        solver_epsilons=(0.5, 0.1, 0.02),
+        distance_rows=500,
+        projections=100,
+    ),
+    "full": FULL,
+    "paper": FULL._replace(
+        seeds=(42,),
+        n_pairs=10_000,
+        pairs=(100, 300, 1000, 3000, 10_000, 30_000, 100_000),
+        few_pairs=(1000, 10_000, 100_000),
+        unpaired=(10_000, 30_000, 100_000, 300_000, 1_000_000),
+        all_pairs=1_000_000,
+        satellite=10_000,
+        pool_rows=1_000_000,
+        t1_again=(),
+        teacher_noise=(0.0, 0.1, 0.2, 0.3, 0.4, 0.5),
+        pool_noise=(0.0, 0.25, 0.5, 0.75, 1.0),
+        alphas=(1e-6, 1e-5, 1e-4, 1e-3, 1e-2),
+        epsilons=(0.005, 0.01, 0.05, 0.1, 0.5),
+        epsilon_changes={"sotalign.alpha": 1e-3},
+        solver_rows=10_000,
+        distance_rows=100_000,
+    ),
+}
+"""By scale: "quick" and "full" for the photographs, "paper" as published."""
+TUNED: dict[str, dict[str, Any]] = {
+    "structure": {"structure.weight": 10.0, "structure.warmup": 0},
+    "structure_semi": {"structure_semi.weight": 100.0, "structure_semi.warmup": 0},
+    "nnclr": {"nnclr.weight_text": 1.0, "nnclr.weight_image": 0.1},
+    "sclip": {"sclip.weight_text": 0.1, "sclip.weight_image": 1.0},
+    # In 8 dimensions SigLIP turns all rows one way (R@5 at chance, on the training pairs, too).
+    "contrastive_mlp": {"contrastive_mlp.loss": "infonce"},
+    "sue": {"sue.epochs": 15, "sue.mmd_epochs": 25},
+}
+"""Options by method on the photographs; the published warm-up of STRUCTURE outlasts the steps."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Lab:
+    """Where cells are kept, how large they are, and what data they stand on."""
 
     workdir: pathlib.Path
     scale: str = "full"
-    sources: Photographs = dataclasses.field(default_factory=Photographs)
+    sources: Sources = dataclasses.field(default_factory=Photographs)
 
-    # --- sizes ---------------------------------------------------------------------------------
-
-    def pick(self, *, quick: T, full: T, paper: T) -> T:
-        """The value for this scale."""
-        return {"quick": quick, "full": full, "paper": paper}[self.scale]
+    @property
+    def sizes(self) -> Sizes:
+        return SIZES[self.scale]
 
     @property
     def seeds(self) -> tuple[int, ...]:
-        """Means and spreads of tables are over them; large grids take the first."""
-        return self.pick(quick=(0,), full=(0, 1, 2), paper=(42,))
+        return self.sizes.seeds
 
-    @property
-    def pairs(self) -> tuple[int, ...]:
-        """Numbers of pairs to sweep."""
-        usual = (100, 300, 1000, 3000, 10_000)
-        return self.pick(quick=(100, 1000), full=usual, paper=(*usual, 30_000, 100_000))
-
-    @property
-    def few_pairs(self) -> tuple[int, ...]:
-        """Numbers of pairs at which options are swept."""
-        return self.pick(quick=(100, 1000), full=(100, 1000, 3000), paper=(1000, 10_000, 100_000))
-
-    @property
-    def unpaired(self) -> tuple[int, ...]:
-        """Numbers of unpaired rows to sweep; the last is the usual one."""
-        return self.pick(
-            quick=(100, 5000),
-            full=(100, 300, 1000, 3000, 20_000),
-            paper=(10_000, 30_000, 100_000, 300_000, 1_000_000),
-        )
-
-    @property
-    def pool_rows(self) -> int:
-        """Rows of each pool when pools of several sources are compared: all have as many."""
-        return self.pick(quick=2000, full=2500, paper=1_000_000)
-
-    @property
-    def all_pairs(self) -> Changes:
-        """The supervised upper bound."""
-        return {"data.n_pairs": self.pick(quick=3000, full=20_000, paper=1_000_000)}
-
-    def alone(self, source: str, n_pairs: int) -> Changes:
+    def alone(self, source: str, n_pairs: int) -> dict[str, Any]:
         """Pairs, pools and galleries of one source."""
-        n_pairs = self.pick(quick=min(n_pairs, 1000), full=n_pairs, paper=n_pairs)
-        return {"data.pairs": source, "data.test": source, "data.n_pairs": n_pairs} | {
-            "data.n_unpaired": None
-        }
+        names = {"data.pairs": source, "data.test": source}
+        return {**names, "data.n_pairs": n_pairs, "data.n_unpaired": None}
 
     # --- settings ------------------------------------------------------------------------------
 
-    def settings(self, changes: Changes, seed: int) -> tuple[FrozenConfigDict, dict[str, Any]]:
-        """The config that the changes describe, and the data: arguments of `sources.dataset`.
+    def settings(self, changes: Changes, seed: int) -> tuple[FrozenConfigDict, Data]:
+        """The config that the changes describe, and its data.
 
         Raises:
             InputError: a change that no setting has.
         """
-        spec = {"n_pairs": self.pick(quick=1000, full=1000, paper=10_000)}
-        spec |= {"n_unpaired": self.unpaired[-1], "seed": seed}
-        spec |= {k.removeprefix("data."): v for k, v in changes.items() if k.startswith("data.")}
-        others = ("metric", "chance", "data.", "method")
-        given = {key: value for key, value in changes.items() if not key.startswith(others)}
+        asked = {k.removeprefix("data."): v for k, v in changes.items() if k.startswith("data.")}
+        usual = {"n_pairs": self.sizes.n_pairs, "n_unpaired": self.sizes.unpaired[-1]}
+        if asked.get("encoders") == self.sources.encoders[0]:
+            del asked["encoders"]
+        wanted = Data(**{**usual, **asked, "seed": seed})
+        given = {k: v for k, v in changes.items() if k.startswith(_SECTIONS)}
         method = changes["method"]
-        if method == "teacher":
-            method = given["teacher.kind"]
+        method = given["teacher.kind"] if method == "teacher" else method
         config = config_lib.default()
-        config_lib.update(config, {**self._usual(method, spec["n_pairs"]), **given})
+        config_lib.update(config, {**self._usual(method, wanted), **given})
         config_lib.update(config, {"method": method, "seed": seed})
         (one,) = config_lib.runs(config).values()
-        return one, spec
+        return one, wanted
 
-    def _usual(self, method: str, n_pairs: int) -> dict[str, Any]:
-        """Settings of a method with so many pairs, unless an entry changes them."""
+    def _usual(self, method: str, asked: Data) -> dict[str, Any]:
+        """Settings of a method on such data, unless an entry changes them."""
+        n, quick = asked.n_pairs, self.scale == "quick"
         if self.scale == "paper":
-            return {"train.pair_batch": 32_768} if n_pairs > 100_000 else {}
-        steps = {"quick": 60, "full": 200 if n_pairs <= 1000 else 400 if n_pairs <= 3000 else 600}
-        quick = self.scale == "quick"
+            return {"train.pair_batch": 32_768} if n > 100_000 else {}
+        steps = 60 if quick else 120 if n <= 1000 else 200 if n <= 3000 else 400
         return {
-            "train.steps": steps[self.scale],
-            "train.eval_every": 30 if quick else 20,
-            "train.learning_rate": 1e-3 if quick else 3e-4,
-            "train.pair_batch": 1000 if quick else 2048,
+            "train.steps": steps,
+            "train.eval_every": 20,
+            "train.learning_rate": 1e-3,
+            "train.pair_batch": 2048,
             "train.unpaired_batch": 512 if quick else 1024,
-            "heads.dim": 256 if quick else 1024,
+            "heads.dim": 256 if quick else 512,
             "heads.hidden": 512,
             # The paper's 1e-4 with 10,000 pairs, scaled to their number.
-            "sotalign.alpha": max(1e-4, 1e-4 * 10_000 / n_pairs),
-            "sue.epochs": 5 if quick else 15,
-            "sue.mmd_epochs": 10 if quick else 25,
+            "sotalign.alpha": max(1e-4, 1e-4 * 10_000 / n),
             **TUNED.get(method, {}),
+            **({"sue.epochs": 5, "sue.mmd_epochs": 10} if quick else {}),
         }
 
     # --- cells ---------------------------------------------------------------------------------
@@ -157,21 +222,21 @@ class Lab:
         """The specification of the cell that has the metric of the changes."""
         kind = changes["metric"].partition("/")[0]
         if kind in ("gradient", "convergence"):
-            rows = self.pick(quick=192, full=512, paper=10_000)
-            return {"measure": kind, "epsilon": changes["epsilon"], "rows": rows}
-        sizes = {
-            "rows": self.pick(quick=500, full=1000, paper=100_000),
-            "projections": self.pick(quick=100, full=500, paper=500),
-        }
+            return {"measure": kind, "epsilon": changes["epsilon"], "rows": self.sizes.solver_rows}
+        sizes = {"rows": self.sizes.distance_rows, "projections": self.sizes.projections}
         if kind == "between":
-            left, right = sorted((changes["left"], changes["right"]))
-            spec = {"left": left, "right": right, "side": changes["side"], "seed": seed}
-            return {"measure": kind, **spec, **sizes, "files": self.sources.stamps(spec)}
-        config, spec = self.settings(changes, seed)
+            names = sorted((changes["left"], changes["right"]))
+            spec = {"left": names[0], "right": names[1], "side": changes["side"], "seed": seed}
+            return {"measure": kind, **spec, **sizes, "files": self.sources.stamps(names)}
+        config, asked = self.settings(changes, seed)
+        spec = {"data": asked._asdict(), "files": self.sources.stamps(asked)}
         if kind in _MEASURES:
-            return {"measure": kind, "data": spec, **sizes, "files": self.sources.stamps(spec)}
+            return {"measure": kind, **sizes, **spec}
+        method = config_lib.method(config)
+        if method is None or not method.pools:  # one run, whatever the pools
+            spec["data"] |= {"n_unpaired": 0, "images": None, "texts": None, "noise": 0.0}
         plain = {key: value for key, value in config_lib.plain(config).items() if key != "data"}
-        return {"config": plain, "data": spec, "files": self.sources.stamps(spec)}
+        return {"config": plain, **spec}
 
     def results(self, cell: Mapping[str, Any]) -> Results:
         """What is known of a cell; nothing unless it was made."""
@@ -230,16 +295,15 @@ class Lab:
         if "measure" in cell:
             options = {key: v for key, v in cell.items() if key not in ("measure", "files")}
             return _MEASURES[cell["measure"]](self.sources, **options)
-        config, spec = FrozenConfigDict(cell["config"]), cell["data"]
-        trained = _train(self.sources, config, spec)
-        dataset = _dataset(self.sources, json.dumps(spec))
+        asked = Data(**cell["data"])
+        trained = _train(self.sources, FrozenConfigDict(cell["config"]), asked)
+        dataset = _dataset(self.sources, asked)
         results: Results = {}
-        encoders = spec.get("encoders", self.sources.encoders[0])
         for name in sorted({metric.partition("/")[0] for metric in metrics}):
             if name in ("val", "test"):
                 scores = training.evaluate(trained.x, trained.y, getattr(dataset, name))
             elif self.sources.has(name, "classes"):
-                task = self.sources.classes(name, encoders)
+                task = self.sources.classes(name, asked.encoders)
                 found = training.evaluate_zero_shot(trained.x, trained.y, task)
                 scores = {key.removeprefix("zero_shot/"): value for key, value in found.items()}
             else:
@@ -263,8 +327,7 @@ class Lab:
         return dataclasses.replace(panel, found=found, failures=tuple(missing))
 
 
-TUNED: dict[str, dict[str, Any]] = {}
-"""Options by method, where they are not the usual ones: chosen on COCO's validation split."""
+_SECTIONS = ("teacher.", "heads.", "train.", *(f"{name}." for name in methods.METHODS))
 
 
 def key_of(cell: Mapping[str, Any]) -> str:
@@ -293,17 +356,16 @@ def _groups(waiting: Sequence[Asked]) -> list[list[Asked]]:
 
 
 @contextlib.contextmanager
-def _pool(lab: Lab, jobs: int) -> Any:
+def _pool(lab: Lab, jobs: int) -> Iterator[Callable[[list[list[Asked]]], Iterable[dict[str, str]]]]:
     """A function that makes groups of cells, in `jobs` processes, and yields how each ended."""
     if jobs <= 1:
         _prepare(lab)
         yield lambda groups: (lab.attempt(*one) for group in groups for one in group)
         return
     context = multiprocessing.get_context("spawn")
-    options = {"mp_context": context, "initializer": _start, "initargs": (lab,)}
-    pool = concurrent.futures.ProcessPoolExecutor(jobs, **options)
+    pool = concurrent.futures.ProcessPoolExecutor(jobs, context, _start, (lab,))
 
-    def submit(groups: list[list[Asked]]) -> Any:
+    def submit(groups: list[list[Asked]]) -> Iterator[dict[str, str]]:
         futures = [pool.submit(_attempt_all, group) for group in groups]
         for future in concurrent.futures.as_completed(futures):
             yield from future.result()
@@ -337,31 +399,30 @@ def _attempt_all(group: list[Asked]) -> list[dict[str, str]]:
 
 
 @functools.lru_cache(maxsize=2)
-def _dataset(sources: Photographs, spec: str) -> data.Dataset:
-    return sources.dataset(**json.loads(spec))
+def _dataset(sources: Sources, asked: Data) -> data.Dataset:
+    return sources.dataset(asked)
 
 
 @functools.lru_cache(maxsize=4)
 def _teacher(
-    sources: Photographs, spec: str, kind: str, config: FrozenConfigDict
+    sources: Sources, asked: Data, kind: str, config: FrozenConfigDict
 ) -> teachers.LinearTeacher:
-    return run.fit_teacher(config, _dataset(sources, spec), kind)
+    return run.fit_teacher(config, _dataset(sources, asked), kind)
 
 
-def _train(sources: Photographs, config: FrozenConfigDict, spec: Mapping[str, Any]) -> heads.Heads:
+def _train(sources: Sources, config: FrozenConfigDict, asked: Data) -> heads.Heads:
     """The heads of a run: trained, fitted at once, or a teacher's maps."""
-    text, method = json.dumps(spec), config_lib.method(config)
-    dataset = _dataset(sources, text)
+    method, dataset = config_lib.method(config), _dataset(sources, asked)
     if isinstance(method, methods.Fitted):
         return method.fit(dataset, seed=config.seed)
     assert method is None or isinstance(method, methods.Objective)
     teacher, as_start = None, method is None or config.heads.init == "teacher"
-    if as_start or method.uses_teacher:
+    if method is None or as_start or method.uses_teacher:
         kind = config.method if method is None else config.teacher.kind
         # The contrastive teacher is trained; the others depend on their own section alone.
         names = ("teacher", "seed", *(("train", "heads") if kind == "contrastive" else ()))
         fitted = FrozenConfigDict({name: config.to_dict()[name] for name in names})
-        teacher = _teacher(sources, text, kind, fitted)
+        teacher = _teacher(sources, asked, kind, fitted)
     start = heads.build_heads(
         dataset.pairs_x.shape[1],
         dataset.pairs_y.shape[1],
@@ -379,9 +440,9 @@ def _train(sources: Photographs, config: FrozenConfigDict, spec: Mapping[str, An
 # --- measures that need no training ------------------------------------------------------------
 
 
-def _mutual_knn(sources: Photographs, *, data: Mapping[str, Any], **sizes: int) -> Results:
+def _mutual_knn(sources: Sources, *, data: dict[str, Any], **sizes: int) -> Results:
     """Mutual k-NN of the encoders, in percent, on 1,024 pairs; validation makes up for few."""
-    dataset = _dataset(sources, json.dumps(data))
+    dataset = _dataset(sources, Data(**data))
     x, y = dataset.pairs_x, dataset.pairs_y
     if dataset.val is not None and len(x) < _KNN_ROWS:
         _, first = np.unique(dataset.val.x_of_y, return_index=True)
@@ -390,11 +451,9 @@ def _mutual_knn(sources: Photographs, *, data: Mapping[str, Any], **sizes: int) 
     return {"mutual_knn/percent": 100 * float(diagnostics.mutual_knn(x[chosen], y[chosen]))}
 
 
-def _shift(
-    sources: Photographs, *, data: Mapping[str, Any], rows: int, projections: int
-) -> Results:
+def _shift(sources: Sources, *, data: dict[str, Any], rows: int, projections: int) -> Results:
     """Sliced Wasserstein distances of the pools from the pairs, and their sum."""
-    dataset = _dataset(sources, json.dumps(data))
+    dataset = _dataset(sources, Data(**data))
     sizes = {"rows": rows, "projections": projections, "seed": data["seed"]}
     x = _distance(dataset.pool_x, dataset.pairs_x, **sizes)
     y = _distance(dataset.pool_y, dataset.pairs_y, **sizes)
@@ -402,10 +461,10 @@ def _shift(
 
 
 def _between(
-    sources: Photographs, *, left: str, right: str, side: str, seed: int, **sizes: int
+    sources: Sources, *, left: str, right: str, side: str, seed: int, **sizes: int
 ) -> Results:
     """The distance between two sources."""
-    width = sources.rows(sources.main, side).shape[1]
+    width = sources.rows(MAIN, side).shape[1]
     rng = np.random.default_rng((seed, 7))
     sets = [
         rng.standard_normal((sizes["rows"], width)) if n == "noise" else sources.rows(n, side)
@@ -422,7 +481,7 @@ def _distance(x: Any, y: Any, *, seed: int, rows: int, projections: int) -> floa
     return sliced.sliced_wasserstein(*chosen, projections=projections, seed=seed)
 
 
-def _gradient(sources: Photographs, *, epsilon: float, rows: int) -> Results:
+def _gradient(sources: Sources, *, epsilon: float, rows: int) -> Results:
     """Memory, time and iterations of KLOT's gradient to a marginal error of 1e-6, in float64."""
     with warnings.catch_warnings():
         # ott-jax imports JAXopt, which says that it is no longer maintained.
@@ -437,16 +496,16 @@ def _gradient(sources: Photographs, *, epsilon: float, rows: int) -> Results:
         found = gradient.sweep_epsilon(problem, arms, target, repeats=2, time_limit=600.0)
     results: Results = {}
     for row in found:
-        iterations = row.student_iterations, row.teacher_iterations
+        counts = row.student_iterations, row.teacher_iterations
         results |= {
             f"gradient/{row.arm}/memory": row.temporary_mib,
             f"gradient/{row.arm}/seconds": row.seconds,
-            f"gradient/{row.arm}/iterations": None if None in iterations else sum(iterations),
+            f"gradient/{row.arm}/iterations": None if None in counts else sum(filter(None, counts)),
         }
     return results
 
 
-def _convergence(sources: Photographs, *, epsilon: float, rows: int) -> Results:
+def _convergence(sources: Sources, *, epsilon: float, rows: int) -> Results:
     """Marginal errors after 100 iterations on a teacher's affinity, of total mass 1."""
     from benchmarks import convergence
     from sotalign_jax.ot.sinkhorn import reference
@@ -459,13 +518,13 @@ def _convergence(sources: Photographs, *, epsilon: float, rows: int) -> Results:
     }
 
 
-def _problem(sources: Photographs, n: int) -> Any:
+def _problem(sources: Sources, n: int) -> Any:
     """Unpaired rows as a CCA teacher and a briefly trained student see them, or random ones."""
     from benchmarks import common
 
     if n > 5000 or sources.given:
         return common.random_problem(n)
-    rows = sources.dataset(n_pairs=1000, n_unpaired=n, seed=0)
+    rows = sources.dataset(Data(seed=0, n_pairs=1000, n_unpaired=n))
     student = teachers.contrastive(
         rows.pairs_x, rows.pairs_y, dim=128, steps=60, learning_rate=1e-3, seed=0
     )
@@ -478,7 +537,7 @@ def _problem(sources: Photographs, n: int) -> Any:
     )
 
 
-_MEASURES = {
+_MEASURES: dict[str, Callable[..., Results]] = {
     "mutual_knn": _mutual_knn,
     "shift": _shift,
     "between": _between,

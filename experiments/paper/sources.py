@@ -1,180 +1,193 @@
 """Where embeddings come from: the photographs of the repository, or files of the paper's own data.
 
 A source is a collection of images (x), texts (y), or both, with what can be evaluated on it: a
-gallery ("test") or class prompts ("classes"). Both `Photographs` and `Files` answer the same
-questions; a reproduction stands on one of them and never mixes encoders.
+gallery ("test") or class prompts ("classes"). `Photographs` and `Files` answer the same questions;
+a reproduction stands on one of them and never mixes encoders.
 """
 
-import itertools
 import pathlib
-from collections.abc import Mapping
-from typing import Any, ClassVar
+from collections.abc import Iterable, Mapping
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from experiments import photos, workdir
 from sotalign_jax import checks, data, files
 
+MAIN = "main"
 SUE_TEST = 400
-SETS = ("Food101", "CIFAR10", "CIFAR100", "Aircraft", "DTD", "Flowers", "ImageNet", "Intel")
-Spec = Mapping[str, Any]
-"""Arguments of `dataset`."""
+
+
+class Data(NamedTuple):
+    """Which pairs, pools and galleries a run has; "main" is the source of most runs.
+
+    Attributes:
+        seed: chooses rows.
+        n_pairs: rows of the pairs.
+        n_unpaired: rows of each pool; all when None.
+        pairs: source of the pairs.
+        images: source of unpaired images, or "noise"; None is that of the test gallery.
+        texts: likewise for texts.
+        test: source of the galleries.
+        noise: share of the pools that becomes noise.
+        encoders: IMAGE+TEXT, or "main".
+        split: "sue" for the protocol of SUE on the pairs' source.
+    """
+
+    seed: int
+    n_pairs: int
+    n_unpaired: int | None
+    pairs: str = MAIN
+    images: str | None = None
+    texts: str | None = None
+    test: str = MAIN
+    noise: float = 0.0
+    encoders: str = MAIN
+    split: str | None = None
+
+
+def sue_split(x: Any, y: Any, asked: Data, *, shuffle: bool) -> data.Dataset:
+    """SUE's split: 400 test rows, pairs, and pools that each lose their own tenth of the rest.
+
+    With `shuffle`, test rows and pairs are drawn anew by every seed, so that a spread over seeds is
+    one over data; without, the table's order decides, as published: test rows first, pairs last.
+    """
+    rng = np.random.default_rng(asked.seed)
+    order = rng.permutation(len(x)) if shuffle else np.arange(len(x))
+    test, rest, pairs = np.split(order, [SUE_TEST, len(x) - asked.n_pairs])
+    kept_x, kept_y = (rng.permutation(rest)[len(rest) // 10 :] for _ in range(2))
+    gallery = data.gallery(x[test], y[test])
+    return data.Dataset(x[pairs], y[pairs], x[np.sort(kept_x)], y[kept_y], test=gallery)
+
+
+# --- photographs -------------------------------------------------------------------------------
 
 
 class Photographs:
-    """COCO, Flickr8k and RSICD with their captions, texts of Flickr30k, and classification sets."""
+    """COCO, Flickr8k and RSICD with their captions, texts of Flickr30k, and classification sets.
 
-    given: ClassVar[Mapping[str, Mapping[str, str]]] = {}
-    main = label = "COCO"
-    flickr, satellite = "Flickr8k", "RSICD"
+    Attributes:
+        given: files by source and field; none here.
+        label: what tables call the main source.
+        stand_in: what stands in for the paper's data.
+        flickr, satellite: sources of the second gallery and of satellite images.
+        collections: sources of pairs and pools.
+        sue: (source, pairs, the paper's name) of the protocol of SUE.
+        encoders: IMAGE+TEXT, that of the main source first; fewer features make a weaker one.
+        weak_encoders: more of them, for the correlation alone.
+    """
+
+    given: Mapping[str, Mapping[str, str]] = {}
+    label = "COCO"
     stand_in = "COCO for CC3M and COCO, Flickr8k for Flickr30k, RSICD for SkyScript"
-    collections = ("COCO", "Flickr8k", "RSICD", "Flickr30k")
-    sue = (("COCO", 100, "COCO100"), ("Flickr8k", 500, "F30k500"))
-    # Fewer features make a weaker encoder of the same samples.
-    _images: ClassVar = {"EfficientNet": 1280, "EfficientNet/64": 64}
-    _texts: ClassVar = {"MiniLM": 384, "MiniLM/64": 64, "MiniLM/16": 16}
-    encoders = tuple(f"{x}+{y}" for x, y in itertools.product(_images, _texts))
-    weak_encoders = ("EfficientNet/16+MiniLM", "EfficientNet/16+MiniLM/8", "EfficientNet+MiniLM/8")
-    _sets: ClassVar = {"Flowers": "flowers102"}
+    flickr, satellite = "Flickr8k", "RSICD"
+    collections: tuple[str, ...] = (MAIN, "Flickr8k", "RSICD", "Flickr30k")
+    sue: tuple[tuple[str, int, str], ...] = (
+        (MAIN, 100, "COCO100"),
+        ("Flickr8k", 500, "F30k500"),
+    )
+    encoders: tuple[str, ...] = tuple(
+        f"{image}+{text}"
+        for image in ("EfficientNet", "EfficientNet/64")
+        for text in ("MiniLM", "MiniLM/64", "MiniLM/16")
+    )
+    weak_encoders: tuple[str, ...] = (
+        "EfficientNet/16+MiniLM",
+        "EfficientNet/16+MiniLM/8",
+        "EfficientNet+MiniLM/8",
+    )
 
     def has(self, name: str, part: str) -> bool:
         """Whether a source has "x", "y", both ("xy"), a "test" gallery or "classes"."""
-        if part == "classes":
-            return self._set(name) in photos.ZERO_SHOT
-        if part == "x" or part == "y":
-            known = photos.IMAGE_POOLS if part == "x" else photos.TEXT_POOLS
-            return name.lower() in known
-        return name.lower() in photos.CAPTIONED
+        known = {"x": photos.IMAGE_POOLS, "y": photos.TEXT_POOLS, "classes": photos.ZERO_SHOT}
+        return _photos(name) in known.get(part, photos.CAPTIONED)
 
-    def stamps(self, spec: Spec) -> dict[str, Any]:
-        """What a result depends on beside the names: nothing, for these files never change."""
+    def stamps(self, names: Iterable[Any]) -> dict[str, Any]:
+        """What results depend on beside the names of the sources."""
         return {}
 
-    def dataset(
-        self,
-        *,
-        seed: int,
-        n_pairs: int,
-        n_unpaired: int | None,
-        pairs: str = main,
-        images: str | None = None,
-        texts: str | None = None,
-        test: str = main,
-        noise: float = 0.0,
-        encoders: str = encoders[0],
-        split: str | None = None,
-    ) -> data.Dataset:
-        """Pairs and pools from the named sources.
-
-        Args:
-            seed: chooses rows.
-            n_pairs: rows of the pairs.
-            n_unpaired: rows of each pool; all when None.
-            pairs: source of the pairs.
-            images: source of unpaired images; None is that of the test gallery.
-            texts: likewise for texts.
-            test: source of the galleries.
-            noise: share of the pools that becomes noise.
-            encoders: IMAGE+TEXT.
-            split: "sue" for the protocol of SUE on the pairs' source.
-        """
-        if split == "sue":
-            return sue_split(*self._one_caption_each(pairs), n_pairs=n_pairs, seed=seed)
+    def dataset(self, asked: Data) -> data.Dataset:
+        """Pairs, pools and galleries."""
+        name, test = _photos(asked.pairs), _photos(asked.test)
+        if asked.split == "sue":
+            train = photos.rows_of_split(name, "train")
+            first = np.searchsorted(photos.image_of_text(name), train)  # one caption an image
+            x, y = photos.images(name, train), photos.texts(name, first)
+            return sue_split(np.asarray(x), np.asarray(y), asked, shuffle=True)
         made = photos.dataset(
-            pairs.lower(),
-            n_pairs=n_pairs,
-            n_unpaired=n_unpaired,
-            seed=seed,
-            unpaired_images=(images or test).lower(),
-            unpaired_texts=(texts or test).lower(),
-            pool_noise=noise,
-            evaluate_on=test.lower(),
+            name,
+            n_pairs=asked.n_pairs,
+            n_unpaired=asked.n_unpaired,
+            seed=asked.seed,
+            unpaired_images=test if asked.images is None else _photos(asked.images),
+            unpaired_texts=test if asked.texts is None else _photos(asked.texts),
+            pool_noise=asked.noise,
+            evaluate_on=test,
         )
-        return _narrowed(made, *map(_width, encoders.split("+")))
+        if asked.encoders == MAIN:
+            return made
+        d_x, d_y = _widths(asked.encoders)
+        pools = np.asarray(made.pool_x)[:, :d_x], np.asarray(made.pool_y)[:, :d_y]
+        pairs = made.pairs_x[:, :d_x], made.pairs_y[:, :d_y]
+        val, held_out = (
+            g and g._replace(x=g.x[:, :d_x], y=g.y[:, :d_y]) for g in (made.val, made.test)
+        )
+        return data.Dataset(*pairs, *pools, val, held_out)
 
     def rows(self, name: str, side: str) -> Any:
         """All training rows of one modality."""
-        if name == "Flickr30k":
-            return photos.texts("flickr30k")
-        train = photos.rows_of_split(name.lower(), "train")
+        name = _photos(name)
+        if name not in photos.CAPTIONED:
+            return photos.texts(name)
+        train = photos.rows_of_split(name, "train")
         if side == "x":
-            return photos.images(name.lower(), train)
-        of_train = np.isin(photos.image_of_text(name.lower()), train)
-        return photos.texts(name.lower(), np.flatnonzero(of_train))
+            return photos.images(name, train)
+        return photos.texts(name, np.flatnonzero(np.isin(photos.image_of_text(name), train)))
 
     def gallery(self, name: str) -> data.Gallery:
         """The test split of a source."""
-        return photos.gallery(name.lower())
+        return photos.gallery(_photos(name))
 
     def classes(self, name: str, encoders: str) -> data.ZeroShot:
         """A classification set as the encoders see it."""
-        task, (x, y) = photos.zero_shot(self._set(name)), map(_width, encoders.split("+"))
+        task, (x, y) = photos.zero_shot(_photos(name)), _widths(encoders)
         return task._replace(x=task.x[:, :x], prompts=task.prompts[..., :y])
 
-    def _set(self, name: str) -> str:
-        return self._sets.get(name, name.lower())
 
-    def _one_caption_each(self, name: str) -> tuple[np.ndarray, np.ndarray]:
-        owner, train = (
-            photos.image_of_text(name.lower()),
-            photos.rows_of_split(name.lower(), "train"),
-        )
-        first = np.searchsorted(owner, train)
-        x, y = photos.images(name.lower(), train), photos.texts(name.lower(), first)
-        return np.asarray(x), np.asarray(y)
+def _photos(name: str) -> str:
+    """What `photos` calls a source."""
+    return {MAIN: "coco", "Flowers": "flowers102"}.get(name, name.lower())
 
 
-def _width(encoder: str) -> int | None:
-    """How many features "NAME/64" keeps; None is all."""
-    _, _, width = encoder.partition("/")
-    return int(width) if width else None
-
-
-def _narrowed(made: data.Dataset, x: int | None, y: int | None) -> data.Dataset:
-    """The leading features alone."""
-    if x is None and y is None:
-        return made
-
-    def gallery(one: data.Gallery | None) -> data.Gallery | None:
-        return None if one is None else one._replace(x=one.x[:, :x], y=one.y[:, :y])
-
-    pools = np.asarray(made.pool_x)[:, :x], np.asarray(made.pool_y)[:, :y]
-    pairs = made.pairs_x[:, :x], made.pairs_y[:, :y]
-    return data.Dataset(*pairs, *pools, gallery(made.val), gallery(made.test))
-
-
-def sue_split(
-    x: np.ndarray, y: np.ndarray, *, n_pairs: int, seed: int, shuffle: bool = True
-) -> data.Dataset:
-    """SUE's split: 400 test rows, pairs, and pools that each lose their own tenth of the rest.
-
-    Test rows and pairs are drawn anew by every seed, so that a spread over seeds is one over data.
-    Without `shuffle` the table's order decides, as published: test rows first, pairs last.
-    """
-    rng = np.random.default_rng(seed)
-    order = rng.permutation(len(x)) if shuffle else np.arange(len(x))
-    test, between, pairs = np.split(order, [SUE_TEST, len(x) - n_pairs])
-    kept_x, kept_y = (rng.permutation(between)[len(between) // 10 :] for _ in range(2))
-    gallery = data.gallery(x[test], y[test])
-    return data.Dataset(x[pairs], y[pairs], x[np.sort(kept_x)], y[kept_y], test=gallery)
+def _widths(encoders: str) -> tuple[int | None, int | None]:
+    """How many features IMAGE/64+TEXT/16 keep; None is all."""
+    if encoders == MAIN:
+        return None, None
+    image, text = (part.partition("/")[2] for part in encoders.split("+"))
+    return int(image) if image else None, int(text) if text else None
 
 
 # --- the paper's own data ----------------------------------------------------------------------
 
 _PAIRED = ("x", "y")
 _TABLE = (*_PAIRED, "val_x", "val_y", "test_x", "test_y")
-_GALLERY = ("test_x", "test_y", "test_x_of_y")
 _CLASSES = ("zero_shot_x", "zero_shot_labels", "zero_shot_prompts")
-FIELDS = dict.fromkeys((*_TABLE, *_GALLERY, *_CLASSES))
-_ENCODERS = "IMAGE+TEXT"
+FIELDS = (*_TABLE, "test_x_of_y", *_CLASSES)
 KNOWN: dict[str, tuple[tuple[str, ...], str]] = {
-    "main": (_TABLE, "CC3M rows and validation, COCO val2017 (and test_x_of_y: 25,000 captions)"),
-    "Flickr30k": (_GALLERY, "Karpathy's 1,000 test images, 5,000 captions"),
-    **dict.fromkeys(SETS[:-2], (_CLASSES, "test images, labels, prompts")),
-    "ImageNet": (_CLASSES, "likewise; x for unpaired images"),
-    **dict.fromkeys(("CC3M-synth", "CC12M", "COCO"), (_PAIRED, "pairs of another source")),
+    MAIN: (_TABLE, "CC3M rows and validation, COCO val2017 (and test_x_of_y: 25,000 captions)"),
+    "Flickr30k": (_TABLE[-2:], "Karpathy's 1,000 test images, 5,000 captions (and test_x_of_y)"),
+    "ImageNet": (_CLASSES, "test images, labels, prompts (and x for unpaired images)"),
+    "Food101": (_CLASSES, "test images, labels, prompts"),
+    "CIFAR10": (_CLASSES, "likewise"),
+    "CIFAR100": (_CLASSES, "likewise"),
+    "Aircraft": (_CLASSES, "likewise"),
+    "DTD": (_CLASSES, "likewise"),
+    "Flowers": (_CLASSES, "likewise"),
+    "CC3M-synth": (_PAIRED, "pairs"),
+    "CC12M": (_PAIRED, "pairs"),
+    "COCO": (_PAIRED, "pairs"),
     "WikiText103": (("y",), "unpaired texts"),
-    _ENCODERS: (_TABLE, "the rows of main by other encoders"),
+    "IMAGE+TEXT": (_TABLE, "the rows of main by other encoders"),
     "COCO100": (_PAIRED, "one caption an image, in file order"),
     "F30k500": (_PAIRED, "likewise, of Flickr30k"),
     "Polyvore500": (_PAIRED, "likewise, the first 20,000 items of Polyvore"),
@@ -185,19 +198,18 @@ KNOWN: dict[str, tuple[tuple[str, ...], str]] = {
 """Sources that --files may name: the fields that each must have, and what they hold."""
 
 
-class Files(Photographs):
-    """Sources of a JSON file: {source: {field: path}}."""
+class Files:
+    """Sources of a JSON file, {source: {field: path}}; they answer as `Photographs` does."""
 
-    main, label = "main", "CC3M"
+    label, stand_in = "CC3M", ""
     flickr, satellite = "Flickr30k", "SkyScript"
-    stand_in = ""
+    weak_encoders: tuple[str, ...] = ()
 
     def __init__(self, given: Mapping[str, Mapping[str, str]]) -> None:
         self.given = given
-        pools = ("main", "CC3M-synth", "CC12M", "ImageNet", "COCO", "WikiText103")
+        pools = (MAIN, "CC3M-synth", "CC12M", "ImageNet", "COCO", "WikiText103")
         self.collections = tuple(name for name in pools if name in given)
-        self.encoders = ("main", *(name for name in given if "+" in name))
-        self.weak_encoders = ()
+        self.encoders = ("DINOv3+NV-Embed-v2", *(name for name in given if "+" in name))
         tables = (("COCO100", 100), ("F30k500", 500), ("Polyvore500", 500))
         self.sue = tuple((name, n, name) for name, n in tables if name in given)
 
@@ -215,95 +227,78 @@ class Files(Photographs):
         return cls({name: _checked(name, v, path.resolve().parent) for name, v in given.items()})
 
     def has(self, name: str, part: str) -> bool:
-        fields = {"test": ("test_x",), "classes": ("zero_shot_x",)}.get(part, tuple(part))
-        return name == "noise" or all(field in self.given.get(name, {}) for field in fields)
+        wanted = {"test": ("test_x",), "classes": ("zero_shot_x",)}.get(part, tuple(part))
+        return name == "noise" or set(wanted) <= set(self.given.get(name, {}))
 
-    def stamps(self, spec: Spec) -> dict[str, Any]:
+    def stamps(self, names: Iterable[Any]) -> dict[str, Any]:
         """Size and time of every file that is read: one that changes makes other cells."""
-        names = {"main", *(value for value in spec.values() if value in self.given)}
         found: dict[str, Any] = {}
-        for name, field in itertools.product(sorted(names & set(self.given)), FIELDS):
-            if value := self.given[name].get(field):
-                file = pathlib.Path(files.split_key(value)[0])
-                stat = file.stat() if file.exists() else None
-                found[value] = stat and [stat.st_size, stat.st_mtime_ns]
+        for name in sorted({MAIN, *map(str, names)} & set(self.given)):
+            for path in self.given[name].values():
+                file = pathlib.Path(files.split_key(path)[0])
+                if file.exists():  # not a tfds: name
+                    found[path] = [file.stat().st_size, file.stat().st_mtime_ns]
         return found
 
-    def dataset(
-        self,
-        *,
-        seed: int,
-        n_pairs: int,
-        n_unpaired: int | None,
-        pairs: str = main,
-        images: str | None = None,
-        texts: str | None = None,
-        test: str = main,
-        noise: float = 0.0,
-        encoders: str = main,
-        split: str | None = None,
-    ) -> data.Dataset:
-        own = encoders if encoders != self.main else test
-        if split == "sue":
-            x, y = (self._load(pairs, side) for side in "xy")
-            return sue_split(x, y, n_pairs=n_pairs, seed=seed, shuffle=False)
-        paired = own if pairs == self.main else pairs
-        pools = {}
-        for side, source in (("x", images or own), ("y", texts or own)):
+    def dataset(self, asked: Data) -> data.Dataset:
+        own = asked.test if asked.encoders == MAIN else asked.encoders
+        pairs = own if asked.pairs == MAIN else asked.pairs
+        x, y = (self.rows(pairs, side) for side in "xy")
+        if asked.split == "sue":
+            return sue_split(x, y, asked, shuffle=False)
+        pools: dict[str, Any] = {"x": None, "y": None}
+        for side, source in (("x", asked.images or own), ("y", asked.texts or own)):
             if source == "noise":
-                width = self._load(own, side).shape[1]
-                rng = np.random.default_rng((seed, 7))
-                pools[side] = rng.standard_normal((n_unpaired or 10_000, width), np.float32)
-            elif source != paired:
-                pools[side] = self._load(source, side)
-        smallest = min((len(pool) for pool in pools.values()), default=None)
-        if None not in (smallest, n_unpaired):
-            n_unpaired = min(n_unpaired, smallest)  # type: ignore[type-var]
+                shape = asked.n_unpaired or 10_000, self.rows(own, side).shape[1]
+                pools[side] = np.random.default_rng((asked.seed, 7)).standard_normal(shape, "f4")
+            elif source != pairs:
+                pools[side] = self.rows(source, side)
+        sizes = [len(pool) for pool in pools.values() if pool is not None]
         return data.semi_supervised(
-            self._load(paired, "x"),
-            self._load(paired, "y"),
-            n_pairs=n_pairs,
-            n_unpaired=n_unpaired,
-            seed=seed,
-            unpaired_x=pools.get("x"),
-            unpaired_y=pools.get("y"),
-            pool_noise=noise,
-            val=self.gallery(own, "val"),
-            test=self.gallery(own),
+            x,
+            y,
+            n_pairs=asked.n_pairs,
+            n_unpaired=asked.n_unpaired and min(asked.n_unpaired, *sizes, len(x) - asked.n_pairs),
+            seed=asked.seed,
+            unpaired_x=pools["x"],
+            unpaired_y=pools["y"],
+            pool_noise=asked.noise,
+            val=self._gallery(own, "val"),
+            test=self._gallery(own, "test"),
         )
 
     def rows(self, name: str, side: str) -> Any:
-        return self._load(name, side)
+        path = self.given.get(name, {}).get(side)
+        return None if path is None else files.load_array(path)
 
-    def gallery(self, name: str, part: str = "test") -> data.Gallery:
-        owner = self._load(name, f"{part}_x_of_y")
-        return data.gallery(self._load(name, f"{part}_x"), self._load(name, f"{part}_y"), owner)
+    def gallery(self, name: str) -> data.Gallery:
+        return self._gallery(name, "test")
+
+    def _gallery(self, name: str, split: str) -> data.Gallery:
+        return data.gallery(*(self.rows(name, f"{split}_{part}") for part in ("x", "y", "x_of_y")))
 
     def classes(self, name: str, encoders: str) -> data.ZeroShot:
-        own = name if encoders == self.main else encoders
-        return data.zero_shot(*(self._load(own, field) for field in _CLASSES))
-
-    def _load(self, name: str, field: str) -> Any:
-        value = self.given.get(name, {}).get(field)
-        return None if value is None else files.load_array(value)
+        own = name if encoders == MAIN else encoders
+        return data.zero_shot(*(self.rows(own, field) for field in _CLASSES))
 
 
 def _checked(name: str, fields: Any, here: pathlib.Path) -> dict[str, str]:
-    kind = _ENCODERS if "+" in name and name != _ENCODERS else name
-    if kind not in KNOWN or name == _ENCODERS:
-        raise checks.InputError(f"files: unknown source {name!r}; choose from {', '.join(KNOWN)}")
+    kind = "IMAGE+TEXT" if "+" in name else name
+    checks.choice("files", kind, tuple(KNOWN))
     if not isinstance(fields, dict) or not fields:
         raise checks.InputError(f"files: {name}: must be paths by field, got {fields!r}")
     paths = {}
     for field, value in fields.items():
-        checks.choice(f"files: {name}", field, tuple(FIELDS))
+        checks.choice(f"files: {name}", field, FIELDS)
         if not isinstance(value, str):
             raise checks.InputError(f"files: {name}: {field}: must be a path, got {value!r}")
         remote = value.startswith("tfds:")
         paths[field] = value if remote else str(here / pathlib.Path(value).expanduser())
         if not remote and not pathlib.Path(files.split_key(paths[field])[0]).is_file():
             raise checks.InputError(f"files: {name}: {field}: {paths[field]}: no such file")
-    wanted = [field for field in KNOWN[kind][0] if field != "test_x_of_y"]
-    if absent := [field for field in wanted if field not in fields]:
+    if absent := [field for field in KNOWN[kind][0] if field not in fields]:
         raise checks.InputError(f"files: {name}: {absent[0]}: is not set; pass its path")
     return paths
+
+
+Sources = Photographs | Files
