@@ -81,7 +81,7 @@ def _usage(command: Callable[[], None], choices: Mapping[str, Sequence[str]]) ->
     lines = []
     module = sys.argv[0] if name == "__main__" else name  # absl's name for the main module
     for flag in sorted(flags.FLAGS.get_key_flags_for_module(module), key=lambda flag: flag.name):
-        shown = "" if flag.default in (None, [], False) else f" (default: {flag.default})"
+        shown = "" if flag.boolean or flag.default is None else f" (default: {flag.default})"
         left = f"  --{'[no]' if flag.boolean else ''}{flag.name}"
         lines.append(_wrapped(left, f"{flag.help}{shown}", 20))
     return "\n\n".join([*parts, "flags:\n" + "\n".join(lines)])

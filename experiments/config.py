@@ -84,13 +84,7 @@ def default() -> ConfigDict:
         }
     )
     config.teacher = ConfigDict(
-        {
-            "kind": "cca",
-            "dim": placeholder(int),
-            "ridge": 0.1,
-            "cov_normalize": True,
-            "noise": 0.0,
-        }
+        {"kind": "cca", "dim": placeholder(int), "ridge": 0.1, "cov_normalize": True, "noise": 0.0}
     )
     config.heads = ConfigDict(
         {"kind": placeholder(str), "dim": 1024, "hidden": placeholder(int), "init": "random"}
@@ -140,13 +134,13 @@ def runs(config: ConfigDict) -> dict[str, FrozenConfigDict]:
     for label, changes in (shared.runs or {shared.method: {}}).items():
         _check_changes(label, changes)
         for seed in seeds:
+            shared.seed = _typed("seeds", seed, int)
             run = copy.deepcopy(shared)
-            run.seed = shared.seed = _typed("seeds", seed, int)
             try:
                 update(run, _flat(changes))
                 found[f"{label}-seed{seed}"] = _checked(run)
             except checks.InputError as error:
-                if not shared.runs or str(error) == _problem(shared):
+                if str(error) == _problem(shared):  # what all runs share is not blamed on one
                     raise
                 raise checks.InputError(f"runs[{label!r}]: {error}") from error
     return found
@@ -187,20 +181,17 @@ def update(config: ConfigDict, changes: Mapping[str, Any]) -> None:
     sotalign_jax.checks.InputError: unknown setting 'train.stpes'; did you mean 'train.steps'?
     """
     for key, value in changes.items():
-        *path, name = str(key).split(".")
-        section: Any = config
-        for part in [*path, name]:
-            section = section if isinstance(section, ConfigDict) and part in section else None
-            if section is None:
+        name, node = str(key).rpartition(".")[2], config
+        for part in str(key).split("."):
+            if not isinstance(node, ConfigDict) or part not in node:
                 raise _unknown(config, str(key))
-            section, parent = section[part], section
-        if isinstance(section, ConfigDict):
+            section, node = node, node[part]
+        if isinstance(node, ConfigDict):
             raise checks.InputError(f"{key}: is a section; set its entries, as {key}.NAME = ...")
-        stored = dict(parent.items(preserve_field_references=True))[name]
-        optional = isinstance(stored, FieldReference)
-        if not (value is None and optional):
-            value = _typed(str(key), value, parent.get_type(name))
-        parent[name] = value
+        stored = dict(section.items(preserve_field_references=True))[name]
+        if value is not None or not isinstance(stored, FieldReference):
+            value = _typed(str(key), value, section.get_type(name))
+        section[name] = value
 
 
 def _unknown(config: ConfigDict, key: str) -> checks.InputError:
@@ -267,7 +258,8 @@ def _checked(config: ConfigDict) -> FrozenConfigDict:
                 f"init: a linear teacher cannot start heads of kind {config.heads.kind!r}; "
                 "choose init 'random' or kind 'linear'"
             )
-    train(config), method(config)
+    train(config)
+    method(config)
     others = {"seeds", "runs", *methods.METHODS} - {config.method}
     return FrozenConfigDict({k: v for k, v in config.to_dict().items() if k not in others})
 
@@ -298,8 +290,8 @@ def method(config: ConfigDict) -> methods.Method | None:
     if config.method not in methods.METHODS:
         return None
     with naming(f"{config.method}."):
-        section = config[config.method].to_dict()
-        return dataclasses.replace(methods.METHODS[config.method], **section)
+        registered: Any = methods.METHODS[config.method]
+        return dataclasses.replace(registered, **config[config.method].to_dict())
 
 
 def plain(config: ConfigDict) -> dict[str, Any]:
@@ -388,15 +380,14 @@ _CONFIG = config_flags.DEFINE_config_file("config", None, "FILE.py[:SWITCH,SWITC
 
 def from_flags() -> ConfigDict:
     """The config that --config names, with the changes on the command line."""
-    config, given = _CONFIG.value, flags.FLAGS["config"].present
-    if not given:
+    if not flags.FLAGS["config"].present:
         raise checks.InputError("config: is not set; pass --config=experiments/configs/...")
-    if not isinstance(config, ConfigDict):
-        kind = type(config).__name__
-        with contextlib.suppress(AttributeError):
-            try:
-                config.lock()
-            except OSError as error:  # ml_collections says only now that a file cannot be opened
-                raise checks.InputError(f"config: {str(error).splitlines()[-1].strip()}") from error
-        raise checks.InputError(f"config: get_config returned {kind}; return a ConfigDict")
-    return complete(config)
+    try:
+        return complete(_CONFIG.value)
+    except AttributeError as error:
+        kind = type(_CONFIG.value).__name__
+        raise checks.InputError(
+            f"config: get_config returned {kind}; return a ConfigDict"
+        ) from error
+    except OSError as error:  # ml_collections says only now that a file could not be opened
+        raise checks.InputError(f"config: {str(error).splitlines()[-1].strip()}") from error

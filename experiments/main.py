@@ -14,7 +14,6 @@ from absl import flags
 
 from experiments import cli, processes, report, run
 from experiments import config as config_lib
-from sotalign_jax import checks
 
 _DRY_RUN = flags.DEFINE_bool("dry_run", False, "Print the resolved runs and shapes, and stop.")
 flags.declare_key_flag("config")
@@ -32,7 +31,6 @@ def main() -> None:
             shapes = run.load_dataset(config).summary()
             print(json.dumps({"config": config_lib.plain(config), "shapes": shapes}, indent=2))
         return
-    checks.require("matplotlib", extra="experiments")  # known now, not after hours of training
     workdir = cli.workdir()
     report.conclude(configs, run.run_all(configs, workdir), workdir)
 

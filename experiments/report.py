@@ -302,9 +302,12 @@ def comparison_plot(results: Grouped, path: pathlib.Path) -> None:
 
 def pyplot() -> Any:
     """matplotlib.pyplot, drawing into files."""
-    matplotlib = checks.require("matplotlib", extra="experiments")
+    import matplotlib
+
     matplotlib.use("agg")
-    return checks.require("matplotlib.pyplot", extra="experiments")
+    import matplotlib.pyplot as plt
+
+    return plt
 
 
 def _budgets(results: Grouped) -> list[int]:

@@ -38,6 +38,7 @@ flags.declare_key_flag("config")
 flags.declare_key_flag("workdir")
 flags.adopt_module_key_flags(processes)
 
+CHOICES = {"methods": config_lib.METHODS}
 Grid = dict[str, tuple[Any, ...]]
 Point = dict[str, Any]
 """A value for every key of a grid."""
@@ -277,4 +278,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    cli.run(main, choices={"methods": config_lib.METHODS})
+    cli.run(main, choices=CHOICES)

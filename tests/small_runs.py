@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from absl import flags
 
-from experiments import launch
+from experiments import cli
 
 ROOT = pathlib.Path(__file__).parents[1]
 
@@ -43,11 +43,11 @@ def write_config(folder: pathlib.Path) -> pathlib.Path:
     """Writes a config file that trains on the files in `folder`; its :ARG is a method."""
     path = folder / "config.py"
     code = f"""
-        from experiments import settings
+        from experiments import config as config_lib
 
         def get_config(method="sotalign"):
-            config = settings.default_config()
-            config.methods = (method,)
+            config = config_lib.default()
+            config.method = method
             config.seeds = (0,)
             config.data.name = "files"
             config.data.n_pairs = 60
@@ -78,9 +78,9 @@ def start(
     """Starts a launcher in this process; what it printed, and None or what it exited with."""
     handler, argv = signal.getsignal(signal.SIGTERM), sys.argv
     sys.argv = [module.__name__, *options]
-    sys.modules.pop("config_config", None)  # the last config file
+    sys.modules.pop("config_config", None)  # ml_collections would load a config file into it
     try:
-        module.main(launch.parse(sys.argv))
+        cli.run(module.main, choices=getattr(module, "CHOICES", None))
         return capsys.readouterr().out, None
     except SystemExit as stop:
         return capsys.readouterr().out, stop.code

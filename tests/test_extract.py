@@ -15,7 +15,9 @@ import pytest
 import small_runs
 import toy_encoders
 
-from experiments import datasets, extract, extraction, locks, pair, runner, settings
+from experiments import config as config_lib
+from experiments import datasets, extract, extraction, locks, pair
+from experiments import run as run_lib
 from experiments.configs import files as files_config
 from experiments.datasets import base
 from sotalign_jax import checks, files, recording
@@ -357,25 +359,25 @@ def extracted(root, out, **options):
     return (extraction.load(out / modality) for modality in ("image", "text"))
 
 
-def smoke_config(folder, arrays, *methods):
+def smoke_run(folder, arrays):
     config = files_config.get_config("smoke")
-    config.methods = methods
+    config.runs, config.method = {}, "cca"
     config.data.n_pairs = 20
     for flag in pair.write(folder, arrays):
         name, path = flag.removeprefix("--config.data.files.").split("=")
         config.data.files[name] = path
-    return config
+    (one,) = config_lib.runs(config).values()
+    return one
 
 
 def test_files_go_straight_into_training(pictures, tmp_path):
     x, y = extracted(pictures, tmp_path)
     arrays = pair.split_arrays(x, y, val=0.2, test=0.2, seed=0)
     pair.claim(tmp_path / "files", x, y)
-    config = smoke_config(tmp_path / "files", arrays, "cca", "sotalign")
-    runs = settings.plan_runs(config)
-    summary = runner.load_dataset(runs[0]).summary()
+    one = smoke_run(tmp_path / "files", arrays)
+    summary = run_lib.load_dataset(one).summary()
     assert summary["test_x"] == [12, 64] and summary["pairs_x"] == [20, 64]
-    assert "test/mean/R@1" in runner.execute(runs[0], tmp_path / "run")
+    assert "test/mean/R@1" in run_lib.run(one, tmp_path / "run")
 
 
 def write_food(root):
@@ -406,8 +408,8 @@ def test_zero_shot_from_pictures_and_class_names_to_accuracy(pictures, tmp_path)
 
     a, b = extracted(pictures, tmp_path)
     pair.claim(tmp_path / "files", a, b)
-    config = smoke_config(tmp_path / "files", pair.table_arrays(a, b) | task, "cca")
-    results = runner.execute(settings.plan_runs(config)[0], tmp_path / "run")
+    one = smoke_run(tmp_path / "files", pair.table_arrays(a, b) | task)
+    results = run_lib.run(one, tmp_path / "run")
     assert {"test/zero_shot/top1", "test/zero_shot/mean_per_class"} <= results.keys()
 
     broken = y._replace(origins=y.origins[:-1])

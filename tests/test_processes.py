@@ -195,7 +195,7 @@ def test_flags_of_processes_belong_together(start, tmp_path):
         ),
         (
             "--config.mesh=2",
-        ): "config: mesh: 2 devices asked for but 1 are there; pass 1 to 1, or None",
+        ): "mesh: 2 devices asked for but 1 are there; pass 1 to 1, or None",
     }
     processes = [start(tmp_path / "run", *options) for options in cases]
     for process, message in zip(processes, cases.values(), strict=True):

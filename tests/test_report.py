@@ -1,0 +1,140 @@
+"""Tables as text, Markdown and CSV; comparisons of runs."""
+
+import csv
+import doctest
+import io
+
+import matplotlib.image
+import numpy as np
+import pytest
+
+from experiments import config as config_lib
+from experiments import report, run
+from sotalign_jax import checks
+
+ROWS = [["procrustes", 21.1, 3, None], ["cca, ridge", np.float32(21.52), 40, "x|y"]]
+
+
+def _table() -> report.Table:
+    return report.table(
+        ["teacher", "MeanR@1", "n", "note"], ROWS, best={"MeanR@1": "max", "n": "min"}
+    )
+
+
+def test_examples():
+    assert doctest.testmod(report).failed == 0
+
+
+def test_text_is_aligned_and_marks_the_best():
+    header, rule, first, second = str(_table()).splitlines()
+    assert header.split() == ["teacher", "MeanR@1", "n", "note"] and set(rule) == {"-", " "}
+    assert first.split() == ["procrustes", "21.1", "3*", "-"]
+    assert second.split() == ["cca,", "ridge", "21.5*", "40", "x|y"]
+    assert first.index("21.1") == second.index("21.5")  # a mark does not move the digits
+
+
+def test_markdown_is_a_table():
+    header, rule, first, second = _table().markdown().splitlines()
+    assert rule.count("-:|") == 2 and rule.count("|:-") == 2  # numbers to the right
+    assert "**3**" in first and "**21.5**" in second and "**21.1**" not in first
+    assert "x\\|y" in second  # a bar inside a cell would start a new one
+    assert header.count("|") == 5
+
+
+def test_csv_holds_every_digit():
+    header, first, second = csv.reader(io.StringIO(_table().csv()))
+    assert header == ["teacher", "MeanR@1", "n", "note"]
+    assert first == ["procrustes", "21.1", "3", ""]
+    assert second[0] == "cca, ridge" and np.float32(second[1]) == ROWS[1][1]
+
+
+def test_equal_values_are_all_marked_and_nan_never_is():
+    rows = [["a", 1.04], ["b", 0.96], ["c", float("nan")]]
+    text = str(report.table(["m", "v"], rows, best={"v": "max"}))
+    assert text.count("1.0*") == 2 and "nan*" not in text
+
+
+def test_means_bring_their_spread():
+    rows = [["a", report.Mean([1.0, 3.0])], ["b", report.Mean([2.0])], ["c", None]]
+    table = report.table(["m", "v"], rows, best={"v": "max"})
+    shown = [" ".join(line.split()) for line in str(table).splitlines()[2:]]
+    assert shown == ["a 2.0 ± 1.4*", "b 2.0*", "c -"]
+    assert "**2.0 ± 1.4**" in table.markdown()
+    header, a, b, c = csv.reader(io.StringIO(table.csv()))
+    assert header == ["m", "v", "v ±"] and b == ["b", "2.0", ""] and c == ["c", "", ""]
+    assert a[:2] == ["a", "2.0"] and float(a[2]) == pytest.approx(2**0.5)
+
+
+def test_save_writes_both_files(tmp_path):
+    paths = _table().save(tmp_path / "deep" / "table1")
+    assert [path.name for path in paths] == ["table1.md", "table1.csv"]
+    assert paths[0].read_text() == _table().markdown() + "\n"
+    assert paths[1].read_text() == _table().csv()
+
+
+def test_a_table_without_rows_has_a_header():
+    assert str(report.table(["a", "b"], [])).splitlines()[0].split() == ["a", "b"]
+
+
+def test_mistakes_are_named():
+    with pytest.raises(checks.InputError, match="3 cells; there are 2 headers"):
+        report.table(["a", "b"], [[1, 2, 3]])
+    with pytest.raises(checks.InputError, match="best: 'c' is unknown"):
+        report.table(["a"], [[1]], best={"c": "max"})
+    with pytest.raises(checks.InputError, match="best a: 'up' is unknown"):
+        report.table(["a"], [[1]], best={"a": "up"})
+
+
+# --- comparisons ---------------------------------------------------------------------------------
+
+SCORES = {f"test/mean/R@{k}": 10.0 * k for k in (1, 5, 10)}
+BETTER = {key: value + 4 for key, value in SCORES.items()}
+
+
+def test_the_table_has_means_and_deviations_over_seeds():
+    results = {"sail": {60: [SCORES, BETTER]}, "sotalign": {60: [BETTER] * 2}}
+    table = report.comparison_table(results)
+    assert table.headers == ("method", "R@1", "R@5", "R@10")
+    assert table.rows == (("sail", 12, 52, 102), ("sotalign", 14, 54, 104))
+    assert [value.spread for value in table.rows[0][1:]] == [pytest.approx(8**0.5)] * 3
+    assert "14.0 ± 0.0*" in str(table) and "12.0 ± 2.8 " in str(table)
+    single = report.comparison_table({"sail": {60: [SCORES]}, "cca": {60: [BETTER]}})
+    assert "14.0*" in str(single) and "±" not in str(single)
+
+
+def test_several_numbers_of_pairs_are_groups_of_columns():
+    results = {"sail": {500: [SCORES], 2000: [BETTER]}, "cca": {500: [BETTER], 2000: []}}
+    table = report.comparison_table(results)
+    assert table.headers == ("method", "500: R@1", "500: R@10", "2000: R@1", "2000: R@10")
+    assert table.rows == (("sail", 10, 100, 14, 104), ("cca", 14, 104, None, None))
+
+
+def test_reports_fall_back_to_validation(tmp_path, capsys):
+    config = config_lib.default()
+    config.runs = {name: {"method": name} for name in ("sail", "cca")}
+    configs = config_lib.runs(config)
+    only_val = {key.replace("test", "val"): value for key, value in SCORES.items()}
+    for name, values in [("test", SCORES), ("val", only_val), ("none", {})]:
+        folder = tmp_path / name
+        folder.mkdir()
+        report.conclude(configs, dict.fromkeys(configs, run.Outcome(values)), folder)
+        text = capsys.readouterr().out
+        assert "sail" in text and str(folder) in text
+        written = {path.name for path in folder.iterdir()}
+        plot = set() if name == "none" else {"comparison.png"}
+        assert written == {"comparison.md", "comparison.csv"} | plot
+
+
+def test_the_plot_grows_with_the_number_of_bars(tmp_path):
+    zero_shot = {"test/zero_shot/top1": 40.0}
+    results = {
+        f"a_method_of_a_long_name_{i}": {n: [SCORES | zero_shot, BETTER | zero_shot] for n in pairs}
+        for i in range(12)
+        for pairs in [(500, 1000, 2000)]
+    }
+    results["failed"] = {500: [], 1000: [], 2000: []}
+    report.comparison_plot(results, tmp_path / "many.png")
+    report.comparison_plot({"sail": {500: [SCORES]}}, tmp_path / "one.png")
+    many, one = (matplotlib.image.imread(tmp_path / f"{name}.png") for name in ("many", "one"))
+    assert many.shape[0] > 4 * one.shape[0] and many.shape[1] > one.shape[1]
+    assert many.shape[0] < 3000

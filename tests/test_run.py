@@ -1,0 +1,363 @@
+"""Runs and comparisons, started in this process the way the command line does."""
+
+import csv
+import fcntl
+import io
+import json
+import signal
+
+import numpy as np
+import pytest
+import small_runs
+from safetensors.numpy import save_file
+from small_runs import is_one_line
+
+import sotalign_jax
+from experiments import config as config_lib
+from experiments import main, run
+from sotalign_jax import checkpoints, checks, data, methods, teachers, training
+
+# ml_collections loads config files by a deprecated call.
+pytestmark = pytest.mark.filterwarnings("ignore:.*load_module:DeprecationWarning")
+
+
+def several(*names):
+    """The option that lists runs by their methods."""
+    return f"--config.runs={ {name: {'method': name} for name in names} }"
+
+
+@pytest.fixture
+def launch(files, tmp_path, capsys):
+    """Starts the launcher with the small config; returns what it printed and how it ended."""
+
+    def start(*options, method="cca", workdir=tmp_path / "run", config=files / "config.py"):
+        argv = list(options)
+        if config is not None:
+            argv.insert(0, f"--config={config}" + (f":{method}" if method else ""))
+        if workdir is not None:
+            argv.append(f"--workdir={workdir}")
+        return small_runs.start(main, argv, capsys)
+
+    return start
+
+
+@pytest.fixture
+def sail_run(launch, files, tmp_path):
+    """A finished run of SAIL with zero-shot classes, and what it printed."""
+    parts = ("x", "labels", "prompts")
+    options = [f"--config.data.files.zero_shot_{p}={files}/zero_shot_{p}.npy" for p in parts]
+
+    def start(*more):
+        return launch(*options, "--config.train.pair_batch=60", *more, method="sail")
+
+    out, error = start()
+    assert error is None
+    return start, out, tmp_path / "run"
+
+
+def test_a_run_folder_and_its_second_start(sail_run, files):
+    start, out, run = sail_run
+    config = json.loads((run / "config.json").read_text())
+    assert config["method"] == "sail" and config["seed"] == 0
+    assert config["data"]["files"]["val_x"] == f"{files}/val_x.npy"
+    assert "jax" in json.loads((run / "environment.json").read_text())["packages"]
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines] == list(range(1, 41))
+    scored = {line["step"]: line["val/mean/R@1"] for line in lines if "val/mean/R@1" in line}
+    assert list(scored) == [*range(3, 40, 3), 40]
+    assert checkpoints.Checkpoints(run / "checkpoints").steps()[-1] == 40
+
+    results = json.loads((run / "results.json").read_text())
+    splits = [f"{split}/{way}" for split in ("val", "test") for way in ("x_to_y", "y_to_x", "mean")]
+    wanted = {f"{name}/R@{k}" for name in splits for k in (1, 5, 10)} | {"best_step"}
+    assert results.keys() == wanted | {"test/zero_shot/top1", "test/zero_shot/mean_per_class"}
+    assert results["val/mean/R@1"] == max(scored.values()) == scored[results["best_step"]]
+
+    # The saved aligner is the model that the results are about.
+    aligner = sotalign_jax.Aligner.load(run)
+    similarity = aligner.similarity(*(np.load(files / f"test_{side}.npy") for side in "xy"))
+    truth = np.arange(50)
+    assert results["test/x_to_y/R@1"] == pytest.approx(100 * np.mean(similarity.argmax(1) == truth))
+    assert results["test/y_to_x/R@1"] == pytest.approx(100 * np.mean(similarity.argmax(0) == truth))
+    prompts = np.load(files / "zero_shot_prompts.npy").reshape(6, 10)
+    classes = aligner.embed_y(prompts).reshape(3, 2, 8).sum(axis=1)
+    classes /= np.linalg.norm(classes, axis=1, keepdims=True)
+    guess = (aligner.embed_x(np.load(files / "zero_shot_x.npy")) @ classes.T).argmax(1)
+    top1 = 100 * np.mean(guess == np.load(files / "zero_shot_labels.npy"))
+    assert results["test/zero_shot/top1"] == pytest.approx(top1)
+    assert f"{results['test/mean/R@1']:.1f}" in out and "zero-shot" in out
+
+    # A finished run needs no data, prints the same table and changes nothing but its copies.
+    before = small_runs.contents(run)
+    for path in files.glob("*.npy"):
+        path.unlink()
+    assert start() == (out, None)
+    after = small_runs.contents(run)
+    assert after.pop("comparison.png") and before.pop("comparison.png") and after == before
+
+    # Other settings are refused and nothing is touched.
+    for option, difference in [
+        ("--config.train.steps=41", "train.steps=40 but train.steps=41 is asked for"),
+        ("--config.seeds=(1,)", "seed=0 but seed=1 is asked for"),
+        ("--config.seeds=(0,1)", "sail-seed0"),
+    ]:
+        _, error = start(option)
+        assert is_one_line(error) and error.endswith("choose another --workdir")
+        assert "error: workdir: " in error and difference in error
+        assert small_runs.contents(run).keys() == {*before, "comparison.png"}
+        assert before.items() <= small_runs.contents(run).items()
+
+
+def test_several_runs_share_a_folder(launch, tmp_path):
+    options = [several("procrustes", "cca"), "--config.seeds=(0,1)"]
+    out, error = launch(*options)
+    assert error is None and "±" in out
+    run = tmp_path / "run"
+    results = json.loads((run / "results.json").read_text())
+    assert list(results) == ["procrustes-seed0", "procrustes-seed1", "cca-seed0", "cca-seed1"]
+    for name, values in results.items():
+        assert json.loads((run / name / "results.json").read_text()) == values
+        assert sotalign_jax.Aligner.load(run / name).info["results"] == values
+    assert json.loads((run / "config.json").read_text()).keys() == results.keys()
+    assert {"comparison.md", "comparison.csv", "comparison.png"} <= small_runs.contents(run).keys()
+    before = small_runs.contents(run)
+    assert launch(*options) == (out, None)
+    for other in [["--config.seeds=(0,1,2)", options[0]], [*options, "--config.teacher.dim=3"], []]:
+        _, error = launch(*other)
+        assert is_one_line(error) and "error: workdir: " in error
+    after = small_runs.contents(run)
+    assert after.pop("comparison.png") and before.pop("comparison.png") and after == before
+
+
+def test_a_teacher_as_method_scores_what_the_teacher_does(launch, files, tmp_path):
+    options = [
+        "--config.teacher.ridge=0.01",
+        "--config.teacher.dim=5",
+        "--config.teacher.noise=0.2",
+    ]
+    assert launch(*options)[1] is None
+    arrays = {path.stem: np.load(path) for path in files.glob("*.npy")}
+    rows = data.split_rows(300, n_pairs=60, seed=0).pairs
+    y = data.mismatch_pairs(arrays["y"][rows], fraction=0.2, seed=0)
+    teacher = teachers.cca(arrays["x"][rows], y, ridge=0.01, dim=5)
+    gallery = data.gallery(arrays["test_x"], arrays["test_y"])
+    expected = training.evaluate(teacher.map_x, teacher.map_y, gallery)
+    results = json.loads((tmp_path / "run" / "results.json").read_text())
+    assert {f"test/{key}": value for key, value in expected.items()}.items() <= results.items()
+
+
+def test_a_contrastive_teacher_starts_the_heads_and_no_gallery_is_needed(launch, files, tmp_path):
+    out, error = launch(
+        f"--config.data.files={{'x': '{files}/x.npy', 'y': '{files}/y.npy'}}",
+        "--config.teacher.kind=contrastive",
+        "--config.heads.init=teacher",
+        "--config.train.steps=2",
+        "--config.tensorboard",
+        method="sail",
+    )
+    assert error is None and "sail" in out
+    run = tmp_path / "run"
+    assert json.loads((run / "results.json").read_text()) == {"best_step": 2}
+    assert not (run / "comparison.png").exists() and list((run / "tensorboard").iterdir())
+
+
+@pytest.mark.parametrize("kind", ["glu", "tanh"])
+def test_heads_of_every_kind_train_and_are_saved(launch, tmp_path, kind):
+    options = (f"--config.heads.kind={kind}", "--config.heads.hidden=9", "--config.train.steps=2")
+    assert launch(*options, method="sail")[1] is None
+    aligner = sotalign_jax.Aligner.load(tmp_path / "run")
+    assert aligner.heads.x.kind == kind and aligner.heads.y.hidden == 9
+    assert aligner.info["settings"]["heads"]["kind"] == kind
+
+
+def test_heads_are_the_methods_own_unless_told(files, monkeypatch):
+    class Published(methods.SAIL):
+        head = "tanh"
+
+    def prepared(**heads):
+        config = config_lib.default()
+        config.method = "sail"
+        config.heads.update(hidden=5, **heads)
+        config.data.name, config.data.n_pairs = "files", 60
+        config.data.files.update({name: f"{files}/{name}.npy" for name in ("x", "y")})
+        (one,) = config_lib.runs(config).values()
+        return run.prepare(one)
+
+    monkeypatch.setitem(methods.METHODS, "sail", Published())
+    assert prepared().start.x.kind == "tanh"
+    assert prepared(kind="linear").start.x.kind == "linear"
+    with pytest.raises(checks.InputError, match=r"^heads: teacher"):
+        prepared(init="teacher")
+
+
+@pytest.mark.parametrize(
+    ("harm", "options", "message"),
+    [
+        ({"y": lambda a: a[:-1]}, [], "data: pairs: "),
+        ({"val_x": lambda a: a[:, 1:]}, [], "data: val x: "),
+        ({"test_y": lambda a: a[:9]}, [], "data: files.test: gallery: "),
+        ({"x": lambda a: a * np.where(np.arange(300) == 7, np.nan, 1)[:, None]}, [], "x: row 7 "),
+        ({"y": lambda a: a * (np.arange(300) != 8)[:, None]}, [], "y: row 8 "),
+        ({"val_y": lambda a: a * np.inf}, [], "files.val: gallery y: row 0 "),
+        ({"x": lambda a: a[0]}, [], "pairs x: "),
+        ({"x": lambda a: a.astype(int)}, [], "int64"),
+        ({}, ["n_pairs=301"], "data: n_pairs: 301 "),
+        ({}, ["n_pairs=300"], "data: pool x: "),
+        ({}, ["n_unpaired=121"], "n_unpaired: 121 "),
+        ({}, ["n_pairs=1"], "teacher: "),
+        ({}, ["files.test_y="], "files.test_y: "),
+        ({}, ["files.val_x=gone.npy"], "data: files.val_x: gone.npy: "),
+        ({}, ["files.val_x=x.csv"], "files.val_x: x.csv: "),
+        ({}, ["files.zero_shot_x=x.npy"], "files.zero_shot_x: x.npy: "),
+    ],
+)
+def test_bad_data_end_in_one_line(launch, files, tmp_path, harm, options, message):
+    for name, change in harm.items():
+        np.save(files / f"{name}.npy", change(np.load(files / f"{name}.npy")))
+    options = [f"--config.data.{option}" for option in options]
+    _, error = launch(*options, method="sotalign")
+    assert is_one_line(error) and message in error
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("suffix", [".npy", ".npz", ".safetensors"])
+def test_truncated_files_are_named(launch, files, tmp_path, suffix):
+    path = files / f"cut{suffix}"
+    rows = np.load(files / "x.npy")
+    {".npy": np.save, ".npz": np.savez, ".safetensors": lambda p, a: save_file({"a": a}, p)}[
+        suffix
+    ](path, rows)
+    assert launch(f"--config.data.files.x={path}", "--dry_run")[1] is None
+    path.write_bytes(path.read_bytes()[:5000])
+    _, error = launch(f"--config.data.files.x={path}")
+    assert is_one_line(error) and f"data: files.x: {path}: " in error
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_corrected_start_can_use_the_same_folder(launch, tmp_path):
+    for options, message in [
+        (["--config.teacher.dim=11"], "teacher: dim: 11 "),
+        (["--config.teacher.ridge=-1"], "teacher.ridge: "),
+        (["--config.teacher.noise=2"], "teacher.noise: "),
+    ]:
+        for more in ([], [several("cca", "procrustes")]):
+            _, error = launch(*options, *more)
+            assert is_one_line(error) and message in error
+    assert not (tmp_path / "run").exists()
+    assert launch("--config.teacher.dim=10")[1] is None
+
+
+def test_folders_that_cannot_be_used(launch, tmp_path):
+    (tmp_path / "note.txt").write_text("mine")
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "thesis.tex").write_text("mine")
+    before = small_runs.contents(tmp_path)
+    for workdir, message in [
+        (tmp_path / "note.txt", "note.txt cannot be created"),
+        (tmp_path / "note.txt" / "run", "cannot be created (Not a directory)"),
+        ("/proc/run", "/proc/run cannot be created"),
+        (tmp_path / "full", "holds thesis.tex but no config.json"),
+    ]:
+        for more in ([], ["--config.seeds=(0,1)"]):
+            _, error = launch(*more, workdir=workdir)
+            assert is_one_line(error) and "error: workdir: " in error and message in error
+            assert error.endswith("choose another --workdir")
+    assert small_runs.contents(tmp_path) == before
+
+
+def test_a_folder_in_use_is_refused(launch, tmp_path):
+    assert launch()[1] is None
+    run = tmp_path / "run"
+    (run / "results.json").unlink()
+    before = small_runs.contents(run)
+    with (run / "config.json").open("rb") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        _, error = launch()
+    assert is_one_line(error) and "is in use by another process; wait for its end" in error
+    assert small_runs.contents(run) == before
+    assert launch()[1] is None
+
+
+def test_a_loss_that_is_not_finite_ends_in_one_line(launch):
+    _, error = launch("--config.train.learning_rate=1e38", method="sail")
+    assert is_one_line(error) and "loss: not finite at step" in error
+
+
+# --- comparisons ---------------------------------------------------------------------------------
+
+
+def test_labels_pairs_and_seeds_in_one_table(launch, tmp_path):
+    changes = {
+        "procrustes": {"method": "procrustes"},
+        "cca": {"method": "cca"},
+        "stiff": {"method": "cca", "teacher.ridge": 10.0},
+    }
+    runs = {
+        f"{label}-{n}pairs": {**own, "data.n_pairs": n}
+        for label, own in changes.items()
+        for n in (30, 60)
+    }
+    out, error = launch(f"--config.runs={runs}", "--config.seeds=(0,1)")
+    assert error is None
+    run = tmp_path / "run"
+    results = json.loads((run / "results.json").read_text())
+    assert len(results) == 12 and list(results)[:2] == [
+        "procrustes-30pairs-seed0",
+        "procrustes-30pairs-seed1",
+    ]
+    assert (run / "stiff-60pairs-seed1" / "aligner").exists()
+    rows = list(csv.DictReader(io.StringIO((run / "comparison.csv").read_text())))
+    assert [row["method"] for row in rows] == ["procrustes", "cca", "stiff"]
+    scores = [results[f"stiff-60pairs-seed{seed}"]["test/mean/R@1"] for seed in (0, 1)]
+    assert float(rows[2]["60: R@1"]) == pytest.approx(sum(scores) / 2)
+    spread = abs(scores[0] - scores[1]) / 2**0.5
+    assert float(rows[2]["60: R@1 ±"]) == pytest.approx(spread)
+    assert "60: R@1" in out and "±" in out and (run / "comparison.md").exists()
+
+
+def test_a_run_that_fails_is_named_and_leaves_the_others_alone(launch, tmp_path):
+    runs = {
+        "wild": {"method": "sail", "train.learning_rate": 1e38},
+        "cca": {"method": "cca"},
+        "narrow": {"method": "cca", "teacher.dim": 11},
+    }
+    options = (f"--config.runs={runs}",)
+    out, error = launch(*options)
+    assert is_one_line(error) and "2 of 3 runs failed, first wild-seed0: loss: " in error
+    rows = out.splitlines()
+    assert any(row.startswith("wild") and "-" in row for row in rows)
+    results = json.loads((tmp_path / "run" / "results.json").read_text())
+    assert results["cca-seed0"]["test/mean/R@1"] > 0
+    assert "loss: " in results["wild-seed0"]["error"]
+    assert "dim: 11 " in results["narrow-seed0"]["error"]
+    before = small_runs.contents(tmp_path / "run" / "wild-seed0")
+    assert launch(*options) == (out, error)
+    assert small_runs.contents(tmp_path / "run" / "wild-seed0") == before
+
+
+@pytest.mark.slow
+def test_a_killed_comparison_goes_on_where_it_stopped(files, tmp_path):
+    run, whole = tmp_path / "run", tmp_path / "whole"
+
+    def start(workdir):
+        options = [
+            f"--config={files}/config.py",
+            several("cca", "sail", "procrustes"),
+            "--config.seeds=(0,1)",
+            f"--workdir={workdir}",
+        ]
+        return small_runs.popen("main", options, compiled=tmp_path / "compiled")
+
+    middle = run / "sail-seed0" / "checkpoints" / "3"
+    small_runs.stop_when(start(run), middle.exists, signal.SIGKILL)
+    first = (run / "cca-seed0" / "environment.json").read_bytes()
+    assert not (run / "procrustes-seed0").exists()
+    for workdir in (run, whole):
+        process = start(workdir)
+        _, err = process.communicate()
+        assert process.returncode == 0, err
+        assert "compare: 6/6 runs" in err
+        assert ("compare: 1/6" in err) == (workdir == whole)  # finished runs are not made again
+    assert (run / "cca-seed0" / "environment.json").read_bytes() == first
+    for name in ("results.json", "comparison.csv", "sail-seed0/metrics.jsonl"):
+        assert (run / name).read_bytes() == (whole / name).read_bytes(), name
