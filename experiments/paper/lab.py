@@ -187,7 +187,8 @@ class Lab:
         if asked.get("encoders") == self.sources.encoders[0]:
             del asked["encoders"]
         wanted = Data(**{**usual, **asked, "seed": seed})
-        given = {k: v for k, v in changes.items() if k.startswith(_SECTIONS)}
+        others = ("data.", "metric", "method", "chance")
+        given = {k: v for k, v in changes.items() if not k.startswith(others)}
         method = changes["method"]
         method = given["teacher.kind"] if method == "teacher" else method
         config = config_lib.default()
@@ -201,17 +202,18 @@ class Lab:
         n, quick = asked.n_pairs, self.scale == "quick"
         if self.scale == "paper":
             return {"train.pair_batch": 32_768} if n > 100_000 else {}
-        steps = 60 if quick else 120 if n <= 1000 else 200 if n <= 3000 else 400
+        # Lion moves a weight by at most the rate: steps x rate is 0.2, as in the paper.
+        steps = 60 if quick else 100 if n <= 1000 else 200 if n <= 3000 else 400
         return {
             "train.steps": steps,
-            "train.eval_every": 20,
-            "train.learning_rate": 1e-3,
+            "train.eval_every": 20 if quick else 10,
+            "train.learning_rate": 2e-3 if quick else 0.2 / steps,
             "train.pair_batch": 2048,
             "train.unpaired_batch": 512 if quick else 1024,
             "heads.dim": 256 if quick else 512,
             "heads.hidden": 512,
-            # The paper's 1e-4 with 10,000 pairs, scaled to their number.
-            "sotalign.alpha": max(1e-4, 1e-4 * 10_000 / n),
+            # The paper's 1e-4 with 10,000 pairs in a batch, scaled to their number.
+            "sotalign.alpha": 1 / min(n, 2048),
             **TUNED.get(method, {}),
             **({"sue.epochs": 5, "sue.mmd_epochs": 10} if quick else {}),
         }
@@ -257,7 +259,7 @@ class Lab:
         waiting.sort(key=lambda one: json.dumps(one[0].get("data", {}), sort_keys=True))
         failures: dict[str, str] = {}
         done = len(wanted) - len(waiting)
-        (self.workdir / "cells").mkdir(parents=True, exist_ok=True)
+        self.workdir.mkdir(parents=True, exist_ok=True)
         workdir.write_json(self.workdir / "environment.json", workdir.environment())
         with (
             workdir.Progress(len(wanted), "cells", initial=done) as bar,
@@ -272,6 +274,7 @@ class Lab:
     def attempt(self, cell: Mapping[str, Any], metrics: Iterable[str]) -> dict[str, str]:
         """Makes one cell unless another process did; {key: why} if it fails."""
         key, path = key_of(cell), self._path(cell)
+        path.parent.mkdir(parents=True, exist_ok=True)
         with path.with_suffix(".log").open("a", encoding="utf-8") as log:
             with contextlib.suppress(OSError):  # some network file systems have no locks
                 fcntl.flock(log, fcntl.LOCK_EX)  # lifted by the system even after a kill
@@ -325,9 +328,6 @@ class Lab:
             if any(value is not None for value in values):
                 found[row, column] = np.array(values, float)  # None becomes NaN
         return dataclasses.replace(panel, found=found, failures=tuple(missing))
-
-
-_SECTIONS = ("teacher.", "heads.", "train.", *(f"{name}." for name in methods.METHODS))
 
 
 def key_of(cell: Mapping[str, Any]) -> str:
