@@ -260,7 +260,7 @@ SMALL = {"heads.kind": "mlp", "heads.dim": 8}
 
 
 class T6(Entry):
-    """The SUE protocol: very few pairs, drawn anew by every seed, as are the 400 test rows."""
+    """The SUE protocol: very few pairs."""
 
     claim = "SOTAlign is above SUE, contrastive training and CSA"
     needs = ("COCO100", "F30k500", "Polyvore500")
@@ -288,7 +288,7 @@ class T6(Entry):
         """A baseline that stays at chance, as a collapsed network does, is no evidence."""
         panel, chance = found[""], 100 * 5 / 400
         means = {row: [panel.mean(row, column) for column in panel.columns] for row in panel.rows}
-        useless = [row for row in self.peers if max(means[row]) <= 1.5 * chance]
+        useless = [row for row in panel.rows if max(means[row]) <= 1.5 * chance]
         peers = [row for row in self.peers if row not in useless]
         verdict = rows_above(panel, itertools.product(self.ours, peers))
         note = f"; at chance, and so no evidence: {', '.join(useless)}" if useless else ""
@@ -413,7 +413,7 @@ class A5(T5):
 
 
 class A6(T6):
-    """The SUE protocol, SOTAlign with heads as small as SUE's, too."""
+    """The SUE protocol, with heads as small as SUE's, too."""
 
     claim = f"{T6.claim}, also with heads as small as SUE's"
     ours: ClassVar[Rows] = {
@@ -588,7 +588,7 @@ class F7(F6):
 
 
 class FA1(F3):
-    """Memory, time and iterations of KLOT's gradient (of the times, only ratios mean something)."""
+    """Memory, time (ratios alone count) and iterations of KLOT's gradient."""
 
     claim = (
         "the closed form takes less memory than unrolling and less time than implicit "
@@ -633,7 +633,7 @@ class FA3(F5):
 
 
 class FA4(Entry):
-    """The weight of KLOT, at several numbers of pairs and with noise in the pools."""
+    """The weight of KLOT, by pairs and by noise in the pools."""
 
     claim = (
         "the best alpha falls with more pairs, and noise moves it only when the pools are all noise"
@@ -668,7 +668,7 @@ class FA4(Entry):
 
 
 class FA5(Entry):
-    """The regularisation of both plans: ε of the student's, ε* of the teacher's."""
+    """The regularisation ε of the student's plan, ε* of the teacher's."""
 
     claim = "the best ε* is smaller than ε, at every number of pairs"
     drawn = True
@@ -702,7 +702,7 @@ class FA5(Entry):
 
 
 class FA6(F6):
-    """Retrieval against the shift of the unpaired images; texts are of the pairs' source."""
+    """Retrieval against the shift of the unpaired images alone."""
 
     claim = "MeanR@1 falls with the distance of the pools from the pairs"
     side = "x"
@@ -711,7 +711,7 @@ class FA6(F6):
 
 
 class FA7(FA6):
-    """Retrieval against the shift of the unpaired texts; images are of the pairs' source."""
+    """Retrieval against the shift of the unpaired texts alone."""
 
     side = "y"
     fixed = 0
