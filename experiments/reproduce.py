@@ -34,6 +34,7 @@ _RUN = flags.DEFINE_bool("run", True, "Make what is missing; --norun reports on 
 _JOBS = flags.DEFINE_integer(
     "jobs", None, "Processes; by default two on a CPU, one on accelerators.", lower_bound=1
 )
+flags.declare_key_flag("workdir")
 
 
 def main() -> None:

@@ -277,7 +277,8 @@ class T6(Entry):
         for source, pairs, paper in lab.sources.sue:
             changes = {"data.pairs": source, "data.n_pairs": pairs, "data.split": "sue"}
             for way, side in {"I2T": "x_to_y", "T2I": "y_to_x"}.items():
-                label = f"{source}, {pairs} pairs, {way} R@5"
+                shown = lab.sources.label if source == MAIN else source
+                label = f"{shown}, {pairs} pairs, {way} R@5"
                 columns[label] = {**changes, "metric": f"test/{side}/R@5"}
                 named[label] = f"{paper}_{way}"
         rows = {**self.peers, **self.ours}
@@ -730,8 +731,9 @@ class FA8(Entry):
         made = []
         for side, title in (("x", "images"), ("y", "texts")):
             names = [n for n in (*lab.sources.collections, "noise") if lab.sources.has(n, side)]
-            rows = {name: {"left": name, "side": side} for name in names}
-            columns = {name: {"right": name, "metric": "between/distance"} for name in names}
+            shown = {name: lab.sources.label if name == MAIN else name for name in names}
+            rows = {shown[n]: {"left": n, "side": side} for n in names}
+            columns = {shown[n]: {"right": n, "metric": "between/distance"} for n in names}
             made.append(Panel(title, "distance", rows, columns, lab.seeds, form=".3f"))
         return made if all(len(panel.rows) > 2 for panel in made) else []
 

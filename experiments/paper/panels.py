@@ -108,15 +108,6 @@ class Panel:
         paper = None if None in papers else papers[0] - papers[1]  # type: ignore[operator]
         return gap(*ours, paper=paper)
 
-    def row_gaps(self, high: str, low: str) -> "Gaps":
-        """How far one row is above another, in every column that can be had."""
-        columns = [name for name, changes in self.columns.items() if changes["metric"]]
-        return {f"{high} - {low} ({c})": self.gap((high, c), (low, c)) for c in columns}
-
-    def column_gaps(self, high: str, low: str) -> "Gaps":
-        """How far one column is above another, in every row."""
-        return {f"{high} - {low} ({row})": self.gap((row, high), (row, low)) for row in self.rows}
-
 
 class Gap(NamedTuple):
     """Mean of paired differences over seeds, its standard error (0 for one), and the paper's."""
@@ -133,9 +124,6 @@ class Gap(NamedTuple):
     def __str__(self) -> str:
         spread = f" ± {self.error:.1f}" if self.error else ""
         return f"{self.mean:+.1f}{spread}" + _paper(self.paper)
-
-
-Gaps = Mapping[str, Gap | None]
 
 
 def gap(high: np.ndarray, low: np.ndarray, *, paper: float | None = None) -> Gap | None:
@@ -172,7 +160,7 @@ def both(parts: Iterable[bool | None]) -> bool | None:
     return False if False in parts else None if None in parts else True
 
 
-def all_above(gaps: Gaps) -> Verdict:
+def all_above(gaps: Mapping[str, Gap | None]) -> Verdict:
     """A claim that every difference is positive; differences not as claimed come first.
 
     >>> print(all_above({"KLOT - CKA": Gap(2.0, 0.1), "CKA - none": Gap(0.1, 0.3)}))

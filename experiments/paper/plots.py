@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from experiments import workdir
+from experiments import report, workdir
 from experiments.paper.panels import Panel
 
 COLOURS = ("#8a8f98", "#1f6fb2", "#d9822b", "#3a9d6e", "#a04fb0", "#c0392b")
@@ -18,11 +18,7 @@ Found = Mapping[str, Panel]
 @contextlib.contextmanager
 def _figure(path: pathlib.Path, panels: int, width: float, height: float) -> Iterator[Any]:
     """Axes to draw on, which become the file at the end."""
-    import matplotlib
-
-    matplotlib.use("agg")
-    import matplotlib.pyplot as plt
-
+    plt = report.pyplot()
     size = (width * panels, height)
     made, axes = plt.subplots(1, panels, figsize=size, layout="constrained", squeeze=False)
     for ax in axes[0]:

@@ -224,7 +224,8 @@ def note(lab: Lab) -> str:
     if lab.sources.stand_in:
         data += (
             "Encoders and sizes are smaller than the paper's, so trends are to be compared, not "
-            "absolute numbers. "
+            "absolute numbers. The image encoder was trained with ImageNet's labels; Food-101's "
+            "images are 64 pixels wide. "
         )
     text = (
         f"{data}Scale: {lab.scale}, seeds {', '.join(map(str, lab.seeds))}; FA4 and FA5 take the "
