@@ -4,9 +4,10 @@ An entry says what to run, what the paper concludes from it, and how to judge th
 paper's data are not at hand, photographs stand in for them, see `sources`.
 """
 
+import functools
 import itertools
 import pathlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, ClassVar
 
 import numpy as np
@@ -39,13 +40,13 @@ class Entry:
         claim: what the paper concludes.
         needs: the paper's data, as sources of --files.
         paper: key of the paper's table, shown beside ours or below.
-        drawn: whether it is a figure.
+        plot: draws a figure into a file.
     """
 
     claim: str
     needs: tuple[str, ...] = ("main",)
     paper: str | None = None
-    drawn = False
+    plot: Callable[[Found, pathlib.Path], None] | None = None
 
     @property
     def name(self) -> str:
@@ -63,9 +64,6 @@ class Entry:
     def judge(self, found: Found) -> Verdict:
         """Whether the claim held, from the panels by name."""
         raise NotImplementedError
-
-    def plot(self, found: Found, path: pathlib.Path) -> None:
-        """Draws a figure into a file."""
 
 
 # --- what several entries share ----------------------------------------------------------------
@@ -127,14 +125,15 @@ class T1(Entry):
         kinds = {"CKA": "cka", "InfoNCE": "infonce", "KLOT": "klot"}
         rows: Rows = {"None": {"method": "teacher"}}
         rows |= {name: {**OURS, "sotalign.divergence": kind} for name, kind in kinds.items()}
-        made = []
-        for title, pairs, seeds in (("", {}, lab.seeds), *lab.sizes.t1_again):
+        made: list[Panel] = []
+        for pairs, seeds in ((lab.sizes.n_pairs, lab.seeds), (lab.sizes.t1_pairs, lab.seeds[:1])):
             columns = {
-                name: {"metric": MEAN, "teacher.kind": name.lower(), **pairs}
+                name: {"metric": MEAN, "teacher.kind": name.lower(), "data.n_pairs": pairs}
                 for name in ("Procrustes", "CCA", "Contrastive")
             }
+            title = f"{pairs} pairs" if made else ""
             made.append(Panel(title, "divergence", rows, columns, seeds, self.paper))
-        return made
+        return made if lab.sizes.t1_pairs else made[:1]
 
     def judge(self, found: Found) -> Verdict:
         order = [("KLOT", "InfoNCE"), ("InfoNCE", "CKA"), ("KLOT", "None")]
@@ -459,16 +458,13 @@ class F3(Entry):
 
     claim = "the closed form takes less memory than unrolling (paper: up to 100 times)"
     needs = ()
-    drawn = True
+    plot = staticmethod(functools.partial(plots.lines, ylabel="", log=True))
 
     def panels(self, lab: Lab) -> Sequence[Panel]:
         return [costs(lab, "memory (MiB)", "memory", ".1f", CLOSED, UNROLLED)]
 
     def judge(self, found: Found) -> Verdict:
         return takes_more(found["memory (MiB)"], UNROLLED, "memory")
-
-    def plot(self, found: Found, path: pathlib.Path) -> None:
-        plots.lines(found, path, ylabel="", log=True)
 
 
 class F4(F3):
@@ -526,7 +522,7 @@ class F5(Entry):
         "SOTAlign is above SAIL at every number of pairs, by less when pairs abound; more unpaired "
         "rows help"
     )
-    drawn = True
+    plot = staticmethod(functools.partial(plots.lines, ylabel="%"))
 
     def panels(self, lab: Lab) -> Sequence[Panel]:
         return [by_pairs(lab, "pairs", MEAN), by_unpaired(lab, "unpaired", MEAN)]
@@ -540,16 +536,13 @@ class F5(Entry):
             }
         )
 
-    def plot(self, found: Found, path: pathlib.Path) -> None:
-        plots.lines(found, path, ylabel="%" if len(found) > 2 else "MeanR@1 (%)")
-
 
 class F6(Entry):
     """Retrieval against the shift of the unpaired rows."""
 
     claim = "MeanR@1 falls with the distance of the pools from the pairs (paper: r = -0.76)"
     needs: tuple[str, ...] = UNPAIRED
-    drawn = True
+    plot = staticmethod(plots.scatter)
     side = "total"
     fixed: int | None = None
     r: float | None = -0.76
@@ -564,9 +557,6 @@ class F6(Entry):
 
     def judge(self, found: Found) -> Verdict:
         return correlated(found[""], sign=-1, paper=self.r)
-
-    def plot(self, found: Found, path: pathlib.Path) -> None:
-        plots.scatter(found, path)
 
 
 class F7(F6):
@@ -639,7 +629,7 @@ class FA4(Entry):
     claim = (
         "the best alpha falls with more pairs, and noise moves it only when the pools are all noise"
     )
-    drawn = True
+    plot = staticmethod(functools.partial(plots.lines, ylabel="%", xlabel="alpha", transpose=True))
 
     def panels(self, lab: Lab) -> Sequence[Panel]:
         alphas = lab.sizes.alphas
@@ -664,15 +654,12 @@ class FA4(Entry):
             parts[claim] = Verdict(held if len(set(alphas)) > 1 else None, f"best at {listed}")
         return joined(parts)
 
-    def plot(self, found: Found, path: pathlib.Path) -> None:
-        plots.lines(found, path, ylabel="MeanR@1 (%)", xlabel="alpha", transpose=True)
-
 
 class FA5(Entry):
     """The regularisation ε of the student's plan, ε* of the teacher's."""
 
     claim = "the best ε* is smaller than ε, at every number of pairs"
-    drawn = True
+    plot = staticmethod(plots.heat_maps)
 
     def panels(self, lab: Lab) -> Sequence[Panel]:
         """Both at two numbers of pairs; the usual ε at more of them."""
@@ -698,9 +685,6 @@ class FA5(Entry):
             parts[name] = Verdict(smaller, f"best {means.max():.1f} at {row}, {column}")
         return joined(parts)
 
-    def plot(self, found: Found, path: pathlib.Path) -> None:
-        plots.heat_maps(found, path)
-
 
 class FA6(F6):
     """Retrieval against the shift of the unpaired images alone."""
@@ -725,7 +709,7 @@ class FA8(Entry):
         "real sets are closer to each other than to random directions (ours: the paper draws none)"
     )
     needs = UNPAIRED
-    drawn = True
+    plot = staticmethod(plots.heat_maps)
 
     def panels(self, lab: Lab) -> Sequence[Panel]:
         made = []
@@ -742,9 +726,6 @@ class FA8(Entry):
             return Verdict(None, "distances are missing")
         closer = [max(row[:-1]) < row[-1] for p in found.values() for row in p.means()[:-1]]
         return Verdict(all(closer), f"so for {sum(closer)} of {len(closer)} sets")
-
-    def plot(self, found: Found, path: pathlib.Path) -> None:
-        plots.heat_maps(found, path)
 
 
 class FA9(FA2):

@@ -19,9 +19,10 @@ import pathlib
 import signal
 import time
 import traceback
+import types
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import numpy as np
@@ -44,103 +45,34 @@ _GROUP = 6  # cells that one process makes in a row: enough to share, few enough
 _KNN_ROWS = 1024
 
 
-class Sizes(NamedTuple):
-    """How large runs are, and the points of sweeps.
-
-    Attributes:
-        seeds: means and spreads of tables are over them; large grids take the first.
-        n_pairs: of most runs.
-        pairs, few_pairs: numbers of pairs to sweep; few of them where options are swept, too.
-        unpaired: numbers of unpaired rows to sweep; the last is that of most runs.
-        all_pairs: of the supervised upper bound.
-        satellite: pairs of satellite images.
-        pool_rows: rows of each pool when sources of pools are compared: all have as many.
-        t1_again: (title, changes, seeds) of more panels of T1.
-        teacher_noise, pool_noise: shares of pairs, and of pools.
-        alphas, epsilons: of KLOT; `epsilon_changes` are made where epsilons are swept.
-        solver_rows, solver_epsilons: of the problems that solvers are compared on.
-        distance_rows, projections: of sliced Wasserstein distances.
-    """
-
-    seeds: tuple[int, ...]
-    n_pairs: int
-    pairs: tuple[int, ...]
-    few_pairs: tuple[int, ...]
-    unpaired: tuple[int, ...]
-    all_pairs: int
-    satellite: int
-    pool_rows: int
-    t1_again: tuple[tuple[str, Changes, tuple[int, ...]], ...]
-    teacher_noise: tuple[float, ...]
-    pool_noise: tuple[float, ...]
-    alphas: tuple[float, ...]
-    epsilons: tuple[float, ...]
-    epsilon_changes: Changes
-    solver_rows: int
-    solver_epsilons: tuple[float, ...]
-    distance_rows: int
-    projections: int
-
-
-FULL = Sizes(
-    seeds=(0, 1, 2),
-    n_pairs=1000,
-    pairs=(100, 300, 1000, 3000, 10_000),
-    few_pairs=(100, 1000, 3000),
-    unpaired=(300, 1000, 3000, 20_000),
-    all_pairs=20_000,
-    satellite=1000,
-    pool_rows=2500,
-    t1_again=(("10,000 pairs", {"data.n_pairs": 10_000}, (0,)),),
-    teacher_noise=(0.0, 0.1, 0.3, 0.5),
-    pool_noise=(0.0, 0.5, 1.0),
-    alphas=(1e-5, 1e-4, 1e-3, 1e-2, 1e-1),
-    epsilons=(0.005, 0.02, 0.05, 0.2),
-    epsilon_changes={},
-    solver_rows=512,
-    solver_epsilons=(0.5, 0.1, 0.05, 0.02, 0.01, 0.005),
-    distance_rows=1000,
-    projections=500,
-)
-SIZES = {
-    "quick": FULL._replace(
-        seeds=(0,),
-        pairs=(100, 1000),
-        few_pairs=(100, 1000),
-        unpaired=(300, 5000),
-        all_pairs=3000,
-        pool_rows=2000,
-        t1_again=(),
-        teacher_noise=(0.0, 0.5),
-        pool_noise=(0.0, 1.0),
-        alphas=(1e-4, 1e-3, 1e-2),
-        epsilons=(0.005, 0.05, 0.2),
-        solver_rows=192,
-        solver_epsilons=(0.5, 0.1, 0.02),
-        distance_rows=500,
-        projections=100,
-    ),
-    "full": FULL,
-    "paper": FULL._replace(
-        seeds=(42,),
-        n_pairs=10_000,
-        pairs=(100, 300, 1000, 3000, 10_000, 30_000, 100_000),
-        few_pairs=(1000, 10_000, 100_000),
-        unpaired=(10_000, 30_000, 100_000, 300_000, 1_000_000),
-        all_pairs=1_000_000,
-        satellite=10_000,
-        pool_rows=1_000_000,
-        t1_again=(),
-        teacher_noise=(0.0, 0.1, 0.2, 0.3, 0.4, 0.5),
-        pool_noise=(0.0, 0.25, 0.5, 0.75, 1.0),
-        alphas=(1e-6, 1e-5, 1e-4, 1e-3, 1e-2),
-        epsilons=(0.005, 0.01, 0.05, 0.1, 0.5),
-        epsilon_changes={"sotalign.alpha": 1e-3},
-        solver_rows=10_000,
-        distance_rows=100_000,
-    ),
+_EPSILONS = (0.5, 0.1, 0.05, 0.02, 0.01, 0.005)
+# fmt: off
+SIZES: dict[str, tuple[Any, Any, Any]] = {
+    # Means and spreads of tables are over the seeds; large grids take the first.
+    "seeds": ((0,), (0, 1, 2), (42,)),
+    "n_pairs": (1000, 1000, 10_000),
+    # Numbers of pairs to sweep, and fewer where options are swept, too.
+    "pairs": ((100, 1000), (100, 300, 1000, 3000, 10_000), (100, 1000, 10_000, 100_000)),
+    "few_pairs": ((100, 1000), (100, 1000, 3000), (1000, 10_000, 100_000)),
+    # Numbers of unpaired rows to sweep; the last is that of most runs.
+    "unpaired": ((300, 5000), (300, 1000, 3000, 20_000), (10_000, 100_000, 300_000, 1_000_000)),
+    "all_pairs": (3000, 20_000, 1_000_000),
+    "satellite": (1000, 1000, 10_000),
+    # Rows of each pool when sources of pools are compared: all have as many.
+    "pool_rows": (2000, 2500, 1_000_000),
+    "t1_pairs": (None, 10_000, None),
+    "teacher_noise": ((0.0, 0.5), (0.0, 0.1, 0.3, 0.5), (0.0, 0.1, 0.2, 0.3, 0.4, 0.5)),
+    "pool_noise": ((0.0, 1.0), (0.0, 0.5, 1.0), (0.0, 0.25, 0.5, 0.75, 1.0)),
+    "alphas": ((1e-4, 1e-3, 1e-2), (1e-5, 1e-4, 1e-3, 1e-2, 1e-1), (1e-6, 1e-5, 1e-4, 1e-3, 1e-2)),
+    "epsilons": ((0.005, 0.05, 0.2), (0.005, 0.02, 0.05, 0.2), (0.005, 0.01, 0.05, 0.1, 0.5)),
+    "epsilon_changes": ({}, {}, {"sotalign.alpha": 1e-3}),
+    "solver_rows": (192, 512, 10_000),
+    "solver_epsilons": (_EPSILONS[::2], _EPSILONS, _EPSILONS),
+    "distance_rows": (500, 1000, 100_000),
+    "projections": (100, 500, 500),
 }
-"""By scale: "quick" and "full" for the photographs, "paper" as published."""
+# fmt: on
+"""How large runs are, and the points of sweeps: quick, full (photographs), and as published."""
 TUNED: dict[str, dict[str, Any]] = {
     "structure": {"structure.weight": 10.0, "structure.warmup": 0},
     "structure_semi": {"structure_semi.weight": 100.0, "structure_semi.warmup": 0},
@@ -163,8 +95,10 @@ class Lab:
     sources: Sources = dataclasses.field(default_factory=Photographs)
 
     @property
-    def sizes(self) -> Sizes:
-        return SIZES[self.scale]
+    def sizes(self) -> types.SimpleNamespace:
+        """`SIZES` of this scale."""
+        column = ("quick", "full", "paper").index(self.scale)
+        return types.SimpleNamespace(**{name: sizes[column] for name, sizes in SIZES.items()})
 
     @property
     def seeds(self) -> tuple[int, ...]:

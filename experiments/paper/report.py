@@ -49,7 +49,7 @@ class Outcome:
     @property
     def drawn(self) -> bool:
         """Whether there is a figure."""
-        return self.entry.drawn and any(panel.found for panel in self.found.values())
+        return self.entry.plot is not None and any(panel.found for panel in self.found.values())
 
     @property
     def command(self) -> str:
@@ -205,7 +205,7 @@ def save(made: Sequence[Outcome], lab: Lab, command: str) -> None:
         stem = lab.workdir / one.entry.name
         _write(stem.with_suffix(".md"), markdown(one))
         _write(stem.with_suffix(".csv"), long_table(one).csv())
-        if one.drawn:
+        if one.drawn and one.entry.plot is not None:
             one.entry.plot(one.found, stem.with_suffix(".png"))
     _write(lab.workdir / "report.html", page(made, lab, command))
 
