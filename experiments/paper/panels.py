@@ -15,6 +15,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from experiments import report
+
 WORDS = {True: "held", False: "did not hold", None: "undecided"}
 Changes = Mapping[str, Any]
 """Settings by dotted name, data of `sources.dataset` as "data.NAME", and the "metric" to show."""
@@ -80,12 +82,11 @@ class Panel:
     def mean(self, row: str, column: str) -> float:
         """Over seeds; NaN when there is no value."""
         values = self.at(row, column)
-        return float(values.mean()) if len(values) else np.nan
+        return report.Mean(values.tolist()) if len(values) else np.nan
 
     def spread(self, row: str, column: str) -> float:
         """Standard deviation over seeds (of the sample); 0 for one seed."""
-        values = self.at(row, column)
-        return float(values.std(ddof=1)) if len(values) > 1 else 0.0
+        return getattr(self.mean(row, column), "spread", None) or 0.0
 
     def means(self) -> np.ndarray:
         """[rows, columns], NaN where there is none."""

@@ -8,7 +8,6 @@ import itertools
 import json
 import math
 import pathlib
-import shutil
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -71,13 +70,11 @@ class Outcome:
 
 def table(panel: Panel) -> report.Table:
     """Ours, and the paper's beside it where it has the same rows."""
-    digits, kind = int(panel.form[1]), panel.form[2]
 
     def ours(row: str, column: str) -> Any:
-        values = panel.at(row, column).tolist()
-        if not values or kind == "f":
-            return report.Mean(values) if values else None
-        return f"{panel.mean(row, column):{panel.form}}"
+        mean = panel.mean(row, column)
+        shown = mean if panel.form.endswith("f") else f"{mean:{panel.form}}"
+        return None if math.isnan(mean) else shown
 
     shown = []
     for column, changes in panel.columns.items():
@@ -90,7 +87,7 @@ def table(panel: Panel) -> report.Table:
         [row, *(panel.papers(row, c) if paper else ours(row, c) for c, paper in shown)]
         for row in panel.rows
     ]
-    return report.table(headers, rows, digits=digits)
+    return report.table(headers, rows, digits=int(panel.form[1]))
 
 
 def paper_table(made: Outcome) -> report.Table | None:
@@ -210,9 +207,9 @@ def save(made: Sequence[Outcome], lab: Lab, command: str) -> None:
     _write(lab.workdir / "report.html", page(made, lab, command))
 
 
-def _write(path: pathlib.Path, text: str) -> None:
+def _write(path: pathlib.Path, content: str | bytes) -> None:
     with workdir.replacing(path) as file:
-        file.write(text.encode())
+        file.write(content.encode() if isinstance(content, str) else content)
 
 
 # --- all of them -------------------------------------------------------------------------------
@@ -249,7 +246,8 @@ def save_results(path: pathlib.Path, made: Sequence[Outcome], lab: Lab, command:
     figures.mkdir(parents=True, exist_ok=True)
     for one in made:
         if one.drawn:
-            shutil.copy(lab.workdir / f"{one.entry.name}.png", figures)
+            name = f"{one.entry.name}.png"
+            _write(figures / name, (lab.workdir / name).read_bytes())
     here = _environment(lab)
     count = collections.Counter(one.word for one in made)
     parts = [
