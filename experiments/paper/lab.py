@@ -138,7 +138,7 @@ class Lab:
         if self.scale == "paper":
             return {"train.pair_batch": 32_768} if n > 100_000 else {}
         # Lion moves a weight by at most the rate: steps x rate is 0.2, as in the paper.
-        steps = 60 if quick else 100 if n <= 1000 else 200 if n <= 3000 else 400
+        steps = 60 if quick else 100 if n <= 1000 else 200
         return {
             "train.steps": steps,
             "train.eval_every": 20 if quick else 10,
