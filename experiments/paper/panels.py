@@ -161,8 +161,10 @@ def both(parts: Iterable[bool | None]) -> bool | None:
     return False if False in parts else None if None in parts else True
 
 
-def all_above(gaps: Mapping[str, Gap | None]) -> Verdict:
+def all_above(gaps: Mapping[str, Gap | None], *, paper: float | None = None) -> Verdict:
     """A claim that every difference is positive; differences not as claimed come first.
+
+    `paper` is its mean difference where it has no numbers for these very rows.
 
     >>> print(all_above({"KLOT - CKA": Gap(2.0, 0.1), "CKA - none": Gap(0.1, 0.3)}))
     undecided: 1 of 2 differences are as claimed: CKA - none +0.1 ± 0.3, KLOT - CKA +2.0 ± 0.1
@@ -176,8 +178,8 @@ def all_above(gaps: Mapping[str, Gap | None]) -> Verdict:
     good = sum(value is True for value in held.values())
     text = f"{good} of {len(gaps)} differences are as claimed: {', '.join(shown)}{rest}"
     known = [one for one in gaps.values() if one is not None]
-    compared = [one for one in known if one.paper is not None]
-    paper = float(np.mean([one.paper for one in compared])) if compared else None
+    compared = [one for one in known if one.paper is not None] if paper is None else []
+    paper = float(np.mean([one.paper for one in compared])) if compared else paper
     mean = f"{np.mean([one.mean for one in compared or known]):+.1f}" if known else ""
     return Verdict(both(held.values()), text, mean + _paper(paper) if mean else "")
 
