@@ -73,7 +73,8 @@ class Photographs:
         flickr, satellite: sources of the second gallery and of satellite images.
         collections: sources of pairs and pools.
         sue: (source, pairs, the paper's name) of the protocol of SUE.
-        encoders: IMAGE+TEXT, that of the main source first; fewer features make a weaker one.
+        encoders: IMAGE+TEXT, that of the main source first; fewer features make a weaker one. To
+            add another, name it here and give its rows in `dataset` and `classes`.
         weak_encoders: more of them, for the correlation alone.
     """
 
