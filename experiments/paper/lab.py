@@ -7,6 +7,7 @@ the compiled steps.
 """
 
 import concurrent.futures
+import concurrent.futures.process
 import contextlib
 import dataclasses
 import fcntl
@@ -307,10 +308,17 @@ def _pool(lab: Lab, jobs: int) -> Iterator[Callable[[list[list[Asked]]], Iterabl
 
     try:
         yield submit
-    finally:
-        pool.shutdown(wait=False, cancel_futures=True)
+    except concurrent.futures.process.BrokenProcessPool as error:
+        raise checks.InputError(
+            f"jobs: one of {jobs} processes was killed, perhaps for lack of memory; start again "
+            "with --jobs=1"
+        ) from error
+    except BaseException:
         for process in multiprocessing.active_children():
             process.terminate()
+        raise
+    finally:
+        pool.shutdown(cancel_futures=True)
 
 
 def _prepare(lab: Lab) -> None:
