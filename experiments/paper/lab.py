@@ -139,7 +139,7 @@ class Lab:
         if self.scale == "paper":
             return {"train.pair_batch": 32_768} if n > 100_000 else {}
         # Lion moves a weight by at most the rate: steps x rate is 0.2, as in the paper.
-        steps = 60 if quick else 100 if n <= 1000 else 200
+        steps = 60 if quick else 100 if n <= 1000 else 200 if n <= 3000 else 600
         return {
             "train.steps": steps,
             "train.eval_every": 20 if quick else 10,
@@ -148,8 +148,7 @@ class Lab:
             "train.unpaired_batch": 512 if quick else 1024,
             "heads.dim": 256 if quick else 512,
             "heads.hidden": 512,
-            # The paper's 1e-4 with 10,000 pairs in a batch, scaled to their number.
-            "sotalign.alpha": 1 / min(n, 2048),
+            "sotalign.alpha": max(1e-4, 1 / n),  # the paper's 1e-4 with 10,000 pairs
             **TUNED.get(method, {}),
             **({"sue.epochs": 5, "sue.mmd_epochs": 10} if quick else {}),
         }
