@@ -1,4 +1,4 @@
-r"""Every table and figure of the paper, ours beside theirs: on bundled data, or on given files.
+r"""Every table and figure of the paper, ours beside theirs: on photographs, or on given files.
 
     python -m experiments.reproduce --list
     python -m experiments.reproduce --only=T1,F5 --workdir=runs/paper
@@ -6,9 +6,8 @@ r"""Every table and figure of the paper, ours beside theirs: on bundled data, or
 
 Each entry leaves NAME.md, NAME.csv and, for figures, NAME.png in the work folder, and all together
 report.html. A run that several entries share is made once; started again, the command goes on
-where it stopped, and several processes on one work folder share the work. --files names a JSON file
-of embedding files by slot ({"skyscript": {"x": "sky_images.npy", ...}, ...}): entries then run on
-those, at the paper's sizes; --list names the slots.
+where it stopped. --files names a JSON file of embedding files by source ({"SkyScript": {"x":
+"images.npy", ...}, ...}): entries then run on those alone, at the paper's sizes; --list names them.
 """
 
 import os
@@ -17,18 +16,17 @@ import shlex
 import sys
 
 import jax
-from absl import app, flags
+from absl import flags
 
-from experiments import launch
-from experiments.paper import catalogue, lab, outcomes, report, reproduction, scales, slots
+from experiments import cli
+from experiments.paper import entries, lab, report, sources
 from sotalign_jax import checks
 
 _LIST = flags.DEFINE_bool("list", False, "Name every table and figure and what it needs.")
 _ONLY = flags.DEFINE_list("only", [], "Tables and figures to make, such as T1,F5.")
 _ALL = flags.DEFINE_bool("all", False, "Make everything that the data allow.")
 _QUICK = flags.DEFINE_bool("quick", False, "Short runs of one seed, fewer points.")
-_FILES = flags.DEFINE_string("files", None, "JSON file of embedding files by slot.")
-_WORKDIR = flags.DEFINE_string("workdir", None, "Folder for cells, tables and the report.")
+_FILES = flags.DEFINE_string("files", None, "JSON file of embedding files by source.")
 _RESULTS = flags.DEFINE_string(
     "results", None, "Markdown file to write all results to as well, with the figures beside it."
 )
@@ -36,39 +34,42 @@ _RUN = flags.DEFINE_bool("run", True, "Make what is missing; --norun reports on 
 _JOBS = flags.DEFINE_integer(
     "jobs", None, "Processes; by default two on a CPU, one on accelerators.", lower_bound=1
 )
+flags.declare_key_flag("workdir")
 
 
-def _command() -> None:
-    given = {} if _FILES.value is None else slots.read(_FILES.value)
-    main = scales.PAPER if "main" in given else scales.BUNDLED
-    scale = scales.QUICK if _QUICK.value else main
-    workdir = pathlib.Path(_WORKDIR.value or ".").expanduser().absolute()
-    at = lab.Lab(workdir, scale, scales.QUICK if _QUICK.value else scales.PAPER, given)
+def main() -> None:
+    """Makes the chosen entries and prints them."""
+    given = sources.Photographs() if _FILES.value is None else sources.Files.read(_FILES.value)
+    scale = "quick" if _QUICK.value else "paper" if given.given else "full"
     if _LIST.value:
-        print(reproduction.listing(at))
+        print(report.listing(lab.Lab(pathlib.Path(), scale, given)))
         return
     if _ALL.value == bool(_ONLY.value):
         raise checks.InputError("only: pass either --only=NAMES or --all; --list names them")
-    if _WORKDIR.value is None:
-        raise checks.InputError("workdir: is not set; pass --workdir=FOLDER")
-    entries = reproduction.choose(tuple(catalogue.ENTRIES) if _ALL.value else _ONLY.value)
-    reproduction.compile_once(at)
-    # Compiling, which is most of a short run, keeps one core busy.
-    jobs = _JOBS.value or (min(2, os.cpu_count() or 1) if jax.default_backend() == "cpu" else 1)
-    given_flags = [flag for flag in sys.argv[1:] if flag != "--norun"]
-    command = shlex.join(["python", "-m", "experiments.reproduce", *given_flags])
-    made = reproduction.make(entries, at, command=command, jobs=jobs if _RUN.value else 0)
+    for name in _ONLY.value:
+        checks.choice("only", name, tuple(entries.ENTRIES))
+    at = lab.Lab(cli.workdir().absolute(), scale, given)
+    chosen = [entries.ENTRIES[name] for name in dict.fromkeys(_ONLY.value or entries.ENTRIES)]
+    panels = {entry.name: entry.panels(at) for entry in chosen}
+    failures: dict[str, str] = {}
+    if _RUN.value:
+        jobs = _JOBS.value or (min(2, os.cpu_count() or 1) if jax.default_backend() == "cpu" else 1)
+        failures = at.make([panel for some in panels.values() for panel in some], jobs=jobs)
+    made = [
+        report.Outcome(entry, at, {p.name: at.collect(p, failures) for p in panels[entry.name]})
+        for entry in chosen
+    ]
+    shown = [flag for flag in sys.argv[1:] if flag != "--norun"]
+    command = shlex.join(["python", "-m", "experiments.reproduce", *shown])
+    report.save(made, at, command)
     for one in made:
-        print(f"\n{outcomes.terminal(one)}")
+        print(f"\n{report.terminal(one)}")
     if _RESULTS.value is not None:
-        report.save_results(pathlib.Path(_RESULTS.value), made, workdir, command)
-    print(f"\nTables, figures and report.html are in {workdir}")
-    failed = sum(bool(one.failures) for one in made)
-    if failed and _RUN.value:
-        sys.exit(f"error: runs failed for {failed} of {len(made)} entries, named above")
+        report.save_results(pathlib.Path(_RESULTS.value), made, at, command)
+    print(f"\nTables, figures and report.html are in {at.workdir}")
+    if failures:
+        raise FloatingPointError(f"{len(failures)} cells failed, named above")
 
-
-main = launch.guarded(_command, interrupted="start again with the same --workdir to go on")
 
 if __name__ == "__main__":
-    app.run(main, flags_parser=launch.parse)
+    cli.run(main, choices={"tables and figures": tuple(entries.ENTRIES)})

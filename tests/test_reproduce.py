@@ -1,4 +1,4 @@
-"""Tables and figures of the paper: registry, cells, verdicts, files and the report."""
+"""Tables and figures of the paper: entries, cells, verdicts, files and the report."""
 
 import csv
 import dataclasses
@@ -9,50 +9,47 @@ import pathlib
 import shutil
 import subprocess
 import sys
+import types
 
 import compile_cache
 import numpy as np
 import pytest
 import small_runs
 
-from experiments import runner
-from experiments.paper import (
-    catalogue,
-    cells,
-    claims,
-    entries,
-    lab,
-    measures,
-    report,
-    reproduction,
-    scales,
-    slots,
-    views,
-)
-from sotalign_jax import checks, data
+from experiments.paper import entries, lab, panels, report, sources
+from sotalign_jax import checks
 
 ROOT = pathlib.Path(__file__).parents[1]
-NAMES = ["T1", "T2", "T3", "T4", "T5", "T6", "T7", "A1", "A2", "A3", "A4", "A5", "A6"]
-NAMES += ["F3", "F4", "F5", "F6", "F7", *(f"FA{n}" for n in range(1, 11))]
-TINY = dataclasses.replace(
-    scales.QUICK,
-    name="tiny",
-    changes={
-        "data.n_pairs": 60,
-        "data.n_unpaired": None,
-        "heads.dim": 8,
-        "train.steps": 4,
-        "train.eval_every": 2,
-        "train.pair_batch": 32,
-        "train.unpaired_batch": 32,
-        "sotalign.epsilon_star": 0.2,
-    },
-    seeds=(0, 1),
-    upper_bound={"data.n_pairs": 300, "data.n_unpaired": 0},
-    pairs=(30, 60),
-    unpaired=(40, None),
-    teacher_noise=(0.0, 0.5),
-)
+NAMES = [*(f"T{n}" for n in range(1, 8)), *(f"A{n}" for n in range(1, 7))]
+NAMES += [*(f"F{n}" for n in range(3, 8)), *(f"FA{n}" for n in range(1, 11))]
+TINY = {
+    "seeds": (0, 1),
+    "n_pairs": 60,
+    "pairs": (30, 60),
+    "few_pairs": (30, 60),
+    "unpaired": (40, 100),
+    "teacher_noise": (0.0, 0.5),
+}
+SHORT = {
+    "heads.dim": 8,
+    "train.steps": 4,
+    "train.eval_every": 2,
+    "train.pair_batch": 32,
+    "train.unpaired_batch": 32,
+    "sotalign.epsilon_star": 0.2,
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Tiny(lab.Lab):
+    """A lab whose runs take no time."""
+
+    @property
+    def sizes(self):
+        return types.SimpleNamespace(**{**vars(super().sizes), **TINY})
+
+    def settings(self, changes, seed):
+        return super().settings({**SHORT, **changes}, seed)
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -62,204 +59,173 @@ def _compile_cache(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def files(tmp_path_factory):
+def main(tmp_path_factory):
+    """Paths of small files by field."""
     folder = small_runs.write_files(tmp_path_factory.mktemp("files"))
     return {path.stem: str(path) for path in folder.glob("*.npy")}
 
 
 @pytest.fixture
-def small(tmp_path, files):
-    """A lab on small files, with nothing of the bundled pictures."""
-    return lab.Lab(tmp_path / "work", TINY, TINY, {"main": files})
+def given(tmp_path, main):
+    """A lab that was given a file for everything that the paper has."""
+    named = {row.rpartition("/")[0] for row in panels.paper_results()["T3_A2_encoders"]}
+    kinds = {**{name: name for name in sources.KNOWN}, **dict.fromkeys(named, "IMAGE+TEXT")}
+    files = {
+        name: {field: main[field] for field in sources.KNOWN[kind][0]}
+        for name, kind in kinds.items()
+        if name not in ("IMAGE+TEXT", "DINOv3+NV-Embed-v2")
+    }
+    files["ImageNet"]["x"] = main["x"]
+    return lab.Lab(tmp_path, "paper", sources.Files(files))
 
 
-@pytest.fixture
-def bundled(tmp_path):
-    return lab.Lab(tmp_path / "work", scales.BUNDLED)
+PHOTOGRAPHS = lab.Lab(pathlib.Path("nowhere"))
 
 
-# --- the registry ------------------------------------------------------------------------------
+# --- entries -----------------------------------------------------------------------------------
 
 
-def test_every_table_and_figure_is_there(bundled):
-    assert list(catalogue.ENTRIES) == NAMES
-    for name, entry in catalogue.ENTRIES.items():
-        built = entry.build(bundled)
-        assert bool(built) == (entry.stand_in is not None), name
-        assert set(entry.files) <= set(slots.SLOTS), name
-        assert len({grid.name for grid in built}) == len(built), name
+def test_every_table_and_figure_is_there():
+    assert list(entries.ENTRIES) == NAMES
+    for name, entry in entries.ENTRIES.items():
+        made = entry.panels(PHOTOGRAPHS)
+        assert bool(made) == (name != "FA10"), name
+        assert set(entry.needs) <= set(sources.KNOWN), name
+        assert len({panel.name for panel in made}) == len(made), name
         assert (entry.plot is not None) == name.startswith("F"), name
-    assert {e.paper for e in catalogue.ENTRIES.values()} - {None} == set(entries.paper_results())
+    found = {entry.paper for entry in entries.ENTRIES.values()} - {None}
+    assert found == set(panels.paper_results())
 
 
-def test_the_paper_is_looked_up_by_names_that_it_has(bundled, small):
-    every = {f"{kind}/{name}": small.files["main"] for kind, name in _given_slots()}
-    full = dataclasses.replace(small, files={**small.files, **every})
-    for at in (bundled, full):
-        for entry in catalogue.ENTRIES.values():
-            for grid in entry.build(at):
-                if grid.paper is None:
-                    continue
-                table = entries.paper_results()[grid.paper]
-                columns = {c.paper for c in grid.columns.values()} - {None}
-                assert columns <= set(table["cols"]), entry.name
-                if at is full:  # every row of the paper has one of ours
-                    rows = {row.paper for row in grid.rows.values()}
-                    absent = {"SOTAlign (MLP, d=8)"} if entry.name == "T6" else set()
-                    assert set(table["rows"]) <= rows | absent, entry.name
+def test_every_row_of_the_paper_has_one_of_ours_and_is_judged_as_the_paper_does(given):
+    """With the paper's own numbers in the place of ours, its claims hold."""
+    for name, entry in entries.ENTRIES.items():
+        if entry.paper is None:
+            continue
+        (panel,) = entry.panels(given)
+        rows = {panel.named.get(row, row) for row in panel.rows}
+        absent = {"T6": {"SOTAlign (MLP, d=8)"}, "A1": {"SAIL-1M"}}.get(name, set())
+        assert set(panels.paper_results()[entry.paper]) <= rows | absent, name
+        if name != "A1":  # the paper has no MeanR@1 there
+            assert entry.judge({"": _papers(panel)}).held is True, name
 
 
-def _given_slots():
-    yield from (("pairs", name) for name in ("CC3M-synth", "CC12M", "COCO"))
-    named = ("CC3M-synth", "CC12M", "ImageNet", "COCO", "WikiText103")
-    yield from (("unpaired", name) for name in named)
-    yield from (("sue", name) for name in ("COCO100", "F30k500", "Polyvore500"))
-    for row in entries.paper_results()["T3_A2_encoders"]["rows"]:
-        yield "encoders", row.rpartition("/")[0]
-
-
-PAPER_HOLDS = {"T1": True, "T4": True, "T5": True, "T6": True, "T7": True, "A3": True}
-PAPER_HOLDS |= {"T2": True, "T3": True, "A2": True, "A4": True, "A5": True, "A6": True}
-
-
-@pytest.mark.parametrize("name", PAPER_HOLDS)
-def test_the_papers_own_numbers_are_judged_as_the_paper_does(name, small):
-    given = {f"{kind}/{slot}": small.files["main"] for kind, slot in _given_slots()}
-    named = [slot for slot in slots.SLOTS if not slot.endswith(("NAME", "TEXT"))]
-    given |= dict.fromkeys(named, small.files["main"])
-    scale = dataclasses.replace(TINY, teacher_noise=scales.PAPER.teacher_noise)
-    at = lab.Lab(small.workdir, scale, scale, given)
-    found = {}
-    for grid in catalogue.ENTRIES[name].build(at):
-        places = {
-            (row, column): np.array([value])
-            for row in grid.rows
-            for column in grid.columns
-            if (value := grid.paper_value(row, column)) is not None
-        }
-        found[grid.name] = entries.Values(grid, places)
-    assert catalogue.ENTRIES[name].judge(found).held is PAPER_HOLDS[name]
+def _papers(panel):
+    places = {place: panel.papers(*place) for place in panel.places()}
+    found = {place: np.array([value]) for place, value in places.items() if value is not None}
+    return dataclasses.replace(panel, found=found)
 
 
 # --- cells -------------------------------------------------------------------------------------
 
 
-def test_tables_share_cells(bundled):
-    def key(entry, row, column):
-        (grid,) = catalogue.ENTRIES[entry].build(bundled)
-        return grid.cells(bundled)[row, column][0].key
-
-    ours = key("T1", "KLOT", "CCA")
-    assert ours == key("A3", "SOTAlign", "p=0.0") == key("T4", "semi/SOTAlign", "T2I R@1")
-    assert ours == key("T3", "image 1280 + text 384, SOTAlign", "T2I R@1")
-    assert key("A3", "SOTAlign", "SAIL") == key("T4", "sup/SAIL", "T2I R@1") != ours
-    assert key("T2", "clipart, SAIL", "zero-shot") == key("A1", "SAIL", "zero-shot")
+def _key(at, entry, row, column):
+    panel = entries.ENTRIES[entry].panels(at)[0]
+    return lab.key_of(at.cell(panel.places()[row, column], 0))
 
 
-def test_a_cell_does_not_depend_on_where_it_is_kept(bundled, tmp_path):
-    there = dataclasses.replace(bundled, workdir=tmp_path / "there")
-    changes = {"use": "view/encoders/16/8"}
-    first, second = (at.cell(changes, "test/mean/R@1", 0) for at in (bundled, there))
-    assert first.key == second.key
-    assert first.key != bundled.cell(changes, "test/mean/R@1", 1).key
+def test_tables_share_cells():
+    ours = _key(PHOTOGRAPHS, "T1", "KLOT", "CCA")
+    assert ours == _key(PHOTOGRAPHS, "A3", "SOTAlign", "p=0.0")
+    assert ours == _key(PHOTOGRAPHS, "T4", "semi/SOTAlign", "Flickr8k T2I R@1")
+    assert ours == _key(PHOTOGRAPHS, "T3", "EfficientNet+MiniLM/SOTAlign", "T2I R@1")
+    sail = _key(PHOTOGRAPHS, "A3", "SOTAlign", "SAIL")
+    assert sail == _key(PHOTOGRAPHS, "T4", "sup/SAIL", "T2I R@1") != ours
+    assert sail == _key(PHOTOGRAPHS, "A1", "SAIL", "zero-shot")  # it reads no pools
+    elsewhere = dataclasses.replace(PHOTOGRAPHS, workdir=pathlib.Path("elsewhere"))
+    assert ours == _key(elsewhere, "T1", "KLOT", "CCA")
 
 
-def test_a_failing_cell_is_reported_and_the_others_are_made(tmp_path):
-    def fail(folder):
-        raise ValueError("no luck\nat all")
+def test_a_file_that_changes_makes_other_cells(main, tmp_path):
+    files = {name: shutil.copy(path, tmp_path) for name, path in main.items()}
+    at = Tiny(tmp_path, "paper", sources.Files({"main": files, "COCO": main}))
 
-    store = cells.Store(tmp_path)
-    bad, good = cells.Cell({"n": 1}, fail), cells.Cell({"n": 2}, lambda folder: {"a": 1.0})
-    after = cells.Cell({"n": 3}, lambda folder: {"b": 2.0}, after=bad.key)
-    store.finish([after, bad, good])
-    assert store.results(good.key) == {"a": 1.0} and store.results(bad.key) is None
-    assert store.failures[bad.key].startswith("no luck (see ")
-    assert "ValueError" in (tmp_path / "cells" / f"{bad.key}.log").read_text()
-    assert store.results(after.key) == {"b": 2.0}
+    def keys():
+        changes = {"method": "sotalign", "metric": "shift/x"}
+        distance = {"left": "main", "right": "COCO", "side": "x", "metric": "between/distance"}
+        asked = (changes, {**changes, "metric": "test/mean/R@1"}, distance)
+        return [lab.key_of(at.cell(one, 0)) for one in asked]
 
-
-def test_two_processes_never_make_the_same_cell(tmp_path):
-    code = f"""
-        import pathlib, time
-        from experiments.paper import cells
-
-        def compute(folder):
-            with open({str(tmp_path / "made")!r}, "a") as file:
-                file.write(folder.name + "\\n")
-            time.sleep(0.3)
-            return {{"done": 1}}
-
-        while not pathlib.Path({str(tmp_path / "go")!r}).exists():
-            time.sleep(0.01)
-        made = [cells.Cell({{"n": n}}, compute) for n in range(6)]
-        store = cells.Store(pathlib.Path({str(tmp_path)!r}))
-        store.finish(made)
-        assert all(store.results(cell.key) for cell in made)
-    """
-    lines = "\n".join(line[8:] for line in code.splitlines())
-    start = [sys.executable, "-c", lines]
-    both = [subprocess.Popen(start, cwd=ROOT, stderr=subprocess.DEVNULL) for _ in range(2)]
-    (tmp_path / "go").touch()
-    assert [process.wait(600) for process in both] == [0, 0]
-    made = (tmp_path / "made").read_text().split()
-    assert len(made) == len(set(made)) == 6
+    before = keys()
+    assert keys() == before
+    np.save(files["x"], np.load(files["x"])[::-1])
+    assert all(new != old for new, old in zip(keys(), before, strict=True))
 
 
-# --- views of the bundled pictures -------------------------------------------------------------
+def test_a_failing_cell_is_reported_and_the_others_are_made(main, tmp_path):
+    at = Tiny(tmp_path, "paper", sources.Files({"main": main}))
+    rows = {"few": {"data.n_pairs": 30}, "too many": {"data.n_pairs": 10_000}}
+    columns = {"MeanR@1": {"method": "cca", "metric": "test/mean/R@1"}}
+    panel = panels.Panel("", "pairs", rows, columns, (0,))
+    found = at.collect(panel, at.make([panel], jobs=1))
+    assert list(found.found) == [("few", "MeanR@1")] and not found.complete
+    assert len(found.failures) == 1 and found.failures[0].startswith("too many, MeanR@1: n_pairs")
+    assert any("InputError" in path.read_text() for path in tmp_path.glob("cells/*.log"))
 
 
-def test_sue_protocol():
-    x = np.arange(1000.0)[:, None]
-    split = views.sue(x, 10 * x, n_pairs=100)
-    assert split["test_x"].ravel().tolist() == list(range(400))
-    assert split["x"].ravel().tolist() == list(range(900, 1000))
-    np.testing.assert_array_equal(10 * split["x"], split["y"])
-    kept = {
-        side: set(split[f"unpaired_{side}"].ravel() // scale)
-        for side, scale in (("x", 1), ("y", 10))
-    }
-    assert len(kept["x"]) == len(kept["y"]) == 450 and kept["x"] != kept["y"]
-    assert kept["x"] | kept["y"] <= set(range(400, 900))
-    assert (np.diff(split["unpaired_y"].ravel()) < 0).any()
+# --- sources -----------------------------------------------------------------------------------
 
 
-def test_collections_and_encoders(bundled):
-    table = data.pictures()
-    named = [source for group in views.COLLECTIONS.values() for source in group]
-    assert sorted(named) == sorted(set(table.source))
-    run = bundled.run({"use": "view/collections/clipart/emoji/clipart", "data.n_pairs": 500}, 0)
-    split = runner.load_dataset(run)
-    emoji = table.image[(table.source == "emoji_fluent3d") & (table.split == "train")]
-    assert split.pairs_x.shape[0] == 500
-    np.testing.assert_array_equal(split.pool_x, emoji)
-    assert len(split.pool_y) == 2243 - 500 and len(split.test.x) == 999
-    weak = runner.load_dataset(bundled.run({"use": "view/encoders/16/8"}, 0))
-    assert weak.pairs_x.shape[1] == 16 and weak.zero_shot.prompts.shape[2] == 8
+def test_sue_protocol_draws_pairs_and_test_rows_by_seed():
+    x = np.arange(1000.0)[:, None] + 1
+    split = [
+        sources.sue_split(x, 10 * x, sources.Data(seed, 100, None), shuffle=True) for seed in (0, 1)
+    ]
+    for one in split:
+        np.testing.assert_array_equal(10 * one.pairs_x, one.pairs_y)
+        parts = [set((part).ravel()) for part in (one.pairs_x, one.test.x, one.pool_x)]
+        assert [len(part) for part in parts] == [100, 400, 450]
+        assert len(set.union(*parts)) == 950
+        assert (np.diff(one.pool_y.ravel()) < 0).any()
+    assert set(split[0].test.x.ravel()) != set(split[1].test.x.ravel())
+    filed = sources.sue_split(x, 10 * x, sources.Data(0, 100, None), shuffle=False)
+    assert filed.test.x.ravel().tolist() == list(range(1, 401))
+    assert filed.pairs_x.ravel().tolist() == list(range(901, 1001))
 
 
-def test_measures(rng):
-    x, y = rng.normal(size=(60, 6)), rng.normal(size=(60, 5))
-    near = data.dataset((x[:40], y[:40]), x=x[40:], y=y[40:])
-    far = data.dataset((x[:40], y[:40]), x=x[40:] + 3, y=y[40:] + 3)
-    options = {"seed": 0, "rows": 50, "projections": 40}
-    distances = [measures.shift(split, **options) for split in (near, far)]
-    assert distances[0]["shift/total"] < distances[1]["shift/total"]
-    assert distances[0]["shift/total"] == distances[0]["shift/x"] + distances[0]["shift/y"]
-    same = data.dataset((x, x), x=x, y=x)
-    assert measures.mutual_knn(same, **options)["mutual_knn/percent"] == 100.0
-    assert measures.between(x[:50], x[:50], **options)["between/distance"] < 1e-6
-    assert measures.between(x + 3, None, **options)["between/distance"] > 0.05
+def test_photographs_seen_by_weaker_encoders_and_from_other_sources():
+    at = sources.Photographs()
+    asked = sources.Data(
+        0, 50, 60, images="RSICD", texts="noise", encoders="EfficientNet/16+MiniLM/8"
+    )
+    weak = at.dataset(asked)
+    assert weak.pairs_x.shape == (50, 16) and weak.pool_y.shape == (60, 8)
+    assert at.classes("CIFAR10", asked.encoders).prompts.shape[-1] == 8
+    whole = at.dataset(asked._replace(encoders="main"))
+    np.testing.assert_array_equal(whole.test.x[:, :16], weak.test.x)
+    assert whole.pairs_x.shape[1] == 1280
 
 
-@pytest.mark.slow
-@pytest.mark.filterwarnings("ignore:.*NormalCG:DeprecationWarning")
-def test_solver_measures():
-    found = measures.gradient(epsilon=0.5, n=64)
-    for arm in measures.ARMS:
-        assert found[f"gradient/{arm}/status"] == "ok" and found[f"gradient/{arm}/memory"] > 0
-        assert found[f"gradient/{arm}/seconds"] > 0 and found[f"gradient/{arm}/iterations"] > 0
-    errors = [measures.convergence(epsilon=epsilon, n=64) for epsilon in (0.5, 0.005)]
-    assert errors[0]["convergence/textbook"] < errors[1]["convergence/textbook"]
+def test_given_sources_are_read_and_never_mixed_with_photographs(main, tmp_path):
+    rows = np.random.default_rng(3).normal(size=(70, 12)).astype(np.float32)
+    np.save(tmp_path / "images.npy", rows)
+    other = {"x": str(tmp_path / "images.npy"), "y": main["y"]}
+    at = Tiny(tmp_path, "paper", sources.Files({"main": main, "CC12M": other}))
+    made = at.sources.dataset(sources.Data(0, 60, 500, images="CC12M"))
+    assert len(made.pool_x) == 70  # as many as there are
+    assert {tuple(row) for row in made.pool_x} == {tuple(row) for row in rows}
+    ran = {name for name, entry in entries.ENTRIES.items() if entry.panels(at)}
+    assert ran == set(NAMES) - {"T3", "T6", "T7", "A2", "A6", "F7", "FA9", "FA10"}
+    assert "photographs" not in report.listing(at)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ({"skyskript": {"x": "a.npy"}}, "files: 'skyskript' is unknown"),
+        ({"SkyScript": {"z": "a.npy"}}, "files: SkyScript: 'z' is unknown"),
+        ({"SkyScript": "a.npy"}, "files: SkyScript: must be paths by field"),
+        ({"SkyScript": {"x": 3}}, "files: SkyScript: x: must be a path"),
+        ({"SkyScript": {"x": "a.npy"}}, "files: SkyScript: y: is not set"),
+        ({"COCO100": {"x": "a.npy", "y": "gone.npy"}}, "y: .*gone.npy: no such file"),
+        ([], "must hold"),
+    ],
+)
+def test_a_wrong_file_of_files(wrong, message, tmp_path):
+    (tmp_path / "a.npy").touch()
+    (tmp_path / "files.json").write_text(json.dumps(wrong))
+    with pytest.raises(checks.InputError, match=message):
+        sources.Files.read(tmp_path / "files.json")
 
 
 # --- verdicts ----------------------------------------------------------------------------------
@@ -267,99 +233,124 @@ def test_solver_measures():
 
 def test_verdicts():
     def gap(*values):
-        return claims.difference(np.array(values), np.zeros(len(values)))
+        return panels.gap(np.array(values), np.zeros(len(values)), paper=2.0)
 
-    assert claims.all_above({"a": gap(1.0, 2.0), "b": gap(0.5)}).held is True
-    assert claims.all_above({"a": gap(1.0, 2.0), "b": gap(-1.0, -1.2)}).held is False
-    assert claims.all_above({"a": gap(1.0, 2.0), "b": gap(-1.0, 1.2)}).held is None
-    assert claims.all_above({"a": gap(1.0), "b": gap()}).held is None
-    assert claims.all_above({"a": gap(1.0, 2.0, np.nan)}).held is None  # a seed is missing
-    x = np.arange(5.0)
-    assert claims.correlated(x, 3 - x, sign=-1, paper=-0.8).held is True
-    assert claims.correlated(x, 3 - x, sign=1, paper=None).held is False
-    assert claims.correlated(x[:2], x[:2], sign=1, paper=None).held is None
-    assert claims.correlated(x, x * [1, 1, 1, 1, 0.2], sign=1, paper=None).held is None  # p = 0.2
+    assert panels.all_above({"a": gap(1.0, 2.0), "b": gap(0.5)}).held is True
+    assert panels.all_above({"a": gap(1.0, 2.0), "b": gap(-1.0, -1.2)}).held is False
+    assert panels.all_above({"a": gap(1.0, 2.0), "b": gap(-1.0, 1.2)}).held is None
+    assert panels.all_above({"a": gap(1.0), "b": gap()}).held is None
+    assert panels.all_above({"a": gap(1.0, 2.0, np.nan)}).held is None  # a seed is missing
+    assert panels.all_above({"a": gap(1.0, 2.0), "b": gap(0.5)}).effect == "+1.0 (paper +2.0)"
 
 
-def _filled(entry, at, value_of):
-    """What an entry finds when `value_of(panel, row, column)` is the value of every seed."""
+@pytest.mark.parametrize(
+    ("slope", "sign", "rows", "held"), [(-1, -1, 5, True), (-1, 1, 5, False), (1, 1, 2, None)]
+)
+def test_correlations(slope, sign, rows, held):
+    labels = {f"{n}": {} for n in range(rows)}
+    found = {(row, "x"): np.array([float(row)]) for row in labels}
+    found |= {(row, "y"): np.array([slope * float(row)]) for row in labels}
+    panel = panels.Panel("", "", labels, {"x": {}, "y": {}}, (0,), found=found)
+    assert panels.correlated(panel, sign=sign, paper=None).held is held
+
+
+def _judged(name, value_of):
+    """The verdict when `value_of(panel, row, column)` is the value of every seed."""
     found = {}
-    for grid in catalogue.ENTRIES[entry].build(at):
-        places = {
-            (row, column): np.full(len(grid.seeds), value)
-            for row in grid.rows
-            for column in grid.columns
-            if (value := value_of(grid.name, row, column)) is not None
+    for panel in entries.ENTRIES[name].panels(PHOTOGRAPHS):
+        values = {
+            (row, column): np.full(len(panel.seeds), value)
+            for row, column in panel.places()
+            if (value := value_of(panel.name, row, column)) is not None
         }
-        found[grid.name] = entries.Values(grid, places)
-    return catalogue.ENTRIES[entry].judge(found)
+        found[panel.name] = dataclasses.replace(panel, found=values)
+    return entries.ENTRIES[name].judge(found)
 
 
-def test_a_best_alpha_that_never_moves_proves_nothing(bundled):
+def test_a_best_alpha_that_never_moves_proves_nothing():
     def best(**alphas):
         def value(panel, row, column):
-            return 1.0 if float(column) == alphas.get(row.replace(" ", "_"), 3e-3) else 0.0
+            return 1.0 if float(column) == alphas.get(row.replace(" ", "_"), 1e-3) else 0.0
 
-        verdict = _filled("FA4", bundled, value)
-        return verdict.held
+        return _judged("FA4", value).held
 
     assert best() is None
-    assert best(**{"100_pairs": 3e-2, "3000_pairs": 3e-4, "p=1": 3e-5}) is True
-    assert best(**{"100_pairs": 3e-4, "p=1": 3e-5}) is False  # it grows with pairs
-    assert best(**{"100_pairs": 3e-2, "p=0.5": 3e-5}) is False  # half of noise moves it
+    assert best(**{"100_pairs": 1e-2, "3000_pairs": 1e-4, "p=1": 1e-5}) is True
+    assert best(**{"100_pairs": 1e-4, "p=1": 1e-5}) is False  # it grows with pairs
+    assert best(**{"100_pairs": 1e-2, "p=0.5": 1e-5}) is False  # half of noise moves it
 
 
-def test_missing_runs_prove_nothing(bundled):
-    assert _filled("FA8", bundled, lambda panel, row, column: 1.0).held is False
-    assert _filled("FA8", bundled, lambda _, r, c: 1.0 + ("random" in (r, c))).held is True
-    nearest = _filled("FA8", bundled, lambda _, r, c: 2.0 if "random" in (r, c) else None)
-    assert nearest.held is None
-    only = _filled("FA5", bundled, lambda p, r, c: 1.0 if (r, c) == ("ε=0.5", "ε*=0.01") else None)
-    assert only.held is None
-    assert (
-        _filled("F3", bundled, lambda p, row, c: {"0.5": 1.0 + (c == "unrolled")}.get(row)).held
-        is None
-    )
+def test_missing_runs_prove_nothing():
+    assert _judged("FA8", lambda panel, row, column: 1.0).held is False
+    assert _judged("FA8", lambda _, r, c: 1.0 + ("noise" in (r, c))).held is True
+    assert _judged("FA8", lambda _, r, c: 2.0 if "noise" in (r, c) else None).held is None
+    assert _judged("FA5", lambda p, r, c: 1.0 if r == "ε=0.2" else None).held is None
+    some = _judged("F3", lambda p, r, c: 1.0 + (c == "unrolled") if r == "0.5" else None)
+    assert some.held is None
 
 
-def test_convergence_must_worsen_at_every_step(bundled):
+def test_convergence_must_worsen_at_every_step():
     def errors(*values):
         by_row = dict(zip(("0.5", "0.1", "0.05", "0.02", "0.01", "0.005"), values, strict=True))
-        return _filled("F4", bundled, lambda panel, row, column: by_row[row]).held
+        return _judged("F4", lambda panel, row, column: by_row[row]).held
 
     assert errors(1e-7, 4e-7, 2e-7, 1e-4, 1e-3, 1e-2) is True  # rounding comes first
     assert errors(1e-7, 1e-2, 1e-5, 1e-4, 1e-3, 2e-2) is False
 
 
-def test_a_gain_that_fades(bundled):
+def test_a_gain_that_fades():
     def gains(*values):
-        by_row = dict(zip(("100", "300", "1000", "3000"), values, strict=True))
+        by_row = dict(zip(("100", "300", "1000", "3000", "10000"), values, strict=True))
 
         def value(panel, row, column):
             if panel == "unpaired":
-                return {"100": 0.0}.get(row, 1.0)
+                return 0.0 if row == "300" else 1.0
             return 5.0 + (by_row[row] if column == "SOTAlign" else 0.0)
 
-        return _filled("F5", bundled, value).held
+        return _judged("F5", value).held
 
-    assert gains(1.0, 3.0, 2.0, 0.5) is True
-    assert gains(1.0, 2.0, 3.0, 4.0) is False
+    assert gains(1.0, 3.0, 2.0, 1.0, 0.5) is True
+    assert gains(1.0, 2.0, 3.0, 4.0, 5.0) is False
+
+
+def test_what_is_at_chance_judges_nothing():
+    def sets(panel, row, column):
+        return 1.0 if column in ("Flowers", "Food101") else 50.0 + (row == "semi/SOTAlign")
+
+    verdict = _judged("A5", sets)
+    assert verdict.held is True and "at chance for every method: Food101, Flowers" in verdict.text
+
+    def sue(panel, row, column):
+        return {"Contrastive": 1.25, "SUE": 9.0, "CSA": 9.0}.get(row, 20.0)
+
+    verdict = _judged("T6", sue)
+    assert verdict.held is True and "no evidence: Contrastive" in verdict.text
 
 
 # --- from files to the report ------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
-def made(tmp_path_factory, files):
+def made(tmp_path_factory, main):
     """A table, a figure of two panels, and an entry without data, from real runs."""
-    at = lab.Lab(tmp_path_factory.mktemp("made"), TINY, TINY, {"main": files})
-    chosen = reproduction.choose(["A3", "F5", "FA9"])
-    return at, reproduction.make(chosen, at, command="the <command>", jobs=2)
+    at = Tiny(tmp_path_factory.mktemp("made"), "paper", sources.Files({"main": main}))
+    return at, _make(at, "A3", "F5", "FA9")
+
+
+def _make(at, *names, jobs=1):
+    asked = {name: entries.ENTRIES[name].panels(at) for name in names}
+    failures = at.make([panel for some in asked.values() for panel in some], jobs=jobs)
+    outcomes = [
+        report.Outcome(entries.ENTRIES[name], at, {p.name: at.collect(p, failures) for p in some})
+        for name, some in asked.items()
+    ]
+    report.save(outcomes, at, "the <command>")
+    return outcomes
 
 
 def test_files_of_an_entry(made):
     at, (noise, pairs, sky) = made
-    assert noise.failures == pairs.failures == [] and not sky.ran
+    assert noise.failures == pairs.failures == [] and not sky.found
     text = (at.workdir / "A3.md").read_text()
     assert "| MeanR@1" in text and "p=0.5 (paper)" in text and "26.6" in text and " ± " in text
     with (at.workdir / "F5.csv").open(newline="") as file:
@@ -368,57 +359,58 @@ def test_files_of_an_entry(made):
     assert {row["seeds"] for row in rows} == {"2"}
     assert (at.workdir / "F5.png").stat().st_size > 5000
     text = (at.workdir / "FA9.md").read_text()
-    assert "undecided: its data are not here" in text and "- `skyscript`: x, y, val_x" in text
-    assert "--only=FA9 --files=FILES.json" in text
-    assert not list(at.workdir.glob("cells/*/run/checkpoints"))
-
-
-def test_values_are_those_of_the_runs(made):
-    at, (noise, *_) = made
-    values = noise.found[""]
-    run = at.run({"method": "sail"}, 0)
-    again = runner.execute(run, at.workdir / "again")["test/mean/R@1"]
-    assert values.at("SOTAlign", "SAIL")[0] == again
+    assert "undecided: its data are not here" in text and "--only=FA9 --files" in text
 
 
 def test_a_finished_cell_is_never_made_again(made, monkeypatch):
     at, first = made
-    monkeypatch.setattr(runner, "execute", lambda *args: pytest.fail("ran again"))
-    second = reproduction.make([one.entry for one in first], at, command="the <command>")
+    monkeypatch.setattr(Tiny, "compute", lambda *args: pytest.fail("made again"))
+    second = _make(at, "A3", "F5", "FA9")
     assert [str(one.verdict) for one in second] == [str(one.verdict) for one in first]
 
 
+def test_a_cell_is_evaluated_on_other_sets_when_they_are_asked_for(main, tmp_path):
+    other = {f"test_{side}": main[f"val_{side}"] for side in "xy"}
+    at = Tiny(tmp_path, "paper", sources.Files({"main": main, "Flickr30k": other}))
+    cell = at.cell({"method": "sail", "metric": "test/mean/R@1"}, 0)
+    assert at.attempt(cell, {"test/mean/R@1"}) == {}
+    assert at.attempt(cell, {"Flickr30k/mean/R@1", "val/mean/R@1"}) == {}
+    results = at.results(cell)
+    assert results["Flickr30k/mean/R@1"] == results["val/mean/R@1"] and "test/mean/R@1" in results
+
+
 def test_results_page(made, tmp_path):
-    at, outcome = made
-    report.save_results(tmp_path / "RESULTS.md", outcome, at.workdir, "the command")
+    at, outcomes = made
+    report.save_results(tmp_path / "RESULTS.md", outcomes, at, "the command")
     text = (tmp_path / "RESULTS.md").read_text()
     figures = [path.relative_to(tmp_path) for path in tmp_path.glob("*/*")]
     assert [f"({figure})" in text for figure in figures] == [True]  # F5's
-    assert text.startswith("# Results beside the paper's") and "the command" in text
-    for one in outcome:
+    for one in outcomes:
         assert f"### {one.entry.name}: " in text and str(one.verdict) in text
 
 
 class _Page(html.parser.HTMLParser):
-    """Tags with their attributes; raises unless every tag is closed in turn."""
-
-    VOID = ("meta", "img")
+    """Tags with their attributes, and captions; raises unless every tag is closed in turn."""
 
     def __init__(self):
         super().__init__()
-        self.open, self.tags = [], []
+        self.open, self.tags, self.captions = [], [], []
 
     def handle_starttag(self, tag, attrs):
         self.tags.append((tag, dict(attrs)))
-        if tag not in self.VOID:
+        if tag not in ("meta", "img"):
             self.open.append(tag)
 
     def handle_endtag(self, tag):
         assert self.open.pop() == tag
 
+    def handle_data(self, text):
+        if self.open and self.open[-1] == "caption":
+            self.captions.append(text)
+
 
 def test_report_is_well_formed_and_needs_nothing_else(made):
-    at, outcome = made
+    at, outcomes = made
     text = (at.workdir / "report.html").read_text()
     page = _Page()
     page.feed(text)
@@ -431,160 +423,30 @@ def test_report_is_well_formed_and_needs_nothing_else(made):
         assert attrs.get("href", "#A3")[1:] in ids
     assert "url(" not in text and "@import" not in text
     assert sum(tag == "img" for tag, _ in page.tags) == 1
+    assert page.captions == ["pairs", "unpaired"]
     assert "the &lt;command&gt;" in text and "needs files" in text
-    assert all(claims.WORDS[one.verdict.held] in text for one in outcome if one.ran)
+    assert all(one.word in text for one in outcomes)
 
 
-BROWSER = shutil.which("chromium") or shutil.which("chromium-browser")
-
-
-@pytest.mark.skipif(BROWSER is None, reason="no chromium here")
-@pytest.mark.parametrize("width", [500, 1200])
-def test_report_in_a_browser(made, tmp_path, width):
-    """Nothing is wider than the screen, and every picture was decoded."""
-    at, _ = made
-    probe = """<script>window.onload = () => { document.title = JSON.stringify({
-        page: document.documentElement.scrollWidth, screen: window.innerWidth,
-        pictures: [...document.images].map(i => i.naturalWidth),
-        tables: document.querySelectorAll("table").length}); }</script></body>"""
-    text = (at.workdir / "report.html").read_text().replace("</body>", probe)
-    (tmp_path / "probe.html").write_text(text)
-    shown = subprocess.run(
-        [
-            BROWSER,
-            *("--headless", "--no-sandbox", "--disable-gpu", "--no-first-run"),
-            *("--disable-background-networking", "--disable-component-update", "--disable-sync"),
-            f"--user-data-dir={tmp_path / 'profile'}",
-            f"--window-size={width},900",
-            "--dump-dom",
-            (tmp_path / "probe.html").as_uri(),
-        ],
-        capture_output=True,
-        text=True,
-        timeout=600,
-        check=True,
-    ).stdout
-    title = shown.partition("<title>")[2].partition("</title>")[0]
-    found = json.loads(title)
-    assert found["page"] <= found["screen"] <= width
-    assert len(found["pictures"]) == 1 and min(found["pictures"]) > 300
-    assert found["tables"] >= 5
-
-
-# --- the paper's own files ---------------------------------------------------------------------
-
-
-def test_other_domains_run_on_given_files(small):
-    given = dict.fromkeys(("skyscript", "librispeech"), small.files["main"])
-    at = dataclasses.replace(small, files=given, given_scale=dataclasses.replace(TINY, seeds=(0,)))
-    (outcome,) = reproduction.make(reproduction.choose(["T7"]), at, command="")
-    assert outcome.ran and outcome.failures == []
-    values = outcome.found[""]
-    assert all(len(values.at(row, column)) == 1 for row, column in values.grid.cells(at))
-    assert "files given for skyscript, librispeech" in outcome.data
-
-
-def test_a_model_is_evaluated_on_another_set(small):
-    main = small.files["main"]
-    other = {name: main[f"val{name[4:]}"] for name in ("test_x", "test_y")}
-    at = dataclasses.replace(small, files={"main": main, "evaluation/flickr30k": other})
-    metric = "evaluation/flickr30k/mean/R@1"
-    made = [at.cell({"method": "sail"}, name, 0) for name in (metric, "test/mean/R@1")]
-    store = cells.Store(at.workdir)
-    store.finish(made)
-    assert store.results(made[0].key)[metric] == store.results(made[1].key)["val/mean/R@1"]
-
-
-def test_given_sources_are_read(small, tmp_path):
-    main = small.files["main"]
-    rows = np.random.default_rng(3).normal(size=(70, 12)).astype(np.float32)
-    np.save(tmp_path / "images.npy", rows)
-    given = {"unpaired/CC12M": {"x": str(tmp_path / "images.npy")}, "pairs/COCO": main}
-    at = dataclasses.replace(small, files={"main": main, **given})
-    run = at.run({"use": "unpaired/CC12M|main"}, 0)
-    np.testing.assert_array_equal(runner.load_dataset(run).pool_x, rows)
-    assert list(catalogue.ENTRIES["A1"].build(at)[0].rows)[2:] == [
-        "CC3M|CC3M",
-        "CC12M|CC3M",
-        "random|random",
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:.*NormalCG:DeprecationWarning")
+def test_solver_measures(main, tmp_path):
+    at = Tiny(tmp_path, "paper", sources.Files({"main": main}))
+    found = at.compute({"measure": "gradient", "epsilon": 0.5, "rows": 64}, ())
+    for arm in lab.ARMS:
+        for quantity in ("memory", "seconds", "iterations"):
+            assert found[f"gradient/{arm}/{quantity}"] > 0
+    errors = [
+        at.compute({"measure": "convergence", "epsilon": epsilon, "rows": 64}, ())
+        for epsilon in (0.5, 0.005)
     ]
-    paired = runner.load_dataset(at.run({"use": "pairs/COCO", "data.n_pairs": 30}, 0))
-    assert len(paired.pairs_x) == 30 and len(paired.pool_x) == 300
-
-
-def test_entries_never_mix_given_and_bundled_data(small):
-    """With only some of its files an entry waits for the others."""
-    main = small.files["main"]
-    for given, absent in (
-        ({"main": main}, {"T2", "T3", "T6", "T7", "A1", "A2", "A6", "F6", "F7"}),
-        ({"pairs/COCO": main, "unpaired/COCO": main}, {"T2", "T7", "A1", "F6"}),
-        ({"main": main, "pairs/COCO": main}, {"T3", "T6", "T7", "A1", "A2", "A6", "F6", "F7"}),
-    ):
-        at = dataclasses.replace(small, files=given)
-        shifts = {"FA6", "FA7", "FA8", "FA9", "FA10"}
-        built = {name for name, entry in catalogue.ENTRIES.items() if entry.build(at)}
-        assert set(NAMES) - built == absent | shifts, given
-    assert "the bundled" not in reproduction.listing(
-        dataclasses.replace(small, files={"main": main})
-    )
-
-
-def test_a_source_with_fewer_rows_gives_what_it_has(small, tmp_path):
-    np.save(tmp_path / "few.npy", np.ones((50, 10), np.float32))
-    given = {"main": small.files["main"], "unpaired/COCO": {"y": str(tmp_path / "few.npy")}}
-    scale = dataclasses.replace(TINY, changes={**TINY.changes, "data.n_unpaired": 100})
-    at = dataclasses.replace(small, scale=scale, files=given)
-    row = catalogue.ENTRIES["A1"].build(at)[0].rows["CC3M|COCO"]
-    assert at.run(row.changes, 0).data.n_unpaired == 50
-
-
-def test_a_file_that_changes_makes_other_cells(small, tmp_path):
-    main = {name: shutil.copy(path, tmp_path) for name, path in small.files["main"].items()}
-    at = dataclasses.replace(small, files={"main": main, "unpaired/COCO": main})
-    asked = [({}, "test/mean/R@1"), ({}, "shift/x")]
-    asked.append(({"left": "main", "right": "COCO", "side": "x"}, "between/distance"))
-
-    def keys():
-        return [at.cell(changes, metric, 0).key for changes, metric in asked]
-
-    before = keys()
-    assert keys() == before
-    np.save(main["x"], np.load(main["x"])[::-1])
-    assert all(new != old for new, old in zip(keys(), before, strict=True))
-
-
-def test_file_of_files(tmp_path):
-    path = tmp_path / "files.json"
-    for name in ("a.npy", "b.npz"):
-        (tmp_path / name).touch()
-    fields = {"x": "a.npy", "y": f"{tmp_path}/b.npz#text"}
-    path.write_text(json.dumps({"sue/COCO100": fields, "unpaired/COCO": {"y": "a.npy"}}))
-    assert slots.read(path) == {
-        "sue/COCO100": {"x": f"{tmp_path}/a.npy", "y": f"{tmp_path}/b.npz#text"},
-        "unpaired/COCO": {"y": f"{tmp_path}/a.npy"},
-    }
-    sky = dict.fromkeys(slots.SLOTS["skyscript"].fields, "a.npy")
-    for wrong, message in (
-        ({"skyskript": {"x": "a"}}, "files: 'skyskript' is unknown; choose of main"),
-        ({"evaluation/food101": {}}, "files: 'evaluation/food101' is unknown; choose of main"),
-        ({"pairs/NAME": fields}, "files: 'pairs/NAME' is unknown"),
-        ({"unpaired/coco": fields}, "files: unpaired: 'coco' is unknown; choose one of CC3M-synth"),
-        ({"skyscript": {"z": "a"}}, "files: skyscript: 'z' is unknown; choose one of x"),
-        ({"skyscript": "a"}, "files: skyscript is 'a'; pass paths by field"),
-        ({"skyscript": {"x": 3}}, "files: skyscript: x is 3; pass a path"),
-        ({"skyscript": fields}, "files: skyscript: val_x is not set; pass its path"),
-        ({"skyscript": {**sky, "y": "gone.npy"}}, f"y: {tmp_path}/gone.npy: no such file"),
-        ([], "holds no object"),
-    ):
-        path.write_text(json.dumps(wrong))
-        with pytest.raises(checks.InputError, match=message):
-            slots.read(path)
+    assert errors[0]["convergence/textbook Sinkhorn"] < errors[1]["convergence/textbook Sinkhorn"]
 
 
 # --- the command -------------------------------------------------------------------------------
 
 
-def _launch(*options, cwd=ROOT):
+def _launch(*options, cwd):
     return subprocess.run(
         [sys.executable, "-m", "experiments.reproduce", *options],
         cwd=cwd,
@@ -595,21 +457,33 @@ def _launch(*options, cwd=ROOT):
     )
 
 
-def test_list(tmp_path):
+def test_list_fits_a_terminal(tmp_path):
     shown = _launch("--list", cwd=tmp_path)
-    assert list(tmp_path.iterdir()) == []
     assert shown.returncode == 0, shown.stderr
-    named = [line.split()[0] for line in shown.stdout.splitlines() if line[:1] in ("T", "A", "F")]
-    assert named == NAMES
-    assert all(f"\n{slot}" in shown.stdout for slot in slots.SLOTS)
+    assert list(tmp_path.iterdir()) == []
+    lines = shown.stdout.splitlines()
+    assert max(map(len, lines)) <= 90
+    assert all(f"\n{name} " in shown.stdout for name in (*NAMES, *sources.KNOWN))
+
+
+def test_two_processes_make_an_entry_of_given_files(main, tmp_path):
+    """The command, from a file of files to tables; FA8 is measured, not trained."""
+    (tmp_path / "files.json").write_text(json.dumps({"main": main, "COCO": main}))
+    options = ["--only=FA8", "--quick", "--files=files.json", "--workdir=w", "--jobs=2"]
+    first = _launch(*options, cwd=tmp_path)
+    assert first.returncode == 0, first.stderr
+    cells = {path: path.stat().st_mtime_ns for path in tmp_path.glob("w/cells/*.json")}
+    assert len(cells) == 12 and (tmp_path / "w" / "FA8.png").exists()
+    assert _launch(*options, cwd=tmp_path).returncode == 0
+    assert {path: path.stat().st_mtime_ns for path in tmp_path.glob("w/cells/*.json")} == cells
 
 
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["--only=T9", "--workdir=w"], "error: only: 'T9' is unknown; choose one of T1"),
-        (["--workdir=w"], "error: only: pass either --only=NAMES or --all; --list names them"),
-        (["--all", "--workdir=w", "--files=none.json"], "error: none.json: cannot be read"),
+        (["--only=T9", "--workdir=w"], "only: 'T9' is unknown"),
+        (["--workdir=w"], "only: pass either"),
+        (["--all", "--workdir=w", "--files=none.json"], "none.json: cannot be read"),
     ],
 )
 def test_a_wrong_option_ends_in_one_line(options, message, tmp_path):

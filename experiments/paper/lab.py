@@ -1,250 +1,488 @@
-"""The data at hand and the cells on it: from changes of settings to something to compute."""
+"""The lab makes the numbers behind tables and figures: each cell once, whoever asks for it.
 
+A cell is a specification in JSON, which decides everything: a config and its data, or something to
+measure. Its results are in `cells/KEY.json`, KEY being a hash of the specification. Cells with the
+same data are made one after the other by the same process, which keeps the data, the teachers and
+the compiled steps.
+"""
+
+import concurrent.futures
+import concurrent.futures.process
+import contextlib
 import dataclasses
+import fcntl
 import functools
 import hashlib
+import itertools
 import json
+import multiprocessing
 import pathlib
-import shutil
-from collections.abc import Mapping, Sequence
+import signal
+import time
+import traceback
+import types
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
+import jax
 import numpy as np
-from ml_collections import config_dict
+from ml_collections.config_dict import FrozenConfigDict
 
-from experiments import runner, settings
-from experiments.configs import compare
-from experiments.paper import measures, scales, slots, views
-from experiments.paper.cells import Cell, Results
-from sotalign_jax import aligner, checks, data, evaluation, files
+from experiments import config as config_lib
+from experiments import run, workdir
+from experiments.paper.panels import Changes, Panel
+from experiments.paper.sources import MAIN, Data, Photographs, Sources
+from sotalign_jax import checks, data, diagnostics, evaluation, heads, methods, teachers, training
 
-Changes = Mapping[str, Any]
-"""Settings by dotted name, and "method", "use" (data by name), "given" (at the given scale)."""
+Results = dict[str, Any]
+ARMS = {
+    "unrolled scan": "unrolled",
+    "ott-jax implicit": "implicit (ott-jax)",
+    "ours, from K": "closed form (ours)",
+}
+"""Ways to the gradient that the paper compares, by the benchmark's names."""
+_GROUP = 6  # cells that one process makes in a row: enough to share, few enough to balance
+_KNN_ROWS = 1024
+
+
+_EPSILONS = (0.5, 0.1, 0.05, 0.02, 0.01, 0.005)
+# fmt: off
+SIZES: dict[str, tuple[Any, Any, Any]] = {
+    # Means and spreads of tables are over the seeds; large grids take the first.
+    "seeds": ((0,), (0, 1, 2), (42,)),
+    "n_pairs": (1000, 1000, 10_000),
+    # Numbers of pairs to sweep, and fewer where options are swept, too.
+    "pairs": ((100, 1000), (100, 300, 1000, 3000, 10_000), (100, 1000, 10_000, 100_000)),
+    "few_pairs": ((100, 1000), (100, 1000, 3000), (1000, 10_000, 100_000)),
+    # Numbers of unpaired rows to sweep; the last is that of most runs.
+    "unpaired": ((300, 5000), (300, 1000, 3000, 20_000), (10_000, 100_000, 300_000, 1_000_000)),
+    "all_pairs": (3000, 20_000, 1_000_000),
+    "satellite": (1000, 1000, 10_000),
+    # Rows of each pool when sources of pools are compared: all have as many.
+    "pool_rows": (2000, 2500, 1_000_000),
+    "t1_pairs": (None, 10_000, None),
+    "teacher_noise": ((0.0, 0.5), (0.0, 0.1, 0.3, 0.5), (0.0, 0.1, 0.2, 0.3, 0.4, 0.5)),
+    "pool_noise": ((0.0, 1.0), (0.0, 0.5, 1.0), (0.0, 0.25, 0.5, 0.75, 1.0)),
+    "alphas": ((1e-4, 1e-3, 1e-2), (1e-5, 1e-4, 1e-3, 1e-2, 1e-1), (1e-6, 1e-5, 1e-4, 1e-3, 1e-2)),
+    "epsilons": ((0.005, 0.05), (0.005, 0.02, 0.05, 0.2), (0.005, 0.01, 0.05, 0.1, 0.5)),
+    "epsilon_changes": ({}, {}, {"sotalign.alpha": 1e-3}),
+    "solver_rows": (192, 512, 10_000),
+    "solver_epsilons": (_EPSILONS[::2], _EPSILONS, _EPSILONS),
+    "distance_rows": (500, 1000, 100_000),
+    "projections": (100, 500, 500),
+}
+# fmt: on
+"""How large runs are, and the points of sweeps: quick, full (photographs), and as published."""
+TUNED: dict[str, dict[str, Any]] = {
+    "structure": {"structure.weight": 10.0, "structure.warmup": 0},
+    "structure_semi": {"structure_semi.weight": 100.0, "structure_semi.warmup": 0},
+    "nnclr": {"nnclr.weight_text": 1.0, "nnclr.weight_image": 0.1},
+    "sclip": {"sclip.weight_text": 0.1, "sclip.weight_image": 1.0},
+    # SigLIP's fixed margin turns all rows one way in 8 dimensions, where cosines of a random start
+    # spread by 0.35: of n^2 entries n are pairs, so all cosines shrink to below the margin.
+    "contrastive_mlp": {"contrastive_mlp.loss": "infonce"},
+    "sue": {"sue.epochs": 15, "sue.mmd_epochs": 25},
+}
+"""Options by method on the photographs; the published warm-up of STRUCTURE outlasts the steps."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Lab:
-    """Where cells live, how large they are, and which files were given beside the bundled ones.
-
-    Attributes:
-        workdir: folder of cells and views.
-        scale: size of runs on the main data.
-        given_scale: size of runs on files that were given.
-        files: paths by slot and field, see `slots.SLOTS`.
-    """
+    """Where cells are kept, how large they are, and what data they stand on."""
 
     workdir: pathlib.Path
-    scale: scales.Scale
-    given_scale: scales.Scale = scales.PAPER
-    files: Mapping[str, Mapping[str, str]] = dataclasses.field(default_factory=dict)
-
-    def given(self, prefix: str) -> dict[str, Mapping[str, str]]:
-        """Slots that were given below a prefix such as "pairs/", without it."""
-        return {k[len(prefix) :]: v for k, v in self.files.items() if k.startswith(prefix)}
+    scale: str = "full"
+    sources: Sources = dataclasses.field(default_factory=Photographs)
 
     @property
-    def data(self) -> str:
-        """What the main data are."""
-        main = self.files.get("main")
-        return "the bundled pictures" if main is None else f"files ({main['x']}, ...)"
+    def sizes(self) -> types.SimpleNamespace:
+        """`SIZES` of this scale."""
+        column = ("quick", "full", "paper").index(self.scale)
+        return types.SimpleNamespace(**{name: sizes[column] for name, sizes in SIZES.items()})
 
-    def evaluates(self, name: str) -> bool:
-        """Whether trained models can be evaluated on that set, too."""
-        return "main" in self.files and f"evaluation/{name}" in self.files
+    @property
+    def seeds(self) -> tuple[int, ...]:
+        return self.sizes.seeds
 
-    def rows(self, slot: str, side: str) -> int:
-        """How many rows a given file has."""
-        return len(files.load_array(self.files[slot][side]))
+    def alone(self, source: str, n_pairs: int) -> dict[str, Any]:
+        """Pairs, pools and galleries of one source."""
+        names = {"data.pairs": source, "data.test": source}
+        return {**names, "data.n_pairs": n_pairs, "data.n_unpaired": None}
 
     # --- settings ------------------------------------------------------------------------------
 
-    def run(self, changes: Changes, seed: int) -> settings.Settings:
-        """The run that the changes describe.
+    def settings(self, changes: Changes, seed: int) -> tuple[FrozenConfigDict, Data]:
+        """The config that the changes describe, and its data.
 
         Raises:
             InputError: a change that no setting has.
         """
-        values = dict(changes)
-        scale = self.given_scale if values.pop("given", False) else self.scale
-        config = scale.config()
-        own = self._data_of(values.pop("use", "main"))
-        method = values.pop("method", "sotalign")
-        # What was tuned comes first: a sweep may change it.
-        config.update(config.overrides.get(method, {}))
-        config.overrides = config_dict.ConfigDict()
-        method = compare.VARIANTS.get(method, method)
-        for name, value in {**scale.changes, **own, **values}.items():
-            _assign(config, name, value)
-        config.methods = (config.teacher.kind if method == "teacher" else method,)
-        config.seeds, config.variants = (seed,), config_dict.ConfigDict()
-        return settings.plan_runs(config)[0]
+        asked = {k.removeprefix("data."): v for k, v in changes.items() if k.startswith("data.")}
+        usual = {"n_pairs": self.sizes.n_pairs, "n_unpaired": self.sizes.unpaired[-1]}
+        if asked.get("encoders") == self.sources.encoders[0]:
+            del asked["encoders"]
+        wanted = Data(**{**usual, **asked, "seed": seed})
+        others = ("data.", "metric", "method", "chance")
+        given = {k: v for k, v in changes.items() if not k.startswith(others)}
+        method = changes["method"]
+        method = given["teacher.kind"] if method == "teacher" else method
+        config = config_lib.default()
+        config_lib.update(config, {**self._usual(method, wanted), **given})
+        config_lib.update(config, {"method": method, "seed": seed})
+        (one,) = config_lib.runs(config).values()
+        return one, wanted
 
-    def _data_of(self, use: str) -> dict[str, Any]:
-        """The data section for data by name."""
-        kind, _, name = use.partition("/")
-        main = self.files.get("main")
-        if kind == "main":
-            return {"data.name": "pictures"} if main is None else _section(main)
-        if use in self.files and kind != "pairs":
-            return _section(self.files[use])
-        if kind == "view":
-            return _section(self._view(name))
-        if main is None:
-            raise checks.InputError(f"files: main is not given, which {use} goes with")
-        if kind == "pairs":
-            pools = {"unpaired_x": main["x"], "unpaired_y": main["y"]}
-            return _section({**main, **pools, **self.files[use]})
-        images, texts = name.split("|")
-        pools = {}
-        for side, source in (("x", images), ("y", texts)):
-            if source != "main":
-                pools[f"unpaired_{side}"] = self.files[f"unpaired/{source}"][side]
-        return _section({**main, **pools})
-
-    def _view(self, name: str) -> dict[str, str]:
-        """Files of a view of the bundled pictures, or of SUE's split of given files."""
-        kind, *words = name.split("/")
-        given = self.files.get(f"sue/{words[0]}")
-        stem = name.replace("/", "-")
-        if given is not None:  # other files are another view
-            stamps = json.dumps(slots.stamps(given.values()))
-            stem += "-" + hashlib.sha256(stamps.encode()).hexdigest()[:8]
-        folder = self.workdir / "views" / stem
-        if folder.exists():
-            return views.write(folder, {})
-        if kind == "encoders":
-            return views.write(folder, views.encoders(int(words[0]), int(words[1])))
-        if kind == "collections":
-            return views.write(folder, views.collections(*words))
-        if given is None:
-            x, y = views.shuffled_pictures()
-        else:
-            x, y = (files.load_array(given[side]) for side in "xy")
-        return views.write(folder, views.sue(x, y, n_pairs=int(words[1])))
+    def _usual(self, method: str, asked: Data) -> dict[str, Any]:
+        """Settings of a method on such data, unless an entry changes them."""
+        n, quick = asked.n_pairs, self.scale == "quick"
+        if self.scale == "paper":
+            return {"train.pair_batch": 32_768} if n > 100_000 else {}
+        # Lion moves a weight by at most the rate: steps x rate is 0.2, as in the paper.
+        steps = 60 if quick else 100 if n <= 1000 else 200 if n <= 3000 else 600
+        return {
+            "train.steps": steps,
+            "train.eval_every": 20 if quick else 10,
+            "train.learning_rate": 2e-3 if quick else 0.2 / steps,
+            "train.pair_batch": 2048,
+            "train.unpaired_batch": 512 if quick else 1024,
+            "heads.dim": 256 if quick else 512,
+            "heads.hidden": 512,
+            "sotalign.alpha": max(1e-4, 1 / n),  # the paper's 1e-4 with 10,000 pairs
+            **TUNED.get(method, {}),
+            **({"sue.epochs": 5, "sue.mmd_epochs": 10} if quick else {}),
+        }
 
     # --- cells ---------------------------------------------------------------------------------
 
-    def cell(self, changes: Changes, metric: str, seed: int) -> Cell:
-        """The cell whose results have `metric`."""
-        kind = metric.partition("/")[0]
-        if kind in measures.SOLVER:
-            return self._solver_cell(kind, changes)
+    def cell(self, changes: Changes, seed: int) -> dict[str, Any]:
+        """The specification of the cell that has the metric of the changes."""
+        kind = changes["metric"].partition("/")[0]
+        if kind in ("gradient", "convergence"):
+            return {"measure": kind, "epsilon": changes["epsilon"], "rows": self.sizes.solver_rows}
+        sizes = {"rows": self.sizes.distance_rows, "projections": self.sizes.projections}
         if kind == "between":
-            return self._between_cell(changes, seed)
-        run = self.run(changes, seed)
-        if kind in measures.DATASET:
-            return self._measure_cell(kind, run)
-        spec = self._spec({"run": settings.to_json(run), **self._files_of(run)})
-        compute = functools.partial(_run, run=run, keep_model=not self._is_own(run))
-        trained = Cell(spec, compute)
-        if not metric.startswith("evaluation/"):
-            return trained
-        slot = "/".join(metric.split("/")[:2])
-        paths = dict(self.files[slot])
-        spec = {"evaluate": trained.key, "slot": slot, "files": slots.stamps(paths.values())}
-        evaluate = functools.partial(_evaluate, run=trained.key, slot=slot, paths=paths)
-        return Cell(spec, evaluate, after=trained.key)
+            names = sorted((changes["left"], changes["right"]))
+            spec = {"left": names[0], "right": names[1], "side": changes["side"], "seed": seed}
+            return {"measure": kind, **spec, **sizes, "files": self.sources.stamps(names)}
+        config, asked = self.settings(changes, seed)
+        spec = {"data": asked._asdict(), "files": self.sources.stamps(asked)}
+        if kind in _MEASURES:
+            return {"measure": kind, **sizes, **spec}
+        method = config_lib.method(config)
+        if method is None or not method.pools:  # one run, whatever the pools
+            spec["data"] |= {"n_unpaired": 0, "images": None, "texts": None, "noise": 0.0}
+        plain = {key: value for key, value in config_lib.plain(config).items() if key != "data"}
+        return {"config": plain, **spec}
 
-    def _is_own(self, run: settings.Settings) -> bool:
-        """Whether a run is on bundled data or a view of them, and not on files that were given."""
-        views_of = str(self.workdir / "views")
-        return run.data.name == "pictures" or (run.data.files.x or "").startswith(views_of)
+    def results(self, cell: Mapping[str, Any]) -> Results:
+        """What is known of a cell; nothing unless it was made."""
+        path = self._path(cell)
+        return workdir.read_json(path)["results"] if path.exists() else {}
 
-    def _files_of(self, run: settings.Settings) -> dict[str, Any]:
-        """What a specification says of the files that a run was given, if any."""
-        if self._is_own(run):
-            return {}
-        given = (
-            getattr(run.data.files, field.name) for field in dataclasses.fields(settings.Files)
-        )
-        return {"files": slots.stamps(path for path in given if path)}
+    def _path(self, cell: Mapping[str, Any]) -> pathlib.Path:
+        return self.workdir / "cells" / f"{key_of(cell)}.json"
 
-    def cells(self, changes: Changes, metric: str, seeds: Sequence[int]) -> list[Cell]:
-        """A cell per seed, each with the cell that it needs before it."""
-        return [self.cell(changes, metric, seed) for seed in seeds]
+    def make(self, panels: Iterable[Panel], *, jobs: int) -> dict[str, str]:
+        """Makes the cells of the panels that are missing; why others failed, by key."""
+        wanted: dict[str, tuple[dict[str, Any], set[str]]] = {}
+        for panel in panels:
+            for changes, seed in itertools.product(panel.places().values(), panel.seeds):
+                cell = self.cell(changes, seed)
+                wanted.setdefault(key_of(cell), (cell, set()))[1].add(changes["metric"])
+        waiting = [(c, m) for c, m in wanted.values() if not m <= self.results(c).keys()]
+        waiting.sort(key=lambda one: json.dumps(one[0].get("data", {}), sort_keys=True))
+        failures: dict[str, str] = {}
+        done = len(wanted) - len(waiting)
+        self.workdir.mkdir(parents=True, exist_ok=True)
+        workdir.write_json(self.workdir / "environment.json", workdir.environment())
+        with (
+            workdir.Progress(len(wanted), "cells", initial=done) as bar,
+            _pool(self, min(jobs, len(waiting))) as submit,
+        ):
+            for made in submit(_groups(waiting)):
+                done += 1
+                failures |= made
+                bar.update(done)
+        return failures
 
-    def _spec(self, spec: Any) -> Any:
-        """Without the place of the work folder, which decides nothing."""
-        if isinstance(spec, dict):
-            return {key: self._spec(value) for key, value in spec.items()}
-        return spec.replace(f"{self.workdir}/", "") if isinstance(spec, str) else spec
+    def attempt(self, cell: Mapping[str, Any], metrics: Iterable[str]) -> dict[str, str]:
+        """Makes one cell unless another process did; {key: why} if it fails."""
+        key, path = key_of(cell), self._path(cell)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with path.with_suffix(".log").open("a", encoding="utf-8") as log:
+            with contextlib.suppress(OSError):  # some network file systems have no locks
+                fcntl.flock(log, fcntl.LOCK_EX)  # lifted by the system even after a kill
+            known = self.results(cell)
+            if set(metrics) <= known.keys():
+                return {}
+            start = time.monotonic()
+            try:
+                with contextlib.redirect_stderr(log):
+                    found = known | self.compute(cell, set(metrics) | known.keys())
+            except Exception as error:  # one cell of many: the others are worth having
+                traceback.print_exc(file=log)
+                first = (str(error).strip() or type(error).__name__).splitlines()[0]
+                return {key: f"{first} (see cells/{key}.log)"}
+            seconds = round(time.monotonic() - start, 1)
+            workdir.write_json(path, {"spec": cell, "results": found, "seconds": seconds})
+        return {}
 
-    def _measure_cell(self, kind: str, run: settings.Settings) -> Cell:
-        sizes = {"rows": self.scale.distance_rows, "projections": self.scale.projections}
-        spec = {"measure": kind, "data": settings.to_json(run)["data"], "seed": run.train.seed}
-        spec |= self._files_of(run)
-        measure = measures.DATASET[kind]
+    def compute(self, cell: Mapping[str, Any], metrics: Iterable[str]) -> Results:
+        """The results of a cell; a run is evaluated on the sets that the metrics name."""
+        if "measure" in cell:
+            options = {key: v for key, v in cell.items() if key not in ("measure", "files")}
+            return _MEASURES[cell["measure"]](self.sources, **options)
+        asked = Data(**cell["data"])
+        trained = _train(self.sources, FrozenConfigDict(cell["config"]), asked)
+        dataset = _dataset(self.sources, asked)
+        results: Results = {}
+        for name in sorted({metric.partition("/")[0] for metric in metrics}):
+            if name in ("val", "test"):
+                scores = evaluation.evaluate(trained.x, trained.y, getattr(dataset, name))
+            elif self.sources.has(name, "classes"):
+                task = self.sources.classes(name, asked.encoders)
+                found = evaluation.evaluate_zero_shot(trained.x, trained.y, task)
+                scores = {key.removeprefix("zero_shot/"): value for key, value in found.items()}
+            else:
+                scores = evaluation.evaluate(trained.x, trained.y, self.sources.gallery(name))
+            results |= {f"{name}/{key}": value for key, value in scores.items()}
+        return results
 
-        def compute(folder: pathlib.Path) -> Results:
-            return measure(runner.load_dataset(run), seed=run.train.seed, **sizes)
-
-        return Cell(self._spec({**spec, **sizes}), compute)
-
-    def _solver_cell(self, kind: str, changes: Changes) -> Cell:
-        options = {"epsilon": changes["epsilon"], "n": self.scale.solver_rows}
-        measure = measures.SOLVER[kind]
-        return Cell({"measure": kind, **options}, lambda folder: measure(**options))
-
-    def _between_cell(self, changes: Changes, seed: int) -> Cell:
-        first, second = sorted((changes["left"], changes["right"]))
-        options = {"side": changes["side"], "left": first, "right": second}
-        sizes = {"rows": self.scale.distance_rows, "projections": self.scale.projections}
-
-        def compute(folder: pathlib.Path) -> Results:
-            left, right = (self._set(options[name], options["side"]) for name in ("left", "right"))
-            return measures.between(left, right, seed=seed, **sizes)
-
-        given = [self.files.get(_slot(name), {}) for name in (first, second)]
-        stamps = slots.stamps(slot[options["side"]] for slot in given if options["side"] in slot)
-        spec = {"measure": "between", **options, "seed": seed, **sizes}
-        return Cell({**spec, "files": stamps} if stamps else spec, compute)
-
-    def _set(self, name: str, side: str) -> np.ndarray | None:
-        """All rows of one modality of a collection or a given source; None is random directions."""
-        if name == "random":
-            return None
-        if _slot(name) in self.files:
-            return files.load_array(self.files[_slot(name)][side])
-        table = data.pictures()
-        rows = views.collection_rows(table, name)
-        return table.image[rows] if side == "x" else table.text[rows]
-
-
-def _slot(source: str) -> str:
-    """Where the rows of a source of FA8 are."""
-    return source if source == "main" else f"unpaired/{source}"
-
-
-def _assign(config: config_dict.ConfigDict, name: str, value: Any) -> None:
-    *sections, last = name.split(".")
-    for section in sections:
-        config = config[section]
-    config[last] = value
-
-
-def _section(paths: Mapping[str, str]) -> dict[str, Any]:
-    return {"data.name": "files", **{f"data.files.{name}": path for name, path in paths.items()}}
+    def collect(self, panel: Panel, failures: Mapping[str, str]) -> Panel:
+        """The panel with the numbers of its finished cells."""
+        found, missing = {}, []
+        for (row, column), changes in panel.places().items():
+            values = []
+            for seed in panel.seeds:
+                cell = self.cell(changes, seed)
+                results = self.results(cell)
+                values.append(results.get(changes["metric"]))
+                if changes["metric"] not in results:
+                    missing.append(f"{row}, {column}: {failures.get(key_of(cell), 'not run')}")
+            if any(value is not None for value in values):
+                found[row, column] = np.array(values, float)  # None becomes NaN
+        return dataclasses.replace(panel, found=found, failures=tuple(missing))
 
 
-def _run(folder: pathlib.Path, *, run: settings.Settings, keep_model: bool) -> Results:
-    """Trains and evaluates; other sets are evaluated on a model that is kept."""
-    results = runner.execute(run, folder / "run")
-    shutil.rmtree(folder / "run" / "checkpoints", ignore_errors=True)
-    if not keep_model:
-        shutil.rmtree(folder / "run" / aligner.FOLDER)
+def key_of(cell: Mapping[str, Any]) -> str:
+    """The name of a cell's file.
+
+    >>> key_of({"a": 1, "b": 2}) == key_of({"b": 2, "a": 1})
+    True
+    """
+    return hashlib.sha256(json.dumps(cell, sort_keys=True).encode()).hexdigest()[:16]
+
+
+# --- processes ---------------------------------------------------------------------------------
+
+Asked = tuple[Mapping[str, Any], set[str]]
+"""A cell, and the metrics that are wanted of it."""
+_lab: Lab
+
+
+def _groups(waiting: Sequence[Asked]) -> list[list[Asked]]:
+    """A few cells in a row each, of the same data."""
+    groups = []
+    for _, same in itertools.groupby(waiting, key=lambda one: one[0].get("data")):
+        cells = list(same)
+        groups += [cells[i : i + _GROUP] for i in range(0, len(cells), _GROUP)]
+    return groups
+
+
+@contextlib.contextmanager
+def _pool(lab: Lab, jobs: int) -> Iterator[Callable[[list[list[Asked]]], Iterable[dict[str, str]]]]:
+    """A function that makes groups of cells, in `jobs` processes, and yields how each ended."""
+    if jobs <= 1:
+        _prepare(lab)
+        yield lambda groups: (lab.attempt(*one) for group in groups for one in group)
+        return
+    context = multiprocessing.get_context("spawn")
+    pool = concurrent.futures.ProcessPoolExecutor(jobs, context, _start, (lab,))
+
+    def submit(groups: list[list[Asked]]) -> Iterator[dict[str, str]]:
+        futures = [pool.submit(_attempt_all, group) for group in groups]
+        for future in concurrent.futures.as_completed(futures):
+            yield from future.result()
+
+    try:
+        yield submit
+    except concurrent.futures.process.BrokenProcessPool as error:
+        raise checks.InputError(
+            f"jobs: one of {jobs} processes was killed, perhaps for lack of memory; start again "
+            "with --jobs=1"
+        ) from error
+    except BaseException:
+        for process in multiprocessing.active_children():
+            process.terminate()
+        raise
+    finally:
+        pool.shutdown(cancel_futures=True)
+
+
+def _prepare(lab: Lab) -> None:
+    """Keeps compiled programs in the work folder: runs of one shape share them."""
+    global _lab
+    _lab = lab
+    jax.config.update("jax_compilation_cache_dir", str(lab.workdir / "compiled"))
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.5)
+
+
+def _start(lab: Lab) -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the first process ends the others
+    _prepare(lab)
+
+
+def _attempt_all(group: list[Asked]) -> list[dict[str, str]]:
+    return [_lab.attempt(*one) for one in group]
+
+
+# --- runs --------------------------------------------------------------------------------------
+
+
+@functools.lru_cache(maxsize=2)
+def _dataset(sources: Sources, asked: Data) -> data.Dataset:
+    return sources.dataset(asked)
+
+
+@functools.lru_cache(maxsize=4)
+def _teacher(
+    sources: Sources, asked: Data, kind: str, config: FrozenConfigDict
+) -> teachers.LinearTeacher:
+    return run.fit_teacher(config, _dataset(sources, asked), kind)
+
+
+def _train(sources: Sources, config: FrozenConfigDict, asked: Data) -> heads.Heads:
+    """The heads of a run: trained, fitted at once, or a teacher's maps."""
+    method, dataset = config_lib.method(config), _dataset(sources, asked)
+    if isinstance(method, methods.Fitted):
+        return method.fit(dataset, seed=config.seed)
+    assert method is None or isinstance(method, methods.Objective)
+    teacher, as_start = None, method is None or config.heads.init == "teacher"
+    if method is None or as_start or method.uses_teacher:
+        kind = config.method if method is None else config.teacher.kind
+        # The contrastive teacher is trained; the others depend on their own section alone.
+        names = ("teacher", "seed", *(("train", "heads") if kind == "contrastive" else ()))
+        fitted = FrozenConfigDict({name: config.to_dict()[name] for name in names})
+        teacher = _teacher(sources, asked, kind, fitted)
+    start = heads.build_heads(
+        dataset.pairs_x.shape[1],
+        dataset.pairs_y.shape[1],
+        teacher.dim if teacher is not None and as_start else config.heads.dim,
+        kind="linear" if method is None else config.heads.kind or method.head,
+        hidden=config.heads.hidden,
+        seed=config.seed,
+        teacher=teacher if as_start else None,
+    )
+    if method is None:
+        return start
+    return training.fit(method, start, dataset, config_lib.train(config), teacher=teacher)[0]
+
+
+# --- measures that need no training ------------------------------------------------------------
+
+
+def _mutual_knn(sources: Sources, *, data: dict[str, Any], **sizes: int) -> Results:
+    """Mutual k-NN of the encoders, in percent, on 1,024 pairs; validation makes up for few."""
+    dataset = _dataset(sources, Data(**data))
+    x, y = dataset.pairs_x, dataset.pairs_y
+    if dataset.val is not None and len(x) < _KNN_ROWS:
+        _, first = np.unique(dataset.val.x_of_y, return_index=True)
+        x, y = np.concatenate([x, dataset.val.x]), np.concatenate([y, dataset.val.y[first]])
+    chosen = np.random.default_rng(data["seed"]).permutation(len(x))[:_KNN_ROWS]
+    return {"mutual_knn/percent": 100 * float(diagnostics.mutual_knn(x[chosen], y[chosen]))}
+
+
+def _shift(sources: Sources, *, data: dict[str, Any], rows: int, projections: int) -> Results:
+    """Sliced Wasserstein distances of the pools from the pairs, and their sum."""
+    dataset = _dataset(sources, Data(**data))
+    sizes = {"rows": rows, "projections": projections, "seed": data["seed"]}
+    x = _distance(dataset.pool_x, dataset.pairs_x, **sizes)
+    y = _distance(dataset.pool_y, dataset.pairs_y, **sizes)
+    return {"shift/x": x, "shift/y": y, "shift/total": x + y}
+
+
+def _between(
+    sources: Sources, *, left: str, right: str, side: str, seed: int, **sizes: int
+) -> Results:
+    """The distance between two sources."""
+    width = sources.rows(MAIN, side).shape[1]
+    rng = np.random.default_rng((seed, 7))
+    sets = [
+        rng.standard_normal((sizes["rows"], width)) if n == "noise" else sources.rows(n, side)
+        for n in (left, right)
+    ]
+    same = left == right == "noise"
+    return {"between/distance": 0.0 if same else _distance(*sets, seed=seed, **sizes)}
+
+
+def _distance(x: Any, y: Any, *, seed: int, rows: int, projections: int) -> float:
+    """Of at most `rows` rows of each set, chosen by the seed, which draws the planes too."""
+    rng = np.random.default_rng(seed)
+    chosen = [np.asarray(a[np.sort(rng.permutation(len(a))[:rows])]) for a in (x, y)]
+    return diagnostics.sliced_wasserstein(*chosen, projections=projections, seed=seed)
+
+
+def _gradient(sources: Sources, *, epsilon: float, rows: int) -> Results:
+    """Memory, time and iterations of KLOT's gradient to a marginal error of 1e-6, in float64."""
+    with warnings.catch_warnings():
+        # ott-jax imports JAXopt, which says that it is no longer maintained.
+        warnings.filterwarnings("ignore", message="JAXopt", category=DeprecationWarning)
+        checks.require("ott", extra="experiments")
+        from benchmarks import gradient, peers
+
+    target = peers.Target(epsilon, epsilon, 1e-6, 5000, 5000)
+    arms = [arm for arm in peers.ARMS if arm.name in ARMS]
+    problem = _problem(sources, rows)
+    with jax.enable_x64(True):
+        found = gradient.sweep_epsilon(problem, arms, target, repeats=2, time_limit=600.0)
+    results: Results = {}
+    for row in found:
+        counts = row.student_iterations, row.teacher_iterations
+        results |= {
+            f"gradient/{row.arm}/memory": row.temporary_mib,
+            f"gradient/{row.arm}/seconds": row.seconds,
+            f"gradient/{row.arm}/iterations": None if None in counts else sum(filter(None, counts)),
+        }
     return results
 
 
-def _evaluate(folder: pathlib.Path, *, run: str, slot: str, paths: Mapping[str, str]) -> Results:
-    """Evaluates a run's model on another gallery or classification set."""
-    heads = aligner.Aligner.load(folder.with_name(run) / "run").heads
-    arrays = {name: files.load_array(path) for name, path in paths.items()}
-    results: Results = {}
-    if "test_x" in arrays:
-        gallery = data.gallery(arrays["test_x"], arrays["test_y"], arrays.get("test_x_of_y"))
-        results |= evaluation.evaluate(heads.x, heads.y, gallery)
-    if "zero_shot_x" in arrays:
-        x, labels, prompts = (arrays[f"zero_shot_{part}"] for part in ("x", "labels", "prompts"))
-        task = data.zero_shot(x, labels, prompts)
-        results |= evaluation.evaluate_zero_shot(heads.x, heads.y, task)
-    return {f"{slot}/{name}": value for name, value in results.items()}
+def _convergence(sources: Sources, *, epsilon: float, rows: int) -> Results:
+    """Marginal errors after 100 iterations on a teacher's affinity, of total mass 1."""
+    from benchmarks import convergence
+    from sotalign_jax.ot.sinkhorn import reference
+
+    k = _problem(sources, rows).affinities()[1]
+    plain = jax.jit(functools.partial(reference, epsilon=epsilon, iterations=100))(k)
+    return {
+        "convergence/textbook Sinkhorn": convergence.judge(k, plain),
+        "convergence/ours": convergence.ours_within(k, epsilon, 100),
+    }
+
+
+def _problem(sources: Sources, n: int) -> Any:
+    """Unpaired rows as a CCA teacher and a briefly trained student see them, or random ones."""
+    from benchmarks import common
+
+    if n > 5000 or sources.given:
+        return common.random_problem(n)
+    rows = sources.dataset(Data(seed=0, n_pairs=1000, n_unpaired=n))
+    student = teachers.contrastive(
+        rows.pairs_x, rows.pairs_y, dim=128, steps=60, learning_rate=1e-3, seed=0
+    )
+    teacher, x, y = teachers.cca(rows.pairs_x, rows.pairs_y), rows.pool_x[:], rows.pool_y[:]
+    features = [
+        np.asarray(z, float) for z in (student.x(x), student.y(y), teacher.x(x), teacher.y(y))
+    ]
+    return common.Problem(
+        "photographs", *(z / np.linalg.norm(z, axis=1, keepdims=True) for z in features)
+    )
+
+
+_MEASURES: dict[str, Callable[..., Results]] = {
+    "mutual_knn": _mutual_knn,
+    "shift": _shift,
+    "between": _between,
+    "gradient": _gradient,
+    "convergence": _convergence,
+}

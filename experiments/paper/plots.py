@@ -1,48 +1,40 @@
-"""Figures: lines, scatters with their correlation, heat maps."""
+"""Figures: lines, scatters with their correlation, heat maps; each file appears complete or not."""
 
+import contextlib
 import pathlib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import numpy as np
 
-from experiments.paper import claims
-from experiments.paper.entries import Values
+from experiments import report, workdir
+from experiments.paper.panels import Panel
 
 COLOURS = ("#8a8f98", "#1f6fb2", "#d9822b", "#3a9d6e", "#a04fb0", "#c0392b")
 """Grey is for what is compared with, the next one for ours."""
-OURS = ("SOTAlign", "ours")
-"""Words in the names of what is ours."""
-Found = Mapping[str, Values]
+Found = Mapping[str, Panel]
 
 
-def _axes(panels: int, *, width: float = 4.4, height: float = 3.5) -> tuple[Any, Any]:
-    import matplotlib
-
-    matplotlib.use("agg")
-    import matplotlib.pyplot as plt
-
-    made, axes = plt.subplots(
-        1, panels, figsize=(width * panels, height), layout="constrained", squeeze=False
-    )
+@contextlib.contextmanager
+def _figure(path: pathlib.Path, panels: int, width: float, height: float) -> Iterator[Any]:
+    """Axes to draw on, which become the file at the end."""
+    plt = report.pyplot()
+    size = (width * panels, height)
+    made, axes = plt.subplots(1, panels, figsize=size, layout="constrained", squeeze=False)
     for ax in axes[0]:
         ax.spines[["top", "right"]].set_visible(False)
-    return made, axes[0]
-
-
-def _save(made: Any, path: pathlib.Path) -> None:
-    import matplotlib.pyplot as plt
-
-    path.parent.mkdir(parents=True, exist_ok=True)
-    made.savefig(path, dpi=150)
-    plt.close(made)
-
-
-def _numbers(labels: list[str]) -> tuple[np.ndarray, bool]:
-    """Where labels stand on an axis, and whether they are numbers that fit a log scale."""
-    words = [label.rpartition("=")[2].split()[0] for label in labels]
     try:
-        values = np.array([float(word) for word in words])
+        yield axes[0]
+        with workdir.replacing(path) as file:
+            made.savefig(file, format="png", dpi=150)
+    finally:
+        plt.close(made)
+
+
+def _along(labels: list[str]) -> tuple[np.ndarray, bool]:
+    """Where labels stand on an axis, and whether it is logarithmic."""
+    try:
+        values = np.array([float(label.rpartition("=")[2].split()[0]) for label in labels])
     except ValueError:
         return np.arange(len(labels), dtype=float), False
     spans = len(values) > 1 and values.min() > 0 and values.max() / values.min() >= 10
@@ -51,9 +43,9 @@ def _numbers(labels: list[str]) -> tuple[np.ndarray, bool]:
 
 def _colours(series: list[str]) -> list[str]:
     """Ours in blue beside others, or any colours but grey."""
-    compared = [not any(word in label for word in OURS) for label in series]
-    rest = iter(COLOURS[:1] + COLOURS[2:] if not all(compared) else COLOURS[1:])
-    return [next(rest) if other else COLOURS[1] for other in compared]
+    ours = [any(word in label for word in ("SOTAlign", "ours")) for label in series]
+    rest = iter(COLOURS[:1] + COLOURS[2:] if any(ours) else COLOURS[1:])
+    return [COLOURS[1] if own else next(rest) for own in ours]
 
 
 def lines(
@@ -65,60 +57,54 @@ def lines(
     log: bool = False,
     transpose: bool = False,
 ) -> None:
-    """A panel a grid: rows along the axis, a line a column (or the reverse, `transpose`d).
-
-    Bars are the spread over seeds.
-    """
-    made, axes = _axes(len(found))
-    for ax, (name, values) in zip(axes, found.items(), strict=True):
-        grid = values.grid
-        along, series = list(grid.rows), list(grid.columns)
-        if transpose:
-            along, series = series, along
-        places, logarithmic = _numbers(along)
-        for label, colour in zip(series, _colours(series), strict=True):
-            keys = [(label, a) if transpose else (a, label) for a in along]
-            means = [np.nan if (m := values.mean(*key)) is None else m for key in keys]
-            spreads = [values.spread(*key) or 0.0 for key in keys]
-            style = {"color": colour, "marker": "o", "ms": 4, "lw": 1.8}
-            ax.errorbar(places, means, yerr=spreads, capsize=2, label=label, **style)
-        if logarithmic:
-            ax.set_xscale("log")
-        ax.set_xticks(places, along, fontsize=8)
-        ax.minorticks_off()
-        if log:
-            ax.set_yscale("log")
-        ax.grid(alpha=0.25)
-        ax.set(xlabel=xlabel or grid.corner, ylabel=ylabel or name)
-        if len(found) > 1:
-            ax.set_title(name, fontsize=10)
-        if len(series) > 1:
-            ax.legend(frameon=False, fontsize=8)
-    _save(made, path)
+    """Rows along the axis, a line a column (or the reverse); bars are the spread over seeds."""
+    with _figure(path, len(found), 4.4, 3.5) as axes:
+        for ax, (name, panel) in zip(axes, found.items(), strict=True):
+            along, series = list(panel.rows), list(panel.columns)
+            if transpose:
+                along, series = series, along
+            places, logarithmic = _along(along)
+            for label, colour in zip(series, _colours(series), strict=True):
+                keys = [(label, a) if transpose else (a, label) for a in along]
+                means, spreads = zip(
+                    *((panel.mean(*k), panel.spread(*k)) for k in keys), strict=True
+                )
+                style = {"color": colour, "marker": "o", "ms": 4, "lw": 1.8}
+                ax.errorbar(places, means, yerr=spreads, capsize=2, label=label, **style)
+            ax.set_xscale("log" if logarithmic else "linear")
+            ax.set_yscale("log" if log else "linear")
+            ax.set_xticks(places, along, fontsize=8)
+            ax.minorticks_off()
+            ax.grid(alpha=0.25)
+            ax.set(xlabel=xlabel or panel.corner, ylabel=ylabel or name)
+            if len(found) > 1:
+                ax.set_title(name, fontsize=10)
+            if len(series) > 1:
+                ax.legend(frameon=False, fontsize=8)
 
 
 def scatter(found: Found, path: pathlib.Path) -> None:
     """The second column against the first, a point a row, with the least-squares line."""
-    (values,) = found.values()
-    names = list(values.grid.columns)
-    x, y = (values.column(name) for name in names)
-    known = np.isfinite(x) & np.isfinite(y)
-    made, (ax,) = _axes(1, width=6.0, height=4.2)
-    spread = [[values.spread(row, name) or 0.0 for row in values.grid.rows] for name in names]
-    ax.errorbar(x, y, yerr=spread[1], xerr=spread[0], fmt="none", ecolor="#c8ccd2", lw=1)
-    ax.scatter(x, y, s=34, color=COLOURS[1], zorder=3)
-    if known.sum() > 2 and np.ptp(x[known]) > 0:
-        slope, intercept = np.polyfit(x[known], y[known], 1)
-        ends = np.array([x[known].min(), x[known].max()])
-        r = np.corrcoef(x[known], y[known])[0, 1]
-        ax.plot(ends, slope * ends + intercept, "--", color=COLOURS[2], label=f"r = {r:.2f}")
-        ax.legend(frameon=False)
-    ax.margins(0.12)
-    ax.grid(alpha=0.25)
-    ax.set(xlabel=names[0], ylabel=names[1])
-    labels = [row for row, there in zip(values.grid.rows, known, strict=True) if there]
-    _label(ax, labels, np.stack([x, y], axis=1)[known])
-    _save(made, path)
+    (panel,) = found.values()
+    first, second = panel.columns
+    points = panel.means()
+    known = np.isfinite(points).all(1)
+    labels = [row for row, there in zip(panel.rows, known, strict=True) if there]
+    (x, y), rows = points[known].T, labels
+    with _figure(path, 1, 6.0, 4.2) as (ax,):
+        bars = {"xerr": [panel.spread(r, first) for r in rows]}
+        bars["yerr"] = [panel.spread(r, second) for r in rows]
+        ax.errorbar(x, y, **bars, fmt="none", ecolor="#c8ccd2", lw=1)
+        ax.scatter(x, y, s=34, color=COLOURS[1], zorder=3)
+        if len(x) > 2 and np.ptp(x) > 0:
+            slope, intercept = np.polyfit(x, y, 1)
+            ends, r = np.array([x.min(), x.max()]), np.corrcoef(x, y)[0, 1]
+            ax.plot(ends, slope * ends + intercept, "--", color=COLOURS[2], label=f"r = {r:.2f}")
+            ax.legend(frameon=False)
+        ax.margins(0.12)
+        ax.grid(alpha=0.25)
+        ax.set(xlabel=first, ylabel=second)
+        _label(ax, labels, points[known])
 
 
 _SIDES = [(dx, dy) for dy in (5, -5, 14, -14, 23, -23) for dx in (5, -5, 0)]
@@ -154,29 +140,20 @@ def _area(first: np.ndarray, second: np.ndarray) -> float:
 
 
 def heat_maps(found: Found, path: pathlib.Path) -> None:
-    """A panel a grid: means as colours and numbers."""
-    made, axes = _axes(len(found), width=4.6, height=3.8)
-    for ax, (name, values) in zip(axes, found.items(), strict=True):
-        grid = values.grid
-        means = np.array([values.column(column) for column in grid.columns]).T
-        ax.imshow(means, cmap="viridis", aspect="auto")
-        middle = (np.nanmin(means) + np.nanmax(means)) / 2 if np.isfinite(means).any() else 0.0
-        for (i, j), value in np.ndenumerate(means):
-            if np.isfinite(value):
-                colour = "white" if value < middle else "black"
-                row, column = list(grid.rows)[i], list(grid.columns)[j]
-                spread = values.spread(row, column)
-                text = f"{value:{grid.form}}" + (f"\n±{spread:{grid.form}}" if spread else "")
-                ax.text(j, i, text, ha="center", va="center", color=colour, fontsize=8)
-        ax.set_xticks(range(len(grid.columns)), list(grid.columns), fontsize=8)
-        ax.set_yticks(range(len(grid.rows)), list(grid.rows), fontsize=8)
-        ax.set_title(name, fontsize=10)
-        ax.spines[:].set_visible(False)
-        ax.tick_params(length=0)
-    _save(made, path)
-
-
-def correlation(values: Values, *, sign: int, paper: float | None) -> claims.Verdict:
-    """Whether the second column correlates with the first, as in `scatter`."""
-    first, second = values.grid.columns
-    return claims.correlated(values.column(first), values.column(second), sign=sign, paper=paper)
+    """Means as colours and numbers."""
+    with _figure(path, len(found), 4.6, 3.8) as axes:
+        for ax, (name, panel) in zip(axes, found.items(), strict=True):
+            rows, columns, means = list(panel.rows), list(panel.columns), panel.means()
+            ax.imshow(means, cmap="viridis", aspect="auto")
+            middle = (np.nanmin(means) + np.nanmax(means)) / 2 if np.isfinite(means).any() else 0.0
+            for (i, j), value in np.ndenumerate(means):
+                if np.isfinite(value):
+                    spread = panel.spread(rows[i], columns[j])
+                    text = f"{value:{panel.form}}" + (f"\n±{spread:{panel.form}}" if spread else "")
+                    colour = "white" if value < middle else "black"
+                    ax.text(j, i, text, ha="center", va="center", color=colour, fontsize=8)
+            ax.set_xticks(range(len(columns)), columns, fontsize=8)
+            ax.set_yticks(range(len(rows)), rows, fontsize=8)
+            ax.set_title(name, fontsize=10)
+            ax.spines[:].set_visible(False)
+            ax.tick_params(length=0)

@@ -1,152 +1,305 @@
-"""Where pairs come from, and which encoders embed them."""
+"""Where embeddings come from: the photographs of the repository, or files of the paper's own data.
 
-import itertools
-from collections.abc import Mapping
+A source is a collection of images (x), texts (y), or both, with what can be evaluated on it: a
+gallery ("test") or class prompts ("classes"). `Photographs` and `Files` answer the same questions;
+a reproduction stands on one of them and never mixes encoders.
+"""
 
-from experiments.paper import plots, views
-from experiments.paper.claims import Verdict, all_above, difference
-from experiments.paper.entries import Column, Entry, Grid, Row, Values
-from experiments.paper.lab import Changes, Lab
-from experiments.paper.main_tables import MEAN, RETRIEVAL
+import pathlib
+from collections.abc import Iterable, Mapping
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from experiments import photos, workdir
+from sotalign_jax import checks, data, files
+
+MAIN = "main"
+SUE_TEST = 400
 
 
-def both_methods(sources: Mapping[str, Changes]) -> dict[str, Row]:
-    """A row of SAIL and one of SOTAlign for each source."""
-    return {
-        f"{name}, {title}": Row({**changes, "method": title.lower()}, f"{name}/{title}")
-        for name, changes in sources.items()
-        for title in ("SAIL", "SOTAlign")
-    }
+class Data(NamedTuple):
+    """Which pairs, pools and galleries a run has; "main" is the source of most runs.
+
+    Attributes:
+        seed: chooses rows.
+        n_pairs: rows of the pairs.
+        n_unpaired: rows of each pool; all when None.
+        pairs: source of the pairs.
+        images: source of unpaired images, or "noise"; None is that of the test gallery.
+        texts: likewise for texts.
+        test: source of the galleries.
+        noise: share of the pools that becomes noise.
+        encoders: IMAGE+TEXT, or "main".
+        split: "sue" for the protocol of SUE on the pairs' source.
+    """
+
+    seed: int
+    n_pairs: int
+    n_unpaired: int | None
+    pairs: str = MAIN
+    images: str | None = None
+    texts: str | None = None
+    test: str = MAIN
+    noise: float = 0.0
+    encoders: str = MAIN
+    split: str | None = None
 
 
-def gains(values: Values) -> Verdict:
-    """Claim: SOTAlign is above SAIL for every source, in every column of `RETRIEVAL`."""
-    names = dict.fromkeys(row.rpartition(", ")[0] for row in values.grid.rows)
-    return all_above(
-        {
-            f"{name}, {column}": difference(
-                values.at(f"{name}, SOTAlign", column), values.at(f"{name}, SAIL", column)
-            )
-            for name in names
-            for column in RETRIEVAL
-        }
+def sue_split(x: Any, y: Any, asked: Data, *, shuffle: bool) -> data.Dataset:
+    """SUE's split: 400 test rows, pairs, and pools that each lose their own tenth of the rest.
+
+    With `shuffle`, test rows and pairs are drawn anew by every seed, so that a spread over seeds is
+    one over data; without, the table's order decides, as published: test rows first, pairs last.
+    """
+    rng = np.random.default_rng(asked.seed)
+    order = rng.permutation(len(x)) if shuffle else np.arange(len(x))
+    test, rest, pairs = np.split(order, [SUE_TEST, len(x) - asked.n_pairs])
+    kept_x, kept_y = (rng.permutation(rest)[len(rest) // 10 :] for _ in range(2))
+    gallery = data.gallery(x[test], y[test])
+    return data.Dataset(x[pairs], y[pairs], x[np.sort(kept_x)], y[kept_y], test=gallery)
+
+
+# --- photographs -------------------------------------------------------------------------------
+
+
+class Photographs:
+    """COCO, Flickr8k and RSICD with their captions, texts of Flickr30k, and classification sets.
+
+    Attributes:
+        given: files by source and field; none here.
+        label: what tables call the main source.
+        stand_in: what stands in for the paper's data.
+        flickr, satellite: sources of the second gallery and of satellite images.
+        collections: sources of pairs and pools.
+        sue: (source, pairs, the paper's name) of the protocol of SUE.
+        encoders: IMAGE+TEXT, that of the main source first; fewer features make a weaker one. To
+            add another, name it here and give its rows in `dataset` and `classes`.
+        weak_encoders: more of them, for the correlation alone.
+    """
+
+    given: Mapping[str, Mapping[str, str]] = {}
+    label = "COCO"
+    stand_in = "COCO for CC3M and COCO, Flickr8k for Flickr30k, RSICD for SkyScript"
+    flickr, satellite = "Flickr8k", "RSICD"
+    collections: tuple[str, ...] = (MAIN, "Flickr8k", "RSICD", "Flickr30k")
+    sue: tuple[tuple[str, int, str], ...] = (
+        (MAIN, 100, "COCO100"),
+        ("Flickr8k", 500, "F30k500"),
+    )
+    encoders: tuple[str, ...] = tuple(
+        f"{image}+{text}"
+        for image in ("EfficientNet", "EfficientNet/64")
+        for text in ("MiniLM", "MiniLM/64", "MiniLM/16")
+    )
+    weak_encoders: tuple[str, ...] = (
+        "EfficientNet/16+MiniLM",
+        "EfficientNet/16+MiniLM/8",
+        "EfficientNet+MiniLM/8",
     )
 
+    def has(self, name: str, part: str) -> bool:
+        """Whether a source has "x", "y", both ("xy"), a "test" gallery or "classes"."""
+        known = {"x": photos.IMAGE_POOLS, "y": photos.TEXT_POOLS, "classes": photos.ZERO_SHOT}
+        return _photos(name) in known.get(part, photos.CAPTIONED)
 
-# --- T2: where the pairs come from -------------------------------------------------------------
-
-
-def paired_sources(lab: Lab) -> dict[str, Changes]:
-    """Sources of pairs, with unpaired rows of one source; none when only some files are given."""
-    given = lab.given("pairs/")
-    if given or "main" in lab.files:
-        if not (given and "main" in lab.files):
-            return {}
-        return {"CC3M": {}, **{name: {"use": f"pairs/{name}"} for name in given}}
-    own = views.PAIRED
-    sizes = {
-        "data.n_pairs": lab.scale.source_pairs,
-        "data.n_unpaired": lab.scale.source_unpaired,
-    }
-    return {n: {"use": f"view/collections/{n}/{own}/{own}", **sizes} for n in views.COLLECTIONS}
-
-
-def _paired_sources(lab: Lab) -> list[Grid]:
-    rows = both_methods(paired_sources(lab))
-    grid = Grid("", "pairs, method", rows, RETRIEVAL, lab.scale.seeds, "T2_paired_source")
-    return [grid] if rows else []
-
-
-T2 = Entry(
-    "T2",
-    "Sources of pairs",
-    "the collection that the pairs come from; unpaired rows come from one",
-    "collections of the bundled pictures; unpaired rows are clipart",
-    ("main", "pairs/NAME"),
-    _paired_sources,
-    "SOTAlign is above SAIL whatever the pairs' source",
-    lambda found: gains(found[""]),
-    paper="T2_paired_source",
-)
-
-
-# --- T3, A2, F7: encoders ----------------------------------------------------------------------
-
-
-def encoder_pairs(lab: Lab, *, weakest: bool = False) -> dict[str, Changes]:
-    """Pairs of encoders: files, or views of the pictures by fewer features."""
-    given = lab.given("encoders/")
-    if given:
-        pairs: dict[str, Changes] = {n: {"use": f"encoders/{n}", "given": True} for n in given}
-        return {"DINOv3+NV-Embed-v2": {}, **pairs} if "main" in lab.files else pairs
-    if "main" in lab.files:
+    def stamps(self, names: Iterable[Any]) -> dict[str, Any]:
+        """What results depend on beside the names of the sources."""
         return {}
-    images, texts = (dict(side) for side in views.ENCODERS)
-    if weakest:
-        images |= {views.WEAKEST[0][0]: views.WEAKEST[0][1]}
-        texts |= {views.WEAKEST[1][0]: views.WEAKEST[1][1]}
-    full = max(images.values()), max(texts.values())
-    return {
-        f"{image} + {text}": {} if (d_x, d_y) == full else {"use": f"view/encoders/{d_x}/{d_y}"}
-        for (image, d_x), (text, d_y) in itertools.product(images.items(), texts.items())
-    }
+
+    def dataset(self, asked: Data) -> data.Dataset:
+        """Pairs, pools and galleries."""
+        name, test = _photos(asked.pairs), _photos(asked.test)
+        if asked.split == "sue":
+            train = photos.rows_of_split(name, "train")
+            first = np.searchsorted(photos.image_of_text(name), train)  # one caption an image
+            x, y = photos.images(name, train), photos.texts(name, first)
+            return sue_split(np.asarray(x), np.asarray(y), asked, shuffle=True)
+        made = photos.dataset(
+            name,
+            n_pairs=asked.n_pairs,
+            n_unpaired=asked.n_unpaired,
+            seed=asked.seed,
+            unpaired_images=test if asked.images is None else _photos(asked.images),
+            unpaired_texts=test if asked.texts is None else _photos(asked.texts),
+            pool_noise=asked.noise,
+            evaluate_on=test,
+        )
+        if asked.encoders == MAIN:
+            return made
+        d_x, d_y = _widths(asked.encoders)
+        pools = np.asarray(made.pool_x)[:, :d_x], np.asarray(made.pool_y)[:, :d_y]
+        pairs = made.pairs_x[:, :d_x], made.pairs_y[:, :d_y]
+        val, held_out = (
+            g and g._replace(x=g.x[:, :d_x], y=g.y[:, :d_y]) for g in (made.val, made.test)
+        )
+        return data.Dataset(*pairs, *pools, val, held_out)
+
+    def rows(self, name: str, side: str) -> Any:
+        """All training rows of one modality."""
+        name = _photos(name)
+        if name not in photos.CAPTIONED:
+            return photos.texts(name)
+        train = photos.rows_of_split(name, "train")
+        if side == "x":
+            return photos.images(name, train)
+        return photos.texts(name, np.flatnonzero(np.isin(photos.image_of_text(name), train)))
+
+    def gallery(self, name: str) -> data.Gallery:
+        """The test split of a source."""
+        return photos.gallery(_photos(name))
+
+    def classes(self, name: str, encoders: str) -> data.ZeroShot:
+        """A classification set as the encoders see it."""
+        task, (x, y) = photos.zero_shot(_photos(name)), _widths(encoders)
+        return task._replace(x=task.x[:, :x], prompts=task.prompts[..., :y])
 
 
-_ENCODERS = "views of the bundled pictures by their leading features, as weaker encoders"
-_ENCODER_CLAIM = "SOTAlign is above SAIL for every pair of encoders"
+def _photos(name: str) -> str:
+    """What `photos` calls a source."""
+    return {MAIN: "coco", "Flowers": "flowers102"}.get(name, name.lower())
 
 
-def _encoders(lab: Lab) -> list[Grid]:
-    rows = both_methods(encoder_pairs(lab))
-    grid = Grid("", "encoders, method", rows, RETRIEVAL, lab.scale.seeds, "T3_A2_encoders")
-    return [grid] if rows else []
+def _widths(encoders: str) -> tuple[int | None, int | None]:
+    """How many features IMAGE/64+TEXT/16 keep; None is all."""
+    if encoders == MAIN:
+        return None, None
+    image, text = (part.partition("/")[2] for part in encoders.split("+"))
+    return int(image) if image else None, int(text) if text else None
 
 
-def _encoders_in_full(lab: Lab) -> list[Grid]:
-    columns = {"mutual k-NN": Column("mutual_knn/percent", paper="mutual_kNN_pct"), **RETRIEVAL}
-    return [
-        Grid("", grid.corner, grid.rows, columns, grid.seeds, grid.paper) for grid in _encoders(lab)
-    ]
+# --- the paper's own data ----------------------------------------------------------------------
+
+_PAIRED = ("x", "y")
+_TABLE = (*_PAIRED, "val_x", "val_y", "test_x", "test_y")
+_CLASSES = ("zero_shot_x", "zero_shot_labels", "zero_shot_prompts")
+FIELDS = (*_TABLE, "test_x_of_y", *_CLASSES)
+KNOWN: dict[str, tuple[tuple[str, ...], str]] = {
+    MAIN: (_TABLE, "CC3M rows and validation, COCO val2017 (and test_x_of_y: 25,000 captions)"),
+    "Flickr30k": (_TABLE[-2:], "Karpathy's 1,000 test images, 5,000 captions (and test_x_of_y)"),
+    "ImageNet": (_CLASSES, "test images, labels, prompts (and x for unpaired images)"),
+    "Food101": (_CLASSES, "test images, labels, prompts"),
+    "CIFAR10": (_CLASSES, "likewise"),
+    "CIFAR100": (_CLASSES, "likewise"),
+    "Aircraft": (_CLASSES, "likewise"),
+    "DTD": (_CLASSES, "likewise"),
+    "Flowers": (_CLASSES, "likewise"),
+    "CC3M-synth": (_PAIRED, "pairs"),
+    "CC12M": (_PAIRED, "pairs"),
+    "COCO": (_PAIRED, "pairs"),
+    "WikiText103": (("y",), "unpaired texts"),
+    "IMAGE+TEXT": (_TABLE, "the rows of main by other encoders"),
+    "COCO100": (_PAIRED, "one caption an image, in file order"),
+    "F30k500": (_PAIRED, "likewise, of Flickr30k"),
+    "Polyvore500": (_PAIRED, "likewise, the first 20,000 items of Polyvore"),
+    "SkyScript": (_TABLE, "SkyScript, 10,000 test rows"),
+    "SkyScript30k": (_TABLE, "SkyScript, 30,000 test rows"),
+    "LibriSpeech": (_TABLE, "WavLM-Large, NV-Embed-v2 on transcripts"),
+}
+"""Sources that --files may name: the fields that each must have, and what they hold."""
 
 
-T3 = Entry(
-    "T3",
-    "Encoders",
-    "the pair of frozen encoders",
-    _ENCODERS,
-    ("main", "encoders/IMAGE+TEXT"),
-    _encoders,
-    _ENCODER_CLAIM,
-    lambda found: gains(found[""]),
-    paper="T3_A2_encoders",
-)
-A2 = Entry(
-    "A2",
-    "Encoders, with their mutual k-NN",
-    "the pair of frozen encoders",
-    _ENCODERS,
-    ("main", "encoders/IMAGE+TEXT"),
-    _encoders_in_full,
-    _ENCODER_CLAIM,
-    lambda found: gains(found[""]),
-    paper="T3_A2_encoders",
-)
+class Files:
+    """Sources of a JSON file, {source: {field: path}}; they answer as `Photographs` does."""
+
+    label, stand_in = "CC3M", ""
+    flickr, satellite = "Flickr30k", "SkyScript"
+    weak_encoders: tuple[str, ...] = ()
+
+    def __init__(self, given: Mapping[str, Mapping[str, str]]) -> None:
+        self.given = given
+        pools = (MAIN, "CC3M-synth", "CC12M", "ImageNet", "COCO", "WikiText103")
+        self.collections = tuple(name for name in pools if name in given)
+        self.encoders = ("DINOv3+NV-Embed-v2", *(name for name in given if "+" in name))
+        tables = (("COCO100", 100), ("F30k500", 500), ("Polyvore500", 500))
+        self.sue = tuple((name, n, name) for name, n in tables if name in given)
+
+    @classmethod
+    def read(cls, path: str | pathlib.Path) -> "Files":
+        """Reads the JSON file of --files; relative paths start at its folder.
+
+        Raises:
+            InputError: a source or a field that is unknown or missing, or a file not there.
+        """
+        path = pathlib.Path(path).expanduser()
+        given = workdir.read_json(path)
+        if not isinstance(given, dict):
+            raise checks.InputError(f"files: {path} must hold {{source: {{field: path}}}}")
+        return cls({name: _checked(name, v, path.resolve().parent) for name, v in given.items()})
+
+    def has(self, name: str, part: str) -> bool:
+        wanted = {"test": ("test_x",), "classes": ("zero_shot_x",)}.get(part, tuple(part))
+        return name == "noise" or set(wanted) <= set(self.given.get(name, {}))
+
+    def stamps(self, names: Iterable[Any]) -> dict[str, Any]:
+        """Size and time of every file that is read: one that changes makes other cells."""
+        found: dict[str, Any] = {}
+        for name in sorted({MAIN, *map(str, names)} & set(self.given)):
+            for path in self.given[name].values():
+                file = pathlib.Path(files.split_key(path)[0])
+                if file.exists():  # not a tfds: name
+                    found[path] = [file.stat().st_size, file.stat().st_mtime_ns]
+        return found
+
+    def dataset(self, asked: Data) -> data.Dataset:
+        own = asked.test if asked.encoders == MAIN else asked.encoders
+        pairs = own if asked.pairs == MAIN else asked.pairs
+        x, y = (self.rows(pairs, side) for side in "xy")
+        if asked.split == "sue":
+            return sue_split(x, y, asked, shuffle=False)
+        pools: dict[str, Any] = {"x": None, "y": None}
+        for side, source in (("x", asked.images or own), ("y", asked.texts or own)):
+            if source == "noise":
+                shape = asked.n_unpaired or 10_000, self.rows(own, side).shape[1]
+                pools[side] = np.random.default_rng((asked.seed, 7)).standard_normal(shape, "f4")
+            elif source != pairs:
+                pools[side] = self.rows(source, side)
+        sizes = [len(pool) for pool in pools.values() if pool is not None]
+        return data.semi_supervised(
+            x,
+            y,
+            n_pairs=asked.n_pairs,
+            n_unpaired=asked.n_unpaired and min(asked.n_unpaired, *sizes, len(x) - asked.n_pairs),
+            seed=asked.seed,
+            unpaired_x=pools["x"],
+            unpaired_y=pools["y"],
+            pool_noise=asked.noise,
+            val=self._gallery(own, "val"),
+            test=self._gallery(own, "test"),
+        )
+
+    def rows(self, name: str, side: str) -> Any:
+        path = self.given.get(name, {}).get(side)
+        return None if path is None else files.load_array(path)
+
+    def gallery(self, name: str) -> data.Gallery:
+        return self._gallery(name, "test")
+
+    def _gallery(self, name: str, split: str) -> data.Gallery:
+        return data.gallery(*(self.rows(name, f"{split}_{part}") for part in ("x", "y", "x_of_y")))
+
+    def classes(self, name: str, encoders: str) -> data.ZeroShot:
+        own = name if encoders == MAIN else encoders
+        return data.zero_shot(*(self.rows(own, field) for field in _CLASSES))
 
 
-def _similarity(lab: Lab) -> list[Grid]:
-    rows = {n: Row(changes) for n, changes in encoder_pairs(lab, weakest=True).items()}
-    columns = {"mutual k-NN (%)": Column("mutual_knn/percent"), "MeanR@1": Column(MEAN)}
-    return [Grid("", "encoders", rows, columns, lab.scale.seeds)] if rows else []
+def _checked(name: str, fields: Any, here: pathlib.Path) -> dict[str, str]:
+    kind = "IMAGE+TEXT" if "+" in name else name
+    checks.choice("files", kind, tuple(KNOWN))
+    if not isinstance(fields, dict) or not fields:
+        raise checks.InputError(f"files: {name}: must be paths by field, got {fields!r}")
+    paths = {}
+    for field, value in fields.items():
+        checks.choice(f"files: {name}", field, FIELDS)
+        if not isinstance(value, str):
+            raise checks.InputError(f"files: {name}: {field}: must be a path, got {value!r}")
+        remote = value.startswith("tfds:")
+        paths[field] = value if remote else str(here / pathlib.Path(value).expanduser())
+        if not remote and not pathlib.Path(files.split_key(paths[field])[0]).is_file():
+            raise checks.InputError(f"files: {name}: {field}: {paths[field]}: no such file")
+    if absent := [field for field in KNOWN[kind][0] if field not in fields]:
+        raise checks.InputError(f"files: {name}: {absent[0]}: is not set; pass its path")
+    return paths
 
 
-F7 = Entry(
-    "F7",
-    "Retrieval against the encoders' mutual k-NN",
-    "the pair of frozen encoders, weaker ones too",
-    _ENCODERS,
-    ("main", "encoders/IMAGE+TEXT"),
-    _similarity,
-    "mutual k-NN predicts MeanR@1 (paper: r = 0.95)",
-    lambda found: plots.correlation(found[""], sign=1, paper=0.95),
-    plot=plots.scatter,
-)
+Sources = Photographs | Files
