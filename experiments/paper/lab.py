@@ -467,7 +467,7 @@ def _problem(sources: Sources, n: int) -> Any:
     if n > 5000 or sources.given:
         return common.random_problem(n)
     rows = sources.dataset(Data(seed=0, n_pairs=1000, n_unpaired=n))
-    student = teachers.contrastive(
+    student = training.contrastive(
         rows.pairs_x, rows.pairs_y, dim=128, steps=60, learning_rate=1e-3, seed=0
     )
     teacher, x, y = teachers.cca(rows.pairs_x, rows.pairs_y), rows.pool_x[:], rows.pool_y[:]
