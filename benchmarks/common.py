@@ -17,7 +17,7 @@ import numpy as np
 from jaxtyping import Array, Float
 from tqdm import tqdm
 
-from sotalign_jax import checks, data, tables, teachers
+from sotalign_jax import checks, data, tables, teachers, training
 from sotalign_jax.ot import affinity
 
 RESULTS = pathlib.Path(__file__).parent / "results"
@@ -78,7 +78,7 @@ def pictures_problem(n: int, *, n_pairs: int = 1000, seed: int = 0) -> Problem:
             "use --data=random"
         )
     teacher = teachers.cca(rows.pairs_x, rows.pairs_y)
-    student = teachers.contrastive(
+    student = training.contrastive(
         rows.pairs_x, rows.pairs_y, dim=128, steps=60, learning_rate=1e-3, seed=seed
     )
     x, y = rows.pool_x[:n], rows.pool_y[:n]

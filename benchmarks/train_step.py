@@ -132,7 +132,7 @@ def parts(setting: Setting, method: methods.SOTAlign) -> dict[str, Callable[[], 
     def products(state: Any, f: Array, g: Array) -> Any:
         return Kernel(cosines(f, g)).transport(state, jnp.exp(log_a), cosines(f, g))
 
-    optimizer = teachers.optimizer(config.learning_rate, config.steps)
+    optimizer = training.optimizer(config.learning_rate, config.steps)
     opt_state = optimizer.init(params)
 
     @jax.jit

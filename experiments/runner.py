@@ -17,6 +17,7 @@ from sotalign_jax import (
     checkpoints,
     checks,
     data,
+    evaluation,
     files,
     heads,
     methods,
@@ -220,7 +221,7 @@ def fit_teacher(settings: Settings, dataset: data.Dataset, kind: str) -> teacher
         options.setdefault("dim", settings.heads.dim)
         options["steps"] = settings.train.steps
         options["learning_rate"] = settings.train.learning_rate
-    return teachers.TEACHERS[kind](dataset.pairs_x, pairs_y, **options)
+    return training.TEACHERS[kind](dataset.pairs_x, pairs_y, **options)
 
 
 def evaluate(trained: heads.Heads, dataset: data.Dataset) -> Results:
@@ -228,10 +229,10 @@ def evaluate(trained: heads.Heads, dataset: data.Dataset) -> Results:
     results: Results = {}
     for name, gallery in (("val", dataset.val), ("test", dataset.test)):
         if gallery is not None:
-            scores = training.evaluate(trained.x, trained.y, gallery)
+            scores = evaluation.evaluate(trained.x, trained.y, gallery)
             results |= {f"{name}/{key}": value for key, value in scores.items()}
     if dataset.zero_shot is not None:
-        scores = training.evaluate_zero_shot(trained.x, trained.y, dataset.zero_shot)
+        scores = evaluation.evaluate_zero_shot(trained.x, trained.y, dataset.zero_shot)
         results |= {f"test/{key}": value for key, value in scores.items()}
     return results
 

@@ -10,9 +10,9 @@ from typing import Any
 from absl import flags
 from ml_collections import config_dict
 
-from sotalign_jax import checks, data, heads, methods, teachers, training
+from sotalign_jax import checks, data, heads, methods, training
 
-METHODS = (*methods.METHODS, *teachers.TEACHERS)
+METHODS = (*methods.METHODS, *training.TEACHERS)
 """What `methods` may name: training objectives, and teachers to report on their own."""
 PLACEMENT = ("mesh", "on_device")
 """Settings that say where a run computes: it may be continued with others."""
@@ -78,7 +78,7 @@ class Teacher:
     noise: float = 0.0
 
     def __post_init__(self) -> None:
-        checks.choice("kind", self.kind, tuple(teachers.TEACHERS))
+        checks.choice("kind", self.kind, tuple(training.TEACHERS))
 
 
 @dataclasses.dataclass(frozen=True)

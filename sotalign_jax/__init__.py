@@ -20,7 +20,8 @@ from sotalign_jax.ot.klot import (
 )
 from sotalign_jax.ot.sinkhorn import Plan, sinkhorn
 from sotalign_jax.ot.sinkhorn import reference as sinkhorn_reference
-from sotalign_jax.teachers import LinearTeacher, cca, contrastive, procrustes
+from sotalign_jax.teachers import LinearTeacher, cca, procrustes
+from sotalign_jax.training import contrastive
 
 __version__ = "0.1.0"
 

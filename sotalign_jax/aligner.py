@@ -1,6 +1,7 @@
 """From arrays to an aligned space in one call, and back from disk."""
 
 import dataclasses
+import json
 import os
 import pathlib
 import shutil
@@ -15,14 +16,16 @@ from numpy.typing import ArrayLike
 from safetensors import SafetensorError
 from safetensors.numpy import load_file, save_file
 
-from sotalign_jax import checks, data, methods, recording, teachers, training
+from sotalign_jax import checks, data, evaluation, methods, neighbours, teachers, training
 from sotalign_jax.heads import Head, Heads, build_heads, rebuild
-from sotalign_jax.ot import affinity
+from sotalign_jax.neighbours import Neighbours
+from sotalign_jax.ot import affinity, blocks
 
 FORMAT = 2
 """Version of the files that `Aligner.save` writes."""
 FOLDER = "aligner"
 """Where a run folder keeps its aligner."""
+DIRECTIONS = ("x_to_y", "y_to_x")
 _DESCRIPTION, _TENSORS = "aligner.json", "heads.safetensors"
 
 
@@ -52,15 +55,72 @@ class Aligner:
         return self._embed("y", self.heads.y, y)
 
     def similarity(self, x: ArrayLike, y: ArrayLike) -> Float[np.ndarray, "n m"]:
-        """Cosine similarity of every x with every y in the shared space."""
-        return np.asarray(
-            affinity.dot(jnp.asarray(self.embed_x(x)), jnp.asarray(self.embed_y(y)).T)
-        )
+        """Cosine similarity of every x with every y in the shared space.
+
+        Raises:
+            InputError: rows cannot be embedded, or the matrix would take more than half of the
+                memory; `search` finds the best matches without it.
+        """
+        x, y = checks.array("x", x), checks.array("y", y)
+        needed = 4 * len(x) * len(y)
+        if needed > blocks.device_memory() / 2:
+            raise checks.InputError(
+                f"x, y: the similarity of {len(x)} x {len(y)} rows takes {needed / 2**30:.0f} GiB, "
+                "more than half of the memory; use search(x, y, k=...), or fewer rows at a time"
+            )
+        f, g = jnp.asarray(self.embed_x(x)), jnp.asarray(self.embed_y(y))
+        return np.asarray(affinity.dot(f, g.T))
+
+    def search(
+        self,
+        queries: ArrayLike,
+        gallery: ArrayLike,
+        k: int = 10,
+        *,
+        direction: str = "x_to_y",
+        chunk: int = 1024,
+    ) -> Neighbours:
+        """The k rows of the gallery that are most similar to each query, best first.
+
+        Scores are computed in blocks on the device: the matrix of all of them never exists.
+
+        Args:
+            queries: embeddings of one modality, shape [n, d_x].
+            gallery: embeddings of the other, shape [m, d_y].
+            k: how many are returned of each query, at most m.
+            direction: "x_to_y": queries are of the first modality and the gallery of the second;
+                or "y_to_x".
+            chunk: queries, and rows of the gallery, that are compared at a time.
+
+        Returns:
+            (scores, indices), both of shape [n, k]: cosines, and rows of the gallery; among equal
+            scores the lower row comes first.
+
+        Raises:
+            InputError: rows cannot be embedded, or the gallery has fewer than k.
+
+        >>> aligner = Aligner(build_heads(4, 3, 2), {})
+        >>> scores, indices = aligner.search(np.eye(4), np.eye(3), k=2)
+        >>> scores.shape, indices.shape
+        ((4, 2), (4, 2))
+        """
+        checks.choice("direction", direction, DIRECTIONS)
+        sides = self.heads.x, self.heads.y
+        own, other = sides if direction == "x_to_y" else sides[::-1]
+        checks.whole(1, k=k, chunk=chunk)
+        rows = checks.array("gallery", gallery)
+        if k > len(rows):
+            raise checks.InputError(
+                f"k: {k} matches asked of a gallery of {len(rows)} rows; ask for fewer"
+            )
+        f, g = self._embed("queries", own, queries), self._embed("gallery", other, rows)
+        found = neighbours.nearest(f, g, k, chunk=chunk)
+        return jax.device_get(found)
 
     def _embed(self, name: str, head: Head, rows: ArrayLike) -> np.ndarray:
-        array = np.asarray(rows)
+        array = checks.array(name, rows)
         checks.embeddings(name, array, width=head.d_in)
-        return training.embed(head, array)
+        return evaluation.embed(head, array)
 
     def save(self, path: str | os.PathLike[str], *, overwrite: bool = False) -> None:
         """Writes `heads.safetensors` and `aligner.json` into the folder `path`, all or nothing.
@@ -68,7 +128,7 @@ class Aligner:
         Raises:
             InputError: the folder holds an aligner and `overwrite` is False, or something else.
         """
-        path = pathlib.Path(path).absolute()
+        path = pathlib.Path(path).expanduser().absolute()
         _check_free(path, overwrite=overwrite)
         path.parent.mkdir(parents=True, exist_ok=True)
         temporary, previous = (path.with_name(f".{path.name}.{end}") for end in ("tmp", "old"))
@@ -84,7 +144,11 @@ class Aligner:
                 for side, head in (("x", self.heads.x), ("y", self.heads.y))
             }
             described = {"format": FORMAT, "heads": heads, "info": self.info}
-            recording.write_json(temporary / _DESCRIPTION, described)
+            try:
+                text = json.dumps(described, indent=2, allow_nan=False)
+            except (TypeError, ValueError) as error:
+                raise checks.InputError(f"info: cannot be written as JSON ({error})") from error
+            (temporary / _DESCRIPTION).write_text(text + "\n", encoding="utf-8")
             if path.exists():
                 path.rename(previous)  # whole until the new one stands in its place
             temporary.rename(path)
@@ -99,17 +163,16 @@ class Aligner:
         Raises:
             InputError: there is no aligner, or its files are damaged.
         """
-        folder = pathlib.Path(path)
+        given = pathlib.Path(path).expanduser()
+        folder = given if (given / _DESCRIPTION).exists() else given / FOLDER
         if not (folder / _DESCRIPTION).exists():
-            folder = folder / FOLDER
-        if not (folder / _DESCRIPTION).exists():
-            below = sorted(pathlib.Path(path).glob(f"*/{FOLDER}/{_DESCRIPTION}"))
+            below = sorted(given.glob(f"*/{FOLDER}/{_DESCRIPTION}"))
             runs = ", ".join(str(file.parents[1]) for file in below)
             raise checks.InputError(
                 f"path: {path} holds no aligner; pass a folder that Aligner.save wrote, or the "
                 f"folder of a finished run{f', such as {runs}' if runs else ''}"
             )
-        described = recording.read_json(folder / _DESCRIPTION)
+        described = _read_json(folder / _DESCRIPTION)
         written = described.get("format") if isinstance(described, dict) else None
         if written != FORMAT:
             raise checks.InputError(
@@ -117,20 +180,18 @@ class Aligner:
                 "load it with the version of sotalign-jax that wrote it"
             )
         try:
-            heads = Heads(*(rebuild(**described["heads"][side]) for side in "xy"))
+            # Shapes alone: nothing is allocated before they are known to be those of the tensors.
+            shapes = nnx.eval_shape(
+                lambda: Heads(*(rebuild(**described["heads"][side]) for side in "xy"))
+            )
             info = described["info"]
-        except (KeyError, TypeError, ValueError) as error:
-            raise checks.InputError(
-                f"path: {folder / _DESCRIPTION} is damaged ({error!r}); save the aligner again"
-            ) from error
+        except (ArithmeticError, AttributeError, KeyError, TypeError, ValueError) as error:
+            raise _damaged(folder / _DESCRIPTION, error) from error
         try:
             tensors = load_file(folder / _TENSORS)
         except (SafetensorError, OSError) as error:
-            raise checks.InputError(
-                f"path: {folder / _TENSORS} is missing or damaged ({error}); save the aligner again"
-            ) from error
-        _fill(heads, tensors, folder)
-        return cls(heads, info)
+            raise _damaged(folder / _TENSORS, error) from error
+        return cls(_filled(shapes, tensors, folder), info)
 
 
 def align(
@@ -163,7 +224,8 @@ def align(
     least 100, and else the last parameters are kept.
 
     Args:
-        pairs: (A, B), embeddings of shapes [n, d_x] and [n, d_y]; row i of A matches row i of B.
+        pairs: (pairs_x, pairs_y), embeddings of shapes [n, d_x] and [n, d_y]; row i of one
+            matches row i of the other.
         x: unpaired embeddings of the first modality, shape [n_x, d_x].
         y: unpaired embeddings of the second modality, shape [n_y, d_y].
         val: matching embeddings (V_x, V_y) to select on, or a `Gallery`.
@@ -260,8 +322,8 @@ def align(
         seed=config.seed,
         teacher=fitted if init == "teacher" else None,
     )
-    with Watcher(config.steps, "align", show=progress) as watcher:
-        heads, best = training.fit(method, start, dataset, config, teacher=fitted, observer=watcher)
+    with methods.Progress(config.steps, "align", show=progress) as bar:
+        heads, best = training.fit(method, start, dataset, config, teacher=fitted, observer=bar)
     given = teacher if isinstance(teacher, str) else "given"
     info |= {
         "init": init,
@@ -278,9 +340,9 @@ def _fit_teacher(
 ) -> teachers.LinearTeacher:
     if isinstance(teacher, teachers.LinearTeacher):
         return teacher
-    checks.choice("teacher", teacher, tuple(teachers.TEACHERS))
+    checks.choice("teacher", teacher, tuple(training.TEACHERS))
     options = {"dim": dim, "seed": seed} if teacher == "contrastive" else {}
-    return teachers.TEACHERS[teacher](dataset.pairs_x, dataset.pairs_y, **options)
+    return training.TEACHERS[teacher](dataset.pairs_x, dataset.pairs_y, **options)
 
 
 HELD_OUT = 0.1
@@ -307,29 +369,6 @@ def hold_out(dataset: data.Dataset, *, seed: int) -> data.Dataset:
     )
 
 
-class Watcher:
-    """An observer that moves a progress bar."""
-
-    def __init__(self, steps: int, description: str, *, show: bool = True):
-        """Shows the bar unless told not to."""
-        self._bar = recording.Progress(steps, description) if show else None
-
-    def __enter__(self) -> "Watcher":
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        if self._bar is not None:
-            self._bar.__exit__(*error)
-
-    def metrics(self, step: int, values: dict[str, float]) -> None:
-        """Shows loss and MeanR@1."""
-        if self._bar is not None:
-            self._bar.update(step, loss=values["loss"], mean_r1=values.get("val/mean/R@1"))
-
-    def snapshot(self, step: int, snapshot: training.Snapshot) -> None:
-        """Keeps nothing."""
-
-
 def _check_free(path: pathlib.Path, *, overwrite: bool) -> None:
     """Raises unless the folder is missing, empty, or an aligner that may be replaced."""
     entries = path.iterdir() if path.is_dir() else filter(pathlib.Path.exists, [path])
@@ -346,23 +385,38 @@ def _check_free(path: pathlib.Path, *, overwrite: bool) -> None:
         )
 
 
+def _read_json(path: pathlib.Path) -> Any:
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise _damaged(path, error) from error
+
+
+def _damaged(path: pathlib.Path, error: BaseException) -> checks.InputError:
+    reason = (str(error).splitlines() or [""])[0] or type(error).__name__
+    return checks.InputError(
+        f"path: {path} is missing or damaged ({reason}); save the aligner again"
+    )
+
+
 def _tensors(heads: Heads) -> dict[str, np.ndarray]:
     """Parameters by dotted name."""
     flat = nnx.to_flat_state(nnx.state(heads))
     return {".".join(map(str, path)): np.asarray(leaf[...]) for path, leaf in flat}
 
 
-def _fill(heads: Heads, tensors: dict[str, np.ndarray], folder: pathlib.Path) -> None:
-    """Puts the tensors into heads of their structure."""
-    expected = _tensors(heads)
-    for name in sorted(expected.keys() | tensors.keys()):
-        shapes = [arrays[name].shape if name in arrays else None for arrays in (expected, tensors)]
-        if shapes[0] != shapes[1]:
+def _filled(shapes: Heads, tensors: dict[str, np.ndarray], folder: pathlib.Path) -> Heads:
+    """The tensors in heads of these shapes."""
+    graphdef, state = nnx.split(shapes)
+    leaves = {".".join(map(str, path)): leaf for path, leaf in nnx.to_flat_state(state)}
+    for name in sorted(leaves.keys() | tensors.keys()):
+        described = leaves[name].shape if name in leaves else None
+        found = tensors[name].shape if name in tensors else None
+        if described != found:
             raise checks.InputError(
-                f"path: {folder / _TENSORS} has {name} of shape {shapes[1]} but {_DESCRIPTION} "
-                f"describes {shapes[0]}; save the aligner again"
+                f"path: {folder / _TENSORS} has {name} of shape {found} but {_DESCRIPTION} "
+                f"describes {described}; save the aligner again"
             )
-    state = nnx.state(heads)
-    for path, leaf in nnx.to_flat_state(state):
-        leaf[...] = jnp.asarray(tensors[".".join(map(str, path))])
-    nnx.update(heads, state)
+    for name, leaf in leaves.items():
+        leaf.set_value(jnp.asarray(tensors[name]))
+    return nnx.merge(graphdef, state)

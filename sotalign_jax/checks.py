@@ -50,6 +50,24 @@ def set_share(index: int, count: int) -> None:
     _share = index, count
 
 
+def array(name: str, x: Any) -> np.ndarray:
+    """`x` as a numpy array; torch tensors may be bfloat16, on any device, or require a gradient.
+
+    >>> array("x", [[1.0, 2.0]]).shape
+    (1, 2)
+    """
+    try:
+        if hasattr(x, "detach"):
+            x = x.detach().cpu()
+            if str(x.dtype) == "torch.bfloat16":  # numpy has no such type
+                x = x.float()
+        return np.asarray(x)
+    except (TypeError, ValueError) as error:
+        raise InputError(
+            f"{name}: is no array of numbers ({error}); pass a 2-D float array, one embedding a row"
+        ) from error
+
+
 def embeddings(name: str, x: Any, *, width: int | None = None, min_rows: int = 1) -> None:
     """Raises unless `x` is a 2-D float array of finite, non-zero rows.
 
@@ -90,18 +108,25 @@ def embeddings(name: str, x: Any, *, width: int | None = None, min_rows: int = 1
             )
 
 
-def pairs(a: Any, b: Any, *, names: tuple[str, str] = ("A", "B"), min_rows: int = 1) -> None:
-    """Raises unless `a` and `b` are embeddings with matching rows.
+def pairs(
+    pairs_x: Any,
+    pairs_y: Any,
+    *,
+    names: tuple[str, str] = ("pairs_x", "pairs_y"),
+    min_rows: int = 1,
+) -> None:
+    """Raises unless both are embeddings, as many rows of one as of the other.
 
     >>> pairs(np.ones((3, 2)), np.ones((4, 2)))
     Traceback (most recent call last):
-    sotalign_jax.checks.InputError: pairs: A has 3 rows but B has 4; paired arrays need equal length
+    sotalign_jax.checks.InputError: pairs_y: has 4 rows but pairs_x has 3; paired arrays need equal
+    length
     """
-    embeddings(f"pairs {names[0]}", a, min_rows=min_rows)
-    embeddings(f"pairs {names[1]}", b, min_rows=min_rows)
-    if len(a) != len(b):
+    embeddings(names[0], pairs_x, min_rows=min_rows)
+    embeddings(names[1], pairs_y, min_rows=min_rows)
+    if len(pairs_x) != len(pairs_y):
         raise InputError(
-            f"pairs: {names[0]} has {len(a)} rows but {names[1]} has {len(b)}; "
+            f"{names[1]}: has {len(pairs_y)} rows but {names[0]} has {len(pairs_x)}; "
             "paired arrays need equal length"
         )
 

@@ -74,7 +74,7 @@ def gallery(x: ArrayLike, y: ArrayLike, x_of_y: ArrayLike | None = None) -> Gall
     >>> gallery(np.eye(2), np.eye(3), x_of_y=[0, 0, 1]).x_of_y
     array([0, 0, 1], dtype=int32)
     """
-    x, y = np.asarray(x), np.asarray(y)
+    x, y = checks.array("gallery x", x), checks.array("gallery y", y)
     checks.embeddings("gallery x", x)
     checks.embeddings("gallery y", y)
     return Gallery(x, y, owners(len(x), len(y), x_of_y))
@@ -91,7 +91,7 @@ def zero_shot(
     >>> zero_shot(np.eye(2), [0, 1], np.ones((2, 3, 4))).class_names
     ('0', '1')
     """
-    x, prompts = np.asarray(x), np.asarray(prompts)
+    x, prompts = checks.array("zero_shot x", x), checks.array("prompts", prompts)
     checks.embeddings("zero_shot x", x)
     if prompts.ndim != 3:
         raise checks.InputError(
@@ -186,18 +186,18 @@ def dataset(
     test: Gallery | None = None,
     zero_shot: ZeroShot | None = None,
 ) -> Dataset:
-    """A checked `Dataset` from pairs (A, B) and unpaired x, y; a missing pool has no rows.
+    """A checked `Dataset` of pairs (pairs_x, pairs_y), unpaired x and y; a missing pool is empty.
 
     >>> dataset((np.eye(3), np.eye(3)), x=np.ones((5, 3))).pool_y.shape
     (0, 3)
     """
-    a, b = np.asarray(pairs[0]), np.asarray(pairs[1])
-    checks.pairs(a, b)
-    pool_x = a[:0] if x is None else np.asarray(x)
-    pool_y = b[:0] if y is None else np.asarray(y)
-    checks.embeddings("x", pool_x, width=a.shape[1], min_rows=0)
-    checks.embeddings("y", pool_y, width=b.shape[1], min_rows=0)
-    return Dataset(a, b, pool_x, pool_y, val, test, zero_shot)
+    pairs_x, pairs_y = checks.array("pairs_x", pairs[0]), checks.array("pairs_y", pairs[1])
+    checks.pairs(pairs_x, pairs_y)
+    pool_x = pairs_x[:0] if x is None else checks.array("x", x)
+    pool_y = pairs_y[:0] if y is None else checks.array("y", y)
+    checks.embeddings("x", pool_x, width=pairs_x.shape[1], min_rows=0)
+    checks.embeddings("y", pool_y, width=pairs_y.shape[1], min_rows=0)
+    return Dataset(pairs_x, pairs_y, pool_x, pool_y, val, test, zero_shot)
 
 
 class Rows(NamedTuple):
@@ -287,7 +287,7 @@ def semi_supervised(
     [2, 3]
     """
     checks.choice("pool", pool, POOLS)
-    x, y = np.asarray(x), np.asarray(y)
+    x, y = checks.array("x", x), checks.array("y", y)
     checks.pairs(x, y, names=("x", "y"))
     outside = (unpaired_x is not None, unpaired_y is not None)
     rows = split_rows(
@@ -313,7 +313,7 @@ def _outside_pool(
 ) -> np.ndarray | files.MappedRows | None:
     if rows is None:
         return None
-    array = np.asarray(rows)
+    array = checks.array(name, rows)
     checks.embeddings(name, array, width=width)
     if size is None:
         return array

@@ -1,4 +1,4 @@
-"""Retrieval recall and zero-shot accuracy from features, in row blocks on the device.
+"""Embedding rows, retrieval recall and zero-shot accuracy, in row blocks on the device.
 
 Scores are float32 cosines at full matmul precision. No more than `chunk` query rows are scored
 at a time, so the full score matrix never exists; each function compiles once per shape.
@@ -6,14 +6,62 @@ at a time, so the full score matrix never exists; each function compiles once pe
 
 import functools
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from flax import nnx
 from jaxtyping import Array, ArrayLike, Bool, Float, Int
 
 from sotalign_jax import checks, data
-from sotalign_jax.ot import affinity
+from sotalign_jax.heads import Rows
+from sotalign_jax.ot import affinity, blocks
+
+EMBED_CHUNK = 8192
+"""Rows mapped at a time when embedding."""
+
+
+def embed(head: Any, rows: Rows) -> Float[np.ndarray, "n d"]:
+    """Unit features of any number of rows, in blocks of one compiled shape.
+
+    Args:
+        head: an NNX head or an `AffineMap`.
+        rows: embeddings, on the host (also memory-mapped) or on a device.
+
+    >>> from sotalign_jax import heads
+    >>> embed(heads.build_heads(4, 3, 2).x, np.ones((5, 4), np.float16)).shape
+    (5, 2)
+    """
+    if isinstance(head, nnx.Module):
+        head = nnx.split(head)
+    chunk = min(EMBED_CHUNK, len(rows))
+    out = []
+    for start in range(0, len(rows), chunk):
+        block = np.asarray(rows[start : start + chunk])
+        padded = np.pad(block, [(0, chunk - len(block)), (0, 0)], constant_values=1)
+        out.append(np.asarray(_apply(head, jnp.asarray(padded)))[: len(block)])
+    return np.concatenate(out)
+
+
+def evaluate(head_x: Any, head_y: Any, gallery: data.Gallery) -> dict[str, float]:
+    """Retrieval metrics of two heads on a gallery, in percent."""
+    x, y = embed(head_x, gallery.x), embed(head_y, gallery.y)
+    return retrieval(x, y, gallery.x_of_y)
+
+
+def evaluate_zero_shot(head_x: Any, head_y: Any, task: data.ZeroShot) -> dict[str, float]:
+    """Zero-shot classification metrics of two heads, in percent."""
+    prompts = embed(head_y, task.prompts.reshape(-1, task.prompts.shape[-1]))
+    prompts = prompts.reshape(*task.prompts.shape[:2], -1)
+    return zero_shot(embed(head_x, task.x), prompts, task.labels)
+
+
+@jax.jit
+def _apply(head: Any, rows: Array) -> Array:
+    """Unit features of one block; `head` is a pytree of (graph, parameters) or an affine map."""
+    mapped = nnx.merge(*head)(rows) if isinstance(head, tuple) else head(rows)
+    return affinity.l2_normalize(mapped)
 
 
 def retrieval(
@@ -53,7 +101,7 @@ def retrieval(
         raise checks.InputError(f"ks: {tuple(ks)} given; pass at least one cut-off, each 1 or more")
     owner = data.owners(len(x), len(y), x_of_y)
     checks.whole(1, chunk=chunk)
-    result = _ranks(x, y, owner, chunk=chunk)
+    result = match_ranks(x, y, owner, chunk=chunk)
     finite_x, finite_y, ranks_x, ranks_y = jax.device_get(result)
     _raise_unless_finite("x", finite_x)
     _raise_unless_finite("y", finite_y)
@@ -107,7 +155,7 @@ def zero_shot(
 
 
 @functools.partial(jax.jit, static_argnames="chunk")
-def _ranks(
+def match_ranks(
     x: Float[Array, "n d"], y: Float[Array, "m d"], owner: Int[Array, " m"], *, chunk: int
 ) -> tuple[Bool[Array, ""], Bool[Array, ""], Int[Array, " n"], Int[Array, " m"]]:
     """Whether x and y are finite, and each row's rank of its best match in the other."""
@@ -148,20 +196,17 @@ def _classify(
 
 def _by_blocks(
     function: Callable[[tuple[Array, ...]], Array], arrays: tuple[Array, ...], chunk: int
-) -> Array:
-    """Applies `function` to equal blocks of at most `chunk` rows, one after another."""
+) -> Int[Array, " n"]:
+    """Applies `function` to blocks of at most `chunk` rows, one after another."""
     n = len(arrays[0])
-    blocks = -(-n // chunk)
-    # Equal blocks waste fewer than `blocks` rows of padding, where filling each to `chunk`
-    # would nearly double the work at n = chunk + 1.
-    size = -(-n // blocks)
+    # Equal blocks: one of `chunk` rows and one that reaches back into it would double the work at
+    # n = chunk + 1.
+    size = -(-n // -(-n // chunk))
 
-    def shape(a: Array) -> Array:
-        padded = jnp.pad(a, [(0, blocks * size - n)] + [(0, 0)] * (a.ndim - 1))
-        return padded.reshape(blocks, size, *a.shape[1:])
+    def body(block: blocks.Block, out: Array) -> Array:
+        return block.put(out, function(tuple(block.of(a) for a in arrays)).astype(jnp.int32))
 
-    out: Array = jax.lax.map(function, tuple(shape(a) for a in arrays))
-    return out.reshape(blocks * size)[:n]
+    return blocks.over_rows(n, size, body, jnp.zeros(n, jnp.int32))
 
 
 def _features(name: str, x: ArrayLike, ndim: int) -> Array:

@@ -1,6 +1,7 @@
 """Embedding files in: npy, npz, safetensors and TensorFlow Datasets, read as little as possible."""
 
 import json
+import math
 import os
 import pathlib
 import re
@@ -21,7 +22,19 @@ _SAFETENSORS_DTYPES = {
     "I64": np.dtype(np.int64),
     "I32": np.dtype(np.int32),
 }
-_UNREADABLE = (OSError, ValueError, TypeError, EOFError, KeyError, zipfile.BadZipFile, zlib.error)
+_UNREADABLE = (
+    ArithmeticError,
+    EOFError,
+    LookupError,
+    MemoryError,
+    OSError,
+    RecursionError,
+    SyntaxError,  # of an npy header
+    TypeError,
+    ValueError,
+    zipfile.BadZipFile,
+    zlib.error,
+)
 _TFDS_CHUNK = 1024
 
 
@@ -156,10 +169,11 @@ def _load_safetensors(file: pathlib.Path, key: str | None) -> np.ndarray:
             f"{file}: dtype {entry['dtype']} is not supported; "
             f"convert to one of {', '.join(_SAFETENSORS_DTYPES)}"
         )
-    begin, end = entry["data_offsets"]
-    if end - begin != dtype.itemsize * int(np.prod(entry["shape"])):
+    shape, (begin, end) = tuple(entry["shape"]), entry["data_offsets"]
+    inside = 0 <= begin <= end and all(width >= 0 for width in shape)
+    if not inside or end - begin != dtype.itemsize * math.prod(shape):
         raise ValueError("its header contradicts itself")
-    return np.memmap(file, dtype, "r", offset=8 + length + begin, shape=tuple(entry["shape"]))
+    return np.memmap(file, dtype, "r", offset=8 + length + begin, shape=shape)
 
 
 def open_tfds(name: str, split: str, *, folder: str | None = None) -> Any:
@@ -179,7 +193,7 @@ def open_tfds(name: str, split: str, *, folder: str | None = None) -> Any:
         return tfds.data_source(
             name,
             split=split,
-            data_dir=folder or os.environ.get("TFDS_DATA_DIR"),
+            data_dir=_expanded(folder or os.environ.get("TFDS_DATA_DIR")),
             download=False,  # never fetch a large dataset as a side effect of a typo
         )
     except (ValueError, AssertionError, NotImplementedError, OSError) as error:
@@ -221,6 +235,10 @@ def _pick_key(where: str, names: list[str], key: str | None) -> str:
         problem = "holds several arrays" if key is None else f"has no array {key!r}"
         raise checks.InputError(f"{where}: {problem}; choose a key from {', '.join(names)}")
     return key
+
+
+def _expanded(folder: str | None) -> str | None:
+    return None if folder is None else os.path.expanduser(folder)
 
 
 def _first_line(error: BaseException) -> str:

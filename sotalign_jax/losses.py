@@ -257,9 +257,9 @@ def cka_from_embeddings(
 ) -> Float[Array, ""]:
     """`cka` of cosine affinities in O(n d + d^2) memory.
 
-    With K = F G^T, K* = Z W^T (unit rows, then columns centred):
+    With K = F G^T, K* = F* G*^T (unit rows, then columns centred):
 
-        <HKH, HK*H> = sum (F^T Z) * (G^T W),    ||HKH||^2 = sum (F^T F) * (G^T G).
+        <HKH, HK*H> = sum (F^T F*) * (G^T G*),    ||HKH||^2 = sum (F^T F) * (G^T G).
 
     >>> f, g = jnp.eye(3), jnp.eye(3) + 0.5
     >>> print(cka_from_embeddings(f, g, f, g).round(4))
@@ -271,13 +271,14 @@ def cka_from_embeddings(
         x = affinity.l2_normalize(x)
         return x - x.mean(0)
 
-    f, g = centred(f), centred(g)
-    z, w = centred(jax.lax.stop_gradient(f_star)), centred(jax.lax.stop_gradient(g_star))
+    student = centred(f), centred(g)
+    teacher = centred(jax.lax.stop_gradient(f_star)), centred(jax.lax.stop_gradient(g_star))
 
-    def inner(x: Array, y: Array, z: Array, w: Array) -> Array:
-        return jnp.sum(affinity.dot(x.T, z) * affinity.dot(y.T, w))
+    def inner(one: tuple[Array, Array], other: tuple[Array, Array]) -> Array:
+        return jnp.sum(affinity.dot(one[0].T, other[0]) * affinity.dot(one[1].T, other[1]))
 
-    return 1.0 - inner(f, g, z, w) / jnp.sqrt(inner(f, g, f, g) * inner(z, w, z, w))
+    norms = jnp.sqrt(inner(student, student) * inner(teacher, teacher))
+    return 1.0 - inner(student, teacher) / norms
 
 
 def infonce(

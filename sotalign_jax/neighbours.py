@@ -1,6 +1,7 @@
 """Exact nearest neighbours by cosine, in blocks on the device."""
 
 import functools
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -8,44 +9,57 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 
 from sotalign_jax import checks, sampling
+from sotalign_jax.heads import Rows
 from sotalign_jax.ot import affinity, blocks
+
+SKIP = ("none", "equal", "itself")
+
+
+class Neighbours(NamedTuple):
+    """The nearest keys of every query, best first.
+
+    Attributes:
+        scores: their cosines.
+        indices: their rows.
+    """
+
+    scores: Float[Array, "n k"]
+    indices: Int[Array, "n k"]
 
 
 def nearest(
-    queries: Float[Array, "n d"],
-    keys: Float[Array, "m d"],
-    k: int,
-    *,
-    skip_equal: bool = False,
-    chunk: int = 1024,
-) -> Int[Array, "n k"]:
+    queries: Rows, keys: Rows, k: int, *, skip: str = "none", chunk: int = 1024
+) -> Neighbours:
     """The k keys of largest cosine for each query, best first, ties to the lower index.
 
-    Keys are cast to float32 and normalised a block at a time, so that neither the score matrix nor
-    a second copy of the keys ever exists.
+    Keys are cast to float32 (float64 stays) and normalised a block at a time, so that neither the
+    score matrix nor a second copy of the keys ever exists.
 
-    `skip_equal` leaves out keys that equal the query in every value. Where keys and queries are
-    samples of one table it is how a query is kept from being its own neighbour: row numbers are
-    no help, for arrays that were given apart (a pool that also holds the paired rows, in another
-    order) do not share them. It leaves out exact duplicates of the query, too, which tell nothing
-    that the query does not; near-duplicates stay. Rows are compared by hashes of 64 bits.
+    Where keys and queries are samples of one table, `skip` keeps a query from being its own
+    neighbour. "itself" leaves key i out for query i. "equal" leaves out keys that equal the query
+    in every value, for arrays that were given apart (a pool that also holds the paired rows, in
+    another order) and do not share row numbers; exact duplicates of the query go, too, which tell
+    nothing that the query does not, and near-duplicates stay. Rows are compared by hashes of 64
+    bits.
 
     Args:
-        queries: embeddings, in any scale and float dtype.
-        keys: embeddings of the same encoder.
+        queries: embeddings [n, d], in any scale and float dtype.
+        keys: embeddings [m, d] in the same space.
         k: neighbours of each query.
-        skip_equal: whether keys equal to the query are left out.
+        skip: "none", "equal" or "itself".
         chunk: most queries, and most keys, that are compared at a time.
 
     Returns:
-        Rows of `keys`.
+        Cosines and rows of `keys`, both [n, k].
 
     Raises:
         InputError: there are fewer than k keys for a query, or rows are NaN or infinite.
 
     >>> keys = jnp.array([[1.0, 0.0], [1.0, 1.0], [0.0, 2.0]])
-    >>> nearest(keys[:1], keys, 2).tolist(), nearest(keys[:1], keys, 2, skip_equal=True).tolist()
-    ([[0, 1]], [[1, 2]])
+    >>> nearest(keys[:1], keys, 2).indices.tolist()
+    [[0, 1]]
+    >>> nearest(keys[:1], keys, 2, skip="equal").indices.tolist()
+    [[1, 2]]
     """
     queries, keys = jnp.asarray(queries), jnp.asarray(keys)
     if queries.ndim != 2 or keys.ndim != 2 or queries.shape[1] != keys.shape[1]:
@@ -53,61 +67,73 @@ def nearest(
             f"keys: have shape {keys.shape} but queries have {queries.shape}; "
             "pass two matrices of one width"
         )
+    checks.choice("skip", skip, SKIP)
     checks.whole(1, k=k, chunk=chunk)
     if k > len(keys):
         raise checks.InputError(
             f"k: {k} neighbours asked of {len(keys)} keys; ask for fewer or add keys"
         )
     if not len(queries):
-        return jnp.zeros((0, k), jnp.int32)
-    index, finite = _search(queries, keys, k, skip_equal=skip_equal, chunk=chunk)
-    for name, fine in zip(("queries", "keys"), finite, strict=True):
-        if not fine:
+        return Neighbours(jnp.zeros((0, k)), jnp.zeros((0, k), jnp.int32))
+    for name, rows in (("queries", queries), ("keys", keys)):
+        if not _finite(rows, chunk=chunk):
             raise checks.InputError(f"{name}: rows contain NaN or inf; remove such rows")
-    found = np.asarray((index >= 0).sum(axis=1))
-    if found.min() < k:
+    found = top_k(queries, keys, k, skip=skip, chunk=chunk)
+    usable = np.asarray((found.indices >= 0).sum(axis=1))
+    if usable.min() < k:
         raise checks.InputError(
-            f"k: {k} neighbours asked but only {found.min()} keys differ from query "
-            f"{found.argmin()}; ask for fewer or add keys"
+            f"k: {k} neighbours asked but only {usable.min()} keys differ from query "
+            f"{usable.argmin()}; ask for fewer or add keys"
         )
-    return index
+    return found
 
 
-@functools.partial(jax.jit, static_argnames=("k", "skip_equal", "chunk"))
-def _search(
-    queries: Array, keys: Array, k: int, *, skip_equal: bool, chunk: int
-) -> tuple[Array, tuple[Array, Array]]:
-    """The table, -1 where there are too few keys; and whether queries and keys are finite."""
+@functools.partial(jax.jit, static_argnames=("k", "skip", "chunk"))
+def top_k(
+    queries: Float[Array, "n d"],
+    keys: Float[Array, "m d"],
+    k: int,
+    *,
+    skip: str = "none",
+    chunk: int = 1024,
+) -> Neighbours:
+    """`nearest` without its checks, compiled; -inf and -1 where there are too few keys."""
+    dtype = jnp.result_type(affinity.as_float(queries[:0]), affinity.as_float(keys[:0]))
 
-    def search(block: blocks.Block, table: Array) -> Array:
-        rows = block.of(queries).astype(jnp.float32)
+    def search(block: blocks.Block, table: Neighbours) -> Neighbours:
+        rows = block.of(queries).astype(dtype)
         unit, hashes = affinity.l2_normalize(rows), _hashes(rows)
+        numbers = block.start + jnp.arange(block.size)
 
-        def merge(block: blocks.Block, best: tuple[Array, Array]) -> tuple[Array, Array]:
-            scores, index = best
-            rows = block.of(keys).astype(jnp.float32)
+        def merge(block: blocks.Block, best: Neighbours) -> Neighbours:
+            rows = block.of(keys).astype(dtype)
             usable = block.fresh[None, :]
-            if skip_equal:
+            if skip == "equal":
                 equal = (hashes[:, None, :] == _hashes(rows)[None, :, :]).all(axis=2)
                 usable = usable & ~equal
+            if skip == "itself":
+                usable = usable & (numbers[:, None] != block.start + jnp.arange(block.size))
             cosines = affinity.dot(unit, affinity.l2_normalize(rows).T)
             cosines = jnp.where(usable, cosines, -jnp.inf)
             # Among equals `top_k` takes the first, and earlier keys stand before later ones.
-            scores, place = jax.lax.top_k(jnp.concatenate([scores, cosines], axis=1), k)
-            kept = jnp.take_along_axis(index, jnp.minimum(place, k - 1), axis=1)
+            scores, place = jax.lax.top_k(jnp.concatenate([best.scores, cosines], axis=1), k)
+            kept = jnp.take_along_axis(best.indices, jnp.minimum(place, k - 1), axis=1)
             added = (block.start + place - k).astype(jnp.int32)
-            return scores, jnp.where(place < k, kept, added)
+            return Neighbours(scores, jnp.where(place < k, kept, added))
 
         shape = block.size, k
-        nothing = jnp.full(shape, -jnp.inf, jnp.float32), jnp.full(shape, -1, jnp.int32)
-        scores, index = blocks.over_rows(len(keys), chunk, merge, nothing)
-        return block.put(table, jnp.where(jnp.isneginf(scores), -1, index))
+        nothing = Neighbours(jnp.full(shape, -jnp.inf, dtype), jnp.full(shape, -1, jnp.int32))
+        scores, indices = blocks.over_rows(len(keys), chunk, merge, nothing)
+        indices = jnp.where(jnp.isneginf(scores), -1, indices)
+        return Neighbours(block.put(table.scores, scores), block.put(table.indices, indices))
 
-    table = blocks.over_rows(len(queries), chunk, search, jnp.zeros((len(queries), k), jnp.int32))
-    return table, (_finite(queries, chunk), _finite(keys, chunk))
+    shape = len(queries), k
+    empty = Neighbours(jnp.zeros(shape, dtype), jnp.zeros(shape, jnp.int32))
+    return blocks.over_rows(len(queries), chunk, search, empty)
 
 
-def _finite(rows: Array, chunk: int) -> Array:
+@functools.partial(jax.jit, static_argnames="chunk")
+def _finite(rows: Array, *, chunk: int) -> Array:
     def body(block: blocks.Block, finite: Array) -> Array:
         return finite & jnp.isfinite(block.of(rows)).all()
 
@@ -116,7 +142,7 @@ def _finite(rows: Array, chunk: int) -> Array:
 
 def _hashes(rows: Array) -> Array:
     """Two 32-bit hashes of each row: sums of its values, mixed with a key of their column."""
-    values = jnp.where(rows == 0, 0.0, rows)  # 0 and -0 are equal
+    values = jnp.where(rows == 0, 0.0, rows).astype(jnp.float32)  # 0 and -0 are equal
     bits = jax.lax.bitcast_convert_type(values, jnp.uint32)
     columns = jax.random.bits(jax.random.key(0), (2, rows.shape[1]), jnp.uint32)
     return sampling.mix(bits[:, None, :] ^ columns).sum(axis=2, dtype=jnp.uint32)

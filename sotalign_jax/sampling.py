@@ -2,15 +2,28 @@
 
 Rows come without replacement within an epoch, in an order that is never stored or sorted: a
 keyed permutation of 0 .. n-1 is evaluated only where a batch needs it, in O(batch) whatever n is.
+
+`draw` takes a batch from arrays on the device. `Feed` reads the same rows from the host, of
+memory-mapped files or for many devices: each process reads only what its own devices need, and the
+next batch is read while a step runs.
 """
 
+import concurrent.futures
 import math
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh
 from jaxtyping import Array, Float, Int
 
+from sotalign_jax.ot import sharding
+
+READERS = 8
+"""Rows are read by so many threads: a disk answers several questions at a time."""
+_LEAST = 256
 _ROUNDS = 8
 
 
@@ -147,3 +160,92 @@ def _draw_near(key: Array, table: Array | None, paired: Array) -> Array | None:
         return None
     pick = jax.random.randint(key, paired.shape, 0, table.shape[1])
     return jnp.asarray(table)[paired, pick]
+
+
+class Feed:
+    """The batches of a run, step by step.
+
+    >>> data = DeviceData(*(np.ones((9, width)) for width in (2, 3, 2, 3)))
+    >>> with Feed(data, jax.random.key(0), pairs=4, unpaired=5) as feed:
+    ...     feed(0).y.shape
+    (5, 3)
+    """
+
+    def __init__(
+        self,
+        data: DeviceData,
+        key: Array,
+        *,
+        pairs: int,
+        unpaired: int,
+        mesh: Mesh | None = None,
+    ) -> None:
+        """Opens a feed.
+
+        Args:
+            data: arrays on the host; only the rows of a batch are read.
+            key: see `draw`, as for the numbers of rows.
+            pairs: pairs in a batch.
+            unpaired: unpaired rows of each pool in a batch.
+            mesh: devices to split the rows of a batch over; then they come as
+                `sharding.SplitRows`.
+        """
+        self._data, self._mesh = data, mesh
+        self._rows: Callable[[Any], RowNumbers] = jax.jit(
+            lambda step: row_numbers(key, step, data, pairs=pairs, unpaired=unpaired)
+        )
+        self._whole: dict[str, Any] = {}
+        self._ahead = concurrent.futures.ThreadPoolExecutor(1)
+        self._readers = concurrent.futures.ThreadPoolExecutor(READERS)
+        self._next: dict[int, concurrent.futures.Future[Batch]] = {}
+
+    def __enter__(self) -> "Feed":
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        for executor in (self._ahead, self._readers):
+            executor.shutdown(wait=False, cancel_futures=True)
+
+    def __call__(self, step: int) -> Batch:
+        """The batch of a step that is counted from 0; steps are usually asked for in order."""
+        waiting = self._next.pop(step, None) or self._start(step)
+        self._next = {step + 1: self._start(step + 1)}
+        return waiting.result()
+
+    def _start(self, step: int) -> "concurrent.futures.Future[Batch]":
+        # Row numbers are asked of the device now: later they would wait for the step to end.
+        return self._ahead.submit(self._read, step, self._rows(jnp.int32(step)))
+
+    def _read(self, step: int, numbers: RowNumbers) -> Batch:
+        rows, data = jax.device_get(numbers), self._data
+        return Batch(
+            self._take("a", data.pairs_x, rows.pairs),
+            self._take("b", data.pairs_y, rows.pairs),
+            self._take("x", data.pool_x, rows.x),
+            self._take("y", data.pool_y, rows.y),
+            None if rows.near_x is None else self._take("near_a", data.pool_x, rows.near_x),
+            None if rows.near_y is None else self._take("near_b", data.pool_y, rows.near_y),
+            step,
+        )
+
+    def _take(self, name: str, array: Any, rows: np.ndarray) -> Any:
+        """These rows on the devices; where every batch has all of them, they are placed once."""
+        whole = not name.startswith("near") and len(rows) == len(array)
+        if name in self._whole:
+            return self._whole[name]
+        if self._mesh is None:
+            taken: Any = jnp.asarray(self._gather(array, rows))
+        else:
+            taken = sharding.SplitRows.place(
+                lambda part: self._gather(array, rows[part]),
+                (len(rows), *array.shape[1:]),
+                array.dtype,
+                self._mesh,
+            )
+        if whole:
+            self._whole[name] = taken
+        return taken
+
+    def _gather(self, array: Any, rows: np.ndarray) -> np.ndarray:
+        parts = np.array_split(rows, max(1, min(READERS, len(rows) // _LEAST)))
+        return np.concatenate(list(self._readers.map(array.__getitem__, parts)))

@@ -1,27 +1,26 @@
 """Linear teachers: coarse maps into a shared space, fitted on the pairs alone, then frozen.
 
-`procrustes` and `cca` are closed forms, computed on the host in float64; `contrastive` trains
-linear heads on the pairs. All three return a `LinearTeacher`.
+`procrustes` and `cca` are closed forms, computed on the host in float64; both return a
+`LinearTeacher`. `canonical_correlations` is the same analysis of rows that are not normalised.
+The contrastive teacher is trained: see `training.contrastive`.
 """
 
 import dataclasses
-import functools
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
-from flax import nnx
 from jaxtyping import Array, Float
 
-from sotalign_jax import canonical, checks, losses
-from sotalign_jax import heads as heads_lib
+from sotalign_jax import checks
+from sotalign_jax.heads import AffineMap, Rows
 from sotalign_jax.ot import affinity
 
 _EIGENVALUE_FLOOR = 1e-6
+_EPS = float(np.finfo(np.float64).eps)
 
 
 @jax.tree_util.register_dataclass
@@ -36,8 +35,8 @@ class LinearTeacher:
         teacher was fitted on (in-sample: near 1 when there are fewer pairs than features).
     """
 
-    map_x: heads_lib.AffineMap
-    map_y: heads_lib.AffineMap
+    map_x: AffineMap
+    map_y: AffineMap
     correlations: Float[Array, " dim"]
 
     @property
@@ -45,18 +44,18 @@ class LinearTeacher:
         """Width of the shared space."""
         return self.map_x.weight.shape[0]
 
-    def x(self, rows: heads_lib.Rows) -> Float[Array, "n dim"]:
+    def x(self, rows: Rows) -> Float[Array, "n dim"]:
         """Unit rows of the first modality in the shared space, ready for cosines."""
         return affinity.l2_normalize(self.map_x(rows))
 
-    def y(self, rows: heads_lib.Rows) -> Float[Array, "n dim"]:
+    def y(self, rows: Rows) -> Float[Array, "n dim"]:
         """Unit rows of the second modality in the shared space, ready for cosines."""
         return affinity.l2_normalize(self.map_y(rows))
 
 
 def procrustes(
-    A: heads_lib.Rows,
-    B: heads_lib.Rows,
+    pairs_x: Rows,
+    pairs_y: Rows,
     *,
     dim: int | None = None,
     renorm: bool = False,
@@ -67,8 +66,8 @@ def procrustes(
     `dim` largest singular values. Rows are L2-normalised and centred first (see `cca`).
 
     Args:
-      A: paired embeddings of the first modality, (n, d_x).
-      B: paired embeddings of the second, (n, d_y); row i belongs to row i of `A`.
+      pairs_x: embeddings A of the first modality, (n, d_x).
+      pairs_y: embeddings B of the second, (n, d_y); row i belongs to row i of `pairs_x`.
       dim: directions kept; None keeps the numerical rank of A^T B.
       renorm: L2-normalise the centred rows again before fitting.
 
@@ -85,12 +84,12 @@ def procrustes(
       >>> bool(jnp.allclose(teacher.x(A), teacher.y(A[:, ::-1]), atol=1e-5))
       True
     """
-    return _closed_form(A, B, dim=dim, renorm=renorm, gain=np.ones_like, scale=1.0)
+    return _closed_form(pairs_x, pairs_y, dim=dim, renorm=renorm, gain=np.ones_like, scale=1.0)
 
 
 def cca(
-    A: heads_lib.Rows,
-    B: heads_lib.Rows,
+    pairs_x: Rows,
+    pairs_y: Rows,
     *,
     ridge: float = 0.1,
     dim: int | None = None,
@@ -108,8 +107,8 @@ def cca(
     genuine CCA, at the price of trusting directions of small variance.
 
     Args:
-      A: paired embeddings of the first modality, (n, d_x).
-      B: paired embeddings of the second, (n, d_y); row i belongs to row i of `A`.
+      pairs_x: embeddings A of the first modality, (n, d_x).
+      pairs_y: embeddings B of the second, (n, d_y); row i belongs to row i of `pairs_x`.
       ridge: added to the eigenvalues of both covariances.
       dim: directions kept; None keeps the numerical rank, at most min(d_x, d_y, n - 1).
       cov_normalize: covariances A^T A / (n - 1); False takes A^T A, so that the same ridge
@@ -135,190 +134,154 @@ def cca(
     def gain(eigenvalues: np.ndarray) -> np.ndarray:
         return 1.0 / np.sqrt(np.maximum(eigenvalues + ridge, _EIGENVALUE_FLOOR))
 
-    scale = 1.0 / math.sqrt(max(len(A) - 1, 1)) if cov_normalize else 1.0
-    return _closed_form(A, B, dim=dim, renorm=renorm, gain=gain, scale=scale)
+    scale = 1.0 / math.sqrt(max(len(pairs_x) - 1, 1)) if cov_normalize else 1.0
+    return _closed_form(pairs_x, pairs_y, dim=dim, renorm=renorm, gain=gain, scale=scale)
 
 
-def contrastive(
-    A: heads_lib.Rows,
-    B: heads_lib.Rows,
-    *,
-    dim: int = 1024,
-    steps: int = 2000,
-    learning_rate: float = 1e-4,
-    loss: str = "siglip",
-    batch_size: int = 10_000,
-    seed: int = 0,
-) -> LinearTeacher:
-    """SAIL: LayerNorm + Linear heads trained on the pairs by a contrastive loss, then frozen.
+class Canonical(NamedTuple):
+    """Canonical variates: z_x = (x - mean_x) weights_x, z_y likewise, and corr_k = mean z_xk z_yk.
 
-    Lion with `optimizer`'s schedule, the whole training in one compiled loop.
+    Without a ridge every variate has mean square 1 over the pairs, and the correlations are
+    Pearson's.
+    """
+
+    mean_x: Float[np.ndarray, " d_x"]
+    mean_y: Float[np.ndarray, " d_y"]
+    weights_x: Float[np.ndarray, "d_x dim"]
+    weights_y: Float[np.ndarray, "d_y dim"]
+    correlations: Float[np.ndarray, " dim"]
+
+
+def canonical_correlations(pairs_x: Rows, pairs_y: Rows, *, ridge: float = 0.0) -> Canonical:
+    """The analysis behind `cca`, of rows as they are: centred, but not normalised.
+
+    With S_xx = A^T A / n of centred rows, R_x = (S_xx + ridge tr(S_xx) / d_x I)^(-1/2), R_y
+    likewise and R_x S_xy R_y = U diag(corr) V^T, the weights are R_x U and R_y V. Every direction
+    that the pairs determine is kept, at most min(d_x, d_y, n - 1).
+
+    Without a ridge, n - 1 <= max(d_x, d_y) pairs correlate perfectly along every direction: the
+    fit says nothing about new rows.
 
     Args:
-      A: paired embeddings of the first modality, (n, d_x).
-      B: paired embeddings of the second, (n, d_y); row i belongs to row i of `A`.
-      dim: width of the shared space.
-      steps: training steps.
-      learning_rate: its peak.
-      loss: "siglip" or "infonce" (symmetric), with learned scale (and bias).
-      batch_size: all pairs enter every step unless there are more than this; then a random
-        subset does.
-      seed: of the random start and of the subsets.
-
-    Returns:
-      The teacher; its directions are in no particular order.
+      pairs_x: rows A of the first side, (n, d_x).
+      pairs_y: rows B of the second, (n, d_y); row i belongs to row i of `pairs_x`.
+      ridge: added to both covariances, as a multiple of their mean variance.
 
     Raises:
-      InputError: rows do not match, are not finite or are zero; fewer than 2 pairs; or an option
-        is out of range.
-      FloatingPointError: the loss became NaN or infinite.
+      InputError: rows do not match, are not finite or are zero; all rows of a side are equal;
+        fewer than 2 pairs; or `ridge` is negative.
 
     Example:
-      >>> A = np.random.default_rng(0).normal(size=(50, 4)).astype(np.float32)
-      >>> contrastive(A, A, dim=3, steps=5).x(A).shape
-      (50, 3)
+      >>> A = np.random.default_rng(0).normal(size=(50, 4))
+      >>> canonical_correlations(A, A[:, :2]).correlations.round(6)
+      array([1., 1.])
     """
-    checks.pairs(A, B, min_rows=2)
-    checks.choice("loss", loss, ("siglip", "infonce"))
-    checks.whole(1, dim=dim, steps=steps)
-    checks.whole(2, batch_size=batch_size)
-    start = heads_lib.build_heads(A.shape[1], B.shape[1], dim, seed=seed)
-    graphdef, params = nnx.split(start)
-    params, history = _train(
-        params,
-        jnp.asarray(A),
-        jnp.asarray(B),
-        jax.random.key(seed),
-        learning_rate,
-        graphdef=graphdef,
-        loss=loss,
-        steps=steps,
-        batch_size=min(batch_size, len(A)),
-    )
-    bad = np.flatnonzero(~np.isfinite(np.asarray(history)))
-    if bad.size:
-        raise FloatingPointError(
-            f"contrastive: the loss is not finite at step {bad[0]}; lower learning_rate"
-        )
-    map_x, map_y = nnx.merge(graphdef, params).to_affine()
-    correlations = _correlations(np.asarray(map_x(A)), np.asarray(map_y(B)))
-    return LinearTeacher(map_x, map_y, _float32(correlations))
-
-
-def optimizer(
-    learning_rate: Any, steps: int, *, weight_decay: float = 1e-5
-) -> optax.GradientTransformation:
-    """Lion(0.9, 0.99) with a linear warm-up over ceil(10 %) of the steps, then a cosine to 0.
-
-    >>> optimizer(1e-4, 100).init({"w": jnp.zeros(2)})[0].mu
-    {'w': Array([0., 0.], dtype=float32)}
-    """
-    schedule = warmup_cosine(learning_rate, steps)
-    return optax.lion(schedule, b1=0.9, b2=0.99, weight_decay=weight_decay)
-
-
-def warmup_cosine(learning_rate: Any, steps: int) -> Callable[[Any], Array]:
-    """Learning rate of step t: peak (t + 1) / w while t < w = ceil(steps / 10), then a cosine to 0.
-
-    >>> rate = warmup_cosine(1.0, 20)
-    >>> [round(float(rate(t)), 3) for t in (0, 1, 2, 11, 20)]
-    [0.5, 1.0, 1.0, 0.5, 0.0]
-    """
-    warmup = -(-steps // 10)
-
-    def rate(step: Any) -> Array:
-        fraction = jnp.clip((step - warmup) / max(steps - warmup, 1), 0.0, 1.0)
-        cosine = 0.5 * (1.0 + jnp.cos(jnp.pi * fraction))
-        return learning_rate * jnp.where(step < warmup, (step + 1) / warmup, cosine)
-
-    return rate
-
-
-@functools.partial(jax.jit, static_argnames=("graphdef", "loss", "steps", "batch_size"))
-def _train(
-    params: Any,
-    a: Array,
-    b: Array,
-    key: Array,
-    learning_rate: Any,
-    *,
-    graphdef: Any,
-    loss: str,
-    steps: int,
-    batch_size: int,
-) -> tuple[Any, Array]:
-    """Final parameters and the loss of every step."""
-    lion = optimizer(learning_rate, steps)
-
-    def objective(params: Any, a: Array, b: Array) -> Array:
-        heads = nnx.merge(graphdef, params)
-        f, g, log_scale = heads.x(a), heads.y(b), heads.log_scale[...]
-        if loss == "infonce":
-            return losses.symmetric_infonce(f, g, log_scale=log_scale)
-        return losses.siglip(f, g, log_scale=log_scale, bias=heads.bias[...])
-
-    def step(carry: Any, t: Array) -> tuple[Any, Array]:
-        params, state = carry
-        batch = (a, b)
-        if batch_size < len(a):
-            rows = jax.random.choice(
-                jax.random.fold_in(key, t), len(a), (batch_size,), replace=False
-            )
-            batch = (a[rows], b[rows])
-        value, gradient = jax.value_and_grad(objective)(params, *batch)
-        updates, state = lion.update(gradient, state, params)
-        return (optax.apply_updates(params, updates), state), value
-
-    (params, _), history = jax.lax.scan(step, (params, lion.init(params)), jnp.arange(steps))
-    return params, history
+    checks.pairs(pairs_x, pairs_y, min_rows=2)
+    checks.at_least(0, ridge=ridge)
+    sides = []
+    for name, pairs in (("pairs_x", pairs_x), ("pairs_y", pairs_y)):
+        centred, mean = _centred(name, np.asarray(pairs).astype(np.float64))
+        spread = math.sqrt(np.mean(np.square(centred)))
+        sides.append((mean, spread, _principal(centred / (spread * math.sqrt(len(centred))))))
+    (mean_x, spread_x, x), (mean_y, spread_y, y) = sides
+    weights_x, weights_y, correlations = _rotated(x, y, lambda v: 1.0 / np.sqrt(v + ridge))
+    return Canonical(mean_x, mean_y, weights_x / spread_x, weights_y / spread_y, correlations)
 
 
 def _closed_form(
-    A: Any,
-    B: Any,
+    pairs_x: Rows,
+    pairs_y: Rows,
     *,
     dim: int | None,
     renorm: bool,
     gain: Callable[[np.ndarray], np.ndarray],
     scale: float,
 ) -> LinearTeacher:
-    """Rotates the two sides together after weighting their principal directions by `gain`."""
-    checks.pairs(A, B, min_rows=2)
-    x = _principal("A", A, renorm=renorm, scale=scale)
-    y = _principal("B", B, renorm=renorm, scale=scale)
-    found = canonical.rotate(x, y, gain)
-    rank = len(found.values)
+    """Of L2-normalised rows, their principal directions weighted by `gain`."""
+    checks.pairs(pairs_x, pairs_y, min_rows=2)
+    sides = []
+    for name, pairs in (("pairs_x", pairs_x), ("pairs_y", pairs_y)):
+        unit = np.asarray(pairs).astype(np.float64)
+        unit /= np.linalg.norm(unit, axis=1, keepdims=True)
+        centred, mean = _centred(name, unit)
+        if renorm:
+            centred /= np.maximum(np.linalg.norm(centred, axis=1, keepdims=True), 1e-8)
+        sides.append((mean, _principal(centred * scale)))
+    (mean_x, x), (mean_y, y) = sides
+    weights_x, weights_y, values = _rotated(x, y, gain)
+    rank = len(values)
     dim = rank if dim is None else dim
     if not 1 <= dim <= rank:
         raise checks.InputError(
-            f"dim: {dim} directions asked but these {len(A)} pairs determine {rank}; "
+            f"dim: {dim} directions asked but these {len(pairs_x)} pairs determine {rank}; "
             f"choose 1 <= dim <= {rank} or add pairs"
         )
-    W_x, W_y = found.weights_x[:, :dim].T, found.weights_y[:, :dim].T
+    W_x, W_y = weights_x[:, :dim].T, weights_y[:, :dim].T
     return LinearTeacher(
-        map_x=heads_lib.AffineMap(_float32(W_x), _float32(-W_x @ x.mean), norm="l2"),
-        map_y=heads_lib.AffineMap(_float32(W_y), _float32(-W_y @ y.mean), norm="l2"),
-        correlations=_float32(_correlations(x.centred @ W_x.T, y.centred @ W_y.T)),
+        map_x=AffineMap(_float32(W_x), _float32(-W_x @ mean_x), norm="l2"),
+        map_y=AffineMap(_float32(W_y), _float32(-W_y @ mean_y), norm="l2"),
+        correlations=_float32(pearson(x.centred @ W_x.T, y.centred @ W_y.T)),
     )
 
 
-def _principal(name: str, x: Any, *, renorm: bool, scale: float) -> canonical.Principal:
-    rows = np.asarray(x).astype(np.float64)
-    rows /= np.linalg.norm(rows, axis=1, keepdims=True)
+def _centred(name: str, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Rows without their mean, and the mean."""
     mean = rows.mean(axis=0)
-    rows -= mean
-    lengths = np.linalg.norm(rows, axis=1, keepdims=True)
-    if lengths.max() < 1e-6:  # what is left is the rounding of float32 inputs
+    centred = rows - mean
+    largest = np.linalg.norm(centred, axis=1).max()
+    if largest < 1e-6 * np.linalg.norm(mean):  # what is left is the rounding of the inputs
         raise checks.InputError(
-            f"pairs {name}: all rows point the same way; pass pairs that differ from each other"
+            f"{name}: all rows point the same way; pass pairs that differ from each other"
         )
-    if renorm:
-        rows /= np.maximum(lengths, 1e-8)
-    return canonical.principal(rows * scale, mean)
+    return centred, mean
 
 
-def _correlations(x: np.ndarray, y: np.ndarray) -> np.ndarray:
-    """Pearson correlation of each column of `x` with the same column of `y`."""
+class _Principal(NamedTuple):
+    """Centred rows and their principal directions of non-zero variance."""
+
+    centred: Float[np.ndarray, "n d"]
+    eigenvalues: Float[np.ndarray, " r"]
+    basis: Float[np.ndarray, "d r"]
+
+
+def _principal(centred: np.ndarray) -> _Principal:
+    """Eigenvalues and eigenvectors of centred^T centred; no d x d matrix when rows are fewer."""
+    if len(centred) < centred.shape[1]:
+        _, singular, directions = np.linalg.svd(centred, full_matrices=False)
+        eigenvalues, basis = np.square(singular), directions.T
+    else:
+        eigenvalues, basis = np.linalg.eigh(centred.T @ centred)
+    kept = eigenvalues > max(centred.shape) * _EPS * eigenvalues.max()
+    return _Principal(centred, eigenvalues[kept], basis[:, kept])
+
+
+def _rotated(
+    x: _Principal, y: _Principal, gain: Callable[[np.ndarray], np.ndarray]
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Rotates the two sides together after weighting their principal directions by `gain`.
+
+    In the principal bases V_x, V_y a map R_x = V_x diag(gain) V_x^T is diagonal, so that
+    R_x S_xy R_y = V_x C V_y^T with C = (A V_x diag(gain))^T (B V_y diag(gain)) of size rank x rank:
+    whatever the number of pairs, nothing lives outside the span of the rows.
+
+    Returns:
+      Weights of x, (d_x, rank), of y, and the singular values, in decreasing order.
+    """
+    weights_x = x.basis * gain(x.eigenvalues)
+    weights_y = y.basis * gain(y.eigenvalues)
+    left, values, right = np.linalg.svd(
+        (x.centred @ weights_x).T @ (y.centred @ weights_y), full_matrices=False
+    )
+    rank = int(np.sum(values > values[0] * max(left.shape[0], right.shape[1]) * _EPS))
+    return weights_x @ left[:, :rank], weights_y @ right[:rank].T, values[:rank]
+
+
+def pearson(x: Float[np.ndarray, "n d"], y: Float[np.ndarray, "n d"]) -> Float[np.ndarray, " d"]:
+    """Pearson correlation of each column of `x` with the same column of `y`.
+
+    >>> pearson(np.array([[0.0], [1.0], [2.0]]), np.array([[5.0], [4.0], [3.0]]))
+    array([-1.])
+    """
     x = x.astype(np.float64) - x.mean(axis=0)
     y = y.astype(np.float64) - y.mean(axis=0)
     norms = np.linalg.norm(x, axis=0) * np.linalg.norm(y, axis=0)
@@ -327,11 +290,3 @@ def _correlations(x: np.ndarray, y: np.ndarray) -> np.ndarray:
 
 def _float32(x: np.ndarray) -> Array:
     return jnp.asarray(x, jnp.float32)
-
-
-TEACHERS: dict[str, Callable[..., LinearTeacher]] = {
-    "procrustes": procrustes,
-    "cca": cca,
-    "contrastive": contrastive,
-}
-"""Every teacher by name."""

@@ -22,14 +22,11 @@ from flax import nnx
 from jax.sharding import Mesh
 from jaxtyping import Array, Float, Int
 
-from sotalign_jax import checks, data, evaluation, feeding, sampling, teachers
-from sotalign_jax.heads import Heads, Rows
-from sotalign_jax.methods import Method, Objective
-from sotalign_jax.ot import affinity, blocks, sharding
+from sotalign_jax import checks, data, evaluation, sampling, teachers
+from sotalign_jax.heads import Heads, Rows, build_heads
+from sotalign_jax.methods import Contrastive, Method, Objective
+from sotalign_jax.ot import blocks, sharding
 from sotalign_jax.teachers import LinearTeacher
-
-EMBED_CHUNK = 8192
-"""Rows mapped at a time when embedding."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -108,48 +105,6 @@ class NonFiniteLossError(FloatingPointError):
     """The loss or its gradient became NaN or infinite."""
 
 
-@jax.jit
-def _apply(head: Any, rows: Array) -> Array:
-    """Unit features of one block; `head` is a pytree of (graph, parameters) or an affine map."""
-    mapped = nnx.merge(*head)(rows) if isinstance(head, tuple) else head(rows)
-    return affinity.l2_normalize(mapped)
-
-
-def embed(head: Any, rows: Rows) -> Float[np.ndarray, "n d"]:
-    """Unit features of any number of rows, in blocks of one compiled shape.
-
-    Args:
-        head: an NNX head or an `AffineMap`.
-        rows: embeddings, on the host (also memory-mapped) or on a device.
-
-    >>> from sotalign_jax import heads
-    >>> embed(heads.build_heads(4, 3, 2).x, np.ones((5, 4), np.float16)).shape
-    (5, 2)
-    """
-    if isinstance(head, nnx.Module):
-        head = nnx.split(head)
-    chunk = min(EMBED_CHUNK, len(rows))
-    out = []
-    for start in range(0, len(rows), chunk):
-        block = np.asarray(rows[start : start + chunk])
-        padded = np.pad(block, [(0, chunk - len(block)), (0, 0)], constant_values=1)
-        out.append(np.asarray(_apply(head, jnp.asarray(padded)))[: len(block)])
-    return np.concatenate(out)
-
-
-def evaluate(head_x: Any, head_y: Any, gallery: data.Gallery) -> dict[str, float]:
-    """Retrieval metrics of two heads on a gallery, in percent."""
-    x, y = embed(head_x, gallery.x), embed(head_y, gallery.y)
-    return evaluation.retrieval(x, y, gallery.x_of_y)
-
-
-def evaluate_zero_shot(head_x: Any, head_y: Any, task: data.ZeroShot) -> dict[str, float]:
-    """Zero-shot classification metrics of two heads, in percent."""
-    prompts = embed(head_y, task.prompts.reshape(-1, task.prompts.shape[-1]))
-    prompts = prompts.reshape(*task.prompts.shape[:2], -1)
-    return evaluation.zero_shot(embed(head_x, task.x), prompts, task.labels)
-
-
 def place(
     dataset: data.Dataset, *, pools: str = "xy", on_device: bool = True
 ) -> sampling.DeviceData:
@@ -183,7 +138,36 @@ def init_state(
 
 
 def _optimizer(config: TrainConfig) -> optax.GradientTransformation:
-    return teachers.optimizer(config.learning_rate, config.steps, weight_decay=config.weight_decay)
+    return optimizer(config.learning_rate, config.steps, weight_decay=config.weight_decay)
+
+
+def optimizer(
+    learning_rate: float, steps: int, *, weight_decay: float = 1e-5
+) -> optax.GradientTransformation:
+    """Lion(0.9, 0.99) with a linear warm-up over ceil(10 %) of the steps, then a cosine to 0.
+
+    >>> optimizer(1e-4, 100).init({"w": jnp.zeros(2)})[0].mu
+    {'w': Array([0., 0.], dtype=float32)}
+    """
+    schedule = warmup_cosine(learning_rate, steps)
+    return optax.lion(schedule, b1=0.9, b2=0.99, weight_decay=weight_decay)
+
+
+def warmup_cosine(learning_rate: float, steps: int) -> optax.Schedule:
+    """Learning rate of step t: peak (t + 1) / w while t < w = ceil(steps / 10), then a cosine to 0.
+
+    >>> rate = warmup_cosine(1.0, 20)
+    >>> [round(float(rate(t)), 3) for t in (0, 1, 2, 11, 20)]
+    [0.5, 1.0, 1.0, 0.5, 0.0]
+    """
+    warmup = -(-steps // 10)
+
+    def rate(step: Any) -> Array:
+        fraction = jnp.clip((step - warmup) / max(steps - warmup, 1), 0.0, 1.0)
+        cosine = 0.5 * (1.0 + jnp.cos(jnp.pi * fraction))
+        return learning_rate * jnp.where(step < warmup, (step + 1) / warmup, cosine)
+
+    return rate
 
 
 def batch_key(config: TrainConfig) -> Array:
@@ -376,7 +360,7 @@ def _rows_of_steps(
     if on_device:
         yield lambda number: batches
         return
-    with feeding.Feed(batches, batch_key(config), mesh=mesh, **_sizes(config)) as feed:
+    with sampling.Feed(batches, batch_key(config), mesh=mesh, **_sizes(config)) as feed:
         yield feed
 
 
@@ -417,7 +401,71 @@ def _select(
     if gallery is None:
         return current
     heads = nnx.merge(graphdef, params)
-    scores = evaluate(heads.x, heads.y, gallery)
+    scores = evaluation.evaluate(heads.x, heads.y, gallery)
     report.update({f"val/{name}": value for name, value in scores.items()})
     score = jnp.float32(scores["mean/R@1"])
     return current._replace(mean_r1=score) if score > best.mean_r1 else best
+
+
+# --- the teacher that is trained ---
+
+
+def contrastive(
+    pairs_x: Rows,
+    pairs_y: Rows,
+    *,
+    dim: int = 1024,
+    steps: int = 2000,
+    learning_rate: float = 1e-4,
+    loss: str = "siglip",
+    batch_size: int = 10_000,
+    seed: int = 0,
+) -> LinearTeacher:
+    """The contrastive teacher: SAIL's linear heads, trained on the pairs by `fit` and then frozen.
+
+    Args:
+        pairs_x: embeddings of the first modality, (n, d_x).
+        pairs_y: embeddings of the second, (n, d_y); row i belongs to row i of `pairs_x`.
+        dim: width of the shared space.
+        steps: training steps.
+        learning_rate: its peak.
+        loss: "siglip" or "infonce" (symmetric), with learned scale (and bias).
+        batch_size: pairs per step; all of them when there are fewer.
+        seed: of the random start and of the batches.
+
+    Returns:
+        The teacher; its directions are in no particular order.
+
+    Raises:
+        InputError: rows do not match, are not finite or are zero; fewer than 2 pairs; or an option
+            is out of range.
+        NonFiniteLossError: the loss became NaN or infinite.
+
+    >>> A = np.random.default_rng(0).normal(size=(50, 4)).astype(np.float32)
+    >>> contrastive(A, A, dim=3, steps=5).x(A).shape
+    (50, 3)
+    """
+    checks.pairs(pairs_x, pairs_y, min_rows=2)
+    checks.whole(1, dim=dim)
+    checks.whole(2, batch_size=batch_size)
+    config = TrainConfig(
+        steps=steps,
+        pair_batch=batch_size,
+        learning_rate=learning_rate,
+        eval_every=steps,
+        seed=seed,
+    )
+    dataset = data.dataset((pairs_x, pairs_y))
+    start = build_heads(pairs_x.shape[1], pairs_y.shape[1], dim, seed=seed)
+    trained, _ = fit(Contrastive(loss), start, dataset, config)
+    map_x, map_y = trained.to_affine()
+    correlations = teachers.pearson(np.asarray(map_x(pairs_x)), np.asarray(map_y(pairs_y)))
+    return LinearTeacher(map_x, map_y, jnp.asarray(correlations, jnp.float32))
+
+
+TEACHERS: dict[str, Callable[..., LinearTeacher]] = {
+    "procrustes": teachers.procrustes,
+    "cca": teachers.cca,
+    "contrastive": contrastive,
+}
+"""Every teacher by name: (pairs_x, pairs_y, **options) -> LinearTeacher."""

@@ -1,8 +1,9 @@
 """Fixtures, and shape checking of the package while the tests run."""
 
+import contextlib
 import os
 import pathlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 # Tests compile hundreds of small programs and run each a few times: compile quickly.
 os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_backend_optimization_level=0"
@@ -20,6 +21,27 @@ shape_checks.install(sotalign_jax)
 @pytest.fixture
 def rng() -> np.random.Generator:
     return np.random.default_rng(0)
+
+
+@pytest.fixture
+def compilations() -> Callable[[], contextlib.AbstractContextManager[list[str]]]:
+    """A context whose value lists the programs that were compiled in it."""
+
+    @contextlib.contextmanager
+    def counting() -> Iterator[list[str]]:
+        compiled: list[str] = []
+
+        def listen(event: str, duration: float, **details: object) -> None:
+            if event == "/jax/core/compile/backend_compile_duration":
+                compiled.append(event)
+
+        jax.monitoring.register_event_duration_secs_listener(listen)
+        try:
+            yield compiled
+        finally:
+            jax.monitoring.unregister_event_duration_listener(listen)
+
+    return counting
 
 
 @pytest.fixture

@@ -10,7 +10,8 @@ import pytest
 
 import sotalign_jax as sota
 from benchmarks import accelerator, collectives
-from sotalign_jax import checkpoints, checks, data, heads, methods, structure, teachers, training
+from sotalign_jax import checkpoints, checks, data, heads, methods, teachers, training
+from sotalign_jax.methods import structure
 from sotalign_jax.ot import sharding
 
 N, M, D = 61, 50, 8  # neither is a multiple of eight

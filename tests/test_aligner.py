@@ -9,7 +9,7 @@ import pytest
 from flax import nnx
 from safetensors.numpy import load_file, save_file
 
-from sotalign_jax import checks, data, evaluation, heads, methods, recording, teachers
+from sotalign_jax import checks, data, evaluation, heads, methods, teachers
 from sotalign_jax.aligner import Aligner, align, hold_out
 
 D_X, D_Y = 12, 10
@@ -82,6 +82,46 @@ def test_embeddings_are_unit_rows_and_similarity_their_cosine(aligned, table):
     for other in (x.tolist(), jnp.asarray(x), x.astype(np.float64)):
         np.testing.assert_allclose(aligned.embed_x(other), f, atol=1e-6)
     np.testing.assert_allclose(aligned.embed_x(x.astype(np.float16)), f, atol=5e-3)
+
+
+@pytest.mark.parametrize("direction", ["x_to_y", "y_to_x"])
+def test_search_finds_what_the_whole_matrix_says(aligned, table, direction):
+    x, y = table[0][:70], table[1][:90]
+    similarity = aligned.similarity(x, y)
+    queries, gallery = (x, y) if direction == "x_to_y" else (y, x)
+    expected = similarity if direction == "x_to_y" else similarity.T
+    scores, indices = aligned.search(queries, gallery, 4, direction=direction, chunk=16)
+    assert isinstance(scores, np.ndarray) and indices.shape == (len(queries), 4)
+    np.testing.assert_array_equal(indices, np.argsort(-expected, axis=1, kind="stable")[:, :4])
+    np.testing.assert_allclose(scores, np.take_along_axis(expected, indices, axis=1), atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"k": 301}, "k: 301"),
+        ({"k": 0}, "k: is 0"),
+        ({"direction": "x"}, "direction: 'x'"),
+        ({"queries": np.ones((2, 5))}, "queries: rows have width 5"),
+        ({"gallery": np.zeros((300, D_Y))}, "gallery: row 0 is all zeros"),
+    ],
+)
+def test_what_cannot_be_searched(aligned, table, change, message):
+    with pytest.raises(checks.InputError, match=message):
+        aligned.search(**{"queries": table[0], "gallery": table[1], "k": 3} | change)
+
+
+def test_a_matrix_larger_than_memory_is_refused_before_anything_is_computed(aligned):
+    rows = np.broadcast_to(np.float32(1.0), (10**7, D_X)), np.broadcast_to(1.0, (10**7, D_Y))
+    with pytest.raises(checks.InputError, match=r"x, y: .* use search"):
+        aligned.similarity(*rows)
+
+
+def test_torch_tensors_may_be_bfloat16_and_require_gradients(aligned, table):
+    torch = pytest.importorskip("torch")
+    x = torch.tensor(table[0][:7])
+    expected = aligned.embed_x(x.bfloat16().float().numpy())
+    np.testing.assert_array_equal(aligned.embed_x(x.bfloat16().requires_grad_()), expected)
 
 
 def test_same_seed_gives_the_same_aligner(aligned, given, table):
@@ -218,10 +258,10 @@ def changed(array, row, value):
         (lambda g: {"x": changed(g["x"], 4, np.nan)}, "x: row 4 is NaN or inf"),
         (lambda g: {"y": changed(g["y"], 5, 0.0)}, "y: row 5 is all zeros"),
         (lambda g: {"y": g["y"].astype(int)}, "y: has dtype int64"),
-        (lambda g: {"pairs": (g["x"], g["y"][:9])}, "pairs: A has 75 rows but B has 9"),
-        (lambda g: {"pairs": (g["x"][0], g["y"])}, r"pairs A: has shape \(12,\)"),
-        (lambda g: {"pairs": (g["x"][:0], g["y"][:0])}, "pairs A: has 0 rows"),
-        (lambda g: {"pairs": (changed(g["x"], 2, np.inf), g["y"])}, "pairs A: row 2 is NaN"),
+        (lambda g: {"pairs": (g["x"], g["y"][:9])}, "pairs_y: has 9 rows but pairs_x has 75"),
+        (lambda g: {"pairs": (g["x"][0], g["y"])}, r"pairs_x: has shape \(12,\)"),
+        (lambda g: {"pairs": (g["x"][:0], g["y"][:0])}, "pairs_x: has 0 rows"),
+        (lambda g: {"pairs": (changed(g["x"], 2, np.inf), g["y"])}, "pairs_x: row 2 is NaN"),
         (lambda g: {"val": (g["x"], g["y"][:9])}, "gallery: x has 75 rows but y has 9"),
         (lambda g: {"val": (g["y"], g["y"])}, "val x: width 10 differs from the pairs' 12"),
         (lambda g: {"init": "zeros"}, "init: 'zeros' is unknown; choose one of teacher"),
@@ -373,15 +413,23 @@ def test_an_empty_folder_may_be_used(tmp_path, monkeypatch):
     assert Aligner.load("made").info == {}
 
 
+def test_the_home_folder_is_expanded(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    Aligner(HEADS["linear"](), {"at": "home"}).save("~/aligner")
+    assert (tmp_path / "aligner").is_dir()
+    assert Aligner.load("~/aligner").info == {"at": "home"}
+
+
 def test_a_failed_save_leaves_the_old_aligner(saved):
-    with pytest.raises(checks.InputError, match="cannot be written as JSON"):
+    with pytest.raises(checks.InputError, match="info: "):
         Aligner(HEADS["linear"](), {"score": float("nan")}).save(saved, overwrite=True)
     assert Aligner.load(saved).info == {}
     assert [path.name for path in saved.parent.iterdir()] == ["saved"]
 
 
 def test_a_run_folder_is_loaded_once_it_is_finished(saved, tmp_path):
-    run = recording.open_run(tmp_path / "run", {"seed": 0}).path
+    run = tmp_path / "run"
+    run.mkdir()
     with pytest.raises(checks.InputError, match=rf"{run} holds no aligner; .* finished run"):
         Aligner.load(run)
     shutil.move(saved, run / "aligner")
@@ -428,6 +476,22 @@ def edit(**changes):
     return apply
 
 
+def option(**changes):
+    """Other options of the head of x."""
+
+    def apply(folder):
+        path = folder / "aligner.json"
+        described = json.loads(path.read_text())
+        described["heads"]["x"]["options"].update(changes)
+        path.write_text(json.dumps(described))
+
+    return apply
+
+
+def nest(folder):
+    (folder / "aligner.json").write_text('{"format": 2, "heads": ' + "[" * 100_000)
+
+
 def list_instead(folder):
     (folder / "aligner.json").write_text("[1]")
 
@@ -440,13 +504,21 @@ def list_instead(folder):
         (remove, "heads.safetensors is missing or damaged"),
         (lose_tensor, r"has y.linear.kernel of shape None but aligner.json describes \(10, 4\)"),
         (other_shape, r"has x.linear.bias of shape \(2,\) but aligner.json describes \(4,\)"),
-        (cut_description, "aligner.json: is cut short"),
+        (cut_description, "aligner.json is missing or damaged"),
         (edit(format=99), "has format 99 but this version reads 2; load it with the version"),
         (list_instead, "has format None but this version reads 2"),
-        (edit(heads={}), "aligner.json is damaged"),
-        (edit(heads={"x": {"kind": "cnn"}}), "aligner.json is damaged"),
-        (edit(heads={"x": {"kind": "linear", "depth": 3}}), "aligner.json is damaged"),
-        (edit(heads=None), "aligner.json is damaged"),
+        (edit(heads={}), "aligner.json is missing or damaged"),
+        (edit(heads={"x": {"kind": "cnn"}}), "aligner.json is missing or damaged"),
+        (edit(heads={"x": {"kind": "linear", "depth": 3}}), "aligner.json is missing or damaged"),
+        (edit(heads=None), "aligner.json is missing or damaged"),
+        (edit(heads=[1, 2]), "aligner.json is missing or damaged"),
+        (option(d_out=-1), "d_out: is -1"),
+        (option(d_out=0), "d_out: is 0"),
+        (option(d_out="4"), "aligner.json is missing or damaged"),
+        (option(d_out=10**12), "aligner.json"),  # and nothing of that size is allocated
+        (option(d_out=10**30), "aligner.json"),
+        (option(norm="batch"), "norm: 'batch'"),
+        (nest, "aligner.json is missing or damaged"),
     ],
 )
 def test_damaged_files_are_named(saved, damage, message):
@@ -454,3 +526,4 @@ def test_damaged_files_are_named(saved, damage, message):
     with pytest.raises(checks.InputError, match=message) as caught:
         Aligner.load(saved)
     assert str(saved) in str(caught.value)
+    assert "\n" not in str(caught.value)

@@ -51,9 +51,9 @@ def test_memory_mapped_files_are_checked(tmp_path):
 
 def test_pairs_need_equal_length():
     checks.pairs(np.ones((3, 2)), np.ones((3, 5)))
-    with pytest.raises(checks.InputError, match="images has 3 rows but captions has 4"):
+    with pytest.raises(checks.InputError, match="captions: has 4 rows but images has 3"):
         checks.pairs(np.ones((3, 2)), np.ones((4, 5)), names=("images", "captions"))
-    with pytest.raises(checks.InputError, match="pairs A: has 1 rows but at least 2"):
+    with pytest.raises(checks.InputError, match="pairs_x: has 1 rows"):
         checks.pairs(np.ones((1, 2)), np.ones((1, 5)), min_rows=2)
 
 

@@ -5,7 +5,9 @@ import scipy.linalg
 from flax import nnx
 from sklearn.cross_decomposition import CCA
 
-from sotalign_jax import Aligner, align, canonical, checks, data, heads, methods, training
+from sotalign_jax import Aligner, align, checks, data, evaluation, methods
+from sotalign_jax.methods.csa import CSAHead
+from sotalign_jax.teachers import canonical_correlations
 
 
 def views(n, d_x, d_y, *, seed=0, latent=4, noise=0.5):
@@ -36,7 +38,7 @@ def csa(A, B, **options):
 
 
 def mean_r1(fitted, test):
-    return training.evaluate(fitted.x, fitted.y, test)["mean/R@1"]
+    return evaluation.evaluate(fitted.x, fitted.y, test)["mean/R@1"]
 
 
 # --- canonical correlation analysis --------------------------------------------------------------
@@ -44,7 +46,7 @@ def mean_r1(fitted, test):
 
 def test_cca_agrees_with_scikit_learn():
     A, B = views(400, 6, 5)
-    found = canonical.cca(A, B)
+    found = canonical_correlations(A, B)
     theirs = CCA(n_components=4, scale=False, max_iter=5000, tol=1e-12).fit(A, B)
     variates = theirs.transform(A, B)
     for k in range(4):
@@ -61,7 +63,7 @@ def test_cca_agrees_with_scikit_learn():
 def test_cca_solves_the_generalised_eigenproblem(n, d_x, d_y, ridge):
     A, B = views(n, d_x, d_y)
     w_x, w_y, rho = textbook(A, B, ridge)
-    found = canonical.cca(A, B, ridge=ridge)
+    found = canonical_correlations(A, B, ridge=ridge)
     np.testing.assert_allclose(found.correlations, rho, atol=1e-9)
     # Products: directions are only unique up to a common sign.
     np.testing.assert_allclose(
@@ -73,31 +75,34 @@ def test_cca_solves_the_generalised_eigenproblem(n, d_x, d_y, ridge):
 
 def test_cca_does_not_depend_on_units():
     A, B = views(50, 6, 5)
-    found, scaled = canonical.cca(A, B, ridge=0.1), canonical.cca(1e-3 * A + 7, 5e4 * B, ridge=0.1)
+    found, scaled = (
+        canonical_correlations(A, B, ridge=0.1),
+        canonical_correlations(1e-3 * A + 7, 5e4 * B, ridge=0.1),
+    )
     np.testing.assert_allclose(scaled.correlations, found.correlations, atol=1e-4)
 
 
 def test_few_pairs_correlate_perfectly_without_a_ridge():
     A, B = views(15, 20, 30)
-    found = canonical.cca(A, B)
+    found = canonical_correlations(A, B)
     np.testing.assert_allclose(found.correlations, np.ones(14), atol=1e-9)
     z = (A - found.mean_x) @ found.weights_x
     np.testing.assert_allclose(z.T @ z / 15, np.eye(14), atol=1e-6)
-    assert canonical.cca(A, B, ridge=0.5).correlations[0] < 0.99
+    assert canonical_correlations(A, B, ridge=0.5).correlations[0] < 0.99
 
 
 @pytest.mark.parametrize(
     ("A", "B", "options", "message"),
     [
-        (np.ones((5, 2)), np.eye(5), {}, "pairs A: all rows are equal; pass pairs that differ"),
-        (np.eye(5), np.eye(4), {}, "A has 5 rows but B has 4"),
-        (np.eye(1), np.eye(1), {}, "pairs A: has 1 rows but at least 2 are needed"),
+        (np.ones((5, 2)), np.eye(5), {}, "pairs_x: all rows"),
+        (np.eye(5), np.eye(4), {}, "pairs_y: has 4 rows but pairs_x has 5"),
+        (np.eye(1), np.eye(1), {}, "pairs_x: has 1 rows"),
         (np.eye(3), np.eye(3), {"ridge": -1.0}, r"ridge: is -1.0; pass a number of at least 0"),
     ],
 )
 def test_pairs_that_cannot_be_used(A, B, options, message):
     with pytest.raises(checks.InputError, match=message):
-        canonical.cca(A, B, **options)
+        canonical_correlations(A, B, **options)
 
 
 # --- CSA -----------------------------------------------------------------------------------------
@@ -112,7 +117,7 @@ def test_similarity_is_the_published_formula(dim, ridge):
     z_x /= np.linalg.norm(z_x, axis=1, keepdims=True)
     z_y /= np.linalg.norm(z_y, axis=1, keepdims=True)
     fitted = csa(A, B, dim=dim, ridge=ridge)
-    f, g = training.embed(fitted.x, X), training.embed(fitted.y, Y)
+    f, g = evaluation.embed(fitted.x, X), evaluation.embed(fitted.y, Y)
     np.testing.assert_allclose(f @ g.T, (z_x * rho) @ z_y.T, atol=2e-5)
     np.testing.assert_allclose(np.linalg.norm(fitted.x(X), axis=1), 1.0, atol=1e-6)
     np.testing.assert_allclose(np.linalg.norm(fitted.y(Y), axis=1), 1.0, atol=1e-6)
@@ -120,13 +125,13 @@ def test_similarity_is_the_published_formula(dim, ridge):
 
 def test_head_clips_correlations_and_takes_any_float():
     rho = np.array([1.0 + 1e-9, 0.5, -1e-9])
-    head = heads.CSAHead.fitted(np.ones(3), 1e30 * np.eye(3), rho, "y")
+    head = CSAHead.fitted(np.ones(3), 1e30 * np.eye(3), rho, "y")
     assert float(head.rho[...].min()) == 0.0 and float(head.rho[...].max()) == 1.0
     rows = views(6, 3, 3)[0].astype(np.float16)
     assert np.isfinite(head(rows)).all() and head(rows).dtype == np.float32
     np.testing.assert_array_equal(head(rows)[:, 3], 0.0)  # the x side's place
     with pytest.raises(checks.InputError, match="side: 'z' is unknown"):
-        heads.CSAHead(3, 5, side="z", rngs=nnx.Rngs(0))
+        CSAHead(3, 5, side="z", rngs=nnx.Rngs(0))
 
 
 def test_many_pairs_suffice_and_fewer_than_features_are_chance():

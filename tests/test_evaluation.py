@@ -3,7 +3,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from sotalign_jax import checks, evaluation
+from sotalign_jax import checks, data, evaluation, heads
+from sotalign_jax.ot import affinity
+
+D_X, D_Y = 12, 10
 
 
 def _rows(n, d, seed=0):
@@ -72,18 +75,19 @@ def test_narrow_features_are_scored_in_float32(dtype):
     assert got == pytest.approx(_oracle(np.asarray(x), np.asarray(y), np.arange(60), (1, 5, 10)))
 
 
-def test_retrieval_compiles_once_per_shape_and_whatever_the_cut_offs():
-    before = evaluation._ranks._cache_size()
-    for seed in range(3):
-        evaluation.retrieval(_rows(31, 3, seed), _rows(31, 3, seed + 9), ks=(1 + seed,), chunk=8)
-    assert evaluation._ranks._cache_size() == before + 1
+def test_retrieval_compiles_once_per_shape_and_whatever_the_cut_offs(compilations):
+    evaluation.retrieval(_rows(31, 3), _rows(31, 3, 9), chunk=8)
+    with compilations() as compiled:
+        for seed in range(3):
+            evaluation.retrieval(_rows(31, 3, seed), _rows(31, 3), ks=(1 + seed,), chunk=8)
+    assert not compiled
 
 
 def test_the_score_matrix_never_exists():
     n, m, d, chunk = 2048, 4096, 8, 128
     shapes = [jax.ShapeDtypeStruct(s, jnp.float32) for s in ((n, d), (m, d))]
     owner = jax.ShapeDtypeStruct((m,), jnp.int32)
-    compiled = evaluation._ranks.lower(*shapes, owner, chunk=chunk).compile()
+    compiled = evaluation.match_ranks.lower(*shapes, owner, chunk=chunk).compile()
     assert compiled.memory_analysis().temp_size_in_bytes < 4 * n * m / 4
 
 
@@ -136,3 +140,47 @@ def test_each_prompt_weighs_the_same_whatever_its_length():
 def test_bad_zero_shot_input(prompts, labels, message):
     with pytest.raises(checks.InputError, match=message):
         evaluation.zero_shot(_rows(2, 3), prompts, labels)
+
+
+# --- heads ---
+
+
+@pytest.mark.parametrize("kind", ["linear", "mlp"])
+def test_embedding_in_blocks_is_embedding_at_once(monkeypatch, kind):
+    head = heads.build_heads(D_X, D_Y, 4, kind=kind).x
+    rows = np.random.default_rng(0).normal(size=(23, D_X)).astype(np.float32)
+    direct = affinity.l2_normalize(head(rows))
+    monkeypatch.setattr(evaluation, "EMBED_CHUNK", 5)
+    blocks = evaluation.embed(head, rows)
+    assert blocks.shape == (23, 4)
+    np.testing.assert_allclose(blocks, direct, atol=1e-6)
+    np.testing.assert_allclose(np.linalg.norm(blocks, axis=1), 1.0, rtol=1e-6)
+
+
+@pytest.mark.parametrize("dtype", [np.float16, jnp.bfloat16, np.float64])
+def test_embedding_of_any_dtype_from_host_or_device(dtype, tmp_path):
+    head = heads.build_heads(D_X, D_Y, 4).x
+    rows = np.random.default_rng(0).normal(size=(7, D_X)).astype(dtype)
+    expected = evaluation.embed(head, rows.astype(np.float32))
+    assert expected.dtype == np.float32
+    for given in (rows, jnp.asarray(rows)):
+        np.testing.assert_allclose(evaluation.embed(head, given), expected, atol=1e-6)
+
+
+def test_embedding_through_an_affine_map(teacher, dataset):
+    np.testing.assert_allclose(
+        evaluation.embed(teacher.map_x, dataset.pairs_x), teacher.x(dataset.pairs_x), atol=1e-6
+    )
+
+
+def test_zero_shot_of_heads(start):
+    rng = np.random.default_rng(0)
+    task = data.zero_shot(
+        rng.normal(size=(9, D_X)), rng.integers(0, 3, 9), rng.normal(size=(3, 2, D_Y))
+    )
+    scores = evaluation.evaluate_zero_shot(start.x, start.y, task)
+    prompts = np.array(start.y(task.prompts.reshape(6, D_Y))).reshape(3, 2, -1)
+    prompts /= np.linalg.norm(prompts, axis=-1, keepdims=True)
+    classes = prompts.mean(1) / np.linalg.norm(prompts.mean(1), axis=-1, keepdims=True)
+    predicted = np.argmax(np.asarray(start.x(task.x)) @ classes.T, axis=1)
+    assert scores["zero_shot/top1"] == pytest.approx(100 * np.mean(predicted == task.labels))

@@ -14,7 +14,7 @@ import sotalign_jax
 from experiments import batch, main, runner, settings
 from experiments.configs import compare as compare_config
 from experiments.configs import paper, quickstart
-from sotalign_jax import checkpoints, checks, data, methods, teachers, training
+from sotalign_jax import checkpoints, checks, data, evaluation, methods, teachers, training
 
 # ml_collections loads config files by a deprecated call.
 pytestmark = pytest.mark.filterwarnings("ignore:.*load_module:DeprecationWarning")
@@ -401,7 +401,7 @@ def test_a_teacher_as_method_scores_what_the_teacher_does(launch, files, tmp_pat
     y = data.mismatch_pairs(arrays["y"][rows], fraction=0.2, seed=0)
     teacher = teachers.cca(arrays["x"][rows], y, ridge=0.01, dim=5)
     gallery = data.gallery(arrays["test_x"], arrays["test_y"])
-    expected = training.evaluate(teacher.map_x, teacher.map_y, gallery)
+    expected = evaluation.evaluate(teacher.map_x, teacher.map_y, gallery)
     results = json.loads((tmp_path / "run" / "results.json").read_text())
     assert {f"test/{key}": value for key, value in expected.items()}.items() <= results.items()
 
@@ -463,7 +463,7 @@ def test_heads_are_the_methods_own_unless_told(files):
         ({}, ["n_pairs=301"], "config.data: n_pairs: 301 asked of 300 rows; keep it in 1..300"),
         ({}, ["n_pairs=300"], "config.data: pool x: has no rows but SOTAlign learns from"),
         ({}, ["n_unpaired=121"], "n_unpaired: 121 asked but 120 rows remain for a disjoint pool"),
-        ({}, ["n_pairs=1"], "config.teacher: pairs A: has 1 rows but at least 2 are needed"),
+        ({}, ["n_pairs=1"], "config.teacher: pairs_x: has 1 rows but at least 2 are needed"),
         ({}, ["files.test_y="], "files.test_y: is not set; pass --config.data.files.test_y=PATH"),
         ({}, ["files.val_x=gone.npy"], "config.data: files.val_x: gone.npy: no such file; check"),
         ({}, ["files.val_x=x.csv"], "files.val_x: x.csv: unknown format '.csv'; use .npy"),

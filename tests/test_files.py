@@ -104,15 +104,36 @@ def test_corrupt_npz_member_is_noticed(tmp_path):
         files.load_array(path)
 
 
+def _entry(shape: list[int], begin: int, end: int) -> str:
+    return json.dumps({"a": {"dtype": "F32", "shape": shape, "data_offsets": [begin, end]}})
+
+
 @pytest.mark.parametrize(
-    "header", [{"a": {"dtype": "F32", "shape": [2, 2], "data_offsets": [0, 4]}}, 3]
+    "header",
+    [
+        _entry([2, 2], 0, 4),
+        _entry([2, 2], -16, 0),  # the header itself, read as numbers
+        _entry([2, 2], 16, 0),
+        _entry([-2, -2], 0, 16),
+        _entry([10**30], 0, 4 * 10**30),
+        _entry([2**40], 0, 4 * 2**40),
+        "3",
+        "[" * 100_000,
+    ],
 )
 def test_safetensors_with_a_wrong_header(tmp_path, header):
     path = tmp_path / "x.safetensors"
-    text = json.dumps(header).encode()
+    text = header.encode()
     path.write_bytes(len(text).to_bytes(8, "little") + text + bytes(64))
-    with pytest.raises(checks.InputError, match="cannot be read"):
+    with pytest.raises(checks.InputError, match="cannot be read") as caught:
         files.load_array(path)
+    assert "\n" not in str(caught.value)
+
+
+def test_the_home_folder_is_expanded(tmp_path, monkeypatch, table):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    np.save(tmp_path / "x.npy", table)
+    np.testing.assert_array_equal(files.load_array("~/x.npy"), table)
 
 
 def test_missing_unknown_and_unpicklable(tmp_path):

@@ -1,3 +1,4 @@
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -106,7 +107,7 @@ def test_folding_scale_and_shift_changes_no_gradient(x64, norm):
         jax.value_and_grad(value, argnums=(0, 1))(params, x, apply)
         for apply in (heads.LinearHead.__call__, layer_by_layer)
     )
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-11), ours, expected)
+    chex.assert_trees_all_close(ours, expected, rtol=1e-11)
 
 
 def test_normalised_rows_are_not_kept_for_the_backward_pass():
@@ -134,6 +135,19 @@ def test_glu_head_against_numpy():
     expected = (np.clip(gate, 0, 6) * inner) @ head.outer.kernel[...] + head.outer.bias[...]
     np.testing.assert_allclose(head(x), expected, atol=1e-5)
     assert heads.GLUHead(7, 4, rngs=nnx.Rngs(0)).hidden == 56
+
+
+def test_glu_head_clips_both_branches_after_their_linear_maps():
+    """As SAIL's code does: a large normalised row is not clipped before its linear maps."""
+    head = heads.GLUHead(7, 4, hidden=9, rngs=nnx.Rngs(0))
+    head.input.scale[...] = jnp.full(7, 3e3)
+    head.gate.kernel[...] = 1e-3 * head.gate.kernel[...]
+    x = rows(0, 6, 7)
+    z = np.asarray(head.input(x))
+    gate, inner = (np.clip(z @ d.kernel[...], -1e3, 1e3) for d in (head.gate, head.inner))
+    assert np.abs(z).max() > 1e3 and np.abs(inner).max() == 1e3
+    expected = (np.clip(gate, 0, 6) * inner) @ head.outer.kernel[...]
+    np.testing.assert_allclose(head(x), expected, rtol=1e-4, atol=1e-2)
 
 
 def test_tanh_head_against_numpy():

@@ -197,9 +197,9 @@ def test_options_that_cannot_be_used(options, message):
 
 
 def test_more_neighbours_than_the_pool_has(dataset):
-    with pytest.raises(checks.InputError, match="k: 101 neighbours asked of 100 keys; ask for"):
+    with pytest.raises(checks.InputError, match="k: 101 "):
         methods.NNCLR(k=101).prepare(training.place(dataset))
-    with pytest.raises(checks.InputError, match=r"k: 100 .* only 99 keys differ from query 0"):
+    with pytest.raises(checks.InputError, match="k: 100 "):
         methods.NNCLR(k=100).prepare(training.place(dataset))
 
 

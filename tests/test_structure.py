@@ -9,7 +9,8 @@ from flax import nnx
 from jax.test_util import check_grads
 from scipy.special import rel_entr, softmax
 
-from sotalign_jax import checks, heads, losses, methods, sampling, structure
+from sotalign_jax import checks, heads, losses, methods, sampling
+from sotalign_jax.methods import structure
 from sotalign_jax.ot import affinity
 
 D_X, D_Y, DIM, PAIRS, N, M = 7, 6, 4, 8, 12, 10

@@ -18,7 +18,8 @@ from jax.test_util import check_grads
 from sklearn.cross_decomposition import CCA
 from sklearn.neighbors import NearestNeighbors
 
-from sotalign_jax import Aligner, align, checks, data, heads, methods, mmd, spectral, training
+from sotalign_jax import Aligner, align, checks, data, evaluation, heads, methods, training
+from sotalign_jax.methods import sue
 
 ROOT = pathlib.Path(__file__).parents[1]
 
@@ -40,31 +41,31 @@ def naive_adjacency(rows, neighbours, scale):
 @pytest.mark.parametrize(("n", "neighbours", "scale"), [(40, 7, 4), (41, 7, 8), (6, 30, 15)])
 def test_adjacency_against_scikit_learn(rng, n, neighbours, scale):
     rows = (rng.normal(size=(n, 3)) + 100.0).astype(np.float32)  # off centre: distances cancel
-    ours = spectral.adjacency(rows, spectral.Graph(neighbours, scale))
+    ours = sue.adjacency(rows, sue.Graph(neighbours, scale))
     expected = naive_adjacency(rows.astype(np.float64), neighbours, scale)
     np.testing.assert_allclose(ours, expected, atol=1e-4)
-    assert np.isfinite(spectral.adjacency(np.ones((8, 2)), spectral.Graph())).all()
+    assert np.isfinite(sue.adjacency(np.ones((8, 2)), sue.Graph())).all()
 
 
 def test_variation_and_its_gradient(x64, rng):
     rows, y, others = (jnp.asarray(rng.normal(size=(12, d))) for d in (3, 4, 4))
-    weights = spectral.adjacency(rows, spectral.Graph(4, 2))
+    weights = sue.adjacency(rows, sue.Graph(4, 2))
     pairs = [(i, j) for i in range(12) for j in range(12)]
     naive = sum(weights[i, j] * np.sum((y[i] - y[j]) ** 2) for i, j in pairs) / (2 * 12)
-    np.testing.assert_allclose(spectral.variation(y, weights), naive)
+    np.testing.assert_allclose(sue.variation(y, weights), naive)
 
     def loss(y, others):
-        return spectral.variation(y @ spectral.orthonormalizer(others), weights)
+        return sue.variation(y @ sue.orthonormalizer(others), weights)
 
     check_grads(loss, (y, others), order=1, modes="rev")
-    z = others @ spectral.orthonormalizer(others)
+    z = others @ sue.orthonormalizer(others)
     np.testing.assert_allclose(z.T @ z / 12, np.eye(4), atol=1e-4)
 
 
 def test_outputs_that_depend_on_each_other_stay_finite(rng):
     y = rng.normal(size=(20, 3)).astype(np.float32)
     y[:, 2] = y[:, 0] - y[:, 1]
-    assert np.isfinite(spectral.orthonormalizer(y)).all()
+    assert np.isfinite(sue.orthonormalizer(y)).all()
 
 
 def clusters(rng):
@@ -84,20 +85,20 @@ def ring(rng):
 def test_a_network_finds_the_eigenvectors_of_the_graph(rng, shape, degrees):
     rows, count = shape(rng)
     rows = rng.permutation(rows).astype(np.float32)
-    graph = spectral.Graph(neighbours=12, scale=6)
+    graph = sue.Graph(neighbours=12, scale=6)
     weights = naive_adjacency(rows.astype(np.float64), 12, 6)
     values, vectors = np.linalg.eigh(np.diag(weights.sum(axis=1)) - weights)
     assert values[count] - values[count - 1] > 0.01  # or the space were not unique
     losses = []
-    network, basis = spectral.fit(
+    network, basis = sue.fit_spectral(
         heads.TanhHead(5, count, hidden=32, rngs=nnx.Rngs(0)),
         rows,
         graph=graph,
-        schedule=spectral.Schedule(epochs=150, batch=256, learning_rate=1e-2, patience=40),
+        schedule=sue.Schedule(epochs=150, batch=256, learning_rate=1e-2, patience=40),
         key=jax.random.key(0),
         report=lambda epoch, loss: losses.append(loss),
     )
-    found = spectral.apply(network, rows) @ basis
+    found = sue.apply(network, rows) @ basis
     np.testing.assert_allclose(found.T @ found / len(rows), np.eye(count), atol=1e-6)
     assert scipy.linalg.subspace_angles(found, vectors[:, :count]).max() < np.deg2rad(degrees)
     assert np.ptp(found[:, 0]) < 0.5 * np.ptp(found[:, -1]) or shape is clusters  # the constant
@@ -106,21 +107,21 @@ def test_a_network_finds_the_eigenvectors_of_the_graph(rng, shape, degrees):
 
 def test_a_spectral_network_needs_rows_and_finite_losses(rng):
     network = heads.TanhHead(4, 6, hidden=8, rngs=nnx.Rngs(0))
-    options = {"graph": spectral.Graph(), "key": jax.random.key(0)}
-    schedule = spectral.Schedule(epochs=3, batch=8, learning_rate=1e38)
+    options = {"graph": sue.Graph(), "key": jax.random.key(0)}
+    schedule = sue.Schedule(epochs=3, batch=8, learning_rate=1e38)
     with pytest.raises(checks.InputError, match="eigenvectors: 6 asked of 10 rows; add rows, at"):
-        spectral.fit(network, np.ones((10, 4)), schedule=schedule, **options)
+        sue.fit_spectral(network, np.ones((10, 4)), schedule=schedule, **options)
     with pytest.raises(FloatingPointError, match=r"not finite in epoch .*; lower learning_rate"):
-        spectral.fit(network, rng.normal(size=(40, 4)), schedule=schedule, **options)
+        sue.fit_spectral(network, rng.normal(size=(40, 4)), schedule=schedule, **options)
 
 
 def test_the_rate_falls_and_training_ends(rng):
     seen = []
-    spectral.fit(
+    sue.fit_spectral(
         heads.TanhHead(4, 2, hidden=4, rngs=nnx.Rngs(0)),
         rng.normal(size=(30, 4)).astype(np.float32),
-        graph=spectral.Graph(3, 2),
-        schedule=spectral.Schedule(epochs=99, batch=9, learning_rate=1e-7, patience=0),
+        graph=sue.Graph(3, 2),
+        schedule=sue.Schedule(epochs=99, batch=9, learning_rate=1e-7, patience=0),
         key=jax.random.key(0),
         report=lambda epoch, loss: seen.append(epoch),
     )
@@ -141,13 +142,13 @@ def naive_mmd(x, y, scale=None):
 
 def test_mmd_against_a_transcription(x64, rng):
     x, y = rng.normal(size=(9, 3)), rng.normal(size=(7, 3)) + 0.5
-    np.testing.assert_allclose(mmd.mmd(x, y), naive_mmd(x, y), rtol=1e-10)
-    np.testing.assert_allclose(mmd.mmd(x, x[::-1]), 0.0, atol=1e-12)
+    np.testing.assert_allclose(sue.mmd(x, y), naive_mmd(x, y), rtol=1e-10)
+    np.testing.assert_allclose(sue.mmd(x, x[::-1]), 0.0, atol=1e-12)
 
     # The scale gets no gradient, so that finite differences must hold it fixed.
     rows = np.concatenate([x, y])
     scale = np.sum((rows[:, None] - rows) ** 2) / (16 * 15)
-    gradient, step = jax.grad(mmd.mmd)(jnp.asarray(x), jnp.asarray(y)), 1e-5
+    gradient, step = jax.grad(sue.mmd)(jnp.asarray(x), jnp.asarray(y)), 1e-5
     for i, j in [(0, 0), (4, 2), (8, 1)]:
         shift = np.zeros_like(x)
         shift[i, j] = step
@@ -157,17 +158,17 @@ def test_mmd_against_a_transcription(x64, rng):
 
 def test_refining_brings_distributions_together(rng):
     x, y = rng.normal(size=(400, 3)) * 0.5 + 1.0, rng.normal(size=(300, 3))
-    start = heads.Residual(3, 16, rngs=nnx.Rngs(0))
+    start = sue.Residual(3, 16, rngs=nnx.Rngs(0))
     before = jax.tree.map(np.asarray, nnx.state(start))
     options = {"epochs": 20, "batch": 32, "learning_rate": 1e-3, "key": jax.random.key(0)}
-    network = mmd.refine(start, x, y, **options)
+    network = sue.refine(start, x, y, **options)
     moved = np.asarray(network(jnp.asarray(x, jnp.float32)))
     assert naive_mmd(moved[:150], y[:150]) < 0.2 * naive_mmd(x[:150], y[:150])
     assert jax.tree.all(jax.tree.map(np.array_equal, nnx.state(start), before))  # untouched
-    again = mmd.refine(start, x, y, **options)
+    again = sue.refine(start, x, y, **options)
     np.testing.assert_array_equal(again(jnp.asarray(x, jnp.float32)), moved)
     with pytest.raises(FloatingPointError, match="mmd: the loss is not finite in epoch 1"):
-        mmd.refine(start, x, y, **options | {"learning_rate": 1e38})
+        sue.refine(start, x, y, **options | {"learning_rate": 1e38})
 
 
 # --- SUE -----------------------------------------------------------------------------------------
@@ -210,7 +211,7 @@ def fitted(dataset):
 
 
 def test_sue_finds_unseen_matches(fitted, dataset):
-    scores = training.evaluate(fitted.x, fitted.y, dataset.test)
+    scores = evaluation.evaluate(fitted.x, fitted.y, dataset.test)
     assert scores["mean/R@10"] > 30  # chance is 10
 
 

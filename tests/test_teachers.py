@@ -1,13 +1,10 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
-from flax import nnx
 from sklearn.cross_decomposition import CCA
 
-from sotalign_jax import checks, heads, losses, teachers
-from sotalign_jax.ot import affinity
+from sotalign_jax import checks, teachers, training
 
 
 def pairs(n, d_x, d_y, *, seed=0, latent=4, noise=0.5):
@@ -163,66 +160,10 @@ def test_teacher_is_a_float32_pytree_of_unit_rows():
     np.testing.assert_allclose(jnp.linalg.norm(y, axis=1), 1.0, atol=1e-5)
 
 
-@pytest.mark.parametrize("loss", ["siglip", "infonce"])
-def test_contrastive_learns_the_pairs(loss):
-    A, B = pairs(64, 12, 10, latent=8, noise=0.1)
-    teacher = teachers.contrastive(A, B, dim=8, learning_rate=1e-3, loss=loss)
-    k = teacher.x(A) @ teacher.y(B).T
-    assert float(jnp.mean(jnp.argmax(k, axis=1) == jnp.arange(64))) > 0.95
-    assert teacher.map_x.norm == "layer"
-    assert float(teacher.correlations.mean()) > 0.7
-
-
-def test_contrastive_is_the_plain_training_loop():
-    A, B = pairs(20, 6, 5)
-    start = heads.build_heads(6, 5, 3, seed=4)
-    graphdef, params = nnx.split(start)
-    lion = optax.lion(teachers.warmup_cosine(1e-2, 4), b1=0.9, b2=0.99, weight_decay=1e-5)
-    state = lion.init(params)
-
-    @jax.jit
-    @jax.grad
-    def gradient(params):
-        h = nnx.merge(graphdef, params)
-        return losses.siglip(h.x(A), h.y(B), log_scale=h.log_scale[...], bias=h.bias[...])
-
-    update = jax.jit(lion.update)
-    for _ in range(4):
-        updates, state = update(gradient(params), state, params)
-        params = optax.apply_updates(params, updates)
-    trained = nnx.merge(graphdef, params)
-    teacher = teachers.contrastive(A, B, dim=3, steps=4, learning_rate=1e-2, seed=4)
-    np.testing.assert_allclose(teacher.x(A), affinity.l2_normalize(trained.x(A)), atol=1e-5)
-
-
-def test_contrastive_repeats_with_its_seed_also_in_batches():
-    A, B = pairs(20, 6, 5)
-    runs = [
-        teachers.contrastive(A, B, dim=3, steps=5, learning_rate=1e-2, batch_size=8, seed=s)
-        for s in (0, 0, 1)
-    ]
-    np.testing.assert_array_equal(runs[0].map_x.weight, runs[1].map_x.weight)
-    assert (runs[0].map_x.weight != runs[2].map_x.weight).any()
-
-
-def test_schedule_matches_optax():
-    steps, warmup = 95, 10
-    theirs = optax.join_schedules(
-        [
-            optax.linear_schedule(1e-4 / warmup, 1e-4, warmup - 1),
-            optax.cosine_decay_schedule(1e-4, steps - warmup),
-        ],
-        [warmup],
-    )
-    ours = teachers.warmup_cosine(1e-4, steps)
-    t = jnp.arange(steps)
-    np.testing.assert_allclose(ours(t), theirs(t.astype(jnp.float32)), atol=1e-10)
-
-
-@pytest.mark.parametrize("fit", [teachers.procrustes, teachers.cca, teachers.contrastive])
+@pytest.mark.parametrize("fit", training.TEACHERS.values())
 def test_unusable_pairs_are_named(fit):
     A, B = pairs(20, 8, 5)
-    with pytest.raises(checks.InputError, match="A has 20 rows but B has 18"):
+    with pytest.raises(checks.InputError, match="pairs_y: has 18 rows but pairs_x has 20"):
         fit(A, B[:18])
     with pytest.raises(checks.InputError, match="has 1 rows but at least 2"):
         fit(A[:1], B[:1])
@@ -241,7 +182,7 @@ def test_impossible_fits_are_named(fit):
     with pytest.raises(checks.InputError, match="choose 1 <= dim <= 5"):
         fit(A, B, dim=0)
     for renorm in (False, True):
-        with pytest.raises(checks.InputError, match="pairs B: all rows point the same way"):
+        with pytest.raises(checks.InputError, match="pairs_y: all rows"):
             fit(A, np.outer(np.arange(1, 21), B[0]).astype(np.float32), renorm=renorm)
 
 
@@ -250,12 +191,6 @@ def test_options_out_of_range_are_named():
     with pytest.raises(checks.InputError, match="ridge: is -1"):
         teachers.cca(A, B, ridge=-1.0)
     with pytest.raises(checks.InputError, match="loss: 'mse' is unknown"):
-        teachers.contrastive(A, B, loss="mse")
+        training.contrastive(A, B, loss="mse")
     with pytest.raises(checks.InputError, match="steps: is 0; pass a whole number of at least 1"):
-        teachers.contrastive(A, B, steps=0)
-
-
-def test_a_diverged_contrastive_run_stops():
-    A, B = pairs(20, 6, 5)
-    with pytest.raises(FloatingPointError, match="not finite at step"):
-        teachers.contrastive(A, B, dim=3, steps=5, learning_rate=1e38, batch_size=8)
+        training.contrastive(A, B, steps=0)

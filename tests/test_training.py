@@ -1,6 +1,7 @@
 import dataclasses
 import math
 
+import chex
 import compile_cache
 import jax
 import jax.numpy as jnp
@@ -9,7 +10,17 @@ import optax
 import pytest
 from flax import nnx
 
-from sotalign_jax import checks, data, heads, methods, sampling, teachers, training
+from sotalign_jax import (
+    checks,
+    data,
+    evaluation,
+    heads,
+    losses,
+    methods,
+    sampling,
+    teachers,
+    training,
+)
 from sotalign_jax.ot import affinity
 
 D_X, D_Y = 12, 10
@@ -76,10 +87,7 @@ def run(method, start, dataset, config=CONFIG, **options):
 
 def assert_same(first, second):
     """Equal bit by bit."""
-    a, b = jax.tree.leaves(first), jax.tree.leaves(second)
-    assert len(a) == len(b) > 0
-    for left, right in zip(a, b, strict=True):
-        np.testing.assert_array_equal(left, right, strict=True)
+    chex.assert_trees_all_equal(*(jax.tree.map(np.asarray, tree) for tree in (first, second)))
 
 
 @pytest.fixture(scope="module")
@@ -132,7 +140,7 @@ def test_step_is_lion_by_hand(start, dataset):
 
 
 def test_learning_rate_warms_up_then_falls_to_zero():
-    rates = [float(teachers.warmup_cosine(1e-4, 2000)(t)) for t in range(2001)]
+    rates = [float(training.warmup_cosine(1e-4, 2000)(t)) for t in range(2001)]
     assert rates[0] == pytest.approx(1e-4 / 200)
     assert rates[199] == pytest.approx(1e-4)
     assert np.argmax(rates) in (199, 200)
@@ -142,12 +150,8 @@ def test_learning_rate_warms_up_then_falls_to_zero():
 
 
 def test_step_compiles_once_and_donates_its_state(start, dataset, teacher):
-    traces = []
-
     class Counted(methods.SOTAlign):
-        def __call__(self, *args):
-            traces.append(None)
-            return super().__call__(*args)
+        __call__ = chex.assert_max_traces(methods.SOTAlign.__call__, n=1)
 
     method, batches = Counted(**dataclasses.asdict(SOTALIGN)), training.place(dataset)
     state = training.init_state(method, start, batches, WHOLE_POOL)
@@ -157,23 +161,16 @@ def test_step_compiles_once_and_donates_its_state(start, dataset, teacher):
         before = state
         state, metrics = step(state, batches, teacher, training.batch_key(WHOLE_POOL))
         assert all(leaf.is_deleted() for leaf in jax.tree.leaves(before))
-    assert len(traces) == 1
-    assert step._cache_size() == 1
     assert int(metrics["teacher_iterations"]) == 1
     assert not any(leaf.is_deleted() for leaf in jax.tree.leaves((batches, teacher)))
 
 
 def test_fit_compiles_once(start, dataset):
-    traces = []
-
     class Counted(methods.SAIL):
-        def __call__(self, *args):
-            traces.append(None)
-            return super().__call__(*args)
+        __call__ = chex.assert_max_traces(methods.SAIL.__call__, n=1)
 
     _, _, recorder = run(Counted(), start, dataset)
     assert len(recorder.steps) == CONFIG.steps
-    assert len(traces) == 1
 
 
 def test_another_seed_is_the_same_program(sail, start, dataset):
@@ -260,7 +257,7 @@ def test_best_parameters_are_kept_not_the_last(start, dataset):
     assert int(best.step) == at
     np.testing.assert_allclose(best.mean_r1, scores[at], rtol=1e-6)
     assert_same(nnx.state(trained), recorder.snapshots[at].state.params)
-    kept = training.evaluate(trained.x, trained.y, dataset.val)
+    kept = evaluation.evaluate(trained.x, trained.y, dataset.val)
     assert kept["mean/R@1"] == scores[at]
 
 
@@ -422,37 +419,6 @@ def test_options_that_cannot_be_used(options, message):
         training.TrainConfig(**options)
 
 
-# --- embedding and evaluation ------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("kind", ["linear", "mlp"])
-def test_embedding_in_blocks_is_embedding_at_once(monkeypatch, kind):
-    head = heads.build_heads(D_X, D_Y, 4, kind=kind).x
-    rows = np.random.default_rng(0).normal(size=(23, D_X)).astype(np.float32)
-    direct = affinity.l2_normalize(head(rows))
-    monkeypatch.setattr(training, "EMBED_CHUNK", 5)
-    blocks = training.embed(head, rows)
-    assert blocks.shape == (23, 4)
-    np.testing.assert_allclose(blocks, direct, atol=1e-6)
-    np.testing.assert_allclose(np.linalg.norm(blocks, axis=1), 1.0, rtol=1e-6)
-
-
-@pytest.mark.parametrize("dtype", [np.float16, jnp.bfloat16, np.float64])
-def test_embedding_of_any_dtype_from_host_or_device(dtype, tmp_path):
-    head = heads.build_heads(D_X, D_Y, 4).x
-    rows = np.random.default_rng(0).normal(size=(7, D_X)).astype(dtype)
-    expected = training.embed(head, rows.astype(np.float32))
-    assert expected.dtype == np.float32
-    for given in (rows, jnp.asarray(rows)):
-        np.testing.assert_allclose(training.embed(head, given), expected, atol=1e-6)
-
-
-def test_embedding_through_an_affine_map(teacher, dataset):
-    np.testing.assert_allclose(
-        training.embed(teacher.map_x, dataset.pairs_x), teacher.x(dataset.pairs_x), atol=1e-6
-    )
-
-
 def test_half_precision_data_trains_like_single(start, dataset, teacher):
     half = data.Dataset(
         *(
@@ -475,26 +441,13 @@ def test_half_precision_data_trains_like_single(start, dataset, teacher):
     )
 
 
-def test_zero_shot_of_heads(start):
-    rng = np.random.default_rng(0)
-    task = data.zero_shot(
-        rng.normal(size=(9, D_X)), rng.integers(0, 3, 9), rng.normal(size=(3, 2, D_Y))
-    )
-    scores = training.evaluate_zero_shot(start.x, start.y, task)
-    prompts = np.array(start.y(task.prompts.reshape(6, D_Y))).reshape(3, 2, -1)
-    prompts /= np.linalg.norm(prompts, axis=-1, keepdims=True)
-    classes = prompts.mean(1) / np.linalg.norm(prompts.mean(1), axis=-1, keepdims=True)
-    predicted = np.argmax(np.asarray(start.x(task.x)) @ classes.T, axis=1)
-    assert scores["zero_shot/top1"] == pytest.approx(100 * np.mean(predicted == task.labels))
-
-
 # --- learning ----------------------------------------------------------------------------------
 
 
 def test_sotalign_learns_to_retrieve(start, dataset, sotalign):
-    before = training.evaluate(start.x, start.y, dataset.val)["mean/R@10"]
+    before = evaluation.evaluate(start.x, start.y, dataset.val)["mean/R@10"]
     trained, best, recorder = sotalign
-    after = training.evaluate(trained.x, trained.y, dataset.val)
+    after = evaluation.evaluate(trained.x, trained.y, dataset.val)
     assert before < 30.0  # chance is 10 of 80
     assert after["mean/R@10"] > 70.0
     assert after["mean/R@1"] == pytest.approx(float(best.mean_r1))
@@ -502,3 +455,76 @@ def test_sotalign_learns_to_retrieve(start, dataset, sotalign):
     losses = [values["loss"] for values in recorder.values]
     assert np.mean(losses[-10:]) < 0.5 * losses[0]
     assert [values["teacher_iterations"] for values in recorder.values[1:]] == [1.0] * 149
+
+
+# --- the contrastive teacher ---
+
+
+def pairs(n, d_x, d_y, *, latent=4, noise=0.5):
+    """Two noisy views of shared latent variables."""
+    rng = np.random.default_rng(0)
+    z = rng.normal(size=(n, latent))
+    views = (z @ rng.normal(size=(latent, d)) + noise * rng.normal(size=(n, d)) for d in (d_x, d_y))
+    return [view.astype(np.float32) for view in views]
+
+
+@pytest.mark.parametrize("loss", ["siglip", "infonce"])
+def test_contrastive_learns_the_pairs(loss):
+    A, B = pairs(64, 12, 10, latent=8, noise=0.1)
+    teacher = training.contrastive(A, B, dim=8, learning_rate=1e-3, loss=loss)
+    k = teacher.x(A) @ teacher.y(B).T
+    assert float(jnp.mean(jnp.argmax(k, axis=1) == jnp.arange(64))) > 0.95
+    assert teacher.map_x.norm == "layer"
+    assert float(teacher.correlations.mean()) > 0.7
+
+
+def test_contrastive_is_the_plain_training_loop():
+    A, B = pairs(20, 6, 5)
+    start = heads.build_heads(6, 5, 3, seed=4)
+    graphdef, params = nnx.split(start)
+    lion = optax.lion(training.warmup_cosine(1e-2, 4), b1=0.9, b2=0.99, weight_decay=1e-5)
+    state = lion.init(params)
+
+    @jax.jit
+    @jax.grad
+    def gradient(params):
+        h = nnx.merge(graphdef, params)
+        return losses.siglip(h.x(A), h.y(B), log_scale=h.log_scale[...], bias=h.bias[...])
+
+    update = jax.jit(lion.update)
+    for _ in range(4):
+        updates, state = update(gradient(params), state, params)
+        params = optax.apply_updates(params, updates)
+    trained = nnx.merge(graphdef, params)
+    teacher = training.contrastive(A, B, dim=3, steps=4, learning_rate=1e-2, seed=4)
+    np.testing.assert_allclose(teacher.x(A), affinity.l2_normalize(trained.x(A)), atol=1e-5)
+
+
+def test_contrastive_repeats_with_its_seed_also_in_batches():
+    A, B = pairs(20, 6, 5)
+    runs = [
+        training.contrastive(A, B, dim=3, steps=5, learning_rate=1e-2, batch_size=8, seed=s)
+        for s in (0, 0, 1)
+    ]
+    np.testing.assert_array_equal(runs[0].map_x.weight, runs[1].map_x.weight)
+    assert (runs[0].map_x.weight != runs[2].map_x.weight).any()
+
+
+def test_schedule_matches_optax():
+    steps, warmup = 95, 10
+    theirs = optax.join_schedules(
+        [
+            optax.linear_schedule(1e-4 / warmup, 1e-4, warmup - 1),
+            optax.cosine_decay_schedule(1e-4, steps - warmup),
+        ],
+        [warmup],
+    )
+    ours = training.warmup_cosine(1e-4, steps)
+    t = jnp.arange(steps)
+    np.testing.assert_allclose(ours(t), theirs(t.astype(jnp.float32)), atol=1e-10)
+
+
+def test_a_diverged_contrastive_run_stops():
+    A, B = pairs(20, 6, 5)
+    with pytest.raises(FloatingPointError, match="not finite at step"):
+        training.contrastive(A, B, dim=3, steps=5, learning_rate=1e38, batch_size=8)

@@ -16,7 +16,7 @@ from experiments import runner, settings
 from experiments.configs import compare
 from experiments.paper import measures, scales, slots, views
 from experiments.paper.cells import Cell, Results
-from sotalign_jax import aligner, checks, data, files, training
+from sotalign_jax import aligner, checks, data, evaluation, files
 
 Changes = Mapping[str, Any]
 """Settings by dotted name, and "method", "use" (data by name), "given" (at the given scale)."""
@@ -242,9 +242,9 @@ def _evaluate(folder: pathlib.Path, *, run: str, slot: str, paths: Mapping[str, 
     results: Results = {}
     if "test_x" in arrays:
         gallery = data.gallery(arrays["test_x"], arrays["test_y"], arrays.get("test_x_of_y"))
-        results |= training.evaluate(heads.x, heads.y, gallery)
+        results |= evaluation.evaluate(heads.x, heads.y, gallery)
     if "zero_shot_x" in arrays:
         x, labels, prompts = (arrays[f"zero_shot_{part}"] for part in ("x", "labels", "prompts"))
         task = data.zero_shot(x, labels, prompts)
-        results |= training.evaluate_zero_shot(heads.x, heads.y, task)
+        results |= evaluation.evaluate_zero_shot(heads.x, heads.y, task)
     return {f"{slot}/{name}": value for name, value in results.items()}

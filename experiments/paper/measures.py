@@ -8,7 +8,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from sotalign_jax import checks, data, diagnostics, sliced
+from sotalign_jax import checks, data, diagnostics
 
 KNN_ROWS = 1024
 TIME_LIMIT = 600.0
@@ -51,7 +51,7 @@ def _distance(x: Any, y: Any, *, seed: int, rows: int, projections: int) -> floa
     """Of at most `rows` rows of each set, chosen by the seed, which draws the planes too."""
     rng = np.random.default_rng(seed)
     chosen = [a[rng.permutation(len(a))[:rows]] for a in (x, y)]
-    return sliced.sliced_wasserstein(*chosen, projections=projections, seed=seed)
+    return diagnostics.sliced_wasserstein(*chosen, projections=projections, seed=seed)
 
 
 DATASET: Mapping[str, Callable[..., Results]] = {"mutual_knn": mutual_knn, "shift": shift}

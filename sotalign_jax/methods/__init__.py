@@ -16,7 +16,7 @@ Override `pools` when unpaired rows enter the loss, `uses_teacher` when it needs
 `grid` for values worth trying. A method that takes no steps is a `Fitted` with a `fit`.
 """
 
-from sotalign_jax.methods.base import Fitted, Method, Metrics, Objective
+from sotalign_jax.methods.base import Fitted, Method, Metrics, Objective, Progress
 from sotalign_jax.methods.contrastive import Contrastive
 from sotalign_jax.methods.csa import CSA
 from sotalign_jax.methods.nnclr import NNCLR
@@ -52,6 +52,7 @@ __all__ = [
     "Method",
     "Metrics",
     "Objective",
+    "Progress",
     "SOTAlign",
     "Structure",
 ]

@@ -1,8 +1,11 @@
 """What every method has in common."""
 
 import abc
-from typing import Any, ClassVar
+import contextlib
+import sys
+from typing import Any, ClassVar, Self
 
+import tqdm
 from jaxtyping import Array
 
 from sotalign_jax import data, losses
@@ -83,3 +86,43 @@ def siglip(
         normalization=normalization,
         **negatives,
     )
+
+
+class Progress:
+    """An observer that shows a progress bar on stderr; ten plain lines where no terminal is.
+
+    >>> with Progress(100, "train", show=False) as progress:
+    ...     progress.metrics(50, {"loss": 0.25})
+    """
+
+    def __init__(self, total: int, description: str, *, show: bool = True) -> None:
+        """Starts at step 0 of `total`."""
+        terminal = sys.stderr is not None and sys.stderr.isatty()
+        self._total, self._description, self._step = total, description, 0
+        self._plain = show and not terminal and sys.stderr is not None
+        self._shown: dict[str, str] = {}
+        self._bar = tqdm.tqdm(total=total, desc=description, disable=not (show and terminal))
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        with contextlib.suppress(OSError, ValueError):
+            self._bar.close()
+
+    def metrics(self, step: int, values: dict[str, float]) -> None:
+        """Moves to `step` and shows the loss and the latest validation score."""
+        before, self._step = self._step, step
+        for name, key in (("loss", "loss"), ("MeanR@1", "val/mean/R@1")):
+            if key in values:
+                self._shown[name] = f"{name} {values[key]:.4g}"
+        text = ", ".join(self._shown.values())
+        with contextlib.suppress(OSError, ValueError):  # a closed stderr ends the display alone
+            self._bar.set_postfix_str(text, refresh=False)
+            self._bar.update(step - before)
+            if self._plain and 10 * step // self._total > 10 * before // self._total:
+                line = f"{self._description}: {step}/{self._total}, {text}"
+                print(line, file=sys.stderr, flush=True)
+
+    def snapshot(self, step: int, snapshot: Any) -> None:
+        """Keeps nothing."""

@@ -60,7 +60,7 @@ class NNCLR(base.Objective):
         """The training arrays with the tables of neighbours that have a weight."""
 
         def table(pairs: Array, pool: Array) -> Array:
-            return neighbours.nearest(pairs, pool, self.k, skip_equal=True)
+            return neighbours.nearest(pairs, pool, self.k, skip="equal").indices
 
         return arrays._replace(
             near_x=table(arrays.pairs_x, arrays.pool_x) if self.weight_image else None,

@@ -121,21 +121,21 @@ class SOTAlign(base.Objective):
             x, y = jnp.concatenate([f, x]), jnp.concatenate([g, y])
         if self.klot_on == "all":
             rows_x, rows_y = jnp.concatenate([batch.a, rows_x]), jnp.concatenate([batch.b, rows_y])
-        z, w = jax.lax.stop_gradient((teacher.x(rows_x), teacher.y(rows_y)))
-        divergence, metrics, memory = self._divergence(x, y, z, w, memory)
+        f_star, g_star = jax.lax.stop_gradient((teacher.x(rows_x), teacher.y(rows_y)))
+        divergence, metrics, memory = self._divergence(x, y, f_star, g_star, memory)
         loss = siglip + self.alpha * divergence
         return loss, ({"siglip": siglip, self.divergence: divergence, **metrics}, memory)
 
     def _divergence(
-        self, f: Array, g: Array, z: Array, w: Array, memory: Any
+        self, f: Array, g: Array, f_star: Array, g_star: Array, memory: Any
     ) -> tuple[Array, base.Metrics, Any]:
-        """Of student features f, g from teacher features z, w."""
+        """Of student features f, g from teacher features f_star, g_star."""
         if self.divergence == "cka":
-            return losses.cka_from_embeddings(f, g, z, w), {}, memory
+            return losses.cka_from_embeddings(f, g, f_star, g_star), {}, memory
         if self.divergence == "infonce":
             value = losses.infonce(
                 affinity.cosine(f, g),
-                affinity.cosine(z, w),
+                affinity.cosine(f_star, g_star),
                 epsilon=self.epsilon,
                 epsilon_star=self.epsilon_star,
             )
@@ -149,13 +149,13 @@ class SOTAlign(base.Objective):
             "return_aux": True,
         }
         if self.klot_on == "crossmodal":
-            value, aux = klot_lib.klot_crossmodal(f, g, z, w, **options)
+            value, aux = klot_lib.klot_crossmodal(f, g, f_star, g_star, **options)
         else:
             value, aux = klot_lib.klot_from_embeddings(
                 f,
                 g,
-                z,
-                w,
+                f_star,
+                g_star,
                 init_v=(memory["v"], memory["v_star"]) if memory else None,
                 block_size=self.block_size,
                 **options,

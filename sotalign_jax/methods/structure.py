@@ -1,25 +1,33 @@
 """STRUCTURE: a contrastive loss on the pairs, and neighbourhoods that must survive the heads."""
 
 import dataclasses
+import functools
 import math
 from typing import Any, ClassVar
 
+import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from sotalign_jax import checks, losses, structure
+from sotalign_jax import checks, losses
 from sotalign_jax.heads import Heads
 from sotalign_jax.methods import base
+from sotalign_jax.ot import affinity, blocks, sharding
 from sotalign_jax.sampling import Batch
 from sotalign_jax.teachers import LinearTeacher
 
 CONTRASTIVE = ("infonce", "siglip")
 REGULARIZE_ON = ("pairs", "all", "unpaired")
+JS_FORMS = ("code", "js")
+LEVEL_WEIGHTS = ("none", "inverse")
+
+_FLOOR = 1e-12
+"""Added to probabilities inside logarithms, as in the published code."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Structure(base.Objective):
-    """InfoNCE(f(A), g(B)) + lambda_t/2 [R(X, f(X)) + R(Y, g(Y))], R = `structure.regularizer`.
+    """InfoNCE(f(A), g(B)) + lambda_t/2 [R(X, f(X)) + R(Y, g(Y))], R = `regularizer`.
 
     Attributes:
         weight: lambda, of the regulariser.
@@ -27,7 +35,7 @@ class Structure(base.Objective):
         tau: temperature of the regulariser and of InfoNCE.
         contrastive: "infonce", or "siglip" with the heads' own scale and bias.
         regularize_on: which rows X and Y are: the "pairs", the "unpaired" ones, or "all" of them.
-        levels: see `structure.regularizer`, as for all options below.
+        levels: see `regularizer`, as for all options below.
         js_form: "code" or "js".
         level_weights: "none" or "inverse".
         block_size: rows at a time, or None for whole matrices.
@@ -54,7 +62,7 @@ class Structure(base.Objective):
         checks.choice("regularize_on", self.regularize_on, REGULARIZE_ON)
         checks.at_least(0, weight=self.weight)
         checks.whole(0, warmup=self.warmup)
-        structure.check_options(**self._options())
+        _check_options(**self._options())
 
     def _options(self) -> dict[str, Any]:
         names = ("tau", "levels", "js_form", "level_weights", "block_size")
@@ -86,19 +94,180 @@ class Structure(base.Objective):
             else:
                 rows_x, rows_y = unpaired_x, unpaired_y
         options = self._options()
-        regularizer = 0.5 * (
-            structure.regularizer(*rows_x, **options) + structure.regularizer(*rows_y, **options)
-        )
+        change = 0.5 * (regularizer(*rows_x, **options) + regularizer(*rows_y, **options))
         weight = self.weight_at(batch.step)
         metrics = {
             self.contrastive: contrastive,
-            "structure": regularizer,
+            "structure": change,
             "structure_weight": weight,
         }
-        return contrastive + weight * regularizer, (metrics, memory)
+        return contrastive + weight * change, (metrics, memory)
 
 
 def _stack(pairs: tuple[Array, Array], unpaired: tuple[Array, Array]) -> tuple[Array, Array]:
     """Originals and features of both."""
     original, aligned = (jnp.concatenate(both) for both in zip(pairs, unpaired, strict=True))
     return original, aligned
+
+
+# --- the regulariser: what is similar within a modality stays similar after its head ---
+
+
+def regularizer(
+    original: Float[Array, "n d"],
+    aligned: Float[Array, "n e"],
+    *,
+    tau: float = 0.07,
+    levels: int = 1,
+    js_form: str = "code",
+    level_weights: str = "none",
+    block_size: int | None = None,
+) -> Float[Array, ""]:
+    """How far neighbourhoods after alignment are from those before, within one modality.
+
+    E holds unit rows minus their mean; P = softmax_rows(E E^T / tau) of the original embeddings,
+    Q of the aligned ones. With M = (P^l + Q^l)/2 at level l, summed over entries,
+
+        D_l = 1/(2n) [KL(M || P^l) + KL(M || Q^l)]     ("code", as published: unbounded)
+        D_l = 1/(2n) [KL(P^l || M) + KL(Q^l || M)]     ("js", Jensen-Shannon: at most log 2)
+
+    and the value is the mean over levels of w_l max(D_l, 0).
+
+    Args:
+      original: embeddings before the head; no gradient.
+      aligned: features of the same samples after it.
+      tau: temperature of both softmaxes.
+      levels: how many matrix powers are compared, from the first on.
+      js_form: "code" or "js".
+      level_weights: "none": w_l = 1, or "inverse": w_l = 1/l.
+      block_size: rows that exist at a time when `levels` is 1, in memory O(n (d + block_size))
+        for value and gradient (reverse mode only); None keeps whole n x n matrices, which powers
+        need in any case. Value and gradient are the same.
+
+    Returns:
+      The value, a scalar.
+
+    Raises:
+      InputError: lengths differ, or an option cannot be used.
+
+    Example:
+      >>> original = jnp.array([[1.0, 0.0], [0.6, 0.8], [0.0, 1.0]])
+      >>> turned, merged = original[:, ::-1], jnp.ones((3, 1))
+      >>> for aligned in (turned, merged):
+      ...     print(f"{regularizer(original, aligned):.4f}")
+      0.0000
+      1.0287
+    """
+    _check_options(tau, levels, js_form, level_weights, block_size)
+    if len(original) != len(aligned):
+        raise checks.InputError(
+            f"aligned: has {len(aligned)} rows but original has {len(original)}; "
+            "both must hold the same samples"
+        )
+    rows = _centred(jax.lax.stop_gradient(original)), _centred(aligned)
+    dtype = jnp.result_type(*rows)
+    x, z = (e.astype(dtype) for e in rows)
+    if levels == 1 and block_size is not None:
+        return jax.nn.relu(_streamed((tau, js_form, block_size), x, z)) / len(x)
+    p, q = _neighbours(x, x, tau), _neighbours(z, z, tau)
+    p_power, q_power, total = p, q, jnp.zeros((), dtype)
+    for level in range(1, levels + 1):
+        if level > 1:
+            p_power, q_power = affinity.dot(p_power, p), affinity.dot(q_power, q)
+        divergence = jax.nn.relu(jnp.sum(_divergence(p_power, q_power, js_form)) / len(x))
+        total += divergence / (level if level_weights == "inverse" else 1)
+    return total / levels
+
+
+def _check_options(
+    tau: float, levels: int, js_form: str, level_weights: str, block_size: int | None
+) -> None:
+    """Raises unless `regularizer` can use these options."""
+    checks.choice("js_form", js_form, JS_FORMS)
+    checks.choice("level_weights", level_weights, LEVEL_WEIGHTS)
+    checks.positive(tau=tau)
+    checks.whole(1, levels=levels)
+    checks.whole(1, or_none=True, block_size=block_size)
+
+
+def _centred(x: Array) -> Array:
+    x = affinity.l2_normalize(x)
+    return x - jnp.mean(x, axis=0)
+
+
+def _neighbours(rows: Array, everything: Array, tau: float) -> Array:
+    """Each row's distribution over all samples, itself included."""
+    return jax.nn.softmax(affinity.dot(rows, everything.T) / tau, axis=1)
+
+
+def _divergence(p: Array, q: Array, js_form: str) -> Array:
+    """D of every row of p and q."""
+    m = (p + q) / 2 + _FLOOR
+    log_m, log_p, log_q = jnp.log(m), jnp.log(p + _FLOOR), jnp.log(q + _FLOOR)
+    if js_form == "code":
+        terms = m * (2 * log_m - log_p - log_q)
+    else:
+        terms = p * (log_p - log_m) + q * (log_q - log_m)
+    return jnp.sum(terms, axis=1) / 2
+
+
+_Options = tuple[float, str, int]
+
+
+def _of_block(options: _Options, block: blocks.Block, x: Array, z: Array) -> Array:
+    tau, js_form, _ = options
+    p, q = _neighbours(block.of(x), x, tau), _neighbours(block.of(z), z, tau)
+    return jnp.sum(jnp.where(block.fresh, _divergence(p, q, js_form), 0))
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _streamed(options: _Options, x: Array, z: Array) -> Array:
+    """Sum over rows of the first level's divergence, a block of rows at a time."""
+
+    def own_rows(axes: sharding.Axes, rows: Any, shared: Any) -> tuple[tuple[()], Array]:
+        x, z = shared
+
+        def add(block: blocks.Block, total: Array) -> Array:
+            return total + _of_block(options, block, x, z)
+
+        value = _over_own(options, axes, rows, len(x), add, jnp.zeros((), x.dtype))
+        return (), sharding.total(value, axes)
+
+    return _by_rows(own_rows, x, z)[1]
+
+
+def _streamed_forward(options: _Options, x: Array, z: Array) -> tuple[Array, Array]:
+    """The value, and already the gradient in z: every block is computed once."""
+
+    def own_rows(axes: sharding.Axes, rows: Any, shared: Any) -> tuple[Array, Array]:
+        x, z = shared
+
+        def add(block: blocks.Block, totals: Any) -> Any:
+            of_block = functools.partial(_of_block, options, block, x)
+            return jax.tree.map(jnp.add, totals, jax.value_and_grad(of_block)(z))
+
+        start = jnp.zeros((), x.dtype), jnp.zeros_like(z)
+        value, gradient = _over_own(options, axes, rows, len(x), add, start)
+        return sharding.scattered_total(gradient, axes), sharding.total(value, axes)
+
+    gradient, value = _by_rows(own_rows, x, z)
+    return value, gradient[: len(z)]
+
+
+def _by_rows(own_rows: Any, x: Array, z: Array) -> tuple[Any, Array]:
+    """Each device compares some rows, known by their numbers, with all of them."""
+    return sharding.by_rows(own_rows, sharding.pad(jnp.arange(len(x)), len(x)), (x, z))
+
+
+def _over_own(
+    options: _Options, axes: sharding.Axes, numbers: Array, n: int, add: Any, start: Any
+) -> Any:
+    part = (numbers[0], len(numbers)) if axes else None
+    return blocks.over_rows(n, options[-1], add, start, part)
+
+
+def _streamed_backward(options: _Options, gradient: Array, cotangent: Array) -> tuple[None, Array]:
+    return None, cotangent * gradient
+
+
+_streamed.defvjp(_streamed_forward, _streamed_backward)

@@ -1,18 +1,33 @@
-"""SUE: spectral embeddings of each modality by itself, joined by few pairs."""
+"""SUE: spectral embeddings of each modality by itself, joined by few pairs.
+
+Eigenvectors of a graph's Laplacian with the smallest eigenvalues vary least between neighbours. A
+SpectralNet is trained to vary little between neighbours, with its outputs kept orthonormal: it
+approximates those eigenvectors and maps new rows as well.
+"""
 
 import dataclasses
+import functools
+import itertools
 from collections.abc import Callable
-from typing import ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple, TypeVar
 
 import jax
+import jax.numpy as jnp
 import numpy as np
+import optax
 from flax import nnx
-from jaxtyping import Array
+from jaxtyping import Array, Float
 
-from sotalign_jax import canonical, checks, data, mmd, recording, spectral
-from sotalign_jax.heads import Heads, Residual, SUEHead, TanhHead
+from sotalign_jax import checks, data, teachers
+from sotalign_jax.heads import Dense, Head, Heads, Rows, TanhHead
 from sotalign_jax.methods import base
+from sotalign_jax.ot import affinity
 
+WIDTHS = (0.5, 1.0, 2.0)
+"""Of the Gaussians in `mmd`, in units of the mean squared distance."""
+_CHUNK_ROWS = 8192
+
+Network = TypeVar("Network", bound=Head)
 Report = Callable[[int, float], None]
 
 
@@ -98,26 +113,31 @@ class SUE(base.Fitted):
         rows_x = np.concatenate([dataset.pairs_x, dataset.pool_x])
         rows_y = np.concatenate([dataset.pairs_y, dataset.pool_y])
         key_x, key_y, key_mmd = jax.random.split(jax.random.key(seed), 3)
-        with _Stages(2 * self.epochs + self.mmd_epochs, show=progress) as stages:
-            network_x, basis_x = self._eigenvectors(rows_x, key_x, stages.next(self.epochs))
-            network_y, basis_y = self._eigenvectors(rows_y, key_y, stages.next(self.epochs))
+        with base.Progress(2 * self.epochs + self.mmd_epochs, "SUE", show=progress) as bar:
+
+            def report(epoch: int, loss: float, *, before: int = 0) -> None:
+                bar.metrics(before + epoch, {"loss": loss})
+
+            network_x, basis_x = self._eigenvectors(rows_x, key_x, report)
+            report_y = functools.partial(report, before=self.epochs)
+            network_y, basis_y = self._eigenvectors(rows_y, key_y, report_y)
             affine_x, affine_y = self._variates(
-                spectral.apply(network_x, dataset.pairs_x) @ basis_x,
-                spectral.apply(network_y, dataset.pairs_y) @ basis_y,
+                apply(network_x, dataset.pairs_x) @ basis_x,
+                apply(network_y, dataset.pairs_y) @ basis_y,
             )
             x = SUEHead.joined(network_x, basis_x @ affine_x.weight, affine_x.bias)
             y = SUEHead.joined(network_y, basis_y @ affine_y.weight, affine_y.bias)
             if self.mmd_epochs:
                 key_start, key = jax.random.split(key_mmd)
-                residual = mmd.refine(
+                residual = refine(
                     Residual(self.dim, self.mmd_hidden, rngs=nnx.Rngs(params=key_start)),
-                    spectral.apply(x, rows_x),
-                    spectral.apply(y, rows_y),
+                    apply(x, rows_x),
+                    apply(y, rows_y),
                     epochs=self.mmd_epochs,
                     batch=self.mmd_batch,
                     learning_rate=self.mmd_learning_rate,
                     key=key,
-                    report=stages.next(self.mmd_epochs),
+                    report=functools.partial(report, before=2 * self.epochs),
                 )
                 x = SUEHead.joined(x.network, x.linear.kernel[...], x.linear.bias[...], residual)
         return Heads(x, y)
@@ -130,11 +150,11 @@ class SUE(base.Fitted):
         network = TanhHead(
             rows.shape[1], self.eigenvectors, hidden=self.hidden, rngs=nnx.Rngs(params=start)
         )
-        return spectral.fit(
+        return fit_spectral(
             network,
             rows,
-            graph=spectral.Graph(self.neighbours, self.scale_neighbour),
-            schedule=spectral.Schedule(self.epochs, self.batch, self.learning_rate, self.patience),
+            graph=Graph(self.neighbours, self.scale_neighbour),
+            schedule=Schedule(self.epochs, self.batch, self.learning_rate, self.patience),
             key=key,
             report=report,
         )
@@ -148,7 +168,7 @@ class SUE(base.Fitted):
         spreads = [table.std(axis=0, ddof=1) for table in (x, y)]
         for spread in spreads:
             spread[spread == 0] = 1.0
-        found = canonical.cca(x / spreads[0], y / spreads[1])
+        found = teachers.canonical_correlations(x / spreads[0], y / spreads[1])
         if len(found.correlations) < self.dim:
             raise checks.InputError(
                 f"dim: is {self.dim} but the pairs determine {len(found.correlations)} directions; "
@@ -175,26 +195,485 @@ class _Affine(NamedTuple):
     bias: np.ndarray
 
 
-class _Stages:
-    """One progress bar over several trainings."""
+# --- the head ---
 
-    def __init__(self, total: int, *, show: bool) -> None:
-        self._bar = recording.Progress(total, "SUE") if show else None
-        self._end = 0
 
-    def __enter__(self) -> "_Stages":
-        return self
+class Residual(nnx.Module):
+    """z + W_3 relu(W_2 relu(W_1 z)), biases left out.
 
-    def __exit__(self, *error: object) -> None:
-        if self._bar is not None:
-            self._bar.__exit__(*error)
+    Example:
+      >>> Residual(3, 8, rngs=nnx.Rngs(0))(jnp.ones((5, 3))).shape
+      (5, 3)
+    """
 
-    def next(self, epochs: int) -> Report:
-        """What the next training, of so many epochs, reports to."""
-        start, self._end = self._end, self._end + epochs
+    def __init__(self, width: int, hidden: int, *, dtype: Any = jnp.float32, rngs: nnx.Rngs):
+        """Draws the weights."""
+        self.hidden = hidden
+        widths = (width, hidden, hidden, width)
+        self.layers = nnx.List(
+            [Dense(a, b, dtype=dtype, rngs=rngs) for a, b in itertools.pairwise(widths)]
+        )
 
-        def report(epoch: int, loss: float) -> None:
-            if self._bar is not None:
-                self._bar.update(start + epoch, loss=loss)
+    def __call__(self, z: Float[Array, "n d"]) -> Float[Array, "n d"]:
+        """Moves rows of the shared space."""
+        *inner, last = self.layers
+        moved = z
+        for layer in inner:
+            moved = jax.nn.relu(layer(moved))
+        return z + last(moved)
 
-        return report
+
+class SUEHead(Head):
+    """residual(network(x) W + b): SUE's network, its outputs' projection, and a last correction.
+
+    Example:
+      >>> SUEHead(8, 3, outputs=6, hidden=16, residual=4, rngs=nnx.Rngs(0))(jnp.ones((5, 8))).shape
+      (5, 3)
+    """
+
+    kind = "sue"
+
+    def __init__(
+        self,
+        d_in: int,
+        d_out: int,
+        *,
+        outputs: int,
+        hidden: int,
+        norm: str = "l2",
+        residual: int | None = None,
+        dtype: Any = jnp.float32,
+        rngs: nnx.Rngs,
+    ):
+        """Draws a fresh head.
+
+        Args:
+          d_in: width of the embeddings.
+          d_out: width of the shared space.
+          outputs: width of the network's output.
+          hidden: width of its hidden layers, see `TanhHead`.
+          norm: how it normalises rows, "l2" or "layer".
+          residual: hidden width of the residual; None means there is none.
+          dtype: of the parameters, and so of the computation.
+          rngs: random streams for the weights.
+        """
+        self.d_in, self.d_out = d_in, d_out
+        self.network = TanhHead(d_in, outputs, hidden=hidden, norm=norm, dtype=dtype, rngs=rngs)
+        self.linear = Dense(outputs, d_out, dtype=dtype, rngs=rngs)
+        self.residual = (
+            None if residual is None else Residual(d_out, residual, dtype=dtype, rngs=rngs)
+        )
+
+    def __call__(self, x: Rows) -> Float[Array, "n d_out"]:
+        """Maps rows of shape (n, d_in) into the shared space."""
+        z = self.linear(self.network(x))
+        return z if self.residual is None else self.residual(z)
+
+    def options(self) -> dict[str, Any]:
+        return {
+            "d_in": self.d_in,
+            "d_out": self.d_out,
+            "outputs": self.network.d_out,
+            "hidden": self.network.hidden,
+            "norm": self.network.input.norm,
+            "residual": None if self.residual is None else self.residual.hidden,
+        }
+
+    @classmethod
+    def joined(
+        cls,
+        network: TanhHead,
+        kernel: Rows,
+        bias: Rows,
+        residual: Residual | None = None,
+    ) -> "SUEHead":
+        """The head of parts that were trained one after the other."""
+        head = cls(
+            network.d_in,
+            kernel.shape[1],
+            outputs=network.d_out,
+            hidden=network.hidden,
+            norm=network.input.norm,
+            residual=None if residual is None else residual.hidden,
+            rngs=nnx.Rngs(0),
+        )
+        head.network = network
+        if residual is not None:
+            head.residual = residual
+        head.linear.kernel[...] = jnp.asarray(kernel, jnp.float32)
+        head.linear.bias[...] = jnp.asarray(bias, jnp.float32)
+        return head
+
+
+# --- spectral networks ---
+
+
+class Graph(NamedTuple):
+    """Which rows of a batch are neighbours, and how near.
+
+    Attributes:
+        neighbours: joined to every row, itself not counted; all rows of smaller batches.
+        scale: the place, in a row's list of nearest rows that starts with itself, whose median
+            distance is the unit of length.
+    """
+
+    neighbours: int = 30
+    scale: int = 15
+
+
+class Schedule(NamedTuple):
+    """How long to train, and on what.
+
+    Attributes:
+        epochs: passes over nine tenths of the rows; the last tenth is for validation.
+        batch: rows a step; all of them when there are fewer.
+        learning_rate: Adam's, at first.
+        patience: epochs without a better validation loss before the rate falls to a tenth.
+        min_rate: the rate at which training ends.
+    """
+
+    epochs: int
+    batch: int
+    learning_rate: float
+    patience: int = 10
+    min_rate: float = 1e-8
+
+
+def adjacency(rows: Float[Array, "m d"], graph: Graph) -> Float[Array, "m m"]:
+    """W_ij = exp(-||x_i - x_j||^2 / s^2) for the nearest rows j of i, made symmetric by a mean.
+
+    Args:
+        rows: a batch.
+        graph: how many are near, and which distance is s.
+
+    >>> print(adjacency(jnp.array([[0.0], [1.0], [9.0]]), Graph(1, 2)).round(3))
+    [[1.    0.368 0.   ]
+     [0.368 1.    0.   ]
+     [0.    0.    1.   ]]
+    """
+    rows = affinity.as_float(rows)
+    rows -= jnp.mean(rows, axis=0)  # so that little cancels in the distances
+    lengths = jnp.sum(jnp.square(rows), axis=1)
+    squares = jnp.maximum(lengths[:, None] + lengths - 2.0 * affinity.dot(rows, rows.T), 0.0)
+    squares = jnp.fill_diagonal(squares, 0.0, inplace=False)
+    count = min(graph.neighbours + 1, len(rows))
+    nearest = -jax.lax.top_k(-squares, count)[0]
+    unit = jnp.median(jnp.sqrt(nearest[:, min(graph.scale, count) - 1]))
+    unit = jnp.maximum(jnp.square(unit), jnp.finfo(squares.dtype).tiny)
+    weights = jnp.where(squares <= nearest[:, -1:], jnp.exp(-squares / unit), 0.0)
+    return 0.5 * (weights + weights.T)
+
+
+def variation(y: Float[Array, "m k"], weights: Float[Array, "m m"]) -> Float[Array, ""]:
+    """sum_ij W_ij ||y_i - y_j||^2 / (2 m) = tr(Y^T L Y) / m, L = diag(W 1) - W the Laplacian.
+
+    >>> print(variation(jnp.array([[0.0], [1.0]]), jnp.ones((2, 2))))
+    0.5
+    """
+    return jnp.trace(_rayleigh(y, weights))
+
+
+def _rayleigh(y: Array, weights: Array) -> Array:
+    """Y^T L Y / m."""
+    degrees = jnp.sum(weights, axis=1, keepdims=True)
+    return affinity.dot(y.T, degrees * y - affinity.dot(weights, y)) / len(y)
+
+
+def orthonormalizer(y: Float[Array, "m k"]) -> Float[Array, "k k"]:
+    """The triangular T with (Y T)^T (Y T) / m = I: sqrt(m) R^-1 of Y = Q R.
+
+    R comes from the Cholesky factor of Y^T Y, which takes far less time than Q R does; a
+    millionth is added to its diagonal, so that outputs that nearly depend on each other have one.
+
+    >>> y = jnp.array([[3.0, 0.0], [4.0, 0.0], [0.0, 5.0]])
+    >>> z = y @ orthonormalizer(y)
+    >>> bool(jnp.allclose(z.T @ z / 3, jnp.eye(2), atol=1e-4))
+    True
+    """
+    gram = affinity.dot(y.T, y) / len(y)
+    identity = jnp.eye(len(gram), dtype=gram.dtype)
+    factor = jnp.linalg.cholesky(gram + 1e-6 * jnp.trace(gram) / len(gram) * identity)
+    return jax.scipy.linalg.solve_triangular(factor, identity, lower=True).T
+
+
+def fit_spectral(
+    network: Network,
+    rows: Rows,
+    *,
+    graph: Graph,
+    schedule: Schedule,
+    key: Array,
+    report: Callable[[int, float], None] = lambda epoch, loss: None,
+) -> tuple[Network, Float[np.ndarray, "k k"]]:
+    """Trains a network for the Laplacian's smoothest eigenvectors.
+
+    Each step takes one batch to orthonormalise the outputs and another for the loss; the gradient
+    goes through both. Afterwards the outputs are orthonormalised over all rows and rotated by the
+    eigenvectors of their Rayleigh matrix, smoothest first: the constant one.
+
+    Args:
+        network: where to start; left as it is.
+        rows: all rows of one modality, (n, d).
+        graph: the graph of a batch.
+        schedule: steps and batches.
+        key: decides the split and the batches.
+        report: called after every epoch with the validation loss.
+
+    Returns:
+        The trained network, and the map T: `network(x) @ T` are the eigenvectors, of mean square 1.
+
+    Raises:
+        InputError: there are fewer rows than outputs.
+        FloatingPointError: the loss became NaN or infinite.
+    """
+    least = 2 * network.d_out + 2
+    if len(rows) < least:
+        raise checks.InputError(
+            f"eigenvectors: {network.d_out} asked of {len(rows)} rows; add rows, at least {least}, "
+            "or ask for fewer"
+        )
+    graphdef, params = nnx.split(network)
+    key, split = jax.random.split(key)
+    table = jnp.asarray(rows)
+    train, val = hold_out(split, table, max(len(rows) // 10, 1))
+    batch = min(schedule.batch, len(train))
+    static: dict[str, Any] = {"graphdef": graphdef, "graph": graph, "batch": batch}
+    state = jax.tree.map(jnp.copy, (params, optax.scale_by_adam().init(params)))
+    rate, best, waited = schedule.learning_rate, float("inf"), 0
+    for epoch in range(1, schedule.epochs + 1):
+        epoch_key = jax.random.fold_in(key, epoch)
+        state, loss = _spectral_epoch(state, train, val, epoch_key, jnp.float32(rate), **static)
+        value = float(loss)
+        if not np.isfinite(value):
+            raise FloatingPointError(
+                f"spectral network: the loss is not finite in epoch {epoch}; lower learning_rate"
+            )
+        report(epoch, value)
+        if value < best * (1 - 1e-4):
+            best, waited = value, 0
+        else:
+            waited += 1
+        if waited > schedule.patience:
+            rate, waited = rate / 10, 0
+        if rate <= schedule.min_rate:
+            break
+    trained = nnx.merge(graphdef, state[0])
+    outputs = apply(trained, table).astype(np.float64)
+    triangle = np.linalg.qr(outputs, mode="r")
+    if np.linalg.matrix_rank(triangle) < len(triangle):
+        raise FloatingPointError(
+            "spectral network: its outputs depend on each other; lower learning_rate"
+        )
+    transform = np.sqrt(len(outputs)) * np.linalg.inv(triangle)
+    matrix = _mean_rayleigh(state[0], jnp.asarray(transform, jnp.float32), table, key, **static)
+    _, vectors = np.linalg.eigh(np.asarray(matrix, np.float64))
+    return trained, transform @ vectors
+
+
+def apply(network: Head, rows: Rows) -> Float[np.ndarray, "n k"]:
+    """The network's outputs for any number of rows, in blocks."""
+    graphdef, params = nnx.split(network)
+    chunks = [rows[start : start + _CHUNK_ROWS] for start in range(0, len(rows), _CHUNK_ROWS)]
+    return np.concatenate(
+        [np.asarray(_outputs(params, jnp.asarray(block), graphdef=graphdef)) for block in chunks]
+    )
+
+
+@functools.partial(jax.jit, static_argnames="graphdef")
+def _outputs(params: Any, rows: Array, *, graphdef: Any) -> Array:
+    return nnx.merge(graphdef, params)(rows)
+
+
+def hold_out(key: Array, rows: Array, held: int) -> tuple[Array, Array]:
+    """Shuffled rows: those to train on, and `held` ones to validate on."""
+    order = jax.random.permutation(key, len(rows))
+    return rows[order[held:]], rows[order[:held]]
+
+
+def batches(key: Array, n: int, size: int) -> Array:
+    """Indices of a shuffled pass over n rows, (n // size, size); a rest is left out."""
+    steps = n // size
+    return jax.random.permutation(key, n)[: steps * size].reshape(steps, size)
+
+
+@functools.partial(jax.jit, static_argnames=("graphdef", "graph", "batch"), donate_argnames="state")
+def _spectral_epoch(
+    state: Any,
+    train: Array,
+    val: Array,
+    key: Array,
+    rate: Array,
+    *,
+    graphdef: Any,
+    graph: Graph,
+    batch: int,
+) -> tuple[Any, Array]:
+    """The state after a pass over `train`, and the loss on `val`."""
+    adam = optax.scale_by_adam()
+
+    def objective(params: Any, rows: Array, others: Array) -> tuple[Array, Array]:
+        network = nnx.merge(graphdef, params)
+        transform = orthonormalizer(network(others))
+        y = affinity.dot(network(rows), transform)
+        return variation(y, adjacency(rows, graph)), transform
+
+    def step(state: Any, indices: tuple[Array, ...]) -> tuple[Any, Array]:
+        params, moments = state
+        rows, others = (train[index] for index in indices)
+        gradient, transform = jax.grad(objective, has_aux=True)(params, rows, others)
+        updates, moments = adam.update(gradient, moments)
+        params = jax.tree.map(lambda p, update: p - rate * update, params, updates)
+        return (params, moments), transform
+
+    keys = jax.random.split(key)
+    passes = tuple(batches(k, len(train), batch) for k in keys)
+    state, transforms = jax.lax.scan(step, state, passes)
+    network = nnx.merge(graphdef, state[0])
+    size = min(batch, len(val))
+
+    def validate(rows: Array) -> Array:
+        y = affinity.dot(network(rows), transforms[-1])
+        return variation(y, adjacency(rows, graph))
+
+    steps = len(val) // size
+    return state, jnp.mean(jax.lax.map(validate, val[: steps * size].reshape(steps, size, -1)))
+
+
+@functools.partial(jax.jit, static_argnames=("graphdef", "graph", "batch"))
+def _mean_rayleigh(
+    params: Any,
+    transform: Array,
+    rows: Array,
+    key: Array,
+    *,
+    graphdef: Any,
+    graph: Graph,
+    batch: int,
+) -> Array:
+    """The mean over a pass of the outputs' Rayleigh matrices."""
+    network = nnx.merge(graphdef, params)
+
+    def of_batch(index: Array) -> Array:
+        y = affinity.dot(network(rows[index]), transform)
+        return _rayleigh(y, adjacency(rows[index], graph))
+
+    return jnp.mean(jax.lax.map(of_batch, batches(key, len(rows), batch)), axis=0)
+
+
+# --- maximum mean discrepancy ---
+
+
+def mmd(x: Float[Array, "n d"], y: Float[Array, "m d"]) -> Float[Array, ""]:
+    """Squared MMD, biased: mean k(x, x') - 2 mean k(x, y) + mean k(y, y').
+
+    k is the sum of exp(-||a - b||^2 / (c s)) over c in `WIDTHS`; s is the mean squared distance
+    between two different rows of [x; y], and gets no gradient.
+
+    >>> x = jnp.array([[0.0], [1.0]])
+    >>> print(mmd(x, x), mmd(x, x + 5.0) > 1.0)
+    0.0 True
+    """
+    rows = jnp.concatenate([x, y])
+    lengths = jnp.sum(jnp.square(rows), axis=1)
+    squares = jnp.maximum(lengths[:, None] + lengths - 2.0 * affinity.dot(rows, rows.T), 0.0)
+    squares *= 1.0 - jnp.eye(len(rows), dtype=squares.dtype)
+    n, total = len(x), len(rows)
+    unit = jax.lax.stop_gradient(jnp.sum(squares)) / (total * total - total)
+    unit = jnp.maximum(unit, jnp.finfo(squares.dtype).tiny)
+    widths = jnp.asarray(WIDTHS, squares.dtype)[:, None, None]
+    kernel = jnp.sum(jnp.exp(-squares / (widths * unit)), axis=0)
+    return jnp.mean(kernel[:n, :n]) - 2.0 * jnp.mean(kernel[:n, n:]) + jnp.mean(kernel[n:, n:])
+
+
+def refine(
+    network: nnx.Module,
+    x: Float[np.ndarray, "n d"],
+    y: Float[np.ndarray, "m d"],
+    *,
+    epochs: int,
+    batch: int,
+    learning_rate: float,
+    key: Array,
+    report: Callable[[int, float], None] = lambda epoch, loss: None,
+) -> Any:
+    """Trains a network that maps rows so that MMD(network(x), y) is small.
+
+    AdamW on shuffled batches of nine tenths of either side; the parameters with the least MMD on
+    the last tenth are kept.
+
+    Args:
+        network: where to start; left as it is.
+        x: rows to be mapped.
+        y: rows to come near to, in no particular order.
+        epochs: passes over the smaller side.
+        batch: rows a step and side; all when there are fewer.
+        learning_rate: AdamW's.
+        key: decides the split and the batches.
+        report: called after every epoch with the validation loss.
+
+    Raises:
+        FloatingPointError: the loss became NaN or infinite.
+    """
+    graphdef, params = nnx.split(network)
+    key, *splits = jax.random.split(key, 3)
+    held = max(min(len(x), len(y)) // 10, 1)
+    parts = [
+        hold_out(split, jnp.asarray(rows, jnp.float32), held)
+        for rows, split in zip((x, y), splits, strict=True)
+    ]
+    train, val = ([part[i] for part in parts] for i in range(2))
+    batch = min(batch, *map(len, train))
+    static: dict[str, Any] = {"graphdef": graphdef, "batch": batch, "learning_rate": learning_rate}
+    state = jax.tree.map(jnp.copy, (params, _adamw(learning_rate).init(params)))
+    best, least = params, float("inf")
+    for epoch in range(1, epochs + 1):
+        state, loss = _mmd_epoch(state, train, val, jax.random.fold_in(key, epoch), **static)
+        value = float(loss)
+        if not np.isfinite(value):
+            raise FloatingPointError(
+                f"mmd: the loss is not finite in epoch {epoch}; lower mmd_learning_rate"
+            )
+        report(epoch, value)
+        if value < least:
+            best, least = jax.tree.map(jnp.copy, state[0]), value
+    return nnx.merge(graphdef, best)
+
+
+def _adamw(learning_rate: float) -> optax.GradientTransformation:
+    return optax.adamw(learning_rate, weight_decay=1e-2)
+
+
+@functools.partial(
+    jax.jit, static_argnames=("graphdef", "batch", "learning_rate"), donate_argnames="state"
+)
+def _mmd_epoch(
+    state: Any,
+    train: list[Array],
+    val: list[Array],
+    key: Array,
+    *,
+    graphdef: Any,
+    batch: int,
+    learning_rate: float,
+) -> tuple[Any, Array]:
+    """The state after a pass, and the loss on `val`."""
+    adamw = _adamw(learning_rate)
+    x, y = train
+
+    def objective(params: Any, x: Array, y: Array) -> Array:
+        return mmd(nnx.merge(graphdef, params)(x), y)
+
+    def step(state: Any, indices: tuple[Array, Array]) -> tuple[Any, None]:
+        params, moments = state
+        gradient = jax.grad(objective)(params, x[indices[0]], y[indices[1]])
+        updates, moments = adamw.update(gradient, moments, params)
+        return (optax.apply_updates(params, updates), moments), None
+
+    steps = min(len(x), len(y)) // batch
+    keys = jax.random.split(key)
+    passes = (batches(keys[0], len(x), batch), batches(keys[1], len(y), batch))
+    state, _ = jax.lax.scan(step, state, jax.tree.map(lambda index: index[:steps], passes))
+    size = min(batch, len(val[0]))
+    shown = len(val[0]) // size
+    chunks = [rows[: shown * size].reshape(shown, size, -1) for rows in val]
+    return state, jnp.mean(jax.lax.map(lambda b: objective(state[0], *b), chunks))

@@ -1,0 +1,522 @@
+"""Alignment heads: the maps f and g from each encoder's space into the shared one.
+
+Every parameter is an `nnx.Param`, so `nnx.split(heads)` gives one graph definition and one state.
+Heads return raw features; the losses and the evaluation L2-normalise them.
+"""
+
+import abc
+import dataclasses
+import functools
+import itertools
+import math
+from collections.abc import Callable
+from typing import Any, ClassVar, Protocol
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jaxtyping import Array, Float
+
+from sotalign_jax import checks, losses
+from sotalign_jax.ot import affinity
+
+Rows = Array | np.ndarray
+"""Embeddings of any float dtype, one a row, on the host or on a device."""
+
+_LAYER_NORM_EPSILON = 1e-5
+NORMS = ("layer", "l2")
+
+
+def normalize(x: Float[Array, "... d"], norm: str) -> Float[Array, "... d"]:
+    """Rows made comparable: "layer" = (x - mean) / sqrt(var + 1e-5), "l2" = x / ||x||.
+
+    >>> print(normalize(jnp.array([[3.0, 4.0]]), "l2"))
+    [[0.6 0.8]]
+    """
+    checks.choice("norm", norm, NORMS)
+    if norm == "l2":
+        return affinity.l2_normalize(x)
+    x = affinity.as_float(x)
+    centred = x - jnp.mean(x, axis=-1, keepdims=True)
+    variance = jnp.mean(jnp.square(centred), axis=-1, keepdims=True)
+    return centred / jnp.sqrt(variance + _LAYER_NORM_EPSILON)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class AffineMap:
+    """The map x -> normalize(x) W^T + b, a pytree.
+
+    Attributes:
+      weight: W.
+      bias: b.
+      norm: how rows are normalised first, "l2" or "layer" (without scale and shift: those are
+        part of W and b).
+
+    Example:
+      >>> half = AffineMap(weight=0.5 * jnp.eye(2), bias=jnp.zeros(2), norm="l2")
+      >>> print(half(jnp.array([[3.0, 4.0]])))
+      [[0.3 0.4]]
+    """
+
+    weight: Float[Array, "d_out d_in"]
+    bias: Float[Array, " d_out"]
+    norm: str = dataclasses.field(default="l2", metadata={"static": True})
+
+    def __post_init__(self) -> None:
+        checks.choice("norm", self.norm, NORMS)
+
+    def __call__(self, x: Rows) -> Float[Array, "n d_out"]:
+        """Maps rows of shape (n, d_in) in the precision of the weight, whatever their dtype."""
+        rows = normalize(jnp.asarray(x).astype(self.weight.dtype), self.norm)
+        return affinity.dot(rows, self.weight.T) + self.bias
+
+    def leading(self, dim: int) -> "AffineMap":
+        """The first `dim` output directions.
+
+        Raises:
+          InputError: there are fewer than `dim`.
+        """
+        if not 1 <= dim <= len(self.weight):
+            raise checks.InputError(
+                f"dim: {dim} directions asked of a map that has {len(self.weight)}; "
+                f"choose 1 <= dim <= {len(self.weight)}"
+            )
+        return AffineMap(self.weight[:dim], self.bias[:dim], self.norm)
+
+
+class MapPair(Protocol):
+    """Anything with one affine map per modality, such as a linear teacher."""
+
+    @property
+    def map_x(self) -> AffineMap:
+        """The first modality's map."""
+
+    @property
+    def map_y(self) -> AffineMap:
+        """The second modality's map."""
+
+
+# --- what heads are made of ---
+
+
+class Head(nnx.Module):
+    """A map from one encoder's rows into the shared space; all its variables are `nnx.Param`.
+
+    Attributes:
+      kind: the name it is built and saved under.
+      classes: every kind that was defined, by name.
+      d_in: width of the embeddings.
+      d_out: width of the shared space.
+    """
+
+    kind: ClassVar[str]
+    classes: ClassVar[dict[str, type["Head"]]] = {}
+    d_in: int
+    d_out: int
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        """Every kind of head can be loaded by its name, also one that a method or a user adds."""
+        super().__init_subclass__(**options)
+        if "kind" in vars(cls):
+            Head.classes[cls.kind] = cls
+
+    @abc.abstractmethod
+    def __call__(self, x: Rows) -> Float[Array, "n d_out"]:
+        """Maps rows of shape (n, d_in) into the shared space."""
+
+    @abc.abstractmethod
+    def options(self) -> dict[str, Any]:
+        """What the constructor needs for a head of the same structure, as JSON values."""
+
+
+class InputNorm(nnx.Module):
+    """normalize(x) * scale + shift with learned scale and shift; norm="layer" is LayerNorm.
+
+    With norm="l2" rows are brought to length sqrt(d), the length LayerNorm gives them, so that
+    the weights behind see inputs of one size.
+    """
+
+    def __init__(self, width: int, *, norm: str = "layer", dtype: Any = jnp.float32):
+        """Starts from scale 1 and shift 0."""
+        checks.choice("norm", norm, NORMS)
+        self.norm = norm
+        self.gain = math.sqrt(width) if norm == "l2" else 1.0
+        self.scale = nnx.Param(jnp.ones(width, dtype))
+        self.shift = nnx.Param(jnp.zeros(width, dtype))
+
+    def __call__(self, x: Rows) -> Float[Array, "n d"]:
+        """Normalises rows of shape (n, d) in the precision of the parameters."""
+        rows = normalize(jnp.asarray(x).astype(self.scale[...].dtype), self.norm)
+        return rows * (self.gain * self.scale[...]) + self.shift[...]
+
+
+class Dense(nnx.Module):
+    """x W + b at the affinity precision: Xavier-uniform W, zero b.
+
+    `nnx.Linear` draws a random key for its zero bias, too: every layer after the first, and with it
+    every recorded result of a seed, would start elsewhere.
+    """
+
+    def __init__(self, d_in: int, d_out: int, *, dtype: Any = jnp.float32, rngs: nnx.Rngs):
+        """Draws W."""
+        xavier = nnx.initializers.xavier_uniform()
+        self.kernel = nnx.Param(xavier(rngs.params(), (d_in, d_out), dtype))
+        self.bias = nnx.Param(jnp.zeros(d_out, dtype))
+
+    def __call__(self, x: Float[Array, "n d_in"]) -> Float[Array, "n d_out"]:
+        """Applies the layer."""
+        return affinity.dot(x, self.kernel[...]) + self.bias[...]
+
+
+# --- heads ---
+
+
+class LinearHead(Head):
+    """LayerNorm(x) W^T + b, the linear head of SAIL: Xavier-uniform W, zero b.
+
+    Example:
+      >>> head = LinearHead(8, 3, rngs=nnx.Rngs(0))
+      >>> head(jnp.ones((5, 8), jnp.float16)).shape
+      (5, 3)
+    """
+
+    kind = "linear"
+
+    def __init__(
+        self,
+        d_in: int,
+        d_out: int,
+        *,
+        norm: str = "layer",
+        dtype: Any = jnp.float32,
+        rngs: nnx.Rngs,
+    ):
+        """Draws a fresh head.
+
+        Args:
+          d_in: width of the embeddings.
+          d_out: width of the shared space.
+          norm: "layer", or "l2" for x / ||x|| * sqrt(d) in its place.
+          dtype: of the parameters, and so of the computation.
+          rngs: random streams for W.
+        """
+        self.d_in, self.d_out = d_in, d_out
+        self.input = InputNorm(d_in, norm=norm, dtype=dtype)
+        self.linear = Dense(d_in, d_out, dtype=dtype, rngs=rngs)
+
+    def __call__(self, x: Rows) -> Float[Array, "n d_out"]:
+        """Maps rows of shape (n, d_in) into the shared space.
+
+        Scale and shift are applied to W and b, and the backward pass normalises the rows again
+        rather than keep them: nothing of shape (n, d_in) is stored.
+        """
+        return jax.checkpoint(AffineMap.__call__)(self.to_affine(), x)
+
+    def options(self) -> dict[str, Any]:
+        return {"d_in": self.d_in, "d_out": self.d_out, "norm": self.input.norm}
+
+    @classmethod
+    def from_affine(cls, affine: AffineMap) -> "LinearHead":
+        """A head that computes c * affine(x) with one c > 0, and so the same cosines.
+
+        c gives W the root mean square of a Xavier start, sqrt(2 / (d_in + d_out)): a step of a
+        sign-based optimiser is then as large, relative to W, as it is from a random start.
+
+        Args:
+          affine: the map to start from; its `norm` becomes the head's.
+
+        Returns:
+          The head.
+
+        Raises:
+          InputError: the map's weight is zero, so that no c exists.
+
+        Example:
+          >>> affine = AffineMap(weight=jnp.eye(3), bias=jnp.ones(3), norm="layer")
+          >>> head = LinearHead.from_affine(affine)
+          >>> x = jnp.array([[1.0, 2.0, 4.0]])
+          >>> bool(jnp.allclose(affinity.cosine(head(x), affine(x)), 1.0))
+          True
+        """
+        d_out, d_in = affine.weight.shape
+        head = cls(d_in, d_out, norm=affine.norm, dtype=affine.weight.dtype, rngs=nnx.Rngs(0))
+        weight = affine.weight / head.input.gain
+        rms = float(jnp.sqrt(jnp.mean(jnp.square(weight))))
+        if not (math.isfinite(rms) and rms > 0):
+            raise checks.InputError(
+                f"affine: the weight's root mean square is {rms}; start from a non-zero finite map"
+            )
+        c = math.sqrt(2.0 / (d_in + d_out)) / rms
+        head.linear.kernel[...] = c * weight.T
+        head.linear.bias[...] = c * affine.bias
+        return head
+
+    def to_affine(self) -> AffineMap:
+        """The same map as one weight and one bias, scale and shift folded in."""
+        kernel, bias = self.linear.kernel[...], self.linear.bias[...]
+        scale, shift = self.input.scale[...], self.input.shift[...]
+        return AffineMap(
+            weight=(kernel * (self.input.gain * scale)[:, None]).T,
+            bias=affinity.dot(shift, kernel) + bias,
+            norm=self.input.norm,
+        )
+
+
+class _Hidden(Head):
+    """Heads with one adjustable hidden width.
+
+    Attributes:
+      hidden: width of the hidden layers.
+    """
+
+    usual_norm: ClassVar[str] = "layer"
+    hidden: int
+    input: InputNorm
+
+    def __init__(
+        self,
+        d_in: int,
+        d_out: int,
+        *,
+        hidden: int | None = None,
+        norm: str | None = None,
+        dtype: Any = jnp.float32,
+        rngs: nnx.Rngs,
+    ):
+        """Draws a fresh head.
+
+        Args:
+          d_in: width of the embeddings.
+          d_out: width of the shared space.
+          hidden: width of the hidden layers; None means the kind's usual one.
+          norm: "layer", or "l2" for x / ||x|| * sqrt(d) in its place; None means the usual one.
+          dtype: of the parameters, and so of the computation.
+          rngs: random streams for the weights.
+        """
+        self.d_in, self.d_out = d_in, d_out
+        self.hidden = self.usual_hidden(d_in) if hidden is None else hidden
+        self.input = InputNorm(d_in, norm=norm or self.usual_norm, dtype=dtype)
+        self._draw(functools.partial(Dense, dtype=dtype, rngs=rngs))
+
+    @staticmethod
+    @abc.abstractmethod
+    def usual_hidden(d_in: int) -> int:
+        """Width of the hidden layers unless another one is asked for."""
+
+    @abc.abstractmethod
+    def _draw(self, dense: Callable[[int, int], Dense]) -> None:
+        """Sets the layers."""
+
+    def options(self) -> dict[str, Any]:
+        return {
+            "d_in": self.d_in,
+            "d_out": self.d_out,
+            "hidden": self.hidden,
+            "norm": self.input.norm,
+        }
+
+
+class MLPHead(_Hidden):
+    """LayerNorm -> Linear -> GELU -> Linear, for when a linear map is too stiff.
+
+    The hidden layer is usually as wide as the input.
+
+    Example:
+      >>> MLPHead(8, 3, hidden=16, rngs=nnx.Rngs(0))(jnp.ones((5, 8))).shape
+      (5, 3)
+    """
+
+    kind = "mlp"
+
+    @staticmethod
+    def usual_hidden(d_in: int) -> int:
+        return d_in
+
+    def _draw(self, dense: Callable[[int, int], Dense]) -> None:
+        self.inner = dense(self.d_in, self.hidden)
+        self.outer = dense(self.hidden, self.d_out)
+
+    def __call__(self, x: Rows) -> Float[Array, "n d_out"]:
+        """Maps rows of shape (n, d_in) into the shared space."""
+        return self.outer(jax.nn.gelu(self.inner(self.input(x)), approximate=False))
+
+
+class GLUHead(_Hidden):
+    """SAIL's gated head: W_3 (relu6(clip(W_1 z)) * clip(W_2 z)) of z = LayerNorm(x).
+
+    Both branches are clipped to [-1000, 1000], as in SAIL's code. The hidden layers are usually
+    eight times as wide as the input.
+
+    Example:
+      >>> GLUHead(8, 3, hidden=16, rngs=nnx.Rngs(0))(jnp.ones((5, 8))).shape
+      (5, 3)
+    """
+
+    kind = "glu"
+
+    @staticmethod
+    def usual_hidden(d_in: int) -> int:
+        return 8 * d_in
+
+    def _draw(self, dense: Callable[[int, int], Dense]) -> None:
+        self.gate = dense(self.d_in, self.hidden)
+        self.inner = dense(self.d_in, self.hidden)
+        self.outer = dense(self.hidden, self.d_out)
+
+    def __call__(self, x: Rows) -> Float[Array, "n d_out"]:
+        """Maps rows of shape (n, d_in) into the shared space."""
+        z = self.input(x)
+        gate, inner = (jnp.clip(layer(z), -1e3, 1e3) for layer in (self.gate, self.inner))
+        return self.outer(jax.nn.relu6(gate) * inner)
+
+
+class TanhHead(_Hidden):
+    """SUE's network: L2-normalised rows, hidden-hidden-1024 LeakyReLU layers, then tanh.
+
+    Rows are brought to length sqrt(d), so that encoders of any scale fit the same weights. The
+    third layer is as wide as the published one or as `hidden`, usually 512, whichever is less. The
+    published `hidden` of 4096 takes an accelerator.
+
+    Example:
+      >>> TanhHead(8, 3, hidden=16, rngs=nnx.Rngs(0))(jnp.ones((5, 8))).shape
+      (5, 3)
+    """
+
+    kind = "tanh"
+    usual_norm = "l2"
+
+    @staticmethod
+    def usual_hidden(d_in: int) -> int:
+        return 512
+
+    def _draw(self, dense: Callable[[int, int], Dense]) -> None:
+        widths = (self.d_in, self.hidden, self.hidden, min(1024, self.hidden), self.d_out)
+        self.layers = nnx.List([dense(a, b) for a, b in itertools.pairwise(widths)])
+
+    def __call__(self, x: Rows) -> Float[Array, "n d_out"]:
+        """Maps rows of shape (n, d_in) into the shared space."""
+        rows = self.input(x)
+        *inner, last = self.layers
+        for layer in inner:
+            rows = jax.nn.leaky_relu(layer(rows))
+        return jnp.tanh(last(rows))
+
+
+# --- both modalities together ---
+
+KINDS = ("linear", "mlp", "glu", "tanh")
+"""Heads that start from random weights and can be trained by any objective."""
+
+
+def rebuild(kind: str, options: dict[str, Any]) -> Head:
+    """A head of the structure that `Head.options` described; its values are arbitrary.
+
+    >>> rebuild("linear", {"d_in": 4, "d_out": 2, "norm": "l2"}).d_out
+    2
+    """
+    checks.choice("kind", kind, tuple(Head.classes))
+    widths = {name: value for name, value in options.items() if not isinstance(value, str)}
+    checks.whole(1, or_none=True, **widths)
+    made: Any = Head.classes[kind]
+    return made(**options, rngs=nnx.Rngs(0))
+
+
+class Heads(nnx.Module):
+    """Everything that is trained: one head per modality, the logit scale and the logit bias.
+
+    Attributes:
+      x: head of the first modality.
+      y: head of the second.
+      log_scale: logarithm of the logit scale, from log 20.
+      bias: logit bias, from -10.
+    """
+
+    def __init__(self, x: Head, y: Head):
+        """Joins two heads and starts scale and bias at SigLIP's values."""
+        self.x = x
+        self.y = y
+        dtype = jax.tree.leaves(nnx.state(x))[0].dtype
+        self.log_scale = nnx.Param(jnp.asarray(losses.INITIAL_LOG_SCALE, dtype))
+        self.bias = nnx.Param(jnp.asarray(losses.INITIAL_BIAS, dtype))
+
+    def to_affine(self) -> tuple[AffineMap, AffineMap]:
+        """Both heads as affine maps.
+
+        Raises:
+          InputError: a head is not linear.
+        """
+        if not (isinstance(self.x, LinearHead) and isinstance(self.y, LinearHead)):
+            raise checks.InputError(
+                f"heads: {self.x.kind} heads are no affine maps; build with kind='linear'"
+            )
+        return self.x.to_affine(), self.y.to_affine()
+
+
+def build_heads(
+    d_x: int,
+    d_y: int,
+    dim: int,
+    *,
+    kind: str = "linear",
+    hidden: int | None = None,
+    norm: str | None = None,
+    seed: int = 0,
+    teacher: MapPair | None = None,
+    dtype: Any = jnp.float32,
+) -> Heads:
+    """Fresh heads from widths d_x and d_y to a shared space of width `dim`.
+
+    Args:
+      d_x: width of the first modality's embeddings.
+      d_y: width of the second modality's.
+      dim: width of the shared space.
+      kind: one of `KINDS`.
+      hidden: hidden width of those that have one; None means their usual one.
+      norm: "layer" or "l2"; None means the kind's usual one; a teacher brings its own.
+      seed: of the random start.
+      teacher: start linear heads from the first `dim` directions of this teacher.
+      dtype: of the parameters; with a teacher, the teacher's.
+
+    Returns:
+      The heads, all of whose variables are `nnx.Param`.
+
+    Raises:
+      InputError: an option is unknown, or the teacher does not fit the widths.
+
+    Example:
+      >>> heads = build_heads(8, 6, 4)
+      >>> graphdef, params = nnx.split(heads)
+      >>> heads.x(jnp.ones((2, 8))).shape, heads.y(jnp.ones((2, 6))).shape
+      ((2, 4), (2, 4))
+    """
+    checks.choice("kind", kind, KINDS)
+    checks.whole(1, d_x=d_x, d_y=d_y, dim=dim)
+    checks.whole(1, or_none=True, hidden=hidden)
+    if teacher is not None:
+        return _heads_from_teacher(teacher, d_x, d_y, dim, kind)
+    options: dict[str, Any] = {"dtype": dtype, "rngs": nnx.Rngs(seed)}
+    if norm is not None:
+        options["norm"] = norm
+    if kind != "linear":
+        options["hidden"] = hidden
+    made: Any = Head.classes[kind]
+    return Heads(*(made(width, dim, **options) for width in (d_x, d_y)))
+
+
+def _heads_from_teacher(teacher: MapPair, d_x: int, d_y: int, dim: int, kind: str) -> Heads:
+    if kind != "linear":
+        raise checks.InputError(
+            f"teacher: cannot start heads of kind {kind!r}; use kind='linear' or teacher=None"
+        )
+    widths = teacher.map_x.weight.shape[1], teacher.map_y.weight.shape[1]
+    if widths != (d_x, d_y):
+        raise checks.InputError(
+            f"teacher: maps widths {widths} but the embeddings have {(d_x, d_y)}; "
+            "fit the teacher on the same encoders"
+        )
+    return Heads(
+        LinearHead.from_affine(teacher.map_x.leading(dim)),
+        LinearHead.from_affine(teacher.map_y.leading(dim)),
+    )
