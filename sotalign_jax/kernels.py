@@ -175,7 +175,7 @@ def choose(pairs_x: Rows, pairs_y: Rows, *, seed: int = 0, **fixed: float) -> Op
       >>> choose(rows, rows[:, ::-1], power=0.0).power
       0.0
     """
-    checks.pairs(pairs_x, pairs_y, names=("pairs_x", "pairs_y"), min_rows=6)
+    checks.pairs(pairs_x, pairs_y, min_rows=6)
     check_options(**fixed)
     order = np.random.default_rng(seed).permutation(len(pairs_x))[:_CV_ROWS]
     pairs_x, pairs_y = np.asarray(pairs_x)[order], np.asarray(pairs_y)[order]
