@@ -173,10 +173,20 @@ class Aligner:
         """Writes `aligner.json` and the tensors beside it into the folder `path`, all or nothing.
 
         Raises:
-            InputError: the folder holds an aligner and `overwrite` is False, or something else.
+            InputError: the folder holds an aligner and `overwrite` is False, or something else; or
+                `info` cannot be written as JSON.
         """
         path = pathlib.Path(path).expanduser().absolute()
         _check_free(path, overwrite=overwrite)
+        heads = {
+            side: {"kind": head.kind, "options": head.options()}
+            for side, head in (("x", self.heads.x), ("y", self.heads.y))
+        }
+        described = {"format": FORMAT, "heads": heads, "info": self.info}
+        try:
+            text = json.dumps(described, indent=2, allow_nan=False)
+        except (TypeError, ValueError) as error:
+            raise checks.InputError(f"info: cannot be written as JSON ({error})") from error
         path.parent.mkdir(parents=True, exist_ok=True)
         temporary, previous = (path.with_name(f".{path.name}.{end}") for end in ("tmp", "old"))
         if previous.exists() and not path.exists():
@@ -189,15 +199,6 @@ class Aligner:
             if self.calibration is not None:
                 arrays = {f.name: getattr(self.calibration, f.name) for f in _FIELDS}
                 save_file(jax.tree.map(np.asarray, arrays), temporary / _CALIBRATION)
-            heads = {
-                side: {"kind": head.kind, "options": head.options()}
-                for side, head in (("x", self.heads.x), ("y", self.heads.y))
-            }
-            described = {"format": FORMAT, "heads": heads, "info": self.info}
-            try:
-                text = json.dumps(described, indent=2, allow_nan=False)
-            except (TypeError, ValueError) as error:
-                raise checks.InputError(f"info: cannot be written as JSON ({error})") from error
             (temporary / _DESCRIPTION).write_text(text + "\n", encoding="utf-8")
             if path.exists():
                 path.rename(previous)  # whole until the new one stands in its place
@@ -239,7 +240,7 @@ class Aligner:
             raise _damaged(folder / _DESCRIPTION, error) from error
         try:
             tensors = load_file(folder / _TENSORS)
-        except (SafetensorError, OSError) as error:
+        except (SafetensorError, OSError, LookupError, TypeError, ValueError) as error:
             raise _damaged(folder / _TENSORS, error) from error
         return cls(_filled(shapes, tensors, folder), info, _read_calibration(folder))
 
@@ -331,6 +332,10 @@ def align(
     if len(dataset.pool_y) and not len(dataset.pool_x):
         dataset = dataclasses.replace(dataset, pool_x=dataset.pairs_x)
     n_pairs, n_x = len(dataset.pairs_x), len(dataset.pool_x)
+    if method is None and (x is not None or y is not None) and not n_x:
+        raise checks.InputError(
+            "x, y: both have no rows; pass unpaired rows, or neither to train on the pairs alone"
+        )
     if method is None:
         weight = 1e-4 * max(1.0, 10_000 / n_pairs) if alpha is None else float(alpha)
         method = methods.SAIL()
@@ -485,7 +490,7 @@ def _check_free(path: pathlib.Path, *, overwrite: bool) -> None:
     strangers = sorted(names - {_DESCRIPTION, _TENSORS, _CALIBRATION})
     if strangers:
         raise checks.InputError(
-            f"path: {path} holds {strangers[0]}, which is no part of an aligner; "
+            f"path: {path} holds {strangers[0]}, which is not part of an aligner; "
             "choose another folder"
         )
     if names and not overwrite:

@@ -10,7 +10,8 @@ from typing import Any
 import jax
 import numpy as np
 
-_CHUNK_ROWS = 65_536
+CHUNK_ROWS = 65_536
+"""Rows that are checked at a time."""
 _share = (0, 1)
 
 
@@ -64,7 +65,7 @@ def array(name: str, x: Any) -> np.ndarray:
         return np.asarray(x)
     except (TypeError, ValueError) as error:
         raise InputError(
-            f"{name}: is no array of numbers ({error}); pass a 2-D float array, one embedding a row"
+            f"{name}: not an array of numbers ({error}); pass a 2-D float array"
         ) from error
 
 
@@ -92,8 +93,8 @@ def embeddings(name: str, x: Any, *, width: int | None = None, min_rows: int = 1
     if kind.kind not in "fV" and "float" not in kind.name:  # bfloat16 registers as kind V
         raise InputError(f"{name}: has dtype {kind}; pass real floating-point embeddings")
     index, count = _share
-    for start in range(index * _CHUNK_ROWS, shape[0], count * _CHUNK_ROWS):
-        rows = np.asarray(x[start : start + _CHUNK_ROWS]).astype(np.float32)
+    for start in range(index * CHUNK_ROWS, shape[0], count * CHUNK_ROWS):
+        rows = np.asarray(x[start : start + CHUNK_ROWS]).astype(np.float32)
         finite = np.isfinite(rows).all(axis=1)
         if not finite.all():
             bad = start + np.flatnonzero(~finite)
@@ -114,14 +115,15 @@ def pairs(
     *,
     names: tuple[str, str] = ("pairs_x", "pairs_y"),
     min_rows: int = 1,
-) -> None:
-    """Raises unless both are embeddings, as many rows of one as of the other.
+) -> tuple[np.ndarray, np.ndarray]:
+    """Both as numpy arrays; raises unless they are embeddings, as many rows of one as of the other.
 
     >>> pairs(np.ones((3, 2)), np.ones((4, 2)))
     Traceback (most recent call last):
     sotalign_jax.checks.InputError: pairs_y: has 4 rows but pairs_x has 3; paired arrays need equal
     length
     """
+    pairs_x, pairs_y = array(names[0], pairs_x), array(names[1], pairs_y)
     embeddings(names[0], pairs_x, min_rows=min_rows)
     embeddings(names[1], pairs_y, min_rows=min_rows)
     if len(pairs_x) != len(pairs_y):
@@ -129,6 +131,7 @@ def pairs(
             f"{names[1]}: has {len(pairs_y)} rows but {names[0]} has {len(pairs_x)}; "
             "paired arrays need equal length"
         )
+    return pairs_x, pairs_y
 
 
 def choice(name: str, value: str, options: tuple[str, ...]) -> None:
@@ -184,7 +187,7 @@ def _every(options: dict[str, Any], fine: Callable[[Any], bool], wanted: str) ->
     for name, value in options.items():
         if isinstance(value, jax.core.Tracer):
             continue
-        with contextlib.suppress(TypeError):  # of what is no number at all
+        with contextlib.suppress(TypeError):  # not a number
             if fine(value):
                 continue
         shown = repr(value) if isinstance(value, str) else value

@@ -191,8 +191,7 @@ def dataset(
     >>> dataset((np.eye(3), np.eye(3)), x=np.ones((5, 3))).pool_y.shape
     (0, 3)
     """
-    pairs_x, pairs_y = checks.array("pairs_x", pairs[0]), checks.array("pairs_y", pairs[1])
-    checks.pairs(pairs_x, pairs_y)
+    pairs_x, pairs_y = checks.pairs(pairs[0], pairs[1])
     pool_x = pairs_x[:0] if x is None else checks.array("x", x)
     pool_y = pairs_y[:0] if y is None else checks.array("y", y)
     checks.embeddings("x", pool_x, width=pairs_x.shape[1], min_rows=0)
@@ -287,8 +286,7 @@ def semi_supervised(
     [2, 3]
     """
     checks.choice("pool", pool, POOLS)
-    x, y = checks.array("x", x), checks.array("y", y)
-    checks.pairs(x, y, names=("x", "y"))
+    x, y = checks.pairs(x, y, names=("x", "y"))
     outside = (unpaired_x is not None, unpaired_y is not None)
     rows = split_rows(
         len(x),

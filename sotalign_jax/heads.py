@@ -543,7 +543,7 @@ class Heads(nnx.Module):
         """
         if not (isinstance(self.x, LinearHead) and isinstance(self.y, LinearHead)):
             raise checks.InputError(
-                f"heads: {self.x.kind} heads are no affine maps; build with kind='linear'"
+                f"heads: {self.x.kind} heads are not affine maps; build with kind='linear'"
             )
         return self.x.to_affine(), self.y.to_affine()
 

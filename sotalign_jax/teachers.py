@@ -250,11 +250,11 @@ def canonical_correlations(pairs_x: Rows, pairs_y: Rows, *, ridge: float = 0.0) 
       >>> canonical_correlations(A, A[:, :2]).correlations.round(6)
       array([1., 1.])
     """
-    checks.pairs(pairs_x, pairs_y, min_rows=2)
+    pairs_x, pairs_y = checks.pairs(pairs_x, pairs_y, min_rows=2)
     checks.at_least(0, ridge=ridge)
     sides = []
     for name, pairs in (("pairs_x", pairs_x), ("pairs_y", pairs_y)):
-        centred, mean = _centred(name, np.asarray(pairs).astype(np.float64))
+        centred, mean = _centred(name, pairs.astype(np.float64))
         spread = math.sqrt(np.mean(np.square(centred)))
         sides.append((mean, spread, _principal(centred / (spread * math.sqrt(len(centred))))))
     (mean_x, spread_x, x), (mean_y, spread_y, y) = sides
@@ -273,10 +273,10 @@ def _closed_form(
     power: float,
 ) -> LinearTeacher:
     """Of L2-normalised rows, their principal directions weighted by `gain`."""
-    checks.pairs(pairs_x, pairs_y, min_rows=2)
+    pairs_x, pairs_y = checks.pairs(pairs_x, pairs_y, min_rows=2)
     sides = []
     for name, pairs in (("pairs_x", pairs_x), ("pairs_y", pairs_y)):
-        unit = np.asarray(pairs).astype(np.float64)
+        unit = pairs.astype(np.float64)
         unit /= np.linalg.norm(unit, axis=1, keepdims=True)
         centred, mean = _centred(name, unit)
         if renorm:

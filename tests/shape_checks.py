@@ -1,7 +1,8 @@
 """Checks the array annotations of the package's functions while the tests run.
 
 A call is checked after it has returned: bad input first meets the package's own error message, and
-numpy arrays may stand where JAX arrays are annotated, as they may for users.
+numpy arrays may stand where JAX arrays are annotated, as they may for users. The import hook of
+jaxtyping checks before the call and would refuse both.
 """
 
 import functools

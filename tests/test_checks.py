@@ -15,13 +15,13 @@ def test_real_embeddings_pass(rng, dtype):
 @pytest.mark.parametrize(
     ("x", "options", "message"),
     [
-        (np.ones(3), {}, r"x: has shape \(3,\); pass a 2-D array"),
+        (np.ones(3), {}, r"x: has shape \(3,\)"),
         (np.ones((0, 3)), {}, "x: has 0 rows but at least 1"),
         (np.ones((2, 3)), {"min_rows": 4}, "x: has 2 rows but at least 4"),
         (np.ones((2, 0)), {}, "x: rows have width 0"),
         (np.ones((2, 3)), {"width": 5}, "x: rows have width 3 but 5 is needed"),
-        (np.ones((2, 3), int), {}, "x: has dtype int64; pass real floating-point"),
-        (np.ones((2, 3), complex), {}, "x: has dtype complex128; pass real floating-point"),
+        (np.ones((2, 3), int), {}, "x: has dtype int64"),
+        (np.ones((2, 3), complex), {}, "x: has dtype complex128"),
         (np.array([[1.0], [np.nan]]), {}, "x: row 1 is NaN or inf"),
         (np.array([[1.0], [2.0], [-np.inf]]), {}, "x: row 2 is NaN or inf"),
         (np.array([[1.0, 0.0], [0.0, 0.0]]), {}, "x: row 1 is all zeros"),
@@ -34,7 +34,7 @@ def test_bad_embeddings_are_named(x, options, message):
 
 
 def test_bad_rows_are_found_beyond_the_first_chunk(monkeypatch):
-    monkeypatch.setattr(checks, "_CHUNK_ROWS", 4)
+    monkeypatch.setattr(checks, "CHUNK_ROWS", 4)
     x = np.ones((11, 2))
     x[9, 1] = np.nan
     with pytest.raises(checks.InputError, match="row 9 is NaN"):
@@ -59,7 +59,7 @@ def test_pairs_need_equal_length():
 
 def test_choice():
     checks.choice("targets", "soft", ("soft", "hard"))
-    with pytest.raises(checks.InputError, match="targets: 'sfot' is unknown; choose one of soft, "):
+    with pytest.raises(checks.InputError, match="targets: 'sfot' is unknown"):
         checks.choice("targets", "sfot", ("soft", "hard"))
 
 
@@ -70,13 +70,13 @@ def test_input_errors_are_value_errors():
 @pytest.mark.parametrize(
     ("check", "message"),
     [
-        (lambda: checks.positive(epsilon=1e-9, tau=float("inf")), "tau: is inf; pass a number abo"),
-        (lambda: checks.positive(tau=float("nan")), "tau: is nan; pass a number above 0"),
-        (lambda: checks.at_least(0, ridge=0, weight=-0.5), "weight: is -0.5; pass a number of at "),
-        (lambda: checks.whole(2, batch=2, rows=1), "rows: is 1; pass a whole number of at least 2"),
-        (lambda: checks.whole(1, steps=10.5), "steps: is 10.5; pass a whole number of at least 1"),
-        (lambda: checks.whole(1, steps=None), "steps: is None; pass a whole number of at least 1$"),
-        (lambda: checks.whole(1, or_none=True, size=0), "size: is 0; .* of at least 1, or None"),
+        (lambda: checks.positive(epsilon=1e-9, tau=float("inf")), "tau: is inf"),
+        (lambda: checks.positive(tau=float("nan")), "tau: is nan"),
+        (lambda: checks.at_least(0, ridge=0, weight=-0.5), "weight: is -0.5"),
+        (lambda: checks.whole(2, batch=2, rows=1), "rows: is 1"),
+        (lambda: checks.whole(1, steps=10.5), "steps: is 10.5"),
+        (lambda: checks.whole(1, steps=None), "steps: is None"),
+        (lambda: checks.whole(1, or_none=True, size=0), "size: is 0"),
     ],
 )
 def test_numbers_out_of_range_are_named(check, message):

@@ -97,7 +97,7 @@ def test_few_pairs_correlate_perfectly_without_a_ridge():
         (np.ones((5, 2)), np.eye(5), {}, "pairs_x: all rows"),
         (np.eye(5), np.eye(4), {}, "pairs_y: has 4 rows but pairs_x has 5"),
         (np.eye(1), np.eye(1), {}, "pairs_x: has 1 rows"),
-        (np.eye(3), np.eye(3), {"ridge": -1.0}, r"ridge: is -1.0; pass a number of at least 0"),
+        (np.eye(3), np.eye(3), {"ridge": -1.0}, r"ridge: is -1.0"),
     ],
 )
 def test_pairs_that_cannot_be_used(A, B, options, message):
@@ -163,9 +163,9 @@ def test_only_pairs_matter(tmp_path):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"dim": 0}, "dim: is 0; pass a whole number of at least 1"),
-        ({"ridge": -0.1}, "ridge: is -0.1; pass a number of at least 0"),
-        ({"ridge": float("nan")}, "ridge: is nan; pass a number of at least 0"),
+        ({"dim": 0}, "dim: is 0"),
+        ({"ridge": -0.1}, "ridge: is -0.1"),
+        ({"ridge": float("nan")}, "ridge: is nan"),
     ],
 )
 def test_options_that_cannot_be_used(options, message):

@@ -71,19 +71,19 @@ def test_mutual_knn_of_unrelated_rows_is_chance(rng):
     ("x", "y", "options", "message"),
     [
         (np.ones((4, 3)), np.ones((5, 3)), {}, "y: has 5 rows but x has 4"),
-        (np.ones((4, 3)), np.ones((4, 3)), {}, r"k: is 10 but there are 4 rows; pass 1\.\.3"),
+        (np.ones((4, 3)), np.ones((4, 3)), {}, r"k: is 10 but there are 4 rows"),
         (np.ones((4, 3)), np.ones((4, 3)), {"k": 0}, "k: is 0"),
         (
             np.ones((4, 3)),
             np.ones((4, 3)),
             {"k": 1, "clamp": 0.0},
-            "clamp: is 0.0; pass a quantile",
+            "clamp: is 0.0",
         ),
         (
             np.ones((4, 3)),
             np.ones((4, 3)),
             {"k": 1, "chunk": 0},
-            "chunk: is 0; pass a whole number of at least 1",
+            "chunk: is 0",
         ),
         (np.full((4, 3), np.inf), np.ones((4, 3)), {"k": 1}, "x: row 0 is NaN or inf"),
     ],
@@ -215,7 +215,7 @@ def test_repetitions_share_one_program_that_takes_little_memory(compilations):
     ("x", "y", "options", "message"),
     [
         (np.ones((4, 3)), np.ones((4, 2)), {}, "y: rows have width 2 but 3 is needed"),
-        (np.ones((4, 1)), np.ones((4, 1)), {}, "x: rows have width 1; directions need"),
+        (np.ones((4, 1)), np.ones((4, 1)), {}, "x: rows have width 1"),
         (np.zeros((4, 3)), np.ones((4, 3)), {}, "x: row 0 is all zeros"),
         (np.ones((4, 3)), np.full((4, 3), np.nan), {}, "y: row 0 is NaN"),
         (np.ones((4, 3)), np.ones((4, 3)), {"projections": 0}, "projections: is 0"),
@@ -313,7 +313,7 @@ def test_a_ladder_compiles_once_and_names_its_smallest(features, compilations):
     ("g", "options", "message"),
     [
         (np.ones((4, 2)), {}, "g: rows have width 2 but 3"),
-        (np.ones((4, 3)), {"epsilons": (0.1, 0.0)}, "epsilons: is 0.0; pass a number above 0"),
+        (np.ones((4, 3)), {"epsilons": (0.1, 0.0)}, "epsilons: is 0.0"),
         (np.ones((4, 3)), {"tolerance": -1.0}, "tolerance: is -1"),
         (np.ones((4, 3)), {"max_iterations": 0}, "max_iterations: is 0"),
     ],

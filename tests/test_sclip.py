@@ -232,11 +232,11 @@ def test_half_precision_rows_are_compared_in_float32(rng):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"labels": "soft"}, "labels: 'soft' is unknown; choose one of hard, softmax, ot"),
-        ({"space": "joint"}, "space: 'joint' is unknown; choose one of unimodal, shared"),
-        ({"weight_text": -1.0}, "weight_text: is -1.0; pass a number of at least 0"),
-        ({"weight_image": float("inf")}, "weight_image: is inf; pass"),
-        ({"iterations": 0}, "iterations: is 0; pass a whole number of at least 1"),
+        ({"labels": "soft"}, "labels: 'soft' is unknown"),
+        ({"space": "joint"}, "space: 'joint' is unknown"),
+        ({"weight_text": -1.0}, "weight_text: is -1.0"),
+        ({"weight_image": float("inf")}, "weight_image: is inf"),
+        ({"iterations": 0}, "iterations: is 0"),
     ],
 )
 def test_options_that_cannot_be_used(options, message):

@@ -109,7 +109,7 @@ def test_a_spectral_network_needs_rows_and_finite_losses(rng):
     network = heads.TanhHead(4, 6, hidden=8, rngs=nnx.Rngs(0))
     options = {"graph": sue.Graph(), "key": jax.random.key(0)}
     schedule = sue.Schedule(epochs=3, batch=8, learning_rate=1e38)
-    with pytest.raises(checks.InputError, match="eigenvectors: 6 asked of 10 rows; add rows, at"):
+    with pytest.raises(checks.InputError, match="eigenvectors: 6 asked of 10 rows"):
         sue.fit_spectral(network, np.ones((10, 4)), schedule=schedule, **options)
     with pytest.raises(FloatingPointError, match=r"not finite in epoch .*; lower learning_rate"):
         sue.fit_spectral(network, rng.normal(size=(40, 4)), schedule=schedule, **options)
@@ -233,7 +233,7 @@ def test_directions_are_as_long_as_the_published_solver_makes_them(rng):
     x, y = rng.normal(size=(500, 5)), rng.normal(size=(500, 6))
     y[:, :4] += 2.0 * x[:, :4] * [1.0, 0.8, 0.6, 0.4]
     solver = CCA(3, max_iter=5000, tol=1e-16).fit(x, y)
-    found = methods.SUE(**SMALL | {"dim": 3})._variates(x, y)
+    found = methods.SUE(**SMALL | {"dim": 3}).variates(x, y)
     for ours, theirs in zip(found, (solver.x_rotations_, solver.y_rotations_), strict=True):
         np.testing.assert_allclose(np.abs(ours.weight), np.abs(theirs), atol=1e-6)
         np.testing.assert_array_equal(ours.bias, 0.0)
@@ -269,11 +269,11 @@ def test_progress_is_shown_on_request(dataset, capsys):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"dim": 0}, "dim: is 0; pass a whole number of at least 1"),
-        ({"eigenvectors": 7}, "eigenvectors: is 7 but dim is 8; pass at least as many"),
-        ({"batch": 1}, "batch: is 1; pass a whole number of at least 2"),
-        ({"learning_rate": 0.0}, "learning_rate: is 0.0; pass a number above 0"),
-        ({"mmd_epochs": -1}, "mmd_epochs: is -1; pass a whole number of at least 0"),
+        ({"dim": 0}, "dim: is 0"),
+        ({"eigenvectors": 7}, "eigenvectors: is 7 but dim is 8"),
+        ({"batch": 1}, "batch: is 1"),
+        ({"learning_rate": 0.0}, "learning_rate: is 0.0"),
+        ({"mmd_epochs": -1}, "mmd_epochs: is -1"),
     ],
 )
 def test_options_that_cannot_be_used(options, message):
@@ -283,7 +283,7 @@ def test_options_that_cannot_be_used(options, message):
 
 def test_data_that_do_not_suffice(dataset):
     few = data.dataset((dataset.pairs_x[:3], dataset.pairs_y[:3]), x=dataset.pool_x)
-    with pytest.raises(checks.InputError, match="dim: is 3 but there are 3 pairs; ask for fewer"):
+    with pytest.raises(checks.InputError, match="dim: is 3 but there are 3 pairs"):
         methods.SUE(**SMALL).fit(few, seed=0)
     with pytest.raises(checks.InputError, match="pool y: has no rows but SUE learns from unpaired"):
         training.check_pool(methods.SUE(), few)
@@ -307,7 +307,7 @@ def test_contrastive_losses_with_sues_head(table):
         )
         assert aligner.heads.x.kind == "tanh"
         assert aligner.info["val_mean_r1"] > 5  # chance is 1
-    with pytest.raises(checks.InputError, match="loss: 'clip' is unknown; choose one of siglip"):
+    with pytest.raises(checks.InputError, match="loss: 'clip' is unknown"):
         methods.Contrastive(loss="clip")
 
 
@@ -340,9 +340,7 @@ def test_fitted_methods_from_the_launcher(tmp_path):
         )
 
     process = start("--config.sue.batch=0")
-    assert process.communicate()[1] == (
-        "error: config.sue.batch: is 0; pass a whole number of at least 2\n"
-    )
+    assert process.communicate()[1] == ("error: config.sue.batch: is 0")
     assert process.returncode == 1 and not run.exists()
 
     process = start()

@@ -121,7 +121,7 @@ class SUE(base.Fitted):
             network_x, basis_x = self._eigenvectors(rows_x, key_x, report)
             report_y = functools.partial(report, before=self.epochs)
             network_y, basis_y = self._eigenvectors(rows_y, key_y, report_y)
-            affine_x, affine_y = self._variates(
+            affine_x, affine_y = self.variates(
                 apply(network_x, dataset.pairs_x) @ basis_x,
                 apply(network_y, dataset.pairs_y) @ basis_y,
             )
@@ -159,7 +159,7 @@ class SUE(base.Fitted):
             report=report,
         )
 
-    def _variates(self, x: np.ndarray, y: np.ndarray) -> tuple["_Affine", "_Affine"]:
+    def variates(self, x: np.ndarray, y: np.ndarray) -> tuple["_Affine", "_Affine"]:
         """Maps of the eigenvectors to canonical variates, as found on the pairs.
 
         They are found on columns of unit variance; the published code then applies them to columns
