@@ -327,19 +327,16 @@ def align(
         method = None if asked else methods.METHODS[method]
     if gallery is None and not isinstance(method, methods.Fitted):  # which selects nothing
         dataset = hold_out(dataset, seed=seed)
-    if len(dataset.pool_x) and not len(dataset.pool_y):
-        dataset = dataclasses.replace(dataset, pool_y=dataset.pairs_y)
-    if len(dataset.pool_y) and not len(dataset.pool_x):
-        dataset = dataclasses.replace(dataset, pool_x=dataset.pairs_x)
-    n_pairs, n_x = len(dataset.pairs_x), len(dataset.pool_x)
-    if method is None and (x is not None or y is not None) and not n_x:
+    n_pairs = len(dataset.pairs_x)
+    unpaired = bool(len(dataset.pool_x) or len(dataset.pool_y))
+    if method is None and (x is not None or y is not None) and not unpaired:
         raise checks.InputError(
             "x, y: both have no rows; pass unpaired rows, or neither to train on the pairs alone"
         )
     if method is None:
         weight = 1e-4 * max(1.0, 10_000 / n_pairs) if alpha is None else float(alpha)
         method = methods.SAIL()
-        if n_x or asked:
+        if unpaired or asked:
             method = methods.SOTAlign(
                 alpha=weight, epsilon=float(epsilon), epsilon_star=float(epsilon_star)
             )
@@ -348,6 +345,8 @@ def align(
             f"alpha: is {alpha} but method {type(method).__name__} brings its own options; leave "
             "it out, or pass method=methods.SOTAlign(alpha=...)"
         )
+    if unpaired:
+        dataset = _without_gaps(dataset, method.pools)
     training.check_pool(method, dataset)
     info: dict[str, Any] = {
         "method": type(method).__name__,
@@ -407,6 +406,16 @@ def align(
         "val_mean_r1": float(best.mean_r1) if dataset.val is not None else None,
     }
     return _calibrated(heads, dataset, info)
+
+
+def _without_gaps(dataset: data.Dataset, pools: str) -> data.Dataset:
+    """The pairs' own rows in place of a pool that is read but empty."""
+    own = {}
+    if "x" in pools and not len(dataset.pool_x):
+        own["pool_x"] = dataset.pairs_x
+    if "y" in pools and not len(dataset.pool_y):
+        own["pool_y"] = dataset.pairs_y
+    return dataclasses.replace(dataset, **own)
 
 
 def _calibrated(heads: Heads, dataset: data.Dataset, info: dict[str, Any]) -> Aligner:

@@ -283,8 +283,8 @@ def test_a_method_that_needs_a_pool_says_so(given):
     with pytest.raises(checks.InputError, match="pool x: has no rows but SOTAlign learns from"):
         align(given["pairs"], method=methods.SOTAlign(), progress=False)
     for method in ("sclip", "sail_semi"):
-        with pytest.raises(checks.InputError, match=r"pool y: has no rows but .* of x and y"):
-            align(given["pairs"], x=given["x"], method=method, progress=False)
+        with pytest.raises(checks.InputError, match=r"pool x: has no rows but .* of x and y"):
+            align(given["pairs"], method=method, progress=False)
 
 
 def test_one_pool_is_enough_for_a_method_that_reads_no_other(given):
