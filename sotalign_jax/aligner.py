@@ -410,12 +410,11 @@ def align(
 
 def _without_gaps(dataset: data.Dataset, pools: str) -> data.Dataset:
     """The pairs' own rows in place of a pool that is read but empty."""
-    own = {}
     if "x" in pools and not len(dataset.pool_x):
-        own["pool_x"] = dataset.pairs_x
+        dataset = dataclasses.replace(dataset, pool_x=dataset.pairs_x)
     if "y" in pools and not len(dataset.pool_y):
-        own["pool_y"] = dataset.pairs_y
-    return dataclasses.replace(dataset, **own)
+        dataset = dataclasses.replace(dataset, pool_y=dataset.pairs_y)
+    return dataset
 
 
 def _calibrated(heads: Heads, dataset: data.Dataset, info: dict[str, Any]) -> Aligner:
