@@ -117,9 +117,9 @@ def test_memory_mapped_tables_work(tmp_path):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda x, y: (x[:9], y), "x has 9 rows but y has 10; paired"),
-        (lambda x, y: (np.where(x == x[3], np.nan, x), y), "pairs x: row 3 is NaN"),
-        (lambda x, y: (x, np.where(y == y[4], 0.0, y)), "pairs y: row 4 is all zeros"),
+        (lambda x, y: (x[:9], y), "y: has 10 rows but x has 9"),
+        (lambda x, y: (np.where(x == x[3], np.nan, x), y), "x: row 3 is NaN"),
+        (lambda x, y: (x, np.where(y == y[4], 0.0, y)), "y: row 4 is all zeros"),
         (lambda x, y: (x.astype(int), y), "dtype int64; pass real floating-point"),
         (lambda x, y: (x[0], y), "pass a 2-D array"),
     ],

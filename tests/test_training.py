@@ -186,9 +186,11 @@ def test_runs_with_equal_options_share_a_program(sail, start, dataset):
     _, _, other = run(methods.SAIL(), start, dataset, dataclasses.replace(CONFIG, seed=7))
     assert other.values[0]["loss"] != sail[2].values[0]["loss"]
 
-    Mine.__hash__ = None
-    with pytest.raises(checks.InputError, match="method: Mine"):
-        program(Mine())
+    class Unhashable(methods.SAIL):
+        __hash__ = None
+
+    with pytest.raises(checks.InputError, match="method: Unhashable"):
+        program(Unhashable())
 
 
 def test_pools_that_nobody_reads_stay_on_the_host(dataset):
