@@ -30,7 +30,7 @@ FOLDER = "aligner"
 DIRECTIONS = ("x_to_y", "y_to_x")
 _DESCRIPTION, _TENSORS = "aligner.json", "heads.safetensors"
 _CALIBRATION = "calibration.safetensors"
-_CALIBRATED_BY = 2048  # rows of each pool; four times as many change no recall by a point
+_CALIBRATED_BY = 2048  # rows of each pool; 8,192 add 0.6 points of R@10 (CCA, COCO)
 
 
 @dataclasses.dataclass(frozen=True)
