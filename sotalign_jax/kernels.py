@@ -148,7 +148,7 @@ _BANDWIDTHS = (0.5, 2.0, 6.0)
 _RIDGES = (1.0, 3.0, 10.0, 30.0)
 """Ridge times the pairs fitted on, relative to the sum of the covariance's eigenvalues."""
 _POWER = 0.5
-"""Near the best at 1,000 and at 10,000 pairs; larger ones win on few pairs and lose on many."""
+"""On COCO validation 1.0 is as good at 1,000 pairs and loses at 10,000."""
 _CV_ROWS, _CV_HELD_OUT, _CV_LANDMARKS = 3000, 400, 1000
 
 
