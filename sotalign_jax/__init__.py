@@ -20,7 +20,7 @@ from sotalign_jax.ot.klot import (
 )
 from sotalign_jax.ot.sinkhorn import Plan, sinkhorn
 from sotalign_jax.ot.sinkhorn import reference as sinkhorn_reference
-from sotalign_jax.teachers import LinearTeacher, cca, procrustes
+from sotalign_jax.teachers import LinearTeacher, cca, kernel_cca, procrustes
 from sotalign_jax.training import contrastive
 
 __version__ = "0.1.0"
@@ -41,6 +41,7 @@ __all__ = [
     "evaluation",
     "heads",
     "infonce",
+    "kernel_cca",
     "klot",
     "klot_from_embeddings",
     "klot_reference",

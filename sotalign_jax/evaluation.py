@@ -15,6 +15,7 @@ from flax import nnx
 from jaxtyping import Array, ArrayLike, Bool, Float, Int
 
 from sotalign_jax import checks, data
+from sotalign_jax.calibration import Calibration
 from sotalign_jax.heads import Rows
 from sotalign_jax.ot import affinity, blocks
 
@@ -44,10 +45,21 @@ def embed(head: Any, rows: Rows) -> Float[np.ndarray, "n d"]:
     return np.concatenate(out)
 
 
-def evaluate(head_x: Any, head_y: Any, gallery: data.Gallery) -> dict[str, float]:
-    """Retrieval metrics of two heads on a gallery, in percent."""
+def evaluate(
+    head_x: Any, head_y: Any, gallery: data.Gallery, calibration: Calibration | None = None
+) -> dict[str, float]:
+    """Retrieval metrics of two heads on a gallery, in percent.
+
+    With a calibration, those of calibrated scores stand beside the plain ones, as
+    "calibrated/x_to_y/R@k" and so on.
+    """
     x, y = embed(head_x, gallery.x), embed(head_y, gallery.y)
-    return retrieval(x, y, gallery.x_of_y)
+    metrics = retrieval(x, y, gallery.x_of_y)
+    if calibration is not None:
+        bias_x, bias_y = calibration.x(x), calibration.y(y)
+        calibrated = retrieval(x, y, gallery.x_of_y, bias_x=bias_x, bias_y=bias_y)
+        metrics |= {f"calibrated/{name}": value for name, value in calibrated.items()}
+    return metrics
 
 
 def evaluate_zero_shot(head_x: Any, head_y: Any, task: data.ZeroShot) -> dict[str, float]:
@@ -69,6 +81,8 @@ def retrieval(
     y: ArrayLike,
     x_of_y: ArrayLike | None = None,
     *,
+    bias_x: ArrayLike | None = None,
+    bias_y: ArrayLike | None = None,
     ks: Sequence[int] = (1, 5, 10),
     chunk: int = 4096,
 ) -> dict[str, float]:
@@ -83,6 +97,9 @@ def retrieval(
       y: [m, d] features.
       x_of_y: [m] the row of x each row of y belongs to; row i matches row i when None. With
         several y per x (captions of a picture) x_to_y asks for any one of them.
+      bias_x: [n] added to the score of each row of x where it is a key, such as
+        `Calibration.x(x)`; the query's own would not change a rank.
+      bias_y: [m] likewise for y.
       ks: the cut-offs.
       chunk: most query rows scored at once; memory is about chunk * max(n, m) floats.
 
@@ -101,7 +118,8 @@ def retrieval(
         raise checks.InputError(f"ks: {tuple(ks)} given; pass at least one cut-off, each 1 or more")
     owner = data.owners(len(x), len(y), x_of_y)
     checks.whole(1, chunk=chunk)
-    result = match_ranks(x, y, owner, chunk=chunk)
+    biases = _bias("bias_x", bias_x, len(x)), _bias("bias_y", bias_y, len(y))
+    result = match_ranks(x, y, owner, *biases, chunk=chunk)
     finite_x, finite_y, ranks_x, ranks_y = jax.device_get(result)
     _raise_unless_finite("x", finite_x)
     _raise_unless_finite("y", finite_y)
@@ -156,22 +174,31 @@ def zero_shot(
 
 @functools.partial(jax.jit, static_argnames="chunk")
 def match_ranks(
-    x: Float[Array, "n d"], y: Float[Array, "m d"], owner: Int[Array, " m"], *, chunk: int
+    x: Float[Array, "n d"],
+    y: Float[Array, "m d"],
+    owner: Int[Array, " m"],
+    bias_x: Float[Array, " n"],
+    bias_y: Float[Array, " m"],
+    *,
+    chunk: int,
 ) -> tuple[Bool[Array, ""], Bool[Array, ""], Int[Array, " n"], Int[Array, " m"]]:
     """Whether x and y are finite, and each row's rank of its best match in the other."""
     finite = jnp.isfinite(x).all(), jnp.isfinite(y).all()
     x, y = affinity.l2_normalize(x), affinity.l2_normalize(y)
     ids = jnp.arange(len(x), dtype=owner.dtype)
-    return *finite, _best_ranks(x, y, ids, owner, chunk), _best_ranks(y, x, owner, ids, chunk)
+    ranks_x = _best_ranks(x, y, bias_y, ids, owner, chunk)
+    return *finite, ranks_x, _best_ranks(y, x, bias_x, owner, ids, chunk)
 
 
-def _best_ranks(queries: Array, keys: Array, query_id: Array, key_id: Array, chunk: int) -> Array:
+def _best_ranks(
+    queries: Array, keys: Array, bias: Array, query_id: Array, key_id: Array, chunk: int
+) -> Array:
     """Rank of the first key, in a stable descending sort, that has the query's id."""
     index = jnp.arange(len(keys))
 
     def block(rows: tuple[Array, ...]) -> Array:
         features, ids = rows
-        scores = affinity.dot(features, keys.T)
+        scores = affinity.dot(features, keys.T) + bias
         matches = jnp.where(ids[:, None] == key_id[None, :], scores, -jnp.inf)
         best = matches.max(axis=1, keepdims=True)
         at = matches.argmax(axis=1, keepdims=True)  # the lowest index among equal maxima
@@ -217,6 +244,17 @@ def _features(name: str, x: ArrayLike, ndim: int) -> Array:
             f"pass a non-empty {ndim}-D array of float features"
         )
     return out.astype(jnp.float32)
+
+
+def _bias(name: str, given: ArrayLike | None, size: int) -> Array:
+    if given is None:
+        return jnp.zeros(size, jnp.float32)
+    bias = jnp.asarray(given, jnp.float32)
+    if bias.shape != (size,) or not bool(jnp.isfinite(bias).all()):
+        raise checks.InputError(
+            f"{name}: has shape {bias.shape} or values that are not finite; pass {size} numbers"
+        )
+    return bias
 
 
 def _same_width(name: str, x: Array, other: Array) -> None:

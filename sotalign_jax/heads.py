@@ -19,6 +19,7 @@ from flax import nnx
 from jaxtyping import Array, Float
 
 from sotalign_jax import checks, losses
+from sotalign_jax.kernels import KernelMap
 from sotalign_jax.ot import affinity
 
 Rows = Array | np.ndarray
@@ -72,6 +73,16 @@ class AffineMap:
         rows = normalize(jnp.asarray(x).astype(self.weight.dtype), self.norm)
         return affinity.dot(rows, self.weight.T) + self.bias
 
+    @property
+    def d_in(self) -> int:
+        """Width of the rows it takes."""
+        return self.weight.shape[1]
+
+    @property
+    def d_out(self) -> int:
+        """Width of the rows it gives."""
+        return self.weight.shape[0]
+
     def leading(self, dim: int) -> "AffineMap":
         """The first `dim` output directions.
 
@@ -86,15 +97,18 @@ class AffineMap:
         return AffineMap(self.weight[:dim], self.bias[:dim], self.norm)
 
 
+Map = AffineMap | KernelMap
+
+
 class MapPair(Protocol):
-    """Anything with one affine map per modality, such as a linear teacher."""
+    """Anything with one map per modality, such as a teacher."""
 
     @property
-    def map_x(self) -> AffineMap:
+    def map_x(self) -> Map:
         """The first modality's map."""
 
     @property
-    def map_y(self) -> AffineMap:
+    def map_y(self) -> Map:
         """The second modality's map."""
 
 
@@ -102,7 +116,9 @@ class MapPair(Protocol):
 
 
 class Head(nnx.Module):
-    """A map from one encoder's rows into the shared space; all its variables are `nnx.Param`.
+    """A map from one encoder's rows into the shared space.
+
+    Its variables are `nnx.Param`, which training changes, or `Frozen`, which it does not.
 
     Attributes:
       kind: the name it is built and saved under.
@@ -129,6 +145,19 @@ class Head(nnx.Module):
     @abc.abstractmethod
     def options(self) -> dict[str, Any]:
         """What the constructor needs for a head of the same structure, as JSON values."""
+
+
+class Frozen(nnx.Variable[Array]):
+    """A variable that training leaves as it is."""
+
+
+def trainable(params: Any) -> Any:
+    """Which of a state's variables training may change: a tree of bools."""
+    return jax.tree.map(
+        lambda leaf: not isinstance(leaf, Frozen),
+        params,
+        is_leaf=lambda leaf: isinstance(leaf, nnx.Variable),
+    )
 
 
 class InputNorm(nnx.Module):
@@ -404,6 +433,71 @@ class TanhHead(_Hidden):
         return jnp.tanh(last(rows))
 
 
+class KernelHead(Head):
+    """Another head on kernel features: inner(l2(map(x))), the map a `KernelMap` that stays.
+
+    Example:
+      >>> near = KernelMap(jnp.zeros(2), jnp.eye(2), jnp.array(1.0), jnp.zeros(2), jnp.eye(2))
+      >>> head = KernelHead.on(near, LinearHead(2, 5, rngs=nnx.Rngs(0)))
+      >>> head(jnp.ones((3, 2))).shape
+      (3, 5)
+    """
+
+    kind = "kernel"
+
+    def __init__(
+        self,
+        d_in: int,
+        landmarks: int,
+        *,
+        inner: Head | dict[str, Any],
+        dtype: Any = jnp.float32,
+        rngs: nnx.Rngs,
+    ):
+        """A head whose kernel map is zero, to be filled.
+
+        Args:
+          d_in: width of the embeddings.
+          landmarks: of the kernel map.
+          inner: the head behind, or its kind and options.
+          dtype: of the kernel map.
+          rngs: not used; every head takes them.
+        """
+        self.inner = rebuild(**inner) if isinstance(inner, dict) else inner
+        self.d_in, self.d_out = d_in, self.inner.d_out
+        self.mean = Frozen(jnp.zeros(d_in, dtype))
+        self.landmarks = Frozen(jnp.zeros((landmarks, d_in), dtype))
+        self.gamma = Frozen(jnp.zeros((), dtype))
+        self.centre = Frozen(jnp.zeros(landmarks, dtype))
+        self.weight = Frozen(jnp.zeros((self.inner.d_in, landmarks), dtype))
+
+    def __call__(self, x: Rows) -> Float[Array, "n d_out"]:
+        """Maps rows of shape (n, d_in) into the shared space."""
+        variables = self.mean, self.landmarks, self.gamma, self.centre, self.weight
+        features = KernelMap(*jax.lax.stop_gradient([variable[...] for variable in variables]))
+        return self.inner(affinity.l2_normalize(features(x)))
+
+    def options(self) -> dict[str, Any]:
+        return {
+            "d_in": self.d_in,
+            "landmarks": self.landmarks.shape[0],
+            "inner": {"kind": self.inner.kind, "options": self.inner.options()},
+        }
+
+    @classmethod
+    def on(cls, features: KernelMap, inner: Head) -> "KernelHead":
+        """The head of a kernel map and the head behind it."""
+        if inner.d_in != features.d_out:
+            raise checks.InputError(
+                f"inner: takes {inner.d_in} features but the map gives {features.d_out}"
+            )
+        marks = len(features.landmarks)
+        head = cls(features.d_in, marks, inner=inner, dtype=features.weight.dtype, rngs=nnx.Rngs(0))
+        for name in ("mean", "landmarks", "gamma", "centre", "weight"):
+            getattr(head, name)[...] = getattr(features, name)
+        return head
+
+
 # --- both modalities together ---
 
 KINDS = ("linear", "mlp", "glu", "tanh")
@@ -417,7 +511,7 @@ def rebuild(kind: str, options: dict[str, Any]) -> Head:
     2
     """
     checks.choice("kind", kind, tuple(Head.classes))
-    widths = {name: value for name, value in options.items() if not isinstance(value, str)}
+    widths = {n: value for n, value in options.items() if not isinstance(value, str | dict)}
     checks.whole(1, or_none=True, **widths)
     made: Any = Head.classes[kind]
     return made(**options, rngs=nnx.Rngs(0))
@@ -464,6 +558,7 @@ def build_heads(
     norm: str | None = None,
     seed: int = 0,
     teacher: MapPair | None = None,
+    features: MapPair | None = None,
     dtype: Any = jnp.float32,
 ) -> Heads:
     """Fresh heads from widths d_x and d_y to a shared space of width `dim`.
@@ -476,7 +571,10 @@ def build_heads(
       hidden: hidden width of those that have one; None means their usual one.
       norm: "layer" or "l2"; None means the kind's usual one; a teacher brings its own.
       seed: of the random start.
-      teacher: start linear heads from the first `dim` directions of this teacher.
+      teacher: start linear heads from the first `dim` directions of this teacher. Those of a
+        kernel teacher are then heads on its features.
+      features: kernel maps, such as those of `teachers.kernel_cca`, that rows pass through before
+        the head; they stay as they are.
       dtype: of the parameters; with a teacher, the teacher's.
 
     Returns:
@@ -494,29 +592,61 @@ def build_heads(
     checks.choice("kind", kind, KINDS)
     checks.whole(1, d_x=d_x, d_y=d_y, dim=dim)
     checks.whole(1, or_none=True, hidden=hidden)
+    for name, maps in (("teacher", teacher), ("features", features)):
+        if maps is not None:
+            _check_widths(name, maps, d_x, d_y)
     if teacher is not None:
-        return _heads_from_teacher(teacher, d_x, d_y, dim, kind)
+        if features is not None and features is not teacher:
+            raise checks.InputError(
+                "features: heads that start at a teacher have the teacher's features; leave it out"
+            )
+        return _heads_from_teacher(teacher, dim, kind)
     options: dict[str, Any] = {"dtype": dtype, "rngs": nnx.Rngs(seed)}
     if norm is not None:
         options["norm"] = norm
     if kind != "linear":
         options["hidden"] = hidden
     made: Any = Head.classes[kind]
-    return Heads(*(made(width, dim, **options) for width in (d_x, d_y)))
+    if features is None:
+        return Heads(*(made(width, dim, **options) for width in (d_x, d_y)))
+    widths = features.map_x.d_out, features.map_y.d_out
+    return on_features(features, Heads(*(made(width, dim, **options) for width in widths)))
 
 
-def _heads_from_teacher(teacher: MapPair, d_x: int, d_y: int, dim: int, kind: str) -> Heads:
+def on_features(features: MapPair, heads: Heads) -> Heads:
+    """Heads of kernel features as heads of the rows that the features are of."""
+    map_x, map_y = _kernel_maps(features)
+    return Heads(KernelHead.on(map_x, heads.x), KernelHead.on(map_y, heads.y))
+
+
+def _kernel_maps(features: MapPair) -> tuple[KernelMap, KernelMap]:
+    map_x, map_y = features.map_x, features.map_y
+    if not (isinstance(map_x, KernelMap) and isinstance(map_y, KernelMap)):
+        raise checks.InputError(
+            "features: are no kernel maps; fit them with teachers.kernel_cca(pairs_x, pairs_y)"
+        )
+    return map_x, map_y
+
+
+def _check_widths(name: str, maps: MapPair, d_x: int, d_y: int) -> None:
+    widths = maps.map_x.d_in, maps.map_y.d_in
+    if widths != (d_x, d_y):
+        raise checks.InputError(
+            f"{name}: maps widths {widths} but the embeddings have {(d_x, d_y)}; "
+            f"fit the {name} on the same encoders"
+        )
+
+
+def _heads_from_teacher(teacher: MapPair, dim: int, kind: str) -> Heads:
     if kind != "linear":
         raise checks.InputError(
             f"teacher: cannot start heads of kind {kind!r}; use kind='linear' or teacher=None"
         )
-    widths = teacher.map_x.weight.shape[1], teacher.map_y.weight.shape[1]
-    if widths != (d_x, d_y):
-        raise checks.InputError(
-            f"teacher: maps widths {widths} but the embeddings have {(d_x, d_y)}; "
-            "fit the teacher on the same encoders"
-        )
-    return Heads(
-        LinearHead.from_affine(teacher.map_x.leading(dim)),
-        LinearHead.from_affine(teacher.map_y.leading(dim)),
-    )
+    return Heads(*(_head_from_map(m.leading(dim)) for m in (teacher.map_x, teacher.map_y)))
+
+
+def _head_from_map(start: Map) -> Head:
+    if isinstance(start, AffineMap):
+        return LinearHead.from_affine(start)
+    identity = AffineMap(jnp.eye(start.d_out), jnp.zeros(start.d_out), norm="l2")
+    return KernelHead.on(start, LinearHead.from_affine(identity))

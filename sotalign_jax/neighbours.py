@@ -28,7 +28,13 @@ class Neighbours(NamedTuple):
 
 
 def nearest(
-    queries: Rows, keys: Rows, k: int, *, skip: str = "none", chunk: int = 1024
+    queries: Rows,
+    keys: Rows,
+    k: int,
+    *,
+    bias: Float[Rows, " m"] | None = None,
+    skip: str = "none",
+    chunk: int = 1024,
 ) -> Neighbours:
     """The k keys of largest cosine for each query, best first, ties to the lower index.
 
@@ -46,6 +52,7 @@ def nearest(
         queries: embeddings [n, d], in any scale and float dtype.
         keys: embeddings [m, d] in the same space.
         k: neighbours of each query.
+        bias: added to the cosines of each key, such as the calibration's potential.
         skip: "none", "equal" or "itself".
         chunk: most queries, and most keys, that are compared at a time.
 
@@ -78,7 +85,8 @@ def nearest(
     for name, rows in (("queries", queries), ("keys", keys)):
         if not _finite(rows, chunk=chunk):
             raise checks.InputError(f"{name}: rows contain NaN or inf; remove such rows")
-    found = top_k(queries, keys, k, skip=skip, chunk=chunk)
+    bias = None if bias is None else jnp.asarray(bias)
+    found = top_k(queries, keys, k, bias=bias, skip=skip, chunk=chunk)
     usable = np.asarray((found.indices >= 0).sum(axis=1))
     if usable.min() < k:
         raise checks.InputError(
@@ -94,6 +102,7 @@ def top_k(
     keys: Float[Array, "m d"],
     k: int,
     *,
+    bias: Float[Array, " m"] | None = None,
     skip: str = "none",
     chunk: int = 1024,
 ) -> Neighbours:
@@ -114,6 +123,8 @@ def top_k(
             if skip == "itself":
                 usable = usable & (numbers[:, None] != block.start + jnp.arange(block.size))
             cosines = affinity.dot(unit, affinity.l2_normalize(rows).T)
+            if bias is not None:
+                cosines = cosines + block.of(bias).astype(dtype)
             cosines = jnp.where(usable, cosines, -jnp.inf)
             # Among equals `top_k` takes the first, and earlier keys stand before later ones.
             scores, place = jax.lax.top_k(jnp.concatenate([best.scores, cosines], axis=1), k)

@@ -8,15 +8,15 @@ The contrastive teacher is trained: see `training.contrastive`.
 import dataclasses
 import math
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
 
-from sotalign_jax import checks
-from sotalign_jax.heads import AffineMap, Rows
+from sotalign_jax import checks, kernels
+from sotalign_jax.heads import AffineMap, Map, Rows
 from sotalign_jax.ot import affinity
 
 _EIGENVALUE_FLOOR = 1e-6
@@ -26,7 +26,7 @@ _EPS = float(np.finfo(np.float64).eps)
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class LinearTeacher:
-    """One frozen affine map per modality, a pytree of float32 arrays.
+    """One frozen map per modality, a pytree: linear in the rows, or in their kernel features.
 
     Attributes:
       map_x: map of the first modality.
@@ -35,14 +35,14 @@ class LinearTeacher:
         teacher was fitted on (in-sample: near 1 when there are fewer pairs than features).
     """
 
-    map_x: AffineMap
-    map_y: AffineMap
+    map_x: Map
+    map_y: Map
     correlations: Float[Array, " dim"]
 
     @property
     def dim(self) -> int:
         """Width of the shared space."""
-        return self.map_x.weight.shape[0]
+        return self.map_x.d_out
 
     def x(self, rows: Rows) -> Float[Array, "n dim"]:
         """Unit rows of the first modality in the shared space, ready for cosines."""
@@ -84,7 +84,9 @@ def procrustes(
       >>> bool(jnp.allclose(teacher.x(A), teacher.y(A[:, ::-1]), atol=1e-5))
       True
     """
-    return _closed_form(pairs_x, pairs_y, dim=dim, renorm=renorm, gain=np.ones_like, scale=1.0)
+    return _closed_form(
+        pairs_x, pairs_y, dim=dim, renorm=renorm, gain=np.ones_like, scale=1.0, power=0.0
+    )
 
 
 def cca(
@@ -92,6 +94,7 @@ def cca(
     pairs_y: Rows,
     *,
     ridge: float = 0.1,
+    power: float = 0.0,
     dim: int | None = None,
     cov_normalize: bool = True,
     renorm: bool = False,
@@ -100,7 +103,7 @@ def cca(
 
     Rows become x / ||x|| - mu, mu the mean of the L2-normalised paired rows; mu is stored in the
     map and applied to every later input. With R_x = (S_xx + ridge I)^(-1/2), R_y likewise and
-    R_x S_xy R_y = U S V^T, the maps are W_x = U^T R_x and W_y = V^T R_y.
+    R_x S_xy R_y = U S V^T, the maps are W_x = S^power U^T R_x and W_y = S^power V^T R_y.
 
     Unit rows have covariance eigenvalues that sum to at most 1, so the default ridge = 0.1
     outweighs nearly all of them and the result is close to `procrustes`. A smaller ridge gives a
@@ -110,6 +113,8 @@ def cca(
       pairs_x: embeddings A of the first modality, (n, d_x).
       pairs_y: embeddings B of the second, (n, d_y); row i belongs to row i of `pairs_x`.
       ridge: added to the eigenvalues of both covariances.
+      power: of the singular values S that directions are weighted by, on both sides; 0 weighs all
+        equally, and 0.5 or 1 trust those more that the two sides share.
       dim: directions kept; None keeps the numerical rank, at most min(d_x, d_y, n - 1).
       cov_normalize: covariances A^T A / (n - 1); False takes A^T A, so that the same ridge
         weighs n - 1 times less.
@@ -120,8 +125,8 @@ def cca(
       The teacher; directions come in order of decreasing singular value.
 
     Raises:
-      InputError: rows do not match, are not finite or are zero; fewer than 2 pairs; `ridge` is
-        negative; or `dim` exceeds the rank.
+      InputError: rows do not match, are not finite or are zero; fewer than 2 pairs; `ridge` or
+        `power` is negative; or `dim` exceeds the rank.
 
     Example:
       >>> A = np.random.default_rng(0).normal(size=(50, 4)).astype(np.float32)
@@ -129,13 +134,82 @@ def cca(
       >>> teacher.x(A).shape, bool(teacher.correlations.min() > 0.999)
       ((50, 2), True)
     """
-    checks.at_least(0, ridge=ridge)
+    checks.at_least(0, ridge=ridge, power=power)
 
     def gain(eigenvalues: np.ndarray) -> np.ndarray:
         return 1.0 / np.sqrt(np.maximum(eigenvalues + ridge, _EIGENVALUE_FLOOR))
 
     scale = 1.0 / math.sqrt(max(len(pairs_x) - 1, 1)) if cov_normalize else 1.0
-    return _closed_form(pairs_x, pairs_y, dim=dim, renorm=renorm, gain=gain, scale=scale)
+    return _closed_form(
+        pairs_x, pairs_y, dim=dim, renorm=renorm, gain=gain, scale=scale, power=power
+    )
+
+
+def kernel_cca(
+    pairs_x: Rows,
+    pairs_y: Rows,
+    *,
+    gamma_x: float | None = None,
+    gamma_y: float | None = None,
+    ridge: float | None = None,
+    power: float | None = None,
+    landmarks: int = 2000,
+    dim: int | None = None,
+    seed: int = 0,
+    dtype: Any = jnp.float32,
+) -> LinearTeacher:
+    """Canonical correlation analysis of Gaussian kernel features: `cca` beyond linear maps.
+
+    With z = l2(l2(x) - mean) and k(z, z') = exp(-gamma ||z - z'||^2), every row has the Nystrom
+    features phi(z) of the landmarks, so that phi(z) . phi(z') = k(z, z') among them. Centred on
+    the pairs, with covariances S_xx, S_yy, S_xy and R_x = (S_xx + ridge I)^(-1/2), R_y likewise,
+
+        R_x S_xy R_y = U diag(rho) V^T,
+        x -> rho^power * (U^T R_x phi_x(x)),    y -> rho^power * (V^T R_y phi_y(y)).
+
+    As gamma -> 0 the kernel becomes linear: `cca` of the rows z with ridge / (2 gamma).
+
+    Args:
+      pairs_x: paired embeddings of the first modality, (n, d_x).
+      pairs_y: paired embeddings of the second, (n, d_y); row i belongs to row i of `pairs_x`.
+      gamma_x: bandwidth; None takes `kernels.choose`'s, as for the next three.
+      gamma_y: bandwidth of the second modality.
+      ridge: added to the eigenvalues of both covariances, whose sum is at most 1.
+      power: 0 weighs all directions equally, as `cca` does by default.
+      landmarks: pairs that the kernel compares with; all when there are no more than this, and
+        else this many at random. Time grows with its cube, memory with its square.
+      dim: directions kept; None keeps all that the pairs determine.
+      seed: of the choice of landmarks and of the folds of `kernels.choose`.
+      dtype: of the teacher's arrays.
+
+    Returns:
+      The teacher, of `kernels.KernelMap`s; directions come in order of decreasing correlation.
+
+    Raises:
+      InputError: rows do not match, are not finite or are zero; fewer than 2 pairs; an option is
+        out of range; or `dim` exceeds the rank.
+
+    Example:
+      >>> angle = np.random.default_rng(0).uniform(0, 6.28, size=(60, 1)).astype(np.float32)
+      >>> A = np.concatenate([np.cos(angle), np.sin(angle)], axis=1)
+      >>> B = np.concatenate([np.cos(2 * angle), np.sin(2 * angle)], axis=1)  # no linear map of A
+      >>> teacher = kernel_cca(A, B, gamma_x=1.0, gamma_y=1.0, ridge=1e-3, power=0.5, dim=2)
+      >>> bool(teacher.correlations.min() > 0.95)
+      True
+    """
+    checks.pairs(pairs_x, pairs_y, min_rows=2)
+    checks.whole(2, landmarks=landmarks)
+    checks.whole(1, or_none=True, dim=dim)
+    given = {"gamma_x": gamma_x, "gamma_y": gamma_y, "ridge": ridge, "power": power}
+    fixed = {name: value for name, value in given.items() if value is not None}
+    kernels.check_options(**fixed)
+    if len(fixed) < len(given):
+        fixed = kernels.choose(pairs_x, pairs_y, seed=seed, **fixed)._asdict()
+    options = kernels.Options(**fixed)
+    fitted = kernels.fit(
+        pairs_x, pairs_y, options, landmarks=landmarks, dim=dim, seed=seed, dtype=dtype
+    )
+    return LinearTeacher(fitted.map_x, fitted.map_y, _float32(fitted.correlations))
 
 
 class Canonical(NamedTuple):
@@ -196,6 +270,7 @@ def _closed_form(
     renorm: bool,
     gain: Callable[[np.ndarray], np.ndarray],
     scale: float,
+    power: float,
 ) -> LinearTeacher:
     """Of L2-normalised rows, their principal directions weighted by `gain`."""
     pairs_x, pairs_y = checks.pairs(pairs_x, pairs_y, min_rows=2)
@@ -216,7 +291,7 @@ def _closed_form(
             f"dim: {dim} directions asked but these {len(pairs_x)} pairs determine {rank}; "
             f"choose 1 <= dim <= {rank} or add pairs"
         )
-    W_x, W_y = weights_x[:, :dim].T, weights_y[:, :dim].T
+    W_x, W_y = ((w[:, :dim] * values[:dim] ** power).T for w in (weights_x, weights_y))
     return LinearTeacher(
         map_x=AffineMap(_float32(W_x), _float32(-W_x @ mean_x), norm="l2"),
         map_y=AffineMap(_float32(W_y), _float32(-W_y @ mean_y), norm="l2"),

@@ -23,7 +23,7 @@ from jax.sharding import Mesh
 from jaxtyping import Array, Float, Int
 
 from sotalign_jax import checks, data, evaluation, sampling, teachers
-from sotalign_jax.heads import Heads, Rows, build_heads
+from sotalign_jax.heads import Heads, Rows, build_heads, trainable
 from sotalign_jax.methods import Contrastive, Method, Objective
 from sotalign_jax.ot import blocks, sharding
 from sotalign_jax.teachers import LinearTeacher
@@ -150,7 +150,8 @@ def optimizer(
     {'w': Array([0., 0.], dtype=float32)}
     """
     schedule = warmup_cosine(learning_rate, steps)
-    return optax.lion(schedule, b1=0.9, b2=0.99, weight_decay=weight_decay)
+    # A frozen variable has no gradient, so Lion's sign is 0; it must not decay either.
+    return optax.lion(schedule, b1=0.9, b2=0.99, weight_decay=weight_decay, mask=trainable)
 
 
 def warmup_cosine(learning_rate: float, steps: int) -> optax.Schedule:
@@ -255,7 +256,7 @@ def _check_teacher(method: Objective, teacher: LinearTeacher | None, dataset: da
         raise checks.InputError(
             f"teacher: is None but {type(method).__name__} needs one; fit teachers.cca first"
         )
-    widths = teacher.map_x.weight.shape[1], teacher.map_y.weight.shape[1]
+    widths = teacher.map_x.d_in, teacher.map_y.d_in
     wanted = dataset.pairs_x.shape[1], dataset.pairs_y.shape[1]
     if widths != wanted:
         raise checks.InputError(
@@ -465,6 +466,7 @@ def contrastive(
 TEACHERS: dict[str, Callable[..., LinearTeacher]] = {
     "procrustes": teachers.procrustes,
     "cca": teachers.cca,
+    "kernel_cca": teachers.kernel_cca,
     "contrastive": contrastive,
 }
 """Every teacher by name: (pairs_x, pairs_y, **options) -> LinearTeacher."""

@@ -87,7 +87,8 @@ def test_the_score_matrix_never_exists():
     n, m, d, chunk = 2048, 4096, 8, 128
     shapes = [jax.ShapeDtypeStruct(s, jnp.float32) for s in ((n, d), (m, d))]
     owner = jax.ShapeDtypeStruct((m,), jnp.int32)
-    compiled = evaluation.match_ranks.lower(*shapes, owner, chunk=chunk).compile()
+    biases = [jax.ShapeDtypeStruct((size,), jnp.float32) for size in (n, m)]
+    compiled = evaluation.match_ranks.lower(*shapes, owner, *biases, chunk=chunk).compile()
     assert compiled.memory_analysis().temp_size_in_bytes < 4 * n * m / 4
 
 

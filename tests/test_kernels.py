@@ -1,0 +1,146 @@
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from sotalign_jax import checks, kernels, teachers
+
+OPTIONS = kernels.Options(gamma_x=1.0, gamma_y=2.0, ridge=0.003, power=0.5)
+
+
+def unit(rows):
+    return rows / np.linalg.norm(rows, axis=1, keepdims=True)
+
+
+def centred(rows, fitted):
+    """z = l2(l2(x) - mean), the mean of the rows fitted on."""
+    return unit(unit(rows) - unit(fitted).mean(axis=0))
+
+
+def pairs(n, *, d_x=6, d_y=5, seed=0):
+    """Two views of shared variables; the second is no linear map of the first."""
+    rng = np.random.default_rng(seed)
+    z = rng.normal(size=(n, 3))
+    mix = np.random.default_rng(99).normal(size=(3, d_x + d_y))
+    x, y = z @ mix[:, :d_x], np.tanh(z) @ mix[:, d_x:]
+    noise = rng.normal(size=(n, d_x + d_y)) * 0.1 + 0.5
+    return x + noise[:, :d_x], y + noise[:, d_x:]
+
+
+def fit(A, B, options=OPTIONS, *, landmarks=2000, dim=None, seed=0, dtype=jnp.float64):
+    return kernels.fit(A, B, options, landmarks=landmarks, dim=dim, seed=seed, dtype=dtype)
+
+
+def inverse_root(matrix):
+    values, vectors = np.linalg.eigh(matrix)
+    return (vectors / np.sqrt(values)) @ vectors.T
+
+
+def transcription(A, B, new_a, new_b, landmarks, options):
+    """Kernel CCA by its textbook formulas, with full square roots; cosines of new rows."""
+    sides = []
+    for rows, new, gamma in ((A, new_a, options.gamma_x), (B, new_b, options.gamma_y)):
+        z, q = centred(rows, rows), centred(new, rows)
+        marks = z[landmarks]
+        kernel = [np.exp(-gamma * np.square(r[:, None] - marks).sum(-1)) for r in (marks, z, q)]
+        m = len(marks)
+        H = np.eye(m) - 1 / m
+        values, vectors = np.linalg.eigh(H @ kernel[0] @ H)
+        kept = values > 1e-7 * values.max()
+        phi, new_phi = (k @ vectors[:, kept] / np.sqrt(values[kept]) for k in kernel[1:])
+        sides.append((phi - phi.mean(axis=0), new_phi - phi.mean(axis=0)))
+    (f, new_f), (g, new_g) = sides
+    n = len(A) - 1
+    R_x = inverse_root(f.T @ f / n + options.ridge * np.eye(f.shape[1]))
+    R_y = inverse_root(g.T @ g / n + options.ridge * np.eye(g.shape[1]))
+    U, rho, Vt = np.linalg.svd(R_x @ (f.T @ g / n) @ R_y, full_matrices=False)
+    weight = rho**options.power
+    return unit(new_f @ R_x @ U * weight) @ unit(new_g @ R_y @ Vt.T * weight).T
+
+
+@pytest.mark.parametrize("landmarks", [60, 25])
+def test_equals_a_plain_transcription(x64, landmarks):
+    (A, B), (new_a, new_b) = pairs(60), pairs(9, seed=1)
+    fitted = fit(A, B, landmarks=landmarks)
+    marks = np.asarray(fitted.map_x.landmarks)
+    same = np.isclose(marks[:, None], centred(A, A)).all(axis=-1)
+    assert len(marks) == landmarks and same.any(axis=1).all()  # they are rows of the pairs
+    f, g = fitted.map_x(new_a), fitted.map_y(new_b)
+    expected = transcription(A, B, new_a, new_b, same.argmax(axis=1), OPTIONS)
+    np.testing.assert_allclose(unit(np.asarray(f)) @ unit(np.asarray(g)).T, expected, atol=1e-8)
+
+
+def test_a_wide_kernel_is_linear_cca(x64):
+    (A, B), (new_a, new_b) = pairs(60), pairs(9, seed=1)
+    gamma, ridge = 1e-8, 0.01
+    fitted = fit(A, B, kernels.Options(gamma, gamma, 2 * gamma * ridge, 0.0), dim=3)
+    linear = teachers.cca(centred(A, A), centred(B, B), ridge=ridge, dim=3)
+    f, g = unit(np.asarray(fitted.map_x(new_a))), unit(np.asarray(fitted.map_y(new_b)))
+    expected = linear.x(centred(new_a, A)) @ linear.y(centred(new_b, B)).T
+    np.testing.assert_allclose(f @ g.T, expected, atol=1e-5)
+
+
+def test_finds_what_no_linear_map_does():
+    angle = np.random.default_rng(0).uniform(0, 2 * np.pi, size=(80, 1))
+    A = np.hstack([np.cos(angle), np.sin(angle)])
+    B = np.hstack([np.cos(2 * angle), np.sin(2 * angle)])
+    assert teachers.cca(A, B, ridge=1e-3).correlations.max() < 0.5
+    assert fit(A, B, dim=2, dtype=jnp.float32).correlations.min() > 0.95
+
+
+def test_blocks_of_rows_do_not_change_the_fit(monkeypatch):
+    A, B = pairs(50)
+    whole = fit(A, B, landmarks=20, dim=4, dtype=jnp.float32)
+    monkeypatch.setattr(kernels, "BLOCK", 7)
+    parts = fit(A, B, landmarks=20, dim=4, dtype=jnp.float32)
+    np.testing.assert_allclose(
+        whole.map_x(A) @ whole.map_y(B).T, parts.map_x(A) @ parts.map_y(B).T, rtol=1e-3
+    )
+
+
+def test_maps_are_pytrees_that_numpy_can_evaluate():
+    A, B = pairs(40)
+    kernel_map = fit(A, B, dtype=jnp.float32).map_x
+    out = jax.jit(lambda m, rows: m(rows))(kernel_map, jnp.asarray(A, jnp.float32))
+    host = jax.tree.map(np.asarray, kernel_map)
+    z = unit(unit(A) - host.mean)
+    k = np.exp(-host.gamma * np.square(z[:, None] - host.landmarks).sum(-1))
+    np.testing.assert_allclose(out, (k - host.centre) @ host.weight.T, atol=1e-2)
+    np.testing.assert_allclose(kernel_map.leading(3)(A), out[:, :3], atol=1e-3)
+
+
+def test_options_are_chosen_by_how_well_new_pairs_find_each_other():
+    A, B = pairs(90)
+    chosen = kernels.choose(A, B)
+    assert kernels.choose(A, B) == chosen  # the same folds
+    scaled = kernels.choose(100 * A, B)  # rows are normalised first
+    np.testing.assert_allclose(scaled, chosen, rtol=1e-6)
+    assert kernels.choose(A, B, gamma_x=0.7, ridge=0.2)[::2] == (0.7, 0.2)
+
+    def found(options):
+        new = pairs(200, seed=5)
+        fitted = fit(A, B, options, dtype=jnp.float32)
+        cosines = unit(np.asarray(fitted.map_x(new[0]))) @ unit(np.asarray(fitted.map_y(new[1]))).T
+        return np.mean(cosines.argmax(axis=1) == np.arange(200))
+
+    assert found(chosen) >= found(chosen._replace(ridge=chosen.ridge * 1e3)) + 0.02
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [({"gamma_x": 0.0}, "gamma_x"), ({"ridge": -1.0}, "ridge"), ({"rigde": 1.0}, "rigde")],
+)
+def test_options_out_of_range_are_named(change, message):
+    with pytest.raises(checks.InputError, match=message):
+        kernels.choose(*pairs(20), **change)
+
+
+def test_more_directions_than_the_pairs_determine():
+    with pytest.raises(checks.InputError, match="dim"):
+        fit(*pairs(10), dim=10)
+
+
+def test_rows_that_are_all_alike():
+    A, B = pairs(10)
+    with pytest.raises(checks.InputError, match="pairs_x"):
+        fit(np.ones_like(A), B)
