@@ -171,13 +171,13 @@ COLUMNS = {
     "R@1": "test/mean/R@1",
     "R@5": "test/mean/R@5",
     "R@10": "test/mean/R@10",
-    "x→y R@1": "test/x_to_y/R@1",
-    "y→x R@1": "test/y_to_x/R@1",
+    "calibrated R@1": "test/calibrated/mean/R@1",
+    "calibrated R@10": "test/calibrated/mean/R@10",
     "zero-shot": "test/zero_shot/top1",
     "val R@1": "val/mean/R@1",
 }
 """What is shown of every run."""
-SEVERAL = ("R@1", "R@10", "zero-shot")
+SEVERAL = ("R@1", "R@10", "calibrated R@10", "zero-shot")
 """What is shown for every number of pairs when there are several."""
 PANELS = {
     "mean/R@1": "R@1, both ways",

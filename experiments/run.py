@@ -175,12 +175,13 @@ def run(
             except checks.InputError as error:  # what only the method's preparation can tell
                 raise UnusableError(f"{config.method}.{error}") from error
             results["best_step"] = int(best.step)
-        results |= evaluate(trained, prepared.dataset)
         info = {"settings": config_lib.plain(config), "results": results}
+        model = aligner.calibrated(trained, prepared.dataset, info)
+        results |= evaluate(model, prepared.dataset)
         if distributed.is_first():
             # What a killed start left may be incomplete.
             shutil.rmtree(workdir / aligner.FOLDER, ignore_errors=True)
-            aligner.Aligner(trained, info).save(workdir / aligner.FOLDER)
+            model.save(workdir / aligner.FOLDER)
         workdir_lib.write_json(results_path, results)
     return results
 
@@ -251,15 +252,19 @@ def fit_teacher(
     return training.TEACHERS[kind](dataset.pairs_x, pairs_y, **options)
 
 
-def evaluate(trained: heads.Heads, dataset: data.Dataset) -> Results:
-    """Retrieval on validation and test, and zero-shot classification, keyed like test/mean/R@1."""
+def evaluate(model: aligner.Aligner, dataset: data.Dataset) -> Results:
+    """Retrieval on validation and test, and zero-shot classification, keyed like test/mean/R@1.
+
+    Retrieval is reported twice, also calibrated by the pools: test/calibrated/mean/R@1.
+    """
+    x, y = model.heads.x, model.heads.y
     results: Results = {}
     for name, gallery in (("val", dataset.val), ("test", dataset.test)):
         if gallery is not None:
-            scores = evaluation.evaluate(trained.x, trained.y, gallery)
+            scores = evaluation.evaluate(x, y, gallery, model.calibration)
             results |= {f"{name}/{key}": value for key, value in scores.items()}
     if dataset.zero_shot is not None:
-        scores = evaluation.evaluate_zero_shot(trained.x, trained.y, dataset.zero_shot)
+        scores = evaluation.evaluate_zero_shot(x, y, dataset.zero_shot)
         results |= {f"test/{key}": value for key, value in scores.items()}
     return results
 

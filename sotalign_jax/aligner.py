@@ -360,7 +360,7 @@ def align(
     if isinstance(method, methods.Fitted):
         seen = dataset if maps is None else _mapped(dataset, maps)
         made = method.fit(seen, seed=int(seed), progress=progress)
-        return _calibrated(made if maps is None else on_features(maps, made), dataset, info)
+        return calibrated(made if maps is None else on_features(maps, made), dataset, info)
     assert isinstance(method, methods.Objective)
     if maps is not None and teacher == "kernel_cca":
         teacher = maps  # fitted once
@@ -405,7 +405,7 @@ def align(
         "best_step": int(best.step),
         "val_mean_r1": float(best.mean_r1) if dataset.val is not None else None,
     }
-    return _calibrated(heads, dataset, info)
+    return calibrated(heads, dataset, info)
 
 
 def _without_gaps(dataset: data.Dataset, pools: str) -> data.Dataset:
@@ -417,7 +417,7 @@ def _without_gaps(dataset: data.Dataset, pools: str) -> data.Dataset:
     return dataset
 
 
-def _calibrated(heads: Heads, dataset: data.Dataset, info: dict[str, Any]) -> Aligner:
+def calibrated(heads: Heads, dataset: data.Dataset, info: dict[str, Any]) -> Aligner:
     """An aligner calibrated by a sample of the pools, or of the pairs where there are none."""
     rows = [
         pool if len(pool) else pairs
