@@ -253,7 +253,7 @@ def _retrieved(
     scores = {
         name: outcomes[name].results["val/mean/R@1"]
         for name, config in configs.items()
-        if config.data.name == "coco" and config.data.test and outcomes[name].error is None
+        if config.data.name == "coco" and "test/mean/R@1" in outcomes[name].results
     }
     if not scores:
         return ""

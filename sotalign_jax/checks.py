@@ -186,10 +186,9 @@ def whole(least: int, *, or_none: bool = False, **options: Any) -> None:
 def static(**options: Any) -> None:
     """Raises if an option that is fixed when a program is compiled is traced.
 
-    >>> jax.jit(lambda steps: static(steps=steps))(3)
+    >>> jax.jit(lambda steps: static(steps=steps))(3)  # doctest: +IGNORE_EXCEPTION_DETAIL
     Traceback (most recent call last):
-    sotalign_jax.checks.InputError: steps: is traced but must be known when compiling; give
-    jax.jit static_argnames='steps', or bind it with functools.partial
+    sotalign_jax.checks.InputError: steps: is traced but must be known when compiling; ...
     """
     for name, value in options.items():
         if isinstance(value, jax.core.Tracer):

@@ -299,10 +299,11 @@ def test_a_device_of_eight_needs_a_sixth_of_the_memory_and_loops_gather_nothing(
         max(max(one.sizes) for one in found) <= PAPER.unpaired * PAPER.dim
     )  # nothing n x n travels
     in_loops = [one for one in found if one.in_loop]
-    # Sinkhorn's loops: column sums with one drift for every device, and column maxima. Gradients
-    # go round a ring in pieces, after each plan is found.
+    # Sinkhorn's loops: column sums with one drift for every device, column maxima, and whether any
+    # device's rows cannot be used. Gradients go round a ring in pieces, after each plan is found.
     sums = {(one.kind, one.sizes) for one in in_loops if one.kind != "collective-permute"}
-    assert sums == {("all-reduce", (PAPER.unpaired + 8,)), ("all-reduce", (PAPER.unpaired,))}
+    sizes = (PAPER.unpaired + 8,), (PAPER.unpaired,), (1,)
+    assert sums == {("all-reduce", size) for size in sizes}
     assert {one.sizes for one in in_loops} - {sizes for _, sizes in sums} == {
         (PAPER.unpaired // 8 * PAPER.dim,)
     }

@@ -111,6 +111,7 @@ def test_several_numbers_of_pairs_are_groups_of_columns():
 
 def test_reports_fall_back_to_validation(tmp_path, capsys):
     config = config_lib.default()
+    config.data.name = "files"
     config.runs = {name: {"method": name} for name in ("sail", "cca")}
     configs = config_lib.runs(config)
     only_val = {key.replace("test", "val"): value for key, value in SCORES.items()}

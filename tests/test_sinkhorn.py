@@ -139,7 +139,7 @@ def test_hard_affinities(x64, dtype, shape):
 def test_single_rows_and_columns(rng, shape):
     for epsilon in EPSILONS:
         plan = solve(rng.normal(size=shape).astype(np.float32), epsilon=epsilon)
-        assert plan.converged
+        assert plan.error < 4e-4  # K/epsilon spans thousands, of which float32 has seven digits
         np.testing.assert_allclose(plan.matrix(), np.full(shape, 1 / max(shape)), rtol=3e-4)
 
 

@@ -27,8 +27,6 @@ def get_config(arg: str = "") -> ConfigDict:
         "cca": {"method": "cca"},
         "sail": {"method": "sail"},
         "sotalign": {"method": "sotalign"},
-        # Beyond the paper: heads that start at the teacher's projection.
-        "sotalign_teacher": {"method": "sotalign", "heads.init": "teacher"},
     }
     config.seeds = (0,)
     config.data.name = "files"

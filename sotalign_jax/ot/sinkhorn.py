@@ -93,20 +93,31 @@ def marginal_error(
     epsilon: Any,
     axes: sharding.Axes = (),
 ) -> Array:
-    """max(||P 1 - a||_1, ||P^T 1 - b||_1) of the matrix P itself, a block of rows at a time."""
+    """max(||P 1 - a||_1, ||P^T 1 - b||_1) of the matrix P itself, a block of rows at a time.
 
-    def body(block: Block, sums: tuple[Array, Array]) -> tuple[Array, Array]:
+    What rounding may add is counted, too: another program may multiply by 1/epsilon where this one
+    divides, so that exponents differ by their last digit, entry by entry.
+    """
+
+    def body(block: Block, sums: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
         rows = block.of(k), block.of(top), block.of(scalings.u)
         plan = jnp.exp(log_plan(*rows, scalings.v, epsilon))
         plan = jnp.where(block.fresh[:, None], plan, 0.0)
         missing = jnp.abs(jnp.sum(plan, axis=1) - jnp.exp(block.of(log_a)))
         in_rows = jnp.sum(jnp.where(block.fresh, missing, 0.0))
-        return sums[0] + in_rows, sums[1] + jnp.sum(plan, axis=0)
+        exponents = jnp.where(plan > 0, (rows[1][:, None] - rows[0]) / epsilon, 0.0)
+        return (
+            sums[0] + in_rows,
+            sums[1] + jnp.sum(plan, axis=0),
+            sums[2] + jnp.sum(plan * exponents),
+        )
 
-    nothing = jnp.zeros((), k.dtype), jnp.zeros(k.shape[1], k.dtype)
-    in_rows, columns = over_rows(len(k), BUILD_ROWS, body, sharding.vary_like(nothing, k))
-    in_rows, columns = sharding.psum(in_rows, axes), sharding.psum(columns, axes)
-    return jnp.maximum(in_rows, jnp.sum(jnp.abs(columns - jnp.exp(log_b))))
+    zero = jnp.zeros((), k.dtype)
+    nothing = sharding.vary_like((zero, jnp.zeros(k.shape[1], k.dtype), zero), k)
+    sums = over_rows(len(k), BUILD_ROWS, body, nothing)
+    in_rows, columns, exponent = (sharding.psum(part, axes) for part in sums)
+    error = jnp.maximum(in_rows, jnp.sum(jnp.abs(columns - jnp.exp(log_b))))
+    return error + rounding(exponent, k.dtype)
 
 
 def log_weights(name: str, given: ArrayLike | None, size: int, dtype: Any) -> Float[Array, " n"]:
@@ -239,8 +250,7 @@ def _solve(
             precision=precision,
         )
         error = marginal_error(k, top, scalings, log_a, log_b, epsilon, axes)
-        # Another program may multiply by 1/epsilon instead: K/epsilon differs a little there.
-        scalings = scalings.measured(error + rounding(widest, epsilon), tolerance)
+        scalings = scalings.measured(error, tolerance)
         return scalings.u, scalings[1:]
 
     with sharding.mesh_of(k):
@@ -283,7 +293,18 @@ def solve_matrix(
         widest=widest,
         init_v=init_v,
     )
-    return scalings.measured(scalings.error + rounding(widest, epsilon), tolerance)
+    # Only entries that have mass count, and log P <= 0 bounds how far below its row's top one is.
+    highest = sharding.pmax(_largest(scalings.u), axes) + _largest(scalings.v)
+    exponent = jnp.minimum(widest / epsilon, NEGLIGIBLE + jnp.maximum(highest, 0.0))
+    return scalings.measured(scalings.error + 0.5 * rounding(exponent, k.dtype), tolerance)
+
+
+NEGLIGIBLE = 30.0
+"""Entries below exp(-30) add nothing to a marginal error that float32 could hold."""
+
+
+def _largest(x: Array) -> Array:
+    return jnp.max(x, where=jnp.isfinite(x), initial=jnp.finfo(x.dtype).min)
 
 
 def reference(

@@ -51,14 +51,14 @@ def row_range(k: Array, axes: sharding.Axes = ()) -> tuple[Array, Array]:
     return top, sharding.pmax(widest, axes)
 
 
-def rounding(widest: Any, epsilon: Array) -> Array:
-    """About what the rounding of exp(K/epsilon + u + v) adds to the marginal error of a plan."""
-    return 0.25 * jnp.finfo(epsilon.dtype).eps * widest / epsilon
+def rounding(exponent: Any, dtype: Any) -> Array:
+    """About what the rounding of exponents K/epsilon of this size adds to a marginal error."""
+    return 0.5 * jnp.finfo(dtype).eps * exponent
 
 
 def goal(tolerance: Array, widest: Any, epsilon: Array) -> Array:
     """What to aim at, so that a plan has `tolerance` even after rounding."""
-    return jnp.maximum(tolerance - 2 * rounding(widest, epsilon), 0.5 * tolerance)
+    return jnp.maximum(tolerance - rounding(widest / epsilon, epsilon.dtype), 0.5 * tolerance)
 
 
 class Scalings(NamedTuple):
