@@ -200,7 +200,7 @@ def ott_danskin(target: Target, **options: Any) -> Callable[..., Any]:
 
 
 MOMENTUM = acceleration.Momentum(start=40)  # type: ignore[call-arg]
-"""ott-jax's adaptive over-relaxation: on real pictures the fastest of its options."""
+"""ott-jax's adaptive over-relaxation: on real embeddings the fastest of its options."""
 
 
 def _tighter(target: Target) -> Callable[..., Any]:

@@ -1,10 +1,10 @@
 """Before training: are two encoders worth aligning, and with which unpaired rows and epsilons?
 
     python -m experiments.diagnose --x=images.npy --y=texts.npy --pairs=1000 --workdir=runs/before
-    python -m experiments.diagnose --quick --workdir=runs/pictures
+    python -m experiments.diagnose --quick --workdir=runs/photographs
 
 Row i of x matches row i of y in `pairs` rows chosen at random; the rest is the unpaired pool, or
-files of its own (--unpaired_x, --unpaired_y). Without files it looks at the bundled pictures.
+files of its own (--unpaired_x, --unpaired_y). Without files it looks at COCO's photographs.
 Trains nothing.
 """
 
@@ -433,13 +433,13 @@ def _load() -> data.Dataset:
     for name in ("x", "y"):
         if given and name not in given:
             raise checks.InputError(f"{name}: is not set but {given[0]} is; pass --{name}=FILE")
-    if not given:
-        return photos.dataset(n_pairs=_PAIRS.value, seed=_SEED.value, test=False)
-    rows = len(arrays["x"])
+    rows = len(arrays["x"]) if given else len(photos.rows_of_split("coco", "train"))
     if not MIN_PAIRS <= _PAIRS.value <= rows:
         raise checks.InputError(
             f"pairs: {_PAIRS.value} asked of {rows} rows; pass a number in {MIN_PAIRS}..{rows}"
         )
+    if not given:
+        return photos.dataset(n_pairs=_PAIRS.value, seed=_SEED.value, test=False)
     return data.semi_supervised(**arrays, n_pairs=_PAIRS.value, seed=_SEED.value)
 
 

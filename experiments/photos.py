@@ -375,4 +375,6 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    from experiments import cli
+
+    cli.run(main, interrupted="start again to check the files")

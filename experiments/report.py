@@ -194,10 +194,13 @@ def conclude(
     configs: Mapping[str, "FrozenConfigDict"],
     outcomes: Mapping[str, "Outcome"],
     workdir: pathlib.Path,
+    *,
+    folders: Mapping[str, pathlib.Path] | None = None,
 ) -> None:
     """Writes comparison.md, .csv and .png into `workdir`; prints the table and what made it.
 
-    Of runs on COCO, retrieved.txt has captions that the best model found.
+    Of runs on COCO, retrieved.txt has captions that the best model found. `folders` are those of
+    the runs, if they are not named after them in `workdir`.
 
     Raises:
         FloatingPointError: runs failed; the others are in the table.
@@ -208,7 +211,8 @@ def conclude(
         compared.save(workdir / "comparison")
         comparison_plot(results, workdir / "comparison.png")
         print(f"\n{compared}\n\n{settings_text(configs)}")
-        if found := _retrieved(configs, outcomes, workdir):
+        own = {name: workdir / name if len(configs) > 1 else workdir for name in configs}
+        if found := _retrieved(configs, outcomes, folders or own):
             (workdir / "retrieved.txt").write_text(found, encoding="utf-8")
             print(f"\n{found}")
         print(f"\nResults, models and the comparison are in {workdir}")
@@ -247,7 +251,7 @@ def settings_text(configs: Mapping[str, "FrozenConfigDict"]) -> str:
 def _retrieved(
     configs: Mapping[str, "FrozenConfigDict"],
     outcomes: Mapping[str, "Outcome"],
-    workdir: pathlib.Path,
+    folders: Mapping[str, pathlib.Path],
 ) -> str:
     """Captions found by the run on COCO that is best on validation; "" without one."""
     scores = {
@@ -258,7 +262,7 @@ def _retrieved(
     if not scores:
         return ""
     best = max(scores, key=scores.__getitem__)
-    model = aligner.Aligner.load(workdir / best if len(configs) > 1 else workdir)
+    model = aligner.Aligner.load(folders[best])
     found = photos.render(photos.find_captions(model.heads.x, model.heads.y))
     return f"What {best} finds for photographs it has not seen:\n{found}\n"
 

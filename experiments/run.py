@@ -172,6 +172,8 @@ def run(
         if prepared.method is not None:
             try:
                 trained, best = _train(config, prepared, workdir, inner=within is not None)
+            except workdir_lib.DamagedError:
+                raise
             except checks.InputError as error:  # what only the method's preparation can tell
                 raise UnusableError(f"{config.method}.{error}") from error
             results["best_step"] = int(best.step)
@@ -205,6 +207,11 @@ def prepare(config: FrozenConfigDict) -> Prepared:
     if config.tensorboard:
         checks.require("tensorboardX", extra="tensorboard")
     mesh = sharding.rows_mesh(config.mesh)
+    if config.on_device and mesh is not None:
+        raise checks.InputError(
+            f"on_device: is True but there are {mesh.size} devices, which read their rows from the "
+            "host; leave it out"
+        )
     dataset, method = load_dataset(config), config_lib.method(config)
     if isinstance(method, methods.Fitted):
         with naming(f"{config.method}: "):

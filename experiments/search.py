@@ -4,7 +4,7 @@ r"""Searches pictures by text, or texts by picture, with an aligned model.
     python -m experiments.search --model=RUN --query_image=car.jpg --texts=captions.txt
 
 Prints the best and writes a contact sheet. The encoders are those of the model's training files
-(of the bundled pictures, if it was trained on them); embeddings of a folder are kept in --index,
+(of the photographs, if it was trained on them); embeddings of a folder are kept in --index,
 so that the next search of it is quick, and made again when its files change.
 """
 

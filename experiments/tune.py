@@ -195,8 +195,8 @@ def tune(
     grid: str,
     limit: int | None,
     seeds: int,
-) -> dict[str, tuple[FrozenConfigDict, run.Outcome]]:
-    """Chooses among the points of a grid and tests the choice; its runs, and how they ended.
+) -> dict[str, tuple[FrozenConfigDict, run.Outcome, pathlib.Path]]:
+    """Chooses among the points of a grid and tests the choice; its runs, how they ended, and where.
 
     Leaves the trials, trials.md, trials.csv and best.json in `workdir`/`label`.
 
@@ -249,8 +249,8 @@ def tune(
     names = {f"test-{best.number:03d}-seed{seed}": one for seed, one in tested.items()}
     outcomes = run.run_all(names, folder, record=record, title=f"test {label}")
     return {
-        f"{label}-seed{one.seed}": (one, outcome)
-        for one, outcome in zip(names.values(), outcomes.values(), strict=True)
+        f"{label}-seed{one.seed}": (one, outcomes[name], folder / name)
+        for name, one in names.items()
     }
 
 
@@ -270,14 +270,16 @@ def main() -> None:
     config, workdir = config_lib.from_flags(), cli.workdir()
     if not _METHOD.value:
         raise checks.InputError("method: is not set; pass --method=NAME or --method=NAME,NAME")
-    ended: dict[str, tuple[FrozenConfigDict, run.Outcome]] = {}
+    ended: dict[str, tuple[FrozenConfigDict, run.Outcome, pathlib.Path]] = {}
     for label in _METHOD.value:
         ended |= tune(
             config, label, workdir, grid=_GRID.value, limit=_LIMIT.value, seeds=_SEEDS.value
         )
     if ended:
-        configs, outcomes = ({k: pair[i] for k, pair in ended.items()} for i in (0, 1))
-        report.conclude(configs, outcomes, workdir)
+        configs = {name: config for name, (config, _, _) in ended.items()}
+        outcomes = {name: outcome for name, (_, outcome, _) in ended.items()}
+        folders = {name: folder for name, (_, _, folder) in ended.items()}
+        report.conclude(configs, outcomes, workdir, folders=folders)
 
 
 if __name__ == "__main__":

@@ -15,6 +15,7 @@ import math
 import os
 import pathlib
 import platform
+import shutil
 import subprocess
 import sys
 import time
@@ -338,6 +339,10 @@ class Progress:
                 self._bar = None
 
 
+class DamagedError(checks.InputError):
+    """A checkpoint that cannot be restored."""
+
+
 KEEP = 2
 """How many of the newest checkpoints stay on disk."""
 
@@ -365,9 +370,9 @@ class Recorder:
         self._steps, self._title, self._inner = steps, title, inner
         self._tensorboard = tensorboard and distributed.is_first()
         self._opened = contextlib.ExitStack()
+        distributed.agree(self._remove_unfinished)
         options = ocp.CheckpointManagerOptions(
             preservation_policy=ocp.checkpoint_managers.preservation_policy.LatestN(KEEP),
-            cleanup_tmp_directories=True,
             # Saved within the step, for processes meet in collectives, which have one order.
             enable_async_checkpointing=False,
         )
@@ -384,6 +389,11 @@ class Recorder:
 
     def __exit__(self, *error: Any) -> None:
         self._opened.__exit__(*error)
+
+    def _remove_unfinished(self) -> None:
+        """What a kill left; orbax would do it in a thread that outlives an early end."""
+        for path in (self._folder / "checkpoints").glob("*.orbax-checkpoint-tmp*"):
+            shutil.rmtree(path, ignore_errors=True)
 
     def resume(self, template: training.Snapshot) -> training.Snapshot:
         """The newest checkpoint, or `template` if there is none; cuts the log back to its step.
@@ -412,7 +422,7 @@ class Recorder:
             found = self._checkpoints.restore(step, args=ocp.args.StandardRestore(wanted))
             jax.tree_util.tree_map_with_path(_check_shape, found, wanted)
         except Exception as error:  # orbax raises many kinds for damaged files
-            raise checks.InputError(
+            raise DamagedError(
                 f"checkpoints: {self._folder / 'checkpoints' / str(step)} cannot be restored "
                 f"({_first_line(error)}); remove it to continue from the one before, or choose "
                 "another --workdir"

@@ -99,7 +99,7 @@ def test_mistakes_end_in_one_line_and_leave_nothing(start, files, tmp_path):
         "--pairs=3": "pairs: 3 ",
         "--pairs=few": "flag --pairs=few",
         f"--y={files}/nan.npy": "y: row 0 ",
-        f"--y={files}/short.npy": "pairs: ",
+        f"--y={files}/short.npy": "y: has 200 ",
         f"--unpaired_x={files}/y.npy": "unpaired_x: ",
         "--epsilon_star=0": "epsilon_star: ",
         "extra": "unexpected argument 'extra'",

@@ -194,13 +194,13 @@ def test_heads_are_the_methods_own_unless_told(files, monkeypatch):
 @pytest.mark.parametrize(
     ("harm", "options", "message"),
     [
-        ({"y": lambda a: a[:-1]}, [], "data: pairs: "),
+        ({"y": lambda a: a[:-1]}, [], "data: y: "),
         ({"val_x": lambda a: a[:, 1:]}, [], "data: val x: "),
         ({"test_y": lambda a: a[:9]}, [], "data: files.test: gallery: "),
         ({"x": lambda a: a * np.where(np.arange(300) == 7, np.nan, 1)[:, None]}, [], "x: row 7 "),
         ({"y": lambda a: a * (np.arange(300) != 8)[:, None]}, [], "y: row 8 "),
         ({"val_y": lambda a: a * np.inf}, [], "files.val: gallery y: row 0 "),
-        ({"x": lambda a: a[0]}, [], "pairs x: "),
+        ({"x": lambda a: a[0]}, [], "data: x: has shape "),
         ({"x": lambda a: a.astype(int)}, [], "int64"),
         ({}, ["n_pairs=301"], "data: n_pairs: 301 "),
         ({}, ["n_pairs=300"], "data: pool x: "),

@@ -117,7 +117,7 @@ def trained_on(model, **settings):
     return aligner.Aligner(model.heads, {"settings": {"data": settings}})
 
 
-def test_a_model_of_the_bundled_pictures_knows_its_encoders(model):
+def test_a_model_of_the_photographs_knows_its_encoders(model):
     known = search.trained_with(trained_on(model, name="coco"))
     assert known == {"x": {"name": "efficientnet-lite2"}, "y": {"name": "all-minilm-l6-v2"}}
 

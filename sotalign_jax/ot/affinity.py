@@ -123,6 +123,11 @@ def check_features(f: ArrayLike, g: ArrayLike, f_star: ArrayLike, g_star: ArrayL
                 f"{name}_star: has {len(teacher)} rows but {name} has {len(student)}; "
                 "student and teacher must embed the same samples"
             )
+    check_widths(f, g, f_star, g_star)
+
+
+def check_widths(f: ArrayLike, g: ArrayLike, f_star: ArrayLike, g_star: ArrayLike) -> None:
+    """Raises unless f and g, and f_star and g_star, have one width."""
     for names, x, y in (("f and g", f, g), ("f_star and g_star", f_star, g_star)):
         widths = np.shape(x)[1], np.shape(y)[1]
         if widths[0] != widths[1]:

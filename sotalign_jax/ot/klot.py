@@ -726,6 +726,7 @@ def klot_crossmodal(
             f"f, g: have {n} and {m} rows but f_star and g_star {unpaired}; pass teacher features "
             "of the unpaired rows, with as many pairs before them on either side"
         )
+    affinity.check_widths(f, g, f_star, g_star)
     mass, share = _mass(marginals, n, m), 2 * pairs / (n + m)
 
     def weights(rest: int) -> Array:
@@ -753,7 +754,10 @@ def klot_crossmodal(
     log_p = plan.log_matrix()
     value = jnp.sum(jax.scipy.special.xlogy(t, t) - t * log_p)
     surrogate = jnp.sum((jnp.exp(log_p) - t) / epsilon * k)
-    value = mass * (value + surrogate - jax.lax.stop_gradient(surrogate))
+    solved = jnp.isfinite(plan.error) & jnp.isfinite(target.error)
+    value = jnp.where(
+        solved, mass * (value + surrogate - jax.lax.stop_gradient(surrogate)), jnp.nan
+    )
     aux = KlotAux(_scalings(plan), _scalings(target))
     return (value, jax.lax.stop_gradient(aux)) if return_aux else value
 
