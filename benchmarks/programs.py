@@ -17,16 +17,45 @@ VECTOR = "vector"
 """Key of elementwise operations, beside the precisions of products."""
 _WIDTH = {"pred": 1, "c64": 8, "c128": 16, "bf16": 2, "token": 0, "opaque": 0}
 _FREE = frozenset(
-    "parameter constant get-tuple-element tuple bitcast after-all partition-id iota "
-    "copy-done slice-done async-done all-reduce-done all-gather-done opt-barrier".split()
+    [
+        "parameter",
+        "constant",
+        "get-tuple-element",
+        "tuple",
+        "bitcast",
+        "after-all",
+        "partition-id",
+        "iota",
+        "copy-done",
+        "slice-done",
+        "async-done",
+        "all-reduce-done",
+        "all-gather-done",
+        "opt-barrier",
+    ]
 )
-_SLICES = frozenset("dynamic-slice slice gather".split())
-_CALLS = frozenset("call async-start".split())
+_SLICES = frozenset(["dynamic-slice", "slice", "gather"])
+_CALLS = frozenset(["call", "async-start"])
 _COSTLY = {"exponential": 8, "log": 8, "power": 16, "rsqrt": 4, "sqrt": 4, "divide": 4, "tanh": 8}
 """Operations that an element takes more than one of."""
 _MOVES = frozenset(
-    "copy copy-start slice-start transpose reshape broadcast concatenate pad reverse convert "
-    "dynamic-slice dynamic-update-slice slice gather scatter".split()
+    [
+        "copy",
+        "copy-start",
+        "slice-start",
+        "transpose",
+        "reshape",
+        "broadcast",
+        "concatenate",
+        "pad",
+        "reverse",
+        "convert",
+        "dynamic-slice",
+        "dynamic-update-slice",
+        "slice",
+        "gather",
+        "scatter",
+    ]
 )
 
 
@@ -241,7 +270,7 @@ class Program:
             return dict(self._of_computation(body))
         return self._own_operations(name, instruction)
 
-    @functools.lru_cache(maxsize=None)  # noqa: B019 - lives as long as the program
+    @functools.cache  # noqa: B019 - lives as long as the program
     def _of_computation(self, name: str) -> tuple[tuple[str, float], ...]:
         total: dict[str, float] = {}
         for instruction in self.computations[name].values():
