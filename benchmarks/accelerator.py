@@ -70,6 +70,7 @@ class Workload:
     width_x: int = 2048
     width_y: int = 4096
     dim: int = 1024
+    teacher_dim: int = 2048
     block_size: int | None = None
     dtype: str = "float16"
 
@@ -125,10 +126,13 @@ def devices(target: Target, count: int = 1) -> list[Any]:
     return topologies.get_topology_desc(platform=target.platform, **options).devices[:count]
 
 
-def lower(workload: Workload, where: Sequence[Any]) -> Any:
+def lower(
+    workload: Workload, where: Sequence[Any], method: methods.Objective | None = None
+) -> Any:
     """The training step of `training.make_step`, lowered for one device or for several."""
     w = workload
-    method = methods.SOTAlign(block_size=w.block_size)
+    if method is None:
+        method = methods.SOTAlign(block_size=w.block_size)
     config = training.TrainConfig(pair_batch=w.pairs, unpaired_batch=w.unpaired)
     model = nnx.eval_shape(lambda: heads.build_heads(w.width_x, w.width_y, w.dim))
 
@@ -144,9 +148,9 @@ def lower(workload: Workload, where: Sequence[Any]) -> Any:
 
     batches: Any = sampling.DeviceData(*rows(w.pool))
     teacher = teachers.LinearTeacher(
-        heads.AffineMap(shape(w.dim, w.width_x), shape(w.dim), "l2"),
-        heads.AffineMap(shape(w.dim, w.width_y), shape(w.dim), "l2"),
-        shape(w.dim),
+        heads.AffineMap(shape(w.teacher_dim, w.width_x), shape(w.teacher_dim), "l2"),
+        heads.AffineMap(shape(w.teacher_dim, w.width_y), shape(w.teacher_dim), "l2"),
+        shape(w.teacher_dim),
     )
     state = jax.eval_shape(
         lambda graph, params: training.init_state(
