@@ -311,7 +311,8 @@ def _mode(workload: Workload) -> str:
     return "dense" if workload.block_size is None else f"streamed {workload.block_size}"
 
 
-def _count(text: str) -> int:
+def at_least_one(text: str) -> int:
+    """A whole number on the command line, such as 22_768."""
     value = int(text.replace("_", ""))
     if value < 1:
         raise ValueError(text)
@@ -324,11 +325,11 @@ def _parser() -> argparse.ArgumentParser:
     )
     add = parser.add_argument
     add("--target", choices=tuple(TARGETS), required=True, help="device to compile for")
-    add("--devices", type=_count, default=1, help="how many of them work together")
-    add("--unpaired", type=_count, nargs="+", default=[22_768, 131_072], help="unpaired batches")
-    add("--pairs", type=_count, default=10_000, help="pairs in a step")
-    add("--pool", type=_count, default=100_000, help="rows of each pool, float16, on the device")
-    add("--block_size", type=_count, default=1024, help="rows of a block when streaming")
+    add("--devices", type=at_least_one, default=1, help="how many of them work together")
+    add("--unpaired", type=at_least_one, nargs="+", default=[22_768, 131_072], help="unpaired batches")
+    add("--pairs", type=at_least_one, default=10_000, help="pairs in a step")
+    add("--pool", type=at_least_one, default=100_000, help="rows of each pool, float16, on the device")
+    add("--block_size", type=at_least_one, default=1024, help="rows of a block when streaming")
     add(
         "--largest",
         action=argparse.BooleanOptionalAction,

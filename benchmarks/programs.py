@@ -144,39 +144,50 @@ class Program:
 
         It is given the loop's scope. Of the branches of a condition, the one that does least runs.
         """
-        yield from self._kernels(self.entry, 1.0, trips)
+        yield from self._kernels(self.entry, 1.0, trips, "")
 
     def _kernels(
-        self, name: str, times: float, trips: Callable[[str], float] | None
+        self, name: str, times: float, trips: Callable[[str], float] | None, loop: str
     ) -> Iterator[Kernel]:
         for instruction in self.computations[name].values():
             opcode = instruction.opcode
             if opcode == "while":
                 inner = times * _trip_count(instruction, trips)
                 for part in instruction.called("body", "condition"):
-                    yield from self._kernels(part, inner, trips)
+                    yield from self._kernels(part, inner, trips, instruction.scope or loop)
             elif opcode == "conditional":
                 branches = [
-                    list(self._kernels(part, times, trips)) for part in self._branches(instruction)
+                    list(self._kernels(part, times, trips, loop))
+                    for part in self._branches(instruction)
                 ]
                 yield from min(branches, key=lambda kernels: sum(k.bytes for k in kernels))
             elif opcode in _CALLS:
                 for part in instruction.called("calls", "to_apply"):
-                    yield from self._kernels(part, times, trips)
+                    yield from self._kernels(part, times, trips, loop)
             elif opcode not in _FREE:
                 moved = self._bytes(name, instruction)
                 done = self._operations(name, instruction)
                 if moved or done:
-                    scope = self._scope(instruction)
+                    scope = self._scope(name, instruction, loop)
                     yield Kernel(instruction.name, scope, opcode, times, moved, done)
 
-    def _scope(self, instruction: Instruction) -> str:
-        """Of a fusion, that of its product, if it has one."""
+    def _scope(self, name: str, instruction: Instruction, loop: str) -> str:
+        """Of a fusion, that of its product, if it has one.
+
+        The compiler's own copies have none: they count to the loop that they are in, and outside
+        of loops to what makes or uses them.
+        """
+        scopes = []
         for part in instruction.called("calls"):
             for inner in self.computations.get(part, {}).values():
-                if inner.opcode in ("dot", "convolution"):
-                    return inner.scope or instruction.scope
-        return instruction.scope
+                if inner.opcode in ("dot", "convolution") and inner.scope:
+                    return inner.scope
+                scopes.append(inner.scope)
+        own = self.computations[name]
+        makers = [own[operand].scope for operand in instruction.operands if operand in own]
+        users = [user.scope for user in own.values() if instruction.name in user.operands]
+        known = (instruction.scope, *reversed(scopes), loop, *users, *makers)
+        return next(filter(None, known), "")
 
     def _branches(self, instruction: Instruction) -> list[str]:
         listed = re.search(r"branch_computations=\{([^}]*)\}", instruction.attributes)
