@@ -126,9 +126,7 @@ def devices(target: Target, count: int = 1) -> list[Any]:
     return topologies.get_topology_desc(platform=target.platform, **options).devices[:count]
 
 
-def lower(
-    workload: Workload, where: Sequence[Any], method: methods.Objective | None = None
-) -> Any:
+def lower(workload: Workload, where: Sequence[Any], method: methods.Objective | None = None) -> Any:
     """The training step of `training.make_step`, lowered for one device or for several."""
     w = workload
     if method is None:
@@ -311,7 +309,7 @@ def _mode(workload: Workload) -> str:
     return "dense" if workload.block_size is None else f"streamed {workload.block_size}"
 
 
-def at_least_one(text: str) -> int:
+def whole_number(text: str) -> int:
     """A whole number on the command line, such as 22_768."""
     value = int(text.replace("_", ""))
     if value < 1:
@@ -325,11 +323,22 @@ def _parser() -> argparse.ArgumentParser:
     )
     add = parser.add_argument
     add("--target", choices=tuple(TARGETS), required=True, help="device to compile for")
-    add("--devices", type=at_least_one, default=1, help="how many of them work together")
-    add("--unpaired", type=at_least_one, nargs="+", default=[22_768, 131_072], help="unpaired batches")
-    add("--pairs", type=at_least_one, default=10_000, help="pairs in a step")
-    add("--pool", type=at_least_one, default=100_000, help="rows of each pool, float16, on the device")
-    add("--block_size", type=at_least_one, default=1024, help="rows of a block when streaming")
+    add("--devices", type=whole_number, default=1, help="how many of them work together")
+    add(
+        "--unpaired",
+        type=whole_number,
+        nargs="+",
+        default=[22_768, 131_072],
+        help="unpaired batches",
+    )
+    add("--pairs", type=whole_number, default=10_000, help="pairs in a step")
+    add(
+        "--pool",
+        type=whole_number,
+        default=100_000,
+        help="rows of each pool, float16, on the device",
+    )
+    add("--block_size", type=whole_number, default=1024, help="rows of a block when streaming")
     add(
         "--largest",
         action=argparse.BooleanOptionalAction,

@@ -110,6 +110,8 @@ class Kernel(NamedTuple):
     times: float
     bytes: int
     operations: Mapping[str, float]
+    cycles: int = 0
+    """What a TPU's compiler thinks it takes."""
 
 
 class Program:
@@ -169,7 +171,9 @@ class Program:
                 done = self._operations(name, instruction)
                 if moved or done:
                     scope = self._scope(name, instruction, loop)
-                    yield Kernel(instruction.name, scope, opcode, times, moved, done)
+                    cycles = re.search(r'"estimated_cycles":"(\d+)"', instruction.attributes)
+                    guess = int(cycles[1]) if cycles else 0
+                    yield Kernel(instruction.name, scope, opcode, times, moved, done, guess)
 
     def _scope(self, name: str, instruction: Instruction, loop: str) -> str:
         """Of a fusion, that of its product, if it has one.
@@ -236,6 +240,8 @@ class Program:
         return min(whole, self._used(computation, parameter.name, whole))
 
     def _used(self, computation: str, value: str, whole: int) -> int:
+        if self.computations[computation][value].root:  # handed on as it is
+            return whole
         total = 0
         for user in self.computations[computation].values():
             if value not in user.operands:
@@ -247,15 +253,23 @@ class Program:
             elif user.opcode in ("bitcast", "reshape"):
                 total += self._used(computation, user.name, whole)
             elif user.opcode == "fusion":
-                (body,) = user.called("calls")
-                for index, operand in enumerate(user.operands):
-                    if operand == value:
-                        parameter = self._parameter(body, index)
-                        if parameter is not None:
-                            total += self._used(body, parameter.name, whole)
+                total += self._used_by_fusion(computation, value, user, whole)
             else:
                 return whole
         return total
+
+    def _used_by_fusion(self, computation: str, value: str, user: Instruction, whole: int) -> int:
+        """Bytes that a fusion within a fusion reads; one that only renames hands on its users'."""
+        (body,) = user.called("calls")
+        inside = self.computations[body].values()
+        if all(one.opcode in ("parameter", "bitcast", "reshape") for one in inside):
+            return self._used(computation, user.name, whole)
+        parameters = [
+            self._parameter(body, index)
+            for index, operand in enumerate(user.operands)
+            if operand == value
+        ]
+        return sum(self._used(body, one.name, whole) for one in parameters if one is not None)
 
     def _written(self, computation: str, value: str) -> int:
         """Bytes that a fusion writes for a value of its root."""
@@ -303,7 +317,7 @@ class Program:
             labels = re.search(r"dim_labels=\w+_(\w+)->", instruction.attributes)
             assert labels is not None
             outputs = operands[1].shape[labels[1].index("o")]
-            depth = operands[1].size / outputs
+            depth = operands[1].size // outputs
             return {_precision(instruction, operands[0]): 2.0 * result.size * depth}
         if opcode == "custom-call":
             return self._library_call(instruction, operands, result)

@@ -13,7 +13,7 @@ import functools
 import pathlib
 import re
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -48,7 +48,9 @@ class OttSOTAlign(methods.SOTAlign):
         target = peers.Target(self.epsilon, self.epsilon_star, self.tolerance, limit, limit)
         options = {"momentum": peers.MOMENTUM} if self.momentum else {}
         loss = peers.ott_danskin(target, **options)
-        value, (student, teacher) = loss(affinity.cosine(f, g), affinity.cosine(z, w))
+        with jax.named_scope("affinities"):
+            k, k_star = affinity.cosine(f, g), affinity.cosine(z, w)
+        value, (student, teacher) = loss(k, k_star)
         iterations = {"student_iterations": student.iterations}
         return value, {**iterations, "teacher_iterations": teacher.iterations}, memory
 
@@ -88,7 +90,8 @@ class Setting:
         return lambda: compiled(jax.tree.map(jnp.copy, state), *rest), compiled
 
 
-class Part(NamedTuple):
+@dataclasses.dataclass(frozen=True)
+class Part:
     """A part of the step: a jitted function, the step's own numbers for it, how often it runs."""
 
     function: Any

@@ -96,6 +96,32 @@ def test_arrays_on_chip_move_nothing():
     assert in_memory - kernels(text.replace("LAYOUT", ":S(1)"))["d"].bytes == 4 * 8 * 4
 
 
+RENAMED = """
+%renames (r: f32[8,2]) -> f32[2,8] {
+  %r = f32[8,2]{1,0} parameter(0)
+  ROOT %as = f32[2,8]{0,1} bitcast(%r)
+}
+%product (a: f32[4,8], b: f32[8,2]) -> f32[4,2] {
+  %a = f32[4,8]{1,0} parameter(0)
+  %b = f32[8,2]{1,0} parameter(1)
+  %c = f32[2,8]{0,1} fusion(%b), kind=kLoop, calls=%renames
+  ROOT %d = f32[4,2]{1,0} dot(%a, %c), lhs_contracting_dims={1}, rhs_contracting_dims={1}
+}
+ENTRY %main (x: f32[4,8], y: f32[8,2]) -> f32[4,2] {
+  %x = f32[4,8]{1,0} parameter(0)
+  %y = f32[8,2]{1,0} parameter(1)
+  ROOT %f = f32[4,2]{1,0} fusion(%x, %y), kind=kOutput, calls=%product, "estimated_cycles":"99"
+}
+"""
+
+
+def test_an_operand_that_is_only_renamed_is_read():
+    kernel = kernels(RENAMED)["f"]
+    assert kernel.bytes == 4 * (4 * 8 + 8 * 2 + 4 * 2)
+    assert kernel.operations == {"float32 default": 2 * 4 * 8 * 2}
+    assert kernel.cycles == 99
+
+
 def test_time_is_the_larger_of_bytes_and_operations_at_their_peak():
     def slowest(name, **operations):
         counts = {key.replace("_", " "): 1e12 * n for key, n in operations.items()}
