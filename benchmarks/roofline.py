@@ -16,7 +16,6 @@ predicted and timed.
 import argparse
 import collections
 import dataclasses
-import functools
 import importlib.util
 import pathlib
 import re
@@ -376,6 +375,7 @@ def arms() -> dict[str, Arm]:
 def _target(arguments: argparse.Namespace) -> None:
     name, device = arguments.target, DEVICES[arguments.target]
     workload = accelerator.Workload(arguments.pairs, arguments.unpaired)
+    stem = arguments.out / f"roofline-{name}"
     seconds: dict[str, float] = {}
     for label, arm in arms().items():
         if label not in arguments.arms:
@@ -387,65 +387,67 @@ def _target(arguments: argparse.Namespace) -> None:
             needed = accelerator.needed_bytes(str(error))
             if needed is None:
                 raise
-            print(f"{label}: needs {needed / accelerator.GIB:.1f} GiB, which {name} has not")
+            print(f"{label}: needs {needed / accelerator.GIB:.1f} GiB, more than {name} has")
             continue
         parts = costs(kernels, device)
         seconds[label] = total(parts).seconds
         if label == "published":
-            iterating = parts["log-sum-exp iterations"].seconds
-        stem = arguments.out / f"roofline-{name}{'' if label == 'ours' else '-' + label}"
-        table = parts_table(parts, device)
+            plain = parts["log-sum-exp iterations"].seconds / (2 * PUBLISHED_ITERATIONS)
+            more = PLAIN_ITERATIONS - 2 * PUBLISHED_ITERATIONS
+            seconds["published, to the same error"] = seconds[label] + more * plain
+        shown = {
+            "parts": parts_table(parts, device),
+            "precision": precision_table(parts, device),
+            "savings": savings_table(kernels, device),
+            "kernels": kernels_table(kernels, device, arguments.kernels),
+        }
         print(f"\n{label}, {arguments.unpaired:,} unpaired, {arguments.pairs:,} pairs, {name}")
-        print(f"{table}\n\n{precision_table(parts, device)}\n")
-        print(f"{savings_table(kernels, device)}\n")
-        print(f"{kernels_table(kernels, device, arguments.kernels)}\n")
-        run = seconds[label] * arguments.steps / 60
-        print(f"a run of {arguments.steps:,} steps: at least {run:.1f} minutes")
-        print("wrote", *table.save(stem))
-    if "published" in seconds:
-        label = f"published, to the same error ({PLAIN_ITERATIONS} iterations)"
-        more = PLAIN_ITERATIONS / (2 * PUBLISHED_ITERATIONS) - 1
-        seconds[label] = seconds["published"] + more * iterating
-    for label, one in seconds.items():
-        print(f"{label}: {1e3 * one:.0f} ms a step", end="")
-        print(f", {one / seconds['ours']:.2f} times ours" if "ours" in seconds else "")
+        print(*shown.values(), sep="\n\n", flush=True)
+        print("wrote", *shown["parts"].save(f"{stem}-{label}"))
+        if label == "ours":
+            print("wrote", *shown["savings"].save(f"{stem}-savings"))
+    ours = seconds.get("ours")
+    rows = [
+        [label, 1e3 * one, one * arguments.steps / 60, one / ours if ours else None]
+        for label, one in seconds.items()
+    ]
+    headers = ["plans", "ms a step", f"minutes of {arguments.steps:,} steps", "times ours"]
+    table = tables.table(headers, rows, digits=2)
+    print(f"\n{table}\nwrote", *table.save(stem))
 
 
 # --- this machine ---
 
 
-def measure_device(repeats: int = 5) -> Device:
-    """Bandwidth and peaks of the default device, each by a program that needs nothing else."""
-    big, square = jnp.ones(2**26), jnp.ones((2048, 2048))
-    small = jnp.full(2**14, 0.5)
+def measure_device(n: int, repeats: int = 10) -> Device:
+    """Bandwidth on an n x n array, and peaks, each by a program that is limited by nothing else."""
 
     def chain(x: Array) -> Array:
         return jax.lax.fori_loop(0, 2000, lambda i, x: jnp.exp(-x), x)
 
     def rate(function: Callable[[Array], Array], x: Array, what: str) -> float:
-        compiled = jax.jit(function).lower(x).compile()
-        kernels = list(programs.Program(compiled.as_text() or "").kernels())
-        done = {
-            "bytes": sum(k.times * k.bytes for k in kernels),
-            "vector": sum(k.times * k.operations.get(programs.VECTOR, 0) for k in kernels),
-            "products": 2.0 * x.shape[0] ** 3,
-        }[what]
-        jax.block_until_ready(compiled(x))
-        return done / min(_seconds(functools.partial(compiled, x)) for _ in range(repeats))
+        # In place where bytes count: fresh pages of memory cost more than they.
+        donated = (0,) if what == "bytes" else ()
+        compiled = jax.jit(function, donate_argnums=donated).lower(x).compile()
+        done = 0.0
+        for kernel in programs.Program(compiled.as_text() or "").kernels():
+            counts = {"bytes": kernel.bytes, **kernel.operations}
+            done += kernel.times * counts.get(what, 0.0)
+        least = float("inf")
+        for _ in range(repeats):
+            start = time.perf_counter()
+            x = jax.block_until_ready(compiled(x))
+            least = min(least, time.perf_counter() - start)
+        return done / least
 
-    product = rate(lambda x: affinity.dot(x, x), square, "products")
-    keys = ("float32 highest", "float32 high", "float32 default", "bfloat16", "float16")
+    highest = "float32 highest"
+    product = rate(lambda x: affinity.dot(x, x), jnp.full((2048, 2048), 1 / 2048), highest)
+    keys = (highest, "float32 high", "float32 default", "bfloat16", "float16")
     return Device(
-        rate(lambda x: 2 * x, big, "bytes"),
+        rate(lambda x: -x, jnp.ones((n, n)), "bytes"),
         dict.fromkeys(keys, product),
-        rate(chain, small, "vector"),
+        rate(chain, jnp.full(2**14, 0.5), programs.VECTOR),
     )
-
-
-def _seconds(call: Callable[[], Any]) -> float:
-    start = time.perf_counter()
-    jax.block_until_ready(call())
-    return time.perf_counter() - start
 
 
 def _check(arguments: argparse.Namespace) -> None:
@@ -459,7 +461,7 @@ def _check(arguments: argparse.Namespace) -> None:
     teacher = teachers.cca(rows.pairs_x, rows.pairs_y)
     setting = train_step.Setting(rows, teacher, n, dim=512)
     method = methods.SOTAlign()
-    device = measure_device()
+    device = measure_device(n)
     gigaflops = device.products["float32 highest"] / 1e9
     print(
         f"measured: {device.bandwidth / 1e9:.1f} GB/s, products {gigaflops:.0f} GFLOP/s, ", end=""
