@@ -16,6 +16,7 @@ predicted and timed.
 import argparse
 import collections
 import dataclasses
+import functools
 import importlib.util
 import pathlib
 import re
@@ -450,8 +451,33 @@ def measure_device(n: int, repeats: int = 10) -> Device:
     )
 
 
+def compare(
+    parts: Mapping[str, Any], device: Device, levels: Mapping[str, float], repeats: int
+) -> tables.Table:
+    """Predicted and measured times of `train_step.Part`s.
+
+    Those in `levels` are solves, which tell their sweeps themselves.
+    """
+    compiled = {n: p.function.lower(*p.arguments).compile() for n, p in parts.items()}
+    calls = {n: functools.partial(compiled[n], *p.arguments) for n, p in parts.items()}
+    outputs = {name: jax.block_until_ready(call()) for name, call in calls.items()}
+    times, _ = common.time_interleaved(calls, repeats=repeats, title="parts")
+    rows: list[list[Any]] = []
+    for name, part in parts.items():
+        plan = Iterations(0)
+        if name in levels:
+            plan = Iterations(int(outputs[name][0].iterations), levels[name])
+        kernels = programs.Program(compiled[name].as_text()).kernels(trips({"": plan}))
+        predicted = part.times * total(costs(kernels, device)).seconds
+        measured = part.times * times[name]
+        rows.append([name, 1e3 * predicted, 1e3 * measured, measured / predicted])
+    predicted, measured = (sum(float(row[i]) for row in rows) for i in (1, 2))
+    rows.append(["sum of parts", predicted, measured, measured / predicted])
+    return tables.table(["part", "predicted ms", "measured ms", "ratio"], rows, digits=2)
+
+
 def _check(arguments: argparse.Namespace) -> None:
-    """Predicted and measured times of the parts that `benchmarks.train_step` times."""
+    """The parts that `benchmarks.train_step` times, on the default device."""
     from benchmarks import train_step  # needs ott-jax
     from experiments import photos
     from sotalign_jax import teachers
@@ -459,32 +485,13 @@ def _check(arguments: argparse.Namespace) -> None:
     n = min(arguments.unpaired, 2048)
     rows = photos.dataset("coco", n_pairs=min(arguments.pairs, 1000), test=False)
     teacher = teachers.cca(rows.pairs_x, rows.pairs_y)
-    setting = train_step.Setting(rows, teacher, n, dim=512)
-    method = methods.SOTAlign()
+    parts = train_step.parts(train_step.Setting(rows, teacher, n, dim=512), methods.SOTAlign())
     device = measure_device(n)
-    gigaflops = device.products["float32 highest"] / 1e9
-    print(
-        f"measured: {device.bandwidth / 1e9:.1f} GB/s, products {gigaflops:.0f} GFLOP/s, ", end=""
-    )
-    print(f"other operations {device.vector / 1e9:.1f} GFLOP/s")
-    found: list[list[Any]] = []
-    pieces = train_step.parts(setting, method)
-    for part in pieces.values():
-        jax.block_until_ready(part())
-    times, _ = common.time_interleaved(pieces, repeats=arguments.repeats, title="parts")
-    for name, part in pieces.items():
-        plan = Iterations(0)
-        if "solve" in name:
-            sweeps = int(part.function(*part.arguments)[0].iterations)
-            plan = Iterations(sweeps, ITERATIONS[f"{name.split()[0]}_plan"].levels)
-        text = part.function.lower(*part.arguments).compile().as_text()
-        kernels = programs.Program(text).kernels(trips({"": plan}))
-        cost = total(costs(kernels, device))
-        predicted = part.times * cost.seconds
-        found.append([name, 1e3 * predicted, 1e3 * times[name], times[name] / predicted])
-    predicted, measured = (sum(float(row[i]) for row in found) for i in (1, 2))
-    found.append(["sum of parts", predicted, measured, measured / predicted])
-    table = tables.table(["part", "predicted ms", "measured ms", "ratio"], found, digits=2)
+    peaks = device.bandwidth, device.products["float32 highest"], device.vector
+    shown = "measured: {:.1f} GB/s; GFLOP/s: products {:.0f}, other operations {:.1f}"
+    print(shown.format(*(x / 1e9 for x in peaks)))
+    levels = {f"{x} solve": ITERATIONS[f"{x}_plan"].levels for x in ("teacher", "student")}
+    table = compare(parts, device, levels, arguments.repeats)
     common.report(f"This machine, {n:,} unpaired", table, arguments.out / "roofline-cpu")
 
 

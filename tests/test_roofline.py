@@ -184,3 +184,39 @@ def test_a_target_is_required():
     with pytest.raises(SystemExit) as stop:
         roofline.main([])
     assert stop.value.code == 2
+
+
+def test_the_published_loss_reads_both_affinities_in_every_iteration():
+    n, d, e = 64, 8, 12
+    workload = accelerator.Workload(32, n, 128, 16, 24, d, e)
+    step = accelerator.lower(workload, jax.devices()[:1], roofline.Published()).compile()
+    found = list(programs.Program(step.as_text()).kernels(roofline.trips({})))
+    parts = roofline.costs(found, roofline.DEVICES["a100"])
+    # Two log-sum-exps an iteration, of two reads each: the largest entry, then the sum.
+    assert parts["log-sum-exp iterations"].bytes >= 2 * 100 * 2 * 2 * n * n * 4
+    assert parts["affinities and their gradient"].products == 2 * n * n * (e + 3 * d)
+
+
+def test_savings_touch_what_products_limit_and_nothing_else():
+    device = roofline.DEVICES["a100"]
+    product = programs.Kernel("p", "heads", "dot", 1, 8, {"float32 highest": 19.5e12})
+    copy = programs.Kernel("c", "heads", "copy", 1, int(2.039e12), {programs.VECTOR: 1.0})
+    table = roofline.savings_table([product, copy], device)
+    rows = {row[0]: row[1:] for row in table.rows}
+    expected = [1e3 + 1e3 * 19.5 / peak for peak in (19.5, 312 / 6, 312 / 3, 312)]
+    assert rows["heads"] == pytest.approx(expected)
+    assert rows["the step"] == pytest.approx(expected)
+
+
+def test_on_this_machine_parts_are_predicted_and_timed():
+    part = pytest.importorskip("benchmarks.train_step").Part
+    x = jnp.ones((64, 64))
+    parts = {"product": part(jax.jit(jnp.matmul), (x, x)), "sum": part(jax.jit(jnp.sum), (x,), 2)}
+    device = roofline.Device(1e12, {"float32 default": 2.0 * 64**3}, 1e12)
+    table = roofline.compare(parts, device, {}, repeats=1)
+    rows = {name: numbers for name, *numbers in table.rows}
+    assert list(rows) == ["product", "sum", "sum of parts"]
+    assert rows["product"][0] == pytest.approx(1e3)
+    assert 2e3 * 4 * 64**2 / 1e12 <= rows["sum"][0] <= 2e3 * 10 * 64**2 / 1e12
+    for predicted, measured, ratio in rows.values():
+        assert measured > 0 and ratio == pytest.approx(measured / predicted)
