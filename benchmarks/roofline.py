@@ -8,9 +8,9 @@ there. Each kernel of the program takes at least
     time = max(bytes / bandwidth, products / their peak, other operations / the vector peak),
 
 where products count at the peak of their precision, and loops as often as a real run repeats them
-(`ITERATIONS`). The same is done for the step with the published loss. `--target=cpu` asks how far
-to trust it: bandwidth and peaks of this machine are measured, then the parts of a small step are
-predicted and timed.
+(`ITERATIONS`). The same is done for the step with the published loss and with ott-jax's plans.
+`--target=cpu` asks how far to trust it: bandwidth and peaks of this machine are measured, then the
+parts of a small step are predicted and timed.
 """
 
 import argparse
