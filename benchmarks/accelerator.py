@@ -70,6 +70,7 @@ class Workload:
     width_x: int = 2048
     width_y: int = 4096
     dim: int = 1024
+    teacher_dim: int = 2048
     block_size: int | None = None
     dtype: str = "float16"
 
@@ -125,10 +126,11 @@ def devices(target: Target, count: int = 1) -> list[Any]:
     return topologies.get_topology_desc(platform=target.platform, **options).devices[:count]
 
 
-def lower(workload: Workload, where: Sequence[Any]) -> Any:
+def lower(workload: Workload, where: Sequence[Any], method: methods.Objective | None = None) -> Any:
     """The training step of `training.make_step`, lowered for one device or for several."""
     w = workload
-    method = methods.SOTAlign(block_size=w.block_size)
+    if method is None:
+        method = methods.SOTAlign(block_size=w.block_size)
     config = training.TrainConfig(pair_batch=w.pairs, unpaired_batch=w.unpaired)
     model = nnx.eval_shape(lambda: heads.build_heads(w.width_x, w.width_y, w.dim))
 
@@ -144,9 +146,9 @@ def lower(workload: Workload, where: Sequence[Any]) -> Any:
 
     batches: Any = sampling.DeviceData(*rows(w.pool))
     teacher = teachers.LinearTeacher(
-        heads.AffineMap(shape(w.dim, w.width_x), shape(w.dim), "l2"),
-        heads.AffineMap(shape(w.dim, w.width_y), shape(w.dim), "l2"),
-        shape(w.dim),
+        heads.AffineMap(shape(w.teacher_dim, w.width_x), shape(w.teacher_dim), "l2"),
+        heads.AffineMap(shape(w.teacher_dim, w.width_y), shape(w.teacher_dim), "l2"),
+        shape(w.teacher_dim),
     )
     state = jax.eval_shape(
         lambda graph, params: training.init_state(
@@ -307,7 +309,8 @@ def _mode(workload: Workload) -> str:
     return "dense" if workload.block_size is None else f"streamed {workload.block_size}"
 
 
-def _count(text: str) -> int:
+def whole_number(text: str) -> int:
+    """A whole number on the command line, such as 22_768."""
     value = int(text.replace("_", ""))
     if value < 1:
         raise ValueError(text)
@@ -320,11 +323,22 @@ def _parser() -> argparse.ArgumentParser:
     )
     add = parser.add_argument
     add("--target", choices=tuple(TARGETS), required=True, help="device to compile for")
-    add("--devices", type=_count, default=1, help="how many of them work together")
-    add("--unpaired", type=_count, nargs="+", default=[22_768, 131_072], help="unpaired batches")
-    add("--pairs", type=_count, default=10_000, help="pairs in a step")
-    add("--pool", type=_count, default=100_000, help="rows of each pool, float16, on the device")
-    add("--block_size", type=_count, default=1024, help="rows of a block when streaming")
+    add("--devices", type=whole_number, default=1, help="how many of them work together")
+    add(
+        "--unpaired",
+        type=whole_number,
+        nargs="+",
+        default=[22_768, 131_072],
+        help="unpaired batches",
+    )
+    add("--pairs", type=whole_number, default=10_000, help="pairs in a step")
+    add(
+        "--pool",
+        type=whole_number,
+        default=100_000,
+        help="rows of each pool, float16, on the device",
+    )
+    add("--block_size", type=whole_number, default=1024, help="rows of a block when streaming")
     add(
         "--largest",
         action=argparse.BooleanOptionalAction,

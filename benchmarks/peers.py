@@ -190,8 +190,10 @@ def ott_danskin(target: Target, **options: Any) -> Callable[..., Any]:
     def loss(k: Array, k_star: Array) -> Any:
         constant = jax.lax.stop_gradient(k_star)
         goal = target.epsilon_star, target.tolerance, target.teacher
-        plan = ott_solve(constant, *goal, **options)
-        out = ott_solve(k, target.epsilon, target.tolerance, target.student, **options)
+        with jax.named_scope("teacher_plan"), jax.named_scope("sweeps"):
+            plan = ott_solve(constant, *goal, **options)
+        with jax.named_scope("student_plan"), jax.named_scope("sweeps"):
+            out = ott_solve(k, target.epsilon, target.tolerance, target.student, **options)
         moved = jnp.vdot(plan.matrix, k)
         scalings = _ott_scaling(out, target.epsilon), _ott_scaling(plan, target.epsilon_star)
         return -(moved + out.reg_ot_cost) / target.epsilon, jax.lax.stop_gradient(scalings)

@@ -48,7 +48,9 @@ class OttSOTAlign(methods.SOTAlign):
         target = peers.Target(self.epsilon, self.epsilon_star, self.tolerance, limit, limit)
         options = {"momentum": peers.MOMENTUM} if self.momentum else {}
         loss = peers.ott_danskin(target, **options)
-        value, (student, teacher) = loss(affinity.cosine(f, g), affinity.cosine(z, w))
+        with jax.named_scope("affinities"):
+            k, k_star = affinity.cosine(f, g), affinity.cosine(z, w)
+        value, (student, teacher) = loss(k, k_star)
         iterations = {"student_iterations": student.iterations}
         return value, {**iterations, "teacher_iterations": teacher.iterations}, memory
 
@@ -88,8 +90,21 @@ class Setting:
         return lambda: compiled(jax.tree.map(jnp.copy, state), *rest), compiled
 
 
-def parts(setting: Setting, method: methods.SOTAlign) -> dict[str, Callable[[], Any]]:
-    """The parts of a step as calls, each on the step's own numbers."""
+@dataclasses.dataclass(frozen=True)
+class Part:
+    """A part of the step: a jitted function, the step's own numbers for it, how often it runs."""
+
+    function: Any
+    arguments: tuple[Any, ...]
+    times: int = 1
+
+    def __call__(self) -> Any:
+        """Runs it."""
+        return [self.function(*self.arguments) for _ in range(self.times)]
+
+
+def parts(setting: Setting, method: methods.SOTAlign) -> dict[str, Part]:
+    """The parts of a step, each on the step's own numbers."""
     config = setting.config
     graphdef, params = nnx.split(setting.heads)
     key = jax.random.key(0)
@@ -143,14 +158,14 @@ def parts(setting: Setting, method: methods.SOTAlign) -> dict[str, Callable[[], 
         return optax.apply_updates(params, updates), opt_state
 
     return {
-        "draw": lambda: draw(key, jnp.int32(1), setting.data),
-        "heads, both ways": lambda: embed_and_back(params, batch, features),
-        "teacher features": lambda: project(setting.teacher, batch),
-        "SigLIP, both ways": lambda: siglip(a, b),
-        "teacher solve": lambda: teacher(z, w),
-        "student solve": lambda: student(f, g),
-        "products (two plans)": lambda: (products(state, f, g), products(state, f, g)),
-        "optimiser": lambda: update(params, opt_state, params),
+        "draw": Part(draw, (key, jnp.int32(1), setting.data)),
+        "heads, both ways": Part(embed_and_back, (params, batch, features)),
+        "teacher features": Part(project, (setting.teacher, batch)),
+        "SigLIP, both ways": Part(siglip, (a, b)),
+        "teacher solve": Part(teacher, (z, w)),
+        "student solve": Part(student, (f, g)),
+        "products (two plans)": Part(products, (state, f, g), times=2),
+        "optimiser": Part(update, (params, opt_state, params)),
     }
 
 

@@ -221,7 +221,8 @@ def _program(
             batch = sharding.trim(batches)
         else:
             assert key is not None, "pass batch_key(config) to draw by"
-            batch = sampling.draw(key, state.step, batches, **_sizes(config))
+            with jax.named_scope("draw"):
+                batch = sampling.draw(key, state.step, batches, **_sizes(config))
 
         def objective(params: Any) -> tuple[Array, Any]:
             return method(nnx.merge(graphdef, params), batch, teacher, state.memory)
@@ -229,8 +230,9 @@ def _program(
         (loss, (metrics, memory)), gradient = jax.value_and_grad(objective, has_aux=True)(
             state.params
         )
-        updates, opt_state = optimizer.update(gradient, state.opt_state, state.params)
-        params = optax.apply_updates(state.params, updates)
+        with jax.named_scope("optimizer"):
+            updates, opt_state = optimizer.update(gradient, state.opt_state, state.params)
+            params = optax.apply_updates(state.params, updates)
         metrics = {"loss": loss, "gradient_norm": optax.tree.norm(gradient), **metrics}
         return TrainState(state.step + 1, params, opt_state, memory), metrics
 

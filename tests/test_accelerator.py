@@ -8,7 +8,7 @@ from benchmarks import accelerator
 from sotalign_jax import checks
 
 TINY = accelerator.Workload(
-    pairs=64, unpaired=256, pool=512, width_x=32, width_y=48, dim=16, block_size=None
+    pairs=64, unpaired=256, pool=512, width_x=32, width_y=48, dim=16, teacher_dim=16
 )
 
 

@@ -110,9 +110,11 @@ class SOTAlign(base.Objective):
     def __call__(
         self, heads: Heads, batch: Batch, teacher: LinearTeacher | None, memory: Any
     ) -> tuple[Array, tuple[base.Metrics, Any]]:
-        f, g = heads.x(batch.a), heads.y(batch.b)
-        x, y = (heads.x(batch.x), heads.y(batch.y)) if self.pools else (f[:0], g[:0])
-        siglip = sail.supervised(heads, f, g, x, y, self.supervision, self.siglip_norm)
+        with jax.named_scope("heads"):
+            f, g = heads.x(batch.a), heads.y(batch.b)
+            x, y = (heads.x(batch.x), heads.y(batch.y)) if self.pools else (f[:0], g[:0])
+        with jax.named_scope("siglip"):
+            siglip = sail.supervised(heads, f, g, x, y, self.supervision, self.siglip_norm)
         if self.divergence == "none":
             return siglip, ({"siglip": siglip}, memory)
         assert teacher is not None  # `training.fit` asked for it
@@ -121,8 +123,10 @@ class SOTAlign(base.Objective):
             x, y = jnp.concatenate([f, x]), jnp.concatenate([g, y])
         if self.klot_on == "all":
             rows_x, rows_y = jnp.concatenate([batch.a, rows_x]), jnp.concatenate([batch.b, rows_y])
-        f_star, g_star = jax.lax.stop_gradient((teacher.x(rows_x), teacher.y(rows_y)))
-        divergence, metrics, memory = self._divergence(x, y, f_star, g_star, memory)
+        with jax.named_scope("teacher_features"):
+            f_star, g_star = jax.lax.stop_gradient((teacher.x(rows_x), teacher.y(rows_y)))
+        with jax.named_scope(self.divergence):
+            divergence, metrics, memory = self._divergence(x, y, f_star, g_star, memory)
         loss = siglip + self.alpha * divergence
         return loss, ({"siglip": siglip, self.divergence: divergence, **metrics}, memory)
 

@@ -77,4 +77,6 @@ def over_rows(
         fresh = rows >= begin if part is None else (rows >= begin) & (rows < first + count)
         return body(Block(start, size, fresh), carry)
 
-    return jax.lax.fori_loop(0, -(-count // size), step, carry)
+    number = -(-count // size)
+    with jax.named_scope(f"{number}_blocks"):  # not every compiled program tells it
+        return jax.lax.fori_loop(0, number, step, carry)

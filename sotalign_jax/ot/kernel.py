@@ -155,7 +155,8 @@ class Kernel(NamedTuple):
                 matrix = block.put(matrix, rows / s[:, None])
             return matrix, block.put(p, -top - jnp.log(s))
 
-        matrix, p = self._over_rows(body, (state.matrix, state.p))
+        with jax.named_scope("build"):
+            matrix, p = self._over_rows(body, (state.matrix, state.p))
         return KernelState(matrix, p, state.q, state.epsilon)
 
     def update_columns(self, state: KernelState, log_a: Array) -> Float[Array, " m"]:

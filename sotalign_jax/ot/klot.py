@@ -255,15 +255,19 @@ def _features_fwd(options: Options, features: Features, settings: Settings) -> A
             in_columns = jnp.sum(jnp.abs(sharding.psum(columns, axes) - b))
             return scalings.measured(jnp.maximum(in_rows, in_columns), tolerance)
 
-        kernel = kernel_of(cosines_of(z, w))
-        teacher, state = plan(kernel, settings.epsilon_star, settings.init_v_star)
-        # Columns come together from all devices only when they are needed.
-        cosines = cosines_of(f, _after(g, teacher) if axes else g)
-        target = kernel.transport(state, a, b, cosines)
+        with jax.named_scope("teacher_plan"):
+            kernel = kernel_of(cosines_of(z, w))
+            teacher, state = plan(kernel, settings.epsilon_star, settings.init_v_star)
+        with jax.named_scope("teacher_products"):
+            # Columns come together from all devices only when they are needed.
+            cosines = cosines_of(f, _after(g, teacher) if axes else g)
+            target = kernel.transport(state, a, b, cosines)
         teacher = measured(teacher, target.rows, target.columns)
-        kernel = kernel_of(cosines)
-        student, state = plan(kernel, _after(epsilon, target), settings.init_v)
-        moved = kernel.transport(state, a, b, cosines, minus=target)
+        with jax.named_scope("student_plan"):
+            kernel = kernel_of(cosines)
+            student, state = plan(kernel, _after(epsilon, target), settings.init_v)
+        with jax.named_scope("student_products"):
+            moved = kernel.transport(state, a, b, cosines, minus=target)
         student = measured(student, moved.rows + target.rows, moved.columns + target.columns)
 
         # <P*, log P*> - <P*, log P>, with the rows and columns of P* as they are: where K/eps is

@@ -220,7 +220,8 @@ def solve(
             dx=history,
             df=history,
         )
-        return jax.lax.while_loop(unfinished, step, sharding.vary_like(start, log_a))
+        with jax.named_scope("sweeps"):
+            return jax.lax.while_loop(unfinished, step, sharding.vary_like(start, log_a))
 
     def level(state: _Progress) -> _Progress:
         last = state.levels == 0
@@ -262,7 +263,8 @@ def solve(
             kernel=built, fresh=~false, drifted=false, usable=usable, done=~usable
         )
         state = sharding.vary_like(state, log_a)
-        return jax.lax.while_loop(lambda state: ~(state.done | state.drifted), level, state)
+        with jax.named_scope("levels"):
+            return jax.lax.while_loop(lambda state: ~(state.done | state.drifted), level, state)
 
     levels = jnp.int32(0)
     guess = jnp.zeros_like(log_b)
@@ -290,9 +292,10 @@ def solve(
     progress = _Progress(
         start, infinity, jnp.int32(0), levels, false, false, ~false, possible, false
     )
-    result = jax.lax.while_loop(
-        lambda state: ~state.done, build, sharding.vary_like(progress, log_a)
-    )
+    with jax.named_scope("builds"):
+        result = jax.lax.while_loop(
+            lambda state: ~state.done, build, sharding.vary_like(progress, log_a)
+        )
     # No two distributions are further apart than 2: columns that still underflow count in full.
     error = jnp.where(result.usable, jnp.minimum(result.error, 2.0), jnp.inf)
     scalings = Scalings(

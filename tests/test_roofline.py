@@ -1,0 +1,222 @@
+"""The roofline: what a program's text says, loops by their trip counts, time by the peaks."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from benchmarks import accelerator, programs, roofline
+from sotalign_jax.ot.blocks import over_rows
+
+LOOP = """
+%sliced (p.0: f32[100,8], p.1: s32[]) -> f32[10,8] {
+  %p.0 = f32[100,8]{1,0} parameter(0)
+  %p.1 = s32[] parameter(1)
+  %zero = s32[] constant(0)
+  %part = f32[10,8]{1,0} dynamic-slice(%p.0, %p.1, %zero), dynamic_slice_sizes={10,8}
+  ROOT %doubled = f32[10,8]{1,0} add(%part, %part)
+}
+%updated (q.0: f32[100,8], q.1: f32[10,8], q.2: s32[]) -> f32[100,8] {
+  %q.0 = f32[100,8]{1,0} parameter(0)
+  %q.1 = f32[10,8]{1,0} parameter(1)
+  %q.2 = s32[] parameter(2)
+  %zero.1 = s32[] constant(0)
+  ROOT %put = f32[100,8]{1,0} dynamic-update-slice(%q.0, %q.1, %q.2, %zero.1)
+}
+%body (c: (s32[], f32[100,8])) -> (s32[], f32[100,8]) {
+  %c = (s32[], f32[100,8]{1,0}) parameter(0)
+  %i = s32[] get-tuple-element(%c), index=0
+  %x = f32[100,8]{1,0} get-tuple-element(%c), index=1
+  %rows = f32[10,8]{1,0} fusion(%x, %i), kind=kLoop, calls=%sliced, metadata={op_name="s/add"}
+  %new = f32[100,8]{1,0} fusion(%x, %rows, %i), kind=kLoop, calls=%updated
+  %copy = f32[100,8]{1,0} copy(%new)
+  ROOT %t = (s32[], f32[100,8]{1,0}) tuple(%i, %copy)
+}
+%condition (d: (s32[], f32[100,8])) -> pred[] {
+  %d = (s32[], f32[100,8]{1,0}) parameter(0)
+  ROOT %yes = pred[] constant(true)
+}
+ENTRY %main (y: (s32[], f32[100,8])) -> (s32[], f32[100,8]) {
+  %y = (s32[], f32[100,8]{1,0}) parameter(0)
+  ROOT %w = (s32[], f32[100,8]{1,0}) while(%y), condition=%condition, body=%body, KNOWN
+}
+"""
+KNOWN = 'backend_config={"known_trip_count":{"n":"7"}}'
+NAMED = 'metadata={op_name="jit(f)/5_blocks/while"}'
+
+
+def kernels(text, trips=None):
+    return {kernel.name: kernel for kernel in programs.Program(text).kernels(trips)}
+
+
+def test_a_loop_counts_slices_and_updates_by_what_they_touch():
+    found = kernels(LOOP.replace("KNOWN", KNOWN))
+    rows, index = 10 * 8 * 4, 4
+    assert {kernel.times for kernel in found.values()} == {7}
+    assert found["rows"].bytes == 2 * rows + index  # a slice read, as much written
+    assert found["new"].bytes == 2 * rows + index  # the rows read, and written in place
+    assert found["copy"].bytes == 2 * 100 * 8 * 4
+    assert found["rows"].operations == {programs.VECTOR: 80}
+
+
+def test_a_loop_of_unknown_length_is_counted_by_its_name_and_owns_what_has_none():
+    found = kernels(LOOP.replace("KNOWN", NAMED), roofline.trips({}))
+    assert {kernel.times for kernel in found.values()} == {5}
+    assert found["copy"].scope == "jit(f)/5_blocks/while"
+    assert found["rows"].scope == "s/add"
+
+
+PRODUCT = """
+ENTRY %main (a: f32[4,8], b: f32[8,2]) -> f32[4,2] {
+  %a = TYPE[4,8]{1,0LAYOUT} parameter(0)
+  %b = TYPE[8,2]{1,0} parameter(1)
+  ROOT %d = f32[4,2]{1,0} dot(%a, %b), lhs_contracting_dims={1}, rhs_contracting_dims={0}MORE
+}
+"""
+
+
+@pytest.mark.parametrize(
+    ("dtype", "more", "key"),
+    [
+        ("f32", "", "float32 default"),
+        ("f32", ", operand_precision={highest,highest}", "float32 highest"),
+        ("f32", ", operand_precision={high,high}", "float32 high"),
+        ("f32", ", algorithm=dot_bf16_bf16_f32_x3", "dot_bf16_bf16_f32_x3"),
+        ("bf16", "", "bfloat16"),
+    ],
+)
+def test_products_count_at_their_precision(dtype, more, key):
+    text = PRODUCT.replace("TYPE", dtype).replace("LAYOUT", "").replace("MORE", more)
+    assert kernels(text)["d"].operations == {key: 2 * 4 * 8 * 2}
+    assert all(key in device.products for device in roofline.DEVICES.values())
+
+
+def test_arrays_on_chip_move_nothing():
+    text = PRODUCT.replace("TYPE", "f32").replace("MORE", "")
+    in_memory = kernels(text.replace("LAYOUT", ""))["d"].bytes
+    assert in_memory - kernels(text.replace("LAYOUT", ":S(1)"))["d"].bytes == 4 * 8 * 4
+
+
+RENAMED = """
+%renames (r: f32[8,2]) -> f32[2,8] {
+  %r = f32[8,2]{1,0} parameter(0)
+  ROOT %as = f32[2,8]{0,1} bitcast(%r)
+}
+%product (a: f32[4,8], b: f32[8,2]) -> f32[4,2] {
+  %a = f32[4,8]{1,0} parameter(0)
+  %b = f32[8,2]{1,0} parameter(1)
+  %c = f32[2,8]{0,1} fusion(%b), kind=kLoop, calls=%renames
+  ROOT %d = f32[4,2]{1,0} dot(%a, %c), lhs_contracting_dims={1}, rhs_contracting_dims={1}
+}
+ENTRY %main (x: f32[4,8], y: f32[8,2]) -> f32[4,2] {
+  %x = f32[4,8]{1,0} parameter(0)
+  %y = f32[8,2]{1,0} parameter(1)
+  ROOT %f = f32[4,2]{1,0} fusion(%x, %y), kind=kOutput, calls=%product, "estimated_cycles":"99"
+}
+"""
+
+
+def test_an_operand_that_is_only_renamed_is_read():
+    kernel = kernels(RENAMED)["f"]
+    assert kernel.bytes == 4 * (4 * 8 + 8 * 2 + 4 * 2)
+    assert kernel.operations == {"float32 default": 2 * 4 * 8 * 2}
+    assert kernel.cycles == 99
+
+
+def test_time_is_the_larger_of_bytes_and_operations_at_their_peak():
+    def slowest(name, **operations):
+        counts = {key.replace("_", " "): 1e12 * n for key, n in operations.items()}
+        kernel = programs.Kernel("k", "", "fusion", 1, int(2.039e9), counts)
+        return max(roofline.DEVICES[name].limits(kernel))
+
+    assert slowest("a100") == pytest.approx(1e-3)
+    assert slowest("a100", float32_highest=19.5) == pytest.approx(1)
+    assert slowest("a100", float32_default=156) == pytest.approx(1)
+    assert slowest("tpu-v5e", float32_highest=197) == pytest.approx(6)
+    assert slowest("tpu-v5e", float32_high=197, bfloat16=197) == pytest.approx(4)
+
+
+def test_a_compiled_loop_over_blocks_does_what_its_formula_says():
+    n, m, d, size = 40, 24, 16, 8
+
+    @jax.jit
+    def sums(f, g):
+        def body(block, total):
+            return total + jnp.exp(block.of(f) @ g.T).sum()
+
+        return over_rows(n, size, body, jnp.zeros(()))
+
+    text = sums.lower(jnp.ones((n, d)), jnp.ones((m, d))).compile().as_text()
+    found = list(programs.Program(text).kernels(roofline.trips({})))
+    cost = roofline.total(roofline.costs(found, roofline.DEVICES["a100"]))
+    assert cost.products == 2 * n * m * d
+    rows, block = size * d * 4, size * m * 4
+    blocks = n // size
+    assert cost.bytes >= blocks * (rows + m * d * 4)
+    assert cost.bytes <= blocks * (3 * rows + 2 * m * d * 4 + 6 * block)
+
+
+def test_every_part_of_the_step_is_found_under_its_name():
+    n, pairs, d, e, x, y = 320, 64, 16, 24, 32, 48  # two blocks of 256 rows, which overlap
+    workload = accelerator.Workload(pairs, n, 512, x, y, d, e)
+    step = accelerator.lower(workload, jax.devices()[:1]).compile()
+    plans = {"teacher_plan": roofline.Iterations(9, 3), "student_plan": roofline.Iterations(5)}
+    found = list(programs.Program(step.as_text()).kernels(roofline.trips(plans)))
+    parts = roofline.costs(found, roofline.DEVICES["a100"])
+    ours = {name for key, name in roofline.PARTS.items() if "affinities" not in key}
+    assert set(parts) == ours - {"log-sum-exp iterations"}
+    computed = 512 * n  # entries of an affinity
+    assert parts["teacher's features"].products == 2 * n * (x + y) * e
+    assert parts["heads"].products >= 2 * 2 * (n + pairs) * (x + y) * d
+    assert parts["SigLIP"].products >= 3 * 2 * pairs**2 * d
+    for name, width in (("teacher", e), ("student", d)):
+        built = parts[f"{name}: affinity and kernel"].products
+        assert built == 2 * computed * (width + 1)  # rows of K, and their sums
+        assert parts[f"{name}: products"].products == 2 * 2 * computed * d
+    sweeps = parts["teacher: sweeps"]
+    assert sweeps.bytes >= 9 * 2 * n * n * 4
+    assert sweeps.products >= 9 * 2 * 2 * n * n
+    share = sum(cost.seconds for cost in parts.values()) / roofline.total(parts).seconds
+    assert share == pytest.approx(1)
+    assert parts["rest"].seconds < 0.05 * roofline.total(parts).seconds
+
+
+def test_a_target_is_required():
+    with pytest.raises(SystemExit) as stop:
+        roofline.main([])
+    assert stop.value.code == 2
+
+
+def test_the_published_loss_reads_both_affinities_in_every_iteration():
+    n, d, e = 64, 8, 12
+    workload = accelerator.Workload(32, n, 128, 16, 24, d, e)
+    step = accelerator.lower(workload, jax.devices()[:1], roofline.Published()).compile()
+    found = list(programs.Program(step.as_text()).kernels(roofline.trips({})))
+    parts = roofline.costs(found, roofline.DEVICES["a100"])
+    # Two log-sum-exps an iteration, of two reads each: the largest entry, then the sum.
+    assert parts["log-sum-exp iterations"].bytes >= 2 * 100 * 2 * 2 * n * n * 4
+    assert parts["affinities and their gradient"].products == 2 * n * n * (e + 3 * d)
+
+
+def test_savings_touch_what_products_limit_and_nothing_else():
+    device = roofline.DEVICES["a100"]
+    product = programs.Kernel("p", "heads", "dot", 1, 8, {"float32 highest": 19.5e12})
+    copy = programs.Kernel("c", "heads", "copy", 1, int(2.039e12), {programs.VECTOR: 1.0})
+    table = roofline.savings_table([product, copy], device)
+    rows = {row[0]: row[1:] for row in table.rows}
+    expected = [1e3 + 1e3 * 19.5 / peak for peak in (19.5, 312 / 6, 312 / 3, 312)]
+    assert rows["heads"] == pytest.approx(expected)
+    assert rows["the step"] == pytest.approx(expected)
+
+
+def test_on_this_machine_parts_are_predicted_and_timed():
+    part = pytest.importorskip("benchmarks.train_step").Part
+    x = jnp.ones((64, 64))
+    parts = {"product": part(jax.jit(jnp.matmul), (x, x)), "sum": part(jax.jit(jnp.sum), (x,), 2)}
+    device = roofline.Device(1e12, {"float32 default": 2.0 * 64**3}, 1e12)
+    table = roofline.compare(parts, device, {}, repeats=1)
+    rows = {name: numbers for name, *numbers in table.rows}
+    assert list(rows) == ["product", "sum", "sum of parts"]
+    assert rows["product"][0] == pytest.approx(1e3)
+    assert 2e3 * 4 * 64**2 / 1e12 <= rows["sum"][0] <= 2e3 * 10 * 64**2 / 1e12
+    for predicted, measured, ratio in rows.values():
+        assert measured > 0 and ratio == pytest.approx(measured / predicted)
