@@ -125,7 +125,7 @@ def trips(iterations: Mapping[str, Iterations]) -> Callable[[str], float]:
 
     >>> count = trips({"plan": Iterations(sweeps=12, levels=3)})
     >>> [count(f"plan/builds/while/body/{x}/while") for x in ("levels", "build/89_blocks")]
-    [3, 89.0]
+    [3.0, 89.0]
     >>> count("plan/builds/while/body/levels/while/body/sweeps/while")
     4.0
     """
