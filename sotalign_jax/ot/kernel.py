@@ -271,7 +271,7 @@ class Kernel(NamedTuple):
                     rows = columns.of(rows, axis=1)
                 logs = jnp.log(jnp.where(rows > 0, rows, 1.0))
             else:
-                logs = self._log_rows(state, block, columns)
+                logs = jnp.minimum(self._log_rows(state, block, columns), MAX_EXPONENT)
                 rows = jnp.exp(logs)
             weights = jnp.where(block.fresh, block.of(a), 0.0)
             plan = weights[:, None] * rows * of(b)[None, :]

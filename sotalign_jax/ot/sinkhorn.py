@@ -20,7 +20,7 @@ from sotalign_jax import checks
 from sotalign_jax.ot import affinity, sharding
 from sotalign_jax.ot.affinity import ArrayLike
 from sotalign_jax.ot.blocks import BUILD_ROWS, Block, over_rows
-from sotalign_jax.ot.kernel import Kernel, Matrix
+from sotalign_jax.ot.kernel import MAX_EXPONENT, Kernel, Matrix
 from sotalign_jax.ot.solver import Scalings, goal, rounding, row_range, solve
 
 
@@ -79,9 +79,13 @@ def _top(k: Array) -> Array:
 
 
 def log_plan(k: Array, top: Array, centred_u: Array, v: Array, epsilon: Any) -> Array:
-    """log P of the scalings that `solve` finds for `Matrix(k, top)`, shape [..., n, m]."""
+    """log P of the scalings that `solve` finds for `Matrix(k, top)`, shape [..., n, m].
+
+    Log-masses are at most 0; where K/epsilon has no digits left, larger ones are kept finite.
+    """
     centred = k - top[..., :, None]
-    return centred / epsilon + centred_u[..., :, None] + v[..., None, :]
+    logs = centred / epsilon + centred_u[..., :, None] + v[..., None, :]
+    return jnp.minimum(logs, MAX_EXPONENT)
 
 
 def marginal_error(
