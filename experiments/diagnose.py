@@ -20,7 +20,9 @@ from absl import flags
 from experiments import cli, photos, report
 from experiments import workdir as workdir_lib
 from experiments.config import naming
+from experiments.paper.panels import paper_results
 from sotalign_jax import checks, data, diagnostics, files, methods, teachers
+from sotalign_jax.diagnostics import KNN_ROWS, Mean
 
 _FILES = {
     "x": "Embeddings of the first modality (.npy, .npz, .safetensors, tfds:...; PATH#KEY).",
@@ -41,8 +43,6 @@ flags.declare_key_flag("workdir")
 
 MIN_PAIRS = 20
 NEIGHBOURS = 10
-KNN_ROWS = 1024
-"""The paper's protocol; its scores are of so many rows."""
 LADDER = (0.5, 0.2, 0.1, 0.05, 0.02, 0.01, 0.005, 0.002, 0.001, 0.0005)
 BUDGET = methods.SOTAlign.max_iterations
 TOLERANCE = methods.SOTAlign.tolerance
@@ -84,14 +84,9 @@ class Encoders(NamedTuple):
     rows: int
 
     @property
-    def score(self) -> report.Mean:
+    def score(self) -> Mean:
         """Mean over the subsets, and its spread."""
-        return report.Mean(self.scores)
-
-    @property
-    def above_chance(self) -> float:
-        """(score - chance) / (1 - chance)."""
-        return above_chance(self.score, self.chance)
+        return Mean(self.scores)
 
 
 class Findings(NamedTuple):
@@ -112,15 +107,8 @@ def measure(dataset: data.Dataset, options: Options, *, seed: int) -> Findings:
     epsilons = options.epsilons() if len(pools) == 2 else []
     subsets = options.subsets if len(dataset.pairs_x) > KNN_ROWS else 1
     total = subsets + options.repeats * len(pools) + len(epsilons)
-    done = 0
     with workdir_lib.Progress(total, "diagnose") as progress:
-
-        def step() -> None:
-            nonlocal done
-            done += 1
-            progress.update(done)
-
-        encoders = _encoders(dataset, subsets, seed, step)
+        encoders = _encoders(dataset, subsets, seed, progress.advance)
         shifts = {
             side: diagnostics.pool_shift(
                 *arrays,
@@ -128,7 +116,7 @@ def measure(dataset: data.Dataset, options: Options, *, seed: int) -> Findings:
                 rows=options.rows,
                 projections=options.projections,
                 seed=seed,
-                on_repeat=step,
+                on_repeat=progress.advance,
             )
             for side, arrays in pools.items()
         }
@@ -144,7 +132,7 @@ def measure(dataset: data.Dataset, options: Options, *, seed: int) -> Findings:
                 plans += diagnostics.sinkhorn_convergence(
                     f, g, [epsilon], tolerance=TOLERANCE, max_iterations=BUDGET
                 )
-                step()
+                progress.advance()
     shapes = {key: shape for key, shape in dataset.summary().items() if shape}
     return Findings(options, shapes, encoders, shifts, plans, batch)
 
@@ -162,19 +150,17 @@ def _encoders(dataset: data.Dataset, subsets: int, seed: int, step: Callable[[],
 
 
 def above_chance(score: float, chance: float) -> float:
-    """What a score has above chance, as a part of what there could be."""
+    """(score - chance) / (1 - chance)."""
     return (score - chance) / (1 - chance)
 
 
 # --- what they mean -------------------------------------------------------------------------------
 
 PAPER = {
-    "DINOv2 + Nemotron": (14.6, 19.40),
-    "DINOv2 + Qwen3": (18.9, 26.00),
-    "DINOv2 + NV-Embed": (18.2, 27.10),
-    "DINOv3 + Nemotron": (14.1, 21.40),
-    "DINOv3 + Qwen3": (18.0, 29.70),
-    "DINOv3 + NV-Embed": (17.6, 30.30),
+    encoders: (row["mutual_kNN_pct"], (row["COCO_T2I_R1"] + row["COCO_I2T_R1"]) / 2)
+    for name, row in paper_results()["T3_A2_encoders"].items()
+    for encoders, _, method in [name.partition("/")]
+    if method == "SOTAlign"
 }
 """Mutual k-NN and SOTAlign's MeanR@1 on COCO of the paper's encoder pairs, in percent."""
 
@@ -190,7 +176,7 @@ def read_encoders(found: Encoders) -> Reading:
     """Is this encoder pair worth aligning?"""
     lowest, highest = (choose(score for score, _ in PAPER.values()) for choose in (min, max))
     bar = above_chance(lowest / 100, diagnostics.chance_knn(KNN_ROWS, k=NEIGHBOURS))
-    above = found.above_chance
+    above = above_chance(found.score, found.chance)
     unclear = found.score - found.chance < 5 / found.rows
     if unclear and 5 / found.rows > bar / 2:
         answer = f"CANNOT TELL: chance varies too much on {found.rows} pairs; pass 100 or more"
@@ -218,12 +204,12 @@ def read_encoders(found: Encoders) -> Reading:
 
 
 def _shift_answer(shift: diagnostics.Shift) -> str:
-    noise = shift.noise.mean + 2 * shift.noise.std
-    if max(shift.pool.mean, shift.sphere.mean) <= noise:
+    noise = shift.noise + 2 * (shift.noise.spread or 0.0)
+    if max(shift.pool, shift.sphere) <= noise:
         return f"CANNOT TELL (on {shift.rows} rows even random directions look like the pairs)"
-    if shift.pool.mean <= noise:
+    if shift.pool <= noise:
         return "LIKE THE PAIRS"
-    if shift.sphere.mean <= noise:
+    if shift.sphere <= noise:
         return (
             "AS FAR AS RANDOM (farther: random directions look like the pairs, the pool does not)"
         )
@@ -293,7 +279,7 @@ def read_plans(found: Findings) -> Reading:
 
 def encoders_table(found: Encoders) -> report.Table:
     """Ours beside chance and the paper's."""
-    ours = report.Mean([100 * score for score in found.scores])
+    ours = Mean([100 * score for score in found.scores])
     rows: list[list[Any]] = [["this pair", found.rows, ours]]
     rows += [["chance", found.rows, 100 * found.chance]]
     rows += [[f"paper: {name}", KNN_ROWS, score] for name, (score, _) in PAPER.items()]
@@ -302,14 +288,13 @@ def encoders_table(found: Encoders) -> report.Table:
 
 def pool_table(shifts: dict[str, diagnostics.Shift]) -> report.Table:
     """Distances from the pairs of both pools and their sum."""
-    headers = ["side", "rows", "two halves", "±", "pool", "±", "random", "±", "share"]
-    rows: list[list[Any]] = []
-    for side, shift in shifts.items():
-        marks = (shift.noise, shift.pool, shift.sphere)
-        rows.append([side, shift.rows, *(v for mark in marks for v in mark), shift.share])
+    headers = ["side", "rows", "two halves", "pool", "random", "share"]
+    rows: list[list[Any]] = [
+        [side, shift.rows, shift.noise, shift.pool, shift.sphere, shift.share]
+        for side, shift in shifts.items()
+    ]
     if len(rows) == 2:
-        sums = [rows[0][column] + rows[1][column] for column in (2, 4, 6)]
-        rows.append(["x + y", None, sums[0], None, sums[1], None, sums[2], None, None])
+        rows.append(["x + y", None, *(rows[0][i] + rows[1][i] for i in (2, 3, 4)), None])
     return report.table(headers, rows, digits=4)
 
 
@@ -394,11 +379,11 @@ def _plot_encoders(ax: Any, found: Encoders) -> None:
 def _plot_pool(ax: Any, shifts: dict[str, diagnostics.Shift]) -> None:
     names = {"two halves of the pairs": "noise", "pool": "pool", "random directions": "sphere"}
     for index, (label, field) in enumerate(names.items()):
-        marks = [getattr(shift, field) for shift in shifts.values()]
-        means, stds = zip(*marks, strict=True)
+        means = [getattr(shift, field) for shift in shifts.values()]
+        spreads = [mean.spread or 0.0 for mean in means]
         colour = ("0.7", "C0", "C3")[index]
         places = np.arange(len(shifts)) + (index - 1) * 0.27
-        ax.bar(places, means, 0.25, yerr=stds, color=colour, label=label)
+        ax.bar(places, means, 0.25, yerr=spreads, color=colour, label=label)
     ax.set_xticks(range(len(shifts)), list(shifts))
     ax.set_ylabel("distance from the pairs (SSW)")
     ax.legend(frameon=False, fontsize=8)

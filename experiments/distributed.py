@@ -70,7 +70,7 @@ def initialize() -> None:
         )
     except (RuntimeError, ValueError) as error:
         raise checks.InputError(
-            f"coordinator: cannot join {address} ({str(error).splitlines()[0]}); start every "
+            f"coordinator: cannot join {address} ({checks.first_line(error)}); start every "
             "process with the address of the first one, or raise --patience"
         ) from error
     # Devices are connected while all processes are here: it fails if some are late.

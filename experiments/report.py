@@ -8,13 +8,14 @@ import os
 import pathlib
 import textwrap
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import tabulate
 
 from experiments import distributed, photos
 from sotalign_jax import aligner, checks
+from sotalign_jax.diagnostics import Mean
 
 if TYPE_CHECKING:
     from ml_collections.config_dict import FrozenConfigDict
@@ -22,24 +23,6 @@ if TYPE_CHECKING:
     from experiments.run import Outcome, Results
 
 # --- tables --------------------------------------------------------------------------------------
-
-
-class Mean(float):
-    """A mean with its spread, shown as "8.4 ± 0.6"; two columns in CSV.
-
-    >>> print(table(["method", "R@1"], [["sail", Mean([7.0, 8.0, 9.0])]]))
-    method          R@1
-    --------  ---------
-    sail      8.0 ± 1.0
-    """
-
-    spread: float | None
-
-    def __new__(cls, values: Sequence[float]) -> Self:
-        """Of at least one value; the spread is the sample's standard deviation, None for one."""
-        mean = super().__new__(cls, np.mean(values))
-        mean.spread = float(np.std(values, ddof=1)) if len(values) > 1 else None
-        return mean
 
 
 @dataclasses.dataclass(frozen=True)
@@ -133,7 +116,8 @@ def table(
 
     Args:
         headers: the column names.
-        rows: one sequence a row, of text, numbers or None (shown as "-").
+        rows: one sequence a row, of text, numbers or None (shown as "-"); a `diagnostics.Mean` is
+            shown as "8.4 ± 0.6", and is two columns in CSV.
         digits: decimals of floating-point numbers in text and Markdown.
         best: which columns to mark, such as `{"MeanR@1": "max", "loss": "min"}`.
 

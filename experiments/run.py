@@ -76,17 +76,17 @@ def run_all(
                 if other.data == one.data:
                     _check_pool(other, dataset)
     waiting = [name for name in configs if not _is_finished(workdir / name)]
-    done = len(configs) - len(waiting)
     outcomes: dict[str, Outcome] = {}
     best: float | None = None
-    with workdir_lib.Progress(len(configs), title, initial=done, unit="runs") as bar:
+    with workdir_lib.Progress(
+        len(configs), title, initial=len(configs) - len(waiting), unit="runs"
+    ) as bar:
         for name, config in configs.items():
             outcomes[name] = _attempt(config, workdir / name, within)
             score = outcomes[name].results.get(SCORE)
             best = max((s for s in (best, score) if s is not None), default=None)
             if name in waiting:
-                done += 1
-                bar.update(done, mean_r1=best)
+                bar.advance(mean_r1=best)
     if record is None:
         ended = {
             name: o.results if o.error is None else {"error": o.error}

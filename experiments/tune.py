@@ -28,6 +28,7 @@ from experiments import cli, distributed, report, run
 from experiments import config as config_lib
 from experiments import workdir as workdir_lib
 from sotalign_jax import checks, methods
+from sotalign_jax.diagnostics import Mean
 
 _METHOD = flags.DEFINE_list(
     "method", None, "What to tune: labels of the config's runs, or methods."
@@ -123,7 +124,7 @@ class Trial(NamedTuple):
     number: int
     point: Point
     runs: dict[int, FrozenConfigDict]
-    score: report.Mean | None = None
+    score: Mean | None = None
     error: str | None = None
 
     def folder(self, seed: int) -> str:
@@ -165,7 +166,7 @@ def search(
         own = [outcomes[trial.folder(seed)] for seed in trial.runs]
         error = trial.error or next((outcome.error for outcome in own if outcome.error), None)
         scores = [outcome.results[run.SCORE] for outcome in own if outcome.error is None]
-        return trial._replace(score=None if error else report.Mean(scores), error=error)
+        return trial._replace(score=None if error else Mean(scores), error=error)
 
     return ranked([ended(trial) for trial in trials])
 

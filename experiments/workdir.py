@@ -299,6 +299,10 @@ class Progress:
             if self._bar is not None:
                 self._bar.close()
 
+    def advance(self, count: int = 1, *, mean_r1: Any = None) -> None:
+        """Moves on by `count`."""
+        self.update(self._step + count, mean_r1=mean_r1)
+
     def update(self, step: int, *, loss: Any = None, mean_r1: Any = None) -> None:
         """Moves to `step`; the last known loss and MeanR@1 stay on show.
 
@@ -424,8 +428,8 @@ class Recorder:
         except Exception as error:  # orbax raises many kinds for damaged files
             raise DamagedError(
                 f"checkpoints: {self._folder / 'checkpoints' / str(step)} cannot be restored "
-                f"({_first_line(error)}); remove it to continue from the one before, or choose "
-                "another --workdir"
+                f"({checks.first_line(error)}); remove it to continue from the one before, or "
+                "choose another --workdir"
             ) from error
         return from_arrays(found, template)
 
@@ -453,8 +457,9 @@ class Recorder:
                 thread.submit(self._checkpoints.save, step, args=arrays).result()
         except (OSError, ValueError) as error:  # tensorstore has a ValueError for a full disk
             raise OSError(
-                f"checkpoints: step {step} was not saved in {self._folder} ({_first_line(error)}); "
-                "start again with the same --workdir to go on from the one before"
+                f"checkpoints: step {step} was not saved in {self._folder} "
+                f"({checks.first_line(error)}); start again with the same --workdir to go on from "
+                "the one before"
             ) from error
 
 
@@ -486,10 +491,6 @@ def _check_shape(path: Any, found: np.ndarray, wanted: np.ndarray) -> None:
     if found.shape != wanted.shape:
         name = jax.tree_util.keystr(path)
         raise ValueError(f"{name} has shape {found.shape}, but {wanted.shape} is needed")
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error).strip() or type(error).__name__).splitlines()[0]
 
 
 def _temporary(path: pathlib.Path) -> pathlib.Path:

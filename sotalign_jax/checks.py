@@ -42,6 +42,15 @@ def require(module: str, *, extra: str) -> Any:
         raise not_installed(error.name or module, extra=extra) from error
 
 
+def first_line(error: BaseException) -> str:
+    r"""What an error says, in one line.
+
+    >>> first_line(OSError("no such file\nat 0x7f"))
+    'no such file'
+    """
+    return (str(error).strip() or type(error).__name__).splitlines()[0]
+
+
 def set_share(index: int, count: int) -> None:
     """Lets this process look at every `count`-th part of an array only: others see the rest.
 

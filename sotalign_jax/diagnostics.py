@@ -7,7 +7,7 @@ are from the pairs, `sinkhorn_convergence` at which epsilons the transport plans
 import functools
 import math
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 import jax
 import jax.numpy as jnp
@@ -21,6 +21,8 @@ from sotalign_jax.ot.kernel import Cosines, Kernel
 
 Rows = Any
 """Embeddings [n, d], one a row: numpy (memory-mapped files included) or JAX arrays."""
+KNN_ROWS = 1024
+"""Rows of the usual protocol of `mutual_knn`, whose scores depend on their number."""
 GRID = 100
 """Points of the circle at which distributions on it are compared."""
 
@@ -92,30 +94,31 @@ def _clamped(x: Float[Array, "n d"], quantile: Any, *, chunk: int) -> Float[Arra
 # --- sliced Wasserstein -------------------------------------------------------------------------
 
 
-class Spread(NamedTuple):
-    """Mean and sample standard deviation over repetitions."""
+class Mean(float):
+    """A mean of repetitions, with the sample's standard deviation as `spread`, None of one value.
 
-    mean: float
-    std: float
-
-
-def spread(values: Sequence[float]) -> Spread:
-    """Of some values; 0 when there is only one.
-
-    >>> spread([1.0, 3.0])
-    Spread(mean=2.0, std=1.4142135623730951)
+    >>> mean = Mean([1.0, 3.0])
+    >>> mean, mean.spread
+    (2.0, 1.4142135623730951)
     """
-    return Spread(float(np.mean(values)), float(np.std(values, ddof=1)) if len(values) > 1 else 0.0)
+
+    spread: float | None
+
+    def __new__(cls, values: Sequence[float]) -> Self:
+        """Of at least one value."""
+        mean = super().__new__(cls, np.mean(values))
+        mean.spread = float(np.std(values, ddof=1)) if len(values) > 1 else None
+        return mean
 
 
 class Shift(NamedTuple):
     """Distances of samples of one size from a sample of the pairs, see `pool_shift`."""
 
-    pool: Spread
+    pool: Mean
     """Of unpaired rows."""
-    noise: Spread
+    noise: Mean
     """Of other pairs: what sampling alone makes."""
-    sphere: Spread
+    sphere: Mean
     """Of random directions: nothing in common."""
     rows: int
     """Size of the samples."""
@@ -127,8 +130,8 @@ class Shift(NamedTuple):
         √((pool² - noise²) / (sphere² - noise²)), as squares of independent parts add up: 0 for a
         pool like the pairs, 1 for one as far as random directions.
         """
-        own = max(self.pool.mean**2 - self.noise.mean**2, 0.0)
-        full = self.sphere.mean**2 - self.noise.mean**2
+        own = max(self.pool**2 - self.noise**2, 0.0)
+        full = self.sphere**2 - self.noise**2
         return math.sqrt(own / full) if full > 0 else math.nan
 
 
@@ -185,14 +188,14 @@ def sliced_wasserstein_spread(
     projections: int = 500,
     seed: int = 0,
     chunk: int = 16,
-) -> Spread:
+) -> Mean:
     """`sliced_wasserstein` over `repeats` seeds, each with new planes and new samples of `rows`.
 
     A set of fewer rows is taken whole.
 
     >>> x = np.random.default_rng(0).normal(size=(90, 8))
     >>> near = sliced_wasserstein_spread(x[:50], x[50:], repeats=3, rows=40, projections=50)
-    >>> near.std < near.mean
+    >>> near.spread < near
     True
     """
     _check_sets(x, y)
@@ -201,7 +204,7 @@ def sliced_wasserstein_spread(
     for rng, planes in _repetitions(repeats, projections, x.shape[1], seed):
         samples = (_sample(rng, z, min(rows, len(z))) for z in (x, y))
         values.append(_distance(*(circle_embedding(z, planes, chunk=chunk) for z in samples)))
-    return spread(values)
+    return Mean(values)
 
 
 def pool_shift(
@@ -224,7 +227,7 @@ def pool_shift(
 
     >>> x = np.random.default_rng(0).normal(size=(60, 8)) + 1
     >>> shift = pool_shift(x, -x, repeats=3, projections=50)
-    >>> shift.noise.mean < shift.sphere.mean < shift.pool.mean
+    >>> shift.noise < shift.sphere < shift.pool
     True
     """
     _check_sets(pairs, pool, names=("pairs", "pool"), min_rows=2)
@@ -242,7 +245,7 @@ def pool_shift(
         for values, other in zip(distances, others, strict=True):
             values.append(_distance(half, circle_embedding(other, planes, chunk=chunk)))
         on_repeat()
-    near, noise, far = map(spread, distances)
+    near, noise, far = map(Mean, distances)
     return Shift(near, noise, far, rows=size)
 
 

@@ -132,7 +132,7 @@ def load_array(path: str | os.PathLike[str], *, key: str | None = None) -> np.nd
         raise
     except _UNREADABLE as error:
         raise checks.InputError(
-            f"{file}: cannot be read ({_first_line(error)}); "
+            f"{file}: cannot be read ({checks.first_line(error)}); "
             "the file is truncated, corrupt or not numeric, so write it again"
         ) from error
     # numpy stores bfloat16 as anonymous 2-byte values; no other 2-byte void is an embedding.
@@ -198,7 +198,7 @@ def open_tfds(name: str, split: str, *, folder: str | None = None) -> Any:
         )
     except (ValueError, AssertionError, NotImplementedError, OSError) as error:
         raise checks.InputError(
-            f"{where}: {_first_line(error)} Prepare it with file_format='array_record' "
+            f"{where}: {checks.first_line(error)} Prepare it with file_format='array_record' "
             "and set TFDS_DATA_DIR to its folder"
         ) from error
 
@@ -239,7 +239,3 @@ def _pick_key(where: str, names: list[str], key: str | None) -> str:
 
 def _expanded(folder: str | None) -> str | None:
     return None if folder is None else os.path.expanduser(folder)
-
-
-def _first_line(error: BaseException) -> str:
-    return (str(error) or type(error).__name__).splitlines()[0]

@@ -142,10 +142,12 @@ def test_encoders_are_judged_by_what_is_above_chance(score, rows, answer):
     ],
 )
 def test_pools_are_judged_between_noise_and_random_directions(pool, answer):
-    noise, sphere = diagnostics.Spread(0.01, 0.001), diagnostics.Spread(0.1, 0.001)
-    shift = diagnostics.Shift(diagnostics.Spread(pool, 0.001), noise, sphere, 500)
+    def mean(value, spread):
+        return diagnostics.Mean([value - spread, value, value + spread])
+
+    shift = diagnostics.Shift(mean(pool, 0.001), mean(0.01, 0.001), mean(0.1, 0.001), 500)
     assert diagnose.read_pool({"x": shift}).answer == f"x is {answer}"
-    blurred = shift._replace(noise=diagnostics.Spread(0.09, 0.01))
+    blurred = shift._replace(noise=mean(0.09, 0.01))
     told = "AS FAR AS RANDOM (farther: " if pool > 0.11 else "CANNOT TELL (on 500 rows"
     assert diagnose.read_pool({"x": blurred}).answer.startswith(f"x is {told}")
 

@@ -169,9 +169,3 @@ def test_help_names_a_commands_own_flags_choices_and_examples(command, own, choi
     assert ("config" in listed) == ("config" in own)
     assert out.count(f"python -m {command.__name__} ") >= 2
     assert choice is None or re.search(rf"^methods: .*\b{choice}\b", out, re.DOTALL | re.MULTILINE)
-
-
-def test_help_of_the_old_name_ends_well(start):
-    process = small_runs.popen("compare", ["--help"])
-    out, err = process.communicate()
-    assert (process.returncode, err) == (0, "") and "--config" in out

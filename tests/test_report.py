@@ -10,7 +10,7 @@ import pytest
 
 from experiments import config as config_lib
 from experiments import report, run
-from sotalign_jax import checks
+from sotalign_jax import checks, diagnostics
 
 ROWS = [["procrustes", 21.1, 3, None], ["cca, ridge", np.float32(21.52), 40, "x|y"]]
 
@@ -55,7 +55,7 @@ def test_equal_values_are_all_marked_and_nan_never_is():
 
 
 def test_means_bring_their_spread():
-    rows = [["a", report.Mean([1.0, 3.0])], ["b", report.Mean([2.0])], ["c", None]]
+    rows = [["a", diagnostics.Mean([1.0, 3.0])], ["b", diagnostics.Mean([2.0])], ["c", None]]
     table = report.table(["m", "v"], rows, best={"v": "max"})
     shown = [" ".join(line.split()) for line in str(table).splitlines()[2:]]
     assert shown == ["a 2.0 ± 1.4*", "b 2.0*", "c -"]

@@ -11,8 +11,8 @@ import small_runs
 from small_runs import is_one_line
 
 from experiments import config as config_lib
-from experiments import main, report, tune
-from sotalign_jax import checks, methods
+from experiments import main, tune
+from sotalign_jax import checks, diagnostics, methods
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*load_module:DeprecationWarning")
 
@@ -138,7 +138,7 @@ def test_trials_never_see_the_test_split(launch, files, tmp_path):
 
 def test_of_equal_trials_the_first_is_chosen():
     scores = [1.0, 3.0, 3.0]
-    trials = [tune.Trial(i, {"k": i}, {}, report.Mean([s])) for i, s in enumerate(scores)]
+    trials = [tune.Trial(i, {"k": i}, {}, diagnostics.Mean([s])) for i, s in enumerate(scores)]
     assert [trial.number for trial in tune.ranked(trials)] == [1, 2, 0]
     failed = tune.Trial(9, {"k": 9}, {}, error="why")
     assert tune.ranked([failed, *trials])[-1] is failed

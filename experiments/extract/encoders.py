@@ -181,10 +181,10 @@ def _loading(spec: Spec) -> Iterator[None]:
     try:
         yield
     except (OSError, ValueError, KeyError, ImportError) as error:
-        line = (str(error) or type(error).__name__).strip().splitlines()[0]
         raise checks.InputError(
-            f"encoder: {spec.name} cannot be loaded from {spec.place!r} ({line}); "
-            "pass --weights=FOLDER with a copy of it, or check the name and the connection"
+            f"encoder: {spec.name} cannot be loaded from {spec.place!r} "
+            f"({checks.first_line(error)}); pass --weights=FOLDER with a copy of it, or check the "
+            "name and the connection"
         ) from error
 
 

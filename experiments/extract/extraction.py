@@ -232,16 +232,10 @@ def _write_shards(
         workdir.Progress(total, "extract", initial=done, unit=unit, rate=True) as bar,
         concurrent.futures.ThreadPoolExecutor(workers) as pool,
     ):
-
-        def advance(count: int) -> None:
-            nonlocal done
-            done += count
-            bar.update(done)
-
         for path in places:
             chunk = list(itertools.islice(items, shard_size))
             if not path.exists():
-                shard = _embed_shard(chunk, encoder, dtype, pool, workers, advance)
+                shard = _embed_shard(chunk, encoder, dtype, pool, workers, bar.advance)
                 with workdir.replacing(path) as file:
                     np.savez(file, allow_pickle=False, **shard)
 
@@ -272,7 +266,7 @@ def _embed_shard(
         except (checks.InputError, MemoryError):  # no fault of the item
             raise
         except Exception as error:  # whatever is wrong with one item, the others go on
-            return index, None, (str(error) or type(error).__name__).splitlines()[0]
+            return index, None, checks.first_line(error)
 
     ahead = 2 * max(encoder.batch_size, workers)
     prepared = _bounded_map(pool, prepare, range(len(items)), ahead)

@@ -43,7 +43,6 @@ ARMS = {
 }
 """Ways to the gradient that the paper compares, by the benchmark's names."""
 _GROUP = 6  # cells that one process makes in a row: enough to share, few enough to balance
-_KNN_ROWS = 1024
 
 
 _EPSILONS = (0.5, 0.1, 0.05, 0.02, 0.01, 0.005)
@@ -193,17 +192,15 @@ class Lab:
         waiting = [(c, m) for c, m in wanted.values() if not m <= self.results(c).keys()]
         waiting.sort(key=lambda one: json.dumps(one[0].get("data", {}), sort_keys=True))
         failures: dict[str, str] = {}
-        done = len(wanted) - len(waiting)
         self.workdir.mkdir(parents=True, exist_ok=True)
         workdir.write_json(self.workdir / "environment.json", workdir.environment())
         with (
-            workdir.Progress(len(wanted), "cells", initial=done) as bar,
+            workdir.Progress(len(wanted), "cells", initial=len(wanted) - len(waiting)) as bar,
             _pool(self, min(jobs, len(waiting))) as submit,
         ):
             for made in submit(_groups(waiting)):
-                done += 1
                 failures |= made
-                bar.update(done)
+                bar.advance()
         return failures
 
     def attempt(self, cell: Mapping[str, Any], metrics: Iterable[str]) -> dict[str, str]:
@@ -222,8 +219,7 @@ class Lab:
                     found = known | self.compute(cell, set(metrics) | known.keys())
             except Exception as error:  # one cell of many: the others are worth having
                 traceback.print_exc(file=log)
-                first = (str(error).strip() or type(error).__name__).splitlines()[0]
-                return {key: f"{first} (see cells/{key}.log)"}
+                return {key: f"{checks.first_line(error)} (see cells/{key}.log)"}
             seconds = round(time.monotonic() - start, 1)
             workdir.write_json(path, {"spec": cell, "results": found, "seconds": seconds})
         return {}
@@ -386,10 +382,10 @@ def _mutual_knn(sources: Sources, *, data: dict[str, Any], **sizes: int) -> Resu
     """Mutual k-NN of the encoders, in percent, on 1,024 pairs; validation makes up for few."""
     dataset = _dataset(sources, Data(**data))
     x, y = dataset.pairs_x, dataset.pairs_y
-    if dataset.val is not None and len(x) < _KNN_ROWS:
+    if dataset.val is not None and len(x) < diagnostics.KNN_ROWS:
         _, first = np.unique(dataset.val.x_of_y, return_index=True)
         x, y = np.concatenate([x, dataset.val.x]), np.concatenate([y, dataset.val.y[first]])
-    chosen = np.random.default_rng(data["seed"]).permutation(len(x))[:_KNN_ROWS]
+    chosen = np.random.default_rng(data["seed"]).permutation(len(x))[: diagnostics.KNN_ROWS]
     return {"mutual_knn/percent": 100 * float(diagnostics.mutual_knn(x[chosen], y[chosen]))}
 
 

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from experiments import report
+from sotalign_jax import diagnostics
 
 WORDS = {True: "held", False: "did not hold", None: "undecided"}
 Changes = Mapping[str, Any]
@@ -82,7 +82,7 @@ class Panel:
     def mean(self, row: str, column: str) -> float:
         """Over seeds; NaN when there is no value."""
         values = self.at(row, column)
-        return report.Mean(values.tolist()) if len(values) else np.nan
+        return diagnostics.Mean(values.tolist()) if len(values) else np.nan
 
     def spread(self, row: str, column: str) -> float:
         """Standard deviation over seeds (of the sample); 0 for one seed."""
