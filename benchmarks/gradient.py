@@ -9,6 +9,7 @@ memory, takes too long or has a wrong gradient is a row of the table, not a gap.
 """
 
 import functools
+import math
 import pathlib
 import re
 import time
@@ -18,14 +19,22 @@ from typing import Any, NamedTuple
 import jax
 from tqdm import tqdm
 
-from benchmarks import common, peers, verification
+from benchmarks import common, peers
 from benchmarks.common import Problem
 from benchmarks.peers import Arm, Target
 from experiments import report as tables
+from sotalign_jax import klot
+from sotalign_jax.ot import affinity
 
 HEADLINE = (*peers.ARMS[:2], peers.OURS_TIGHTER, peers.DANSKIN, peers.DANSKIN_MOMENTUM)
 MEMORY_SHARE = 0.7
 """Share of the free memory that a program may ask for."""
+ROWS = 64
+"""An arm's gradient is compared with ours in float64, on few rows, of converged plans."""
+TOLERANCE = 1e-6
+MAX_ITERATIONS = 10_000
+WRONG = 1e-3
+"""Relative difference from our float64 gradient above which an arm is not timed."""
 
 
 class Row(NamedTuple):
@@ -63,6 +72,50 @@ def _errors(problem: Problem, scalings: Any, target: Target) -> tuple[float, flo
     return student, teacher
 
 
+# ------------------------------------------------------------------------------- verification
+
+
+def _reference(problem: Problem, target: Target, from_features: bool) -> Any:
+    """Our gradient in float64 of converged plans, in K or in f and g."""
+    with jax.enable_x64(True):
+        k, k_star = problem.affinities()
+
+        def loss(*student: Any) -> Any:
+            return klot(
+                affinity.cosine(*student) if from_features else student[0],
+                k_star,
+                epsilon=target.epsilon,
+                epsilon_star=target.epsilon_star,
+                tolerance=1e-10,
+                max_iterations=MAX_ITERATIONS,
+            )
+
+        student = problem.features()[:2] if from_features else (k,)
+        return jax.jit(jax.grad(loss, argnums=tuple(range(len(student)))))(*student)
+
+
+def _gradient64(arm: Arm, problem: Problem, target: Target, tolerance: float) -> Any:
+    """An arm's gradient in float64 at another tolerance, whatever iterations it takes."""
+    limit = MAX_ITERATIONS
+    goal = target._replace(tolerance=tolerance, student=limit, teacher=limit)
+    with jax.enable_x64(True):
+        if arm.unrolled:
+            epsilons = goal.epsilon, goal.epsilon_star
+            # ott-jax looks at its error every 10 iterations, and must not stop by it.
+            student, teacher = (
+                _tens(peers.plain_to_tolerance(k, epsilon, limit, tolerance).iterations)
+                for k, epsilon in zip(problem.affinities(), epsilons, strict=True)
+            )
+            goal = goal._replace(tolerance=0.0, student=student, teacher=teacher)
+        inputs = problem.features() if arm.from_features else problem.affinities()
+        return jax.jit(arm.value_and_grad(goal))(*inputs)[1]
+
+
+def _tens(count: Any) -> int:
+    """The next multiple of 10."""
+    return math.ceil(int(count) / 10) * 10
+
+
 # ----------------------------------------------------------------------------------- headline
 
 
@@ -70,13 +123,13 @@ def headline(
     problem: Problem, arms: Sequence[Arm], target: Target, *, repeats: int, out: pathlib.Path
 ) -> None:
     """Ours and the strongest uses of ott-jax, to the same marginal error on both plans."""
-    small, inputs = problem.first(verification.ROWS), _both_inputs(problem)
+    small, inputs = problem.first(ROWS), _both_inputs(problem)
     compiled, gaps = {}, {}
-    expected = functools.cache(functools.partial(verification.reference, small, target))
+    expected = functools.cache(functools.partial(_reference, small, target))
     for arm in tqdm(arms, desc="verify and compile", leave=False):
-        found = verification.gradient64(arm, small, target, verification.TOLERANCE)
+        found = _gradient64(arm, small, target, TOLERANCE)
         gaps[arm.name] = common.relative(found, expected(arm.from_features))
-        if not gaps[arm.name] < verification.WRONG:
+        if not gaps[arm.name] < WRONG:
             raise SystemExit(f"error: {arm.name}: its gradient is {gaps[arm.name]:.1e} off ours")
         compiled[arm.name] = _compile(arm, inputs[arm.from_features], target)
     calls = {a.name: functools.partial(compiled[a.name], *inputs[a.from_features]) for a in arms}
@@ -155,7 +208,7 @@ def _plain(problem: Problem, target: Target, limit: float) -> Plain:
             solved = peers.plain_to_tolerance(k, epsilon, affordable, target.tolerance)
             found = int(solved.iterations)
         total += found * per_iteration
-        counts.append(verification.tens(found))
+        counts.append(_tens(found))
         if found >= affordable and target.tolerance > 0:
             trouble = f"over {cap} its" if affordable == cap else f"over {limit:g} s"
     if trouble is None and total > limit:
@@ -172,20 +225,18 @@ def sweep_epsilon(
     waiting: dict[str, Any] = {}
     drafts: dict[str, Row] = {}
     room = MEMORY_SHARE * common.available_memory()
-    small, both = problem.first(verification.ROWS), _both_inputs(problem)
-    expected = functools.cache(functools.partial(verification.reference, small, target))
+    small, both = problem.first(ROWS), _both_inputs(problem)
+    expected = functools.cache(functools.partial(_reference, small, target))
     for arm in tqdm(arms, desc=f"epsilon {target.epsilon:g}: verify, compile", leave=False):
-        found = verification.gradient64(arm, small, target, verification.TOLERANCE)
+        found = _gradient64(arm, small, target, TOLERANCE)
         gap = common.relative(found, expected(arm.from_features))
-        own = common.relative(
-            verification.gradient64(arm, small, target, 10 * verification.TOLERANCE), found
-        )
+        own = common.relative(_gradient64(arm, small, target, 10 * TOLERANCE), found)
         goal = plain.target._replace(tolerance=0.0) if arm.unrolled else target
         inputs = both[arm.from_features]
         compiled = _compile(arm, inputs, goal)
         memory = common.memory_of(compiled)
         status = "ok"
-        if not gap < verification.WRONG:
+        if not gap < WRONG:
             status = "wrong gradient"
         elif memory.total > room:
             status = "does not fit"
