@@ -7,6 +7,7 @@ import sys
 import textwrap
 import traceback
 from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 from absl import flags, logging
 
@@ -14,7 +15,17 @@ from experiments import distributed
 from sotalign_jax import checks
 
 _WORKDIR = flags.DEFINE_string("workdir", None, "Folder for the results.")
-AGAIN = "start again with the same --workdir to go on"
+flags.disclaim_key_flags()  # from here on a flag belongs to the command that asks for it
+
+
+class _PathParser(flags.ArgumentParser[pathlib.Path]):
+    def parse(self, argument: str) -> pathlib.Path:
+        return pathlib.Path(argument).expanduser()
+
+
+def path_flag(name: str, default: str | None, text: str, **options: Any) -> flags.FlagHolder[Any]:
+    """Defines a flag whose value is a path, ~ included."""
+    return flags.DEFINE(_PathParser(), name, default, text, **options)
 
 
 def workdir() -> pathlib.Path:
@@ -24,18 +35,12 @@ def workdir() -> pathlib.Path:
     return pathlib.Path(_WORKDIR.value).expanduser()
 
 
-def run(
-    command: Callable[[], None],
-    *,
-    choices: Mapping[str, Sequence[str]] | None = None,
-    interrupted: str = AGAIN,
-) -> None:
+def run(command: Callable[[], None], *, choices: Mapping[str, Sequence[str]] | None = None) -> None:
     """Reads the flags in sys.argv and runs a command; what the user can correct is one line.
 
     Args:
         command: takes no arguments; the docstring of its module, with examples, is its --help.
         choices: what some flags choose from, by name, for --help.
-        interrupted: advice for after ctrl-C.
 
     Raises:
         SystemExit: with an error in one line, and exit code 1.
@@ -57,7 +62,7 @@ def run(
     except (checks.InputError, FloatingPointError, OSError) as error:
         sys.exit(f"error: {error}")
     except KeyboardInterrupt:
-        sys.exit(f"interrupted: {interrupted}")
+        sys.exit("interrupted: start the same command again to go on")
 
 
 def _usage(command: Callable[[], None], choices: Mapping[str, Sequence[str]]) -> str:

@@ -450,4 +450,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    cli.run(main, interrupted="start again to diagnose")
+    cli.run(main)

@@ -1,21 +1,23 @@
 r"""Joins two extractions into files for experiments.main, matching rows by their group.
 
-    python -m experiments.pair --x=emb/image --y=emb/text --out=emb/files
-    python -m experiments.pair --x=emb/food/image --y=emb/food/text --out=emb/files --part=zero_shot
+    python -m experiments.pair --x=emb/image --y=emb/text --workdir=emb/files
+    python -m experiments.pair --x=emb/food/image --y=emb/food/text --part=zero_shot \
+        --workdir=emb/files
 
 The files are named after the settings they are for (`x.npy`, `test_y.npy`, ...), and the flags to
-pass on are printed. Rows without a partner become the pools `unpaired_x` and `unpaired_y`.
+pass on are printed; other parts in the folder stay. Rows without a partner become the pools
+`unpaired_x` and `unpaired_y`.
 """
 
 import numpy as np
 from absl import flags
 
 from experiments import cli
-from experiments.extract import extraction, pair, path_flag
+from experiments.cli import path_flag
+from experiments.extract import extraction, pair
 
 _X = path_flag("x", None, "Extraction of the pictures (or sounds).", required=True)
 _Y = path_flag("y", None, "Extraction of the texts.", required=True)
-_OUT = path_flag("out", None, "Folder for the files; other parts in it stay.", required=True)
 _PART = flags.DEFINE_enum(
     "part", "split", pair.PARTS, "What the files are for; split: train, val and test; sue: the SUE "
     "protocol; zero_shot: labelled pictures and class prompts.",
@@ -24,10 +26,11 @@ _VAL = flags.DEFINE_float("val", 0.1, "split: fraction of the groups for validat
 _TEST = flags.DEFINE_float("test", 0.2, "split: fraction of the groups for the test.")
 _N_PAIRS = flags.DEFINE_integer("n_pairs", 500, "sue: rows kept as pairs.", 1)
 _SEED = flags.DEFINE_integer("seed", 0, "split and sue: decides what is random.", 0)
+flags.declare_key_flag("workdir")
 
 
 def _run() -> None:
-    x, y, out = extraction.load(_X.value), extraction.load(_Y.value), _OUT.value
+    x, y, out = extraction.load(_X.value), extraction.load(_Y.value), cli.workdir()
     match _PART.value:
         case "zero_shot":
             arrays = pair.zero_shot_arrays(x, y)
@@ -51,5 +54,4 @@ def _run() -> None:
 
 
 if __name__ == "__main__":
-    advice = "start again with the same --out"
-    cli.run(_run, interrupted=advice)
+    cli.run(_run)

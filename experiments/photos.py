@@ -268,16 +268,15 @@ def dataset(
     checks.choice("unpaired_images", source_x, IMAGE_POOLS)
     checks.choice("unpaired_texts", source_y, TEXT_POOLS)
     checks.choice("evaluate_on", evaluate_on or name, CAPTIONED)
-    chosen = choose(name, n_pairs=n_pairs, seed=seed)
     # Noise stands in the place of the pairs' own collection.
     x, y = (name if source == "noise" else source for source in (source_x, source_y))
     if x == "coco" and pool == "disjoint":
         x = "coco_unpaired"
     divided = pool if x == y else "random"
+    chosen = choose(name, n_pairs=n_pairs, pool=divided, seed=seed)
 
     def rest(source: str) -> Chosen:
-        paired = n_pairs if source == name else 0
-        return choose(source, n_pairs=paired, pool=divided, seed=seed)
+        return chosen if source == name else choose(source, n_pairs=0, pool=divided, seed=seed)
 
     rows_x = rest(x).pool_images if x in CAPTIONED else np.arange(len(images(x)))
     rows_y = rest(y).pool_texts if y in CAPTIONED else np.arange(len(texts(y)))
@@ -377,4 +376,4 @@ def main() -> None:
 if __name__ == "__main__":
     from experiments import cli
 
-    cli.run(main, interrupted="start again to check the files")
+    cli.run(main)

@@ -10,7 +10,6 @@ import shutil
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
-from jax.sharding import Mesh
 from ml_collections.config_dict import FrozenConfigDict
 
 from experiments import config as config_lib
@@ -75,7 +74,8 @@ def run_all(
             for other in configs.values():
                 if other.data == one.data:
                     _check_pool(other, dataset)
-    waiting = [name for name in configs if not _is_finished(workdir / name)]
+    ends = ("results.json", FAILED)
+    waiting = {n for n in configs if not any((workdir / n / end).exists() for end in ends)}
     outcomes: dict[str, Outcome] = {}
     best: float | None = None
     with workdir_lib.Progress(
@@ -94,10 +94,6 @@ def run_all(
         }
         workdir_lib.write_json(workdir / "results.json", ended)
     return outcomes
-
-
-def _is_finished(folder: pathlib.Path) -> bool:
-    return any((folder / name).exists() for name in ("results.json", FAILED))
 
 
 def _attempt(
@@ -160,7 +156,16 @@ def run(
         if distributed.agree(results_path.exists):
             return distributed.agree(lambda: workdir_lib.read_json(results_path))
     try:
-        prepared = prepare(config)
+        if config.tensorboard:
+            checks.require("tensorboardX", extra="tensorboard")
+        mesh = sharding.rows_mesh(config.mesh)
+        if config.on_device and mesh is not None:
+            raise checks.InputError(
+                f"on_device: is True but there are {mesh.size} devices, which read their rows from "
+                "the host; leave it out"
+            )
+        dataset = load_dataset(config)
+        prepared = prepare(config, dataset)
     except checks.InputError as error:
         raise UnusableError(str(error)) from error
     except FloatingPointError:
@@ -170,16 +175,34 @@ def run(
         results: Results = {}
         trained = prepared.start
         if prepared.method is not None:
+            inner = within is not None
             try:
-                trained, best = _train(config, prepared, workdir, inner=within is not None)
+                with workdir_lib.Recorder(
+                    workdir,
+                    steps=config.train.steps,
+                    title=workdir.name if inner else f"{config.method} seed {config.seed}",
+                    tensorboard=config.tensorboard,
+                    inner=inner,
+                ) as recorder:
+                    trained, best = training.fit(
+                        prepared.method,
+                        trained,
+                        dataset,
+                        config_lib.train(config),
+                        teacher=distributed.from_first(prepared.teacher),
+                        resume=recorder.resume,
+                        observer=recorder,
+                        mesh=mesh,
+                        on_device=config.on_device,
+                    )
             except workdir_lib.DamagedError:
                 raise
             except checks.InputError as error:  # what only the method's preparation can tell
                 raise UnusableError(f"{config.method}.{error}") from error
             results["best_step"] = int(best.step)
         info = {"settings": config_lib.plain(config), "results": results}
-        model = aligner.calibrated(trained, prepared.dataset, info)
-        results |= evaluate(model, prepared.dataset)
+        model = aligner.calibrated(trained, dataset, info)
+        results |= evaluate(model, dataset)
         if distributed.is_first():
             # What a killed start left may be incomplete.
             shutil.rmtree(workdir / aligner.FOLDER, ignore_errors=True)
@@ -195,47 +218,9 @@ class Prepared(NamedTuple):
     are the model already: a teacher's maps, or what a fitted method found.
     """
 
-    dataset: data.Dataset
     method: methods.Objective | None
     teacher: teachers.LinearTeacher | None
     start: heads.Heads
-    mesh: Mesh | None = None
-
-
-def prepare(config: FrozenConfigDict) -> Prepared:
-    """Finds the devices, reads the data, fits the teacher if one is needed, builds the heads."""
-    if config.tensorboard:
-        checks.require("tensorboardX", extra="tensorboard")
-    mesh = sharding.rows_mesh(config.mesh)
-    if config.on_device and mesh is not None:
-        raise checks.InputError(
-            f"on_device: is True but there are {mesh.size} devices, which read their rows from the "
-            "host; leave it out"
-        )
-    dataset, method = load_dataset(config), config_lib.method(config)
-    if isinstance(method, methods.Fitted):
-        with naming(f"{config.method}: "):
-            fitted = method.fit(dataset, seed=config.seed, progress=True)
-        return Prepared(dataset, None, None, fitted)
-    assert method is None or isinstance(method, methods.Objective)
-    as_start = method is None or config.heads.init == "teacher"
-    kind = "linear" if method is None else config.heads.kind or method.head
-    teacher = None
-    if method is None or as_start or method.uses_teacher:
-        with naming("teacher: "):
-            name = config.method if method is None else config.teacher.kind
-            teacher = fit_teacher(config, dataset, name)
-    with naming("heads: "):
-        start = heads.build_heads(
-            dataset.pairs_x.shape[1],
-            dataset.pairs_y.shape[1],
-            teacher.dim if teacher is not None and as_start else config.heads.dim,
-            kind=kind,
-            hidden=config.heads.hidden,
-            seed=config.seed,
-            teacher=teacher if as_start else None,
-        )
-    return Prepared(dataset, method, teacher, start, mesh)
 
 
 def fit_teacher(
@@ -257,6 +242,42 @@ def fit_teacher(
         options["steps"] = config.train.steps
         options["learning_rate"] = config.train.learning_rate
     return training.TEACHERS[kind](dataset.pairs_x, pairs_y, **options)
+
+
+def prepare(
+    config: FrozenConfigDict,
+    dataset: data.Dataset,
+    *,
+    fit: Callable[[FrozenConfigDict, data.Dataset, str], teachers.LinearTeacher] = fit_teacher,
+) -> Prepared:
+    """Fits the teacher if one is needed, and builds the heads; or fits what is fitted at once.
+
+    `fit` is for callers that keep teachers.
+    """
+    method = config_lib.method(config)
+    if isinstance(method, methods.Fitted):
+        with naming(f"{config.method}: "):
+            fitted = method.fit(dataset, seed=config.seed, progress=True)
+        return Prepared(None, None, fitted)
+    assert method is None or isinstance(method, methods.Objective)
+    as_start = method is None or config.heads.init == "teacher"
+    kind = "linear" if method is None else config.heads.kind or method.head
+    teacher = None
+    if method is None or as_start or method.uses_teacher:
+        with naming("teacher: "):
+            name = config.method if method is None else config.teacher.kind
+            teacher = fit(config, dataset, name)
+    with naming("heads: "):
+        start = heads.build_heads(
+            dataset.pairs_x.shape[1],
+            dataset.pairs_y.shape[1],
+            teacher.dim if teacher is not None and as_start else config.heads.dim,
+            kind=kind,
+            hidden=config.heads.hidden,
+            seed=config.seed,
+            teacher=teacher if as_start else None,
+        )
+    return Prepared(method, teacher, start)
 
 
 def evaluate(model: aligner.Aligner, dataset: data.Dataset) -> Results:
@@ -289,16 +310,15 @@ def load_dataset(config: FrozenConfigDict) -> data.Dataset:
         "seed": config.seed,
     }
     with naming("data: "):
-        dataset = LOADERS[config.data.name](config, options)
+        if config.data.name == "files":
+            dataset = _files(config, options)
+        else:
+            options |= {name: config.data[name] for name in config_lib.PHOTOS}
+            dataset = photos.dataset(config.data.name, test=config.data.test, **options)
     if not config.data.test:
         dataset = dataclasses.replace(dataset, test=None, zero_shot=None)
     _check_pool(config, dataset)
     return dataset
-
-
-def _photos(config: FrozenConfigDict, options: dict[str, Any]) -> data.Dataset:
-    chosen = {name: config.data[name] for name in config_lib.PHOTOS}
-    return photos.dataset(config.data.name, test=config.data.test, **chosen, **options)
 
 
 def _files(config: FrozenConfigDict, options: dict[str, Any]) -> data.Dataset:
@@ -341,43 +361,9 @@ def _files(config: FrozenConfigDict, options: dict[str, Any]) -> data.Dataset:
     )
 
 
-LOADERS: dict[str, Callable[[FrozenConfigDict, dict[str, Any]], data.Dataset]] = {
-    **dict.fromkeys(photos.CAPTIONED, _photos),
-    "files": _files,
-}
-"""What reads the data of each name in `config.DATA`."""
-
-
 def _check_pool(config: FrozenConfigDict, dataset: data.Dataset) -> None:
     """Raises when the run's method needs other unpaired rows than there are."""
     method = config_lib.method(config)
     if method is not None:
         with naming("data: "):
             training.check_pool(method, dataset)
-
-
-# --- training under observation ------------------------------------------------------------------
-
-
-def _train(
-    config: FrozenConfigDict, prepared: Prepared, folder: pathlib.Path, *, inner: bool
-) -> tuple[heads.Heads, training.Best]:
-    assert prepared.method is not None
-    with workdir_lib.Recorder(
-        folder,
-        steps=config.train.steps,
-        title=folder.name if inner else f"{config.method} seed {config.seed}",
-        tensorboard=config.tensorboard,
-        inner=inner,
-    ) as recorder:
-        return training.fit(
-            prepared.method,
-            prepared.start,
-            prepared.dataset,
-            config_lib.train(config),
-            teacher=distributed.from_first(prepared.teacher),
-            resume=recorder.resume,
-            observer=recorder,
-            mesh=prepared.mesh,
-            on_device=config.on_device,
-        )

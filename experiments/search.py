@@ -11,7 +11,8 @@ so that the next search of it is quick, and made again when its files change.
 from absl import flags
 
 from experiments import cli, report
-from experiments.extract import encoders, one_of, path_flag, search
+from experiments.cli import path_flag
+from experiments.extract import encoders, search
 from sotalign_jax import aligner, checks
 
 _MODEL = path_flag("model", None, "Folder of a finished run or saved aligner.", required=True)
@@ -24,9 +25,9 @@ _SHEET = path_flag("sheet", "search.png", "Where the contact sheet is written.")
 _INDEX = path_flag("index", None, "Folder for embeddings; MODEL/search by default.")
 _ENCODERS, _WEIGHTS = {}, {}
 for _side in ("image", "text"):
-    _known = [n for n, spec in encoders.NAMES.items() if spec.family in encoders.FAMILIES[_side]]
+    _known = [n for n, spec in encoders.NAMES.items() if spec.kind.modality == _side]
     _ENCODERS[_side] = flags.DEFINE_string(
-        f"{_side}_encoder", None, f"Instead of the one trained with. {one_of(_known)}"
+        f"{_side}_encoder", None, f"Instead of the one trained with: {', '.join(_known)}."
     )
     _WEIGHTS[_side] = flags.DEFINE_string(
         f"{_side}_weights", None, "Folder with a copy of that encoder's repository."
@@ -58,5 +59,4 @@ def _run() -> None:
 
 
 if __name__ == "__main__":
-    advice = "start again with the same --index to go on"
-    cli.run(_run, interrupted=advice)
+    cli.run(_run)

@@ -115,9 +115,7 @@ def environment() -> dict[str, Any]:
     }
 
 
-def open_run(
-    workdir: PathLike, config: Mapping[str, Any], *, flag: str = "workdir"
-) -> pathlib.Path:
+def open_run(workdir: PathLike, config: Mapping[str, Any]) -> pathlib.Path:
     """Creates a run folder, or opens the one with exactly this config again; returns its path.
 
     Several processes call this together, and the first alone looks and writes.
@@ -125,7 +123,6 @@ def open_run(
     Args:
         workdir: the run's folder; created with its parents when missing.
         config: everything that decides the result, as JSON values; tuples count as lists.
-        flag: what the command line calls the folder, for messages.
 
     Raises:
         InputError: the folder holds another run or other files; nothing is overwritten.
@@ -139,34 +136,38 @@ def open_run(
     sotalign_jax.checks.InputError: workdir: ... holds a run with seed=0 but seed=1 is asked for;...
     """
     path = pathlib.Path(workdir)
-    distributed.agree(lambda: _open(path, config, flag))
+    problem = distributed.agree(lambda: _open(path, config))
+    if problem:
+        raise checks.InputError(f"workdir: {path} {problem}; choose another --workdir")
     return path
 
 
-def _open(path: pathlib.Path, config: Mapping[str, Any], flag: str) -> None:
+def _open(path: pathlib.Path, config: Mapping[str, Any]) -> str | None:
+    """Creates or opens a run folder; or why it cannot be had."""
     config_path = path / "config.json"
     try:
         path.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise checks.InputError(
-            f"{flag}: {path} cannot be created ({error.strerror}); choose another --{flag}"
-        ) from error
+        return f"cannot be created ({error.strerror})"
     if config_path.exists():
-        _refuse_other_config(path, read_json(config_path), config, flag)
+        before = _flatten(read_json(config_path))
+        now = _flatten(json.loads(json.dumps(config)))
+        for key in [*now, *before]:
+            old, new = before.get(key, "unset"), now.get(key, "unset")
+            if old != new:
+                return f"holds a run with {key}={old} but {key}={new} is asked for"
     else:
         others = sorted(entry.name for entry in path.iterdir() if entry != _temporary(config_path))
         if others:
-            raise checks.InputError(
-                f"{flag}: {path} holds {others[0]} but no config.json, so it is not a run "
-                f"folder; choose another --{flag}"
-            )
+            return f"holds {others[0]} but no config.json, so it is not a run folder"
         write_json(config_path, config)
     if not (path / "environment.json").exists():
         write_json(path / "environment.json", environment())
+    return None
 
 
 @contextlib.contextmanager
-def only_process(folder: pathlib.Path, *, flag: str = "workdir") -> Iterator[None]:
+def only_process(folder: pathlib.Path) -> Iterator[None]:
     """Keeps other commands out of a run folder; the system lifts the lock even after a kill.
 
     Raises:
@@ -180,8 +181,8 @@ def only_process(folder: pathlib.Path, *, flag: str = "workdir") -> Iterator[Non
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError as error:
                 raise checks.InputError(
-                    f"{flag}: {folder} is in use by another process; wait for its end or choose "
-                    f"another --{flag}"
+                    f"workdir: {folder} is in use by another process; wait for its end or choose "
+                    "another --workdir"
                 ) from error
             except OSError:  # some network file systems have no locks
                 pass
@@ -216,7 +217,7 @@ class MetricLog:
         return self
 
     def __exit__(self, *error: object) -> None:
-        self.close()
+        self._file.close()
 
     def append(self, step: int, metrics: Mapping[str, Any]) -> None:
         """Writes one line; the values are numbers or arrays holding one number."""
@@ -230,17 +231,19 @@ class MetricLog:
         with _naming(self.path):
             os.fsync(self._file.fileno())
 
-    def close(self) -> None:
-        """Closes the file."""
-        self._file.close()
-
     def truncate_after(self, step: int) -> None:
         """Drops the lines beyond `step`, and a last line cut short by a kill, before resuming."""
         kept = 0
-        for length, record in _records(self.path):
-            if record["step"] > step:
-                break
-            kept += length
+        for index, line in enumerate(self.path.read_bytes().splitlines(keepends=True)):
+            try:
+                if not line.endswith(b"\n") or json.loads(line)["step"] > step:
+                    break
+            except (ValueError, KeyError, TypeError) as error:
+                raise checks.InputError(
+                    f"{self.path}: line {index + 1} is not a record of metrics; restore or remove "
+                    "the file"
+                ) from error
+            kept += len(line)
         self._file.truncate(kept)
 
 
@@ -524,16 +527,6 @@ def _git_revision() -> str | None:
     return described.stdout.strip()
 
 
-def _refuse_other_config(path: pathlib.Path, old: Any, new: Mapping[str, Any], flag: str) -> None:
-    before, now = _flatten(old), _flatten(json.loads(json.dumps(dict(new))))
-    for key in [*now, *before]:
-        if before.get(key) != now.get(key) or (key in before) != (key in now):
-            raise checks.InputError(
-                f"{flag}: {path} holds a run with {key}={before.get(key, 'unset')} but "
-                f"{key}={now.get(key, 'unset')} is asked for; choose another --{flag}"
-            )
-
-
 def _flatten(value: Any, prefix: str = "") -> dict[str, Any]:
     """Nested dictionaries as one, with dotted keys."""
     if not isinstance(value, dict) or not value:
@@ -555,22 +548,3 @@ def _number(value: Any) -> int | float | str:
     if math.isfinite(number):
         return number
     return "NaN" if math.isnan(number) else "Infinity" if number > 0 else "-Infinity"
-
-
-def _records(path: pathlib.Path) -> Iterator[tuple[int, dict[str, Any]]]:
-    """The length in bytes and the content of every complete line."""
-    try:
-        lines = path.read_bytes().splitlines(keepends=True)
-    except OSError as error:
-        raise checks.InputError(f"{path}: cannot be read ({error.strerror})") from error
-    for index, line in enumerate(lines):
-        if not line.endswith(b"\n"):
-            return
-        try:
-            record = json.loads(line)
-            record["step"]
-        except (ValueError, KeyError, TypeError) as error:
-            raise checks.InputError(
-                f"{path}: line {index + 1} is not a record of metrics; restore or remove the file"
-            ) from error
-        yield len(line), record

@@ -251,6 +251,34 @@ def split_rows(
     return Rows(order[:n_pairs], x[:size], rng.permutation(y) if pool == "random" else y)
 
 
+SUE_TEST = 400
+"""Test rows of SUE's protocol."""
+
+
+def sue_rows(
+    n_rows: int, *, n_pairs: int, seed: int = 0, shuffle: bool = False
+) -> tuple[Int[np.ndarray, " t"], Rows]:
+    """SUE's split of a table: test rows, pairs, and pools that each lose their own tenth.
+
+    The table's order decides, as published: the first 400 rows are the test, the last the pairs.
+    With `shuffle` every seed draws its own, so that a spread over seeds is one over data.
+
+    >>> test, rows = sue_rows(600, n_pairs=100)
+    >>> len(test), rows.pairs[:3].tolist(), len(rows.x), len(rows.y)
+    (400, [500, 501, 502], 90, 90)
+    """
+    if n_rows - SUE_TEST - n_pairs < 2:
+        raise checks.InputError(
+            f"n_pairs: {n_pairs} and {SUE_TEST} tests leave {n_rows - SUE_TEST - n_pairs} of "
+            f"{n_rows} rows unpaired; ask for fewer"
+        )
+    rng = np.random.default_rng(seed)
+    order = rng.permutation(n_rows) if shuffle else np.arange(n_rows)
+    test, rest, pairs = np.split(order, [SUE_TEST, n_rows - n_pairs])
+    x, y = (rng.permutation(rest)[len(rest) // 10 :] for _ in range(2))
+    return test, Rows(pairs, np.sort(x), y)
+
+
 def semi_supervised(
     x: ArrayLike,
     y: ArrayLike,

@@ -10,7 +10,7 @@ import numpy as np
 import PIL.Image
 import pytest
 
-from experiments.extract import encoders, pair, pixels, search
+from experiments.extract import encoders, pair, search
 from experiments.extract.items import Sound
 from sotalign_jax import aligner, checks, data, heads
 
@@ -114,7 +114,7 @@ def test_any_vision_model_by_path(saved):
 def test_preparation_is_that_of_transformers(saved, name, size):
     config = transformers.models.auto.image_processing_auto.get_image_processor_config(saved(name))
     processor = transformers.AutoImageProcessor.from_pretrained(saved(name))
-    ours = pixels.preparation(config)(picture(size))
+    ours = encoders.preparation(config)(picture(size))
     theirs = processor(images=picture(size), return_tensors="np")["pixel_values"][0]
     # Bytes are rounded after resizing, here or there: one step of a byte, about 0.02.
     np.testing.assert_allclose(ours, theirs, atol=0.02)

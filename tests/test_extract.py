@@ -206,7 +206,7 @@ def test_other_options_leave_a_folder_alone(pictures, tmp_path):
     run(pictures, tmp_path / "out")
     before = small_runs.contents(tmp_path / "out")
     for options in ({"dtype": "float32"}, {"limit": 5}, {"encoder": toy_encoders.Toy(name="b")}):
-        with pytest.raises(checks.InputError, match=r"out: .*--out"):
+        with pytest.raises(checks.InputError, match=r"workdir: .*--workdir"):
             run(pictures, tmp_path / "out", **options)
     assert small_runs.contents(tmp_path / "out") == before
 
@@ -237,7 +237,7 @@ def test_a_changed_picture_is_noticed(tmp_path, change, told, begin):
     begin(folder, out, **({"shard_size": 6} if begin is run else {}))
     before = small_runs.contents(out)
     change(folder)
-    with pytest.raises(checks.InputError, match=rf"out: .*{told}"):
+    with pytest.raises(checks.InputError, match=rf"workdir: .*{told}"):
         run(folder, out, shard_size=6)
     assert small_runs.contents(out) == before
 
@@ -247,11 +247,11 @@ def test_a_changed_caption_is_noticed(tmp_path):
     captions.write_text("file,caption\n000.png,A dog.\n001.png,A cat.\n")
     run(folder, tmp_path / "out", modality="text", captions=captions)
     captions.write_text("file,caption\n000.png,A dog.\n001.png,A cow.\n")
-    with pytest.raises(checks.InputError, match=r"out: .*001.png#0"):
+    with pytest.raises(checks.InputError, match=r"workdir: .*001.png#0"):
         run(folder, tmp_path / "out", modality="text", captions=captions)
     run(folder, tmp_path / "beside", modality="text")
     (folder / "001.txt").write_text("a longer caption than before, to be sure of it")
-    with pytest.raises(checks.InputError, match=r"out: .*001.txt"):
+    with pytest.raises(checks.InputError, match=r"workdir: .*001.txt"):
         run(folder, tmp_path / "beside", modality="text")
 
 
@@ -278,7 +278,7 @@ def test_what_is_not_embedded_yet_may_change(tmp_path):
 
 def test_a_folder_of_other_things_is_not_touched(pictures, tmp_path):
     (tmp_path / "thesis.tex").write_text("dear to me")
-    with pytest.raises(checks.InputError, match=r"out: .*thesis.tex"):
+    with pytest.raises(checks.InputError, match=r"workdir: .*thesis.tex"):
         run(pictures, tmp_path)
 
 
@@ -286,8 +286,8 @@ def test_one_process_a_folder(pictures, tmp_path):
     run(pictures, tmp_path / "out")
     (tmp_path / "out" / "metadata.json").unlink()
     with (
-        workdir.only_process(tmp_path / "out", flag="out"),
-        pytest.raises(checks.InputError, match=r"out: .*in use"),
+        workdir.only_process(tmp_path / "out"),
+        pytest.raises(checks.InputError, match=r"workdir: .*in use"),
     ):
         run(pictures, tmp_path / "out")
 
@@ -296,7 +296,7 @@ def test_a_damaged_shard_is_named(pictures, tmp_path):
     leave_unfinished(pictures, tmp_path / "out")
     shard = tmp_path / "out" / "shards" / "000001.npz"
     shard.write_bytes(shard.read_bytes()[:-50])
-    with pytest.raises(checks.InputError, match=r"out: .*000001.npz"):
+    with pytest.raises(checks.InputError, match=r"workdir: .*000001.npz"):
         run(pictures, tmp_path / "out", shard_size=6)
     shard.unlink()
     assert run(pictures, tmp_path / "out", shard_size=6)["count"] == 60
@@ -386,7 +386,7 @@ def test_a_full_disk_loses_nothing(pictures, uninterrupted, tmp_path):
 def test_a_polite_end_is_one_line(pictures, tmp_path):
     told = kill(pictures, tmp_path / "out", signal.SIGTERM, 14)
     assert "Traceback" not in told and shards(tmp_path / "out") == 2
-    assert told.splitlines()[-1] == "interrupted: start again with the same --out to go on"
+    assert told.splitlines()[-1] == "interrupted: start the same command again to go on"
 
 
 # --- files for experiments.main -----------------------------------------------------------------
@@ -523,7 +523,7 @@ def test_files_of_other_encoders_are_not_mixed(tmp_path):
     pair.claim(tmp_path, x, y)
     pair.claim(tmp_path, x, y)
     other = y._replace(metadata={"encoder": {"name": "other"}})
-    with pytest.raises(checks.InputError, match=r"out: .*encoders.json"):
+    with pytest.raises(checks.InputError, match=r"workdir: .*encoders.json"):
         pair.claim(tmp_path, x, other)
 
 
@@ -544,7 +544,7 @@ def start_command(module, options, folder):
 @pytest.mark.parametrize(
     ("module", "options", "argument"),
     [
-        ("extract", ["--encoder=bert", "--data=mnist", "--root=/tmp", "--out=o"], "data"),
+        ("extract", ["--encoder=bert", "--data=mnist", "--root=/tmp", "--workdir=o"], "data"),
         ("search", ["--model=m"], "query"),
     ],
 )
@@ -577,7 +577,7 @@ def test_pair_prints_what_training_reads(pictures, tmp_path):
     captions.write_text("\n".join(["file,caption", *rows]))
     list(extracted(pictures, tmp_path, captions=captions))
     options = [f"--{name}={tmp_path / place}" for name, place in
-               (("x", "image"), ("y", "text"), ("out", "files"))]  # fmt: skip
+               (("x", "image"), ("y", "text"), ("workdir", "files"))]  # fmt: skip
     process = start_command("pair", [*options, "--part=train"], tmp_path)
     assert process.returncode == 0, process.stderr
     assert "unpaired_x: 40 x 64" in process.stdout and "unpaired_y: 1 x 64" in process.stdout

@@ -182,7 +182,7 @@ def test_heads_are_the_methods_own_unless_told(files, monkeypatch):
         config.data.name, config.data.n_pairs = "files", 60
         config.data.files.update({name: f"{files}/{name}.npy" for name in ("x", "y")})
         (one,) = config_lib.runs(config).values()
-        return run.prepare(one)
+        return run.prepare(one, run.load_dataset(one))
 
     monkeypatch.setitem(methods.METHODS, "sail", Published())
     assert prepared().start.x.kind == "tanh"

@@ -96,7 +96,7 @@ def test_a_start_killed_early_can_be_repeated(tmp_path):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"seed": 1}, "^out: .*seed=0 .*seed=1 .*--out"),
+        ({"seed": 1}, "^workdir: .*seed=0 .*seed=1 .*--workdir"),
         ({"method": {"name": "sotalign", "alpha": 1e-3}}, "method.alpha=0.0001 .*method.alpha"),
         ({"ks": (1, 5, 10)}, r"ks=\[1, 5\] .*ks=\[1, 5, 10\]"),
         ({"new": None}, "new=unset .*new=None"),
@@ -104,10 +104,10 @@ def test_a_start_killed_early_can_be_repeated(tmp_path):
     ],
 )
 def test_another_config_is_refused(tmp_path, change, message):
-    workdir.open_run(tmp_path, CONFIG, flag="out")
+    workdir.open_run(tmp_path, CONFIG)
     before = (tmp_path / "config.json").read_bytes()
     with pytest.raises(checks.InputError, match=message):
-        workdir.open_run(tmp_path, CONFIG | change, flag="out")
+        workdir.open_run(tmp_path, CONFIG | change)
     assert (tmp_path / "config.json").read_bytes() == before
 
 

@@ -72,4 +72,4 @@ if __name__ == "__main__":
     _OUT = flags.DEFINE_string("out", None, "Folder for embeddings.")
     _SIGN = flags.DEFINE_integer("sign", 0, "Signal to send to itself.")
     _AT = flags.DEFINE_integer("at", 0, "At which item.")
-    cli.run(_run, interrupted="start again with the same --out to go on")
+    cli.run(_run)

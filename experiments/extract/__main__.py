@@ -1,9 +1,9 @@
 r"""Embeds a dataset with an encoder, which decides whether pictures, texts or sounds are read.
 
     python -m experiments.extract --encoder=efficientnet-lite2 --data=folder --root=pictures \
-        --out=embeddings/image
+        --workdir=embeddings/image
     python -m experiments.extract --encoder=all-minilm-l6-v2 --data=folder --root=pictures \
-        --captions=captions.csv --out=embeddings/text
+        --captions=captions.csv --workdir=embeddings/text
 
 A run that was interrupted goes on where it stopped when it is started again with the same options.
 """
@@ -11,9 +11,10 @@ A run that was interrupted goes on where it stopped when it is started again wit
 from absl import flags
 
 from experiments import cli
-from experiments.extract import datasets, encoders, extraction, one_of, path_flag
+from experiments.cli import path_flag
+from experiments.extract import datasets, encoders, extraction
 
-_ENCODER = flags.DEFINE_string("encoder", None, one_of(encoders.NAMES), required=True)
+_ENCODER = flags.DEFINE_string("encoder", None, ", ".join(encoders.NAMES) + ".", required=True)
 _WEIGHTS = flags.DEFINE_string("weights", None, "Folder with a copy of the encoder's repository.")
 _REVISION = flags.DEFINE_string("revision", None, "Revision of the encoder's hub repository.")
 _POOL = flags.DEFINE_string("pool", None, "Pooling: cls+patch, authors, cls, average; mean, last.")
@@ -21,19 +22,19 @@ _MAX_LENGTH = flags.DEFINE_integer("max_length", None, "Tokens of a text that ar
 _BATCH_SIZE = flags.DEFINE_integer("batch_size", None, "Items embedded at once.", 1)
 _DEVICE = flags.DEFINE_string("device", None, "cpu, cuda, ...; by default the fastest there is.")
 _TRUST = flags.DEFINE_bool("trust_remote_code", False, "Run code that comes with the weights.")
-_DATA = flags.DEFINE_string("data", None, one_of(datasets.NAMES), required=True)
+_DATA = flags.DEFINE_string("data", None, ", ".join(datasets.NAMES) + ".", required=True)
 _ROOT = path_flag("root", None, "The dataset's folder.", required=True)
 _SPLIT = flags.DEFINE_string("split", None, "Its split; by default the one that is evaluated on.")
 _CAPTIONS = path_flag("captions", None, "CSV or JSONL file of captions (folder, skyscript).")
 _LIMIT = flags.DEFINE_integer("limit", None, "Only the first so many items.", 1)
-_OUT = path_flag("out", None, "Folder for the embeddings.", required=True)
 _DTYPE = flags.DEFINE_enum("dtype", "float16", ["float16", "float32"], "Stored dtype.")
 _SHARD_SIZE = flags.DEFINE_integer("shard_size", 4096, "Items between two saves.", 1)
 _WORKERS = flags.DEFINE_integer("workers", 4, "Threads that read files.", 1)
+flags.declare_key_flag("workdir")
 
 
 def _run() -> None:
-    root, out, captions = _ROOT.value, _OUT.value, _CAPTIONS.value
+    root, out, captions = _ROOT.value, cli.workdir(), _CAPTIONS.value
     source = datasets.open_dataset(_DATA.value, root, split=_SPLIT.value, captions=captions)
     encoder = encoders.load(
         _ENCODER.value,
@@ -67,5 +68,4 @@ def _run() -> None:
 
 
 if __name__ == "__main__":
-    advice = "start again with the same --out to go on"
-    cli.run(_run, interrupted=advice)
+    cli.run(_run)

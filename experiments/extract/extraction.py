@@ -22,7 +22,7 @@ import pathlib
 import shutil
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any, BinaryIO, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -110,12 +110,13 @@ def extract(
         "dtype": dtype,
         "shard_size": shard_size,
     }
-    workdir.open_run(out, config, flag="out")
-    with workdir.only_process(out, flag="out"):
+    workdir.open_run(out, config)
+    with workdir.only_process(out):
         change = difference(items(), out)
         if change is not None:
             raise checks.InputError(
-                f"out: {out} was made from other data: {change}; choose another --out or remove it"
+                f"workdir: {out} was made from other data: {change}; choose another --workdir or "
+                "remove it"
             )
         if not (out / METADATA).exists():
             (out / "shards").mkdir(exist_ok=True)
@@ -325,24 +326,6 @@ def _unpack(packed: np.ndarray) -> list[Any]:
 # --- the finished files -------------------------------------------------------------------------
 
 
-class _Summing:
-    """A file that knows the checksum of what was written to it."""
-
-    def __init__(self, file: BinaryIO) -> None:
-        self._file, self.sum, self.size = file, hashlib.sha256(), 0
-
-    def write(self, content: Any) -> None:
-        self.sum.update(content)
-        self.size += memoryview(content).nbytes
-        self._file.write(content)
-
-    def line(self, **record: Any) -> None:
-        self.write(json.dumps(record).encode() + b"\n")
-
-    def summary(self) -> dict[str, Any]:
-        return {"bytes": self.size, "sha256": self.sum.hexdigest()}
-
-
 def _join_shards(out: pathlib.Path, config: dict[str, Any]) -> None:
     """Joins the shards, one at a time, leaving out rows whose id came before."""
     paths = sorted((out / "shards").glob("*.npz"))
@@ -354,9 +337,13 @@ def _join_shards(out: pathlib.Path, config: dict[str, Any]) -> None:
     width = next(rows.shape[1] for rows in (_read_shard(p, "rows") for p in paths) if len(rows))
     with contextlib.ExitStack() as stack:
         written = {
-            name: _Summing(stack.enter_context(workdir.replacing(out / name)))
+            name: stack.enter_context(workdir.replacing(out / name))
             for name in (EMBEDDINGS, ROWS, SKIPPED, INPUTS)
         }
+
+        def line(name: str, **record: Any) -> None:
+            written[name].write(json.dumps(record).encode() + b"\n")
+
         header = {"descr": np.dtype(config["dtype"]).str, "fortran_order": False}
         np.lib.format.write_array_header_1_0(
             written[EMBEDDINGS], {**header, "shape": (count, width)}
@@ -372,13 +359,12 @@ def _join_shards(out: pathlib.Path, config: dict[str, Any]) -> None:
                 written[EMBEDDINGS].write(rows.data)
             chosen = set(kept[new].tolist())
             for index, (item, reason) in enumerate(zip(inputs, reasons, strict=True)):
-                written[INPUTS].line(**item)
+                line(INPUTS, **item)
                 if index in chosen:
-                    written[ROWS].line(id=item["id"], group=item["group"])
+                    line(ROWS, id=item["id"], group=item["group"])
                 else:
                     told = reason or "duplicate id; the first one is kept"
-                    written[SKIPPED].line(id=item["id"], reason=told)
-        sums = {name: file.summary() for name, file in written.items()}
+                    line(SKIPPED, id=item["id"], reason=told)
     metadata = {
         "format": FORMAT,
         "encoder": config["encoder"],
@@ -387,9 +373,15 @@ def _join_shards(out: pathlib.Path, config: dict[str, Any]) -> None:
         "shape": [count, width],
         "count": count,
         "skipped": total - count,
-        "files": sums,
+        "files": {name: _summary(out / name) for name in written},
     }
     workdir.write_json(out / METADATA, metadata)
+
+
+def _summary(path: pathlib.Path) -> dict[str, Any]:
+    with path.open("rb") as file:
+        digest = hashlib.file_digest(file, "sha256")
+    return {"bytes": path.stat().st_size, "sha256": digest.hexdigest()}
 
 
 def _first_rows(paths: list[pathlib.Path]) -> np.ndarray:
@@ -410,7 +402,7 @@ def _read_shard(path: pathlib.Path, name: str) -> np.ndarray:
     try:
         return files.load_array(path, key=name)
     except checks.InputError as error:
-        raise checks.InputError(f"out: {error}: delete it and start again") from error
+        raise checks.InputError(f"workdir: {error}: delete it and start again") from error
 
 
 def _read_lines(path: pathlib.Path) -> Iterator[dict[str, Any]]:

@@ -89,6 +89,18 @@ def oriented(file: pathlib.Path) -> Any:
     return PIL.ImageOps.exif_transpose(picture(file))
 
 
+def on_white(image: Any) -> Any:
+    """A picture in RGB; what is transparent becomes white, where PIL would show what is hidden."""
+    import PIL.Image
+
+    if image.mode in ("RGBA", "LA", "PA") or "transparency" in image.info:
+        image = image.convert("RGBA")
+        ground = PIL.Image.new("RGBA", image.size, "white")
+        ground.alpha_composite(image)
+        image = ground
+    return image.convert("RGB")
+
+
 def sound(file: pathlib.Path) -> Sound:
     """Reads a sound file; several channels are averaged."""
     wave, rate = require("soundfile").read(file, dtype="float32", always_2d=True)

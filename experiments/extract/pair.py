@@ -9,10 +9,9 @@ import numpy as np
 
 from experiments import workdir
 from experiments.extract.extraction import Embeddings
-from sotalign_jax import checks
+from sotalign_jax import checks, data
 
 PARTS = ("train", "val", "test", "split", "sue", "zero_shot")
-SUE_TEST = 400
 ENCODERS = "encoders.json"
 
 
@@ -121,32 +120,18 @@ def split_arrays(x: Embeddings, y: Embeddings, *, val: float, test: float, seed:
 
 
 def sue_arrays(x: Embeddings, y: Embeddings, *, n_pairs: int, seed: int) -> Arrays:
-    """Files of the SUE protocol: one caption a picture, the first 400 pictures are the test.
-
-    The last `n_pairs` of the others are the pairs; of the rest, a tenth is removed from each
-    modality independently, and the texts are shuffled.
-    """
+    """Files of the SUE protocol, with one caption a picture; see `data.sue_rows`."""
     matched = match(x, y)
     _, first = np.unique(matched.x_of_y, return_index=True)
     rows_x, rows_y = matched.x, matched.y[first]
-    rest = len(rows_x) - SUE_TEST - n_pairs
-    if rest < 2:
-        raise checks.InputError(
-            f"n_pairs: {n_pairs} and {SUE_TEST} tests leave {rest} of {len(rows_x)} rows unpaired"
-        )
-    rng = np.random.default_rng(seed)
-    middle = np.arange(SUE_TEST, SUE_TEST + rest)
-    kept = rest - rest // 10
-    unpaired_x = np.sort(rng.permutation(middle)[:kept])
-    unpaired_y = rng.permutation(middle)[:kept]
-    pairs = np.arange(SUE_TEST + rest, len(rows_x))
+    test, rows = data.sue_rows(len(rows_x), n_pairs=n_pairs, seed=seed)
     return {
-        "x": Taken(x.rows, rows_x[pairs]),
-        "y": Taken(y.rows, rows_y[pairs]),
-        "unpaired_x": Taken(x.rows, rows_x[unpaired_x]),
-        "unpaired_y": Taken(y.rows, rows_y[unpaired_y]),
-        "test_x": Taken(x.rows, rows_x[:SUE_TEST]),
-        "test_y": Taken(y.rows, rows_y[:SUE_TEST]),
+        "x": Taken(x.rows, rows_x[rows.pairs]),
+        "y": Taken(y.rows, rows_y[rows.pairs]),
+        "unpaired_x": Taken(x.rows, rows_x[rows.x]),
+        "unpaired_y": Taken(y.rows, rows_y[rows.y]),
+        "test_x": Taken(x.rows, rows_x[test]),
+        "test_y": Taken(y.rows, rows_y[test]),
     }
 
 
@@ -203,6 +188,6 @@ def claim(out: pathlib.Path, x: Embeddings, y: Embeddings) -> None:
     noted = out / ENCODERS
     if noted.exists() and workdir.read_json(noted) != encoders:
         raise checks.InputError(
-            f"out: {out} has files of other encoders (see {ENCODERS}); choose another --out"
+            f"workdir: {out} has files of other encoders (see {ENCODERS}); choose another --workdir"
         )
     workdir.write_json(noted, encoders)

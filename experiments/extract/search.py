@@ -14,7 +14,7 @@ import PIL.ImageDraw
 import PIL.ImageFont
 
 from experiments import photos, workdir
-from experiments.extract import datasets, encoders, extraction, items, pair, pixels
+from experiments.extract import datasets, encoders, extraction, items, pair
 from experiments.extract.extraction import Embeddings
 from experiments.extract.items import Encoder, Source
 from sotalign_jax import aligner, checks
@@ -82,7 +82,7 @@ def index(source: Source, encoder: Encoder, place: pathlib.Path, *, of: pathlib.
     change = extraction.difference(source.items[encoder.modality](), out)
     if change is not None:
         print(f"{of}: {change}; embedding it again", file=sys.stderr)
-        with workdir.only_process(out, flag="index"):
+        with workdir.only_process(out):
             shutil.rmtree(out)
     extraction.extract(source, encoder, out, data={"name": "search"}, shard_size=256)
     return extraction.load(out)
@@ -203,7 +203,7 @@ def save_answers(path: pathlib.Path, image: Any, lines: Sequence[str]) -> None:
 
 def _within(image: Any, side: int) -> Any:
     """A picture on white, as large as fits a square."""
-    picture = pixels.on_white(image)
+    picture = items.on_white(image)
     scale = side / max(picture.size)
     size = (max(1, round(picture.width * scale)), max(1, round(picture.height * scale)))
     return picture.resize(size, PIL.Image.Resampling.LANCZOS)

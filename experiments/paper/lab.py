@@ -33,7 +33,7 @@ from experiments import config as config_lib
 from experiments import run, workdir
 from experiments.paper.panels import Changes, Panel
 from experiments.paper.sources import MAIN, Data, Photographs, Sources
-from sotalign_jax import checks, data, diagnostics, evaluation, heads, methods, teachers, training
+from sotalign_jax import checks, data, diagnostics, evaluation, heads, teachers, training
 
 Results = dict[str, Any]
 ARMS = {
@@ -350,29 +350,18 @@ def _teacher(
 
 def _train(sources: Sources, config: FrozenConfigDict, asked: Data) -> heads.Heads:
     """The heads of a run: trained, fitted at once, or a teacher's maps."""
-    method, dataset = config_lib.method(config), _dataset(sources, asked)
-    if isinstance(method, methods.Fitted):
-        return method.fit(dataset, seed=config.seed)
-    assert method is None or isinstance(method, methods.Objective)
-    teacher, as_start = None, method is None or config.heads.init == "teacher"
-    if method is None or as_start or method.uses_teacher:
-        kind = config.method if method is None else config.teacher.kind
+
+    def teacher(config: FrozenConfigDict, _: data.Dataset, kind: str) -> teachers.LinearTeacher:
         # The contrastive teacher is trained; the others depend on their own section alone.
         names = ("teacher", "seed", *(("train", "heads") if kind == "contrastive" else ()))
         fitted = FrozenConfigDict({name: config.to_dict()[name] for name in names})
-        teacher = _teacher(sources, asked, kind, fitted)
-    start = heads.build_heads(
-        dataset.pairs_x.shape[1],
-        dataset.pairs_y.shape[1],
-        teacher.dim if teacher is not None and as_start else config.heads.dim,
-        kind="linear" if method is None else config.heads.kind or method.head,
-        hidden=config.heads.hidden,
-        seed=config.seed,
-        teacher=teacher if as_start else None,
-    )
+        return _teacher(sources, asked, kind, fitted)
+
+    dataset = _dataset(sources, asked)
+    method, fitted, start = run.prepare(config, dataset, fit=teacher)
     if method is None:
         return start
-    return training.fit(method, start, dataset, config_lib.train(config), teacher=teacher)[0]
+    return training.fit(method, start, dataset, config_lib.train(config), teacher=fitted)[0]
 
 
 # --- measures that need no training ------------------------------------------------------------
@@ -460,19 +449,7 @@ def _problem(sources: Sources, n: int) -> Any:
     """Unpaired rows as a CCA teacher and a briefly trained student see them, or random ones."""
     from benchmarks import common
 
-    if n > 5000 or sources.given:
-        return common.random_problem(n)
-    rows = sources.dataset(Data(seed=0, n_pairs=1000, n_unpaired=n))
-    student = training.contrastive(
-        rows.pairs_x, rows.pairs_y, dim=128, steps=60, learning_rate=1e-3, seed=0
-    )
-    teacher, x, y = teachers.cca(rows.pairs_x, rows.pairs_y), rows.pool_x[:], rows.pool_y[:]
-    features = [
-        np.asarray(z, float) for z in (student.x(x), student.y(y), teacher.x(x), teacher.y(y))
-    ]
-    return common.Problem(
-        "photographs", *(z / np.linalg.norm(z, axis=1, keepdims=True) for z in features)
-    )
+    return common.random_problem(n) if n > 5000 or sources.given else common.photos_problem(n)
 
 
 _MEASURES: dict[str, Callable[..., Results]] = {

@@ -15,7 +15,6 @@ from experiments import photos, workdir
 from sotalign_jax import checks, data, files
 
 MAIN = "main"
-SUE_TEST = 400
 
 
 class Data(NamedTuple):
@@ -47,17 +46,10 @@ class Data(NamedTuple):
 
 
 def sue_split(x: Any, y: Any, asked: Data, *, shuffle: bool) -> data.Dataset:
-    """SUE's split: 400 test rows, pairs, and pools that each lose their own tenth of the rest.
-
-    With `shuffle`, test rows and pairs are drawn anew by every seed, so that a spread over seeds is
-    one over data; without, the table's order decides, as published: test rows first, pairs last.
-    """
-    rng = np.random.default_rng(asked.seed)
-    order = rng.permutation(len(x)) if shuffle else np.arange(len(x))
-    test, rest, pairs = np.split(order, [SUE_TEST, len(x) - asked.n_pairs])
-    kept_x, kept_y = (rng.permutation(rest)[len(rest) // 10 :] for _ in range(2))
+    """Pairs, pools and test rows of SUE's protocol, see `data.sue_rows`."""
+    test, rows = data.sue_rows(len(x), n_pairs=asked.n_pairs, seed=asked.seed, shuffle=shuffle)
     gallery = data.gallery(x[test], y[test])
-    return data.Dataset(x[pairs], y[pairs], x[np.sort(kept_x)], y[kept_y], test=gallery)
+    return data.Dataset(x[rows.pairs], y[rows.pairs], x[rows.x], y[rows.y], test=gallery)
 
 
 # --- photographs -------------------------------------------------------------------------------
