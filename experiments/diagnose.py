@@ -165,11 +165,15 @@ PAPER = {
 """Mutual k-NN and SOTAlign's MeanR@1 on COCO of the paper's encoder pairs, in percent."""
 
 
+NO_POOL = "Pass fewer --pairs than the files have rows, or --unpaired_x and --unpaired_y."
+
+
 class Reading(NamedTuple):
-    """What a measurement means: the answer, and what it rests on."""
+    """What a measurement means: the answer, what it rests on, and the numbers, if there are any."""
 
     answer: str
     reason: str
+    table: report.Table | None = None
 
 
 def read_encoders(found: Encoders) -> Reading:
@@ -200,7 +204,13 @@ def read_encoders(found: Encoders) -> Reading:
         "for the paper's lowest. Rules of thumb: below half of the lowest is doubtful, and within "
         "5/rows of chance is no better than chance (a random matching varies by 1.4/rows)."
     )
-    return Reading(answer, reason)
+    rows: list[list[Any]] = [
+        ["this pair", found.rows, Mean([100 * score for score in found.scores])],
+        ["chance", found.rows, 100 * found.chance],
+        *([f"paper: {name}", KNN_ROWS, score] for name, (score, _) in PAPER.items()),
+    ]
+    table = report.table(["encoders", "rows", f"mutual {NEIGHBOURS}-NN (%)"], rows)
+    return Reading(answer, reason, table)
 
 
 def _shift_answer(shift: diagnostics.Shift) -> str:
@@ -222,10 +232,7 @@ def _shift_answer(shift: diagnostics.Shift) -> str:
 def read_pool(shifts: dict[str, diagnostics.Shift]) -> Reading:
     """Is the pool too far from the pairs?"""
     if not shifts:
-        return Reading(
-            "NOT MEASURED: there are no unpaired rows",
-            "Pass fewer --pairs than the files have rows, or --unpaired_x and --unpaired_y.",
-        )
+        return Reading("NOT MEASURED: there are no unpaired rows", NO_POOL)
     answer = "; ".join(f"{side} is {_shift_answer(shift)}" for side, shift in shifts.items())
     reason = (
         "The spherical sliced Wasserstein distance of the pool from the pairs is placed between "
@@ -236,16 +243,21 @@ def read_pool(shifts: dict[str, diagnostics.Shift]) -> Reading:
         "its fifteen real pools fell below the baseline in one direction. When far, look for rows "
         "more like the pairs, lower alpha, and compare with training on the pairs alone."
     )
-    return Reading(answer, reason)
+    headers = ["side", "rows", "two halves", "pool", "random", "share"]
+    rows: list[list[Any]] = [
+        [side, shift.rows, shift.noise, shift.pool, shift.sphere, shift.share]
+        for side, shift in shifts.items()
+    ]
+    if len(rows) == 2:
+        rows.append(["x + y", None, *(rows[0][i] + rows[1][i] for i in (2, 3, 4)), None])
+    return Reading(answer, reason, report.table(headers, rows, digits=4))
 
 
 def read_plans(found: Findings) -> Reading:
     """Which epsilons converge?"""
     if not found.plans:
-        return Reading(
-            "NOT MEASURED: a transport plan needs unpaired rows of both x and y",
-            "Pass fewer --pairs than the files have rows, or --unpaired_x and --unpaired_y.",
-        )
+        answer = "NOT MEASURED: a transport plan needs unpaired rows of both x and y"
+        return Reading(answer, NO_POOL)
     by_epsilon = {row.epsilon: row for row in found.plans}
     student, teacher = (
         by_epsilon[epsilon] for epsilon in (found.options.epsilon, found.options.epsilon_star)
@@ -271,36 +283,8 @@ def read_plans(found: Findings) -> Reading:
         f"{teacher.partners:.1f} partners. Near 1 every mistake of the teacher is copied, near all "
         "of them the plan says nothing; which is best, only validation tells."
     )
-    return Reading(answer, reason)
-
-
-# --- tables, plot, files --------------------------------------------------------------------------
-
-
-def encoders_table(found: Encoders) -> report.Table:
-    """Ours beside chance and the paper's."""
-    ours = Mean([100 * score for score in found.scores])
-    rows: list[list[Any]] = [["this pair", found.rows, ours]]
-    rows += [["chance", found.rows, 100 * found.chance]]
-    rows += [[f"paper: {name}", KNN_ROWS, score] for name, (score, _) in PAPER.items()]
-    return report.table(["encoders", "rows", f"mutual {NEIGHBOURS}-NN (%)"], rows)
-
-
-def pool_table(shifts: dict[str, diagnostics.Shift]) -> report.Table:
-    """Distances from the pairs of both pools and their sum."""
-    headers = ["side", "rows", "two halves", "pool", "random", "share"]
-    rows: list[list[Any]] = [
-        [side, shift.rows, shift.noise, shift.pool, shift.sphere, shift.share]
-        for side, shift in shifts.items()
-    ]
-    if len(rows) == 2:
-        rows.append(["x + y", None, *(rows[0][i] + rows[1][i] for i in (2, 3, 4)), None])
-    return report.table(headers, rows, digits=4)
-
-
-def plans_table(found: Findings) -> report.Table:
-    """Every epsilon of the ladder."""
-    chosen = {found.options.epsilon: "student", found.options.epsilon_star: "teacher"}
+    chosen = {student.epsilon: "student", teacher.epsilon: "teacher"}
+    headers = ["epsilon", "chosen for", "converged", "iterations", "error", "partners"]
     rows = [
         [
             f"{row.epsilon:g}",
@@ -312,35 +296,29 @@ def plans_table(found: Findings) -> report.Table:
         ]
         for row in found.plans
     ]
-    headers = ["epsilon", "chosen for", "converged", "iterations", "error", "partners"]
-    return report.table(headers, rows)
+    return Reading(answer, reason, report.table(headers, rows))
+
+
+# --- files and plot -------------------------------------------------------------------------------
 
 
 def save(found: Findings, out: pathlib.Path) -> str:
     """Writes diagnosis.md and .png and a CSV a table into `out`; returns the text to print."""
-    made = {
-        "encoders": (
-            "Is this pair of encoders worth aligning?",
-            encoders_table(found.encoders),
-            read_encoders(found.encoders),
-        ),
-        "pool": (
-            "Are the unpaired rows too far from the pairs?",
-            pool_table(found.shifts),
-            read_pool(found.shifts),
-        ),
-        "plans": ("Do the transport plans converge?", plans_table(found), read_plans(found)),
+    readings = {
+        "encoders": ("Is this pair of encoders worth aligning?", read_encoders(found.encoders)),
+        "pool": ("Are the unpaired rows too far from the pairs?", read_pool(found.shifts)),
+        "plans": ("Do the transport plans converge?", read_plans(found)),
     }
     shapes = ", ".join(f"{key} {n:,} x {d:,}" for key, (n, d) in found.shapes.items())
     text, markdown = [shapes], ["# Before training", shapes]
-    for name, (title, table, reading) in made.items():
-        text.append(f"== {title}\n   {reading.answer}")
-        markdown += [f"## {title}", f"**{reading.answer}.** {reading.reason}"]
-        if table.rows:
+    for name, (title, (answer, reason, table)) in readings.items():
+        text.append(f"== {title}\n   {answer}")
+        markdown += [f"## {title}", f"**{answer}.** {reason}"]
+        if table is not None:
             text.append(str(table))
             markdown.append(table.markdown())
             (out / f"{name}.csv").write_text(table.csv(), encoding="utf-8")
-        text.append(textwrap.fill(reading.reason, 100))
+        text.append(textwrap.fill(reason, 100))
     markdown.append("![diagnosis](diagnosis.png)")
     (out / "diagnosis.md").write_text("\n\n".join(markdown) + "\n", encoding="utf-8")
     plot(found, out / "diagnosis.png")
