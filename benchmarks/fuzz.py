@@ -302,7 +302,7 @@ def _check_losses(case: Case, options: dict[str, Any]) -> Report:
             found.append(f"non-finite: loss {value} or its gradient, block_size={block_size}")
         # Two plans within the tolerance move their masses over at most the range of K.
         slack = (4 * case.tolerance + 20 * np.finfo(f.dtype).eps) * (1 + 2 / case.epsilon)
-        sound &= aux.student.converged & aux.teacher.converged
+        sound = sound and aux.student.converged and aux.teacher.converged
         if sound and not abs(value - expected) <= slack + 1e-3 * abs(expected):
             found.append(f"another loss: {value:.6g} is not {expected:.6g}, {block_size=}")
         report += Report(found)

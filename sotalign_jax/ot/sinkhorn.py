@@ -121,12 +121,11 @@ def _refine(
     k: Array,
     row_centre: Array,
     column_centre: Array,
-    v: Array,
+    scalings: Scalings,
     log_a: Array,
     log_b: Array,
     epsilon: Array,
     tolerance: Array,
-    iterations: Array,
     max_iterations: int,
     axes: sharding.Axes,
 ) -> _Refined:
@@ -169,11 +168,13 @@ def _refine(
 
     def unfinished(state: _Refined) -> Array:
         helps = (state.error > tolerance) & (state.error < 0.9 * state.last_error)
-        return (state.iterations < iterations) | (helps & (state.iterations < max_iterations))
+        helps &= jnp.isfinite(scalings.error) & (state.iterations < max_iterations)
+        return (state.iterations < scalings.iterations) | helps
 
     infinity = jnp.asarray(jnp.inf, k.dtype)
+    v = scalings.v + column_centre / epsilon
     # Without marginals to correct, the first update leaves v as it is.
-    start = _Refined(log_a, v, jnp.zeros_like(log_b), infinity, infinity, iterations - 1)
+    start = _Refined(log_a, v, jnp.zeros_like(log_b), infinity, infinity, scalings.iterations - 1)
     return jax.lax.while_loop(unfinished, update, sharding.vary_like(start, k))
 
 
@@ -194,6 +195,17 @@ def log_weights(name: str, given: ArrayLike | None, size: int, dtype: Any) -> Fl
             )
     logs = jnp.asarray(given, dtype)
     return logs - jax.nn.logsumexp(logs)
+
+
+def pair(name: str, given: Any, dtype: Any) -> tuple[Array | None, Array | None]:
+    """The two arrays of a warm start, or none."""
+    if given is None:
+        return None, None
+    if not isinstance(given, tuple | list) or len(given) != 2:
+        raise checks.InputError(
+            f"{name}: is {type(given).__name__}; pass a pair of arrays, one of scalings each"
+        )
+    return jnp.asarray(given[0], dtype), jnp.asarray(given[1], dtype)
 
 
 def without_padding(k: Array, log_a: Array, log_b: Array) -> Array:
@@ -265,7 +277,7 @@ def sinkhorn(
         None if log_b is None else log_weights("log_b", log_b, k.shape[1], k.dtype),
         jnp.asarray(epsilon, k.dtype),
         jnp.asarray(tolerance, k.dtype),
-        None if init is None else jnp.asarray(init[1], k.dtype),
+        pair("init", init, k.dtype)[1],
     )
     return _solve(max_iterations, precision, *arrays)
 
@@ -312,12 +324,11 @@ def _solve(
             k,
             row_centre,
             column_centre,
-            scalings.v + column_centre / epsilon,
+            scalings,
             log_a,
             log_b,
             epsilon,
             tolerance,
-            scalings.iterations,
             max_iterations,
             axes,
         )
