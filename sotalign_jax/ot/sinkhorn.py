@@ -145,9 +145,7 @@ def _refine(
         def body(block: Block, sums: tuple[Array, ...]) -> tuple[Array, ...]:
             centred = block.of(k) - block.of(row_centre)[:, None] - column_centre[None, :]
             logs = centred / epsilon + v[None, :]
-            highest = jnp.max(
-                logs, axis=1, where=jnp.isfinite(logs), initial=jnp.finfo(k.dtype).min
-            )
+            highest = _top(logs)
             rows = jnp.exp(logs - highest[:, None])
             s = jnp.sum(rows, axis=1)
             u = block.of(log_a) - highest - jnp.log(s)
@@ -245,8 +243,7 @@ def sinkhorn(
 
     Stops when max(||P 1 - a||_1, ||P^T 1 - b||_1) <= tolerance; `Plan.converged` tells whether it
     was reached. Works under `jit`, `vmap` and `shard_map`, in float32 and float64, for any
-    epsilon > 0; one that is not gives `error=inf`. K/epsilon has about seven digits in float32: the
-    error cannot fall below 3e-8 times its range there.
+    epsilon > 0; one that is not gives `error=inf`.
 
     Args:
         K: affinity (larger is closer), shape [n, m]; -inf forbids an entry.

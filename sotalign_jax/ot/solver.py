@@ -119,8 +119,8 @@ def _accelerate(
 ) -> tuple[Array, Array, Array]:
     """One step of Anderson acceleration for the fixed point of x -> x + f(x).
 
-    While mass moves between far clusters f stands still, and a combination of past steps is noise:
-    the step is then as long as one may be, along f.
+    While mass moves between far clusters the error stands `still` and f hardly changes: what past
+    steps say of it is noise of either sign, and a correction against f is turned round.
     """
     slot = search.since_reset % ANDERSON_MEMORY
     fresh = search.since_reset > 0
