@@ -9,18 +9,21 @@ numbers are float32 and float64; plans are of a matrix, the loss of a matrix, st
 Problem i of a seed is the same whatever the other options are. A finding is
 
     non-finite       a number that is not finite although the problem is sound
-    not converged    where log-domain Sinkhorn in float64 converges within the same iterations
+    not converged    where textbook Sinkhorn in float64 converges within the same iterations: the
+                     plan, and both plans of the loss
     false converged  where the marginals of `plan.matrix()` are off by more than the tolerance
     another loss     where stored, streamed and given affinities converge to different values
     a plausible NaN  where K has a NaN and the plan claims to be converged
 
-and every loop is bounded, so that none can hang. float32 cannot converge where K/epsilon has no
-digits left for the tolerance: such problems are counted apart.
+and more iterations than were allowed. Excused, and counted, are plans that have not converged where
+rounding K/epsilon to its dtype moves exponents by more than the tolerance: if textbook Sinkhorn in
+that dtype does not converge either, or if K is streamed, so that it is rounded anew in every sweep.
 """
 
 import argparse
 import collections
 import functools
+import itertools
 import sys
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -52,15 +55,18 @@ class Case(NamedTuple):
     tolerance: float
     features: tuple[np.ndarray, ...] | None
 
-    @property
-    def digits_lost(self) -> bool:
-        """Whether exp(K/epsilon + u + v) cannot be as exact as the tolerance asks."""
-        live = self.k[np.isfinite(self.log_a)][:, np.isfinite(self.log_b)]
-        finite = np.where(np.isfinite(live), live, np.nan)
-        if np.isnan(finite).all(axis=1).any():
-            return False
-        widest = np.max(np.nanmax(finite, axis=1) - np.nanmin(finite, axis=1))
-        return bool(np.finfo(self.k.dtype).eps * widest / self.epsilon > self.tolerance)
+
+def _digits_lost(case: Case, k: np.ndarray, streamed: bool) -> bool:
+    """Whether rounding K/epsilon moves exponents by more than the tolerance.
+
+    Less its row's top where K is given, and as it is where cosines are computed again and again.
+    """
+    finite = np.where(np.isfinite(k), k, np.nan).astype(np.float64)
+    if np.isnan(finite).all(axis=1).any():
+        return False
+    widest = np.max(np.nanmax(finite, axis=1) - np.nanmin(finite, axis=1))
+    widest = np.nanmax(np.abs(finite)) if streamed else widest
+    return bool(np.finfo(case.k.dtype).eps * widest / case.epsilon > case.tolerance)
 
 
 def _unit(x: np.ndarray) -> np.ndarray:
@@ -160,15 +166,12 @@ def make(seed: int, index: int) -> Case:
     return Case(name, given, padded_a, padded_b, epsilon, tolerance, features)
 
 
-@functools.partial(jax.jit, static_argnames="max_iterations")
-def _plan(case: dict[str, Any], *, max_iterations: int) -> Any:
-    plan = sinkhorn(case.pop("k"), **case, max_iterations=max_iterations)
-    return plan.matrix(), plan.v, plan.error, plan.iterations, plan.converged
+_plan = jax.jit(functools.partial(sinkhorn, max_iterations=ITERATIONS))
 
 
 @jax.jit
 def _textbook(k: Any, log_a: Any, log_b: Any, epsilon: Any, tolerance: Any) -> Any:
-    """Iterations that log-domain Sinkhorn takes to the tolerance, in float64."""
+    """Whether log-domain Sinkhorn converges, and after how many iterations, in the dtype of K."""
     live_rows, live = ~jnp.isneginf(log_a), ~jnp.isneginf(log_b)
     k = jnp.where(live_rows[:, None] & live[None, :], k, 0.0)
     scaled = (k - jnp.max(k, axis=1, keepdims=True)) / epsilon
@@ -184,7 +187,7 @@ def _textbook(k: Any, log_a: Any, log_b: Any, epsilon: Any, tolerance: Any) -> A
     def unfinished(state: Any) -> Any:
         return ~(state[1] <= tolerance) & (state[2] < ITERATIONS)
 
-    _, error, i = jax.lax.while_loop(unfinished, step, (log_b, jnp.asarray(jnp.inf), 0))
+    _, error, i = jax.lax.while_loop(unfinished, step, (log_b, jnp.asarray(jnp.inf, k.dtype), 0))
     return error <= tolerance, i
 
 
@@ -202,7 +205,7 @@ def _streamed(features: Any, options: Any, *, block_size: int | None) -> Any:
         )
 
     (value, aux), gradients = jax.value_and_grad(loss, (0, 1), has_aux=True)(*features[:2])
-    return value, gradients, aux.student.converged & aux.teacher.converged
+    return value, gradients, aux
 
 
 @jax.jit
@@ -218,89 +221,121 @@ def _dense(features: Any, options: Any) -> Any:
     return value, aux.student.converged & aux.teacher.converged
 
 
-def check(case: Case) -> list[str]:
-    """What is wrong with the answers to a problem; empty for nothing."""
+class Report(NamedTuple):
+    """What is wrong with the answers to a problem, and how many plans of it were excused."""
+
+    found: list[str]
+    excused: int = 0
+
+    def __add__(self, other: Any) -> "Report":
+        return Report(self.found + other.found, self.excused + other.excused)
+
+
+def _check_convergence(
+    case: Case, name: str, k: np.ndarray, plan: Any, *, streamed: bool = False
+) -> Report:
+    """`plan` is of K, and has error, iterations and converged."""
+    if plan.iterations > ITERATIONS:
+        return Report([f"{name}: {plan.iterations} iterations of {ITERATIONS}"])
+    if plan.converged:
+        return Report([])
+    settings = case.log_a, case.log_b, case.epsilon, case.tolerance
+    done, needed = _textbook(k.astype(np.float64), *settings)
+    dtype = case.k.dtype
+    live = k[np.isfinite(case.log_a)][:, np.isfinite(case.log_b)]
+    lost = _digits_lost(case, live, streamed)
+    if lost and streamed:
+        return Report([], 1)
+    if done and lost:
+        done, needed = _textbook(*(np.asarray(x, dtype) for x in (k, *settings)))
+    if not done:
+        return Report([], int(lost))
+    return Report(
+        [
+            f"{name} not converged: error {plan.error:.3g} after {plan.iterations} iterations, "
+            f"where textbook Sinkhorn needs {needed}"
+        ]
+    )
+
+
+def check(case: Case) -> Report:
+    """The plan of K, and the loss where K comes from features."""
     dtype, found = case.k.dtype, []
-    log_a, log_b = (x.astype(dtype) for x in (case.log_a, case.log_b))
     options = {
-        "log_a": log_a,
-        "log_b": log_b,
+        "log_a": case.log_a.astype(dtype),
+        "log_b": case.log_b.astype(dtype),
         "epsilon": np.asarray(case.epsilon, dtype),
         "tolerance": np.asarray(case.tolerance, dtype),
     }
-    matrix, v, error, iterations, converged = jax.device_get(
-        _plan({"k": case.k, **options}, max_iterations=ITERATIONS)
-    )
-    matrix = matrix.astype(np.float64)
+    plan = _plan(case.k, **options)
+    matrix = np.asarray(plan.matrix(), np.float64)
+    plan = jax.device_get(plan)
     a, b = (np.exp(x) / np.exp(x).sum() for x in (case.log_a, case.log_b))
     true = max(np.abs(matrix.sum(1) - a).sum(), np.abs(matrix.sum(0) - b).sum())
-    live = case.k[np.isfinite(case.log_a)][:, np.isfinite(case.log_b)]
-    if iterations > ITERATIONS:
-        found.append(f"{iterations} iterations of {ITERATIONS}")
+    live = case.k[a > 0][:, b > 0]
     if np.isnan(live).any():
-        if converged or np.isfinite(error):
-            found.append(f"a plausible NaN: error {error:.3g}")
-        return found
-    slack = 1.02 * case.tolerance + (1e-6 if dtype == np.float32 else 1e-14)
-    if converged and not true <= slack:
-        found.append(f"false converged: error {error:.3g}, the matrix's {true:.3g}")
+        if plan.converged or np.isfinite(plan.error):
+            found.append(f"a plausible NaN: error {plan.error:.3g}")
+        return Report(found)
+    slack = case.tolerance + (1e-6 if dtype == np.float32 else 1e-14)
+    if plan.converged and not true <= slack:
+        found.append(f"false converged: error {plan.error:.3g}, the matrix's {true:.3g}")
     reachable = np.isfinite(live).any(axis=1).all() and np.isfinite(live).any(axis=0).all()
-    finite = np.isfinite(matrix).all() and np.isfinite(error) and np.isfinite(v[b > 0]).all()
+    finite = np.isfinite(matrix).all() and np.isfinite(plan.error)
+    finite = finite and np.isfinite(plan.u[a > 0]).all() and np.isfinite(plan.v[b > 0]).all()
     if reachable and not finite:
-        found.append(f"non-finite: error {error}")
-    if not converged and not case.digits_lost:
-        wide = (case.k.astype(np.float64), case.log_a, case.log_b, case.epsilon, case.tolerance)
-        done, needed = _textbook(*wide)
-        if done:
-            found.append(
-                f"not converged: error {error:.3g} after {iterations} iterations, "
-                f"where textbook Sinkhorn needs {needed}"
-            )
-    return found + _check_losses(case, options)
+        found.append(f"non-finite: error {plan.error}")
+    report = Report(found) + _check_convergence(case, "plan", case.k, plan)
+    return report if case.features is None else report + _check_losses(case, options)
 
 
-def _check_losses(case: Case, options: dict[str, Any]) -> list[str]:
-    if case.features is None:
-        return []
+def _check_losses(case: Case, options: dict[str, Any]) -> Report:
     options = options | {"epsilon_star": options["epsilon"]}
+    assert case.features is not None
     f, g, *rest = case.features
     rows, columns = np.isfinite(case.log_a)[:, None], np.isfinite(case.log_b)[:, None]
     clean = [
         np.where(live, x, 1) for x, live in zip((f, g, *rest), (rows, columns) * 2, strict=True)
     ]
     expected, sound = jax.device_get(_dense(clean, options))
-    found = []
+    wide = [_unit(x.astype(np.float64)) for x in clean]
+    affinities = {"student": wide[0] @ wide[1].T, "teacher": wide[2] @ wide[3].T}
+    report = Report([])
     for block_size in (None, 16):
-        value, gradients, converged = jax.device_get(
+        found = []
+        value, gradients, aux = jax.device_get(
             _streamed(case.features, options, block_size=block_size)
         )
         if not np.isfinite(value) or not all(np.isfinite(x).all() for x in gradients):
             found.append(f"non-finite: loss {value} or its gradient, block_size={block_size}")
         # Two plans within the tolerance move their masses over at most the range of K.
         slack = (4 * case.tolerance + 20 * np.finfo(f.dtype).eps) * (1 + 2 / case.epsilon)
-        if sound and converged and not abs(value - expected) <= slack + 1e-3 * abs(expected):
+        sound = sound and aux.student.converged and aux.teacher.converged
+        if sound and not abs(value - expected) <= slack + 1e-3 * abs(expected):
             found.append(f"another loss: {value:.6g} is not {expected:.6g}, {block_size=}")
-    return found
+        report += Report(found)
+        for name, k in affinities.items():
+            name_of = f"{name}, {block_size=},"
+            streamed = block_size is not None
+            report += _check_convergence(case, name_of, k, getattr(aux, name), streamed=streamed)
+    return report
 
 
-def run(problems: Sequence[int], seed: int, *, progress: bool = False) -> dict[int, list[str]]:
-    """Findings by the problem's number; problems of a shape one after the other."""
+def run(problems: Sequence[int], seed: int, *, progress: bool = False) -> dict[int, Report]:
+    """Reports by the problem's number; problems of a shape one after the other."""
     groups = collections.defaultdict(list)
     for index in problems:
         case = make(seed, index)
         groups[case.k.shape, case.k.dtype.name, case.features is None].append(index)
-    found = {}
+    reports = {}
     with tqdm(total=len(problems), disable=not progress) as bar, jax.enable_x64(True):
-        for group in groups.values():
-            for index in group:
-                case = make(seed, index)
-                if errors := check(case):
-                    found[index] = errors
-                    tqdm.write(
-                        f"--seed={seed} --only={index}: {case.name}\n    {'; '.join(errors)}"
-                    )
-                bar.update()
-    return found
+        for index in itertools.chain(*groups.values()):
+            case = make(seed, index)
+            reports[index] = check(case)
+            if found := reports[index].found:
+                tqdm.write(f"--seed={seed} --only={index}: {case.name}\n    {'; '.join(found)}")
+            bar.update()
+    return reports
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -311,17 +346,20 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--seed", type=int, default=0, help="of the problems")
     parser.add_argument("--only", type=int, help="the number of one problem to make again")
     options = parser.parse_args(arguments)
-    if options.only is None:
-        found = run(range(options.problems), options.seed, progress=True)
-        lost = sum(make(options.seed, i).digits_lost for i in range(options.problems))
-        print(f"{options.problems} problems, {len(found)} with findings")
-        print(f"{lost} whose K/epsilon has too few digits in its dtype to ask for convergence")
-    else:
+    problems = range(options.problems) if options.only is None else [options.only]
+    if options.only is not None:
         case = make(options.seed, options.only)
         print(case.name, case._asdict(), sep="\n")
-        found = run(range(options.only, options.only + 1), options.seed)
-        print(found or "nothing found")
-    sys.exit(bool(found))
+    reports = run(problems, options.seed, progress=options.only is None).values()
+    findings = sum(bool(report.found) for report in reports)
+    print(f"{len(reports)} problems, {findings} with findings")
+    excused = sum(report.excused for report in reports)
+    print(
+        f"{excused} plans were excused: not converged, but rounding K/epsilon to its dtype moves "
+        "exponents by more than the tolerance, and textbook Sinkhorn in that dtype fails, too, or "
+        "K is streamed"
+    )
+    sys.exit(bool(findings))
 
 
 if __name__ == "__main__":

@@ -484,6 +484,10 @@ def test_other_derivatives_are_refused(loss):
             r"init: v has shape \(2,\)",
         ),
         (
+            lambda: klot_lib.klot(jnp.eye(3), jnp.eye(3), init_v=jnp.zeros(3)),
+            "init_v: is ArrayImpl; pass a pair of arrays",
+        ),
+        (
             lambda: klot_lib.klot_from_embeddings(*features((3, 2), (3, 2), (4, 2), (3, 2))),
             "f_star: has 4 rows but f has 3",
         ),

@@ -27,6 +27,7 @@ from sotalign_jax.ot.sinkhorn import (
     Plan,
     log_plan,
     log_weights,
+    pair,
     reference,
     sinkhorn,
     solve_matrix,
@@ -362,7 +363,7 @@ def _settings(
     init_v: tuple[ArrayLike, ArrayLike] | None,
 ) -> Settings:
     checks.positive(epsilon=epsilon, epsilon_star=epsilon_star)
-    v, v_star = (None, None) if init_v is None else (jnp.asarray(v, dtype) for v in init_v)
+    v, v_star = pair("init_v", init_v, dtype)
     return Settings(
         jnp.asarray(epsilon, dtype),
         jnp.asarray(epsilon_star, dtype),

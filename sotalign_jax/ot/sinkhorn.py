@@ -9,7 +9,7 @@ beside it is the plain textbook one.
 import dataclasses
 import functools
 import math
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -31,19 +31,22 @@ class Plan:
 
     Attributes:
         affinity: K, shape [n, m].
-        centred_u: u_i + max_j K_ij/epsilon, which keeps its digits where K is large against
-            epsilon, shape [n]; -inf where the weight is zero.
-        v: column log-scalings, shape [m]; -inf where the weight is zero.
+        row_centre, column_centre: what is taken from K before it is divided by epsilon, so that
+            digits are left where the mass is, shapes [n] and [m].
+        centred_u, centred_v: u_i + row_centre_i/epsilon, and likewise for v; -inf where the weight
+            is zero.
         epsilon: the entropic regularisation.
         error: max(||P 1 - a||_1, ||P^T 1 - b||_1) of `matrix()`, with a and b summing to 1, and
-            what the rounding of K/epsilon may add; infinite where there is no plan.
+            what the rounding of exponents may add; infinite where there is no plan.
         iterations: number of (u, v) updates made.
         converged: whether `error` reached the tolerance asked for.
     """
 
     affinity: Float[Array, "n m"]
+    row_centre: Float[Array, " n"]
+    column_centre: Float[Array, " m"]
     centred_u: Float[Array, " n"]
-    v: Float[Array, " m"]
+    centred_v: Float[Array, " m"]
     epsilon: Float[Array, ""]
     error: Float[Array, ""]
     iterations: Int[Array, ""]
@@ -52,16 +55,22 @@ class Plan:
     @property
     def u(self) -> Float[Array, " n"]:
         """Row log-scalings, shape [n]; -inf where the weight is zero."""
-        return self.centred_u - _top(self.affinity) / self.epsilon[..., None]
+        return self.centred_u - self.row_centre / self.epsilon[..., None]
+
+    @property
+    def v(self) -> Float[Array, " m"]:
+        """Column log-scalings, shape [m]; -inf where the weight is zero."""
+        return self.centred_v - self.column_centre / self.epsilon[..., None]
 
     def log_matrix(self) -> Float[Array, "n m"]:
         """log P."""
         return log_plan(
             self.affinity,
-            _top(self.affinity),
+            self.row_centre,
             self.centred_u,
-            self.v,
+            self.centred_v,
             self.epsilon[..., None, None],  # a vmapped solve gives many plans
+            self.column_centre,
         )
 
     def matrix(self) -> Float[Array, "n m"]:
@@ -78,50 +87,93 @@ def _top(k: Array) -> Array:
     return jnp.max(k, axis=-1, where=jnp.isfinite(k), initial=jnp.finfo(k.dtype).min)
 
 
-def log_plan(k: Array, top: Array, centred_u: Array, v: Array, epsilon: Any) -> Array:
-    """log P of the scalings that `solve` finds for `Matrix(k, top)`, shape [..., n, m].
+def log_plan(
+    k: Array,
+    row_centre: Array,
+    centred_u: Array,
+    v: Array,
+    epsilon: Any,
+    column_centre: Array | None = None,
+) -> Array:
+    """log P of scalings that go with K less `row_centre` (and `column_centre`), shape [..., n, m].
 
     Log-masses are at most 0; where K/epsilon has no digits left, larger ones are kept finite.
     """
-    centred = k - top[..., :, None]
+    centred = k - row_centre[..., :, None]
+    if column_centre is not None:
+        centred = centred - column_centre[..., None, :]
     logs = centred / epsilon + centred_u[..., :, None] + v[..., None, :]
     return jnp.minimum(logs, MAX_EXPONENT)
 
 
-def marginal_error(
+class _Refined(NamedTuple):
+    """Centred scalings of a plan, the marginals of its columns, and its error."""
+
+    u: Array
+    v: Array
+    columns: Array
+    error: Array
+    last_error: Array
+    iterations: Array
+
+
+def _refine(
     k: Array,
-    top: Array,
+    row_centre: Array,
+    column_centre: Array,
     scalings: Scalings,
     log_a: Array,
     log_b: Array,
-    epsilon: Any,
-    axes: sharding.Axes = (),
-) -> Array:
-    """max(||P 1 - a||_1, ||P^T 1 - b||_1) of the matrix P itself, a block of rows at a time.
+    epsilon: Array,
+    tolerance: Array,
+    max_iterations: int,
+    axes: sharding.Axes,
+) -> _Refined:
+    """The row update of v and the error of the matrix itself, a block of rows at a time.
 
-    What rounding may add is counted, too: another program may multiply by 1/epsilon where this one
-    divides, so that exponents differ by their last digit, entry by entry.
+    A kernel's exponents K/epsilon + u + v are rounded where they are large, and with them the
+    plan that it converged to. What is left is done here, by plain Sinkhorn on the matrix with K
+    centred at the plan's own potentials, as long as that helps; most often the error is small
+    enough at once. What rounding may add is counted, too: another program may multiply by
+    1/epsilon where this one divides, so that exponents differ by their last digit.
     """
 
-    def body(block: Block, sums: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
-        rows = block.of(k), block.of(top), block.of(scalings.u)
-        plan = jnp.exp(log_plan(*rows, scalings.v, epsilon))
-        plan = jnp.where(block.fresh[:, None], plan, 0.0)
-        missing = jnp.abs(jnp.sum(plan, axis=1) - jnp.exp(block.of(log_a)))
-        in_rows = jnp.sum(jnp.where(block.fresh, missing, 0.0))
-        exponents = jnp.where(plan > 0, (rows[1][:, None] - rows[0]) / epsilon, 0.0)
-        return (
-            sums[0] + in_rows,
-            sums[1] + jnp.sum(plan, axis=0),
-            sums[2] + jnp.sum(plan * exponents),
-        )
+    def update(state: _Refined) -> _Refined:
+        with_mass = jnp.isfinite(log_b) & (state.columns > 0)
+        v = state.v + jnp.where(with_mass, log_b - jnp.log(state.columns), 0.0)
 
-    zero = jnp.zeros((), k.dtype)
-    nothing = sharding.vary_like((zero, jnp.zeros(k.shape[1], k.dtype), zero), k)
-    sums = over_rows(len(k), BUILD_ROWS, body, nothing)
-    in_rows, columns, exponent = (sharding.psum(part, axes) for part in sums)
-    error = jnp.maximum(in_rows, jnp.sum(jnp.abs(columns - jnp.exp(log_b))))
-    return error + rounding(exponent, k.dtype)
+        def body(block: Block, sums: tuple[Array, ...]) -> tuple[Array, ...]:
+            centred = block.of(k) - block.of(row_centre)[:, None] - column_centre[None, :]
+            logs = centred / epsilon + v[None, :]
+            highest = _top(logs)
+            rows = jnp.exp(logs - highest[:, None])
+            s = jnp.sum(rows, axis=1)
+            u = block.of(log_a) - highest - jnp.log(s)
+            plan = jnp.where(block.fresh, jnp.exp(block.of(log_a)) / s, 0.0)[:, None] * rows
+            exponents = jnp.where(plan > 0, jnp.abs(centred) / epsilon, 0.0)
+            return (
+                block.put(sums[0], u),
+                sums[1] + jnp.sum(plan, axis=0),
+                sums[2] + jnp.sum(plan * exponents),
+            )
+
+        nothing = jnp.zeros_like(log_a), jnp.zeros_like(log_b), jnp.zeros((), k.dtype)
+        u, *sums = over_rows(len(k), BUILD_ROWS, body, sharding.vary_like(nothing, k))
+        columns, exponent = (sharding.psum(part, axes) for part in sums)
+        error = jnp.sum(jnp.abs(columns - jnp.exp(log_b))) + rounding(exponent, k.dtype)
+        updated = _Refined(u, v, columns, error, state.error, state.iterations + 1)
+        return sharding.vary_like(updated, k)
+
+    def unfinished(state: _Refined) -> Array:
+        helps = (state.error > tolerance) & (state.error < 0.9 * state.last_error)
+        helps &= jnp.isfinite(scalings.error) & (state.iterations < max_iterations)
+        return (state.iterations < scalings.iterations) | helps
+
+    infinity = jnp.asarray(jnp.inf, k.dtype)
+    v = scalings.v + column_centre / epsilon
+    # Without marginals to correct, the first update leaves v as it is.
+    start = _Refined(log_a, v, jnp.zeros_like(log_b), infinity, infinity, scalings.iterations - 1)
+    return jax.lax.while_loop(unfinished, update, sharding.vary_like(start, k))
 
 
 def log_weights(name: str, given: ArrayLike | None, size: int, dtype: Any) -> Float[Array, " n"]:
@@ -141,6 +193,17 @@ def log_weights(name: str, given: ArrayLike | None, size: int, dtype: Any) -> Fl
             )
     logs = jnp.asarray(given, dtype)
     return logs - jax.nn.logsumexp(logs)
+
+
+def pair(name: str, given: Any, dtype: Any) -> tuple[Array | None, Array | None]:
+    """The two arrays of a warm start, or none."""
+    if given is None:
+        return None, None
+    if not isinstance(given, tuple | list) or len(given) != 2:
+        raise checks.InputError(
+            f"{name}: is {type(given).__name__}; pass a pair of arrays, one of scalings each"
+        )
+    return jnp.asarray(given[0], dtype), jnp.asarray(given[1], dtype)
 
 
 def without_padding(k: Array, log_a: Array, log_b: Array) -> Array:
@@ -180,8 +243,7 @@ def sinkhorn(
 
     Stops when max(||P 1 - a||_1, ||P^T 1 - b||_1) <= tolerance; `Plan.converged` tells whether it
     was reached. Works under `jit`, `vmap` and `shard_map`, in float32 and float64, for any
-    epsilon > 0; one that is not gives `error=inf`. K/epsilon has about seven digits in float32: the
-    error cannot fall below 3e-8 times its range there.
+    epsilon > 0; one that is not gives `error=inf`.
 
     Args:
         K: affinity (larger is closer), shape [n, m]; -inf forbids an entry.
@@ -212,7 +274,7 @@ def sinkhorn(
         None if log_b is None else log_weights("log_b", log_b, k.shape[1], k.dtype),
         jnp.asarray(epsilon, k.dtype),
         jnp.asarray(tolerance, k.dtype),
-        None if init is None else jnp.asarray(init[1], k.dtype),
+        pair("init", init, k.dtype)[1],
     )
     return _solve(max_iterations, precision, *arrays)
 
@@ -237,7 +299,7 @@ def _solve(
         (k, log_a, log_b, epsilon, tolerance, init_v)
     )
 
-    def own_rows(axes: sharding.Axes, rows: Any, shared: Any) -> tuple[Array, Any]:
+    def own_rows(axes: sharding.Axes, rows: Any, shared: Any) -> tuple[Any, Any]:
         (k, log_a), (log_b, epsilon, tolerance, init_v) = rows, shared
         top, widest = row_range(k, axes)
         scalings = solve_matrix(
@@ -253,23 +315,48 @@ def _solve(
             axes=axes,
             precision=precision,
         )
-        error = marginal_error(k, top, scalings, log_a, log_b, epsilon, axes)
-        scalings = scalings.measured(error, tolerance)
-        return scalings.u, scalings[1:]
+        row_centre = top - _potential(scalings.u, epsilon)
+        column_centre = -_potential(scalings.v, epsilon)
+        refined = _refine(
+            k,
+            row_centre,
+            column_centre,
+            scalings,
+            log_a,
+            log_b,
+            epsilon,
+            tolerance,
+            max_iterations,
+            axes,
+        )
+        scalings = scalings.measured(refined.error, tolerance)
+        shared = refined.v, column_centre, refined.iterations, scalings.error, scalings.converged
+        return (refined.u, row_centre), shared
 
     with sharding.mesh_of(k):
         rows = sharding.split(k), sharding.split(log_a, -jnp.inf)
-        u, rest = sharding.shard_map(own_rows, rows, (log_b, epsilon, tolerance, init_v))
-        scalings = Scalings(sharding.join(u, n), *rest)
+        (u, row_centre), (v, column_centre, iterations, error, converged) = sharding.shard_map(
+            own_rows, rows, (log_b, epsilon, tolerance, init_v)
+        )
+        u, row_centre = sharding.join(u, n), sharding.join(row_centre, n)
     return Plan(
         affinity=k,
-        centred_u=scalings.u,
-        v=scalings.v,
+        row_centre=row_centre,
+        column_centre=column_centre,
+        centred_u=u,
+        centred_v=v,
         epsilon=epsilon,
-        error=scalings.error,
-        iterations=scalings.iterations,
-        converged=scalings.converged,
+        error=error,
+        iterations=iterations,
+        converged=converged,
     )
+
+
+def _potential(x: Array, epsilon: Array) -> Array:
+    """epsilon x, of one bit less: rounded where it is made, not fused into sums that it enters."""
+    digits = jnp.finfo(x.dtype)
+    scaled = epsilon * jnp.where(jnp.isfinite(x), x, 0.0)
+    return jax.lax.reduce_precision(scaled, digits.nexp, digits.nmant - 1)
 
 
 def solve_matrix(
@@ -351,8 +438,10 @@ def reference(
     )
     return Plan(
         affinity=K,
+        row_centre=_top(K),
+        column_centre=jnp.zeros(m, K.dtype),
         centred_u=u + _top(K) / epsilon,
-        v=v,
+        centred_v=v,
         epsilon=jnp.asarray(epsilon, K.dtype),
         error=error,
         iterations=jnp.asarray(iterations),

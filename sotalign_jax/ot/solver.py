@@ -115,9 +115,13 @@ class _Progress(NamedTuple):
 
 
 def _accelerate(
-    search: _Search, x: Array, f: Array, precision: jax.lax.PrecisionLike
+    search: _Search, x: Array, f: Array, b: Array, still: Array, precision: jax.lax.PrecisionLike
 ) -> tuple[Array, Array, Array]:
-    """One step of Anderson acceleration for the fixed point of x -> x + f(x)."""
+    """One step of Anderson acceleration for the fixed point of x -> x + f(x).
+
+    While mass moves between far clusters the error stands `still` and f hardly changes: what past
+    steps say of it is noise of either sign, and a correction against f is turned round.
+    """
     slot = search.since_reset % ANDERSON_MEMORY
     fresh = search.since_reset > 0
     dx = search.dx.at[slot].set(jnp.where(fresh, x - search.last_x, 0.0))
@@ -128,6 +132,8 @@ def _accelerate(
     identity = jnp.eye(ANDERSON_MEMORY, dtype=x.dtype)
     weights = jnp.linalg.solve(gram + ridge * identity, affinity.dot(df, f, precision))
     correction = -affinity.dot(weights, dx + df, precision)
+    backward = still & (jnp.sum(b * f * correction) < 0)
+    correction = jnp.where(backward, -correction, correction)
     correction = jnp.clip(correction, -MAX_ACCELERATED_STEP, MAX_ACCELERATED_STEP)
     use = (search.since_reset >= PLAIN_STEPS) & jnp.all(jnp.isfinite(correction))
     return x + f + jnp.where(use, correction, 0.0), dx, df
@@ -190,8 +196,9 @@ def solve(
             # While mass moves between far clusters the error stands still and the scalings drift.
             better = finite & (error <= (1 + PLATEAU) * search.best.error)
             best = jax.tree.map(lambda new, old: jnp.where(better, new, old), point, search.best)
+            still = jnp.abs(error - search.best.error) <= PLATEAU * error
             sound = finite & (error <= MAX_RISE * search.best.error)
-            accelerated, dx, df = _accelerate(search, x, f, kernel.precision)
+            accelerated, dx, df = _accelerate(search, x, f, b, still, kernel.precision)
             drift = jnp.maximum(row_drift, jnp.max(jnp.where(live, jnp.abs(accelerated), 0.0)))
             # Not even a plain step is finite: this kernel is of no use.
             hopeless = ~finite & (search.since_reset == 0)
