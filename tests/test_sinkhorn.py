@@ -332,7 +332,7 @@ def test_plan_is_a_pytree_with_lazy_views(rng, x64):
 def test_half_precision_is_solved_in_float32(rng):
     k = jnp.asarray(cosines(rng, 4, 4), jnp.bfloat16)
     plan = jax.eval_shape(functools.partial(sinkhorn, epsilon=0.1), k)
-    assert plan.v.dtype == plan.affinity.dtype == jnp.float32
+    assert plan.centred_v.dtype == plan.affinity.dtype == jnp.float32
 
 
 # ------------------------------------------------------------------- errors
