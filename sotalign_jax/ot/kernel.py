@@ -185,9 +185,6 @@ class Kernel(NamedTuple):
         q = state.q if columns is None else columns.of(state.q)
         return scaled + block.of(state.p)[:, None] + q[None, :]
 
-    def _rows(self, state: KernelState, block: Block, columns: Block | None = None) -> Array:
-        return jnp.exp(jnp.minimum(self._log_rows(state, block, columns), MAX_EXPONENT))
-
     def sweep(self, state: KernelState, a: Array, c: Array) -> tuple[Array, Array]:
         """Reads a stored A twice; computes a streamed one once."""
         if self.stored:
@@ -196,7 +193,7 @@ class Kernel(NamedTuple):
 
         def body(block: Block, carry: tuple[Array, Array]) -> tuple[Array, Array]:
             s, t = carry
-            rows = self._rows(state, block)
+            rows = jnp.exp(self._log_rows(state, block))  # overflow calls for a rebuild
             s_k = affinity.dot(rows, c, self.precision)
             weights = jnp.where(block.fresh, block.of(a) / s_k, 0.0)
             return block.put(s, s_k), t + affinity.dot(weights, rows, self.precision)
