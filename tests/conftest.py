@@ -17,6 +17,9 @@ os.environ["XLA_FLAGS"] = " ".join(
     )
 )
 
+# Several tests run at a time: BLAS threads that wait for each other would use up their cores.
+os.environ |= {"OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"}
+
 import jax
 import numpy as np
 import pytest
@@ -25,6 +28,12 @@ import shape_checks
 import sotalign_jax
 
 shape_checks.install(sotalign_jax)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Files with slow tests first, so that no worker is left alone with one at the end."""
+    slow = {item.path for item in items if item.get_closest_marker("slow")}
+    items.sort(key=lambda item: item.path not in slow)
 
 
 @pytest.fixture

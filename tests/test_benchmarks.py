@@ -4,7 +4,6 @@ import csv
 import pathlib
 import warnings
 
-import compile_cache
 import jax
 import numpy as np
 import ot
@@ -16,12 +15,6 @@ with warnings.catch_warnings():
     # ott-jax imports JAXopt, which says that it is no longer maintained.
     warnings.filterwarnings("ignore", message="JAXopt", category=DeprecationWarning)
     from benchmarks import common, convergence, gradient, peers, train_step
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _compile_cache(tmp_path_factory: pytest.TempPathFactory):
-    with compile_cache.kept_in(tmp_path_factory.mktemp("programs")):
-        yield
 
 
 def _rows(path: pathlib.Path) -> list[dict[str, str]]:

@@ -11,7 +11,6 @@ import subprocess
 import sys
 import types
 
-import compile_cache
 import numpy as np
 import pytest
 import small_runs
@@ -50,12 +49,6 @@ class Tiny(lab.Lab):
 
     def settings(self, changes, seed):
         return super().settings({**SHORT, **changes}, seed)
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _compile_cache(tmp_path_factory):
-    with compile_cache.kept_in(tmp_path_factory.mktemp("programs")):
-        yield
 
 
 @pytest.fixture(scope="module")

@@ -2,7 +2,6 @@ import dataclasses
 import math
 
 import chex
-import compile_cache
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -24,12 +23,6 @@ from sotalign_jax import (
 from sotalign_jax.ot import affinity
 
 D_X, D_Y = 12, 10
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _compiled(tmp_path_factory):
-    with compile_cache.kept_in(tmp_path_factory.mktemp("compiled")):
-        yield
 
 
 @pytest.fixture(scope="module")
@@ -371,12 +364,12 @@ def test_a_learning_rate_far_too_large_stops_the_run(start, dataset):
 
 def test_method_without_its_pool_or_teacher(start, dataset, teacher):
     empty = dataclasses.replace(dataset, pool_y=dataset.pool_y[:0])
-    with pytest.raises(checks.InputError, match="pool y: has no rows but SOTAlign learns from"):
+    with pytest.raises(checks.InputError, match="pool y: has no rows"):
         run(methods.SOTAlign(), start, empty, teacher=teacher)
-    with pytest.raises(checks.InputError, match="teacher: is None but SOTAlign needs one"):
+    with pytest.raises(checks.InputError, match="teacher: is None"):
         run(methods.SOTAlign(), start, dataset)
     wrong = teachers.cca(dataset.pairs_x[:, :5], dataset.pairs_y)
-    with pytest.raises(checks.InputError, match=r"teacher: maps widths \(5, 10\) but .*\(12, 10\)"):
+    with pytest.raises(checks.InputError, match=r"teacher: maps widths \(5, 10\)"):
         run(methods.SOTAlign(), start, dataset, teacher=wrong)
 
 
