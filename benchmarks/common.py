@@ -213,12 +213,7 @@ def report(title: str, table: tables.Table, stem: pathlib.Path) -> None:
 
 def figure(columns: int, *, width: float = 4.2) -> tuple[Any, Any]:
     """A row of axes, drawn without a display."""
-    import matplotlib
-
-    matplotlib.use("agg")
-    import matplotlib.pyplot as plt
-
-    made, axes = plt.subplots(
+    made, axes = tables.pyplot().subplots(
         1, columns, figsize=(width * columns, 3.6), layout="constrained", squeeze=False
     )
     for ax in axes[0]:
@@ -229,8 +224,6 @@ def figure(columns: int, *, width: float = 4.2) -> tuple[Any, Any]:
 
 def save_figure(made: Any, stem: pathlib.Path) -> None:
     """Writes `stem`.png."""
-    import matplotlib.pyplot as plt
-
     stem.parent.mkdir(parents=True, exist_ok=True)
     made.savefig(f"{stem}.png", dpi=150)
-    plt.close(made)
+    tables.pyplot().close(made)

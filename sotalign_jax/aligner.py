@@ -142,12 +142,9 @@ class Aligner:
         checks.choice("direction", direction, DIRECTIONS)
         sides = self.heads.x, self.heads.y
         own, other = sides if direction == "x_to_y" else sides[::-1]
-        checks.whole(1, k=k, chunk=chunk)
+        checks.whole(1, chunk=chunk)
         rows = checks.array("gallery", gallery)
-        if k > len(rows):
-            raise checks.InputError(
-                f"k: {k} matches asked of a gallery of {len(rows)} rows; ask for fewer"
-            )
+        checks.within(len(rows), "rows in the gallery", k=k)
         f, g = self._embed("queries", own, queries), self._embed("gallery", other, rows)
         bias = None
         if calibrated:
@@ -223,7 +220,10 @@ class Aligner:
                 f"path: {path} holds no aligner; pass a folder that Aligner.save wrote, or the "
                 f"folder of a finished run{f', such as {runs}' if runs else ''}"
             )
-        described = _read_json(folder / _DESCRIPTION)
+        try:
+            described = json.loads((folder / _DESCRIPTION).read_text(encoding="utf-8"))
+        except (OSError, ValueError, RecursionError) as error:
+            raise _damaged(folder / _DESCRIPTION, error) from error
         written = described.get("format") if isinstance(described, dict) else None
         if written != FORMAT:
             raise checks.InputError(
@@ -303,9 +303,6 @@ def align(
             take no steps and have their own `dim`: only `seed` and `progress` matter to them.
         seed: decides everything random.
         progress: show a progress bar.
-
-    Returns:
-        The `Aligner`.
 
     Raises:
         InputError: something about the arrays or options cannot be used; the message says what.
@@ -441,17 +438,14 @@ def _kernel_features(
 def _mapped(dataset: data.Dataset, maps: teachers.LinearTeacher) -> data.Dataset:
     """The dataset's features, for methods that are fitted at once."""
 
-    def rows_x(rows: Any) -> np.ndarray:
-        return evaluation.embed(maps.map_x, rows) if len(rows) else np.zeros((0, maps.dim))
-
-    def rows_y(rows: Any) -> np.ndarray:
-        return evaluation.embed(maps.map_y, rows) if len(rows) else np.zeros((0, maps.dim))
+    def features(of: Any, rows: Any) -> np.ndarray:
+        return evaluation.embed(of, rows) if len(rows) else np.zeros((0, maps.dim))
 
     return data.Dataset(
-        rows_x(dataset.pairs_x),
-        rows_y(dataset.pairs_y),
-        rows_x(dataset.pool_x),
-        rows_y(dataset.pool_y),
+        features(maps.map_x, dataset.pairs_x),
+        features(maps.map_y, dataset.pairs_y),
+        features(maps.map_x, dataset.pool_x),
+        features(maps.map_y, dataset.pool_y),
     )
 
 
@@ -461,10 +455,9 @@ def _fit_teacher(
     if isinstance(teacher, teachers.LinearTeacher):
         return teacher
     checks.choice("teacher", teacher, tuple(training.TEACHERS))
-    options = {"contrastive": {"dim": dim, "seed": seed}, "kernel_cca": {"seed": seed}}.get(
-        teacher, {}
-    )
-    return training.TEACHERS[teacher](dataset.pairs_x, dataset.pairs_y, **options)
+    options = {"contrastive": {"dim": dim, "seed": seed}, "kernel_cca": {"seed": seed}}
+    fit = training.TEACHERS[teacher]
+    return fit(dataset.pairs_x, dataset.pairs_y, **options.get(teacher, {}))
 
 
 HELD_OUT = 0.1
@@ -518,13 +511,6 @@ def _read_calibration(folder: pathlib.Path) -> Calibration | None:
         tensors = load_file(path)
         return Calibration(*(jnp.asarray(tensors[field.name]) for field in _FIELDS))
     except (SafetensorError, OSError, KeyError) as error:
-        raise _damaged(path, error) from error
-
-
-def _read_json(path: pathlib.Path) -> Any:
-    try:
-        return json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
         raise _damaged(path, error) from error
 
 

@@ -11,7 +11,6 @@ where the two are matched no more than by chance. Nothing here looks at the rows
 """
 
 import dataclasses
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -54,22 +53,17 @@ class Calibration:
 
     def scores(self, f: ArrayLike, g: ArrayLike) -> Float[np.ndarray, "q r"]:
         """f.g + u(f) + v(g) of every row of f with every row of g."""
-        f, g = _features("f", f), _features("g", g)
+        f, g = checks.features("f", f), checks.features("g", g)
         cosines = np.asarray(affinity.cosine(f, g))
         return cosines + self.x(f)[:, None] + self.y(g)
 
     def _potential(self, rows: ArrayLike, others: Array, scalings: Array) -> np.ndarray:
-        rows = _features("rows", rows)
-        if rows.shape[1] != others.shape[1]:
-            raise checks.InputError(
-                f"rows: have width {rows.shape[1]} but the calibration's features have "
-                f"{others.shape[1]}; embed them with the same heads"
-            )
+        rows = checks.features("rows", rows, width=others.shape[1])
         out = [
             _softmin(rows[start : start + _CHUNK], others, scalings, self.epsilon)
             for start in range(0, len(rows), _CHUNK)
         ]
-        return np.concatenate([np.asarray(block) for block in out])
+        return np.concatenate(out)
 
 
 def calibrate(
@@ -95,9 +89,6 @@ def calibrate(
         tolerance: marginal error of the plan.
         seed: of the sample.
 
-    Returns:
-        The calibration.
-
     Raises:
         InputError: features do not fit, or an option is out of range.
 
@@ -108,14 +99,13 @@ def calibrate(
     """
     checks.positive(epsilon=epsilon, tolerance=tolerance)
     checks.whole(1, sample=sample)
-    f, g = _features("f", f), _features("g", g)
-    if f.shape[1] != g.shape[1]:
-        raise checks.InputError(
-            f"g: features have width {g.shape[1]} but f has {f.shape[1]}; "
-            "map both into the shared space first"
-        )
+    f = checks.features("f", f)
+    g = checks.features("g", g, width=f.shape[1])
     rng = np.random.default_rng(seed)
-    f, g = (rows if len(rows) <= sample else rows[_some(rng, len(rows), sample)] for rows in (f, g))
+    f, g = (
+        rows if len(rows) <= sample else rows[np.sort(rng.choice(len(rows), sample, replace=False))]
+        for rows in (f, g)
+    )
     f, g = affinity.l2_normalize(f), affinity.l2_normalize(g)
     plan = sinkhorn(affinity.dot(f, g.T), epsilon=epsilon, tolerance=tolerance)
     return Calibration(f, g, plan.u, plan.v, jnp.asarray(epsilon, f.dtype))
@@ -142,17 +132,3 @@ def with_bias(
 def _softmin(rows: Array, others: Array, scalings: Array, epsilon: Array) -> Array:
     logits = affinity.cosine(rows, others) / epsilon + scalings
     return -epsilon * jax.nn.logsumexp(logits, axis=1)
-
-
-def _some(rng: np.random.Generator, n: int, size: int) -> np.ndarray:
-    return np.sort(rng.choice(n, size, replace=False))
-
-
-def _features(name: str, rows: Any) -> Array:
-    array = jnp.asarray(rows)
-    if array.ndim != 2 or 0 in array.shape or not jnp.issubdtype(array.dtype, jnp.floating):
-        raise checks.InputError(
-            f"{name}: has shape {array.shape} and dtype {array.dtype}; "
-            "pass a non-empty 2-D array of float features"
-        )
-    return affinity.as_float(array)

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 CHUNK_ROWS = 65_536
@@ -118,6 +119,28 @@ def embeddings(name: str, x: Any, *, width: int | None = None, min_rows: int = 1
             )
 
 
+def features(name: str, x: Any, *, ndim: int = 2, width: int | None = None) -> jax.Array:
+    """`x` as a JAX array; raises unless it is a non-empty float array of `ndim` dimensions.
+
+    >>> features("y", np.ones((3, 2)), width=4)
+    Traceback (most recent call last):
+    sotalign_jax.checks.InputError: y: features have width 2 but 4 is needed; map both modalities
+    into the shared space first
+    """
+    out = jnp.asarray(x)
+    if out.ndim != ndim or 0 in out.shape or not jnp.issubdtype(out.dtype, jnp.floating):
+        raise InputError(
+            f"{name}: has shape {out.shape} and dtype {out.dtype}; "
+            f"pass a non-empty {ndim}-D array of float features"
+        )
+    if width is not None and out.shape[-1] != width:
+        raise InputError(
+            f"{name}: features have width {out.shape[-1]} but {width} is needed; "
+            "map both modalities into the shared space first"
+        )
+    return out
+
+
 def pairs(
     pairs_x: Any,
     pairs_y: Any,
@@ -190,6 +213,21 @@ def whole(least: int, *, or_none: bool = False, **options: Any) -> None:
         _every(options, lambda value: value is None or fine(value), f"{wanted}, or None")
     else:
         _every(options, fine, wanted)
+
+
+def within(most: int, of: str, *, least: int = 1, **options: Any) -> None:
+    """Raises unless every option is a whole number of at least `least` and of what there is.
+
+    >>> within(5, "rows in the gallery", k=10)
+    Traceback (most recent call last):
+    sotalign_jax.checks.InputError: k: is 10; pass a whole number in 1..5, for there are 5 rows in
+    the gallery
+    """
+
+    def fine(value: Any) -> bool:
+        return least <= operator.index(value) <= most
+
+    _every(options, fine, f"a whole number in {least}..{most}, for there are {most} {of}")
 
 
 def static(**options: Any) -> None:

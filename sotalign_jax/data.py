@@ -6,7 +6,7 @@ them; placing rows on a device is the training loop's job.
 
 import dataclasses
 import pathlib
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 from jaxtyping import Float, Int
@@ -50,20 +50,26 @@ def owners(n: int, m: int, x_of_y: ArrayLike | None) -> Int[np.ndarray, " m"]:
                 f"gallery: x has {n} rows but y has {m}; pass x_of_y unless row i matches row i"
             )
         return np.arange(n, dtype=np.int32)
-    index = np.asarray(x_of_y)
-    if index.shape != (m,) or index.dtype.kind not in "iu":
-        raise checks.InputError(
-            f"x_of_y: has shape {index.shape} and dtype {index.dtype}; "
-            f"pass {m} integers, one per row of y"
-        )
-    if m and not (index.min() >= 0 and index.max() < n):
-        raise checks.InputError(
-            f"x_of_y: values run from {index.min()} to {index.max()}; keep them within 0..{n - 1}"
-        )
+    index = _indices("x_of_y", x_of_y, m, below=n)
     orphans = np.flatnonzero(np.bincount(index, minlength=n) == 0)
     if orphans.size:
         raise checks.InputError(
             f"x_of_y: row {orphans[0]} of x has no row of y; remove such rows of x"
+        )
+    return index
+
+
+def _indices(name: str, values: ArrayLike, count: int, *, below: int) -> np.ndarray:
+    index = np.asarray(values)
+    if index.shape != (count,) or index.dtype.kind not in "iu":
+        raise checks.InputError(
+            f"{name}: has shape {index.shape} and dtype {index.dtype}; "
+            f"pass {count} integers, one per row"
+        )
+    if count and not (index.min() >= 0 and index.max() < below):
+        raise checks.InputError(
+            f"{name}: values run from {index.min()} to {index.max()}; "
+            f"keep them within 0..{below - 1}"
         )
     return index.astype(np.int32)
 
@@ -112,16 +118,7 @@ def class_labels(labels: ArrayLike, *, n: int, classes: int) -> Int[np.ndarray, 
     >>> class_labels([1, 0], n=2, classes=2)
     array([1, 0], dtype=int32)
     """
-    out = np.asarray(labels)
-    if out.shape != (n,) or out.dtype.kind not in "iu":
-        raise checks.InputError(
-            f"labels: has shape {out.shape} and dtype {out.dtype}; pass {n} integers, one per row"
-        )
-    if n and not (out.min() >= 0 and out.max() < classes):
-        raise checks.InputError(
-            f"labels: values run from {out.min()} to {out.max()}; keep them within 0..{classes - 1}"
-        )
-    return out.astype(np.int32)
+    return _indices("labels", labels, n, below=classes)
 
 
 # --- what is trained on ------------------------------------------------------------------------
@@ -140,19 +137,11 @@ class Dataset:
     zero_shot: ZeroShot | None = None
 
     def __post_init__(self) -> None:
-        widths = {"x": self.pairs_x.shape[1], "y": self.pairs_y.shape[1]}
-        parts: list[tuple[str, str, Any]] = [("pool_x", "x", self.pool_x)]
-        parts += [("pool_y", "y", self.pool_y)]
-        for name, part in (("val", self.val), ("test", self.test)):
-            if part is not None:
-                parts += [(f"{name} x", "x", part.x), (f"{name} y", "y", part.y)]
-        if self.zero_shot is not None:
-            parts += [("zero_shot x", "x", self.zero_shot.x)]
-            parts += [("zero_shot prompts", "y", self.zero_shot.prompts)]
-        for name, side, array in parts:
-            if array.shape[-1] != widths[side]:
+        for name, array in self._parts().items():
+            width = (self.pairs_x if name.endswith("_x") else self.pairs_y).shape[1]
+            if array is not None and array.shape[-1] != width:
                 raise checks.InputError(
-                    f"{name}: width {array.shape[-1]} differs from the pairs' {widths[side]}; "
+                    f"{name}: width {array.shape[-1]} differs from the pairs' {width}; "
                     "embed both with the same encoder"
                 )
 
@@ -162,7 +151,10 @@ class Dataset:
         >>> dataset((np.eye(2), np.eye(2))).summary()["pairs_x"]
         [2, 2]
         """
-        arrays: dict[str, np.ndarray | files.MappedRows | None] = {
+        return {k: None if v is None else list(v.shape) for k, v in self._parts().items()}
+
+    def _parts(self) -> dict[str, np.ndarray | files.MappedRows | None]:
+        return {
             "pairs_x": self.pairs_x,
             "pairs_y": self.pairs_y,
             "pool_x": self.pool_x,
@@ -174,7 +166,6 @@ class Dataset:
             "zero_shot_x": self.zero_shot and self.zero_shot.x,
             "zero_shot_prompts": self.zero_shot and self.zero_shot.prompts,
         }
-        return {k: None if v is None else list(v.shape) for k, v in arrays.items()}
 
 
 def dataset(
@@ -233,20 +224,14 @@ def split_rows(
     (2,)
     """
     checks.choice("pool", pool, POOLS)
-    if not 1 <= n_pairs <= n_rows:
-        raise checks.InputError(
-            f"n_pairs: {n_pairs} asked of {n_rows} rows; keep it in 1..{n_rows}"
-        )
+    checks.within(n_rows, "rows", n_pairs=n_pairs)
     rng = np.random.default_rng(seed)
     order = rng.permutation(n_rows)
     rest = order[n_pairs:]
     available = len(rest) // 2 if pool == "disjoint" else len(rest)
     x, y = (rest, rest[available:]) if pool == "disjoint" else (rest, rest)
     size = available if n_unpaired is None else n_unpaired
-    if not 0 <= size <= available:
-        raise checks.InputError(
-            f"n_unpaired: {size} asked but {available} rows remain for a {pool} pool; ask for fewer"
-        )
+    checks.within(available, f"rows left for a {pool} pool", least=0, n_unpaired=size)
     y = y[:size]
     return Rows(order[:n_pairs], x[:size], rng.permutation(y) if pool == "random" else y)
 
@@ -343,10 +328,7 @@ def _outside_pool(
     checks.embeddings(name, array, width=width)
     if size is None:
         return array
-    if size > len(array):
-        raise checks.InputError(
-            f"n_unpaired: {size} asked but {name} has {len(array)} rows; ask for fewer"
-        )
+    checks.within(len(array), f"rows in {name}", least=0, n_unpaired=size)
     return files.take(array, np.random.default_rng(seed).permutation(len(array))[:size])
 
 

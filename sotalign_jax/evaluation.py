@@ -112,8 +112,8 @@ def retrieval(
     >>> retrieval(np.eye(3), np.eye(3)[[0, 2, 1]], ks=(1,))["mean/R@1"]
     33.33333333333333
     """
-    x, y = _features("x", x, 2), _features("y", y, 2)
-    _same_width("y", y, x)
+    x = checks.features("x", x).astype(jnp.float32)
+    y = checks.features("y", y, width=x.shape[1]).astype(jnp.float32)
     if not ks or min(ks) < 1:
         raise checks.InputError(f"ks: {tuple(ks)} given; pass at least one cut-off, each 1 or more")
     owner = data.owners(len(x), len(y), x_of_y)
@@ -121,8 +121,7 @@ def retrieval(
     biases = _bias("bias_x", bias_x, len(x)), _bias("bias_y", bias_y, len(y))
     result = match_ranks(x, y, owner, *biases, chunk=chunk)
     finite_x, finite_y, ranks_x, ranks_y = jax.device_get(result)
-    _raise_unless_finite("x", finite_x)
-    _raise_unless_finite("y", finite_y)
+    _check_finite(x=finite_x, y=finite_y)
     recalls = {}
     for direction, ranks in (("x_to_y", ranks_x), ("y_to_x", ranks_y)):
         for k in ks:
@@ -155,14 +154,13 @@ def zero_shot(
     >>> zero_shot(np.eye(2), np.eye(2)[:, None], [0, 0])
     {'zero_shot/top1': 50.0, 'zero_shot/mean_per_class': 50.0}
     """
-    x, prompts = _features("x", x, 2), _features("prompts", prompts, 3)
-    _same_width("prompts", prompts, x)
+    x = checks.features("x", x).astype(jnp.float32)
+    prompts = checks.features("prompts", prompts, ndim=3, width=x.shape[1]).astype(jnp.float32)
     truth = data.class_labels(np.asarray(labels), n=len(x), classes=len(prompts))
     checks.whole(1, chunk=chunk)
     result = _classify(x, prompts, chunk=chunk)
     finite_x, finite_prompts, predicted = jax.device_get(result)
-    _raise_unless_finite("x", finite_x)
-    _raise_unless_finite("prompts", finite_prompts)
+    _check_finite(x=finite_x, prompts=finite_prompts)
     right = predicted == truth
     seen = np.bincount(truth)
     per_class = np.bincount(truth, weights=right)[seen > 0] / seen[seen > 0]
@@ -236,16 +234,6 @@ def _by_blocks(
     return blocks.over_rows(n, size, body, jnp.zeros(n, jnp.int32))
 
 
-def _features(name: str, x: ArrayLike, ndim: int) -> Array:
-    out = jnp.asarray(x)
-    if out.ndim != ndim or 0 in out.shape or not jnp.issubdtype(out.dtype, jnp.floating):
-        raise checks.InputError(
-            f"{name}: has shape {out.shape} and dtype {out.dtype}; "
-            f"pass a non-empty {ndim}-D array of float features"
-        )
-    return out.astype(jnp.float32)
-
-
 def _bias(name: str, given: ArrayLike | None, size: int) -> Array:
     if given is None:
         return jnp.zeros(size, jnp.float32)
@@ -257,16 +245,9 @@ def _bias(name: str, given: ArrayLike | None, size: int) -> Array:
     return bias
 
 
-def _same_width(name: str, x: Array, other: Array) -> None:
-    if x.shape[-1] != other.shape[-1]:
-        raise checks.InputError(
-            f"{name}: features have width {x.shape[-1]} but x has {other.shape[-1]}; "
-            "map both into the shared space first"
-        )
-
-
-def _raise_unless_finite(name: str, finite: bool) -> None:
-    if not finite:
-        raise checks.InputError(
-            f"{name}: features contain NaN or inf; check the heads and their inputs"
-        )
+def _check_finite(**finite: bool) -> None:
+    for name, fine in finite.items():
+        if not fine:
+            raise checks.InputError(
+                f"{name}: features contain NaN or inf; check the heads and their inputs"
+            )

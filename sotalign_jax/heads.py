@@ -84,16 +84,8 @@ class AffineMap:
         return self.weight.shape[0]
 
     def leading(self, dim: int) -> "AffineMap":
-        """The first `dim` output directions.
-
-        Raises:
-          InputError: there are fewer than `dim`.
-        """
-        if not 1 <= dim <= len(self.weight):
-            raise checks.InputError(
-                f"dim: {dim} directions asked of a map that has {len(self.weight)}; "
-                f"choose 1 <= dim <= {len(self.weight)}"
-            )
+        """The first `dim` output directions."""
+        checks.within(self.d_out, "directions in this map", dim=dim)
         return AffineMap(self.weight[:dim], self.bias[:dim], self.norm)
 
 
@@ -125,6 +117,9 @@ class Head(nnx.Module):
       classes: every kind that was defined, by name.
       d_in: width of the embeddings.
       d_out: width of the shared space.
+
+    Constructors also take the `dtype` of the parameters, and so of the computation, and `rngs`,
+    random streams for the weights.
     """
 
     kind: ClassVar[str]
@@ -205,6 +200,8 @@ class Dense(nnx.Module):
 class LinearHead(Head):
     """LayerNorm(x) W^T + b, the linear head of SAIL: Xavier-uniform W, zero b.
 
+    With norm="l2", x / ||x|| * sqrt(d) takes the place of LayerNorm(x).
+
     Example:
       >>> head = LinearHead(8, 3, rngs=nnx.Rngs(0))
       >>> head(jnp.ones((5, 8), jnp.float16)).shape
@@ -222,15 +219,6 @@ class LinearHead(Head):
         dtype: Any = jnp.float32,
         rngs: nnx.Rngs,
     ):
-        """Draws a fresh head.
-
-        Args:
-          d_in: width of the embeddings.
-          d_out: width of the shared space.
-          norm: "layer", or "l2" for x / ||x|| * sqrt(d) in its place.
-          dtype: of the parameters, and so of the computation.
-          rngs: random streams for W.
-        """
         self.d_in, self.d_out = d_in, d_out
         self.input = InputNorm(d_in, norm=norm, dtype=dtype)
         self.linear = Dense(d_in, d_out, dtype=dtype, rngs=rngs)
@@ -252,15 +240,6 @@ class LinearHead(Head):
 
         c gives W the root mean square of a Xavier start, sqrt(2 / (d_in + d_out)): a step of a
         sign-based optimiser is then as large, relative to W, as it is from a random start.
-
-        Args:
-          affine: the map to start from; its `norm` becomes the head's.
-
-        Returns:
-          The head.
-
-        Raises:
-          InputError: the map's weight is zero, so that no c exists.
 
         Example:
           >>> affine = AffineMap(weight=jnp.eye(3), bias=jnp.ones(3), norm="layer")
@@ -294,15 +273,10 @@ class LinearHead(Head):
 
 
 class _Hidden(Head):
-    """Heads with one adjustable hidden width.
-
-    Attributes:
-      hidden: width of the hidden layers.
-    """
+    """Heads with one adjustable hidden width; None for it or for `norm` means the kind's usual."""
 
     usual_norm: ClassVar[str] = "layer"
-    hidden: int
-    input: InputNorm
+    usual_hidden: ClassVar[Callable[..., int]]
 
     def __init__(
         self,
@@ -314,37 +288,18 @@ class _Hidden(Head):
         dtype: Any = jnp.float32,
         rngs: nnx.Rngs,
     ):
-        """Draws a fresh head.
-
-        Args:
-          d_in: width of the embeddings.
-          d_out: width of the shared space.
-          hidden: width of the hidden layers; None means the kind's usual one.
-          norm: "layer", or "l2" for x / ||x|| * sqrt(d) in its place; None means the usual one.
-          dtype: of the parameters, and so of the computation.
-          rngs: random streams for the weights.
-        """
         self.d_in, self.d_out = d_in, d_out
         self.hidden = self.usual_hidden(d_in) if hidden is None else hidden
         self.input = InputNorm(d_in, norm=norm or self.usual_norm, dtype=dtype)
         self._draw(functools.partial(Dense, dtype=dtype, rngs=rngs))
-
-    @staticmethod
-    @abc.abstractmethod
-    def usual_hidden(d_in: int) -> int:
-        """Width of the hidden layers unless another one is asked for."""
 
     @abc.abstractmethod
     def _draw(self, dense: Callable[[int, int], Dense]) -> None:
         """Sets the layers."""
 
     def options(self) -> dict[str, Any]:
-        return {
-            "d_in": self.d_in,
-            "d_out": self.d_out,
-            "hidden": self.hidden,
-            "norm": self.input.norm,
-        }
+        widths = {"d_in": self.d_in, "d_out": self.d_out, "hidden": self.hidden}
+        return {**widths, "norm": self.input.norm}
 
 
 class MLPHead(_Hidden):
@@ -358,10 +313,7 @@ class MLPHead(_Hidden):
     """
 
     kind = "mlp"
-
-    @staticmethod
-    def usual_hidden(d_in: int) -> int:
-        return d_in
+    usual_hidden = staticmethod(lambda d_in: d_in)
 
     def _draw(self, dense: Callable[[int, int], Dense]) -> None:
         self.inner = dense(self.d_in, self.hidden)
@@ -384,10 +336,7 @@ class GLUHead(_Hidden):
     """
 
     kind = "glu"
-
-    @staticmethod
-    def usual_hidden(d_in: int) -> int:
-        return 8 * d_in
+    usual_hidden = staticmethod(lambda d_in: 8 * d_in)
 
     def _draw(self, dense: Callable[[int, int], Dense]) -> None:
         self.gate = dense(self.d_in, self.hidden)
@@ -415,10 +364,7 @@ class TanhHead(_Hidden):
 
     kind = "tanh"
     usual_norm = "l2"
-
-    @staticmethod
-    def usual_hidden(d_in: int) -> int:
-        return 512
+    usual_hidden = staticmethod(lambda d_in: 512)
 
     def _draw(self, dense: Callable[[int, int], Dense]) -> None:
         widths = (self.d_in, self.hidden, self.hidden, min(1024, self.hidden), self.d_out)
@@ -454,15 +400,7 @@ class KernelHead(Head):
         dtype: Any = jnp.float32,
         rngs: nnx.Rngs,
     ):
-        """A head whose kernel map is zero, to be filled.
-
-        Args:
-          d_in: width of the embeddings.
-          landmarks: of the kernel map.
-          inner: the head behind, or its kind and options.
-          dtype: of the kernel map.
-          rngs: not used; every head takes them.
-        """
+        """A head of so many landmarks, all zero; `inner` may be the kind and options of a head."""
         self.inner = rebuild(**inner) if isinstance(inner, dict) else inner
         self.d_in, self.d_out = d_in, self.inner.d_out
         self.mean = Frozen(jnp.zeros(d_in, dtype))
@@ -536,11 +474,7 @@ class Heads(nnx.Module):
         self.bias = nnx.Param(jnp.asarray(losses.INITIAL_BIAS, dtype))
 
     def to_affine(self) -> tuple[AffineMap, AffineMap]:
-        """Both heads as affine maps.
-
-        Raises:
-          InputError: a head is not linear.
-        """
+        """Both heads as affine maps, which linear heads are."""
         if not (isinstance(self.x, LinearHead) and isinstance(self.y, LinearHead)):
             raise checks.InputError(
                 f"heads: {self.x.kind} heads are not affine maps; build with kind='linear'"
@@ -577,9 +511,6 @@ def build_heads(
         the head; they stay as they are.
       dtype: of the parameters; with a teacher, the teacher's.
 
-    Returns:
-      The heads, all of whose variables are `nnx.Param`.
-
     Raises:
       InputError: an option is unknown, or the teacher does not fit the widths.
 
@@ -593,59 +524,44 @@ def build_heads(
     checks.whole(1, d_x=d_x, d_y=d_y, dim=dim)
     checks.whole(1, or_none=True, hidden=hidden)
     for name, maps in (("teacher", teacher), ("features", features)):
-        if maps is not None:
-            _check_widths(name, maps, d_x, d_y)
+        if maps is not None and (maps.map_x.d_in, maps.map_y.d_in) != (d_x, d_y):
+            raise checks.InputError(
+                f"{name}: maps widths {(maps.map_x.d_in, maps.map_y.d_in)} but the embeddings have "
+                f"{(d_x, d_y)}; fit the {name} on the same encoders"
+            )
     if teacher is not None:
         if features is not None and features is not teacher:
             raise checks.InputError(
                 "features: heads that start at a teacher have the teacher's features; leave it out"
             )
-        return _heads_from_teacher(teacher, dim, kind)
+        if kind != "linear":
+            raise checks.InputError(
+                f"teacher: cannot start heads of kind {kind!r}; use kind='linear' or teacher=None"
+            )
+        return Heads(*(_start_at(m.leading(dim)) for m in (teacher.map_x, teacher.map_y)))
     options: dict[str, Any] = {"dtype": dtype, "rngs": nnx.Rngs(seed)}
     if norm is not None:
         options["norm"] = norm
     if kind != "linear":
         options["hidden"] = hidden
+    widths = (features.map_x.d_out, features.map_y.d_out) if features else (d_x, d_y)
     made: Any = Head.classes[kind]
-    if features is None:
-        return Heads(*(made(width, dim, **options) for width in (d_x, d_y)))
-    widths = features.map_x.d_out, features.map_y.d_out
-    return on_features(features, Heads(*(made(width, dim, **options) for width in widths)))
+    heads = Heads(*(made(width, dim, **options) for width in widths))
+    return on_features(features, heads) if features else heads
 
 
 def on_features(features: MapPair, heads: Heads) -> Heads:
     """Heads of kernel features as heads of the rows that the features are of."""
-    map_x, map_y = _kernel_maps(features)
-    return Heads(KernelHead.on(map_x, heads.x), KernelHead.on(map_y, heads.y))
-
-
-def _kernel_maps(features: MapPair) -> tuple[KernelMap, KernelMap]:
     map_x, map_y = features.map_x, features.map_y
     if not (isinstance(map_x, KernelMap) and isinstance(map_y, KernelMap)):
         raise checks.InputError(
             "features: are no kernel maps; fit them with teachers.kernel_cca(pairs_x, pairs_y)"
         )
-    return map_x, map_y
+    return Heads(KernelHead.on(map_x, heads.x), KernelHead.on(map_y, heads.y))
 
 
-def _check_widths(name: str, maps: MapPair, d_x: int, d_y: int) -> None:
-    widths = maps.map_x.d_in, maps.map_y.d_in
-    if widths != (d_x, d_y):
-        raise checks.InputError(
-            f"{name}: maps widths {widths} but the embeddings have {(d_x, d_y)}; "
-            f"fit the {name} on the same encoders"
-        )
-
-
-def _heads_from_teacher(teacher: MapPair, dim: int, kind: str) -> Heads:
-    if kind != "linear":
-        raise checks.InputError(
-            f"teacher: cannot start heads of kind {kind!r}; use kind='linear' or teacher=None"
-        )
-    return Heads(*(_head_from_map(m.leading(dim)) for m in (teacher.map_x, teacher.map_y)))
-
-
-def _head_from_map(start: Map) -> Head:
+def _start_at(start: Map) -> Head:
+    """A head of the same cosines."""
     if isinstance(start, AffineMap):
         return LinearHead.from_affine(start)
     identity = AffineMap(jnp.eye(start.d_out), jnp.zeros(start.d_out), norm="l2")

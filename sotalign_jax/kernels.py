@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float
 
 from sotalign_jax import checks
 from sotalign_jax.ot import affinity
@@ -72,16 +72,8 @@ class KernelMap:
         return affinity.dot(jnp.exp(-self.gamma * distances) - self.centre, self.weight.T)
 
     def leading(self, dim: int) -> "KernelMap":
-        """The first `dim` output directions.
-
-        Raises:
-          InputError: there are fewer than `dim`.
-        """
-        if not 1 <= dim <= self.d_out:
-            raise checks.InputError(
-                f"dim: {dim} directions asked of a map that has {self.d_out}; "
-                f"choose 1 <= dim <= {self.d_out}"
-            )
+        """The first `dim` output directions."""
+        checks.within(self.d_out, "directions in this map", dim=dim)
         return dataclasses.replace(self, weight=self.weight[:dim])
 
 
@@ -120,18 +112,17 @@ def fit(
     dtype: Any,
 ) -> Fitted:
     """The maps of `teachers.kernel_cca`, which explains the arguments."""
-    chosen = _landmarks(len(pairs_x), landmarks, seed)
+    chosen = np.arange(len(pairs_x))
+    if len(chosen) > landmarks:
+        rng = np.random.default_rng(seed)
+        chosen = np.sort(rng.choice(len(chosen), landmarks, replace=False))
     x = _basis("pairs_x", pairs_x, chosen, options.gamma_x)
     y = _basis("pairs_y", pairs_y, chosen, options.gamma_y)
     moments = _moments(x, y, pairs_x, pairs_y)
     found = _canonical(moments, options.ridge)
     rank = len(found.rho)
     dim = rank if dim is None else dim
-    if dim > rank:
-        raise checks.InputError(
-            f"dim: {dim} directions asked but these {len(pairs_x)} pairs determine {rank}; "
-            f"choose 1 <= dim <= {rank} or add pairs or landmarks"
-        )
+    checks.within(rank, f"directions that these {len(pairs_x)} pairs determine", dim=dim)
     weight = found.rho[:dim] ** options.power
     return Fitted(
         _map(x, moments.centre_x, found.weights_x[:, :dim] * weight, dtype),
@@ -165,9 +156,6 @@ def choose(pairs_x: Rows, pairs_y: Rows, *, seed: int = 0, **fixed: float) -> Op
       pairs_y: paired embeddings of the second, (n, d_y).
       seed: of the folds.
       **fixed: options that are known already.
-
-    Returns:
-      The options.
 
     Raises:
       InputError: as `teachers.kernel_cca`, and with fewer than 6 pairs.
@@ -313,12 +301,6 @@ class _Canonical(NamedTuple):
     weights_y: Float[np.ndarray, "s k"]
     rho: Float[np.ndarray, " k"]
     correlations: Float[np.ndarray, " k"]
-
-
-def _landmarks(n: int, most: int, seed: int) -> Int[np.ndarray, " m"]:
-    if n <= most:
-        return np.arange(n)
-    return np.sort(np.random.default_rng(seed).choice(n, most, replace=False))
 
 
 def _basis(name: str, rows: Any, chosen: np.ndarray, gamma: float) -> _Basis:

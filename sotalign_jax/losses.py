@@ -51,9 +51,6 @@ def siglip(
       normalization: "mean" over all entries (SAIL), or "per_row": sum over columns, mean over
         rows (big_vision, open_clip).
 
-    Returns:
-      The loss, a scalar.
-
     Raises:
       InputError: `f` and `g` differ in length, or `normalization` is unknown.
 
@@ -91,9 +88,6 @@ def siglip_from_affinity(
       bias: logit bias b.
       positives: how many of the first diagonal entries are positive; None means one a row.
       normalization: "mean" gives sum(l) / (n m), "per_row" gives sum(l) / n.
-
-    Returns:
-      The loss, a scalar.
 
     Raises:
       InputError: K is too small to have that diagonal, or `normalization` is unknown.
@@ -134,17 +128,11 @@ def symmetric_infonce(
     temperature tau pass log_scale = -log tau.
 
     Args:
-      f: features of the first modality; row i belongs to row i of `g`.
-      g: features of the second modality, as many rows.
+      f: features, as for `siglip`; so are `g` and the negatives.
+      g: features of the second modality.
       log_scale: logarithm of the logit scale (inverse temperature).
-      negatives_f: more rows of the first modality, wrong for every row of `g`.
-      negatives_g: more rows of the second modality, wrong for every row of `f`.
-
-    Returns:
-      The loss, a scalar.
-
-    Raises:
-      InputError: `f` and `g` differ in length.
+      negatives_f: more rows of the first modality.
+      negatives_g: more rows of the second.
 
     Example:
       >>> print(f"{symmetric_infonce(jnp.ones((4, 2)), jnp.ones((4, 2))):.4f}")  # log 4
@@ -177,9 +165,6 @@ def soft_cross_entropy(
       keys: features of the other.
       labels: Q, one distribution over the keys a row.
       log_scale: logarithm of the logit scale.
-
-    Returns:
-      The loss, a scalar.
 
     Raises:
       InputError: the labels have another shape than the cosines.

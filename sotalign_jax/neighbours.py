@@ -75,11 +75,8 @@ def nearest(
             "pass two matrices of one width"
         )
     checks.choice("skip", skip, SKIP)
-    checks.whole(1, k=k, chunk=chunk)
-    if k > len(keys):
-        raise checks.InputError(
-            f"k: {k} neighbours asked of {len(keys)} keys; ask for fewer or add keys"
-        )
+    checks.whole(1, chunk=chunk)
+    checks.within(len(keys), "keys", k=k)
     if not len(queries):
         return Neighbours(jnp.zeros((0, k)), jnp.zeros((0, k), jnp.int32))
     for name, rows in (("queries", queries), ("keys", keys)):
@@ -90,7 +87,7 @@ def nearest(
     usable = np.asarray((found.indices >= 0).sum(axis=1))
     if usable.min() < k:
         raise checks.InputError(
-            f"k: {k} neighbours asked but only {usable.min()} keys differ from query "
+            f"k: is {k} but only {usable.min()} keys differ from query "
             f"{usable.argmin()}; ask for fewer or add keys"
         )
     return found

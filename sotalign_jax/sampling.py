@@ -180,15 +180,9 @@ class Feed:
         unpaired: int,
         mesh: Mesh | None = None,
     ) -> None:
-        """Opens a feed.
+        """Opens a feed of the batches that `draw` makes, from arrays on the host.
 
-        Args:
-            data: arrays on the host; only the rows of a batch are read.
-            key: see `draw`, as for the numbers of rows.
-            pairs: pairs in a batch.
-            unpaired: unpaired rows of each pool in a batch.
-            mesh: devices to split the rows of a batch over; then they come as
-                `sharding.SplitRows`.
+        With a mesh, rows are split over its devices and come as `sharding.SplitRows`.
         """
         self._data, self._mesh = data, mesh
         self._rows: Callable[[Any], RowNumbers] = jax.jit(

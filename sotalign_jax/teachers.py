@@ -63,20 +63,8 @@ def procrustes(
     """Orthogonal Procrustes: maximises <A P^T, B Q^T> over P P^T = Q Q^T = I.
 
     With A^T B = U S V^T the solution is P = U_dim^T, Q = V_dim^T and its value is the sum of the
-    `dim` largest singular values. Rows are L2-normalised and centred first (see `cca`).
-
-    Args:
-      pairs_x: embeddings A of the first modality, (n, d_x).
-      pairs_y: embeddings B of the second, (n, d_y); row i belongs to row i of `pairs_x`.
-      dim: directions kept; None keeps the numerical rank of A^T B.
-      renorm: L2-normalise the centred rows again before fitting.
-
-    Returns:
-      The teacher; directions come in order of decreasing singular value.
-
-    Raises:
-      InputError: rows do not match, are not finite or are zero; fewer than 2 pairs; or `dim`
-        exceeds the rank.
+    `dim` largest singular values. Rows are L2-normalised and centred first, and the arguments are
+    those of `cca`.
 
     Example:
       >>> A = np.random.default_rng(0).normal(size=(50, 4)).astype(np.float32)
@@ -286,11 +274,7 @@ def _closed_form(
     weights_x, weights_y, values = _rotated(x, y, gain)
     rank = len(values)
     dim = rank if dim is None else dim
-    if not 1 <= dim <= rank:
-        raise checks.InputError(
-            f"dim: {dim} directions asked but these {len(pairs_x)} pairs determine {rank}; "
-            f"choose 1 <= dim <= {rank} or add pairs"
-        )
+    checks.within(rank, f"directions that these {len(pairs_x)} pairs determine", dim=dim)
     W_x, W_y = ((w[:, :dim] * values[:dim] ** power).T for w in (weights_x, weights_y))
     return LinearTeacher(
         map_x=AffineMap(_float32(W_x), _float32(-W_x @ mean_x), norm="l2"),

@@ -49,10 +49,10 @@ def test_sweeps_are_nested(pool):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"n_pairs": 0}, "n_pairs: 0 asked of 10 rows"),
-        ({"n_pairs": 11}, "n_pairs: 11 asked of 10 rows"),
-        ({"n_pairs": 4, "n_unpaired": 4}, "4 asked but 3 rows remain for a disjoint pool"),
-        ({"n_pairs": 4, "n_unpaired": -1}, "n_unpaired: -1"),
+        ({"n_pairs": 0}, "n_pairs: is 0"),
+        ({"n_pairs": 11}, "n_pairs: is 11"),
+        ({"n_pairs": 4, "n_unpaired": 4}, "n_unpaired: is 4"),
+        ({"n_pairs": 4, "n_unpaired": -1}, "n_unpaired: is -1"),
         ({"n_pairs": 4, "pool": "halves"}, "pool: 'halves' is unknown"),
     ],
 )
@@ -91,7 +91,7 @@ def test_two_outside_pools_may_exceed_the_table():
     )
     assert len(made.pairs_x) == 12
     assert len(made.pool_x) == len(made.pool_y) == 40
-    with pytest.raises(checks.InputError, match="n_unpaired: 41 asked but unpaired_x has 40"):
+    with pytest.raises(checks.InputError, match="n_unpaired: is 41"):
         data.semi_supervised(
             x, y, n_pairs=12, unpaired_x=_rows(40, 4), unpaired_y=_rows(60, 3), n_unpaired=41
         )
@@ -117,7 +117,7 @@ def test_memory_mapped_tables_work(tmp_path):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda x, y: (x[:9], y), "y: has 10 rows but x has 9"),
+        (lambda x, y: (x[:9], y), "y: has 10 rows"),
         (lambda x, y: (np.where(x == x[3], np.nan, x), y), "x: row 3 is NaN"),
         (lambda x, y: (x, np.where(y == y[4], 0.0, y)), "y: row 4 is all zeros"),
         (lambda x, y: (x.astype(int), y), "dtype int64; pass real floating-point"),
@@ -151,12 +151,12 @@ def test_dataset_from_parts():
 @pytest.mark.parametrize(
     ("part", "message"),
     [
-        ({"x": _rows(9, 3)}, "x: rows have width 3 but 4 is needed"),
-        ({"val": data.gallery(_rows(6, 4), _rows(6, 4))}, "val y: width 4 differs from .* 3"),
-        ({"test": data.gallery(_rows(6, 3), _rows(6, 3))}, "test x: width 3 differs from .* 4"),
+        ({"x": _rows(9, 3)}, "x: rows have width 3"),
+        ({"val": data.gallery(_rows(6, 4), _rows(6, 4))}, "val_y: width 4"),
+        ({"test": data.gallery(_rows(6, 3), _rows(6, 3))}, "test_x: width 3"),
         (
             {"zero_shot": data.zero_shot(_rows(2, 4), [0, 1], np.ones((2, 1, 5)))},
-            "zero_shot prompts: width 5 differs from .* 3",
+            "zero_shot_prompts: width 5",
         ),
     ],
 )

@@ -95,7 +95,7 @@ def test_the_score_matrix_never_exists():
 @pytest.mark.parametrize(
     ("x", "y", "options", "message"),
     [
-        (_rows(4, 3), _rows(4, 2), {}, "y: features have width 2 but x has 3"),
+        (_rows(4, 3), _rows(4, 2), {}, "y: features have width 2"),
         (_rows(4, 3), _rows(5, 3), {}, "x has 4 rows but y has 5; pass x_of_y"),
         (_rows(4, 3)[0], _rows(4, 3), {}, "x: has shape .* 2-D"),
         (np.ones((4, 3), int), _rows(4, 3), {}, "x: has shape .* dtype int"),
@@ -132,7 +132,7 @@ def test_each_prompt_weighs_the_same_whatever_its_length():
 @pytest.mark.parametrize(
     ("prompts", "labels", "message"),
     [
-        (np.ones((2, 1, 4)), [0, 1], "prompts: features have width 4 but x has 3"),
+        (np.ones((2, 1, 4)), [0, 1], "prompts: features have width 4"),
         (np.ones((2, 3)), [0, 1], "prompts: has shape .* 3-D"),
         (np.ones((2, 1, 3)), [0, 2], "labels: values run from 0 to 2"),
         (np.full((2, 1, 3), np.nan), [0, 1], "prompts: features contain NaN"),

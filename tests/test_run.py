@@ -195,7 +195,7 @@ def test_heads_are_the_methods_own_unless_told(files, monkeypatch):
     ("harm", "options", "message"),
     [
         ({"y": lambda a: a[:-1]}, [], "data: y: "),
-        ({"val_x": lambda a: a[:, 1:]}, [], "data: val x: "),
+        ({"val_x": lambda a: a[:, 1:]}, [], "data: val_x: "),
         ({"test_y": lambda a: a[:9]}, [], "data: files.test: gallery: "),
         ({"x": lambda a: a * np.where(np.arange(300) == 7, np.nan, 1)[:, None]}, [], "x: row 7 "),
         ({"y": lambda a: a * (np.arange(300) != 8)[:, None]}, [], "y: row 8 "),

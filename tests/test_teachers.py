@@ -163,7 +163,7 @@ def test_teacher_is_a_float32_pytree_of_unit_rows():
 @pytest.mark.parametrize("fit", training.TEACHERS.values())
 def test_unusable_pairs_are_named(fit):
     A, B = pairs(20, 8, 5)
-    with pytest.raises(checks.InputError, match="pairs_y: has 18 rows but pairs_x has 20"):
+    with pytest.raises(checks.InputError, match="pairs_y: has 18 rows"):
         fit(A, B[:18])
     with pytest.raises(checks.InputError, match="has 1 rows but at least 2"):
         fit(A[:1], B[:1])
@@ -185,9 +185,9 @@ def test_lists_of_rows_are_arrays():
 @pytest.mark.parametrize("fit", [teachers.procrustes, teachers.cca])
 def test_impossible_fits_are_named(fit):
     A, B = pairs(20, 8, 5)
-    with pytest.raises(checks.InputError, match=r"dim: 6 directions asked .* determine 5"):
+    with pytest.raises(checks.InputError, match="dim: is 6"):
         fit(A, B, dim=6)
-    with pytest.raises(checks.InputError, match="choose 1 <= dim <= 5"):
+    with pytest.raises(checks.InputError, match="dim: is 0"):
         fit(A, B, dim=0)
     for renorm in (False, True):
         with pytest.raises(checks.InputError, match="pairs_y: all rows"):

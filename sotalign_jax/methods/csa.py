@@ -70,15 +70,7 @@ class CSAHead(Head):
     def __init__(
         self, d_in: int, d_out: int, *, side: str, dtype: Any = jnp.float32, rngs: nnx.Rngs
     ):
-        """A head of zeros, to be filled.
-
-        Args:
-          d_in: width of the embeddings.
-          d_out: directions and two more.
-          side: "x" or "y", which modality it is for.
-          dtype: of the parameters, and so of the computation.
-          rngs: not used; every head takes them.
-        """
+        """A head of zeros for one modality, "x" or "y"; d_out is two more than the directions."""
         checks.choice("side", side, SIDES)
         self.d_in, self.d_out, self.side = d_in, d_out, side
         self.mean = nnx.Param(jnp.zeros(d_in, dtype))

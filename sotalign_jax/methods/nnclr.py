@@ -50,11 +50,8 @@ class NNCLR(base.Objective):
     def check(self, dataset: data.Dataset) -> None:
         sides = (dataset.pool_x, self.weight_image), (dataset.pool_y, self.weight_text)
         for name, (pool, weight) in zip("xy", sides, strict=True):
-            if weight and self.k > len(pool):
-                raise checks.InputError(
-                    f"k: {self.k} neighbours asked but pool {name} has {len(pool)} rows; "
-                    "ask for fewer or add rows"
-                )
+            if weight:
+                checks.within(len(pool), f"rows in pool {name}", k=self.k)
 
     def prepare(self, arrays: DeviceData) -> DeviceData:
         """The training arrays with the tables of neighbours that have a weight."""

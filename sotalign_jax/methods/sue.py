@@ -26,6 +26,7 @@ from sotalign_jax.ot import affinity
 WIDTHS = (0.5, 1.0, 2.0)
 """Of the Gaussians in `mmd`, in units of the mean squared distance."""
 _CHUNK_ROWS = 8192
+_LEAST_RATE = 1e-8  # at which the training of a spectral network ends
 
 Network = TypeVar("Network", bound=Head)
 Report = Callable[[int, float], None]
@@ -82,34 +83,21 @@ class SUE(base.Fitted):
         return "xy"
 
     def __post_init__(self) -> None:
-        checks.whole(1, dim=self.dim, hidden=self.hidden, mmd_hidden=self.mmd_hidden)
-        checks.whole(1, neighbours=self.neighbours, scale_neighbour=self.scale_neighbour)
-        checks.whole(1, epochs=self.epochs)
+        checks.whole(1, hidden=self.hidden, mmd_hidden=self.mmd_hidden)
+        checks.whole(1, neighbours=self.neighbours, epochs=self.epochs)
         checks.whole(0, mmd_epochs=self.mmd_epochs, patience=self.patience)
         checks.whole(2, batch=self.batch, mmd_batch=self.mmd_batch)
         checks.positive(learning_rate=self.learning_rate, mmd_learning_rate=self.mmd_learning_rate)
-        if self.scale_neighbour > self.neighbours + 1:
-            raise checks.InputError(
-                f"scale_neighbour: is {self.scale_neighbour} but a row has {self.neighbours} "
-                "neighbours and itself; pass no more"
-            )
-        if self.batch < self.eigenvectors:
-            raise checks.InputError(
-                f"batch: is {self.batch} but {self.eigenvectors} outputs are to be orthonormal "
-                "over it; pass more rows, or ask for fewer eigenvectors"
-            )
-        if self.eigenvectors < self.dim:
-            raise checks.InputError(
-                f"eigenvectors: is {self.eigenvectors} but dim is {self.dim}; pass at least as many"
-            )
+        near = "rows in a row's neighbourhood, itself counted"
+        checks.within(self.neighbours + 1, near, scale_neighbour=self.scale_neighbour)
+        over = "rows in a batch, over which they are orthonormal"
+        checks.within(self.batch, over, eigenvectors=self.eigenvectors)
+        checks.within(self.eigenvectors, "eigenvectors", dim=self.dim)
 
     def fit(self, dataset: data.Dataset, *, seed: int, progress: bool = False) -> Heads:
         """Heads of the three stages; the same seed gives the same heads."""
-        if len(dataset.pairs_x) <= self.dim:
-            raise checks.InputError(
-                f"dim: is {self.dim} but there are {len(dataset.pairs_x)} pairs; "
-                "ask for fewer directions or add pairs"
-            )
+        pairs = len(dataset.pairs_x)
+        checks.within(pairs - 1, f"directions that {pairs} pairs can determine", dim=self.dim)
         rows_x = np.concatenate([dataset.pairs_x, dataset.pool_x])
         rows_y = np.concatenate([dataset.pairs_y, dataset.pool_y])
         key_x, key_y, key_mmd = jax.random.split(jax.random.key(seed), 3)
@@ -150,14 +138,7 @@ class SUE(base.Fitted):
         network = TanhHead(
             rows.shape[1], self.eigenvectors, hidden=self.hidden, rngs=nnx.Rngs(params=start)
         )
-        return fit_spectral(
-            network,
-            rows,
-            graph=Graph(self.neighbours, self.scale_neighbour),
-            schedule=Schedule(self.epochs, self.batch, self.learning_rate, self.patience),
-            key=key,
-            report=report,
-        )
+        return fit_spectral(network, rows, self, key=key, report=report)
 
     def variates(self, x: np.ndarray, y: np.ndarray) -> tuple["_Affine", "_Affine"]:
         """Maps of the eigenvectors to canonical variates, as found on the pairs.
@@ -169,11 +150,8 @@ class SUE(base.Fitted):
         for spread in spreads:
             spread[spread == 0] = 1.0
         found = teachers.canonical_correlations(x / spreads[0], y / spreads[1])
-        if len(found.correlations) < self.dim:
-            raise checks.InputError(
-                f"dim: is {self.dim} but the pairs determine {len(found.correlations)} directions; "
-                "ask for fewer or add pairs"
-            )
+        rank = len(found.correlations)
+        checks.within(rank, "directions that the pairs determine", dim=self.dim)
         return (
             self._affine(found.weights_x, found.mean_x, spreads[0]),
             self._affine(found.weights_y, found.mean_y, spreads[1]),
@@ -207,7 +185,6 @@ class Residual(nnx.Module):
     """
 
     def __init__(self, width: int, hidden: int, *, dtype: Any = jnp.float32, rngs: nnx.Rngs):
-        """Draws the weights."""
         self.hidden = hidden
         widths = (width, hidden, hidden, width)
         self.layers = nnx.List(
@@ -245,18 +222,7 @@ class SUEHead(Head):
         dtype: Any = jnp.float32,
         rngs: nnx.Rngs,
     ):
-        """Draws a fresh head.
-
-        Args:
-          d_in: width of the embeddings.
-          d_out: width of the shared space.
-          outputs: width of the network's output.
-          hidden: width of its hidden layers, see `TanhHead`.
-          norm: how it normalises rows, "l2" or "layer".
-          residual: hidden width of the residual; None means there is none.
-          dtype: of the parameters, and so of the computation.
-          rngs: random streams for the weights.
-        """
+        """Of a `TanhHead` with so many outputs; `residual` is a hidden width, or None for none."""
         self.d_in, self.d_out = d_in, d_out
         self.network = TanhHead(d_in, outputs, hidden=hidden, norm=norm, dtype=dtype, rngs=rngs)
         self.linear = Dense(outputs, d_out, dtype=dtype, rngs=rngs)
@@ -308,60 +274,38 @@ class SUEHead(Head):
 # --- spectral networks ---
 
 
-class Graph(NamedTuple):
-    """Which rows of a batch are neighbours, and how near.
-
-    Attributes:
-        neighbours: joined to every row, itself not counted; all rows of smaller batches.
-        scale: the place, in a row's list of nearest rows that starts with itself, whose median
-            distance is the unit of length.
-    """
-
-    neighbours: int = 30
-    scale: int = 15
-
-
-class Schedule(NamedTuple):
-    """How long to train, and on what.
-
-    Attributes:
-        epochs: passes over nine tenths of the rows; the last tenth is for validation.
-        batch: rows a step; all of them when there are fewer.
-        learning_rate: Adam's, at first.
-        patience: epochs without a better validation loss before the rate falls to a tenth.
-        min_rate: the rate at which training ends.
-    """
-
-    epochs: int
-    batch: int
-    learning_rate: float
-    patience: int = 10
-    min_rate: float = 1e-8
-
-
-def adjacency(rows: Float[Array, "m d"], graph: Graph) -> Float[Array, "m m"]:
+def adjacency(
+    rows: Float[Array, "m d"], *, neighbours: int, scale_neighbour: int
+) -> Float[Array, "m m"]:
     """W_ij = exp(-||x_i - x_j||^2 / s^2) for the nearest rows j of i, made symmetric by a mean.
 
-    Args:
-        rows: a batch.
-        graph: how many are near, and which distance is s.
+    s is the median distance of a row's `scale_neighbour`-th nearest row, itself counted.
 
-    >>> print(adjacency(jnp.array([[0.0], [1.0], [9.0]]), Graph(1, 2)).round(3))
+    >>> rows = jnp.array([[0.0], [1.0], [9.0]])
+    >>> print(adjacency(rows, neighbours=1, scale_neighbour=2).round(3))
     [[1.    0.368 0.   ]
      [0.368 1.    0.   ]
      [0.    0.    1.   ]]
     """
     rows = affinity.as_float(rows)
     rows -= jnp.mean(rows, axis=0)  # so that little cancels in the distances
-    lengths = jnp.sum(jnp.square(rows), axis=1)
-    squares = jnp.maximum(lengths[:, None] + lengths - 2.0 * affinity.dot(rows, rows.T), 0.0)
-    squares = jnp.fill_diagonal(squares, 0.0, inplace=False)
-    count = min(graph.neighbours + 1, len(rows))
+    squares = _squared_distances(rows)
+    count = min(neighbours + 1, len(rows))
     nearest = -jax.lax.top_k(-squares, count)[0]
-    unit = jnp.median(jnp.sqrt(nearest[:, min(graph.scale, count) - 1]))
+    unit = jnp.median(jnp.sqrt(nearest[:, min(scale_neighbour, count) - 1]))
     unit = jnp.maximum(jnp.square(unit), jnp.finfo(squares.dtype).tiny)
     weights = jnp.where(squares <= nearest[:, -1:], jnp.exp(-squares / unit), 0.0)
     return 0.5 * (weights + weights.T)
+
+
+def _graph(rows: Array, near: tuple[int, int]) -> Array:
+    return adjacency(rows, neighbours=near[0], scale_neighbour=near[1])
+
+
+def _squared_distances(rows: Array) -> Array:
+    lengths = jnp.sum(jnp.square(rows), axis=1)
+    squares = jnp.maximum(lengths[:, None] + lengths - 2.0 * affinity.dot(rows, rows.T), 0.0)
+    return squares * (1.0 - jnp.eye(len(rows), dtype=squares.dtype))
 
 
 def variation(y: Float[Array, "m k"], weights: Float[Array, "m m"]) -> Float[Array, ""]:
@@ -399,48 +343,40 @@ def orthonormalizer(y: Float[Array, "m k"]) -> Float[Array, "k k"]:
 def fit_spectral(
     network: Network,
     rows: Rows,
+    options: SUE,
     *,
-    graph: Graph,
-    schedule: Schedule,
     key: Array,
-    report: Callable[[int, float], None] = lambda epoch, loss: None,
+    report: Report = lambda epoch, loss: None,
 ) -> tuple[Network, Float[np.ndarray, "k k"]]:
     """Trains a network for the Laplacian's smoothest eigenvectors.
 
     Each step takes one batch to orthonormalise the outputs and another for the loss; the gradient
     goes through both. Afterwards the outputs are orthonormalised over all rows and rotated by the
-    eigenvectors of their Rayleigh matrix, smoothest first: the constant one.
+    eigenvectors of their Rayleigh matrix, smoothest first: the constant one. A tenth of the rows is
+    for validation.
 
     Args:
         network: where to start; left as it is.
         rows: all rows of one modality, (n, d).
-        graph: the graph of a batch.
-        schedule: steps and batches.
+        options: of the graph of a batch, and how long to train.
         key: decides the split and the batches.
         report: called after every epoch with the validation loss.
 
     Returns:
         The trained network, and the map T: `network(x) @ T` are the eigenvectors, of mean square 1.
-
-    Raises:
-        InputError: there are fewer rows than outputs.
-        FloatingPointError: the loss became NaN or infinite.
     """
-    least = 2 * network.d_out + 2
-    if len(rows) < least:
-        raise checks.InputError(
-            f"eigenvectors: {network.d_out} asked of {len(rows)} rows; add rows, at least {least}, "
-            "or ask for fewer"
-        )
+    most, of = len(rows) // 2 - 1, f"eigenvectors that {len(rows)} rows can determine"
+    checks.within(most, of, eigenvectors=network.d_out)
     graphdef, params = nnx.split(network)
     key, split = jax.random.split(key)
     table = jnp.asarray(rows)
     train, val = hold_out(split, table, max(len(rows) // 10, 1))
-    batch = min(schedule.batch, len(train))
-    static: dict[str, Any] = {"graphdef": graphdef, "graph": graph, "batch": batch}
+    near = options.neighbours, options.scale_neighbour
+    batch = min(options.batch, len(train))
+    static: dict[str, Any] = {"graphdef": graphdef, "near": near, "batch": batch}
     state = jax.tree.map(jnp.copy, (params, optax.scale_by_adam().init(params)))
-    rate, best, waited = schedule.learning_rate, float("inf"), 0
-    for epoch in range(1, schedule.epochs + 1):
+    rate, best, waited = options.learning_rate, float("inf"), 0
+    for epoch in range(1, options.epochs + 1):
         epoch_key = jax.random.fold_in(key, epoch)
         state, loss = _spectral_epoch(state, train, val, epoch_key, jnp.float32(rate), **static)
         value = float(loss)
@@ -453,9 +389,9 @@ def fit_spectral(
             best, waited = value, 0
         else:
             waited += 1
-        if waited > schedule.patience:
+        if waited > options.patience:
             rate, waited = rate / 10, 0
-        if rate <= schedule.min_rate:
+        if rate <= _LEAST_RATE:
             break
     trained = nnx.merge(graphdef, state[0])
     outputs = apply(trained, table).astype(np.float64)
@@ -496,7 +432,7 @@ def batches(key: Array, n: int, size: int) -> Array:
     return jax.random.permutation(key, n)[: steps * size].reshape(steps, size)
 
 
-@functools.partial(jax.jit, static_argnames=("graphdef", "graph", "batch"), donate_argnames="state")
+@functools.partial(jax.jit, static_argnames=("graphdef", "near", "batch"), donate_argnames="state")
 def _spectral_epoch(
     state: Any,
     train: Array,
@@ -505,7 +441,7 @@ def _spectral_epoch(
     rate: Array,
     *,
     graphdef: Any,
-    graph: Graph,
+    near: tuple[int, int],
     batch: int,
 ) -> tuple[Any, Array]:
     """The state after a pass over `train`, and the loss on `val`."""
@@ -515,7 +451,7 @@ def _spectral_epoch(
         network = nnx.merge(graphdef, params)
         transform = orthonormalizer(network(others))
         y = affinity.dot(network(rows), transform)
-        return variation(y, adjacency(rows, graph)), transform
+        return variation(y, _graph(rows, near)), transform
 
     def step(state: Any, indices: tuple[Array, ...]) -> tuple[Any, Array]:
         params, moments = state
@@ -533,13 +469,13 @@ def _spectral_epoch(
 
     def validate(rows: Array) -> Array:
         y = affinity.dot(network(rows), transforms[-1])
-        return variation(y, adjacency(rows, graph))
+        return variation(y, _graph(rows, near))
 
     steps = len(val) // size
     return state, jnp.mean(jax.lax.map(validate, val[: steps * size].reshape(steps, size, -1)))
 
 
-@functools.partial(jax.jit, static_argnames=("graphdef", "graph", "batch"))
+@functools.partial(jax.jit, static_argnames=("graphdef", "near", "batch"))
 def _mean_rayleigh(
     params: Any,
     transform: Array,
@@ -547,7 +483,7 @@ def _mean_rayleigh(
     key: Array,
     *,
     graphdef: Any,
-    graph: Graph,
+    near: tuple[int, int],
     batch: int,
 ) -> Array:
     """The mean over a pass of the outputs' Rayleigh matrices."""
@@ -555,7 +491,7 @@ def _mean_rayleigh(
 
     def of_batch(index: Array) -> Array:
         y = affinity.dot(network(rows[index]), transform)
-        return _rayleigh(y, adjacency(rows[index], graph))
+        return _rayleigh(y, _graph(rows[index], near))
 
     return jnp.mean(jax.lax.map(of_batch, batches(key, len(rows), batch)), axis=0)
 
@@ -573,11 +509,8 @@ def mmd(x: Float[Array, "n d"], y: Float[Array, "m d"]) -> Float[Array, ""]:
     >>> print(mmd(x, x), mmd(x, x + 5.0) > 1.0)
     0.0 True
     """
-    rows = jnp.concatenate([x, y])
-    lengths = jnp.sum(jnp.square(rows), axis=1)
-    squares = jnp.maximum(lengths[:, None] + lengths - 2.0 * affinity.dot(rows, rows.T), 0.0)
-    squares *= 1.0 - jnp.eye(len(rows), dtype=squares.dtype)
-    n, total = len(x), len(rows)
+    squares = _squared_distances(jnp.concatenate([x, y]))
+    n, total = len(x), len(squares)
     unit = jax.lax.stop_gradient(jnp.sum(squares)) / (total * total - total)
     unit = jnp.maximum(unit, jnp.finfo(squares.dtype).tiny)
     widths = jnp.asarray(WIDTHS, squares.dtype)[:, None, None]
@@ -594,7 +527,7 @@ def refine(
     batch: int,
     learning_rate: float,
     key: Array,
-    report: Callable[[int, float], None] = lambda epoch, loss: None,
+    report: Report = lambda epoch, loss: None,
 ) -> Any:
     """Trains a network that maps rows so that MMD(network(x), y) is small.
 
@@ -610,9 +543,6 @@ def refine(
         learning_rate: AdamW's.
         key: decides the split and the batches.
         report: called after every epoch with the validation loss.
-
-    Raises:
-        FloatingPointError: the loss became NaN or infinite.
     """
     graphdef, params = nnx.split(network)
     key, *splits = jax.random.split(key, 3)
