@@ -144,9 +144,6 @@ def regularizer(
         for value and gradient (reverse mode only); None keeps whole n x n matrices, which powers
         need in any case. Value and gradient are the same.
 
-    Returns:
-      The value, a scalar.
-
     Raises:
       InputError: lengths differ, or an option cannot be used.
 
@@ -223,23 +220,16 @@ def _of_block(options: _Options, block: blocks.Block, x: Array, z: Array) -> Arr
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _streamed(options: _Options, x: Array, z: Array) -> Array:
     """Sum over rows of the first level's divergence, a block of rows at a time."""
-
-    def own_rows(axes: sharding.Axes, rows: Any, shared: Any) -> tuple[tuple[()], Array]:
-        x, z = shared
-
-        def add(block: blocks.Block, total: Array) -> Array:
-            return total + _of_block(options, block, x, z)
-
-        value = _over_own(options, axes, rows, len(x), add, jnp.zeros((), x.dtype))
-        return (), sharding.psum(value, axes)
-
-    return _by_rows(own_rows, x, z)[1]
+    return _streamed_forward(options, x, z)[0]  # the compiler drops the gradient
 
 
 def _streamed_forward(options: _Options, x: Array, z: Array) -> tuple[Array, Array]:
-    """The value, and already the gradient in z: every block is computed once."""
+    """The value, and already the gradient in z: every block is computed once.
 
-    def own_rows(axes: sharding.Axes, rows: Any, shared: Any) -> tuple[Array, Array]:
+    Each device compares some rows, known by their numbers, with all of them.
+    """
+
+    def own_rows(axes: sharding.Axes, numbers: Any, shared: Any) -> tuple[Array, Array]:
         x, z = shared
 
         def add(block: blocks.Block, totals: Any) -> Any:
@@ -247,23 +237,13 @@ def _streamed_forward(options: _Options, x: Array, z: Array) -> tuple[Array, Arr
             return jax.tree.map(jnp.add, totals, jax.value_and_grad(of_block)(z))
 
         start = jnp.zeros((), x.dtype), jnp.zeros_like(z)
-        value, gradient = _over_own(options, axes, rows, len(x), add, start)
+        part = (numbers[0], len(numbers)) if axes else None
+        value, gradient = blocks.over_rows(len(x), options[-1], add, start, part)
         return sharding.psum_scatter(gradient, axes), sharding.psum(value, axes)
 
-    gradient, value = _by_rows(own_rows, x, z)
+    numbers = sharding.split(jnp.arange(len(x)), len(x))
+    gradient, value = sharding.shard_map(own_rows, numbers, (x, z))
     return value, gradient[: len(z)]
-
-
-def _by_rows(own_rows: Any, x: Array, z: Array) -> tuple[Any, Array]:
-    """Each device compares some rows, known by their numbers, with all of them."""
-    return sharding.shard_map(own_rows, sharding.split(jnp.arange(len(x)), len(x)), (x, z))
-
-
-def _over_own(
-    options: _Options, axes: sharding.Axes, numbers: Array, n: int, add: Any, start: Any
-) -> Any:
-    part = (numbers[0], len(numbers)) if axes else None
-    return blocks.over_rows(n, options[-1], add, start, part)
 
 
 def _streamed_backward(options: _Options, gradient: Array, cotangent: Array) -> tuple[None, Array]:
