@@ -25,6 +25,9 @@ MAX_RISE = 3.0
 """An accelerated step whose error exceeds the best one by this factor is taken back."""
 PLATEAU = 1e-3
 """Relative rise of the error up to which a later point still replaces an earlier one."""
+STALL, STALLED = 0.9, 50
+"""A search from a larger epsilon whose error does not fall by this factor in so many sweeps, in the
+first half of the budget, is given up: for the next level, or at last for the textbook's start."""
 SCALING_FACTOR = 4
 """Ratio of consecutive epsilons when a small epsilon is approached from above."""
 MAX_LEVELS = 3
@@ -91,6 +94,8 @@ class _Search(NamedTuple):
 
     x: Array
     best: _Point
+    mark: Array  # an error, and after how many iterations it was seen
+    marked: Array
     drift: Array
     iterations: Array
     since_reset: Array
@@ -111,6 +116,7 @@ class _Progress(NamedTuple):
     lost: Array  # a column of the fresh kernel underflowed
     drifted: Array
     usable: Array  # rows and columns can be scaled: K and epsilon are sound
+    plain: Array  # the start is that of textbook Sinkhorn, or one that was given
     done: Array
 
 
@@ -174,9 +180,14 @@ def solve(
     live_row, live = ~jnp.isneginf(log_a), ~jnp.isneginf(log_b)
     infinity, false = jnp.asarray(jnp.inf, dtype), jnp.asarray(False)
 
+    def stalled(search: _Search) -> Array:
+        early = search.iterations <= max_iterations // 2
+        return early & (search.iterations - search.marked >= STALLED)
+
     def search(state: _Progress, goal: Array, budget: Array) -> _Search:
         def unfinished(search: _Search) -> Array:
             within = (search.iterations < budget) & (search.drift <= MAX_DRIFT)
+            within &= state.plain | ~stalled(search)
             first = search.iterations == state.iterations
             return first | (within & (search.best.error > goal))
 
@@ -202,9 +213,12 @@ def solve(
             drift = jnp.maximum(row_drift, jnp.max(jnp.where(live, jnp.abs(accelerated), 0.0)))
             # Not even a plain step is finite: this kernel is of no use.
             hopeless = ~finite & (search.since_reset == 0)
+            falls = best.error < STALL * search.mark
             return _Search(
                 x=jnp.where(sound, accelerated, best.following),
                 best=best,
+                mark=jnp.where(falls, best.error, search.mark),
+                marked=jnp.where(falls, search.iterations, search.marked),
                 drift=jnp.where(sound, drift, jnp.where(hopeless, jnp.inf, 0.0)),
                 iterations=search.iterations + 1,
                 since_reset=jnp.where(sound, search.since_reset + 1, 0),
@@ -219,6 +233,8 @@ def solve(
         start = _Search(
             x=zeros,
             best=_Point(zeros, jnp.zeros_like(log_a), zeros, infinity),
+            mark=infinity,
+            marked=state.iterations,
             drift=jnp.zeros((), dtype),
             iterations=state.iterations,
             since_reset=jnp.int32(0),
@@ -238,12 +254,14 @@ def solve(
         found = search(state, wanted, budget)
         failed = ~jnp.isfinite(found.best.error)
         spent = found.iterations >= budget
-        finished = ~failed & ((found.best.error <= wanted) | spent)
+        again = last & ~state.plain & ~spent & stalled(found) & (found.best.error > wanted)
+        finished = ~failed & ((found.best.error <= wanted) | spent | (stalled(found) & ~last))
         x = jnp.where(finished, found.best.x, found.best.following)
         down = finished & ~last
         power = jnp.where(down, SCALING_FACTOR, 1).astype(dtype)
+        absorbed = kernel.absorb(state.kernel, found.best.log_r, x, power)
         progress = _Progress(
-            kernel=kernel.absorb(state.kernel, found.best.log_r, x, power),
+            kernel=absorbed._replace(q=jnp.where(again, start.q, absorbed.q)),
             error=found.best.error,
             iterations=found.iterations,
             levels=jnp.where(down, state.levels - 1, state.levels),
@@ -251,6 +269,7 @@ def solve(
             lost=failed & state.fresh,
             drifted=~finished,
             usable=state.usable,
+            plain=state.plain | again,
             done=(finished & last) | (failed & (found.iterations >= max_iterations)),
         )
         return sharding.vary_like(progress, log_a)
@@ -297,7 +316,7 @@ def solve(
         target * jnp.asarray(SCALING_FACTOR, dtype) ** levels.astype(dtype),
     )
     progress = _Progress(
-        start, infinity, jnp.int32(0), levels, false, false, ~false, possible, false
+        start, infinity, jnp.int32(0), levels, false, false, ~false, possible, levels == 0, false
     )
     with jax.named_scope("builds"):
         result = jax.lax.while_loop(
