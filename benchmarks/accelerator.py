@@ -29,7 +29,7 @@ from jax.experimental import topologies
 from benchmarks import collectives, common
 from experiments import report as tables
 from sotalign_jax import checks, heads, methods, sampling, teachers, training
-from sotalign_jax.ot import sharding
+from sotalign_jax.ot import blocks, sharding
 
 GIB = 2**30
 SIZES = tuple(1024 * k for k in (8, 16, 22, 32, 44, 64, 88, 128, 176, 256, 352, 512, 704, 1024))
@@ -71,7 +71,7 @@ class Workload:
     width_y: int = 4096
     dim: int = 1024
     teacher_dim: int = 2048
-    block_size: int | None = None
+    block_size: int | str | None = "auto"
     dtype: str = "float16"
 
 
@@ -144,7 +144,8 @@ def lower(workload: Workload, where: Sequence[Any], method: methods.Objective | 
     def placed(tree: Any, to: Any) -> Any:
         return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=to), tree)
 
-    batches: Any = sampling.DeviceData(*rows(w.pool))
+    features = shape(w.pool, w.teacher_dim)
+    batches: Any = sampling.DeviceData(*rows(w.pool), star_x=features, star_y=features)
     teacher = teachers.LinearTeacher(
         heads.AffineMap(shape(w.teacher_dim, w.width_x), shape(w.teacher_dim), "l2"),
         heads.AffineMap(shape(w.teacher_dim, w.width_y), shape(w.teacher_dim), "l2"),
@@ -181,16 +182,21 @@ def measure(workload: Workload, target: Target, where: Sequence[Any]) -> Memory:
         if needed is None:
             raise
         return Memory(None, None, needed, fits=False)
-    stats = compiled.memory_analysis()
     exchanged = tuple(collectives.find(compiled.as_text())) if len(where) > 1 else ()
+    return memory_of(compiled, target)._replace(exchanged=exchanged)
+
+
+def memory_of(compiled: Any, target: Target) -> Memory:
+    """What a compiled step needs."""
+    stats = compiled.memory_analysis()
     arguments = stats.argument_size_in_bytes
     kept = arguments + stats.output_size_in_bytes - stats.alias_size_in_bytes
     if target.platform == "tpu":  # its temporaries count what is lost to fragmentation twice
         peak = stats.peak_memory_in_bytes
-        return Memory(arguments, peak - kept, peak, True, exchanged)
+        return Memory(arguments, peak - kept, peak, True)
     total = kept + stats.temp_size_in_bytes
     usable = (1 - GPU_RESERVED) * target.memory
-    return Memory(arguments, stats.temp_size_in_bytes, total, total <= usable, exchanged)
+    return Memory(arguments, stats.temp_size_in_bytes, total, total <= usable)
 
 
 def needed_bytes(message: str) -> int | None:
@@ -253,7 +259,7 @@ class Survey:
     def table(self) -> tables.Table:
         """One row for each workload, by mode and size."""
         rows = []
-        ordered = sorted(self.results, key=lambda w: (w.block_size or 0, w.unpaired))
+        ordered = sorted(self.results, key=lambda w: (_mode(w), w.unpaired))
         for workload in ordered:
             memory, seconds = self.results[workload]
             sizes = (memory.arguments, memory.temporaries, memory.total)
@@ -306,7 +312,8 @@ _HEADERS = (
 
 
 def _mode(workload: Workload) -> str:
-    return "dense" if workload.block_size is None else f"streamed {workload.block_size}"
+    names = {"auto": "dense, two buffers", None: "dense, one buffer"}
+    return names.get(workload.block_size, f"streamed {workload.block_size}")
 
 
 def whole_number(text: str) -> int:
@@ -350,7 +357,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _survey_mode(
-    survey: Survey, arguments: argparse.Namespace, block_size: int | None
+    survey: Survey, arguments: argparse.Namespace, block_size: int | str | None
 ) -> int | None:
     """Compiles the sizes asked for; returns the largest that fits when that is asked for too."""
 
@@ -359,8 +366,10 @@ def _survey_mode(
         return Workload(arguments.pairs, unpaired, pool, block_size=block_size)
 
     for unpaired in arguments.unpaired:
-        survey(at(unpaired))
-    if not arguments.largest:
+        both = blocks.auto_block(2 * unpaired, unpaired, 4, survey.target.memory) is None
+        if block_size != "auto" or (both and arguments.devices == 1):
+            survey(at(unpaired))
+    if not arguments.largest or block_size == "auto":
         return None
     return largest_fitting(SIZES, lambda size: survey.fits(at(size)))
 
@@ -372,7 +381,8 @@ def run(arguments: argparse.Namespace) -> None:
     if arguments.devices > 1:
         name += f"-{arguments.devices}-devices"
     try:
-        largest = {b: _survey_mode(survey, arguments, b) for b in (None, arguments.block_size)}
+        modes = "auto", None, arguments.block_size
+        largest = {mode: _survey_mode(survey, arguments, mode) for mode in modes}
     finally:
         print(survey.table())
         print("wrote", *survey.table().save(arguments.out / name))

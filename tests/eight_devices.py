@@ -260,7 +260,7 @@ def test_rows_on_the_device_need_a_single_one(dataset, mesh):
 
 # --- the compiled step -------------------------------------------------------------------------
 
-PAPER = accelerator.Workload(pool=22_768, teacher_dim=1024)
+PAPER = accelerator.Workload(pool=22_768, teacher_dim=1024, block_size=None)
 
 
 def test_exchanges_inside_loops_are_told_from_others(mesh):

@@ -23,7 +23,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from sotalign_jax.ot import affinity, sharding
+from sotalign_jax.ot import affinity, onepass, sharding
 from sotalign_jax.ot.affinity import HIGHEST, THREE_PASSES
 from sotalign_jax.ot.blocks import Block, build_rows, over_rows
 
@@ -186,10 +186,11 @@ class Kernel(NamedTuple):
         return scaled + block.of(state.p)[:, None] + q[None, :]
 
     def sweep(self, state: KernelState, a: Array, c: Array) -> tuple[Array, Array]:
-        """Reads a stored A twice; computes a streamed one once."""
+        """Reads a stored A once or twice; computes a streamed one once."""
+        if self.stored and not self.axes:
+            return onepass.sweep(state.matrix, a, c, self.precision)
         if self.stored:
-            s = affinity.dot(state.matrix, c, self.precision)
-            return s, affinity.dot(a / s, state.matrix, self.precision)
+            return onepass.two_reads(state.matrix, a, c, self.precision)
 
         def body(block: Block, carry: tuple[Array, Array]) -> tuple[Array, Array]:
             s, t = carry
