@@ -29,7 +29,7 @@ from jax.experimental import topologies
 from benchmarks import collectives, common
 from experiments import report as tables
 from sotalign_jax import checks, heads, methods, sampling, teachers, training
-from sotalign_jax.ot import blocks, sharding
+from sotalign_jax.ot import sharding
 
 GIB = 2**30
 SIZES = tuple(1024 * k for k in (8, 16, 22, 32, 44, 64, 88, 128, 176, 256, 352, 512, 704, 1024))
@@ -71,7 +71,7 @@ class Workload:
     width_y: int = 4096
     dim: int = 1024
     teacher_dim: int = 2048
-    block_size: int | str | None = "auto"
+    block_size: int | None = None
     dtype: str = "float16"
 
 
@@ -259,7 +259,7 @@ class Survey:
     def table(self) -> tables.Table:
         """One row for each workload, by mode and size."""
         rows = []
-        ordered = sorted(self.results, key=lambda w: (_mode(w), w.unpaired))
+        ordered = sorted(self.results, key=lambda w: (w.block_size or 0, w.unpaired))
         for workload in ordered:
             memory, seconds = self.results[workload]
             sizes = (memory.arguments, memory.temporaries, memory.total)
@@ -312,8 +312,7 @@ _HEADERS = (
 
 
 def _mode(workload: Workload) -> str:
-    names = {"auto": "dense, two buffers", None: "dense, one buffer"}
-    return names.get(workload.block_size, f"streamed {workload.block_size}")
+    return "by memory" if workload.block_size is None else f"streamed {workload.block_size}"
 
 
 def whole_number(text: str) -> int:
@@ -357,7 +356,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _survey_mode(
-    survey: Survey, arguments: argparse.Namespace, block_size: int | str | None
+    survey: Survey, arguments: argparse.Namespace, block_size: int | None
 ) -> int | None:
     """Compiles the sizes asked for; returns the largest that fits when that is asked for too."""
 
@@ -366,10 +365,8 @@ def _survey_mode(
         return Workload(arguments.pairs, unpaired, pool, block_size=block_size)
 
     for unpaired in arguments.unpaired:
-        both = blocks.auto_block(2 * unpaired, unpaired, 4, survey.target.memory) is None
-        if block_size != "auto" or (both and arguments.devices == 1):
-            survey(at(unpaired))
-    if not arguments.largest or block_size == "auto":
+        survey(at(unpaired))
+    if not arguments.largest:
         return None
     return largest_fitting(SIZES, lambda size: survey.fits(at(size)))
 
@@ -381,8 +378,7 @@ def run(arguments: argparse.Namespace) -> None:
     if arguments.devices > 1:
         name += f"-{arguments.devices}-devices"
     try:
-        modes = "auto", None, arguments.block_size
-        largest = {mode: _survey_mode(survey, arguments, mode) for mode in modes}
+        largest = {b: _survey_mode(survey, arguments, b) for b in (None, arguments.block_size)}
     finally:
         print(survey.table())
         print("wrote", *survey.table().save(arguments.out / name))

@@ -32,8 +32,8 @@ class SOTAlign(base.Objective):
         marginals: "prob" or "bistochastic", see `klot_lib.klot`.
         tolerance: marginal error at which the plans' solves stop.
         max_iterations: iterations at which they stop.
-        block_size: "auto", None (less memory) or rows per block to stream KLOT (least memory), see
-            `klot_lib.klot_from_embeddings`.
+        block_size: rows per block to stream KLOT in less memory; None decides by device memory,
+            as "auto" of `klot_lib.klot_from_embeddings` does.
         klot_on: rows that KLOT compares: "unpaired"; "all": the pairs, too; or "crossmodal": all,
             with every pair transported to itself, see `klot_lib.klot_crossmodal`.
         supervision: "pairs", "pairs+negatives" or "square", see `SAIL`.
@@ -49,7 +49,7 @@ class SOTAlign(base.Objective):
     marginals: str = "prob"
     tolerance: float = 1e-4
     max_iterations: int = 500
-    block_size: int | str | None = "auto"
+    block_size: int | None = None
     klot_on: str = "unpaired"
     supervision: str = "pairs"
     siglip_norm: str = "mean"
@@ -72,22 +72,18 @@ class SOTAlign(base.Objective):
         checks.positive(epsilon=self.epsilon, epsilon_star=self.epsilon_star)
         checks.positive(tolerance=self.tolerance)
         checks.whole(1, max_iterations=self.max_iterations)
-        if isinstance(self.block_size, str):
-            checks.choice("block_size", self.block_size, ("auto",))
-        else:
-            checks.whole(1, or_none=True, block_size=self.block_size)
-        streamed = isinstance(self.block_size, int)
+        checks.whole(1, or_none=True, block_size=self.block_size)
         if self.klot_on != "unpaired" and self.divergence != "klot":
             raise checks.InputError(
                 f"klot_on: is {self.klot_on!r} but divergence is {self.divergence!r}; choose "
                 "divergence 'klot' or klot_on 'unpaired'"
             )
-        if self.klot_on == "crossmodal" and streamed:
+        if self.klot_on == "crossmodal" and self.block_size is not None:
             raise checks.InputError(
                 f"block_size: is {self.block_size} but klot_on 'crossmodal' cannot be streamed; "
                 "leave it out"
             )
-        if self.divergence != "klot" and streamed:
+        if self.divergence != "klot" and self.block_size is not None:
             raise checks.InputError(
                 f"block_size: is {self.block_size} but only divergence 'klot' is streamed; "
                 "leave it out"
@@ -168,7 +164,7 @@ class SOTAlign(base.Objective):
                 f_star,
                 g_star,
                 init_v=(memory["v"], memory["v_star"]) if memory else None,
-                block_size=self.block_size,
+                block_size=self.block_size or "auto",
                 **options,
             )
         if memory:
