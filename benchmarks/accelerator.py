@@ -144,7 +144,8 @@ def lower(workload: Workload, where: Sequence[Any], method: methods.Objective | 
     def placed(tree: Any, to: Any) -> Any:
         return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=to), tree)
 
-    batches: Any = sampling.DeviceData(*rows(w.pool))
+    features = shape(w.pool, w.teacher_dim)
+    batches: Any = sampling.DeviceData(*rows(w.pool), star_x=features, star_y=features)
     teacher = teachers.LinearTeacher(
         heads.AffineMap(shape(w.teacher_dim, w.width_x), shape(w.teacher_dim), "l2"),
         heads.AffineMap(shape(w.teacher_dim, w.width_y), shape(w.teacher_dim), "l2"),
@@ -181,16 +182,21 @@ def measure(workload: Workload, target: Target, where: Sequence[Any]) -> Memory:
         if needed is None:
             raise
         return Memory(None, None, needed, fits=False)
-    stats = compiled.memory_analysis()
     exchanged = tuple(collectives.find(compiled.as_text())) if len(where) > 1 else ()
+    return memory_of(compiled, target)._replace(exchanged=exchanged)
+
+
+def memory_of(compiled: Any, target: Target) -> Memory:
+    """What a compiled step needs."""
+    stats = compiled.memory_analysis()
     arguments = stats.argument_size_in_bytes
     kept = arguments + stats.output_size_in_bytes - stats.alias_size_in_bytes
     if target.platform == "tpu":  # its temporaries count what is lost to fragmentation twice
         peak = stats.peak_memory_in_bytes
-        return Memory(arguments, peak - kept, peak, True, exchanged)
+        return Memory(arguments, peak - kept, peak, True)
     total = kept + stats.temp_size_in_bytes
     usable = (1 - GPU_RESERVED) * target.memory
-    return Memory(arguments, stats.temp_size_in_bytes, total, total <= usable, exchanged)
+    return Memory(arguments, stats.temp_size_in_bytes, total, total <= usable)
 
 
 def needed_bytes(message: str) -> int | None:
@@ -306,7 +312,7 @@ _HEADERS = (
 
 
 def _mode(workload: Workload) -> str:
-    return "dense" if workload.block_size is None else f"streamed {workload.block_size}"
+    return "by memory" if workload.block_size is None else f"streamed {workload.block_size}"
 
 
 def whole_number(text: str) -> int:

@@ -160,7 +160,8 @@ class Published(methods.SOTAlign):
         self, f: Array, g: Array, f_star: Array, g_star: Array, memory: Any
     ) -> tuple[Array, methods.Metrics, Any]:
         with jax.named_scope("affinities"):
-            k, k_star = affinity.cosine(f, g), affinity.cosine(f_star, g_star)
+            full = functools.partial(affinity.cosine, precision=affinity.HIGHEST)
+            k, k_star = full(f, g), full(f_star, g_star)
         with jax.named_scope(f"{PUBLISHED_ITERATIONS}_iterations"):
             value = klot_reference(
                 k,
@@ -211,7 +212,7 @@ def part_of(scope: str) -> str:
 class Cost:
     """Bytes, operations by precision, seconds (for bytes, operations, at least), kernels.
 
-    `cycles` are what a TPU's compiler expects.
+    `cycles` are what a TPU's compiler expects; of kernels written by hand, the least.
     """
 
     bytes: float = 0.0
@@ -232,7 +233,8 @@ class Cost:
         self.compute += kernel.times * compute
         self.seconds += kernel.times * max(memory, compute)
         self.runs += kernel.times
-        self.cycles += kernel.times * kernel.cycles
+        least = device.clock * max(memory, compute) if kernel.opcode == "custom-call" else 0
+        self.cycles += kernel.times * (kernel.cycles or least)
 
     @property
     def products(self) -> float:
@@ -355,11 +357,14 @@ class Arm(NamedTuple):
     method: methods.Objective
     iterations: Mapping[str, Iterations]
 
-    def kernels(self, workload: accelerator.Workload, target: str) -> list[programs.Kernel]:
-        """Of the training step, compiled for one device."""
-        where = accelerator.devices(accelerator.TARGETS[target])
-        text = accelerator.lower(workload, where, self.method).compile().as_text()
-        return list(programs.Program(text).kernels(trips(self.iterations)))
+    def kernels(
+        self, workload: accelerator.Workload, target: str
+    ) -> tuple[list[programs.Kernel], accelerator.Memory]:
+        """Of the training step, compiled for one device; and its memory."""
+        device = accelerator.TARGETS[target]
+        compiled = accelerator.lower(workload, accelerator.devices(device), self.method).compile()
+        kernels = programs.Program(compiled.as_text()).kernels(trips(self.iterations))
+        return list(kernels), accelerator.memory_of(compiled, device)
 
 
 def arms() -> dict[str, Arm]:
@@ -383,7 +388,7 @@ def _target(arguments: argparse.Namespace) -> None:
             continue
         print(f"compiling for {name}: {label} ...", file=sys.stderr, flush=True)
         try:
-            kernels = arm.kernels(workload, name)
+            kernels, memory = arm.kernels(workload, name)
         except jax.errors.JaxRuntimeError as error:
             needed = accelerator.needed_bytes(str(error))
             if needed is None:
@@ -404,6 +409,12 @@ def _target(arguments: argparse.Namespace) -> None:
         }
         print(f"\n{label}, {arguments.unpaired:,} unpaired, {arguments.pairs:,} pairs, {name}")
         print(*shown.values(), sep="\n\n", flush=True)
+        sizes = memory.arguments or 0, memory.temporaries or 0, memory.total
+        print(
+            "GiB: arguments {:.2f}, temporaries {:.2f}, total {:.2f}".format(
+                *(size / accelerator.GIB for size in sizes)
+            )
+        )
         print("wrote", *shown["parts"].save(f"{stem}-{label}"))
         if label == "ours":
             print("wrote", *shown["savings"].save(f"{stem}-savings"))

@@ -49,7 +49,8 @@ class OttSOTAlign(methods.SOTAlign):
         options = {"momentum": peers.MOMENTUM} if self.momentum else {}
         loss = peers.ott_danskin(target, **options)
         with jax.named_scope("affinities"):
-            k, k_star = affinity.cosine(f, g), affinity.cosine(z, w)
+            full = functools.partial(affinity.cosine, precision=affinity.HIGHEST)
+            k, k_star = full(f, g), full(z, w)
         value, (student, teacher) = loss(k, k_star)
         iterations = {"student_iterations": student.iterations}
         return value, {**iterations, "teacher_iterations": teacher.iterations}, memory

@@ -1,5 +1,6 @@
 """How every command starts and ends: absl flags, --help with examples, errors in one line."""
 
+import os
 import pathlib
 import re
 import signal
@@ -9,6 +10,7 @@ import traceback
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import jax
 from absl import flags, logging
 
 from experiments import distributed
@@ -58,11 +60,19 @@ def run(command: Callable[[], None], *, choices: Mapping[str, Sequence[str]] | N
         if len(rest) > 1:
             raise checks.InputError(f"unexpected argument {rest[1]!r}; see --help")
         distributed.initialize()
+        _keep_programs()
         command()
     except (checks.InputError, FloatingPointError, OSError) as error:
         sys.exit(f"error: {error}")
     except KeyboardInterrupt:
         sys.exit("interrupted: start the same command again to go on")
+
+
+def _keep_programs() -> None:
+    """Programs for accelerators, which take minutes to compile, are kept for the next run."""
+    if jax.config.jax_compilation_cache_dir is None and jax.default_backend() != "cpu":
+        folder = pathlib.Path(os.environ.get("XDG_CACHE_HOME") or pathlib.Path.home() / ".cache")
+        jax.config.update("jax_compilation_cache_dir", str(folder / "sotalign_jax"))
 
 
 def _usage(command: Callable[[], None], choices: Mapping[str, Sequence[str]]) -> str:

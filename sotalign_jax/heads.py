@@ -71,7 +71,7 @@ class AffineMap:
     def __call__(self, x: Rows) -> Float[Array, "n d_out"]:
         """Maps rows of shape (n, d_in) in the precision of the weight, whatever their dtype."""
         rows = normalize(jnp.asarray(x).astype(self.weight.dtype), self.norm)
-        return affinity.dot(rows, self.weight.T) + self.bias
+        return affinity.dot(rows, self.weight.T, affinity.THREE_PASSES) + self.bias
 
     @property
     def d_in(self) -> int:
@@ -177,7 +177,7 @@ class InputNorm(nnx.Module):
 
 
 class Dense(nnx.Module):
-    """x W + b at the affinity precision: Xavier-uniform W, zero b.
+    """x W + b at the affinities' precision: Xavier-uniform W, zero b.
 
     `nnx.Linear` draws a random key for its zero bias, too: every layer after the first, and with it
     every recorded result of a seed, would start elsewhere.
@@ -191,7 +191,7 @@ class Dense(nnx.Module):
 
     def __call__(self, x: Float[Array, "n d_in"]) -> Float[Array, "n d_out"]:
         """Applies the layer."""
-        return affinity.dot(x, self.kernel[...]) + self.bias[...]
+        return affinity.dot(x, self.kernel[...], affinity.THREE_PASSES) + self.bias[...]
 
 
 # --- heads ---

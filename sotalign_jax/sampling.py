@@ -31,7 +31,8 @@ class DeviceData(NamedTuple):
     """Training arrays on the device, in their stored dtype.
 
     `near_x` and `near_y` are tables of neighbours, for methods that use them: the rows of each
-    pool that are closest to each pair's own row.
+    pool that are closest to each pair's own row. `star_x` and `star_y` are the teacher's features
+    of each pool, where they were computed once for all steps.
     """
 
     pairs_x: Float[Array, "p d_x"]
@@ -40,13 +41,16 @@ class DeviceData(NamedTuple):
     pool_y: Float[Array, "v d_y"]
     near_x: Int[Array, "p k"] | None = None
     near_y: Int[Array, "p k"] | None = None
+    star_x: Float[Array, "u e"] | None = None
+    star_y: Float[Array, "v e"] | None = None
 
 
 class Batch(NamedTuple):
     """One step's rows: a[i] belongs to b[i]; x and y are unpaired.
 
     `near_a[i]` is a neighbour of a[i] in the pool, drawn from its table if there is one, and
-    likewise `near_b[i]`; `step` counts from 0.
+    likewise `near_b[i]`; `step` counts from 0. `star_x` and `star_y` are the teacher's features of
+    x and y, where they are known.
     """
 
     a: Float[Array, "p d_x"]
@@ -56,6 +60,8 @@ class Batch(NamedTuple):
     near_a: Float[Array, "p d_x"] | None = None
     near_b: Float[Array, "p d_y"] | None = None
     step: Int[Array, ""] | int = 0
+    star_x: Float[Array, "n e"] | None = None
+    star_y: Float[Array, "m e"] | None = None
 
 
 def mix(x: Array) -> Array:
@@ -151,6 +157,8 @@ def draw(key: Array, step: Int[Array, ""], data: DeviceData, *, pairs: int, unpa
         None if rows.near_x is None else data.pool_x[rows.near_x],
         None if rows.near_y is None else data.pool_y[rows.near_y],
         step,
+        None if data.star_x is None else data.star_x[rows.x],
+        None if data.star_y is None else data.star_y[rows.y],
     )
 
 

@@ -11,7 +11,7 @@ import dataclasses
 import functools
 import math
 import warnings
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterable, Iterator
 from typing import Any, NamedTuple, Protocol
 
 import jax
@@ -117,9 +117,29 @@ def place(
 
 def fits_device(dataset: data.Dataset, *, pools: str = "xy") -> bool:
     """Whether the training arrays take at most half of the first device's memory."""
-    arrays = _arrays(dataset, pools)
+    return _fit(_arrays(dataset, pools))
+
+
+def _fit(arrays: Iterable[Any]) -> bool:
     needed = sum(math.prod(x.shape) * np.dtype(x.dtype).itemsize for x in arrays)
     return needed <= blocks.device_memory() / 2
+
+
+def with_features(batches: sampling.DeviceData, teacher: LinearTeacher) -> sampling.DeviceData:
+    """With the teacher's features of both pools, if all fit as in `fits_device`.
+
+    >>> from sotalign_jax import teachers
+    >>> A = np.random.default_rng(0).normal(size=(9, 3)).astype(np.float32)
+    >>> with_features(sampling.DeviceData(A, A, A, A), teachers.procrustes(A, A)).star_x.shape
+    (9, 3)
+    """
+    features = jax.eval_shape(lambda: (teacher.x(batches.pool_x), teacher.y(batches.pool_y)))
+    if not _fit([*jax.tree.leaves(batches), *features]):
+        return batches
+    return batches._replace(
+        star_x=jnp.asarray(evaluation.embed(teacher.map_x, batches.pool_x)),
+        star_y=jnp.asarray(evaluation.embed(teacher.map_y, batches.pool_y)),
+    )
 
 
 def _arrays(dataset: data.Dataset, pools: str) -> tuple[Any, ...]:
@@ -317,6 +337,8 @@ def fit(
             "the host; leave it out"
         )
     batches = method.prepare(place(dataset, pools=method.pools, on_device=on_device))
+    if on_device and teacher is not None and method.uses_teacher:
+        batches = with_features(batches, teacher)
     graphdef = nnx.graphdef(heads)
     state = init_state(method, heads, batches, config)
     best = Best(jax.tree.map(jnp.copy, state.params), jnp.int32(0), jnp.float32(-1.0))

@@ -291,7 +291,8 @@ def test_a_device_of_eight_needs_a_sixth_of_the_memory_and_loops_gather_nothing(
     """Of the step at the paper's size, which is compiled, not run."""
     one, eight = (accelerator.lower(PAPER, jax.devices()[:n]).compile() for n in (1, 8))
     memory = [step.memory_analysis().temp_size_in_bytes for step in (one, eight)]
-    assert memory[1] <= memory[0] / 6, memory
+    both = 4 * PAPER.unpaired**2  # one device keeps a second kernel
+    assert memory[1] <= (memory[0] - both) / 6, memory
     found = collectives.find(eight.as_text())
     assert {one.kind for one in found} >= {"all-gather", "all-reduce"}
     assert (

@@ -32,10 +32,15 @@ def test_float64_is_kept(x64):
     assert affinity.as_float(np.ones(3, np.float32)).dtype == jnp.float32
 
 
-def test_every_affinity_asks_for_the_highest_precision():
-    jaxpr = jax.make_jaxpr(affinity.cosine)(jnp.ones((3, 2)), jnp.ones((4, 2)))
-    (product,) = [e for e in jaxpr.eqns if e.primitive.name == "dot_general"]
-    assert set(product.params["precision"]) == {jax.lax.Precision.HIGHEST}
+def test_every_affinity_asks_for_three_passes(x64):
+    def asked(dtype):
+        rows = jnp.ones((3, 2), dtype), jnp.ones((4, 2), dtype)
+        jaxpr = jax.make_jaxpr(affinity.cosine)(*rows)
+        (product,) = [e for e in jaxpr.eqns if e.primitive.name == "dot_general"]
+        return product.params["precision"]
+
+    assert asked(jnp.float32) is affinity.THREE_PASSES
+    assert set(asked(jnp.float64)) == {jax.lax.Precision.HIGHEST}
 
 
 def test_rows_have_unit_length_and_zero_rows_stay_zero(rng):

@@ -33,7 +33,7 @@ def make(kind, features):
 
 @pytest.fixture(autouse=True)
 def _small_blocks(monkeypatch):
-    monkeypatch.setattr("sotalign_jax.ot.kernel.BUILD_ROWS", 5)
+    monkeypatch.setattr("sotalign_jax.ot.blocks.BUILD_ROWS", 5)
 
 
 def build(kernel, q, *, b=None, epsilon=EPSILON):

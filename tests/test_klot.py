@@ -240,7 +240,7 @@ def test_aux_reports_both_solves_and_restarts_them(x64):
 # ------------------------------------------------------------------- from embeddings
 
 
-@pytest.mark.parametrize("block_size", [None, 6, 32])
+@pytest.mark.parametrize("block_size", [None, 6, 32, "auto"])
 def test_embeddings_equal_their_cosine_matrix(x64, block_size):
     """Value and both gradients: stored, in blocks that do not divide the rows, in a larger one."""
     arrays = features((N, 5), (M, 5), (N, 7), (M, 7))
@@ -252,7 +252,7 @@ def test_embeddings_equal_their_cosine_matrix(x64, block_size):
         np.testing.assert_allclose(our, expected, atol=1e-10)
 
 
-@pytest.mark.parametrize("block_size", [None, 6])
+@pytest.mark.parametrize("block_size", [None, 6, "auto"])
 def test_float32_is_close_to_float64(x64, block_size):
     arrays = features((N, 5), (M, 5), (N, 7), (M, 7))
     narrow = [x.astype(jnp.float32) for x in arrays]

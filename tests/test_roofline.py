@@ -163,15 +163,16 @@ def test_every_part_of_the_step_is_found_under_its_name():
     found = list(programs.Program(step.as_text()).kernels(roofline.trips(plans)))
     parts = roofline.costs(found, roofline.DEVICES["a100"])
     ours = {name for key, name in roofline.PARTS.items() if "affinities" not in key}
-    assert set(parts) == ours - {"log-sum-exp iterations"}
+    # The teacher's features are known before, and both plans are multiplied at once.
+    others = {"log-sum-exp iterations", "teacher's features", "teacher: products"}
+    assert set(parts) == ours - others
     computed = 512 * n  # entries of an affinity
-    assert parts["teacher's features"].products == 2 * n * (x + y) * e
     assert parts["heads"].products >= 2 * 2 * (n + pairs) * (x + y) * d
     assert parts["SigLIP"].products >= 3 * 2 * pairs**2 * d
     for name, width in (("teacher", e), ("student", d)):
         built = parts[f"{name}: affinity and kernel"].products
         assert built == 2 * computed * (width + 1)  # rows of K, and their sums
-        assert parts[f"{name}: products"].products == 2 * 2 * computed * d
+    assert parts["student: products"].products == 2 * 2 * computed * d
     sweeps = parts["teacher: sweeps"]
     assert sweeps.bytes >= 9 * 2 * n * n * 4
     assert sweeps.products >= 9 * 2 * 2 * n * n

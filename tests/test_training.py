@@ -1,4 +1,5 @@
 import dataclasses
+import functools
 import math
 
 import chex
@@ -197,6 +198,32 @@ def test_pools_that_nobody_reads_stay_on_the_host(dataset):
 
 
 # --- the loop ----------------------------------------------------------------------------------
+
+
+def test_teacher_features_are_computed_once_where_they_fit(dataset, teacher, monkeypatch):
+    placed = training.place(dataset)
+    cached = training.with_features(placed, teacher)
+    np.testing.assert_allclose(cached.star_x, teacher.x(dataset.pool_x), atol=1e-6)
+    np.testing.assert_allclose(cached.star_y, teacher.y(dataset.pool_y), atol=1e-6)
+    batch = sampling.draw(jax.random.key(0), jnp.int32(3), cached, pairs=5, unpaired=7)
+    np.testing.assert_allclose(batch.star_x, teacher.x(batch.x), atol=1e-6)
+    np.testing.assert_allclose(batch.star_y, teacher.y(batch.y), atol=1e-6)
+    needed = sum(x.nbytes for x in jax.tree.leaves(cached))
+    for memory, fit in ((2 * needed, True), (2 * needed - 2, False)):
+        monkeypatch.setattr("sotalign_jax.ot.blocks.device_memory", lambda memory=memory: memory)
+        assert (training.with_features(placed, teacher).star_x is not None) == fit
+
+
+@pytest.mark.parametrize("klot_on", methods.sotalign.KLOT_ON)
+def test_known_features_change_nothing(start, dataset, teacher, klot_on):
+    method = methods.SOTAlign(klot_on=klot_on)
+    draw = functools.partial(sampling.draw, jax.random.key(0), jnp.int32(0), pairs=9, unpaired=16)
+    placed = training.place(dataset)
+    losses = [
+        method(start, draw(data), teacher, {})[0]
+        for data in (placed, training.with_features(placed, teacher))
+    ]
+    np.testing.assert_allclose(*losses, rtol=1e-5)
 
 
 def test_observer_hears_every_step_once_and_in_order(sail):

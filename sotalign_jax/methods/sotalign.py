@@ -32,7 +32,8 @@ class SOTAlign(base.Objective):
         marginals: "prob" or "bistochastic", see `klot_lib.klot`.
         tolerance: marginal error at which the plans' solves stop.
         max_iterations: iterations at which they stop.
-        block_size: None, or rows per block to stream KLOT in less memory.
+        block_size: rows per block to stream KLOT in less memory; None decides by device memory,
+            as "auto" of `klot_lib.klot_from_embeddings` does.
         klot_on: rows that KLOT compares: "unpaired"; "all": the pairs, too; or "crossmodal": all,
             with every pair transported to itself, see `klot_lib.klot_crossmodal`.
         supervision: "pairs", "pairs+negatives" or "square", see `SAIL`.
@@ -118,13 +119,15 @@ class SOTAlign(base.Objective):
         if self.divergence == "none":
             return siglip, ({"siglip": siglip}, memory)
         assert teacher is not None  # `training.fit` asked for it
-        rows_x, rows_y = batch.x, batch.y
         if self.klot_on != "unpaired":
             x, y = jnp.concatenate([f, x]), jnp.concatenate([g, y])
-        if self.klot_on == "all":
-            rows_x, rows_y = jnp.concatenate([batch.a, rows_x]), jnp.concatenate([batch.b, rows_y])
         with jax.named_scope("teacher_features"):
-            f_star, g_star = jax.lax.stop_gradient((teacher.x(rows_x), teacher.y(rows_y)))
+            f_star = teacher.x(batch.x) if batch.star_x is None else batch.star_x
+            g_star = teacher.y(batch.y) if batch.star_y is None else batch.star_y
+            if self.klot_on == "all":
+                f_star = jnp.concatenate([teacher.x(batch.a), f_star])
+                g_star = jnp.concatenate([teacher.y(batch.b), g_star])
+            f_star, g_star = jax.lax.stop_gradient((f_star, g_star))
         with jax.named_scope(self.divergence):
             divergence, metrics, memory = self._divergence(x, y, f_star, g_star, memory)
         loss = siglip + self.alpha * divergence
@@ -161,7 +164,7 @@ class SOTAlign(base.Objective):
                 f_star,
                 g_star,
                 init_v=(memory["v"], memory["v_star"]) if memory else None,
-                block_size=self.block_size,
+                block_size=self.block_size or "auto",
                 **options,
             )
         if memory:

@@ -14,9 +14,11 @@ ArrayLike = jax.Array | np.ndarray
 """What users hand in; nested lists work too."""
 
 HIGHEST = jax.lax.Precision.HIGHEST
-"""At epsilon = 0.005 a worst plan entry is off by 0.004 % with "highest", by 0.03 % with "high" on
-a TPU; an accelerator's fast "default" is off by 2 % (TF32 on a GPU) to 16 % (one bfloat16 pass on a
-TPU). On CPU all three are the same."""
+"""Full float32, for sums over a kernel and for small systems: bytes limit them, not operations."""
+THREE_PASSES = jax.lax.DotAlgorithmPreset.BF16_BF16_F32_X3
+"""For products of features: three bfloat16 passes with float32 sums on a GPU or TPU, float32 on a
+CPU. KLOT's gradient changes by 3e-5, a tenth of what its tolerance of 1e-4 leaves; with one TF32
+pass it changes by 1e-3, with one bfloat16 pass by 9e-3 (benchmarks/ROOFLINE.md)."""
 
 
 def as_float(x: ArrayLike) -> Array:
@@ -73,6 +75,8 @@ def l2_normalize(x: Float[ArrayLike, "... d"]) -> Float[Array, "... d"]:
 
 def dot(a: Array, b: Array, precision: jax.lax.PrecisionLike = HIGHEST) -> Array:
     """a @ b, at the highest precision unless another one is asked for."""
+    if precision is THREE_PASSES and jnp.promote_types(a.dtype, b.dtype) != jnp.float32:
+        precision = HIGHEST
     return jnp.matmul(a, b, precision=precision)
 
 
@@ -80,7 +84,7 @@ def cosine(
     f: Float[ArrayLike, "n d"],
     g: Float[ArrayLike, "m d"],
     *,
-    precision: jax.lax.PrecisionLike = HIGHEST,
+    precision: jax.lax.PrecisionLike = THREE_PASSES,
 ) -> Float[Array, "n m"]:
     """Cosine affinity K_ij = <f_i, g_j> / (||f_i|| ||g_j||).
 

@@ -12,6 +12,14 @@ BUILD_ROWS = 256
 """Rows of K that exist at a time while a stored kernel is built, measured or multiplied."""
 
 
+def build_rows(n: int) -> int:
+    """As many of n, or four times as many where they still are less than a tenth of all.
+
+    Each block reads all features: on an accelerator, larger blocks of a large problem save bytes.
+    """
+    return BUILD_ROWS if n < 40 * BUILD_ROWS else 4 * BUILD_ROWS
+
+
 def auto_block(n: int, m: int, itemsize: int, memory: int | None = None) -> int | None:
     """Rows per block for streaming, or None where the stored kernel takes less than half.
 

@@ -23,9 +23,9 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from sotalign_jax.ot import affinity, sharding
-from sotalign_jax.ot.affinity import HIGHEST
-from sotalign_jax.ot.blocks import BUILD_ROWS, Block, over_rows
+from sotalign_jax.ot import affinity, onepass, sharding
+from sotalign_jax.ot.affinity import HIGHEST, THREE_PASSES
+from sotalign_jax.ot.blocks import Block, build_rows, over_rows
 
 MAX_DRIFT = 30.0
 """Scalings beyond exp(+-MAX_DRIFT) call for a rebuild: far from float32's overflow at exp(88), and
@@ -62,10 +62,10 @@ class Cosines(NamedTuple):
     g: Float[Array, "m d"]
     f_scale: Float[Array, " n"]
     g_scale: Float[Array, " m"]
-    precision: jax.lax.PrecisionLike = HIGHEST
+    precision: jax.lax.PrecisionLike = THREE_PASSES
 
     @classmethod
-    def of(cls, f: Array, g: Array, precision: jax.lax.PrecisionLike) -> "Cosines":
+    def of(cls, f: Array, g: Array, precision: jax.lax.PrecisionLike = THREE_PASSES) -> "Cosines":
         """Of raw features."""
         return cls(f, g, affinity.inverse_norms(f), affinity.inverse_norms(g), precision)
 
@@ -130,7 +130,7 @@ class Kernel(NamedTuple):
         """Over blocks of rows; `factor` times as many at a time where columns are fewer."""
         size = self.block_size
         if size is None:  # many devices, of which each has few rows, need smaller blocks
-            size = BUILD_ROWS // 2 if self.axes else BUILD_ROWS
+            size = build_rows(self.affinity.height) // (2 if self.axes else 1)
         carry = sharding.vary_like(carry, self.affinity[0])
         return over_rows(self.affinity.height, factor * size, body, carry)
 
@@ -186,10 +186,11 @@ class Kernel(NamedTuple):
         return scaled + block.of(state.p)[:, None] + q[None, :]
 
     def sweep(self, state: KernelState, a: Array, c: Array) -> tuple[Array, Array]:
-        """Reads a stored A twice; computes a streamed one once."""
+        """Reads a stored A once or twice; computes a streamed one once."""
+        if self.stored and not self.axes:
+            return onepass.sweep(state.matrix, a, c, self.precision)
         if self.stored:
-            s = affinity.dot(state.matrix, c, self.precision)
-            return s, affinity.dot(a / s, state.matrix, self.precision)
+            return onepass.two_reads(state.matrix, a, c, self.precision)
 
         def body(block: Block, carry: tuple[Array, Array]) -> tuple[Array, Array]:
             s, t = carry
@@ -273,15 +274,52 @@ class Kernel(NamedTuple):
             weights = jnp.where(block.fresh, block.of(a), 0.0)
             plan = weights[:, None] * rows * of(b)[None, :]
             right = affinity.dot(
-                plan * of(features.g_scale)[None, :], of(features.g), self.precision
+                plan * of(features.g_scale)[None, :], of(features.g), features.precision
             )
             masses = of(sums.columns) + jnp.sum(plan, axis=0)
             return Products(
                 block.put(sums.right, block.of(sums.right) + right),
-                sums.left + affinity.dot(plan.T, features.left(block), self.precision),
+                sums.left + affinity.dot(plan.T, features.left(block), features.precision),
                 block.put(sums.rows, block.of(sums.rows) + jnp.sum(plan, axis=1)),
                 masses if columns is None else columns.put(sums.columns, masses),
                 sums.log_moment + jnp.sum(jnp.where(plan > 0, plan * logs, 0.0)),
             )
 
         return self._over_rows(body, start, 1 if columns is None else sharding.size(self.axes))
+
+    def transport_less(
+        self, state: KernelState, star: KernelState, a: Array, b: Array, features: Cosines
+    ) -> tuple[Products, Array, Array]:
+        """`transport` of P - P* where both kernels are stored; also P* 1 and P*^T 1."""
+
+        def body(block: Block, carry: Any) -> Any:
+            sums, rows_star, columns_star = carry
+            weights = jnp.where(block.fresh, block.of(a), 0.0)
+
+            def plan_of(matrix: Array) -> tuple[Array, Array]:
+                rows = block.of(matrix)
+                plan = weights[:, None] * rows * b[None, :]
+                return plan, jnp.where(plan > 0, plan * jnp.log(rows), 0.0)
+
+            plan, logs = plan_of(state.matrix)
+            plan_star, logs_star = plan_of(star.matrix)
+            less = plan - plan_star
+            right = affinity.dot(less * features.g_scale[None, :], features.g, features.precision)
+            sums = Products(
+                block.put(sums.right, block.of(sums.right) + right),
+                sums.left + affinity.dot(less.T, features.left(block), features.precision),
+                block.put(sums.rows, block.of(sums.rows) + jnp.sum(less, axis=1)),
+                sums.columns + jnp.sum(less, axis=0),
+                sums.log_moment + jnp.sum(logs - logs_star),
+            )
+            rows_star = block.put(rows_star, block.of(rows_star) + jnp.sum(plan_star, axis=1))
+            return sums, rows_star, columns_star + jnp.sum(plan_star, axis=0)
+
+        sums = Products(
+            jnp.zeros_like(features.f),
+            jnp.zeros_like(features.g),
+            jnp.zeros_like(a),
+            jnp.zeros_like(b),
+            jnp.zeros((), b.dtype),
+        )
+        return self._over_rows(body, (sums, jnp.zeros_like(a), jnp.zeros_like(b)))

@@ -4,9 +4,9 @@ From an affinity, d KLOT/dK = (P - P*)/eps. From features of unit rows F, G with
 
     d/dF = (P - P*) G / eps,    d/dG = (P - P*)^T F / eps,
 
-and each plan is multiplied with the features as soon as it is found, so that the backward pass
-keeps arrays of the features' size only, and the two plans share one n x m buffer. Rows are split
-over the devices of a mesh, see `sharding`.
+so that the backward pass keeps arrays of the features' size only. Where two n x m buffers fit,
+P - P* is multiplied with the features at once; where one does, each plan as soon as it is found,
+and they share it. Rows are split over the devices of a mesh, see `sharding`.
 """
 
 import functools
@@ -46,11 +46,22 @@ class KlotAux(NamedTuple):
 
 
 class Options(NamedTuple):
-    """What is fixed at trace time."""
+    """What is fixed at trace time; `both`: two stored kernels exist at a time."""
 
     max_iterations: int
     precision: jax.lax.PrecisionLike
     block_size: int | None = None
+    both: bool = False
+
+    @property
+    def sums(self) -> jax.lax.PrecisionLike:
+        """Precision of matrix-vector products."""
+        return affinity.HIGHEST if self.precision is None else self.precision
+
+    @property
+    def products(self) -> jax.lax.PrecisionLike:
+        """Precision of products of features."""
+        return affinity.THREE_PASSES if self.precision is None else self.precision
 
 
 class Settings(NamedTuple):
@@ -147,7 +158,7 @@ def _affinities_fwd(options: Options, k: Array, k_star: Array, settings: Setting
                 max_iterations=options.max_iterations,
                 init_v=init_v,
                 axes=axes,
-                precision=options.precision,
+                precision=options.sums,
             )
             return top, scalings
 
@@ -234,10 +245,10 @@ def _features_fwd(options: Options, features: Features, settings: Settings) -> A
         a, b = jnp.exp(log_a), jnp.exp(log_b)
 
         def cosines_of(x: Array, y: Array) -> Cosines:
-            return Cosines.of(x, sharding.all_gather(y, axes), options.precision)
+            return Cosines.of(x, sharding.all_gather(y, axes), options.products)
 
         def kernel_of(cosines: Cosines) -> Kernel:
-            return Kernel(cosines, options.block_size, axes, options.precision)
+            return Kernel(cosines, options.block_size, axes, options.sums)
 
         def plan(kernel: Kernel, epsilon: Array, init_v: Array | None) -> Any:
             return solve(
@@ -258,25 +269,32 @@ def _features_fwd(options: Options, features: Features, settings: Settings) -> A
 
         with jax.named_scope("teacher_plan"):
             kernel = kernel_of(cosines_of(z, w))
-            teacher, state = plan(kernel, settings.epsilon_star, settings.init_v_star)
-        with jax.named_scope("teacher_products"):
-            # Columns come together from all devices only when they are needed.
-            cosines = cosines_of(f, _after(g, teacher) if axes else g)
-            target = kernel.transport(state, a, b, cosines)
-        teacher = measured(teacher, target.rows, target.columns)
+            teacher, star = plan(kernel, settings.epsilon_star, settings.init_v_star)
+        # Columns come together from all devices only when they are needed.
+        cosines = cosines_of(f, _after(g, teacher) if axes else g)
+        if not options.both:
+            with jax.named_scope("teacher_products"):
+                target = kernel.transport(star, a, b, cosines)
+            rows_star, columns_star = target.rows, target.columns
         with jax.named_scope("student_plan"):
             kernel = kernel_of(cosines)
-            student, state = plan(kernel, _after(epsilon, target), settings.init_v)
+            before = teacher if options.both else target
+            student, state = plan(kernel, _after(epsilon, before), settings.init_v)
         with jax.named_scope("student_products"):
-            moved = kernel.transport(state, a, b, cosines, minus=target)
-        student = measured(student, moved.rows + target.rows, moved.columns + target.columns)
+            if options.both:
+                moved, rows_star, columns_star = kernel.transport_less(state, star, a, b, cosines)
+            else:
+                moved = kernel.transport(state, a, b, cosines, minus=target)
+        teacher = measured(teacher, rows_star, columns_star)
+        student = measured(student, moved.rows + rows_star, moved.columns + columns_star)
 
-        # <P*, log P*> - <P*, log P>, with the rows and columns of P* as they are: where K/eps is
-        # large, what rounding adds to their sums would not cancel otherwise.
-        in_rows = jnp.sum(jnp.where(a > 0, target.rows * state.p, 0.0))
-        in_columns = jnp.sum(jnp.where(target.columns > 0, target.columns * state.q, 0.0))
-        cross = jnp.sum(jnp.sum(target.right * f, axis=1) * cosines.f_scale) / epsilon
-        value = sharding.psum(target.log_moment - in_rows - in_columns - cross, axes)
+        # <P*, log P*> - <P*, log P> = <P*, log A*> - <P, log A> + <P - P*, log A>, with the rows
+        # and columns of P - P* as they are: where K/eps is large, what rounding adds to their
+        # sums would not cancel otherwise.
+        in_rows = jnp.sum(jnp.where(a > 0, moved.rows * state.p, 0.0))
+        in_columns = jnp.sum(jnp.where(b > 0, moved.columns * state.q, 0.0))
+        cross = jnp.sum(jnp.sum(moved.right * f, axis=1) * cosines.f_scale) / epsilon
+        value = sharding.psum(in_rows + in_columns + cross - moved.log_moment, axes)
         solved = jnp.isfinite(student.error) & jnp.isfinite(teacher.error)
         value, factor = (jnp.where(solved, x, jnp.nan) for x in (value, 1 / epsilon))
         df, dg = _through_norm(moved.right, f, factor), _through_norm(moved.left, g, factor)
@@ -417,7 +435,7 @@ def klot(
     tolerance: float = 1e-4,
     max_iterations: int = 2000,
     init_v: tuple[ArrayLike, ArrayLike] | None = None,
-    precision: jax.lax.PrecisionLike = affinity.HIGHEST,
+    precision: jax.lax.PrecisionLike = None,
     return_aux: bool = False,
 ) -> Float[Array, ""] | tuple[Float[Array, ""], KlotAux]:
     """KLOT(K || K*) = KL(P* || P) with P = OT_eps(K), P* = OT_eps*(K*).
@@ -439,7 +457,8 @@ def klot(
         tolerance: marginal error at which each solve stops, see `sinkhorn`.
         max_iterations: number of iterations at which each solve stops.
         init_v: (v, v_star), column log-scalings to start from, as `aux.student.v` holds them.
-        precision: of the matrix products, "highest", "high" or "default"; static.
+        precision: of all matrix products, "highest", "high" or "default"; static. By default
+            sums over the kernel are "highest" and products of features `affinity.THREE_PASSES`.
         return_aux: also return a `KlotAux`: `aux.student.converged`, errors, iterations, scalings.
 
     Returns:
@@ -561,7 +580,7 @@ def klot_from_embeddings(
     max_iterations: int = 2000,
     init_v: tuple[ArrayLike, ArrayLike] | None = None,
     block_size: int | str | None = None,
-    precision: jax.lax.PrecisionLike = affinity.HIGHEST,
+    precision: jax.lax.PrecisionLike = None,
     return_aux: bool = False,
 ) -> Float[Array, ""] | tuple[Float[Array, ""], KlotAux]:
     """KLOT between the cosine affinities of features: `klot(cosine(f, g), cosine(f_star, g_star))`.
@@ -591,7 +610,8 @@ def klot_from_embeddings(
         init_v: see `klot`.
         block_size: None keeps one n x m buffer; a number of rows streams, recomputing blocks of
             that many rows in every iteration, in memory O(n (d + block_size)); "auto" decides by
-            the device's memory. Value and gradients are the same.
+            the device's memory, and keeps two buffers where they fit, for half of the gradient's
+            products. Value and gradients are the same.
         precision: see `klot`.
         return_aux: see `klot`.
 
@@ -612,10 +632,13 @@ def klot_from_embeddings(
     affinity.check_features(f, g, f_star, g_star)
     features = Features(*affinity.as_floats(f, g, f_star, g_star))
     n, m, dtype = len(features.f), len(features.g), features.f.dtype
+    both = False
     if isinstance(block_size, str):
         checks.choice("block_size", block_size, ("auto",))
         with sharding.mesh_of(*features):
-            block_size = blocks.auto_block(sharding.share(n), m, dtype.itemsize)
+            rows = sharding.share(n)
+            block_size = blocks.auto_block(rows, m, dtype.itemsize)
+            both = rows == n and blocks.auto_block(2 * n, m, dtype.itemsize) is None
     checks.whole(1, or_none=True, block_size=block_size)
     mass = _mass(marginals, n, m)
     settings = _settings(
@@ -636,7 +659,7 @@ def klot_from_embeddings(
                 for x, weights in zip(features, (settings.log_a, settings.log_b) * 2, strict=True)
             )
         )
-    options = Options(max_iterations, precision, block_size)
+    options = Options(max_iterations, precision, block_size, both)
     arrays = sharding.vary_alike((features, settings))
     value, aux = reverse_only("klot_from_embeddings", lambda: _features(options, *arrays))
     value = mass * value
@@ -690,7 +713,7 @@ def klot_crossmodal(
     marginals: str = "prob",
     tolerance: float = 1e-4,
     max_iterations: int = 2000,
-    precision: jax.lax.PrecisionLike = affinity.HIGHEST,
+    precision: jax.lax.PrecisionLike = None,
     return_aux: bool = False,
 ) -> Float[Array, ""] | tuple[Float[Array, ""], KlotAux]:
     """KL(T || OT_eps(K)) over pairs and unpaired rows at once, K = cosine(f, g).
@@ -738,17 +761,19 @@ def klot_crossmodal(
         logs = math.log(share / pairs), math.log((1 - share) / rest)
         return jnp.repeat(jnp.array(logs, f.dtype), np.array([pairs, rest]))
 
+    static = Options(max_iterations, precision)
     options: dict[str, Any] = {
         "tolerance": tolerance,
         "max_iterations": max_iterations,
-        "precision": precision,
+        "precision": static.sums,
     }
-    k_star = affinity.cosine(*jax.lax.stop_gradient((f_star, g_star)), precision=precision)
+    targets = jax.lax.stop_gradient((f_star, g_star))
+    k_star = affinity.cosine(*targets, precision=static.products)
     target = sinkhorn(k_star, epsilon=epsilon_star, **options)
     t = jax.scipy.linalg.block_diag(
         jnp.eye(pairs, dtype=f.dtype) * (share / pairs), (1 - share) * target.matrix()
     )
-    k = affinity.cosine(f, g, precision=precision)
+    k = affinity.cosine(f, g, precision=static.products)
     plan = sinkhorn(
         jax.lax.stop_gradient(k),
         epsilon=epsilon,
