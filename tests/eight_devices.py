@@ -158,6 +158,10 @@ def test_a_shard_map_of_the_user(mesh, x64):
     assert (errors <= 1e-4).all() and errors.shape == (8,)
     wanted = jax.jit(jax.value_and_grad(by_hand, argnums=(0, 1)))(f, g, z, w)
     assert_close((value, gradients), wanted, rtol=1e-4)
+    # So large that an accelerator reads the kernel once a sweep: every platform's branch is traced.
+    own, other = (jax.ShapeDtypeStruct((n, D), jnp.float32) for n in (8 * 2048, 2048))
+    with jax.set_mesh(mesh):
+        assert jax.eval_shape(mean_loss, own, other, own, other)[0].shape == ()
 
 
 def test_structure_regularizer(mesh, x64):

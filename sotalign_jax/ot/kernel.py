@@ -187,10 +187,11 @@ class Kernel(NamedTuple):
 
     def sweep(self, state: KernelState, a: Array, c: Array) -> tuple[Array, Array]:
         """Reads a stored A once or twice; computes a streamed one once."""
-        if self.stored and not self.axes:
-            return onepass.sweep(state.matrix, a, c, self.precision)
         if self.stored:
-            return onepass.two_reads(state.matrix, a, c, self.precision)
+            split = self.axes or sharding.varying(state.matrix)
+            return (onepass.two_reads if split else onepass.sweep)(
+                state.matrix, a, c, self.precision
+            )
 
         def body(block: Block, carry: tuple[Array, Array]) -> tuple[Array, Array]:
             s, t = carry

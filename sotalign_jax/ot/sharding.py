@@ -143,16 +143,17 @@ def shard_map(
     )
 
 
+def varying(x: Any) -> frozenset[str]:
+    """Axes of a user's `shard_map` over which an array varies; none outside of one."""
+    kind: Any = jax.typeof(x)
+    return kind.mat.varying if hasattr(kind, "mat") else kind.vma  # JAX before 0.10.2
+
+
 def vary_like(tree: Any, *references: Array) -> Any:
     """Arrays that vary over the axes of a user's `shard_map` over which any reference does.
 
-    Loops need it of what they carry. Outside of a `shard_map` nothing varies.
+    Loops need it of what they carry.
     """
-
-    def varying(x: Any) -> frozenset[str]:
-        kind: Any = jax.typeof(x)
-        return kind.mat.varying if hasattr(kind, "mat") else kind.vma  # JAX before 0.10.2
-
     wanted: frozenset[str] = frozenset().union(*map(varying, references))
 
     def cast(x: Any) -> Array:
