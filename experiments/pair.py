@@ -44,6 +44,7 @@ def _run() -> None:
             arrays = pair.gallery_arrays(x, y, part)
     pair.claim(out, x, y)
     options = pair.write(out, arrays)
+    pair.note_test(out, arrays, x, y)
     shapes = {name: np.load(out / f"{name}.npy", mmap_mode="r").shape for name in arrays}
     for name, shape in shapes.items():
         print(f"{name}: {' x '.join(map(str, shape))}")

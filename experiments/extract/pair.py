@@ -13,6 +13,8 @@ from sotalign_jax import checks, data
 
 PARTS = ("train", "val", "test", "split", "sue", "zero_shot")
 ENCODERS = "encoders.json"
+TEST = "test.json"
+"""What the rows of the test files are: ids, and the dataset that has them."""
 
 
 class Taken(NamedTuple):
@@ -175,6 +177,21 @@ def write(out: pathlib.Path, arrays: Arrays) -> list[str]:
             for block in array.blocks():
                 file.write(block.data)
     return [f"--config.data.files.{name}={out / name}.npy" for name in arrays]
+
+
+def note_test(out: pathlib.Path, arrays: Arrays, x: Embeddings, y: Embeddings) -> None:
+    """Notes what the test rows are, so that a report can show them."""
+    if "test_x" not in arrays:
+        return
+    source = dict(y.metadata["data"])
+    for name in ("root", "captions"):
+        if source.get(name):
+            source[name] = str(pathlib.Path(source[name]).absolute())
+    ids = {
+        side: [of.origins[row].id for row in arrays[f"test_{side}"].chosen]  # type: ignore[union-attr]
+        for side, of in (("x", x), ("y", y))
+    }
+    workdir.write_json(out / TEST, {"data": source, **ids})
 
 
 def claim(out: pathlib.Path, x: Embeddings, y: Embeddings) -> None:
