@@ -127,12 +127,14 @@ def summary(made: Sequence[Outcome]) -> report.Table:
 
 def listing(lab: Lab) -> str:
     """Every entry, whether it runs on the data at hand, and the sources that --files may name."""
-    here = "photographs" if lab.sources.stand_in else "files"
-    rows = [[n, e.title, here if e.panels(lab) else "needs files"] for n, e in ENTRIES.items()]
+    rows = [
+        [name, entry.title if entry.panels(lab) else f"{entry.title} (needs files)"]
+        for name, entry in ENTRIES.items()
+    ]
     named = [[name, holds] for name, (_, holds) in KNOWN.items()]
     return (
-        f"{report.table(['', 'shows', 'runs here on'], rows)}\n\nThe paper's own data, as sources "
-        f"of --files={{SOURCE: {{FIELD: PATH}}}}:\n\n{report.table(['source', 'holds'], named)}"
+        f"{report.table(['', 'shows'], rows)}\n\nThe paper's own data, as sources of "
+        f"--files={{SOURCE: {{FIELD: PATH}}}}:\n\n{report.table(['source', 'holds'], named)}"
     )
 
 
