@@ -164,8 +164,10 @@ def zero_shot_arrays(x: Embeddings, y: Embeddings) -> Arrays:
     }
 
 
-def write(out: pathlib.Path, arrays: Arrays) -> list[str]:
-    """Writes the files and returns the flags with which experiments.main reads them."""
+def write(out: pathlib.Path, arrays: Arrays) -> None:
+    """Writes the files, which `files.py:from=OUT` reads; pools of an earlier table are removed."""
+    for name in ("unpaired_x", "unpaired_y") if "x" in arrays else ():
+        (out / f"{name}.npy").unlink(missing_ok=True)
     for name, array in arrays.items():
         with workdir.replacing(out / f"{name}.npy") as file:
             if isinstance(array, np.ndarray):
@@ -176,7 +178,6 @@ def write(out: pathlib.Path, arrays: Arrays) -> list[str]:
             np.lib.format.write_array_header_1_0(file, header)
             for block in array.blocks():
                 file.write(block.data)
-    return [f"--config.data.files.{name}={out / name}.npy" for name in arrays]
 
 
 def note_test(out: pathlib.Path, arrays: Arrays, x: Embeddings, y: Embeddings) -> None:
