@@ -166,6 +166,7 @@ def is_ours(words: list[str]) -> bool:
     return words[1:2] == ["-m"] and words[2].startswith(("experiments", "benchmarks"))
 
 
+@pytest.mark.filterwarnings("ignore:JAXopt:DeprecationWarning")  # ott-jax imports it
 def test_commands_have_the_flags_that_are_typed(capsys):
     typed = [(page, w[2].replace("extract", "extract.__main__"), w) for page, w in documented()
              if is_ours(w)]  # fmt: skip
