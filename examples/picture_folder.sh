@@ -3,7 +3,7 @@
 #
 #     bash examples/picture_folder.sh PICTURES captions.csv "a red car" runs/pictures
 #
-# The CSV has the columns file (from PICTURES on) and caption. About 100 pictures a minute on a CPU; needs
+# The CSV has the columns file (from PICTURES on) and caption. Needs
 # pip install -e '.[experiments,extract]'. Started again, it goes on where it stopped.
 set -euo pipefail
 cd "$(dirname "$0")/.."
