@@ -23,6 +23,7 @@ from sotalign_jax import checks, teachers, training
 from sotalign_jax.ot import affinity
 
 RESULTS = pathlib.Path(__file__).parent / "results"
+QUICK = pathlib.Path("runs") / "benchmarks"
 MEBIBYTE = 2**20
 
 
@@ -201,8 +202,17 @@ def parser(description: str | None, *, n: Sequence[int], epsilon: Sequence[float
     made.add_argument("--epsilon", type=float, nargs="+", default=list(epsilon))
     made.add_argument("--repeats", type=int, default=3, help="rounds; the fastest counts")
     made.add_argument("--quick", action="store_true", help="tiny sizes, to see that it works")
-    made.add_argument("--out", type=pathlib.Path, default=RESULTS, help="folder for CSV and PNG")
+    folders = f"folder for CSV and PNG; {QUICK} with --quick"
+    made.add_argument("--out", type=pathlib.Path, default=RESULTS, help=folders)
     return made
+
+
+def parse(made: argparse.ArgumentParser, argv: Sequence[str] | None) -> argparse.Namespace:
+    """The options given; what is quick is not kept beside the published results."""
+    args = made.parse_args(argv)
+    if args.quick and args.out == RESULTS:
+        args.out = QUICK
+    return args
 
 
 def report(title: str, table: tables.Table, stem: pathlib.Path) -> None:

@@ -160,7 +160,7 @@ def main(argv: Sequence[str] | None = None) -> None:
                         default=list(common.PROBLEMS))  # fmt: skip
     parser.add_argument("--passes_epsilon", type=float, default=0.005)
     parser.add_argument("--budgets", type=int, nargs="+", default=list(BUDGETS), help="passes")
-    args = parser.parse_args(argv)
+    args = common.parse(parser, argv)
     if args.quick:
         args.n, args.epsilon, args.budgets = [96], [0.05, 0.005], [10, 100]
     for name in args.data:

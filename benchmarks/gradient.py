@@ -322,7 +322,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--x64", action="store_true", help="a sweep in float64")
     parser.add_argument("--max_iterations", type=int, default=5000)
     parser.add_argument("--time_limit", type=float, default=60.0, help="seconds for one arm")
-    args = parser.parse_args(argv)
+    args = common.parse(parser, argv)
     if args.tolerance is None:
         args.tolerance = 1e-6 if args.sweep else 1e-3
     if args.quick:

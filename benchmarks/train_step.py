@@ -227,7 +227,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--n_pairs", type=int, default=1000)
     parser.add_argument("--methods", default="", help="pattern of methods beside ours")
     parser.add_argument("--dim", type=int, default=512, help="width of the shared space")
-    args = parser.parse_args(argv)
+    args = common.parse(parser, argv)
     if args.quick:
         args.n, args.n_pairs, args.dim, args.repeats = [64], 100, 32, 2
     chosen = {k: m for k, m in METHODS.items() if k == "ours" or re.search(args.methods, k)}

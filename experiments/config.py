@@ -328,17 +328,19 @@ def naming(where: str) -> Iterator[None]:
 def switched(config: ConfigDict, arg: str, **own: Mapping[str, Any]) -> ConfigDict:
     """Applies what follows the colon of --config=FILE.py:smoke,seeds=3,pairs=500+1000.
 
-    `smoke` takes four steps; `seeds=N` makes the runs with seeds 0 .. N-1; `pairs=N+M` makes them
-    with N and with M pairs; a word of `own` makes the changes it names.
+    `smoke` takes four steps, with one seed; `seeds=N` makes the runs with seeds 0 .. N-1;
+    `pairs=N+M` makes them with N and with M pairs; a word of `own` makes the changes it names.
 
     Raises:
         InputError: another word.
     """
-    for word in filter(None, arg.split(",")):
+    words = [word for word in arg.split(",") if word]
+    for word in sorted(words, key=lambda word: word != "smoke"):  # first, so that seeds=N counts
         name, _, value = word.partition("=")
         numbers = [int(number) for number in value.split("+") if number.isdigit()]
         if word == "smoke":
             _change_all(config, SMOKE)
+            config.seeds = config.seeds[:1]
         elif word in own:
             _change_all(config, own[word])
         elif name == "seeds" and len(numbers) == 1:
@@ -389,7 +391,11 @@ class _DictParser(flags.ArgumentParser):
 
 
 config_flags.register_flag_parser_for_type(dict, _DictParser())
-_CONFIG = config_flags.DEFINE_config_file("config", None, "FILE.py[:SWITCH,SWITCH]: what to run.")
+_CONFIG = config_flags.DEFINE_config_file(
+    "config",
+    None,
+    "FILE.py[:SWITCH,SWITCH]: what to run. The file is code: run only those you trust.",
+)
 
 
 def from_flags() -> ConfigDict:

@@ -340,8 +340,7 @@ def plot(found: Findings, path: pathlib.Path) -> None:
         if not shown:
             ax.set_axis_off()
             ax.text(0.5, 0.5, "no unpaired rows", ha="center", transform=ax.transAxes)
-    figure.savefig(path, dpi=150)
-    plt.close(figure)
+    report.write(path, report.png(figure))
 
 
 def _plot_encoders(ax: Any, found: Encoders) -> None:

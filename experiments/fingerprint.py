@@ -7,6 +7,11 @@ import pathlib
 from collections.abc import Mapping
 from typing import Any
 
+from experiments import distributed, workdir
+from sotalign_jax import checks
+
+INPUTS = "inputs.json"
+"""Where a run folder keeps the fingerprints of what it reads."""
 WHOLE = 64 << 20
 """Files of up to so many bytes are digested whole, larger ones by samples."""
 BLOCK = 1 << 20
@@ -57,3 +62,29 @@ def changed(recorded: Mapping[str, Any], path: str | os.PathLike[str]) -> str | 
         when = datetime.datetime.fromtimestamp(status.st_mtime_ns / 1e9, datetime.UTC)
         return f"{name} was written again at {when:%Y-%m-%d %H:%M:%S} UTC"
     return None
+
+
+def keep(folder: pathlib.Path, inputs: Mapping[str, pathlib.Path]) -> None:
+    """Notes what a run in `folder` reads, by the names of its settings, or finds it unchanged.
+
+    A file that is not there is no change: a finished run does not need it, and one that does need
+    it says so.
+
+    Raises:
+        InputError: a file has changed since the run began; nothing is overwritten.
+    """
+
+    def note_or_compare() -> None:
+        present = {name: path for name, path in inputs.items() if path.exists()}
+        kept = workdir.read_json(folder / INPUTS) if (folder / INPUTS).exists() else {}
+        for name in present.keys() & kept.keys():
+            change = changed(kept[name], present[name])
+            if change is not None:
+                raise checks.InputError(
+                    f"workdir: {folder} was made from other data: {name}: {change}; choose another "
+                    "--workdir, or restore the file"
+                )
+        if new := {name: fingerprint(path) for name, path in present.items() if name not in kept}:
+            workdir.write_json(folder / INPUTS, kept | new)
+
+    distributed.agree(note_or_compare)

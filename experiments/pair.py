@@ -4,8 +4,8 @@ r"""Joins two extractions into files for experiments.main, matching rows by thei
     python -m experiments.pair --x=emb/food/image --y=emb/food/text --part=zero_shot \
         --workdir=emb/files
 
-The files are named after the settings they are for (`x.npy`, `test_y.npy`, ...), and the flags to
-pass on are printed; other parts in the folder stay. Rows without a partner become the pools
+The files are named after the settings they are for (`x.npy`, `test_y.npy`, ...), and the config to
+pass on is printed; other parts in the folder stay. Rows without a partner become the pools
 `unpaired_x` and `unpaired_y`.
 """
 
@@ -43,14 +43,12 @@ def _run() -> None:
         case part:
             arrays = pair.gallery_arrays(x, y, part)
     pair.claim(out, x, y)
-    options = pair.write(out, arrays)
+    pair.write(out, arrays)
+    pair.note_test(out, arrays, x, y)
     shapes = {name: np.load(out / f"{name}.npy", mmap_mode="r").shape for name in arrays}
     for name, shape in shapes.items():
         print(f"{name}: {' x '.join(map(str, shape))}")
-    if any(name.startswith("unpaired") for name in arrays):
-        options.append(f"--config.data.n_pairs={shapes['x'][0]}")  # pools need no row of them
-    print("\npass to experiments.main --config=experiments/configs/files.py:\n")
-    print(" \\\n".join(options))
+    print(f"\npass to experiments.main: --config=experiments/configs/files.py:from={out}")
 
 
 if __name__ == "__main__":

@@ -10,13 +10,13 @@ import functools
 import hashlib
 import io
 import pathlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import numpy as np
 from jaxtyping import Float, Int
 
-from sotalign_jax import checks, data, evaluation, files
+from sotalign_jax import checks, data, files
 
 FOLDER = pathlib.Path(__file__).parent / "data"
 CAPTIONED = ("coco", "flickr8k", "rsicd")
@@ -184,6 +184,16 @@ def zero_shot(name: str) -> data.ZeroShot:
     return data.zero_shot(_restore_images(table["image"]), table["label"], prompts, names)
 
 
+def test_labels() -> tuple[list[int], list[str]]:
+    """COCO's numbers of the images of `gallery("coco")`, and its captions."""
+    image_rows = rows_of_split("coco", "test")
+    said = captions()
+    return (
+        _table("coco")["image_id"][image_rows].tolist(),
+        [said[row] for row in _captions_of("coco", image_rows)],
+    )
+
+
 # --- what is trained on -------------------------------------------------------------------------
 
 
@@ -305,62 +315,6 @@ def _some(what: str, rows: np.ndarray, size: int | None, seed: int) -> np.ndarra
         )
     place = np.random.default_rng((seed, 1)).random(rows.max(initial=-1) + 1)[rows]
     return rows[np.argsort(place, kind="stable")][:size]
-
-
-# --- what was found -----------------------------------------------------------------------------
-
-
-class Found(NamedTuple):
-    """Captions that a photograph of COCO's test split retrieved, best first.
-
-    Attributes:
-        image_id: COCO's number of the photograph.
-        caption: one of its own captions.
-        retrieved: the captions found, and whether each is one of its own.
-    """
-
-    image_id: int
-    caption: str
-    retrieved: tuple[tuple[str, bool], ...]
-
-
-def find_captions(
-    head_x: Any, head_y: Any, *, queries: int = 5, top: int = 3, seed: int = 0
-) -> list[Found]:
-    """The nearest of all test captions to some test photographs, the same for every model.
-
-    Args:
-        head_x: maps images, as `evaluation.embed` takes it.
-        head_y: maps texts.
-        queries: photographs, chosen by `seed`.
-        top: captions for each.
-        seed: chooses the photographs.
-    """
-    image_rows = rows_of_split("coco", "test")
-    text_rows = _captions_of("coco", image_rows)
-    asked = np.random.default_rng(seed).choice(image_rows, queries, replace=False)
-    keys = evaluation.embed(head_y, np.asarray(texts("coco", text_rows)))
-    scores = evaluation.embed(head_x, np.asarray(images("coco", asked))) @ keys.T
-    owner, said = image_of_text("coco"), captions()
-    found = []
-    for row, score in zip(asked, scores, strict=True):
-        best = text_rows[np.argsort(-score, kind="stable")[:top]]
-        retrieved = tuple((said[text], bool(owner[text] == row)) for text in best)
-        own = said[np.searchsorted(owner, row)]
-        found.append(Found(int(_table("coco")["image_id"][row]), own, retrieved))
-    return found
-
-
-def render(found: Sequence[Found]) -> str:
-    """Text to read: each photograph's own caption, and below it those that were found."""
-    lines = []
-    for one in found:
-        lines.append(f"photograph {one.image_id}: {one.caption.strip()}")
-        lines += [
-            f"  {'right' if right else 'wrong'}  {caption.strip()}"
-            for caption, right in one.retrieved
-        ]
-    return "\n".join(lines)
 
 
 def main() -> None:

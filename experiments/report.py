@@ -2,7 +2,9 @@
 
 import csv
 import dataclasses
+import html
 import io
+import json
 import math
 import os
 import pathlib
@@ -13,7 +15,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import tabulate
 
-from experiments import distributed, photos
+from experiments import distributed, page, retrieval
+from experiments import run as run_lib
+from experiments import workdir as workdir_lib
 from sotalign_jax import aligner, checks
 from sotalign_jax.diagnostics import Mean
 
@@ -57,12 +61,26 @@ class Table:
         csv.writer(buffer, lineterminator="\n").writerows(zip(*columns, strict=True))
         return buffer.getvalue()
 
+    def html(self, caption: str = "", *, theirs: Sequence[str] = ()) -> str:
+        """An HTML table, the best of a column in bold, and columns `theirs` in another colour."""
+        kinds = [" class='theirs'" if header in theirs else "" for header in self.headers]
+        cells = self._cells("\0{}", "{}")
+        lines: list[str] = []
+        for row in cells:
+            tag = "td" if lines else "th"
+            texts = [html.escape(text) for text in row]
+            marked = [f"<b>{text[1:]}</b>" if text[:1] == "\0" else text for text in texts]
+            pairs = zip(kinds, marked, strict=True)
+            lines.append("".join(f"<{tag}{kind}>{text}</{tag}>" for kind, text in pairs))
+        title = f"<caption>{html.escape(caption)}</caption>" if caption else ""
+        body = "".join(f"<tr>{line}</tr>" for line in lines)
+        return f"<div class='scroll'><table>{title}{body}</table></div>"
+
     def save(self, stem: str | os.PathLike[str]) -> list[pathlib.Path]:
         """Writes `stem`.md and `stem`.csv and returns their paths."""
         paths = [pathlib.Path(f"{os.fspath(stem)}{suffix}") for suffix in (".md", ".csv")]
-        paths[0].parent.mkdir(parents=True, exist_ok=True)
         for path, text in zip(paths, [self.markdown() + "\n", self.csv()], strict=True):
-            path.write_text(text, encoding="utf-8")
+            write(path, text)
         return paths
 
     def _tabulate(self, cells: list[list[str]], style: str) -> str:
@@ -181,28 +199,63 @@ def conclude(
     *,
     folders: Mapping[str, pathlib.Path] | None = None,
 ) -> None:
-    """Writes comparison.md, .csv and .png into `workdir`; prints the table and what made it.
+    """Writes comparison.md, .csv and .png and report.html into `workdir`; prints the table.
 
-    Of runs on COCO, retrieved.txt has captions that the best model found. `folders` are those of
-    the runs, if they are not named after them in `workdir`.
+    The report has curves of the training and, where captions are known (COCO, or files made by
+    `experiments.pair`), what the model that is best on validation found; the first of these are
+    printed, too, and kept in retrieved.txt. `folders` are those of the runs, if they are not named
+    after them in `workdir`.
 
     Raises:
         FloatingPointError: runs failed; the others are in the table.
     """
     if distributed.is_first():
-        results = grouped(configs, outcomes)
-        compared = comparison_table(results)
-        compared.save(workdir / "comparison")
-        comparison_plot(results, workdir / "comparison.png")
-        print(f"\n{compared}\n\n{settings_text(configs)}")
         own = {name: workdir / name if len(configs) > 1 else workdir for name in configs}
-        if found := _retrieved(configs, outcomes, folders or own):
-            (workdir / "retrieved.txt").write_text(found, encoding="utf-8")
-            print(f"\n{found}")
-        print(f"\nResults, models and the comparison are in {workdir}")
+        _conclude(configs, outcomes, workdir, folders or own)
     failed = [f"{name}: {outcome.error}" for name, outcome in outcomes.items() if outcome.error]
     if failed:
         raise FloatingPointError(f"{len(failed)} of {len(outcomes)} runs failed, first {failed[0]}")
+
+
+def _conclude(
+    configs: Mapping[str, "FrozenConfigDict"],
+    outcomes: Mapping[str, "Outcome"],
+    workdir: pathlib.Path,
+    folders: Mapping[str, pathlib.Path],
+) -> None:
+    results, settings = grouped(configs, outcomes), settings_text(configs)
+    compared = comparison_table(results)
+    compared.save(workdir / "comparison")
+    print(f"\n{compared}\n\n{settings}")
+    shown = [page.section("Results", compared.html(), page.text(settings))]
+    if (plot := comparison_plot(results)) is not None:
+        write(workdir / "comparison.png", plot)
+        shown.append(page.section("Comparison", page.image(plot, "scores of the runs")))
+    if (plot := curves_plot(folders)) is not None:
+        shown.append(page.section("Training", page.image(plot, "curves over the steps")))
+    scores = {name: outcomes[name].results.get(run_lib.SCORE, -1.0) for name in configs}
+    best = max(scores, key=scores.__getitem__)
+    if found := _found(configs[best], folders[best]):
+        title = f"What {best} finds for pictures it has not seen"
+        text = f"{title}:\n{retrieval.render(found[:5])}\n"
+        write(workdir / "retrieved.txt", text)
+        print(f"\n{text}")
+        shown.append(page.section(title, retrieval.cards(found)))
+    title = ", ".join(results)
+    head = f"<header><h1>{html.escape(title)}</h1>{page.text(str(workdir))}</header>"
+    shown.append(page.environment(workdir_lib.kept_environment(workdir)))
+    write(workdir / "report.html", page.page(title, head, *shown))
+    print(f"\nResults, models and report.html are in {workdir}")
+
+
+def _found(config: "FrozenConfigDict", folder: pathlib.Path) -> list[retrieval.Found]:
+    """What the model in a run's folder finds on its test split; nothing if that is not known."""
+    labels = retrieval.labels(config) if config.data.test else None
+    if labels is None or not (folder / aligner.FOLDER).exists():
+        return []
+    gallery = run_lib.load_dataset(config).test
+    assert gallery is not None
+    return retrieval.find(aligner.Aligner.load(folder), gallery, labels)
 
 
 SETTINGS = (
@@ -230,25 +283,6 @@ def settings_text(configs: Mapping[str, "FrozenConfigDict"]) -> str:
         elif runs:
             parts.append(f"{key}=" + ", ".join(f"{v} ({'/'.join(of)})" for v, of in runs.items()))
     return textwrap.fill("; ".join(parts), 100, break_long_words=False, break_on_hyphens=False)
-
-
-def _retrieved(
-    configs: Mapping[str, "FrozenConfigDict"],
-    outcomes: Mapping[str, "Outcome"],
-    folders: Mapping[str, pathlib.Path],
-) -> str:
-    """Captions found by the run on COCO that is best on validation; "" without one."""
-    scores = {
-        name: outcomes[name].results["val/mean/R@1"]
-        for name, config in configs.items()
-        if config.data.name == "coco" and "test/mean/R@1" in outcomes[name].results
-    }
-    if not scores:
-        return ""
-    best = max(scores, key=scores.__getitem__)
-    model = aligner.Aligner.load(folders[best])
-    found = photos.render(photos.find_captions(model.heads.x, model.heads.y))
-    return f"What {best} finds for photographs it has not seen:\n{found}\n"
 
 
 def grouped(
@@ -287,14 +321,14 @@ def comparison_table(results: Grouped) -> Table:
     return table(["method", *columns], rows, best=dict.fromkeys(columns, "max"))
 
 
-def comparison_plot(results: Grouped, path: pathlib.Path) -> None:
+def comparison_plot(results: Grouped) -> bytes | None:
     """Bars of R@1, R@10 and zero-shot accuracy, best on top; whiskers show the spread over seeds.
 
     On the test split, on validation when there is no test split, and no plot without either.
     """
     splits = [name for name in ("test", "val") if _has(results, f"{name}/mean/R@1")]
     if not splits:
-        return
+        return None
     plt = pyplot()
     budgets = _budgets(results)
     several = len(budgets) > 1
@@ -319,7 +353,7 @@ def comparison_plot(results: Grouped, path: pathlib.Path) -> None:
                 places,
                 [mean or 0.0 for mean in means],
                 thickness * 0.9,
-                xerr=[(mean and mean.spread) or 0.0 for mean in means],
+                xerr=[getattr(mean, "spread", None) or np.nan for mean in means],
                 error_kw={"elinewidth": 1, "capsize": 2},
                 color=shades(0.25 + 0.5 * index / max(len(budgets) - 1, 1)),
                 label=f"{n_pairs:,} pairs",
@@ -339,8 +373,67 @@ def comparison_plot(results: Grouped, path: pathlib.Path) -> None:
             ncols=len(budgets),
             frameon=False,
         )
-    figure.savefig(path, dpi=150)
-    plt.close(figure)
+    return png(figure)
+
+
+CURVES = {
+    "loss": "loss",
+    "teacher_iterations": "iterations, teacher's plan",
+    "teacher_error": "marginal error, teacher's plan",
+    "val/mean/R@1": "R@1 on validation (%)",
+    "student_iterations": "iterations, student's plan",
+    "student_error": "marginal error, student's plan",
+}
+"""Metrics over the steps that are drawn, with their titles."""
+
+
+def curves_plot(folders: Mapping[str, pathlib.Path]) -> bytes | None:
+    """Metrics of runs over their steps; runs that differ in their seed have one colour."""
+    logs = {
+        name: [json.loads(line) for line in path.read_text().splitlines()]
+        for name, folder in folders.items()
+        if (path := folder / "metrics.jsonl").exists()
+    }
+    keys = [key for key in CURVES if any(key in row for log in logs.values() for row in log)]
+    if not keys:
+        return None
+    plt = pyplot()
+    rows = -(-len(keys) // 3)
+    size = 11, 0.5 + 2.3 * rows
+    figure, axes = plt.subplots(rows, 3, figsize=size, layout="constrained", squeeze=False)
+    labels = list(dict.fromkeys(name.rpartition("-seed")[0] for name in logs))
+    for ax, key in zip(axes.flat, keys, strict=False):
+        for name, log in logs.items():
+            label = name.rpartition("-seed")[0]
+            drawn = [(row["step"], float(row[key])) for row in log if key in row]
+            if drawn:
+                ax.plot(*zip(*drawn, strict=True), color=f"C{labels.index(label) % 10}", lw=1.2)
+        ax.set_title(CURVES[key], fontsize=10)
+        ax.set_yscale("log" if key.endswith("_error") else "linear")
+        ax.xaxis.get_major_locator().set_params(integer=True)
+        ax.spines[["top", "right"]].set_visible(False)
+    for ax in axes.flat[len(keys) :]:
+        ax.set_axis_off()
+    for ax in axes[-1]:
+        ax.set_xlabel("step")
+    lines = [plt.Line2D([], [], color=f"C{i % 10}", label=label) for i, label in enumerate(labels)]
+    figure.legend(handles=lines, loc="outside lower center", ncols=5, frameon=False)
+    return png(figure)
+
+
+def png(figure: Any) -> bytes:
+    """A figure as a file's content, so that it can be written at once; closes it."""
+    buffer = io.BytesIO()
+    figure.savefig(buffer, format="png", dpi=150)
+    pyplot().close(figure)
+    return buffer.getvalue()
+
+
+def write(path: pathlib.Path, content: str | bytes) -> None:
+    """Writes a file; on a full disk, as after a kill, an earlier one is intact."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with workdir_lib.replacing(path) as file:
+        file.write(content.encode() if isinstance(content, str) else content)
 
 
 def pyplot() -> Any:

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 from ml_collections.config_dict import FrozenConfigDict
 
 from experiments import config as config_lib
-from experiments import distributed, photos
+from experiments import distributed, fingerprint, photos
 from experiments import workdir as workdir_lib
 from experiments.config import naming
 from sotalign_jax import (
@@ -111,7 +111,7 @@ def _attempt(
 
     failure = distributed.agree(remembered)
     if failure is not None:
-        workdir_lib.open_run(folder, config_lib.plain(config))  # refuses another config
+        _claim(config, folder)  # refuses another config, or other data
         return Outcome({}, failure)
     try:
         return Outcome(run(config, folder, within=within))
@@ -147,7 +147,7 @@ def run(
     def claim() -> pathlib.Path:
         if within is not None:
             workdir_lib.open_run(*within)
-        return workdir_lib.open_run(workdir, config_lib.plain(config))
+        return _claim(config, workdir)
 
     begun = (workdir if within is None else within[0]) / "config.json"
     results_path = workdir / "results.json"
@@ -209,6 +209,13 @@ def run(
             model.save(workdir / aligner.FOLDER)
         workdir_lib.write_json(results_path, results)
     return results
+
+
+def _claim(config: FrozenConfigDict, folder: pathlib.Path) -> pathlib.Path:
+    """Opens the folder of a run, which refuses another config and data that have changed."""
+    workdir_lib.open_run(folder, config_lib.plain(config))
+    fingerprint.keep(folder, inputs(config))
+    return folder
 
 
 class Prepared(NamedTuple):
@@ -319,6 +326,18 @@ def load_dataset(config: FrozenConfigDict) -> data.Dataset:
         dataset = dataclasses.replace(dataset, test=None, zero_shot=None)
     _check_pool(config, dataset)
     return dataset
+
+
+def inputs(config: FrozenConfigDict) -> dict[str, pathlib.Path]:
+    """The files that a run reads, by the names of their settings."""
+    if config.data.name != "files":
+        return {"data.name": photos.FOLDER / "SHA256SUMS"}  # every file there is checked by it
+    named = {f"data.files.{name}": path for name, path in config.data.files.items() if path}
+    return {
+        name: pathlib.Path(files.split_key(path)[0]).expanduser()
+        for name, path in named.items()
+        if not path.startswith("tfds:")
+    }
 
 
 def _files(config: FrozenConfigDict, options: dict[str, Any]) -> data.Dataset:

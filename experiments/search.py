@@ -3,9 +3,9 @@ r"""Searches pictures by text, or texts by picture, with an aligned model.
     python -m experiments.search --model=RUN --query="a red car" --images=DIR
     python -m experiments.search --model=RUN --query_image=car.jpg --texts=captions.txt
 
-Prints the best and writes a contact sheet. The encoders are those of the model's training files
-(of the photographs, if it was trained on them); embeddings of a folder are kept in --index,
-so that the next search of it is quick, and made again when its files change.
+Prints the best and writes them on an HTML page, pictures included. The encoders are those of the
+model's training files (of the photographs, if it was trained on them); embeddings of a folder are
+kept in --index, so that the next search of it is quick, and made again when its files change.
 """
 
 from absl import flags
@@ -21,7 +21,7 @@ _IMAGES = path_flag("images", None, "Folder of pictures.")
 _PICTURE = path_flag("query_image", None, "Picture to find the texts of.")
 _TEXTS = path_flag("texts", None, "Texts to choose from: .txt with one a line, .csv or .jsonl.")
 _TOP = flags.DEFINE_integer("top", 10, "How many to show.", 1)
-_SHEET = path_flag("sheet", "search.png", "Where the contact sheet is written.")
+_PAGE = path_flag("page", "search.html", "Where the page is written.")
 _INDEX = path_flag("index", None, "Folder for embeddings; MODEL/search by default.")
 _ENCODERS, _WEIGHTS = {}, {}
 for _side in ("image", "text"):
@@ -47,15 +47,16 @@ def _run() -> None:
         search.load_encoder(model, side, _ENCODERS[name].value, _WEIGHTS[name].value, **options)
         for side, name in (("x", "image"), ("y", "text"))
     )
-    place, top, sheet = _INDEX.value or _MODEL.value / "search", _TOP.value, _SHEET.value
+    place = _INDEX.value or _MODEL.value / "search"
     searcher = search.Searcher(model, image_encoder, text_encoder, place)
     if query is not None and images is not None:
-        results = searcher.pictures(query, images, top=top, sheet=sheet)
+        answer = searcher.pictures(query, images, top=_TOP.value)
     else:
-        results = searcher.texts(picture, texts, top=top, sheet=sheet)
-    rows = [[rank, score, name] for rank, (name, score) in enumerate(results, 1)]
+        answer = searcher.texts(picture, texts, top=_TOP.value)
+    rows = [[rank, score, name] for rank, (name, score) in enumerate(answer.results, 1)]
     print(report.table(["rank", "cosine", "picture" if by_text else "text"], rows, digits=3))
-    print(f"\ncontact sheet: {sheet}")
+    report.write(_PAGE.value, answer.page)
+    print(f"\nto look at: {_PAGE.value}")
 
 
 if __name__ == "__main__":

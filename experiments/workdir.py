@@ -115,6 +115,12 @@ def environment() -> dict[str, Any]:
     }
 
 
+def kept_environment(folder: pathlib.Path) -> dict[str, Any]:
+    """What a run folder says of where it was made; this environment, if it says nothing."""
+    path = folder / "environment.json"
+    return read_json(path) if path.exists() else environment()
+
+
 def open_run(workdir: PathLike, config: Mapping[str, Any]) -> pathlib.Path:
     """Creates a run folder, or opens the one with exactly this config again; returns its path.
 

@@ -126,7 +126,14 @@ def class_labels(labels: ArrayLike, *, n: int, classes: int) -> Int[np.ndarray, 
 
 @dataclasses.dataclass(frozen=True)
 class Dataset:
-    """Everything a run reads. `dataset` and `semi_supervised` check the values as well."""
+    """Everything a run reads. `dataset` and `semi_supervised` check the values as well.
+
+    >>> dataset((np.eye(3), np.eye(3)), val=gallery(np.eye(3), np.eye(3)))
+    Dataset
+      pairs: 3, of widths 3, 3
+      pools: 0 of x, 0 of y
+      val: 3 of x, 3 of y
+    """
 
     pairs_x: Float[np.ndarray, "p d_x"]
     pairs_y: Float[np.ndarray, "p d_y"]
@@ -144,6 +151,22 @@ class Dataset:
                     f"{name}: width {array.shape[-1]} differs from the pairs' {width}; "
                     "embed both with the same encoder"
                 )
+
+    def __repr__(self) -> str:
+        """A line for each part."""
+        (n, d_x), d_y = self.pairs_x.shape, self.pairs_y.shape[1]
+        lines = [
+            f"pairs: {n}, of widths {d_x}, {d_y}",
+            f"pools: {len(self.pool_x)} of x, {len(self.pool_y)} of y",
+        ]
+        for name, part in (("val", self.val), ("test", self.test)):
+            if part is not None:
+                lines.append(f"{name}: {len(part.x)} of x, {len(part.y)} of y")
+        if self.zero_shot is not None:
+            classes, prompts = self.zero_shot.prompts.shape[:2]
+            of_each = f"{classes} classes with {prompts} prompts each"
+            lines.append(f"zero_shot: {len(self.zero_shot.x)} of x, {of_each}")
+        return "\n  ".join(["Dataset", *lines])
 
     def summary(self) -> dict[str, list[int] | None]:
         """Shapes of the parts, ready for a JSON file.
@@ -182,7 +205,11 @@ def dataset(
     >>> dataset((np.eye(3), np.eye(3)), x=np.ones((5, 3))).pool_y.shape
     (0, 3)
     """
-    pairs_x, pairs_y = checks.pairs(pairs[0], pairs[1])
+    if not isinstance(pairs, tuple | list) or len(pairs) != 2:
+        raise checks.InputError(
+            f"pairs: got {type(pairs).__name__}; pass pairs=(A, B), where A[i] matches B[i]"
+        )
+    pairs_x, pairs_y = checks.pairs(*pairs)
     pool_x = pairs_x[:0] if x is None else checks.array("x", x)
     pool_y = pairs_y[:0] if y is None else checks.array("y", y)
     checks.embeddings("x", pool_x, width=pairs_x.shape[1], min_rows=0)

@@ -272,6 +272,12 @@ def test_inputs_that_cannot_be_used(given, change, message):
     assert "\n" not in str(caught.value)
 
 
+def test_two_arrays_are_no_pairs(table):
+    x, y = table
+    with pytest.raises(checks.InputError, match=r"pairs: got ndarray; pass pairs=\(A, B\)"):
+        align(x, y)
+
+
 def test_a_method_that_needs_a_pool_says_so(given):
     with pytest.raises(checks.InputError, match="pool x: has no rows"):
         align(given["pairs"], method=methods.SOTAlign(), progress=False)

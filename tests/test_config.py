@@ -110,7 +110,8 @@ def test_bundled_configs():
     trains = [one.train for one in everything.values()]
     assert len({(t.steps, t.pair_batch, t.unpaired_batch) for t in trains}) == 1  # one budget
     assert len(config_lib.runs(compare.get_config())) == 3 * len(labels)
-    short = config_lib.runs(compare.get_config("smoke,seeds=1"))
+    short = config_lib.runs(compare.get_config("smoke"))
+    assert len(short) == len(labels)  # one seed
     assert short["sue-seed0"].sue.epochs == 1  # although its run has epochs of its own
     for get_config in (quickstart.get_config, paper.get_config, compare.get_config):
         for word in ("bogus", "seeds=", "pairs=5+", "smoke=1"):

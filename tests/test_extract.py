@@ -399,12 +399,10 @@ def extracted(root, out, **options):
 
 
 def smoke_run(folder, arrays):
-    config = files_config.get_config("smoke")
+    pair.write(folder, arrays)
+    config = files_config.get_config(f"smoke,from={folder}")
     config.runs, config.method = {}, "cca"
     config.data.n_pairs = 20
-    for flag in pair.write(folder, arrays):
-        name, path = flag.removeprefix("--config.data.files.").split("=")
-        config.data.files[name] = path
     (one,) = config_lib.runs(config).values()
     return one
 
@@ -581,6 +579,15 @@ def test_pair_prints_what_training_reads(pictures, tmp_path):
     process = start_command("pair", [*options, "--part=train"], tmp_path)
     assert process.returncode == 0, process.stderr
     assert "unpaired_x: 40 x 64" in process.stdout and "unpaired_y: 1 x 64" in process.stdout
-    for name in ("x", "y", "unpaired_x", "unpaired_y"):
-        assert f"--config.data.files.{name}={tmp_path / 'files' / name}.npy" in process.stdout
-    assert "--config.data.n_pairs=20" in process.stdout
+    _, _, switch = process.stdout.strip().rpartition("files.py:")
+    read = files_config.get_config(switch).data
+    files = tmp_path / "files"
+    assert read.files.unpaired_y == str(files / "unpaired_y.npy") and read.files.test_x is None
+    assert read.n_pairs == 20  # the pools need no row of them
+    (files / "unpaired_y.npy").unlink()
+    assert files_config.get_config(switch).data.files.unpaired_y == str(files / "y.npy")
+    pair.write(files, {"x": np.zeros((3, 4)), "y": np.zeros((3, 4))})
+    read = files_config.get_config(switch).data  # pools of another table are gone
+    assert read.files.unpaired_x is None and read.n_pairs == 1000
+    with pytest.raises(checks.InputError, match=r"config: from=.*gone"):
+        files_config.get_config(f"from={tmp_path}/gone")

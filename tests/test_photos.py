@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from experiments import photos
-from sotalign_jax import checks, teachers
+from sotalign_jax import checks
 
 
 def stored(name):
@@ -188,28 +188,11 @@ def test_errors_name_the_argument(options, message):
         photos.dataset(**{"name": "rsicd", "n_pairs": 10, **options})
 
 
-# --- what was found
-
-
-def test_retrieved_captions_are_marked_right_or_wrong():
-    chosen = photos.choose("coco", n_pairs=400)
-    teacher = teachers.cca(
-        photos.images("coco", chosen.images)[:], photos.texts("coco", chosen.texts)[:]
-    )
-    found = photos.find_captions(teacher.map_x, teacher.map_y, queries=20, top=10, seed=1)
-    table, said = stored("coco"), photos.captions()
-    text_of = {text: row for row, text in enumerate(said)}
-    marks = []
-    for one in found:
-        (row,) = np.flatnonzero(table["image_id"] == one.image_id)
-        own = {said[text] for text in np.flatnonzero(table["image_of_text"] == row)}
-        assert one.caption in own and table["split"][row] == 2
-        assert all(caption in own for caption, right in one.retrieved if right)
-        asked = photos.images("coco", [row])[:]
-        keys = photos.texts("coco", [text_of[caption] for caption, _ in one.retrieved])[:]
-        scores = np.asarray(teacher.x(asked) @ teacher.y(keys).T)[0]
-        assert np.all(np.diff(scores) < 1e-5)  # best first
-        marks += [right for _, right in one.retrieved]
-    assert len(marks) == 200 and 0 < sum(marks) < 100  # 5 of 19,657 are right: chance is 0.05
-    text = photos.render(found[:1])
-    assert text.count("\n") == 10 and f"{found[0].image_id}: {found[0].caption.strip()}" in text
+def test_labels_are_those_of_the_gallery():
+    image_ids, captions = photos.test_labels()
+    gallery, table = photos.gallery("coco"), stored("coco")
+    assert (len(image_ids), len(captions)) == (len(gallery.x), len(gallery.y))
+    for row in (0, 99, len(captions) - 1):
+        own = np.flatnonzero(table["image_id"] == image_ids[gallery.x_of_y[row]])
+        texts = np.flatnonzero(np.isin(table["image_of_text"], own))
+        assert captions[row] in [photos.captions()[text] for text in texts]

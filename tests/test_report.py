@@ -2,14 +2,17 @@
 
 import csv
 import doctest
+import errno
 import io
+import os
 
 import matplotlib.image
 import numpy as np
 import pytest
+from matplotlib.container import ErrorbarContainer
 
 from experiments import config as config_lib
-from experiments import report, run
+from experiments import report, run, workdir
 from sotalign_jax import checks, diagnostics
 
 ROWS = [["procrustes", 21.1, 3, None], ["cca, ridge", np.float32(21.52), 40, "x|y"]]
@@ -123,10 +126,10 @@ def test_reports_fall_back_to_validation(tmp_path, capsys):
         assert "sail" in text and str(folder) in text
         written = {path.name for path in folder.iterdir()}
         plot = set() if name == "none" else {"comparison.png"}
-        assert written == {"comparison.md", "comparison.csv"} | plot
+        assert written == {"comparison.md", "comparison.csv", "report.html"} | plot
 
 
-def test_the_plot_grows_with_the_number_of_bars(tmp_path):
+def test_the_plot_grows_with_the_number_of_bars():
     zero_shot = {"test/zero_shot/top1": 40.0}
     results = {
         f"a_method_of_a_long_name_{i}": {n: [SCORES | zero_shot, BETTER | zero_shot] for n in pairs}
@@ -134,8 +137,49 @@ def test_the_plot_grows_with_the_number_of_bars(tmp_path):
         for pairs in [(500, 1000, 2000)]
     }
     results["failed"] = {500: [], 1000: [], 2000: []}
-    report.comparison_plot(results, tmp_path / "many.png")
-    report.comparison_plot({"sail": {500: [SCORES]}}, tmp_path / "one.png")
-    many, one = (matplotlib.image.imread(tmp_path / f"{name}.png") for name in ("many", "one"))
+    plots = report.comparison_plot(results), report.comparison_plot({"sail": {500: [SCORES]}})
+    many, one = (matplotlib.image.imread(io.BytesIO(plot)) for plot in plots)
     assert many.shape[0] > 4 * one.shape[0] and many.shape[1] > one.shape[1]
     assert many.shape[0] < 3000
+
+
+def test_a_single_seed_has_no_error_bars(monkeypatch):
+    drawn = []
+
+    def keep(figure):
+        drawn.append(figure)
+        return b""
+
+    monkeypatch.setattr(report, "png", keep)
+    report.comparison_plot({"sail": {500: [SCORES]}, "cca": {500: [BETTER]}})
+    report.comparison_plot({"sail": {500: [SCORES, BETTER]}, "cca": {500: [BETTER]}})
+    for figure, expected in zip(drawn, (0, 1), strict=True):
+        bars = [bar for bar in figure.axes[0].containers if isinstance(bar, ErrorbarContainer)]
+        segments = [line for bar in bars for line in bar.lines[2][0].get_segments()]
+        assert sum(len(line) > 0 and np.isfinite(line).all() for line in segments) == expected
+        report.pyplot().close(figure)
+
+
+def test_curves_are_drawn_for_what_was_recorded(tmp_path):
+    assert report.curves_plot({"cca-seed0": tmp_path}) is None
+    for name, keys in {"sail-seed0": ["loss"], "sotalign-seed0": ["loss", "teacher_error"]}.items():
+        with workdir.MetricLog(tmp_path / f"{name}.jsonl") as log:
+            for step in range(1, 5):
+                log.append(step, dict.fromkeys(keys, 1.0 / step))
+        (tmp_path / name).mkdir()
+        (tmp_path / f"{name}.jsonl").rename(tmp_path / name / "metrics.jsonl")
+    plot = report.curves_plot({name: tmp_path / name for name in ("sail-seed0", "sotalign-seed0")})
+    assert plot.startswith(b"\x89PNG") and len(plot) > 10_000
+
+
+def test_files_on_a_full_disk_are_whole_or_not_there(tmp_path, monkeypatch):
+    path = tmp_path / "comparison.png"
+    report.write(path, b"before")
+
+    def full(_):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(OSError, match=r"No space left.*comparison.png"):
+        report.write(path, b"after")
+    assert path.read_bytes() == b"before" and list(tmp_path.iterdir()) == [path]

@@ -199,7 +199,9 @@ def test_given_sources_are_read_and_never_mixed_with_photographs(main, tmp_path)
     assert {tuple(row) for row in made.pool_x} == {tuple(row) for row in rows}
     ran = {name for name, entry in entries.ENTRIES.items() if entry.panels(at)}
     assert ran == set(NAMES) - {"T3", "T6", "T7", "A2", "A6", "F7", "FA9", "FA10"}
-    assert "photographs" not in report.listing(at)
+    listed = report.listing(at)
+    assert "photographs" not in listed and listed.count("(needs files)") == 8
+    assert max(map(len, listed.splitlines())) <= 80
 
 
 @pytest.mark.parametrize(

@@ -266,6 +266,28 @@ def test_folders_that_cannot_be_used(launch, tmp_path):
     assert small_runs.contents(tmp_path) == before
 
 
+@pytest.mark.parametrize("begun", ["finished", "interrupted", "several"])
+def test_a_run_whose_input_was_replaced_is_refused(launch, files, tmp_path, begun):
+    options = [several("cca", "sail")] if begun == "several" else []
+    method = None if begun == "several" else "sail"
+    out, error = launch(*options, method=method)
+    assert error is None
+    if begun == "interrupted":
+        (tmp_path / "run" / "results.json").unlink()
+    before = small_runs.contents(tmp_path / "run")
+    content = (files / "x.npy").read_bytes()
+    try:
+        np.save(files / "x.npy", np.load(files / "x.npy")[::-1])
+        told, error = launch(*options, method=method)
+        assert is_one_line(error) and told == ""
+        assert "was made from other data: data.files.x: x.npy has other content" in error
+        assert small_runs.contents(tmp_path / "run") == before
+    finally:
+        (files / "x.npy").write_bytes(content)
+    again, error = launch(*options, method=method)  # the same content, whatever its date
+    assert error is None and again == out
+
+
 def test_a_folder_in_use_is_refused(launch, tmp_path):
     assert launch()[1] is None
     run = tmp_path / "run"

@@ -1,6 +1,6 @@
-"""Search with an aligned model, and the contact sheet to look at."""
+"""Search with an aligned model, and the page to look at."""
 
-import pathlib
+import base64
 
 import numpy as np
 import PIL.Image
@@ -8,10 +8,9 @@ import pytest
 import small_runs
 import toy_encoders
 
+from experiments import page
 from experiments.extract import extraction, items, pair, search
 from sotalign_jax import aligner, checks, heads
-
-SHADES = {"dark": 10, "grey": 120, "light": 240}
 
 
 @pytest.fixture(scope="module")
@@ -39,8 +38,7 @@ def searcher(model, tmp_path):
 
 
 def test_pictures_come_by_their_cosine_in_the_shared_space(searcher, images, tmp_path):
-    sheet = tmp_path / "sheets" / "out.png"
-    results = searcher.pictures("a red car", images, top=3, sheet=sheet)
+    results, shown = searcher.pictures("a red car", images, top=3)
     encoder, model = toy_encoders.Toy("image"), searcher.model
     text = model.embed_y(toy_encoders.Toy("text").embed(["a red car"]).astype(np.float32))[0]
     expected = {}
@@ -51,26 +49,27 @@ def test_pictures_come_by_their_cosine_in_the_shared_space(searcher, images, tmp
     assert [name for name, _ in results] == best
     np.testing.assert_allclose([score for _, score in results], [expected[n] for n in best],
                                atol=1e-3)  # fmt: skip
-    assert items.picture(sheet).size == (12 + 3 * 192, 24 + 18 + 228)
+    assert shown.count("data:image/jpeg;base64,") == 3 and "a red car</h1>" in shown
+    assert [shown.index(name) for name in best] == sorted(shown.index(name) for name in best)
 
 
 def test_a_folder_is_embedded_once_and_again_when_it_changes(searcher, images, tmp_path, capsys):
-    searcher.pictures("a", images, top=1, sheet=tmp_path / "s.png")
+    searcher.pictures("a", images, top=1)
     before = small_runs.contents(tmp_path / "index")
     seen = searcher.image_encoder.embedded
-    searcher.pictures("b", images, top=1, sheet=tmp_path / "s.png")
+    searcher.pictures("b", images, top=1)
     assert searcher.image_encoder.embedded == seen
     assert small_runs.contents(tmp_path / "index") == before
     (images / "d.png").rename(images / "e.png")
-    searcher.pictures("b", images, top=1, sheet=tmp_path / "s.png")
+    searcher.pictures("b", images, top=1)
     assert searcher.image_encoder.embedded == 2 * seen
     assert "'e.png'" in capsys.readouterr().err
 
 
 def test_a_replaced_picture_is_embedded_again(searcher, images, tmp_path, capsys):
-    before = dict(searcher.pictures("a", images, top=4, sheet=tmp_path / "s.png"))
+    before = dict(searcher.pictures("a", images, top=4).results)
     PIL.Image.new("RGB", (5, 5), "red").save(images / "a.png")
-    after = dict(searcher.pictures("a", images, top=4, sheet=tmp_path / "s.png"))
+    after = dict(searcher.pictures("a", images, top=4).results)
     assert [name for name in before if after[name] != before[name]] == ["a.png"]
     told = [line for line in capsys.readouterr().err.splitlines() if "a.png" in line]
     assert len(told) == 1 and str(images) in told[0]
@@ -82,17 +81,17 @@ def test_texts_for_a_picture(searcher, images, tmp_path):
     texts = search.read_texts(tmp_path / "texts.txt")
     assert texts == ["a car", "a house", "a tree"]
     file = tmp_path / "texts.txt"
-    results = searcher.texts(images / "a.png", file, top=2, sheet=tmp_path / "s.png")
+    results, shown = searcher.texts(images / "a.png", file, top=2)
     model, encoder = searcher.model, toy_encoders.Toy("image")
     picture = encoder.embed([encoder.prepare(items.picture(images / "a.png"))])
     keys = model.embed_y(toy_encoders.Toy("text").embed(texts).astype(np.float16))
     scores = keys @ model.embed_x(picture.astype(np.float32))[0]
     assert [text for text, _ in results] == [texts[n] for n in np.argsort(-scores)[:2]]
-    assert items.picture(tmp_path / "s.png").width == 960
+    assert shown.count("data:image/jpeg;base64,") == 1 and shown.count("<li>") == 2
     with pytest.raises(checks.InputError, match=r"query_image: .*broken.png"):
-        searcher.texts(images / "broken.png", file, top=2, sheet=tmp_path / "s.png")
+        searcher.texts(images / "broken.png", file, top=2)
     file.write_text("a car\na mouse\na tree\n")
-    results = searcher.texts(images / "a.png", file, top=3, sheet=tmp_path / "s.png")
+    results, _ = searcher.texts(images / "a.png", file, top=3)
     assert {text for text, _ in results} == {"a car", "a mouse", "a tree"}
 
 
@@ -106,8 +105,7 @@ def test_captions_files_are_texts(tmp_path):
 def test_nothing_to_search(searcher, tmp_path):
     (tmp_path / "empty").mkdir()
     with pytest.raises(checks.InputError, match="data: no image"):
-        searcher.pictures("a", tmp_path / "empty", top=1, sheet=tmp_path / "s.png")
-    assert not (tmp_path / "s.png").exists()
+        searcher.pictures("a", tmp_path / "empty", top=1)
 
 
 # --- which encoders -----------------------------------------------------------------------------
@@ -141,25 +139,9 @@ def test_a_model_of_unknown_origin_asks_for_encoders(model, tmp_path):
             search.load_encoder(unknown, "y", None, None)
 
 
-# --- the sheet ----------------------------------------------------------------------------------
-
-
-def test_a_sheet_shows_the_pictures_in_order(tmp_path):
-    tiles = [
-        search.Tile(PIL.Image.new("RGB", (60, 30), (shade,) * 3), name, "detail " * 30)
-        for name, shade in SHADES.items()
-    ]
-    search.save_sheet(tmp_path / "s.png", "heading " * 60, tiles, columns=2)
-    sheet = np.asarray(items.picture(tmp_path / "s.png").convert("L")).astype(int)
-    assert sheet.shape == (24 + 18 + 2 * 228, 12 + 2 * 192)
-    for place, shade in zip([(132, 102), (132, 294), (360, 102)], SHADES.values(), strict=True):
-        assert abs(sheet[place] - shade) <= 8
-    assert sheet[132, 4] == 255  # the margin: long lines are cut, not run over
-    assert (sheet[:, -12:] > 250).all()
-
-
-def test_transparent_pictures_are_shown_on_white(tmp_path):
-    tile = search.Tile(PIL.Image.new("RGBA", (5, 5), (255, 0, 0, 0)), "a", "b")
-    search.save_sheet(tmp_path / "s.png", "", [tile])
-    assert items.picture(tmp_path / "s.png").convert("RGB").getpixel((100, 100)) == (255,) * 3
-    assert pathlib.Path(tmp_path / "s.png").stat().st_size < 5000
+def test_transparent_pictures_are_shown_on_white():
+    shown = page.thumbnail(PIL.Image.new("RGBA", (900, 5), (255, 0, 0, 0)), "a <b>")
+    assert "alt='a &lt;b&gt;'" in shown
+    content = base64.b64decode(shown.partition("base64,")[2].removesuffix("'>"))
+    picture = items.picture(content)
+    assert picture.size == (360, 2) and picture.getpixel((9, 0)) == (255,) * 3

@@ -1,18 +1,25 @@
 r"""Your own embeddings: CCA, SAIL and SOTAlign on files, row i of x matching row i of y.
 
+    python -m experiments.main --config=experiments/configs/files.py:from=FOLDER --workdir=runs/mine
     python -m experiments.main --config=experiments/configs/files.py --workdir=runs/mine \
         --config.data.files.x=images.npy --config.data.files.y=texts.npy \
         --config.data.files.val_x=val_images.npy --config.data.files.val_y=val_texts.npy \
         --config.data.files.test_x=test_images.npy --config.data.files.test_y=test_texts.npy
 
+`from=FOLDER` takes x.npy, y.npy, test_x.npy, ... of a folder such as `experiments.pair` writes;
+with unpaired_x.npy or unpaired_y.npy, all rows of x and y are pairs.
 `--config.data.n_pairs` rows are kept as pairs; the rest, split in two halves, is the unpaired pool
 (`--config.data.pool=random` gives both sides all of it, `files.unpaired_x` and `unpaired_y` bring
 pools of their own). `files.py:smoke` and `files.py:seeds=3` work as for quickstart.
 """
 
+import pathlib
+
+import numpy as np
 from ml_collections.config_dict import ConfigDict
 
 from experiments import config as config_lib
+from sotalign_jax import checks
 
 
 def get_config(arg: str = "") -> ConfigDict:
@@ -36,4 +43,21 @@ def get_config(arg: str = "") -> ConfigDict:
     config.train.learning_rate = 2e-3
     config.train.unpaired_batch = 1024
     config.sotalign.alpha = 1e-3
-    return config_lib.switched(config, arg)
+    words = arg.split(",")
+    for word in words:
+        if word.startswith("from="):
+            _read_from(config, pathlib.Path(word.removeprefix("from=")).expanduser())
+    return config_lib.switched(config, ",".join(w for w in words if not w.startswith("from=")))
+
+
+def _read_from(config: ConfigDict, folder: pathlib.Path) -> None:
+    found = [name for name in config_lib.FILES if (folder / f"{name}.npy").exists()]
+    if not {"x", "y"} <= set(found):
+        raise checks.InputError(f"config: from={folder} holds no x.npy and y.npy; check the path")
+    for name in found:
+        config.data.files[name] = str(folder / f"{name}.npy")
+    if {"unpaired_x", "unpaired_y"} & set(found):
+        for side in "xy":  # where one side has no pool, the pairs' own rows are it, as in `align`
+            pool = f"unpaired_{side}"
+            config.data.files[pool] = config.data.files[pool if pool in found else side]
+        config.data.n_pairs = len(np.load(folder / "x.npy", mmap_mode="r"))

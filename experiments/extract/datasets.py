@@ -8,7 +8,7 @@ import pathlib
 import tarfile
 import threading
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from experiments import workdir
@@ -499,3 +499,24 @@ def open_dataset(
     if name not in ("folder", "skyscript"):
         raise checks.InputError(f"captions: {name} has captions of its own; leave --captions out")
     return adapter.open(root, split, captions)
+
+
+def captions(data: Mapping[str, Any], ids: Sequence[str]) -> list[str] | None:
+    """The texts of some items of a dataset, as an extraction's metadata names it.
+
+    None if it is not at hand, or too large to look through.
+    """
+    if (
+        data["name"] not in ("folder", "coco", "flickr30k")
+        or not pathlib.Path(data["root"]).exists()
+    ):
+        return None
+    source = open_dataset(
+        data["name"],
+        pathlib.Path(data["root"]),
+        split=data["split"],
+        captions=data["captions"] and pathlib.Path(data["captions"]),
+    )
+    wanted = set(ids)
+    found = {item.id: item.load() for item in source.items["text"]() if item.id in wanted}
+    return [found.get(name, name) for name in ids]

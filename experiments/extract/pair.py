@@ -13,6 +13,8 @@ from sotalign_jax import checks, data
 
 PARTS = ("train", "val", "test", "split", "sue", "zero_shot")
 ENCODERS = "encoders.json"
+TEST = "test.json"
+"""What the rows of the test files are: ids, and the dataset that has them."""
 
 
 class Taken(NamedTuple):
@@ -162,8 +164,10 @@ def zero_shot_arrays(x: Embeddings, y: Embeddings) -> Arrays:
     }
 
 
-def write(out: pathlib.Path, arrays: Arrays) -> list[str]:
-    """Writes the files and returns the flags with which experiments.main reads them."""
+def write(out: pathlib.Path, arrays: Arrays) -> None:
+    """Writes the files, which `files.py:from=OUT` reads; pools of an earlier table are removed."""
+    for name in ("unpaired_x", "unpaired_y") if "x" in arrays else ():
+        (out / f"{name}.npy").unlink(missing_ok=True)
     for name, array in arrays.items():
         with workdir.replacing(out / f"{name}.npy") as file:
             if isinstance(array, np.ndarray):
@@ -174,7 +178,21 @@ def write(out: pathlib.Path, arrays: Arrays) -> list[str]:
             np.lib.format.write_array_header_1_0(file, header)
             for block in array.blocks():
                 file.write(block.data)
-    return [f"--config.data.files.{name}={out / name}.npy" for name in arrays]
+
+
+def note_test(out: pathlib.Path, arrays: Arrays, x: Embeddings, y: Embeddings) -> None:
+    """Notes what the test rows are, so that a report can show them."""
+    if "test_x" not in arrays:
+        return
+    source = dict(y.metadata["data"])
+    for name in ("root", "captions"):
+        if source.get(name):
+            source[name] = str(pathlib.Path(source[name]).absolute())
+    ids = {
+        side: [of.origins[row].id for row in arrays[f"test_{side}"].chosen]  # type: ignore[union-attr]
+        for side, of in (("x", x), ("y", y))
+    }
+    workdir.write_json(out / TEST, {"data": source, **ids})
 
 
 def claim(out: pathlib.Path, x: Embeddings, y: Embeddings) -> None:

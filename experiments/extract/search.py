@@ -1,26 +1,21 @@
-"""Pictures by text and texts by picture, with an aligned model, and a PNG to look at them."""
+"""Pictures by text and texts by picture, with an aligned model, and a page to look at them."""
 
 import hashlib
+import html
 import json
 import pathlib
 import shutil
 import sys
-from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
-import PIL.Image
-import PIL.ImageDraw
-import PIL.ImageFont
 
-from experiments import photos, workdir
+from experiments import page, photos, workdir
 from experiments.extract import datasets, encoders, extraction, items, pair
 from experiments.extract.extraction import Embeddings
 from experiments.extract.items import Encoder, Source
 from sotalign_jax import aligner, checks
 
-TILE, GAP, LINE = 180, 12, 18
-INK, PALE = (30, 30, 30), (110, 110, 110)
 PHOTOS = {"x": {"name": "efficientnet-lite2"}, "y": {"name": "all-minilm-l6-v2"}}
 """Encoders of the photographs in the repository."""
 
@@ -105,6 +100,13 @@ def read_texts(path: pathlib.Path) -> list[str]:
         raise checks.InputError(f"texts: {path} cannot be read ({error})") from error
 
 
+class Answer(NamedTuple):
+    """What was found, best first, with its cosines; and the same as an HTML page."""
+
+    results: list[tuple[str, float]]
+    page: str
+
+
 class Searcher(NamedTuple):
     """An aligned model with its encoders, and the folder where embeddings are kept."""
 
@@ -113,26 +115,24 @@ class Searcher(NamedTuple):
     text_encoder: Encoder
     place: pathlib.Path
 
-    def pictures(
-        self, query: str, images: pathlib.Path, *, top: int, sheet: pathlib.Path
-    ) -> list[tuple[str, float]]:
-        """The pictures below `images` that are nearest to a text, best first, and their sheet."""
+    def pictures(self, query: str, images: pathlib.Path, *, top: int) -> Answer:
+        """The pictures below `images` that are nearest to a text, best first."""
         source = datasets.open_dataset("folder", images)
         found = index(source, self.image_encoder, self.place, of=images)
         wanted = self.model.embed_y(_embed(self.text_encoder, query))
         best = nearest(wanted, self.model.embed_x(found.rows), top)
         results = [(found.origins[row].id, score) for row, score in best]
-        tiles = [
-            Tile(items.oriented(images / name), f"{rank}.  {score:.3f}", name)
+        boxes = [
+            page.card(
+                f"<b>{rank}. {score:.3f}</b><br>{html.escape(name)}",
+                page.thumbnail(items.oriented(images / name), name),
+            )
             for rank, (name, score) in enumerate(results, 1)
         ]
-        save_sheet(sheet, query, tiles)
-        return results
+        return Answer(results, _page(query, f"pictures in {images}", page.cards(*boxes)))
 
-    def texts(
-        self, query: pathlib.Path, file: pathlib.Path, *, top: int, sheet: pathlib.Path
-    ) -> list[tuple[str, float]]:
-        """The texts of a file that are nearest to a picture, best first, and a sheet of both."""
+    def texts(self, query: pathlib.Path, file: pathlib.Path, *, top: int) -> Answer:
+        """The texts of a file that are nearest to a picture, best first."""
         try:
             image = items.oriented(query)
         except OSError as error:
@@ -143,83 +143,15 @@ class Searcher(NamedTuple):
         wanted = self.model.embed_x(_embed(self.image_encoder, image))
         best = nearest(wanted, self.model.embed_y(found.rows), top)
         results = [(found.origins[row].id, score) for row, score in best]
-        lines = [f"{score:.3f}  {text}" for text, score in results]
-        save_answers(sheet, image, lines)
-        return results
+        lines = "".join(f"<li>{html.escape(text)} ({score:.3f})</li>" for text, score in results)
+        parts = page.thumbnail(image, query.name), f"<ol>{lines}</ol>"
+        return Answer(results, _page(query.name, f"texts in {file}", *parts))
+
+
+def _page(query: str, among: str, *parts: str) -> str:
+    head = f"<header><h1>{html.escape(query)}</h1>{page.text(f'The best {among}.')}</header>"
+    return page.page(query, head, *parts)
 
 
 def _embed(encoder: Encoder, content: Any) -> np.ndarray:
     return np.asarray(encoder.embed([encoder.prepare(content)]), np.float32)
-
-
-# --- contact sheets -----------------------------------------------------------------------------
-
-
-class Tile(NamedTuple):
-    """A picture, and the two lines below it."""
-
-    image: Any
-    title: str
-    detail: str
-
-
-def save_sheet(
-    path: pathlib.Path, heading: str, tiles: Sequence[Tile], *, columns: int = 5
-) -> None:
-    """Writes the tiles, in rows of `columns`, under a heading."""
-    columns = min(columns, len(tiles))
-    rows = -(-len(tiles) // columns)
-    height = TILE + 2 * LINE + GAP
-    sheet = PIL.Image.new(
-        "RGB", (GAP + columns * (TILE + GAP), 2 * GAP + LINE + rows * height), "white"
-    )
-    pen = PIL.ImageDraw.Draw(sheet)
-    large, small = (PIL.ImageFont.load_default(size) for size in (16, 12))
-    pen.text((GAP, GAP - 4), fitted(pen, heading, large, sheet.width - 2 * GAP), INK, large)
-    for number, tile in enumerate(tiles):
-        left = GAP + number % columns * (TILE + GAP)
-        top = 2 * GAP + LINE + number // columns * height
-        picture = _within(tile.image, TILE)
-        place = left + (TILE - picture.width) // 2, top + (TILE - picture.height) // 2
-        sheet.paste(picture, place)
-        for line, (text, ink) in enumerate([(tile.title, INK), (tile.detail, PALE)]):
-            below = (left, top + TILE + 2 + line * LINE)
-            pen.text(below, fitted(pen, text, small, TILE), ink, small)
-    _write(path, sheet)
-
-
-def save_answers(path: pathlib.Path, image: Any, lines: Sequence[str]) -> None:
-    """Writes one picture with lines of text beside it."""
-    sheet = PIL.Image.new("RGB", (960, 2 * GAP + max(2 * TILE, len(lines) * 24)), "white")
-    pen, font = PIL.ImageDraw.Draw(sheet), PIL.ImageFont.load_default(15)
-    picture = _within(image, 2 * TILE)
-    sheet.paste(picture, (GAP, GAP))
-    left = 3 * GAP + 2 * TILE
-    for number, line in enumerate(lines):
-        text = fitted(pen, line, font, sheet.width - left - GAP)
-        pen.text((left, GAP + number * 24), text, INK, font)
-    _write(path, sheet)
-
-
-def _within(image: Any, side: int) -> Any:
-    """A picture on white, as large as fits a square."""
-    picture = items.on_white(image)
-    scale = side / max(picture.size)
-    size = (max(1, round(picture.width * scale)), max(1, round(picture.height * scale)))
-    return picture.resize(size, PIL.Image.Resampling.LANCZOS)
-
-
-def _write(path: pathlib.Path, sheet: Any) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with workdir.replacing(path) as file:
-        # Few colours keep a sheet small; it is to be looked at, not measured.
-        sheet.quantize(128).save(file, "PNG", optimize=True)
-
-
-def fitted(pen: Any, text: str, font: Any, width: int) -> str:
-    """The text, or as much of it as fits."""
-    if pen.textlength(text, font) <= width:
-        return text
-    while text and pen.textlength(f"{text}…", font) > width:
-        text = text[:-1]
-    return f"{text}…"

@@ -1,6 +1,5 @@
 """What is shown of tables and figures: on the screen, as Markdown, CSV and PNG, and on one page."""
 
-import base64
 import collections
 import dataclasses
 import html
@@ -11,6 +10,7 @@ import pathlib
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
+from experiments import page as pages
 from experiments import report, workdir
 from experiments.paper.entries import ENTRIES, Entry
 from experiments.paper.lab import Lab
@@ -127,12 +127,14 @@ def summary(made: Sequence[Outcome]) -> report.Table:
 
 def listing(lab: Lab) -> str:
     """Every entry, whether it runs on the data at hand, and the sources that --files may name."""
-    here = "photographs" if lab.sources.stand_in else "files"
-    rows = [[n, e.title, here if e.panels(lab) else "needs files"] for n, e in ENTRIES.items()]
+    rows = [
+        [name, entry.title if entry.panels(lab) else f"{entry.title} (needs files)"]
+        for name, entry in ENTRIES.items()
+    ]
     named = [[name, holds] for name, (_, holds) in KNOWN.items()]
     return (
-        f"{report.table(['', 'shows', 'runs here on'], rows)}\n\nThe paper's own data, as sources "
-        f"of --files={{SOURCE: {{FIELD: PATH}}}}:\n\n{report.table(['source', 'holds'], named)}"
+        f"{report.table(['', 'shows'], rows)}\n\nThe paper's own data, as sources of "
+        f"--files={{SOURCE: {{FIELD: PATH}}}}:\n\n{report.table(['source', 'holds'], named)}"
     )
 
 
@@ -200,16 +202,11 @@ def save(made: Sequence[Outcome], lab: Lab, command: str) -> None:
     lab.workdir.mkdir(parents=True, exist_ok=True)
     for one in made:
         stem = lab.workdir / one.entry.name
-        _write(stem.with_suffix(".md"), markdown(one))
-        _write(stem.with_suffix(".csv"), long_table(one).csv())
+        report.write(stem.with_suffix(".md"), markdown(one))
+        report.write(stem.with_suffix(".csv"), long_table(one).csv())
         if one.drawn and one.entry.plot is not None:
             one.entry.plot(one.found, stem.with_suffix(".png"))
-    _write(lab.workdir / "report.html", page(made, lab, command))
-
-
-def _write(path: pathlib.Path, content: str | bytes) -> None:
-    with workdir.replacing(path) as file:
-        file.write(content.encode() if isinstance(content, str) else content)
+    report.write(lab.workdir / "report.html", page(made, lab, command))
 
 
 # --- all of them -------------------------------------------------------------------------------
@@ -235,11 +232,6 @@ def note(lab: Lab) -> str:
     return text + (short if lab.scale == "quick" else "")
 
 
-def _environment(lab: Lab) -> dict[str, Any]:
-    path = lab.workdir / "environment.json"
-    return workdir.read_json(path) if path.exists() else workdir.environment()
-
-
 def save_results(path: pathlib.Path, made: Sequence[Outcome], lab: Lab, command: str) -> None:
     """Writes all results to a Markdown file, with the figures in a folder beside it."""
     figures = path.with_name(FIGURES)
@@ -247,8 +239,8 @@ def save_results(path: pathlib.Path, made: Sequence[Outcome], lab: Lab, command:
     for one in made:
         if one.drawn:
             name = f"{one.entry.name}.png"
-            _write(figures / name, (lab.workdir / name).read_bytes())
-    here = _environment(lab)
+            report.write(figures / name, (lab.workdir / name).read_bytes())
+    here = workdir.kept_environment(lab.workdir)
     count = collections.Counter(one.word for one in made)
     parts = [
         "# Results beside the paper's",
@@ -261,13 +253,11 @@ def save_results(path: pathlib.Path, made: Sequence[Outcome], lab: Lab, command:
         "## Tables and figures",
         *(markdown(one, level=3, figures=f"{FIGURES}/") for one in made),
     ]
-    _write(path, "\n\n".join(parts))
+    report.write(path, "\n\n".join(parts))
 
 
 def page(made: Sequence[Outcome], lab: Lab, command: str) -> str:
     """The whole report as one HTML file, which needs nothing but itself."""
-    here = _environment(lab)
-    facts = {**here, "devices": ", ".join(here["devices"]), **here.pop("packages")}
     verdicts = "".join(
         f"<tr><td><a href='#{one.entry.name}'>{one.entry.name}</a></td>"
         f"<td>{html.escape(one.entry.claim)}</td><td>{_badge(one)}</td>"
@@ -275,19 +265,13 @@ def page(made: Sequence[Outcome], lab: Lab, command: str) -> str:
         for one in made
     )
     head = "<th></th><th>the paper's claim</th><th>here</th><th>effect, mean (and the paper's)</th>"
-    facts_table = report.table(["on", ""], [[k, str(v)] for k, v in facts.items()])
-    return "\n".join(
-        [
-            "<!DOCTYPE html><html lang='en'><head><meta charset='utf-8'>",
-            "<meta name='viewport' content='width=device-width, initial-scale=1'>",
-            f"<title>{TITLE}</title><style>{STYLE}</style></head><body><main>",
-            f"<header><h1>{TITLE}</h1><p>{html.escape(note(lab))}</p>",
-            f"<pre>{html.escape(command)}</pre></header><h2>Verdicts</h2>",
-            f"<div class='scroll'><table class='verdicts'><tr>{head}</tr>{verdicts}</table></div>",
-            *(_section(one, lab.workdir) for one in made),
-            f"<section id='environment'><h2>Environment</h2>{_html_table(facts_table)}</section>",
-            "</main></body></html>\n",
-        ]
+    return pages.page(
+        TITLE,
+        f"<header><h1>{TITLE}</h1><p>{html.escape(note(lab))}</p>",
+        f"{pages.code(command)}</header><h2>Verdicts</h2>",
+        f"<div class='scroll'><table class='verdicts'><tr>{head}</tr>{verdicts}</table></div>",
+        *(_section(one, lab.workdir) for one in made),
+        pages.environment(workdir.kept_environment(lab.workdir)),
     )
 
 
@@ -304,71 +288,15 @@ def _section(made: Outcome, folder: pathlib.Path) -> str:
             parts.append(f"<p class='claim'>Claim: {html.escape(caption)} {_badge(made)}</p>")
             parts.append(f"<p class='small'>{html.escape(content.text)}.</p>")
         elif kind == "image":
-            code = base64.b64encode((folder / content).read_bytes()).decode()
-            alt = html.escape(caption, quote=True)
-            parts.append(f"<img alt='{alt}' src='data:image/png;base64,{code}'>")
+            parts.append(pages.image((folder / content).read_bytes(), caption))
         elif kind == "table":
             parts.append(_html_table(content, caption))
-        elif kind == "code":
-            parts.append(f"<pre>{html.escape(content)}</pre>")
         else:
-            parts.append(f"<p class='small'>{html.escape(content)}</p>")
+            parts.append(pages.code(content) if kind == "code" else pages.text(content))
     return "\n".join([*parts, "</section>"])
 
 
-def _texts(shown: report.Table) -> list[list[str]]:
-    """Cells as they are printed."""
-    lines = shown.markdown().splitlines()[2:]
-    cells = [line.strip("|").replace(r"\|", "\0").split("|") for line in lines]
-    return [[text.replace("\0", "|").strip() for text in row] for row in cells]
-
-
-def _html_table(shown: report.Table, caption: str = "") -> str:
+def _html_table(shown: report.Table, caption: str) -> str:
     """The paper's numbers are in another colour."""
     theirs = caption.startswith("The paper")
-    kinds = [" class='theirs'" if theirs or h.endswith(_PAPER) else "" for h in shown.headers]
-    rows = [("th", shown.headers), *(("td", row) for row in _texts(shown))]
-    lines = [
-        "".join(
-            f"<{tag}{k}>{html.escape(text)}</{tag}>" for k, text in zip(kinds, row, strict=True)
-        )
-        for tag, row in rows
-    ]
-    title = f"<caption>{html.escape(caption)}</caption>" if caption else ""
-    body = "".join(f"<tr>{line}</tr>" for line in lines)
-    return f"<div class='scroll'><table>{title}{body}</table></div>"
-
-
-STYLE = """
-:root { --ink: #1d2430; --soft: #667085; --line: #e4e7ec; --wash: #f6f7f9; --accent: #1f6fb2; }
-* { box-sizing: border-box; }
-body { margin: 0; background: var(--wash); color: var(--ink);
-  font: 16px/1.55 system-ui, -apple-system, "Segoe UI", "DejaVu Sans", sans-serif; }
-main { max-width: 62rem; margin: 0 auto; padding: 1.5rem 1rem 4rem; }
-header, section, .verdicts { background: #fff; border: 1px solid var(--line); border-radius: 10px; }
-header, section { padding: 1.2rem 1.4rem; margin: 1.2rem 0; }
-h1 { font-size: 1.6rem; line-height: 1.25; margin: 0 0 .6rem; }
-h2 { font-size: 1.15rem; margin: .3rem 0 .5rem; }
-.name { color: var(--accent); margin-right: .3rem; }
-p { margin: .5rem 0; }
-.claim { font-weight: 500; }
-.small, caption, .theirs { color: var(--soft); }
-.small, caption, table { font-size: .875rem; overflow-wrap: anywhere; }
-.scroll { overflow-x: auto; margin: .8rem 0; }
-table { border-collapse: collapse; font-variant-numeric: tabular-nums; min-width: 50%; }
-caption { text-align: left; padding: .2rem 0; font-style: italic; }
-th, td { padding: .35rem .7rem; border-bottom: 1px solid var(--line); text-align: right;
-  white-space: nowrap; vertical-align: top; }
-th:first-child, td:first-child { text-align: left; }
-.verdicts td, .verdicts th, #environment td { text-align: left; white-space: normal; }
-.verdicts { border-collapse: separate; border-spacing: 0; width: 100%; }
-.badge { display: inline-block; padding: .05rem .6rem; border-radius: 999px; font-size: .8rem;
-  font-weight: 600; white-space: nowrap; }
-.badge.held { background: #dcf5e6; color: #14683a; }
-.badge.failed { background: #fde3e1; color: #96241b; }
-.badge.open { background: #eceef2; color: #4a5365; }
-img { display: block; max-width: 100%; max-height: 26rem; margin: .8rem auto; }
-pre { background: var(--wash); border: 1px solid var(--line); border-radius: 6px;
-  padding: .6rem .8rem; overflow-x: auto; font-size: .8rem; margin: .8rem 0 0; }
-a { color: var(--accent); text-decoration: none; }
-"""
+    return shown.html(caption, theirs=[h for h in shown.headers if theirs or h.endswith(_PAPER)])

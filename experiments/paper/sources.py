@@ -167,7 +167,7 @@ _TABLE = (*_PAIRED, "val_x", "val_y", "test_x", "test_y")
 _CLASSES = ("zero_shot_x", "zero_shot_labels", "zero_shot_prompts")
 FIELDS = (*_TABLE, "test_x_of_y", *_CLASSES)
 KNOWN: dict[str, tuple[tuple[str, ...], str]] = {
-    MAIN: (_TABLE, "CC3M rows and validation, COCO val2017 (and test_x_of_y: 25,000 captions)"),
+    MAIN: (_TABLE, "CC3M rows and validation, COCO val2017 (test_x_of_y: 25,000)"),
     "Flickr30k": (_TABLE[-2:], "Karpathy's 1,000 test images, 5,000 captions (and test_x_of_y)"),
     "ImageNet": (_CLASSES, "test images, labels, prompts (and x for unpaired images)"),
     "Food101": (_CLASSES, "test images, labels, prompts"),

@@ -1,0 +1,26 @@
+#!/usr/bin/env bash
+# From a folder of pictures, and a CSV with captions for some of them, to a search page:
+#
+#     bash examples/picture_folder.sh PICTURES captions.csv "a red car" runs/pictures
+#
+# The CSV has the columns file (from PICTURES on) and caption. Needs
+# pip install -e '.[experiments,extract]'. Started again, it goes on where it stopped.
+set -euo pipefail
+cd "$(dirname "$0")/.."
+pictures=$(realpath "$1") captions=$(realpath "$2") query=$3 out=${4:-runs/pictures}
+
+# Embed all pictures, and the captions that there are.
+for encoder in efficientnet-lite2 all-minilm-l6-v2; do
+    python -m experiments.extract --encoder=$encoder --data=folder --root="$pictures" \
+        --captions="$captions" --workdir="$out/$encoder"
+done
+
+# Pair them; pictures without a caption become the unpaired rows of training.
+python -m experiments.pair --x="$out/efficientnet-lite2" --y="$out/all-minilm-l6-v2" --workdir="$out/files"
+
+# Train CCA, SAIL and SOTAlign on the pairs: $out/run/report.html shows the results.
+python -m experiments.main --config=experiments/configs/files.py:from="$out/files" --workdir="$out/run"
+
+# Look for something.
+python -m experiments.search --model="$out/run/sotalign-seed0" --query="$query" --images="$pictures" \
+    --index="$out/index" --page="$out/found.html"
