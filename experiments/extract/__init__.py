@@ -1,1 +1,0 @@
-"""Raw data to embeddings: datasets through encoders to files, and search among them."""
