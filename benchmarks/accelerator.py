@@ -145,7 +145,7 @@ def lower(workload: Workload, where: Sequence[Any], method: methods.Objective | 
         return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=to), tree)
 
     features = shape(w.pool, w.teacher_dim)
-    batches: Any = sampling.DeviceData(*rows(w.pool), star_x=features, star_y=features)
+    batches: Any = sampling.DeviceData(*rows(w.pool))._replace(star_x=features, star_y=features)
     teacher = teachers.LinearTeacher(
         heads.AffineMap(shape(w.teacher_dim, w.width_x), shape(w.teacher_dim), "l2"),
         heads.AffineMap(shape(w.teacher_dim, w.width_y), shape(w.teacher_dim), "l2"),

@@ -70,7 +70,7 @@ def run(command: Callable[[], None], *, choices: Mapping[str, Sequence[str]] | N
 
 def _keep_programs() -> None:
     """Programs for accelerators, which take minutes to compile, are kept for the next run."""
-    if jax.config.jax_compilation_cache_dir is None and jax.default_backend() != "cpu":
+    if "JAX_COMPILATION_CACHE_DIR" not in os.environ and jax.default_backend() != "cpu":
         folder = pathlib.Path(os.environ.get("XDG_CACHE_HOME") or pathlib.Path.home() / ".cache")
         jax.config.update("jax_compilation_cache_dir", str(folder / "sotalign_jax"))
 
