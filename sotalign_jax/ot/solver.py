@@ -27,7 +27,8 @@ PLATEAU = 1e-3
 """Relative rise of the error up to which a later point still replaces an earlier one."""
 STALL, STALLED = 0.9, 50
 """A search from a larger epsilon whose error does not fall by this factor in so many sweeps, in the
-first half of the budget, is given up: for the next level, or at last for the textbook's start."""
+first half of the budget and far from its goal, is given up: for the next level, or at the last one
+for textbook Sinkhorn's start."""
 SCALING_FACTOR = 4
 """Ratio of consecutive epsilons when a small epsilon is approached from above."""
 MAX_LEVELS = 3
@@ -180,14 +181,14 @@ def solve(
     live_row, live = ~jnp.isneginf(log_a), ~jnp.isneginf(log_b)
     infinity, false = jnp.asarray(jnp.inf, dtype), jnp.asarray(False)
 
-    def stalled(search: _Search) -> Array:
-        early = search.iterations <= max_iterations // 2
-        return early & (search.iterations - search.marked >= STALLED)
+    def stalled(search: _Search, goal: Array) -> Array:
+        worth = (search.iterations <= max_iterations // 2) & (search.best.error > 10 * goal)
+        return worth & (search.iterations - search.marked >= STALLED)
 
     def search(state: _Progress, goal: Array, budget: Array) -> _Search:
         def unfinished(search: _Search) -> Array:
             within = (search.iterations < budget) & (search.drift <= MAX_DRIFT)
-            within &= state.plain | ~stalled(search)
+            within &= state.plain | ~stalled(search, goal)
             first = search.iterations == state.iterations
             return first | (within & (search.best.error > goal))
 
@@ -254,8 +255,9 @@ def solve(
         found = search(state, wanted, budget)
         failed = ~jnp.isfinite(found.best.error)
         spent = found.iterations >= budget
-        again = last & ~state.plain & ~spent & stalled(found) & (found.best.error > wanted)
-        finished = ~failed & ((found.best.error <= wanted) | spent | (stalled(found) & ~last))
+        stall = stalled(found, wanted)
+        again = last & ~state.plain & ~spent & stall
+        finished = ~failed & ((found.best.error <= wanted) | spent | (stall & ~last))
         x = jnp.where(finished, found.best.x, found.best.following)
         down = finished & ~last
         power = jnp.where(down, SCALING_FACTOR, 1).astype(dtype)
