@@ -8,9 +8,12 @@ pools are lazy, pairs and galleries are arrays. `data/README.md` says what the f
 
 import functools
 import hashlib
+import importlib.resources
 import io
 import pathlib
-from collections.abc import Callable
+import re
+import zlib
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -35,6 +38,8 @@ IMAGE_POOLS = (*CAPTIONED, *ZERO_SHOT, "noise")
 TEXT_POOLS = (*CAPTIONED, "flickr30k", "noise")
 """Where unpaired texts may come from."""
 POOLS = ("disjoint", "random")
+TEXT_ENCODERS = ("MiniLM", "WordLlama", "words")
+"""What makes features of texts; the last two read COCO's captions and class prompts when asked."""
 _IMAGE_FILES = {
     **{name: name for name in CAPTIONED},
     "coco_unpaired": "coco_unpaired_images",
@@ -122,11 +127,17 @@ def images(source: str, rows: Any = slice(None)) -> Rows:
     return Rows(codes, np.arange(len(codes))[rows], _restore_images)
 
 
-def texts(source: str, rows: Any = slice(None)) -> Rows:
-    """Caption features [m, 384] of a captioned collection, or of Flickr30k, lazily."""
-    checks.choice("texts", source, (*CAPTIONED, "flickr30k"))
-    codes = _table("flickr30k_unpaired_texts" if source == "flickr30k" else source)["text"]
-    return Rows(codes, np.arange(len(codes))[rows], _restore_texts)
+def texts(source: str, rows: Any = slice(None), encoder: str = "MiniLM") -> Rows:
+    """Caption features [m, 384] of a captioned collection, or of Flickr30k, lazily.
+
+    Another of `TEXT_ENCODERS` has 256 features, of COCO's captions alone.
+    """
+    checks.choice("texts", source, (*CAPTIONED, "flickr30k") if encoder == "MiniLM" else ("coco",))
+    if encoder == "MiniLM":
+        codes = _table("flickr30k_unpaired_texts" if source == "flickr30k" else source)["text"]
+        return Rows(codes, np.arange(len(codes))[rows], _restore_texts)
+    codes = _caption_features(encoder)
+    return Rows(codes, np.arange(len(codes))[rows], lambda taken: taken)
 
 
 def image_of_text(name: str) -> Int[np.ndarray, " m"]:
@@ -155,6 +166,56 @@ def rows_of_split(name: str, split: str) -> Int[np.ndarray, " n"]:
     return np.sort(train[:_VAL_IMAGES] if split == "val" else train[_VAL_IMAGES:])
 
 
+# --- other text encoders ------------------------------------------------------------------------
+
+
+@functools.cache
+def _word_vectors(encoder: str) -> tuple[Callable[[Sequence[str]], list[list[int]]], np.ndarray]:
+    """What cuts texts into tokens, and a vector [256] of every token."""
+    checks.choice("text_encoder", encoder, TEXT_ENCODERS[1:])
+    if encoder == "words":
+        table = np.random.default_rng(0).standard_normal((1 << 16, 256), np.float32)
+
+        def cut(said: Sequence[str]) -> list[list[int]]:
+            words = [re.findall(r"[a-z0-9]+", text.lower()) for text in said]
+            return [[zlib.crc32(w.encode()) % len(table) for w in some or [""]] for some in words]
+
+        return cut, table
+    checks.require("wordllama", extra="encoders")
+    from safetensors.numpy import load_file
+    from tokenizers import Tokenizer
+
+    root = importlib.resources.files("wordllama")
+    tokens = Tokenizer.from_file(str(root / "tokenizers" / "l2_supercat_tokenizer_config.json"))
+    (table,) = load_file(str(root / "weights" / "l2_supercat_256.safetensors")).values()
+    return (
+        lambda said: [e.ids for e in tokens.encode_batch(list(said), add_special_tokens=False)]
+    ), table.astype(np.float32)
+
+
+def encode_words(said: Sequence[str], encoder: str) -> Float[np.ndarray, "n 256"]:
+    """Unit features of texts: the mean of their tokens' vectors.
+
+    "WordLlama" has the vectors of its package (Miller 2024), trained for sentences on the tokens of
+    a language model; "words" has a random vector for every word.
+
+    >>> same, words = encode_words(["A dog.", "a DOG"], "words")
+    >>> bool((same == words).all())
+    True
+    """
+    cut, table = _word_vectors(encoder)
+    tokens = cut(said)
+    sizes = np.array([len(one) for one in tokens])
+    starts = np.r_[0, np.cumsum(sizes)[:-1]]
+    features = np.add.reduceat(table[np.concatenate(tokens)], starts)
+    return features / np.linalg.norm(features, axis=1, keepdims=True)
+
+
+@functools.cache
+def _caption_features(encoder: str) -> Float[np.ndarray, "m 256"]:
+    return encode_words(captions(), encoder)
+
+
 # --- what is evaluated on -----------------------------------------------------------------------
 
 
@@ -162,17 +223,17 @@ def _captions_of(name: str, image_rows: np.ndarray) -> np.ndarray:
     return np.flatnonzero(np.isin(image_of_text(name), image_rows))
 
 
-def gallery(name: str, split: str = "test") -> data.Gallery:
-    """All images of a split with all their captions."""
+def gallery(name: str, split: str = "test", encoder: str = "MiniLM") -> data.Gallery:
+    """All images of a split with all their captions, by one of `TEXT_ENCODERS`."""
     image_rows = rows_of_split(name, split)
     text_rows = _captions_of(name, image_rows)
     owner = np.searchsorted(image_rows, image_of_text(name)[text_rows])
-    x, y = images(name, image_rows), texts(name, text_rows)
+    x, y = images(name, image_rows), texts(name, text_rows, encoder)
     return data.gallery(np.asarray(x), np.asarray(y), owner)
 
 
-def zero_shot(name: str) -> data.ZeroShot:
-    """A classification set with its prompts.
+def zero_shot(name: str, encoder: str = "MiniLM") -> data.ZeroShot:
+    """A classification set with its prompts, by one of `TEXT_ENCODERS`.
 
     The image encoder was trained with ImageNet's labels; Food-101's images are 64 pixels wide;
     Flowers-102 is near chance with these encoders.
@@ -180,7 +241,11 @@ def zero_shot(name: str) -> data.ZeroShot:
     checks.choice("zero_shot", name, tuple(ZERO_SHOT))
     table = _table(ZERO_SHOT[name])
     names = tuple(table["class_names"].tolist())
-    prompts = _restore_texts(table["prompts"])
+    if encoder == "MiniLM":
+        prompts = _restore_texts(table["prompts"])
+    else:
+        said = [t.replace("{c}", c) for c in names for t in table["templates"].tolist()]
+        prompts = encode_words(said, encoder).reshape(*table["prompts"].shape[:2], -1)
     return data.zero_shot(_restore_images(table["image"]), table["label"], prompts, names)
 
 
@@ -247,6 +312,7 @@ def dataset(
     evaluate_on: str | None = None,
     test: bool = True,
     zero_shot_on: str | None = None,
+    text_encoder: str = "MiniLM",
 ) -> data.Dataset:
     """Pairs of a captioned collection, unpaired pools, and what to validate and test on.
 
@@ -267,6 +333,7 @@ def dataset(
         evaluate_on: the collection of the galleries; that of the pairs when None.
         test: False leaves the test split and the classes unread.
         zero_shot_on: a classification set, one of `ZERO_SHOT`.
+        text_encoder: one of `TEXT_ENCODERS`; others than MiniLM know COCO's captions alone.
 
     Raises:
         InputError: an unknown name, or more rows than there are.
@@ -291,19 +358,19 @@ def dataset(
     rows_x = rest(x).pool_images if x in CAPTIONED else np.arange(len(images(x)))
     rows_y = rest(y).pool_texts if y in CAPTIONED else np.arange(len(texts(y)))
     pool_x: Any = images(x, _some("images", rows_x, n_unpaired, seed))
-    pool_y: Any = texts(y, _some("texts", rows_y, n_unpaired, seed + 1))
+    pool_y: Any = texts(y, _some("texts", rows_y, n_unpaired, seed + 1), text_encoder)
     if noise := 1.0 if source_x == "noise" else pool_noise:
         pool_x = data.replace_with_noise(pool_x, fraction=noise, seed=seed)
     if noise := 1.0 if source_y == "noise" else pool_noise:
         pool_y = data.replace_with_noise(pool_y, fraction=noise, seed=seed + 1)
     return data.Dataset(
         np.asarray(images(name, chosen.images)),
-        np.asarray(texts(name, chosen.texts)),
+        np.asarray(texts(name, chosen.texts, text_encoder)),
         pool_x,
         pool_y,
-        val=gallery(evaluate_on or name, "val"),
-        test=gallery(evaluate_on or name, "test") if test else None,
-        zero_shot=zero_shot(zero_shot_on) if test and zero_shot_on else None,
+        val=gallery(evaluate_on or name, "val", text_encoder),
+        test=gallery(evaluate_on or name, "test", text_encoder) if test else None,
+        zero_shot=zero_shot(zero_shot_on, text_encoder) if test and zero_shot_on else None,
     )
 
 

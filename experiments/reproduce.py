@@ -3,17 +3,21 @@ r"""Every table and figure of the paper, ours beside theirs: on photographs, or 
     python -m experiments.reproduce --list
     python -m experiments.reproduce --only=T1,F5 --workdir=runs/paper
     python -m experiments.reproduce --all --quick --workdir=runs/quick
+    python -m experiments.reproduce --list --cells=docs/cells.jsonl      # what each entry took
 
 Each entry leaves NAME.md, NAME.csv and, for figures, NAME.png in the work folder, and all together
 report.html. A run that several entries share is made once; started again, the command goes on
-where it stopped. --files names a JSON file of embedding files by source ({"SkyScript": {"x":
-"images.npy", ...}, ...}): entries then run on those alone, at the paper's sizes; --list names them.
+where it stopped. --cells starts from results that were kept: with --norun, all of docs/RESULTS.md
+is made again without training. --files names a JSON file of embedding files by source
+({"SkyScript": {"x": "images.npy", ...}, ...}): entries then run on those alone, at the paper's
+sizes; --list names them.
 """
 
 import os
 import pathlib
 import shlex
 import sys
+import tempfile
 
 import jax
 from absl import flags
@@ -30,6 +34,9 @@ _FILES = flags.DEFINE_string("files", None, "JSON file of embedding files by sou
 _RESULTS = flags.DEFINE_string(
     "results", None, "Markdown file to write all results to as well, with the figures beside it."
 )
+_CELLS = flags.DEFINE_string(
+    "cells", None, "File of finished cells to start from, such as docs/cells.jsonl."
+)
 _RUN = flags.DEFINE_bool("run", True, "Make what is missing; --norun reports on what is there.")
 _JOBS = flags.DEFINE_integer(
     "jobs", None, "Processes; by default two on a CPU, one on accelerators.", lower_bound=1
@@ -41,14 +48,22 @@ def main() -> None:
     """Makes the chosen entries and prints them."""
     given = sources.Photographs() if _FILES.value is None else sources.Files.read(_FILES.value)
     scale = "quick" if _QUICK.value else "paper" if given.given else "full"
+    if _CELLS.value is not None and not pathlib.Path(_CELLS.value).is_file():
+        raise checks.InputError(f"cells: {_CELLS.value}: no such file")
     if _LIST.value:
-        print(report.listing(lab.Lab(pathlib.Path(), scale, given)))
+        with tempfile.TemporaryDirectory() as folder:
+            known = lab.Lab(pathlib.Path(folder), scale, given)
+            if _CELLS.value is not None:
+                known.take(pathlib.Path(_CELLS.value))
+            print(report.listing(known))
         return
     if _ALL.value == bool(_ONLY.value):
         raise checks.InputError("only: pass either --only=NAMES or --all; --list names them")
     for name in _ONLY.value:
         checks.choice("only", name, tuple(entries.ENTRIES))
     at = lab.Lab(cli.workdir().absolute(), scale, given)
+    if _CELLS.value is not None:
+        at.take(pathlib.Path(_CELLS.value))
     chosen = [entries.ENTRIES[name] for name in dict.fromkeys(_ONLY.value or entries.ENTRIES)]
     panels = {entry.name: entry.panels(at) for entry in chosen}
     failures: dict[str, str] = {}

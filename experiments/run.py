@@ -248,6 +248,7 @@ def fit_teacher(
         options.setdefault("dim", config.heads.dim)
         options["steps"] = config.train.steps
         options["learning_rate"] = config.train.learning_rate
+        options["batch_size"] = config.train.pair_batch
     return training.TEACHERS[kind](dataset.pairs_x, pairs_y, **options)
 
 

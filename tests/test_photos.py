@@ -57,6 +57,23 @@ def test_features_are_restored_as_documented():
     np.testing.assert_allclose(photos.texts("flickr8k", rows)[:], expected, rtol=1e-5, atol=1e-7)
 
 
+@pytest.mark.parametrize("encoder", photos.TEXT_ENCODERS[1:])
+def test_other_text_encoders_read_the_captions(encoder):
+    if encoder == "WordLlama":
+        pytest.importorskip("wordllama")
+    made = photos.dataset(n_pairs=50, n_unpaired=60, text_encoder=encoder, test=False)
+    assert made.pairs_y.shape == (50, 256) and made.pool_y.shape == (60, 256)
+    usual = photos.dataset(n_pairs=50, n_unpaired=60, test=False)
+    np.testing.assert_array_equal(usual.pairs_x, made.pairs_x)
+    said = [photos.captions()[row] for row in photos.choose("coco", n_pairs=50).texts]
+    np.testing.assert_allclose(made.pairs_y, photos.encode_words(said, encoder), atol=1e-6)
+    same, word, other = photos.encode_words(["a dog", "a dog", "the sea"], encoder)
+    assert (same == word).all() and same @ word > same @ other
+    assert photos.zero_shot("cifar10", encoder).prompts.shape[-1] == 256
+    with pytest.raises(checks.InputError, match="coco"):
+        photos.texts("rsicd", encoder=encoder)
+
+
 # --- what is evaluated on
 
 

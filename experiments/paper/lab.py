@@ -16,6 +16,7 @@ import hashlib
 import itertools
 import json
 import multiprocessing
+import os
 import pathlib
 import signal
 import time
@@ -43,6 +44,7 @@ ARMS = {
 }
 """Ways to the gradient that the paper compares, by the benchmark's names."""
 _GROUP = 6  # cells that one process makes in a row: enough to share, few enough to balance
+_WINDOW = 36  # cells among which those of the same data are brought together
 
 
 _EPSILONS = (0.5, 0.1, 0.05, 0.02, 0.01, 0.005)
@@ -50,21 +52,27 @@ _EPSILONS = (0.5, 0.1, 0.05, 0.02, 0.01, 0.005)
 SIZES: dict[str, tuple[Any, Any, Any]] = {
     # Means and spreads of tables are over the seeds; large grids take the first.
     "seeds": ((0,), (0, 1, 2), (42,)),
+    "pool_seeds": ((0,), (0,), (42,)),
+    "encoder_seeds": ((0,), (0,), (42,)),
     "n_pairs": (1000, 1000, 10_000),
     # Numbers of pairs to sweep, and fewer where options are swept, too.
-    "pairs": ((100, 1000), (100, 300, 1000, 3000, 10_000), (100, 1000, 10_000, 100_000)),
+    "pairs": ((100, 1000), (100, 1000, 3000), (100, 1000, 10_000, 100_000)),
     "few_pairs": ((100, 1000), (100, 1000, 3000), (1000, 10_000, 100_000)),
     # Numbers of unpaired rows to sweep; the last is that of most runs.
-    "unpaired": ((300, 5000), (300, 1000, 3000, 20_000), (10_000, 100_000, 300_000, 1_000_000)),
-    "all_pairs": (3000, 20_000, 1_000_000),
+    "unpaired": ((300, 5000), (300, 3000, 20_000), (10_000, 100_000, 300_000, 1_000_000)),
+    "all_pairs": (3000, 3000, 1_000_000),
     "satellite": (1000, 1000, 10_000),
     # Rows of each pool when sources of pools are compared: all have as many.
     "pool_rows": (2000, 2500, 1_000_000),
     "t1_pairs": (None, 10_000, None),
-    "teacher_noise": ((0.0, 0.5), (0.0, 0.1, 0.3, 0.5), (0.0, 0.1, 0.2, 0.3, 0.4, 0.5)),
+    "teacher_noise": ((0.0, 0.5), (0.0, 0.3, 0.5), (0.0, 0.1, 0.2, 0.3, 0.4, 0.5)),
+    # Learning rates and weights that are tried on validation.
+    "rates": ((1e-3, 2e-3), (5e-4, 1e-3, 2e-3, 4e-3, 8e-3), (3e-5, 1e-4, 3e-4)),
+    "many_rates": ((), (2.5e-4, 5e-4, 1e-3), ()),
+    "many_alphas": ((), (3e-4, 5e-4, 3 / 2048), ()),
     "pool_noise": ((0.0, 1.0), (0.0, 0.5, 1.0), (0.0, 0.25, 0.5, 0.75, 1.0)),
-    "alphas": ((1e-4, 1e-3, 1e-2), (1e-5, 1e-4, 1e-3, 1e-2, 1e-1), (1e-6, 1e-5, 1e-4, 1e-3, 1e-2)),
-    "epsilons": ((0.005, 0.05), (0.005, 0.02, 0.05, 0.2), (0.005, 0.01, 0.05, 0.1, 0.5)),
+    "alphas": ((1e-4, 1e-3, 1e-2), (1e-4, 1e-3, 3e-3, 1e-2, 1e-1), (1e-6, 1e-5, 1e-4, 1e-3, 1e-2)),
+    "epsilons": ((0.005, 0.05), (0.005, 0.05, 0.2), (0.005, 0.01, 0.05, 0.1, 0.5)),
     "epsilon_changes": ({}, {}, {"sotalign.alpha": 1e-3}),
     "solver_rows": (192, 512, 10_000),
     "solver_epsilons": (_EPSILONS[::2], _EPSILONS, _EPSILONS),
@@ -75,15 +83,19 @@ SIZES: dict[str, tuple[Any, Any, Any]] = {
 """How large runs are, and the points of sweeps: quick, full (photographs), and as published."""
 TUNED: dict[str, dict[str, Any]] = {
     "structure": {"structure.weight": 10.0, "structure.warmup": 0},
-    "structure_semi": {"structure_semi.weight": 100.0, "structure_semi.warmup": 0},
-    "nnclr": {"nnclr.weight_text": 1.0, "nnclr.weight_image": 0.1},
-    "sclip": {"sclip.weight_text": 0.1, "sclip.weight_image": 1.0},
+    "structure_semi": {"structure_semi.weight": 10.0, "structure_semi.warmup": 0},
+    "nnclr": {"nnclr.weight_text": 10.0, "nnclr.weight_image": 10.0},
+    "sclip": {"sclip.weight_text": 1.0, "sclip.weight_image": 0.0},
     # SigLIP's fixed margin turns all rows one way in 8 dimensions, where cosines of a random start
     # spread by 0.35: of n^2 entries n are pairs, so all cosines shrink to below the margin.
     "contrastive_mlp": {"contrastive_mlp.loss": "infonce"},
     "sue": {"sue.epochs": 15, "sue.mmd_epochs": 25},
 }
-"""Options by method on the photographs; the published warm-up of STRUCTURE outlasts the steps."""
+"""Options by method, chosen on COCO's validation split (entry V1); the published warm-up of
+STRUCTURE outlasts the steps."""
+SHARES = {"sail": 0.25, "sail_semi": 0.25}
+"""Learning rates of methods without other options with at most 1,000 pairs, as shares of the usual
+one, likewise; with 10,000 pairs validation chose the usual one."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -126,11 +138,8 @@ class Lab:
         given = {k: v for k, v in changes.items() if not k.startswith(others)}
         method = changes["method"]
         method = given["teacher.kind"] if method == "teacher" else method
-        config = config_lib.default()
-        config_lib.update(config, {**self._usual(method, wanted), **given})
-        config_lib.update(config, {"method": method, "seed": seed})
-        (one,) = config_lib.runs(config).values()
-        return one, wanted
+        own = {"method": method, "seed": seed}
+        return _config(json.dumps({**self._usual(method, wanted), **given, **own})), wanted
 
     def _usual(self, method: str, asked: Data) -> dict[str, Any]:
         """Settings of a method on such data, unless an entry changes them."""
@@ -138,16 +147,17 @@ class Lab:
         if self.scale == "paper":
             return {"train.pair_batch": 32_768} if n > 100_000 else {}
         # Lion moves a weight by at most the rate: steps x rate is 0.2, as in the paper.
-        steps = 60 if quick else 100 if n <= 1000 else 200 if n <= 3000 else 600
+        share = SHARES.get(method, 1.0) if n <= 1000 else 1.0
+        steps = 60 if quick else 100 if n <= 1000 else 200
         return {
             "train.steps": steps,
             "train.eval_every": 20 if quick else 10,
-            "train.learning_rate": 2e-3 if quick else 0.2 / steps,
+            "train.learning_rate": share * (2e-3 if quick else 0.2 / steps),
             "train.pair_batch": 2048,
             "train.unpaired_batch": 512 if quick else 1024,
             "heads.dim": 256 if quick else 512,
             "heads.hidden": 512,
-            "sotalign.alpha": max(1e-4, 1 / n),  # the paper's 1e-4 with 10,000 pairs
+            "sotalign.alpha": 3 / n,  # the paper's 1e-4 with 10,000 pairs is 1 / n
             **TUNED.get(method, {}),
             **({"sue.epochs": 5, "sue.mmd_epochs": 10} if quick else {}),
         }
@@ -174,6 +184,11 @@ class Lab:
         plain = {key: value for key, value in config_lib.plain(config).items() if key != "data"}
         return {"config": plain, **spec}
 
+    def cells(self, panel: Panel) -> Iterator[tuple[dict[str, Any], str]]:
+        """Specifications that a panel needs, each with a metric."""
+        for changes, seed in itertools.product(panel.places().values(), panel.seeds):
+            yield self.cell(changes, seed), changes["metric"]
+
     def results(self, cell: Mapping[str, Any]) -> Results:
         """What is known of a cell; nothing unless it was made."""
         path = self._path(cell)
@@ -186,11 +201,9 @@ class Lab:
         """Makes the cells of the panels that are missing; why others failed, by key."""
         wanted: dict[str, tuple[dict[str, Any], set[str]]] = {}
         for panel in panels:
-            for changes, seed in itertools.product(panel.places().values(), panel.seeds):
-                cell = self.cell(changes, seed)
-                wanted.setdefault(key_of(cell), (cell, set()))[1].add(changes["metric"])
+            for cell, metric in self.cells(panel):
+                wanted.setdefault(key_of(cell), (cell, set()))[1].add(metric)
         waiting = [(c, m) for c, m in wanted.values() if not m <= self.results(c).keys()]
-        waiting.sort(key=lambda one: json.dumps(one[0].get("data", {}), sort_keys=True))
         failures: dict[str, str] = {}
         self.workdir.mkdir(parents=True, exist_ok=True)
         workdir.write_json(self.workdir / "environment.json", workdir.environment())
@@ -203,6 +216,28 @@ class Lab:
                 bar.advance()
         return failures
 
+    def keep(self, path: pathlib.Path, cells: Iterable[Mapping[str, Any]]) -> None:
+        """Writes what is known of the cells to a file, a line of JSON each."""
+        made = {key_of(cell): self._path(cell) for cell in cells}
+        known = [workdir.read_json(at) for _, at in sorted(made.items()) if at.exists()]
+        with workdir.replacing(path) as file:
+            for one in known:
+                line = json.dumps(one, sort_keys=True, separators=(",", ":"))
+                file.write(f"{line}\n".encode())
+
+    def take(self, path: pathlib.Path) -> None:
+        """Reads cells that `keep` wrote; those that are here already stay."""
+        for line in path.read_text("utf-8").splitlines():
+            one = json.loads(line)
+            if not self.results(one["spec"]):
+                self._path(one["spec"]).parent.mkdir(parents=True, exist_ok=True)
+                workdir.write_json(self._path(one["spec"]), one)
+
+    def minutes(self, cells: Iterable[Mapping[str, Any]]) -> float:
+        """Processor time that the finished ones of the cells took."""
+        paths = {self._path(cell) for cell in cells}
+        return sum(workdir.read_json(at)["seconds"] for at in paths if at.exists()) / 60
+
     def attempt(self, cell: Mapping[str, Any], metrics: Iterable[str]) -> dict[str, str]:
         """Makes one cell unless another process did; {key: why} if it fails."""
         key, path = key_of(cell), self._path(cell)
@@ -213,14 +248,14 @@ class Lab:
             known = self.results(cell)
             if set(metrics) <= known.keys():
                 return {}
-            start = time.monotonic()
+            start = time.process_time()
             try:
                 with contextlib.redirect_stderr(log):
                     found = known | self.compute(cell, set(metrics) | known.keys())
             except Exception as error:  # one cell of many: the others are worth having
                 traceback.print_exc(file=log)
                 return {key: f"{checks.first_line(error)} (see cells/{key}.log)"}
-            seconds = round(time.monotonic() - start, 1)
+            seconds = round(time.process_time() - start, 1)
             workdir.write_json(path, {"spec": cell, "results": found, "seconds": seconds})
         return {}
 
@@ -261,6 +296,15 @@ class Lab:
         return dataclasses.replace(panel, found=found, failures=tuple(missing))
 
 
+@functools.cache
+def _config(changes: str) -> FrozenConfigDict:
+    """The config of one run, from its changes in JSON."""
+    config = config_lib.default()
+    config_lib.update(config, json.loads(changes))
+    (one,) = config_lib.runs(config).values()
+    return one
+
+
 def key_of(cell: Mapping[str, Any]) -> str:
     """The name of a cell's file.
 
@@ -278,12 +322,18 @@ _lab: Lab
 
 
 def _groups(waiting: Sequence[Asked]) -> list[list[Asked]]:
-    """A few cells in a row each, of the same data."""
+    """A few cells in a row each, of the same data; entries that were named first come first."""
     groups = []
-    for _, same in itertools.groupby(waiting, key=lambda one: one[0].get("data")):
-        cells = list(same)
-        groups += [cells[i : i + _GROUP] for i in range(0, len(cells), _GROUP)]
+    for i in range(0, len(waiting), _WINDOW):
+        window = sorted(waiting[i : i + _WINDOW], key=_data)
+        for _, same in itertools.groupby(window, key=_data):
+            cells = list(same)
+            groups += [cells[j : j + _GROUP] for j in range(0, len(cells), _GROUP)]
     return groups
+
+
+def _data(one: Asked) -> str:
+    return json.dumps(one[0].get("data"), sort_keys=True)
 
 
 @contextlib.contextmanager
@@ -294,7 +344,10 @@ def _pool(lab: Lab, jobs: int) -> Iterator[Callable[[list[list[Asked]]], Iterabl
         yield lambda groups: (lab.attempt(*one) for group in groups for one in group)
         return
     context = multiprocessing.get_context("spawn")
-    pool = concurrent.futures.ProcessPoolExecutor(jobs, context, _start, (lab,))
+    cores = context.SimpleQueue()
+    for job in range(jobs):
+        cores.put(_cores(job, jobs))
+    pool = concurrent.futures.ProcessPoolExecutor(jobs, context, _start, (lab, cores))
 
     def submit(groups: list[list[Asked]]) -> Iterator[dict[str, str]]:
         futures = [pool.submit(_attempt_all, group) for group in groups]
@@ -324,9 +377,18 @@ def _prepare(lab: Lab) -> None:
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.5)
 
 
-def _start(lab: Lab) -> None:
+def _start(lab: Lab, cores: Any) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the first process ends the others
+    if own := cores.get():
+        os.sched_setaffinity(0, own)
     _prepare(lab)
+
+
+def _cores(job: int, jobs: int) -> tuple[int, ...]:
+    """A process's share of the cores: threads of one never wait for those of another."""
+    if not hasattr(os, "sched_setaffinity") or jax.default_backend() != "cpu":
+        return ()
+    return tuple(sorted(os.sched_getaffinity(0))[job::jobs])
 
 
 def _attempt_all(group: list[Asked]) -> list[dict[str, str]]:

@@ -7,18 +7,21 @@ import itertools
 import json
 import math
 import pathlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from experiments import page as pages
 from experiments import report, workdir
 from experiments.paper.entries import ENTRIES, Entry
-from experiments.paper.lab import Lab
+from experiments.paper.lab import Lab, key_of
 from experiments.paper.panels import WORDS, Panel, Verdict, paper_results
 from experiments.paper.sources import KNOWN
 
 TITLE = "SOTAlign: every table and figure, ours beside the paper's"
 FIGURES = "figures"
+CELLS = "cells.jsonl"
+DISCUSSION = pathlib.Path(__file__).with_name("discussion.md")
+"""What people found in the results of the photographs."""
 _PAPER = " (paper)"
 
 
@@ -39,7 +42,13 @@ class Outcome:
     @property
     def word(self) -> str:
         """The verdict in a word or two."""
-        return WORDS[self.verdict.held] if self.found else "needs files"
+        if not self.found:
+            return "needs files"
+        if not self.entry.is_claim:
+            return "chosen"
+        if self.verdict.held is None and self.failures:
+            return "not finished" if any(p.found for p in self.found.values()) else "not run"
+        return WORDS[self.verdict.held]
 
     @property
     def failures(self) -> list[str]:
@@ -125,17 +134,76 @@ def summary(made: Sequence[Outcome]) -> report.Table:
     return report.table(["", "the paper's claim", "here", "effect, mean (and the paper's)"], rows)
 
 
+def minutes(lab: Lab, entries: Iterable[Entry]) -> dict[str, float]:
+    """Processor minutes of every entry's finished cells that none before it has."""
+    seen: dict[str, Any] = {}
+    found = {}
+    for entry in entries:
+        own = {key_of(c): c for panel in entry.panels(lab) for c, _ in lab.cells(panel)}
+        found[entry.name] = lab.minutes(cell for key, cell in own.items() if key not in seen)
+        seen |= own
+    return found
+
+
 def listing(lab: Lab) -> str:
     """Every entry, whether it runs on the data at hand, and the sources that --files may name."""
-    rows = [
+    rows: list[list[Any]] = [
         [name, entry.title if entry.panels(lab) else f"{entry.title} (needs files)"]
         for name, entry in ENTRIES.items()
     ]
     named = [[name, holds] for name, (_, holds) in KNOWN.items()]
+    headers = ["", "shows"]
+    taken = minutes(lab, ENTRIES.values())
+    if any(taken.values()):
+        headers.append("processor minutes")
+        rows = [[*row, taken[row[0]]] for row in rows]
     return (
-        f"{report.table(['', 'shows'], rows)}\n\nThe paper's own data, as sources of "
-        f"--files={{SOURCE: {{FIELD: PATH}}}}:\n\n{report.table(['source', 'holds'], named)}"
+        f"{report.table(headers, rows)}\n\nThe paper's own data, as sources "
+        f"of --files={{SOURCE: {{FIELD: PATH}}}}:\n\n{report.table(['source', 'holds'], named)}"
     )
+
+
+def settings(lab: Lab, panel: Panel) -> str:
+    """Every value that decides the numbers of a panel; those that differ within it are listed."""
+    found: dict[str, dict[str, None]] = {}
+
+    def add(name: str, value: Any) -> None:
+        text = f"{value:g}" if isinstance(value, float) else f"{value}"
+        found.setdefault(name, {})[text] = None
+
+    for cell, _ in lab.cells(panel):
+        if "config" not in cell:
+            continue
+        config, data = cell["config"], cell["data"]
+        method, train, heads = config["method"], config.get("train"), config.get("heads")
+        add("pairs", data["n_pairs"])
+        if data["n_unpaired"] != 0:
+            add("rows of each pool", data["n_unpaired"] or "all")
+        if method in TEACHERS:
+            add("teacher", f"{method} (ridge {config['teacher']['ridge']:g})")
+            continue
+        if not train or not heads:
+            continue
+        add("steps", train["steps"])
+        add("peak rate", float(train["learning_rate"]))
+        add("pairs in a batch", min(train["pair_batch"], data["n_pairs"]))
+        if data["n_unpaired"] != 0:
+            add("unpaired rows in a batch", train["unpaired_batch"])
+        add("heads", f"{heads['kind'] or 'linear'} of width {heads['dim']}, start {heads['init']}")
+        own = config.get(method) or {}
+        if method == "sotalign":
+            teacher = config["teacher"]
+            add("teacher", f"{teacher['kind']} (ridge {teacher['ridge']:g})")
+            add("epsilon / epsilon*", f"{own['epsilon']:g} / {own['epsilon_star']:g}")
+            add("alpha", float(own["alpha"]))
+        for option in SHOWN_OPTIONS:
+            if option in own and method != "sotalign":
+                add(f"{method} {option}", float(own[option]))
+    return "; ".join(f"{name} {' | '.join(values)}" for name, values in found.items())
+
+
+SHOWN_OPTIONS = ("weight", "warmup", "weight_text", "weight_image", "epochs", "mmd_epochs")
+TEACHERS = ("procrustes", "cca", "contrastive")
 
 
 # --- one entry ---------------------------------------------------------------------------------
@@ -159,11 +227,15 @@ def blocks(made: Outcome) -> list[Block]:
     if (whole := paper_table(made)) is not None:
         shown.append(Block("table", whole, "The paper, on its own data"))
     if made.failures:
-        shown.append(Block("text", "Failed: " + "; ".join(made.failures) + "."))
+        named, more = made.failures[:3], len(made.failures) - 3
+        rest = f"; and {more} more" if more > 0 else ""
+        shown.append(Block("text", f"Missing: {'; '.join(named)}{rest}."))
     if made.found:
         seeds = dict.fromkeys(", ".join(map(str, p.seeds)) for p in made.found.values())
         data = made.lab.sources.stand_in or "the files that were given"
         shown.append(Block("text", f"Data: {data}. Seeds {' and '.join(seeds)}."))
+        used = dict.fromkeys(filter(None, (settings(made.lab, p) for p in made.found.values())))
+        shown += [Block("text", f"Settings: {one}.") for one in used]
     else:
         holds = [f"{name} ({KNOWN[name][1]})" for name in entry.needs]
         shown.append(Block("text", f"It needs files, named in FILES.json: {'; '.join(holds)}."))
@@ -233,23 +305,32 @@ def note(lab: Lab) -> str:
 
 
 def save_results(path: pathlib.Path, made: Sequence[Outcome], lab: Lab, command: str) -> None:
-    """Writes all results to a Markdown file, with the figures in a folder beside it."""
+    """Writes all results to a Markdown file; beside it the figures, in a folder, and the cells."""
     figures = path.with_name(FIGURES)
     figures.mkdir(parents=True, exist_ok=True)
     for one in made:
         if one.drawn:
             name = f"{one.entry.name}.png"
             report.write(figures / name, (lab.workdir / name).read_bytes())
+    panels = [panel for one in made for panel in one.found.values()]
+    lab.keep(path.with_name(CELLS), [cell for panel in panels for cell, _ in lab.cells(panel)])
+    taken = minutes(lab, [one.entry for one in made])
+    each = ", ".join(f"{name} {value:.1f}" for name, value in taken.items() if value >= 0.05)
     here = workdir.kept_environment(lab.workdir)
     count = collections.Counter(one.word for one in made)
+    ours = lab.scale == "full" and not lab.sources.given
     parts = [
         "# Results beside the paper's",
         f"Written by\n\n```bash\n{command}\n```",
         note(lab),
         f"Ran on {here['platform']}, Python {here['python']}, jax {here['packages'].get('jax')}, "
-        f"revision {here['git']}.",
+        f"revision {here['git']}. Processor time of the cells: {sum(taken.values()):.0f} minutes "
+        f"({each}; cells that entries share count for the first). All cells, with every setting, "
+        f"are in [{CELLS}]({CELLS}); with --norun --cells=PATH this page is made again without "
+        "training.",
         "## Verdicts\n\n" + ", ".join(f"{word}: {n}" for word, n in count.most_common()) + ".",
         summary(made).markdown(),
+        *([DISCUSSION.read_text("utf-8").strip()] if ours and len(made) == len(ENTRIES) else []),
         "## Tables and figures",
         *(markdown(one, level=3, figures=f"{FIGURES}/") for one in made),
     ]

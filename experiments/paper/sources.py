@@ -65,8 +65,8 @@ class Photographs:
         flickr, satellite: sources of the second gallery and of satellite images.
         collections: sources of pairs and pools.
         sue: (source, pairs, the paper's name) of the protocol of SUE.
-        encoders: IMAGE+TEXT, that of the main source first; fewer features make a weaker one. To
-            add another, name it here and give its rows in `dataset` and `classes`.
+        encoders: IMAGE+TEXT, that of the main source first. EfficientNet/64 is the first 64 of its
+            features: a weaker view that stands in for another encoder.
         weak_encoders: more of them, for the correlation alone.
     """
 
@@ -82,12 +82,12 @@ class Photographs:
     encoders: tuple[str, ...] = tuple(
         f"{image}+{text}"
         for image in ("EfficientNet", "EfficientNet/64")
-        for text in ("MiniLM", "MiniLM/64", "MiniLM/16")
+        for text in photos.TEXT_ENCODERS
     )
     weak_encoders: tuple[str, ...] = (
         "EfficientNet/16+MiniLM",
-        "EfficientNet/16+MiniLM/8",
-        "EfficientNet+MiniLM/8",
+        "EfficientNet/16+WordLlama",
+        "EfficientNet+MiniLM/16",
     )
 
     def has(self, name: str, part: str) -> bool:
@@ -116,10 +116,11 @@ class Photographs:
             unpaired_texts=test if asked.texts is None else _photos(asked.texts),
             pool_noise=asked.noise,
             evaluate_on=test,
+            text_encoder=_views(asked.encoders)[1],
         )
         if asked.encoders == MAIN:
             return made
-        d_x, d_y = _widths(asked.encoders)
+        d_x, _, d_y = _views(asked.encoders)
         pools = np.asarray(made.pool_x)[:, :d_x], np.asarray(made.pool_y)[:, :d_y]
         pairs = made.pairs_x[:, :d_x], made.pairs_y[:, :d_y]
         val, held_out = (
@@ -143,8 +144,9 @@ class Photographs:
 
     def classes(self, name: str, encoders: str) -> data.ZeroShot:
         """A classification set as the encoders see it."""
-        task, (x, y) = photos.zero_shot(_photos(name)), _widths(encoders)
-        return task._replace(x=task.x[:, :x], prompts=task.prompts[..., :y])
+        d_x, texts, d_y = _views(encoders)
+        task = photos.zero_shot(_photos(name), texts)
+        return task._replace(x=task.x[:, :d_x], prompts=task.prompts[..., :d_y])
 
 
 def _photos(name: str) -> str:
@@ -152,12 +154,12 @@ def _photos(name: str) -> str:
     return {MAIN: "coco", "Flowers": "flowers102"}.get(name, name.lower())
 
 
-def _widths(encoders: str) -> tuple[int | None, int | None]:
-    """How many features IMAGE/64+TEXT/16 keep; None is all."""
+def _views(encoders: str) -> tuple[int | None, str, int | None]:
+    """Features of images, the text encoder, and its features, of IMAGE/64+TEXT/16; None is all."""
     if encoders == MAIN:
-        return None, None
-    image, text = (part.partition("/")[2] for part in encoders.split("+"))
-    return int(image) if image else None, int(text) if text else None
+        return None, photos.TEXT_ENCODERS[0], None
+    (_, _, image), (text, _, kept) = (part.partition("/") for part in encoders.split("+"))
+    return int(image) if image else None, text, int(kept) if kept else None
 
 
 # --- the paper's own data ----------------------------------------------------------------------
