@@ -56,8 +56,10 @@ class Outcome:
 
     @property
     def drawn(self) -> bool:
-        """Whether there is a figure."""
-        return self.entry.plot is not None and any(panel.found for panel in self.found.values())
+        """Whether there is a figure: of at least half of its numbers."""
+        known = sum(len(panel.found) for panel in self.found.values())
+        wanted = sum(len(panel.places()) for panel in self.found.values())
+        return self.entry.plot is not None and 0 < wanted <= 2 * known
 
     @property
     def command(self) -> str:
