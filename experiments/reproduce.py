@@ -3,11 +3,11 @@ r"""Every table and figure of the paper, ours beside theirs: on photographs, or 
     python -m experiments.reproduce --list
     python -m experiments.reproduce --only=T1,F5 --workdir=runs/paper
     python -m experiments.reproduce --all --quick --workdir=runs/quick
-    python -m experiments.reproduce --list --cells=docs/cells.jsonl      # what each entry took
+    python -m experiments.reproduce --list --cells=docs/results/cells.jsonl
 
 Each entry leaves NAME.md, NAME.csv and, for figures, NAME.png in the work folder, and all together
 report.html. A run that several entries share is made once; started again, the command goes on
-where it stopped. --cells starts from results that were kept: with --norun, all of docs/RESULTS.md
+where it stopped. --cells starts from results that were kept: with --norun, docs/results/RESULTS.md
 is made again without training. --files names a JSON file of embedding files by source
 ({"SkyScript": {"x": "images.npy", ...}, ...}): entries then run on those alone, at the paper's
 sizes; --list names them.
@@ -35,7 +35,7 @@ _RESULTS = flags.DEFINE_string(
     "results", None, "Markdown file to write all results to as well, with the figures beside it."
 )
 _CELLS = flags.DEFINE_string(
-    "cells", None, "File of finished cells to start from, such as docs/cells.jsonl."
+    "cells", None, "File of finished cells to start from, such as docs/results/cells.jsonl."
 )
 _RUN = flags.DEFINE_bool("run", True, "Make what is missing; --norun reports on what is there.")
 _JOBS = flags.DEFINE_integer(
