@@ -202,9 +202,9 @@ def test_heads_are_the_methods_own_unless_told(files, monkeypatch):
         ({"val_y": lambda a: a * np.inf}, [], "files.val: gallery y: row 0 "),
         ({"x": lambda a: a[0]}, [], "data: x: has shape "),
         ({"x": lambda a: a.astype(int)}, [], "int64"),
-        ({}, ["n_pairs=301"], "data: n_pairs: 301 "),
+        ({}, ["n_pairs=301"], "data: n_pairs: is 301"),
         ({}, ["n_pairs=300"], "data: pool x: "),
-        ({}, ["n_unpaired=121"], "n_unpaired: 121 "),
+        ({}, ["n_unpaired=121"], "n_unpaired: is 121"),
         ({}, ["n_pairs=1"], "teacher: "),
         ({}, ["files.test_y="], "files.test_y: "),
         ({}, ["files.val_x=gone.npy"], "data: files.val_x: gone.npy: "),
@@ -237,7 +237,7 @@ def test_truncated_files_are_named(launch, files, tmp_path, suffix):
 
 def test_a_corrected_start_can_use_the_same_folder(launch, tmp_path):
     for options, message in [
-        (["--config.teacher.dim=11"], "teacher: dim: 11 "),
+        (["--config.teacher.dim=11"], "teacher: dim: is 11"),
         (["--config.teacher.ridge=-1"], "teacher.ridge: "),
         (["--config.teacher.noise=2"], "teacher.noise: "),
     ]:
@@ -352,7 +352,7 @@ def test_a_run_that_fails_is_named_and_leaves_the_others_alone(launch, tmp_path)
     results = json.loads((tmp_path / "run" / "results.json").read_text())
     assert results["cca-seed0"]["test/mean/R@1"] > 0
     assert "loss: " in results["wild-seed0"]["error"]
-    assert "dim: 11 " in results["narrow-seed0"]["error"]
+    assert "dim: is 11" in results["narrow-seed0"]["error"]
     before = small_runs.contents(tmp_path / "run" / "wild-seed0")
     assert launch(*options) == (out, error)
     assert small_runs.contents(tmp_path / "run" / "wild-seed0") == before
