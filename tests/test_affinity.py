@@ -32,15 +32,18 @@ def test_float64_is_kept(x64):
     assert affinity.as_float(np.ones(3, np.float32)).dtype == jnp.float32
 
 
-def test_every_affinity_asks_for_three_passes(x64):
-    def asked(dtype):
-        rows = jnp.ones((3, 2), dtype), jnp.ones((4, 2), dtype)
-        jaxpr = jax.make_jaxpr(affinity.cosine)(*rows)
-        (product,) = [e for e in jaxpr.eqns if e.primitive.name == "dot_general"]
-        return product.params["precision"]
+def program(function, *arrays, platform):
+    return jax.jit(function).trace(*arrays).lower(lowering_platforms=(platform,)).as_text()
 
-    assert asked(jnp.float32) is affinity.THREE_PASSES
-    assert set(asked(jnp.float64)) == {jax.lax.Precision.HIGHEST}
+
+def test_every_affinity_asks_for_three_passes_where_there_are_such(x64):
+    for platform in ("tpu", "cuda", "cpu"):
+        rows = jnp.ones((3, 2), "float32"), jnp.ones((4, 2), "float32")
+        text = program(affinity.cosine, *rows, platform=platform)
+        assert ("num_primitive_operations = 3" in text) == (platform != "cpu")
+        assert ("HIGHEST" in text) == (platform == "cpu")
+    wide = jnp.ones((3, 2), "float64")
+    assert "HIGHEST" in program(affinity.cosine, wide, wide, platform="tpu")
 
 
 def test_rows_have_unit_length_and_zero_rows_stay_zero(rng):
@@ -94,10 +97,9 @@ def test_fast_accelerator_products_would_damage_plans_and_none_is_asked_for(rng)
 
     loss = jax.grad(functools.partial(klot_lib.klot_from_embeddings, block_size=16))
     arrays = [jnp.ones((48, 64))] * 4
-    program = str(jax.make_jaxpr(loss)(*arrays))
-    sums = program.count("precision=(Precision.HIGHEST, Precision.HIGHEST)")
-    products = program.count("precision=BF16_BF16_F32_X3")
-    assert min(sums, products) > 4 and sums + products == program.count("dot_general[")
+    text = program(loss, *arrays, platform="tpu")
+    sums, products = text.count("[HIGHEST, HIGHEST]"), text.count("num_primitive_operations = 3")
+    assert min(sums, products) > 4 and sums + products == text.count("stablehlo.dot_general")
 
 
 def test_precision_is_an_argument():

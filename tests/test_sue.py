@@ -368,6 +368,7 @@ def test_fitted_methods_from_the_launcher(tmp_path):
         "aligner",
         "config.json",
         "environment.json",
+        "inputs.json",
         "results.json",
     ]
     assert (run / "contrastive_mlp-seed0" / "metrics.jsonl").exists()

@@ -75,9 +75,14 @@ def l2_normalize(x: Float[ArrayLike, "... d"]) -> Float[Array, "... d"]:
 
 def dot(a: Array, b: Array, precision: jax.lax.PrecisionLike = HIGHEST) -> Array:
     """a @ b, at the highest precision unless another one is asked for."""
-    if precision is THREE_PASSES and jnp.promote_types(a.dtype, b.dtype) != jnp.float32:
-        precision = HIGHEST
-    return jnp.matmul(a, b, precision=precision)
+    if precision is not THREE_PASSES:
+        return jnp.matmul(a, b, precision=precision)
+    exact = functools.partial(jnp.matmul, precision=HIGHEST)
+    if jnp.promote_types(a.dtype, b.dtype) != jnp.float32:
+        return exact(a, b)
+    # A CPU has no such algorithm, and XLA may even abort where it is asked for one.
+    fast = functools.partial(jnp.matmul, precision=THREE_PASSES)
+    return jax.lax.platform_dependent(a, b, default=exact, cuda=fast, tpu=fast)
 
 
 def cosine(
