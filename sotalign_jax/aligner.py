@@ -515,7 +515,7 @@ def _read_calibration(folder: pathlib.Path) -> Calibration | None:
 
 
 def _damaged(path: pathlib.Path, error: BaseException) -> checks.InputError:
-    reason = (str(error).splitlines() or [""])[0] or type(error).__name__
+    reason = checks.first_line(error)
     return checks.InputError(
         f"path: {path} is missing or damaged ({reason}); save the aligner again"
     )
