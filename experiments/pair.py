@@ -31,22 +31,11 @@ flags.declare_key_flag("workdir")
 
 def _run() -> None:
     x, y, out = extraction.load(_X.value), extraction.load(_Y.value), cli.workdir()
-    match _PART.value:
-        case "zero_shot":
-            arrays = pair.zero_shot_arrays(x, y)
-        case "train":
-            arrays = pair.table_arrays(x, y)
-        case "split":
-            arrays = pair.split_arrays(x, y, val=_VAL.value, test=_TEST.value, seed=_SEED.value)
-        case "sue":
-            arrays = pair.sue_arrays(x, y, n_pairs=_N_PAIRS.value, seed=_SEED.value)
-        case part:
-            arrays = pair.gallery_arrays(x, y, part)
-    pair.claim(out, x, y)
-    pair.write(out, arrays)
-    pair.note_test(out, arrays, x, y)
-    shapes = {name: np.load(out / f"{name}.npy", mmap_mode="r").shape for name in arrays}
-    for name, shape in shapes.items():
+    fractions = {"val": _VAL.value, "test": _TEST.value}
+    arrays = pair.join(_PART.value, x, y, **fractions, n_pairs=_N_PAIRS.value, seed=_SEED.value)
+    pair.write(out, arrays, x, y)
+    for name in arrays:
+        shape = np.load(out / f"{name}.npy", mmap_mode="r").shape
         print(f"{name}: {' x '.join(map(str, shape))}")
     print(f"\npass to experiments.main: --config=experiments/configs/files.py:from={out}")
 

@@ -126,7 +126,7 @@ def test_a_model_of_paired_files_knows_its_encoders(model, tmp_path):
         extraction.Embeddings(np.ones((1, 3)), row, {"encoder": {"name": name}})
         for name in ("dinov3-vitl16", "bert")
     )
-    pair.claim(tmp_path, x, y)
+    pair.write(tmp_path, {}, x, y)
     files = {"x": str(tmp_path / "x.npy"), "y": str(tmp_path / "y.npy")}
     known = search.trained_with(trained_on(model, name="files", files=files))
     assert known["x"]["name"] == "dinov3-vitl16" and known["y"]["name"] == "bert"

@@ -1,4 +1,4 @@
-"""From items to a folder of embeddings: in shards, so that a run that was killed goes on.
+"""From items to a folder of embeddings; a run that was killed goes on where it stopped.
 
 A finished folder holds
 
@@ -8,8 +8,9 @@ A finished folder holds
     inputs.jsonl      the id, group and fingerprint of every item, to notice a change
     metadata.json     encoder, revision, pooling, dtype, count and checksums; written last
 
-and until then `shards/`, one file per `shard_size` items. A shard is a function of its items and
-the options alone, so an interrupted run ends in the same bytes as an uninterrupted one.
+The first four grow by `shard_size` items at a time, and `progress.json` says how far they are
+complete: what a killed run wrote beyond is cut off. So they are a function of the items and the
+options alone, and an interrupted run ends in the same bytes as an uninterrupted one.
 """
 
 import concurrent.futures
@@ -18,26 +19,27 @@ import functools
 import hashlib
 import itertools
 import json
+import os
 import pathlib
-import shutil
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any, NamedTuple
+from typing import Any, BinaryIO, NamedTuple
 
 import numpy as np
 
 from experiments import fingerprint, workdir
 from experiments.extract.items import Encoder, Item, Source
-from sotalign_jax import checks, files
+from sotalign_jax import checks
 
 FORMAT = 2
-EMBEDDINGS, ROWS, SKIPPED, INPUTS, METADATA = (
+EMBEDDINGS, ROWS, SKIPPED, INPUTS = GROWING = (
     "embeddings.npy",
     "rows.jsonl",
     "skipped.jsonl",
     "inputs.jsonl",
-    "metadata.json",
 )
+METADATA, PROGRESS = "metadata.json", "progress.json"
+Pool = concurrent.futures.ThreadPoolExecutor
 
 
 class Row(NamedTuple):
@@ -68,18 +70,8 @@ def extract(
 ) -> dict[str, Any]:
     """Embeds what `encoder` can read of a source, or goes on with what was begun in `out`.
 
-    Args:
-        source: its items always come in the same order.
-        encoder: embeds them.
-        out: the folder.
-        data: what the items are, as JSON values, for the metadata.
-        limit: only the first so many items.
-        dtype: of the stored embeddings, "float16" or "float32".
-        shard_size: items between two saves.
-        workers: threads that read and prepare items.
-
-    Returns:
-        The metadata.
+    `data` says what the items are, for the metadata; `shard_size` items are embedded between two
+    saves, and `workers` threads read and prepare them. Returns the metadata.
 
     Raises:
         InputError: there is nothing to embed, the folder holds something else, or an item has
@@ -102,29 +94,28 @@ def extract(
         raise checks.InputError(f"data: no {encoder.modality} found in {data}; check --root")
     data = {**data, "limit": limit}
     if source.classes is not None:
-        data = {**data, "classes": list(source.classes)}
-    config = {
-        "format": FORMAT,
-        "encoder": encoder.describe(),
-        "data": data,
-        "dtype": dtype,
-        "shard_size": shard_size,
-    }
-    workdir.open_run(out, config)
+        data["classes"] = list(source.classes)
+    metadata = {"format": FORMAT, "encoder": encoder.describe(), "data": data, "dtype": dtype}
+    workdir.open_run(out, {**metadata, "shard_size": shard_size})
     with workdir.only_process(out):
-        change = difference(items(), out)
-        if change is not None:
+        if change := difference(items(), out):
             raise checks.InputError(
                 f"workdir: {out} was made from other data: {change}; choose another --workdir or "
                 "remove it"
             )
         if not (out / METADATA).exists():
-            (out / "shards").mkdir(exist_ok=True)
-            _write_shards(items(), total, encoder, out, dtype, shard_size, workers)
-            _join_shards(out, config)
-        shutil.rmtree(out / "shards", ignore_errors=True)
-    metadata: dict[str, Any] = workdir.read_json(out / METADATA)
-    return metadata
+            shape = _embed(items(), total, encoder, out, dtype, shard_size, workers)
+            metadata |= {"data": {**data, "items": total}, "shape": shape, "count": shape[0]}
+            files = {}
+            for name in GROWING:
+                with (out / name).open("rb") as file:
+                    digest = hashlib.file_digest(file, "sha256").hexdigest()
+                    files[name] = {"bytes": file.tell(), "sha256": digest}
+            metadata |= {"skipped": total - shape[0], "files": files}
+            workdir.write_json(out / METADATA, metadata)
+        (out / PROGRESS).unlink(missing_ok=True)
+    found: dict[str, Any] = workdir.read_json(out / METADATA)
+    return found
 
 
 def load(folder: pathlib.Path) -> Embeddings:
@@ -148,6 +139,11 @@ def load(folder: pathlib.Path) -> Embeddings:
     return Embeddings(rows, origins, metadata)
 
 
+def _read_lines(path: pathlib.Path) -> Iterator[dict[str, Any]]:
+    with path.open(encoding="utf-8") as file:
+        yield from map(json.loads, file)
+
+
 # --- what was embedded --------------------------------------------------------------------------
 
 
@@ -156,32 +152,28 @@ def difference(items: Iterator[Item], out: pathlib.Path) -> str | None:
 
     Names the first that differs. Content is read only of files that were written since.
     """
-    recorded: Iterator[dict[str, Any] | None]
-    beyond: Iterator[dict[str, Any] | None]
     finished = (out / METADATA).exists()
-    recorded, whole = (_read_lines(out / INPUTS), True) if finished else _saved_inputs(out)
-    beyond = itertools.repeat({"id": None} if whole else None)
+    recorded = _read_lines(out / INPUTS) if finished else iter(())
+    if not finished and (out / PROGRESS).exists():
+        done = workdir.read_json(out / PROGRESS)["items"]
+        recorded = itertools.islice(_read_lines(out / INPUTS), done)
     seen = None
-    for item, old in zip(items, itertools.chain(recorded, beyond), strict=False):
-        if old is None:  # not embedded yet
-            continue
-        if old["id"] is None:
-            return f"{item.id!r} is new"
+    for item, old in itertools.zip_longest(items, recorded):
+        if old is None:
+            return f"{item.id!r} is new" if finished else None
+        if item is None:
+            return f"{old['id']!r} is gone"
         if (item.id, item.group) != (old["id"], old["group"]):
             return f"{item.id!r} is in place of {old['id']!r}"
-        if (item.origin, old["origin"]) != seen:  # a file may hold many items
-            seen = item.origin, old["origin"]
-            change = _change(item, old["origin"])
-            if change is not None:
+        if (item.origin, old["origin"]) == seen:  # a file may hold many items
+            continue
+        seen = item.origin, old["origin"]
+        if isinstance(item.origin, pathlib.Path):
+            if change := fingerprint.changed(old["origin"], item.origin):
                 return change
-    gone = next((old for old in recorded if old is not None), None)
-    return None if gone is None else f"{gone['id']!r} is gone"
-
-
-def _change(item: Item, recorded: dict[str, Any]) -> str | None:
-    if isinstance(item.origin, pathlib.Path):
-        return fingerprint.changed(recorded, item.origin)
-    return None if _identify(item.origin) == recorded else f"{item.id!r} has another text"
+        elif _identify(item.origin) != old["origin"]:
+            return f"{item.id!r} has another text"
+    return None
 
 
 def _identify(origin: pathlib.Path | str) -> dict[str, Any]:
@@ -195,28 +187,10 @@ def _identify(origin: pathlib.Path | str) -> dict[str, Any]:
         return {}
 
 
-def _saved_inputs(out: pathlib.Path) -> tuple[Iterator[dict[str, Any] | None], bool]:
-    """Records of the items in shards, None where one is missing; whether the last item is there.
-
-    A shard of fewer than `shard_size` items is the last one.
-    """
-    saved = {int(path.stem): path for path in (out / "shards").glob("*.npz")}
-    if not saved:
-        return iter(()), False
-    size = workdir.read_json(out / "config.json")["shard_size"]
-
-    def read(number: int) -> list[Any]:
-        present = number in saved
-        return _unpack(_read_shard(saved[number], "inputs")) if present else [None] * size
-
-    shards = map(read, range(max(saved) + 1))
-    return itertools.chain.from_iterable(shards), len(read(max(saved))) < size
+# --- embedding ----------------------------------------------------------------------------------
 
 
-# --- shards -------------------------------------------------------------------------------------
-
-
-def _write_shards(
+def _embed(
     items: Iterator[Item],
     total: int,
     encoder: Encoder,
@@ -224,58 +198,101 @@ def _write_shards(
     dtype: str,
     shard_size: int,
     workers: int,
-) -> None:
-    places = [out / "shards" / f"{n:06d}.npz" for n in range(-(-total // shard_size))]
-    sizes = [min(shard_size, total - n * shard_size) for n in range(len(places))]
-    done = sum(size for size, path in zip(sizes, places, strict=True) if path.exists())
-    unit = f"{encoder.modality} rows"
-    with (
-        workdir.Progress(total, "extract", initial=done, unit=unit, rate=True) as bar,
-        concurrent.futures.ThreadPoolExecutor(workers) as pool,
-    ):
-        for path in places:
-            chunk = list(itertools.islice(items, shard_size))
-            if not path.exists():
-                shard = _embed_shard(chunk, encoder, dtype, pool, workers, bar.advance)
-                with workdir.replacing(path) as file:
-                    np.savez(file, allow_pickle=False, **shard)
+) -> list[int]:
+    """Completes the growing files, leaving out rows whose id came before; their shape."""
+    saved: dict[str, Any] = {"items": 0, "bytes": dict.fromkeys(GROWING, 0)}
+    if (out / PROGRESS).exists():
+        saved = workdir.read_json(out / PROGRESS)
+    with contextlib.ExitStack() as stack:
+        growing = {name: stack.enter_context((out / name).open("ab")) for name in GROWING}
+        for name, file in growing.items():
+            if file.tell() < saved["bytes"][name]:
+                raise checks.InputError(f"workdir: {out / name} is cut short; remove {out}")
+            file.truncate(saved["bytes"][name])
+            file.seek(0, os.SEEK_END)
+        ids = {row["id"] for row in _read_lines(out / ROWS)}
+        done, unit = saved["items"], f"{encoder.modality} rows"
+        progress = workdir.Progress(total, "extract", initial=done, unit=unit, rate=True)
+        bar, pool = stack.enter_context(progress), stack.enter_context(Pool(workers))
+        rest = itertools.islice(items, done, None)
+
+        def line(name: str, **record: Any) -> None:
+            growing[name].write(json.dumps(record).encode() + b"\n")
+
+        while shard := list(itertools.islice(rest, shard_size)):
+            made = _embed_shard(shard, encoder, dtype, pool, workers, bar.advance)
+            for item, (origin, row, reason) in zip(shard, made, strict=True):
+                line(INPUTS, id=item.id, group=item.group, origin=origin)
+                if row is None or item.id in ids:
+                    told = reason or "duplicate id; the first one is kept"
+                    line(SKIPPED, id=item.id, reason=told)
+                    continue
+                if not ids:
+                    write_header(growing[EMBEDDINGS], dtype, (0, len(row)))
+                ids.add(item.id)
+                line(ROWS, id=item.id, group=item.group)
+                growing[EMBEDDINGS].write(row.data)
+            for file in growing.values():
+                file.flush()
+                os.fsync(file.fileno())
+            done += len(shard)
+            sizes = {name: file.tell() for name, file in growing.items()}
+            workdir.write_json(out / PROGRESS, {"items": done, "bytes": sizes})
+    if not ids:
+        reason = next(_read_lines(out / SKIPPED))["reason"]
+        raise checks.InputError(f"data: no item could be embedded; the first: {reason}")
+    with (out / EMBEDDINGS).open("r+b") as array:  # a header has room for any number of rows
+        np.lib.format.read_magic(array)
+        (_, width), *_ = np.lib.format.read_array_header_1_0(array)
+        array.seek(0)
+        write_header(array, dtype, (len(ids), width))
+    return [len(ids), width]
+
+
+def write_header(file: BinaryIO, dtype: Any, shape: tuple[int, ...]) -> None:
+    """Begins an .npy file, whose rows are written after it."""
+    header = {"descr": np.dtype(dtype).str, "fortran_order": False, "shape": shape}
+    np.lib.format.write_array_header_1_0(file, header)
 
 
 def _embed_shard(
     items: list[Item],
     encoder: Encoder,
     dtype: str,
-    pool: concurrent.futures.ThreadPoolExecutor,
+    pool: Pool,
     workers: int,
     advance: Callable[[int], None],
-) -> dict[str, np.ndarray]:
-    """The arrays of one shard; no more than two batches of prepared items exist at a time."""
+) -> list[tuple[dict[str, Any], np.ndarray | None, str]]:
+    """Of every item its fingerprint, and its embedding or why there is none.
+
+    No more than two batches of prepared items exist at a time.
+    """
     identify = functools.lru_cache(maxsize=64)(_identify)  # a file may hold many items
-    inputs: dict[int, dict[str, Any]] = {}
+    origins: dict[int, dict[str, Any]] = {}
     reasons: dict[int, str] = {}
     rows: dict[int, np.ndarray] = {}
 
-    def prepare(index: int) -> tuple[int, Any, str]:
+    def prepare(index: int) -> tuple[int, Any]:
         item = items[index]
         # First, so that what is written while it is read counts as a change later.
-        inputs[index] = {"id": item.id, "group": item.group, "origin": identify(item.origin)}
+        origins[index] = identify(item.origin)
         try:
             content = item.load()
             if isinstance(content, str) and not content.strip():
                 raise ValueError("is empty")
-            return index, encoder.prepare(content), ""
+            return index, encoder.prepare(content)
         except (checks.InputError, MemoryError):  # no fault of the item
             raise
         except Exception as error:  # whatever is wrong with one item, the others go on
-            return index, None, checks.first_line(error)
+            reasons[index] = checks.first_line(error)
+            return index, None
 
     ahead = 2 * max(encoder.batch_size, workers)
     prepared = _bounded_map(pool, prepare, range(len(items)), ahead)
     if encoder.modality == "text":  # short with short: less padding
         prepared = iter(sorted(prepared, key=lambda entry: len(entry[1] or "")))
     while batch := list(itertools.islice(prepared, encoder.batch_size)):
-        reasons |= {index: reason for index, _, reason in batch if reason}
-        good = [(index, content) for index, content, reason in batch if not reason]
+        good = [(index, content) for index, content in batch if index not in reasons]
         if good:
             embedded = np.asarray(encoder.embed([content for _, content in good]))
             with np.errstate(over="ignore"):  # what becomes infinite is skipped, and listed
@@ -288,20 +305,11 @@ def _embed_shard(
                 else:
                     rows[index] = row
         advance(len(batch))
-    kept = sorted(rows)
-    return {
-        "rows": np.stack([rows[i] for i in kept]) if kept else np.empty((0, 0), dtype),
-        "kept": np.array(kept, np.int64),
-        "inputs": _pack([inputs[i] for i in range(len(items))]),
-        "reasons": _pack([reasons.get(i) for i in range(len(items))]),
-    }
+    return [(origins[i], rows.get(i), reasons.get(i, "")) for i in range(len(items))]
 
 
 def _bounded_map(
-    pool: concurrent.futures.ThreadPoolExecutor,
-    function: Callable[[int], Any],
-    arguments: Iterable[int],
-    ahead: int,
+    pool: Pool, function: Callable[[int], Any], arguments: Iterable[int], ahead: int
 ) -> Iterator[Any]:
     """Results in order, with at most `ahead` of them computed in advance."""
     waiting: deque[concurrent.futures.Future[Any]] = deque()
@@ -311,101 +319,3 @@ def _bounded_map(
             yield waiting.popleft().result()
     while waiting:
         yield waiting.popleft().result()
-
-
-def _pack(values: list[Any]) -> np.ndarray:
-    """JSON in an array of bytes: numpy's own strings are padded to the longest."""
-    return np.frombuffer(json.dumps(values).encode(), np.uint8)
-
-
-def _unpack(packed: np.ndarray) -> list[Any]:
-    values: list[Any] = json.loads(packed.tobytes())
-    return values
-
-
-# --- the finished files -------------------------------------------------------------------------
-
-
-def _join_shards(out: pathlib.Path, config: dict[str, Any]) -> None:
-    """Joins the shards, one at a time, leaving out rows whose id came before."""
-    paths = sorted((out / "shards").glob("*.npz"))
-    first = _first_rows(paths)
-    count, total, start = int(first.sum()), 0, 0
-    if not count:
-        reasons = _unpack(_read_shard(paths[0], "reasons"))
-        raise checks.InputError(f"data: no item could be embedded; the first: {reasons[0]}")
-    width = next(rows.shape[1] for rows in (_read_shard(p, "rows") for p in paths) if len(rows))
-    with contextlib.ExitStack() as stack:
-        written = {
-            name: stack.enter_context(workdir.replacing(out / name))
-            for name in (EMBEDDINGS, ROWS, SKIPPED, INPUTS)
-        }
-
-        def line(name: str, **record: Any) -> None:
-            written[name].write(json.dumps(record).encode() + b"\n")
-
-        header = {"descr": np.dtype(config["dtype"]).str, "fortran_order": False}
-        np.lib.format.write_array_header_1_0(
-            written[EMBEDDINGS], {**header, "shape": (count, width)}
-        )
-        for path in paths:
-            inputs, reasons = (_unpack(_read_shard(path, name)) for name in ("inputs", "reasons"))
-            kept = _read_shard(path, "kept")
-            new = first[start : start + len(kept)]
-            start += len(kept)
-            total += len(inputs)
-            if new.any():
-                rows = np.ascontiguousarray(_read_shard(path, "rows")[new])
-                written[EMBEDDINGS].write(rows.data)
-            chosen = set(kept[new].tolist())
-            for index, (item, reason) in enumerate(zip(inputs, reasons, strict=True)):
-                line(INPUTS, **item)
-                if index in chosen:
-                    line(ROWS, id=item["id"], group=item["group"])
-                else:
-                    told = reason or "duplicate id; the first one is kept"
-                    line(SKIPPED, id=item["id"], reason=told)
-    metadata = {
-        "format": FORMAT,
-        "encoder": config["encoder"],
-        "data": {**config["data"], "items": total},
-        "dtype": config["dtype"],
-        "shape": [count, width],
-        "count": count,
-        "skipped": total - count,
-        "files": {name: _summary(out / name) for name in written},
-    }
-    workdir.write_json(out / METADATA, metadata)
-
-
-def _summary(path: pathlib.Path) -> dict[str, Any]:
-    with path.open("rb") as file:
-        digest = hashlib.file_digest(file, "sha256")
-    return {"bytes": path.stat().st_size, "sha256": digest.hexdigest()}
-
-
-def _first_rows(paths: list[pathlib.Path]) -> np.ndarray:
-    """For every row of the shards, whether no earlier one has its id."""
-    digests = bytearray()  # eight bytes a row: the ids of millions need not be held
-    for path in paths:
-        inputs = _unpack(_read_shard(path, "inputs"))
-        for index in _read_shard(path, "kept"):
-            name = json.dumps(inputs[index]["id"]).encode()
-            digests += hashlib.blake2b(name, digest_size=8).digest()
-    keys = np.frombuffer(digests, np.uint64)
-    first = np.zeros(len(keys), bool)
-    first[np.unique(keys, return_index=True)[1]] = True
-    return first
-
-
-def _read_shard(path: pathlib.Path, name: str) -> np.ndarray:
-    try:
-        return files.load_array(path, key=name)
-    except checks.InputError as error:
-        raise checks.InputError(f"workdir: {error}: delete it and start again") from error
-
-
-def _read_lines(path: pathlib.Path) -> Iterator[dict[str, Any]]:
-    with path.open(encoding="utf-8") as file:
-        for line in file:
-            yield json.loads(line)

@@ -22,8 +22,7 @@ class Item(NamedTuple):
 
     Attributes:
         id: unique within a modality of a dataset.
-        load: reads the content: a `PIL.Image.Image`, a str, or a `Sound`. What it raises is the
-            reason for which the item is skipped.
+        load: reads a `PIL.Image.Image`, a str or a `Sound`; an item for which it raises is skipped.
         group: what belongs together across modalities has one group: the picture of a caption,
             or the class of a picture and of its prompts.
         origin: the file that holds the content, or the text itself; a change of it is noticed.
@@ -43,12 +42,7 @@ class Sound(NamedTuple):
 
 
 class Source(NamedTuple):
-    """A dataset: for every modality it has, a function that starts over the items.
-
-    Attributes:
-        items: the iterators, by modality.
-        classes: names of the classes that the groups number, for classification sets.
-    """
+    """A dataset: iterators over its items by modality, and the class names that groups number."""
 
     items: Mapping[str, Callable[[], Iterator[Item]]]
     classes: tuple[str, ...] | None = None
@@ -95,10 +89,15 @@ def on_white(image: Any) -> Any:
 
     if image.mode in ("RGBA", "LA", "PA") or "transparency" in image.info:
         image = image.convert("RGBA")
-        ground = PIL.Image.new("RGBA", image.size, "white")
-        ground.alpha_composite(image)
-        image = ground
+        image = PIL.Image.alpha_composite(PIL.Image.new("RGBA", image.size, "white"), image)
     return image.convert("RGB")
+
+
+def from_array(pixels: np.ndarray) -> Any:
+    """A picture of bytes [height, width, 1 or 3]."""
+    import PIL.Image
+
+    return PIL.Image.fromarray(np.squeeze(pixels, 2) if pixels.shape[2] == 1 else pixels)
 
 
 def sound(file: pathlib.Path) -> Sound:
@@ -121,22 +120,18 @@ def text_item(identity: str, text: str, group: str) -> Item:
 
 def bad_item(identity: str, reason: str, group: str) -> Item:
     """An item that is known to be unusable; it is listed among the skipped."""
-    return Item(identity, functools.partial(_fail, reason), group, reason)
 
+    def fail() -> NoReturn:
+        raise ValueError(reason)
 
-def _fail(reason: str) -> NoReturn:
-    raise ValueError(reason)
+    return Item(identity, fail, group, reason)
 
 
 # --- files -------------------------------------------------------------------------------------
 
 
 def find(root: pathlib.Path, *names: str) -> pathlib.Path:
-    """The first of several possible places below `root` that exists.
-
-    Raises:
-        InputError: none does.
-    """
+    """The first of several possible places below `root` that exists."""
     for name in names:
         if (root / name).exists():
             return root / name
@@ -149,10 +144,10 @@ def lines(file: pathlib.Path) -> list[str]:
     return [line for line in file.read_text(encoding="utf-8").splitlines() if line.strip()]
 
 
-def pictures_below(root: pathlib.Path) -> Iterator[pathlib.Path]:
+def pictures_below(root: pathlib.Path) -> Iterator[str]:
     """Paths of the pictures at any depth, relative to `root` and in a fixed order."""
     for folder, subfolders, names in os.walk(root):
         subfolders.sort()
         for name in sorted(names):
             if name.lower().endswith(IMAGE_SUFFIXES) and not name.startswith("."):
-                yield (pathlib.Path(folder) / name).relative_to(root)
+                yield os.path.relpath(os.path.join(folder, name), root)

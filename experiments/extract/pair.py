@@ -2,50 +2,34 @@
 
 import pathlib
 from collections import defaultdict
-from collections.abc import Iterator
 from typing import NamedTuple
 
 import numpy as np
 
 from experiments import workdir
-from experiments.extract.extraction import Embeddings
+from experiments.extract.extraction import Embeddings, write_header
 from sotalign_jax import checks, data
 
 PARTS = ("train", "val", "test", "split", "sue", "zero_shot")
 ENCODERS = "encoders.json"
 TEST = "test.json"
 """What the rows of the test files are: ids, and the dataset that has them."""
+BLOCK = 65_536
+"""Rows that are written at a time: they may be larger than memory."""
 
 
 class Taken(NamedTuple):
-    """Rows `chosen` of an array that may be larger than memory; written in blocks."""
+    """Rows of an extraction."""
 
-    rows: np.ndarray
+    of: Embeddings
     chosen: np.ndarray
-
-    def blocks(self, size: int = 65_536) -> Iterator[np.ndarray]:
-        """The rows, so many at a time."""
-        for start in range(0, len(self.chosen), size):
-            yield self.rows[self.chosen[start : start + size]]
 
 
 Arrays = dict[str, Taken | np.ndarray]
 
 
-class Matched(NamedTuple):
-    """Rows of x and of y that belong together, y[j] to x[x_of_y[j]], and those without a partner.
-
-    `unpaired` holds the latter, by the name of their file, where there are any.
-    """
-
-    x: np.ndarray
-    y: np.ndarray
-    x_of_y: np.ndarray
-    unpaired: Arrays
-
-
-def match(x: Embeddings, y: Embeddings) -> Matched:
-    """Row numbers of x that have rows of y, of the rows of y that have one of x, and of the rest.
+def match(x: Embeddings, y: Embeddings) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Rows of x that have rows of y, those rows of y, and x_of_y: y[j] belongs to x[x_of_y[j]].
 
     Raises:
         InputError: no group is in both, or a group has several rows of x.
@@ -66,83 +50,67 @@ def match(x: Embeddings, y: Embeddings) -> Matched:
         )
     owners = np.array([row_of[y.origins[row].group] for row in rows_y])
     rows_x, x_of_y = np.unique(owners, return_inverse=True)
-    unpaired: Arrays = {}
-    for name, side, paired in (("unpaired_x", x, rows_x), ("unpaired_y", y, rows_y)):
-        alone = np.setdiff1d(np.arange(len(side.rows)), paired)
-        if len(alone):
-            unpaired[name] = Taken(side.rows, alone)
-    return Matched(rows_x, np.array(rows_y), x_of_y, unpaired)
+    return rows_x, np.array(rows_y), x_of_y
 
 
-def gallery_arrays(x: Embeddings, y: Embeddings, prefix: str) -> Arrays:
-    """Files of a validation or test gallery, all captions of a picture included."""
-    matched = match(x, y)
-    return {
-        f"{prefix}_x": Taken(x.rows, matched.x),
-        f"{prefix}_y": Taken(y.rows, matched.y),
-        f"{prefix}_x_of_y": matched.x_of_y,
-    }
+def join(
+    part: str,
+    x: Embeddings,
+    y: Embeddings,
+    *,
+    val: float = 0.1,
+    test: float = 0.2,
+    n_pairs: int = 500,
+    seed: int = 0,
+) -> Arrays:
+    """The files of one of PARTS by name.
 
-
-def table_arrays(x: Embeddings, y: Embeddings) -> Arrays:
-    """Files of a training table and its pools: the rows without a partner.
-
-    The table has a row per caption, so a picture comes as often as its captions.
+    A training table has a row per caption, so a picture comes as often as its captions; rows
+    without a partner are its pools. A gallery has a picture once, and all its captions. "split"
+    has both: every group is in one of train, val and test, which get these fractions. "sue" takes
+    one caption a picture, see `data.sue_rows`.
     """
-    matched = match(x, y)
-    table: Arrays = {"x": Taken(x.rows, matched.x[matched.x_of_y]), "y": Taken(y.rows, matched.y)}
-    return table | matched.unpaired
-
-
-def split_arrays(x: Embeddings, y: Embeddings, *, val: float, test: float, seed: int) -> Arrays:
-    """Files of train, val and test: every group, so every picture with a caption, is in one.
-
-    Rows without a partner become the pools of training.
-    """
+    if part == "zero_shot":
+        return _zero_shot(x, y)
     if not (val >= 0 and test >= 0 and val + test < 1):
         raise checks.InputError(f"val, test: are {val} and {test}; pass fractions that leave some")
-    matched = match(x, y)
-    order = np.random.default_rng(seed).permutation(len(matched.x))
-    ends = np.rint(np.cumsum([val, test]) * len(order)).astype(int)
-    parts = dict(zip(("val", "test", "train"), np.split(order, ends), strict=True))
+    rows_x, rows_y, x_of_y = match(x, y)
+    if part == "sue":
+        rows_y = rows_y[np.unique(x_of_y, return_index=True)[1]]
+        tests, kept = data.sue_rows(len(rows_x), n_pairs=n_pairs, seed=seed)
+        chosen = {"": (kept.pairs, kept.pairs), "unpaired_": (kept.x, kept.y)}
+        return {
+            f"{name}{side}": Taken(of, rows[picked])
+            for name, both in {**chosen, "test_": (tests, tests)}.items()
+            for side, of, rows, picked in zip("xy", (x, y), (rows_x, rows_y), both, strict=True)
+        }
+    parts = {part: np.arange(len(rows_x))}
+    if part == "split":
+        order = np.random.default_rng(seed).permutation(len(rows_x))
+        ends = np.rint(np.cumsum([val, test]) * len(order)).astype(int)
+        parts = dict(zip(("val", "test", "train"), np.split(order, ends), strict=True))
     arrays: Arrays = {}
-    for name, chosen in parts.items():
-        if not len(chosen):
+    for name, pictures in parts.items():
+        if not len(pictures):
             continue
-        chosen = np.sort(chosen)
-        captions = np.flatnonzero(np.isin(matched.x_of_y, chosen))
-        owner = np.searchsorted(chosen, matched.x_of_y[captions])
-        rows_x, rows_y = matched.x[chosen], matched.y[captions]
+        pictures = np.sort(pictures)
+        captions = np.flatnonzero(np.isin(x_of_y, pictures))
+        owner = np.searchsorted(pictures, x_of_y[captions])
+        own_x, own_y = rows_x[pictures], rows_y[captions]
         if name == "train":
-            arrays |= {"x": Taken(x.rows, rows_x[owner]), "y": Taken(y.rows, rows_y)}
+            arrays |= {"x": Taken(x, own_x[owner]), "y": Taken(y, own_y)}
         else:
-            arrays |= {f"{name}_x": Taken(x.rows, rows_x), f"{name}_y": Taken(y.rows, rows_y)}
-            arrays |= {f"{name}_x_of_y": owner}
-    return arrays | matched.unpaired
+            arrays |= {f"{name}_x": Taken(x, own_x), f"{name}_y": Taken(y, own_y)}
+            arrays[f"{name}_x_of_y"] = owner
+    for side, of, paired in (("x", x, rows_x), ("y", y, rows_y)) if "train" in parts else ():
+        alone = np.setdiff1d(np.arange(len(of.rows)), paired)
+        if len(alone):
+            arrays[f"unpaired_{side}"] = Taken(of, alone)
+    return arrays
 
 
-def sue_arrays(x: Embeddings, y: Embeddings, *, n_pairs: int, seed: int) -> Arrays:
-    """Files of the SUE protocol, with one caption a picture; see `data.sue_rows`."""
-    matched = match(x, y)
-    _, first = np.unique(matched.x_of_y, return_index=True)
-    rows_x, rows_y = matched.x, matched.y[first]
-    test, rows = data.sue_rows(len(rows_x), n_pairs=n_pairs, seed=seed)
-    return {
-        "x": Taken(x.rows, rows_x[rows.pairs]),
-        "y": Taken(y.rows, rows_y[rows.pairs]),
-        "unpaired_x": Taken(x.rows, rows_x[rows.x]),
-        "unpaired_y": Taken(y.rows, rows_y[rows.y]),
-        "test_x": Taken(x.rows, rows_x[test]),
-        "test_y": Taken(y.rows, rows_y[test]),
-    }
-
-
-def zero_shot_arrays(x: Embeddings, y: Embeddings) -> Arrays:
-    """Files of a classification task: pictures, labels and prompts [classes, templates, width].
-
-    Raises:
-        InputError: the extractions are not of one classification set, or prompts are missing.
-    """
+def _zero_shot(x: Embeddings, y: Embeddings) -> Arrays:
+    """Pictures, labels and prompts [classes, templates, width] of a classification set."""
     classes = x.metadata["data"].get("classes")
     if classes is None or classes != y.metadata["data"].get("classes"):
         raise checks.InputError(
@@ -164,8 +132,22 @@ def zero_shot_arrays(x: Embeddings, y: Embeddings) -> Arrays:
     }
 
 
-def write(out: pathlib.Path, arrays: Arrays) -> None:
-    """Writes the files, which `files.py:from=OUT` reads; pools of an earlier table are removed."""
+def write(out: pathlib.Path, arrays: Arrays, x: Embeddings, y: Embeddings) -> None:
+    """Writes the files, which `files.py:from=OUT` reads; pools of an earlier table are removed.
+
+    Beside them it notes the encoders, so that a search can use a model trained on these files, and
+    what the test rows are, so that a report can show them.
+
+    Raises:
+        InputError: the folder has files of other encoders.
+    """
+    out.mkdir(parents=True, exist_ok=True)
+    encoders = {"x": x.metadata["encoder"], "y": y.metadata["encoder"]}
+    if (out / ENCODERS).exists() and workdir.read_json(out / ENCODERS) != encoders:
+        raise checks.InputError(
+            f"workdir: {out} has files of other encoders (see {ENCODERS}); choose another --workdir"
+        )
+    workdir.write_json(out / ENCODERS, encoders)
     for name in ("unpaired_x", "unpaired_y") if "x" in arrays else ():
         (out / f"{name}.npy").unlink(missing_ok=True)
     for name, array in arrays.items():
@@ -173,39 +155,19 @@ def write(out: pathlib.Path, arrays: Arrays) -> None:
             if isinstance(array, np.ndarray):
                 np.save(file, array)
                 continue
-            shape, dtype = (len(array.chosen), array.rows.shape[1]), array.rows.dtype.str
-            header = {"descr": dtype, "fortran_order": False, "shape": shape}
-            np.lib.format.write_array_header_1_0(file, header)
-            for block in array.blocks():
-                file.write(block.data)
-
-
-def note_test(out: pathlib.Path, arrays: Arrays, x: Embeddings, y: Embeddings) -> None:
-    """Notes what the test rows are, so that a report can show them."""
-    if "test_x" not in arrays:
-        return
-    source = dict(y.metadata["data"])
-    for name in ("root", "captions"):
-        if source.get(name):
-            source[name] = str(pathlib.Path(source[name]).absolute())
-    ids = {
-        side: [of.origins[row].id for row in arrays[f"test_{side}"].chosen]  # type: ignore[union-attr]
-        for side, of in (("x", x), ("y", y))
-    }
-    workdir.write_json(out / TEST, {"data": source, **ids})
-
-
-def claim(out: pathlib.Path, x: Embeddings, y: Embeddings) -> None:
-    """Notes the encoders beside the files, so that a search can use a model trained on them.
-
-    Raises:
-        InputError: the folder has files of other encoders.
-    """
-    out.mkdir(parents=True, exist_ok=True)
-    encoders = {"x": x.metadata["encoder"], "y": y.metadata["encoder"]}
-    noted = out / ENCODERS
-    if noted.exists() and workdir.read_json(noted) != encoders:
-        raise checks.InputError(
-            f"workdir: {out} has files of other encoders (see {ENCODERS}); choose another --workdir"
-        )
-    workdir.write_json(noted, encoders)
+            rows, chosen = array.of.rows, array.chosen
+            write_header(file, rows.dtype, (len(chosen), rows.shape[1]))
+            for start in range(0, len(chosen), BLOCK):
+                file.write(rows[chosen[start : start + BLOCK]].data)
+    if "test_x" in arrays:
+        source = dict(y.metadata["data"])
+        for name in ("root", "captions"):
+            if source.get(name):
+                source[name] = str(pathlib.Path(source[name]).absolute())
+        taken = {side: arrays[f"test_{side}"] for side in "xy"}
+        ids = {
+            side: [array.of.origins[row].id for row in array.chosen]
+            for side, array in taken.items()
+            if isinstance(array, Taken)
+        }
+        workdir.write_json(out / TEST, {"data": source, **ids})

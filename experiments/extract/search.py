@@ -12,7 +12,6 @@ import numpy as np
 
 from experiments import page, photos, workdir
 from experiments.extract import datasets, encoders, extraction, items, pair
-from experiments.extract.extraction import Embeddings
 from experiments.extract.items import Encoder, Source
 from sotalign_jax import aligner, checks
 
@@ -27,10 +26,10 @@ def trained_with(model: aligner.Aligner) -> dict[str, dict[str, Any]] | None:
         return PHOTOS
     table = str((data.get("files") or {}).get("x") or "").partition("#")[0]
     noted = pathlib.Path(table).parent / pair.ENCODERS
-    if not table or not noted.exists():
-        return None
-    encoders_json: dict[str, dict[str, Any]] = workdir.read_json(noted)
-    return encoders_json
+    known: dict[str, dict[str, Any]] | None = None
+    if table and noted.exists():
+        known = workdir.read_json(noted)
+    return known
 
 
 def load_encoder(
@@ -41,23 +40,19 @@ def load_encoder(
     Raises:
         InputError: it is not known, or its embeddings are not the ones trained on.
     """
-    flag = {"x": "image_encoder", "y": "text_encoder"}[side]
-    known = trained_with(model)
     if name is not None:
         return encoders.load(name, weights=weights, **options)
+    flag = {"x": "image_encoder", "y": "text_encoder"}[side]
+    known = trained_with(model)
     if known is None:
         raise checks.InputError(
             f"{flag}: the model does not say what its embeddings came from; pass --{flag}=NAME"
         )
     described = known[side]
-    pool = described.get("pooling")
-    encoder = encoders.load(
-        described["name"],
-        weights=weights,
-        pool=pool if isinstance(pool, str) and pool != "own" else None,
-        max_length=described.get("max_length"),
-        **options,
-    )
+    options["max_length"] = described.get("max_length")
+    if isinstance(described.get("pooling"), str):
+        options["pool"] = described["pooling"]
+    encoder = encoders.load(described["name"], weights=weights, **options)
     now = encoder.describe()["revision"]
     if described.get("revision", now) != now:
         raise checks.InputError(
@@ -67,33 +62,10 @@ def load_encoder(
     return encoder
 
 
-def index(source: Source, encoder: Encoder, place: pathlib.Path, *, of: pathlib.Path) -> Embeddings:
-    """Embeddings of a source, kept below `place` by encoder and by the path that they are of.
-
-    What has changed there since is embedded again.
-    """
-    key = json.dumps([encoder.describe(), str(of.resolve())])
-    out = place / hashlib.sha256(key.encode()).hexdigest()[:16]
-    change = extraction.difference(source.items[encoder.modality](), out)
-    if change is not None:
-        print(f"{of}: {change}; embedding it again", file=sys.stderr)
-        with workdir.only_process(out):
-            shutil.rmtree(out)
-    extraction.extract(source, encoder, out, data={"name": "search"}, shard_size=256)
-    return extraction.load(out)
-
-
-def nearest(query: np.ndarray, keys: np.ndarray, top: int) -> list[tuple[int, float]]:
-    """Rows of `keys` [n, d] with the largest cosine to `query` [1, d], both of unit length."""
-    scores = keys @ query[0]
-    best = np.argsort(-scores, kind="stable")[:top]
-    return [(int(row), float(scores[row])) for row in best]
-
-
 def read_texts(path: pathlib.Path) -> list[str]:
     """Distinct texts of a .txt, .csv or .jsonl file."""
     if path.suffix != ".txt":
-        return list(dict.fromkeys(row.caption for row in datasets.read_captions(path)))
+        return list(dict.fromkeys(caption for _, caption in datasets.read_captions(path)))
     try:
         return list(dict.fromkeys(items.lines(path)))
     except (OSError, ValueError) as error:
@@ -118,10 +90,7 @@ class Searcher(NamedTuple):
     def pictures(self, query: str, images: pathlib.Path, *, top: int) -> Answer:
         """The pictures below `images` that are nearest to a text, best first."""
         source = datasets.open_dataset("folder", images)
-        found = index(source, self.image_encoder, self.place, of=images)
-        wanted = self.model.embed_y(_embed(self.text_encoder, query))
-        best = nearest(wanted, self.model.embed_x(found.rows), top)
-        results = [(found.origins[row].id, score) for row, score in best]
+        results = self._search(query, source, "image", images, top)
         boxes = [
             page.card(
                 f"<b>{rank}. {score:.3f}</b><br>{html.escape(name)}",
@@ -139,19 +108,37 @@ class Searcher(NamedTuple):
             raise checks.InputError(f"query_image: {query} cannot be read ({error})") from error
         texts = read_texts(file)
         source = Source({"text": lambda: map(items.text_item, texts, texts, texts)})
-        found = index(source, self.text_encoder, self.place, of=file)
-        wanted = self.model.embed_x(_embed(self.image_encoder, image))
-        best = nearest(wanted, self.model.embed_y(found.rows), top)
-        results = [(found.origins[row].id, score) for row, score in best]
+        results = self._search(image, source, "text", file, top)
         lines = "".join(f"<li>{html.escape(text)} ({score:.3f})</li>" for text, score in results)
         parts = page.thumbnail(image, query.name), f"<ol>{lines}</ol>"
         return Answer(results, _page(query.name, f"texts in {file}", *parts))
+
+    def _search(
+        self, query: Any, source: Source, modality: str, of: pathlib.Path, top: int
+    ) -> list[tuple[str, float]]:
+        """The items of a source nearest to a query, and their cosines.
+
+        Embeddings are kept by encoder and by the path that they are of, and made again when what
+        is there has changed.
+        """
+        own, other, direction = self.text_encoder, self.image_encoder, "y_to_x"
+        if modality == "text":
+            own, other, direction = other, own, "x_to_y"
+        key = json.dumps([other.describe(), str(of.resolve())])
+        out = self.place / hashlib.sha256(key.encode()).hexdigest()[:16]
+        change = extraction.difference(source.items[modality](), out)
+        if change is not None:
+            print(f"{of}: {change}; embedding it again", file=sys.stderr)
+            with workdir.only_process(out):
+                shutil.rmtree(out)
+        extraction.extract(source, other, out, data={"name": "search"}, shard_size=256)
+        found = extraction.load(out)
+        asked = np.asarray(own.embed([own.prepare(query)]), np.float32)
+        k = min(top, len(found.rows))
+        scores, rows = self.model.search(asked, found.rows, k, direction=direction)
+        return [(found.origins[r].id, float(s)) for r, s in zip(rows[0], scores[0], strict=True)]
 
 
 def _page(query: str, among: str, *parts: str) -> str:
     head = f"<header><h1>{html.escape(query)}</h1>{page.text(f'The best {among}.')}</header>"
     return page.page(query, head, *parts)
-
-
-def _embed(encoder: Encoder, content: Any) -> np.ndarray:
-    return np.asarray(encoder.embed([encoder.prepare(content)]), np.float32)
