@@ -184,7 +184,7 @@ def all_above(gaps: Mapping[str, Gap | None], *, paper: float | None = None) -> 
     return Verdict(both(held.values()), text, mean + _paper(paper) if mean else "")
 
 
-def correlated(panel: Panel, *, sign: int, paper: float | None) -> Verdict:
+def correlated(panel: Panel, *, sign: int, paper: float | None = None) -> Verdict:
     """A claim that a panel's second column correlates with its first, by Pearson's r.
 
     It held when chance alone gives such an r in less than one of 20 cases, and did not when r has
