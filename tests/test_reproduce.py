@@ -368,8 +368,8 @@ def test_a_cell_is_evaluated_on_other_sets_when_they_are_asked_for(main, tmp_pat
     other = {f"test_{side}": main[f"val_{side}"] for side in "xy"}
     at = Tiny(tmp_path, "paper", sources.Files({"main": main, "Flickr30k": other}))
     cell = at.cell({"method": "sail", "metric": "test/mean/R@1"}, 0)
-    assert at.attempt(cell, {"test/mean/R@1"}) == {}
-    assert at.attempt(cell, {"Flickr30k/mean/R@1", "val/mean/R@1"}) == {}
+    assert at.attempt((cell, {"test/mean/R@1"})) == {}
+    assert at.attempt((cell, {"Flickr30k/mean/R@1", "val/mean/R@1"})) == {}
     results = at.results(cell)
     assert results["Flickr30k/mean/R@1"] == results["val/mean/R@1"] and "test/mean/R@1" in results
 

@@ -37,6 +37,8 @@ from experiments.paper.sources import MAIN, Data, Photographs, Sources
 from sotalign_jax import checks, data, diagnostics, evaluation, heads, teachers, training
 
 Results = dict[str, Any]
+Asked = tuple[Mapping[str, Any], set[str]]
+"""A cell, and the metrics that are wanted of it."""
 ARMS = {
     "unrolled scan": "unrolled",
     "ott-jax implicit": "implicit (ott-jax)",
@@ -108,7 +110,6 @@ class Lab:
 
     @property
     def sizes(self) -> types.SimpleNamespace:
-        """`SIZES` of this scale."""
         column = ("quick", "full", "paper").index(self.scale)
         return types.SimpleNamespace(**{name: sizes[column] for name, sizes in SIZES.items()})
 
@@ -121,14 +122,8 @@ class Lab:
         names = {"data.pairs": source, "data.test": source}
         return {**names, "data.n_pairs": n_pairs, "data.n_unpaired": None}
 
-    # --- settings ------------------------------------------------------------------------------
-
     def settings(self, changes: Changes, seed: int) -> tuple[FrozenConfigDict, Data]:
-        """The config that the changes describe, and its data.
-
-        Raises:
-            InputError: a change that no setting has.
-        """
+        """The config that the changes describe, and its data."""
         asked = {k.removeprefix("data."): v for k, v in changes.items() if k.startswith("data.")}
         usual = {"n_pairs": self.sizes.n_pairs, "n_unpaired": self.sizes.unpaired[-1]}
         if asked.get("encoders") == self.sources.encoders[0]:
@@ -161,8 +156,6 @@ class Lab:
             **TUNED.get(method, {}),
             **({"sue.epochs": 5, "sue.mmd_epochs": 10} if quick else {}),
         }
-
-    # --- cells ---------------------------------------------------------------------------------
 
     def cell(self, changes: Changes, seed: int) -> dict[str, Any]:
         """The specification of the cell that has the metric of the changes."""
@@ -199,31 +192,28 @@ class Lab:
 
     def make(self, panels: Iterable[Panel], *, jobs: int) -> dict[str, str]:
         """Makes the cells of the panels that are missing; why others failed, by key."""
-        wanted: dict[str, tuple[dict[str, Any], set[str]]] = {}
-        for panel in panels:
-            for cell, metric in self.cells(panel):
-                wanted.setdefault(key_of(cell), (cell, set()))[1].add(metric)
+        wanted: dict[str, Asked] = {}
+        for cell, metric in itertools.chain.from_iterable(map(self.cells, panels)):
+            wanted.setdefault(key_of(cell), (cell, set()))[1].add(metric)
         waiting = [(c, m) for c, m in wanted.values() if not m <= self.results(c).keys()]
         failures: dict[str, str] = {}
         self.workdir.mkdir(parents=True, exist_ok=True)
         workdir.write_json(self.workdir / "environment.json", workdir.environment())
-        with (
-            workdir.Progress(len(wanted), "cells", initial=len(wanted) - len(waiting)) as bar,
-            _pool(self, min(jobs, len(waiting))) as submit,
-        ):
-            for made in submit(_groups(waiting)):
+        done = len(wanted) - len(waiting)
+        with workdir.Progress(len(wanted), "cells", initial=done) as bar:
+            for made in _attempts(self, waiting, min(jobs, len(waiting))):
                 failures |= made
                 bar.advance()
         return failures
 
     def keep(self, path: pathlib.Path, cells: Iterable[Mapping[str, Any]]) -> None:
         """Writes what is known of the cells to a file, a line of JSON each."""
-        made = {key_of(cell): self._path(cell) for cell in cells}
-        known = [workdir.read_json(at) for _, at in sorted(made.items()) if at.exists()]
         with workdir.replacing(path) as file:
-            for one in known:
-                line = json.dumps(one, sort_keys=True, separators=(",", ":"))
-                file.write(f"{line}\n".encode())
+            for at in sorted({self._path(cell) for cell in cells}):
+                if at.exists():
+                    one = workdir.read_json(at)
+                    line = json.dumps(one, sort_keys=True, separators=(",", ":"))
+                    file.write(f"{line}\n".encode())
 
     def take(self, path: pathlib.Path) -> None:
         """Reads cells that `keep` wrote; those that are here already stay."""
@@ -238,20 +228,20 @@ class Lab:
         paths = {self._path(cell) for cell in cells}
         return sum(workdir.read_json(at)["seconds"] for at in paths if at.exists()) / 60
 
-    def attempt(self, cell: Mapping[str, Any], metrics: Iterable[str]) -> dict[str, str]:
+    def attempt(self, asked: Asked) -> dict[str, str]:
         """Makes one cell unless another process did; {key: why} if it fails."""
+        cell, metrics = asked
         key, path = key_of(cell), self._path(cell)
         path.parent.mkdir(parents=True, exist_ok=True)
         with path.with_suffix(".log").open("a", encoding="utf-8") as log:
-            with contextlib.suppress(OSError):  # some network file systems have no locks
-                fcntl.flock(log, fcntl.LOCK_EX)  # lifted by the system even after a kill
+            fcntl.flock(log, fcntl.LOCK_EX)  # lifted by the system even after a kill
             known = self.results(cell)
-            if set(metrics) <= known.keys():
+            if metrics <= known.keys():
                 return {}
             start = time.process_time()
             try:
                 with contextlib.redirect_stderr(log):
-                    found = known | self.compute(cell, set(metrics) | known.keys())
+                    found = known | self.compute(cell, metrics | known.keys())
             except Exception as error:  # one cell of many: the others are worth having
                 traceback.print_exc(file=log)
                 return {key: f"{checks.first_line(error)} (see cells/{key}.log)"}
@@ -269,14 +259,14 @@ class Lab:
         dataset = _dataset(self.sources, asked)
         results: Results = {}
         for name in sorted({metric.partition("/")[0] for metric in metrics}):
-            if name in ("val", "test"):
-                scores = evaluation.evaluate(trained.x, trained.y, getattr(dataset, name))
-            elif self.sources.has(name, "classes"):
+            own = name in ("val", "test")
+            if not own and self.sources.has(name, "classes"):
                 task = self.sources.classes(name, asked.encoders)
                 found = evaluation.evaluate_zero_shot(trained.x, trained.y, task)
                 scores = {key.removeprefix("zero_shot/"): value for key, value in found.items()}
             else:
-                scores = evaluation.evaluate(trained.x, trained.y, self.sources.gallery(name))
+                gallery = getattr(dataset, name) if own else self.sources.gallery(name)
+                scores = evaluation.evaluate(trained.x, trained.y, gallery)
             results |= {f"{name}/{key}": value for key, value in scores.items()}
         return results
 
@@ -316,46 +306,34 @@ def key_of(cell: Mapping[str, Any]) -> str:
 
 # --- processes ---------------------------------------------------------------------------------
 
-Asked = tuple[Mapping[str, Any], set[str]]
-"""A cell, and the metrics that are wanted of it."""
 _lab: Lab
 
 
-def _groups(waiting: Sequence[Asked]) -> list[list[Asked]]:
-    """A few cells in a row each, of the same data; entries that were named first come first."""
+def _attempts(lab: Lab, waiting: Sequence[Asked], jobs: int) -> Iterator[dict[str, str]]:
+    """Makes cells in `jobs` processes, and says how each ended.
+
+    Cells of the same data go to one process, a few in a row; entries named first come first.
+    """
     groups = []
-    for i in range(0, len(waiting), _WINDOW):
-        window = sorted(waiting[i : i + _WINDOW], key=_data)
+    for start in range(0, len(waiting), _WINDOW):
+        window = sorted(waiting[start : start + _WINDOW], key=_data)
         for _, same in itertools.groupby(window, key=_data):
-            cells = list(same)
-            groups += [cells[j : j + _GROUP] for j in range(0, len(cells), _GROUP)]
-    return groups
-
-
-def _data(one: Asked) -> str:
-    return json.dumps(one[0].get("data"), sort_keys=True)
-
-
-@contextlib.contextmanager
-def _pool(lab: Lab, jobs: int) -> Iterator[Callable[[list[list[Asked]]], Iterable[dict[str, str]]]]:
-    """A function that makes groups of cells, in `jobs` processes, and yields how each ended."""
+            while group := list(itertools.islice(same, _GROUP)):
+                groups.append(group)
     if jobs <= 1:
         _prepare(lab)
-        yield lambda groups: (lab.attempt(*one) for group in groups for one in group)
+        yield from map(lab.attempt, itertools.chain.from_iterable(groups))
         return
     context = multiprocessing.get_context("spawn")
-    cores = context.SimpleQueue()
-    for job in range(jobs):
-        cores.put(_cores(job, jobs))
-    pool = concurrent.futures.ProcessPoolExecutor(jobs, context, _start, (lab, cores))
-
-    def submit(groups: list[list[Asked]]) -> Iterator[dict[str, str]]:
+    shares = context.SimpleQueue()
+    own_cores = hasattr(os, "sched_setaffinity") and jax.default_backend() == "cpu"
+    for job in range(jobs):  # threads of one process never wait for those of another
+        shares.put(sorted(os.sched_getaffinity(0))[job::jobs] if own_cores else None)
+    pool = concurrent.futures.ProcessPoolExecutor(jobs, context, _start, (lab, shares))
+    try:
         futures = [pool.submit(_attempt_all, group) for group in groups]
         for future in concurrent.futures.as_completed(futures):
             yield from future.result()
-
-    try:
-        yield submit
     except concurrent.futures.process.BrokenProcessPool as error:
         raise checks.InputError(
             f"jobs: one of {jobs} processes was killed, perhaps for lack of memory; start again "
@@ -369,6 +347,17 @@ def _pool(lab: Lab, jobs: int) -> Iterator[Callable[[list[list[Asked]]], Iterabl
         pool.shutdown(cancel_futures=True)
 
 
+def _data(one: Asked) -> str:
+    return json.dumps(one[0].get("data"), sort_keys=True)
+
+
+def _start(lab: Lab, shares: Any) -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the first process ends the others
+    if own := shares.get():
+        os.sched_setaffinity(0, own)
+    _prepare(lab)
+
+
 def _prepare(lab: Lab) -> None:
     """Keeps compiled programs in the work folder: runs of one shape share them."""
     global _lab
@@ -377,22 +366,8 @@ def _prepare(lab: Lab) -> None:
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.5)
 
 
-def _start(lab: Lab, cores: Any) -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the first process ends the others
-    if own := cores.get():
-        os.sched_setaffinity(0, own)
-    _prepare(lab)
-
-
-def _cores(job: int, jobs: int) -> tuple[int, ...]:
-    """A process's share of the cores: threads of one never wait for those of another."""
-    if not hasattr(os, "sched_setaffinity") or jax.default_backend() != "cpu":
-        return ()
-    return tuple(sorted(os.sched_getaffinity(0))[job::jobs])
-
-
 def _attempt_all(group: list[Asked]) -> list[dict[str, str]]:
-    return [_lab.attempt(*one) for one in group]
+    return list(map(_lab.attempt, group))
 
 
 # --- runs --------------------------------------------------------------------------------------

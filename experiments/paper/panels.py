@@ -40,28 +40,19 @@ def paper_results() -> dict[str, dict[str, dict[str, float]]]:
 class Panel:
     """A table, or one panel of a figure: what to run, and the numbers found.
 
-    Attributes:
-        name: unique within an entry.
-        corner: what the rows are.
-        rows: changes of settings by label.
-        columns: likewise, with the metric; a place is run with the changes of both. A metric of
-            None cannot be had here: only the paper's number is shown.
-        seeds: of every place.
-        paper: key of the paper's table.
-        named: the paper's names of rows and columns that are labelled differently here.
-        form: how a number is written.
-        found: an array over seeds by (row, column), NaN for a seed that failed.
-        failures: why numbers are missing.
+    A place is run with the changes of its row and of its column. A metric of None cannot be had
+    here: only the paper's number is shown.
     """
 
-    name: str
-    corner: str
-    rows: Mapping[str, Changes]
-    columns: Mapping[str, Changes]
+    name: str  # unique within an entry
+    corner: str  # what the rows are
+    rows: Mapping[str, Changes]  # by label
+    columns: Mapping[str, Changes]  # likewise, with the metric
     seeds: Sequence[int]
-    paper: str | None = None
-    named: Mapping[str, str] = dataclasses.field(default_factory=dict)
-    form: str = ".1f"
+    paper: str | None = None  # key of the paper's table
+    named: Mapping[str, str] = dataclasses.field(default_factory=dict)  # the paper's labels by ours
+    form: str = ".1f"  # how a number is written
+    # An array over seeds by (row, column), NaN for a seed that failed; and why numbers are missing.
     found: Mapping[tuple[str, str], np.ndarray] = dataclasses.field(default_factory=dict)
     failures: tuple[str, ...] = ()
 

@@ -16,10 +16,10 @@ from experiments.paper.entries import ENTRIES, Entry
 from experiments.paper.lab import Lab, key_of
 from experiments.paper.panels import WORDS, Panel, Verdict, paper_results
 from experiments.paper.sources import KNOWN
+from sotalign_jax import training
 
 TITLE = "SOTAlign: every table and figure, ours beside the paper's"
-FIGURES = "figures"
-CELLS = "cells.jsonl"
+FIGURES, CELLS = "figures", "cells.jsonl"
 DISCUSSION = pathlib.Path(__file__).with_name("discussion.md")
 """What people found in the results of the photographs."""
 _PAPER = " (paper)"
@@ -35,9 +35,8 @@ class Outcome:
 
     @property
     def verdict(self) -> Verdict:
-        return (
-            self.entry.judge(self.found) if self.found else Verdict(None, "its data are not here")
-        )
+        here = bool(self.found)
+        return self.entry.judge(self.found) if here else Verdict(None, "its data are not here")
 
     @property
     def word(self) -> str:
@@ -68,12 +67,6 @@ class Outcome:
         files = " --files=FILES.json" if self.lab.sources.given or not self.found else ""
         only = f"--only={self.entry.name}{quick}{files}"
         return f"python -m experiments.reproduce {only} --workdir=FOLDER"
-
-    @property
-    def example(self) -> str:
-        """A file for --files with what is needed."""
-        needed = {name: dict.fromkeys(KNOWN[name][0], "PATH.npy") for name in self.entry.needs}
-        return json.dumps(needed, indent=1)
 
 
 # --- tables ------------------------------------------------------------------------------------
@@ -138,27 +131,25 @@ def summary(made: Sequence[Outcome]) -> report.Table:
 
 def minutes(lab: Lab, entries: Iterable[Entry]) -> dict[str, float]:
     """Processor minutes of every entry's finished cells that none before it has."""
-    seen: dict[str, Any] = {}
+    seen: set[str] = set()
     found = {}
     for entry in entries:
         own = {key_of(c): c for panel in entry.panels(lab) for c, _ in lab.cells(panel)}
         found[entry.name] = lab.minutes(cell for key, cell in own.items() if key not in seen)
-        seen |= own
+        seen |= own.keys()
     return found
 
 
 def listing(lab: Lab) -> str:
     """Every entry, whether it runs on the data at hand, and the sources that --files may name."""
-    rows: list[list[Any]] = [
-        [name, entry.title if entry.panels(lab) else f"{entry.title} (needs files)"]
-        for name, entry in ENTRIES.items()
-    ]
-    named = [[name, holds] for name, (_, holds) in KNOWN.items()]
-    headers = ["", "shows"]
     taken = minutes(lab, ENTRIES.values())
-    if any(taken.values()):
-        headers.append("processor minutes")
-        rows = [[*row, taken[row[0]]] for row in rows]
+    timed = any(taken.values())
+    rows: list[list[Any]] = []
+    for name, entry in ENTRIES.items():
+        title = entry.title if entry.panels(lab) else f"{entry.title} (needs files)"
+        rows.append([name, title, *([taken[name]] if timed else [])])
+    headers = ["", "shows", *(["processor minutes"] if timed else [])]
+    named = [[name, holds] for name, (_, holds) in KNOWN.items()]
     return (
         f"{report.table(headers, rows)}\n\nThe paper's own data, as sources "
         f"of --files={{SOURCE: {{FIELD: PATH}}}}:\n\n{report.table(['source', 'holds'], named)}"
@@ -181,7 +172,7 @@ def settings(lab: Lab, panel: Panel) -> str:
         add("pairs", data["n_pairs"])
         if data["n_unpaired"] != 0:
             add("rows of each pool", data["n_unpaired"] or "all")
-        if method in TEACHERS:
+        if method in training.TEACHERS:
             add("teacher", f"{method} (ridge {config['teacher']['ridge']:g})")
             continue
         if not train or not heads:
@@ -205,7 +196,6 @@ def settings(lab: Lab, panel: Panel) -> str:
 
 
 SHOWN_OPTIONS = ("weight", "warmup", "weight_text", "weight_image", "epochs", "mmd_epochs")
-TEACHERS = ("procrustes", "cca", "contrastive")
 
 
 # --- one entry ---------------------------------------------------------------------------------
@@ -241,7 +231,8 @@ def blocks(made: Outcome) -> list[Block]:
     else:
         holds = [f"{name} ({KNOWN[name][1]})" for name in entry.needs]
         shown.append(Block("text", f"It needs files, named in FILES.json: {'; '.join(holds)}."))
-        shown.append(Block("code", made.example))
+        fields = {name: dict.fromkeys(KNOWN[name][0], "PATH.npy") for name in entry.needs}
+        shown.append(Block("code", json.dumps(fields, indent=1)))
     return [*shown, Block("code", made.command)]
 
 
@@ -373,13 +364,9 @@ def _section(made: Outcome, folder: pathlib.Path) -> str:
         elif kind == "image":
             parts.append(pages.image((folder / content).read_bytes(), caption))
         elif kind == "table":
-            parts.append(_html_table(content, caption))
+            all_theirs = caption.startswith("The paper")  # in another colour
+            theirs = [h for h in content.headers if all_theirs or h.endswith(_PAPER)]
+            parts.append(content.html(caption, theirs=theirs))
         else:
             parts.append(pages.code(content) if kind == "code" else pages.text(content))
     return "\n".join([*parts, "</section>"])
-
-
-def _html_table(shown: report.Table, caption: str) -> str:
-    """The paper's numbers are in another colour."""
-    theirs = caption.startswith("The paper")
-    return shown.html(caption, theirs=[h for h in shown.headers if theirs or h.endswith(_PAPER)])

@@ -18,31 +18,18 @@ MAIN = "main"
 
 
 class Data(NamedTuple):
-    """Which pairs, pools and galleries a run has; "main" is the source of most runs.
+    """Which pairs, pools and galleries a run has; "main" is the source of most runs."""
 
-    Attributes:
-        seed: chooses rows.
-        n_pairs: rows of the pairs.
-        n_unpaired: rows of each pool; all when None.
-        pairs: source of the pairs.
-        images: source of unpaired images, or "noise"; None is that of the test gallery.
-        texts: likewise for texts.
-        test: source of the galleries.
-        noise: share of the pools that becomes noise.
-        encoders: IMAGE+TEXT, or "main".
-        split: "sue" for the protocol of SUE on the pairs' source.
-    """
-
-    seed: int
+    seed: int  # chooses rows
     n_pairs: int
-    n_unpaired: int | None
-    pairs: str = MAIN
-    images: str | None = None
-    texts: str | None = None
-    test: str = MAIN
-    noise: float = 0.0
-    encoders: str = MAIN
-    split: str | None = None
+    n_unpaired: int | None  # rows of each pool; all when None
+    pairs: str = MAIN  # source of the pairs
+    images: str | None = None  # source of unpaired ones, or "noise"; None is that of the test
+    texts: str | None = None  # likewise
+    test: str = MAIN  # source of the galleries
+    noise: float = 0.0  # share of the pools that becomes noise
+    encoders: str = MAIN  # or IMAGE+TEXT
+    split: str | None = None  # "sue" for the protocol of SUE on the pairs' source
 
 
 def sue_split(x: Any, y: Any, asked: Data, *, shuffle: bool) -> data.Dataset:
@@ -56,35 +43,23 @@ def sue_split(x: Any, y: Any, asked: Data, *, shuffle: bool) -> data.Dataset:
 
 
 class Photographs:
-    """COCO, Flickr8k and RSICD with their captions, texts of Flickr30k, and classification sets.
+    """COCO, Flickr8k and RSICD with their captions, texts of Flickr30k, and classification sets."""
 
-    Attributes:
-        given: files by source and field; none here.
-        label: what tables call the main source.
-        stand_in: what stands in for the paper's data.
-        flickr, satellite: sources of the second gallery and of satellite images.
-        collections: sources of pairs and pools.
-        sue: (source, pairs, the paper's name) of the protocol of SUE.
-        encoders: IMAGE+TEXT, that of the main source first. EfficientNet/64 is the first 64 of its
-            features: a weaker view that stands in for another encoder.
-        weak_encoders: more of them, for the correlation alone.
-    """
-
-    given: Mapping[str, Mapping[str, str]] = {}
-    label = "COCO"
+    given: Mapping[str, Mapping[str, str]] = {}  # files by source and field
+    label = "COCO"  # what tables call the main source
     stand_in = "COCO for CC3M and COCO, Flickr8k for Flickr30k, RSICD for SkyScript"
     flickr, satellite = "Flickr8k", "RSICD"
-    collections: tuple[str, ...] = (MAIN, "Flickr8k", "RSICD", "Flickr30k")
-    sue: tuple[tuple[str, int, str], ...] = (
-        (MAIN, 100, "COCO100"),
-        ("Flickr8k", 500, "F30k500"),
-    )
+    collections: tuple[str, ...] = (MAIN, "Flickr8k", "RSICD", "Flickr30k")  # of pairs and pools
+    # Source, pairs and the paper's name of the protocol of SUE.
+    sue: tuple[tuple[str, int, str], ...] = ((MAIN, 100, "COCO100"), ("Flickr8k", 500, "F30k500"))
+    # That of the main source first. EfficientNet/64 is the first 64 of its features: a weaker view
+    # that stands in for another encoder.
     encoders: tuple[str, ...] = tuple(
         f"{image}+{text}"
         for image in ("EfficientNet", "EfficientNet/64")
         for text in photos.TEXT_ENCODERS
     )
-    weak_encoders: tuple[str, ...] = (
+    weak_encoders: tuple[str, ...] = (  # for the correlation alone
         "EfficientNet/16+MiniLM",
         "EfficientNet/16+WordLlama",
         "EfficientNet+MiniLM/16",
