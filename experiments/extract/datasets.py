@@ -204,22 +204,11 @@ def skyscript(root: pathlib.Path, split: str, captions: pathlib.Path | None = No
 
 
 class Member(NamedTuple):
-    """A file inside a tar: its key and suffix, and where its bytes lie."""
+    """A file inside a tar, which is read without touching the rest of the tar."""
 
     key: str
     suffix: str
-    tar: pathlib.Path
-    offset: int
-    size: int
-
-    def read(self) -> bytes:
-        """The file's bytes, without touching the rest of the tar."""
-        with self.tar.open("rb") as file:
-            file.seek(self.offset)
-            content = file.read(self.size)
-        if len(content) < self.size:
-            raise EOFError(f"{self.tar.name} is cut short")
-        return content
+    read: Callable[[], bytes]
 
 
 def webdataset(root: pathlib.Path, split: str) -> Source:
@@ -256,10 +245,19 @@ def _members(tar: pathlib.Path) -> Iterator[Member]:
                 if entry.isfile():
                     parent, slash, name = entry.name.rpartition("/")
                     key, _, suffix = name.partition(".")
-                    place = tar, entry.offset_data, entry.size
-                    yield Member(f"{parent}{slash}{key}", f".{suffix.lower()}", *place)
+                    read = functools.partial(_read, tar, entry.offset_data, entry.size)
+                    yield Member(f"{parent}{slash}{key}", f".{suffix.lower()}", read)
     except tarfile.ReadError:
         return
+
+
+def _read(tar: pathlib.Path, offset: int, size: int) -> bytes:
+    with tar.open("rb") as file:
+        file.seek(offset)
+        content = file.read(size)
+    if len(content) < size:
+        raise EOFError(f"{tar.name} is cut short")
+    return content
 
 
 def _picture(members: list[Member]) -> Any:

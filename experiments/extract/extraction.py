@@ -28,7 +28,8 @@ from typing import Any, BinaryIO, NamedTuple
 import numpy as np
 
 from experiments import fingerprint, workdir
-from experiments.extract.items import Encoder, Item, Source
+from experiments.extract.encoders import Encoder
+from experiments.extract.items import Item, Source
 from sotalign_jax import checks
 
 FORMAT = 2

@@ -4,8 +4,8 @@ import functools
 import io
 import os
 import pathlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple, NoReturn, Protocol
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, NamedTuple, NoReturn
 
 import numpy as np
 
@@ -46,22 +46,6 @@ class Source(NamedTuple):
 
     items: Mapping[str, Callable[[], Iterator[Item]]]
     classes: tuple[str, ...] | None = None
-
-
-class Encoder(Protocol):
-    """A frozen network. `prepare` may run in several threads at once, `embed` in one."""
-
-    modality: str
-    batch_size: int
-
-    def describe(self) -> dict[str, Any]:
-        """What identifies the embeddings: name, revision, pooling, ... as JSON values."""
-
-    def prepare(self, content: Any) -> Any:
-        """What `embed` takes of one item; raises if the content cannot be used."""
-
-    def embed(self, batch: Sequence[Any]) -> np.ndarray:
-        """Embeddings [n, d] of n prepared items."""
 
 
 # --- content -----------------------------------------------------------------------------------

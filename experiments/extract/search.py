@@ -12,7 +12,8 @@ import numpy as np
 
 from experiments import page, photos, workdir
 from experiments.extract import datasets, encoders, extraction, items, pair
-from experiments.extract.items import Encoder, Source
+from experiments.extract.encoders import Encoder
+from experiments.extract.items import Source
 from sotalign_jax import aligner, checks
 
 PHOTOS = {"x": {"name": "efficientnet-lite2"}, "y": {"name": "all-minilm-l6-v2"}}

@@ -233,18 +233,15 @@ class Files:
             unpaired_x=pools["x"],
             unpaired_y=pools["y"],
             pool_noise=asked.noise,
-            val=self._gallery(own, "val"),
-            test=self._gallery(own, "test"),
+            val=self.gallery(own, "val"),
+            test=self.gallery(own),
         )
 
     def rows(self, name: str, side: str) -> Any:
         path = self.given.get(name, {}).get(side)
         return None if path is None else files.load_array(path)
 
-    def gallery(self, name: str) -> data.Gallery:
-        return self._gallery(name, "test")
-
-    def _gallery(self, name: str, split: str) -> data.Gallery:
+    def gallery(self, name: str, split: str = "test") -> data.Gallery:
         return data.gallery(*(self.rows(name, f"{split}_{part}") for part in ("x", "y", "x_of_y")))
 
     def classes(self, name: str, encoders: str) -> data.ZeroShot:
