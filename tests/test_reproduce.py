@@ -433,6 +433,7 @@ def test_report_is_well_formed_and_needs_nothing_else(made):
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.*NormalCG:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:JAXopt:DeprecationWarning")  # ott-jax imports it
 def test_solver_measures(main, tmp_path):
     at = Tiny(tmp_path, "paper", sources.Files({"main": main}))
     found = at.compute({"measure": "gradient", "epsilon": 0.5, "rows": 64}, ())

@@ -6,6 +6,7 @@ import itertools
 import json
 import pathlib
 import tarfile
+import threading
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -70,11 +71,12 @@ def folder(root: pathlib.Path, split: str, captions: pathlib.Path | None = None)
                 yield items.file_item(name, root / name, name, items.oriented)
 
         return Source({"image": pictures, "text": sidecars})
-    said: dict[str, list[str]] = defaultdict(list)
+    said: dict[str, list[str]] = {}
     for name, caption in read_captions(captions, split):
-        said[name].append(caption)
-    for name in [] if split else items.pictures_below(root):
-        said[name]  # a split names its own pictures; otherwise all are embedded
+        said.setdefault(name, []).append(caption)
+    if not split:  # which names its own pictures; otherwise all are embedded
+        for name in items.pictures_below(root):
+            said.setdefault(name, [])
     rows = (
         Captioned(name, root / name, [(f"{name}#{n}", text) for n, text in enumerate(texts)])
         for name, texts in said.items()
@@ -298,9 +300,11 @@ def polyvore(root: pathlib.Path, split: str) -> Source:
     tables = sorted([*root.glob("*.parquet"), *root.glob("data/*.parquet")])
     if not tables:
         raise checks.InputError(f"root: {root} holds no .parquet, nor does its data/")
+    lock = threading.Lock()  # for one thread reads a row group, which is large
 
     def load(file: pathlib.Path, group: int, column: str, row: int) -> Any:
-        value = _cells(file, group, column)[row].as_py()
+        with lock:
+            value = _cells(file, group, column)[row].as_py()
         if value is None:
             raise ValueError("is empty")
         return items.picture(value["bytes"]) if column == "image" else str(value)
@@ -317,7 +321,7 @@ def polyvore(root: pathlib.Path, split: str) -> Source:
     return Source({column: functools.partial(rows, column) for column in ("image", "text")})
 
 
-@functools.lru_cache(maxsize=2)  # a row group is large
+@functools.lru_cache(maxsize=2)
 def _cells(file: pathlib.Path, group: int, column: str) -> Any:
     with items.require("pyarrow.parquet").ParquetFile(file) as table:
         return table.read_row_group(group, columns=[column])[column]

@@ -22,7 +22,6 @@ import signal
 import time
 import traceback
 import types
-import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -447,11 +446,8 @@ def _distance(x: Any, y: Any, *, seed: int, rows: int, projections: int) -> floa
 
 def _gradient(sources: Sources, *, epsilon: float, rows: int) -> Results:
     """Memory, time and iterations of KLOT's gradient to a marginal error of 1e-6, in float64."""
-    with warnings.catch_warnings():
-        # ott-jax imports JAXopt, which says that it is no longer maintained.
-        warnings.filterwarnings("ignore", message="JAXopt", category=DeprecationWarning)
-        checks.require("ott", extra="experiments")
-        from benchmarks import gradient, peers
+    checks.require("ott", extra="experiments")
+    from benchmarks import gradient, peers
 
     target = peers.Target(epsilon, epsilon, 1e-6, 5000, 5000)
     arms = [arm for arm in peers.ARMS if arm.name in ARMS]
