@@ -47,6 +47,7 @@ class Entry:
     needs: tuple[str, ...] = (MAIN,)  # the paper's data, as sources of --files
     paper: str | None = None  # key of the paper's table, shown beside ours or below
     plot: Callable[[Found, pathlib.Path], None] | None = None
+    whole: str = ""  # what a claim cannot be judged without: "runs", ...
     is_claim: bool = True
 
     def panels(self, lab: Lab) -> list[Panel]:
@@ -55,6 +56,8 @@ class Entry:
 
     def judge(self, found: Found) -> Verdict:
         """Whether the claim held, from the panels by name."""
+        if self.whole and not all(panel.complete for panel in found.values()):
+            return Verdict(None, f"{self.whole} are missing")
         return self.rule(*found.values())
 
 
@@ -118,19 +121,6 @@ def second_above_first(panel: Panel) -> Verdict:
 def each(judge: Callable[[Panel], Verdict]) -> Callable[..., Verdict]:
     """Claim: every panel is judged so."""
     return lambda *panels: joined({panel.name: judge(panel) for panel in panels})
-
-
-def when_complete(missing: str) -> Callable[[Callable[..., Verdict]], Callable[..., Verdict]]:
-    """Claims that are undecided unless every place of every panel has all its seeds."""
-
-    def rule(judge: Callable[..., Verdict]) -> Callable[..., Verdict]:
-        def judged(*panels: Panel) -> Verdict:
-            whole = all(panel.complete for panel in panels)
-            return judge(*panels) if whole else Verdict(None, f"{missing} are missing")
-
-        return judged
-
-    return rule
 
 
 # --- what was chosen on validation -------------------------------------------------------------
@@ -433,7 +423,6 @@ def f3(lab: Lab) -> Panels:
     yield costs(lab, "memory (MiB)", "memory", ".1f", CLOSED, UNROLLED)
 
 
-@when_complete("errors")
 def worse_at_every_step(panel: Panel) -> Verdict:
     errors = panel.means()[:, 0]
     listed = ", ".join(f"{e:.1e} at {row}" for e, row in zip(errors, panel.rows, strict=True))
@@ -452,9 +441,10 @@ def by_count(lab: Lab, kind: str, name: str, metric: str) -> Panel:
     return Panel(name, kind, rows, two_lines(metric), lab.seeds)
 
 
-@when_complete("runs")
 def fading(panel: Panel) -> Verdict:
     """Claim: the gain over SAIL is smaller with the most pairs than at its best."""
+    if not panel.complete:
+        return Verdict(None, "runs are missing")
     gains = {row: panel.found[row, "SOTAlign"] - panel.found[row, "SAIL"] for row in panel.rows}
     *fewer, most = gains.values()
     fall = gap(max(fewer, key=np.mean), most)
@@ -523,7 +513,6 @@ def every_metric(lab: Lab, kind: str) -> Panels:
             yield by_count(lab, kind, name, column["metric"])
 
 
-@when_complete("runs")
 def best_alphas(*panels: Panel) -> Verdict:
     best = [[float(list(p.columns)[i]) for i in p.means().argmax(1)] for p in panels]
     held = best[0] == sorted(best[0], reverse=True), len(set(best[1][:-1])) == 1
@@ -545,7 +534,6 @@ def fa4(lab: Lab) -> Panels:
         yield Panel(name, name, rows, columns, lab.seeds[:1])
 
 
-@when_complete("runs")
 def smaller_star(*panels: Panel) -> Verdict:
     parts = {}
     for panel in panels[:-1]:
@@ -569,7 +557,6 @@ def fa5(lab: Lab) -> Panels:
     yield Panel("ε=0.05", "MeanR@1", stars, pairs, lab.seeds[:1])
 
 
-@when_complete("distances")
 def noise_is_furthest(*panels: Panel) -> Verdict:
     closer = [max(row[:-1]) < row[-1] for panel in panels for row in panel.means()[:-1]]
     return Verdict(all(closer), f"so for {sum(closer)} of {len(closer)} sets")
@@ -656,7 +643,7 @@ _ALL = (
           f3, functools.partial(takes_more, other=UNROLLED, what="memory"), (), plot=_costs),
     Entry("F4", "Convergence of Sinkhorn after 100 iterations",
           "the smaller epsilon, the further 100 iterations are from convergence",
-          f4, worse_at_every_step, (), plot=_costs),
+          f4, worse_at_every_step, (), plot=_costs, whole="errors"),
     Entry("F5", "How many pairs, and how many unpaired rows",
           "SOTAlign is above SAIL at every number of pairs, by less when pairs abound; more "
           "unpaired rows help", f5, pairs_and_unpaired, plot=_lines),
@@ -677,17 +664,17 @@ _ALL = (
           functools.partial(every_metric, kind="unpaired"), each(more_helps), plot=_lines),
     Entry("FA4", "The weight of KLOT, by pairs and by noise in the pools",
           "the best alpha falls with more pairs, and noise moves it only when the pools are all "
-          "noise", fa4, best_alphas, plot=_alphas),
+          "noise", fa4, best_alphas, plot=_alphas, whole="runs"),
     Entry("FA5", "The regularisation ε of the student's plan, ε* of the teacher's",
           "the best ε* is smaller than ε, at every number of pairs",
-          fa5, smaller_star, plot=plots.heat_maps),
+          fa5, smaller_star, plot=plots.heat_maps, whole="runs"),
     Entry("FA6", "Retrieval against the shift of the unpaired images alone", _falls,
           functools.partial(by_shift, side="x", fixed=1), _falling, UNPAIRED, plot=plots.scatter),
     Entry("FA7", "Retrieval against the shift of the unpaired texts alone", _falls,
           functools.partial(by_shift, side="y", fixed=0), _falling, UNPAIRED, plot=plots.scatter),
     Entry("FA8", "Distances between sets of images and of texts",
           "real sets are closer to each other than to random directions (ours: the paper draws "
-          "none)", fa8, noise_is_furthest, UNPAIRED, plot=plots.heat_maps),
+          "none)", fa8, noise_is_furthest, UNPAIRED, plot=plots.heat_maps, whole="distances"),
     Entry("FA9", "Satellite images, 10,000 test rows: how many pairs", _above_at_every_number,
           fa9, each(second_above_first), ("SkyScript",), plot=_lines),
     Entry("FA10", "Satellite images, 30,000 test rows: how many pairs", _above_at_every_number,
