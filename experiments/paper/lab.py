@@ -69,7 +69,7 @@ SIZES: dict[str, tuple[Any, Any, Any]] = {
     "teacher_noise": ((0.0, 0.5), (0.0, 0.3, 0.5), (0.0, 0.1, 0.2, 0.3, 0.4, 0.5)),
     # Learning rates and weights that are tried on validation.
     "rates": ((1e-3, 2e-3), (5e-4, 1e-3, 2e-3, 4e-3, 8e-3), (3e-5, 1e-4, 3e-4)),
-    "many_rates": ((), (2.5e-4, 5e-4, 1e-3), ()),
+    "many_rates": ((), (2.5e-4, 5e-4, 1e-3), ()),  # in 200 steps
     "many_alphas": ((), (3e-4, 5e-4, 3 / 2048), ()),
     "pool_noise": ((0.0, 1.0), (0.0, 0.5, 1.0), (0.0, 0.25, 0.5, 0.75, 1.0)),
     "alphas": ((1e-4, 1e-3, 1e-2), (1e-4, 1e-3, 3e-3, 1e-2, 1e-1), (1e-6, 1e-5, 1e-4, 1e-3, 1e-2)),
@@ -140,13 +140,15 @@ class Lab:
         n, quick = asked.n_pairs, self.scale == "quick"
         if self.scale == "paper":
             return {"train.pair_batch": 32_768} if n > 100_000 else {}
-        # Lion moves a weight by at most the rate: steps x rate is 0.2, as in the paper.
+        # Lion moves a weight by at most the rate: steps x rate is about 0.2, as in the paper.
         share = SHARES.get(method, 1.0) if n <= 1000 else 1.0
-        steps = 60 if quick else 100 if n <= 1000 else 200
+        steps, rate, every = (100, 2e-3, 10) if n <= 1000 else (200, 1e-3, 10)
+        if n >= 10_000:
+            steps, rate, every = 600, 3e-4, 25
         return {
-            "train.steps": steps,
-            "train.eval_every": 20 if quick else 10,
-            "train.learning_rate": share * (2e-3 if quick else 0.2 / steps),
+            "train.steps": 60 if quick else steps,
+            "train.eval_every": 20 if quick else every,
+            "train.learning_rate": share * (2e-3 if quick else rate),
             "train.pair_batch": 2048,
             "train.unpaired_batch": 512 if quick else 1024,
             "heads.dim": 256 if quick else 512,

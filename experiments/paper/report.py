@@ -43,8 +43,8 @@ class Outcome:
         """The verdict in a word or two."""
         if not self.found:
             return "needs files"
-        if not self.entry.is_claim:
-            return "chosen"
+        if self.entry.word:
+            return self.entry.word
         if self.verdict.held is None and self.failures:
             return "not finished" if any(p.found for p in self.found.values()) else "not run"
         return WORDS[self.verdict.held]
