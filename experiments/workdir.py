@@ -266,7 +266,7 @@ class Recorder(contextlib.ExitStack):
         """Opens the records in `folder`; an `inner` run shows its progress below another bar."""
         super().__init__()
         self._folder, self._tensorboard = folder.absolute(), tensorboard
-        self._progress = {"total": steps, "title": title, "inner": inner}
+        self._progress: dict[str, Any] = {"total": steps, "title": title, "inner": inner}
         self._bar: Progress | None = None
         self._board: Any = None
 
