@@ -140,17 +140,25 @@ def runs(config: ConfigDict) -> dict[str, FrozenConfigDict]:
         raise checks.InputError(f"seeds: must be distinct and at least one, got {seeds!r}")
     found = {}
     for label, changes in (shared.runs or {shared.method: {}}).items():
-        _check_changes(label, changes)
+        if not re.fullmatch(r"\w[\w .,()'+=*-]*", str(label)):
+            raise checks.InputError(
+                f"runs: {label!r} names a folder; use letters, digits, -, _, ()"
+            )
+        run, where = copy.deepcopy(shared), f"runs[{label!r}]: "
+        with naming(where):
+            if not isinstance(changes, dict | ConfigDict):
+                example = {"method": "sail", "train.steps": 9}
+                raise checks.InputError(f"must be a dict such as {example}, got {changes!r}")
+            if own := [name for name in ("seed", "seeds", "runs") if name in changes]:
+                raise checks.InputError(f"cannot change {own[0]!r}; set config.{own[0]}")
+            update(run, _flat(changes))
         for seed in seeds:
-            shared.seed = _typed("seeds", seed, int)
-            run = copy.deepcopy(shared)
+            run.seed = _typed("seeds", seed, int)
             try:
-                update(run, _flat(changes))
                 found[f"{label}-seed{seed}"] = _checked(run)
-            except checks.InputError as error:
-                if str(error) == _problem(shared):  # what all runs share is not blamed on one
-                    raise
-                raise checks.InputError(f"runs[{label!r}]: {error}") from error
+            except checks.InputError as error:  # what all runs share is not blamed on one
+                own_fault = str(error).partition(":")[0] in _flat(changes)
+                raise checks.InputError(f"{where if own_fault else ''}{error}") from error
     return found
 
 
@@ -159,19 +167,6 @@ def complete(config: ConfigDict) -> ConfigDict:
     full = default()
     update(full, _flat(config))
     return full
-
-
-def _check_changes(label: Any, changes: Any) -> None:
-    if not re.fullmatch(r"\w[\w .,()'+=*-]*", str(label)):
-        raise checks.InputError(f"runs: {label!r} names a folder; use letters, digits, -, _, ()")
-    if not isinstance(changes, dict | ConfigDict):
-        raise checks.InputError(
-            f"runs[{label!r}]: must be a dict of changes such as "
-            f"{{'method': 'sail', 'train.steps': 9}}, got {changes!r}"
-        )
-    for name in ("seed", "seeds", "runs"):
-        if name in changes:
-            raise checks.InputError(f"runs[{label!r}]: cannot change {name!r}; set config.{name}")
 
 
 def update(config: ConfigDict, changes: Mapping[str, Any]) -> None:
@@ -189,12 +184,16 @@ def update(config: ConfigDict, changes: Mapping[str, Any]) -> None:
     sotalign_jax.checks.InputError: unknown setting 'train.stpes'; did you mean 'train.steps'?
     """
     for key, value in changes.items():
-        name, node = str(key).rpartition(".")[2], config
-        for part in str(key).split("."):
-            if not isinstance(node, ConfigDict) or part not in node:
-                raise _unknown(config, str(key))
-            section, node = node, node[part]
-        if isinstance(node, ConfigDict):
+        *parents, name = str(key).split(".")
+        section: Any = config
+        for part in parents:
+            section = section.get(part) if isinstance(section, ConfigDict) else None
+        if not isinstance(section, ConfigDict) or name not in section:
+            close = difflib.get_close_matches(str(key), [*config, *_flat(config)], 1)
+            known = ", ".join(section if isinstance(section, ConfigDict) else config)
+            remedy = f"did you mean {close[0]!r}?" if close else f"choose from {known}"
+            raise checks.InputError(f"unknown setting {key!r}; {remedy}")
+        if isinstance(section[name], ConfigDict):
             raise checks.InputError(f"{key}: is a section; set its entries, as {key}.NAME = ...")
         stored = dict(section.items(preserve_field_references=True))[name]
         if value is not None or not isinstance(stored, FieldReference):
@@ -202,18 +201,9 @@ def update(config: ConfigDict, changes: Mapping[str, Any]) -> None:
         section[name] = value
 
 
-def _unknown(config: ConfigDict, key: str) -> checks.InputError:
-    prefix, _, _ = key.rpartition(".")
-    known = [name for name in _flat(config) if name.rpartition(".")[0] == prefix]
-    known = known if prefix else list(config)
-    close = difflib.get_close_matches(key, [*known, *_flat(config)], 1)
-    remedy = f"did you mean {close[0]!r}?" if close else f"choose from {', '.join(known or config)}"
-    return checks.InputError(f"unknown setting {key!r}; {remedy}")
-
-
 def _typed(key: str, value: Any, kind: type) -> Any:
     """The value as the kind of a setting; whole numbers are floats, and lists tuples, if asked."""
-    if kind is float and isinstance(value, int) and not isinstance(value, bool):
+    if kind is float and type(value) is int:
         return float(value)
     if kind is tuple and isinstance(value, list):
         return tuple(value)
@@ -238,59 +228,45 @@ def _checked(config: ConfigDict) -> FrozenConfigDict:
     checks.choice("method", config.method, METHODS)
     if not 0 <= config.seed < 2**32:
         raise checks.InputError(f"seed: must be in 0..2**32 - 1, got {config.seed}")
+    for key in ("data.pool_noise", "teacher.noise"):
+        section, name = key.split(".")
+        if not 0 <= config[section][name] <= 1:
+            raise checks.InputError(f"{key}: must be in 0..1, got {config[section][name]:g}")
     with naming("data."):
-        checks.choice("name", config.data.name, DATA)
-        checks.choice("pool", config.data.pool, data.POOLS)
-        checks.whole(1, n_pairs=config.data.n_pairs)
-        checks.whole(0, or_none=True, n_unpaired=config.data.n_unpaired)
-        _fraction(pool_noise=config.data.pool_noise)
-        given = [name for name, path in config.data.files.items() if path]
-        named = [name for name in PHOTOS if config.data[name] is not None]
-        if named and config.data.name == "files":
+        asked = config.data
+        checks.choice("name", asked.name, DATA)
+        checks.choice("pool", asked.pool, data.POOLS)
+        checks.whole(1, n_pairs=asked.n_pairs)
+        checks.whole(0, or_none=True, n_unpaired=asked.n_unpaired)
+        if asked.name == "files":
+            misplaced = [name for name in PHOTOS if asked[name] is not None]
+            remedy = f"leave it out, or pass --config.data.name={photos.CAPTIONED[0]}"
+        else:
+            misplaced = [f"files.{name}" for name, path in asked.files.items() if path]
+            remedy = "pass --config.data.name=files to use it"
+        if misplaced:
             raise checks.InputError(
-                f"{named[0]}: chooses among the photographs but data.name is 'files'; "
-                f"leave it out, or pass --config.data.name={photos.CAPTIONED[0]}"
-            )
-        if given and config.data.name != "files":
-            raise checks.InputError(
-                f"files.{given[0]}: is set but data.name is {config.data.name!r}; "
-                "pass --config.data.name=files to use it"
+                f"{misplaced[0]}: is set but data.name is {asked.name!r}; {remedy}"
             )
     with naming("teacher."):
         checks.choice("kind", config.teacher.kind, tuple(training.TEACHERS))
         checks.whole(1, or_none=True, dim=config.teacher.dim)
         checks.at_least(0, ridge=config.teacher.ridge)
-        _fraction(noise=config.teacher.noise)
     with naming("heads."):
+        kind = config.heads.kind
         checks.whole(1, dim=config.heads.dim)
         checks.whole(1, or_none=True, hidden=config.heads.hidden)
         checks.choice("init", config.heads.init, ("random", "teacher"))
-        if config.heads.kind is not None:
-            checks.choice("kind", config.heads.kind, heads.KINDS)
-        if config.heads.init == "teacher" and config.heads.kind not in (None, "linear"):
+        checks.choice("kind", kind or "linear", heads.KINDS)
+        if config.heads.init == "teacher" and kind not in (None, "linear"):
             raise checks.InputError(
-                f"init: a linear teacher cannot start heads of kind {config.heads.kind!r}; "
+                f"init: a linear teacher cannot start heads of kind {kind!r}; "
                 "choose init 'random' or kind 'linear'"
             )
     train(config)
     method(config)
     others = {"seeds", "runs", *methods.METHODS} - {config.method}
     return FrozenConfigDict({k: v for k, v in config.to_dict().items() if k not in others})
-
-
-def _problem(config: ConfigDict) -> str | None:
-    """What is wrong with a config before the changes of a run."""
-    try:
-        _checked(config)
-    except checks.InputError as error:
-        return str(error)
-    return None
-
-
-def _fraction(**options: float) -> None:
-    for name, value in options.items():
-        if not 0 <= value <= 1:
-            raise checks.InputError(f"{name}: must be in 0..1, got {value:g}")
 
 
 def train(config: ConfigDict) -> training.TrainConfig:
@@ -378,16 +354,11 @@ def _change_all(config: ConfigDict, changes: Mapping[str, Any]) -> None:
 class _DictParser(flags.ArgumentParser):
     """Reads --config.runs="{'cca': {'method': 'cca'}}"."""
 
-    syntactic_help = "a Python dictionary"
-
     def parse(self, argument: Any) -> dict[str, Any]:
         try:
-            value = ast.literal_eval(argument) if isinstance(argument, str) else argument
-        except (SyntaxError, ValueError):
-            value = None
-        if not isinstance(value, dict):
-            raise ValueError("pass a Python dictionary")
-        return value
+            return dict(ast.literal_eval(argument) if isinstance(argument, str) else argument)
+        except (SyntaxError, TypeError, ValueError) as error:
+            raise ValueError("pass a Python dictionary") from error
 
 
 config_flags.register_flag_parser_for_type(dict, _DictParser())
