@@ -51,6 +51,16 @@ PLACEMENT = ("mesh", "on_device")
 """Settings that say where a run computes: it may be continued with others."""
 
 
+SMOKE = {
+    "train.steps": 4,
+    "train.eval_every": 2,
+    "train.unpaired_batch": 64,
+    "sue.epochs": 1,
+    "sue.mmd_epochs": 1,
+}
+"""What the switch `smoke` changes."""
+
+
 def default() -> ConfigDict:
     """One run of SOTAlign with the paper's settings; config files change it.
 
@@ -225,44 +235,41 @@ def _flat(values: Any, prefix: str = "") -> dict[str, Any]:
 
 def _checked(config: ConfigDict) -> FrozenConfigDict:
     """One run without the sections that do not concern it."""
-    checks.choice("method", config.method, METHODS)
-    if not 0 <= config.seed < 2**32:
-        raise checks.InputError(f"seed: must be in 0..2**32 - 1, got {config.seed}")
-    for key in ("data.pool_noise", "teacher.noise"):
-        section, name = key.split(".")
-        if not 0 <= config[section][name] <= 1:
-            raise checks.InputError(f"{key}: must be in 0..1, got {config[section][name]:g}")
-    with naming("data."):
-        asked = config.data
-        checks.choice("name", asked.name, DATA)
-        checks.choice("pool", asked.pool, data.POOLS)
-        checks.whole(1, n_pairs=asked.n_pairs)
-        checks.whole(0, or_none=True, n_unpaired=asked.n_unpaired)
-        if asked.name == "files":
-            misplaced = [name for name in PHOTOS if asked[name] is not None]
-            remedy = f"leave it out, or pass --config.data.name={photos.CAPTIONED[0]}"
-        else:
-            misplaced = [f"files.{name}" for name, path in asked.files.items() if path]
-            remedy = "pass --config.data.name=files to use it"
-        if misplaced:
-            raise checks.InputError(
-                f"{misplaced[0]}: is set but data.name is {asked.name!r}; {remedy}"
-            )
-    with naming("teacher."):
-        checks.choice("kind", config.teacher.kind, tuple(training.TEACHERS))
-        checks.whole(1, or_none=True, dim=config.teacher.dim)
-        checks.at_least(0, ridge=config.teacher.ridge)
-    with naming("heads."):
-        kind = config.heads.kind
-        checks.whole(1, dim=config.heads.dim)
-        checks.whole(1, or_none=True, hidden=config.heads.hidden)
-        checks.choice("init", config.heads.init, ("random", "teacher"))
-        checks.choice("kind", kind or "linear", heads.KINDS)
-        if config.heads.init == "teacher" and kind not in (None, "linear"):
-            raise checks.InputError(
-                f"init: a linear teacher cannot start heads of kind {kind!r}; "
-                "choose init 'random' or kind 'linear'"
-            )
+    flat, kind, source = _flat(config), config.heads.kind, config.data.name
+
+    def values(*keys: str) -> dict[str, Any]:
+        return {key: flat[key] for key in keys}
+
+    choices = {
+        "method": METHODS,
+        "data.name": DATA,
+        "data.pool": data.POOLS,
+        "teacher.kind": tuple(training.TEACHERS),
+        "heads.init": ("random", "teacher"),
+    }
+    for key, known in choices.items():
+        checks.choice(key, flat[key], known)
+    checks.choice("heads.kind", kind or "linear", heads.KINDS)
+    checks.whole(1, **values("data.n_pairs", "heads.dim"))
+    checks.whole(1, or_none=True, **values("teacher.dim", "heads.hidden"))
+    checks.whole(0, or_none=True, **values("data.n_unpaired"))
+    checks.at_least(0, **values("teacher.ridge"))
+    for key, most in {"seed": 2**32 - 1, "data.pool_noise": 1, "teacher.noise": 1}.items():
+        if not 0 <= flat[key] <= most:
+            raise checks.InputError(f"{key}: must be in 0..{most}, got {flat[key]}")
+    own = [f"data.files.{name}" for name in FILES]
+    misplaced = [f"data.{name}" for name in PHOTOS] if source == "files" else own
+    if given := [key for key in misplaced if flat[key]]:
+        other = photos.CAPTIONED[0] if source == "files" else "files"
+        raise checks.InputError(
+            f"{given[0]}: is set but data.name is {source!r}; leave it out, or pass "
+            f"--config.data.name={other}"
+        )
+    if config.heads.init == "teacher" and kind not in (None, "linear"):
+        raise checks.InputError(
+            f"heads.init: a linear teacher cannot start heads of kind {kind!r}; "
+            "choose init 'random' or kind 'linear'"
+        )
     train(config)
     method(config)
     others = {"seeds", "runs", *methods.METHODS} - {config.method}
@@ -314,11 +321,14 @@ def switched(config: ConfigDict, arg: str, **own: Mapping[str, Any]) -> ConfigDi
     for word in sorted(words, key=lambda word: word != "smoke"):  # first, so that seeds=N counts
         name, _, value = word.partition("=")
         numbers = [int(number) for number in value.split("+") if number.isdigit()]
-        if word == "smoke":
-            _change_all(config, SMOKE)
-            config.seeds = config.seeds[:1]
-        elif word in own:
-            _change_all(config, own[word])
+        if word == "smoke" or word in own:
+            changes = SMOKE if word == "smoke" else own[word]
+            update(config, changes)  # of every run, those that have a value of their own included
+            config.runs = {
+                label: {key: value for key, value in one.items() if key not in changes}
+                for label, one in config.runs.items()
+            }
+            config.seeds = config.seeds[:1] if word == "smoke" else config.seeds
         elif name == "seeds" and len(numbers) == 1:
             config.seeds = tuple(range(*numbers))
         elif name == "pairs" and len(numbers) == value.count("+") + 1:
@@ -331,24 +341,6 @@ def switched(config: ConfigDict, arg: str, **own: Mapping[str, Any]) -> ConfigDi
             known = ", ".join(["smoke", "seeds=N", "pairs=N+M", *own])
             raise checks.InputError(f"config: unknown switch {word!r}; choose from {known}")
     return config
-
-
-SMOKE = {
-    "train.steps": 4,
-    "train.eval_every": 2,
-    "train.unpaired_batch": 64,
-    "sue.epochs": 1,
-    "sue.mmd_epochs": 1,
-}
-
-
-def _change_all(config: ConfigDict, changes: Mapping[str, Any]) -> None:
-    """Changes every run, those that have a value of their own included."""
-    update(config, changes)
-    config.runs = {
-        label: {key: value for key, value in own.items() if key not in changes}
-        for label, own in config.runs.items()
-    }
 
 
 class _DictParser(flags.ArgumentParser):
