@@ -9,10 +9,11 @@ import math
 import pathlib
 import textwrap
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import tabulate
+from ml_collections.config_dict import FrozenConfigDict
 
 from experiments import distributed, page, photos
 from experiments import run as run_lib
@@ -21,10 +22,8 @@ from experiments.extract import datasets, items, pair
 from sotalign_jax import aligner, data, files
 from sotalign_jax.diagnostics import Mean
 
-if TYPE_CHECKING:
-    from ml_collections.config_dict import FrozenConfigDict
-
-    Configs = Mapping[str, FrozenConfigDict]
+Configs = Mapping[str, FrozenConfigDict]
+Results = Mapping[str, run_lib.Results]
 
 # --- tables --------------------------------------------------------------------------------------
 
@@ -205,13 +204,13 @@ SETTINGS = (
     *("sotalign.divergence", "sotalign.alpha", "sotalign.epsilon", "sotalign.epsilon_star"),
 )
 """What makes a result, printed below it."""
-Grouped = dict[str, dict[int, list[run_lib.Results]]]
+Grouped = dict[tuple[str, int], list[run_lib.Results]]
 """Results of every seed, by label and number of pairs; those of failed runs are missing."""
 
 
 def conclude(
-    configs: "Configs",
-    results: Mapping[str, run_lib.Results],
+    configs: Configs,
+    results: Results,
     workdir: pathlib.Path,
     *,
     folders: Mapping[str, pathlib.Path] | None = None,
@@ -228,43 +227,43 @@ def conclude(
     """
     if distributed.is_first():
         own = {name: workdir / name if len(configs) > 1 else workdir for name in configs}
-        _conclude(configs, results, workdir, folders or own)
-    failed = [f"{name}: {one['error']}" for name, one in results.items() if "error" in one]
-    if failed:
+        _report(configs, results, workdir, folders or own)
+    if failed := [f"{name}: {one['error']}" for name, one in results.items() if "error" in one]:
         raise FloatingPointError(f"{len(failed)} of {len(results)} runs failed, first {failed[0]}")
 
 
-def _conclude(
-    configs: "Configs",
-    results: Mapping[str, run_lib.Results],
-    workdir: pathlib.Path,
-    folders: Mapping[str, pathlib.Path],
+def _report(
+    configs: Configs, results: Results, workdir: pathlib.Path, folders: Mapping[str, pathlib.Path]
 ) -> None:
-    by_label, settings = grouped(configs, results), settings_text(configs)
-    compared = comparison_table(by_label)
+    groups, settings = grouped(configs, results), settings_text(configs)
+    compared = comparison_table(groups)
     compared.save(workdir / "comparison")
     print(f"\n{compared}\n\n{settings}")
     shown = [page.section("Results", compared.html(), page.text(settings))]
-    if (plot := comparison_plot(by_label)) is not None:
+    if plot := comparison_plot(groups):
         write(workdir / "comparison.png", plot)
         shown.append(page.section("Comparison", page.image(plot, "scores of the runs")))
-    if (plot := curves_plot(folders)) is not None:
+    if plot := curves_plot(folders):
         shown.append(page.section("Training", page.image(plot, "curves over the steps")))
     best = max(configs, key=lambda name: results[name].get(run_lib.SCORE, -1.0))
-    if found := find(configs[best], folders[best]):
+    labels = labels_of(configs[best]) if configs[best].data.test else None
+    if labels and (folders[best] / aligner.FOLDER).exists():
+        gallery = run_lib.load_dataset(configs[best]).test
+        assert gallery is not None
+        found = find(aligner.Aligner.load(folders[best]), gallery, labels)
         title = f"What {best} finds for pictures it has not seen"
         text = "\n".join([f"{title}:", *(one.text() for one in found[:5]), ""])
         write(workdir / "retrieved.txt", text)
         print(f"\n{text}")
         shown.append(page.section(title, cards(found)))
-    title = ", ".join(by_label)
+    title = ", ".join(_labels(groups))
     head = f"<header><h1>{html.escape(title)}</h1>{page.text(str(workdir))}</header>"
     shown.append(page.environment(workdir_lib.kept_environment(workdir)))
     write(workdir / "report.html", page.page(title, head, *shown))
     print(f"\nResults, models and report.html are in {workdir}")
 
 
-def settings_text(configs: "Configs") -> str:
+def settings_text(configs: Configs) -> str:
     """Values of `SETTINGS`; where runs differ, each value with the runs that have it."""
     parts = []
     for key in SETTINGS:
@@ -280,41 +279,44 @@ def settings_text(configs: "Configs") -> str:
     return textwrap.fill("; ".join(parts), 100, break_long_words=False, break_on_hyphens=False)
 
 
-def grouped(configs: "Configs", results: Mapping[str, run_lib.Results]) -> Grouped:
+def grouped(configs: Configs, results: Results) -> Grouped:
     """Results by label and number of pairs, in the order of the runs.
 
     Runs named LABEL-Npairs-seedS, as many as there are numbers of pairs, are rows of one label.
     """
     several = len({config.data.n_pairs for config in configs.values()}) > 1
-    found: Grouped = {}
+    groups: Grouped = {}
     for name, config in configs.items():
         label, n_pairs = name.rpartition("-seed")[0], config.data.n_pairs
         label = label.removesuffix(f"-{n_pairs}pairs") if several else label
-        seeds = found.setdefault(label, {}).setdefault(n_pairs, [])
+        seeds = groups.setdefault((label, n_pairs), [])
         seeds += [results[name]] if "error" not in results[name] else []
-    return found
+    return groups
 
 
-def _budgets(results: Grouped) -> list[int]:
-    return sorted({n_pairs for of_pairs in results.values() for n_pairs in of_pairs})
+def _labels(groups: Grouped) -> list[str]:
+    return list(dict.fromkeys(label for label, _ in groups))
 
 
-def _has(results: Grouped, key: str) -> bool:
+def _budgets(groups: Grouped) -> list[int]:
+    return sorted({n_pairs for _, n_pairs in groups})
+
+
+def _has(groups: Grouped, key: str) -> bool:
     """Whether all runs that did not fail, and at least one, have this metric."""
-    runs = [run for of_pairs in results.values() for seeds in of_pairs.values() for run in seeds]
+    runs = [run for seeds in groups.values() for run in seeds]
     return bool(runs) and all(key in run for run in runs)
 
 
-def _mean(of_pairs: Mapping[int, Sequence[run_lib.Results]], n_pairs: int, key: str) -> Mean | None:
-    """Over the seeds; None when all of them failed."""
-    seeds = of_pairs.get(n_pairs)
+def _mean(seeds: Sequence[run_lib.Results] | None, key: str) -> Mean | None:
+    """None when all seeds failed."""
     return Mean([seed[key] for seed in seeds]) if seeds else None
 
 
-def comparison_table(results: Grouped) -> Table:
+def comparison_table(groups: Grouped) -> Table:
     """Mean and standard deviation over seeds; a group of columns for every number of pairs."""
-    budgets = _budgets(results)
-    present = [header for header, key in COLUMNS.items() if _has(results, key)]
+    budgets = _budgets(groups)
+    present = [header for header, key in COLUMNS.items() if _has(groups, key)]
     if len(budgets) > 1:
         present = [header for header in present if header in SEVERAL] or present[:1]
     columns = {
@@ -323,33 +325,33 @@ def comparison_table(results: Grouped) -> Table:
         for header in present
     }
     rows = [
-        [label, *(_mean(of_pairs, *column) for column in columns.values())]
-        for label, of_pairs in results.items()
+        [label, *(_mean(groups.get((label, n_pairs)), key) for n_pairs, key in columns.values())]
+        for label in _labels(groups)
     ]
     return table(["method", *columns], rows, best=dict.fromkeys(columns, "max"))
 
 
-def comparison_plot(results: Grouped) -> bytes | None:
+def comparison_plot(groups: Grouped) -> bytes | None:
     """Bars of R@1, R@10 and zero-shot accuracy, best on top; whiskers show the spread over seeds.
 
     On the test split, on validation when there is no test split, and no plot without either.
     """
-    splits = [name for name in ("test", "val") if _has(results, f"{name}/mean/R@1")]
+    splits = [name for name in ("test", "val") if _has(groups, f"{name}/mean/R@1")]
     if not splits:
         return None
-    plt, budgets = pyplot(), _budgets(results)
-    keys = [key for panel in PANELS if _has(results, key := f"{splits[0]}/{panel}")]
+    plt, budgets = pyplot(), _budgets(groups)
+    keys = [key for panel in PANELS if _has(groups, key := f"{splits[0]}/{panel}")]
 
     def score(label: str) -> float:
-        return sum(_mean(results[label], n_pairs, keys[0]) or 0.0 for n_pairs in budgets)
+        return sum(_mean(groups.get((label, n)), keys[0]) or 0.0 for n in budgets)
 
-    labels = sorted(results, key=score)  # the first bar is drawn at the bottom
+    labels = sorted(_labels(groups), key=score)  # the first bar is drawn at the bottom
     size = 2 + 3 * len(keys), 1.2 + 0.18 * len(labels) * (len(budgets) + 0.6)
     figure, _ = plt.subplots(1, len(keys), figsize=size, sharey=True, layout="constrained")
     thickness = 0.8 / len(budgets)
     for axes, key in zip(figure.axes, keys, strict=True):
         for index, n_pairs in enumerate(budgets):
-            means = [_mean(results[label], n_pairs, key) for label in labels]
+            means = [_mean(groups.get((label, n_pairs)), key) for label in labels]
             bars = axes.barh(
                 np.arange(len(labels)) + 0.4 - thickness * (index + 0.5),
                 [mean or 0.0 for mean in means],
@@ -447,7 +449,7 @@ class Found(NamedTuple):
         return page.card(f"{title}<ol>{rows}</ol>", shown)
 
 
-def labels_of(config: "FrozenConfigDict") -> Labels | None:
+def labels_of(config: FrozenConfigDict) -> Labels | None:
     """The labels of a run's test rows: of COCO, and of files that `experiments.pair` made."""
     if (config.data.evaluate_on or config.data.name) == "coco":
         image_ids, said = photos.test_labels()
@@ -462,17 +464,7 @@ def labels_of(config: "FrozenConfigDict") -> Labels | None:
     return None if captions is None else Labels(kept["x"], captions, [root / x for x in kept["x"]])
 
 
-def find(config: "FrozenConfigDict", folder: pathlib.Path) -> list[Found]:
-    """What the model in a run's folder finds on its test split; nothing if that has no labels."""
-    labels = labels_of(config) if config.data.test else None
-    if labels is None or not (folder / aligner.FOLDER).exists():
-        return []
-    gallery = run_lib.load_dataset(config).test
-    assert gallery is not None
-    return nearest(aligner.Aligner.load(folder), gallery, labels)
-
-
-def nearest(model: aligner.Aligner, gallery: data.Gallery, labels: Labels) -> list[Found]:
+def find(model: aligner.Aligner, gallery: data.Gallery, labels: Labels) -> list[Found]:
     """The three nearest of all captions to some pictures, which are the same for every model."""
     count, top = min(200, len(gallery.x)), min(3, len(gallery.y))
     asked = np.random.default_rng(0).choice(len(gallery.x), count, replace=False)

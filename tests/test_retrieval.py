@@ -27,7 +27,7 @@ def labels(tmp_path):
 
 def test_the_nearest_captions_are_marked_right_or_wrong(gallery, labels):
     model = aligner.Aligner(heads.build_heads(5, 4, 3, seed=0), {})
-    found = report.nearest(model, gallery, labels)
+    found = report.find(model, gallery, labels)
     assert sorted(one.name for one in found) == list(labels.x)
     scores = model.similarity(gallery.x, gallery.y)
     for one in found:
