@@ -1,15 +1,7 @@
 """The schema of experiments: one locked ConfigDict, and the runs that a config lists.
 
-A config file is plain Python whose `get_config(arg)` changes `default()` and returns it:
-
-    def get_config(arg=""):
-        config = config_lib.default()
-        config.train.steps = 200
-        config.runs = {
-            "cca": {"method": "cca"},
-            "sotalign": {"method": "sotalign", "heads.init": "teacher"},
-        }
-        return config_lib.switched(config, arg)
+A config file is plain Python whose `get_config(arg)` changes `default()` and returns it, see
+configs/files.py.
 """
 
 import ast
@@ -49,8 +41,6 @@ PHOTOS = ("unpaired_images", "unpaired_texts", "evaluate_on", "zero_shot_on")
 """Settings of `data` that choose among the photographs, see `photos.dataset`."""
 PLACEMENT = ("mesh", "on_device")
 """Settings that say where a run computes: it may be continued with others."""
-
-
 SMOKE = {
     "train.steps": 4,
     "train.eval_every": 2,
@@ -76,31 +66,18 @@ def default() -> ConfigDict:
     NAME: the options of the method of that name.
     mesh: the number of devices, all by default. on_device: whether pairs and pools are kept on
         the device, by default if a single one has room.
-
-    >>> config = default()
-    >>> config.train.steps, config.sotalign.epsilon_star
-    (2000, 0.005)
     """
     config = ConfigDict(convert_dict=False)  # `runs` stays a dict: in order, and with dotted keys
     config.method = "sotalign"
     config.seed = placeholder(int)
     config.seeds = (42,)
     config.runs = {}
-    config.data = ConfigDict(
-        {
-            "name": "coco",
-            "n_pairs": 1000,
-            "pool": "disjoint",
-            "n_unpaired": placeholder(int),
-            "pool_noise": 0.0,
-            "test": True,
-            "unpaired_images": placeholder(str),
-            "unpaired_texts": placeholder(str),
-            "evaluate_on": placeholder(str),
-            "zero_shot_on": placeholder(str),
-            "files": {name: placeholder(str) for name in FILES},
-        }
-    )
+    config.data = ConfigDict({"name": "coco", "n_pairs": 1000, "pool": "disjoint"})
+    config.data.n_unpaired = placeholder(int)
+    config.data.pool_noise = 0.0
+    config.data.test = True
+    config.data.update({name: placeholder(str) for name in PHOTOS})
+    config.data.files = {name: placeholder(str) for name in FILES}
     config.teacher = ConfigDict(
         {"kind": "cca", "dim": placeholder(int), "ridge": 0.1, "cov_normalize": True, "noise": 0.0}
     )
@@ -132,17 +109,8 @@ def _section(options: Any) -> ConfigDict:
 def runs(config: ConfigDict) -> dict[str, FrozenConfigDict]:
     """The runs of a config by folder, such as "sail-seed0"; labels outermost, seeds innermost.
 
-    A run has `method`, `seed`, the shared sections and the options of its own method alone.
-
-    Raises:
-        InputError: a key that no setting has, or a value of a wrong type or out of range.
-
-    >>> config = default()
-    >>> config.runs = {"sail": {"method": "sail"}, "short": {"method": "sail", "train.steps": 9}}
-    >>> config.seeds = (0, 1)
-    >>> {name: (run.method, run.train.steps, run.seed) for name, run in runs(config).items()}
-    {'sail-seed0': ('sail', 2000, 0), 'sail-seed1': ('sail', 2000, 1),
-     'short-seed0': ('sail', 9, 0), 'short-seed1': ('sail', 9, 1)}
+    A run has `method`, `seed`, the shared sections and the options of its own method alone. A key
+    that no setting has, or a value of a wrong type or out of range, is an InputError.
     """
     shared = complete(config)
     seeds = shared.seeds if shared.seed is None else (shared.seed,)
@@ -180,19 +148,7 @@ def complete(config: ConfigDict) -> ConfigDict:
 
 
 def update(config: ConfigDict, changes: Mapping[str, Any]) -> None:
-    """Changes settings by their dotted names.
-
-    Raises:
-        InputError: a name that no setting has, or a value of another type.
-
-    >>> config = default()
-    >>> update(config, {"train.steps": 9, "teacher.ridge": 1})
-    >>> config.train.steps, config.teacher.ridge
-    (9, 1.0)
-    >>> update(config, {"train.stpes": 9})
-    Traceback (most recent call last):
-    sotalign_jax.checks.InputError: unknown setting 'train.stpes'; did you mean 'train.steps'?
-    """
+    """Changes settings by their dotted names; an unknown name or another type is an InputError."""
     for key, value in changes.items():
         *parents, name = str(key).split(".")
         section: Any = config
@@ -313,9 +269,6 @@ def switched(config: ConfigDict, arg: str, **own: Mapping[str, Any]) -> ConfigDi
 
     `smoke` takes four steps, with one seed; `seeds=N` makes the runs with seeds 0 .. N-1;
     `pairs=N+M` makes them with N and with M pairs; a word of `own` makes the changes it names.
-
-    Raises:
-        InputError: another word.
     """
     words = [word for word in arg.split(",") if word]
     for word in sorted(words, key=lambda word: word != "smoke"):  # first, so that seeds=N counts
@@ -369,8 +322,7 @@ def from_flags() -> ConfigDict:
         return complete(_CONFIG.value)
     except AttributeError as error:
         kind = type(_CONFIG.value).__name__
-        raise checks.InputError(
-            f"config: get_config returned {kind}; return a ConfigDict"
-        ) from error
+        text = f"config: get_config returned {kind}; return a ConfigDict"
+        raise checks.InputError(text) from error
     except OSError as error:  # ml_collections says only now that a file could not be opened
         raise checks.InputError(f"config: {str(error).splitlines()[-1].strip()}") from error

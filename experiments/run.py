@@ -13,7 +13,7 @@ from jax.sharding import Mesh
 from ml_collections.config_dict import FrozenConfigDict
 
 from experiments import config as config_lib
-from experiments import distributed, fingerprint, photos
+from experiments import distributed, photos
 from experiments import workdir as workdir_lib
 from experiments.config import naming
 from sotalign_jax import (
@@ -104,7 +104,7 @@ def run(
         if within is not None:
             workdir_lib.open_run(*within)
         workdir_lib.open_run(folder, config_lib.plain(config))
-        fingerprint.keep(folder, inputs(config))
+        workdir_lib.keep_inputs(folder, inputs(config))
         return folder
 
     def kept() -> Results | None:

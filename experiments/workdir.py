@@ -9,6 +9,7 @@ uninterrupted one. Of several processes the first alone writes, but all save che
 import contextlib
 import datetime
 import fcntl
+import hashlib
 import importlib.metadata
 import json
 import math
@@ -33,6 +34,9 @@ from flax import traverse_util
 from experiments import distributed
 from sotalign_jax import checks, training
 
+INPUTS = "inputs.json"
+WHOLE, BLOCK = 64 << 20, 1 << 20
+"""Files of up to so many bytes are digested whole, larger ones by blocks."""
 _PACKAGES = ("sotalign-jax", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy")
 
 # --- files ---------------------------------------------------------------------------------------
@@ -173,6 +177,70 @@ def only_process(folder: pathlib.Path) -> Iterator[None]:
     with (folder / "config.json").open("rb") as file:
         distributed.agree(lock)
         yield
+
+
+# --- inputs: whether a file is still the one that a result was computed from ---------------------
+
+
+def fingerprint(path: pathlib.Path) -> dict[str, Any]:
+    """Size, modification time in nanoseconds and digest of a file, as JSON values.
+
+    The digest is of the whole content up to 64 MiB; of larger files it is of 64 blocks of 1 MiB,
+    evenly spread from the first to the last.
+    """
+    status = path.stat()
+    digest = hashlib.blake2b(digest_size=16)
+    with path.open("rb") as file:
+        for block in range(WHOLE // BLOCK):
+            if status.st_size > WHOLE:
+                file.seek(block * (status.st_size - BLOCK) // (WHOLE // BLOCK - 1))
+            digest.update(file.read(BLOCK))
+    times = {"bytes": status.st_size, "modified": status.st_mtime_ns}
+    return {**times, "digest": digest.hexdigest()}
+
+
+def changed(recorded: Mapping[str, Any], path: pathlib.Path) -> str | None:
+    """How a file differs from its recorded fingerprint, in a few words; None if it does not.
+
+    Equal size and modification time are taken for equality. An empty record stands for a file that
+    could not be read.
+    """
+    try:
+        status = path.stat()
+    except OSError as error:
+        return f"{path.name} cannot be read ({error.strerror})" if recorded else None
+    if status.st_size != recorded.get("bytes"):
+        return f"{path.name} has {status.st_size} bytes, had {recorded.get('bytes', 'none')}"
+    if status.st_mtime_ns == recorded["modified"]:
+        return None
+    if fingerprint(path)["digest"] != recorded["digest"]:
+        return f"{path.name} has other content"
+    return f"{path.name} was written again" if status.st_size > WHOLE else None
+
+
+def keep_inputs(folder: pathlib.Path, inputs: Mapping[str, pathlib.Path]) -> None:
+    """Notes what a run in `folder` reads, by the names of its settings, or finds it unchanged.
+
+    A file that is not there is no change: a finished run does not need it, and one that does need
+    it says so.
+
+    Raises:
+        InputError: a file has changed since the run began; nothing is overwritten.
+    """
+
+    def note_or_compare() -> None:
+        present = {name: path for name, path in inputs.items() if path.exists()}
+        kept = read_json(folder / INPUTS) if (folder / INPUTS).exists() else {}
+        for name in present.keys() & kept.keys():
+            if change := changed(kept[name], present[name]):
+                raise checks.InputError(
+                    f"workdir: {folder} was made from other data: {name}: {change}; choose another "
+                    "--workdir, or restore the file"
+                )
+        if new := {name: fingerprint(path) for name, path in present.items() if name not in kept}:
+            write_json(folder / INPUTS, kept | new)
+
+    distributed.agree(note_or_compare)
 
 
 # --- progress ------------------------------------------------------------------------------------

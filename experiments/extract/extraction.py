@@ -26,7 +26,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from experiments import fingerprint, workdir
+from experiments import workdir
 from experiments.extract.items import Encoder, Item, Source
 from sotalign_jax import checks, files
 
@@ -180,7 +180,7 @@ def difference(items: Iterator[Item], out: pathlib.Path) -> str | None:
 
 def _change(item: Item, recorded: dict[str, Any]) -> str | None:
     if isinstance(item.origin, pathlib.Path):
-        return fingerprint.changed(recorded, item.origin)
+        return workdir.changed(recorded, item.origin)
     return None if _identify(item.origin) == recorded else f"{item.id!r} has another text"
 
 
@@ -190,7 +190,7 @@ def _identify(origin: pathlib.Path | str) -> dict[str, Any]:
         text = origin.encode("utf-8", "surrogatepass")
         return {"digest": hashlib.blake2b(text, digest_size=16).hexdigest()}
     try:
-        return fingerprint.fingerprint(origin)
+        return workdir.fingerprint(origin)
     except OSError:  # loading the item will say why
         return {}
 
