@@ -281,7 +281,7 @@ def dataset(
     With one seed, fewer pairs are a subset of more, and fewer unpaired rows of more.
 
     Args:
-        name: "coco", "flickr8k" or "rsicd": where the pairs come from.
+        name: one of `CAPTIONED`, where the pairs come from.
         n_pairs: how many.
         pool: "disjoint": unpaired images and captions are of different photographs, none of them
             paired, so no hidden pair is left. COCO's images are then those without captions, and
@@ -294,8 +294,8 @@ def dataset(
         pool_noise: fraction of each pool replaced by random directions.
         evaluate_on: the collection of the galleries; that of the pairs when None.
         test: False leaves the test split and the classes unread.
-        zero_shot_on: a classification set, one of `ZERO_SHOT`.
-        text_encoder: one of `TEXT_ENCODERS`; others than MiniLM know COCO's captions alone.
+        zero_shot_on: one of `ZERO_SHOT`.
+        text_encoder: one of `TEXT_ENCODERS`.
     """
     checks.whole(1, n_pairs=n_pairs)
     source_x, source_y = unpaired_images or name, unpaired_texts or name

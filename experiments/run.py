@@ -103,8 +103,7 @@ def run(
         """Opens the folders, which refuse another config and data that have changed."""
         if within is not None:
             workdir_lib.open_run(*within)
-        workdir_lib.open_run(folder, config_lib.plain(config))
-        workdir_lib.keep_inputs(folder, inputs(config))
+        workdir_lib.open_run(folder, config_lib.plain(config), inputs(config))
         return folder
 
     def kept() -> Results | None:

@@ -88,11 +88,7 @@ def points(grid: Grid, limit: int | None = None) -> dict[int, Point]:
 
 
 def changes_of(config: ConfigDict, label: str, point: Mapping[str, Any]) -> dict[str, Any]:
-    """The changes of the run with that label, or of the method of that name, and of a point.
-
-    >>> changes_of(config_lib.default(), "sotalign", {"alpha": 0.1, "train.steps": 5})
-    {'method': 'sotalign', 'sotalign.alpha': 0.1, 'train.steps': 5}
-    """
+    """The changes of the run with that label, or of the method of that name, and of a point."""
     changes = dict(config.runs.get(label, {"method": label}))
     method = changes.get("method", config.method)
     return changes | {key if "." in key else f"{method}.{key}": v for key, v in point.items()}
@@ -144,9 +140,6 @@ def tune(config: ConfigDict, label: str, workdir: pathlib.Path) -> dict[str, tup
 
     Leaves the trials, trials.md, trials.csv and best.json in `workdir`/`label`, which is one of the
     config's runs or a method.
-
-    Raises:
-        InputError: the grid or the data cannot be used, or every trial failed.
     """
     checks.choice("method", label, tuple({**config.runs, **dict.fromkeys(config_lib.METHODS)}))
     grid = parse_grid(_GRID.value, changes_of(config, label, {}).get("method", config.method))

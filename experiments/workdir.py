@@ -34,9 +34,7 @@ from flax import traverse_util
 from experiments import distributed
 from sotalign_jax import checks, training
 
-INPUTS = "inputs.json"
-WHOLE, BLOCK = 64 << 20, 1 << 20
-"""Files of up to so many bytes are digested whole, larger ones by blocks."""
+WHOLE, BLOCK = 64 << 20, 1 << 20  # files of up to so many bytes are digested whole
 _PACKAGES = ("sotalign-jax", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy")
 
 # --- files ---------------------------------------------------------------------------------------
@@ -83,6 +81,38 @@ def read_json(path: pathlib.Path) -> Any:
         ) from error
 
 
+def fingerprint(path: pathlib.Path) -> dict[str, Any]:
+    """Size, modification time and digest of a file: of all of it, or of blocks from end to end."""
+    status = path.stat()
+    digest = hashlib.blake2b(digest_size=16)
+    with path.open("rb") as file:
+        for block in range(WHOLE // BLOCK):
+            if status.st_size > WHOLE:
+                file.seek(block * (status.st_size - BLOCK) // (WHOLE // BLOCK - 1))
+            digest.update(file.read(BLOCK))
+    times = {"bytes": status.st_size, "modified": status.st_mtime_ns}
+    return {**times, "digest": digest.hexdigest()}
+
+
+def changed(recorded: Mapping[str, Any], path: pathlib.Path) -> str | None:
+    """How a file differs from its recorded fingerprint, in a few words; None if it does not.
+
+    Equal size and modification time are taken for equality. An empty record stands for a file that
+    could not be read.
+    """
+    try:
+        status = path.stat()
+    except OSError as error:
+        return f"{path.name} cannot be read ({error.strerror})" if recorded else None
+    if status.st_size != recorded.get("bytes"):
+        return f"{path.name} has {status.st_size} bytes, had {recorded.get('bytes', 'none')}"
+    if status.st_mtime_ns == recorded["modified"]:
+        return None
+    if fingerprint(path)["digest"] != recorded["digest"]:
+        return f"{path.name} has other content"
+    return f"{path.name} was written again" if status.st_size > WHOLE else None
+
+
 # --- run folders ---------------------------------------------------------------------------------
 
 
@@ -114,28 +144,27 @@ def kept_environment(folder: pathlib.Path) -> dict[str, Any]:
     return read_json(path) if path.exists() else environment()
 
 
-def open_run(folder: pathlib.Path, config: Mapping[str, Any]) -> None:
-    """Creates a run folder, or opens the one with exactly this config (JSON values) again.
+def open_run(
+    folder: pathlib.Path,
+    config: Mapping[str, Any],
+    inputs: Mapping[str, pathlib.Path] | None = None,
+) -> None:
+    """Creates a run folder, or opens the one with exactly this config and these inputs again.
 
-    Several processes call this together, and the first alone looks and writes.
-
-    Raises:
-        InputError: the folder holds another run or other files; nothing is overwritten.
-
-    >>> import tempfile
-    >>> folder = pathlib.Path(tempfile.mkdtemp())
-    >>> open_run(folder, {"seed": 0})
-    >>> open_run(folder, {"seed": 1})  # doctest: +ELLIPSIS
-    Traceback (most recent call last):
-    sotalign_jax.checks.InputError: workdir: ... holds a run with seed=0 but seed=1 is asked for;...
+    `inputs` are the files that the run reads, by the names of their settings; one that is gone is
+    no change, for a finished run does not need it. Several processes call this together, and the
+    first alone looks and writes. Another run, other files or changed inputs are an InputError, and
+    nothing is overwritten.
     """
-    if problem := distributed.agree(lambda: _open(folder, config)):
+    if problem := distributed.agree(lambda: _open(folder, config, inputs or {})):
         raise checks.InputError(f"workdir: {folder} {problem}; choose another --workdir")
 
 
-def _open(folder: pathlib.Path, config: Mapping[str, Any]) -> str | None:
+def _open(
+    folder: pathlib.Path, config: Mapping[str, Any], inputs: Mapping[str, pathlib.Path]
+) -> str | None:
     """Creates or opens a run folder; or why it cannot be had."""
-    path = folder / "config.json"
+    path, noted = folder / "config.json", folder / "inputs.json"
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -156,6 +185,13 @@ def _open(folder: pathlib.Path, config: Mapping[str, Any]) -> str | None:
         write_json(path, config)
     if not (folder / "environment.json").exists():
         write_json(folder / "environment.json", environment())
+    present = {name: file for name, file in inputs.items() if file.exists()}
+    kept = read_json(noted) if noted.exists() else {}
+    for name in present.keys() & kept.keys():
+        if change := changed(kept[name], present[name]):
+            return f"was made from other data: {name}: {change}"
+    if added := {name: fingerprint(present[name]) for name in present if name not in kept}:
+        write_json(noted, kept | added)
     return None
 
 
@@ -177,70 +213,6 @@ def only_process(folder: pathlib.Path) -> Iterator[None]:
     with (folder / "config.json").open("rb") as file:
         distributed.agree(lock)
         yield
-
-
-# --- inputs: whether a file is still the one that a result was computed from ---------------------
-
-
-def fingerprint(path: pathlib.Path) -> dict[str, Any]:
-    """Size, modification time in nanoseconds and digest of a file, as JSON values.
-
-    The digest is of the whole content up to 64 MiB; of larger files it is of 64 blocks of 1 MiB,
-    evenly spread from the first to the last.
-    """
-    status = path.stat()
-    digest = hashlib.blake2b(digest_size=16)
-    with path.open("rb") as file:
-        for block in range(WHOLE // BLOCK):
-            if status.st_size > WHOLE:
-                file.seek(block * (status.st_size - BLOCK) // (WHOLE // BLOCK - 1))
-            digest.update(file.read(BLOCK))
-    times = {"bytes": status.st_size, "modified": status.st_mtime_ns}
-    return {**times, "digest": digest.hexdigest()}
-
-
-def changed(recorded: Mapping[str, Any], path: pathlib.Path) -> str | None:
-    """How a file differs from its recorded fingerprint, in a few words; None if it does not.
-
-    Equal size and modification time are taken for equality. An empty record stands for a file that
-    could not be read.
-    """
-    try:
-        status = path.stat()
-    except OSError as error:
-        return f"{path.name} cannot be read ({error.strerror})" if recorded else None
-    if status.st_size != recorded.get("bytes"):
-        return f"{path.name} has {status.st_size} bytes, had {recorded.get('bytes', 'none')}"
-    if status.st_mtime_ns == recorded["modified"]:
-        return None
-    if fingerprint(path)["digest"] != recorded["digest"]:
-        return f"{path.name} has other content"
-    return f"{path.name} was written again" if status.st_size > WHOLE else None
-
-
-def keep_inputs(folder: pathlib.Path, inputs: Mapping[str, pathlib.Path]) -> None:
-    """Notes what a run in `folder` reads, by the names of its settings, or finds it unchanged.
-
-    A file that is not there is no change: a finished run does not need it, and one that does need
-    it says so.
-
-    Raises:
-        InputError: a file has changed since the run began; nothing is overwritten.
-    """
-
-    def note_or_compare() -> None:
-        present = {name: path for name, path in inputs.items() if path.exists()}
-        kept = read_json(folder / INPUTS) if (folder / INPUTS).exists() else {}
-        for name in present.keys() & kept.keys():
-            if change := changed(kept[name], present[name]):
-                raise checks.InputError(
-                    f"workdir: {folder} was made from other data: {name}: {change}; choose another "
-                    "--workdir, or restore the file"
-                )
-        if new := {name: fingerprint(path) for name, path in present.items() if name not in kept}:
-            write_json(folder / INPUTS, kept | new)
-
-    distributed.agree(note_or_compare)
 
 
 # --- progress ------------------------------------------------------------------------------------
@@ -354,11 +326,7 @@ class Recorder(contextlib.ExitStack):
         self._log = self.enter_context(log.open("ab"))
 
     def resume(self, template: training.Snapshot) -> training.Snapshot:
-        """The newest checkpoint, or `template` if there is none; cuts the log back to its step.
-
-        Raises:
-            OSError: the checkpoint cannot be read, or is not one of this template.
-        """
+        """The newest checkpoint, or `template` if there is none; cuts the log back to its step."""
         latest = distributed.agree(self._checkpoints.latest_step)
         step = latest or 0
         start = self._restore(step, template) if latest else distributed.from_first(template)
@@ -431,11 +399,7 @@ class Recorder(contextlib.ExitStack):
 
 
 def to_arrays(tree: Any) -> Any:
-    """The tree with host arrays for leaves, PRNG keys as their data.
-
-    >>> to_arrays({"key": jax.random.key(7), "count": jnp.int32(3)})
-    {'count': array(3, dtype=int32), 'key': array([0, 7], dtype=uint32)}
-    """
+    """The tree with host arrays for leaves, PRNG keys as their data."""
     return jax.tree.map(lambda x: np.asarray(jax.random.key_data(x) if _is_key(x) else x), tree)
 
 
