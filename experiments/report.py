@@ -72,10 +72,12 @@ class Table:
         title = f"<caption>{html.escape(caption)}</caption>" if caption else ""
         return f"<div class='scroll'><table>{title}{body}</table></div>"
 
-    def save(self, stem: pathlib.Path) -> None:
-        """Writes `stem`.md and `stem`.csv."""
-        write(pathlib.Path(f"{stem}.md"), self.markdown() + "\n")
-        write(pathlib.Path(f"{stem}.csv"), self.csv())
+    def save(self, stem: str | pathlib.Path) -> list[str]:
+        """Writes `stem`.md and `stem`.csv and returns their paths."""
+        texts = {f"{stem}.md": self.markdown() + "\n", f"{stem}.csv": self.csv()}
+        for path, text in texts.items():
+            write(pathlib.Path(path), text)
+        return list(texts)
 
     def _tabulate(self, cells: list[list[str]], style: str) -> str:
         numeric = [any(map(_is_number, values)) for values in zip(*self.rows, strict=True)]

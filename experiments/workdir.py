@@ -18,21 +18,18 @@ import pathlib
 import platform
 import shutil
 import subprocess
-import sys
-import time
 from collections.abc import Iterator, Mapping
 from concurrent import futures
-from typing import Any, BinaryIO, Self, TextIO
+from typing import Any, BinaryIO
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as ocp
-import tqdm
 from flax import traverse_util
 
 from experiments import distributed
-from sotalign_jax import checks, training
+from sotalign_jax import checks, methods, training
 
 WHOLE, BLOCK = 64 << 20, 1 << 20  # files of up to so many bytes are digested whole
 _PACKAGES = ("sotalign-jax", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy")
@@ -215,73 +212,14 @@ def only_process(folder: pathlib.Path) -> Iterator[None]:
         yield
 
 
-# --- progress ------------------------------------------------------------------------------------
+# --- what training shows and leaves --------------------------------------------------------------
 
 
-class Progress:
-    """A progress bar with loss, MeanR@1, rate and time left; ten plain lines where no terminal is.
+class Progress(methods.Progress):
+    """A progress bar, see there; of several processes the first alone shows it."""
 
-    `unit` is what is counted, such as "rows"; plain lines show its `rate`, too, if asked. An
-    `inner` bar stands below another one and is gone at its end; without a terminal it is silent.
-
-    >>> with Progress(100, "train", stream=sys.stdout) as progress:
-    ...     progress.advance(50, loss=0.25)  # doctest: +ELLIPSIS
-    train: 50/100, loss 0.25, ... left
-    """
-
-    def __init__(
-        self,
-        total: int,
-        title: str,
-        *,
-        initial: int = 0,
-        unit: str = "",
-        rate: bool = False,
-        inner: bool = False,
-        stream: TextIO | None = None,
-    ) -> None:
-        """Starts at step `initial` of `total`; by default on the first process's stderr."""
-        stream = stream or sys.stderr
-        self._total, self._title, self._unit, self._rate = total, title, unit, rate
-        self._initial = self._step = initial
-        self._start = time.monotonic()
-        self._shown: dict[str, float] = {}
-        terminal = stream.isatty()
-        self._lines = None if terminal or inner or not distributed.is_first() else stream
-        self._bar = tqdm.tqdm(
-            total=total,
-            desc=title,
-            initial=initial,
-            unit=f" {unit}" if unit else "it",
-            leave=not inner,
-            file=stream,
-            disable=not (terminal and distributed.is_first()),
-        )
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self._bar.close()
-
-    def advance(self, count: int = 1, *, loss: Any = None, mean_r1: Any = None) -> None:
-        """Moves on by `count`; the last known loss and MeanR@1 stay on show."""
-        before, self._step = self._step, self._step + count
-        news = {"loss": loss, "MeanR@1": mean_r1}
-        self._shown |= {name: float(value) for name, value in news.items() if value is not None}
-        text = ", ".join(f"{name} {value:.4g}" for name, value in self._shown.items())
-        self._bar.set_postfix_str(text, refresh=False)
-        self._bar.update(count)
-        if self._lines and 10 * self._step // self._total > 10 * before // self._total:
-            speed = (self._step - self._initial) / max(time.monotonic() - self._start, 1e-9)
-            left = tqdm.tqdm.format_interval((self._total - self._step) / speed)
-            done = f"{self._title}: {self._step}/{self._total} {self._unit}".rstrip()
-            rate = f"{speed:.3g} {self._unit}/s" if self._rate else ""
-            parts = filter(None, (done, text, rate, f"{left} left"))
-            print(", ".join(parts), file=self._lines, flush=True)
-
-
-# --- what training leaves ------------------------------------------------------------------------
+    def __init__(self, total: int, title: str, **options: Any) -> None:
+        super().__init__(total, title, show=distributed.is_first(), **options)
 
 
 class Recorder(contextlib.ExitStack):
@@ -377,7 +315,7 @@ class Recorder(contextlib.ExitStack):
         self._log.write(line.encode() + b"\n")
         self._log.flush()
         if self._bar is not None:
-            self._bar.advance(loss=values["loss"], mean_r1=values.get("val/mean/R@1"))
+            self._bar.metrics(step, values)
         if self._board is not None:
             for name, value in values.items():
                 self._board.add_scalar(name, float(value), step)
