@@ -108,21 +108,19 @@ def measure(dataset: data.Dataset, options: Mapping[str, Any], *, seed: int) -> 
 class Reading(NamedTuple):
     """What a measurement means: the answer, what it rests on, and the numbers, if there are any."""
 
+    name: str
+    question: str
     answer: str
     reason: str
     table: report.Table | None = None
 
 
 def read_encoders(scores: Sequence[float], rows: int) -> Reading:
-    """Is this encoder pair worth aligning?"""
-
-    def above_chance(score: float, rows: int) -> float:
-        chance = diagnostics.chance_knn(rows, k=NEIGHBOURS)
-        return (score - chance) / (1 - chance)
-
+    """Compares what is above chance with the paper's encoders."""
     score, chance = Mean(scores), diagnostics.chance_knn(rows, k=NEIGHBOURS)
     lowest, highest = (choose(knn for knn, _ in PAPER.values()) for choose in (min, max))
-    above, bar = above_chance(score, rows), above_chance(lowest / 100, KNN_ROWS)
+    above, usual = (score - chance) / (1 - chance), diagnostics.chance_knn(KNN_ROWS, k=NEIGHBOURS)
+    bar = (lowest / 100 - usual) / (1 - usual)
     unclear = score - chance < 5 / rows
     if unclear and 5 / rows > bar / 2:
         answer = f"CANNOT TELL: chance varies too much on {rows} pairs; pass 100 or more"
@@ -152,7 +150,7 @@ def read_encoders(scores: Sequence[float], rows: int) -> Reading:
         *([f"paper: {name}", KNN_ROWS, knn] for name, (knn, _) in PAPER.items()),
     ]
     table = report.table(["encoders", "rows", f"mutual {NEIGHBOURS}-NN (%)"], lines)
-    return Reading(answer, reason, table)
+    return Reading("encoders", "Is this pair of encoders worth aligning?", answer, reason, table)
 
 
 def _place(shift: diagnostics.Shift) -> str:
@@ -170,9 +168,10 @@ def _place(shift: diagnostics.Shift) -> str:
 
 
 def read_pool(shifts: Mapping[str, diagnostics.Shift]) -> Reading:
-    """Is the pool too far from the pairs?"""
+    """Places the pool between sampling noise and random directions."""
+    question = "Are the unpaired rows too far from the pairs?"
     if not shifts:
-        return Reading("NOT MEASURED: there are no unpaired rows", NO_POOL)
+        return Reading("pool", question, "NOT MEASURED: there are no unpaired rows", NO_POOL)
     answer = "; ".join(f"{side} is {_place(shift)}" for side, shift in shifts.items())
     reason = (
         "The spherical sliced Wasserstein distance of the pool from the pairs is placed between "
@@ -190,16 +189,17 @@ def read_pool(shifts: Mapping[str, diagnostics.Shift]) -> Reading:
     ]
     if len(lines) == 2:
         lines.append(["x + y", None, *(lines[0][i] + lines[1][i] for i in (2, 3, 4)), None])
-    return Reading(answer, reason, report.table(headers, lines, digits=4))
+    return Reading("pool", question, answer, reason, report.table(headers, lines, digits=4))
 
 
 def read_plans(
     plans: Sequence[diagnostics.Convergence], batch: int, options: Mapping[str, Any]
 ) -> Reading:
-    """Which epsilons converge?"""
+    """Tells which epsilons converge."""
+    question = "Do the transport plans converge?"
     if not plans:
         answer = "NOT MEASURED: a transport plan needs unpaired rows of both x and y"
-        return Reading(answer, NO_POOL)
+        return Reading("plans", question, answer, NO_POOL)
     by_epsilon = {plan.epsilon: plan for plan in plans}
     student, teacher = (by_epsilon[options[name]] for name in ("epsilon", "epsilon_star"))
     if student.converged and teacher.converged:
@@ -228,7 +228,7 @@ def read_plans(
          plan.iterations, f"{plan.error:.1e}", plan.partners]
         for plan in plans
     ]  # fmt: skip
-    return Reading(answer, reason, report.table(headers, lines))
+    return Reading("plans", question, answer, reason, report.table(headers, lines))
 
 
 def plot(found: Findings, options: Mapping[str, Any]) -> bytes:
@@ -307,30 +307,25 @@ def main() -> None:
     asked = {"shapes": dataset.summary(), "seed": _SEED.value, "options": options}
     workdir_lib.open_run(out, {"files": absolute, **asked})
     found = measure(dataset, options, seed=_SEED.value)
-    readings = {
-        ("encoders", "Is this pair of encoders worth aligning?"): (
-            read_encoders(found.knn, found.rows)
-        ),
-        ("pool", "Are the unpaired rows too far from the pairs?"): read_pool(found.shifts),
-        ("plans", "Do the transport plans converge?"): (
-            read_plans(found.plans, found.batch, options)
-        ),
-    }
+    readings = (
+        read_encoders(found.knn, found.rows),
+        read_pool(found.shifts),
+        read_plans(found.plans, found.batch, options),
+    )
     shapes = ((key, shape) for key, shape in dataset.summary().items() if shape)
     text = [", ".join(f"{key} {n:,} x {d:,}" for key, (n, d) in shapes)]
     markdown = ["# Before training", *text]
-    for (name, title), (answer, reason, table) in readings.items():
-        text.append(f"== {title}\n   {answer}")
-        markdown += [f"## {title}", f"**{answer}.** {reason}"]
+    for name, question, answer, reason, table in readings:
+        text.append(f"== {question}\n   {answer}")
+        markdown += [f"## {question}", f"**{answer}.** {reason}"]
         if table is not None:
             text.append(str(table))
             markdown.append(table.markdown())
             report.write(out / f"{name}.csv", table.csv())
         text.append(textwrap.fill(reason, 100))
+    markdown.append("![diagnosis](diagnosis.png)\n")
+    report.write(out / "diagnosis.md", "\n\n".join(markdown))
     report.write(out / "diagnosis.png", plot(found, options))
-    report.write(
-        out / "diagnosis.md", "\n\n".join([*markdown, "![diagnosis](diagnosis.png)"]) + "\n"
-    )
     print("\n" + "\n\n".join([*text, f"Report, tables and plot are in {out}"]))
 
 

@@ -92,15 +92,11 @@ def run(
 
     Everything that can be wrong with the input is found before the folder is claimed, so that a
     corrected start can use the same one. `within` is the folder and record of a set of runs, whose
-    progress is shown above this one's, and in which a loss that is not finite is remembered.
-
-    Raises:
-        UnusableError: the config cannot be used with this data; the folder is not claimed.
-        FloatingPointError: the loss is not finite.
+    progress is shown above this one's, and in which a loss that is not finite is remembered; a
+    single run raises FloatingPointError.
     """
 
     def claim() -> pathlib.Path:
-        """Opens the folders, which refuse another config and data that have changed."""
         if within is not None:
             workdir_lib.open_run(*within)
         workdir_lib.open_run(folder, config_lib.plain(config), inputs(config))
@@ -141,11 +137,7 @@ def run(
 
 
 class Prepared(NamedTuple):
-    """What a run starts from.
-
-    With a method that is trained, `start` are the heads before the first step; without one they
-    are the model already: a teacher's maps, or what a fitted method found.
-    """
+    """What a run starts from; without a method to train, `start` is the model already."""
 
     method: methods.Objective | None
     teacher: teachers.LinearTeacher | None
@@ -189,7 +181,14 @@ def _finish(
         results["best_step"] = int(best.step)
     info = {"settings": config_lib.plain(config), "results": results}
     model = aligner.calibrated(trained, dataset, info)
-    results |= evaluate(model, dataset)
+    x, y = model.heads.x, model.heads.y
+    for name, gallery in (("val", dataset.val), ("test", dataset.test)):
+        if gallery is not None:  # also calibrated by the pools: test/calibrated/mean/R@1
+            scores = evaluation.evaluate(x, y, gallery, model.calibration)
+            results |= {f"{name}/{key}": value for key, value in scores.items()}
+    if dataset.zero_shot is not None:
+        scores = evaluation.evaluate_zero_shot(x, y, dataset.zero_shot)
+        results |= {f"test/{key}": value for key, value in scores.items()}
     if distributed.is_first():
         shutil.rmtree(folder / aligner.FOLDER, ignore_errors=True)  # what a kill left
         model.save(folder / aligner.FOLDER)
@@ -204,17 +203,14 @@ def fit_teacher(
     if config.teacher.noise:
         pairs_y = data.mismatch_pairs(pairs_y, fraction=config.teacher.noise, seed=config.seed)
     options: dict[str, Any] = {}
+    if kind == "cca":
+        options = {name: config.teacher[name] for name in ("ridge", "cov_normalize")}
+    if kind == "contrastive":
+        options = {name: config.train[name] for name in ("steps", "learning_rate")}
+        options |= {"batch_size": config.train.pair_batch, "seed": config.seed}
+        options["dim"] = config.heads.dim
     if config.teacher.dim is not None:
         options["dim"] = config.teacher.dim
-    if kind == "cca":
-        options["ridge"] = config.teacher.ridge
-        options["cov_normalize"] = config.teacher.cov_normalize
-    if kind == "contrastive":
-        options["seed"] = config.seed
-        options.setdefault("dim", config.heads.dim)
-        options["steps"] = config.train.steps
-        options["learning_rate"] = config.train.learning_rate
-        options["batch_size"] = config.train.pair_batch
     return training.TEACHERS[kind](dataset.pairs_x, pairs_y, **options)
 
 
@@ -224,10 +220,7 @@ def prepare(
     *,
     fit: Callable[[FrozenConfigDict, data.Dataset, str], teachers.LinearTeacher] = fit_teacher,
 ) -> Prepared:
-    """Fits the teacher if one is needed, and builds the heads; or fits what is fitted at once.
-
-    `fit` is for callers that keep teachers.
-    """
+    """Fits the teacher, by `fit`, and builds the heads; or fits what is fitted at once."""
     method = config_lib.method(config)
     if isinstance(method, methods.Fitted):
         with naming(f"{config.method}: "):
@@ -250,23 +243,6 @@ def prepare(
             teacher=teacher if as_start else None,
         )
     return Prepared(method, teacher, start)
-
-
-def evaluate(model: aligner.Aligner, dataset: data.Dataset) -> Results:
-    """Retrieval on validation and test, and zero-shot classification, keyed like test/mean/R@1.
-
-    Retrieval is reported twice, also calibrated by the pools: test/calibrated/mean/R@1.
-    """
-    x, y = model.heads.x, model.heads.y
-    results: Results = {}
-    for name, gallery in (("val", dataset.val), ("test", dataset.test)):
-        if gallery is not None:
-            scores = evaluation.evaluate(x, y, gallery, model.calibration)
-            results |= {f"{name}/{key}": value for key, value in scores.items()}
-    if dataset.zero_shot is not None:
-        scores = evaluation.evaluate_zero_shot(x, y, dataset.zero_shot)
-        results |= {f"test/{key}": value for key, value in scores.items()}
-    return results
 
 
 # --- data ----------------------------------------------------------------------------------------

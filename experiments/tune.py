@@ -123,13 +123,11 @@ def ranked(chosen: Mapping[int, Point], ended: Mapping[str, run.Results]) -> lis
 
 def trials_table(trials: list[Trial]) -> report.Table:
     """Every trial with its settings and its score, in the order given."""
-    failed = any(trial.error for trial in trials)
-    headers = ["trial", *trials[0].point, "val R@1", *(["failed"] if failed else [])]
-    rows = [
-        [t.number, *map(str, t.point.values()), t.score, *([t.error or ""] if failed else [])]
-        for t in trials
-    ]
-    return report.table(headers, rows, digits=2, best={"val R@1": "max"})
+    columns = ["trial", *trials[0].point, "val R@1", "failed"]
+    rows = [[t.number, *map(str, t.point.values()), t.score, t.error or ""] for t in trials]
+    width = len(columns) if any(trial.error for trial in trials) else -1
+    kept = [row[:width] for row in rows]
+    return report.table(columns[:width], kept, digits=2, best={"val R@1": "max"})
 
 
 UNTESTED = {"data.test": False}
@@ -166,15 +164,9 @@ def tune(config: ConfigDict, label: str, workdir: pathlib.Path) -> dict[str, tup
         raise checks.InputError(f"method: every trial of {label} failed, first {best.error}")
     text = repr({label: changes[best.number]})
     flag = "--config.runs=" + (shlex.quote(text) if '"' in text else f'"{text}"')
-    kept = {
-        "method": label,
-        "trial": best.number,
-        "trials": len(trials),
-        "settings": best.point,
-        run.SCORE: float(best.score),
-        "flag": flag,
-    }
-    workdir_lib.write_json(folder / "best.json", kept)
+    found = {"trial": best.number, "trials": len(trials), "settings": best.point}
+    scored = {"method": label, **found, run.SCORE: float(best.score), "flag": flag}
+    workdir_lib.write_json(folder / "best.json", scored)
     if distributed.is_first():
         print(f"\n{trials_table(trials)}\n\n{label} at its best: {flag}")
     if not _SEEDS.value:
