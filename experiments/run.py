@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 from jax.sharding import Mesh
-from ml_collections.config_dict import FrozenConfigDict
+from ml_collections.config_dict import FrozenConfigDict as Config
 
 from experiments import config as config_lib
 from experiments import distributed, photos
@@ -31,6 +31,8 @@ from sotalign_jax.ot import sharding
 
 Results = dict[str, Any]
 """Scores such as test/mean/R@1; {"error": why} of a run that failed."""
+Set = tuple[pathlib.Path, dict[str, Any]]
+"""The folder of several runs, and what it keeps in its config.json."""
 SCORE = "val/mean/R@1"
 """The score that chooses: of checkpoints, and of settings."""
 ENDS = ("results.json", "failed.json")
@@ -42,7 +44,7 @@ class UnusableError(checks.InputError):
 
 
 def run_all(
-    configs: Mapping[str, FrozenConfigDict],
+    configs: Mapping[str, Config],
     workdir: pathlib.Path,
     *,
     record: dict[str, Any] | None = None,
@@ -82,18 +84,12 @@ def run_all(
     return ended
 
 
-def run(
-    config: FrozenConfigDict,
-    folder: pathlib.Path,
-    *,
-    within: tuple[pathlib.Path, dict[str, Any]] | None = None,
-) -> Results:
+def run(config: Config, folder: pathlib.Path, *, within: Set | None = None) -> Results:
     """Makes one run in `folder`, or finishes the one begun there; returns its results.
 
     Everything that can be wrong with the input is found before the folder is claimed, so that a
-    corrected start can use the same one. `within` is the folder and record of a set of runs, whose
-    progress is shown above this one's, and in which a loss that is not finite is remembered; a
-    single run raises FloatingPointError.
+    corrected start can use the same one. `within` is a set of runs, whose progress is shown above
+    this one's, and in which a loss that is not finite is remembered; a single run raises it.
     """
 
     def claim() -> pathlib.Path:
@@ -145,7 +141,7 @@ class Prepared(NamedTuple):
 
 
 def _finish(
-    config: FrozenConfigDict,
+    config: Config,
     folder: pathlib.Path,
     dataset: data.Dataset,
     prepared: Prepared,
@@ -195,9 +191,7 @@ def _finish(
     return results
 
 
-def fit_teacher(
-    config: FrozenConfigDict, dataset: data.Dataset, kind: str
-) -> teachers.LinearTeacher:
+def fit_teacher(config: Config, dataset: data.Dataset, kind: str) -> teachers.LinearTeacher:
     """Fits the teacher, on mismatched pairs if the config asks for noise."""
     pairs_y = dataset.pairs_y
     if config.teacher.noise:
@@ -215,10 +209,10 @@ def fit_teacher(
 
 
 def prepare(
-    config: FrozenConfigDict,
+    config: Config,
     dataset: data.Dataset,
     *,
-    fit: Callable[[FrozenConfigDict, data.Dataset, str], teachers.LinearTeacher] = fit_teacher,
+    fit: Callable[[Config, data.Dataset, str], teachers.LinearTeacher] = fit_teacher,
 ) -> Prepared:
     """Fits the teacher, by `fit`, and builds the heads; or fits what is fitted at once."""
     method = config_lib.method(config)
@@ -248,7 +242,7 @@ def prepare(
 # --- data ----------------------------------------------------------------------------------------
 
 
-def load_dataset(config: FrozenConfigDict) -> data.Dataset:
+def load_dataset(config: Config) -> data.Dataset:
     """Reads and splits the data that a config names."""
     asked = config.data
     names = ("n_pairs", "pool", "n_unpaired", "pool_noise")
@@ -263,7 +257,7 @@ def load_dataset(config: FrozenConfigDict) -> data.Dataset:
     return dataset
 
 
-def _check_pool(config: FrozenConfigDict, dataset: data.Dataset) -> None:
+def _check_pool(config: Config, dataset: data.Dataset) -> None:
     """Raises when the run's method needs other unpaired rows than there are."""
     method = config_lib.method(config)
     if method is not None:
@@ -271,7 +265,7 @@ def _check_pool(config: FrozenConfigDict, dataset: data.Dataset) -> None:
             training.check_pool(method, dataset)
 
 
-def inputs(config: FrozenConfigDict) -> dict[str, pathlib.Path]:
+def inputs(config: Config) -> dict[str, pathlib.Path]:
     """The files that a run reads, by the names of their settings."""
     if config.data.name != "files":
         return {"data.name": photos.FOLDER / "SHA256SUMS"}  # every file there is checked by it
@@ -282,7 +276,7 @@ def inputs(config: FrozenConfigDict) -> dict[str, pathlib.Path]:
     }
 
 
-def _files(paths: FrozenConfigDict, options: dict[str, Any], *, test: bool) -> data.Dataset:
+def _files(paths: Config, options: dict[str, Any], *, test: bool) -> data.Dataset:
     def load(name: str, *, required: bool = True) -> Any:
         if paths[name]:
             with naming(f"files.{name}: "):
