@@ -278,24 +278,16 @@ def dataset(
 ) -> data.Dataset:
     """Pairs of a captioned collection, unpaired pools, and what to validate and test on.
 
-    With one seed, fewer pairs are a subset of more, and fewer unpaired rows of more.
+    pool "disjoint": unpaired images and captions are of different photographs, none of them paired,
+    so no hidden pair is left. COCO's images are then those without captions, and its texts the
+    captions of all train images that are not paired; the other collections' are divided, see
+    `choose`. pool "random": images and captions of the same photographs.
 
-    Args:
-        name: one of `CAPTIONED`, where the pairs come from.
-        n_pairs: how many.
-        pool: "disjoint": unpaired images and captions are of different photographs, none of them
-            paired, so no hidden pair is left. COCO's images are then those without captions, and
-            its texts the captions of all train images that are not paired; the other collections'
-            are divided, see `choose`. "random": images and captions of the same photographs.
-        n_unpaired: rows of each pool; all when None.
-        seed: chooses pairs, pools and noise.
-        unpaired_images: another source of images, one of `IMAGE_POOLS`.
-        unpaired_texts: another source of texts, one of `TEXT_POOLS`.
-        pool_noise: fraction of each pool replaced by random directions.
-        evaluate_on: the collection of the galleries; that of the pairs when None.
-        test: False leaves the test split and the classes unread.
-        zero_shot_on: one of `ZERO_SHOT`.
-        text_encoder: one of `TEXT_ENCODERS`.
+    Pools may come from others of `IMAGE_POOLS` and `TEXT_POOLS`; they have `n_unpaired` rows, all
+    when None, of which a fraction `pool_noise` is replaced by random directions. Galleries are of
+    `evaluate_on`, by default of the pairs' collection, and classes of `zero_shot_on`; without
+    `test`, the test split and the classes stay unread. With one seed, fewer pairs are a subset of
+    more, and fewer unpaired rows of more.
     """
     checks.whole(1, n_pairs=n_pairs)
     source_x, source_y = unpaired_images or name, unpaired_texts or name
