@@ -20,19 +20,12 @@ from sotalign_jax import checks
 Tree = TypeVar("Tree")
 
 _COORDINATOR = flags.DEFINE_string(
-    "coordinator",
-    None,
-    "HOST:PORT of the first process when there are several, or `auto` to ask the cluster (Slurm, "
-    "Open MPI, Kubernetes, TPU).",
+    "coordinator", None, "HOST:PORT of the first process of several, or `auto` to ask the cluster."
 )
 _COUNT = flags.DEFINE_integer("num_processes", None, "How many processes there are.", 1)
 _INDEX = flags.DEFINE_integer("process_id", None, "Which of them this is, from 0.", 0)
 _PATIENCE = flags.DEFINE_integer(
-    "patience",
-    100,
-    "Seconds without a heartbeat after which a process counts as lost; to join it may take three "
-    "times as long.",
-    5,
+    "patience", 100, "Seconds without a heartbeat until a process is lost; to join, three times.", 5
 )
 
 

@@ -222,10 +222,7 @@ def conclude(
     The report has curves of the training and, where captions are known (COCO, or files made by
     `experiments.pair`), what the model that is best on validation found; the first of these are
     printed, too, and kept in retrieved.txt. `folders` are those of the runs, if they are not named
-    after them in `workdir`.
-
-    Raises:
-        FloatingPointError: runs failed; the others are in the table.
+    after them in `workdir`. Runs that failed are named in a FloatingPointError at the end.
     """
     if distributed.is_first():
         own = {name: workdir / name if len(configs) > 1 else workdir for name in configs}
