@@ -149,7 +149,7 @@ def read_encoders(scores: Sequence[float], rows: int) -> Reading:
         ["chance", rows, 100 * chance],
         *([f"paper: {name}", KNN_ROWS, knn] for name, (knn, _) in PAPER.items()),
     ]
-    table = report.table(["encoders", "rows", f"mutual {NEIGHBOURS}-NN (%)"], lines)
+    table = report.Table(["encoders", "rows", f"mutual {NEIGHBOURS}-NN (%)"], lines)
     return Reading("encoders", "Is this pair of encoders worth aligning?", answer, reason, table)
 
 
@@ -189,7 +189,7 @@ def read_pool(shifts: Mapping[str, diagnostics.Shift]) -> Reading:
     ]
     if len(lines) == 2:
         lines.append(["x + y", None, *(lines[0][i] + lines[1][i] for i in (2, 3, 4)), None])
-    return Reading("pool", question, answer, reason, report.table(headers, lines, digits=4))
+    return Reading("pool", question, answer, reason, report.Table(headers, lines, digits=4))
 
 
 def read_plans(
@@ -228,7 +228,7 @@ def read_plans(
          plan.iterations, f"{plan.error:.1e}", plan.partners]
         for plan in plans
     ]  # fmt: skip
-    return Reading("plans", question, answer, reason, report.table(headers, lines))
+    return Reading("plans", question, answer, reason, report.Table(headers, lines))
 
 
 def plot(found: Findings, options: Mapping[str, Any]) -> bytes:

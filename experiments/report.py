@@ -8,7 +8,7 @@ import json
 import math
 import pathlib
 import textwrap
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -30,12 +30,22 @@ Results = Mapping[str, run_lib.Results]
 
 @dataclasses.dataclass(frozen=True)
 class Table:
-    """Rows of results as aligned text (`str`), Markdown, CSV and HTML; made by `table`."""
+    """Rows of text, numbers, None (shown as "-") and means ("8.4 ± 0.6"), in several formats.
 
-    headers: tuple[str, ...]
-    rows: tuple[tuple[Any, ...], ...]
-    digits: int
-    best: Mapping[str, str]
+    `digits` are decimals in text and Markdown; the largest of a column in `best` is marked.
+
+    >>> rows = [["sail", 24.2], ["sotalign", 30.31]]
+    >>> print(Table(["method", "MeanR@1"], rows, best=["MeanR@1"]))
+    method      MeanR@1
+    --------  ----------
+    sail           24.2
+    sotalign       30.3*
+    """
+
+    headers: Sequence[str]
+    rows: Sequence[Sequence[Any]]
+    digits: int = 1
+    best: Collection[str] = ()
 
     def __str__(self) -> str:
         """Columns aligned by spaces, numbers to the right, the best of a column with a star."""
@@ -98,7 +108,7 @@ class Table:
             numbers = [value for value in values if _is_number(value) and math.isfinite(value)]
             if header in self.best and numbers:
                 # Compared as printed, so that equal-looking values are all marked.
-                top = self._rounded(max(numbers) if self.best[header] == "max" else min(numbers))
+                top = self._rounded(max(numbers))
                 marks = [marked if self._rounded(value) == top else plain for value in values]
                 pairs = zip([plain, *marks], texts, strict=True)
                 texts = [mark.format(text) for mark, text in pairs]
@@ -115,27 +125,6 @@ class Table:
 
     def _rounded(self, value: Any) -> str:
         return f"{value:.{self.digits}f}" if _is_number(value) else ""
-
-
-def table(
-    headers: Sequence[str],
-    rows: Sequence[Sequence[Any]],
-    *,
-    digits: int = 1,
-    best: Mapping[str, str] | None = None,
-) -> Table:
-    """Makes a table of text, numbers, None (shown as "-") and means ("8.4 ± 0.6").
-
-    `digits` are decimals in text and Markdown; `best` names columns to mark, and their direction.
-
-    >>> print(table(["method", "MeanR@1"], [["sail", 24.2], ["sotalign", 30.31]],
-    ...             best={"MeanR@1": "max"}))
-    method      MeanR@1
-    --------  ----------
-    sail           24.2
-    sotalign       30.3*
-    """
-    return Table(tuple(headers), tuple(tuple(row) for row in rows), digits, dict(best or {}))
 
 
 def _is_number(value: Any) -> bool:
@@ -327,7 +316,7 @@ def comparison_table(groups: Grouped) -> Table:
         [label, *(_mean(groups.get((label, n_pairs)), key) for n_pairs, key in columns.values())]
         for label in _labels(groups)
     ]
-    return table(["method", *columns], rows, best=dict.fromkeys(columns, "max"))
+    return Table(["method", *columns], rows, best=columns)
 
 
 def comparison_plot(groups: Grouped) -> bytes | None:

@@ -127,7 +127,7 @@ def trials_table(trials: list[Trial]) -> report.Table:
     rows = [[t.number, *map(str, t.point.values()), t.score, t.error or ""] for t in trials]
     width = len(columns) if any(trial.error for trial in trials) else -1
     kept = [row[:width] for row in rows]
-    return report.table(columns[:width], kept, digits=2, best={"val R@1": "max"})
+    return report.Table(columns[:width], kept, digits=2, best=["val R@1"])
 
 
 UNTESTED = {"data.test": False}
