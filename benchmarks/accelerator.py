@@ -277,7 +277,7 @@ class Survey:
                     round(seconds),
                 ]
             )
-        return tables.Table(_HEADERS, rows, digits=2)
+        return tables.table(_HEADERS, rows, digits=2)
 
     def exchanges(self) -> tables.Table:
         """What the devices tell each other in a step, by kind and size."""
@@ -289,7 +289,7 @@ class Survey:
                     where = "each sweep or ring step" if one.in_loop else "once a step"
                     size = f"{one.bytes / 2**20:.2f}"
                     rows.append([_mode(workload), workload.unpaired, one.kind, size, count, where])
-        return tables.Table(("KLOT", "unpaired", "kind", "MiB", "times", "when"), rows)
+        return tables.table(("KLOT", "unpaired", "kind", "MiB", "times", "when"), rows)
 
 
 _LEAST_EXCHANGE = 2**16

@@ -87,7 +87,7 @@ def against_epsilon(problem: Problem, epsilons: Sequence[float], out: pathlib.Pa
     n = len(k)
     stem = out / f"convergence_epsilon_{problem.name}_n{n}"
     title = f"Marginal error after 100 passes over K, {problem.name}, n={n}"
-    common.report(title, tables.Table(headers, texts), stem)
+    common.report(title, tables.table(headers, texts), stem)
     made, (ax,) = common.figure(1, width=5)
     styles = {"textbook": "o--", "published (half-step)": "s:", "ours": "o-"}
     for column, (name, style) in enumerate(styles.items(), start=1):
@@ -135,7 +135,7 @@ def against_passes(
     columns = zip(*found.values(), strict=True)
     rows = [[p, *(f"{e:.1e}" for e in row)] for p, row in zip(budgets, columns, strict=True)]
     stem = out / f"convergence_passes_{problem.name}_n{n}_eps{epsilon:g}"
-    common.report(title, tables.Table(["passes", *found], rows), stem)
+    common.report(title, tables.table(["passes", *found], rows), stem)
     if 100 in budgets:
         place = list(budgets).index(100)
         ratio = found["textbook"][place] / found["ours"][place]

@@ -162,7 +162,7 @@ def headline(
     n = len(problem.f)
     title = f"KLOT loss + gradient, {problem.name}, n={n}, epsilon {target.epsilon:g}, "
     title += f"epsilon* {target.epsilon_star:g}, marginal error {target.tolerance:g}"
-    common.report(title, tables.Table(headers, rows, digits=3), out / f"gradient_headline_n{n}")
+    common.report(title, tables.table(headers, rows, digits=3), out / f"gradient_headline_n{n}")
     if peers.DANSKIN in arms:
         gap = common.relative(results[peers.DANSKIN.name][1], results[peers.OURS.name][1])
         print(f"gradients of ours and ott-jax Danskin differ by {gap:.1e} (relative, Frobenius)")
@@ -300,7 +300,7 @@ def sweep(args: Any, problem: Problem) -> None:
     kind = f"{args.iterations}its" if fixed else f"tol{args.tolerance:g}"
     kind += "_x64" if args.x64 else ""
     stem = args.out / f"gradient_{problem.name}_n{n}_{kind}"
-    table = tables.Table([name.replace("_", " ") for name in Row._fields], rows, digits=3)
+    table = tables.table([name.replace("_", " ") for name in Row._fields], rows, digits=3)
     common.report(
         f"KLOT loss + gradient, {problem.name}, n={n}, both epsilons equal, {reach}", table, stem
     )

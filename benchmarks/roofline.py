@@ -282,7 +282,7 @@ def parts_table(parts: Mapping[str, Cost], device: Device) -> tables.Table:
     rows.append(row("the step", whole))
     headers = ["part", "kernels", "GB", "TFLOP", "ms for bytes", "ms for operations", "ms", "%"]
     headers += ["compiler's ms"] if device.clock else []
-    return tables.Table(headers, rows, digits=2)
+    return tables.table(headers, rows, digits=2)
 
 
 def precision_table(parts: Mapping[str, Cost], device: Device) -> tables.Table:
@@ -291,7 +291,7 @@ def precision_table(parts: Mapping[str, Cost], device: Device) -> tables.Table:
     for key, count in total(parts).operations.most_common():
         peak = device.vector if key == programs.VECTOR else device.products[key]
         rows.append([key, count / 1e12, peak / 1e12, 1e3 * count / peak])
-    return tables.Table(["precision", "TFLOP", "peak TFLOP/s", "ms"], rows, digits=2)
+    return tables.table(["precision", "TFLOP", "peak TFLOP/s", "ms"], rows, digits=2)
 
 
 PRECISIONS = {
@@ -326,7 +326,7 @@ def savings_table(kernels: Sequence[programs.Kernel], device: Device) -> tables.
         if cost.products > 0.01 * total(compiled).products
     ]
     rows.append(["the step", *(1e3 * total(parts).seconds for parts in found.values())])
-    return tables.Table(["part", *found], rows, digits=2)
+    return tables.table(["part", *found], rows, digits=2)
 
 
 def kernels_table(kernels: Sequence[programs.Kernel], device: Device, count: int) -> tables.Table:
@@ -345,7 +345,7 @@ def kernels_table(kernels: Sequence[programs.Kernel], device: Device, count: int
         ]
         for kernel in sorted(kernels, key=seconds, reverse=True)[:count]
     ]
-    return tables.Table(["kernel", "part", "times", "GB each", "ms"], rows, digits=2)
+    return tables.table(["kernel", "part", "times", "GB each", "ms"], rows, digits=2)
 
 
 # --- targets that are not there ---
@@ -424,7 +424,7 @@ def _target(arguments: argparse.Namespace) -> None:
         for label, one in seconds.items()
     ]
     headers = ["plans", "ms a step", f"minutes of {arguments.steps:,} steps", "times ours"]
-    table = tables.Table(headers, rows, digits=2)
+    table = tables.table(headers, rows, digits=2)
     print(f"\n{table}\nwrote", *table.save(stem))
 
 
@@ -484,7 +484,7 @@ def compare(
         rows.append([name, 1e3 * predicted, 1e3 * measured, measured / predicted])
     predicted, measured = (sum(float(row[i]) for row in rows) for i in (1, 2))
     rows.append(["sum of parts", predicted, measured, measured / predicted])
-    return tables.Table(["part", "predicted ms", "measured ms", "ratio"], rows, digits=2)
+    return tables.table(["part", "predicted ms", "measured ms", "ratio"], rows, digits=2)
 
 
 def _check(arguments: argparse.Namespace) -> None:

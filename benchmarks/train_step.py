@@ -241,9 +241,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     out: pathlib.Path = args.out
     headers = ["n", "method", "student its", "teacher its", "temp MiB", "seconds", "times ours"]
     title = f"One training step, photographs, {args.n_pairs} pairs, width {args.dim}"
-    common.report(title, tables.Table(headers, steps, digits=3), out / "train_step")
+    common.report(title, tables.table(headers, steps, digits=3), out / "train_step")
     headers = ["n", "part", "ms", "% of the step"]
-    common.report("Parts of our step", tables.Table(headers, shares), out / "train_step_parts")
+    common.report("Parts of our step", tables.table(headers, shares), out / "train_step_parts")
     _plot(steps, shares, out / "train_step")
 
 
