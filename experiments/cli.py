@@ -16,9 +16,6 @@ from absl import flags, logging
 from experiments import distributed
 from sotalign_jax import checks
 
-_WORKDIR = flags.DEFINE_string("workdir", None, "Folder for the results.")
-flags.disclaim_key_flags()  # from here on a flag belongs to the command that asks for it
-
 
 class _PathParser(flags.ArgumentParser[pathlib.Path]):
     def parse(self, argument: str) -> pathlib.Path:
@@ -28,6 +25,10 @@ class _PathParser(flags.ArgumentParser[pathlib.Path]):
 def path_flag(name: str, default: str | None, text: str, **options: Any) -> flags.FlagHolder[Any]:
     """Defines a flag whose value is a path, ~ included."""
     return flags.DEFINE(_PathParser(), name, default, text, **options)
+
+
+_WORKDIR = flags.DEFINE_string("workdir", None, "Folder for the results.")
+flags.disclaim_key_flags()  # from here on a flag belongs to the command that asks for it
 
 
 def workdir() -> pathlib.Path:
@@ -40,9 +41,8 @@ def workdir() -> pathlib.Path:
 def run(command: Callable[[], None], *, choices: Mapping[str, Sequence[str]] | None = None) -> None:
     """Reads the flags in sys.argv and runs a command; what the user can correct is one line.
 
-    Args:
-        command: takes no arguments; the docstring of its module, with examples, is its --help.
-        choices: what some flags choose from, by name, for --help.
+    The docstring of the command's module, with examples, is its --help, which ends with `choices`
+    by name and the flags.
 
     Raises:
         SystemExit: with an error in one line, and exit code 1.
@@ -55,12 +55,15 @@ def run(command: Callable[[], None], *, choices: Mapping[str, Sequence[str]] | N
     try:
         rest = flags.FLAGS(sys.argv)
     except Exception as error:  # a config file may raise anything
-        sys.exit(f"error: {explain(error)}")
+        sys.exit(f"error: {_explain(error)}")
     try:
         if len(rest) > 1:
             raise checks.InputError(f"unexpected argument {rest[1]!r}; see --help")
         distributed.initialize()
-        _keep_programs()
+        if "JAX_COMPILATION_CACHE_DIR" not in os.environ and jax.default_backend() != "cpu":
+            # Programs for accelerators, which take minutes to compile, are kept for the next run.
+            cache = os.environ.get("XDG_CACHE_HOME") or pathlib.Path.home() / ".cache"
+            jax.config.update("jax_compilation_cache_dir", f"{cache}/sotalign_jax")
         command()
     except (checks.InputError, FloatingPointError, OSError) as error:
         sys.exit(f"error: {error}")
@@ -68,53 +71,40 @@ def run(command: Callable[[], None], *, choices: Mapping[str, Sequence[str]] | N
         sys.exit("interrupted: start the same command again to go on")
 
 
-def _keep_programs() -> None:
-    """Programs for accelerators, which take minutes to compile, are kept for the next run."""
-    if "JAX_COMPILATION_CACHE_DIR" not in os.environ and jax.default_backend() != "cpu":
-        folder = pathlib.Path(os.environ.get("XDG_CACHE_HOME") or pathlib.Path.home() / ".cache")
-        jax.config.update("jax_compilation_cache_dir", str(folder / "sotalign_jax"))
-
-
 def _usage(command: Callable[[], None], choices: Mapping[str, Sequence[str]]) -> str:
-    """The module's docstring, what can be chosen, and the flags of the command."""
+    def wrapped(left: str, text: str, indent: int = 4) -> str:
+        left, right = f"{left} ".ljust(indent), " " * indent
+        return textwrap.fill(
+            text, 100, initial_indent=left, subsequent_indent=right, break_on_hyphens=False
+        )
+
     name = command.__module__
     parts = [(sys.modules[name].__doc__ or "").strip()]
-    parts += [_wrapped(f"{title}:", ", ".join(names)) for title, names in choices.items()]
+    parts += [wrapped(f"{title}:", ", ".join(names)) for title, names in choices.items()]
     lines = []
     module = sys.argv[0] if name == "__main__" else name  # absl's name for the main module
     for flag in sorted(flags.FLAGS.get_key_flags_for_module(module), key=lambda flag: flag.name):
-        shown = "" if flag.boolean or flag.default is None else f" (default: {flag.default})"
+        default = "" if flag.boolean or flag.default is None else f" (default: {flag.default})"
         left = f"  --{'[no]' if flag.boolean else ''}{flag.name}"
-        lines.append(_wrapped(left, f"{flag.help}{shown}", 20))
+        lines.append(wrapped(left, f"{flag.help}{default}", 20))
     return "\n\n".join([*parts, "flags:\n" + "\n".join(lines)])
 
 
-def _wrapped(left: str, text: str, indent: int = 4) -> str:
-    first = f"{left} ".ljust(indent)
-    return textwrap.fill(
-        text, 100, initial_indent=first, subsequent_indent=" " * indent, break_on_hyphens=False
-    )
-
-
-def explain(error: BaseException) -> str:
-    """One line on why the command line or the config file could not be read.
-
-    A config file is a program: what it raises is shown with its place. Libraries wrap such errors
-    in tracebacks and lists of attempts, of which the last line says what is the matter.
-    """
+def _explain(error: BaseException) -> str:
+    """Why flags or a config file, which is a program and may raise anything, cannot be read."""
     cause: BaseException | None = error
     while cause is not None:
         for frame in traceback.extract_tb(cause.__traceback__):
-            if frame.name == "get_config" and isinstance(cause, checks.InputError):
-                return str(cause)
             if frame.name == "get_config":
-                where = f"{frame.filename}, line {frame.lineno}, `{frame.line}`"
-                return f"config: {where}: {_last_line(cause)}"
+                where = f"config: {frame.filename}, line {frame.lineno}, `{frame.line}`: "
+                own = isinstance(cause, checks.InputError)
+                return str(cause) if own else f"{where}{_last_line(cause)}"
         cause = cause.__context__
     return _last_line(error)
 
 
 def _last_line(error: BaseException) -> str:
+    """Libraries wrap errors in tracebacks and lists, of which the last line tells the cause."""
     while error.args and isinstance(error.args[0], BaseException):
         error = error.args[0]
     text = str(error.args[0]) if error.args and isinstance(error, KeyError) else str(error)

@@ -1,15 +1,7 @@
 """The schema of experiments: one locked ConfigDict, and the runs that a config lists.
 
-A config file is plain Python whose `get_config(arg)` changes `default()` and returns it:
-
-    def get_config(arg=""):
-        config = config_lib.default()
-        config.train.steps = 200
-        config.runs = {
-            "cca": {"method": "cca"},
-            "sotalign": {"method": "sotalign", "heads.init": "teacher"},
-        }
-        return config_lib.switched(config, arg)
+A config file is plain Python whose `get_config(arg)` changes `default()` and returns it, see
+configs/files.py.
 """
 
 import ast
@@ -49,6 +41,14 @@ PHOTOS = ("unpaired_images", "unpaired_texts", "evaluate_on", "zero_shot_on")
 """Settings of `data` that choose among the photographs, see `photos.dataset`."""
 PLACEMENT = ("mesh", "on_device")
 """Settings that say where a run computes: it may be continued with others."""
+SMOKE = {
+    "train.steps": 4,
+    "train.eval_every": 2,
+    "train.unpaired_batch": 64,
+    "sue.epochs": 1,
+    "sue.mmd_epochs": 1,
+}
+"""What the switch `smoke` changes."""
 
 
 def default() -> ConfigDict:
@@ -66,31 +66,18 @@ def default() -> ConfigDict:
     NAME: the options of the method of that name.
     mesh: the number of devices, all by default. on_device: whether pairs and pools are kept on
         the device, by default if a single one has room.
-
-    >>> config = default()
-    >>> config.train.steps, config.sotalign.epsilon_star
-    (2000, 0.005)
     """
     config = ConfigDict(convert_dict=False)  # `runs` stays a dict: in order, and with dotted keys
     config.method = "sotalign"
     config.seed = placeholder(int)
     config.seeds = (42,)
     config.runs = {}
-    config.data = ConfigDict(
-        {
-            "name": "coco",
-            "n_pairs": 1000,
-            "pool": "disjoint",
-            "n_unpaired": placeholder(int),
-            "pool_noise": 0.0,
-            "test": True,
-            "unpaired_images": placeholder(str),
-            "unpaired_texts": placeholder(str),
-            "evaluate_on": placeholder(str),
-            "zero_shot_on": placeholder(str),
-            "files": {name: placeholder(str) for name in FILES},
-        }
-    )
+    config.data = ConfigDict({"name": "coco", "n_pairs": 1000, "pool": "disjoint"})
+    config.data.n_unpaired = placeholder(int)
+    config.data.pool_noise = 0.0
+    config.data.test = True
+    config.data.update({name: placeholder(str) for name in PHOTOS})
+    config.data.files = {name: placeholder(str) for name in FILES}
     config.teacher = ConfigDict(
         {"kind": "cca", "dim": placeholder(int), "ridge": 0.1, "cov_normalize": True, "noise": 0.0}
     )
@@ -122,17 +109,8 @@ def _section(options: Any) -> ConfigDict:
 def runs(config: ConfigDict) -> dict[str, FrozenConfigDict]:
     """The runs of a config by folder, such as "sail-seed0"; labels outermost, seeds innermost.
 
-    A run has `method`, `seed`, the shared sections and the options of its own method alone.
-
-    Raises:
-        InputError: a key that no setting has, or a value of a wrong type or out of range.
-
-    >>> config = default()
-    >>> config.runs = {"sail": {"method": "sail"}, "short": {"method": "sail", "train.steps": 9}}
-    >>> config.seeds = (0, 1)
-    >>> {name: (run.method, run.train.steps, run.seed) for name, run in runs(config).items()}
-    {'sail-seed0': ('sail', 2000, 0), 'sail-seed1': ('sail', 2000, 1),
-     'short-seed0': ('sail', 9, 0), 'short-seed1': ('sail', 9, 1)}
+    A run has `method`, `seed`, the shared sections and the options of its own method alone. A key
+    that no setting has, or a value of a wrong type or out of range, is an InputError.
     """
     shared = complete(config)
     seeds = shared.seeds if shared.seed is None else (shared.seed,)
@@ -140,17 +118,25 @@ def runs(config: ConfigDict) -> dict[str, FrozenConfigDict]:
         raise checks.InputError(f"seeds: must be distinct and at least one, got {seeds!r}")
     found = {}
     for label, changes in (shared.runs or {shared.method: {}}).items():
-        _check_changes(label, changes)
+        if not re.fullmatch(r"\w[\w .,()'+=*-]*", str(label)):
+            raise checks.InputError(
+                f"runs: {label!r} names a folder; use letters, digits, -, _, ()"
+            )
+        run, where = copy.deepcopy(shared), f"runs[{label!r}]: "
+        with naming(where):
+            if not isinstance(changes, dict | ConfigDict):
+                example = {"method": "sail", "train.steps": 9}
+                raise checks.InputError(f"must be a dict such as {example}, got {changes!r}")
+            if own := [name for name in ("seed", "seeds", "runs") if name in changes]:
+                raise checks.InputError(f"cannot change {own[0]!r}; set config.{own[0]}")
+            update(run, _flat(changes))
         for seed in seeds:
-            shared.seed = _typed("seeds", seed, int)
-            run = copy.deepcopy(shared)
+            run.seed = _typed("seeds", seed, int)
             try:
-                update(run, _flat(changes))
                 found[f"{label}-seed{seed}"] = _checked(run)
-            except checks.InputError as error:
-                if str(error) == _problem(shared):  # what all runs share is not blamed on one
-                    raise
-                raise checks.InputError(f"runs[{label!r}]: {error}") from error
+            except checks.InputError as error:  # what all runs share is not blamed on one
+                own_fault = str(error).partition(":")[0] in _flat(changes)
+                raise checks.InputError(f"{where if own_fault else ''}{error}") from error
     return found
 
 
@@ -161,40 +147,19 @@ def complete(config: ConfigDict) -> ConfigDict:
     return full
 
 
-def _check_changes(label: Any, changes: Any) -> None:
-    if not re.fullmatch(r"\w[\w .,()'+=*-]*", str(label)):
-        raise checks.InputError(f"runs: {label!r} names a folder; use letters, digits, -, _, ()")
-    if not isinstance(changes, dict | ConfigDict):
-        raise checks.InputError(
-            f"runs[{label!r}]: must be a dict of changes such as "
-            f"{{'method': 'sail', 'train.steps': 9}}, got {changes!r}"
-        )
-    for name in ("seed", "seeds", "runs"):
-        if name in changes:
-            raise checks.InputError(f"runs[{label!r}]: cannot change {name!r}; set config.{name}")
-
-
 def update(config: ConfigDict, changes: Mapping[str, Any]) -> None:
-    """Changes settings by their dotted names.
-
-    Raises:
-        InputError: a name that no setting has, or a value of another type.
-
-    >>> config = default()
-    >>> update(config, {"train.steps": 9, "teacher.ridge": 1})
-    >>> config.train.steps, config.teacher.ridge
-    (9, 1.0)
-    >>> update(config, {"train.stpes": 9})
-    Traceback (most recent call last):
-    sotalign_jax.checks.InputError: unknown setting 'train.stpes'; did you mean 'train.steps'?
-    """
+    """Changes settings by their dotted names; an unknown name or another type is an InputError."""
     for key, value in changes.items():
-        name, node = str(key).rpartition(".")[2], config
-        for part in str(key).split("."):
-            if not isinstance(node, ConfigDict) or part not in node:
-                raise _unknown(config, str(key))
-            section, node = node, node[part]
-        if isinstance(node, ConfigDict):
+        *parents, name = str(key).split(".")
+        section: Any = config
+        for part in parents:
+            section = section.get(part) if isinstance(section, ConfigDict) else None
+        if not isinstance(section, ConfigDict) or name not in section:
+            close = difflib.get_close_matches(str(key), [*config, *_flat(config)], 1)
+            known = ", ".join(section if isinstance(section, ConfigDict) else config)
+            remedy = f"did you mean {close[0]!r}?" if close else f"choose from {known}"
+            raise checks.InputError(f"unknown setting {key!r}; {remedy}")
+        if isinstance(section[name], ConfigDict):
             raise checks.InputError(f"{key}: is a section; set its entries, as {key}.NAME = ...")
         stored = dict(section.items(preserve_field_references=True))[name]
         if value is not None or not isinstance(stored, FieldReference):
@@ -202,18 +167,9 @@ def update(config: ConfigDict, changes: Mapping[str, Any]) -> None:
         section[name] = value
 
 
-def _unknown(config: ConfigDict, key: str) -> checks.InputError:
-    prefix, _, _ = key.rpartition(".")
-    known = [name for name in _flat(config) if name.rpartition(".")[0] == prefix]
-    known = known if prefix else list(config)
-    close = difflib.get_close_matches(key, [*known, *_flat(config)], 1)
-    remedy = f"did you mean {close[0]!r}?" if close else f"choose from {', '.join(known or config)}"
-    return checks.InputError(f"unknown setting {key!r}; {remedy}")
-
-
 def _typed(key: str, value: Any, kind: type) -> Any:
     """The value as the kind of a setting; whole numbers are floats, and lists tuples, if asked."""
-    if kind is float and isinstance(value, int) and not isinstance(value, bool):
+    if kind is float and type(value) is int:
         return float(value)
     if kind is tuple and isinstance(value, list):
         return tuple(value)
@@ -235,62 +191,45 @@ def _flat(values: Any, prefix: str = "") -> dict[str, Any]:
 
 def _checked(config: ConfigDict) -> FrozenConfigDict:
     """One run without the sections that do not concern it."""
-    checks.choice("method", config.method, METHODS)
-    if not 0 <= config.seed < 2**32:
-        raise checks.InputError(f"seed: must be in 0..2**32 - 1, got {config.seed}")
-    with naming("data."):
-        checks.choice("name", config.data.name, DATA)
-        checks.choice("pool", config.data.pool, data.POOLS)
-        checks.whole(1, n_pairs=config.data.n_pairs)
-        checks.whole(0, or_none=True, n_unpaired=config.data.n_unpaired)
-        _fraction(pool_noise=config.data.pool_noise)
-        given = [name for name, path in config.data.files.items() if path]
-        named = [name for name in PHOTOS if config.data[name] is not None]
-        if named and config.data.name == "files":
-            raise checks.InputError(
-                f"{named[0]}: chooses among the photographs but data.name is 'files'; "
-                f"leave it out, or pass --config.data.name={photos.CAPTIONED[0]}"
-            )
-        if given and config.data.name != "files":
-            raise checks.InputError(
-                f"files.{given[0]}: is set but data.name is {config.data.name!r}; "
-                "pass --config.data.name=files to use it"
-            )
-    with naming("teacher."):
-        checks.choice("kind", config.teacher.kind, tuple(training.TEACHERS))
-        checks.whole(1, or_none=True, dim=config.teacher.dim)
-        checks.at_least(0, ridge=config.teacher.ridge)
-        _fraction(noise=config.teacher.noise)
-    with naming("heads."):
-        checks.whole(1, dim=config.heads.dim)
-        checks.whole(1, or_none=True, hidden=config.heads.hidden)
-        checks.choice("init", config.heads.init, ("random", "teacher"))
-        if config.heads.kind is not None:
-            checks.choice("kind", config.heads.kind, heads.KINDS)
-        if config.heads.init == "teacher" and config.heads.kind not in (None, "linear"):
-            raise checks.InputError(
-                f"init: a linear teacher cannot start heads of kind {config.heads.kind!r}; "
-                "choose init 'random' or kind 'linear'"
-            )
+    flat, kind, source = _flat(config), config.heads.kind, config.data.name
+
+    def values(*keys: str) -> dict[str, Any]:
+        return {key: flat[key] for key in keys}
+
+    choices = {
+        "method": METHODS,
+        "data.name": DATA,
+        "data.pool": data.POOLS,
+        "teacher.kind": tuple(training.TEACHERS),
+        "heads.init": ("random", "teacher"),
+    }
+    for key, known in choices.items():
+        checks.choice(key, flat[key], known)
+    checks.choice("heads.kind", kind or "linear", heads.KINDS)
+    checks.whole(1, **values("data.n_pairs", "heads.dim"))
+    checks.whole(1, or_none=True, **values("teacher.dim", "heads.hidden"))
+    checks.whole(0, or_none=True, **values("data.n_unpaired"))
+    checks.at_least(0, **values("teacher.ridge"))
+    for key, most in {"seed": 2**32 - 1, "data.pool_noise": 1, "teacher.noise": 1}.items():
+        if not 0 <= flat[key] <= most:
+            raise checks.InputError(f"{key}: must be in 0..{most}, got {flat[key]}")
+    own = [f"data.files.{name}" for name in FILES]
+    misplaced = [f"data.{name}" for name in PHOTOS] if source == "files" else own
+    if given := [key for key in misplaced if flat[key]]:
+        other = photos.CAPTIONED[0] if source == "files" else "files"
+        raise checks.InputError(
+            f"{given[0]}: is set but data.name is {source!r}; leave it out, or pass "
+            f"--config.data.name={other}"
+        )
+    if config.heads.init == "teacher" and kind not in (None, "linear"):
+        raise checks.InputError(
+            f"heads.init: a linear teacher cannot start heads of kind {kind!r}; "
+            "choose init 'random' or kind 'linear'"
+        )
     train(config)
     method(config)
     others = {"seeds", "runs", *methods.METHODS} - {config.method}
     return FrozenConfigDict({k: v for k, v in config.to_dict().items() if k not in others})
-
-
-def _problem(config: ConfigDict) -> str | None:
-    """What is wrong with a config before the changes of a run."""
-    try:
-        _checked(config)
-    except checks.InputError as error:
-        return str(error)
-    return None
-
-
-def _fraction(**options: float) -> None:
-    for name, value in options.items():
-        if not 0 <= value <= 1:
-            raise checks.InputError(f"{name}: must be in 0..1, got {value:g}")
 
 
 def train(config: ConfigDict) -> training.TrainConfig:
@@ -330,19 +269,19 @@ def switched(config: ConfigDict, arg: str, **own: Mapping[str, Any]) -> ConfigDi
 
     `smoke` takes four steps, with one seed; `seeds=N` makes the runs with seeds 0 .. N-1;
     `pairs=N+M` makes them with N and with M pairs; a word of `own` makes the changes it names.
-
-    Raises:
-        InputError: another word.
     """
     words = [word for word in arg.split(",") if word]
     for word in sorted(words, key=lambda word: word != "smoke"):  # first, so that seeds=N counts
         name, _, value = word.partition("=")
         numbers = [int(number) for number in value.split("+") if number.isdigit()]
-        if word == "smoke":
-            _change_all(config, SMOKE)
-            config.seeds = config.seeds[:1]
-        elif word in own:
-            _change_all(config, own[word])
+        if word == "smoke" or word in own:
+            changes = SMOKE if word == "smoke" else own[word]
+            update(config, changes)  # of every run, those that have a value of their own included
+            config.runs = {
+                label: {key: value for key, value in one.items() if key not in changes}
+                for label, one in config.runs.items()
+            }
+            config.seeds = config.seeds[:1] if word == "smoke" else config.seeds
         elif name == "seeds" and len(numbers) == 1:
             config.seeds = tuple(range(*numbers))
         elif name == "pairs" and len(numbers) == value.count("+") + 1:
@@ -357,37 +296,14 @@ def switched(config: ConfigDict, arg: str, **own: Mapping[str, Any]) -> ConfigDi
     return config
 
 
-SMOKE = {
-    "train.steps": 4,
-    "train.eval_every": 2,
-    "train.unpaired_batch": 64,
-    "sue.epochs": 1,
-    "sue.mmd_epochs": 1,
-}
-
-
-def _change_all(config: ConfigDict, changes: Mapping[str, Any]) -> None:
-    """Changes every run, those that have a value of their own included."""
-    update(config, changes)
-    config.runs = {
-        label: {key: value for key, value in own.items() if key not in changes}
-        for label, own in config.runs.items()
-    }
-
-
 class _DictParser(flags.ArgumentParser):
     """Reads --config.runs="{'cca': {'method': 'cca'}}"."""
 
-    syntactic_help = "a Python dictionary"
-
     def parse(self, argument: Any) -> dict[str, Any]:
         try:
-            value = ast.literal_eval(argument) if isinstance(argument, str) else argument
-        except (SyntaxError, ValueError):
-            value = None
-        if not isinstance(value, dict):
-            raise ValueError("pass a Python dictionary")
-        return value
+            return dict(ast.literal_eval(argument) if isinstance(argument, str) else argument)
+        except (SyntaxError, TypeError, ValueError) as error:
+            raise ValueError("pass a Python dictionary") from error
 
 
 config_flags.register_flag_parser_for_type(dict, _DictParser())
@@ -406,8 +322,7 @@ def from_flags() -> ConfigDict:
         return complete(_CONFIG.value)
     except AttributeError as error:
         kind = type(_CONFIG.value).__name__
-        raise checks.InputError(
-            f"config: get_config returned {kind}; return a ConfigDict"
-        ) from error
+        text = f"config: get_config returned {kind}; return a ConfigDict"
+        raise checks.InputError(text) from error
     except OSError as error:  # ml_collections says only now that a file could not be opened
         raise checks.InputError(f"config: {str(error).splitlines()[-1].strip()}") from error

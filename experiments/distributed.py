@@ -20,44 +20,32 @@ from sotalign_jax import checks
 Tree = TypeVar("Tree")
 
 _COORDINATOR = flags.DEFINE_string(
-    "coordinator",
-    None,
-    "HOST:PORT of the first process when there are several, or `auto` to ask the cluster (Slurm, "
-    "Open MPI, Kubernetes, TPU).",
+    "coordinator", None, "HOST:PORT of the first process of several, or `auto` to ask the cluster."
 )
 _COUNT = flags.DEFINE_integer("num_processes", None, "How many processes there are.", 1)
 _INDEX = flags.DEFINE_integer("process_id", None, "Which of them this is, from 0.", 0)
 _PATIENCE = flags.DEFINE_integer(
-    "patience",
-    100,
-    "Seconds without a heartbeat after which a process counts as lost; to join it may take three "
-    "times as long.",
-    5,
+    "patience", 100, "Seconds without a heartbeat until a process is lost; to join, three times.", 5
 )
 
 
 def initialize() -> None:
-    """Joins the other processes that the flags name, if any.
-
-    Raises:
-        InputError: flags are missing, or the processes did not all join in time.
-    """
-    address, count, index = _COORDINATOR.value, _COUNT.value, _INDEX.value
-    if (address, count, index) == (None, None, None):
+    """Joins the other processes that the flags name, if any."""
+    given: dict[str, Any] = {flag.name: flag.value for flag in (_COORDINATOR, _COUNT, _INDEX)}
+    address, count, index = given.values()
+    missing = [name for name, value in given.items() if value is None]
+    if len(missing) == 3:
         return
     if address != "auto":
-        if address is None or count is None:
+        if missing:
             raise checks.InputError(
-                f"{'num_processes' if address else 'coordinator'}: not set; pass --coordinator, "
-                "--num_processes and --process_id together, or --coordinator=auto on a cluster"
+                f"{missing[0]}: not set; pass --coordinator, --num_processes and --process_id "
+                "together, or --coordinator=auto on a cluster"
             )
         if ":" not in address:
             raise checks.InputError(f"coordinator: must be HOST:PORT or auto, got {address!r}")
-        if index is None or index >= count:
-            raise checks.InputError(
-                f"process_id: must be from 0 to {count - 1}, another one for each process, "
-                f"got {index}"
-            )
+        if index >= count:
+            raise checks.InputError(f"process_id: must be in 0..{count - 1}, got {index}")
     jax.config.update("jax_enable_preemption_service", False)  # it would take SIGTERM from us
     try:
         jax.distributed.initialize(
@@ -93,11 +81,7 @@ def from_first(tree: Tree) -> Tree:
 
 
 def agree(find: Callable[[], Any]) -> Any:
-    """What the first process finds, as JSON values; the others do not look, but hear of it.
-
-    Raises:
-        InputError: the first process met an error of input or disk, and so do all.
-    """
+    """What the first process finds, as JSON values, or the error that it met, on all of them."""
     if not jax.distributed.is_initialized():
         return find()
     found: dict[str, Any] = {}

@@ -3,10 +3,13 @@
 import base64
 import html
 import io
+import pathlib
 from collections.abc import Mapping
 from typing import Any
 
 from experiments.extract import items
+
+STYLE = pathlib.Path(__file__).with_name("page.css")
 
 
 def page(title: str, *parts: str) -> str:
@@ -15,7 +18,7 @@ def page(title: str, *parts: str) -> str:
         [
             "<!DOCTYPE html><html lang='en'><head><meta charset='utf-8'>",
             "<meta name='viewport' content='width=device-width, initial-scale=1'>",
-            f"<title>{html.escape(title)}</title><style>{STYLE}</style></head><body><main>",
+            f"<title>{html.escape(title)}</title><style>{STYLE.read_text()}</style></head><body><main>",
             *parts,
             "</main></body></html>\n",
         ]
@@ -71,46 +74,3 @@ def environment(here: Mapping[str, Any]) -> str:
         if k != "packages"
     ]
     return section("Environment", f"<table>{''.join(rows)}</table>", name="environment")
-
-
-STYLE = """
-:root { --ink: #1d2430; --soft: #667085; --line: #e4e7ec; --wash: #f6f7f9; --accent: #1f6fb2; }
-* { box-sizing: border-box; }
-body { margin: 0; background: var(--wash); color: var(--ink);
-  font: 16px/1.55 system-ui, -apple-system, "Segoe UI", "DejaVu Sans", sans-serif; }
-main { max-width: 62rem; margin: 0 auto; padding: 1.5rem 1rem 4rem; }
-header, section, .verdicts { background: #fff; border: 1px solid var(--line); border-radius: 10px; }
-header, section { padding: 1.2rem 1.4rem; margin: 1.2rem 0; }
-h1 { font-size: 1.6rem; line-height: 1.25; margin: 0 0 .6rem; }
-h2 { font-size: 1.15rem; margin: .3rem 0 .5rem; }
-.name { color: var(--accent); margin-right: .3rem; }
-p { margin: .5rem 0; }
-.claim { font-weight: 500; }
-.small, caption, .theirs { color: var(--soft); }
-.small, caption, table { font-size: .875rem; overflow-wrap: anywhere; }
-.scroll { overflow-x: auto; margin: .8rem 0; }
-table { border-collapse: collapse; font-variant-numeric: tabular-nums; min-width: 50%; }
-caption { text-align: left; padding: .2rem 0; font-style: italic; }
-th, td { padding: .35rem .7rem; border-bottom: 1px solid var(--line); text-align: right;
-  white-space: nowrap; vertical-align: top; }
-th:first-child, td:first-child { text-align: left; }
-.verdicts td, .verdicts th, #environment td { text-align: left; white-space: normal; }
-.verdicts { border-collapse: separate; border-spacing: 0; width: 100%; }
-.badge { display: inline-block; padding: .05rem .6rem; border-radius: 999px; font-size: .8rem;
-  font-weight: 600; white-space: nowrap; }
-.badge.held { background: #dcf5e6; color: #14683a; }
-.badge.failed { background: #fde3e1; color: #96241b; }
-.badge.open { background: #eceef2; color: #4a5365; }
-img { display: block; max-width: 100%; max-height: 30rem; margin: .8rem auto; }
-pre { background: var(--wash); border: 1px solid var(--line); border-radius: 6px;
-  padding: .6rem .8rem; overflow-x: auto; font-size: .8rem; margin: .8rem 0 0; }
-.cards { display: grid; grid-template-columns: repeat(auto-fill, minmax(12rem, 1fr)); gap: .8rem; }
-figure { margin: 0; border: 1px solid var(--line); border-radius: 8px; overflow: hidden; }
-figure img { width: 100%; height: 11rem; object-fit: contain; margin: 0; background: #fff; }
-figcaption { padding: .6rem .8rem; font-size: .8rem; color: var(--soft); overflow-wrap: anywhere; }
-figcaption b { color: var(--ink); }
-ol { margin: .4rem 0 0; padding-left: 1.2rem; }
-.right { color: #14683a; }
-.wrong { color: #96241b; }
-a { color: var(--accent); text-decoration: none; }
-"""

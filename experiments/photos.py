@@ -40,38 +40,29 @@ TEXT_POOLS = (*CAPTIONED, "flickr30k", "noise")
 POOLS = ("disjoint", "random")
 TEXT_ENCODERS = ("MiniLM", "WordLlama", "words")
 """What makes features of texts; the last two read COCO's captions and class prompts when asked."""
-_IMAGE_FILES = {
-    **{name: name for name in CAPTIONED},
-    "coco_unpaired": "coco_unpaired_images",
-    **ZERO_SHOT,
-}
+_FILES = {**ZERO_SHOT, "coco_unpaired": "coco_unpaired_images"}
 _SPLITS = {"train": 0, "val": 1, "test": 2}
 _VAL_IMAGES = 500  # held out of a train split that comes without a validation split
-
 
 # --- files and features -------------------------------------------------------------------------
 
 
-def checksums(folder: pathlib.Path = FOLDER) -> dict[str, str]:
+def checksums() -> dict[str, str]:
     """SHA-256 of every file in the folder, as its SHA256SUMS says."""
-    lines = (folder / "SHA256SUMS").read_text().splitlines()
+    lines = (FOLDER / "SHA256SUMS").read_text().splitlines()
     return {name: digest for digest, name in map(str.split, lines)}
 
 
-def read(name: str, folder: pathlib.Path = FOLDER) -> bytes:
-    """The bytes of one file, checked.
-
-    Raises:
-        InputError: the file is missing, or differs from its checksum.
-    """
-    path = folder / name
+def read(name: str) -> bytes:
+    """The bytes of one file; InputError if it is missing or differs from its checksum."""
+    path = FOLDER / name
     if not path.is_file():
         raise checks.InputError(
             f"{path}: no such file; the photographs are part of the repository, not of the "
             "installed package: run from a clone"
         )
     content = path.read_bytes()
-    if hashlib.sha256(content).hexdigest() != checksums(folder)[name]:
+    if hashlib.sha256(content).hexdigest() != checksums()[name]:
         raise checks.InputError(
             f"{path}: differs from its checksum in SHA256SUMS; restore it with git checkout {path}"
         )
@@ -81,7 +72,7 @@ def read(name: str, folder: pathlib.Path = FOLDER) -> bytes:
 @functools.cache
 def _table(stem: str) -> dict[str, np.ndarray]:
     with np.load(io.BytesIO(read(f"{stem}.npz")), allow_pickle=False) as table:
-        return {name: table[name] for name in table.files}
+        return dict(table)
 
 
 @functools.cache
@@ -102,29 +93,25 @@ def _restore_texts(codes: Int[np.ndarray, "*n 384"]) -> Float[np.ndarray, "*n 38
 
 
 class Rows(files.MappedRows):
-    """Rows of 8-bit codes, restored when they are taken."""
+    """Row i is restore(codes[rows[i]]), made when it is taken."""
 
-    def __init__(
-        self, codes: np.ndarray, rows: np.ndarray, restore: Callable[[np.ndarray], np.ndarray]
-    ) -> None:
-        """Row i is restore(codes[rows[i]])."""
-        super().__init__(codes, rows)
+    def __init__(self, codes: np.ndarray, rows: Any, restore: Callable[[Any], np.ndarray]) -> None:
+        """Any index of the codes chooses the rows."""
+        super().__init__(codes, np.arange(len(codes))[rows])
         self._restore = restore
-        self.dtype, self.shape = np.dtype(np.float32), (len(rows), restore(codes[:1]).shape[1])
+        self.dtype, self.shape = np.dtype(np.float32), (len(self), restore(codes[:1]).shape[1])
 
     def __getitem__(self, index: Any) -> np.ndarray:
         return self._restore(super().__getitem__(index))
 
 
 def images(source: str, rows: Any = slice(None)) -> Rows:
-    """Image features [n, 1280] of a collection, lazily.
+    """Image features [n, 1280] of a captioned collection or a classification set, lazily.
 
-    `source` is a captioned collection, a classification set, or "coco_unpaired": COCO's images
-    without captions. `rows` are row numbers of it, see `rows_of_split`.
+    "coco_unpaired" are COCO's images without captions.
     """
-    checks.choice("images", source, tuple(_IMAGE_FILES))
-    codes = _table(_IMAGE_FILES[source])["image"]
-    return Rows(codes, np.arange(len(codes))[rows], _restore_images)
+    checks.choice("images", source, (*CAPTIONED, *_FILES))
+    return Rows(_table(_FILES.get(source, source))["image"], rows, _restore_images)
 
 
 def texts(source: str, rows: Any = slice(None), encoder: str = "MiniLM") -> Rows:
@@ -132,12 +119,11 @@ def texts(source: str, rows: Any = slice(None), encoder: str = "MiniLM") -> Rows
 
     Another of `TEXT_ENCODERS` has 256 features, of COCO's captions alone.
     """
-    checks.choice("texts", source, (*CAPTIONED, "flickr30k") if encoder == "MiniLM" else ("coco",))
+    checks.choice("texts", source, TEXT_POOLS[:-1] if encoder == "MiniLM" else ("coco",))
     if encoder == "MiniLM":
-        codes = _table("flickr30k_unpaired_texts" if source == "flickr30k" else source)["text"]
-        return Rows(codes, np.arange(len(codes))[rows], _restore_texts)
-    codes = _caption_features(encoder)
-    return Rows(codes, np.arange(len(codes))[rows], lambda taken: taken)
+        stem = "flickr30k_unpaired_texts" if source == "flickr30k" else source
+        return Rows(_table(stem)["text"], rows, _restore_texts)
+    return Rows(_caption_features(encoder), rows, np.asarray)
 
 
 def image_of_text(name: str) -> Int[np.ndarray, " m"]:
@@ -169,30 +155,6 @@ def rows_of_split(name: str, split: str) -> Int[np.ndarray, " n"]:
 # --- other text encoders ------------------------------------------------------------------------
 
 
-@functools.cache
-def _word_vectors(encoder: str) -> tuple[Callable[[Sequence[str]], list[list[int]]], np.ndarray]:
-    """What cuts texts into tokens, and a vector [256] of every token."""
-    checks.choice("text_encoder", encoder, TEXT_ENCODERS[1:])
-    if encoder == "words":
-        table = np.random.default_rng(0).standard_normal((1 << 16, 256), np.float32)
-
-        def cut(said: Sequence[str]) -> list[list[int]]:
-            words = [re.findall(r"[a-z0-9]+", text.lower()) for text in said]
-            return [[zlib.crc32(w.encode()) % len(table) for w in some or [""]] for some in words]
-
-        return cut, table
-    checks.require("wordllama", extra="encoders")
-    from safetensors.numpy import load_file
-    from tokenizers import Tokenizer
-
-    root = importlib.resources.files("wordllama")
-    tokens = Tokenizer.from_file(str(root / "tokenizers" / "l2_supercat_tokenizer_config.json"))
-    (table,) = load_file(str(root / "weights" / "l2_supercat_256.safetensors")).values()
-    return (
-        lambda said: [e.ids for e in tokens.encode_batch(list(said), add_special_tokens=False)]
-    ), table.astype(np.float32)
-
-
 def encode_words(said: Sequence[str], encoder: str) -> Float[np.ndarray, "n 256"]:
     """Unit features of texts: the mean of their tokens' vectors.
 
@@ -203,10 +165,22 @@ def encode_words(said: Sequence[str], encoder: str) -> Float[np.ndarray, "n 256"
     >>> bool((same == words).all())
     True
     """
-    cut, table = _word_vectors(encoder)
-    tokens = cut(said)
-    sizes = np.array([len(one) for one in tokens])
-    starts = np.r_[0, np.cumsum(sizes)[:-1]]
+    checks.choice("text_encoder", encoder, TEXT_ENCODERS[1:])
+    if encoder == "words":
+        table = np.random.default_rng(0).standard_normal((1 << 16, 256), np.float32)
+        words = [re.findall(r"[a-z0-9]+", text.lower()) or [""] for text in said]
+        tokens = [[zlib.crc32(word.encode()) % len(table) for word in some] for some in words]
+    else:
+        checks.require("wordllama", extra="encoders")
+        from safetensors.numpy import load_file
+        from tokenizers import Tokenizer
+
+        root = importlib.resources.files("wordllama")
+        cut = Tokenizer.from_file(str(root / "tokenizers" / "l2_supercat_tokenizer_config.json"))
+        (table,) = load_file(str(root / "weights" / "l2_supercat_256.safetensors")).values()
+        tokens = [one.ids for one in cut.encode_batch(list(said), add_special_tokens=False)]
+        table = table.astype(np.float32)
+    starts = np.cumsum([0, *map(len, tokens[:-1])])
     features = np.add.reduceat(table[np.concatenate(tokens)], starts)
     return features / np.linalg.norm(features, axis=1, keepdims=True)
 
@@ -251,12 +225,9 @@ def zero_shot(name: str, encoder: str = "MiniLM") -> data.ZeroShot:
 
 def test_labels() -> tuple[list[int], list[str]]:
     """COCO's numbers of the images of `gallery("coco")`, and its captions."""
-    image_rows = rows_of_split("coco", "test")
-    said = captions()
-    return (
-        _table("coco")["image_id"][image_rows].tolist(),
-        [said[row] for row in _captions_of("coco", image_rows)],
-    )
+    image_rows, said = rows_of_split("coco", "test"), captions()
+    image_ids = _table("coco")["image_id"][image_rows].tolist()
+    return image_ids, [said[row] for row in _captions_of("coco", image_rows)]
 
 
 # --- what is trained on -------------------------------------------------------------------------
@@ -274,22 +245,13 @@ class Chosen(NamedTuple):
 def choose(name: str, *, n_pairs: int, pool: str = "disjoint", seed: int = 0) -> Chosen:
     """Pairs of train images, each with one of its captions at random, and all other rows.
 
-    With one seed, fewer pairs are a subset of more.
-
-    Args:
-        name: a captioned collection.
-        n_pairs: how many images are paired.
-        pool: "disjoint": one half of the other train images, and all captions of the other half;
-            "random": all other train images, and all their captions.
-        seed: chooses the images and their captions.
+    pool "disjoint" is one half of the other train images, and all captions of the other half;
+    "random" all other train images, and all their captions. With one seed, fewer pairs are a subset
+    of more.
     """
-    checks.choice("pool", pool, POOLS)
     rng = np.random.default_rng(seed)
     train = rng.permutation(rows_of_split(name, "train"))
-    if not 0 <= n_pairs <= len(train):
-        raise checks.InputError(
-            f"n_pairs: {n_pairs} asked of {len(train)} train images; keep it in 1..{len(train)}"
-        )
+    checks.within(len(train), "train images", least=0, n_pairs=n_pairs)
     paired, rest = train[:n_pairs], train[n_pairs:]
     owner = image_of_text(name)
     first, last = (np.searchsorted(owner, paired, side) for side in ("left", "right"))
@@ -316,35 +278,25 @@ def dataset(
 ) -> data.Dataset:
     """Pairs of a captioned collection, unpaired pools, and what to validate and test on.
 
-    With one seed, fewer pairs are a subset of more, and fewer unpaired rows of more.
+    pool "disjoint": unpaired images and captions are of different photographs, none of them paired,
+    so no hidden pair is left. COCO's images are then those without captions, and its texts the
+    captions of all train images that are not paired; the other collections' are divided, see
+    `choose`. pool "random": images and captions of the same photographs.
 
-    Args:
-        name: "coco", "flickr8k" or "rsicd": where the pairs come from.
-        n_pairs: how many.
-        pool: "disjoint": unpaired images and captions are of different photographs, none of them
-            paired, so no hidden pair is left. COCO's images are then those without captions, and
-            its texts the captions of all train images that are not paired; the other collections'
-            are divided, see `choose`. "random": images and captions of the same photographs.
-        n_unpaired: rows of each pool; all when None.
-        seed: chooses pairs, pools and noise.
-        unpaired_images: another source of images, one of `IMAGE_POOLS`.
-        unpaired_texts: another source of texts, one of `TEXT_POOLS`.
-        pool_noise: fraction of each pool replaced by random directions.
-        evaluate_on: the collection of the galleries; that of the pairs when None.
-        test: False leaves the test split and the classes unread.
-        zero_shot_on: a classification set, one of `ZERO_SHOT`.
-        text_encoder: one of `TEXT_ENCODERS`; others than MiniLM know COCO's captions alone.
-
-    Raises:
-        InputError: an unknown name, or more rows than there are.
+    Pools may come from others of `IMAGE_POOLS` and `TEXT_POOLS`; they have `n_unpaired` rows, all
+    when None, of which a fraction `pool_noise` is replaced by random directions. Galleries are of
+    `evaluate_on`, by default of the pairs' collection, and classes of `zero_shot_on`; without
+    `test`, the test split and the classes stay unread. With one seed, fewer pairs are a subset of
+    more, and fewer unpaired rows of more.
     """
-    checks.choice("name", name, CAPTIONED)
-    checks.choice("pool", pool, POOLS)
     checks.whole(1, n_pairs=n_pairs)
     source_x, source_y = unpaired_images or name, unpaired_texts or name
+    evaluate_on = evaluate_on or name
+    checks.choice("name", name, CAPTIONED)
+    checks.choice("pool", pool, POOLS)
     checks.choice("unpaired_images", source_x, IMAGE_POOLS)
     checks.choice("unpaired_texts", source_y, TEXT_POOLS)
-    checks.choice("evaluate_on", evaluate_on or name, CAPTIONED)
+    checks.choice("evaluate_on", evaluate_on, CAPTIONED)
     # Noise stands in the place of the pairs' own collection.
     x, y = (name if source == "noise" else source for source in (source_x, source_y))
     if x == "coco" and pool == "disjoint":
@@ -352,36 +304,32 @@ def dataset(
     divided = pool if x == y else "random"
     chosen = choose(name, n_pairs=n_pairs, pool=divided, seed=seed)
 
-    def rest(source: str) -> Chosen:
-        return chosen if source == name else choose(source, n_pairs=0, pool=divided, seed=seed)
+    def rows(source: str, side: str, count: int, order: int) -> np.ndarray:
+        """`n_unpaired` rows in random order; a row's place does not depend on the others."""
+        rest = np.arange(count)
+        if source in CAPTIONED:
+            own = chosen if source == name else choose(source, n_pairs=0, pool=divided, seed=seed)
+            rest = getattr(own, f"pool_{side}")
+        if n_unpaired is not None:
+            checks.within(len(rest), f"unpaired {side}", least=0, n_unpaired=n_unpaired)
+        place = np.random.default_rng((order, 1)).random(rest.max(initial=-1) + 1)[rest]
+        return rest[np.argsort(place, kind="stable")][:n_unpaired]
 
-    rows_x = rest(x).pool_images if x in CAPTIONED else np.arange(len(images(x)))
-    rows_y = rest(y).pool_texts if y in CAPTIONED else np.arange(len(texts(y)))
-    pool_x: Any = images(x, _some("images", rows_x, n_unpaired, seed))
-    pool_y: Any = texts(y, _some("texts", rows_y, n_unpaired, seed + 1), text_encoder)
-    if noise := 1.0 if source_x == "noise" else pool_noise:
-        pool_x = data.replace_with_noise(pool_x, fraction=noise, seed=seed)
-    if noise := 1.0 if source_y == "noise" else pool_noise:
-        pool_y = data.replace_with_noise(pool_y, fraction=noise, seed=seed + 1)
+    def noisy(pool: Any, source: str, seed: int) -> Any:
+        fraction = 1.0 if source == "noise" else pool_noise
+        return data.replace_with_noise(pool, fraction=fraction, seed=seed) if fraction else pool
+
+    pool_x = images(x, rows(x, "images", len(images(x)), seed))
+    pool_y = texts(y, rows(y, "texts", len(texts(y)), seed + 1), text_encoder)
     return data.Dataset(
         np.asarray(images(name, chosen.images)),
         np.asarray(texts(name, chosen.texts, text_encoder)),
-        pool_x,
-        pool_y,
-        val=gallery(evaluate_on or name, "val", text_encoder),
-        test=gallery(evaluate_on or name, "test", text_encoder) if test else None,
+        noisy(pool_x, source_x, seed),
+        noisy(pool_y, source_y, seed + 1),
+        val=gallery(evaluate_on, "val", text_encoder),
+        test=gallery(evaluate_on, "test", text_encoder) if test else None,
         zero_shot=zero_shot(zero_shot_on, text_encoder) if test and zero_shot_on else None,
     )
-
-
-def _some(what: str, rows: np.ndarray, size: int | None, seed: int) -> np.ndarray:
-    """`size` of the rows in random order, in which a row's place does not depend on the others."""
-    if size is not None and not 0 <= size <= len(rows):
-        raise checks.InputError(
-            f"n_unpaired: {size} asked but {len(rows)} unpaired {what} remain; ask for fewer"
-        )
-    place = np.random.default_rng((seed, 1)).random(rows.max(initial=-1) + 1)[rows]
-    return rows[np.argsort(place, kind="stable")][:size]
 
 
 def main() -> None:

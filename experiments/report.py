@@ -1,4 +1,4 @@
-"""Reports of results: mean and spread, tables as text, Markdown and CSV, and the comparison."""
+"""Reports of results: tables as text, Markdown, CSV and HTML, and the comparison of runs."""
 
 import csv
 import dataclasses
@@ -6,37 +6,46 @@ import html
 import io
 import json
 import math
-import os
 import pathlib
 import textwrap
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 import tabulate
+from ml_collections.config_dict import FrozenConfigDict
 
-from experiments import distributed, page, retrieval
+from experiments import distributed, page, photos
 from experiments import run as run_lib
 from experiments import workdir as workdir_lib
-from sotalign_jax import aligner, checks
+from experiments.extract import datasets, items, pair
+from sotalign_jax import aligner, data, files
 from sotalign_jax.diagnostics import Mean
 
-if TYPE_CHECKING:
-    from ml_collections.config_dict import FrozenConfigDict
-
-    from experiments.run import Outcome, Results
+Configs = Mapping[str, FrozenConfigDict]
+Results = Mapping[str, run_lib.Results]
 
 # --- tables --------------------------------------------------------------------------------------
 
 
 @dataclasses.dataclass(frozen=True)
 class Table:
-    """Rows of results as aligned text (`str`), Markdown and CSV; made by `table`."""
+    """Rows of text, numbers, None (shown as "-") and means ("8.4 ± 0.6"), in several formats.
 
-    headers: tuple[str, ...]
-    rows: tuple[tuple[Any, ...], ...]
-    digits: int
-    best: Mapping[str, str]
+    `digits` are decimals in text and Markdown; the largest of a column in `best` is marked.
+
+    >>> rows = [["sail", 24.2], ["sotalign", 30.31]]
+    >>> print(Table(["method", "MeanR@1"], rows, best=["MeanR@1"]))
+    method      MeanR@1
+    --------  ----------
+    sail           24.2
+    sotalign       30.3*
+    """
+
+    headers: Sequence[str]
+    rows: Sequence[Sequence[Any]]
+    digits: int = 1
+    best: Collection[str] = ()
 
     def __str__(self) -> str:
         """Columns aligned by spaces, numbers to the right, the best of a column with a star."""
@@ -51,8 +60,7 @@ class Table:
     def csv(self) -> str:
         """Comma-separated values with all digits and no marks."""
         columns: list[list[Any]] = []
-        for index, header in enumerate(self.headers):
-            values = [row[index] for row in self.rows]
+        for header, *values in zip(self.headers, *self.rows, strict=True):
             columns.append([header, *values])
             spreads = [getattr(value, "spread", None) for value in values]
             if any(spread is not None for spread in spreads):
@@ -64,32 +72,30 @@ class Table:
     def html(self, caption: str = "", *, theirs: Sequence[str] = ()) -> str:
         """An HTML table, the best of a column in bold, and columns `theirs` in another colour."""
         kinds = [" class='theirs'" if header in theirs else "" for header in self.headers]
-        cells = self._cells("\0{}", "{}")
-        lines: list[str] = []
-        for row in cells:
-            tag = "td" if lines else "th"
-            texts = [html.escape(text) for text in row]
-            marked = [f"<b>{text[1:]}</b>" if text[:1] == "\0" else text for text in texts]
-            pairs = zip(kinds, marked, strict=True)
-            lines.append("".join(f"<{tag}{kind}>{text}</{tag}>" for kind, text in pairs))
+        body = ""
+        for number, row in enumerate(self._cells("\0{}\1", "{}")):
+            tag = "td" if number else "th"
+            texts = [html.escape(t).replace("\0", "<b>").replace("\1", "</b>") for t in row]
+            pairs = zip(kinds, texts, strict=True)
+            cells = "".join(f"<{tag}{kind}>{text}</{tag}>" for kind, text in pairs)
+            body += f"<tr>{cells}</tr>"
         title = f"<caption>{html.escape(caption)}</caption>" if caption else ""
-        body = "".join(f"<tr>{line}</tr>" for line in lines)
         return f"<div class='scroll'><table>{title}{body}</table></div>"
 
-    def save(self, stem: str | os.PathLike[str]) -> list[pathlib.Path]:
+    def save(self, stem: str | pathlib.Path) -> list[str]:
         """Writes `stem`.md and `stem`.csv and returns their paths."""
-        paths = [pathlib.Path(f"{os.fspath(stem)}{suffix}") for suffix in (".md", ".csv")]
-        for path, text in zip(paths, [self.markdown() + "\n", self.csv()], strict=True):
-            write(path, text)
-        return paths
+        texts = {f"{stem}.md": self.markdown() + "\n", f"{stem}.csv": self.csv()}
+        for path, text in texts.items():
+            write(pathlib.Path(path), text)
+        return list(texts)
 
     def _tabulate(self, cells: list[list[str]], style: str) -> str:
-        numeric = [any(_is_number(row[i]) for row in self.rows) for i in range(len(self.headers))]
+        numeric = [any(map(_is_number, values)) for values in zip(*self.rows, strict=True)]
         return tabulate.tabulate(
             cells[1:],
             cells[0],
             tablefmt=style,
-            colalign=["right" if right else "left" for right in numeric] if self.rows else None,
+            colalign=["right" if right else "left" for right in numeric] or None,
             disable_numparse=True,
             preserve_whitespace=True,
         )
@@ -97,18 +103,16 @@ class Table:
     def _cells(self, marked: str, plain: str) -> list[list[str]]:
         """Header and body as text, every cell of a column with a best value marked or padded."""
         columns = []
-        for index, header in enumerate(self.headers):
-            values = [row[index] for row in self.rows]
-            texts = [self._text(value) for value in values]
+        for header, *values in zip(self.headers, *self.rows, strict=True):
+            texts = [header, *map(self._text, values)]
             numbers = [value for value in values if _is_number(value) and math.isfinite(value)]
             if header in self.best and numbers:
                 # Compared as printed, so that equal-looking values are all marked.
-                top = self._rounded(max(numbers) if self.best[header] == "max" else min(numbers))
+                top = self._rounded(max(numbers))
                 marks = [marked if self._rounded(value) == top else plain for value in values]
-                texts = [mark.format(text) for mark, text in zip(marks, texts, strict=True)]
-                columns.append([plain.format(header), *texts])
-            else:
-                columns.append([header, *texts])
+                pairs = zip([plain, *marks], texts, strict=True)
+                texts = [mark.format(text) for mark, text in pairs]
+            columns.append(texts)
         return [list(row) for row in zip(*columns, strict=True)]
 
     def _text(self, value: Any) -> str:
@@ -123,48 +127,39 @@ class Table:
         return f"{value:.{self.digits}f}" if _is_number(value) else ""
 
 
-def table(
-    headers: Sequence[str],
-    rows: Sequence[Sequence[Any]],
-    *,
-    digits: int = 1,
-    best: Mapping[str, str] | None = None,
-) -> Table:
-    """Makes a table of results.
-
-    Args:
-        headers: the column names.
-        rows: one sequence a row, of text, numbers or None (shown as "-"); a `diagnostics.Mean` is
-            shown as "8.4 ± 0.6", and is two columns in CSV.
-        digits: decimals of floating-point numbers in text and Markdown.
-        best: which columns to mark, such as `{"MeanR@1": "max", "loss": "min"}`.
-
-    Returns:
-        A `Table`.
-
-    Raises:
-        InputError: a row has another length than the header, or `best` names no column.
-
-    >>> print(table(["method", "MeanR@1"], [["sail", 24.2], ["sotalign", 30.31]],
-    ...             best={"MeanR@1": "max"}))
-    method      MeanR@1
-    --------  ----------
-    sail           24.2
-    sotalign       30.3*
-    """
-    for row in rows:
-        if len(row) != len(headers):
-            raise checks.InputError(
-                f"rows: {list(row)} has {len(row)} cells; there are {len(headers)} headers"
-            )
-    for name, direction in (best or {}).items():
-        checks.choice("best", name, tuple(headers))
-        checks.choice(f"best {name}", direction, ("max", "min"))
-    return Table(tuple(headers), tuple(tuple(row) for row in rows), digits, dict(best or {}))
+table = Table  # as the benchmarks call it
 
 
 def _is_number(value: Any) -> bool:
     return isinstance(value, int | float | np.number) and not isinstance(value, bool)
+
+
+# --- files ---------------------------------------------------------------------------------------
+
+
+def write(path: pathlib.Path, content: str | bytes) -> None:
+    """Writes a file; on a full disk, as after a kill, an earlier one is intact."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with workdir_lib.replacing(path) as file:
+        file.write(content.encode() if isinstance(content, str) else content)
+
+
+def png(figure: Any) -> bytes:
+    """A figure as a file's content, so that it can be written at once; closes it."""
+    buffer = io.BytesIO()
+    figure.savefig(buffer, format="png", dpi=150)
+    pyplot().close(figure)
+    return buffer.getvalue()
+
+
+def pyplot() -> Any:
+    """matplotlib.pyplot, drawing into files."""
+    import matplotlib
+
+    matplotlib.use("agg")
+    import matplotlib.pyplot as plt
+
+    return plt
 
 
 # --- comparisons of runs -------------------------------------------------------------------------
@@ -187,195 +182,6 @@ PANELS = {
     "zero_shot/top1": "zero-shot top-1",
 }
 """What is plotted, with its title."""
-
-Grouped = dict[str, dict[int, list["Results"]]]
-"""Results of every seed, by label and number of pairs; those of failed runs are missing."""
-
-
-def conclude(
-    configs: Mapping[str, "FrozenConfigDict"],
-    outcomes: Mapping[str, "Outcome"],
-    workdir: pathlib.Path,
-    *,
-    folders: Mapping[str, pathlib.Path] | None = None,
-) -> None:
-    """Writes comparison.md, .csv and .png and report.html into `workdir`; prints the table.
-
-    The report has curves of the training and, where captions are known (COCO, or files made by
-    `experiments.pair`), what the model that is best on validation found; the first of these are
-    printed, too, and kept in retrieved.txt. `folders` are those of the runs, if they are not named
-    after them in `workdir`.
-
-    Raises:
-        FloatingPointError: runs failed; the others are in the table.
-    """
-    if distributed.is_first():
-        own = {name: workdir / name if len(configs) > 1 else workdir for name in configs}
-        _conclude(configs, outcomes, workdir, folders or own)
-    failed = [f"{name}: {outcome.error}" for name, outcome in outcomes.items() if outcome.error]
-    if failed:
-        raise FloatingPointError(f"{len(failed)} of {len(outcomes)} runs failed, first {failed[0]}")
-
-
-def _conclude(
-    configs: Mapping[str, "FrozenConfigDict"],
-    outcomes: Mapping[str, "Outcome"],
-    workdir: pathlib.Path,
-    folders: Mapping[str, pathlib.Path],
-) -> None:
-    results, settings = grouped(configs, outcomes), settings_text(configs)
-    compared = comparison_table(results)
-    compared.save(workdir / "comparison")
-    print(f"\n{compared}\n\n{settings}")
-    shown = [page.section("Results", compared.html(), page.text(settings))]
-    if (plot := comparison_plot(results)) is not None:
-        write(workdir / "comparison.png", plot)
-        shown.append(page.section("Comparison", page.image(plot, "scores of the runs")))
-    if (plot := curves_plot(folders)) is not None:
-        shown.append(page.section("Training", page.image(plot, "curves over the steps")))
-    scores = {name: outcomes[name].results.get(run_lib.SCORE, -1.0) for name in configs}
-    best = max(scores, key=scores.__getitem__)
-    if found := _found(configs[best], folders[best]):
-        title = f"What {best} finds for pictures it has not seen"
-        text = f"{title}:\n{retrieval.render(found[:5])}\n"
-        write(workdir / "retrieved.txt", text)
-        print(f"\n{text}")
-        shown.append(page.section(title, retrieval.cards(found)))
-    title = ", ".join(results)
-    head = f"<header><h1>{html.escape(title)}</h1>{page.text(str(workdir))}</header>"
-    shown.append(page.environment(workdir_lib.kept_environment(workdir)))
-    write(workdir / "report.html", page.page(title, head, *shown))
-    print(f"\nResults, models and report.html are in {workdir}")
-
-
-def _found(config: "FrozenConfigDict", folder: pathlib.Path) -> list[retrieval.Found]:
-    """What the model in a run's folder finds on its test split; nothing if that is not known."""
-    labels = retrieval.labels(config) if config.data.test else None
-    if labels is None or not (folder / aligner.FOLDER).exists():
-        return []
-    gallery = run_lib.load_dataset(config).test
-    assert gallery is not None
-    return retrieval.find(aligner.Aligner.load(folder), gallery, labels)
-
-
-SETTINGS = (
-    *("data.name", "data.n_pairs", "data.pool", "data.n_unpaired"),
-    *("teacher.kind", "teacher.ridge", "heads.dim", "heads.init"),
-    *("train.steps", "train.learning_rate", "train.pair_batch", "train.unpaired_batch"),
-    *("sotalign.divergence", "sotalign.alpha", "sotalign.epsilon", "sotalign.epsilon_star"),
-)
-"""What makes a result, printed below it."""
-
-
-def settings_text(configs: Mapping[str, "FrozenConfigDict"]) -> str:
-    """Values of `SETTINGS`; where runs differ, each value with the runs that have it."""
-    parts = []
-    for key in SETTINGS:
-        section, name = key.split(".")
-        runs: dict[Any, list[str]] = {}
-        for run, config in configs.items():
-            if section in config:
-                label = run.rpartition("-seed")[0]
-                labels = runs.setdefault(config[section][name], [])
-                labels.extend([label] if label not in labels else [])
-        if len(runs) == 1:
-            parts.append(f"{key}={next(iter(runs))}")
-        elif runs:
-            parts.append(f"{key}=" + ", ".join(f"{v} ({'/'.join(of)})" for v, of in runs.items()))
-    return textwrap.fill("; ".join(parts), 100, break_long_words=False, break_on_hyphens=False)
-
-
-def grouped(
-    configs: Mapping[str, "FrozenConfigDict"], outcomes: Mapping[str, "Outcome"]
-) -> Grouped:
-    """Results by label and number of pairs, in the order of the runs.
-
-    Runs named LABEL-Npairs-seedS, as many as there are numbers of pairs, are rows of one label.
-    """
-    several = len({config.data.n_pairs for config in configs.values()}) > 1
-    results: Grouped = {}
-    for name, config in configs.items():
-        label, n_pairs = name.rpartition("-seed")[0], config.data.n_pairs
-        label = label.removesuffix(f"-{n_pairs}pairs") if several else label
-        seeds = results.setdefault(label, {}).setdefault(n_pairs, [])
-        if outcomes[name].error is None:
-            seeds.append(outcomes[name].results)
-    return results
-
-
-def comparison_table(results: Grouped) -> Table:
-    """Mean and standard deviation over seeds; a group of columns for every number of pairs."""
-    budgets = _budgets(results)
-    present = [header for header, key in COLUMNS.items() if _has(results, key)]
-    if len(budgets) > 1:
-        present = [header for header in present if header in SEVERAL] or present[:1]
-    columns = {
-        header if len(budgets) == 1 else f"{n_pairs}: {header}": (n_pairs, COLUMNS[header])
-        for n_pairs in budgets
-        for header in present
-    }
-    rows = [
-        [name, *(_mean(of_pairs.get(n_pairs, []), key) for n_pairs, key in columns.values())]
-        for name, of_pairs in results.items()
-    ]
-    return table(["method", *columns], rows, best=dict.fromkeys(columns, "max"))
-
-
-def comparison_plot(results: Grouped) -> bytes | None:
-    """Bars of R@1, R@10 and zero-shot accuracy, best on top; whiskers show the spread over seeds.
-
-    On the test split, on validation when there is no test split, and no plot without either.
-    """
-    splits = [name for name in ("test", "val") if _has(results, f"{name}/mean/R@1")]
-    if not splits:
-        return None
-    plt = pyplot()
-    budgets = _budgets(results)
-    several = len(budgets) > 1
-    keys = [key for panel in PANELS if _has(results, key := f"{splits[0]}/{panel}")]
-
-    def score(name: str) -> float:
-        means = [_mean(results[name].get(n_pairs, []), keys[0]) for n_pairs in budgets]
-        return sum(mean or 0.0 for mean in means)
-
-    names = sorted(results, key=score)  # the first bar is drawn at the bottom
-    height = 1.2 + 0.18 * len(names) * (len(budgets) + 0.6)
-    figure, _ = plt.subplots(
-        1, len(keys), figsize=(2 + 3 * len(keys), height), sharey=True, layout="constrained"
-    )
-    shades = plt.get_cmap("viridis")
-    thickness = 0.8 / len(budgets)
-    for axes, key in zip(figure.axes, keys, strict=True):
-        for index, n_pairs in enumerate(budgets):
-            means = [_mean(results[name].get(n_pairs, []), key) for name in names]
-            places = [place + 0.4 - thickness * (index + 0.5) for place, _ in enumerate(names)]
-            bars = axes.barh(
-                places,
-                [mean or 0.0 for mean in means],
-                thickness * 0.9,
-                xerr=[getattr(mean, "spread", None) or np.nan for mean in means],
-                error_kw={"elinewidth": 1, "capsize": 2},
-                color=shades(0.25 + 0.5 * index / max(len(budgets) - 1, 1)),
-                label=f"{n_pairs:,} pairs",
-            )
-            texts = ["failed" if mean is None else f"{float(mean):.1f}" for mean in means]
-            axes.bar_label(bars, texts, fontsize=7, padding=3)
-        axes.set_title(PANELS[key.partition("/")[2]], fontsize=10)
-        axes.set_xlabel(f"{splits[0]} (%)" if several else f"{splits[0]} (%), {budgets[0]:,} pairs")
-        axes.margins(x=0.15)
-        axes.spines[["top", "right"]].set_visible(False)
-    figure.axes[0].set_yticks(range(len(names)), names)
-    figure.axes[0].set_ylim(-0.6, len(names) - 0.4)
-    if several:
-        figure.legend(
-            *figure.axes[0].get_legend_handles_labels(),
-            loc="outside lower center",
-            ncols=len(budgets),
-            frameon=False,
-        )
-    return png(figure)
-
-
 CURVES = {
     "loss": "loss",
     "teacher_iterations": "iterations, teacher's plan",
@@ -385,6 +191,180 @@ CURVES = {
     "student_error": "marginal error, student's plan",
 }
 """Metrics over the steps that are drawn, with their titles."""
+SETTINGS = (
+    *("data.name", "data.n_pairs", "data.pool", "data.n_unpaired"),
+    *("teacher.kind", "teacher.ridge", "heads.dim", "heads.init"),
+    *("train.steps", "train.learning_rate", "train.pair_batch", "train.unpaired_batch"),
+    *("sotalign.divergence", "sotalign.alpha", "sotalign.epsilon", "sotalign.epsilon_star"),
+)
+"""What makes a result, printed below it."""
+Grouped = dict[tuple[str, int], list[run_lib.Results]]
+"""Results of every seed, by label and number of pairs; those of failed runs are missing."""
+
+
+def conclude(
+    configs: Configs,
+    results: Results,
+    workdir: pathlib.Path,
+    *,
+    folders: Mapping[str, pathlib.Path] | None = None,
+) -> None:
+    """Writes comparison.md, .csv and .png and report.html into `workdir`; prints the table.
+
+    The report has curves of the training and, where captions are known (COCO, or files made by
+    `experiments.pair`), what the model that is best on validation found; the first of these are
+    printed, too, and kept in retrieved.txt. `folders` are those of the runs, if they are not named
+    after them in `workdir`. Runs that failed are named in a FloatingPointError at the end.
+    """
+    if distributed.is_first():
+        own = {name: workdir / name if len(configs) > 1 else workdir for name in configs}
+        _report(configs, results, workdir, folders or own)
+    if failed := [f"{name}: {one['error']}" for name, one in results.items() if "error" in one]:
+        raise FloatingPointError(f"{len(failed)} of {len(results)} runs failed, first {failed[0]}")
+
+
+def _report(
+    configs: Configs, results: Results, workdir: pathlib.Path, folders: Mapping[str, pathlib.Path]
+) -> None:
+    groups, settings = grouped(configs, results), settings_text(configs)
+    compared = comparison_table(groups)
+    compared.save(workdir / "comparison")
+    print(f"\n{compared}\n\n{settings}")
+    shown = [page.section("Results", compared.html(), page.text(settings))]
+    if plot := comparison_plot(groups):
+        write(workdir / "comparison.png", plot)
+        shown.append(page.section("Comparison", page.image(plot, "scores of the runs")))
+    if plot := curves_plot(folders):
+        shown.append(page.section("Training", page.image(plot, "curves over the steps")))
+    best = max(configs, key=lambda name: results[name].get(run_lib.SCORE, -1.0))
+    labels = labels_of(configs[best]) if configs[best].data.test else None
+    if labels and (folders[best] / aligner.FOLDER).exists():
+        gallery = run_lib.load_dataset(configs[best]).test
+        assert gallery is not None
+        found = find(aligner.Aligner.load(folders[best]), gallery, labels)
+        title = f"What {best} finds for pictures it has not seen"
+        text = "\n".join([f"{title}:", *(one.text() for one in found[:5]), ""])
+        write(workdir / "retrieved.txt", text)
+        print(f"\n{text}")
+        shown.append(page.section(title, cards(found)))
+    title = ", ".join(_labels(groups))
+    head = f"<header><h1>{html.escape(title)}</h1>{page.text(str(workdir))}</header>"
+    shown.append(page.environment(workdir_lib.kept_environment(workdir)))
+    write(workdir / "report.html", page.page(title, head, *shown))
+    print(f"\nResults, models and report.html are in {workdir}")
+
+
+def settings_text(configs: Configs) -> str:
+    """Values of `SETTINGS`; where runs differ, each value with the runs that have it."""
+    parts = []
+    for key in SETTINGS:
+        section, name = key.split(".")
+        labels: dict[Any, dict[str, None]] = {}  # a dict for a set in order
+        for run, config in configs.items():
+            if section in config:
+                labels.setdefault(config[section][name], {})[run.rpartition("-seed")[0]] = None
+        if len(labels) == 1:
+            parts.append(f"{key}={next(iter(labels))}")
+        elif labels:
+            parts.append(f"{key}=" + ", ".join(f"{v} ({'/'.join(of)})" for v, of in labels.items()))
+    return textwrap.fill("; ".join(parts), 100, break_long_words=False, break_on_hyphens=False)
+
+
+def grouped(configs: Configs, results: Results) -> Grouped:
+    """Results by label and number of pairs, in the order of the runs.
+
+    Runs named LABEL-Npairs-seedS, as many as there are numbers of pairs, are rows of one label.
+    """
+    several = len({config.data.n_pairs for config in configs.values()}) > 1
+    groups: Grouped = {}
+    for name, config in configs.items():
+        label, n_pairs = name.rpartition("-seed")[0], config.data.n_pairs
+        label = label.removesuffix(f"-{n_pairs}pairs") if several else label
+        seeds = groups.setdefault((label, n_pairs), [])
+        seeds += [results[name]] if "error" not in results[name] else []
+    return groups
+
+
+def _labels(groups: Grouped) -> list[str]:
+    return list(dict.fromkeys(label for label, _ in groups))
+
+
+def _budgets(groups: Grouped) -> list[int]:
+    return sorted({n_pairs for _, n_pairs in groups})
+
+
+def _has(groups: Grouped, key: str) -> bool:
+    """Whether all runs that did not fail, and at least one, have this metric."""
+    runs = [run for seeds in groups.values() for run in seeds]
+    return bool(runs) and all(key in run for run in runs)
+
+
+def _mean(seeds: Sequence[run_lib.Results] | None, key: str) -> Mean | None:
+    """None when all seeds failed."""
+    return Mean([seed[key] for seed in seeds]) if seeds else None
+
+
+def comparison_table(groups: Grouped) -> Table:
+    """Mean and standard deviation over seeds; a group of columns for every number of pairs."""
+    budgets = _budgets(groups)
+    present = [header for header, key in COLUMNS.items() if _has(groups, key)]
+    if len(budgets) > 1:
+        present = [header for header in present if header in SEVERAL] or present[:1]
+    columns = {
+        header if len(budgets) == 1 else f"{n_pairs}: {header}": (n_pairs, COLUMNS[header])
+        for n_pairs in budgets
+        for header in present
+    }
+    rows = [
+        [label, *(_mean(groups.get((label, n_pairs)), key) for n_pairs, key in columns.values())]
+        for label in _labels(groups)
+    ]
+    return Table(["method", *columns], rows, best=columns)
+
+
+def comparison_plot(groups: Grouped) -> bytes | None:
+    """Bars of R@1, R@10 and zero-shot accuracy, best on top; whiskers show the spread over seeds.
+
+    On the test split, on validation when there is no test split, and no plot without either.
+    """
+    splits = [name for name in ("test", "val") if _has(groups, f"{name}/mean/R@1")]
+    if not splits:
+        return None
+    plt, budgets = pyplot(), _budgets(groups)
+    keys = [key for panel in PANELS if _has(groups, key := f"{splits[0]}/{panel}")]
+
+    def score(label: str) -> float:
+        return sum(_mean(groups.get((label, n)), keys[0]) or 0.0 for n in budgets)
+
+    labels = sorted(_labels(groups), key=score)  # the first bar is drawn at the bottom
+    size = 2 + 3 * len(keys), 1.2 + 0.18 * len(labels) * (len(budgets) + 0.6)
+    figure, _ = plt.subplots(1, len(keys), figsize=size, sharey=True, layout="constrained")
+    thickness = 0.8 / len(budgets)
+    for axes, key in zip(figure.axes, keys, strict=True):
+        for index, n_pairs in enumerate(budgets):
+            means = [_mean(groups.get((label, n_pairs)), key) for label in labels]
+            bars = axes.barh(
+                np.arange(len(labels)) + 0.4 - thickness * (index + 0.5),
+                [mean or 0.0 for mean in means],
+                thickness * 0.9,
+                xerr=[getattr(mean, "spread", None) or np.nan for mean in means],
+                error_kw={"elinewidth": 1, "capsize": 2},
+                color=plt.get_cmap("viridis")(0.25 + 0.5 * index / max(len(budgets) - 1, 1)),
+                label=f"{n_pairs:,} pairs",
+            )
+            texts = ["failed" if mean is None else f"{float(mean):.1f}" for mean in means]
+            axes.bar_label(bars, texts, fontsize=7, padding=3)
+        axes.set_title(PANELS[key.partition("/")[2]], fontsize=10)
+        pairs = f", {budgets[0]:,} pairs" if len(budgets) == 1 else ""
+        axes.set_xlabel(f"{splits[0]} (%){pairs}")
+        axes.margins(x=0.15)
+        axes.spines[["top", "right"]].set_visible(False)
+    figure.axes[0].set_yticks(range(len(labels)), labels)
+    figure.axes[0].set_ylim(-0.6, len(labels) - 0.4)
+    if len(budgets) > 1:
+        handles = figure.axes[0].get_legend_handles_labels()
+        figure.legend(*handles, loc="outside lower center", ncols=len(budgets), frameon=False)
+    return png(figure)
 
 
 def curves_plot(folders: Mapping[str, pathlib.Path]) -> bytes | None:
@@ -397,17 +377,17 @@ def curves_plot(folders: Mapping[str, pathlib.Path]) -> bytes | None:
     keys = [key for key in CURVES if any(key in row for log in logs.values() for row in log)]
     if not keys:
         return None
-    plt = pyplot()
-    rows = -(-len(keys) // 3)
+    plt, rows = pyplot(), -(-len(keys) // 3)
     size = 11, 0.5 + 2.3 * rows
     figure, axes = plt.subplots(rows, 3, figsize=size, layout="constrained", squeeze=False)
-    labels = list(dict.fromkeys(name.rpartition("-seed")[0] for name in logs))
+    labels = dict.fromkeys(name.rpartition("-seed")[0] for name in logs)
+    colours = {label: f"C{index % 10}" for index, label in enumerate(labels)}
     for ax, key in zip(axes.flat, keys, strict=False):
         for name, log in logs.items():
-            label = name.rpartition("-seed")[0]
             drawn = [(row["step"], float(row[key])) for row in log if key in row]
-            if drawn:
-                ax.plot(*zip(*drawn, strict=True), color=f"C{labels.index(label) % 10}", lw=1.2)
+            ax.plot(
+                *np.reshape(drawn, (-1, 2)).T, color=colours[name.rpartition("-seed")[0]], lw=1.2
+            )
         ax.set_title(CURVES[key], fontsize=10)
         ax.set_yscale("log" if key.endswith("_error") else "linear")
         ax.xaxis.get_major_locator().set_params(integer=True)
@@ -416,46 +396,84 @@ def curves_plot(folders: Mapping[str, pathlib.Path]) -> bytes | None:
         ax.set_axis_off()
     for ax in axes[-1]:
         ax.set_xlabel("step")
-    lines = [plt.Line2D([], [], color=f"C{i % 10}", label=label) for i, label in enumerate(labels)]
+    lines = [plt.Line2D([], [], color=colour, label=label) for label, colour in colours.items()]
     figure.legend(handles=lines, loc="outside lower center", ncols=5, frameon=False)
     return png(figure)
 
 
-def png(figure: Any) -> bytes:
-    """A figure as a file's content, so that it can be written at once; closes it."""
-    buffer = io.BytesIO()
-    figure.savefig(buffer, format="png", dpi=150)
-    pyplot().close(figure)
-    return buffer.getvalue()
+# --- what a model finds for pictures that it has not seen ----------------------------------------
 
 
-def write(path: pathlib.Path, content: str | bytes) -> None:
-    """Writes a file; on a full disk, as after a kill, an earlier one is intact."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with workdir_lib.replacing(path) as file:
-        file.write(content.encode() if isinstance(content, str) else content)
+class Labels(NamedTuple):
+    """What the rows of a test gallery are: names of x, captions of y, and pictures of x, if any."""
+
+    x: Sequence[str]
+    y: Sequence[str]
+    pictures: Sequence[pathlib.Path] = ()
 
 
-def pyplot() -> Any:
-    """matplotlib.pyplot, drawing into files."""
-    import matplotlib
+class Found(NamedTuple):
+    """The captions nearest to a picture, best first, and whether each is one of its own."""
 
-    matplotlib.use("agg")
-    import matplotlib.pyplot as plt
+    name: str
+    caption: str
+    retrieved: tuple[tuple[str, bool], ...]
+    picture: pathlib.Path | None = None
 
-    return plt
+    def text(self) -> str:
+        """The picture's own caption, and below it those that were found."""
+        lines = [f"{self.name}: {self.caption.strip()}"]
+        for caption, right in self.retrieved:
+            lines.append(f"  {'right' if right else 'wrong'}  {caption.strip()}")
+        return "\n".join(lines)
+
+    def card(self) -> str:
+        """Likewise as HTML, with the picture if its file is at hand."""
+        shown = ""
+        if self.picture is not None and self.picture.exists():
+            shown = page.thumbnail(items.oriented(self.picture), self.caption)
+        rows = "".join(
+            f"<li class='{'right' if right else 'wrong'}'>{html.escape(caption)}</li>"
+            for caption, right in self.retrieved
+        )
+        title = f"<b>{html.escape(self.caption)}</b><br>{html.escape(self.name)}"
+        return page.card(f"{title}<ol>{rows}</ol>", shown)
 
 
-def _budgets(results: Grouped) -> list[int]:
-    return sorted({n_pairs for of_pairs in results.values() for n_pairs in of_pairs})
+def labels_of(config: FrozenConfigDict) -> Labels | None:
+    """The labels of a run's test rows: of COCO, and of files that `experiments.pair` made."""
+    if (config.data.evaluate_on or config.data.name) == "coco":
+        image_ids, said = photos.test_labels()
+        return Labels([f"photograph {image}" for image in image_ids], said)
+    test_x = pathlib.Path(files.split_key(config.data.files.test_x or "")[0]).expanduser()
+    noted = test_x.parent / pair.TEST
+    if not config.data.files.test_x or not noted.exists():
+        return None
+    kept = workdir_lib.read_json(noted)
+    root = pathlib.Path(kept["data"]["root"])
+    captions = datasets.captions(kept["data"], kept["y"])
+    return None if captions is None else Labels(kept["x"], captions, [root / x for x in kept["x"]])
 
 
-def _has(results: Grouped, key: str) -> bool:
-    """Whether all runs that did not fail, and at least one, have this metric."""
-    runs = [run for of_pairs in results.values() for seeds in of_pairs.values() for run in seeds]
-    return bool(runs) and all(key in run for run in runs)
+def find(model: aligner.Aligner, gallery: data.Gallery, labels: Labels) -> list[Found]:
+    """The three nearest of all captions to some pictures, which are the same for every model."""
+    count, top = min(200, len(gallery.x)), min(3, len(gallery.y))
+    asked = np.random.default_rng(0).choice(len(gallery.x), count, replace=False)
+    _, rows = model.search(gallery.x[asked], gallery.y, k=top)
+    found = []
+    for query, best in zip(asked, rows, strict=True):
+        retrieved = tuple((labels.y[y], bool(gallery.x_of_y[y] == query)) for y in best)
+        own = labels.y[np.flatnonzero(gallery.x_of_y == query)[0]]
+        picture = labels.pictures[query] if labels.pictures else None
+        found.append(Found(labels.x[query], own, retrieved, picture))
+    return found
 
 
-def _mean(seeds: Sequence[Mapping[str, float]], key: str) -> Mean | None:
-    """Over the seeds; None when all of them failed."""
-    return Mean([seed[key] for seed in seeds]) if seeds else None
+def cards(found: Sequence[Found], each: int = 8) -> str:
+    """HTML of pictures whose first caption is right, and of as many whose is not."""
+    parts = []
+    for title, right in (("Right", True), ("Wrong", False)):
+        some = [one for one in found if one.retrieved[0][1] == right]
+        parts.append(page.text(f"{title} at first: {len(some)} of {len(found)} pictures."))
+        parts.append(page.cards(*(one.card() for one in some[:each])))
+    return "\n".join(parts)

@@ -54,7 +54,7 @@ def _run() -> None:
     else:
         answer = searcher.texts(picture, texts, top=_TOP.value)
     rows = [[rank, score, name] for rank, (name, score) in enumerate(answer.results, 1)]
-    print(report.table(["rank", "cosine", "picture" if by_text else "text"], rows, digits=3))
+    print(report.Table(["rank", "cosine", "picture" if by_text else "text"], rows, digits=3))
     report.write(_PAGE.value, answer.page)
     print(f"\nto look at: {_PAGE.value}")
 

@@ -12,6 +12,7 @@ Interrupted, it goes on where it stopped when it is started again; a larger --li
 """
 
 import ast
+import contextlib
 import copy
 import itertools
 import math
@@ -46,9 +47,6 @@ Point = dict[str, Any]
 """A value for every key of a grid."""
 
 
-# --- grids ---------------------------------------------------------------------------------------
-
-
 def parse_grid(text: str, method: str) -> Grid:
     """Reads "alpha=1e-3,1e-4;train.learning_rate=3e-4;own"; the order is the grid's.
 
@@ -60,24 +58,18 @@ def parse_grid(text: str, method: str) -> Grid:
     grid: Grid = {}
     for part in filter(None, map(str.strip, text.split(";"))):
         key, _, listed = (piece.strip() for piece in part.partition("="))
-        values = tuple(_value(piece.strip()) for piece in listed.split(","))
-        found: Mapping[str, tuple[Any, ...]] = {key: values}
-        if part == "own":
-            found = methods.METHODS[method].grid if method in methods.METHODS else {}
-        elif not key or any(value == "" for value in values):
+        values: list[Any] = [piece.strip() for piece in listed.split(",")]
+        if part != "own" and not (key and all(values)):
             raise checks.InputError(f"grid: cannot read {part!r}; pass KEY=VALUE,VALUE;KEY=VALUE")
-        for name, entries in found.items():
-            if name in grid or len(set(map(repr, entries))) < len(entries):
+        for index, value in enumerate(values):
+            with contextlib.suppress(ValueError, SyntaxError):  # a word stands for itself
+                values[index] = ast.literal_eval(value)
+        own = methods.METHODS[method].grid if method in methods.METHODS else {}
+        for name, tried in (own if part == "own" else {key: tuple(values)}).items():
+            if name in grid or len(set(map(repr, tried))) < len(tried):
                 raise checks.InputError(f"grid: {name} or one of its values is repeated")
-            grid[name] = entries
+            grid[name] = tried
     return grid
-
-
-def _value(text: str) -> Any:
-    try:
-        return ast.literal_eval(text)
-    except (ValueError, SyntaxError):
-        return text
 
 
 def points(grid: Grid, limit: int | None = None) -> dict[int, Point]:
@@ -96,174 +88,96 @@ def points(grid: Grid, limit: int | None = None) -> dict[int, Point]:
 
 
 def changes_of(config: ConfigDict, label: str, point: Mapping[str, Any]) -> dict[str, Any]:
-    """The changes of the run with that label, or of the method of that name, and of a point.
-
-    >>> changes_of(config_lib.default(), "sotalign", {"alpha": 0.1, "train.steps": 5})
-    {'method': 'sotalign', 'sotalign.alpha': 0.1, 'train.steps': 5}
-    """
+    """The changes of the run with that label, or of the method of that name, and of a point."""
     changes = dict(config.runs.get(label, {"method": label}))
     method = changes.get("method", config.method)
     return changes | {key if "." in key else f"{method}.{key}": v for key, v in point.items()}
 
 
-def with_point(
-    config: ConfigDict, label: str, point: Mapping[str, Any], **others: Any
-) -> dict[int, FrozenConfigDict]:
-    """The runs of one label alone, changed by a point and by others, by seed."""
+def runs_of(config: ConfigDict, changes: Mapping[str, Point]) -> dict[str, FrozenConfigDict]:
+    """The runs of a config with other changes by label, such as "trial-003-seed0"."""
     changed = copy.deepcopy(config)
-    changed.runs = {label: changes_of(config, label, point) | others}
-    return {one.seed: one for one in config_lib.runs(changed).values()}
-
-
-# --- trials --------------------------------------------------------------------------------------
+    changed.runs = dict(changes)
+    return config_lib.runs(changed)
 
 
 class Trial(NamedTuple):
-    """A point of the grid with its runs by seed, and then its score over them, or why it failed."""
+    """A point of the grid, with its score over seeds or why it failed."""
 
     number: int
     point: Point
-    runs: dict[int, FrozenConfigDict]
-    score: Mean | None = None
-    error: str | None = None
-
-    def folder(self, seed: int) -> str:
-        """Where the run with a seed lives."""
-        return f"trial-{self.number:03d}-seed{seed}"
+    score: Mean | None
+    error: str | None
 
 
-def plan(config: ConfigDict, label: str, chosen: Mapping[int, Point]) -> list[Trial]:
-    """The runs of every point, none of which reads the test split.
-
-    Raises:
-        InputError: a value that cannot be used whatever the others are.
-    """
-    config_lib.runs(config)  # a config that is wrong without the grid says so in its own words
+def ranked(chosen: Mapping[int, Point], ended: Mapping[str, run.Results]) -> list[Trial]:
+    """The best first, of equals the first in the grid; those that failed last."""
     trials = []
     for number, point in chosen.items():
-        try:
-            runs = with_point(config, label, point, **{"data.test": False})
-            trials.append(Trial(number, point, runs))
-        except checks.InputError as error:
-            trials.append(Trial(number, point, {}, error=str(error)))
-    for key, value in {(key, repr(value)): None for t in trials for key, value in t.point.items()}:
-        errors = [t.error for t in trials if repr(t.point[key]) == value]
-        if all(errors):
-            raise checks.InputError(f"grid: {errors[0]}")
-    if all(trial.error for trial in trials):
-        raise checks.InputError(f"{trials[0].error}")
-    return trials
-
-
-def search(
-    trials: list[Trial], folder: pathlib.Path, *, record: dict[str, Any], title: str
-) -> list[Trial]:
-    """Makes the trials or finishes those begun; the best first, of equals the first in the grid."""
-    configs = {t.folder(seed): one for t in trials for seed, one in t.runs.items()}
-    outcomes = run.run_all(configs, folder, record=record, title=title)
-
-    def ended(trial: Trial) -> Trial:
-        own = [outcomes[trial.folder(seed)] for seed in trial.runs]
-        error = trial.error or next((outcome.error for outcome in own if outcome.error), None)
-        scores = [outcome.results[run.SCORE] for outcome in own if outcome.error is None]
-        return trial._replace(score=None if error else Mean(scores), error=error)
-
-    return ranked([ended(trial) for trial in trials])
-
-
-def ranked(trials: list[Trial]) -> list[Trial]:
-    """The best first, of equals the first in the grid; those that failed last."""
+        own = [one for name, one in ended.items() if name.startswith(f"trial-{number:03d}-")]
+        error = next((one["error"] for one in own if "error" in one), None)
+        score = None if error else Mean([one[run.SCORE] for one in own])
+        trials.append(Trial(number, point, score, error))
     return sorted(trials, key=lambda trial: 1.0 if trial.score is None else -trial.score)
 
 
 def trials_table(trials: list[Trial]) -> report.Table:
     """Every trial with its settings and its score, in the order given."""
-    headers = ["trial", *trials[0].point, "val R@1", "failed"]
+    columns = ["trial", *trials[0].point, "val R@1", "failed"]
     rows = [[t.number, *map(str, t.point.values()), t.score, t.error or ""] for t in trials]
-    if not any(trial.error for trial in trials):
-        headers, rows = headers[:-1], [row[:-1] for row in rows]
-    return report.table(headers, rows, digits=2, best={"val R@1": "max"})
+    width = len(columns) if any(trial.error for trial in trials) else -1
+    kept = [row[:width] for row in rows]
+    return report.Table(columns[:width], kept, digits=2, best=["val R@1"])
 
 
-# --- the command ---------------------------------------------------------------------------------
+UNTESTED = {"data.test": False}
 
 
-def tune(
-    config: ConfigDict,
-    label: str,
-    workdir: pathlib.Path,
-    *,
-    grid: str,
-    limit: int | None,
-    seeds: int,
-) -> dict[str, tuple[FrozenConfigDict, run.Outcome, pathlib.Path]]:
-    """Chooses among the points of a grid and tests the choice; its runs, how they ended, and where.
+def tune(config: ConfigDict, label: str, workdir: pathlib.Path) -> dict[str, tuple[Any, ...]]:
+    """Chooses among the points of a grid and tests the choice; its configs, results and folders.
 
-    Leaves the trials, trials.md, trials.csv and best.json in `workdir`/`label`.
-
-    Args:
-        config: what the runs start from.
-        label: one of its runs, or a method.
-        workdir: folder for this and other labels of the same config.
-        grid: as in `parse_grid`.
-        limit: most points to try.
-        seeds: how many to test the choice with.
-
-    Raises:
-        InputError: the grid or the data cannot be used, or every trial failed.
+    Leaves the trials, trials.md, trials.csv and best.json in `workdir`/`label`, which is one of the
+    config's runs or a method.
     """
     checks.choice("method", label, tuple({**config.runs, **dict.fromkeys(config_lib.METHODS)}))
-    wanted = parse_grid(grid, changes_of(config, label, {}).get("method", config.method))
-    trials = plan(config, label, points(wanted, limit))
-    folder, record = workdir / label, {"method": label, "grid": wanted}
+    grid = parse_grid(_GRID.value, changes_of(config, label, {}).get("method", config.method))
+    chosen = points(grid, _LIMIT.value)
+    changes = {number: changes_of(config, label, point) for number, point in chosen.items()}
+    runs = runs_of(config, {f"trial-{n:03d}": {**own, **UNTESTED} for n, own in changes.items()})
+    folder, record = workdir / label, {"method": label, "grid": grid}
     if not (folder / "config.json").exists():
-        _check_data(config, label, trials, test=seeds > 0)
+        # Data that cannot be read, the test split's included, are known before the first trial.
+        first = {**next(iter(changes.values())), **({} if _SEEDS.value else UNTESTED)}
+        if run.load_dataset(next(iter(runs_of(config, {label: first}).values()))).val is None:
+            raise checks.InputError(
+                "data: there is no validation split to choose by; pass "
+                "--config.data.files.val_x=PATH and val_y"
+            )
     workdir_lib.open_run(workdir, {"config": config_lib.plain(config)})
     workdir_lib.open_run(folder, record)
-    trials = search(trials, folder, record=record, title=f"tune {label}")
-    table = trials_table(trials)
-    if distributed.is_first():
-        table.save(folder / "trials")
+    ended = run.run_all(runs, folder, record=record, title=f"tune {label}")
+    trials = ranked(chosen, ended)
     best = trials[0]
+    if distributed.is_first():
+        trials_table(trials).save(folder / "trials")
     if best.score is None:
         raise checks.InputError(f"method: every trial of {label} failed, first {best.error}")
-    chosen = repr({label: changes_of(config, label, best.point)})
-    flag = "--config.runs=" + (shlex.quote(chosen) if '"' in chosen else f'"{chosen}"')
-    workdir_lib.write_json(
-        folder / "best.json",
-        {
-            "method": label,
-            "trial": best.number,
-            "trials": len(trials),
-            "settings": best.point,
-            run.SCORE: float(best.score),
-            "flag": flag,
-        },
-    )
+    text = repr({label: changes[best.number]})
+    flag = "--config.runs=" + (shlex.quote(text) if '"' in text else f'"{text}"')
+    found = {"trial": best.number, "trials": len(trials), "settings": best.point}
+    scored = {"method": label, **found, run.SCORE: float(best.score), "flag": flag}
+    workdir_lib.write_json(folder / "best.json", scored)
     if distributed.is_first():
-        print(f"\n{table}\n\n{label} at its best: {flag}")
-    if not seeds:
+        print(f"\n{trials_table(trials)}\n\n{label} at its best: {flag}")
+    if not _SEEDS.value:
         return {}
     config = copy.deepcopy(config)
-    config.seed, config.seeds = None, tuple(range(seeds))
-    tested = with_point(config, label, best.point)
-    names = {f"test-{best.number:03d}-seed{seed}": one for seed, one in tested.items()}
-    outcomes = run.run_all(names, folder, record=record, title=f"test {label}")
+    config.seed, config.seeds = None, tuple(range(_SEEDS.value))
+    runs = runs_of(config, {f"test-{best.number:03d}": changes[best.number]})
+    ended = run.run_all(runs, folder, record=record, title=f"test {label}")
     return {
-        f"{label}-seed{one.seed}": (one, outcomes[name], folder / name)
-        for name, one in names.items()
+        f"{label}-seed{one.seed}": (one, ended[name], folder / name) for name, one in runs.items()
     }
-
-
-def _check_data(config: ConfigDict, label: str, trials: list[Trial], *, test: bool) -> None:
-    """Raises when data cannot be read (the test split's only if `test`) or none is to choose by."""
-    first = next(trial for trial in trials if trial.runs)
-    runs = with_point(config, label, first.point) if test else first.runs
-    if run.load_dataset(next(iter(runs.values()))).val is None:
-        raise checks.InputError(
-            "data: there is no validation split to choose by; pass "
-            "--config.data.files.val_x=PATH and val_y"
-        )
 
 
 def main() -> None:
@@ -271,16 +185,14 @@ def main() -> None:
     config, workdir = config_lib.from_flags(), cli.workdir()
     if not _METHOD.value:
         raise checks.InputError("method: is not set; pass --method=NAME or --method=NAME,NAME")
-    ended: dict[str, tuple[FrozenConfigDict, run.Outcome, pathlib.Path]] = {}
+    ended: dict[str, tuple[Any, ...]] = {}
     for label in _METHOD.value:
-        ended |= tune(
-            config, label, workdir, grid=_GRID.value, limit=_LIMIT.value, seeds=_SEEDS.value
-        )
+        ended |= tune(config, label, workdir)
     if ended:
-        configs = {name: config for name, (config, _, _) in ended.items()}
-        outcomes = {name: outcome for name, (_, outcome, _) in ended.items()}
-        folders = {name: folder for name, (_, _, folder) in ended.items()}
-        report.conclude(configs, outcomes, workdir, folders=folders)
+        configs, results, folders = (
+            {name: one[part] for name, one in ended.items()} for part in range(3)
+        )
+        report.conclude(configs, results, workdir, folders=folders)
 
 
 if __name__ == "__main__":

@@ -31,16 +31,17 @@ def test_every_file_is_listed_whole_and_small_enough_to_clone():
     assert all(len(photos.read(name)) == there[name] for name in listed)
 
 
-def test_a_damaged_or_missing_file_is_named(tmp_path):
+def test_a_damaged_or_missing_file_is_named(tmp_path, monkeypatch):
     content = bytearray(photos.read("zs_intel6.npz"))
     content[1000] ^= 1
     (tmp_path / "zs_intel6.npz").write_bytes(content)
     sums = (photos.FOLDER / "SHA256SUMS").read_text()
     (tmp_path / "SHA256SUMS").write_text(sums)
+    monkeypatch.setattr(photos, "FOLDER", tmp_path)
     with pytest.raises(checks.InputError, match=r"zs_intel6.npz.*checksum"):
-        photos.read("zs_intel6.npz", tmp_path)
+        photos.read("zs_intel6.npz")
     with pytest.raises(checks.InputError, match=r"coco.npz: no such file.*clone"):
-        photos.read("coco.npz", tmp_path)
+        photos.read("coco.npz")
 
 
 def test_features_are_restored_as_documented():

@@ -4,24 +4,25 @@ import csv
 import doctest
 import errno
 import io
+import json
 import os
 
 import matplotlib.image
 import numpy as np
+import PIL.Image
 import pytest
 from matplotlib.container import ErrorbarContainer
 
 from experiments import config as config_lib
-from experiments import report, run, workdir
-from sotalign_jax import checks, diagnostics
+from experiments import report, workdir
+from experiments.extract import pair
+from sotalign_jax import aligner, data, diagnostics, heads
 
 ROWS = [["procrustes", 21.1, 3, None], ["cca, ridge", np.float32(21.52), 40, "x|y"]]
 
 
 def _table() -> report.Table:
-    return report.table(
-        ["teacher", "MeanR@1", "n", "note"], ROWS, best={"MeanR@1": "max", "n": "min"}
-    )
+    return report.Table(["teacher", "MeanR@1", "n", "note"], ROWS, best=["MeanR@1", "n"])
 
 
 def test_examples():
@@ -31,15 +32,15 @@ def test_examples():
 def test_text_is_aligned_and_marks_the_best():
     header, rule, first, second = str(_table()).splitlines()
     assert header.split() == ["teacher", "MeanR@1", "n", "note"] and set(rule) == {"-", " "}
-    assert first.split() == ["procrustes", "21.1", "3*", "-"]
-    assert second.split() == ["cca,", "ridge", "21.5*", "40", "x|y"]
+    assert first.split() == ["procrustes", "21.1", "3", "-"]
+    assert second.split() == ["cca,", "ridge", "21.5*", "40*", "x|y"]
     assert first.index("21.1") == second.index("21.5")  # a mark does not move the digits
 
 
 def test_markdown_is_a_table():
     header, rule, first, second = _table().markdown().splitlines()
     assert rule.count("-:|") == 2 and rule.count("|:-") == 2  # numbers to the right
-    assert "**3**" in first and "**21.5**" in second and "**21.1**" not in first
+    assert "**40**" in second and "**21.5**" in second and "**21.1**" not in first
     assert "x\\|y" in second  # a bar inside a cell would start a new one
     assert header.count("|") == 5
 
@@ -53,13 +54,13 @@ def test_csv_holds_every_digit():
 
 def test_equal_values_are_all_marked_and_nan_never_is():
     rows = [["a", 1.04], ["b", 0.96], ["c", float("nan")]]
-    text = str(report.table(["m", "v"], rows, best={"v": "max"}))
+    text = str(report.Table(["m", "v"], rows, best=["v"]))
     assert text.count("1.0*") == 2 and "nan*" not in text
 
 
 def test_means_bring_their_spread():
     rows = [["a", diagnostics.Mean([1.0, 3.0])], ["b", diagnostics.Mean([2.0])], ["c", None]]
-    table = report.table(["m", "v"], rows, best={"v": "max"})
+    table = report.Table(["m", "v"], rows, best=["v"])
     shown = [" ".join(line.split()) for line in str(table).splitlines()[2:]]
     assert shown == ["a 2.0 ± 1.4*", "b 2.0*", "c -"]
     assert "**2.0 ± 1.4**" in table.markdown()
@@ -69,23 +70,13 @@ def test_means_bring_their_spread():
 
 
 def test_save_writes_both_files(tmp_path):
-    paths = _table().save(tmp_path / "deep" / "table1")
-    assert [path.name for path in paths] == ["table1.md", "table1.csv"]
-    assert paths[0].read_text() == _table().markdown() + "\n"
-    assert paths[1].read_text() == _table().csv()
+    _table().save(tmp_path / "deep" / "table1")
+    assert (tmp_path / "deep" / "table1.md").read_text() == _table().markdown() + "\n"
+    assert (tmp_path / "deep" / "table1.csv").read_text() == _table().csv()
 
 
 def test_a_table_without_rows_has_a_header():
-    assert str(report.table(["a", "b"], [])).splitlines()[0].split() == ["a", "b"]
-
-
-def test_mistakes_are_named():
-    with pytest.raises(checks.InputError, match="3 cells; there are 2 headers"):
-        report.table(["a", "b"], [[1, 2, 3]])
-    with pytest.raises(checks.InputError, match="best: 'c' is unknown"):
-        report.table(["a"], [[1]], best={"c": "max"})
-    with pytest.raises(checks.InputError, match="best a: 'up' is unknown"):
-        report.table(["a"], [[1]], best={"a": "up"})
+    assert str(report.Table(["a", "b"], [])).splitlines()[0].split() == ["a", "b"]
 
 
 # --- comparisons ---------------------------------------------------------------------------------
@@ -95,21 +86,22 @@ BETTER = {key: value + 4 for key, value in SCORES.items()}
 
 
 def test_the_table_has_means_and_deviations_over_seeds():
-    results = {"sail": {60: [SCORES, BETTER]}, "sotalign": {60: [BETTER] * 2}}
+    results = {("sail", 60): [SCORES, BETTER], ("sotalign", 60): [BETTER] * 2}
     table = report.comparison_table(results)
-    assert table.headers == ("method", "R@1", "R@5", "R@10")
-    assert table.rows == (("sail", 12, 52, 102), ("sotalign", 14, 54, 104))
+    assert table.headers == ["method", "R@1", "R@5", "R@10"]
+    assert table.rows == [["sail", 12, 52, 102], ["sotalign", 14, 54, 104]]
     assert [value.spread for value in table.rows[0][1:]] == [pytest.approx(8**0.5)] * 3
     assert "14.0 ± 0.0*" in str(table) and "12.0 ± 2.8 " in str(table)
-    single = report.comparison_table({"sail": {60: [SCORES]}, "cca": {60: [BETTER]}})
+    single = report.comparison_table({("sail", 60): [SCORES], ("cca", 60): [BETTER]})
     assert "14.0*" in str(single) and "±" not in str(single)
 
 
 def test_several_numbers_of_pairs_are_groups_of_columns():
-    results = {"sail": {500: [SCORES], 2000: [BETTER]}, "cca": {500: [BETTER], 2000: []}}
+    results = {("sail", 500): [SCORES], ("sail", 2000): [BETTER]}
+    results |= {("cca", 500): [BETTER], ("cca", 2000): []}
     table = report.comparison_table(results)
-    assert table.headers == ("method", "500: R@1", "500: R@10", "2000: R@1", "2000: R@10")
-    assert table.rows == (("sail", 10, 100, 14, 104), ("cca", 14, 104, None, None))
+    assert table.headers == ["method", "500: R@1", "500: R@10", "2000: R@1", "2000: R@10"]
+    assert table.rows == [["sail", 10, 100, 14, 104], ["cca", 14, 104, None, None]]
 
 
 def test_reports_fall_back_to_validation(tmp_path, capsys):
@@ -121,7 +113,7 @@ def test_reports_fall_back_to_validation(tmp_path, capsys):
     for name, values in [("test", SCORES), ("val", only_val), ("none", {})]:
         folder = tmp_path / name
         folder.mkdir()
-        report.conclude(configs, dict.fromkeys(configs, run.Outcome(values)), folder)
+        report.conclude(configs, dict.fromkeys(configs, values), folder)
         text = capsys.readouterr().out
         assert "sail" in text and str(folder) in text
         written = {path.name for path in folder.iterdir()}
@@ -132,12 +124,12 @@ def test_reports_fall_back_to_validation(tmp_path, capsys):
 def test_the_plot_grows_with_the_number_of_bars():
     zero_shot = {"test/zero_shot/top1": 40.0}
     results = {
-        f"a_method_of_a_long_name_{i}": {n: [SCORES | zero_shot, BETTER | zero_shot] for n in pairs}
+        (f"a_method_of_a_long_name_{i}", n): [SCORES | zero_shot, BETTER | zero_shot]
         for i in range(12)
-        for pairs in [(500, 1000, 2000)]
+        for n in (500, 1000, 2000)
     }
-    results["failed"] = {500: [], 1000: [], 2000: []}
-    plots = report.comparison_plot(results), report.comparison_plot({"sail": {500: [SCORES]}})
+    results |= {("failed", n): [] for n in (500, 1000, 2000)}
+    plots = report.comparison_plot(results), report.comparison_plot({("sail", 500): [SCORES]})
     many, one = (matplotlib.image.imread(io.BytesIO(plot)) for plot in plots)
     assert many.shape[0] > 4 * one.shape[0] and many.shape[1] > one.shape[1]
     assert many.shape[0] < 3000
@@ -151,8 +143,8 @@ def test_a_single_seed_has_no_error_bars(monkeypatch):
         return b""
 
     monkeypatch.setattr(report, "png", keep)
-    report.comparison_plot({"sail": {500: [SCORES]}, "cca": {500: [BETTER]}})
-    report.comparison_plot({"sail": {500: [SCORES, BETTER]}, "cca": {500: [BETTER]}})
+    report.comparison_plot({("sail", 500): [SCORES], ("cca", 500): [BETTER]})
+    report.comparison_plot({("sail", 500): [SCORES, BETTER], ("cca", 500): [BETTER]})
     for figure, expected in zip(drawn, (0, 1), strict=True):
         bars = [bar for bar in figure.axes[0].containers if isinstance(bar, ErrorbarContainer)]
         segments = [line for bar in bars for line in bar.lines[2][0].get_segments()]
@@ -163,11 +155,9 @@ def test_a_single_seed_has_no_error_bars(monkeypatch):
 def test_curves_are_drawn_for_what_was_recorded(tmp_path):
     assert report.curves_plot({"cca-seed0": tmp_path}) is None
     for name, keys in {"sail-seed0": ["loss"], "sotalign-seed0": ["loss", "teacher_error"]}.items():
-        with workdir.MetricLog(tmp_path / f"{name}.jsonl") as log:
-            for step in range(1, 5):
-                log.append(step, dict.fromkeys(keys, 1.0 / step))
         (tmp_path / name).mkdir()
-        (tmp_path / f"{name}.jsonl").rename(tmp_path / name / "metrics.jsonl")
+        rows = [{"step": step, **dict.fromkeys(keys, 1.0 / step)} for step in range(1, 5)]
+        (tmp_path / name / "metrics.jsonl").write_text("\n".join(map(json.dumps, rows)))
     plot = report.curves_plot({name: tmp_path / name for name in ("sail-seed0", "sotalign-seed0")})
     assert plot.startswith(b"\x89PNG") and len(plot) > 10_000
 
@@ -183,3 +173,61 @@ def test_files_on_a_full_disk_are_whole_or_not_there(tmp_path, monkeypatch):
     with pytest.raises(OSError, match=r"No space left.*comparison.png"):
         report.write(path, b"after")
     assert path.read_bytes() == b"before" and list(tmp_path.iterdir()) == [path]
+
+
+# --- what a model finds --------------------------------------------------------------------------
+
+
+@pytest.fixture
+def gallery():
+    """Nine pictures with two captions each."""
+    rng = np.random.default_rng(0)
+    x, y = (rng.normal(size=(n, d)).astype(np.float32) for n, d in ((9, 5), (18, 4)))
+    return data.gallery(x, y, np.repeat(np.arange(9), 2))
+
+
+@pytest.fixture
+def labels(tmp_path):
+    PIL.Image.new("RGB", (30, 20), "red").save(tmp_path / "0.png")
+    pictures = [tmp_path / f"{i}.png" for i in range(9)]  # the first alone is at hand
+    return report.Labels([p.name for p in pictures], [f"text <{i}>" for i in range(18)], pictures)
+
+
+def test_the_nearest_captions_are_marked_right_or_wrong(gallery, labels):
+    model = aligner.Aligner(heads.build_heads(5, 4, 3, seed=0), {})
+    found = report.find(model, gallery, labels)
+    assert sorted(one.name for one in found) == list(labels.x)
+    scores = model.similarity(gallery.x, gallery.y)
+    for one in found:
+        row = labels.x.index(one.name)
+        best = np.argsort(-scores[row])[:3]
+        assert one.retrieved == tuple((f"text <{i}>", i // 2 == row) for i in best)
+        assert one.caption == f"text <{2 * row}>" and one.picture == labels.pictures[row]
+    text = found[0].text()
+    assert text.count("\n") == 3 and text.startswith(f"{found[0].name}: {found[0].caption}")
+    right = sum(one.retrieved[0][1] for one in found)
+    page = report.cards(found, each=9)
+    assert f"Right at first: {right} of 9" in page and f"Wrong at first: {9 - right} of 9" in page
+    assert page.count("<figure") == 9 and page.count("data:image/jpeg") == 1
+    assert "text &lt;0&gt;" in page and "text <" not in page
+
+
+def test_labels_of_files_are_found_by_what_pair_noted(tmp_path):
+    (tmp_path / "captions.csv").write_text("file,caption\na.png,One.\nb.png,Two.\na.png,Three.\n")
+    source = {"name": "folder", "root": str(tmp_path), "split": None}
+    config = config_lib.default()
+    config.data.name = "files"
+    for name in ("x", "y", "test_x", "test_y"):
+        config.data.files[name] = str(tmp_path / f"{name}.npy")
+    (run,) = config_lib.runs(config).values()
+    assert report.labels_of(run) is None
+    noted = {"x": ["a.png", "b.png"], "y": ["a.png#0", "a.png#1", "b.png#0"]}
+    for captions in (str(tmp_path / "captions.csv"), None):
+        noted["data"] = {**source, "captions": captions}
+        workdir.write_json(tmp_path / pair.TEST, noted)
+        found = report.labels_of(run)
+        assert found.x == noted["x"] and found.pictures == [tmp_path / "a.png", tmp_path / "b.png"]
+        assert found.y == (["One.", "Three.", "Two."] if captions else noted["y"])
+    noted["data"]["root"] = str(tmp_path / "gone")
+    workdir.write_json(tmp_path / pair.TEST, noted)
+    assert report.labels_of(run) is None

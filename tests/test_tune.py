@@ -11,8 +11,8 @@ import small_runs
 from small_runs import is_one_line
 
 from experiments import config as config_lib
-from experiments import main, tune
-from sotalign_jax import checks, diagnostics, methods
+from experiments import main, run, tune
+from sotalign_jax import checks, methods
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*load_module:DeprecationWarning")
 
@@ -71,7 +71,8 @@ def test_every_method_can_be_tuned_by_its_own_grid():
         grid = tune.parse_grid("own", name)
         assert grid == dict(method.grid)
         for point in tune.points(grid).values():
-            (one,) = tune.with_point(config, name, point).values()
+            changes = tune.changes_of(config, name, point)
+            (one,) = tune.runs_of(config, {name: changes}).values()
             assert one.method == name
             assert all(one[name][key] == value for key, value in point.items())
 
@@ -138,11 +139,11 @@ def test_trials_never_see_the_test_split(launch, files, tmp_path):
 
 def test_of_equal_trials_the_first_is_chosen():
     scores = [1.0, 3.0, 3.0]
-    trials = [tune.Trial(i, {"k": i}, {}, diagnostics.Mean([s])) for i, s in enumerate(scores)]
-    assert [trial.number for trial in tune.ranked(trials)] == [1, 2, 0]
-    failed = tune.Trial(9, {"k": 9}, {}, error="why")
-    assert tune.ranked([failed, *trials])[-1] is failed
-    assert "why" in str(tune.trials_table([*trials, failed]))
+    ended = {f"trial-{i:03d}-seed0": {run.SCORE: s} for i, s in enumerate(scores)}
+    ended["trial-009-seed0"] = {"error": "why"}
+    trials = tune.ranked({i: {"k": i} for i in (9, 0, 1, 2)}, ended)
+    assert [trial.number for trial in trials] == [1, 2, 0, 9]
+    assert "why" in str(tune.trials_table(trials))
 
 
 def test_the_mean_over_seeds_decides(launch, tmp_path):

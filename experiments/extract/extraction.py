@@ -27,7 +27,7 @@ from typing import Any, BinaryIO, NamedTuple
 
 import numpy as np
 
-from experiments import fingerprint, workdir
+from experiments import workdir
 from experiments.extract.encoders import Encoder
 from experiments.extract.items import Item, Source
 from sotalign_jax import checks
@@ -170,7 +170,7 @@ def difference(items: Iterator[Item], out: pathlib.Path) -> str | None:
             continue
         seen = item.origin, old["origin"]
         if isinstance(item.origin, pathlib.Path):
-            if change := fingerprint.changed(old["origin"], item.origin):
+            if change := workdir.changed(old["origin"], item.origin):
                 return change
         elif _identify(item.origin) != old["origin"]:
             return f"{item.id!r} has another text"
@@ -183,7 +183,7 @@ def _identify(origin: pathlib.Path | str) -> dict[str, Any]:
         text = origin.encode("utf-8", "surrogatepass")
         return {"digest": hashlib.blake2b(text, digest_size=16).hexdigest()}
     try:
-        return fingerprint.fingerprint(origin)
+        return workdir.fingerprint(origin)
     except OSError:  # loading the item will say why
         return {}
 

@@ -91,7 +91,7 @@ def table(panel: Panel) -> report.Table:
         [row, *(panel.papers(row, c) if paper else ours(row, c) for c, paper in shown)]
         for row in panel.rows
     ]
-    return report.table(headers, rows, digits=int(panel.form[1]))
+    return report.Table(headers, rows, digits=int(panel.form[1]))
 
 
 def paper_table(made: Outcome) -> report.Table | None:
@@ -103,7 +103,7 @@ def paper_table(made: Outcome) -> report.Table | None:
     if set(rows) <= ours:
         return None
     headers = ["paper", *map(_words, next(iter(rows.values())))]
-    return report.table(headers, [[row, *values.values()] for row, values in rows.items()])
+    return report.Table(headers, [[row, *values.values()] for row, values in rows.items()])
 
 
 def _words(column: str) -> str:
@@ -120,13 +120,13 @@ def long_table(made: Outcome) -> report.Table:
             mean, seeds = panel.mean(row, column), len(panel.at(row, column))
             ours = [None if math.isnan(mean) else mean, panel.spread(row, column), seeds]
             rows.append([name, row, column, *ours, panel.papers(row, column)])
-    return report.table(["panel", "row", "column", "ours", "spread", "seeds", "paper"], rows)
+    return report.Table(["panel", "row", "column", "ours", "spread", "seeds", "paper"], rows)
 
 
 def summary(made: Sequence[Outcome]) -> report.Table:
     """One line an entry: its claim, whether it held, and the size of the effect."""
     rows = [[m.entry.name, m.entry.claim, m.word, m.verdict.effect or None] for m in made]
-    return report.table(["", "the paper's claim", "here", "effect, mean (and the paper's)"], rows)
+    return report.Table(["", "the paper's claim", "here", "effect, mean (and the paper's)"], rows)
 
 
 def minutes(lab: Lab, entries: Iterable[Entry]) -> dict[str, float]:
@@ -151,8 +151,8 @@ def listing(lab: Lab) -> str:
     headers = ["", "shows", *(["processor minutes"] if timed else [])]
     named = [[name, holds] for name, (_, holds) in KNOWN.items()]
     return (
-        f"{report.table(headers, rows)}\n\nThe paper's own data, as sources "
-        f"of --files={{SOURCE: {{FIELD: PATH}}}}:\n\n{report.table(['source', 'holds'], named)}"
+        f"{report.Table(headers, rows)}\n\nThe paper's own data, as sources "
+        f"of --files={{SOURCE: {{FIELD: PATH}}}}:\n\n{report.Table(['source', 'holds'], named)}"
     )
 
 

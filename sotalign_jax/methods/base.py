@@ -3,6 +3,8 @@
 import abc
 import contextlib
 import sys
+import time
+from collections.abc import Mapping
 from typing import Any, ClassVar, Self
 
 import tqdm
@@ -89,19 +91,42 @@ def siglip(
 
 
 class Progress:
-    """An observer that shows a progress bar on stderr; ten plain lines where no terminal is.
+    """A bar on stderr with loss, MeanR@1 and time left; ten plain lines where no terminal is.
+
+    `unit` is what is counted, such as "rows"; plain lines show its `rate`, too, if asked. An
+    `inner` bar stands below another one and is gone at its end; without a terminal it is silent.
+    It can be the observer of a training.
 
     >>> with Progress(100, "train", show=False) as progress:
     ...     progress.metrics(50, {"loss": 0.25})
     """
 
-    def __init__(self, total: int, description: str, *, show: bool = True) -> None:
-        """Starts at step 0 of `total`."""
+    def __init__(
+        self,
+        total: int,
+        title: str,
+        *,
+        show: bool = True,
+        initial: int = 0,
+        unit: str = "",
+        rate: bool = False,
+        inner: bool = False,
+    ) -> None:
+        """Starts at step `initial` of `total`."""
         terminal = sys.stderr is not None and sys.stderr.isatty()
-        self._total, self._description, self._step = total, description, 0
-        self._plain = show and not terminal and sys.stderr is not None
+        self._total, self._title, self._unit, self._rate = total, title, unit, rate
+        self._initial = self._step = initial
+        self._start = time.monotonic()
+        self._plain = show and not (inner or terminal or sys.stderr is None)
         self._shown: dict[str, str] = {}
-        self._bar = tqdm.tqdm(total=total, desc=description, disable=not (show and terminal))
+        self._bar = tqdm.tqdm(
+            total=total,
+            desc=title,
+            initial=initial,
+            unit=f" {unit}" if unit else "it",
+            leave=not inner,
+            disable=not (show and terminal),
+        )
 
     def __enter__(self) -> Self:
         return self
@@ -110,19 +135,28 @@ class Progress:
         with contextlib.suppress(OSError, ValueError):
             self._bar.close()
 
-    def metrics(self, step: int, values: dict[str, float]) -> None:
+    def metrics(self, step: int, values: Mapping[str, Any]) -> None:
         """Moves to `step` and shows the loss and the latest validation score."""
-        before, self._step = self._step, step
-        for name, key in (("loss", "loss"), ("MeanR@1", "val/mean/R@1")):
-            if key in values:
-                self._shown[name] = f"{name} {values[key]:.4g}"
+        scores = {"loss": values.get("loss"), "mean_r1": values.get("val/mean/R@1")}
+        self.advance(step - self._step, **scores)
+
+    def advance(self, count: int = 1, *, loss: Any = None, mean_r1: Any = None) -> None:
+        """Moves on by `count`; the last known loss and MeanR@1 stay on show."""
+        before, self._step = self._step, self._step + count
+        for name, value in (("loss", loss), ("MeanR@1", mean_r1)):
+            if value is not None:
+                self._shown[name] = f"{name} {value:.4g}"
         text = ", ".join(self._shown.values())
         with contextlib.suppress(OSError, ValueError):  # a closed stderr ends the display alone
             self._bar.set_postfix_str(text, refresh=False)
-            self._bar.update(step - before)
-            if self._plain and 10 * step // self._total > 10 * before // self._total:
-                line = f"{self._description}: {step}/{self._total}, {text}"
-                print(line, file=sys.stderr, flush=True)
+            self._bar.update(count)
+            if self._plain and 10 * self._step // self._total > 10 * before // self._total:
+                speed = (self._step - self._initial) / max(time.monotonic() - self._start, 1e-9)
+                left = tqdm.tqdm.format_interval((self._total - self._step) / speed)
+                done = f"{self._title}: {self._step}/{self._total} {self._unit}".rstrip()
+                rate = f"{speed:.3g} {self._unit}/s" if self._rate else ""
+                parts = filter(None, (done, text, rate, f"{left} left"))
+                print(", ".join(parts), file=sys.stderr, flush=True)
 
     def snapshot(self, step: int, snapshot: Any) -> None:
         """Keeps nothing."""
