@@ -63,10 +63,17 @@ def test_variation_and_its_gradient(x64, rng):
     np.testing.assert_allclose(z.T @ z / 12, np.eye(4), atol=1e-4)
 
 
-def test_outputs_that_depend_on_each_other_stay_finite(rng):
-    y = rng.normal(size=(20, 3)).astype(np.float32)
-    y[:, 2] = y[:, 0] - y[:, 1]
-    assert np.isfinite(sue.orthonormalizer(y)).all()
+@pytest.mark.parametrize("width", [1e-3, 1e-5])
+def test_outputs_that_nearly_depend_on_each_other_become_orthonormal(rng, width):
+    """As those of a network early in training: one direction outweighs all others."""
+    sides = [np.linalg.qr(rng.normal(size=(n, 30)))[0] for n in (1024, 30)]
+    widths = np.full(30, width)
+    widths[0] = 1.0
+    y = ((sides[0] * widths) @ sides[1]).astype(np.float32)
+    z = np.asarray(y @ sue.orthonormalizer(jnp.asarray(y)), np.float64)
+    np.testing.assert_allclose(z.T @ z / len(z), np.eye(30), atol=0.03)
+    gradient = jax.grad(lambda y: jnp.sum((y @ sue.orthonormalizer(y)) ** 3))(jnp.asarray(y))
+    assert np.isfinite(gradient).all()
 
 
 def clusters(rng):

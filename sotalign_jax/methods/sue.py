@@ -326,18 +326,17 @@ def _rayleigh(y: Array, weights: Array) -> Array:
 def orthonormalizer(y: Float[Array, "m k"]) -> Float[Array, "k k"]:
     """The triangular T with (Y T)^T (Y T) / m = I: sqrt(m) R^-1 of Y = Q R.
 
-    R comes from the Cholesky factor of Y^T Y, which takes far less time than Q R does; a
-    millionth is added to its diagonal, so that outputs that nearly depend on each other have one.
+    R comes from Householder reflections: the Cholesky factor of Y^T Y takes less time but squares
+    the condition number, and in float32 fails on outputs whose directions differ 1,000-fold.
 
     >>> y = jnp.array([[3.0, 0.0], [4.0, 0.0], [0.0, 5.0]])
     >>> z = y @ orthonormalizer(y)
-    >>> bool(jnp.allclose(z.T @ z / 3, jnp.eye(2), atol=1e-4))
+    >>> bool(jnp.allclose(z.T @ z / 3, jnp.eye(2), atol=1e-5))
     True
     """
-    gram = affinity.dot(y.T, y) / len(y)
-    identity = jnp.eye(len(gram), dtype=gram.dtype)
-    factor = jnp.linalg.cholesky(gram + 1e-6 * jnp.trace(gram) / len(gram) * identity)
-    return jax.scipy.linalg.solve_triangular(factor, identity, lower=True).T
+    triangle = jnp.linalg.qr(y)[1]
+    identity = jnp.eye(len(triangle), dtype=y.dtype)
+    return jnp.sqrt(len(y)) * jax.scipy.linalg.solve_triangular(triangle, identity)
 
 
 def fit_spectral(
