@@ -24,11 +24,7 @@ EMBED_CHUNK = 8192
 
 
 def embed(head: Any, rows: Rows) -> Float[np.ndarray, "n d"]:
-    """Unit features of any number of rows, in blocks of one compiled shape.
-
-    Args:
-        head: an NNX head or an `AffineMap`.
-        rows: embeddings, on the host (also memory-mapped) or on a device.
+    """Unit features of any number of rows by an NNX head or a map, in blocks of one compiled shape.
 
     >>> from sotalign_jax import heads
     >>> embed(heads.build_heads(4, 3, 2).x, np.ones((5, 4), np.float16)).shape
@@ -100,14 +96,8 @@ def retrieval(
       bias_x: [n] added to the score of each row of x where it is a key, such as
         `Calibration.x(x)`; the query's own would not change a rank.
       bias_y: [m] likewise for y.
-      ks: the cut-offs.
+      ks: the cut-offs: "x_to_y/R@k", "y_to_x/R@k" and their average "mean/R@k" for every k.
       chunk: most query rows scored at once; memory is about chunk * max(n, m) floats.
-
-    Returns:
-      "x_to_y/R@k", "y_to_x/R@k" and their average "mean/R@k" for every k.
-
-    Raises:
-      checks.InputError: shapes do not fit, or features are NaN or infinite.
 
     >>> retrieval(np.eye(3), np.eye(3)[[0, 2, 1]], ks=(1,))["mean/R@1"]
     33.33333333333333
@@ -134,29 +124,18 @@ def retrieval(
 def zero_shot(
     x: ArrayLike, prompts: ArrayLike, labels: ArrayLike, *, chunk: int = 4096
 ) -> dict[str, float]:
-    """Accuracy, in percent, of classifying x by the nearest class prompt.
+    """Accuracy, in percent, of classifying x [n, d] by the nearest class prompt of [c, t, d].
 
     A class is the L2-normalised mean of its L2-normalised prompt features; the prediction is
-    the class of largest cosine.
-
-    Args:
-      x: [n, d] features.
-      prompts: [c, t, d] features of t prompts for each of c classes.
-      labels: [n] true classes.
-      chunk: most rows scored at once.
-
-    Returns:
-      "zero_shot/top1" over rows, and "zero_shot/mean_per_class" over the classes in `labels`.
-
-    Raises:
-      checks.InputError: shapes do not fit, or features are NaN or infinite.
+    the class of largest cosine. "mean_per_class" is over the classes in `labels`; at most `chunk`
+    rows are scored at once.
 
     >>> zero_shot(np.eye(2), np.eye(2)[:, None], [0, 0])
     {'zero_shot/top1': 50.0, 'zero_shot/mean_per_class': 50.0}
     """
     x = checks.features("x", x).astype(jnp.float32)
     prompts = checks.features("prompts", prompts, ndim=3, width=x.shape[1]).astype(jnp.float32)
-    truth = data.class_labels(np.asarray(labels), n=len(x), classes=len(prompts))
+    truth = data.row_labels("labels", labels, len(x), below=len(prompts))
     checks.whole(1, chunk=chunk)
     result = _classify(x, prompts, chunk=chunk)
     finite_x, finite_prompts, predicted = jax.device_get(result)
