@@ -27,14 +27,9 @@ _CHUNK = 4096
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Calibration:
-    """Unit features of a sample of both pools with the log-scalings of the plan between them.
+    """Unit features f, g of a sample of both pools, in the shared space, with their plan.
 
-    Attributes:
-        f: features of the first modality's pool, in the shared space.
-        g: features of the second's.
-        u: row log-scalings of their plan.
-        v: column log-scalings.
-        epsilon: its regularisation.
+    u and v are its row and column log-scalings at regularisation `epsilon`.
     """
 
     f: Float[Array, "n d"]
@@ -89,13 +84,9 @@ def calibrate(
         tolerance: marginal error of the plan.
         seed: of the sample.
 
-    Raises:
-        InputError: features do not fit, or an option is out of range.
-
-    Example:
-        >>> f, g = np.eye(3, dtype=np.float32), np.ones((5, 3), np.float32)
-        >>> bool(np.abs(calibrate(f, g).scores(f, g)).max() < 1e-5)  # all match all as by chance
-        True
+    >>> f, g = np.eye(3, dtype=np.float32), np.ones((5, 3), np.float32)
+    >>> bool(np.abs(calibrate(f, g).scores(f, g)).max() < 1e-5)  # all match all as by chance
+    True
     """
     checks.positive(epsilon=epsilon, tolerance=tolerance)
     checks.whole(1, sample=sample)

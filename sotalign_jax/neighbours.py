@@ -16,12 +16,7 @@ SKIP = ("none", "equal", "itself")
 
 
 class Neighbours(NamedTuple):
-    """The nearest keys of every query, best first.
-
-    Attributes:
-        scores: their cosines.
-        indices: their rows.
-    """
+    """Cosines and rows of the nearest keys of every query, best first."""
 
     scores: Float[Array, "n k"]
     indices: Int[Array, "n k"]
@@ -48,19 +43,8 @@ def nearest(
     nothing that the query does not, and near-duplicates stay. Rows are compared by hashes of 64
     bits.
 
-    Args:
-        queries: embeddings [n, d], in any scale and float dtype.
-        keys: embeddings [m, d] in the same space.
-        k: neighbours of each query.
-        bias: added to the cosines of each key, such as the calibration's potential.
-        skip: "none", "equal" or "itself".
-        chunk: most queries, and most keys, that are compared at a time.
-
-    Returns:
-        Cosines and rows of `keys`, both [n, k].
-
-    Raises:
-        InputError: there are fewer than k keys for a query, or rows are NaN or infinite.
+    Embeddings may have any scale and float dtype; `bias` is added to the cosines of each key, such
+    as the calibration's potential; `chunk` queries are compared with as many keys at a time.
 
     >>> keys = jnp.array([[1.0, 0.0], [1.0, 1.0], [0.0, 2.0]])
     >>> nearest(keys[:1], keys, 2).indices.tolist()

@@ -11,19 +11,15 @@ from jaxtyping import Array
 from sotalign_jax import data, losses
 from sotalign_jax.heads import Heads
 from sotalign_jax.sampling import Batch, DeviceData
-from sotalign_jax.teachers import LinearTeacher
 
 Metrics = dict[str, Array]
+Result = tuple[Array, tuple[Metrics, Any]]
+"""A loss, its metrics and the new memory."""
 Grid = dict[str, tuple[Any, ...]]
 
 
 class Method:
-    """Options of a method, a frozen dataclass.
-
-    Attributes:
-        grid: values worth trying for some of its options, as in the paper.
-        pools: the modalities whose unpaired rows it reads.
-    """
+    """Options of a method, a frozen dataclass; `grid` has values worth trying, as in the paper."""
 
     grid: ClassVar[Grid] = {}
 
@@ -37,12 +33,7 @@ class Method:
 
 
 class Objective(Method, abc.ABC):
-    """A method that trains heads by the loss that a call with a batch returns.
-
-    Attributes:
-        head: the kind of head it is published with.
-        uses_teacher: whether a teacher must be fitted first.
-    """
+    """A method that trains heads, of the kind `head`, by the loss of a call with a batch."""
 
     head: ClassVar[str] = "linear"
 
@@ -60,10 +51,8 @@ class Objective(Method, abc.ABC):
         return {}
 
     @abc.abstractmethod
-    def __call__(
-        self, heads: Heads, batch: Batch, teacher: LinearTeacher | None, memory: Any
-    ) -> tuple[Array, tuple[Metrics, Any]]:
-        """Loss, metrics and the new memory."""
+    def __call__(self, heads: Heads, batch: Batch, teacher: Any, memory: Any) -> Result:
+        """The loss of heads on a batch, given a `LinearTeacher` and what `start` began."""
 
 
 class Fitted(Method, abc.ABC):
@@ -96,7 +85,6 @@ class Progress:
     """
 
     def __init__(self, total: int, description: str, *, show: bool = True) -> None:
-        """Starts at step 0 of `total`."""
         terminal = sys.stderr is not None and sys.stderr.isatty()
         self._total, self._description, self._step = total, description, 0
         self._plain = show and not terminal and sys.stderr is not None
@@ -125,4 +113,4 @@ class Progress:
                 print(line, file=sys.stderr, flush=True)
 
     def snapshot(self, step: int, snapshot: Any) -> None:
-        """Keeps nothing."""
+        pass

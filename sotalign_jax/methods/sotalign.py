@@ -14,7 +14,6 @@ from sotalign_jax.methods import base, sail
 from sotalign_jax.ot import affinity
 from sotalign_jax.ot import klot as klot_lib
 from sotalign_jax.sampling import Batch, DeviceData
-from sotalign_jax.teachers import LinearTeacher
 
 DIVERGENCES = ("klot", "cka", "infonce", "none")
 KLOT_ON = ("unpaired", "all", "crossmodal")
@@ -108,9 +107,7 @@ class SOTAlign(base.Objective):
         v = jnp.zeros(len(data.pool_y), jnp.float32)
         return {"v": v, "v_star": v.copy()}
 
-    def __call__(
-        self, heads: Heads, batch: Batch, teacher: LinearTeacher | None, memory: Any
-    ) -> tuple[Array, tuple[base.Metrics, Any]]:
+    def __call__(self, heads: Heads, batch: Batch, teacher: Any, memory: Any) -> base.Result:
         with jax.named_scope("heads"):
             f, g = heads.x(batch.a), heads.y(batch.b)
             x, y = (heads.x(batch.x), heads.y(batch.y)) if self.pools else (f[:0], g[:0])

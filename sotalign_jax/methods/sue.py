@@ -219,7 +219,9 @@ class SUEHead(Head):
         self.d_in, self.d_out = d_in, d_out
         self.network = TanhHead(d_in, outputs, hidden=hidden, norm=norm, dtype=dtype, rngs=rngs)
         self.linear = Dense(outputs, d_out, dtype=dtype, rngs=rngs)
-        self.residual = residual and Residual(d_out, residual, dtype=dtype, rngs=rngs)
+        self.residual = (
+            None if residual is None else Residual(d_out, residual, dtype=dtype, rngs=rngs)
+        )
 
     def __call__(self, x: Rows) -> Float[Array, "n d_out"]:
         z = self.linear(self.network(x))
@@ -232,7 +234,7 @@ class SUEHead(Head):
             "outputs": self.network.d_out,
             "hidden": self.network.hidden,
             "norm": self.network.input.norm,
-            "residual": self.residual and self.residual.hidden,
+            "residual": None if self.residual is None else self.residual.hidden,
         }
 
     @classmethod
@@ -246,7 +248,7 @@ class SUEHead(Head):
             outputs=network.d_out,
             hidden=network.hidden,
             norm=network.input.norm,
-            residual=residual and residual.hidden,
+            residual=None if residual is None else residual.hidden,
             rngs=nnx.Rngs(0),
         )
         head.network = network
@@ -352,14 +354,50 @@ def fit_spectral(
     key, split = jax.random.split(key)
     table = jnp.asarray(rows)
     train, val = _hold_out(split, table, max(len(rows) // 10, 1))
-    near = options.neighbours, options.scale_neighbour
     batch = min(options.batch, len(train))
-    static: dict[str, Any] = {"graphdef": graphdef, "near": near, "batch": batch}
-    state = jax.tree.map(jnp.copy, (params, optax.scale_by_adam().init(params)))
+    adam = optax.scale_by_adam()
+
+    def rayleigh_of(params: Any, rows: Array, transform: Array) -> Array:
+        weights = adjacency(
+            rows, neighbours=options.neighbours, scale_neighbour=options.scale_neighbour
+        )
+        return rayleigh(affinity.dot(nnx.merge(graphdef, params)(rows), transform), weights)
+
+    def objective(params: Any, rows: Array, others: Array) -> tuple[Array, Array]:
+        transform = orthonormalizer(nnx.merge(graphdef, params)(others))
+        return jnp.trace(rayleigh_of(params, rows, transform)), transform
+
+    @functools.partial(jax.jit, donate_argnums=0)
+    def pass_over(state: Any, train: Array, val: Array, key: Array, rate: Array) -> Any:
+        """The state after a pass over `train`, and the loss on `val`."""
+
+        def step(state: Any, indices: tuple[Array, ...]) -> tuple[Any, Array]:
+            params, moments = state
+            rows, others = (train[index] for index in indices)
+            gradient, transform = jax.grad(objective, has_aux=True)(params, rows, others)
+            updates, moments = adam.update(gradient, moments)
+            params = jax.tree.map(lambda p, update: p - rate * update, params, updates)
+            return (params, moments), transform
+
+        passes = tuple(_batches(k, len(train), batch) for k in jax.random.split(key))
+        state, transforms = jax.lax.scan(step, state, passes)
+
+        def validate(rows: Array) -> Array:
+            return jnp.trace(rayleigh_of(state[0], rows, transforms[-1]))
+
+        return state, jnp.mean(jax.lax.map(validate, _chunks(val, batch)))
+
+    @jax.jit
+    def mean_rayleigh(params: Any, transform: Array, rows: Array, key: Array) -> Array:
+        passes = _batches(key, len(rows), batch)
+        matrices = jax.lax.map(lambda index: rayleigh_of(params, rows[index], transform), passes)
+        return jnp.mean(matrices, axis=0)
+
+    state = jax.tree.map(jnp.copy, (params, adam.init(params)))
     rate, best, waited = options.learning_rate, float("inf"), 0
     for epoch in range(1, options.epochs + 1):
         epoch_key = jax.random.fold_in(key, epoch)
-        state, loss = _spectral_epoch(state, train, val, epoch_key, jnp.float32(rate), **static)
+        state, loss = pass_over(state, train, val, epoch_key, jnp.float32(rate))
         value = _finite(loss, "spectral network", epoch, "learning_rate")
         report(epoch, value)
         best, waited = (value, 0) if value < best * (1 - 1e-4) else (best, waited + 1)
@@ -375,7 +413,7 @@ def fit_spectral(
             "spectral network: its outputs depend on each other; lower learning_rate"
         )
     transform = np.sqrt(len(outputs)) * np.linalg.inv(triangle)
-    matrix = _mean_rayleigh(state[0], jnp.asarray(transform, jnp.float32), table, key, **static)
+    matrix = mean_rayleigh(state[0], jnp.asarray(transform, jnp.float32), table, key)
     _, vectors = np.linalg.eigh(np.asarray(matrix, np.float64))
     return trained, transform @ vectors
 
@@ -399,68 +437,11 @@ def _batches(key: Array, n: int, size: int) -> Array:
     return jax.random.permutation(key, n)[: steps * size].reshape(steps, size)
 
 
-@functools.partial(jax.jit, static_argnames=("graphdef", "near", "batch"), donate_argnames="state")
-def _spectral_epoch(
-    state: Any,
-    train: Array,
-    val: Array,
-    key: Array,
-    rate: Array,
-    *,
-    graphdef: Any,
-    near: tuple[int, int],
-    batch: int,
-) -> tuple[Any, Array]:
-    """The state after a pass over `train`, and the loss on `val`."""
-    adam = optax.scale_by_adam()
-
-    def variation(network: Any, rows: Array, transform: Array) -> Array:
-        y = affinity.dot(network(rows), transform)
-        weights = adjacency(rows, neighbours=near[0], scale_neighbour=near[1])
-        return jnp.trace(rayleigh(y, weights))
-
-    def objective(params: Any, rows: Array, others: Array) -> tuple[Array, Array]:
-        network = nnx.merge(graphdef, params)
-        transform = orthonormalizer(network(others))
-        return variation(network, rows, transform), transform
-
-    def step(state: Any, indices: tuple[Array, ...]) -> tuple[Any, Array]:
-        params, moments = state
-        rows, others = (train[index] for index in indices)
-        gradient, transform = jax.grad(objective, has_aux=True)(params, rows, others)
-        updates, moments = adam.update(gradient, moments)
-        params = jax.tree.map(lambda p, update: p - rate * update, params, updates)
-        return (params, moments), transform
-
-    passes = tuple(_batches(k, len(train), batch) for k in jax.random.split(key))
-    state, transforms = jax.lax.scan(step, state, passes)
-    network = nnx.merge(graphdef, state[0])
-    size = min(batch, len(val))
-    steps = len(val) // size
-    chunks = val[: steps * size].reshape(steps, size, -1)
-    losses = jax.lax.map(lambda rows: variation(network, rows, transforms[-1]), chunks)
-    return state, jnp.mean(losses)
-
-
-@functools.partial(jax.jit, static_argnames=("graphdef", "near", "batch"))
-def _mean_rayleigh(
-    params: Any,
-    transform: Array,
-    rows: Array,
-    key: Array,
-    *,
-    graphdef: Any,
-    near: tuple[int, int],
-    batch: int,
-) -> Array:
-    """The mean over a pass of the outputs' Rayleigh matrices."""
-    network = nnx.merge(graphdef, params)
-
-    def of_batch(index: Array) -> Array:
-        weights = adjacency(rows[index], neighbours=near[0], scale_neighbour=near[1])
-        return rayleigh(affinity.dot(network(rows[index]), transform), weights)
-
-    return jnp.mean(jax.lax.map(of_batch, _batches(key, len(rows), batch)), axis=0)
+def _chunks(rows: Array, most: int) -> Array:
+    """Blocks of at most `most` rows to validate on; a rest is left out."""
+    size = min(most, len(rows))
+    steps = len(rows) // size
+    return rows[: steps * size].reshape(steps, size, -1)
 
 
 # --- maximum mean discrepancy ---
@@ -511,44 +492,34 @@ def refine(
     train, val = zip(*parts, strict=True)
     adamw = optax.adamw(learning_rate, weight_decay=1e-2)
     size = min(batch, *map(len, train))
-    epoch_of = jax.jit(functools.partial(_mmd_epoch, graphdef, adamw, size), donate_argnums=0)
+    steps = min(map(len, train)) // size
+
+    def objective(params: Any, x: Array, y: Array) -> Array:
+        return mmd(nnx.merge(graphdef, params)(x), y)
+
+    @functools.partial(jax.jit, donate_argnums=0)
+    def pass_over(state: Any, train: Any, val: Any, key: Array) -> Any:
+        """The state after a pass over `train`, and the loss on `val`."""
+
+        def step(state: Any, indices: tuple[Array, ...]) -> tuple[Any, None]:
+            params, moments = state
+            rows = (side[index] for side, index in zip(train, indices, strict=True))
+            gradient = jax.grad(objective)(params, *rows)
+            updates, moments = adamw.update(gradient, moments, params)
+            return (optax.apply_updates(params, updates), moments), None
+
+        keys = jax.random.split(key)
+        passes = [_batches(k, len(side), size)[:steps] for k, side in zip(keys, train, strict=True)]
+        state, _ = jax.lax.scan(step, state, tuple(passes))
+        chunks = [_chunks(rows, size) for rows in val]
+        return state, jnp.mean(jax.lax.map(lambda both: objective(state[0], *both), chunks))
+
     state = jax.tree.map(jnp.copy, (params, adamw.init(params)))
     best, least = params, float("inf")
     for epoch in range(1, epochs + 1):
-        state, loss = epoch_of(state, train, val, jax.random.fold_in(key, epoch))
+        state, loss = pass_over(state, train, val, jax.random.fold_in(key, epoch))
         value = _finite(loss, "mmd", epoch, "mmd_learning_rate")
         report(epoch, value)
         if value < least:
             best, least = jax.tree.map(jnp.copy, state[0]), value
     return nnx.merge(graphdef, best)
-
-
-def _mmd_epoch(
-    graphdef: Any,
-    adamw: optax.GradientTransformation,
-    batch: int,
-    state: Any,
-    train: tuple[Array, Array],
-    val: tuple[Array, Array],
-    key: Array,
-) -> tuple[Any, Array]:
-    """The state after a pass over `train`, and the loss on `val`."""
-    x, y = train
-
-    def objective(params: Any, x: Array, y: Array) -> Array:
-        return mmd(nnx.merge(graphdef, params)(x), y)
-
-    def step(state: Any, indices: tuple[Array, Array]) -> tuple[Any, None]:
-        params, moments = state
-        gradient = jax.grad(objective)(params, x[indices[0]], y[indices[1]])
-        updates, moments = adamw.update(gradient, moments, params)
-        return (optax.apply_updates(params, updates), moments), None
-
-    steps = min(len(x), len(y)) // batch
-    keys = jax.random.split(key)
-    passes = [_batches(k, len(side), batch)[:steps] for k, side in zip(keys, train, strict=True)]
-    state, _ = jax.lax.scan(step, state, tuple(passes))
-    size = min(batch, len(val[0]))
-    shown = len(val[0]) // size
-    chunks = [rows[: shown * size].reshape(shown, size, -1) for rows in val]
-    return state, jnp.mean(jax.lax.map(lambda b: objective(state[0], *b), chunks))
