@@ -105,7 +105,7 @@ def embeddings(name: str, x: Any, *, width: int | None = None, min_rows: int = 1
 
 
 def features(name: str, x: Any, *, ndim: int = 2, width: int | None = None) -> jax.Array:
-    """`x` as a JAX array; raises unless it is a non-empty float array of `ndim` dimensions.
+    """`x` as a JAX array; raises unless it is a non-empty, finite array of `ndim` dimensions.
 
     >>> features("y", np.ones((3, 2)), width=4)
     Traceback (most recent call last):
@@ -123,7 +123,19 @@ def features(name: str, x: Any, *, ndim: int = 2, width: int | None = None) -> j
             f"{name}: features have width {out.shape[-1]} but {width} is needed; "
             "map both modalities into the shared space first"
         )
+    if not finite(out):
+        raise InputError(f"{name}: features contain NaN or inf; check the heads and their inputs")
     return out
+
+
+@jax.jit
+def finite(x: jax.Array) -> jax.Array:
+    """Whether no value is NaN or infinite.
+
+    >>> bool(finite(jnp.array([1.0, jnp.nan])))
+    False
+    """
+    return jnp.isfinite(x).all()
 
 
 def pairs(

@@ -64,7 +64,7 @@ def nearest(
     if not len(queries):
         return Neighbours(jnp.zeros((0, k)), jnp.zeros((0, k), jnp.int32))
     for name, rows in (("queries", queries), ("keys", keys)):
-        if not _finite(rows, chunk=chunk):
+        if not checks.finite(rows):
             raise checks.InputError(f"{name}: rows contain NaN or inf; remove such rows")
     bias = None if bias is None else jnp.asarray(bias)
     found = top_k(queries, keys, k, bias=bias, skip=skip, chunk=chunk)
@@ -122,14 +122,6 @@ def top_k(
     shape = len(queries), k
     empty = Neighbours(jnp.zeros(shape, dtype), jnp.zeros(shape, jnp.int32))
     return blocks.over_rows(len(queries), chunk, search, empty)
-
-
-@functools.partial(jax.jit, static_argnames="chunk")
-def _finite(rows: Array, *, chunk: int) -> Array:
-    def body(block: blocks.Block, finite: Array) -> Array:
-        return finite & jnp.isfinite(block.of(rows)).all()
-
-    return blocks.over_rows(len(rows), chunk, body, jnp.asarray(True))
 
 
 def _hashes(rows: Array) -> Array:
