@@ -75,14 +75,9 @@ def calibrate(
     It helps retrieval, where a few hubs win too many queries, and costs points in classification,
     where some classes are more frequent than others: use the plain cosines there.
 
-    Args:
-        f: features of unpaired rows of the first modality, [n, d], in any scale.
-        g: features of unpaired rows of the second, [m, d].
-        epsilon: regularisation, in units of cosines. Smaller corrects more, and trusts the pools
-            more.
-        sample: rows kept of each pool, at random; memory is about sample^2 floats.
-        tolerance: marginal error of the plan.
-        seed: of the sample.
+    Features f [n, d] and g [m, d] may have any scale. `epsilon` is in units of cosines: smaller
+    corrects more, and trusts the pools more. `sample` rows are kept of each pool, at random; memory
+    is about sample^2 floats. `tolerance` is the marginal error of the plan.
 
     >>> f, g = np.eye(3, dtype=np.float32), np.ones((5, 3), np.float32)
     >>> bool(np.abs(calibrate(f, g).scores(f, g)).max() < 1e-5)  # all match all as by chance

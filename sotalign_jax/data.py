@@ -278,19 +278,9 @@ def semi_supervised(
 ) -> Dataset:
     """A semi-supervised `Dataset` from a paired table: few pairs kept, the rest unpaired.
 
-    Args:
-      x: [n, d_x] embeddings, row i matching row i of y.
-      y: [n, d_y] embeddings.
-      n_pairs: rows kept as pairs.
-      pool: see `split_rows`.
-      n_unpaired: rows of each pool; all when None.
-      seed: chooses pairs, pools and noise.
-      unpaired_x: [u, d_x] another source for the pool of x, instead of the table's own rows.
-      unpaired_y: [v, d_y] likewise for y.
-      pool_noise: fraction of each pool replaced by noise, see `replace_with_noise`.
-      val: gallery to select models on.
-      test: gallery to report.
-      zero_shot: classification task to report.
+    Row i of x [n, d_x] matches row i of y [n, d_y]; `split_rows` explains `pool` and `n_unpaired`.
+    `unpaired_x` and `unpaired_y` are other sources of the pools than the table's own rows, and
+    `replace_with_noise` replaces the fraction `pool_noise` of each pool.
 
     >>> semi_supervised(np.ones((9, 4)), np.ones((9, 3)), n_pairs=5).summary()["pool_y"]
     [2, 3]

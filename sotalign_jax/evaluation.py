@@ -88,6 +88,8 @@ def retrieval(
     going to the lower index: rank = #{score greater} + #{score equal, index lower} < k. So
     features that have collapsed to a point score chance, k / (number of keys).
 
+    Keys are "x_to_y/R@k", "y_to_x/R@k" and their average "mean/R@k" for every k of `ks`.
+
     Args:
       x: [n, d] features, in any scale.
       y: [m, d] features.
@@ -96,7 +98,7 @@ def retrieval(
       bias_x: [n] added to the score of each row of x where it is a key, such as
         `Calibration.x(x)`; the query's own would not change a rank.
       bias_y: [m] likewise for y.
-      ks: the cut-offs: "x_to_y/R@k", "y_to_x/R@k" and their average "mean/R@k" for every k.
+      ks: the cut-offs.
       chunk: most query rows scored at once; memory is about chunk * max(n, m) floats.
 
     >>> retrieval(np.eye(3), np.eye(3)[[0, 2, 1]], ks=(1,))["mean/R@1"]

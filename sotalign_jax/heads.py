@@ -434,21 +434,12 @@ def build_heads(
     features: MapPair | None = None,
     dtype: Any = jnp.float32,
 ) -> Heads:
-    """Fresh heads from widths d_x and d_y to a shared space of width `dim`.
+    """Fresh heads of one of `KINDS` from widths d_x and d_y to a shared space of width `dim`.
 
-    Args:
-      d_x: width of the first modality's embeddings.
-      d_y: width of the second modality's.
-      dim: width of the shared space.
-      kind: one of `KINDS`.
-      hidden: hidden width of those that have one; None means their usual one.
-      norm: "layer" or "l2"; None means the kind's usual one; a teacher brings its own.
-      seed: of the random start.
-      teacher: start linear heads from the first `dim` directions of this teacher, in its dtype.
-        Those of a kernel teacher are then heads on its features.
-      features: kernel maps, such as those of `teachers.kernel_cca`, that rows pass through before
-        the head; they stay as they are.
-      dtype: of the parameters.
+    `hidden` and `norm` ("layer" or "l2") are the kind's usual ones unless given. With a `teacher`,
+    linear heads start from its first `dim` directions, with its norm and dtype; those of a kernel
+    teacher are heads on its features. `features` are kernel maps, such as those of
+    `teachers.kernel_cca`, that rows pass through before the head; they stay as they are.
 
     >>> heads = build_heads(8, 6, 4)
     >>> heads.x(jnp.ones((2, 8))).shape, heads.y(jnp.ones((2, 6))).shape

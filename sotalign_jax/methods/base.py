@@ -1,7 +1,6 @@
 """What every method has in common."""
 
 import abc
-import contextlib
 import sys
 from typing import Any, ClassVar, Self
 
@@ -85,9 +84,9 @@ class Progress:
     """
 
     def __init__(self, total: int, description: str, *, show: bool = True) -> None:
-        terminal = sys.stderr is not None and sys.stderr.isatty()
+        terminal = sys.stderr.isatty()
         self._total, self._description, self._step = total, description, 0
-        self._plain = show and not terminal and sys.stderr is not None
+        self._plain = show and not terminal
         self._shown: dict[str, str] = {}
         self._bar = tqdm.tqdm(total=total, desc=description, disable=not (show and terminal))
 
@@ -95,8 +94,7 @@ class Progress:
         return self
 
     def __exit__(self, *error: object) -> None:
-        with contextlib.suppress(OSError, ValueError):
-            self._bar.close()
+        self._bar.close()
 
     def metrics(self, step: int, values: dict[str, float]) -> None:
         """Moves to `step` and shows the loss and the latest validation score."""
@@ -105,12 +103,11 @@ class Progress:
             if key in values:
                 self._shown[name] = f"{name} {values[key]:.4g}"
         text = ", ".join(self._shown.values())
-        with contextlib.suppress(OSError, ValueError):  # a closed stderr ends the display alone
-            self._bar.set_postfix_str(text, refresh=False)
-            self._bar.update(step - before)
-            if self._plain and 10 * step // self._total > 10 * before // self._total:
-                line = f"{self._description}: {step}/{self._total}, {text}"
-                print(line, file=sys.stderr, flush=True)
+        self._bar.set_postfix_str(text, refresh=False)
+        self._bar.update(step - before)
+        if self._plain and 10 * step // self._total > 10 * before // self._total:
+            line = f"{self._description}: {step}/{self._total}, {text}"
+            print(line, file=sys.stderr, flush=True)
 
     def snapshot(self, step: int, snapshot: Any) -> None:
         pass

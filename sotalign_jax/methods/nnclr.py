@@ -67,9 +67,11 @@ class NNCLR(base.Objective):
         loss = base.siglip(heads, f, g, self.siglip_norm)
         metrics = {"siglip": loss}
         if self.weight_text:
+            assert batch.near_b is not None  # `prepare` made the table
             term = base.siglip(heads, f, heads.y(batch.near_b), self.siglip_norm)
             loss, metrics["text_neighbours"] = loss + self.weight_text * term, term
         if self.weight_image:
+            assert batch.near_a is not None
             term = base.siglip(heads, heads.x(batch.near_a), g, self.siglip_norm)
             loss, metrics["image_neighbours"] = loss + self.weight_image * term, term
         return loss, (metrics, memory)

@@ -77,15 +77,11 @@ class SOTAlign(base.Objective):
                 f"klot_on: is {self.klot_on!r} but divergence is {self.divergence!r}; choose "
                 "divergence 'klot' or klot_on 'unpaired'"
             )
-        if self.klot_on == "crossmodal" and self.block_size is not None:
+        streams = self.divergence == "klot" and self.klot_on != "crossmodal"
+        if self.block_size is not None and not streams:
             raise checks.InputError(
-                f"block_size: is {self.block_size} but klot_on 'crossmodal' cannot be streamed; "
-                "leave it out"
-            )
-        if self.divergence != "klot" and self.block_size is not None:
-            raise checks.InputError(
-                f"block_size: is {self.block_size} but only divergence 'klot' is streamed; "
-                "leave it out"
+                f"block_size: is {self.block_size} but only divergence 'klot' is streamed, on "
+                "unpaired or all rows; leave it out"
             )
         if self.divergence == "klot" and (self.marginals == "prob") != (self.siglip_norm == "mean"):
             warnings.warn(
