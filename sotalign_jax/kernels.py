@@ -99,23 +99,33 @@ def fit(
     dtype: Any,
 ) -> Fitted:
     """The maps of `teachers.kernel_cca`, which explains the arguments."""
-    chosen = np.arange(len(pairs_x))
-    if len(chosen) > landmarks:
-        rng = np.random.default_rng(seed)
-        chosen = np.sort(rng.choice(len(chosen), landmarks, replace=False))
+    n = len(pairs_x)
+    chosen = np.arange(n)
+    if n > landmarks:
+        chosen = np.sort(np.random.default_rng(seed).choice(n, landmarks, replace=False))
     x = _basis("pairs_x", pairs_x, chosen, options.gamma_x)
     y = _basis("pairs_y", pairs_y, chosen, options.gamma_y)
-    moments = _moments(x, y, pairs_x, pairs_y)
-    found = _canonical(moments, options.ridge)
+    # Over all pairs, in blocks of rows: nothing of n rows is kept.
+    centres = [
+        sum(side.kernel(rows).sum(axis=0) for rows in _blocks(pairs)) / n
+        for side, pairs in ((x, pairs_x), (y, pairs_y))
+    ]
+    sums: list[Any] = [0.0, 0.0, 0.0]
+    for rows_x, rows_y in zip(_blocks(pairs_x), _blocks(pairs_y), strict=True):
+        f = (x.kernel(rows_x) - centres[0]) @ x.whiten
+        g = (y.kernel(rows_y) - centres[1]) @ y.whiten
+        sums = [a + b for a, b in zip(sums, (f.T @ f, g.T @ g, f.T @ g), strict=True)]
+    found = _canonical(*(total / (n - 1) for total in sums), ridge=options.ridge)
     rank = len(found.rho)
     dim = rank if dim is None else dim
-    checks.within(rank, f"directions that these {len(pairs_x)} pairs determine", dim=dim)
-    weight = found.rho[:dim] ** options.power
-    return Fitted(
-        _map(x, moments.centre_x, found.weights_x[:, :dim] * weight, dtype),
-        _map(y, moments.centre_y, found.weights_y[:, :dim] * weight, dtype),
-        found.correlations[:dim],
-    )
+    checks.within(rank, f"directions that these {n} pairs determine", dim=dim)
+    maps = []
+    sides = zip((x, y), centres, (found.weights_x, found.weights_y), strict=True)
+    for basis, centre, weights in sides:
+        weight = (basis.whiten @ (weights[:, :dim] * found.rho[:dim] ** options.power)).T
+        arrays = (basis.mean, basis.landmarks, basis.gamma, centre, weight)
+        maps.append(KernelMap(*(jnp.asarray(array, dtype) for array in arrays)))
+    return Fitted(*maps, found.correlations[:dim])
 
 
 # --- options by cross-validation ---------------------------------------------------------------
@@ -167,7 +177,7 @@ def choose(pairs_x: Rows, pairs_y: Rows, *, seed: int = 0, **fixed: float) -> Op
             x, new_x = features("x", fold, options.gamma_x)
             y, new_y = features("y", fold, options.gamma_y)
             n = len(x) - 1
-            found = _canonical(_Moments(x.T @ x / n, y.T @ y / n, x.T @ y / n), options.ridge)
+            found = _canonical(x.T @ x / n, y.T @ y / n, x.T @ y / n, ridge=options.ridge)
             weight = found.rho**options.power
             f, g = new_x @ found.weights_x * weight, new_y @ found.weights_y * weight
             cosines = _unit(f) @ _unit(g).T
@@ -236,16 +246,6 @@ class _Basis:
         return _gauss(_prepared(rows, self.mean), self.landmarks, self.gamma)
 
 
-class _Moments(NamedTuple):
-    """Covariances of both sides' features, and the mean of both sides' kernel rows."""
-
-    xx: Float[np.ndarray, "r r"]
-    yy: Float[np.ndarray, "s s"]
-    xy: Float[np.ndarray, "r s"]
-    centre_x: Any = None
-    centre_y: Any = None
-
-
 class _Canonical(NamedTuple):
     """Weights of the features, the singular values, and Pearson's correlations on the pairs."""
 
@@ -271,52 +271,32 @@ def _basis(name: str, rows: Any, chosen: np.ndarray, gamma: float) -> _Basis:
     return _Basis(mean, landmarks, gamma, vectors[:, kept] / np.sqrt(eigenvalues[kept]))
 
 
-def _moments(x: _Basis, y: _Basis, pairs_x: Any, pairs_y: Any) -> _Moments:
-    """Over all pairs, in blocks of rows: nothing of n rows is kept."""
-    n = len(pairs_x)
-    centres = [
-        sum(side.kernel(rows).sum(axis=0) for rows in _blocks(pairs)) / n
-        for side, pairs in ((x, pairs_x), (y, pairs_y))
-    ]
-    sums: list[Any] = [0.0, 0.0, 0.0]
-    for rows_x, rows_y in zip(_blocks(pairs_x), _blocks(pairs_y), strict=True):
-        f = (x.kernel(rows_x) - centres[0]) @ x.whiten
-        g = (y.kernel(rows_y) - centres[1]) @ y.whiten
-        for k, product in enumerate((f.T @ f, g.T @ g, f.T @ g)):
-            sums[k] = sums[k] + product
-    return _Moments(*(total / (n - 1) for total in sums), *centres)
-
-
-def _canonical(moments: _Moments, ridge: float) -> _Canonical:
-    """Whitens both sides and rotates them together.
+def _canonical(xx: np.ndarray, yy: np.ndarray, xy: np.ndarray, *, ridge: float) -> _Canonical:
+    """Whitens both sides and rotates them together, given their covariances.
 
     Any square root of (S + ridge I)^(-1) gives the same directions, for the rotation follows it:
     that of Cholesky is the cheapest.
     """
-    x, y = (_inverse_root(s, ridge) for s in (moments.xx, moments.yy))
-    left, rho, right = np.linalg.svd(x.T @ moments.xy @ y, full_matrices=False)
+    roots = []
+    for covariance in (xx, yy):
+        # Without a ridge, directions that the pairs do not determine must not divide by zero.
+        floor = max(ridge, _SMALLEST * float(np.trace(covariance)) / len(covariance))
+        lower = np.linalg.cholesky(covariance + floor * np.eye(len(covariance)))
+        roots.append(np.linalg.inv(lower).T)
+    x, y = roots
+    left, rho, right = np.linalg.svd(x.T @ xy @ y, full_matrices=False)
     kept = rho > rho[0] * max(left.shape[0], right.shape[1]) * np.finfo(np.float64).eps
     weights_x, weights_y = x @ left[:, kept], y @ right[kept].T
-    variances = [
-        np.einsum("ik,ik->k", w, s @ w)
-        for w, s in ((weights_x, moments.xx), (weights_y, moments.yy))
-    ]
-    together = np.einsum("ik,ik->k", weights_x, moments.xy @ weights_y)
-    scale = np.sqrt(np.maximum(variances[0] * variances[1], np.finfo(np.float64).tiny))
+    variance_x, variance_y, together = (
+        np.einsum("ik,ik->k", a, s @ b)
+        for a, s, b in (
+            (weights_x, xx, weights_x),
+            (weights_y, yy, weights_y),
+            (weights_x, xy, weights_y),
+        )
+    )
+    scale = np.sqrt(np.maximum(variance_x * variance_y, np.finfo(np.float64).tiny))
     return _Canonical(weights_x, weights_y, np.minimum(rho[kept], 1.0), together / scale)
-
-
-def _inverse_root(covariance: np.ndarray, ridge: float) -> np.ndarray:
-    """A matrix R with R R^T = (S + ridge I)^(-1)."""
-    # Without a ridge, directions that the pairs do not determine must not divide by zero.
-    floor = max(ridge, _SMALLEST * float(np.trace(covariance)) / len(covariance))
-    lower = np.linalg.cholesky(covariance + floor * np.eye(len(covariance)))
-    return np.linalg.inv(lower).T
-
-
-def _map(basis: _Basis, centre: Any, weights: np.ndarray, dtype: Any) -> KernelMap:
-    arrays = (basis.mean, basis.landmarks, basis.gamma, centre, (basis.whiten @ weights).T)
-    return KernelMap(*(jnp.asarray(array, dtype) for array in arrays))
 
 
 def _gauss(z: np.ndarray, landmarks: np.ndarray, gamma: float) -> np.ndarray:

@@ -175,15 +175,15 @@ def test_refining_brings_distributions_together(rng):
     x, y = rng.normal(size=(400, 3)) * 0.5 + 1.0, rng.normal(size=(300, 3))
     start = sue.Residual(3, 16, rngs=nnx.Rngs(0))
     before = jax.tree.map(np.asarray, nnx.state(start))
-    options = {"epochs": 20, "batch": 32, "learning_rate": 1e-3, "key": jax.random.key(0)}
-    network = sue.refine(start, x, y, **options)
+    options, key = methods.SUE(mmd_epochs=20), jax.random.key(0)
+    network = sue.refine(start, x, y, options, key=key)
     moved = np.asarray(network(jnp.asarray(x, jnp.float32)))
     assert naive_mmd(moved[:150], y[:150]) < 0.2 * naive_mmd(x[:150], y[:150])
     assert jax.tree.all(jax.tree.map(np.array_equal, nnx.state(start), before))  # untouched
-    again = sue.refine(start, x, y, **options)
+    again = sue.refine(start, x, y, options, key=key)
     np.testing.assert_array_equal(again(jnp.asarray(x, jnp.float32)), moved)
     with pytest.raises(FloatingPointError, match="mmd: the loss is not finite in epoch 1"):
-        sue.refine(start, x, y, **options | {"learning_rate": 1e38})
+        sue.refine(start, x, y, methods.SUE(mmd_learning_rate=1e38), key=key)
 
 
 # --- SUE -----------------------------------------------------------------------------------------

@@ -100,10 +100,10 @@ class SUE(base.Fitted):
         pairs = dataset.pairs_x, dataset.pairs_y
         n = len(pairs[0])
         checks.within(n - 1, f"directions that {n} pairs can determine", dim=self.dim)
-        rows = [
-            np.concatenate(both)
-            for both in zip(pairs, (dataset.pool_x, dataset.pool_y), strict=True)
-        ]
+        rows = (
+            np.concatenate([dataset.pairs_x, dataset.pool_x]),
+            np.concatenate([dataset.pairs_y, dataset.pool_y]),
+        )
         *keys, key_mmd = jax.random.split(jax.random.key(seed), 3)
         with base.Progress(2 * self.epochs + self.mmd_epochs, "SUE", show=progress) as bar:
 
@@ -111,20 +111,11 @@ class SUE(base.Fitted):
                 return lambda epoch, loss: bar.metrics(before + epoch, {"loss": loss})
 
             networks, bases = [], []
-            for side, key in enumerate(keys):
-                start, key = jax.random.split(key)
-                network, basis = fit_spectral(
-                    TanhHead(
-                        rows[side].shape[1],
-                        self.eigenvectors,
-                        hidden=self.hidden,
-                        rngs=nnx.Rngs(params=start),
-                    ),
-                    rows[side],
-                    self,
-                    key=key,
-                    report=report(side * self.epochs),
-                )
+            for own, side_key, before in zip(rows, keys, (0, self.epochs), strict=True):
+                start, key = jax.random.split(side_key)
+                widths = own.shape[1], self.eigenvectors
+                fresh = TanhHead(*widths, hidden=self.hidden, rngs=nnx.Rngs(params=start))
+                network, basis = fit_spectral(fresh, own, self, key=key, report=report(before))
                 networks.append(network)
                 bases.append(basis)
             outputs = [apply(network, own) for network, own in zip(networks, pairs, strict=True)]
@@ -135,16 +126,10 @@ class SUE(base.Fitted):
             )
             if self.mmd_epochs:
                 start, key = jax.random.split(key_mmd)
-                residual = refine(
-                    Residual(self.dim, self.mmd_hidden, rngs=nnx.Rngs(params=start)),
-                    apply(x, rows[0]),
-                    apply(y, rows[1]),
-                    epochs=self.mmd_epochs,
-                    batch=self.mmd_batch,
-                    learning_rate=self.mmd_learning_rate,
-                    key=key,
-                    report=report(2 * self.epochs),
-                )
+                correction = Residual(self.dim, self.mmd_hidden, rngs=nnx.Rngs(params=start))
+                moved = apply(x, rows[0]), apply(y, rows[1])
+                hear = report(2 * self.epochs)
+                residual = refine(correction, *moved, self, key=key, report=hear)
                 x = SUEHead.joined(x.network, x.linear.kernel[...], x.linear.bias[...], residual)
         return Heads(x, y)
 
@@ -470,10 +455,8 @@ def refine(
     network: Network,
     x: Float[np.ndarray, "n d"],
     y: Float[np.ndarray, "m d"],
+    options: SUE,
     *,
-    epochs: int,
-    batch: int,
-    learning_rate: float,
     key: Array,
     report: Report = lambda epoch, loss: None,
 ) -> Network:
@@ -490,8 +473,8 @@ def refine(
         for rows, split in zip((x, y), splits, strict=True)
     ]
     train, val = zip(*parts, strict=True)
-    adamw = optax.adamw(learning_rate, weight_decay=1e-2)
-    size = min(batch, *map(len, train))
+    adamw = optax.adamw(options.mmd_learning_rate, weight_decay=1e-2)
+    size = min(options.mmd_batch, *map(len, train))
     steps = min(map(len, train)) // size
 
     def objective(params: Any, x: Array, y: Array) -> Array:
@@ -516,7 +499,7 @@ def refine(
 
     state = jax.tree.map(jnp.copy, (params, adamw.init(params)))
     best, least = params, float("inf")
-    for epoch in range(1, epochs + 1):
+    for epoch in range(1, options.mmd_epochs + 1):
         state, loss = pass_over(state, train, val, jax.random.fold_in(key, epoch))
         value = _finite(loss, "mmd", epoch, "mmd_learning_rate")
         report(epoch, value)
