@@ -13,11 +13,7 @@ from sotalign_jax.checks import InputError
 from sotalign_jax.files import load_array
 from sotalign_jax.losses import cka, cka_from_embeddings, infonce, siglip, symmetric_infonce
 from sotalign_jax.ot.affinity import cosine, l2_normalize
-from sotalign_jax.ot.klot import (
-    klot,
-    klot_from_embeddings,
-    klot_reference,
-)
+from sotalign_jax.ot.klot import klot, klot_from_embeddings, klot_reference
 from sotalign_jax.ot.sinkhorn import Plan, sinkhorn
 from sotalign_jax.ot.sinkhorn import reference as sinkhorn_reference
 from sotalign_jax.teachers import LinearTeacher, cca, kernel_cca, procrustes

@@ -1,10 +1,12 @@
 """From arrays to an aligned space in one call, and back from disk."""
 
+import contextlib
 import dataclasses
 import json
 import os
 import pathlib
 import shutil
+from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -13,7 +15,6 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Float
 from numpy.typing import ArrayLike
-from safetensors import SafetensorError
 from safetensors.numpy import load_file, save_file
 
 from sotalign_jax import checks, data, evaluation, methods, neighbours, teachers, training
@@ -31,6 +32,8 @@ DIRECTIONS = ("x_to_y", "y_to_x")
 _DESCRIPTION, _TENSORS = "aligner.json", "heads.safetensors"
 _CALIBRATION = "calibration.safetensors"
 _CALIBRATED_BY = 2048  # rows of each pool; 8,192 add 0.6 points of R@10 (CCA, COCO)
+HELD_OUT = 0.1
+"""Share of the pairs kept back for model selection when no validation set is given."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,7 +51,6 @@ class Aligner:
     calibration: Calibration | None = None
 
     def __repr__(self) -> str:
-        """One line; `info` has the details."""
         widths = self.heads.x.d_in, self.heads.y.d_in
         return "Aligner(x: {} features, y: {} features)".format(*widths)
 
@@ -63,32 +65,20 @@ class Aligner:
     def calibrated_by(
         self, x: ArrayLike, y: ArrayLike, *, epsilon: float = 0.05, sample: int = _CALIBRATED_BY
     ) -> "Aligner":
-        """The same aligner, its calibration by these rows; see `calibration.calibrate`.
+        """The same aligner, calibrated by unpaired rows like those that will be searched.
 
-        Args:
-            x: embeddings of the first modality like those that will be searched, unpaired.
-            y: of the second.
-            epsilon: regularisation, in units of cosines.
-            sample: rows kept of each.
+        See `calibration.calibrate` for the options.
         """
-        f, g = self.embed_x(x), self.embed_y(y)
-        made = calibrate(f, g, epsilon=epsilon, sample=sample)
+        made = calibrate(self.embed_x(x), self.embed_y(y), epsilon=epsilon, sample=sample)
         return dataclasses.replace(self, calibration=made)
 
     def similarity(
         self, x: ArrayLike, y: ArrayLike, *, calibrated: bool = False
     ) -> Float[np.ndarray, "n m"]:
-        """Cosine similarity of every x with every y in the shared space.
+        """Cosine similarity of every x [n, d_x] with every y [m, d_y] in the shared space.
 
-        Args:
-            x: embeddings of the first modality, [n, d_x].
-            y: embeddings of the second, [m, d_y].
-            calibrated: correct the cosines for rows that are close to everything, by the unpaired
-                rows. It helps retrieval; for classification leave it off, where it costs points.
-
-        Raises:
-            InputError: rows cannot be embedded, or the matrix would take more than half of the
-                memory; `search` finds the best matches without it.
+        `calibrated` corrects the cosines for rows that are close to everything, by the unpaired
+        rows. It helps retrieval; for classification leave it off, where it costs points.
         """
         x, y = checks.array("x", x), checks.array("y", y)
         needed = 4 * len(x) * len(y)
@@ -131,27 +121,23 @@ class Aligner:
             up to a constant of each query, and rows of the gallery; among equal scores the lower
             row comes first.
 
-        Raises:
-            InputError: rows cannot be embedded, or the gallery has fewer than k.
-
         >>> aligner = Aligner(build_heads(4, 3, 2), {})
         >>> scores, indices = aligner.search(np.eye(4), np.eye(3), k=2)
         >>> scores.shape, indices.shape
         ((4, 2), (4, 2))
         """
         checks.choice("direction", direction, DIRECTIONS)
-        sides = self.heads.x, self.heads.y
-        own, other = sides if direction == "x_to_y" else sides[::-1]
         checks.whole(1, chunk=chunk)
         rows = checks.array("gallery", gallery)
         checks.within(len(rows), "rows in the gallery", k=k)
+        forward = direction == "x_to_y"
+        sides = self.heads.x, self.heads.y
+        own, other = sides if forward else sides[::-1]
         f, g = self._embed("queries", own, queries), self._embed("gallery", other, rows)
         bias = None
         if calibrated:
-            potential = self._calibration()
-            bias = potential.y(g) if direction == "x_to_y" else potential.x(g)
-        found = neighbours.nearest(f, g, k, bias=bias, chunk=chunk)
-        return jax.device_get(found)
+            bias = self._calibration().y(g) if forward else self._calibration().x(g)
+        return jax.device_get(neighbours.nearest(f, g, k, bias=bias, chunk=chunk))
 
     def _calibration(self) -> Calibration:
         if self.calibration is None:
@@ -169,12 +155,21 @@ class Aligner:
     def save(self, path: str | os.PathLike[str], *, overwrite: bool = False) -> None:
         """Writes `aligner.json` and the tensors beside it into the folder `path`, all or nothing.
 
-        Raises:
-            InputError: the folder holds an aligner and `overwrite` is False, or something else; or
-                `info` cannot be written as JSON.
+        With `overwrite` an aligner that is there is replaced, but never anything else.
         """
         path = pathlib.Path(path).expanduser().absolute()
-        _check_free(path, overwrite=overwrite)
+        entries = path.iterdir() if path.is_dir() else filter(pathlib.Path.exists, [path])
+        names = {entry.name for entry in entries}
+        if strangers := sorted(names - {_DESCRIPTION, _TENSORS, _CALIBRATION}):
+            raise checks.InputError(
+                f"path: {path} holds {strangers[0]}, which is not part of an aligner; "
+                "choose another folder"
+            )
+        if names and not overwrite:
+            raise checks.InputError(
+                f"path: {path} holds an aligner already; choose another folder, or pass "
+                "overwrite=True"
+            )
         heads = {
             side: {"kind": head.kind, "options": head.options()}
             for side, head in (("x", self.heads.x), ("y", self.heads.y))
@@ -184,33 +179,23 @@ class Aligner:
             text = json.dumps(described, indent=2, allow_nan=False)
         except (TypeError, ValueError) as error:
             raise checks.InputError(f"info: cannot be written as JSON ({error})") from error
-        path.parent.mkdir(parents=True, exist_ok=True)
-        temporary, previous = (path.with_name(f".{path.name}.{end}") for end in ("tmp", "old"))
-        if previous.exists() and not path.exists():
-            previous.rename(path)  # an earlier save was killed between the two renames below
-        for leftover in (temporary, previous):
-            shutil.rmtree(leftover, ignore_errors=True)
-        temporary.mkdir()
-        try:
-            save_file(_tensors(self.heads), temporary / _TENSORS)
-            if self.calibration is not None:
-                arrays = {f.name: getattr(self.calibration, f.name) for f in _FIELDS}
-                save_file(jax.tree.map(np.asarray, arrays), temporary / _CALIBRATION)
-            (temporary / _DESCRIPTION).write_text(text + "\n", encoding="utf-8")
-            if path.exists():
-                path.rename(previous)  # whole until the new one stands in its place
-            temporary.rename(path)
-        finally:
-            shutil.rmtree(temporary, ignore_errors=True)
-        shutil.rmtree(previous, ignore_errors=True)
+        temporary = path.with_name(f".{path.name}.tmp")
+        shutil.rmtree(temporary, ignore_errors=True)  # of a save that was killed
+        temporary.mkdir(parents=True)
+        parameters = nnx.to_flat_state(nnx.state(self.heads))
+        tensors = {_dotted(name): np.asarray(leaf[...]) for name, leaf in parameters}
+        save_file(tensors, temporary / _TENSORS)
+        if self.calibration is not None:
+            arrays = {f.name: getattr(self.calibration, f.name) for f in _FIELDS}
+            save_file(jax.tree.map(np.asarray, arrays), temporary / _CALIBRATION)
+        (temporary / _DESCRIPTION).write_text(text + "\n", encoding="utf-8")
+        if path.exists():
+            shutil.rmtree(path)
+        temporary.rename(path)
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> "Aligner":
-        """Reads what `save` wrote; `path` may also be the folder of a finished run.
-
-        Raises:
-            InputError: there is no aligner, or its files are damaged.
-        """
+        """Reads what `save` wrote; `path` may also be the folder of a finished run."""
         given = pathlib.Path(path).expanduser()
         folder = given if (given / _DESCRIPTION).exists() else given / FOLDER
         if not (folder / _DESCRIPTION).exists():
@@ -220,29 +205,60 @@ class Aligner:
                 f"path: {path} holds no aligner; pass a folder that Aligner.save wrote, or the "
                 f"folder of a finished run{f', such as {runs}' if runs else ''}"
             )
-        try:
+        with _reading(folder / _DESCRIPTION):
             described = json.loads((folder / _DESCRIPTION).read_text(encoding="utf-8"))
-        except (OSError, ValueError, RecursionError) as error:
-            raise _damaged(folder / _DESCRIPTION, error) from error
         written = described.get("format") if isinstance(described, dict) else None
         if written != FORMAT:
             raise checks.InputError(
                 f"path: {folder} has format {written} but this version reads {FORMAT}; "
                 "load it with the version of sotalign-jax that wrote it"
             )
-        try:
+        with _reading(folder / _DESCRIPTION):
             # Shapes alone: nothing is allocated before they are known to be those of the tensors.
             shapes = nnx.eval_shape(
                 lambda: Heads(*(rebuild(**described["heads"][side]) for side in "xy"))
             )
             info = described["info"]
-        except (ArithmeticError, AttributeError, KeyError, TypeError, ValueError) as error:
-            raise _damaged(folder / _DESCRIPTION, error) from error
-        try:
+        with _reading(folder / _TENSORS):
             tensors = load_file(folder / _TENSORS)
-        except (SafetensorError, OSError, LookupError, TypeError, ValueError) as error:
-            raise _damaged(folder / _TENSORS, error) from error
-        return cls(_filled(shapes, tensors, folder), info, _read_calibration(folder))
+        graphdef, state = nnx.split(shapes)
+        leaves = {_dotted(name): leaf for name, leaf in nnx.to_flat_state(state)}
+        for name in sorted(leaves.keys() | tensors.keys()):
+            wanted, found = (
+                part[name].shape if name in part else None for part in (leaves, tensors)
+            )
+            if wanted != found:
+                raise checks.InputError(
+                    f"path: {folder / _TENSORS} has {name} of shape {found} but {_DESCRIPTION} "
+                    f"describes {wanted}; save the aligner again"
+                )
+        for name, leaf in leaves.items():
+            leaf.set_value(jnp.asarray(tensors[name]))
+        calibration = None
+        if (folder / _CALIBRATION).exists():
+            with _reading(folder / _CALIBRATION):
+                arrays = load_file(folder / _CALIBRATION)
+                calibration = Calibration(*(jnp.asarray(arrays[f.name]) for f in _FIELDS))
+        return cls(nnx.merge(graphdef, state), info, calibration)
+
+
+_FIELDS = dataclasses.fields(Calibration)
+
+
+def _dotted(name: tuple[Any, ...]) -> str:
+    return ".".join(map(str, name))
+
+
+@contextlib.contextmanager
+def _reading(path: pathlib.Path) -> Iterator[None]:
+    """Errors while a file is read say that it is damaged."""
+    try:
+        yield
+    except Exception as error:
+        raise checks.InputError(
+            f"path: {path} is missing or damaged ({checks.first_line(error)}); save the aligner "
+            "again"
+        ) from error
 
 
 def align(
@@ -304,9 +320,6 @@ def align(
         seed: decides everything random.
         progress: show a progress bar.
 
-    Raises:
-        InputError: something about the arrays or options cannot be used; the message says what.
-
     >>> rng = np.random.default_rng(0)
     >>> z = rng.normal(size=(300, 8)).astype(np.float32)
     >>> to_x, to_y = rng.normal(size=(8, 12)), rng.normal(size=(8, 10))
@@ -317,20 +330,21 @@ def align(
     """
     gallery = val if isinstance(val, data.Gallery) or val is None else data.gallery(*val)
     dataset = data.dataset(pairs, x=x, y=y, val=gallery)
-    asked = False
+    seed = int(seed)
+    asked = isinstance(method, str) and method == "sotalign"
     if isinstance(method, str):
         checks.choice("method", method, tuple(methods.METHODS))
-        asked = method == "sotalign"
         method = None if asked else methods.METHODS[method]
     if gallery is None and not isinstance(method, methods.Fitted):  # which selects nothing
         dataset = hold_out(dataset, seed=seed)
     n_pairs = len(dataset.pairs_x)
     unpaired = bool(len(dataset.pool_x) or len(dataset.pool_y))
-    if method is None and (x is not None or y is not None) and not unpaired:
-        raise checks.InputError(
-            "x, y: both have no rows; pass unpaired rows, or neither to train on the pairs alone"
-        )
     if method is None:
+        if not (x is None and y is None) and not unpaired:
+            raise checks.InputError(
+                "x, y: both have no rows; pass unpaired rows, or neither to train on the pairs "
+                "alone"
+            )
         weight = 1e-4 * max(1.0, 10_000 / n_pairs) if alpha is None else float(alpha)
         method = methods.SAIL()
         if unpaired or asked:
@@ -342,21 +356,27 @@ def align(
             f"alpha: is {alpha} but method {type(method).__name__} brings its own options; leave "
             "it out, or pass method=methods.SOTAlign(alpha=...)"
         )
-    if unpaired:
-        dataset = _without_gaps(dataset, method.pools)
+    if unpaired and "x" in method.pools and not len(dataset.pool_x):
+        dataset = dataclasses.replace(dataset, pool_x=dataset.pairs_x)
+    if unpaired and "y" in method.pools and not len(dataset.pool_y):
+        dataset = dataclasses.replace(dataset, pool_y=dataset.pairs_y)
     training.check_pool(method, dataset)
     info: dict[str, Any] = {
         "method": type(method).__name__,
         "options": dataclasses.asdict(method) if dataclasses.is_dataclass(method) else {},
         "data": dataset.summary(),
+        "features": features,
     }
+    maps = None
     if features is not None:
         checks.choice("features", features, ("kernel",))
-    maps = _kernel_features(teacher, dataset, seed=int(seed)) if features else None
-    info["features"] = features
+        if isinstance(teacher, teachers.LinearTeacher) and isinstance(teacher.map_x, KernelMap):
+            maps = teacher
+        else:
+            maps = teachers.kernel_cca(dataset.pairs_x, dataset.pairs_y, seed=seed)
     if isinstance(method, methods.Fitted):
         seen = dataset if maps is None else _mapped(dataset, maps)
-        made = method.fit(seen, seed=int(seed), progress=progress)
+        made = method.fit(seen, seed=seed, progress=progress)
         return calibrated(made if maps is None else on_features(maps, made), dataset, info)
     assert isinstance(method, methods.Objective)
     if maps is not None and teacher == "kernel_cca":
@@ -369,26 +389,24 @@ def align(
             "init: heads on kernel features can start at a kernel teacher only; pass "
             "teacher='kernel_cca' or init='random'"
         )
-    if steps is None:
-        steps = int(np.clip(n_pairs // 5, 200, 2000))
     if unpaired_batch is None:
         unpaired_batch = 2048 if jax.default_backend() == "cpu" else 22_768
     config = training.TrainConfig(
-        steps=steps,
+        steps=int(np.clip(n_pairs // 5, 200, 2000)) if steps is None else steps,
         unpaired_batch=unpaired_batch,
         learning_rate=float(learning_rate),
         eval_every=20,
-        seed=int(seed),
+        seed=seed,
     )
     fitted = None
     if method.uses_teacher or init == "teacher":
-        fitted = _fit_teacher(teacher, dataset, dim=dim, seed=config.seed)
+        fitted = _fit_teacher(teacher, dataset, dim=dim, seed=seed)
     start = build_heads(
         dataset.pairs_x.shape[1],
         dataset.pairs_y.shape[1],
         fitted.dim if init == "teacher" and fitted is not None else dim,
         kind=method.head,
-        seed=config.seed,
+        seed=seed,
         teacher=fitted if init == "teacher" else None,
         features=None if init == "teacher" else maps,
     )
@@ -405,34 +423,15 @@ def align(
     return calibrated(heads, dataset, info)
 
 
-def _without_gaps(dataset: data.Dataset, pools: str) -> data.Dataset:
-    """The pairs' own rows in place of a pool that is read but empty."""
-    if "x" in pools and not len(dataset.pool_x):
-        dataset = dataclasses.replace(dataset, pool_x=dataset.pairs_x)
-    if "y" in pools and not len(dataset.pool_y):
-        dataset = dataclasses.replace(dataset, pool_y=dataset.pairs_y)
-    return dataset
-
-
 def calibrated(heads: Heads, dataset: data.Dataset, info: dict[str, Any]) -> Aligner:
     """An aligner calibrated by a sample of the pools, or of the pairs where there are none."""
-    rows = [
-        pool if len(pool) else pairs
-        for pool, pairs in ((dataset.pool_x, dataset.pairs_x), (dataset.pool_y, dataset.pairs_y))
-    ]
     rng = np.random.default_rng(0)
-    some = [
-        np.asarray(r[np.sort(rng.permutation(len(r))[:_CALIBRATED_BY])]) for r in rows
-    ]  # embed no more than is kept
+    some = []
+    for pool, pairs in ((dataset.pool_x, dataset.pairs_x), (dataset.pool_y, dataset.pairs_y)):
+        rows = pool if len(pool) else pairs
+        kept = np.sort(rng.permutation(len(rows))[:_CALIBRATED_BY])  # embed no more than is kept
+        some.append(np.asarray(rows[kept]))
     return Aligner(heads, info).calibrated_by(*some)
-
-
-def _kernel_features(
-    teacher: str | teachers.LinearTeacher, dataset: data.Dataset, *, seed: int
-) -> teachers.LinearTeacher:
-    if isinstance(teacher, teachers.LinearTeacher) and isinstance(teacher.map_x, KernelMap):
-        return teacher
-    return teachers.kernel_cca(dataset.pairs_x, dataset.pairs_y, seed=seed)
 
 
 def _mapped(dataset: data.Dataset, maps: teachers.LinearTeacher) -> data.Dataset:
@@ -460,10 +459,6 @@ def _fit_teacher(
     return fit(dataset.pairs_x, dataset.pairs_y, **options.get(teacher, {}))
 
 
-HELD_OUT = 0.1
-"""Share of the pairs kept back for model selection when no validation set is given."""
-
-
 def hold_out(dataset: data.Dataset, *, seed: int) -> data.Dataset:
     """Moves a tenth of the pairs to the validation gallery, if there are at least 100.
 
@@ -482,63 +477,3 @@ def hold_out(dataset: data.Dataset, *, seed: int) -> data.Dataset:
         pairs_y=dataset.pairs_y[kept],
         val=data.gallery(dataset.pairs_x[held], dataset.pairs_y[held]),
     )
-
-
-def _check_free(path: pathlib.Path, *, overwrite: bool) -> None:
-    """Raises unless the folder is missing, empty, or an aligner that may be replaced."""
-    entries = path.iterdir() if path.is_dir() else filter(pathlib.Path.exists, [path])
-    names = {entry.name for entry in entries}
-    strangers = sorted(names - {_DESCRIPTION, _TENSORS, _CALIBRATION})
-    if strangers:
-        raise checks.InputError(
-            f"path: {path} holds {strangers[0]}, which is not part of an aligner; "
-            "choose another folder"
-        )
-    if names and not overwrite:
-        raise checks.InputError(
-            f"path: {path} holds an aligner already; choose another folder, or pass overwrite=True"
-        )
-
-
-_FIELDS = dataclasses.fields(Calibration)
-
-
-def _read_calibration(folder: pathlib.Path) -> Calibration | None:
-    path = folder / _CALIBRATION
-    if not path.exists():
-        return None
-    try:
-        tensors = load_file(path)
-        return Calibration(*(jnp.asarray(tensors[field.name]) for field in _FIELDS))
-    except (SafetensorError, OSError, KeyError) as error:
-        raise _damaged(path, error) from error
-
-
-def _damaged(path: pathlib.Path, error: BaseException) -> checks.InputError:
-    reason = checks.first_line(error)
-    return checks.InputError(
-        f"path: {path} is missing or damaged ({reason}); save the aligner again"
-    )
-
-
-def _tensors(heads: Heads) -> dict[str, np.ndarray]:
-    """Parameters by dotted name."""
-    flat = nnx.to_flat_state(nnx.state(heads))
-    return {".".join(map(str, path)): np.asarray(leaf[...]) for path, leaf in flat}
-
-
-def _filled(shapes: Heads, tensors: dict[str, np.ndarray], folder: pathlib.Path) -> Heads:
-    """The tensors in heads of these shapes."""
-    graphdef, state = nnx.split(shapes)
-    leaves = {".".join(map(str, path)): leaf for path, leaf in nnx.to_flat_state(state)}
-    for name in sorted(leaves.keys() | tensors.keys()):
-        described = leaves[name].shape if name in leaves else None
-        found = tensors[name].shape if name in tensors else None
-        if described != found:
-            raise checks.InputError(
-                f"path: {folder / _TENSORS} has {name} of shape {found} but {_DESCRIPTION} "
-                f"describes {described}; save the aligner again"
-            )
-    for name, leaf in leaves.items():
-        leaf.set_value(jnp.asarray(tensors[name]))
-    return nnx.merge(graphdef, state)

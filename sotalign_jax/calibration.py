@@ -27,14 +27,9 @@ _CHUNK = 4096
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Calibration:
-    """Unit features of a sample of both pools with the log-scalings of the plan between them.
+    """Unit features f, g of a sample of both pools, in the shared space, with their plan.
 
-    Attributes:
-        f: features of the first modality's pool, in the shared space.
-        g: features of the second's.
-        u: row log-scalings of their plan.
-        v: column log-scalings.
-        epsilon: its regularisation.
+    u and v are its row and column log-scalings at regularisation `epsilon`.
     """
 
     f: Float[Array, "n d"]
@@ -80,22 +75,13 @@ def calibrate(
     It helps retrieval, where a few hubs win too many queries, and costs points in classification,
     where some classes are more frequent than others: use the plain cosines there.
 
-    Args:
-        f: features of unpaired rows of the first modality, [n, d], in any scale.
-        g: features of unpaired rows of the second, [m, d].
-        epsilon: regularisation, in units of cosines. Smaller corrects more, and trusts the pools
-            more.
-        sample: rows kept of each pool, at random; memory is about sample^2 floats.
-        tolerance: marginal error of the plan.
-        seed: of the sample.
+    Features f [n, d] and g [m, d] may have any scale. `epsilon` is in units of cosines: smaller
+    corrects more, and trusts the pools more. `sample` rows are kept of each pool, at random; memory
+    is about sample^2 floats. `tolerance` is the marginal error of the plan.
 
-    Raises:
-        InputError: features do not fit, or an option is out of range.
-
-    Example:
-        >>> f, g = np.eye(3, dtype=np.float32), np.ones((5, 3), np.float32)
-        >>> bool(np.abs(calibrate(f, g).scores(f, g)).max() < 1e-5)  # all match all as by chance
-        True
+    >>> f, g = np.eye(3, dtype=np.float32), np.ones((5, 3), np.float32)
+    >>> bool(np.abs(calibrate(f, g).scores(f, g)).max() < 1e-5)  # all match all as by chance
+    True
     """
     checks.positive(epsilon=epsilon, tolerance=tolerance)
     checks.whole(1, sample=sample)

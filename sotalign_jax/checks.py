@@ -30,13 +30,7 @@ def not_installed(package: str, *, extra: str) -> InputError:
 
 
 def require(module: str, *, extra: str) -> Any:
-    """Imports a module of an extra's package, when it is needed.
-
-    >>> require("no_such_writer", extra="tensorboard")
-    Traceback (most recent call last):
-    sotalign_jax.checks.InputError: no_such_writer: is not installed; run pip install -e
-    '.[tensorboard]'
-    """
+    """Imports a module of an extra's package, when it is needed."""
     try:
         return importlib.import_module(module)
     except ModuleNotFoundError as error:
@@ -53,10 +47,7 @@ def first_line(error: BaseException) -> str:
 
 
 def set_share(index: int, count: int) -> None:
-    """Lets this process look at every `count`-th part of an array only: others see the rest.
-
-    >>> set_share(0, 1)
-    """
+    """Lets this process look at every `count`-th part of an array only: others see the rest."""
     global _share
     _share = index, count
 
@@ -105,22 +96,16 @@ def embeddings(name: str, x: Any, *, width: int | None = None, min_rows: int = 1
     index, count = _share
     for start in range(index * CHUNK_ROWS, shape[0], count * CHUNK_ROWS):
         rows = np.asarray(x[start : start + CHUNK_ROWS]).astype(np.float32)
-        finite = np.isfinite(rows).all(axis=1)
-        if not finite.all():
-            bad = start + np.flatnonzero(~finite)
-            raise InputError(
-                f"{name}: row {bad[0]} is NaN or inf; remove such rows before aligning"
-            )
-        zero = ~rows.any(axis=1)
-        if zero.any():
-            bad = start + np.flatnonzero(zero)
-            raise InputError(
-                f"{name}: row {bad[0]} is all zeros and has no direction; remove such rows"
-            )
+        for bad, problem in (
+            (~np.isfinite(rows).all(axis=1), "NaN or inf; remove such rows before aligning"),
+            (~rows.any(axis=1), "all zeros and has no direction; remove such rows"),
+        ):
+            if bad.any():
+                raise InputError(f"{name}: row {start + np.flatnonzero(bad)[0]} is {problem}")
 
 
 def features(name: str, x: Any, *, ndim: int = 2, width: int | None = None) -> jax.Array:
-    """`x` as a JAX array; raises unless it is a non-empty float array of `ndim` dimensions.
+    """`x` as a JAX array; raises unless it is a non-empty, finite array of `ndim` dimensions.
 
     >>> features("y", np.ones((3, 2)), width=4)
     Traceback (most recent call last):
@@ -138,7 +123,19 @@ def features(name: str, x: Any, *, ndim: int = 2, width: int | None = None) -> j
             f"{name}: features have width {out.shape[-1]} but {width} is needed; "
             "map both modalities into the shared space first"
         )
+    if not finite(out):
+        raise InputError(f"{name}: features contain NaN or inf; check the heads and their inputs")
     return out
+
+
+@jax.jit
+def finite(x: jax.Array) -> jax.Array:
+    """Whether no value is NaN or infinite.
+
+    >>> bool(finite(jnp.array([1.0, jnp.nan])))
+    False
+    """
+    return jnp.isfinite(x).all()
 
 
 def pairs(
@@ -204,15 +201,9 @@ def whole(least: int, *, or_none: bool = False, **options: Any) -> None:
     Traceback (most recent call last):
     sotalign_jax.checks.InputError: chunk: is 0; pass a whole number of at least 1
     """
-
-    def fine(value: Any) -> bool:
-        return operator.index(value) >= least
-
-    wanted = f"a whole number of at least {least}"
-    if or_none:
-        _every(options, lambda value: value is None or fine(value), f"{wanted}, or None")
-    else:
-        _every(options, fine, wanted)
+    given = {name: v for name, v in options.items() if not (or_none and v is None)}
+    wanted = f"a whole number of at least {least}{', or None' if or_none else ''}"
+    _every(given, lambda value: operator.index(value) >= least, wanted)
 
 
 def within(most: int, of: str, *, least: int = 1, **options: Any) -> None:
@@ -223,11 +214,8 @@ def within(most: int, of: str, *, least: int = 1, **options: Any) -> None:
     sotalign_jax.checks.InputError: k: is 10; pass a whole number in 1..5, for there are 5 rows in
     the gallery
     """
-
-    def fine(value: Any) -> bool:
-        return least <= operator.index(value) <= most
-
-    _every(options, fine, f"a whole number in {least}..{most}, for there are {most} {of}")
+    wanted = f"a whole number in {least}..{most}, for there are {most} {of}"
+    _every(options, lambda value: least <= operator.index(value) <= most, wanted)
 
 
 def static(**options: Any) -> None:

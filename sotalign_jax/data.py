@@ -50,7 +50,7 @@ def owners(n: int, m: int, x_of_y: ArrayLike | None) -> Int[np.ndarray, " m"]:
                 f"gallery: x has {n} rows but y has {m}; pass x_of_y unless row i matches row i"
             )
         return np.arange(n, dtype=np.int32)
-    index = _indices("x_of_y", x_of_y, m, below=n)
+    index = row_labels("x_of_y", x_of_y, m, below=n)
     orphans = np.flatnonzero(np.bincount(index, minlength=n) == 0)
     if orphans.size:
         raise checks.InputError(
@@ -59,7 +59,12 @@ def owners(n: int, m: int, x_of_y: ArrayLike | None) -> Int[np.ndarray, " m"]:
     return index
 
 
-def _indices(name: str, values: ArrayLike, count: int, *, below: int) -> np.ndarray:
+def row_labels(name: str, values: ArrayLike, count: int, *, below: int) -> Int[np.ndarray, " n"]:
+    """Checked labels of `count` rows, whole numbers in 0..below-1.
+
+    >>> row_labels("labels", [1, 0], 2, below=2)
+    array([1, 0], dtype=int32)
+    """
     index = np.asarray(values)
     if index.shape != (count,) or index.dtype.kind not in "iu":
         raise checks.InputError(
@@ -87,10 +92,7 @@ def gallery(x: ArrayLike, y: ArrayLike, x_of_y: ArrayLike | None = None) -> Gall
 
 
 def zero_shot(
-    x: ArrayLike,
-    labels: ArrayLike,
-    prompts: ArrayLike,
-    class_names: tuple[str, ...] | None = None,
+    x: ArrayLike, labels: ArrayLike, prompts: ArrayLike, class_names: tuple[str, ...] | None = None
 ) -> ZeroShot:
     """A checked `ZeroShot`: labels [n] index the classes of prompts [c, t, d_y].
 
@@ -109,16 +111,7 @@ def zero_shot(
         raise checks.InputError(
             f"class_names: {len(names)} names for {len(prompts)} prompted classes; pass one each"
         )
-    return ZeroShot(x, class_labels(labels, n=len(x), classes=len(prompts)), prompts, names)
-
-
-def class_labels(labels: ArrayLike, *, n: int, classes: int) -> Int[np.ndarray, " n"]:
-    """Checked labels: n integers in 0..classes-1.
-
-    >>> class_labels([1, 0], n=2, classes=2)
-    array([1, 0], dtype=int32)
-    """
-    return _indices("labels", labels, n, below=classes)
+    return ZeroShot(x, row_labels("labels", labels, len(x), below=len(prompts)), prompts, names)
 
 
 # --- what is trained on ------------------------------------------------------------------------
@@ -128,11 +121,8 @@ def class_labels(labels: ArrayLike, *, n: int, classes: int) -> Int[np.ndarray, 
 class Dataset:
     """Everything a run reads. `dataset` and `semi_supervised` check the values as well.
 
-    >>> dataset((np.eye(3), np.eye(3)), val=gallery(np.eye(3), np.eye(3)))
-    Dataset
-      pairs: 3, of widths 3, 3
-      pools: 0 of x, 0 of y
-      val: 3 of x, 3 of y
+    >>> dataset((np.eye(3), np.ones((3, 2))), y=np.ones((5, 2)))
+    Dataset(pairs_x: 3 x 3, pairs_y: 3 x 2, pool_x: 0 x 3, pool_y: 5 x 2)
     """
 
     pairs_x: Float[np.ndarray, "p d_x"]
@@ -144,29 +134,18 @@ class Dataset:
     zero_shot: ZeroShot | None = None
 
     def __post_init__(self) -> None:
-        for name, array in self._parts().items():
+        for name, shape in self.summary().items():
             width = (self.pairs_x if name.endswith("_x") else self.pairs_y).shape[1]
-            if array is not None and array.shape[-1] != width:
+            if shape is not None and shape[-1] != width:
                 raise checks.InputError(
-                    f"{name}: width {array.shape[-1]} differs from the pairs' {width}; "
+                    f"{name}: width {shape[-1]} differs from the pairs' {width}; "
                     "embed both with the same encoder"
                 )
 
     def __repr__(self) -> str:
-        """A line for each part."""
-        (n, d_x), d_y = self.pairs_x.shape, self.pairs_y.shape[1]
-        lines = [
-            f"pairs: {n}, of widths {d_x}, {d_y}",
-            f"pools: {len(self.pool_x)} of x, {len(self.pool_y)} of y",
-        ]
-        for name, part in (("val", self.val), ("test", self.test)):
-            if part is not None:
-                lines.append(f"{name}: {len(part.x)} of x, {len(part.y)} of y")
-        if self.zero_shot is not None:
-            classes, prompts = self.zero_shot.prompts.shape[:2]
-            of_each = f"{classes} classes with {prompts} prompts each"
-            lines.append(f"zero_shot: {len(self.zero_shot.x)} of x, {of_each}")
-        return "\n  ".join(["Dataset", *lines])
+        shapes = {name: shape for name, shape in self.summary().items() if shape is not None}
+        parts = (f"{name}: {' x '.join(map(str, shape))}" for name, shape in shapes.items())
+        return f"Dataset({', '.join(parts)})"
 
     def summary(self) -> dict[str, list[int] | None]:
         """Shapes of the parts, ready for a JSON file.
@@ -174,10 +153,7 @@ class Dataset:
         >>> dataset((np.eye(2), np.eye(2))).summary()["pairs_x"]
         [2, 2]
         """
-        return {k: None if v is None else list(v.shape) for k, v in self._parts().items()}
-
-    def _parts(self) -> dict[str, np.ndarray | files.MappedRows | None]:
-        return {
+        parts: dict[str, np.ndarray | files.MappedRows | None] = {
             "pairs_x": self.pairs_x,
             "pairs_y": self.pairs_y,
             "pool_x": self.pool_x,
@@ -189,6 +165,7 @@ class Dataset:
             "zero_shot_x": self.zero_shot and self.zero_shot.x,
             "zero_shot_prompts": self.zero_shot and self.zero_shot.prompts,
         }
+        return {name: None if part is None else list(part.shape) for name, part in parts.items()}
 
 
 def dataset(
@@ -237,15 +214,8 @@ def split_rows(
 
     `pool`: "disjoint" gives x one half of the rest and y the other, so no hidden true pair is
     left; "random" gives both all of the rest, y in another order; "aligned" in the same order
-    (debugging). With one seed, fewer pairs are a subset of more pairs, and a smaller
-    `n_unpaired` takes a subset of a larger one's rows, so sweeps are nested.
-
-    Args:
-      n_rows: rows of the paired table.
-      n_pairs: rows kept as pairs.
-      pool: how the pools relate, see above.
-      n_unpaired: rows of each pool; all that remain when None.
-      seed: the rows are a function of (n_rows, seed, options) alone.
+    (debugging). Each pool has `n_unpaired` rows, or all that remain. With one seed, fewer pairs
+    are a subset of more pairs, and a smaller pool of a larger one, so sweeps are nested.
 
     >>> split_rows(6, n_pairs=2, seed=0).x.shape
     (2,)
@@ -308,19 +278,9 @@ def semi_supervised(
 ) -> Dataset:
     """A semi-supervised `Dataset` from a paired table: few pairs kept, the rest unpaired.
 
-    Args:
-      x: [n, d_x] embeddings, row i matching row i of y.
-      y: [n, d_y] embeddings.
-      n_pairs: rows kept as pairs.
-      pool: see `split_rows`.
-      n_unpaired: rows of each pool; all when None.
-      seed: chooses pairs, pools and noise.
-      unpaired_x: [u, d_x] another source for the pool of x, instead of the table's own rows.
-      unpaired_y: [v, d_y] likewise for y.
-      pool_noise: fraction of each pool replaced by noise, see `replace_with_noise`.
-      val: gallery to select models on.
-      test: gallery to report.
-      zero_shot: classification task to report.
+    Row i of x [n, d_x] matches row i of y [n, d_y]; `split_rows` explains `pool` and `n_unpaired`.
+    `unpaired_x` and `unpaired_y` are other sources of the pools than the table's own rows, and
+    `replace_with_noise` replaces the fraction `pool_noise` of each pool.
 
     >>> semi_supervised(np.ones((9, 4)), np.ones((9, 3)), n_pairs=5).summary()["pool_y"]
     [2, 3]
@@ -336,27 +296,23 @@ def semi_supervised(
         n_unpaired=0 if all(outside) else n_unpaired,
         seed=seed,
     )
-    pool_x = _outside_pool("unpaired_x", unpaired_x, x.shape[1], n_unpaired, seed)
-    pool_y = _outside_pool("unpaired_y", unpaired_y, y.shape[1], n_unpaired, seed + 1)
-    pool_x = files.take(x, rows.x) if pool_x is None else pool_x
-    pool_y = files.take(y, rows.y) if pool_y is None else pool_y
-    if pool_noise:
-        pool_x = replace_with_noise(pool_x, fraction=pool_noise, seed=seed)
-        pool_y = replace_with_noise(pool_y, fraction=pool_noise, seed=seed + 1)
+    pools: list[np.ndarray | files.MappedRows] = []
+    sides = ("unpaired_x", unpaired_x, x, rows.x), ("unpaired_y", unpaired_y, y, rows.y)
+    for own_seed, (name, given, table, chosen) in enumerate(sides, seed):
+        if given is None:
+            made = files.take(table, chosen)
+        else:
+            made = checks.array(name, given)
+            checks.embeddings(name, made, width=table.shape[1])
+            if n_unpaired is not None:
+                checks.within(len(made), f"rows in {name}", least=0, n_unpaired=n_unpaired)
+                order = np.random.default_rng(own_seed).permutation(len(made))
+                made = files.take(made, order[:n_unpaired])
+        if pool_noise:
+            made = replace_with_noise(made, fraction=pool_noise, seed=own_seed)
+        pools.append(made)
+    pool_x, pool_y = pools
     return Dataset(x[rows.pairs], y[rows.pairs], pool_x, pool_y, val, test, zero_shot)
-
-
-def _outside_pool(
-    name: str, rows: ArrayLike | None, width: int, size: int | None, seed: int
-) -> np.ndarray | files.MappedRows | None:
-    if rows is None:
-        return None
-    array = checks.array(name, rows)
-    checks.embeddings(name, array, width=width)
-    if size is None:
-        return array
-    checks.within(len(array), f"rows in {name}", least=0, n_unpaired=size)
-    return files.take(array, np.random.default_rng(seed).permutation(len(array))[:size])
 
 
 # --- robustness protocols ----------------------------------------------------------------------

@@ -5,8 +5,9 @@ are from the pairs, `sinkhorn_convergence` at which epsilons the transport plans
 """
 
 import functools
+import itertools
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Self
 
 import jax
@@ -40,20 +41,8 @@ def mutual_knn(
     N(i) are the k rows of largest cosine with row i, itself left out, ties going to the lower
     index. Features are first clamped at ± the mean over samples of the `clamp`-quantile of |value|,
     so that few huge features do not decide. 1 means the same neighbours, `chance_knn` unrelated
-    spaces. The score depends on the number of rows: the usual protocol takes 1,024.
-
-    Args:
-        x: [n, d_x] embeddings.
-        y: [n, d_y] embeddings of the same samples.
-        k: number of neighbours.
-        clamp: the quantile, or None to leave the features as they are.
-        chunk: rows that are compared with as many others at once.
-
-    Returns:
-        The score, between 0 and 1.
-
-    Raises:
-        InputError: rows do not match, are not finite or are zero; or an option is out of range.
+    spaces. The score depends on the number of rows: the usual protocol takes 1,024. Blocks of
+    `chunk` rows are compared with as many others at once.
 
     >>> x = random_sphere(50, 4)
     >>> mutual_knn(x, x[:, ::-1])
@@ -105,7 +94,6 @@ class Mean(float):
     spread: float | None
 
     def __new__(cls, values: Sequence[float]) -> Self:
-        """Of at least one value."""
         mean = super().__new__(cls, np.mean(values))
         mean.spread = float(np.std(values, ddof=1)) if len(values) > 1 else None
         return mean
@@ -138,7 +126,7 @@ class Shift(NamedTuple):
 def sliced_wasserstein(
     x: Rows, y: Rows, *, projections: int | Array = 500, seed: int = 0, chunk: int = 16
 ) -> float:
-    """Linear spherical sliced Wasserstein distance between two sets of directions.
+    """Linear spherical sliced Wasserstein distance between two sets of directions, in 0..1/2.
 
         SSW² = mean over planes U of mean_t d(φ_x(t), φ_y(t))²
 
@@ -149,18 +137,8 @@ def sliced_wasserstein(
     `linear_sliced_wasserstein_sphere`. Finite samples of one distribution are not at distance 0:
     see `pool_shift`.
 
-    Args:
-        x: [n, d] embeddings of any length.
-        y: [m, d] embeddings from the same encoder.
-        projections: how many random planes, or the planes themselves as orthonormal [p, d, 2].
-        seed: of the planes.
-        chunk: planes at once; memory is about 4 * chunk * (n + m) floats.
-
-    Returns:
-        The distance, between 0 and 1/2.
-
-    Raises:
-        InputError: widths differ, rows are not finite or are zero; or an option is out of range.
+    `projections` is how many random planes, or the planes themselves as orthonormal [p, d, 2];
+    `chunk` planes at once take about 4 * chunk * (n + m) floats.
 
     >>> sliced_wasserstein(np.eye(3), np.eye(3) + 0.1, projections=20) < 0.1
     True
@@ -177,34 +155,6 @@ def sliced_wasserstein(
     else:
         planes = affinity.as_float(projections)
     return _distance(*(circle_embedding(affinity.as_float(z), planes, chunk=chunk) for z in (x, y)))
-
-
-def sliced_wasserstein_spread(
-    x: Rows,
-    y: Rows,
-    *,
-    repeats: int = 20,
-    rows: int = 100_000,
-    projections: int = 500,
-    seed: int = 0,
-    chunk: int = 16,
-) -> Mean:
-    """`sliced_wasserstein` over `repeats` seeds, each with new planes and new samples of `rows`.
-
-    A set of fewer rows is taken whole.
-
-    >>> x = np.random.default_rng(0).normal(size=(90, 8))
-    >>> near = sliced_wasserstein_spread(x[:50], x[50:], repeats=3, rows=40, projections=50)
-    >>> near.spread < near
-    True
-    """
-    _check_sets(x, y)
-    checks.whole(1, repeats=repeats, rows=rows, projections=projections, chunk=chunk)
-    values = []
-    for rng, planes in _repetitions(repeats, projections, x.shape[1], seed):
-        samples = (_sample(rng, z, min(rows, len(z))) for z in (x, y))
-        values.append(_distance(*(circle_embedding(z, planes, chunk=chunk) for z in samples)))
-    return Mean(values)
 
 
 def pool_shift(
@@ -234,11 +184,14 @@ def pool_shift(
     checks.whole(1, repeats=repeats, rows=rows, projections=projections, chunk=chunk)
     size = min(rows, len(pairs) // 2, len(pool))
     distances: list[list[float]] = [[], [], []]
-    for rng, planes in _repetitions(repeats, projections, pairs.shape[1], seed):
+    for repeat in range(repeats):
+        rng = np.random.default_rng((seed, repeat))
+        key = jax.random.fold_in(jax.random.key(seed), repeat)
+        planes = random_planes(key, projections, pairs.shape[1])
         order = rng.permutation(len(pairs))
         half = circle_embedding(_take(pairs, order[:size]), planes, chunk=chunk)
         others = (
-            _sample(rng, pool, size),
+            _take(pool, rng.permutation(len(pool))[:size]),
             _take(pairs, order[size : 2 * size]),
             random_sphere(size, pairs.shape[1], seed=int(rng.integers(2**31))),
         )
@@ -306,18 +259,6 @@ def _distance(a: Array, b: Array) -> float:
     return float(jnp.sqrt(jnp.mean(jnp.square(jnp.minimum(gap, 1 - gap)))))
 
 
-def _repetitions(
-    repeats: int, projections: int, dim: int, seed: int
-) -> Iterator[tuple[np.random.Generator, Array]]:
-    for repeat in range(repeats):
-        key = jax.random.fold_in(jax.random.key(seed), repeat)
-        yield np.random.default_rng((seed, repeat)), random_planes(key, projections, dim)
-
-
-def _sample(rng: np.random.Generator, x: Rows, size: int) -> Array:
-    return _take(x, rng.permutation(len(x))[:size])
-
-
 def _take(x: Rows, rows: np.ndarray) -> Array:
     return affinity.as_float(x[np.sort(rows)])  # in order, for files are read faster that way
 
@@ -354,23 +295,10 @@ def sinkhorn_convergence(
     tolerance: float = 1e-3,
     max_iterations: int = 500,
 ) -> list[Convergence]:
-    """Solves the plan of cos(f, g) at each epsilon, exactly as a training step does.
+    """Solves the plan of cos(f, g), [n, d] and [m, d], at each epsilon as a training step does.
 
     `partners` is exp(-Σ P log(P/a)): 1 when every row has a single partner, the number of columns
     when epsilon is so large that all pairs are alike.
-
-    Args:
-        f: [n, d] features in the shared space, such as the teacher's of a batch of the pool.
-        g: [m, d] features of the other modality.
-        epsilons: regularisations to try.
-        tolerance: marginal error that counts as converged.
-        max_iterations: the budget.
-
-    Returns:
-        One `Convergence` an epsilon, in their order.
-
-    Raises:
-        InputError: widths differ, rows are not finite or are zero; or an option is out of range.
 
     >>> f = random_sphere(30, 4)
     >>> sharp, flat = sinkhorn_convergence(f, f, (0.001, 100.0))
@@ -401,12 +329,9 @@ def smallest_epsilon(rows: Sequence[Convergence]) -> float | None:
     >>> smallest_epsilon([Convergence(0.1, 0.0, 9, True, 1.0), Convergence(0.01, 1.0, 9, False, 1)])
     0.1
     """
-    smallest = None
-    for row in sorted(rows, key=lambda row: -row.epsilon):
-        if not row.converged:
-            break
-        smallest = row.epsilon
-    return smallest
+    ordered = sorted(rows, key=lambda row: -row.epsilon)
+    fine = [row.epsilon for row in itertools.takewhile(lambda row: row.converged, ordered)]
+    return fine[-1] if fine else None
 
 
 @functools.partial(jax.jit, static_argnames=("max_iterations", "block_size"))

@@ -5,16 +5,16 @@ at a time, so the full score matrix never exists; each function compiles once pe
 """
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from jaxtyping import Array, ArrayLike, Bool, Float, Int
+from jaxtyping import Array, ArrayLike, Float, Int
 
-from sotalign_jax import checks, data
+from sotalign_jax import checks, data, neighbours
 from sotalign_jax.calibration import Calibration
 from sotalign_jax.heads import Rows
 from sotalign_jax.ot import affinity, blocks
@@ -24,11 +24,7 @@ EMBED_CHUNK = 8192
 
 
 def embed(head: Any, rows: Rows) -> Float[np.ndarray, "n d"]:
-    """Unit features of any number of rows, in blocks of one compiled shape.
-
-    Args:
-        head: an NNX head or an `AffineMap`.
-        rows: embeddings, on the host (also memory-mapped) or on a device.
+    """Unit features of any number of rows by an NNX head or a map, in blocks of one compiled shape.
 
     >>> from sotalign_jax import heads
     >>> embed(heads.build_heads(4, 3, 2).x, np.ones((5, 4), np.float16)).shape
@@ -92,6 +88,8 @@ def retrieval(
     going to the lower index: rank = #{score greater} + #{score equal, index lower} < k. So
     features that have collapsed to a point score chance, k / (number of keys).
 
+    Keys are "x_to_y/R@k", "y_to_x/R@k" and their average "mean/R@k" for every k of `ks`.
+
     Args:
       x: [n, d] features, in any scale.
       y: [m, d] features.
@@ -103,12 +101,6 @@ def retrieval(
       ks: the cut-offs.
       chunk: most query rows scored at once; memory is about chunk * max(n, m) floats.
 
-    Returns:
-      "x_to_y/R@k", "y_to_x/R@k" and their average "mean/R@k" for every k.
-
-    Raises:
-      checks.InputError: shapes do not fit, or features are NaN or infinite.
-
     >>> retrieval(np.eye(3), np.eye(3)[[0, 2, 1]], ks=(1,))["mean/R@1"]
     33.33333333333333
     """
@@ -119,9 +111,7 @@ def retrieval(
     owner = data.owners(len(x), len(y), x_of_y)
     checks.whole(1, chunk=chunk)
     biases = _bias("bias_x", bias_x, len(x)), _bias("bias_y", bias_y, len(y))
-    result = match_ranks(x, y, owner, *biases, chunk=chunk)
-    finite_x, finite_y, ranks_x, ranks_y = jax.device_get(result)
-    _check_finite(x=finite_x, y=finite_y)
+    ranks_x, ranks_y = jax.device_get(match_ranks(x, y, owner, *biases, chunk=chunk))
     recalls = {}
     for direction, ranks in (("x_to_y", ranks_x), ("y_to_x", ranks_y)):
         for k in ks:
@@ -134,33 +124,20 @@ def retrieval(
 def zero_shot(
     x: ArrayLike, prompts: ArrayLike, labels: ArrayLike, *, chunk: int = 4096
 ) -> dict[str, float]:
-    """Accuracy, in percent, of classifying x by the nearest class prompt.
+    """Accuracy, in percent, of classifying x [n, d] by the nearest class prompt of [c, t, d].
 
     A class is the L2-normalised mean of its L2-normalised prompt features; the prediction is
-    the class of largest cosine.
-
-    Args:
-      x: [n, d] features.
-      prompts: [c, t, d] features of t prompts for each of c classes.
-      labels: [n] true classes.
-      chunk: most rows scored at once.
-
-    Returns:
-      "zero_shot/top1" over rows, and "zero_shot/mean_per_class" over the classes in `labels`.
-
-    Raises:
-      checks.InputError: shapes do not fit, or features are NaN or infinite.
+    the class of largest cosine. "mean_per_class" is over the classes in `labels`; at most `chunk`
+    rows are scored at once.
 
     >>> zero_shot(np.eye(2), np.eye(2)[:, None], [0, 0])
     {'zero_shot/top1': 50.0, 'zero_shot/mean_per_class': 50.0}
     """
     x = checks.features("x", x).astype(jnp.float32)
     prompts = checks.features("prompts", prompts, ndim=3, width=x.shape[1]).astype(jnp.float32)
-    truth = data.class_labels(np.asarray(labels), n=len(x), classes=len(prompts))
-    checks.whole(1, chunk=chunk)
-    result = _classify(x, prompts, chunk=chunk)
-    finite_x, finite_prompts, predicted = jax.device_get(result)
-    _check_finite(x=finite_x, prompts=finite_prompts)
+    truth = data.row_labels("labels", labels, len(x), below=len(prompts))
+    classes = affinity.l2_normalize(affinity.l2_normalize(prompts).mean(axis=1))
+    predicted = np.asarray(neighbours.nearest(x, classes, 1, chunk=chunk).indices[:, 0])
     right = predicted == truth
     seen = np.bincount(truth)
     per_class = np.bincount(truth, weights=right)[seen > 0] / seen[seen > 0]
@@ -179,59 +156,31 @@ def match_ranks(
     bias_y: Float[Array, " m"],
     *,
     chunk: int,
-) -> tuple[Bool[Array, ""], Bool[Array, ""], Int[Array, " n"], Int[Array, " m"]]:
-    """Whether x and y are finite, and each row's rank of its best match in the other."""
-    finite = jnp.isfinite(x).all(), jnp.isfinite(y).all()
+) -> tuple[Int[Array, " n"], Int[Array, " m"]]:
+    """Each row's rank of its best match in the other."""
     x, y = affinity.l2_normalize(x), affinity.l2_normalize(y)
     ids = jnp.arange(len(x), dtype=owner.dtype)
     ranks_x = _best_ranks(x, y, bias_y, ids, owner, chunk)
-    return *finite, ranks_x, _best_ranks(y, x, bias_x, owner, ids, chunk)
+    return ranks_x, _best_ranks(y, x, bias_x, owner, ids, chunk)
 
 
 def _best_ranks(
     queries: Array, keys: Array, bias: Array, query_id: Array, key_id: Array, chunk: int
 ) -> Array:
     """Rank of the first key, in a stable descending sort, that has the query's id."""
-    index = jnp.arange(len(keys))
+    n, index = len(queries), jnp.arange(len(keys))
 
-    def block(rows: tuple[Array, ...]) -> Array:
-        features, ids = rows
-        scores = affinity.dot(features, keys.T) + bias
-        matches = jnp.where(ids[:, None] == key_id[None, :], scores, -jnp.inf)
+    def ranks(block: blocks.Block, out: Array) -> Array:
+        scores = affinity.dot(block.of(queries), keys.T) + bias
+        matches = jnp.where(block.of(query_id)[:, None] == key_id[None, :], scores, -jnp.inf)
         best = matches.max(axis=1, keepdims=True)
         at = matches.argmax(axis=1, keepdims=True)  # the lowest index among equal maxima
         ahead = (scores > best) | ((scores == best) & (index[None, :] < at))
-        return ahead.sum(axis=1, dtype=jnp.int32)
+        return block.put(out, ahead.sum(axis=1, dtype=jnp.int32))
 
-    return _by_blocks(block, (queries, query_id), chunk)
-
-
-@functools.partial(jax.jit, static_argnames="chunk")
-def _classify(
-    x: Float[Array, "n d"], prompts: Float[Array, "c t d"], *, chunk: int
-) -> tuple[Bool[Array, ""], Bool[Array, ""], Int[Array, " n"]]:
-    finite = jnp.isfinite(x).all(), jnp.isfinite(prompts).all()
-    classes = affinity.l2_normalize(affinity.l2_normalize(prompts).mean(axis=1))
-
-    def block(rows: tuple[Array, ...]) -> Array:
-        return affinity.dot(affinity.l2_normalize(rows[0]), classes.T).argmax(axis=1)
-
-    return *finite, _by_blocks(block, (x,), chunk)
-
-
-def _by_blocks(
-    function: Callable[[tuple[Array, ...]], Array], arrays: tuple[Array, ...], chunk: int
-) -> Int[Array, " n"]:
-    """Applies `function` to blocks of at most `chunk` rows, one after another."""
-    n = len(arrays[0])
     # Equal blocks: one of `chunk` rows and one that reaches back into it would double the work at
     # n = chunk + 1.
-    size = -(-n // -(-n // chunk))
-
-    def body(block: blocks.Block, out: Array) -> Array:
-        return block.put(out, function(tuple(block.of(a) for a in arrays)).astype(jnp.int32))
-
-    return blocks.over_rows(n, size, body, jnp.zeros(n, jnp.int32))
+    return blocks.over_rows(n, -(-n // -(-n // chunk)), ranks, jnp.zeros(n, jnp.int32))
 
 
 def _bias(name: str, given: ArrayLike | None, size: int) -> Array:
@@ -243,11 +192,3 @@ def _bias(name: str, given: ArrayLike | None, size: int) -> Array:
             f"{name}: has shape {bias.shape} or values that are not finite; pass {size} numbers"
         )
     return bias
-
-
-def _check_finite(**finite: bool) -> None:
-    for name, fine in finite.items():
-        if not fine:
-            raise checks.InputError(
-                f"{name}: features contain NaN or inf; check the heads and their inputs"
-            )

@@ -24,8 +24,6 @@ from sotalign_jax.ot import affinity
 
 Rows = Array | np.ndarray
 """Embeddings of any float dtype, one a row, on the host or on a device."""
-
-_LAYER_NORM_EPSILON = 1e-5
 NORMS = ("layer", "l2")
 
 
@@ -35,30 +33,22 @@ def normalize(x: Float[Array, "... d"], norm: str) -> Float[Array, "... d"]:
     >>> print(normalize(jnp.array([[3.0, 4.0]]), "l2"))
     [[0.6 0.8]]
     """
-    checks.choice("norm", norm, NORMS)
     if norm == "l2":
         return affinity.l2_normalize(x)
     x = affinity.as_float(x)
     centred = x - jnp.mean(x, axis=-1, keepdims=True)
     variance = jnp.mean(jnp.square(centred), axis=-1, keepdims=True)
-    return centred / jnp.sqrt(variance + _LAYER_NORM_EPSILON)
+    return centred / jnp.sqrt(variance + 1e-5)
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class AffineMap:
-    """The map x -> normalize(x) W^T + b, a pytree.
+    """The map x -> normalize(x, norm) W^T + b in the precision of W, a pytree.
 
-    Attributes:
-      weight: W.
-      bias: b.
-      norm: how rows are normalised first, "l2" or "layer" (without scale and shift: those are
-        part of W and b).
-
-    Example:
-      >>> half = AffineMap(weight=0.5 * jnp.eye(2), bias=jnp.zeros(2), norm="l2")
-      >>> print(half(jnp.array([[3.0, 4.0]])))
-      [[0.3 0.4]]
+    >>> half = AffineMap(weight=0.5 * jnp.eye(2), bias=jnp.zeros(2), norm="l2")
+    >>> print(half(jnp.array([[3.0, 4.0]])))
+    [[0.3 0.4]]
     """
 
     weight: Float[Array, "d_out d_in"]
@@ -69,18 +59,15 @@ class AffineMap:
         checks.choice("norm", self.norm, NORMS)
 
     def __call__(self, x: Rows) -> Float[Array, "n d_out"]:
-        """Maps rows of shape (n, d_in) in the precision of the weight, whatever their dtype."""
         rows = normalize(jnp.asarray(x).astype(self.weight.dtype), self.norm)
         return affinity.dot(rows, self.weight.T, affinity.THREE_PASSES) + self.bias
 
     @property
     def d_in(self) -> int:
-        """Width of the rows it takes."""
         return self.weight.shape[1]
 
     @property
     def d_out(self) -> int:
-        """Width of the rows it gives."""
         return self.weight.shape[0]
 
     def leading(self, dim: int) -> "AffineMap":
@@ -96,30 +83,21 @@ class MapPair(Protocol):
     """Anything with one map per modality, such as a teacher."""
 
     @property
-    def map_x(self) -> Map:
-        """The first modality's map."""
+    def map_x(self) -> Map: ...
 
     @property
-    def map_y(self) -> Map:
-        """The second modality's map."""
+    def map_y(self) -> Map: ...
 
 
 # --- what heads are made of ---
 
 
 class Head(nnx.Module):
-    """A map from one encoder's rows into the shared space.
+    """A map of rows from one encoder's space, d_in wide, into the shared one, d_out wide.
 
     Its variables are `nnx.Param`, which training changes, or `Frozen`, which it does not.
-
-    Attributes:
-      kind: the name it is built and saved under.
-      classes: every kind that was defined, by name.
-      d_in: width of the embeddings.
-      d_out: width of the shared space.
-
-    Constructors also take the `dtype` of the parameters, and so of the computation, and `rngs`,
-    random streams for the weights.
+    Constructors take the `dtype` of the parameters, and so of the computation, and `rngs`, random
+    streams for the weights. A subclass with a `kind` can be saved and loaded under that name.
     """
 
     kind: ClassVar[str]
@@ -128,7 +106,6 @@ class Head(nnx.Module):
     d_out: int
 
     def __init_subclass__(cls, **options: Any) -> None:
-        """Every kind of head can be loaded by its name, also one that a method or a user adds."""
         super().__init_subclass__(**options)
         if "kind" in vars(cls):
             Head.classes[cls.kind] = cls
@@ -163,7 +140,6 @@ class InputNorm(nnx.Module):
     """
 
     def __init__(self, width: int, *, norm: str = "layer", dtype: Any = jnp.float32):
-        """Starts from scale 1 and shift 0."""
         checks.choice("norm", norm, NORMS)
         self.norm = norm
         self.gain = math.sqrt(width) if norm == "l2" else 1.0
@@ -171,7 +147,6 @@ class InputNorm(nnx.Module):
         self.shift = nnx.Param(jnp.zeros(width, dtype))
 
     def __call__(self, x: Rows) -> Float[Array, "n d"]:
-        """Normalises rows of shape (n, d) in the precision of the parameters."""
         rows = normalize(jnp.asarray(x).astype(self.scale[...].dtype), self.norm)
         return rows * (self.gain * self.scale[...]) + self.shift[...]
 
@@ -184,13 +159,11 @@ class Dense(nnx.Module):
     """
 
     def __init__(self, d_in: int, d_out: int, *, dtype: Any = jnp.float32, rngs: nnx.Rngs):
-        """Draws W."""
         xavier = nnx.initializers.xavier_uniform()
         self.kernel = nnx.Param(xavier(rngs.params(), (d_in, d_out), dtype))
         self.bias = nnx.Param(jnp.zeros(d_out, dtype))
 
     def __call__(self, x: Float[Array, "n d_in"]) -> Float[Array, "n d_out"]:
-        """Applies the layer."""
         return affinity.dot(x, self.kernel[...], affinity.THREE_PASSES) + self.bias[...]
 
 
@@ -202,10 +175,8 @@ class LinearHead(Head):
 
     With norm="l2", x / ||x|| * sqrt(d) takes the place of LayerNorm(x).
 
-    Example:
-      >>> head = LinearHead(8, 3, rngs=nnx.Rngs(0))
-      >>> head(jnp.ones((5, 8), jnp.float16)).shape
-      (5, 3)
+    >>> LinearHead(8, 3, rngs=nnx.Rngs(0))(jnp.ones((5, 8), jnp.float16)).shape
+    (5, 3)
     """
 
     kind = "linear"
@@ -224,11 +195,7 @@ class LinearHead(Head):
         self.linear = Dense(d_in, d_out, dtype=dtype, rngs=rngs)
 
     def __call__(self, x: Rows) -> Float[Array, "n d_out"]:
-        """Maps rows of shape (n, d_in) into the shared space.
-
-        Scale and shift are applied to W and b, and the backward pass normalises the rows again
-        rather than keep them: nothing of shape (n, d_in) is stored.
-        """
+        # The backward pass normalises rows again: nothing of shape (n, d_in) is stored.
         return jax.checkpoint(AffineMap.__call__)(self.to_affine(), x)
 
     def options(self) -> dict[str, Any]:
@@ -240,13 +207,6 @@ class LinearHead(Head):
 
         c gives W the root mean square of a Xavier start, sqrt(2 / (d_in + d_out)): a step of a
         sign-based optimiser is then as large, relative to W, as it is from a random start.
-
-        Example:
-          >>> affine = AffineMap(weight=jnp.eye(3), bias=jnp.ones(3), norm="layer")
-          >>> head = LinearHead.from_affine(affine)
-          >>> x = jnp.array([[1.0, 2.0, 4.0]])
-          >>> bool(jnp.allclose(affinity.cosine(head(x), affine(x)), 1.0))
-          True
         """
         d_out, d_in = affine.weight.shape
         head = cls(d_in, d_out, norm=affine.norm, dtype=affine.weight.dtype, rngs=nnx.Rngs(0))
@@ -307,9 +267,8 @@ class MLPHead(_Hidden):
 
     The hidden layer is usually as wide as the input.
 
-    Example:
-      >>> MLPHead(8, 3, hidden=16, rngs=nnx.Rngs(0))(jnp.ones((5, 8))).shape
-      (5, 3)
+    >>> MLPHead(8, 3, hidden=16, rngs=nnx.Rngs(0))(jnp.ones((5, 8))).shape
+    (5, 3)
     """
 
     kind = "mlp"
@@ -320,7 +279,6 @@ class MLPHead(_Hidden):
         self.outer = dense(self.hidden, self.d_out)
 
     def __call__(self, x: Rows) -> Float[Array, "n d_out"]:
-        """Maps rows of shape (n, d_in) into the shared space."""
         return self.outer(jax.nn.gelu(self.inner(self.input(x)), approximate=False))
 
 
@@ -330,9 +288,8 @@ class GLUHead(_Hidden):
     Both branches are clipped to [-1000, 1000], as in SAIL's code. The hidden layers are usually
     eight times as wide as the input.
 
-    Example:
-      >>> GLUHead(8, 3, hidden=16, rngs=nnx.Rngs(0))(jnp.ones((5, 8))).shape
-      (5, 3)
+    >>> GLUHead(8, 3, hidden=16, rngs=nnx.Rngs(0))(jnp.ones((5, 8))).shape
+    (5, 3)
     """
 
     kind = "glu"
@@ -344,7 +301,6 @@ class GLUHead(_Hidden):
         self.outer = dense(self.hidden, self.d_out)
 
     def __call__(self, x: Rows) -> Float[Array, "n d_out"]:
-        """Maps rows of shape (n, d_in) into the shared space."""
         z = self.input(x)
         gate, inner = (jnp.clip(layer(z), -1e3, 1e3) for layer in (self.gate, self.inner))
         return self.outer(jax.nn.relu6(gate) * inner)
@@ -353,13 +309,11 @@ class GLUHead(_Hidden):
 class TanhHead(_Hidden):
     """SUE's network: L2-normalised rows, hidden-hidden-1024 LeakyReLU layers, then tanh.
 
-    Rows are brought to length sqrt(d), so that encoders of any scale fit the same weights. The
-    third layer is as wide as the published one or as `hidden`, usually 512, whichever is less. The
-    published `hidden` of 4096 takes an accelerator.
+    The third layer is as wide as the published one or as `hidden`, usually 512, whichever is less.
+    The published `hidden` of 4096 takes an accelerator.
 
-    Example:
-      >>> TanhHead(8, 3, hidden=16, rngs=nnx.Rngs(0))(jnp.ones((5, 8))).shape
-      (5, 3)
+    >>> TanhHead(8, 3, hidden=16, rngs=nnx.Rngs(0))(jnp.ones((5, 8))).shape
+    (5, 3)
     """
 
     kind = "tanh"
@@ -371,7 +325,6 @@ class TanhHead(_Hidden):
         self.layers = nnx.List([dense(a, b) for a, b in itertools.pairwise(widths)])
 
     def __call__(self, x: Rows) -> Float[Array, "n d_out"]:
-        """Maps rows of shape (n, d_in) into the shared space."""
         rows = self.input(x)
         *inner, last = self.layers
         for layer in inner:
@@ -382,11 +335,9 @@ class TanhHead(_Hidden):
 class KernelHead(Head):
     """Another head on kernel features: inner(l2(map(x))), the map a `KernelMap` that stays.
 
-    Example:
-      >>> near = KernelMap(jnp.zeros(2), jnp.eye(2), jnp.array(1.0), jnp.zeros(2), jnp.eye(2))
-      >>> head = KernelHead.on(near, LinearHead(2, 5, rngs=nnx.Rngs(0)))
-      >>> head(jnp.ones((3, 2))).shape
-      (3, 5)
+    >>> near = KernelMap(jnp.zeros(2), jnp.eye(2), jnp.array(1.0), jnp.zeros(2), jnp.eye(2))
+    >>> KernelHead.on(near, LinearHead(2, 5, rngs=nnx.Rngs(0)))(jnp.ones((3, 2))).shape
+    (3, 5)
     """
 
     kind = "kernel"
@@ -410,17 +361,13 @@ class KernelHead(Head):
         self.weight = Frozen(jnp.zeros((self.inner.d_in, landmarks), dtype))
 
     def __call__(self, x: Rows) -> Float[Array, "n d_out"]:
-        """Maps rows of shape (n, d_in) into the shared space."""
         variables = self.mean, self.landmarks, self.gamma, self.centre, self.weight
         features = KernelMap(*jax.lax.stop_gradient([variable[...] for variable in variables]))
         return self.inner(affinity.l2_normalize(features(x)))
 
     def options(self) -> dict[str, Any]:
-        return {
-            "d_in": self.d_in,
-            "landmarks": self.landmarks.shape[0],
-            "inner": {"kind": self.inner.kind, "options": self.inner.options()},
-        }
+        inner = {"kind": self.inner.kind, "options": self.inner.options()}
+        return {"d_in": self.d_in, "landmarks": self.landmarks.shape[0], "inner": inner}
 
     @classmethod
     def on(cls, features: KernelMap, inner: Head) -> "KernelHead":
@@ -431,8 +378,8 @@ class KernelHead(Head):
             )
         marks = len(features.landmarks)
         head = cls(features.d_in, marks, inner=inner, dtype=features.weight.dtype, rngs=nnx.Rngs(0))
-        for name in ("mean", "landmarks", "gamma", "centre", "weight"):
-            getattr(head, name)[...] = getattr(features, name)
+        for field in dataclasses.fields(KernelMap):
+            getattr(head, field.name)[...] = getattr(features, field.name)
         return head
 
 
@@ -456,17 +403,9 @@ def rebuild(kind: str, options: dict[str, Any]) -> Head:
 
 
 class Heads(nnx.Module):
-    """Everything that is trained: one head per modality, the logit scale and the logit bias.
-
-    Attributes:
-      x: head of the first modality.
-      y: head of the second.
-      log_scale: logarithm of the logit scale, from log 20.
-      bias: logit bias, from -10.
-    """
+    """Everything that is trained: heads x and y, log of the logit scale (log 20), bias (-10)."""
 
     def __init__(self, x: Head, y: Head):
-        """Joins two heads and starts scale and bias at SigLIP's values."""
         self.x = x
         self.y = y
         dtype = jax.tree.leaves(nnx.state(x))[0].dtype
@@ -495,30 +434,16 @@ def build_heads(
     features: MapPair | None = None,
     dtype: Any = jnp.float32,
 ) -> Heads:
-    """Fresh heads from widths d_x and d_y to a shared space of width `dim`.
+    """Fresh heads of one of `KINDS` from widths d_x and d_y to a shared space of width `dim`.
 
-    Args:
-      d_x: width of the first modality's embeddings.
-      d_y: width of the second modality's.
-      dim: width of the shared space.
-      kind: one of `KINDS`.
-      hidden: hidden width of those that have one; None means their usual one.
-      norm: "layer" or "l2"; None means the kind's usual one; a teacher brings its own.
-      seed: of the random start.
-      teacher: start linear heads from the first `dim` directions of this teacher. Those of a
-        kernel teacher are then heads on its features.
-      features: kernel maps, such as those of `teachers.kernel_cca`, that rows pass through before
-        the head; they stay as they are.
-      dtype: of the parameters; with a teacher, the teacher's.
+    `hidden` and `norm` ("layer" or "l2") are the kind's usual ones unless given. With a `teacher`,
+    linear heads start from its first `dim` directions, with its norm and dtype; those of a kernel
+    teacher are heads on its features. `features` are kernel maps, such as those of
+    `teachers.kernel_cca`, that rows pass through before the head; they stay as they are.
 
-    Raises:
-      InputError: an option is unknown, or the teacher does not fit the widths.
-
-    Example:
-      >>> heads = build_heads(8, 6, 4)
-      >>> graphdef, params = nnx.split(heads)
-      >>> heads.x(jnp.ones((2, 8))).shape, heads.y(jnp.ones((2, 6))).shape
-      ((2, 4), (2, 4))
+    >>> heads = build_heads(8, 6, 4)
+    >>> heads.x(jnp.ones((2, 8))).shape, heads.y(jnp.ones((2, 6))).shape
+    ((2, 4), (2, 4))
     """
     checks.choice("kind", kind, KINDS)
     checks.whole(1, d_x=d_x, d_y=d_y, dim=dim)

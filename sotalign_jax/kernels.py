@@ -5,6 +5,7 @@ the pairs. `teachers.kernel_cca` is its public face.
 """
 
 import dataclasses
+import functools
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
@@ -34,17 +35,12 @@ class KernelMap:
         k = np.exp(-gamma * np.square(z[:, None] - landmarks).sum(-1))
         (k - centre) @ weight.T
 
-    Attributes:
-      mean: taken off rows of unit length.
-      landmarks: rows like z, of unit length.
-      gamma: the kernel's bandwidth.
-      centre: mean of k over the rows the map was fitted on.
-      weight: W.
+    The landmarks are rows like z, gamma the kernel's bandwidth, and the centre is the mean of k
+    over the rows the map was fitted on.
 
-    Example:
-      >>> pull = KernelMap(jnp.zeros(2), jnp.eye(2), jnp.array(1.0), jnp.zeros(2), jnp.eye(2))
-      >>> print(pull(jnp.array([[3.0, 0.0]])).round(3))  # at the first landmark; far from the other
-      [[1.    0.135]]
+    >>> pull = KernelMap(jnp.zeros(2), jnp.eye(2), jnp.array(1.0), jnp.zeros(2), jnp.eye(2))
+    >>> print(pull(jnp.array([[3.0, 0.0]])).round(3))  # at the first landmark; far from the other
+    [[1.    0.135]]
     """
 
     mean: Float[Array, " d_in"]
@@ -55,12 +51,10 @@ class KernelMap:
 
     @property
     def d_in(self) -> int:
-        """Width of the rows it takes."""
         return self.landmarks.shape[1]
 
     @property
     def d_out(self) -> int:
-        """Width of the rows it gives."""
         return self.weight.shape[0]
 
     def __call__(self, x: Array | np.ndarray) -> Float[Array, "n d_out"]:
@@ -78,14 +72,7 @@ class KernelMap:
 
 
 class Options(NamedTuple):
-    """What kernel CCA is fitted with.
-
-    Attributes:
-      gamma_x: bandwidth of the first modality's kernel.
-      gamma_y: bandwidth of the second's.
-      ridge: added to the eigenvalues of both kernel covariances.
-      power: directions are weighted by correlation^power on both sides.
-    """
+    """Bandwidths, a ridge on both covariances, and the power of rho that weighs directions."""
 
     gamma_x: float
     gamma_y: float
@@ -112,23 +99,33 @@ def fit(
     dtype: Any,
 ) -> Fitted:
     """The maps of `teachers.kernel_cca`, which explains the arguments."""
-    chosen = np.arange(len(pairs_x))
-    if len(chosen) > landmarks:
-        rng = np.random.default_rng(seed)
-        chosen = np.sort(rng.choice(len(chosen), landmarks, replace=False))
+    n = len(pairs_x)
+    chosen = np.arange(n)
+    if n > landmarks:
+        chosen = np.sort(np.random.default_rng(seed).choice(n, landmarks, replace=False))
     x = _basis("pairs_x", pairs_x, chosen, options.gamma_x)
     y = _basis("pairs_y", pairs_y, chosen, options.gamma_y)
-    moments = _moments(x, y, pairs_x, pairs_y)
-    found = _canonical(moments, options.ridge)
+    # Over all pairs, in blocks of rows: nothing of n rows is kept.
+    centres = [
+        sum(side.kernel(rows).sum(axis=0) for rows in _blocks(pairs)) / n
+        for side, pairs in ((x, pairs_x), (y, pairs_y))
+    ]
+    sums: list[Any] = [0.0, 0.0, 0.0]
+    for rows_x, rows_y in zip(_blocks(pairs_x), _blocks(pairs_y), strict=True):
+        f = (x.kernel(rows_x) - centres[0]) @ x.whiten
+        g = (y.kernel(rows_y) - centres[1]) @ y.whiten
+        sums = [a + b for a, b in zip(sums, (f.T @ f, g.T @ g, f.T @ g), strict=True)]
+    found = _canonical(*(total / (n - 1) for total in sums), ridge=options.ridge)
     rank = len(found.rho)
     dim = rank if dim is None else dim
-    checks.within(rank, f"directions that these {len(pairs_x)} pairs determine", dim=dim)
-    weight = found.rho[:dim] ** options.power
-    return Fitted(
-        _map(x, moments.centre_x, found.weights_x[:, :dim] * weight, dtype),
-        _map(y, moments.centre_y, found.weights_y[:, :dim] * weight, dtype),
-        found.correlations[:dim],
-    )
+    checks.within(rank, f"directions that these {n} pairs determine", dim=dim)
+    maps = []
+    sides = zip((x, y), centres, (found.weights_x, found.weights_y), strict=True)
+    for basis, centre, weights in sides:
+        weight = (basis.whiten @ (weights[:, :dim] * found.rho[:dim] ** options.power)).T
+        arrays = (basis.mean, basis.landmarks, basis.gamma, centre, weight)
+        maps.append(KernelMap(*(jnp.asarray(array, dtype) for array in arrays)))
+    return Fitted(*maps, found.correlations[:dim])
 
 
 # --- options by cross-validation ---------------------------------------------------------------
@@ -149,106 +146,74 @@ def choose(pairs_x: Rows, pairs_y: Rows, *, seed: int = 0, **fixed: float) -> Op
     A pair's two rows should find each other among the pairs held out. Bandwidths are tried
     relative to the data's own distances, the ridge relative to the data's own variance: first
     the ridge, then one bandwidth after the other. As noise falls with the pairs, the ridge found
-    on a part of them is scaled down by that part; the power is 0.5.
+    on a part of them is scaled down by that part; the power is 0.5. Options that are known already
+    are `fixed`.
 
-    Args:
-      pairs_x: paired embeddings of the first modality, (n, d_x).
-      pairs_y: paired embeddings of the second, (n, d_y).
-      seed: of the folds.
-      **fixed: options that are known already.
-
-    Raises:
-      InputError: as `teachers.kernel_cca`, and with fewer than 6 pairs.
-
-    Example:
-      >>> rows = np.random.default_rng(0).normal(size=(60, 3)).astype(np.float32)
-      >>> choose(rows, rows[:, ::-1], power=0.0).power
-      0.0
+    >>> rows = np.random.default_rng(0).normal(size=(60, 3)).astype(np.float32)
+    >>> choose(rows, rows[:, ::-1], power=0.0).power
+    0.0
     """
     checks.pairs(pairs_x, pairs_y, min_rows=6)
     check_options(**fixed)
-    total = len(pairs_x)
-    order = np.random.default_rng(seed).permutation(total)[:_CV_ROWS]
-    pairs_x, pairs_y = np.asarray(pairs_x)[order], np.asarray(pairs_y)[order]
-    typical = _typical_distance(pairs_x), _typical_distance(pairs_y)
+    order = np.random.default_rng(seed).permutation(len(pairs_x))[:_CV_ROWS]
+    sides = {"x": np.asarray(pairs_x)[order], "y": np.asarray(pairs_y)[order]}
     held = min(len(order) // 3, _CV_HELD_OUT)
-    count = 3 if 3 * held == 3 * (len(order) // 3) else 1
-    folds = [_Fold(pairs_x, pairs_y, slice(k * held, (k + 1) * held)) for k in range(count)]
-    gammas = [
-        [fixed[name]] if name in fixed else [c / distance for c in _BANDWIDTHS]
-        for name, distance in (("gamma_x", typical[0]), ("gamma_y", typical[1]))
-    ]
-    power = fixed.get("power", _POWER)
-    best_score, best = (
-        -np.inf,
-        Options(gammas[0][len(gammas[0]) // 2], gammas[1][len(gammas[1]) // 2], 0.0, power),
-    )
-    spread = np.mean([fold.variance(best.gamma_x, best.gamma_y) for fold in folds])
+    folds = range(3 if held == len(order) // 3 else 1)
+
+    @functools.cache
+    def features(side: str, fold: int, gamma: float) -> tuple[np.ndarray, np.ndarray]:
+        """Features of the pairs fitted on, and of those held out, both centred on the former."""
+        out = np.zeros(len(order), bool)
+        out[fold * held : (fold + 1) * held] = True
+        rows = sides[side][~out]
+        basis = _basis(f"pairs_{side}", rows, np.arange(min(len(rows), _CV_LANDMARKS)), gamma)
+        fit, new = (basis.kernel(part) @ basis.whiten for part in (rows, sides[side][out]))
+        return fit - fit.mean(axis=0), new - fit.mean(axis=0)
+
+    def score(options: Options) -> float:
+        """Mean reciprocal rank of the pairs held out, the mean over folds."""
+        scores = []
+        for fold in folds:
+            x, new_x = features("x", fold, options.gamma_x)
+            y, new_y = features("y", fold, options.gamma_y)
+            n = len(x) - 1
+            found = _canonical(x.T @ x / n, y.T @ y / n, x.T @ y / n, ridge=options.ridge)
+            weight = found.rho**options.power
+            f, g = new_x @ found.weights_x * weight, new_y @ found.weights_y * weight
+            cosines = _unit(f) @ _unit(g).T
+            own = np.diag(cosines)
+            ranks = (cosines > own[:, None]).sum(axis=1), (cosines > own).sum(axis=0)
+            scores.append(float(np.mean([1.0 / (1.0 + r) for r in ranks])))
+        return float(np.mean(scores))
+
+    gammas = {}
+    for name, rows in (("gamma_x", sides["x"]), ("gamma_y", sides["y"])):
+        z = _prepared(rows[:500], _mean(rows))
+        typical = float(np.median(2.0 - 2.0 * (z @ z.T)[~np.eye(len(z), dtype=bool)]))
+        gammas[name] = [fixed[name]] if name in fixed else [c / typical for c in _BANDWIDTHS]
+    middle = {name: tried[len(tried) // 2] for name, tried in gammas.items()}
+    best = Options(**middle, ridge=0.0, power=fixed.get("power", _POWER))
     part = len(order) - held
-    ridges = [fixed["ridge"]] if "ridge" in fixed else [r * float(spread) / part for r in _RIDGES]
-
-    def compete(tried: list[tuple[float, float, float]]) -> None:
-        nonlocal best, best_score
-        for gamma_x, gamma_y, ridge in tried:
-            options = Options(gamma_x, gamma_y, ridge, power)
-            score = float(np.mean([fold.score(options) for fold in folds]))
-            if score > best_score:
-                best_score, best = score, options
-
-    compete([(best.gamma_x, best.gamma_y, ridge) for ridge in ridges])
-    compete([(best.gamma_x, g, best.ridge) for g in gammas[1] if g != best.gamma_y])
-    compete([(g, best.gamma_y, best.ridge) for g in gammas[0] if g != best.gamma_x])
-    return best if "ridge" in fixed else best._replace(ridge=best.ridge * part / total)
-
-
-class _Fold:
-    """Pairs fitted on and pairs held out; what a bandwidth needs is computed once."""
-
-    def __init__(self, pairs_x: np.ndarray, pairs_y: np.ndarray, held: slice):
-        kept = np.ones(len(pairs_x), bool)
-        kept[held] = False
-        self._fit = {"x": pairs_x[kept], "y": pairs_y[kept]}
-        self._held = {"x": pairs_x[held], "y": pairs_y[held]}
-        self._features: dict[tuple[str, float], tuple[np.ndarray, np.ndarray]] = {}
-
-    def _centred(self, side: str, gamma: float) -> tuple[np.ndarray, np.ndarray]:
-        """Features of the pairs fitted on, and of those held out."""
-        if (side, gamma) not in self._features:
-            rows = self._fit[side]
-            chosen = np.arange(min(len(rows), _CV_LANDMARKS))
-            basis = _basis(f"pairs_{side}", rows, chosen, gamma)
-            fit, held = basis.features(rows), basis.features(self._held[side])
-            self._features[side, gamma] = fit - fit.mean(axis=0), held - fit.mean(axis=0)
-        return self._features[side, gamma]
-
-    def variance(self, gamma_x: float, gamma_y: float) -> float:
-        """Sum of the covariances' eigenvalues, the mean of both sides."""
-        sides = (self._centred("x", gamma_x)[0], self._centred("y", gamma_y)[0])
-        return float(np.mean([np.square(s).sum() / (len(s) - 1) for s in sides]))
-
-    def score(self, options: Options) -> float:
-        """Mean reciprocal rank of the pairs held out."""
-        x, held_x = self._centred("x", options.gamma_x)
-        y, held_y = self._centred("y", options.gamma_y)
-        n = len(x) - 1
-        found = _canonical(_Moments(x.T @ x / n, y.T @ y / n, x.T @ y / n), options.ridge)
-        weight = found.rho**options.power
-        return _reciprocal_rank(
-            held_x @ found.weights_x * weight, held_y @ found.weights_y * weight
-        )
-
-
-def _reciprocal_rank(f: np.ndarray, g: np.ndarray) -> float:
-    cosines = _unit(f) @ _unit(g).T
-    own = np.diag(cosines)
-    ranks = (cosines > own[:, None]).sum(axis=1), (cosines > own).sum(axis=0)
-    return float(np.mean([1.0 / (1.0 + r) for r in ranks]))
-
-
-def _typical_distance(rows: np.ndarray) -> float:
-    """Median squared distance of two rows z."""
-    z = _prepared(rows[:500], _mean(rows))
-    return float(np.median(2.0 - 2.0 * (z @ z.T)[~np.eye(len(z), dtype=bool)]))
+    if "ridge" in fixed:
+        ridges = [fixed["ridge"]]
+    else:
+        variances = []
+        for fold in folds:
+            fits = features("x", fold, best.gamma_x)[0], features("y", fold, best.gamma_y)[0]
+            sums = [np.square(fit).sum() / (len(fit) - 1) for fit in fits]
+            variances.append(float(np.mean(sums)))
+        ridges = [r * float(np.mean(variances)) / part for r in _RIDGES]
+    best_score = -np.inf
+    rounds = ("ridge", ridges), ("gamma_y", gammas["gamma_y"]), ("gamma_x", gammas["gamma_x"])
+    for name, tried in rounds:
+        start = best
+        for value in tried:
+            options = start._replace(**{name: value})
+            if best_score > -np.inf and options == start:
+                continue  # known already
+            if (found := score(options)) > best_score:
+                best_score, best = found, options
+    return best if "ridge" in fixed else best._replace(ridge=best.ridge * part / len(pairs_x))
 
 
 def check_options(**options: float) -> None:
@@ -280,19 +245,6 @@ class _Basis:
     def kernel(self, rows: Any) -> Float[np.ndarray, "n m"]:
         return _gauss(_prepared(rows, self.mean), self.landmarks, self.gamma)
 
-    def features(self, rows: Any) -> Float[np.ndarray, "n r"]:
-        return self.kernel(rows) @ self.whiten
-
-
-class _Moments(NamedTuple):
-    """Covariances of both sides' features, and the mean of both sides' kernel rows."""
-
-    xx: Float[np.ndarray, "r r"]
-    yy: Float[np.ndarray, "s s"]
-    xy: Float[np.ndarray, "r s"]
-    centre_x: Any = None
-    centre_y: Any = None
-
 
 class _Canonical(NamedTuple):
     """Weights of the features, the singular values, and Pearson's correlations on the pairs."""
@@ -319,52 +271,32 @@ def _basis(name: str, rows: Any, chosen: np.ndarray, gamma: float) -> _Basis:
     return _Basis(mean, landmarks, gamma, vectors[:, kept] / np.sqrt(eigenvalues[kept]))
 
 
-def _moments(x: _Basis, y: _Basis, pairs_x: Any, pairs_y: Any) -> _Moments:
-    """Over all pairs, in blocks of rows: nothing of n rows is kept."""
-    n = len(pairs_x)
-    centres = [
-        sum(side.kernel(rows).sum(axis=0) for rows in _blocks(pairs)) / n
-        for side, pairs in ((x, pairs_x), (y, pairs_y))
-    ]
-    sums: list[Any] = [0.0, 0.0, 0.0]
-    for rows_x, rows_y in zip(_blocks(pairs_x), _blocks(pairs_y), strict=True):
-        f = (x.kernel(rows_x) - centres[0]) @ x.whiten
-        g = (y.kernel(rows_y) - centres[1]) @ y.whiten
-        for k, product in enumerate((f.T @ f, g.T @ g, f.T @ g)):
-            sums[k] = sums[k] + product
-    return _Moments(*(total / (n - 1) for total in sums), *centres)
-
-
-def _canonical(moments: _Moments, ridge: float) -> _Canonical:
-    """Whitens both sides and rotates them together.
+def _canonical(xx: np.ndarray, yy: np.ndarray, xy: np.ndarray, *, ridge: float) -> _Canonical:
+    """Whitens both sides and rotates them together, given their covariances.
 
     Any square root of (S + ridge I)^(-1) gives the same directions, for the rotation follows it:
     that of Cholesky is the cheapest.
     """
-    x, y = (_inverse_root(s, ridge) for s in (moments.xx, moments.yy))
-    left, rho, right = np.linalg.svd(x.T @ moments.xy @ y, full_matrices=False)
+    roots = []
+    for covariance in (xx, yy):
+        # Without a ridge, directions that the pairs do not determine must not divide by zero.
+        floor = max(ridge, _SMALLEST * float(np.trace(covariance)) / len(covariance))
+        lower = np.linalg.cholesky(covariance + floor * np.eye(len(covariance)))
+        roots.append(np.linalg.inv(lower).T)
+    x, y = roots
+    left, rho, right = np.linalg.svd(x.T @ xy @ y, full_matrices=False)
     kept = rho > rho[0] * max(left.shape[0], right.shape[1]) * np.finfo(np.float64).eps
     weights_x, weights_y = x @ left[:, kept], y @ right[kept].T
-    variances = [
-        np.einsum("ik,ik->k", w, s @ w)
-        for w, s in ((weights_x, moments.xx), (weights_y, moments.yy))
-    ]
-    together = np.einsum("ik,ik->k", weights_x, moments.xy @ weights_y)
-    scale = np.sqrt(np.maximum(variances[0] * variances[1], np.finfo(np.float64).tiny))
+    variance_x, variance_y, together = (
+        np.einsum("ik,ik->k", a, s @ b)
+        for a, s, b in (
+            (weights_x, xx, weights_x),
+            (weights_y, yy, weights_y),
+            (weights_x, xy, weights_y),
+        )
+    )
+    scale = np.sqrt(np.maximum(variance_x * variance_y, np.finfo(np.float64).tiny))
     return _Canonical(weights_x, weights_y, np.minimum(rho[kept], 1.0), together / scale)
-
-
-def _inverse_root(covariance: np.ndarray, ridge: float) -> np.ndarray:
-    """A matrix R with R R^T = (S + ridge I)^(-1)."""
-    # Without a ridge, directions that the pairs do not determine must not divide by zero.
-    floor = max(ridge, _SMALLEST * float(np.trace(covariance)) / len(covariance))
-    lower = np.linalg.cholesky(covariance + floor * np.eye(len(covariance)))
-    return np.linalg.inv(lower).T
-
-
-def _map(basis: _Basis, centre: Any, weights: np.ndarray, dtype: Any) -> KernelMap:
-    arrays = (basis.mean, basis.landmarks, basis.gamma, centre, (basis.whiten @ weights).T)
-    return KernelMap(*(jnp.asarray(array, dtype) for array in arrays))
 
 
 def _gauss(z: np.ndarray, landmarks: np.ndarray, gamma: float) -> np.ndarray:

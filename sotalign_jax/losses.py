@@ -41,23 +41,12 @@ def siglip(
     rectangles, f against [g; negatives_g] and g against [f; negatives_f], each reduced by itself;
     unpaired rows never meet each other.
 
-    Args:
-      f: features of the first modality; row i belongs to row i of `g`.
-      g: features of the second modality, as many rows.
-      log_scale: logarithm t of the logit scale s = exp(t).
-      bias: logit bias b.
-      negatives_f: more rows of the first modality, wrong for every row of `g`.
-      negatives_g: more rows of the second modality, wrong for every row of `f`.
-      normalization: "mean" over all entries (SAIL), or "per_row": sum over columns, mean over
-        rows (big_vision, open_clip).
+    The logit scale is exp(log_scale); `normalization` is "mean" over all entries (SAIL), or
+    "per_row": sum over columns, mean over rows (big_vision, open_clip).
 
-    Raises:
-      InputError: `f` and `g` differ in length, or `normalization` is unknown.
-
-    Example:
-      >>> f = jnp.eye(3)
-      >>> print(f"{siglip(f, f):.6f} {siglip(f, -f, normalization='per_row'):.4f}")
-      0.000045 30.0001
+    >>> f = jnp.eye(3)
+    >>> print(f"{siglip(f, f):.6f} {siglip(f, -f, normalization='per_row'):.4f}")
+    0.000045 30.0001
     """
     _check_rows(f, g)
     scale = jnp.exp(jnp.asarray(log_scale))
@@ -67,7 +56,9 @@ def siglip(
             affinity.cosine(anchors, others), scale=scale, bias=bias, normalization=normalization
         )
 
-    return _both_directions(loss, f, g, negatives_f, negatives_g, symmetric=True)
+    if negatives_f is None and negatives_g is None:
+        return loss(f, g)  # both halves are equal: one product is enough
+    return _both_directions(loss, f, g, negatives_f, negatives_g)
 
 
 def siglip_from_affinity(
@@ -82,19 +73,11 @@ def siglip_from_affinity(
 
     z_ij = s K_ij + b,  y_ij = +1 if i = j else -1,  l_ij = -log sigmoid(y_ij z_ij).
 
-    Args:
-      affinities: K, (n, m); columns from n on are negatives of every row.
-      scale: logit scale s.
-      bias: logit bias b.
-      positives: how many of the first diagonal entries are positive; None means one a row.
-      normalization: "mean" gives sum(l) / (n m), "per_row" gives sum(l) / n.
+    Columns from n on are negatives of every row; of the diagonal, the first `positives` entries
+    are positive, or all. "mean" gives sum(l) / (n m), "per_row" gives sum(l) / n.
 
-    Raises:
-      InputError: K is too small to have that diagonal, or `normalization` is unknown.
-
-    Example:
-      >>> print(siglip_from_affinity(jnp.zeros((2, 2)), scale=20.0, bias=0.0))  # log 2
-      0.6931472
+    >>> print(siglip_from_affinity(jnp.zeros((2, 2)), scale=20.0, bias=0.0))  # log 2
+    0.6931472
     """
     checks.choice("normalization", normalization, NORMALIZATIONS)
     affinities = affinity.as_float(affinities)
@@ -127,16 +110,8 @@ def symmetric_infonce(
     is the mean over rows of logsumexp_j Z_ij - Z_ii and s = exp(log_scale). For a fixed
     temperature tau pass log_scale = -log tau.
 
-    Args:
-      f: features, as for `siglip`; so are `g` and the negatives.
-      g: features of the second modality.
-      log_scale: logarithm of the logit scale (inverse temperature).
-      negatives_f: more rows of the first modality.
-      negatives_g: more rows of the second.
-
-    Example:
-      >>> print(f"{symmetric_infonce(jnp.ones((4, 2)), jnp.ones((4, 2))):.4f}")  # log 4
-      1.3863
+    >>> print(f"{symmetric_infonce(jnp.ones((4, 2)), jnp.ones((4, 2))):.4f}")  # log 4
+    1.3863
     """
     _check_rows(f, g)
     scale = jnp.exp(jnp.asarray(log_scale))
@@ -146,7 +121,7 @@ def symmetric_infonce(
         logits = cosines * scale.astype(cosines.dtype)
         return jnp.mean(jax.nn.logsumexp(logits, axis=1) - jnp.diagonal(logits))
 
-    return _both_directions(loss, f, g, negatives_f, negatives_g, symmetric=False)
+    return _both_directions(loss, f, g, negatives_f, negatives_g)
 
 
 def soft_cross_entropy(
@@ -158,20 +133,11 @@ def soft_cross_entropy(
 ) -> Float[Array, ""]:
     """Cross-entropy of a softmax over keys with labels that spread over several of them.
 
-    mean_i -sum_j Q_ij log softmax_j(s cos(queries, keys))_ij, with s = exp(log_scale).
+    mean_i -sum_j Q_ij log softmax_j(s cos(queries, keys))_ij, with s = exp(log_scale) and labels
+    Q, one distribution over the keys a row.
 
-    Args:
-      queries: features of one modality.
-      keys: features of the other.
-      labels: Q, one distribution over the keys a row.
-      log_scale: logarithm of the logit scale.
-
-    Raises:
-      InputError: the labels have another shape than the cosines.
-
-    Example:
-      >>> print(soft_cross_entropy(jnp.ones((3, 2)), jnp.ones((4, 2)), jnp.full((3, 4), 0.25)))
-      1.3862944
+    >>> print(soft_cross_entropy(jnp.ones((3, 2)), jnp.ones((4, 2)), jnp.full((3, 4), 0.25)))
+    1.3862944
     """
     cosines = affinity.cosine(queries, keys)
     if labels.shape != cosines.shape:
@@ -189,19 +155,15 @@ def _both_directions(
     g: Array,
     negatives_f: Array | None,
     negatives_g: Array | None,
-    *,
-    symmetric: bool,
 ) -> Array:
     """1/2 [loss(f, [g; negatives_g]) + loss(g, [f; negatives_f])]."""
-    if symmetric and negatives_f is None and negatives_g is None:
-        return loss(f, g)  # both halves are equal: one product is enough
-    columns_g = g if negatives_g is None else _stack(g, negatives_g)
-    columns_f = f if negatives_f is None else _stack(f, negatives_f)
-    return 0.5 * (loss(f, columns_g) + loss(g, columns_f))
 
+    def columns(paired: Array, unpaired: Array | None) -> Array:
+        if unpaired is None:
+            return paired
+        return jnp.concatenate([affinity.as_float(paired), affinity.as_float(unpaired)])
 
-def _stack(paired: Array, unpaired: Array) -> Array:
-    return jnp.concatenate([affinity.as_float(paired), affinity.as_float(unpaired)])
+    return 0.5 * (loss(f, columns(g, negatives_g)) + loss(g, columns(f, negatives_f)))
 
 
 def _check_rows(f: Array, g: Array) -> None:
@@ -215,10 +177,7 @@ def _check_rows(f: Array, g: Array) -> None:
 # --- divergences between a student's and a teacher's affinities; klot is in ot ---
 
 
-def cka(
-    K: Float[Array, "n m"],
-    K_star: Float[Array, "n m"],
-) -> Float[Array, ""]:
+def cka(K: Float[Array, "n m"], K_star: Float[Array, "n m"]) -> Float[Array, ""]:
     """Loss 1 - CKA(K, K*) with CKA = <HKH, HK*H> / (||HKH|| ||HK*H||), H = I - 11^T/n.
 
     >>> print(cka(jnp.eye(3), 2 * jnp.eye(3) + 1).round(4))
@@ -277,13 +236,8 @@ def infonce(
 ) -> Float[Array, ""]:
     """Generalised InfoNCE, the mean over rows of KL(softmax(K*/eps*) || softmax(K/eps)).
 
-    Args:
-        K: student affinity, shape [n, m].
-        K_star: teacher affinity, same shape; no gradient.
-        epsilon: temperature of the student.
-        epsilon_star: temperature of the teacher (soft targets).
-        targets: "soft", or "hard": the teacher's nearest column, its limit for eps* -> 0.
-        symmetric: average rows and columns.
+    `targets` are "soft", or "hard": the teacher's nearest column, the limit for eps* -> 0.
+    `symmetric` averages rows and columns. K*, the teacher's affinity, gets no gradient.
 
     >>> K = jnp.array([[0.6, 0.1], [0.0, 0.5]])
     >>> print(infonce(K, K, epsilon=0.05, epsilon_star=0.05).round(4))

@@ -16,12 +16,7 @@ SKIP = ("none", "equal", "itself")
 
 
 class Neighbours(NamedTuple):
-    """The nearest keys of every query, best first.
-
-    Attributes:
-        scores: their cosines.
-        indices: their rows.
-    """
+    """Cosines and rows of the nearest keys of every query, best first."""
 
     scores: Float[Array, "n k"]
     indices: Int[Array, "n k"]
@@ -48,19 +43,8 @@ def nearest(
     nothing that the query does not, and near-duplicates stay. Rows are compared by hashes of 64
     bits.
 
-    Args:
-        queries: embeddings [n, d], in any scale and float dtype.
-        keys: embeddings [m, d] in the same space.
-        k: neighbours of each query.
-        bias: added to the cosines of each key, such as the calibration's potential.
-        skip: "none", "equal" or "itself".
-        chunk: most queries, and most keys, that are compared at a time.
-
-    Returns:
-        Cosines and rows of `keys`, both [n, k].
-
-    Raises:
-        InputError: there are fewer than k keys for a query, or rows are NaN or infinite.
+    Embeddings may have any scale and float dtype; `bias` is added to the cosines of each key, such
+    as the calibration's potential; `chunk` queries are compared with as many keys at a time.
 
     >>> keys = jnp.array([[1.0, 0.0], [1.0, 1.0], [0.0, 2.0]])
     >>> nearest(keys[:1], keys, 2).indices.tolist()
@@ -80,7 +64,7 @@ def nearest(
     if not len(queries):
         return Neighbours(jnp.zeros((0, k)), jnp.zeros((0, k), jnp.int32))
     for name, rows in (("queries", queries), ("keys", keys)):
-        if not _finite(rows, chunk=chunk):
+        if not checks.finite(rows):
             raise checks.InputError(f"{name}: rows contain NaN or inf; remove such rows")
     bias = None if bias is None else jnp.asarray(bias)
     found = top_k(queries, keys, k, bias=bias, skip=skip, chunk=chunk)
@@ -138,14 +122,6 @@ def top_k(
     shape = len(queries), k
     empty = Neighbours(jnp.zeros(shape, dtype), jnp.zeros(shape, jnp.int32))
     return blocks.over_rows(len(queries), chunk, search, empty)
-
-
-@functools.partial(jax.jit, static_argnames="chunk")
-def _finite(rows: Array, *, chunk: int) -> Array:
-    def body(block: blocks.Block, finite: Array) -> Array:
-        return finite & jnp.isfinite(block.of(rows)).all()
-
-    return blocks.over_rows(len(rows), chunk, body, jnp.asarray(True))
 
 
 def _hashes(rows: Array) -> Array:

@@ -149,16 +149,27 @@ def draw(key: Array, step: Int[Array, ""], data: DeviceData, *, pairs: int, unpa
     (5, 3)
     """
     rows = row_numbers(key, step, data, pairs=pairs, unpaired=unpaired)
+    return _collect(lambda name, array, numbers: array[numbers], data, rows, step)
+
+
+def _collect(
+    take: Callable[[str, Any, Any], Any], data: DeviceData, rows: RowNumbers, step: Any
+) -> Batch:
+    """The batch of these rows, each part by take(name, array, row numbers)."""
+
+    def some(name: str, array: Any, numbers: Any) -> Any:
+        return None if array is None or numbers is None else take(name, array, numbers)
+
     return Batch(
-        data.pairs_x[rows.pairs],
-        data.pairs_y[rows.pairs],
-        data.pool_x[rows.x],
-        data.pool_y[rows.y],
-        None if rows.near_x is None else data.pool_x[rows.near_x],
-        None if rows.near_y is None else data.pool_y[rows.near_y],
-        step,
-        None if data.star_x is None else data.star_x[rows.x],
-        None if data.star_y is None else data.star_y[rows.y],
+        a=take("a", data.pairs_x, rows.pairs),
+        b=take("b", data.pairs_y, rows.pairs),
+        x=take("x", data.pool_x, rows.x),
+        y=take("y", data.pool_y, rows.y),
+        near_a=some("near_a", data.pool_x, rows.near_x),
+        near_b=some("near_b", data.pool_y, rows.near_y),
+        step=step,
+        star_x=some("star_x", data.star_x, rows.x),
+        star_y=some("star_y", data.star_y, rows.y),
     )
 
 
@@ -171,7 +182,9 @@ def _draw_near(key: Array, table: Array | None, paired: Array) -> Array | None:
 
 
 class Feed:
-    """The batches of a run, step by step.
+    """The batches that `draw` makes, step by step, from arrays on the host.
+
+    With a mesh, rows are split over its devices and come as `sharding.SplitRows`.
 
     >>> data = DeviceData(*(np.ones((9, width)) for width in (2, 3, 2, 3)))
     >>> with Feed(data, jax.random.key(0), pairs=4, unpaired=5) as feed:
@@ -180,18 +193,8 @@ class Feed:
     """
 
     def __init__(
-        self,
-        data: DeviceData,
-        key: Array,
-        *,
-        pairs: int,
-        unpaired: int,
-        mesh: Mesh | None = None,
+        self, data: DeviceData, key: Array, *, pairs: int, unpaired: int, mesh: Mesh | None = None
     ) -> None:
-        """Opens a feed of the batches that `draw` makes, from arrays on the host.
-
-        With a mesh, rows are split over its devices and come as `sharding.SplitRows`.
-        """
         self._data, self._mesh = data, mesh
         self._rows: Callable[[Any], RowNumbers] = jax.jit(
             lambda step: row_numbers(key, step, data, pairs=pairs, unpaired=unpaired)
@@ -219,20 +222,10 @@ class Feed:
         return self._ahead.submit(self._read, step, self._rows(jnp.int32(step)))
 
     def _read(self, step: int, numbers: RowNumbers) -> Batch:
-        rows, data = jax.device_get(numbers), self._data
-        return Batch(
-            self._take("a", data.pairs_x, rows.pairs),
-            self._take("b", data.pairs_y, rows.pairs),
-            self._take("x", data.pool_x, rows.x),
-            self._take("y", data.pool_y, rows.y),
-            None if rows.near_x is None else self._take("near_a", data.pool_x, rows.near_x),
-            None if rows.near_y is None else self._take("near_b", data.pool_y, rows.near_y),
-            step,
-        )
+        return _collect(self._take, self._data, jax.device_get(numbers), step)
 
     def _take(self, name: str, array: Any, rows: np.ndarray) -> Any:
         """These rows on the devices; where every batch has all of them, they are placed once."""
-        whole = not name.startswith("near") and len(rows) == len(array)
         if name in self._whole:
             return self._whole[name]
         if self._mesh is None:
@@ -244,7 +237,7 @@ class Feed:
                 array.dtype,
                 self._mesh,
             )
-        if whole:
+        if not name.startswith("near") and len(rows) == len(array):
             self._whole[name] = taken
         return taken
 

@@ -28,11 +28,8 @@ _EPS = float(np.finfo(np.float64).eps)
 class LinearTeacher:
     """One frozen map per modality, a pytree: linear in the rows, or in their kernel features.
 
-    Attributes:
-      map_x: map of the first modality.
-      map_y: map of the second.
-      correlations: Pearson correlation of each direction between the two sides of the pairs the
-        teacher was fitted on (in-sample: near 1 when there are fewer pairs than features).
+    `correlations` are Pearson's of each direction between the two sides of the pairs the teacher
+    was fitted on (in-sample: near 1 when there are fewer pairs than features).
     """
 
     map_x: Map
@@ -54,11 +51,7 @@ class LinearTeacher:
 
 
 def procrustes(
-    pairs_x: Rows,
-    pairs_y: Rows,
-    *,
-    dim: int | None = None,
-    renorm: bool = False,
+    pairs_x: Rows, pairs_y: Rows, *, dim: int | None = None, renorm: bool = False
 ) -> LinearTeacher:
     """Orthogonal Procrustes: maximises <A P^T, B Q^T> over P P^T = Q Q^T = I.
 
@@ -66,11 +59,10 @@ def procrustes(
     `dim` largest singular values. Rows are L2-normalised and centred first, and the arguments are
     those of `cca`.
 
-    Example:
-      >>> A = np.random.default_rng(0).normal(size=(50, 4)).astype(np.float32)
-      >>> teacher = procrustes(A, A[:, ::-1])
-      >>> bool(jnp.allclose(teacher.x(A), teacher.y(A[:, ::-1]), atol=1e-5))
-      True
+    >>> A = np.random.default_rng(0).normal(size=(50, 4)).astype(np.float32)
+    >>> teacher = procrustes(A, A[:, ::-1])
+    >>> bool(jnp.allclose(teacher.x(A), teacher.y(A[:, ::-1]), atol=1e-5))
+    True
     """
     return _closed_form(
         pairs_x, pairs_y, dim=dim, renorm=renorm, gain=np.ones_like, scale=1.0, power=0.0
@@ -95,7 +87,8 @@ def cca(
 
     Unit rows have covariance eigenvalues that sum to at most 1, so the default ridge = 0.1
     outweighs nearly all of them and the result is close to `procrustes`. A smaller ridge gives a
-    genuine CCA, at the price of trusting directions of small variance.
+    genuine CCA, at the price of trusting directions of small variance. Directions come in order
+    of decreasing singular value.
 
     Args:
       pairs_x: embeddings A of the first modality, (n, d_x).
@@ -109,18 +102,10 @@ def cca(
       renorm: L2-normalise the centred rows again before fitting. Later inputs need no such step:
         it would change only the length of the projected row.
 
-    Returns:
-      The teacher; directions come in order of decreasing singular value.
-
-    Raises:
-      InputError: rows do not match, are not finite or are zero; fewer than 2 pairs; `ridge` or
-        `power` is negative; or `dim` exceeds the rank.
-
-    Example:
-      >>> A = np.random.default_rng(0).normal(size=(50, 4)).astype(np.float32)
-      >>> teacher = cca(A, A[:, ::-1], ridge=1e-4, dim=2)
-      >>> teacher.x(A).shape, bool(teacher.correlations.min() > 0.999)
-      ((50, 2), True)
+    >>> A = np.random.default_rng(0).normal(size=(50, 4)).astype(np.float32)
+    >>> teacher = cca(A, A[:, ::-1], ridge=1e-4, dim=2)
+    >>> teacher.x(A).shape, bool(teacher.correlations.min() > 0.999)
+    ((50, 2), True)
     """
     checks.at_least(0, ridge=ridge, power=power)
 
@@ -155,7 +140,8 @@ def kernel_cca(
         R_x S_xy R_y = U diag(rho) V^T,
         x -> rho^power * (U^T R_x phi_x(x)),    y -> rho^power * (V^T R_y phi_y(y)).
 
-    As gamma -> 0 the kernel becomes linear: `cca` of the rows z with ridge / (2 gamma).
+    As gamma -> 0 the kernel becomes linear: `cca` of the rows z with ridge / (2 gamma). Directions
+    come in order of decreasing correlation.
 
     Args:
       pairs_x: paired embeddings of the first modality, (n, d_x).
@@ -170,20 +156,12 @@ def kernel_cca(
       seed: of the choice of landmarks and of the folds of `kernels.choose`.
       dtype: of the teacher's arrays.
 
-    Returns:
-      The teacher, of `kernels.KernelMap`s; directions come in order of decreasing correlation.
-
-    Raises:
-      InputError: rows do not match, are not finite or are zero; fewer than 2 pairs; an option is
-        out of range; or `dim` exceeds the rank.
-
-    Example:
-      >>> angle = np.random.default_rng(0).uniform(0, 6.28, size=(60, 1)).astype(np.float32)
-      >>> A = np.concatenate([np.cos(angle), np.sin(angle)], axis=1)
-      >>> B = np.concatenate([np.cos(2 * angle), np.sin(2 * angle)], axis=1)  # no linear map of A
-      >>> teacher = kernel_cca(A, B, gamma_x=1.0, gamma_y=1.0, ridge=1e-3, power=0.5, dim=2)
-      >>> bool(teacher.correlations.min() > 0.95)
-      True
+    >>> angle = np.random.default_rng(0).uniform(0, 6.28, size=(60, 1)).astype(np.float32)
+    >>> A = np.concatenate([np.cos(angle), np.sin(angle)], axis=1)
+    >>> B = np.concatenate([np.cos(2 * angle), np.sin(2 * angle)], axis=1)  # no linear map of A
+    >>> teacher = kernel_cca(A, B, gamma_x=1.0, gamma_y=1.0, ridge=1e-3, power=0.5, dim=2)
+    >>> bool(teacher.correlations.min() > 0.95)
+    True
     """
     checks.pairs(pairs_x, pairs_y, min_rows=2)
     checks.whole(2, landmarks=landmarks)
@@ -193,9 +171,14 @@ def kernel_cca(
     kernels.check_options(**fixed)
     if len(fixed) < len(given):
         fixed = kernels.choose(pairs_x, pairs_y, seed=seed, **fixed)._asdict()
-    options = kernels.Options(**fixed)
     fitted = kernels.fit(
-        pairs_x, pairs_y, options, landmarks=landmarks, dim=dim, seed=seed, dtype=dtype
+        pairs_x,
+        pairs_y,
+        kernels.Options(**fixed),
+        landmarks=landmarks,
+        dim=dim,
+        seed=seed,
+        dtype=dtype,
     )
     return LinearTeacher(fitted.map_x, fitted.map_y, _float32(fitted.correlations))
 
@@ -224,19 +207,9 @@ def canonical_correlations(pairs_x: Rows, pairs_y: Rows, *, ridge: float = 0.0) 
     Without a ridge, n - 1 <= max(d_x, d_y) pairs correlate perfectly along every direction: the
     fit says nothing about new rows.
 
-    Args:
-      pairs_x: rows A of the first side, (n, d_x).
-      pairs_y: rows B of the second, (n, d_y); row i belongs to row i of `pairs_x`.
-      ridge: added to both covariances, as a multiple of their mean variance.
-
-    Raises:
-      InputError: rows do not match, are not finite or are zero; all rows of a side are equal;
-        fewer than 2 pairs; or `ridge` is negative.
-
-    Example:
-      >>> A = np.random.default_rng(0).normal(size=(50, 4))
-      >>> canonical_correlations(A, A[:, :2]).correlations.round(6)
-      array([1., 1.])
+    >>> A = np.random.default_rng(0).normal(size=(50, 4))
+    >>> canonical_correlations(A, A[:, :2]).correlations.round(6)
+    array([1., 1.])
     """
     pairs_x, pairs_y = checks.pairs(pairs_x, pairs_y, min_rows=2)
     checks.at_least(0, ridge=ridge)
@@ -244,7 +217,7 @@ def canonical_correlations(pairs_x: Rows, pairs_y: Rows, *, ridge: float = 0.0) 
     for name, pairs in (("pairs_x", pairs_x), ("pairs_y", pairs_y)):
         centred, mean = _centred(name, pairs.astype(np.float64))
         spread = math.sqrt(np.mean(np.square(centred)))
-        sides.append((mean, spread, _principal(centred / (spread * math.sqrt(len(centred))))))
+        sides.append((mean, spread, centred / (spread * math.sqrt(len(centred)))))
     (mean_x, spread_x, x), (mean_y, spread_y, y) = sides
     weights_x, weights_y, correlations = _rotated(x, y, lambda v: 1.0 / np.sqrt(v + ridge))
     return Canonical(mean_x, mean_y, weights_x / spread_x, weights_y / spread_y, correlations)
@@ -269,7 +242,7 @@ def _closed_form(
         centred, mean = _centred(name, unit)
         if renorm:
             centred /= np.maximum(np.linalg.norm(centred, axis=1, keepdims=True), 1e-8)
-        sides.append((mean, _principal(centred * scale)))
+        sides.append((mean, centred * scale))
     (mean_x, x), (mean_y, y) = sides
     weights_x, weights_y, values = _rotated(x, y, gain)
     rank = len(values)
@@ -279,7 +252,7 @@ def _closed_form(
     return LinearTeacher(
         map_x=AffineMap(_float32(W_x), _float32(-W_x @ mean_x), norm="l2"),
         map_y=AffineMap(_float32(W_y), _float32(-W_y @ mean_y), norm="l2"),
-        correlations=_float32(pearson(x.centred @ W_x.T, y.centred @ W_y.T)),
+        correlations=_float32(pearson(x @ W_x.T, y @ W_y.T)),
     )
 
 
@@ -295,44 +268,28 @@ def _centred(name: str, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     return centred, mean
 
 
-class _Principal(NamedTuple):
-    """Centred rows and their principal directions of non-zero variance."""
-
-    centred: Float[np.ndarray, "n d"]
-    eigenvalues: Float[np.ndarray, " r"]
-    basis: Float[np.ndarray, "d r"]
-
-
-def _principal(centred: np.ndarray) -> _Principal:
-    """Eigenvalues and eigenvectors of centred^T centred; no d x d matrix when rows are fewer."""
-    if len(centred) < centred.shape[1]:
-        _, singular, directions = np.linalg.svd(centred, full_matrices=False)
-        eigenvalues, basis = np.square(singular), directions.T
-    else:
-        eigenvalues, basis = np.linalg.eigh(centred.T @ centred)
-    kept = eigenvalues > max(centred.shape) * _EPS * eigenvalues.max()
-    return _Principal(centred, eigenvalues[kept], basis[:, kept])
-
-
 def _rotated(
-    x: _Principal, y: _Principal, gain: Callable[[np.ndarray], np.ndarray]
+    x: np.ndarray, y: np.ndarray, gain: Callable[[np.ndarray], np.ndarray]
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Rotates the two sides together after weighting their principal directions by `gain`.
+    """Rotates two sides together after weighting their principal directions by `gain`.
 
     In the principal bases V_x, V_y a map R_x = V_x diag(gain) V_x^T is diagonal, so that
     R_x S_xy R_y = V_x C V_y^T with C = (A V_x diag(gain))^T (B V_y diag(gain)) of size rank x rank:
-    whatever the number of pairs, nothing lives outside the span of the rows.
-
-    Returns:
-      Weights of x, (d_x, rank), of y, and the singular values, in decreasing order.
+    whatever the number of pairs, nothing lives outside the span of the rows. Singular values come
+    last, in decreasing order.
     """
-    weights_x = x.basis * gain(x.eigenvalues)
-    weights_y = y.basis * gain(y.eigenvalues)
-    left, values, right = np.linalg.svd(
-        (x.centred @ weights_x).T @ (y.centred @ weights_y), full_matrices=False
-    )
+    weights = []
+    for centred in (x, y):
+        if len(centred) < centred.shape[1]:  # no d x d matrix when rows are fewer
+            _, singular, directions = np.linalg.svd(centred, full_matrices=False)
+            eigenvalues, basis = np.square(singular), directions.T
+        else:
+            eigenvalues, basis = np.linalg.eigh(centred.T @ centred)
+        kept = eigenvalues > max(centred.shape) * _EPS * eigenvalues.max()
+        weights.append(basis[:, kept] * gain(eigenvalues[kept]))
+    left, values, right = np.linalg.svd((x @ weights[0]).T @ (y @ weights[1]), full_matrices=False)
     rank = int(np.sum(values > values[0] * max(left.shape[0], right.shape[1]) * _EPS))
-    return weights_x @ left[:, :rank], weights_y @ right[:rank].T, values[:rank]
+    return weights[0] @ left[:, :rank], weights[1] @ right[:rank].T, values[:rank]
 
 
 def pearson(x: Float[np.ndarray, "n d"], y: Float[np.ndarray, "n d"]) -> Float[np.ndarray, " d"]:

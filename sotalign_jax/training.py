@@ -11,7 +11,7 @@ import dataclasses
 import functools
 import math
 import warnings
-from collections.abc import Callable, Hashable, Iterable, Iterator
+from collections.abc import Callable, Hashable, Iterable
 from typing import Any, NamedTuple, Protocol
 
 import jax
@@ -27,6 +27,8 @@ from sotalign_jax.heads import Heads, Rows, build_heads, trainable
 from sotalign_jax.methods import Contrastive, Method, Objective
 from sotalign_jax.ot import blocks, sharding
 from sotalign_jax.teachers import LinearTeacher
+
+_REPORT_EVERY = 10  # steps between looks at the loss: each look waits for the device
 
 
 @dataclasses.dataclass(frozen=True)
@@ -95,14 +97,17 @@ class Silent:
     """An observer that does nothing."""
 
     def metrics(self, step: int, values: dict[str, float]) -> None:
-        """Ignores them."""
+        pass
 
     def snapshot(self, step: int, snapshot: Snapshot) -> None:
-        """Ignores it."""
+        pass
 
 
 class NonFiniteLossError(FloatingPointError):
     """The loss or its gradient became NaN or infinite."""
+
+
+# --- data on the device ---
 
 
 def place(
@@ -115,18 +120,20 @@ def place(
     return sampling.DeviceData(*arrays)
 
 
-def fits_device(dataset: data.Dataset, *, pools: str = "xy") -> bool:
-    """Whether the training arrays take at most half of the first device's memory."""
-    return _fit(_arrays(dataset, pools))
+def _arrays(dataset: data.Dataset, pools: str) -> tuple[Any, ...]:
+    x, y = dataset.pool_x, dataset.pool_y
+    read = x if "x" in pools else x[:0], y if "y" in pools else y[:0]
+    return dataset.pairs_x, dataset.pairs_y, *read
 
 
 def _fit(arrays: Iterable[Any]) -> bool:
+    """Whether arrays take at most half of the first device's memory."""
     needed = sum(math.prod(x.shape) * np.dtype(x.dtype).itemsize for x in arrays)
     return needed <= blocks.device_memory() / 2
 
 
 def with_features(batches: sampling.DeviceData, teacher: LinearTeacher) -> sampling.DeviceData:
-    """With the teacher's features of both pools, if all fit as in `fits_device`.
+    """With the teacher's features of both pools, if all take at most half of the memory.
 
     >>> from sotalign_jax import teachers
     >>> A = np.random.default_rng(0).normal(size=(9, 3)).astype(np.float32)
@@ -142,10 +149,7 @@ def with_features(batches: sampling.DeviceData, teacher: LinearTeacher) -> sampl
     )
 
 
-def _arrays(dataset: data.Dataset, pools: str) -> tuple[Any, ...]:
-    x, y = dataset.pool_x, dataset.pool_y
-    read = x if "x" in pools else x[:0], y if "y" in pools else y[:0]
-    return dataset.pairs_x, dataset.pairs_y, *read
+# --- one step ---
 
 
 def init_state(
@@ -209,14 +213,9 @@ def make_step(
     """The jitted step (state, data, teacher, key) -> (state, metrics); the state is donated.
 
     The data are `sampling.DeviceData`, from which it draws by `batch_key`, or a `sampling.Batch`,
-    which needs no key. Runs that differ in nothing but their seed and their arrays share one
+    which needs no key. Of the heads only the structure is used; a mesh must be in context
+    (`jax.set_mesh`), too. Runs that differ in nothing but their seed and their arrays share one
     program: methods are compared by their options, which a frozen dataclass does by itself.
-
-    Args:
-        method: the objective.
-        heads: only their structure is used; the parameters are in the state.
-        config: batches and optimiser.
-        mesh: the devices, if there are several; it must be in context (`jax.set_mesh`), too.
     """
     if not isinstance(method, Hashable):
         raise checks.InputError(
@@ -261,30 +260,18 @@ def _program(
     return jax.jit(step, donate_argnums=0, out_shardings=sharding.replicated(mesh))
 
 
+# --- the loop ---
+
+
 def check_pool(method: Method, dataset: data.Dataset) -> None:
     """Raises when the method needs unpaired rows, or more of them, than there are."""
-    sizes = {"x": len(dataset.pool_x), "y": len(dataset.pool_y)}
     for side in method.pools:
-        if not sizes[side]:
+        if not len(dataset.pool_x if side == "x" else dataset.pool_y):
             raise checks.InputError(
                 f"pool {side}: has no rows but {type(method).__name__} learns from unpaired "
                 f"samples of {' and '.join(method.pools)}; add some, or train with method 'sail'"
             )
     method.check(dataset)
-
-
-def _check_teacher(method: Objective, teacher: LinearTeacher | None, dataset: data.Dataset) -> None:
-    if teacher is None:
-        raise checks.InputError(
-            f"teacher: is None but {type(method).__name__} needs one; fit teachers.cca first"
-        )
-    widths = teacher.map_x.d_in, teacher.map_y.d_in
-    wanted = dataset.pairs_x.shape[1], dataset.pairs_y.shape[1]
-    if widths != wanted:
-        raise checks.InputError(
-            f"teacher: maps widths {widths} but the embeddings have {wanted}; "
-            "fit the teacher on the same encoders"
-        )
 
 
 def fit(
@@ -299,38 +286,31 @@ def fit(
     mesh: Mesh | None = None,
     on_device: bool | None = None,
 ) -> tuple[Heads, Best]:
-    """Trains `heads`, keeping the parameters with the best validation MeanR@1.
+    """Trained copies of `heads` with the best validation MeanR@1, and where they were best.
 
-    Without a validation gallery the last parameters are kept. Snapshots are offered after every
-    validation; the loss is watched all the time.
+    Without a validation gallery the last parameters are kept. A NaN or infinite loss or gradient
+    ends in `NonFiniteLossError`, which names the step.
 
     Args:
         method: the objective, such as `methods.SOTAlign()`.
-        heads: where to start; left as they are.
+        heads: where to start.
         dataset: pairs, pools and the validation gallery.
         config: steps and batches.
         teacher: the frozen teacher, for methods that use one.
         resume: given the initial snapshot as a template, returns the one to continue from.
-        observer: hears metrics and snapshots.
+        observer: hears metrics of every step, and a snapshot after every validation.
         mesh: several devices, of one process or of many that all call this with the same
             arguments; see `sharding.rows_mesh`.
         on_device: whether pairs and pools are kept on the device, or stay on the host, from where
             each step's rows are read. By default they go to a single device that has room.
             Batches are the same.
-
-    Returns:
-        The trained heads, and where they were best.
-
-    Raises:
-        InputError: the method lacks a pool or a teacher.
-        NonFiniteLossError: loss or gradient became NaN or infinite; the message names the step.
     """
     check_pool(method, dataset)
     if method.uses_teacher:
         _check_teacher(method, teacher, dataset)
     observer = observer or Silent()
     if on_device is None:
-        on_device = mesh is None and fits_device(dataset, pools=method.pools)
+        on_device = mesh is None and _fit(_arrays(dataset, method.pools))
     if on_device and mesh is not None:
         raise checks.InputError(
             f"on_device: is True but there are {mesh.size} devices, which read their rows from "
@@ -351,10 +331,12 @@ def fit(
         state, teacher = sharding.replicate((state, teacher), mesh)
     step = make_step(method, heads, config, mesh)
     key = batch_key(config) if on_device else None  # rows from the host are drawn already
+    source: Any = contextlib.nullcontext(lambda number: batches)
+    if not on_device:
+        source = sampling.Feed(batches, batch_key(config), mesh=mesh, **_sizes(config))
     warned = False
     waiting: list[tuple[int, dict[str, Array]]] = []
-
-    with _rows_of_steps(batches, config, mesh, on_device=on_device) as rows_of:
+    with source as rows_of:
         for number in range(int(state.step) + 1, config.steps + 1):
             with contextlib.nullcontext() if mesh is None else jax.set_mesh(mesh):
                 state, metrics = step(state, rows_of(number - 1), teacher, key)
@@ -363,12 +345,23 @@ def fit(
             if not validate and len(waiting) < _REPORT_EVERY:
                 continue
             for finished, values in jax.device_get(waiting):
-                _check_finite(finished, values)
+                if not (np.isfinite(values["loss"]) and np.isfinite(values["gradient_norm"])):
+                    parts = ", ".join(f"{k} {float(value):.4g}" for k, value in values.items())
+                    raise NonFiniteLossError(
+                        f"loss: not finite at step {finished} ({parts}); lower learning_rate or "
+                        "alpha, or raise epsilon_star"
+                    )
                 if validate and finished == number:
                     best = _select(graphdef, state, best, number, dataset.val, values)
                 if not warned and not values.get("converged", True):
                     warned = True
-                    _warn_unconverged(finished, values)
+                    warnings.warn(
+                        f"step {finished}: a transport plan stopped above the tolerance (student "
+                        f"{values['student_error']:.2g}, teacher {values['teacher_error']:.2g}); "
+                        "raise max_iterations or epsilon_star, or accept a gradient that is off "
+                        "by as much",
+                        stacklevel=2,
+                    )
                 observer.metrics(finished, values)
             waiting.clear()
             if validate:
@@ -376,39 +369,18 @@ def fit(
     return nnx.merge(graphdef, best.params), best
 
 
-@contextlib.contextmanager
-def _rows_of_steps(
-    batches: sampling.DeviceData, config: TrainConfig, mesh: Mesh | None, *, on_device: bool
-) -> Iterator[Callable[[int], sampling.DeviceData | sampling.Batch]]:
-    """What the step with a given number, from 0, reads: all rows, or those of its batch."""
-    if on_device:
-        yield lambda number: batches
-        return
-    with sampling.Feed(batches, batch_key(config), mesh=mesh, **_sizes(config)) as feed:
-        yield feed
-
-
-_REPORT_EVERY = 10
-"""Steps between looks at the loss: each look waits for the device."""
-
-
-def _check_finite(number: int, values: dict[str, float]) -> None:
-    """Raises for a step whose update would not be, or did not come from, finite numbers."""
-    if not (np.isfinite(values["loss"]) and np.isfinite(values["gradient_norm"])):
-        parts = ", ".join(f"{name} {float(value):.4g}" for name, value in values.items())
-        raise NonFiniteLossError(
-            f"loss: not finite at step {number} ({parts}); lower learning_rate or alpha, "
-            "or raise epsilon_star"
+def _check_teacher(method: Objective, teacher: LinearTeacher | None, dataset: data.Dataset) -> None:
+    if teacher is None:
+        raise checks.InputError(
+            f"teacher: is None but {type(method).__name__} needs one; fit teachers.cca first"
         )
-
-
-def _warn_unconverged(number: int, values: dict[str, float]) -> None:
-    warnings.warn(
-        f"step {number}: a transport plan stopped above the tolerance (student "
-        f"{values['student_error']:.2g}, teacher {values['teacher_error']:.2g}); raise "
-        "max_iterations or epsilon_star, or accept a gradient that is off by as much",
-        stacklevel=3,
-    )
+    widths = teacher.map_x.d_in, teacher.map_y.d_in
+    wanted = dataset.pairs_x.shape[1], dataset.pairs_y.shape[1]
+    if widths != wanted:
+        raise checks.InputError(
+            f"teacher: maps widths {widths} but the embeddings have {wanted}; "
+            "fit the teacher on the same encoders"
+        )
 
 
 def _select(
@@ -431,9 +403,6 @@ def _select(
     return current._replace(mean_r1=score) if score > best.mean_r1 else best
 
 
-# --- the teacher that is trained ---
-
-
 def contrastive(
     pairs_x: Rows,
     pairs_y: Rows,
@@ -447,23 +416,8 @@ def contrastive(
 ) -> LinearTeacher:
     """The contrastive teacher: SAIL's linear heads, trained on the pairs by `fit` and then frozen.
 
-    Args:
-        pairs_x: embeddings of the first modality, (n, d_x).
-        pairs_y: embeddings of the second, (n, d_y); row i belongs to row i of `pairs_x`.
-        dim: width of the shared space.
-        steps: training steps.
-        learning_rate: its peak.
-        loss: "siglip" or "infonce" (symmetric), with learned scale (and bias).
-        batch_size: pairs per step; all of them when there are fewer.
-        seed: of the random start and of the batches.
-
-    Returns:
-        The teacher; its directions are in no particular order.
-
-    Raises:
-        InputError: rows do not match, are not finite or are zero; fewer than 2 pairs; or an option
-            is out of range.
-        NonFiniteLossError: the loss became NaN or infinite.
+    `loss` is "siglip" or "infonce" (symmetric), with learned scale (and bias). The directions are
+    in no particular order.
 
     >>> A = np.random.default_rng(0).normal(size=(50, 4)).astype(np.float32)
     >>> contrastive(A, A, dim=3, steps=5).x(A).shape

@@ -294,7 +294,7 @@ def test_unbalanced_conventions_warn(marginals, siglip_norm):
         ("sotalign", {"supervision": "all"}, "supervision: 'all' is unknown"),
         ("sotalign", {"klot_on": "pairs"}, "klot_on: 'pairs' is unknown"),
         ("sotalign", {"klot_on": "all", "divergence": "cka"}, "choose divergence 'klot'"),
-        ("sotalign", {"klot_on": "crossmodal", "block_size": 8}, "cannot be streamed"),
+        ("sotalign", {"klot_on": "crossmodal", "block_size": 8}, "block_size: is 8"),
         ("sail", {"supervision": "all"}, "supervision: 'all' is unknown"),
         ("sotalign", {"marginals": "uniform"}, "marginals: 'uniform' is unknown"),
         ("sotalign", {"siglip_norm": "sum"}, "siglip_norm: 'sum' is unknown"),

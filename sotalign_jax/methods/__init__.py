@@ -17,10 +17,9 @@ Override `pools` when unpaired rows enter the loss, `uses_teacher` when it needs
 """
 
 from sotalign_jax.methods.base import Fitted, Method, Metrics, Objective, Progress
-from sotalign_jax.methods.contrastive import Contrastive
 from sotalign_jax.methods.csa import CSA
 from sotalign_jax.methods.nnclr import NNCLR
-from sotalign_jax.methods.sail import SAIL
+from sotalign_jax.methods.sail import SAIL, Contrastive
 from sotalign_jax.methods.sclip import SCLIP
 from sotalign_jax.methods.sotalign import SOTAlign
 from sotalign_jax.methods.structure import Structure

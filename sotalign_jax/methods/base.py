@@ -13,19 +13,15 @@ from jaxtyping import Array
 from sotalign_jax import data, losses
 from sotalign_jax.heads import Heads
 from sotalign_jax.sampling import Batch, DeviceData
-from sotalign_jax.teachers import LinearTeacher
 
 Metrics = dict[str, Array]
+Result = tuple[Array, tuple[Metrics, Any]]
+"""A loss, its metrics and the new memory."""
 Grid = dict[str, tuple[Any, ...]]
 
 
 class Method:
-    """Options of a method, a frozen dataclass.
-
-    Attributes:
-        grid: values worth trying for some of its options, as in the paper.
-        pools: the modalities whose unpaired rows it reads.
-    """
+    """Options of a method, a frozen dataclass; `grid` has values worth trying, as in the paper."""
 
     grid: ClassVar[Grid] = {}
 
@@ -39,12 +35,7 @@ class Method:
 
 
 class Objective(Method, abc.ABC):
-    """A method that trains heads by the loss that a call with a batch returns.
-
-    Attributes:
-        head: the kind of head it is published with.
-        uses_teacher: whether a teacher must be fitted first.
-    """
+    """A method that trains heads, of the kind `head`, by the loss of a call with a batch."""
 
     head: ClassVar[str] = "linear"
 
@@ -62,10 +53,8 @@ class Objective(Method, abc.ABC):
         return {}
 
     @abc.abstractmethod
-    def __call__(
-        self, heads: Heads, batch: Batch, teacher: LinearTeacher | None, memory: Any
-    ) -> tuple[Array, tuple[Metrics, Any]]:
-        """Loss, metrics and the new memory."""
+    def __call__(self, heads: Heads, batch: Batch, teacher: Any, memory: Any) -> Result:
+        """The loss of heads on a batch, given a `LinearTeacher` and what `start` began."""
 
 
 class Fitted(Method, abc.ABC):
@@ -159,4 +148,4 @@ class Progress:
                 print(", ".join(parts), file=sys.stderr, flush=True)
 
     def snapshot(self, step: int, snapshot: Any) -> None:
-        """Keeps nothing."""
+        pass

@@ -13,8 +13,6 @@ from sotalign_jax.heads import Head, Heads, Rows
 from sotalign_jax.methods import base
 from sotalign_jax.ot import affinity
 
-SIDES = ("x", "y")
-
 
 @dataclasses.dataclass(frozen=True)
 class CSA(base.Fitted):
@@ -57,12 +55,13 @@ class CSAHead(Head):
         x -> (sqrt(rho) z_x, sqrt(1 - ||sqrt(rho) z_x||^2), 0)
         y -> (sqrt(rho) z_y, 0, sqrt(1 - ||sqrt(rho) z_y||^2))
 
-    Example:
-      >>> rho = np.array([1.0, 0.25])
-      >>> x, y = (CSAHead.fitted(np.zeros(2), np.eye(2), rho, side) for side in "xy")
-      >>> rows = jnp.array([[0.6, 0.8]])
-      >>> print(affinity.dot(x(rows), y(rows).T))  # 1.0 * 0.6^2 + 0.25 * 0.8^2
-      [[0.52]]
+    `d_out` is two more than the directions.
+
+    >>> rho = np.array([1.0, 0.25])
+    >>> x, y = (CSAHead.fitted(np.zeros(2), np.eye(2), rho, side) for side in "xy")
+    >>> rows = jnp.array([[0.6, 0.8]])
+    >>> print(affinity.dot(x(rows), y(rows).T))  # 1.0 * 0.6^2 + 0.25 * 0.8^2
+    [[0.52]]
     """
 
     kind = "csa"
@@ -70,15 +69,13 @@ class CSAHead(Head):
     def __init__(
         self, d_in: int, d_out: int, *, side: str, dtype: Any = jnp.float32, rngs: nnx.Rngs
     ):
-        """A head of zeros for one modality, "x" or "y"; d_out is two more than the directions."""
-        checks.choice("side", side, SIDES)
+        checks.choice("side", side, ("x", "y"))
         self.d_in, self.d_out, self.side = d_in, d_out, side
         self.mean = nnx.Param(jnp.zeros(d_in, dtype))
         self.kernel = nnx.Param(jnp.zeros((d_in, d_out - 2), dtype))
         self.rho = nnx.Param(jnp.zeros(d_out - 2, dtype))
 
     def __call__(self, x: Rows) -> Float[Array, "n d_out"]:
-        """Maps rows of shape (n, d_in) to unit rows."""
         mean = self.mean[...]
         centred = jnp.asarray(x).astype(mean.dtype) - mean
         z = affinity.l2_normalize(affinity.dot(centred, self.kernel[...]))
@@ -91,13 +88,7 @@ class CSAHead(Head):
         return {"d_in": self.d_in, "d_out": self.d_out, "side": self.side}
 
     @classmethod
-    def fitted(
-        cls,
-        mean: Float[np.ndarray, " d_in"],
-        weights: Float[np.ndarray, "d_in dim"],
-        rho: Float[np.ndarray, " dim"],
-        side: str,
-    ) -> "CSAHead":
+    def fitted(cls, mean: Rows, weights: Rows, rho: Rows, side: str) -> "CSAHead":
         """The head of these values; `rho` is clipped to [0, 1]."""
         head = cls(len(mean), len(rho) + 2, side=side, rngs=nnx.Rngs(0))
         head.mean[...] = jnp.asarray(mean, jnp.float32)

@@ -9,7 +9,6 @@ from sotalign_jax import checks, data, losses, neighbours
 from sotalign_jax.heads import Heads
 from sotalign_jax.methods import base
 from sotalign_jax.sampling import Batch, DeviceData
-from sotalign_jax.teachers import LinearTeacher
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,10 +47,9 @@ class NNCLR(base.Objective):
         checks.whole(1, k=self.k)
 
     def check(self, dataset: data.Dataset) -> None:
-        sides = (dataset.pool_x, self.weight_image), (dataset.pool_y, self.weight_text)
-        for name, (pool, weight) in zip("xy", sides, strict=True):
-            if weight:
-                checks.within(len(pool), f"rows in pool {name}", k=self.k)
+        for side in self.pools:
+            rows = len(dataset.pool_x if side == "x" else dataset.pool_y)
+            checks.within(rows, f"rows in pool {side}", k=self.k)
 
     def prepare(self, arrays: DeviceData) -> DeviceData:
         """The training arrays with the tables of neighbours that have a weight."""
@@ -64,20 +62,16 @@ class NNCLR(base.Objective):
             near_y=table(arrays.pairs_y, arrays.pool_y) if self.weight_text else None,
         )
 
-    def __call__(
-        self, heads: Heads, batch: Batch, teacher: LinearTeacher | None, memory: Any
-    ) -> tuple[Array, tuple[base.Metrics, Any]]:
+    def __call__(self, heads: Heads, batch: Batch, teacher: Any, memory: Any) -> base.Result:
         f, g = heads.x(batch.a), heads.y(batch.b)
         loss = base.siglip(heads, f, g, self.siglip_norm)
         metrics = {"siglip": loss}
         if self.weight_text:
             assert batch.near_b is not None  # `prepare` made the table
             term = base.siglip(heads, f, heads.y(batch.near_b), self.siglip_norm)
-            loss = loss + self.weight_text * term
-            metrics["text_neighbours"] = term
+            loss, metrics["text_neighbours"] = loss + self.weight_text * term, term
         if self.weight_image:
             assert batch.near_a is not None
             term = base.siglip(heads, heads.x(batch.near_a), g, self.siglip_norm)
-            loss = loss + self.weight_image * term
-            metrics["image_neighbours"] = term
+            loss, metrics["image_neighbours"] = loss + self.weight_image * term, term
         return loss, (metrics, memory)

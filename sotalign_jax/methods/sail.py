@@ -1,7 +1,7 @@
-"""SAIL: SigLIP on the pairs, alone or with unpaired rows as negatives."""
+"""Contrastive losses: SAIL, with unpaired rows as negatives or without, and SUE's baseline."""
 
 import dataclasses
-from typing import Any
+from typing import Any, ClassVar
 
 import jax.numpy as jnp
 from jaxtyping import Array
@@ -11,7 +11,6 @@ from sotalign_jax.heads import Heads
 from sotalign_jax.methods import base
 from sotalign_jax.ot import affinity
 from sotalign_jax.sampling import Batch
-from sotalign_jax.teachers import LinearTeacher
 
 SUPERVISION = ("pairs", "pairs+negatives", "square")
 
@@ -38,9 +37,7 @@ class SAIL(base.Objective):
         checks.choice("supervision", self.supervision, SUPERVISION)
         checks.choice("siglip_norm", self.siglip_norm, losses.NORMALIZATIONS)
 
-    def __call__(
-        self, heads: Heads, batch: Batch, teacher: LinearTeacher | None, memory: Any
-    ) -> tuple[Array, tuple[base.Metrics, Any]]:
+    def __call__(self, heads: Heads, batch: Batch, teacher: Any, memory: Any) -> base.Result:
         f, g = heads.x(batch.a), heads.y(batch.b)
         unpaired = (heads.x(batch.x), heads.y(batch.y)) if self.pools else (f[:0], g[:0])
         loss = supervised(heads, f, g, *unpaired, self.supervision, self.siglip_norm)
@@ -61,3 +58,30 @@ def supervised(
         )
     negatives = {"negatives_f": x, "negatives_g": y} if supervision != "pairs" else {}
     return base.siglip(heads, f, g, normalization, **negatives)
+
+
+@dataclasses.dataclass(frozen=True)
+class Contrastive(base.Objective):
+    """SigLIP or InfoNCE of f(A) and g(B), deep heads: what SUE is compared with.
+
+    The heads are as wide as `heads.hidden` asks, 512 by default and 4096 as published.
+
+    Attributes:
+        loss: "siglip", or "infonce": symmetric, with a learned temperature.
+    """
+
+    grid: ClassVar[base.Grid] = {"loss": ("siglip", "infonce")}
+    head: ClassVar[str] = "tanh"
+
+    loss: str = "siglip"
+
+    def __post_init__(self) -> None:
+        checks.choice("loss", self.loss, ("siglip", "infonce"))
+
+    def __call__(self, heads: Heads, batch: Batch, teacher: Any, memory: Any) -> base.Result:
+        f, g = heads.x(batch.a), heads.y(batch.b)
+        if self.loss == "infonce":
+            loss = losses.symmetric_infonce(f, g, log_scale=heads.log_scale[...])
+        else:
+            loss = base.siglip(heads, f, g)
+        return loss, ({self.loss: loss}, memory)

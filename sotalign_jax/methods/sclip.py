@@ -13,7 +13,6 @@ from sotalign_jax.methods import base
 from sotalign_jax.ot import affinity
 from sotalign_jax.ot.sinkhorn import reference
 from sotalign_jax.sampling import Batch
-from sotalign_jax.teachers import LinearTeacher
 
 LABELS = ("hard", "softmax", "ot")
 SPACES = ("unimodal", "shared")
@@ -62,9 +61,7 @@ class SCLIP(base.Objective):
         checks.at_least(0, weight_text=self.weight_text, weight_image=self.weight_image)
         checks.whole(1, iterations=self.iterations)
 
-    def __call__(
-        self, heads: Heads, batch: Batch, teacher: LinearTeacher | None, memory: Any
-    ) -> tuple[Array, tuple[base.Metrics, Any]]:
+    def __call__(self, heads: Heads, batch: Batch, teacher: Any, memory: Any) -> base.Result:
         log_scale = heads.log_scale[...]
         f, g = heads.x(batch.a), heads.y(batch.b)
         x = heads.x(batch.x) if self.weight_image else None
@@ -104,13 +101,9 @@ def pseudo_labels(
 ) -> Float[Array, "n m"]:
     """How much of each query belongs to each key, from K = cos(queries, keys); rows sum to 1.
 
-    Args:
-        queries: unpaired rows.
-        keys: paired rows of the same modality.
-        scale: the logit scale s.
-        kind: "hard", one-hot at the largest K_qj; "softmax" of s K over j; or "ot", the rows of
-            OT_{1/s}(K) with uniform weights, so that all keys are used equally.
-        iterations: of Sinkhorn, each a column and then a row update, so that rows end exact.
+    `kind`: "hard", one-hot at the largest K_qj; "softmax" of s K over j, s the logit `scale`; or
+    "ot", the rows of OT_{1/s}(K) with uniform weights, so that all keys are used equally. Each of
+    Sinkhorn's iterations is a column and then a row update, so that rows end exact.
 
     >>> rows = jnp.array([[1.0, 0.0], [1.0, 0.0]])
     >>> pseudo_labels(rows, jnp.eye(2), scale=20.0, kind="hard").tolist()

@@ -14,7 +14,6 @@ from sotalign_jax.methods import base, sail
 from sotalign_jax.ot import affinity
 from sotalign_jax.ot import klot as klot_lib
 from sotalign_jax.sampling import Batch, DeviceData
-from sotalign_jax.teachers import LinearTeacher
 
 DIVERGENCES = ("klot", "cka", "infonce", "none")
 KLOT_ON = ("unpaired", "all", "crossmodal")
@@ -78,15 +77,11 @@ class SOTAlign(base.Objective):
                 f"klot_on: is {self.klot_on!r} but divergence is {self.divergence!r}; choose "
                 "divergence 'klot' or klot_on 'unpaired'"
             )
-        if self.klot_on == "crossmodal" and self.block_size is not None:
+        streams = self.divergence == "klot" and self.klot_on != "crossmodal"
+        if self.block_size is not None and not streams:
             raise checks.InputError(
-                f"block_size: is {self.block_size} but klot_on 'crossmodal' cannot be streamed; "
-                "leave it out"
-            )
-        if self.divergence != "klot" and self.block_size is not None:
-            raise checks.InputError(
-                f"block_size: is {self.block_size} but only divergence 'klot' is streamed; "
-                "leave it out"
+                f"block_size: is {self.block_size} but only divergence 'klot' is streamed, on "
+                "unpaired or all rows; leave it out"
             )
         if self.divergence == "klot" and (self.marginals == "prob") != (self.siglip_norm == "mean"):
             warnings.warn(
@@ -108,9 +103,7 @@ class SOTAlign(base.Objective):
         v = jnp.zeros(len(data.pool_y), jnp.float32)
         return {"v": v, "v_star": v.copy()}
 
-    def __call__(
-        self, heads: Heads, batch: Batch, teacher: LinearTeacher | None, memory: Any
-    ) -> tuple[Array, tuple[base.Metrics, Any]]:
+    def __call__(self, heads: Heads, batch: Batch, teacher: Any, memory: Any) -> base.Result:
         with jax.named_scope("heads"):
             f, g = heads.x(batch.a), heads.y(batch.b)
             x, y = (heads.x(batch.x), heads.y(batch.y)) if self.pools else (f[:0], g[:0])

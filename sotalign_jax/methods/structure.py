@@ -14,7 +14,6 @@ from sotalign_jax.heads import Heads
 from sotalign_jax.methods import base
 from sotalign_jax.ot import affinity, blocks, sharding
 from sotalign_jax.sampling import Batch
-from sotalign_jax.teachers import LinearTeacher
 
 CONTRASTIVE = ("infonce", "siglip")
 REGULARIZE_ON = ("pairs", "all", "unpaired")
@@ -78,36 +77,26 @@ class Structure(base.Objective):
             return jnp.float32(self.weight)
         return self.weight * jnp.minimum(1.0, jnp.asarray(step, jnp.float32) / self.warmup)
 
-    def __call__(
-        self, heads: Heads, batch: Batch, teacher: LinearTeacher | None, memory: Any
-    ) -> tuple[Array, tuple[base.Metrics, Any]]:
+    def __call__(self, heads: Heads, batch: Batch, teacher: Any, memory: Any) -> base.Result:
         f, g = heads.x(batch.a), heads.y(batch.b)
         if self.contrastive == "infonce":
             contrastive = losses.symmetric_infonce(f, g, log_scale=-math.log(self.tau))
         else:
             contrastive = base.siglip(heads, f, g)
-        rows_x, rows_y = (batch.a, f), (batch.b, g)
+        rows = [(batch.a, f), (batch.b, g)]
         if self.pools:
-            unpaired_x, unpaired_y = (batch.x, heads.x(batch.x)), (batch.y, heads.y(batch.y))
+            unpaired = [(batch.x, heads.x(batch.x)), (batch.y, heads.y(batch.y))]
             if self.regularize_on == "all":
-                rows_x, rows_y = _stack(rows_x, unpaired_x), _stack(rows_y, unpaired_y)
-            else:
-                rows_x, rows_y = unpaired_x, unpaired_y
+                sides = zip(rows, unpaired, strict=True)
+                unpaired = [
+                    (jnp.concatenate([a, x]), jnp.concatenate([f, z])) for (a, f), (x, z) in sides
+                ]
+            rows = unpaired
         options = self._options()
-        change = 0.5 * (regularizer(*rows_x, **options) + regularizer(*rows_y, **options))
+        change = 0.5 * (regularizer(*rows[0], **options) + regularizer(*rows[1], **options))
         weight = self.weight_at(batch.step)
-        metrics = {
-            self.contrastive: contrastive,
-            "structure": change,
-            "structure_weight": weight,
-        }
+        metrics = {self.contrastive: contrastive, "structure": change, "structure_weight": weight}
         return contrastive + weight * change, (metrics, memory)
-
-
-def _stack(pairs: tuple[Array, Array], unpaired: tuple[Array, Array]) -> tuple[Array, Array]:
-    """Originals and features of both."""
-    original, aligned = (jnp.concatenate(both) for both in zip(pairs, unpaired, strict=True))
-    return original, aligned
 
 
 # --- the regulariser: what is similar within a modality stays similar after its head ---
@@ -133,27 +122,14 @@ def regularizer(
 
     and the value is the mean over levels of w_l max(D_l, 0).
 
-    Args:
-      original: embeddings before the head; no gradient.
-      aligned: features of the same samples after it.
-      tau: temperature of both softmaxes.
-      levels: how many matrix powers are compared, from the first on.
-      js_form: "code" or "js".
-      level_weights: "none": w_l = 1, or "inverse": w_l = 1/l.
-      block_size: rows that exist at a time when `levels` is 1, in memory O(n (d + block_size))
-        for value and gradient (reverse mode only); None keeps whole n x n matrices, which powers
-        need in any case. Value and gradient are the same.
+    w_l is 1 ("none") or 1/l ("inverse"). `original` gets no gradient. With one level, `block_size`
+    rows exist at a time, in memory O(n (d + block_size)) for value and gradient (reverse mode
+    only); None keeps whole n x n matrices, which powers need in any case.
 
-    Raises:
-      InputError: lengths differ, or an option cannot be used.
-
-    Example:
-      >>> original = jnp.array([[1.0, 0.0], [0.6, 0.8], [0.0, 1.0]])
-      >>> turned, merged = original[:, ::-1], jnp.ones((3, 1))
-      >>> for aligned in (turned, merged):
-      ...     print(f"{regularizer(original, aligned):.4f}")
-      0.0000
-      1.0287
+    >>> original = jnp.array([[1.0, 0.0], [0.6, 0.8], [0.0, 1.0]])
+    >>> turned, merged = original[:, ::-1], jnp.ones((3, 1))
+    >>> print(*(f"{regularizer(original, aligned):.4f}" for aligned in (turned, merged)))
+    0.0000 1.0287
     """
     _check_options(tau, levels, js_form, level_weights, block_size)
     if len(original) != len(aligned):

@@ -9,7 +9,7 @@ import dataclasses
 import functools
 import itertools
 from collections.abc import Callable
-from typing import Any, ClassVar, NamedTuple, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -28,7 +28,8 @@ WIDTHS = (0.5, 1.0, 2.0)
 _CHUNK_ROWS = 8192
 _LEAST_RATE = 1e-8  # at which the training of a spectral network ends
 
-Network = TypeVar("Network", bound=Head)
+Network = TypeVar("Network", bound=nnx.Module)
+Affine = tuple[np.ndarray, np.ndarray]
 Report = Callable[[int, float], None]
 
 
@@ -96,52 +97,44 @@ class SUE(base.Fitted):
 
     def fit(self, dataset: data.Dataset, *, seed: int, progress: bool = False) -> Heads:
         """Heads of the three stages; the same seed gives the same heads."""
-        pairs = len(dataset.pairs_x)
-        checks.within(pairs - 1, f"directions that {pairs} pairs can determine", dim=self.dim)
-        rows_x = np.concatenate([dataset.pairs_x, dataset.pool_x])
-        rows_y = np.concatenate([dataset.pairs_y, dataset.pool_y])
-        key_x, key_y, key_mmd = jax.random.split(jax.random.key(seed), 3)
+        pairs = dataset.pairs_x, dataset.pairs_y
+        n = len(pairs[0])
+        checks.within(n - 1, f"directions that {n} pairs can determine", dim=self.dim)
+        rows = (
+            np.concatenate([dataset.pairs_x, dataset.pool_x]),
+            np.concatenate([dataset.pairs_y, dataset.pool_y]),
+        )
+        *keys, key_mmd = jax.random.split(jax.random.key(seed), 3)
         with base.Progress(2 * self.epochs + self.mmd_epochs, "SUE", show=progress) as bar:
 
-            def report(epoch: int, loss: float, *, before: int = 0) -> None:
-                bar.metrics(before + epoch, {"loss": loss})
+            def report(before: int) -> Report:
+                return lambda epoch, loss: bar.metrics(before + epoch, {"loss": loss})
 
-            network_x, basis_x = self._eigenvectors(rows_x, key_x, report)
-            report_y = functools.partial(report, before=self.epochs)
-            network_y, basis_y = self._eigenvectors(rows_y, key_y, report_y)
-            affine_x, affine_y = self.variates(
-                apply(network_x, dataset.pairs_x) @ basis_x,
-                apply(network_y, dataset.pairs_y) @ basis_y,
+            networks, bases = [], []
+            for own, side_key, before in zip(rows, keys, (0, self.epochs), strict=True):
+                start, key = jax.random.split(side_key)
+                widths = own.shape[1], self.eigenvectors
+                fresh = TanhHead(*widths, hidden=self.hidden, rngs=nnx.Rngs(params=start))
+                network, basis = fit_spectral(fresh, own, self, key=key, report=report(before))
+                networks.append(network)
+                bases.append(basis)
+            outputs = [apply(network, own) for network, own in zip(networks, pairs, strict=True)]
+            affines = self.variates(outputs[0] @ bases[0], outputs[1] @ bases[1])
+            x, y = (
+                SUEHead.joined(network, basis @ weight, bias)
+                for network, basis, (weight, bias) in zip(networks, bases, affines, strict=True)
             )
-            x = SUEHead.joined(network_x, basis_x @ affine_x.weight, affine_x.bias)
-            y = SUEHead.joined(network_y, basis_y @ affine_y.weight, affine_y.bias)
             if self.mmd_epochs:
-                key_start, key = jax.random.split(key_mmd)
-                residual = refine(
-                    Residual(self.dim, self.mmd_hidden, rngs=nnx.Rngs(params=key_start)),
-                    apply(x, rows_x),
-                    apply(y, rows_y),
-                    epochs=self.mmd_epochs,
-                    batch=self.mmd_batch,
-                    learning_rate=self.mmd_learning_rate,
-                    key=key,
-                    report=functools.partial(report, before=2 * self.epochs),
-                )
+                start, key = jax.random.split(key_mmd)
+                correction = Residual(self.dim, self.mmd_hidden, rngs=nnx.Rngs(params=start))
+                moved = apply(x, rows[0]), apply(y, rows[1])
+                hear = report(2 * self.epochs)
+                residual = refine(correction, *moved, self, key=key, report=hear)
                 x = SUEHead.joined(x.network, x.linear.kernel[...], x.linear.bias[...], residual)
         return Heads(x, y)
 
-    def _eigenvectors(
-        self, rows: np.ndarray, key: Array, report: Report
-    ) -> tuple[TanhHead, np.ndarray]:
-        """A spectral network, and the basis in which its outputs are eigenvectors."""
-        start, key = jax.random.split(key)
-        network = TanhHead(
-            rows.shape[1], self.eigenvectors, hidden=self.hidden, rngs=nnx.Rngs(params=start)
-        )
-        return fit_spectral(network, rows, self, key=key, report=report)
-
-    def variates(self, x: np.ndarray, y: np.ndarray) -> tuple["_Affine", "_Affine"]:
-        """Maps of the eigenvectors to canonical variates, as found on the pairs.
+    def variates(self, x: np.ndarray, y: np.ndarray) -> tuple[Affine, Affine]:
+        """Weight and bias of each side's map from eigenvectors of the pairs to canonical variates.
 
         They are found on columns of unit variance; the published code then applies them to columns
         as they are, means and all.
@@ -150,38 +143,27 @@ class SUE(base.Fitted):
         for spread in spreads:
             spread[spread == 0] = 1.0
         found = teachers.canonical_correlations(x / spreads[0], y / spreads[1])
-        rank = len(found.correlations)
-        checks.within(rank, "directions that the pairs determine", dim=self.dim)
+        checks.within(len(found.correlations), "directions that the pairs determine", dim=self.dim)
+
+        def affine(weights: np.ndarray, mean: np.ndarray, spread: np.ndarray) -> Affine:
+            weight = weights[:, : self.dim]
+            if self.centred:
+                return weight / spread[:, None], -mean @ weight
+            # The published solver's: the part of a direction across those before it has length 1.
+            lengths = np.abs(np.diag(np.linalg.qr(weight, mode="r")))
+            return weight / lengths, np.zeros(self.dim)
+
         return (
-            self._affine(found.weights_x, found.mean_x, spreads[0]),
-            self._affine(found.weights_y, found.mean_y, spreads[1]),
+            affine(found.weights_x, found.mean_x, spreads[0]),
+            affine(found.weights_y, found.mean_y, spreads[1]),
         )
-
-    def _affine(self, weights: np.ndarray, mean: np.ndarray, spread: np.ndarray) -> "_Affine":
-        weight = weights[:, : self.dim]
-        if self.centred:
-            return _Affine(weight / spread[:, None], -mean @ weight)
-        # The published solver's lengths: of each direction, the part across those before it is 1.
-        lengths = np.abs(np.diag(np.linalg.qr(weight, mode="r")))
-        return _Affine(weight / lengths, np.zeros(self.dim))
-
-
-class _Affine(NamedTuple):
-    """z -> z weight + bias."""
-
-    weight: np.ndarray
-    bias: np.ndarray
-
-
-# --- the head ---
 
 
 class Residual(nnx.Module):
     """z + W_3 relu(W_2 relu(W_1 z)), biases left out.
 
-    Example:
-      >>> Residual(3, 8, rngs=nnx.Rngs(0))(jnp.ones((5, 3))).shape
-      (5, 3)
+    >>> Residual(3, 8, rngs=nnx.Rngs(0))(jnp.ones((5, 3))).shape
+    (5, 3)
     """
 
     def __init__(self, width: int, hidden: int, *, dtype: Any = jnp.float32, rngs: nnx.Rngs):
@@ -192,20 +174,17 @@ class Residual(nnx.Module):
         )
 
     def __call__(self, z: Float[Array, "n d"]) -> Float[Array, "n d"]:
-        """Moves rows of the shared space."""
-        *inner, last = self.layers
-        moved = z
-        for layer in inner:
-            moved = jax.nn.relu(layer(moved))
-        return z + last(moved)
+        first, second, last = self.layers
+        return z + last(jax.nn.relu(second(jax.nn.relu(first(z)))))
 
 
 class SUEHead(Head):
     """residual(network(x) W + b): SUE's network, its outputs' projection, and a last correction.
 
-    Example:
-      >>> SUEHead(8, 3, outputs=6, hidden=16, residual=4, rngs=nnx.Rngs(0))(jnp.ones((5, 8))).shape
-      (5, 3)
+    `residual` is the correction's hidden width, or None for none.
+
+    >>> SUEHead(8, 3, outputs=6, hidden=16, residual=4, rngs=nnx.Rngs(0))(jnp.ones((5, 8))).shape
+    (5, 3)
     """
 
     kind = "sue"
@@ -222,7 +201,6 @@ class SUEHead(Head):
         dtype: Any = jnp.float32,
         rngs: nnx.Rngs,
     ):
-        """Of a `TanhHead` with so many outputs; `residual` is a hidden width, or None for none."""
         self.d_in, self.d_out = d_in, d_out
         self.network = TanhHead(d_in, outputs, hidden=hidden, norm=norm, dtype=dtype, rngs=rngs)
         self.linear = Dense(outputs, d_out, dtype=dtype, rngs=rngs)
@@ -231,7 +209,6 @@ class SUEHead(Head):
         )
 
     def __call__(self, x: Rows) -> Float[Array, "n d_out"]:
-        """Maps rows of shape (n, d_in) into the shared space."""
         z = self.linear(self.network(x))
         return z if self.residual is None else self.residual(z)
 
@@ -247,11 +224,7 @@ class SUEHead(Head):
 
     @classmethod
     def joined(
-        cls,
-        network: TanhHead,
-        kernel: Rows,
-        bias: Rows,
-        residual: Residual | None = None,
+        cls, network: TanhHead, kernel: Rows, bias: Rows, residual: Residual | None = None
     ) -> "SUEHead":
         """The head of parts that were trained one after the other."""
         head = cls(
@@ -269,6 +242,18 @@ class SUEHead(Head):
         head.linear.kernel[...] = jnp.asarray(kernel, jnp.float32)
         head.linear.bias[...] = jnp.asarray(bias, jnp.float32)
         return head
+
+
+def apply(network: Head, rows: Rows) -> Float[np.ndarray, "n k"]:
+    """The network's outputs for any number of rows, in blocks."""
+    split = nnx.split(network)
+    starts = range(0, len(rows), _CHUNK_ROWS)
+    return np.concatenate([_outputs(split, rows[s : s + _CHUNK_ROWS]) for s in starts])
+
+
+@jax.jit
+def _outputs(network: Any, rows: Array) -> Array:
+    return nnx.merge(*network)(rows)
 
 
 # --- spectral networks ---
@@ -298,27 +283,20 @@ def adjacency(
     return 0.5 * (weights + weights.T)
 
 
-def _graph(rows: Array, near: tuple[int, int]) -> Array:
-    return adjacency(rows, neighbours=near[0], scale_neighbour=near[1])
-
-
 def _squared_distances(rows: Array) -> Array:
     lengths = jnp.sum(jnp.square(rows), axis=1)
     squares = jnp.maximum(lengths[:, None] + lengths - 2.0 * affinity.dot(rows, rows.T), 0.0)
     return squares * (1.0 - jnp.eye(len(rows), dtype=squares.dtype))
 
 
-def variation(y: Float[Array, "m k"], weights: Float[Array, "m m"]) -> Float[Array, ""]:
-    """sum_ij W_ij ||y_i - y_j||^2 / (2 m) = tr(Y^T L Y) / m, L = diag(W 1) - W the Laplacian.
+def rayleigh(y: Float[Array, "m k"], weights: Float[Array, "m m"]) -> Float[Array, "k k"]:
+    """Y^T L Y / m of the Laplacian L = diag(W 1) - W; its trace is how much Y varies.
 
-    >>> print(variation(jnp.array([[0.0], [1.0]]), jnp.ones((2, 2))))
-    0.5
+    The trace is sum_ij W_ij ||y_i - y_j||^2 / (2 m).
+
+    >>> print(rayleigh(jnp.array([[0.0], [1.0]]), jnp.ones((2, 2))))
+    [[0.5]]
     """
-    return jnp.trace(_rayleigh(y, weights))
-
-
-def _rayleigh(y: Array, weights: Array) -> Array:
-    """Y^T L Y / m."""
     degrees = jnp.sum(weights, axis=1, keepdims=True)
     return affinity.dot(y.T, degrees * y - affinity.dot(weights, y)) / len(y)
 
@@ -326,69 +304,88 @@ def _rayleigh(y: Array, weights: Array) -> Array:
 def orthonormalizer(y: Float[Array, "m k"]) -> Float[Array, "k k"]:
     """The triangular T with (Y T)^T (Y T) / m = I: sqrt(m) R^-1 of Y = Q R.
 
-    R comes from the Cholesky factor of Y^T Y, which takes far less time than Q R does; a
-    millionth is added to its diagonal, so that outputs that nearly depend on each other have one.
+    R comes from Householder reflections: the Cholesky factor of Y^T Y takes less time but squares
+    the condition number, and in float32 fails on outputs whose directions differ 1,000-fold.
 
     >>> y = jnp.array([[3.0, 0.0], [4.0, 0.0], [0.0, 5.0]])
     >>> z = y @ orthonormalizer(y)
-    >>> bool(jnp.allclose(z.T @ z / 3, jnp.eye(2), atol=1e-4))
+    >>> bool(jnp.allclose(z.T @ z / 3, jnp.eye(2), atol=1e-5))
     True
     """
-    gram = affinity.dot(y.T, y) / len(y)
-    identity = jnp.eye(len(gram), dtype=gram.dtype)
-    factor = jnp.linalg.cholesky(gram + 1e-6 * jnp.trace(gram) / len(gram) * identity)
-    return jax.scipy.linalg.solve_triangular(factor, identity, lower=True).T
+    triangle = jnp.linalg.qr(y)[1]
+    identity = jnp.eye(len(triangle), dtype=y.dtype)
+    return jnp.sqrt(len(y)) * jax.scipy.linalg.solve_triangular(triangle, identity)
 
 
 def fit_spectral(
-    network: Network,
+    network: TanhHead,
     rows: Rows,
     options: SUE,
     *,
     key: Array,
     report: Report = lambda epoch, loss: None,
-) -> tuple[Network, Float[np.ndarray, "k k"]]:
-    """Trains a network for the Laplacian's smoothest eigenvectors.
+) -> tuple[TanhHead, Float[np.ndarray, "k k"]]:
+    """A network trained for the Laplacian's smoothest eigenvectors, and the map T to them.
 
+    `network(x) @ T` are the eigenvectors, of mean square 1, smoothest first: the constant one.
     Each step takes one batch to orthonormalise the outputs and another for the loss; the gradient
     goes through both. Afterwards the outputs are orthonormalised over all rows and rotated by the
-    eigenvectors of their Rayleigh matrix, smoothest first: the constant one. A tenth of the rows is
-    for validation.
-
-    Args:
-        network: where to start; left as it is.
-        rows: all rows of one modality, (n, d).
-        options: of the graph of a batch, and how long to train.
-        key: decides the split and the batches.
-        report: called after every epoch with the validation loss.
-
-    Returns:
-        The trained network, and the map T: `network(x) @ T` are the eigenvectors, of mean square 1.
+    eigenvectors of their Rayleigh matrix. `key` decides the batches and which tenth of the rows is
+    for validation; `report` hears the loss on it after every epoch.
     """
     most, of = len(rows) // 2 - 1, f"eigenvectors that {len(rows)} rows can determine"
     checks.within(most, of, eigenvectors=network.d_out)
     graphdef, params = nnx.split(network)
     key, split = jax.random.split(key)
     table = jnp.asarray(rows)
-    train, val = hold_out(split, table, max(len(rows) // 10, 1))
-    near = options.neighbours, options.scale_neighbour
+    train, val = _hold_out(split, table, max(len(rows) // 10, 1))
     batch = min(options.batch, len(train))
-    static: dict[str, Any] = {"graphdef": graphdef, "near": near, "batch": batch}
-    state = jax.tree.map(jnp.copy, (params, optax.scale_by_adam().init(params)))
+    adam = optax.scale_by_adam()
+
+    def rayleigh_of(params: Any, rows: Array, transform: Array) -> Array:
+        weights = adjacency(
+            rows, neighbours=options.neighbours, scale_neighbour=options.scale_neighbour
+        )
+        return rayleigh(affinity.dot(nnx.merge(graphdef, params)(rows), transform), weights)
+
+    def objective(params: Any, rows: Array, others: Array) -> tuple[Array, Array]:
+        transform = orthonormalizer(nnx.merge(graphdef, params)(others))
+        return jnp.trace(rayleigh_of(params, rows, transform)), transform
+
+    @functools.partial(jax.jit, donate_argnums=0)
+    def pass_over(state: Any, train: Array, val: Array, key: Array, rate: Array) -> Any:
+        """The state after a pass over `train`, and the loss on `val`."""
+
+        def step(state: Any, indices: tuple[Array, ...]) -> tuple[Any, Array]:
+            params, moments = state
+            rows, others = (train[index] for index in indices)
+            gradient, transform = jax.grad(objective, has_aux=True)(params, rows, others)
+            updates, moments = adam.update(gradient, moments)
+            params = jax.tree.map(lambda p, update: p - rate * update, params, updates)
+            return (params, moments), transform
+
+        passes = tuple(_batches(k, len(train), batch) for k in jax.random.split(key))
+        state, transforms = jax.lax.scan(step, state, passes)
+
+        def validate(rows: Array) -> Array:
+            return jnp.trace(rayleigh_of(state[0], rows, transforms[-1]))
+
+        return state, jnp.mean(jax.lax.map(validate, _chunks(val, batch)))
+
+    @jax.jit
+    def mean_rayleigh(params: Any, transform: Array, rows: Array, key: Array) -> Array:
+        passes = _batches(key, len(rows), batch)
+        matrices = jax.lax.map(lambda index: rayleigh_of(params, rows[index], transform), passes)
+        return jnp.mean(matrices, axis=0)
+
+    state = jax.tree.map(jnp.copy, (params, adam.init(params)))
     rate, best, waited = options.learning_rate, float("inf"), 0
     for epoch in range(1, options.epochs + 1):
         epoch_key = jax.random.fold_in(key, epoch)
-        state, loss = _spectral_epoch(state, train, val, epoch_key, jnp.float32(rate), **static)
-        value = float(loss)
-        if not np.isfinite(value):
-            raise FloatingPointError(
-                f"spectral network: the loss is not finite in epoch {epoch}; lower learning_rate"
-            )
+        state, loss = pass_over(state, train, val, epoch_key, jnp.float32(rate))
+        value = _finite(loss, "spectral network", epoch, "learning_rate")
         report(epoch, value)
-        if value < best * (1 - 1e-4):
-            best, waited = value, 0
-        else:
-            waited += 1
+        best, waited = (value, 0) if value < best * (1 - 1e-4) else (best, waited + 1)
         if waited > options.patience:
             rate, waited = rate / 10, 0
         if rate <= _LEAST_RATE:
@@ -401,99 +398,35 @@ def fit_spectral(
             "spectral network: its outputs depend on each other; lower learning_rate"
         )
     transform = np.sqrt(len(outputs)) * np.linalg.inv(triangle)
-    matrix = _mean_rayleigh(state[0], jnp.asarray(transform, jnp.float32), table, key, **static)
+    matrix = mean_rayleigh(state[0], jnp.asarray(transform, jnp.float32), table, key)
     _, vectors = np.linalg.eigh(np.asarray(matrix, np.float64))
     return trained, transform @ vectors
 
 
-def apply(network: Head, rows: Rows) -> Float[np.ndarray, "n k"]:
-    """The network's outputs for any number of rows, in blocks."""
-    graphdef, params = nnx.split(network)
-    chunks = [rows[start : start + _CHUNK_ROWS] for start in range(0, len(rows), _CHUNK_ROWS)]
-    return np.concatenate(
-        [np.asarray(_outputs(params, jnp.asarray(block), graphdef=graphdef)) for block in chunks]
-    )
+def _finite(loss: Array, what: str, epoch: int, option: str) -> float:
+    """The loss as a number; raises unless it is finite."""
+    if not np.isfinite(value := float(loss)):
+        raise FloatingPointError(f"{what}: the loss is not finite in epoch {epoch}; lower {option}")
+    return value
 
 
-@functools.partial(jax.jit, static_argnames="graphdef")
-def _outputs(params: Any, rows: Array, *, graphdef: Any) -> Array:
-    return nnx.merge(graphdef, params)(rows)
-
-
-def hold_out(key: Array, rows: Array, held: int) -> tuple[Array, Array]:
+def _hold_out(key: Array, rows: Array, held: int) -> tuple[Array, Array]:
     """Shuffled rows: those to train on, and `held` ones to validate on."""
     order = jax.random.permutation(key, len(rows))
     return rows[order[held:]], rows[order[:held]]
 
 
-def batches(key: Array, n: int, size: int) -> Array:
+def _batches(key: Array, n: int, size: int) -> Array:
     """Indices of a shuffled pass over n rows, (n // size, size); a rest is left out."""
     steps = n // size
     return jax.random.permutation(key, n)[: steps * size].reshape(steps, size)
 
 
-@functools.partial(jax.jit, static_argnames=("graphdef", "near", "batch"), donate_argnames="state")
-def _spectral_epoch(
-    state: Any,
-    train: Array,
-    val: Array,
-    key: Array,
-    rate: Array,
-    *,
-    graphdef: Any,
-    near: tuple[int, int],
-    batch: int,
-) -> tuple[Any, Array]:
-    """The state after a pass over `train`, and the loss on `val`."""
-    adam = optax.scale_by_adam()
-
-    def objective(params: Any, rows: Array, others: Array) -> tuple[Array, Array]:
-        network = nnx.merge(graphdef, params)
-        transform = orthonormalizer(network(others))
-        y = affinity.dot(network(rows), transform)
-        return variation(y, _graph(rows, near)), transform
-
-    def step(state: Any, indices: tuple[Array, ...]) -> tuple[Any, Array]:
-        params, moments = state
-        rows, others = (train[index] for index in indices)
-        gradient, transform = jax.grad(objective, has_aux=True)(params, rows, others)
-        updates, moments = adam.update(gradient, moments)
-        params = jax.tree.map(lambda p, update: p - rate * update, params, updates)
-        return (params, moments), transform
-
-    keys = jax.random.split(key)
-    passes = tuple(batches(k, len(train), batch) for k in keys)
-    state, transforms = jax.lax.scan(step, state, passes)
-    network = nnx.merge(graphdef, state[0])
-    size = min(batch, len(val))
-
-    def validate(rows: Array) -> Array:
-        y = affinity.dot(network(rows), transforms[-1])
-        return variation(y, _graph(rows, near))
-
-    steps = len(val) // size
-    return state, jnp.mean(jax.lax.map(validate, val[: steps * size].reshape(steps, size, -1)))
-
-
-@functools.partial(jax.jit, static_argnames=("graphdef", "near", "batch"))
-def _mean_rayleigh(
-    params: Any,
-    transform: Array,
-    rows: Array,
-    key: Array,
-    *,
-    graphdef: Any,
-    near: tuple[int, int],
-    batch: int,
-) -> Array:
-    """The mean over a pass of the outputs' Rayleigh matrices."""
-    network = nnx.merge(graphdef, params)
-
-    def of_batch(index: Array) -> Array:
-        y = affinity.dot(network(rows[index]), transform)
-        return _rayleigh(y, _graph(rows[index], near))
-
-    return jnp.mean(jax.lax.map(of_batch, batches(key, len(rows), batch)), axis=0)
+def _chunks(rows: Array, most: int) -> Array:
+    """Blocks of at most `most` rows to validate on; a rest is left out."""
+    size = min(most, len(rows))
+    steps = len(rows) // size
+    return rows[: steps * size].reshape(steps, size, -1)
 
 
 # --- maximum mean discrepancy ---
@@ -519,91 +452,57 @@ def mmd(x: Float[Array, "n d"], y: Float[Array, "m d"]) -> Float[Array, ""]:
 
 
 def refine(
-    network: nnx.Module,
+    network: Network,
     x: Float[np.ndarray, "n d"],
     y: Float[np.ndarray, "m d"],
+    options: SUE,
     *,
-    epochs: int,
-    batch: int,
-    learning_rate: float,
     key: Array,
     report: Report = lambda epoch, loss: None,
-) -> Any:
-    """Trains a network that maps rows so that MMD(network(x), y) is small.
+) -> Network:
+    """A network trained so that MMD(network(x), y) is small; rows of y are in no order.
 
-    AdamW on shuffled batches of nine tenths of either side; the parameters with the least MMD on
-    the last tenth are kept.
-
-    Args:
-        network: where to start; left as it is.
-        x: rows to be mapped.
-        y: rows to come near to, in no particular order.
-        epochs: passes over the smaller side.
-        batch: rows a step and side; all when there are fewer.
-        learning_rate: AdamW's.
-        key: decides the split and the batches.
-        report: called after every epoch with the validation loss.
+    AdamW on shuffled batches of nine tenths of either side, as many passes over the smaller side;
+    the parameters with the least MMD on the last tenth, which `report` hears, are kept.
     """
     graphdef, params = nnx.split(network)
     key, *splits = jax.random.split(key, 3)
     held = max(min(len(x), len(y)) // 10, 1)
     parts = [
-        hold_out(split, jnp.asarray(rows, jnp.float32), held)
+        _hold_out(split, jnp.asarray(rows, jnp.float32), held)
         for rows, split in zip((x, y), splits, strict=True)
     ]
-    train, val = ([part[i] for part in parts] for i in range(2))
-    batch = min(batch, *map(len, train))
-    static: dict[str, Any] = {"graphdef": graphdef, "batch": batch, "learning_rate": learning_rate}
-    state = jax.tree.map(jnp.copy, (params, _adamw(learning_rate).init(params)))
-    best, least = params, float("inf")
-    for epoch in range(1, epochs + 1):
-        state, loss = _mmd_epoch(state, train, val, jax.random.fold_in(key, epoch), **static)
-        value = float(loss)
-        if not np.isfinite(value):
-            raise FloatingPointError(
-                f"mmd: the loss is not finite in epoch {epoch}; lower mmd_learning_rate"
-            )
-        report(epoch, value)
-        if value < least:
-            best, least = jax.tree.map(jnp.copy, state[0]), value
-    return nnx.merge(graphdef, best)
-
-
-def _adamw(learning_rate: float) -> optax.GradientTransformation:
-    return optax.adamw(learning_rate, weight_decay=1e-2)
-
-
-@functools.partial(
-    jax.jit, static_argnames=("graphdef", "batch", "learning_rate"), donate_argnames="state"
-)
-def _mmd_epoch(
-    state: Any,
-    train: list[Array],
-    val: list[Array],
-    key: Array,
-    *,
-    graphdef: Any,
-    batch: int,
-    learning_rate: float,
-) -> tuple[Any, Array]:
-    """The state after a pass, and the loss on `val`."""
-    adamw = _adamw(learning_rate)
-    x, y = train
+    train, val = zip(*parts, strict=True)
+    adamw = optax.adamw(options.mmd_learning_rate, weight_decay=1e-2)
+    size = min(options.mmd_batch, *map(len, train))
+    steps = min(map(len, train)) // size
 
     def objective(params: Any, x: Array, y: Array) -> Array:
         return mmd(nnx.merge(graphdef, params)(x), y)
 
-    def step(state: Any, indices: tuple[Array, Array]) -> tuple[Any, None]:
-        params, moments = state
-        gradient = jax.grad(objective)(params, x[indices[0]], y[indices[1]])
-        updates, moments = adamw.update(gradient, moments, params)
-        return (optax.apply_updates(params, updates), moments), None
+    @functools.partial(jax.jit, donate_argnums=0)
+    def pass_over(state: Any, train: Any, val: Any, key: Array) -> Any:
+        """The state after a pass over `train`, and the loss on `val`."""
 
-    steps = min(len(x), len(y)) // batch
-    keys = jax.random.split(key)
-    passes = (batches(keys[0], len(x), batch), batches(keys[1], len(y), batch))
-    state, _ = jax.lax.scan(step, state, jax.tree.map(lambda index: index[:steps], passes))
-    size = min(batch, len(val[0]))
-    shown = len(val[0]) // size
-    chunks = [rows[: shown * size].reshape(shown, size, -1) for rows in val]
-    return state, jnp.mean(jax.lax.map(lambda b: objective(state[0], *b), chunks))
+        def step(state: Any, indices: tuple[Array, ...]) -> tuple[Any, None]:
+            params, moments = state
+            rows = (side[index] for side, index in zip(train, indices, strict=True))
+            gradient = jax.grad(objective)(params, *rows)
+            updates, moments = adamw.update(gradient, moments, params)
+            return (optax.apply_updates(params, updates), moments), None
+
+        keys = jax.random.split(key)
+        passes = [_batches(k, len(side), size)[:steps] for k, side in zip(keys, train, strict=True)]
+        state, _ = jax.lax.scan(step, state, tuple(passes))
+        chunks = [_chunks(rows, size) for rows in val]
+        return state, jnp.mean(jax.lax.map(lambda both: objective(state[0], *both), chunks))
+
+    state = jax.tree.map(jnp.copy, (params, adamw.init(params)))
+    best, least = params, float("inf")
+    for epoch in range(1, options.mmd_epochs + 1):
+        state, loss = pass_over(state, train, val, jax.random.fold_in(key, epoch))
+        value = _finite(loss, "mmd", epoch, "mmd_learning_rate")
+        report(epoch, value)
+        if value < least:
+            best, least = jax.tree.map(jnp.copy, state[0]), value
+    return nnx.merge(graphdef, best)
