@@ -6,8 +6,8 @@ import json
 import os
 import pathlib
 import shutil
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -32,6 +32,8 @@ DIRECTIONS = ("x_to_y", "y_to_x")
 _DESCRIPTION, _TENSORS = "aligner.json", "heads.safetensors"
 _CALIBRATION = "calibration.safetensors"
 _CALIBRATED_BY = 2048  # rows of each pool; 8,192 add 0.6 points of R@10 (CCA, COCO)
+EPSILONS = (0.05, 0.1, 0.2)
+"""Regularisations of calibration that `align` chooses from, on validation."""
 HELD_OUT = 0.1
 """Share of the pairs kept back for model selection when no validation set is given."""
 
@@ -261,21 +263,53 @@ def _reading(path: pathlib.Path) -> Iterator[None]:
         ) from error
 
 
+class Recipe(NamedTuple):
+    """What `align` does where its arguments leave it open.
+
+    Attributes:
+        teacher: a name of `training.TEACHERS`.
+        init: where linear heads start.
+        dim: width of the shared space, for the contrastive teacher, too; that of other linear
+            teachers is their own.
+        alpha: weight of KLOT, times the pairs of a batch: SigLIP's gradient falls with them.
+        steps: the fewest and the most, a tenth of the pairs between them.
+        path: steps times the learning rate: Lion moves a weight by at most so much.
+        kept: share of the start in the heads, if that was the teacher; the rest is what training
+            made of it. Neither forgets what the other knows.
+    """
+
+    teacher: str
+    init: str
+    dim: int
+    alpha: float
+    steps: tuple[int, int]
+    path: float
+    kept: float
+
+
+RECIPES = {
+    "kernel": Recipe("kernel_cca", "teacher", 512, 3.0, (100, 600), 0.05, 0.5),
+    "paper": Recipe("cca", "random", 1024, 1.0, (2000, 2000), 0.2, 0.0),
+}
+"""The best one found (see the results in the docs), and the paper's."""
+
+
 def align(
     pairs: tuple[ArrayLike, ArrayLike],
     x: ArrayLike | None = None,
     y: ArrayLike | None = None,
     *,
     val: tuple[ArrayLike, ArrayLike] | data.Gallery | None = None,
-    teacher: str | teachers.LinearTeacher = "cca",
+    recipe: str = "kernel",
+    teacher: str | teachers.LinearTeacher | None = None,
     init: str | None = None,
     features: str | None = None,
-    dim: int = 1024,
+    dim: int | None = None,
     alpha: float | None = None,
     epsilon: float = 0.05,
     epsilon_star: float = 0.005,
     steps: int | None = None,
-    learning_rate: float = 1e-4,
+    learning_rate: float | None = None,
     unpaired_batch: int | None = None,
     method: str | methods.Method | None = None,
     seed: int = 0,
@@ -283,14 +317,15 @@ def align(
 ) -> Aligner:
     """Aligns two modalities from few pairs and many unpaired embeddings.
 
-    Fits a linear teacher on the pairs, then trains a head per modality on
+    Fits a teacher on the pairs, then trains a head per modality on
 
         SigLIP(pairs) + alpha * KLOT(student affinity || teacher affinity) on the unpaired rows.
 
     With neither x nor y it is supervised training (SAIL); with one of them, the pairs' own rows
     take the place of the other. The parameters with the best MeanR@1 on `val` are kept; without
     `val`, a tenth of the pairs is held out for it when there are at least 100, and else the last
-    parameters are kept. A sample of the unpaired rows stays for calibrated retrieval.
+    parameters are kept. A sample of the unpaired rows stays for calibrated retrieval, with the
+    best regularisation on the same pairs.
 
     Args:
         pairs: (pairs_x, pairs_y), embeddings of shapes [n, d_x] and [n, d_y]; row i of one
@@ -298,22 +333,21 @@ def align(
         x: unpaired embeddings of the first modality, shape [n_x, d_x].
         y: unpaired embeddings of the second modality, shape [n_y, d_y].
         val: matching embeddings (V_x, V_y) to select on, or a `Gallery`.
+        recipe: where this leaves an argument open: "kernel" starts the heads at a kernel teacher
+            and returns the mean of start and result; "paper" is the paper's, from random heads.
         teacher: "cca", "kernel_cca", "procrustes", "contrastive", or a fitted `LinearTeacher`.
-        init: start the heads at the "teacher"'s projection, or "random" as in the paper. None
-            takes the former, which few pairs favour, unless the method's heads are not linear.
-            Heads that start at a kernel teacher are heads on its features.
+        init: start the heads at the "teacher"'s projection, or "random", as heads that are not
+            linear always do. Heads that start at a kernel teacher are heads on its features.
         features: "kernel": the heads of any method see kernel features of the pairs, those of
             `teachers.kernel_cca`, in place of the embeddings.
-        dim: width of the shared space for random starts and the contrastive teacher; otherwise
-            the teacher's own.
-        alpha: weight of KLOT; None takes 1e-4 * (10,000 / pairs), at least 1e-4, for SigLIP's
-            gradient falls with the number of pairs.
+        dim: width of the shared space; a linear teacher that the heads start at has its own.
+        alpha: weight of KLOT.
         epsilon: regularisation of the student's plan.
         epsilon_star: regularisation of the teacher's plan.
-        steps: training steps; None takes a fifth of the pairs, within 200 .. 2000.
+        steps: training steps.
         learning_rate: its peak.
         unpaired_batch: unpaired rows per step; None takes up to 22,768 on an accelerator and up
-            to 2,048 on CPU.
+            to 1,024 on CPU.
         method: what replaces SOTAlign: a name of `methods.METHODS`, or a method with its options,
             such as `methods.SAIL()`; alpha, epsilon and epsilon_star are then its own. CSA and SUE
             take no steps and have their own `dim`: only `seed` and `progress` matter to them.
@@ -331,6 +365,10 @@ def align(
     gallery = val if isinstance(val, data.Gallery) or val is None else data.gallery(*val)
     dataset = data.dataset(pairs, x=x, y=y, val=gallery)
     seed = int(seed)
+    checks.choice("recipe", recipe, tuple(RECIPES))
+    usual = RECIPES[recipe]
+    teacher = usual.teacher if teacher is None else teacher
+    dim = usual.dim if dim is None else dim
     asked = isinstance(method, str) and method == "sotalign"
     if isinstance(method, str):
         checks.choice("method", method, tuple(methods.METHODS))
@@ -345,7 +383,7 @@ def align(
                 "x, y: both have no rows; pass unpaired rows, or neither to train on the pairs "
                 "alone"
             )
-        weight = 1e-4 * max(1.0, 10_000 / n_pairs) if alpha is None else float(alpha)
+        weight = usual.alpha / min(n_pairs, 10_000) if alpha is None else float(alpha)
         method = methods.SAIL()
         if unpaired or asked:
             method = methods.SOTAlign(
@@ -373,16 +411,17 @@ def align(
         if isinstance(teacher, teachers.LinearTeacher) and isinstance(teacher.map_x, KernelMap):
             maps = teacher
         else:
-            maps = teachers.kernel_cca(dataset.pairs_x, dataset.pairs_y, seed=seed)
+            maps = _fit_teacher("kernel_cca", dataset, dim=dim, seed=seed)
     if isinstance(method, methods.Fitted):
-        seen = dataset if maps is None else _mapped(dataset, maps)
+        seen = dataset if maps is None else training.mapped(dataset, maps)
         made = method.fit(seen, seed=seed, progress=progress)
-        return calibrated(made if maps is None else on_features(maps, made), dataset, info)
+        made = made if maps is None else on_features(maps, made)
+        return calibrated(made, dataset, info, epsilons=EPSILONS)
     assert isinstance(method, methods.Objective)
     if maps is not None and teacher == "kernel_cca":
         teacher = maps  # fitted once
     other = maps is not None and teacher is not maps  # whose directions features have not
-    init = init or ("teacher" if method.head == "linear" and not other else "random")
+    init = init or (usual.init if method.head == "linear" and not other else "random")
     checks.choice("init", init, ("teacher", "random"))
     if init == "teacher" and other:
         raise checks.InputError(
@@ -390,11 +429,13 @@ def align(
             "teacher='kernel_cca' or init='random'"
         )
     if unpaired_batch is None:
-        unpaired_batch = 2048 if jax.default_backend() == "cpu" else 22_768
+        unpaired_batch = 1024 if jax.default_backend() == "cpu" else 22_768
+    steps = int(np.clip(n_pairs // 10, *usual.steps)) if steps is None else steps
+    checks.whole(1, steps=steps)
     config = training.TrainConfig(
-        steps=int(np.clip(n_pairs // 5, 200, 2000)) if steps is None else steps,
+        steps=steps,
         unpaired_batch=unpaired_batch,
-        learning_rate=float(learning_rate),
+        learning_rate=usual.path / steps if learning_rate is None else float(learning_rate),
         eval_every=20,
         seed=seed,
     )
@@ -412,40 +453,59 @@ def align(
     )
     with methods.Progress(config.steps, "align", show=progress) as bar:
         heads, best = training.fit(method, start, dataset, config, teacher=fitted, observer=bar)
+    if init == "teacher":
+        heads = _mean(start, heads, usual.kept)
     given = teacher if isinstance(teacher, str) else "given"
+    score = evaluation.evaluate(heads.x, heads.y, dataset.val) if dataset.val is not None else {}
     info |= {
+        "recipe": recipe,
         "init": init,
         "teacher": None if fitted is None else given,
         "train": dataclasses.asdict(config),
         "best_step": int(best.step),
-        "val_mean_r1": float(best.mean_r1) if dataset.val is not None else None,
+        "val_mean_r1": score.get("mean/R@1"),
     }
-    return calibrated(heads, dataset, info)
+    return calibrated(heads, dataset, info, epsilons=EPSILONS)
 
 
-def calibrated(heads: Heads, dataset: data.Dataset, info: dict[str, Any]) -> Aligner:
-    """An aligner calibrated by a sample of the pools, or of the pairs where there are none."""
+def _mean(start: Heads, trained: Heads, share: float) -> Heads:
+    """Heads whose parameters are share * start + (1 - share) * trained."""
+    graphdef, before = nnx.split(start)
+    after = nnx.state(trained)
+    return nnx.merge(
+        graphdef, jax.tree.map(lambda a, b: share * a + (1 - share) * b, before, after)
+    )
+
+
+def calibrated(
+    heads: Heads,
+    dataset: data.Dataset,
+    info: dict[str, Any],
+    *,
+    epsilons: Sequence[float] = (0.05,),
+) -> Aligner:
+    """An aligner calibrated by a sample of the pools, or of the pairs where there are none.
+
+    Of several epsilons the one with the best calibrated R@10 on validation is taken, and without
+    a validation gallery the first.
+    """
     rng = np.random.default_rng(0)
     some = []
     for pool, pairs in ((dataset.pool_x, dataset.pairs_x), (dataset.pool_y, dataset.pairs_y)):
         rows = pool if len(pool) else pairs
         kept = np.sort(rng.permutation(len(rows))[:_CALIBRATED_BY])  # embed no more than is kept
         some.append(np.asarray(rows[kept]))
-    return Aligner(heads, info).calibrated_by(*some)
+    plain = Aligner(heads, info)
+    made = [plain.calibrated_by(*some, epsilon=epsilon) for epsilon in epsilons]
+    val = dataset.val
+    if len(made) == 1 or val is None:
+        return made[0]
 
+    def score(aligner: Aligner) -> float:
+        found = evaluation.evaluate(heads.x, heads.y, val, aligner.calibration)
+        return found["calibrated/mean/R@10"]
 
-def _mapped(dataset: data.Dataset, maps: teachers.LinearTeacher) -> data.Dataset:
-    """The dataset's features, for methods that are fitted at once."""
-
-    def features(of: Any, rows: Any) -> np.ndarray:
-        return evaluation.embed(of, rows) if len(rows) else np.zeros((0, maps.dim))
-
-    return data.Dataset(
-        features(maps.map_x, dataset.pairs_x),
-        features(maps.map_y, dataset.pairs_y),
-        features(maps.map_x, dataset.pool_x),
-        features(maps.map_y, dataset.pool_y),
-    )
+    return max(made, key=score)
 
 
 def _fit_teacher(
@@ -456,7 +516,11 @@ def _fit_teacher(
     checks.choice("teacher", teacher, tuple(training.TEACHERS))
     options = {"contrastive": {"dim": dim, "seed": seed}, "kernel_cca": {"seed": seed}}
     fit = training.TEACHERS[teacher]
-    return fit(dataset.pairs_x, dataset.pairs_y, **options.get(teacher, {}))
+    fitted = fit(dataset.pairs_x, dataset.pairs_y, **options.get(teacher, {}))
+    if teacher != "kernel_cca" or fitted.dim <= dim:
+        return fitted
+    maps = fitted.map_x.leading(dim), fitted.map_y.leading(dim)
+    return teachers.LinearTeacher(*maps, fitted.correlations[:dim])
 
 
 def hold_out(dataset: data.Dataset, *, seed: int) -> data.Dataset:

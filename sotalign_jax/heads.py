@@ -361,9 +361,14 @@ class KernelHead(Head):
         self.weight = Frozen(jnp.zeros((self.inner.d_in, landmarks), dtype))
 
     def __call__(self, x: Rows) -> Float[Array, "n d_out"]:
-        variables = self.mean, self.landmarks, self.gamma, self.centre, self.weight
-        features = KernelMap(*jax.lax.stop_gradient([variable[...] for variable in variables]))
-        return self.inner(affinity.l2_normalize(features(x)))
+        return self.inner(affinity.l2_normalize(jax.lax.stop_gradient(self.features)(x)))
+
+    @property
+    def features(self) -> KernelMap:
+        """The map in front of the inner head."""
+        return KernelMap(
+            *(getattr(self, field.name)[...] for field in dataclasses.fields(KernelMap))
+        )
 
     def options(self) -> dict[str, Any]:
         inner = {"kind": self.inner.kind, "options": self.inner.options()}
@@ -411,6 +416,13 @@ class Heads(nnx.Module):
         dtype = jax.tree.leaves(nnx.state(x))[0].dtype
         self.log_scale = nnx.Param(jnp.asarray(losses.INITIAL_LOG_SCALE, dtype))
         self.bias = nnx.Param(jnp.asarray(losses.INITIAL_BIAS, dtype))
+
+    def behind_features(self) -> "Heads":
+        """The heads behind the kernel features of both, scale and bias with them."""
+        assert isinstance(self.x, KernelHead) and isinstance(self.y, KernelHead)
+        inner = Heads(self.x.inner, self.y.inner)
+        inner.log_scale, inner.bias = self.log_scale, self.bias
+        return inner
 
     def to_affine(self) -> tuple[AffineMap, AffineMap]:
         """Both heads as affine maps, which linear heads are."""
@@ -482,7 +494,9 @@ def on_features(features: MapPair, heads: Heads) -> Heads:
         raise checks.InputError(
             "features: are no kernel maps; fit them with teachers.kernel_cca(pairs_x, pairs_y)"
         )
-    return Heads(KernelHead.on(map_x, heads.x), KernelHead.on(map_y, heads.y))
+    made = Heads(KernelHead.on(map_x, heads.x), KernelHead.on(map_y, heads.y))
+    made.log_scale, made.bias = heads.log_scale, heads.bias
+    return made
 
 
 def _start_at(start: Map) -> Head:

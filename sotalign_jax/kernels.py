@@ -125,7 +125,8 @@ def fit(
         weight = (basis.whiten @ (weights[:, :dim] * found.rho[:dim] ** options.power)).T
         arrays = (basis.mean, basis.landmarks, basis.gamma, centre, weight)
         maps.append(KernelMap(*(jnp.asarray(array, dtype) for array in arrays)))
-    return Fitted(*maps, found.correlations[:dim])
+    map_x, map_y = maps
+    return Fitted(map_x, map_y, found.correlations[:dim])
 
 
 # --- options by cross-validation ---------------------------------------------------------------

@@ -23,7 +23,15 @@ from jax.sharding import Mesh
 from jaxtyping import Array, Float, Int
 
 from sotalign_jax import checks, data, evaluation, sampling, teachers
-from sotalign_jax.heads import Heads, Rows, build_heads, trainable
+from sotalign_jax.heads import (
+    AffineMap,
+    Heads,
+    KernelHead,
+    Rows,
+    build_heads,
+    on_features,
+    trainable,
+)
 from sotalign_jax.methods import Contrastive, Method, Objective
 from sotalign_jax.ot import blocks, sharding
 from sotalign_jax.teachers import LinearTeacher
@@ -306,6 +314,23 @@ def fit(
             Batches are the same.
     """
     check_pool(method, dataset)
+    if (maps := _frozen(heads, teacher if method.uses_teacher else None)) is not None:
+        # What stays is computed once: the inner heads are trained on its features.
+        inner = heads.behind_features()
+        same = AffineMap(jnp.eye(maps.dim), jnp.zeros(maps.dim))  # of unit rows, it changes nothing
+        known = LinearTeacher(same, same, maps.correlations)
+        trained, best = fit(
+            method,
+            inner,
+            mapped(dataset, maps),
+            config,
+            teacher=known,
+            resume=resume,
+            observer=observer,
+            mesh=mesh,
+            on_device=on_device,
+        )
+        return on_features(maps, trained), best
     if method.uses_teacher:
         _check_teacher(method, teacher, dataset)
     observer = observer or Silent()
@@ -367,6 +392,36 @@ def fit(
             if validate:
                 observer.snapshot(number, Snapshot(sharding.local(state), best))
     return nnx.merge(graphdef, best.params), best
+
+
+def mapped(dataset: data.Dataset, maps: LinearTeacher) -> data.Dataset:
+    """Unit features of both maps in place of the embeddings, for training and validation."""
+
+    def features(of: Any, rows: Any) -> np.ndarray:
+        return evaluation.embed(of, rows) if len(rows) else np.zeros((0, maps.dim), np.float32)
+
+    val = dataset.val
+    if val is not None:
+        val = val._replace(x=features(maps.map_x, val.x), y=features(maps.map_y, val.y))
+    return data.Dataset(
+        features(maps.map_x, dataset.pairs_x),
+        features(maps.map_y, dataset.pairs_y),
+        features(maps.map_x, dataset.pool_x),
+        features(maps.map_y, dataset.pool_y),
+        val=val,
+    )
+
+
+def _frozen(heads: Heads, teacher: LinearTeacher | None) -> LinearTeacher | None:
+    """The kernel maps in front of the heads, unless a teacher reads the rows themselves."""
+    if not (isinstance(heads.x, KernelHead) and isinstance(heads.y, KernelHead)):
+        return None
+    maps = LinearTeacher(heads.x.features, heads.y.features, jnp.ones(heads.x.inner.d_in))
+    if teacher is None:
+        return maps
+    given, own = (jax.tree.leaves((pair.map_x, pair.map_y)) for pair in (teacher, maps))
+    same = len(given) == len(own) and all(map(np.array_equal, given, own))
+    return maps if same else None
 
 
 def _check_teacher(method: Objective, teacher: LinearTeacher | None, dataset: data.Dataset) -> None:

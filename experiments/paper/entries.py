@@ -16,6 +16,7 @@ import numpy as np
 from experiments.paper import plots
 from experiments.paper.lab import ARMS, Lab
 from experiments.paper.panels import (
+    Gap,
     Panel,
     Verdict,
     all_above,
@@ -314,7 +315,8 @@ def above_sue(panel: Panel) -> Verdict:
     """A baseline at chance in a column, as a collapsed one is, is no evidence there."""
     chance = 100 * 5 / 400
     ours = [row for row in panel.rows if row not in SUE_PEERS]
-    gaps, useless = {}, []
+    gaps: dict[str, Gap | None] = {}
+    useless = []
     for peer, column in itertools.product(SUE_PEERS, panel.columns):
         if panel.mean(peer, column) <= 1.5 * chance:
             useless.append(f"{peer} ({column})")
