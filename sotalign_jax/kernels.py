@@ -125,8 +125,7 @@ def fit(
         weight = (basis.whiten @ (weights[:, :dim] * found.rho[:dim] ** options.power)).T
         arrays = (basis.mean, basis.landmarks, basis.gamma, centre, weight)
         maps.append(KernelMap(*(jnp.asarray(array, dtype) for array in arrays)))
-    map_x, map_y = maps
-    return Fitted(map_x, map_y, found.correlations[:dim])
+    return Fitted(maps[0], maps[1], found.correlations[:dim])
 
 
 # --- options by cross-validation ---------------------------------------------------------------
