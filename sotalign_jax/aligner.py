@@ -6,7 +6,7 @@ import json
 import os
 import pathlib
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import jax
@@ -32,8 +32,6 @@ DIRECTIONS = ("x_to_y", "y_to_x")
 _DESCRIPTION, _TENSORS = "aligner.json", "heads.safetensors"
 _CALIBRATION = "calibration.safetensors"
 _CALIBRATED_BY = 2048  # rows of each pool; 8,192 add 0.6 points of R@10 (CCA, COCO)
-EPSILONS = (0.05, 0.1, 0.2)
-"""Regularisations of calibration that `align` chooses from, on validation."""
 HELD_OUT = 0.1
 """Share of the pairs kept back for model selection when no validation set is given."""
 
@@ -181,8 +179,11 @@ class Aligner:
             text = json.dumps(described, indent=2, allow_nan=False)
         except (TypeError, ValueError) as error:
             raise checks.InputError(f"info: cannot be written as JSON ({error})") from error
-        temporary = path.with_name(f".{path.name}.tmp")
-        shutil.rmtree(temporary, ignore_errors=True)  # of a save that was killed
+        temporary, previous = (path.with_name(f".{path.name}.{end}") for end in ("tmp", "old"))
+        if previous.exists() and not path.exists():
+            previous.rename(path)  # a save was killed between the two renames below
+        for leftover in (temporary, previous):
+            shutil.rmtree(leftover, ignore_errors=True)
         temporary.mkdir(parents=True)
         parameters = nnx.to_flat_state(nnx.state(self.heads))
         tensors = {_dotted(name): np.asarray(leaf[...]) for name, leaf in parameters}
@@ -192,8 +193,9 @@ class Aligner:
             save_file(jax.tree.map(np.asarray, arrays), temporary / _CALIBRATION)
         (temporary / _DESCRIPTION).write_text(text + "\n", encoding="utf-8")
         if path.exists():
-            shutil.rmtree(path)
+            path.rename(previous)  # whole until the new one stands in its place
         temporary.rename(path)
+        shutil.rmtree(previous, ignore_errors=True)
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> "Aligner":
@@ -276,6 +278,7 @@ class Recipe(NamedTuple):
         path: steps times the learning rate: Lion moves a weight by at most so much.
         kept: share of the start in the heads, if that was the teacher; the rest is what training
             made of it. Neither forgets what the other knows.
+        calibration: epsilon of calibrated retrieval.
     """
 
     teacher: str
@@ -285,11 +288,12 @@ class Recipe(NamedTuple):
     steps: tuple[int, int]
     path: float
     kept: float
+    calibration: float
 
 
 RECIPES = {
-    "kernel": Recipe("kernel_cca", "teacher", 512, 3.0, (100, 600), 0.05, 0.5),
-    "paper": Recipe("cca", "random", 1024, 1.0, (2000, 2000), 0.2, 0.0),
+    "kernel": Recipe("kernel_cca", "teacher", 512, 3.0, (100, 600), 0.05, 0.5, 0.1),
+    "paper": Recipe("cca", "random", 1024, 1.0, (2000, 2000), 0.2, 0.0, 0.05),
 }
 """The best one found (see the results in the docs), and the paper's."""
 
@@ -324,8 +328,7 @@ def align(
     With neither x nor y it is supervised training (SAIL); with one of them, the pairs' own rows
     take the place of the other. The parameters with the best MeanR@1 on `val` are kept; without
     `val`, a tenth of the pairs is held out for it when there are at least 100, and else the last
-    parameters are kept. A sample of the unpaired rows stays for calibrated retrieval, with the
-    best regularisation on the same pairs.
+    parameters are kept. A sample of the unpaired rows stays for calibrated retrieval.
 
     Args:
         pairs: (pairs_x, pairs_y), embeddings of shapes [n, d_x] and [n, d_y]; row i of one
@@ -416,7 +419,7 @@ def align(
         seen = dataset if maps is None else training.mapped(dataset, maps)
         made = method.fit(seen, seed=seed, progress=progress)
         made = made if maps is None else on_features(maps, made)
-        return calibrated(made, dataset, info, epsilons=EPSILONS)
+        return calibrated(made, dataset, info, epsilon=usual.calibration)
     assert isinstance(method, methods.Objective)
     if maps is not None and teacher == "kernel_cca":
         teacher = maps  # fitted once
@@ -465,7 +468,7 @@ def align(
         "best_step": int(best.step),
         "val_mean_r1": score.get("mean/R@1"),
     }
-    return calibrated(heads, dataset, info, epsilons=EPSILONS)
+    return calibrated(heads, dataset, info, epsilon=usual.calibration)
 
 
 def _mean(start: Heads, trained: Heads, share: float) -> Heads:
@@ -478,34 +481,16 @@ def _mean(start: Heads, trained: Heads, share: float) -> Heads:
 
 
 def calibrated(
-    heads: Heads,
-    dataset: data.Dataset,
-    info: dict[str, Any],
-    *,
-    epsilons: Sequence[float] = (0.05,),
+    heads: Heads, dataset: data.Dataset, info: dict[str, Any], *, epsilon: float = 0.05
 ) -> Aligner:
-    """An aligner calibrated by a sample of the pools, or of the pairs where there are none.
-
-    Of several epsilons the one with the best calibrated R@10 on validation is taken, and without
-    a validation gallery the first.
-    """
+    """An aligner calibrated by a sample of the pools, or of the pairs where there are none."""
     rng = np.random.default_rng(0)
     some = []
     for pool, pairs in ((dataset.pool_x, dataset.pairs_x), (dataset.pool_y, dataset.pairs_y)):
         rows = pool if len(pool) else pairs
         kept = np.sort(rng.permutation(len(rows))[:_CALIBRATED_BY])  # embed no more than is kept
         some.append(np.asarray(rows[kept]))
-    plain = Aligner(heads, info)
-    made = [plain.calibrated_by(*some, epsilon=epsilon) for epsilon in epsilons]
-    val = dataset.val
-    if len(made) == 1 or val is None:
-        return made[0]
-
-    def score(aligner: Aligner) -> float:
-        found = evaluation.evaluate(heads.x, heads.y, val, aligner.calibration)
-        return found["calibrated/mean/R@10"]
-
-    return max(made, key=score)
+    return Aligner(heads, info).calibrated_by(*some, epsilon=epsilon)
 
 
 def _fit_teacher(

@@ -143,9 +143,10 @@ class Dataset:
                 )
 
     def __repr__(self) -> str:
+        """A line for each part, with its shape."""
         shapes = {name: shape for name, shape in self.summary().items() if shape is not None}
-        parts = (f"{name}: {' x '.join(map(str, shape))}" for name, shape in shapes.items())
-        return f"Dataset({', '.join(parts)})"
+        lines = (f"{name}: {' x '.join(map(str, shape))}" for name, shape in shapes.items())
+        return "\n  ".join(["Dataset", *lines])
 
     def summary(self) -> dict[str, list[int] | None]:
         """Shapes of the parts, ready for a JSON file.

@@ -56,11 +56,14 @@ def test_align_retrieves_unseen_matches(aligned, table):
 
 def test_defaults_follow_the_number_of_pairs(aligned):
     assert aligned.info["method"] == "SOTAlign"
-    assert aligned.info["options"]["alpha"] == pytest.approx(1e-4 * 10_000 / 50)
-    assert aligned.info["train"]["steps"] == 200
-    assert aligned.info["train"]["unpaired_batch"] == 2048
+    assert aligned.info["recipe"] == "kernel"
+    assert aligned.info["teacher"] == "kernel_cca"
+    assert aligned.info["options"]["alpha"] == pytest.approx(3 / 50)
+    assert aligned.info["train"]["steps"] == 100
+    assert aligned.info["train"]["learning_rate"] == pytest.approx(5e-4)
+    assert aligned.info["train"]["unpaired_batch"] == 1024
     assert aligned.info["data"]["pairs_x"] == [50, D_X]
-    assert aligned.info["best_step"] == 200  # nothing to select on: the last
+    assert aligned.info["best_step"] == 100  # nothing to select on: the last
     assert aligned.info["val_mean_r1"] is None
     json.dumps(aligned.info, allow_nan=False)
 
@@ -151,7 +154,7 @@ def test_methods_by_name(given):
     for name in ("sail_semi", "sotalign"):
         aligner = align(**given, method=name, steps=2)
         assert aligner.info["method"] == type(methods.METHODS[name]).__name__
-    assert aligner.info["options"]["alpha"] == pytest.approx(1e-4 * 10_000 / 50)  # as by default
+    assert aligner.info["options"]["alpha"] == pytest.approx(3 / 50)  # as by default
     semi, sail = (align(**given, method=name, steps=2) for name in ("sail_semi", "sail"))
     assert semi.info["options"]["supervision"] == "pairs+negatives"
     assert any((a != b).any() for a, b in zip(parameters(semi), parameters(sail), strict=True))
@@ -168,11 +171,25 @@ def test_heads_start_at_the_teacher_unless_they_are_not_linear(given):
     )
     for a, b in zip(parameters(default), parameters(taught), strict=True):
         np.testing.assert_array_equal(a, b)
-    assert random.heads.x.d_out == 4 != default.heads.x.d_out
+    assert random.heads.x.kind == "linear" != default.heads.x.kind
+    linear = quick(given["pairs"], teacher="cca", dim=4, steps=1)
+    assert linear.heads.x.d_out > random.heads.x.d_out == 4
     bent = quick(given["pairs"], method=TanhSAIL(), dim=4, steps=1)
     assert bent.heads.x.kind == "tanh" and bent.heads.x.d_out == 4
     with pytest.raises(checks.InputError, match="teacher: cannot start heads of kind 'tanh'"):
         quick(given["pairs"], method=TanhSAIL(), init="teacher")
+
+
+def test_the_recipe_keeps_half_of_its_start_and_the_papers_none(given):
+    changed = {"learning_rate": 1e-2, "steps": 2, "teacher": "cca", "init": "teacher"}
+    start = quick(given["pairs"], **{**changed, "learning_rate": 0.0})
+    ours, papers = (quick(given["pairs"], recipe=r, **changed) for r in ("kernel", "paper"))
+    for a, half, b in zip(*map(parameters, (start, ours, papers)), strict=True):
+        np.testing.assert_allclose(half, (a + b) / 2, rtol=1e-5, atol=1e-6)
+    info = quick(given["pairs"], recipe="paper", steps=1).info
+    assert (info["teacher"], info["init"]) == (None, "random")  # SAIL has no teacher
+    with pytest.raises(checks.InputError, match="recipe"):
+        quick(given["pairs"], recipe="best")
 
 
 def test_validation_set_of_the_caller_selects(given, table):

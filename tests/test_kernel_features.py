@@ -1,5 +1,7 @@
 """A kernel teacher and kernel features wherever teachers and embeddings can stand."""
 
+import dataclasses
+
 import jax
 import numpy as np
 import pytest
@@ -76,6 +78,22 @@ def test_sotalign_follows_a_kernel_teacher(dataset, teacher):
     heard = Heard()
     training.fit(method, start, dataset, config, teacher=teacher, observer=heard)
     assert heard.klot[-1] < 0.8 * heard.klot[0]
+
+
+def test_training_behind_frozen_features_is_training_with_them(dataset, teacher):
+    method = methods.SOTAlign(alpha=0.1)
+    config = training.TrainConfig(steps=3, learning_rate=1e-2, eval_every=3)
+    start = heads.build_heads(6, 5, teacher.dim, teacher=teacher)
+    unselected = dataclasses.replace(dataset, val=None)
+    fitted, _ = training.fit(method, start, unselected, config, teacher=teacher)
+    rows = training.place(dataset)
+    state = training.init_state(method, start, rows, config)
+    step = training.make_step(method, start, config)
+    for _ in range(config.steps):
+        state, _ = step(state, rows, teacher, training.batch_key(config))
+    stepped = nnx.merge(nnx.graphdef(start), state.params)
+    x = dataset.pairs_x[:9]
+    np.testing.assert_allclose(fitted.x(x), stepped.x(x), rtol=1e-3, atol=1e-3)
 
 
 @pytest.mark.parametrize(
