@@ -251,15 +251,22 @@ def _features_fwd(options: Options, features: Features, settings: Settings) -> A
             return Kernel(cosines, options.block_size, axes, options.sums)
 
         def plan(kernel: Kernel, epsilon: Array, init_v: Array | None) -> Any:
-            return solve(
-                kernel,
-                log_a,
-                log_b,
-                epsilon=epsilon,
-                tolerance=tolerance if kernel.stored else goal(tolerance, 1.0, epsilon),
-                max_iterations=options.max_iterations,
-                init_v=init_v,
-            )
+            def solved(epsilon: Array, *, narrow: bool) -> Any:
+                return solve(
+                    kernel._replace(narrow=narrow),
+                    log_a,
+                    log_b,
+                    epsilon=epsilon,
+                    tolerance=tolerance if kernel.stored else goal(tolerance, 1.0, epsilon),
+                    max_iterations=options.max_iterations,
+                    init_v=init_v,
+                )
+
+            exact, fast = (functools.partial(solved, narrow=narrow) for narrow in (False, True))
+            # Sweeps on a GPU or TPU take as long as reading the kernel does.
+            if not options.both or a.dtype != jnp.float32:
+                return exact(epsilon)
+            return jax.lax.platform_dependent(epsilon, default=exact, cuda=fast, tpu=fast)
 
         def measured(scalings: Scalings, rows: Array, columns: Array) -> Scalings:
             """With the error of the plan that was multiplied, which was rounded since."""
@@ -274,19 +281,19 @@ def _features_fwd(options: Options, features: Features, settings: Settings) -> A
         cosines = cosines_of(f, _after(g, teacher) if axes else g)
         if not options.both:
             with jax.named_scope("teacher_products"):
-                target = kernel.transport(star, a, b, cosines)
-            rows_star, columns_star = target.rows, target.columns
+                target, _ = kernel.transport(star, a, b, cosines)
         with jax.named_scope("student_plan"):
             kernel = kernel_of(cosines)
             before = teacher if options.both else target
             student, state = plan(kernel, _after(epsilon, before), settings.init_v)
         with jax.named_scope("student_products"):
             if options.both:
-                moved, rows_star, columns_star = kernel.transport_less(state, star, a, b, cosines)
+                moved, of_star = kernel.transport(state, a, b, cosines, star=star)
             else:
-                moved = kernel.transport(state, a, b, cosines, minus=target)
-        teacher = measured(teacher, rows_star, columns_star)
-        student = measured(student, moved.rows + rows_star, moved.columns + columns_star)
+                moved, _ = kernel.transport(state, a, b, cosines, minus=target)
+                of_star = target.rows, target.columns
+        teacher = measured(teacher, *of_star)
+        student = measured(student, moved.rows + of_star[0], moved.columns + of_star[1])
 
         # <P*, log P*> - <P*, log P> = <P*, log A*> - <P, log A> + <P - P*, log A>, with the rows
         # and columns of P - P* as they are: where K/eps is large, what rounding adds to their
