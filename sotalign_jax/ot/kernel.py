@@ -25,9 +25,9 @@ import jax.numpy as jnp
 from jax.experimental.layout import Layout, with_layout_constraint
 from jaxtyping import Array, Float, Int
 
-from sotalign_jax.ot import affinity, onepass, sharding
+from sotalign_jax.ot import affinity, blocks, onepass, sharding
 from sotalign_jax.ot.affinity import HIGHEST, THREE_PASSES
-from sotalign_jax.ot.blocks import Block, build_rows, over_rows
+from sotalign_jax.ot.blocks import Block, over_rows
 
 MAX_DRIFT = 30.0
 """Scalings beyond exp(+-MAX_DRIFT) call for a rebuild: far from float32's overflow at exp(88), and
@@ -144,7 +144,7 @@ class Kernel(NamedTuple):
         """Over blocks of rows; `factor` times as many at a time where columns are fewer."""
         size = self.block_size
         if size is None:  # many devices, of which each has few rows, need smaller blocks
-            size = build_rows(self.affinity.height) // (2 if self.axes else 1)
+            size = blocks.BUILD_ROWS // (2 if self.axes else 1)
         carry = sharding.vary_like(carry, self.affinity[0])
         return over_rows(self.affinity.height, factor * size, body, carry)
 

@@ -12,7 +12,7 @@ and they share it. Rows are split over the devices of a mesh, see `sharding`.
 import functools
 import math
 from collections.abc import Callable
-from typing import Any, Literal, NamedTuple, TypedDict, Unpack, overload
+from typing import Any, Literal, NamedTuple, overload
 
 import jax
 import jax.numpy as jnp
@@ -24,7 +24,6 @@ from sotalign_jax.ot import affinity, blocks, sharding
 from sotalign_jax.ot.affinity import ArrayLike
 from sotalign_jax.ot.kernel import Cosines, Kernel
 from sotalign_jax.ot.sinkhorn import (
-    Plan,
     log_plan,
     log_weights,
     pair,
@@ -250,23 +249,18 @@ def _features_fwd(options: Options, features: Features, settings: Settings) -> A
         def kernel_of(cosines: Cosines) -> Kernel:
             return Kernel(cosines, options.block_size, axes, options.sums)
 
-        def plan(kernel: Kernel, epsilon: Array, init_v: Array | None) -> Any:
-            def solved(epsilon: Array, *, narrow: bool) -> Any:
-                return solve(
-                    kernel._replace(narrow=narrow),
-                    log_a,
-                    log_b,
-                    epsilon=epsilon,
-                    tolerance=tolerance if kernel.stored else goal(tolerance, 1.0, epsilon),
-                    max_iterations=options.max_iterations,
-                    init_v=init_v,
-                )
-
-            exact, fast = (functools.partial(solved, narrow=narrow) for narrow in (False, True))
-            # Sweeps on a GPU or TPU take as long as reading the kernel does.
-            if not options.both or a.dtype != jnp.float32:
-                return exact(epsilon)
-            return jax.lax.platform_dependent(epsilon, default=exact, cuda=fast, tpu=fast)
+        def plan(
+            kernel: Kernel, epsilon: Array, init_v: Array | None, *, narrow: bool = False
+        ) -> Any:
+            return solve(
+                kernel._replace(narrow=narrow),
+                log_a,
+                log_b,
+                epsilon=epsilon,
+                tolerance=tolerance if kernel.stored else goal(tolerance, 1.0, epsilon),
+                max_iterations=options.max_iterations,
+                init_v=init_v,
+            )
 
         def measured(scalings: Scalings, rows: Array, columns: Array) -> Scalings:
             """With the error of the plan that was multiplied, which was rounded since."""
@@ -276,7 +270,14 @@ def _features_fwd(options: Options, features: Features, settings: Settings) -> A
 
         with jax.named_scope("teacher_plan"):
             kernel = kernel_of(cosines_of(z, w))
-            teacher, star = plan(kernel, settings.epsilon_star, settings.init_v_star)
+            exact = functools.partial(plan, kernel, init_v=settings.init_v_star)
+            if options.both and a.dtype == jnp.float32:
+                # Many sweeps, which on a GPU or TPU take as long as reading the kernel does.
+                fast = functools.partial(exact, narrow=True)
+                branches = {"default": exact, "cuda": fast, "tpu": fast}
+                teacher, star = jax.lax.platform_dependent(settings.epsilon_star, **branches)
+            else:
+                teacher, star = exact(settings.epsilon_star)
         # Columns come together from all devices only when they are needed.
         cosines = cosines_of(f, _after(g, teacher) if axes else g)
         if not options.both:
@@ -343,27 +344,6 @@ _features = jax.jit(klot_of_features, static_argnums=0)
 # --- what users call ---------------------------------------------------------------------------
 
 
-class _Options(TypedDict, total=False):
-    """Options of every KLOT, for type checkers."""
-
-    epsilon: Any
-    epsilon_star: Any
-    marginals: str
-    tolerance: Any
-    max_iterations: int
-    precision: jax.lax.PrecisionLike
-
-
-class _KlotOptions(_Options, total=False):
-    log_a: ArrayLike | None
-    log_b: ArrayLike | None
-    init_v: tuple[ArrayLike, ArrayLike] | None
-
-
-class _EmbeddingsOptions(_KlotOptions, total=False):
-    block_size: int | str | None
-
-
 def _mass(marginals: str, n: int, m: int) -> int:
     checks.choice("marginals", marginals, MARGINALS)
     if marginals == "prob":
@@ -379,7 +359,6 @@ def _settings(
     n: int,
     m: int,
     dtype: Any,
-    *,
     epsilon: Any,
     epsilon_star: Any,
     tolerance: Any,
@@ -388,46 +367,25 @@ def _settings(
     init_v: tuple[ArrayLike, ArrayLike] | None,
 ) -> Settings:
     checks.positive(epsilon=epsilon, epsilon_star=epsilon_star)
-    v, v_star = pair("init_v", init_v, dtype)
-    return Settings(
-        jnp.asarray(epsilon, dtype),
-        jnp.asarray(epsilon_star, dtype),
-        jnp.asarray(tolerance, dtype),
-        log_weights("log_a", log_a, n, dtype),
-        log_weights("log_b", log_b, m, dtype),
-        v,
-        v_star,
-    )
+    numbers = (jnp.asarray(x, dtype) for x in (epsilon, epsilon_star, tolerance))
+    weights = log_weights("log_a", log_a, n, dtype), log_weights("log_b", log_b, m, dtype)
+    return Settings(*numbers, *weights, *pair("init_v", init_v, dtype))
+
+
+def _returned(value: Array, aux: KlotAux, return_aux: bool) -> Any:
+    return (value, jax.lax.stop_gradient(aux)) if return_aux else value
 
 
 @overload
 def klot(
-    K: Float[ArrayLike, "n m"],
-    K_star: Float[ArrayLike, "n m"],
-    *,
-    return_aux: Literal[False] = ...,
-    **options: Unpack[_KlotOptions],
+    K: ArrayLike, K_star: ArrayLike, *, return_aux: Literal[False] = ..., **options: Any
 ) -> Float[Array, ""]: ...
 
 
 @overload
 def klot(
-    K: Float[ArrayLike, "n m"],
-    K_star: Float[ArrayLike, "n m"],
-    *,
-    return_aux: Literal[True],
-    **options: Unpack[_KlotOptions],
+    K: ArrayLike, K_star: ArrayLike, *, return_aux: Literal[True], **options: Any
 ) -> tuple[Float[Array, ""], KlotAux]: ...
-
-
-@overload
-def klot(
-    K: Float[ArrayLike, "n m"],
-    K_star: Float[ArrayLike, "n m"],
-    *,
-    return_aux: bool,
-    **options: Unpack[_KlotOptions],
-) -> Float[Array, ""] | tuple[Float[Array, ""], KlotAux]: ...
 
 
 def klot(
@@ -444,7 +402,7 @@ def klot(
     init_v: tuple[ArrayLike, ArrayLike] | None = None,
     precision: jax.lax.PrecisionLike = None,
     return_aux: bool = False,
-) -> Float[Array, ""] | tuple[Float[Array, ""], KlotAux]:
+) -> Any:
     """KLOT(K || K*) = KL(P* || P) with P = OT_eps(K), P* = OT_eps*(K*).
 
     The gradient in K is (P - P*)/eps in closed form: Sinkhorn is not differentiated, and beyond K
@@ -482,27 +440,14 @@ def klot(
     k = affinity.as_float(K)
     n, m = k.shape
     mass = _mass(marginals, n, m)
-    settings = _settings(
-        n,
-        m,
-        k.dtype,
-        epsilon=epsilon,
-        epsilon_star=epsilon_star,
-        tolerance=tolerance,
-        log_a=log_a,
-        log_b=log_b,
-        init_v=init_v,
-    )
+    settings = _settings(n, m, k.dtype, epsilon, epsilon_star, tolerance, log_a, log_b, init_v)
     k_star = jnp.asarray(K_star, k.dtype)
     if not (log_a is None and log_b is None):
         k, k_star = (without_padding(x, settings.log_a, settings.log_b) for x in (k, k_star))
     options = Options(max_iterations, precision)
     arrays = sharding.vary_alike((k, k_star, settings))
     value, aux = reverse_only("klot", lambda: _affinities(options, *arrays))
-    value = mass * value
-    if not return_aux:
-        return value
-    return value, jax.lax.stop_gradient(aux)
+    return _returned(mass * value, aux, return_aux)
 
 
 def klot_reference(
@@ -538,38 +483,26 @@ def klot_reference(
 
 @overload
 def klot_from_embeddings(
-    f: Float[ArrayLike, "n d"],
-    g: Float[ArrayLike, "m d"],
-    f_star: Float[ArrayLike, "n e"],
-    g_star: Float[ArrayLike, "m e"],
+    f: ArrayLike,
+    g: ArrayLike,
+    f_star: ArrayLike,
+    g_star: ArrayLike,
     *,
     return_aux: Literal[False] = ...,
-    **options: Unpack[_EmbeddingsOptions],
+    **options: Any,
 ) -> Float[Array, ""]: ...
 
 
 @overload
 def klot_from_embeddings(
-    f: Float[ArrayLike, "n d"],
-    g: Float[ArrayLike, "m d"],
-    f_star: Float[ArrayLike, "n e"],
-    g_star: Float[ArrayLike, "m e"],
+    f: ArrayLike,
+    g: ArrayLike,
+    f_star: ArrayLike,
+    g_star: ArrayLike,
     *,
     return_aux: Literal[True],
-    **options: Unpack[_EmbeddingsOptions],
+    **options: Any,
 ) -> tuple[Float[Array, ""], KlotAux]: ...
-
-
-@overload
-def klot_from_embeddings(
-    f: Float[ArrayLike, "n d"],
-    g: Float[ArrayLike, "m d"],
-    f_star: Float[ArrayLike, "n e"],
-    g_star: Float[ArrayLike, "m e"],
-    *,
-    return_aux: bool,
-    **options: Unpack[_EmbeddingsOptions],
-) -> Float[Array, ""] | tuple[Float[Array, ""], KlotAux]: ...
 
 
 def klot_from_embeddings(
@@ -589,7 +522,7 @@ def klot_from_embeddings(
     block_size: int | str | None = None,
     precision: jax.lax.PrecisionLike = None,
     return_aux: bool = False,
-) -> Float[Array, ""] | tuple[Float[Array, ""], KlotAux]:
+) -> Any:
     """KLOT between the cosine affinities of features: `klot(cosine(f, g), cosine(f_star, g_star))`.
 
     Rows are L2-normalised inside. Each plan is multiplied with the features as soon as it is
@@ -602,28 +535,12 @@ def klot_from_embeddings(
     Inside a `shard_map` every device has a problem of its own: `pmean` its loss. Zero rows have
     cosine 0 with all others, and no gradient.
 
-    Args:
-        f: student features of the first modality, shape [n, d].
-        g: student features of the second modality, shape [m, d].
-        f_star: teacher features of the same n samples, shape [n, e]; no gradient.
-        g_star: teacher features of the same m samples, shape [m, e]; no gradient.
-        epsilon: see `klot`, as for all options not listed here.
-        epsilon_star: see `klot`.
-        marginals: see `klot`.
-        log_a: see `klot`.
-        log_b: see `klot`.
-        tolerance: see `klot`.
-        max_iterations: see `klot`.
-        init_v: see `klot`.
-        block_size: None keeps one n x m buffer; a number of rows streams, recomputing blocks of
-            that many rows in every iteration, in memory O(n (d + block_size)); "auto" decides by
-            the device's memory, and keeps two buffers where they fit, for half of the gradient's
-            products. Value and gradients are the same.
-        precision: see `klot`.
-        return_aux: see `klot`.
-
-    Returns:
-        The loss, or (loss, aux).
+    `f, g` are student features of shapes [n, d] and [m, d]; `f_star, g_star` those of the teacher
+    for the same samples, [n, e] and [m, e], which receive no gradient. `block_size=None` keeps one
+    n x m buffer; a number of rows streams, recomputing blocks of so many rows in every iteration,
+    in memory O(n (d + block_size)); "auto" decides by the device's memory, and keeps two buffers
+    where they fit, for half of the gradient's products. Value and gradients are the same. All
+    other options are those of `klot`.
 
     >>> f, g = jnp.eye(3), jnp.eye(3) + 0.5
     >>> print(jax.jit(klot_from_embeddings)(f, g, f, g, epsilon_star=0.05).round(4))
@@ -648,17 +565,7 @@ def klot_from_embeddings(
             both = rows == n and blocks.auto_block(2 * n, m, dtype.itemsize) is None
     checks.whole(1, or_none=True, block_size=block_size)
     mass = _mass(marginals, n, m)
-    settings = _settings(
-        n,
-        m,
-        dtype,
-        epsilon=epsilon,
-        epsilon_star=epsilon_star,
-        tolerance=tolerance,
-        log_a=log_a,
-        log_b=log_b,
-        init_v=init_v,
-    )
+    settings = _settings(n, m, dtype, epsilon, epsilon_star, tolerance, log_a, log_b, init_v)
     if not (log_a is None and log_b is None):
         features = Features(
             *(
@@ -669,44 +576,31 @@ def klot_from_embeddings(
     options = Options(max_iterations, precision, block_size, both)
     arrays = sharding.vary_alike((features, settings))
     value, aux = reverse_only("klot_from_embeddings", lambda: _features(options, *arrays))
-    value = mass * value
-    return (value, jax.lax.stop_gradient(aux)) if return_aux else value
+    return _returned(mass * value, aux, return_aux)
 
 
 @overload
 def klot_crossmodal(
-    f: Float[ArrayLike, "n d"],
-    g: Float[ArrayLike, "m d"],
-    f_star: Float[ArrayLike, "p e"],
-    g_star: Float[ArrayLike, "q e"],
+    f: ArrayLike,
+    g: ArrayLike,
+    f_star: ArrayLike,
+    g_star: ArrayLike,
     *,
     return_aux: Literal[False] = ...,
-    **options: Unpack[_Options],
+    **options: Any,
 ) -> Float[Array, ""]: ...
 
 
 @overload
 def klot_crossmodal(
-    f: Float[ArrayLike, "n d"],
-    g: Float[ArrayLike, "m d"],
-    f_star: Float[ArrayLike, "p e"],
-    g_star: Float[ArrayLike, "q e"],
+    f: ArrayLike,
+    g: ArrayLike,
+    f_star: ArrayLike,
+    g_star: ArrayLike,
     *,
     return_aux: Literal[True],
-    **options: Unpack[_Options],
+    **options: Any,
 ) -> tuple[Float[Array, ""], KlotAux]: ...
-
-
-@overload
-def klot_crossmodal(
-    f: Float[ArrayLike, "n d"],
-    g: Float[ArrayLike, "m d"],
-    f_star: Float[ArrayLike, "p e"],
-    g_star: Float[ArrayLike, "q e"],
-    *,
-    return_aux: bool,
-    **options: Unpack[_Options],
-) -> Float[Array, ""] | tuple[Float[Array, ""], KlotAux]: ...
 
 
 def klot_crossmodal(
@@ -722,7 +616,7 @@ def klot_crossmodal(
     max_iterations: int = 2000,
     precision: jax.lax.PrecisionLike = None,
     return_aux: bool = False,
-) -> Float[Array, ""] | tuple[Float[Array, ""], KlotAux]:
+) -> Any:
     """KL(T || OT_eps(K)) over pairs and unpaired rows at once, K = cosine(f, g).
 
     The first k = n - p = m - q rows of f and g are pairs, which T transports to themselves; the
@@ -733,21 +627,9 @@ def klot_crossmodal(
     which has mass 1 and uniform marginals when n = m. The gradient in K is (P - T)/eps. Both
     matrices are kept for it: memory is a few n x m arrays.
 
-    Args:
-        f: student features of the first modality, pairs first, shape [n, d].
-        g: student features of the second modality, pairs first, shape [m, d].
-        f_star: teacher features of the unpaired rows of f, shape [p, e]; no gradient.
-        g_star: teacher features of the unpaired rows of g, shape [q, e]; no gradient.
-        epsilon: see `klot`, as for all other options.
-        epsilon_star: see `klot`.
-        marginals: see `klot`.
-        tolerance: see `klot`.
-        max_iterations: see `klot`.
-        precision: see `klot`.
-        return_aux: see `klot`.
-
-    Returns:
-        The loss, or (loss, aux).
+    `f, g` are student features of shapes [n, d] and [m, d]; `f_star, g_star` those of the teacher
+    for the unpaired rows, [p, e] and [q, e], which receive no gradient. The options are those of
+    `klot`.
 
     >>> f = jnp.eye(3)
     >>> print(jax.jit(klot_crossmodal)(f, f, f[1:], f[1:]).round(4))
@@ -795,9 +677,5 @@ def klot_crossmodal(
     value = jnp.where(
         solved, mass * (value + surrogate - jax.lax.stop_gradient(surrogate)), jnp.nan
     )
-    aux = KlotAux(_scalings(plan), _scalings(target))
-    return (value, jax.lax.stop_gradient(aux)) if return_aux else value
-
-
-def _scalings(plan: Plan) -> Scalings:
-    return Scalings(plan.u, plan.v, plan.error, plan.iterations, plan.converged)
+    aux = KlotAux(*(Scalings(x.u, x.v, x.error, x.iterations, x.converged) for x in (plan, target)))
+    return _returned(value, aux, return_aux)
