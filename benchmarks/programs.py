@@ -18,15 +18,15 @@ VECTOR = "vector"
 """Key of elementwise operations, beside the precisions of products."""
 EXCHANGES = ("all-gather", "all-reduce", "reduce-scatter", "all-to-all", "collective-permute")
 _WIDTH = {"pred": 1, "c64": 8, "c128": 16, "bf16": 2, "token": 0, "opaque": 0}
-_FREE = frozenset(
-    "parameter constant get-tuple-element tuple bitcast after-all partition-id iota copy-done "
-    "slice-done async-done all-reduce-done all-gather-done opt-barrier".split()
+_FREE = re.compile(
+    "parameter|constant|get-tuple-element|tuple|bitcast|after-all|partition-id|iota|opt-barrier|"
+    "(copy|slice|async|all-reduce|all-gather)-done"
 )
 _SLICES = frozenset(["dynamic-slice", "slice", "gather"])
 _RENAMES = frozenset(["parameter", "bitcast", "reshape"])
-_MOVES = _SLICES | frozenset(
-    "copy copy-start slice-start transpose reshape broadcast concatenate pad reverse convert "
-    "dynamic-update-slice scatter".split()
+_MOVES = re.compile(
+    "(copy|slice)(-start)?|dynamic-slice|gather|transpose|reshape|broadcast|concatenate|pad|"
+    "reverse|convert|dynamic-update-slice|scatter"
 )
 _COSTLY = {"exponential": 8, "log": 8, "power": 16, "rsqrt": 4, "sqrt": 4, "divide": 4, "tanh": 8}
 """Operations that an element takes more than one of."""
@@ -173,7 +173,7 @@ class Program:
             elif one.opcode in ("call", "async-start"):
                 for part in one.called("calls", "to_apply"):
                     yield from self._kernels(part, times, trips, loop)
-            elif one.opcode not in _FREE:
+            elif not _FREE.fullmatch(one.opcode):
                 moved, done = self._moved(name, one), self._operations(name, one)
                 if moved or done:
                     scope = self._scope(name, one, loop)
@@ -254,6 +254,8 @@ class Program:
     def _moved(self, name: str, instruction: Instruction) -> int:
         opcode, operands = instruction.opcode, instruction.operands
         written = _bytes(instruction.results)
+        if "AllocateBuffer" in instruction.attributes:
+            return 0
         if opcode in _SLICES:
             return 2 * written
         if opcode == "dynamic-update-slice":
@@ -334,7 +336,7 @@ class Program:
         opcode, attributes = instruction.opcode, instruction.attributes
         if opcode == "fusion":
             return self._of_fusion(*instruction.called("calls"))
-        if opcode in _FREE or opcode in _MOVES or not instruction.results:
+        if _FREE.fullmatch(opcode) or _MOVES.fullmatch(opcode) or not instruction.results:
             return {}
         result = instruction.results[0]
         operands = [array for o in instruction.operands for array in self._arrays(name, o)]
