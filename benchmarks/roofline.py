@@ -404,34 +404,6 @@ def parts_table(found: Mapping[str, Cost], device: Device) -> tables.Table:
     return tables.table([*headers, *(["compiler's ms"] if device.clock else [])], rows, digits=2)
 
 
-PRECISIONS = {"as compiled": None, "6 passes": "_x6", "3 passes": "_x3", "1 pass": ""}
-"""Other precisions of products, in passes of bfloat16, to see what they would save."""
-
-
-def savings_table(kernels: Sequence[programs.Kernel], device: Device) -> tables.Table:
-    """Milliseconds of each part that has products, with these at other precisions."""
-
-    def changed(kernel: programs.Kernel, suffix: str | None) -> programs.Kernel:
-        made: collections.Counter[str] = collections.Counter()
-        for key, count in kernel.operations.items():
-            kept = suffix is None or key == programs.VECTOR
-            made[key if kept else f"dot_bf16_bf16_f32{suffix}"] += count  # type: ignore[assignment]
-        return kernel._replace(operations=made)
-
-    found = {
-        name: parts((changed(kernel, suffix) for kernel in kernels), device)
-        for name, suffix in PRECISIONS.items()
-    }
-    least = 0.01 * total(found["as compiled"].values()).products
-    rows = [
-        [part, *(1e3 * costs[part].seconds for costs in found.values())]
-        for part, cost in found["as compiled"].items()
-        if cost.products > least
-    ]
-    rows.append(["the step", *(1e3 * total(costs.values()).seconds for costs in found.values())])
-    return tables.table(["part", *found], rows, digits=2)
-
-
 def kernels_table(kernels: Sequence[programs.Kernel], device: Device, count: int) -> tables.Table:
     """The kernels that take longest."""
     rows = [
@@ -525,7 +497,6 @@ def _target(args: Any) -> None:
         common.report(f"{label}, {args.unpaired:,} unpaired, {name}", table, f"{stem}-{label}")
         print(f"\n{kernels_table(kernels, device, args.kernels)}")
         if label == "ours":
-            common.report("Other precisions", savings_table(kernels, device), f"{stem}-savings")
             whole = run_table(name, workload, seconds, args.steps)
             common.report(f"A run of {args.steps:,} steps", whole, f"{stem}-run")
     headers = ["plans", "ms a step", "arguments GiB", "temporaries GiB", "total GiB", "times ours"]

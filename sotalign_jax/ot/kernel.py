@@ -213,16 +213,23 @@ class Kernel(NamedTuple):
         q = state.q if columns is None else columns.of(state.q)
         return scaled + block.of(state.p)[:, None] + q[None, :]
 
-    def sweep(self, state: KernelState, a: Array, c: Array, exact: Array) -> tuple[Array, Array]:
+    def sweep(
+        self, state: KernelState, a: Array, c: Array, exact: Array | bool = True
+    ) -> tuple[Array, Array]:
         """Reads a stored A once or twice, or its narrow copy; computes a streamed one once."""
         if self.stored:
             split = self.axes or sharding.varying(state.matrix)
             function = onepass.two_reads if split else onepass.sweep
-            sweep = functools.partial(function, a=a, c=c, precision=self.precision)
-            if not self.narrow:
-                return sweep(state.matrix)
-            with jax.named_scope("narrow_or_exact"):
-                return jax.lax.cond(exact, lambda: sweep(state.matrix), lambda: sweep(state.narrow))
+            left, right = jnp.exp(state.x), jnp.exp(state.y)
+            sweep = functools.partial(function, a=a, c=right * c, precision=self.precision)
+            if self.narrow:
+                with jax.named_scope("narrow_or_exact"):
+                    s, t = jax.lax.cond(
+                        exact, lambda: sweep(state.matrix), lambda: sweep(state.narrow)
+                    )
+            else:
+                s, t = sweep(state.matrix)
+            return left * s, right * t
 
         def body(block: Block, carry: tuple[Array, Array]) -> tuple[Array, Array]:
             s, t = carry
@@ -320,7 +327,9 @@ class Kernel(NamedTuple):
                 )
                 return sums, (rows_star, columns_star)
 
-            factor = 1 if columns is None else sharding.size(self.axes)
+            # Each block reads and writes all of `left`: larger ones of a large problem save bytes.
+            large = self.stored and self.affinity.height >= 40 * blocks.BUILD_ROWS
+            factor = (4 if large else 1) if columns is None else sharding.size(self.axes)
             return self._over_rows(body, (sums, marginals), factor)
 
         if not self.axes:
