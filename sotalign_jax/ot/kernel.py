@@ -151,17 +151,19 @@ class Kernel(NamedTuple):
     def blank(self, q: Array, epsilon: Array) -> KernelState:
         """A state that is yet to be built."""
         n = self.affinity.height
-        shape = (n, len(q)) if self.stored else (0,)
+
+        def unfilled(kept: bool, dtype: Any) -> Array:
+            shape = (n, len(q)) if kept else (0,)
+            return jax.lax.platform_dependent(
+                epsilon,
+                tpu=lambda x: jax.lax.empty(shape, dtype),
+                # Not a constant, which XLA would keep and copy.
+                default=lambda x: jnp.full(shape, x.astype(dtype)),
+            )
+
         p = jnp.zeros(n, q.dtype)
-        state = KernelState(
-            jax.lax.empty(shape, q.dtype),
-            jax.lax.empty(shape if self.narrow else (0,), jnp.int16),
-            p,
-            q,
-            p,
-            jnp.zeros_like(q),
-            epsilon,
-        )
+        copies = unfilled(self.stored, q.dtype), unfilled(self.narrow, jnp.int16)
+        state = KernelState(*copies, p, q, p, jnp.zeros_like(q), epsilon)
         return sharding.vary_like(state, self.affinity[0])
 
     def build(self, state: KernelState, log_b: Array) -> KernelState:
