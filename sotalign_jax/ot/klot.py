@@ -32,7 +32,7 @@ from sotalign_jax.ot.sinkhorn import (
     solve_matrix,
     without_padding,
 )
-from sotalign_jax.ot.solver import Scalings, goal, row_range, solve
+from sotalign_jax.ot.solver import Scalings, goal, solve
 
 MARGINALS = ("prob", "bistochastic")
 
@@ -102,9 +102,8 @@ def reverse_only(name: str, call: Callable[[], Any]) -> Any:
         raise
 
 
-def _zeros(tree: Any) -> Any:
-    """Cotangents of everything that is a constant of the loss."""
-    return jax.tree.map(jnp.zeros_like, tree)
+# Cotangents of everything that is a constant of the loss.
+_zeros = functools.partial(jax.tree.map, jnp.zeros_like)
 
 
 def _after(x: Array, computed: Any) -> Array:
@@ -145,21 +144,8 @@ def _affinities_fwd(options: Options, k: Array, k_star: Array, settings: Setting
         k, k_star, log_a = rows
 
         def plan(k: Array, epsilon: Array, init_v: Array | None) -> tuple[Array, Scalings]:
-            top, widest = row_range(k, axes)
-            scalings = solve_matrix(
-                k,
-                log_a,
-                settings.log_b,
-                top=top,
-                widest=widest,
-                epsilon=epsilon,
-                tolerance=settings.tolerance,
-                max_iterations=options.max_iterations,
-                init_v=init_v,
-                axes=axes,
-                precision=options.sums,
-            )
-            return top, scalings
+            limits = epsilon, settings.tolerance, options.max_iterations
+            return solve_matrix(k, log_a, settings.log_b, *limits, init_v, axes, options.sums)
 
         epsilon, epsilon_star = settings.epsilon, settings.epsilon_star
         top_star, target = plan(k_star, epsilon_star, settings.init_v_star)
@@ -468,13 +454,9 @@ def klot_reference(
     0.0359
     """
     constant = jax.lax.stop_gradient(K)
-    plan = reference(constant, epsilon=epsilon, iterations=iterations, symmetric=symmetric)
-    target = reference(
-        jax.lax.stop_gradient(K_star),
-        epsilon=epsilon_star,
-        iterations=iterations,
-        symmetric=symmetric,
-    )
+    plain = functools.partial(reference, iterations=iterations, symmetric=symmetric)
+    plan = plain(constant, epsilon=epsilon)
+    target = plain(jax.lax.stop_gradient(K_star), epsilon=epsilon_star)
     p, p_star = plan.matrix(), target.matrix()
     value = jnp.sum(p_star * (target.log_matrix() - plan.log_matrix()))
     surrogate = jnp.sum((p - p_star) / epsilon * K)
@@ -651,31 +633,21 @@ def klot_crossmodal(
         return jnp.repeat(jnp.array(logs, f.dtype), np.array([pairs, rest]))
 
     static = Options(max_iterations, precision)
-    options: dict[str, Any] = {
-        "tolerance": tolerance,
-        "max_iterations": max_iterations,
-        "precision": static.sums,
-    }
+    solved = functools.partial(
+        sinkhorn, tolerance=tolerance, max_iterations=max_iterations, precision=static.sums
+    )
     targets = jax.lax.stop_gradient((f_star, g_star))
-    k_star = affinity.cosine(*targets, precision=static.products)
-    target = sinkhorn(k_star, epsilon=epsilon_star, **options)
+    target = solved(affinity.cosine(*targets, precision=static.products), epsilon=epsilon_star)
     t = jax.scipy.linalg.block_diag(
         jnp.eye(pairs, dtype=f.dtype) * (share / pairs), (1 - share) * target.matrix()
     )
     k = affinity.cosine(f, g, precision=static.products)
-    plan = sinkhorn(
-        jax.lax.stop_gradient(k),
-        epsilon=epsilon,
-        log_a=weights(unpaired[0]),
-        log_b=weights(unpaired[1]),
-        **options,
-    )
+    log_a, log_b = map(weights, unpaired)
+    plan = solved(jax.lax.stop_gradient(k), epsilon=epsilon, log_a=log_a, log_b=log_b)
     log_p = plan.log_matrix()
     value = jnp.sum(jax.scipy.special.xlogy(t, t) - t * log_p)
     surrogate = jnp.sum((jnp.exp(log_p) - t) / epsilon * k)
-    solved = jnp.isfinite(plan.error) & jnp.isfinite(target.error)
-    value = jnp.where(
-        solved, mass * (value + surrogate - jax.lax.stop_gradient(surrogate)), jnp.nan
-    )
+    value = mass * (value + surrogate - jax.lax.stop_gradient(surrogate))
+    value = jnp.where(jnp.isfinite(plan.error) & jnp.isfinite(target.error), value, jnp.nan)
     aux = KlotAux(*(Scalings(x.u, x.v, x.error, x.iterations, x.converged) for x in (plan, target)))
     return _returned(value, aux, return_aux)
