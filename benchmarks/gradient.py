@@ -321,8 +321,9 @@ def main(argv: Sequence[str] | None = None) -> None:
             continue
         if len(args.epsilon) != 2:
             raise checks.InputError("epsilon: pass the student's and the teacher's")
-        limits = args.max_iterations, args.max_iterations
-        target = Target(*args.epsilon, args.tolerance, *limits)
+        student, teacher = args.epsilon
+        limit = args.max_iterations
+        target = Target(student, teacher, args.tolerance, limit, limit)
         arms = _choose(HEADLINE, args.arms)
         headline(problem, arms, target, repeats=args.repeats, out=args.out)
 

@@ -115,7 +115,10 @@ def errors(
     data = training.place(rows)
     batch = sampling.draw(jax.random.key(0), jnp.int32(0), data, pairs=n, unpaired=n)
     graphdef, params = nnx.split(start)
-    sides = {"student": ((start.x, start.y), 0.05), "teacher": ((teacher.x, teacher.y), 0.005)}
+    sides: dict[str, Any] = {
+        "student": ((start.x, start.y), 0.05),
+        "teacher": ((teacher.x, teacher.y), 0.005),
+    }
 
     def gradient(tolerance: float, **kinds: str) -> Any:
         chosen = tuple(kinds.get(role, "") for role in ROLES)
@@ -165,6 +168,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     for kind in ("", *KINDS):
         method = Rounded(alpha=1e-2, kinds=(kind,) * len(ROLES))
         trained, _ = training.fit(method, start, rows, config, teacher=teacher)
+        assert rows.val is not None
         scores = evaluation.evaluate(trained.x, trained.y, rows.val)
         found.append([kind or "float32", *(scores[f"mean/R@{k}"] for k in (1, 5, 10))])
     title = f"Validation recall after {args.steps} steps, every role at one precision"

@@ -329,7 +329,7 @@ class Program:
     def _of_fusion(self, name: str) -> dict[str, float]:
         total: collections.Counter[str] = collections.Counter()
         for instruction in self.computations[name].values():
-            total.update(self._operations(name, instruction))  # type: ignore[arg-type]
+            total.update(self._operations(name, instruction))
         return dict(total)
 
     def _operations(self, name: str, instruction: Instruction) -> dict[str, float]:

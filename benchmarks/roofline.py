@@ -174,9 +174,9 @@ class Published(methods.SOTAlign):
         with jax.named_scope("affinities"):
             full = functools.partial(affinity.cosine, precision=affinity.HIGHEST)
             k, k_star = full(f, g), full(f_star, g_star)
-        epsilons = {"epsilon": self.epsilon, "epsilon_star": self.epsilon_star}
+        published = functools.partial(klot_reference, iterations=PUBLISHED_ITERATIONS)
         with jax.named_scope(f"{PUBLISHED_ITERATIONS}_iterations"):
-            value = klot_reference(k, k_star, **epsilons, iterations=PUBLISHED_ITERATIONS)
+            value = published(k, k_star, epsilon=self.epsilon, epsilon_star=self.epsilon_star)
         return value, {}, memory
 
 
@@ -253,11 +253,11 @@ def lower(workload: Workload, where: Sequence[Any], method: methods.Objective | 
 
     features = _shape(w.pool, w.teacher_dim)
     batches: Any = sampling.DeviceData(*rows(w.pool))._replace(star_x=features, star_y=features)
-    maps = (
+    map_x, map_y = (
         heads.AffineMap(_shape(w.teacher_dim, width), _shape(w.teacher_dim), "l2")
         for width in (w.width_x, w.width_y)
     )
-    teacher = teachers.LinearTeacher(*maps, _shape(w.teacher_dim))
+    teacher = teachers.LinearTeacher(map_x, map_y, _shape(w.teacher_dim))
     state = jax.eval_shape(
         lambda graph, params: training.init_state(
             method, nnx.merge(graph, params), batches, config
@@ -273,7 +273,8 @@ def lower(workload: Workload, where: Sequence[Any], method: methods.Objective | 
     mesh = jax.sharding.Mesh(np.array(where), ("rows",))
     everywhere = sharding.replicated(mesh)
     split: Any = [sharding.SplitRows.shape(x, mesh) for x in rows(w.unpaired)]
-    batch = sampling.Batch(*split, step=_placed(_shape(dtype=jnp.int32), everywhere))
+    a, b, x, y = split
+    batch = sampling.Batch(a, b, x, y, step=_placed(_shape(dtype=jnp.int32), everywhere))
     step = training.make_step(method, model, config, mesh)
     with jax.set_mesh(mesh):
         return step.trace(_placed(state, everywhere), batch, _placed(teacher, everywhere)).lower()

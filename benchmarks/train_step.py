@@ -128,7 +128,7 @@ def parts(setting: Setting, method: methods.SOTAlign) -> dict[str, Part]:
     log_a, log_b = (jnp.full(len(x), -jnp.log(len(x))) for x in (f, g))
 
     def plan(x: Array, y: Array, epsilon: float) -> Any:
-        limits = {"tolerance": method.tolerance, "max_iterations": method.max_iterations}
+        limits: Any = {"tolerance": method.tolerance, "max_iterations": method.max_iterations}
         return solve(Kernel(Cosines.of(x, y)), log_a, log_b, epsilon=epsilon, **limits)
 
     student = jax.jit(functools.partial(plan, epsilon=method.epsilon))

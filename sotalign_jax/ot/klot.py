@@ -12,7 +12,7 @@ and they share it. Rows are split over the devices of a mesh, see `sharding`.
 import functools
 import math
 from collections.abc import Callable
-from typing import Any, Literal, NamedTuple, overload
+from typing import Any, Literal, NamedTuple, TypedDict, Unpack, overload
 
 import jax
 import jax.numpy as jnp
@@ -330,6 +330,27 @@ _features = jax.jit(klot_of_features, static_argnums=0)
 # --- what users call ---------------------------------------------------------------------------
 
 
+class _Options(TypedDict, total=False):
+    """Options of every KLOT, for type checkers."""
+
+    epsilon: Any
+    epsilon_star: Any
+    marginals: str
+    tolerance: Any
+    max_iterations: int
+    precision: jax.lax.PrecisionLike
+
+
+class _KlotOptions(_Options, total=False):
+    log_a: ArrayLike | None
+    log_b: ArrayLike | None
+    init_v: tuple[ArrayLike, ArrayLike] | None
+
+
+class _EmbeddingsOptions(_KlotOptions, total=False):
+    block_size: int | str | None
+
+
 def _mass(marginals: str, n: int, m: int) -> int:
     checks.choice("marginals", marginals, MARGINALS)
     if marginals == "prob":
@@ -353,9 +374,14 @@ def _settings(
     init_v: tuple[ArrayLike, ArrayLike] | None,
 ) -> Settings:
     checks.positive(epsilon=epsilon, epsilon_star=epsilon_star)
-    numbers = (jnp.asarray(x, dtype) for x in (epsilon, epsilon_star, tolerance))
-    weights = log_weights("log_a", log_a, n, dtype), log_weights("log_b", log_b, m, dtype)
-    return Settings(*numbers, *weights, *pair("init_v", init_v, dtype))
+    return Settings(
+        jnp.asarray(epsilon, dtype),
+        jnp.asarray(epsilon_star, dtype),
+        jnp.asarray(tolerance, dtype),
+        log_weights("log_a", log_a, n, dtype),
+        log_weights("log_b", log_b, m, dtype),
+        *pair("init_v", init_v, dtype),
+    )
 
 
 def _returned(value: Array, aux: KlotAux, return_aux: bool) -> Any:
@@ -364,13 +390,17 @@ def _returned(value: Array, aux: KlotAux, return_aux: bool) -> Any:
 
 @overload
 def klot(
-    K: ArrayLike, K_star: ArrayLike, *, return_aux: Literal[False] = ..., **options: Any
+    K: ArrayLike,
+    K_star: ArrayLike,
+    *,
+    return_aux: Literal[False] = ...,
+    **options: Unpack[_KlotOptions],
 ) -> Float[Array, ""]: ...
 
 
 @overload
 def klot(
-    K: ArrayLike, K_star: ArrayLike, *, return_aux: Literal[True], **options: Any
+    K: ArrayLike, K_star: ArrayLike, *, return_aux: Literal[True], **options: Unpack[_KlotOptions]
 ) -> tuple[Float[Array, ""], KlotAux]: ...
 
 
@@ -471,7 +501,7 @@ def klot_from_embeddings(
     g_star: ArrayLike,
     *,
     return_aux: Literal[False] = ...,
-    **options: Any,
+    **options: Unpack[_EmbeddingsOptions],
 ) -> Float[Array, ""]: ...
 
 
@@ -483,7 +513,7 @@ def klot_from_embeddings(
     g_star: ArrayLike,
     *,
     return_aux: Literal[True],
-    **options: Any,
+    **options: Unpack[_EmbeddingsOptions],
 ) -> tuple[Float[Array, ""], KlotAux]: ...
 
 
@@ -569,7 +599,7 @@ def klot_crossmodal(
     g_star: ArrayLike,
     *,
     return_aux: Literal[False] = ...,
-    **options: Any,
+    **options: Unpack[_Options],
 ) -> Float[Array, ""]: ...
 
 
@@ -581,7 +611,7 @@ def klot_crossmodal(
     g_star: ArrayLike,
     *,
     return_aux: Literal[True],
-    **options: Any,
+    **options: Unpack[_Options],
 ) -> tuple[Float[Array, ""], KlotAux]: ...
 
 

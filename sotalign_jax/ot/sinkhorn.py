@@ -290,11 +290,12 @@ def _solve(
 
     def own_rows(axes: sharding.Axes, rows: Any, shared: Any) -> tuple[Any, Any]:
         (k, log_a), (log_b, epsilon, tolerance, init_v) = rows, shared
-        weights, limits = (log_a, log_b), (epsilon, tolerance, max_iterations)
-        top, scalings = solve_matrix(k, *weights, *limits, init_v, axes, precision)
+        options = {"epsilon": epsilon, "tolerance": tolerance, "max_iterations": max_iterations}
+        given: Any = {**options, "log_a": log_a, "log_b": log_b, "axes": axes}
+        top, scalings = solve_matrix(k, **given, init_v=init_v, precision=precision)
         row_centre = top - _potential(scalings.u, epsilon)
         column_centre = -_potential(scalings.v, epsilon)
-        refined = _refine(k, row_centre, column_centre, scalings, *weights, *limits, axes)
+        refined = _refine(k, row_centre, column_centre, scalings, **given)
         scalings = scalings.measured(refined.error, tolerance)
         shared = refined.v, column_centre, refined.iterations, scalings.error, scalings.converged
         return (refined.u, row_centre), shared
