@@ -1,8 +1,6 @@
 """What the benchmarks share: problems to measure on, clocks, and where results go."""
 
 import argparse
-import importlib.metadata
-import importlib.util
 import os
 import pathlib
 import platform
@@ -76,9 +74,8 @@ def photos_problem(n: int, *, n_pairs: int = 1000, seed: int = 0) -> Problem:
     """Unpaired COCO photographs and captions: CCA teacher, briefly trained contrastive student."""
     rows = photos.dataset("coco", n_pairs=n_pairs, seed=seed, test=False)
     if n > min(len(rows.pool_x), len(rows.pool_y)):
-        raise SystemExit(
-            f"error: n: is {n} but there are {len(rows.pool_x)} unpaired photographs; "
-            "use --data=random"
+        raise checks.InputError(
+            f"n: is {n} but there are {len(rows.pool_x)} unpaired photographs; use --data=random"
         )
     teacher = teachers.cca(rows.pairs_x, rows.pairs_y)
     student = training.contrastive(
@@ -96,6 +93,7 @@ PROBLEMS: dict[str, Callable[..., Problem]] = {
 
 def problem(name: str, n: int, *, quick: bool = False) -> Problem:
     """The problem of that name; `quick` fits its maps on few pairs."""
+    checks.choice("data", name, tuple(PROBLEMS))
     return photos_problem(n, n_pairs=100) if quick and name == "photos" else PROBLEMS[name](n)
 
 
@@ -154,19 +152,12 @@ def time_interleaved(
     return best, kept
 
 
-class Memory(NamedTuple):
-    """What a compiled program needs, in MiB: temporaries, and with arguments and outputs."""
-
-    temporary: float
-    total: float
-
-
-def memory_of(compiled: jax.stages.Compiled) -> Memory:
-    """XLA's own account of its buffers: exact, and known before anything runs."""
+def memory_of(compiled: jax.stages.Compiled) -> tuple[float, float]:
+    """MiB of temporaries, and with arguments and outputs: XLA's own account of its buffers."""
     analysis: Any = compiled.memory_analysis()
     temporary = analysis.temp_size_in_bytes
     total = temporary + analysis.argument_size_in_bytes + analysis.output_size_in_bytes
-    return Memory(temporary / MEBIBYTE, total / MEBIBYTE)
+    return temporary / MEBIBYTE, total / MEBIBYTE
 
 
 def available_memory() -> float:
@@ -176,64 +167,68 @@ def available_memory() -> float:
 
 def machine() -> str:
     """One line about the hardware and software, with the load while it ran."""
-    packages = " ".join(f"{p} {_version(p)}" for p in ("jax", "ott-jax"))
     load = ", ".join(f"{x:.1f}" for x in os.getloadavg())
     return (
         f"{jax.devices()[0].device_kind} {platform.machine()}, {os.cpu_count()} cores, "
-        f"load {load}; python {platform.python_version()}, {packages}"
+        f"load {load}; python {platform.python_version()}, jax {jax.__version__}"
     )
 
 
-def _version(package: str) -> str:
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return "not installed"
+def options(doc: str | None, argv: Sequence[str] | None, **defaults: Any) -> argparse.Namespace:
+    """Flags by their defaults: False is a switch, a list takes several, a tuple offers a choice.
 
+    A type stands for a flag without a default. What is --quick is not kept beside the results.
 
-def parser(description: str | None, *, n: Sequence[int], epsilon: Sequence[float]) -> Any:
-    """Options that every benchmark takes; all of them draw, and say at once if they cannot."""
-    if importlib.util.find_spec("matplotlib") is None:
-        sys.exit(f"error: {checks.not_installed('matplotlib', extra='bench')}")
+    >>> options("", ["--n", "5", "7"], n=[1], data=("a", "b"), limit=int, sweep=False).n
+    [5, 7]
+    """
     made = argparse.ArgumentParser(
-        description=description, formatter_class=argparse.ArgumentDefaultsHelpFormatter
+        description=doc, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    made.add_argument("--n", type=int, nargs="+", default=list(n), help="rows a side")
-    made.add_argument("--epsilon", type=float, nargs="+", default=list(epsilon))
-    made.add_argument("--repeats", type=int, default=3, help="rounds; the fastest counts")
+    folders = f"folder for the tables (default: {RESULTS}, or {QUICK} with --quick)"
+    made.add_argument("--out", type=pathlib.Path, help=folders)
     made.add_argument("--quick", action="store_true", help="tiny sizes, to see that it works")
-    folders = f"folder for CSV and PNG; {QUICK} with --quick"
-    made.add_argument("--out", type=pathlib.Path, default=RESULTS, help=folders)
-    return made
-
-
-def parse(made: argparse.ArgumentParser, argv: Sequence[str] | None) -> argparse.Namespace:
-    """The options given; what is quick is not kept beside the published results."""
+    for name, default in defaults.items():
+        how: dict[str, Any] = {"type": type(default), "default": default}
+        if default is False:
+            how = {"action": "store_true"}
+        elif isinstance(default, list):
+            how |= {"type": type(default[0]), "nargs": "+"}
+        elif isinstance(default, tuple):
+            how = {"choices": default, "default": default[0]}
+        elif isinstance(default, type):
+            how = {"type": default}
+        shown = "" if how.get("default") in (None, "") else f"(default: {how['default']})"
+        made.add_argument(f"--{name}", help=shown, **how)
     args = made.parse_args(argv)
-    if args.quick and args.out == RESULTS:
-        args.out = QUICK
+    args.out = args.out or (QUICK if args.quick else RESULTS)
     return args
 
 
-def report(title: str, table: tables.Table, stem: pathlib.Path) -> None:
+def report(title: str, table: tables.Table, stem: pathlib.Path | str) -> None:
     """Prints a table and writes it as .md and .csv."""
     table.save(stem)
     print(f"\n{title}\n{table}\n{machine()}", flush=True)
 
 
-def figure(columns: int, *, width: float = 4.2) -> tuple[Any, Any]:
-    """A row of axes, drawn without a display."""
+def figure(columns: int, draw: Callable[..., None], stem: pathlib.Path) -> None:
+    """Writes `stem`.png, a row of axes on which `draw` draws."""
     made, axes = tables.pyplot().subplots(
-        1, columns, figsize=(width * columns, 3.6), layout="constrained", squeeze=False
+        1, columns, figsize=(4.8 * columns, 3.6), layout="constrained", squeeze=False
     )
     for ax in axes[0]:
         ax.spines[["top", "right"]].set_visible(False)
         ax.grid(alpha=0.3)
-    return made, axes[0]
-
-
-def save_figure(made: Any, stem: pathlib.Path) -> None:
-    """Writes `stem`.png."""
+    draw(*axes[0])
     stem.parent.mkdir(parents=True, exist_ok=True)
     made.savefig(f"{stem}.png", dpi=150)
     tables.pyplot().close(made)
+
+
+def run(main: Callable[[], None]) -> None:
+    """Runs a command; what the user can mend ends in one line."""
+    try:
+        checks.require("matplotlib", extra="bench")
+        main()
+    except (checks.InputError, OSError) as error:
+        sys.exit(f"error: {error}")

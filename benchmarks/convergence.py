@@ -9,7 +9,7 @@ pass is one update of both scalings, which reads K (or its kernel) twice, whatev
 
 import functools
 import pathlib
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -67,35 +67,44 @@ def ours_within(k: Array, epsilon: float, passes: int, init: Any = None) -> floa
     return judge(k, solve(k))
 
 
+def _curves(title: str, label: str, points: Any, curves: Any, stem: pathlib.Path) -> None:
+    def draw(ax: Any) -> None:
+        for name, errors in curves.items():
+            style = "o-" if name.startswith("ours") else "--"
+            ax.loglog(points, [e if np.isfinite(e) else np.nan for e in errors], style, label=name)
+        ax.set(xlabel=label, ylabel="marginal error (L1)")
+        ax.set_title(title, fontsize=9)
+        ax.set_ylim(top=3)
+        ax.legend(frameon=False)
+
+    common.figure(1, draw, stem)
+
+
 def against_epsilon(problem: Problem, epsilons: Sequence[float], out: pathlib.Path) -> None:
     """Errors after 100 iterations, on the teacher's affinity."""
     k = problem.affinities()[1]
-    rows = []
+    curves: dict[str, list[float]] = {"textbook": [], "published": [], "ours": []}
     for epsilon in tqdm(epsilons, desc=f"{problem.name}: error after 100", leave=False):
-        plain, published = (
-            functools.partial(reference, epsilon=epsilon, iterations=100, symmetric=symmetric)
-            for symmetric in (False, True)
-        )
-        theirs = [judge(k, jax.jit(solver)(k)) for solver in (plain, published)]
-        rows.append([epsilon, *theirs, ours_within(k, epsilon, 100)])
-    texts = [
-        [f"{epsilon:g}", *(f"{error:.1e}" for error in errors), errors[0] / errors[2],
-         errors[1] / errors[2]]
-        for epsilon, *errors in rows
-    ]  # fmt: skip
-    headers = ["epsilon", "textbook", "published", "ours", "textbook / ours", "published / ours"]
-    n = len(k)
-    stem = out / f"convergence_epsilon_{problem.name}_n{n}"
-    title = f"Marginal error after 100 passes over K, {problem.name}, n={n}"
-    common.report(title, tables.table(headers, texts), stem)
-    made, (ax,) = common.figure(1, width=5)
-    styles = {"textbook": "o--", "published (half-step)": "s:", "ours": "o-"}
-    for column, (name, style) in enumerate(styles.items(), start=1):
-        ax.loglog([row[0] for row in rows], [row[column] for row in rows], style, label=name)
-    ax.set(xlabel="epsilon", ylabel="marginal error (L1)", title=title)
-    ax.title.set_fontsize(9)
-    ax.legend(frameon=False)
-    common.save_figure(made, stem)
+        for name, symmetric in (("textbook", False), ("published", True)):
+            solver = functools.partial(
+                reference, epsilon=epsilon, iterations=100, symmetric=symmetric
+            )
+            curves[name].append(judge(k, jax.jit(solver)(k)))
+        curves["ours"].append(ours_within(k, epsilon, 100))
+    rows = [
+        [
+            f"{epsilon:g}",
+            *(f"{e:.1e}" for e in errors),
+            errors[0] / errors[2],
+            errors[1] / errors[2],
+        ]
+        for epsilon, *errors in zip(epsilons, *curves.values(), strict=True)
+    ]
+    headers = ["epsilon", *curves, "textbook / ours", "published / ours"]
+    stem = out / f"convergence_epsilon_{problem.name}_n{len(k)}"
+    title = f"Marginal error after 100 passes over K, {problem.name}, n={len(k)}"
+    common.report(title, tables.table(headers, rows), stem)
+    _curves(title, "epsilon", epsilons, curves, stem)
 
 
 def _moved(problem: Problem, seed: int = 0) -> Array:
@@ -109,58 +118,44 @@ def _moved(problem: Problem, seed: int = 0) -> Array:
     return move(problem.z) @ move(problem.w).T
 
 
-def _at(k: Array, u: Array, v: Array, epsilon: float, passes: int) -> float:
-    return common.marginal_error(k, u[passes - 1], v[passes - 1], epsilon)
-
-
 def against_passes(
     problem: Problem, epsilon: float, budgets: Sequence[int], out: pathlib.Path
 ) -> None:
     """Errors against passes over K for each solver, on the teacher's affinity."""
     k = problem.affinities()[1]
     earlier = jax.jit(functools.partial(sinkhorn, epsilon=epsilon, tolerance=1e-4))(_moved(problem))
-    init = earlier.u, earlier.v
-    curves: dict[str, Callable[[int], float]] = {}
+    curves: dict[str, list[float]] = {}
     for omega in (1.0, 1.5, 1.8):
-        u, v = over_relaxed(k, epsilon, max(budgets), omega)
+        us, vs = over_relaxed(k, epsilon, max(budgets), omega)
         name = "textbook" if omega == 1 else f"momentum {omega:g}"
-        curves[name] = functools.partial(_at, k, u, v, epsilon)
-    curves["ours"] = lambda passes: ours_within(k, epsilon, passes)
-    curves["ours, warm start"] = lambda passes: ours_within(k, epsilon, passes, init)
-    found: dict[str, list[float]] = {}
-    for name, curve in tqdm(curves.items(), desc=f"{problem.name}: passes", leave=False):
-        found[name] = [curve(passes) for passes in budgets]
+        curves[name] = [
+            common.marginal_error(k, us[passes - 1], vs[passes - 1], epsilon) for passes in budgets
+        ]
+    for name, start in (("ours", None), ("ours, warm start", (earlier.u, earlier.v))):
+        curves[name] = [
+            ours_within(k, epsilon, passes, start)
+            for passes in tqdm(budgets, desc=f"{problem.name}: {name}", leave=False)
+        ]
     n = len(k)
     title = f"Marginal error against passes over K, {problem.name}, n={n}, epsilon {epsilon:g}"
-    columns = zip(*found.values(), strict=True)
+    columns = zip(*curves.values(), strict=True)
     rows = [[p, *(f"{e:.1e}" for e in row)] for p, row in zip(budgets, columns, strict=True)]
     stem = out / f"convergence_passes_{problem.name}_n{n}_eps{epsilon:g}"
-    common.report(title, tables.table(["passes", *found], rows), stem)
-    if 100 in budgets:
-        place = list(budgets).index(100)
-        ratio = found["textbook"][place] / found["ours"][place]
-        print(f"{problem.name}: error after 100 passes at epsilon {epsilon:g} is {ratio:.1f} times "
-              f"below textbook Sinkhorn's ({found['textbook'][place]:.1e} -> "
-              f"{found['ours'][place]:.1e})")  # fmt: skip
-    made, (ax,) = common.figure(1, width=5)
-    for name, values in found.items():
-        style = "o-" if name.startswith("ours") else "--"
-        ax.loglog(budgets, [e if np.isfinite(e) else np.nan for e in values], style, label=name)
-    ax.set(xlabel="passes over K", ylabel="marginal error (L1)", title=title)
-    ax.title.set_fontsize(9)
-    ax.set_ylim(top=3)
-    ax.legend(frameon=False)
-    common.save_figure(made, stem)
+    common.report(title, tables.table(["passes", *curves], rows), stem)
+    _curves(title, "passes over K", budgets, curves, stem)
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Both tables, for each kind of data."""
-    parser = common.parser(__doc__, n=[2048], epsilon=[0.1, 0.05, 0.02, 0.01, 0.005, 0.002, 0.001])
-    parser.add_argument("--data", choices=list(common.PROBLEMS), nargs="+",
-                        default=list(common.PROBLEMS))  # fmt: skip
-    parser.add_argument("--passes_epsilon", type=float, default=0.005)
-    parser.add_argument("--budgets", type=int, nargs="+", default=list(BUDGETS), help="passes")
-    args = common.parse(parser, argv)
+    args = common.options(
+        __doc__,
+        argv,
+        n=[2048],
+        epsilon=[0.1, 0.05, 0.02, 0.01, 0.005, 0.002, 0.001],
+        data=list(common.PROBLEMS),
+        passes_epsilon=0.005,
+        budgets=list(BUDGETS),
+    )
     if args.quick:
         args.n, args.epsilon, args.budgets = [96], [0.05, 0.005], [10, 100]
     for name in args.data:
@@ -171,4 +166,4 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    common.run(main)

@@ -23,7 +23,7 @@ from benchmarks import common, peers
 from benchmarks.common import Problem
 from benchmarks.peers import Arm, Target
 from experiments import report as tables
-from sotalign_jax import klot
+from sotalign_jax import checks, klot
 from sotalign_jax.ot import affinity
 
 HEADLINE = (*peers.ARMS[:2], peers.OURS_TIGHTER, peers.DANSKIN, peers.DANSKIN_MOMENTUM)
@@ -130,55 +130,40 @@ def headline(
         found = _gradient64(arm, small, target, TOLERANCE)
         gaps[arm.name] = common.relative(found, expected(arm.from_features))
         if not gaps[arm.name] < WRONG:
-            raise SystemExit(f"error: {arm.name}: its gradient is {gaps[arm.name]:.1e} off ours")
+            raise checks.InputError(f"{arm.name}: its gradient is {gaps[arm.name]:.1e} off ours")
         compiled[arm.name] = _compile(arm, inputs[arm.from_features], target)
     calls = {a.name: functools.partial(compiled[a.name], *inputs[a.from_features]) for a in arms}
     seconds, results = common.time_interleaved(calls, repeats=repeats, keep=lambda out: out)
-    # What both are compared with: the same loss, solved as far as float32 goes.
+    # What all are compared with: the same loss, solved as far as float32 goes.
     exact = peers.OURS.value_and_grad(target._replace(tolerance=1e-5, student=5000, teacher=5000))
     best = jax.jit(exact)(*inputs[False])[1]
-    rows = []
+    rows: list[list[Any]] = []
     for arm in arms:
         (_, scalings), gradient = results[arm.name]
-        student, teacher = _errors(problem, scalings, target)
-        memory = common.memory_of(compiled[arm.name])
-        close = None if arm.from_features else common.relative(gradient, best)
-        rows.append(
-            [
-                arm.name,
-                int(scalings[0].iterations),
-                int(scalings[1].iterations),
-                f"{student:.1e}",
-                f"{teacher:.1e}",
-                None if close is None else f"{close:.1e}",
-                f"{gaps[arm.name]:.0e}",
-                memory.temporary,
-                seconds[arm.name],
-                seconds[arm.name] / seconds[peers.OURS.name],
-            ]
-        )
+        close = None if arm.from_features else f"{common.relative(gradient, best):.1e}"
+        errors = [f"{error:.1e}" for error in _errors(problem, scalings, target)]
+        counts = [int(plan.iterations) for plan in scalings]
+        rows.append([arm.name, *counts, *errors, close, f"{gaps[arm.name]:.0e}"])
+        ratio = seconds[arm.name] / seconds[peers.OURS.name]
+        rows[-1] += [common.memory_of(compiled[arm.name])[0], seconds[arm.name], ratio]
     headers = ["arm", "student its", "teacher its", "student error", "teacher error"]
     headers += ["gradient gap", "gap (float64)", "temp MiB", "seconds", "times ours"]
     n = len(problem.f)
     title = f"KLOT loss + gradient, {problem.name}, n={n}, epsilon {target.epsilon:g}, "
     title += f"epsilon* {target.epsilon_star:g}, marginal error {target.tolerance:g}"
-    common.report(title, tables.table(headers, rows, digits=3), out / f"gradient_headline_n{n}")
-    if peers.DANSKIN in arms:
-        gap = common.relative(results[peers.DANSKIN.name][1], results[peers.OURS.name][1])
-        print(f"gradients of ours and ott-jax Danskin differ by {gap:.1e} (relative, Frobenius)")
-    for arm in arms[1:]:
-        ratio = seconds[arm.name] / seconds[peers.OURS.name]
-        print(f"{peers.OURS.name} takes 1/{ratio:.1f} of the time of {arm.name}")
-    made, (left,) = common.figure(1, width=6)
-    names = [row[0] for row in rows]
-    bars = left.barh(
-        names, [row[-1] for row in rows], color=[f"C{int(arm.textbook)}" for arm in arms]
-    )
-    left.bar_label(bars, fmt="%.1f", padding=2)
-    left.invert_yaxis()
-    left.set_xlabel("time, ours from K = 1")
-    left.set_title(title.replace(", epsilon 0", "\nepsilon 0"), fontsize=9)
-    common.save_figure(made, out / f"gradient_headline_n{n}")
+    stem = out / f"gradient_headline_n{n}"
+    common.report(title, tables.table(headers, rows, digits=3), stem)
+
+    def draw(ax: Any) -> None:
+        names = [row[0] for row in rows]
+        bars = ax.barh(
+            names, [row[-1] for row in rows], color=[f"C{int(a.textbook)}" for a in arms]
+        )
+        ax.bar_label(bars, fmt="%.1f", padding=2)
+        ax.invert_yaxis()
+        ax.set_xlabel("time, ours from K = 1")
+
+    common.figure(1, draw, stem)
 
 
 # -------------------------------------------------------------------------------------- sweep
@@ -234,11 +219,11 @@ def sweep_epsilon(
         goal = plain.target._replace(tolerance=0.0) if arm.unrolled else target
         inputs = both[arm.from_features]
         compiled = _compile(arm, inputs, goal)
-        memory = common.memory_of(compiled)
+        temporary, whole = common.memory_of(compiled)
         status = "ok"
         if not gap < WRONG:
             status = "wrong gradient"
-        elif memory.total > room:
+        elif whole > room:
             status = "does not fit"
         elif plain.trouble and arm.textbook:
             status = plain.trouble
@@ -246,7 +231,7 @@ def sweep_epsilon(
             status = f"about {4 * plain.seconds:.0f} s"
         drafts[arm.name] = Row(
             arm.name, n, target.epsilon, status, None, None, None, f"{gap:.0e} / {own:.0e}",
-            memory.temporary, memory.total, None, None,
+            temporary, whole, None, None,
         )  # fmt: skip
         if status == "ok":
             waiting[arm.name] = compiled, inputs
@@ -263,25 +248,6 @@ def sweep_epsilon(
             status="ok" if seconds[name] <= time_limit else f"ok, over {time_limit:g} s",
         )
     return list(drafts.values())
-
-
-def _plot_sweep(rows: Sequence[Row], stem: pathlib.Path) -> None:
-    made, axes = common.figure(3)
-    for index, arm in enumerate(peers.ARMS):
-        own = [row for row in rows if row.arm == arm.name]
-        epsilons = [row.epsilon for row in own]
-        style = {"marker": "o", "ms": 4, "color": f"C{index}", "label": arm.name}
-        style["ls"] = "--" if arm.textbook else "-"
-        axes[0].plot(epsilons, [row.temporary_mib for row in own], **style)
-        timed = [row for row in own if row.seconds is not None]
-        axes[1].plot([r.epsilon for r in timed], [r.seconds for r in timed], **style)
-        steps = [(r.student_iterations or 0) + (r.teacher_iterations or 0) for r in timed]
-        axes[2].plot([r.epsilon for r in timed], steps, **style)
-    names = ("temporary memory (MiB)", "loss + gradient (s)", "iterations, both plans")
-    for ax, name in zip(axes, names, strict=True):
-        ax.set(xscale="log", yscale="log", xlabel="epsilon", ylabel=name)
-    axes[0].legend(frameon=False, fontsize=6)
-    common.save_figure(made, stem)
 
 
 def sweep(args: Any, problem: Problem) -> None:
@@ -304,7 +270,23 @@ def sweep(args: Any, problem: Problem) -> None:
     common.report(
         f"KLOT loss + gradient, {problem.name}, n={n}, both epsilons equal, {reach}", table, stem
     )
-    _plot_sweep(rows, stem)
+
+    def draw(*axes: Any) -> None:
+        for index, arm in enumerate(arms):
+            own = [row for row in rows if row.arm == arm.name]
+            timed = [row for row in own if row.seconds is not None]
+            style = {"marker": "o", "ms": 4, "color": f"C{index}", "label": arm.name}
+            style["ls"] = "--" if arm.textbook else "-"
+            steps = [(r.student_iterations or 0) + (r.teacher_iterations or 0) for r in timed]
+            axes[0].plot([r.epsilon for r in own], [r.temporary_mib for r in own], **style)
+            axes[1].plot([r.epsilon for r in timed], [r.seconds for r in timed], **style)
+            axes[2].plot([r.epsilon for r in timed], steps, **style)
+        names = ("temporary memory (MiB)", "loss + gradient (s)", "iterations, both plans")
+        for ax, name in zip(axes, names, strict=True):
+            ax.set(xscale="log", yscale="log", xlabel="epsilon", ylabel=name)
+        axes[0].legend(frameon=False, fontsize=6)
+
+    common.figure(3, draw, stem)
 
 
 def _choose(arms: Sequence[Arm], pattern: str) -> list[Arm]:
@@ -313,18 +295,22 @@ def _choose(arms: Sequence[Arm], pattern: str) -> list[Arm]:
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Runs the headline, or with --sweep the table against epsilon."""
-    parser = common.parser(__doc__, n=[4096], epsilon=[0.05, 0.005])
-    parser.add_argument("--sweep", action="store_true", help="all arms, at each --epsilon")
-    parser.add_argument("--data", choices=list(common.PROBLEMS), default="photos")
-    parser.add_argument("--arms", default="", help="pattern of arms beside ours from K")
-    parser.add_argument("--tolerance", type=float, help="1e-3, and 1e-6 with --sweep")
-    parser.add_argument("--iterations", type=int, help="of a sweep, instead of a tolerance")
-    parser.add_argument("--x64", action="store_true", help="a sweep in float64")
-    parser.add_argument("--max_iterations", type=int, default=5000)
-    parser.add_argument("--time_limit", type=float, default=60.0, help="seconds for one arm")
-    args = common.parse(parser, argv)
-    if args.tolerance is None:
-        args.tolerance = 1e-6 if args.sweep else 1e-3
+    args = common.options(
+        __doc__,
+        argv,
+        n=[4096],
+        epsilon=[0.05, 0.005],
+        repeats=3,
+        sweep=False,
+        data=tuple(common.PROBLEMS),
+        arms="",
+        tolerance=float,
+        iterations=int,
+        x64=False,
+        max_iterations=5000,
+        time_limit=60.0,
+    )
+    args.tolerance = args.tolerance or (1e-6 if args.sweep else 1e-3)
     if args.quick:
         args.n, args.repeats = [96], 2
     for n in args.n:
@@ -332,15 +318,15 @@ def main(argv: Sequence[str] | None = None) -> None:
         if args.sweep:
             with jax.enable_x64(args.x64):
                 sweep(args, problem)
-        else:
-            if len(args.epsilon) != 2:
-                parser.error("--epsilon: pass the student's and the teacher's for the headline")
-            student, teacher = args.epsilon
-            limit = args.max_iterations
-            target = Target(student, teacher, args.tolerance, limit, limit)
-            arms = _choose(HEADLINE, args.arms)
-            headline(problem, arms, target, repeats=args.repeats, out=args.out)
+            continue
+        if len(args.epsilon) != 2:
+            raise checks.InputError("epsilon: pass the student's and the teacher's")
+        student, teacher = args.epsilon
+        limit = args.max_iterations
+        target = Target(student, teacher, args.tolerance, limit, limit)
+        arms = _choose(HEADLINE, args.arms)
+        headline(problem, arms, target, repeats=args.repeats, out=args.out)
 
 
 if __name__ == "__main__":
-    main()
+    common.run(main)

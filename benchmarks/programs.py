@@ -1,4 +1,4 @@
-"""What a compiled program does: its kernels, the bytes they move and the operations they do.
+"""What a compiled program does: its kernels, the bytes they move, the operations they do.
 
 Read from the text of an optimised XLA program. A kernel is an instruction outside fusions: a
 fusion, a product, a copy. It reads its operands and writes its result once; of an operand that is
@@ -6,6 +6,7 @@ sliced, or a result that is updated in place, only the part that is touched coun
 the compiler keeps on chip (memory space 1 of a TPU) count nothing.
 """
 
+import collections
 import functools
 import json
 import math
@@ -15,48 +16,23 @@ from typing import NamedTuple
 
 VECTOR = "vector"
 """Key of elementwise operations, beside the precisions of products."""
+EXCHANGES = ("all-gather", "all-reduce", "reduce-scatter", "all-to-all", "collective-permute")
 _WIDTH = {"pred": 1, "c64": 8, "c128": 16, "bf16": 2, "token": 0, "opaque": 0}
-_FREE = frozenset(
-    [
-        "parameter",
-        "constant",
-        "get-tuple-element",
-        "tuple",
-        "bitcast",
-        "after-all",
-        "partition-id",
-        "iota",
-        "copy-done",
-        "slice-done",
-        "async-done",
-        "all-reduce-done",
-        "all-gather-done",
-        "opt-barrier",
-    ]
+_FREE = re.compile(
+    "parameter|constant|get-tuple-element|tuple|bitcast|after-all|partition-id|iota|opt-barrier|"
+    "(copy|slice|async|all-reduce|all-gather)-done"
 )
 _SLICES = frozenset(["dynamic-slice", "slice", "gather"])
-_CALLS = frozenset(["call", "async-start"])
+_RENAMES = frozenset(["parameter", "bitcast", "reshape"])
+_MOVES = re.compile(
+    "(copy|slice)(-start)?|dynamic-slice|gather|transpose|reshape|broadcast|concatenate|pad|"
+    "reverse|convert|dynamic-update-slice|scatter"
+)
 _COSTLY = {"exponential": 8, "log": 8, "power": 16, "rsqrt": 4, "sqrt": 4, "divide": 4, "tanh": 8}
 """Operations that an element takes more than one of."""
-_MOVES = frozenset(
-    [
-        "copy",
-        "copy-start",
-        "slice-start",
-        "transpose",
-        "reshape",
-        "broadcast",
-        "concatenate",
-        "pad",
-        "reverse",
-        "convert",
-        "dynamic-slice",
-        "dynamic-update-slice",
-        "slice",
-        "gather",
-        "scatter",
-    ]
-)
+
+Trips = Callable[[str], float]
+"""How often a loop is repeated, by its scope."""
 
 
 class Array(NamedTuple):
@@ -72,12 +48,26 @@ class Array(NamedTuple):
         return math.prod(self.shape)
 
     @property
-    def bytes(self) -> int:
-        """Bytes in the device's main memory."""
+    def full_bytes(self) -> int:
+        """Bytes wherever it is."""
         width = _WIDTH.get(self.dtype)
         if width is None:
             width = -(-int("".join(filter(str.isdigit, self.dtype.split("e")[0])) or 32) // 8)
-        return 0 if self.on_chip else width * self.size
+        return width * self.size
+
+    @property
+    def bytes(self) -> int:
+        """Bytes in the device's main memory."""
+        return 0 if self.on_chip else self.full_bytes
+
+
+def _bytes(arrays: tuple[Array, ...]) -> int:
+    return sum(array.bytes for array in arrays)
+
+
+def _full_bytes(arrays: tuple[Array, ...]) -> int:
+    """Of arrays inside a fusion, which are slices of arrays in memory."""
+    return sum(array.full_bytes for array in arrays)
 
 
 class Instruction(NamedTuple):
@@ -100,6 +90,14 @@ class Instruction(NamedTuple):
         """Computations that it calls in these roles, such as `calls` or `body`."""
         return re.findall(rf"\b(?:{'|'.join(roles)})=%?([\w.-]+)", self.attributes)
 
+    @property
+    def branches(self) -> list[str]:
+        """Computations of a condition; the one for false first."""
+        listed = re.search(r"branch_computations=\{([^}]*)\}", self.attributes)
+        if listed:
+            return [name.strip().lstrip("%") for name in listed[1].split(",")]
+        return self.called("false_computation") + self.called("true_computation")
+
 
 class Kernel(NamedTuple):
     """An instruction that runs `times` times a step, with what it moves and does each time."""
@@ -112,6 +110,15 @@ class Kernel(NamedTuple):
     operations: Mapping[str, float]
     cycles: int = 0
     """What a TPU's compiler thinks it takes."""
+
+
+class Exchange(NamedTuple):
+    """What devices tell each other: numbers of each array, bytes, and whether it is in a loop."""
+
+    kind: str
+    sizes: tuple[int, ...]
+    bytes: int
+    in_loop: bool
 
 
 class Program:
@@ -129,8 +136,7 @@ class Program:
 
     def __init__(self, text: str) -> None:
         self.computations: dict[str, dict[str, Instruction]] = {}
-        self.entry = ""
-        name = ""
+        self.entry = name = ""
         for line in text.splitlines():
             header = re.match(r"^(ENTRY )?%?([\w.-]+) .*\{$", line)
             if header and " = " not in line.split("(")[0]:
@@ -141,39 +147,85 @@ class Program:
                 instruction = _parse(line)
                 self.computations[name][instruction.name] = instruction
 
-    def kernels(self, trips: Callable[[str], float] | None = None) -> Iterator[Kernel]:
+    def kernels(self, trips: Trips = lambda scope: 1.0) -> Iterator[Kernel]:
         """All kernels of a run; `trips` tells how often loops of unknown length are repeated.
 
-        It is given the loop's scope. Of the branches of a condition, the one that does least runs.
+        Of the branches of a condition, the one that does least runs; but one under the scope
+        `narrow_or_exact` runs its second branch in a share of cases, which `trips` tells.
         """
         yield from self._kernels(self.entry, 1.0, trips, "")
 
-    def _kernels(
-        self, name: str, times: float, trips: Callable[[str], float] | None, loop: str
-    ) -> Iterator[Kernel]:
-        for instruction in self.computations[name].values():
-            opcode = instruction.opcode
-            if opcode == "while":
-                inner = times * _trip_count(instruction, trips)
-                for part in instruction.called("body", "condition"):
-                    yield from self._kernels(part, inner, trips, instruction.scope or loop)
-            elif opcode == "conditional":
-                branches = [
-                    list(self._kernels(part, times, trips, loop))
-                    for part in self._branches(instruction)
-                ]
-                yield from min(branches, key=lambda kernels: sum(k.bytes for k in kernels))
-            elif opcode in _CALLS:
-                for part in instruction.called("calls", "to_apply"):
+    def _kernels(self, name: str, times: float, trips: Trips, loop: str) -> Iterator[Kernel]:
+        for one in self.computations[name].values():
+            if one.opcode == "while":
+                known = re.search(r'"known_trip_count":\{"n":"(\d+)"', one.attributes)
+                inner = times * (float(known[1]) if known else trips(one.scope))
+                for part in one.called("body", "condition"):
+                    yield from self._kernels(part, inner, trips, one.scope or loop)
+            elif one.opcode == "conditional":
+                if "narrow_or_exact" in one.scope:
+                    share = trips(one.scope)
+                    for part, weight in zip(one.branches, (1 - share, share), strict=True):
+                        yield from self._kernels(part, weight * times, trips, loop)
+                    continue
+                runs = [list(self._kernels(part, times, trips, loop)) for part in one.branches]
+                yield from min(runs, key=lambda kernels: sum(k.bytes for k in kernels))
+            elif one.opcode in ("call", "async-start"):
+                for part in one.called("calls", "to_apply"):
                     yield from self._kernels(part, times, trips, loop)
-            elif opcode not in _FREE:
-                moved = self._bytes(name, instruction)
-                done = self._operations(name, instruction)
+            elif not _FREE.fullmatch(one.opcode):
+                moved, done = self._moved(name, one), self._operations(name, one)
                 if moved or done:
-                    scope = self._scope(name, instruction, loop)
-                    cycles = re.search(r'"estimated_cycles":"(\d+)"', instruction.attributes)
+                    scope = self._scope(name, one, loop)
+                    cycles = re.search(r'"estimated_cycles":"(\d+)"', one.attributes)
                     guess = int(cycles[1]) if cycles else 0
-                    yield Kernel(instruction.name, scope, opcode, times, moved, done, guess)
+                    yield Kernel(one.name, scope, one.opcode, times, moved, done, guess)
+
+    def exchanges(self) -> list[Exchange]:
+        """What devices tell each other, the largest first; what is in a loop counts once.
+
+        >>> program = Program('''
+        ... %body (x: f32[16]) -> f32[16] {
+        ...   ROOT %r = f32[16]{0} all-reduce(%x), replica_groups={{0,1}}, to_apply=%add
+        ... }
+        ... ENTRY %main (x: f32[16]) -> f32[16] {
+        ...   %w = f32[16]{0} while(%x), condition=%less, body=%body
+        ...   ROOT %g = (f32[16]{0}, f32[32]{0}) all-gather-start(%w), dimensions={0}
+        ... }''')
+        >>> [(one.kind, one.bytes, one.in_loop) for one in program.exchanges()]
+        [('all-gather', 128, False), ('all-reduce', 64, True)]
+        """
+        every = [one for body in self.computations.values() for one in body.values()]
+        looping: set[str] = set()
+        names = [name for one in every for name in one.called("body", "condition")]
+        while names:
+            name = names.pop()
+            if name in self.computations and name not in looping:
+                looping.add(name)
+                for one in self.computations[name].values():
+                    names += one.branches + re.findall(r"=%([\w.-]+)", one.attributes)
+        # A TPU continues and ends an exchange in computations of their own.
+        later = {
+            name
+            for one in every
+            if one.name.startswith("async-collective-done")
+            for name in one.called("calls")
+        }
+        found = []
+        for name, body in self.computations.items():
+            if name in later or name.startswith("async_collective_fusion"):
+                continue
+            for one in body.values():
+                kind = one.opcode.removesuffix("-start")
+                if kind not in EXCHANGES:
+                    continue
+                arrays = one.results
+                if kind not in ("all-reduce", one.opcode):  # with operands and counters
+                    arrays = tuple(array for array in arrays if array.size > 1)
+                    arrays = arrays[len(arrays) // 2 :]
+                sizes = tuple(array.size for array in arrays)
+                found.append(Exchange(kind, sizes, _full_bytes(arrays), name in looping))
+        return sorted(found, key=lambda one: -one.bytes)
 
     def _scope(self, name: str, instruction: Instruction, loop: str) -> str:
         """Of a fusion, that of its product, if it has one.
@@ -193,37 +245,35 @@ class Program:
         known = (instruction.scope, *reversed(scopes), loop, *users, *makers)
         return next(filter(None, known), "")
 
-    def _branches(self, instruction: Instruction) -> list[str]:
-        listed = re.search(r"branch_computations=\{([^}]*)\}", instruction.attributes)
-        if listed:
-            return [name.strip().lstrip("%") for name in listed[1].split(",")]
-        return instruction.called("true_computation", "false_computation")
-
-    def _array(self, computation: str, operand: str) -> tuple[Array, ...]:
+    def _arrays(self, computation: str, operand: str) -> tuple[Array, ...]:
         found = self.computations[computation].get(operand)
         return found.results if found else ()
 
     # --- bytes ---
 
-    def _bytes(self, name: str, instruction: Instruction) -> int:
+    def _moved(self, name: str, instruction: Instruction) -> int:
         opcode, operands = instruction.opcode, instruction.operands
-        written = sum(array.bytes for array in instruction.results)
+        written = _bytes(instruction.results)
+        if "AllocateBuffer" in instruction.attributes:
+            return 0
         if opcode in _SLICES:
             return 2 * written
         if opcode == "dynamic-update-slice":
-            return 2 * sum(array.bytes for array in self._array(name, operands[1]))
+            return 2 * _bytes(self._arrays(name, operands[1]))
         if opcode.endswith("-start"):  # results hold source and target
             return sum(array.bytes for array in instruction.results if array.size > 1)
         if opcode != "fusion":
-            return written + sum(
-                array.bytes for operand in set(operands) for array in self._array(name, operand)
-            )
+            return written + sum(_bytes(self._arrays(name, operand)) for operand in set(operands))
         (body,) = instruction.called("calls")
-        read = sum(self._read(body, index) for index in range(len(operands)))
-        return read + self._written(body, self._root(body).name)
+        read = 0
+        for index in range(len(operands)):
+            if parameter := self._parameter(body, index):
+                whole = _bytes(parameter.results)
+                read += min(whole, self._used(body, parameter.name, whole))
+        return read + self._written(body, self._root(body))
 
-    def _root(self, computation: str) -> Instruction:
-        return next(one for one in self.computations[computation].values() if one.root)
+    def _root(self, computation: str) -> str:
+        return next(one.name for one in self.computations[computation].values() if one.root)
 
     def _parameter(self, computation: str, index: int) -> Instruction | None:
         for one in self.computations[computation].values():
@@ -231,45 +281,32 @@ class Program:
                 return one
         return None
 
-    def _read(self, computation: str, index: int) -> int:
-        """Bytes of a fusion's operand that it reads."""
-        parameter = self._parameter(computation, index)
-        if parameter is None:
-            return 0
-        whole = sum(array.bytes for array in parameter.results)
-        return min(whole, self._used(computation, parameter.name, whole))
-
     def _used(self, computation: str, value: str, whole: int) -> int:
+        """Bytes of a fusion's value, of which there are `whole`, that it reads."""
         if self.computations[computation][value].root:  # handed on as it is
             return whole
         total = 0
         for user in self.computations[computation].values():
             if value not in user.operands:
                 continue
-            if user.opcode in _SLICES and user.operands[0] == value:
+            first = user.operands[0] == value
+            if user.opcode in _SLICES and first:
                 total += _full_bytes(user.results) if whole else 0
-            elif user.opcode == "dynamic-update-slice" and user.operands[0] == value:
-                total += 0
-            elif user.opcode in ("bitcast", "reshape"):
+            elif user.opcode == "dynamic-update-slice" and first:
+                pass
+            elif user.opcode in _RENAMES:
                 total += self._used(computation, user.name, whole)
             elif user.opcode == "fusion":
-                total += self._used_by_fusion(computation, value, user, whole)
+                (body,) = user.called("calls")
+                if all(one.opcode in _RENAMES for one in self.computations[body].values()):
+                    total += self._used(computation, user.name, whole)
+                    continue
+                for index, operand in enumerate(user.operands):
+                    parameter = self._parameter(body, index) if operand == value else None
+                    total += self._used(body, parameter.name, whole) if parameter else 0
             else:
                 return whole
         return total
-
-    def _used_by_fusion(self, computation: str, value: str, user: Instruction, whole: int) -> int:
-        """Bytes that a fusion within a fusion reads; one that only renames hands on its users'."""
-        (body,) = user.called("calls")
-        inside = self.computations[body].values()
-        if all(one.opcode in ("parameter", "bitcast", "reshape") for one in inside):
-            return self._used(computation, user.name, whole)
-        parameters = [
-            self._parameter(body, index)
-            for index, operand in enumerate(user.operands)
-            if operand == value
-        ]
-        return sum(self._used(body, one.name, whole) for one in parameters if one is not None)
 
     def _written(self, computation: str, value: str) -> int:
         """Bytes that a fusion writes for a value of its root."""
@@ -277,123 +314,87 @@ class Program:
         if found.opcode == "tuple":
             return sum(self._written(computation, operand) for operand in found.operands)
         if found.opcode == "dynamic-update-slice":
-            update = self._array(computation, found.operands[1])
-            in_memory = any(array.bytes for array in found.results)
-            return _full_bytes(update) if in_memory else 0
+            update = self._arrays(computation, found.operands[1])
+            return _full_bytes(update) if _bytes(found.results) else 0
         if found.opcode == "bitcast":
             return self._written(computation, found.operands[0])
         if found.opcode == "fusion":
             (body,) = found.called("calls")
-            return self._written(body, self._root(body).name)
-        return sum(array.bytes for array in found.results)
+            return self._written(body, self._root(body))
+        return _bytes(found.results)
 
     # --- operations ---
 
-    def _operations(self, name: str, instruction: Instruction) -> dict[str, float]:
-        if instruction.opcode == "fusion":
-            (body,) = instruction.called("calls")
-            return dict(self._of_computation(body))
-        return self._own_operations(name, instruction)
-
     @functools.cache  # noqa: B019 - lives as long as the program
-    def _of_computation(self, name: str) -> tuple[tuple[str, float], ...]:
-        total: dict[str, float] = {}
+    def _of_fusion(self, name: str) -> dict[str, float]:
+        total: collections.Counter[str] = collections.Counter()
         for instruction in self.computations[name].values():
-            for key, count in self._operations(name, instruction).items():
-                total[key] = total.get(key, 0.0) + count
-        return tuple(total.items())
+            total.update(self._operations(name, instruction))
+        return dict(total)
 
-    def _own_operations(self, name: str, instruction: Instruction) -> dict[str, float]:
-        opcode = instruction.opcode
-        if opcode in _FREE or opcode in _MOVES or not instruction.results:
+    def _operations(self, name: str, instruction: Instruction) -> dict[str, float]:
+        opcode, attributes = instruction.opcode, instruction.attributes
+        if opcode == "fusion":
+            return self._of_fusion(*instruction.called("calls"))
+        if _FREE.fullmatch(opcode) or _MOVES.fullmatch(opcode) or not instruction.results:
             return {}
         result = instruction.results[0]
-        operands = [array for o in instruction.operands for array in self._array(name, o)]
-        if opcode == "dot":
-            (contracted,) = re.findall(r"lhs_contracting_dims=\{([\d,]*)\}", instruction.attributes)
-            depth = math.prod(operands[0].shape[int(d)] for d in contracted.split(",") if d)
-            return {_precision(instruction, operands[0]): 2.0 * result.size * depth}
-        if opcode == "convolution":
-            labels = re.search(r"dim_labels=\w+_(\w+)->", instruction.attributes)
-            assert labels is not None
-            outputs = operands[1].shape[labels[1].index("o")]
-            depth = operands[1].size // outputs
-            return {_precision(instruction, operands[0]): 2.0 * result.size * depth}
-        if opcode == "custom-call":
-            return self._library_call(instruction, operands, result)
+        operands = [array for o in instruction.operands for array in self._arrays(name, o)]
         if opcode in ("reduce", "reduce-window", "sort"):
             return {VECTOR: float(sum(array.size for array in operands))}
-        return {VECTOR: float(result.size * _COSTLY.get(opcode, 1))}
+        if opcode == "dot":
+            (listed,) = re.findall(r"lhs_contracting_dims=\{([\d,]*)\}", attributes)
+            depth = math.prod(operands[0].shape[int(d)] for d in listed.split(",") if d)
+        elif opcode == "convolution":
+            labels = re.search(r"dim_labels=\w+_(\w+)->", attributes)
+            assert labels is not None
+            depth = operands[1].size // operands[1].shape[labels[1].index("o")]
+        elif opcode == "custom-call":
+            if not re.search(r"gemm|matmul", attributes):
+                return {}
+            config = re.search(r"backend_config=(\{.*\})", attributes)
+            settings = json.loads(config[1]) if config else {}
+            numbers = settings.get("gemm_backend_config", {}).get("dot_dimension_numbers", {})
+            if contracted := numbers.get("lhs_contracting_dimensions"):
+                depth = math.prod(operands[0].shape[int(d)] for d in contracted)
+            else:  # a plain matrix product
+                depth = round(math.sqrt(operands[0].size * operands[1].size / max(result.size, 1)))
+        else:
+            return {VECTOR: float(result.size * _COSTLY.get(opcode, 1))}
+        return {_precision(attributes, operands[0].dtype): 2.0 * result.size * depth}
 
-    def _library_call(
-        self, instruction: Instruction, operands: list[Array], result: Array
-    ) -> dict[str, float]:
-        if not re.search(r"gemm|matmul", instruction.attributes):
-            return {}
-        config = re.search(r"backend_config=(\{.*\})", instruction.attributes)
-        settings = json.loads(config[1]) if config else {}
-        numbers = settings.get("gemm_backend_config", {}).get("dot_dimension_numbers", {})
-        contracted = numbers.get("lhs_contracting_dimensions")
-        if contracted:
-            depth = math.prod(operands[0].shape[int(d)] for d in contracted)
-        else:  # a plain matrix product
-            depth = round(math.sqrt(operands[0].size * operands[1].size / max(result.size, 1)))
-        return {_precision(instruction, operands[0]): 2.0 * result.size * depth}
 
-
-def _full_bytes(arrays: tuple[Array, ...]) -> int:
-    """Bytes of arrays inside a fusion, which are slices of arrays in memory."""
-    return sum(array._replace(on_chip=False).bytes for array in arrays)
-
-
-def _precision(instruction: Instruction, operand: Array) -> str:
+def _precision(attributes: str, dtype: str) -> str:
     """Key of a product's precision: element type and what was asked for, or an algorithm."""
-    algorithm = re.search(r"\balgorithm=(\w+)", instruction.attributes)
-    if algorithm:
+    if algorithm := re.search(r"\balgorithm=(\w+)", attributes):
         return algorithm[1]
-    names = {"f32": "float32", "bf16": "bfloat16", "f16": "float16", "f64": "float64"}
-    dtype = names.get(operand.dtype, operand.dtype)
-    if dtype != "float32":
-        return dtype
-    asked = re.search(
-        r'operand_precision(?:=\{|":\[")(\w+)', instruction.attributes, flags=re.IGNORECASE
-    )
-    return f"{dtype} {asked[1].lower() if asked else 'default'}"
-
-
-def _trip_count(instruction: Instruction, trips: Callable[[str], float] | None) -> float:
-    known = re.search(r'"known_trip_count":\{"n":"(\d+)"', instruction.attributes)
-    if known:
-        return float(known[1])
-    return 1.0 if trips is None else trips(instruction.scope)
-
-
-_ARRAY = re.compile(r"\b([a-z]+\d*(?:e\dm\d\w*)?)\[([\d,<=]*)\](\{[^}]*\})?")
-
-
-def _arrays(text: str) -> tuple[Array, ...]:
-    found = []
-    for dtype, shape, layout in _ARRAY.findall(text):
-        sizes = tuple(int(size.lstrip("<=")) for size in shape.split(",") if size)
-        found.append(Array(dtype, sizes, "S(1)" in layout))
-    return tuple(found)
+    if dtype != "f32":
+        return {"bf16": "bfloat16", "f16": "float16", "f64": "float64"}.get(dtype, dtype)
+    asked = re.search(r'operand_precision(?:=\{|":\[")(\w+)', attributes, flags=re.IGNORECASE)
+    return f"float32 {asked[1].lower() if asked else 'default'}"
 
 
 def _parse(line: str) -> Instruction:
     text = line.strip()
-    root = text.startswith("ROOT ")
     name, _, rest = text.removeprefix("ROOT ").partition(" = ")
     end = _closing(rest, 0) + 1 if rest.startswith("(") else rest.index(" ")
-    result, rest = rest[:end], rest[end:].lstrip()
+    arrays = tuple(
+        Array(
+            dtype,
+            tuple(int(size.lstrip("<=")) for size in shape.split(",") if size),
+            "S(1)" in layout,
+        )
+        for dtype, shape, layout in re.findall(
+            r"\b([a-z]+\d*(?:e\dm\d\w*)?)\[([\d,<=]*)\](\{[^}]*\})?", rest[:end]
+        )
+    )
+    rest = rest[end:].lstrip()
     opening = rest.index("(")
     closing = _closing(rest, opening)
     opcode, inside = rest[:opening], rest[opening + 1 : closing]
-    operands = tuple(re.findall(r"%([\w.-]+)", inside))
-    if opcode == "parameter":
-        operands = (inside.strip(),)
-    return Instruction(
-        name.lstrip("%"), _arrays(result), opcode, operands, rest[closing + 1 :], root
-    )
+    operands = re.findall(r"%([\w.-]+)", inside) if opcode != "parameter" else [inside.strip()]
+    root = text.startswith("ROOT ")
+    return Instruction(name.lstrip("%"), arrays, opcode, tuple(operands), rest[closing + 1 :], root)
 
 
 def _closing(text: str, start: int) -> int:

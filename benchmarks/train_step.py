@@ -10,7 +10,6 @@ exactly: XLA fuses across their borders.
 
 import dataclasses
 import functools
-import pathlib
 import re
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -128,19 +127,9 @@ def parts(setting: Setting, method: methods.SOTAlign) -> dict[str, Part]:
     siglip = jax.jit(jax.value_and_grad(losses.siglip, argnums=(0, 1)))
     log_a, log_b = (jnp.full(len(x), -jnp.log(len(x))) for x in (f, g))
 
-    def cosines(x: Array, y: Array) -> Cosines:
-        lengths = jnp.linalg.norm(x, axis=1), jnp.linalg.norm(y, axis=1)
-        return Cosines(x, y, 1 / lengths[0], 1 / lengths[1])
-
     def plan(x: Array, y: Array, epsilon: float) -> Any:
-        return solve(
-            Kernel(cosines(x, y)),
-            log_a,
-            log_b,
-            epsilon=epsilon,
-            tolerance=method.tolerance,
-            max_iterations=method.max_iterations,
-        )
+        limits: Any = {"tolerance": method.tolerance, "max_iterations": method.max_iterations}
+        return solve(Kernel(Cosines.of(x, y)), log_a, log_b, epsilon=epsilon, **limits)
 
     student = jax.jit(functools.partial(plan, epsilon=method.epsilon))
     teacher = jax.jit(functools.partial(plan, epsilon=method.epsilon_star))
@@ -148,7 +137,8 @@ def parts(setting: Setting, method: methods.SOTAlign) -> dict[str, Part]:
 
     @jax.jit
     def products(state: Any, f: Array, g: Array) -> Any:
-        return Kernel(cosines(f, g)).transport(state, jnp.exp(log_a), jnp.exp(log_b), cosines(f, g))
+        cosines = Cosines.of(f, g)
+        return Kernel(cosines).transport(state, jnp.exp(log_a), jnp.exp(log_b), cosines)
 
     optimizer = training.optimizer(config.learning_rate, config.steps)
     opt_state = optimizer.init(params)
@@ -186,11 +176,11 @@ def measure(
         for name, found in metrics.items()
     }
     whole = seconds["ours"]
+    memory = {name: common.memory_of(program)[0] for name, program in compiled.items()}
     steps = [
-        [n, name, *notes[name], common.memory_of(compiled[name]).temporary, seconds[name],
-         seconds[name] / whole]
+        [n, name, *notes[name], memory[name], seconds[name], seconds[name] / whole]
         for name in chosen
-    ]  # fmt: skip
+    ]
     pieces = parts(setting, OURS)
     for call in pieces.values():
         jax.block_until_ready(call())
@@ -201,33 +191,11 @@ def measure(
     return steps, shares
 
 
-def _plot(steps: Sequence[Sequence[Any]], shares: Sequence[Sequence[Any]], stem: Any) -> None:
-    made, (left, right) = common.figure(2, width=5)
-    for name in dict.fromkeys(row[1] for row in steps):
-        own = [row for row in steps if row[1] == name]
-        left.loglog([row[0] for row in own], [row[5] for row in own], "o-", label=name)
-    left.set(xlabel="unpaired batch", ylabel="one step (s)")
-    left.legend(frameon=False, fontsize=7)
-    sizes = sorted({row[0] for row in shares})
-    bottom = [0.0] * len(sizes)
-    for name in dict.fromkeys(
-        row[1] for row in shares if row[1] not in ("sum of parts", "the step")
-    ):
-        values = [next(r[2] for r in shares if r[0] == n and r[1] == name) for n in sizes]
-        right.bar([str(n) for n in sizes], values, bottom=bottom, label=name)
-        bottom = [x + y for x, y in zip(bottom, values, strict=True)]
-    right.set(xlabel="unpaired batch", ylabel="parts of our step (ms)")
-    right.legend(frameon=False, fontsize=7)
-    common.save_figure(made, stem)
-
-
 def main(argv: Sequence[str] | None = None) -> None:
     """Steps and parts for every batch size."""
-    parser = common.parser(__doc__, n=[512, 1024, 2048, 4096], epsilon=[0.05, 0.005])
-    parser.add_argument("--n_pairs", type=int, default=1000)
-    parser.add_argument("--methods", default="", help="pattern of methods beside ours")
-    parser.add_argument("--dim", type=int, default=512, help="width of the shared space")
-    args = common.parse(parser, argv)
+    args = common.options(
+        __doc__, argv, n=[512, 1024, 2048, 4096], repeats=3, n_pairs=1000, methods="", dim=512
+    )
     if args.quick:
         args.n, args.n_pairs, args.dim, args.repeats = [64], 100, 32, 2
     chosen = {k: m for k, m in METHODS.items() if k == "ours" or re.search(args.methods, k)}
@@ -238,14 +206,21 @@ def main(argv: Sequence[str] | None = None) -> None:
     for n in args.n:
         found = measure(Setting(rows, teacher, n, args.dim), chosen, n, args.repeats)
         steps, shares = steps + found[0], shares + found[1]
-    out: pathlib.Path = args.out
     headers = ["n", "method", "student its", "teacher its", "temp MiB", "seconds", "times ours"]
     title = f"One training step, photographs, {args.n_pairs} pairs, width {args.dim}"
-    common.report(title, tables.table(headers, steps, digits=3), out / "train_step")
+    common.report(title, tables.table(headers, steps, digits=3), args.out / "train_step")
     headers = ["n", "part", "ms", "% of the step"]
-    common.report("Parts of our step", tables.table(headers, shares), out / "train_step_parts")
-    _plot(steps, shares, out / "train_step")
+    common.report("Parts of our step", tables.table(headers, shares), args.out / "train_step_parts")
+
+    def draw(ax: Any) -> None:
+        for name in chosen:
+            own = [row for row in steps if row[1] == name]
+            ax.loglog([row[0] for row in own], [row[5] for row in own], "o-", label=name)
+        ax.set(xlabel="unpaired batch", ylabel="one step (s)")
+        ax.legend(frameon=False, fontsize=7)
+
+    common.figure(1, draw, args.out / "train_step")
 
 
 if __name__ == "__main__":
-    main()
+    common.run(main)

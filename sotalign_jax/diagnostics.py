@@ -350,6 +350,6 @@ def _solve(
         tolerance=tolerance,
         max_iterations=max_iterations,
     )
-    moved = kernel.transport(state, a, b, cosines)
+    moved, _ = kernel.transport(state, a, b, cosines)
     partners = jnp.exp(-moved.log_moment - jnp.sum(moved.columns * jnp.log(b)))
     return scalings.error, scalings.iterations, partners

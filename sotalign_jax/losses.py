@@ -4,6 +4,7 @@ The first two compare row i of `f` with row i of `g`; every other row is a negat
 L2-normalised inside, so heads hand over their raw outputs.
 """
 
+import functools
 import math
 from collections.abc import Callable
 from typing import Any
@@ -13,7 +14,8 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from sotalign_jax import checks
-from sotalign_jax.ot import affinity
+from sotalign_jax.ot import affinity, sharding
+from sotalign_jax.ot.blocks import BUILD_ROWS, Block, over_rows
 
 INITIAL_LOG_SCALE = math.log(20.0)
 """Start of the learned logit scale, kept as a logarithm."""
@@ -52,6 +54,12 @@ def siglip(
     scale = jnp.exp(jnp.asarray(log_scale))
 
     def loss(anchors: Array, others: Array) -> Array:
+        if len(anchors) * len(others) >= LARGE and not sharding.axes():
+            checks.choice("normalization", normalization, NORMALIZATIONS)
+            rows = affinity.l2_normalize(anchors), affinity.l2_normalize(others)
+            numbers = (jnp.asarray(x, rows[0].dtype) for x in (scale, bias))
+            count = len(anchors) * (len(others) if normalization == "mean" else 1)
+            return _siglip_sum(*rows, *numbers) / count
         return siglip_from_affinity(
             affinity.cosine(anchors, others), scale=scale, bias=bias, normalization=normalization
         )
@@ -59,6 +67,40 @@ def siglip(
     if negatives_f is None and negatives_g is None:
         return loss(f, g)  # both halves are equal: one product is enough
     return _both_directions(loss, f, g, negatives_f, negatives_g)
+
+
+LARGE = 2**25
+"""Entries of an affinity from which on SigLIP computes it, and its gradient, by blocks of rows."""
+
+
+@jax.custom_vjp
+def _siglip_sum(f: Array, g: Array, scale: Array, bias: Array) -> Array:
+    """sum_ij -log sigmoid(y_ij z_ij) of unit rows; no array of all z is kept for the gradient."""
+    return _siglip_rows(f, g, scale, bias)[0]
+
+
+def _siglip_rows(f: Array, g: Array, scale: Array, bias: Array) -> tuple[Array, Any]:
+    """The sum and its gradients, each block of rows for both as long as it exists."""
+    product = functools.partial(affinity.dot, precision=affinity.THREE_PASSES)
+
+    def body(block: Block, sums: Any) -> Any:
+        value, (df, dg, d_scale, d_bias) = sums
+        rows, own = block.of(f), block.start + jnp.arange(block.size)
+        cosines = product(rows, g.T)
+        signs = jnp.where(own[:, None] == jnp.arange(len(g)), 1.0, -1.0)
+        logits = signs * (scale * cosines + bias)
+        fresh = jnp.where(block.fresh, 1.0, 0.0).astype(f.dtype)[:, None]
+        slopes = -fresh * signs * jax.nn.sigmoid(-logits)
+        df = block.add(df, scale * product(slopes, g))
+        dg = dg + scale * product(slopes.T, rows)
+        value = value - jnp.sum(fresh * jax.nn.log_sigmoid(logits))
+        return value, (df, dg, d_scale + jnp.sum(slopes * cosines), d_bias + jnp.sum(slopes))
+
+    nothing = jnp.zeros((), f.dtype), jax.tree.map(jnp.zeros_like, (f, g, scale, bias))
+    return over_rows(len(f), 4 * BUILD_ROWS, body, nothing)
+
+
+_siglip_sum.defvjp(_siglip_rows, lambda gradients, d: tuple(d * x for x in gradients))
 
 
 def siglip_from_affinity(

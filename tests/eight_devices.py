@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import sotalign_jax as sota
-from benchmarks import accelerator, collectives
+from benchmarks import programs, roofline
 from experiments import workdir
 from sotalign_jax import checks, data, heads, methods, teachers, training
 from sotalign_jax.methods import structure
@@ -264,7 +264,7 @@ def test_rows_on_the_device_need_a_single_one(dataset, mesh):
 
 # --- the compiled step -------------------------------------------------------------------------
 
-PAPER = accelerator.Workload(pool=22_768, teacher_dim=1024)
+PAPER = roofline.Workload(pool=22_768, teacher_dim=1024)
 
 
 def test_exchanges_inside_loops_are_told_from_others(mesh):
@@ -286,18 +286,18 @@ def test_exchanges_inside_loops_are_told_from_others(mesh):
         return looped, jax.lax.with_sharding_constraint(2 * x, sharding.replicated(mesh))
 
     with jax.set_mesh(mesh):
-        found = collectives.find(jax.jit(gathers).lower(x).compile().as_text())
+        found = programs.Program(jax.jit(gathers).lower(x).compile().as_text()).exchanges()
     of_whole = [one.in_loop for one in found if one.kind == "all-gather" and 48 in one.sizes]
     assert any(of_whole) and not all(of_whole), found
 
 
 def test_a_device_of_eight_needs_a_sixth_of_the_memory_and_loops_gather_nothing():
     """Of the step at the paper's size, which is compiled, not run."""
-    one, eight = (accelerator.lower(PAPER, jax.devices()[:n]).compile() for n in (1, 8))
+    one, eight = (roofline.lower(PAPER, jax.devices()[:n]).compile() for n in (1, 8))
     memory = [step.memory_analysis().temp_size_in_bytes for step in (one, eight)]
     both = 4 * PAPER.unpaired**2  # one device keeps a second kernel
     assert memory[1] <= (memory[0] - both) / 6, memory
-    found = collectives.find(eight.as_text())
+    found = programs.Program(eight.as_text()).exchanges()
     assert {one.kind for one in found} >= {"all-gather", "all-reduce"}
     assert (
         max(max(one.sizes) for one in found) <= PAPER.unpaired * PAPER.dim

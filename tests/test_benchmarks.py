@@ -9,7 +9,7 @@ import numpy as np
 import ot
 import pytest
 
-from sotalign_jax import sinkhorn
+from sotalign_jax import checks, sinkhorn
 
 with warnings.catch_warnings():
     # ott-jax imports JAXopt, which says that it is no longer maintained.
@@ -22,7 +22,7 @@ def _rows(path: pathlib.Path) -> list[dict[str, str]]:
         return list(csv.DictReader(file))
 
 
-def test_headline_compares_with_ott_at_one_error(tmp_path, capsys):
+def test_headline_compares_with_ott_at_one_error(tmp_path):
     gradient.main(["--quick", "--arms", "Danskin$", "--out", str(tmp_path)])
     rows = _rows(tmp_path / "gradient_headline_n96.csv")
     assert [row["arm"] for row in rows] == ["ours, from K", "ott-jax Danskin"]
@@ -30,7 +30,6 @@ def test_headline_compares_with_ott_at_one_error(tmp_path, capsys):
         assert float(row["student error"]) <= 1e-3 * 1.01
         assert float(row["teacher error"]) <= 1e-3 * 1.01
         assert float(row["gap (float64)"]) < gradient.WRONG
-    assert "of the time of ott-jax Danskin" in capsys.readouterr().out
     assert (tmp_path / "gradient_headline_n96.png").stat().st_size > 1000
 
 
@@ -62,17 +61,16 @@ def test_closed_form_needs_a_hundredth_of_the_memory_of_unrolling():
         common.memory_of(jax.jit(arm.value_and_grad(target)).lower(matrix, matrix).compile())
         for arm in (peers.OURS, unrolled)
     )
-    assert theirs.temporary > 100 * ours.temporary
+    assert theirs[0] > 100 * ours[0]
 
 
-def test_convergence(tmp_path, capsys, monkeypatch):
+def test_convergence(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     convergence.main(["--quick", "--data", "random"])
     tmp_path = tmp_path / "runs" / "benchmarks"  # never beside the published results
     rows = _rows(tmp_path / "convergence_passes_random_n96_eps0.005.csv")
     assert [row["passes"] for row in rows] == ["10", "100"]
     assert float(rows[1]["ours"]) < float(rows[1]["textbook"])
-    assert "times below textbook" in capsys.readouterr().out
     assert len(_rows(tmp_path / "convergence_epsilon_random_n96.csv")) == 2
 
 
@@ -85,7 +83,7 @@ def test_train_step(tmp_path):
 
 
 def test_too_many_photographs_are_refused():
-    with pytest.raises(SystemExit, match="n: is 100000"):
+    with pytest.raises(checks.InputError, match="n: is 100000"):
         common.photos_problem(100_000)
 
 
@@ -121,5 +119,5 @@ def test_clock_charges_no_call_for_another():
 
 def test_memory_counts_arguments_and_outputs():
     compiled = jax.jit(lambda x: x + 1).lower(np.zeros((256, 1024), np.float32)).compile()
-    memory = common.memory_of(compiled)
-    assert memory.total == pytest.approx(2.0 + memory.temporary)
+    temporary, total = common.memory_of(compiled)
+    assert total == pytest.approx(2.0 + temporary)

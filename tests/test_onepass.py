@@ -13,11 +13,13 @@ from sotalign_jax.ot import onepass
 def test_equals_two_products(rng, sweep, n, m):
     matrix = np.exp(3 * rng.normal(size=(n, m))).astype(np.float32)
     a, c = (rng.uniform(0.1, 1, size).astype(np.float32) for size in (n, m))
-    s, t = sweep(matrix, a, c, interpret=True)
-    exact = matrix.astype(np.float64)
-    rows = exact @ c
-    np.testing.assert_allclose(s, rows, rtol=1e-5)
-    np.testing.assert_allclose(t, (a / rows) @ exact, rtol=1e-5)
+    narrow = onepass.narrow(matrix)
+    np.testing.assert_allclose(onepass.widen(narrow), matrix, rtol=2.0**-11)
+    for given, exact in ((matrix, matrix), (narrow, onepass.widen(narrow))):
+        s, t = sweep(given, a, c, interpret=True)
+        rows = np.asarray(exact, np.float64) @ c
+        np.testing.assert_allclose(s, rows, rtol=1e-5)
+        np.testing.assert_allclose(t, (a / rows) @ np.asarray(exact, np.float64), rtol=1e-5)
 
 
 @pytest.mark.parametrize("sweep", [onepass.on_tpu, onepass.on_gpu])

@@ -1,10 +1,13 @@
 """The roofline: what a program's text says, loops by their trip counts, time by the peaks."""
 
+import importlib.util
+
 import jax
 import jax.numpy as jnp
 import pytest
 
-from benchmarks import accelerator, programs, roofline
+from benchmarks import common, programs, roofline
+from sotalign_jax import checks
 from sotalign_jax.ot.blocks import over_rows
 
 LOOP = """
@@ -44,8 +47,8 @@ KNOWN = 'backend_config={"known_trip_count":{"n":"7"}}'
 NAMED = 'metadata={op_name="jit(f)/5_blocks/while"}'
 
 
-def kernels(text, trips=None):
-    return {kernel.name: kernel for kernel in programs.Program(text).kernels(trips)}
+def kernels(text, *trips):
+    return {kernel.name: kernel for kernel in programs.Program(text).kernels(*trips)}
 
 
 def test_a_loop_counts_slices_and_updates_by_what_they_touch():
@@ -147,7 +150,7 @@ def test_a_compiled_loop_over_blocks_does_what_its_formula_says():
 
     text = sums.lower(jnp.ones((n, d)), jnp.ones((m, d))).compile().as_text()
     found = list(programs.Program(text).kernels(roofline.trips({})))
-    cost = roofline.total(roofline.costs(found, roofline.DEVICES["a100"]))
+    cost = roofline.total(roofline.Cost.of(one, roofline.DEVICES["a100"]) for one in found)
     assert cost.products == 2 * n * m * d
     rows, block = size * d * 4, size * m * 4
     blocks = n // size
@@ -157,11 +160,14 @@ def test_a_compiled_loop_over_blocks_does_what_its_formula_says():
 
 def test_every_part_of_the_step_is_found_under_its_name():
     n, pairs, d, e, x, y = 320, 64, 16, 24, 32, 48  # two blocks of 256 rows, which overlap
-    workload = accelerator.Workload(pairs, n, 512, x, y, d, e)
-    step = accelerator.lower(workload, jax.devices()[:1]).compile()
-    plans = {"teacher_plan": roofline.Iterations(9, 3), "student_plan": roofline.Iterations(5)}
+    workload = roofline.Workload(pairs, n, 512, x, y, d, e)
+    step = roofline.lower(workload, jax.devices()[:1]).compile()
+    plans = {
+        "teacher_plan": roofline.Iterations(9, levels=3),
+        "student_plan": roofline.Iterations(5),
+    }
     found = list(programs.Program(step.as_text()).kernels(roofline.trips(plans)))
-    parts = roofline.costs(found, roofline.DEVICES["a100"])
+    parts = roofline.parts(found, roofline.DEVICES["a100"])
     ours = {name for key, name in roofline.PARTS.items() if "affinities" not in key}
     # The teacher's features are known before, and both plans are multiplied at once.
     others = {"log-sum-exp iterations", "teacher's features", "teacher: products"}
@@ -176,37 +182,84 @@ def test_every_part_of_the_step_is_found_under_its_name():
     sweeps = parts["teacher: sweeps"]
     assert sweeps.bytes >= 9 * 2 * n * n * 4
     assert sweeps.products >= 9 * 2 * 2 * n * n
-    share = sum(cost.seconds for cost in parts.values()) / roofline.total(parts).seconds
+    share = sum(cost.seconds for cost in parts.values()) / roofline.total(parts.values()).seconds
     assert share == pytest.approx(1)
-    assert parts["rest"].seconds < 0.05 * roofline.total(parts).seconds
+    assert parts["rest"].seconds < 0.05 * roofline.total(parts.values()).seconds
 
 
-def test_a_target_is_required():
-    with pytest.raises(SystemExit) as stop:
+CONDITION = """
+%one (a: f32[8]) -> f32[8] {
+  %a = f32[8]{0} parameter(0)
+  ROOT %x = f32[8]{0} negate(%a)
+}
+%two (b: f32[8]) -> f32[8] {
+  %b = f32[8]{0} parameter(0)
+  %y = f32[8]{0} negate(%b)
+  ROOT %z = f32[8]{0} negate(%y)
+}
+ENTRY %main (p: pred[], c: f32[8]) -> f32[8] {
+  %p = pred[] parameter(0)
+  %c = f32[8]{0} parameter(1)
+  ROOT %d = f32[8]{0} conditional(%p, %c, %c), true_computation=%two, false_computation=%one, SCOPE
+}
+"""
+
+
+def test_of_a_condition_the_cheaper_branch_runs_but_sweeps_run_by_their_share():
+    assert set(kernels(CONDITION)) == {"x"}
+    plan = roofline.trips({"plan": roofline.Iterations(60, 15)})
+    scope = 'metadata={op_name="plan/sweeps/while/body/narrow_or_exact/cond"}'
+    found = kernels(CONDITION.replace("SCOPE", scope), plan)
+    assert {name: kernel.times for name, kernel in found.items()} == {
+        "x": 0.75,
+        "y": 0.25,
+        "z": 0.25,
+    }
+
+
+def test_a_target_is_required_and_checked():
+    with pytest.raises(checks.InputError, match="target: is not set"):
         roofline.main([])
-    assert stop.value.code == 2
+    with pytest.raises(SystemExit):
+        roofline.main(["--target=abacus"])
+    with pytest.raises(checks.InputError, match="unpaired"):
+        roofline.main(["--target=a100", "--unpaired=0"])
+
+
+@pytest.mark.parametrize(
+    ("name", "command"), [("a100", 'pip install "jax[cuda12]=='), ("tpu-v5e", '"jax[tpu]==')]
+)
+def test_missing_plugin_is_one_line_with_the_command(name, command, monkeypatch):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda module: None)
+    with pytest.raises(checks.InputError, match="is not installed") as error:
+        roofline.devices(name)
+    assert command in str(error.value) and "\n" not in str(error.value)
+    with pytest.raises(SystemExit, match=r"^error: target: "):
+        common.run(lambda: roofline.main([f"--target={name}", "--arms", "ours"]))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "plugin"), [("a100", "jax_plugins"), ("tpu-v5e", "libtpu")])
+def test_training_step_compiles_and_counts_its_arguments(name, plugin):
+    pytest.importorskip(plugin)
+    tiny = roofline.Workload(64, 256, 512, width_x=32, width_y=48, dim=16, teacher_dim=16)
+    step = roofline.compile_step(name, 1, tiny)
+    # The float16 pairs and pools, then the float32 heads, momentum and teacher.
+    rows = 2 * (tiny.pairs + tiny.pool) * (tiny.width_x + tiny.width_y)
+    weights = 4 * 3 * tiny.dim * (tiny.width_x + tiny.width_y)
+    assert step.arguments * roofline.GIB >= rows + weights
+    assert step.total >= step.arguments + step.temporaries
 
 
 def test_the_published_loss_reads_both_affinities_in_every_iteration():
     n, d, e = 64, 8, 12
-    workload = accelerator.Workload(32, n, 128, 16, 24, d, e)
-    step = accelerator.lower(workload, jax.devices()[:1], roofline.Published()).compile()
+    workload = roofline.Workload(32, n, 128, 16, 24, d, e)
+    step = roofline.lower(workload, jax.devices()[:1], roofline.Published()).compile()
     found = list(programs.Program(step.as_text()).kernels(roofline.trips({})))
-    parts = roofline.costs(found, roofline.DEVICES["a100"])
+    parts = roofline.parts(found, roofline.DEVICES["a100"])
     # Two log-sum-exps an iteration, of two reads each: the largest entry, then the sum.
     assert parts["log-sum-exp iterations"].bytes >= 2 * 100 * 2 * 2 * n * n * 4
     assert parts["affinities and their gradient"].products == 2 * n * n * (e + 3 * d)
-
-
-def test_savings_touch_what_products_limit_and_nothing_else():
-    device = roofline.DEVICES["a100"]
-    product = programs.Kernel("p", "heads", "dot", 1, 8, {"float32 highest": 19.5e12})
-    copy = programs.Kernel("c", "heads", "copy", 1, int(2.039e12), {programs.VECTOR: 1.0})
-    table = roofline.savings_table([product, copy], device)
-    rows = {row[0]: row[1:] for row in table.rows}
-    expected = [1e3 + 1e3 * 19.5 / peak for peak in (19.5, 312 / 6, 312 / 3, 312)]
-    assert rows["heads"] == pytest.approx(expected)
-    assert rows["the step"] == pytest.approx(expected)
 
 
 def test_on_this_machine_parts_are_predicted_and_timed():

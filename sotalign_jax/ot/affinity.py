@@ -104,13 +104,6 @@ def cosine(
 # --- checks ---
 
 
-def as_matrix(name: str, k: ArrayLike) -> Array:
-    """`as_float` of a non-empty matrix."""
-    x = as_float(k)
-    check_affinity(name, x)
-    return x
-
-
 def check_affinity(name: str, k: ArrayLike) -> None:
     """Raises unless `k` is a non-empty matrix."""
     shape = np.shape(k)

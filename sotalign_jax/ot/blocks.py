@@ -9,15 +9,8 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int
 
 BUILD_ROWS = 256
-"""Rows of K that exist at a time while a stored kernel is built, measured or multiplied."""
-
-
-def build_rows(n: int) -> int:
-    """As many of n, or four times as many where they still are less than a tenth of all.
-
-    Each block reads all features: on an accelerator, larger blocks of a large problem save bytes.
-    """
-    return BUILD_ROWS if n < 40 * BUILD_ROWS else 4 * BUILD_ROWS
+"""Rows of K that exist at a time while a stored kernel is built, measured or multiplied: as many
+as a TPU keeps on chip at the paper's size."""
 
 
 def auto_block(n: int, m: int, itemsize: int, memory: int | None = None) -> int | None:
@@ -61,6 +54,10 @@ class Block(NamedTuple):
     def put(self, x: Array, rows: Array) -> Array:
         """x with these rows replaced."""
         return jax.lax.dynamic_update_slice_in_dim(x, rows, self.start, 0)
+
+    def add(self, x: Array, rows: Array) -> Array:
+        """x with these rows added to."""
+        return self.put(x, self.of(x) + rows)
 
 
 def over_rows(

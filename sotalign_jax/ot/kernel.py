@@ -8,7 +8,7 @@ features in every sweep and never holds more than one of them. Either way:
     blank(q, epsilon)         -> state that is yet to be built
     build(state, log_b)       -> state with p from q, the row update of log-domain Sinkhorn
     update_columns(state, ..) -> q from p, its column update
-    sweep(state, a, c)        -> row sums s = A c and column sums t = (a/s)^T A
+    sweep(state, a, c, exact) -> row sums s = A c and column sums t = (a/s)^T A
     absorb(state, x, y, k)    -> state of the kernel (diag(e^x) A diag(e^y))^k
     transport(state, ...)     -> products with the plan
 
@@ -16,16 +16,18 @@ Where rows are split over devices, a kernel has the rows of its own, and what it
 its own part of the sum.
 """
 
+import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float
+from jax.experimental.layout import Layout, with_layout_constraint
+from jaxtyping import Array, Float, Int
 
-from sotalign_jax.ot import affinity, onepass, sharding
+from sotalign_jax.ot import affinity, blocks, onepass, sharding
 from sotalign_jax.ot.affinity import HIGHEST, THREE_PASSES
-from sotalign_jax.ot.blocks import Block, build_rows, over_rows
+from sotalign_jax.ot.blocks import Block, over_rows
 
 MAX_DRIFT = 30.0
 """Scalings beyond exp(+-MAX_DRIFT) call for a rebuild: far from float32's overflow at exp(88), and
@@ -87,11 +89,15 @@ class Cosines(NamedTuple):
 
 
 class KernelState(NamedTuple):
-    """A = exp(K/epsilon + p + q); `matrix` is A itself, or empty when streamed."""
+    """A = exp(K/epsilon + p + q) = diag(e^x) matrix diag(e^y); without a matrix when streamed."""
 
     matrix: Float[Array, "..."]
+    narrow: Int[Array, "..."]
+    """The matrix in 16 bits an entry, for sweeps that need no more; empty unless asked for."""
     p: Float[Array, " n"]
     q: Float[Array, " m"]
+    x: Float[Array, " n"]
+    y: Float[Array, " m"]
     epsilon: Float[Array, ""]
 
 
@@ -110,16 +116,24 @@ def _raise_to(exponents: Array, power: Array) -> Array:
     return jnp.where(jnp.isneginf(exponents), exponents, power * exponents)
 
 
+def _row_major(x: Array) -> Array:
+    """x in the order of a stored kernel: a TPU's products may have another, and copy that."""
+    in_order = functools.partial(with_layout_constraint, layouts=Layout((0, 1)))
+    return jax.lax.platform_dependent(x, tpu=in_order, default=lambda x: x)
+
+
 class Kernel(NamedTuple):
     """The kernel of an affinity: stored, or streamed by blocks of `block_size` rows.
 
-    `axes` are those of the mesh that the rows are split over.
+    `axes` are those of the mesh that the rows are split over. With `narrow`, a stored kernel has
+    a copy of half the size, which sweeps read while the error is large.
     """
 
     affinity: Matrix | Cosines
     block_size: int | None = None
     axes: sharding.Axes = ()
     precision: jax.lax.PrecisionLike = HIGHEST
+    narrow: bool = False
 
     @property
     def stored(self) -> bool:
@@ -130,34 +144,50 @@ class Kernel(NamedTuple):
         """Over blocks of rows; `factor` times as many at a time where columns are fewer."""
         size = self.block_size
         if size is None:  # many devices, of which each has few rows, need smaller blocks
-            size = build_rows(self.affinity.height) // (2 if self.axes else 1)
+            size = blocks.BUILD_ROWS // (2 if self.axes else 1)
         carry = sharding.vary_like(carry, self.affinity[0])
         return over_rows(self.affinity.height, factor * size, body, carry)
 
     def blank(self, q: Array, epsilon: Array) -> KernelState:
-        """Filled with anything that is not a constant, which XLA would keep and copy."""
+        """A state that is yet to be built."""
         n = self.affinity.height
-        matrix = jnp.full((n, len(q)) if self.stored else (0,), epsilon)
-        state = KernelState(matrix, jnp.zeros(n, q.dtype), q, epsilon)
+
+        def unfilled(kept: bool, dtype: Any) -> Array:
+            shape = (n, len(q)) if kept else (0,)
+            return jax.lax.platform_dependent(
+                epsilon,
+                tpu=lambda x: jax.lax.empty(shape, dtype),
+                # Not a constant, which XLA would keep and copy.
+                default=lambda x: jnp.full(shape, x.astype(dtype)),
+            )
+
+        p = jnp.zeros(n, q.dtype)
+        copies = unfilled(self.stored, q.dtype), unfilled(self.narrow, jnp.int16)
+        state = KernelState(*copies, p, q, p, jnp.zeros_like(q), epsilon)
         return sharding.vary_like(state, self.affinity[0])
 
     def build(self, state: KernelState, log_b: Array) -> KernelState:
         """p_i = -log sum_j b_j exp(K_ij/epsilon + q_j): rows of A diag(b) sum to 1."""
         b = jnp.exp(log_b)
 
-        def body(block: Block, carry: tuple[Array, Array]) -> tuple[Array, Array]:
-            matrix, p = carry
-            logs = self.affinity.rows(block) / state.epsilon + state.q[None, :]
+        def body(block: Block, carry: tuple[Array, ...]) -> tuple[Array, ...]:
+            matrix, narrow, p = carry
+            logs = _row_major(self.affinity.rows(block)) / state.epsilon + state.q[None, :]
             top = jnp.max(logs + log_b[None, :], axis=1)
             rows = jnp.exp(jnp.minimum(logs - top[:, None], MAX_EXPONENT))
             s = affinity.dot(rows, b, self.precision)
             if self.stored:
-                matrix = block.put(matrix, rows / s[:, None])
-            return matrix, block.put(p, -top - jnp.log(s))
+                rows = rows / s[:, None]
+                matrix = block.put(matrix, rows)
+            if self.narrow:
+                narrow = block.put(narrow, onepass.narrow(rows))
+            return matrix, narrow, block.put(p, -top - jnp.log(s))
 
         with jax.named_scope("build"):
-            matrix, p = self._over_rows(body, (state.matrix, state.p))
-        return KernelState(matrix, p, state.q, state.epsilon)
+            carry = state.matrix, state.narrow, state.p
+            matrix, narrow, p = self._over_rows(body, carry)
+        x, y = jnp.zeros_like(state.x), jnp.zeros_like(state.y)
+        return KernelState(matrix, narrow, p, state.q, x, y, state.epsilon)
 
     def update_columns(self, state: KernelState, log_a: Array) -> Float[Array, " m"]:
         """q_j = -log sum_i a_i exp(K_ij/epsilon + p_i), for columns that underflow in A."""
@@ -185,13 +215,23 @@ class Kernel(NamedTuple):
         q = state.q if columns is None else columns.of(state.q)
         return scaled + block.of(state.p)[:, None] + q[None, :]
 
-    def sweep(self, state: KernelState, a: Array, c: Array) -> tuple[Array, Array]:
-        """Reads a stored A once or twice; computes a streamed one once."""
+    def sweep(
+        self, state: KernelState, a: Array, c: Array, exact: Array | bool = True
+    ) -> tuple[Array, Array]:
+        """Reads a stored A once or twice, or its narrow copy; computes a streamed one once."""
         if self.stored:
             split = self.axes or sharding.varying(state.matrix)
-            return (onepass.two_reads if split else onepass.sweep)(
-                state.matrix, a, c, self.precision
-            )
+            function = onepass.two_reads if split else onepass.sweep
+            left, right = jnp.exp(state.x), jnp.exp(state.y)
+            sweep = functools.partial(function, a=a, c=right * c, precision=self.precision)
+            if self.narrow:
+                with jax.named_scope("narrow_or_exact"):
+                    s, t = jax.lax.cond(
+                        exact, lambda: sweep(state.matrix), lambda: sweep(state.narrow)
+                    )
+            else:
+                s, t = sweep(state.matrix)
+            return left * s, right * t
 
         def body(block: Block, carry: tuple[Array, Array]) -> tuple[Array, Array]:
             s, t = carry
@@ -203,15 +243,24 @@ class Kernel(NamedTuple):
         return self._over_rows(body, (jnp.zeros_like(a), jnp.zeros_like(c)))
 
     def absorb(self, state: KernelState, x: Array, y: Array, power: Array) -> KernelState:
-        """Powers of 4 (one level of epsilon-scaling) and 1 are in-place products of A."""
+        """A power of 4 (one level of epsilon-scaling) is taken in place; 1 leaves the matrix."""
         # Weighted rows sum to 1, those of A^4 to anything between 1 and m^3: centre that range.
-        x = x - jnp.where(power > 1, 0.375 * jnp.log(float(len(y))), 0.0).astype(x.dtype)
-        scaled = state.matrix
-        if self.stored:
-            scaled = scaled * jnp.exp(x)[:, None] * jnp.exp(y)[None, :]
-            scaled = jnp.where(power > 1, jnp.square(jnp.square(scaled)), scaled)
+        raised = power > 1
+        x = x - jnp.where(raised, 0.375 * jnp.log(float(len(y))), 0.0).astype(x.dtype)
+
+        def raise_matrix(_: Any, copies: tuple[Array, Array]) -> tuple[Array, Array]:
+            scaled = copies[0] * jnp.exp(x)[:, None] * jnp.exp(y)[None, :]
+            matrix = jnp.square(jnp.square(scaled))
+            return matrix, onepass.narrow(matrix) if self.narrow else copies[1]
+
+        copies = state.matrix, state.narrow
+        if self.stored:  # a loop, not a condition, for it works in place
+            with jax.named_scope("raise"):
+                times = raised.astype(jnp.int32)
+                copies = jax.lax.fori_loop(0, times, raise_matrix, copies)
         p, q = _raise_to(state.p + x, power), _raise_to(state.q + y, power)
-        return KernelState(scaled, p, q, state.epsilon / power)
+        outside = jnp.where(raised, 0.0, x), jnp.where(raised, 0.0, y)
+        return KernelState(*copies, p, q, *outside, state.epsilon / power)
 
     def transport(
         self,
@@ -219,108 +268,79 @@ class Kernel(NamedTuple):
         a: Array,
         b: Array,
         features: Cosines,
+        *,
+        star: KernelState | None = None,
         minus: Products | None = None,
-    ) -> Products:
-        """Products of the plan with normalised features, less those in `minus`, in its place.
+    ) -> tuple[Products, tuple[Array, Array]]:
+        """Products of the plan with normalised features, and the marginals of `star`'s plan.
 
-        Each device sums over its own rows; `left` alone is the sum over all, of which it keeps
-        the rows that are its own.
+        Less the plan of `star`, which is stored, too; or less the products in `minus`, in their
+        place. Each device sums over its own rows; `left` alone is the sum over all, of which it
+        keeps the rows that are its own.
         """
         height = len(features.g) // sharding.size(self.axes)
-        if minus is None:
-            start = Products(
-                jnp.zeros_like(features.f),
-                jnp.zeros_like(features.g, shape=(height, features.g.shape[1])),
-                jnp.zeros_like(state.p),
-                jnp.zeros_like(state.q),
-                jnp.zeros((), state.q.dtype),
-            )
-        else:
+        start = Products(
+            jnp.zeros_like(features.f),
+            jnp.zeros_like(features.g, shape=(height, features.g.shape[1])),
+            jnp.zeros_like(state.p),
+            jnp.zeros_like(state.q),
+            jnp.zeros((), state.q.dtype),
+        )
+        if minus is not None:
             start = jax.tree.map(jnp.negative, minus)
+        marginals = jnp.zeros_like(state.p), jnp.zeros_like(state.q)
+
+        def add(sums: Products, columns: Block | None = None) -> tuple[Products, Any]:
+            """With the products of all columns, or of a block of them."""
+
+            def of(x: Array, axis: int = 0) -> Array:
+                return x if columns is None else columns.of(x, axis)
+
+            def plan_of(state: KernelState, block: Block) -> tuple[Array, Array]:
+                """Rows of a plan P, and of P log A."""
+                weights, shares = jnp.where(block.fresh, block.of(a), 0.0), of(b)
+                if self.stored:
+                    rows, x, y = of(block.of(state.matrix), 1), block.of(state.x), of(state.y)
+                    logs = jnp.log(jnp.where(rows > 0, rows, 1.0)) + x[:, None] + y[None, :]
+                    weights, shares = weights * jnp.exp(x), shares * jnp.exp(y)
+                else:
+                    logs = jnp.minimum(self._log_rows(state, block, columns), MAX_EXPONENT)
+                    rows = jnp.exp(logs)
+                plan = weights[:, None] * rows * shares[None, :]
+                return plan, jnp.where(plan > 0, plan * logs, 0.0)
+
+            def body(block: Block, carry: Any) -> Any:
+                sums, (rows_star, columns_star) = carry
+                plan, moments = plan_of(state, block)
+                if star is not None:
+                    plan_star, moments_star = plan_of(star, block)
+                    rows_star = block.add(rows_star, jnp.sum(plan_star, axis=1))
+                    columns_star = columns_star + jnp.sum(plan_star, axis=0)
+                    plan, moments = plan - plan_star, moments - moments_star
+                scaled = plan * of(features.g_scale)[None, :]
+                masses = of(sums.columns) + jnp.sum(plan, axis=0)
+                left = affinity.dot(plan.T, features.left(block), features.precision)
+                sums = Products(
+                    block.add(sums.right, affinity.dot(scaled, of(features.g), features.precision)),
+                    sums.left + left,
+                    block.add(sums.rows, jnp.sum(plan, axis=1)),
+                    masses if columns is None else columns.put(sums.columns, masses),
+                    sums.log_moment + jnp.sum(moments),
+                )
+                return sums, (rows_star, columns_star)
+
+            # Each block reads and writes all of `left`: larger ones of a large problem save bytes.
+            large = self.stored and self.affinity.height >= 40 * blocks.BUILD_ROWS
+            factor = (4 if large else 1) if columns is None else sharding.size(self.axes)
+            return self._over_rows(body, (sums, marginals), factor)
+
         if not self.axes:
-            return self._transport(state, a, b, features, start)
+            return add(start)
 
         def of_columns(k: Any, sums: Products) -> tuple[Array, Products]:
             columns = Block(k * height, height, jnp.ones(height, bool))
-            sums = sums._replace(left=jnp.zeros_like(start.left))
-            sums = self._transport(state, a, b, features, sums, columns)
+            sums, _ = add(sums._replace(left=jnp.zeros_like(start.left)), columns)
             return sums.left, sums
 
         left, sums = sharding.psum_ring(of_columns, start.left, start, self.axes)
-        return sums._replace(left=start.left + left)
-
-    def _transport(
-        self,
-        state: KernelState,
-        a: Array,
-        b: Array,
-        features: Cosines,
-        start: Products,
-        columns: Block | None = None,
-    ) -> Products:
-        """Adds the products of all columns, or of a block of them."""
-
-        def of(x: Array) -> Array:
-            return x if columns is None else columns.of(x)
-
-        def body(block: Block, sums: Products) -> Products:
-            if self.stored:
-                rows = block.of(state.matrix)
-                if columns is not None:
-                    rows = columns.of(rows, axis=1)
-                logs = jnp.log(jnp.where(rows > 0, rows, 1.0))
-            else:
-                logs = jnp.minimum(self._log_rows(state, block, columns), MAX_EXPONENT)
-                rows = jnp.exp(logs)
-            weights = jnp.where(block.fresh, block.of(a), 0.0)
-            plan = weights[:, None] * rows * of(b)[None, :]
-            right = affinity.dot(
-                plan * of(features.g_scale)[None, :], of(features.g), features.precision
-            )
-            masses = of(sums.columns) + jnp.sum(plan, axis=0)
-            return Products(
-                block.put(sums.right, block.of(sums.right) + right),
-                sums.left + affinity.dot(plan.T, features.left(block), features.precision),
-                block.put(sums.rows, block.of(sums.rows) + jnp.sum(plan, axis=1)),
-                masses if columns is None else columns.put(sums.columns, masses),
-                sums.log_moment + jnp.sum(jnp.where(plan > 0, plan * logs, 0.0)),
-            )
-
-        return self._over_rows(body, start, 1 if columns is None else sharding.size(self.axes))
-
-    def transport_less(
-        self, state: KernelState, star: KernelState, a: Array, b: Array, features: Cosines
-    ) -> tuple[Products, Array, Array]:
-        """`transport` of P - P* where both kernels are stored; also P* 1 and P*^T 1."""
-
-        def body(block: Block, carry: Any) -> Any:
-            sums, rows_star, columns_star = carry
-            weights = jnp.where(block.fresh, block.of(a), 0.0)
-
-            def plan_of(matrix: Array) -> tuple[Array, Array]:
-                rows = block.of(matrix)
-                plan = weights[:, None] * rows * b[None, :]
-                return plan, jnp.where(plan > 0, plan * jnp.log(rows), 0.0)
-
-            plan, logs = plan_of(state.matrix)
-            plan_star, logs_star = plan_of(star.matrix)
-            less = plan - plan_star
-            right = affinity.dot(less * features.g_scale[None, :], features.g, features.precision)
-            sums = Products(
-                block.put(sums.right, block.of(sums.right) + right),
-                sums.left + affinity.dot(less.T, features.left(block), features.precision),
-                block.put(sums.rows, block.of(sums.rows) + jnp.sum(less, axis=1)),
-                sums.columns + jnp.sum(less, axis=0),
-                sums.log_moment + jnp.sum(logs - logs_star),
-            )
-            rows_star = block.put(rows_star, block.of(rows_star) + jnp.sum(plan_star, axis=1))
-            return sums, rows_star, columns_star + jnp.sum(plan_star, axis=0)
-
-        sums = Products(
-            jnp.zeros_like(features.f),
-            jnp.zeros_like(features.g),
-            jnp.zeros_like(a),
-            jnp.zeros_like(b),
-            jnp.zeros((), b.dtype),
-        )
-        return self._over_rows(body, (sums, jnp.zeros_like(a), jnp.zeros_like(b)))
+        return sums._replace(left=start.left + left), marginals

@@ -24,7 +24,6 @@ from sotalign_jax.ot import affinity, blocks, sharding
 from sotalign_jax.ot.affinity import ArrayLike
 from sotalign_jax.ot.kernel import Cosines, Kernel
 from sotalign_jax.ot.sinkhorn import (
-    Plan,
     log_plan,
     log_weights,
     pair,
@@ -33,7 +32,7 @@ from sotalign_jax.ot.sinkhorn import (
     solve_matrix,
     without_padding,
 )
-from sotalign_jax.ot.solver import Scalings, goal, row_range, solve
+from sotalign_jax.ot.solver import Scalings, goal, solve
 
 MARGINALS = ("prob", "bistochastic")
 
@@ -103,9 +102,8 @@ def reverse_only(name: str, call: Callable[[], Any]) -> Any:
         raise
 
 
-def _zeros(tree: Any) -> Any:
-    """Cotangents of everything that is a constant of the loss."""
-    return jax.tree.map(jnp.zeros_like, tree)
+# Cotangents of everything that is a constant of the loss.
+_zeros = functools.partial(jax.tree.map, jnp.zeros_like)
 
 
 def _after(x: Array, computed: Any) -> Array:
@@ -146,21 +144,8 @@ def _affinities_fwd(options: Options, k: Array, k_star: Array, settings: Setting
         k, k_star, log_a = rows
 
         def plan(k: Array, epsilon: Array, init_v: Array | None) -> tuple[Array, Scalings]:
-            top, widest = row_range(k, axes)
-            scalings = solve_matrix(
-                k,
-                log_a,
-                settings.log_b,
-                top=top,
-                widest=widest,
-                epsilon=epsilon,
-                tolerance=settings.tolerance,
-                max_iterations=options.max_iterations,
-                init_v=init_v,
-                axes=axes,
-                precision=options.sums,
-            )
-            return top, scalings
+            limits = epsilon, settings.tolerance, options.max_iterations
+            return solve_matrix(k, log_a, settings.log_b, *limits, init_v, axes, options.sums)
 
         epsilon, epsilon_star = settings.epsilon, settings.epsilon_star
         top_star, target = plan(k_star, epsilon_star, settings.init_v_star)
@@ -250,9 +235,11 @@ def _features_fwd(options: Options, features: Features, settings: Settings) -> A
         def kernel_of(cosines: Cosines) -> Kernel:
             return Kernel(cosines, options.block_size, axes, options.sums)
 
-        def plan(kernel: Kernel, epsilon: Array, init_v: Array | None) -> Any:
+        def plan(
+            kernel: Kernel, epsilon: Array, init_v: Array | None, *, narrow: bool = False
+        ) -> Any:
             return solve(
-                kernel,
+                kernel._replace(narrow=narrow),
                 log_a,
                 log_b,
                 epsilon=epsilon,
@@ -269,24 +256,31 @@ def _features_fwd(options: Options, features: Features, settings: Settings) -> A
 
         with jax.named_scope("teacher_plan"):
             kernel = kernel_of(cosines_of(z, w))
-            teacher, star = plan(kernel, settings.epsilon_star, settings.init_v_star)
+            exact = functools.partial(plan, kernel, init_v=settings.init_v_star)
+            if options.both and a.dtype == jnp.float32:
+                # Many sweeps, which on a GPU or TPU take as long as reading the kernel does.
+                fast = functools.partial(exact, narrow=True)
+                branches = {"default": exact, "cuda": fast, "tpu": fast}
+                teacher, star = jax.lax.platform_dependent(settings.epsilon_star, **branches)
+            else:
+                teacher, star = exact(settings.epsilon_star)
         # Columns come together from all devices only when they are needed.
         cosines = cosines_of(f, _after(g, teacher) if axes else g)
         if not options.both:
             with jax.named_scope("teacher_products"):
-                target = kernel.transport(star, a, b, cosines)
-            rows_star, columns_star = target.rows, target.columns
+                target, _ = kernel.transport(star, a, b, cosines)
         with jax.named_scope("student_plan"):
             kernel = kernel_of(cosines)
             before = teacher if options.both else target
             student, state = plan(kernel, _after(epsilon, before), settings.init_v)
         with jax.named_scope("student_products"):
             if options.both:
-                moved, rows_star, columns_star = kernel.transport_less(state, star, a, b, cosines)
+                moved, of_star = kernel.transport(state, a, b, cosines, star=star)
             else:
-                moved = kernel.transport(state, a, b, cosines, minus=target)
-        teacher = measured(teacher, rows_star, columns_star)
-        student = measured(student, moved.rows + rows_star, moved.columns + columns_star)
+                moved, _ = kernel.transport(state, a, b, cosines, minus=target)
+                of_star = target.rows, target.columns
+        teacher = measured(teacher, *of_star)
+        student = measured(student, moved.rows + of_star[0], moved.columns + of_star[1])
 
         # <P*, log P*> - <P*, log P> = <P*, log A*> - <P, log A> + <P - P*, log A>, with the rows
         # and columns of P - P* as they are: where K/eps is large, what rounding adds to their
@@ -372,7 +366,6 @@ def _settings(
     n: int,
     m: int,
     dtype: Any,
-    *,
     epsilon: Any,
     epsilon_star: Any,
     tolerance: Any,
@@ -381,22 +374,24 @@ def _settings(
     init_v: tuple[ArrayLike, ArrayLike] | None,
 ) -> Settings:
     checks.positive(epsilon=epsilon, epsilon_star=epsilon_star)
-    v, v_star = pair("init_v", init_v, dtype)
     return Settings(
         jnp.asarray(epsilon, dtype),
         jnp.asarray(epsilon_star, dtype),
         jnp.asarray(tolerance, dtype),
         log_weights("log_a", log_a, n, dtype),
         log_weights("log_b", log_b, m, dtype),
-        v,
-        v_star,
+        *pair("init_v", init_v, dtype),
     )
+
+
+def _returned(value: Array, aux: KlotAux, return_aux: bool) -> Any:
+    return (value, jax.lax.stop_gradient(aux)) if return_aux else value
 
 
 @overload
 def klot(
-    K: Float[ArrayLike, "n m"],
-    K_star: Float[ArrayLike, "n m"],
+    K: ArrayLike,
+    K_star: ArrayLike,
     *,
     return_aux: Literal[False] = ...,
     **options: Unpack[_KlotOptions],
@@ -405,22 +400,8 @@ def klot(
 
 @overload
 def klot(
-    K: Float[ArrayLike, "n m"],
-    K_star: Float[ArrayLike, "n m"],
-    *,
-    return_aux: Literal[True],
-    **options: Unpack[_KlotOptions],
+    K: ArrayLike, K_star: ArrayLike, *, return_aux: Literal[True], **options: Unpack[_KlotOptions]
 ) -> tuple[Float[Array, ""], KlotAux]: ...
-
-
-@overload
-def klot(
-    K: Float[ArrayLike, "n m"],
-    K_star: Float[ArrayLike, "n m"],
-    *,
-    return_aux: bool,
-    **options: Unpack[_KlotOptions],
-) -> Float[Array, ""] | tuple[Float[Array, ""], KlotAux]: ...
 
 
 def klot(
@@ -437,7 +418,7 @@ def klot(
     init_v: tuple[ArrayLike, ArrayLike] | None = None,
     precision: jax.lax.PrecisionLike = None,
     return_aux: bool = False,
-) -> Float[Array, ""] | tuple[Float[Array, ""], KlotAux]:
+) -> Any:
     """KLOT(K || K*) = KL(P* || P) with P = OT_eps(K), P* = OT_eps*(K*).
 
     The gradient in K is (P - P*)/eps in closed form: Sinkhorn is not differentiated, and beyond K
@@ -475,27 +456,14 @@ def klot(
     k = affinity.as_float(K)
     n, m = k.shape
     mass = _mass(marginals, n, m)
-    settings = _settings(
-        n,
-        m,
-        k.dtype,
-        epsilon=epsilon,
-        epsilon_star=epsilon_star,
-        tolerance=tolerance,
-        log_a=log_a,
-        log_b=log_b,
-        init_v=init_v,
-    )
+    settings = _settings(n, m, k.dtype, epsilon, epsilon_star, tolerance, log_a, log_b, init_v)
     k_star = jnp.asarray(K_star, k.dtype)
     if not (log_a is None and log_b is None):
         k, k_star = (without_padding(x, settings.log_a, settings.log_b) for x in (k, k_star))
     options = Options(max_iterations, precision)
     arrays = sharding.vary_alike((k, k_star, settings))
     value, aux = reverse_only("klot", lambda: _affinities(options, *arrays))
-    value = mass * value
-    if not return_aux:
-        return value
-    return value, jax.lax.stop_gradient(aux)
+    return _returned(mass * value, aux, return_aux)
 
 
 def klot_reference(
@@ -516,13 +484,9 @@ def klot_reference(
     0.0359
     """
     constant = jax.lax.stop_gradient(K)
-    plan = reference(constant, epsilon=epsilon, iterations=iterations, symmetric=symmetric)
-    target = reference(
-        jax.lax.stop_gradient(K_star),
-        epsilon=epsilon_star,
-        iterations=iterations,
-        symmetric=symmetric,
-    )
+    plain = functools.partial(reference, iterations=iterations, symmetric=symmetric)
+    plan = plain(constant, epsilon=epsilon)
+    target = plain(jax.lax.stop_gradient(K_star), epsilon=epsilon_star)
     p, p_star = plan.matrix(), target.matrix()
     value = jnp.sum(p_star * (target.log_matrix() - plan.log_matrix()))
     surrogate = jnp.sum((p - p_star) / epsilon * K)
@@ -531,10 +495,10 @@ def klot_reference(
 
 @overload
 def klot_from_embeddings(
-    f: Float[ArrayLike, "n d"],
-    g: Float[ArrayLike, "m d"],
-    f_star: Float[ArrayLike, "n e"],
-    g_star: Float[ArrayLike, "m e"],
+    f: ArrayLike,
+    g: ArrayLike,
+    f_star: ArrayLike,
+    g_star: ArrayLike,
     *,
     return_aux: Literal[False] = ...,
     **options: Unpack[_EmbeddingsOptions],
@@ -543,26 +507,14 @@ def klot_from_embeddings(
 
 @overload
 def klot_from_embeddings(
-    f: Float[ArrayLike, "n d"],
-    g: Float[ArrayLike, "m d"],
-    f_star: Float[ArrayLike, "n e"],
-    g_star: Float[ArrayLike, "m e"],
+    f: ArrayLike,
+    g: ArrayLike,
+    f_star: ArrayLike,
+    g_star: ArrayLike,
     *,
     return_aux: Literal[True],
     **options: Unpack[_EmbeddingsOptions],
 ) -> tuple[Float[Array, ""], KlotAux]: ...
-
-
-@overload
-def klot_from_embeddings(
-    f: Float[ArrayLike, "n d"],
-    g: Float[ArrayLike, "m d"],
-    f_star: Float[ArrayLike, "n e"],
-    g_star: Float[ArrayLike, "m e"],
-    *,
-    return_aux: bool,
-    **options: Unpack[_EmbeddingsOptions],
-) -> Float[Array, ""] | tuple[Float[Array, ""], KlotAux]: ...
 
 
 def klot_from_embeddings(
@@ -582,7 +534,7 @@ def klot_from_embeddings(
     block_size: int | str | None = None,
     precision: jax.lax.PrecisionLike = None,
     return_aux: bool = False,
-) -> Float[Array, ""] | tuple[Float[Array, ""], KlotAux]:
+) -> Any:
     """KLOT between the cosine affinities of features: `klot(cosine(f, g), cosine(f_star, g_star))`.
 
     Rows are L2-normalised inside. Each plan is multiplied with the features as soon as it is
@@ -595,28 +547,12 @@ def klot_from_embeddings(
     Inside a `shard_map` every device has a problem of its own: `pmean` its loss. Zero rows have
     cosine 0 with all others, and no gradient.
 
-    Args:
-        f: student features of the first modality, shape [n, d].
-        g: student features of the second modality, shape [m, d].
-        f_star: teacher features of the same n samples, shape [n, e]; no gradient.
-        g_star: teacher features of the same m samples, shape [m, e]; no gradient.
-        epsilon: see `klot`, as for all options not listed here.
-        epsilon_star: see `klot`.
-        marginals: see `klot`.
-        log_a: see `klot`.
-        log_b: see `klot`.
-        tolerance: see `klot`.
-        max_iterations: see `klot`.
-        init_v: see `klot`.
-        block_size: None keeps one n x m buffer; a number of rows streams, recomputing blocks of
-            that many rows in every iteration, in memory O(n (d + block_size)); "auto" decides by
-            the device's memory, and keeps two buffers where they fit, for half of the gradient's
-            products. Value and gradients are the same.
-        precision: see `klot`.
-        return_aux: see `klot`.
-
-    Returns:
-        The loss, or (loss, aux).
+    `f, g` are student features of shapes [n, d] and [m, d]; `f_star, g_star` those of the teacher
+    for the same samples, [n, e] and [m, e], which receive no gradient. `block_size=None` keeps one
+    n x m buffer; a number of rows streams, recomputing blocks of so many rows in every iteration,
+    in memory O(n (d + block_size)); "auto" decides by the device's memory, and keeps two buffers
+    where they fit, for half of the gradient's products. Value and gradients are the same. All
+    other options are those of `klot`.
 
     >>> f, g = jnp.eye(3), jnp.eye(3) + 0.5
     >>> print(jax.jit(klot_from_embeddings)(f, g, f, g, epsilon_star=0.05).round(4))
@@ -641,17 +577,7 @@ def klot_from_embeddings(
             both = rows == n and blocks.auto_block(2 * n, m, dtype.itemsize) is None
     checks.whole(1, or_none=True, block_size=block_size)
     mass = _mass(marginals, n, m)
-    settings = _settings(
-        n,
-        m,
-        dtype,
-        epsilon=epsilon,
-        epsilon_star=epsilon_star,
-        tolerance=tolerance,
-        log_a=log_a,
-        log_b=log_b,
-        init_v=init_v,
-    )
+    settings = _settings(n, m, dtype, epsilon, epsilon_star, tolerance, log_a, log_b, init_v)
     if not (log_a is None and log_b is None):
         features = Features(
             *(
@@ -662,16 +588,15 @@ def klot_from_embeddings(
     options = Options(max_iterations, precision, block_size, both)
     arrays = sharding.vary_alike((features, settings))
     value, aux = reverse_only("klot_from_embeddings", lambda: _features(options, *arrays))
-    value = mass * value
-    return (value, jax.lax.stop_gradient(aux)) if return_aux else value
+    return _returned(mass * value, aux, return_aux)
 
 
 @overload
 def klot_crossmodal(
-    f: Float[ArrayLike, "n d"],
-    g: Float[ArrayLike, "m d"],
-    f_star: Float[ArrayLike, "p e"],
-    g_star: Float[ArrayLike, "q e"],
+    f: ArrayLike,
+    g: ArrayLike,
+    f_star: ArrayLike,
+    g_star: ArrayLike,
     *,
     return_aux: Literal[False] = ...,
     **options: Unpack[_Options],
@@ -680,26 +605,14 @@ def klot_crossmodal(
 
 @overload
 def klot_crossmodal(
-    f: Float[ArrayLike, "n d"],
-    g: Float[ArrayLike, "m d"],
-    f_star: Float[ArrayLike, "p e"],
-    g_star: Float[ArrayLike, "q e"],
+    f: ArrayLike,
+    g: ArrayLike,
+    f_star: ArrayLike,
+    g_star: ArrayLike,
     *,
     return_aux: Literal[True],
     **options: Unpack[_Options],
 ) -> tuple[Float[Array, ""], KlotAux]: ...
-
-
-@overload
-def klot_crossmodal(
-    f: Float[ArrayLike, "n d"],
-    g: Float[ArrayLike, "m d"],
-    f_star: Float[ArrayLike, "p e"],
-    g_star: Float[ArrayLike, "q e"],
-    *,
-    return_aux: bool,
-    **options: Unpack[_Options],
-) -> Float[Array, ""] | tuple[Float[Array, ""], KlotAux]: ...
 
 
 def klot_crossmodal(
@@ -715,7 +628,7 @@ def klot_crossmodal(
     max_iterations: int = 2000,
     precision: jax.lax.PrecisionLike = None,
     return_aux: bool = False,
-) -> Float[Array, ""] | tuple[Float[Array, ""], KlotAux]:
+) -> Any:
     """KL(T || OT_eps(K)) over pairs and unpaired rows at once, K = cosine(f, g).
 
     The first k = n - p = m - q rows of f and g are pairs, which T transports to themselves; the
@@ -726,21 +639,9 @@ def klot_crossmodal(
     which has mass 1 and uniform marginals when n = m. The gradient in K is (P - T)/eps. Both
     matrices are kept for it: memory is a few n x m arrays.
 
-    Args:
-        f: student features of the first modality, pairs first, shape [n, d].
-        g: student features of the second modality, pairs first, shape [m, d].
-        f_star: teacher features of the unpaired rows of f, shape [p, e]; no gradient.
-        g_star: teacher features of the unpaired rows of g, shape [q, e]; no gradient.
-        epsilon: see `klot`, as for all other options.
-        epsilon_star: see `klot`.
-        marginals: see `klot`.
-        tolerance: see `klot`.
-        max_iterations: see `klot`.
-        precision: see `klot`.
-        return_aux: see `klot`.
-
-    Returns:
-        The loss, or (loss, aux).
+    `f, g` are student features of shapes [n, d] and [m, d]; `f_star, g_star` those of the teacher
+    for the unpaired rows, [p, e] and [q, e], which receive no gradient. The options are those of
+    `klot`.
 
     >>> f = jnp.eye(3)
     >>> print(jax.jit(klot_crossmodal)(f, f, f[1:], f[1:]).round(4))
@@ -762,35 +663,21 @@ def klot_crossmodal(
         return jnp.repeat(jnp.array(logs, f.dtype), np.array([pairs, rest]))
 
     static = Options(max_iterations, precision)
-    options: dict[str, Any] = {
-        "tolerance": tolerance,
-        "max_iterations": max_iterations,
-        "precision": static.sums,
-    }
+    solved = functools.partial(
+        sinkhorn, tolerance=tolerance, max_iterations=max_iterations, precision=static.sums
+    )
     targets = jax.lax.stop_gradient((f_star, g_star))
-    k_star = affinity.cosine(*targets, precision=static.products)
-    target = sinkhorn(k_star, epsilon=epsilon_star, **options)
+    target = solved(affinity.cosine(*targets, precision=static.products), epsilon=epsilon_star)
     t = jax.scipy.linalg.block_diag(
         jnp.eye(pairs, dtype=f.dtype) * (share / pairs), (1 - share) * target.matrix()
     )
     k = affinity.cosine(f, g, precision=static.products)
-    plan = sinkhorn(
-        jax.lax.stop_gradient(k),
-        epsilon=epsilon,
-        log_a=weights(unpaired[0]),
-        log_b=weights(unpaired[1]),
-        **options,
-    )
+    log_a, log_b = map(weights, unpaired)
+    plan = solved(jax.lax.stop_gradient(k), epsilon=epsilon, log_a=log_a, log_b=log_b)
     log_p = plan.log_matrix()
     value = jnp.sum(jax.scipy.special.xlogy(t, t) - t * log_p)
     surrogate = jnp.sum((jnp.exp(log_p) - t) / epsilon * k)
-    solved = jnp.isfinite(plan.error) & jnp.isfinite(target.error)
-    value = jnp.where(
-        solved, mass * (value + surrogate - jax.lax.stop_gradient(surrogate)), jnp.nan
-    )
-    aux = KlotAux(_scalings(plan), _scalings(target))
-    return (value, jax.lax.stop_gradient(aux)) if return_aux else value
-
-
-def _scalings(plan: Plan) -> Scalings:
-    return Scalings(plan.u, plan.v, plan.error, plan.iterations, plan.converged)
+    value = mass * (value + surrogate - jax.lax.stop_gradient(surrogate))
+    value = jnp.where(jnp.isfinite(plan.error) & jnp.isfinite(target.error), value, jnp.nan)
+    aux = KlotAux(*(Scalings(x.u, x.v, x.error, x.iterations, x.converged) for x in (plan, target)))
+    return _returned(value, aux, return_aux)

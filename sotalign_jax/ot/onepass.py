@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jax.experimental.pallas import triton
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int
 
 from sotalign_jax.ot import affinity
 
@@ -24,35 +24,60 @@ _TPU_BYTES = 2**23
 """Of a TPU's block of rows; two blocks and products of their size exist at a time."""
 _GPU_COLUMNS = 24 * 1024
 """A row of A and as many sums of columns fit into the registers of 1,024 threads (64 each)."""
+_OFFSET = 2**15 + (87 << 10)
+"""Of 2^-40, the smallest number that is kept in 16 bits."""
 _GPU_PROGRAMS = 528
 """How many share the rows: four for each of an H100's 132 processors, five of an A100's 108."""
 
 
+def narrow(x: Float[Array, "..."]) -> Int[Array, "..."]:
+    """Numbers >= 0 in 16 bits, 6 of exponent and 10 of mantissa: 2^-40 to 2^24, rounded.
+
+    Sums of a kernel's entries need a range that float16 does not have, and bits that bfloat16 does
+    not have.
+
+    >>> widen(narrow(jnp.array([1.0, 1.001, 1e6]))).tolist()
+    [1.0, 1.0009765625, 999936.0]
+    """
+    bits = jax.lax.bitcast_convert_type(x, jnp.int32)
+    return jnp.clip(((bits + 2**12) >> 13) - _OFFSET, -(2**15), 2**15 - 1).astype(jnp.int16)
+
+
+def widen(x: Int[Array, "..."]) -> Float[Array, "..."]:
+    """The numbers that were narrowed."""
+    return jax.lax.bitcast_convert_type((x.astype(jnp.int32) + _OFFSET) << 13, jnp.float32)
+
+
+def _entries(x: Array) -> Array:
+    return widen(x) if x.dtype == jnp.int16 else x
+
+
 def two_reads(
-    matrix: Float[Array, "n m"],
+    matrix: Array,
     a: Float[Array, " n"],
     c: Float[Array, " m"],
     precision: jax.lax.PrecisionLike = affinity.HIGHEST,
 ) -> tuple[Float[Array, " n"], Float[Array, " m"]]:
     """s and t by two products."""
+    matrix = _entries(matrix)
     s = affinity.dot(matrix, c, precision)
     return s, affinity.dot(a / s, matrix, precision)
 
 
 def sweep(
-    matrix: Float[Array, "n m"],
+    matrix: Array,
     a: Float[Array, " n"],
     c: Float[Array, " m"],
     precision: jax.lax.PrecisionLike = affinity.HIGHEST,
 ) -> tuple[Float[Array, " n"], Float[Array, " m"]]:
-    """s and t, with one read of the matrix where the device can, and then in full float32.
+    """s and t of a matrix [n, m], which may be narrow, with one read of it where the device can.
 
     >>> s, t = sweep(jnp.ones((2, 3)), jnp.ones(2), jnp.ones(3))
     >>> s.tolist(), t.round(2).tolist()
     ([3.0, 3.0], [0.67, 0.67, 0.67])
     """
     plain = functools.partial(two_reads, precision=precision)
-    if matrix.size < LEAST or matrix.dtype != jnp.float32:
+    if matrix.size < LEAST or a.dtype != jnp.float32:
         return plain(matrix, a, c)
     branches = {"tpu": on_tpu}
     if matrix.shape[1] <= _GPU_COLUMNS:
@@ -63,12 +88,12 @@ def sweep(
 def on_tpu(matrix: Array, a: Array, c: Array, *, interpret: bool = False) -> tuple[Array, Array]:
     """Blocks of rows pass through the vector memory one after another; t is summed there."""
     n, m = matrix.shape
-    size = max(8, _TPU_BYTES // (4 * m) // 8 * 8)
+    size = max(16, _TPU_BYTES // (4 * m) // 16 * 16)
 
     def kernel(matrix_ref: Any, a_ref: Any, c_ref: Any, s_ref: Any, t_ref: Any) -> None:
         block = pl.program_id(0)
         inside = block * size + jax.lax.broadcasted_iota(jnp.int32, (size, 1), 0) < n
-        rows = matrix_ref[...]
+        rows = _entries(matrix_ref[...])
         s = jnp.sum(rows * c_ref[...], axis=1, keepdims=True)
         s_ref[...] = s
         # The last block reaches beyond the matrix, where anything may be.
@@ -101,7 +126,7 @@ def on_gpu(matrix: Array, a: Array, c: Array, *, interpret: bool = False) -> tup
 
         def piece(ref: Any, row: tuple[Array, ...], start: int, size: int) -> Array:
             columns = start + jnp.arange(size)
-            return triton.load(ref.at[*row, columns], mask=columns < m, other=0.0)
+            return _entries(triton.load(ref.at[*row, columns], mask=columns < m, other=0))
 
         def row(k: Array, sums: tuple[Array, ...]) -> tuple[Array, ...]:
             i = own + k * programs
@@ -112,7 +137,7 @@ def on_gpu(matrix: Array, a: Array, c: Array, *, interpret: bool = False) -> tup
             weight = a_ref[i] / s
             return tuple(t + weight * part for t, part in zip(sums, parts, strict=True))
 
-        start = tuple(jnp.zeros(size, matrix.dtype) for _, size in pieces)
+        start = tuple(jnp.zeros(size, a.dtype) for _, size in pieces)
         sums = jax.lax.fori_loop(0, pl.cdiv(n - own, programs), row, start)
         for t, (begin, size) in zip(sums, pieces, strict=True):
             columns = begin + jnp.arange(size)

@@ -29,17 +29,10 @@ from sotalign_jax.ot.solver import Scalings, goal, rounding, row_range, solve
 class Plan:
     """A transport plan in scaling form, log P_ij = K_ij/epsilon + u_i + v_j.
 
-    Attributes:
-        affinity: K, shape [n, m].
-        row_centre, column_centre: what is taken from K before it is divided by epsilon, so that
-            digits are left where the mass is, shapes [n] and [m].
-        centred_u, centred_v: u_i + row_centre_i/epsilon, and likewise for v; -inf where the weight
-            is zero.
-        epsilon: the entropic regularisation.
-        error: max(||P 1 - a||_1, ||P^T 1 - b||_1) of `matrix()`, with a and b summing to 1, and
-            what the rounding of exponents may add; infinite where there is no plan.
-        iterations: number of (u, v) updates made.
-        converged: whether `error` reached the tolerance asked for.
+    K less its centres is divided by epsilon, so that digits are left where the mass is; `centred_u`
+    is u + row_centre/epsilon, and likewise for v, -inf where a weight is zero. `error` is
+    max(||P 1 - a||_1, ||P^T 1 - b||_1) of `matrix()`, with a and b summing to 1, and what the
+    rounding of exponents may add; infinite where there is no plan.
     """
 
     affinity: Float[Array, "n m"]
@@ -64,14 +57,9 @@ class Plan:
 
     def log_matrix(self) -> Float[Array, "n m"]:
         """log P."""
-        return log_plan(
-            self.affinity,
-            self.row_centre,
-            self.centred_u,
-            self.centred_v,
-            self.epsilon[..., None, None],  # a vmapped solve gives many plans
-            self.column_centre,
-        )
+        epsilon = self.epsilon[..., None, None]  # a vmapped solve gives many plans
+        scalings = self.row_centre, self.centred_u, self.centred_v
+        return log_plan(self.affinity, *scalings, epsilon, self.column_centre)
 
     def matrix(self) -> Float[Array, "n m"]:
         """P."""
@@ -267,7 +255,8 @@ def sinkhorn(
     checks.static(max_iterations=max_iterations, precision=precision)
     checks.whole(1, max_iterations=max_iterations)
     checks.positive(epsilon=epsilon)
-    k = _not_differentiable(affinity.as_matrix("K", K))
+    affinity.check_affinity("K", K)
+    k = _not_differentiable(affinity.as_float(K))
     arrays = (
         k,
         None if log_a is None else log_weights("log_a", log_a, k.shape[0], k.dtype),
@@ -301,34 +290,12 @@ def _solve(
 
     def own_rows(axes: sharding.Axes, rows: Any, shared: Any) -> tuple[Any, Any]:
         (k, log_a), (log_b, epsilon, tolerance, init_v) = rows, shared
-        top, widest = row_range(k, axes)
-        scalings = solve_matrix(
-            k,
-            log_a,
-            log_b,
-            top=top,
-            widest=widest,
-            epsilon=epsilon,
-            tolerance=tolerance,
-            max_iterations=max_iterations,
-            init_v=init_v,
-            axes=axes,
-            precision=precision,
-        )
+        options = {"epsilon": epsilon, "tolerance": tolerance, "max_iterations": max_iterations}
+        given: Any = {**options, "log_a": log_a, "log_b": log_b, "axes": axes}
+        top, scalings = solve_matrix(k, **given, init_v=init_v, precision=precision)
         row_centre = top - _potential(scalings.u, epsilon)
         column_centre = -_potential(scalings.v, epsilon)
-        refined = _refine(
-            k,
-            row_centre,
-            column_centre,
-            scalings,
-            log_a,
-            log_b,
-            epsilon,
-            tolerance,
-            max_iterations,
-            axes,
-        )
+        refined = _refine(k, row_centre, column_centre, scalings, **given)
         scalings = scalings.measured(refined.error, tolerance)
         shared = refined.v, column_centre, refined.iterations, scalings.error, scalings.converged
         return (refined.u, row_centre), shared
@@ -339,17 +306,7 @@ def _solve(
             own_rows, rows, (log_b, epsilon, tolerance, init_v)
         )
         u, row_centre = sharding.join(u, n), sharding.join(row_centre, n)
-    return Plan(
-        affinity=k,
-        row_centre=row_centre,
-        column_centre=column_centre,
-        centred_u=u,
-        centred_v=v,
-        epsilon=epsilon,
-        error=error,
-        iterations=iterations,
-        converged=converged,
-    )
+    return Plan(k, row_centre, column_centre, u, v, epsilon, error, iterations, converged)
 
 
 def _potential(x: Array, epsilon: Array) -> Array:
@@ -363,17 +320,15 @@ def solve_matrix(
     k: Array,
     log_a: Array,
     log_b: Array,
-    *,
-    top: Array,
-    widest: Array,
     epsilon: Array,
     tolerance: Array,
     max_iterations: int,
     init_v: Array | None,
     axes: sharding.Axes,
     precision: jax.lax.PrecisionLike,
-) -> Scalings:
-    """`solve` for an affinity that is given, with u and an estimate of the error for `log_plan`."""
+) -> tuple[Array, Scalings]:
+    """Rows' largest entries, and `solve` for an affinity less these: u and error for `log_plan`."""
+    top, widest = row_range(k, axes)
     scalings, _ = solve(
         Kernel(Matrix(k, top), axes=axes, precision=precision),
         log_a,
@@ -387,7 +342,8 @@ def solve_matrix(
     # Only entries that have mass count, and log P <= 0 bounds how far below its row's top one is.
     highest = sharding.pmax(_largest(scalings.u), axes) + _largest(scalings.v)
     exponent = jnp.minimum(widest / epsilon, NEGLIGIBLE + jnp.maximum(highest, 0.0))
-    return scalings.measured(scalings.error + 0.5 * rounding(exponent, k.dtype), tolerance)
+    error = scalings.error + 0.5 * rounding(exponent, k.dtype)
+    return top, scalings.measured(error, tolerance)
 
 
 NEGLIGIBLE = 30.0
@@ -416,7 +372,8 @@ def reference(
     [[0.44, 0.06], [0.06, 0.44]]
     """
     checks.positive(epsilon=epsilon)
-    K = affinity.as_matrix("K", K)
+    affinity.check_affinity("K", K)
+    K = affinity.as_float(K)
     n, m = K.shape
     scaled = K / epsilon
     log_a, log_b = -jnp.log(jnp.asarray(n, K.dtype)), -jnp.log(jnp.asarray(m, K.dtype))
@@ -437,13 +394,13 @@ def reference(
         jnp.sum(jnp.abs(matrix.sum(1) - 1 / n)), jnp.sum(jnp.abs(matrix.sum(0) - 1 / m))
     )
     return Plan(
-        affinity=K,
-        row_centre=_top(K),
-        column_centre=jnp.zeros(m, K.dtype),
-        centred_u=u + _top(K) / epsilon,
-        centred_v=v,
-        epsilon=jnp.asarray(epsilon, K.dtype),
-        error=error,
-        iterations=jnp.asarray(iterations),
-        converged=error <= 1e-4,
+        K,
+        _top(K),
+        jnp.zeros(m, K.dtype),
+        u + _top(K) / epsilon,
+        v,
+        jnp.asarray(epsilon, K.dtype),
+        error,
+        jnp.asarray(iterations),
+        error <= 1e-4,
     )

@@ -37,6 +37,9 @@ SCALING_START = 0.03
 """An epsilon below this fraction of the affinity's range is approached from above."""
 SCALING_TOLERANCE = 0.01
 """Marginal error at which an intermediate epsilon is left."""
+NARROW_ERROR, NARROW_STALLED = 3e-4, 8
+"""Marginal error at which sweeps turn from a narrow copy of the kernel to the kernel itself, or
+sweeps without progress: entries of 11 bits move the marginals by about this much."""
 
 
 def row_range(k: Array, axes: sharding.Axes = ()) -> tuple[Array, Array]:
@@ -98,6 +101,7 @@ class _Search(NamedTuple):
     mark: Array  # an error, and after how many iterations it was seen
     marked: Array
     drift: Array
+    exact: Array  # the kernel itself is swept over, no longer its narrow copy
     iterations: Array
     since_reset: Array
     last_x: Array
@@ -130,7 +134,8 @@ def _accelerate(
     steps say of it is noise of either sign, and a correction against f is turned round.
     """
     slot = search.since_reset % ANDERSON_MEMORY
-    fresh = search.since_reset > 0
+    # A step from the narrow copy of the kernel to the kernel itself tells nothing of either.
+    fresh = (search.since_reset > 0) & jnp.isfinite(search.best.error)
     dx = search.dx.at[slot].set(jnp.where(fresh, x - search.last_x, 0.0))
     df = search.df.at[slot].set(jnp.where(fresh, f - search.last_f, 0.0))
     gram = affinity.dot(df, df.T, precision)
@@ -195,7 +200,7 @@ def solve(
         def step(search: _Search) -> _Search:
             x = search.x
             c = jnp.exp(x)
-            s, t = kernel.sweep(state.kernel, a, b * c)
+            s, t = kernel.sweep(state.kernel, a, b * c, search.exact)
             log_r = -jnp.log(s)
             row_drift = jnp.max(jnp.where(live_row, jnp.abs(log_r), 0.0))
             t, row_drift = sharding.psum_and_pmax(t, row_drift, kernel.axes)
@@ -215,11 +220,19 @@ def solve(
             # Not even a plain step is finite: this kernel is of no use.
             hopeless = ~finite & (search.since_reset == 0)
             falls = best.error < STALL * search.mark
+            exact = search.exact
+            if kernel.narrow:  # its errors do not count in the end
+                near = best.error <= jnp.maximum(goal, NARROW_ERROR)
+                near |= ~falls & (search.iterations - search.marked >= NARROW_STALLED)
+                turn = near & ~exact & (state.levels == 0)
+                falls, exact = falls | turn, exact | turn
+                best = best._replace(error=jnp.where(turn, jnp.inf, best.error))
             return _Search(
                 x=jnp.where(sound, accelerated, best.following),
                 best=best,
                 mark=jnp.where(falls, best.error, search.mark),
                 marked=jnp.where(falls, search.iterations, search.marked),
+                exact=exact,
                 drift=jnp.where(sound, drift, jnp.where(hopeless, jnp.inf, 0.0)),
                 iterations=search.iterations + 1,
                 since_reset=jnp.where(sound, search.since_reset + 1, 0),
@@ -237,6 +250,7 @@ def solve(
             mark=infinity,
             marked=state.iterations,
             drift=jnp.zeros((), dtype),
+            exact=jnp.asarray(not kernel.narrow),
             iterations=state.iterations,
             since_reset=jnp.int32(0),
             last_x=zeros,
@@ -333,4 +347,5 @@ def solve(
         result.iterations,
         error <= tolerance,
     )
-    return scalings, result.kernel
+    nothing = jnp.zeros(0, jnp.int16)  # the narrow copy is of no more use
+    return scalings, result.kernel._replace(narrow=sharding.vary_like(nothing, log_a))
