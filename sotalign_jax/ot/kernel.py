@@ -156,7 +156,7 @@ class Kernel(NamedTuple):
             shape = (n, len(q)) if kept else (0,)
             return jax.lax.platform_dependent(
                 epsilon,
-                tpu=lambda x: jax.lax.empty(shape, dtype),
+                tpu=lambda x: sharding.vary_like(jax.lax.empty(shape, dtype), x),
                 # Not a constant, which XLA would keep and copy.
                 default=lambda x: jnp.full(shape, x.astype(dtype)),
             )
