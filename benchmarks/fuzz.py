@@ -20,7 +20,6 @@ rounding K/epsilon to its dtype moves exponents by more than the tolerance: if t
 that dtype does not converge either, or if K is streamed, so that it is rounded anew in every sweep.
 """
 
-import argparse
 import collections
 import functools
 import itertools
@@ -33,6 +32,7 @@ import jax.numpy as jnp
 import numpy as np
 from tqdm import tqdm
 
+from benchmarks import common
 from sotalign_jax.ot import affinity
 from sotalign_jax.ot.klot import klot, klot_from_embeddings
 from sotalign_jax.ot.sinkhorn import sinkhorn
@@ -191,33 +191,24 @@ def _textbook(k: Any, log_a: Any, log_b: Any, epsilon: Any, tolerance: Any) -> A
     return error <= tolerance, i
 
 
+_OPTIONS: dict[str, Any] = {"max_iterations": ITERATIONS, "return_aux": True}
+
+
 @functools.partial(jax.jit, static_argnames="block_size")
 def _streamed(features: Any, options: Any, *, block_size: int | None) -> Any:
-    def loss(f: Any, g: Any) -> Any:
-        return klot_from_embeddings(
-            f,
-            g,
-            *features[2:],
-            **options,
-            block_size=block_size,
-            max_iterations=ITERATIONS,
-            return_aux=True,
-        )
+    f, g, z, w = features
 
-    (value, aux), gradients = jax.value_and_grad(loss, (0, 1), has_aux=True)(*features[:2])
+    def loss(f: Any, g: Any) -> Any:
+        return klot_from_embeddings(f, g, z, w, **options, block_size=block_size, **_OPTIONS)
+
+    (value, aux), gradients = jax.value_and_grad(loss, (0, 1), has_aux=True)(f, g)
     return value, gradients, aux
 
 
 @jax.jit
 def _dense(features: Any, options: Any) -> Any:
     f, g, z, w = features
-    value, aux = klot(
-        affinity.cosine(f, g),
-        affinity.cosine(z, w),
-        **options,
-        max_iterations=ITERATIONS,
-        return_aux=True,
-    )
+    value, aux = klot(affinity.cosine(f, g), affinity.cosine(z, w), **options, **_OPTIONS)
     return value, aux.student.converged & aux.teacher.converged
 
 
@@ -338,19 +329,14 @@ def run(problems: Sequence[int], seed: int, *, progress: bool = False) -> dict[i
     return reports
 
 
-def main(arguments: list[str] | None = None) -> None:
+def main(argv: Sequence[str] | None = None) -> None:
     """The command."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.fuzz", description=__doc__)
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    parser.add_argument("--problems", type=int, default=1000, help="how many")
-    parser.add_argument("--seed", type=int, default=0, help="of the problems")
-    parser.add_argument("--only", type=int, help="the number of one problem to make again")
-    options = parser.parse_args(arguments)
-    problems = range(options.problems) if options.only is None else [options.only]
-    if options.only is not None:
-        case = make(options.seed, options.only)
+    args = common.options(__doc__, argv, problems=1000, seed=0, only=int)
+    problems = range(args.problems) if args.only is None else [args.only]
+    if args.only is not None:
+        case = make(args.seed, args.only)
         print(case.name, case._asdict(), sep="\n")
-    reports = run(problems, options.seed, progress=options.only is None).values()
+    reports = run(problems, args.seed, progress=args.only is None).values()
     findings = sum(bool(report.found) for report in reports)
     print(f"{len(reports)} problems, {findings} with findings")
     excused = sum(report.excused for report in reports)

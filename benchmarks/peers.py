@@ -64,33 +64,22 @@ class Arm(NamedTuple):
 # --------------------------------------------------------------------------------------- ours
 
 
-def _options(target: Target) -> dict[str, Any]:
-    return {
-        "epsilon": target.epsilon,
-        "epsilon_star": target.epsilon_star,
-        "tolerance": target.tolerance,
-        "max_iterations": max(target.student, target.teacher),
-        "return_aux": True,
-    }
+def ours(
+    target: Target, *, function: Callable[..., Any] = klot, **options: Any
+) -> Callable[..., Any]:
+    """Of K and K*, or of features for `klot_from_embeddings`."""
 
-
-def _scalings(aux: Any) -> tuple[Scaling, Scaling]:
-    student, teacher = (Scaling(s.u, s.v, s.iterations) for s in aux)
-    return student, teacher
-
-
-def ours(target: Target) -> Callable[..., Any]:
-    def loss(k: Array, k_star: Array) -> Any:
-        value, aux = klot(k, k_star, **_options(target))
-        return value, _scalings(aux)
-
-    return loss
-
-
-def ours_from_features(target: Target, *, block_size: int | None = None) -> Callable[..., Any]:
-    def loss(f: Array, g: Array, z: Array, w: Array) -> Any:
-        value, aux = klot_from_embeddings(f, g, z, w, **_options(target), block_size=block_size)
-        return value, _scalings(aux)
+    def loss(*inputs: Array) -> Any:
+        value, aux = function(
+            *inputs,
+            epsilon=target.epsilon,
+            epsilon_star=target.epsilon_star,
+            tolerance=target.tolerance,
+            max_iterations=max(target.student, target.teacher),
+            return_aux=True,
+            **options,
+        )
+        return value, tuple(Scaling(plan.u, plan.v, plan.iterations) for plan in aux)
 
     return loss
 
@@ -209,6 +198,15 @@ def _tighter(target: Target) -> Callable[..., Any]:
     return ours(target._replace(tolerance=target.tolerance / 10))
 
 
+def _ours_of_features(name: str, **options: Any) -> Arm:
+    make = functools.partial(ours, function=klot_from_embeddings, **options)
+    return Arm(name, make, from_features=True, textbook=False)
+
+
+def _through_plan(name: str, how: Any, **options: Any) -> Arm:
+    return Arm(name, functools.partial(ott_through_plan, implicit_diff=how), **options)
+
+
 OURS = Arm("ours, from K", ours, textbook=False)
 OURS_TIGHTER = Arm("ours, a tenth of the error", _tighter, textbook=False)
 DANSKIN = Arm("ott-jax Danskin", ott_danskin)
@@ -217,24 +215,12 @@ DANSKIN_MOMENTUM = Arm(
 )
 ARMS = (
     OURS,
-    Arm("ours, from features", ours_from_features, from_features=True, textbook=False),
-    Arm(
-        "ours, streamed",
-        functools.partial(ours_from_features, block_size=256),
-        from_features=True,
-        textbook=False,
-    ),
+    _ours_of_features("ours, from features"),
+    _ours_of_features("ours, streamed", block_size=256),
     Arm("unrolled scan", functools.partial(unrolled, checkpoint=False), unrolled=True),
     Arm("checkpointed scan", functools.partial(unrolled, checkpoint=True), unrolled=True),
-    Arm(
-        "ott-jax unrolled",
-        functools.partial(ott_through_plan, implicit_diff=None),
-        unrolled=True,
-    ),
-    Arm(
-        "ott-jax implicit",
-        functools.partial(ott_through_plan, implicit_diff=implicit_differentiation.ImplicitDiff()),
-    ),
+    _through_plan("ott-jax unrolled", None, unrolled=True),
+    _through_plan("ott-jax implicit", implicit_differentiation.ImplicitDiff()),
     DANSKIN,
     DANSKIN_MOMENTUM,
 )
