@@ -122,7 +122,11 @@ class Dataset:
     """Everything a run reads. `dataset` and `semi_supervised` check the values as well.
 
     >>> dataset((np.eye(3), np.ones((3, 2))), y=np.ones((5, 2)))
-    Dataset(pairs_x: 3 x 3, pairs_y: 3 x 2, pool_x: 0 x 3, pool_y: 5 x 2)
+    Dataset
+      pairs_x: 3 x 3
+      pairs_y: 3 x 2
+      pool_x: 0 x 3
+      pool_y: 5 x 2
     """
 
     pairs_x: Float[np.ndarray, "p d_x"]
