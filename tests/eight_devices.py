@@ -291,12 +291,12 @@ def test_exchanges_inside_loops_are_told_from_others(mesh):
     assert any(of_whole) and not all(of_whole), found
 
 
-def test_a_device_of_eight_needs_a_sixth_of_the_memory_and_loops_gather_nothing():
+def test_a_device_of_eight_needs_a_fifth_of_the_memory_and_loops_gather_nothing():
     """Of the step at the paper's size, which is compiled, not run."""
     one, eight = (roofline.lower(PAPER, jax.devices()[:n]).compile() for n in (1, 8))
     memory = [step.memory_analysis().temp_size_in_bytes for step in (one, eight)]
     both = 4 * PAPER.unpaired**2  # one device keeps a second kernel
-    assert memory[1] <= (memory[0] - both) / 6, memory
+    assert memory[1] <= (memory[0] - both) / 5, memory  # and SigLIP by smaller blocks
     found = programs.Program(eight.as_text()).exchanges()
     assert {one.kind for one in found} >= {"all-gather", "all-reduce"}
     assert (
