@@ -30,7 +30,7 @@ PAGES = [
 ]
 SMALLER = {"range(61)": "range(2)", '"steps": 60': '"steps": 2', "steps=100": "steps=2"}
 """What is smaller here than on the page: enough to see that every line works."""
-TOOLS = {"pip", "python3", "source", "bash", "pytest", "mkdocs", "apt-get", "cd", "git"}
+TOOLS = {"pip", "python", "python3", "source", "bash", "pytest", "mkdocs", "apt-get", "cd", "git"}
 """Commands that are not ours."""
 
 
