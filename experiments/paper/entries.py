@@ -174,7 +174,11 @@ def v1(lab: Lab) -> Panels:
             changes = {f"{method}.{name}": value for name, value in point.items()}
             rows[f"{method}: {label}"] = {"method": method, **changes}
     rows |= alphas(lab.sizes.alphas[:count])
-    many = rates("sail", lab.sizes.many_rates) | alphas(lab.sizes.many_alphas)
+    usual = {"train.learning_rate": 1e-3}
+    short = {name: {**usual, **c} for name, c in alphas(lab.sizes.many_alphas).items()}
+    short |= rates("sail", lab.sizes.many_rates)
+    many = {f"{name}, 200 steps": {**changes, **SHORT} for name, changes in short.items()}
+    many |= MANY_PAIRS if many else {}
     for pairs, tried in ((lab.sizes.n_pairs, rows), (lab.sizes.t1_pairs, many)):
         columns = {"val R@1": {"metric": "val/mean/R@1", "data.n_pairs": pairs}}
         if tried:
@@ -625,10 +629,11 @@ def v2(lab: Lab) -> Panels:
     columns = {f"R@{k}": {"metric": f"test/mean/R@{k}"} for k in (1, 10)}
     satellite = lab.sources.satellite
     alone = lab.alone(satellite, lab.sizes.satellite)
-    more = {} if lab.scale == "quick" else more
-    rows = {name: {**alone, **changes} for name, changes in (tried | more).items()}
+    quick = lab.scale == "quick"
+    satellites = tried if quick else tried | more
+    rows = {name: {**alone, **changes} for name, changes in satellites.items()}
     yield Panel(f"T7, {satellite}", "tried", rows, columns, seeds)
-    if lab.scale == "quick":
+    if quick:
         return
     shifted = {"RSICD|RSICD", "COCO|RSICD", "COCO|Flickr8k"}
     columns = {n: {**c, "metric": MEAN} for n, c in pools(lab).items() if n in shifted}
