@@ -1,6 +1,7 @@
 """Recipes on test splits: teachers, SAIL, and both recipes of `align`, plain and calibrated.
 
 python examples/recipes.py coco 500 1000 2000    # from a clone; also flickr8k, rsicd, any .npz file
+python examples/recipes.py coco 1000 --search    # what was tried, on validation
 
 A .npz file has paired rows `image` and `text` with a `split` (train, val or test) each; with
 `label` (-1 where there is none) and `prompts` [classes, templates, width] also classes. Cells are
@@ -13,6 +14,7 @@ import json
 import pathlib
 
 import numpy as np
+import recipe_search
 
 from experiments import photos
 from sotalign_jax import Aligner, align, aligner, data, evaluation, heads, methods, teachers
@@ -23,6 +25,7 @@ parser.add_argument("pairs", nargs="+", type=int)
 parser.add_argument("--pools", nargs="+", default=["disjoint"], choices=photos.POOLS)
 parser.add_argument("--seeds", type=int, default=3)
 parser.add_argument("--recipes", nargs="+", help="some of those in RECIPES")
+parser.add_argument("--search", action="store_true", help="validation scores of all trials instead")
 parser.add_argument("--cells", type=pathlib.Path, default=pathlib.Path("runs/recipes.jsonl"))
 
 SCORES = "R@1", "R@10", "calibrated R@1", "calibrated R@10", "zero-shot"
@@ -127,7 +130,7 @@ def scores(model, dataset):
 
 
 def key(name, pairs, pool, seed, recipe):
-    pool = "none" if RECIPES[recipe] == "nothing" else pool
+    pool = "none" if RECIPES.get(recipe) == "nothing" else pool
     return {
         "data": pathlib.Path(name).stem,
         "pairs": pairs,
@@ -143,11 +146,14 @@ def cells(path):
     return {tuple(cell["key"].values()): cell["scores"] for cell in read}
 
 
-def main():
-    given = parser.parse_args()
-    recipes = given.recipes or list(RECIPES)
-    given.cells.parent.mkdir(exist_ok=True)
-    known = cells(given.cells)
+def append(path, known, cell, found):
+    known[tuple(cell.values())] = found
+    with path.open("a") as file:
+        print(json.dumps({"key": cell, "scores": found}), file=file)
+
+
+def run(given, recipes, known):
+    """Computes the cells that are not known."""
     for seed in range(given.seeds):
         for pairs in given.pairs:
             for recipe in recipes:
@@ -161,10 +167,31 @@ def main():
                         model = fit(recipe, given.data, dataset, seed)
                     if not recipe.startswith("align"):
                         model = calibrated(model, dataset)
-                    known[tuple(cell.values())] = scores(model, dataset)
-                    line = {"key": cell, "scores": known[tuple(cell.values())]}
-                    with given.cells.open("a") as file:
-                        print(json.dumps(line), file=file)
+                    append(given.cells, known, cell, scores(model, dataset))
+
+
+def search(given, known):
+    """Prints validation scores of all trials, as they come."""
+    for pairs in given.pairs:
+        lab = recipe_search.Lab(load(given.data, n_pairs=pairs))
+        print(f"{given.data}, {pairs} pairs, validation\n| tried | R@10 / calibrated |\n|---|---:|")
+        for label, features in recipe_search.tried(lab):
+            cell = key(given.data, pairs, "disjoint", 0, f"search: {label}")
+            if tuple(cell.values()) not in known:
+                append(given.cells, known, cell, lab.scores(features()))
+            found = known[tuple(cell.values())]
+            print(f"| {label} | {found['R@10']:.1f} / {found['calibrated R@10']:.1f} |", flush=True)
+
+
+def main():
+    given = parser.parse_args()
+    given.cells.parent.mkdir(exist_ok=True)
+    known = cells(given.cells)
+    if given.search:
+        search(given, known)
+        return
+    recipes = given.recipes or list(RECIPES)
+    run(given, recipes, known)
     for pool in given.pools:
         print(f"\n{given.data}, {pool} pools, {given.seeds} seeds: R@10 / calibrated R@10")
         show(given, pool, recipes, known)
