@@ -25,7 +25,7 @@ parser.add_argument("data", help="coco, flickr8k, rsicd, or a .npz file")
 parser.add_argument("pairs", nargs="+", type=int)
 parser.add_argument("--pools", nargs="+", default=["disjoint"], choices=photos.POOLS)
 parser.add_argument("--seeds", type=int, default=3)
-parser.add_argument("--recipes", nargs="+", help="some of those in RECIPES")
+parser.add_argument("--recipes", nargs="+", help="some of those that a table names")
 parser.add_argument("--search", action="store_true", help="validation scores of all trials instead")
 parser.add_argument("--cells", type=pathlib.Path, default=pathlib.Path("runs/recipes.jsonl"))
 
@@ -177,6 +177,8 @@ def search(given, known):
         lab = recipe_search.Lab(load(given.data, n_pairs=pairs))
         print(f"{given.data}, {pairs} pairs, validation: R@10 / calibrated R@10, seconds of a core")
         for label, features in recipe_search.tried(lab):
+            if given.recipes and label not in given.recipes:
+                continue
             cell = key(given.data, pairs, "disjoint", 0, f"search: {label}")
             if tuple(cell.values()) not in known:
                 began = time.process_time()
