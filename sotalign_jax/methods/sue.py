@@ -41,8 +41,8 @@ class SUE(base.Fitted):
     2. Their leading canonical variates over the pairs are the shared space.
     3. A residual network moves the first modality so that both distributions agree.
 
-    Published for 30,000 rows on a GPU: hidden 4096, batch 5162, learning rate 1e-4, 100 epochs. The
-    defaults here are for thousands of rows on a CPU.
+    The defaults are for thousands of rows on a CPU; published for 30,000 on a GPU: hidden 4096,
+    batch 5162, learning rate 1e-4, 100 epochs.
 
     Attributes:
         dim: canonical variates kept, the width of the shared space; 8 as published.
@@ -137,8 +137,7 @@ class SUE(base.Fitted):
         as they are, means and all.
         """
         spreads = [table.std(axis=0, ddof=1) for table in (x, y)]
-        for spread in spreads:
-            spread[spread == 0] = 1.0
+        spreads = [np.where(spread == 0, 1.0, spread) for spread in spreads]
         found = teachers.canonical_correlations(x / spreads[0], y / spreads[1])
         checks.within(len(found.correlations), "directions that the pairs determine", dim=self.dim)
 
@@ -211,14 +210,10 @@ class SUEHead(Head):
 
 def apply(network: Head, rows: Rows) -> Float[np.ndarray, "n k"]:
     """The network's outputs for any number of rows, in blocks."""
-    split = nnx.split(network)
+    graphdef, params = nnx.split(network)
+    outputs = jax.jit(lambda params, rows: nnx.merge(graphdef, params)(rows))
     starts = range(0, len(rows), _CHUNK_ROWS)
-    return np.concatenate([_outputs(split, rows[s : s + _CHUNK_ROWS]) for s in starts])
-
-
-@jax.jit
-def _outputs(network: Any, rows: Array) -> Array:
-    return nnx.merge(*network)(rows)
+    return np.concatenate([outputs(params, rows[s : s + _CHUNK_ROWS]) for s in starts])
 
 
 # --- spectral networks ---
@@ -229,7 +224,7 @@ def adjacency(
 ) -> Float[Array, "m m"]:
     """W_ij = exp(-||x_i - x_j||^2 / s^2) for the nearest rows j of i, made symmetric by a mean.
 
-    s is the median distance of a row's `scale_neighbour`-th nearest row, itself counted.
+    s is the median distance to the `scale_neighbour`-th nearest row, the row itself counted.
 
     >>> rows = jnp.array([[0.0], [1.0], [9.0]])
     >>> print(adjacency(rows, neighbours=1, scale_neighbour=2).round(3))
