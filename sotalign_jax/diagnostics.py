@@ -98,11 +98,14 @@ class Mean(float):
 
 
 class Shift(NamedTuple):
-    """Distances from a sample of the pairs, see `pool_shift`; all samples have `rows` rows."""
+    """Distances from a sample of the pairs, all samples of one size `rows`, see `pool_shift`.
 
-    pool: Mean  # of unpaired rows
-    noise: Mean  # of other pairs: what sampling alone makes
-    sphere: Mean  # of random directions: nothing in common
+    `pool` is that of unpaired rows, `noise` of other pairs, `sphere` of random directions.
+    """
+
+    pool: Mean
+    noise: Mean
+    sphere: Mean
     rows: int
 
     @property
@@ -261,13 +264,16 @@ def _check_sets(
 
 
 class Convergence(NamedTuple):
-    """How a transport plan came out at one epsilon."""
+    """How a transport plan came out at one epsilon.
+
+    `error` is the L1 marginal error; `partners`, the perplexity of the plan's rows.
+    """
 
     epsilon: float
-    error: float  # L1 marginal error, total mass 1
+    error: float
     iterations: int
     converged: bool
-    partners: float  # over how many columns a row's mass spreads: the perplexity of the plan's rows
+    partners: float
 
 
 def sinkhorn_convergence(

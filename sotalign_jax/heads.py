@@ -467,7 +467,7 @@ def on_features(features: MapPair, heads: Heads) -> Heads:
     map_x, map_y = features.map_x, features.map_y
     if not (isinstance(map_x, KernelMap) and isinstance(map_y, KernelMap)):
         raise checks.InputError(
-            "features: are no kernel maps; fit them with teachers.kernel_cca(pairs_x, pairs_y)"
+            "features: not kernel maps; fit them with teachers.kernel_cca(pairs_x, pairs_y)"
         )
     made = Heads(KernelHead(map_x, heads.x), KernelHead(map_y, heads.y))
     made.log_scale, made.bias = heads.log_scale, heads.bias

@@ -289,7 +289,7 @@ def fit_spectral(
     `network(x) @ T` are the eigenvectors, of mean square 1, smoothest first: the constant one.
     Each step takes one batch to orthonormalise the outputs and another for the loss; the gradient
     goes through both. `key` decides the batches and which tenth of the rows is held out; `report`
-    hears the loss on it after every epoch.
+    is told the loss on it after every epoch.
     """
     most, of = len(rows) // 2 - 1, f"eigenvectors that {len(rows)} rows can determine"
     checks.within(most, of, eigenvectors=network.d_out)
@@ -437,7 +437,7 @@ def refine(
     """A network trained so that MMD(network(x), y) is small; rows of y are in no order.
 
     AdamW on shuffled batches of nine tenths of either side, as many passes over the smaller side;
-    the parameters with the least MMD on the last tenth, which `report` hears, are kept.
+    the parameters with the least MMD on the last tenth, which `report` is told, are kept.
     """
     graphdef, params = nnx.split(network)
     key, *splits = jax.random.split(key, 3)
