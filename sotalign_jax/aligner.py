@@ -171,8 +171,8 @@ class Aligner:
         tensors = {_dotted(name): np.asarray(leaf[...]) for name, leaf in parameters}
         save_file(tensors, temporary / _TENSORS)
         if self.calibration is not None:
-            arrays = {f.name: getattr(self.calibration, f.name) for f in _FIELDS}
-            save_file(jax.tree.map(np.asarray, arrays), temporary / _CALIBRATION)
+            arrays = jax.tree.map(np.asarray, vars(self.calibration))
+            save_file(arrays, temporary / _CALIBRATION)
         (temporary / _DESCRIPTION).write_text(text + "\n", encoding="utf-8")
         if path.exists():
             path.rename(previous)  # whole until the new one stands in its place
@@ -222,11 +222,8 @@ class Aligner:
         if (folder / _CALIBRATION).exists():
             with _reading(folder / _CALIBRATION):
                 arrays = load_file(folder / _CALIBRATION)
-                calibration = Calibration(*(jnp.asarray(arrays[f.name]) for f in _FIELDS))
+                calibration = Calibration(**jax.tree.map(jnp.asarray, arrays))
         return cls(nnx.merge(graphdef, state), info, calibration)
-
-
-_FIELDS = dataclasses.fields(Calibration)
 
 
 def _dotted(name: tuple[Any, ...]) -> str:

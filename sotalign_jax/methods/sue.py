@@ -63,6 +63,7 @@ class SUE(base.Fitted):
     """
 
     grid: ClassVar[base.Grid] = {"dim": (8, 16, 30)}
+    pools = "xy"
 
     dim: int = 8
     eigenvectors: int = 30
@@ -78,10 +79,6 @@ class SUE(base.Fitted):
     mmd_batch: int = 32
     mmd_learning_rate: float = 1e-3
     mmd_hidden: int = 32
-
-    @property
-    def pools(self) -> str:
-        return "xy"
 
     def __post_init__(self) -> None:
         checks.whole(1, hidden=self.hidden, mmd_hidden=self.mmd_hidden)
@@ -210,10 +207,14 @@ class SUEHead(Head):
 
 def apply(network: Head, rows: Rows) -> Float[np.ndarray, "n k"]:
     """The network's outputs for any number of rows, in blocks."""
-    graphdef, params = nnx.split(network)
-    outputs = jax.jit(lambda params, rows: nnx.merge(graphdef, params)(rows))
+    split = nnx.split(network)
     starts = range(0, len(rows), _CHUNK_ROWS)
-    return np.concatenate([outputs(params, rows[s : s + _CHUNK_ROWS]) for s in starts])
+    return np.concatenate([_outputs(split, rows[s : s + _CHUNK_ROWS]) for s in starts])
+
+
+@jax.jit
+def _outputs(network: Any, rows: Array) -> Array:
+    return nnx.merge(*network)(rows)
 
 
 # --- spectral networks ---
