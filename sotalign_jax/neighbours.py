@@ -12,8 +12,6 @@ from sotalign_jax import checks, sampling
 from sotalign_jax.heads import Rows
 from sotalign_jax.ot import affinity, blocks
 
-SKIP = ("none", "equal", "itself")
-
 
 class Neighbours(NamedTuple):
     """Cosines and rows of the nearest keys of every query, best first."""
@@ -53,7 +51,7 @@ def nearest(
             f"keys: have shape {keys.shape} but queries have {queries.shape}; "
             "pass two matrices of one width"
         )
-    checks.choice("skip", skip, SKIP)
+    checks.choice("skip", skip, ("none", "equal", "itself"))
     checks.whole(1, chunk=chunk)
     checks.within(len(keys), "keys", k=k)
     if not len(queries):

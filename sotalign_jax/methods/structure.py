@@ -15,11 +15,6 @@ from sotalign_jax.methods import base
 from sotalign_jax.ot import affinity, blocks, sharding
 from sotalign_jax.sampling import Batch
 
-CONTRASTIVE = ("infonce", "siglip")
-REGULARIZE_ON = ("pairs", "all", "unpaired")
-JS_FORMS = ("code", "js")
-LEVEL_WEIGHTS = ("none", "inverse")
-
 _FLOOR = 1e-12
 """Added to probabilities inside logarithms, as in the published code."""
 
@@ -57,8 +52,8 @@ class Structure(base.Objective):
         return "" if self.regularize_on == "pairs" else "xy"
 
     def __post_init__(self) -> None:
-        checks.choice("contrastive", self.contrastive, CONTRASTIVE)
-        checks.choice("regularize_on", self.regularize_on, REGULARIZE_ON)
+        checks.choice("contrastive", self.contrastive, ("infonce", "siglip"))
+        checks.choice("regularize_on", self.regularize_on, ("pairs", "all", "unpaired"))
         checks.at_least(0, weight=self.weight)
         checks.whole(0, warmup=self.warmup)
         _check_options(**self._options())
@@ -153,8 +148,8 @@ def _check_options(
     tau: float, levels: int, js_form: str, level_weights: str, block_size: int | None
 ) -> None:
     """Raises unless `regularizer` can use these options."""
-    checks.choice("js_form", js_form, JS_FORMS)
-    checks.choice("level_weights", level_weights, LEVEL_WEIGHTS)
+    checks.choice("js_form", js_form, ("code", "js"))
+    checks.choice("level_weights", level_weights, ("none", "inverse"))
     checks.positive(tau=tau)
     checks.whole(1, levels=levels)
     checks.whole(1, or_none=True, block_size=block_size)

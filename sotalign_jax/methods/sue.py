@@ -26,7 +26,6 @@ from sotalign_jax.ot import affinity
 WIDTHS = (0.5, 1.0, 2.0)
 """Of the Gaussians in `mmd`, in units of the mean squared distance."""
 _CHUNK_ROWS = 8192
-_LEAST_RATE = 1e-8  # at which the training of a spectral network ends
 
 Network = TypeVar("Network", bound=nnx.Module)
 Affine = tuple[np.ndarray, np.ndarray]
@@ -330,7 +329,7 @@ def fit_spectral(
         best, waited = (value, 0) if value < best * (1 - 1e-4) else (best, waited + 1)
         if waited > options.patience:
             rate, waited = rate / 10, 0
-        if rate <= _LEAST_RATE:
+        if rate <= 1e-8:  # too small to change anything
             break
     trained = nnx.merge(graphdef, state[0])
     outputs = apply(trained, table).astype(np.float64)
