@@ -206,10 +206,10 @@ class Feed:
 
     def _start(self, step: int) -> "concurrent.futures.Future[Batch]":
         # Row numbers are asked of the device now: later they would wait for the step to end.
-        return self._ahead.submit(self._read, self._rows(jnp.int32(step)))
+        return self._ahead.submit(self._read, step, self._rows(jnp.int32(step)))
 
-    def _read(self, numbers: Batch) -> Batch:
-        return _collect(self._take, self._tables, jax.device_get(numbers))
+    def _read(self, step: int, numbers: Batch) -> Batch:
+        return _collect(self._take, self._tables, jax.device_get(numbers)._replace(step=step))
 
     def _take(self, name: str, array: Any, rows: np.ndarray) -> Any:
         """These rows on the devices; where every batch has all of them, they are placed once."""
