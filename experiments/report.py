@@ -18,7 +18,7 @@ from ml_collections.config_dict import FrozenConfigDict
 from experiments import distributed, page, photos
 from experiments import run as run_lib
 from experiments import workdir as workdir_lib
-from experiments.extract import datasets, items, pair
+from experiments.extract import datasets, extraction, items
 from sotalign_jax import aligner, data, files
 from sotalign_jax.diagnostics import Mean
 
@@ -446,7 +446,7 @@ def labels_of(config: FrozenConfigDict) -> Labels | None:
         image_ids, said = photos.test_labels()
         return Labels([f"photograph {image}" for image in image_ids], said)
     test_x = pathlib.Path(files.split_key(config.data.files.test_x or "")[0]).expanduser()
-    noted = test_x.parent / pair.TEST
+    noted = test_x.parent / extraction.TEST
     if not config.data.files.test_x or not noted.exists():
         return None
     kept = workdir_lib.read_json(noted)

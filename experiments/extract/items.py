@@ -22,16 +22,21 @@ class Item(NamedTuple):
 
     Attributes:
         id: unique within a modality of a dataset.
-        load: reads a `PIL.Image.Image`, a str or a `Sound`; an item for which it raises is skipped.
         group: what belongs together across modalities has one group: the picture of a caption,
             or the class of a picture and of its prompts.
         origin: the file that holds the content, or the text itself; a change of it is noticed.
+        read: a `PIL.Image.Image`, a str or a `Sound` from the origin; an item for which it raises
+            is skipped.
     """
 
     id: str
-    load: Callable[[], Any]
     group: str
     origin: pathlib.Path | str
+    read: Callable[[Any], Any] = str
+
+    def load(self) -> Any:
+        """The content."""
+        return self.read(self.origin)
 
 
 class Sound(NamedTuple):
@@ -46,9 +51,6 @@ class Source(NamedTuple):
 
     items: Mapping[str, Callable[[], Iterator[Item]]]
     classes: tuple[str, ...] | None = None
-
-
-# --- content -----------------------------------------------------------------------------------
 
 
 def picture(file: pathlib.Path | bytes) -> Any:
@@ -90,28 +92,9 @@ def sound(file: pathlib.Path) -> Sound:
     return Sound(wave.mean(axis=1), rate)
 
 
-def file_item(
-    identity: str, path: pathlib.Path, group: str, read: Callable[[pathlib.Path], Any] = picture
-) -> Item:
-    """An item that is a file of its own, by default a picture."""
-    return Item(identity, functools.partial(read, path), group, path)
-
-
-def text_item(identity: str, text: str, group: str) -> Item:
-    """An item whose text is known already."""
-    return Item(identity, functools.partial(str, text), group, text)
-
-
-def bad_item(identity: str, reason: str, group: str) -> Item:
-    """An item that is known to be unusable; it is listed among the skipped."""
-
-    def fail() -> NoReturn:
-        raise ValueError(reason)
-
-    return Item(identity, fail, group, reason)
-
-
-# --- files -------------------------------------------------------------------------------------
+def fail(reason: str) -> NoReturn:
+    """Reads an item that is known to be unusable, so that it is listed among the skipped."""
+    raise ValueError(reason)
 
 
 def find(root: pathlib.Path, *names: str) -> pathlib.Path:
