@@ -149,9 +149,8 @@ def open_run(
     """Creates a run folder, or opens the one with exactly this config and these inputs again.
 
     `inputs` are the files that the run reads, by the names of their settings; one that is gone is
-    no change, for a finished run does not need it. Several processes call this together, and the
-    first alone looks and writes. Another run, other files or changed inputs are an InputError, and
-    nothing is overwritten.
+    no change, for a finished run does not need it. Another run, other files or changed inputs are
+    an InputError, and nothing is overwritten. Of several processes the first looks for all.
     """
     if problem := distributed.agree(lambda: _open(folder, config, inputs or {})):
         raise checks.InputError(f"workdir: {folder} {problem}; choose another --workdir")
@@ -175,10 +174,9 @@ def _open(
             old, new = before.get(key, "unset"), now.get(key, "unset")
             if old != new:
                 return f"holds a run with {key}={old} but {key}={new} is asked for"
+    elif others := sorted(one.name for one in folder.iterdir() if one != _temporary(path)):
+        return f"holds {others[0]} but no config.json, so it is not a run folder"
     else:
-        others = sorted(entry.name for entry in folder.iterdir() if entry != _temporary(path))
-        if others:
-            return f"holds {others[0]} but no config.json, so it is not a run folder"
         write_json(path, config)
     if not (folder / "environment.json").exists():
         write_json(folder / "environment.json", environment())
@@ -226,25 +224,18 @@ class Recorder(contextlib.ExitStack):
     """Observer of `training.fit`: keeps the metrics and checkpoints of a run, shows its progress.
 
     A line of metrics reaches the operating system before `metrics` returns. A checkpoint is the
-    pytree of host arrays that `to_arrays` makes of a snapshot, so plain orbax reads it on any
-    number of devices, the newest two are kept:
+    pytree of host arrays that `to_arrays` makes of a snapshot, which plain orbax reads:
     `ocp.StandardCheckpointer().restore(folder / "checkpoints" / str(step) / "default")`.
     Every process takes part in saving and restoring, and the first does all else.
     """
 
     def __init__(
-        self,
-        folder: pathlib.Path,
-        *,
-        steps: int,
-        title: str,
-        tensorboard: bool = False,
-        inner: bool = False,
+        self, folder: pathlib.Path, *, steps: int, tensorboard: bool = False, **progress: Any
     ) -> None:
-        """Opens the records in `folder`; an `inner` run shows its progress below another bar."""
+        """Opens the records in `folder`; options of `Progress` say how the steps are shown."""
         super().__init__()
         self._folder, self._tensorboard = folder.absolute(), tensorboard
-        self._progress: dict[str, Any] = {"total": steps, "title": title, "inner": inner}
+        self._progress = {"total": steps, **progress}
         self._bar: Progress | None = None
         self._board: Any = None
 
@@ -265,11 +256,15 @@ class Recorder(contextlib.ExitStack):
 
     def resume(self, template: training.Snapshot) -> training.Snapshot:
         """The newest checkpoint, or `template` if there is none; cuts the log back to its step."""
-        latest = distributed.agree(self._checkpoints.latest_step)
-        step = latest or 0
-        start = self._restore(step, template) if latest else distributed.from_first(template)
+        step = distributed.agree(self._checkpoints.latest_step) or 0
+        start = self._restore(step, template) if step else distributed.from_first(template)
         if distributed.is_first():
-            self._cut_log(step)
+            kept = 0
+            for line in (self._folder / "metrics.jsonl").read_bytes().splitlines(keepends=True):
+                if not line.endswith(b"\n") or json.loads(line)["step"] > step:
+                    break  # a line may have been cut short by a kill
+                kept += len(line)
+            self._log.truncate(kept)
             if self._tensorboard:  # what was shown beyond the restored step is hidden
                 board = checks.require("tensorboardX", extra="tensorboard")
                 folder = str(self._folder / "tensorboard")
@@ -277,15 +272,6 @@ class Recorder(contextlib.ExitStack):
                 self.callback(self._board.close)
         self._bar = self.enter_context(Progress(initial=step, **self._progress))
         return start
-
-    def _cut_log(self, step: int) -> None:
-        """Drops the lines beyond `step`, and a last line cut short by a kill."""
-        kept = 0
-        for line in (self._folder / "metrics.jsonl").read_bytes().splitlines(keepends=True):
-            if not line.endswith(b"\n") or json.loads(line)["step"] > step:
-                break
-            kept += len(line)
-        self._log.truncate(kept)
 
     def _restore(self, step: int, template: training.Snapshot) -> training.Snapshot:
         wanted = to_arrays(template)
