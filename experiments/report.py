@@ -49,13 +49,13 @@ class Table:
 
     def __str__(self) -> str:
         """Columns aligned by spaces, numbers to the right, the best of a column with a star."""
-        text = self._tabulate(self._cells("{}*", "{} "), "simple")
+        text = self._tabulate("simple", self._cells("{}*", "{} "))
         return "\n".join(line.rstrip() for line in text.splitlines())
 
     def markdown(self) -> str:
         """A Markdown table, the best of a column in bold."""
-        cells = [[text.replace("|", r"\|") for text in row] for row in self._cells("**{}**", "{}")]
-        return self._tabulate(cells, "pipe")
+        cells = self._cells("**{}**", "{}")
+        return self._tabulate("pipe", [[text.replace("|", r"\|") for text in row] for row in cells])
 
     def csv(self) -> str:
         """Comma-separated values with all digits and no marks."""
@@ -75,10 +75,9 @@ class Table:
         body = ""
         for number, row in enumerate(self._cells("\0{}\1", "{}")):
             tag = "td" if number else "th"
-            texts = [html.escape(t).replace("\0", "<b>").replace("\1", "</b>") for t in row]
-            pairs = zip(kinds, texts, strict=True)
-            cells = "".join(f"<{tag}{kind}>{text}</{tag}>" for kind, text in pairs)
-            body += f"<tr>{cells}</tr>"
+            pairs = zip(kinds, map(html.escape, row), strict=True)
+            body += f"<tr>{''.join(f'<{tag}{kind}>{text}</{tag}>' for kind, text in pairs)}</tr>"
+        body = body.replace("\0", "<b>").replace("\1", "</b>")
         title = f"<caption>{html.escape(caption)}</caption>" if caption else ""
         return f"<div class='scroll'><table>{title}{body}</table></div>"
 
@@ -89,16 +88,11 @@ class Table:
             write(pathlib.Path(path), text)
         return list(texts)
 
-    def _tabulate(self, cells: list[list[str]], style: str) -> str:
+    def _tabulate(self, style: str, cells: list[list[str]]) -> str:
         numeric = [any(map(_is_number, values)) for values in zip(*self.rows, strict=True)]
-        return tabulate.tabulate(
-            cells[1:],
-            cells[0],
-            tablefmt=style,
-            colalign=["right" if right else "left" for right in numeric] or None,
-            disable_numparse=True,
-            preserve_whitespace=True,
-        )
+        align = ["right" if right else "left" for right in numeric] or None
+        options = {"disable_numparse": True, "preserve_whitespace": True}
+        return tabulate.tabulate(cells[1:], cells[0], tablefmt=style, colalign=align, **options)
 
     def _cells(self, marked: str, plain: str) -> list[list[str]]:
         """Header and body as text, every cell of a column with a best value marked or padded."""
@@ -132,9 +126,6 @@ table = Table  # as the benchmarks call it
 
 def _is_number(value: Any) -> bool:
     return isinstance(value, int | float | np.number) and not isinstance(value, bool)
-
-
-# --- files ---------------------------------------------------------------------------------------
 
 
 def write(path: pathlib.Path, content: str | bytes) -> None:
@@ -216,8 +207,8 @@ def conclude(
     printed, too, and kept in retrieved.txt. `folders` are those of the runs, if they are not named
     after them in `workdir`. Runs that failed are named in a FloatingPointError at the end.
     """
+    own = {name: workdir / name if len(configs) > 1 else workdir for name in configs}
     if distributed.is_first():
-        own = {name: workdir / name if len(configs) > 1 else workdir for name in configs}
         _report(configs, results, workdir, folders or own)
     if failed := [f"{name}: {one['error']}" for name, one in results.items() if "error" in one]:
         raise FloatingPointError(f"{len(failed)} of {len(results)} runs failed, first {failed[0]}")
@@ -247,7 +238,7 @@ def _report(
         write(workdir / "retrieved.txt", text)
         print(f"\n{text}")
         shown.append(page.section(title, cards(found)))
-    title = ", ".join(_labels(groups))
+    title = ", ".join(_labels(groups)[0])
     head = f"<header><h1>{html.escape(title)}</h1>{page.text(str(workdir))}</header>"
     shown.append(page.environment(workdir_lib.kept_environment(workdir)))
     write(workdir / "report.html", page.page(title, head, *shown))
@@ -285,12 +276,9 @@ def grouped(configs: Configs, results: Results) -> Grouped:
     return groups
 
 
-def _labels(groups: Grouped) -> list[str]:
-    return list(dict.fromkeys(label for label, _ in groups))
-
-
-def _budgets(groups: Grouped) -> list[int]:
-    return sorted({n_pairs for _, n_pairs in groups})
+def _labels(groups: Grouped) -> tuple[list[str], list[int]]:
+    """The labels in their order, and the numbers of pairs."""
+    return list(dict.fromkeys(label for label, _ in groups)), sorted({n for _, n in groups})
 
 
 def _has(groups: Grouped, key: str) -> bool:
@@ -306,7 +294,7 @@ def _mean(seeds: Sequence[run_lib.Results] | None, key: str) -> Mean | None:
 
 def comparison_table(groups: Grouped) -> Table:
     """Mean and standard deviation over seeds; a group of columns for every number of pairs."""
-    budgets = _budgets(groups)
+    labels, budgets = _labels(groups)
     present = [header for header, key in COLUMNS.items() if _has(groups, key)]
     if len(budgets) > 1:
         present = [header for header in present if header in SEVERAL] or present[:1]
@@ -317,7 +305,7 @@ def comparison_table(groups: Grouped) -> Table:
     }
     rows = [
         [label, *(_mean(groups.get((label, n_pairs)), key) for n_pairs, key in columns.values())]
-        for label in _labels(groups)
+        for label in labels
     ]
     return Table(["method", *columns], rows, best=columns)
 
@@ -330,13 +318,11 @@ def comparison_plot(groups: Grouped) -> bytes | None:
     splits = [name for name in ("test", "val") if _has(groups, f"{name}/mean/R@1")]
     if not splits:
         return None
-    plt, budgets = pyplot(), _budgets(groups)
+    plt, (labels, budgets) = pyplot(), _labels(groups)
     keys = [key for panel in PANELS if _has(groups, key := f"{splits[0]}/{panel}")]
 
-    def score(label: str) -> float:
-        return sum(_mean(groups.get((label, n)), keys[0]) or 0.0 for n in budgets)
-
-    labels = sorted(_labels(groups), key=score)  # the first bar is drawn at the bottom
+    # The first bar is drawn at the bottom.
+    labels.sort(key=lambda one: sum(_mean(groups.get((one, n)), keys[0]) or 0.0 for n in budgets))
     size = 2 + 3 * len(keys), 1.2 + 0.18 * len(labels) * (len(budgets) + 0.6)
     figure, _ = plt.subplots(1, len(keys), figsize=size, sharey=True, layout="constrained")
     thickness = 0.8 / len(budgets)
@@ -385,9 +371,8 @@ def curves_plot(folders: Mapping[str, pathlib.Path]) -> bytes | None:
     for ax, key in zip(axes.flat, keys, strict=False):
         for name, log in logs.items():
             drawn = [(row["step"], float(row[key])) for row in log if key in row]
-            ax.plot(
-                *np.reshape(drawn, (-1, 2)).T, color=colours[name.rpartition("-seed")[0]], lw=1.2
-            )
+            colour = colours[name.rpartition("-seed")[0]]
+            ax.plot(*np.reshape(drawn, (-1, 2)).T, color=colour, lw=1.2)
         ax.set_title(CURVES[key], fontsize=10)
         ax.set_yscale("log" if key.endswith("_error") else "linear")
         ax.xaxis.get_major_locator().set_params(integer=True)
@@ -401,15 +386,15 @@ def curves_plot(folders: Mapping[str, pathlib.Path]) -> bytes | None:
     return png(figure)
 
 
-# --- what a model finds for pictures that it has not seen ----------------------------------------
-
-
 class Labels(NamedTuple):
     """What the rows of a test gallery are: names of x, captions of y, and pictures of x, if any."""
 
     x: Sequence[str]
     y: Sequence[str]
     pictures: Sequence[pathlib.Path] = ()
+
+
+WORDS = {True: "right", False: "wrong"}
 
 
 class Found(NamedTuple):
@@ -422,22 +407,16 @@ class Found(NamedTuple):
 
     def text(self) -> str:
         """The picture's own caption, and below it those that were found."""
-        lines = [f"{self.name}: {self.caption.strip()}"]
-        for caption, right in self.retrieved:
-            lines.append(f"  {'right' if right else 'wrong'}  {caption.strip()}")
-        return "\n".join(lines)
+        found = [f"  {WORDS[right]}  {caption.strip()}" for caption, right in self.retrieved]
+        return "\n".join([f"{self.name}: {self.caption.strip()}", *found])
 
-    def card(self) -> str:
-        """Likewise as HTML, with the picture if its file is at hand."""
-        shown = ""
-        if self.picture is not None and self.picture.exists():
-            shown = page.thumbnail(items.oriented(self.picture), self.caption)
-        rows = "".join(
-            f"<li class='{'right' if right else 'wrong'}'>{html.escape(caption)}</li>"
-            for caption, right in self.retrieved
-        )
+    def card(self) -> tuple[str, str]:
+        """Likewise as HTML, and the picture if its file is at hand."""
+        rows = [f"<li class='{WORDS[right]}'>{html.escape(t)}</li>" for t, right in self.retrieved]
         title = f"<b>{html.escape(self.caption)}</b><br>{html.escape(self.name)}"
-        return page.card(f"{title}<ol>{rows}</ol>", shown)
+        shown = self.picture is not None and self.picture.exists()
+        picture = page.thumbnail(items.oriented(self.picture), self.caption) if shown else ""
+        return f"{title}<ol>{''.join(rows)}</ol>", picture
 
 
 def labels_of(config: FrozenConfigDict) -> Labels | None:
@@ -457,23 +436,25 @@ def labels_of(config: FrozenConfigDict) -> Labels | None:
 
 def find(model: aligner.Aligner, gallery: data.Gallery, labels: Labels) -> list[Found]:
     """The three nearest of all captions to some pictures, which are the same for every model."""
-    count, top = min(200, len(gallery.x)), min(3, len(gallery.y))
-    asked = np.random.default_rng(0).choice(len(gallery.x), count, replace=False)
-    _, rows = model.search(gallery.x[asked], gallery.y, k=top)
-    found = []
-    for query, best in zip(asked, rows, strict=True):
-        retrieved = tuple((labels.y[y], bool(gallery.x_of_y[y] == query)) for y in best)
-        own = labels.y[np.flatnonzero(gallery.x_of_y == query)[0]]
-        picture = labels.pictures[query] if labels.pictures else None
-        found.append(Found(labels.x[query], own, retrieved, picture))
-    return found
+    n, x_of_y = len(gallery.x), gallery.x_of_y
+    asked = np.random.default_rng(0).choice(n, min(200, n), replace=False)
+    _, rows = model.search(gallery.x[asked], gallery.y, k=min(3, len(gallery.y)))
+    return [
+        Found(
+            labels.x[query],
+            labels.y[np.flatnonzero(x_of_y == query)[0]],
+            tuple((labels.y[y], bool(x_of_y[y] == query)) for y in best),
+            labels.pictures[query] if labels.pictures else None,
+        )
+        for query, best in zip(asked, rows, strict=True)
+    ]
 
 
 def cards(found: Sequence[Found], each: int = 8) -> str:
     """HTML of pictures whose first caption is right, and of as many whose is not."""
     parts = []
-    for title, right in (("Right", True), ("Wrong", False)):
+    for right, word in WORDS.items():
         some = [one for one in found if one.retrieved[0][1] == right]
-        parts.append(page.text(f"{title} at first: {len(some)} of {len(found)} pictures."))
-        parts.append(page.cards(*(one.card() for one in some[:each])))
+        title = f"{word.title()} at first: {len(some)} of {len(found)} pictures."
+        parts += [page.text(title), page.cards(one.card() for one in some[:each])]
     return "\n".join(parts)

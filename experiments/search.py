@@ -114,14 +114,13 @@ class Searcher(NamedTuple):
         """The pictures below `images` that are nearest to a text, best first."""
         source = datasets.open_dataset("folder", images)
         results = self._search(query, source, "image", images, top)
-        boxes = [
-            page.card(
-                f"<b>{rank}. {score:.3f}</b><br>{html.escape(name)}",
-                page.thumbnail(items.oriented(images / name), name),
-            )
+        titles = (
+            f"<b>{rank}. {score:.3f}</b><br>{html.escape(name)}"
             for rank, (name, score) in enumerate(results, 1)
-        ]
-        return Answer(results, _page(query, f"pictures in {images}", page.cards(*boxes)))
+        )
+        shown = (page.thumbnail(items.oriented(images / name), name) for name, _ in results)
+        cards = page.cards(zip(titles, shown, strict=True))
+        return Answer(results, _page(query, f"pictures in {images}", cards))
 
     def texts(self, query: pathlib.Path, file: pathlib.Path, *, top: int) -> Answer:
         """The texts of a file that are nearest to a picture, best first."""
