@@ -86,11 +86,7 @@ def read_captions(
     split: str = "",
     columns: Sequence[Sequence[str]] = (FILE_COLUMNS, CAPTION_COLUMNS),
 ) -> list[tuple[str, str]]:
-    """Files and captions of a CSV or JSONL file, in the first of the columns that it has.
-
-    Raises:
-        InputError: the file is missing, of another format, or lacks a column.
-    """
+    """Files and captions of a CSV or JSONL file, in the first of the columns that it has."""
     if path.suffix not in (".csv", ".jsonl"):
         raise checks.InputError(f"captions: {path} is neither .csv nor .jsonl; convert it")
     try:
@@ -103,15 +99,11 @@ def read_captions(
         raise checks.InputError(f"captions: {path} has no rows; write one per caption")
     if split and "split" not in records[0]:
         raise checks.InputError(f"split: {split!r} asked but {path} has no column 'split'")
-    chosen = []
-    for names in columns:
-        if not (present := [name for name in names if name in records[0]]):
-            has = ", ".join(map(str, records[0]))
-            raise checks.InputError(
-                f"captions: {path} has the columns {has}; name one {names[0]!r}"
-            )
-        chosen.append(present[0])
-    name, caption = chosen
+    present = [[name for name in names if name in records[0]] for names in columns]
+    if missing := [names[0] for names, found in zip(columns, present, strict=True) if not found]:
+        has = ", ".join(map(str, records[0]))
+        raise checks.InputError(f"captions: {path} has the columns {has}; name one {missing[0]!r}")
+    name, caption = (found[0] for found in present)
     return [
         (str(record.get(name) or ""), str(record.get(caption) or ""))
         for record in records
@@ -178,19 +170,14 @@ def librispeech(root: pathlib.Path, split: str) -> Source:
     )
 
 
-SKYSCRIPT = {
-    "train": "SkyScript_train_top30pct_filtered_by_CLIP_openai.csv",
-    "train50": "SkyScript_train_top50pct_filtered_by_CLIP_openai.csv",
-    "val": "SkyScript_val_5K_filtered_by_CLIP_openai.csv",
-    "test": "SkyScript_test_30K_filtered_by_CLIP_openai.csv",
-}
-
-
 def skyscript(root: pathlib.Path, split: str, captions: pathlib.Path | None = None) -> Source:
     """SkyScript: a CSV per split (or one given as captions) and pictures in images2/, ..."""
+    parts = {"train": "train_top30pct", "train50": "train_top50pct", "val": "val_5K"}
+    parts["test"] = "test_30K"
     if captions is None:
-        checks.choice("split", split, tuple(SKYSCRIPT))
-        captions = items.find(root, SKYSCRIPT[split], f"dataframe/{SKYSCRIPT[split]}")
+        checks.choice("split", split, tuple(parts))
+        name = f"SkyScript_{parts[split]}_filtered_by_CLIP_openai.csv"
+        captions = items.find(root, name, f"dataframe/{name}")
     rows = read_captions(captions, columns=(("filepath",), ("title_multi_objects",)))
     return _captioned(_file(name, root / name, [(name, title)]) for name, title in rows)
 
@@ -199,6 +186,7 @@ def skyscript(root: pathlib.Path, split: str, captions: pathlib.Path | None = No
 
 _FOLDER = pathlib.Path(__file__).parents[1] / "zero_shot"
 TEMPLATES, CLASS_NAMES = _FOLDER / "templates.json", _FOLDER / "class_names.json"
+"""Prompts, and names of classes, as CLIP's zero-shot evaluation writes them."""
 
 
 def _prompted(prompts: str, names: Iterable[str], pictures: Callable[[], Iterator[Item]]) -> Source:
@@ -215,12 +203,6 @@ def _prompted(prompts: str, names: Iterable[str], pictures: Callable[[], Iterato
                 yield Item(f"{label}/{number}", str(label), template.format(c=name))
 
     return Source({"image": pictures, "text": texts}, classes)
-
-
-def published_names(prompts: str) -> list[str]:
-    """Class names as CLIP's zero-shot evaluation writes them."""
-    names: list[str] = workdir.read_json(CLASS_NAMES)[prompts]
-    return names
 
 
 def _labelled(
@@ -246,12 +228,10 @@ def imagenet(root: pathlib.Path, split: str) -> Source:
     else:
         folder = items.find(root, split)
         synsets = sorted(path.name for path in folder.iterdir() if path.is_dir())
-    names = published_names("imagenet1k")
+    names = workdir.read_json(CLASS_NAMES)["imagenet1k"]
     if len(synsets) != len(names):
-        raise checks.InputError(
-            f"root: {folder} has {len(synsets)} synset folders but ImageNet-1k has {len(names)}; "
-            "class names go by their order, so keep empty ones as well"
-        )
+        text = f"root: {folder} has {len(synsets)} synset folders, not {len(names)}"
+        raise checks.InputError(f"{text}; names go by their order, so keep empty ones as well")
     if split == "val" and solution.exists():
         listed = csv.DictReader(items.lines(solution))
         rows = sorted((f"{r['ImageId']}.JPEG", r["PredictionString"].split()[0]) for r in listed)
@@ -285,7 +265,7 @@ def flowers(root: pathlib.Path, split: str) -> Source:
     numbers = scipy.io.loadmat(items.find(root, "setid.mat"))[parts[split]].ravel()
     labels = scipy.io.loadmat(root / "imagelabels.mat")["labels"].ravel()
     rows = ((f"image_{n:05d}.jpg", labels[n - 1]) for n in numbers)
-    names = published_names("flowers")
+    names = workdir.read_json(CLASS_NAMES)["flowers"]
     return _labelled("flowers", range(1, len(names) + 1), root / "jpg", rows, names)
 
 
@@ -490,22 +470,21 @@ def tfds(root: pathlib.Path, split: str, *, name: str) -> Source:
 
     def load(n: int, modality: str, _: pathlib.Path) -> Any:
         value = records[n][features[modality]]
-        if modality == "image":
-            return items.from_array(value)
-        return value.decode("utf-8") if isinstance(value, bytes) else str(value)
+        text = value.decode("utf-8") if isinstance(value, bytes) else value
+        return items.from_array(value) if modality == "image" else str(text)
 
     def rows(modality: str, group: Callable[[int], str] = str) -> Iterator[Item]:
         made = pathlib.Path(info.data_dir) / "dataset_info.json"
         for n in range(len(records)):
             yield Item(str(n), group(n), made, functools.partial(load, n, modality))
 
-    prompts = name.split("/")[0].split(":")[0]
+    dataset = name.split("/")[0].split(":")[0]
     # TFDS names ImageNet's classes by synset and orders both as the published names do.
-    published = {"imagenet2012": "imagenet1k", "oxford_flowers102": "flowers"}.get(prompts)
-    prompts = published or prompts
+    published = {"imagenet2012": "imagenet1k", "oxford_flowers102": "flowers"}.get(dataset)
+    prompts = published or dataset
     labelled = "image" in features and hasattr(known.get("label"), "names")
     if labelled and prompts in workdir.read_json(TEMPLATES):
-        names = published_names(prompts) if published else known["label"].names
+        names = workdir.read_json(CLASS_NAMES)[prompts] if published else known["label"].names
         return _prompted(
             prompts, names, lambda: rows("image", lambda n: str(int(records[n]["label"])))
         )
@@ -538,11 +517,7 @@ NAMES = (*DATASETS, "tfds:NAME")
 def open_dataset(
     name: str, root: pathlib.Path, *, split: str | None = None, captions: pathlib.Path | None = None
 ) -> Source:
-    """Opens a dataset, `tfds:NAME` included, that lies in `root`.
-
-    Raises:
-        InputError: the name is unknown, or `root` does not hold what the dataset consists of.
-    """
+    """Opens a dataset, `tfds:NAME` included, that lies in `root`."""
     if name.startswith("tfds:"):
         reader, usual = functools.partial(tfds, name=name.removeprefix("tfds:")), "test"
     else:

@@ -198,15 +198,15 @@ def _sentence(spec: Spec, device: str) -> Encoder:
     """A sentence-transformers model, pooled as its own modules say."""
     options = {"revision": spec.revision, "trust_remote_code": spec.remote_code, "device": device}
     model = require("sentence_transformers").SentenceTransformer(spec.place, **options)
+
+    def embed(batch: list[str]) -> Tensor:
+        options = {"batch_size": len(batch), "convert_to_tensor": True}
+        return model.encode(batch, **options, show_progress_bar=False)
+
     details = {"pooling": [type(module).__name__ for module in model]}
-    return Encoder(
-        spec,
-        lambda batch: model.encode(
-            batch, batch_size=len(batch), convert_to_tensor=True, show_progress_bar=False
-        ),
-        {**details, "max_length": model.get_max_seq_length()},
-        packages=("torch", "transformers", "sentence-transformers"),
-    )
+    details["max_length"] = model.get_max_seq_length()
+    packages = ("torch", "transformers", "sentence-transformers")
+    return Encoder(spec, embed, details, packages=packages)
 
 
 def _efficientnet(spec: Spec, device: str) -> Encoder:
@@ -271,37 +271,32 @@ class Preparation(NamedTuple):
 
 def preparation(config: Mapping[str, Any]) -> Preparation:
     """What a preprocessor_config.json asks for, if that is known."""
+
+    def sides(size: Any, *, shorter: bool = False) -> tuple[int, int] | int | None:
+        match size:  # as configs write it in several ways
+            case int():
+                return size if shorter else (size, size)
+            case {"shortest_edge": int(edge)}:
+                return edge
+            case {"height": int(height), "width": int(width)}:
+                return height, width
+        return None
+
     kind = str(config.get("image_processor_type") or config.get("feature_extractor_type") or "")
     convnext = kind.startswith("ConvNext")
-    resize = _sides(config.get("size"), shorter=convnext) if config.get("do_resize", True) else None
-    crop = _sides(config.get("crop_size")) if config.get("do_center_crop") else None
+    resize = sides(config.get("size"), shorter=convnext) if config.get("do_resize", True) else None
+    crop = sides(config.get("crop_size")) if config.get("do_center_crop") else None
     if convnext and isinstance(resize, int) and resize < 384:  # as these models are evaluated
         crop, resize = (resize, resize), int(resize / config.get("crop_pct", 0.875))
     elif convnext and isinstance(resize, int):
         resize = (resize, resize)
     if isinstance(crop, int) or (resize is None and crop is None):
         raise checks.InputError(f"encoder: its preprocessor_config.json is unknown: {dict(config)}")
-    normalise = config.get("do_normalize", True)
-    return Preparation(
-        resize=resize,
-        crop=crop,
-        resample=int(config.get("resample", 2)),
-        scale=float(config.get("rescale_factor", 1 / 255)) if config.get("do_rescale", True) else 1,
-        mean=tuple(config["image_mean"]) if normalise else (0.0, 0.0, 0.0),
-        std=tuple(config["image_std"]) if normalise else (1.0, 1.0, 1.0),
-    )
-
-
-def _sides(size: Any, *, shorter: bool = False) -> tuple[int, int] | int | None:
-    """(height, width) or the shorter side, from the ways in which configs write a size."""
-    match size:
-        case int():
-            return size if shorter else (size, size)
-        case {"shortest_edge": int(edge)}:
-            return edge
-        case {"height": int(height), "width": int(width)}:
-            return height, width
-    return None
+    scale = float(config.get("rescale_factor", 1 / 255)) if config.get("do_rescale", True) else 1
+    mean, std = (0.0, 0.0, 0.0), (1.0, 1.0, 1.0)
+    if config.get("do_normalize", True):
+        mean, std = tuple(config["image_mean"]), tuple(config["image_std"])
+    return Preparation(resize, crop, int(config.get("resample", 2)), scale, mean, std)
 
 
 # --- by name ------------------------------------------------------------------------------------
@@ -365,10 +360,8 @@ def load(
         checks.choice("encoder", name, tuple(NAMES))
         spec = ENCODERS[name]
     if spec.remote_code and not trust_remote_code:
-        raise checks.InputError(
-            f"encoder: {name} runs code that comes with its weights; pass --trust_remote_code if "
-            f"you trust {spec.model}"
-        )
+        remedy = f"pass --trust_remote_code if you trust {spec.model}"
+        raise checks.InputError(f"encoder: {name} comes with code that it runs; {remedy}")
     given = {option: value for option, value in options.items() if value is not None}
     spec = spec._replace(name=name, copy=weights, **given)
     checks.choice("pool", spec.pool, spec.kind.pools)
@@ -382,7 +375,6 @@ def load(
     except checks.InputError:
         raise
     except (OSError, ValueError, KeyError, ImportError) as error:
-        raise checks.InputError(
-            f"encoder: {name} cannot be loaded from {spec.place!r} ({checks.first_line(error)}); "
-            "pass --weights=FOLDER with a copy of it, or check the name and the connection"
-        ) from error
+        text = f"encoder: {name} cannot be loaded from {spec.place!r} ({checks.first_line(error)})"
+        remedy = "pass --weights=FOLDER with a copy of it, or check the name and the connection"
+        raise checks.InputError(f"{text}; {remedy}") from error
