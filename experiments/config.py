@@ -75,7 +75,8 @@ def default() -> ConfigDict:
     config.heads = ConfigDict(
         {"kind": placeholder(str), "dim": 1024, "hidden": placeholder(int), "init": "random"}
     )
-    for section, options in {"train": training.TrainConfig(), **methods.METHODS}.items():
+    sections: dict[str, Any] = {"train": training.TrainConfig(), **methods.METHODS}
+    for section, options in sections.items():
         config[section] = ConfigDict()
         hints = typing.get_type_hints(type(options))
         for field in dataclasses.fields(options):
@@ -185,15 +186,11 @@ def _checked(config: ConfigDict) -> FrozenConfigDict:
     misplaced = [f"data.{name}" for name in PHOTOS] if source == "files" else own
     if given := [key for key in misplaced if flat[key]]:
         other = photos.CAPTIONED[0] if source == "files" else "files"
-        raise checks.InputError(
-            f"{given[0]}: is set but data.name is {source!r}; leave it out, or pass "
-            f"--config.data.name={other}"
-        )
+        remedy = f"leave it out, or pass --config.data.name={other}"
+        raise checks.InputError(f"{given[0]}: is set but data.name is {source!r}; {remedy}")
     if config.heads.init == "teacher" and kind not in (None, "linear"):
-        raise checks.InputError(
-            f"heads.init: a linear teacher cannot start heads of kind {kind!r}; "
-            "choose init 'random' or kind 'linear'"
-        )
+        text = f"heads.init: a linear teacher cannot start heads of kind {kind!r}"
+        raise checks.InputError(f"{text}; choose init 'random' or kind 'linear'")
     train(config)
     method(config)
     others = {"seeds", "runs", *methods.METHODS} - {config.method}

@@ -23,6 +23,11 @@ def page(title: str, *parts: str) -> str:
     return "\n".join([head, *parts, "</main></body></html>\n"])
 
 
+def header(title: str, below: str) -> str:
+    """What a page begins with."""
+    return f"<header><h1>{html.escape(title)}</h1>{text(below)}</header>"
+
+
 def section(title: str, *parts: str, name: str = "") -> str:
     """Parts in a frame; `name` is what a link calls it."""
     identity = f" id='{name}'" if name else ""

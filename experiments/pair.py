@@ -9,6 +9,8 @@ pass on is printed; other parts in the folder stay. Rows without a partner becom
 `unpaired_x` and `unpaired_y`.
 """
 
+from typing import Any
+
 import numpy as np
 from absl import flags
 
@@ -34,7 +36,7 @@ flags.declare_key_flag("workdir")
 def main() -> None:
     """Writes the files and prints their shapes."""
     x, y, out = extraction.load(_X.value), extraction.load(_Y.value), cli.workdir()
-    options = {flag.name: flag.value for flag in _OPTIONS}
+    options: dict[str, Any] = {flag.name: flag.value for flag in _OPTIONS}
     arrays = extraction.join(_PART.value, x, y, **options)
     extraction.write(out, arrays, x, y)
     for name in arrays:

@@ -24,6 +24,7 @@ from sotalign_jax.diagnostics import Mean
 
 Configs = Mapping[str, FrozenConfigDict]
 Results = Mapping[str, run_lib.Results]
+Folders = Mapping[str, pathlib.Path]
 
 # --- tables --------------------------------------------------------------------------------------
 
@@ -194,18 +195,11 @@ Grouped = dict[tuple[str, int], list[run_lib.Results]]
 
 
 def conclude(
-    configs: Configs,
-    results: Results,
-    workdir: pathlib.Path,
-    *,
-    folders: Mapping[str, pathlib.Path] | None = None,
+    configs: Configs, results: Results, workdir: pathlib.Path, folders: Folders | None = None
 ) -> None:
-    """Writes comparison.md, .csv and .png and report.html into `workdir`; prints the table.
+    """Writes a report of runs into `workdir`; those that failed are named in an error at the end.
 
-    The report has curves of the training and, where captions are known (COCO, or files made by
-    `experiments.pair`), what the model that is best on validation found; the first of these are
-    printed, too, and kept in retrieved.txt. `folders` are those of the runs, if they are not named
-    after them in `workdir`. Runs that failed are named in a FloatingPointError at the end.
+    `folders` are those of the runs, if they are not named after them in `workdir`.
     """
     own = {name: workdir / name if len(configs) > 1 else workdir for name in configs}
     if distributed.is_first():
@@ -214,9 +208,13 @@ def conclude(
         raise FloatingPointError(f"{len(failed)} of {len(results)} runs failed, first {failed[0]}")
 
 
-def _report(
-    configs: Configs, results: Results, workdir: pathlib.Path, folders: Mapping[str, pathlib.Path]
-) -> None:
+def _report(configs: Configs, results: Results, workdir: pathlib.Path, folders: Folders) -> None:
+    """Writes comparison.md, .csv and .png and report.html; prints the table.
+
+    The report has curves of the training and, where captions are known (COCO, or files made by
+    `experiments.pair`), what the model that is best on validation found; the first of these are
+    printed, too, and kept in retrieved.txt.
+    """
     groups, settings = grouped(configs, results), settings_text(configs)
     compared = comparison_table(groups)
     compared.save(workdir / "comparison")
@@ -238,10 +236,9 @@ def _report(
         write(workdir / "retrieved.txt", text)
         print(f"\n{text}")
         shown.append(page.section(title, cards(found)))
-    title = ", ".join(_labels(groups)[0])
-    head = f"<header><h1>{html.escape(title)}</h1>{page.text(str(workdir))}</header>"
     shown.append(page.environment(workdir_lib.kept_environment(workdir)))
-    write(workdir / "report.html", page.page(title, head, *shown))
+    title = ", ".join(_labels(groups)[0])
+    write(workdir / "report.html", page.page(title, page.header(title, str(workdir)), *shown))
     print(f"\nResults, models and report.html are in {workdir}")
 
 
@@ -262,10 +259,7 @@ def settings_text(configs: Configs) -> str:
 
 
 def grouped(configs: Configs, results: Results) -> Grouped:
-    """Results by label and number of pairs, in the order of the runs.
-
-    Runs named LABEL-Npairs-seedS, as many as there are numbers of pairs, are rows of one label.
-    """
+    """Results by label and number of pairs; runs named LABEL-Npairs-seedS are rows of one label."""
     several = len({config.data.n_pairs for config in configs.values()}) > 1
     groups: Grouped = {}
     for name, config in configs.items():
@@ -311,16 +305,15 @@ def comparison_table(groups: Grouped) -> Table:
 
 
 def comparison_plot(groups: Grouped) -> bytes | None:
-    """Bars of R@1, R@10 and zero-shot accuracy, best on top; whiskers show the spread over seeds.
+    """Bars of R@1, R@10 and zero-shot accuracy, best on top, with the spread over seeds.
 
-    On the test split, on validation when there is no test split, and no plot without either.
+    Of the test split, or of validation; None without either.
     """
     splits = [name for name in ("test", "val") if _has(groups, f"{name}/mean/R@1")]
     if not splits:
         return None
     plt, (labels, budgets) = pyplot(), _labels(groups)
     keys = [key for panel in PANELS if _has(groups, key := f"{splits[0]}/{panel}")]
-
     # The first bar is drawn at the bottom.
     labels.sort(key=lambda one: sum(_mean(groups.get((one, n)), keys[0]) or 0.0 for n in budgets))
     size = 2 + 3 * len(keys), 1.2 + 0.18 * len(labels) * (len(budgets) + 0.6)
@@ -353,7 +346,7 @@ def comparison_plot(groups: Grouped) -> bytes | None:
     return png(figure)
 
 
-def curves_plot(folders: Mapping[str, pathlib.Path]) -> bytes | None:
+def curves_plot(folders: Folders) -> bytes | None:
     """Metrics of runs over their steps; runs that differ in their seed have one colour."""
     logs = {
         name: [json.loads(line) for line in path.read_text().splitlines()]
@@ -414,9 +407,10 @@ class Found(NamedTuple):
         """Likewise as HTML, and the picture if its file is at hand."""
         rows = [f"<li class='{WORDS[right]}'>{html.escape(t)}</li>" for t, right in self.retrieved]
         title = f"<b>{html.escape(self.caption)}</b><br>{html.escape(self.name)}"
-        shown = self.picture is not None and self.picture.exists()
-        picture = page.thumbnail(items.oriented(self.picture), self.caption) if shown else ""
-        return f"{title}<ol>{''.join(rows)}</ol>", picture
+        shown = ""
+        if self.picture is not None and self.picture.exists():
+            shown = page.thumbnail(items.oriented(self.picture), self.caption)
+        return f"{title}<ol>{''.join(rows)}</ol>", shown
 
 
 def labels_of(config: FrozenConfigDict) -> Labels | None:

@@ -101,10 +101,8 @@ def run(config: Config, folder: pathlib.Path, *, within: Set | None = None) -> R
                 checks.require("tensorboardX", extra="tensorboard")
             mesh = sharding.rows_mesh(config.mesh)
             if config.on_device and mesh is not None:
-                raise checks.InputError(
-                    f"on_device: is True but there are {mesh.size} devices, which read their rows "
-                    "from the host; leave it out"
-                )
+                text = f"on_device: is True but {mesh.size} devices read their rows from the host"
+                raise checks.InputError(f"{text}; leave it out")
             dataset = load_dataset(config)
             prepared = prepare(config, dataset)
         except checks.InputError as error:

@@ -32,9 +32,14 @@ _TEXTS = path_flag("texts", None, "Texts to choose from: .txt with one a line, .
 _TOP = flags.DEFINE_integer("top", 10, "How many to show.", 1)
 _PAGE = path_flag("page", "search.html", "Where the page is written.")
 _INDEX = path_flag("index", None, "Folder for embeddings; MODEL/search by default.")
-for _side in ("image", "text"):
-    flags.DEFINE_string(f"{_side}_encoder", None, "Instead of the one trained with.")
-    flags.DEFINE_string(f"{_side}_weights", None, "Folder with a copy of its repository.")
+_ENCODERS = {
+    side: flags.DEFINE_string(f"{side}_encoder", None, "Instead of the one trained with.")
+    for side in ("image", "text")
+}
+_WEIGHTS = {
+    side: flags.DEFINE_string(f"{side}_weights", None, "Folder with a copy of its repository.")
+    for side in ("image", "text")
+}
 _DEVICE = flags.DEFINE_string("device", None, "cpu, cuda, ...; by default the fastest there is.")
 _TRUST = flags.DEFINE_bool("trust_remote_code", False, "Run code that comes with the weights.")
 
@@ -53,24 +58,20 @@ def trained_with(model: aligner.Aligner) -> dict[str, dict[str, Any]] | None:
         return PHOTOS
     table = str((data.get("files") or {}).get("x") or "").partition("#")[0]
     noted = pathlib.Path(table).parent / extraction.ENCODERS
-    return workdir.read_json(noted) if table and noted.exists() else None  # type: ignore[no-any-return]
+    return workdir.read_json(noted) if table and noted.exists() else None
 
 
 def load_encoder(
     model: aligner.Aligner, side: str, name: str | None, weights: str | None, **options: Any
 ) -> encoders.Encoder:
-    """The encoder that belongs to one side of a model, or the one that the user names.
-
-    One that is not known, or whose embeddings are not the ones trained on, is an InputError.
-    """
+    """The encoder that one side of a model was trained with, or the one that the user names."""
     if name is not None:
         return encoders.load(name, weights=weights, **options)
     flag = {"x": "image_encoder", "y": "text_encoder"}[side]
     known = trained_with(model)
     if known is None:
-        raise checks.InputError(
-            f"{flag}: the model does not say what its embeddings came from; pass --{flag}=NAME"
-        )
+        text = f"{flag}: the model does not say what its embeddings came from"
+        raise checks.InputError(f"{text}; pass --{flag}=NAME")
     described = known[side]
     options["max_length"] = described.get("max_length")
     if isinstance(described.get("pooling"), str):
@@ -78,10 +79,9 @@ def load_encoder(
     encoder = encoders.load(described["name"], weights=weights, **options)
     now = encoder.describe()["revision"]
     if described.get("revision", now) != now:
-        raise checks.InputError(
-            f"{flag}: {described['name']} is at {now} but the model was trained on "
-            f"{described['revision']}; load those weights, or name the encoder to use it anyway"
-        )
+        text = f"{described['name']} is at {now} but {described['revision']} was trained on"
+        remedy = "load those weights, or name the encoder to use it anyway"
+        raise checks.InputError(f"{flag}: {text}; {remedy}")
     return encoder
 
 
@@ -120,7 +120,8 @@ class Searcher(NamedTuple):
         )
         shown = (page.thumbnail(items.oriented(images / name), name) for name, _ in results)
         cards = page.cards(zip(titles, shown, strict=True))
-        return Answer(results, _page(query, f"pictures in {images}", cards))
+        head = page.header(query, f"The best pictures in {images}.")
+        return Answer(results, page.page(query, head, cards))
 
     def texts(self, query: pathlib.Path, file: pathlib.Path, *, top: int) -> Answer:
         """The texts of a file that are nearest to a picture, best first."""
@@ -132,16 +133,16 @@ class Searcher(NamedTuple):
         source = items.Source({"text": lambda: map(items.Item, texts, texts, texts)})
         results = self._search(image, source, "text", file, top)
         lines = "".join(f"<li>{html.escape(text)} ({score:.3f})</li>" for text, score in results)
-        parts = page.thumbnail(image, query.name), f"<ol>{lines}</ol>"
-        return Answer(results, _page(query.name, f"texts in {file}", *parts))
+        head = page.header(query.name, f"The best texts in {file}.")
+        parts = head, page.thumbnail(image, query.name), f"<ol>{lines}</ol>"
+        return Answer(results, page.page(query.name, *parts))
 
     def _search(
         self, query: Any, source: items.Source, modality: str, of: pathlib.Path, top: int
     ) -> list[tuple[str, float]]:
         """The items of a source nearest to a query, and their cosines.
 
-        Embeddings are kept by encoder and by the path that they are of, and made again when what
-        is there has changed.
+        Embeddings are kept by encoder and path, and made again when what is there has changed.
         """
         own, other, direction = self.text_encoder, self.image_encoder, "y_to_x"
         if modality == "text":
@@ -161,11 +162,6 @@ class Searcher(NamedTuple):
         return [(found.origins[r].id, float(s)) for r, s in zip(rows[0], scores[0], strict=True)]
 
 
-def _page(query: str, among: str, *parts: str) -> str:
-    head = f"<header><h1>{html.escape(query)}</h1>{page.text(f'The best {among}.')}</header>"
-    return page.page(query, head, *parts)
-
-
 def main() -> None:
     """Searches, prints the best and writes the page."""
     query, images, picture, texts = _QUERY.value, _IMAGES.value, _PICTURE.value, _TEXTS.value
@@ -173,13 +169,14 @@ def main() -> None:
     if not by_text and (picture is None or texts is None):
         raise checks.InputError("query: pass --query and --images, or --query_image and --texts")
     model = aligner.Aligner.load(_MODEL.value)
-    options = {"device": _DEVICE.value, "trust_remote_code": _TRUST.value}
-    loaded = []
-    for side, name in (("x", "image"), ("y", "text")):
-        given = (flags.FLAGS[f"{name}_{what}"].value for what in ("encoder", "weights"))
-        loaded.append(load_encoder(model, side, *given, **options))
-    searcher = Searcher(model, *loaded, _INDEX.value or _MODEL.value / "search")
-    if by_text:
+    options: dict[str, Any] = {"device": _DEVICE.value, "trust_remote_code": _TRUST.value}
+    image_encoder, text_encoder = (
+        load_encoder(model, side, _ENCODERS[name].value, _WEIGHTS[name].value, **options)
+        for side, name in (("x", "image"), ("y", "text"))
+    )
+    place = _INDEX.value or _MODEL.value / "search"
+    searcher = Searcher(model, image_encoder, text_encoder, place)
+    if query is not None and images is not None:
         answer = searcher.pictures(query, images, top=_TOP.value)
     else:
         answer = searcher.texts(picture, texts, top=_TOP.value)

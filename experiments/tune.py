@@ -185,7 +185,7 @@ def main() -> None:
     if ended:
         columns = zip(*ended.values(), strict=True)
         configs, results, folders = (dict(zip(ended, column, strict=True)) for column in columns)
-        report.conclude(configs, results, workdir, folders=folders)
+        report.conclude(configs, results, workdir, folders)
 
 
 if __name__ == "__main__":

@@ -198,10 +198,8 @@ def only_process(folder: pathlib.Path) -> Iterator[None]:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
-            raise checks.InputError(
-                f"workdir: {folder} is in use by another process; wait for its end or choose "
-                "another --workdir"
-            ) from error
+            text = f"workdir: {folder} is in use by another process; wait for its end"
+            raise checks.InputError(f"{text} or choose another --workdir") from error
         except OSError:  # some network file systems have no locks
             pass
 
@@ -281,11 +279,10 @@ class Recorder(contextlib.ExitStack):
             if shapes != needed:
                 raise ValueError(f"arrays have shapes {shapes}, but {needed} are needed")
         except Exception as error:  # orbax raises many kinds for damaged files
-            raise OSError(
-                f"checkpoints: {self._folder / 'checkpoints' / str(step)} cannot be restored "
-                f"({checks.first_line(error)}); remove it to continue from the one before, or "
-                "choose another --workdir"
-            ) from error
+            where = self._folder / "checkpoints" / str(step)
+            text = f"checkpoints: {where} cannot be restored ({checks.first_line(error)})"
+            remedy = "remove it to continue from the one before, or choose another --workdir"
+            raise OSError(f"{text}; {remedy}") from error
 
         def like(leaf: Any, array: np.ndarray) -> Any:
             if _is_key(leaf):
@@ -315,11 +312,9 @@ class Recorder(contextlib.ExitStack):
             with futures.ThreadPoolExecutor(1) as thread:  # ctrl-C waits until it is saved
                 thread.submit(self._checkpoints.save, step, args=arrays).result()
         except (OSError, ValueError) as error:  # tensorstore has a ValueError for a full disk
-            raise OSError(
-                f"checkpoints: step {step} was not saved in {self._folder} "
-                f"({checks.first_line(error)}); start again with the same --workdir to go on from "
-                "the one before"
-            ) from error
+            text = f"step {step} was not saved in {self._folder} ({checks.first_line(error)})"
+            remedy = "start again with the same --workdir to go on from the one before"
+            raise OSError(f"checkpoints: {text}; {remedy}") from error
 
 
 def to_arrays(tree: Any) -> Any:

@@ -8,6 +8,8 @@ r"""Embeds a dataset with an encoder, which decides whether pictures, texts or s
 A run that was interrupted goes on where it stopped when it is started again with the same options.
 """
 
+from typing import Any
+
 from absl import flags
 
 from experiments import cli
@@ -41,10 +43,11 @@ def main() -> None:
     """Embeds, and prints where the embeddings are."""
     root, out, captions = _ROOT.value, cli.workdir(), _CAPTIONS.value
     source = datasets.open_dataset(_DATA.value, root, split=_SPLIT.value, captions=captions)
-    encoder = encoders.load(_ENCODER.value, **{flag.name: flag.value for flag in _LOADING})
+    loading: dict[str, Any] = {flag.name: flag.value for flag in _LOADING}
+    encoder = encoders.load(_ENCODER.value, **loading)
     data = {"name": _DATA.value, "root": str(root), "split": _SPLIT.value}
     data["captions"] = None if captions is None else str(captions)
-    options = {flag.name: flag.value for flag in _EXTRACTION}
+    options: dict[str, Any] = {flag.name: flag.value for flag in _EXTRACTION}
     metadata = extraction.extract(source, encoder, out, data=data, **options)
     count, width = metadata["shape"]
     print(f"{count} embeddings of width {width} are in {out / extraction.EMBEDDINGS}")

@@ -518,6 +518,7 @@ def open_dataset(
     name: str, root: pathlib.Path, *, split: str | None = None, captions: pathlib.Path | None = None
 ) -> Source:
     """Opens a dataset, `tfds:NAME` included, that lies in `root`."""
+    reader: Callable[..., Source]
     if name.startswith("tfds:"):
         reader, usual = functools.partial(tfds, name=name.removeprefix("tfds:")), "test"
     else:

@@ -140,7 +140,7 @@ def _vision(spec: Spec, device: str) -> Encoder:
         return torch.cat([tokens[:, 0], patches.mean(1)], dim=1)
 
     details["preparation"] = prepare._asdict()
-    return Encoder(spec, embed, details, prepare)
+    return Encoder(spec, embed, details, prepare.__call__)
 
 
 def _text(spec: Spec, device: str) -> Encoder:

@@ -33,11 +33,9 @@ from experiments.extract.items import Item, Source
 from sotalign_jax import checks
 from sotalign_jax import data as data_lib
 
-FORMAT = 2
-EMBEDDINGS, ROWS, SKIPPED, INPUTS = GROWING = (
-    *("embeddings.npy", "rows.jsonl"),
-    *("skipped.jsonl", "inputs.jsonl"),
-)
+EMBEDDINGS, ROWS = "embeddings.npy", "rows.jsonl"
+SKIPPED, INPUTS = "skipped.jsonl", "inputs.jsonl"
+GROWING = (EMBEDDINGS, ROWS, SKIPPED, INPUTS)
 METADATA, PROGRESS = "metadata.json", "progress.json"
 
 
@@ -77,10 +75,8 @@ def extract(
     checks.choice("dtype", dtype, ("float16", "float32"))
     checks.whole(1, shard_size=shard_size)
     if encoder.modality not in source.items:
-        raise checks.InputError(
-            f"encoder: {encoder.describe()['name']} needs {encoder.modality} but the dataset has "
-            f"{' and '.join(source.items)}; choose another encoder"
-        )
+        text = f"encoder: needs {encoder.modality} but the dataset has {' and '.join(source.items)}"
+        raise checks.InputError(f"{text}; choose another encoder")
 
     def items() -> Iterator[Item]:
         return itertools.islice(source.items[encoder.modality](), limit)
@@ -91,14 +87,12 @@ def extract(
     data = {**data, "limit": limit}
     if source.classes is not None:
         data["classes"] = list(source.classes)
-    metadata = {"format": FORMAT, "encoder": encoder.describe(), "data": data, "dtype": dtype}
+    metadata = {"format": 2, "encoder": encoder.describe(), "data": data, "dtype": dtype}
     workdir.open_run(out, {**metadata, "shard_size": shard_size})
     with workdir.only_process(out):
         if change := difference(items(), out):
-            raise checks.InputError(
-                f"workdir: {out} was made from other data: {change}; choose another --workdir or "
-                "remove it"
-            )
+            text = f"workdir: {out} was made from other data: {change}"
+            raise checks.InputError(f"{text}; choose another --workdir or remove it")
         if not (out / METADATA).exists():
             shape = _embed(items(), total, encoder, out, dtype, shard_size, workers)
             metadata |= {"data": {**data, "items": total}, "shape": shape, "count": shape[0]}
@@ -124,10 +118,9 @@ def load(folder: pathlib.Path) -> Embeddings:
     rows = np.load(folder / EMBEDDINGS, mmap_mode="r")
     origins = [Row(**record) for record in _read_lines(folder / ROWS)]
     if list(rows.shape) != metadata["shape"] or len(origins) != len(rows):
-        raise checks.InputError(
-            f"{folder}: its files do not belong together (metadata.json says {metadata['shape']}, "
-            f"embeddings.npy {list(rows.shape)}, rows.jsonl {len(origins)}); extract them again"
-        )
+        text = f"metadata.json says {metadata['shape']}, embeddings.npy {list(rows.shape)}"
+        text = f"{folder}: its files do not belong together ({text}, rows.jsonl {len(origins)})"
+        raise checks.InputError(f"{text}; extract them again")
     return Embeddings(rows, origins, metadata)
 
 
@@ -137,9 +130,9 @@ def _read_lines(path: pathlib.Path) -> Iterator[dict[str, Any]]:
 
 
 def difference(items: Iterator[Item], out: pathlib.Path) -> str | None:
-    """How items differ from what a folder, finished or not, was made from; None if they do not.
+    """How the first item differs from what a folder, finished or not, was made from, if any does.
 
-    Names the first that differs. Content is read only of files that were written since.
+    Content is read only of files that were written since.
     """
     finished, seen = (out / METADATA).exists(), None
     begun = not finished and (out / PROGRESS).exists()
@@ -209,8 +202,8 @@ def _embed(
             for item, (origin, row, reason) in zip(shard, made, strict=True):
                 line(INPUTS, id=item.id, group=item.group, origin=origin)
                 if row is None or item.id in ids:
-                    told = reason or "duplicate id; the first one is kept"
-                    line(SKIPPED, id=item.id, reason=told)
+                    reason = reason or "duplicate id; the first one is kept"
+                    line(SKIPPED, id=item.id, reason=reason)
                     continue
                 if not ids:
                     write_header(growing[EMBEDDINGS], dtype, (0, len(row)))
@@ -248,10 +241,7 @@ def _embed_shard(
     workers: int,
     bar: workdir.Progress,
 ) -> Iterator[tuple[dict[str, Any], np.ndarray | None, str]]:
-    """Of every item its fingerprint, and its embedding or why there is none.
-
-    No more than two batches of prepared items exist at a time.
-    """
+    """Of every item its fingerprint, and its embedding or why there is none."""
     identify = functools.lru_cache(maxsize=64)(_identify)  # a file may hold many items
     origins: dict[int, dict[str, Any]] = {}
     reasons: dict[int, str] = {}
@@ -280,7 +270,7 @@ def _embed_shard(
                 yield waiting.popleft().result()
         yield from (future.result() for future in waiting)
 
-    prepared = in_order(2 * max(encoder.batch_size, workers))
+    prepared = in_order(2 * max(encoder.batch_size, workers))  # two batches exist at a time
     if encoder.modality == "text":  # short with short: less padding
         prepared = iter(sorted(prepared, key=lambda entry: len(entry[1] or "")))
     while batch := list(itertools.islice(prepared, encoder.batch_size)):
@@ -325,17 +315,15 @@ def match(x: Embeddings, y: Embeddings) -> tuple[np.ndarray, np.ndarray, np.ndar
     row_of: dict[str, int] = {}
     for row, origin in enumerate(x.origins):
         if origin.group in row_of:
-            raise checks.InputError(
-                f"x: {origin.id!r} and {x.origins[row_of[origin.group]].id!r} share the group "
-                f"{origin.group!r}; pass the side with one row a group as x (or --part=zero_shot)"
-            )
+            both = f"{origin.id!r} and {x.origins[row_of[origin.group]].id!r}"
+            remedy = "pass the side with one row a group as x (or --part=zero_shot)"
+            raise checks.InputError(f"x: {both} share the group {origin.group!r}; {remedy}")
         row_of[origin.group] = row
     rows_y = [row for row, origin in enumerate(y.origins) if origin.group in row_of]
     if not rows_y:
-        raise checks.InputError(
-            f"y: none of its groups, such as {y.origins[0].group!r}, is in x, such as "
-            f"{x.origins[0].group!r}; extract both from one dataset"
-        )
+        groups = (of.origins[0].group for of in (y, x))
+        text = "y: none of its groups, such as {!r}, is in x, such as {!r}".format(*groups)
+        raise checks.InputError(f"{text}; extract both from one dataset")
     owners = np.array([row_of[y.origins[row].group] for row in rows_y])
     rows_x, x_of_y = np.unique(owners, return_inverse=True)
     return rows_x, np.array(rows_y), x_of_y
@@ -401,18 +389,15 @@ def _zero_shot(x: Embeddings, y: Embeddings) -> Arrays:
     """Pictures, labels and prompts [classes, templates, width] of a classification set."""
     classes = x.metadata["data"].get("classes")
     if classes is None or classes != y.metadata["data"].get("classes"):
-        raise checks.InputError(
-            "zero_shot: x and y are not of one classification set; extract both from food101, ..."
-        )
+        remedy = "extract both from food101, ..."
+        raise checks.InputError(f"zero_shot: x and y are not of one classification set; {remedy}")
     prompts: dict[int, list[int]] = defaultdict(list)
     for row, origin in enumerate(y.origins):
         prompts[int(origin.group)].append(row)
     sizes = {len(prompts[label]) for label in range(len(classes))}
     if len(sizes) != 1 or 0 in sizes:
-        raise checks.InputError(
-            f"zero_shot: classes have {min(sizes)} to {max(sizes)} prompts; extract the prompts "
-            "again, without --limit"
-        )
+        text = f"zero_shot: classes have {min(sizes)} to {max(sizes)} prompts"
+        raise checks.InputError(f"{text}; extract the prompts again, without --limit")
     return {
         "zero_shot_x": np.asarray(x.rows),
         "zero_shot_labels": np.array([int(origin.group) for origin in x.origins], np.int32),
@@ -425,9 +410,8 @@ def write(out: pathlib.Path, arrays: Arrays, x: Embeddings, y: Embeddings) -> No
     out.mkdir(parents=True, exist_ok=True)
     encoders = {"x": x.metadata["encoder"], "y": y.metadata["encoder"]}
     if (out / ENCODERS).exists() and workdir.read_json(out / ENCODERS) != encoders:
-        raise checks.InputError(
-            f"workdir: {out} has files of other encoders (see {ENCODERS}); choose another --workdir"
-        )
+        text = f"workdir: {out} has files of other encoders (see {ENCODERS})"
+        raise checks.InputError(f"{text}; choose another --workdir")
     workdir.write_json(out / ENCODERS, encoders)
     for name in ("unpaired_x", "unpaired_y") if "x" in arrays else ():
         (out / f"{name}.npy").unlink(missing_ok=True)
@@ -445,10 +429,8 @@ def write(out: pathlib.Path, arrays: Arrays, x: Embeddings, y: Embeddings) -> No
         for name in ("root", "captions"):
             if source.get(name):
                 source[name] = str(pathlib.Path(source[name]).absolute())
-        taken = {side: arrays[f"test_{side}"] for side in "xy"}
-        ids = {
-            side: [array.of.origins[row].id for row in array.chosen]
-            for side, array in taken.items()
-            if isinstance(array, Taken)
-        }
-        workdir.write_json(out / TEST, {"data": source, **ids})
+        noted: dict[str, Any] = {"data": source}
+        for side in "xy":
+            of, chosen = arrays[f"test_{side}"]
+            noted[side] = [of.origins[row].id for row in chosen]
+        workdir.write_json(out / TEST, noted)
