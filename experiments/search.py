@@ -24,7 +24,7 @@ from experiments.cli import path_flag
 from experiments.extract import datasets, encoders, extraction, items
 from sotalign_jax import aligner, checks
 
-_MODEL = path_flag("model", None, "Folder of a finished run or saved aligner.", required=True)
+_MODEL = path_flag("model", None, "Folder of a finished run or saved aligner.")
 _QUERY = flags.DEFINE_string("query", None, "What to look for among --images.")
 _IMAGES = path_flag("images", None, "Folder of pictures.")
 _PICTURE = path_flag("query_image", None, "Picture to find the texts of.")
@@ -168,6 +168,8 @@ def main() -> None:
     by_text = query is not None and images is not None
     if not by_text and (picture is None or texts is None):
         raise checks.InputError("query: pass --query and --images, or --query_image and --texts")
+    if _MODEL.value is None:
+        raise checks.InputError("model: is not set; pass --model=FOLDER")
     model = aligner.Aligner.load(_MODEL.value)
     options: dict[str, Any] = {"device": _DEVICE.value, "trust_remote_code": _TRUST.value}
     image_encoder, text_encoder = (

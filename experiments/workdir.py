@@ -94,8 +94,7 @@ def fingerprint(path: pathlib.Path) -> dict[str, Any]:
 def changed(recorded: Mapping[str, Any], path: pathlib.Path) -> str | None:
     """How a file differs from its recorded fingerprint, in a few words; None if it does not.
 
-    Equal size and modification time are taken for equality. An empty record stands for a file that
-    could not be read.
+    Equal size and time are taken for equality. An empty record is of a file that was unreadable.
     """
     try:
         status = path.stat()

@@ -18,24 +18,15 @@ require = functools.partial(checks.require, extra="extract")
 
 
 class Item(NamedTuple):
-    """One picture, text or sound.
+    """One picture, text or sound; if reading it raises, it is skipped."""
 
-    Attributes:
-        id: unique within a modality of a dataset.
-        group: what belongs together across modalities has one group: the picture of a caption,
-            or the class of a picture and of its prompts.
-        origin: the file that holds the content, or the text itself; a change of it is noticed.
-        read: a `PIL.Image.Image`, a str or a `Sound` from the origin; an item for which it raises
-            is skipped.
-    """
-
-    id: str
-    group: str
-    origin: pathlib.Path | str
+    id: str  # unique within a modality of a dataset
+    group: str  # of what belongs together: a picture and its captions, a class and its pictures
+    origin: pathlib.Path | str  # the file that holds the content, or the text; changes are noticed
     read: Callable[[Any], Any] = str
 
     def load(self) -> Any:
-        """The content."""
+        """The content, read from the origin: a `PIL.Image.Image`, a str or a `Sound`."""
         return self.read(self.origin)
 
 
