@@ -20,7 +20,7 @@ Tensor = Any
 class Kind(NamedTuple):
     """Encoders that are loaded by one function."""
 
-    load: Callable[["Spec", str], "Encoder"]  # onto a device
+    load: Callable[["Spec"], "Encoder"]
     modality: str
     pools: tuple[str, ...]
 
@@ -94,7 +94,7 @@ def _checksum(*paths: pathlib.Path) -> str:
 # --- models of transformers -----------------------------------------------------------------------
 
 
-def _pretrained(spec: Spec, device: str, processor: str = "") -> tuple[Spec, Any, Any, Any]:
+def _pretrained(spec: Spec, processor: str = "") -> tuple[Spec, Any, Any, Any]:
     """The spec with the hub's commit, the model, what prepares its inputs, and its details."""
     transformers = require("transformers")
     transformers.utils.logging.disable_progress_bar()
@@ -108,7 +108,7 @@ def _pretrained(spec: Spec, device: str, processor: str = "") -> tuple[Spec, Any
         prepares = getattr(transformers, processor).from_pretrained(spec.place, **options)
     spec = spec._replace(revision=getattr(model.config, "_commit_hash", None) or spec.revision)
     details = {"compute_dtype": str(model.dtype).removeprefix("torch.")}
-    return spec, model.to(device).eval(), prepares, details
+    return spec, model.to(spec.device).eval(), prepares, details
 
 
 def _mean(tokens: Tensor, mask: Tensor) -> Tensor:
@@ -117,16 +117,16 @@ def _mean(tokens: Tensor, mask: Tensor) -> Tensor:
     return (tokens * weights).sum(1) / weights.sum(1)
 
 
-def _vision(spec: Spec, device: str) -> Encoder:
+def _vision(spec: Spec) -> Encoder:
     """DINOv2, DINOv3, ResNet-50, ...: pictures prepared as the model's repository asks."""
     torch = require("torch")
-    spec, model, _, details = _pretrained(spec, device)
+    spec, model, _, details = _pretrained(spec)
     auto = require("transformers.models.auto.image_processing_auto")
     prepare = preparation(auto.get_image_processor_config(spec.place, revision=spec.revision))
     registers = getattr(model.config, "num_register_tokens", 0)
 
     def embed(batch: list[np.ndarray]) -> Tensor:
-        inputs = torch.from_numpy(np.stack(batch)).to(device, model.dtype)
+        inputs = torch.from_numpy(np.stack(batch)).to(spec.device, model.dtype)
         tokens = model(pixel_values=inputs).last_hidden_state.float()
         if spec.pool == "average":  # of a convolutional network's last feature map
             return tokens.mean((2, 3))
@@ -143,10 +143,10 @@ def _vision(spec: Spec, device: str) -> Encoder:
     return Encoder(spec, embed, details, prepare.__call__)
 
 
-def _text(spec: Spec, device: str) -> Encoder:
+def _text(spec: Spec) -> Encoder:
     """BERT, Qwen3, Nemotron, NV-Embed, MiniLM, ...; no instruction is put before a text."""
     torch, length = require("torch"), spec.max_length
-    spec, model, tokenizer, details = _pretrained(spec, device, "AutoTokenizer")
+    spec, model, tokenizer, details = _pretrained(spec, "AutoTokenizer")
     if tokenizer.pad_token is None:
         tokenizer.pad_token = tokenizer.eos_token
 
@@ -154,7 +154,7 @@ def _text(spec: Spec, device: str) -> Encoder:
         if spec.pool == "encode":  # the model's own, as NV-Embed's latent attention
             return model.encode(batch, instruction="", max_length=length)
         options = {"padding": True, "truncation": True, "return_tensors": "pt"}
-        inputs = tokenizer(batch, max_length=length, **options).to(device)
+        inputs = tokenizer(batch, max_length=length, **options).to(spec.device)
         tokens, mask = model(**inputs).last_hidden_state.float(), inputs["attention_mask"]
         if spec.pool == "cls":
             return tokens[:, 0]
@@ -167,9 +167,9 @@ def _text(spec: Spec, device: str) -> Encoder:
     return Encoder(spec, embed, {**details, "max_length": length})
 
 
-def _speech(spec: Spec, device: str) -> Encoder:
+def _speech(spec: Spec) -> Encoder:
     """WavLM and its like: mean over the frames of the last layer."""
-    spec, model, extractor, details = _pretrained(spec, device, "AutoFeatureExtractor")
+    spec, model, extractor, details = _pretrained(spec, "AutoFeatureExtractor")
     rate = extractor.sampling_rate
 
     def prepare(content: Sound) -> np.ndarray:
@@ -182,7 +182,7 @@ def _speech(spec: Spec, device: str) -> Encoder:
 
     def embed(batch: list[np.ndarray]) -> Tensor:
         options = {"padding": True, "return_attention_mask": True, "return_tensors": "pt"}
-        inputs = extractor(batch, sampling_rate=rate, **options).to(device)
+        inputs = extractor(batch, sampling_rate=rate, **options).to(spec.device)
         waves, mask = inputs["input_values"].to(model.dtype), inputs["attention_mask"]
         frames = model(waves, attention_mask=mask).last_hidden_state.float()
         # A frame covers many samples: the model knows which frames hold any of a waveform.
@@ -194,10 +194,11 @@ def _speech(spec: Spec, device: str) -> Encoder:
 # --- models of other libraries ------------------------------------------------------------------
 
 
-def _sentence(spec: Spec, device: str) -> Encoder:
+def _sentence(spec: Spec) -> Encoder:
     """A sentence-transformers model, pooled as its own modules say."""
-    options = {"revision": spec.revision, "trust_remote_code": spec.remote_code, "device": device}
-    model = require("sentence_transformers").SentenceTransformer(spec.place, **options)
+    options = {"revision": spec.revision, "trust_remote_code": spec.remote_code}
+    make = require("sentence_transformers").SentenceTransformer
+    model = make(spec.place, device=spec.device, **options)
 
     def embed(batch: list[str]) -> Tensor:
         options = {"batch_size": len(batch), "convert_to_tensor": True}
@@ -209,7 +210,7 @@ def _sentence(spec: Spec, device: str) -> Encoder:
     return Encoder(spec, embed, details, packages=packages)
 
 
-def _efficientnet(spec: Spec, device: str) -> Encoder:
+def _efficientnet(spec: Spec) -> Encoder:
     """EfficientNet-Lite: global average of the last features [n, 1280], not normalised.
 
     Pictures are prepared as the photographs of experiments/data were: whole, resized to a square
@@ -220,14 +221,14 @@ def _efficientnet(spec: Spec, device: str) -> Encoder:
     torch, size = require("torch"), {"0": 224, "1": 240, "2": 260}[spec.name[-1]]
     model = require("efficientnet_lite_pytorch").EfficientNet.from_name(spec.name)
     model.load_state_dict(torch.load(spec.place, weights_only=True))
-    model = model.to(device).eval()
+    model = model.to(spec.device).eval()
 
     def prepare(content: Any) -> np.ndarray:
         picture = on_white(content).resize((size, size), PIL.Image.Resampling.BICUBIC)
         return (np.asarray(picture, np.float32).transpose(2, 0, 1) - 127.0) / 128.0
 
     def embed(batch: list[np.ndarray]) -> Tensor:
-        inputs = torch.from_numpy(np.stack(batch)).to(device)
+        inputs = torch.from_numpy(np.stack(batch)).to(spec.device)
         return model.extract_features(inputs).mean((2, 3))
 
     details = {"size": size, "preparation": "whole, resized to a square"}
@@ -369,9 +370,9 @@ def load(
         spec = spec._replace(copy=str(spec.packaged()))
     torch = require("torch")
     best = "mps" if torch.backends.mps.is_available() else "cpu"
-    device = spec.device or ("cuda" if torch.cuda.is_available() else best)
+    best = "cuda" if torch.cuda.is_available() else best
     try:
-        return spec.kind.load(spec, device)
+        return spec.kind.load(spec._replace(device=spec.device or best))
     except checks.InputError:
         raise
     except (OSError, ValueError, KeyError, ImportError) as error:
