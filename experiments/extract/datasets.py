@@ -40,13 +40,13 @@ def _file(
     return Item(name, name, path, read), [Item(own, name, text) for own, text in captions]
 
 
-def _captioned(rows: Iterable[Captioned], modality: str = "image") -> Source:
-    contents, texts = [], []
-    for content, captions in rows:
-        contents.append(content)
-        missing = Item(f"{content.id}#0", content.id, "has no caption", items.fail)
-        texts.extend(captions or [missing])
-    return Source({modality: lambda: iter(contents), "text": lambda: iter(texts)})
+def _captioned(rows: Callable[[], Iterable[Captioned]], modality: str = "image") -> Source:
+    def texts() -> Iterator[Item]:
+        for content, captions in rows():
+            missing = Item(f"{content.id}#0", content.id, "has no caption", items.fail)
+            yield from captions or [missing]
+
+    return Source({modality: lambda: (content for content, _ in rows()), "text": texts})
 
 
 def folder(root: pathlib.Path, split: str, captions: pathlib.Path | None = None) -> Source:
@@ -57,22 +57,22 @@ def folder(root: pathlib.Path, split: str, captions: pathlib.Path | None = None)
     Without it, a picture's caption is the first line of the .txt file beside it.
     """
     if captions is None:
-        return _captioned(
-            (
-                Item(name, name, root / name, items.oriented),
-                [Item(f"{name}#0", name, (root / name).with_suffix(".txt"), _first_line)],
-            )
-            for name in items.pictures_below(root)
-        )
+
+        def with_sidecars() -> Iterator[Captioned]:
+            for name in items.pictures_below(root):
+                text = Item(f"{name}#0", name, (root / name).with_suffix(".txt"), _first_line)
+                yield Item(name, name, root / name, items.oriented), [text]
+
+        return _captioned(with_sidecars)
     said: dict[str, list[str]] = {}
     for name, caption in read_captions(captions, split):
         said.setdefault(name, []).append(caption)
     if not split:  # which names its own pictures; otherwise all are embedded
         for name in items.pictures_below(root):
             said.setdefault(name, [])
+    named = {name: [(f"{name}#{n}", t) for n, t in enumerate(ts)] for name, ts in said.items()}
     return _captioned(
-        _file(name, root / name, [(f"{name}#{n}", t) for n, t in enumerate(texts)], items.oriented)
-        for name, texts in said.items()
+        lambda: (_file(name, root / name, own, items.oriented) for name, own in named.items())
     )
 
 
@@ -92,23 +92,24 @@ def read_captions(
     try:
         with path.open(newline="", encoding="utf-8-sig") as file:
             parsed = map(json.loads, filter(str.strip, file))
-            records = list(csv.DictReader(file) if path.suffix == ".csv" else parsed)
+            records = iter(csv.DictReader(file) if path.suffix == ".csv" else parsed)
+            first: dict[str, Any] = next(records, {})
+            name, caption = (next((n for n in names if n in first), names[0]) for names in columns)
+            rows = [
+                (str(record.get(name) or ""), str(record.get(caption) or ""))
+                for record in itertools.chain([first], records)
+                if not split or record.get("split") == split
+            ]
     except (OSError, ValueError) as error:
         raise checks.InputError(f"captions: {path} cannot be read ({error})") from error
-    if not records:
+    if not first:
         raise checks.InputError(f"captions: {path} has no rows; write one per caption")
-    if split and "split" not in records[0]:
+    if split and "split" not in first:
         raise checks.InputError(f"split: {split!r} asked but {path} has no column 'split'")
-    present = [[name for name in names if name in records[0]] for names in columns]
-    if missing := [names[0] for names, found in zip(columns, present, strict=True) if not found]:
-        has = ", ".join(map(str, records[0]))
+    if missing := [column for column in (name, caption) if column not in first]:
+        has = ", ".join(map(str, first))
         raise checks.InputError(f"captions: {path} has the columns {has}; name one {missing[0]!r}")
-    name, caption = (found[0] for found in present)
-    return [
-        (str(record.get(name) or ""), str(record.get(caption) or ""))
-        for record in records
-        if not split or record.get("split") == split
-    ]
+    return rows
 
 
 def coco(root: pathlib.Path, split: str) -> Source:
@@ -128,9 +129,9 @@ def coco(root: pathlib.Path, split: str) -> Source:
     texts: dict[int, list[tuple[str, str]]] = defaultdict(list)
     for entry in table["annotations"]:
         texts[entry["image_id"]].append((str(entry["id"]), entry["caption"]))
+    images = sorted((one["id"], one["file_name"]) for one in table["images"])
     return _captioned(
-        _file(str(one["id"]), root / split / one["file_name"], texts[one["id"]][:CAPTIONS])
-        for one in sorted(table["images"], key=lambda one: one["id"])
+        lambda: (_file(str(n), root / split / name, texts[n][:CAPTIONS]) for n, name in images)
     )
 
 
@@ -146,28 +147,26 @@ def _karpathy(
 ) -> Source:
     checks.choice("split", split, ("train", "val", "test"))
     wanted = ("train", "restval") if split == "train" else (split,)  # what was left over, too
+    records = [r for r in workdir.read_json(table)["images"] if r["split"] in wanted]
     return _captioned(
-        _file(*place(r), [(str(s["sentid"]), s["raw"]) for s in r["sentences"][:CAPTIONS]])
-        for r in workdir.read_json(table)["images"]
-        if r["split"] in wanted
+        lambda: (
+            _file(*place(r), [(str(s["sentid"]), s["raw"]) for s in r["sentences"][:CAPTIONS]])
+            for r in records
+        )
     )
 
 
 def librispeech(root: pathlib.Path, split: str) -> Source:
     """LibriSpeech: SPLIT/SPEAKER/CHAPTER/ID.flac with transcripts in *.trans.txt."""
     place = items.find(root, split, f"LibriSpeech/{split}")
-    listed = (
-        (path, *line.partition(" ")[::2])
-        for path in sorted(place.glob("*/*/*.trans.txt"))
-        for line in items.lines(path)
-    )
-    return _captioned(
-        (
-            _file(name, path.with_name(f"{name}.flac"), [(name, text)], items.sound)
-            for path, name, text in listed
-        ),
-        "audio",
-    )
+
+    def utterances() -> Iterator[Captioned]:
+        for path in sorted(place.glob("*/*/*.trans.txt")):
+            for line in items.lines(path):
+                name, _, text = line.partition(" ")
+                yield _file(name, path.with_name(f"{name}.flac"), [(name, text)], items.sound)
+
+    return _captioned(utterances, "audio")
 
 
 def skyscript(root: pathlib.Path, split: str, captions: pathlib.Path | None = None) -> Source:
@@ -179,7 +178,7 @@ def skyscript(root: pathlib.Path, split: str, captions: pathlib.Path | None = No
         name = f"SkyScript_{parts[split]}_filtered_by_CLIP_openai.csv"
         captions = items.find(root, name, f"dataframe/{name}")
     rows = read_captions(captions, columns=(("filepath",), ("title_multi_objects",)))
-    return _captioned(_file(name, root / name, [(name, title)]) for name, title in rows)
+    return _captioned(lambda: (_file(name, root / name, [(name, title)]) for name, title in rows))
 
 
 # --- labelled pictures: ImageNet, Food-101, DTD, Flowers-102, FGVC-Aircraft, CIFAR ---------------
@@ -214,8 +213,12 @@ def _labelled(
 ) -> Source:
     """Picture files with one of `classes` each; `names` is what the classes are called."""
     number = {one: str(label) for label, one in enumerate(classes)}
-    pictures = [Item(name, number[one], folder / name, items.picture) for name, one in rows]
-    return _prompted(prompts, names or classes, lambda: iter(pictures))
+    listed = [(name, number[one]) for name, one in rows]
+
+    def pictures() -> Iterator[Item]:
+        return (Item(name, label, folder / name, items.picture) for name, label in listed)
+
+    return _prompted(prompts, names or classes, pictures)
 
 
 def imagenet(root: pathlib.Path, split: str) -> Source:
