@@ -4,7 +4,7 @@ import base64
 import html
 import io
 import pathlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from experiments.extract import items
@@ -21,11 +21,6 @@ def page(title: str, *parts: str) -> str:
     """A whole page under a title; the parts are HTML."""
     head = HEAD.format(title=html.escape(title), style=STYLE.read_text())
     return "\n".join([head, *parts, "</main></body></html>\n"])
-
-
-def header(title: str, below: str) -> str:
-    """What a page begins with."""
-    return f"<header><h1>{html.escape(title)}</h1>{text(below)}</header>"
 
 
 def section(title: str, *parts: str, name: str = "") -> str:
@@ -58,7 +53,7 @@ def thumbnail(picture: Any, alt: str, side: int = 360) -> str:
     return image(buffer.getvalue(), alt, "jpeg")
 
 
-def cards(boxes: Iterable[tuple[str, str]]) -> str:
+def cards(*boxes: tuple[str, str]) -> str:
     """Captions and pictures in boxes, as many to a row as fit."""
     shown = (f"<figure>{one}<figcaption>{title}</figcaption></figure>" for title, one in boxes)
     return f"<div class='cards'>{''.join(shown)}</div>"

@@ -236,9 +236,10 @@ def _report(configs: Configs, results: Results, workdir: pathlib.Path, folders: 
         write(workdir / "retrieved.txt", text)
         print(f"\n{text}")
         shown.append(page.section(title, cards(found)))
+    title = ", ".join(_labels(groups))
+    head = f"<header><h1>{html.escape(title)}</h1>{page.text(str(workdir))}</header>"
     shown.append(page.environment(workdir_lib.kept_environment(workdir)))
-    title = ", ".join(_labels(groups)[0])
-    write(workdir / "report.html", page.page(title, page.header(title, str(workdir)), *shown))
+    write(workdir / "report.html", page.page(title, head, *shown))
     print(f"\nResults, models and report.html are in {workdir}")
 
 
@@ -270,9 +271,12 @@ def grouped(configs: Configs, results: Results) -> Grouped:
     return groups
 
 
-def _labels(groups: Grouped) -> tuple[list[str], list[int]]:
-    """The labels in their order, and the numbers of pairs."""
-    return list(dict.fromkeys(label for label, _ in groups)), sorted({n for _, n in groups})
+def _labels(groups: Grouped) -> list[str]:
+    return list(dict.fromkeys(label for label, _ in groups))
+
+
+def _budgets(groups: Grouped) -> list[int]:
+    return sorted({n_pairs for _, n_pairs in groups})
 
 
 def _has(groups: Grouped, key: str) -> bool:
@@ -288,7 +292,7 @@ def _mean(seeds: Sequence[run_lib.Results] | None, key: str) -> Mean | None:
 
 def comparison_table(groups: Grouped) -> Table:
     """Mean and standard deviation over seeds; a group of columns for every number of pairs."""
-    labels, budgets = _labels(groups)
+    budgets = _budgets(groups)
     present = [header for header, key in COLUMNS.items() if _has(groups, key)]
     if len(budgets) > 1:
         present = [header for header in present if header in SEVERAL] or present[:1]
@@ -299,7 +303,7 @@ def comparison_table(groups: Grouped) -> Table:
     }
     rows = [
         [label, *(_mean(groups.get((label, n_pairs)), key) for n_pairs, key in columns.values())]
-        for label in labels
+        for label in _labels(groups)
     ]
     return Table(["method", *columns], rows, best=columns)
 
@@ -312,7 +316,7 @@ def comparison_plot(groups: Grouped) -> bytes | None:
     splits = [name for name in ("test", "val") if _has(groups, f"{name}/mean/R@1")]
     if not splits:
         return None
-    plt, (labels, budgets) = pyplot(), _labels(groups)
+    plt, labels, budgets = pyplot(), _labels(groups), _budgets(groups)
     keys = [key for panel in PANELS if _has(groups, key := f"{splits[0]}/{panel}")]
     # The first bar is drawn at the bottom.
     labels.sort(key=lambda one: sum(_mean(groups.get((one, n)), keys[0]) or 0.0 for n in budgets))
@@ -379,6 +383,9 @@ def curves_plot(folders: Folders) -> bytes | None:
     return png(figure)
 
 
+# --- what a model finds for pictures that it has not seen ----------------------------------------
+
+
 class Labels(NamedTuple):
     """What the rows of a test gallery are: names of x, captions of y, and pictures of x, if any."""
 
@@ -430,25 +437,23 @@ def labels_of(config: FrozenConfigDict) -> Labels | None:
 
 def find(model: aligner.Aligner, gallery: data.Gallery, labels: Labels) -> list[Found]:
     """The three nearest of all captions to some pictures, which are the same for every model."""
-    n, x_of_y = len(gallery.x), gallery.x_of_y
-    asked = np.random.default_rng(0).choice(n, min(200, n), replace=False)
-    _, rows = model.search(gallery.x[asked], gallery.y, k=min(3, len(gallery.y)))
-    return [
-        Found(
-            labels.x[query],
-            labels.y[np.flatnonzero(x_of_y == query)[0]],
-            tuple((labels.y[y], bool(x_of_y[y] == query)) for y in best),
-            labels.pictures[query] if labels.pictures else None,
-        )
-        for query, best in zip(asked, rows, strict=True)
-    ]
+    count, top = min(200, len(gallery.x)), min(3, len(gallery.y))
+    asked = np.random.default_rng(0).choice(len(gallery.x), count, replace=False)
+    _, rows = model.search(gallery.x[asked], gallery.y, k=top)
+    found = []
+    for query, best in zip(asked, rows, strict=True):
+        retrieved = tuple((labels.y[y], bool(gallery.x_of_y[y] == query)) for y in best)
+        own = labels.y[np.flatnonzero(gallery.x_of_y == query)[0]]
+        picture = labels.pictures[query] if labels.pictures else None
+        found.append(Found(labels.x[query], own, retrieved, picture))
+    return found
 
 
 def cards(found: Sequence[Found], each: int = 8) -> str:
     """HTML of pictures whose first caption is right, and of as many whose is not."""
     parts = []
-    for right, word in WORDS.items():
+    for title, right in (("Right", True), ("Wrong", False)):
         some = [one for one in found if one.retrieved[0][1] == right]
-        title = f"{word.title()} at first: {len(some)} of {len(found)} pictures."
-        parts += [page.text(title), page.cards(one.card() for one in some[:each])]
+        parts.append(page.text(f"{title} at first: {len(some)} of {len(found)} pictures."))
+        parts.append(page.cards(*(one.card() for one in some[:each])))
     return "\n".join(parts)

@@ -119,9 +119,8 @@ class Searcher(NamedTuple):
             for rank, (name, score) in enumerate(results, 1)
         )
         shown = (page.thumbnail(items.oriented(images / name), name) for name, _ in results)
-        cards = page.cards(zip(titles, shown, strict=True))
-        head = page.header(query, f"The best pictures in {images}.")
-        return Answer(results, page.page(query, head, cards))
+        cards = page.cards(*zip(titles, shown, strict=True))
+        return Answer(results, _page(query, f"pictures in {images}", cards))
 
     def texts(self, query: pathlib.Path, file: pathlib.Path, *, top: int) -> Answer:
         """The texts of a file that are nearest to a picture, best first."""
@@ -133,9 +132,8 @@ class Searcher(NamedTuple):
         source = items.Source({"text": lambda: map(items.Item, texts, texts, texts)})
         results = self._search(image, source, "text", file, top)
         lines = "".join(f"<li>{html.escape(text)} ({score:.3f})</li>" for text, score in results)
-        head = page.header(query.name, f"The best texts in {file}.")
-        parts = head, page.thumbnail(image, query.name), f"<ol>{lines}</ol>"
-        return Answer(results, page.page(query.name, *parts))
+        parts = page.thumbnail(image, query.name), f"<ol>{lines}</ol>"
+        return Answer(results, _page(query.name, f"texts in {file}", *parts))
 
     def _search(
         self, query: Any, source: items.Source, modality: str, of: pathlib.Path, top: int
@@ -160,6 +158,11 @@ class Searcher(NamedTuple):
         k = min(top, len(found.rows))
         scores, rows = self.model.search(asked, found.rows, k, direction=direction)
         return [(found.origins[r].id, float(s)) for r, s in zip(rows[0], scores[0], strict=True)]
+
+
+def _page(query: str, among: str, *parts: str) -> str:
+    head = f"<header><h1>{html.escape(query)}</h1>{page.text(f'The best {among}.')}</header>"
+    return page.page(query, head, *parts)
 
 
 def main() -> None:
