@@ -18,12 +18,13 @@ from ml_collections.config_dict import FrozenConfigDict
 from experiments import distributed, page, photos
 from experiments import run as run_lib
 from experiments import workdir as workdir_lib
-from experiments.extract import datasets, items, pair
+from experiments.extract import datasets, extraction, items
 from sotalign_jax import aligner, data, files
 from sotalign_jax.diagnostics import Mean
 
 Configs = Mapping[str, FrozenConfigDict]
 Results = Mapping[str, run_lib.Results]
+Folders = Mapping[str, pathlib.Path]
 
 # --- tables --------------------------------------------------------------------------------------
 
@@ -49,13 +50,13 @@ class Table:
 
     def __str__(self) -> str:
         """Columns aligned by spaces, numbers to the right, the best of a column with a star."""
-        text = self._tabulate(self._cells("{}*", "{} "), "simple")
+        text = self._tabulate("simple", self._cells("{}*", "{} "))
         return "\n".join(line.rstrip() for line in text.splitlines())
 
     def markdown(self) -> str:
         """A Markdown table, the best of a column in bold."""
-        cells = [[text.replace("|", r"\|") for text in row] for row in self._cells("**{}**", "{}")]
-        return self._tabulate(cells, "pipe")
+        cells = self._cells("**{}**", "{}")
+        return self._tabulate("pipe", [[text.replace("|", r"\|") for text in row] for row in cells])
 
     def csv(self) -> str:
         """Comma-separated values with all digits and no marks."""
@@ -75,10 +76,9 @@ class Table:
         body = ""
         for number, row in enumerate(self._cells("\0{}\1", "{}")):
             tag = "td" if number else "th"
-            texts = [html.escape(t).replace("\0", "<b>").replace("\1", "</b>") for t in row]
-            pairs = zip(kinds, texts, strict=True)
-            cells = "".join(f"<{tag}{kind}>{text}</{tag}>" for kind, text in pairs)
-            body += f"<tr>{cells}</tr>"
+            pairs = zip(kinds, map(html.escape, row), strict=True)
+            body += f"<tr>{''.join(f'<{tag}{kind}>{text}</{tag}>' for kind, text in pairs)}</tr>"
+        body = body.replace("\0", "<b>").replace("\1", "</b>")
         title = f"<caption>{html.escape(caption)}</caption>" if caption else ""
         return f"<div class='scroll'><table>{title}{body}</table></div>"
 
@@ -89,16 +89,11 @@ class Table:
             write(pathlib.Path(path), text)
         return list(texts)
 
-    def _tabulate(self, cells: list[list[str]], style: str) -> str:
+    def _tabulate(self, style: str, cells: list[list[str]]) -> str:
         numeric = [any(map(_is_number, values)) for values in zip(*self.rows, strict=True)]
-        return tabulate.tabulate(
-            cells[1:],
-            cells[0],
-            tablefmt=style,
-            colalign=["right" if right else "left" for right in numeric] or None,
-            disable_numparse=True,
-            preserve_whitespace=True,
-        )
+        align = ["right" if right else "left" for right in numeric] or None
+        options = {"disable_numparse": True, "preserve_whitespace": True}
+        return tabulate.tabulate(cells[1:], cells[0], tablefmt=style, colalign=align, **options)
 
     def _cells(self, marked: str, plain: str) -> list[list[str]]:
         """Header and body as text, every cell of a column with a best value marked or padded."""
@@ -132,9 +127,6 @@ table = Table  # as the benchmarks call it
 
 def _is_number(value: Any) -> bool:
     return isinstance(value, int | float | np.number) and not isinstance(value, bool)
-
-
-# --- files ---------------------------------------------------------------------------------------
 
 
 def write(path: pathlib.Path, content: str | bytes) -> None:
@@ -203,29 +195,26 @@ Grouped = dict[tuple[str, int], list[run_lib.Results]]
 
 
 def conclude(
-    configs: Configs,
-    results: Results,
-    workdir: pathlib.Path,
-    *,
-    folders: Mapping[str, pathlib.Path] | None = None,
+    configs: Configs, results: Results, workdir: pathlib.Path, folders: Folders | None = None
 ) -> None:
-    """Writes comparison.md, .csv and .png and report.html into `workdir`; prints the table.
+    """Writes a report of runs into `workdir`; those that failed are named in an error at the end.
 
-    The report has curves of the training and, where captions are known (COCO, or files made by
-    `experiments.pair`), what the model that is best on validation found; the first of these are
-    printed, too, and kept in retrieved.txt. `folders` are those of the runs, if they are not named
-    after them in `workdir`. Runs that failed are named in a FloatingPointError at the end.
+    `folders` are those of the runs, if they are not named after them in `workdir`.
     """
+    own = {name: workdir / name if len(configs) > 1 else workdir for name in configs}
     if distributed.is_first():
-        own = {name: workdir / name if len(configs) > 1 else workdir for name in configs}
         _report(configs, results, workdir, folders or own)
     if failed := [f"{name}: {one['error']}" for name, one in results.items() if "error" in one]:
         raise FloatingPointError(f"{len(failed)} of {len(results)} runs failed, first {failed[0]}")
 
 
-def _report(
-    configs: Configs, results: Results, workdir: pathlib.Path, folders: Mapping[str, pathlib.Path]
-) -> None:
+def _report(configs: Configs, results: Results, workdir: pathlib.Path, folders: Folders) -> None:
+    """Writes comparison.md, .csv and .png and report.html; prints the table.
+
+    The report has curves of the training and, where captions are known (COCO, or files made by
+    `experiments.pair`), what the model that is best on validation found; the first of these are
+    printed, too, and kept in retrieved.txt.
+    """
     groups, settings = grouped(configs, results), settings_text(configs)
     compared = comparison_table(groups)
     compared.save(workdir / "comparison")
@@ -271,10 +260,7 @@ def settings_text(configs: Configs) -> str:
 
 
 def grouped(configs: Configs, results: Results) -> Grouped:
-    """Results by label and number of pairs, in the order of the runs.
-
-    Runs named LABEL-Npairs-seedS, as many as there are numbers of pairs, are rows of one label.
-    """
+    """Results by label and number of pairs; runs named LABEL-Npairs-seedS are rows of one label."""
     several = len({config.data.n_pairs for config in configs.values()}) > 1
     groups: Grouped = {}
     for name, config in configs.items():
@@ -323,20 +309,17 @@ def comparison_table(groups: Grouped) -> Table:
 
 
 def comparison_plot(groups: Grouped) -> bytes | None:
-    """Bars of R@1, R@10 and zero-shot accuracy, best on top; whiskers show the spread over seeds.
+    """Bars of R@1, R@10 and zero-shot accuracy, best on top, with the spread over seeds.
 
-    On the test split, on validation when there is no test split, and no plot without either.
+    Of the test split, or of validation; None without either.
     """
     splits = [name for name in ("test", "val") if _has(groups, f"{name}/mean/R@1")]
     if not splits:
         return None
-    plt, budgets = pyplot(), _budgets(groups)
+    plt, labels, budgets = pyplot(), _labels(groups), _budgets(groups)
     keys = [key for panel in PANELS if _has(groups, key := f"{splits[0]}/{panel}")]
-
-    def score(label: str) -> float:
-        return sum(_mean(groups.get((label, n)), keys[0]) or 0.0 for n in budgets)
-
-    labels = sorted(_labels(groups), key=score)  # the first bar is drawn at the bottom
+    # The first bar is drawn at the bottom.
+    labels.sort(key=lambda one: sum(_mean(groups.get((one, n)), keys[0]) or 0.0 for n in budgets))
     size = 2 + 3 * len(keys), 1.2 + 0.18 * len(labels) * (len(budgets) + 0.6)
     figure, _ = plt.subplots(1, len(keys), figsize=size, sharey=True, layout="constrained")
     thickness = 0.8 / len(budgets)
@@ -367,7 +350,7 @@ def comparison_plot(groups: Grouped) -> bytes | None:
     return png(figure)
 
 
-def curves_plot(folders: Mapping[str, pathlib.Path]) -> bytes | None:
+def curves_plot(folders: Folders) -> bytes | None:
     """Metrics of runs over their steps; runs that differ in their seed have one colour."""
     logs = {
         name: [json.loads(line) for line in path.read_text().splitlines()]
@@ -385,9 +368,8 @@ def curves_plot(folders: Mapping[str, pathlib.Path]) -> bytes | None:
     for ax, key in zip(axes.flat, keys, strict=False):
         for name, log in logs.items():
             drawn = [(row["step"], float(row[key])) for row in log if key in row]
-            ax.plot(
-                *np.reshape(drawn, (-1, 2)).T, color=colours[name.rpartition("-seed")[0]], lw=1.2
-            )
+            colour = colours[name.rpartition("-seed")[0]]
+            ax.plot(*np.reshape(drawn, (-1, 2)).T, color=colour, lw=1.2)
         ax.set_title(CURVES[key], fontsize=10)
         ax.set_yscale("log" if key.endswith("_error") else "linear")
         ax.xaxis.get_major_locator().set_params(integer=True)
@@ -412,6 +394,9 @@ class Labels(NamedTuple):
     pictures: Sequence[pathlib.Path] = ()
 
 
+WORDS = {True: "right", False: "wrong"}
+
+
 class Found(NamedTuple):
     """The captions nearest to a picture, best first, and whether each is one of its own."""
 
@@ -422,22 +407,17 @@ class Found(NamedTuple):
 
     def text(self) -> str:
         """The picture's own caption, and below it those that were found."""
-        lines = [f"{self.name}: {self.caption.strip()}"]
-        for caption, right in self.retrieved:
-            lines.append(f"  {'right' if right else 'wrong'}  {caption.strip()}")
-        return "\n".join(lines)
+        found = [f"  {WORDS[right]}  {caption.strip()}" for caption, right in self.retrieved]
+        return "\n".join([f"{self.name}: {self.caption.strip()}", *found])
 
-    def card(self) -> str:
-        """Likewise as HTML, with the picture if its file is at hand."""
+    def card(self) -> tuple[str, str]:
+        """Likewise as HTML, and the picture if its file is at hand."""
+        rows = [f"<li class='{WORDS[right]}'>{html.escape(t)}</li>" for t, right in self.retrieved]
+        title = f"<b>{html.escape(self.caption)}</b><br>{html.escape(self.name)}"
         shown = ""
         if self.picture is not None and self.picture.exists():
             shown = page.thumbnail(items.oriented(self.picture), self.caption)
-        rows = "".join(
-            f"<li class='{'right' if right else 'wrong'}'>{html.escape(caption)}</li>"
-            for caption, right in self.retrieved
-        )
-        title = f"<b>{html.escape(self.caption)}</b><br>{html.escape(self.name)}"
-        return page.card(f"{title}<ol>{rows}</ol>", shown)
+        return f"{title}<ol>{''.join(rows)}</ol>", shown
 
 
 def labels_of(config: FrozenConfigDict) -> Labels | None:
@@ -446,7 +426,7 @@ def labels_of(config: FrozenConfigDict) -> Labels | None:
         image_ids, said = photos.test_labels()
         return Labels([f"photograph {image}" for image in image_ids], said)
     test_x = pathlib.Path(files.split_key(config.data.files.test_x or "")[0]).expanduser()
-    noted = test_x.parent / pair.TEST
+    noted = test_x.parent / extraction.TEST
     if not config.data.files.test_x or not noted.exists():
         return None
     kept = workdir_lib.read_json(noted)

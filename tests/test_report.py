@@ -15,7 +15,7 @@ from matplotlib.container import ErrorbarContainer
 
 from experiments import config as config_lib
 from experiments import report, workdir
-from experiments.extract import pair
+from experiments.extract import extraction
 from sotalign_jax import aligner, data, diagnostics, heads
 
 ROWS = [["procrustes", 21.1, 3, None], ["cca, ridge", np.float32(21.52), 40, "x|y"]]
@@ -224,10 +224,10 @@ def test_labels_of_files_are_found_by_what_pair_noted(tmp_path):
     noted = {"x": ["a.png", "b.png"], "y": ["a.png#0", "a.png#1", "b.png#0"]}
     for captions in (str(tmp_path / "captions.csv"), None):
         noted["data"] = {**source, "captions": captions}
-        workdir.write_json(tmp_path / pair.TEST, noted)
+        workdir.write_json(tmp_path / extraction.TEST, noted)
         found = report.labels_of(run)
         assert found.x == noted["x"] and found.pictures == [tmp_path / "a.png", tmp_path / "b.png"]
         assert found.y == (["One.", "Three.", "Two."] if captions else noted["y"])
     noted["data"]["root"] = str(tmp_path / "gone")
-    workdir.write_json(tmp_path / pair.TEST, noted)
+    workdir.write_json(tmp_path / extraction.TEST, noted)
     assert report.labels_of(run) is None
