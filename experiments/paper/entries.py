@@ -163,7 +163,7 @@ def trials(method: str, points: Iterable[Mapping[str, float]], **also: Any) -> R
 
 
 def v1(lab: Lab) -> Panels:
-    """As many points of the paper's grids for each method; with the most pairs, also steps and start."""
+    """As many points of the paper's grids for each method; with most pairs, steps and start too."""
     rates = [{"rate": rate} for rate in lab.sizes.rates]
     grids = {"sail": rates, "sail_semi": rates, "structure": WEIGHTS, "structure_semi": WEIGHTS}
     grids |= {"nnclr": BOTH_WEIGHTS, "sclip": BOTH_WEIGHTS}
@@ -602,32 +602,60 @@ def v2(lab: Lab) -> Panels:
     """Causes that were tried, on the test split, and none of them taken into a table."""
     if lab.sources.given:
         return
-    seeds = lab.seeds[:1]
-    tried: Rows = {
-        "SOTAlign": OURS,
-        "alpha 1e-3": {**OURS, "sotalign.alpha": 1e-3},
-        "alpha 3e-4": {**OURS, "sotalign.alpha": 3e-4},
-    }
-    more: Rows = {
-        "200 steps": {**OURS, **SHORT},
-        "epsilon* 0.02": {**OURS, "sotalign.epsilon_star": 0.02},
-        "teacher start": {**OURS, "heads.init": "teacher"},
-    }
-    columns = {f"R@{k}": {"metric": f"test/mean/R@{k}"} for k in (1, 10)}
-    satellite = lab.sources.satellite
-    alone = lab.alone(satellite, lab.sizes.satellite)
-    quick = lab.scale == "quick"
-    satellites = tried if quick else tried | more
-    rows = {name: {**alone, **changes} for name, changes in satellites.items()}
-    yield Panel(f"T7, {satellite}", "tried", rows, columns, seeds)
-    if quick:
+
+    def causes(*names: str) -> Rows:
+        changes = {
+            "SOTAlign": {},
+            "alpha 1e-3": {"sotalign.alpha": 1e-3},
+            "alpha 3e-4": {"sotalign.alpha": 3e-4},
+            "200 steps": SHORT,
+            "epsilon* 0.02": {"sotalign.epsilon_star": 0.02},
+            "teacher start": {"heads.init": "teacher"},
+        }
+        return {name: {**OURS, **changes[name]} for name in names or changes}
+
+    seeds, recalls = lab.seeds[:1], {f"R@{k}": {"metric": f"test/mean/R@{k}"} for k in (1, 10)}
+    source = lab.sources.satellite
+    rows = causes(*(("SOTAlign", "alpha 1e-3") if lab.scale == "quick" else ()))
+    rows = {n: {**lab.alone(source, lab.sizes.satellite), **c} for n, c in rows.items()}
+    yield Panel(f"T7, {source}", "tried", rows, recalls, seeds)
+    if lab.scale == "quick":
         return
+
+    every = {"train.pair_batch": lab.sizes.t1_pairs, "train.unpaired_batch": 2048, **SHORT}
+    every["data.n_pairs"] = lab.sizes.t1_pairs
+    rows = {"SAIL": {**SAIL, **every}}
+    rows |= {f"SOTAlign, alpha {a}": {**OURS, **every, "sotalign.alpha": a} for a in (1e-4, 3e-4)}
+    columns = {"val R@1": {"metric": "val/mean/R@1"}, **recalls}
+    yield Panel("F5, all 10,000 pairs in a batch", "tried", rows, columns, seeds, form=".2f")
+
+    rows = causes("SOTAlign", "alpha 1e-3", "epsilon* 0.02", "teacher start")
+    contrastive = {"metric": MEAN, "teacher.kind": "contrastive"}
+    columns = {n: {**contrastive, "sotalign.divergence": n.lower()} for n in ("InfoNCE", "KLOT")}
+    yield Panel("T1, contrastive teacher, MeanR@1", "tried", rows, columns, seeds)
+
     shifted = {"RSICD|RSICD", "COCO|RSICD", "COCO|Flickr8k"}
     columns = {n: {**c, "metric": MEAN} for n, c in pools(lab).items() if n in shifted}
-    yield Panel("A1, MeanR@1", "tried", tried, columns, seeds)
-    sue = {"data.pairs": "Flickr8k", "data.n_pairs": 500, "data.split": "sue"}
-    rows = {f"MLP, d={d}": {**OURS, **SMALL, "heads.dim": d, **sue} for d in (8, 64, 512)}
+    rows |= causes("alpha 3e-4")
+    yield Panel("A1, MeanR@1", "tried", rows, columns, seeds)
+
+    sue = {**OURS, **SMALL, "data.pairs": "Flickr8k", "data.n_pairs": 500, "data.split": "sue"}
+    rows = {f"MLP, d={d}": {**sue, "heads.dim": d} for d in (8, 64, 512)}
+    rows["MLP, d=8, ten times the alpha"] = {**sue, "sotalign.alpha": 0.06}
+    rows["MLP, d=8, a tenth of the rate"] = {**sue, "train.learning_rate": 2e-4}
+    rows["MLP, d=8, 200 steps"] = {**sue, **SHORT}
     yield Panel("A6, Flickr8k", "tried", rows, {"R@5": {"metric": "test/mean/R@5"}}, seeds)
+
+    columns = {f"alpha {a:g}": {**OURS, "metric": MEAN, "sotalign.alpha": a} for a in (1e-3, 3e-3)}
+    rows = {"no noise": {}, "half noise": {"data.noise": 0.5}}
+    yield Panel("FA4, three seeds", "tried", rows, columns, lab.seeds)
+    rows = {"half noise, twice the rows": {"data.noise": 0.5, "train.unpaired_batch": 2048}}
+    yield Panel("FA4, one seed", "tried", rows, columns, seeds)
+
+    texts = [name for name in (*lab.sources.collections, "noise") if name != source]
+    rows = {source: {"left": source, "side": "y", "centred": True}}
+    columns = {n: {"right": n, "metric": "between/distance"} for n in texts}
+    yield Panel("FA8, texts less their set's mean", "tried", rows, columns, seeds, form=".3f")
 
 
 def as_diagnosed(panel: Panel) -> Verdict:

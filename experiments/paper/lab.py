@@ -165,6 +165,7 @@ class Lab:
         if kind == "between":
             names = sorted((changes["left"], changes["right"]))
             spec = {"left": names[0], "right": names[1], "side": changes["side"], "seed": seed}
+            spec |= {"centred": True} if "centred" in changes else {}
             return {"measure": kind, **spec, **sizes, "files": self.sources.stamps(names)}
         config, asked = self.settings(changes, seed)
         spec = {"data": asked._asdict(), "files": self.sources.stamps(asked)}
@@ -410,29 +411,36 @@ def _shift(sources: Sources, *, data: dict[str, Any], rows: int, projections: in
     return {"shift/x": x, "shift/y": y, "shift/total": x + y}
 
 
-def _share(sources: Sources, *, data: dict[str, Any], **sizes: int) -> Results:
+def _share(sources: Sources, *, data: dict[str, Any], rows: int, projections: int) -> Results:
     """How far the pools are on the way from the pairs to random directions, in percent."""
     dataset = _dataset(sources, Data(**data))
-    sides = {"x": (dataset.pairs_x, dataset.pool_x), "y": (dataset.pairs_y, dataset.pool_y)}
-    sizes |= {"repeats": 5, "seed": data["seed"]}
+
+    def share(pairs: Any, pool: Any) -> float:
+        shift = diagnostics.pool_shift(
+            pairs, pool, repeats=5, rows=rows, projections=projections, seed=data["seed"]
+        )
+        return 100 * shift.share
+
     return {
-        f"share/{side}": 100 * diagnostics.pool_shift(*arrays, **sizes).share
-        for side, arrays in sides.items()
+        "share/x": share(dataset.pairs_x, dataset.pool_x),
+        "share/y": share(dataset.pairs_y, dataset.pool_y),
     }
 
 
 def _between(
-    sources: Sources, *, left: str, right: str, side: str, seed: int, **sizes: int
+    sources: Sources, *, left: str, right: str, side: str, centred: bool = False, **sizes: int
 ) -> Results:
-    """The distance between two sources."""
-    width = sources.rows(MAIN, side).shape[1]
-    rng = np.random.default_rng((seed, 7))
+    """The distance between two sources; `centred`, once each has lost its mean."""
+    rng = np.random.default_rng((sizes["seed"], 7))
+    shape = sizes["rows"], sources.rows(MAIN, side).shape[1]
     sets = [
-        rng.standard_normal((sizes["rows"], width)) if n == "noise" else sources.rows(n, side)
-        for n in (left, right)
+        rng.standard_normal(shape) if name == "noise" else sources.rows(name, side)
+        for name in (left, right)
     ]
+    if centred:
+        sets = [rows - np.mean(rows, axis=0) for rows in map(np.asarray, sets)]
     same = left == right == "noise"
-    return {"between/distance": 0.0 if same else _distance(*sets, seed=seed, **sizes)}
+    return {"between/distance": 0.0 if same else _distance(*sets, **sizes)}
 
 
 def _distance(x: Any, y: Any, *, seed: int, rows: int, projections: int) -> float:

@@ -60,7 +60,7 @@ class Panel:
     paper: str | None = None  # key of the paper's table
     named: Mapping[str, str] = dataclasses.field(default_factory=dict)  # the paper's labels by ours
     form: str = ".1f"  # how a number is written
-    # By (row, column): cells, one a seed; what they gave, NaN where one failed; and why, if any did.
+    # By (row, column): cells, one a seed; what they gave, NaN where one failed; and why they did.
     cells: Mapping[tuple[str, str], Sequence[Cell]] = dataclasses.field(default_factory=dict)
     found: Mapping[tuple[str, str], np.ndarray] = dataclasses.field(default_factory=dict)
     failures: tuple[str, ...] = ()

@@ -22,8 +22,8 @@ DISCUSSION = pathlib.Path(__file__).with_name("discussion.md")
 _PAPER = " (paper)"
 # fmt: off
 SHOWN = (
-    "n_pairs", "n_unpaired", "steps", "learning_rate", "pair_batch", "unpaired_batch", "kind", "dim",
-    "init", "ridge", "alpha", "divergence", "epsilon", "epsilon_star", "weight", "warmup",
+    "n_pairs", "n_unpaired", "steps", "learning_rate", "pair_batch", "unpaired_batch", "kind",
+    "dim", "init", "ridge", "alpha", "divergence", "epsilon", "epsilon_star", "weight", "warmup",
     "weight_text", "weight_image", "epochs", "mmd_epochs",
 )
 # fmt: on
