@@ -167,6 +167,21 @@ def test_published_cells_are_those_of_the_entries():
     assert kept <= asked
 
 
+def test_diagnose_calls_near_what_helped(tmp_path):
+    """Its word for pools against what they gave on photographs."""
+    at = lab.Lab(tmp_path)
+    at.take(ROOT / "docs/results" / report.CELLS)
+    (panel,) = (at.collect(panel, {}) for panel in entries.ENTRIES["V3"].panels(at))
+    gains = {}
+    for row in panel.rows:
+        images, texts, sail, ours = (panel.mean(row, column) for column in panel.columns)
+        gains.setdefault(sources.place(max(images, texts) / 100), []).append(ours - sail)
+    near, far, random = gains["NEAR"], gains["FAR"], gains[sources.AS_RANDOM]
+    assert len(near) + len(far) + len(random) == 12
+    assert min(near) > max(near) / 2 > max(far)  # half of what COCO's own rows gave
+    assert min(far) > -0.2 and max(random) < 0.1
+
+
 # --- sources -----------------------------------------------------------------------------------
 
 

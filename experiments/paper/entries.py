@@ -604,7 +604,7 @@ def v2(lab: Lab) -> Panels:
         return
 
     def causes(*names: str) -> Rows:
-        changes = {
+        changes: Rows = {
             "SOTAlign": {},
             "alpha 1e-3": {"sotalign.alpha": 1e-3},
             "alpha 3e-4": {"sotalign.alpha": 3e-4},
@@ -647,10 +647,10 @@ def v2(lab: Lab) -> Panels:
     yield Panel("A6, Flickr8k", "tried", rows, {"R@5": {"metric": "test/mean/R@5"}}, seeds)
 
     columns = {f"alpha {a:g}": {**OURS, "metric": MEAN, "sotalign.alpha": a} for a in (1e-3, 3e-3)}
-    rows = {"no noise": {}, "half noise": {"data.noise": 0.5}}
-    yield Panel("FA4, three seeds", "tried", rows, columns, lab.seeds)
-    rows = {"half noise, twice the rows": {"data.noise": 0.5, "train.unpaired_batch": 2048}}
-    yield Panel("FA4, one seed", "tried", rows, columns, seeds)
+    noise: Rows = {"no noise": {}, "half noise": {"data.noise": 0.5}}
+    yield Panel("FA4, three seeds", "tried", noise, columns, lab.seeds)
+    noise = {"half noise, twice the rows": {"data.noise": 0.5, "train.unpaired_batch": 2048}}
+    yield Panel("FA4, one seed", "tried", noise, columns, seeds)
 
     texts = [name for name in (*lab.sources.collections, "noise") if name != source]
     rows = {source: {"left": source, "side": "y", "centred": True}}

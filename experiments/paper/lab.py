@@ -70,7 +70,7 @@ SIZES: dict[str, tuple[Any, Any, Any]] = {
     # Learning rates and weights that are tried on validation.
     "rates": ((1e-3, 2e-3), (5e-4, 1e-3, 2e-3, 4e-3, 8e-3), (3e-5, 1e-4, 3e-4)),
     "pool_noise": ((0.0, 1.0), (0.0, 0.5, 1.0), (0.0, 0.25, 0.5, 0.75, 1.0)),
-    "alphas": ((1e-4, 1e-3, 1e-2), (1e-4, 1e-3, 3e-3, 1e-2, 1e-1), (1e-6, 1e-5, 1e-4, 1e-3, 1e-2)),
+    "alphas": ((1e-3, 1e-2), (1e-4, 1e-3, 3e-3, 1e-2, 1e-1), (1e-6, 1e-5, 1e-4, 1e-3, 1e-2)),
     "epsilons": ((0.005, 0.05), (0.005, 0.05, 0.2), (0.005, 0.01, 0.05, 0.1, 0.5)),
     "epsilon_changes": ({}, {}, {"sotalign.alpha": 1e-3}),
     "solver_rows": (192, 512, 10_000),
@@ -144,9 +144,9 @@ class Lab:
         if n >= 10_000:
             steps, rate, every = 600, 3e-4, 25
         return {
-            "train.steps": 60 if quick else steps,
+            "train.steps": 40 if quick else steps,
             "train.eval_every": 20 if quick else every,
-            "train.learning_rate": share * (2e-3 if quick else rate),
+            "train.learning_rate": share * (3e-3 if quick else rate),
             "train.pair_batch": 2048,
             "train.unpaired_batch": 512 if quick else 1024,
             "heads.dim": 256 if quick else 512,
