@@ -72,6 +72,7 @@ def retrieval(lab: Lab) -> Rows:
     return {name: {"metric": m} for name, m in {"zero-shot": classes, **ways}.items()}
 
 
+WAYS = {"T2I": "y_to_x", "I2T": "x_to_y"}
 NAMED = {"zero-shot": "ImageNet", "T2I R@1": "COCO_T2I_R1", "I2T R@1": "COCO_I2T_R1"}
 
 
@@ -262,10 +263,8 @@ def ours_above_all(panel: Panel, but: Sequence[str] = ()) -> Verdict:
 
 def retrieval_by_method(lab: Lab, cuts: tuple[int, ...] = (1,)) -> Panels:
     columns: Rows = {}
-    named, ways = {}, {"T2I": "y_to_x", "I2T": "x_to_y"}
-    for source, (way, side), k in itertools.product(
-        ("test", lab.sources.flickr), ways.items(), cuts
-    ):
+    named, sources = {}, ("test", lab.sources.flickr)
+    for source, (way, side), k in itertools.product(sources, WAYS.items(), cuts):
         own = source == "test"
         label = f"{'' if own else f'{source} '}{way} R@{k}"
         here = own or lab.sources.has(source, "test")
@@ -411,10 +410,17 @@ def by_epsilon(lab: Lab, name: str, form: str, metrics: Mapping[str, str]) -> Pa
     return Panel(name, "epsilon", rows, columns, (0,), form=form)
 
 
-def costs(lab: Lab, name: str, quantity: str, form: str, *ways: str) -> Panel:
+COSTS = {"memory": ("memory (MiB)", ".1f"), "seconds": ("time (s)", ".3f")}
+COSTS["iterations"] = "iterations", ".0f"
+
+
+def costs(
+    lab: Lab, kinds: Iterable[str] = COSTS, ways: Sequence[str] = tuple(ARMS.values())
+) -> Panels:
     """What ways to the gradient take."""
-    metrics = {w: f"gradient/{arm}/{quantity}" for arm, w in ARMS.items() if w in ways}
-    return by_epsilon(lab, name, form, metrics)
+    for kind in kinds:
+        metrics = {w: f"gradient/{arm}/{kind}" for arm, w in ARMS.items() if w in ways}
+        yield by_epsilon(lab, *COSTS[kind], metrics)
 
 
 def takes_more(panel: Panel, other: str, what: str) -> Verdict:
@@ -431,10 +437,6 @@ def takes_more(panel: Panel, other: str, what: str) -> Verdict:
         text += f", and does not get there at {absent} of {len(panel.rows)} epsilons"
     held = False if min(ratios) <= 1 else True if np.isfinite(ours).all() else None
     return Verdict(held, text, size)
-
-
-def f3(lab: Lab) -> Panels:
-    yield costs(lab, "memory (MiB)", "memory", ".1f", CLOSED, UNROLLED)
 
 
 def worse_at_every_step(panel: Panel) -> Verdict:
@@ -513,13 +515,6 @@ def f7(lab: Lab) -> Panels:
 def less_memory_and_time(memory: Panel, time: Panel, iterations: Panel) -> Verdict:
     parts = {"memory": takes_more(memory, UNROLLED, "memory")}
     return joined({**parts, "time": takes_more(time, IMPLICIT, "time")})
-
-
-def fa1(lab: Lab) -> Panels:
-    ways = (CLOSED, UNROLLED, IMPLICIT)
-    yield costs(lab, "memory (MiB)", "memory", ".1f", *ways)
-    yield costs(lab, "time (s)", "seconds", ".3f", *ways)
-    yield costs(lab, "iterations", "iterations", ".0f", *ways)
 
 
 def every_metric(lab: Lab, kind: str) -> Panels:
@@ -747,7 +742,8 @@ _ALL = (
     # Figures of the main text.
     Entry("F3", "Memory of KLOT's gradient, by the way it is computed",
           "the closed form takes less memory than unrolling (paper: up to 100 times)",
-          f3, functools.partial(takes_more, other=UNROLLED, what="memory"), (), plot=_costs),
+          functools.partial(costs, kinds=("memory",), ways=(CLOSED, UNROLLED)),
+          functools.partial(takes_more, other=UNROLLED, what="memory"), (), plot=_costs),
     Entry("F4", "Convergence of Sinkhorn after 100 iterations",
           "the smaller epsilon, the further 100 iterations are from convergence",
           f4, worse_at_every_step, (), plot=_costs, whole="errors"),
@@ -763,7 +759,7 @@ _ALL = (
     Entry("FA1", "Memory, time (ratios alone count) and iterations of KLOT's gradient",
           "the closed form takes less memory than unrolling and less time than implicit "
           "differentiation (paper: up to 100 and 50 times)",
-          fa1, less_memory_and_time, (), plot=_costs),
+          costs, less_memory_and_time, (), plot=_costs),
     Entry("FA2", "How many pairs: classification and both directions", _above_at_every_number,
           functools.partial(every_metric, kind="pairs"), each(second_above_first), plot=_lines),
     Entry("FA3", "How many unpaired rows: classification and both directions",
