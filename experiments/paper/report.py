@@ -258,10 +258,10 @@ def save(path: pathlib.Path, made: Sequence[Outcome], lab: Lab, command: str) ->
         f"Written by\n\n```bash\n{command}\n```",
         note(lab),
         f"Ran on {here['platform']}, Python {here['python']}, jax {here['packages'].get('jax')}, "
-        f"revision {here['git']}. Processor time of the cells: {sum(taken.values()):.0f} minutes "
-        f"({each}; cells that entries share count for the first). All cells, with every setting, "
-        f"are in [{CELLS}]({CELLS}); with --norun --cells=PATH this page is made again without "
-        "training.",
+        f"revision {here['git']}. Processor time of the cells: {sum(taken.values()):.0f} minutes, "
+        f"half of it on two cores ({each}; cells that entries share count for the first). Cells, "
+        f"with every setting, are in [{CELLS}]({CELLS}); with --norun --cells=PATH this page is "
+        "made again without training.",
         "## Verdicts\n\n" + ", ".join(f"{word}: {n}" for word, n in count.most_common()) + ".",
         summary(made).markdown(),
         *([DISCUSSION.read_text("utf-8").strip()] if ours and len(made) == len(ENTRIES) else []),
