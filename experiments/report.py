@@ -174,6 +174,12 @@ COLUMNS = {
     "val R@1": "val/mean/R@1",
 }
 """What is shown of every run."""
+EXPLAINED = (
+    "Percent, retrieval averaged over both directions. R@k: the match is among the first k of the "
+    "test split; calibrated: after correcting for rows that are close to everything; val: on the "
+    "validation split, from which the parameters to keep are chosen."
+)
+"""What the columns mean, below the table of the page."""
 SEVERAL = ("R@1", "R@10", "calibrated R@10", "zero-shot")
 """What is shown for every number of pairs when there are several."""
 PANELS = {
@@ -230,7 +236,7 @@ def _report(
     compared = comparison_table(groups)
     compared.save(workdir / "comparison")
     print(f"\n{compared}\n\n{settings}")
-    shown = [page.section("Results", compared.html(), page.text(settings))]
+    shown = [page.section("Results", compared.html(), page.text(EXPLAINED), page.text(settings))]
     if plot := comparison_plot(groups):
         write(workdir / "comparison.png", plot)
         shown.append(page.section("Comparison", page.image(plot, "scores of the runs")))
@@ -247,7 +253,7 @@ def _report(
         write(workdir / "retrieved.txt", text)
         print(f"\n{text}")
         shown.append(page.section(title, cards(found)))
-    title = ", ".join(_labels(groups))
+    title = f"Results: {', '.join(_labels(groups))}"
     head = f"<header><h1>{html.escape(title)}</h1>{page.text(str(workdir))}</header>"
     shown.append(page.environment(workdir_lib.kept_environment(workdir)))
     write(workdir / "report.html", page.page(title, head, *shown))
@@ -413,7 +419,7 @@ class Labels(NamedTuple):
 
 
 class Found(NamedTuple):
-    """The captions nearest to a picture, best first, and whether each is one of its own."""
+    """The captions nearest to a picture, best first, and whether each says what its own do."""
 
     name: str
     caption: str
@@ -462,18 +468,18 @@ def find(model: aligner.Aligner, gallery: data.Gallery, labels: Labels) -> list[
     _, rows = model.search(gallery.x[asked], gallery.y, k=top)
     found = []
     for query, best in zip(asked, rows, strict=True):
-        retrieved = tuple((labels.y[y], bool(gallery.x_of_y[y] == query)) for y in best)
-        own = labels.y[np.flatnonzero(gallery.x_of_y == query)[0]]
+        own = [labels.y[y] for y in np.flatnonzero(gallery.x_of_y == query)]
+        retrieved = tuple((labels.y[y], labels.y[y] in own) for y in best)
         picture = labels.pictures[query] if labels.pictures else None
-        found.append(Found(labels.x[query], own, retrieved, picture))
+        found.append(Found(labels.x[query], own[0], retrieved, picture))
     return found
 
 
 def cards(found: Sequence[Found], each: int = 8) -> str:
-    """HTML of pictures whose first caption is right, and of as many whose is not."""
-    parts = []
-    for title, right in (("Right", True), ("Wrong", False)):
+    """HTML of pictures whose nearest caption is right, and of as many where it is wrong."""
+    parts = [page.text("In bold a caption of the picture; below it the captions found.")]
+    for title, right in (("right", True), ("wrong", False)):
         some = [one for one in found if one.retrieved[0][1] == right]
-        parts.append(page.text(f"{title} at first: {len(some)} of {len(found)} pictures."))
+        parts.append(f"<h3>Nearest caption {title}: {len(some)} of {len(found)} pictures</h3>")
         parts.append(page.cards(*(one.card() for one in some[:each])))
     return "\n".join(parts)
