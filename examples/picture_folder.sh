@@ -26,6 +26,6 @@ python -m experiments.pair --x="$out/efficientnet-lite2" --y="$out/all-minilm-l6
 # Train CCA, SAIL and SOTAlign on the pairs: $out/run/report.html shows the results.
 python -m experiments.main --config=experiments/configs/files.py:from="$out/files" --workdir="$out/run" "${@:5}"
 
-# Search all pictures.
+# Search all pictures; their embeddings are kept beside the model for the next search.
 python -m experiments.search --model="$out/run/sotalign-seed0" --query="$query" --images="$pictures" \
-    --index="$out/index" --page="$out/found.html"
+    --page="$out/found.html"

@@ -395,7 +395,8 @@ def curves_plot(folders: Mapping[str, pathlib.Path]) -> bytes | None:
                 *np.reshape(drawn, (-1, 2)).T, color=colours[name.rpartition("-seed")[0]], lw=1.2
             )
         ax.set_title(CURVES[key], fontsize=10)
-        ax.set_yscale("log" if key.endswith("_error") else "linear")
+        if key.endswith("_error"):
+            _log_scale(ax)
         ax.xaxis.get_major_locator().set_params(integer=True)
         ax.spines[["top", "right"]].set_visible(False)
     for ax in axes.flat[len(keys) :]:
@@ -405,6 +406,14 @@ def curves_plot(folders: Mapping[str, pathlib.Path]) -> bytes | None:
     lines = [plt.Line2D([], [], color=colour, label=label) for label, colour in colours.items()]
     figure.legend(handles=lines, loc="outside lower center", ncols=5, frameon=False)
     return png(figure)
+
+
+def _log_scale(ax: Any) -> None:
+    """Whole decades, so that powers of ten are marked even where values hardly differ."""
+    ends = np.array([ax.dataLim.minposy, ax.dataLim.intervaly[1]])
+    if np.isfinite(ends).all() and ends[1] > 0:
+        low, high = np.floor(np.log10(ends))
+        ax.set(yscale="log", ylim=(10.0**low, 10.0 ** (high + 1)))
 
 
 # --- what a model finds for pictures that it has not seen ----------------------------------------

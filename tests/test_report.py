@@ -162,6 +162,19 @@ def test_curves_are_drawn_for_what_was_recorded(tmp_path):
     assert plot.startswith(b"\x89PNG") and len(plot) > 10_000
 
 
+def test_errors_that_hardly_differ_have_powers_of_ten_beside_them(tmp_path, monkeypatch):
+    drawn = []
+    monkeypatch.setattr(report, "png", lambda figure: drawn.append(figure) or b"")
+    for name, values in {"level": (9.389e-5, 9.391e-5), "zero": (0.0, 0.0)}.items():
+        rows = [{"step": step, "teacher_error": value} for step, value in enumerate(values)]
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "metrics.jsonl").write_text("\n".join(map(json.dumps, rows)))
+        report.curves_plot({f"{name}-seed0": tmp_path / name})
+    assert drawn[0].axes[0].get_ylim() == pytest.approx((1e-5, 1e-4))
+    for figure in drawn:
+        report.pyplot().close(figure)
+
+
 def test_files_on_a_full_disk_are_whole_or_not_there(tmp_path, monkeypatch):
     path = tmp_path / "comparison.png"
     report.write(path, b"before")
