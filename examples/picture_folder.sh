@@ -11,7 +11,8 @@ if [ $# -lt 3 ]; then
     echo "usage: bash $0 PICTURES CAPTIONS.csv QUERY [OUT] [OPTION...]" >&2
     exit 1
 fi
-pictures=$(realpath -e "$1") captions=$(realpath -e "$2") query=$3 out=$(realpath -m "${4:-runs/pictures}")
+mkdir -p "${4:-runs/pictures}"
+pictures=$(realpath "$1") captions=$(realpath "$2") query=$3 out=$(realpath "${4:-runs/pictures}")
 cd "$(dirname "$0")/.."
 
 # Embed all pictures, and the captions there are.
