@@ -477,7 +477,7 @@ def find(model: aligner.Aligner, gallery: data.Gallery, labels: Labels) -> list[
     _, rows = model.search(gallery.x[asked], gallery.y, k=top)
     found = []
     for query, best in zip(asked, rows, strict=True):
-        own = [labels.y[y] for y in np.flatnonzero(gallery.x_of_y == query)]
+        own = [labels.y[y] for y in np.flatnonzero(gallery.x_of_y == query).tolist()]
         retrieved = tuple((labels.y[y], labels.y[y] in own) for y in best)
         picture = labels.pictures[query] if labels.pictures else None
         found.append(Found(labels.x[query], own[0], retrieved, picture))
