@@ -332,6 +332,8 @@ def run(problems: Sequence[int], seed: int, *, progress: bool = False) -> dict[i
 def main(argv: Sequence[str] | None = None) -> None:
     """The command."""
     args = common.options(__doc__, argv, problems=1000, seed=0, only=int)
+    if args.quick:
+        args.problems = 20
     problems = range(args.problems) if args.only is None else [args.only]
     if args.only is not None:
         case = make(args.seed, args.only)

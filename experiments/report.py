@@ -166,6 +166,12 @@ COLUMNS = {
     "val R@1": "val/mean/R@1",
 }
 """What is shown of every run."""
+EXPLAINED = (
+    "Percent, retrieval averaged over both directions. R@k: the match is among the first k of the "
+    "test split; calibrated: after correcting for rows that are close to everything; val: on the "
+    "validation split, from which the parameters to keep are chosen."
+)
+"""What the columns mean, below the table of the page."""
 SEVERAL = ("R@1", "R@10", "calibrated R@10", "zero-shot")
 """What is shown for every number of pairs when there are several."""
 PANELS = {
@@ -219,7 +225,7 @@ def _report(configs: Configs, results: Results, workdir: pathlib.Path, folders: 
     compared = comparison_table(groups)
     compared.save(workdir / "comparison")
     print(f"\n{compared}\n\n{settings}")
-    shown = [page.section("Results", compared.html(), page.text(settings))]
+    shown = [page.section("Results", compared.html(), page.text(EXPLAINED), page.text(settings))]
     if plot := comparison_plot(groups):
         write(workdir / "comparison.png", plot)
         shown.append(page.section("Comparison", page.image(plot, "scores of the runs")))
@@ -236,7 +242,7 @@ def _report(configs: Configs, results: Results, workdir: pathlib.Path, folders: 
         write(workdir / "retrieved.txt", text)
         print(f"\n{text}")
         shown.append(page.section(title, cards(found)))
-    title = ", ".join(_labels(groups))
+    title = f"Results: {', '.join(_labels(groups))}"
     head = f"<header><h1>{html.escape(title)}</h1>{page.text(str(workdir))}</header>"
     shown.append(page.environment(workdir_lib.kept_environment(workdir)))
     write(workdir / "report.html", page.page(title, head, *shown))
@@ -371,7 +377,8 @@ def curves_plot(folders: Folders) -> bytes | None:
             colour = colours[name.rpartition("-seed")[0]]
             ax.plot(*np.reshape(drawn, (-1, 2)).T, color=colour, lw=1.2)
         ax.set_title(CURVES[key], fontsize=10)
-        ax.set_yscale("log" if key.endswith("_error") else "linear")
+        if key.endswith("_error"):
+            _log_scale(ax)
         ax.xaxis.get_major_locator().set_params(integer=True)
         ax.spines[["top", "right"]].set_visible(False)
     for ax in axes.flat[len(keys) :]:
@@ -381,6 +388,14 @@ def curves_plot(folders: Folders) -> bytes | None:
     lines = [plt.Line2D([], [], color=colour, label=label) for label, colour in colours.items()]
     figure.legend(handles=lines, loc="outside lower center", ncols=5, frameon=False)
     return png(figure)
+
+
+def _log_scale(ax: Any) -> None:
+    """Whole decades, so that powers of ten are marked even where values hardly differ."""
+    ends = np.array([ax.dataLim.minposy, ax.dataLim.intervaly[1]])
+    if np.isfinite(ends).all() and ends[1] > 0:
+        low, high = np.floor(np.log10(ends))
+        ax.set(yscale="log", ylim=(10.0**low, 10.0 ** (high + 1)))
 
 
 # --- what a model finds for pictures that it has not seen ----------------------------------------
@@ -398,7 +413,7 @@ WORDS = {True: "right", False: "wrong"}
 
 
 class Found(NamedTuple):
-    """The captions nearest to a picture, best first, and whether each is one of its own."""
+    """The captions nearest to a picture, best first, and whether each says what its own do."""
 
     name: str
     caption: str
@@ -442,18 +457,18 @@ def find(model: aligner.Aligner, gallery: data.Gallery, labels: Labels) -> list[
     _, rows = model.search(gallery.x[asked], gallery.y, k=top)
     found = []
     for query, best in zip(asked, rows, strict=True):
-        retrieved = tuple((labels.y[y], bool(gallery.x_of_y[y] == query)) for y in best)
-        own = labels.y[np.flatnonzero(gallery.x_of_y == query)[0]]
+        own = [labels.y[y] for y in np.flatnonzero(gallery.x_of_y == query).tolist()]
+        retrieved = tuple((labels.y[y], labels.y[y] in own) for y in best)
         picture = labels.pictures[query] if labels.pictures else None
-        found.append(Found(labels.x[query], own, retrieved, picture))
+        found.append(Found(labels.x[query], own[0], retrieved, picture))
     return found
 
 
 def cards(found: Sequence[Found], each: int = 8) -> str:
-    """HTML of pictures whose first caption is right, and of as many whose is not."""
-    parts = []
-    for title, right in (("Right", True), ("Wrong", False)):
+    """HTML of pictures whose nearest caption is right, and of as many where it is wrong."""
+    parts = [page.text("In bold a caption of the picture; below it the captions found.")]
+    for title, right in (("right", True), ("wrong", False)):
         some = [one for one in found if one.retrieved[0][1] == right]
-        parts.append(page.text(f"{title} at first: {len(some)} of {len(found)} pictures."))
+        parts.append(f"<h3>Nearest caption {title}: {len(some)} of {len(found)} pictures</h3>")
         parts.append(page.cards(*(one.card() for one in some[:each])))
     return "\n".join(parts)
