@@ -39,8 +39,8 @@ SCALING_START = 0.03
 SCALING_TOLERANCE = 0.01
 """Marginal error at which an intermediate epsilon is left."""
 NARROW_GAIN, NARROW_STALLED = 0.03, 8
-"""Once the error over a narrow copy of the kernel has fallen by this factor, or has not fallen in so
-many sweeps, one sweep over the kernel itself tells by how much the copy's sums are off."""
+"""When the error over a narrow copy of the kernel has fallen by this factor, or has not fallen in
+so many sweeps, one over the kernel itself tells by how much the sums of the copy are off."""
 
 
 def row_range(k: Array, axes: sharding.Axes = ()) -> tuple[Array, Array]:
