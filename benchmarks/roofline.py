@@ -251,13 +251,14 @@ def lower(workload: Workload, where: Sequence[Any], method: methods.Objective | 
         sizes = [(n, d) for n in (w.pairs, unpaired) for d in (w.width_x, w.width_y)]
         return [_shape(*size, dtype="float16") for size in sizes]
 
-    features = _shape(w.pool, w.teacher_dim)
-    batches: Any = sampling.DeviceData(*rows(w.pool))._replace(star_x=features, star_y=features)
     map_x, map_y = (
         heads.AffineMap(_shape(w.teacher_dim, width), _shape(w.teacher_dim), "l2")
         for width in (w.width_x, w.width_y)
     )
     teacher = teachers.LinearTeacher(map_x, map_y, _shape(w.teacher_dim))
+    batches: Any = sampling.DeviceData(*rows(w.pool))
+    star_x, star_y = training.kept_features(batches, teacher)
+    batches = batches._replace(star_x=star_x, star_y=star_y)
     state = jax.eval_shape(
         lambda graph, params: training.init_state(
             method, nnx.merge(graph, params), batches, config

@@ -149,7 +149,12 @@ def draw(key: Array, step: Int[Array, ""], data: DeviceData, *, pairs: int, unpa
     (5, 3)
     """
     rows = row_numbers(key, step, data, pairs=pairs, unpaired=unpaired)
-    return _collect(lambda name, array, numbers: array[numbers], data, rows, step)
+
+    def take(name: str, array: Array, numbers: Array) -> Array:
+        whole = len(numbers) == len(array) and not name.startswith("near")
+        return array if whole else array[numbers]  # all rows, in place: no copy of them
+
+    return _collect(take, data, rows, step)
 
 
 def _collect(
