@@ -6,6 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from benchmarks import fuzz
 from sotalign_jax.ot import blocks, onepass, solver
 from sotalign_jax.ot.kernel import Cosines, Kernel, Matrix
 
@@ -150,6 +151,22 @@ def column_error(kernel, state):
     n = len(state.p)
     uniform = jnp.full(n, 1 / n)
     return jnp.sum(jnp.abs(kernel._replace(narrow=False).sweep(state, uniform, uniform)[1] - 1)) / n
+
+
+def test_what_a_narrow_copy_promises_is_not_the_end():
+    """Columns that it has underflow in the kernel, which must be built anew."""
+    case = fuzz.make(7, 762)
+    rows, columns = (jnp.asarray(x, jnp.float32) for x in (case.log_a, case.log_b))
+    z, w = (
+        jnp.where(jnp.isfinite(weights)[:, None], x, 0.0)
+        for weights, x in zip((rows, columns), case.features[2:], strict=True)
+    )
+    kernel = Kernel(Cosines.of(z, w), narrow=True)
+    limits = {"epsilon": case.epsilon, "tolerance": case.tolerance, "max_iterations": 500}
+    found, state = solver.solve(kernel, rows, columns, **limits)
+    a, b = jnp.exp(rows), jnp.exp(columns)
+    assert found.converged
+    assert jnp.sum(b * jnp.abs(kernel.sweep(state, a, b)[1] - 1)) <= 2 * case.tolerance
 
 
 def test_a_narrow_copy_that_leads_nowhere_gives_way_to_the_kernel(rng, monkeypatch):

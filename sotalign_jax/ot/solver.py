@@ -243,6 +243,8 @@ def solve(
             # While mass moves between far clusters the error stands still and the scalings drift.
             better = finite & (turned | (error <= (1 + PLATEAU) * search.best.error))
             best = jax.tree.map(lambda new, old: jnp.where(better, new, old), point, search.best)
+            # What the narrow copy promised, the kernel itself may not keep.
+            best = best._replace(error=jnp.where(turned & ~finite, jnp.inf, best.error))
             still = jnp.abs(error - search.best.error) <= PLATEAU * error
             sound = finite & (turned | (error <= MAX_RISE * search.best.error))
             accelerated, dx, df = _accelerate(
@@ -250,7 +252,7 @@ def solve(
             )
             drift = jnp.maximum(row_drift, jnp.max(jnp.where(live, jnp.abs(accelerated), 0.0)))
             # Not even a plain step is finite: this kernel is of no use.
-            hopeless = ~finite & (search.since_reset == 0)
+            hopeless = ~finite & (turned | (search.since_reset == 0))
             falls = turned | (best.error < STALL * search.mark)
             exact, sure = search.exact, search.sure
             if kernel.narrow:
@@ -310,7 +312,8 @@ def solve(
         spent = found.iterations >= budget
         stall = stalled(found, wanted)
         again = last & ~state.plain & ~spent & stall
-        finished = ~failed & ((found.best.error <= wanted) | spent | (stall & ~last))
+        reached = found.sure & (found.best.error <= wanted)
+        finished = ~failed & (reached | spent | (stall & ~last))
         x = jnp.where(finished, found.best.x, found.best.following)
         down = finished & ~last
         power = jnp.where(down, SCALING_FACTOR, 1).astype(dtype)
