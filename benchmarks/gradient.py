@@ -151,19 +151,7 @@ def headline(
     n = len(problem.f)
     title = f"KLOT loss + gradient, {problem.name}, n={n}, epsilon {target.epsilon:g}, "
     title += f"epsilon* {target.epsilon_star:g}, marginal error {target.tolerance:g}"
-    stem = out / f"gradient_headline_n{n}"
-    common.report(title, tables.table(headers, rows, digits=3), stem)
-
-    def draw(ax: Any) -> None:
-        names = [row[0] for row in rows]
-        bars = ax.barh(
-            names, [row[-1] for row in rows], color=[f"C{int(a.textbook)}" for a in arms]
-        )
-        ax.bar_label(bars, fmt="%.1f", padding=2)
-        ax.invert_yaxis()
-        ax.set_xlabel("time, ours from K = 1")
-
-    common.figure(1, draw, stem)
+    common.report(title, tables.table(headers, rows, digits=3), out / f"gradient_headline_n{n}")
 
 
 # -------------------------------------------------------------------------------------- sweep

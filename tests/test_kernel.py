@@ -1,12 +1,12 @@
 import collections
 import functools
 
+import fuzz
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from benchmarks import fuzz
 from sotalign_jax.ot import blocks, onepass, solver
 from sotalign_jax.ot.kernel import Cosines, Kernel, Matrix
 
