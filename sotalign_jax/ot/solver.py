@@ -389,5 +389,5 @@ def solve(
         result.iterations,
         error <= tolerance,
     )
-    nothing = jnp.zeros(0, jnp.int16)  # the narrow copy is of no more use
+    nothing = jnp.zeros(0, jnp.int8)  # the narrow copy is of no more use
     return scalings, result.kernel._replace(narrow=sharding.vary_like(nothing, log_a))
