@@ -59,7 +59,7 @@ def judge(k: Array, plan: Plan) -> float:
 def ours_within(k: Array, epsilon: float, passes: int) -> float:
     """The error our solver leaves when it may make so many passes."""
     iterations = max(1, passes - min(SPARE_PASSES, passes // 2))
-    limits = {"epsilon": epsilon, "tolerance": 0.0, "max_iterations": iterations}
+    limits: Any = {"epsilon": epsilon, "tolerance": 0.0, "max_iterations": iterations}
     return judge(k, jax.jit(lambda k: sinkhorn(k, **limits))(k))
 
 
