@@ -189,11 +189,6 @@ def memory_of(compiled: jax.stages.Compiled) -> tuple[float, float]:
     return temporary / MEBIBYTE, total / MEBIBYTE
 
 
-def available_memory() -> float:
-    """MiB that could be allocated now."""
-    return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / MEBIBYTE
-
-
 def machine() -> str:
     """One line about the hardware and software, with the load while it ran."""
     load = ", ".join(f"{x:.1f}" for x in os.getloadavg())

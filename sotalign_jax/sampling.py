@@ -156,7 +156,12 @@ def draw(key: Array, step: Int[Array, ""], data: DeviceData, *, pairs: int, unpa
     (5, 3)
     """
     rows = row_numbers(key, step, data, pairs=pairs, unpaired=unpaired)
-    return _collect(lambda name, table, numbers: table[numbers], tables(data), rows)
+
+    def take(name: str, table: Array, numbers: Array) -> Array:
+        whole = len(numbers) == len(table) and not name.startswith("near")
+        return table if whole else table[numbers]  # all rows, in place: no copy of them
+
+    return _collect(take, tables(data), rows)
 
 
 def _collect(take: Callable[[str, Any, Any], Any], tables: Batch, rows: Batch) -> Batch:
