@@ -23,6 +23,35 @@ from sotalign_jax.ot import affinity
 RESULTS = pathlib.Path(__file__).parent / "results"
 QUICK = pathlib.Path("runs") / "benchmarks"
 MEBIBYTE = 2**20
+MEANING = {
+    "arms": "which to measure beside ours: a regular expression (roofline: names)",
+    "block_size": "rows of a block, for streamed kernels; stored ones by default",
+    "budgets": "numbers of passes over K",
+    "data": "what to measure on",
+    "devices": "how many devices share the step",
+    "dim": "width of the heads",
+    "epsilon": "regularisations; gradient's headline takes the student's and the teacher's",
+    "iterations": "a fixed number, instead of as many as --tolerance takes",
+    "kernels": "how many of the slowest kernels to list",
+    "max_iterations": "most iterations of any solver",
+    "methods": "which to measure beside ours: a regular expression",
+    "n": "rows per side",
+    "n_pairs": "pairs in a batch",
+    "only": "number of the one problem to show in full",
+    "pairs": "pairs in a batch",
+    "passes_epsilon": "epsilon of the table against passes",
+    "problems": "how many problems to draw",
+    "repeats": "how often each is timed",
+    "seed": "decides which problems are drawn",
+    "steps": "training steps",
+    "sweep": "every arm against epsilon",
+    "target": "the device to compile for, or cpu to measure this machine",
+    "time_limit": "seconds after which an arm is too slow to time",
+    "tolerance": "marginal error to reach (default: 1e-3, or 1e-6 with --sweep)",
+    "unpaired": "unpaired rows per side in a batch",
+    "x64": "compute in float64",
+}
+"""What the flags of all benchmarks mean."""
 
 
 class Problem(NamedTuple):
@@ -160,11 +189,6 @@ def memory_of(compiled: jax.stages.Compiled) -> tuple[float, float]:
     return temporary / MEBIBYTE, total / MEBIBYTE
 
 
-def available_memory() -> float:
-    """MiB that could be allocated now."""
-    return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / MEBIBYTE
-
-
 def machine() -> str:
     """One line about the hardware and software, with the load while it ran."""
     load = ", ".join(f"{x:.1f}" for x in os.getloadavg())
@@ -179,13 +203,13 @@ def options(doc: str | None, argv: Sequence[str] | None, **defaults: Any) -> arg
 
     A type stands for a flag without a default. What is --quick is not kept beside the results.
 
-    >>> options("", ["--n", "5", "7"], n=[1], data=("a", "b"), limit=int, sweep=False).n
+    >>> options("", ["--n", "5", "7"], n=[1], data=("a", "b"), only=int, sweep=False).n
     [5, 7]
     """
     made = argparse.ArgumentParser(
         description=doc, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    folders = f"folder for the tables (default: {RESULTS}, or {QUICK} with --quick)"
+    folders = f"folder for the tables (default: benchmarks/results, or {QUICK} with --quick)"
     made.add_argument("--out", type=pathlib.Path, help=folders)
     made.add_argument("--quick", action="store_true", help="tiny sizes, to see that it works")
     for name, default in defaults.items():
@@ -198,11 +222,17 @@ def options(doc: str | None, argv: Sequence[str] | None, **defaults: Any) -> arg
             how = {"choices": default, "default": default[0]}
         elif isinstance(default, type):
             how = {"type": default}
-        shown = "" if how.get("default") in (None, "") else f"(default: {how['default']})"
-        made.add_argument(f"--{name}", help=shown, **how)
+        chosen = how.get("default")
+        shown = "" if chosen in (None, "") else f" (default: {_words(chosen)})"
+        made.add_argument(f"--{name}", help=f"{MEANING[name]}{shown}", **how)
     args = made.parse_args(argv)
     args.out = args.out or (QUICK if args.quick else RESULTS)
     return args
+
+
+def _words(default: Any) -> str:
+    """A default as it is typed."""
+    return " ".join(map(str, default)) if isinstance(default, list) else str(default)
 
 
 def report(title: str, table: tables.Table, stem: pathlib.Path | str) -> None:
@@ -220,9 +250,7 @@ def figure(columns: int, draw: Callable[..., None], stem: pathlib.Path) -> None:
         ax.spines[["top", "right"]].set_visible(False)
         ax.grid(alpha=0.3)
     draw(*axes[0])
-    stem.parent.mkdir(parents=True, exist_ok=True)
-    made.savefig(f"{stem}.png", dpi=150)
-    tables.pyplot().close(made)
+    tables.write(pathlib.Path(f"{stem}.png"), tables.png(made))
 
 
 def run(main: Callable[[], None]) -> None:

@@ -27,8 +27,6 @@ BUDGETS = (5, 10, 20, 30, 50, 75, 100, 150, 200, 300)
 SPARE_PASSES = 10
 """Passes that ours may spend on building and rescaling its kernel, which its iterations do not
 count: it gets as many iterations fewer than the others get passes."""
-MOVED = 0.01
-"""How far the features move, relative to their length, before a warm start."""
 
 
 @functools.partial(jax.jit, static_argnums=(2,))
@@ -58,13 +56,11 @@ def judge(k: Array, plan: Plan) -> float:
     return common.marginal_error(k, plan.u, plan.v, float(plan.epsilon))
 
 
-def ours_within(k: Array, epsilon: float, passes: int, init: Any = None) -> float:
+def ours_within(k: Array, epsilon: float, passes: int) -> float:
     """The error our solver leaves when it may make so many passes."""
     iterations = max(1, passes - min(SPARE_PASSES, passes // 2))
-    solve = jax.jit(
-        lambda k: sinkhorn(k, epsilon=epsilon, tolerance=0.0, max_iterations=iterations, init=init)
-    )
-    return judge(k, solve(k))
+    limits: Any = {"epsilon": epsilon, "tolerance": 0.0, "max_iterations": iterations}
+    return judge(k, jax.jit(lambda k: sinkhorn(k, **limits))(k))
 
 
 def _curves(title: str, label: str, points: Any, curves: Any, stem: pathlib.Path) -> None:
@@ -107,23 +103,11 @@ def against_epsilon(problem: Problem, epsilons: Sequence[float], out: pathlib.Pa
     _curves(title, "epsilon", epsilons, curves, stem)
 
 
-def _moved(problem: Problem, seed: int = 0) -> Array:
-    """The teacher's affinity after its features moved a little, as in a step of training."""
-    rng = np.random.default_rng(seed)
-
-    def move(x: np.ndarray) -> Array:
-        noise = rng.standard_normal(x.shape) / np.sqrt(x.shape[1])
-        return jnp.asarray(x + MOVED * noise, jnp.float32)
-
-    return move(problem.z) @ move(problem.w).T
-
-
 def against_passes(
     problem: Problem, epsilon: float, budgets: Sequence[int], out: pathlib.Path
 ) -> None:
     """Errors against passes over K for each solver, on the teacher's affinity."""
     k = problem.affinities()[1]
-    earlier = jax.jit(functools.partial(sinkhorn, epsilon=epsilon, tolerance=1e-4))(_moved(problem))
     curves: dict[str, list[float]] = {}
     for omega in (1.0, 1.5, 1.8):
         us, vs = over_relaxed(k, epsilon, max(budgets), omega)
@@ -131,11 +115,8 @@ def against_passes(
         curves[name] = [
             common.marginal_error(k, us[passes - 1], vs[passes - 1], epsilon) for passes in budgets
         ]
-    for name, start in (("ours", None), ("ours, warm start", (earlier.u, earlier.v))):
-        curves[name] = [
-            ours_within(k, epsilon, passes, start)
-            for passes in tqdm(budgets, desc=f"{problem.name}: {name}", leave=False)
-        ]
+    desc = f"{problem.name}: ours"
+    curves["ours"] = [ours_within(k, epsilon, n) for n in tqdm(budgets, desc=desc, leave=False)]
     n = len(k)
     title = f"Marginal error against passes over K, {problem.name}, n={n}, epsilon {epsilon:g}"
     columns = zip(*curves.values(), strict=True)

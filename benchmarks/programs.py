@@ -30,6 +30,8 @@ _MOVES = re.compile(
 )
 _COSTLY = {"exponential": 8, "log": 8, "power": 16, "rsqrt": 4, "sqrt": 4, "divide": 4, "tanh": 8}
 """Operations that an element takes more than one of."""
+_SWEEP = {"f32": 4, "s8": 7}
+"""Operations of an entry in a sweep: two products, two sums; three more where it is widened."""
 
 Trips = Callable[[str], float]
 """How often a loop is repeated, by its scope."""
@@ -350,6 +352,9 @@ class Program:
             assert labels is not None
             depth = operands[1].size // operands[1].shape[labels[1].index("o")]
         elif opcode == "custom-call":
+            if re.search(r"tpu_custom_call|triton", attributes):  # the sweep over a kernel
+                matrix = max(operands, key=lambda array: array.size)
+                return {VECTOR: float(matrix.size * _SWEEP[matrix.dtype])}
             if not re.search(r"gemm|matmul", attributes):
                 return {}
             config = re.search(r"backend_config=(\{.*\})", attributes)

@@ -212,15 +212,6 @@ def main(argv: Sequence[str] | None = None) -> None:
     headers = ["n", "part", "ms", "% of the step"]
     common.report("Parts of our step", tables.table(headers, shares), args.out / "train_step_parts")
 
-    def draw(ax: Any) -> None:
-        for name in chosen:
-            own = [row for row in steps if row[1] == name]
-            ax.loglog([row[0] for row in own], [row[5] for row in own], "o-", label=name)
-        ax.set(xlabel="unpaired batch", ylabel="one step (s)")
-        ax.legend(frameon=False, fontsize=7)
-
-    common.figure(1, draw, args.out / "train_step")
-
 
 if __name__ == "__main__":
     common.run(main)

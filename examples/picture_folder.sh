@@ -3,13 +3,19 @@
 #
 #     bash examples/picture_folder.sh PICTURES captions.csv "a red car" runs/pictures
 #
-# The CSV has the columns file (from PICTURES on) and caption. Needs
-# pip install -e '.[experiments,extract]'. Started again, it goes on where it stopped.
+# The CSV has the columns file (its path below PICTURES) and caption. Arguments after the fourth go
+# to experiments.main, such as --config.train.steps=500. Started again, it goes on where it stopped.
+# Needs pip install -e '.[experiments,extract]'.
 set -euo pipefail
+if [ $# -lt 3 ]; then
+    echo "usage: bash $0 PICTURES CAPTIONS.csv QUERY [OUT] [OPTION...]" >&2
+    exit 1
+fi
+mkdir -p "${4:-runs/pictures}"
+pictures=$(realpath "$1") captions=$(realpath "$2") query=$3 out=$(realpath "${4:-runs/pictures}")
 cd "$(dirname "$0")/.."
-pictures=$(realpath "$1") captions=$(realpath "$2") query=$3 out=${4:-runs/pictures}
 
-# Embed all pictures, and the captions that there are.
+# Embed all pictures, and the captions there are.
 for encoder in efficientnet-lite2 all-minilm-l6-v2; do
     python -m experiments.extract --encoder=$encoder --data=folder --root="$pictures" \
         --captions="$captions" --workdir="$out/$encoder"
@@ -19,8 +25,8 @@ done
 python -m experiments.pair --x="$out/efficientnet-lite2" --y="$out/all-minilm-l6-v2" --workdir="$out/files"
 
 # Train CCA, SAIL and SOTAlign on the pairs: $out/run/report.html shows the results.
-python -m experiments.main --config=experiments/configs/files.py:from="$out/files" --workdir="$out/run"
+python -m experiments.main --config=experiments/configs/files.py:from="$out/files" --workdir="$out/run" "${@:5}"
 
-# Look for something.
+# Search all pictures; their embeddings are kept beside the model for the next search.
 python -m experiments.search --model="$out/run/sotalign-seed0" --query="$query" --images="$pictures" \
-    --index="$out/index" --page="$out/found.html"
+    --page="$out/found.html"

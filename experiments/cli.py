@@ -41,14 +41,15 @@ def workdir() -> pathlib.Path:
 def run(command: Callable[[], None], *, choices: Mapping[str, Sequence[str]] | None = None) -> None:
     """Reads the flags in sys.argv and runs a command; what the user can correct is one line.
 
-    The docstring of the command's module, with examples, is its --help, which ends with `choices`
-    by name and the flags.
-
-    Raises:
-        SystemExit: with an error in one line, and exit code 1.
+    --help prints the docstring of the command's module, with examples, `choices` by name and the
+    flags. An error ends in SystemExit, with exit code 1.
     """
     if {"--help", "-help", "-h", "--helpfull", "--helpshort"} & set(sys.argv[1:]):
-        print(_usage(command, choices or {}))
+        lists = [f"{title}: {', '.join(names)}" for title, names in (choices or {}).items()]
+        layout = {"width": 100, "subsequent_indent": "    ", "break_on_hyphens": False}
+        shown = [sys.modules[command.__module__].__doc__ or ""]
+        shown += [textwrap.fill(text, **layout) for text in lists]  # type: ignore[arg-type]
+        print("\n\n".join(map(str.strip, [*shown, flags.FLAGS.main_module_help()])))
         return
     logging.set_verbosity(logging.WARNING)
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # a clean stop, like ctrl-C
@@ -69,25 +70,6 @@ def run(command: Callable[[], None], *, choices: Mapping[str, Sequence[str]] | N
         sys.exit(f"error: {error}")
     except KeyboardInterrupt:
         sys.exit("interrupted: start the same command again to go on")
-
-
-def _usage(command: Callable[[], None], choices: Mapping[str, Sequence[str]]) -> str:
-    def wrapped(left: str, text: str, indent: int = 4) -> str:
-        left, right = f"{left} ".ljust(indent), " " * indent
-        return textwrap.fill(
-            text, 100, initial_indent=left, subsequent_indent=right, break_on_hyphens=False
-        )
-
-    name = command.__module__
-    parts = [(sys.modules[name].__doc__ or "").strip()]
-    parts += [wrapped(f"{title}:", ", ".join(names)) for title, names in choices.items()]
-    lines = []
-    module = sys.argv[0] if name == "__main__" else name  # absl's name for the main module
-    for flag in sorted(flags.FLAGS.get_key_flags_for_module(module), key=lambda flag: flag.name):
-        default = "" if flag.boolean or flag.default is None else f" (default: {flag.default})"
-        left = f"  --{'[no]' if flag.boolean else ''}{flag.name}"
-        lines.append(wrapped(left, f"{flag.help}{default}", 20))
-    return "\n\n".join([*parts, "flags:\n" + "\n".join(lines)])
 
 
 def _explain(error: BaseException) -> str:

@@ -41,13 +41,8 @@ PHOTOS = ("unpaired_images", "unpaired_texts", "evaluate_on", "zero_shot_on")
 """Settings of `data` that choose among the photographs, see `photos.dataset`."""
 PLACEMENT = ("mesh", "on_device")
 """Settings that say where a run computes: it may be continued with others."""
-SMOKE = {
-    "train.steps": 4,
-    "train.eval_every": 2,
-    "train.unpaired_batch": 64,
-    "sue.epochs": 1,
-    "sue.mmd_epochs": 1,
-}
+SMOKE = {"train.steps": 4, "train.eval_every": 2, "train.unpaired_batch": 64}
+SMOKE |= {"sue.epochs": 1, "sue.mmd_epochs": 1}
 """What the switch `smoke` changes."""
 
 
@@ -68,14 +63,10 @@ def default() -> ConfigDict:
         the device, by default if a single one has room.
     """
     config = ConfigDict(convert_dict=False)  # `runs` stays a dict: in order, and with dotted keys
-    config.method = "sotalign"
-    config.seed = placeholder(int)
-    config.seeds = (42,)
+    config.update({"method": "sotalign", "seed": placeholder(int), "seeds": (42,)})
     config.runs = {}
     config.data = ConfigDict({"name": "coco", "n_pairs": 1000, "pool": "disjoint"})
-    config.data.n_unpaired = placeholder(int)
-    config.data.pool_noise = 0.0
-    config.data.test = True
+    config.data.update({"n_unpaired": placeholder(int), "pool_noise": 0.0, "test": True})
     config.data.update({name: placeholder(str) for name in PHOTOS})
     config.data.files = {name: placeholder(str) for name in FILES}
     config.teacher = ConfigDict(
@@ -84,26 +75,19 @@ def default() -> ConfigDict:
     config.heads = ConfigDict(
         {"kind": placeholder(str), "dim": 1024, "hidden": placeholder(int), "init": "random"}
     )
-    config.train = _section(training.TrainConfig())
+    sections: dict[str, Any] = {"train": training.TrainConfig(), **methods.METHODS}
+    for section, options in sections.items():
+        config[section] = ConfigDict()
+        hints = typing.get_type_hints(type(options))
+        for field in dataclasses.fields(options):
+            value, kinds = getattr(options, field.name), typing.get_args(hints[field.name])
+            if types.NoneType in kinds:  # what may be None can be set to it
+                value = FieldReference(value, field_type=kinds[0])
+            config[section][field.name] = value
     del config.train["seed"]
-    for name, method in methods.METHODS.items():
-        config[name] = _section(method)
     config.tensorboard = False
-    config.mesh = placeholder(int)
-    config.on_device = placeholder(bool)
+    config.update({"mesh": placeholder(int), "on_device": placeholder(bool)})
     return config.lock()
-
-
-def _section(options: Any) -> ConfigDict:
-    """The fields of a dataclass; those that may be None can be set to it."""
-    section = ConfigDict()
-    hints = typing.get_type_hints(type(options))
-    for field in dataclasses.fields(options):
-        kinds = typing.get_args(hints[field.name])
-        value = getattr(options, field.name)
-        optional = types.NoneType in kinds
-        section[field.name] = FieldReference(value, field_type=kinds[0]) if optional else value
-    return section
 
 
 def runs(config: ConfigDict) -> dict[str, FrozenConfigDict]:
@@ -112,16 +96,16 @@ def runs(config: ConfigDict) -> dict[str, FrozenConfigDict]:
     A run has `method`, `seed`, the shared sections and the options of its own method alone. A key
     that no setting has, or a value of a wrong type or out of range, is an InputError.
     """
-    shared = complete(config)
+    shared = default()
+    update(shared, _flat(config))
     seeds = shared.seeds if shared.seed is None else (shared.seed,)
     if not seeds or len(set(seeds)) < len(seeds):
         raise checks.InputError(f"seeds: must be distinct and at least one, got {seeds!r}")
     found = {}
     for label, changes in (shared.runs or {shared.method: {}}).items():
         if not re.fullmatch(r"\w[\w .,()'+=*-]*", str(label)):
-            raise checks.InputError(
-                f"runs: {label!r} names a folder; use letters, digits, -, _, ()"
-            )
+            text = f"runs: {label!r} names a folder; use letters, digits, -, _, ()"
+            raise checks.InputError(text)
         run, where = copy.deepcopy(shared), f"runs[{label!r}]: "
         with naming(where):
             if not isinstance(changes, dict | ConfigDict):
@@ -138,13 +122,6 @@ def runs(config: ConfigDict) -> dict[str, FrozenConfigDict]:
                 own_fault = str(error).partition(":")[0] in _flat(changes)
                 raise checks.InputError(f"{where if own_fault else ''}{error}") from error
     return found
-
-
-def complete(config: ConfigDict) -> ConfigDict:
-    """The default with the values of a config, which may have been written from nothing."""
-    full = default()
-    update(full, _flat(config))
-    return full
 
 
 def update(config: ConfigDict, changes: Mapping[str, Any]) -> None:
@@ -192,24 +169,16 @@ def _flat(values: Any, prefix: str = "") -> dict[str, Any]:
 def _checked(config: ConfigDict) -> FrozenConfigDict:
     """One run without the sections that do not concern it."""
     flat, kind, source = _flat(config), config.heads.kind, config.data.name
-
-    def values(*keys: str) -> dict[str, Any]:
-        return {key: flat[key] for key in keys}
-
-    choices = {
-        "method": METHODS,
-        "data.name": DATA,
-        "data.pool": data.POOLS,
-        "teacher.kind": tuple(training.TEACHERS),
-        "heads.init": ("random", "teacher"),
-    }
-    for key, known in choices.items():
-        checks.choice(key, flat[key], known)
+    checks.choice("method", config.method, METHODS)
+    checks.choice("data.name", source, DATA)
+    checks.choice("data.pool", config.data.pool, data.POOLS)
+    checks.choice("teacher.kind", config.teacher.kind, tuple(training.TEACHERS))
+    checks.choice("heads.init", config.heads.init, ("random", "teacher"))
     checks.choice("heads.kind", kind or "linear", heads.KINDS)
-    checks.whole(1, **values("data.n_pairs", "heads.dim"))
-    checks.whole(1, or_none=True, **values("teacher.dim", "heads.hidden"))
-    checks.whole(0, or_none=True, **values("data.n_unpaired"))
-    checks.at_least(0, **values("teacher.ridge"))
+    checks.whole(1, **{key: flat[key] for key in ("data.n_pairs", "heads.dim")})
+    checks.whole(1, or_none=True, **{key: flat[key] for key in ("teacher.dim", "heads.hidden")})
+    checks.whole(0, or_none=True, **{"data.n_unpaired": config.data.n_unpaired})
+    checks.at_least(0, **{"teacher.ridge": config.teacher.ridge})
     for key, most in {"seed": 2**32 - 1, "data.pool_noise": 1, "teacher.noise": 1}.items():
         if not 0 <= flat[key] <= most:
             raise checks.InputError(f"{key}: must be in 0..{most}, got {flat[key]}")
@@ -217,15 +186,11 @@ def _checked(config: ConfigDict) -> FrozenConfigDict:
     misplaced = [f"data.{name}" for name in PHOTOS] if source == "files" else own
     if given := [key for key in misplaced if flat[key]]:
         other = photos.CAPTIONED[0] if source == "files" else "files"
-        raise checks.InputError(
-            f"{given[0]}: is set but data.name is {source!r}; leave it out, or pass "
-            f"--config.data.name={other}"
-        )
+        remedy = f"leave it out, or pass --config.data.name={other}"
+        raise checks.InputError(f"{given[0]}: is set but data.name is {source!r}; {remedy}")
     if config.heads.init == "teacher" and kind not in (None, "linear"):
-        raise checks.InputError(
-            f"heads.init: a linear teacher cannot start heads of kind {kind!r}; "
-            "choose init 'random' or kind 'linear'"
-        )
+        text = f"heads.init: a linear teacher cannot start heads of kind {kind!r}"
+        raise checks.InputError(f"{text}; choose init 'random' or kind 'linear'")
     train(config)
     method(config)
     others = {"seeds", "runs", *methods.METHODS} - {config.method}
@@ -308,9 +273,7 @@ class _DictParser(flags.ArgumentParser):
 
 config_flags.register_flag_parser_for_type(dict, _DictParser())
 _CONFIG = config_flags.DEFINE_config_file(
-    "config",
-    None,
-    "FILE.py[:SWITCH,SWITCH]: what to run. The file is code: run only those you trust.",
+    "config", None, "FILE.py[:SWITCH,...]: what to run. It is code: run only those you trust."
 )
 
 
@@ -318,11 +281,12 @@ def from_flags() -> ConfigDict:
     """The config that --config names, with the changes on the command line."""
     if not flags.FLAGS["config"].present:
         raise checks.InputError("config: is not set; pass --config=experiments/configs/...")
+    full = default()  # for a file may write its config from nothing
     try:
-        return complete(_CONFIG.value)
+        update(full, _flat(_CONFIG.value))
     except AttributeError as error:
-        kind = type(_CONFIG.value).__name__
-        text = f"config: get_config returned {kind}; return a ConfigDict"
+        text = f"config: get_config returned {type(_CONFIG.value).__name__}; return a ConfigDict"
         raise checks.InputError(text) from error
     except OSError as error:  # ml_collections says only now that a file could not be opened
         raise checks.InputError(f"config: {str(error).splitlines()[-1].strip()}") from error
+    return full

@@ -38,10 +38,8 @@ def initialize() -> None:
         return
     if address != "auto":
         if missing:
-            raise checks.InputError(
-                f"{missing[0]}: not set; pass --coordinator, --num_processes and --process_id "
-                "together, or --coordinator=auto on a cluster"
-            )
+            remedy = "pass --coordinator, --num_processes and --process_id, or --coordinator=auto"
+            raise checks.InputError(f"{missing[0]}: not set; {remedy}")
         if ":" not in address:
             raise checks.InputError(f"coordinator: must be HOST:PORT or auto, got {address!r}")
         if index >= count:
@@ -57,10 +55,9 @@ def initialize() -> None:
             shutdown_timeout_seconds=_PATIENCE.value,
         )
     except (RuntimeError, ValueError) as error:
-        raise checks.InputError(
-            f"coordinator: cannot join {address} ({checks.first_line(error)}); start every "
-            "process with the address of the first one, or raise --patience"
-        ) from error
+        text = f"coordinator: cannot join {address} ({checks.first_line(error)})"
+        remedy = "start every process with the address of the first one, or raise --patience"
+        raise checks.InputError(f"{text}; {remedy}") from error
     # Devices are connected while all processes are here: it fails if some are late.
     multihost_utils.sync_global_devices("start")
     # Large files are looked through by all processes together, a part by each.

@@ -4,8 +4,9 @@ r"""Trains and compares: one run or many, as the config lists them.
     python -m experiments.main --config=experiments/configs/compare.py:pairs=500+2000,seeds=3 \
         --workdir=runs/compare --config.train.steps=500
 
-Any setting of a config can be changed on the command line. Leaves comparison.md, .csv and .png
-beside the runs. What was interrupted goes on where it stopped when it is started again.
+Any setting of a config can be changed on the command line. FILE.py:smoke takes four steps, to see
+that everything works; :seeds=N and :pairs=N+M repeat the runs. Leaves report.html and
+comparison.md, .csv and .png beside the runs. An interrupted command resumes when started again.
 """
 
 import json

@@ -12,17 +12,15 @@ from experiments.extract import items
 STYLE = pathlib.Path(__file__).with_name("page.css")
 
 
+HEAD = """<!DOCTYPE html><html lang='en'><head><meta charset='utf-8'>
+<meta name='viewport' content='width=device-width, initial-scale=1'>
+<title>{title}</title><style>{style}</style></head><body><main>"""
+
+
 def page(title: str, *parts: str) -> str:
     """A whole page under a title; the parts are HTML."""
-    return "\n".join(
-        [
-            "<!DOCTYPE html><html lang='en'><head><meta charset='utf-8'>",
-            "<meta name='viewport' content='width=device-width, initial-scale=1'>",
-            f"<title>{html.escape(title)}</title><style>{STYLE.read_text()}</style></head><body><main>",
-            *parts,
-            "</main></body></html>\n",
-        ]
-    )
+    head = HEAD.format(title=html.escape(title), style=STYLE.read_text())
+    return "\n".join([head, *parts, "</main></body></html>\n"])
 
 
 def section(title: str, *parts: str, name: str = "") -> str:
@@ -55,22 +53,15 @@ def thumbnail(picture: Any, alt: str, side: int = 360) -> str:
     return image(buffer.getvalue(), alt, "jpeg")
 
 
-def card(title: str, *parts: str, kind: str = "") -> str:
-    """One of several boxes that stand side by side, for `cards`."""
-    return f"<figure class='{kind}'>{''.join(parts)}<figcaption>{title}</figcaption></figure>"
-
-
-def cards(*boxes: str) -> str:
-    """Boxes in rows, as many to a row as fit."""
-    return f"<div class='cards'>{''.join(boxes)}</div>"
+def cards(*boxes: tuple[str, str]) -> str:
+    """Captions and pictures in boxes, as many to a row as fit."""
+    shown = (f"<figure>{one}<figcaption>{title}</figcaption></figure>" for title, one in boxes)
+    return f"<div class='cards'>{''.join(shown)}</div>"
 
 
 def environment(here: Mapping[str, Any]) -> str:
     """What results were made on, as `workdir.environment` tells it."""
     facts = {**here, "devices": ", ".join(here["devices"]), **here["packages"]}
-    rows = [
-        f"<tr><td>{k}</td><td>{html.escape(str(v))}</td></tr>"
-        for k, v in facts.items()
-        if k != "packages"
-    ]
+    del facts["packages"]
+    rows = [f"<tr><td>{k}</td><td>{html.escape(str(v))}</td></tr>" for k, v in facts.items()]
     return section("Environment", f"<table>{''.join(rows)}</table>", name="environment")

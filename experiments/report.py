@@ -18,12 +18,13 @@ from ml_collections.config_dict import FrozenConfigDict
 from experiments import distributed, page, photos
 from experiments import run as run_lib
 from experiments import workdir as workdir_lib
-from experiments.extract import datasets, items, pair
+from experiments.extract import datasets, extraction, items
 from sotalign_jax import aligner, data, files
 from sotalign_jax.diagnostics import Mean
 
 Configs = Mapping[str, FrozenConfigDict]
 Results = Mapping[str, run_lib.Results]
+Folders = Mapping[str, pathlib.Path]
 
 # --- tables --------------------------------------------------------------------------------------
 
@@ -49,13 +50,13 @@ class Table:
 
     def __str__(self) -> str:
         """Columns aligned by spaces, numbers to the right, the best of a column with a star."""
-        text = self._tabulate(self._cells("{}*", "{} "), "simple")
+        text = self._tabulate("simple", self._cells("{}*", "{} "))
         return "\n".join(line.rstrip() for line in text.splitlines())
 
     def markdown(self) -> str:
         """A Markdown table, the best of a column in bold."""
-        cells = [[text.replace("|", r"\|") for text in row] for row in self._cells("**{}**", "{}")]
-        return self._tabulate(cells, "pipe")
+        cells = self._cells("**{}**", "{}")
+        return self._tabulate("pipe", [[text.replace("|", r"\|") for text in row] for row in cells])
 
     def csv(self) -> str:
         """Comma-separated values with all digits and no marks."""
@@ -75,10 +76,9 @@ class Table:
         body = ""
         for number, row in enumerate(self._cells("\0{}\1", "{}")):
             tag = "td" if number else "th"
-            texts = [html.escape(t).replace("\0", "<b>").replace("\1", "</b>") for t in row]
-            pairs = zip(kinds, texts, strict=True)
-            cells = "".join(f"<{tag}{kind}>{text}</{tag}>" for kind, text in pairs)
-            body += f"<tr>{cells}</tr>"
+            pairs = zip(kinds, map(html.escape, row), strict=True)
+            body += f"<tr>{''.join(f'<{tag}{kind}>{text}</{tag}>' for kind, text in pairs)}</tr>"
+        body = body.replace("\0", "<b>").replace("\1", "</b>")
         title = f"<caption>{html.escape(caption)}</caption>" if caption else ""
         return f"<div class='scroll'><table>{title}{body}</table></div>"
 
@@ -89,16 +89,11 @@ class Table:
             write(pathlib.Path(path), text)
         return list(texts)
 
-    def _tabulate(self, cells: list[list[str]], style: str) -> str:
+    def _tabulate(self, style: str, cells: list[list[str]]) -> str:
         numeric = [any(map(_is_number, values)) for values in zip(*self.rows, strict=True)]
-        return tabulate.tabulate(
-            cells[1:],
-            cells[0],
-            tablefmt=style,
-            colalign=["right" if right else "left" for right in numeric] or None,
-            disable_numparse=True,
-            preserve_whitespace=True,
-        )
+        align = ["right" if right else "left" for right in numeric] or None
+        options = {"disable_numparse": True, "preserve_whitespace": True}
+        return tabulate.tabulate(cells[1:], cells[0], tablefmt=style, colalign=align, **options)
 
     def _cells(self, marked: str, plain: str) -> list[list[str]]:
         """Header and body as text, every cell of a column with a best value marked or padded."""
@@ -132,9 +127,6 @@ table = Table  # as the benchmarks call it
 
 def _is_number(value: Any) -> bool:
     return isinstance(value, int | float | np.number) and not isinstance(value, bool)
-
-
-# --- files ---------------------------------------------------------------------------------------
 
 
 def write(path: pathlib.Path, content: str | bytes) -> None:
@@ -174,6 +166,12 @@ COLUMNS = {
     "val R@1": "val/mean/R@1",
 }
 """What is shown of every run."""
+EXPLAINED = (
+    "Percent, retrieval averaged over both directions. R@k: the match is among the first k of the "
+    "test split; calibrated: after correcting for rows that are close to everything; val: on the "
+    "validation split, from which the parameters to keep are chosen."
+)
+"""What the columns mean, below the table of the page."""
 SEVERAL = ("R@1", "R@10", "calibrated R@10", "zero-shot")
 """What is shown for every number of pairs when there are several."""
 PANELS = {
@@ -203,34 +201,31 @@ Grouped = dict[tuple[str, int], list[run_lib.Results]]
 
 
 def conclude(
-    configs: Configs,
-    results: Results,
-    workdir: pathlib.Path,
-    *,
-    folders: Mapping[str, pathlib.Path] | None = None,
+    configs: Configs, results: Results, workdir: pathlib.Path, folders: Folders | None = None
 ) -> None:
-    """Writes comparison.md, .csv and .png and report.html into `workdir`; prints the table.
+    """Writes a report of runs into `workdir`; those that failed are named in an error at the end.
 
-    The report has curves of the training and, where captions are known (COCO, or files made by
-    `experiments.pair`), what the model that is best on validation found; the first of these are
-    printed, too, and kept in retrieved.txt. `folders` are those of the runs, if they are not named
-    after them in `workdir`. Runs that failed are named in a FloatingPointError at the end.
+    `folders` are those of the runs, if they are not named after them in `workdir`.
     """
+    own = {name: workdir / name if len(configs) > 1 else workdir for name in configs}
     if distributed.is_first():
-        own = {name: workdir / name if len(configs) > 1 else workdir for name in configs}
         _report(configs, results, workdir, folders or own)
     if failed := [f"{name}: {one['error']}" for name, one in results.items() if "error" in one]:
         raise FloatingPointError(f"{len(failed)} of {len(results)} runs failed, first {failed[0]}")
 
 
-def _report(
-    configs: Configs, results: Results, workdir: pathlib.Path, folders: Mapping[str, pathlib.Path]
-) -> None:
+def _report(configs: Configs, results: Results, workdir: pathlib.Path, folders: Folders) -> None:
+    """Writes comparison.md, .csv and .png and report.html; prints the table.
+
+    The report has curves of the training and, where captions are known (COCO, or files made by
+    `experiments.pair`), what the model that is best on validation found; the first of these are
+    printed, too, and kept in retrieved.txt.
+    """
     groups, settings = grouped(configs, results), settings_text(configs)
     compared = comparison_table(groups)
     compared.save(workdir / "comparison")
     print(f"\n{compared}\n\n{settings}")
-    shown = [page.section("Results", compared.html(), page.text(settings))]
+    shown = [page.section("Results", compared.html(), page.text(EXPLAINED), page.text(settings))]
     if plot := comparison_plot(groups):
         write(workdir / "comparison.png", plot)
         shown.append(page.section("Comparison", page.image(plot, "scores of the runs")))
@@ -247,7 +242,7 @@ def _report(
         write(workdir / "retrieved.txt", text)
         print(f"\n{text}")
         shown.append(page.section(title, cards(found)))
-    title = ", ".join(_labels(groups))
+    title = f"Results: {', '.join(_labels(groups))}"
     head = f"<header><h1>{html.escape(title)}</h1>{page.text(str(workdir))}</header>"
     shown.append(page.environment(workdir_lib.kept_environment(workdir)))
     write(workdir / "report.html", page.page(title, head, *shown))
@@ -271,10 +266,7 @@ def settings_text(configs: Configs) -> str:
 
 
 def grouped(configs: Configs, results: Results) -> Grouped:
-    """Results by label and number of pairs, in the order of the runs.
-
-    Runs named LABEL-Npairs-seedS, as many as there are numbers of pairs, are rows of one label.
-    """
+    """Results by label and number of pairs; runs named LABEL-Npairs-seedS are rows of one label."""
     several = len({config.data.n_pairs for config in configs.values()}) > 1
     groups: Grouped = {}
     for name, config in configs.items():
@@ -323,20 +315,17 @@ def comparison_table(groups: Grouped) -> Table:
 
 
 def comparison_plot(groups: Grouped) -> bytes | None:
-    """Bars of R@1, R@10 and zero-shot accuracy, best on top; whiskers show the spread over seeds.
+    """Bars of R@1, R@10 and zero-shot accuracy, best on top, with the spread over seeds.
 
-    On the test split, on validation when there is no test split, and no plot without either.
+    Of the test split, or of validation; None without either.
     """
     splits = [name for name in ("test", "val") if _has(groups, f"{name}/mean/R@1")]
     if not splits:
         return None
-    plt, budgets = pyplot(), _budgets(groups)
+    plt, labels, budgets = pyplot(), _labels(groups), _budgets(groups)
     keys = [key for panel in PANELS if _has(groups, key := f"{splits[0]}/{panel}")]
-
-    def score(label: str) -> float:
-        return sum(_mean(groups.get((label, n)), keys[0]) or 0.0 for n in budgets)
-
-    labels = sorted(_labels(groups), key=score)  # the first bar is drawn at the bottom
+    # The first bar is drawn at the bottom.
+    labels.sort(key=lambda one: sum(_mean(groups.get((one, n)), keys[0]) or 0.0 for n in budgets))
     size = 2 + 3 * len(keys), 1.2 + 0.18 * len(labels) * (len(budgets) + 0.6)
     figure, _ = plt.subplots(1, len(keys), figsize=size, sharey=True, layout="constrained")
     thickness = 0.8 / len(budgets)
@@ -367,7 +356,7 @@ def comparison_plot(groups: Grouped) -> bytes | None:
     return png(figure)
 
 
-def curves_plot(folders: Mapping[str, pathlib.Path]) -> bytes | None:
+def curves_plot(folders: Folders) -> bytes | None:
     """Metrics of runs over their steps; runs that differ in their seed have one colour."""
     logs = {
         name: [json.loads(line) for line in path.read_text().splitlines()]
@@ -385,11 +374,11 @@ def curves_plot(folders: Mapping[str, pathlib.Path]) -> bytes | None:
     for ax, key in zip(axes.flat, keys, strict=False):
         for name, log in logs.items():
             drawn = [(row["step"], float(row[key])) for row in log if key in row]
-            ax.plot(
-                *np.reshape(drawn, (-1, 2)).T, color=colours[name.rpartition("-seed")[0]], lw=1.2
-            )
+            colour = colours[name.rpartition("-seed")[0]]
+            ax.plot(*np.reshape(drawn, (-1, 2)).T, color=colour, lw=1.2)
         ax.set_title(CURVES[key], fontsize=10)
-        ax.set_yscale("log" if key.endswith("_error") else "linear")
+        if key.endswith("_error"):
+            _log_scale(ax)
         ax.xaxis.get_major_locator().set_params(integer=True)
         ax.spines[["top", "right"]].set_visible(False)
     for ax in axes.flat[len(keys) :]:
@@ -399,6 +388,14 @@ def curves_plot(folders: Mapping[str, pathlib.Path]) -> bytes | None:
     lines = [plt.Line2D([], [], color=colour, label=label) for label, colour in colours.items()]
     figure.legend(handles=lines, loc="outside lower center", ncols=5, frameon=False)
     return png(figure)
+
+
+def _log_scale(ax: Any) -> None:
+    """Whole decades, so that powers of ten are marked even where values hardly differ."""
+    ends = np.array([ax.dataLim.minposy, ax.dataLim.intervaly[1]])
+    if np.isfinite(ends).all() and ends[1] > 0:
+        low, high = np.floor(np.log10(ends))
+        ax.set(yscale="log", ylim=(10.0**low, 10.0 ** (high + 1)))
 
 
 # --- what a model finds for pictures that it has not seen ----------------------------------------
@@ -412,8 +409,11 @@ class Labels(NamedTuple):
     pictures: Sequence[pathlib.Path] = ()
 
 
+WORDS = {True: "right", False: "wrong"}
+
+
 class Found(NamedTuple):
-    """The captions nearest to a picture, best first, and whether each is one of its own."""
+    """The captions nearest to a picture, best first, and whether each says what its own do."""
 
     name: str
     caption: str
@@ -422,22 +422,17 @@ class Found(NamedTuple):
 
     def text(self) -> str:
         """The picture's own caption, and below it those that were found."""
-        lines = [f"{self.name}: {self.caption.strip()}"]
-        for caption, right in self.retrieved:
-            lines.append(f"  {'right' if right else 'wrong'}  {caption.strip()}")
-        return "\n".join(lines)
+        found = [f"  {WORDS[right]}  {caption.strip()}" for caption, right in self.retrieved]
+        return "\n".join([f"{self.name}: {self.caption.strip()}", *found])
 
-    def card(self) -> str:
-        """Likewise as HTML, with the picture if its file is at hand."""
+    def card(self) -> tuple[str, str]:
+        """Likewise as HTML, and the picture if its file is at hand."""
+        rows = [f"<li class='{WORDS[right]}'>{html.escape(t)}</li>" for t, right in self.retrieved]
+        title = f"<b>{html.escape(self.caption)}</b><br>{html.escape(self.name)}"
         shown = ""
         if self.picture is not None and self.picture.exists():
             shown = page.thumbnail(items.oriented(self.picture), self.caption)
-        rows = "".join(
-            f"<li class='{'right' if right else 'wrong'}'>{html.escape(caption)}</li>"
-            for caption, right in self.retrieved
-        )
-        title = f"<b>{html.escape(self.caption)}</b><br>{html.escape(self.name)}"
-        return page.card(f"{title}<ol>{rows}</ol>", shown)
+        return f"{title}<ol>{''.join(rows)}</ol>", shown
 
 
 def labels_of(config: FrozenConfigDict) -> Labels | None:
@@ -446,7 +441,7 @@ def labels_of(config: FrozenConfigDict) -> Labels | None:
         image_ids, said = photos.test_labels()
         return Labels([f"photograph {image}" for image in image_ids], said)
     test_x = pathlib.Path(files.split_key(config.data.files.test_x or "")[0]).expanduser()
-    noted = test_x.parent / pair.TEST
+    noted = test_x.parent / extraction.TEST
     if not config.data.files.test_x or not noted.exists():
         return None
     kept = workdir_lib.read_json(noted)
@@ -462,18 +457,18 @@ def find(model: aligner.Aligner, gallery: data.Gallery, labels: Labels) -> list[
     _, rows = model.search(gallery.x[asked], gallery.y, k=top)
     found = []
     for query, best in zip(asked, rows, strict=True):
-        retrieved = tuple((labels.y[y], bool(gallery.x_of_y[y] == query)) for y in best)
-        own = labels.y[np.flatnonzero(gallery.x_of_y == query)[0]]
+        own = [labels.y[y] for y in np.flatnonzero(gallery.x_of_y == query).tolist()]
+        retrieved = tuple((labels.y[y], labels.y[y] in own) for y in best)
         picture = labels.pictures[query] if labels.pictures else None
-        found.append(Found(labels.x[query], own, retrieved, picture))
+        found.append(Found(labels.x[query], own[0], retrieved, picture))
     return found
 
 
 def cards(found: Sequence[Found], each: int = 8) -> str:
-    """HTML of pictures whose first caption is right, and of as many whose is not."""
-    parts = []
-    for title, right in (("Right", True), ("Wrong", False)):
+    """HTML of pictures whose nearest caption is right, and of as many where it is wrong."""
+    parts = [page.text("In bold a caption of the picture; below it the captions found.")]
+    for title, right in (("right", True), ("wrong", False)):
         some = [one for one in found if one.retrieved[0][1] == right]
-        parts.append(page.text(f"{title} at first: {len(some)} of {len(found)} pictures."))
+        parts.append(f"<h3>Nearest caption {title}: {len(some)} of {len(found)} pictures</h3>")
         parts.append(page.cards(*(one.card() for one in some[:each])))
     return "\n".join(parts)

@@ -5,14 +5,14 @@ r"""Every table and figure of the paper, ours beside theirs: on photographs, or 
     python -m experiments.reproduce --all --quick --workdir=runs/quick
     python -m experiments.reproduce --list --cells=docs/results/cells.jsonl
 
-Each entry leaves NAME.md, NAME.csv and, for figures, NAME.png in the work folder, and all together
-report.html. A run that several entries share is made once; started again, the command goes on
-where it stopped. --cells starts from results that were kept: with --norun, docs/results/RESULTS.md
-is made again without training. --files names a JSON file of embedding files by source
-({"SkyScript": {"x": "images.npy", ...}, ...}): entries then run on those alone, at the paper's
-sizes; --list names them.
+The work folder gets RESULTS.md with all tables and claims, figures/, and NAME.csv for each entry. A
+run that several entries share is made once; started again, the command goes on where it stopped.
+--cells starts from results that were kept: with --norun, docs/results/RESULTS.md is made again
+without training. --files names a JSON file of embedding files by source ({"SkyScript": {"x":
+"images.npy", ...}, ...}): entries then run on those alone, at the paper's sizes; --list names them.
 """
 
+import itertools
 import os
 import pathlib
 import shlex
@@ -31,9 +31,7 @@ _ONLY = flags.DEFINE_list("only", [], "Tables and figures to make, such as T1,F5
 _ALL = flags.DEFINE_bool("all", False, "Make everything that the data allow.")
 _QUICK = flags.DEFINE_bool("quick", False, "Short runs of one seed, fewer points.")
 _FILES = flags.DEFINE_string("files", None, "JSON file of embedding files by source.")
-_RESULTS = flags.DEFINE_string(
-    "results", None, "Markdown file to write all results to as well, with the figures beside it."
-)
+_RESULTS = flags.DEFINE_string("results", None, "The page to write; RESULTS.md by default.")
 _CELLS = flags.DEFINE_string(
     "cells", None, "File of finished cells to start from, such as docs/results/cells.jsonl."
 )
@@ -46,42 +44,42 @@ flags.declare_key_flag("workdir")
 
 def main() -> None:
     """Makes the chosen entries and prints them."""
-    given = sources.Photographs() if _FILES.value is None else sources.Files.read(_FILES.value)
-    scale = "quick" if _QUICK.value else "paper" if given.given else "full"
-    if _CELLS.value is not None and not pathlib.Path(_CELLS.value).is_file():
-        raise checks.InputError(f"cells: {_CELLS.value}: no such file")
-    if _LIST.value:
-        with tempfile.TemporaryDirectory() as folder:
-            known = lab.Lab(pathlib.Path(folder), scale, given)
-            if _CELLS.value is not None:
-                known.take(pathlib.Path(_CELLS.value))
-            print(report.listing(known))
-        return
-    if _ALL.value == bool(_ONLY.value):
-        raise checks.InputError("only: pass either --only=NAMES or --all; --list names them")
     for name in _ONLY.value:
         checks.choice("only", name, tuple(entries.ENTRIES))
-    at = lab.Lab(cli.workdir().absolute(), scale, given)
-    if _CELLS.value is not None:
-        at.take(pathlib.Path(_CELLS.value))
+    if not _LIST.value and _ALL.value == bool(_ONLY.value):
+        raise checks.InputError("only: pass either --only=NAMES or --all; --list names them")
+    if _CELLS.value is not None and not pathlib.Path(_CELLS.value).is_file():
+        raise checks.InputError(f"cells: {_CELLS.value}: no such file")
+    given = sources.Photographs() if _FILES.value is None else sources.Files.read(_FILES.value)
+    scale = "quick" if _QUICK.value else "paper" if given.given else "full"
+    with tempfile.TemporaryDirectory() as unused:
+        folder = pathlib.Path(unused) if _LIST.value else cli.workdir().absolute()
+        at = lab.Lab(folder, scale, given)
+        if _CELLS.value is not None:
+            at.take(pathlib.Path(_CELLS.value))
+        if _LIST.value:
+            print(report.listing(at))
+        else:
+            _make(at)
+
+
+def _make(at: lab.Lab) -> None:
     chosen = [entries.ENTRIES[name] for name in dict.fromkeys(_ONLY.value or entries.ENTRIES)]
     panels = {entry.name: entry.panels(at) for entry in chosen}
     failures: dict[str, str] = {}
     if _RUN.value:
         jobs = _JOBS.value or (min(2, os.cpu_count() or 1) if jax.default_backend() == "cpu" else 1)
-        failures = at.make([panel for some in panels.values() for panel in some], jobs=jobs)
+        failures = at.make(itertools.chain.from_iterable(panels.values()), jobs=jobs)
     made = [
         report.Outcome(entry, at, {p.name: at.collect(p, failures) for p in panels[entry.name]})
         for entry in chosen
     ]
     shown = [flag for flag in sys.argv[1:] if flag != "--norun"]
     command = shlex.join(["python", "-m", "experiments.reproduce", *shown])
-    report.save(made, at, command)
-    for one in made:
-        print(f"\n{report.terminal(one)}")
-    if _RESULTS.value is not None:
-        report.save_results(pathlib.Path(_RESULTS.value), made, at, command)
-    print(f"\nTables, figures and report.html are in {at.workdir}")
+    page = pathlib.Path(_RESULTS.value or at.workdir / "RESULTS.md")
+    report.save(page, made, at, command)
+    print("\n".join(map(report.markdown, made)))
+    print(f"Tables and figures are in {page} and beside it, numbers as CSV in {at.workdir}")
     if failures:
         raise FloatingPointError(f"{len(failures)} cells failed, named above")
 

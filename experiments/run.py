@@ -16,18 +16,9 @@ from experiments import config as config_lib
 from experiments import distributed, photos
 from experiments import workdir as workdir_lib
 from experiments.config import naming
-from sotalign_jax import (
-    aligner,
-    checks,
-    data,
-    evaluation,
-    files,
-    heads,
-    methods,
-    teachers,
-    training,
-)
+from sotalign_jax import aligner, checks, data, evaluation, files, heads, methods, training
 from sotalign_jax.ot import sharding
+from sotalign_jax.teachers import LinearTeacher
 
 Results = dict[str, Any]
 """Scores such as test/mean/R@1; {"error": why} of a run that failed."""
@@ -54,8 +45,8 @@ def run_all(
 
     A single run lives in `workdir` itself, several in a folder each below it. The folder keeps what
     they were asked for with and refuses anything else; with a `record` to keep instead, it may hold
-    more runs later, and a single one has a folder, too. What fails ends a single run, or a first
-    one whose settings cannot be used; among several runs it is a result like others.
+    more runs later. What fails ends a single run, or a first one whose settings cannot be used;
+    among several runs it is a result like others.
     """
     if len(configs) == 1 and record is None:
         return {name: run(config, workdir) for name, config in configs.items()}
@@ -63,8 +54,7 @@ def run_all(
     if not (workdir / "config.json").exists():
         loaded: dict[Any, data.Dataset] = {}
         for config in configs.values():  # what any method lacks is known before the first trains
-            if config.data not in loaded:
-                loaded[config.data] = load_dataset(config)
+            loaded[config.data] = loaded.get(config.data) or load_dataset(config)
             _check_pool(config, loaded[config.data])
     done = {name for name in configs if any((workdir / name / end).exists() for end in ENDS)}
     ended: dict[str, Results] = {}
@@ -98,24 +88,21 @@ def run(config: Config, folder: pathlib.Path, *, within: Set | None = None) -> R
         workdir_lib.open_run(folder, config_lib.plain(config), inputs(config))
         return folder
 
-    def kept() -> Results | None:
-        paths = [folder / end for end in ENDS if (folder / end).exists()]
-        return workdir_lib.read_json(paths[0]) if paths else None
+    def kept() -> list[Results]:
+        return [workdir_lib.read_json(folder / e) for e in ENDS if (folder / e).exists()]
 
     if distributed.agree(((folder if within is None else within[0]) / "config.json").exists):
         claim()
-        if (known := distributed.agree(kept)) is not None:
-            return known
+        if known := distributed.agree(kept):
+            return known[0]
     try:
         try:
             if config.tensorboard:
                 checks.require("tensorboardX", extra="tensorboard")
             mesh = sharding.rows_mesh(config.mesh)
             if config.on_device and mesh is not None:
-                raise checks.InputError(
-                    f"on_device: is True but there are {mesh.size} devices, which read their rows "
-                    "from the host; leave it out"
-                )
+                text = f"on_device: is True but {mesh.size} devices read their rows from the host"
+                raise checks.InputError(f"{text}; leave it out")
             dataset = load_dataset(config)
             prepared = prepare(config, dataset)
         except checks.InputError as error:
@@ -136,7 +123,7 @@ class Prepared(NamedTuple):
     """What a run starts from; without a method to train, `start` is the model already."""
 
     method: methods.Objective | None
-    teacher: teachers.LinearTeacher | None
+    teacher: LinearTeacher | None
     start: heads.Heads
 
 
@@ -153,13 +140,9 @@ def _finish(
     results: Results = {}
     trained = prepared.start
     if prepared.method is not None:
-        with workdir_lib.Recorder(
-            folder,
-            steps=config.train.steps,
-            title=folder.name if inner else f"{config.method} seed {config.seed}",
-            tensorboard=config.tensorboard,
-            inner=inner,
-        ) as recorder:
+        title = folder.name if inner else f"{config.method} seed {config.seed}"
+        shown = {"tensorboard": config.tensorboard, "title": title, "inner": inner}
+        with workdir_lib.Recorder(folder, steps=config.train.steps, **shown) as recorder:
             try:
                 trained, best = training.fit(
                     prepared.method,
@@ -191,18 +174,17 @@ def _finish(
     return results
 
 
-def fit_teacher(config: Config, dataset: data.Dataset, kind: str) -> teachers.LinearTeacher:
+def fit_teacher(config: Config, dataset: data.Dataset, kind: str) -> LinearTeacher:
     """Fits the teacher, on mismatched pairs if the config asks for noise."""
     pairs_y = dataset.pairs_y
     if config.teacher.noise:
         pairs_y = data.mismatch_pairs(pairs_y, fraction=config.teacher.noise, seed=config.seed)
-    options: dict[str, Any] = {}
+    train, options = config.train, {}
     if kind == "cca":
-        options = {name: config.teacher[name] for name in ("ridge", "cov_normalize")}
+        options = {"ridge": config.teacher.ridge, "cov_normalize": config.teacher.cov_normalize}
     if kind == "contrastive":
-        options = {name: config.train[name] for name in ("steps", "learning_rate")}
-        options |= {"batch_size": config.train.pair_batch, "seed": config.seed}
-        options["dim"] = config.heads.dim
+        options = {"steps": train.steps, "learning_rate": train.learning_rate}
+        options |= {"batch_size": train.pair_batch, "seed": config.seed, "dim": config.heads.dim}
     if config.teacher.dim is not None:
         options["dim"] = config.teacher.dim
     return training.TEACHERS[kind](dataset.pairs_x, pairs_y, **options)
@@ -212,7 +194,7 @@ def prepare(
     config: Config,
     dataset: data.Dataset,
     *,
-    fit: Callable[[Config, data.Dataset, str], teachers.LinearTeacher] = fit_teacher,
+    fit: Callable[[Config, data.Dataset, str], LinearTeacher] = fit_teacher,
 ) -> Prepared:
     """Fits the teacher, by `fit`, and builds the heads; or fits what is fitted at once."""
     method = config_lib.method(config)
@@ -222,10 +204,9 @@ def prepare(
     assert method is None or isinstance(method, methods.Objective)
     as_start = method is None or config.heads.init == "teacher"
     teacher = None
-    if method is None or as_start or method.uses_teacher:
+    if as_start or (method is not None and method.uses_teacher):
         with naming("teacher: "):
-            name = config.method if method is None else config.teacher.kind
-            teacher = fit(config, dataset, name)
+            teacher = fit(config, dataset, config.teacher.kind if method else config.method)
     with naming("heads: "):
         start = heads.build_heads(
             dataset.pairs_x.shape[1],
@@ -237,9 +218,6 @@ def prepare(
             teacher=teacher if as_start else None,
         )
     return Prepared(method, teacher, start)
-
-
-# --- data ----------------------------------------------------------------------------------------
 
 
 def load_dataset(config: Config) -> data.Dataset:
@@ -278,14 +256,10 @@ def inputs(config: Config) -> dict[str, pathlib.Path]:
 
 def _files(paths: Config, options: dict[str, Any], *, test: bool) -> data.Dataset:
     def load(name: str, *, required: bool = True) -> Any:
-        if paths[name]:
-            with naming(f"files.{name}: "):
-                return files.load_array(paths[name])
-        if required:
-            raise checks.InputError(
-                f"files.{name}: is not set; pass --config.data.files.{name}=PATH"
-            )
-        return None
+        with naming(f"files.{name}: "):
+            if required and not paths[name]:
+                raise checks.InputError(f"is not set; pass --config.data.files.{name}=PATH")
+            return files.load_array(paths[name]) if paths[name] else None
 
     def load_all(group: str, make: Callable[..., Any], *parts: str) -> Any:
         names = [f"{group}_{part}" for part in parts]

@@ -8,14 +8,23 @@ model's training files (of the photographs, if it was trained on them); embeddin
 kept in --index, so that the next search of it is quick, and made again when its files change.
 """
 
+import hashlib
+import html
+import json
+import pathlib
+import shutil
+import sys
+from typing import Any, NamedTuple
+
+import numpy as np
 from absl import flags
 
-from experiments import cli, report
+from experiments import cli, page, photos, report, workdir
 from experiments.cli import path_flag
-from experiments.extract import encoders, search
+from experiments.extract import datasets, encoders, extraction, items
 from sotalign_jax import aligner, checks
 
-_MODEL = path_flag("model", None, "Folder of a finished run or saved aligner.", required=True)
+_MODEL = path_flag("model", None, "Folder of a finished run or saved aligner.")
 _QUERY = flags.DEFINE_string("query", None, "What to look for among --images.")
 _IMAGES = path_flag("images", None, "Folder of pictures.")
 _PICTURE = path_flag("query_image", None, "Picture to find the texts of.")
@@ -23,32 +32,155 @@ _TEXTS = path_flag("texts", None, "Texts to choose from: .txt with one a line, .
 _TOP = flags.DEFINE_integer("top", 10, "How many to show.", 1)
 _PAGE = path_flag("page", "search.html", "Where the page is written.")
 _INDEX = path_flag("index", None, "Folder for embeddings; MODEL/search by default.")
-_ENCODERS, _WEIGHTS = {}, {}
-for _side in ("image", "text"):
-    _known = [n for n, spec in encoders.NAMES.items() if spec.kind.modality == _side]
-    _ENCODERS[_side] = flags.DEFINE_string(
-        f"{_side}_encoder", None, f"Instead of the one trained with: {', '.join(_known)}."
-    )
-    _WEIGHTS[_side] = flags.DEFINE_string(
-        f"{_side}_weights", None, "Folder with a copy of that encoder's repository."
-    )
+_ENCODERS = {
+    side: flags.DEFINE_string(f"{side}_encoder", None, "Instead of the one trained with.")
+    for side in ("image", "text")
+}
+_WEIGHTS = {
+    side: flags.DEFINE_string(f"{side}_weights", None, "Folder with a copy of its repository.")
+    for side in ("image", "text")
+}
 _DEVICE = flags.DEFINE_string("device", None, "cpu, cuda, ...; by default the fastest there is.")
 _TRUST = flags.DEFINE_bool("trust_remote_code", False, "Run code that comes with the weights.")
 
+CHOICES = {
+    f"{side} encoders": [n for n, spec in encoders.NAMES.items() if spec.kind.modality == side]
+    for side in ("image", "text")
+}
+PHOTOS = {"x": {"name": "efficientnet-lite2"}, "y": {"name": "all-minilm-l6-v2"}}
+"""Encoders of the photographs in the repository."""
 
-def _run() -> None:
+
+def trained_with(model: aligner.Aligner) -> dict[str, dict[str, Any]] | None:
+    """The encoders of the embeddings that a model was trained on, if they are known."""
+    data = model.info.get("settings", {}).get("data", {})
+    if data.get("name") in photos.CAPTIONED:
+        return PHOTOS
+    table = str((data.get("files") or {}).get("x") or "").partition("#")[0]
+    noted = pathlib.Path(table).parent / extraction.ENCODERS
+    return workdir.read_json(noted) if table and noted.exists() else None
+
+
+def load_encoder(
+    model: aligner.Aligner, side: str, name: str | None, weights: str | None, **options: Any
+) -> encoders.Encoder:
+    """The encoder that one side of a model was trained with, or the one that the user names."""
+    if name is not None:
+        return encoders.load(name, weights=weights, **options)
+    flag = {"x": "image_encoder", "y": "text_encoder"}[side]
+    known = trained_with(model)
+    if known is None:
+        text = f"{flag}: the model does not say what its embeddings came from"
+        raise checks.InputError(f"{text}; pass --{flag}=NAME")
+    described = known[side]
+    options["max_length"] = described.get("max_length")
+    if isinstance(described.get("pooling"), str):
+        options["pool"] = described["pooling"]
+    encoder = encoders.load(described["name"], weights=weights, **options)
+    now = encoder.describe()["revision"]
+    if described.get("revision", now) != now:
+        text = f"{described['name']} is at {now} but {described['revision']} was trained on"
+        remedy = "load those weights, or name the encoder to use it anyway"
+        raise checks.InputError(f"{flag}: {text}; {remedy}")
+    return encoder
+
+
+def read_texts(path: pathlib.Path) -> list[str]:
+    """Distinct texts of a .txt, .csv or .jsonl file."""
+    if path.suffix != ".txt":
+        return list(dict.fromkeys(caption for _, caption in datasets.read_captions(path)))
+    try:
+        return list(dict.fromkeys(items.lines(path)))
+    except (OSError, ValueError) as error:
+        raise checks.InputError(f"texts: {path} cannot be read ({error})") from error
+
+
+class Answer(NamedTuple):
+    """What was found, best first, with its cosines; and the same as an HTML page."""
+
+    results: list[tuple[str, float]]
+    page: str
+
+
+class Searcher(NamedTuple):
+    """An aligned model with its encoders, and the folder where embeddings are kept."""
+
+    model: aligner.Aligner
+    image_encoder: encoders.Encoder
+    text_encoder: encoders.Encoder
+    place: pathlib.Path
+
+    def pictures(self, query: str, images: pathlib.Path, *, top: int) -> Answer:
+        """The pictures below `images` that are nearest to a text, best first."""
+        source = datasets.open_dataset("folder", images)
+        results = self._search(query, source, "image", images, top)
+        titles = (
+            f"<b>{rank}. {score:.3f}</b><br>{html.escape(name)}"
+            for rank, (name, score) in enumerate(results, 1)
+        )
+        shown = (page.thumbnail(items.oriented(images / name), name) for name, _ in results)
+        cards = page.cards(*zip(titles, shown, strict=True))
+        return Answer(results, _page(query, f"pictures in {images}", cards))
+
+    def texts(self, query: pathlib.Path, file: pathlib.Path, *, top: int) -> Answer:
+        """The texts of a file that are nearest to a picture, best first."""
+        try:
+            image = items.oriented(query)
+        except OSError as error:
+            raise checks.InputError(f"query_image: {query} cannot be read ({error})") from error
+        texts = read_texts(file)
+        source = items.Source({"text": lambda: map(items.Item, texts, texts, texts)})
+        results = self._search(image, source, "text", file, top)
+        lines = "".join(f"<li>{html.escape(text)} ({score:.3f})</li>" for text, score in results)
+        parts = page.thumbnail(image, query.name), f"<ol>{lines}</ol>"
+        return Answer(results, _page(query.name, f"texts in {file}", *parts))
+
+    def _search(
+        self, query: Any, source: items.Source, modality: str, of: pathlib.Path, top: int
+    ) -> list[tuple[str, float]]:
+        """The items of a source nearest to a query, and their cosines.
+
+        Embeddings are kept by encoder and path, and made again when what is there has changed.
+        """
+        own, other, direction = self.text_encoder, self.image_encoder, "y_to_x"
+        if modality == "text":
+            own, other, direction = other, own, "x_to_y"
+        key = json.dumps([other.describe(), str(of.resolve())])
+        out = self.place / hashlib.sha256(key.encode()).hexdigest()[:16]
+        change = extraction.difference(source.items[modality](), out)
+        if change is not None:
+            print(f"{of}: {change}; embedding it again", file=sys.stderr)
+            with workdir.only_process(out):
+                shutil.rmtree(out)
+        extraction.extract(source, other, out, data={"name": "search"}, shard_size=256)
+        found = extraction.load(out)
+        asked = np.asarray(own.embed([own.prepare(query)]), np.float32)
+        k = min(top, len(found.rows))
+        scores, rows = self.model.search(asked, found.rows, k, direction=direction)
+        return [(found.origins[r].id, float(s)) for r, s in zip(rows[0], scores[0], strict=True)]
+
+
+def _page(query: str, among: str, *parts: str) -> str:
+    head = f"<header><h1>{html.escape(query)}</h1>{page.text(f'The best {among}.')}</header>"
+    return page.page(query, head, *parts)
+
+
+def main() -> None:
+    """Searches, prints the best and writes the page."""
     query, images, picture, texts = _QUERY.value, _IMAGES.value, _PICTURE.value, _TEXTS.value
     by_text = query is not None and images is not None
     if not by_text and (picture is None or texts is None):
         raise checks.InputError("query: pass --query and --images, or --query_image and --texts")
+    if _MODEL.value is None:
+        raise checks.InputError("model: is not set; pass --model=FOLDER")
     model = aligner.Aligner.load(_MODEL.value)
-    options = {"device": _DEVICE.value, "trust_remote_code": _TRUST.value}
+    options: dict[str, Any] = {"device": _DEVICE.value, "trust_remote_code": _TRUST.value}
     image_encoder, text_encoder = (
-        search.load_encoder(model, side, _ENCODERS[name].value, _WEIGHTS[name].value, **options)
+        load_encoder(model, side, _ENCODERS[name].value, _WEIGHTS[name].value, **options)
         for side, name in (("x", "image"), ("y", "text"))
     )
     place = _INDEX.value or _MODEL.value / "search"
-    searcher = search.Searcher(model, image_encoder, text_encoder, place)
+    searcher = Searcher(model, image_encoder, text_encoder, place)
     if query is not None and images is not None:
         answer = searcher.pictures(query, images, top=_TOP.value)
     else:
@@ -60,4 +192,4 @@ def _run() -> None:
 
 
 if __name__ == "__main__":
-    cli.run(_run)
+    cli.run(main, choices=CHOICES)

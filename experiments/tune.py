@@ -31,9 +31,7 @@ from experiments import workdir as workdir_lib
 from sotalign_jax import checks, methods
 from sotalign_jax.diagnostics import Mean
 
-_METHOD = flags.DEFINE_list(
-    "method", None, "What to tune: labels of the config's runs, or methods."
-)
+_METHOD = flags.DEFINE_list("method", None, "What to tune: labels of the config's runs, methods.")
 _GRID = flags.DEFINE_string("grid", "own", "Values to try, as KEY=VALUE,VALUE;KEY=VALUE.")
 _LIMIT = flags.DEFINE_integer("limit", None, "Most points to try, chosen at random.", lower_bound=1)
 _SEEDS = flags.DEFINE_integer("seeds", 3, "Seeds to test the choice with.", lower_bound=0)
@@ -107,7 +105,7 @@ class Trial(NamedTuple):
     number: int
     point: Point
     score: Mean | None
-    error: str | None
+    error: str
 
 
 def ranked(chosen: Mapping[int, Point], ended: Mapping[str, run.Results]) -> list[Trial]:
@@ -115,7 +113,7 @@ def ranked(chosen: Mapping[int, Point], ended: Mapping[str, run.Results]) -> lis
     trials = []
     for number, point in chosen.items():
         own = [one for name, one in ended.items() if name.startswith(f"trial-{number:03d}-")]
-        error = next((one["error"] for one in own if "error" in one), None)
+        error = next((one["error"] for one in own if "error" in one), "")
         score = None if error else Mean([one[run.SCORE] for one in own])
         trials.append(Trial(number, point, score, error))
     return sorted(trials, key=lambda trial: 1.0 if trial.score is None else -trial.score)
@@ -124,13 +122,9 @@ def ranked(chosen: Mapping[int, Point], ended: Mapping[str, run.Results]) -> lis
 def trials_table(trials: list[Trial]) -> report.Table:
     """Every trial with its settings and its score, in the order given."""
     columns = ["trial", *trials[0].point, "val R@1", "failed"]
-    rows = [[t.number, *map(str, t.point.values()), t.score, t.error or ""] for t in trials]
+    rows = [[t.number, *map(str, t.point.values()), t.score, t.error] for t in trials]
     width = len(columns) if any(trial.error for trial in trials) else -1
-    kept = [row[:width] for row in rows]
-    return report.Table(columns[:width], kept, digits=2, best=["val R@1"])
-
-
-UNTESTED = {"data.test": False}
+    return report.Table(columns[:width], [r[:width] for r in rows], digits=2, best=["val R@1"])
 
 
 def tune(config: ConfigDict, label: str, workdir: pathlib.Path) -> dict[str, tuple[Any, ...]]:
@@ -139,20 +133,20 @@ def tune(config: ConfigDict, label: str, workdir: pathlib.Path) -> dict[str, tup
     Leaves the trials, trials.md, trials.csv and best.json in `workdir`/`label`, which is one of the
     config's runs or a method.
     """
+    untested = {"data.test": False}
     checks.choice("method", label, tuple({**config.runs, **dict.fromkeys(config_lib.METHODS)}))
     grid = parse_grid(_GRID.value, changes_of(config, label, {}).get("method", config.method))
     chosen = points(grid, _LIMIT.value)
     changes = {number: changes_of(config, label, point) for number, point in chosen.items()}
-    runs = runs_of(config, {f"trial-{n:03d}": {**own, **UNTESTED} for n, own in changes.items()})
+    runs = runs_of(config, {f"trial-{n:03d}": {**own, **untested} for n, own in changes.items()})
     folder, record = workdir / label, {"method": label, "grid": grid}
     if not (folder / "config.json").exists():
         # Data that cannot be read, the test split's included, are known before the first trial.
-        first = {**next(iter(changes.values())), **({} if _SEEDS.value else UNTESTED)}
-        if run.load_dataset(next(iter(runs_of(config, {label: first}).values()))).val is None:
-            raise checks.InputError(
-                "data: there is no validation split to choose by; pass "
-                "--config.data.files.val_x=PATH and val_y"
-            )
+        first = {**next(iter(changes.values())), **({} if _SEEDS.value else untested)}
+        one = next(iter(runs_of(config, {label: first}).values()))
+        if run.load_dataset(one).val is None:
+            remedy = "pass --config.data.files.val_x=PATH and val_y"
+            raise checks.InputError(f"data: there is no validation split to choose by; {remedy}")
     workdir_lib.open_run(workdir, {"config": config_lib.plain(config)})
     workdir_lib.open_run(folder, record)
     ended = run.run_all(runs, folder, record=record, title=f"tune {label}")
@@ -189,10 +183,9 @@ def main() -> None:
     for label in _METHOD.value:
         ended |= tune(config, label, workdir)
     if ended:
-        configs, results, folders = (
-            {name: one[part] for name, one in ended.items()} for part in range(3)
-        )
-        report.conclude(configs, results, workdir, folders=folders)
+        columns = zip(*ended.values(), strict=True)
+        configs, results, folders = (dict(zip(ended, column, strict=True)) for column in columns)
+        report.conclude(configs, results, workdir, folders)
 
 
 if __name__ == "__main__":

@@ -94,8 +94,7 @@ def fingerprint(path: pathlib.Path) -> dict[str, Any]:
 def changed(recorded: Mapping[str, Any], path: pathlib.Path) -> str | None:
     """How a file differs from its recorded fingerprint, in a few words; None if it does not.
 
-    Equal size and modification time are taken for equality. An empty record stands for a file that
-    could not be read.
+    Equal size and time are taken for equality. An empty record is of a file that was unreadable.
     """
     try:
         status = path.stat()
@@ -149,9 +148,8 @@ def open_run(
     """Creates a run folder, or opens the one with exactly this config and these inputs again.
 
     `inputs` are the files that the run reads, by the names of their settings; one that is gone is
-    no change, for a finished run does not need it. Several processes call this together, and the
-    first alone looks and writes. Another run, other files or changed inputs are an InputError, and
-    nothing is overwritten.
+    no change, for a finished run does not need it. Another run, other files or changed inputs are
+    an InputError, and nothing is overwritten. Of several processes the first looks for all.
     """
     if problem := distributed.agree(lambda: _open(folder, config, inputs or {})):
         raise checks.InputError(f"workdir: {folder} {problem}; choose another --workdir")
@@ -175,10 +173,9 @@ def _open(
             old, new = before.get(key, "unset"), now.get(key, "unset")
             if old != new:
                 return f"holds a run with {key}={old} but {key}={new} is asked for"
+    elif others := sorted(one.name for one in folder.iterdir() if one != _temporary(path)):
+        return f"holds {others[0]} but no config.json, so it is not a run folder"
     else:
-        others = sorted(entry.name for entry in folder.iterdir() if entry != _temporary(path))
-        if others:
-            return f"holds {others[0]} but no config.json, so it is not a run folder"
         write_json(path, config)
     if not (folder / "environment.json").exists():
         write_json(folder / "environment.json", environment())
@@ -200,10 +197,8 @@ def only_process(folder: pathlib.Path) -> Iterator[None]:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
-            raise checks.InputError(
-                f"workdir: {folder} is in use by another process; wait for its end or choose "
-                "another --workdir"
-            ) from error
+            text = f"workdir: {folder} is in use by another process; wait for its end"
+            raise checks.InputError(f"{text} or choose another --workdir") from error
         except OSError:  # some network file systems have no locks
             pass
 
@@ -226,25 +221,18 @@ class Recorder(contextlib.ExitStack):
     """Observer of `training.fit`: keeps the metrics and checkpoints of a run, shows its progress.
 
     A line of metrics reaches the operating system before `metrics` returns. A checkpoint is the
-    pytree of host arrays that `to_arrays` makes of a snapshot, so plain orbax reads it on any
-    number of devices, the newest two are kept:
+    pytree of host arrays that `to_arrays` makes of a snapshot, which plain orbax reads:
     `ocp.StandardCheckpointer().restore(folder / "checkpoints" / str(step) / "default")`.
     Every process takes part in saving and restoring, and the first does all else.
     """
 
     def __init__(
-        self,
-        folder: pathlib.Path,
-        *,
-        steps: int,
-        title: str,
-        tensorboard: bool = False,
-        inner: bool = False,
+        self, folder: pathlib.Path, *, steps: int, tensorboard: bool = False, **progress: Any
     ) -> None:
-        """Opens the records in `folder`; an `inner` run shows its progress below another bar."""
+        """Opens the records in `folder`; options of `Progress` say how the steps are shown."""
         super().__init__()
         self._folder, self._tensorboard = folder.absolute(), tensorboard
-        self._progress: dict[str, Any] = {"total": steps, "title": title, "inner": inner}
+        self._progress = {"total": steps, **progress}
         self._bar: Progress | None = None
         self._board: Any = None
 
@@ -265,11 +253,15 @@ class Recorder(contextlib.ExitStack):
 
     def resume(self, template: training.Snapshot) -> training.Snapshot:
         """The newest checkpoint, or `template` if there is none; cuts the log back to its step."""
-        latest = distributed.agree(self._checkpoints.latest_step)
-        step = latest or 0
-        start = self._restore(step, template) if latest else distributed.from_first(template)
+        step = distributed.agree(self._checkpoints.latest_step) or 0
+        start = self._restore(step, template) if step else distributed.from_first(template)
         if distributed.is_first():
-            self._cut_log(step)
+            kept = 0
+            for line in (self._folder / "metrics.jsonl").read_bytes().splitlines(keepends=True):
+                if not line.endswith(b"\n") or json.loads(line)["step"] > step:
+                    break  # a line may have been cut short by a kill
+                kept += len(line)
+            self._log.truncate(kept)
             if self._tensorboard:  # what was shown beyond the restored step is hidden
                 board = checks.require("tensorboardX", extra="tensorboard")
                 folder = str(self._folder / "tensorboard")
@@ -277,15 +269,6 @@ class Recorder(contextlib.ExitStack):
                 self.callback(self._board.close)
         self._bar = self.enter_context(Progress(initial=step, **self._progress))
         return start
-
-    def _cut_log(self, step: int) -> None:
-        """Drops the lines beyond `step`, and a last line cut short by a kill."""
-        kept = 0
-        for line in (self._folder / "metrics.jsonl").read_bytes().splitlines(keepends=True):
-            if not line.endswith(b"\n") or json.loads(line)["step"] > step:
-                break
-            kept += len(line)
-        self._log.truncate(kept)
 
     def _restore(self, step: int, template: training.Snapshot) -> training.Snapshot:
         wanted = to_arrays(template)
@@ -295,11 +278,10 @@ class Recorder(contextlib.ExitStack):
             if shapes != needed:
                 raise ValueError(f"arrays have shapes {shapes}, but {needed} are needed")
         except Exception as error:  # orbax raises many kinds for damaged files
-            raise OSError(
-                f"checkpoints: {self._folder / 'checkpoints' / str(step)} cannot be restored "
-                f"({checks.first_line(error)}); remove it to continue from the one before, or "
-                "choose another --workdir"
-            ) from error
+            where = self._folder / "checkpoints" / str(step)
+            text = f"checkpoints: {where} cannot be restored ({checks.first_line(error)})"
+            remedy = "remove it to continue from the one before, or choose another --workdir"
+            raise OSError(f"{text}; {remedy}") from error
 
         def like(leaf: Any, array: np.ndarray) -> Any:
             if _is_key(leaf):
@@ -329,11 +311,9 @@ class Recorder(contextlib.ExitStack):
             with futures.ThreadPoolExecutor(1) as thread:  # ctrl-C waits until it is saved
                 thread.submit(self._checkpoints.save, step, args=arrays).result()
         except (OSError, ValueError) as error:  # tensorstore has a ValueError for a full disk
-            raise OSError(
-                f"checkpoints: step {step} was not saved in {self._folder} "
-                f"({checks.first_line(error)}); start again with the same --workdir to go on from "
-                "the one before"
-            ) from error
+            text = f"step {step} was not saved in {self._folder} ({checks.first_line(error)})"
+            remedy = "start again with the same --workdir to go on from the one before"
+            raise OSError(f"checkpoints: {text}; {remedy}") from error
 
 
 def to_arrays(tree: Any) -> Any:

@@ -28,7 +28,6 @@ FORMAT = 2
 """Version of the files that `Aligner.save` writes."""
 FOLDER = "aligner"
 """Where a run folder keeps its aligner."""
-DIRECTIONS = ("x_to_y", "y_to_x")
 _DESCRIPTION, _TENSORS = "aligner.json", "heads.safetensors"
 _CALIBRATION = "calibration.safetensors"
 _CALIBRATED_BY = 2048  # rows of each pool; 8,192 add 0.6 points of R@10 (CCA, COCO)
@@ -65,10 +64,7 @@ class Aligner:
     def calibrated_by(
         self, x: ArrayLike, y: ArrayLike, *, epsilon: float = 0.05, sample: int = _CALIBRATED_BY
     ) -> "Aligner":
-        """The same aligner, calibrated by unpaired rows like those that will be searched.
-
-        See `calibration.calibrate` for the options.
-        """
+        """The same aligner, calibrated by unpaired rows: see `calibration.calibrate`."""
         made = calibrate(self.embed_x(x), self.embed_y(y), epsilon=epsilon, sample=sample)
         return dataclasses.replace(self, calibration=made)
 
@@ -104,29 +100,19 @@ class Aligner:
     ) -> Neighbours:
         """The k rows of the gallery that are most similar to each query, best first.
 
-        Scores are computed in blocks on the device: the matrix of all of them never exists.
-
-        Args:
-            queries: embeddings of one modality, shape [n, d_x].
-            gallery: embeddings of the other, shape [m, d_y].
-            k: how many are returned of each query, at most m.
-            direction: "x_to_y": queries are of the first modality and the gallery of the second;
-                or "y_to_x".
-            calibrated: correct the scores for rows of the gallery that are close to everything,
-                see `similarity`. In a vector index: `calibration.with_bias`.
-            chunk: queries, and rows of the gallery, that are compared at a time.
-
-        Returns:
-            (scores, indices), both of shape [n, k]: cosines, or `similarity`'s calibrated scores
-            up to a constant of each query, and rows of the gallery; among equal scores the lower
-            row comes first.
+        Returns (scores, indices), both [n, k], of queries [n, d_x] and a gallery [m, d_y]; with
+        direction="y_to_x" the queries are of the second modality and the gallery of the first.
+        Among equal scores the lower row comes first. Scores are cosines; `calibrated` corrects
+        them for rows that are close to everything, as `similarity` does, up to a constant of each
+        query (in a vector index: `calibration.with_bias`). `chunk` queries are compared with as
+        many rows of the gallery at a time: the matrix of all scores never exists.
 
         >>> aligner = Aligner(build_heads(4, 3, 2), {})
         >>> scores, indices = aligner.search(np.eye(4), np.eye(3), k=2)
         >>> scores.shape, indices.shape
         ((4, 2), (4, 2))
         """
-        checks.choice("direction", direction, DIRECTIONS)
+        checks.choice("direction", direction, ("x_to_y", "y_to_x"))
         checks.whole(1, chunk=chunk)
         rows = checks.array("gallery", gallery)
         checks.within(len(rows), "rows in the gallery", k=k)
@@ -148,9 +134,7 @@ class Aligner:
         return self.calibration
 
     def _embed(self, name: str, head: Head, rows: ArrayLike) -> np.ndarray:
-        array = checks.array(name, rows)
-        checks.embeddings(name, array, width=head.d_in)
-        return evaluation.embed(head, array)
+        return evaluation.embed(head, checks.rows(name, rows, width=head.d_in))
 
     def save(self, path: str | os.PathLike[str], *, overwrite: bool = False) -> None:
         """Writes `aligner.json` and the tensors beside it into the folder `path`, all or nothing.
@@ -170,10 +154,8 @@ class Aligner:
                 f"path: {path} holds an aligner already; choose another folder, or pass "
                 "overwrite=True"
             )
-        heads = {
-            side: {"kind": head.kind, "options": head.options()}
-            for side, head in (("x", self.heads.x), ("y", self.heads.y))
-        }
+        sides = {"x": self.heads.x, "y": self.heads.y}
+        heads = {side: {"kind": h.kind, "options": h.options()} for side, h in sides.items()}
         described = {"format": FORMAT, "heads": heads, "info": self.info}
         try:
             text = json.dumps(described, indent=2, allow_nan=False)
@@ -189,8 +171,8 @@ class Aligner:
         tensors = {_dotted(name): np.asarray(leaf[...]) for name, leaf in parameters}
         save_file(tensors, temporary / _TENSORS)
         if self.calibration is not None:
-            arrays = {f.name: getattr(self.calibration, f.name) for f in _FIELDS}
-            save_file(jax.tree.map(np.asarray, arrays), temporary / _CALIBRATION)
+            arrays = jax.tree.map(np.asarray, vars(self.calibration))
+            save_file(arrays, temporary / _CALIBRATION)
         (temporary / _DESCRIPTION).write_text(text + "\n", encoding="utf-8")
         if path.exists():
             path.rename(previous)  # whole until the new one stands in its place
@@ -228,9 +210,7 @@ class Aligner:
         graphdef, state = nnx.split(shapes)
         leaves = {_dotted(name): leaf for name, leaf in nnx.to_flat_state(state)}
         for name in sorted(leaves.keys() | tensors.keys()):
-            wanted, found = (
-                part[name].shape if name in part else None for part in (leaves, tensors)
-            )
+            wanted, found = (p[name].shape if name in p else None for p in (leaves, tensors))
             if wanted != found:
                 raise checks.InputError(
                     f"path: {folder / _TENSORS} has {name} of shape {found} but {_DESCRIPTION} "
@@ -242,11 +222,8 @@ class Aligner:
         if (folder / _CALIBRATION).exists():
             with _reading(folder / _CALIBRATION):
                 arrays = load_file(folder / _CALIBRATION)
-                calibration = Calibration(*(jnp.asarray(arrays[f.name]) for f in _FIELDS))
+                calibration = Calibration(**jax.tree.map(jnp.asarray, arrays))
         return cls(nnx.merge(graphdef, state), info, calibration)
-
-
-_FIELDS = dataclasses.fields(Calibration)
 
 
 def _dotted(name: tuple[Any, ...]) -> str:

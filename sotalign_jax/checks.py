@@ -21,7 +21,7 @@ class InputError(ValueError):
 
 
 def not_installed(package: str, *, extra: str) -> InputError:
-    """The error for a package of an extra that is not there.
+    """What to raise when a package of an extra is missing.
 
     >>> not_installed("torch", extra="extract")
     InputError("torch: is not installed; run pip install -e '.[extract]'")
@@ -61,13 +61,11 @@ def array(name: str, x: Any) -> np.ndarray:
     try:
         if hasattr(x, "detach"):
             x = x.detach().cpu()
-            if str(x.dtype) == "torch.bfloat16":  # numpy has no such type
-                x = x.float()
+            x = x.float() if str(x.dtype) == "torch.bfloat16" else x  # numpy has no such type
         return np.asarray(x)
     except (TypeError, ValueError) as error:
-        raise InputError(
-            f"{name}: not an array of numbers ({error}); pass a 2-D float array"
-        ) from error
+        message = f"{name}: not an array of numbers ({error}); pass a 2-D float array"
+        raise InputError(message) from error
 
 
 def embeddings(name: str, x: Any, *, width: int | None = None, min_rows: int = 1) -> None:
@@ -95,13 +93,24 @@ def embeddings(name: str, x: Any, *, width: int | None = None, min_rows: int = 1
         raise InputError(f"{name}: has dtype {kind}; pass real floating-point embeddings")
     index, count = _share
     for start in range(index * CHUNK_ROWS, shape[0], count * CHUNK_ROWS):
-        rows = np.asarray(x[start : start + CHUNK_ROWS]).astype(np.float32)
+        block = np.asarray(x[start : start + CHUNK_ROWS]).astype(np.float32)
         for bad, problem in (
-            (~np.isfinite(rows).all(axis=1), "NaN or inf; remove such rows before aligning"),
-            (~rows.any(axis=1), "all zeros and has no direction; remove such rows"),
+            (~np.isfinite(block).all(axis=1), "NaN or inf; remove such rows before aligning"),
+            (~block.any(axis=1), "all zeros and has no direction; remove such rows"),
         ):
             if bad.any():
                 raise InputError(f"{name}: row {start + np.flatnonzero(bad)[0]} is {problem}")
+
+
+def rows(name: str, x: Any, *, width: int | None = None, min_rows: int = 1) -> np.ndarray:
+    """`x` as a numpy array; raises unless it holds embeddings.
+
+    >>> rows("x", [[1.0, 2.0]]).shape
+    (1, 2)
+    """
+    made = array(name, x)
+    embeddings(name, made, width=width, min_rows=min_rows)
+    return made
 
 
 def features(name: str, x: Any, *, ndim: int = 2, width: int | None = None) -> jax.Array:
@@ -139,11 +148,7 @@ def finite(x: jax.Array) -> jax.Array:
 
 
 def pairs(
-    pairs_x: Any,
-    pairs_y: Any,
-    *,
-    names: tuple[str, str] = ("pairs_x", "pairs_y"),
-    min_rows: int = 1,
+    x: Any, y: Any, *, names: tuple[str, str] = ("pairs_x", "pairs_y"), min_rows: int = 1
 ) -> tuple[np.ndarray, np.ndarray]:
     """Both as numpy arrays; raises unless they are embeddings, as many rows of one as of the other.
 
@@ -152,15 +157,13 @@ def pairs(
     sotalign_jax.checks.InputError: pairs_y: has 4 rows but pairs_x has 3; paired arrays need equal
     length
     """
-    pairs_x, pairs_y = array(names[0], pairs_x), array(names[1], pairs_y)
-    embeddings(names[0], pairs_x, min_rows=min_rows)
-    embeddings(names[1], pairs_y, min_rows=min_rows)
-    if len(pairs_x) != len(pairs_y):
+    x, y = rows(names[0], x, min_rows=min_rows), rows(names[1], y, min_rows=min_rows)
+    if len(x) != len(y):
         raise InputError(
-            f"{names[1]}: has {len(pairs_y)} rows but {names[0]} has {len(pairs_x)}; "
+            f"{names[1]}: has {len(y)} rows but {names[0]} has {len(x)}; "
             "paired arrays need equal length"
         )
-    return pairs_x, pairs_y
+    return x, y
 
 
 def choice(name: str, value: str, options: tuple[str, ...]) -> None:

@@ -18,7 +18,7 @@ POOLS = ("disjoint", "random", "aligned")
 SAMPLE = pathlib.Path(__file__).parent / "bundled" / "coco_sample.npz"
 
 
-# --- what is evaluated on ----------------------------------------------------------------------
+# --- what is evaluated on ---
 
 
 class Gallery(NamedTuple):
@@ -44,13 +44,11 @@ def owners(n: int, m: int, x_of_y: ArrayLike | None) -> Int[np.ndarray, " m"]:
     >>> owners(2, 2, None)
     array([0, 1], dtype=int32)
     """
-    if x_of_y is None:
-        if n != m:
-            raise checks.InputError(
-                f"gallery: x has {n} rows but y has {m}; pass x_of_y unless row i matches row i"
-            )
-        return np.arange(n, dtype=np.int32)
-    index = row_labels("x_of_y", x_of_y, m, below=n)
+    if x_of_y is None and n != m:
+        raise checks.InputError(
+            f"gallery: x has {n} rows but y has {m}; pass x_of_y unless row i matches row i"
+        )
+    index = row_labels("x_of_y", np.arange(n) if x_of_y is None else x_of_y, m, below=n)
     orphans = np.flatnonzero(np.bincount(index, minlength=n) == 0)
     if orphans.size:
         raise checks.InputError(
@@ -85,9 +83,7 @@ def gallery(x: ArrayLike, y: ArrayLike, x_of_y: ArrayLike | None = None) -> Gall
     >>> gallery(np.eye(2), np.eye(3), x_of_y=[0, 0, 1]).x_of_y
     array([0, 0, 1], dtype=int32)
     """
-    x, y = checks.array("gallery x", x), checks.array("gallery y", y)
-    checks.embeddings("gallery x", x)
-    checks.embeddings("gallery y", y)
+    x, y = checks.rows("gallery x", x), checks.rows("gallery y", y)
     return Gallery(x, y, owners(len(x), len(y), x_of_y))
 
 
@@ -99,8 +95,7 @@ def zero_shot(
     >>> zero_shot(np.eye(2), [0, 1], np.ones((2, 3, 4))).class_names
     ('0', '1')
     """
-    x, prompts = checks.array("zero_shot x", x), checks.array("prompts", prompts)
-    checks.embeddings("zero_shot x", x)
+    x, prompts = checks.rows("zero_shot x", x), checks.array("prompts", prompts)
     if prompts.ndim != 3:
         raise checks.InputError(
             f"prompts: has shape {prompts.shape}; pass [classes, templates, width]"
@@ -114,7 +109,7 @@ def zero_shot(
     return ZeroShot(x, row_labels("labels", labels, len(x), below=len(prompts)), prompts, names)
 
 
-# --- what is trained on ------------------------------------------------------------------------
+# --- what is trained on ---
 
 
 @dataclasses.dataclass(frozen=True)
@@ -192,10 +187,10 @@ def dataset(
             f"pairs: got {type(pairs).__name__}; pass pairs=(A, B), where A[i] matches B[i]"
         )
     pairs_x, pairs_y = checks.pairs(*pairs)
-    pool_x = pairs_x[:0] if x is None else checks.array("x", x)
-    pool_y = pairs_y[:0] if y is None else checks.array("y", y)
-    checks.embeddings("x", pool_x, width=pairs_x.shape[1], min_rows=0)
-    checks.embeddings("y", pool_y, width=pairs_y.shape[1], min_rows=0)
+    pool_x, pool_y = (
+        checks.rows(name, own[:0] if pool is None else pool, width=own.shape[1], min_rows=0)
+        for name, pool, own in (("x", x, pairs_x), ("y", y, pairs_y))
+    )
     return Dataset(pairs_x, pairs_y, pool_x, pool_y, val, test, zero_shot)
 
 
@@ -218,9 +213,9 @@ def split_rows(
     """Chooses pairs at random and makes unpaired pools of the remaining rows.
 
     `pool`: "disjoint" gives x one half of the rest and y the other, so no hidden true pair is
-    left; "random" gives both all of the rest, y in another order; "aligned" in the same order
-    (debugging). Each pool has `n_unpaired` rows, or all that remain. With one seed, fewer pairs
-    are a subset of more pairs, and a smaller pool of a larger one, so sweeps are nested.
+    left; "random" gives both all of the rest, y in another order; "aligned" in the same order.
+    Each pool has `n_unpaired` rows, or all that remain. Sweeps are nested: with one seed, fewer
+    pairs are a subset of more pairs, and a smaller pool of a larger one.
 
     >>> split_rows(6, n_pairs=2, seed=0).x.shape
     (2,)
@@ -231,11 +226,10 @@ def split_rows(
     order = rng.permutation(n_rows)
     rest = order[n_pairs:]
     available = len(rest) // 2 if pool == "disjoint" else len(rest)
-    x, y = (rest, rest[available:]) if pool == "disjoint" else (rest, rest)
     size = available if n_unpaired is None else n_unpaired
     checks.within(available, f"rows left for a {pool} pool", least=0, n_unpaired=size)
-    y = y[:size]
-    return Rows(order[:n_pairs], x[:size], rng.permutation(y) if pool == "random" else y)
+    y = (rest[available:] if pool == "disjoint" else rest)[:size]
+    return Rows(order[:n_pairs], rest[:size], rng.permutation(y) if pool == "random" else y)
 
 
 SUE_TEST = 400
@@ -307,8 +301,7 @@ def semi_supervised(
         if given is None:
             made = files.take(table, chosen)
         else:
-            made = checks.array(name, given)
-            checks.embeddings(name, made, width=table.shape[1])
+            made = checks.rows(name, given, width=table.shape[1])
             if n_unpaired is not None:
                 checks.within(len(made), f"rows in {name}", least=0, n_unpaired=n_unpaired)
                 order = np.random.default_rng(own_seed).permutation(len(made))
@@ -320,7 +313,7 @@ def semi_supervised(
     return Dataset(x[rows.pairs], y[rows.pairs], pool_x, pool_y, val, test, zero_shot)
 
 
-# --- robustness protocols ----------------------------------------------------------------------
+# --- robustness protocols ---
 
 
 def mismatch_pairs(y: ArrayLike, *, fraction: float, seed: int = 0) -> np.ndarray:
@@ -342,10 +335,7 @@ def mismatch_pairs(y: ArrayLike, *, fraction: float, seed: int = 0) -> np.ndarra
 
 
 def replace_with_noise(x: ArrayLike, *, fraction: float, seed: int = 0) -> np.ndarray:
-    """Out-of-distribution rows: floor(fraction * n) rows become uniformly random directions.
-
-    Each is a Gaussian row scaled to the length of the row it replaces, so noise cannot be told
-    by its norm.
+    """Out-of-distribution rows: floor(fraction * n) rows become random directions of their length.
 
     >>> replace_with_noise(np.ones((4, 2)), fraction=0.5).shape
     (4, 2)
@@ -367,7 +357,7 @@ def _choose_rows(n: int, fraction: float, seed: int) -> np.ndarray:
     return np.random.default_rng(seed).permutation(n)[:count]
 
 
-# --- a sample of photographs --------------------------------------------------------------------
+# --- a sample of photographs ---
 
 
 class Photographs(NamedTuple):

@@ -26,14 +26,14 @@ KNN_ROWS = 1024
 """Rows of the usual protocol of `mutual_knn`, whose scores depend on their number."""
 GRID = 100
 """Points of the circle at which distributions on it are compared."""
+PLANES = 16
+"""Planes that rows are projected onto at a time: about 4 * PLANES * (n + m) floats."""
 
 
 # --- mutual nearest neighbours -----------------------------------------------------------------
 
 
-def mutual_knn(
-    x: Rows, y: Rows, *, k: int = 10, clamp: float | None = 0.95, chunk: int = 1024
-) -> float:
+def mutual_knn(x: Rows, y: Rows, *, k: int = 10, clamp: float | None = 0.95) -> float:
     """Mutual k-NN: how many of a sample's neighbours in one space are neighbours in the other.
 
         mean_i |N_x(i) ∩ N_y(i)| / k
@@ -41,23 +41,21 @@ def mutual_knn(
     N(i) are the k rows of largest cosine with row i, itself left out, ties going to the lower
     index. Features are first clamped at ± the mean over samples of the `clamp`-quantile of |value|,
     so that few huge features do not decide. 1 means the same neighbours, `chance_knn` unrelated
-    spaces. The score depends on the number of rows: the usual protocol takes 1,024. Blocks of
-    `chunk` rows are compared with as many others at once.
+    spaces. The score depends on the number of rows: the usual protocol takes 1,024.
 
     >>> x = random_sphere(50, 4)
     >>> mutual_knn(x, x[:, ::-1])
     1.0
     """
     checks.pairs(x, y, names=("x", "y"), min_rows=2)
-    checks.whole(1, chunk=chunk)
     if not 1 <= k < len(x):
         raise checks.InputError(f"k: is {k} but there are {len(x)} rows; pass 1..{len(x) - 1}")
     if clamp is not None and not 0 < clamp <= 1:
         raise checks.InputError(f"clamp: is {clamp}; pass a quantile in 0..1, or None")
     tables = []
     for rows in (affinity.as_float(x), affinity.as_float(y)):
-        clamped = rows if clamp is None else _clamped(rows, clamp, chunk=chunk)
-        tables.append(neighbours.top_k(clamped, clamped, k, skip="itself", chunk=chunk).indices)
+        clamped = rows if clamp is None else _clamped(rows, clamp)
+        tables.append(neighbours.top_k(clamped, clamped, k, skip="itself").indices)
     shared = int((tables[0][:, :, None] == tables[1][:, None, :]).sum())
     return shared / (len(x) * k)
 
@@ -71,12 +69,12 @@ def chance_knn(n: int, *, k: int = 10) -> float:
     return k / (n - 1)
 
 
-@functools.partial(jax.jit, static_argnames="chunk")
-def _clamped(x: Float[Array, "n d"], quantile: Any, *, chunk: int) -> Float[Array, "n d"]:
+@jax.jit
+def _clamped(x: Float[Array, "n d"], quantile: Any) -> Float[Array, "n d"]:
     def quantiles(block: Block, out: Array) -> Array:
         return block.put(out, jnp.quantile(jnp.abs(block.of(x)), quantile, axis=1))
 
-    bound = over_rows(len(x), chunk, quantiles, jnp.zeros(len(x), x.dtype)).mean()
+    bound = over_rows(len(x), 1024, quantiles, jnp.zeros(len(x), x.dtype)).mean()
     return jnp.clip(x, -bound, bound)
 
 
@@ -100,16 +98,15 @@ class Mean(float):
 
 
 class Shift(NamedTuple):
-    """Distances of samples of one size from a sample of the pairs, see `pool_shift`."""
+    """Distances from a sample of the pairs, all samples of one size `rows`, see `pool_shift`.
+
+    `pool` is that of unpaired rows, `noise` of other pairs, `sphere` of random directions.
+    """
 
     pool: Mean
-    """Of unpaired rows."""
     noise: Mean
-    """Of other pairs: what sampling alone makes."""
     sphere: Mean
-    """Of random directions: nothing in common."""
     rows: int
-    """Size of the samples."""
 
     @property
     def share(self) -> float:
@@ -123,9 +120,7 @@ class Shift(NamedTuple):
         return math.sqrt(own / full) if full > 0 else math.nan
 
 
-def sliced_wasserstein(
-    x: Rows, y: Rows, *, projections: int | Array = 500, seed: int = 0, chunk: int = 16
-) -> float:
+def sliced_wasserstein(x: Rows, y: Rows, *, projections: int | Array = 500, seed: int = 0) -> float:
     """Linear spherical sliced Wasserstein distance between two sets of directions, in 0..1/2.
 
         SSW² = mean over planes U of mean_t d(φ_x(t), φ_y(t))²
@@ -137,14 +132,12 @@ def sliced_wasserstein(
     `linear_sliced_wasserstein_sphere`. Finite samples of one distribution are not at distance 0:
     see `pool_shift`.
 
-    `projections` is how many random planes, or the planes themselves as orthonormal [p, d, 2];
-    `chunk` planes at once take about 4 * chunk * (n + m) floats.
+    `projections` is how many random planes, or the planes themselves as orthonormal [p, d, 2].
 
     >>> sliced_wasserstein(np.eye(3), np.eye(3) + 0.1, projections=20) < 0.1
     True
     """
     _check_sets(x, y)
-    checks.whole(1, chunk=chunk)
     if isinstance(projections, int | np.integer):
         checks.whole(1, projections=projections)
         planes = random_planes(jax.random.key(seed), projections, x.shape[1])
@@ -154,7 +147,7 @@ def sliced_wasserstein(
         )
     else:
         planes = affinity.as_float(projections)
-    return _distance(*(circle_embedding(affinity.as_float(z), planes, chunk=chunk) for z in (x, y)))
+    return _distance(*(circle_embedding(affinity.as_float(z), planes) for z in (x, y)))
 
 
 def pool_shift(
@@ -165,7 +158,6 @@ def pool_shift(
     rows: int = 100_000,
     projections: int = 500,
     seed: int = 0,
-    chunk: int = 16,
     on_repeat: Callable[[], None] = lambda: None,
 ) -> Shift:
     """How far unpaired rows are from the paired ones, beside two distances to judge it by.
@@ -181,7 +173,7 @@ def pool_shift(
     True
     """
     _check_sets(pairs, pool, names=("pairs", "pool"), min_rows=2)
-    checks.whole(1, repeats=repeats, rows=rows, projections=projections, chunk=chunk)
+    checks.whole(1, repeats=repeats, rows=rows, projections=projections)
     size = min(rows, len(pairs) // 2, len(pool))
     distances: list[list[float]] = [[], [], []]
     for repeat in range(repeats):
@@ -189,14 +181,14 @@ def pool_shift(
         key = jax.random.fold_in(jax.random.key(seed), repeat)
         planes = random_planes(key, projections, pairs.shape[1])
         order = rng.permutation(len(pairs))
-        half = circle_embedding(_take(pairs, order[:size]), planes, chunk=chunk)
+        half = circle_embedding(_take(pairs, order[:size]), planes)
         others = (
             _take(pool, rng.permutation(len(pool))[:size]),
             _take(pairs, order[size : 2 * size]),
             random_sphere(size, pairs.shape[1], seed=int(rng.integers(2**31))),
         )
         for values, other in zip(distances, others, strict=True):
-            values.append(_distance(half, circle_embedding(other, planes, chunk=chunk)))
+            values.append(_distance(half, circle_embedding(other, planes)))
         on_repeat()
     near, noise, far = map(Mean, distances)
     return Shift(near, noise, far, rows=size)
@@ -220,38 +212,34 @@ def random_planes(key: Array, count: int, dim: int) -> Float[Array, "count dim 2
     return jnp.linalg.qr(jax.random.normal(key, (count, dim, 2)))[0]
 
 
-@functools.partial(jax.jit, static_argnames="chunk")
+@jax.jit
 def circle_embedding(
-    x: Float[Array, "n d"], planes: Float[Array, "p d 2"], *, chunk: int
+    x: Float[Array, "n d"], planes: Float[Array, "p d 2"]
 ) -> Float[Array, "p grid"]:
     """φ of the rows in every plane; the distance of two sets is one between their φ.
 
-    >>> circle_embedding(jnp.eye(3), random_planes(jax.random.key(0), 5, 3), chunk=2).shape
+    >>> circle_embedding(jnp.eye(3), random_planes(jax.random.key(0), 5, 3)).shape
     (5, 100)
     """
     x = affinity.l2_normalize(x)
 
+    n, grid = len(x), jnp.linspace(0, 1, GRID, endpoint=False, dtype=x.dtype)
+
     def embed(block: Block, out: Array) -> Array:
         bases = jnp.moveaxis(block.of(planes), 0, 1).reshape(x.shape[1], -1)
-        flat = affinity.dot(x, bases.astype(x.dtype)).reshape(len(x), block.size, 2)
+        flat = affinity.dot(x, bases.astype(x.dtype)).reshape(n, block.size, 2)
         angles = (jnp.arctan2(-flat[..., 1], -flat[..., 0]) + jnp.pi) / (2 * jnp.pi)
-        return block.put(out, _circular_embedding(angles.T))
+        angles = jnp.abs(angles.T % 1)
+        # Numbers above 0 are ordered as their bits are, and whole numbers sort six times faster.
+        bits = jnp.int64 if angles.dtype == jnp.float64 else jnp.int32
+        ordered = jnp.sort(jax.lax.bitcast_convert_type(angles, bits), axis=1)
+        levels = (grid - angles.mean(axis=1, keepdims=True) + 0.5) % 1
+        # As in POT, the order statistic after the quantile.
+        index = jnp.clip(jnp.ceil(levels * n).astype(jnp.int32), 0, n - 1)
+        quantiles = jnp.take_along_axis(ordered, index, axis=1)
+        return block.put(out, (jax.lax.bitcast_convert_type(quantiles, angles.dtype) - grid) % 1)
 
-    return over_rows(len(planes), chunk, embed, jnp.zeros((len(planes), GRID), x.dtype))
-
-
-def _circular_embedding(angles: Float[Array, "p n"]) -> Float[Array, "p grid"]:
-    n = angles.shape[1]
-    angles = jnp.abs(angles % 1)
-    # Numbers above 0 are ordered as their bits are, and whole numbers sort six times faster.
-    bits = jnp.int64 if angles.dtype == jnp.float64 else jnp.int32
-    ordered = jnp.sort(jax.lax.bitcast_convert_type(angles, bits), axis=1)
-    grid = jnp.linspace(0, 1, GRID, endpoint=False, dtype=angles.dtype)
-    levels = (grid - angles.mean(axis=1, keepdims=True) + 0.5) % 1
-    # As in POT, the order statistic after the quantile.
-    index = jnp.clip(jnp.ceil(levels * n).astype(jnp.int32), 0, n - 1)
-    quantiles = jnp.take_along_axis(ordered, index, axis=1)
-    return (jax.lax.bitcast_convert_type(quantiles, angles.dtype) - grid) % 1
+    return over_rows(len(planes), PLANES, embed, jnp.zeros((len(planes), GRID), x.dtype))
 
 
 def _distance(a: Array, b: Array) -> float:
@@ -276,15 +264,16 @@ def _check_sets(
 
 
 class Convergence(NamedTuple):
-    """How a transport plan came out at one epsilon."""
+    """How a transport plan came out at one epsilon.
+
+    `error` is the L1 marginal error; `partners`, the perplexity of the plan's rows.
+    """
 
     epsilon: float
     error: float
-    """L1 marginal error, total mass 1."""
     iterations: int
     converged: bool
     partners: float
-    """Over how many columns a row's mass spreads: the perplexity of the plan's rows."""
 
 
 def sinkhorn_convergence(
@@ -311,15 +300,13 @@ def sinkhorn_convergence(
     for epsilon in epsilons:
         checks.positive(epsilons=epsilon)
     checks.whole(1, max_iterations=max_iterations)
-    x, y = affinity.as_float(f), affinity.as_float(g)
-    dtype = jnp.result_type(x, y)
-    block_size = auto_block(len(x), len(y), dtype.itemsize)
-    solve = functools.partial(_solve, max_iterations=max_iterations, block_size=block_size)
+    x, y = affinity.as_floats(f, g)
+    sizes = {"block_size": auto_block(len(x), len(y), x.dtype.itemsize)}
     out = []
     for epsilon in epsilons:
-        error, iterations, partners = solve(x.astype(dtype), y.astype(dtype), epsilon, tolerance)
-        converged = bool(error <= tolerance)
-        out.append(Convergence(epsilon, float(error), int(iterations), converged, float(partners)))
+        solved = _solve(x, y, epsilon, tolerance, max_iterations=max_iterations, **sizes)
+        error, iterations, partners = (value.item() for value in solved)
+        out.append(Convergence(epsilon, error, iterations, error <= tolerance, partners))
     return out
 
 

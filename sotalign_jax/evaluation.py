@@ -44,11 +44,7 @@ def embed(head: Any, rows: Rows) -> Float[np.ndarray, "n d"]:
 def evaluate(
     head_x: Any, head_y: Any, gallery: data.Gallery, calibration: Calibration | None = None
 ) -> dict[str, float]:
-    """Retrieval metrics of two heads on a gallery, in percent.
-
-    With a calibration, those of calibrated scores stand beside the plain ones, as
-    "calibrated/x_to_y/R@k" and so on.
-    """
+    """Retrieval metrics of two heads on a gallery; with a calibration, "calibrated/..." as well."""
     x, y = embed(head_x, gallery.x), embed(head_y, gallery.y)
     metrics = retrieval(x, y, gallery.x_of_y)
     if calibration is not None:
@@ -86,17 +82,15 @@ def retrieval(
 
     A query is a hit at k when one of its matches is among the k keys of largest cosine, ties
     going to the lower index: rank = #{score greater} + #{score equal, index lower} < k. So
-    features that have collapsed to a point score chance, k / (number of keys).
-
-    Keys are "x_to_y/R@k", "y_to_x/R@k" and their average "mean/R@k" for every k of `ks`.
+    features that have collapsed to a point score chance, k / (number of keys). The results are
+    "x_to_y/R@k", "y_to_x/R@k" and their average "mean/R@k" for every k of `ks`.
 
     Args:
       x: [n, d] features, in any scale.
       y: [m, d] features.
       x_of_y: [m] the row of x each row of y belongs to; row i matches row i when None. With
         several y per x (captions of a picture) x_to_y asks for any one of them.
-      bias_x: [n] added to the score of each row of x where it is a key, such as
-        `Calibration.x(x)`; the query's own would not change a rank.
+      bias_x: [n] added to the score of each row of x as a key, such as `Calibration.x(x)`.
       bias_y: [m] likewise for y.
       ks: the cut-offs.
       chunk: most query rows scored at once; memory is about chunk * max(n, m) floats.
@@ -124,11 +118,10 @@ def retrieval(
 def zero_shot(
     x: ArrayLike, prompts: ArrayLike, labels: ArrayLike, *, chunk: int = 4096
 ) -> dict[str, float]:
-    """Accuracy, in percent, of classifying x [n, d] by the nearest class prompt of [c, t, d].
+    """Accuracy, in percent, of classifying x [n, d] by the nearest class of prompts [c, t, d].
 
-    A class is the L2-normalised mean of its L2-normalised prompt features; the prediction is
-    the class of largest cosine. "mean_per_class" is over the classes in `labels`; at most `chunk`
-    rows are scored at once.
+    A class is the L2-normalised mean of its L2-normalised prompt features; "mean_per_class" is over
+    the classes in `labels`; at most `chunk` rows are scored at once.
 
     >>> zero_shot(np.eye(2), np.eye(2)[:, None], [0, 0])
     {'zero_shot/top1': 50.0, 'zero_shot/mean_per_class': 50.0}

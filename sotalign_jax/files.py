@@ -14,12 +14,9 @@ import numpy as np
 from sotalign_jax import checks
 
 _SAFETENSORS_DTYPES = {
-    "F64": np.dtype(np.float64),
-    "F32": np.dtype(np.float32),
-    "F16": np.dtype(np.float16),
+    **{f"F{bits}": np.dtype(f"float{bits}") for bits in (64, 32, 16)},
+    **{f"I{bits}": np.dtype(f"int{bits}") for bits in (64, 32)},
     "BF16": np.dtype(ml_dtypes.bfloat16),
-    "I64": np.dtype(np.int64),
-    "I32": np.dtype(np.int32),
 }
 _TFDS_CHUNK = 1024
 MAPPED_BYTES = 2**30
@@ -77,13 +74,9 @@ def load_array(path: str | os.PathLike[str], *, key: str | None = None) -> np.nd
     | `x.safetensors`, the same       | only the tensor `key`, memory-mapped                |
     | `tfds:NAME[:SPLIT[:FEATURE]]`   | TensorFlow Datasets, random access, no TensorFlow   |
 
-    A TFDS dataset must be prepared with `file_format="array_record"`; it is looked up under
-    `$TFDS_DATA_DIR` (or TFDS's default folder), NAME may carry a config and version
-    (`name/config:1.0.0`), SPLIT may be a slice (`train[:50%]`). Features of one split are read
-    in the same order, so two of them make pairs.
-
     Arrays keep their stored dtype (float16 and bfloat16 included). `key` chooses from a file that
-    holds several, or is the FEATURE of a `tfds:` address.
+    holds several, or is the FEATURE of a `tfds:` address, which `open_tfds` explains. Features of
+    one split are read in the same order, so two of them make pairs.
 
     >>> from sotalign_jax import data
     >>> load_array(data.SAMPLE, key="text").shape
@@ -119,8 +112,7 @@ def load_array(path: str | os.PathLike[str], *, key: str | None = None) -> np.nd
 def _load_npy(file: pathlib.Path, key: str | None) -> np.ndarray:
     if key is not None:
         raise checks.InputError(f"{file}: key {key!r} given but .npy holds one array; drop the key")
-    array: np.ndarray = np.load(file, mmap_mode="r", allow_pickle=False)
-    return array
+    return np.load(file, mmap_mode="r", allow_pickle=False)
 
 
 def _load_npz(file: pathlib.Path, key: str | None) -> np.ndarray:
@@ -154,25 +146,20 @@ def _load_safetensors(file: pathlib.Path, key: str | None) -> np.ndarray:
 
 
 def open_tfds(name: str, split: str, *, folder: str | None = None) -> Any:
-    """Random-access records of a dataset prepared by TFDS; nothing is ever fetched.
+    """Random-access records of a dataset prepared by TFDS with `file_format="array_record"`.
 
     NAME may have a config and version (`name/config:1.0.0`), the split may be a slice of it
-    (`train[:50%]`); datasets are prepared in `folder`, `$TFDS_DATA_DIR` or TFDS's default.
+    (`train[:50%]`); datasets are found in `folder`, `$TFDS_DATA_DIR` or TFDS's default.
     """
     folder = folder or os.environ.get("TFDS_DATA_DIR")
-    where = f"tfds:{name}:{split}"
     tfds = checks.require("tensorflow_datasets", extra="data")
-    try:
-        return tfds.data_source(
-            name,
-            split=split,
-            data_dir=folder and os.path.expanduser(folder),
-            download=False,  # never fetch a large dataset as a side effect of a typo
-        )
+    where = folder and os.path.expanduser(folder)
+    try:  # never fetch a large dataset as a side effect of a typo
+        return tfds.data_source(name, split=split, data_dir=where, download=False)
     except (ValueError, AssertionError, NotImplementedError, OSError) as error:
         raise checks.InputError(
-            f"{where}: {checks.first_line(error)} Prepare it with file_format='array_record' "
-            "and set TFDS_DATA_DIR to its folder"
+            f"tfds:{name}:{split}: {checks.first_line(error)} Prepare it with "
+            "file_format='array_record' and set TFDS_DATA_DIR to its folder"
         ) from error
 
 

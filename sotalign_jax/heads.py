@@ -93,14 +93,14 @@ class MapPair(Protocol):
 
 
 class Head(nnx.Module):
-    """A map of rows from one encoder's space, d_in wide, into the shared one, d_out wide.
+    """A map of rows, (n, d_in) -> (n, d_out), from one encoder's space into the shared one.
 
-    Its variables are `nnx.Param`, which training changes, or `Frozen`, which it does not.
-    Constructors take the `dtype` of the parameters, and so of the computation, and `rngs`, random
-    streams for the weights. A subclass with a `kind` can be saved and loaded under that name.
+    Its variables are `nnx.Param`, which training changes, or `Frozen`, which it does not. A
+    subclass with a `kind` can be saved and loaded under that name.
     """
 
     kind: ClassVar[str]
+    structure: ClassVar[tuple[str, ...]]
     classes: ClassVar[dict[str, type["Head"]]] = {}
     d_in: int
     d_out: int
@@ -111,12 +111,17 @@ class Head(nnx.Module):
             Head.classes[cls.kind] = cls
 
     @abc.abstractmethod
-    def __call__(self, x: Rows) -> Float[Array, "n d_out"]:
-        """Maps rows of shape (n, d_in) into the shared space."""
+    def __call__(self, x: Rows) -> Float[Array, "n d_out"]: ...
 
-    @abc.abstractmethod
     def options(self) -> dict[str, Any]:
-        """What the constructor needs for a head of the same structure, as JSON values."""
+        """What `from_options` needs for a head of the same structure, as JSON values."""
+        return {name: getattr(self, name) for name in self.structure}
+
+    @classmethod
+    def from_options(cls, *args: Any, **options: Any) -> "Head":
+        """A head of this structure; its values are arbitrary."""
+        make: Any = cls
+        return make(*args, **options, rngs=nnx.Rngs(0))
 
 
 class Frozen(nnx.Variable[Array]):
@@ -135,8 +140,7 @@ def trainable(params: Any) -> Any:
 class InputNorm(nnx.Module):
     """normalize(x) * scale + shift with learned scale and shift; norm="layer" is LayerNorm.
 
-    With norm="l2" rows are brought to length sqrt(d), the length LayerNorm gives them, so that
-    the weights behind see inputs of one size.
+    With norm="l2" rows are brought to length sqrt(d), the length LayerNorm gives them.
     """
 
     def __init__(self, width: int, *, norm: str = "layer", dtype: Any = jnp.float32):
@@ -163,6 +167,14 @@ class Dense(nnx.Module):
         self.kernel = nnx.Param(xavier(rngs.params(), (d_in, d_out), dtype))
         self.bias = nnx.Param(jnp.zeros(d_out, dtype))
 
+    @classmethod
+    def of(cls, kernel: Rows, bias: Rows) -> "Dense":
+        """The layer of these values, in float32."""
+        layer = cls(*kernel.shape, rngs=nnx.Rngs(0))
+        layer.kernel[...] = jnp.asarray(kernel, jnp.float32)
+        layer.bias[...] = jnp.asarray(bias, jnp.float32)
+        return layer
+
     def __call__(self, x: Float[Array, "n d_in"]) -> Float[Array, "n d_out"]:
         return affinity.dot(x, self.kernel[...], affinity.THREE_PASSES) + self.bias[...]
 
@@ -170,7 +182,40 @@ class Dense(nnx.Module):
 # --- heads ---
 
 
-class LinearHead(Head):
+class _Network(Head):
+    """An `InputNorm` and dense layers; `hidden` and `norm` are the kind's usual ones unless given.
+
+    A linear head has no hidden layer.
+    """
+
+    structure: ClassVar[tuple[str, ...]] = ("d_in", "d_out", "hidden", "norm")
+    usual_norm: ClassVar[str] = "layer"
+
+    def __init__(
+        self,
+        d_in: int,
+        d_out: int,
+        *,
+        hidden: int | None = None,
+        norm: str | None = None,
+        dtype: Any = jnp.float32,
+        rngs: nnx.Rngs,
+    ):
+        self.d_in, self.d_out, self.norm = d_in, d_out, norm or self.usual_norm
+        self.hidden = self.usual_hidden(d_in) if hidden is None else hidden
+        self.input = InputNorm(d_in, norm=self.norm, dtype=dtype)
+        self.draw(functools.partial(Dense, dtype=dtype, rngs=rngs))
+
+    @staticmethod
+    def usual_hidden(d_in: int) -> int:
+        return d_in
+
+    @abc.abstractmethod
+    def draw(self, dense: Callable[[int, int], Dense]) -> None:
+        """Sets the layers, in the order that random numbers are drawn in."""
+
+
+class LinearHead(_Network):
     """LayerNorm(x) W^T + b, the linear head of SAIL: Xavier-uniform W, zero b.
 
     With norm="l2", x / ||x|| * sqrt(d) takes the place of LayerNorm(x).
@@ -180,26 +225,14 @@ class LinearHead(Head):
     """
 
     kind = "linear"
+    structure = ("d_in", "d_out", "norm")
 
-    def __init__(
-        self,
-        d_in: int,
-        d_out: int,
-        *,
-        norm: str = "layer",
-        dtype: Any = jnp.float32,
-        rngs: nnx.Rngs,
-    ):
-        self.d_in, self.d_out = d_in, d_out
-        self.input = InputNorm(d_in, norm=norm, dtype=dtype)
-        self.linear = Dense(d_in, d_out, dtype=dtype, rngs=rngs)
+    def draw(self, dense: Callable[[int, int], Dense]) -> None:
+        self.linear = dense(self.d_in, self.d_out)
 
     def __call__(self, x: Rows) -> Float[Array, "n d_out"]:
         # The backward pass normalises rows again: nothing of shape (n, d_in) is stored.
         return jax.checkpoint(AffineMap.__call__)(self.to_affine(), x)
-
-    def options(self) -> dict[str, Any]:
-        return {"d_in": self.d_in, "d_out": self.d_out, "norm": self.input.norm}
 
     @classmethod
     def from_affine(cls, affine: AffineMap) -> "LinearHead":
@@ -225,56 +258,20 @@ class LinearHead(Head):
         """The same map as one weight and one bias, scale and shift folded in."""
         kernel, bias = self.linear.kernel[...], self.linear.bias[...]
         scale, shift = self.input.scale[...], self.input.shift[...]
-        return AffineMap(
-            weight=(kernel * (self.input.gain * scale)[:, None]).T,
-            bias=affinity.dot(shift, kernel) + bias,
-            norm=self.input.norm,
-        )
+        weight = (kernel * (self.input.gain * scale)[:, None]).T
+        return AffineMap(weight, affinity.dot(shift, kernel) + bias, self.norm)
 
 
-class _Hidden(Head):
-    """Heads with one adjustable hidden width; None for it or for `norm` means the kind's usual."""
-
-    usual_norm: ClassVar[str] = "layer"
-    usual_hidden: ClassVar[Callable[..., int]]
-
-    def __init__(
-        self,
-        d_in: int,
-        d_out: int,
-        *,
-        hidden: int | None = None,
-        norm: str | None = None,
-        dtype: Any = jnp.float32,
-        rngs: nnx.Rngs,
-    ):
-        self.d_in, self.d_out = d_in, d_out
-        self.hidden = self.usual_hidden(d_in) if hidden is None else hidden
-        self.input = InputNorm(d_in, norm=norm or self.usual_norm, dtype=dtype)
-        self._draw(functools.partial(Dense, dtype=dtype, rngs=rngs))
-
-    @abc.abstractmethod
-    def _draw(self, dense: Callable[[int, int], Dense]) -> None:
-        """Sets the layers."""
-
-    def options(self) -> dict[str, Any]:
-        widths = {"d_in": self.d_in, "d_out": self.d_out, "hidden": self.hidden}
-        return {**widths, "norm": self.input.norm}
-
-
-class MLPHead(_Hidden):
-    """LayerNorm -> Linear -> GELU -> Linear, for when a linear map is too stiff.
-
-    The hidden layer is usually as wide as the input.
+class MLPHead(_Network):
+    """LayerNorm -> Linear -> GELU -> Linear; the hidden layer is usually as wide as the input.
 
     >>> MLPHead(8, 3, hidden=16, rngs=nnx.Rngs(0))(jnp.ones((5, 8))).shape
     (5, 3)
     """
 
     kind = "mlp"
-    usual_hidden = staticmethod(lambda d_in: d_in)
 
-    def _draw(self, dense: Callable[[int, int], Dense]) -> None:
+    def draw(self, dense: Callable[[int, int], Dense]) -> None:
         self.inner = dense(self.d_in, self.hidden)
         self.outer = dense(self.hidden, self.d_out)
 
@@ -282,11 +279,11 @@ class MLPHead(_Hidden):
         return self.outer(jax.nn.gelu(self.inner(self.input(x)), approximate=False))
 
 
-class GLUHead(_Hidden):
+class GLUHead(_Network):
     """SAIL's gated head: W_3 (relu6(clip(W_1 z)) * clip(W_2 z)) of z = LayerNorm(x).
 
-    Both branches are clipped to [-1000, 1000], as in SAIL's code. The hidden layers are usually
-    eight times as wide as the input.
+    Both branches are clipped to [-1000, 1000], as in SAIL's code; they are usually eight times as
+    wide as the input.
 
     >>> GLUHead(8, 3, hidden=16, rngs=nnx.Rngs(0))(jnp.ones((5, 8))).shape
     (5, 3)
@@ -295,7 +292,7 @@ class GLUHead(_Hidden):
     kind = "glu"
     usual_hidden = staticmethod(lambda d_in: 8 * d_in)
 
-    def _draw(self, dense: Callable[[int, int], Dense]) -> None:
+    def draw(self, dense: Callable[[int, int], Dense]) -> None:
         self.gate = dense(self.d_in, self.hidden)
         self.inner = dense(self.d_in, self.hidden)
         self.outer = dense(self.hidden, self.d_out)
@@ -306,11 +303,10 @@ class GLUHead(_Hidden):
         return self.outer(jax.nn.relu6(gate) * inner)
 
 
-class TanhHead(_Hidden):
+class TanhHead(_Network):
     """SUE's network: L2-normalised rows, hidden-hidden-1024 LeakyReLU layers, then tanh.
 
-    The third layer is as wide as the published one or as `hidden`, usually 512, whichever is less.
-    The published `hidden` of 4096 takes an accelerator.
+    The third layer is no wider than `hidden`, which is 512, or 4096 as published.
 
     >>> TanhHead(8, 3, hidden=16, rngs=nnx.Rngs(0))(jnp.ones((5, 8))).shape
     (5, 3)
@@ -320,7 +316,7 @@ class TanhHead(_Hidden):
     usual_norm = "l2"
     usual_hidden = staticmethod(lambda d_in: 512)
 
-    def _draw(self, dense: Callable[[int, int], Dense]) -> None:
+    def draw(self, dense: Callable[[int, int], Dense]) -> None:
         widths = (self.d_in, self.hidden, self.hidden, min(1024, self.hidden), self.d_out)
         self.layers = nnx.List([dense(a, b) for a, b in itertools.pairwise(widths)])
 
@@ -336,29 +332,21 @@ class KernelHead(Head):
     """Another head on kernel features: inner(l2(map(x))), the map a `KernelMap` that stays.
 
     >>> near = KernelMap(jnp.zeros(2), jnp.eye(2), jnp.array(1.0), jnp.zeros(2), jnp.eye(2))
-    >>> KernelHead.on(near, LinearHead(2, 5, rngs=nnx.Rngs(0)))(jnp.ones((3, 2))).shape
+    >>> KernelHead(near, LinearHead(2, 5, rngs=nnx.Rngs(0)))(jnp.ones((3, 2))).shape
     (3, 5)
     """
 
     kind = "kernel"
 
-    def __init__(
-        self,
-        d_in: int,
-        landmarks: int,
-        *,
-        inner: Head | dict[str, Any],
-        dtype: Any = jnp.float32,
-        rngs: nnx.Rngs,
-    ):
-        """A head of so many landmarks, all zero; `inner` may be the kind and options of a head."""
-        self.inner = rebuild(**inner) if isinstance(inner, dict) else inner
-        self.d_in, self.d_out = d_in, self.inner.d_out
-        self.mean = Frozen(jnp.zeros(d_in, dtype))
-        self.landmarks = Frozen(jnp.zeros((landmarks, d_in), dtype))
-        self.gamma = Frozen(jnp.zeros((), dtype))
-        self.centre = Frozen(jnp.zeros(landmarks, dtype))
-        self.weight = Frozen(jnp.zeros((self.inner.d_in, landmarks), dtype))
+    def __init__(self, features: KernelMap, inner: Head):
+        if inner.d_in != features.d_out:
+            raise checks.InputError(
+                f"inner: takes {inner.d_in} features but the map gives {features.d_out}"
+            )
+        self.inner = inner
+        self.d_in, self.d_out = features.d_in, inner.d_out
+        for field in dataclasses.fields(KernelMap):
+            setattr(self, field.name, Frozen(getattr(features, field.name)))
 
     def __call__(self, x: Rows) -> Float[Array, "n d_out"]:
         return self.inner(affinity.l2_normalize(jax.lax.stop_gradient(self.features)(x)))
@@ -366,26 +354,17 @@ class KernelHead(Head):
     @property
     def features(self) -> KernelMap:
         """The map in front of the inner head."""
-        return KernelMap(
-            *(getattr(self, field.name)[...] for field in dataclasses.fields(KernelMap))
-        )
+        return KernelMap(*(getattr(self, f.name)[...] for f in dataclasses.fields(KernelMap)))
 
     def options(self) -> dict[str, Any]:
         inner = {"kind": self.inner.kind, "options": self.inner.options()}
-        return {"d_in": self.d_in, "landmarks": self.landmarks.shape[0], "inner": inner}
+        return {"d_in": self.d_in, "landmarks": len(self.features.landmarks), "inner": inner}
 
     @classmethod
-    def on(cls, features: KernelMap, inner: Head) -> "KernelHead":
-        """The head of a kernel map and the head behind it."""
-        if inner.d_in != features.d_out:
-            raise checks.InputError(
-                f"inner: takes {inner.d_in} features but the map gives {features.d_out}"
-            )
-        marks = len(features.landmarks)
-        head = cls(features.d_in, marks, inner=inner, dtype=features.weight.dtype, rngs=nnx.Rngs(0))
-        for field in dataclasses.fields(KernelMap):
-            getattr(head, field.name)[...] = getattr(features, field.name)
-        return head
+    def from_options(cls, d_in: int, landmarks: int, inner: dict[str, Any]) -> "KernelHead":
+        head = rebuild(**inner)
+        shapes = (d_in,), (landmarks, d_in), (), (landmarks,), (head.d_in, landmarks)
+        return cls(KernelMap(*(jnp.zeros(shape) for shape in shapes)), head)
 
 
 # --- both modalities together ---
@@ -403,8 +382,7 @@ def rebuild(kind: str, options: dict[str, Any]) -> Head:
     checks.choice("kind", kind, tuple(Head.classes))
     widths = {n: value for n, value in options.items() if not isinstance(value, str | dict)}
     checks.whole(1, or_none=True, **widths)
-    made: Any = Head.classes[kind]
-    return made(**options, rngs=nnx.Rngs(0))
+    return Head.classes[kind].from_options(**options)
 
 
 class Heads(nnx.Module):
@@ -476,14 +454,11 @@ def build_heads(
                 f"teacher: cannot start heads of kind {kind!r}; use kind='linear' or teacher=None"
             )
         return Heads(*(_start_at(m.leading(dim)) for m in (teacher.map_x, teacher.map_y)))
-    options: dict[str, Any] = {"dtype": dtype, "rngs": nnx.Rngs(seed)}
-    if norm is not None:
-        options["norm"] = norm
-    if kind != "linear":
-        options["hidden"] = hidden
+    options: dict[str, Any] = {"hidden": hidden, "norm": norm, "dtype": dtype}
+    rngs = nnx.Rngs(seed)
     widths = (features.map_x.d_out, features.map_y.d_out) if features else (d_x, d_y)
     made: Any = Head.classes[kind]
-    heads = Heads(*(made(width, dim, **options) for width in widths))
+    heads = Heads(*(made(width, dim, **options, rngs=rngs) for width in widths))
     return on_features(features, heads) if features else heads
 
 
@@ -492,9 +467,9 @@ def on_features(features: MapPair, heads: Heads) -> Heads:
     map_x, map_y = features.map_x, features.map_y
     if not (isinstance(map_x, KernelMap) and isinstance(map_y, KernelMap)):
         raise checks.InputError(
-            "features: are no kernel maps; fit them with teachers.kernel_cca(pairs_x, pairs_y)"
+            "features: not kernel maps; fit them with teachers.kernel_cca(pairs_x, pairs_y)"
         )
-    made = Heads(KernelHead.on(map_x, heads.x), KernelHead.on(map_y, heads.y))
+    made = Heads(KernelHead(map_x, heads.x), KernelHead(map_y, heads.y))
     made.log_scale, made.bias = heads.log_scale, heads.bias
     return made
 
@@ -504,4 +479,4 @@ def _start_at(start: Map) -> Head:
     if isinstance(start, AffineMap):
         return LinearHead.from_affine(start)
     identity = AffineMap(jnp.eye(start.d_out), jnp.zeros(start.d_out), norm="l2")
-    return KernelHead.on(start, LinearHead.from_affine(identity))
+    return KernelHead(start, LinearHead.from_affine(identity))

@@ -37,14 +37,10 @@ def siglip(
     negatives_g: Float[Array, "q d"] | None = None,
     normalization: str = "mean",
 ) -> Float[Array, ""]:
-    """Pairwise sigmoid loss of paired features, optionally with unpaired rows as negatives.
+    """Pairwise sigmoid loss of paired features: `siglip_from_affinity(cos(f, g))`.
 
-    Without negatives it is `siglip_from_affinity(cos(f, g))`. With them it is the average of two
-    rectangles, f against [g; negatives_g] and g against [f; negatives_f], each reduced by itself;
-    unpaired rows never meet each other.
-
-    The logit scale is exp(log_scale); `normalization` is "mean" over all entries (SAIL), or
-    "per_row": sum over columns, mean over rows (big_vision, open_clip).
+    With unpaired rows as negatives it is the average of two rectangles, f against [g; negatives_g]
+    and g against [f; negatives_f], each reduced by itself. The logit scale is exp(log_scale).
 
     >>> f = jnp.eye(3)
     >>> print(f"{siglip(f, f):.6f} {siglip(f, -f, normalization='per_row'):.4f}")
@@ -115,8 +111,8 @@ def siglip_from_affinity(
 
     z_ij = s K_ij + b,  y_ij = +1 if i = j else -1,  l_ij = -log sigmoid(y_ij z_ij).
 
-    Columns from n on are negatives of every row; of the diagonal, the first `positives` entries
-    are positive, or all. "mean" gives sum(l) / (n m), "per_row" gives sum(l) / n.
+    Of the diagonal, the first `positives` entries are positive, or all. `normalization` is "mean",
+    sum(l) / (n m) as in SAIL, or "per_row", sum(l) / n as in big_vision and open_clip.
 
     >>> print(siglip_from_affinity(jnp.zeros((2, 2)), scale=20.0, bias=0.0))  # log 2
     0.6931472
@@ -192,20 +188,17 @@ def soft_cross_entropy(
 
 
 def _both_directions(
-    loss: Callable[[Array, Array], Array],
-    f: Array,
-    g: Array,
-    negatives_f: Array | None,
-    negatives_g: Array | None,
+    loss: Callable[[Array, Array], Array], f: Array, g: Array, *negatives: Array | None
 ) -> Array:
     """1/2 [loss(f, [g; negatives_g]) + loss(g, [f; negatives_f])]."""
 
-    def columns(paired: Array, unpaired: Array | None) -> Array:
+    def joined(paired: Array, unpaired: Array | None) -> Array:
         if unpaired is None:
             return paired
         return jnp.concatenate([affinity.as_float(paired), affinity.as_float(unpaired)])
 
-    return 0.5 * (loss(f, columns(g, negatives_g)) + loss(g, columns(f, negatives_f)))
+    negatives_f, negatives_g = negatives
+    return 0.5 * (loss(f, joined(g, negatives_g)) + loss(g, joined(f, negatives_f)))
 
 
 def _check_rows(f: Array, g: Array) -> None:

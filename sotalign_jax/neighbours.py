@@ -12,8 +12,6 @@ from sotalign_jax import checks, sampling
 from sotalign_jax.heads import Rows
 from sotalign_jax.ot import affinity, blocks
 
-SKIP = ("none", "equal", "itself")
-
 
 class Neighbours(NamedTuple):
     """Cosines and rows of the nearest keys of every query, best first."""
@@ -33,18 +31,13 @@ def nearest(
 ) -> Neighbours:
     """The k keys of largest cosine for each query, best first, ties to the lower index.
 
-    Keys are cast to float32 (float64 stays) and normalised a block at a time, so that neither the
-    score matrix nor a second copy of the keys ever exists.
+    Blocks of `chunk` queries are compared with as many keys: neither the score matrix nor a second
+    copy of the keys ever exists. `bias` is added to the cosines of each key, such as the
+    calibration's potential.
 
-    Where keys and queries are samples of one table, `skip` keeps a query from being its own
-    neighbour. "itself" leaves key i out for query i. "equal" leaves out keys that equal the query
-    in every value, for arrays that were given apart (a pool that also holds the paired rows, in
-    another order) and do not share row numbers; exact duplicates of the query go, too, which tell
-    nothing that the query does not, and near-duplicates stay. Rows are compared by hashes of 64
-    bits.
-
-    Embeddings may have any scale and float dtype; `bias` is added to the cosines of each key, such
-    as the calibration's potential; `chunk` queries are compared with as many keys at a time.
+    `skip` keeps a query from being its own neighbour where both are samples of one table: "itself"
+    leaves key i out for query i; "equal" leaves out keys that equal the query in every value (by
+    hashes of 64 bits), for arrays in another order.
 
     >>> keys = jnp.array([[1.0, 0.0], [1.0, 1.0], [0.0, 2.0]])
     >>> nearest(keys[:1], keys, 2).indices.tolist()
@@ -58,7 +51,7 @@ def nearest(
             f"keys: have shape {keys.shape} but queries have {queries.shape}; "
             "pass two matrices of one width"
         )
-    checks.choice("skip", skip, SKIP)
+    checks.choice("skip", skip, ("none", "equal", "itself"))
     checks.whole(1, chunk=chunk)
     checks.within(len(keys), "keys", k=k)
     if not len(queries):
@@ -99,8 +92,7 @@ def top_k(
             rows = block.of(keys).astype(dtype)
             usable = block.fresh[None, :]
             if skip == "equal":
-                equal = (hashes[:, None, :] == _hashes(rows)[None, :, :]).all(axis=2)
-                usable = usable & ~equal
+                usable = usable & (hashes[:, None, :] != _hashes(rows)[None, :, :]).any(axis=2)
             if skip == "itself":
                 usable = usable & (numbers[:, None] != block.start + jnp.arange(block.size))
             cosines = affinity.dot(unit, affinity.l2_normalize(rows).T)
@@ -119,8 +111,7 @@ def top_k(
         indices = jnp.where(jnp.isneginf(scores), -1, indices)
         return Neighbours(block.put(table.scores, scores), block.put(table.indices, indices))
 
-    shape = len(queries), k
-    empty = Neighbours(jnp.zeros(shape, dtype), jnp.zeros(shape, jnp.int32))
+    empty = Neighbours(jnp.zeros((len(queries), k), dtype), jnp.zeros((len(queries), k), jnp.int32))
     return blocks.over_rows(len(queries), chunk, search, empty)
 
 

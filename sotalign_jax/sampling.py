@@ -28,11 +28,10 @@ _ROUNDS = 8
 
 
 class DeviceData(NamedTuple):
-    """Training arrays on the device, in their stored dtype.
+    """Training arrays, on the device or the host, in their stored dtype.
 
-    `near_x` and `near_y` are tables of neighbours, for methods that use them: the rows of each
-    pool that are closest to each pair's own row. `star_x` and `star_y` are the teacher's features
-    of each pool, where they were computed once for all steps.
+    `near_x` and `near_y`, for methods that use them, are the rows of each pool that are closest to
+    each pair's own row. `star_x` and `star_y` are the teacher's features of each pool, if known.
     """
 
     pairs_x: Float[Array, "p d_x"]
@@ -46,11 +45,10 @@ class DeviceData(NamedTuple):
 
 
 class Batch(NamedTuple):
-    """One step's rows: a[i] belongs to b[i]; x and y are unpaired.
+    """One step's rows: a[i] belongs to b[i]; x and y are unpaired; `step` counts from 0.
 
-    `near_a[i]` is a neighbour of a[i] in the pool, drawn from its table if there is one, and
-    likewise `near_b[i]`; `step` counts from 0. `star_x` and `star_y` are the teacher's features of
-    x and y, where they are known.
+    `near_a[i]` is a neighbour of a[i] in the pool, and likewise `near_b[i]`; `star_x` and `star_y`
+    are the teacher's features of x and y. Each is None without a table of it.
     """
 
     a: Float[Array, "p d_x"]
@@ -116,28 +114,37 @@ def draw_rows(key: Array, step: Int[Array, ""], size: int, batch: int) -> Int[Ar
     return permute(epoch_key, (step % per_epoch) * batch + jnp.arange(batch), size)
 
 
-class RowNumbers(NamedTuple):
-    """Which rows a batch has: of the pairs, of each pool, and each pair's neighbour if any."""
-
-    pairs: Int[Array, " p"]
-    x: Int[Array, " n"]
-    y: Int[Array, " m"]
-    near_x: Int[Array, " p"] | None
-    near_y: Int[Array, " p"] | None
-
-
 def row_numbers(
     key: Array, step: Int[Array, ""], data: DeviceData, *, pairs: int, unpaired: int
-) -> RowNumbers:
-    """The rows of `draw`; of `data`, only the lengths and the tables of neighbours are used."""
-    key_pairs, key_x, key_y, key_near_x, key_near_y = jax.random.split(key, 5)
+) -> Batch:
+    """The numbers of the rows that `draw` takes from `tables(data)`, in the place of each."""
+    key_pairs, key_x, key_y, *near_keys = jax.random.split(key, 5)
     paired = draw_rows(key_pairs, step, len(data.pairs_x), pairs)
-    return RowNumbers(
-        paired,
-        draw_rows(key_x, step, len(data.pool_x), unpaired),
-        draw_rows(key_y, step, len(data.pool_y), unpaired),
-        _draw_near(jax.random.fold_in(key_near_x, step), data.near_x, paired),
-        _draw_near(jax.random.fold_in(key_near_y, step), data.near_y, paired),
+    x = draw_rows(key_x, step, len(data.pool_x), unpaired)
+    y = draw_rows(key_y, step, len(data.pool_y), unpaired)
+
+    def neighbour(key: Array, near: Array | None) -> Array | None:
+        """One of each pair's neighbours, all equally likely."""
+        if near is None:
+            return None
+        pick = jax.random.randint(jax.random.fold_in(key, step), paired.shape, 0, near.shape[1])
+        return jnp.asarray(near)[paired, pick]
+
+    near_a, near_b = map(neighbour, near_keys, (data.near_x, data.near_y))
+    return Batch(paired, paired, x, y, near_a, near_b, step, x, y)
+
+
+def tables(data: DeviceData) -> Batch:
+    """The array that each part of a batch is taken from; None for parts it does not have."""
+    return Batch(
+        a=data.pairs_x,
+        b=data.pairs_y,
+        x=data.pool_x,
+        y=data.pool_y,
+        near_a=None if data.near_x is None else data.pool_x,
+        near_b=None if data.near_y is None else data.pool_y,
+        star_x=data.star_x,
+        star_y=data.star_y,
     )
 
 
@@ -149,36 +156,21 @@ def draw(key: Array, step: Int[Array, ""], data: DeviceData, *, pairs: int, unpa
     (5, 3)
     """
     rows = row_numbers(key, step, data, pairs=pairs, unpaired=unpaired)
-    return _collect(lambda name, array, numbers: array[numbers], data, rows, step)
+
+    def take(name: str, table: Array, numbers: Array) -> Array:
+        whole = len(numbers) == len(table) and not name.startswith("near")
+        return table if whole else table[numbers]  # all rows, in place: no copy of them
+
+    return _collect(take, tables(data), rows)
 
 
-def _collect(
-    take: Callable[[str, Any, Any], Any], data: DeviceData, rows: RowNumbers, step: Any
-) -> Batch:
-    """The batch of these rows, each part by take(name, array, row numbers)."""
-
-    def some(name: str, array: Any, numbers: Any) -> Any:
-        return None if array is None or numbers is None else take(name, array, numbers)
-
-    return Batch(
-        a=take("a", data.pairs_x, rows.pairs),
-        b=take("b", data.pairs_y, rows.pairs),
-        x=take("x", data.pool_x, rows.x),
-        y=take("y", data.pool_y, rows.y),
-        near_a=some("near_a", data.pool_x, rows.near_x),
-        near_b=some("near_b", data.pool_y, rows.near_y),
-        step=step,
-        star_x=some("star_x", data.star_x, rows.x),
-        star_y=some("star_y", data.star_y, rows.y),
-    )
-
-
-def _draw_near(key: Array, table: Array | None, paired: Array) -> Array | None:
-    """One of each pair's neighbours, all equally likely."""
-    if table is None:
-        return None
-    pick = jax.random.randint(key, paired.shape, 0, table.shape[1])
-    return jnp.asarray(table)[paired, pick]
+def _collect(take: Callable[[str, Any, Any], Any], tables: Batch, rows: Batch) -> Batch:
+    """The batch of these rows, each part by take(name, table, row numbers)."""
+    parts: dict[str, Any] = {"step": rows.step}
+    for name, table, numbers in zip(Batch._fields, tables, rows, strict=True):
+        if name != "step":
+            parts[name] = None if table is None else take(name, table, numbers)
+    return Batch(**parts)
 
 
 class Feed:
@@ -195,8 +187,8 @@ class Feed:
     def __init__(
         self, data: DeviceData, key: Array, *, pairs: int, unpaired: int, mesh: Mesh | None = None
     ) -> None:
-        self._data, self._mesh = data, mesh
-        self._rows: Callable[[Any], RowNumbers] = jax.jit(
+        self._tables, self._mesh = tables(data), mesh
+        self._rows: Callable[[Any], Batch] = jax.jit(
             lambda step: row_numbers(key, step, data, pairs=pairs, unpaired=unpaired)
         )
         self._whole: dict[str, Any] = {}
@@ -221,8 +213,8 @@ class Feed:
         # Row numbers are asked of the device now: later they would wait for the step to end.
         return self._ahead.submit(self._read, step, self._rows(jnp.int32(step)))
 
-    def _read(self, step: int, numbers: RowNumbers) -> Batch:
-        return _collect(self._take, self._data, jax.device_get(numbers), step)
+    def _read(self, step: int, numbers: Batch) -> Batch:
+        return _collect(self._take, self._tables, jax.device_get(numbers)._replace(step=step))
 
     def _take(self, name: str, array: Any, rows: np.ndarray) -> Any:
         """These rows on the devices; where every batch has all of them, they are placed once."""

@@ -55,18 +55,15 @@ def procrustes(
 ) -> LinearTeacher:
     """Orthogonal Procrustes: maximises <A P^T, B Q^T> over P P^T = Q Q^T = I.
 
-    With A^T B = U S V^T the solution is P = U_dim^T, Q = V_dim^T and its value is the sum of the
-    `dim` largest singular values. Rows are L2-normalised and centred first, and the arguments are
-    those of `cca`.
+    With A^T B = U S V^T the solution is P = U_dim^T, Q = V_dim^T. Rows are L2-normalised and
+    centred first, and the arguments are those of `cca`.
 
     >>> A = np.random.default_rng(0).normal(size=(50, 4)).astype(np.float32)
     >>> teacher = procrustes(A, A[:, ::-1])
     >>> bool(jnp.allclose(teacher.x(A), teacher.y(A[:, ::-1]), atol=1e-5))
     True
     """
-    return _closed_form(
-        pairs_x, pairs_y, dim=dim, renorm=renorm, gain=np.ones_like, scale=1.0, power=0.0
-    )
+    return _closed_form(pairs_x, pairs_y, np.ones_like, dim=dim, renorm=renorm)
 
 
 def cca(
@@ -81,26 +78,23 @@ def cca(
 ) -> LinearTeacher:
     """Ridge canonical correlation analysis: whitens both sides, then rotates them together.
 
-    Rows become x / ||x|| - mu, mu the mean of the L2-normalised paired rows; mu is stored in the
-    map and applied to every later input. With R_x = (S_xx + ridge I)^(-1/2), R_y likewise and
-    R_x S_xy R_y = U S V^T, the maps are W_x = S^power U^T R_x and W_y = S^power V^T R_y.
+    Rows become x / ||x|| - mu, mu the mean of the L2-normalised paired rows, for every later input,
+    too. With R_x = (S_xx + ridge I)^(-1/2), R_y likewise and R_x S_xy R_y = U S V^T, the maps are
+    W_x = S^power U^T R_x and W_y = S^power V^T R_y, directions in order of decreasing S.
 
-    Unit rows have covariance eigenvalues that sum to at most 1, so the default ridge = 0.1
-    outweighs nearly all of them and the result is close to `procrustes`. A smaller ridge gives a
-    genuine CCA, at the price of trusting directions of small variance. Directions come in order
-    of decreasing singular value.
+    Unit rows have covariance eigenvalues that sum to at most 1, so the default ridge outweighs
+    nearly all of them and the result is close to `procrustes`. A smaller ridge gives a genuine CCA,
+    at the price of trusting directions of small variance.
 
     Args:
       pairs_x: embeddings A of the first modality, (n, d_x).
       pairs_y: embeddings B of the second, (n, d_y); row i belongs to row i of `pairs_x`.
       ridge: added to the eigenvalues of both covariances.
-      power: of the singular values S that directions are weighted by, on both sides; 0 weighs all
-        equally, and 0.5 or 1 trust those more that the two sides share.
+      power: 0 weighs all directions equally; 0.5 or 1 trust those more that the two sides share.
       dim: directions kept; None keeps the numerical rank, at most min(d_x, d_y, n - 1).
-      cov_normalize: covariances A^T A / (n - 1); False takes A^T A, so that the same ridge
-        weighs n - 1 times less.
-      renorm: L2-normalise the centred rows again before fitting. Later inputs need no such step:
-        it would change only the length of the projected row.
+      cov_normalize: covariances A^T A / (n - 1), or A^T A, in which the ridge weighs less.
+      renorm: L2-normalise the centred rows again before fitting; it would not change the direction
+        of a later input.
 
     >>> A = np.random.default_rng(0).normal(size=(50, 4)).astype(np.float32)
     >>> teacher = cca(A, A[:, ::-1], ridge=1e-4, dim=2)
@@ -113,9 +107,8 @@ def cca(
         return 1.0 / np.sqrt(np.maximum(eigenvalues + ridge, _EIGENVALUE_FLOOR))
 
     scale = 1.0 / math.sqrt(max(len(pairs_x) - 1, 1)) if cov_normalize else 1.0
-    return _closed_form(
-        pairs_x, pairs_y, dim=dim, renorm=renorm, gain=gain, scale=scale, power=power
-    )
+    options: dict[str, Any] = {"dim": dim, "renorm": renorm, "scale": scale, "power": power}
+    return _closed_form(pairs_x, pairs_y, gain, **options)
 
 
 def kernel_cca(
@@ -184,11 +177,7 @@ def kernel_cca(
 
 
 class Canonical(NamedTuple):
-    """Canonical variates: z_x = (x - mean_x) weights_x, z_y likewise, and corr_k = mean z_xk z_yk.
-
-    Without a ridge every variate has mean square 1 over the pairs, and the correlations are
-    Pearson's.
-    """
+    """Canonical variates z_x = (x - mean_x) weights_x, z_y likewise; corr_k = mean z_xk z_yk."""
 
     mean_x: Float[np.ndarray, " d_x"]
     mean_y: Float[np.ndarray, " d_y"]
@@ -201,11 +190,8 @@ def canonical_correlations(pairs_x: Rows, pairs_y: Rows, *, ridge: float = 0.0) 
     """The analysis behind `cca`, of rows as they are: centred, but not normalised.
 
     With S_xx = A^T A / n of centred rows, R_x = (S_xx + ridge tr(S_xx) / d_x I)^(-1/2), R_y
-    likewise and R_x S_xy R_y = U diag(corr) V^T, the weights are R_x U and R_y V. Every direction
-    that the pairs determine is kept, at most min(d_x, d_y, n - 1).
-
-    Without a ridge, n - 1 <= max(d_x, d_y) pairs correlate perfectly along every direction: the
-    fit says nothing about new rows.
+    likewise and R_x S_xy R_y = U diag(corr) V^T, the weights are R_x U and R_y V; all directions
+    are kept. Without a ridge, n - 1 <= max(d_x, d_y) pairs correlate perfectly along every one.
 
     >>> A = np.random.default_rng(0).normal(size=(50, 4))
     >>> canonical_correlations(A, A[:, :2]).correlations.round(6)
@@ -226,12 +212,12 @@ def canonical_correlations(pairs_x: Rows, pairs_y: Rows, *, ridge: float = 0.0) 
 def _closed_form(
     pairs_x: Rows,
     pairs_y: Rows,
+    gain: Callable[[np.ndarray], np.ndarray],
     *,
     dim: int | None,
     renorm: bool,
-    gain: Callable[[np.ndarray], np.ndarray],
-    scale: float,
-    power: float,
+    scale: float = 1.0,
+    power: float = 0.0,
 ) -> LinearTeacher:
     """Of L2-normalised rows, their principal directions weighted by `gain`."""
     pairs_x, pairs_y = checks.pairs(pairs_x, pairs_y, min_rows=2)
@@ -245,9 +231,8 @@ def _closed_form(
         sides.append((mean, centred * scale))
     (mean_x, x), (mean_y, y) = sides
     weights_x, weights_y, values = _rotated(x, y, gain)
-    rank = len(values)
-    dim = rank if dim is None else dim
-    checks.within(rank, f"directions that these {len(pairs_x)} pairs determine", dim=dim)
+    dim = len(values) if dim is None else dim
+    checks.within(len(values), f"directions that these {len(pairs_x)} pairs determine", dim=dim)
     W_x, W_y = ((w[:, :dim] * values[:dim] ** power).T for w in (weights_x, weights_y))
     return LinearTeacher(
         map_x=AffineMap(_float32(W_x), _float32(-W_x @ mean_x), norm="l2"),
@@ -271,12 +256,10 @@ def _centred(name: str, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 def _rotated(
     x: np.ndarray, y: np.ndarray, gain: Callable[[np.ndarray], np.ndarray]
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Rotates two sides together after weighting their principal directions by `gain`.
+    """Both weights and the singular values, the principal directions weighted by `gain`.
 
     In the principal bases V_x, V_y a map R_x = V_x diag(gain) V_x^T is diagonal, so that
-    R_x S_xy R_y = V_x C V_y^T with C = (A V_x diag(gain))^T (B V_y diag(gain)) of size rank x rank:
-    whatever the number of pairs, nothing lives outside the span of the rows. Singular values come
-    last, in decreasing order.
+    R_x S_xy R_y = V_x C V_y^T with C = (A V_x diag(gain))^T (B V_y diag(gain)) of size rank x rank.
     """
     weights = []
     for centred in (x, y):

@@ -134,26 +134,43 @@ def _arrays(dataset: data.Dataset, pools: str) -> tuple[Any, ...]:
     return dataset.pairs_x, dataset.pairs_y, *read
 
 
+def _bytes(*arrays: Any) -> int:
+    return sum(math.prod(x.shape) * np.dtype(x.dtype).itemsize for x in arrays)
+
+
 def _fit(arrays: Iterable[Any]) -> bool:
     """Whether arrays take at most half of the first device's memory."""
-    needed = sum(math.prod(x.shape) * np.dtype(x.dtype).itemsize for x in arrays)
-    return needed <= blocks.device_memory() / 2
+    return _bytes(*arrays) <= blocks.device_memory() / 2
+
+
+def kept_features(batches: sampling.DeviceData, teacher: LinearTeacher) -> tuple[Any, Any]:
+    """Shapes of the teacher's features of each pool that are worth their memory, None of others.
+
+    Those that take no more than the pool itself, if all arrays take at most half of the memory.
+    """
+    features = jax.eval_shape(
+        lambda teacher, x, y: (teacher.x(x), teacher.y(y)), teacher, batches.pool_x, batches.pool_y
+    )
+    pools = zip(features, (batches.pool_x, batches.pool_y), strict=True)
+    x, y = (found if _bytes(found) <= _bytes(pool) else None for found, pool in pools)
+    return (x, y) if _fit(jax.tree.leaves((batches, x, y))) else (None, None)
 
 
 def with_features(batches: sampling.DeviceData, teacher: LinearTeacher) -> sampling.DeviceData:
-    """With the teacher's features of both pools, if all take at most half of the memory.
+    """With the teacher's features of the pools, computed once for all steps: `kept_features`.
 
     >>> from sotalign_jax import teachers
     >>> A = np.random.default_rng(0).normal(size=(9, 3)).astype(np.float32)
     >>> with_features(sampling.DeviceData(A, A, A, A), teachers.procrustes(A, A)).star_x.shape
     (9, 3)
     """
-    features = jax.eval_shape(lambda: (teacher.x(batches.pool_x), teacher.y(batches.pool_y)))
-    if not _fit([*jax.tree.leaves(batches), *features]):
-        return batches
+
+    def of(kept: Any, features: Any, pool: Any) -> Array | None:
+        return None if kept is None else jnp.asarray(evaluation.embed(features, pool))
+
+    x, y = kept_features(batches, teacher)
     return batches._replace(
-        star_x=jnp.asarray(evaluation.embed(teacher.map_x, batches.pool_x)),
-        star_y=jnp.asarray(evaluation.embed(teacher.map_y, batches.pool_y)),
+        star_x=of(x, teacher.map_x, batches.pool_x), star_y=of(y, teacher.map_y, batches.pool_y)
     )
 
 

@@ -10,6 +10,7 @@ import ot
 import pytest
 
 from sotalign_jax import checks, sinkhorn
+from sotalign_jax.ot import blocks
 
 with warnings.catch_warnings():
     # ott-jax imports JAXopt, which says that it is no longer maintained.
@@ -30,7 +31,6 @@ def test_headline_compares_with_ott_at_one_error(tmp_path):
         assert float(row["student error"]) <= 1e-3 * 1.01
         assert float(row["teacher error"]) <= 1e-3 * 1.01
         assert float(row["gap (float64)"]) < gradient.WRONG
-    assert (tmp_path / "gradient_headline_n96.png").stat().st_size > 1000
 
 
 def test_sweep_records_what_is_too_large_and_what_is_wrong(tmp_path, monkeypatch):
@@ -40,7 +40,7 @@ def test_sweep_records_what_is_too_large_and_what_is_wrong(tmp_path, monkeypatch
 
     wrong = peers.Arm("doubled", doubled, unrolled=True)
     monkeypatch.setattr(peers, "ARMS", (*peers.ARMS, wrong))
-    monkeypatch.setattr(common, "available_memory", lambda: 1.0)
+    monkeypatch.setattr(blocks, "device_memory", lambda: 2 * common.MEBIBYTE)
     options = ["--epsilon", "0.1", "--iterations", "30", "--arms", "scan|doubled"]
     gradient.main(["--quick", "--sweep", "--data", "random", *options, "--out", str(tmp_path)])
     rows = {r["arm"]: r for r in _rows(tmp_path / "gradient_random_n96_30its.csv")}

@@ -11,7 +11,7 @@ import PIL.Image
 import pytest
 import scipy.io
 
-from experiments.extract import classification, datasets
+from experiments.extract import datasets
 from sotalign_jax import checks
 
 
@@ -397,7 +397,7 @@ def test_a_pickle_with_more_than_arrays_is_refused(tmp_path):
 
 
 def test_published_prompts_are_whole():
-    templates = json.loads((classification.TEMPLATES).read_text())
+    templates = json.loads(datasets.TEMPLATES.read_text())
     sizes = {name: len(listed) for name, listed in templates.items()}
     assert sizes == {"imagenet1k": 80, "food101": 1, "cifar10": 18, "cifar100": 18,
                      "fgvc_aircraft": 2, "dtd": 8, "flowers": 1}  # fmt: skip

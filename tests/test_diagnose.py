@@ -33,9 +33,8 @@ def test_a_diagnosis_prints_and_saves_what_it_found(start, files, tmp_path):
     text, error = start()
     assert error is None
     out = tmp_path / "out"
-    names = ["config.json", "diagnosis.md", "diagnosis.png", "encoders.csv", "environment.json"]
+    names = ["config.json", "diagnosis.md", "encoders.csv", "environment.json"]
     assert sorted(os.listdir(out)) == [*names, "plans.csv", "pool.csv"]
-    assert (out / "diagnosis.png").read_bytes().startswith(b"\x89PNG")
     report = (out / "diagnosis.md").read_text(encoding="utf-8")
     for question in ("worth aligning?", "too far from the pairs?", "plans converge?"):
         assert question in text and question in report
@@ -47,8 +46,7 @@ def test_a_diagnosis_prints_and_saves_what_it_found(start, files, tmp_path):
     assert len(paper) == 6 and float(ours["mutual 10-NN (%)"]) > 40
     pools = {row["side"]: row for row in rows(out / "pool.csv")}
     assert pools["x"]["rows"] == "30"
-    total = float(pools["x"]["pool"]) + float(pools["y"]["pool"])
-    assert float(pools["x + y"]["pool"]) == pytest.approx(total)
+    assert set(pools) == {"x", "y"}
     plans = rows(out / "plans.csv")
     assert [row["epsilon"] for row in plans] == [f"{e:g}" for e in diagnose.LADDER]
     assert {row["chosen for"]: row["epsilon"] for row in plans if row["chosen for"]} == {
@@ -62,8 +60,7 @@ def test_a_diagnosis_prints_and_saves_what_it_found(start, files, tmp_path):
     # Again: the same bytes. Another question: the folder is left alone.
     before = small_runs.contents(out)
     assert start() == (text, None)
-    after = small_runs.contents(out)
-    assert after.pop("diagnosis.png") and before.pop("diagnosis.png") and after == before
+    assert small_runs.contents(out) == before
     printed, error = start("--seed=1")
     assert printed == "" and is_one_line(error)
     assert error.startswith(f"error: workdir: {out} ") and "seed=0" in error
@@ -138,7 +135,8 @@ def test_encoders_are_judged_by_what_is_above_chance(score, rows, answer):
     [
         (0.0105, "LIKE THE PAIRS"),
         (0.03, "NEAR (28 % of the way to random directions)"),
-        (0.06, "FAR (59 % of the way to random directions)"),
+        (0.06, "NEAR (59 % of the way to random directions)"),
+        (0.08, "FAR (80 % of the way to random directions)"),
         (0.12, "AS FAR AS RANDOM (120 % of the way to random directions)"),
     ],
 )

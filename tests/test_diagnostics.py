@@ -37,17 +37,17 @@ def _two_views(rng, n, noise=0.5):
 
 
 @pytest.mark.parametrize("clamp", [0.95, 0.5, None])
-@pytest.mark.parametrize(("n", "k", "chunk"), [(90, 10, 32), (33, 1, 1024), (20, 19, 7)])
-def test_mutual_knn_equals_brute_force(x64, rng, n, k, chunk, clamp):
+@pytest.mark.parametrize(("n", "k"), [(1030, 10), (33, 1), (20, 19)])
+def test_mutual_knn_equals_brute_force(x64, rng, n, k, clamp):
     x, y = _two_views(rng, n)
-    got = diagnostics.mutual_knn(x, y, k=k, clamp=clamp, chunk=chunk)
+    got = diagnostics.mutual_knn(x, y, k=k, clamp=clamp)
     assert got == pytest.approx(_brute_force(x, y, k, clamp), abs=1e-12)
 
 
 def test_mutual_knn_of_photographs_equals_brute_force():
     sample = data.photographs()
     x, y = sample.image[:300].astype(np.float16), sample.text[:300].astype(np.float16)
-    got = diagnostics.mutual_knn(x, y, chunk=128)
+    got = diagnostics.mutual_knn(x, y)
     assert got == pytest.approx(_brute_force(x, y, 10, 0.95), abs=1e-3)
     assert 0.2 < got < 0.32
 
@@ -79,12 +79,6 @@ def test_mutual_knn_of_unrelated_rows_is_chance(rng):
             {"k": 1, "clamp": 0.0},
             "clamp: is 0.0",
         ),
-        (
-            np.ones((4, 3)),
-            np.ones((4, 3)),
-            {"k": 1, "chunk": 0},
-            "chunk: is 0",
-        ),
         (np.full((4, 3), np.inf), np.ones((4, 3)), {"k": 1}, "x: row 0 is NaN or inf"),
     ],
 )
@@ -114,13 +108,13 @@ def _pot(x, y, planes):
 
 
 @pytest.mark.parametrize(
-    ("n", "m", "dim", "count", "chunk"),
-    [(40, 40, 6, 30, 16), (57, 31, 9, 33, 7), (250, 90, 3, 5, 100), (1, 5, 2, 8, 1)],
+    ("n", "m", "dim", "count"),
+    [(40, 40, 6, 32), (57, 31, 9, 33), (250, 90, 3, 5), (1, 5, 2, 8)],
 )
-def test_the_distance_is_pots(x64, rng, n, m, dim, count, chunk):
+def test_the_distance_is_pots(x64, rng, n, m, dim, count):
     x, y = _sets(rng, n, m, dim)
     planes = ot.sliced.get_projections_sphere(dim, count, seed=3)
-    got = diagnostics.sliced_wasserstein(x, y, projections=planes, chunk=chunk)
+    got = diagnostics.sliced_wasserstein(x, y, projections=planes)
     assert got == pytest.approx(_pot(x, y, planes), abs=1e-12)
 
 
@@ -149,7 +143,6 @@ def test_random_planes_are_orthonormal_and_as_far_apart_as_pots(x64, rng):
     ours = diagnostics.sliced_wasserstein(x, y, projections=2000)
     assert ours == pytest.approx(_pot(x, y, ot.sliced.get_projections_sphere(5, 2000)), rel=0.05)
     assert ours != diagnostics.sliced_wasserstein(x, y, projections=2000, seed=1)
-    assert ours == diagnostics.sliced_wasserstein(x, y, projections=2000, chunk=999)
 
 
 def test_random_directions_are_uniform():
@@ -195,7 +188,7 @@ def test_repetitions_share_one_program_that_takes_little_memory(compilations):
         diagnostics.pool_shift(x, x + 1, repeats=3, projections=9)
     assert not compiled
     shapes = [jax.ShapeDtypeStruct(s, jnp.float32) for s in ((n, dim), (count, dim, 2))]
-    memory = diagnostics.circle_embedding.lower(*shapes, chunk=8).compile().memory_analysis()
+    memory = diagnostics.circle_embedding.lower(*shapes).compile().memory_analysis()
     assert memory.temp_size_in_bytes < 4 * n * count / 2
 
 
@@ -207,7 +200,6 @@ def test_repetitions_share_one_program_that_takes_little_memory(compilations):
         (np.zeros((4, 3)), np.ones((4, 3)), {}, "x: row 0 is all zeros"),
         (np.ones((4, 3)), np.full((4, 3), np.nan), {}, "y: row 0 is NaN"),
         (np.ones((4, 3)), np.ones((4, 3)), {"projections": 0}, "projections: is 0"),
-        (np.ones((4, 3)), np.ones((4, 3)), {"chunk": 0}, "chunk: is 0"),
         (
             np.ones((4, 3)),
             np.ones((4, 3)),

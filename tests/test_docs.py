@@ -1,13 +1,15 @@
 """Everything that README, docs and examples tell people to type.
 
-Python is run as it stands, up to the `SMALLER` numbers below. Of commands, flags, values and config
-files are checked; those in `RUN` are started, with small files and settings.
+Python is run as it stands, up to the `SMALLER` numbers below. Of every command, flags, values and
+config files are checked, and a test starts it with small files and settings: see `STARTED_BY`.
 """
 
 import ast
 import contextlib
+import csv
 import importlib
 import json
+import os
 import pathlib
 import re
 import shlex
@@ -16,6 +18,7 @@ import sys
 import tomllib
 
 import numpy as np
+import PIL.Image
 import pytest
 import small_runs
 
@@ -66,6 +69,19 @@ def test_python_of_a_page_runs_from_top_to_bottom(page):
     run_python([part for part in blocks(page, "python") if "--8<--" not in part], page.name)
 
 
+def test_unpaired_rows_on_one_side():
+    """`examples/one_sided.py` with few rows, two steps and a smaller gallery."""
+    code = (ROOT / "examples" / "one_sided.py").read_text()
+    for here, there in {
+        "300, 5000, 3": "40, 200, 1",
+        'photos.gallery("coco")': 'photos.gallery("rsicd")',
+        "progress=False": "progress=False, steps=2",
+    }.items():
+        assert here in code
+        code = code.replace(here, there)
+    run_python([code], "one_sided.py")
+
+
 @pytest.mark.parametrize("name", ["klot_in_optax.py", "new_method.py"])
 def test_examples_run(name, capsys):
     run_python([(ROOT / "examples" / name).read_text()], name)
@@ -99,6 +115,7 @@ def documented() -> list[tuple[str, list[str]]]:
         for words in commands(block)
     ]
     script = (ROOT / "examples" / "picture_folder.sh").read_text()
+    script = script.replace('"${@:5}"', "")  # the user's own options
     return found + [("picture_folder.sh", w) for w in commands(script) if w[0] == "python"]
 
 
@@ -196,6 +213,49 @@ def test_other_commands_name_what_exists():
                 assert (ROOT / word).exists(), f"{page}: {word}"
 
 
+STARTED_BY = {
+    "experiments.main --config=experiments/configs/quickstart.py --workdir=runs/quickstart": (
+        "test_docs.py::test_the_main_job"
+    ),
+    "experiments.main --config=experiments/configs/quickstart.py --workdir=/shared/run": (
+        "test_distributed.py::test_killed_and_continued_on_other_devices_it_ends_the_same"
+    ),
+    "experiments.main --config=experiments/configs/compare.py": (
+        "test_docs.py::test_every_method_resolves"
+    ),
+    "experiments.main --config=experiments/configs/files.py:from=$out": (
+        "test_docs.py::test_from_a_folder_of_pictures_to_a_search_page"
+    ),
+    "experiments.main --config=experiments/configs/files.py": "test_docs.py::test_your_own_files",
+    "experiments.diagnose": "test_diagnose.py::test_a_diagnosis_prints_and_saves_what_it_found",
+    "experiments.tune": "test_tune.py::test_the_best_on_validation_is_chosen_and_tested",
+    "experiments.reproduce --list": "test_reproduce.py::test_list_fits_a_terminal",
+    "experiments.extract": "test_docs.py::test_from_a_folder_of_pictures_to_a_search_page",
+    "experiments.pair --x=emb/food": "test_extract.py::test_zero_shot_from_pictures_and_class",
+    "experiments.pair": "test_docs.py::test_from_a_folder_of_pictures_to_a_search_page",
+    "experiments.search": "test_docs.py::test_from_a_folder_of_pictures_to_a_search_page",
+    "benchmarks.gradient --sweep": "test_benchmarks.py::test_sweep_records_what_is_too_large",
+    "benchmarks.gradient": "test_benchmarks.py::test_headline_compares_with_ott_at_one_error",
+    "benchmarks.convergence": "test_benchmarks.py::test_convergence",
+    "benchmarks.train_step": "test_benchmarks.py::test_train_step",
+    "benchmarks.fuzz": "test_fuzz.py::test_a_problem_is_the_same_again_and_findings_end",
+    "benchmarks.roofline": "test_roofline.py::test_training_step_compiles_and_counts_its_arguments",
+}
+"""By how a command begins, the test that starts it; the first that fits counts."""
+NOT_STARTED = {"benchmarks.precision": "compiles for a minute even with --quick"}
+"""Commands of which only the flags are checked, and why."""
+
+
+def test_every_command_is_started_by_a_test():
+    for page, words in documented():
+        if is_ours(words) and words[2] not in NOT_STARTED:
+            typed = " ".join(words[2:])
+            found = next((by for start, by in STARTED_BY.items() if typed.startswith(start)), None)
+            assert found is not None, f"{page}: no test starts {typed}"
+            file, _, name = found.partition("::")
+            assert f"def {name}" in (ROOT / "tests" / file).read_text(), found
+
+
 def run_command(words: list[str], capsys: pytest.CaptureFixture[str]) -> str:
     options = [word.replace(".py", ".py:smoke", 1) for word in words[3:]]
     options = [o.replace("smoke:", "smoke,") for o in options]
@@ -222,3 +282,73 @@ def test_your_own_files(tmp_path, capsys):
     by_folder = [word.replace("FOLDER", str(tmp_path)).replace("mine", "two") for word in by_folder]
     options = [*by_folder, "--config.data.n_pairs=60"]
     assert "R@1" in run_command(options, capsys)
+
+
+@pytest.mark.filterwarnings("ignore:.*load_module:DeprecationWarning")  # ml_collections
+def test_the_main_job(tmp_path, capsys):
+    """README's first command with `smoke` settings, and the teacher alone."""
+    quickstart = next(w for _, w in documented() if "--workdir=runs/quickstart" in w)
+    assert "What cca-seed0 finds" in run_command(quickstart, capsys)
+    page = (tmp_path / "runs" / "quickstart" / "report.html").read_text()
+    assert "Nearest caption right" in page and "data:image/png" in page
+
+
+@pytest.mark.filterwarnings("ignore:.*load_module:DeprecationWarning")  # ml_collections
+def test_every_method_resolves(capsys):
+    """The comparison's settings and shapes, by --dry_run; test_methods.py trains every method."""
+    compare = next(w for _, w in documented() if "--workdir=runs/compare" in w)
+    options = [o.replace("=experiments/", f"={ROOT}/experiments/") for o in compare[3:]]
+    out, error = small_runs.start(main, [*options, "--dry_run", "--config.seeds=(0,)"], capsys)
+    assert error is None and out.count('"shapes"') >= 10
+
+
+COLOURS = {"red": (220, 30, 30), "green": (30, 200, 40), "blue": (30, 40, 220)}
+
+
+def write_pictures(folder: pathlib.Path) -> None:
+    """PICTURES with squares of three colours, and captions.csv for two thirds of them."""
+    rng = np.random.default_rng(0)
+    (folder / "PICTURES" / "sub").mkdir(parents=True)
+    captions = [("file", "caption")]
+    for number in range(24):
+        for colour, rgb in COLOURS.items():
+            name = f"{'sub/' if number % 2 else ''}{colour}{number}.png"
+            pixels = np.clip(rgb + rng.normal(0, 12, (8, 8, 3)), 0, 255).astype(np.uint8)
+            PIL.Image.fromarray(pixels).save(folder / "PICTURES" / name)
+            if number < 16:
+                captions.append((name, f"a {colour} square"))
+    with (folder / "captions.csv").open("w", newline="") as file:
+        csv.writer(file).writerows(captions)
+
+
+def test_from_a_folder_of_pictures_to_a_search_page(tmp_path):
+    """`examples/picture_folder.sh`, README's search and one by picture, with toy encoders."""
+    write_pictures(tmp_path)
+    python = tmp_path / "bin" / "python"
+    python.parent.mkdir()
+    toys = shlex.join([sys.executable, str(ROOT / "tests" / "toy_python.py")])
+    python.write_text(f'#!/bin/sh\nexec {toys} "$@"\n')
+    python.chmod(0o755)
+    path = {"PATH": f"{python.parent}{os.pathsep}{os.environ['PATH']}", "PYTHONPATH": str(ROOT)}
+
+    def run(*words):
+        done = subprocess.run(words, env=os.environ | path, capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+        return done
+
+    typed = next(words for _, words in documented() if "examples/picture_folder.sh" in words)
+    script = [word.replace("examples/", f"{ROOT}/examples/") for word in typed]
+    short = ["--config.train.steps=2", "--config.heads.init=teacher"]
+    run(*[word.replace("red car", "red square") for word in script], *short)
+    out = tmp_path / "runs" / "pictures"
+    found = re.findall(r"<br>(?:sub/)?([a-z]+)\d+.png", (out / "found.html").read_text())
+    assert found == ["red"] * 10
+    assert "data:image/jpeg" in (out / "run" / "report.html").read_text()
+
+    again = next(words for _, words in documented() if "--page=bird.html" in words)
+    done = run(*[word.replace("a bird", "a blue square") for word in again])
+    assert done.stdout.count("blue") == 10 and "image rows" not in done.stderr  # embedded before
+    assert (tmp_path / "bird.html").read_text().count("data:image/jpeg") == 10
+    model = next(word for word in again if word.startswith("--model="))
+    picture = ["--query_image=PICTURES/green0.png", "--texts=captions.csv", "--top=1"]
+    assert "a green square" in run("python", "-m", "experiments.search", model, *picture).stdout

@@ -10,7 +10,8 @@ import numpy as np
 import PIL.Image
 import pytest
 
-from experiments.extract import encoders, pair, search
+from experiments import search
+from experiments.extract import encoders, extraction
 from experiments.extract.items import Sound
 from sotalign_jax import aligner, checks, data, heads
 
@@ -280,7 +281,7 @@ def test_mistakes_end_in_one_line(saved, tmp_path):
 
 def test_other_weights_than_those_trained_with_are_refused(saved, tmp_path):
     noted = {"name": "bert", "revision": "sha256:old", "pooling": "mean"}
-    (tmp_path / pair.ENCODERS).write_text(json.dumps({"x": {}, "y": noted}))
+    (tmp_path / extraction.ENCODERS).write_text(json.dumps({"x": {}, "y": noted}))
     described = {"settings": {"data": {"name": "files", "files": {"x": f"{tmp_path}/x.npy"}}}}
     model = aligner.Aligner(heads.build_heads(16, 16, 8, seed=0), described)
     weights = str(saved("bert"))

@@ -20,7 +20,7 @@ from experiments import config as config_lib
 from experiments import run as run_lib
 from experiments import workdir
 from experiments.configs import files as files_config
-from experiments.extract import datasets, extraction, items, pair
+from experiments.extract import datasets, extraction, items
 from sotalign_jax import checks, files
 
 ROOT = pathlib.Path(__file__).parents[1]
@@ -149,13 +149,13 @@ def test_bad_items_are_skipped_and_listed(tmp_path):
     assert "No such file" in lost[0]["reason"] and lost[1]["reason"] == "is empty"
     # What is left in both still matches.
     x, y = (extraction.load(tmp_path / side) for side in ("image", "text"))
-    pair.write(tmp_path, pair.join("test", x, y), x, y)
+    extraction.write(tmp_path, extraction.join("test", x, y), x, y)
     assert np.load(tmp_path / "test_x.npy").shape == (1, 64)
     np.testing.assert_array_equal(np.load(tmp_path / "test_x.npy")[0], x.rows[0])
 
 
 def test_of_equal_ids_the_first_is_kept(tmp_path):
-    texts = [items.text_item(name, f"text {n}", name) for n, name in enumerate("abacb")]
+    texts = [items.Item(name, name, f"text {n}") for n, name in enumerate("abacb")]
     metadata = extraction.extract(
         items.Source({"text": lambda: iter(texts)}), toy_encoders.Toy("text"), tmp_path / "out",
         data={}, shard_size=2, dtype="float32",
@@ -180,7 +180,7 @@ def test_what_float16_cannot_hold_is_skipped(pictures, tmp_path):
 
 def test_a_missing_package_is_no_fault_of_the_items(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "soundfile", None)
-    sound = items.file_item("a", tmp_path / "a.flac", "a", items.sound)
+    sound = items.Item("a", "a", tmp_path / "a.flac", items.sound)
     source = items.Source({"audio": lambda: iter([sound])})
     with pytest.raises(checks.InputError, match=r"soundfile: .*\[extract\]"):
         extraction.extract(source, toy_encoders.Toy("audio"), tmp_path / "out", data={})
@@ -379,7 +379,7 @@ def extracted(root, out, **options):
 
 
 def smoke_run(folder, arrays, x, y):
-    pair.write(folder, arrays, x, y)
+    extraction.write(folder, arrays, x, y)
     config = files_config.get_config(f"smoke,from={folder}")
     config.runs, config.method = {}, "cca"
     config.data.n_pairs = 20
@@ -389,7 +389,7 @@ def smoke_run(folder, arrays, x, y):
 
 def test_files_go_straight_into_training(pictures, tmp_path):
     x, y = extracted(pictures, tmp_path)
-    one = smoke_run(tmp_path / "files", pair.join("split", x, y, val=0.2), x, y)
+    one = smoke_run(tmp_path / "files", extraction.join("split", x, y, val=0.2), x, y)
     summary = run_lib.load_dataset(one).summary()
     assert summary["test_x"] == [12, 64] and summary["pairs_x"] == [20, 64]
     assert "test/mean/R@1" in run_lib.run(one, tmp_path / "run")
@@ -415,22 +415,22 @@ def test_zero_shot_from_pictures_and_class_names_to_accuracy(pictures, tmp_path)
     for modality in ("image", "text"):
         extraction.extract(food, toy_encoders.Toy(modality), tmp_path / "food" / modality, data={})
     x, y = (extraction.load(tmp_path / "food" / modality) for modality in ("image", "text"))
-    task = pair.join("zero_shot", x, y)
+    task = extraction.join("zero_shot", x, y)
     assert task["zero_shot_prompts"].shape == (5, 1, 64)
     assert task["zero_shot_labels"].tolist() == [0, 1, 2, 3, 4] * 3
     prompt = toy_encoders.Toy("text").embed(["a photo of carrot cake, a type of food."])[0]
     np.testing.assert_allclose(task["zero_shot_prompts"][2, 0], prompt, atol=1e-3)
 
     a, b = extracted(pictures, tmp_path)
-    one = smoke_run(tmp_path / "files", pair.join("train", a, b) | task, a, b)
+    one = smoke_run(tmp_path / "files", extraction.join("train", a, b) | task, a, b)
     results = run_lib.run(one, tmp_path / "run")
     assert {"test/zero_shot/top1", "test/zero_shot/mean_per_class"} <= results.keys()
 
     broken = y._replace(origins=y.origins[:-1])
     with pytest.raises(checks.InputError, match=r"zero_shot: .*prompts"):
-        pair.join("zero_shot", x, broken)
+        extraction.join("zero_shot", x, broken)
     with pytest.raises(checks.InputError, match=r"zero_shot: "):
-        pair.join("zero_shot", a, b)
+        extraction.join("zero_shot", a, b)
 
 
 def embeddings(origins, rows=None):
@@ -441,29 +441,29 @@ def embeddings(origins, rows=None):
 def test_captions_find_their_pictures():
     x = embeddings([("p", "p"), ("lonely", "lonely"), ("q", "q")])
     y = embeddings([("q#0", "q"), ("p#0", "p"), ("gone#0", "gone"), ("q#1", "q")])
-    found = [rows.tolist() for rows in pair.match(x, y)]
+    found = [rows.tolist() for rows in extraction.match(x, y)]
     assert found == [[0, 2], [0, 1, 3], [1, 0, 1]]
     with pytest.raises(checks.InputError, match=r"x: .*'q'"):
-        pair.match(y, x)
+        extraction.match(y, x)
     with pytest.raises(checks.InputError, match=r"y: .*'z'"):
-        pair.match(x, embeddings([("z#0", "z")]))
+        extraction.match(x, embeddings([("z#0", "z")]))
 
 
 def test_rows_without_a_partner_become_pools():
     x = embeddings([("p", "p"), ("lonely", "lonely"), ("q", "q")])
     y = embeddings([("q#0", "q"), ("p#0", "p"), ("gone#0", "gone"), ("q#1", "q")])
-    rows = {name: array.chosen.tolist() for name, array in pair.join("train", x, y).items()}
+    rows = {name: array.chosen.tolist() for name, array in extraction.join("train", x, y).items()}
     assert rows == {"x": [2, 0, 2], "y": [0, 1, 3], "unpaired_x": [1], "unpaired_y": [2]}
-    split = pair.join("split", x, y, val=0.0, test=0.5)
+    split = extraction.join("split", x, y, val=0.0, test=0.5)
     assert split["unpaired_x"].chosen.tolist() == [1] and len(split["test_x"].chosen) == 1
-    paired = pair.join("train", x._replace(rows=x.rows[::2], origins=x.origins[::2]), y)
+    paired = extraction.join("train", x._replace(rows=x.rows[::2], origins=x.origins[::2]), y)
     assert "unpaired_x" not in paired and "unpaired_y" in paired
 
 
 def test_splits_keep_a_picture_and_its_captions_together():
     x = embeddings([(f"{n}", f"{n}") for n in range(50)])
     y = embeddings([(f"{n}#{k}", f"{n}") for n in range(50) for k in range(1 + n % 3)])
-    arrays = pair.join("split", x, y, val=0.2, test=0.3, seed=1)
+    arrays = extraction.join("split", x, y, val=0.2, test=0.3, seed=1)
     assert len(arrays["val_x"].chosen) == 10 and len(arrays["test_x"].chosen) == 15
     seen = [set(arrays[f"{name}x"].chosen.tolist()) for name in ("", "val_", "test_")]
     assert sum(map(len, seen)) == len(set.union(*seen)) == 50
@@ -474,13 +474,13 @@ def test_splits_keep_a_picture_and_its_captions_together():
     told = [int(y.origins[row].group) for row in arrays["y"].chosen]
     assert arrays["x"].chosen.tolist() == told
     with pytest.raises(checks.InputError, match=r"val, test: .*0\.5"):
-        pair.join("split", x, y, val=0.5, test=0.5)
+        extraction.join("split", x, y, val=0.5, test=0.5)
 
 
 def test_the_sue_protocol():
     x = embeddings([(f"{n}", f"{n}") for n in range(600)])
     y = embeddings([(f"{n}#{k}", f"{n}") for n in range(600) for k in range(2)])
-    arrays = {k: v.chosen for k, v in pair.join("sue", x, y, n_pairs=50).items()}
+    arrays = {k: v.chosen for k, v in extraction.join("sue", x, y, n_pairs=50).items()}
     assert arrays["test_x"].tolist() == list(range(400))
     assert arrays["test_y"].tolist() == list(range(0, 800, 2))  # the first caption of each
     assert arrays["x"].tolist() == list(range(550, 600))
@@ -489,16 +489,16 @@ def test_the_sue_protocol():
     kept = [row // 2 for row in arrays["unpaired_y"]]
     assert kept != sorted(kept) and set(kept) != set(arrays["unpaired_x"].tolist())
     with pytest.raises(checks.InputError, match=r"n_pairs: 200"):
-        pair.join("sue", x, y, n_pairs=200)
+        extraction.join("sue", x, y, n_pairs=200)
 
 
 def test_files_of_other_encoders_are_not_mixed(tmp_path):
     x, y = embeddings([("a", "a")]), embeddings([("a#0", "a")])
-    pair.write(tmp_path, {}, x, y)
-    pair.write(tmp_path, {}, x, y)
+    extraction.write(tmp_path, {}, x, y)
+    extraction.write(tmp_path, {}, x, y)
     other = y._replace(metadata={"encoder": {"name": "other"}})
     with pytest.raises(checks.InputError, match=r"workdir: .*encoders.json"):
-        pair.write(tmp_path, {}, x, other)
+        extraction.write(tmp_path, {}, x, other)
 
 
 # --- the command line ---------------------------------------------------------------------------
@@ -562,7 +562,7 @@ def test_pair_prints_what_training_reads(pictures, tmp_path):
     assert read.n_pairs == 20  # the pools need no row of them
     (files / "unpaired_y.npy").unlink()
     assert files_config.get_config(switch).data.files.unpaired_y == str(files / "y.npy")
-    pair.write(files, {"x": np.zeros((3, 4)), "y": np.zeros((3, 4))}, x, y)
+    extraction.write(files, {"x": np.zeros((3, 4)), "y": np.zeros((3, 4))}, x, y)
     read = files_config.get_config(switch).data  # pools of another table are gone
     assert read.files.unpaired_x is None and read.n_pairs == 1000
     with pytest.raises(checks.InputError, match=r"config: from=.*gone"):

@@ -1,6 +1,5 @@
+import fuzz
 import pytest
-
-from benchmarks import fuzz
 
 
 @pytest.mark.slow

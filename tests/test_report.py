@@ -15,7 +15,7 @@ from matplotlib.container import ErrorbarContainer
 
 from experiments import config as config_lib
 from experiments import report, workdir
-from experiments.extract import pair
+from experiments.extract import extraction
 from sotalign_jax import aligner, data, diagnostics, heads
 
 ROWS = [["procrustes", 21.1, 3, None], ["cca, ridge", np.float32(21.52), 40, "x|y"]]
@@ -162,6 +162,19 @@ def test_curves_are_drawn_for_what_was_recorded(tmp_path):
     assert plot.startswith(b"\x89PNG") and len(plot) > 10_000
 
 
+def test_errors_that_hardly_differ_have_powers_of_ten_beside_them(tmp_path, monkeypatch):
+    drawn = []
+    monkeypatch.setattr(report, "png", lambda figure: drawn.append(figure) or b"")
+    for name, values in {"level": (9.389e-5, 9.391e-5), "zero": (0.0, 0.0)}.items():
+        rows = [{"step": step, "teacher_error": value} for step, value in enumerate(values)]
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "metrics.jsonl").write_text("\n".join(map(json.dumps, rows)))
+        report.curves_plot({f"{name}-seed0": tmp_path / name})
+    assert drawn[0].axes[0].get_ylim() == pytest.approx((1e-5, 1e-4))
+    for figure in drawn:
+        report.pyplot().close(figure)
+
+
 def test_files_on_a_full_disk_are_whole_or_not_there(tmp_path, monkeypatch):
     path = tmp_path / "comparison.png"
     report.write(path, b"before")
@@ -207,9 +220,18 @@ def test_the_nearest_captions_are_marked_right_or_wrong(gallery, labels):
     assert text.count("\n") == 3 and text.startswith(f"{found[0].name}: {found[0].caption}")
     right = sum(one.retrieved[0][1] for one in found)
     page = report.cards(found, each=9)
-    assert f"Right at first: {right} of 9" in page and f"Wrong at first: {9 - right} of 9" in page
+    for word, count in (("right", right), ("wrong", 9 - right)):
+        assert f"Nearest caption {word}: {count} of 9 pictures" in page
     assert page.count("<figure") == 9 and page.count("data:image/jpeg") == 1
     assert "text &lt;0&gt;" in page and "text <" not in page
+
+
+def test_another_pictures_caption_in_the_same_words_is_right(gallery, labels):
+    model = aligner.Aligner(heads.build_heads(5, 4, 3, seed=0), {})
+    said = [f"text {i // 6}" for i in range(18)]  # three pictures share their words
+    for one in report.find(model, gallery, labels._replace(y=said)):
+        for text, right in one.retrieved:
+            assert right == (text == one.caption)
 
 
 def test_labels_of_files_are_found_by_what_pair_noted(tmp_path):
@@ -224,10 +246,10 @@ def test_labels_of_files_are_found_by_what_pair_noted(tmp_path):
     noted = {"x": ["a.png", "b.png"], "y": ["a.png#0", "a.png#1", "b.png#0"]}
     for captions in (str(tmp_path / "captions.csv"), None):
         noted["data"] = {**source, "captions": captions}
-        workdir.write_json(tmp_path / pair.TEST, noted)
+        workdir.write_json(tmp_path / extraction.TEST, noted)
         found = report.labels_of(run)
         assert found.x == noted["x"] and found.pictures == [tmp_path / "a.png", tmp_path / "b.png"]
         assert found.y == (["One.", "Three.", "Two."] if captions else noted["y"])
     noted["data"]["root"] = str(tmp_path / "gone")
-    workdir.write_json(tmp_path / pair.TEST, noted)
+    workdir.write_json(tmp_path / extraction.TEST, noted)
     assert report.labels_of(run) is None

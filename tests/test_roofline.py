@@ -158,6 +158,20 @@ def test_a_compiled_loop_over_blocks_does_what_its_formula_says():
     assert cost.bytes <= blocks * (3 * rows + 2 * m * d * 4 + 6 * block)
 
 
+@pytest.mark.parametrize(("dtype", "operations"), [("f32", 4), ("s8", 7)])
+@pytest.mark.parametrize("target", ["tpu_custom_call", "__gpu$xla.gpu.triton"])
+def test_a_sweep_reads_its_kernel_once_and_widens_a_narrow_one(dtype, operations, target):
+    text = """
+ENTRY %main (a: DTYPE[64,32], c: f32[32]) -> f32[64] {
+  %a = DTYPE[64,32]{1,0} parameter(0)
+  %c = f32[32]{0} parameter(1)
+  ROOT %s = f32[64]{0} custom-call(%a, %c), custom_call_target="TARGET"
+}"""
+    (found,) = kernels(text.replace("DTYPE", dtype).replace("TARGET", target)).values()
+    assert found.bytes == 64 * 32 * (4 if dtype == "f32" else 1) + 4 * (32 + 64)
+    assert dict(found.operations) == {programs.VECTOR: 64 * 32 * operations}
+
+
 def test_every_part_of_the_step_is_found_under_its_name():
     n, pairs, d, e, x, y = 320, 64, 16, 24, 32, 48  # two blocks of 256 rows, which overlap
     workload = roofline.Workload(pairs, n, 512, x, y, d, e)
@@ -169,9 +183,10 @@ def test_every_part_of_the_step_is_found_under_its_name():
     found = list(programs.Program(step.as_text()).kernels(roofline.trips(plans)))
     parts = roofline.parts(found, roofline.DEVICES["a100"])
     ours = {name for key, name in roofline.PARTS.items() if "affinities" not in key}
-    # The teacher's features are known before, and both plans are multiplied at once.
-    others = {"log-sum-exp iterations", "teacher's features", "teacher: products"}
-    assert set(parts) == ours - others
+    # Both plans are multiplied at once, and the teacher's features of y, whose rows are wider than
+    # them, are known before.
+    assert set(parts) == ours - {"log-sum-exp iterations", "teacher: products"}
+    assert parts["teacher's features"].products == 2 * n * x * e
     computed = 512 * n  # entries of an affinity
     assert parts["heads"].products >= 2 * 2 * (n + pairs) * (x + y) * d
     assert parts["SigLIP"].products >= 3 * 2 * pairs**2 * d

@@ -367,6 +367,7 @@ def test_a_killed_comparison_goes_on_where_it_stopped(files, tmp_path):
             f"--config={files}/config.py",
             several("cca", "sail", "procrustes"),
             "--config.seeds=(0,1)",
+            "--config.train.steps=12",
             f"--workdir={workdir}",
         ]
         return small_runs.popen("main", options, compiled=tmp_path / "compiled")

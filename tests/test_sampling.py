@@ -145,6 +145,10 @@ def test_a_batch_is_a_function_of_seed_and_step_alone(data):
 def test_a_batch_larger_than_the_data_is_the_data(data):
     batch = batch_of(0, jnp.int32(9), data, pairs=100, unpaired=100)
     jax.tree.map(np.testing.assert_array_equal, batch[:4], data[:4])
+    draw = functools.partial(
+        sampling.draw, jax.random.key(0), jnp.int32(0), pairs=100, unpaired=100
+    )
+    assert "gather" not in str(jax.make_jaxpr(draw)(sampling.DeviceData(*data[:4])))  # no copy
 
 
 # --- batches from the host ---

@@ -8,8 +8,8 @@ import pytest
 import small_runs
 import toy_encoders
 
-from experiments import page
-from experiments.extract import extraction, items, pair, search
+from experiments import page, search
+from experiments.extract import extraction, items
 from sotalign_jax import aligner, checks, heads
 
 
@@ -126,7 +126,7 @@ def test_a_model_of_paired_files_knows_its_encoders(model, tmp_path):
         extraction.Embeddings(np.ones((1, 3)), row, {"encoder": {"name": name}})
         for name in ("dinov3-vitl16", "bert")
     )
-    pair.write(tmp_path, {}, x, y)
+    extraction.write(tmp_path, {}, x, y)
     files = {"x": str(tmp_path / "x.npy"), "y": str(tmp_path / "y.npy")}
     known = search.trained_with(trained_on(model, name="files", files=files))
     assert known["x"]["name"] == "dinov3-vitl16" and known["y"]["name"] == "bert"

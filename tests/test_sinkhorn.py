@@ -1,5 +1,6 @@
 import functools
 
+import fuzz
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -7,7 +8,6 @@ import ot
 import pytest
 import scipy.optimize
 
-from benchmarks import fuzz
 from sotalign_jax import checks
 from sotalign_jax.ot.sinkhorn import Plan, reference, sinkhorn
 

@@ -214,6 +214,18 @@ def test_teacher_features_are_computed_once_where_they_fit(dataset, teacher, mon
         assert (training.with_features(placed, teacher).star_x is not None) == fit
 
 
+def test_teacher_features_are_kept_only_of_a_pool_that_is_no_smaller(dataset, teacher):
+    placed = training.place(dataset)
+    narrow = placed._replace(pool_x=placed.pool_x.astype(jnp.float16)[:, : teacher.dim])
+    maps = dataclasses.replace(
+        teacher, map_x=heads.AffineMap(jnp.eye(teacher.dim), jnp.zeros(teacher.dim))
+    )
+    cached = training.with_features(narrow, maps)
+    assert cached.star_x is None and cached.star_y.shape == (len(placed.pool_y), teacher.dim)
+    batch = sampling.draw(jax.random.key(0), jnp.int32(0), cached, pairs=5, unpaired=7)
+    assert batch.star_x is None and batch.star_y.shape == (7, teacher.dim)
+
+
 @pytest.mark.parametrize("klot_on", methods.sotalign.KLOT_ON)
 def test_known_features_change_nothing(start, dataset, teacher, klot_on):
     method = methods.SOTAlign(klot_on=klot_on)

@@ -248,6 +248,7 @@ def test_killed_in_a_trial_it_ends_the_same(files, tmp_path):
             "--method=sail",
             "--grid=train.learning_rate=1e-2,1e-3",
             "--seeds=1",
+            "--config.train.steps=12",
             f"--workdir={workdir}",
         ]
         return small_runs.popen("tune", options, compiled=tmp_path / "compiled")

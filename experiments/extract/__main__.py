@@ -16,38 +16,39 @@ from experiments import cli
 from experiments.cli import path_flag
 from experiments.extract import datasets, encoders, extraction
 
-_ENCODER = flags.DEFINE_string("encoder", None, ", ".join(encoders.NAMES) + ".", required=True)
-flags.DEFINE_string("weights", None, "Folder with a copy of the encoder's repository.")
-flags.DEFINE_string("revision", None, "Revision of the encoder's hub repository.")
-flags.DEFINE_string("pool", None, "Pooling: cls+patch, authors, cls, average; mean, last.")
-flags.DEFINE_integer("max_length", None, "Tokens of a text that are read.", 1)
-flags.DEFINE_integer("batch_size", None, "Items embedded at once.", 1)
-flags.DEFINE_string("device", None, "cpu, cuda, ...; by default the fastest there is.")
-flags.DEFINE_bool("trust_remote_code", False, "Run code that comes with the weights.")
-_DATA = flags.DEFINE_string("data", None, ", ".join(datasets.NAMES) + ".", required=True)
+_ENCODER = flags.DEFINE_string("encoder", None, "One of those above.", required=True)
+_LOADING = (
+    flags.DEFINE_string("weights", None, "Folder with a copy of the encoder's repository."),
+    flags.DEFINE_string("revision", None, "Revision of the encoder's hub repository."),
+    flags.DEFINE_string("pool", None, "Pooling: cls+patch, authors, cls, average; mean, last."),
+    flags.DEFINE_integer("max_length", None, "Tokens of a text that are read.", 1),
+    flags.DEFINE_integer("batch_size", None, "Items embedded at once.", 1),
+    flags.DEFINE_string("device", None, "cpu, cuda, ...; by default the fastest there is."),
+    flags.DEFINE_bool("trust_remote_code", False, "Run code that comes with the weights."),
+)
+_DATA = flags.DEFINE_string("data", None, "One of those above.", required=True)
 _ROOT = path_flag("root", None, "The dataset's folder.", required=True)
 _SPLIT = flags.DEFINE_string("split", None, "Its split; by default the one that is evaluated on.")
 _CAPTIONS = path_flag("captions", None, "CSV or JSONL file of captions (folder, skyscript).")
-flags.DEFINE_integer("limit", None, "Only the first so many items.", 1)
-flags.DEFINE_enum("dtype", "float16", ["float16", "float32"], "Stored dtype.")
-flags.DEFINE_integer("shard_size", 4096, "Items between two saves.", 1)
-flags.DEFINE_integer("workers", 4, "Threads that read files.", 1)
+_EXTRACTION = (
+    flags.DEFINE_integer("limit", None, "Only the first so many items.", 1),
+    flags.DEFINE_enum("dtype", "float16", ["float16", "float32"], "Stored dtype."),
+    flags.DEFINE_integer("shard_size", 4096, "Items between two saves.", 1),
+    flags.DEFINE_integer("workers", 4, "Threads that read files.", 1),
+)
 flags.declare_key_flag("workdir")
-LOADING = "weights revision pool max_length batch_size device trust_remote_code"
-EXTRACTION = "limit dtype shard_size workers"
 
 
-def _given(names: str) -> dict[str, Any]:
-    return {name: flags.FLAGS[name].value for name in names.split()}
-
-
-def _run() -> None:
+def main() -> None:
+    """Embeds, and prints where the embeddings are."""
     root, out, captions = _ROOT.value, cli.workdir(), _CAPTIONS.value
     source = datasets.open_dataset(_DATA.value, root, split=_SPLIT.value, captions=captions)
-    encoder = encoders.load(_ENCODER.value, **_given(LOADING))
+    loading: dict[str, Any] = {flag.name: flag.value for flag in _LOADING}
+    encoder = encoders.load(_ENCODER.value, **loading)
     data = {"name": _DATA.value, "root": str(root), "split": _SPLIT.value}
     data["captions"] = None if captions is None else str(captions)
-    metadata = extraction.extract(source, encoder, out, data=data, **_given(EXTRACTION))
+    options: dict[str, Any] = {flag.name: flag.value for flag in _EXTRACTION}
+    metadata = extraction.extract(source, encoder, out, data=data, **options)
     count, width = metadata["shape"]
     print(f"{count} embeddings of width {width} are in {out / extraction.EMBEDDINGS}")
     if metadata["skipped"]:
@@ -55,4 +56,4 @@ def _run() -> None:
 
 
 if __name__ == "__main__":
-    cli.run(_run)
+    cli.run(main, choices={"encoders": tuple(encoders.NAMES), "data": datasets.NAMES})

@@ -1,18 +1,22 @@
 """Datasets by name, each read from its own on-disk format."""
 
+import codecs
 import csv
 import functools
 import itertools
 import json
 import pathlib
+import pickle
 import tarfile
 import threading
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
+
+import numpy as np
 
 from experiments import workdir
-from experiments.extract import classification, items
+from experiments.extract import items
 from experiments.extract.items import Item, Source
 from sotalign_jax import checks, files
 
@@ -22,34 +26,27 @@ CAPTIONS = 5
 """Captions per picture that COCO's and Flickr30k's protocols score."""
 FILE_COLUMNS = ("file", "file_name", "filename", "filepath", "image", "path")
 CAPTION_COLUMNS = ("caption", "text", "title", "sentence")
+Captioned = tuple[Item, list[Item]]
+"""A file, whose id is the group, and its captions."""
 
 
-class Captioned(NamedTuple):
-    """A file, whose id is the group, and its captions with their ids."""
-
-    id: str
-    file: pathlib.Path
-    captions: Sequence[tuple[str, str]]
-
-
-def _captioned(
-    captioned: Iterable[Captioned],
-    modality: str = "image",
+def _file(
+    name: str,
+    path: pathlib.Path,
+    captions: Iterable[tuple[str, str]],
     read: Callable[[pathlib.Path], Any] = items.picture,
-) -> Source:
-    rows = list(captioned)
+) -> Captioned:
+    """A file and its captions, given with their ids."""
+    return Item(name, name, path, read), [Item(own, name, text) for own, text in captions]
 
+
+def _captioned(rows: Callable[[], Iterable[Captioned]], modality: str = "image") -> Source:
     def texts() -> Iterator[Item]:
-        for row in rows:
-            for identity, caption in row.captions:
-                yield items.text_item(identity, caption, row.id)
-            if not row.captions:
-                yield items.bad_item(f"{row.id}#0", "has no caption", row.id)
+        for content, captions in rows():
+            missing = Item(f"{content.id}#0", content.id, "has no caption", items.fail)
+            yield from captions or [missing]
 
-    def contents() -> Iterator[Item]:
-        return (items.file_item(row.id, row.file, row.id, read) for row in rows)
-
-    return Source({modality: contents, "text": texts})
+    return Source({modality: lambda: (content for content, _ in rows()), "text": texts})
 
 
 def folder(root: pathlib.Path, split: str, captions: pathlib.Path | None = None) -> Source:
@@ -61,27 +58,22 @@ def folder(root: pathlib.Path, split: str, captions: pathlib.Path | None = None)
     """
     if captions is None:
 
-        def sidecars() -> Iterator[Item]:
+        def with_sidecars() -> Iterator[Captioned]:
             for name in items.pictures_below(root):
-                text = (root / name).with_suffix(".txt")
-                yield items.file_item(f"{name}#0", text, name, _first_line)
+                text = Item(f"{name}#0", name, (root / name).with_suffix(".txt"), _first_line)
+                yield Item(name, name, root / name, items.oriented), [text]
 
-        def pictures() -> Iterator[Item]:
-            for name in items.pictures_below(root):
-                yield items.file_item(name, root / name, name, items.oriented)
-
-        return Source({"image": pictures, "text": sidecars})
+        return _captioned(with_sidecars)
     said: dict[str, list[str]] = {}
     for name, caption in read_captions(captions, split):
         said.setdefault(name, []).append(caption)
     if not split:  # which names its own pictures; otherwise all are embedded
         for name in items.pictures_below(root):
             said.setdefault(name, [])
-    rows = (
-        Captioned(name, root / name, [(f"{name}#{n}", text) for n, text in enumerate(texts)])
-        for name, texts in said.items()
+    named = {name: [(f"{name}#{n}", t) for n, t in enumerate(ts)] for name, ts in said.items()}
+    return _captioned(
+        lambda: (_file(name, root / name, own, items.oriented) for name, own in named.items())
     )
-    return _captioned(rows, read=items.oriented)
 
 
 def _first_line(path: pathlib.Path) -> str:
@@ -94,40 +86,30 @@ def read_captions(
     split: str = "",
     columns: Sequence[Sequence[str]] = (FILE_COLUMNS, CAPTION_COLUMNS),
 ) -> list[tuple[str, str]]:
-    """Files and captions of a CSV or JSONL file, in the first of the columns that it has.
-
-    Raises:
-        InputError: the file is missing, of another format, or lacks a column.
-    """
+    """Files and captions of a CSV or JSONL file, in the first of the columns that it has."""
     if path.suffix not in (".csv", ".jsonl"):
         raise checks.InputError(f"captions: {path} is neither .csv nor .jsonl; convert it")
     try:
         with path.open(newline="", encoding="utf-8-sig") as file:
             parsed = map(json.loads, filter(str.strip, file))
-            records = iter(csv.DictReader(file)) if path.suffix == ".csv" else parsed
-            first: dict[str, Any] | None = next(records, None)
-            if first is None:
-                raise checks.InputError(f"captions: {path} has no rows; write one per caption")
-            if split and "split" not in first:
-                raise checks.InputError(f"split: {split!r} asked but {path} has no column 'split'")
-            name, caption = (_column(path, first, names) for names in columns)
-            return [
+            records = iter(csv.DictReader(file) if path.suffix == ".csv" else parsed)
+            first: dict[str, Any] = next(records, {})
+            name, caption = (next((n for n in names if n in first), names[0]) for names in columns)
+            rows = [
                 (str(record.get(name) or ""), str(record.get(caption) or ""))
                 for record in itertools.chain([first], records)
                 if not split or record.get("split") == split
             ]
-    except checks.InputError:
-        raise
     except (OSError, ValueError) as error:
         raise checks.InputError(f"captions: {path} cannot be read ({error})") from error
-
-
-def _column(path: pathlib.Path, record: dict[str, Any], names: Sequence[str]) -> str:
-    for name in names:
-        if name in record:
-            return name
-    has = ", ".join(map(str, record))
-    raise checks.InputError(f"captions: {path} has the columns {has}; name one {names[0]!r}")
+    if not first:
+        raise checks.InputError(f"captions: {path} has no rows; write one per caption")
+    if split and "split" not in first:
+        raise checks.InputError(f"split: {split!r} asked but {path} has no column 'split'")
+    if missing := [column for column in (name, caption) if column not in first]:
+        has = ", ".join(map(str, first))
+        raise checks.InputError(f"captions: {path} has the columns {has}; name one {missing[0]!r}")
+    return rows
 
 
 def coco(root: pathlib.Path, split: str) -> Source:
@@ -147,9 +129,9 @@ def coco(root: pathlib.Path, split: str) -> Source:
     texts: dict[int, list[tuple[str, str]]] = defaultdict(list)
     for entry in table["annotations"]:
         texts[entry["image_id"]].append((str(entry["id"]), entry["caption"]))
+    images = sorted((one["id"], one["file_name"]) for one in table["images"])
     return _captioned(
-        Captioned(str(one["id"]), root / split / one["file_name"], texts[one["id"]][:CAPTIONS])
-        for one in sorted(table["images"], key=lambda one: one["id"])
+        lambda: (_file(str(n), root / split / name, texts[n][:CAPTIONS]) for n, name in images)
     )
 
 
@@ -165,10 +147,12 @@ def _karpathy(
 ) -> Source:
     checks.choice("split", split, ("train", "val", "test"))
     wanted = ("train", "restval") if split == "train" else (split,)  # what was left over, too
+    records = [r for r in workdir.read_json(table)["images"] if r["split"] in wanted]
     return _captioned(
-        Captioned(*place(r), [(str(s["sentid"]), s["raw"]) for s in r["sentences"][:CAPTIONS]])
-        for r in workdir.read_json(table)["images"]
-        if r["split"] in wanted
+        lambda: (
+            _file(*place(r), [(str(s["sentid"]), s["raw"]) for s in r["sentences"][:CAPTIONS]])
+            for r in records
+        )
     )
 
 
@@ -180,37 +164,179 @@ def librispeech(root: pathlib.Path, split: str) -> Source:
         for path in sorted(place.glob("*/*/*.trans.txt")):
             for line in items.lines(path):
                 name, _, text = line.partition(" ")
-                yield Captioned(name, path.with_name(f"{name}.flac"), [(name, text)])
+                yield _file(name, path.with_name(f"{name}.flac"), [(name, text)], items.sound)
 
-    return _captioned(utterances(), "audio", items.sound)
-
-
-SKYSCRIPT = {
-    "train": "SkyScript_train_top30pct_filtered_by_CLIP_openai.csv",
-    "train50": "SkyScript_train_top50pct_filtered_by_CLIP_openai.csv",
-    "val": "SkyScript_val_5K_filtered_by_CLIP_openai.csv",
-    "test": "SkyScript_test_30K_filtered_by_CLIP_openai.csv",
-}
+    return _captioned(utterances, "audio")
 
 
 def skyscript(root: pathlib.Path, split: str, captions: pathlib.Path | None = None) -> Source:
     """SkyScript: a CSV per split (or one given as captions) and pictures in images2/, ..."""
+    parts = {"train": "train_top30pct", "train50": "train_top50pct", "val": "val_5K"}
+    parts["test"] = "test_30K"
     if captions is None:
-        checks.choice("split", split, tuple(SKYSCRIPT))
-        captions = items.find(root, SKYSCRIPT[split], f"dataframe/{SKYSCRIPT[split]}")
+        checks.choice("split", split, tuple(parts))
+        name = f"SkyScript_{parts[split]}_filtered_by_CLIP_openai.csv"
+        captions = items.find(root, name, f"dataframe/{name}")
     rows = read_captions(captions, columns=(("filepath",), ("title_multi_objects",)))
-    return _captioned(Captioned(name, root / name, [(name, title)]) for name, title in rows)
+    return _captioned(lambda: (_file(name, root / name, [(name, title)]) for name, title in rows))
+
+
+# --- labelled pictures: ImageNet, Food-101, DTD, Flowers-102, FGVC-Aircraft, CIFAR ---------------
+
+_FOLDER = pathlib.Path(__file__).parents[1] / "zero_shot"
+TEMPLATES, CLASS_NAMES = _FOLDER / "templates.json", _FOLDER / "class_names.json"
+"""Prompts, and names of classes, as CLIP's zero-shot evaluation writes them."""
+
+
+def _prompted(prompts: str, names: Iterable[str], pictures: Callable[[], Iterator[Item]]) -> Source:
+    """Labelled pictures, and for texts every template of a set filled with every class name.
+
+    The group of a picture and of a prompt is the number of its class.
+    """
+    templates = workdir.read_json(TEMPLATES)[prompts]
+    classes = tuple(name.replace("_", " ") for name in names)
+
+    def texts() -> Iterator[Item]:
+        for label, name in enumerate(classes):
+            for number, template in enumerate(templates):
+                yield Item(f"{label}/{number}", str(label), template.format(c=name))
+
+    return Source({"image": pictures, "text": texts}, classes)
+
+
+def _labelled(
+    prompts: str,
+    classes: Sequence[Any],
+    folder: pathlib.Path,
+    rows: Iterable[tuple[str, Any]],
+    names: Sequence[str] | None = None,
+) -> Source:
+    """Picture files with one of `classes` each; `names` is what the classes are called."""
+    number = {one: str(label) for label, one in enumerate(classes)}
+    listed = [(name, number[one]) for name, one in rows]
+
+    def pictures() -> Iterator[Item]:
+        return (Item(name, label, folder / name, items.picture) for name, label in listed)
+
+    return _prompted(prompts, names or classes, pictures)
+
+
+def imagenet(root: pathlib.Path, split: str) -> Source:
+    """ImageNet-1k: SPLIT/SYNSET/*.JPEG, or Kaggle's layout with LOC_val_solution.csv."""
+    checks.choice("split", split, ("train", "val"))
+    mapping, solution = root / "LOC_synset_mapping.txt", root / "LOC_val_solution.csv"
+    if mapping.exists():
+        synsets = [line.split()[0] for line in items.lines(mapping)]
+        folder = root / "ILSVRC" / "Data" / "CLS-LOC" / split
+    else:
+        folder = items.find(root, split)
+        synsets = sorted(path.name for path in folder.iterdir() if path.is_dir())
+    names = workdir.read_json(CLASS_NAMES)["imagenet1k"]
+    if len(synsets) != len(names):
+        text = f"root: {folder} has {len(synsets)} synset folders, not {len(names)}"
+        raise checks.InputError(f"{text}; names go by their order, so keep empty ones as well")
+    if split == "val" and solution.exists():
+        listed = csv.DictReader(items.lines(solution))
+        rows = sorted((f"{r['ImageId']}.JPEG", r["PredictionString"].split()[0]) for r in listed)
+    else:
+        rows = [(name, pathlib.Path(name).parts[0]) for name in items.pictures_below(folder)]
+    return _labelled("imagenet1k", synsets, folder, rows, names)
+
+
+def food101(root: pathlib.Path, split: str) -> Source:
+    """Food-101: images/CLASS/ID.jpg, meta/classes.txt, meta/test.txt or train.txt."""
+    meta = items.find(root, "meta")
+    checks.choice("split", split, ("train", "test"))
+    rows = ((f"{name}.jpg", name.split("/")[0]) for name in items.lines(meta / f"{split}.txt"))
+    return _labelled("food101", items.lines(meta / "classes.txt"), root / "images", rows)
+
+
+def dtd(root: pathlib.Path, split: str) -> Source:
+    """Describable textures, split 1: images/CLASS/*.jpg and labels/test1.txt, train1.txt, ..."""
+    listed, folder = items.find(root, f"labels/{split}.txt"), root / "images"
+    classes = sorted(path.name for path in folder.iterdir() if path.is_dir())
+    rows = ((name, name.split("/")[0]) for name in items.lines(listed))
+    return _labelled("dtd", classes, folder, rows)
+
+
+def flowers(root: pathlib.Path, split: str) -> Source:
+    """Flowers-102: jpg/image_NNNNN.jpg, imagelabels.mat, setid.mat; split train, val or test."""
+    import scipy.io
+
+    parts = {"train": "trnid", "val": "valid", "test": "tstid"}
+    checks.choice("split", split, tuple(parts))
+    numbers = scipy.io.loadmat(items.find(root, "setid.mat"))[parts[split]].ravel()
+    labels = scipy.io.loadmat(root / "imagelabels.mat")["labels"].ravel()
+    rows = ((f"image_{n:05d}.jpg", labels[n - 1]) for n in numbers)
+    names = workdir.read_json(CLASS_NAMES)["flowers"]
+    return _labelled("flowers", range(1, len(names) + 1), root / "jpg", rows, names)
+
+
+def aircraft(root: pathlib.Path, split: str) -> Source:
+    """FGVC-Aircraft by variant: data/images/*.jpg, data/variants.txt, images_variant_SPLIT.txt."""
+    data = items.find(root, "data/variants.txt", "variants.txt").parent
+    listed = items.lines(items.find(data, f"images_variant_{split}.txt"))
+    named = (line.strip().split(maxsplit=1) for line in listed)
+    rows = ((f"{name}.jpg", variant) for name, variant in named)
+    return _labelled("fgvc_aircraft", items.lines(data / "variants.txt"), data / "images", rows)
+
+
+CIFAR: dict[str, tuple[str, bytes, bytes, dict[str, list[str]]]] = {
+    "cifar10": (
+        *("batches.meta", b"label_names", b"labels"),
+        {"test": ["test_batch"], "train": [f"data_batch_{n}" for n in range(1, 6)]},
+    ),
+    "cifar100": (
+        *("meta", b"fine_label_names", b"fine_labels"),
+        {"test": ["test"], "train": ["train"]},
+    ),
+}
+
+
+def cifar(root: pathlib.Path, split: str, *, name: str) -> Source:
+    """CIFAR-10, or CIFAR-100 with fine labels, in their Python versions."""
+    meta, names, labels, batches = CIFAR[name]
+    checks.choice("split", split, tuple(batches))
+    classes = [one.decode() for one in _unpickle(items.find(root, meta))[names]]
+
+    def pictures() -> Iterator[Item]:
+        for file in (root / batch for batch in batches[split]):
+            batch = _unpickle(file)
+            # Rows are planes of red, green and blue, 32 x 32 each.
+            rows = batch[b"data"].reshape(-1, 3, 32, 32).transpose(0, 2, 3, 1)
+            for n, label in enumerate(batch[labels]):
+                read = functools.partial(lambda rows, n, _: items.from_array(rows[n]), rows, n)
+                yield Item(f"{file.name}/{n}", str(int(label)), file, read)
+
+    return _prompted(name, classes, pictures)
+
+
+class _ArraysOnly(pickle.Unpickler):
+    """Reads plain values and numpy arrays; a pickle that asks for anything else is refused."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        home = module.replace("numpy._core", "numpy.core")
+        if (home, name) == ("numpy.core.multiarray", "_reconstruct"):
+            return np.empty(0).__reduce__()[0]
+        if (home, name) in (("numpy", "ndarray"), ("numpy", "dtype")):
+            return getattr(np, name)
+        if (module, name) == ("_codecs", "encode"):  # bytes, as Python 3 pickles them for 2
+            return codecs.encode
+        raise pickle.UnpicklingError(f"asks for {module}.{name}, which no CIFAR file does")
+
+
+def _unpickle(path: pathlib.Path) -> dict[bytes, Any]:
+    try:
+        with path.open("rb") as file:
+            return _ArraysOnly(file, encoding="bytes").load()
+    except (OSError, EOFError, pickle.UnpicklingError, ValueError) as error:
+        raise checks.InputError(f"root: {path} cannot be read ({error})") from error
 
 
 # --- tar shards in the webdataset layout, as CC3M and CC12M are distributed -----------------------
 
-
-class Member(NamedTuple):
-    """A file inside a tar, which is read without touching the rest of the tar."""
-
-    key: str
-    suffix: str
-    read: Callable[[], bytes]
+Members = dict[str, tuple[int, int]]
+"""The files of a sample by their suffix: where in a tar they begin, and their size."""
 
 
 def webdataset(root: pathlib.Path, split: str) -> Source:
@@ -224,22 +350,23 @@ def webdataset(root: pathlib.Path, split: str) -> Source:
     if not tars:
         raise checks.InputError(f"root: {root} holds no .tar with {split!r} in its name")
 
-    def samples(pick: Callable[[list[Member]], Any]) -> Iterator[Item]:
+    def samples(pick: Callable[[Members, pathlib.Path], Any]) -> Iterator[Item]:
         for tar in tars:
-            for key, members in itertools.groupby(_members(tar), key=lambda member: member.key):
-                load = functools.partial(pick, list(members))
-                yield Item(f"{tar.stem}/{key}", load, f"{tar.stem}/{key}", tar)
+            for key, members in itertools.groupby(_members(tar), key=lambda member: member[0]):
+                places = {suffix: place for _, suffix, place in members}
+                name = f"{tar.stem}/{key}"
+                yield Item(name, name, tar, functools.partial(pick, places))
             with tar.open("rb") as file:
                 file.seek(max(tar.stat().st_size - 1024, 0))
                 if file.read() != bytes(1024):  # the two empty blocks that end a tar
                     reason = f"{tar.name} is cut short; fetch it again"
-                    yield items.bad_item(f"{tar.stem}/", reason, "")
+                    yield Item(f"{tar.stem}/", "", reason, items.fail)
 
     return Source({"image": lambda: samples(_picture), "text": lambda: samples(_caption)})
 
 
-def _members(tar: pathlib.Path) -> Iterator[Member]:
-    """Members in order; only headers are read, as far as they can be."""
+def _members(tar: pathlib.Path) -> Iterator[tuple[str, str, tuple[int, int]]]:
+    """Key, suffix and place of members in order; only headers are read, as far as they can be."""
     try:
         with tarfile.open(tar, "r:") as archive:
             for entry in archive:
@@ -247,13 +374,14 @@ def _members(tar: pathlib.Path) -> Iterator[Member]:
                 if entry.isfile():
                     parent, slash, name = entry.name.rpartition("/")
                     key, _, suffix = name.partition(".")
-                    read = functools.partial(_read, tar, entry.offset_data, entry.size)
-                    yield Member(f"{parent}{slash}{key}", f".{suffix.lower()}", read)
+                    place = entry.offset_data, entry.size
+                    yield f"{parent}{slash}{key}", f".{suffix.lower()}", place
     except tarfile.ReadError:
         return
 
 
 def _read(tar: pathlib.Path, offset: int, size: int) -> bytes:
+    """A member, without touching the rest of its tar."""
     with tar.open("rb") as file:
         file.seek(offset)
         content = file.read(size)
@@ -262,19 +390,18 @@ def _read(tar: pathlib.Path, offset: int, size: int) -> bytes:
     return content
 
 
-def _picture(members: list[Member]) -> Any:
-    for member in members:
-        if member.suffix.endswith(items.IMAGE_SUFFIXES):
-            return items.picture(member.read())
+def _picture(members: Members, tar: pathlib.Path) -> Any:
+    for suffix, place in members.items():
+        if suffix.endswith(items.IMAGE_SUFFIXES):
+            return items.picture(_read(tar, *place))
     raise ValueError("has no picture")
 
 
-def _caption(members: list[Member]) -> str:
-    by_suffix = {member.suffix: member for member in members}
-    if ".txt" in by_suffix:
-        return by_suffix[".txt"].read().decode("utf-8")
-    if ".json" in by_suffix and (caption := json.loads(by_suffix[".json"].read()).get("caption")):
-        return str(caption)
+def _caption(members: Members, tar: pathlib.Path) -> str:
+    if ".txt" in members:
+        return _read(tar, *members[".txt"]).decode("utf-8")
+    if ".json" in members and (told := json.loads(_read(tar, *members[".json"])).get("caption")):
+        return str(told)
     raise ValueError("has no caption")
 
 
@@ -290,7 +417,7 @@ def wikitext(root: pathlib.Path, split: str) -> Source:
         with path.open(encoding="utf-8") as file:
             for number, text in enumerate(map(str.strip, file), 1):
                 if text and not (text.startswith("= ") and text.endswith(" =")):
-                    yield items.text_item(str(number), text, str(number))
+                    yield Item(str(number), str(number), text)
 
     return Source({"text": paragraphs})
 
@@ -302,9 +429,14 @@ def polyvore(root: pathlib.Path, split: str) -> Source:
         raise checks.InputError(f"root: {root} holds no .parquet, nor does its data/")
     lock = threading.Lock()  # for one thread reads a row group, which is large
 
-    def load(file: pathlib.Path, group: int, column: str, row: int) -> Any:
+    @functools.lru_cache(maxsize=2)
+    def cells(file: pathlib.Path, group: int, column: str) -> Any:
+        with items.require("pyarrow.parquet").ParquetFile(file) as table:
+            return table.read_row_group(group, columns=[column])[column]
+
+    def load(group: int, column: str, row: int, file: pathlib.Path) -> Any:
         with lock:
-            value = _cells(file, group, column)[row].as_py()
+            value = cells(file, group, column)[row].as_py()
         if value is None:
             raise ValueError("is empty")
         return items.picture(value["bytes"]) if column == "image" else str(value)
@@ -315,16 +447,9 @@ def polyvore(root: pathlib.Path, split: str) -> Source:
                 for group in range(table.num_row_groups):
                     names = table.read_row_group(group, columns=["item_ID"])["item_ID"]
                     for row, name in enumerate(map(str, names.to_pylist())):
-                        cell = functools.partial(load, file, group, column, row)
-                        yield Item(name, cell, name, file)
+                        yield Item(name, name, file, functools.partial(load, group, column, row))
 
     return Source({column: functools.partial(rows, column) for column in ("image", "text")})
-
-
-@functools.lru_cache(maxsize=2)
-def _cells(file: pathlib.Path, group: int, column: str) -> Any:
-    with items.require("pyarrow.parquet").ParquetFile(file) as table:
-        return table.read_row_group(group, columns=[column])[column]
 
 
 def tfds(root: pathlib.Path, split: str, *, name: str) -> Source:
@@ -346,25 +471,24 @@ def tfds(root: pathlib.Path, split: str, *, name: str) -> Source:
         listed = ", ".join(known)
         raise checks.InputError(f"data: tfds:{name} has {listed}; none is an image or a text")
 
-    def load(n: int, modality: str) -> Any:
+    def load(n: int, modality: str, _: pathlib.Path) -> Any:
         value = records[n][features[modality]]
-        if modality == "image":
-            return items.from_array(value)
-        return value.decode("utf-8") if isinstance(value, bytes) else str(value)
+        text = value.decode("utf-8") if isinstance(value, bytes) else value
+        return items.from_array(value) if modality == "image" else str(text)
 
     def rows(modality: str, group: Callable[[int], str] = str) -> Iterator[Item]:
         made = pathlib.Path(info.data_dir) / "dataset_info.json"
         for n in range(len(records)):
-            yield Item(str(n), functools.partial(load, n, modality), group(n), made)
+            yield Item(str(n), group(n), made, functools.partial(load, n, modality))
 
-    prompts = name.split("/")[0].split(":")[0]
+    dataset = name.split("/")[0].split(":")[0]
     # TFDS names ImageNet's classes by synset and orders both as the published names do.
-    published = {"imagenet2012": "imagenet1k", "oxford_flowers102": "flowers"}.get(prompts)
-    prompts = published or prompts
+    published = {"imagenet2012": "imagenet1k", "oxford_flowers102": "flowers"}.get(dataset)
+    prompts = published or dataset
     labelled = "image" in features and hasattr(known.get("label"), "names")
-    if labelled and prompts in workdir.read_json(classification.TEMPLATES):
-        names = classification.published_names(prompts) if published else known["label"].names
-        return classification.source(
+    if labelled and prompts in workdir.read_json(TEMPLATES):
+        names = workdir.read_json(CLASS_NAMES)[prompts] if published else known["label"].names
+        return _prompted(
             prompts, names, lambda: rows("image", lambda n: str(int(records[n]["label"])))
         )
     return Source({modality: functools.partial(rows, modality) for modality in sorted(features)})
@@ -377,13 +501,13 @@ DATASETS: dict[str, tuple[Callable[..., Source], str]] = {
     "webdataset": (webdataset, ""),
     "coco": (coco, "val2017"),
     "flickr30k": (flickr30k, "test"),
-    "imagenet": (classification.imagenet, "val"),
-    "food101": (classification.food101, "test"),
-    "cifar10": (classification.cifar10, "test"),
-    "cifar100": (classification.cifar100, "test"),
-    "dtd": (classification.dtd, "test1"),
-    "flowers": (classification.flowers, "test"),
-    "aircraft": (classification.aircraft, "test"),
+    "imagenet": (imagenet, "val"),
+    "food101": (food101, "test"),
+    "cifar10": (functools.partial(cifar, name="cifar10"), "test"),
+    "cifar100": (functools.partial(cifar, name="cifar100"), "test"),
+    "dtd": (dtd, "test1"),
+    "flowers": (flowers, "test"),
+    "aircraft": (aircraft, "test"),
     "librispeech": (librispeech, "test-clean"),
     "wikitext": (wikitext, "train"),
     "skyscript": (skyscript, "test"),
@@ -396,15 +520,10 @@ NAMES = (*DATASETS, "tfds:NAME")
 def open_dataset(
     name: str, root: pathlib.Path, *, split: str | None = None, captions: pathlib.Path | None = None
 ) -> Source:
-    """Opens a dataset, `tfds:NAME` included, that lies in `root`.
-
-    Raises:
-        InputError: the name is unknown, or `root` does not hold what the dataset consists of.
-    """
-    options: dict[str, Any] = {} if captions is None else {"captions": captions}
+    """Opens a dataset, `tfds:NAME` included, that lies in `root`."""
+    reader: Callable[..., Source]
     if name.startswith("tfds:"):
-        reader: Callable[..., Source] = tfds
-        usual, options["name"] = "test", name.removeprefix("tfds:")
+        reader, usual = functools.partial(tfds, name=name.removeprefix("tfds:")), "test"
     else:
         checks.choice("data", name, NAMES)
         reader, usual = DATASETS[name]
@@ -412,7 +531,8 @@ def open_dataset(
         raise checks.InputError(f"root: {root} does not exist; pass the dataset's own folder")
     if captions is not None and name not in ("folder", "skyscript"):
         raise checks.InputError(f"captions: {name} has captions of its own; leave --captions out")
-    return reader(root, usual if split is None else split, **options)
+    given = {} if captions is None else {"captions": captions}
+    return reader(root, usual if split is None else split, **given)
 
 
 def captions(data: Mapping[str, Any], ids: Sequence[str]) -> list[str] | None:

@@ -1,4 +1,4 @@
-"""From items to a folder of embeddings; a run that was killed goes on where it stopped.
+"""From items to a folder of embeddings, and from two folders to files for experiments.main.
 
 A finished folder holds
 
@@ -10,7 +10,7 @@ A finished folder holds
 
 The first four grow by `shard_size` items at a time, and `progress.json` says how far they are
 complete: what a killed run wrote beyond is cut off. So they are a function of the items and the
-options alone, and an interrupted run ends in the same bytes as an uninterrupted one.
+options alone, and a run that was killed and started again ends in the same bytes as any other.
 """
 
 import concurrent.futures
@@ -21,8 +21,8 @@ import itertools
 import json
 import os
 import pathlib
-from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections import defaultdict, deque
+from collections.abc import Iterator
 from typing import Any, BinaryIO, NamedTuple
 
 import numpy as np
@@ -31,16 +31,12 @@ from experiments import workdir
 from experiments.extract.encoders import Encoder
 from experiments.extract.items import Item, Source
 from sotalign_jax import checks
+from sotalign_jax import data as data_lib
 
-FORMAT = 2
-EMBEDDINGS, ROWS, SKIPPED, INPUTS = GROWING = (
-    "embeddings.npy",
-    "rows.jsonl",
-    "skipped.jsonl",
-    "inputs.jsonl",
-)
+EMBEDDINGS, ROWS = "embeddings.npy", "rows.jsonl"
+SKIPPED, INPUTS = "skipped.jsonl", "inputs.jsonl"
+GROWING = (EMBEDDINGS, ROWS, SKIPPED, INPUTS)
 METADATA, PROGRESS = "metadata.json", "progress.json"
-Pool = concurrent.futures.ThreadPoolExecutor
 
 
 class Row(NamedTuple):
@@ -71,21 +67,16 @@ def extract(
 ) -> dict[str, Any]:
     """Embeds what `encoder` can read of a source, or goes on with what was begun in `out`.
 
-    `data` says what the items are, for the metadata; `shard_size` items are embedded between two
-    saves, and `workers` threads read and prepare them. Returns the metadata.
-
-    Raises:
-        InputError: there is nothing to embed, the folder holds something else, or an item has
-            changed since it was embedded.
-        OSError: the disk is full, ...; what is saved stays, and the next start goes on from it.
+    `data` says what the items are, for the metadata, which is returned; `shard_size` items are
+    embedded between two saves, and `workers` threads read and prepare them. A folder of something
+    else, or an item that has changed since it was embedded, is an InputError. After an OSError,
+    such as a full disk, the next start goes on from what is saved.
     """
     checks.choice("dtype", dtype, ("float16", "float32"))
     checks.whole(1, shard_size=shard_size)
     if encoder.modality not in source.items:
-        raise checks.InputError(
-            f"encoder: {encoder.describe()['name']} needs {encoder.modality} but the dataset has "
-            f"{' and '.join(source.items)}; choose another encoder"
-        )
+        text = f"encoder: needs {encoder.modality} but the dataset has {' and '.join(source.items)}"
+        raise checks.InputError(f"{text}; choose another encoder")
 
     def items() -> Iterator[Item]:
         return itertools.islice(source.items[encoder.modality](), limit)
@@ -96,14 +87,12 @@ def extract(
     data = {**data, "limit": limit}
     if source.classes is not None:
         data["classes"] = list(source.classes)
-    metadata = {"format": FORMAT, "encoder": encoder.describe(), "data": data, "dtype": dtype}
+    metadata = {"format": 2, "encoder": encoder.describe(), "data": data, "dtype": dtype}
     workdir.open_run(out, {**metadata, "shard_size": shard_size})
     with workdir.only_process(out):
         if change := difference(items(), out):
-            raise checks.InputError(
-                f"workdir: {out} was made from other data: {change}; choose another --workdir or "
-                "remove it"
-            )
+            text = f"workdir: {out} was made from other data: {change}"
+            raise checks.InputError(f"{text}; choose another --workdir or remove it")
         if not (out / METADATA).exists():
             shape = _embed(items(), total, encoder, out, dtype, shard_size, workers)
             metadata |= {"data": {**data, "items": total}, "shape": shape, "count": shape[0]}
@@ -120,11 +109,7 @@ def extract(
 
 
 def load(folder: pathlib.Path) -> Embeddings:
-    """Opens a finished folder.
-
-    Raises:
-        InputError: the run that writes it has not ended, or its files are damaged.
-    """
+    """Opens a finished folder; InputError if it is not finished, or damaged."""
     if not (folder / METADATA).exists():
         begun = (folder / "config.json").exists()
         remedy = "start that extraction again to finish it" if begun else "check the path"
@@ -133,10 +118,9 @@ def load(folder: pathlib.Path) -> Embeddings:
     rows = np.load(folder / EMBEDDINGS, mmap_mode="r")
     origins = [Row(**record) for record in _read_lines(folder / ROWS)]
     if list(rows.shape) != metadata["shape"] or len(origins) != len(rows):
-        raise checks.InputError(
-            f"{folder}: its files do not belong together (metadata.json says {metadata['shape']}, "
-            f"embeddings.npy {list(rows.shape)}, rows.jsonl {len(origins)}); extract them again"
-        )
+        text = f"metadata.json says {metadata['shape']}, embeddings.npy {list(rows.shape)}"
+        text = f"{folder}: its files do not belong together ({text}, rows.jsonl {len(origins)})"
+        raise checks.InputError(f"{text}; extract them again")
     return Embeddings(rows, origins, metadata)
 
 
@@ -145,21 +129,16 @@ def _read_lines(path: pathlib.Path) -> Iterator[dict[str, Any]]:
         yield from map(json.loads, file)
 
 
-# --- what was embedded --------------------------------------------------------------------------
-
-
 def difference(items: Iterator[Item], out: pathlib.Path) -> str | None:
-    """How items differ from what a folder, finished or not, was made from; None if they do not.
+    """How the first item differs from what a folder, finished or not, was made from, if any does.
 
-    Names the first that differs. Content is read only of files that were written since.
+    Content is read only of files that were written since.
     """
-    finished = (out / METADATA).exists()
-    recorded = _read_lines(out / INPUTS) if finished else iter(())
-    if not finished and (out / PROGRESS).exists():
-        done = workdir.read_json(out / PROGRESS)["items"]
-        recorded = itertools.islice(_read_lines(out / INPUTS), done)
-    seen = None
-    for item, old in itertools.zip_longest(items, recorded):
+    finished, seen = (out / METADATA).exists(), None
+    begun = not finished and (out / PROGRESS).exists()
+    done = workdir.read_json(out / PROGRESS)["items"] if begun else None
+    lines = _read_lines(out / INPUTS) if finished or begun else iter(())
+    for item, old in itertools.zip_longest(items, itertools.islice(lines, done)):
         if old is None:
             return f"{item.id!r} is new" if finished else None
         if item is None:
@@ -188,9 +167,6 @@ def _identify(origin: pathlib.Path | str) -> dict[str, Any]:
         return {}
 
 
-# --- embedding ----------------------------------------------------------------------------------
-
-
 def _embed(
     items: Iterator[Item],
     total: int,
@@ -214,19 +190,20 @@ def _embed(
         ids = {row["id"] for row in _read_lines(out / ROWS)}
         done, unit = saved["items"], f"{encoder.modality} rows"
         progress = workdir.Progress(total, "extract", initial=done, unit=unit, rate=True)
-        bar, pool = stack.enter_context(progress), stack.enter_context(Pool(workers))
+        bar = stack.enter_context(progress)
+        pool = stack.enter_context(concurrent.futures.ThreadPoolExecutor(workers))
         rest = itertools.islice(items, done, None)
 
         def line(name: str, **record: Any) -> None:
             growing[name].write(json.dumps(record).encode() + b"\n")
 
         while shard := list(itertools.islice(rest, shard_size)):
-            made = _embed_shard(shard, encoder, dtype, pool, workers, bar.advance)
+            made = _embed_shard(shard, encoder, dtype, pool, workers, bar)
             for item, (origin, row, reason) in zip(shard, made, strict=True):
                 line(INPUTS, id=item.id, group=item.group, origin=origin)
                 if row is None or item.id in ids:
-                    told = reason or "duplicate id; the first one is kept"
-                    line(SKIPPED, id=item.id, reason=told)
+                    reason = reason or "duplicate id; the first one is kept"
+                    line(SKIPPED, id=item.id, reason=reason)
                     continue
                 if not ids:
                     write_header(growing[EMBEDDINGS], dtype, (0, len(row)))
@@ -260,14 +237,11 @@ def _embed_shard(
     items: list[Item],
     encoder: Encoder,
     dtype: str,
-    pool: Pool,
+    pool: concurrent.futures.Executor,
     workers: int,
-    advance: Callable[[int], None],
-) -> list[tuple[dict[str, Any], np.ndarray | None, str]]:
-    """Of every item its fingerprint, and its embedding or why there is none.
-
-    No more than two batches of prepared items exist at a time.
-    """
+    bar: workdir.Progress,
+) -> Iterator[tuple[dict[str, Any], np.ndarray | None, str]]:
+    """Of every item its fingerprint, and its embedding or why there is none."""
     identify = functools.lru_cache(maxsize=64)(_identify)  # a file may hold many items
     origins: dict[int, dict[str, Any]] = {}
     reasons: dict[int, str] = {}
@@ -288,8 +262,15 @@ def _embed_shard(
             reasons[index] = checks.first_line(error)
             return index, None
 
-    ahead = 2 * max(encoder.batch_size, workers)
-    prepared = _bounded_map(pool, prepare, range(len(items)), ahead)
+    def in_order(ahead: int) -> Iterator[tuple[int, Any]]:
+        waiting: deque[concurrent.futures.Future[tuple[int, Any]]] = deque()
+        for index in range(len(items)):
+            waiting.append(pool.submit(prepare, index))
+            if len(waiting) >= ahead:
+                yield waiting.popleft().result()
+        yield from (future.result() for future in waiting)
+
+    prepared = in_order(2 * max(encoder.batch_size, workers))  # two batches exist at a time
     if encoder.modality == "text":  # short with short: less padding
         prepared = iter(sorted(prepared, key=lambda entry: len(entry[1] or "")))
     while batch := list(itertools.islice(prepared, encoder.batch_size)):
@@ -305,18 +286,151 @@ def _embed_shard(
                     reasons[index] = "its embedding is zero"
                 else:
                     rows[index] = row
-        advance(len(batch))
-    return [(origins[i], rows.get(i), reasons.get(i, "")) for i in range(len(items))]
+        bar.advance(len(batch))
+    return ((origins[i], rows.get(i), reasons.get(i, "")) for i in range(len(items)))
 
 
-def _bounded_map(
-    pool: Pool, function: Callable[[int], Any], arguments: Iterable[int], ahead: int
-) -> Iterator[Any]:
-    """Results in order, with at most `ahead` of them computed in advance."""
-    waiting: deque[concurrent.futures.Future[Any]] = deque()
-    for argument in arguments:
-        waiting.append(pool.submit(function, argument))
-        if len(waiting) >= ahead:
-            yield waiting.popleft().result()
-    while waiting:
-        yield waiting.popleft().result()
+# --- two extractions to files for experiments.main, rows matched by their group -------------------
+
+PARTS = ("train", "val", "test", "split", "sue", "zero_shot")
+ENCODERS, TEST = "encoders.json", "test.json"
+"""Notes beside the files: the encoders, so that a search can use a model trained on them; and what
+the test rows are, ids and the dataset that has them, so that a report can show them."""
+BLOCK = 65_536
+"""Rows that are written at a time: they may be larger than memory."""
+
+
+class Taken(NamedTuple):
+    """Rows of an extraction."""
+
+    of: Embeddings
+    chosen: np.ndarray
+
+
+Arrays = dict[str, Taken | np.ndarray]
+
+
+def match(x: Embeddings, y: Embeddings) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Rows of x that have rows of y, those rows of y, and x_of_y: y[j] belongs to x[x_of_y[j]]."""
+    row_of: dict[str, int] = {}
+    for row, origin in enumerate(x.origins):
+        if origin.group in row_of:
+            both = f"{origin.id!r} and {x.origins[row_of[origin.group]].id!r}"
+            remedy = "pass the side with one row a group as x (or --part=zero_shot)"
+            raise checks.InputError(f"x: {both} share the group {origin.group!r}; {remedy}")
+        row_of[origin.group] = row
+    rows_y = [row for row, origin in enumerate(y.origins) if origin.group in row_of]
+    if not rows_y:
+        groups = (of.origins[0].group for of in (y, x))
+        text = "y: none of its groups, such as {!r}, is in x, such as {!r}".format(*groups)
+        raise checks.InputError(f"{text}; extract both from one dataset")
+    owners = np.array([row_of[y.origins[row].group] for row in rows_y])
+    rows_x, x_of_y = np.unique(owners, return_inverse=True)
+    return rows_x, np.array(rows_y), x_of_y
+
+
+def join(
+    part: str,
+    x: Embeddings,
+    y: Embeddings,
+    *,
+    val: float = 0.1,
+    test: float = 0.2,
+    n_pairs: int = 500,
+    seed: int = 0,
+) -> Arrays:
+    """The files of one of PARTS by name.
+
+    A training table has a row per caption, so a picture comes as often as its captions; rows
+    without a partner are its pools. A gallery has a picture once, and all its captions. "split"
+    has both: every group is in one of train, val and test, which get these fractions. "sue" takes
+    one caption a picture, see `data.sue_rows`.
+    """
+    if part == "zero_shot":
+        return _zero_shot(x, y)
+    if not (val >= 0 and test >= 0 and val + test < 1):
+        raise checks.InputError(f"val, test: are {val} and {test}; pass fractions that leave some")
+    rows_x, rows_y, x_of_y = match(x, y)
+    if part == "sue":
+        rows_y = rows_y[np.unique(x_of_y, return_index=True)[1]]
+        tests, kept = data_lib.sue_rows(len(rows_x), n_pairs=n_pairs, seed=seed)
+        chosen = {"": (kept.pairs,) * 2, "unpaired_": (kept.x, kept.y), "test_": (tests,) * 2}
+        return {
+            f"{name}{side}": Taken(of, rows[picked])
+            for name, both in chosen.items()
+            for side, of, rows, picked in zip("xy", (x, y), (rows_x, rows_y), both, strict=True)
+        }
+    parts = {part: np.arange(len(rows_x))}
+    if part == "split":
+        order = np.random.default_rng(seed).permutation(len(rows_x))
+        ends = np.rint(np.cumsum([val, test]) * len(order)).astype(int)
+        parts = dict(zip(("val", "test", "train"), np.split(order, ends), strict=True))
+    arrays: Arrays = {}
+    for name, pictures in parts.items():
+        if not len(pictures):
+            continue
+        pictures = np.sort(pictures)
+        captions = np.flatnonzero(np.isin(x_of_y, pictures))
+        owner = np.searchsorted(pictures, x_of_y[captions])
+        own_x, own_y = rows_x[pictures], rows_y[captions]
+        if name == "train":
+            arrays |= {"x": Taken(x, own_x[owner]), "y": Taken(y, own_y)}
+        else:
+            arrays |= {f"{name}_x": Taken(x, own_x), f"{name}_y": Taken(y, own_y)}
+            arrays[f"{name}_x_of_y"] = owner
+    for side, of, paired in (("x", x, rows_x), ("y", y, rows_y)) if "train" in parts else ():
+        alone = np.setdiff1d(np.arange(len(of.rows)), paired)
+        if len(alone):
+            arrays[f"unpaired_{side}"] = Taken(of, alone)
+    return arrays
+
+
+def _zero_shot(x: Embeddings, y: Embeddings) -> Arrays:
+    """Pictures, labels and prompts [classes, templates, width] of a classification set."""
+    classes = x.metadata["data"].get("classes")
+    if classes is None or classes != y.metadata["data"].get("classes"):
+        remedy = "extract both from food101, ..."
+        raise checks.InputError(f"zero_shot: x and y are not of one classification set; {remedy}")
+    prompts: dict[int, list[int]] = defaultdict(list)
+    for row, origin in enumerate(y.origins):
+        prompts[int(origin.group)].append(row)
+    sizes = {len(prompts[label]) for label in range(len(classes))}
+    if len(sizes) != 1 or 0 in sizes:
+        text = f"zero_shot: classes have {min(sizes)} to {max(sizes)} prompts"
+        raise checks.InputError(f"{text}; extract the prompts again, without --limit")
+    return {
+        "zero_shot_x": np.asarray(x.rows),
+        "zero_shot_labels": np.array([int(origin.group) for origin in x.origins], np.int32),
+        "zero_shot_prompts": np.stack([y.rows[prompts[c]] for c in range(len(classes))]),
+    }
+
+
+def write(out: pathlib.Path, arrays: Arrays, x: Embeddings, y: Embeddings) -> None:
+    """Writes the files, which `files.py:from=OUT` reads; pools of an earlier table are removed."""
+    out.mkdir(parents=True, exist_ok=True)
+    encoders = {"x": x.metadata["encoder"], "y": y.metadata["encoder"]}
+    if (out / ENCODERS).exists() and workdir.read_json(out / ENCODERS) != encoders:
+        text = f"workdir: {out} has files of other encoders (see {ENCODERS})"
+        raise checks.InputError(f"{text}; choose another --workdir")
+    workdir.write_json(out / ENCODERS, encoders)
+    for name in ("unpaired_x", "unpaired_y") if "x" in arrays else ():
+        (out / f"{name}.npy").unlink(missing_ok=True)
+    for name, array in arrays.items():
+        with workdir.replacing(out / f"{name}.npy") as file:
+            if isinstance(array, np.ndarray):
+                np.save(file, array)
+                continue
+            rows, chosen = array.of.rows, array.chosen
+            write_header(file, rows.dtype, (len(chosen), rows.shape[1]))
+            for start in range(0, len(chosen), BLOCK):
+                file.write(rows[chosen[start : start + BLOCK]].data)
+    if "test_x" in arrays:
+        source = dict(y.metadata["data"])
+        for name in ("root", "captions"):
+            if source.get(name):
+                source[name] = str(pathlib.Path(source[name]).absolute())
+        noted: dict[str, Any] = {"data": source}
+        for side in "xy":
+            of, chosen = arrays[f"test_{side}"]
+            noted[side] = [of.origins[row].id for row in chosen]
+        workdir.write_json(out / TEST, noted)

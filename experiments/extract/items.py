@@ -18,20 +18,16 @@ require = functools.partial(checks.require, extra="extract")
 
 
 class Item(NamedTuple):
-    """One picture, text or sound.
+    """One picture, text or sound; if reading it raises, it is skipped."""
 
-    Attributes:
-        id: unique within a modality of a dataset.
-        load: reads a `PIL.Image.Image`, a str or a `Sound`; an item for which it raises is skipped.
-        group: what belongs together across modalities has one group: the picture of a caption,
-            or the class of a picture and of its prompts.
-        origin: the file that holds the content, or the text itself; a change of it is noticed.
-    """
+    id: str  # unique within a modality of a dataset
+    group: str  # of what belongs together: a picture and its captions, a class and its pictures
+    origin: pathlib.Path | str  # the file that holds the content, or the text; changes are noticed
+    read: Callable[[Any], Any] = str
 
-    id: str
-    load: Callable[[], Any]
-    group: str
-    origin: pathlib.Path | str
+    def load(self) -> Any:
+        """The content, read from the origin: a `PIL.Image.Image`, a str or a `Sound`."""
+        return self.read(self.origin)
 
 
 class Sound(NamedTuple):
@@ -46,9 +42,6 @@ class Source(NamedTuple):
 
     items: Mapping[str, Callable[[], Iterator[Item]]]
     classes: tuple[str, ...] | None = None
-
-
-# --- content -----------------------------------------------------------------------------------
 
 
 def picture(file: pathlib.Path | bytes) -> Any:
@@ -90,28 +83,9 @@ def sound(file: pathlib.Path) -> Sound:
     return Sound(wave.mean(axis=1), rate)
 
 
-def file_item(
-    identity: str, path: pathlib.Path, group: str, read: Callable[[pathlib.Path], Any] = picture
-) -> Item:
-    """An item that is a file of its own, by default a picture."""
-    return Item(identity, functools.partial(read, path), group, path)
-
-
-def text_item(identity: str, text: str, group: str) -> Item:
-    """An item whose text is known already."""
-    return Item(identity, functools.partial(str, text), group, text)
-
-
-def bad_item(identity: str, reason: str, group: str) -> Item:
-    """An item that is known to be unusable; it is listed among the skipped."""
-
-    def fail() -> NoReturn:
-        raise ValueError(reason)
-
-    return Item(identity, fail, group, reason)
-
-
-# --- files -------------------------------------------------------------------------------------
+def fail(reason: str) -> NoReturn:
+    """Reads an item that is known to be unusable, so that it is listed among the skipped."""
+    raise ValueError(reason)
 
 
 def find(root: pathlib.Path, *names: str) -> pathlib.Path:

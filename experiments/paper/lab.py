@@ -31,7 +31,7 @@ from ml_collections.config_dict import FrozenConfigDict
 
 from experiments import config as config_lib
 from experiments import run, workdir
-from experiments.paper.panels import Changes, Panel
+from experiments.paper.panels import Cell, Changes, Panel
 from experiments.paper.sources import MAIN, Data, Photographs, Sources
 from sotalign_jax import checks, data, diagnostics, evaluation, heads, teachers, training
 
@@ -69,10 +69,8 @@ SIZES: dict[str, tuple[Any, Any, Any]] = {
     "teacher_noise": ((0.0, 0.5), (0.0, 0.3, 0.5), (0.0, 0.1, 0.2, 0.3, 0.4, 0.5)),
     # Learning rates and weights that are tried on validation.
     "rates": ((1e-3, 2e-3), (5e-4, 1e-3, 2e-3, 4e-3, 8e-3), (3e-5, 1e-4, 3e-4)),
-    "many_rates": ((), (2.5e-4, 5e-4, 1e-3), ()),  # in 200 steps
-    "many_alphas": ((), (3e-4, 5e-4, 3 / 2048), ()),
     "pool_noise": ((0.0, 1.0), (0.0, 0.5, 1.0), (0.0, 0.25, 0.5, 0.75, 1.0)),
-    "alphas": ((1e-4, 1e-3, 1e-2), (1e-4, 1e-3, 3e-3, 1e-2, 1e-1), (1e-6, 1e-5, 1e-4, 1e-3, 1e-2)),
+    "alphas": ((1e-3, 1e-2), (1e-4, 1e-3, 3e-3, 1e-2, 1e-1), (1e-6, 1e-5, 1e-4, 1e-3, 1e-2)),
     "epsilons": ((0.005, 0.05), (0.005, 0.05, 0.2), (0.005, 0.01, 0.05, 0.1, 0.5)),
     "epsilon_changes": ({}, {}, {"sotalign.alpha": 1e-3}),
     "solver_rows": (192, 512, 10_000),
@@ -146,9 +144,9 @@ class Lab:
         if n >= 10_000:
             steps, rate, every = 600, 3e-4, 25
         return {
-            "train.steps": 60 if quick else steps,
+            "train.steps": 40 if quick else steps,
             "train.eval_every": 20 if quick else every,
-            "train.learning_rate": share * (2e-3 if quick else rate),
+            "train.learning_rate": share * (3e-3 if quick else rate),
             "train.pair_batch": 2048,
             "train.unpaired_batch": 512 if quick else 1024,
             "heads.dim": 256 if quick else 512,
@@ -167,6 +165,7 @@ class Lab:
         if kind == "between":
             names = sorted((changes["left"], changes["right"]))
             spec = {"left": names[0], "right": names[1], "side": changes["side"], "seed": seed}
+            spec |= {"centred": True} if "centred" in changes else {}
             return {"measure": kind, **spec, **sizes, "files": self.sources.stamps(names)}
         config, asked = self.settings(changes, seed)
         spec = {"data": asked._asdict(), "files": self.sources.stamps(asked)}
@@ -178,25 +177,32 @@ class Lab:
         plain = {key: value for key, value in config_lib.plain(config).items() if key != "data"}
         return {"config": plain, **spec}
 
-    def cells(self, panel: Panel) -> Iterator[tuple[dict[str, Any], str]]:
-        """Specifications that a panel needs, each with a metric."""
-        for changes, seed in itertools.product(panel.places().values(), panel.seeds):
-            yield self.cell(changes, seed), changes["metric"]
+    def plan(self, panel: Panel) -> Panel:
+        """The panel with the cells that it needs."""
+        cells: dict[tuple[str, str], list[Cell]] = {}
+        for place, changes in panel.places().items():
+            specs = [self.cell(changes, seed) for seed in panel.seeds]
+            cells[place] = [Cell(key_of(spec), spec, changes["metric"]) for spec in specs]
+        return dataclasses.replace(panel, cells=cells)
 
-    def results(self, cell: Mapping[str, Any]) -> Results:
-        """What is known of a cell; nothing unless it was made."""
-        path = self._path(cell)
-        return workdir.read_json(path)["results"] if path.exists() else {}
+    def path(self, key: str) -> pathlib.Path:
+        return self.workdir / "cells" / f"{key}.json"
 
-    def _path(self, cell: Mapping[str, Any]) -> pathlib.Path:
-        return self.workdir / "cells" / f"{key_of(cell)}.json"
+    def known(self, key: str) -> dict[str, Any]:
+        """Specification, results and seconds of a cell; no results unless it was made."""
+        path = self.path(key)
+        return workdir.read_json(path) if path.exists() else {"results": {}, "seconds": 0.0}
 
     def make(self, panels: Iterable[Panel], *, jobs: int) -> dict[str, str]:
         """Makes the cells of the panels that are missing; why others failed, by key."""
         wanted: dict[str, Asked] = {}
-        for cell, metric in itertools.chain.from_iterable(map(self.cells, panels)):
-            wanted.setdefault(key_of(cell), (cell, set()))[1].add(metric)
-        waiting = [(c, m) for c, m in wanted.values() if not m <= self.results(c).keys()]
+        for cell in itertools.chain.from_iterable(panel.every_cell() for panel in panels):
+            wanted.setdefault(cell.key, (cell.spec, set()))[1].add(cell.metric)
+        waiting = [
+            asked
+            for key, asked in wanted.items()
+            if not asked[1] <= self.known(key)["results"].keys()
+        ]
         failures: dict[str, str] = {}
         self.workdir.mkdir(parents=True, exist_ok=True)
         workdir.write_json(self.workdir / "environment.json", workdir.environment())
@@ -207,47 +213,54 @@ class Lab:
                 bar.advance()
         return failures
 
-    def keep(self, path: pathlib.Path, cells: Iterable[Mapping[str, Any]]) -> None:
-        """Writes what is known of the cells to a file, a line of JSON each."""
+    def collect(self, panel: Panel, failures: Mapping[str, str]) -> Panel:
+        """The panel with the numbers of its finished cells."""
+        found, missing = {}, []
+        for (row, column), cells in panel.cells.items():
+            results = [self.known(cell.key)["results"] for cell in cells]
+            values = [known.get(cell.metric) for cell, known in zip(cells, results, strict=True)]
+            if any(value is not None for value in values):
+                found[row, column] = np.array(values, float)  # None becomes NaN
+            missing += [
+                f"{row}, {column}: {failures.get(cell.key, 'not run')}"
+                for cell, known in zip(cells, results, strict=True)
+                if cell.metric not in known
+            ]
+        return dataclasses.replace(panel, found=found, failures=tuple(missing))
+
+    def keep(self, path: pathlib.Path, keys: Iterable[str]) -> None:
+        """Writes what is known of cells to a file, a line of JSON each."""
+        made = [self.known(key) for key in sorted(set(keys)) if self.path(key).exists()]
+        lines = [json.dumps(one, sort_keys=True, separators=(",", ":")) for one in made]
         with workdir.replacing(path) as file:
-            for at in sorted({self._path(cell) for cell in cells}):
-                if at.exists():
-                    one = workdir.read_json(at)
-                    line = json.dumps(one, sort_keys=True, separators=(",", ":"))
-                    file.write(f"{line}\n".encode())
+            file.write("".join(f"{line}\n" for line in lines).encode())
 
     def take(self, path: pathlib.Path) -> None:
         """Reads cells that `keep` wrote; those that are here already stay."""
-        for line in path.read_text("utf-8").splitlines():
-            one = json.loads(line)
-            if not self.results(one["spec"]):
-                self._path(one["spec"]).parent.mkdir(parents=True, exist_ok=True)
-                workdir.write_json(self._path(one["spec"]), one)
-
-    def minutes(self, cells: Iterable[Mapping[str, Any]]) -> float:
-        """Processor time that the finished ones of the cells took."""
-        paths = {self._path(cell) for cell in cells}
-        return sum(workdir.read_json(at)["seconds"] for at in paths if at.exists()) / 60
+        (self.workdir / "cells").mkdir(parents=True, exist_ok=True)
+        for one in map(json.loads, path.read_text("utf-8").splitlines()):
+            if not (at := self.path(key_of(one["spec"]))).exists():
+                workdir.write_json(at, one)
 
     def attempt(self, asked: Asked) -> dict[str, str]:
         """Makes one cell unless another process did; {key: why} if it fails."""
-        cell, metrics = asked
-        key, path = key_of(cell), self._path(cell)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with path.with_suffix(".log").open("a", encoding="utf-8") as log:
+        spec, metrics = asked
+        key = key_of(spec)
+        self.path(key).parent.mkdir(parents=True, exist_ok=True)
+        with self.path(key).with_suffix(".log").open("a", encoding="utf-8") as log:
             fcntl.flock(log, fcntl.LOCK_EX)  # lifted by the system even after a kill
-            known = self.results(cell)
+            known = self.known(key)["results"]
             if metrics <= known.keys():
                 return {}
             start = time.process_time()
             try:
                 with contextlib.redirect_stderr(log):
-                    found = known | self.compute(cell, metrics | known.keys())
+                    found = known | self.compute(spec, metrics | known.keys())
             except Exception as error:  # one cell of many: the others are worth having
                 traceback.print_exc(file=log)
                 return {key: f"{checks.first_line(error)} (see cells/{key}.log)"}
             seconds = round(time.process_time() - start, 1)
-            workdir.write_json(path, {"spec": cell, "results": found, "seconds": seconds})
+            workdir.write_json(self.path(key), {"spec": spec, "results": found, "seconds": seconds})
         return {}
 
     def compute(self, cell: Mapping[str, Any], metrics: Iterable[str]) -> Results:
@@ -270,21 +283,6 @@ class Lab:
                 scores = evaluation.evaluate(trained.x, trained.y, gallery)
             results |= {f"{name}/{key}": value for key, value in scores.items()}
         return results
-
-    def collect(self, panel: Panel, failures: Mapping[str, str]) -> Panel:
-        """The panel with the numbers of its finished cells."""
-        found, missing = {}, []
-        for (row, column), changes in panel.places().items():
-            values = []
-            for seed in panel.seeds:
-                cell = self.cell(changes, seed)
-                results = self.results(cell)
-                values.append(results.get(changes["metric"]))
-                if changes["metric"] not in results:
-                    missing.append(f"{row}, {column}: {failures.get(key_of(cell), 'not run')}")
-            if any(value is not None for value in values):
-                found[row, column] = np.array(values, float)  # None becomes NaN
-        return dataclasses.replace(panel, found=found, failures=tuple(missing))
 
 
 @functools.cache
@@ -311,19 +309,13 @@ _lab: Lab
 
 
 def _attempts(lab: Lab, waiting: Sequence[Asked], jobs: int) -> Iterator[dict[str, str]]:
-    """Makes cells in `jobs` processes, and says how each ended.
-
-    Cells of the same data go to one process, a few in a row; entries named first come first.
-    """
-    groups = []
-    for start in range(0, len(waiting), _WINDOW):
-        window = sorted(waiting[start : start + _WINDOW], key=_data)
-        for _, same in itertools.groupby(window, key=_data):
-            while group := list(itertools.islice(same, _GROUP)):
-                groups.append(group)
+    """Makes cells in `jobs` processes, and says how each ended; entries named first come first."""
+    places = range(len(waiting))  # cells of the same data are neighbours: they share it
+    order = sorted(places, key=lambda i: (i // _WINDOW, json.dumps(waiting[i][0].get("data"))))
+    cells = [waiting[i] for i in order]
     if jobs <= 1:
         _prepare(lab)
-        yield from map(lab.attempt, itertools.chain.from_iterable(groups))
+        yield from map(lab.attempt, cells)
         return
     context = multiprocessing.get_context("spawn")
     shares = context.SimpleQueue()
@@ -332,9 +324,7 @@ def _attempts(lab: Lab, waiting: Sequence[Asked], jobs: int) -> Iterator[dict[st
         shares.put(sorted(os.sched_getaffinity(0))[job::jobs] if own_cores else None)
     pool = concurrent.futures.ProcessPoolExecutor(jobs, context, _start, (lab, shares))
     try:
-        futures = [pool.submit(_attempt_all, group) for group in groups]
-        for future in concurrent.futures.as_completed(futures):
-            yield from future.result()
+        yield from pool.map(_attempt, cells, chunksize=_GROUP)
     except concurrent.futures.process.BrokenProcessPool as error:
         raise checks.InputError(
             f"jobs: one of {jobs} processes was killed, perhaps for lack of memory; start again "
@@ -346,10 +336,6 @@ def _attempts(lab: Lab, waiting: Sequence[Asked], jobs: int) -> Iterator[dict[st
         raise
     finally:
         pool.shutdown(cancel_futures=True)
-
-
-def _data(one: Asked) -> str:
-    return json.dumps(one[0].get("data"), sort_keys=True)
 
 
 def _start(lab: Lab, shares: Any) -> None:
@@ -367,8 +353,8 @@ def _prepare(lab: Lab) -> None:
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.5)
 
 
-def _attempt_all(group: list[Asked]) -> list[dict[str, str]]:
-    return list(map(_lab.attempt, group))
+def _attempt(asked: Asked) -> dict[str, str]:
+    return _lab.attempt(asked)
 
 
 # --- runs --------------------------------------------------------------------------------------
@@ -425,18 +411,36 @@ def _shift(sources: Sources, *, data: dict[str, Any], rows: int, projections: in
     return {"shift/x": x, "shift/y": y, "shift/total": x + y}
 
 
+def _share(sources: Sources, *, data: dict[str, Any], rows: int, projections: int) -> Results:
+    """How far the pools are on the way from the pairs to random directions, in percent."""
+    dataset = _dataset(sources, Data(**data))
+
+    def share(pairs: Any, pool: Any) -> float:
+        shift = diagnostics.pool_shift(
+            pairs, pool, repeats=5, rows=rows, projections=projections, seed=data["seed"]
+        )
+        return 100 * shift.share
+
+    return {
+        "share/x": share(dataset.pairs_x, dataset.pool_x),
+        "share/y": share(dataset.pairs_y, dataset.pool_y),
+    }
+
+
 def _between(
-    sources: Sources, *, left: str, right: str, side: str, seed: int, **sizes: int
+    sources: Sources, *, left: str, right: str, side: str, centred: bool = False, **sizes: int
 ) -> Results:
-    """The distance between two sources."""
-    width = sources.rows(MAIN, side).shape[1]
-    rng = np.random.default_rng((seed, 7))
+    """The distance between two sources; `centred`, once each has lost its mean."""
+    rng = np.random.default_rng((sizes["seed"], 7))
+    shape = sizes["rows"], sources.rows(MAIN, side).shape[1]
     sets = [
-        rng.standard_normal((sizes["rows"], width)) if n == "noise" else sources.rows(n, side)
-        for n in (left, right)
+        rng.standard_normal(shape) if name == "noise" else sources.rows(name, side)
+        for name in (left, right)
     ]
+    if centred:
+        sets = [rows - np.mean(rows, axis=0) for rows in map(np.asarray, sets)]
     same = left == right == "noise"
-    return {"between/distance": 0.0 if same else _distance(*sets, seed=seed, **sizes)}
+    return {"between/distance": 0.0 if same else _distance(*sets, **sizes)}
 
 
 def _distance(x: Any, y: Any, *, seed: int, rows: int, projections: int) -> float:
@@ -490,6 +494,7 @@ def _problem(sources: Sources, n: int) -> Any:
 _MEASURES: dict[str, Callable[..., Results]] = {
     "mutual_knn": _mutual_knn,
     "shift": _shift,
+    "share": _share,
     "between": _between,
     "gradient": _gradient,
     "convergence": _convergence,

@@ -10,7 +10,7 @@ import functools
 import itertools
 import json
 import pathlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -36,6 +36,14 @@ def paper_results() -> dict[str, dict[str, dict[str, float]]]:
     }
 
 
+class Cell(NamedTuple):
+    """A number to make: a metric of a run, or of a measurement, that a specification decides."""
+
+    key: str
+    spec: dict[str, Any]
+    metric: str
+
+
 @dataclasses.dataclass(frozen=True)
 class Panel:
     """A table, or one panel of a figure: what to run, and the numbers found.
@@ -52,7 +60,8 @@ class Panel:
     paper: str | None = None  # key of the paper's table
     named: Mapping[str, str] = dataclasses.field(default_factory=dict)  # the paper's labels by ours
     form: str = ".1f"  # how a number is written
-    # An array over seeds by (row, column), NaN for a seed that failed; and why numbers are missing.
+    # By (row, column): cells, one a seed; what they gave, NaN where one failed; and why they did.
+    cells: Mapping[tuple[str, str], Sequence[Cell]] = dataclasses.field(default_factory=dict)
     found: Mapping[tuple[str, str], np.ndarray] = dataclasses.field(default_factory=dict)
     failures: tuple[str, ...] = ()
 
@@ -64,6 +73,9 @@ class Panel:
             for (row, r), (column, c) in both
         }
         return {place: changes for place, changes in places.items() if changes["metric"]}
+
+    def every_cell(self) -> Iterator[Cell]:
+        return itertools.chain.from_iterable(self.cells.values())
 
     def at(self, row: str, column: str) -> np.ndarray:
         """Values of the seeds that have one."""

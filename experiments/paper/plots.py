@@ -84,59 +84,25 @@ def lines(
 
 
 def scatter(found: Found, path: pathlib.Path) -> None:
-    """The second column against the first, a point a row, with the least-squares line."""
+    """The second column against the first, a numbered point a row, with the least-squares line."""
     (panel,) = found.values()
     first, second = panel.columns
-    points = panel.means()
-    known = np.isfinite(points).all(1)
-    labels = [row for row, there in zip(panel.rows, known, strict=True) if there]
-    (x, y), rows = points[known].T, labels
-    with _figure(path, 1, 6.0, 4.2) as (ax,):
-        bars = {"xerr": [panel.spread(r, first) for r in rows]}
-        bars["yerr"] = [panel.spread(r, second) for r in rows]
-        ax.errorbar(x, y, **bars, fmt="none", ecolor="#c8ccd2", lw=1)
-        ax.scatter(x, y, s=34, color=COLOURS[1], zorder=3)
+    known = {row: xy for row, xy in zip(panel.rows, panel.means(), strict=True) if all(xy == xy)}
+    x, y = np.array([*known.values()]).T
+    with _figure(path, 1, 7.0, 4.2) as (ax,):
+        for number, (row, point) in enumerate(known.items(), 1):
+            bars = {"xerr": panel.spread(row, first), "yerr": panel.spread(row, second)}
+            style = {"fmt": "o", "color": COLOURS[1], "ecolor": "#c8ccd2"}
+            ax.errorbar(*point, **bars, **style, label=f"{number}  {row}")
+            ax.annotate(f"{number}", point, (4, 3), textcoords="offset points", fontsize=8)
         if len(x) > 2 and np.ptp(x) > 0:
-            slope, intercept = np.polyfit(x, y, 1)
-            ends, r = np.array([x.min(), x.max()]), np.corrcoef(x, y)[0, 1]
-            ax.plot(ends, slope * ends + intercept, "--", color=COLOURS[2], label=f"r = {r:.2f}")
-            ax.legend(frameon=False)
+            ends = np.array([x.min(), x.max()])
+            r = f"r = {np.corrcoef(x, y)[0, 1]:.2f}"
+            ax.plot(ends, np.polyval(np.polyfit(x, y, 1), ends), "--", color=COLOURS[2], label=r)
+        ax.legend(frameon=False, fontsize=8, loc="center left", bbox_to_anchor=(1, 0.5))
         ax.margins(0.12)
         ax.grid(alpha=0.25)
         ax.set(xlabel=first, ylabel=second)
-        _label(ax, labels, points[known])
-
-
-_SIDES = [(dx, dy) for dy in (5, -5, 14, -14, 23, -23) for dx in (5, -5, 0)]
-"""Places of a label beside its point, the usual one first."""
-
-
-def _label(ax: Any, labels: list[str], points: np.ndarray) -> None:
-    """Writes a label at each point, where it covers least of other labels and points."""
-    ax.figure.draw_without_rendering()
-    frame = ax.get_window_extent().extents
-    spots = ax.transData.transform(points)
-    taken = list(np.concatenate([spots - 5, spots + 5], axis=1))
-
-    def place(text: Any, side: tuple[int, int]) -> np.ndarray:
-        text.set(position=side, va="bottom" if side[1] > 0 else "top")
-        text.set_ha({5: "left", -5: "right", 0: "center"}[side[0]])
-        return text.get_window_extent().extents
-
-    def covered(box: np.ndarray) -> float:
-        outside = _area(box, box) - _area(box, frame)
-        return outside + sum(_area(box, other) for other in taken)
-
-    for label, point in zip(labels, points, strict=True):
-        text = ax.annotate(label, point, (0, 0), textcoords="offset points", fontsize=7)
-        costs = {side: covered(place(text, side)) for side in _SIDES}
-        taken.append(place(text, min(costs, key=costs.__getitem__)))
-
-
-def _area(first: np.ndarray, second: np.ndarray) -> float:
-    """Of what two boxes (left, bottom, right, top) share."""
-    low, high = np.maximum(first[:2], second[:2]), np.minimum(first[2:], second[2:])
-    return float(np.prod(np.maximum(high - low, 0.0)))
 
 
 def heat_maps(found: Found, path: pathlib.Path) -> None:

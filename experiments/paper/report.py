@@ -1,28 +1,35 @@
-"""What is shown of tables and figures: on the screen, as Markdown, CSV and PNG, and on one page."""
+"""What is shown of tables and figures: one Markdown page, with CSV and PNG files."""
 
 import collections
 import dataclasses
-import html
 import itertools
 import json
 import math
 import pathlib
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
-from experiments import page as pages
 from experiments import report, workdir
 from experiments.paper.entries import ENTRIES, Entry
-from experiments.paper.lab import Lab, key_of
+from experiments.paper.lab import Lab
 from experiments.paper.panels import WORDS, Panel, Verdict, paper_results
 from experiments.paper.sources import KNOWN
 from sotalign_jax import training
 
-TITLE = "SOTAlign: every table and figure, ours beside the paper's"
 FIGURES, CELLS = "figures", "cells.jsonl"
 DISCUSSION = pathlib.Path(__file__).with_name("discussion.md")
 """What people found in the results of the photographs."""
 _PAPER = " (paper)"
+# fmt: off
+SHOWN = (
+    "n_pairs", "n_unpaired", "steps", "learning_rate", "pair_batch", "unpaired_batch", "kind",
+    "dim", "init", "ridge", "alpha", "divergence", "epsilon", "epsilon_star", "weight", "warmup",
+    "weight_text", "weight_image", "epochs", "mmd_epochs",
+)
+# fmt: on
+"""Settings that are shown below tables, in this order."""
+UNSET = {"kind": "linear"}
+"""What a setting of None stands for, "all" unless it is named here."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -129,24 +136,25 @@ def summary(made: Sequence[Outcome]) -> report.Table:
     return report.Table(["", "the paper's claim", "here", "effect, mean (and the paper's)"], rows)
 
 
-def minutes(lab: Lab, entries: Iterable[Entry]) -> dict[str, float]:
+def minutes(lab: Lab, panels: Mapping[str, Iterable[Panel]]) -> dict[str, float]:
     """Processor minutes of every entry's finished cells that none before it has."""
     seen: set[str] = set()
     found = {}
-    for entry in entries:
-        own = {key_of(c): c for panel in entry.panels(lab) for c, _ in lab.cells(panel)}
-        found[entry.name] = lab.minutes(cell for key, cell in own.items() if key not in seen)
-        seen |= own.keys()
+    for name, own in panels.items():
+        keys = {cell.key for panel in own for cell in panel.every_cell()} - seen
+        found[name] = sum(lab.known(key)["seconds"] for key in keys) / 60
+        seen |= keys
     return found
 
 
 def listing(lab: Lab) -> str:
     """Every entry, whether it runs on the data at hand, and the sources that --files may name."""
-    taken = minutes(lab, ENTRIES.values())
+    panels = {name: entry.panels(lab) for name, entry in ENTRIES.items()}
+    taken = minutes(lab, panels)
     timed = any(taken.values())
     rows: list[list[Any]] = []
     for name, entry in ENTRIES.items():
-        title = entry.title if entry.panels(lab) else f"{entry.title} (needs files)"
+        title = entry.title if panels[name] else f"{entry.title} (needs files)"
         rows.append([name, title, *([taken[name]] if timed else [])])
     headers = ["", "shows", *(["processor minutes"] if timed else [])]
     named = [[name, holds] for name, (_, holds) in KNOWN.items()]
@@ -156,125 +164,54 @@ def listing(lab: Lab) -> str:
     )
 
 
-def settings(lab: Lab, panel: Panel) -> str:
-    """Every value that decides the numbers of a panel; those that differ within it are listed."""
+def settings(panel: Panel) -> str:
+    """Values that decide the numbers of a panel; those that differ within it are listed."""
     found: dict[str, dict[str, None]] = {}
-
-    def add(name: str, value: Any) -> None:
-        text = f"{value:g}" if isinstance(value, float) else f"{value}"
-        found.setdefault(name, {})[text] = None
-
-    for cell, _ in lab.cells(panel):
-        if "config" not in cell:
+    for _, spec, _ in panel.every_cell():
+        if "config" not in spec:
             continue
-        config, data = cell["config"], cell["data"]
-        method, train, heads = config["method"], config.get("train"), config.get("heads")
-        add("pairs", data["n_pairs"])
-        if data["n_unpaired"] != 0:
-            add("rows of each pool", data["n_unpaired"] or "all")
-        if method in training.TEACHERS:
-            add("teacher", f"{method} (ridge {config['teacher']['ridge']:g})")
-            continue
-        if not train or not heads:
-            continue
-        add("steps", train["steps"])
-        add("peak rate", float(train["learning_rate"]))
-        add("pairs in a batch", min(train["pair_batch"], data["n_pairs"]))
-        if data["n_unpaired"] != 0:
-            add("unpaired rows in a batch", train["unpaired_batch"])
-        add("heads", f"{heads['kind'] or 'linear'} of width {heads['dim']}, start {heads['init']}")
-        own = config.get(method) or {}
-        if method == "sotalign":
-            teacher = config["teacher"]
-            add("teacher", f"{teacher['kind']} (ridge {teacher['ridge']:g})")
-            add("epsilon / epsilon*", f"{own['epsilon']:g} / {own['epsilon_star']:g}")
-            add("alpha", float(own["alpha"]))
-        for option in SHOWN_OPTIONS:
-            if option in own and method != "sotalign":
-                add(f"{method} {option}", float(own[option]))
+        method, config = spec["config"]["method"], spec["config"] | {"data": spec["data"]}
+        closed = method in training.TEACHERS
+        sections = ["data", *([] if closed or method in ("csa", "sue") else ["train", "heads"])]
+        sections += ["teacher"] if closed or method == "sotalign" else []
+        for section, name in itertools.product([*sections, method], SHOWN):
+            options = config.get(section) or {}
+            if name in options:
+                value = UNSET.get(name, "all") if options[name] is None else options[name]
+                text = f"{value:g}" if isinstance(value, float) else f"{value}"
+                found.setdefault(f"{section}.{name}", {})[text] = None
     return "; ".join(f"{name} {' | '.join(values)}" for name, values in found.items())
 
 
-SHOWN_OPTIONS = ("weight", "warmup", "weight_text", "weight_image", "epochs", "mmd_epochs")
+# --- pages -------------------------------------------------------------------------------------
 
 
-# --- one entry ---------------------------------------------------------------------------------
-
-
-class Block(NamedTuple):
-    """A part of what is shown: "text", "claim", "image", "table" or "code"."""
-
-    kind: str
-    content: Any
-    caption: str = ""
-
-
-def blocks(made: Outcome) -> list[Block]:
+def markdown(made: Outcome) -> str:
     """All that is known of an entry."""
-    entry, verdict = made.entry, made.verdict
-    shown = [Block("claim", verdict, f"{entry.claim}.")]
+    entry = made.entry
+    parts = [f"### {entry.name}: {entry.title}"]
+    parts.append(f"**Claim:** {entry.claim}.\n**Here:** {made.word}: {made.verdict.text}.")
     if made.drawn:
-        shown.append(Block("image", f"{entry.name}.png", f"{entry.name}: {entry.title}"))
-    shown += [Block("table", table(panel), name) for name, panel in made.found.items()]
+        parts.append(f"![{entry.name}: {entry.title}]({FIGURES}/{entry.name}.png)")
+    tables = {name: table(panel) for name, panel in made.found.items()}
     if (whole := paper_table(made)) is not None:
-        shown.append(Block("table", whole, "The paper, on its own data"))
+        tables["The paper, on its own data"] = whole
+    parts += [(f"*{name}*\n\n" if name else "") + one.markdown() for name, one in tables.items()]
     if made.failures:
-        named, more = made.failures[:3], len(made.failures) - 3
-        rest = f"; and {more} more" if more > 0 else ""
-        shown.append(Block("text", f"Missing: {'; '.join(named)}{rest}."))
+        rest = f"; and {len(made.failures) - 3} more" if len(made.failures) > 3 else ""
+        parts.append(f"Missing: {'; '.join(made.failures[:3])}{rest}.")
     if made.found:
         seeds = dict.fromkeys(", ".join(map(str, p.seeds)) for p in made.found.values())
         data = made.lab.sources.stand_in or "the files that were given"
-        shown.append(Block("text", f"Data: {data}. Seeds {' and '.join(seeds)}."))
-        used = dict.fromkeys(filter(None, (settings(made.lab, p) for p in made.found.values())))
-        shown += [Block("text", f"Settings: {one}.") for one in used]
+        parts.append(f"Data: {data}. Seeds {' and '.join(seeds)}.")
+        used = dict.fromkeys(filter(None, map(settings, made.found.values())))
+        parts += [f"Settings: {one}." for one in used]
     else:
         holds = [f"{name} ({KNOWN[name][1]})" for name in entry.needs]
-        shown.append(Block("text", f"It needs files, named in FILES.json: {'; '.join(holds)}."))
+        parts.append(f"It needs files, named in FILES.json: {'; '.join(holds)}.")
         fields = {name: dict.fromkeys(KNOWN[name][0], "PATH.npy") for name in entry.needs}
-        shown.append(Block("code", json.dumps(fields, indent=1)))
-    return [*shown, Block("code", made.command)]
-
-
-def markdown(made: Outcome, *, level: int = 1, figures: str = "") -> str:
-    """An entry as Markdown; its figure is in the folder `figures`, from the page's own."""
-    parts = [f"{'#' * level} {made.entry.name}: {made.entry.title}"]
-    for kind, content, caption in blocks(made):
-        if kind == "claim":
-            parts.append(f"**Claim:** {caption}\n**Here:** {content}.")
-        elif kind == "image":
-            parts.append(f"![{caption}]({figures}{content})")
-        elif kind == "table":
-            parts.append((f"*{caption}*\n\n" if caption else "") + content.markdown())
-        else:
-            parts.append(f"```\n{content}\n```" if kind == "code" else content)
-    return "\n\n".join(parts) + "\n"
-
-
-def terminal(made: Outcome) -> str:
-    """An entry for the screen."""
-    parts = [f"{made.entry.name}: {made.entry.title}"]
-    for kind, content, caption in blocks(made):
-        if kind == "table":
-            parts.append((f"{caption}\n" if caption else "") + str(content))
-        elif kind != "image" and kind != "claim":
-            parts.append(content)
-    return "\n".join([*parts, f"Claim: {made.entry.claim}.\nHere: {made.verdict}."])
-
-
-def save(made: Sequence[Outcome], lab: Lab, command: str) -> None:
-    """Writes NAME.md, NAME.csv, NAME.png of every entry, and report.html."""
-    lab.workdir.mkdir(parents=True, exist_ok=True)
-    for one in made:
-        stem = lab.workdir / one.entry.name
-        report.write(stem.with_suffix(".md"), markdown(one))
-        report.write(stem.with_suffix(".csv"), long_table(one).csv())
-        if one.drawn and one.entry.plot is not None:
-            one.entry.plot(one.found, stem.with_suffix(".png"))
-    report.write(lab.workdir / "report.html", page(made, lab, command))
-
-
-# --- all of them -------------------------------------------------------------------------------
+        parts.append(f"```\n{json.dumps(fields, indent=1)}\n```")
+    return "\n\n".join([*parts, f"```\n{made.command}\n```"]) + "\n"
 
 
 def note(lab: Lab) -> str:
@@ -297,17 +234,21 @@ def note(lab: Lab) -> str:
     return text + (short if lab.scale == "quick" else "")
 
 
-def save_results(path: pathlib.Path, made: Sequence[Outcome], lab: Lab, command: str) -> None:
-    """Writes all results to a Markdown file; beside it the figures, in a folder, and the cells."""
+def save(path: pathlib.Path, made: Sequence[Outcome], lab: Lab, command: str) -> None:
+    """Writes all results to a Markdown file; beside it figures, in a folder, and the cells.
+
+    A CSV file an entry goes to the work folder.
+    """
     figures = path.with_name(FIGURES)
-    figures.mkdir(parents=True, exist_ok=True)
+    for folder in (lab.workdir, figures):
+        folder.mkdir(parents=True, exist_ok=True)
     for one in made:
-        if one.drawn:
-            name = f"{one.entry.name}.png"
-            report.write(figures / name, (lab.workdir / name).read_bytes())
+        report.write(lab.workdir / f"{one.entry.name}.csv", long_table(one).csv())
+        if one.drawn and one.entry.plot is not None:
+            one.entry.plot(one.found, figures / f"{one.entry.name}.png")
     panels = [panel for one in made for panel in one.found.values()]
-    lab.keep(path.with_name(CELLS), [cell for panel in panels for cell, _ in lab.cells(panel)])
-    taken = minutes(lab, [one.entry for one in made])
+    lab.keep(path.with_name(CELLS), {c.key for panel in panels for c in panel.every_cell()})
+    taken = minutes(lab, {one.entry.name: one.found.values() for one in made})
     each = ", ".join(f"{name} {value:.1f}" for name, value in taken.items() if value >= 0.05)
     here = workdir.kept_environment(lab.workdir)
     count = collections.Counter(one.word for one in made)
@@ -317,56 +258,14 @@ def save_results(path: pathlib.Path, made: Sequence[Outcome], lab: Lab, command:
         f"Written by\n\n```bash\n{command}\n```",
         note(lab),
         f"Ran on {here['platform']}, Python {here['python']}, jax {here['packages'].get('jax')}, "
-        f"revision {here['git']}. Processor time of the cells: {sum(taken.values()):.0f} minutes "
-        f"({each}; cells that entries share count for the first). All cells, with every setting, "
-        f"are in [{CELLS}]({CELLS}); with --norun --cells=PATH this page is made again without "
-        "training.",
+        f"revision {here['git']}. Processor time of the cells: {sum(taken.values()):.0f} minutes, "
+        f"half of it on two cores ({each}; cells that entries share count for the first). Cells, "
+        f"with every setting, are in [{CELLS}]({CELLS}); with --norun --cells=PATH this page is "
+        "made again without training.",
         "## Verdicts\n\n" + ", ".join(f"{word}: {n}" for word, n in count.most_common()) + ".",
         summary(made).markdown(),
         *([DISCUSSION.read_text("utf-8").strip()] if ours and len(made) == len(ENTRIES) else []),
         "## Tables and figures",
-        *(markdown(one, level=3, figures=f"{FIGURES}/") for one in made),
+        *map(markdown, made),
     ]
     report.write(path, "\n\n".join(parts))
-
-
-def page(made: Sequence[Outcome], lab: Lab, command: str) -> str:
-    """The whole report as one HTML file, which needs nothing but itself."""
-    verdicts = "".join(
-        f"<tr><td><a href='#{one.entry.name}'>{one.entry.name}</a></td>"
-        f"<td>{html.escape(one.entry.claim)}</td><td>{_badge(one)}</td>"
-        f"<td>{html.escape(one.verdict.effect)}</td></tr>"
-        for one in made
-    )
-    head = "<th></th><th>the paper's claim</th><th>here</th><th>effect, mean (and the paper's)</th>"
-    return pages.page(
-        TITLE,
-        f"<header><h1>{TITLE}</h1><p>{html.escape(note(lab))}</p>",
-        f"{pages.code(command)}</header><h2>Verdicts</h2>",
-        f"<div class='scroll'><table class='verdicts'><tr>{head}</tr>{verdicts}</table></div>",
-        *(_section(one, lab.workdir) for one in made),
-        pages.environment(workdir.kept_environment(lab.workdir)),
-    )
-
-
-def _badge(made: Outcome) -> str:
-    kind = {True: "held", False: "failed", None: "open"}[made.verdict.held]
-    return f"<span class='badge {kind}'>{made.word}</span>"
-
-
-def _section(made: Outcome, folder: pathlib.Path) -> str:
-    name, title = made.entry.name, html.escape(made.entry.title)
-    parts = [f"<section id='{name}'><h2><span class='name'>{name}</span> {title}</h2>"]
-    for kind, content, caption in blocks(made):
-        if kind == "claim":
-            parts.append(f"<p class='claim'>Claim: {html.escape(caption)} {_badge(made)}</p>")
-            parts.append(f"<p class='small'>{html.escape(content.text)}.</p>")
-        elif kind == "image":
-            parts.append(pages.image((folder / content).read_bytes(), caption))
-        elif kind == "table":
-            all_theirs = caption.startswith("The paper")  # in another colour
-            theirs = [h for h in content.headers if all_theirs or h.endswith(_PAPER)]
-            parts.append(content.html(caption, theirs=theirs))
-        else:
-            parts.append(pages.code(content) if kind == "code" else pages.text(content))
-    return "\n".join([*parts, "</section>"])

@@ -15,6 +15,16 @@ from experiments import photos, workdir
 from sotalign_jax import checks, data, files
 
 MAIN = "main"
+NEAR, FAR, AS_RANDOM = 2 / 3, 0.95, "AS FAR AS RANDOM"
+
+
+def place(share: float) -> str:
+    """How far unpaired rows are, by their `share` of the way from the pairs to random directions.
+
+    >>> place(0.5), place(0.8), place(1.5)
+    ('NEAR', 'FAR', 'AS FAR AS RANDOM')
+    """
+    return "NEAR" if share < NEAR else "FAR" if share < FAR else AS_RANDOM
 
 
 class Data(NamedTuple):

@@ -1,19 +1,7 @@
 """What is trained: each method is an objective of (heads, batch), or is fitted at once.
 
-A method is a frozen dataclass of options in a file of its own, and a line in `METHODS`:
-
-    @dataclasses.dataclass(frozen=True)
-    class InfoNCE(methods.Objective):
-        temperature: float = 0.07
-
-        def __call__(self, heads, batch, teacher, memory):
-            f, g = heads.x(batch.a), heads.y(batch.b)
-            loss = losses.symmetric_infonce(f, g, log_scale=-math.log(self.temperature))
-            return loss, ({"infonce": loss}, memory)
-
-Override `pools` when unpaired rows enter the loss, `uses_teacher` when it needs a teacher,
-`prepare` for what must be computed beforehand, `start` for what is carried from step to step, and
-`grid` for values worth trying. A method that takes no steps is a `Fitted` with a `fit`.
+A method is a frozen dataclass of options in a file of its own, and a line in `METHODS`; how to
+write one is in docs/methods.md and examples/new_method.py.
 """
 
 from sotalign_jax.methods.base import Fitted, Method, Metrics, Objective, Progress

@@ -69,22 +69,16 @@ def siglip(
     heads: Heads, f: Array, g: Array, normalization: str = "mean", **negatives: Array
 ) -> Array:
     """SigLIP with the heads' own scale and bias."""
-    return losses.siglip(
-        f,
-        g,
-        log_scale=heads.log_scale[...],
-        bias=heads.bias[...],
-        normalization=normalization,
-        **negatives,
-    )
+    learned = {"log_scale": heads.log_scale[...], "bias": heads.bias[...]}
+    return losses.siglip(f, g, normalization=normalization, **learned, **negatives)
 
 
 class Progress:
     """A bar on stderr with loss, MeanR@1 and time left; ten plain lines where no terminal is.
 
-    `unit` is what is counted, such as "rows"; plain lines show its `rate`, too, if asked. An
-    `inner` bar stands below another one and is gone at its end; without a terminal it is silent.
-    It can be the observer of a training.
+    It starts at step `initial` and counts `unit`, such as "rows"; plain lines may show its `rate`.
+    An `inner` bar stands below another one and is gone at its end; without a terminal it is
+    silent. It can be the observer of a training.
 
     >>> with Progress(100, "train", show=False) as progress:
     ...     progress.metrics(50, {"loss": 0.25})
@@ -101,21 +95,14 @@ class Progress:
         rate: bool = False,
         inner: bool = False,
     ) -> None:
-        """Starts at step `initial` of `total`."""
         terminal = sys.stderr is not None and sys.stderr.isatty()
         self._total, self._title, self._unit, self._rate = total, title, unit, rate
         self._initial = self._step = initial
         self._start = time.monotonic()
         self._plain = show and not (inner or terminal or sys.stderr is None)
         self._shown: dict[str, str] = {}
-        self._bar = tqdm.tqdm(
-            total=total,
-            desc=title,
-            initial=initial,
-            unit=f" {unit}" if unit else "it",
-            leave=not inner,
-            disable=not (show and terminal),
-        )
+        shown = {"initial": initial, "unit": f" {unit}" if unit else "it", "leave": not inner}
+        self._bar = tqdm.tqdm(total=total, desc=title, disable=not (show and terminal), **shown)
 
     def __enter__(self) -> Self:
         return self
@@ -126,8 +113,8 @@ class Progress:
 
     def metrics(self, step: int, values: Mapping[str, Any]) -> None:
         """Moves to `step` and shows the loss and the latest validation score."""
-        scores = {"loss": values.get("loss"), "mean_r1": values.get("val/mean/R@1")}
-        self.advance(step - self._step, **scores)
+        loss, mean_r1 = values.get("loss"), values.get("val/mean/R@1")
+        self.advance(step - self._step, loss=loss, mean_r1=mean_r1)
 
     def advance(self, count: int = 1, *, loss: Any = None, mean_r1: Any = None) -> None:
         """Moves on by `count`; the last known loss and MeanR@1 stay on show."""

@@ -65,6 +65,7 @@ class CSAHead(Head):
     """
 
     kind = "csa"
+    structure = ("d_in", "d_out", "side")
 
     def __init__(
         self, d_in: int, d_out: int, *, side: str, dtype: Any = jnp.float32, rngs: nnx.Rngs
@@ -76,16 +77,12 @@ class CSAHead(Head):
         self.rho = nnx.Param(jnp.zeros(d_out - 2, dtype))
 
     def __call__(self, x: Rows) -> Float[Array, "n d_out"]:
-        mean = self.mean[...]
+        mean, rho = self.mean[...], self.rho[...]
         centred = jnp.asarray(x).astype(mean.dtype) - mean
-        z = affinity.l2_normalize(affinity.dot(centred, self.kernel[...]))
-        z = z * jnp.sqrt(self.rho[...])
+        z = affinity.l2_normalize(affinity.dot(centred, self.kernel[...])) * jnp.sqrt(rho)
         rest = jnp.sqrt(jnp.maximum(1.0 - jnp.sum(jnp.square(z), axis=1, keepdims=True), 0.0))
         ends = (rest, jnp.zeros_like(rest))
         return jnp.concatenate([z, *(ends if self.side == "x" else ends[::-1])], axis=1)
-
-    def options(self) -> dict[str, Any]:
-        return {"d_in": self.d_in, "d_out": self.d_out, "side": self.side}
 
     @classmethod
     def fitted(cls, mean: Rows, weights: Rows, rho: Rows, side: str) -> "CSAHead":

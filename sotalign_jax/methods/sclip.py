@@ -34,9 +34,8 @@ class SCLIP(base.Objective):
         space: where rows are compared: "unimodal", the embeddings as given; or "shared", the
             heads' outputs.
         iterations: of Sinkhorn, for "ot".
-        detach_labels: whether labels are constants for the gradient. Otherwise, as in the
-            published code, it flows through them (and through Sinkhorn's iterations) to the scale
-            and, in the shared space, to the heads.
+        detach_labels: whether labels are constants for the gradient, which in the published code
+            flows through them, and through Sinkhorn's iterations.
     """
 
     grid: ClassVar[base.Grid] = {

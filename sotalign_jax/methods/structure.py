@@ -15,11 +15,6 @@ from sotalign_jax.methods import base
 from sotalign_jax.ot import affinity, blocks, sharding
 from sotalign_jax.sampling import Batch
 
-CONTRASTIVE = ("infonce", "siglip")
-REGULARIZE_ON = ("pairs", "all", "unpaired")
-JS_FORMS = ("code", "js")
-LEVEL_WEIGHTS = ("none", "inverse")
-
 _FLOOR = 1e-12
 """Added to probabilities inside logarithms, as in the published code."""
 
@@ -57,8 +52,8 @@ class Structure(base.Objective):
         return "" if self.regularize_on == "pairs" else "xy"
 
     def __post_init__(self) -> None:
-        checks.choice("contrastive", self.contrastive, CONTRASTIVE)
-        checks.choice("regularize_on", self.regularize_on, REGULARIZE_ON)
+        checks.choice("contrastive", self.contrastive, ("infonce", "siglip"))
+        checks.choice("regularize_on", self.regularize_on, ("pairs", "all", "unpaired"))
         checks.at_least(0, weight=self.weight)
         checks.whole(0, warmup=self.warmup)
         _check_options(**self._options())
@@ -83,17 +78,14 @@ class Structure(base.Objective):
             contrastive = losses.symmetric_infonce(f, g, log_scale=-math.log(self.tau))
         else:
             contrastive = base.siglip(heads, f, g)
-        rows = [(batch.a, f), (batch.b, g)]
+        x, y = (batch.a, f), (batch.b, g)
         if self.pools:
-            unpaired = [(batch.x, heads.x(batch.x)), (batch.y, heads.y(batch.y))]
+            unpaired = (batch.x, heads.x(batch.x)), (batch.y, heads.y(batch.y))
             if self.regularize_on == "all":
-                sides = zip(rows, unpaired, strict=True)
-                unpaired = [
-                    (jnp.concatenate([a, x]), jnp.concatenate([f, z])) for (a, f), (x, z) in sides
-                ]
-            rows = unpaired
+                unpaired = jax.tree.map(lambda *rows: jnp.concatenate(rows), (x, y), unpaired)
+            x, y = unpaired
         options = self._options()
-        change = 0.5 * (regularizer(*rows[0], **options) + regularizer(*rows[1], **options))
+        change = 0.5 * (regularizer(*x, **options) + regularizer(*y, **options))
         weight = self.weight_at(batch.step)
         metrics = {self.contrastive: contrastive, "structure": change, "structure_weight": weight}
         return contrastive + weight * change, (metrics, memory)
@@ -156,8 +148,8 @@ def _check_options(
     tau: float, levels: int, js_form: str, level_weights: str, block_size: int | None
 ) -> None:
     """Raises unless `regularizer` can use these options."""
-    checks.choice("js_form", js_form, JS_FORMS)
-    checks.choice("level_weights", level_weights, LEVEL_WEIGHTS)
+    checks.choice("js_form", js_form, ("code", "js"))
+    checks.choice("level_weights", level_weights, ("none", "inverse"))
     checks.positive(tau=tau)
     checks.whole(1, levels=levels)
     checks.whole(1, or_none=True, block_size=block_size)
@@ -187,12 +179,6 @@ def _divergence(p: Array, q: Array, js_form: str) -> Array:
 _Options = tuple[float, str, int]
 
 
-def _of_block(options: _Options, block: blocks.Block, x: Array, z: Array) -> Array:
-    tau, js_form, _ = options
-    p, q = _neighbours(block.of(x), x, tau), _neighbours(block.of(z), z, tau)
-    return jnp.sum(jnp.where(block.fresh, _divergence(p, q, js_form), 0))
-
-
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _streamed(options: _Options, x: Array, z: Array) -> Array:
     """Sum over rows of the first level's divergence, a block of rows at a time."""
@@ -204,17 +190,21 @@ def _streamed_forward(options: _Options, x: Array, z: Array) -> tuple[Array, Arr
 
     Each device compares some rows, known by their numbers, with all of them.
     """
+    tau, js_form, block_size = options
 
     def own_rows(axes: sharding.Axes, numbers: Any, shared: Any) -> tuple[Array, Array]:
         x, z = shared
 
         def add(block: blocks.Block, totals: Any) -> Any:
-            of_block = functools.partial(_of_block, options, block, x)
-            return jax.tree.map(jnp.add, totals, jax.value_and_grad(of_block)(z))
+            def divergence(z: Array) -> Array:
+                p, q = (_neighbours(block.of(rows), rows, tau) for rows in (x, z))
+                return jnp.sum(jnp.where(block.fresh, _divergence(p, q, js_form), 0))
+
+            return jax.tree.map(jnp.add, totals, jax.value_and_grad(divergence)(z))
 
         start = jnp.zeros((), x.dtype), jnp.zeros_like(z)
         part = (numbers[0], len(numbers)) if axes else None
-        value, gradient = blocks.over_rows(len(x), options[-1], add, start, part)
+        value, gradient = blocks.over_rows(len(x), block_size, add, start, part)
         return sharding.psum_scatter(gradient, axes), sharding.psum(value, axes)
 
     numbers = sharding.split(jnp.arange(len(x)), len(x))
@@ -222,8 +212,4 @@ def _streamed_forward(options: _Options, x: Array, z: Array) -> tuple[Array, Arr
     return value, gradient[: len(z)]
 
 
-def _streamed_backward(options: _Options, gradient: Array, cotangent: Array) -> tuple[None, Array]:
-    return None, cotangent * gradient
-
-
-_streamed.defvjp(_streamed_forward, _streamed_backward)
+_streamed.defvjp(_streamed_forward, lambda options, gradient, d: (None, d * gradient))

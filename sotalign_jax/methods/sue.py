@@ -26,7 +26,6 @@ from sotalign_jax.ot import affinity
 WIDTHS = (0.5, 1.0, 2.0)
 """Of the Gaussians in `mmd`, in units of the mean squared distance."""
 _CHUNK_ROWS = 8192
-_LEAST_RATE = 1e-8  # at which the training of a spectral network ends
 
 Network = TypeVar("Network", bound=nnx.Module)
 Affine = tuple[np.ndarray, np.ndarray]
@@ -41,8 +40,8 @@ class SUE(base.Fitted):
     2. Their leading canonical variates over the pairs are the shared space.
     3. A residual network moves the first modality so that both distributions agree.
 
-    Published for 30,000 rows on a GPU: hidden 4096, batch 5162, learning rate 1e-4, 100 epochs. The
-    defaults here are for thousands of rows on a CPU.
+    The defaults are for thousands of rows on a CPU; published for 30,000 on a GPU: hidden 4096,
+    batch 5162, learning rate 1e-4, 100 epochs.
 
     Attributes:
         dim: canonical variates kept, the width of the shared space; 8 as published.
@@ -63,6 +62,7 @@ class SUE(base.Fitted):
     """
 
     grid: ClassVar[base.Grid] = {"dim": (8, 16, 30)}
+    pools = "xy"
 
     dim: int = 8
     eigenvectors: int = 30
@@ -78,10 +78,6 @@ class SUE(base.Fitted):
     mmd_batch: int = 32
     mmd_learning_rate: float = 1e-3
     mmd_hidden: int = 32
-
-    @property
-    def pools(self) -> str:
-        return "xy"
 
     def __post_init__(self) -> None:
         checks.whole(1, hidden=self.hidden, mmd_hidden=self.mmd_hidden)
@@ -100,10 +96,8 @@ class SUE(base.Fitted):
         pairs = dataset.pairs_x, dataset.pairs_y
         n = len(pairs[0])
         checks.within(n - 1, f"directions that {n} pairs can determine", dim=self.dim)
-        rows = (
-            np.concatenate([dataset.pairs_x, dataset.pool_x]),
-            np.concatenate([dataset.pairs_y, dataset.pool_y]),
-        )
+        pools = dataset.pool_x, dataset.pool_y
+        rows = [np.concatenate(parts) for parts in zip(pairs, pools, strict=True)]
         *keys, key_mmd = jax.random.split(jax.random.key(seed), 3)
         with base.Progress(2 * self.epochs + self.mmd_epochs, "SUE", show=progress) as bar:
 
@@ -121,16 +115,15 @@ class SUE(base.Fitted):
             outputs = [apply(network, own) for network, own in zip(networks, pairs, strict=True)]
             affines = self.variates(outputs[0] @ bases[0], outputs[1] @ bases[1])
             x, y = (
-                SUEHead.joined(network, basis @ weight, bias)
+                SUEHead(network, Dense.of(basis @ weight, bias))
                 for network, basis, (weight, bias) in zip(networks, bases, affines, strict=True)
             )
             if self.mmd_epochs:
                 start, key = jax.random.split(key_mmd)
-                correction = Residual(self.dim, self.mmd_hidden, rngs=nnx.Rngs(params=start))
-                moved = apply(x, rows[0]), apply(y, rows[1])
-                hear = report(2 * self.epochs)
-                residual = refine(correction, *moved, self, key=key, report=hear)
-                x = SUEHead.joined(x.network, x.linear.kernel[...], x.linear.bias[...], residual)
+                residual = Residual(self.dim, self.mmd_hidden, rngs=nnx.Rngs(params=start))
+                moved, hear = (apply(x, rows[0]), apply(y, rows[1])), report(2 * self.epochs)
+                residual = refine(residual, *moved, self, key=key, report=hear)
+                x = SUEHead(x.network, x.linear, residual)
         return Heads(x, y)
 
     def variates(self, x: np.ndarray, y: np.ndarray) -> tuple[Affine, Affine]:
@@ -140,8 +133,7 @@ class SUE(base.Fitted):
         as they are, means and all.
         """
         spreads = [table.std(axis=0, ddof=1) for table in (x, y)]
-        for spread in spreads:
-            spread[spread == 0] = 1.0
+        spreads = [np.where(spread == 0, 1.0, spread) for spread in spreads]
         found = teachers.canonical_correlations(x / spreads[0], y / spreads[1])
         checks.within(len(found.correlations), "directions that the pairs determine", dim=self.dim)
 
@@ -153,10 +145,8 @@ class SUE(base.Fitted):
             lengths = np.abs(np.diag(np.linalg.qr(weight, mode="r")))
             return weight / lengths, np.zeros(self.dim)
 
-        return (
-            affine(found.weights_x, found.mean_x, spreads[0]),
-            affine(found.weights_y, found.mean_y, spreads[1]),
-        )
+        x_map = affine(found.weights_x, found.mean_x, spreads[0])
+        return x_map, affine(found.weights_y, found.mean_y, spreads[1])
 
 
 class Residual(nnx.Module):
@@ -166,12 +156,10 @@ class Residual(nnx.Module):
     (5, 3)
     """
 
-    def __init__(self, width: int, hidden: int, *, dtype: Any = jnp.float32, rngs: nnx.Rngs):
+    def __init__(self, width: int, hidden: int, *, rngs: nnx.Rngs):
         self.hidden = hidden
         widths = (width, hidden, hidden, width)
-        self.layers = nnx.List(
-            [Dense(a, b, dtype=dtype, rngs=rngs) for a, b in itertools.pairwise(widths)]
-        )
+        self.layers = nnx.List([Dense(a, b, rngs=rngs) for a, b in itertools.pairwise(widths)])
 
     def __call__(self, z: Float[Array, "n d"]) -> Float[Array, "n d"]:
         first, second, last = self.layers
@@ -181,32 +169,16 @@ class Residual(nnx.Module):
 class SUEHead(Head):
     """residual(network(x) W + b): SUE's network, its outputs' projection, and a last correction.
 
-    `residual` is the correction's hidden width, or None for none.
-
-    >>> SUEHead(8, 3, outputs=6, hidden=16, residual=4, rngs=nnx.Rngs(0))(jnp.ones((5, 8))).shape
+    >>> network = TanhHead(8, 6, hidden=16, rngs=nnx.Rngs(0))
+    >>> SUEHead(network, Dense(6, 3, rngs=nnx.Rngs(0)))(jnp.ones((5, 8))).shape
     (5, 3)
     """
 
     kind = "sue"
 
-    def __init__(
-        self,
-        d_in: int,
-        d_out: int,
-        *,
-        outputs: int,
-        hidden: int,
-        norm: str = "l2",
-        residual: int | None = None,
-        dtype: Any = jnp.float32,
-        rngs: nnx.Rngs,
-    ):
-        self.d_in, self.d_out = d_in, d_out
-        self.network = TanhHead(d_in, outputs, hidden=hidden, norm=norm, dtype=dtype, rngs=rngs)
-        self.linear = Dense(outputs, d_out, dtype=dtype, rngs=rngs)
-        self.residual = (
-            None if residual is None else Residual(d_out, residual, dtype=dtype, rngs=rngs)
-        )
+    def __init__(self, network: TanhHead, linear: Dense, residual: Residual | None = None):
+        self.d_in, self.d_out = network.d_in, linear.bias.shape[0]
+        self.network, self.linear, self.residual = network, linear, residual
 
     def __call__(self, x: Rows) -> Float[Array, "n d_out"]:
         z = self.linear(self.network(x))
@@ -218,30 +190,18 @@ class SUEHead(Head):
             "d_out": self.d_out,
             "outputs": self.network.d_out,
             "hidden": self.network.hidden,
-            "norm": self.network.input.norm,
+            "norm": self.network.norm,
             "residual": None if self.residual is None else self.residual.hidden,
         }
 
     @classmethod
-    def joined(
-        cls, network: TanhHead, kernel: Rows, bias: Rows, residual: Residual | None = None
+    def from_options(
+        cls, *, d_in: int, d_out: int, outputs: int, residual: int | None, **network: Any
     ) -> "SUEHead":
-        """The head of parts that were trained one after the other."""
-        head = cls(
-            network.d_in,
-            kernel.shape[1],
-            outputs=network.d_out,
-            hidden=network.hidden,
-            norm=network.input.norm,
-            residual=None if residual is None else residual.hidden,
-            rngs=nnx.Rngs(0),
-        )
-        head.network = network
-        if residual is not None:
-            head.residual = residual
-        head.linear.kernel[...] = jnp.asarray(kernel, jnp.float32)
-        head.linear.bias[...] = jnp.asarray(bias, jnp.float32)
-        return head
+        rngs = nnx.Rngs(0)
+        last = None if residual is None else Residual(d_out, residual, rngs=rngs)
+        inner = TanhHead(d_in, outputs, **network, rngs=rngs)
+        return cls(inner, Dense(outputs, d_out, rngs=rngs), last)
 
 
 def apply(network: Head, rows: Rows) -> Float[np.ndarray, "n k"]:
@@ -264,7 +224,7 @@ def adjacency(
 ) -> Float[Array, "m m"]:
     """W_ij = exp(-||x_i - x_j||^2 / s^2) for the nearest rows j of i, made symmetric by a mean.
 
-    s is the median distance of a row's `scale_neighbour`-th nearest row, itself counted.
+    s is the median distance to the `scale_neighbour`-th nearest row, the row itself counted.
 
     >>> rows = jnp.array([[0.0], [1.0], [9.0]])
     >>> print(adjacency(rows, neighbours=1, scale_neighbour=2).round(3))
@@ -304,8 +264,7 @@ def rayleigh(y: Float[Array, "m k"], weights: Float[Array, "m m"]) -> Float[Arra
 def orthonormalizer(y: Float[Array, "m k"]) -> Float[Array, "k k"]:
     """The triangular T with (Y T)^T (Y T) / m = I: sqrt(m) R^-1 of Y = Q R.
 
-    R comes from Householder reflections: the Cholesky factor of Y^T Y takes less time but squares
-    the condition number, and in float32 fails on outputs whose directions differ 1,000-fold.
+    Not by the Cholesky factor of Y^T Y: squaring the condition number fails in float32.
 
     >>> y = jnp.array([[3.0, 0.0], [4.0, 0.0], [0.0, 5.0]])
     >>> z = y @ orthonormalizer(y)
@@ -329,9 +288,8 @@ def fit_spectral(
 
     `network(x) @ T` are the eigenvectors, of mean square 1, smoothest first: the constant one.
     Each step takes one batch to orthonormalise the outputs and another for the loss; the gradient
-    goes through both. Afterwards the outputs are orthonormalised over all rows and rotated by the
-    eigenvectors of their Rayleigh matrix. `key` decides the batches and which tenth of the rows is
-    for validation; `report` hears the loss on it after every epoch.
+    goes through both. `key` decides the batches and which tenth of the rows is held out; `report`
+    is told the loss on it after every epoch.
     """
     most, of = len(rows) // 2 - 1, f"eigenvectors that {len(rows)} rows can determine"
     checks.within(most, of, eigenvectors=network.d_out)
@@ -340,55 +298,38 @@ def fit_spectral(
     table = jnp.asarray(rows)
     train, val = _hold_out(split, table, max(len(rows) // 10, 1))
     batch = min(options.batch, len(train))
-    adam = optax.scale_by_adam()
+    graph = {"neighbours": options.neighbours, "scale_neighbour": options.scale_neighbour}
 
-    def rayleigh_of(params: Any, rows: Array, transform: Array) -> Array:
-        weights = adjacency(
-            rows, neighbours=options.neighbours, scale_neighbour=options.scale_neighbour
-        )
-        return rayleigh(affinity.dot(nnx.merge(graphdef, params)(rows), transform), weights)
+    def rayleigh_of(params: Any, transform: Array, rows: Array) -> Array:
+        y = affinity.dot(nnx.merge(graphdef, params)(rows), transform)
+        return rayleigh(y, adjacency(rows, **graph))
+
+    def loss(params: Any, transform: Array, rows: Array) -> Array:
+        return jnp.trace(rayleigh_of(params, transform, rows))
 
     def objective(params: Any, rows: Array, others: Array) -> tuple[Array, Array]:
         transform = orthonormalizer(nnx.merge(graphdef, params)(others))
-        return jnp.trace(rayleigh_of(params, rows, transform)), transform
-
-    @functools.partial(jax.jit, donate_argnums=0)
-    def pass_over(state: Any, train: Array, val: Array, key: Array, rate: Array) -> Any:
-        """The state after a pass over `train`, and the loss on `val`."""
-
-        def step(state: Any, indices: tuple[Array, ...]) -> tuple[Any, Array]:
-            params, moments = state
-            rows, others = (train[index] for index in indices)
-            gradient, transform = jax.grad(objective, has_aux=True)(params, rows, others)
-            updates, moments = adam.update(gradient, moments)
-            params = jax.tree.map(lambda p, update: p - rate * update, params, updates)
-            return (params, moments), transform
-
-        passes = tuple(_batches(k, len(train), batch) for k in jax.random.split(key))
-        state, transforms = jax.lax.scan(step, state, passes)
-
-        def validate(rows: Array) -> Array:
-            return jnp.trace(rayleigh_of(state[0], rows, transforms[-1]))
-
-        return state, jnp.mean(jax.lax.map(validate, _chunks(val, batch)))
+        return loss(params, transform, rows), transform
 
     @jax.jit
     def mean_rayleigh(params: Any, transform: Array, rows: Array, key: Array) -> Array:
         passes = _batches(key, len(rows), batch)
-        matrices = jax.lax.map(lambda index: rayleigh_of(params, rows[index], transform), passes)
+        matrices = jax.lax.map(lambda index: rayleigh_of(params, transform, rows[index]), passes)
         return jnp.mean(matrices, axis=0)
 
+    adam = optax.scale_by_adam()
+    pass_over = _pass(objective, loss, adam, batch)
     state = jax.tree.map(jnp.copy, (params, adam.init(params)))
     rate, best, waited = options.learning_rate, float("inf"), 0
     for epoch in range(1, options.epochs + 1):
         epoch_key = jax.random.fold_in(key, epoch)
-        state, loss = pass_over(state, train, val, epoch_key, jnp.float32(rate))
-        value = _finite(loss, "spectral network", epoch, "learning_rate")
+        state, held = pass_over(state, (train, train), (val,), epoch_key, jnp.float32(rate))
+        value = _finite(held, "spectral network", epoch, "learning_rate")
         report(epoch, value)
         best, waited = (value, 0) if value < best * (1 - 1e-4) else (best, waited + 1)
         if waited > options.patience:
             rate, waited = rate / 10, 0
-        if rate <= _LEAST_RATE:
+        if rate <= 1e-8:  # too small to change anything
             break
     trained = nnx.merge(graphdef, state[0])
     outputs = apply(trained, table).astype(np.float64)
@@ -401,6 +342,39 @@ def fit_spectral(
     matrix = mean_rayleigh(state[0], jnp.asarray(transform, jnp.float32), table, key)
     _, vectors = np.linalg.eigh(np.asarray(matrix, np.float64))
     return trained, transform @ vectors
+
+
+def _pass(
+    objective: Callable[..., tuple[Array, Any]],
+    validate: Callable[..., Array],
+    optimizer: optax.GradientTransformation,
+    batch: int,
+) -> Callable[..., Any]:
+    """A pass over shuffled tables: (state, train, val, key, rate) -> (state, loss on val).
+
+    A step takes a batch of each table of `train` to objective(params, *rows) -> (loss, aux), and
+    validate(params, aux, *rows), given the last step's aux, is averaged over blocks of `val`.
+    """
+
+    @functools.partial(jax.jit, donate_argnums=0)
+    def pass_over(state: Any, train: Any, val: Any, key: Array, rate: Array) -> Any:
+        def step(state: Any, indices: tuple[Array, ...]) -> tuple[Any, Any]:
+            params, moments = state
+            rows = (table[index] for table, index in zip(train, indices, strict=True))
+            gradient, aux = jax.grad(objective, has_aux=True)(params, *rows)
+            updates, moments = optimizer.update(gradient, moments, params)
+            params = jax.tree.map(lambda p, update: p - rate * update, params, updates)
+            return (params, moments), aux
+
+        steps, keys = min(map(len, train)) // batch, jax.random.split(key)
+        passes = [_batches(k, len(t), batch)[:steps] for k, t in zip(keys, train, strict=True)]
+        state, aux = jax.lax.scan(step, state, tuple(passes))
+        last = jax.tree.map(lambda of_steps: of_steps[-1], aux)
+        blocks = [_blocks(rows, batch) for rows in val]
+        losses = jax.lax.map(lambda rows: validate(state[0], last, *rows), blocks)
+        return state, jnp.mean(losses)
+
+    return pass_over
 
 
 def _finite(loss: Array, what: str, epoch: int, option: str) -> float:
@@ -422,7 +396,7 @@ def _batches(key: Array, n: int, size: int) -> Array:
     return jax.random.permutation(key, n)[: steps * size].reshape(steps, size)
 
 
-def _chunks(rows: Array, most: int) -> Array:
+def _blocks(rows: Array, most: int) -> Array:
     """Blocks of at most `most` rows to validate on; a rest is left out."""
     size = min(most, len(rows))
     steps = len(rows) // size
@@ -463,44 +437,28 @@ def refine(
     """A network trained so that MMD(network(x), y) is small; rows of y are in no order.
 
     AdamW on shuffled batches of nine tenths of either side, as many passes over the smaller side;
-    the parameters with the least MMD on the last tenth, which `report` hears, are kept.
+    the parameters with the least MMD on the last tenth, which `report` is told, are kept.
     """
     graphdef, params = nnx.split(network)
     key, *splits = jax.random.split(key, 3)
     held = max(min(len(x), len(y)) // 10, 1)
-    parts = [
-        _hold_out(split, jnp.asarray(rows, jnp.float32), held)
-        for rows, split in zip((x, y), splits, strict=True)
-    ]
+    sides = (jnp.asarray(rows, jnp.float32) for rows in (x, y))
+    parts = [_hold_out(split, rows, held) for split, rows in zip(splits, sides, strict=True)]
     train, val = zip(*parts, strict=True)
-    adamw = optax.adamw(options.mmd_learning_rate, weight_decay=1e-2)
-    size = min(options.mmd_batch, *map(len, train))
-    steps = min(map(len, train)) // size
 
-    def objective(params: Any, x: Array, y: Array) -> Array:
+    def validate(params: Any, aux: None, x: Array, y: Array) -> Array:
         return mmd(nnx.merge(graphdef, params)(x), y)
 
-    @functools.partial(jax.jit, donate_argnums=0)
-    def pass_over(state: Any, train: Any, val: Any, key: Array) -> Any:
-        """The state after a pass over `train`, and the loss on `val`."""
+    def objective(params: Any, x: Array, y: Array) -> tuple[Array, None]:
+        return validate(params, None, x, y), None
 
-        def step(state: Any, indices: tuple[Array, ...]) -> tuple[Any, None]:
-            params, moments = state
-            rows = (side[index] for side, index in zip(train, indices, strict=True))
-            gradient = jax.grad(objective)(params, *rows)
-            updates, moments = adamw.update(gradient, moments, params)
-            return (optax.apply_updates(params, updates), moments), None
-
-        keys = jax.random.split(key)
-        passes = [_batches(k, len(side), size)[:steps] for k, side in zip(keys, train, strict=True)]
-        state, _ = jax.lax.scan(step, state, tuple(passes))
-        chunks = [_chunks(rows, size) for rows in val]
-        return state, jnp.mean(jax.lax.map(lambda both: objective(state[0], *both), chunks))
-
+    adamw = optax.chain(optax.scale_by_adam(), optax.add_decayed_weights(1e-2))
+    pass_over = _pass(objective, validate, adamw, min(options.mmd_batch, *map(len, train)))
+    rate = jnp.float32(options.mmd_learning_rate)
     state = jax.tree.map(jnp.copy, (params, adamw.init(params)))
     best, least = params, float("inf")
     for epoch in range(1, options.mmd_epochs + 1):
-        state, loss = pass_over(state, train, val, jax.random.fold_in(key, epoch))
+        state, loss = pass_over(state, train, val, jax.random.fold_in(key, epoch), rate)
         value = _finite(loss, "mmd", epoch, "mmd_learning_rate")
         report(epoch, value)
         if value < least:

@@ -93,7 +93,7 @@ class KernelState(NamedTuple):
 
     matrix: Float[Array, "..."]
     narrow: Int[Array, "..."]
-    """The matrix in 16 bits an entry, for sweeps that need no more; empty unless asked for."""
+    """The matrix in 8 bits an entry, for sweeps that need no more; empty unless asked for."""
     p: Float[Array, " n"]
     q: Float[Array, " m"]
     x: Float[Array, " n"]
@@ -126,7 +126,7 @@ class Kernel(NamedTuple):
     """The kernel of an affinity: stored, or streamed by blocks of `block_size` rows.
 
     `axes` are those of the mesh that the rows are split over. With `narrow`, a stored kernel has
-    a copy of half the size, which sweeps read while the error is large.
+    a copy of a quarter of its size, which most sweeps read.
     """
 
     affinity: Matrix | Cosines
@@ -162,7 +162,7 @@ class Kernel(NamedTuple):
             )
 
         p = jnp.zeros(n, q.dtype)
-        copies = unfilled(self.stored, q.dtype), unfilled(self.narrow, jnp.int16)
+        copies = unfilled(self.stored, q.dtype), unfilled(self.narrow, jnp.int8)
         state = KernelState(*copies, p, q, p, jnp.zeros_like(q), epsilon)
         return sharding.vary_like(state, self.affinity[0])
 
@@ -216,21 +216,15 @@ class Kernel(NamedTuple):
         return scaled + block.of(state.p)[:, None] + q[None, :]
 
     def sweep(
-        self, state: KernelState, a: Array, c: Array, exact: Array | bool = True
+        self, state: KernelState, a: Array, c: Array, *, narrow: bool = False
     ) -> tuple[Array, Array]:
         """Reads a stored A once or twice, or its narrow copy; computes a streamed one once."""
         if self.stored:
-            split = self.axes or sharding.varying(state.matrix)
+            matrix = state.narrow if narrow else state.matrix
+            split = self.axes or sharding.varying(matrix)
             function = onepass.two_reads if split else onepass.sweep
             left, right = jnp.exp(state.x), jnp.exp(state.y)
-            sweep = functools.partial(function, a=a, c=right * c, precision=self.precision)
-            if self.narrow:
-                with jax.named_scope("narrow_or_exact"):
-                    s, t = jax.lax.cond(
-                        exact, lambda: sweep(state.matrix), lambda: sweep(state.narrow)
-                    )
-            else:
-                s, t = sweep(state.matrix)
+            s, t = function(matrix, a, right * c, self.precision)
             return left * s, right * t
 
         def body(block: Block, carry: tuple[Array, Array]) -> tuple[Array, Array]:
@@ -331,7 +325,7 @@ class Kernel(NamedTuple):
 
             # Each block reads and writes all of `left`: larger ones of a large problem save bytes.
             large = self.stored and self.affinity.height >= 40 * blocks.BUILD_ROWS
-            factor = (4 if large else 1) if columns is None else sharding.size(self.axes)
+            factor = (2 if large else 1) if columns is None else sharding.size(self.axes)
             return self._over_rows(body, (sums, marginals), factor)
 
         if not self.axes:

@@ -3,6 +3,7 @@
 Works on any `kernel.Kernel`; `sinkhorn.sinkhorn` is the front door, `klot` the other user.
 """
 
+import functools
 import math
 from typing import Any, NamedTuple
 
@@ -37,9 +38,9 @@ SCALING_START = 0.03
 """An epsilon below this fraction of the affinity's range is approached from above."""
 SCALING_TOLERANCE = 0.01
 """Marginal error at which an intermediate epsilon is left."""
-NARROW_ERROR, NARROW_STALLED = 3e-4, 8
-"""Marginal error at which sweeps turn from a narrow copy of the kernel to the kernel itself, or
-sweeps without progress: entries of 11 bits move the marginals by about this much."""
+NARROW_GAIN, NARROW_STALLED = 0.03, 8
+"""When the error over a narrow copy of the kernel has fallen by this factor, or has not fallen in
+so many sweeps, one over the kernel itself tells by how much the sums of the copy are off."""
 
 
 def row_range(k: Array, axes: sharding.Axes = ()) -> tuple[Array, Array]:
@@ -101,7 +102,10 @@ class _Search(NamedTuple):
     mark: Array  # an error, and after how many iterations it was seen
     marked: Array
     drift: Array
-    exact: Array  # the kernel itself is swept over, no longer its narrow copy
+    exact: Array  # the next sweep is over the kernel itself, not over its narrow copy
+    sure: Array  # so was the last one; or an intermediate epsilon needs no more than the copy
+    exact_error: Array  # of the last sweep over the kernel itself
+    ratios: tuple[Array, Array]  # of that one's sums to those of the copy
     iterations: Array
     since_reset: Array
     last_x: Array
@@ -126,7 +130,14 @@ class _Progress(NamedTuple):
 
 
 def _accelerate(
-    search: _Search, x: Array, f: Array, b: Array, still: Array, precision: jax.lax.PrecisionLike
+    search: _Search,
+    x: Array,
+    f: Array,
+    b: Array,
+    *,
+    still: Array,
+    turned: Array,
+    precision: jax.lax.PrecisionLike,
 ) -> tuple[Array, Array, Array]:
     """One step of Anderson acceleration for the fixed point of x -> x + f(x).
 
@@ -134,8 +145,8 @@ def _accelerate(
     steps say of it is noise of either sign, and a correction against f is turned round.
     """
     slot = search.since_reset % ANDERSON_MEMORY
-    # A step from the narrow copy of the kernel to the kernel itself tells nothing of either.
-    fresh = (search.since_reset > 0) & jnp.isfinite(search.best.error)
+    # A step that `turned` from the narrow copy to the kernel itself tells nothing of either.
+    fresh = (search.since_reset > 0) & ~turned
     dx = search.dx.at[slot].set(jnp.where(fresh, x - search.last_x, 0.0))
     df = search.df.at[slot].set(jnp.where(fresh, f - search.last_f, 0.0))
     gram = affinity.dot(df, df.T, precision)
@@ -195,12 +206,31 @@ def solve(
             within = (search.iterations < budget) & (search.drift <= MAX_DRIFT)
             within &= state.plain | ~stalled(search, goal)
             first = search.iterations == state.iterations
-            return first | (within & (search.best.error > goal))
+            return first | (within & ~(search.sure & (search.best.error <= goal)))
+
+        def sweep(search: _Search, c: Array) -> tuple[Any, Any]:
+            """Sums of the kernel, or of its narrow copy times `ratios`; and what these are now."""
+            exact = functools.partial(kernel.sweep, state.kernel, a, c)
+            if not kernel.narrow:
+                return exact(), search.ratios
+            rough = exact(narrow=True)
+
+            def compare() -> tuple[Any, Any]:
+                sums = exact()
+                ratios = jax.tree.map(jnp.divide, sums, rough)
+                return sums, jax.tree.map(lambda x: jnp.where(jnp.isfinite(x), x, 1.0), ratios)
+
+            def correct() -> tuple[Any, Any]:
+                return jax.tree.map(jnp.multiply, rough, search.ratios), search.ratios
+
+            with jax.named_scope("narrow_or_exact"):
+                return jax.lax.cond(search.exact, compare, correct)
 
         def step(search: _Search) -> _Search:
             x = search.x
             c = jnp.exp(x)
-            s, t = kernel.sweep(state.kernel, a, b * c, search.exact)
+            (s, t), ratios = sweep(search, b * c)
+            turned = search.exact & ~search.sure
             log_r = -jnp.log(s)
             row_drift = jnp.max(jnp.where(live_row, jnp.abs(log_r), 0.0))
             t, row_drift = sharding.psum_and_pmax(t, row_drift, kernel.axes)
@@ -211,28 +241,36 @@ def solve(
             finite = jnp.isfinite(error)
             point = _Point(x, log_r, x + f, error)
             # While mass moves between far clusters the error stands still and the scalings drift.
-            better = finite & (error <= (1 + PLATEAU) * search.best.error)
+            better = finite & (turned | (error <= (1 + PLATEAU) * search.best.error))
             best = jax.tree.map(lambda new, old: jnp.where(better, new, old), point, search.best)
+            # What the narrow copy promised, the kernel itself may not keep.
+            best = best._replace(error=jnp.where(turned & ~finite, jnp.inf, best.error))
             still = jnp.abs(error - search.best.error) <= PLATEAU * error
-            sound = finite & (error <= MAX_RISE * search.best.error)
-            accelerated, dx, df = _accelerate(search, x, f, b, still, kernel.precision)
+            sound = finite & (turned | (error <= MAX_RISE * search.best.error))
+            accelerated, dx, df = _accelerate(
+                search, x, f, b, still=still, turned=turned, precision=kernel.precision
+            )
             drift = jnp.maximum(row_drift, jnp.max(jnp.where(live, jnp.abs(accelerated), 0.0)))
             # Not even a plain step is finite: this kernel is of no use.
-            hopeless = ~finite & (search.since_reset == 0)
-            falls = best.error < STALL * search.mark
-            exact = search.exact
-            if kernel.narrow:  # its errors do not count in the end
-                near = best.error <= jnp.maximum(goal, NARROW_ERROR)
+            hopeless = ~finite & (turned | (search.since_reset == 0))
+            falls = turned | (best.error < STALL * search.mark)
+            exact, sure = search.exact, search.sure
+            if kernel.narrow:
+                near = best.error <= jnp.maximum(goal, NARROW_GAIN * search.exact_error)
                 near |= ~falls & (search.iterations - search.marked >= NARROW_STALLED)
-                turn = near & ~exact & (state.levels == 0)
-                falls, exact = falls | turn, exact | turn
-                best = best._replace(error=jnp.where(turn, jnp.inf, best.error))
+                # A copy that leads nowhere gives way to the kernel itself.
+                useless = error > STALL * search.exact_error
+                exact = (state.levels == 0) & jnp.where(search.exact, useless, near)
+                sure = search.exact | (state.levels > 0)
             return _Search(
                 x=jnp.where(sound, accelerated, best.following),
                 best=best,
                 mark=jnp.where(falls, best.error, search.mark),
                 marked=jnp.where(falls, search.iterations, search.marked),
                 exact=exact,
+                sure=sure,
+                exact_error=jnp.where(search.exact, error, search.exact_error),
+                ratios=ratios,
                 drift=jnp.where(sound, drift, jnp.where(hopeless, jnp.inf, 0.0)),
                 iterations=search.iterations + 1,
                 since_reset=jnp.where(sound, search.since_reset + 1, 0),
@@ -251,6 +289,9 @@ def solve(
             marked=state.iterations,
             drift=jnp.zeros((), dtype),
             exact=jnp.asarray(not kernel.narrow),
+            sure=~false,
+            exact_error=jnp.ones((), dtype),
+            ratios=(jnp.ones_like(log_a), jnp.ones_like(log_b)),
             iterations=state.iterations,
             since_reset=jnp.int32(0),
             last_x=zeros,
@@ -271,7 +312,8 @@ def solve(
         spent = found.iterations >= budget
         stall = stalled(found, wanted)
         again = last & ~state.plain & ~spent & stall
-        finished = ~failed & ((found.best.error <= wanted) | spent | (stall & ~last))
+        reached = found.sure & (found.best.error <= wanted)
+        finished = ~failed & (reached | spent | (stall & ~last))
         x = jnp.where(finished, found.best.x, found.best.following)
         down = finished & ~last
         power = jnp.where(down, SCALING_FACTOR, 1).astype(dtype)
@@ -347,5 +389,5 @@ def solve(
         result.iterations,
         error <= tolerance,
     )
-    nothing = jnp.zeros(0, jnp.int16)  # the narrow copy is of no more use
+    nothing = jnp.zeros(0, jnp.int8)  # the narrow copy is of no more use
     return scalings, result.kernel._replace(narrow=sharding.vary_like(nothing, log_a))

@@ -1,0 +1,18 @@
+"""Runs `python -m MODULE` with toy encoders in place of those that need torch and weights."""
+
+import runpy
+import sys
+
+import toy_encoders
+
+from experiments.extract import encoders
+
+
+def load(name, **_):
+    return toy_encoders.Toy("text" if "minilm" in name else "image", name=name)
+
+
+if __name__ == "__main__":
+    encoders.load = load
+    sys.argv = sys.argv[2:]  # after this file and -m
+    runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
