@@ -205,7 +205,7 @@ def main():
 def show(given, pool, recipes, known):
     """A row for each recipe: both recalls and zero-shot accuracy at every number of pairs."""
     columns = [f"{pairs:,}" for pairs in given.pairs]
-    print("|".join(["", " recipe ", *columns, *(f" zero-shot, {c} " for c in columns), ""]))
+    print(f"| {' | '.join(['recipe', *columns, *(f'zero-shot, {c}' for c in columns)])} |")
     print("|---" + "|---:" * 2 * len(columns) + "|")
     for recipe in recipes:
         found = [
