@@ -161,7 +161,7 @@ class Searcher(NamedTuple):
 
 
 def _page(query: str, among: str, *parts: str) -> str:
-    head = f"<header><h1>{html.escape(query)}</h1>{page.text(f'The best {among}.')}</header>"
+    head = f"<header><h1>{html.escape(query)}</h1>{page.text(f'The best {among}, with their cosines.')}</header>"
     return page.page(query, head, *parts)
 
 
