@@ -323,7 +323,9 @@ class Kernel(NamedTuple):
                 )
                 return sums, (rows_star, columns_star)
 
-            factor = 1 if columns is None else sharding.size(self.axes)
+            # Each block reads and writes all of `left`: larger ones of a large problem save bytes.
+            large = self.stored and self.affinity.height >= 40 * blocks.BUILD_ROWS
+            factor = (2 if large else 1) if columns is None else sharding.size(self.axes)
             return self._over_rows(body, (sums, marginals), factor)
 
         if not self.axes:
