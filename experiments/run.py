@@ -179,10 +179,11 @@ def fit_teacher(config: Config, dataset: data.Dataset, kind: str) -> LinearTeach
     pairs_y = dataset.pairs_y
     if config.teacher.noise:
         pairs_y = data.mismatch_pairs(pairs_y, fraction=config.teacher.noise, seed=config.seed)
-    train, options = config.train, {}
+    options: dict[str, Any] = {}
     if kind == "cca":
         options = {"ridge": config.teacher.ridge, "cov_normalize": config.teacher.cov_normalize}
     if kind == "contrastive":
+        train = config.train
         options = {"steps": train.steps, "learning_rate": train.learning_rate}
         options |= {"batch_size": train.pair_batch, "seed": config.seed, "dim": config.heads.dim}
     if config.teacher.dim is not None:

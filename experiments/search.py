@@ -161,7 +161,8 @@ class Searcher(NamedTuple):
 
 
 def _page(query: str, among: str, *parts: str) -> str:
-    head = f"<header><h1>{html.escape(query)}</h1>{page.text(f'The best {among}.')}</header>"
+    below = page.text(f"The best {among}, with their cosines.")
+    head = f"<header><h1>{html.escape(query)}</h1>{below}</header>"
     return page.page(query, head, *parts)
 
 

@@ -24,7 +24,7 @@ import small_runs
 
 from experiments import config as config_lib
 from experiments import main
-from sotalign_jax import checks
+from sotalign_jax import checks, data
 
 ROOT = small_runs.ROOT
 PAGES = [
@@ -80,6 +80,22 @@ def test_unpaired_rows_on_one_side():
         assert here in code
         code = code.replace(here, there)
     run_python([code], "one_sided.py")
+
+
+def test_recipes_on_a_file(tmp_path):
+    """`examples/recipes.py` on the bundled photographs: a teacher and `align`, one seed."""
+    photographs = data.photographs()
+    split = np.repeat(["train", "val", "test"], [440, 100, 100])
+    np.savez("some.npz", image=photographs.image, text=photographs.text, split=split)
+    options = ["some.npz", "60", "--seeds=1", "--recipes", "CCA", "align"]
+    done = subprocess.run(
+        [sys.executable, str(ROOT / "examples" / "recipes.py"), *options],
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    assert re.search(r"\| align \| \d", done.stdout)
 
 
 @pytest.mark.parametrize("name", ["klot_in_optax.py", "new_method.py"])
@@ -180,7 +196,7 @@ def check_benchmark(module: str, words: list[str], capsys: pytest.CaptureFixture
 
 
 def is_ours(words: list[str]) -> bool:
-    return words[1:2] == ["-m"] and words[2].startswith(("experiments", "benchmarks"))
+    return words[1:2] == ["-m"] and words[2].startswith(("experiments", "benchmarks", "tests"))
 
 
 @pytest.mark.filterwarnings("ignore:JAXopt:DeprecationWarning")  # ott-jax imports it
@@ -238,7 +254,7 @@ STARTED_BY = {
     "benchmarks.gradient": "test_benchmarks.py::test_headline_compares_with_ott_at_one_error",
     "benchmarks.convergence": "test_benchmarks.py::test_convergence",
     "benchmarks.train_step": "test_benchmarks.py::test_train_step",
-    "benchmarks.fuzz": "test_fuzz.py::test_a_problem_is_the_same_again_and_findings_end",
+    "tests.fuzz": "test_fuzz.py::test_a_problem_is_the_same_again_and_findings_end",
     "benchmarks.roofline": "test_roofline.py::test_training_step_compiles_and_counts_its_arguments",
 }
 """By how a command begins, the test that starts it; the first that fits counts."""
