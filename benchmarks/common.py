@@ -32,7 +32,6 @@ MEANING = {
     "dim": "width of the heads",
     "epsilon": "regularisations; gradient's headline takes the student's and the teacher's",
     "iterations": "a fixed number, instead of as many as --tolerance takes",
-    "kernels": "how many of the slowest kernels to list",
     "max_iterations": "most iterations of any solver",
     "methods": "which to measure beside ours: a regular expression",
     "n": "rows per side",

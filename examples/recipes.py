@@ -190,12 +190,14 @@ def search(given, known):
 
 def main():
     given = parser.parse_args()
-    given.cells.parent.mkdir(exist_ok=True)
+    given.cells.parent.mkdir(parents=True, exist_ok=True)
     known = cells(given.cells)
     if given.search:
         search(given, known)
         return
     recipes = given.recipes or list(RECIPES)
+    if unknown := sorted(set(recipes) - set(RECIPES)):
+        parser.error(f"--recipes: unknown {unknown[0]!r}; choose from {', '.join(RECIPES)}")
     run(given, recipes, known)
     for pool in given.pools:
         print(f"\n{given.data}, {pool} pools, {given.seeds} seeds: R@10 / calibrated R@10")

@@ -38,7 +38,7 @@ def initialize() -> None:
         return
     if address != "auto":
         if missing:
-            remedy = "pass --coordinator, --num_processes and --process_id, or --coordinator=auto"
+            remedy = "pass --coordinator, --num_processes and --process_id together, or =auto"
             raise checks.InputError(f"{missing[0]}: not set; {remedy}")
         if ":" not in address:
             raise checks.InputError(f"coordinator: must be HOST:PORT or auto, got {address!r}")

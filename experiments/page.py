@@ -29,14 +29,9 @@ def section(title: str, *parts: str, name: str = "") -> str:
     return "\n".join([f"<section{identity}><h2>{html.escape(title)}</h2>", *parts, "</section>"])
 
 
-def text(content: str, kind: str = "small") -> str:
-    """A paragraph."""
-    return f"<p class='{kind}'>{html.escape(content)}</p>"
-
-
-def code(content: str) -> str:
-    """Text in lines of its own, as typed."""
-    return f"<pre>{html.escape(content)}</pre>"
+def text(content: str) -> str:
+    """A paragraph in small print."""
+    return f"<p class='small'>{html.escape(content)}</p>"
 
 
 def image(content: bytes, alt: str, kind: str = "png") -> str:

@@ -70,17 +70,14 @@ class Table:
         csv.writer(buffer, lineterminator="\n").writerows(zip(*columns, strict=True))
         return buffer.getvalue()
 
-    def html(self, caption: str = "", *, theirs: Sequence[str] = ()) -> str:
-        """An HTML table, the best of a column in bold, and columns `theirs` in another colour."""
-        kinds = [" class='theirs'" if header in theirs else "" for header in self.headers]
+    def html(self) -> str:
+        """An HTML table, the best of a column in bold."""
         body = ""
         for number, row in enumerate(self._cells("\0{}\1", "{}")):
             tag = "td" if number else "th"
-            pairs = zip(kinds, map(html.escape, row), strict=True)
-            body += f"<tr>{''.join(f'<{tag}{kind}>{text}</{tag}>' for kind, text in pairs)}</tr>"
+            body += f"<tr>{''.join(f'<{tag}>{html.escape(text)}</{tag}>' for text in row)}</tr>"
         body = body.replace("\0", "<b>").replace("\1", "</b>")
-        title = f"<caption>{html.escape(caption)}</caption>" if caption else ""
-        return f"<div class='scroll'><table>{title}{body}</table></div>"
+        return f"<div class='scroll'><table>{body}</table></div>"
 
     def save(self, stem: str | pathlib.Path) -> list[str]:
         """Writes `stem`.md and `stem`.csv and returns their paths."""

@@ -31,7 +31,7 @@ from experiments import workdir as workdir_lib
 from sotalign_jax import checks, methods
 from sotalign_jax.diagnostics import Mean
 
-_METHOD = flags.DEFINE_list("method", None, "What to tune: labels of the config's runs, methods.")
+_METHOD = flags.DEFINE_list("method", None, "What to tune: labels of runs, or methods.")
 _GRID = flags.DEFINE_string("grid", "own", "Values to try, as KEY=VALUE,VALUE;KEY=VALUE.")
 _LIMIT = flags.DEFINE_integer("limit", None, "Most points to try, chosen at random.", lower_bound=1)
 _SEEDS = flags.DEFINE_integer("seeds", 3, "Seeds to test the choice with.", lower_bound=0)

@@ -220,7 +220,9 @@ def _efficientnet(spec: Spec) -> Encoder:
 
     torch, size = require("torch"), {"0": 224, "1": 240, "2": 260}[spec.name[-1]]
     model = require("efficientnet_lite_pytorch").EfficientNet.from_name(spec.name)
-    model.load_state_dict(torch.load(spec.place, weights_only=True))
+    place = pathlib.Path(spec.place)
+    file = next(iter(sorted(place.glob("*.pth"))), place) if place.is_dir() else place
+    model.load_state_dict(torch.load(file, weights_only=True))
     model = model.to(spec.device).eval()
 
     def prepare(content: Any) -> np.ndarray:

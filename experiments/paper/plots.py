@@ -88,7 +88,7 @@ def scatter(found: Found, path: pathlib.Path) -> None:
     (panel,) = found.values()
     first, second = panel.columns
     known = {row: xy for row, xy in zip(panel.rows, panel.means(), strict=True) if all(xy == xy)}
-    x, y = np.array([*known.values()]).T
+    x, y = np.reshape([*known.values()], (-1, 2)).T
     with _figure(path, 1, 7.0, 4.2) as (ax,):
         for number, (row, point) in enumerate(known.items(), 1):
             bars = {"xerr": panel.spread(row, first), "yerr": panel.spread(row, second)}
@@ -99,7 +99,8 @@ def scatter(found: Found, path: pathlib.Path) -> None:
             ends = np.array([x.min(), x.max()])
             r = f"r = {np.corrcoef(x, y)[0, 1]:.2f}"
             ax.plot(ends, np.polyval(np.polyfit(x, y, 1), ends), "--", color=COLOURS[2], label=r)
-        ax.legend(frameon=False, fontsize=8, loc="center left", bbox_to_anchor=(1, 0.5))
+        if known:
+            ax.legend(frameon=False, fontsize=8, loc="center left", bbox_to_anchor=(1, 0.5))
         ax.margins(0.12)
         ax.grid(alpha=0.25)
         ax.set(xlabel=first, ylabel=second)

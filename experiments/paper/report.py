@@ -258,9 +258,9 @@ def save(path: pathlib.Path, made: Sequence[Outcome], lab: Lab, command: str) ->
         f"Written by\n\n```bash\n{command}\n```",
         note(lab),
         f"Ran on {here['platform']}, Python {here['python']}, jax {here['packages'].get('jax')}, "
-        f"revision {here['git']}. Processor time of the cells: {sum(taken.values()):.0f} minutes, "
-        f"half of it on two cores ({each}; cells that entries share count for the first). Cells, "
-        f"with every setting, are in [{CELLS}]({CELLS}); with --norun --cells=PATH this page is "
+        f"revision {here['git']}. Processor time of the cells, summed over cores: "
+        f"{sum(taken.values()):.0f} minutes ({each}; cells that entries share count for the first). "
+        f"Cells, with every setting, are in [{CELLS}]({CELLS}); with --norun --cells=PATH this page is "
         "made again without training.",
         "## Verdicts\n\n" + ", ".join(f"{word}: {n}" for word, n in count.most_common()) + ".",
         summary(made).markdown(),

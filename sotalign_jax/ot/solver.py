@@ -260,7 +260,8 @@ def solve(
                 near |= ~falls & (search.iterations - search.marked >= NARROW_STALLED)
                 # A copy that leads nowhere gives way to the kernel itself.
                 useless = error > STALL * search.exact_error
-                exact = (state.levels == 0) & jnp.where(search.exact, useless, near)
+                end = search.iterations + 2 >= budget  # the last sweep tells the true error
+                exact = (state.levels == 0) & (jnp.where(search.exact, useless, near) | end)
                 sure = search.exact | (state.levels > 0)
             return _Search(
                 x=jnp.where(sound, accelerated, best.following),
@@ -288,7 +289,7 @@ def solve(
             mark=infinity,
             marked=state.iterations,
             drift=jnp.zeros((), dtype),
-            exact=jnp.asarray(not kernel.narrow),
+            exact=(not kernel.narrow) | ((state.levels == 0) & (state.iterations + 1 >= budget)),
             sure=~false,
             exact_error=jnp.ones((), dtype),
             ratios=(jnp.ones_like(log_a), jnp.ones_like(log_b)),
