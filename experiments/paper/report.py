@@ -259,9 +259,9 @@ def save(path: pathlib.Path, made: Sequence[Outcome], lab: Lab, command: str) ->
         note(lab),
         f"Ran on {here['platform']}, Python {here['python']}, jax {here['packages'].get('jax')}, "
         f"revision {here['git']}. Processor time of the cells, summed over cores: "
-        f"{sum(taken.values()):.0f} minutes ({each}; cells that entries share count for the first). "
-        f"Cells, with every setting, are in [{CELLS}]({CELLS}); with --norun --cells=PATH this page is "
-        "made again without training.",
+        f"{sum(taken.values()):.0f} minutes ({each}; cells that entries share count for the "
+        f"first). Cells, with every setting, are in [{CELLS}]({CELLS}); with --norun --cells=PATH "
+        "this page is made again without training.",
         "## Verdicts\n\n" + ", ".join(f"{word}: {n}" for word, n in count.most_common()) + ".",
         summary(made).markdown(),
         *([DISCUSSION.read_text("utf-8").strip()] if ours and len(made) == len(ENTRIES) else []),
