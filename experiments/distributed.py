@@ -38,8 +38,8 @@ def initialize() -> None:
         return
     if address != "auto":
         if missing:
-            remedy = "pass --coordinator, --num_processes and --process_id together, or =auto"
-            raise checks.InputError(f"{missing[0]}: not set; {remedy}")
+            remedy = "pass --coordinator, --num_processes and --process_id together"
+            raise checks.InputError(f"{missing[0]}: not set; {remedy}, or --coordinator=auto")
         if ":" not in address:
             raise checks.InputError(f"coordinator: must be HOST:PORT or auto, got {address!r}")
         if index >= count:
