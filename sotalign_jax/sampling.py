@@ -158,10 +158,14 @@ def draw(key: Array, step: Int[Array, ""], data: DeviceData, *, pairs: int, unpa
     rows = row_numbers(key, step, data, pairs=pairs, unpaired=unpaired)
 
     def take(name: str, table: Array, numbers: Array) -> Array:
-        whole = len(numbers) == len(table) and not name.startswith("near")
-        return table if whole else table[numbers]  # all rows, in place: no copy of them
+        return table if _whole(name, table, numbers) else table[numbers]  # no copy of all rows
 
     return _collect(take, tables(data), rows)
+
+
+def _whole(name: str, table: Any, numbers: Any) -> bool:
+    """Whether a part of every batch is the table itself; neighbours come in any order."""
+    return len(numbers) == len(table) and not name.startswith("near")
 
 
 def _collect(take: Callable[[str, Any, Any], Any], tables: Batch, rows: Batch) -> Batch:
@@ -191,7 +195,7 @@ class Feed:
         self._rows: Callable[[Any], Batch] = jax.jit(
             lambda step: row_numbers(key, step, data, pairs=pairs, unpaired=unpaired)
         )
-        self._whole: dict[str, Any] = {}
+        self._placed: dict[str, Any] = {}
         self._ahead = concurrent.futures.ThreadPoolExecutor(1)
         self._readers = concurrent.futures.ThreadPoolExecutor(READERS)
         self._next: dict[int, concurrent.futures.Future[Batch]] = {}
@@ -218,8 +222,8 @@ class Feed:
 
     def _take(self, name: str, array: Any, rows: np.ndarray) -> Any:
         """These rows on the devices; where every batch has all of them, they are placed once."""
-        if name in self._whole:
-            return self._whole[name]
+        if name in self._placed:
+            return self._placed[name]
         if self._mesh is None:
             taken: Any = jnp.asarray(self._gather(array, rows))
         else:
@@ -229,8 +233,8 @@ class Feed:
                 array.dtype,
                 self._mesh,
             )
-        if not name.startswith("near") and len(rows) == len(array):
-            self._whole[name] = taken
+        if _whole(name, array, rows):
+            self._placed[name] = taken
         return taken
 
     def _gather(self, array: Any, rows: np.ndarray) -> np.ndarray:
