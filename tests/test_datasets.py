@@ -2,8 +2,8 @@
 
 import csv
 import io
+import itertools
 import json
-import pickle
 import tarfile
 
 import numpy as np
@@ -356,25 +356,20 @@ def test_aircraft(tmp_path):
     assert prompts_of(source)["1/1"][0] == expected
 
 
-def write_cifar(path, **arrays):
-    with path.open("wb") as file:  # protocol 2, as the published files
-        pickle.dump({k.encode(): v for k, v in arrays.items()}, file, protocol=2)
-
-
-def pixels(*numbers):
-    """Rows of 3072: the red plane, the green, the blue."""
-    return np.stack([np.repeat(np.array(colour(n), np.uint8), 1024) for n in numbers])
+def write_cifar(path, *pictures):
+    """Labels, then the red plane, the green, the blue; of pictures of (labels, colour's number)."""
+    planes = ([*labels, *np.repeat(colour(n), 1024)] for labels, n in pictures)
+    path.write_bytes(bytes(itertools.chain.from_iterable(planes)))
 
 
 def test_cifar10(tmp_path):
-    names = [b"airplane", b"automobile", b"bird"]
-    write_cifar(tmp_path / "batches.meta", label_names=names)
-    write_cifar(tmp_path / "test_batch", data=pixels(1, 2), labels=[2, 0])
+    (tmp_path / "batches.meta.txt").write_text("airplane\nautomobile\nbird\n\n")
+    write_cifar(tmp_path / "test_batch.bin", ([2], 1), ([0], 2))
     for n in range(1, 6):
-        write_cifar(tmp_path / f"data_batch_{n}", data=pixels(n), labels=[n % 3])
+        write_cifar(tmp_path / f"data_batch_{n}.bin", ([n % 3], n))
     source = datasets.open_dataset("cifar10", tmp_path)
     ids, images, groups = read(source, "image")
-    assert ids == ["test_batch/0", "test_batch/1"] and groups == ["2", "0"]
+    assert ids == ["test_batch.bin/0", "test_batch.bin/1"] and groups == ["2", "0"]
     assert images[0].size == (32, 32) and shows(images[0], 1) and shows(images[1], 2)
     assert len(prompts_of(source)) == 3 * 18
     _, images, groups = read(datasets.open_dataset("cifar10", tmp_path, split="train"), "image")
@@ -382,18 +377,15 @@ def test_cifar10(tmp_path):
 
 
 def test_cifar100(tmp_path):
-    write_cifar(tmp_path / "meta", fine_label_names=[b"apple", b"aquarium_fish"])
-    write_cifar(tmp_path / "test", data=pixels(3), fine_labels=[1], coarse_labels=[0])
+    (tmp_path / "fine_label_names.txt").write_text("apple\naquarium_fish\n")
+    write_cifar(tmp_path / "test.bin", ([0, 1], 3))
     source = datasets.open_dataset("cifar100", tmp_path)
     _, images, groups = read(source, "image")
     assert groups == ["1"] and shows(images[0], 3)
     assert prompts_of(source)["1/0"][0] == "a photo of a aquarium fish."
-
-
-def test_a_pickle_with_more_than_arrays_is_refused(tmp_path):
-    (tmp_path / "batches.meta").write_bytes(b"cos\nsystem\n(S'exit'\ntR.")
-    with pytest.raises(checks.InputError, match=r"root: .*os.system"):
-        datasets.open_dataset("cifar10", tmp_path)
+    (tmp_path / "test.bin").write_bytes(bytes(3000))
+    with pytest.raises(checks.InputError, match=r"root: .*test.bin is cut short"):
+        next(source.items["image"]())
 
 
 def test_published_prompts_are_whole():
