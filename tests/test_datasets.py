@@ -143,16 +143,8 @@ def write_tar(path, members):
 
 
 def jpeg(n):
-    return encoded("JPEG", n, (8, 6))
-
-
-def png(n):
-    return encoded("PNG", n, (32, 32))
-
-
-def encoded(kind, n, size):
     file = io.BytesIO()
-    PIL.Image.new("RGB", size, colour(n)).save(file, kind)
+    PIL.Image.new("RGB", (8, 6), colour(n)).save(file, "JPEG")
     return file.getvalue()
 
 
@@ -465,65 +457,6 @@ def test_polyvore(tmp_path):
     assert texts[3].load() == "dress 3"
     with pytest.raises(ValueError, match="is empty"):
         texts[4].load()
-
-
-@pytest.fixture(scope="module")
-def tfds_folder(tmp_path_factory):
-    """Prepared datasets under the names and with the features that TFDS has."""
-    tfds = pytest.importorskip("tensorflow_datasets")
-
-    def build(name, features, rows):
-        def info(self):
-            return tfds.core.DatasetInfo(
-                builder=self, features=tfds.features.FeaturesDict(features)
-            )
-
-        body = {
-            "VERSION": tfds.core.Version("1.0.0"),
-            "_info": info,
-            "_split_generators": lambda self, _: {"test": self._generate_examples()},
-            "_generate_examples": lambda self: iter(enumerate(rows)),
-            "name": name,
-            "__module__": __name__,
-        }
-        # Not registered, for TFDS may know its own dataset of that name.
-        kinds = (tfds.core.GeneratorBasedBuilder,)
-        builder = type(name.title(), kinds, body, skip_registration=True)
-        builder(data_dir=folder, file_format="array_record").download_and_prepare()
-
-    folder = tmp_path_factory.mktemp("tfds")
-    labels = tfds.features.ClassLabel(names=["airplane", "big_bird"])
-    picture = tfds.features.Image(shape=(32, 32, 3))
-    build("cifar10", {"image": picture, "label": labels},
-          [{"image": io.BytesIO(png(n)), "label": n % 2} for n in (1, 2)])  # fmt: skip
-    pairs = {"image": tfds.features.Image(shape=(None, None, 1)), "text": tfds.features.Text()}
-    gray = io.BytesIO()
-    PIL.Image.new("L", (5, 4), 99).save(gray, "PNG")
-    build("pairs", pairs, [{"image": io.BytesIO(gray.getvalue()), "text": "grey"}])
-    build("numbers", {"n": tfds.features.Scalar(np.int64)}, [{"n": 3}])
-    return folder
-
-
-def test_tfds_classification(tfds_folder):
-    source = datasets.open_dataset("tfds:cifar10:1.0.0", tfds_folder)
-    _, images, groups = read(source, "image")
-    assert [shows(image, 1 if group == "1" else 2) for image, group in
-            zip(images, groups, strict=True)] == [True, True]  # fmt: skip
-    assert prompts_of(source)["1/0"][0] == "a photo of a big bird."
-
-
-def test_tfds_pictures_and_texts(tfds_folder):
-    source = datasets.open_dataset("tfds:pairs", tfds_folder)
-    _, (image,), groups = read(source, "image")
-    assert image.size == (5, 4) and image.getpixel((0, 0)) == 99
-    assert read(source, "text") == (["0"], ["grey"], groups)
-
-
-def test_tfds_without_anything_to_embed(tfds_folder):
-    with pytest.raises(checks.InputError, match="data: tfds:numbers"):
-        datasets.open_dataset("tfds:numbers", tfds_folder)
-    with pytest.raises(checks.InputError, match="tfds:nothing"):
-        datasets.open_dataset("tfds:nothing", tfds_folder)
 
 
 def test_captions_are_refused_where_a_dataset_has_its_own(tmp_path):

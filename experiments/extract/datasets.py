@@ -16,7 +16,7 @@ import numpy as np
 from experiments import workdir
 from experiments.extract import items
 from experiments.extract.items import Item, Source
-from sotalign_jax import checks, files
+from sotalign_jax import checks
 
 # --- files with captions: folders, COCO, Flickr30k, LibriSpeech, SkyScript -----------------------
 
@@ -386,7 +386,7 @@ def _caption(members: Members, tar: pathlib.Path) -> str:
     raise ValueError("has no caption")
 
 
-# --- WikiText, Polyvore, TensorFlow Datasets ------------------------------------------------------
+# --- WikiText, Polyvore --------------------------------------------------------------------------
 
 
 def wikitext(root: pathlib.Path, split: str) -> Source:
@@ -433,48 +433,6 @@ def polyvore(root: pathlib.Path, split: str) -> Source:
     return Source({column: functools.partial(rows, column) for column in ("image", "text")})
 
 
-def tfds(root: pathlib.Path, split: str, *, name: str) -> Source:
-    """The first Image and Text feature of NAME; row n of one belongs to row n of the other.
-
-    Datasets are read through random access, without TensorFlow. A ClassLabel `label` and known
-    prompts make one a classification set.
-    """
-    records = files.open_tfds(name, split, folder=str(root))
-    info = records.dataset_info
-    known = dict(info.features.items())
-    kinds = {"Text": "text", "Image": "image"}  # sounds cannot be had without TensorFlow
-    features = {
-        kinds[type(feature).__name__]: key
-        for key, feature in reversed(known.items())
-        if type(feature).__name__ in kinds
-    }
-    if not features:
-        listed = ", ".join(known)
-        raise checks.InputError(f"data: tfds:{name} has {listed}; none is an image or a text")
-
-    def load(n: int, modality: str, _: pathlib.Path) -> Any:
-        value = records[n][features[modality]]
-        text = value.decode("utf-8") if isinstance(value, bytes) else value
-        return items.from_array(value) if modality == "image" else str(text)
-
-    def rows(modality: str, group: Callable[[int], str] = str) -> Iterator[Item]:
-        made = pathlib.Path(info.data_dir) / "dataset_info.json"
-        for n in range(len(records)):
-            yield Item(str(n), group(n), made, functools.partial(load, n, modality))
-
-    dataset = name.split("/")[0].split(":")[0]
-    # TFDS names ImageNet's classes by synset and orders both as the published names do.
-    published = {"imagenet2012": "imagenet1k", "oxford_flowers102": "flowers"}.get(dataset)
-    prompts = published or dataset
-    labelled = "image" in features and hasattr(known.get("label"), "names")
-    if labelled and prompts in workdir.read_json(TEMPLATES):
-        names = workdir.read_json(CLASS_NAMES)[prompts] if published else known["label"].names
-        return _prompted(
-            prompts, names, lambda: rows("image", lambda n: str(int(records[n]["label"])))
-        )
-    return Source({modality: functools.partial(rows, modality) for modality in sorted(features)})
-
-
 # --- by name ------------------------------------------------------------------------------------
 
 DATASETS: dict[str, tuple[Callable[..., Source], str]] = {
@@ -495,19 +453,14 @@ DATASETS: dict[str, tuple[Callable[..., Source], str]] = {
     "polyvore": (polyvore, ""),
 }
 """How a dataset is opened, and the split that the paper evaluates on (or trains on)."""
-NAMES = (*DATASETS, "tfds:NAME")
 
 
 def open_dataset(
     name: str, root: pathlib.Path, *, split: str | None = None, captions: pathlib.Path | None = None
 ) -> Source:
-    """Opens a dataset, `tfds:NAME` included, that lies in `root`."""
-    reader: Callable[..., Source]
-    if name.startswith("tfds:"):
-        reader, usual = functools.partial(tfds, name=name.removeprefix("tfds:")), "test"
-    else:
-        checks.choice("data", name, NAMES)
-        reader, usual = DATASETS[name]
+    """Opens a dataset that lies in `root`."""
+    checks.choice("data", name, tuple(DATASETS))
+    reader, usual = DATASETS[name]
     if not root.exists():
         raise checks.InputError(f"root: {root} does not exist; pass the dataset's own folder")
     if captions is not None and name not in ("folder", "skyscript"):
