@@ -1,5 +1,6 @@
 """Datasets by name, each read from its own on-disk format."""
 
+import contextlib
 import csv
 import functools
 import itertools
@@ -321,7 +322,7 @@ Members = dict[str, tuple[int, int]]
 
 
 def webdataset(root: pathlib.Path, split: str) -> Source:
-    """Uncompressed .tar files; consecutive members `KEY.jpg`, `KEY.txt`, `KEY.json` are a sample.
+    """Uncompressed .tar files; their members `KEY.jpg`, `KEY.txt`, `KEY.json` are a sample.
 
     The caption is the .txt, or the "caption" of the .json. A split selects the tars that have it
     in their name. Ids are TAR/KEY, for keys often start anew in every tar.
@@ -331,12 +332,11 @@ def webdataset(root: pathlib.Path, split: str) -> Source:
     if not tars:
         raise checks.InputError(f"root: {root} holds no .tar with {split!r} in its name")
 
-    def samples(pick: Callable[[Members, pathlib.Path], Any]) -> Iterator[Item]:
+    def samples(read: Callable[[Members, pathlib.Path], Any]) -> Iterator[Item]:
         for tar in tars:
-            for key, members in itertools.groupby(_members(tar), key=lambda member: member[0]):
-                places = {suffix: place for _, suffix, place in members}
+            for key, members in _samples(tar).items():
                 name = f"{tar.stem}/{key}"
-                yield Item(name, name, tar, functools.partial(pick, places))
+                yield Item(name, name, tar, functools.partial(read, members))
             with tar.open("rb") as file:
                 file.seek(max(tar.stat().st_size - 1024, 0))
                 if file.read() != bytes(1024):  # the two empty blocks that end a tar
@@ -346,23 +346,23 @@ def webdataset(root: pathlib.Path, split: str) -> Source:
     return Source({"image": lambda: samples(_picture), "text": lambda: samples(_caption)})
 
 
-def _members(tar: pathlib.Path) -> Iterator[tuple[str, str, tuple[int, int]]]:
-    """Key, suffix and place of members in order; only headers are read, as far as they can be."""
-    try:
-        with tarfile.open(tar, "r:") as archive:
-            for entry in archive:
-                archive.members = []  # type: ignore[attr-defined]  # or every header is kept
-                if entry.isfile():
-                    parent, slash, name = entry.name.rpartition("/")
-                    key, _, suffix = name.partition(".")
-                    place = entry.offset_data, entry.size
-                    yield f"{parent}{slash}{key}", f".{suffix.lower()}", place
-    except tarfile.ReadError:
-        return
+def _samples(tar: pathlib.Path) -> dict[str, Members]:
+    """The samples of a tar by key; only headers are read, as far as they can be."""
+    found: dict[str, Members] = defaultdict(dict)
+    with contextlib.suppress(tarfile.ReadError), tarfile.open(tar, "r:") as archive:
+        for entry in archive:
+            if entry.isfile():
+                folder, slash, name = entry.name.rpartition("/")
+                key, _, suffix = name.partition(".")
+                place = entry.offset_data, entry.size
+                found[f"{folder}{slash}{key}"][f".{suffix.lower()}"] = place
+    return found
 
 
-def _read(tar: pathlib.Path, offset: int, size: int) -> bytes:
-    """A member, without touching the rest of its tar."""
+def _read(members: Members, suffixes: tuple[str, ...], tar: pathlib.Path) -> bytes:
+    """The first member with such a suffix, empty if there is none, without the rest of its tar."""
+    places = [place for suffix, place in members.items() if suffix.endswith(suffixes)]
+    offset, size = places[0] if places else (0, 0)
     with tar.open("rb") as file:
         file.seek(offset)
         content = file.read(size)
@@ -372,18 +372,13 @@ def _read(tar: pathlib.Path, offset: int, size: int) -> bytes:
 
 
 def _picture(members: Members, tar: pathlib.Path) -> Any:
-    for suffix, place in members.items():
-        if suffix.endswith(items.IMAGE_SUFFIXES):
-            return items.picture(_read(tar, *place))
-    raise ValueError("has no picture")
+    return items.picture(_read(members, items.IMAGE_SUFFIXES, tar))
 
 
 def _caption(members: Members, tar: pathlib.Path) -> str:
-    if ".txt" in members:
-        return _read(tar, *members[".txt"]).decode("utf-8")
-    if ".json" in members and (told := json.loads(_read(tar, *members[".json"])).get("caption")):
-        return str(told)
-    raise ValueError("has no caption")
+    if text := _read(members, (".txt",), tar).decode("utf-8"):
+        return text
+    return str(json.loads(_read(members, (".json",), tar) or "{}").get("caption") or "")
 
 
 # --- WikiText, Polyvore --------------------------------------------------------------------------
@@ -408,27 +403,23 @@ def polyvore(root: pathlib.Path, split: str) -> Source:
     tables = sorted([*root.glob("*.parquet"), *root.glob("data/*.parquet")])
     if not tables:
         raise checks.InputError(f"root: {root} holds no .parquet, nor does its data/")
-    lock = threading.Lock()  # for one thread reads a row group, which is large
+    lock = threading.Lock()  # for one thread reads a column, which is large
 
     @functools.lru_cache(maxsize=2)
-    def cells(file: pathlib.Path, group: int, column: str) -> Any:
-        with items.require("pyarrow.parquet").ParquetFile(file) as table:
-            return table.read_row_group(group, columns=[column])[column]
+    def cells(file: pathlib.Path, column: str) -> Any:
+        return items.require("pyarrow.parquet").read_table(file, columns=[column])[column]
 
-    def load(group: int, column: str, row: int, file: pathlib.Path) -> Any:
+    def load(column: str, row: int, file: pathlib.Path) -> Any:
         with lock:
-            value = cells(file, group, column)[row].as_py()
+            value = cells(file, column)[row].as_py()
         if value is None:
             raise ValueError("is empty")
         return items.picture(value["bytes"]) if column == "image" else str(value)
 
     def rows(column: str) -> Iterator[Item]:
         for file in tables:
-            with items.require("pyarrow.parquet").ParquetFile(file) as table:
-                for group in range(table.num_row_groups):
-                    names = table.read_row_group(group, columns=["item_ID"])["item_ID"]
-                    for row, name in enumerate(map(str, names.to_pylist())):
-                        yield Item(name, name, file, functools.partial(load, group, column, row))
+            for row, name in enumerate(map(str, cells(file, "item_ID").to_pylist())):
+                yield Item(name, name, file, functools.partial(load, column, row))
 
     return Source({column: functools.partial(rows, column) for column in ("image", "text")})
 
