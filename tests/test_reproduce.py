@@ -238,7 +238,7 @@ def test_given_sources_are_read_and_never_mixed_with_photographs(main, tmp_path)
         ({"skyskript": {"x": "a.npy"}}, "files: 'skyskript' is unknown"),
         ({"SkyScript": {"z": "a.npy"}}, "files: SkyScript: 'z' is unknown"),
         ({"SkyScript": "a.npy"}, "files: SkyScript: must be paths by field"),
-        ({"SkyScript": {"x": 3}}, "files: SkyScript: x: must be a path"),
+        ({"SkyScript": {"x": 3}}, "files: SkyScript: must be paths by field, got {'x': 3}"),
         ({"SkyScript": {"x": "a.npy"}}, "files: SkyScript: y: is not set"),
         ({"COCO100": {"x": "a.npy", "y": "gone.npy"}}, "y: .*gone.npy: no such file"),
         ([], "must hold"),

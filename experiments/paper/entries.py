@@ -7,7 +7,6 @@ paper's data are not at hand, photographs stand in for them, see `sources`.
 import dataclasses
 import functools
 import itertools
-import pathlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -47,7 +46,7 @@ class Entry:
     rule: Callable[..., Verdict]  # whether the claim held, from the panels
     needs: tuple[str, ...] = (MAIN,)  # the paper's data, as sources of --files
     paper: str | None = None  # key of the paper's table, shown beside ours or below
-    plot: Callable[[Found, pathlib.Path], None] | None = None
+    plot: Callable[[Found], Any] | None = None
     whole: str = ""  # what a claim cannot be judged without: "runs", ...
     word: str = ""  # in place of a verdict, where the paper claims nothing
 

@@ -236,15 +236,14 @@ class Lab:
             ]
         return dataclasses.replace(panel, found=found, failures=tuple(missing))
 
-    def keep(self, path: pathlib.Path, keys: Iterable[str]) -> None:
-        """Writes what is known of cells to a file, a line of JSON each."""
+    def kept(self, keys: Iterable[str]) -> str:
+        """What is known of cells, a line of JSON each."""
         made = [self.known(key) for key in sorted(set(keys)) if self.path(key).exists()]
         lines = [json.dumps(one, sort_keys=True, separators=(",", ":")) for one in made]
-        with workdir.replacing(path) as file:
-            file.write("".join(f"{line}\n" for line in lines).encode())
+        return "".join(f"{line}\n" for line in lines)
 
     def take(self, path: pathlib.Path) -> None:
-        """Reads cells that `keep` wrote; those that are here already stay."""
+        """Reads the cells of a file, as `kept` lists them; those that are here already stay."""
         with self.writing():
             for one in map(json.loads, path.read_text("utf-8").splitlines()):
                 if not (at := self.path(key_of(one["spec"]))).exists():
