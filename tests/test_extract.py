@@ -1,6 +1,5 @@
 """Extraction: what is written, what is skipped, and what a kill or a full disk leaves."""
 
-import hashlib
 import json
 import os
 import pathlib
@@ -80,10 +79,6 @@ def test_rows_are_the_encoders_in_order(pictures, tmp_path, capfd):
     assert rows == [{"id": item.id, "group": item.group} for item in listed]
     assert metadata["shape"] == [60, 64] and metadata["count"] == 60 and metadata["skipped"] == 0
     assert metadata["encoder"]["name"] == "toy" and metadata["data"]["items"] == 60
-    for name in NAMES[:4]:
-        content = (tmp_path / "out" / name).read_bytes()
-        noted = metadata["files"][name]
-        assert noted == {"bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()}
     assert not (tmp_path / "out" / "progress.json").exists()
     shown = capfd.readouterr().err.splitlines()
     assert (

@@ -55,24 +55,21 @@ def folder(root: pathlib.Path, split: str, captions: pathlib.Path | None = None)
     captions come from there, of the rows whose `split` column is the one asked for, if one is.
     Without it, a picture's caption is the first line of the .txt file beside it.
     """
-    if captions is None:
+    said: dict[str, list[str]] = defaultdict(list)
+    for name, caption in read_captions(captions, split) if captions else ():
+        said[name].append(caption)
 
-        def with_sidecars() -> Iterator[Captioned]:
-            for name in items.pictures_below(root):
-                text = Item(f"{name}#0", name, (root / name).with_suffix(".txt"), _first_line)
-                yield Item(name, name, root / name, items.oriented), [text]
+    def rows() -> Iterator[Captioned]:
+        # A split names its own pictures; otherwise all are embedded.
+        below = () if captions and split else items.pictures_below(root)
+        for name in dict.fromkeys((*said, *below)):
+            texts = [Item(f"{name}#{n}", name, text) for n, text in enumerate(said.get(name, ()))]
+            if captions is None:
+                beside = (root / name).with_suffix(".txt")
+                texts = [Item(f"{name}#0", name, beside, _first_line)]
+            yield Item(name, name, root / name, items.oriented), texts
 
-        return _captioned(with_sidecars)
-    said: dict[str, list[str]] = {}
-    for name, caption in read_captions(captions, split):
-        said.setdefault(name, []).append(caption)
-    if not split:  # which names its own pictures; otherwise all are embedded
-        for name in items.pictures_below(root):
-            said.setdefault(name, [])
-    named = {name: [(f"{name}#{n}", t) for n, t in enumerate(ts)] for name, ts in said.items()}
-    return _captioned(
-        lambda: (_file(name, root / name, own, items.oriented) for name, own in named.items())
-    )
+    return _captioned(rows)
 
 
 def _first_line(path: pathlib.Path) -> str:

@@ -6,7 +6,7 @@ A finished folder holds
     rows.jsonl        the id and group of every row
     skipped.jsonl     the id and reason of every item that has no row
     inputs.jsonl      the id, group and fingerprint of every item, to notice a change
-    metadata.json     encoder, revision, pooling, dtype, count and checksums; written last
+    metadata.json     encoder, revision, pooling, dtype and count; written last
 
 The first four grow by `shard_size` items at a time, and `progress.json` says how far they are
 complete: what a killed run wrote beyond is cut off. So they are a function of the items and the
@@ -72,8 +72,6 @@ def extract(
     else, or an item that has changed since it was embedded, is an InputError. After an OSError,
     such as a full disk, the next start goes on from what is saved.
     """
-    checks.choice("dtype", dtype, ("float16", "float32"))
-    checks.whole(1, shard_size=shard_size)
     if encoder.modality not in source.items:
         text = f"encoder: needs {encoder.modality} but the dataset has {' and '.join(source.items)}"
         raise checks.InputError(f"{text}; choose another encoder")
@@ -96,13 +94,7 @@ def extract(
         if not (out / METADATA).exists():
             shape = _embed(items(), total, encoder, out, dtype, shard_size, workers)
             metadata |= {"data": {**data, "items": total}, "shape": shape, "count": shape[0]}
-            files = {}
-            for name in GROWING:
-                with (out / name).open("rb") as file:
-                    digest = hashlib.file_digest(file, "sha256").hexdigest()
-                    files[name] = {"bytes": file.tell(), "sha256": digest}
-            metadata |= {"skipped": total - shape[0], "files": files}
-            workdir.write_json(out / METADATA, metadata)
+            workdir.write_json(out / METADATA, {**metadata, "skipped": total - shape[0]})
         (out / PROGRESS).unlink(missing_ok=True)
     found: dict[str, Any] = workdir.read_json(out / METADATA)
     return found
@@ -111,8 +103,7 @@ def extract(
 def load(folder: pathlib.Path) -> Embeddings:
     """Opens a finished folder; InputError if it is not finished, or damaged."""
     if not (folder / METADATA).exists():
-        begun = (folder / "config.json").exists()
-        remedy = "start that extraction again to finish it" if begun else "check the path"
+        remedy = "check the path, or start its extraction again to finish it"
         raise checks.InputError(f"{folder}: holds no finished embeddings; {remedy}")
     metadata = workdir.read_json(folder / METADATA)
     rows = np.load(folder / EMBEDDINGS, mmap_mode="r")
