@@ -367,20 +367,13 @@ def _shift(sources: Sources, *, data: dict[str, Any], rows: int, projections: in
     return {"shift/x": x, "shift/y": y, "shift/total": x + y}
 
 
-def _share(sources: Sources, *, data: dict[str, Any], rows: int, projections: int) -> Results:
+def _share(sources: Sources, *, data: dict[str, Any], **sizes: int) -> Results:
     """How far the pools are on the way from the pairs to random directions, in percent."""
     dataset = _dataset(sources, Data(**data))
-
-    def share(pairs: Any, pool: Any) -> float:
-        shift = diagnostics.pool_shift(
-            pairs, pool, repeats=5, rows=rows, projections=projections, seed=data["seed"]
-        )
-        return 100 * shift.share
-
-    return {
-        "share/x": share(dataset.pairs_x, dataset.pool_x),
-        "share/y": share(dataset.pairs_y, dataset.pool_y),
-    }
+    pools = {"x": (dataset.pairs_x, dataset.pool_x), "y": (dataset.pairs_y, dataset.pool_y)}
+    options = {**sizes, "repeats": 5, "seed": data["seed"]}
+    shifts = {side: diagnostics.pool_shift(*rows, **options) for side, rows in pools.items()}
+    return {f"share/{side}": 100 * shift.share for side, shift in shifts.items()}
 
 
 def _between(

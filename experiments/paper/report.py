@@ -89,7 +89,7 @@ def table(panel: Panel) -> report.Table:
 
     shown = []
     for column, changes in panel.columns.items():
-        shown += [(column, False)] if changes.get("metric", "row") else []
+        shown += [(column, False)] if changes["metric"] else []
         if any(panel.papers(row, column) is not None for row in panel.rows):
             shown.append((column, True))
     headers = [panel.corner]
