@@ -101,7 +101,7 @@ def test_texts_come_back_in_order_though_batched_by_length(pictures, tmp_path):
     first = (pictures / "000.txt").read_text().strip()
     loaded = extraction.load(tmp_path / "out")
     np.testing.assert_allclose(loaded.rows[0], encoder.embed([first])[0], rtol=1e-6)
-    assert loaded.origins[0] == extraction.Row("000.png#0", "000.png")
+    assert loaded.origins[0] == extraction.Row("000.png#0", "000.png", first)
 
 
 def test_no_more_than_two_batches_wait(pictures, tmp_path):

@@ -9,7 +9,7 @@ import pathlib
 import tarfile
 import threading
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -455,18 +455,3 @@ def open_dataset(
         raise checks.InputError(f"captions: {name} has captions of its own; leave --captions out")
     given = {} if captions is None else {"captions": captions}
     return reader(root, usual if split is None else split, **given)
-
-
-def captions(data: Mapping[str, Any], ids: Sequence[str]) -> list[str] | None:
-    """The texts of some items of a dataset, as an extraction's metadata names it.
-
-    None if it is not at hand, or too large to look through.
-    """
-    root = pathlib.Path(data["root"])
-    if data["name"] not in ("folder", "coco", "flickr30k") or not root.exists():
-        return None
-    table = data["captions"] and pathlib.Path(data["captions"])
-    source = open_dataset(data["name"], root, split=data["split"], captions=table)
-    wanted = set(ids)
-    found = {item.id: item.load() for item in source.items["text"]() if item.id in wanted}
-    return [found.get(name, name) for name in ids]

@@ -3,7 +3,7 @@
 A finished folder holds
 
     embeddings.npy    [n, d], a row per item, for `--config.data.files.*` of experiments.main
-    rows.jsonl        the id and group of every row
+    rows.jsonl        the id and group of every row, and its text
     skipped.jsonl     the id and reason of every item that has no row
     inputs.jsonl      the id, group and fingerprint of every item, to notice a change
     metadata.json     encoder, revision, pooling, dtype and count; written last
@@ -44,6 +44,7 @@ class Row(NamedTuple):
 
     id: str
     group: str
+    text: str = ""
 
 
 class Embeddings(NamedTuple):
@@ -199,7 +200,8 @@ def _embed(
                 if not ids:
                     write_header(growing[EMBEDDINGS], dtype, (0, len(row)))
                 ids.add(item.id)
-                line(ROWS, id=item.id, group=item.group)
+                told = {"text": item.load()} if encoder.modality == "text" else {}
+                line(ROWS, id=item.id, group=item.group, **told)
                 growing[EMBEDDINGS].write(row.data)
             for file in growing.values():
                 file.flush()
@@ -284,9 +286,9 @@ def _embed_shard(
 # --- two extractions to files for experiments.main, rows matched by their group -------------------
 
 PARTS = ("train", "val", "test", "split", "sue", "zero_shot")
-ENCODERS, TEST = "encoders.json", "test.json"
+ENCODERS, TEST = "encoders.json", "test_rows.json"
 """Notes beside the files: the encoders, so that a search can use a model trained on them; and what
-the test rows are, ids and the dataset that has them, so that a report can show them."""
+the test rows are, ids below the dataset's root and texts, so that a report can show them."""
 BLOCK = 65_536
 """Rows that are written at a time: they may be larger than memory."""
 
@@ -416,12 +418,8 @@ def write(out: pathlib.Path, arrays: Arrays, x: Embeddings, y: Embeddings) -> No
             for start in range(0, len(chosen), BLOCK):
                 file.write(rows[chosen[start : start + BLOCK]].data)
     if "test_x" in arrays:
-        source = dict(y.metadata["data"])
-        for name in ("root", "captions"):
-            if source.get(name):
-                source[name] = str(pathlib.Path(source[name]).absolute())
-        noted: dict[str, Any] = {"data": source}
-        for side in "xy":
-            of, chosen = arrays[f"test_{side}"]
-            noted[side] = [of.origins[row].id for row in chosen]
-        workdir.write_json(out / TEST, noted)
+        tests = {side: arrays[f"test_{side}"] for side in "xy"}
+        kept = {side: [of.origins[row] for row in chosen] for side, (of, chosen) in tests.items()}
+        noted = {"x": [row.id for row in kept["x"]], "y": [row.text or row.id for row in kept["y"]]}
+        root = pathlib.Path(x.metadata["data"].get("root", "")).absolute()
+        workdir.write_json(out / TEST, {"root": str(root), **noted})
