@@ -21,7 +21,7 @@ import itertools
 import json
 import os
 import pathlib
-from collections import defaultdict, deque
+from collections import deque
 from collections.abc import Iterator
 from typing import Any, BinaryIO, NamedTuple
 
@@ -384,17 +384,16 @@ def _zero_shot(x: Embeddings, y: Embeddings) -> Arrays:
     if classes is None or classes != y.metadata["data"].get("classes"):
         remedy = "extract both from food101, ..."
         raise checks.InputError(f"zero_shot: x and y are not of one classification set; {remedy}")
-    prompts: dict[int, list[int]] = defaultdict(list)
-    for row, origin in enumerate(y.origins):
-        prompts[int(origin.group)].append(row)
-    sizes = {len(prompts[label]) for label in range(len(classes))}
-    if len(sizes) != 1 or 0 in sizes:
-        text = f"zero_shot: classes have {min(sizes)} to {max(sizes)} prompts"
+    labels, of_prompts = (np.array([int(o.group) for o in of.origins], np.int32) for of in (x, y))
+    counts = np.bincount(of_prompts, minlength=len(classes))
+    if counts.min() != counts.max():
+        text = f"zero_shot: classes have {counts.min()} to {counts.max()} prompts"
         raise checks.InputError(f"{text}; extract the prompts again, without --limit")
+    prompts = y.rows[np.argsort(of_prompts, kind="stable")]
     return {
         "zero_shot_x": np.asarray(x.rows),
-        "zero_shot_labels": np.array([int(origin.group) for origin in x.origins], np.int32),
-        "zero_shot_prompts": np.stack([y.rows[prompts[c]] for c in range(len(classes))]),
+        "zero_shot_labels": labels,
+        "zero_shot_prompts": prompts.reshape(len(classes), -1, prompts.shape[1]),
     }
 
 

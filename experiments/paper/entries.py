@@ -682,9 +682,8 @@ def v3(lab: Lab) -> Panels:
 
 # --- all of them, in the paper's order ----------------------------------------------------------
 
-_lines = functools.partial(plots.lines, ylabel="%")
-_costs = functools.partial(plots.lines, ylabel="", log=True)
-_alphas = functools.partial(plots.lines, ylabel="%", xlabel="alpha", transpose=True)
+_costs = functools.partial(plots.lines, log=True)
+_alphas = functools.partial(plots.lines, columns="alpha")
 _encoders = (MAIN, "IMAGE+TEXT")
 _sue = ("COCO100", "F30k500", "Polyvore500")
 _seven_sets = tuple(name for name in CLASSES if name != "Intel")
@@ -752,7 +751,7 @@ _ALL = (
           f4, worse_at_every_step, (), plot=_costs, whole="errors"),
     Entry("F5", "How many pairs, and how many unpaired rows",
           "SOTAlign is above SAIL at every number of pairs, by less when pairs abound; more "
-          "unpaired rows help", f5, pairs_and_unpaired, plot=_lines),
+          "unpaired rows help", f5, pairs_and_unpaired, plot=plots.lines),
     Entry("F6", "Retrieval against the shift of the unpaired rows", f"{_falls} (paper: r = -0.76)",
           by_shift, functools.partial(_falling, paper=-0.76), UNPAIRED, plot=plots.scatter),
     Entry("F7", "Retrieval against the encoders' mutual k-NN",
@@ -764,10 +763,11 @@ _ALL = (
           "differentiation (paper: up to 100 and 50 times)",
           costs, less_memory_and_time, (), plot=_costs),
     Entry("FA2", "How many pairs: classification and both directions", _above_at_every_number,
-          functools.partial(every_metric, kind="pairs"), each(second_above_first), plot=_lines),
+          functools.partial(every_metric, kind="pairs"), each(second_above_first),
+          plot=plots.lines),
     Entry("FA3", "How many unpaired rows: classification and both directions",
           "more unpaired rows help",
-          functools.partial(every_metric, kind="unpaired"), each(more_helps), plot=_lines),
+          functools.partial(every_metric, kind="unpaired"), each(more_helps), plot=plots.lines),
     Entry("FA4", "The weight of KLOT, by pairs and by noise in the pools",
           "the best alpha falls with more pairs, and noise moves it only when the pools are all "
           "noise", fa4, best_alphas, plot=_alphas, whole="runs"),
@@ -782,10 +782,10 @@ _ALL = (
           "real sets are closer to each other than to random directions (ours: the paper draws "
           "none)", fa8, noise_is_furthest, UNPAIRED, plot=plots.heat_maps, whole="distances"),
     Entry("FA9", "Satellite images, 10,000 test rows: how many pairs", _above_at_every_number,
-          fa9, each(second_above_first), ("SkyScript",), plot=_lines),
+          fa9, each(second_above_first), ("SkyScript",), plot=plots.lines),
     Entry("FA10", "Satellite images, 30,000 test rows: how many pairs", _above_at_every_number,
           functools.partial(fa9, source="SkyScript30k"), each(second_above_first),
-          ("SkyScript30k",), plot=_lines),
+          ("SkyScript30k",), plot=plots.lines),
 )
 # fmt: on
 ENTRIES: dict[str, Entry] = {entry.name: entry for entry in _ALL}

@@ -40,19 +40,19 @@ def _colours(series: list[str]) -> list[str]:
     return [COLOURS[1] if own else next(rest) for own in ours]
 
 
-def lines(
-    found: Found, *, ylabel: str, xlabel: str | None = None, log: bool = False,
-    transpose: bool = False,
-) -> Any:  # fmt: skip
-    """Rows along the axis, a line a column (or the reverse); bars are the spread over seeds."""
+def lines(found: Found, *, log: bool = False, columns: str = "") -> Any:
+    """Percent (or any unit, if `log`) by row, a line a column; bars are the spread over seeds.
+
+    If `columns` names what they are, they lie along the axis, and a row is a line.
+    """
     figure, axes = _figure(len(found), 4.4, 3.5)
     for ax, (name, panel) in zip(axes, found.items(), strict=True):
         along, series = list(panel.rows), list(panel.columns)
-        if transpose:
+        if columns:
             along, series = series, along
         places, logarithmic = _along(along)
         for label, colour in zip(series, _colours(series), strict=True):
-            keys = [(label, a) if transpose else (a, label) for a in along]
+            keys = [(label, a) if columns else (a, label) for a in along]
             means, spreads = [panel.mean(*k) for k in keys], [panel.spread(*k) for k in keys]
             style = {"color": colour, "marker": "o", "ms": 4, "lw": 1.8}
             ax.errorbar(places, means, yerr=spreads, capsize=2, label=label, **style)
@@ -61,7 +61,7 @@ def lines(
         ax.set_xticks(places, along, fontsize=8)
         ax.minorticks_off()
         ax.grid(alpha=0.25)
-        ax.set(xlabel=xlabel or panel.corner, ylabel=ylabel or name)
+        ax.set(xlabel=columns or panel.corner, ylabel=name if log else "%")
         if len(found) > 1:
             ax.set_title(name, fontsize=10)
         if len(series) > 1:
