@@ -2,7 +2,7 @@
 
 A cell is a specification in JSON, which decides everything: a config and its data, or something to
 measure. Its results are in `cells/KEY.json`, KEY being a hash of the specification. Cells with the
-same data are made one after the other: the data, the teachers and the compiled steps are kept.
+same data are made one after the other: the data and the compiled steps are kept.
 Several processes may work in one folder; each takes cells that no other is making.
 """
 
@@ -28,7 +28,7 @@ from experiments import config as config_lib
 from experiments import run, workdir
 from experiments.paper.panels import Cell, Changes, Panel
 from experiments.paper.sources import MAIN, Data, Photographs, Sources
-from sotalign_jax import checks, data, diagnostics, evaluation, heads, teachers, training
+from sotalign_jax import checks, data, diagnostics, evaluation, heads, training
 
 Results = dict[str, Any]
 Asked = tuple[Mapping[str, Any], set[str]]
@@ -279,8 +279,8 @@ class Lab:
             options = {key: v for key, v in cell.items() if key not in ("measure", "files")}
             return _MEASURES[cell["measure"]](self.sources, **options)
         asked = Data(**cell["data"])
-        trained = _train(self.sources, FrozenConfigDict(cell["config"]), asked)
         dataset = _dataset(self.sources, asked)
+        trained = _train(FrozenConfigDict(cell["config"]), dataset)
         results: Results = {}
         for name in sorted({metric.partition("/")[0] for metric in metrics}):
             own = name in ("val", "test")
@@ -321,27 +321,12 @@ def _dataset(sources: Sources, asked: Data) -> data.Dataset:
     return sources.dataset(asked)
 
 
-@functools.lru_cache(maxsize=4)
-def _teacher(
-    sources: Sources, asked: Data, kind: str, config: FrozenConfigDict
-) -> teachers.LinearTeacher:
-    return run.fit_teacher(config, _dataset(sources, asked), kind)
-
-
-def _train(sources: Sources, config: FrozenConfigDict, asked: Data) -> heads.Heads:
+def _train(config: FrozenConfigDict, dataset: data.Dataset) -> heads.Heads:
     """The heads of a run: trained, fitted at once, or a teacher's maps."""
-
-    def teacher(config: FrozenConfigDict, _: data.Dataset, kind: str) -> teachers.LinearTeacher:
-        # The contrastive teacher is trained; the others depend on their own section alone.
-        names = ("teacher", "seed", *(("train", "heads") if kind == "contrastive" else ()))
-        fitted = FrozenConfigDict({name: config.to_dict()[name] for name in names})
-        return _teacher(sources, asked, kind, fitted)
-
-    dataset = _dataset(sources, asked)
-    method, fitted, start = run.prepare(config, dataset, fit=teacher)
+    method, teacher, start = run.prepare(config, dataset)
     if method is None:
         return start
-    return training.fit(method, start, dataset, config_lib.train(config), teacher=fitted)[0]
+    return training.fit(method, start, dataset, config_lib.train(config), teacher=teacher)[0]
 
 
 # --- measures that need no training ------------------------------------------------------------
