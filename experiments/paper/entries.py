@@ -225,7 +225,7 @@ def by_encoders(lab: Lab, knn: bool = False) -> Panels:
     columns = {**(PERCENT if knn else {}), **retrieval(lab)}
     named = {**NAMED, KNN: "mutual_kNN_pct"}
     if len(rows) > 2:
-        yield Panel("", "encoders/method", rows, columns, lab.sizes.encoder_seeds, named=named)
+        yield Panel("", "encoders/method", rows, columns, lab.seeds[:1], named=named)
 
 
 ALL_PAIRS, OURS_SEMI, TEACHER_START = (
@@ -333,7 +333,7 @@ def above_the_first_three(panel: Panel) -> Verdict:
 
 
 def t7(lab: Lab) -> Panels:
-    columns, named, sky = {}, {}, (lab.sources.satellite, "SkyScript", lab.sizes.satellite)
+    columns, named, sky = {}, {}, (lab.sources.satellite, "SkyScript", lab.sizes.n_pairs)
     speech = "LibriSpeech", "Libri", 1000
     for (source, paper, pairs), way, cut, side in (
         (sky, "T2I", 10, "y_to_x"),
@@ -386,7 +386,7 @@ def a1(lab: Lab) -> Panels:
     if rows := pools(lab):
         columns = {**retrieval(lab), "MeanR@1": {"metric": MEAN}}
         rows = {"SAIL": {**next(iter(rows.values())), **SAIL}, **rows}
-        yield Panel("", "images|texts", rows, columns, lab.sizes.pool_seeds, named=NAMED)
+        yield Panel("", "images|texts", rows, columns, lab.seeds[:1], named=NAMED)
 
 
 def half_above_sail(panel: Panel) -> Verdict:
@@ -498,7 +498,7 @@ def by_shift(lab: Lab, side: str = "total", fixed: int | None = None) -> Panels:
         rows = {name: c for name, c in rows.items() if name.split("|")[fixed] == own}
     columns = {"distance": {"metric": f"shift/{side}"}, "MeanR@1": {"metric": MEAN}}
     if rows:
-        yield Panel("", "images|texts", rows, columns, lab.sizes.pool_seeds, form=".3f")
+        yield Panel("", "images|texts", rows, columns, lab.seeds[:1], form=".3f")
 
 
 def f7(lab: Lab) -> Panels:
@@ -506,7 +506,7 @@ def f7(lab: Lab) -> Panels:
     rows = {name: {**OURS, "data.encoders": name} for name in names}
     columns = {**PERCENT, "MeanR@1": {"metric": MEAN}}
     if len(rows) > 2:
-        yield Panel("", "encoders", rows, columns, lab.sizes.encoder_seeds)
+        yield Panel("", "encoders", rows, columns, lab.seeds[:1])
 
 
 # --- figures of the appendix -------------------------------------------------------------------
@@ -579,7 +579,7 @@ def fa8(lab: Lab) -> Sequence[Panel]:
         shown = {name: lab.sources.label if name == MAIN else name for name in names}
         rows = {shown[n]: {"left": n, "side": side} for n in names}
         columns = {shown[n]: {"right": n, "metric": "between/distance"} for n in names}
-        made.append(Panel(title, "distance", rows, columns, lab.sizes.pool_seeds, form=".3f"))
+        made.append(Panel(title, "distance", rows, columns, lab.seeds[:1], form=".3f"))
     return made if all(len(panel.rows) > 2 for panel in made) else []
 
 
@@ -612,7 +612,7 @@ def v2(lab: Lab) -> Panels:
     seeds, recalls = lab.seeds[:1], {f"R@{k}": {"metric": f"test/mean/R@{k}"} for k in (1, 10)}
     source = lab.sources.satellite
     rows = causes(*(("SOTAlign", "alpha 1e-3") if lab.scale == "quick" else ()))
-    rows = {n: {**lab.alone(source, lab.sizes.satellite), **c} for n, c in rows.items()}
+    rows = {n: {**lab.alone(source, lab.sizes.n_pairs), **c} for n, c in rows.items()}
     yield Panel(f"T7, {source}", "tried", rows, recalls, seeds)
     if lab.scale == "quick":
         return
@@ -677,7 +677,7 @@ def v3(lab: Lab) -> Panels:
     ways = {"images, % of the way": "share/x", "texts, % of the way": "share/y"}
     columns = {name: {**OURS, "metric": metric} for name, metric in ways.items()}
     if len(rows) > 1:
-        yield Panel("", "images|texts", rows, columns | two_lines(MEAN), lab.sizes.pool_seeds)
+        yield Panel("", "images|texts", rows, columns | two_lines(MEAN), lab.seeds[:1])
 
 
 # --- all of them, in the paper's order ----------------------------------------------------------

@@ -44,8 +44,6 @@ _EPSILONS = (0.5, 0.1, 0.05, 0.02, 0.01, 0.005)
 SIZES: dict[str, tuple[Any, Any, Any]] = {
     # Means and spreads of tables are over the seeds; large grids take the first.
     "seeds": ((0,), (0, 1, 2), (42,)),
-    "pool_seeds": ((0,), (0,), (42,)),
-    "encoder_seeds": ((0,), (0,), (42,)),
     "n_pairs": (1000, 1000, 10_000),
     # Numbers of pairs to sweep, and fewer where options are swept, too.
     "pairs": ((100, 1000), (100, 1000, 3000), (100, 1000, 10_000, 100_000)),
@@ -53,7 +51,6 @@ SIZES: dict[str, tuple[Any, Any, Any]] = {
     # Numbers of unpaired rows to sweep; the last is that of most runs.
     "unpaired": ((300, 5000), (300, 3000, 20_000), (10_000, 100_000, 300_000, 1_000_000)),
     "all_pairs": (3000, 3000, 1_000_000),
-    "satellite": (1000, 1000, 10_000),
     # Rows of each pool when sources of pools are compared: all have as many.
     "pool_rows": (2000, 2500, 1_000_000),
     "t1_pairs": (None, 10_000, None),
