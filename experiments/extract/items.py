@@ -70,13 +70,6 @@ def on_white(image: Any) -> Any:
     return image.convert("RGB")
 
 
-def from_array(pixels: np.ndarray) -> Any:
-    """A picture of bytes [height, width, 1 or 3]."""
-    import PIL.Image
-
-    return PIL.Image.fromarray(np.squeeze(pixels, 2) if pixels.shape[2] == 1 else pixels)
-
-
 def sound(file: pathlib.Path) -> Sound:
     """Reads a sound file; several channels are averaged."""
     wave, rate = require("soundfile").read(file, dtype="float32", always_2d=True)

@@ -7,7 +7,6 @@ paper's data are not at hand, photographs stand in for them, see `sources`.
 import dataclasses
 import functools
 import itertools
-import pathlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -47,7 +46,7 @@ class Entry:
     rule: Callable[..., Verdict]  # whether the claim held, from the panels
     needs: tuple[str, ...] = (MAIN,)  # the paper's data, as sources of --files
     paper: str | None = None  # key of the paper's table, shown beside ours or below
-    plot: Callable[[Found, pathlib.Path], None] | None = None
+    plot: Callable[[Found], Any] | None = None
     whole: str = ""  # what a claim cannot be judged without: "runs", ...
     word: str = ""  # in place of a verdict, where the paper claims nothing
 
@@ -226,7 +225,7 @@ def by_encoders(lab: Lab, knn: bool = False) -> Panels:
     columns = {**(PERCENT if knn else {}), **retrieval(lab)}
     named = {**NAMED, KNN: "mutual_kNN_pct"}
     if len(rows) > 2:
-        yield Panel("", "encoders/method", rows, columns, lab.sizes.encoder_seeds, named=named)
+        yield Panel("", "encoders/method", rows, columns, lab.seeds[:1], named=named)
 
 
 ALL_PAIRS, OURS_SEMI, TEACHER_START = (
@@ -334,7 +333,7 @@ def above_the_first_three(panel: Panel) -> Verdict:
 
 
 def t7(lab: Lab) -> Panels:
-    columns, named, sky = {}, {}, (lab.sources.satellite, "SkyScript", lab.sizes.satellite)
+    columns, named, sky = {}, {}, (lab.sources.satellite, "SkyScript", lab.sizes.n_pairs)
     speech = "LibriSpeech", "Libri", 1000
     for (source, paper, pairs), way, cut, side in (
         (sky, "T2I", 10, "y_to_x"),
@@ -387,7 +386,7 @@ def a1(lab: Lab) -> Panels:
     if rows := pools(lab):
         columns = {**retrieval(lab), "MeanR@1": {"metric": MEAN}}
         rows = {"SAIL": {**next(iter(rows.values())), **SAIL}, **rows}
-        yield Panel("", "images|texts", rows, columns, lab.sizes.pool_seeds, named=NAMED)
+        yield Panel("", "images|texts", rows, columns, lab.seeds[:1], named=NAMED)
 
 
 def half_above_sail(panel: Panel) -> Verdict:
@@ -499,7 +498,7 @@ def by_shift(lab: Lab, side: str = "total", fixed: int | None = None) -> Panels:
         rows = {name: c for name, c in rows.items() if name.split("|")[fixed] == own}
     columns = {"distance": {"metric": f"shift/{side}"}, "MeanR@1": {"metric": MEAN}}
     if rows:
-        yield Panel("", "images|texts", rows, columns, lab.sizes.pool_seeds, form=".3f")
+        yield Panel("", "images|texts", rows, columns, lab.seeds[:1], form=".3f")
 
 
 def f7(lab: Lab) -> Panels:
@@ -507,7 +506,7 @@ def f7(lab: Lab) -> Panels:
     rows = {name: {**OURS, "data.encoders": name} for name in names}
     columns = {**PERCENT, "MeanR@1": {"metric": MEAN}}
     if len(rows) > 2:
-        yield Panel("", "encoders", rows, columns, lab.sizes.encoder_seeds)
+        yield Panel("", "encoders", rows, columns, lab.seeds[:1])
 
 
 # --- figures of the appendix -------------------------------------------------------------------
@@ -580,7 +579,7 @@ def fa8(lab: Lab) -> Sequence[Panel]:
         shown = {name: lab.sources.label if name == MAIN else name for name in names}
         rows = {shown[n]: {"left": n, "side": side} for n in names}
         columns = {shown[n]: {"right": n, "metric": "between/distance"} for n in names}
-        made.append(Panel(title, "distance", rows, columns, lab.sizes.pool_seeds, form=".3f"))
+        made.append(Panel(title, "distance", rows, columns, lab.seeds[:1], form=".3f"))
     return made if all(len(panel.rows) > 2 for panel in made) else []
 
 
@@ -613,7 +612,7 @@ def v2(lab: Lab) -> Panels:
     seeds, recalls = lab.seeds[:1], {f"R@{k}": {"metric": f"test/mean/R@{k}"} for k in (1, 10)}
     source = lab.sources.satellite
     rows = causes(*(("SOTAlign", "alpha 1e-3") if lab.scale == "quick" else ()))
-    rows = {n: {**lab.alone(source, lab.sizes.satellite), **c} for n, c in rows.items()}
+    rows = {n: {**lab.alone(source, lab.sizes.n_pairs), **c} for n, c in rows.items()}
     yield Panel(f"T7, {source}", "tried", rows, recalls, seeds)
     if lab.scale == "quick":
         return
@@ -678,14 +677,13 @@ def v3(lab: Lab) -> Panels:
     ways = {"images, % of the way": "share/x", "texts, % of the way": "share/y"}
     columns = {name: {**OURS, "metric": metric} for name, metric in ways.items()}
     if len(rows) > 1:
-        yield Panel("", "images|texts", rows, columns | two_lines(MEAN), lab.sizes.pool_seeds)
+        yield Panel("", "images|texts", rows, columns | two_lines(MEAN), lab.seeds[:1])
 
 
 # --- all of them, in the paper's order ----------------------------------------------------------
 
-_lines = functools.partial(plots.lines, ylabel="%")
-_costs = functools.partial(plots.lines, ylabel="", log=True)
-_alphas = functools.partial(plots.lines, ylabel="%", xlabel="alpha", transpose=True)
+_costs = functools.partial(plots.lines, log=True)
+_alphas = functools.partial(plots.lines, columns="alpha")
 _encoders = (MAIN, "IMAGE+TEXT")
 _sue = ("COCO100", "F30k500", "Polyvore500")
 _seven_sets = tuple(name for name in CLASSES if name != "Intel")
@@ -753,7 +751,7 @@ _ALL = (
           f4, worse_at_every_step, (), plot=_costs, whole="errors"),
     Entry("F5", "How many pairs, and how many unpaired rows",
           "SOTAlign is above SAIL at every number of pairs, by less when pairs abound; more "
-          "unpaired rows help", f5, pairs_and_unpaired, plot=_lines),
+          "unpaired rows help", f5, pairs_and_unpaired, plot=plots.lines),
     Entry("F6", "Retrieval against the shift of the unpaired rows", f"{_falls} (paper: r = -0.76)",
           by_shift, functools.partial(_falling, paper=-0.76), UNPAIRED, plot=plots.scatter),
     Entry("F7", "Retrieval against the encoders' mutual k-NN",
@@ -765,10 +763,11 @@ _ALL = (
           "differentiation (paper: up to 100 and 50 times)",
           costs, less_memory_and_time, (), plot=_costs),
     Entry("FA2", "How many pairs: classification and both directions", _above_at_every_number,
-          functools.partial(every_metric, kind="pairs"), each(second_above_first), plot=_lines),
+          functools.partial(every_metric, kind="pairs"), each(second_above_first),
+          plot=plots.lines),
     Entry("FA3", "How many unpaired rows: classification and both directions",
           "more unpaired rows help",
-          functools.partial(every_metric, kind="unpaired"), each(more_helps), plot=_lines),
+          functools.partial(every_metric, kind="unpaired"), each(more_helps), plot=plots.lines),
     Entry("FA4", "The weight of KLOT, by pairs and by noise in the pools",
           "the best alpha falls with more pairs, and noise moves it only when the pools are all "
           "noise", fa4, best_alphas, plot=_alphas, whole="runs"),
@@ -783,10 +782,10 @@ _ALL = (
           "real sets are closer to each other than to random directions (ours: the paper draws "
           "none)", fa8, noise_is_furthest, UNPAIRED, plot=plots.heat_maps, whole="distances"),
     Entry("FA9", "Satellite images, 10,000 test rows: how many pairs", _above_at_every_number,
-          fa9, each(second_above_first), ("SkyScript",), plot=_lines),
+          fa9, each(second_above_first), ("SkyScript",), plot=plots.lines),
     Entry("FA10", "Satellite images, 30,000 test rows: how many pairs", _above_at_every_number,
           functools.partial(fa9, source="SkyScript30k"), each(second_above_first),
-          ("SkyScript30k",), plot=_lines),
+          ("SkyScript30k",), plot=plots.lines),
 )
 # fmt: on
 ENTRIES: dict[str, Entry] = {entry.name: entry for entry in _ALL}

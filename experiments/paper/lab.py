@@ -2,12 +2,10 @@
 
 A cell is a specification in JSON, which decides everything: a config and its data, or something to
 measure. Its results are in `cells/KEY.json`, KEY being a hash of the specification. Cells with the
-same data are made one after the other by the same process, which keeps the data, the teachers and
-the compiled steps.
+same data are made one after the other: the data and the compiled steps are kept.
+Several processes may work in one folder; each takes cells that no other is making.
 """
 
-import concurrent.futures
-import concurrent.futures.process
 import contextlib
 import dataclasses
 import fcntl
@@ -15,14 +13,11 @@ import functools
 import hashlib
 import itertools
 import json
-import multiprocessing
-import os
 import pathlib
-import signal
 import time
 import traceback
 import types
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import jax
@@ -33,7 +28,7 @@ from experiments import config as config_lib
 from experiments import run, workdir
 from experiments.paper.panels import Cell, Changes, Panel
 from experiments.paper.sources import MAIN, Data, Photographs, Sources
-from sotalign_jax import checks, data, diagnostics, evaluation, heads, teachers, training
+from sotalign_jax import checks, data, diagnostics, evaluation, heads, training
 
 Results = dict[str, Any]
 Asked = tuple[Mapping[str, Any], set[str]]
@@ -44,17 +39,11 @@ ARMS = {
     "ours, from K": "closed form (ours)",
 }
 """Ways to the gradient that the paper compares, by the benchmark's names."""
-_GROUP = 6  # cells that one process makes in a row: enough to share, few enough to balance
-_WINDOW = 36  # cells among which those of the same data are brought together
-
-
 _EPSILONS = (0.5, 0.1, 0.05, 0.02, 0.01, 0.005)
 # fmt: off
 SIZES: dict[str, tuple[Any, Any, Any]] = {
     # Means and spreads of tables are over the seeds; large grids take the first.
     "seeds": ((0,), (0, 1, 2), (42,)),
-    "pool_seeds": ((0,), (0,), (42,)),
-    "encoder_seeds": ((0,), (0,), (42,)),
     "n_pairs": (1000, 1000, 10_000),
     # Numbers of pairs to sweep, and fewer where options are swept, too.
     "pairs": ((100, 1000), (100, 1000, 3000), (100, 1000, 10_000, 100_000)),
@@ -62,7 +51,6 @@ SIZES: dict[str, tuple[Any, Any, Any]] = {
     # Numbers of unpaired rows to sweep; the last is that of most runs.
     "unpaired": ((300, 5000), (300, 3000, 20_000), (10_000, 100_000, 300_000, 1_000_000)),
     "all_pairs": (3000, 3000, 1_000_000),
-    "satellite": (1000, 1000, 10_000),
     # Rows of each pool when sources of pools are compared: all have as many.
     "pool_rows": (2000, 2500, 1_000_000),
     "t1_pairs": (None, 10_000, None),
@@ -185,6 +173,14 @@ class Lab:
             cells[place] = [Cell(key_of(spec), spec, changes["metric"]) for spec in specs]
         return dataclasses.replace(panel, cells=cells)
 
+    @contextlib.contextmanager
+    def writing(self) -> Iterator[None]:
+        """Lets one process at a time write what all of them write."""
+        (self.workdir / "cells").mkdir(parents=True, exist_ok=True)
+        with (self.workdir / "lock").open("a") as file:
+            fcntl.flock(file, fcntl.LOCK_EX)
+            yield
+
     def path(self, key: str) -> pathlib.Path:
         return self.workdir / "cells" / f"{key}.json"
 
@@ -193,7 +189,7 @@ class Lab:
         path = self.path(key)
         return workdir.read_json(path) if path.exists() else {"results": {}, "seconds": 0.0}
 
-    def make(self, panels: Iterable[Panel], *, jobs: int) -> dict[str, str]:
+    def make(self, panels: Iterable[Panel]) -> dict[str, str]:
         """Makes the cells of the panels that are missing; why others failed, by key."""
         wanted: dict[str, Asked] = {}
         for cell in itertools.chain.from_iterable(panel.every_cell() for panel in panels):
@@ -203,14 +199,23 @@ class Lab:
             for key, asked in wanted.items()
             if not asked[1] <= self.known(key)["results"].keys()
         ]
+        waiting.sort(key=lambda asked: json.dumps(asked[0].get("data")))  # which is loaded once
         failures: dict[str, str] = {}
-        self.workdir.mkdir(parents=True, exist_ok=True)
-        workdir.write_json(self.workdir / "environment.json", workdir.environment())
+        with self.writing():
+            workdir.write_json(self.workdir / "environment.json", workdir.environment())
+        # Compiled programs are kept: runs of one shape share them.
+        jax.config.update("jax_compilation_cache_dir", str(self.workdir / "compiled"))
+        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.5)
         done = len(wanted) - len(waiting)
         with workdir.Progress(len(wanted), "cells", initial=done) as bar:
-            for made in _attempts(self, waiting, min(jobs, len(waiting))):
-                failures |= made
-                bar.advance()
+            for patient in (False, True):  # what another process is making comes last
+                asked, waiting = waiting, []
+                for one in asked:
+                    try:
+                        failures |= self.attempt(one, patient=patient)
+                        bar.advance()
+                    except BlockingIOError:
+                        waiting.append(one)
         return failures
 
     def collect(self, panel: Panel, failures: Mapping[str, str]) -> Panel:
@@ -228,27 +233,29 @@ class Lab:
             ]
         return dataclasses.replace(panel, found=found, failures=tuple(missing))
 
-    def keep(self, path: pathlib.Path, keys: Iterable[str]) -> None:
-        """Writes what is known of cells to a file, a line of JSON each."""
+    def kept(self, keys: Iterable[str]) -> str:
+        """What is known of cells, a line of JSON each."""
         made = [self.known(key) for key in sorted(set(keys)) if self.path(key).exists()]
         lines = [json.dumps(one, sort_keys=True, separators=(",", ":")) for one in made]
-        with workdir.replacing(path) as file:
-            file.write("".join(f"{line}\n" for line in lines).encode())
+        return "".join(f"{line}\n" for line in lines)
 
     def take(self, path: pathlib.Path) -> None:
-        """Reads cells that `keep` wrote; those that are here already stay."""
-        (self.workdir / "cells").mkdir(parents=True, exist_ok=True)
-        for one in map(json.loads, path.read_text("utf-8").splitlines()):
-            if not (at := self.path(key_of(one["spec"]))).exists():
-                workdir.write_json(at, one)
+        """Reads the cells of a file, as `kept` lists them; those that are here already stay."""
+        with self.writing():
+            for one in map(json.loads, path.read_text("utf-8").splitlines()):
+                if not (at := self.path(key_of(one["spec"]))).exists():
+                    workdir.write_json(at, one)
 
-    def attempt(self, asked: Asked) -> dict[str, str]:
-        """Makes one cell unless another process did; {key: why} if it fails."""
+    def attempt(self, asked: Asked, *, patient: bool = True) -> dict[str, str]:
+        """Makes one cell unless another process did; {key: why} if it fails.
+
+        While another process makes it, waits or, if not `patient`, raises BlockingIOError.
+        """
         spec, metrics = asked
         key = key_of(spec)
-        self.path(key).parent.mkdir(parents=True, exist_ok=True)
         with self.path(key).with_suffix(".log").open("a", encoding="utf-8") as log:
-            fcntl.flock(log, fcntl.LOCK_EX)  # lifted by the system even after a kill
+            # Lifted by the system even after a kill.
+            fcntl.flock(log, fcntl.LOCK_EX | (0 if patient else fcntl.LOCK_NB))
             known = self.known(key)["results"]
             if metrics <= known.keys():
                 return {}
@@ -269,8 +276,8 @@ class Lab:
             options = {key: v for key, v in cell.items() if key not in ("measure", "files")}
             return _MEASURES[cell["measure"]](self.sources, **options)
         asked = Data(**cell["data"])
-        trained = _train(self.sources, FrozenConfigDict(cell["config"]), asked)
         dataset = _dataset(self.sources, asked)
+        trained = _train(FrozenConfigDict(cell["config"]), dataset)
         results: Results = {}
         for name in sorted({metric.partition("/")[0] for metric in metrics}):
             own = name in ("val", "test")
@@ -303,60 +310,6 @@ def key_of(cell: Mapping[str, Any]) -> str:
     return hashlib.sha256(json.dumps(cell, sort_keys=True).encode()).hexdigest()[:16]
 
 
-# --- processes ---------------------------------------------------------------------------------
-
-_lab: Lab
-
-
-def _attempts(lab: Lab, waiting: Sequence[Asked], jobs: int) -> Iterator[dict[str, str]]:
-    """Makes cells in `jobs` processes, and says how each ended; entries named first come first."""
-    places = range(len(waiting))  # cells of the same data are neighbours: they share it
-    order = sorted(places, key=lambda i: (i // _WINDOW, json.dumps(waiting[i][0].get("data"))))
-    cells = [waiting[i] for i in order]
-    if jobs <= 1:
-        _prepare(lab)
-        yield from map(lab.attempt, cells)
-        return
-    context = multiprocessing.get_context("spawn")
-    shares = context.SimpleQueue()
-    own_cores = hasattr(os, "sched_setaffinity") and jax.default_backend() == "cpu"
-    for job in range(jobs):  # threads of one process never wait for those of another
-        shares.put(sorted(os.sched_getaffinity(0))[job::jobs] if own_cores else None)
-    pool = concurrent.futures.ProcessPoolExecutor(jobs, context, _start, (lab, shares))
-    try:
-        yield from pool.map(_attempt, cells, chunksize=_GROUP)
-    except concurrent.futures.process.BrokenProcessPool as error:
-        raise checks.InputError(
-            f"jobs: one of {jobs} processes was killed, perhaps for lack of memory; start again "
-            "with --jobs=1"
-        ) from error
-    except BaseException:
-        for process in multiprocessing.active_children():
-            process.terminate()
-        raise
-    finally:
-        pool.shutdown(cancel_futures=True)
-
-
-def _start(lab: Lab, shares: Any) -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the first process ends the others
-    if own := shares.get():
-        os.sched_setaffinity(0, own)
-    _prepare(lab)
-
-
-def _prepare(lab: Lab) -> None:
-    """Keeps compiled programs in the work folder: runs of one shape share them."""
-    global _lab
-    _lab = lab
-    jax.config.update("jax_compilation_cache_dir", str(lab.workdir / "compiled"))
-    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.5)
-
-
-def _attempt(asked: Asked) -> dict[str, str]:
-    return _lab.attempt(asked)
-
-
 # --- runs --------------------------------------------------------------------------------------
 
 
@@ -365,27 +318,12 @@ def _dataset(sources: Sources, asked: Data) -> data.Dataset:
     return sources.dataset(asked)
 
 
-@functools.lru_cache(maxsize=4)
-def _teacher(
-    sources: Sources, asked: Data, kind: str, config: FrozenConfigDict
-) -> teachers.LinearTeacher:
-    return run.fit_teacher(config, _dataset(sources, asked), kind)
-
-
-def _train(sources: Sources, config: FrozenConfigDict, asked: Data) -> heads.Heads:
+def _train(config: FrozenConfigDict, dataset: data.Dataset) -> heads.Heads:
     """The heads of a run: trained, fitted at once, or a teacher's maps."""
-
-    def teacher(config: FrozenConfigDict, _: data.Dataset, kind: str) -> teachers.LinearTeacher:
-        # The contrastive teacher is trained; the others depend on their own section alone.
-        names = ("teacher", "seed", *(("train", "heads") if kind == "contrastive" else ()))
-        fitted = FrozenConfigDict({name: config.to_dict()[name] for name in names})
-        return _teacher(sources, asked, kind, fitted)
-
-    dataset = _dataset(sources, asked)
-    method, fitted, start = run.prepare(config, dataset, fit=teacher)
+    method, teacher, start = run.prepare(config, dataset)
     if method is None:
         return start
-    return training.fit(method, start, dataset, config_lib.train(config), teacher=fitted)[0]
+    return training.fit(method, start, dataset, config_lib.train(config), teacher=teacher)[0]
 
 
 # --- measures that need no training ------------------------------------------------------------
@@ -411,20 +349,13 @@ def _shift(sources: Sources, *, data: dict[str, Any], rows: int, projections: in
     return {"shift/x": x, "shift/y": y, "shift/total": x + y}
 
 
-def _share(sources: Sources, *, data: dict[str, Any], rows: int, projections: int) -> Results:
+def _share(sources: Sources, *, data: dict[str, Any], **sizes: int) -> Results:
     """How far the pools are on the way from the pairs to random directions, in percent."""
     dataset = _dataset(sources, Data(**data))
-
-    def share(pairs: Any, pool: Any) -> float:
-        shift = diagnostics.pool_shift(
-            pairs, pool, repeats=5, rows=rows, projections=projections, seed=data["seed"]
-        )
-        return 100 * shift.share
-
-    return {
-        "share/x": share(dataset.pairs_x, dataset.pool_x),
-        "share/y": share(dataset.pairs_y, dataset.pool_y),
-    }
+    pools = {"x": (dataset.pairs_x, dataset.pool_x), "y": (dataset.pairs_y, dataset.pool_y)}
+    options = {**sizes, "repeats": 5, "seed": data["seed"]}
+    shifts = {side: diagnostics.pool_shift(*rows, **options) for side, rows in pools.items()}
+    return {f"share/{side}": 100 * shift.share for side, shift in shifts.items()}
 
 
 def _between(

@@ -68,11 +68,7 @@ class Panel:
     def places(self) -> dict[tuple[str, str], Changes]:
         """What to run at every place that can be had here."""
         both = itertools.product(self.rows.items(), self.columns.items())
-        places = {
-            (row, column): {**c, **r} | {"metric": r.get("metric", c.get("metric"))}
-            for (row, r), (column, c) in both
-        }
-        return {place: changes for place, changes in places.items() if changes["metric"]}
+        return {(row, column): {**c, **r} for (row, r), (column, c) in both if c["metric"]}
 
     def every_cell(self) -> Iterator[Cell]:
         return itertools.chain.from_iterable(self.cells.values())

@@ -1,13 +1,11 @@
-"""Figures: lines, scatters with their correlation, heat maps; each file appears complete or not."""
+"""Figures: lines, scatters with their correlation, heat maps."""
 
-import contextlib
-import pathlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 
-from experiments import report, workdir
+from experiments import report
 from experiments.paper.panels import Panel
 
 COLOURS = ("#8a8f98", "#1f6fb2", "#d9822b", "#3a9d6e", "#a04fb0", "#c0392b")
@@ -15,20 +13,14 @@ COLOURS = ("#8a8f98", "#1f6fb2", "#d9822b", "#3a9d6e", "#a04fb0", "#c0392b")
 Found = Mapping[str, Panel]
 
 
-@contextlib.contextmanager
-def _figure(path: pathlib.Path, panels: int, width: float, height: float) -> Iterator[Any]:
-    """Axes to draw on, which become the file at the end."""
-    plt = report.pyplot()
+def _figure(panels: int, width: float, height: float) -> tuple[Any, Any]:
+    """A figure, and the axes of its panels."""
     size = (width * panels, height)
-    made, axes = plt.subplots(1, panels, figsize=size, layout="constrained", squeeze=False)
+    options = {"figsize": size, "layout": "constrained", "squeeze": False}
+    figure, axes = report.pyplot().subplots(1, panels, **options)
     for ax in axes[0]:
         ax.spines[["top", "right"]].set_visible(False)
-    try:
-        yield axes[0]
-        with workdir.replacing(path) as file:
-            made.savefig(file, format="png", dpi=150)
-    finally:
-        plt.close(made)
+    return figure, axes[0]
 
 
 def _along(labels: list[str]) -> tuple[np.ndarray, bool]:
@@ -48,79 +40,75 @@ def _colours(series: list[str]) -> list[str]:
     return [COLOURS[1] if own else next(rest) for own in ours]
 
 
-def lines(
-    found: Found,
-    path: pathlib.Path,
-    *,
-    ylabel: str,
-    xlabel: str | None = None,
-    log: bool = False,
-    transpose: bool = False,
-) -> None:
-    """Rows along the axis, a line a column (or the reverse); bars are the spread over seeds."""
-    with _figure(path, len(found), 4.4, 3.5) as axes:
-        for ax, (name, panel) in zip(axes, found.items(), strict=True):
-            along, series = list(panel.rows), list(panel.columns)
-            if transpose:
-                along, series = series, along
-            places, logarithmic = _along(along)
-            for label, colour in zip(series, _colours(series), strict=True):
-                keys = [(label, a) if transpose else (a, label) for a in along]
-                means, spreads = zip(
-                    *((panel.mean(*k), panel.spread(*k)) for k in keys), strict=True
-                )
-                style = {"color": colour, "marker": "o", "ms": 4, "lw": 1.8}
-                ax.errorbar(places, means, yerr=spreads, capsize=2, label=label, **style)
-            ax.set_xscale("log" if logarithmic else "linear")
-            ax.set_yscale("log" if log else "linear")
-            ax.set_xticks(places, along, fontsize=8)
-            ax.minorticks_off()
-            ax.grid(alpha=0.25)
-            ax.set(xlabel=xlabel or panel.corner, ylabel=ylabel or name)
-            if len(found) > 1:
-                ax.set_title(name, fontsize=10)
-            if len(series) > 1:
-                ax.legend(frameon=False, fontsize=8)
+def lines(found: Found, *, log: bool = False, columns: str = "") -> Any:
+    """Percent (or any unit, if `log`) by row, a line a column; bars are the spread over seeds.
+
+    If `columns` names what they are, they lie along the axis, and a row is a line.
+    """
+    figure, axes = _figure(len(found), 4.4, 3.5)
+    for ax, (name, panel) in zip(axes, found.items(), strict=True):
+        along, series = list(panel.rows), list(panel.columns)
+        if columns:
+            along, series = series, along
+        places, logarithmic = _along(along)
+        for label, colour in zip(series, _colours(series), strict=True):
+            keys = [(label, a) if columns else (a, label) for a in along]
+            means, spreads = [panel.mean(*k) for k in keys], [panel.spread(*k) for k in keys]
+            style = {"color": colour, "marker": "o", "ms": 4, "lw": 1.8}
+            ax.errorbar(places, means, yerr=spreads, capsize=2, label=label, **style)
+        ax.set_xscale("log" if logarithmic else "linear")
+        ax.set_yscale("log" if log else "linear")
+        ax.set_xticks(places, along, fontsize=8)
+        ax.minorticks_off()
+        ax.grid(alpha=0.25)
+        ax.set(xlabel=columns or panel.corner, ylabel=name if log else "%")
+        if len(found) > 1:
+            ax.set_title(name, fontsize=10)
+        if len(series) > 1:
+            ax.legend(frameon=False, fontsize=8)
+    return figure
 
 
-def scatter(found: Found, path: pathlib.Path) -> None:
+def scatter(found: Found) -> Any:
     """The second column against the first, a numbered point a row, with the least-squares line."""
     (panel,) = found.values()
     first, second = panel.columns
     known = {row: xy for row, xy in zip(panel.rows, panel.means(), strict=True) if all(xy == xy)}
     x, y = np.reshape([*known.values()], (-1, 2)).T
-    with _figure(path, 1, 7.0, 4.2) as (ax,):
-        for number, (row, point) in enumerate(known.items(), 1):
-            bars = {"xerr": panel.spread(row, first), "yerr": panel.spread(row, second)}
-            style = {"fmt": "o", "color": COLOURS[1], "ecolor": "#c8ccd2"}
-            ax.errorbar(*point, **bars, **style, label=f"{number}  {row}")
-            ax.annotate(f"{number}", point, (4, 3), textcoords="offset points", fontsize=8)
-        if len(x) > 2 and np.ptp(x) > 0:
-            ends = np.array([x.min(), x.max()])
-            r = f"r = {np.corrcoef(x, y)[0, 1]:.2f}"
-            ax.plot(ends, np.polyval(np.polyfit(x, y, 1), ends), "--", color=COLOURS[2], label=r)
-        if known:
-            ax.legend(frameon=False, fontsize=8, loc="center left", bbox_to_anchor=(1, 0.5))
-        ax.margins(0.12)
-        ax.grid(alpha=0.25)
-        ax.set(xlabel=first, ylabel=second)
+    figure, (ax,) = _figure(1, 7.0, 4.2)
+    for number, (row, point) in enumerate(known.items(), 1):
+        bars = {"xerr": panel.spread(row, first), "yerr": panel.spread(row, second)}
+        style = {"fmt": "o", "color": COLOURS[1], "ecolor": "#c8ccd2"}
+        ax.errorbar(*point, **bars, **style, label=f"{number}  {row}")
+        ax.annotate(f"{number}", point, (4, 3), textcoords="offset points", fontsize=8)
+    if len(x) > 2 and np.ptp(x) > 0:
+        ends = np.array([x.min(), x.max()])
+        r = f"r = {np.corrcoef(x, y)[0, 1]:.2f}"
+        ax.plot(ends, np.polyval(np.polyfit(x, y, 1), ends), "--", color=COLOURS[2], label=r)
+    if known:
+        ax.legend(frameon=False, fontsize=8, loc="center left", bbox_to_anchor=(1, 0.5))
+    ax.margins(0.12)
+    ax.grid(alpha=0.25)
+    ax.set(xlabel=first, ylabel=second)
+    return figure
 
 
-def heat_maps(found: Found, path: pathlib.Path) -> None:
+def heat_maps(found: Found) -> Any:
     """Means as colours and numbers."""
-    with _figure(path, len(found), 4.6, 3.8) as axes:
-        for ax, (name, panel) in zip(axes, found.items(), strict=True):
-            rows, columns, means = list(panel.rows), list(panel.columns), panel.means()
-            ax.imshow(means, cmap="viridis", aspect="auto")
-            middle = (np.nanmin(means) + np.nanmax(means)) / 2 if np.isfinite(means).any() else 0.0
-            for (i, j), value in np.ndenumerate(means):
-                if np.isfinite(value):
-                    spread = panel.spread(rows[i], columns[j])
-                    text = f"{value:{panel.form}}" + (f"\n±{spread:{panel.form}}" if spread else "")
-                    colour = "white" if value < middle else "black"
-                    ax.text(j, i, text, ha="center", va="center", color=colour, fontsize=8)
-            ax.set_xticks(range(len(columns)), columns, fontsize=8)
-            ax.set_yticks(range(len(rows)), rows, fontsize=8)
-            ax.set_title(name, fontsize=10)
-            ax.spines[:].set_visible(False)
-            ax.tick_params(length=0)
+    figure, axes = _figure(len(found), 4.6, 3.8)
+    for ax, (name, panel) in zip(axes, found.items(), strict=True):
+        rows, columns, means = list(panel.rows), list(panel.columns), panel.means()
+        ax.imshow(means, cmap="viridis", aspect="auto")
+        middle = (np.nanmin(means) + np.nanmax(means)) / 2 if np.isfinite(means).any() else 0.0
+        for (i, j), value in np.ndenumerate(means):
+            if np.isfinite(value):
+                spread = panel.spread(rows[i], columns[j])
+                text = f"{value:{panel.form}}" + (f"\n±{spread:{panel.form}}" if spread else "")
+                colour = "white" if value < middle else "black"
+                ax.text(j, i, text, ha="center", va="center", color=colour, fontsize=8)
+        ax.set_xticks(range(len(columns)), columns, fontsize=8)
+        ax.set_yticks(range(len(rows)), rows, fontsize=8)
+        ax.set_title(name, fontsize=10)
+        ax.spines[:].set_visible(False)
+        ax.tick_params(length=0)
+    return figure

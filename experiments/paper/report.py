@@ -89,7 +89,7 @@ def table(panel: Panel) -> report.Table:
 
     shown = []
     for column, changes in panel.columns.items():
-        shown += [(column, False)] if changes.get("metric", "row") else []
+        shown += [(column, False)] if changes["metric"] else []
         if any(panel.papers(row, column) is not None for row in panel.rows):
             shown.append((column, True))
     headers = [panel.corner]
@@ -239,15 +239,14 @@ def save(path: pathlib.Path, made: Sequence[Outcome], lab: Lab, command: str) ->
 
     A CSV file an entry goes to the work folder.
     """
-    figures = path.with_name(FIGURES)
-    for folder in (lab.workdir, figures):
-        folder.mkdir(parents=True, exist_ok=True)
     for one in made:
         report.write(lab.workdir / f"{one.entry.name}.csv", long_table(one).csv())
         if one.drawn and one.entry.plot is not None:
-            one.entry.plot(one.found, figures / f"{one.entry.name}.png")
+            figure = path.with_name(FIGURES) / f"{one.entry.name}.png"
+            report.write(figure, report.png(one.entry.plot(one.found)))
     panels = [panel for one in made for panel in one.found.values()]
-    lab.keep(path.with_name(CELLS), {c.key for panel in panels for c in panel.every_cell()})
+    kept = lab.kept(cell.key for panel in panels for cell in panel.every_cell())
+    report.write(path.with_name(CELLS), kept)
     taken = minutes(lab, {one.entry.name: one.found.values() for one in made})
     each = ", ".join(f"{name} {value:.1f}" for name, value in taken.items() if value >= 0.05)
     here = workdir.kept_environment(lab.workdir)

@@ -262,13 +262,11 @@ class Files:
 def _checked(name: str, fields: Any, here: pathlib.Path) -> dict[str, str]:
     kind = "IMAGE+TEXT" if "+" in name else name
     checks.choice("files", kind, tuple(KNOWN))
-    if not isinstance(fields, dict) or not fields:
+    if not isinstance(fields, dict) or not all(isinstance(v, str) for v in fields.values()):
         raise checks.InputError(f"files: {name}: must be paths by field, got {fields!r}")
     paths = {}
     for field, value in fields.items():
         checks.choice(f"files: {name}", field, FIELDS)
-        if not isinstance(value, str):
-            raise checks.InputError(f"files: {name}: {field}: must be a path, got {value!r}")
         remote = value.startswith("tfds:")
         paths[field] = value if remote else str(here / pathlib.Path(value).expanduser())
         if not remote and not pathlib.Path(files.split_key(paths[field])[0]).is_file():
