@@ -199,6 +199,15 @@ def test_nv_embed_is_pooled_by_its_own_code(saved):
         close(row, attended.mean(0))
 
 
+def test_sentence_transformers_pool_their_own_way(saved):
+    pytest.importorskip("sentence_transformers")
+    folder = saved("sentence")
+    encoder = encoders.load(f"st:{folder}")
+    for row, text in zip(embed(encoder, TEXTS), TEXTS, strict=True):
+        close(row, hidden_states("BertModel", folder, text).max(0))
+    assert encoder.describe()["pooling"] == ["Transformer", "Pooling"]
+
+
 # --- speech -------------------------------------------------------------------------------------
 
 

@@ -527,7 +527,7 @@ def test_mistakes_end_in_one_line(tmp_path, module, options, argument):
 @pytest.mark.parametrize(
     ("module", "listed"),
     [
-        ("extract", ("--encoder", "all-minilm-l6-v2", "hf-text:NAME", "--data", "coco")),
+        ("extract", ("--encoder", "all-minilm-l6-v2", "st:NAME", "--data", "coco")),
         ("pair", ("--x", "--part", "zero_shot", "sue")),
         ("search", ("--model", "--text_encoder", "all-minilm-l6-v2", "--index")),
     ],

@@ -185,3 +185,25 @@ def wavlm(folder):
     transformers.Wav2Vec2FeatureExtractor(
         do_normalize=True, return_attention_mask=True
     ).save_pretrained(folder)
+
+
+def sentence(folder):
+    """BERT with the files of sentence-transformers beside it: the maximum over tokens."""
+    folder = pathlib.Path(folder)
+    bert(folder)
+    library = "sentence_transformers.models"
+    modules = [
+        {"idx": 0, "name": "0", "path": "", "type": f"{library}.Transformer"},
+        {"idx": 1, "name": "1", "path": "1_Pooling", "type": f"{library}.Pooling"},
+    ]
+    pooling = {
+        "word_embedding_dimension": 16,
+        "pooling_mode_cls_token": False,
+        "pooling_mode_mean_tokens": False,
+        "pooling_mode_max_tokens": True,
+        "pooling_mode_mean_sqrt_len_tokens": False,
+    }
+    (folder / "modules.json").write_text(json.dumps(modules))
+    (folder / "sentence_bert_config.json").write_text(json.dumps({"max_seq_length": 32}))
+    (folder / "1_Pooling").mkdir()
+    (folder / "1_Pooling" / "config.json").write_text(json.dumps(pooling))

@@ -191,6 +191,25 @@ def _speech(spec: Spec) -> Encoder:
     return Encoder(spec, embed, {**details, "sampling_rate": rate}, prepare)
 
 
+# --- models of other libraries ------------------------------------------------------------------
+
+
+def _sentence(spec: Spec) -> Encoder:
+    """A sentence-transformers model, pooled as its own modules say."""
+    options = {"revision": spec.revision, "trust_remote_code": spec.remote_code}
+    make = require("sentence_transformers").SentenceTransformer
+    model = make(spec.place, device=spec.device, **options)
+
+    def embed(batch: list[str]) -> Tensor:
+        options = {"batch_size": len(batch), "convert_to_tensor": True}
+        return model.encode(batch, **options, show_progress_bar=False)
+
+    details = {"pooling": [type(module).__name__ for module in model]}
+    details["max_length"] = model.get_max_seq_length()
+    packages = ("torch", "transformers", "sentence-transformers")
+    return Encoder(spec, embed, details, packages=packages)
+
+
 def _efficientnet(spec: Spec) -> Encoder:
     """EfficientNet-Lite2: global average of the last features [n, 1280], not normalised.
 
@@ -283,6 +302,7 @@ def preparation(config: Mapping[str, Any]) -> Preparation:
 VISION = Kind(_vision, "image", ("cls+patch", "authors", "cls", "average"))
 TEXT = Kind(_text, "text", ("mean", "last", "cls", "mean+l2", "encode"))
 SPEECH = Kind(_speech, "audio", ("mean",))
+SENTENCE = Kind(_sentence, "text", ("own",))
 EFFICIENTNET = Kind(_efficientnet, "image", ("average",))
 
 
@@ -314,15 +334,16 @@ ANY = {
     "hf-image": Spec(VISION, "", "cls"),
     "hf-text": Spec(TEXT, "", "mean"),
     "hf-audio": Spec(SPEECH, "", "mean"),
+    "st": Spec(SENTENCE, "", "own"),
 }
-"""Prefixes of any other model by name or path, as hf-text:NAME."""
+"""Prefixes of any other model by name or path, as hf-text:NAME; st is sentence-transformers."""
 NAMES = ENCODERS | {f"{prefix}:NAME": spec for prefix, spec in ANY.items()}
 
 
 def load(
     name: str, *, weights: str | None = None, trust_remote_code: bool = False, **options: Any
 ) -> Encoder:
-    """Loads one of ENCODERS, or hf-image:NAME, hf-text:NAME, hf-audio:NAME for any model.
+    """Loads one of ENCODERS, or hf-image:NAME, hf-text:NAME, hf-audio:NAME, st:NAME for any model.
 
     NAME is one of the Hugging Face hub or a local folder; `weights` is a local copy of the model's
     repository, and `trust_remote_code` runs the code in it, if there is any. Options (pool,
