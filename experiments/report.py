@@ -197,31 +197,28 @@ Grouped = dict[tuple[str, int], list[run_lib.Results]]
 """Results of every seed, by label and number of pairs; those of failed runs are missing."""
 
 
-def conclude(
-    configs: Configs, results: Results, workdir: pathlib.Path, folders: Folders | None = None
-) -> None:
-    """Writes a report of runs into `workdir`; those that failed are named in an error at the end.
-
-    `folders` are those of the runs, if they are not named after them in `workdir`.
-    """
-    own = {name: workdir / name if len(configs) > 1 else workdir for name in configs}
-    if distributed.is_first():
-        _report(configs, results, workdir, folders or own)
+def conclude(configs: Configs, results: Results, workdir: pathlib.Path) -> None:
+    """Compares runs; those that failed are named in an error at the end."""
+    compare(configs, results, workdir)
     if failed := [f"{name}: {one['error']}" for name, one in results.items() if "error" in one]:
         raise FloatingPointError(f"{len(failed)} of {len(results)} runs failed, first {failed[0]}")
 
 
-def _report(configs: Configs, results: Results, workdir: pathlib.Path, folders: Folders) -> None:
-    """Writes comparison.md, .csv and .png and report.html; prints the table.
+def compare(configs: Configs, results: Results, workdir: pathlib.Path) -> None:
+    """Writes comparison.md, .csv and .png and report.html into `workdir`; prints the table.
 
     The report has curves of the training and, where captions are known (COCO, or files made by
     `experiments.pair`), what the model that is best on validation found; the first of these are
     printed, too, and kept in retrieved.txt.
     """
+    if not distributed.is_first():
+        return
+    folders = {name: workdir / name if len(configs) > 1 else workdir for name in configs}
     groups, settings = grouped(configs, results), settings_text(configs)
     compared = comparison_table(groups)
     compared.save(workdir / "comparison")
-    print(f"\n{compared}\n\n{settings}")
+    failed = [f"{name} failed: {one['error']}" for name, one in results.items() if "error" in one]
+    print("\n".join([f"\n{compared}\n", *failed, settings]))
     shown = [page.section("Results", compared.html(), page.text(EXPLAINED), page.text(settings))]
     if plot := comparison_plot(groups):
         write(workdir / "comparison.png", plot)
