@@ -26,7 +26,7 @@ from experiments import config as config_lib
 from experiments import workdir as workdir_lib
 from sotalign_jax import checks, methods
 
-_METHOD = flags.DEFINE_string("method", None, "What to tune: the label of a run, or a method.")
+_METHOD = flags.DEFINE_string("method", "sotalign", "Label of a run, or a method.")
 _GRID = flags.DEFINE_string("grid", "own", "Values to try, as KEY=VALUE,VALUE;KEY=VALUE.")
 _SEEDS = flags.DEFINE_integer("seeds", 3, "Seeds to test the choice with.", lower_bound=0)
 flags.declare_key_flag("config")
@@ -62,8 +62,8 @@ def parse_grid(text: str, method: str) -> dict[str, Point]:
                 raise checks.InputError(f"grid: {name} or one of its values is repeated")
             grid[name] = tried
     found = {}
-    for values in itertools.product(*grid.values()):
-        point = dict(zip(grid, values, strict=True))
+    for one in itertools.product(*grid.values()):
+        point = dict(zip(grid, one, strict=True))
         name = ",".join(f"{key}={value}" for key, value in point.items()) or method
         found[name] = {k if "." in k else f"{method}.{k}": v for k, v in point.items()}
     return found

@@ -12,7 +12,6 @@ from small_runs import is_one_line
 from experiments import diagnose
 from sotalign_jax import diagnostics
 
-
 # ml_collections loads config files by a deprecated call.
 pytestmark = pytest.mark.filterwarnings("ignore:.*load_module:DeprecationWarning")
 

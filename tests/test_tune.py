@@ -205,7 +205,6 @@ def test_runs_can_be_tuned(launch, tmp_path):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ([], "method: "),
         (["--method=sial"], "method: "),
         (["--method=sotalign", "--grid=alhpa=1"], "unknown setting 'sotalign.alhpa'; did you mean"),
         (["--method=sotalign", "--grid=alpha=1,x"], "sotalign.alpha: must be float, got 'x'"),
