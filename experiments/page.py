@@ -4,29 +4,26 @@ import base64
 import html
 import io
 import pathlib
-from collections.abc import Mapping
 from typing import Any
 
 from experiments.extract import items
 
 STYLE = pathlib.Path(__file__).with_name("page.css")
-
-
 HEAD = """<!DOCTYPE html><html lang='en'><head><meta charset='utf-8'>
 <meta name='viewport' content='width=device-width, initial-scale=1'>
 <title>{title}</title><style>{style}</style></head><body><main>"""
 
 
-def page(title: str, *parts: str) -> str:
-    """A whole page under a title; the parts are HTML."""
+def page(title: str, below: str, *parts: str) -> str:
+    """A whole page: its title, what stands below it, and other parts, as HTML."""
     head = HEAD.format(title=html.escape(title), style=STYLE.read_text())
-    return "\n".join([head, *parts, "</main></body></html>\n"])
+    header = f"<header><h1>{html.escape(title)}</h1>{below}</header>"
+    return "\n".join([head, header, *parts, "</main></body></html>\n"])
 
 
-def section(title: str, *parts: str, name: str = "") -> str:
-    """Parts in a frame; `name` is what a link calls it."""
-    identity = f" id='{name}'" if name else ""
-    return "\n".join([f"<section{identity}><h2>{html.escape(title)}</h2>", *parts, "</section>"])
+def section(title: str, *parts: str) -> str:
+    """Parts in a frame."""
+    return "\n".join([f"<section><h2>{html.escape(title)}</h2>", *parts, "</section>"])
 
 
 def text(content: str) -> str:
@@ -52,11 +49,3 @@ def cards(*boxes: tuple[str, str]) -> str:
     """Captions and pictures in boxes, as many to a row as fit."""
     shown = (f"<figure>{one}<figcaption>{title}</figcaption></figure>" for title, one in boxes)
     return f"<div class='cards'>{''.join(shown)}</div>"
-
-
-def environment(here: Mapping[str, Any]) -> str:
-    """What results were made on, as `workdir.environment` tells it."""
-    facts = {**here, "devices": ", ".join(here["devices"]), **here["packages"]}
-    del facts["packages"]
-    rows = [f"<tr><td>{k}</td><td>{html.escape(str(v))}</td></tr>" for k, v in facts.items()]
-    return section("Environment", f"<table>{''.join(rows)}</table>", name="environment")

@@ -72,12 +72,9 @@ class Table:
 
     def html(self) -> str:
         """An HTML table, the best of a column in bold."""
-        body = ""
-        for number, row in enumerate(self._cells("\0{}\1", "{}")):
-            tag = "td" if number else "th"
-            body += f"<tr>{''.join(f'<{tag}>{html.escape(text)}</{tag}>' for text in row)}</tr>"
-        body = body.replace("\0", "<b>").replace("\1", "</b>")
-        return f"<div class='scroll'><table>{body}</table></div>"
+        cells = [[html.escape(text) for text in row] for row in self._cells("\0{}\1", "{}")]
+        body = self._tabulate("unsafehtml", cells).replace("\0", "<b>").replace("\1", "</b>")
+        return f"<div class='scroll'>{body}</div>"
 
     def save(self, stem: str | pathlib.Path) -> list[str]:
         """Writes `stem`.md and `stem`.csv and returns their paths."""
@@ -169,8 +166,6 @@ EXPLAINED = (
     "validation split, from which the parameters to keep are chosen."
 )
 """What the columns mean, below the table of the page."""
-SEVERAL = ("R@1", "R@10", "calibrated R@10", "zero-shot")
-"""What is shown for every number of pairs when there are several."""
 PANELS = {
     "mean/R@1": "R@1, both ways",
     "mean/R@10": "R@10, both ways",
@@ -193,8 +188,8 @@ SETTINGS = (
     *("sotalign.divergence", "sotalign.alpha", "sotalign.epsilon", "sotalign.epsilon_star"),
 )
 """What makes a result, printed below it."""
-Grouped = dict[tuple[str, int], list[run_lib.Results]]
-"""Results of every seed, by label and number of pairs; those of failed runs are missing."""
+Grouped = dict[str, list[run_lib.Results]]
+"""Results of every seed by label; those of failed runs are missing."""
 
 
 def conclude(configs: Configs, results: Results, workdir: pathlib.Path) -> None:
@@ -214,7 +209,7 @@ def compare(configs: Configs, results: Results, workdir: pathlib.Path) -> None:
     if not distributed.is_first():
         return
     folders = {name: workdir / name if len(configs) > 1 else workdir for name in configs}
-    groups, settings = grouped(configs, results), settings_text(configs)
+    groups, settings = grouped(results), settings_text(configs)
     compared = comparison_table(groups)
     compared.save(workdir / "comparison")
     failed = [f"{name} failed: {one['error']}" for name, one in results.items() if "error" in one]
@@ -236,10 +231,10 @@ def compare(configs: Configs, results: Results, workdir: pathlib.Path) -> None:
         write(workdir / "retrieved.txt", text)
         print(f"\n{text}")
         shown.append(page.section(title, cards(found)))
-    title = f"Results: {', '.join(_labels(groups))}"
-    head = f"<header><h1>{html.escape(title)}</h1>{page.text(str(workdir))}</header>"
-    shown.append(page.environment(workdir_lib.kept_environment(workdir)))
-    write(workdir / "report.html", page.page(title, head, *shown))
+    here = json.dumps(workdir_lib.kept_environment(workdir), indent=2)
+    shown.append(page.section("Environment", f"<pre>{html.escape(here)}</pre>"))
+    title = f"Results: {', '.join(groups)}"
+    write(workdir / "report.html", page.page(title, page.text(str(workdir)), *shown))
     print(f"\nResults, models and report.html are in {workdir}")
 
 
@@ -259,24 +254,13 @@ def settings_text(configs: Configs) -> str:
     return textwrap.fill("; ".join(parts), 100, break_long_words=False, break_on_hyphens=False)
 
 
-def grouped(configs: Configs, results: Results) -> Grouped:
-    """Results by label and number of pairs; runs named LABEL-Npairs-seedS are rows of one label."""
-    several = len({config.data.n_pairs for config in configs.values()}) > 1
+def grouped(results: Results) -> Grouped:
+    """Results by label: runs are named LABEL-seedS."""
     groups: Grouped = {}
-    for name, config in configs.items():
-        label, n_pairs = name.rpartition("-seed")[0], config.data.n_pairs
-        label = label.removesuffix(f"-{n_pairs}pairs") if several else label
-        seeds = groups.setdefault((label, n_pairs), [])
-        seeds += [results[name]] if "error" not in results[name] else []
+    for name, one in results.items():
+        seeds = groups.setdefault(name.rpartition("-seed")[0], [])
+        seeds += [one] if "error" not in one else []
     return groups
-
-
-def _labels(groups: Grouped) -> list[str]:
-    return list(dict.fromkeys(label for label, _ in groups))
-
-
-def _budgets(groups: Grouped) -> list[int]:
-    return sorted({n_pairs for _, n_pairs in groups})
 
 
 def _has(groups: Grouped, key: str) -> bool:
@@ -285,25 +269,16 @@ def _has(groups: Grouped, key: str) -> bool:
     return bool(runs) and all(key in run for run in runs)
 
 
-def _mean(seeds: Sequence[run_lib.Results] | None, key: str) -> Mean | None:
+def _mean(seeds: Sequence[run_lib.Results], key: str) -> Mean | None:
     """None when all seeds failed."""
     return Mean([seed[key] for seed in seeds]) if seeds else None
 
 
 def comparison_table(groups: Grouped) -> Table:
-    """Mean and standard deviation over seeds; a group of columns for every number of pairs."""
-    budgets = _budgets(groups)
-    present = [header for header, key in COLUMNS.items() if _has(groups, key)]
-    if len(budgets) > 1:
-        present = [header for header in present if header in SEVERAL] or present[:1]
-    columns = {
-        header if len(budgets) == 1 else f"{n_pairs}: {header}": (n_pairs, COLUMNS[header])
-        for n_pairs in budgets
-        for header in present
-    }
+    """Mean and standard deviation over seeds."""
+    columns = {header: key for header, key in COLUMNS.items() if _has(groups, key)}
     rows = [
-        [label, *(_mean(groups.get((label, n_pairs)), key) for n_pairs, key in columns.values())]
-        for label in _labels(groups)
+        [label, *(_mean(seeds, key) for key in columns.values())] for label, seeds in groups.items()
     ]
     return Table(["method", *columns], rows, best=columns)
 
@@ -316,37 +291,21 @@ def comparison_plot(groups: Grouped) -> bytes | None:
     splits = [name for name in ("test", "val") if _has(groups, f"{name}/mean/R@1")]
     if not splits:
         return None
-    plt, labels, budgets = pyplot(), _labels(groups), _budgets(groups)
     keys = [key for panel in PANELS if _has(groups, key := f"{splits[0]}/{panel}")]
     # The first bar is drawn at the bottom.
-    labels.sort(key=lambda one: sum(_mean(groups.get((one, n)), keys[0]) or 0.0 for n in budgets))
-    size = 2 + 3 * len(keys), 1.2 + 0.18 * len(labels) * (len(budgets) + 0.6)
-    figure, _ = plt.subplots(1, len(keys), figsize=size, sharey=True, layout="constrained")
-    thickness = 0.8 / len(budgets)
+    labels = sorted(groups, key=lambda label: _mean(groups[label], keys[0]) or 0.0)
+    size = 2 + 3 * len(keys), 1.2 + 0.3 * len(labels)
+    figure, _ = pyplot().subplots(1, len(keys), figsize=size, sharey=True, layout="constrained")
     for axes, key in zip(figure.axes, keys, strict=True):
-        for index, n_pairs in enumerate(budgets):
-            means = [_mean(groups.get((label, n_pairs)), key) for label in labels]
-            bars = axes.barh(
-                np.arange(len(labels)) + 0.4 - thickness * (index + 0.5),
-                [mean or 0.0 for mean in means],
-                thickness * 0.9,
-                xerr=[getattr(mean, "spread", None) or np.nan for mean in means],
-                error_kw={"elinewidth": 1, "capsize": 2},
-                color=plt.get_cmap("viridis")(0.25 + 0.5 * index / max(len(budgets) - 1, 1)),
-                label=f"{n_pairs:,} pairs",
-            )
-            texts = ["failed" if mean is None else f"{float(mean):.1f}" for mean in means]
-            axes.bar_label(bars, texts, fontsize=7, padding=3)
+        means = [_mean(groups[label], key) for label in labels]
+        spreads = [getattr(mean, "spread", None) or np.nan for mean in means]
+        bars = axes.barh(labels, [mean or 0.0 for mean in means], 0.7, xerr=spreads, capsize=2)
+        texts = ["failed" if mean is None else f"{float(mean):.1f}" for mean in means]
+        axes.bar_label(bars, texts, fontsize=7, padding=3)
         axes.set_title(PANELS[key.partition("/")[2]], fontsize=10)
-        pairs = f", {budgets[0]:,} pairs" if len(budgets) == 1 else ""
-        axes.set_xlabel(f"{splits[0]} (%){pairs}")
+        axes.set_xlabel(f"{splits[0]} (%)")
         axes.margins(x=0.15)
         axes.spines[["top", "right"]].set_visible(False)
-    figure.axes[0].set_yticks(range(len(labels)), labels)
-    figure.axes[0].set_ylim(-0.6, len(labels) - 0.4)
-    if len(budgets) > 1:
-        handles = figure.axes[0].get_legend_handles_labels()
-        figure.legend(*handles, loc="outside lower center", ncols=len(budgets), frameon=False)
     return png(figure)
 
 

@@ -120,7 +120,8 @@ class Searcher(NamedTuple):
         )
         shown = (page.thumbnail(items.oriented(images / name), name) for name, _ in results)
         cards = page.cards(*zip(titles, shown, strict=True))
-        return Answer(results, _page(query, f"pictures in {images}", cards))
+        below = page.text(f"The best pictures in {images}, with their cosines.")
+        return Answer(results, page.page(query, below, cards))
 
     def texts(self, query: pathlib.Path, file: pathlib.Path, *, top: int) -> Answer:
         """The texts of a file that are nearest to a picture, best first."""
@@ -133,7 +134,8 @@ class Searcher(NamedTuple):
         results = self._search(image, source, "text", file, top)
         lines = "".join(f"<li>{html.escape(text)} ({score:.3f})</li>" for text, score in results)
         parts = page.thumbnail(image, query.name), f"<ol>{lines}</ol>"
-        return Answer(results, _page(query.name, f"texts in {file}", *parts))
+        below = page.text(f"The best texts in {file}, with their cosines.")
+        return Answer(results, page.page(query.name, below, *parts))
 
     def _search(
         self, query: Any, source: items.Source, modality: str, of: pathlib.Path, top: int
@@ -158,12 +160,6 @@ class Searcher(NamedTuple):
         k = min(top, len(found.rows))
         scores, rows = self.model.search(asked, found.rows, k, direction=direction)
         return [(found.origins[r].id, float(s)) for r, s in zip(rows[0], scores[0], strict=True)]
-
-
-def _page(query: str, among: str, *parts: str) -> str:
-    below = page.text(f"The best {among}, with their cosines.")
-    head = f"<header><h1>{html.escape(query)}</h1>{below}</header>"
-    return page.page(query, head, *parts)
 
 
 def main() -> None:
