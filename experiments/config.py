@@ -101,26 +101,25 @@ def runs(config: ConfigDict) -> dict[str, FrozenConfigDict]:
     seeds = shared.seeds if shared.seed is None else (shared.seed,)
     if not seeds or len(set(seeds)) < len(seeds):
         raise checks.InputError(f"seeds: must be distinct and at least one, got {seeds!r}")
+    for seed in seeds:  # what all runs share is not blamed on one
+        shared.seed = _typed("seeds", seed, int)
+        _checked(shared)
     found = {}
     for label, changes in (shared.runs or {shared.method: {}}).items():
         if not re.fullmatch(r"\w[\w .,()'+=*-]*", str(label)):
             text = f"runs: {label!r} names a folder; use letters, digits, -, _, ()"
             raise checks.InputError(text)
-        run, where = copy.deepcopy(shared), f"runs[{label!r}]: "
-        with naming(where):
+        run = copy.deepcopy(shared)
+        with naming(f"runs[{label!r}]: "):
             if not isinstance(changes, dict | ConfigDict):
                 example = {"method": "sail", "train.steps": 9}
                 raise checks.InputError(f"must be a dict such as {example}, got {changes!r}")
             if own := [name for name in ("seed", "seeds", "runs") if name in changes]:
                 raise checks.InputError(f"cannot change {own[0]!r}; set config.{own[0]}")
             update(run, _flat(changes))
-        for seed in seeds:
-            run.seed = _typed("seeds", seed, int)
-            try:
+            for seed in seeds:
+                run.seed = seed
                 found[f"{label}-seed{seed}"] = _checked(run)
-            except checks.InputError as error:  # what all runs share is not blamed on one
-                own_fault = str(error).partition(":")[0] in _flat(changes)
-                raise checks.InputError(f"{where if own_fault else ''}{error}") from error
     return found
 
 

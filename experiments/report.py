@@ -24,7 +24,6 @@ from sotalign_jax.diagnostics import Mean
 
 Configs = Mapping[str, FrozenConfigDict]
 Results = Mapping[str, run_lib.Results]
-Folders = Mapping[str, pathlib.Path]
 
 # --- tables --------------------------------------------------------------------------------------
 
@@ -76,12 +75,10 @@ class Table:
         body = self._tabulate("unsafehtml", cells).replace("\0", "<b>").replace("\1", "</b>")
         return f"<div class='scroll'>{body}</div>"
 
-    def save(self, stem: str | pathlib.Path) -> list[str]:
-        """Writes `stem`.md and `stem`.csv and returns their paths."""
-        texts = {f"{stem}.md": self.markdown() + "\n", f"{stem}.csv": self.csv()}
-        for path, text in texts.items():
-            write(pathlib.Path(path), text)
-        return list(texts)
+    def save(self, stem: str | pathlib.Path) -> None:
+        """Writes `stem`.md and `stem`.csv."""
+        write(pathlib.Path(f"{stem}.md"), self.markdown() + "\n")
+        write(pathlib.Path(f"{stem}.csv"), self.csv())
 
     def _tabulate(self, style: str, cells: list[list[str]]) -> str:
         numeric = [any(map(_is_number, values)) for values in zip(*self.rows, strict=True)]
@@ -239,18 +236,12 @@ def compare(configs: Configs, results: Results, workdir: pathlib.Path) -> None:
 
 
 def settings_text(configs: Configs) -> str:
-    """Values of `SETTINGS`; where runs differ, each value with the runs that have it."""
+    """Values of `SETTINGS`, all of them where runs differ."""
     parts = []
     for key in SETTINGS:
         section, name = key.split(".")
-        labels: dict[Any, dict[str, None]] = {}  # a dict for a set in order
-        for run, config in configs.items():
-            if section in config:
-                labels.setdefault(config[section][name], {})[run.rpartition("-seed")[0]] = None
-        if len(labels) == 1:
-            parts.append(f"{key}={next(iter(labels))}")
-        elif labels:
-            parts.append(f"{key}=" + ", ".join(f"{v} ({'/'.join(of)})" for v, of in labels.items()))
+        found = dict.fromkeys(str(c[section][name]) for c in configs.values() if section in c)
+        parts += [f"{key} {' | '.join(found)}"] if found else []
     return textwrap.fill("; ".join(parts), 100, break_long_words=False, break_on_hyphens=False)
 
 
@@ -309,7 +300,7 @@ def comparison_plot(groups: Grouped) -> bytes | None:
     return png(figure)
 
 
-def curves_plot(folders: Folders) -> bytes | None:
+def curves_plot(folders: Mapping[str, pathlib.Path]) -> bytes | None:
     """Metrics of runs over their steps; runs that differ in their seed have one colour."""
     logs = {
         name: [json.loads(line) for line in path.read_text().splitlines()]

@@ -162,28 +162,29 @@ class Searcher(NamedTuple):
         return [(found.origins[r].id, float(s)) for r, s in zip(rows[0], scores[0], strict=True)]
 
 
-def main() -> None:
-    """Searches, prints the best and writes the page."""
-    query, images, picture, texts = _QUERY.value, _IMAGES.value, _PICTURE.value, _TEXTS.value
-    by_text = query is not None and images is not None
-    if not by_text and (picture is None or texts is None):
-        raise checks.InputError("query: pass --query and --images, or --query_image and --texts")
+def _searcher() -> Searcher:
+    """The one that the flags describe."""
     if _MODEL.value is None:
         raise checks.InputError("model: is not set; pass --model=FOLDER")
     model = aligner.Aligner.load(_MODEL.value)
     options: dict[str, Any] = {"device": _DEVICE.value, "trust_remote_code": _TRUST.value}
-    image_encoder, text_encoder = (
+    image, text = (
         load_encoder(model, side, _ENCODERS[name].value, _WEIGHTS[name].value, **options)
         for side, name in (("x", "image"), ("y", "text"))
     )
-    place = _INDEX.value or _MODEL.value / "search"
-    searcher = Searcher(model, image_encoder, text_encoder, place)
-    if query is not None and images is not None:
-        answer = searcher.pictures(query, images, top=_TOP.value)
+    return Searcher(model, image, text, _INDEX.value or _MODEL.value / "search")
+
+
+def main() -> None:
+    """Searches, prints the best and writes the page."""
+    if _QUERY.value is not None and _IMAGES.value is not None:
+        answer, kind = _searcher().pictures(_QUERY.value, _IMAGES.value, top=_TOP.value), "picture"
+    elif _PICTURE.value is not None and _TEXTS.value is not None:
+        answer, kind = _searcher().texts(_PICTURE.value, _TEXTS.value, top=_TOP.value), "text"
     else:
-        answer = searcher.texts(picture, texts, top=_TOP.value)
+        raise checks.InputError("query: pass --query and --images, or --query_image and --texts")
     rows = [[rank, score, name] for rank, (name, score) in enumerate(answer.results, 1)]
-    print(report.Table(["rank", "cosine", "picture" if by_text else "text"], rows, digits=3))
+    print(report.Table(["rank", "cosine", kind], rows, digits=3))
     report.write(_PAGE.value, answer.page)
     print(f"\nto look at: {_PAGE.value}")
 
