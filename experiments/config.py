@@ -260,7 +260,7 @@ def switched(config: ConfigDict, arg: str, **own: Mapping[str, Any]) -> ConfigDi
     return config
 
 
-class _DictParser(flags.ArgumentParser):
+class DictParser(flags.ArgumentParser):
     """Reads --config.runs="{'cca': {'method': 'cca'}}"."""
 
     def parse(self, argument: Any) -> dict[str, Any]:
@@ -270,7 +270,7 @@ class _DictParser(flags.ArgumentParser):
             raise ValueError("pass a Python dictionary") from error
 
 
-config_flags.register_flag_parser_for_type(dict, _DictParser())
+config_flags.register_flag_parser_for_type(dict, DictParser())
 _CONFIG = config_flags.DEFINE_config_file(
     "config", None, "FILE.py[:SWITCH,...]: what to run. It is code: run only those you trust."
 )

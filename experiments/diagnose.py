@@ -41,7 +41,8 @@ PAPER = {
     if row.endswith("/SOTAlign")
 }
 """Mutual k-NN of the paper's encoder pairs, in percent."""
-NO_POOL = "Keep fewer pairs than there are rows (data.n_pairs), or pass files of unpaired rows."
+NO_POOL = """NOT MEASURED: pools need unpaired rows, and transport plans those of both sides; keep
+fewer pairs than there are rows (data.n_pairs), or pass files of unpaired rows."""
 
 
 def measure(
@@ -83,20 +84,23 @@ def measure(
                 f, g, [epsilon], tolerance=TOLERANCE, max_iterations=BUDGET
             )
             progress.advance()
-    return [read_encoders(knn, rows), read_pool(shifts), read_plans(plans, batch, options)]
+    readings = [read_encoders(knn, rows)]
+    readings += [read_pool(shifts)] if shifts else []
+    readings += [read_plans(plans, batch, options)] if plans else []
+    return readings
 
 
 # --- what it means --------------------------------------------------------------------------------
 
 
 class Reading(NamedTuple):
-    """What a measurement means: the answer, what it rests on, and the numbers, if there are any."""
+    """What a measurement means: the answer, what it rests on, and the numbers."""
 
     name: str
     question: str
     answer: str
     reason: str
-    table: report.Table | None = None
+    table: report.Table
 
 
 def read_encoders(scores: Sequence[float], rows: int) -> Reading:
@@ -151,8 +155,6 @@ def _place(shift: diagnostics.Shift) -> str:
 def read_pool(shifts: Mapping[str, diagnostics.Shift]) -> Reading:
     """Places the pool between sampling noise and random directions."""
     question = "Are the unpaired rows too far from the pairs?"
-    if not shifts:
-        return Reading("pool", question, "NOT MEASURED: there are no unpaired rows", NO_POOL)
     answer = "; ".join(f"{side} is {_place(shift)}" for side, shift in shifts.items())
     reason = (
         "The spherical sliced Wasserstein distance of the pool from the pairs is placed between "
@@ -176,9 +178,6 @@ def read_plans(
 ) -> Reading:
     """Tells which epsilons converge."""
     question = "Do the transport plans converge?"
-    if not plans:
-        answer = "NOT MEASURED: a transport plan needs unpaired rows of both x and y"
-        return Reading("plans", question, answer, NO_POOL)
     by_epsilon = {plan.epsilon: plan for plan in plans}
     student, teacher = (by_epsilon[options[name]] for name in ("epsilon", "epsilon_star"))
     if student.converged and teacher.converged:
@@ -226,16 +225,14 @@ def main() -> None:
     teacher = run.fit_teacher(one, dataset, "cca")
     workdir_lib.open_run(out, {**config_lib.plain(one), "options": options}, run.inputs(one))
     shapes = ((key, shape) for key, shape in dataset.summary().items() if shape)
-    text = [", ".join(f"{key} {n:,} x {d:,}" for key, (n, d) in shapes)]
-    markdown = ["# Before training", *text]
-    for name, question, answer, reason, table in measure(dataset, teacher, options, seed=one.seed):
-        shown = [] if table is None else [table]
-        text += [f"== {question}\n   {answer}", *map(str, shown), textwrap.fill(reason, 100)]
-        markdown += [f"## {question}", f"**{answer}.** {reason}", *(t.markdown() for t in shown)]
-        for tabled in shown:
-            report.write(out / f"{name}.csv", tabled.csv())
-    report.write(out / "diagnosis.md", "\n\n".join(markdown) + "\n")
-    print("\n" + "\n\n".join([*text, f"Report and tables are in {out}"]))
+    parts = ["# Before training", ", ".join(f"{key} {n:,} x {d:,}" for key, (n, d) in shapes)]
+    readings = measure(dataset, teacher, options, seed=one.seed)
+    for name, question, answer, reason, table in readings:
+        parts += [f"## {question}", f"**{answer}.**", textwrap.fill(reason, 100), table.markdown()]
+        report.write(out / f"{name}.csv", table.csv())
+    text = "\n\n".join([*parts, *([NO_POOL] if len(readings) < 3 else [])]) + "\n"
+    report.write(out / "diagnosis.md", text)
+    print(f"\n{text}\nReport and tables are in {out}")
 
 
 if __name__ == "__main__":

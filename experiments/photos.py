@@ -55,15 +55,11 @@ def checksums() -> dict[str, str]:
 def read(name: str) -> bytes:
     """The bytes of one file; InputError if it is missing or differs from its checksum."""
     path = FOLDER / name
-    if not path.is_file():
-        raise checks.InputError(
-            f"{path}: no such file; the photographs are part of the repository, not of the "
-            "installed package: run from a clone"
-        )
-    content = path.read_bytes()
+    content = path.read_bytes() if path.is_file() else b""
     if hashlib.sha256(content).hexdigest() != checksums()[name]:
+        text = f"{path}: is missing or differs from its checksum in SHA256SUMS"
         raise checks.InputError(
-            f"{path}: differs from its checksum in SHA256SUMS; restore it with git checkout {path}"
+            f"{text}; run from a clone, and restore it with git checkout {path}"
         )
     return content
 

@@ -4,6 +4,7 @@ import csv
 import dataclasses
 import html
 import io
+import itertools
 import json
 import math
 import pathlib
@@ -163,12 +164,8 @@ EXPLAINED = (
     "validation split, from which the parameters to keep are chosen."
 )
 """What the columns mean, below the table of the page."""
-PANELS = {
-    "mean/R@1": "R@1, both ways",
-    "mean/R@10": "R@10, both ways",
-    "zero_shot/top1": "zero-shot top-1",
-}
-"""What is plotted, with its title."""
+PLOTTED = ("R@1", "R@10", "zero-shot")
+"""Columns that are plotted; the first one if none of these is there."""
 CURVES = {
     "loss": "loss",
     "teacher_iterations": "iterations, teacher's plan",
@@ -185,8 +182,6 @@ SETTINGS = (
     *("sotalign.divergence", "sotalign.alpha", "sotalign.epsilon", "sotalign.epsilon_star"),
 )
 """What makes a result, printed below it."""
-Grouped = dict[str, list[run_lib.Results]]
-"""Results of every seed by label; those of failed runs are missing."""
 
 
 def conclude(configs: Configs, results: Results, workdir: pathlib.Path) -> None:
@@ -206,13 +201,12 @@ def compare(configs: Configs, results: Results, workdir: pathlib.Path) -> None:
     if not distributed.is_first():
         return
     folders = {name: workdir / name if len(configs) > 1 else workdir for name in configs}
-    groups, settings = grouped(results), settings_text(configs)
-    compared = comparison_table(groups)
+    compared, settings = comparison_table(results), settings_text(configs)
     compared.save(workdir / "comparison")
     failed = [f"{name} failed: {one['error']}" for name, one in results.items() if "error" in one]
     print("\n".join([f"\n{compared}\n", *failed, settings]))
     shown = [page.section("Results", compared.html(), page.text(EXPLAINED), page.text(settings))]
-    if plot := comparison_plot(groups):
+    if plot := comparison_plot(compared):
         write(workdir / "comparison.png", plot)
         shown.append(page.section("Comparison", page.image(plot, "scores of the runs")))
     if plot := curves_plot(folders):
@@ -230,7 +224,7 @@ def compare(configs: Configs, results: Results, workdir: pathlib.Path) -> None:
         shown.append(page.section(title, cards(found)))
     here = json.dumps(workdir_lib.kept_environment(workdir), indent=2)
     shown.append(page.section("Environment", f"<pre>{html.escape(here)}</pre>"))
-    title = f"Results: {', '.join(groups)}"
+    title = f"Results: {', '.join(label for label, *_ in compared.rows)}"
     write(workdir / "report.html", page.page(title, page.text(str(workdir)), *shown))
     print(f"\nResults, models and report.html are in {workdir}")
 
@@ -245,56 +239,41 @@ def settings_text(configs: Configs) -> str:
     return textwrap.fill("; ".join(parts), 100, break_long_words=False, break_on_hyphens=False)
 
 
-def grouped(results: Results) -> Grouped:
-    """Results by label: runs are named LABEL-seedS."""
-    groups: Grouped = {}
+def comparison_table(results: Results) -> Table:
+    """Mean and standard deviation over the seeds of runs named LABEL-seedS that did not fail."""
+    seeds: dict[str, list[run_lib.Results]] = {}
     for name, one in results.items():
-        seeds = groups.setdefault(name.rpartition("-seed")[0], [])
-        seeds += [one] if "error" not in one else []
-    return groups
-
-
-def _has(groups: Grouped, key: str) -> bool:
-    """Whether all runs that did not fail, and at least one, have this metric."""
-    runs = [run for seeds in groups.values() for run in seeds]
-    return bool(runs) and all(key in run for run in runs)
-
-
-def _mean(seeds: Sequence[run_lib.Results], key: str) -> Mean | None:
-    """None when all seeds failed."""
-    return Mean([seed[key] for seed in seeds]) if seeds else None
-
-
-def comparison_table(groups: Grouped) -> Table:
-    """Mean and standard deviation over seeds."""
-    columns = {header: key for header, key in COLUMNS.items() if _has(groups, key)}
+        own = seeds.setdefault(name.rpartition("-seed")[0], [])
+        own += [one] if "error" not in one else []
+    ended = list(itertools.chain.from_iterable(seeds.values()))
+    common = set.intersection(*map(set, ended)) if ended else set()
+    columns = {header: key for header, key in COLUMNS.items() if key in common}
     rows = [
-        [label, *(_mean(seeds, key) for key in columns.values())] for label, seeds in groups.items()
+        [label, *(Mean([one[key] for one in own]) if own else None for key in columns.values())]
+        for label, own in seeds.items()
     ]
     return Table(["method", *columns], rows, best=columns)
 
 
-def comparison_plot(groups: Grouped) -> bytes | None:
-    """Bars of R@1, R@10 and zero-shot accuracy, best on top, with the spread over seeds.
-
-    Of the test split, or of validation; None without either.
-    """
-    splits = [name for name in ("test", "val") if _has(groups, f"{name}/mean/R@1")]
-    if not splits:
+def comparison_plot(compared: Table) -> bytes | None:
+    """Bars of `PLOTTED`, best on top, with the spread over seeds; None without numbers."""
+    columns = dict(zip(compared.headers, zip(*compared.rows, strict=True), strict=True))
+    labels = columns.pop("method")
+    shown = [name for name in PLOTTED if name in columns] or list(columns)[:1]
+    if not shown:
         return None
-    keys = [key for panel in PANELS if _has(groups, key := f"{splits[0]}/{panel}")]
     # The first bar is drawn at the bottom.
-    labels = sorted(groups, key=lambda label: _mean(groups[label], keys[0]) or 0.0)
-    size = 2 + 3 * len(keys), 1.2 + 0.3 * len(labels)
-    figure, _ = pyplot().subplots(1, len(keys), figsize=size, sharey=True, layout="constrained")
-    for axes, key in zip(figure.axes, keys, strict=True):
-        means = [_mean(groups[label], key) for label in labels]
+    order = sorted(range(len(labels)), key=lambda row: columns[shown[0]][row] or 0.0)
+    size = 2 + 3 * len(shown), 1.2 + 0.3 * len(labels)
+    figure, _ = pyplot().subplots(1, len(shown), figsize=size, sharey=True, layout="constrained")
+    for axes, name in zip(figure.axes, shown, strict=True):
+        means = [columns[name][row] for row in order]
         spreads = [getattr(mean, "spread", None) or np.nan for mean in means]
-        bars = axes.barh(labels, [mean or 0.0 for mean in means], 0.7, xerr=spreads, capsize=2)
+        lengths = [mean or 0.0 for mean in means]
+        bars = axes.barh([labels[row] for row in order], lengths, 0.7, xerr=spreads, capsize=2)
         texts = ["failed" if mean is None else f"{float(mean):.1f}" for mean in means]
         axes.bar_label(bars, texts, fontsize=7, padding=3)
-        axes.set_title(PANELS[key.partition("/")[2]], fontsize=10)
-        axes.set_xlabel(f"{splits[0]} (%)")
+        axes.set_title(f"{name} (%)", fontsize=10)
         axes.margins(x=0.15)
         axes.spines[["top", "right"]].set_visible(False)
     return png(figure)
@@ -310,25 +289,22 @@ def curves_plot(folders: Mapping[str, pathlib.Path]) -> bytes | None:
     keys = [key for key in CURVES if any(key in row for log in logs.values() for row in log)]
     if not keys:
         return None
-    plt, rows = pyplot(), -(-len(keys) // 3)
-    size = 11, 0.5 + 2.3 * rows
-    figure, axes = plt.subplots(rows, 3, figsize=size, layout="constrained", squeeze=False)
+    plt, rows = pyplot(), math.ceil(len(keys) / 3)
+    figure = plt.figure(figsize=(11, 0.5 + 2.3 * rows), layout="constrained")
     labels = dict.fromkeys(name.rpartition("-seed")[0] for name in logs)
     colours = {label: f"C{index % 10}" for index, label in enumerate(labels)}
-    for ax, key in zip(axes.flat, keys, strict=False):
+    for index, key in enumerate(keys, 1):
+        ax = figure.add_subplot(rows, 3, index)
         for name, log in logs.items():
             drawn = [(row["step"], float(row[key])) for row in log if key in row]
             colour = colours[name.rpartition("-seed")[0]]
             ax.plot(*np.reshape(drawn, (-1, 2)).T, color=colour, lw=1.2)
         ax.set_title(CURVES[key], fontsize=10)
+        ax.set_xlabel("step")
         if key.endswith("_error"):
             _log_scale(ax)
         ax.xaxis.get_major_locator().set_params(integer=True)
         ax.spines[["top", "right"]].set_visible(False)
-    for ax in axes.flat[len(keys) :]:
-        ax.set_axis_off()
-    for ax in axes[-1]:
-        ax.set_xlabel("step")
     lines = [plt.Line2D([], [], color=colour, label=label) for label, colour in colours.items()]
     figure.legend(handles=lines, loc="outside lower center", ncols=5, frameon=False)
     return png(figure)
@@ -411,7 +387,7 @@ def find(model: aligner.Aligner, gallery: data.Gallery, labels: Labels) -> list[
 def cards(found: Sequence[Found], each: int = 8) -> str:
     """HTML of pictures whose nearest caption is right, and of as many where it is wrong."""
     parts = [page.text("In bold a caption of the picture; below it the captions found.")]
-    for title, right in (("right", True), ("wrong", False)):
+    for right, title in WORDS.items():
         some = [one for one in found if one.retrieved[0][1] == right]
         parts.append(f"<h3>Nearest caption {title}: {len(some)} of {len(found)} pictures</h3>")
         parts.append(page.cards(*(one.card() for one in some[:each])))

@@ -1,19 +1,17 @@
 r"""Tunes a method: tries every point of a grid, chooses on the validation split, tests the choice.
 
     python -m experiments.tune --config=experiments/configs/compare.py:seeds=1 --method=sotalign \
-        --workdir=runs/tune --grid='alpha=1e-3,1e-4;heads.init=random,teacher'
-    python -m experiments.tune --config=experiments/configs/quickstart.py --method=sail \
-        --workdir=runs/sail --grid='own;train.learning_rate=1e-4,3e-4'
+        --workdir=runs/tune --grid="{'alpha': [1e-3, 1e-4], 'heads.init': ['random', 'teacher']}"
+    python -m experiments.tune --config=experiments/configs/quickstart.py --method=nnclr \
+        --workdir=runs/nnclr
 
-A grid has options of the method, and other settings by their dotted names; `own` stands for the
-values that the method finds worth trying. The trials are a comparison, in WORKDIR/trials, that
-never looks at the test split: the point with the best mean of MeanR@1 on validation over the
-config's seeds is trained over --seeds seeds and tested in WORKDIR/tested. Interrupted, it goes on
-where it stopped when it is started again.
+A grid has options of the method, and other settings by their dotted names; by default it is what
+the method finds worth trying. The trials are a comparison, in WORKDIR/trials, that never looks at
+the test split: the point with the best mean of MeanR@1 on validation over the config's seeds is
+trained over --seeds seeds and tested in WORKDIR/tested. Interrupted, it goes on where it stopped
+when it is started again.
 """
 
-import ast
-import contextlib
 import itertools
 import shlex
 from collections.abc import Mapping
@@ -27,7 +25,7 @@ from experiments import workdir as workdir_lib
 from sotalign_jax import checks, methods
 
 _METHOD = flags.DEFINE_string("method", "sotalign", "Label of a run, or a method.")
-_GRID = flags.DEFINE_string("grid", "own", "Values to try, as KEY=VALUE,VALUE;KEY=VALUE.")
+_GRID = flags.DEFINE(config_lib.DictParser(), "grid", None, "Values to try by setting.")
 _SEEDS = flags.DEFINE_integer("seeds", 3, "Seeds to test the choice with.", lower_bound=0)
 flags.declare_key_flag("config")
 flags.declare_key_flag("workdir")
@@ -38,34 +36,23 @@ Point = dict[str, Any]
 """A value for every key of a grid."""
 
 
-def parse_grid(text: str, method: str) -> dict[str, Point]:
-    """The points of "alpha=1e-3,1e-4;train.learning_rate=3e-4;own" by name, the last key fastest.
+def points(grid: Mapping[str, Any], method: str) -> dict[str, Point]:
+    """The points of a grid by name, the last key varying fastest.
 
-    >>> parse_grid("alpha=1e-3,1; heads.init=teacher", "sotalign")  # doctest: +NORMALIZE_WHITESPACE
+    >>> points({"alpha": [1e-3, 1], "heads.init": ["teacher"]}, "sotalign")
     {'alpha=0.001,heads.init=teacher': {'sotalign.alpha': 0.001, 'heads.init': 'teacher'},
      'alpha=1,heads.init=teacher': {'sotalign.alpha': 1, 'heads.init': 'teacher'}}
-    >>> list(parse_grid("own", "sotalign")), parse_grid("own", "cca")
-    (['alpha=0.001', 'alpha=0.0001', 'alpha=1e-05'], {'cca': {}})
+    >>> points({}, "cca")
+    {'cca': {}}
     """
-    grid: dict[str, tuple[Any, ...]] = {}
-    for part in filter(None, map(str.strip, text.split(";"))):
-        key, _, listed = (piece.strip() for piece in part.partition("="))
-        values: list[Any] = [piece.strip() for piece in listed.split(",")]
-        if part != "own" and not (key and all(values)):
-            raise checks.InputError(f"grid: cannot read {part!r}; pass KEY=VALUE,VALUE;KEY=VALUE")
-        for index, value in enumerate(values):
-            with contextlib.suppress(ValueError, SyntaxError):  # a word stands for itself
-                values[index] = ast.literal_eval(value)
-        own = methods.METHODS[method].grid if method in methods.METHODS else {}
-        for name, tried in (own if part == "own" else {key: tuple(values)}).items():
-            if name in grid or len(set(map(repr, tried))) < len(tried):
-                raise checks.InputError(f"grid: {name} or one of its values is repeated")
-            grid[name] = tried
+    for key, values in grid.items():
+        if not isinstance(values, list | tuple) or not values:
+            raise checks.InputError(f"grid: {key} must list values to try, got {values!r}")
+    keys = [key if "." in key else f"{method}.{key}" for key in grid]
     found = {}
-    for one in itertools.product(*grid.values()):
-        point = dict(zip(grid, one, strict=True))
-        name = ",".join(f"{key}={value}" for key, value in point.items()) or method
-        found[name] = {k if "." in k else f"{method}.{k}": v for k, v in point.items()}
+    for values in itertools.product(*grid.values()):
+        name = ",".join(f"{key}={value}" for key, value in zip(grid, values, strict=True))
+        found[name or method] = dict(zip(keys, values, strict=True))
     return found
 
 
@@ -90,9 +77,11 @@ def main() -> None:
     config, workdir, label = config_lib.from_flags(), cli.workdir(), _METHOD.value
     checks.choice("method", label, tuple({**config.runs, **dict.fromkeys(config_lib.METHODS)}))
     changes = dict(config.runs.get(label, {"method": label}))
-    points = parse_grid(_GRID.value, changes.get("method", config.method))
+    method = changes.get("method", config.method)
+    own = methods.METHODS[method].grid if method in methods.METHODS else {}
+    tried = points(_GRID.value or own, method)
     untested = {"data.test": False}
-    config.runs = {name: {**changes, **point, **untested} for name, point in points.items()}
+    config.runs = {name: {**changes, **point, **untested} for name, point in tried.items()}
     trials = config_lib.runs(config)
     if not workdir.exists():
         # Data that cannot be read, the test split's included, are known before the first trial.
@@ -102,7 +91,7 @@ def main() -> None:
             raise checks.InputError(f"data: there is no validation split to choose by; {remedy}")
     ended = run.run_all(trials, workdir / "trials", title=f"tune {label}")
     report.compare(trials, ended, workdir / "trials")
-    chosen = {label: {**changes, **points[best(ended)]}}
+    chosen = {label: {**changes, **tried[best(ended)]}}
     text = str(chosen)
     flag = "--config.runs=" + (shlex.quote(text) if '"' in text else f'"{text}"')
     workdir_lib.write_json(workdir / "best.json", {"trial": best(ended), "runs": chosen})

@@ -85,15 +85,24 @@ SCORES = {f"test/mean/R@{k}": 10.0 * k for k in (1, 5, 10)}
 BETTER = {key: value + 4 for key, value in SCORES.items()}
 
 
+def compared(**seeds):
+    """The table of the results of every seed by label."""
+    return report.comparison_table(
+        {f"{label}-seed{i}": one for label, own in seeds.items() for i, one in enumerate(own)}
+    )
+
+
+FAILED = {"error": "loss: not finite"}
+
+
 def test_the_table_has_means_and_deviations_over_seeds():
-    results = {"sail": [SCORES, BETTER], "sotalign": [BETTER] * 2, "failed": []}
-    table = report.comparison_table(results)
+    table = compared(sail=[SCORES, FAILED, BETTER], sotalign=[BETTER] * 2, failed=[FAILED])
     assert table.headers == ["method", "R@1", "R@5", "R@10"]
     means = [["sail", 12, 52, 102], ["sotalign", 14, 54, 104], ["failed", None, None, None]]
     assert table.rows == means
     assert [value.spread for value in table.rows[0][1:]] == [pytest.approx(8**0.5)] * 3
     assert "14.0 ± 0.0*" in str(table) and "12.0 ± 2.8 " in str(table)
-    single = report.comparison_table({"sail": [SCORES], "cca": [BETTER]})
+    single = compared(sail=[SCORES], cca=[BETTER])
     assert "14.0*" in str(single) and "±" not in str(single)
 
 
@@ -119,8 +128,8 @@ def test_the_plot_grows_with_the_number_of_bars():
     results = {
         f"a_method_of_a_long_name_{i}": [SCORES | zero_shot, BETTER | zero_shot] for i in range(36)
     }
-    results["failed"] = []
-    plots = report.comparison_plot(results), report.comparison_plot({"sail": [SCORES]})
+    tables = compared(**results, failed=[FAILED]), compared(sail=[SCORES])
+    plots = map(report.comparison_plot, tables)
     many, one = (matplotlib.image.imread(io.BytesIO(plot)) for plot in plots)
     assert many.shape[0] > 4 * one.shape[0] and many.shape[1] > one.shape[1]
     assert many.shape[0] < 3000
@@ -134,8 +143,8 @@ def test_a_single_seed_has_no_error_bars(monkeypatch):
         return b""
 
     monkeypatch.setattr(report, "png", keep)
-    report.comparison_plot({"sail": [SCORES], "cca": [BETTER]})
-    report.comparison_plot({"sail": [SCORES, BETTER], "cca": [BETTER]})
+    report.comparison_plot(compared(sail=[SCORES], cca=[BETTER]))
+    report.comparison_plot(compared(sail=[SCORES, BETTER], cca=[BETTER]))
     for figure, expected in zip(drawn, (0, 1), strict=True):
         bars = [bar for bar in figure.axes[0].containers if isinstance(bar, ErrorbarContainer)]
         segments = [line for bar in bars for line in bar.lines[2][0].get_segments()]
