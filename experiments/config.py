@@ -9,12 +9,14 @@ import contextlib
 import copy
 import dataclasses
 import difflib
+import pathlib
 import re
 import types
 import typing
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+import numpy as np
 from absl import flags
 from ml_collections import config_flags
 from ml_collections.config_dict import ConfigDict, FieldReference, FrozenConfigDict, placeholder
@@ -228,24 +230,25 @@ def naming(where: str) -> Iterator[None]:
 # --- config files and the command line -----------------------------------------------------------
 
 
-def switched(config: ConfigDict, arg: str, **own: Mapping[str, Any]) -> ConfigDict:
+def switched(config: ConfigDict, arg: str) -> ConfigDict:
     """Applies what follows the colon of --config=FILE.py:smoke,seeds=3,pairs=500+1000.
 
     `smoke` takes four steps, with one seed; `seeds=N` makes the runs with seeds 0 .. N-1;
-    `pairs=N+M` makes them with N and with M pairs; a word of `own` makes the changes it names.
+    `pairs=N+M` makes them with N and with M pairs; `from=FOLDER` reads the files of a folder.
     """
     words = [word for word in arg.split(",") if word]
     for word in sorted(words, key=lambda word: word != "smoke"):  # first, so that seeds=N counts
         name, _, value = word.partition("=")
         numbers = [int(number) for number in value.split("+") if number.isdigit()]
-        if word == "smoke" or word in own:
-            changes = SMOKE if word == "smoke" else own[word]
-            update(config, changes)  # of every run, those that have a value of their own included
+        if word == "smoke":
+            update(config, SMOKE)  # of every run, those that have a value of their own included
             config.runs = {
-                label: {key: value for key, value in one.items() if key not in changes}
+                label: {key: value for key, value in one.items() if key not in SMOKE}
                 for label, one in config.runs.items()
             }
-            config.seeds = config.seeds[:1] if word == "smoke" else config.seeds
+            config.seeds = config.seeds[:1]
+        elif name == "from" and value:
+            _read_from(config, pathlib.Path(value).expanduser())
         elif name == "seeds" and len(numbers) == 1:
             config.seeds = tuple(range(*numbers))
         elif name == "pairs" and len(numbers) == value.count("+") + 1:
@@ -255,9 +258,22 @@ def switched(config: ConfigDict, arg: str, **own: Mapping[str, Any]) -> ConfigDi
                 for number in numbers
             }
         else:
-            known = ", ".join(["smoke", "seeds=N", "pairs=N+M", *own])
+            known = "smoke, seeds=N, pairs=N+M, from=FOLDER"
             raise checks.InputError(f"config: unknown switch {word!r}; choose from {known}")
     return config
+
+
+def _read_from(config: ConfigDict, folder: pathlib.Path) -> None:
+    found = [name for name in FILES if (folder / f"{name}.npy").exists()]
+    if not {"x", "y"} <= set(found):
+        raise checks.InputError(f"config: from={folder} holds no x.npy and y.npy; check the path")
+    for name in found:
+        config.data.files[name] = str(folder / f"{name}.npy")
+    if {"unpaired_x", "unpaired_y"} & set(found):
+        for side in "xy":  # where one side has no pool, the pairs' own rows are it, as in `align`
+            pool = f"unpaired_{side}"
+            config.data.files[pool] = config.data.files[pool if pool in found else side]
+        config.data.n_pairs = len(np.load(folder / "x.npy", mmap_mode="r"))
 
 
 class DictParser(flags.ArgumentParser):

@@ -10,7 +10,7 @@ the epsilons of SOTAlign. Trains nothing.
 """
 
 import textwrap
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -51,43 +51,37 @@ def measure(
     options: Mapping[str, Any],
     *,
     seed: int,
-) -> "list[Reading]":
-    """Runs every diagnostic under one progress bar."""
+) -> "Iterator[Reading]":
+    """What every diagnostic says; of pools that have no rows nothing."""
     n = len(dataset.pairs_x)
     rows, subsets = min(KNN_ROWS, n), options["subsets"] if n > KNN_ROWS else 1
+    knn = []
+    for subset in range(subsets):
+        some = np.sort(np.random.default_rng((seed, subset)).permutation(n)[:rows])
+        x, y = dataset.pairs_x[some], dataset.pairs_y[some]
+        knn.append(diagnostics.mutual_knn(x, y, k=NEIGHBOURS))
+    yield read_encoders(knn, rows)
     pools = {"x": (dataset.pairs_x, dataset.pool_x), "y": (dataset.pairs_y, dataset.pool_y)}
     pools = {side: arrays for side, arrays in pools.items() if len(arrays[1])}
-    batch = min(options["batch"], len(dataset.pool_x), len(dataset.pool_y))
-    chosen = {*LADDER, options["epsilon"], options["epsilon_star"]}
-    epsilons = sorted(chosen, reverse=True) if len(pools) == 2 else []
-    knn, plans = [], []
-    total = subsets + options["repeats"] * len(pools) + len(epsilons)
-    with workdir_lib.Progress(total, "diagnose") as progress:
-        for subset in range(subsets):
-            some = np.sort(np.random.default_rng((seed, subset)).permutation(n)[:rows])
-            x, y = dataset.pairs_x[some], dataset.pairs_y[some]
-            knn.append(diagnostics.mutual_knn(x, y, k=NEIGHBOURS))
-            progress.advance()
-        sizes = {name: options[name] for name in ("repeats", "rows", "projections")}
+    sizes = {name: options[name] for name in ("repeats", "rows", "projections")}
+    if pools:
         shifts = {
-            side: diagnostics.pool_shift(*arrays, **sizes, seed=seed, on_repeat=progress.advance)
+            side: diagnostics.pool_shift(*arrays, **sizes, seed=seed)
             for side, arrays in pools.items()
         }
-        if epsilons:
-            rng = np.random.default_rng(seed)
-            f, g = (
-                np.asarray(project(pool[np.sort(rng.permutation(len(pool))[:batch])]))
-                for project, pool in ((teacher.x, dataset.pool_x), (teacher.y, dataset.pool_y))
-            )
-        for epsilon in epsilons:
-            plans += diagnostics.sinkhorn_convergence(
-                f, g, [epsilon], tolerance=TOLERANCE, max_iterations=BUDGET
-            )
-            progress.advance()
-    readings = [read_encoders(knn, rows)]
-    readings += [read_pool(shifts)] if shifts else []
-    readings += [read_plans(plans, batch, options)] if plans else []
-    return readings
+        yield read_pool(shifts)
+    if len(pools) == 2:
+        batch = min(options["batch"], len(dataset.pool_x), len(dataset.pool_y))
+        rng = np.random.default_rng(seed)
+        f, g = (
+            np.asarray(project(pool[np.sort(rng.permutation(len(pool))[:batch])]))
+            for project, pool in ((teacher.x, dataset.pool_x), (teacher.y, dataset.pool_y))
+        )
+        epsilons = sorted({*LADDER, options["epsilon"], options["epsilon_star"]}, reverse=True)
+        plans = diagnostics.sinkhorn_convergence(
+            f, g, epsilons, tolerance=TOLERANCE, max_iterations=BUDGET
+        )
+        yield read_plans(plans, batch, options)
 
 
 # --- what it means --------------------------------------------------------------------------------
@@ -225,14 +219,18 @@ def main() -> None:
     teacher = run.fit_teacher(one, dataset, "cca")
     workdir_lib.open_run(out, {**config_lib.plain(one), "options": options}, run.inputs(one))
     shapes = ((key, shape) for key, shape in dataset.summary().items() if shape)
-    parts = ["# Before training", ", ".join(f"{key} {n:,} x {d:,}" for key, (n, d) in shapes)]
-    readings = measure(dataset, teacher, options, seed=one.seed)
-    for name, question, answer, reason, table in readings:
-        parts += [f"## {question}", f"**{answer}.**", textwrap.fill(reason, 100), table.markdown()]
+    parts = [", ".join(f"{key} {n:,} x {d:,}" for key, (n, d) in shapes)]
+    print(f"\n{parts[0]}")
+    for name, question, answer, reason, table in measure(dataset, teacher, options, seed=one.seed):
+        why = textwrap.fill(reason, 100)
+        parts.append(f"## {question}\n\n**{answer}.**\n\n{why}\n\n{table.markdown()}")
+        print(f"\n{parts[-1]}", flush=True)
         report.write(out / f"{name}.csv", table.csv())
-    text = "\n\n".join([*parts, *([NO_POOL] if len(readings) < 3 else [])]) + "\n"
-    report.write(out / "diagnosis.md", text)
-    print(f"\n{text}\nReport and tables are in {out}")
+    if len(parts) < 4:
+        parts.append(NO_POOL)
+        print(f"\n{NO_POOL}")
+    report.write(out / "diagnosis.md", "\n\n".join(["# Before training", *parts]) + "\n")
+    print(f"\nReport and tables are in {out}")
 
 
 if __name__ == "__main__":

@@ -1,5 +1,6 @@
 """Reports of results: tables as text, Markdown, CSV and HTML, and the comparison of runs."""
 
+import base64
 import csv
 import dataclasses
 import html
@@ -16,7 +17,7 @@ import numpy as np
 import tabulate
 from ml_collections.config_dict import FrozenConfigDict
 
-from experiments import distributed, page, photos
+from experiments import distributed, photos
 from experiments import run as run_lib
 from experiments import workdir as workdir_lib
 from experiments.extract import datasets, extraction, items
@@ -146,6 +147,51 @@ def pyplot() -> Any:
     return plt
 
 
+# --- pages: single HTML files that need nothing but themselves -----------------------------------
+
+STYLE = pathlib.Path(__file__).with_name("report.css")
+HEAD = """<!DOCTYPE html><html lang='en'><head><meta charset='utf-8'>
+<meta name='viewport' content='width=device-width, initial-scale=1'>
+<title>{title}</title><style>{style}</style></head><body><main>"""
+
+
+def page(title: str, below: str, *parts: str) -> str:
+    """A whole page: its title, what stands below it, and other parts, as HTML."""
+    head = HEAD.format(title=html.escape(title), style=STYLE.read_text())
+    header = f"<header><h1>{html.escape(title)}</h1>{below}</header>"
+    return "\n".join([head, header, *parts, "</main></body></html>\n"])
+
+
+def section(title: str, *parts: str) -> str:
+    """Parts in a frame."""
+    return "\n".join([f"<section><h2>{html.escape(title)}</h2>", *parts, "</section>"])
+
+
+def small(content: str) -> str:
+    """A paragraph in small print."""
+    return f"<p class='small'>{html.escape(content)}</p>"
+
+
+def image(content: bytes, alt: str, kind: str = "png") -> str:
+    """A picture whose bytes are in the page."""
+    data = base64.b64encode(content).decode()
+    return f"<img alt='{html.escape(alt, quote=True)}' src='data:image/{kind};base64,{data}'>"
+
+
+def thumbnail(picture: Any, alt: str) -> str:
+    """A small copy of a `PIL.Image`, on white."""
+    shown, buffer = items.on_white(picture), io.BytesIO()
+    shown.thumbnail((360, 360))
+    shown.save(buffer, "JPEG", quality=85)
+    return image(buffer.getvalue(), alt, "jpeg")
+
+
+def cards(*boxes: tuple[str, str]) -> str:
+    """Captions and pictures in boxes, as many to a row as fit."""
+    shown = (f"<figure>{one}<figcaption>{title}</figcaption></figure>" for title, one in boxes)
+    return f"<div class='cards'>{''.join(shown)}</div>"
+
+
 # --- comparisons of runs -------------------------------------------------------------------------
 
 COLUMNS = {
@@ -205,12 +251,12 @@ def compare(configs: Configs, results: Results, workdir: pathlib.Path) -> None:
     compared.save(workdir / "comparison")
     failed = [f"{name} failed: {one['error']}" for name, one in results.items() if "error" in one]
     print("\n".join([f"\n{compared}\n", *failed, settings]))
-    shown = [page.section("Results", compared.html(), page.text(EXPLAINED), page.text(settings))]
+    shown = [section("Results", compared.html(), small(EXPLAINED), small(settings))]
     if plot := comparison_plot(compared):
         write(workdir / "comparison.png", plot)
-        shown.append(page.section("Comparison", page.image(plot, "scores of the runs")))
+        shown.append(section("Comparison", image(plot, "scores of the runs")))
     if plot := curves_plot(folders):
-        shown.append(page.section("Training", page.image(plot, "curves over the steps")))
+        shown.append(section("Training", image(plot, "curves over the steps")))
     best = max(configs, key=lambda name: results[name].get(run_lib.SCORE, -1.0))
     labels = labels_of(configs[best]) if configs[best].data.test else None
     if labels and (folders[best] / aligner.FOLDER).exists():
@@ -221,11 +267,11 @@ def compare(configs: Configs, results: Results, workdir: pathlib.Path) -> None:
         text = "\n".join([f"{title}:", *(one.text() for one in found[:5]), ""])
         write(workdir / "retrieved.txt", text)
         print(f"\n{text}")
-        shown.append(page.section(title, cards(found)))
+        shown.append(section(title, found_cards(found)))
     here = json.dumps(workdir_lib.kept_environment(workdir), indent=2)
-    shown.append(page.section("Environment", f"<pre>{html.escape(here)}</pre>"))
+    shown.append(section("Environment", f"<pre>{html.escape(here)}</pre>"))
     title = f"Results: {', '.join(label for label, *_ in compared.rows)}"
-    write(workdir / "report.html", page.page(title, page.text(str(workdir)), *shown))
+    write(workdir / "report.html", page(title, small(str(workdir)), *shown))
     print(f"\nResults, models and report.html are in {workdir}")
 
 
@@ -235,7 +281,7 @@ def settings_text(configs: Configs) -> str:
     for key in SETTINGS:
         section, name = key.split(".")
         found = dict.fromkeys(str(c[section][name]) for c in configs.values() if section in c)
-        parts += [f"{key} {' | '.join(found)}"] if found else []
+        parts += [f"{key}={' | '.join(found)}"] if found else []
     return textwrap.fill("; ".join(parts), 100, break_long_words=False, break_on_hyphens=False)
 
 
@@ -351,7 +397,7 @@ class Found(NamedTuple):
         title = f"<b>{html.escape(self.caption)}</b><br>{html.escape(self.name)}"
         shown = ""
         if self.picture is not None and self.picture.exists():
-            shown = page.thumbnail(items.oriented(self.picture), self.caption)
+            shown = thumbnail(items.oriented(self.picture), self.caption)
         return f"{title}<ol>{''.join(rows)}</ol>", shown
 
 
@@ -384,11 +430,11 @@ def find(model: aligner.Aligner, gallery: data.Gallery, labels: Labels) -> list[
     return found
 
 
-def cards(found: Sequence[Found], each: int = 8) -> str:
+def found_cards(found: Sequence[Found], each: int = 8) -> str:
     """HTML of pictures whose nearest caption is right, and of as many where it is wrong."""
-    parts = [page.text("In bold a caption of the picture; below it the captions found.")]
+    parts = [small("In bold a caption of the picture; below it the captions found.")]
     for right, title in WORDS.items():
         some = [one for one in found if one.retrieved[0][1] == right]
         parts.append(f"<h3>Nearest caption {title}: {len(some)} of {len(found)} pictures</h3>")
-        parts.append(page.cards(*(one.card() for one in some[:each])))
+        parts.append(cards(*(one.card() for one in some[:each])))
     return "\n".join(parts)

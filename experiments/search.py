@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from absl import flags
 
-from experiments import cli, page, photos, report, workdir
+from experiments import cli, photos, report, workdir
 from experiments.cli import path_flag
 from experiments.extract import datasets, encoders, extraction, items
 from sotalign_jax import aligner, checks
@@ -118,10 +118,10 @@ class Searcher(NamedTuple):
             f"<b>{rank}. {score:.3f}</b><br>{html.escape(name)}"
             for rank, (name, score) in enumerate(results, 1)
         )
-        shown = (page.thumbnail(items.oriented(images / name), name) for name, _ in results)
-        cards = page.cards(*zip(titles, shown, strict=True))
-        below = page.text(f"The best pictures in {images}, with their cosines.")
-        return Answer(results, page.page(query, below, cards))
+        shown = (report.thumbnail(items.oriented(images / name), name) for name, _ in results)
+        cards = report.cards(*zip(titles, shown, strict=True))
+        below = report.small(f"The best pictures in {images}, with their cosines.")
+        return Answer(results, report.page(query, below, cards))
 
     def texts(self, query: pathlib.Path, file: pathlib.Path, *, top: int) -> Answer:
         """The texts of a file that are nearest to a picture, best first."""
@@ -133,9 +133,9 @@ class Searcher(NamedTuple):
         source = items.Source({"text": lambda: map(items.Item, texts, texts, texts)})
         results = self._search(image, source, "text", file, top)
         lines = "".join(f"<li>{html.escape(text)} ({score:.3f})</li>" for text, score in results)
-        parts = page.thumbnail(image, query.name), f"<ol>{lines}</ol>"
-        below = page.text(f"The best texts in {file}, with their cosines.")
-        return Answer(results, page.page(query.name, below, *parts))
+        parts = report.thumbnail(image, query.name), f"<ol>{lines}</ol>"
+        below = report.small(f"The best texts in {file}, with their cosines.")
+        return Answer(results, report.page(query.name, below, *parts))
 
     def _search(
         self, query: Any, source: items.Source, modality: str, of: pathlib.Path, top: int

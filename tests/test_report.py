@@ -219,7 +219,7 @@ def test_the_nearest_captions_are_marked_right_or_wrong(gallery, labels):
     text = found[0].text()
     assert text.count("\n") == 3 and text.startswith(f"{found[0].name}: {found[0].caption}")
     right = sum(one.retrieved[0][1] for one in found)
-    page = report.cards(found, each=9)
+    page = report.found_cards(found, each=9)
     for word, count in (("right", right), ("wrong", 9 - right)):
         assert f"Nearest caption {word}: {count} of 9 pictures" in page
     assert page.count("<figure") == 9 and page.count("data:image/jpeg") == 1
