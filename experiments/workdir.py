@@ -95,12 +95,14 @@ def changed(recorded: Mapping[str, Any], path: pathlib.Path) -> str | None:
         status = path.stat()
     except OSError as error:
         return f"{path.name} cannot be read ({error.strerror})" if recorded else None
-    if (status.st_size, status.st_mtime_ns) == (recorded.get("bytes"), recorded.get("modified")):
+    if status.st_size != recorded.get("bytes"):
+        return f"{path.name} has {status.st_size} bytes, had {recorded.get('bytes', 'none')}"
+    if status.st_mtime_ns == recorded["modified"]:
         return None
     digest = fingerprint(path)["digest"]
     if digest is None:
         return f"{path.name} was written again"
-    return f"{path.name} has other content" if digest != recorded.get("digest") else None
+    return f"{path.name} has other content" if digest != recorded["digest"] else None
 
 
 # --- run folders ---------------------------------------------------------------------------------
