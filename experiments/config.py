@@ -9,12 +9,14 @@ import contextlib
 import copy
 import dataclasses
 import difflib
+import pathlib
 import re
 import types
 import typing
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+import numpy as np
 from absl import flags
 from ml_collections import config_flags
 from ml_collections.config_dict import ConfigDict, FieldReference, FrozenConfigDict, placeholder
@@ -101,26 +103,25 @@ def runs(config: ConfigDict) -> dict[str, FrozenConfigDict]:
     seeds = shared.seeds if shared.seed is None else (shared.seed,)
     if not seeds or len(set(seeds)) < len(seeds):
         raise checks.InputError(f"seeds: must be distinct and at least one, got {seeds!r}")
+    for seed in seeds:  # what all runs share is not blamed on one
+        shared.seed = _typed("seeds", seed, int)
+        _checked(shared)
     found = {}
     for label, changes in (shared.runs or {shared.method: {}}).items():
         if not re.fullmatch(r"\w[\w .,()'+=*-]*", str(label)):
             text = f"runs: {label!r} names a folder; use letters, digits, -, _, ()"
             raise checks.InputError(text)
-        run, where = copy.deepcopy(shared), f"runs[{label!r}]: "
-        with naming(where):
+        run = copy.deepcopy(shared)
+        with naming(f"runs[{label!r}]: "):
             if not isinstance(changes, dict | ConfigDict):
                 example = {"method": "sail", "train.steps": 9}
                 raise checks.InputError(f"must be a dict such as {example}, got {changes!r}")
             if own := [name for name in ("seed", "seeds", "runs") if name in changes]:
                 raise checks.InputError(f"cannot change {own[0]!r}; set config.{own[0]}")
             update(run, _flat(changes))
-        for seed in seeds:
-            run.seed = _typed("seeds", seed, int)
-            try:
+            for seed in seeds:
+                run.seed = seed
                 found[f"{label}-seed{seed}"] = _checked(run)
-            except checks.InputError as error:  # what all runs share is not blamed on one
-                own_fault = str(error).partition(":")[0] in _flat(changes)
-                raise checks.InputError(f"{where if own_fault else ''}{error}") from error
     return found
 
 
@@ -229,24 +230,25 @@ def naming(where: str) -> Iterator[None]:
 # --- config files and the command line -----------------------------------------------------------
 
 
-def switched(config: ConfigDict, arg: str, **own: Mapping[str, Any]) -> ConfigDict:
+def switched(config: ConfigDict, arg: str) -> ConfigDict:
     """Applies what follows the colon of --config=FILE.py:smoke,seeds=3,pairs=500+1000.
 
     `smoke` takes four steps, with one seed; `seeds=N` makes the runs with seeds 0 .. N-1;
-    `pairs=N+M` makes them with N and with M pairs; a word of `own` makes the changes it names.
+    `pairs=N+M` makes them with N and with M pairs; `from=FOLDER` reads the files of a folder.
     """
     words = [word for word in arg.split(",") if word]
     for word in sorted(words, key=lambda word: word != "smoke"):  # first, so that seeds=N counts
         name, _, value = word.partition("=")
         numbers = [int(number) for number in value.split("+") if number.isdigit()]
-        if word == "smoke" or word in own:
-            changes = SMOKE if word == "smoke" else own[word]
-            update(config, changes)  # of every run, those that have a value of their own included
+        if word == "smoke":
+            update(config, SMOKE)  # of every run, those that have a value of their own included
             config.runs = {
-                label: {key: value for key, value in one.items() if key not in changes}
+                label: {key: value for key, value in one.items() if key not in SMOKE}
                 for label, one in config.runs.items()
             }
-            config.seeds = config.seeds[:1] if word == "smoke" else config.seeds
+            config.seeds = config.seeds[:1]
+        elif name == "from" and value:
+            _read_from(config, pathlib.Path(value).expanduser())
         elif name == "seeds" and len(numbers) == 1:
             config.seeds = tuple(range(*numbers))
         elif name == "pairs" and len(numbers) == value.count("+") + 1:
@@ -256,12 +258,25 @@ def switched(config: ConfigDict, arg: str, **own: Mapping[str, Any]) -> ConfigDi
                 for number in numbers
             }
         else:
-            known = ", ".join(["smoke", "seeds=N", "pairs=N+M", *own])
+            known = "smoke, seeds=N, pairs=N+M, from=FOLDER"
             raise checks.InputError(f"config: unknown switch {word!r}; choose from {known}")
     return config
 
 
-class _DictParser(flags.ArgumentParser):
+def _read_from(config: ConfigDict, folder: pathlib.Path) -> None:
+    found = [name for name in FILES if (folder / f"{name}.npy").exists()]
+    if not {"x", "y"} <= set(found):
+        raise checks.InputError(f"config: from={folder} holds no x.npy and y.npy; check the path")
+    for name in found:
+        config.data.files[name] = str(folder / f"{name}.npy")
+    if {"unpaired_x", "unpaired_y"} & set(found):
+        for side in "xy":  # where one side has no pool, the pairs' own rows are it, as in `align`
+            pool = f"unpaired_{side}"
+            config.data.files[pool] = config.data.files[pool if pool in found else side]
+        config.data.n_pairs = len(np.load(folder / "x.npy", mmap_mode="r"))
+
+
+class DictParser(flags.ArgumentParser):
     """Reads --config.runs="{'cca': {'method': 'cca'}}"."""
 
     def parse(self, argument: Any) -> dict[str, Any]:
@@ -271,7 +286,7 @@ class _DictParser(flags.ArgumentParser):
             raise ValueError("pass a Python dictionary") from error
 
 
-config_flags.register_flag_parser_for_type(dict, _DictParser())
+config_flags.register_flag_parser_for_type(dict, DictParser())
 _CONFIG = config_flags.DEFINE_config_file(
     "config", None, "FILE.py[:SWITCH,...]: what to run. It is code: run only those you trust."
 )

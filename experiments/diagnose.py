@@ -1,42 +1,31 @@
-"""Before training: are two encoders worth aligning, and with which unpaired rows and epsilons?
+r"""Before training: are two encoders worth aligning, and with which unpaired rows and epsilons?
 
-    python -m experiments.diagnose --x=images.npy --y=texts.npy --pairs=1000 --workdir=runs/before
-    python -m experiments.diagnose --quick --workdir=runs/photographs
+    python -m experiments.diagnose --config=experiments/configs/files.py:from=FOLDER \
+        --workdir=runs/before
+    python -m experiments.diagnose --config=experiments/configs/quickstart.py --quick \
+        --workdir=runs/photographs
 
-Row i of x matches row i of y in `pairs` rows chosen at random; the rest is the unpaired pool, or
-files of its own (--unpaired_x, --unpaired_y). Without files it looks at COCO's photographs.
-Trains nothing.
+Looks at the pairs and pools that a config would train on with its first seed, its CCA teacher and
+the epsilons of SOTAlign. Trains nothing.
 """
 
-import pathlib
 import textwrap
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 from absl import flags
 
-from experiments import cli, photos, report
+from experiments import cli, report, run
+from experiments import config as config_lib
 from experiments import workdir as workdir_lib
-from experiments.config import naming
 from experiments.paper.panels import paper_results
 from experiments.paper.sources import AS_RANDOM, FAR, NEAR, place
-from sotalign_jax import checks, data, diagnostics, files, methods, teachers
+from sotalign_jax import checks, data, diagnostics, methods, teachers
 from sotalign_jax.diagnostics import KNN_ROWS, Mean
 
-_FILES = {
-    "x": "Embeddings of the first modality (.npy, .npz, .safetensors, tfds:...; PATH#KEY).",
-    "y": "Embeddings of the second, row i matching row i of x.",
-    "unpaired_x": "Unpaired embeddings from x's encoder; the other rows of x by default.",
-    "unpaired_y": "Unpaired embeddings from y's encoder; the other rows of y by default.",
-}
-_PATHS = {name: flags.DEFINE_string(name, None, text) for name, text in _FILES.items()}
-_PAIRS = flags.DEFINE_integer("pairs", 1000, "Rows of x and y that are known to match.")
 _QUICK = flags.DEFINE_bool("quick", False, "Fewer repetitions, planes and rows.")
-_EPSILON = flags.DEFINE_float("epsilon", 0.05, "Regularisation of the student's plan.")
-_EPSILON_STAR = flags.DEFINE_float("epsilon_star", 0.005, "Regularisation of the teacher's plan.")
-_RIDGE = flags.DEFINE_float("ridge", 0.1, "Ridge of the CCA teacher.")
-_SEED = flags.DEFINE_integer("seed", 0, "Chooses pairs, samples and planes.", lower_bound=0)
+flags.declare_key_flag("config")
 flags.declare_key_flag("workdir")
 
 MIN_PAIRS = 20
@@ -52,67 +41,60 @@ PAPER = {
     if row.endswith("/SOTAlign")
 }
 """Mutual k-NN of the paper's encoder pairs, in percent."""
-NO_POOL = "Pass fewer --pairs than the files have rows, or --unpaired_x and --unpaired_y."
+NO_POOL = """NOT MEASURED: pools need unpaired rows, and transport plans those of both sides; keep
+fewer pairs than there are rows (data.n_pairs), or pass files of unpaired rows."""
 
 
-class Findings(NamedTuple):
-    """What was measured; a pool that has no rows has no shift, and no plan without both."""
-
-    knn: list[float]  # mutual k-NN of random subsets of the pairs
-    rows: int  # of a subset
-    shifts: dict[str, diagnostics.Shift]
-    plans: list[diagnostics.Convergence]
-    batch: int  # rows of a plan
-
-
-def measure(dataset: data.Dataset, options: Mapping[str, Any], *, seed: int) -> Findings:
-    """Runs every diagnostic under one progress bar."""
+def measure(
+    dataset: data.Dataset,
+    teacher: teachers.LinearTeacher,
+    options: Mapping[str, Any],
+    *,
+    seed: int,
+) -> "Iterator[Reading]":
+    """What every diagnostic says; of pools that have no rows nothing."""
     n = len(dataset.pairs_x)
     rows, subsets = min(KNN_ROWS, n), options["subsets"] if n > KNN_ROWS else 1
+    knn = []
+    for subset in range(subsets):
+        some = np.sort(np.random.default_rng((seed, subset)).permutation(n)[:rows])
+        x, y = dataset.pairs_x[some], dataset.pairs_y[some]
+        knn.append(diagnostics.mutual_knn(x, y, k=NEIGHBOURS))
+    yield read_encoders(knn, rows)
     pools = {"x": (dataset.pairs_x, dataset.pool_x), "y": (dataset.pairs_y, dataset.pool_y)}
     pools = {side: arrays for side, arrays in pools.items() if len(arrays[1])}
-    batch = min(options["batch"], len(dataset.pool_x), len(dataset.pool_y))
-    chosen = {*LADDER, options["epsilon"], options["epsilon_star"]}
-    epsilons = sorted(chosen, reverse=True) if len(pools) == 2 else []
-    knn, plans = [], []
-    total = subsets + options["repeats"] * len(pools) + len(epsilons)
-    with workdir_lib.Progress(total, "diagnose") as progress:
-        for subset in range(subsets):
-            some = np.sort(np.random.default_rng((seed, subset)).permutation(n)[:rows])
-            x, y = dataset.pairs_x[some], dataset.pairs_y[some]
-            knn.append(diagnostics.mutual_knn(x, y, k=NEIGHBOURS))
-            progress.advance()
-        sizes = {name: options[name] for name in ("repeats", "rows", "projections")}
+    sizes = {name: options[name] for name in ("repeats", "rows", "projections")}
+    if pools:
         shifts = {
-            side: diagnostics.pool_shift(*arrays, **sizes, seed=seed, on_repeat=progress.advance)
+            side: diagnostics.pool_shift(*arrays, **sizes, seed=seed)
             for side, arrays in pools.items()
         }
-        if epsilons:
-            teacher = teachers.cca(dataset.pairs_x, dataset.pairs_y, ridge=options["ridge"])
-            rng = np.random.default_rng(seed)
-            f, g = (
-                np.asarray(project(pool[np.sort(rng.permutation(len(pool))[:batch])]))
-                for project, pool in ((teacher.x, dataset.pool_x), (teacher.y, dataset.pool_y))
-            )
-            for epsilon in epsilons:
-                plans += diagnostics.sinkhorn_convergence(
-                    f, g, [epsilon], tolerance=TOLERANCE, max_iterations=BUDGET
-                )
-                progress.advance()
-    return Findings(knn, rows, shifts, plans, batch)
+        yield read_pool(shifts)
+    if len(pools) == 2:
+        batch = min(options["batch"], len(dataset.pool_x), len(dataset.pool_y))
+        rng = np.random.default_rng(seed)
+        f, g = (
+            np.asarray(project(pool[np.sort(rng.permutation(len(pool))[:batch])]))
+            for project, pool in ((teacher.x, dataset.pool_x), (teacher.y, dataset.pool_y))
+        )
+        epsilons = sorted({*LADDER, options["epsilon"], options["epsilon_star"]}, reverse=True)
+        plans = diagnostics.sinkhorn_convergence(
+            f, g, epsilons, tolerance=TOLERANCE, max_iterations=BUDGET
+        )
+        yield read_plans(plans, batch, options)
 
 
 # --- what it means --------------------------------------------------------------------------------
 
 
 class Reading(NamedTuple):
-    """What a measurement means: the answer, what it rests on, and the numbers, if there are any."""
+    """What a measurement means: the answer, what it rests on, and the numbers."""
 
     name: str
     question: str
     answer: str
     reason: str
-    table: report.Table | None = None
+    table: report.Table
 
 
 def read_encoders(scores: Sequence[float], rows: int) -> Reading:
@@ -167,8 +149,6 @@ def _place(shift: diagnostics.Shift) -> str:
 def read_pool(shifts: Mapping[str, diagnostics.Shift]) -> Reading:
     """Places the pool between sampling noise and random directions."""
     question = "Are the unpaired rows too far from the pairs?"
-    if not shifts:
-        return Reading("pool", question, "NOT MEASURED: there are no unpaired rows", NO_POOL)
     answer = "; ".join(f"{side} is {_place(shift)}" for side, shift in shifts.items())
     reason = (
         "The spherical sliced Wasserstein distance of the pool from the pairs is placed between "
@@ -192,9 +172,6 @@ def read_plans(
 ) -> Reading:
     """Tells which epsilons converge."""
     question = "Do the transport plans converge?"
-    if not plans:
-        answer = "NOT MEASURED: a transport plan needs unpaired rows of both x and y"
-        return Reading("plans", question, answer, NO_POOL)
     by_epsilon = {plan.epsilon: plan for plan in plans}
     student, teacher = (by_epsilon[options[name]] for name in ("epsilon", "epsilon_star"))
     if student.converged and teacher.converged:
@@ -229,54 +206,31 @@ def read_plans(
 # --- the command ----------------------------------------------------------------------------------
 
 
-def _load() -> data.Dataset:
-    arrays: dict[str, Any] = dict.fromkeys(_FILES)
-    for name, flag in _PATHS.items():
-        if flag.value:
-            with naming(f"{name}: "):
-                arrays[name] = files.load_array(flag.value)
-    given = [name for name, array in arrays.items() if array is not None]
-    for name in ("x", "y"):
-        if given and name not in given:
-            raise checks.InputError(f"{name}: is not set but {given[0]} is; pass --{name}=FILE")
-    rows = len(arrays["x"]) if given else len(photos.rows_of_split("coco", "train"))
-    if not MIN_PAIRS <= _PAIRS.value <= rows:
-        raise checks.InputError(
-            f"pairs: {_PAIRS.value} asked of {rows} rows; pass a number in {MIN_PAIRS}..{rows}"
-        )
-    if not given:
-        return photos.dataset(n_pairs=_PAIRS.value, seed=_SEED.value, test=False)
-    return data.semi_supervised(**arrays, n_pairs=_PAIRS.value, seed=_SEED.value)
-
-
 def main() -> None:
     """Measures; prints what was found, and saves diagnosis.md and a CSV a table."""
-    options = {"epsilon": _EPSILON.value, "epsilon_star": _EPSILON_STAR.value}
+    config, out = config_lib.from_flags(), cli.workdir()
+    options = {name: config.sotalign[name] for name in ("epsilon", "epsilon_star")}
     checks.positive(**options)
-    checks.at_least(0, ridge=_RIDGE.value)
-    options |= {"ridge": _RIDGE.value, **(QUICK if _QUICK.value else THOROUGH)}
-    dataset, out = _load(), cli.workdir()
-    paths = {name: flag.value for name, flag in _PATHS.items()}
-    absolute = {name: path and str(pathlib.Path(path).absolute()) for name, path in paths.items()}
-    asked = {"shapes": dataset.summary(), "seed": _SEED.value, "options": options}
-    workdir_lib.open_run(out, {"files": absolute, **asked})
-    found = measure(dataset, options, seed=_SEED.value)
-    readings = (
-        read_encoders(found.knn, found.rows),
-        read_pool(found.shifts),
-        read_plans(found.plans, found.batch, options),
-    )
+    options |= QUICK if _QUICK.value else THOROUGH
+    config.runs, config.method, config.data.test = {}, "cca", False
+    one = next(iter(config_lib.runs(config).values()))
+    checks.whole(MIN_PAIRS, **{"data.n_pairs": one.data.n_pairs})
+    dataset = run.load_dataset(one)
+    teacher = run.fit_teacher(one, dataset, "cca")
+    workdir_lib.open_run(out, {**config_lib.plain(one), "options": options}, run.inputs(one))
     shapes = ((key, shape) for key, shape in dataset.summary().items() if shape)
-    text = [", ".join(f"{key} {n:,} x {d:,}" for key, (n, d) in shapes)]
-    markdown = ["# Before training", *text]
-    for name, question, answer, reason, table in readings:
-        shown = [] if table is None else [table]
-        text += [f"== {question}\n   {answer}", *map(str, shown), textwrap.fill(reason, 100)]
-        markdown += [f"## {question}", f"**{answer}.** {reason}", *(t.markdown() for t in shown)]
-        for one in shown:
-            report.write(out / f"{name}.csv", one.csv())
-    report.write(out / "diagnosis.md", "\n\n".join(markdown) + "\n")
-    print("\n" + "\n\n".join([*text, f"Report and tables are in {out}"]))
+    parts = [", ".join(f"{key} {n:,} x {d:,}" for key, (n, d) in shapes)]
+    print(f"\n{parts[0]}")
+    for name, question, answer, reason, table in measure(dataset, teacher, options, seed=one.seed):
+        why = textwrap.fill(reason, 100)
+        parts.append(f"## {question}\n\n**{answer}.**\n\n{why}\n\n{table.markdown()}")
+        print(f"\n{parts[-1]}", flush=True)
+        report.write(out / f"{name}.csv", table.csv())
+    if len(parts) < 4:
+        parts.append(NO_POOL)
+        print(f"\n{NO_POOL}")
+    report.write(out / "diagnosis.md", "\n\n".join(["# Before training", *parts]) + "\n")
+    print(f"\nReport and tables are in {out}")
 
 
 if __name__ == "__main__":

@@ -1,7 +1,5 @@
 """Real photographs with human captions: pairs, unpaired pools, galleries and class prompts.
 
-    python -m experiments.photos     # checks every file of experiments/data and counts its rows
-
 Embeddings are kept as 8-bit codes and restored to float32 features for the rows that are read:
 pools are lazy, pairs and galleries are arrays. `data/README.md` says what the files hold.
 """
@@ -41,6 +39,7 @@ POOLS = ("disjoint", "random")
 TEXT_ENCODERS = ("MiniLM", "WordLlama", "words")
 """What makes features of texts; the last two read COCO's captions and class prompts when asked."""
 _FILES = {**ZERO_SHOT, "coco_unpaired": "coco_unpaired_images"}
+_FILES["flickr30k"] = "flickr30k_unpaired_texts"
 _SPLITS = {"train": 0, "val": 1, "test": 2}
 _VAL_IMAGES = 500  # held out of a train split that comes without a validation split
 
@@ -56,22 +55,19 @@ def checksums() -> dict[str, str]:
 def read(name: str) -> bytes:
     """The bytes of one file; InputError if it is missing or differs from its checksum."""
     path = FOLDER / name
-    if not path.is_file():
-        raise checks.InputError(
-            f"{path}: no such file; the photographs are part of the repository, not of the "
-            "installed package: run from a clone"
-        )
-    content = path.read_bytes()
+    content = path.read_bytes() if path.is_file() else b""
     if hashlib.sha256(content).hexdigest() != checksums()[name]:
+        text = f"{path}: is missing or differs from its checksum in SHA256SUMS"
         raise checks.InputError(
-            f"{path}: differs from its checksum in SHA256SUMS; restore it with git checkout {path}"
+            f"{text}; run from a clone, and restore it with git checkout {path}"
         )
     return content
 
 
 @functools.cache
-def _table(stem: str) -> dict[str, np.ndarray]:
-    with np.load(io.BytesIO(read(f"{stem}.npz")), allow_pickle=False) as table:
+def _table(name: str) -> dict[str, np.ndarray]:
+    content = io.BytesIO(read(f"{_FILES.get(name, name)}.npz"))
+    with np.load(content, allow_pickle=False) as table:
         return dict(table)
 
 
@@ -110,8 +106,8 @@ def images(source: str, rows: Any = slice(None)) -> Rows:
 
     "coco_unpaired" are COCO's images without captions.
     """
-    checks.choice("images", source, (*CAPTIONED, *_FILES))
-    return Rows(_table(_FILES.get(source, source))["image"], rows, _restore_images)
+    checks.choice("images", source, (*CAPTIONED, *ZERO_SHOT, "coco_unpaired"))
+    return Rows(_table(source)["image"], rows, _restore_images)
 
 
 def texts(source: str, rows: Any = slice(None), encoder: str = "MiniLM") -> Rows:
@@ -121,8 +117,7 @@ def texts(source: str, rows: Any = slice(None), encoder: str = "MiniLM") -> Rows
     """
     checks.choice("texts", source, TEXT_POOLS[:-1] if encoder == "MiniLM" else ("coco",))
     if encoder == "MiniLM":
-        stem = "flickr30k_unpaired_texts" if source == "flickr30k" else source
-        return Rows(_table(stem)["text"], rows, _restore_texts)
+        return Rows(_table(source)["text"], rows, _restore_texts)
     return Rows(_caption_features(encoder), rows, np.asarray)
 
 
@@ -213,7 +208,7 @@ def zero_shot(name: str, encoder: str = "MiniLM") -> data.ZeroShot:
     Flowers-102 is near chance with these encoders.
     """
     checks.choice("zero_shot", name, tuple(ZERO_SHOT))
-    table = _table(ZERO_SHOT[name])
+    table = _table(name)
     names = tuple(table["class_names"].tolist())
     if encoder == "MiniLM":
         prompts = _restore_texts(table["prompts"])
@@ -330,19 +325,3 @@ def dataset(
         test=gallery(evaluate_on, "test", text_encoder) if test else None,
         zero_shot=zero_shot(zero_shot_on, text_encoder) if test and zero_shot_on else None,
     )
-
-
-def main() -> None:
-    """Reads every file, which checks it, and prints what it holds."""
-    for name in checksums():
-        if not name.endswith(".npz"):
-            print(f"{name}: {len(read(name).splitlines()):,} lines")
-            continue
-        shapes = {key: array.shape for key, array in _table(name.removesuffix(".npz")).items()}
-        print(f"{name}: " + ", ".join(f"{key} {list(shape)}" for key, shape in shapes.items()))
-
-
-if __name__ == "__main__":
-    from experiments import cli
-
-    cli.run(main)

@@ -1,9 +1,11 @@
 """Reports of results: tables as text, Markdown, CSV and HTML, and the comparison of runs."""
 
+import base64
 import csv
 import dataclasses
 import html
 import io
+import itertools
 import json
 import math
 import pathlib
@@ -15,7 +17,7 @@ import numpy as np
 import tabulate
 from ml_collections.config_dict import FrozenConfigDict
 
-from experiments import distributed, page, photos
+from experiments import distributed, photos
 from experiments import run as run_lib
 from experiments import workdir as workdir_lib
 from experiments.extract import extraction, items
@@ -24,7 +26,6 @@ from sotalign_jax.diagnostics import Mean
 
 Configs = Mapping[str, FrozenConfigDict]
 Results = Mapping[str, run_lib.Results]
-Folders = Mapping[str, pathlib.Path]
 
 # --- tables --------------------------------------------------------------------------------------
 
@@ -72,19 +73,14 @@ class Table:
 
     def html(self) -> str:
         """An HTML table, the best of a column in bold."""
-        body = ""
-        for number, row in enumerate(self._cells("\0{}\1", "{}")):
-            tag = "td" if number else "th"
-            body += f"<tr>{''.join(f'<{tag}>{html.escape(text)}</{tag}>' for text in row)}</tr>"
-        body = body.replace("\0", "<b>").replace("\1", "</b>")
-        return f"<div class='scroll'><table>{body}</table></div>"
+        cells = [[html.escape(text) for text in row] for row in self._cells("\0{}\1", "{}")]
+        body = self._tabulate("unsafehtml", cells).replace("\0", "<b>").replace("\1", "</b>")
+        return f"<div class='scroll'>{body}</div>"
 
-    def save(self, stem: str | pathlib.Path) -> list[str]:
-        """Writes `stem`.md and `stem`.csv and returns their paths."""
-        texts = {f"{stem}.md": self.markdown() + "\n", f"{stem}.csv": self.csv()}
-        for path, text in texts.items():
-            write(pathlib.Path(path), text)
-        return list(texts)
+    def save(self, stem: str | pathlib.Path) -> None:
+        """Writes `stem`.md and `stem`.csv."""
+        write(pathlib.Path(f"{stem}.md"), self.markdown() + "\n")
+        write(pathlib.Path(f"{stem}.csv"), self.csv())
 
     def _tabulate(self, style: str, cells: list[list[str]]) -> str:
         numeric = [any(map(_is_number, values)) for values in zip(*self.rows, strict=True)]
@@ -151,6 +147,51 @@ def pyplot() -> Any:
     return plt
 
 
+# --- pages: single HTML files that need nothing but themselves -----------------------------------
+
+STYLE = pathlib.Path(__file__).with_name("report.css")
+HEAD = """<!DOCTYPE html><html lang='en'><head><meta charset='utf-8'>
+<meta name='viewport' content='width=device-width, initial-scale=1'>
+<title>{title}</title><style>{style}</style></head><body><main>"""
+
+
+def page(title: str, below: str, *parts: str) -> str:
+    """A whole page: its title, what stands below it, and other parts, as HTML."""
+    head = HEAD.format(title=html.escape(title), style=STYLE.read_text())
+    header = f"<header><h1>{html.escape(title)}</h1>{below}</header>"
+    return "\n".join([head, header, *parts, "</main></body></html>\n"])
+
+
+def section(title: str, *parts: str) -> str:
+    """Parts in a frame."""
+    return "\n".join([f"<section><h2>{html.escape(title)}</h2>", *parts, "</section>"])
+
+
+def small(content: str) -> str:
+    """A paragraph in small print."""
+    return f"<p class='small'>{html.escape(content)}</p>"
+
+
+def image(content: bytes, alt: str, kind: str = "png") -> str:
+    """A picture whose bytes are in the page."""
+    data = base64.b64encode(content).decode()
+    return f"<img alt='{html.escape(alt, quote=True)}' src='data:image/{kind};base64,{data}'>"
+
+
+def thumbnail(picture: Any, alt: str) -> str:
+    """A small copy of a `PIL.Image`, on white."""
+    shown, buffer = items.on_white(picture), io.BytesIO()
+    shown.thumbnail((360, 360))
+    shown.save(buffer, "JPEG", quality=85)
+    return image(buffer.getvalue(), alt, "jpeg")
+
+
+def cards(*boxes: tuple[str, str]) -> str:
+    """Captions and pictures in boxes, as many to a row as fit."""
+    shown = (f"<figure>{one}<figcaption>{title}</figcaption></figure>" for title, one in boxes)
+    return f"<div class='cards'>{''.join(shown)}</div>"
+
+
 # --- comparisons of runs -------------------------------------------------------------------------
 
 COLUMNS = {
@@ -169,14 +210,8 @@ EXPLAINED = (
     "validation split, from which the parameters to keep are chosen."
 )
 """What the columns mean, below the table of the page."""
-SEVERAL = ("R@1", "R@10", "calibrated R@10", "zero-shot")
-"""What is shown for every number of pairs when there are several."""
-PANELS = {
-    "mean/R@1": "R@1, both ways",
-    "mean/R@10": "R@10, both ways",
-    "zero_shot/top1": "zero-shot top-1",
-}
-"""What is plotted, with its title."""
+PLOTTED = ("R@1", "R@10", "zero-shot")
+"""Columns that are plotted; the first one if none of these is there."""
 CURVES = {
     "loss": "loss",
     "teacher_iterations": "iterations, teacher's plan",
@@ -193,41 +228,35 @@ SETTINGS = (
     *("sotalign.divergence", "sotalign.alpha", "sotalign.epsilon", "sotalign.epsilon_star"),
 )
 """What makes a result, printed below it."""
-Grouped = dict[tuple[str, int], list[run_lib.Results]]
-"""Results of every seed, by label and number of pairs; those of failed runs are missing."""
 
 
-def conclude(
-    configs: Configs, results: Results, workdir: pathlib.Path, folders: Folders | None = None
-) -> None:
-    """Writes a report of runs into `workdir`; those that failed are named in an error at the end.
-
-    `folders` are those of the runs, if they are not named after them in `workdir`.
-    """
-    own = {name: workdir / name if len(configs) > 1 else workdir for name in configs}
-    if distributed.is_first():
-        _report(configs, results, workdir, folders or own)
+def conclude(configs: Configs, results: Results, workdir: pathlib.Path) -> None:
+    """Compares runs; those that failed are named in an error at the end."""
+    compare(configs, results, workdir)
     if failed := [f"{name}: {one['error']}" for name, one in results.items() if "error" in one]:
         raise FloatingPointError(f"{len(failed)} of {len(results)} runs failed, first {failed[0]}")
 
 
-def _report(configs: Configs, results: Results, workdir: pathlib.Path, folders: Folders) -> None:
-    """Writes comparison.md, .csv and .png and report.html; prints the table.
+def compare(configs: Configs, results: Results, workdir: pathlib.Path) -> None:
+    """Writes comparison.md, .csv and .png and report.html into `workdir`; prints the table.
 
     The report has curves of the training and, where captions are known (COCO, or files made by
     `experiments.pair`), what the model that is best on validation found; the first of these are
     printed, too, and kept in retrieved.txt.
     """
-    groups, settings = grouped(configs, results), settings_text(configs)
-    compared = comparison_table(groups)
+    if not distributed.is_first():
+        return
+    folders = {name: workdir / name if len(configs) > 1 else workdir for name in configs}
+    compared, settings = comparison_table(results), settings_text(configs)
     compared.save(workdir / "comparison")
-    print(f"\n{compared}\n\n{settings}")
-    shown = [page.section("Results", compared.html(), page.text(EXPLAINED), page.text(settings))]
-    if plot := comparison_plot(groups):
+    failed = [f"{name} failed: {one['error']}" for name, one in results.items() if "error" in one]
+    print("\n".join([f"\n{compared}\n", *failed, settings]))
+    shown = [section("Results", compared.html(), small(EXPLAINED), small(settings))]
+    if plot := comparison_plot(compared):
         write(workdir / "comparison.png", plot)
-        shown.append(page.section("Comparison", page.image(plot, "scores of the runs")))
+        shown.append(section("Comparison", image(plot, "scores of the runs")))
     if plot := curves_plot(folders):
-        shown.append(page.section("Training", page.image(plot, "curves over the steps")))
+        shown.append(section("Training", image(plot, "curves over the steps")))
     best = max(configs, key=lambda name: results[name].get(run_lib.SCORE, -1.0))
     labels = labels_of(configs[best]) if configs[best].data.test else None
     if labels and (folders[best] / aligner.FOLDER).exists():
@@ -238,122 +267,65 @@ def _report(configs: Configs, results: Results, workdir: pathlib.Path, folders: 
         text = "\n".join([f"{title}:", *(one.text() for one in found[:5]), ""])
         write(workdir / "retrieved.txt", text)
         print(f"\n{text}")
-        shown.append(page.section(title, cards(found)))
-    title = f"Results: {', '.join(_labels(groups))}"
-    head = f"<header><h1>{html.escape(title)}</h1>{page.text(str(workdir))}</header>"
-    shown.append(page.environment(workdir_lib.kept_environment(workdir)))
-    write(workdir / "report.html", page.page(title, head, *shown))
+        shown.append(section(title, found_cards(found)))
+    here = json.dumps(workdir_lib.kept_environment(workdir), indent=2)
+    shown.append(section("Environment", f"<pre>{html.escape(here)}</pre>"))
+    title = f"Results: {', '.join(label for label, *_ in compared.rows)}"
+    write(workdir / "report.html", page(title, small(str(workdir)), *shown))
     print(f"\nResults, models and report.html are in {workdir}")
 
 
 def settings_text(configs: Configs) -> str:
-    """Values of `SETTINGS`; where runs differ, each value with the runs that have it."""
+    """Values of `SETTINGS`, all of them where runs differ."""
     parts = []
     for key in SETTINGS:
         section, name = key.split(".")
-        labels: dict[Any, dict[str, None]] = {}  # a dict for a set in order
-        for run, config in configs.items():
-            if section in config:
-                labels.setdefault(config[section][name], {})[run.rpartition("-seed")[0]] = None
-        if len(labels) == 1:
-            parts.append(f"{key}={next(iter(labels))}")
-        elif labels:
-            parts.append(f"{key}=" + ", ".join(f"{v} ({'/'.join(of)})" for v, of in labels.items()))
+        found = dict.fromkeys(str(c[section][name]) for c in configs.values() if section in c)
+        parts += [f"{key}={' | '.join(found)}"] if found else []
     return textwrap.fill("; ".join(parts), 100, break_long_words=False, break_on_hyphens=False)
 
 
-def grouped(configs: Configs, results: Results) -> Grouped:
-    """Results by label and number of pairs; runs named LABEL-Npairs-seedS are rows of one label."""
-    several = len({config.data.n_pairs for config in configs.values()}) > 1
-    groups: Grouped = {}
-    for name, config in configs.items():
-        label, n_pairs = name.rpartition("-seed")[0], config.data.n_pairs
-        label = label.removesuffix(f"-{n_pairs}pairs") if several else label
-        seeds = groups.setdefault((label, n_pairs), [])
-        seeds += [results[name]] if "error" not in results[name] else []
-    return groups
-
-
-def _labels(groups: Grouped) -> list[str]:
-    return list(dict.fromkeys(label for label, _ in groups))
-
-
-def _budgets(groups: Grouped) -> list[int]:
-    return sorted({n_pairs for _, n_pairs in groups})
-
-
-def _has(groups: Grouped, key: str) -> bool:
-    """Whether all runs that did not fail, and at least one, have this metric."""
-    runs = [run for seeds in groups.values() for run in seeds]
-    return bool(runs) and all(key in run for run in runs)
-
-
-def _mean(seeds: Sequence[run_lib.Results] | None, key: str) -> Mean | None:
-    """None when all seeds failed."""
-    return Mean([seed[key] for seed in seeds]) if seeds else None
-
-
-def comparison_table(groups: Grouped) -> Table:
-    """Mean and standard deviation over seeds; a group of columns for every number of pairs."""
-    budgets = _budgets(groups)
-    present = [header for header, key in COLUMNS.items() if _has(groups, key)]
-    if len(budgets) > 1:
-        present = [header for header in present if header in SEVERAL] or present[:1]
-    columns = {
-        header if len(budgets) == 1 else f"{n_pairs}: {header}": (n_pairs, COLUMNS[header])
-        for n_pairs in budgets
-        for header in present
-    }
+def comparison_table(results: Results) -> Table:
+    """Mean and standard deviation over the seeds of runs named LABEL-seedS that did not fail."""
+    seeds: dict[str, list[run_lib.Results]] = {}
+    for name, one in results.items():
+        own = seeds.setdefault(name.rpartition("-seed")[0], [])
+        own += [one] if "error" not in one else []
+    ended = list(itertools.chain.from_iterable(seeds.values()))
+    common = set.intersection(*map(set, ended)) if ended else set()
+    columns = {header: key for header, key in COLUMNS.items() if key in common}
     rows = [
-        [label, *(_mean(groups.get((label, n_pairs)), key) for n_pairs, key in columns.values())]
-        for label in _labels(groups)
+        [label, *(Mean([one[key] for one in own]) if own else None for key in columns.values())]
+        for label, own in seeds.items()
     ]
     return Table(["method", *columns], rows, best=columns)
 
 
-def comparison_plot(groups: Grouped) -> bytes | None:
-    """Bars of R@1, R@10 and zero-shot accuracy, best on top, with the spread over seeds.
-
-    Of the test split, or of validation; None without either.
-    """
-    splits = [name for name in ("test", "val") if _has(groups, f"{name}/mean/R@1")]
-    if not splits:
+def comparison_plot(compared: Table) -> bytes | None:
+    """Bars of `PLOTTED`, best on top, with the spread over seeds; None without numbers."""
+    columns = dict(zip(compared.headers, zip(*compared.rows, strict=True), strict=True))
+    labels = columns.pop("method")
+    shown = [name for name in PLOTTED if name in columns] or list(columns)[:1]
+    if not shown:
         return None
-    plt, labels, budgets = pyplot(), _labels(groups), _budgets(groups)
-    keys = [key for panel in PANELS if _has(groups, key := f"{splits[0]}/{panel}")]
     # The first bar is drawn at the bottom.
-    labels.sort(key=lambda one: sum(_mean(groups.get((one, n)), keys[0]) or 0.0 for n in budgets))
-    size = 2 + 3 * len(keys), 1.2 + 0.18 * len(labels) * (len(budgets) + 0.6)
-    figure, _ = plt.subplots(1, len(keys), figsize=size, sharey=True, layout="constrained")
-    thickness = 0.8 / len(budgets)
-    for axes, key in zip(figure.axes, keys, strict=True):
-        for index, n_pairs in enumerate(budgets):
-            means = [_mean(groups.get((label, n_pairs)), key) for label in labels]
-            bars = axes.barh(
-                np.arange(len(labels)) + 0.4 - thickness * (index + 0.5),
-                [mean or 0.0 for mean in means],
-                thickness * 0.9,
-                xerr=[getattr(mean, "spread", None) or np.nan for mean in means],
-                error_kw={"elinewidth": 1, "capsize": 2},
-                color=plt.get_cmap("viridis")(0.25 + 0.5 * index / max(len(budgets) - 1, 1)),
-                label=f"{n_pairs:,} pairs",
-            )
-            texts = ["failed" if mean is None else f"{float(mean):.1f}" for mean in means]
-            axes.bar_label(bars, texts, fontsize=7, padding=3)
-        axes.set_title(PANELS[key.partition("/")[2]], fontsize=10)
-        pairs = f", {budgets[0]:,} pairs" if len(budgets) == 1 else ""
-        axes.set_xlabel(f"{splits[0]} (%){pairs}")
+    order = sorted(range(len(labels)), key=lambda row: columns[shown[0]][row] or 0.0)
+    size = 2 + 3 * len(shown), 1.2 + 0.3 * len(labels)
+    figure, _ = pyplot().subplots(1, len(shown), figsize=size, sharey=True, layout="constrained")
+    for axes, name in zip(figure.axes, shown, strict=True):
+        means = [columns[name][row] for row in order]
+        spreads = [getattr(mean, "spread", None) or np.nan for mean in means]
+        lengths = [mean or 0.0 for mean in means]
+        bars = axes.barh([labels[row] for row in order], lengths, 0.7, xerr=spreads, capsize=2)
+        texts = ["failed" if mean is None else f"{float(mean):.1f}" for mean in means]
+        axes.bar_label(bars, texts, fontsize=7, padding=3)
+        axes.set_title(f"{name} (%)", fontsize=10)
         axes.margins(x=0.15)
         axes.spines[["top", "right"]].set_visible(False)
-    figure.axes[0].set_yticks(range(len(labels)), labels)
-    figure.axes[0].set_ylim(-0.6, len(labels) - 0.4)
-    if len(budgets) > 1:
-        handles = figure.axes[0].get_legend_handles_labels()
-        figure.legend(*handles, loc="outside lower center", ncols=len(budgets), frameon=False)
     return png(figure)
 
 
-def curves_plot(folders: Folders) -> bytes | None:
+def curves_plot(folders: Mapping[str, pathlib.Path]) -> bytes | None:
     """Metrics of runs over their steps; runs that differ in their seed have one colour."""
     logs = {
         name: [json.loads(line) for line in path.read_text().splitlines()]
@@ -363,25 +335,22 @@ def curves_plot(folders: Folders) -> bytes | None:
     keys = [key for key in CURVES if any(key in row for log in logs.values() for row in log)]
     if not keys:
         return None
-    plt, rows = pyplot(), -(-len(keys) // 3)
-    size = 11, 0.5 + 2.3 * rows
-    figure, axes = plt.subplots(rows, 3, figsize=size, layout="constrained", squeeze=False)
+    plt, rows = pyplot(), math.ceil(len(keys) / 3)
+    figure = plt.figure(figsize=(11, 0.5 + 2.3 * rows), layout="constrained")
     labels = dict.fromkeys(name.rpartition("-seed")[0] for name in logs)
     colours = {label: f"C{index % 10}" for index, label in enumerate(labels)}
-    for ax, key in zip(axes.flat, keys, strict=False):
+    for index, key in enumerate(keys, 1):
+        ax = figure.add_subplot(rows, 3, index)
         for name, log in logs.items():
             drawn = [(row["step"], float(row[key])) for row in log if key in row]
             colour = colours[name.rpartition("-seed")[0]]
             ax.plot(*np.reshape(drawn, (-1, 2)).T, color=colour, lw=1.2)
         ax.set_title(CURVES[key], fontsize=10)
+        ax.set_xlabel("step")
         if key.endswith("_error"):
             _log_scale(ax)
         ax.xaxis.get_major_locator().set_params(integer=True)
         ax.spines[["top", "right"]].set_visible(False)
-    for ax in axes.flat[len(keys) :]:
-        ax.set_axis_off()
-    for ax in axes[-1]:
-        ax.set_xlabel("step")
     lines = [plt.Line2D([], [], color=colour, label=label) for label, colour in colours.items()]
     figure.legend(handles=lines, loc="outside lower center", ncols=5, frameon=False)
     return png(figure)
@@ -428,7 +397,7 @@ class Found(NamedTuple):
         title = f"<b>{html.escape(self.caption)}</b><br>{html.escape(self.name)}"
         shown = ""
         if self.picture is not None and self.picture.exists():
-            shown = page.thumbnail(items.oriented(self.picture), self.caption)
+            shown = thumbnail(items.oriented(self.picture), self.caption)
         return f"{title}<ol>{''.join(rows)}</ol>", shown
 
 
@@ -460,11 +429,11 @@ def find(model: aligner.Aligner, gallery: data.Gallery, labels: Labels) -> list[
     return found
 
 
-def cards(found: Sequence[Found], each: int = 8) -> str:
+def found_cards(found: Sequence[Found], each: int = 8) -> str:
     """HTML of pictures whose nearest caption is right, and of as many where it is wrong."""
-    parts = [page.text("In bold a caption of the picture; below it the captions found.")]
-    for title, right in (("right", True), ("wrong", False)):
+    parts = [small("In bold a caption of the picture; below it the captions found.")]
+    for right, title in WORDS.items():
         some = [one for one in found if one.retrieved[0][1] == right]
         parts.append(f"<h3>Nearest caption {title}: {len(some)} of {len(found)} pictures</h3>")
-        parts.append(page.cards(*(one.card() for one in some[:each])))
+        parts.append(cards(*(one.card() for one in some[:each])))
     return "\n".join(parts)

@@ -23,11 +23,9 @@ from sotalign_jax.teachers import LinearTeacher
 Results = dict[str, Any]
 """Scores such as test/mean/R@1; {"error": why} of a run that failed."""
 Set = tuple[pathlib.Path, dict[str, Any]]
-"""The folder of several runs, and what it keeps in its config.json."""
+"""The folder of several runs, and their configs by name, which its config.json keeps."""
 SCORE = "val/mean/R@1"
 """The score that chooses: of checkpoints, and of settings."""
-ENDS = ("results.json", "failed.json")
-"""What a run leaves at its end; one that failed would fail again."""
 
 
 class UnusableError(checks.InputError):
@@ -35,42 +33,35 @@ class UnusableError(checks.InputError):
 
 
 def run_all(
-    configs: Mapping[str, Config],
-    workdir: pathlib.Path,
-    *,
-    record: dict[str, Any] | None = None,
-    title: str = "compare",
+    configs: Mapping[str, Config], workdir: pathlib.Path, *, title: str = "compare"
 ) -> dict[str, Results]:
     """Makes the runs, or finishes those begun, under one progress bar; their results by name.
 
-    A single run lives in `workdir` itself, several in a folder each below it. The folder keeps what
-    they were asked for with and refuses anything else; with a `record` to keep instead, it may hold
-    more runs later. What fails ends a single run, or a first one whose settings cannot be used;
-    among several runs it is a result like others.
+    A single run lives in `workdir` itself, several in a folder each below it. What fails ends a
+    single run, or all of them before the first is begun; later it is a result like others.
     """
-    if len(configs) == 1 and record is None:
+    if len(configs) == 1:
         return {name: run(config, workdir) for name, config in configs.items()}
-    within = workdir, record or {name: config_lib.plain(c) for name, c in configs.items()}
+    within = workdir, {name: config_lib.plain(config) for name, config in configs.items()}
     if not (workdir / "config.json").exists():
         loaded: dict[Any, data.Dataset] = {}
         for config in configs.values():  # what any method lacks is known before the first trains
             loaded[config.data] = loaded.get(config.data) or load_dataset(config)
             _check_pool(config, loaded[config.data])
-    done = {name for name in configs if any((workdir / name / end).exists() for end in ENDS)}
+    done = {name for name in configs if (workdir / name / "results.json").exists()}
     ended: dict[str, Results] = {}
     with workdir_lib.Progress(len(configs), title, initial=len(done), unit="runs") as bar:
         for name, config in configs.items():
             try:
                 ended[name] = run(config, workdir / name, within=within)
-            except UnusableError as error:
+            except (UnusableError, FloatingPointError) as error:
                 if not (workdir / "config.json").exists():
                     raise  # of the first run: nothing is lost by a new start
                 ended[name] = {"error": str(error)}
             if name not in done:
                 scores = [one[SCORE] for one in ended.values() if SCORE in one]
                 bar.advance(mean_r1=max(scores, default=None))
-    if record is None:
-        workdir_lib.write_json(workdir / "results.json", ended)
+    workdir_lib.write_json(workdir / "results.json", ended)
     return ended
 
 
@@ -79,44 +70,35 @@ def run(config: Config, folder: pathlib.Path, *, within: Set | None = None) -> R
 
     Everything that can be wrong with the input is found before the folder is claimed, so that a
     corrected start can use the same one. `within` is a set of runs, whose progress is shown above
-    this one's, and in which a loss that is not finite is remembered; a single run raises it.
+    this one's.
     """
 
-    def claim() -> pathlib.Path:
+    def claim() -> None:
         if within is not None:
             workdir_lib.open_run(*within)
         workdir_lib.open_run(folder, config_lib.plain(config), inputs(config))
-        return folder
 
-    def kept() -> list[Results]:
-        return [workdir_lib.read_json(folder / e) for e in ENDS if (folder / e).exists()]
-
+    ended = folder / "results.json"
     if distributed.agree(((folder if within is None else within[0]) / "config.json").exists):
         claim()
-        if known := distributed.agree(kept):
-            return known[0]
+        if distributed.agree(ended.exists):
+            return distributed.agree(lambda: workdir_lib.read_json(ended))
     try:
-        try:
-            if config.tensorboard:
-                checks.require("tensorboardX", extra="tensorboard")
-            mesh = sharding.rows_mesh(config.mesh)
-            if config.on_device and mesh is not None:
-                text = f"on_device: is True but {mesh.size} devices read their rows from the host"
-                raise checks.InputError(f"{text}; leave it out")
-            dataset = load_dataset(config)
-            prepared = prepare(config, dataset)
-        except checks.InputError as error:
-            raise UnusableError(str(error)) from error
-        with workdir_lib.only_process(claim()):
-            results = _finish(config, folder, dataset, prepared, mesh, inner=within is not None)
-            workdir_lib.write_json(folder / "results.json", results)
-            return results
-    except FloatingPointError as error:
-        if within is None:
-            raise
-        claim()
-        workdir_lib.write_json(folder / "failed.json", {"error": str(error)})
-        return {"error": str(error)}
+        if config.tensorboard:
+            checks.require("tensorboardX", extra="tensorboard")
+        mesh = sharding.rows_mesh(config.mesh)
+        if config.on_device and mesh is not None:
+            text = f"on_device: is True but {mesh.size} devices read their rows from the host"
+            raise checks.InputError(f"{text}; leave it out")
+        dataset = load_dataset(config)
+        prepared = prepare(config, dataset)
+    except checks.InputError as error:
+        raise UnusableError(str(error)) from error
+    claim()
+    with workdir_lib.only_process(folder):
+        results = _finish(config, folder, dataset, prepared, mesh, inner=within is not None)
+        workdir_lib.write_json(ended, results)
+    return results
 
 
 class Prepared(NamedTuple):

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from absl import flags
 
-from experiments import cli, page, photos, report, workdir
+from experiments import cli, photos, report, workdir
 from experiments.cli import path_flag
 from experiments.extract import datasets, encoders, extraction, items
 from sotalign_jax import aligner, checks
@@ -118,9 +118,10 @@ class Searcher(NamedTuple):
             f"<b>{rank}. {score:.3f}</b><br>{html.escape(name)}"
             for rank, (name, score) in enumerate(results, 1)
         )
-        shown = (page.thumbnail(items.oriented(images / name), name) for name, _ in results)
-        cards = page.cards(*zip(titles, shown, strict=True))
-        return Answer(results, _page(query, f"pictures in {images}", cards))
+        shown = (report.thumbnail(items.oriented(images / name), name) for name, _ in results)
+        cards = report.cards(*zip(titles, shown, strict=True))
+        below = report.small(f"The best pictures in {images}, with their cosines.")
+        return Answer(results, report.page(query, below, cards))
 
     def texts(self, query: pathlib.Path, file: pathlib.Path, *, top: int) -> Answer:
         """The texts of a file that are nearest to a picture, best first."""
@@ -132,8 +133,9 @@ class Searcher(NamedTuple):
         source = items.Source({"text": lambda: map(items.Item, texts, texts, texts)})
         results = self._search(image, source, "text", file, top)
         lines = "".join(f"<li>{html.escape(text)} ({score:.3f})</li>" for text, score in results)
-        parts = page.thumbnail(image, query.name), f"<ol>{lines}</ol>"
-        return Answer(results, _page(query.name, f"texts in {file}", *parts))
+        parts = report.thumbnail(image, query.name), f"<ol>{lines}</ol>"
+        below = report.small(f"The best texts in {file}, with their cosines.")
+        return Answer(results, report.page(query.name, below, *parts))
 
     def _search(
         self, query: Any, source: items.Source, modality: str, of: pathlib.Path, top: int
@@ -160,34 +162,29 @@ class Searcher(NamedTuple):
         return [(found.origins[r].id, float(s)) for r, s in zip(rows[0], scores[0], strict=True)]
 
 
-def _page(query: str, among: str, *parts: str) -> str:
-    below = page.text(f"The best {among}, with their cosines.")
-    head = f"<header><h1>{html.escape(query)}</h1>{below}</header>"
-    return page.page(query, head, *parts)
-
-
-def main() -> None:
-    """Searches, prints the best and writes the page."""
-    query, images, picture, texts = _QUERY.value, _IMAGES.value, _PICTURE.value, _TEXTS.value
-    by_text = query is not None and images is not None
-    if not by_text and (picture is None or texts is None):
-        raise checks.InputError("query: pass --query and --images, or --query_image and --texts")
+def _searcher() -> Searcher:
+    """The one that the flags describe."""
     if _MODEL.value is None:
         raise checks.InputError("model: is not set; pass --model=FOLDER")
     model = aligner.Aligner.load(_MODEL.value)
     options: dict[str, Any] = {"device": _DEVICE.value, "trust_remote_code": _TRUST.value}
-    image_encoder, text_encoder = (
+    image, text = (
         load_encoder(model, side, _ENCODERS[name].value, _WEIGHTS[name].value, **options)
         for side, name in (("x", "image"), ("y", "text"))
     )
-    place = _INDEX.value or _MODEL.value / "search"
-    searcher = Searcher(model, image_encoder, text_encoder, place)
-    if query is not None and images is not None:
-        answer = searcher.pictures(query, images, top=_TOP.value)
+    return Searcher(model, image, text, _INDEX.value or _MODEL.value / "search")
+
+
+def main() -> None:
+    """Searches, prints the best and writes the page."""
+    if _QUERY.value is not None and _IMAGES.value is not None:
+        answer, kind = _searcher().pictures(_QUERY.value, _IMAGES.value, top=_TOP.value), "picture"
+    elif _PICTURE.value is not None and _TEXTS.value is not None:
+        answer, kind = _searcher().texts(_PICTURE.value, _TEXTS.value, top=_TOP.value), "text"
     else:
-        answer = searcher.texts(picture, texts, top=_TOP.value)
+        raise checks.InputError("query: pass --query and --images, or --query_image and --texts")
     rows = [[rank, score, name] for rank, (name, score) in enumerate(answer.results, 1)]
-    print(report.Table(["rank", "cosine", "picture" if by_text else "text"], rows, digits=3))
+    print(report.Table(["rank", "cosine", kind], rows, digits=3))
     report.write(_PAGE.value, answer.page)
     print(f"\nto look at: {_PAGE.value}")
 

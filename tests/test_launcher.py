@@ -159,8 +159,8 @@ def test_a_dry_run_of_the_quickstart_writes_nothing(start, tmp_path):
     ("command", "own", "choice"),
     [
         (main, {"config", "workdir", "dry_run"}, "sotalign"),
-        (tune, {"config", "workdir", "method", "grid", "limit", "seeds"}, "nnclr"),
-        (diagnose, {"workdir", "x", "y", "pairs", "epsilon_star", "quick"}, None),
+        (tune, {"config", "workdir", "method", "grid", "seeds"}, "nnclr"),
+        (diagnose, {"config", "workdir", "quick"}, None),
     ],
 )
 def test_help_names_a_commands_own_flags_choices_and_examples(command, own, choice, capsys):

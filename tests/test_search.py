@@ -8,7 +8,7 @@ import pytest
 import small_runs
 import toy_encoders
 
-from experiments import page, search
+from experiments import report, search
 from experiments.extract import extraction, items
 from sotalign_jax import aligner, checks, heads
 
@@ -140,7 +140,7 @@ def test_a_model_of_unknown_origin_asks_for_encoders(model, tmp_path):
 
 
 def test_transparent_pictures_are_shown_on_white():
-    shown = page.thumbnail(PIL.Image.new("RGBA", (900, 5), (255, 0, 0, 0)), "a <b>")
+    shown = report.thumbnail(PIL.Image.new("RGBA", (900, 5), (255, 0, 0, 0)), "a <b>")
     assert "alt='a &lt;b&gt;'" in shown
     content = base64.b64decode(shown.partition("base64,")[2].removesuffix("'>"))
     picture = items.picture(content)

@@ -1,7 +1,10 @@
 """Tuning: grids, the choice by validation alone, failures, and kills."""
 
+import csv
 import doctest
 import json
+import math
+import re
 import shlex
 import signal
 
@@ -30,88 +33,67 @@ def results(folder):
     return json.loads((folder / "results.json").read_text())
 
 
+def best(folder):
+    return json.loads((folder / "best.json").read_text())
+
+
 # --- grids -------------------------------------------------------------------------------------
 
 
 def test_examples():
-    assert doctest.testmod(tune).failed == 0
+    assert doctest.testmod(tune, optionflags=doctest.NORMALIZE_WHITESPACE).failed == 0
 
 
-def test_grids_are_read_in_order():
-    text = "k=1,2; heads.init=random,teacher ;flag=True,None;"
-    assert tune.parse_grid(text, "sail") == {
-        "k": (1, 2),
-        "heads.init": ("random", "teacher"),
-        "flag": (True, None),
-    }
-    own = methods.SOTAlign.grid
-    assert list(tune.parse_grid("own;train.steps=1", "sotalign")) == [*own, "train.steps"]
-    assert tune.points({}) == {0: {}}
-
-
-@pytest.mark.parametrize("text", ["alpha", "alpha=", "=1", "alpha=1,", "a=1;a=2", "a=1,1"])
-def test_grids_that_make_no_sense(text):
-    with pytest.raises(checks.InputError, match=r"^grid: "):
-        tune.parse_grid(text, "sotalign")
-
-
-def test_a_limit_chooses_the_same_points_every_time():
-    grid = {"a": tuple(range(5)), "b": tuple(range(7))}
-    every = tune.points(grid)
-    assert list(every) == list(range(35)) and every[8] == {"a": 1, "b": 1}
-    few, more = tune.points(grid, 6), tune.points(grid, 12)
-    assert len(few) == 6 and few.items() <= more.items() <= every.items()
-    assert list(few) == sorted(few) and len({point["a"] for point in more.values()}) > 1
-    assert tune.points(grid, 99) == every
+@pytest.mark.parametrize("grid", [{"alpha": 1}, {"alpha": []}, {"heads.init": "random"}])
+def test_grids_that_make_no_sense(grid):
+    with pytest.raises(checks.InputError, match=rf"^grid: {next(iter(grid))} must list values"):
+        tune.points(grid, "sotalign")
 
 
 def test_every_method_can_be_tuned_by_its_own_grid():
     config = config_lib.default()
     for name, method in methods.METHODS.items():
-        grid = tune.parse_grid("own", name)
-        assert grid == dict(method.grid)
-        for point in tune.points(grid).values():
-            changes = tune.changes_of(config, name, point)
-            (one,) = tune.runs_of(config, {name: changes}).values()
+        points = tune.points(method.grid, name)
+        assert len(points) == math.prod(map(len, method.grid.values()))
+        config.runs = {label: {"method": name, **point} for label, point in points.items()}
+        for one, point in zip(config_lib.runs(config).values(), points.values(), strict=True):
             assert one.method == name
-            assert all(one[name][key] == value for key, value in point.items())
+            for key, value in point.items():
+                assert one[name][key.removeprefix(f"{name}.")] == value
 
 
 # --- the choice --------------------------------------------------------------------------------
 
-RIDGES = "--grid=teacher.ridge=10.0,1e-1,1e-6;teacher.dim=2,6"
+RIDGES = "--grid={'teacher.ridge': [10.0, 1e-1, 1e-6], 'teacher.dim': (2, 6)}"
 
 
 def test_the_best_on_validation_is_chosen_and_tested(launch, tmp_path):
     out, error = launch("--method=cca", RIDGES, "--seeds=2")
     assert error is None
-    folder = tmp_path / "run" / "cca"
-    trials = [folder / f"trial-{i:03d}-seed0" for i in range(6)]
-    scores = [results(trial)["val/mean/R@1"] for trial in trials]
-    assert len(set(scores)) > 2
-    best = json.loads((folder / "best.json").read_text())
-    assert best["trial"] == scores.index(max(scores)) and best["trials"] == 6
-    assert best["val/mean/R@1"] == max(scores)
-    config = json.loads((trials[best["trial"]] / "config.json").read_text())
-    assert best["settings"] == {
-        f"teacher.{key}": config["teacher"][key] for key in ("ridge", "dim")
-    }
+    trials = tmp_path / "run" / "trials"
+    names = [f"teacher.ridge={r},teacher.dim={d}" for r in ("10.0", "0.1", "1e-06") for d in (2, 6)]
+    scores = {name: results(trials / f"{name}-seed0")["val/mean/R@1"] for name in names}
+    assert len(set(scores.values())) > 2
+    found = best(tmp_path / "run")
+    assert found["trial"] == max(scores, key=scores.get)
+    config = json.loads((trials / f"{found['trial']}-seed0" / "config.json").read_text())
+    chosen = {f"teacher.{key}": config["teacher"][key] for key in ("ridge", "dim")}
+    assert found["runs"] == {"cca": {"method": "cca", **chosen}}
 
-    lines = (folder / "trials.csv").read_text().splitlines()
-    assert lines[0] == "trial,teacher.ridge,teacher.dim,val R@1"
-    shown = [float(line.split(",")[-1]) for line in lines[1:]]
-    assert shown == sorted(scores, reverse=True)
-    assert f"{max(scores):.2f}*" in out
+    rows = list(csv.DictReader((trials / "comparison.csv").read_text().splitlines()))
+    assert {row["method"]: float(row["val R@1"]) for row in rows} == scores
+    assert f"{max(scores.values()):.1f}*" in out
 
-    tested = [results(folder / f"test-{best['trial']:03d}-seed{seed}") for seed in (0, 1)]
-    assert tested[0]["val/mean/R@1"] == max(scores)  # the same run, now with a test
+    tested = [results(tmp_path / "run" / "tested" / f"cca-seed{seed}") for seed in (0, 1)]
+    assert tested[0]["val/mean/R@1"] == max(scores.values())  # the same run, now with a test
     mean = np.mean([one["test/mean/R@1"] for one in tested])
     assert f"{mean:.1f} ± " in out
 
-    # What was printed makes the same run.
-    assert best["flag"] in out
-    _, error = launch(*shlex.split(best["flag"]), module=main, workdir=tmp_path / "again")
+    # What was printed makes the same run, and a second start prints the same.
+    flag = re.search("cca at its best: (.*)", out)[1]
+    _, error = launch(*shlex.split(flag), module=main, workdir=tmp_path / "again")
     assert error is None and results(tmp_path / "again") == tested[0]
+    assert launch("--method=cca", RIDGES, "--seeds=2") == (out, None)
 
 
 def test_trials_never_see_the_test_split(launch, files, tmp_path):
@@ -123,10 +105,12 @@ def test_trials_never_see_the_test_split(launch, files, tmp_path):
         for p in ("x", "labels", "prompts")
     ]
     # Not even when the grid asks for it.
-    grid = "--grid=teacher.ridge=0.1,0.01;data.test=True"
+    grid = "--grid={'teacher.ridge': [0.1, 0.01], 'data.test': [True]}"
     out, error = launch("--method=cca", grid, *zero_shot, "--seeds=0")
     assert error is None and "cca at its best" in out
-    for folder in (tmp_path / "run" / "cca").glob("trial-*"):
+    trials = [path.parent for path in (tmp_path / "run" / "trials").glob("*/config.json")]
+    assert len(trials) == 2
+    for folder in trials:
         assert not [key for key in results(folder) if key.startswith("test")]
         assert json.loads((folder / "config.json").read_text())["data"]["test"] is False
     # Whether it can be read is known before the trials.
@@ -134,93 +118,105 @@ def test_trials_never_see_the_test_split(launch, files, tmp_path):
     _, error = launch("--method=cca", grid, *zero_shot, workdir=new)
     assert is_one_line(error) and "data: files.test_x: " in error and not new.exists()
     _, error = launch("--method=cca", grid, *zero_shot, "--seeds=1")
-    assert is_one_line(error) and "1 of 1 runs failed, first cca-seed0: " in error
+    assert is_one_line(error) and "data: files.test_x: " in error
 
 
-def test_of_equal_trials_the_first_is_chosen():
-    scores = [1.0, 3.0, 3.0]
-    ended = {f"trial-{i:03d}-seed0": {run.SCORE: s} for i, s in enumerate(scores)}
-    ended["trial-009-seed0"] = {"error": "why"}
-    trials = tune.ranked({i: {"k": i} for i in (9, 0, 1, 2)}, ended)
-    assert [trial.number for trial in trials] == [1, 2, 0, 9]
-    assert "why" in str(tune.trials_table(trials))
+def test_of_equal_trials_the_first_is_chosen_and_none_that_failed():
+    scores = {"a": (1.0, 2.0), "b": (3.0, 3.0), "c": (2.0, 4.0), "d": (9.0,)}
+    ended = {
+        f"{name}-seed{seed}": {run.SCORE: score}
+        for name, seeds in scores.items()
+        for seed, score in enumerate(seeds)
+    }
+    assert tune.best({**ended, "d-seed1": {"error": "why"}}) == "b"
+    assert tune.best(ended) == "d"
+    with pytest.raises(checks.InputError, match="every trial failed, first why"):
+        tune.best({"d-seed1": {"error": "why"}})
 
 
 def test_the_mean_over_seeds_decides(launch, tmp_path):
     out, error = launch("--method=cca", RIDGES, "--seeds=0", "--config.seeds=(0,1)")
     assert error is None and "±" in out
-    folder = tmp_path / "run" / "cca"
-    scores = [
-        np.mean([results(folder / f"trial-{i:03d}-seed{s}")["val/mean/R@1"] for s in (0, 1)])
-        for i in range(6)
-    ]
-    assert json.loads((folder / "best.json").read_text())["trial"] == int(np.argmax(scores))
+    ended = results(tmp_path / "run" / "trials")
+    scores = {
+        name: np.mean([ended[f"{name}-seed{seed}"]["val/mean/R@1"] for seed in (0, 1)])
+        for name in (key.removesuffix("-seed0") for key in ended if key.endswith("-seed0"))
+    }
+    assert len(scores) == 6 and best(tmp_path / "run")["trial"] == max(scores, key=scores.get)
 
 
 def test_a_trial_that_fails_is_a_row(launch, tmp_path):
-    options = ("--method=sail", "--grid=train.learning_rate=1e38,1e-3", "--config.train.steps=4")
+    options = (
+        "--method=sail",
+        "--grid={'train.learning_rate': [1e38, 1e-3]}",
+        "--config.train.steps=4",
+    )
     out, error = launch(*options, "--seeds=1")
     assert error is None
-    assert "loss: " in out and "1e+38" in out
-    assert json.loads((tmp_path / "run" / "sail" / "best.json").read_text())["trial"] == 1
-    before = small_runs.contents(tmp_path / "run" / "sail" / "trial-000-seed0")
+    assert "train.learning_rate=1e+38-seed0 failed: loss: " in out
+    assert best(tmp_path / "run")["trial"] == "train.learning_rate=0.001"
     assert launch(*options, "--seeds=1") == (out, None)  # and stays one
-    assert small_runs.contents(tmp_path / "run" / "sail" / "trial-000-seed0") == before
 
 
 def test_settings_that_the_data_do_not_allow_are_rows(launch, tmp_path):
-    out, error = launch("--method=cca", "--grid=teacher.dim=11,5", "--seeds=0")
-    assert error is None and "teacher: dim: is 11" in out
-    options = ("--method=cca", "--grid=teacher.dim=11,12")
+    out, error = launch("--method=cca", "--grid={'teacher.dim': [5, 11]}", "--seeds=0")
+    assert error is None and "teacher.dim=11-seed0 failed: teacher: dim: is 11" in out
+    # Unless there is nothing yet that a new start would lose.
+    options = ("--method=cca", "--grid={'teacher.dim': [11, 12]}")
     _, error = launch(*options, workdir=tmp_path / "other")
-    assert is_one_line(error) and "every trial of cca failed, first teacher: dim" in error
+    assert is_one_line(error) and "teacher: dim: is 11" in error
+    assert not (tmp_path / "other").exists()
 
 
-def test_methods_that_cannot_use_the_data_or_cannot_be_fitted_are_rows(launch, tmp_path):
-    out, error = launch("--method=nnclr", "--grid=k=5,500", "--seeds=0", "--config.train.steps=2")
-    assert error is None and "k: is 500" in out
+def test_options_that_the_pools_do_not_allow_are_known_before_the_first_trial(launch, tmp_path):
+    _, error = launch("--method=nnclr", "--grid={'k': [5, 500]}", "--seeds=0")
+    assert is_one_line(error) and "k: is 500" in error and not (tmp_path / "run").exists()
+
+
+def test_methods_that_cannot_be_fitted_are_rows(launch):
     sizes = {"eigenvectors": 8, "hidden": 8, "batch": 64, "epochs": 1, "mmd_epochs": 1}
-    options = ("--method=sue", "--grid=mmd_learning_rate=1e38,1e-3", "--seeds=0")
+    options = ("--method=sue", "--grid={'mmd_learning_rate': [1e-3, 1e38]}", "--seeds=0")
     options += tuple(f"--config.sue.{name}={value}" for name, value in sizes.items())
-    for _ in range(2):  # found, and remembered
-        out, error = launch(*options, workdir=tmp_path / "fits")
-        assert error is None and "mmd: " in out
+    out, error = launch(*options)
+    assert error is None and "mmd_learning_rate=1e+38-seed0 failed: mmd: " in out
 
 
-def test_runs_can_be_tuned_and_share_a_folder(launch, tmp_path):
+def test_runs_can_be_tuned(launch, tmp_path):
     options = (
         "--config.runs={'narrow': {'method': 'cca', 'teacher.dim': 3}}",
-        "--grid=teacher.ridge=0.1,0.01",
+        "--grid={'teacher.ridge': [0.1, 0.01]}",
         "--seeds=1",
     )
-    out, error = launch(*options, "--method=cca,narrow")
+    out, error = launch(*options, "--method=narrow")
     assert error is None and "narrow at its best" in out
-    best = json.loads((tmp_path / "run" / "narrow" / "best.json").read_text())
-    trial = tmp_path / "run" / "narrow" / f"trial-{best['trial']:03d}-seed0"
+    found = best(tmp_path / "run")
+    trial = tmp_path / "run" / "trials" / f"{found['trial']}-seed0"
     teacher = json.loads((trial / "config.json").read_text())["teacher"]
-    assert (teacher["dim"], teacher["ridge"]) == (3, best["settings"]["teacher.ridge"])
-    assert launch(*options, "--method=procrustes")[1] is None
-    # More points of the same grid may follow, another grid may not.
-    assert launch(*options, "--method=cca", "--limit=1")[1] is None
-    _, error = launch("--method=cca", options[0], "--grid=teacher.ridge=0.5")
+    assert (teacher["dim"], teacher["ridge"]) == (3, found["runs"]["narrow"]["teacher.ridge"])
+    _, error = launch("--method=narrow", options[0], "--grid={'teacher.ridge': [0.5, 0.2]}")
     assert is_one_line(error) and "error: workdir: " in error
 
 
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ([], "method: "),
         (["--method=sial"], "method: "),
-        (["--method=sotalign", "--grid=alhpa=1"], "unknown setting 'sotalign.alhpa'; did you mean"),
-        (["--method=sotalign", "--grid=alpha=1,x"], "sotalign.alpha: must be float, got 'x'"),
-        (["--method=sotalign", "--grid=alpha=1,-1"], "sotalign.alpha: "),
-        (["--method=cca", "--grid=train.seed=1"], "unknown setting 'train.seed'"),
-        (["--method=cca", "--grid=ridge"], "grid: "),
+        (
+            ["--method=sotalign", "--grid={'alhpa': [1]}"],
+            "unknown setting 'sotalign.alhpa'; did you mean",
+        ),
+        (
+            ["--method=sotalign", "--grid={'alpha': [1, 'x']}"],
+            "sotalign.alpha: must be float, got 'x'",
+        ),
+        (["--grid={'alpha': [1, -1]}"], "sotalign.alpha: "),
+        (["--method=cca", "--grid={'train.seed': [1]}"], "unknown setting 'train.seed'"),
+        (["--method=cca", "--grid=ridge"], "flag --grid=ridge"),
         (["--method=cca", "--config.seeds=()"], "error: seeds: "),
         (["--method=cca", "--config.train.steps=0"], "error: train.steps: "),
         (["--method=cca", "--config.data.files.val_x=", "--config.data.files.val_y="], "no valid"),
         (["--method=cca", "--config.data.files.x=gone.npy"], "files.x: gone.npy: "),
-        (["--method=cca", "--limit=0"], "flag --limit=0"),
+        (["--method=cca", "--seeds=-1"], "flag --seeds=-1"),
     ],
 )
 def test_mistakes_end_in_one_line(launch, tmp_path, options, message):
@@ -233,7 +229,7 @@ def test_a_config_written_from_nothing_is_checked_before_it_is_read(launch, file
     for written, message in [({"data": {"tset": False}}, "'data.tset'"), ({}, "teacher.kind: ")]:
         head = "from ml_collections import ConfigDict\ndef get_config(_):\n"
         (files / "config.py").write_text(f"{head} return ConfigDict({written})")
-        _, error = launch("--method=cca", "--grid=teacher.kind=cac")
+        _, error = launch("--method=cca", "--grid={'teacher.kind': ['cac']}")
         assert is_one_line(error) and message in error
         assert not (tmp_path / "run").exists()
 
@@ -246,16 +242,17 @@ def test_killed_in_a_trial_it_ends_the_same(files, tmp_path):
         options = [
             f"--config={files}/config.py",
             "--method=sail",
-            "--grid=train.learning_rate=1e-2,1e-3",
+            "--grid={'train.learning_rate': [1e-2, 1e-3]}",
             "--seeds=1",
             "--config.train.steps=12",
             f"--workdir={workdir}",
         ]
         return small_runs.popen("tune", options, compiled=tmp_path / "compiled")
 
-    middle = run / "sail" / "trial-001-seed0" / "checkpoints" / "3"
+    second = "trials/train.learning_rate=0.001-seed0"
+    middle = run / second / "checkpoints" / "3"
     small_runs.stop_when(start(run), middle.exists, signal.SIGKILL)
-    assert not (run / "sail" / "best.json").exists()
+    assert not (run / "best.json").exists()
     printed = []
     for workdir in (run, whole):
         process = start(workdir)
@@ -265,6 +262,5 @@ def test_killed_in_a_trial_it_ends_the_same(files, tmp_path):
         assert "tune sail: 2/2 runs, MeanR@1" in err
         assert ("tune sail: 1/2" in err) == (workdir == whole)  # the first was done
     assert printed[0] == printed[1]
-    for name in ("best.json", "trials.csv", "trial-001-seed0/metrics.jsonl"):
-        first, second = (folder / "sail" / name for folder in (run, whole))
-        assert first.read_bytes() == second.read_bytes(), name
+    for name in ("best.json", "trials/comparison.csv", f"{second}/metrics.jsonl"):
+        assert (run / name).read_bytes() == (whole / name).read_bytes(), name

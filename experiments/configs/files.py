@@ -13,13 +13,9 @@ with unpaired_x.npy or unpaired_y.npy, all rows of x and y are pairs.
 pools of their own). `files.py:smoke` and `files.py:seeds=3` work as for quickstart.
 """
 
-import pathlib
-
-import numpy as np
 from ml_collections.config_dict import ConfigDict
 
 from experiments import config as config_lib
-from sotalign_jax import checks
 
 
 def get_config(arg: str = "") -> ConfigDict:
@@ -43,21 +39,4 @@ def get_config(arg: str = "") -> ConfigDict:
     config.train.learning_rate = 2e-3
     config.train.unpaired_batch = 1024
     config.sotalign.alpha = 1e-3
-    words = arg.split(",")
-    for word in words:
-        if word.startswith("from="):
-            _read_from(config, pathlib.Path(word.removeprefix("from=")).expanduser())
-    return config_lib.switched(config, ",".join(w for w in words if not w.startswith("from=")))
-
-
-def _read_from(config: ConfigDict, folder: pathlib.Path) -> None:
-    found = [name for name in config_lib.FILES if (folder / f"{name}.npy").exists()]
-    if not {"x", "y"} <= set(found):
-        raise checks.InputError(f"config: from={folder} holds no x.npy and y.npy; check the path")
-    for name in found:
-        config.data.files[name] = str(folder / f"{name}.npy")
-    if {"unpaired_x", "unpaired_y"} & set(found):
-        for side in "xy":  # where one side has no pool, the pairs' own rows are it, as in `align`
-            pool = f"unpaired_{side}"
-            config.data.files[pool] = config.data.files[pool if pool in found else side]
-        config.data.n_pairs = len(np.load(folder / "x.npy", mmap_mode="r"))
+    return config_lib.switched(config, arg)

@@ -8,7 +8,7 @@ Bring the embeddings, row i of x matching row i of y:
         --config.data.files.test_x=coco_dinov3.npy --config.data.files.test_y=coco_nvembed.npy \
         --config.data.files.test_x_of_y=coco_image_of_caption.npy
 
-`paper.py:appendix` takes the epsilons of the paper's appendix, 0.05 / 0.01.
+The paper's appendix has the epsilons 0.05 / 0.01: `--config.sotalign.epsilon_star=0.01`.
 """
 
 from ml_collections.config_dict import ConfigDict
@@ -23,4 +23,4 @@ def get_config(arg: str = "") -> ConfigDict:
     config.data.name = "files"
     config.data.n_pairs = 10_000
     config.data.n_unpaired = 1_000_000
-    return config_lib.switched(config, arg, appendix={"sotalign.epsilon_star": 0.01})
+    return config_lib.switched(config, arg)
