@@ -191,7 +191,7 @@ CONFIG = training.TrainConfig(
 )
 
 
-class Recorder(training.Silent):
+class Recorder(training.Observer):
     """Keeps metrics and snapshots."""
 
     def __init__(self):
