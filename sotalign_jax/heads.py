@@ -412,11 +412,10 @@ class Heads(nnx.Module):
         self.x = x
         self.y = y
         dtype = jax.tree.leaves(nnx.state(x))[0].dtype
-        scale, bias = losses.INITIAL_LOG_SCALE, losses.INITIAL_BIAS
-        self.log_scale: nnx.Param[Array] = (
-            like.log_scale if like else nnx.Param(jnp.asarray(scale, dtype))
-        )
-        self.bias: nnx.Param[Array] = like.bias if like else nnx.Param(jnp.asarray(bias, dtype))
+        self.log_scale = nnx.Param(jnp.asarray(losses.INITIAL_LOG_SCALE, dtype))
+        self.bias = nnx.Param(jnp.asarray(losses.INITIAL_BIAS, dtype))
+        if like is not None:
+            self.log_scale, self.bias = like.log_scale, like.bias
 
 
 def build_heads(
