@@ -4,7 +4,6 @@
 are from the pairs, `sinkhorn_convergence` at which epsilons the transport plans can be solved.
 """
 
-import functools
 import itertools
 import math
 from collections.abc import Callable, Sequence
@@ -16,9 +15,9 @@ import numpy as np
 from jaxtyping import Array, Float
 
 from sotalign_jax import checks, neighbours
-from sotalign_jax.ot import affinity, solver
-from sotalign_jax.ot.blocks import Block, auto_block, over_rows
-from sotalign_jax.ot.kernel import Cosines, Kernel
+from sotalign_jax.ot import affinity
+from sotalign_jax.ot.blocks import Block, over_rows
+from sotalign_jax.ot.klot import klot_from_embeddings
 
 Rows = Any
 """Embeddings [n, d], one a row: numpy (memory-mapped files included) or JAX arrays."""
@@ -71,10 +70,7 @@ def chance_knn(n: int, *, k: int = 10) -> float:
 
 @jax.jit
 def _clamped(x: Float[Array, "n d"], quantile: Any) -> Float[Array, "n d"]:
-    def quantiles(block: Block, out: Array) -> Array:
-        return block.put(out, jnp.quantile(jnp.abs(block.of(x)), quantile, axis=1))
-
-    bound = over_rows(len(x), 1024, quantiles, jnp.zeros(len(x), x.dtype)).mean()
+    bound = jnp.quantile(jnp.abs(x), quantile, axis=1).mean()
     return jnp.clip(x, -bound, bound)
 
 
@@ -301,12 +297,16 @@ def sinkhorn_convergence(
         checks.positive(epsilons=epsilon)
     checks.whole(1, max_iterations=max_iterations)
     x, y = affinity.as_floats(f, g)
-    sizes = {"block_size": auto_block(len(x), len(y), x.dtype.itemsize)}
+    options: Any = {"tolerance": tolerance, "max_iterations": max_iterations, "block_size": "auto"}
     out = []
     for epsilon in epsilons:
-        solved = _solve(x, y, epsilon, tolerance, max_iterations=max_iterations, **sizes)
-        error, iterations, partners = (value.item() for value in solved)
-        out.append(Convergence(epsilon, error, iterations, error <= tolerance, partners))
+        # The student's plan at so large an epsilon is a b^T, and KL(P || a b^T) = Σ P log(P/ab).
+        value, aux = klot_from_embeddings(
+            x, y, x, y, epsilon=1e9, epsilon_star=epsilon, return_aux=True, **options
+        )
+        error, iterations, converged = (part.item() for part in aux.teacher[2:])
+        partners = len(y) * math.exp(-value)
+        out.append(Convergence(epsilon, error, iterations, converged, partners))
     return out
 
 
@@ -319,24 +319,3 @@ def smallest_epsilon(rows: Sequence[Convergence]) -> float | None:
     ordered = sorted(rows, key=lambda row: -row.epsilon)
     fine = [row.epsilon for row in itertools.takewhile(lambda row: row.converged, ordered)]
     return fine[-1] if fine else None
-
-
-@functools.partial(jax.jit, static_argnames=("max_iterations", "block_size"))
-def _solve(
-    f: Array, g: Array, epsilon: Any, tolerance: Any, *, max_iterations: int, block_size: int | None
-) -> tuple[Array, Array, Array]:
-    f, g = affinity.l2_normalize(f), affinity.l2_normalize(g)
-    cosines = Cosines(f, g, jnp.ones_like(f[:, 0]), jnp.ones_like(g[:, 0]))
-    kernel = Kernel(cosines, block_size)
-    a, b = cosines.f_scale / len(f), cosines.g_scale / len(g)
-    scalings, state = solver.solve(
-        kernel,
-        jnp.log(a),
-        jnp.log(b),
-        epsilon=epsilon,
-        tolerance=tolerance,
-        max_iterations=max_iterations,
-    )
-    moved, _ = kernel.transport(state, a, b, cosines)
-    partners = jnp.exp(-moved.log_moment - jnp.sum(moved.columns * jnp.log(b)))
-    return scalings.error, scalings.iterations, partners

@@ -23,8 +23,10 @@ EMBED_CHUNK = 8192
 """Rows mapped at a time when embedding."""
 
 
-def embed(head: Any, rows: Rows) -> Float[np.ndarray, "n d"]:
+def embed(head: Any, rows: Rows, *, unit: bool = True) -> Float[np.ndarray, "n d"]:
     """Unit features of any number of rows by an NNX head or a map, in blocks of one compiled shape.
+
+    Without `unit`, features as the head returns them.
 
     >>> from sotalign_jax import heads
     >>> embed(heads.build_heads(4, 3, 2).x, np.ones((5, 4), np.float16)).shape
@@ -37,7 +39,7 @@ def embed(head: Any, rows: Rows) -> Float[np.ndarray, "n d"]:
     for start in range(0, len(rows), chunk):
         block = np.asarray(rows[start : start + chunk])
         padded = np.pad(block, [(0, chunk - len(block)), (0, 0)], constant_values=1)
-        out.append(np.asarray(_apply(head, jnp.asarray(padded)))[: len(block)])
+        out.append(np.asarray(_apply(head, jnp.asarray(padded), unit))[: len(block)])
     return np.concatenate(out)
 
 
@@ -61,11 +63,11 @@ def evaluate_zero_shot(head_x: Any, head_y: Any, task: data.ZeroShot) -> dict[st
     return zero_shot(embed(head_x, task.x), prompts, task.labels)
 
 
-@jax.jit
-def _apply(head: Any, rows: Array) -> Array:
-    """Unit features of one block; `head` is a pytree of (graph, parameters) or an affine map."""
+@functools.partial(jax.jit, static_argnums=2)
+def _apply(head: Any, rows: Array, unit: bool) -> Array:
+    """Features of one block; `head` is a pytree of (graph, parameters) or an affine map."""
     mapped = nnx.merge(*head)(rows) if isinstance(head, tuple) else head(rows)
-    return affinity.l2_normalize(mapped)
+    return affinity.l2_normalize(mapped) if unit else mapped
 
 
 def retrieval(

@@ -10,7 +10,7 @@ import functools
 import itertools
 import math
 from collections.abc import Callable
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -79,14 +79,31 @@ class AffineMap:
 Map = AffineMap | KernelMap
 
 
-class MapPair(Protocol):
-    """Anything with one map per modality, such as a teacher."""
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class LinearTeacher:
+    """One frozen map per modality, a pytree: linear in the rows, or in their kernel features.
+
+    `correlations` are Pearson's of each direction between the two sides of the pairs the teacher
+    was fitted on (in-sample: near 1 when there are fewer pairs than features).
+    """
+
+    map_x: Map
+    map_y: Map
+    correlations: Float[Array, " dim"]
 
     @property
-    def map_x(self) -> Map: ...
+    def dim(self) -> int:
+        """Width of the shared space."""
+        return self.map_x.d_out
 
-    @property
-    def map_y(self) -> Map: ...
+    def x(self, rows: Rows) -> Float[Array, "n dim"]:
+        """Unit rows of the first modality in the shared space, ready for cosines."""
+        return affinity.l2_normalize(self.map_x(rows))
+
+    def y(self, rows: Rows) -> Float[Array, "n dim"]:
+        """Unit rows of the second modality in the shared space, ready for cosines."""
+        return affinity.l2_normalize(self.map_y(rows))
 
 
 # --- what heads are made of ---
@@ -386,29 +403,19 @@ def rebuild(kind: str, options: dict[str, Any]) -> Head:
 
 
 class Heads(nnx.Module):
-    """Everything that is trained: heads x and y, log of the logit scale (log 20), bias (-10)."""
+    """Everything that is trained: heads x and y, log of the logit scale (log 20), bias (-10).
 
-    def __init__(self, x: Head, y: Head):
+    Scale and bias are those of `like`, if given.
+    """
+
+    def __init__(self, x: Head, y: Head, *, like: "Heads | None" = None):
         self.x = x
         self.y = y
         dtype = jax.tree.leaves(nnx.state(x))[0].dtype
         self.log_scale = nnx.Param(jnp.asarray(losses.INITIAL_LOG_SCALE, dtype))
         self.bias = nnx.Param(jnp.asarray(losses.INITIAL_BIAS, dtype))
-
-    def behind_features(self) -> "Heads":
-        """The heads behind the kernel features of both, scale and bias with them."""
-        assert isinstance(self.x, KernelHead) and isinstance(self.y, KernelHead)
-        inner = Heads(self.x.inner, self.y.inner)
-        inner.log_scale, inner.bias = self.log_scale, self.bias
-        return inner
-
-    def to_affine(self) -> tuple[AffineMap, AffineMap]:
-        """Both heads as affine maps, which linear heads are."""
-        if not (isinstance(self.x, LinearHead) and isinstance(self.y, LinearHead)):
-            raise checks.InputError(
-                f"heads: {self.x.kind} heads are not affine maps; build with kind='linear'"
-            )
-        return self.x.to_affine(), self.y.to_affine()
+        if like is not None:
+            self.log_scale, self.bias = like.log_scale, like.bias
 
 
 def build_heads(
@@ -420,8 +427,8 @@ def build_heads(
     hidden: int | None = None,
     norm: str | None = None,
     seed: int = 0,
-    teacher: MapPair | None = None,
-    features: MapPair | None = None,
+    teacher: LinearTeacher | None = None,
+    features: LinearTeacher | None = None,
     dtype: Any = jnp.float32,
 ) -> Heads:
     """Fresh heads of one of `KINDS` from widths d_x and d_y to a shared space of width `dim`.
@@ -462,16 +469,14 @@ def build_heads(
     return on_features(features, heads) if features else heads
 
 
-def on_features(features: MapPair, heads: Heads) -> Heads:
+def on_features(features: LinearTeacher, heads: Heads) -> Heads:
     """Heads of kernel features as heads of the rows that the features are of."""
     map_x, map_y = features.map_x, features.map_y
     if not (isinstance(map_x, KernelMap) and isinstance(map_y, KernelMap)):
         raise checks.InputError(
             "features: not kernel maps; fit them with teachers.kernel_cca(pairs_x, pairs_y)"
         )
-    made = Heads(KernelHead(map_x, heads.x), KernelHead(map_y, heads.y))
-    made.log_scale, made.bias = heads.log_scale, heads.bias
-    return made
+    return Heads(KernelHead(map_x, heads.x), KernelHead(map_y, heads.y), like=heads)
 
 
 def _start_at(start: Map) -> Head:

@@ -80,14 +80,6 @@ class Options(NamedTuple):
     power: float
 
 
-class Fitted(NamedTuple):
-    """Both modalities' maps, and the Pearson correlation of each direction on the pairs."""
-
-    map_x: KernelMap
-    map_y: KernelMap
-    correlations: Float[np.ndarray, " dim"]
-
-
 def fit(
     pairs_x: Rows,
     pairs_y: Rows,
@@ -97,8 +89,8 @@ def fit(
     dim: int | None,
     seed: int,
     dtype: Any,
-) -> Fitted:
-    """The maps of `teachers.kernel_cca`, which explains the arguments."""
+) -> tuple[KernelMap, KernelMap, Float[np.ndarray, " dim"]]:
+    """The maps of `teachers.kernel_cca`, which explains the arguments, and their correlations."""
     n = len(pairs_x)
     chosen = np.arange(n)
     if n > landmarks:
@@ -125,7 +117,7 @@ def fit(
         weight = (basis.whiten @ (weights[:, :dim] * found.rho[:dim] ** options.power)).T
         arrays = (basis.mean, basis.landmarks, basis.gamma, centre, weight)
         maps.append(KernelMap(*(jnp.asarray(array, dtype) for array in arrays)))
-    return Fitted(maps[0], maps[1], found.correlations[:dim])
+    return maps[0], maps[1], found.correlations[:dim]
 
 
 # --- options by cross-validation ---------------------------------------------------------------
@@ -154,7 +146,6 @@ def choose(pairs_x: Rows, pairs_y: Rows, *, seed: int = 0, **fixed: float) -> Op
     0.0
     """
     checks.pairs(pairs_x, pairs_y, min_rows=6)
-    check_options(**fixed)
     order = np.random.default_rng(seed).permutation(len(pairs_x))[:_CV_ROWS]
     sides = {"x": np.asarray(pairs_x)[order], "y": np.asarray(pairs_y)[order]}
     held = min(len(order) // 3, _CV_HELD_OUT)
@@ -170,6 +161,7 @@ def choose(pairs_x: Rows, pairs_y: Rows, *, seed: int = 0, **fixed: float) -> Op
         fit, new = (basis.kernel(part) @ basis.whiten for part in (rows, sides[side][out]))
         return fit - fit.mean(axis=0), new - fit.mean(axis=0)
 
+    @functools.cache
     def score(options: Options) -> float:
         """Mean reciprocal rank of the pairs held out, the mean over folds."""
         scores = []
@@ -192,42 +184,22 @@ def choose(pairs_x: Rows, pairs_y: Rows, *, seed: int = 0, **fixed: float) -> Op
         typical = float(np.median(2.0 - 2.0 * (z @ z.T)[~np.eye(len(z), dtype=bool)]))
         gammas[name] = [fixed[name]] if name in fixed else [c / typical for c in _BANDWIDTHS]
     middle = {name: tried[len(tried) // 2] for name, tried in gammas.items()}
-    best = Options(**middle, ridge=0.0, power=fixed.get("power", _POWER))
+    start = Options(**middle, ridge=0.0, power=fixed.get("power", _POWER))
     part = len(order) - held
     if "ridge" in fixed:
         ridges = [fixed["ridge"]]
     else:
         variances = []
         for fold in folds:
-            fits = features("x", fold, best.gamma_x)[0], features("y", fold, best.gamma_y)[0]
+            fits = features("x", fold, start.gamma_x)[0], features("y", fold, start.gamma_y)[0]
             sums = [np.square(fit).sum() / (len(fit) - 1) for fit in fits]
             variances.append(float(np.mean(sums)))
         ridges = [r * float(np.mean(variances)) / part for r in _RIDGES]
-    best_score = -np.inf
-    rounds = ("ridge", ridges), ("gamma_y", gammas["gamma_y"]), ("gamma_x", gammas["gamma_x"])
-    for name, tried in rounds:
-        start = best
-        for value in tried:
-            options = start._replace(**{name: value})
-            if best_score > -np.inf and options == start:
-                continue  # known already
-            if (found := score(options)) > best_score:
-                best_score, best = found, options
+    best = max((start._replace(ridge=ridge) for ridge in ridges), key=score)
+    for name in ("gamma_y", "gamma_x"):
+        tried = (best._replace(**{name: gamma}) for gamma in gammas[name])
+        best = max([best, *tried], key=score)  # the first of equals
     return best if "ridge" in fixed else best._replace(ridge=best.ridge * part / len(pairs_x))
-
-
-def check_options(**options: float) -> None:
-    """Raises unless every option is one of `Options` and in range."""
-    unknown = sorted(set(options) - set(Options._fields))
-    if unknown:
-        raise checks.InputError(
-            f"{unknown[0]}: is no option; choose from {', '.join(Options._fields)}"
-        )
-    for name, value in options.items():
-        if name.startswith("gamma"):
-            checks.positive(**{name: value})
-        else:
-            checks.at_least(0, **{name: value})
 
 
 # --- features and moments ----------------------------------------------------------------------

@@ -62,6 +62,11 @@ class Batch(NamedTuple):
     star_y: Float[Array, "m e"] | None = None
 
 
+_TABLES = {"a": "pairs_x", "b": "pairs_y", "x": "pool_x", "y": "pool_y"}
+_TABLES |= {"near_a": "pool_x", "near_b": "pool_y", "star_x": "star_x", "star_y": "star_y"}
+"""What each part of a batch is taken from."""
+
+
 def mix(x: Array) -> Array:
     """A 32-bit integer hash (two rounds of multiply and xor-shift)."""
     for multiplier, shift in ((0x7FEB352D, 15), (0x846CA68B, 16)):
@@ -117,7 +122,7 @@ def draw_rows(key: Array, step: Int[Array, ""], size: int, batch: int) -> Int[Ar
 def row_numbers(
     key: Array, step: Int[Array, ""], data: DeviceData, *, pairs: int, unpaired: int
 ) -> Batch:
-    """The numbers of the rows that `draw` takes from `tables(data)`, in the place of each."""
+    """The numbers of the rows that `draw` takes, in the place of each; None without a table."""
     key_pairs, key_x, key_y, *near_keys = jax.random.split(key, 5)
     paired = draw_rows(key_pairs, step, len(data.pairs_x), pairs)
     x = draw_rows(key_x, step, len(data.pool_x), unpaired)
@@ -131,21 +136,8 @@ def row_numbers(
         return jnp.asarray(near)[paired, pick]
 
     near_a, near_b = map(neighbour, near_keys, (data.near_x, data.near_y))
-    return Batch(paired, paired, x, y, near_a, near_b, step, x, y)
-
-
-def tables(data: DeviceData) -> Batch:
-    """The array that each part of a batch is taken from; None for parts it does not have."""
-    return Batch(
-        a=data.pairs_x,
-        b=data.pairs_y,
-        x=data.pool_x,
-        y=data.pool_y,
-        near_a=None if data.near_x is None else data.pool_x,
-        near_b=None if data.near_y is None else data.pool_y,
-        star_x=data.star_x,
-        star_y=data.star_y,
-    )
+    star_x, star_y = None if data.star_x is None else x, None if data.star_y is None else y
+    return Batch(paired, paired, x, y, near_a, near_b, step, star_x, star_y)
 
 
 def draw(key: Array, step: Int[Array, ""], data: DeviceData, *, pairs: int, unpaired: int) -> Batch:
@@ -160,7 +152,7 @@ def draw(key: Array, step: Int[Array, ""], data: DeviceData, *, pairs: int, unpa
     def take(name: str, table: Array, numbers: Array) -> Array:
         return table if _whole(name, table, numbers) else table[numbers]  # no copy of all rows
 
-    return _collect(take, tables(data), rows)
+    return _collect(take, data, rows)
 
 
 def _whole(name: str, table: Any, numbers: Any) -> bool:
@@ -168,12 +160,12 @@ def _whole(name: str, table: Any, numbers: Any) -> bool:
     return len(numbers) == len(table) and not name.startswith("near")
 
 
-def _collect(take: Callable[[str, Any, Any], Any], tables: Batch, rows: Batch) -> Batch:
+def _collect(take: Callable[[str, Any, Any], Any], data: DeviceData, rows: Batch) -> Batch:
     """The batch of these rows, each part by take(name, table, row numbers)."""
     parts: dict[str, Any] = {"step": rows.step}
-    for name, table, numbers in zip(Batch._fields, tables, rows, strict=True):
-        if name != "step":
-            parts[name] = None if table is None else take(name, table, numbers)
+    for name, table in _TABLES.items():
+        numbers = getattr(rows, name)
+        parts[name] = None if numbers is None else take(name, getattr(data, table), numbers)
     return Batch(**parts)
 
 
@@ -191,7 +183,7 @@ class Feed:
     def __init__(
         self, data: DeviceData, key: Array, *, pairs: int, unpaired: int, mesh: Mesh | None = None
     ) -> None:
-        self._tables, self._mesh = tables(data), mesh
+        self._data, self._mesh = data, mesh
         self._rows: Callable[[Any], Batch] = jax.jit(
             lambda step: row_numbers(key, step, data, pairs=pairs, unpaired=unpaired)
         )
@@ -218,7 +210,7 @@ class Feed:
         return self._ahead.submit(self._read, step, self._rows(jnp.int32(step)))
 
     def _read(self, step: int, numbers: Batch) -> Batch:
-        return _collect(self._take, self._tables, jax.device_get(numbers)._replace(step=step))
+        return _collect(self._take, self._data, jax.device_get(numbers)._replace(step=step))
 
     def _take(self, name: str, array: Any, rows: np.ndarray) -> Any:
         """These rows on the devices; where every batch has all of them, they are placed once."""
@@ -227,11 +219,9 @@ class Feed:
         if self._mesh is None:
             taken: Any = jnp.asarray(self._gather(array, rows))
         else:
+            shape = len(rows), *array.shape[1:]
             taken = sharding.SplitRows.place(
-                lambda part: self._gather(array, rows[part]),
-                (len(rows), *array.shape[1:]),
-                array.dtype,
-                self._mesh,
+                lambda part: self._gather(array, rows[part]), shape, self._mesh
             )
         if _whole(name, array, rows):
             self._placed[name] = taken

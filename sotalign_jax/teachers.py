@@ -5,49 +5,20 @@
 The contrastive teacher is trained: see `training.contrastive`.
 """
 
-import dataclasses
 import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
 
 from sotalign_jax import checks, kernels
-from sotalign_jax.heads import AffineMap, Map, Rows
-from sotalign_jax.ot import affinity
+from sotalign_jax.heads import AffineMap, Rows
+from sotalign_jax.heads import LinearTeacher as LinearTeacher
 
 _EIGENVALUE_FLOOR = 1e-6
 _EPS = float(np.finfo(np.float64).eps)
-
-
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class LinearTeacher:
-    """One frozen map per modality, a pytree: linear in the rows, or in their kernel features.
-
-    `correlations` are Pearson's of each direction between the two sides of the pairs the teacher
-    was fitted on (in-sample: near 1 when there are fewer pairs than features).
-    """
-
-    map_x: Map
-    map_y: Map
-    correlations: Float[Array, " dim"]
-
-    @property
-    def dim(self) -> int:
-        """Width of the shared space."""
-        return self.map_x.d_out
-
-    def x(self, rows: Rows) -> Float[Array, "n dim"]:
-        """Unit rows of the first modality in the shared space, ready for cosines."""
-        return affinity.l2_normalize(self.map_x(rows))
-
-    def y(self, rows: Rows) -> Float[Array, "n dim"]:
-        """Unit rows of the second modality in the shared space, ready for cosines."""
-        return affinity.l2_normalize(self.map_y(rows))
 
 
 def procrustes(
@@ -161,19 +132,14 @@ def kernel_cca(
     checks.whole(1, or_none=True, dim=dim)
     given = {"gamma_x": gamma_x, "gamma_y": gamma_y, "ridge": ridge, "power": power}
     fixed = {name: value for name, value in given.items() if value is not None}
-    kernels.check_options(**fixed)
+    checks.at_least(0, **fixed)
+    checks.positive(**{name: fixed[name] for name in ("gamma_x", "gamma_y") if name in fixed})
     if len(fixed) < len(given):
         fixed = kernels.choose(pairs_x, pairs_y, seed=seed, **fixed)._asdict()
-    fitted = kernels.fit(
-        pairs_x,
-        pairs_y,
-        kernels.Options(**fixed),
-        landmarks=landmarks,
-        dim=dim,
-        seed=seed,
-        dtype=dtype,
-    )
-    return LinearTeacher(fitted.map_x, fitted.map_y, _float32(fitted.correlations))
+    options = kernels.Options(**fixed)
+    sizes: dict[str, Any] = {"landmarks": landmarks, "dim": dim, "seed": seed, "dtype": dtype}
+    map_x, map_y, correlations = kernels.fit(pairs_x, pairs_y, options, **sizes)
+    return LinearTeacher(map_x, map_y, _float32(correlations))
 
 
 class Canonical(NamedTuple):

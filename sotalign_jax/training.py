@@ -27,6 +27,8 @@ from sotalign_jax.heads import (
     AffineMap,
     Heads,
     KernelHead,
+    LinearHead,
+    LinearTeacher,
     Rows,
     build_heads,
     on_features,
@@ -34,7 +36,6 @@ from sotalign_jax.heads import (
 )
 from sotalign_jax.methods import Contrastive, Method, Objective
 from sotalign_jax.ot import blocks, sharding
-from sotalign_jax.teachers import LinearTeacher
 
 _REPORT_EVERY = 10  # steps between looks at the loss: each look waits for the device
 
@@ -92,23 +93,13 @@ class Snapshot(NamedTuple):
 
 
 class Observer(Protocol):
-    """What hears of a run's progress."""
+    """What hears of a run's progress; a subclass may leave out what it does not listen to."""
 
     def metrics(self, step: int, values: dict[str, float]) -> None:
         """Metrics of a finished step; validation scores on the steps that have them."""
 
     def snapshot(self, step: int, snapshot: Snapshot) -> None:
         """A state to continue from; copy what is kept, for the next step donates its arrays."""
-
-
-class Silent:
-    """An observer that does nothing."""
-
-    def metrics(self, step: int, values: dict[str, float]) -> None:
-        pass
-
-    def snapshot(self, step: int, snapshot: Snapshot) -> None:
-        pass
 
 
 class NonFiniteLossError(FloatingPointError):
@@ -122,16 +113,12 @@ def place(
     dataset: data.Dataset, *, pools: str = "xy", on_device: bool = True
 ) -> sampling.DeviceData:
     """Training arrays, on the device or as they are; no rows of a pool that is not in `pools`."""
-    arrays = _arrays(dataset, pools)
-    if on_device:
-        arrays = tuple(jnp.asarray(np.asarray(x)) for x in arrays)
-    return sampling.DeviceData(*arrays)
-
-
-def _arrays(dataset: data.Dataset, pools: str) -> tuple[Any, ...]:
     x, y = dataset.pool_x, dataset.pool_y
     read = x if "x" in pools else x[:0], y if "y" in pools else y[:0]
-    return dataset.pairs_x, dataset.pairs_y, *read
+    arrays: Any = dataset.pairs_x, dataset.pairs_y, *read
+    if on_device:
+        arrays = (jnp.asarray(np.asarray(x)) for x in arrays)
+    return sampling.DeviceData(*arrays)
 
 
 def _bytes(*arrays: Any) -> int:
@@ -331,28 +318,18 @@ def fit(
             Batches are the same.
     """
     check_pool(method, dataset)
-    if (maps := _frozen(heads, teacher if method.uses_teacher else None)) is not None:
+    frozen = _frozen(heads, teacher if method.uses_teacher else None)
+    if frozen is not None:
         # What stays is computed once: the inner heads are trained on its features.
-        inner = heads.behind_features()
+        maps, heads = frozen
+        dataset = mapped(dataset, maps)
         same = AffineMap(jnp.eye(maps.dim), jnp.zeros(maps.dim))  # of unit rows, it changes nothing
-        known = LinearTeacher(same, same, maps.correlations)
-        trained, best = fit(
-            method,
-            inner,
-            mapped(dataset, maps),
-            config,
-            teacher=known,
-            resume=resume,
-            observer=observer,
-            mesh=mesh,
-            on_device=on_device,
-        )
-        return on_features(maps, trained), best
+        teacher = LinearTeacher(same, same, maps.correlations)
     if method.uses_teacher:
         _check_teacher(method, teacher, dataset)
-    observer = observer or Silent()
     if on_device is None:
-        on_device = mesh is None and _fit(_arrays(dataset, method.pools))
+        host = place(dataset, pools=method.pools, on_device=False)
+        on_device = mesh is None and _fit(jax.tree.leaves(host))
     if on_device and mesh is not None:
         raise checks.InputError(
             f"on_device: is True but there are {mesh.size} devices, which read their rows from "
@@ -404,11 +381,13 @@ def fit(
                         "by as much",
                         stacklevel=2,
                     )
-                observer.metrics(finished, values)
+                if observer is not None:
+                    observer.metrics(finished, values)
             waiting.clear()
-            if validate:
+            if validate and observer is not None:
                 observer.snapshot(number, Snapshot(sharding.local(state), best))
-    return nnx.merge(graphdef, best.params), best
+    trained = nnx.merge(graphdef, best.params)
+    return on_features(frozen[0], trained) if frozen else trained, best
 
 
 def mapped(dataset: data.Dataset, maps: LinearTeacher) -> data.Dataset:
@@ -429,16 +408,17 @@ def mapped(dataset: data.Dataset, maps: LinearTeacher) -> data.Dataset:
     )
 
 
-def _frozen(heads: Heads, teacher: LinearTeacher | None) -> LinearTeacher | None:
-    """The kernel maps in front of the heads, unless a teacher reads the rows themselves."""
-    if not (isinstance(heads.x, KernelHead) and isinstance(heads.y, KernelHead)):
+def _frozen(heads: Heads, teacher: LinearTeacher | None) -> tuple[LinearTeacher, Heads] | None:
+    """The kernel maps and the heads behind them, unless a teacher reads the rows themselves."""
+    x, y = heads.x, heads.y
+    if not (isinstance(x, KernelHead) and isinstance(y, KernelHead)):
         return None
-    maps = LinearTeacher(heads.x.features, heads.y.features, jnp.ones(heads.x.inner.d_in))
-    if teacher is None:
-        return maps
-    given, own = (jax.tree.leaves((pair.map_x, pair.map_y)) for pair in (teacher, maps))
-    same = len(given) == len(own) and all(map(np.array_equal, given, own))
-    return maps if same else None
+    maps = LinearTeacher(x.features, y.features, jnp.ones(x.inner.d_in))
+    if teacher is not None:
+        given, own = (jax.tree.leaves((pair.map_x, pair.map_y)) for pair in (teacher, maps))
+        if len(given) != len(own) or not all(map(np.array_equal, given, own)):
+            return None
+    return maps, Heads(x.inner, y.inner, like=heads)
 
 
 def _check_teacher(method: Objective, teacher: LinearTeacher | None, dataset: data.Dataset) -> None:
@@ -496,7 +476,6 @@ def contrastive(
     (50, 3)
     """
     pairs_x, pairs_y = checks.pairs(pairs_x, pairs_y, min_rows=2)
-    checks.whole(1, dim=dim)
     checks.whole(2, batch_size=batch_size)
     config = TrainConfig(
         steps=steps,
@@ -508,7 +487,8 @@ def contrastive(
     dataset = data.dataset((pairs_x, pairs_y))
     start = build_heads(pairs_x.shape[1], pairs_y.shape[1], dim, seed=seed)
     trained, _ = fit(Contrastive(loss), start, dataset, config)
-    map_x, map_y = trained.to_affine()
+    assert isinstance(trained.x, LinearHead) and isinstance(trained.y, LinearHead)
+    map_x, map_y = trained.x.to_affine(), trained.y.to_affine()
     correlations = teachers.pearson(np.asarray(map_x(pairs_x)), np.asarray(map_y(pairs_y)))
     return LinearTeacher(map_x, map_y, jnp.asarray(correlations, jnp.float32))
 

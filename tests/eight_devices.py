@@ -12,7 +12,6 @@ import sotalign_jax as sota
 from benchmarks import programs, roofline
 from experiments import workdir
 from sotalign_jax import checks, data, heads, methods, teachers, training
-from sotalign_jax.methods import structure
 from sotalign_jax.ot import sharding
 
 N, M, D = 61, 50, 8  # neither is a multiple of eight
@@ -168,7 +167,7 @@ def test_structure_regularizer(mesh, x64):
     x, _, z, _ = features()
 
     def value(z):
-        return structure.regularizer(x, z, block_size=5)
+        return methods.Structure(block_size=5).regularizer(x, z)
 
     assert_close(on(mesh, jax.value_and_grad(value), z), jax.value_and_grad(value)(z))
 
@@ -192,7 +191,7 @@ CONFIG = training.TrainConfig(
 )
 
 
-class Recorder(training.Silent):
+class Recorder(training.Observer):
     """Keeps metrics and snapshots."""
 
     def __init__(self):

@@ -248,5 +248,3 @@ def test_mistakes_are_named():
         heads.build_heads(7, 6, 9, teacher=teacher)
     with pytest.raises(checks.InputError, match="non-zero finite map"):
         heads.LinearHead.from_affine(heads.AffineMap(jnp.zeros((4, 7)), jnp.zeros(4)))
-    with pytest.raises(checks.InputError, match="heads: mlp"):
-        heads.build_heads(7, 6, 4, kind="mlp").to_affine()

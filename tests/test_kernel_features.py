@@ -65,7 +65,7 @@ def test_training_changes_the_head_and_not_the_features(dataset, teacher, kind):
     assert any(jax.tree.leaves(moved))
 
 
-class Heard(training.Silent):
+class Heard(training.Observer):
     def __init__(self):
         self.klot = []
 

@@ -3,7 +3,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from sotalign_jax import checks, kernels, teachers
+from sotalign_jax import checks, heads, kernels, teachers
 
 OPTIONS = kernels.Options(gamma_x=1.0, gamma_y=2.0, ridge=0.003, power=0.5)
 
@@ -28,7 +28,8 @@ def pairs(n, *, d_x=6, d_y=5, seed=0):
 
 
 def fit(A, B, options=OPTIONS, *, landmarks=2000, dim=None, seed=0, dtype=jnp.float64):
-    return kernels.fit(A, B, options, landmarks=landmarks, dim=dim, seed=seed, dtype=dtype)
+    sizes = {"landmarks": landmarks, "dim": dim, "seed": seed, "dtype": dtype}
+    return heads.LinearTeacher(*kernels.fit(A, B, options, **sizes))
 
 
 def inverse_root(matrix):
@@ -128,11 +129,11 @@ def test_options_are_chosen_by_how_well_new_pairs_find_each_other():
 
 @pytest.mark.parametrize(
     ("change", "message"),
-    [({"gamma_x": 0.0}, "gamma_x"), ({"ridge": -1.0}, "ridge"), ({"rigde": 1.0}, "rigde")],
+    [({"gamma_x": 0.0}, "gamma_x"), ({"ridge": -1.0}, "ridge"), ({"power": "1"}, "power")],
 )
 def test_options_out_of_range_are_named(change, message):
     with pytest.raises(checks.InputError, match=message):
-        kernels.choose(*pairs(20), **change)
+        teachers.kernel_cca(*pairs(20), **change)
 
 
 def test_more_directions_than_the_pairs_determine():

@@ -154,7 +154,7 @@ def test_tables_leave_the_other_draws_alone(dataset, prepared):
         np.testing.assert_array_equal(getattr(without, name), getattr(with_tables, name))
 
 
-class Recorder(training.Silent):
+class Recorder(training.Observer):
     def __init__(self):
         self.snapshots, self.losses = {}, []
 

@@ -44,6 +44,6 @@ def test_one_device_is_no_mesh():
 def test_rows_are_padded_and_trimmed():
     mesh = jax.make_mesh((1,), ("rows",), (jax.sharding.AxisType.Auto,))
     rows = np.arange(6.0, dtype=np.float32).reshape(3, 2)
-    split = sharding.SplitRows.place(rows.__getitem__, rows.shape, rows.dtype, mesh)
+    split = sharding.SplitRows.place(rows.__getitem__, rows.shape, mesh)
     np.testing.assert_array_equal(sharding.trim({"x": split, "n": 3})["x"], rows)
     np.testing.assert_array_equal(sharding.local(sharding.replicate(rows, mesh)), rows)

@@ -105,7 +105,7 @@ def test_a_network_finds_the_eigenvectors_of_the_graph(rng, shape, degrees):
         key=jax.random.key(0),
         report=lambda epoch, loss: losses.append(loss),
     )
-    found = sue.apply(network, rows) @ basis
+    found = sue.outputs(network, rows) @ basis
     np.testing.assert_allclose(found.T @ found / len(rows), np.eye(count), atol=1e-6)
     assert scipy.linalg.subspace_angles(found, vectors[:, :count]).max() < np.deg2rad(degrees)
     assert np.ptp(found[:, 0]) < 0.5 * np.ptp(found[:, -1]) or shape is clusters  # the constant

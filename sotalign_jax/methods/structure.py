@@ -21,7 +21,7 @@ _FLOOR = 1e-12
 
 @dataclasses.dataclass(frozen=True)
 class Structure(base.Objective):
-    """InfoNCE(f(A), g(B)) + lambda_t/2 [R(X, f(X)) + R(Y, g(Y))], R = `regularizer`.
+    """InfoNCE(f(A), g(B)) + lambda_t/2 [R(X, f(X)) + R(Y, g(Y))], R = `Structure.regularizer`.
 
     Attributes:
         weight: lambda, of the regulariser.
@@ -29,10 +29,10 @@ class Structure(base.Objective):
         tau: temperature of the regulariser and of InfoNCE.
         contrastive: "infonce", or "siglip" with the heads' own scale and bias.
         regularize_on: which rows X and Y are: the "pairs", the "unpaired" ones, or "all" of them.
-        levels: see `regularizer`, as for all options below.
-        js_form: "code" or "js".
-        level_weights: "none" or "inverse".
-        block_size: rows at a time, or None for whole matrices.
+        levels: powers of the neighbourhoods that are compared.
+        js_form: "code" or "js", see `Structure.regularizer`.
+        level_weights: "none", or "inverse": 1/l for level l.
+        block_size: rows at a time, or None for whole matrices, which powers need in any case.
     """
 
     grid: ClassVar[base.Grid] = {"weight": (0.1, 1.0, 10.0, 100.0, 1000.0), "warmup": (0, 500)}
@@ -56,21 +56,11 @@ class Structure(base.Objective):
         checks.choice("regularize_on", self.regularize_on, ("pairs", "all", "unpaired"))
         checks.at_least(0, weight=self.weight)
         checks.whole(0, warmup=self.warmup)
-        _check_options(**self._options())
-
-    def _options(self) -> dict[str, Any]:
-        names = ("tau", "levels", "js_form", "level_weights", "block_size")
-        return {name: getattr(self, name) for name in names}
-
-    def weight_at(self, step: Array | int) -> Float[Array, ""]:
-        """lambda_t.
-
-        >>> print(Structure(weight=10.0, warmup=500).weight_at(125))
-        2.5
-        """
-        if not self.warmup:
-            return jnp.float32(self.weight)
-        return self.weight * jnp.minimum(1.0, jnp.asarray(step, jnp.float32) / self.warmup)
+        checks.choice("js_form", self.js_form, ("code", "js"))
+        checks.choice("level_weights", self.level_weights, ("none", "inverse"))
+        checks.positive(tau=self.tau)
+        checks.whole(1, levels=self.levels)
+        checks.whole(1, or_none=True, block_size=self.block_size)
 
     def __call__(self, heads: Heads, batch: Batch, teacher: Any, memory: Any) -> base.Result:
         f, g = heads.x(batch.a), heads.y(batch.b)
@@ -84,75 +74,51 @@ class Structure(base.Objective):
             if self.regularize_on == "all":
                 unpaired = jax.tree.map(lambda *rows: jnp.concatenate(rows), (x, y), unpaired)
             x, y = unpaired
-        options = self._options()
-        change = 0.5 * (regularizer(*x, **options) + regularizer(*y, **options))
-        weight = self.weight_at(batch.step)
+        change = 0.5 * (self.regularizer(*x) + self.regularizer(*y))
+        weight = jnp.float32(self.weight)
+        if self.warmup:
+            weight *= jnp.minimum(1.0, batch.step / self.warmup)
         metrics = {self.contrastive: contrastive, "structure": change, "structure_weight": weight}
         return contrastive + weight * change, (metrics, memory)
 
+    def regularizer(
+        self, original: Float[Array, "n d"], aligned: Float[Array, "n e"]
+    ) -> Float[Array, ""]:
+        """How far neighbourhoods of samples after alignment are from those before.
 
-# --- the regulariser: what is similar within a modality stays similar after its head ---
+        E holds unit rows minus their mean; P = softmax_rows(E E^T / tau) of the original
+        embeddings, which get no gradient, Q of the aligned ones. With M = (P^l + Q^l)/2 at level l,
+        summed over entries,
 
+            D_l = 1/(2n) [KL(M || P^l) + KL(M || Q^l)]     ("code", as published: unbounded)
+            D_l = 1/(2n) [KL(P^l || M) + KL(Q^l || M)]     ("js", Jensen-Shannon: at most log 2)
 
-def regularizer(
-    original: Float[Array, "n d"],
-    aligned: Float[Array, "n e"],
-    *,
-    tau: float = 0.07,
-    levels: int = 1,
-    js_form: str = "code",
-    level_weights: str = "none",
-    block_size: int | None = None,
-) -> Float[Array, ""]:
-    """How far neighbourhoods after alignment are from those before, within one modality.
+        and the value is the mean over levels of w_l max(D_l, 0). In blocks of rows, value and
+        gradient (reverse mode only) take memory O(n (d + block_size)).
 
-    E holds unit rows minus their mean; P = softmax_rows(E E^T / tau) of the original embeddings,
-    Q of the aligned ones. With M = (P^l + Q^l)/2 at level l, summed over entries,
-
-        D_l = 1/(2n) [KL(M || P^l) + KL(M || Q^l)]     ("code", as published: unbounded)
-        D_l = 1/(2n) [KL(P^l || M) + KL(Q^l || M)]     ("js", Jensen-Shannon: at most log 2)
-
-    and the value is the mean over levels of w_l max(D_l, 0).
-
-    w_l is 1 ("none") or 1/l ("inverse"). `original` gets no gradient. With one level, `block_size`
-    rows exist at a time, in memory O(n (d + block_size)) for value and gradient (reverse mode
-    only); None keeps whole n x n matrices, which powers need in any case.
-
-    >>> original = jnp.array([[1.0, 0.0], [0.6, 0.8], [0.0, 1.0]])
-    >>> turned, merged = original[:, ::-1], jnp.ones((3, 1))
-    >>> print(*(f"{regularizer(original, aligned):.4f}" for aligned in (turned, merged)))
-    0.0000 1.0287
-    """
-    _check_options(tau, levels, js_form, level_weights, block_size)
-    if len(original) != len(aligned):
-        raise checks.InputError(
-            f"aligned: has {len(aligned)} rows but original has {len(original)}; "
-            "both must hold the same samples"
-        )
-    rows = _centred(jax.lax.stop_gradient(original)), _centred(aligned)
-    dtype = jnp.result_type(*rows)
-    x, z = (e.astype(dtype) for e in rows)
-    if levels == 1 and block_size is not None:
-        return jax.nn.relu(_streamed((tau, js_form, block_size), x, z)) / len(x)
-    p, q = _neighbours(x, x, tau), _neighbours(z, z, tau)
-    p_power, q_power, total = p, q, jnp.zeros((), dtype)
-    for level in range(1, levels + 1):
-        if level > 1:
-            p_power, q_power = affinity.dot(p_power, p), affinity.dot(q_power, q)
-        divergence = jax.nn.relu(jnp.sum(_divergence(p_power, q_power, js_form)) / len(x))
-        total += divergence / (level if level_weights == "inverse" else 1)
-    return total / levels
+        >>> original = jnp.array([[1.0, 0.0], [0.6, 0.8], [0.0, 1.0]])
+        >>> turned, merged = original[:, ::-1], jnp.ones((3, 1))
+        >>> print(*(f"{Structure().regularizer(original, z):.4f}" for z in (turned, merged)))
+        0.0000 1.0287
+        """
+        rows = _centred(jax.lax.stop_gradient(original)), _centred(aligned)
+        dtype = jnp.result_type(*rows)
+        x, z = (e.astype(dtype) for e in rows)
+        if self.levels == 1 and self.block_size is not None:
+            options = self.tau, self.js_form, self.block_size
+            return jax.nn.relu(_streamed(options, x, z)) / len(x)
+        p, q = _neighbours(x, x, self.tau), _neighbours(z, z, self.tau)
+        p_power, q_power, total = p, q, jnp.zeros((), dtype)
+        for level in range(1, self.levels + 1):
+            if level > 1:
+                p_power, q_power = affinity.dot(p_power, p), affinity.dot(q_power, q)
+            summed = jnp.sum(_divergence(p_power, q_power, self.js_form))
+            weight = level if self.level_weights == "inverse" else 1
+            total += jax.nn.relu(summed / len(x)) / weight
+        return total / self.levels
 
 
-def _check_options(
-    tau: float, levels: int, js_form: str, level_weights: str, block_size: int | None
-) -> None:
-    """Raises unless `regularizer` can use these options."""
-    checks.choice("js_form", js_form, ("code", "js"))
-    checks.choice("level_weights", level_weights, ("none", "inverse"))
-    checks.positive(tau=tau)
-    checks.whole(1, levels=levels)
-    checks.whole(1, or_none=True, block_size=block_size)
+# --- what is similar within a modality stays similar after its head ---
 
 
 def _centred(x: Array) -> Array:

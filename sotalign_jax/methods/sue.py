@@ -18,18 +18,18 @@ import optax
 from flax import nnx
 from jaxtyping import Array, Float
 
-from sotalign_jax import checks, data, teachers
+from sotalign_jax import checks, data, evaluation, teachers
 from sotalign_jax.heads import Dense, Head, Heads, Rows, TanhHead
 from sotalign_jax.methods import base
 from sotalign_jax.ot import affinity
 
 WIDTHS = (0.5, 1.0, 2.0)
 """Of the Gaussians in `mmd`, in units of the mean squared distance."""
-_CHUNK_ROWS = 8192
 
 Network = TypeVar("Network", bound=nnx.Module)
 Affine = tuple[np.ndarray, np.ndarray]
 Report = Callable[[int, float], None]
+outputs = functools.partial(evaluation.embed, unit=False)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -104,24 +104,24 @@ class SUE(base.Fitted):
             def report(before: int) -> Report:
                 return lambda epoch, loss: bar.metrics(before + epoch, {"loss": loss})
 
-            networks, bases = [], []
+            spectral = []
             for own, side_key, before in zip(rows, keys, (0, self.epochs), strict=True):
                 start, key = jax.random.split(side_key)
                 widths = own.shape[1], self.eigenvectors
                 fresh = TanhHead(*widths, hidden=self.hidden, rngs=nnx.Rngs(params=start))
-                network, basis = fit_spectral(fresh, own, self, key=key, report=report(before))
-                networks.append(network)
-                bases.append(basis)
-            outputs = [apply(network, own) for network, own in zip(networks, pairs, strict=True)]
-            affines = self.variates(outputs[0] @ bases[0], outputs[1] @ bases[1])
+                spectral.append(fit_spectral(fresh, own, self, key=key, report=report(before)))
+            sides = zip(spectral, pairs, strict=True)
+            affines = self.variates(
+                *(outputs(network, own) @ basis for (network, basis), own in sides)
+            )
             x, y = (
                 SUEHead(network, Dense.of(basis @ weight, bias))
-                for network, basis, (weight, bias) in zip(networks, bases, affines, strict=True)
+                for (network, basis), (weight, bias) in zip(spectral, affines, strict=True)
             )
             if self.mmd_epochs:
                 start, key = jax.random.split(key_mmd)
                 residual = Residual(self.dim, self.mmd_hidden, rngs=nnx.Rngs(params=start))
-                moved, hear = (apply(x, rows[0]), apply(y, rows[1])), report(2 * self.epochs)
+                moved, hear = (outputs(x, rows[0]), outputs(y, rows[1])), report(2 * self.epochs)
                 residual = refine(residual, *moved, self, key=key, report=hear)
                 x = SUEHead(x.network, x.linear, residual)
         return Heads(x, y)
@@ -202,18 +202,6 @@ class SUEHead(Head):
         last = None if residual is None else Residual(d_out, residual, rngs=rngs)
         inner = TanhHead(d_in, outputs, **network, rngs=rngs)
         return cls(inner, Dense(outputs, d_out, rngs=rngs), last)
-
-
-def apply(network: Head, rows: Rows) -> Float[np.ndarray, "n k"]:
-    """The network's outputs for any number of rows, in blocks."""
-    split = nnx.split(network)
-    starts = range(0, len(rows), _CHUNK_ROWS)
-    return np.concatenate([_outputs(split, rows[s : s + _CHUNK_ROWS]) for s in starts])
-
-
-@jax.jit
-def _outputs(network: Any, rows: Array) -> Array:
-    return nnx.merge(*network)(rows)
 
 
 # --- spectral networks ---
@@ -332,13 +320,13 @@ def fit_spectral(
         if rate <= 1e-8:  # too small to change anything
             break
     trained = nnx.merge(graphdef, state[0])
-    outputs = apply(trained, table).astype(np.float64)
-    triangle = np.linalg.qr(outputs, mode="r")
+    found = outputs(trained, table).astype(np.float64)
+    triangle = np.linalg.qr(found, mode="r")
     if np.linalg.matrix_rank(triangle) < len(triangle):
         raise FloatingPointError(
             "spectral network: its outputs depend on each other; lower learning_rate"
         )
-    transform = np.sqrt(len(outputs)) * np.linalg.inv(triangle)
+    transform = np.sqrt(len(found)) * np.linalg.inv(triangle)
     matrix = mean_rayleigh(state[0], jnp.asarray(transform, jnp.float32), table, key)
     _, vectors = np.linalg.eigh(np.asarray(matrix, np.float64))
     return trained, transform @ vectors

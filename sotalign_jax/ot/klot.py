@@ -330,8 +330,8 @@ _features = jax.jit(klot_of_features, static_argnums=0)
 # --- what users call ---------------------------------------------------------------------------
 
 
-class _Options(TypedDict, total=False):
-    """Options of every KLOT, for type checkers."""
+class _KlotOptions(TypedDict, total=False):
+    """For type checkers."""
 
     epsilon: Any
     epsilon_star: Any
@@ -339,9 +339,6 @@ class _Options(TypedDict, total=False):
     tolerance: Any
     max_iterations: int
     precision: jax.lax.PrecisionLike
-
-
-class _KlotOptions(_Options, total=False):
     log_a: ArrayLike | None
     log_b: ArrayLike | None
     init_v: tuple[ArrayLike, ArrayLike] | None
@@ -589,30 +586,6 @@ def klot_from_embeddings(
     arrays = sharding.vary_alike((features, settings))
     value, aux = reverse_only("klot_from_embeddings", lambda: _features(options, *arrays))
     return _returned(mass * value, aux, return_aux)
-
-
-@overload
-def klot_crossmodal(
-    f: ArrayLike,
-    g: ArrayLike,
-    f_star: ArrayLike,
-    g_star: ArrayLike,
-    *,
-    return_aux: Literal[False] = ...,
-    **options: Unpack[_Options],
-) -> Float[Array, ""]: ...
-
-
-@overload
-def klot_crossmodal(
-    f: ArrayLike,
-    g: ArrayLike,
-    f_star: ArrayLike,
-    g_star: ArrayLike,
-    *,
-    return_aux: Literal[True],
-    **options: Unpack[_Options],
-) -> tuple[Float[Array, ""], KlotAux]: ...
 
 
 def klot_crossmodal(

@@ -258,19 +258,18 @@ class SplitRows:
 
     @classmethod
     def place(
-        cls, read: Callable[[slice], np.ndarray], shape: tuple[int, ...], dtype: Any, mesh: Mesh
+        cls, read: Callable[[np.ndarray], np.ndarray], shape: tuple[int, ...], mesh: Mesh
     ) -> "SplitRows":
-        """Splits the rows that `read` returns; a process reads those of its own devices alone."""
+        """Splits the rows that `read` returns of their numbers, those of own devices alone.
+
+        The last one is repeated where devices would hold fewer.
+        """
         size, *width = shape
         padded = _padded(size, mesh)
 
         def part(index: tuple[slice, ...] | None) -> np.ndarray:
             assert index is not None
-            start, stop, _ = index[0].indices(padded)
-            rows = np.zeros((stop - start, *width), dtype)
-            if start < size:
-                rows[: size - start] = read(slice(start, min(stop, size)))
-            return rows
+            return read(np.minimum(np.arange(padded)[index[0]], size - 1))
 
         whole = jax.make_array_from_callback((padded, *width), split_rows(mesh), part)
         return cls(whole, size)

@@ -340,7 +340,7 @@ def solve_matrix(
         init_v=init_v,
     )
     # Only entries that have mass count, and log P <= 0 bounds how far below its row's top one is.
-    highest = sharding.pmax(_largest(scalings.u), axes) + _largest(scalings.v)
+    highest = sharding.pmax(_top(scalings.u), axes) + _top(scalings.v)
     exponent = jnp.minimum(widest / epsilon, NEGLIGIBLE + jnp.maximum(highest, 0.0))
     error = scalings.error + 0.5 * rounding(exponent, k.dtype)
     return top, scalings.measured(error, tolerance)
@@ -348,10 +348,6 @@ def solve_matrix(
 
 NEGLIGIBLE = 30.0
 """Entries below exp(-30) add nothing to a marginal error that float32 could hold."""
-
-
-def _largest(x: Array) -> Array:
-    return jnp.max(x, where=jnp.isfinite(x), initial=jnp.finfo(x.dtype).min)
 
 
 def reference(
