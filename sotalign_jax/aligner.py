@@ -104,9 +104,8 @@ class Aligner:
         direction="y_to_x" the queries are of the second modality and the gallery of the first.
         Among equal scores the lower row comes first. Scores are cosines; `calibrated` corrects
         them for rows that are close to everything, as `similarity` does, up to a constant of each
-        query (in an index of inner products, add a column of ones to the queries and one of
-        `Calibration.y` to the gallery). `chunk` queries are compared with as many rows of the
-        gallery at a time: the matrix of all scores never exists.
+        query (in a vector index: `calibration.with_bias`). `chunk` queries are compared with as
+        many rows of the gallery at a time: the matrix of all scores never exists.
 
         >>> aligner = Aligner(build_heads(4, 3, 2), {})
         >>> scores, indices = aligner.search(np.eye(4), np.eye(3), k=2)
@@ -114,6 +113,7 @@ class Aligner:
         ((4, 2), (4, 2))
         """
         checks.choice("direction", direction, ("x_to_y", "y_to_x"))
+        checks.whole(1, chunk=chunk)
         rows = checks.array("gallery", gallery)
         checks.within(len(rows), "rows in the gallery", k=k)
         forward = direction == "x_to_y"
@@ -388,15 +388,18 @@ def align(
     maps = None
     if features is not None:
         checks.choice("features", features, ("kernel",))
-        own = teacher == "kernel_cca" or isinstance(getattr(teacher, "map_x", None), KernelMap)
-        maps = _fit_teacher(teacher if own else "kernel_cca", dataset, dim=dim, seed=seed)
-        teacher = maps if own else teacher  # fitted once
+        if isinstance(teacher, teachers.LinearTeacher) and isinstance(teacher.map_x, KernelMap):
+            maps = teacher
+        else:
+            maps = _fit_teacher("kernel_cca", dataset, dim=dim, seed=seed)
     if isinstance(method, methods.Fitted):
         seen = dataset if maps is None else training.mapped(dataset, maps)
         made = method.fit(seen, seed=seed, progress=progress)
         made = made if maps is None else on_features(maps, made)
         return calibrated(made, dataset, info, epsilon=usual.calibration)
     assert isinstance(method, methods.Objective)
+    if maps is not None and teacher == "kernel_cca":
+        teacher = maps  # fitted once
     other = maps is not None and teacher is not maps  # whose directions features have not
     init = init or (usual.init if method.head == "linear" and not other else "random")
     checks.choice("init", init, ("teacher", "random"))

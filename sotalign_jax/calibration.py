@@ -97,6 +97,23 @@ def calibrate(
     return Calibration(f, g, plan.u, plan.v, jnp.asarray(epsilon, f.dtype))
 
 
+def with_bias(
+    queries: Float[ArrayLike, "q d"], keys: Float[ArrayLike, "k d"], bias: Float[ArrayLike, " k"]
+) -> tuple[np.ndarray, np.ndarray]:
+    """[q, 1] and [k, bias], for any index of inner products: [q, 1] . [k, bias] = q.k + bias.
+
+    A query's own potential moves all of its scores alike and is left out.
+
+    >>> queries, keys = with_bias(np.eye(2), np.eye(2), np.array([0.5, 0.0]))
+    >>> queries @ keys.T
+    array([[1.5, 0. ],
+           [0.5, 1. ]])
+    """
+    queries, keys, bias = np.asarray(queries), np.asarray(keys), np.asarray(bias)
+    ones = np.ones((len(queries), 1), queries.dtype)
+    return np.hstack([queries, ones]), np.hstack([keys, bias[:, None].astype(keys.dtype)])
+
+
 @jax.jit
 def _softmin(rows: Array, others: Array, scalings: Array, epsilon: Array) -> Array:
     logits = affinity.cosine(rows, others) / epsilon + scalings

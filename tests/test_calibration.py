@@ -60,7 +60,7 @@ def test_a_hub_loses_its_lead():
 def test_an_index_of_inner_products_ranks_as_the_scores_do():
     f, g = pools()
     fitted = calibration.calibrate(f, g)
-    queries, keys = np.hstack([f, np.ones((len(f), 1))]), np.hstack([g, fitted.y(g)[:, None]])
+    queries, keys = calibration.with_bias(f, g, fitted.y(g))
     difference = fitted.scores(f, g) - queries @ keys.T
     np.testing.assert_allclose(difference, difference[:, :1].repeat(len(g), axis=1), atol=1e-5)
 
