@@ -275,7 +275,10 @@ def _features_fwd(options: Options, features: Features, settings: Settings) -> A
             student, state = plan(kernel, _after(epsilon, before), settings.init_v)
         with jax.named_scope("student_products"):
             if options.both:
-                moved, of_star = kernel.transport(state, a, b, cosines, star=star)
+                less_star = functools.partial(kernel.transport, state, a, b, cosines, star=star)
+                whole = functools.partial(less_star, in_place=True)
+                branches = {"default": less_star, "cuda": whole, "tpu": whole}
+                moved, of_star = jax.lax.platform_dependent(**branches)
             else:
                 moved, _ = kernel.transport(state, a, b, cosines, minus=target)
                 of_star = target.rows, target.columns
