@@ -312,7 +312,7 @@ class Kernel(NamedTuple):
 
             def body(block: Block, carry: Any) -> Any:
                 sums, (rows_star, columns_star), kept = carry
-                fresh = None if kept is None else block.fresh[:, None]
+                fresh: Any = None if kept is None else block.fresh[:, None]
                 plan, moments = plan_of(state, block)
                 if star is not None:
                     before = star if kept is None else star._replace(matrix=kept)

@@ -276,9 +276,8 @@ def _features_fwd(options: Options, features: Features, settings: Settings) -> A
         with jax.named_scope("student_products"):
             if options.both:
                 less_star = functools.partial(kernel.transport, state, a, b, cosines, star=star)
-                whole = functools.partial(less_star, in_place=True)
-                branches = {"default": less_star, "cuda": whole, "tpu": whole}
-                moved, of_star = jax.lax.platform_dependent(**branches)
+                whole = functools.partial(less_star, in_place=True)  # a TPU keeps blocks on chip
+                moved, of_star = jax.lax.platform_dependent(default=less_star, cuda=whole)
             else:
                 moved, _ = kernel.transport(state, a, b, cosines, minus=target)
                 of_star = target.rows, target.columns
