@@ -36,6 +36,7 @@ MEANING = {
     "methods": "which to measure beside ours: a regular expression",
     "n": "rows per side",
     "n_pairs": "pairs in a batch",
+    "narrow": "count sweeps over an 8-bit copy of the kernel",
     "only": "number of the one problem to show in full",
     "pairs": "pairs in a batch",
     "passes_epsilon": "epsilon of the table against passes",

@@ -1,12 +1,16 @@
 """How fast Sinkhorn's marginal error falls: textbook, over-relaxed and ours.
 
     python -m benchmarks.convergence
+    python -m benchmarks.convergence --narrow --n 2048 4096 8192    # sweeps over the 8-bit copy
 
 First the error after 100 iterations against epsilon: textbook Sinkhorn, the paper's published code
 (which ends half a step later) and ours. Then the error against passes over K at one epsilon. A
-pass is one update of both scalings, which reads K (or its kernel) twice, whatever the solver.
+pass is one update of both scalings, which reads K (or its kernel) twice, whatever the solver. With
+--narrow, instead: how many sweeps a GPU or TPU makes over an 8-bit copy of the kernel and over the
+kernel itself, and how many over the kernel alone.
 """
 
+import collections
 import functools
 import pathlib
 from collections.abc import Sequence
@@ -21,7 +25,9 @@ from tqdm import tqdm
 from benchmarks import common
 from benchmarks.common import Problem
 from experiments import report as tables
+from sotalign_jax.ot.kernel import Cosines, Kernel
 from sotalign_jax.ot.sinkhorn import Plan, reference, sinkhorn
+from sotalign_jax.ot.solver import solve
 
 BUDGETS = (5, 10, 20, 30, 50, 75, 100, 150, 200, 300)
 SPARE_PASSES = 10
@@ -126,6 +132,46 @@ def against_passes(
     _curves(title, "passes over K", budgets, curves, stem)
 
 
+def count_sweeps(z: Array, w: Array, epsilon: float, tolerance: float, *, narrow: bool) -> Any:
+    """How often a solve on cosines sweeps over the narrow copy (True), and the kernel (False)."""
+    counts: collections.Counter[bool] = collections.Counter()
+
+    class Counted(Kernel):
+        def sweep(self, *args: Any, narrow: bool = False) -> tuple[Array, Array]:
+            jax.debug.callback(lambda: counts.update([narrow]))
+            return super().sweep(*args, narrow=narrow)
+
+    weights = -jnp.log(jnp.full(len(z), len(z), z.dtype))
+    limits: Any = {"epsilon": epsilon, "tolerance": tolerance, "max_iterations": 500}
+
+    def error(z: Array, w: Array) -> Array:
+        return solve(Counted(Cosines.of(z, w), narrow=narrow), weights, weights, **limits)[0].error
+
+    assert jax.jit(error)(z, w) <= tolerance
+    jax.effects_barrier()
+    return counts
+
+
+def over_narrow(
+    problem: Problem, sizes: Sequence[int], epsilon: float, tolerance: float, out: pathlib.Path
+) -> None:
+    """Mean sweeps of the teacher's plan, over as many batches of each size as there are rows."""
+    z, w = problem.features()[2:]
+    rows = []
+    for n in sizes:
+        batches = [(z[i : i + n], w[i : i + n]) for i in range(0, len(z) - n + 1, n)]
+        exact, narrow = (
+            [count_sweeps(*batch, epsilon, tolerance, narrow=narrow) for batch in batches]
+            for narrow in (False, True)
+        )
+        each = (exact, False), (narrow, True), (narrow, False)
+        means = [np.mean([count[kind] for count in counts]) for counts, kind in each]
+        rows.append([n, len(batches), *means])
+    headers = ["n", "batches", "over the kernel alone", "over the copy", "and over the kernel"]
+    title = f"Sweeps to {tolerance:g}, {problem.name}, epsilon {epsilon:g}"
+    common.report(title, tables.table(headers, rows, digits=1), out / f"sweeps_{problem.name}")
+
+
 def main(argv: Sequence[str] | None = None) -> None:
     """Both tables, for each kind of data."""
     args = common.options(
@@ -136,10 +182,16 @@ def main(argv: Sequence[str] | None = None) -> None:
         data=list(common.PROBLEMS),
         passes_epsilon=0.005,
         budgets=list(BUDGETS),
+        narrow=False,
+        tolerance=1e-4,
     )
     if args.quick:
         args.n, args.epsilon, args.budgets = [96], [0.05, 0.005], [10, 100]
     for name in args.data:
+        if args.narrow:
+            problem = common.problem(name, max(args.n), quick=args.quick)
+            over_narrow(problem, args.n, args.passes_epsilon, args.tolerance, args.out)
+            continue
         for n in args.n:
             problem = common.problem(name, n, quick=args.quick)
             against_epsilon(problem, args.epsilon, args.out)

@@ -74,6 +74,14 @@ def test_convergence(tmp_path, monkeypatch):
     assert len(_rows(tmp_path / "convergence_epsilon_random_n96.csv")) == 2
 
 
+def test_sweeps_over_a_narrow_copy_are_counted(tmp_path):
+    options = ["--narrow", "--quick", "--data", "random", "--passes_epsilon", "0.05"]
+    convergence.main([*options, f"--out={tmp_path}"])
+    (row,) = _rows(tmp_path / "sweeps_random.csv")
+    exact, narrow, also = (float(row[key]) for key in list(row)[2:])
+    assert exact > 0 and narrow > also >= 2  # one tells what the copy is off by, one decides
+
+
 def test_train_step(tmp_path):
     train_step.main(["--quick", "--methods", "Danskin$", "--out", str(tmp_path)])
     rows = _rows(tmp_path / "train_step.csv")

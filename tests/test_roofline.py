@@ -202,6 +202,15 @@ def test_every_part_of_the_step_is_found_under_its_name():
     assert parts["rest"].seconds < 0.05 * roofline.total(parts.values()).seconds
 
 
+def test_with_one_buffer_each_plan_is_multiplied_by_itself():
+    workload = roofline.Workload(64, 320, 512, 32, 48, 16, 24)
+    step = roofline.lower(workload, jax.devices()[:1], roofline.OneBuffer()).compile()
+    found = list(programs.Program(step.as_text()).kernels(roofline.trips(roofline.WITHOUT_COPY)))
+    parts = roofline.parts(found, roofline.DEVICES["a100"])
+    for name in ("teacher", "student"):
+        assert parts[f"{name}: products"].products == 2 * 2 * 512 * 320 * 16
+
+
 CONDITION = """
 %one (a: f32[8]) -> f32[8] {
   %a = f32[8]{0} parameter(0)

@@ -154,12 +154,14 @@ class Kernel(NamedTuple):
 
         def unfilled(kept: bool, dtype: Any) -> Array:
             shape = (n, len(q)) if kept else (0,)
-            return jax.lax.platform_dependent(
-                epsilon,
-                tpu=lambda x: sharding.vary_like(jax.lax.empty(shape, dtype), x),
-                # Not a constant, which XLA would keep and copy.
-                default=lambda x: jnp.full(shape, x.astype(dtype)),
-            )
+
+            def empty(x: Array) -> Array:
+                return sharding.vary_like(jax.lax.empty(shape, dtype), x)
+
+            def full(x: Array) -> Array:
+                return jnp.full(shape, x.astype(dtype))  # a constant XLA would keep and copy
+
+            return jax.lax.platform_dependent(epsilon, cuda=empty, tpu=empty, default=full)
 
         p = jnp.zeros(n, q.dtype)
         copies = unfilled(self.stored, q.dtype), unfilled(self.narrow, jnp.int8)
@@ -264,13 +266,15 @@ class Kernel(NamedTuple):
         features: Cosines,
         *,
         star: KernelState | None = None,
+        in_place: bool = False,
         minus: Products | None = None,
     ) -> tuple[Products, tuple[Array, Array]]:
         """Products of the plan with normalised features, and the marginals of `star`'s plan.
 
-        Less the plan of `star`, which is stored, too; or less the products in `minus`, in their
-        place. Each device sums over its own rows; `left` alone is the sum over all, of which it
-        keeps the rows that are its own.
+        Less the plan of `star`, which is stored, too; with `in_place` the difference takes the
+        place of its kernel and is multiplied as a whole, for no block of it is to be added to all
+        of `left`. Or less the products in `minus`, in their place. Each device sums over its own
+        rows; `left` alone is the sum over all, of which it keeps the rows that are its own.
         """
         height = len(features.g) // sharding.size(self.axes)
         start = Products(
@@ -284,8 +288,11 @@ class Kernel(NamedTuple):
             start = jax.tree.map(jnp.negative, minus)
         marginals = jnp.zeros_like(state.p), jnp.zeros_like(state.q)
 
-        def add(sums: Products, columns: Block | None = None) -> tuple[Products, Any]:
-            """With the products of all columns, or of a block of them."""
+        def add(sums: Products, columns: Block | None = None, kept: Array | None = None) -> Any:
+            """With the products of all columns, or of a block of them.
+
+            Or without products: P - P* is put in the place of P*'s kernel, which is `kept`.
+            """
 
             def of(x: Array, axis: int = 0) -> Array:
                 return x if columns is None else columns.of(x, axis)
@@ -304,36 +311,48 @@ class Kernel(NamedTuple):
                 return plan, jnp.where(plan > 0, plan * logs, 0.0)
 
             def body(block: Block, carry: Any) -> Any:
-                sums, (rows_star, columns_star) = carry
+                sums, (rows_star, columns_star), kept = carry
+                fresh: Any = None if kept is None else block.fresh[:, None]
                 plan, moments = plan_of(state, block)
                 if star is not None:
-                    plan_star, moments_star = plan_of(star, block)
+                    before = star if kept is None else star._replace(matrix=kept)
+                    plan_star, moments_star = plan_of(before, block)
                     rows_star = block.add(rows_star, jnp.sum(plan_star, axis=1))
                     columns_star = columns_star + jnp.sum(plan_star, axis=0)
                     plan, moments = plan - plan_star, moments - moments_star
-                scaled = plan * of(features.g_scale)[None, :]
-                masses = of(sums.columns) + jnp.sum(plan, axis=0)
-                left = affinity.dot(plan.T, features.left(block), features.precision)
-                sums = Products(
-                    block.add(sums.right, affinity.dot(scaled, of(features.g), features.precision)),
-                    sums.left + left,
-                    block.add(sums.rows, jnp.sum(plan, axis=1)),
-                    masses if columns is None else columns.put(sums.columns, masses),
-                    sums.log_moment + jnp.sum(moments),
+                if kept is not None:  # rows of an earlier block hold the difference already
+                    plan = jnp.where(fresh, plan, block.of(kept))
+                    kept = block.put(kept, plan)
+                else:
+                    scaled = plan * of(features.g_scale)[None, :]
+                    right = affinity.dot(scaled, of(features.g), features.precision)
+                    left = affinity.dot(plan.T, features.left(block), features.precision)
+                    sums = sums._replace(right=block.add(sums.right, right), left=sums.left + left)
+                masses = of(sums.columns) + jnp.sum(plan, axis=0, where=fresh)
+                sums = sums._replace(
+                    rows=block.add(sums.rows, jnp.sum(plan, axis=1, where=fresh)),
+                    columns=masses if columns is None else columns.put(sums.columns, masses),
+                    log_moment=sums.log_moment + jnp.sum(moments),
                 )
-                return sums, (rows_star, columns_star)
+                return sums, (rows_star, columns_star), kept
 
             # Each block reads and writes all of `left`: larger ones of a large problem save bytes.
             large = self.stored and self.affinity.height >= 40 * blocks.BUILD_ROWS
             factor = (2 if large else 1) if columns is None else sharding.size(self.axes)
-            return self._over_rows(body, (sums, marginals), factor)
+            return self._over_rows(body, (sums, marginals, kept), factor)
 
+        if in_place and star is not None:
+            sums, of_star, plan = add(start, kept=star.matrix)
+            f, g = features.f * features.f_scale[:, None], features.g * features.g_scale[:, None]
+            right = affinity.dot(plan, g, features.precision)
+            left = affinity.dot(plan.T, f, features.precision)
+            return sums._replace(right=right, left=left), of_star
         if not self.axes:
-            return add(start)
+            return add(start)[:2]
 
         def of_columns(k: Any, sums: Products) -> tuple[Array, Products]:
             columns = Block(k * height, height, jnp.ones(height, bool))
-            sums, _ = add(sums._replace(left=jnp.zeros_like(start.left)), columns)
+            sums, *_ = add(sums._replace(left=jnp.zeros_like(start.left)), columns)
             return sums.left, sums
 
         left, sums = sharding.psum_ring(of_columns, start.left, start, self.axes)

@@ -275,7 +275,9 @@ def _features_fwd(options: Options, features: Features, settings: Settings) -> A
             student, state = plan(kernel, _after(epsilon, before), settings.init_v)
         with jax.named_scope("student_products"):
             if options.both:
-                moved, of_star = kernel.transport(state, a, b, cosines, star=star)
+                less_star = functools.partial(kernel.transport, state, a, b, cosines, star=star)
+                whole = functools.partial(less_star, in_place=True)  # a TPU keeps blocks on chip
+                moved, of_star = jax.lax.platform_dependent(default=less_star, cuda=whole)
             else:
                 moved, _ = kernel.transport(state, a, b, cosines, minus=target)
                 of_star = target.rows, target.columns
