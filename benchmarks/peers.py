@@ -15,6 +15,7 @@ import jax.numpy as jnp
 from jaxtyping import Array
 
 from sotalign_jax import checks, klot, klot_from_embeddings
+from sotalign_jax.ot import affinity
 
 try:
     from ott.geometry import geometry
@@ -95,7 +96,7 @@ def plain_step(k: Array, epsilon: float, uv: tuple[Array, Array]) -> tuple[Array
     return u.astype(k.dtype), v.astype(k.dtype)
 
 
-@functools.partial(jax.jit, static_argnums=(1, 2))
+@functools.partial(jax.jit, static_argnums=1)
 def plain_to_tolerance(k: Array, epsilon: float, limit: int, tolerance: float) -> Scaling:
     """Textbook Sinkhorn until the marginal error is at most `tolerance`."""
     n, m = k.shape
@@ -140,34 +141,29 @@ def unrolled(target: Target, *, checkpoint: bool) -> Callable[..., Any]:
 # ------------------------------------------------------------------------------------ ott-jax
 
 
-def ott_solve(k: Array, epsilon: float, tolerance: float, limit: int, **options: Any) -> Any:
-    """ott-jax's solution for the affinity K.
+def _ott(k: Array, epsilon: float, tolerance: float, limit: int, **options: Any) -> Any:
+    """ott-jax's solution for the affinity K, and its scalings.
 
     `min_iterations=0` matters: when it equals `max_iterations`, ott-jax differentiates another
     loop, and the gradient of what is not the cost is wrong.
     """
-    return linear.solve(
+    out: Any = linear.solve(
         geometry.Geometry(cost_matrix=-k, epsilon=epsilon),
         threshold=tolerance,
         min_iterations=0,
         max_iterations=limit,
         **options,
     )
-
-
-def _ott_scaling(out: Any, epsilon: float) -> Scaling:
-    return Scaling(out.f / epsilon, out.g / epsilon, out.n_iters)
+    return out, Scaling(out.f / epsilon, out.g / epsilon, out.n_iters)
 
 
 def ott_through_plan(target: Target, **options: Any) -> Callable[..., Any]:
     """KL(P* || P) as written, its gradient through ott-jax's potentials."""
+    epsilon, epsilon_star, tolerance, most, most_star = target
 
     def loss(k: Array, k_star: Array) -> Any:
-        constant = jax.lax.stop_gradient(k_star)
-        settings = target.epsilon_star, target.tolerance, target.teacher
-        teacher = _ott_scaling(ott_solve(constant, *settings), target.epsilon_star)
-        out = ott_solve(k, target.epsilon, target.tolerance, target.student, **options)
-        student = _ott_scaling(out, target.epsilon)
+        _, teacher = _ott(jax.lax.stop_gradient(k_star), epsilon_star, tolerance, most_star)
+        _, student = _ott(k, epsilon, tolerance, most, **options)
         return _kl(k, k_star, student, teacher, target), (student, teacher)
 
     return loss
@@ -175,17 +171,16 @@ def ott_through_plan(target: Target, **options: Any) -> Callable[..., Any]:
 
 def ott_danskin(target: Target, **options: Any) -> Callable[..., Any]:
     """-(<P*, K> + W_eps(K))/eps, which is KLOT up to a constant: no solver is differentiated."""
+    epsilon, epsilon_star, tolerance, most, most_star = target
 
     def loss(k: Array, k_star: Array) -> Any:
-        constant = jax.lax.stop_gradient(k_star)
-        goal = target.epsilon_star, target.tolerance, target.teacher
+        k_star = jax.lax.stop_gradient(k_star)
         with jax.named_scope("teacher_plan"), jax.named_scope("sweeps"):
-            plan = ott_solve(constant, *goal, **options)
+            plan, teacher = _ott(k_star, epsilon_star, tolerance, most_star, **options)
         with jax.named_scope("student_plan"), jax.named_scope("sweeps"):
-            out = ott_solve(k, target.epsilon, target.tolerance, target.student, **options)
-        moved = jnp.vdot(plan.matrix, k)
-        scalings = _ott_scaling(out, target.epsilon), _ott_scaling(plan, target.epsilon_star)
-        return -(moved + out.reg_ot_cost) / target.epsilon, jax.lax.stop_gradient(scalings)
+            out, student = _ott(k, epsilon, tolerance, most, **options)
+        value = -(jnp.vdot(plan.matrix, k) + out.reg_ot_cost) / epsilon
+        return value, jax.lax.stop_gradient((student, teacher))
 
     return loss
 
@@ -198,29 +193,37 @@ def _tighter(target: Target) -> Callable[..., Any]:
     return ours(target._replace(tolerance=target.tolerance / 10))
 
 
-def _ours_of_features(name: str, **options: Any) -> Arm:
-    make = functools.partial(ours, function=klot_from_embeddings, **options)
-    return Arm(name, make, from_features=True, textbook=False)
-
-
-def _through_plan(name: str, how: Any, **options: Any) -> Arm:
-    return Arm(name, functools.partial(ott_through_plan, implicit_diff=how), **options)
+def _of_cosines(target: Target) -> Callable[..., Any]:
+    loss = ours(target)
+    return lambda f, g, z, w: loss(affinity.cosine(f, g), affinity.cosine(z, w))
 
 
 OURS = Arm("ours, from K", ours, textbook=False)
 OURS_TIGHTER = Arm("ours, a tenth of the error", _tighter, textbook=False)
+OURS_OF_COSINES = Arm("ours, from K of features", _of_cosines, from_features=True, textbook=False)
 DANSKIN = Arm("ott-jax Danskin", ott_danskin)
 DANSKIN_MOMENTUM = Arm(
     "ott-jax Danskin + momentum", functools.partial(ott_danskin, momentum=MOMENTUM)
 )
+_FEATURES = functools.partial(ours, function=klot_from_embeddings)
+_IMPLICIT = implicit_differentiation.ImplicitDiff()
 ARMS = (
     OURS,
-    _ours_of_features("ours, from features"),
-    _ours_of_features("ours, streamed", block_size=256),
+    Arm("ours, from features", _FEATURES, from_features=True, textbook=False),
+    Arm(
+        "ours, streamed",
+        functools.partial(_FEATURES, block_size=256),
+        from_features=True,
+        textbook=False,
+    ),
     Arm("unrolled scan", functools.partial(unrolled, checkpoint=False), unrolled=True),
     Arm("checkpointed scan", functools.partial(unrolled, checkpoint=True), unrolled=True),
-    _through_plan("ott-jax unrolled", None, unrolled=True),
-    _through_plan("ott-jax implicit", implicit_differentiation.ImplicitDiff()),
+    Arm(
+        "ott-jax unrolled",
+        functools.partial(ott_through_plan, implicit_diff=None),
+        unrolled=True,
+    ),
+    Arm("ott-jax implicit", functools.partial(ott_through_plan, implicit_diff=_IMPLICIT)),
     DANSKIN,
     DANSKIN_MOMENTUM,
 )
