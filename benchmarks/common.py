@@ -25,7 +25,7 @@ RESULTS = pathlib.Path(__file__).parent / "results"
 QUICK = pathlib.Path("runs") / "benchmarks"
 MEBIBYTE = 2**20
 MEANING = {
-    "arms": "which to measure beside ours: a regular expression (roofline: names)",
+    "arms": "which to measure beside ours: a regular expression",
     "block_size": "rows of a block, for streamed kernels; stored ones by default",
     "budgets": "numbers of passes over K",
     "data": "what to measure on",
@@ -33,9 +33,7 @@ MEANING = {
     "dim": "width of the heads",
     "epsilon": "regularisations; gradient's headline takes the student's and the teacher's",
     "max_iterations": "most iterations of any solver",
-    "methods": "which to measure beside ours: a regular expression",
     "n": "rows per side",
-    "n_pairs": "pairs in a batch",
     "only": "number of the one problem to show in full",
     "pairs": "pairs in a batch",
     "problems": "how many problems to draw",

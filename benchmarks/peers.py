@@ -115,25 +115,27 @@ def plain_to_tolerance(k: Array, epsilon: float, limit: int, tolerance: float) -
     return Scaling(u, v, iterations)
 
 
-def _kl(k: Array, k_star: Array, student: Scaling, teacher: Scaling, target: Target) -> Array:
-    log_p = k / target.epsilon + student.u[:, None] + student.v
-    log_p_star = k_star / target.epsilon_star + teacher.u[:, None] + teacher.v
-    p_star = jax.lax.stop_gradient(jnp.exp(log_p_star))
-    return jnp.sum(p_star * (jax.lax.stop_gradient(log_p_star) - log_p))
+def unrolled(
+    k: Array, epsilon: float, tolerance: float, iterations: int, *, wrap: Any = lambda step: step
+) -> Scaling:
+    """So many textbook iterations, whatever the tolerance."""
+    step = wrap(functools.partial(plain_step, k, epsilon))
+    start = (jnp.zeros(len(k), k.dtype), jnp.zeros(k.shape[1], k.dtype))
+    (u, v), _ = jax.lax.scan(lambda uv, _: (step(uv), None), start, length=iterations)
+    return Scaling(u, v, iterations)
 
 
-def unrolled(target: Target, *, checkpoint: bool) -> Callable[..., Any]:
-    def solve(k: Array, epsilon: float, iterations: int) -> Scaling:
-        step = functools.partial(plain_step, k, epsilon)
-        body = jax.checkpoint(step) if checkpoint else step
-        start = (jnp.zeros(len(k), k.dtype), jnp.zeros(k.shape[1], k.dtype))
-        (u, v), _ = jax.lax.scan(lambda uv, _: (body(uv), None), start, length=iterations)
-        return Scaling(u, v, iterations)
+def through_plan(target: Target, *, solve: Callable[..., Scaling]) -> Callable[..., Any]:
+    """KL(P* || P) as written, its gradient through the solver of the student's plan."""
+    epsilon, epsilon_star, tolerance, most, most_star = target
 
     def loss(k: Array, k_star: Array) -> Any:
-        student = solve(k, target.epsilon, target.student)
-        teacher = solve(jax.lax.stop_gradient(k_star), target.epsilon_star, target.teacher)
-        return _kl(k, k_star, student, teacher, target), (student, teacher)
+        k_star = jax.lax.stop_gradient(k_star)
+        student = solve(k, epsilon, tolerance, most)
+        teacher = solve(k_star, epsilon_star, tolerance, most_star)
+        log_p = k / epsilon + student.u[:, None] + student.v
+        log_p_star = k_star / epsilon_star + teacher.u[:, None] + teacher.v
+        return jnp.sum(jnp.exp(log_p_star) * (log_p_star - log_p)), (student, teacher)
 
     return loss
 
@@ -155,18 +157,6 @@ def _ott(k: Array, epsilon: float, tolerance: float, limit: int, **options: Any)
         **options,
     )
     return out, Scaling(out.f / epsilon, out.g / epsilon, out.n_iters)
-
-
-def ott_through_plan(target: Target, **options: Any) -> Callable[..., Any]:
-    """KL(P* || P) as written, its gradient through ott-jax's potentials."""
-    epsilon, epsilon_star, tolerance, most, most_star = target
-
-    def loss(k: Array, k_star: Array) -> Any:
-        _, teacher = _ott(jax.lax.stop_gradient(k_star), epsilon_star, tolerance, most_star)
-        _, student = _ott(k, epsilon, tolerance, most, **options)
-        return _kl(k, k_star, student, teacher, target), (student, teacher)
-
-    return loss
 
 
 def ott_danskin(target: Target, **options: Any) -> Callable[..., Any]:
@@ -198,6 +188,19 @@ def _of_cosines(target: Target) -> Callable[..., Any]:
     return lambda f, g, z, w: loss(affinity.cosine(f, g), affinity.cosine(z, w))
 
 
+def _of_features(name: str, **options: Any) -> Arm:
+    make = functools.partial(ours, function=klot_from_embeddings, **options)
+    return Arm(name, make, from_features=True, textbook=False)
+
+
+def _through_plan(name: str, solve: Callable[..., Scaling], unrolled: bool = True) -> Arm:
+    return Arm(name, functools.partial(through_plan, solve=solve), unrolled=unrolled)
+
+
+def _through_ott(name: str, how: Any) -> Arm:
+    return _through_plan(name, lambda *goal: _ott(*goal, implicit_diff=how)[1], how is None)
+
+
 OURS = Arm("ours, from K", ours, textbook=False)
 OURS_TIGHTER = Arm("ours, a tenth of the error", _tighter, textbook=False)
 OURS_OF_COSINES = Arm("ours, from K of features", _of_cosines, from_features=True, textbook=False)
@@ -205,25 +208,14 @@ DANSKIN = Arm("ott-jax Danskin", ott_danskin)
 DANSKIN_MOMENTUM = Arm(
     "ott-jax Danskin + momentum", functools.partial(ott_danskin, momentum=MOMENTUM)
 )
-_FEATURES = functools.partial(ours, function=klot_from_embeddings)
-_IMPLICIT = implicit_differentiation.ImplicitDiff()
 ARMS = (
     OURS,
-    Arm("ours, from features", _FEATURES, from_features=True, textbook=False),
-    Arm(
-        "ours, streamed",
-        functools.partial(_FEATURES, block_size=256),
-        from_features=True,
-        textbook=False,
-    ),
-    Arm("unrolled scan", functools.partial(unrolled, checkpoint=False), unrolled=True),
-    Arm("checkpointed scan", functools.partial(unrolled, checkpoint=True), unrolled=True),
-    Arm(
-        "ott-jax unrolled",
-        functools.partial(ott_through_plan, implicit_diff=None),
-        unrolled=True,
-    ),
-    Arm("ott-jax implicit", functools.partial(ott_through_plan, implicit_diff=_IMPLICIT)),
+    _of_features("ours, from features"),
+    _of_features("ours, streamed", block_size=256),
+    _through_plan("unrolled scan", unrolled),
+    _through_plan("checkpointed scan", functools.partial(unrolled, wrap=jax.checkpoint)),
+    _through_ott("ott-jax unrolled", None),
+    _through_ott("ott-jax implicit", implicit_differentiation.ImplicitDiff()),
     DANSKIN,
     DANSKIN_MOMENTUM,
 )
