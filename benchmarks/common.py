@@ -25,7 +25,7 @@ RESULTS = pathlib.Path(__file__).parent / "results"
 QUICK = pathlib.Path("runs") / "benchmarks"
 MEBIBYTE = 2**20
 MEANING = {
-    "arms": "which to measure beside ours: a regular expression",
+    "arms": "which to measure beside ours: a regular expression (roofline: names)",
     "block_size": "rows of a block, for streamed kernels; stored ones by default",
     "budgets": "numbers of passes over K",
     "data": "what to measure on",

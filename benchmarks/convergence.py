@@ -8,6 +8,7 @@ both scalings, which reads K (or its kernel) twice, whatever the solver.
 """
 
 import functools
+import pathlib
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -18,6 +19,7 @@ from jaxtyping import Array
 from tqdm import tqdm
 
 from benchmarks import common
+from benchmarks.common import Problem
 from experiments import report as tables
 from sotalign_jax.ot.sinkhorn import Plan, reference, sinkhorn
 
@@ -78,38 +80,49 @@ SOLVERS: dict[str, Callable[[Array, float, int], float]] = {
 }
 
 
-def main(argv: Sequence[str] | None = None) -> None:
+def compare(
+    problem: Problem, epsilons: Sequence[float], budgets: Sequence[int], out: pathlib.Path
+) -> None:
     """Both tables and their curves, on the teacher's affinity."""
-    args = common.options(
-        __doc__,
-        argv,
-        n=2048,
-        epsilon=[0.1, 0.05, 0.02, 0.01, 0.005, 0.002, 0.001],
-        budgets=[10, 20, 30, 50, 100, 200],
-        data=common.DATA,
-    )
-    if args.quick:
-        args.n, args.epsilon, args.budgets = 96, [0.05, 0.005], [10, 100]
-    k = common.problem(args.data, args.n, quick=args.quick).affinities()[1]
-    epsilons = f"after {PASSES} passes over K", args.epsilon, [(x, PASSES) for x in args.epsilon]
-    passes = f"at epsilon {EPSILON:g}", args.budgets, [(EPSILON, x) for x in args.budgets]
-    for label, (what, points, settings) in {"epsilon": epsilons, "passes": passes}.items():
+    k = problem.affinities()[1]
+    against = {
+        "epsilon": (f"after {PASSES} passes over K", epsilons, [(x, PASSES) for x in epsilons]),
+        "passes": (f"at epsilon {EPSILON:g}", budgets, [(EPSILON, x) for x in budgets]),
+    }
+    for label, (what, points, settings) in against.items():
         errors = [
             [solver(k, *setting) for solver in SOLVERS.values()]
             for setting in tqdm(settings, desc=label, leave=False)
         ]
         cells = [[f"{error:.1e}" for error in row] for row in errors]
         rows = [[f"{point:g}", *row] for point, row in zip(points, cells, strict=True)]
-        title = f"Marginal error {what}, {args.data}, n={args.n}"
-        stem = args.out / f"convergence_{label}_{args.data}_n{args.n}"
+        title = f"Marginal error {what}, {problem.name}, n={len(k)}"
+        stem = out / f"convergence_{label}_{problem.name}_n{len(k)}"
         common.report(title, tables.table([label, *SOLVERS], rows), stem)
         with common.figure(stem) as (ax,):
             curves = np.transpose(np.where(np.isfinite(errors), errors, np.nan))
             for name, curve in zip(SOLVERS, curves, strict=True):
                 ax.loglog(points, curve, "o-" if name == "ours" else "--", label=name)
-            ax.set(xlabel=label, ylabel="marginal error (L1)", ylim=(None, 3))
+            ax.set(xlabel=label, ylabel="marginal error (L1)", ylim=(1e-7, 3))
             ax.set_title(title, fontsize=9)
             ax.legend(frameon=False)
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Both tables for every number of rows."""
+    args = common.options(
+        __doc__,
+        argv,
+        n=[2048],
+        epsilon=[0.1, 0.05, 0.02, 0.01, 0.005, 0.002, 0.001],
+        budgets=[10, 20, 30, 50, 100, 200],
+        data=common.DATA,
+    )
+    if args.quick:
+        args.n, args.epsilon, args.budgets = [96], [0.05, 0.005], [10, 100]
+    for n in args.n:
+        problem = common.problem(args.data, n, quick=args.quick)
+        compare(problem, args.epsilon, args.budgets, args.out)
 
 
 if __name__ == "__main__":

@@ -161,7 +161,7 @@ def draw(arms: Sequence[Arm], rows: Sequence[Row], stem: Any) -> None:
         names = ("temporary memory (MiB)", "loss + gradient (s)", "iterations, both plans")
         for ax, name in zip(axes, names, strict=True):
             ax.set(xscale="log", yscale="log", xlabel="epsilon", ylabel=name)
-        axes[0].legend(frameon=False, fontsize=6)
+        axes[2].legend(frameon=False, fontsize=6)
 
 
 def main(argv: Sequence[str] | None = None) -> None:

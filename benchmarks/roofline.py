@@ -436,15 +436,18 @@ def _target(args: Any) -> None:
     name, device = args.target, DEVICES[args.target]
     workload = Workload(args.pairs, args.unpaired, block_size=args.block_size)
     stem = args.out / f"roofline-{name}"
-    arms: dict[str, Any] = {"ours": (None, ITERATIONS)}
-    if re.search(args.arms, "published"):
-        arms["published"] = Published(), {}
-    if re.search(args.arms, "ott-jax"):
+    known: dict[str, Any] = {
+        "ours": (methods.SOTAlign(block_size=args.block_size), ITERATIONS),
+        "published": (Published(), {}),
+    }
+    if "ott-jax" in args.arms:
         from benchmarks import train_step  # needs ott-jax
 
-        arms["ott-jax"] = train_step.OttSOTAlign(momentum=True), OTT_ITERATIONS
+        known["ott-jax"] = train_step.OttSOTAlign(momentum=True), OTT_ITERATIONS
     rows: list[list[Any]] = []
-    for label, (method, iterations) in arms.items():
+    for label in args.arms:
+        checks.choice("arms", label, tuple(known))
+        method, iterations = known[label]
         print(f"compiling for {name}: {label} ...", flush=True)
         step = compile_step(name, 1, workload, method)
         found = parts(step.program.kernels(trips(iterations)), device)
@@ -557,7 +560,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         unpaired=22_768,
         pairs=10_000,
         block_size=int,
-        arms="",
+        arms=["ours", "published", "ott-jax"],
     )
     if not args.target:
         raise checks.InputError(f"target: is not set; pass one of {', '.join(DEVICES)}, cpu")
