@@ -144,19 +144,22 @@ def through_plan(target: Target, *, solve: Callable[..., Scaling]) -> Callable[.
 
 
 def _ott(k: Array, epsilon: float, tolerance: float, limit: int, **options: Any) -> Any:
-    """ott-jax's solution for the affinity K, and its scalings.
+    """ott-jax's solution for the affinity K.
 
     `min_iterations=0` matters: when it equals `max_iterations`, ott-jax differentiates another
     loop, and the gradient of what is not the cost is wrong.
     """
-    out: Any = linear.solve(
+    return linear.solve(
         geometry.Geometry(cost_matrix=-k, epsilon=epsilon),
         threshold=tolerance,
         min_iterations=0,
         max_iterations=limit,
         **options,
     )
-    return out, Scaling(out.f / epsilon, out.g / epsilon, out.n_iters)
+
+
+def _scaling(out: Any, epsilon: float) -> Scaling:
+    return Scaling(out.f / epsilon, out.g / epsilon, out.n_iters)
 
 
 def ott_danskin(target: Target, **options: Any) -> Callable[..., Any]:
@@ -166,11 +169,12 @@ def ott_danskin(target: Target, **options: Any) -> Callable[..., Any]:
     def loss(k: Array, k_star: Array) -> Any:
         k_star = jax.lax.stop_gradient(k_star)
         with jax.named_scope("teacher_plan"), jax.named_scope("sweeps"):
-            plan, teacher = _ott(k_star, epsilon_star, tolerance, most_star, **options)
+            plan = _ott(k_star, epsilon_star, tolerance, most_star, **options)
         with jax.named_scope("student_plan"), jax.named_scope("sweeps"):
-            out, student = _ott(k, epsilon, tolerance, most, **options)
+            out = _ott(k, epsilon, tolerance, most, **options)
         value = -(jnp.vdot(plan.matrix, k) + out.reg_ot_cost) / epsilon
-        return value, jax.lax.stop_gradient((student, teacher))
+        scalings = _scaling(out, epsilon), _scaling(plan, epsilon_star)
+        return value, jax.lax.stop_gradient(scalings)
 
     return loss
 
@@ -198,7 +202,10 @@ def _through_plan(name: str, solve: Callable[..., Scaling], unrolled: bool = Tru
 
 
 def _through_ott(name: str, how: Any) -> Arm:
-    return _through_plan(name, lambda *goal: _ott(*goal, implicit_diff=how)[1], how is None)
+    def solve(k: Array, epsilon: float, *goal: Any) -> Scaling:
+        return _scaling(_ott(k, epsilon, *goal, implicit_diff=how), epsilon)
+
+    return _through_plan(name, solve, how is None)
 
 
 OURS = Arm("ours, from K", ours, textbook=False)
