@@ -1,12 +1,13 @@
 """What the benchmarks share: problems to measure on, clocks, and where results go."""
 
 import argparse
+import contextlib
 import os
 import pathlib
 import platform
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -31,15 +32,11 @@ MEANING = {
     "devices": "how many devices share the step",
     "dim": "width of the heads",
     "epsilon": "regularisations; gradient's headline takes the student's and the teacher's",
-    "iterations": "a fixed number, instead of as many as --tolerance takes",
     "max_iterations": "most iterations of any solver",
-    "methods": "which to measure beside ours: a regular expression",
     "n": "rows per side",
-    "n_pairs": "pairs in a batch",
     "narrow": "count sweeps over an 8-bit copy of the kernel",
     "only": "number of the one problem to show in full",
     "pairs": "pairs in a batch",
-    "passes_epsilon": "epsilon of the table against passes",
     "problems": "how many problems to draw",
     "repeats": "how often each is timed",
     "seed": "decides which problems are drawn",
@@ -47,9 +44,8 @@ MEANING = {
     "sweep": "every arm against epsilon",
     "target": "the device to compile for, or cpu to measure this machine",
     "time_limit": "seconds after which an arm is too slow to time",
-    "tolerance": "marginal error to reach (default: 1e-3, or 1e-6 with --sweep)",
+    "tolerance": "marginal error to reach",
     "unpaired": "unpaired rows per side in a batch",
-    "x64": "compute in float64",
 }
 """What the flags of all benchmarks mean."""
 
@@ -82,48 +78,43 @@ def _unit(x: Any) -> np.ndarray:
     return x / np.linalg.norm(x, axis=1, keepdims=True)
 
 
-def random_problem(n: int, *, dim: int = 64, seed: int = 0) -> Problem:
+def random_problem(n: int) -> Problem:
     """Anisotropic Gaussian features around a common mean, the two sides drawn independently.
 
     Encoders' embeddings are anisotropic too, and unpaired samples have no true partner. Isotropic
     features in many dimensions, or noisy copies, would be easy: their plan is flat or saturated.
     """
-    rng = np.random.default_rng(seed)
-    scales = np.arange(1, dim + 1) ** -0.5
+    rng = np.random.default_rng(0)
+    scales = np.arange(1, 65) ** -0.5
 
     def pair() -> tuple[np.ndarray, np.ndarray]:
-        mean = 0.5 * scales * rng.standard_normal(dim)
-        first, second = (mean + scales * rng.standard_normal((n, dim)) for _ in range(2))
+        mean = 0.5 * scales * rng.standard_normal(64)
+        first, second = (mean + scales * rng.standard_normal((n, 64)) for _ in range(2))
         return _unit(first), _unit(second)
 
     return Problem("random", *pair(), *pair())
 
 
-def photos_problem(n: int, *, n_pairs: int = 1000, seed: int = 0) -> Problem:
+def photos_problem(n: int, n_pairs: int = 1000) -> Problem:
     """Unpaired COCO photographs and captions: CCA teacher, briefly trained contrastive student."""
-    rows = photos.dataset("coco", n_pairs=n_pairs, seed=seed, test=False)
+    rows = photos.dataset("coco", n_pairs=n_pairs, test=False)
     if n > min(len(rows.pool_x), len(rows.pool_y)):
         raise checks.InputError(
             f"n: is {n} but there are {len(rows.pool_x)} unpaired photographs; use --data=random"
         )
     teacher = teachers.cca(rows.pairs_x, rows.pairs_y)
-    student = training.contrastive(
-        rows.pairs_x, rows.pairs_y, dim=128, steps=60, learning_rate=1e-3, seed=seed
-    )
+    options: Any = {"dim": 128, "steps": 60, "learning_rate": 1e-3}
+    student = training.contrastive(rows.pairs_x, rows.pairs_y, **options)
     x, y = rows.pool_x[:n], rows.pool_y[:n]
     return Problem("photos", *map(_unit, (student.x(x), student.y(y), teacher.x(x), teacher.y(y))))
 
 
-PROBLEMS: dict[str, Callable[..., Problem]] = {
-    "photos": photos_problem,
-    "random": random_problem,
-}
+DATA = ("photos", "random")
 
 
 def problem(name: str, n: int, *, quick: bool = False) -> Problem:
-    """The problem of that name; `quick` fits its maps on few pairs."""
-    checks.choice("data", name, tuple(PROBLEMS))
-    return photos_problem(n, n_pairs=100) if quick and name == "photos" else PROBLEMS[name](n)
+    """One of `DATA`; `quick` fits the maps of photographs on few pairs."""
+    return random_problem(n) if name == "random" else photos_problem(n, 100 if quick else 1000)
 
 
 def marginal_error(k: Array, u: Array, v: Array, epsilon: float) -> float:
@@ -198,20 +189,21 @@ def machine() -> str:
     )
 
 
+class _Help(argparse.RawDescriptionHelpFormatter, argparse.ArgumentDefaultsHelpFormatter):
+    pass
+
+
 def options(doc: str | None, argv: Sequence[str] | None, **defaults: Any) -> argparse.Namespace:
     """Flags by their defaults: False is a switch, a list takes several, a tuple offers a choice.
 
     A type stands for a flag without a default. What is --quick is not kept beside the results.
 
-    >>> options("", ["--n", "5", "7"], n=[1], data=("a", "b"), only=int, sweep=False).n
+    >>> options("", ["--n", "5", "7"], n=[1], data=("a", "b"), only=int).n
     [5, 7]
     """
-    made = argparse.ArgumentParser(
-        description=doc, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    folders = f"folder for the tables (default: benchmarks/results, or {QUICK} with --quick)"
-    made.add_argument("--out", type=pathlib.Path, help=folders)
-    made.add_argument("--quick", action="store_true", help="tiny sizes, to see that it works")
+    made = argparse.ArgumentParser(description=doc, formatter_class=_Help)
+    made.add_argument("--out", type=pathlib.Path, default=RESULTS, help="folder for the tables")
+    made.add_argument("--quick", action="store_true", help=f"tiny sizes, with results in {QUICK}")
     for name, default in defaults.items():
         how: dict[str, Any] = {"type": type(default), "default": default}
         if default is False:
@@ -222,17 +214,11 @@ def options(doc: str | None, argv: Sequence[str] | None, **defaults: Any) -> arg
             how = {"choices": default, "default": default[0]}
         elif isinstance(default, type):
             how = {"type": default}
-        chosen = how.get("default")
-        shown = "" if chosen in (None, "") else f" (default: {_words(chosen)})"
-        made.add_argument(f"--{name}", help=f"{MEANING[name]}{shown}", **how)
+        made.add_argument(f"--{name}", help=MEANING[name], **how)
     args = made.parse_args(argv)
-    args.out = args.out or (QUICK if args.quick else RESULTS)
+    if args.quick and args.out == RESULTS:
+        args.out = QUICK
     return args
-
-
-def _words(default: Any) -> str:
-    """A default as it is typed."""
-    return " ".join(map(str, default)) if isinstance(default, list) else str(default)
 
 
 def report(title: str, table: tables.Table, stem: pathlib.Path | str) -> None:
@@ -241,15 +227,16 @@ def report(title: str, table: tables.Table, stem: pathlib.Path | str) -> None:
     print(f"\n{title}\n{table}\n{machine()}", flush=True)
 
 
-def figure(columns: int, draw: Callable[..., None], stem: pathlib.Path) -> None:
-    """Writes `stem`.png, a row of axes on which `draw` draws."""
+@contextlib.contextmanager
+def figure(stem: pathlib.Path, columns: int = 1) -> Iterator[Any]:
+    """A row of axes to draw on, which is then written as `stem`.png."""
     made, axes = tables.pyplot().subplots(
         1, columns, figsize=(4.8 * columns, 3.6), layout="constrained", squeeze=False
     )
     for ax in axes[0]:
         ax.spines[["top", "right"]].set_visible(False)
         ax.grid(alpha=0.3)
-    draw(*axes[0])
+    yield axes[0]
     tables.write(pathlib.Path(f"{stem}.png"), tables.png(made))
 
 

@@ -1,19 +1,19 @@
-"""How fast Sinkhorn's marginal error falls: textbook, over-relaxed and ours.
+"""How fast Sinkhorn's marginal error falls: textbook, published, over-relaxed and ours.
 
     python -m benchmarks.convergence
     python -m benchmarks.convergence --narrow --n 2048 4096 8192    # sweeps over the 8-bit copy
 
-First the error after 100 iterations against epsilon: textbook Sinkhorn, the paper's published code
-(which ends half a step later) and ours. Then the error against passes over K at one epsilon. A
-pass is one update of both scalings, which reads K (or its kernel) twice, whatever the solver. With
---narrow, instead: how many sweeps a GPU or TPU makes over an 8-bit copy of the kernel and over the
-kernel itself, and how many over the kernel alone.
+First the error after 100 passes over K against epsilon, then at epsilon 0.005 against passes. The
+paper's published code is textbook Sinkhorn that ends half a step later. A pass is one update of
+both scalings, which reads K (or its kernel) twice, whatever the solver.
+With --narrow, instead: how many sweeps a GPU or TPU makes over an 8-bit copy of the kernel and over
+the kernel itself, and how many over the kernel alone.
 """
 
 import collections
 import functools
 import pathlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -29,29 +29,11 @@ from sotalign_jax.ot.kernel import Cosines, Kernel
 from sotalign_jax.ot.sinkhorn import Plan, reference, sinkhorn
 from sotalign_jax.ot.solver import solve
 
-BUDGETS = (5, 10, 20, 30, 50, 75, 100, 150, 200, 300)
+PASSES = 100
+EPSILON = 0.005
 SPARE_PASSES = 10
 """Passes that ours may spend on building and rescaling its kernel, which its iterations do not
 count: it gets as many iterations fewer than the others get passes."""
-
-
-@functools.partial(jax.jit, static_argnums=(2,))
-def over_relaxed(k: Array, epsilon: Any, iterations: int, omega: float) -> tuple[Array, Array]:
-    """(u, v) after each log-domain iteration whose updates are stretched by omega.
-
-    With omega = 1 it is textbook Sinkhorn.
-    """
-    n, m = k.shape
-    log_a, log_b = -jnp.log(jnp.asarray(n, k.dtype)), -jnp.log(jnp.asarray(m, k.dtype))
-
-    def step(uv: tuple[Array, Array], _: None) -> tuple[Any, Any]:
-        u, v = uv
-        u = u + omega * (log_a - jax.nn.logsumexp(k / epsilon + v, axis=1) - u)
-        v = v + omega * (log_b - jax.nn.logsumexp(k / epsilon + u[:, None], axis=0) - v)
-        return (u, v), (u, v)
-
-    start = (jnp.zeros(n, k.dtype), jnp.zeros(m, k.dtype))
-    return jax.lax.scan(step, start, length=iterations)[1]
 
 
 def judge(k: Array, plan: Plan) -> float:
@@ -62,74 +44,74 @@ def judge(k: Array, plan: Plan) -> float:
     return common.marginal_error(k, plan.u, plan.v, float(plan.epsilon))
 
 
+def textbook(k: Array, epsilon: float, passes: int, symmetric: bool = False) -> float:
+    """The error of plain Sinkhorn; `symmetric`, of the published code."""
+    limits: Any = {"epsilon": epsilon, "iterations": passes, "symmetric": symmetric}
+    return judge(k, jax.jit(functools.partial(reference, **limits))(k))
+
+
 def ours_within(k: Array, epsilon: float, passes: int) -> float:
     """The error our solver leaves when it may make so many passes."""
     iterations = max(1, passes - min(SPARE_PASSES, passes // 2))
     limits: Any = {"epsilon": epsilon, "tolerance": 0.0, "max_iterations": iterations}
-    return judge(k, jax.jit(lambda k: sinkhorn(k, **limits))(k))
+    return judge(k, jax.jit(functools.partial(sinkhorn, **limits))(k))
 
 
-def _curves(title: str, label: str, points: Any, curves: Any, stem: pathlib.Path) -> None:
-    def draw(ax: Any) -> None:
-        for name, errors in curves.items():
-            style = "o-" if name.startswith("ours") else "--"
-            ax.loglog(points, [e if np.isfinite(e) else np.nan for e in errors], style, label=name)
-        ax.set(xlabel=label, ylabel="marginal error (L1)")
-        ax.set_title(title, fontsize=9)
-        ax.set_ylim(top=3)
-        ax.legend(frameon=False)
+@jax.jit
+def over_relaxed(k: Array, epsilon: float, passes: int, omega: float) -> tuple[Array, Array]:
+    """(u, v) after log-domain iterations whose updates are stretched by omega."""
+    n, m = k.shape
 
-    common.figure(1, draw, stem)
+    def step(_: Any, uv: tuple[Array, Array]) -> tuple[Array, Array]:
+        u, v = uv
+        u = u - omega * (jnp.log(n) + jax.nn.logsumexp(k / epsilon + v, axis=1) + u)
+        v = v - omega * (jnp.log(m) + jax.nn.logsumexp(k / epsilon + u[:, None], axis=0) + v)
+        return u, v
 
-
-def against_epsilon(problem: Problem, epsilons: Sequence[float], out: pathlib.Path) -> None:
-    """Errors after 100 iterations, on the teacher's affinity."""
-    k = problem.affinities()[1]
-    curves: dict[str, list[float]] = {"textbook": [], "published": [], "ours": []}
-    for epsilon in tqdm(epsilons, desc=f"{problem.name}: error after 100", leave=False):
-        for name, symmetric in (("textbook", False), ("published", True)):
-            solver = functools.partial(
-                reference, epsilon=epsilon, iterations=100, symmetric=symmetric
-            )
-            curves[name].append(judge(k, jax.jit(solver)(k)))
-        curves["ours"].append(ours_within(k, epsilon, 100))
-    rows = [
-        [
-            f"{epsilon:g}",
-            *(f"{e:.1e}" for e in errors),
-            errors[0] / errors[2],
-            errors[1] / errors[2],
-        ]
-        for epsilon, *errors in zip(epsilons, *curves.values(), strict=True)
-    ]
-    headers = ["epsilon", *curves, "textbook / ours", "published / ours"]
-    stem = out / f"convergence_epsilon_{problem.name}_n{len(k)}"
-    title = f"Marginal error after 100 passes over K, {problem.name}, n={len(k)}"
-    common.report(title, tables.table(headers, rows), stem)
-    _curves(title, "epsilon", epsilons, curves, stem)
+    return jax.lax.fori_loop(0, passes, step, (jnp.zeros(n, k.dtype), jnp.zeros(m, k.dtype)))
 
 
-def against_passes(
-    problem: Problem, epsilon: float, budgets: Sequence[int], out: pathlib.Path
+def momentum(k: Array, epsilon: float, passes: int, omega: float) -> float:
+    """The error of over-relaxed Sinkhorn."""
+    u, v = over_relaxed(k, epsilon, passes, omega)
+    return common.marginal_error(k, u, v, epsilon)
+
+
+SOLVERS: dict[str, Callable[[Array, float, int], float]] = {
+    "textbook": textbook,
+    "published": functools.partial(textbook, symmetric=True),
+    "momentum 1.5": functools.partial(momentum, omega=1.5),
+    "momentum 1.8": functools.partial(momentum, omega=1.8),
+    "ours": ours_within,
+}
+
+
+def compare(
+    problem: Problem, epsilons: Sequence[float], budgets: Sequence[int], out: pathlib.Path
 ) -> None:
-    """Errors against passes over K for each solver, on the teacher's affinity."""
+    """Both tables and their curves, on the teacher's affinity."""
     k = problem.affinities()[1]
-    curves: dict[str, list[float]] = {}
-    for omega in (1.0, 1.5, 1.8):
-        us, vs = over_relaxed(k, epsilon, max(budgets), omega)
-        name = "textbook" if omega == 1 else f"momentum {omega:g}"
-        curves[name] = [
-            common.marginal_error(k, us[passes - 1], vs[passes - 1], epsilon) for passes in budgets
+    against = {
+        "epsilon": (f"after {PASSES} passes over K", epsilons, [(x, PASSES) for x in epsilons]),
+        "passes": (f"at epsilon {EPSILON:g}", budgets, [(EPSILON, x) for x in budgets]),
+    }
+    for label, (what, points, settings) in against.items():
+        errors = [
+            [solver(k, *setting) for solver in SOLVERS.values()]
+            for setting in tqdm(settings, desc=label, leave=False)
         ]
-    desc = f"{problem.name}: ours"
-    curves["ours"] = [ours_within(k, epsilon, n) for n in tqdm(budgets, desc=desc, leave=False)]
-    n = len(k)
-    title = f"Marginal error against passes over K, {problem.name}, n={n}, epsilon {epsilon:g}"
-    columns = zip(*curves.values(), strict=True)
-    rows = [[p, *(f"{e:.1e}" for e in row)] for p, row in zip(budgets, columns, strict=True)]
-    stem = out / f"convergence_passes_{problem.name}_n{n}_eps{epsilon:g}"
-    common.report(title, tables.table(["passes", *curves], rows), stem)
-    _curves(title, "passes over K", budgets, curves, stem)
+        cells = [[f"{error:.1e}" for error in row] for row in errors]
+        rows = [[f"{point:g}", *row] for point, row in zip(points, cells, strict=True)]
+        title = f"Marginal error {what}, {problem.name}, n={len(k)}"
+        stem = out / f"convergence_{label}_{problem.name}_n{len(k)}"
+        common.report(title, tables.table([label, *SOLVERS], rows), stem)
+        with common.figure(stem) as (ax,):
+            curves = np.transpose(np.where(np.isfinite(errors), errors, np.nan))
+            for name, curve in zip(SOLVERS, curves, strict=True):
+                ax.loglog(points, curve, "o-" if name == "ours" else "--", label=name)
+            ax.set(xlabel=label, ylabel="marginal error (L1)", ylim=(1e-7, 3))
+            ax.set_title(title, fontsize=9)
+            ax.legend(frameon=False)
 
 
 def count_sweeps(z: Array, w: Array, epsilon: float, tolerance: float, *, narrow: bool) -> Any:
@@ -173,29 +155,26 @@ def over_narrow(
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Both tables, for each kind of data."""
+    """Both tables for every number of rows."""
     args = common.options(
         __doc__,
         argv,
         n=[2048],
         epsilon=[0.1, 0.05, 0.02, 0.01, 0.005, 0.002, 0.001],
-        data=list(common.PROBLEMS),
-        passes_epsilon=0.005,
-        budgets=list(BUDGETS),
+        budgets=[10, 20, 30, 50, 100, 200],
+        data=common.DATA,
         narrow=False,
         tolerance=1e-4,
     )
     if args.quick:
         args.n, args.epsilon, args.budgets = [96], [0.05, 0.005], [10, 100]
-    for name in args.data:
-        if args.narrow:
-            problem = common.problem(name, max(args.n), quick=args.quick)
-            over_narrow(problem, args.n, args.passes_epsilon, args.tolerance, args.out)
-            continue
-        for n in args.n:
-            problem = common.problem(name, n, quick=args.quick)
-            against_epsilon(problem, args.epsilon, args.out)
-            against_passes(problem, args.passes_epsilon, args.budgets, args.out)
+    if args.narrow:
+        problem = common.problem(args.data, max(args.n), quick=args.quick)
+        over_narrow(problem, args.n, EPSILON, args.tolerance, args.out)
+        return
+    for n in args.n:
+        problem = common.problem(args.data, n, quick=args.quick)
+        compare(problem, args.epsilon, args.budgets, args.out)
 
 
 if __name__ == "__main__":

@@ -15,6 +15,7 @@ import jax.numpy as jnp
 from jaxtyping import Array
 
 from sotalign_jax import checks, klot, klot_from_embeddings
+from sotalign_jax.ot import affinity
 
 try:
     from ott.geometry import geometry
@@ -95,7 +96,7 @@ def plain_step(k: Array, epsilon: float, uv: tuple[Array, Array]) -> tuple[Array
     return u.astype(k.dtype), v.astype(k.dtype)
 
 
-@functools.partial(jax.jit, static_argnums=(1, 2))
+@functools.partial(jax.jit, static_argnums=1)
 def plain_to_tolerance(k: Array, epsilon: float, limit: int, tolerance: float) -> Scaling:
     """Textbook Sinkhorn until the marginal error is at most `tolerance`."""
     n, m = k.shape
@@ -114,25 +115,27 @@ def plain_to_tolerance(k: Array, epsilon: float, limit: int, tolerance: float) -
     return Scaling(u, v, iterations)
 
 
-def _kl(k: Array, k_star: Array, student: Scaling, teacher: Scaling, target: Target) -> Array:
-    log_p = k / target.epsilon + student.u[:, None] + student.v
-    log_p_star = k_star / target.epsilon_star + teacher.u[:, None] + teacher.v
-    p_star = jax.lax.stop_gradient(jnp.exp(log_p_star))
-    return jnp.sum(p_star * (jax.lax.stop_gradient(log_p_star) - log_p))
+def unrolled(
+    k: Array, epsilon: float, tolerance: float, iterations: int, *, wrap: Any = lambda step: step
+) -> Scaling:
+    """So many textbook iterations, whatever the tolerance."""
+    step = wrap(functools.partial(plain_step, k, epsilon))
+    start = (jnp.zeros(len(k), k.dtype), jnp.zeros(k.shape[1], k.dtype))
+    (u, v), _ = jax.lax.scan(lambda uv, _: (step(uv), None), start, length=iterations)
+    return Scaling(u, v, iterations)
 
 
-def unrolled(target: Target, *, checkpoint: bool) -> Callable[..., Any]:
-    def solve(k: Array, epsilon: float, iterations: int) -> Scaling:
-        step = functools.partial(plain_step, k, epsilon)
-        body = jax.checkpoint(step) if checkpoint else step
-        start = (jnp.zeros(len(k), k.dtype), jnp.zeros(k.shape[1], k.dtype))
-        (u, v), _ = jax.lax.scan(lambda uv, _: (body(uv), None), start, length=iterations)
-        return Scaling(u, v, iterations)
+def through_plan(target: Target, *, solve: Callable[..., Scaling]) -> Callable[..., Any]:
+    """KL(P* || P) as written, its gradient through the solver of the student's plan."""
+    epsilon, epsilon_star, tolerance, most, most_star = target
 
     def loss(k: Array, k_star: Array) -> Any:
-        student = solve(k, target.epsilon, target.student)
-        teacher = solve(jax.lax.stop_gradient(k_star), target.epsilon_star, target.teacher)
-        return _kl(k, k_star, student, teacher, target), (student, teacher)
+        k_star = jax.lax.stop_gradient(k_star)
+        student = solve(k, epsilon, tolerance, most)
+        teacher = solve(k_star, epsilon_star, tolerance, most_star)
+        log_p = k / epsilon + student.u[:, None] + student.v
+        log_p_star = k_star / epsilon_star + teacher.u[:, None] + teacher.v
+        return jnp.sum(jnp.exp(log_p_star) * (log_p_star - log_p)), (student, teacher)
 
     return loss
 
@@ -140,7 +143,7 @@ def unrolled(target: Target, *, checkpoint: bool) -> Callable[..., Any]:
 # ------------------------------------------------------------------------------------ ott-jax
 
 
-def ott_solve(k: Array, epsilon: float, tolerance: float, limit: int, **options: Any) -> Any:
+def _ott(k: Array, epsilon: float, tolerance: float, limit: int, **options: Any) -> Any:
     """ott-jax's solution for the affinity K.
 
     `min_iterations=0` matters: when it equals `max_iterations`, ott-jax differentiates another
@@ -155,37 +158,23 @@ def ott_solve(k: Array, epsilon: float, tolerance: float, limit: int, **options:
     )
 
 
-def _ott_scaling(out: Any, epsilon: float) -> Scaling:
+def _scaling(out: Any, epsilon: float) -> Scaling:
     return Scaling(out.f / epsilon, out.g / epsilon, out.n_iters)
-
-
-def ott_through_plan(target: Target, **options: Any) -> Callable[..., Any]:
-    """KL(P* || P) as written, its gradient through ott-jax's potentials."""
-
-    def loss(k: Array, k_star: Array) -> Any:
-        constant = jax.lax.stop_gradient(k_star)
-        settings = target.epsilon_star, target.tolerance, target.teacher
-        teacher = _ott_scaling(ott_solve(constant, *settings), target.epsilon_star)
-        out = ott_solve(k, target.epsilon, target.tolerance, target.student, **options)
-        student = _ott_scaling(out, target.epsilon)
-        return _kl(k, k_star, student, teacher, target), (student, teacher)
-
-    return loss
 
 
 def ott_danskin(target: Target, **options: Any) -> Callable[..., Any]:
     """-(<P*, K> + W_eps(K))/eps, which is KLOT up to a constant: no solver is differentiated."""
+    epsilon, epsilon_star, tolerance, most, most_star = target
 
     def loss(k: Array, k_star: Array) -> Any:
-        constant = jax.lax.stop_gradient(k_star)
-        goal = target.epsilon_star, target.tolerance, target.teacher
+        k_star = jax.lax.stop_gradient(k_star)
         with jax.named_scope("teacher_plan"), jax.named_scope("sweeps"):
-            plan = ott_solve(constant, *goal, **options)
+            plan = _ott(k_star, epsilon_star, tolerance, most_star, **options)
         with jax.named_scope("student_plan"), jax.named_scope("sweeps"):
-            out = ott_solve(k, target.epsilon, target.tolerance, target.student, **options)
-        moved = jnp.vdot(plan.matrix, k)
-        scalings = _ott_scaling(out, target.epsilon), _ott_scaling(plan, target.epsilon_star)
-        return -(moved + out.reg_ot_cost) / target.epsilon, jax.lax.stop_gradient(scalings)
+            out = _ott(k, epsilon, tolerance, most, **options)
+        value = -(jnp.vdot(plan.matrix, k) + out.reg_ot_cost) / epsilon
+        scalings = _scaling(out, epsilon), _scaling(plan, epsilon_star)
+        return value, jax.lax.stop_gradient(scalings)
 
     return loss
 
@@ -198,29 +187,42 @@ def _tighter(target: Target) -> Callable[..., Any]:
     return ours(target._replace(tolerance=target.tolerance / 10))
 
 
-def _ours_of_features(name: str, **options: Any) -> Arm:
+def _of_cosines(target: Target) -> Callable[..., Any]:
+    loss = ours(target)
+    return lambda f, g, z, w: loss(affinity.cosine(f, g), affinity.cosine(z, w))
+
+
+def _of_features(name: str, **options: Any) -> Arm:
     make = functools.partial(ours, function=klot_from_embeddings, **options)
     return Arm(name, make, from_features=True, textbook=False)
 
 
-def _through_plan(name: str, how: Any, **options: Any) -> Arm:
-    return Arm(name, functools.partial(ott_through_plan, implicit_diff=how), **options)
+def _through_plan(name: str, solve: Callable[..., Scaling], unrolled: bool = True) -> Arm:
+    return Arm(name, functools.partial(through_plan, solve=solve), unrolled=unrolled)
+
+
+def _through_ott(name: str, how: Any) -> Arm:
+    def solve(k: Array, epsilon: float, *goal: Any) -> Scaling:
+        return _scaling(_ott(k, epsilon, *goal, implicit_diff=how), epsilon)
+
+    return _through_plan(name, solve, how is None)
 
 
 OURS = Arm("ours, from K", ours, textbook=False)
 OURS_TIGHTER = Arm("ours, a tenth of the error", _tighter, textbook=False)
+OURS_OF_COSINES = Arm("ours, from K of features", _of_cosines, from_features=True, textbook=False)
 DANSKIN = Arm("ott-jax Danskin", ott_danskin)
 DANSKIN_MOMENTUM = Arm(
     "ott-jax Danskin + momentum", functools.partial(ott_danskin, momentum=MOMENTUM)
 )
 ARMS = (
     OURS,
-    _ours_of_features("ours, from features"),
-    _ours_of_features("ours, streamed", block_size=256),
-    Arm("unrolled scan", functools.partial(unrolled, checkpoint=False), unrolled=True),
-    Arm("checkpointed scan", functools.partial(unrolled, checkpoint=True), unrolled=True),
-    _through_plan("ott-jax unrolled", None, unrolled=True),
-    _through_plan("ott-jax implicit", implicit_differentiation.ImplicitDiff()),
+    _of_features("ours, from features"),
+    _of_features("ours, streamed", block_size=256),
+    _through_plan("unrolled scan", unrolled),
+    _through_plan("checkpointed scan", functools.partial(unrolled, wrap=jax.checkpoint)),
+    _through_ott("ott-jax unrolled", None),
+    _through_ott("ott-jax implicit", implicit_differentiation.ImplicitDiff()),
     DANSKIN,
     DANSKIN_MOMENTUM,
 )

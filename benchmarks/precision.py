@@ -12,15 +12,16 @@ narrowed, and COCO's photographs are trained on.
 
 import dataclasses
 import functools
+import itertools
 from collections.abc import Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 from flax import nnx
 from jaxtyping import Array
+from tqdm import tqdm
 
 from benchmarks import common
 from experiments import photos
@@ -78,19 +79,14 @@ class Rounded(methods.SOTAlign):
 
     kinds: tuple[str, ...] = ("",) * len(ROLES)
 
-    def start(self, data: sampling.DeviceData, unpaired_batch: int) -> dict[str, Array]:
-        """No warm start."""
-        return {}
-
     def __call__(
         self, heads: Any, batch: sampling.Batch, teacher: Any, memory: Any
     ) -> tuple[Array, tuple[methods.Metrics, Any]]:
         student, target, gradient, head, siglip = self.kinds
 
         def embed(one: Any, rows: Array) -> Array:
-            affine = one.to_affine()
+            affine = one.to_affine()  # of unit rows
             rows = affinity.l2_normalize(affinity.as_float(rows))
-            assert affine.norm == "l2"
             return affinity.l2_normalize(product(rows, affine.weight.T, head, head) + affine.bias)
 
         supervised = losses.siglip_from_affinity(
@@ -115,37 +111,35 @@ def errors(
     data = training.place(rows)
     batch = sampling.draw(jax.random.key(0), jnp.int32(0), data, pairs=n, unpaired=n)
     graphdef, params = nnx.split(start)
-    sides: dict[str, Any] = {
-        "student": ((start.x, start.y), 0.05),
-        "teacher": ((teacher.x, teacher.y), 0.005),
-    }
+    sides: dict[str, Any] = {"student": (start, 0.05), "teacher": (teacher, 0.005)}
 
-    def gradient(tolerance: float, **kinds: str) -> Any:
-        chosen = tuple(kinds.get(role, "") for role in ROLES)
+    def gradient(tolerance: float, role: str = "", kind: str = "") -> Any:
         # KLOT is weighted as much as SigLIP, so that an error in either is seen.
-        method = Rounded(alpha=1.0, tolerance=tolerance, max_iterations=3000, kinds=chosen)
-        return jax.jit(jax.grad(lambda p: method(nnx.merge(graphdef, p), batch, teacher, {})[0]))(
-            params
-        )
+        kinds = tuple(kind if role == one else "" for one in ROLES)
+        method = Rounded(alpha=1.0, tolerance=tolerance, max_iterations=3000, kinds=kinds)
+
+        def loss(params: Any, batch: sampling.Batch, teacher: Any) -> Array:
+            return method(nnx.merge(graphdef, params), batch, teacher, {})[0]
+
+        return jax.jit(jax.grad(loss))(params, batch, teacher)
 
     def plan(role: str, kind: str) -> np.ndarray:
-        (f, g), epsilon = sides[role]
-        x, y = affinity.l2_normalize(f(batch.x)), affinity.l2_normalize(g(batch.y))
+        maps, epsilon = sides[role]
+        x, y = affinity.l2_normalize(maps.x(batch.x)), affinity.l2_normalize(maps.y(batch.y))
         found = sinkhorn(rounded(x, y.T, kind), epsilon=epsilon, tolerance=1e-6)
         return np.asarray(found.matrix(), np.float64)
 
     exact = gradient(1e-6)
 
     def off(found: Any) -> str:
-        return f"{optax.tree.norm(optax.tree.sub(found, exact)) / optax.tree.norm(exact):.1e}"
+        return f"{common.relative(found, exact):.1e}"
 
     made: list[list[Any]] = [["tolerance 1e-4", "float32", None, off(gradient(1e-4))]]
-    for role in ROLES:
-        for kind in KINDS:
-            moved = None
-            if role in sides:
-                moved = f"{np.abs(plan(role, kind) - plan(role, '')).sum():.1e}"
-            made.append([role, kind, moved, off(gradient(1e-6, **{role: kind}))])
+    for role, kind in tqdm(list(itertools.product(ROLES, KINDS)), leave=False):
+        moved = None
+        if role in sides:
+            moved = f"{np.abs(plan(role, kind) - plan(role, '')).sum():.1e}"
+        made.append([role, kind, moved, off(gradient(1e-6, role, kind))])
     return made
 
 

@@ -8,16 +8,16 @@ the compiler keeps on chip (memory space 1 of a TPU) count nothing.
 
 import collections
 import functools
-import json
 import math
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import NamedTuple
 
 VECTOR = "vector"
 """Key of elementwise operations, beside the precisions of products."""
 EXCHANGES = ("all-gather", "all-reduce", "reduce-scatter", "all-to-all", "collective-permute")
-_WIDTH = {"pred": 1, "c64": 8, "c128": 16, "bf16": 2, "token": 0, "opaque": 0}
+_WIDTH = {"pred": 1, "token": 0, "opaque": 0}
+"""Bytes of types whose name does not tell their bits."""
 _FREE = re.compile(
     "parameter|constant|get-tuple-element|tuple|bitcast|after-all|partition-id|iota|opt-barrier|"
     "(copy|slice|async|all-reduce|all-gather)-done"
@@ -42,7 +42,7 @@ class Array(NamedTuple):
 
     dtype: str
     shape: tuple[int, ...]
-    on_chip: bool = False
+    on_chip: bool
 
     @property
     def size(self) -> int:
@@ -50,43 +50,46 @@ class Array(NamedTuple):
         return math.prod(self.shape)
 
     @property
-    def full_bytes(self) -> int:
-        """Bytes wherever it is."""
-        width = _WIDTH.get(self.dtype)
-        if width is None:
-            width = -(-int("".join(filter(str.isdigit, self.dtype.split("e")[0])) or 32) // 8)
-        return width * self.size
-
-    @property
     def bytes(self) -> int:
-        """Bytes in the device's main memory."""
-        return 0 if self.on_chip else self.full_bytes
+        """Bytes, wherever it is."""
+        bits = re.search(r"\d+", self.dtype)
+        return self.size * (-(-int(bits[0]) // 8) if bits else _WIDTH[self.dtype])
 
 
-def _bytes(arrays: tuple[Array, ...]) -> int:
-    return sum(array.bytes for array in arrays)
+def _bytes(arrays: Iterable[Array], everywhere: bool = False) -> int:
+    """Bytes in the device's main memory; or `everywhere`, as arrays inside a fusion are."""
+    return sum(array.bytes for array in arrays if everywhere or not array.on_chip)
 
 
-def _full_bytes(arrays: tuple[Array, ...]) -> int:
-    """Of arrays inside a fusion, which are slices of arrays in memory."""
-    return sum(array.full_bytes for array in arrays)
+class Instruction:
+    """One line of a program, with what makes its operands and what uses its results."""
 
-
-class Instruction(NamedTuple):
-    """One line of a program."""
-
-    name: str
-    results: tuple[Array, ...]
-    opcode: str
-    operands: tuple[str, ...]
-    attributes: str
-    root: bool
-
-    @property
-    def scope(self) -> str:
-        """Where in the source it comes from: names of functions and of `jax.named_scope`s."""
+    def __init__(self, line: str) -> None:
+        text = line.strip()
+        self.root = text.startswith("ROOT ")
+        name, _, rest = text.removeprefix("ROOT ").partition(" = ")
+        self.name = name.lstrip("%")
+        end = _closing(rest, 0) + 1 if rest.startswith("(") else rest.index(" ")
+        self.results = tuple(
+            Array(
+                dtype,
+                tuple(int(size.lstrip("<=")) for size in shape.split(",") if size),
+                "S(1)" in layout,
+            )
+            for dtype, shape, layout in re.findall(
+                r"\b([a-z]+\d*(?:e\dm\d\w*)?)\[([\d,<=]*)\](\{[^}]*\})?", rest[:end]
+            )
+        )
+        rest = rest[end:].lstrip()
+        opening = rest.index("(")
+        closing = _closing(rest, opening)
+        self.opcode, self.inside = rest[:opening], rest[opening + 1 : closing]
+        self.attributes = rest[closing + 1 :]
         found = re.search(r'op_name="([^"]*)"', self.attributes)
-        return found[1] if found else ""
+        self.scope = found[1] if found else ""
+        """Where in the source it comes from: names of functions and of `jax.named_scope`s."""
+        self.operands: list[Instruction] = []
+        self.users: list[Instruction] = []
 
     def called(self, *roles: str) -> list[str]:
         """Computations that it calls in these roles, such as `calls` or `body`."""
@@ -99,6 +102,9 @@ class Instruction(NamedTuple):
         if listed:
             return [name.strip().lstrip("%") for name in listed[1].split(",")]
         return self.called("false_computation") + self.called("true_computation")
+
+
+Computation = dict[str, Instruction]
 
 
 class Kernel(NamedTuple):
@@ -137,7 +143,7 @@ class Program:
     """
 
     def __init__(self, text: str) -> None:
-        self.computations: dict[str, dict[str, Instruction]] = {}
+        self.computations: dict[str, Computation] = {}
         self.entry = name = ""
         for line in text.splitlines():
             header = re.match(r"^(ENTRY )?%?([\w.-]+) .*\{$", line)
@@ -146,8 +152,14 @@ class Program:
                 self.computations[name] = {}
                 self.entry = name if header[1] else self.entry
             elif name and " = " in line:
-                instruction = _parse(line)
+                instruction = Instruction(line)
                 self.computations[name][instruction.name] = instruction
+        for body in self.computations.values():
+            for one in body.values():
+                names = re.findall(r"%([\w.-]+)", one.inside)
+                one.operands = [body[operand] for operand in names]
+                for operand in dict.fromkeys(one.operands):
+                    operand.users.append(one)
 
     def kernels(self, trips: Trips = lambda scope: 1.0) -> Iterator[Kernel]:
         """All kernels of a run; `trips` tells how often loops of unknown length are repeated.
@@ -176,9 +188,9 @@ class Program:
                 for part in one.called("calls", "to_apply"):
                     yield from self._kernels(part, times, trips, loop)
             elif not _FREE.fullmatch(one.opcode):
-                moved, done = self._moved(name, one), self._operations(name, one)
+                moved, done = self._moved(one), self._operations(one)
                 if moved or done:
-                    scope = self._scope(name, one, loop)
+                    scope = self._scope(one, loop)
                     cycles = re.search(r'"estimated_cycles":"(\d+)"', one.attributes)
                     guess = int(cycles[1]) if cycles else 0
                     yield Kernel(one.name, scope, one.opcode, times, moved, done, guess)
@@ -188,18 +200,20 @@ class Program:
 
         >>> program = Program('''
         ... %body (x: f32[16]) -> f32[16] {
+        ...   %x = f32[16]{0} parameter(0)
         ...   ROOT %r = f32[16]{0} all-reduce(%x), replica_groups={{0,1}}, to_apply=%add
         ... }
-        ... ENTRY %main (x: f32[16]) -> f32[16] {
-        ...   %w = f32[16]{0} while(%x), condition=%less, body=%body
+        ... ENTRY %main (y: f32[16]) -> f32[16] {
+        ...   %y = f32[16]{0} parameter(0)
+        ...   %w = f32[16]{0} while(%y), condition=%less, body=%body
         ...   ROOT %g = (f32[16]{0}, f32[32]{0}) all-gather-start(%w), dimensions={0}
         ... }''')
         >>> [(one.kind, one.bytes, one.in_loop) for one in program.exchanges()]
         [('all-gather', 128, False), ('all-reduce', 64, True)]
         """
-        every = [one for body in self.computations.values() for one in body.values()]
+        every = [(name, one) for name, body in self.computations.items() for one in body.values()]
         looping: set[str] = set()
-        names = [name for one in every for name in one.called("body", "condition")]
+        names = [part for _, one in every for part in one.called("body", "condition")]
         while names:
             name = names.pop()
             if name in self.computations and name not in looping:
@@ -207,141 +221,106 @@ class Program:
                 for one in self.computations[name].values():
                     names += one.branches + re.findall(r"=%([\w.-]+)", one.attributes)
         # A TPU continues and ends an exchange in computations of their own.
-        later = {
-            name
-            for one in every
-            if one.name.startswith("async-collective-done")
-            for name in one.called("calls")
-        }
+        ends = [one for _, one in every if one.name.startswith("async-collective-done")]
+        later = {name for one in ends for name in one.called("calls")}
         found = []
-        for name, body in self.computations.items():
-            if name in later or name.startswith("async_collective_fusion"):
+        for name, one in every:
+            kind = one.opcode.removesuffix("-start")
+            continued = name in later or name.startswith("async_collective_fusion")
+            if kind not in EXCHANGES or continued:
                 continue
-            for one in body.values():
-                kind = one.opcode.removesuffix("-start")
-                if kind not in EXCHANGES:
-                    continue
-                arrays = one.results
-                if kind not in ("all-reduce", one.opcode):  # with operands and counters
-                    arrays = tuple(array for array in arrays if array.size > 1)
-                    arrays = arrays[len(arrays) // 2 :]
-                sizes = tuple(array.size for array in arrays)
-                found.append(Exchange(kind, sizes, _full_bytes(arrays), name in looping))
+            arrays = one.results
+            if kind not in ("all-reduce", one.opcode):  # with operands and counters
+                arrays = tuple(array for array in arrays if array.size > 1)
+                arrays = arrays[len(arrays) // 2 :]
+            sizes, moved = tuple(array.size for array in arrays), _bytes(arrays, everywhere=True)
+            found.append(Exchange(kind, sizes, moved, name in looping))
         return sorted(found, key=lambda one: -one.bytes)
 
-    def _scope(self, name: str, instruction: Instruction, loop: str) -> str:
+    def _scope(self, one: Instruction, loop: str) -> str:
         """Of a fusion, that of its product, if it has one.
 
         The compiler's own copies have none: they count to the loop that they are in, and outside
         of loops to what makes or uses them.
         """
-        scopes = []
-        for part in instruction.called("calls"):
-            for inner in self.computations.get(part, {}).values():
-                if inner.opcode in ("dot", "convolution") and inner.scope:
-                    return inner.scope
-                scopes.append(inner.scope)
-        own = self.computations[name]
-        makers = [own[operand].scope for operand in instruction.operands if operand in own]
-        users = [user.scope for user in own.values() if instruction.name in user.operands]
-        known = (instruction.scope, *reversed(scopes), loop, *users, *makers)
+        inner = [x for part in one.called("calls") for x in self.computations[part].values()]
+        products = [x.scope for x in inner if x.opcode in ("dot", "convolution")]
+        near = [x.scope for x in (*one.users, *one.operands)]
+        known = (*products, one.scope, *(x.scope for x in reversed(inner)), loop, *near)
         return next(filter(None, known), "")
 
-    def _arrays(self, computation: str, operand: str) -> tuple[Array, ...]:
-        found = self.computations[computation].get(operand)
-        return found.results if found else ()
+    def _body(self, fusion: Instruction) -> Computation:
+        (name,) = fusion.called("calls")
+        return self.computations[name]
 
     # --- bytes ---
 
-    def _moved(self, name: str, instruction: Instruction) -> int:
-        opcode, operands = instruction.opcode, instruction.operands
-        written = _bytes(instruction.results)
-        if "AllocateBuffer" in instruction.attributes:
+    def _moved(self, one: Instruction) -> int:
+        if "AllocateBuffer" in one.attributes:
             return 0
-        if opcode in _SLICES:
-            return 2 * written
-        if opcode == "dynamic-update-slice":
-            return 2 * _bytes(self._arrays(name, operands[1]))
-        if opcode.endswith("-start"):  # results hold source and target
-            return sum(array.bytes for array in instruction.results if array.size > 1)
-        if opcode != "fusion":
-            return written + sum(_bytes(self._arrays(name, operand)) for operand in set(operands))
-        (body,) = instruction.called("calls")
-        read = 0
-        for index in range(len(operands)):
-            if parameter := self._parameter(body, index):
-                whole = _bytes(parameter.results)
-                read += min(whole, self._used(body, parameter.name, whole))
-        return read + self._written(body, self._root(body))
+        if one.opcode in _SLICES:
+            return 2 * _bytes(one.results)
+        if one.opcode == "dynamic-update-slice":
+            return 2 * _bytes(one.operands[1].results)
+        if one.opcode.endswith("-start"):  # results hold source and target
+            return _bytes(array for array in one.results if array.size > 1)
+        if one.opcode != "fusion":
+            return _bytes(one.results) + sum(_bytes(x.results) for x in set(one.operands))
+        body = self._body(one)
+        whole = {parameter: _bytes(parameter.results) for parameter in _parameters(body)}
+        read = sum(min(size, self._used(value, size)) for value, size in whole.items())
+        return read + self._written(_root(body))
 
-    def _root(self, computation: str) -> str:
-        return next(one.name for one in self.computations[computation].values() if one.root)
-
-    def _parameter(self, computation: str, index: int) -> Instruction | None:
-        for one in self.computations[computation].values():
-            if one.opcode == "parameter" and one.operands == (str(index),):
-                return one
-        return None
-
-    def _used(self, computation: str, value: str, whole: int) -> int:
+    def _used(self, value: Instruction, whole: int) -> int:
         """Bytes of a fusion's value, of which there are `whole`, that it reads."""
-        if self.computations[computation][value].root:  # handed on as it is
+        if value.root:  # handed on as it is
             return whole
         total = 0
-        for user in self.computations[computation].values():
-            if value not in user.operands:
-                continue
-            first = user.operands[0] == value
+        for user in value.users:
+            first = user.operands[0] is value
+            body = self._body(user) if user.opcode == "fusion" else {}
             if user.opcode in _SLICES and first:
-                total += _full_bytes(user.results) if whole else 0
+                total += _bytes(user.results, everywhere=True) if whole else 0
             elif user.opcode == "dynamic-update-slice" and first:
                 pass
-            elif user.opcode in _RENAMES:
-                total += self._used(computation, user.name, whole)
-            elif user.opcode == "fusion":
-                (body,) = user.called("calls")
-                if all(one.opcode in _RENAMES for one in self.computations[body].values()):
-                    total += self._used(computation, user.name, whole)
-                    continue
-                for index, operand in enumerate(user.operands):
-                    parameter = self._parameter(body, index) if operand == value else None
-                    total += self._used(body, parameter.name, whole) if parameter else 0
+            elif user.opcode in _RENAMES or (
+                body and all(one.opcode in _RENAMES for one in body.values())
+            ):
+                total += self._used(user, whole)
+            elif body:
+                pairs = zip(_parameters(body), user.operands, strict=True)
+                total += sum(self._used(inner, whole) for inner, x in pairs if x is value)
             else:
                 return whole
         return total
 
-    def _written(self, computation: str, value: str) -> int:
+    def _written(self, value: Instruction) -> int:
         """Bytes that a fusion writes for a value of its root."""
-        found = self.computations[computation][value]
-        if found.opcode == "tuple":
-            return sum(self._written(computation, operand) for operand in found.operands)
-        if found.opcode == "dynamic-update-slice":
-            update = self._arrays(computation, found.operands[1])
-            return _full_bytes(update) if _bytes(found.results) else 0
-        if found.opcode == "bitcast":
-            return self._written(computation, found.operands[0])
-        if found.opcode == "fusion":
-            (body,) = found.called("calls")
-            return self._written(body, self._root(body))
-        return _bytes(found.results)
+        if value.opcode == "tuple":
+            return sum(self._written(operand) for operand in value.operands)
+        if value.opcode == "dynamic-update-slice":
+            update = value.operands[1].results
+            return _bytes(update, everywhere=True) if _bytes(value.results) else 0
+        if value.opcode == "bitcast":
+            return self._written(value.operands[0])
+        if value.opcode == "fusion":
+            return self._written(_root(self._body(value)))
+        return _bytes(value.results)
 
     # --- operations ---
 
     @functools.cache  # noqa: B019 - lives as long as the program
-    def _of_fusion(self, name: str) -> dict[str, float]:
-        total: collections.Counter[str] = collections.Counter()
-        for instruction in self.computations[name].values():
-            total.update(self._operations(name, instruction))
-        return dict(total)
-
-    def _operations(self, name: str, instruction: Instruction) -> dict[str, float]:
-        opcode, attributes = instruction.opcode, instruction.attributes
+    def _operations(self, one: Instruction) -> dict[str, float]:
+        opcode, attributes = one.opcode, one.attributes
         if opcode == "fusion":
-            return self._of_fusion(*instruction.called("calls"))
-        if _FREE.fullmatch(opcode) or _MOVES.fullmatch(opcode) or not instruction.results:
+            total: collections.Counter[str] = collections.Counter()
+            for inner in self._body(one).values():
+                total.update(self._operations(inner))
+            return dict(total)
+        if _FREE.fullmatch(opcode) or _MOVES.fullmatch(opcode) or not one.results:
             return {}
-        result = instruction.results[0]
-        operands = [array for o in instruction.operands for array in self._arrays(name, o)]
+        result = one.results[0]
+        operands = [array for operand in one.operands for array in operand.results]
         if opcode in ("reduce", "reduce-window", "sort"):
             return {VECTOR: float(sum(array.size for array in operands))}
         if opcode == "dot":
@@ -357,13 +336,7 @@ class Program:
                 return {VECTOR: float(matrix.size * _SWEEP[matrix.dtype])}
             if not re.search(r"gemm|matmul", attributes):
                 return {}
-            config = re.search(r"backend_config=(\{.*\})", attributes)
-            settings = json.loads(config[1]) if config else {}
-            numbers = settings.get("gemm_backend_config", {}).get("dot_dimension_numbers", {})
-            if contracted := numbers.get("lhs_contracting_dimensions"):
-                depth = math.prod(operands[0].shape[int(d)] for d in contracted)
-            else:  # a plain matrix product
-                depth = round(math.sqrt(operands[0].size * operands[1].size / max(result.size, 1)))
+            depth = math.isqrt(operands[0].size * operands[1].size // result.size)  # no batches
         else:
             return {VECTOR: float(result.size * _COSTLY.get(opcode, 1))}
         return {_precision(attributes, operands[0].dtype): 2.0 * result.size * depth}
@@ -379,27 +352,13 @@ def _precision(attributes: str, dtype: str) -> str:
     return f"float32 {asked[1].lower() if asked else 'default'}"
 
 
-def _parse(line: str) -> Instruction:
-    text = line.strip()
-    name, _, rest = text.removeprefix("ROOT ").partition(" = ")
-    end = _closing(rest, 0) + 1 if rest.startswith("(") else rest.index(" ")
-    arrays = tuple(
-        Array(
-            dtype,
-            tuple(int(size.lstrip("<=")) for size in shape.split(",") if size),
-            "S(1)" in layout,
-        )
-        for dtype, shape, layout in re.findall(
-            r"\b([a-z]+\d*(?:e\dm\d\w*)?)\[([\d,<=]*)\](\{[^}]*\})?", rest[:end]
-        )
-    )
-    rest = rest[end:].lstrip()
-    opening = rest.index("(")
-    closing = _closing(rest, opening)
-    opcode, inside = rest[:opening], rest[opening + 1 : closing]
-    operands = re.findall(r"%([\w.-]+)", inside) if opcode != "parameter" else [inside.strip()]
-    root = text.startswith("ROOT ")
-    return Instruction(name.lstrip("%"), arrays, opcode, tuple(operands), rest[closing + 1 :], root)
+def _parameters(body: Computation) -> list[Instruction]:
+    found = [one for one in body.values() if one.opcode == "parameter"]
+    return sorted(found, key=lambda one: int(one.inside))
+
+
+def _root(body: Computation) -> Instruction:
+    return next(one for one in body.values() if one.root)
 
 
 def _closing(text: str, start: int) -> int:

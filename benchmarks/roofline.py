@@ -23,7 +23,6 @@ import importlib.util
 import os
 import pathlib
 import re
-import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -56,8 +55,9 @@ class Device(NamedTuple):
     clock: float = 0.0
     """Of a TPU, to tell its compiler's estimates in seconds."""
     description: str = ""
+    """Of a GPU, a file of `targets`."""
     slices: Mapping[int, str] = {}
-    """How several TPUs are arranged."""
+    """How so many TPUs are arranged."""
 
     def limits(self, kernel: programs.Kernel) -> tuple[float, float]:
         """Seconds of one run of a kernel: for its bytes, and for its operations."""
@@ -67,38 +67,38 @@ class Device(NamedTuple):
         return kernel.bytes / self.bandwidth, max(products, vector)
 
 
-def _passes(bf16: float) -> dict[str, float]:
-    """Products that ask for a number of bfloat16 passes (`jax.lax.DotAlgorithmPreset`)."""
-    name = "dot_bf16_bf16_f32"
-    return {name: bf16, "bfloat16": bf16, **{f"{name}_x{n}": bf16 / n for n in (3, 6, 9)}}
+_PASSES = {f"dot_bf16_bf16_f32_x{n}": n for n in (3, 6, 9)}
+_PASSES |= {"dot_bf16_bf16_f32": 1, "bfloat16": 1}
+"""Products that are a number of bfloat16 passes (`jax.lax.DotAlgorithmPreset`)."""
+
+
+def _device(tb: float, bf16: float, vector: float, float32: Any, **more: Any) -> Device:
+    products = {**float32, **{key: bf16 / n for key, n in _PASSES.items()}}
+    peaks = {key: 1e12 * peak for key, peak in products.items()}
+    return Device(1e12 * tb, peaks, 1e12 * vector, **more)
 
 
 def _gpu(tb: float, fp32: float, tf32: float, bf16: float, host: float, description: str) -> Device:
     """Full float32 products run outside the tensor cores; anything less is one TF32 pass."""
-    products = {"float32 highest": fp32, "float16": bf16, **_passes(bf16)}
-    products |= dict.fromkeys(("float32 high", "float32 default", "dot_tf32_tf32_f32"), tf32)
-    peaks = {key: 1e12 * peak for key, peak in products.items()}
-    return Device(1e12 * tb, peaks, 1e12 * fp32, 1e9 * host, description=description)
+    float32 = dict.fromkeys(("float32 high", "float32 default", "dot_tf32_tf32_f32"), tf32)
+    float32 |= {"float32 highest": fp32, "float16": bf16}
+    return _device(tb, bf16, fp32, float32, host=1e9 * host, description=description)
 
 
-def _tpu(
-    tb: float, bf16: float, vector: float, gigahertz: float, description: str, **slices: str
-) -> Device:
+def _tpu(tb: float, bf16: float, vector: float, gigahertz: float, slices: Any) -> Device:
     """Float32 products are passes of bfloat16: 6 for the highest precision, 3 for high."""
     passes = {"float32 highest": 6, "float32 high": 3, "float32 default": 1}
-    products = {**{key: bf16 / n for key, n in passes.items()}, **_passes(bf16)}
-    peaks = {key: 1e12 * peak for key, peak in products.items()}
-    known = {int(key[1:]): name for key, name in slices.items()}
-    return Device(1e12 * tb, peaks, 1e12 * vector, 16e9, 1e9 * gigahertz, description, known)
+    float32 = {key: bf16 / n for key, n in passes.items()}
+    return _device(tb, bf16, vector, float32, host=16e9, clock=1e9 * gigahertz, slices=slices)
 
 
 DEVICES = {
     "a100": _gpu(2.039, 19.5, 156, 312, 25, "a100_sxm_80.txtpb"),
     "h100": _gpu(3.35, 67, 495, 989, 50, "h100_sxm.txtpb"),
     # The vector unit does 8 x 128 x 4 operations a cycle, on both cores of a v5p.
-    "tpu-v5e": _tpu(0.819, 197, 6.1, 1.5, "v5e:1x1", _8="v5e:2x4", _64="v5e:8x8"),
-    "tpu-v6e": _tpu(1.64, 918, 7.2, 1.75, "v6e:1x1"),
-    "tpu-v5p": _tpu(2.765, 459, 14.3, 1.75, "v5p:2x2x1"),
+    "tpu-v5e": _tpu(0.819, 197, 6.1, 1.5, {1: "v5e:1x1", 8: "v5e:2x4", 64: "v5e:8x8"}),
+    "tpu-v6e": _tpu(1.64, 918, 7.2, 1.75, {1: "v6e:1x1"}),
+    "tpu-v5p": _tpu(2.765, 459, 14.3, 1.75, {1: "v5p:2x2x1"}),
 }
 """Data-sheet peaks: TB/s, TFLOP/s without sparsity, GB/s from the host, GHz."""
 
@@ -106,13 +106,12 @@ DEVICES = {
 class Iterations(NamedTuple):
     """How often a solve repeats its loops: sweeps, those of them over the kernel itself, and so on.
 
-    `levels` are those of epsilon, `builds` of A.
+    `levels` are those of epsilon.
     """
 
     sweeps: float
     exact: float | None = None
     levels: float = 1
-    builds: float = 1
 
 
 ITERATIONS = {"teacher_plan": Iterations(57, 4, levels=3), "student_plan": Iterations(7)}
@@ -126,8 +125,8 @@ OTT_ITERATIONS = {"teacher_plan": Iterations(17), "student_plan": Iterations(2)}
 PUBLISHED_ITERATIONS = 100
 PLAIN_ITERATIONS = 610 + 20
 """Of plain Sinkhorn, both plans, to that tolerance; the published 100 leave the teacher at 1e-2."""
-VALIDATIONS = 47
-"""Of a run of 2,000 steps."""
+STEPS, VALIDATIONS = 2000, 47
+"""Of a run."""
 
 
 def trips(iterations: Mapping[str, Iterations]) -> programs.Trips:
@@ -155,10 +154,10 @@ def trips(iterations: Mapping[str, Iterations]) -> programs.Trips:
         if "raise" in own:
             return (plan.levels - 1) / plan.levels
         if "sweeps" in own:
-            return plan.sweeps / (plan.levels * plan.builds)
+            return plan.sweeps / plan.levels
         if own == "body":
             return OTT_INNER
-        return plan.levels / plan.builds if "levels" in own else plan.builds
+        return float(plan.levels) if "levels" in own else 1.0
 
     return count
 
@@ -166,10 +165,6 @@ def trips(iterations: Mapping[str, Iterations]) -> programs.Trips:
 @dataclasses.dataclass(frozen=True)
 class Published(methods.SOTAlign):
     """SOTAlign with the published loss: both affinities whole, 100 log-sum-exp iterations each."""
-
-    def start(self, data: sampling.DeviceData, unpaired_batch: int) -> dict[str, Array]:
-        """No warm start."""
-        return {}
 
     def _divergence(
         self, f: Array, g: Array, f_star: Array, g_star: Array, memory: Any
@@ -214,11 +209,7 @@ class Workload:
 def devices(name: str, count: int = 1) -> list[Any]:
     """Devices that XLA compiles for without having them."""
     device, gpu = DEVICES[name], not name.startswith("tpu")
-    try:
-        found = importlib.util.find_spec("jax_plugins.xla_cuda12" if gpu else "libtpu")
-    except ModuleNotFoundError:  # the plugin's parent package
-        found = None
-    if found is None:
+    if importlib.util.find_spec("jax_cuda12_plugin" if gpu else "libtpu") is None:
         extra = "cuda12" if gpu else "tpu"
         raise checks.InputError(
             f"target: the compiler for {name} is not installed; "
@@ -236,11 +227,11 @@ def devices(name: str, count: int = 1) -> list[Any]:
     os.environ |= {"TPU_SKIP_MDS_QUERY": "1", "ALLOW_MULTIPLE_LIBTPU_LOAD": "1"}
     os.environ |= {"TPU_WORKER_HOSTNAMES": "localhost", "TPU_WORKER_ID": "0"}
     os.environ["TPU_ACCELERATOR_TYPE"] = "v5litepod-1"
-    if count > 1 and count not in device.slices:
-        known = ", ".join(map(str, (1, *device.slices)))
+    if count not in device.slices:
+        known = ", ".join(map(str, device.slices))
         raise checks.InputError(f"devices: is {count}; this target comes as {known}")
-    options: dict[str, Any] = {"topology_name": device.slices.get(count, device.description)}
-    if count == 1 and device.description.endswith(":1x1"):
+    options: dict[str, Any] = {"topology_name": device.slices[count]}
+    if device.slices[count].endswith(":1x1"):
         options["chips_per_host_bounds"] = (1, 1, 1)
     return topologies.get_topology_desc(platform="tpu", **options).devices[:count]
 
@@ -254,9 +245,8 @@ def _placed(tree: Any, to: Any) -> Any:
     return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=to), tree)
 
 
-def lower(workload: Workload, where: Sequence[Any], method: methods.Objective | None = None) -> Any:
+def lower(w: Workload, where: Sequence[Any], method: methods.Objective | None = None) -> Any:
     """The training step of `training.make_step`, lowered for one device or for several."""
-    w = workload
     method = method or methods.SOTAlign(block_size=w.block_size)
     config = training.TrainConfig(pair_batch=w.pairs, unpaired_batch=w.unpaired)
     model = nnx.eval_shape(lambda: heads.build_heads(w.width_x, w.width_y, w.dim))
@@ -273,12 +263,8 @@ def lower(workload: Workload, where: Sequence[Any], method: methods.Objective | 
     batches: Any = sampling.DeviceData(*rows(w.pool))
     star_x, star_y = training.kept_features(batches, teacher)
     batches = batches._replace(star_x=star_x, star_y=star_y)
-    state = jax.eval_shape(
-        lambda graph, params: training.init_state(
-            method, nnx.merge(graph, params), batches, config
-        ),
-        *nnx.split(model),
-    )
+    start = functools.partial(training.init_state, method, batches=batches, config=config)
+    state = jax.eval_shape(lambda: start(heads.build_heads(w.width_x, w.width_y, w.dim)))
     if len(where) == 1:
         step = training.make_step(method, model, config)
         one = jax.sharding.SingleDeviceSharding(where[0])
@@ -374,10 +360,6 @@ class Cost(NamedTuple):
     seconds: float = 0.0
     expected: float = 0.0
 
-    def plus(self, other: "Cost") -> "Cost":
-        """The sum of both."""
-        return Cost(*(x + y for x, y in zip(self, other, strict=True)))
-
     @classmethod
     def of(cls, kernel: programs.Kernel, device: Device) -> "Cost":
         """Of all runs of a kernel."""
@@ -393,15 +375,15 @@ class Cost(NamedTuple):
 
 def total(costs: Iterable[Cost]) -> Cost:
     """The sum of all."""
-    return functools.reduce(Cost.plus, costs, Cost())
+    return Cost(*map(sum, zip(*costs, strict=True)))
 
 
 def parts(kernels: Iterable[programs.Kernel], device: Device) -> dict[str, Cost]:
     """Costs by part, the dearest first."""
-    found: dict[str, Cost] = collections.defaultdict(Cost)
+    costs = collections.defaultdict(list)
     for kernel in kernels:
-        name = part_of(kernel.scope)
-        found[name] = found[name].plus(Cost.of(kernel, device))
+        costs[part_of(kernel.scope)].append(Cost.of(kernel, device))
+    found = {name: total(own) for name, own in costs.items()}
     return dict(sorted(found.items(), key=lambda item: -item[1].seconds))
 
 
@@ -423,49 +405,42 @@ def parts_table(found: Mapping[str, Cost], device: Device) -> tables.Table:
 # --- reports ---
 
 
-def run_table(name: str, workload: Workload, step: float, steps: int) -> tables.Table:
+def run_table(name: str, w: Workload, step: float) -> tables.Table:
     """Seconds of a whole run, its validations, a final zero-shot task, and batches of the host.
 
     What comes from the host is read and sent while the device works; both are told.
     """
-    device, w = DEVICES[name], workload
+    device = DEVICES[name]
     one = jax.sharding.SingleDeviceSharding(devices(name)[0])
 
-    def seconds(function: Callable[..., Any], *shapes: Any, **options: Any) -> float:
-        lowered = jax.jit(functools.partial(function, **options)).trace(*_placed(shapes, one))
-        text = lowered.lower().compile().as_text()
-        found = programs.Program(text).kernels(trips({}))
+    def seconds(function: Callable[..., Any], *shapes: Any) -> float:
+        lowered = jax.jit(function).trace(*_placed(shapes, one)).lower()
+        found = programs.Program(lowered.compile().as_text()).kernels(trips({}))
         return total(Cost.of(kernel, device) for kernel in found).seconds
 
     def embed(rows: int, width: int) -> float:
         head = heads.AffineMap(_shape(w.dim, width), _shape(w.dim), "l2")
         chunk = evaluation.EMBED_CHUNK
-        blocks = -(-rows // chunk)
-        return blocks * seconds(lambda head, x: head(x), head, _shape(chunk, width, dtype="f2"))
+        each = seconds(lambda head, x: head(x), head, _shape(chunk, width, dtype="f2"))
+        return -(-rows // chunk) * each
 
     def classify(x: Array, classes: Array) -> Array:
         return jnp.argmax(affinity.dot(x, classes.T), axis=1)
 
-    ranks = [_shape(5000, w.dim), _shape(25_000, w.dim), _shape(25_000, dtype=jnp.int32)]
-    ranks += [_shape(5000), _shape(25_000)]
-    validation = embed(5000, w.width_x) + embed(25_000, w.width_y)
-    validation += seconds(evaluation.match_ranks, *ranks, chunk=1024)
+    ranks = functools.partial(evaluation.match_ranks, chunk=1024)
+    own = _shape(25_000, dtype=jnp.int32)
+    sides = _shape(5000, w.dim), _shape(25_000, w.dim), own, _shape(5000), _shape(25_000)
+    validation = embed(5000, w.width_x) + embed(25_000, w.width_y) + seconds(ranks, *sides)
     zero_shot = embed(50_000, w.width_x) + embed(80_000, w.width_y)
     zero_shot += seconds(classify, _shape(50_000, w.dim), _shape(1000, w.dim))
-    widths = w.width_x, w.width_y
-    amounts = {  # times, seconds on the device, float16 numbers from the host
-        f"{steps:,} steps": (steps, step, w.unpaired * sum(widths)),
-        "validations, 5,000 x 25,000": (
-            VALIDATIONS,
-            validation,
-            5000 * (widths[0] + 5 * widths[1]),
-        ),
-        "zero-shot, 50,000 x 1,000 x 80": (1, zero_shot, 50_000 * widths[0] + 80_000 * widths[1]),
+    amounts: dict[str, Any] = {  # times, seconds on the device, rows of x and of y from the host
+        f"{STEPS:,} steps": (STEPS, step, w.unpaired, w.unpaired),
+        "validations, 5,000 x 25,000": (VALIDATIONS, validation, 5000, 25_000),
+        "zero-shot, 50,000 x 1,000 x 80": (1, zero_shot, 50_000, 80_000),
     }
-    run = steps * step
-    rows = []
-    for part, (count, each, numbers) in amounts.items():
-        here, sent = count * each, count * 2 * numbers / device.host
+    run, rows = STEPS * step, []
+    for part, (count, each, x, y) in amounts.items():
+        here, sent = count * each, count * 2 * (x * w.width_x + y * w.width_y) / device.host
         rows.append([part, here, 100 * here / run, sent, 100 * sent / run])
     headers = ["part", "device s", "% of the steps", "from the host s", "% of the steps "]
     return tables.table(headers, rows, digits=1)
@@ -480,31 +455,28 @@ def _target(args: Any) -> None:
         "one-buffer": (OneBuffer(), WITHOUT_COPY),
         "published": (Published(), {}),
     }
-    if importlib.util.find_spec("ott") is not None and "ott-jax" in args.arms:
-        from benchmarks import train_step
+    if "ott-jax" in args.arms:
+        from benchmarks import train_step  # needs ott-jax
 
         known["ott-jax"] = train_step.OttSOTAlign(momentum=True), OTT_ITERATIONS
-    rows = []
+    rows: list[list[Any]] = []
     for label in args.arms:
-        if label not in known:
-            raise checks.InputError(
-                f"arms: {label!r} is none of {', '.join(known)}, or not installed"
-            )
+        checks.choice("arms", label, tuple(known))
         method, iterations = known[label]
         print(f"compiling for {name}: {label} ...", flush=True)
         step = compile_step(name, 1, workload, method)
         found = parts(step.program.kernels(trips(iterations)), device)
         seconds = total(found.values()).seconds
-        rows.append([label, 1e3 * seconds, step.arguments, step.temporaries, step.total])
+        rows.append([label, 1e3 * seconds, *step[1:]])
         if label == "published":
             plain = found["log-sum-exp iterations"].seconds / (2 * PUBLISHED_ITERATIONS)
             more = (PLAIN_ITERATIONS - 2 * PUBLISHED_ITERATIONS) * plain
-            rows.append(["published, to the same error", 1e3 * (seconds + more), *rows[-1][2:]])
+            rows.append(["published, to the same error", 1e3 * (seconds + more), *step[1:]])
         table = parts_table(found, device)
         common.report(f"{label}, {args.unpaired:,} unpaired, {name}", table, f"{stem}-{label}")
         if label == "ours":
-            whole = run_table(name, workload, seconds, args.steps)
-            common.report(f"A run of {args.steps:,} steps", whole, f"{stem}-run")
+            whole = run_table(name, workload, seconds)
+            common.report(f"A run of {STEPS:,} steps", whole, f"{stem}-run")
     headers = ["plans", "ms a step", "arguments GiB", "temporaries GiB", "total GiB", "times ours"]
     ratios = [[*row, row[1] / rows[0][1]] for row in rows]
     common.report(f"The step, {name}", tables.table(headers, ratios, digits=2), stem)
@@ -532,56 +504,47 @@ def _several(args: Any) -> None:
 # --- this machine ---
 
 
-def measure_device(n: int, repeats: int = 10) -> Device:
+def measure_device(n: int) -> Device:
     """Bandwidth on an n x n array, and peaks, each by a program that is limited by nothing else."""
 
-    def chain(x: Array) -> Array:
-        return jax.lax.fori_loop(0, 2000, lambda i, x: jnp.exp(-x), x)
-
-    def rate(function: Callable[[Array], Array], x: Array, what: str) -> float:
-        # In place where bytes count: fresh pages of memory cost more than they.
-        donated = (0,) if what == "bytes" else ()
-        compiled = jax.jit(function, donate_argnums=donated).lower(x).compile()
-        done = 0.0
-        for kernel in programs.Program(compiled.as_text() or "").kernels():
-            counts = {"bytes": kernel.bytes, **kernel.operations}
-            done += kernel.times * counts.get(what, 0.0)
-        least = float("inf")
-        for _ in range(repeats):
-            start = time.perf_counter()
-            x = jax.block_until_ready(compiled(x))
-            least = min(least, time.perf_counter() - start)
-        return done / least
+    def repeat(times: int, function: Callable[[Array], Array], x: Array) -> Any:
+        """Each time in place: fresh pages of memory cost more than what is measured."""
+        looped = jax.jit(lambda x: jax.lax.fori_loop(0, times, lambda _, x: function(x), x))
+        return looped.lower(x).compile(), x
 
     highest = "float32 highest"
-    product = rate(lambda x: affinity.dot(x, x), jnp.full((2048, 2048), 1 / 2048), highest)
+    tests = {
+        "bytes": repeat(10, jnp.negative, jnp.ones((n, n))),
+        highest: repeat(1, lambda x: affinity.dot(x, x), jnp.full((2048, 2048), 1 / 2048)),
+        programs.VECTOR: repeat(2000, lambda x: jnp.exp(-x), jnp.full(2**14, 0.5)),
+    }
+    calls = {what: functools.partial(*test) for what, test in tests.items()}
+    seconds, _ = common.time_interleaved(calls, repeats=10, title="peaks")
+    rates = {}
+    for what, (compiled, _) in tests.items():
+        found = programs.Program(compiled.as_text()).kernels()
+        counts = [(one.times, {"bytes": one.bytes, **one.operations}) for one in found]
+        rates[what] = sum(times * count.get(what, 0) for times, count in counts) / seconds[what]
     keys = (highest, "float32 high", "float32 default", "bfloat16", "float16")
-    return Device(
-        rate(lambda x: -x, jnp.ones((n, n)), "bytes"),
-        dict.fromkeys(keys, product),
-        rate(chain, jnp.full(2**14, 0.5), programs.VECTOR),
-    )
+    return Device(rates["bytes"], dict.fromkeys(keys, rates[highest]), rates[programs.VECTOR])
 
 
-def compare(
-    pieces: Mapping[str, Any], device: Device, levels: Mapping[str, float], repeats: int
-) -> tables.Table:
-    """Predicted and measured times of `train_step.Part`s.
+def compare(pieces: Mapping[str, Any], device: Device, levels: Mapping[str, float]) -> tables.Table:
+    """Predicted and measured times of what `train_step.parts` gives.
 
     Those in `levels` are solves, which tell their sweeps themselves.
     """
-    compiled = {n: p.function.lower(*p.arguments).compile() for n, p in pieces.items()}
-    calls = {n: functools.partial(compiled[n], *p.arguments) for n, p in pieces.items()}
-    outputs = {name: jax.block_until_ready(call()) for name, call in calls.items()}
-    times, _ = common.time_interleaved(calls, repeats=repeats, title="parts")
+    compiled = {name: f.lower(*inputs).compile() for name, (f, inputs) in pieces.items()}
+    calls = {n: functools.partial(compiled[n], *inputs) for n, (_, inputs) in pieces.items()}
+    times, outputs = common.time_interleaved(calls, repeats=3, keep=lambda out: out)
     rows: list[list[Any]] = []
-    for name, part in pieces.items():
+    for name, program in compiled.items():
         plan = Iterations(0)
         if name in levels:
             plan = Iterations(int(outputs[name][0].iterations), levels=levels[name])
-        kernels = programs.Program(compiled[name].as_text()).kernels(trips({"": plan}))
-        predicted = part.times * total(Cost.of(kernel, device) for kernel in kernels).seconds
-        rows.append([name, 1e3 * predicted, 1e3 * part.times * times[name]])
+        kernels = programs.Program(program.as_text()).kernels(trips({"": plan}))
+        predicted = total(Cost.of(kernel, device) for kernel in kernels).seconds
+        rows.append([name, 1e3 * predicted, 1e3 * times[name]])
     rows.append(["sum of parts", *(sum(row[i] for row in rows) for i in (1, 2))])
     rows = [[*row, row[2] / row[1]] for row in rows]
     return tables.table(["part", "predicted ms", "measured ms", "ratio"], rows, digits=2)
@@ -590,18 +553,15 @@ def compare(
 def _check(args: Any) -> None:
     """The parts that `benchmarks.train_step` times, on the default device."""
     from benchmarks import train_step  # needs ott-jax
-    from experiments import photos
 
     n = min(args.unpaired, 2048)
-    rows = photos.dataset("coco", n_pairs=min(args.pairs, 1000), test=False)
-    teacher = teachers.cca(rows.pairs_x, rows.pairs_y)
-    pieces = train_step.parts(train_step.Setting(rows, teacher, n, dim=512), methods.SOTAlign())
+    setting = train_step.Setting.of_photos(n, min(args.pairs, 1000), 512)
     device = measure_device(n)
     peaks = device.bandwidth, device.products["float32 highest"], device.vector
     shown = "measured: {:.1f} GB/s; GFLOP/s: products {:.0f}, other operations {:.1f}"
     print(shown.format(*(x / 1e9 for x in peaks)))
     levels = {f"{x} solve": ITERATIONS[f"{x}_plan"].levels for x in ("teacher", "student")}
-    table = compare(pieces, device, levels, args.repeats)
+    table = compare(train_step.parts(setting, methods.SOTAlign()), device, levels)
     common.report(f"This machine, {n:,} unpaired", table, args.out / "roofline-cpu")
 
 
@@ -615,8 +575,6 @@ def main(argv: Sequence[str] | None = None) -> None:
         unpaired=22_768,
         pairs=10_000,
         block_size=int,
-        steps=2000,
-        repeats=3,
         arms=["ours", "published", "ott-jax"],
     )
     if not args.target:

@@ -12,7 +12,7 @@ import dataclasses
 import functools
 import re
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -24,7 +24,7 @@ from tqdm import tqdm
 from benchmarks import common, peers
 from experiments import photos
 from experiments import report as tables
-from sotalign_jax import data, heads, losses, methods, sampling, teachers, training
+from sotalign_jax import heads, losses, methods, sampling, teachers, training
 from sotalign_jax.ot import affinity
 from sotalign_jax.ot.kernel import Cosines, Kernel
 from sotalign_jax.ot.solver import solve
@@ -35,10 +35,6 @@ class OttSOTAlign(methods.SOTAlign):
     """SOTAlign whose KLOT is written with ott-jax: plans by its solver, gradient by Danskin."""
 
     momentum: bool = False
-
-    def start(self, data: sampling.DeviceData, unpaired_batch: int) -> dict[str, Array]:
-        """No warm start: ott-jax begins anew in every step."""
-        return {}
 
     def _divergence(
         self, f: Array, g: Array, z: Array, w: Array, memory: Any
@@ -67,17 +63,23 @@ METHODS: dict[str, methods.Objective] = {
 }
 
 
-class Setting:
-    """Data, teacher and heads for one batch size."""
+class Setting(NamedTuple):
+    """What a step of one batch size works on."""
 
-    def __init__(self, rows: data.Dataset, teacher: teachers.LinearTeacher, n: int, dim: int):
-        self.data = training.place(rows)
-        self.teacher = teacher
-        self.heads = heads.build_heads(
-            rows.pairs_x.shape[1], rows.pairs_y.shape[1], dim, teacher=None
-        )
-        self.config = training.TrainConfig(
-            steps=1000, pair_batch=len(rows.pairs_x), unpaired_batch=n
+    data: sampling.DeviceData
+    teacher: teachers.LinearTeacher
+    heads: heads.Heads
+    config: training.TrainConfig
+
+    @classmethod
+    def of_photos(cls, n: int, n_pairs: int, dim: int) -> "Setting":
+        """COCO's pairs, all in every step, and n unpaired rows a side."""
+        rows = photos.dataset("coco", n_pairs=n_pairs, test=False)
+        return cls(
+            training.place(rows),
+            teachers.cca(rows.pairs_x, rows.pairs_y),
+            heads.build_heads(rows.pairs_x.shape[1], rows.pairs_y.shape[1], dim),
+            training.TrainConfig(steps=1000, pair_batch=n_pairs, unpaired_batch=n),
         )
 
     def step(self, method: methods.Objective) -> tuple[Callable[[], Any], jax.stages.Compiled]:
@@ -90,21 +92,8 @@ class Setting:
         return lambda: compiled(jax.tree.map(jnp.copy, state), *rest), compiled
 
 
-@dataclasses.dataclass(frozen=True)
-class Part:
-    """A part of the step: a jitted function, the step's own numbers for it, how often it runs."""
-
-    function: Any
-    arguments: tuple[Any, ...]
-    times: int = 1
-
-    def __call__(self) -> Any:
-        """Runs it."""
-        return [self.function(*self.arguments) for _ in range(self.times)]
-
-
-def parts(setting: Setting, method: methods.SOTAlign) -> dict[str, Part]:
-    """The parts of a step, each on the step's own numbers."""
+def parts(setting: Setting, method: methods.SOTAlign) -> dict[str, tuple[Any, tuple[Any, ...]]]:
+    """The parts of a step: jitted functions, and the step's own numbers for them."""
     config = setting.config
     graphdef, params = nnx.split(setting.heads)
     key = jax.random.key(0)
@@ -133,12 +122,15 @@ def parts(setting: Setting, method: methods.SOTAlign) -> dict[str, Part]:
 
     student = jax.jit(functools.partial(plan, epsilon=method.epsilon))
     teacher = jax.jit(functools.partial(plan, epsilon=method.epsilon_star))
-    state = student(f, g)[1]
+    plans = student(f, g)[1], teacher(z, w)[1]
 
     @jax.jit
-    def products(state: Any, f: Array, g: Array) -> Any:
-        cosines = Cosines.of(f, g)
-        return Kernel(cosines).transport(state, jnp.exp(log_a), jnp.exp(log_b), cosines)
+    def products(plans: Any, f: Array, g: Array, z: Array, w: Array) -> Any:
+        own = Cosines.of(f, g)
+        return [
+            Kernel(cosines).transport(state, jnp.exp(log_a), jnp.exp(log_b), own)
+            for cosines, state in zip((own, Cosines.of(z, w)), plans, strict=True)
+        ]
 
     optimizer = training.optimizer(config.learning_rate, config.steps)
     opt_state = optimizer.init(params)
@@ -149,65 +141,56 @@ def parts(setting: Setting, method: methods.SOTAlign) -> dict[str, Part]:
         return optax.apply_updates(params, updates), opt_state
 
     return {
-        "draw": Part(draw, (key, jnp.int32(1), setting.data)),
-        "heads, both ways": Part(embed_and_back, (params, batch, features)),
-        "teacher features": Part(project, (setting.teacher, batch)),
-        "SigLIP, both ways": Part(siglip, (a, b)),
-        "teacher solve": Part(teacher, (z, w)),
-        "student solve": Part(student, (f, g)),
-        "products (two plans)": Part(products, (state, f, g), times=2),
-        "optimiser": Part(update, (params, opt_state, params)),
+        "draw": (draw, (key, jnp.int32(1), setting.data)),
+        "heads, both ways": (embed_and_back, (params, batch, features)),
+        "teacher features": (project, (setting.teacher, batch)),
+        "SigLIP, both ways": (siglip, (a, b)),
+        "teacher solve": (teacher, (z, w)),
+        "student solve": (student, (f, g)),
+        "products (two plans)": (products, (plans, f, g, z, w)),
+        "optimiser": (update, (params, opt_state, params)),
     }
 
 
 def measure(
-    setting: Setting, chosen: dict[str, methods.Objective], n: int, repeats: int
+    setting: Setting, chosen: dict[str, methods.Objective], repeats: int
 ) -> tuple[list[list[Any]], list[list[Any]]]:
     """Rows for the steps and for the parts of ours."""
-    compiled, calls = {}, {}
+    n, calls, memory = setting.config.unpaired_batch, {}, {}
     for name, method in tqdm(chosen.items(), desc=f"n={n}: compile", leave=False):
-        calls[name], compiled[name] = setting.step(method)
-    seconds, metrics = common.time_interleaved(
-        calls, repeats=repeats, title=f"n={n}: steps", keep=lambda out: out[1]
-    )
-    keys = ("student_iterations", "teacher_iterations")
-    notes = {
-        name: [int(found[key]) if key in found else None for key in keys]
-        for name, found in metrics.items()
-    }
+        calls[name], compiled = setting.step(method)
+        memory[name] = common.memory_of(compiled)[0]
+    seconds, metrics = common.time_interleaved(calls, repeats=repeats, keep=lambda out: out[1])
     whole = seconds["ours"]
-    memory = {name: common.memory_of(program)[0] for name, program in compiled.items()}
-    steps = [
-        [n, name, *notes[name], memory[name], seconds[name], seconds[name] / whole]
-        for name in chosen
-    ]
-    pieces = parts(setting, OURS)
-    for call in pieces.values():
-        jax.block_until_ready(call())
-    times, _ = common.time_interleaved(pieces, repeats=max(repeats, 3), title=f"n={n}: parts")
-    shares = [[n, name, 1e3 * t, 100 * t / whole] for name, t in times.items()]
-    shares.append([n, "sum of parts", 1e3 * sum(times.values()), 100 * sum(times.values()) / whole])
-    shares.append([n, "the step", 1e3 * whole, 100.0])
-    return steps, shares
+    steps = []
+    for name, found in metrics.items():
+        counts = [found.get(f"{plan}_iterations") for plan in ("student", "teacher")]
+        counts = [count if count is None else int(count) for count in counts]
+        steps.append([n, name, *counts, memory[name], seconds[name], seconds[name] / whole])
+    pieces = {
+        name: functools.partial(function, *arguments)
+        for name, (function, arguments) in parts(setting, OURS).items()
+    }
+    times, _ = common.time_interleaved(pieces, repeats=repeats + 1)  # the first compiles
+    times |= {"sum of parts": sum(times.values()), "the step": whole}
+    return steps, [[n, name, 1e3 * each, 100 * each / whole] for name, each in times.items()]
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Steps and parts for every batch size."""
     args = common.options(
-        __doc__, argv, n=[512, 1024, 2048, 4096], repeats=3, n_pairs=1000, methods="", dim=512
+        __doc__, argv, n=[512, 1024, 2048, 4096], repeats=3, pairs=1000, arms="", dim=512
     )
     if args.quick:
-        args.n, args.n_pairs, args.dim, args.repeats = [64], 100, 32, 2
-    chosen = {k: m for k, m in METHODS.items() if k == "ours" or re.search(args.methods, k)}
-    rows = photos.dataset("coco", n_pairs=args.n_pairs, test=False)
-    teacher = teachers.cca(rows.pairs_x, rows.pairs_y)
+        args.n, args.pairs, args.dim, args.repeats = [64], 100, 32, 2
+    chosen = {k: m for k, m in METHODS.items() if k == "ours" or re.search(args.arms, k)}
     steps: list[list[Any]] = []
     shares: list[list[Any]] = []
     for n in args.n:
-        found = measure(Setting(rows, teacher, n, args.dim), chosen, n, args.repeats)
+        found = measure(Setting.of_photos(n, args.pairs, args.dim), chosen, args.repeats)
         steps, shares = steps + found[0], shares + found[1]
     headers = ["n", "method", "student its", "teacher its", "temp MiB", "seconds", "times ours"]
-    title = f"One training step, photographs, {args.n_pairs} pairs, width {args.dim}"
+    title = f"One training step, photographs, {args.pairs} pairs, width {args.dim}"
     common.report(title, tables.table(headers, steps, digits=3), args.out / "train_step")
     headers = ["n", "part", "ms", "% of the step"]
     common.report("Parts of our step", tables.table(headers, shares), args.out / "train_step_parts")

@@ -28,28 +28,27 @@ def test_headline_compares_with_ott_at_one_error(tmp_path):
     rows = _rows(tmp_path / "gradient_headline_n96.csv")
     assert [row["arm"] for row in rows] == ["ours, from K", "ott-jax Danskin"]
     for row in rows:
-        assert float(row["student error"]) <= 1e-3 * 1.01
-        assert float(row["teacher error"]) <= 1e-3 * 1.01
-        assert float(row["gap (float64)"]) < gradient.WRONG
+        assert row["status"] == "ok" and float(row["error"]) <= 1e-3 * 1.01
+        assert float(row["gap converged"]) < gradient.WRONG
 
 
 def test_sweep_records_what_is_too_large_and_what_is_wrong(tmp_path, monkeypatch):
     def doubled(target: peers.Target):
-        loss = peers.unrolled(target, checkpoint=True)
+        loss = peers.through_plan(target, solve=peers.unrolled)
         return lambda k, k_star: (2 * loss(k, k_star)[0], loss(k, k_star)[1])
 
     wrong = peers.Arm("doubled", doubled, unrolled=True)
     monkeypatch.setattr(peers, "ARMS", (*peers.ARMS, wrong))
-    monkeypatch.setattr(blocks, "device_memory", lambda: 2 * common.MEBIBYTE)
-    options = ["--epsilon", "0.1", "--iterations", "30", "--arms", "scan|doubled"]
+    monkeypatch.setattr(blocks, "device_memory", lambda: 4 * common.MEBIBYTE)
+    options = ["--epsilon", "0.1", "--tolerance", "1e-6", "--arms", "scan|doubled"]
     gradient.main(["--quick", "--sweep", "--data", "random", *options, "--out", str(tmp_path)])
-    rows = {r["arm"]: r for r in _rows(tmp_path / "gradient_random_n96_30its.csv")}
+    rows = {r["arm"]: r for r in _rows(tmp_path / "gradient_sweep_n96.csv")}
     assert rows["doubled"]["status"] == "wrong gradient"
     assert rows["unrolled scan"]["status"] == "does not fit"
     assert float(rows["unrolled scan"]["temporary mib"]) > 1.0
     assert rows["doubled"]["seconds"] == rows["unrolled scan"]["seconds"] == ""
     assert rows["checkpointed scan"]["status"] == rows["ours, from K"]["status"] == "ok"
-    assert rows["checkpointed scan"]["student iterations"] == "30"
+    assert int(rows["checkpointed scan"]["student iterations"]) % 10 == 0
     assert float(rows["checkpointed scan"]["seconds"]) > 0
 
 
@@ -68,14 +67,14 @@ def test_convergence(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     convergence.main(["--quick", "--data", "random"])
     tmp_path = tmp_path / "runs" / "benchmarks"  # never beside the published results
-    rows = _rows(tmp_path / "convergence_passes_random_n96_eps0.005.csv")
+    rows = _rows(tmp_path / "convergence_passes_random_n96.csv")
     assert [row["passes"] for row in rows] == ["10", "100"]
     assert float(rows[1]["ours"]) < float(rows[1]["textbook"])
     assert len(_rows(tmp_path / "convergence_epsilon_random_n96.csv")) == 2
 
 
 def test_sweeps_over_a_narrow_copy_are_counted(tmp_path):
-    options = ["--narrow", "--quick", "--data", "random", "--passes_epsilon", "0.05"]
+    options = ["--narrow", "--quick", "--data", "random"]
     convergence.main([*options, f"--out={tmp_path}"])
     (row,) = _rows(tmp_path / "sweeps_random.csv")
     exact, narrow, also = (float(row[key]) for key in list(row)[2:])
@@ -83,7 +82,7 @@ def test_sweeps_over_a_narrow_copy_are_counted(tmp_path):
 
 
 def test_train_step(tmp_path):
-    train_step.main(["--quick", "--methods", "Danskin$", "--out", str(tmp_path)])
+    train_step.main(["--quick", "--arms", "Danskin$", "--out", str(tmp_path)])
     rows = _rows(tmp_path / "train_step.csv")
     assert [row["method"] for row in rows] == ["ours", "ott-jax Danskin"]
     parts = [row["part"] for row in _rows(tmp_path / "train_step_parts.csv")]
@@ -112,8 +111,18 @@ def test_over_relaxation_of_one_is_textbook_sinkhorn(x64):
     uv = (np.zeros(30), np.zeros(30))
     for _ in range(7):
         uv = peers.plain_step(k, 0.05, uv)
-    np.testing.assert_allclose(u[-1], uv[0], rtol=1e-12)
-    np.testing.assert_allclose(v[-1], uv[1], rtol=1e-12)
+    np.testing.assert_allclose(u, uv[0], rtol=1e-12)
+    np.testing.assert_allclose(v, uv[1], rtol=1e-12)
+    assert convergence.momentum(k, 0.05, 7, 1.0) == pytest.approx(convergence.textbook(k, 0.05, 7))
+
+
+def test_an_arm_that_is_too_slow_is_not_timed_nor_one_that_was(tmp_path):
+    options = ["--epsilon", "0.1", "0.05", "--data", "random", "--arms", "Danskin$"]
+    gradient.main(["--quick", "--sweep", *options, "--time_limit", "1e-9", "--out", str(tmp_path)])
+    ours, slow, again, _ = _rows(tmp_path / "gradient_sweep_n96.csv")
+    assert ours["status"] == "ok" and float(ours["seconds"]) > 0
+    assert slow["status"].startswith("about") and slow["seconds"] == ""
+    assert again["arm"] == ours["arm"] and again["status"] == "over 1e-09 s before"
 
 
 def test_clock_charges_no_call_for_another():

@@ -287,14 +287,13 @@ def test_the_published_loss_reads_both_affinities_in_every_iteration():
 
 
 def test_on_this_machine_parts_are_predicted_and_timed():
-    part = pytest.importorskip("benchmarks.train_step").Part
     x = jnp.ones((64, 64))
-    parts = {"product": part(jax.jit(jnp.matmul), (x, x)), "sum": part(jax.jit(jnp.sum), (x,), 2)}
+    parts = {"product": (jax.jit(jnp.matmul), (x, x)), "sum": (jax.jit(jnp.sum), (x,))}
     device = roofline.Device(1e12, {"float32 default": 2.0 * 64**3}, 1e12)
-    table = roofline.compare(parts, device, {}, repeats=1)
+    table = roofline.compare(parts, device, {})
     rows = {name: numbers for name, *numbers in table.rows}
     assert list(rows) == ["product", "sum", "sum of parts"]
     assert rows["product"][0] == pytest.approx(1e3)
-    assert 2e3 * 4 * 64**2 / 1e12 <= rows["sum"][0] <= 2e3 * 10 * 64**2 / 1e12
+    assert 1e3 * 4 * 64**2 / 1e12 <= rows["sum"][0] <= 1e3 * 10 * 64**2 / 1e12
     for predicted, measured, ratio in rows.values():
         assert measured > 0 and ratio == pytest.approx(measured / predicted)

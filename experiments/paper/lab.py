@@ -390,7 +390,7 @@ def _gradient(sources: Sources, *, epsilon: float, rows: int) -> Results:
     arms = [arm for arm in peers.ARMS if arm.name in ARMS]
     problem = _problem(sources, rows)
     with jax.enable_x64(True):
-        found = gradient.sweep_epsilon(problem, arms, target, repeats=2, time_limit=600.0)
+        found = gradient.measure(problem, arms, target, repeats=2, time_limit=600.0)
     results: Results = {}
     for row in found:
         counts = row.student_iterations, row.teacher_iterations
