@@ -104,7 +104,7 @@ def compare(
         rows = [[f"{point:g}", *row] for point, row in zip(points, cells, strict=True)]
         title = f"Marginal error {what}, {problem.name}, n={len(k)}"
         stem = out / f"convergence_{label}_{problem.name}_n{len(k)}"
-        common.report(title, tables.table([label, *SOLVERS], rows), stem)
+        common.report(title, tables.Table([label, *SOLVERS], rows), stem)
         with common.figure(stem) as (ax,):
             curves = np.transpose(np.where(np.isfinite(errors), errors, np.nan))
             for name, curve in zip(SOLVERS, curves, strict=True):
@@ -151,7 +151,7 @@ def over_narrow(
         rows.append([n, len(batches), *means])
     headers = ["n", "batches", "over the kernel alone", "over the copy", "and over the kernel"]
     title = f"Sweeps to {tolerance:g}, {problem.name}, epsilon {epsilon:g}"
-    common.report(title, tables.table(headers, rows, digits=1), out / f"sweeps_{problem.name}")
+    common.report(title, tables.Table(headers, rows, digits=1), out / f"sweeps_{problem.name}")
 
 
 def main(argv: Sequence[str] | None = None) -> None:

@@ -198,7 +198,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         target = Target(epsilon, epsilon_star, args.tolerance, most, most)
         slow = {row.arm for row in rows if (row.seconds or 0.0) > args.time_limit}
         rows += measure(problem, arms, target, slow=slow, **limits)
-        table = tables.table([name.replace("_", " ") for name in Row._fields], rows, digits=3)
+        table = tables.Table([name.replace("_", " ") for name in Row._fields], rows, digits=3)
         common.report(title, table, stem)  # a large problem may be stopped before the last
     if args.sweep:
         draw(arms, rows, stem)

@@ -153,7 +153,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     widths = rows.pairs_x.shape[1], rows.pairs_y.shape[1]
     start = heads.build_heads(*widths, args.dim, teacher=teacher)
     headers = ["role", "products", "plan, L1", "gradient"]
-    table = tables.table(headers, errors(rows, start, teacher, args.n))
+    table = tables.Table(headers, errors(rows, start, teacher, args.n))
     common.report(f"Errors, {args.n:,} unpaired photographs", table, args.out / "precision")
     config = training.TrainConfig(
         steps=args.steps, unpaired_batch=args.n, eval_every=args.steps, learning_rate=1e-3
@@ -166,7 +166,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         scores = evaluation.evaluate(trained.x, trained.y, rows.val)
         found.append([kind or "float32", *(scores[f"mean/R@{k}"] for k in (1, 5, 10))])
     title = f"Validation recall after {args.steps} steps, every role at one precision"
-    table = tables.table(["products", "R@1", "R@5", "R@10"], found, digits=2)
+    table = tables.Table(["products", "R@1", "R@5", "R@10"], found, digits=2)
     common.report(title, table, args.out / "precision-recall")
 
 

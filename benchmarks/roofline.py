@@ -399,7 +399,7 @@ def parts_table(found: Mapping[str, Cost], device: Device) -> tables.Table:
         if c.seconds > 1e-6 * whole.seconds
     ]
     headers = ["part", "kernels", "GB", "TFLOP", "ms for bytes", "ms for operations", "ms", "%"]
-    return tables.table([*headers, *(["compiler's ms"] if device.clock else [])], rows, digits=2)
+    return tables.Table([*headers, *(["compiler's ms"] if device.clock else [])], rows, digits=2)
 
 
 # --- reports ---
@@ -443,7 +443,7 @@ def run_table(name: str, w: Workload, step: float) -> tables.Table:
         here, sent = count * each, count * 2 * (x * w.width_x + y * w.width_y) / device.host
         rows.append([part, here, 100 * here / run, sent, 100 * sent / run])
     headers = ["part", "device s", "% of the steps", "from the host s", "% of the steps "]
-    return tables.table(headers, rows, digits=1)
+    return tables.Table(headers, rows, digits=1)
 
 
 def _target(args: Any) -> None:
@@ -479,7 +479,7 @@ def _target(args: Any) -> None:
             common.report(f"A run of {STEPS:,} steps", whole, f"{stem}-run")
     headers = ["plans", "ms a step", "arguments GiB", "temporaries GiB", "total GiB", "times ours"]
     ratios = [[*row, row[1] / rows[0][1]] for row in rows]
-    common.report(f"The step, {name}", tables.table(headers, ratios, digits=2), stem)
+    common.report(f"The step, {name}", tables.Table(headers, ratios, digits=2), stem)
 
 
 def _several(args: Any) -> None:
@@ -489,7 +489,7 @@ def _several(args: Any) -> None:
     stem = args.out / f"devices-{args.target}-{args.devices}"
     sizes = [args.target, args.devices, *step[1:]]
     headers = ["target", "devices", "arguments GiB", "temporaries GiB", "total GiB"]
-    common.report("Memory of each device", tables.table(headers, [sizes], digits=2), stem)
+    common.report("Memory of each device", tables.Table(headers, [sizes], digits=2), stem)
     counted = collections.Counter(step.program.exchanges())
     when = {True: "each sweep or ring step", False: "once a step"}
     rows = [
@@ -497,7 +497,7 @@ def _several(args: Any) -> None:
         for one, count in counted.items()
         if one.in_loop or one.bytes >= 2**16
     ]
-    table = tables.table(["kind", "MiB", "times", "when"], rows)
+    table = tables.Table(["kind", "MiB", "times", "when"], rows)
     common.report("Exchanges", table, f"{stem}-exchanges")
 
 
@@ -547,7 +547,7 @@ def compare(pieces: Mapping[str, Any], device: Device, levels: Mapping[str, floa
         rows.append([name, 1e3 * predicted, 1e3 * times[name]])
     rows.append(["sum of parts", *(sum(row[i] for row in rows) for i in (1, 2))])
     rows = [[*row, row[2] / row[1]] for row in rows]
-    return tables.table(["part", "predicted ms", "measured ms", "ratio"], rows, digits=2)
+    return tables.Table(["part", "predicted ms", "measured ms", "ratio"], rows, digits=2)
 
 
 def _check(args: Any) -> None:

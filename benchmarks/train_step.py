@@ -191,9 +191,9 @@ def main(argv: Sequence[str] | None = None) -> None:
         steps, shares = steps + found[0], shares + found[1]
     headers = ["n", "method", "student its", "teacher its", "temp MiB", "seconds", "times ours"]
     title = f"One training step, photographs, {args.pairs} pairs, width {args.dim}"
-    common.report(title, tables.table(headers, steps, digits=3), args.out / "train_step")
+    common.report(title, tables.Table(headers, steps, digits=3), args.out / "train_step")
     headers = ["n", "part", "ms", "% of the step"]
-    common.report("Parts of our step", tables.table(headers, shares), args.out / "train_step_parts")
+    common.report("Parts of our step", tables.Table(headers, shares), args.out / "train_step_parts")
 
 
 if __name__ == "__main__":

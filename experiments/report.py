@@ -115,9 +115,6 @@ class Table:
         return f"{value:.{self.digits}f}" if _is_number(value) else ""
 
 
-table = Table  # as the benchmarks call it
-
-
 def _is_number(value: Any) -> bool:
     return isinstance(value, int | float | np.number) and not isinstance(value, bool)
 

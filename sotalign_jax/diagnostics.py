@@ -6,7 +6,7 @@ are from the pairs, `sinkhorn_convergence` at which epsilons the transport plans
 
 import itertools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple, Self
 
 import jax
@@ -154,14 +154,13 @@ def pool_shift(
     rows: int = 100_000,
     projections: int = 500,
     seed: int = 0,
-    on_repeat: Callable[[], None] = lambda: None,
 ) -> Shift:
     """How far unpaired rows are from the paired ones, beside two distances to judge it by.
 
     The pairs are halved at random; one half's distance is measured to as many unpaired rows
     (`pool`), to the other half (`noise`) and to as many random directions (`sphere`). All samples
     have one size, at most `rows`, because the distance falls with the size. Repeated with
-    new halves, samples and planes; `on_repeat` is called after each time, to show progress.
+    new halves, samples and planes.
 
     >>> x = np.random.default_rng(0).normal(size=(60, 8)) + 1
     >>> shift = pool_shift(x, -x, repeats=3, projections=50)
@@ -185,7 +184,6 @@ def pool_shift(
         )
         for values, other in zip(distances, others, strict=True):
             values.append(_distance(half, circle_embedding(other, planes)))
-        on_repeat()
     near, noise, far = map(Mean, distances)
     return Shift(near, noise, far, rows=size)
 

@@ -75,8 +75,9 @@ def load_array(path: str | os.PathLike[str], *, key: str | None = None) -> np.nd
     | `tfds:NAME[:SPLIT[:FEATURE]]`   | TensorFlow Datasets, random access, no TensorFlow   |
 
     Arrays keep their stored dtype (float16 and bfloat16 included). `key` chooses from a file that
-    holds several, or is the FEATURE of a `tfds:` address, which `open_tfds` explains. Features of
-    one split are read in the same order, so two of them make pairs.
+    holds several, or is the FEATURE of a `tfds:` address. NAME may have a config and version
+    (`name/config:1.0.0`), SPLIT may be a slice (`train[:50%]`); features of one split are read in
+    the same order, so two of them make pairs.
 
     >>> from sotalign_jax import data
     >>> load_array(data.SAMPLE, key="text").shape
@@ -145,13 +146,9 @@ def _load_safetensors(file: pathlib.Path, key: str | None) -> np.ndarray:
     return np.memmap(file, dtype, "r", offset=8 + length + begin, shape=shape)
 
 
-def open_tfds(name: str, split: str, *, folder: str | None = None) -> Any:
-    """Random-access records of a dataset prepared by TFDS with `file_format="array_record"`.
-
-    NAME may have a config and version (`name/config:1.0.0`), the split may be a slice of it
-    (`train[:50%]`); datasets are found in `folder`, `$TFDS_DATA_DIR` or TFDS's default.
-    """
-    folder = folder or os.environ.get("TFDS_DATA_DIR")
+def _open_tfds(name: str, split: str) -> Any:
+    """Records of a dataset that TFDS prepared with `file_format="array_record"`."""
+    folder = os.environ.get("TFDS_DATA_DIR")
     tfds = checks.require("tensorflow_datasets", extra="data")
     where = folder and os.path.expanduser(folder)
     try:  # never fetch a large dataset as a side effect of a typo
@@ -173,7 +170,7 @@ def _load_tfds(address: str, key: str | None) -> np.ndarray:
             f"{address}: not understood; write tfds:NAME, tfds:NAME:SPLIT or "
             "tfds:NAME:SPLIT:FEATURE, and name the feature once"
         )
-    source = open_tfds(name, rest[0] if rest else "train")
+    source = _open_tfds(name, rest[0] if rest else "train")
     features = source.dataset_info.features
     wanted = _pick_key(address, list(features), rest[1] if len(rest) == 2 else key)
     feature = features[wanted]
