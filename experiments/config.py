@@ -267,6 +267,7 @@ def _read_from(config: ConfigDict, folder: pathlib.Path) -> None:
     found = [name for name in FILES if (folder / f"{name}.npy").exists()]
     if not {"x", "y"} <= set(found):
         raise checks.InputError(f"config: from={folder} holds no x.npy and y.npy; check the path")
+    config.data.name = "files"
     for name in found:
         config.data.files[name] = str(folder / f"{name}.npy")
     if {"unpaired_x", "unpaired_y"} & set(found):

@@ -5,8 +5,8 @@ r"""Before training: are two encoders worth aligning, and with which unpaired ro
     python -m experiments.diagnose --config=experiments/configs/quickstart.py --quick \
         --workdir=runs/photographs
 
-Looks at the pairs and pools that a config would train on with its first seed, its CCA teacher and
-the epsilons of SOTAlign. Trains nothing.
+Looks at the pairs and pools that the first run of a config would train on, its CCA teacher and the
+epsilons of SOTAlign. Trains nothing.
 """
 
 import textwrap
@@ -212,7 +212,8 @@ def main() -> None:
     options = {name: config.sotalign[name] for name in ("epsilon", "epsilon_star")}
     checks.positive(**options)
     options |= QUICK if _QUICK.value else THOROUGH
-    config.runs, config.method, config.data.test = {}, "cca", False
+    changes = next(iter(config.runs.values()), {})  # such as another number of pairs
+    config.runs = {"first": {**changes, "method": "cca", "data.test": False}}
     one = next(iter(config_lib.runs(config).values()))
     checks.whole(MIN_PAIRS, **{"data.n_pairs": one.data.n_pairs})
     dataset = run.load_dataset(one)

@@ -55,8 +55,8 @@ def checksums() -> dict[str, str]:
 def read(name: str) -> bytes:
     """The bytes of one file; InputError if it is missing or differs from its checksum."""
     path = FOLDER / name
-    content = path.read_bytes() if path.is_file() else b""
-    if hashlib.sha256(content).hexdigest() != checksums()[name]:
+    content = path.read_bytes() if path.is_file() else None
+    if content is None or hashlib.sha256(content).hexdigest() != checksums()[name]:
         text = f"{path}: is missing or differs from its checksum in SHA256SUMS"
         raise checks.InputError(
             f"{text}; run from a clone, and restore it with git checkout {path}"

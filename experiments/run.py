@@ -38,11 +38,12 @@ def run_all(
     """Makes the runs, or finishes those begun, under one progress bar; their results by name.
 
     A single run lives in `workdir` itself, several in a folder each below it. What fails ends a
-    single run, or all of them before the first is begun; later it is a result like others.
+    single run; among several it is a result like others, but settings that cannot be used end all
+    of them before the first is begun.
     """
     if len(configs) == 1:
         return {name: run(config, workdir) for name, config in configs.items()}
-    within = workdir, {name: config_lib.plain(config) for name, config in configs.items()}
+    within = workdir, record(configs)
     if not (workdir / "config.json").exists():
         loaded: dict[Any, data.Dataset] = {}
         for config in configs.values():  # what any method lacks is known before the first trains
@@ -54,7 +55,10 @@ def run_all(
         for name, config in configs.items():
             try:
                 ended[name] = run(config, workdir / name, within=within)
-            except (UnusableError, FloatingPointError) as error:
+            except FloatingPointError as error:
+                workdir_lib.open_run(*within)
+                ended[name] = {"error": str(error)}
+            except UnusableError as error:
                 if not (workdir / "config.json").exists():
                     raise  # of the first run: nothing is lost by a new start
                 ended[name] = {"error": str(error)}
@@ -63,6 +67,11 @@ def run_all(
                 bar.advance(mean_r1=max(scores, default=None))
     workdir_lib.write_json(workdir / "results.json", ended)
     return ended
+
+
+def record(configs: Mapping[str, Config]) -> dict[str, Any]:
+    """What the folder of several runs keeps in its config.json."""
+    return {name: config_lib.plain(config) for name, config in configs.items()}
 
 
 def run(config: Config, folder: pathlib.Path, *, within: Set | None = None) -> Results:

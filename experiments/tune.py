@@ -8,8 +8,8 @@ r"""Tunes a method: tries every point of a grid, chooses on the validation split
 A grid has options of the method, and other settings by their dotted names; by default it is what
 the method finds worth trying. The trials are a comparison, in WORKDIR/trials, that never looks at
 the test split: the point with the best mean of MeanR@1 on validation over the config's seeds is
-trained over --seeds seeds and tested in WORKDIR/tested. Interrupted, it goes on where it stopped
-when it is started again.
+trained over --seeds N seeds and tested in WORKDIR/tested-N. Interrupted, it goes on where it
+stopped when it is started again.
 """
 
 import itertools
@@ -67,8 +67,8 @@ def best(ended: Mapping[str, run.Results]) -> str:
         if all(run.SCORE in results for results in own)
     }
     if not scores:
-        error = next(iter(ended.values()))["error"]
-        raise checks.InputError(f"grid: every trial failed, first {error}")
+        error = next(results["error"] for results in ended.values() if "error" in results)
+        raise checks.InputError(f"grid: every point failed with some seed, first {error}")
     return max(scores, key=lambda label: scores[label])
 
 
@@ -83,12 +83,14 @@ def main() -> None:
     untested = {"data.test": False}
     config.runs = {name: {**changes, **point, **untested} for name, point in tried.items()}
     trials = config_lib.runs(config)
-    if not workdir.exists():
+    if not (workdir / "trials" / "config.json").exists():
         # Data that cannot be read, the test split's included, are known before the first trial.
         config.runs = {label: {**changes, **({} if _SEEDS.value else untested)}}
         if run.load_dataset(next(iter(config_lib.runs(config).values()))).val is None:
             remedy = "pass --config.data.files.val_x=PATH and val_y"
             raise checks.InputError(f"data: there is no validation split to choose by; {remedy}")
+    if len(trials) > 1:  # a folder of its own: also the first that cannot be used is a row
+        workdir_lib.open_run(workdir / "trials", run.record(trials))
     ended = run.run_all(trials, workdir / "trials", title=f"tune {label}")
     report.compare(trials, ended, workdir / "trials")
     chosen = {label: {**changes, **tried[best(ended)]}}
@@ -100,8 +102,8 @@ def main() -> None:
     if _SEEDS.value:
         config.runs, config.seed, config.seeds = chosen, None, tuple(range(_SEEDS.value))
         tests = config_lib.runs(config)
-        tested = run.run_all(tests, workdir / "tested", title=f"test {label}")
-        report.conclude(tests, tested, workdir / "tested")
+        folder = workdir / f"tested-{_SEEDS.value}"
+        report.conclude(tests, run.run_all(tests, folder, title=f"test {label}"), folder)
 
 
 if __name__ == "__main__":

@@ -84,7 +84,7 @@ def test_the_best_on_validation_is_chosen_and_tested(launch, tmp_path):
     assert {row["method"]: float(row["val R@1"]) for row in rows} == scores
     assert f"{max(scores.values()):.1f}*" in out
 
-    tested = [results(tmp_path / "run" / "tested" / f"cca-seed{seed}") for seed in (0, 1)]
+    tested = [results(tmp_path / "run" / "tested-2" / f"cca-seed{seed}") for seed in (0, 1)]
     assert tested[0]["val/mean/R@1"] == max(scores.values())  # the same run, now with a test
     mean = np.mean([one["test/mean/R@1"] for one in tested])
     assert f"{mean:.1f} ± " in out
@@ -130,7 +130,7 @@ def test_of_equal_trials_the_first_is_chosen_and_none_that_failed():
     }
     assert tune.best({**ended, "d-seed1": {"error": "why"}}) == "b"
     assert tune.best(ended) == "d"
-    with pytest.raises(checks.InputError, match="every trial failed, first why"):
+    with pytest.raises(checks.InputError, match=r"^grid: .* why$"):
         tune.best({"d-seed1": {"error": "why"}})
 
 
@@ -159,23 +159,29 @@ def test_a_trial_that_fails_is_a_row(launch, tmp_path):
 
 
 def test_settings_that_the_data_do_not_allow_are_rows(launch, tmp_path):
-    out, error = launch("--method=cca", "--grid={'teacher.dim': [5, 11]}", "--seeds=0")
+    out, error = launch("--method=cca", "--grid={'teacher.dim': [11, 5]}", "--seeds=0")
     assert error is None and "teacher.dim=11-seed0 failed: teacher: dim: is 11" in out
-    # Unless there is nothing yet that a new start would lose.
     options = ("--method=cca", "--grid={'teacher.dim': [11, 12]}")
     _, error = launch(*options, workdir=tmp_path / "other")
-    assert is_one_line(error) and "teacher: dim: is 11" in error
-    assert not (tmp_path / "other").exists()
+    assert is_one_line(error) and "grid: " in error and "teacher: dim: is 11" in error
 
 
-def test_options_that_the_pools_do_not_allow_are_known_before_the_first_trial(launch, tmp_path):
-    _, error = launch("--method=nnclr", "--grid={'k': [5, 500]}", "--seeds=0")
-    assert is_one_line(error) and "k: is 500" in error and not (tmp_path / "run").exists()
+def test_options_that_the_pools_do_not_allow_are_rows(launch):
+    options = ("--method=nnclr", "--grid={'k': [5, 500]}", "--config.train.steps=2")
+    out, error = launch(*options, "--seeds=0")
+    assert error is None and "k: is 500" in out
+
+
+def test_a_point_with_a_seed_that_failed_is_not_chosen():
+    some = {"a-seed0": {run.SCORE: 9.0}, "a-seed1": {"error": "loss"}, "b-seed0": {run.SCORE: 1.0}}
+    assert tune.best(some) == "b"
+    with pytest.raises(checks.InputError, match=r"^grid: .* loss$"):
+        tune.best({name: some[name] for name in ("a-seed0", "a-seed1")})
 
 
 def test_methods_that_cannot_be_fitted_are_rows(launch):
     sizes = {"eigenvectors": 8, "hidden": 8, "batch": 64, "epochs": 1, "mmd_epochs": 1}
-    options = ("--method=sue", "--grid={'mmd_learning_rate': [1e-3, 1e38]}", "--seeds=0")
+    options = ("--method=sue", "--grid={'mmd_learning_rate': [1e38, 1e-3]}", "--seeds=0")
     options += tuple(f"--config.sue.{name}={value}" for name, value in sizes.items())
     out, error = launch(*options)
     assert error is None and "mmd_learning_rate=1e+38-seed0 failed: mmd: " in out

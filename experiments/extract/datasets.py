@@ -294,7 +294,7 @@ def cifar(root: pathlib.Path, split: str, *, name: str) -> Source:
     classes = items.lines(items.find(root, names))
 
     def pictures() -> Iterator[Item]:
-        for file in (root / part for part in parts[split]):
+        for file in (items.find(root, part) for part in parts[split]):
             content, width = np.fromfile(file, np.uint8), labels + 3 * 32 * 32
             if len(content) % width:
                 raise checks.InputError(f"root: {file} is cut short; fetch it again")
@@ -369,7 +369,9 @@ def _read(members: Members, suffixes: tuple[str, ...], tar: pathlib.Path) -> byt
 
 
 def _picture(members: Members, tar: pathlib.Path) -> Any:
-    return items.picture(_read(members, items.IMAGE_SUFFIXES, tar))
+    if content := _read(members, items.IMAGE_SUFFIXES, tar):
+        return items.picture(content)
+    raise ValueError("has no picture")
 
 
 def _caption(members: Members, tar: pathlib.Path) -> str:

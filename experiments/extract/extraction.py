@@ -191,7 +191,7 @@ def _embed(
 
         while shard := list(itertools.islice(rest, shard_size)):
             made = _embed_shard(shard, encoder, dtype, pool, workers, bar)
-            for item, (origin, row, reason) in zip(shard, made, strict=True):
+            for item, (origin, row, reason, text) in zip(shard, made, strict=True):
                 line(INPUTS, id=item.id, group=item.group, origin=origin)
                 if row is None or item.id in ids:
                     reason = reason or "duplicate id; the first one is kept"
@@ -200,7 +200,7 @@ def _embed(
                 if not ids:
                     write_header(growing[EMBEDDINGS], dtype, (0, len(row)))
                 ids.add(item.id)
-                told = {"text": item.load()} if encoder.modality == "text" else {}
+                told = {} if text is None else {"text": text}
                 line(ROWS, id=item.id, group=item.group, **told)
                 growing[EMBEDDINGS].write(row.data)
             for file in growing.values():
@@ -233,11 +233,12 @@ def _embed_shard(
     pool: concurrent.futures.Executor,
     workers: int,
     bar: workdir.Progress,
-) -> Iterator[tuple[dict[str, Any], np.ndarray | None, str]]:
-    """Of every item its fingerprint, and its embedding or why there is none."""
+) -> Iterator[tuple[dict[str, Any], np.ndarray | None, str, str | None]]:
+    """Of every item its fingerprint, its embedding or why there is none, and its text if it is one."""
     identify = functools.lru_cache(maxsize=64)(_identify)  # a file may hold many items
     origins: dict[int, dict[str, Any]] = {}
     reasons: dict[int, str] = {}
+    texts: dict[int, str] = {}
     rows: dict[int, np.ndarray] = {}
 
     def prepare(index: int) -> tuple[int, Any]:
@@ -246,8 +247,10 @@ def _embed_shard(
         origins[index] = identify(item.origin)
         try:
             content = item.load()
-            if isinstance(content, str) and not content.strip():
-                raise ValueError("is empty")
+            if isinstance(content, str):
+                if not content.strip():
+                    raise ValueError("is empty")
+                texts[index] = content
             return index, encoder.prepare(content)
         except (checks.InputError, MemoryError):  # no fault of the item
             raise
@@ -280,7 +283,8 @@ def _embed_shard(
                 else:
                     rows[index] = row
         bar.advance(len(batch))
-    return ((origins[i], rows.get(i), reasons.get(i, "")) for i in range(len(items)))
+    found = range(len(items))
+    return ((origins[i], rows.get(i), reasons.get(i, ""), texts.get(i)) for i in found)
 
 
 # --- two extractions to files for experiments.main, rows matched by their group -------------------
