@@ -234,7 +234,7 @@ def _embed_shard(
     workers: int,
     bar: workdir.Progress,
 ) -> Iterator[tuple[dict[str, Any], np.ndarray | None, str, str | None]]:
-    """Of every item its fingerprint, its embedding or why there is none, and its text if it is one."""
+    """Of every item its fingerprint, its embedding or why there is none, and its text."""
     identify = functools.lru_cache(maxsize=64)(_identify)  # a file may hold many items
     origins: dict[int, dict[str, Any]] = {}
     reasons: dict[int, str] = {}
