@@ -187,7 +187,8 @@ def test_recipes_of_a_file_are_computed_once(rows, tmp_path, monkeypatch, capsys
 
     words = "--seeds", "2", "--recipes", "CCA", "kernel CCA"
     table = run(*words, "--pools", "disjoint", "random")
-    assert table.count("| kernel CCA | ") == 2 and table.count(" ± ") == 16
+    assert table.count("| kernel CCA | ") == 4  # recalls and seconds, for both pools
+    assert table.count(" ± ") == 16
     cells = (tmp_path / "runs" / "recipes.jsonl").read_text().splitlines()
     assert len(cells) == 8  # recipes, pools, seeds
     monkeypatch.setattr(recipes, "fit", None)  # nothing is fitted again
