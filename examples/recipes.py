@@ -245,12 +245,13 @@ def show(given, pool, recipes, known):
 
 
 def show_seconds(given, pool, recipes, known):
-    """A row for each recipe: seconds of a core at every number of pairs."""
+    """A row for each recipe that was timed: seconds of a core at every number of pairs."""
     print()
     header("seconds of a core", *(f"{pairs:,}" for pairs in given.pairs))
     for recipe in recipes:
         found = [at(given, n, pool, recipe, "seconds", known) for n in given.pairs]
-        print(f"| {recipe} | {' | '.join(mean(seconds, digits=0) for seconds in found)} |")
+        if any(found):
+            print(f"| {recipe} | {' | '.join(mean(seconds, digits=0) for seconds in found)} |")
 
 
 LEADS = {  # of `align`'s score, over another's of the same seed
