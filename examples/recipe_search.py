@@ -11,7 +11,14 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from sotalign_jax import calibration, evaluation, klot_from_embeddings, teachers, training
+from sotalign_jax import (
+    calibration,
+    evaluation,
+    klot_from_embeddings,
+    sinkhorn,
+    teachers,
+    training,
+)
 
 EPSILON, POOL, DIRECTIONS = 0.1, 2048, 512  # of calibration; rows of each pool; of a teacher
 
@@ -71,9 +78,18 @@ class Lab:
         maps = {"x": teacher.map_x.leading(DIRECTIONS), "y": teacher.map_y.leading(DIRECTIONS)}
         return lambda side, rows: evaluation.embed(maps[side], rows)
 
-    def kernel_features(self, side, bandwidth, landmarks):
+    def whitened(self, side, share):
+        """Rows of one side, their pool's principal directions over its deviations ** share."""
+        rows = unit(np.concatenate([self.pairs[side], self.pools[side]]).astype(np.float64))
+        mean = rows.mean(axis=0)
+        variances, directions = np.linalg.eigh(np.cov(unit(rows - mean).T))
+        scaled = directions * (variances + 0.01 * variances[-1]) ** (-share / 2)
+        return lambda rows: unit(unit(rows.astype(np.float64)) - mean) @ scaled
+
+    def kernel_features(self, side, bandwidth, landmarks, share):
         """Nystrom features of the pairs and the pool, both centred, and of any rows."""
-        paired, pool = self.pairs[side].astype(np.float64), self.pools[side]
+        prepare = self.whitened(side, share) if share else lambda rows: rows.astype(np.float64)
+        paired, pool = prepare(self.pairs[side]), prepare(self.pools[side])
         mean = unit(paired).mean(axis=0)
         kind, count = landmarks
         if kind == "pool":
@@ -86,20 +102,20 @@ class Lab:
         gamma = bandwidth / np.median(2 - 2 * (marks[:500] @ marks[:500].T))
 
         def kernel(rows):
-            z = unit(unit(rows.astype(np.float64)) - mean)
+            z = unit(unit(rows) - mean)
             return np.exp(-gamma * np.maximum(2 - 2 * z @ marks.T, 0))
 
         own = kernel(landmarks)
         own = own - own.mean(axis=0) - own.mean(axis=1, keepdims=True) + own.mean()
         values, vectors = np.linalg.eigh(own)
         kept = values > 1e-7 * values[-1]
-        whiten = vectors[:, kept] / np.sqrt(values[kept])
-        of_pairs, of_pool = kernel(paired) @ whiten, kernel(pool) @ whiten
+        weights = vectors[:, kept] / np.sqrt(values[kept])
+        of_pairs, of_pool = kernel(paired) @ weights, kernel(pool) @ weights
         centre = of_pairs.mean(axis=0)
         return (
             of_pairs - centre,
             of_pool - of_pool.mean(axis=0),
-            lambda rows: kernel(rows) @ whiten - centre,
+            lambda rows: kernel(prepare(rows)) @ weights - centre,
         )
 
     def kernel_cca(
@@ -112,15 +128,19 @@ class Lab:
         landmarks=("pool", 0),
         duplicates=0.0,
         seen=None,
+        whiten=(0.0, 0.0),
+        planned=0.0,
     ):
         """`teachers.kernel_cca` with more options, ridge and bandwidths relative as in its search.
 
         `duplicates` is the temperature at which captions of nearly the same words share their
-        images; `seen` is (seed, share) of the pairs that are matched.
+        images; `seen` is (seed, share) of the pairs that are matched; `planned` is the share that
+        the pools have in the cross-covariance, matched by the plan of the fit without them;
+        `whiten` is each side's share of whitening, by its pool.
         """
         made = [
-            self.kernel_features(side, bandwidth, landmarks)
-            for side, bandwidth in zip("xy", bandwidths, strict=True)
+            self.kernel_features(side, bandwidth, landmarks, share)
+            for side, bandwidth, share in zip("xy", bandwidths, whiten, strict=True)
         ]
         (x, *_), (y, *_) = made
         variance = (np.square(x).sum() + np.square(y).sum()) / 2 / self.n
@@ -140,6 +160,11 @@ class Lab:
             kept = np.random.default_rng(seed).permutation(self.n) < share * self.n
             matched = matched * kept[:, None] / share
         cross = x.T @ matched / self.n
+        if planned:
+            first = self.kernel_cca(bandwidths, ridge, whiten=whiten)
+            f, g = (first(side, self.pools[side]).astype(np.float32) for side in "xy")
+            plan = np.asarray(sinkhorn(jnp.asarray(f @ g.T), epsilon=0.02).matrix())
+            cross = (1 - planned) * cross + planned * made[0][1].T @ (plan @ made[1][1])
         left, rho, right = np.linalg.svd(roots[0].T @ cross @ roots[1], full_matrices=False)
         weight = rho[:dim] ** power
         weights = roots[0] @ left[:, :dim] * weight, roots[1] @ right[:dim].T * weight
@@ -162,6 +187,19 @@ class Lab:
             return unit(np.where(near >= least, near, 0) ** power)
 
         return features
+
+    def smoothed(self, features, nearest=5, share=0.5):
+        """Features plus a share of the mean of their nearest ones in the pool."""
+        pools = {side: features(side, rows) for side, rows in self.pools.items()}
+
+        def smooth(side, rows):
+            own, pool = features(side, rows), pools[side]
+            cosines = own @ pool.T
+            cosines[cosines > 1 - 1e-6] = -1  # a row of the pool is no neighbour of itself
+            near = np.argpartition(-cosines, nearest, axis=1)[:, :nearest]
+            return unit(own + share * pool[near].mean(axis=1))
+
+        return smooth
 
     # --- students -------------------------------------------------------------------------------
 
@@ -280,6 +318,10 @@ def tried(lab):
     )
     yield "mean with CCA", lambda: together(base(), lab.cca())
     yield "mean with relative representations", lambda: together(base(), lab.relative())
+    for side, powers in {"texts": (0.0, 0.5), "images": (0.5, 0.0)}.items():
+        yield f"{side} half whitened by their pool", functools.partial(base, whiten=powers)
+    yield "mean with 5 neighbours in the pools", lambda: lab.smoothed(base())
+    yield "cross-covariance: half of the pools' plan", lambda: base(planned=0.5)
     yield "student", lambda: lab.student(base())[0]
     yield "student, mean of start and end (`align`)", trained
     yield (

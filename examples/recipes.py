@@ -1,6 +1,7 @@
 """Recipes on test splits: teachers, SAIL, and both recipes of `align`, plain and calibrated.
 
 python examples/recipes.py coco 500 1000 2000    # from a clone; also flickr8k, rsicd, any .npz file
+python examples/recipes.py coco 500 1000 2000 --show docs/results/recipes.jsonl    # no computing
 python examples/recipes.py coco 1000 --search    # what was tried, on validation
 
 A .npz file has paired rows `image` and `text` with a `split` (train, val or test) each; with
@@ -28,6 +29,7 @@ parser.add_argument("--seeds", type=int, default=3)
 parser.add_argument("--recipes", nargs="+", help="some of those that a table names")
 parser.add_argument("--search", action="store_true", help="validation scores of all trials instead")
 parser.add_argument("--cells", type=pathlib.Path, default=pathlib.Path("runs/recipes.jsonl"))
+parser.add_argument("--show", type=pathlib.Path, help="print the cells of this file, run nothing")
 
 SCORES = "R@1", "R@10", "calibrated R@1", "calibrated R@10", "zero-shot"
 
@@ -55,11 +57,18 @@ def load(name, **options):
     return photos.dataset(name, zero_shot_on="imagenet", **options)
 
 
+def timed(make, *given, **options):
+    """What a function makes, and the seconds of a core that it took."""
+    began = time.process_time()
+    made = make(*given, **options)
+    return made, time.process_time() - began
+
+
 @functools.lru_cache(1)
 def kernel_teacher(name, pairs, seed):
     """Fitted once for all recipes; whatever the pools, the pairs are the same."""
     dataset = load(name, n_pairs=pairs, seed=seed)
-    return teachers.kernel_cca(dataset.pairs_x, dataset.pairs_y, seed=seed)
+    return timed(teachers.kernel_cca, dataset.pairs_x, dataset.pairs_y, seed=seed)
 
 
 def leading(teacher, dim=aligner.RECIPES["kernel"].dim):
@@ -95,17 +104,20 @@ RECIPES = {  # and what unpaired rows are read for
 
 
 def fit(recipe, name, dataset, seed):
-    """The aligner that a recipe makes."""
+    """The aligner that a recipe makes, and the seconds of a core that it takes."""
     if recipe == "CCA":
-        return Aligner(start(dataset, teachers.cca(dataset.pairs_x, dataset.pairs_y)), {})
+        teacher, seconds = timed(teachers.cca, dataset.pairs_x, dataset.pairs_y)
+        return Aligner(start(dataset, teacher), {}), seconds
     if recipe == "SAIL":
-        return trained(dataset, seed, **SAIL)
+        return timed(trained, dataset, seed, **SAIL)
     if recipe == 'recipe="paper"':
-        return trained(dataset, seed, **PAPER)
-    teacher = kernel_teacher(name, len(dataset.pairs_x), seed)
+        return timed(trained, dataset, seed, **PAPER)
+    teacher, seconds = kernel_teacher(name, len(dataset.pairs_x), seed)
     if recipe == "kernel CCA":
-        return Aligner(start(dataset, teacher), {})
-    return trained(dataset, seed, pools=recipe == "align", teacher=leading(teacher))
+        return Aligner(start(dataset, teacher), {}), seconds
+    pools = recipe == "align"
+    model, more = timed(trained, dataset, seed, pools=pools, teacher=leading(teacher))
+    return model, seconds + more
 
 
 def calibrated(model, dataset):
@@ -158,17 +170,18 @@ def run(given, recipes, known):
     for seed in range(given.seeds):
         for pairs in given.pairs:
             for recipe in recipes:
-                model = None
+                model, seconds = None, 0.0
                 for pool in given.pools:
                     cell = key(given.data, pairs, pool, seed, recipe)
                     if tuple(cell.values()) in known:
                         continue
                     dataset = load(given.data, n_pairs=pairs, pool=pool, seed=seed)
                     if model is None or RECIPES[recipe] == "training":
-                        model = fit(recipe, given.data, dataset, seed)
+                        model, seconds = fit(recipe, given.data, dataset, seed)
                     if not recipe.startswith("align"):
                         model = calibrated(model, dataset)
-                    append(given.cells, known, cell, scores(model, dataset))
+                    found = scores(model, dataset) | {"seconds": seconds}
+                    append(given.cells, known, cell, found)
 
 
 def search(given, known):
@@ -181,8 +194,7 @@ def search(given, known):
                 continue
             cell = key(given.data, pairs, "disjoint", 0, f"search: {label}")
             if tuple(cell.values()) not in known:
-                began = time.process_time()
-                made, seconds = features(), time.process_time() - began
+                made, seconds = timed(features)
                 append(given.cells, known, cell, {**lab.scores(made), "seconds": seconds})
             plain, calibrated, seconds = known[tuple(cell.values())].values()
             print(f"| {label} | {plain:.1f} / {calibrated:.1f} | {seconds:.0f} |", flush=True)
@@ -190,40 +202,99 @@ def search(given, known):
 
 def main():
     given = parser.parse_args()
-    given.cells.parent.mkdir(parents=True, exist_ok=True)
-    known = cells(given.cells)
+    known = cells(given.show or given.cells)
+    recipes = given.recipes or list(RECIPES)
+    if not given.show:
+        given.cells.parent.mkdir(parents=True, exist_ok=True)
     if given.search:
         search(given, known)
         return
-    recipes = given.recipes or list(RECIPES)
     if unknown := sorted(set(recipes) - set(RECIPES)):
         parser.error(f"--recipes: unknown {unknown[0]!r}; choose from {', '.join(RECIPES)}")
-    run(given, recipes, known)
+    if not given.show:
+        run(given, recipes, known)
     for pool in given.pools:
         print(f"\n{given.data}, {pool} pools, {given.seeds} seeds: R@10 / calibrated R@10")
         show(given, pool, recipes, known)
+        show_leads(given, pool, known)
+        show_seconds(given, pool, recipes, known)
+
+
+def at(given, pairs, pool, recipe, score, known):
+    """A score of every seed whose cell is known."""
+    found = {}
+    for seed in range(given.seeds):
+        cell = known.get(tuple(key(given.data, pairs, pool, seed, recipe).values()), {})
+        if score in cell:
+            found[seed] = cell[score]
+    return found
 
 
 def show(given, pool, recipes, known):
     """A row for each recipe: both recalls and zero-shot accuracy at every number of pairs."""
-    columns = [f"{pairs:,}" for pairs in given.pairs]
-    print(f"| {' | '.join(['recipe', *columns, *(f'zero-shot, {c}' for c in columns)])} |")
-    print("|---" + "|---:" * 2 * len(columns) + "|")
+    sizes = [f"{pairs:,}" for pairs in given.pairs]
+    header("recipe", *sizes, *(f"zero-shot, {size}" for size in sizes))
     for recipe in recipes:
-        found = [
-            [known[tuple(key(given.data, n, pool, s, recipe).values())] for s in range(given.seeds)]
+        of = functools.partial(at, given, pool=pool, recipe=recipe, known=known)
+        recalls = [
+            f"{mean(of(n, score='R@10'))} / {mean(of(n, score='calibrated R@10'))}"
             for n in given.pairs
         ]
-        recalls = [f"{mean(cell, 'R@10')} / {mean(cell, 'calibrated R@10')}" for cell in found]
-        classes = [mean(cell, "zero-shot") if "zero-shot" in cell[0] else "-" for cell in found]
+        classes = [mean(of(n, score="zero-shot")) for n in given.pairs]
         print(f"| {recipe} | {' | '.join([*recalls, *classes])} |")
 
 
-def mean(cell, name):
-    """The mean over seeds, and their spread."""
-    values = [found[name] for found in cell]
-    spread = f" ± {np.std(values, ddof=1):.1f}" if len(values) > 1 else ""
-    return f"{np.mean(values):.1f}{spread}"
+def show_seconds(given, pool, recipes, known):
+    """A row for each recipe that was timed: seconds of a core at every number of pairs."""
+    print()
+    header("seconds of a core", *(f"{pairs:,}" for pairs in given.pairs))
+    for recipe in recipes:
+        found = [at(given, n, pool, recipe, "seconds", known) for n in given.pairs]
+        if any(found):
+            print(f"| {recipe} | {' | '.join(mean(seconds, digits=0) for seconds in found)} |")
+
+
+LEADS = {  # of `align`'s score, over another's of the same seed
+    "CCA": ("calibrated R@10", "CCA", "R@10"),
+    "SAIL": ("calibrated R@10", "SAIL", "R@10"),
+    "CCA, calibrated": ("calibrated R@10", "CCA", "calibrated R@10"),
+    "SAIL, calibrated": ("calibrated R@10", "SAIL", "calibrated R@10"),
+    "kernel CCA, calibrated": ("calibrated R@10", "kernel CCA", "calibrated R@10"),
+    "kernel CCA, both plain": ("R@10", "kernel CCA", "R@10"),
+    "no unpaired rows, calibrated": (
+        "calibrated R@10",
+        "align, no unpaired rows",
+        "calibrated R@10",
+    ),
+    "no unpaired rows, both plain": ("R@10", "align, no unpaired rows", "R@10"),
+}
+
+
+def show_leads(given, pool, known):
+    """How far `align` is above the others, the mean over seeds of the difference."""
+    print()
+    header("`align` above", *LEADS)
+    for pairs in given.pairs:
+        row = []
+        for score, recipe, other in LEADS.values():
+            ours = at(given, pairs, pool, "align", score, known)
+            theirs = at(given, pairs, pool, recipe, other, known)
+            row.append(mean({s: ours[s] - theirs[s] for s in ours.keys() & theirs.keys()}))
+        print(f"| {pathlib.Path(given.data).stem}, {pairs:,} | {' | '.join(row)} |")
+
+
+def header(first, *others):
+    print(f"| {' | '.join([first, *others])} |")
+    print("|---" + "|---:" * len(others) + "|")
+
+
+def mean(found, digits=1):
+    """The mean over seeds, and their spread where there is more than one."""
+    values = list(found.values())
+    if not values:
+        return "-"
+    spread = f" ± {np.std(values, ddof=1):.{digits}f}" if len(values) > 1 else ""
+    return f"{np.mean(values):.{digits}f}{spread}"
 
 
 if __name__ == "__main__":

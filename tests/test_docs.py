@@ -98,6 +98,22 @@ def test_recipes_on_a_file(tmp_path):
     assert re.search(r"\| align \| \d", done.stdout)
 
 
+def test_tables_of_recipes_are_those_of_the_cells(monkeypatch, capsys):
+    """Every row that `examples/recipes.py --show` prints of the kept cells is on the page."""
+    page = (ROOT / "docs" / "recipes.md").read_text()
+    cells = str(ROOT / "docs" / "results" / "recipes.jsonl")
+    monkeypatch.syspath_prepend(ROOT / "examples")
+    recipes = importlib.import_module("recipes")
+    for name in ("coco", "flickr8k", "rsicd", "pictures.npz"):
+        words = ["recipes.py", name, "500", "1000", "2000", "--show", cells]
+        monkeypatch.setattr("sys.argv", words)
+        recipes.main()
+        recalls, leads, seconds = capsys.readouterr().out.strip().split("\n\n")
+        rows = [*recalls.splitlines()[1:], *leads.splitlines()]
+        rows += seconds.splitlines() if name == "coco" else []
+        assert [row for row in rows if row not in page] == []
+
+
 @pytest.mark.parametrize("name", ["klot_in_optax.py", "new_method.py"])
 def test_examples_run(name, capsys):
     run_python([(ROOT / "examples" / name).read_text()], name)

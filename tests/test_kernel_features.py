@@ -187,10 +187,14 @@ def test_recipes_of_a_file_are_computed_once(rows, tmp_path, monkeypatch, capsys
 
     words = "--seeds", "2", "--recipes", "CCA", "kernel CCA"
     table = run(*words, "--pools", "disjoint", "random")
-    assert table.count("| kernel CCA | ") == 2 and table.count(" ± ") == 12
+    assert table.count("| kernel CCA | ") == 4  # recalls and seconds, for both pools
+    assert table.count(" ± ") == 16
     cells = (tmp_path / "runs" / "recipes.jsonl").read_text().splitlines()
     assert len(cells) == 8  # recipes, pools, seeds
     monkeypatch.setattr(recipes, "fit", None)  # nothing is fitted again
     assert run(*words) in table
+    shown = run("--show", "runs/recipes.jsonl", "--seeds", "2")
+    assert "| SAIL | - / - | - |" in shown  # a cell that was not run
+    assert table.splitlines()[4] in shown
     found = run("--search", "--recipes", "CCA", "SigLIP alone, mean")
     assert found.startswith("toy.npz, 60 pairs") and found.count("\n| ") == 2
