@@ -212,7 +212,7 @@ def main() -> None:
     options = {name: config.sotalign[name] for name in ("epsilon", "epsilon_star")}
     checks.positive(**options)
     options |= QUICK if _QUICK.value else THOROUGH
-    changes = next(iter(config.runs.values()), {})  # such as another number of pairs
+    changes: dict[str, Any] = next(iter(config.runs.values()), {})  # such as n_pairs
     config.runs = {"first": {**changes, "method": "cca", "data.test": False}}
     one = next(iter(config_lib.runs(config).values()))
     checks.whole(MIN_PAIRS, **{"data.n_pairs": one.data.n_pairs})

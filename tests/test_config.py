@@ -4,6 +4,7 @@ import dataclasses
 import doctest
 import json
 
+import numpy as np
 import pytest
 import small_runs
 from ml_collections.config_dict import ConfigDict
@@ -284,3 +285,13 @@ def test_a_bad_config_file_ends_in_one_line(launch, tmp_path, code, message):
     _, error = launch(config=path)
     assert is_one_line(error) and message in error
     assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("file", [quickstart, compare])
+def test_files_of_a_folder_take_the_place_of_the_data(file, tmp_path):
+    for name in ("x", "y"):
+        np.save(tmp_path / f"{name}.npy", np.zeros((30, 4)))
+    config = file.get_config(f"from={tmp_path}")
+    resolved = list(config_lib.runs(config).values())
+    assert {one.data.name for one in resolved} == {"files"}
+    assert {one.data.files.x for one in resolved} == {str(tmp_path / "x.npy")}
