@@ -93,10 +93,11 @@ def main() -> None:
         workdir_lib.open_run(workdir / "trials", run.record(trials))
     ended = run.run_all(trials, workdir / "trials", title=f"tune {label}")
     report.compare(trials, ended, workdir / "trials")
-    chosen = {label: {**changes, **tried[best(ended)]}}
+    winner = best(ended)
+    chosen = {label: {**changes, **tried[winner]}}
     text = str(chosen)
     flag = "--config.runs=" + (shlex.quote(text) if '"' in text else f'"{text}"')
-    workdir_lib.write_json(workdir / "best.json", {"trial": best(ended), "runs": chosen})
+    workdir_lib.write_json(workdir / "best.json", {"trial": winner, "runs": chosen})
     if distributed.is_first():
         print(f"\n{label} at its best: {flag}")
     if _SEEDS.value:
