@@ -10,6 +10,9 @@ set -euo pipefail
 if [ $# -lt 3 ]; then
     echo "usage: bash $0 PICTURES CAPTIONS.csv QUERY [OUT] [OPTION...]" >&2
     exit 1
+elif [ ! -d "$1" ] || [ ! -f "$2" ]; then
+    echo "$0: PICTURES must be a folder and CAPTIONS.csv a file, got $1 and $2" >&2
+    exit 1
 fi
 mkdir -p "${4:-runs/pictures}"
 pictures=$(realpath "$1") captions=$(realpath "$2") query=$3 out=$(realpath "${4:-runs/pictures}")

@@ -66,6 +66,10 @@ def run(command: Callable[[], None], *, choices: Mapping[str, Sequence[str]] | N
             cache = os.environ.get("XDG_CACHE_HOME") or pathlib.Path.home() / ".cache"
             jax.config.update("jax_compilation_cache_dir", f"{cache}/sotalign_jax")
         command()
+        sys.stdout.flush()
+    except BrokenPipeError:  # the reader, such as `head`, has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(1)
     except (checks.InputError, FloatingPointError, OSError) as error:
         sys.exit(f"error: {error}")
     except KeyboardInterrupt:

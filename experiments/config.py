@@ -305,4 +305,8 @@ def from_flags() -> ConfigDict:
         raise checks.InputError(text) from error
     except OSError as error:  # ml_collections says only now that a file could not be opened
         raise checks.InputError(f"config: {str(error).splitlines()[-1].strip()}") from error
+    for key in config_flags.get_override_values(flags.FLAGS["config"]):
+        if full.runs and all(key in _flat(changes) for changes in full.runs.values()):
+            text = f"{key}: is set but every run of this config has its own"
+            raise checks.InputError(f"{text}; leave it out, or change the runs by --config.runs")
     return full

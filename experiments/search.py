@@ -29,6 +29,7 @@ _QUERY = flags.DEFINE_string("query", None, "What to look for among --images.")
 _IMAGES = path_flag("images", None, "Folder of pictures.")
 _PICTURE = path_flag("query_image", None, "Picture to find the texts of.")
 _TEXTS = path_flag("texts", None, "Texts to choose from: .txt with one a line, .csv or .jsonl.")
+_CALIBRATED = flags.DEFINE_bool("calibrated", False, "Correct for hubs by unpaired rows.")
 _TOP = flags.DEFINE_integer("top", 10, "How many to show.", 1)
 _PAGE = path_flag("page", "search.html", "Where the page is written.")
 _INDEX = path_flag("index", None, "Folder for embeddings; MODEL/search by default.")
@@ -96,7 +97,7 @@ def read_texts(path: pathlib.Path) -> list[str]:
 
 
 class Answer(NamedTuple):
-    """What was found, best first, with its cosines; and the same as an HTML page."""
+    """What was found, best first, with its scores; and the same as an HTML page."""
 
     results: list[tuple[str, float]]
     page: str
@@ -109,6 +110,12 @@ class Searcher(NamedTuple):
     image_encoder: encoders.Encoder
     text_encoder: encoders.Encoder
     place: pathlib.Path
+    calibrated: bool = False
+
+    @property
+    def score(self) -> str:
+        """What results are ranked by."""
+        return "calibrated score" if self.calibrated else "cosine"
 
     def pictures(self, query: str, images: pathlib.Path, *, top: int) -> Answer:
         """The pictures below `images` that are nearest to a text, best first."""
@@ -120,7 +127,7 @@ class Searcher(NamedTuple):
         )
         shown = (report.thumbnail(items.oriented(images / name), name) for name, _ in results)
         cards = report.cards(*zip(titles, shown, strict=True))
-        below = report.small(f"The best pictures in {images}, with their cosines.")
+        below = report.small(f"The best pictures in {images}, each with its {self.score}.")
         return Answer(results, report.page(query, below, cards))
 
     def texts(self, query: pathlib.Path, file: pathlib.Path, *, top: int) -> Answer:
@@ -134,13 +141,13 @@ class Searcher(NamedTuple):
         results = self._search(image, source, "text", file, top)
         lines = "".join(f"<li>{html.escape(text)} ({score:.3f})</li>" for text, score in results)
         parts = report.thumbnail(image, query.name), f"<ol>{lines}</ol>"
-        below = report.small(f"The best texts in {file}, with their cosines.")
+        below = report.small(f"The best texts in {file}, each with its {self.score}.")
         return Answer(results, report.page(query.name, below, *parts))
 
     def _search(
         self, query: Any, source: items.Source, modality: str, of: pathlib.Path, top: int
     ) -> list[tuple[str, float]]:
-        """The items of a source nearest to a query, and their cosines.
+        """The items of a source nearest to a query, and their scores.
 
         Embeddings are kept by encoder and path, and made again when what is there has changed.
         """
@@ -158,7 +165,8 @@ class Searcher(NamedTuple):
         found = extraction.load(out)
         asked = np.asarray(own.embed([own.prepare(query)]), np.float32)
         k = min(top, len(found.rows))
-        scores, rows = self.model.search(asked, found.rows, k, direction=direction)
+        options = {"direction": direction, "calibrated": self.calibrated}
+        scores, rows = self.model.search(asked, found.rows, k, **options)
         return [(found.origins[r].id, float(s)) for r, s in zip(rows[0], scores[0], strict=True)]
 
 
@@ -172,19 +180,22 @@ def _searcher() -> Searcher:
         load_encoder(model, side, _ENCODERS[name].value, _WEIGHTS[name].value, **options)
         for side, name in (("x", "image"), ("y", "text"))
     )
-    return Searcher(model, image, text, _INDEX.value or _MODEL.value / "search")
+    place = _INDEX.value or _MODEL.value / "search"
+    return Searcher(model, image, text, place, _CALIBRATED.value)
 
 
 def main() -> None:
     """Searches, prints the best and writes the page."""
     if _QUERY.value is not None and _IMAGES.value is not None:
-        answer, kind = _searcher().pictures(_QUERY.value, _IMAGES.value, top=_TOP.value), "picture"
+        kind, searcher = "picture", _searcher()
+        answer = searcher.pictures(_QUERY.value, _IMAGES.value, top=_TOP.value)
     elif _PICTURE.value is not None and _TEXTS.value is not None:
-        answer, kind = _searcher().texts(_PICTURE.value, _TEXTS.value, top=_TOP.value), "text"
+        kind, searcher = "text", _searcher()
+        answer = searcher.texts(_PICTURE.value, _TEXTS.value, top=_TOP.value)
     else:
         raise checks.InputError("query: pass --query and --images, or --query_image and --texts")
     rows = [[rank, score, name] for rank, (name, score) in enumerate(answer.results, 1)]
-    print(report.Table(["rank", "cosine", kind], rows, digits=3))
+    print(report.Table(["rank", searcher.score, kind], rows, digits=3))
     report.write(_PAGE.value, answer.page)
     print(f"\nto look at: {_PAGE.value}")
 

@@ -244,6 +244,13 @@ def test_settings_can_be_changed_on_the_command_line(launch, files):
         (["--wrkdir=a"], "'wrkdir'. Did you mean: workdir"),
         (["again"], "'again'"),
         (["--config.data.files.x="], "data: files.x: "),
+        (
+            [
+                "--config.runs={'a': {'train.steps': 5}, 'b': {'train': {'steps': 6}}}",
+                "--config.train.steps=7",
+            ],
+            "train.steps: is set but every run of this config has its own",
+        ),
     ],
 )
 def test_a_wrong_option_ends_in_one_line(launch, tmp_path, options, message):

@@ -155,6 +155,13 @@ def test_a_dry_run_of_the_quickstart_writes_nothing(start, tmp_path):
     assert out.count('"config"') == 3 and '"zero_shot_prompts"' in out
 
 
+def test_a_reader_that_has_seen_enough_ends_a_command_quietly(files, start):
+    with start(f"--config={files}/config.py", "--dry_run") as process:
+        process.stdout.close()
+        assert process.stderr.read() == ""
+    assert process.returncode == 1
+
+
 @pytest.mark.parametrize(
     ("command", "own", "choice"),
     [

@@ -95,6 +95,23 @@ def test_texts_for_a_picture(searcher, images, tmp_path):
     assert {text for text, _ in results} == {"a car", "a mouse", "a tree"}
 
 
+def test_calibrated_search(searcher, images, tmp_path):
+    calibrated = searcher._replace(calibrated=True)
+    with pytest.raises(checks.InputError, match=r"calibrated: .* has no calibration"):
+        calibrated.pictures("a red car", images, top=3)
+    rows = np.random.default_rng(0).normal(size=(2, 30, toy_encoders.WIDTH)).astype(np.float32)
+    model = searcher.model.calibrated_by(*rows)
+    plain = searcher.pictures("a red car", images, top=4).results
+    results, shown = calibrated._replace(model=model).pictures("a red car", images, top=4)
+    found = extraction.load(next((tmp_path / "index").iterdir()))
+    bias = model.calibration.x(model.embed_x(found.rows))
+    added = {origin.id: float(b) for origin, b in zip(found.origins, bias, strict=True)}
+    expected = sorted(((n, s + added[n]) for n, s in plain), key=lambda found: -found[1])
+    assert [name for name, _ in results] == [name for name, _ in expected]
+    np.testing.assert_allclose([s for _, s in results], [s for _, s in expected], atol=1e-5)
+    assert "with its calibrated score." in shown
+
+
 def test_captions_files_are_texts(tmp_path):
     (tmp_path / "c.csv").write_text("file,caption\na.png,One.\nb.png,Two.\na.png,One.\n")
     assert search.read_texts(tmp_path / "c.csv") == ["One.", "Two."]

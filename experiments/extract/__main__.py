@@ -52,7 +52,7 @@ def main() -> None:
     count, width = metadata["shape"]
     print(f"{count} embeddings of width {width} are in {out / extraction.EMBEDDINGS}")
     if metadata["skipped"]:
-        print(f"{metadata['skipped']} items were skipped: see {out / extraction.SKIPPED}")
+        print(f"{metadata['skipped']} more have none, for reasons in {out / extraction.SKIPPED}")
 
 
 if __name__ == "__main__":
