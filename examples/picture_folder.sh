@@ -27,9 +27,9 @@ done
 # Pair them; pictures without a caption become the unpaired rows of training.
 python -m experiments.pair --x="$out/efficientnet-lite2" --y="$out/all-minilm-l6-v2" --workdir="$out/files"
 
-# Train CCA, SAIL and SOTAlign on the pairs: $out/run/report.html shows the results.
+# Train CCA, SAIL, SOTAlign and align on the pairs: $out/run/report.html shows the results.
 python -m experiments.main --config=experiments/configs/files.py:from="$out/files" --workdir="$out/run" "${@:5}"
 
 # Search all pictures; their embeddings are kept beside the model for the next search.
-python -m experiments.search --model="$out/run/sotalign-seed0" --query="$query" --images="$pictures" \
+python -m experiments.search --model="$out/run/align-seed0" --query="$query" --images="$pictures" \
     --page="$out/found.html"

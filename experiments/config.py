@@ -24,8 +24,8 @@ from ml_collections.config_dict import ConfigDict, FieldReference, FrozenConfigD
 from experiments import photos
 from sotalign_jax import checks, data, heads, methods, training
 
-METHODS = (*methods.METHODS, *training.TEACHERS)
-"""What `method` may name: methods, and teachers to report on their own."""
+METHODS = (*methods.METHODS, *training.TEACHERS, "align")
+"""What `method` may name: methods, teachers to report on their own, and the recipe of `align`."""
 DATA = (*photos.CAPTIONED, "files")
 """What `data.name` may name: photographs in the repository, or the files of the user."""
 FILES = (
@@ -60,6 +60,8 @@ def default() -> ConfigDict:
     teacher: `noise` is the fraction of its pairs that are mismatched.
     heads: kind None is the one that the method is published with; init "teacher" starts linear
         heads at the teacher's projection, of its width.
+    method "align" is the recipe of `sotalign_jax.align`: of the settings below `data` it has the
+        steps and the unpaired rows of a batch alone.
     NAME: the options of the method of that name.
     mesh: the number of devices, all by default. on_device: whether pairs and pools are kept on
         the device, by default if a single one has room.
@@ -205,7 +207,7 @@ def train(config: ConfigDict) -> training.TrainConfig:
 
 
 def method(config: ConfigDict) -> methods.Method | None:
-    """A run's method with its options; None for a teacher on its own."""
+    """A run's method with its options; None for a teacher on its own, and for `align`."""
     if config.method not in methods.METHODS:
         return None
     with naming(f"{config.method}."):

@@ -111,11 +111,15 @@ def run(config: Config, folder: pathlib.Path, *, within: Set | None = None) -> R
 
 
 class Prepared(NamedTuple):
-    """What a run starts from; without a method to train, `start` is the model already."""
+    """What a run starts from; without a method to train, `start` is the model already.
+
+    `calibration` is the epsilon of calibrated retrieval.
+    """
 
     method: methods.Objective | None
     teacher: LinearTeacher | None
     start: heads.Heads
+    calibration: float = 0.05
 
 
 def _finish(
@@ -150,7 +154,7 @@ def _finish(
                 raise UnusableError(f"{config.method}.{error}") from error
         results["best_step"] = int(best.step)
     info = {"settings": config_lib.plain(config), "results": results}
-    model = aligner.calibrated(trained, dataset, info)
+    model = aligner.calibrated(trained, dataset, info, epsilon=prepared.calibration)
     x, y = model.heads.x, model.heads.y
     for name, gallery in (("val", dataset.val), ("test", dataset.test)):
         if gallery is not None:  # also calibrated by the pools: test/calibrated/mean/R@1
@@ -184,6 +188,8 @@ def fit_teacher(config: Config, dataset: data.Dataset, kind: str) -> LinearTeach
 
 def prepare(config: Config, dataset: data.Dataset) -> Prepared:
     """Fits the teacher and builds the heads; or fits what is fitted at once."""
+    if config.method == "align":
+        return _aligned(config, dataset)
     method = config_lib.method(config)
     if isinstance(method, methods.Fitted):
         with naming(f"{config.method}: "):
@@ -206,6 +212,21 @@ def prepare(config: Config, dataset: data.Dataset) -> Prepared:
             teacher=teacher if as_start else None,
         )
     return Prepared(method, teacher, start)
+
+
+def _aligned(config: Config, dataset: data.Dataset) -> Prepared:
+    """What `align` makes of the data by its own recipe, in as many steps as other methods have."""
+    pools = (pool if len(pool) else None for pool in (dataset.pool_x, dataset.pool_y))
+    made = aligner.align(
+        (dataset.pairs_x, dataset.pairs_y),
+        *pools,
+        val=dataset.val,
+        steps=config.train.steps,
+        unpaired_batch=config.train.unpaired_batch,
+        seed=config.seed,
+    )
+    assert made.calibration is not None
+    return Prepared(None, None, made.heads, float(made.calibration.epsilon))
 
 
 def load_dataset(config: Config) -> data.Dataset:

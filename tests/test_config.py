@@ -92,9 +92,10 @@ def test_bundled_configs():
         "cca-seed0",
         "sail-seed0",
         "sotalign-seed0",
+        "align-seed0",
     ]
     smoke = config_lib.runs(quickstart.get_config("smoke,seeds=2"))
-    assert len(smoke) == 6 and all(one.train.steps < 10 for one in smoke.values())
+    assert len(smoke) == 8 and all(one.train.steps < 10 for one in smoke.values())
     sail, sotalign = config_lib.runs(paper.get_config()).values()
     assert (sail.method, sotalign.method) == ("sail", "sotalign")
     assert sotalign.train.pair_batch + sotalign.train.unpaired_batch == 32_768

@@ -377,10 +377,10 @@ def test_from_a_folder_of_pictures_to_a_search_page(tmp_path):
     assert found == ["red"] * 10
     assert "data:image/jpeg" in (out / "run" / "report.html").read_text()
 
-    again = next(words for _, words in documented() if "--page=bird.html" in words)
+    again = next(words for _, words in documented() if "--page=runs/pictures/bird.html" in words)
     done = run(*[word.replace("a bird", "a blue square") for word in again])
     assert done.stdout.count("blue") == 10 and "image rows" not in done.stderr  # embedded before
-    assert (tmp_path / "bird.html").read_text().count("data:image/jpeg") == 10
+    assert (out / "bird.html").read_text().count("data:image/jpeg") == 10
     model = next(word for word in again if word.startswith("--model="))
     picture = ["--query_image=PICTURES/green0.png", "--texts=captions.csv", "--top=1"]
     assert "a green square" in run("python", "-m", "experiments.search", model, *picture).stdout

@@ -152,7 +152,7 @@ def test_a_dry_run_of_the_quickstart_writes_nothing(start, tmp_path):
     options = ("--config=experiments/configs/quickstart.py", f"--workdir={tmp_path}/run")
     out, err = start(*options, "--dry_run").communicate()
     assert err == "" and os.listdir(tmp_path) == []
-    assert out.count('"config"') == 3 and '"zero_shot_prompts"' in out
+    assert out.count('"config"') == 4 and '"zero_shot_prompts"' in out
 
 
 def test_a_reader_that_has_seen_enough_ends_a_command_quietly(files, start):

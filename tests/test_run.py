@@ -162,6 +162,27 @@ def test_a_contrastive_teacher_starts_the_heads_and_no_gallery_is_needed(launch,
     assert not (run / "comparison.png").exists() and list((run / "tensorboard").iterdir())
 
 
+@pytest.mark.parametrize("unpaired", [100, 0])
+def test_a_run_of_the_recipe_is_what_align_makes(launch, files, tmp_path, unpaired):
+    options = ("--config.train.steps=3", f"--config.data.n_unpaired={unpaired}")
+    assert launch(*options, method="align")[1] is None
+    made = sotalign_jax.Aligner.load(tmp_path / "run")
+    arrays = {name: np.load(files / f"{name}.npy") for name in ("x", "y", "val_x", "val_y")}
+    rows = data.semi_supervised(arrays["x"], arrays["y"], n_pairs=60, n_unpaired=unpaired, seed=0)
+    expected = sotalign_jax.align(
+        (rows.pairs_x, rows.pairs_y),
+        *((rows.pool_x, rows.pool_y) if unpaired else ()),
+        val=(arrays["val_x"], arrays["val_y"]),
+        steps=3,
+        unpaired_batch=32,
+        progress=False,
+    )
+    tested = arrays["val_x"], arrays["val_y"]
+    for calibrated in (False, True):
+        ours, theirs = (one.similarity(*tested, calibrated=calibrated) for one in (made, expected))
+        np.testing.assert_allclose(ours, theirs, atol=1e-6)
+
+
 @pytest.mark.parametrize("kind", ["glu", "tanh"])
 def test_heads_of_every_kind_train_and_are_saved(launch, tmp_path, kind):
     options = (f"--config.heads.kind={kind}", "--config.heads.hidden=9", "--config.train.steps=2")

@@ -1,4 +1,4 @@
-r"""Your own embeddings: CCA, SAIL and SOTAlign on files, row i of x matching row i of y.
+r"""Your own embeddings: CCA, SAIL, SOTAlign and `align` on files, row i of x matching row i of y.
 
     python -m experiments.main --config=experiments/configs/files.py:from=FOLDER --workdir=runs/mine
     python -m experiments.main --config=experiments/configs/files.py --workdir=runs/mine \
@@ -24,12 +24,14 @@ def get_config(arg: str = "") -> ConfigDict:
     Steps x rate = 0.2: Lion moves a weight by at most the rate in a step, so fewer steps at a
     higher rate go as far as the paper's 2,000 steps at 1e-4. alpha x pairs of a batch = 1: the
     gradient of SigLIP's mean falls as 1 / pairs, and the paper has 1e-4 with 10,000 pairs.
+    "align" is the recipe of `sotalign_jax.align`, which has its own.
     """
     config = config_lib.default()
     config.runs = {
         "cca": {"method": "cca"},
         "sail": {"method": "sail"},
         "sotalign": {"method": "sotalign"},
+        "align": {"method": "align"},
     }
     config.seeds = (0,)
     config.data.name = "files"

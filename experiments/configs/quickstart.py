@@ -1,4 +1,4 @@
-"""CCA, SAIL and SOTAlign on COCO's photographs: a few minutes on two CPU cores.
+"""CCA, SAIL, SOTAlign and `align` on COCO's photographs: a few minutes on two CPU cores.
 
 The settings are the paper's, scaled by the rules in files.py. `quickstart.py:seeds=3` repeats
 everything over three seeds; `quickstart.py:smoke` takes four steps, to see that everything works.
