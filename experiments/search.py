@@ -165,8 +165,9 @@ class Searcher(NamedTuple):
         found = extraction.load(out)
         asked = np.asarray(own.embed([own.prepare(query)]), np.float32)
         k = min(top, len(found.rows))
-        options = {"direction": direction, "calibrated": self.calibrated}
-        scores, rows = self.model.search(asked, found.rows, k, **options)
+        scores, rows = self.model.search(
+            asked, found.rows, k, direction=direction, calibrated=self.calibrated
+        )
         return [(found.origins[r].id, float(s)) for r, s in zip(rows[0], scores[0], strict=True)]
 
 

@@ -320,7 +320,7 @@ def _dataset(sources: Sources, asked: Data) -> data.Dataset:
 
 def _train(config: FrozenConfigDict, dataset: data.Dataset) -> heads.Heads:
     """The heads of a run: trained, fitted at once, or a teacher's maps."""
-    method, teacher, start = run.prepare(config, dataset)
+    method, teacher, start, _ = run.prepare(config, dataset)
     if method is None:
         return start
     return training.fit(method, start, dataset, config_lib.train(config), teacher=teacher)[0]
