@@ -19,10 +19,10 @@ pictures=$(realpath "$1") captions=$(realpath "$2") query=$3 out=$(realpath "${4
 cd "$(dirname "$0")/.."
 
 # Embed all pictures, and the captions there are.
-for encoder in efficientnet-lite2 all-minilm-l6-v2; do
-    python -m experiments.extract --encoder=$encoder --data=folder --root="$pictures" \
-        --captions="$captions" --workdir="$out/$encoder"
-done
+python -m experiments.extract --encoder=efficientnet-lite2 --data=folder --root="$pictures" \
+    --workdir="$out/efficientnet-lite2"
+python -m experiments.extract --encoder=all-minilm-l6-v2 --data=folder --root="$pictures" \
+    --captions="$captions" --workdir="$out/all-minilm-l6-v2"
 
 # Pair them; pictures without a caption become the unpaired rows of training.
 python -m experiments.pair --x="$out/efficientnet-lite2" --y="$out/all-minilm-l6-v2" --workdir="$out/files"
@@ -30,6 +30,6 @@ python -m experiments.pair --x="$out/efficientnet-lite2" --y="$out/all-minilm-l6
 # Train CCA, SAIL, SOTAlign and align on the pairs: $out/run/report.html shows the results.
 python -m experiments.main --config=experiments/configs/files.py:from="$out/files" --workdir="$out/run" "${@:5}"
 
-# Search all pictures; their embeddings are kept beside the model for the next search.
+# Search all pictures, whose embeddings are there already.
 python -m experiments.search --model="$out/run/align-seed0" --query="$query" --images="$pictures" \
-    --page="$out/found.html"
+    --index="$out/efficientnet-lite2" --page="$out/found.html"

@@ -6,6 +6,7 @@ r"""Searches pictures by text, or texts by picture, with an aligned model.
 Prints the best and writes them on an HTML page, pictures included. The encoders are those of the
 model's training files (of the photographs, if it was trained on them); embeddings of a folder are
 kept in --index, so that the next search of it is quick, and made again when its files change.
+--index may also be an extraction of what is searched: then nothing is embedded.
 """
 
 import hashlib
@@ -32,7 +33,7 @@ _TEXTS = path_flag("texts", None, "Texts to choose from: .txt with one a line, .
 _CALIBRATED = flags.DEFINE_bool("calibrated", False, "Correct for hubs by unpaired rows.")
 _TOP = flags.DEFINE_integer("top", 10, "How many to show.", 1)
 _PAGE = path_flag("page", "search.html", "Where the page is written.")
-_INDEX = path_flag("index", None, "Folder for embeddings; MODEL/search by default.")
+_INDEX = path_flag("index", None, "Folder of embeddings; MODEL/search by default.")
 _ENCODERS = {
     side: flags.DEFINE_string(f"{side}_encoder", None, "Instead of the one trained with.")
     for side in ("image", "text")
@@ -147,28 +148,42 @@ class Searcher(NamedTuple):
     def _search(
         self, query: Any, source: items.Source, modality: str, of: pathlib.Path, top: int
     ) -> list[tuple[str, float]]:
-        """The items of a source nearest to a query, and their scores.
-
-        Embeddings are kept by encoder and path, and made again when what is there has changed.
-        """
+        """The items of a source nearest to a query, and their scores."""
         own, other, direction = self.text_encoder, self.image_encoder, "y_to_x"
         if modality == "text":
             own, other, direction = other, own, "x_to_y"
-        key = json.dumps([other.describe(), str(of.resolve())])
-        out = self.place / hashlib.sha256(key.encode()).hexdigest()[:16]
-        change = extraction.difference(source.items[modality](), out)
-        if change is not None:
-            print(f"{of}: {change}; embedding it again", file=sys.stderr)
-            with workdir.only_process(out):
-                shutil.rmtree(out)
-        extraction.extract(source, other, out, data={"name": "search"}, shard_size=256)
-        found = extraction.load(out)
+        found = extraction.load(self._embedded(source, other, of))
         asked = np.asarray(own.embed([own.prepare(query)]), np.float32)
         k = min(top, len(found.rows))
         scores, rows = self.model.search(
             asked, found.rows, k, direction=direction, calibrated=self.calibrated
         )
         return [(found.origins[r].id, float(s)) for r, s in zip(rows[0], scores[0], strict=True)]
+
+    def _embedded(
+        self, source: items.Source, encoder: encoders.Encoder, of: pathlib.Path
+    ) -> pathlib.Path:
+        """The folder of a source's embeddings: the place itself if it is an extraction of it.
+
+        Else embeddings are kept by encoder and path, and made again when what is there has changed.
+        """
+        listed = source.items[encoder.modality]
+        if (self.place / extraction.METADATA).exists():
+            change = extraction.difference(listed(), self.place)
+            if extraction.load(self.place).metadata["encoder"] != encoder.describe():
+                change = "it has another encoder"
+            if change is not None:
+                text = f"index: {self.place} is not an extraction of {of}: {change}"
+                raise checks.InputError(f"{text}; extract it again, or leave --index out")
+            return self.place
+        key = json.dumps([encoder.describe(), str(of.resolve())])
+        out = self.place / hashlib.sha256(key.encode()).hexdigest()[:16]
+        if change := extraction.difference(listed(), out):
+            print(f"{of}: {change}; embedding it again", file=sys.stderr)
+            with workdir.only_process(out):
+                shutil.rmtree(out)
+        extraction.extract(source, encoder, out, data={"name": "search"}, shard_size=256)
+        return out
 
 
 def _searcher() -> Searcher:

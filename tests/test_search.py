@@ -9,7 +9,7 @@ import small_runs
 import toy_encoders
 
 from experiments import report, search
-from experiments.extract import extraction, items
+from experiments.extract import datasets, extraction, items
 from sotalign_jax import aligner, checks, heads
 
 
@@ -74,6 +74,25 @@ def test_a_replaced_picture_is_embedded_again(searcher, images, tmp_path, capsys
     told = [line for line in capsys.readouterr().err.splitlines() if "a.png" in line]
     assert len(told) == 1 and str(images) in told[0]
     assert len(list((tmp_path / "index").iterdir())) == 1
+
+
+def test_an_extraction_of_the_folder_is_its_index(searcher, images, tmp_path, capsys):
+    source, encoder = datasets.open_dataset("folder", images), toy_encoders.Toy("image")
+    extraction.extract(source, encoder, tmp_path / "emb", data={"name": "folder"})
+    expected = searcher.pictures("a red car", images, top=3)
+    capsys.readouterr()
+    ready = searcher._replace(place=tmp_path / "emb")
+    assert ready.pictures("a red car", images, top=3) == expected
+    assert "image rows" not in capsys.readouterr().err  # nothing was embedded
+    before = small_runs.contents(tmp_path / "emb")
+    with pytest.raises(checks.InputError, match=r"index: .*emb is not .*: it has another encoder"):
+        ready._replace(image_encoder=toy_encoders.Toy("image", name="other")).pictures(
+            "", images, top=3
+        )
+    (images / "d.png").unlink()
+    with pytest.raises(checks.InputError, match=r"index: .*emb is not .*: .* is in place of 'd.png'"):
+        ready.pictures("a red car", images, top=3)
+    assert small_runs.contents(tmp_path / "emb") == before
 
 
 def test_texts_for_a_picture(searcher, images, tmp_path):
