@@ -90,7 +90,7 @@ def test_an_extraction_of_the_folder_is_its_index(searcher, images, tmp_path, ca
             "", images, top=3
         )
     (images / "d.png").unlink()
-    with pytest.raises(checks.InputError, match=r"index: .*emb is not .*: .* is in place of 'd.png'"):
+    with pytest.raises(checks.InputError, match=r"index: .*emb is not .* in place of 'd.png'"):
         ready.pictures("a red car", images, top=3)
     assert small_runs.contents(tmp_path / "emb") == before
 
