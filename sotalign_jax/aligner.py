@@ -250,6 +250,7 @@ class Recipe(NamedTuple):
         init: where linear heads start.
         dim: width of the shared space, for the contrastive teacher, too; that of other linear
             teachers is their own.
+        pair_batch: pairs per step.
         alpha: weight of KLOT, times the pairs of a batch: SigLIP's gradient falls with them.
         steps: the fewest and the most, a tenth of the pairs between them.
         path: steps times the learning rate: Lion moves a weight by at most so much.
@@ -261,6 +262,7 @@ class Recipe(NamedTuple):
     teacher: str
     init: str
     dim: int
+    pair_batch: int
     alpha: float
     steps: tuple[int, int]
     path: float
@@ -269,8 +271,8 @@ class Recipe(NamedTuple):
 
 
 RECIPES = {
-    "kernel": Recipe("kernel_cca", "teacher", 512, 3.0, (100, 600), 0.05, 0.5, 0.1),
-    "paper": Recipe("cca", "random", 1024, 1.0, (2000, 2000), 0.2, 0.0, 0.05),
+    "kernel": Recipe("kernel_cca", "teacher", 512, 2048, 3.0, (100, 600), 0.05, 0.5, 0.1),
+    "paper": Recipe("cca", "random", 1024, 10_000, 1.0, (2000, 2000), 0.2, 0.0, 0.05),
 }
 """The best one found (see the results in the docs), and the paper's."""
 
@@ -363,7 +365,7 @@ def align(
                 "x, y: both have no rows; pass unpaired rows, or neither to train on the pairs "
                 "alone"
             )
-        weight = usual.alpha / min(n_pairs, 10_000) if alpha is None else float(alpha)
+        weight = usual.alpha / min(n_pairs, usual.pair_batch) if alpha is None else float(alpha)
         method = methods.SAIL()
         if unpaired or asked:
             method = methods.SOTAlign(
@@ -414,6 +416,7 @@ def align(
     checks.whole(1, steps=steps)
     config = training.TrainConfig(
         steps=steps,
+        pair_batch=usual.pair_batch,
         unpaired_batch=unpaired_batch,
         learning_rate=usual.path / steps if learning_rate is None else float(learning_rate),
         eval_every=20,

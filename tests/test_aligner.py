@@ -9,7 +9,7 @@ from flax import nnx
 from safetensors.numpy import load_file, save_file
 
 from sotalign_jax import checks, data, evaluation, heads, methods, teachers
-from sotalign_jax.aligner import Aligner, align, hold_out
+from sotalign_jax.aligner import RECIPES, Aligner, align, hold_out
 
 D_X, D_Y = 12, 10
 
@@ -137,6 +137,15 @@ def test_seed_decides_random_starts_and_options_may_be_numpy_scalars(given, tmp_
     assert first.embed_x(given["x"]).shape == (75, 4)
     first.save(tmp_path / "aligner")
     assert Aligner.load(tmp_path / "aligner").info == same.info
+
+
+def test_of_many_pairs_a_step_sees_some():
+    rows = np.random.default_rng(0).normal(size=(3000, 5)).astype(np.float32)
+    options = {"steps": 1, "teacher": "cca", "unpaired_batch": 32, "progress": False}
+    infos = [align((rows, rows), rows, rows, recipe=r, dim=5, **options).info for r in RECIPES]
+    assert [info["train"]["pair_batch"] for info in infos] == [2048, 10_000]
+    weights = [info["options"]["alpha"] for info in infos]
+    assert weights == pytest.approx([3 / 2048, 1 / 2700])  # a tenth of the pairs is held out
 
 
 def parameters(aligner):
