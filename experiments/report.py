@@ -207,7 +207,7 @@ EXPLAINED = (
     "validation split, from which the parameters to keep are chosen."
 )
 """What the columns mean, below the table of the page."""
-PLOTTED = ("R@1", "R@10", "zero-shot")
+PLOTTED = ("R@1", "R@10", "calibrated R@10", "zero-shot")
 """Columns that are plotted; the first one if none of these is there."""
 CURVES = {
     "loss": "loss",
