@@ -44,29 +44,12 @@ def run(command: Callable[[], None], *, choices: Mapping[str, Sequence[str]] | N
     --help prints the docstring of the command's module, with examples, `choices` by name and the
     flags. An error ends in SystemExit, with exit code 1.
     """
-    if {"--help", "-help", "-h", "--helpfull", "--helpshort"} & set(sys.argv[1:]):
-        lists = [f"{title}: {', '.join(names)}" for title, names in (choices or {}).items()]
-        layout = {"width": 100, "subsequent_indent": "    ", "break_on_hyphens": False}
-        shown = [sys.modules[command.__module__].__doc__ or ""]
-        shown += [textwrap.fill(text, **layout) for text in lists]  # type: ignore[arg-type]
-        print("\n\n".join(map(str.strip, [*shown, flags.FLAGS.main_module_help()])))
-        return
-    logging.set_verbosity(logging.WARNING)
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # a clean stop, like ctrl-C
     try:
-        rest = flags.FLAGS(sys.argv)
-    except Exception as error:  # a config file may raise anything
-        sys.exit(f"error: {_explain(error)}")
-    try:
-        if len(rest) > 1:
-            raise checks.InputError(f"unexpected argument {rest[1]!r}; see --help")
-        distributed.initialize()
-        if "JAX_COMPILATION_CACHE_DIR" not in os.environ and jax.default_backend() != "cpu":
-            # Programs for accelerators, which take minutes to compile, are kept for the next run.
-            cache = os.environ.get("XDG_CACHE_HOME") or pathlib.Path.home() / ".cache"
-            jax.config.update("jax_compilation_cache_dir", f"{cache}/sotalign_jax")
-        command()
-        sys.stdout.flush()
+        if {"--help", "-help", "-h", "--helpfull", "--helpshort"} & set(sys.argv[1:]):
+            print(_help(command, choices or {}))
+        else:
+            _start(command)
+        print(end="", flush=True)
     except BrokenPipeError:  # the reader, such as `head`, has seen enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(1)
@@ -74,6 +57,31 @@ def run(command: Callable[[], None], *, choices: Mapping[str, Sequence[str]] | N
         sys.exit(f"error: {error}")
     except KeyboardInterrupt:
         sys.exit("interrupted: start the same command again to go on")
+
+
+def _help(command: Callable[[], None], choices: Mapping[str, Sequence[str]]) -> str:
+    lists = [f"{title}: {', '.join(names)}" for title, names in choices.items()]
+    layout = {"width": 100, "subsequent_indent": "    ", "break_on_hyphens": False}
+    shown = [sys.modules[command.__module__].__doc__ or ""]
+    shown += [textwrap.fill(text, **layout) for text in lists]  # type: ignore[arg-type]
+    return "\n\n".join(map(str.strip, [*shown, flags.FLAGS.main_module_help()]))
+
+
+def _start(command: Callable[[], None]) -> None:
+    logging.set_verbosity(logging.WARNING)
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # a clean stop, like ctrl-C
+    try:
+        rest = flags.FLAGS(sys.argv)
+    except Exception as error:  # a config file may raise anything
+        sys.exit(f"error: {_explain(error)}")
+    if len(rest) > 1:
+        raise checks.InputError(f"unexpected argument {rest[1]!r}; see --help")
+    distributed.initialize()
+    if "JAX_COMPILATION_CACHE_DIR" not in os.environ and jax.default_backend() != "cpu":
+        # Programs for accelerators, which take minutes to compile, are kept for the next run.
+        cache = os.environ.get("XDG_CACHE_HOME") or pathlib.Path.home() / ".cache"
+        jax.config.update("jax_compilation_cache_dir", f"{cache}/sotalign_jax")
+    command()
 
 
 def _explain(error: BaseException) -> str:

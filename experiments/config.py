@@ -60,8 +60,8 @@ def default() -> ConfigDict:
     teacher: `noise` is the fraction of its pairs that are mismatched.
     heads: kind None is the one that the method is published with; init "teacher" starts linear
         heads at the teacher's projection, of its width.
-    method "align" is the recipe of `sotalign_jax.align`: of the settings below `data` it has the
-        steps and the unpaired rows of a batch alone.
+    method "align" is the recipe of `sotalign_jax.align`; besides `data` and the seed it reads
+        `train.steps` and `train.unpaired_batch` only.
     NAME: the options of the method of that name.
     mesh: the number of devices, all by default. on_device: whether pairs and pools are kept on
         the device, by default if a single one has room.
@@ -197,7 +197,11 @@ def _checked(config: ConfigDict) -> FrozenConfigDict:
     train(config)
     method(config)
     others = {"seeds", "runs", *methods.METHODS} - {config.method}
-    return FrozenConfigDict({k: v for k, v in config.to_dict().items() if k not in others})
+    values = config.to_dict()
+    if config.method == "align":  # the rest is its own
+        others |= {"teacher", "heads"}
+        values["train"] = {name: values["train"][name] for name in ("steps", "unpaired_batch")}
+    return FrozenConfigDict({k: v for k, v in values.items() if k not in others})
 
 
 def train(config: ConfigDict) -> training.TrainConfig:
@@ -307,8 +311,10 @@ def from_flags() -> ConfigDict:
         raise checks.InputError(text) from error
     except OSError as error:  # ml_collections says only now that a file could not be opened
         raise checks.InputError(f"config: {str(error).splitlines()[-1].strip()}") from error
-    for key in config_flags.get_override_values(flags.FLAGS["config"]):
-        if full.runs and all(key in _flat(changes) for changes in full.runs.values()):
-            text = f"{key}: is set but every run of this config has its own"
-            raise checks.InputError(f"{text}; leave it out, or change the runs by --config.runs")
+    own = [_flat(changes) for changes in full.runs.values() if isinstance(changes, dict)]
+    for key, value in config_flags.get_override_values(flags.FLAGS["config"]).items():
+        if own and all(key in changes for changes in own):
+            text = f"{key}: is set to {value!r} but every run of this config has its own"
+            remedy = "leave it out, or change the runs by --config.runs or the config's :pairs="
+            raise checks.InputError(f"{text}; {remedy}")
     return full

@@ -277,7 +277,8 @@ def settings_text(configs: Configs) -> str:
     parts = []
     for key in SETTINGS:
         section, name = key.split(".")
-        found = dict.fromkeys(str(c[section][name]) for c in configs.values() if section in c)
+        having = [c[section] for c in configs.values() if name in c.get(section, {})]
+        found = dict.fromkeys(str(one[name]) for one in having)
         parts += [f"{key}={' | '.join(found)}"] if found else []
     return textwrap.fill("; ".join(parts), 100, break_long_words=False, break_on_hyphens=False)
 

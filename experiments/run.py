@@ -4,11 +4,13 @@ A run's folder holds config.json, environment.json, inputs.json, metrics.jsonl, 
 checkpoints/ and aligner/.
 """
 
+import dataclasses
 import pathlib
 import shutil
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
+import numpy as np
 from jax.sharding import Mesh
 from ml_collections.config_dict import FrozenConfigDict as Config
 
@@ -26,6 +28,8 @@ Set = tuple[pathlib.Path, dict[str, Any]]
 """The folder of several runs, and their configs by name, which its config.json keeps."""
 SCORE = "val/mean/R@1"
 """The score that chooses: of checkpoints, and of settings."""
+MOST_UNPAIRED = 100_000
+"""Rows of a pool that `align`, which keeps them in memory, is given at most, drawn at random."""
 
 
 class UnusableError(checks.InputError):
@@ -113,13 +117,13 @@ def run(config: Config, folder: pathlib.Path, *, within: Set | None = None) -> R
 class Prepared(NamedTuple):
     """What a run starts from; without a method to train, `start` is the model already.
 
-    `calibration` is the epsilon of calibrated retrieval.
+    `aligned` is what `align` made, whose heads are the start.
     """
 
     method: methods.Objective | None
     teacher: LinearTeacher | None
     start: heads.Heads
-    calibration: float = 0.05
+    aligned: aligner.Aligner | None = None
 
 
 def _finish(
@@ -154,7 +158,10 @@ def _finish(
                 raise UnusableError(f"{config.method}.{error}") from error
         results["best_step"] = int(best.step)
     info = {"settings": config_lib.plain(config), "results": results}
-    model = aligner.calibrated(trained, dataset, info, epsilon=prepared.calibration)
+    if prepared.aligned is None:
+        model = aligner.calibrated(trained, dataset, info)
+    else:
+        model = dataclasses.replace(prepared.aligned, info=prepared.aligned.info | info)
     x, y = model.heads.x, model.heads.y
     for name, gallery in (("val", dataset.val), ("test", dataset.test)):
         if gallery is not None:  # also calibrated by the pools: test/calibrated/mean/R@1
@@ -193,7 +200,8 @@ def prepare(config: Config, dataset: data.Dataset) -> Prepared:
     method = config_lib.method(config)
     if isinstance(method, methods.Fitted):
         with naming(f"{config.method}: "):
-            return Prepared(None, None, method.fit(dataset, seed=config.seed, progress=True))
+            shown = distributed.is_first()
+            return Prepared(None, None, method.fit(dataset, seed=config.seed, progress=shown))
     assert method is None or isinstance(method, methods.Objective)
     as_start = method is None or config.heads.init == "teacher"
     teacher = None
@@ -216,17 +224,22 @@ def prepare(config: Config, dataset: data.Dataset) -> Prepared:
 
 def _aligned(config: Config, dataset: data.Dataset) -> Prepared:
     """What `align` makes of the data by its own recipe, in as many steps as other methods have."""
-    pools = (pool if len(pool) else None for pool in (dataset.pool_x, dataset.pool_y))
-    made = aligner.align(
-        (dataset.pairs_x, dataset.pairs_y),
-        *pools,
-        val=dataset.val,
-        steps=config.train.steps,
-        unpaired_batch=config.train.unpaired_batch,
-        seed=config.seed,
-    )
-    assert made.calibration is not None
-    return Prepared(None, None, made.heads, float(made.calibration.epsilon))
+    rng, pools = np.random.default_rng(config.seed), []
+    for pool in (dataset.pool_x, dataset.pool_y):
+        if len(pool) > MOST_UNPAIRED:
+            pool = pool[np.sort(rng.choice(len(pool), MOST_UNPAIRED, replace=False))]
+        pools.append(pool if len(pool) else None)
+    with naming("align: "):
+        made = aligner.align(
+            (dataset.pairs_x, dataset.pairs_y),
+            *pools,
+            val=dataset.val,
+            steps=config.train.steps,
+            unpaired_batch=config.train.unpaired_batch,
+            seed=config.seed,
+            progress=distributed.is_first(),
+        )
+    return Prepared(None, None, made.heads, made)
 
 
 def load_dataset(config: Config) -> data.Dataset:

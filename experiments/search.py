@@ -6,7 +6,7 @@ r"""Searches pictures by text, or texts by picture, with an aligned model.
 Prints the best and writes them on an HTML page, pictures included. The encoders are those of the
 model's training files (of the photographs, if it was trained on them); embeddings of a folder are
 kept in --index, so that the next search of it is quick, and made again when its files change.
---index may also be an extraction of what is searched: then nothing is embedded.
+--index may also be an extraction of the pictures: then nothing is embedded.
 """
 
 import hashlib
@@ -33,7 +33,9 @@ _TEXTS = path_flag("texts", None, "Texts to choose from: .txt with one a line, .
 _CALIBRATED = flags.DEFINE_bool("calibrated", False, "Correct for hubs by unpaired rows.")
 _TOP = flags.DEFINE_integer("top", 10, "How many to show.", 1)
 _PAGE = path_flag("page", "search.html", "Where the page is written.")
-_INDEX = path_flag("index", None, "Folder of embeddings; MODEL/search by default.")
+_INDEX = path_flag(
+    "index", None, "Folder for embeddings, or an extraction; MODEL/search by default."
+)
 _ENCODERS = {
     side: flags.DEFINE_string(f"{side}_encoder", None, "Instead of the one trained with.")
     for side in ("image", "text")
@@ -168,7 +170,7 @@ class Searcher(NamedTuple):
         Else embeddings are kept by encoder and path, and made again when what is there has changed.
         """
         listed = source.items[encoder.modality]
-        if (self.place / extraction.METADATA).exists():
+        if (self.place / extraction.INPUTS).exists():
             change = extraction.difference(listed(), self.place)
             if extraction.load(self.place).metadata["encoder"] != encoder.describe():
                 change = "it has another encoder"
@@ -191,6 +193,8 @@ def _searcher() -> Searcher:
     if _MODEL.value is None:
         raise checks.InputError("model: is not set; pass --model=FOLDER")
     model = aligner.Aligner.load(_MODEL.value)
+    if _CALIBRATED.value and model.calibration is None:
+        raise checks.InputError("calibrated: this model has no calibration; leave --calibrated out")
     options: dict[str, Any] = {"device": _DEVICE.value, "trust_remote_code": _TRUST.value}
     image, text = (
         load_encoder(model, side, _ENCODERS[name].value, _WEIGHTS[name].value, **options)

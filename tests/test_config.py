@@ -250,8 +250,9 @@ def test_settings_can_be_changed_on_the_command_line(launch, files):
                 "--config.runs={'a': {'train.steps': 5}, 'b': {'train': {'steps': 6}}}",
                 "--config.train.steps=7",
             ],
-            "train.steps: is set but every run of this config has its own",
+            "train.steps: is set to 7 but every run of this config has its own",
         ),
+        (["--config.runs={'a': 5}", "--config.train.steps=7"], "runs['a']: must be a dict"),
     ],
 )
 def test_a_wrong_option_ends_in_one_line(launch, tmp_path, options, message):

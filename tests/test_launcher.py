@@ -156,10 +156,11 @@ def test_a_dry_run_of_the_quickstart_writes_nothing(start, tmp_path):
 
 
 def test_a_reader_that_has_seen_enough_ends_a_command_quietly(files, start):
-    with start(f"--config={files}/config.py", "--dry_run") as process:
-        process.stdout.close()
-        assert process.stderr.read() == ""
-    assert process.returncode == 1
+    for option in ("--dry_run", "--help"):
+        with start(f"--config={files}/config.py", option) as process:
+            process.stdout.close()
+            assert process.stderr.read() == ""
+        assert process.returncode == 1
 
 
 @pytest.mark.parametrize(

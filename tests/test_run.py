@@ -162,21 +162,26 @@ def test_a_contrastive_teacher_starts_the_heads_and_no_gallery_is_needed(launch,
     assert not (run / "comparison.png").exists() and list((run / "tensorboard").iterdir())
 
 
-@pytest.mark.parametrize("unpaired", [100, 0])
-def test_a_run_of_the_recipe_is_what_align_makes(launch, files, tmp_path, unpaired):
-    options = ("--config.train.steps=3", f"--config.data.n_unpaired={unpaired}")
-    assert launch(*options, method="align")[1] is None
+@pytest.mark.parametrize(("unpaired", "val"), [(90, True), (0, True), (0, False)])
+def test_a_run_of_the_recipe_is_what_align_makes(launch, files, tmp_path, unpaired, val):
+    options = ["--config.train.steps=3", f"--config.data.n_unpaired={unpaired}"]
+    options += [] if val else [f"--config.data.files.val_{side}=" for side in "xy"]
+    options += ["--config.data.n_pairs=120"]
+    out, error = launch(*options, method="align")
+    assert error is None and "train.steps=3" in out
+    assert "teacher.kind" not in out and "learning_rate" not in out  # which are its own
     made = sotalign_jax.Aligner.load(tmp_path / "run")
     arrays = {name: np.load(files / f"{name}.npy") for name in ("x", "y", "val_x", "val_y")}
-    rows = data.semi_supervised(arrays["x"], arrays["y"], n_pairs=60, n_unpaired=unpaired, seed=0)
+    rows = data.semi_supervised(arrays["x"], arrays["y"], n_pairs=120, n_unpaired=unpaired, seed=0)
     expected = sotalign_jax.align(
         (rows.pairs_x, rows.pairs_y),
         *((rows.pool_x, rows.pool_y) if unpaired else ()),
-        val=(arrays["val_x"], arrays["val_y"]),
+        val=(arrays["val_x"], arrays["val_y"]) if val else None,
         steps=3,
         unpaired_batch=32,
         progress=False,
     )
+    assert made.info["recipe"] == "kernel" and "settings" in made.info
     tested = arrays["val_x"], arrays["val_y"]
     for calibrated in (False, True):
         ours, theirs = (one.similarity(*tested, calibrated=calibrated) for one in (made, expected))

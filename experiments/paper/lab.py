@@ -320,10 +320,12 @@ def _dataset(sources: Sources, asked: Data) -> data.Dataset:
 
 def _train(config: FrozenConfigDict, dataset: data.Dataset) -> heads.Heads:
     """The heads of a run: trained, fitted at once, or a teacher's maps."""
-    method, teacher, start, _ = run.prepare(config, dataset)
+    prepared = run.prepare(config, dataset)
+    method, start = prepared.method, prepared.start
     if method is None:
         return start
-    return training.fit(method, start, dataset, config_lib.train(config), teacher=teacher)[0]
+    train = config_lib.train(config)
+    return training.fit(method, start, dataset, train, teacher=prepared.teacher)[0]
 
 
 # --- measures that need no training ------------------------------------------------------------
