@@ -310,7 +310,7 @@ def mean(found, digits=1):
     if not values:
         return "-"
     spread = f" ± {np.std(values, ddof=1):.{digits}f}" if len(values) > 1 else ""
-    return f"{np.mean(values):.{digits}f}{spread}"
+    return f"{np.mean(values):z.{digits}f}{spread}"  # z: no -0.0
 
 
 if __name__ == "__main__":
