@@ -213,6 +213,8 @@ def search(given, known):
 
 def main():
     given = parser.parse_args()
+    if given.show and not given.show.exists():
+        parser.error(f"--show: {given.show} does not exist")
     known = cells(given.show or given.cells)
     recipes = given.recipes or list(RECIPES)
     if not given.show:

@@ -315,6 +315,6 @@ def from_flags() -> ConfigDict:
     for key, value in config_flags.get_override_values(flags.FLAGS["config"]).items():
         if own and all(key in changes for changes in own):
             text = f"{key}: is set to {value!r} but every run of this config has its own"
-            remedy = "leave it out, or change the runs by --config.runs or the config's :pairs="
-            raise checks.InputError(f"{text}; {remedy}")
+            listed = {"LABEL": {key: value}}
+            raise checks.InputError(f'{text}; leave it out, or list runs: --config.runs="{listed}"')
     return full
