@@ -311,10 +311,12 @@ def from_flags() -> ConfigDict:
         raise checks.InputError(text) from error
     except OSError as error:  # ml_collections says only now that a file could not be opened
         raise checks.InputError(f"config: {str(error).splitlines()[-1].strip()}") from error
-    own = [_flat(changes) for changes in full.runs.values() if isinstance(changes, dict)]
+    listed = [one for one in full.runs.values() if isinstance(one, dict | ConfigDict)]
+    own = [_flat(changes) for changes in listed]
     for key, value in config_flags.get_override_values(flags.FLAGS["config"]).items():
         if own and all(key in changes for changes in own):
             text = f"{key}: is set to {value!r} but every run of this config has its own"
-            listed = {"LABEL": {key: value}}
-            raise checks.InputError(f'{text}; leave it out, or list runs: --config.runs="{listed}"')
+            example = {"LABEL": {key: value}}
+            remedy = f'leave it out, or list runs: --config.runs="{example}"'
+            raise checks.InputError(f"{text}; {remedy}")
     return full

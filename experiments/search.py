@@ -154,7 +154,7 @@ class Searcher(NamedTuple):
         own, other, direction = self.text_encoder, self.image_encoder, "y_to_x"
         if modality == "text":
             own, other, direction = other, own, "x_to_y"
-        found = extraction.load(self._embedded(source, other, of))
+        found = self._embedded(source, other, of)
         asked = np.asarray(own.embed([own.prepare(query)]), np.float32)
         k = min(top, len(found.rows))
         scores, rows = self.model.search(
@@ -164,20 +164,21 @@ class Searcher(NamedTuple):
 
     def _embedded(
         self, source: items.Source, encoder: encoders.Encoder, of: pathlib.Path
-    ) -> pathlib.Path:
-        """The folder of a source's embeddings: the place itself if it is an extraction of it.
+    ) -> extraction.Embeddings:
+        """A source's embeddings: those at the place itself if it is an extraction.
 
         Else embeddings are kept by encoder and path, and made again when what is there has changed.
         """
         listed = source.items[encoder.modality]
         if (self.place / extraction.INPUTS).exists():
+            ready = extraction.load(self.place)
             change = extraction.difference(listed(), self.place)
-            if extraction.load(self.place).metadata["encoder"] != encoder.describe():
+            if ready.metadata["encoder"] != encoder.describe():
                 change = "it has another encoder"
             if change is not None:
                 text = f"index: {self.place} is not an extraction of {of}: {change}"
                 raise checks.InputError(f"{text}; extract it again, or leave --index out")
-            return self.place
+            return ready
         key = json.dumps([encoder.describe(), str(of.resolve())])
         out = self.place / hashlib.sha256(key.encode()).hexdigest()[:16]
         if change := extraction.difference(listed(), out):
@@ -185,7 +186,7 @@ class Searcher(NamedTuple):
             with workdir.only_process(out):
                 shutil.rmtree(out)
         extraction.extract(source, encoder, out, data={"name": "search"}, shard_size=256)
-        return out
+        return extraction.load(out)
 
 
 def _searcher() -> Searcher:
