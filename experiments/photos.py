@@ -52,6 +52,17 @@ def checksums() -> dict[str, str]:
     return {name: digest for digest, name in map(str.split, lines)}
 
 
+def fingerprints(*sources: str) -> dict[str, str]:
+    """Returns the checksums, shortened, of the files that the named sources are read from.
+
+    >>> list(fingerprints("coco"))
+    ['coco.npz', 'coco_captions.txt', 'coco_unpaired_images.npz', 'efficientnet_lite2_pca512.npz']
+    """
+    stems = [_FILES.get(name, name) for name in (*sources, "efficientnet_lite2")]
+    named = {file for stem in stems for file in checksums() if re.match(rf"{stem}[._]", file)}
+    return {file: checksums()[file][:16] for file in sorted(named)}
+
+
 def read(name: str) -> bytes:
     """The bytes of one file; InputError if it is missing or differs from its checksum."""
     path = FOLDER / name
