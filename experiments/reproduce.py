@@ -5,24 +5,24 @@ r"""Every table and figure of the paper, ours beside theirs: on photographs, or 
     python -m experiments.reproduce --all --quick --workdir=runs/quick
     python -m experiments.reproduce --list --cells=docs/results/cells.jsonl
 
-The work folder gets RESULTS.md with all tables and claims, figures/, and NAME.csv for each entry. A
-run that several entries share is made once; started again, the command goes on where it stopped,
-and started twice, in two terminals, it shares the runs between two processes.
+The work folder gets RESULTS.md with all tables and claims, figures/, NAME.csv for each table, and
+cells.jsonl with the results of all runs. A run that several tables share is computed once. Running
+the command again resumes it; running it in two terminals shares the runs between two processes.
 --cells starts from results that were kept: with --norun, docs/results/RESULTS.md is made again
 without training. --files names a JSON file of embedding files by source ({"SkyScript": {"x":
-"images.npy", ...}, ...}): entries then run on those alone, at the paper's sizes; --list names them.
+"images.npy", ...}, ...}): tables then run on those alone, at the paper's sizes; --list names them.
 """
 
 import itertools
+import os
 import pathlib
 import shlex
 import sys
-import tempfile
 
 from absl import flags
 
-from experiments import cli
-from experiments.paper import entries, lab, report, sources
+from experiments import cli, store
+from experiments.paper import report, runs, sources, tables
 from sotalign_jax import checks
 
 _LIST = flags.DEFINE_bool("list", False, "Name every table and figure and what it needs.")
@@ -39,46 +39,42 @@ flags.declare_key_flag("workdir")
 
 
 def main() -> None:
-    """Makes the chosen entries and prints them."""
+    """Makes the chosen tables and prints them."""
     for name in _ONLY.value:
-        checks.choice("only", name, tuple(entries.ENTRIES))
+        checks.choice("only", name, tuple(tables.TABLES))
     if not _LIST.value and _ALL.value == bool(_ONLY.value):
         raise checks.InputError("only: pass either --only=NAMES or --all; --list names them")
     if _CELLS.value is not None and not pathlib.Path(_CELLS.value).is_file():
         raise checks.InputError(f"cells: {_CELLS.value}: no such file")
     given = sources.Photographs() if _FILES.value is None else sources.Files.read(_FILES.value)
-    scale = "quick" if _QUICK.value else "paper" if given.given else "full"
-    with tempfile.TemporaryDirectory() as unused:
-        folder = pathlib.Path(unused) if _LIST.value else cli.workdir().absolute()
-        at = lab.Lab(folder, scale, given)
-        if _CELLS.value is not None:
-            at.take(pathlib.Path(_CELLS.value))
-        if _LIST.value:
-            print(report.listing(at))
-        else:
-            _make(at)
+    setup = runs.Setup("quick" if _QUICK.value else "paper" if given.given else "full", given)
+    kept = store.Store(pathlib.Path(_CELLS.value or os.devnull))
+    if _LIST.value:
+        print(report.listing(setup, kept))
+        return
+    own = store.Store(cli.workdir().absolute() / report.CELLS)
+    own.add(kept.entries().values())
+    _make(setup, own)
 
 
-def _make(at: lab.Lab) -> None:
-    chosen = [entries.ENTRIES[name] for name in dict.fromkeys(_ONLY.value or entries.ENTRIES)]
-    panels = {entry.name: entry.panels(at) for entry in chosen}
+def _make(setup: runs.Setup, own: store.Store) -> None:
+    """Computes what is missing, writes the page and prints the tables."""
+    made = [tables.make(name, setup) for name in dict.fromkeys(_ONLY.value or tables.TABLES)]
     failures: dict[str, str] = {}
     if _RUN.value:
-        failures = at.make(itertools.chain.from_iterable(panels.values()))
-    made = [
-        report.Outcome(entry, at, {p.name: at.collect(p, failures) for p in panels[entry.name]})
-        for entry in chosen
-    ]
+        panels = itertools.chain.from_iterable(table.panels for table in made)
+        failures = runs.fill(own, setup.sources, panels)
+    made = [table.filled(own, failures) for table in made]
     shown = [flag for flag in sys.argv[1:] if flag != "--norun"]
     command = shlex.join(["python", "-m", "experiments.reproduce", *shown])
-    page = pathlib.Path(_RESULTS.value or at.workdir / "RESULTS.md")
-    with at.writing():
-        report.save(page, made, at, command)
-    print("\n".join(map(report.markdown, made)))
-    print(f"Tables and figures are in {page} and beside it, numbers as CSV in {at.workdir}")
+    page = pathlib.Path(_RESULTS.value or own.path.with_name("RESULTS.md"))
+    with store.lock(own.path.with_name("lock")):
+        report.save(page, made, setup, own, command)
+    print("\n".join(report.markdown(table, setup) for table in made))
+    print(f"Tables and figures are in {page} and beside it, numbers as CSV in {own.path.parent}")
     if failures:
         raise FloatingPointError(f"{len(failures)} cells failed, named above")
 
 
 if __name__ == "__main__":
-    cli.run(main, choices={"tables and figures": tuple(entries.ENTRIES)})
+    cli.run(main, choices={"tables and figures": tuple(tables.TABLES)})

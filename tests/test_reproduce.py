@@ -1,12 +1,13 @@
-"""Tables and figures of the paper: entries, cells, verdicts, files and the report."""
+"""Tables and figures of the paper: panels, cells, verdicts, files and the report."""
 
 import concurrent.futures
 import csv
 import dataclasses
-import fcntl
+import functools
 import json
 import os
 import pathlib
+import re
 import shutil
 import subprocess
 import sys
@@ -16,19 +17,21 @@ import numpy as np
 import pytest
 import small_runs
 
-from experiments.paper import entries, lab, panels, report, sources
+from experiments import store
+from experiments.paper import panels, plots, report, runs, sources, tables
 from sotalign_jax import checks
 
 ROOT = pathlib.Path(__file__).parents[1]
 NAMES = ["V1", "V2", "V3", *(f"T{n}" for n in range(1, 8)), *(f"A{n}" for n in range(1, 7))]
 NAMES += [*(f"F{n}" for n in range(3, 8)), *(f"FA{n}" for n in range(1, 11))]
 TINY = {
-    "seeds": (0, 1),
+    "seeds": [0, 1],
     "n_pairs": 60,
-    "pairs": (30, 60),
-    "few_pairs": (30, 60),
-    "unpaired": (40, 100),
-    "teacher_noise": (0.0, 0.5),
+    "pairs": [30, 60],
+    "first_pairs": [30, 60],
+    "few_pairs": [30, 60],
+    "unpaired": [40, 100],
+    "teacher_noise": [0.0, 0.5],
 }
 SHORT = {
     "heads.dim": 8,
@@ -41,8 +44,8 @@ SHORT = {
 
 
 @dataclasses.dataclass(frozen=True)
-class Tiny(lab.Lab):
-    """A lab whose runs take no time."""
+class Tiny(runs.Setup):
+    """A setup whose runs take no time."""
 
     @property
     def sizes(self):
@@ -60,8 +63,8 @@ def main(tmp_path_factory):
 
 
 @pytest.fixture
-def given(tmp_path, main):
-    """A lab that was given a file for everything that the paper has."""
+def given(main):
+    """A setup that was given a file for everything that the paper has."""
     named = {row.rpartition("/")[0] for row in panels.paper_results()["T3_A2_encoders"]}
     kinds = {**{name: name for name in sources.KNOWN}, **dict.fromkeys(named, "IMAGE+TEXT")}
     files = {
@@ -70,38 +73,40 @@ def given(tmp_path, main):
         if name not in ("IMAGE+TEXT", "DINOv3+NV-Embed-v2")
     }
     files["ImageNet"]["x"] = main["x"]
-    return lab.Lab(tmp_path, "paper", sources.Files(files))
+    return runs.Setup("paper", sources.Files(files))
 
 
-PHOTOGRAPHS = lab.Lab(pathlib.Path("nowhere"))
+PHOTOGRAPHS = runs.Setup()
 
 
-# --- entries -----------------------------------------------------------------------------------
+# --- tables ------------------------------------------------------------------------------------
 
 
 def test_every_table_and_figure_is_there():
-    assert list(entries.ENTRIES) == NAMES
-    for name, entry in entries.ENTRIES.items():
-        made = entry.panels(PHOTOGRAPHS)
-        assert bool(made) == (name != "FA10"), name
-        assert set(entry.needs) <= set(sources.KNOWN), name
-        assert len({panel.name for panel in made}) == len(made), name
-        assert (entry.plot is not None) == name.startswith("F"), name
-    found = {entry.paper for entry in entries.ENTRIES.values()} - {None}
-    assert found == set(panels.paper_results())
+    assert list(tables.TABLES) == NAMES
+    made = [tables.make(name, PHOTOGRAPHS) for name in NAMES]
+    for table in made:
+        assert bool(table.panels) == (table.name != "FA10"), table.name
+        assert set(table.needs) <= set(sources.KNOWN), table.name
+        assert len({panel.name for panel in table.panels}) == len(table.panels), table.name
+        assert bool(table.plot) == table.name.startswith("F"), table.name
+        assert hasattr(panels, table.rule[0])
+        assert not table.plot or hasattr(plots, table.plot[0])
+    assert {table.paper for table in made} - {None} == set(panels.paper_results())
 
 
 def test_every_row_of_the_paper_has_one_of_ours_and_is_judged_as_the_paper_does(given):
     """With the paper's own numbers in the place of ours, its claims hold."""
-    for name, entry in entries.ENTRIES.items():
-        if entry.paper is None:
+    for name in NAMES:
+        table = tables.make(name, given)
+        if table.paper is None:
             continue
-        (panel,) = entry.panels(given)
+        (panel,) = table.panels
         rows = {panel.named.get(row, row) for row in panel.rows}
         absent = {"T6": {"SOTAlign (MLP, d=8)"}, "A1": {"SAIL-1M"}}.get(name, set())
-        assert set(panels.paper_results()[entry.paper]) <= rows | absent, name
+        assert set(panels.paper_results()[table.paper]) <= rows | absent, name
         if name != "A1":  # the paper has no MeanR@1 there
-            assert entry.judge({"": _papers(panel)}).held is True, name
+            assert dataclasses.replace(table, panels=[_papers(panel)]).verdict.held is True, name
 
 
 def _papers(panel):
@@ -113,8 +118,8 @@ def _papers(panel):
 # --- cells -------------------------------------------------------------------------------------
 
 
-def _key(at, entry, row, column):
-    return entries.ENTRIES[entry].panels(at)[0].cells[row, column][0].key
+def _key(setup, table, row, column):
+    return store.key_of(tables.make(table, setup).panels[0].specs[row, column][0])
 
 
 def test_tables_share_cells():
@@ -125,55 +130,66 @@ def test_tables_share_cells():
     sail = _key(PHOTOGRAPHS, "A3", "SOTAlign", "SAIL")
     assert sail == _key(PHOTOGRAPHS, "T4", "sup/SAIL", "T2I R@1") != ours
     assert sail == _key(PHOTOGRAPHS, "A1", "SAIL", "zero-shot")  # it reads no pools
-    elsewhere = dataclasses.replace(PHOTOGRAPHS, workdir=pathlib.Path("elsewhere"))
-    assert ours == _key(elsewhere, "T1", "KLOT", "CCA")
 
 
 def test_a_file_that_changes_makes_other_cells(main, tmp_path):
     files = {name: shutil.copy(path, tmp_path) for name, path in main.items()}
-    at = Tiny(tmp_path, "paper", sources.Files({"main": files, "COCO": main}))
+    setup = Tiny("paper", sources.Files({"main": files, "COCO": main}))
 
-    def keys():
+    def keys(setup=setup):
         changes = {"method": "sotalign", "metric": "shift/x"}
         distance = {"left": "main", "right": "COCO", "side": "x", "metric": "between/distance"}
         asked = (changes, {**changes, "metric": "test/mean/R@1"}, distance)
-        return [lab.key_of(at.cell(one, 0)) for one in asked]
+        return [store.key_of(setup.spec(one, 0)) for one in asked]
 
     before = keys()
     assert keys() == before
+    assert keys(Tiny("paper", sources.Files({"main": main, "COCO": main}))) == before  # copies
     np.save(files["x"], np.load(files["x"])[::-1])
     assert all(new != old for new, old in zip(keys(), before, strict=True))
 
 
 def test_a_failing_cell_is_reported_and_the_others_are_made(main, tmp_path):
-    at = Tiny(tmp_path, "paper", sources.Files({"main": main}))
+    setup = Tiny("paper", sources.Files({"main": main}))
+    kept = store.Store(tmp_path / report.CELLS)
     rows = {"few": {"data.n_pairs": 30}, "too many": {"data.n_pairs": 10_000}}
     columns = {"MeanR@1": {"method": "cca", "metric": "test/mean/R@1"}}
-    panel = at.plan(panels.Panel("", "pairs", rows, columns, (0,)))
-    found = at.collect(panel, at.make([panel]))
+    panel = setup.plan(panels.Panel("", "pairs", rows, columns, (0,)))
+    found = runs.collect(kept, panel, runs.fill(kept, setup.sources, [panel]))
     assert list(found.found) == [("few", "MeanR@1")] and not found.complete
     assert len(found.failures) == 1 and found.failures[0].startswith("too many, MeanR@1: n_pairs")
     assert any("InputError" in path.read_text() for path in tmp_path.glob("cells/*.log"))
 
 
-def test_published_cells_are_those_of_the_entries():
-    """Every cell that was made is one that an entry asks for: no key has changed."""
-    lines = (ROOT / "docs/results" / report.CELLS).read_text().splitlines()
-    kept = {lab.key_of(json.loads(line)["spec"]) for line in lines}
+def test_published_cells_are_those_of_the_tables():
+    """Every cell that was made is one that a table asks for: no key has changed."""
+    kept = store.Store(ROOT / "docs/results" / report.CELLS).entries()
     asked = {
-        cell.key
-        for entry in entries.ENTRIES.values()
-        for panel in entry.panels(PHOTOGRAPHS)
-        for cell in panel.every_cell()
+        store.key_of(spec)
+        for name in NAMES
+        for panel in tables.make(name, PHOTOGRAPHS).panels
+        for _, spec, _ in panel.cells()
     }
-    assert kept <= asked
+    assert len(kept) > 250 and kept.keys() <= asked
 
 
-def test_diagnose_calls_near_what_helped(tmp_path):
+def test_the_published_page_is_that_of_the_published_cells():
+    """But for the environment that it names, which is that of the machine that wrote it."""
+    page = (ROOT / "docs/results/RESULTS.md").read_text()
+    kept = store.Store(ROOT / "docs/results" / report.CELLS)
+    made = [tables.make(name, PHOTOGRAPHS).filled(kept, {}) for name in NAMES]
+    again = report.page(made, PHOTOGRAPHS, kept, page.split("```")[1].split("\n")[1])
+    ours, theirs = (
+        [re.sub("Ran on .*? Processor", "Ran on ... Processor", line) for line in text.splitlines()]
+        for text in (again, page)
+    )
+    assert ours == theirs
+
+
+def test_diagnose_calls_near_what_helped():
     """Its word for pools against what they gave on photographs."""
-    at = lab.Lab(tmp_path)
-    at.take(ROOT / "docs/results" / report.CELLS)
-    (panel,) = (at.collect(panel, {}) for panel in entries.ENTRIES["V3"].panels(at))
+    kept = store.Store(ROOT / "docs/results" / report.CELLS)
+    (panel,) = tables.make("V3", PHOTOGRAPHS).filled(kept, {}).panels
     gains = {}
     for row in panel.rows:
         images, texts, sail, ours = (panel.mean(row, column) for column in panel.columns)
@@ -221,14 +237,15 @@ def test_given_sources_are_read_and_never_mixed_with_photographs(main, tmp_path)
     rows = np.random.default_rng(3).normal(size=(70, 12)).astype(np.float32)
     np.save(tmp_path / "images.npy", rows)
     other = {"x": str(tmp_path / "images.npy"), "y": main["y"]}
-    at = Tiny(tmp_path, "paper", sources.Files({"main": main, "CC12M": other}))
-    made = at.sources.dataset(sources.Data(0, 60, 500, images="CC12M"))
+    setup = Tiny("paper", sources.Files({"main": main, "CC12M": other}))
+    made = setup.sources.dataset(sources.Data(0, 60, 500, images="CC12M"))
     assert len(made.pool_x) == 70  # as many as there are
     assert {tuple(row) for row in made.pool_x} == {tuple(row) for row in rows}
-    ran = {name for name, entry in entries.ENTRIES.items() if entry.panels(at)}
-    assert ran == set(NAMES) - {"V2", "T3", "T6", "T7", "A2", "A6", "F7", "FA9", "FA10"}
-    listed = report.listing(at)
-    assert "photographs" not in listed and listed.count("(needs files)") == 9
+    ran = {name for name in NAMES if tables.make(name, setup).panels}
+    absent = {"V2", "T3", "T5", "T6", "T7", "A2", "A5", "A6", "F7", "FA9", "FA10"}
+    assert ran == set(NAMES) - absent
+    listed = report.listing(setup, store.Store(tmp_path / "none.jsonl"))
+    assert "photographs" not in listed and listed.count("(needs files)") == 11
     assert max(map(len, listed.splitlines())) <= 80
 
 
@@ -279,15 +296,16 @@ def test_correlations(slope, sign, rows, held):
 
 def _judged(name, value_of):
     """The verdict when `value_of(panel, row, column)` is the value of every seed."""
-    found = {}
-    for panel in entries.ENTRIES[name].panels(PHOTOGRAPHS):
+    table = tables.make(name, PHOTOGRAPHS)
+    found = []
+    for panel in table.panels:
         values = {
             (row, column): np.full(len(panel.seeds), value)
             for row, column in panel.places()
             if (value := value_of(panel.name, row, column)) is not None
         }
-        found[panel.name] = dataclasses.replace(panel, found=values)
-    return entries.ENTRIES[name].judge(found)
+        found.append(dataclasses.replace(panel, found=values))
+    return dataclasses.replace(table, panels=found).verdict
 
 
 def test_a_best_alpha_that_never_moves_proves_nothing():
@@ -355,85 +373,93 @@ def test_what_is_at_chance_judges_nothing():
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory, main):
-    """A table, a figure of two panels, and an entry without data, from real runs."""
-    at = Tiny(tmp_path_factory.mktemp("made"), "paper", sources.Files({"main": main}))
-    return at, _make(at, "A3", "F5", "FA9")
+    """A table, a figure of two panels, and a table without data, from real runs."""
+    setup = Tiny("paper", sources.Files({"main": main}))
+    kept = store.Store(tmp_path_factory.mktemp("made") / report.CELLS)
+    return setup, kept, _make(setup, kept, "A3", "F5", "FA9")
 
 
-def _make(at, *names):
-    asked = {name: entries.ENTRIES[name].panels(at) for name in names}
-    failures = at.make([panel for some in asked.values() for panel in some])
-    outcomes = [
-        report.Outcome(entries.ENTRIES[name], at, {p.name: at.collect(p, failures) for p in some})
-        for name, some in asked.items()
-    ]
-    report.save(at.workdir / "RESULTS.md", outcomes, at, "the command")
-    return outcomes
+def _make(setup, kept, *names):
+    asked = [tables.make(name, setup) for name in names]
+    failures = runs.fill(kept, setup.sources, [panel for table in asked for panel in table.panels])
+    done = [table.filled(kept, failures) for table in asked]
+    report.save(kept.path.with_name("RESULTS.md"), done, setup, kept, "the command")
+    return done
 
 
-def test_files_of_entries(made):
-    at, (noise, pairs, sky) = made
-    assert noise.failures == pairs.failures == [] and not sky.found
-    text = report.markdown(noise)
+def test_files_of_tables(made):
+    setup, kept, (noise, pairs, sky) = made
+    assert noise.failures == pairs.failures == [] and not sky.panels
+    text = report.markdown(noise, setup)
     assert "| MeanR@1" in text and "p=0.5 (paper)" in text and "26.6" in text and " ± " in text
     assert "Settings: data.n_pairs 60; data.n_unpaired 100 | 0; train.steps 4; " in text
     assert "teacher.ridge 0.1; sotalign.alpha 0.0001; sotalign.divergence klot; " in text
-    with (at.workdir / "F5.csv").open(newline="") as file:
+    with kept.path.with_name("F5.csv").open(newline="") as file:
         rows = list(csv.DictReader(file))
     assert [row["panel"] for row in rows] == ["pairs"] * 4 + ["unpaired"] * 4
     assert {row["seeds"] for row in rows} == {"2"}
-    text = report.markdown(sky)
+    text = report.markdown(sky, setup)
     assert "needs files: its data are not here" in text and "--only=FA9 --files" in text
 
 
 def test_a_finished_cell_is_never_made_again(made, monkeypatch):
-    at, first = made
-    monkeypatch.setattr(Tiny, "compute", lambda *args: pytest.fail("made again"))
-    second = _make(at, "A3", "F5", "FA9")
-    assert [str(one.verdict) for one in second] == [str(one.verdict) for one in first]
+    setup, kept, first = made
+    monkeypatch.setattr(runs, "compute", lambda *args: pytest.fail("made again"))
+    second = _make(setup, store.Store(kept.path), "A3", "F5", "FA9")
+    assert [one.verdict for one in second] == [one.verdict for one in first]
 
 
 def test_a_cell_is_evaluated_on_other_sets_when_they_are_asked_for(main, tmp_path):
     other = {f"test_{side}": main[f"val_{side}"] for side in "xy"}
-    at = Tiny(tmp_path, "paper", sources.Files({"main": main, "Flickr30k": other}))
-    (tmp_path / "cells").mkdir()
-    cell = at.cell({"method": "sail", "metric": "test/mean/R@1"}, 0)
-    assert at.attempt((cell, {"test/mean/R@1"})) == {}
-    assert at.attempt((cell, {"Flickr30k/mean/R@1", "val/mean/R@1"})) == {}
-    results = at.known(lab.key_of(cell))["results"]
+    setup = Tiny("paper", sources.Files({"main": main, "Flickr30k": other}))
+    kept = store.Store(tmp_path / report.CELLS)
+    spec = setup.spec({"method": "sail", "metric": "test/mean/R@1"}, 0)
+    compute = functools.partial(runs.compute, setup.sources)
+    for needed in ({"test/mean/R@1"}, {"Flickr30k/mean/R@1", "val/mean/R@1"}):
+        assert list(kept.fill([(spec, needed)], compute)) == [(store.key_of(spec), None)]
+    results = kept.results(spec)
     assert results["Flickr30k/mean/R@1"] == results["val/mean/R@1"] and "test/mean/R@1" in results
 
 
 def test_results_page(made, tmp_path, monkeypatch):
-    at, outcomes = made
-    text = (at.workdir / "RESULTS.md").read_text()
+    setup, kept, outcomes = made
+    text = kept.path.with_name("RESULTS.md").read_text()
     assert f"```bash\n{'the command'}\n```" in text
-    figures = list(at.workdir.glob("figures/*"))
+    figures = list(kept.path.parent.glob("figures/*"))
     assert [f"(figures/{figure.name})" in text for figure in figures] == [True]  # F5's
     assert figures[0].stat().st_size > 5000
     for one in outcomes:
-        assert f"### {one.entry.name}: " in text
-        assert f"**Here:** {one.word}: {one.verdict.text}." in text
-    again = dataclasses.replace(at, workdir=tmp_path)
-    again.take(at.workdir / report.CELLS)  # the same tables without training
-    monkeypatch.setattr(Tiny, "compute", lambda *args: pytest.fail("made again"))
-    second = _make(again, "A3", "F5", "FA9")
-    assert [str(one.verdict) for one in second] == [str(one.verdict) for one in outcomes]
-    taken = report.minutes(again, {one.entry.name: one.found.values() for one in second})
+        assert f"### {one.name}: " in text
+        assert f"**Here:** {one.outcome}: {one.verdict.text}." in text
+    again = store.Store(tmp_path / report.CELLS)
+    again.add(kept.entries().values())  # the same tables without training
+    monkeypatch.setattr(runs, "compute", lambda *args: pytest.fail("made again"))
+    second = _make(setup, again, "A3", "F5", "FA9")
+    assert [one.verdict for one in second] == [one.verdict for one in outcomes]
+    taken = report.minutes(again, second)
     assert taken["A3"] > 0 and taken["F5"] > 0 and taken["FA9"] == 0
+
+
+def test_cells_beside_a_page_elsewhere_are_those_of_its_tables(made, tmp_path):
+    setup, kept, (noise, *_) = made
+    report.save(tmp_path / "RESULTS.md", [noise], setup, kept, "the command")
+    beside = store.Store(tmp_path / report.CELLS).entries()
+    wanted = {store.key_of(spec) for panel in noise.panels for _, spec, _ in panel.cells()}
+    assert beside.keys() == wanted and len(kept.entries()) > len(beside)
+    assert all(kept.entries()[key] == entry for key, entry in beside.items())
 
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.*NormalCG:DeprecationWarning")
 @pytest.mark.filterwarnings("ignore:JAXopt:DeprecationWarning")  # ott-jax imports it
-def test_solver_measures(main, tmp_path):
-    at = Tiny(tmp_path, "paper", sources.Files({"main": main}))
-    found = at.compute({"measure": "gradient", "epsilon": 0.5, "rows": 64}, ())
-    for arm in lab.ARMS:
+def test_solver_measures(main):
+    files = sources.Files({"main": main})
+    found = runs.compute(files, {"measure": "gradient", "epsilon": 0.5, "rows": 64}, ())
+    for arm in runs.ARMS:
         for quantity in ("memory", "seconds", "iterations"):
             assert found[f"gradient/{arm}/{quantity}"] > 0
     errors = [
-        at.compute({"measure": "convergence", "epsilon": epsilon, "rows": 64}, ())
+        runs.compute(files, {"measure": "convergence", "epsilon": epsilon, "rows": 64}, ())
         for epsilon in (0.5, 0.005)
     ]
     assert errors[0]["convergence/textbook Sinkhorn"] < errors[1]["convergence/textbook Sinkhorn"]
@@ -462,7 +488,7 @@ def test_list_fits_a_terminal(tmp_path):
     assert all(f"\n{name} " in shown.stdout for name in (*NAMES, *sources.KNOWN))
 
 
-def test_two_processes_share_an_entry_of_given_files(main, tmp_path):
+def test_two_processes_share_a_table_of_given_files(main, tmp_path):
     """The command, from a file of files to tables; FA8 is measured, not trained."""
     (tmp_path / "files.json").write_text(json.dumps({"main": main, "COCO": main}))
     options = ["--only=FA8", "--quick", "--files=files.json", "--workdir=w"]
@@ -470,31 +496,10 @@ def test_two_processes_share_an_entry_of_given_files(main, tmp_path):
         both = list(threads.map(lambda _: _launch(*options, cwd=tmp_path), range(2)))
     assert [one.returncode for one in both] == [0, 0], both[0].stderr + both[1].stderr
     assert both[0].stdout == both[1].stdout
-    cells = {path: path.stat().st_mtime_ns for path in tmp_path.glob("w/cells/*.json")}
-    assert len(cells) == 12 and (tmp_path / "w/figures/FA8.png").exists()
+    cells = (tmp_path / "w" / report.CELLS).read_bytes()
+    assert cells.count(b"\n") == 12 and (tmp_path / "w/figures/FA8.png").exists()
     assert _launch(*options, cwd=tmp_path).returncode == 0
-    assert {path: path.stat().st_mtime_ns for path in tmp_path.glob("w/cells/*.json")} == cells
-
-
-def test_a_cell_that_another_process_makes_is_left_to_it(main, tmp_path, monkeypatch):
-    at = Tiny(tmp_path, "paper", sources.Files({"main": main}))
-    rows = {"few": {"data.n_pairs": 30}, "more": {"data.n_pairs": 40}}
-    columns = {"MeanR@1": {"method": "cca", "metric": "test/mean/R@1"}}
-    panel = at.plan(panels.Panel("", "pairs", rows, columns, (0,)))
-    first = panel.cells["few", "MeanR@1"][0].key
-    made, compute = [], Tiny.compute
-    (tmp_path / "cells").mkdir()
-    with (tmp_path / "cells" / f"{first}.log").open("a") as other:
-        fcntl.flock(other, fcntl.LOCK_EX)
-
-        def watched(self, cell, metrics):
-            made.append(lab.key_of(cell))
-            fcntl.flock(other, fcntl.LOCK_UN)
-            return compute(self, cell, metrics)
-
-        monkeypatch.setattr(Tiny, "compute", watched)
-        assert at.make([panel]) == {}
-    assert len(made) == 2 and made[1] == first
+    assert (tmp_path / "w" / report.CELLS).read_bytes() == cells
 
 
 @pytest.mark.parametrize(
@@ -503,9 +508,12 @@ def test_a_cell_that_another_process_makes_is_left_to_it(main, tmp_path, monkeyp
         (["--only=T9", "--workdir=w"], "only: 'T9' is unknown"),
         (["--workdir=w"], "only: pass either"),
         (["--all", "--workdir=w", "--files=none.json"], "none.json: cannot be read"),
+        (["--all", "--workdir=w", "--cells=damaged.jsonl"], "damaged.jsonl: line 2 is damaged"),
+        (["--list", "--cells=damaged.jsonl"], "damaged.jsonl: line 2 is damaged"),
     ],
 )
 def test_a_wrong_option_ends_in_one_line(options, message, tmp_path):
+    (tmp_path / "damaged.jsonl").write_text('{"spec":{},"results":{},"seconds":0}\n{"spec":\n')
     ended = _launch(*options, cwd=tmp_path)
     assert ended.returncode == 1 and message in ended.stderr
     assert ended.stderr.count("\n") == 1 and ended.stdout == ""

@@ -1,6 +1,6 @@
-"""Panels, rows x columns of numbers, ours and the paper's; and what they say of its claims.
+"""Panels of numbers, ours and the paper's, and the verdicts on its claims.
 
-A claim that one thing is above another is judged by paired differences over seeds: it held when
+A claim that one number is above another is judged by paired differences over seeds: it held when
 every difference is positive beyond its standard error, did not when one is negative beyond it, and
 is undecided otherwise. The paper's own difference stands beside ours.
 """
@@ -9,22 +9,27 @@ import dataclasses
 import functools
 import itertools
 import json
+import math
 import pathlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 
+from experiments.paper.sources import FAR, NEAR, place
 from sotalign_jax import diagnostics
 
 WORDS = {True: "held", False: "did not hold", None: "undecided"}
-Changes = Mapping[str, Any]
-"""Settings by dotted name, data of `sources.dataset` as "data.NAME", and the "metric" to show."""
+Settings = Mapping[str, Any]
+Place = tuple[str, str]
+"""A row and a column."""
+Claims = Mapping[str, tuple[Place, Place]]
+"""Places by label, the first of which is said to have more than the second."""
 
 
 @functools.cache
 def paper_results() -> dict[str, dict[str, dict[str, float]]]:
-    """Every table of the paper: numbers by key, row and column.
+    """Returns every table of the paper: numbers by key, row and column.
 
     >>> paper_results()["T1_divergence_x_teacher"]["KLOT"]["CCA"]
     30.3
@@ -36,73 +41,69 @@ def paper_results() -> dict[str, dict[str, dict[str, float]]]:
     }
 
 
-class Cell(NamedTuple):
-    """A number to make: a metric of a run, or of a measurement, that a specification decides."""
-
-    key: str
-    spec: dict[str, Any]
-    metric: str
-
-
 @dataclasses.dataclass(frozen=True)
 class Panel:
-    """A table, or one panel of a figure: what to run, and the numbers found.
+    """Rows x columns to run, and the numbers found.
 
-    A place is run with the changes of its row and of its column. A metric of None cannot be had
-    here: only the paper's number is shown.
+    A place is run with the settings of its column and its row. A metric of None cannot be had with
+    the sources at hand: only the paper's number is shown.
     """
 
-    name: str  # unique within an entry
+    name: str  # unique within a table
     corner: str  # what the rows are
-    rows: Mapping[str, Changes]  # by label
-    columns: Mapping[str, Changes]  # likewise, with the metric
+    rows: Mapping[str, Settings]  # by label
+    columns: Mapping[str, Settings]  # likewise, with the metric
     seeds: Sequence[int]
-    paper: str | None = None  # key of the paper's table
+    claims: Claims = dataclasses.field(default_factory=dict)
+    gain: float | None = None  # the paper's mean difference, if it has not these very rows
     named: Mapping[str, str] = dataclasses.field(default_factory=dict)  # the paper's labels by ours
     form: str = ".1f"  # how a number is written
-    # By (row, column): cells, one a seed; what they gave, NaN where one failed; and why they did.
-    cells: Mapping[tuple[str, str], Sequence[Cell]] = dataclasses.field(default_factory=dict)
-    found: Mapping[tuple[str, str], np.ndarray] = dataclasses.field(default_factory=dict)
+    paper: str | None = None  # key of the paper's table
+    # By place: specifications, one a seed; their numbers, NaN where one failed; and the reasons.
+    specs: Mapping[Place, Sequence[dict[str, Any]]] = dataclasses.field(default_factory=dict)
+    found: Mapping[Place, np.ndarray] = dataclasses.field(default_factory=dict)
     failures: tuple[str, ...] = ()
 
-    def places(self) -> dict[tuple[str, str], Changes]:
-        """What to run at every place that can be had here."""
+    def places(self) -> dict[Place, dict[str, Any]]:
+        """Returns the settings of every place that can be run."""
         both = itertools.product(self.rows.items(), self.columns.items())
         return {(row, column): {**c, **r} for (row, r), (column, c) in both if c["metric"]}
 
-    def every_cell(self) -> Iterator[Cell]:
-        return itertools.chain.from_iterable(self.cells.values())
+    def cells(self) -> list[tuple[Place, dict[str, Any], str]]:
+        """Returns place, specification and metric of every cell."""
+        metrics = {place: settings["metric"] for place, settings in self.places().items()}
+        return [(p, spec, metrics[p]) for p, specs in self.specs.items() for spec in specs]
 
     def at(self, row: str, column: str) -> np.ndarray:
-        """Values of the seeds that have one."""
+        """Returns the values of the seeds that have one."""
         values = self.found.get((row, column), np.empty(0))
         return values[np.isfinite(values)]
 
     def mean(self, row: str, column: str) -> float:
-        """Over seeds; NaN when there is no value."""
+        """Returns the mean over seeds, NaN without a value."""
         values = self.at(row, column)
         return diagnostics.Mean(values.tolist()) if len(values) else np.nan
 
     def spread(self, row: str, column: str) -> float:
-        """Standard deviation over seeds (of the sample); 0 for one seed."""
+        """Returns the standard deviation over seeds (of the sample); 0 for one seed."""
         return getattr(self.mean(row, column), "spread", None) or 0.0
 
     def means(self) -> np.ndarray:
-        """[rows, columns], NaN where there is none."""
+        """Returns the means [rows, columns], NaN where there is none."""
         return np.array([[self.mean(row, column) for column in self.columns] for row in self.rows])
 
     @property
     def complete(self) -> bool:
-        """Whether every place has all its seeds."""
+        """True if every place has all its seeds."""
         return all(len(self.at(*place)) == len(self.seeds) for place in self.places())
 
     def papers(self, row: str, column: str) -> float | None:
-        """The paper's number at a place."""
+        """Returns the paper's number at a place."""
         row, column = (self.named.get(label, label) for label in (row, column))
         return paper_results().get(self.paper or "", {}).get(row, {}).get(column)
 
-    def gap(self, high: tuple[str, str], low: tuple[str, str]) -> "Gap | None":
-        """How far one place is above another, seed by seed; None when a value is missing."""
+    def gap(self, high: Place, low: Place) -> "Gap | None":
+        """Returns how far one place is above another, None if a value is missing."""
         ours = [self.found.get(place, np.empty(0)) for place in (high, low)]
         papers = [self.papers(*place) for place in (high, low)]
         paper = None if None in papers else papers[0] - papers[1]  # type: ignore[operator]
@@ -118,7 +119,7 @@ class Gap(NamedTuple):
 
     @property
     def held(self) -> bool | None:
-        """Whether it is positive; None when it is within its error."""
+        """True if it is positive, None if it is within its error."""
         return None if abs(self.mean) <= self.error else self.mean > 0
 
     def __str__(self) -> str:
@@ -127,7 +128,7 @@ class Gap(NamedTuple):
 
 
 def gap(high: np.ndarray, low: np.ndarray, *, paper: float | None = None) -> Gap | None:
-    """The difference of values seed by seed; None when one is missing (NaN).
+    """Returns the difference of values seed by seed, None if one is missing (NaN).
 
     >>> print(gap(np.array([3.0, 5.0]), np.array([1.0, 2.0]), paper=4.0))
     +2.5 ± 0.5 (paper +4.0)
@@ -150,23 +151,18 @@ class Verdict(NamedTuple):
     text: str
     effect: str = ""
 
-    def __str__(self) -> str:
-        return f"{WORDS[self.held]}: {self.text}"
 
-
-def both(parts: Iterable[bool | None]) -> bool | None:
-    """True when all are, False when one is, None otherwise."""
+def _all(parts: Iterable[bool | None]) -> bool | None:
+    """Returns True if all are, False if one is, None otherwise."""
     parts = list(parts)
     return False if False in parts else None if None in parts else True
 
 
 def all_above(gaps: Mapping[str, Gap | None], *, paper: float | None = None) -> Verdict:
-    """A claim that every difference is positive; differences not as claimed come first.
+    """Judges the claim that every difference is positive; others than claimed come first.
 
-    `paper` is its mean difference where it has no numbers for these very rows.
-
-    >>> print(all_above({"KLOT - CKA": Gap(2.0, 0.1), "CKA - none": Gap(0.1, 0.3)}))
-    undecided: 1 of 2 differences are as claimed: CKA - none +0.1 ± 0.3, KLOT - CKA +2.0 ± 0.1
+    >>> print(all_above({"KLOT - CKA": Gap(2.0, 0.1), "CKA - none": Gap(0.1, 0.3)}).text)
+    1 of 2 differences are as claimed: CKA - none +0.1 ± 0.3, KLOT - CKA +2.0 ± 0.1
     """
     if not gaps:
         return Verdict(None, "nothing to compare")
@@ -180,11 +176,34 @@ def all_above(gaps: Mapping[str, Gap | None], *, paper: float | None = None) -> 
     compared = [one for one in known if one.paper is not None] if paper is None else []
     paper = float(np.mean([one.paper for one in compared])) if compared else paper
     mean = f"{np.mean([one.mean for one in compared or known]):+.1f}" if known else ""
-    return Verdict(both(held.values()), text, mean + _paper(paper) if mean else "")
+    return Verdict(_all(held.values()), text, mean + _paper(paper) if mean else "")
+
+
+def joined(parts: Mapping[str, Verdict]) -> Verdict:
+    """Returns the verdict on a claim of several parts, all of which must hold."""
+    text = "; ".join(f"{name} {WORDS[v.held]} ({v.text})" for name, v in parts.items())
+    effects = "; ".join(f"{name} {v.effect}" for name, v in parts.items() if v.effect)
+    return Verdict(_all(v.held for v in parts.values()), text, effects)
+
+
+# --- rules: how claims are judged ----------------------------------------------------------------
+
+CLOSED = "closed form (ours)"
+
+
+def above(*panels: Panel, no_evidence: Collection[Place] = ()) -> Verdict:
+    """Judges the claims of panels, but those that something is above `no_evidence`."""
+    parts = {}
+    for panel in panels:
+        can, claims = panel.places(), panel.claims.items()
+        chosen = {n: p for n, p in claims if p[0] in can and p[1] not in no_evidence}
+        gaps = {name: panel.gap(*places) for name, places in chosen.items()}
+        parts[panel.name or "usual pairs"] = all_above(gaps, paper=panel.gain)
+    return joined(parts) if len(parts) > 1 else next(iter(parts.values()))
 
 
 def correlated(panel: Panel, *, sign: int, paper: float | None = None) -> Verdict:
-    """A claim that a panel's second column correlates with its first, by Pearson's r.
+    """Judges the claim that a panel's second column correlates with its first, by Pearson's r.
 
     It held when chance alone gives such an r in less than one of 20 cases, and did not when r has
     the other sign.
@@ -203,8 +222,127 @@ def correlated(panel: Panel, *, sign: int, paper: float | None = None) -> Verdic
     return Verdict(held, text, f"r = {r:.2f}{beside}")
 
 
-def joined(parts: Mapping[str, Verdict]) -> Verdict:
-    """A claim of several parts: all must hold."""
-    text = "; ".join(f"{name} {WORDS[v.held]} ({v.text})" for name, v in parts.items())
-    effects = "; ".join(f"{name} {v.effect}" for name, v in parts.items() if v.effect)
-    return Verdict(both(v.held for v in parts.values()), text, effects)
+def best_rows(*panels: Panel) -> Verdict:
+    """Names the best row of every column, or of every method where rows are "METHOD: TRIAL"."""
+    parts = []
+    for panel, column in ((p, c) for p in panels for c in p.columns):
+        known = [row for row in panel.rows if len(panel.at(row, column))]
+        ordered = sorted(known, key=lambda row: panel.mean(row, column))
+        best = {row.rpartition(": ")[0]: row for row in ordered}
+        if len(known) > 1:
+            parts.append(f"{panel.name}, {column}: {', '.join(best.values())}")
+    return Verdict(None, "best at " + "; ".join(parts) if parts else "runs are missing")
+
+
+def as_diagnosed(panel: Panel) -> Verdict:
+    """Lists SOTAlign's lead over SAIL with pools that `diagnose` calls near, far, or random."""
+    gains: dict[str, list[float]] = {place(share): [] for share in (0.0, NEAR, FAR)}
+    for row in panel.rows:
+        images, texts, sail, ours = (panel.mean(row, column) for column in panel.columns)
+        gains[place(max(images, texts) / 100)].append(ours - sail)
+    shown = {word: ", ".join(f"{gain:+.1f}" for gain in found) for word, found in gains.items()}
+    parts = [f"{word}: SOTAlign - SAIL {found}" for word, found in shown.items()]
+    return Verdict(None, "; ".join(parts))
+
+
+def above_if_any_learns(panel: Panel) -> Verdict:
+    """Leaves out the columns where no method is clearly (three times) above chance."""
+    useless = []
+    for name, settings in panel.columns.items():
+        means = [panel.mean(row, name) for row in panel.rows if len(panel.at(row, name))]
+        if means and max(means) <= 300 / settings.get("classes", math.inf):
+            useless.append(name)
+    verdict = above(panel, no_evidence=[*itertools.product(panel.rows, useless)])
+    note = f"; near chance for every method: {', '.join(useless)}" if useless else ""
+    return verdict._replace(text=verdict.text + note)
+
+
+def above_if_it_learns(panel: Panel) -> Verdict:
+    """Leaves out baselines at chance in a column, as collapsed ones are: R@5 of 400 rows."""
+    peers = itertools.product(list(panel.rows)[:3], panel.columns)
+    useless = [at for at in peers if panel.mean(*at) <= 1.5 * 100 * 5 / 400]
+    verdict = above(panel, no_evidence=useless)
+    listed = ", ".join(f"{peer} ({column})" for peer, column in useless)
+    note = f"; at chance, and so no evidence: {listed}" if useless else ""
+    return verdict._replace(text=verdict.text + note)
+
+
+def takes_more(panel: Panel, other: str, what: str) -> Verdict:
+    """Judges if another way takes more than the closed form wherever both are known."""
+    ours, theirs = (
+        np.array([panel.mean(row, way) for row in panel.rows]) for way in (CLOSED, other)
+    )
+    ratios = (theirs / ours)[(theirs > 0) & (ours > 0)]
+    if not len(ratios):
+        return Verdict(None, f"{other} could not be measured")
+    size = f"{min(ratios):.1f} to {max(ratios):.1f} times the {what}"
+    text = f"{other} takes {size} of the closed form"
+    if absent := len(panel.rows) - len(ratios):
+        text += f", and does not get there at {absent} of {len(panel.rows)} epsilons"
+    held = False if min(ratios) <= 1 else True if np.isfinite(ours).all() else None
+    return Verdict(held, text, size)
+
+
+def less_memory_and_time(memory: Panel, time: Panel, iterations: Panel) -> Verdict:
+    """Compares the closed form with unrolling, and with implicit differentiation."""
+    parts = {"memory": takes_more(memory, "unrolled", "memory")}
+    return joined({**parts, "time": takes_more(time, "implicit (ott-jax)", "time")})
+
+
+def worse_at_every_step(panel: Panel) -> Verdict:
+    """Judges if the first column grows from row to row."""
+    errors = panel.means()[:, 0]
+    listed = ", ".join(f"{e:.1e} at {row}" for e, row in zip(errors, panel.rows, strict=True))
+    seen = np.maximum(errors, 1e-6)  # below is rounding
+    return Verdict(bool((np.diff(seen) >= 0).all() and seen[-1] > seen[0]), listed)
+
+
+def fading(panel: Panel) -> Verdict:
+    """Judges if the gain over SAIL is smaller with the most pairs than at its best."""
+    if not panel.complete:
+        return Verdict(None, "runs are missing")
+    gains = {row: panel.found[row, "SOTAlign"] - panel.found[row, "SAIL"] for row in panel.rows}
+    *fewer, most = gains.values()
+    fall = gap(max(fewer, key=np.mean), most)
+    listed = ", ".join(f"{gain.mean():+.1f} at {row}" for row, gain in gains.items())
+    return Verdict(fall.held if fall else None, f"gains {listed}")
+
+
+def pairs_and_unpaired(pairs: Panel, unpaired: Panel, *many: Panel) -> Verdict:
+    """Judges the claims of the panels, and that the gain fades."""
+    parts = {"above SAIL": above(pairs)}
+    if many:
+        parts["with many more pairs"] = above(*many)
+    parts["fading gain"] = fading(pairs)
+    return joined({**parts, "more unpaired rows": above(unpaired)})
+
+
+def best_alphas(*panels: Panel) -> Verdict:
+    """Judges if the best column falls with the pairs, and moves with the last share of noise."""
+    best = [[float(list(p.columns)[i]) for i in p.means().argmax(1)] for p in panels]
+    held = best[0] == sorted(best[0], reverse=True), len(set(best[1][:-1])) == 1
+    claims = "falling with pairs", "moved by noise alone"
+    parts = {}
+    for claim, as_claimed, panel, alphas in zip(claims, held, panels, best, strict=True):
+        listed = ", ".join(f"{r}: {a:g}" for r, a in zip(panel.rows, alphas, strict=True))
+        # An alpha that never moves says nothing of when it would.
+        parts[claim] = Verdict(as_claimed if len(set(alphas)) > 1 else None, f"best at {listed}")
+    return joined(parts)
+
+
+def smaller_star(*panels: Panel) -> Verdict:
+    """Judges if epsilon* (columns) is below epsilon (rows) at the best place."""
+    parts = {}
+    for panel in panels[:-1]:
+        means = panel.means()
+        i, j = np.unravel_index(means.argmax(), means.shape)
+        row, column = list(panel.rows)[i], list(panel.columns)[j]
+        smaller = float(column.split("=")[1]) < float(row.split("=")[1])
+        parts[panel.name] = Verdict(smaller, f"best {means.max():.1f} at {row}, {column}")
+    return joined(parts)
+
+
+def noise_is_furthest(*panels: Panel) -> Verdict:
+    """Judges if the last column is the largest of every row but the last."""
+    closer = [max(row[:-1]) < row[-1] for panel in panels for row in panel.means()[:-1]]
+    return Verdict(all(closer), f"so for {sum(closer)} of {len(closer)} sets")

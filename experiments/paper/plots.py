@@ -1,6 +1,6 @@
-"""Figures: lines, scatters with their correlation, heat maps."""
+"""Draws figures: lines, scatters with their correlation, heat maps."""
 
-from collections.abc import Mapping
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -10,13 +10,12 @@ from experiments.paper.panels import Panel
 
 COLOURS = ("#8a8f98", "#1f6fb2", "#d9822b", "#3a9d6e", "#a04fb0", "#c0392b")
 """Grey is for what is compared with, the next one for ours."""
-Found = Mapping[str, Panel]
+Panels = Sequence[Panel]
 
 
 def _figure(panels: int, width: float, height: float) -> tuple[Any, Any]:
-    """A figure, and the axes of its panels."""
-    size = (width * panels, height)
-    options = {"figsize": size, "layout": "constrained", "squeeze": False}
+    """Returns a figure, and the axes of its panels."""
+    options = {"figsize": (width * panels, height), "layout": "constrained", "squeeze": False}
     figure, axes = report.pyplot().subplots(1, panels, **options)
     for ax in axes[0]:
         ax.spines[["top", "right"]].set_visible(False)
@@ -24,7 +23,7 @@ def _figure(panels: int, width: float, height: float) -> tuple[Any, Any]:
 
 
 def _along(labels: list[str]) -> tuple[np.ndarray, bool]:
-    """Where labels stand on an axis, and whether it is logarithmic."""
+    """Returns the places of labels on an axis, and True if it is logarithmic."""
     try:
         values = np.array([float(label.rpartition("=")[2].split()[0]) for label in labels])
     except ValueError:
@@ -34,19 +33,19 @@ def _along(labels: list[str]) -> tuple[np.ndarray, bool]:
 
 
 def _colours(series: list[str]) -> list[str]:
-    """Ours in blue beside others, or any colours but grey."""
+    """Returns colours: ours in blue beside others, or any but grey."""
     ours = [any(word in label for word in ("SOTAlign", "ours")) for label in series]
     rest = iter(COLOURS[:1] + COLOURS[2:] if any(ours) else COLOURS[1:])
     return [COLOURS[1] if own else next(rest) for own in ours]
 
 
-def lines(found: Found, *, log: bool = False, columns: str = "") -> Any:
-    """Percent (or any unit, if `log`) by row, a line a column; bars are the spread over seeds.
+def lines(panels: Panels, *, log: bool = False, columns: str = "") -> Any:
+    """Draws percent (or any unit, if `log`) by row, a line a column; bars are spreads.
 
     If `columns` names what they are, they lie along the axis, and a row is a line.
     """
-    figure, axes = _figure(len(found), 4.4, 3.5)
-    for ax, (name, panel) in zip(axes, found.items(), strict=True):
+    figure, axes = _figure(len(panels), 4.4, 3.5)
+    for ax, panel in zip(axes, panels, strict=True):
         along, series = list(panel.rows), list(panel.columns)
         if columns:
             along, series = series, along
@@ -56,22 +55,21 @@ def lines(found: Found, *, log: bool = False, columns: str = "") -> Any:
             means, spreads = [panel.mean(*k) for k in keys], [panel.spread(*k) for k in keys]
             style = {"color": colour, "marker": "o", "ms": 4, "lw": 1.8}
             ax.errorbar(places, means, yerr=spreads, capsize=2, label=label, **style)
-        ax.set_xscale("log" if logarithmic else "linear")
-        ax.set_yscale("log" if log else "linear")
+        ax.set(xscale="log" if logarithmic else "linear", yscale="log" if log else "linear")
         ax.set_xticks(places, along, fontsize=8)
         ax.minorticks_off()
         ax.grid(alpha=0.25)
-        ax.set(xlabel=columns or panel.corner, ylabel=name if log else "%")
-        if len(found) > 1:
-            ax.set_title(name, fontsize=10)
+        ax.set(xlabel=columns or panel.corner, ylabel=panel.name if log else "%")
+        if len(panels) > 1:
+            ax.set_title(panel.name, fontsize=10)
         if len(series) > 1:
             ax.legend(frameon=False, fontsize=8)
     return figure
 
 
-def scatter(found: Found) -> Any:
-    """The second column against the first, a numbered point a row, with the least-squares line."""
-    (panel,) = found.values()
+def scatter(panels: Panels) -> Any:
+    """Draws the second column against the first, a numbered point a row, with the best line."""
+    (panel,) = panels
     first, second = panel.columns
     known = {row: xy for row, xy in zip(panel.rows, panel.means(), strict=True) if all(xy == xy)}
     x, y = np.reshape([*known.values()], (-1, 2)).T
@@ -93,10 +91,10 @@ def scatter(found: Found) -> Any:
     return figure
 
 
-def heat_maps(found: Found) -> Any:
-    """Means as colours and numbers."""
-    figure, axes = _figure(len(found), 4.6, 3.8)
-    for ax, (name, panel) in zip(axes, found.items(), strict=True):
+def heat_maps(panels: Panels) -> Any:
+    """Draws means as colours and numbers."""
+    figure, axes = _figure(len(panels), 4.6, 3.8)
+    for ax, panel in zip(axes, panels, strict=True):
         rows, columns, means = list(panel.rows), list(panel.columns), panel.means()
         ax.imshow(means, cmap="viridis", aspect="auto")
         middle = (np.nanmin(means) + np.nanmax(means)) / 2 if np.isfinite(means).any() else 0.0
@@ -108,7 +106,7 @@ def heat_maps(found: Found) -> Any:
                 ax.text(j, i, text, ha="center", va="center", color=colour, fontsize=8)
         ax.set_xticks(range(len(columns)), columns, fontsize=8)
         ax.set_yticks(range(len(rows)), rows, fontsize=8)
-        ax.set_title(name, fontsize=10)
+        ax.set_title(panel.name, fontsize=10)
         ax.spines[:].set_visible(False)
         ax.tick_params(length=0)
     return figure

@@ -1,0 +1,274 @@
+"""Turns the cells of panels into specifications, and computes them: runs and measurements."""
+
+import dataclasses
+import functools
+import json
+import types
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import jax
+import numpy as np
+from ml_collections.config_dict import FrozenConfigDict
+
+from experiments import config as config_lib
+from experiments import paper, run, workdir
+from experiments.paper.panels import Panel, Place, Settings
+from experiments.paper.sources import MAIN, Data, Photographs, Sources
+from experiments.store import Results, Spec, Store, key_of, lock
+from sotalign_jax import checks, data, diagnostics, evaluation, heads, training
+
+SCALES = ("quick", "full", "paper")
+ARMS = ("unrolled scan", "ott-jax implicit", "ours, from K")
+"""Ways to the gradient that the paper compares, as the benchmark calls them."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Setup:
+    """The sizes of runs and the sources that they read."""
+
+    scale: str = "full"
+    sources: Sources = dataclasses.field(default_factory=Photographs)
+
+    @property
+    def sizes(self) -> types.SimpleNamespace:
+        """The sizes of `tables.toml` at this scale."""
+        column = SCALES.index(self.scale)
+        return types.SimpleNamespace(**{k: v[column] for k, v in paper.DATA["sizes"].items()})
+
+    def settings(self, changes: Settings, seed: int) -> tuple[FrozenConfigDict, Data]:
+        """Returns the config and the data that a place describes."""
+        asked = {k.removeprefix("data."): v for k, v in changes.items() if k.startswith("data.")}
+        usual = {"n_pairs": self.sizes.n_pairs, "n_unpaired": self.sizes.unpaired[-1]}
+        if asked.get("encoders") == self.sources.names.encoders[0]:
+            del asked["encoders"]
+        wanted = Data(**{**usual, **asked, "seed": seed})
+        others = ("data.", "metric", "method", "classes")
+        given = {k: v for k, v in changes.items() if not k.startswith(others)}
+        method = changes["method"] if changes["method"] != "teacher" else given["teacher.kind"]
+        chosen = {**self._usual(method, wanted), **given, "method": method, "seed": seed}
+        return _config(json.dumps(chosen)), wanted
+
+    def _usual(self, method: str, asked: Data) -> dict[str, Any]:
+        """Returns the settings of a method on such data, unless a table changes them."""
+        n = asked.n_pairs
+        usual = dict(next(one for one in paper.DATA["usual"][self.scale] if n <= one["pairs"]))
+        del usual["pairs"]
+        if self.scale == "paper":
+            return usual
+        usual["train.learning_rate"] *= paper.DATA["rate_shares"].get(method, 1) if n <= 1000 else 1
+        # The paper's alpha of 1e-4 with 10,000 pairs is 1 / n.
+        return {"sotalign.alpha": 3 / n, **paper.DATA["tuned"].get(method, {}), **usual}
+
+    def spec(self, changes: Settings, seed: int) -> dict[str, Any]:
+        """Returns the specification of the result that has the metric of a place."""
+        kind, inputs = changes["metric"].partition("/")[0], self.sources.inputs
+        if kind in ("gradient", "convergence"):
+            files = {} if self.sources.given else inputs([MAIN])
+            sizes = {"epsilon": changes["epsilon"], "rows": self.sizes.solver_rows}
+            return {"measure": kind, **sizes, "inputs": files}
+        sizes = {"rows": self.sizes.distance_rows, "projections": self.sizes.projections}
+        if kind == "between":
+            left, right = sorted((changes["left"], changes["right"]))
+            spec = {"left": left, "right": right, "side": changes["side"], "seed": seed}
+            spec |= {"centred": True} if "centred" in changes else {}
+            return {"measure": kind, **spec, **sizes, "inputs": inputs((left, right))}
+        config, asked = self.settings(changes, seed)
+        if kind in MEASURES:
+            return {"measure": kind, **sizes, "data": asked._asdict(), "inputs": inputs(asked)}
+        method = config_lib.method(config)
+        if method is None or not method.pools:  # one run, whatever the pools
+            asked = asked._replace(n_unpaired=0, images=None, texts=None, noise=0.0)
+        plain = {key: value for key, value in config_lib.plain(config).items() if key != "data"}
+        return {"config": plain, "data": asked._asdict(), "inputs": inputs(asked)}
+
+    def plan(self, panel: Panel) -> Panel:
+        """Returns the panel with the specifications of its cells."""
+        places = panel.places().items()
+        specs = {place: [self.spec(changes, s) for s in panel.seeds] for place, changes in places}
+        return dataclasses.replace(panel, specs=specs)
+
+
+@functools.cache
+def _config(changes: str) -> FrozenConfigDict:
+    """Returns the config of one run, from its changes in JSON."""
+    config = config_lib.default()
+    config_lib.update(config, json.loads(changes))
+    (one,) = config_lib.runs(config).values()
+    return one
+
+
+# --- results -----------------------------------------------------------------------------------
+
+
+def fill(store: Store, sources: Sources, panels: Iterable[Panel]) -> dict[str, str]:
+    """Computes the cells of the panels that are missing; returns why others failed, by key."""
+    folder = store.path.parent
+    with lock(folder / "lock"):
+        workdir.write_json(folder / "environment.json", workdir.environment())
+    # Compiled programs are kept: runs of one shape share them.
+    jax.config.update("jax_compilation_cache_dir", str(folder / "compiled"))
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.5)
+    wanted: dict[str, tuple[Spec, set[str]]] = {}
+    for panel in panels:
+        for _, spec, metric in panel.cells():
+            wanted.setdefault(key_of(spec), (spec, set()))[1].add(metric)
+    # Cells of the same data come one after the other, so that the data are loaded once.
+    jobs = sorted(wanted.values(), key=lambda job: json.dumps(job[0].get("data")))
+    failures = {}
+    done = sum(store.has(*job) for job in jobs)
+    with workdir.Progress(len(jobs), "cells", initial=done) as bar:
+        for key, error in store.fill(jobs, functools.partial(compute, sources)):
+            if error is not None:
+                log = store.log(wanted[key][0]).relative_to(folder)
+                failures[key] = f"{checks.first_line(error)} (see {log})"
+            bar.advance()
+    return failures
+
+
+def collect(store: Store, panel: Panel, failures: Mapping[str, str]) -> Panel:
+    """Returns the panel with the numbers of its finished cells."""
+    values: dict[Place, list[float | None]] = {}
+    missing = []
+    for place, spec, metric in panel.cells():
+        results = store.results(spec)
+        values.setdefault(place, []).append(results.get(metric))
+        if metric not in results:
+            missing.append(f"{', '.join(place)}: {failures.get(key_of(spec), 'not run')}")
+    known = {place: some for place, some in values.items() if some != [None] * len(some)}
+    found = {place: np.array(some, float) for place, some in known.items()}  # None becomes NaN
+    return dataclasses.replace(panel, found=found, failures=tuple(missing))
+
+
+def compute(sources: Sources, spec: Spec, metrics: Iterable[str]) -> Results:
+    """Returns the results of a specification; a run is evaluated on the sets of the metrics."""
+    others = ("measure", "inputs", "data")
+    options = {key: value for key, value in spec.items() if key not in others}
+    if "data" not in spec:
+        return MEASURES[spec["measure"]](sources, **options)
+    asked = Data(**spec["data"])
+    dataset = _dataset(sources, asked)
+    if "measure" in spec:
+        return MEASURES[spec["measure"]](dataset, seed=asked.seed, **options)
+    trained = _train(FrozenConfigDict(spec["config"]), dataset)
+    results: Results = {}
+    for name in sorted({metric.partition("/")[0] for metric in metrics}):
+        own = name in ("val", "test")
+        if not own and sources.has(name, "classes"):
+            task = sources.classes(name, asked.encoders)
+            found = evaluation.evaluate_zero_shot(trained.x, trained.y, task)
+            scores = {key.removeprefix("zero_shot/"): value for key, value in found.items()}
+        else:
+            gallery = getattr(dataset, name) if own else sources.gallery(name)
+            scores = evaluation.evaluate(trained.x, trained.y, gallery)
+        results |= {f"{name}/{key}": value for key, value in scores.items()}
+    return results
+
+
+@functools.lru_cache(maxsize=2)
+def _dataset(sources: Sources, asked: Data) -> data.Dataset:
+    return sources.dataset(asked)
+
+
+def _train(config: FrozenConfigDict, dataset: data.Dataset) -> heads.Heads:
+    """Returns the heads of a run: trained, fitted at once, or a teacher's maps."""
+    prepared = run.prepare(config, dataset)
+    method, start = prepared.method, prepared.start
+    if method is None:
+        return start
+    train = config_lib.train(config)
+    return training.fit(method, start, dataset, train, teacher=prepared.teacher)[0]
+
+
+# --- measurements that need no training --------------------------------------------------------
+
+
+def _mutual_knn(dataset: data.Dataset, *, seed: int, **sizes: int) -> Results:
+    """Mutual k-NN of the encoders, in percent, on 1,024 pairs; validation makes up for few."""
+    x, y = dataset.pairs_x, dataset.pairs_y
+    if dataset.val is not None and len(x) < diagnostics.KNN_ROWS:
+        _, first = np.unique(dataset.val.x_of_y, return_index=True)
+        x, y = np.concatenate([x, dataset.val.x]), np.concatenate([y, dataset.val.y[first]])
+    chosen = np.random.default_rng(seed).permutation(len(x))[: diagnostics.KNN_ROWS]
+    return {"mutual_knn/percent": 100 * float(diagnostics.mutual_knn(x[chosen], y[chosen]))}
+
+
+def _shift(dataset: data.Dataset, **sizes: int) -> Results:
+    """Sliced Wasserstein distances of the pools from the pairs, and their sum."""
+    x = _distance(dataset.pool_x, dataset.pairs_x, **sizes)
+    y = _distance(dataset.pool_y, dataset.pairs_y, **sizes)
+    return {"shift/x": x, "shift/y": y, "shift/total": x + y}
+
+
+def _share(dataset: data.Dataset, **sizes: int) -> Results:
+    """How far the pools are on the way from the pairs to random directions, in percent."""
+    pools = {"x": (dataset.pairs_x, dataset.pool_x), "y": (dataset.pairs_y, dataset.pool_y)}
+    shifts = {s: diagnostics.pool_shift(*rows, repeats=5, **sizes) for s, rows in pools.items()}
+    return {f"share/{side}": 100 * shift.share for side, shift in shifts.items()}
+
+
+def _between(
+    sources: Sources, *, left: str, right: str, side: str, centred: bool = False, **sizes: int
+) -> Results:
+    """The distance between two sources; `centred`, once each has lost its mean."""
+    rng = np.random.default_rng((sizes["seed"], 7))
+    shape = sizes["rows"], sources.rows(MAIN, side).shape[1]
+    sets = [
+        rng.standard_normal(shape) if name == "noise" else sources.rows(name, side)
+        for name in (left, right)
+    ]
+    if centred:
+        sets = [rows - np.mean(rows, axis=0) for rows in map(np.asarray, sets)]
+    same = left == right == "noise"
+    return {"between/distance": 0.0 if same else _distance(*sets, **sizes)}
+
+
+def _distance(x: Any, y: Any, *, seed: int, rows: int, projections: int) -> float:
+    """The distance of at most `rows` rows of each set; the seed chooses rows and planes."""
+    rng = np.random.default_rng(seed)
+    chosen = [np.asarray(a[np.sort(rng.permutation(len(a))[:rows])]) for a in (x, y)]
+    return diagnostics.sliced_wasserstein(*chosen, projections=projections, seed=seed)
+
+
+def _gradient(sources: Sources, *, epsilon: float, rows: int) -> Results:
+    """Memory, time and iterations of KLOT's gradient to a marginal error of 1e-6, in float64."""
+    checks.require("ott", extra="experiments")
+    from benchmarks import gradient, peers
+
+    target = peers.Target(epsilon, epsilon, 1e-6, 5000, 5000)
+    arms = [arm for arm in peers.ARMS if arm.name in ARMS]
+    problem = _problem(sources, rows)
+    with jax.enable_x64(True):
+        found = gradient.measure(problem, arms, target, repeats=2, time_limit=600.0)
+    results: Results = {}
+    for row in found:
+        counts = row.student_iterations, row.teacher_iterations
+        total = None if None in counts else sum(filter(None, counts))
+        costs = {"memory": row.temporary_mib, "seconds": row.seconds, "iterations": total}
+        results |= {f"gradient/{row.arm}/{kind}": value for kind, value in costs.items()}
+    return results
+
+
+def _convergence(sources: Sources, *, epsilon: float, rows: int) -> Results:
+    """Marginal errors after 100 iterations on a teacher's affinity, of total mass 1."""
+    from benchmarks import convergence
+    from sotalign_jax.ot.sinkhorn import reference
+
+    k = _problem(sources, rows).affinities()[1]
+    plain = jax.jit(functools.partial(reference, epsilon=epsilon, iterations=100))(k)
+    return {
+        "convergence/textbook Sinkhorn": convergence.judge(k, plain),
+        "convergence/ours": convergence.ours_within(k, epsilon, 100),
+    }
+
+
+def _problem(sources: Sources, n: int) -> Any:
+    """Unpaired rows as a CCA teacher and a briefly trained student see them, or random ones."""
+    from benchmarks import common
+
+    return common.random_problem(n) if n > 5000 or sources.given else common.photos_problem(n)
+
+
+_ALL = (_mutual_knn, _shift, _share, _between, _gradient, _convergence)
+MEASURES: dict[str, Callable[..., Results]] = {made.__name__[1:]: made for made in _ALL}
+"""Measurements by the first word of their metrics."""

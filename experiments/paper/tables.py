@@ -1,0 +1,227 @@
+"""Makes the tables that `tables.toml` describes, and judges the paper's claims."""
+
+import dataclasses
+import itertools
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from experiments import paper
+from experiments.paper import panels as rules
+from experiments.paper.panels import WORDS, Claims, Panel, Verdict, paper_results
+from experiments.paper.runs import MEASURES, Setup, collect
+from experiments.paper.sources import MAIN
+from experiments.store import Store
+
+TABLES: Mapping[str, Mapping[str, Any]] = paper.DATA["tables"]
+"""The descriptions of all tables by name, in the paper's order."""
+Values = dict[str, Any]
+"""The values of placeholders."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Table:
+    """A table or figure of the paper; without panels there are no data for it."""
+
+    name: str  # T1 (main text), A1 (appendix), F3 or FA1 (figures)
+    panels: Sequence[Panel]
+    title: str
+    claim: str
+    needs: Sequence[str] = (MAIN,)
+    paper: str | None = None
+    whole: str = ""
+    word: str = ""
+    rule: Sequence[Any] = ("above", {})  # names of functions, and their options
+    plot: Sequence[Any] = ()
+
+    def filled(self, store: Store, failures: Mapping[str, str]) -> "Table":
+        """Returns the table with the numbers of its finished cells."""
+        panels = [collect(store, panel, failures) for panel in self.panels]
+        return dataclasses.replace(self, panels=panels)
+
+    @property
+    def verdict(self) -> Verdict:
+        if not self.panels:
+            return Verdict(None, "its data are not here")
+        if self.whole and not all(panel.complete for panel in self.panels):
+            return Verdict(None, f"{self.whole} are missing")
+        name, options = self.rule
+        return getattr(rules, name)(*self.panels, **options)
+
+    @property
+    def outcome(self) -> str:
+        """The verdict in a word or two."""
+        if not self.panels:
+            return "needs files"
+        if self.word:
+            return self.word
+        if self.verdict.held is None and self.failures:
+            return "not finished" if any(panel.found for panel in self.panels) else "not run"
+        return WORDS[self.verdict.held]
+
+    @property
+    def failures(self) -> list[str]:
+        return list(dict.fromkeys(why for panel in self.panels for why in panel.failures))
+
+
+def make(name: str, setup: Setup) -> Table:
+    """Returns a table with the panels that the sources of a setup allow, not yet run."""
+    raw = dict(TABLES[name])
+    values, panels = placeholders(setup), []
+    for one in raw.pop("panels"):
+        for known in _points(one.get("name", ""), values) if values[one.get("when", "any")] else ():
+            panel = _panel(one, known, setup, raw.get("paper"))
+            if panel.rows and any(column["metric"] for column in panel.columns.values()):
+                panels.append(setup.plan(panel))
+    return Table(name, panels, **raw)
+
+
+def placeholders(setup: Setup) -> Values:
+    """Returns the values of the placeholders of `tables.toml` besides its sizes and points."""
+    at, names, sizes = setup.sources, setup.sources.names, vars(setup.sizes)
+
+    def shown(*sources: str) -> list[tuple[str, str]]:
+        return [(names.label if name == MAIN else name, name) for name in sources]
+
+    others = [name for name in names.collections if name != MAIN and at.has(name, "xy")]
+    pair_sources = shown(MAIN, *others) if others else []
+    encoders = names.encoders if len(names.encoders) > 1 else []
+    all_encoders = [*names.encoders, *names.weak_encoders]
+    methods = (("SAIL", "sail"), ("SOTAlign", "sotalign"))
+    ways = (("I2T", "x_to_y"), ("T2I", "y_to_x"))
+    pools, drawn = _pools(setup), (*names.collections, "noise")
+    images, texts = (shown(*(name for name in drawn if at.has(name, side))) for side in "xy")
+    has_sets = len(images) > 2 < len(texts)
+    retrieval = paper.DATA["shared"]["retrieval"].items()
+    return {
+        **sizes,
+        **paper.DATA["points"],
+        **vars(names),
+        "any": True,
+        "all": None,
+        "quick_photographs": setup.scale == "quick" and not at.given,
+        "full_photographs": setup.scale == "full" and not at.given,
+        "retrieval": [(n, c["metric"]) for n, c in retrieval if _available(setup, c)],
+        "pair_sources": pair_sources,
+        "pair_runs": [(*source, *method) for source in pair_sources for method in methods],
+        "encoders": encoders,
+        "encoder_runs": [(name, *method) for name in encoders for method in methods],
+        "all_encoders": all_encoders if len(all_encoders) > 2 else [],
+        "sue": [(*shown(s)[0], n, key, *way) for s, n, key in names.sue for way in ways],
+        "some_noise": [share for share in sizes["pool_noise"] if 0 < share < 1],
+        "pools": pools,
+        "real_pools": [label for label, *_ in pools if "noise" not in label],
+        "image_pools": [pool for pool in pools if pool[2] == MAIN],
+        "text_pools": [pool for pool in pools if pool[1] == MAIN],
+        "image_sets": images if has_sets else [],
+        "text_sets": texts if has_sets else [],
+    }
+
+
+def _pools(setup: Setup) -> list[tuple[str, str, str]]:
+    """Returns labels and sources of unpaired images|texts; pairs come from the main source."""
+    at = setup.sources
+    if at.given:
+        listed = [row.split("|") for row in paper_results()["A1_unpaired_source"] if "|" in row]
+        named = [[MAIN if name == at.names.label else name for name in row] for row in listed]
+        pairs = [(x, y) for x, y in named if at.has(x, "x") and at.has(y, "y")]
+    else:
+        images, texts = ([n for n in at.names.collections if at.has(n, side)] for side in "xy")
+        pairs = [(name, name) for name in images if name in texts]
+        pairs += [*((x, MAIN) for x in images), *((MAIN, y) for y in texts)]
+    if len(set(pairs)) < 2:
+        return []
+    pairs += [("noise", "noise"), ("noise", MAIN), (MAIN, "noise")]
+    return [(f"{x}|{y}".replace(MAIN, at.names.label), x, y) for x, y in dict.fromkeys(pairs)]
+
+
+def _available(setup: Setup, settings: Mapping[str, Any]) -> bool:
+    """Returns True if a metric can be had: its gallery or classes are among the sources."""
+    name, at = settings["metric"].partition("/")[0], setup.sources
+    if name in ("val", "test"):
+        name = settings.get("data.test", MAIN)
+    return name in (MAIN, *MEASURES) or at.has(name, "classes") or at.has(name, "test")
+
+
+def _panel(raw: Values, values: Values, setup: Setup, key: str | None) -> Panel:
+    """Returns the panel of a description, for one value of the placeholder in its name."""
+    shared, common = paper.DATA["shared"], _fill(raw.get("common", {}), values)
+    rows, columns = (
+        _expand(shared[raw[side]] if isinstance(raw[side], str) else raw[side], values)
+        for side in ("rows", "columns")
+    )
+    named = _expand({**shared["named"], **raw.get("named", {})}, values)
+    papers = next(iter(paper_results()[key].values())) if key else {}
+    for label, settings in list(columns.items()):
+        columns[label] = {**common, **settings}
+        if not _available(setup, columns[label]):
+            columns[label]["metric"] = None
+            if named.get(label, label) not in papers:
+                del columns[label]
+    name, seeds = raw.get("name", "").format(**values), setup.sizes.seeds
+    seeds = raw.get("seeds", seeds[:1] if raw.get("one_seed") else seeds)
+    claims = _claims(raw, rows, columns, values)
+    gain = _gain(key, *raw["gain"]) if key and "gain" in raw else None
+    known = {"claims": claims, "gain": gain, "named": named, "form": raw.get("form", ".1f")}
+    return Panel(name, raw["corner"], rows, columns, seeds, paper=key, **known)
+
+
+def _points(label: str, values: Values) -> list[Values]:
+    """Returns the values of placeholders, once for each value of the one in a label."""
+    found = re.search(r"\{(\w+)", label)
+    if not found:
+        return [values]
+    points = values[found[1]]
+    points = points if isinstance(points, list) else [points] if points else []
+    return [{**values, found[1]: point} for point in points]
+
+
+def _expand(settings: Mapping[str, Any], values: Values) -> dict[str, Any]:
+    """Repeats labels for every value of their placeholders, which their settings may use."""
+    return {
+        label.format(**known): _fill(value, known)
+        for label, value in settings.items()
+        for known in _points(label, values)
+    }
+
+
+def _fill(value: Any, known: Values) -> Any:
+    """Replaces the placeholders of a setting, or of several."""
+    if isinstance(value, dict):
+        filled = {name: _fill(one, known) for name, one in value.items()}
+        return filled.pop("*", {}) | filled
+    if not isinstance(value, str):
+        return value
+    if whole := re.fullmatch(r"\{(\w+)(?:\[(\d)\])?\}", value):
+        found = known[whole[1]]
+        return found[int(whole[2])] if whole[2] else found
+    return value.format(**known)
+
+
+def _claims(raw: Values, rows: Values, columns: Values, values: Values) -> Claims:
+    """Returns the places that are claimed to be above others."""
+    judged = [name for name in columns if name not in raw.get("unjudged", ())]
+    claims = {name: (tuple(a), tuple(b)) for name, (a, b) in raw.get("claims", {}).items()}
+    if column := raw.get("last_above_first"):
+        first, *_, last = rows
+        claims[f"{last} - {first} {raw['corner']}"] = ((last, column), (first, column))
+    for kind, others in {"above": judged, "columns_above": list(rows)}.items():
+        listed = [(one, known) for one in raw.get(kind, ()) for known in _points(one[0], values)]
+        pairs = [[label.format(**known) for label in one] for one, known in listed]
+        for low, group in itertools.groupby(pairs, key=lambda pair: pair[1]):
+            for other, (high, _) in itertools.product(others, list(group)):
+                places = ((high, other), (low, other))
+                if kind == "columns_above":
+                    places = ((other, high), (other, low))
+                claims[f"{high} - {low} ({other})"] = places
+    return claims
+
+
+def _gain(key: str, high: str, low: str, columns: str) -> float:
+    """Returns the mean difference, in a table of the paper, of rows `high` and the same `low`."""
+    table = paper_results()[key]
+    pairs = [(row, re.sub(high, low, row)) for row in table]
+    places = itertools.product([pair for pair in pairs if pair[0] != pair[1]], columns.split())
+    return float(np.mean([table[row][c] - table[under][c] for (row, under), c in places]))
