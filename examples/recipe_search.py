@@ -11,14 +11,8 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from sotalign_jax import (
-    calibration,
-    evaluation,
-    klot_from_embeddings,
-    sinkhorn,
-    teachers,
-    training,
-)
+import sotalign_jax as sota
+from sotalign_jax import calibration, evaluation, teachers, training
 
 EPSILON, POOL, DIRECTIONS = 0.1, 2048, 512  # of calibration; rows of each pool; of a teacher
 
@@ -98,6 +92,7 @@ class Lab:
         paired, pool = prepare(self.pairs[side]), prepare(self.pools[side])
         mean = unit(paired).mean(axis=0)
         kind, count = landmarks
+        count = count if count >= 1 else int(count * self.n)
         if kind == "pool":
             landmarks = np.concatenate([paired, pool[:count]])
         elif kind == "random":
@@ -117,27 +112,14 @@ class Lab:
         kept = values > 1e-7 * values[-1]
         weights = vectors[:, kept] / np.sqrt(values[kept])
         of_pairs, of_pool = kernel(paired) @ weights, kernel(pool) @ weights
-        centre = of_pairs.mean(axis=0)
-        return (
-            of_pairs - centre,
-            of_pool - of_pool.mean(axis=0),
-            lambda rows: kernel(prepare(rows)) @ weights - centre,
-        )
+        centre, pool_centre = of_pairs.mean(axis=0), of_pool.mean(axis=0)
+        features = lambda rows: kernel(prepare(rows)) @ weights - centre  # noqa: E731
+        return of_pairs - centre, of_pool - pool_centre, features
 
     def kernel_cca(
-        self,
-        bandwidths=(2.0, 2.0),
-        ridge=10.0,
-        power=0.5,
-        dim=DIRECTIONS,
-        pool_covariance=0.0,
-        landmarks=("pool", 0),
-        duplicates=0.0,
-        seen=None,
-        whiten=(0.0, 0.0),
-        planned=0.0,
-        shape=1.0,
-    ):
+        self, bandwidths=(2.0, 2.0), ridge=10.0, power=0.5, dim=DIRECTIONS, pool_covariance=0.0,
+        landmarks=("pool", 0), duplicates=0.0, seen=None, whiten=(0.0, 0.0), planned=0.0, shape=1.0,
+    ):  # fmt: skip
         """`teachers.kernel_cca` with more options, ridge and bandwidths relative as in its search.
 
         `duplicates` is the temperature at which captions of nearly the same words share their
@@ -170,18 +152,13 @@ class Lab:
         if planned:
             first = self.kernel_cca(bandwidths, ridge, whiten=whiten)
             f, g = (first(side, self.pools[side]).astype(np.float32) for side in "xy")
-            plan = np.asarray(sinkhorn(jnp.asarray(f @ g.T), epsilon=0.02).matrix())
+            plan = np.asarray(sota.sinkhorn(jnp.asarray(f @ g.T), epsilon=0.02).matrix())
             cross = (1 - planned) * cross + planned * made[0][1].T @ (plan @ made[1][1])
         left, rho, right = np.linalg.svd(roots[0].T @ cross @ roots[1], full_matrices=False)
         weight = rho[:dim] ** power
         weights = roots[0] @ left[:, :dim] * weight, roots[1] @ right[:dim].T * weight
         sides = {s: (m[2], w) for s, m, w in zip("xy", made, weights, strict=True)}
-
-        def features(side, rows):
-            of, weight = sides[side]
-            return unit(of(rows) @ weight)
-
-        return features
+        return lambda side, rows: unit(sides[side][0](rows) @ sides[side][1])
 
     def known_classes(self, ridge=3.0):
         """Classes of the images by kernel ridge regression on both sides: an oracle's features."""
@@ -207,8 +184,9 @@ class Lab:
 
         return features
 
-    def smoothed(self, features, nearest=5, share=0.5):
-        """Features plus a share of the mean of their nearest ones in the pool."""
+    def smoothed(self, nearest=5, share=0.5):
+        """The teacher's features plus a share of the mean of their nearest ones in the pool."""
+        features = self.kernel_cca()
         pools = {side: features(side, rows) for side, rows in self.pools.items()}
 
         def smooth(side, rows):
@@ -223,18 +201,9 @@ class Lab:
     # --- students -------------------------------------------------------------------------------
 
     def student(
-        self,
-        start,
-        *,
-        supervision=1.0,
-        alpha=3.0,
-        duplicates=1.0,
-        epsilon_star=(0.005, 0.005),
-        stay=0.0,
-        steps=100,
-        path=0.05,
-        batch=1024,
-    ):
+        self, start, *, supervision=1.0, alpha=3.0, duplicates=1.0, epsilon_star=(0.005, 0.005),
+        stay=0.0, steps=100, path=0.05, batch=1024,
+    ):  # fmt: skip
         """Linear maps of a start's features, trained as SOTAlign's; (end, mean with the start).
 
         Captions of a cosine above `duplicates` are no negatives of each other; epsilon* goes from
@@ -245,11 +214,8 @@ class Lab:
         texts, width = unit(self.pairs["y"]), a.shape[1]
         signs = 2 * jnp.eye(self.n) - 1
         counted = jnp.asarray((texts @ texts.T <= duplicates) | np.eye(self.n, dtype=bool))
-        identity = {
-            "x": (jnp.eye(width), jnp.zeros(width)),
-            "y": (jnp.eye(width), jnp.zeros(width)),
-            "logits": (jnp.log(20.0), jnp.array(-10.0)),
-        }
+        identity = {side: (jnp.eye(width), jnp.zeros(width)) for side in "xy"}
+        identity["logits"] = jnp.log(20.0), jnp.array(-10.0)
         optimizer = training.optimizer(path / steps, steps)
 
         def head(params, side, rows):
@@ -265,14 +231,9 @@ class Lab:
                     jax.random.choice(k, rows, (min(batch, len(rows)),), replace=False)
                     for k, rows in zip(jax.random.split(key), (x, y), strict=True)
                 ]
-                loss += (alpha / self.n) * klot_from_embeddings(
-                    head(params, "x", some[0]),
-                    head(params, "y", some[1]),
-                    *some,
-                    epsilon_star=epsilon,
-                    tolerance=1e-3,
-                    max_iterations=300,
-                )
+                mapped = [head(params, side, rows) for side, rows in zip("xy", some, strict=True)]
+                solver = {"epsilon_star": epsilon, "tolerance": 1e-3, "max_iterations": 300}
+                loss += (alpha / self.n) * sota.klot_from_embeddings(*mapped, *some, **solver)
             moved = [jnp.sum((params[side][0] - identity[side][0]) ** 2) for side in "xy"]
             return loss + stay * sum(moved) / width
 
@@ -297,6 +258,45 @@ class Lab:
         return functools.partial(features, 0.0), functools.partial(features, 0.5)
 
 
+TEACHERS = {  # parts whose similarities are added: options of `Lab.kernel_cca`, or other methods
+    "CCA": ["cca"],
+    "kernel CCA: 512 directions, power 0.5": [{}],
+    "64 directions": [{"dim": 64}],
+    "256 directions": [{"dim": 256}],
+    "power 0.0": [{"power": 0.0}],
+    "power 1.0": [{"power": 1.0}],
+    "a third of the ridge": [{"ridge": 3.0}],
+    "three times the ridge": [{"ridge": 30.0}],
+    "mean of these three ridges": [{"ridge": ridge} for ridge in (3.0, 10.0, 30.0)],
+    "mean of three bandwidths": [{"bandwidths": (width, width)} for width in (0.5, 2.0, 6.0)],
+    "exponential kernel on both sides": [{"bandwidths": (1.0, 1.0), "shape": 0.5}],
+    "covariances: 30 % of the pools'": [{"pool_covariance": 0.3}],
+    "covariances of the pools alone": [{"pool_covariance": 1.0}],
+    "500 landmarks of the pools as well": [{"landmarks": ("pool", 500)}],
+    "a quarter of the landmarks, random": [{"landmarks": ("random", 0.25)}],
+    "a quarter of the landmarks, spread": [{"landmarks": ("spread", 0.25)}],
+    "near-duplicate captions share their images": [{"duplicates": 0.05}],
+    "mean of four, each of 60 % of the pairs": [{"seen": (seed, 0.6)} for seed in range(4)],
+    "mean with CCA": [{}, "cca"],
+    "mean with relative representations": [{}, "relative"],
+    "texts half whitened by their pool": [{"whiten": (0.0, 0.5)}],
+    "images half whitened by their pool": [{"whiten": (0.5, 0.0)}],
+    "mean with 5 neighbours in the pools": ["smoothed"],
+    "cross-covariance: half of the pools' plan": [{"planned": 0.5}],
+}
+STUDENTS = {
+    "SigLIP alone": {"alpha": 0.0},
+    "KLOT alone": {"supervision": 0.0},
+    "a third of alpha": {"alpha": 1.0},
+    "three times alpha": {"alpha": 9.0},
+    "near-duplicate captions are no negatives": {"duplicates": 0.7},
+    "epsilon* 0.02": {"epsilon_star": (0.02, 0.02)},
+    "epsilon* from 0.05 to 0.005": {"epsilon_star": (0.05, 0.005)},
+    "L2 to the start": {"stay": 0.1},
+    "a third of the learning rate": {"path": 0.05 / 3},
+}
+
+
 def tried(lab):
     """Every trial's name, and what makes its features."""
     if lab.n > POOL:  # then the kernel's landmarks are what costs
@@ -305,65 +305,22 @@ def tried(lab):
         return
     base = lab.kernel_cca
 
+    def teacher(*parts):
+        made = [getattr(lab, p)() if isinstance(p, str) else base(**p) for p in parts]
+        return together(*made) if len(made) > 1 else made[0]
+
     def trained(**options):
         return lab.student(base(), **options)[1]
 
-    yield "CCA", lab.cca
-    yield "kernel CCA: 512 directions, power 0.5", base
-    for dim in (64, 256):
-        yield f"{dim} directions", functools.partial(base, dim=dim)
-    for power in (0.0, 1.0):
-        yield f"power {power}", functools.partial(base, power=power)
-    yield "a third of the ridge", lambda: base(ridge=3.0)
-    yield "three times the ridge", lambda: base(ridge=30.0)
-    yield (
-        "mean of these three ridges",
-        lambda: together(*(base(ridge=ridge) for ridge in (3.0, 10.0, 30.0))),
-    )
-    yield (
-        "mean of three bandwidths",
-        lambda: together(*(base(bandwidths=(width, width)) for width in (0.5, 2.0, 6.0))),
-    )
-    yield "exponential kernel on both sides", lambda: base(bandwidths=(1.0, 1.0), shape=0.5)
-    yield "covariances: 30 % of the pools'", lambda: base(pool_covariance=0.3)
-    yield "covariances of the pools alone", lambda: base(pool_covariance=1.0)
-    yield "500 landmarks of the pools as well", lambda: base(landmarks=("pool", 500))
-    for kind in ("random", "spread"):
-        few = functools.partial(base, landmarks=(kind, lab.n // 4))
-        yield f"a quarter of the landmarks, {kind}", few
-    yield "near-duplicate captions share their images", lambda: base(duplicates=0.05)
-    yield (
-        "mean of four, each of 60 % of the pairs",
-        lambda: together(*(base(seen=(seed, 0.6)) for seed in range(4))),
-    )
-    yield "mean with CCA", lambda: together(base(), lab.cca())
-    yield "mean with relative representations", lambda: together(base(), lab.relative())
-    for side, powers in {"texts": (0.0, 0.5), "images": (0.5, 0.0)}.items():
-        yield f"{side} half whitened by their pool", functools.partial(base, whiten=powers)
-    yield "mean with 5 neighbours in the pools", lambda: lab.smoothed(base())
-    yield "cross-covariance: half of the pools' plan", lambda: base(planned=0.5)
+    for label, parts in TEACHERS.items():
+        yield label, functools.partial(teacher, *parts)
     if lab.classes is not None:
-        yield (
-            "an oracle: scenes of the pairs known, a fifth of the similarity",
-            lambda: together(base(), lab.known_classes(), shares=(0.8, 0.2)),
-        )
+        label = "an oracle: scenes of the pairs known, a fifth of the similarity"
+        yield label, lambda: together(base(), lab.known_classes(), shares=(0.8, 0.2))
     yield "student", lambda: lab.student(base())[0]
     yield "student, mean of start and end (`align`)", trained
-    yield (
-        "student's and teacher's similarities added",
-        lambda: together(base(), lab.student(base())[0]),
-    )
+    added = "student's and teacher's similarities added"
+    yield added, lambda: together(base(), lab.student(base())[0])
     yield "student of that mean, mean again", lambda: lab.student(trained())[1]
-    students = {
-        "SigLIP alone": {"alpha": 0.0},
-        "KLOT alone": {"supervision": 0.0},
-        "a third of alpha": {"alpha": 1.0},
-        "three times alpha": {"alpha": 9.0},
-        "near-duplicate captions are no negatives": {"duplicates": 0.7},
-        "epsilon* 0.02": {"epsilon_star": (0.02, 0.02)},
-        "epsilon* from 0.05 to 0.005": {"epsilon_star": (0.05, 0.005)},
-        "L2 to the start": {"stay": 0.1},
-        "a third of the learning rate": {"path": 0.05 / 3},
-    }
-    for label, options in students.items():
+    for label, options in STUDENTS.items():
         yield f"{label}, mean", functools.partial(trained, **options)

@@ -5,21 +5,21 @@ python examples/recipes.py coco 500 1000 2000 --show docs/results/recipes.jsonl 
 python examples/recipes.py coco 1000 --search    # what was tried, on validation
 
 A .npz file has paired rows `image` and `text` with a `split` (train, val or test) each; with
-`label` (-1 where there is none) and `prompts` [classes, templates, width] also classes. Cells are
-appended to runs/recipes.jsonl and not computed again: a run that was stopped goes on there.
+`label` (-1 where there is none) and `prompts` [classes, templates, width] also classes. Results are
+kept in runs/recipes.jsonl (see `experiments.store`): running the command again resumes it.
 """
 
 import argparse
 import functools
-import json
+import itertools
 import pathlib
 import time
 
 import numpy as np
 import recipe_search
 
-from experiments import photos
-from sotalign_jax import Aligner, align, aligner, data, evaluation, heads, methods, teachers
+from experiments import photos, store
+from sotalign_jax import Aligner, align, aligner, checks, data, evaluation, heads, methods, teachers
 
 parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
 parser.add_argument("data", help="coco, flickr8k, rsicd, or a .npz file")
@@ -29,9 +29,37 @@ parser.add_argument("--seeds", type=int, default=3)
 parser.add_argument("--recipes", nargs="+", help="some of those that a table names")
 parser.add_argument("--search", action="store_true", help="validation scores of all trials instead")
 parser.add_argument("--cells", type=pathlib.Path, default=pathlib.Path("runs/recipes.jsonl"))
-parser.add_argument("--show", type=pathlib.Path, help="print the cells of this file, run nothing")
+parser.add_argument("--show", type=pathlib.Path, help="print the results of this file, run nothing")
 
-SCORES = "R@1", "R@10", "calibrated R@1", "calibrated R@10", "zero-shot"
+# A recipe is a teacher, or what `align` makes with these options. It reads unpaired rows for
+# training, for calibration alone, or not at all. Calibration takes the best of the epsilons on
+# validation; `align` has one of its own, 0.1, and is not flattered.
+EITHER = {"pools": "calibration", "epsilons": [0.05, 0.1]}
+PAPER = {"recipe": "paper", "steps": 100, "learning_rate": 2e-3, "dim": 512}  # sized for a CPU
+RECIPES = {
+    "CCA": {**EITHER, "teacher": "cca"},
+    "kernel CCA": {**EITHER, "teacher": "kernel"},
+    "kernel CCA, epsilon 0.1": {**EITHER, "teacher": "kernel", "epsilons": [0.1]},
+    "SAIL": {**EITHER, "align": {**PAPER, "learning_rate": 5e-4, "method": "sail"}},
+    'recipe="paper"': {**EITHER, "align": PAPER, "pools": "training"},
+    "align, no unpaired rows": {"teacher": "kernel", "align": {}, "pools": "nothing"},
+    "align": {"teacher": "kernel", "align": {}, "pools": "training"},
+}
+PLAIN, CALIBRATED = "R@10", "calibrated R@10"
+LEADS = {  # of a score of `align` over another's of the same seed
+    "CCA": (CALIBRATED, "CCA", PLAIN),
+    "SAIL": (CALIBRATED, "SAIL", PLAIN),
+    "CCA, calibrated": (CALIBRATED, "CCA", CALIBRATED),
+    "SAIL, calibrated": (CALIBRATED, "SAIL", CALIBRATED),
+    "kernel CCA, calibrated": (CALIBRATED, "kernel CCA", CALIBRATED),
+    "kernel CCA, both by 0.1": (CALIBRATED, "kernel CCA, epsilon 0.1", CALIBRATED),
+    "kernel CCA, both plain": (PLAIN, "kernel CCA", PLAIN),
+    "no unpaired rows, calibrated": (CALIBRATED, "align, no unpaired rows", CALIBRATED),
+    "no unpaired rows, both plain": (PLAIN, "align, no unpaired rows", PLAIN),
+}
+
+
+# --- data ----------------------------------------------------------------------------------------
 
 
 @functools.lru_cache(1)
@@ -41,20 +69,30 @@ def from_file(path):
     rows = {name: np.flatnonzero(table["split"] == name) for name in ("train", "val", "test")}
     x, y = (table[side].astype(np.float32) for side in ("image", "text"))
     parts = {name: (x[chosen], y[chosen]) for name, chosen in rows.items()}
-    classes = None
+    galleries = {name: data.gallery(*parts[name]) for name in ("val", "test")}
     if "prompts" in table:
         known = rows["test"][table["label"][rows["test"]] >= 0]
-        classes = data.zero_shot(x[known], table["label"][known], table["prompts"])
-    val, test = data.gallery(*parts["val"]), data.gallery(*parts["test"])
-    return functools.partial(
-        data.semi_supervised, *parts["train"], val=val, test=test, zero_shot=classes
-    )
+        classes = x[known], table["label"][known], table["prompts"]
+        galleries["zero_shot"] = data.zero_shot(*classes)
+    return functools.partial(data.semi_supervised, *parts["train"], **galleries)
 
 
-def load(name, **options):
+@functools.lru_cache(2)
+def load(name, pairs, pool="disjoint", seed=0):
     if name.endswith(".npz"):
-        return from_file(name)(**options)
-    return photos.dataset(name, zero_shot_on="imagenet", **options)
+        return from_file(name)(n_pairs=pairs, pool=pool, seed=seed)
+    return photos.dataset(name, n_pairs=pairs, pool=pool, seed=seed, zero_shot_on="imagenet")
+
+
+@functools.cache
+def inputs(name):
+    """Fingerprints of the files that the data are read from."""
+    if name.endswith(".npz"):
+        return {pathlib.Path(name).name: store.fingerprint(name)}
+    return photos.fingerprints(name, "imagenet")
+
+
+# --- recipes -------------------------------------------------------------------------------------
 
 
 def timed(make, *given, **options):
@@ -65,10 +103,12 @@ def timed(make, *given, **options):
 
 
 @functools.lru_cache(1)
-def kernel_teacher(name, pairs, seed):
+def fit_teacher(kind, name, pairs, seed):
     """Fitted once for all recipes; whatever the pools, the pairs are the same."""
-    dataset = load(name, n_pairs=pairs, seed=seed)
-    return timed(teachers.kernel_cca, dataset.pairs_x, dataset.pairs_y, seed=seed)
+    dataset = load(name, pairs, seed=seed)
+    options = {"seed": seed} if kind == "kernel" else {}
+    make = {"cca": teachers.cca, "kernel": teachers.kernel_cca}[kind]
+    return timed(make, dataset.pairs_x, dataset.pairs_y, **options)
 
 
 def leading(teacher, dim=aligner.RECIPES["kernel"].dim):
@@ -79,112 +119,71 @@ def leading(teacher, dim=aligner.RECIPES["kernel"].dim):
     return teachers.LinearTeacher(*maps, teacher.correlations[:dim])
 
 
-def start(dataset, teacher):
-    widths = dataset.pairs_x.shape[1], dataset.pairs_y.shape[1], teacher.dim
-    return heads.build_heads(*widths, teacher=teacher)
-
-
-def trained(dataset, seed, pools=True, **options):
-    """`align` with a validation set of its own."""
-    x, y = (dataset.pool_x, dataset.pool_y) if pools else (None, None)
-    pairs = dataset.pairs_x, dataset.pairs_y
-    return align(pairs, x, y, val=dataset.val, seed=seed, progress=False, **options)
-
-
-PAPER = {"recipe": "paper", "steps": 100, "learning_rate": 2e-3, "dim": 512}  # sized for a CPU
-SAIL = {**PAPER, "learning_rate": 5e-4, "method": methods.SAIL()}
-RECIPES = {  # and what unpaired rows are read for
-    "CCA": "calibration",
-    "kernel CCA": "calibration",
-    "kernel CCA, epsilon 0.1": "calibration",
-    "SAIL": "calibration",
-    'recipe="paper"': "training",
-    "align, no unpaired rows": "nothing",
-    "align": "training",
-}
-
-EPSILONS = {"kernel CCA, epsilon 0.1": (0.1,)}  # of calibration, where not chosen on validation
-
-
-def fit(recipe, name, dataset, seed):
+@functools.lru_cache(1)
+def fit(recipe, name, pairs, pool, seed):
     """The aligner that a recipe makes, and the seconds of a core that it takes."""
-    if recipe == "CCA":
-        teacher, seconds = timed(teachers.cca, dataset.pairs_x, dataset.pairs_y)
-        return Aligner(start(dataset, teacher), {}), seconds
-    if recipe == "SAIL":
-        return timed(trained, dataset, seed, **SAIL)
-    if recipe == 'recipe="paper"':
-        return timed(trained, dataset, seed, **PAPER)
-    teacher, seconds = kernel_teacher(name, len(dataset.pairs_x), seed)
-    if recipe.startswith("kernel CCA"):
-        return Aligner(start(dataset, teacher), {}), seconds
-    pools = recipe == "align"
-    model, more = timed(trained, dataset, seed, pools=pools, teacher=leading(teacher))
+    chosen, dataset = RECIPES[recipe], load(name, pairs, pool, seed)
+    rows, seconds = (dataset.pairs_x, dataset.pairs_y), 0.0
+    options = {"val": dataset.val, "seed": seed, "progress": False, **chosen.get("align", {})}
+    if "teacher" in chosen:
+        teacher, seconds = fit_teacher(chosen["teacher"], name, pairs, seed)
+        if "align" not in chosen:
+            widths = rows[0].shape[1], rows[1].shape[1], teacher.dim
+            return Aligner(heads.build_heads(*widths, teacher=teacher), {}), seconds
+        options["teacher"] = leading(teacher)
+    if "method" in options:
+        options["method"] = methods.METHODS[options["method"]]
+    pools = () if chosen["pools"] == "nothing" else (dataset.pool_x, dataset.pool_y)
+    model, more = timed(align, rows, *pools, **options)
     return model, seconds + more
 
 
-def calibrated(model, dataset, epsilons):
-    """By the epsilon that is best on validation."""
-    made = [aligner.calibrated(model.heads, dataset, {}, epsilon=e) for e in epsilons]
-
-    def recall(model):
-        x, y = model.heads.x, model.heads.y
-        found = evaluation.evaluate(x, y, dataset.val, model.calibration)
-        return found["calibrated/mean/R@10"]
-
-    return max(made, key=recall)
+def scores(model, gallery):
+    """Recalls by name, plain and calibrated."""
+    found = evaluation.evaluate(model.heads.x, model.heads.y, gallery, model.calibration)
+    cuts = (f"{kind}R@{k}" for kind in ("", "calibrated ") for k in (1, 10))
+    return {name: found[name.replace(" ", "/").replace("R@", "mean/R@")] for name in cuts}
 
 
-def scores(model, dataset):
-    x, y = model.heads.x, model.heads.y
-    found = evaluation.evaluate(x, y, dataset.test, model.calibration)
-    keys = [f"{kind}mean/R@{k}" for kind in ("", "calibrated/") for k in (1, 10)]
-    values = [found[key] for key in keys]
-    if dataset.zero_shot is not None:
-        values.append(evaluation.evaluate_zero_shot(x, y, dataset.zero_shot)["zero_shot/top1"])
-    return dict(zip(SCORES, values, strict=False))
+def compute(name, spec, needed):
+    """Scores of a recipe on the test split."""
+    recipe, pairs, seed = spec["recipe"], spec["pairs"], spec["seed"]
+    pool = "disjoint" if spec["pool"] == "none" else spec["pool"]
+    dataset = load(name, pairs, pool, seed)
+    fitted_on = pool if RECIPES[recipe]["pools"] == "training" else "disjoint"
+    model, seconds = fit(recipe, name, pairs, fitted_on, seed)
+    if epsilons := RECIPES[recipe].get("epsilons"):
+        made = [aligner.calibrated(model.heads, dataset, {}, epsilon=e) for e in epsilons]
+        model = max(made, key=lambda one: scores(one, dataset.val)[CALIBRATED])
+    found = scores(model, dataset.test)
+    if (classes := dataset.zero_shot) is not None:
+        top = evaluation.evaluate_zero_shot(model.heads.x, model.heads.y, classes)
+        found["zero-shot"] = top["zero_shot/top1"]
+    return {**found, "seconds": seconds}
 
 
-def key(name, pairs, pool, seed, recipe):
-    pool = "none" if RECIPES.get(recipe) == "nothing" else pool
-    return {
-        "data": pathlib.Path(name).stem,
-        "pairs": pairs,
-        "pool": pool,
-        "seed": seed,
-        "recipe": recipe,
-    }
+# --- results -------------------------------------------------------------------------------------
+
+NAMES = "data", "pairs", "pool", "seed", "recipe"
 
 
-def cells(path):
-    lines = path.read_text().splitlines() if path.exists() else []
-    read = [json.loads(line) for line in lines]
-    return {tuple(cell["key"].values()): cell["scores"] for cell in read}
+def names_of(name, pairs, pool, seed, recipe):
+    """The values of NAMES of a result."""
+    pool = "none" if RECIPES.get(recipe, {}).get("pools") == "nothing" else pool
+    return pathlib.Path(name).stem, pairs, pool, seed, recipe
 
 
-def append(path, known, cell, found):
-    known[tuple(cell.values())] = found
-    with path.open("a") as file:
-        print(json.dumps({"key": cell, "scores": found}), file=file)
+def describe(name, *names):
+    """The specification of a result."""
+    named = dict(zip(NAMES, names_of(name, *names), strict=True))
+    return {**named, "options": RECIPES.get(names[-1], {}), "inputs": inputs(name)}
 
 
-def run(given, recipes, known):
-    """Computes the cells that are not known."""
-    for seed in range(given.seeds):
-        for pairs in given.pairs:
-            for recipe in recipes:
-                model, seconds = None, 0.0
-                for pool in given.pools:
-                    cell = key(given.data, pairs, pool, seed, recipe)
-                    if tuple(cell.values()) in known:
-                        continue
-                    dataset = load(given.data, n_pairs=pairs, pool=pool, seed=seed)
-                    if model is None or RECIPES[recipe] == "training":
-                        model, seconds = fit(recipe, given.data, dataset, seed)
-                    if not recipe.startswith("align"):  # which has 0.1, so is not flattered
-                        model = calibrated(model, dataset, EPSILONS.get(recipe, (0.05, 0.1)))
-                    found = scores(model, dataset) | {"seconds": seconds}
-                    append(given.cells, known, cell, found)
+def fill(kept, specs, compute):
+    """Computes what is missing; an error ends the command."""
+    for _, error in kept.fill([(spec, ()) for spec in specs], compute):
+        if error is not None:
+            raise error
 
 
 def scenes(name, pairs):
@@ -196,115 +195,99 @@ def scenes(name, pairs):
     return [str(image).rsplit("_")[0] for image in images]
 
 
-def search(given, known):
+def try_out(lab, make, spec, needed):
+    """Scores of a trial on the validation split."""
+    made, seconds = timed(make)
+    return {**lab.scores(made), "seconds": seconds}
+
+
+def search(given, kept):
     """Prints validation scores of all trials, as they come, and how long their fit took."""
     for pairs in given.pairs:
-        lab = recipe_search.Lab(load(given.data, n_pairs=pairs), scenes(given.data, pairs))
+        lab = recipe_search.Lab(load(given.data, pairs), scenes(given.data, pairs))
         print(f"{given.data}, {pairs} pairs, validation: R@10 / calibrated R@10, seconds of a core")
-        for label, features in recipe_search.tried(lab):
-            if given.recipes and label not in given.recipes:
-                continue
-            cell = key(given.data, pairs, "disjoint", 0, f"search: {label}")
-            if tuple(cell.values()) not in known:
-                made, seconds = timed(features)
-                append(given.cells, known, cell, {**lab.scores(made), "seconds": seconds})
-            plain, calibrated, seconds = known[tuple(cell.values())].values()
-            print(f"| {label} | {plain:.1f} / {calibrated:.1f} | {seconds:.0f} |", flush=True)
+        for label, make in recipe_search.tried(lab):
+            spec = describe(given.data, pairs, "disjoint", 0, f"search: {label}")
+            if not given.recipes or label in given.recipes:
+                if not given.show:
+                    fill(kept, [spec], functools.partial(try_out, lab, make))
+                if found := kept.results(spec):
+                    recalls = f"{found[PLAIN]:.1f} / {found[CALIBRATED]:.1f}"
+                    print(f"| {label} | {recalls} | {found['seconds']:.0f} |", flush=True)
+
+
+# --- tables --------------------------------------------------------------------------------------
 
 
 def main():
     given = parser.parse_args()
     if given.show and not given.show.exists():
         parser.error(f"--show: {given.show} does not exist")
-    known = cells(given.show or given.cells)
     recipes = given.recipes or list(RECIPES)
-    if not given.show:
-        given.cells.parent.mkdir(parents=True, exist_ok=True)
-    if given.search:
-        search(given, known)
-        return
-    if unknown := sorted(set(recipes) - set(RECIPES)):
+    if not given.search and (unknown := sorted(set(recipes) - set(RECIPES))):
         parser.error(f"--recipes: unknown {unknown[0]!r}; choose from {', '.join(RECIPES)}")
+    kept = store.Store(given.show or given.cells)
+    try:
+        if given.search:
+            search(given, kept)
+        else:
+            tables(given, recipes, kept)
+    except checks.InputError as error:
+        parser.exit(1, f"error: {error}\n")
+
+
+def tables(given, recipes, kept):
+    """Computes what is missing, and prints a table of every kind of pools."""
     if not given.show:
-        run(given, recipes, known)
+        order = itertools.product(range(given.seeds), given.pairs, recipes, given.pools)
+        specs = [describe(given.data, n, pool, seed, recipe) for seed, n, recipe, pool in order]
+        fill(kept, specs, functools.partial(compute, given.data))
+    known = {}
+    for spec, found, _ in kept.entries().values():
+        names = tuple(spec[key] for key in NAMES)
+        # What is shown may be of files that are not here.
+        if given.show or spec == describe(given.data, *names[1:]):
+            known[names] = found
     for pool in given.pools:
         print(f"\n{given.data}, {pool} pools, {given.seeds} seeds: R@10 / calibrated R@10")
-        show(given, pool, recipes, known)
-        show_leads(given, pool, known)
-        show_seconds(given, pool, recipes, known)
+        show(given, recipes, functools.partial(at, given, known, pool))
 
 
-def at(given, pairs, pool, recipe, score, known):
-    """A score of every seed whose cell is known."""
-    found = {}
-    for seed in range(given.seeds):
-        cell = known.get(tuple(key(given.data, pairs, pool, seed, recipe).values()), {})
-        if score in cell:
-            found[seed] = cell[score]
-    return found
+def at(given, known, pool, pairs, recipe, score):
+    """A score of every seed whose result is known."""
+    names = {seed: names_of(given.data, pairs, pool, seed, recipe) for seed in range(given.seeds)}
+    found = {seed: known.get(some, {}) for seed, some in names.items()}
+    return {seed: scores[score] for seed, scores in found.items() if score in scores}
 
 
-def show(given, pool, recipes, known):
-    """A row for each recipe: both recalls and zero-shot accuracy at every number of pairs."""
+def show(given, recipes, of):
+    """Prints recalls and zero-shot accuracy, the leads of `align`, and the seconds of a core."""
     sizes = [f"{pairs:,}" for pairs in given.pairs]
-    header("recipe", *sizes, *(f"zero-shot, {size}" for size in sizes))
+    print_row("recipe", *sizes, *(f"zero-shot, {size}" for size in sizes), head=True)
     for recipe in recipes:
-        of = functools.partial(at, given, pool=pool, recipe=recipe, known=known)
-        recalls = [
-            f"{mean(of(n, score='R@10'))} / {mean(of(n, score='calibrated R@10'))}"
-            for n in given.pairs
-        ]
-        classes = [mean(of(n, score="zero-shot")) for n in given.pairs]
-        print(f"| {recipe} | {' | '.join([*recalls, *classes])} |")
-
-
-def show_seconds(given, pool, recipes, known):
-    """A row for each recipe that was timed: seconds of a core at every number of pairs."""
+        recalls = [[mean(of(n, recipe, s)) for s in (PLAIN, CALIBRATED)] for n in given.pairs]
+        classes = [mean(of(n, recipe, "zero-shot")) for n in given.pairs]
+        print_row(recipe, *map(" / ".join, recalls), *classes)
     print()
-    header("seconds of a core", *(f"{pairs:,}" for pairs in given.pairs))
-    for recipe in recipes:
-        found = [at(given, n, pool, recipe, "seconds", known) for n in given.pairs]
-        if any(found):
-            print(f"| {recipe} | {' | '.join(mean(seconds, digits=0) for seconds in found)} |")
-
-
-LEADS = {  # of `align`'s score, over another's of the same seed
-    "CCA": ("calibrated R@10", "CCA", "R@10"),
-    "SAIL": ("calibrated R@10", "SAIL", "R@10"),
-    "CCA, calibrated": ("calibrated R@10", "CCA", "calibrated R@10"),
-    "SAIL, calibrated": ("calibrated R@10", "SAIL", "calibrated R@10"),
-    "kernel CCA, calibrated": ("calibrated R@10", "kernel CCA", "calibrated R@10"),
-    "kernel CCA, both by 0.1": (
-        "calibrated R@10",
-        "kernel CCA, epsilon 0.1",
-        "calibrated R@10",
-    ),
-    "kernel CCA, both plain": ("R@10", "kernel CCA", "R@10"),
-    "no unpaired rows, calibrated": (
-        "calibrated R@10",
-        "align, no unpaired rows",
-        "calibrated R@10",
-    ),
-    "no unpaired rows, both plain": ("R@10", "align, no unpaired rows", "R@10"),
-}
-
-
-def show_leads(given, pool, known):
-    """How far `align` is above the others, the mean over seeds of the difference."""
-    print()
-    header("`align` above", *LEADS)
+    print_row("`align` above", *LEADS, head=True)
     for pairs in given.pairs:
         row = []
         for score, recipe, other in LEADS.values():
-            ours = at(given, pairs, pool, "align", score, known)
-            theirs = at(given, pairs, pool, recipe, other, known)
+            ours, theirs = of(pairs, "align", score), of(pairs, recipe, other)
             row.append(mean({s: ours[s] - theirs[s] for s in ours.keys() & theirs.keys()}))
-        print(f"| {pathlib.Path(given.data).stem}, {pairs:,} | {' | '.join(row)} |")
+        print_row(f"{pathlib.Path(given.data).stem}, {pairs:,}", *row)
+    print()
+    print_row("seconds of a core", *sizes, head=True)
+    for recipe in recipes:
+        found = [of(n, recipe, "seconds") for n in given.pairs]
+        if any(found):
+            print_row(recipe, *(mean(seconds, digits=0) for seconds in found))
 
 
-def header(first, *others):
+def print_row(first, *others, head=False):
     print(f"| {' | '.join([first, *others])} |")
-    print("|---" + "|---:" * len(others) + "|")
+    if head:
+        print("|---" + "|---:" * len(others) + "|")
 
 
 def mean(found, digits=1):

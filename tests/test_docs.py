@@ -23,7 +23,7 @@ import pytest
 import small_runs
 
 from experiments import config as config_lib
-from experiments import main
+from experiments import main, store
 from sotalign_jax import checks, data
 
 ROOT = small_runs.ROOT
@@ -112,6 +112,32 @@ def test_tables_of_recipes_are_those_of_the_cells(monkeypatch, capsys):
         rows = [*recalls.splitlines()[1:], *leads.splitlines()]
         rows += seconds.splitlines() if name == "coco" else []
         assert [row for row in rows if row not in page] == []
+
+
+def test_published_recipes_are_those_of_the_recipes(monkeypatch):
+    """No key has changed; the file of "pictures" is not in the repository."""
+    monkeypatch.syspath_prepend(ROOT / "examples")
+    recipes = importlib.import_module("recipes")
+    kept = store.Store(ROOT / "docs" / "results" / "recipes.jsonl").entries().values()
+    for spec, *_ in kept:
+        names = [spec[name] for name in recipes.NAMES]
+        expected = recipes.describe(*names) if names[0] != "pictures" else {**spec, "inputs": {}}
+        assert spec == expected
+    assert len(kept) == 345
+
+
+@pytest.mark.parametrize("option", ["--show", "--cells"])
+def test_recipes_end_in_one_line_when_a_file_is_damaged(option, monkeypatch, capsys, tmp_path):
+    monkeypatch.syspath_prepend(ROOT / "examples")
+    recipes = importlib.import_module("recipes")
+    (tmp_path / "kept.jsonl").write_text("damaged\n")
+    argv = ["recipes.py", "coco", "500", option, str(tmp_path / "kept.jsonl")]
+    monkeypatch.setattr("sys.argv", argv)
+    with pytest.raises(SystemExit) as ended:
+        recipes.main()
+    shown = capsys.readouterr()
+    assert ended.value.code == 1 and shown.out == "" and shown.err.count("\n") == 1
+    assert "kept.jsonl: line 1 is damaged" in shown.err
 
 
 @pytest.mark.parametrize("name", ["klot_in_optax.py", "new_method.py"])
