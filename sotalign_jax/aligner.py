@@ -22,7 +22,7 @@ from sotalign_jax.calibration import Calibration, calibrate
 from sotalign_jax.heads import Head, Heads, build_heads, on_features, rebuild
 from sotalign_jax.kernels import KernelMap
 from sotalign_jax.neighbours import Neighbours
-from sotalign_jax.ot import affinity, blocks
+from sotalign_jax.ot import affinity, device
 
 FORMAT = 2
 """Version of the files that `Aligner.save` writes."""
@@ -78,7 +78,7 @@ class Aligner:
         """
         x, y = checks.array("x", x), checks.array("y", y)
         needed = 4 * len(x) * len(y)
-        if needed > blocks.device_memory() / 2:
+        if needed > device.profile().memory / 2:
             raise checks.InputError(
                 f"x, y: the similarity of {len(x)} x {len(y)} rows takes {needed / 2**30:.0f} GiB, "
                 "more than half of the memory; use search(x, y, k=...), or fewer rows at a time"

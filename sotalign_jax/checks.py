@@ -197,16 +197,18 @@ def at_least(least: float, **options: Any) -> None:
     _every(options, lambda value: least <= value < math.inf, f"a number of at least {least:g}")
 
 
-def whole(least: int, *, or_none: bool = False, **options: Any) -> None:
-    """Raises unless every option is a whole number of at least `least`, or None if `or_none`.
+def whole(least: int, *, most: int | None = None, or_none: bool = False, **options: Any) -> None:
+    """Raises unless every option is a whole number in `least`..`most`, or None if `or_none`.
 
     >>> whole(1, repeats=3, chunk=0)
     Traceback (most recent call last):
     sotalign_jax.checks.InputError: chunk: is 0; pass a whole number of at least 1
     """
     given = {name: v for name, v in options.items() if not (or_none and v is None)}
-    wanted = f"a whole number of at least {least}{', or None' if or_none else ''}"
-    _every(given, lambda value: operator.index(value) >= least, wanted)
+    limits = f"of at least {least}" if most is None else f"in {least}..{most}"
+    top = math.inf if most is None else most
+    wanted = f"a whole number {limits}{', or None' if or_none else ''}"
+    _every(given, lambda value: least <= operator.index(value) <= top, wanted)
 
 
 def within(most: int, of: str, *, least: int = 1, **options: Any) -> None:
@@ -238,6 +240,8 @@ def static(**options: Any) -> None:
 
 def _every(options: dict[str, Any], fine: Callable[[Any], bool], wanted: str) -> None:
     for name, value in options.items():
+        if np.shape(value):
+            raise InputError(f"{name}: has shape {np.shape(value)}; pass {wanted}")
         if isinstance(value, jax.core.Tracer):
             continue
         with contextlib.suppress(TypeError):  # not a number

@@ -295,7 +295,7 @@ def sinkhorn_convergence(
         checks.positive(epsilons=epsilon)
     checks.whole(1, max_iterations=max_iterations)
     x, y = affinity.as_floats(f, g)
-    options: Any = {"tolerance": tolerance, "max_iterations": max_iterations, "block_size": "auto"}
+    options: Any = {"tolerance": tolerance, "max_iterations": max_iterations}
     out = []
     for epsilon in epsilons:
         # The student's plan at so large an epsilon is a b^T, and KL(P || a b^T) = Σ P log(P/ab).

@@ -20,7 +20,7 @@ from jaxtyping import Array, Float
 
 from sotalign_jax import checks, losses
 from sotalign_jax.kernels import KernelMap
-from sotalign_jax.ot import affinity
+from sotalign_jax.ot import affinity, device
 
 Rows = Array | np.ndarray
 """Embeddings of any float dtype, one a row, on the host or on a device."""
@@ -60,7 +60,7 @@ class AffineMap:
 
     def __call__(self, x: Rows) -> Float[Array, "n d_out"]:
         rows = normalize(jnp.asarray(x).astype(self.weight.dtype), self.norm)
-        return affinity.dot(rows, self.weight.T, affinity.THREE_PASSES) + self.bias
+        return affinity.dot(rows, self.weight.T, device.profile().heads) + self.bias
 
     @property
     def d_in(self) -> int:
@@ -193,7 +193,7 @@ class Dense(nnx.Module):
         return layer
 
     def __call__(self, x: Float[Array, "n d_in"]) -> Float[Array, "n d_out"]:
-        return affinity.dot(x, self.kernel[...], affinity.THREE_PASSES) + self.bias[...]
+        return affinity.dot(x, self.kernel[...], device.profile().heads) + self.bias[...]
 
 
 # --- heads ---

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from sotalign_jax import checks
-from sotalign_jax.ot import affinity, sharding
+from sotalign_jax.ot import affinity, device, sharding
 from sotalign_jax.ot.blocks import BUILD_ROWS, Block, over_rows
 
 INITIAL_LOG_SCALE = math.log(20.0)
@@ -77,7 +77,7 @@ def _siglip_sum(f: Array, g: Array, scale: Array, bias: Array) -> Array:
 
 def _siglip_rows(f: Array, g: Array, scale: Array, bias: Array) -> tuple[Array, Any]:
     """The sum and its gradients, each block of rows for both as long as it exists."""
-    product = functools.partial(affinity.dot, precision=affinity.THREE_PASSES)
+    product = functools.partial(affinity.dot, precision=device.profile().siglip)
 
     def body(block: Block, sums: Any) -> Any:
         value, (df, dg, d_scale, d_bias) = sums

@@ -35,7 +35,7 @@ from sotalign_jax.heads import (
     trainable,
 )
 from sotalign_jax.methods import Contrastive, Method, Objective
-from sotalign_jax.ot import blocks, sharding
+from sotalign_jax.ot import device, sharding
 
 _REPORT_EVERY = 10  # steps between looks at the loss: each look waits for the device
 
@@ -126,8 +126,8 @@ def _bytes(*arrays: Any) -> int:
 
 
 def _fit(arrays: Iterable[Any]) -> bool:
-    """Whether arrays take at most half of the first device's memory."""
-    return _bytes(*arrays) <= blocks.device_memory() / 2
+    """Returns True if the arrays need at most half of the device's memory."""
+    return _bytes(*arrays) <= device.profile().memory / 2
 
 
 def kept_features(batches: sampling.DeviceData, teacher: LinearTeacher) -> tuple[Any, Any]:

@@ -6,7 +6,7 @@
 Affinities are flat, clustered, duplicated, near a permutation, constant, huge or shifted, with -inf
 and NaN in some; epsilon is 1e-4 to 10; weights go down to 1e-15 on both sides, and to padding;
 numbers are float32 and float64; plans are of a matrix, the loss of a matrix, stored and streamed,
-and those of float32 features also by sweeps over a narrow copy of the kernel, as on a GPU or TPU.
+and those of float32 features also with an int8 kernel, as on a GPU or TPU.
 Problem i of a seed is the same whatever the other options are. A finding is
 
     non-finite       a number that is not finite although the problem is sound
@@ -215,14 +215,18 @@ def _dense(features: Any, options: Any) -> Any:
     return value, aux.student.converged & aux.teacher.converged
 
 
-@jax.jit
-def _over_a_copy(x: Any, y: Any, log_a: Any, log_b: Any, epsilon: Any, tolerance: Any) -> Scalings:
-    """The plan by sweeps over a narrow copy of the kernel, with the error of its columns."""
-    kernel = Kernel(Cosines.of(x, y), narrow=True)
+@functools.partial(jax.jit, static_argnames="block_size")
+def _with_int8(
+    x: Any, y: Any, log_a: Any, log_b: Any, epsilon: Any, tolerance: Any, *, block_size: int | None
+) -> Scalings:
+    """The plan by sweeps over an int8 kernel, with the error of its columns."""
+    kernel = Kernel(Cosines.of(x, y), block_size, int8=True)
     limits = {"epsilon": epsilon, "tolerance": tolerance, "max_iterations": ITERATIONS}
     plan, state = solve(kernel, log_a, log_b, **limits)
-    _, t = kernel.sweep(state, jnp.exp(log_a), jnp.exp(log_b))
-    missing = jnp.where(jnp.isneginf(log_b), 0.0, jnp.exp(log_b) * jnp.abs(t - 1))
+    start = state._replace(x=jnp.zeros_like(state.x), y=jnp.zeros_like(state.y))
+    _, t = kernel.sweep(start, jnp.exp(log_a), jnp.exp(log_b + state.y))
+    missing = jnp.exp(log_b) * jnp.abs(jnp.exp(state.y) * t - 1)
+    missing = jnp.where(jnp.isneginf(log_b), 0.0, missing)
     return plan.measured(jnp.sum(missing), tolerance + 1e-6)
 
 
@@ -311,8 +315,12 @@ def _check_losses(case: Case, options: dict[str, Any]) -> Report:
         names = "log_a", "log_b", "epsilon", "tolerance"
         for side, name in enumerate(affinities):
             pair = live[2 * side : 2 * side + 2]
-            plan = jax.device_get(_over_a_copy(*pair, *(options[x] for x in names)))
-            report += _check_convergence(case, f"{name}, over a copy,", affinities[name], plan)
+            for block_size in (None, 16):
+                given = (options[x] for x in names)
+                plan = jax.device_get(_with_int8(*pair, *given, block_size=block_size))
+                label, streamed = f"{name}, int8, {block_size=},", block_size is not None
+                k = affinities[name]
+                report += _check_convergence(case, label, k, plan, streamed=streamed)
     for block_size in (None, 16):
         found = []
         value, gradients, aux = jax.device_get(

@@ -7,7 +7,7 @@ import pytest
 import sklearn.metrics.pairwise
 from jax.test_util import check_grads
 
-from sotalign_jax.ot import affinity
+from sotalign_jax.ot import affinity, device
 from sotalign_jax.ot import klot as klot_lib
 from sotalign_jax.ot.sinkhorn import sinkhorn
 
@@ -33,17 +33,29 @@ def test_float64_is_kept(x64):
 
 
 def program(function, *arrays, platform):
-    return jax.jit(function).trace(*arrays).lower(lowering_platforms=(platform,)).as_text()
+    fresh = functools.partial(function)  # jit would find the trace of another profile again
+    return jax.jit(fresh).trace(*arrays).lower(lowering_platforms=(platform,)).as_text()
 
 
-def test_every_affinity_asks_for_three_passes_where_there_are_such(x64):
+def test_algorithms_are_used_on_their_platform_alone(x64):
     for platform in ("tpu", "cuda", "cpu"):
         rows = jnp.ones((3, 2), "float32"), jnp.ones((4, 2), "float32")
-        text = program(affinity.cosine, *rows, platform=platform)
+        with device.compiling_for(device.Profile("test", teacher=device.THREE_PASSES)):
+            text = program(affinity.cosine, *rows, platform=platform)
+            wide = program(affinity.cosine, *(x.astype("float64") for x in rows), platform="tpu")
         assert ("num_primitive_operations = 3" in text) == (platform != "cpu")
         assert ("HIGHEST" in text) == (platform == "cpu")
-    wide = jnp.ones((3, 2), "float64")
-    assert "HIGHEST" in program(affinity.cosine, wide, wide, platform="tpu")
+        assert "HIGHEST" in wide
+        with device.compiling_for(device.Profile("test", teacher=device.TF32)):
+            text = program(affinity.cosine, *rows, platform=platform)
+        assert ("tf32" in text) == (platform == "cuda")
+
+
+def test_bfloat16_products_are_one_exact_pass(rng):
+    a, b = (jnp.asarray(rng.normal(size=shape), jnp.bfloat16) for shape in ((5, 64), (64, 3)))
+    product = affinity.dot(a, b)
+    assert product.dtype == jnp.float32
+    np.testing.assert_allclose(product, np.float64(a) @ np.float64(b), rtol=1e-5, atol=1e-5)
 
 
 def test_rows_have_unit_length_and_zero_rows_stay_zero(rng):
@@ -80,7 +92,7 @@ def rounded(x, bits):
     return ((whole + half) >> drop << drop).astype(np.uint32).view(np.float32)
 
 
-def test_fast_accelerator_products_would_damage_plans_and_none_is_asked_for(rng):
+def test_fast_products_would_damage_the_teacher_s_plan(rng):
     """On ambiguous data: where g is a noisy copy of f the plan saturates and every mode agrees."""
     f, g = (rng.normal(size=(48, 64)) + 2.0 for _ in range(2))
     unit = [x / np.linalg.norm(x, axis=1, keepdims=True) for x in (f, g)]
@@ -95,11 +107,17 @@ def test_fast_accelerator_products_would_damage_plans_and_none_is_asked_for(rng)
     assert worst_entry(affinity.cosine(f.astype(np.float32), g.astype(np.float32))) < 2e-3
     assert worst_entry(tf32) > 5e-3 and worst_entry(bfloat16) > 5e-2
 
-    loss = jax.grad(functools.partial(klot_lib.klot_from_embeddings, block_size=16))
-    arrays = [jnp.ones((48, 64))] * 4
-    text = program(loss, *arrays, platform="tpu")
-    sums, products = text.count("[HIGHEST, HIGHEST]"), text.count("num_primitive_operations = 3")
-    assert min(sums, products) > 4 and sums + products == text.count("stablehlo.dot_general")
+
+@pytest.mark.parametrize("block_size", [None, 16])
+def test_every_product_of_the_loss_has_the_algorithm_of_its_role(block_size):
+    roles = {"teacher": device.THREE_PASSES, "student": device.TF32, "gradient": device.TF32}
+    loss = jax.grad(functools.partial(klot_lib.klot_from_embeddings, block_size=block_size))
+    with device.compiling_for(device.Profile("test", **roles)):
+        text = program(loss, *([jnp.ones((48, 64))] * 4), platform="cuda")
+    sums, three = text.count("[HIGHEST, HIGHEST]"), text.count("num_primitive_operations = 3")
+    tf32 = text.count("lhs_precision_type = tf32")
+    assert min(sums, three, tf32) > 0
+    assert sums + three + tf32 == text.count("stablehlo.dot_general")
 
 
 def test_precision_is_an_argument():

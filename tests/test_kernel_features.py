@@ -83,7 +83,7 @@ def test_sotalign_follows_a_kernel_teacher(dataset, teacher):
 
 
 def test_training_behind_frozen_features_is_training_with_them(dataset, teacher):
-    method = methods.SOTAlign(alpha=0.1)
+    method = methods.SOTAlign(alpha=0.1, tolerance=1e-4)  # loose plans differ by their rounding
     config = training.TrainConfig(steps=3, learning_rate=1e-2, eval_every=3)
     start = heads.build_heads(6, 5, teacher.dim, teacher=teacher)
     unselected = dataclasses.replace(dataset, val=None)

@@ -21,7 +21,7 @@ from sotalign_jax import (
     teachers,
     training,
 )
-from sotalign_jax.ot import affinity
+from sotalign_jax.ot import affinity, device
 
 D_X, D_Y = 12, 10
 
@@ -200,7 +200,7 @@ def test_pools_that_nobody_reads_stay_on_the_host(dataset):
 # --- the loop ----------------------------------------------------------------------------------
 
 
-def test_teacher_features_are_computed_once_where_they_fit(dataset, teacher, monkeypatch):
+def test_teacher_features_are_computed_once_where_they_fit(dataset, teacher):
     placed = training.place(dataset)
     cached = training.with_features(placed, teacher)
     np.testing.assert_allclose(cached.star_x, teacher.x(dataset.pool_x), atol=1e-6)
@@ -210,8 +210,8 @@ def test_teacher_features_are_computed_once_where_they_fit(dataset, teacher, mon
     np.testing.assert_allclose(batch.star_y, teacher.y(batch.y), atol=1e-6)
     needed = sum(x.nbytes for x in jax.tree.leaves(cached))
     for memory, fit in ((2 * needed, True), (2 * needed - 2, False)):
-        monkeypatch.setattr("sotalign_jax.ot.blocks.device_memory", lambda memory=memory: memory)
-        assert (training.with_features(placed, teacher).star_x is not None) == fit
+        with device.compiling_for(device.Profile("test", memory=memory)):
+            assert (training.with_features(placed, teacher).star_x is not None) == fit
 
 
 def test_teacher_features_are_kept_only_of_a_pool_that_is_no_smaller(dataset, teacher):

@@ -8,17 +8,13 @@ import numpy as np
 from jaxtyping import Array, Float
 
 from sotalign_jax import checks
-from sotalign_jax.ot import sharding
+from sotalign_jax.ot import device, sharding
 
 ArrayLike = jax.Array | np.ndarray
-"""What users hand in; nested lists work too."""
+"""Arrays that public functions accept. Nested lists work, too."""
 
-HIGHEST = jax.lax.Precision.HIGHEST
+HIGHEST = device.HIGHEST
 """Full float32, for sums over a kernel and for small systems: bytes limit them, not operations."""
-THREE_PASSES = jax.lax.DotAlgorithmPreset.BF16_BF16_F32_X3
-"""For products of features: three bfloat16 passes with float32 sums on a GPU or TPU, float32 on a
-CPU. For the teacher's plan they change KLOT's gradient by 1e-5, its tolerance of 1e-4 by 6e-4, one
-TF32 pass by 6e-4, one bfloat16 pass by 9e-3 (benchmarks/ACCELERATORS.md)."""
 
 
 def as_float(x: ArrayLike) -> Array:
@@ -28,7 +24,7 @@ def as_float(x: ArrayLike) -> Array:
 
 
 def as_floats(*arrays: ArrayLike) -> tuple[Array, ...]:
-    """`as_float` of each, all float64 if one is."""
+    """Casts all arrays to float32, or to float64 if one is."""
     floats = [as_float(x) for x in arrays]
     wide = any(x.dtype == jnp.float64 for x in floats)
     return tuple(x.astype(jnp.float64) if wide else x for x in floats)
@@ -40,63 +36,91 @@ NORM_FLOOR = 2.0**-100
 
 @functools.partial(jax.jit, inline=True)
 def _power_of_two(x: Float[Array, "... d"]) -> Float[Array, "..."]:
-    """What brings the largest entry of each row near 1; a product with it is exact.
+    """Returns powers of two that bring the largest entry of each row near 1.
 
-    Compiled also where a caller is not: one program instead of a dozen.
+    Products with them are exact. Compiled even if the caller is not: one program, not a dozen.
     """
-    largest = jnp.max(jnp.abs(jax.lax.stop_gradient(x)), axis=-1)
+    largest = as_float(jnp.max(jnp.abs(jax.lax.stop_gradient(x)), axis=-1))
     _, exponent = jnp.frexp(largest)
-    power = jnp.exp2(-jnp.clip(exponent, -100, 100).astype(x.dtype))
-    return jnp.where(largest > NORM_FLOOR, power, 0.0)
+    power = jnp.exp2(-jnp.clip(exponent, -100, 100).astype(largest.dtype))
+    return jnp.where(largest > NORM_FLOOR, power, 0.0).astype(x.dtype)
+
+
+def rescaled(x: Float[Array, "... d"]) -> Float[Array, "... d"]:
+    """Scales rows by powers of two so that their largest entries are near 1, exactly."""
+    return x * _power_of_two(x)[..., None]
 
 
 def inverse_norms(x: Float[Array, "n d"]) -> Float[Array, " n"]:
-    """1/||x|| of every row and 0 for zero rows, for entries of any size up to 1e30."""
+    """Returns 1/||x|| of every row and 0 for zero rows, for entries of any size up to 1e30."""
+    x = as_float(x)
     power = _power_of_two(x)
     squared = jnp.sum(jnp.square(x * power[..., None]), axis=-1)
     return jnp.where(power > 0, jax.lax.rsqrt(jnp.where(power > 0, squared, 1.0)) * power, 0.0)
 
 
 def l2_normalize(x: Float[ArrayLike, "... d"]) -> Float[Array, "... d"]:
-    """Rows scaled to unit length, x / ||x||, whatever their size.
+    """Scales rows to unit length, x / ||x||, whatever their size.
 
     Zero rows stay zero, and so does their gradient.
+
+    Args:
+        x: rows, shape [..., d].
+
+    Returns:
+        The unit rows, in float32, or in float64 if x is.
 
     >>> l2_normalize(jnp.array([[3.0, 4.0], [3e-25, 4e-25], [0.0, 0.0]]))
     Array([[0.6, 0.8],
            [0.6, 0.8],
            [0. , 0. ]], dtype=float32)
     """
-    rows = as_float(x)
-    rows = rows * _power_of_two(rows)[..., None]
+    rows = rescaled(as_float(x))
     squared = jnp.sum(jnp.square(rows), axis=-1, keepdims=True)
     return rows / jnp.sqrt(jnp.where(squared > 0, squared, 1.0))
 
 
 def dot(a: Array, b: Array, precision: jax.lax.PrecisionLike = HIGHEST) -> Array:
-    """a @ b, at the highest precision unless another one is asked for."""
-    if precision is not THREE_PASSES:
-        return jnp.matmul(a, b, precision=precision)
-    exact = functools.partial(jnp.matmul, precision=HIGHEST)
-    if jnp.promote_types(a.dtype, b.dtype) != jnp.float32:
-        return exact(a, b)
-    # A CPU has no such algorithm, and XLA may even abort where it is asked for one.
-    fast = functools.partial(jnp.matmul, precision=THREE_PASSES)
-    return jax.lax.platform_dependent(a, b, default=exact, cuda=fast, tpu=fast)
+    """Computes a @ b in float32 or float64.
+
+    Args:
+        a: left operand.
+        b: right operand.
+        precision: full float32 by default, or an algorithm of `device.Profile`, which is used where
+            the device has it.
+
+    Returns:
+        The product. That of two bfloat16 arrays is float32, too: their products are exact in it.
+    """
+    if a.dtype == b.dtype == jnp.bfloat16:
+        return jnp.matmul(a, b, preferred_element_type=jnp.float32)
+    if isinstance(precision, jax.lax.DotAlgorithmPreset):
+        return device.matmul(a, b, precision)
+    return jnp.matmul(a, b, precision=precision)
 
 
 def cosine(
     f: Float[ArrayLike, "n d"],
     g: Float[ArrayLike, "m d"],
     *,
-    precision: jax.lax.PrecisionLike = THREE_PASSES,
+    precision: jax.lax.PrecisionLike = None,
 ) -> Float[Array, "n m"]:
-    """Cosine affinity K_ij = <f_i, g_j> / (||f_i|| ||g_j||).
+    """Computes the cosine affinity K_ij = <f_i, g_j> / (||f_i|| ||g_j||).
+
+    Args:
+        f: rows, shape [n, d].
+        g: columns, shape [m, d].
+        precision: of the product, "highest", "high" or "default". By default the device's most
+            exact fast algorithm, see `device`.
+
+    Returns:
+        The affinity, shape [n, m].
 
     >>> cosine(jnp.array([[1.0, 0.0]]), jnp.array([[2.0, 0.0], [0.0, 1.0]]))
     Array([[1., 0.]], dtype=float32)
     """
     x, y = l2_normalize(f), l2_normalize(g)
+    precision = device.profile().teacher if precision is None else precision
     with sharding.mesh_of(x, y):  # rows of both may be split over the same devices
         return dot(x, sharding.gather_explicit(y).T, precision)
 
@@ -105,15 +129,18 @@ def cosine(
 
 
 def check_affinity(name: str, k: ArrayLike) -> None:
-    """Raises unless `k` is a non-empty matrix."""
+    """Raises unless `k` is a non-empty real matrix."""
     shape = np.shape(k)
     if len(shape) != 2 or 0 in shape:
         raise checks.InputError(f"{name}: has shape {shape}; pass a non-empty matrix [n, m]")
+    if np.iscomplexobj(k):
+        raise checks.InputError(f"{name}: has complex entries; pass a real matrix")
 
 
 def check_affinities(k: ArrayLike, k_star: ArrayLike) -> None:
     """Raises unless both are matrices of one shape."""
     check_affinity("K", k)
+    check_affinity("K_star", k_star)
     if np.shape(k) != np.shape(k_star):
         raise checks.InputError(
             f"K_star: has shape {np.shape(k_star)} but K has {np.shape(k)}; "

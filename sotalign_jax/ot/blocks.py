@@ -1,6 +1,5 @@
-"""Loops over blocks of rows, and how large a block may be on a device."""
+"""Loops over blocks of rows, and which kernels are stored on a device."""
 
-import os
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -8,55 +7,90 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int
 
-BUILD_ROWS = 256
-"""Rows of K that exist at a time while a stored kernel is built, measured or multiplied: as many
-as a TPU keeps on chip at the paper's size."""
+from sotalign_jax.ot import device
+
+BUILD_ROWS = 512
+"""Rows of K that exist at a time while a stored kernel is built or measured: as many as a TPU keeps
+on chip at the paper's size."""
+PRODUCT_ROWS = 1024
+"""Rows of a plan that are multiplied with features at a time: every block reads and writes the
+whole gradient of the columns, so that larger blocks save bytes."""
+INT8_ENTRIES = 2**25
+"""Entries from which an int8 kernel pays. Below it, the launches of the additional sweeps take
+longer than the bytes that it saves."""
 
 
-def auto_block(n: int, m: int, itemsize: int, memory: int | None = None) -> int | None:
-    """Rows per block for streaming, or None where the stored kernel takes less than half.
+class Storage(NamedTuple):
+    """Which arrays of n x m entries are kept.
+
+    Attributes:
+        block_size: rows per block of streamed kernels; None stores a kernel in float32.
+        both: True if the kernels of both plans are stored at a time.
+        int8: True if sweeps read an int8 kernel.
+    """
+
+    block_size: int | None = None
+    both: bool = True
+    int8: bool = False
+
+
+def storage(n: int, m: int, dtype: Any, profile: device.Profile | None = None) -> Storage:
+    """Chooses the storage of two kernels of n x m entries by the memory of the device.
+
+    Kernels may take half of the memory: both in float32 if they fit, else one at a time, else only
+    an int8 kernel, with streamed exact sweeps.
 
     Args:
-        n: rows of the affinity.
+        n: rows of the affinity on one device.
         m: columns.
-        itemsize: bytes of a number.
-        memory: bytes of the device; by default `device_memory`.
+        dtype: type of the kernel's entries.
+        profile: the device; by default the one at hand.
 
-    >>> auto_block(22_768, 22_768, 4, 80 * 2**30), auto_block(10**6, 10**6, 4, 80 * 2**30)
-    (None, 256)
+    Returns:
+        The `Storage`.
+
+    >>> a100 = device.Profile("cuda 8.0", memory=60 * 2**30)
+    >>> storage(22_768, 22_768, "float32", a100)
+    Storage(block_size=None, both=True, int8=True)
+    >>> storage(100_000, 100_000, "float32", a100)
+    Storage(block_size=2560, both=False, int8=True)
     """
-    memory = device_memory() if memory is None else memory
-    if 1.25 * n * m * itemsize <= memory / 2:
-        return None
-    rows = int(memory / 20 // (3 * m * itemsize))  # about three blocks exist at a time
-    return min(max(rows // 128 * 128, 128), 4096)
-
-
-def device_memory() -> int:
-    """Bytes of the first device; of the host when that is the device."""
-    stats = jax.local_devices()[0].memory_stats() or {}
-    on_host = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    return stats.get("bytes_limit", on_host)
+    profile = device.profile() if profile is None else profile
+    itemsize, room = jnp.dtype(dtype).itemsize, profile.memory / 2
+    int8 = profile.int8 and itemsize == 4 and n * m >= INT8_ENTRIES
+    copy = n * m if int8 else 0
+    for both in (True, False):
+        if (1 + both) * n * m * itemsize + copy <= room:
+            return Storage(None, both, int8)
+    rows = int(profile.memory / 20 // (3 * m * itemsize))  # about three blocks exist at a time
+    rows = min(max(rows // 128 * 128, 128), 4096)
+    return Storage(rows, False, int8 and copy <= room)
 
 
 class Block(NamedTuple):
-    """A block of consecutive rows, or of columns."""
+    """A block of consecutive rows.
+
+    Attributes:
+        start: number of the first row.
+        size: number of rows.
+        fresh: True for rows that no earlier block held. The last block may reach back into the
+            one before.
+    """
 
     start: Int[Array, ""]
     size: int
     fresh: Bool[Array, " size"]
-    """Rows that no earlier block held: the last block may reach back into the one before."""
 
-    def of(self, x: Array, axis: int = 0) -> Array:
-        """These rows of x, or columns for axis 1."""
-        return jax.lax.dynamic_slice_in_dim(x, self.start, self.size, axis)
+    def of(self, x: Array) -> Array:
+        """Returns these rows of x."""
+        return jax.lax.dynamic_slice_in_dim(x, self.start, self.size)
 
     def put(self, x: Array, rows: Array) -> Array:
-        """x with these rows replaced."""
+        """Returns x with these rows replaced."""
         return jax.lax.dynamic_update_slice_in_dim(x, rows, self.start, 0)
 
     def add(self, x: Array, rows: Array) -> Array:
-        """x with these rows added to."""
+        """Returns x with these rows added."""
         return self.put(x, self.of(x) + rows)
 
 
@@ -67,10 +101,20 @@ def over_rows(
     carry: Any,
     part: tuple[Any, int] | None = None,
 ) -> Any:
-    """Runs body(block, carry) over blocks of `size` rows: of all n, or of `part` = (first, count).
+    """Runs a function over blocks of rows, one after the other.
 
-    Explicit blocks, for a reduction of a whole matrix is fused by some compilers only and costs
-    others a copy of it.
+    The blocks are explicit because only some compilers fuse a reduction of a whole matrix, and
+    others copy it.
+
+    Args:
+        n: number of rows.
+        size: rows per block; the last one overlaps the one before if `size` does not divide n.
+        body: maps (block, carry) to the next carry.
+        carry: initial carry.
+        part: (first, count) to visit only these rows.
+
+    Returns:
+        The last carry.
     """
     first, count = (0, n) if part is None else part
     size = min(count, size)
@@ -82,6 +126,4 @@ def over_rows(
         fresh = rows >= begin if part is None else (rows >= begin) & (rows < first + count)
         return body(Block(start, size, fresh), carry)
 
-    number = -(-count // size)
-    with jax.named_scope(f"{number}_blocks"):  # not every compiled program tells it
-        return jax.lax.fori_loop(0, number, step, carry)
+    return jax.lax.fori_loop(0, -(-count // size), step, carry)

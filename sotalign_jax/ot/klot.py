@@ -1,12 +1,17 @@
-"""KLOT's value and gradient in closed form: the rules that replace differentiating Sinkhorn.
+"""KLOT, its value and its gradient in closed form.
 
 From an affinity, d KLOT/dK = (P - P*)/eps. From features of unit rows F, G with K = F G^T,
 
     d/dF = (P - P*) G / eps,    d/dG = (P - P*)^T F / eps,
 
-so that the backward pass keeps arrays of the features' size only. Where two n x m buffers fit,
-P - P* is multiplied with the features at once; where one does, each plan as soon as it is found,
-and they share it. Rows are split over the devices of a mesh, see `sharding`.
+so that the backward pass keeps arrays of the features' size only. Both plans are solved one after
+the other, then P - P* is multiplied with the features in blocks of rows. Rows of a plan are read
+from a stored kernel, and computed again otherwise (`blocks.Storage`). Rows are split over
+the devices of a mesh, see `sharding`.
+
+References:
+    J. M. Danskin, "The theory of max-min", Springer 1967: the gradient of an optimal value.
+    SOTAlign, ICML 2026, the lemma on the gradient of KLOT.
 """
 
 import functools
@@ -20,10 +25,13 @@ import numpy as np
 from jaxtyping import Array, Float
 
 from sotalign_jax import checks
-from sotalign_jax.ot import affinity, blocks, sharding
+from sotalign_jax.ot import affinity, blocks, device, sharding
 from sotalign_jax.ot.affinity import ArrayLike
-from sotalign_jax.ot.kernel import Cosines, Kernel
+from sotalign_jax.ot.blocks import Block, over_rows
+from sotalign_jax.ot.kernel import Cosines, Kernel, KernelState
 from sotalign_jax.ot.sinkhorn import (
+    check_limits,
+    constant,
     log_plan,
     log_weights,
     pair,
@@ -45,26 +53,33 @@ class KlotAux(NamedTuple):
 
 
 class Options(NamedTuple):
-    """What is fixed at trace time; `both`: two stored kernels exist at a time."""
+    """Options that are fixed at trace time: the algorithm of each product, and the storage."""
 
     max_iterations: int
-    precision: jax.lax.PrecisionLike
-    block_size: int | None = None
-    both: bool = False
+    sums: jax.lax.PrecisionLike
+    teacher: jax.lax.PrecisionLike
+    student: jax.lax.PrecisionLike
+    gradient: jax.lax.PrecisionLike
+    storage: blocks.Storage
 
-    @property
-    def sums(self) -> jax.lax.PrecisionLike:
-        """Precision of matrix-vector products."""
-        return affinity.HIGHEST if self.precision is None else self.precision
-
-    @property
-    def products(self) -> jax.lax.PrecisionLike:
-        """Precision of products of features."""
-        return affinity.THREE_PASSES if self.precision is None else self.precision
+    @classmethod
+    def of(
+        cls,
+        max_iterations: int,
+        precision: jax.lax.PrecisionLike,
+        storage: blocks.Storage | None = None,
+    ) -> "Options":
+        """Returns the options of this device; a given precision is that of all products."""
+        storage = storage or blocks.Storage()
+        if precision is not None:
+            return cls(max_iterations, precision, precision, precision, precision, storage)
+        own = device.profile()
+        sums = affinity.HIGHEST
+        return cls(max_iterations, sums, own.teacher, own.student, own.gradient, storage)
 
 
 class Settings(NamedTuple):
-    """What may be traced: regularisations, tolerance, log-weights and starting potentials."""
+    """Options that may be traced: regularisations, tolerance, log-weights, starting potentials."""
 
     epsilon: Float[Array, ""]
     epsilon_star: Float[Array, ""]
@@ -77,28 +92,20 @@ class Settings(NamedTuple):
 
 _DERIVATIVES = (
     "{name}: only first derivatives in reverse mode are supported (jax.grad, jax.vjp, "
-    "jax.value_and_grad); forward mode and second derivatives are not"
+    "jax.value_and_grad), and only in {arguments}; forward mode and second derivatives are not. "
+    "Pass jax.lax.stop_gradient of epsilon and the log-weights if they are traced"
 )
+OF_AFFINITIES = _DERIVATIVES.format(name="klot", arguments="K")
+OF_FEATURES = _DERIVATIVES.format(name="klot_from_embeddings", arguments="f and g")
 
 
-@functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
-def _first_order(name: str, x: Any) -> Any:
-    """Identity that refuses to be differentiated: guards the gradient rules below."""
-    return x
-
-
-@_first_order.defjvp
-def _refuse(name: str, primals: Any, tangents: Any) -> Any:
-    raise TypeError(_DERIVATIVES.format(name=name))
-
-
-def reverse_only(name: str, call: Callable[[], Any]) -> Any:
-    """Runs `call`, wording JAX's complaint about forward mode for the user."""
+def reverse_only(message: str, call: Callable[[], Any]) -> Any:
+    """Calls `call` and replaces JAX's error about forward mode by `message`."""
     try:
         return call()
     except TypeError as error:
         if "forward-mode" in str(error):
-            raise TypeError(_DERIVATIVES.format(name=name)) from error
+            raise TypeError(message) from error
         raise
 
 
@@ -107,17 +114,17 @@ _zeros = functools.partial(jax.tree.map, jnp.zeros_like)
 
 
 def _after(x: Array, computed: Any) -> Array:
-    """x, which is ready only when all of `computed` is: one plan's memory serves the next.
+    """Returns x with a data dependency on `computed`, so that XLA runs two solves in turn.
 
-    Compilers drop barriers and products with zero, and may then run both solves at once. The
-    smallest number is lost in the sum: x is exact even where `computed` is NaN.
+    One solve may then use the memory of the other. Compilers drop optimisation barriers and
+    products with zero. Adding the smallest normal number changes no digit of x.
     """
     touched = sum(jnp.ravel(leaf)[0].astype(x.dtype) for leaf in jax.tree.leaves(computed))
     return x + jnp.where(jnp.isnan(touched), jnp.finfo(x.dtype).tiny, 0)
 
 
 def _joined(n: int, m: int, us: Any, others: Any) -> KlotAux:
-    """Both plans' scalings, without padding, from their u and all other fields."""
+    """Joins both plans' scalings, without padding, from their u and all other fields."""
     return KlotAux(
         *(
             Scalings(sharding.join(u, n), v[:m], *rest)
@@ -133,12 +140,12 @@ def _joined(n: int, m: int, us: Any, others: Any) -> KlotAux:
 def klot_of_affinities(
     options: Options, k: Array, k_star: Array, settings: Settings
 ) -> tuple[Array, KlotAux]:
-    """KL(P* || P) and both plans' scalings; differentiable in k alone."""
+    """Computes KL(P* || P) and both plans' scalings; differentiable in k alone."""
     return _affinities_fwd(options, k, k_star, settings)[0]
 
 
 def _affinities_fwd(options: Options, k: Array, k_star: Array, settings: Settings) -> Any:
-    k = _first_order("klot", k)
+    k = constant(OF_AFFINITIES, k)  # a second derivative would differentiate this function
 
     def own_rows(axes: sharding.Axes, rows: Any, settings: Settings) -> Any:
         k, k_star, log_a = rows
@@ -197,7 +204,7 @@ klot_of_affinities.defvjp(_affinities_fwd, _affinities_bwd)
 
 
 class Features(NamedTuple):
-    """Raw rows of the student (f, g) and of the teacher (z, w)."""
+    """Raw features of the student (f, g) and of the teacher (z, w)."""
 
     f: Float[Array, "n d"]
     g: Float[Array, "m d"]
@@ -205,96 +212,191 @@ class Features(NamedTuple):
     w: Float[Array, "m e"]
 
 
+def _as_features(*arrays: ArrayLike) -> Features:
+    """Casts to float32, or to float64 if one array is, but keeps a pair of bfloat16 arrays."""
+    floats = affinity.as_floats(*arrays)
+    given = [jnp.asarray(x) for x in arrays]
+    if floats[0].dtype == jnp.float32:
+        for pair in (slice(0, 2), slice(2, 4)):
+            if all(x.dtype == jnp.bfloat16 for x in given[pair]):
+                floats = (*floats[: pair.start], *given[pair], *floats[pair.stop :])
+    return Features(*floats)
+
+
+def _zero_padding(features: Features, settings: Settings) -> Features:
+    """Replaces features of weight zero by zeros: they may be anything."""
+    weights = (settings.log_a, settings.log_b) * 2
+    padded = zip(features, weights, strict=True)
+    return Features(*(jnp.where(jnp.isneginf(logs)[:, None], 0.0, x) for x, logs in padded))
+
+
 def _through_norm(gradient: Array, x: Array, factor: Any) -> Array:
-    """The gradient in x, given that in x/||x||: its part across x, times factor / ||x||."""
-    scale = affinity.inverse_norms(x)
-    along = jnp.sum(gradient * x, axis=1) * scale * scale
-    return (gradient - along[:, None] * x) * (scale * factor)[:, None]
+    """Returns the gradient in x, given that in x/||x||: its part across x, times factor / ||x||."""
+    rows, scale = affinity.as_float(x), affinity.inverse_norms(x)
+    along = jnp.sum(gradient * rows, axis=1) * scale * scale
+    return ((gradient - along[:, None] * rows) * (scale * factor)[:, None]).astype(x.dtype)
+
+
+class _Solved(NamedTuple):
+    """A solved plan: its kernel, and the scalings."""
+
+    kernel: Kernel
+    state: KernelState
+    scalings: Scalings
+
+    def measured(self, rows: Array, columns: Array, weights: Any, tolerance: Array) -> Scalings:
+        """Returns the scalings with the error of the plan that was multiplied, given its sums."""
+        (a, b), axes = weights, self.kernel.axes
+        in_rows = sharding.psum(jnp.sum(jnp.abs(rows - a)), axes)
+        in_columns = jnp.sum(jnp.abs(sharding.psum(columns, axes) - b))
+        return self.scalings.measured(jnp.maximum(in_rows, in_columns), tolerance)
+
+    def without_matrix(self) -> "_Solved":
+        """Frees the kernel: rows of the plan are computed again when they are needed."""
+        kernel = self.kernel._replace(block_size=blocks.PRODUCT_ROWS)
+        empty = sharding.vary_like(jnp.zeros(0, self.state.p.dtype), self.state.p)
+        return _Solved(kernel, self.state._replace(matrix=empty), self.scalings)
+
+
+def _solve_features(
+    options: Options,
+    axes: sharding.Axes,
+    sides: tuple[Array, Array],
+    weights: tuple[Array, Array],
+    epsilon: Array,
+    tolerance: Array,
+    init_v: Array | None,
+    *,
+    teacher: bool,
+) -> _Solved:
+    """Solves the plan of one pair of features, of which each device has its own rows."""
+    storage, (x, y) = options.storage, sides
+    precision = options.teacher if teacher else options.student
+    cosines = Cosines.of(x, sharding.all_gather(y, axes), precision)
+    # The student's few sweeps are not worth a copy of a stored kernel.
+    int8 = storage.int8 and (teacher or storage.block_size is not None)
+    kernel = Kernel(cosines, storage.block_size, int8, axes, options.sums)
+    scalings, state = solve(
+        kernel,
+        *weights,
+        epsilon=epsilon,
+        tolerance=goal(tolerance, 1.0, epsilon),
+        max_iterations=options.max_iterations,
+        init_v=init_v,
+    )
+    return _Solved(kernel, state, scalings)
+
+
+class _Products(NamedTuple):
+    """Sums over P - P*, and the marginals of P*; F and G are normalised.
+
+    Attributes:
+        right: (P - P*) G.
+        left: (P - P*)^T F.
+        rows: (P - P*) 1.
+        columns: (P - P*)^T 1.
+        moment: sum of P log(P / (a b)) - P* log(P* / (a b)).
+        rows_star: P* 1.
+        columns_star: P*^T 1.
+    """
+
+    right: Float[Array, "n d"]
+    left: Float[Array, "m d"]
+    rows: Float[Array, " n"]
+    columns: Float[Array, " m"]
+    moment: Float[Array, ""]
+    rows_star: Float[Array, " n"]
+    columns_star: Float[Array, " m"]
+
+
+def _multiply(
+    student: _Solved, teacher: _Solved, weights: tuple[Array, Array], options: Options
+) -> _Products:
+    """Multiplies P - P* with the student's features, a block of rows at a time."""
+    cosines: Any = student.kernel.affinity
+    g = affinity.as_float(cosines.g) * cosines.g_scale[:, None]
+
+    def body(block: Block, sums: _Products) -> _Products:
+        plan, moment = student.kernel.plan_rows(student.state, block, *weights)
+        star, moment_star = teacher.kernel.plan_rows(teacher.state, block, *weights)
+        moved = plan - star
+        right = affinity.dot(moved, g, options.gradient)
+        left = affinity.dot(moved.T, cosines.left(block), options.gradient)
+        return _Products(
+            right=block.add(sums.right, right),
+            left=sums.left + left,
+            rows=block.add(sums.rows, jnp.sum(moved, axis=1)),
+            columns=sums.columns + jnp.sum(moved, axis=0),
+            moment=sums.moment + jnp.sum(moment - moment_star),
+            rows_star=block.add(sums.rows_star, jnp.sum(star, axis=1)),
+            columns_star=sums.columns_star + jnp.sum(star, axis=0),
+        )
+
+    p, q = student.state.p, student.state.q
+    sides = jnp.zeros((len(p), g.shape[1]), p.dtype), jnp.zeros(g.shape, p.dtype)
+    sums = jnp.zeros_like(p), jnp.zeros_like(q)
+    nothing = _Products(*sides, *sums, jnp.zeros((), p.dtype), *sums)
+    rows = options.storage.block_size or blocks.BUILD_ROWS
+    if options.storage.both:  # there is memory for larger blocks, which save bytes
+        rows = min(blocks.PRODUCT_ROWS, max(rows, len(p) // 8))
+    with jax.named_scope("products"):
+        return over_rows(len(p), rows, body, sharding.vary_like(nothing, p))
+
+
+def _divergence(
+    student: _Solved, moved: _Products, weights: tuple[Array, Array], epsilon: Array
+) -> Array:
+    """Computes this device's part of KL(P* || P).
+
+    <P*, log P*> - <P*, log P> = <P - P*, K/eps + p + q> - <P, log A> + <P*, log A*>. The marginals
+    of P - P* are used as computed, not as zero: otherwise the rounding errors of large K/eps do not
+    cancel.
+    """
+    (a, b), state = weights, student.state
+    cosines: Any = student.kernel.affinity
+    in_rows = jnp.sum(jnp.where(a > 0, moved.rows * (state.p + state.x), 0.0))
+    in_columns = jnp.sum(jnp.where(b > 0, moved.columns * (state.q + state.y), 0.0))
+    f = affinity.as_float(cosines.f)
+    cross = jnp.sum(jnp.sum(moved.right * f, axis=1) * cosines.f_scale) / epsilon
+    return in_rows + in_columns + cross - moved.moment
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def klot_of_features(
     options: Options, features: Features, settings: Settings
 ) -> tuple[Array, KlotAux]:
-    """KL(P* || P) of cosine affinities, and both plans' scalings; differentiable in f and g."""
+    """Computes KL(P* || P) of cosine affinities; differentiable in f and g."""
     return _features_fwd(options, features, settings)[0]
 
 
 def _features_fwd(options: Options, features: Features, settings: Settings) -> Any:
-    """Both plans, one after the other, each multiplied with the features while it exists."""
-    f, g, z, w = _first_order("klot_from_embeddings", features)
+    """Solves both plans, one after the other, and multiplies their difference with the features."""
+    f, g, z, w = constant(OF_FEATURES, features)
 
     def own_rows(axes: sharding.Axes, rows: Any, settings: Settings) -> Any:
         f, g, z, w, log_a = rows
-        log_b, epsilon, tolerance = settings.log_b, settings.epsilon, settings.tolerance
-        a, b = jnp.exp(log_a), jnp.exp(log_b)
-
-        def cosines_of(x: Array, y: Array) -> Cosines:
-            return Cosines.of(x, sharding.all_gather(y, axes), options.products)
-
-        def kernel_of(cosines: Cosines) -> Kernel:
-            return Kernel(cosines, options.block_size, axes, options.sums)
-
-        def plan(
-            kernel: Kernel, epsilon: Array, init_v: Array | None, *, narrow: bool = False
-        ) -> Any:
-            return solve(
-                kernel._replace(narrow=narrow),
-                log_a,
-                log_b,
-                epsilon=epsilon,
-                tolerance=tolerance if kernel.stored else goal(tolerance, 1.0, epsilon),
-                max_iterations=options.max_iterations,
-                init_v=init_v,
-            )
-
-        def measured(scalings: Scalings, rows: Array, columns: Array) -> Scalings:
-            """With the error of the plan that was multiplied, which was rounded since."""
-            in_rows = sharding.psum(jnp.sum(jnp.abs(rows - a)), axes)
-            in_columns = jnp.sum(jnp.abs(sharding.psum(columns, axes) - b))
-            return scalings.measured(jnp.maximum(in_rows, in_columns), tolerance)
-
+        tolerance, logs = settings.tolerance, (log_a, settings.log_b)
+        weights = jnp.exp(logs[0]), jnp.exp(logs[1])
+        solve_one = functools.partial(_solve_features, options, axes, tolerance=tolerance)
         with jax.named_scope("teacher_plan"):
-            kernel = kernel_of(cosines_of(z, w))
-            exact = functools.partial(plan, kernel, init_v=settings.init_v_star)
-            if options.both and a.dtype == jnp.float32:
-                # Many sweeps, which on a GPU or TPU take as long as reading the kernel does.
-                fast = functools.partial(exact, narrow=True)
-                branches = {"default": exact, "cuda": fast, "tpu": fast}
-                teacher, star = jax.lax.platform_dependent(settings.epsilon_star, **branches)
-            else:
-                teacher, star = exact(settings.epsilon_star)
-        # Columns come together from all devices only when they are needed.
-        cosines = cosines_of(f, _after(g, teacher) if axes else g)
-        if not options.both:
-            with jax.named_scope("teacher_products"):
-                target, _ = kernel.transport(star, a, b, cosines)
+            epsilons = settings.epsilon_star, settings.init_v_star
+            teacher = solve_one((z, w), logs, epsilons[0], init_v=epsilons[1], teacher=True)
+            if options.storage.block_size is None and not options.storage.both:
+                teacher = teacher.without_matrix()
         with jax.named_scope("student_plan"):
-            kernel = kernel_of(cosines)
-            before = teacher if options.both else target
-            student, state = plan(kernel, _after(epsilon, before), settings.init_v)
-        with jax.named_scope("student_products"):
-            if options.both:
-                less_star = functools.partial(kernel.transport, state, a, b, cosines, star=star)
-                whole = functools.partial(less_star, in_place=True)  # a TPU keeps blocks on chip
-                moved, of_star = jax.lax.platform_dependent(default=less_star, cuda=whole)
-            else:
-                moved, _ = kernel.transport(state, a, b, cosines, minus=target)
-                of_star = target.rows, target.columns
-        teacher = measured(teacher, *of_star)
-        student = measured(student, moved.rows + of_star[0], moved.columns + of_star[1])
-
-        # <P*, log P*> - <P*, log P> = <P*, log A*> - <P, log A> + <P - P*, log A>, with the rows
-        # and columns of P - P* as they are: where K/eps is large, what rounding adds to their
-        # sums would not cancel otherwise.
-        in_rows = jnp.sum(jnp.where(a > 0, moved.rows * state.p, 0.0))
-        in_columns = jnp.sum(jnp.where(b > 0, moved.columns * state.q, 0.0))
-        cross = jnp.sum(jnp.sum(moved.right * f, axis=1) * cosines.f_scale) / epsilon
-        value = sharding.psum(in_rows + in_columns + cross - moved.log_moment, axes)
-        solved = jnp.isfinite(student.error) & jnp.isfinite(teacher.error)
-        value, factor = (jnp.where(solved, x, jnp.nan) for x in (value, 1 / epsilon))
-        df, dg = _through_norm(moved.right, f, factor), _through_norm(moved.left, g, factor)
-        return (df, dg, student.u, teacher.u), (value, student[1:], teacher[1:])
+            epsilon = _after(settings.epsilon, teacher.scalings)
+            student = solve_one((f, g), logs, epsilon, init_v=settings.init_v, teacher=False)
+        moved = _multiply(student, teacher, weights, options)
+        value = sharding.psum(_divergence(student, moved, weights, settings.epsilon), axes)
+        star = moved.rows_star, moved.columns_star
+        found = moved.rows + star[0], moved.columns + star[1]
+        target = teacher.measured(*star, weights, tolerance)
+        plan = student.measured(*found, weights, tolerance)
+        solved = jnp.isfinite(plan.error) & jnp.isfinite(target.error)
+        value, factor = (jnp.where(solved, x, jnp.nan) for x in (value, 1 / settings.epsilon))
+        df = _through_norm(moved.right, f, factor)
+        dg = _through_norm(sharding.psum_scatter(moved.left, axes), g, factor)
+        return (df, dg, plan.u, target.u), (value, plan[1:], target[1:])
 
     with sharding.mesh_of(*features):
         rows = (*map(sharding.split, (f, g, z, w)), sharding.split(settings.log_a, -jnp.inf))
@@ -307,7 +409,7 @@ def _features_fwd(options: Options, features: Features, settings: Settings) -> A
 
 
 def _split_columns(settings: Settings) -> Settings:
-    """Settings for columns that are padded to equally many for each device."""
+    """Pads the settings of columns to equally many for each device."""
     v, v_star = (
         None if v is None else sharding.split(v) for v in (settings.init_v, settings.init_v_star)
     )
@@ -317,8 +419,8 @@ def _split_columns(settings: Settings) -> Settings:
 
 def _features_bwd(options: Options, residuals: Any, cotangents: Any) -> Any:
     df, dg, features, settings = residuals
-    constants = _zeros((features.z, features.w))
-    return Features(cotangents[0] * df, cotangents[0] * dg, *constants), _zeros(settings)
+    gradients = ((cotangents[0] * dx).astype(dx.dtype) for dx in (df, dg))
+    return Features(*gradients, *_zeros((features.z, features.w))), _zeros(settings)
 
 
 klot_of_features.defvjp(_features_fwd, _features_bwd)
@@ -329,7 +431,7 @@ _affinities = jax.jit(klot_of_affinities, static_argnums=0)
 _features = jax.jit(klot_of_features, static_argnums=0)
 
 
-# --- what users call ---------------------------------------------------------------------------
+# --- public functions ---------------------------------------------------------------------------
 
 
 class _KlotOptions(TypedDict, total=False):
@@ -347,10 +449,11 @@ class _KlotOptions(TypedDict, total=False):
 
 
 class _EmbeddingsOptions(_KlotOptions, total=False):
-    block_size: int | str | None
+    block_size: int | None
 
 
-def _mass(marginals: str, n: int, m: int) -> int:
+def _mass(marginals: str, n: int, m: int, log_a: Array | None = None) -> Any:
+    """Returns the total mass of the plans: 1, or the number of rows that are not padding."""
     checks.choice("marginals", marginals, MARGINALS)
     if marginals == "prob":
         return 1
@@ -358,10 +461,11 @@ def _mass(marginals: str, n: int, m: int) -> int:
         raise checks.InputError(
             f"marginals: 'bistochastic' needs a square affinity but it is {n} x {m}; use 'prob'"
         )
-    return n
+    return n if log_a is None else jnp.sum(~jnp.isneginf(log_a), dtype=log_a.dtype)
 
 
 def _settings(
+    message: str,
     n: int,
     m: int,
     dtype: Any,
@@ -372,8 +476,7 @@ def _settings(
     log_b: ArrayLike | None,
     init_v: tuple[ArrayLike, ArrayLike] | None,
 ) -> Settings:
-    checks.positive(epsilon=epsilon, epsilon_star=epsilon_star)
-    return Settings(
+    settings = Settings(
         jnp.asarray(epsilon, dtype),
         jnp.asarray(epsilon_star, dtype),
         jnp.asarray(tolerance, dtype),
@@ -381,6 +484,7 @@ def _settings(
         log_weights("log_b", log_b, m, dtype),
         *pair("init_v", init_v, dtype),
     )
+    return constant(message, settings)
 
 
 def _returned(value: Array, aux: KlotAux, return_aux: bool) -> Any:
@@ -418,12 +522,12 @@ def klot(
     precision: jax.lax.PrecisionLike = None,
     return_aux: bool = False,
 ) -> Any:
-    """KLOT(K || K*) = KL(P* || P) with P = OT_eps(K), P* = OT_eps*(K*).
+    """Computes KLOT(K || K*) = KL(P* || P) with P = OT_eps(K), P* = OT_eps*(K*).
 
     The gradient in K is (P - P*)/eps in closed form: Sinkhorn is not differentiated, and beyond K
-    and K* only four vectors are kept for the backward pass. `K_star`, the epsilons and the
-    weights are constants: they receive no gradient. It is exact when both plans are converged,
-    which `return_aux` shows.
+    and K* only four vectors are kept for the backward pass. `K_star` is a constant and receives
+    no gradient; derivatives in the epsilons and the weights raise a TypeError. The gradient is
+    exact when both plans are converged, which `return_aux` shows.
 
     Args:
         K: student affinity, shape [n, m].
@@ -431,14 +535,16 @@ def klot(
         epsilon: regularisation of the student's plan.
         epsilon_star: regularisation of the teacher's plan.
         marginals: "prob", plans of total mass 1 as in the published code, or "bistochastic",
-            rows and columns of mass 1 as in the paper: value and gradient are n times as large.
+            rows and columns of mass 1 as in the paper: value and gradient are as many times as
+            large as there are rows of a positive weight.
         log_a: log-weights of the rows (-inf pads); uniform by default.
         log_b: log-weights of the columns, likewise.
         tolerance: marginal error at which each solve stops, see `sinkhorn`.
         max_iterations: number of iterations at which each solve stops.
         init_v: (v, v_star), column log-scalings to start from, as `aux.student.v` holds them.
         precision: of all matrix products, "highest", "high" or "default"; static. By default
-            sums over the kernel are "highest" and products of features `affinity.THREE_PASSES`.
+            sums over the kernel are "highest", and products of features are as exact as KLOT needs
+            on this device, see `device`.
         return_aux: also return a `KlotAux`: `aux.student.converged`, errors, iterations, scalings.
 
     Returns:
@@ -449,19 +555,20 @@ def klot(
     >>> float(loss), gradient[0].tolist()
     (0.036, [-0.236, 0.118, 0.118])
     """
-    checks.static(max_iterations=max_iterations, precision=precision, return_aux=return_aux)
-    checks.whole(1, max_iterations=max_iterations)
+    checks.static(precision=precision, return_aux=return_aux)
+    scalars = {"epsilon": epsilon, "epsilon_star": epsilon_star, "tolerance": tolerance}
+    check_limits(max_iterations=max_iterations, **scalars)
     affinity.check_affinities(K, K_star)
-    k = affinity.as_float(K)
+    k, k_star = affinity.as_floats(K, K_star)
     n, m = k.shape
-    mass = _mass(marginals, n, m)
-    settings = _settings(n, m, k.dtype, epsilon, epsilon_star, tolerance, log_a, log_b, init_v)
-    k_star = jnp.asarray(K_star, k.dtype)
+    given: Any = {**scalars, "log_a": log_a, "log_b": log_b, "init_v": init_v}
+    settings = _settings(OF_AFFINITIES, n, m, k.dtype, **given)
+    mass = _mass(marginals, n, m, settings.log_a)
     if not (log_a is None and log_b is None):
         k, k_star = (without_padding(x, settings.log_a, settings.log_b) for x in (k, k_star))
-    options = Options(max_iterations, precision)
+    options = Options.of(max_iterations, precision)
     arrays = sharding.vary_alike((k, k_star, settings))
-    value, aux = reverse_only("klot", lambda: _affinities(options, *arrays))
+    value, aux = reverse_only(OF_AFFINITIES, lambda: _affinities(options, *arrays))
     return _returned(mass * value, aux, return_aux)
 
 
@@ -474,7 +581,7 @@ def klot_reference(
     iterations: int = 100,
     symmetric: bool = True,
 ) -> Float[Array, ""]:
-    """The paper's published loss, digit by digit: fixed iterations, final half-step.
+    """Computes the paper's published loss, digit by digit: fixed iterations, final half-step.
 
     Value KL(P* || P), gradient (P - P*)/eps whether or not the plans have converged. For
     comparison; `klot` is the one to use.
@@ -530,13 +637,13 @@ def klot_from_embeddings(
     tolerance: float = 1e-4,
     max_iterations: int = 2000,
     init_v: tuple[ArrayLike, ArrayLike] | None = None,
-    block_size: int | str | None = None,
+    block_size: int | None = None,
     precision: jax.lax.PrecisionLike = None,
     return_aux: bool = False,
 ) -> Any:
-    """KLOT between the cosine affinities of features: `klot(cosine(f, g), cosine(f_star, g_star))`.
+    """Computes `klot(cosine(f, g), cosine(f_star, g_star))` from features.
 
-    Rows are L2-normalised inside. Each plan is multiplied with the features as soon as it is
+    Rows are L2-normalised inside. The plans are multiplied with the features as soon as they are
     found, so that the backward pass keeps arrays of the features' size only, never n x m:
 
         d/df = (P - P*) g / eps,    d/dg = (P - P*)^T f / eps    (on normalised rows).
@@ -546,47 +653,54 @@ def klot_from_embeddings(
     Inside a `shard_map` every device has a problem of its own: `pmean` its loss. Zero rows have
     cosine 0 with all others, and no gradient.
 
-    `f, g` are student features of shapes [n, d] and [m, d]; `f_star, g_star` those of the teacher
-    for the same samples, [n, e] and [m, e], which receive no gradient. `block_size=None` keeps one
-    n x m buffer; a number of rows streams, recomputing blocks of so many rows in every iteration,
-    in memory O(n (d + block_size)); "auto" decides by the device's memory, and keeps two buffers
-    where they fit, for half of the gradient's products. Value and gradients are the same. All
-    other options are those of `klot`.
+    Args:
+        f: student features of the rows, shape [n, d]. If f and g are bfloat16, their affinity is
+            one bfloat16 product, which is exact.
+        g: student features of the columns, shape [m, d].
+        f_star: teacher features of the same rows, shape [n, e]; they receive no gradient.
+        g_star: teacher features of the same columns, shape [m, e], likewise.
+        epsilon: see `klot`, as for the other options.
+        epsilon_star: see `klot`.
+        marginals: see `klot`.
+        log_a: see `klot`.
+        log_b: see `klot`.
+        tolerance: see `klot`.
+        max_iterations: see `klot`.
+        init_v: see `klot`.
+        block_size: number of rows that are recomputed at a time in every iteration, in memory
+            O(n (d + block_size)). By default kernels are stored as far as they fit into half of
+            the device's memory, see `blocks.storage`. Value and gradients are the same.
+        precision: see `klot`.
+        return_aux: see `klot`.
+
+    Returns:
+        The loss, or (loss, aux).
 
     >>> f, g = jnp.eye(3), jnp.eye(3) + 0.5
     >>> print(jax.jit(klot_from_embeddings)(f, g, f, g, epsilon_star=0.05).round(4))
     0.0
     """
-    checks.static(
-        max_iterations=max_iterations,
-        precision=precision,
-        block_size=block_size,
-        return_aux=return_aux,
-    )
-    checks.whole(1, max_iterations=max_iterations)
+    checks.static(precision=precision, block_size=block_size, return_aux=return_aux)
+    scalars = {"epsilon": epsilon, "epsilon_star": epsilon_star, "tolerance": tolerance}
+    check_limits(max_iterations=max_iterations, **scalars)
     affinity.check_features(f, g, f_star, g_star)
-    features = Features(*affinity.as_floats(f, g, f_star, g_star))
-    n, m, dtype = len(features.f), len(features.g), features.f.dtype
-    both = False
-    if isinstance(block_size, str):
-        checks.choice("block_size", block_size, ("auto",))
-        with sharding.mesh_of(*features):
-            rows = sharding.share(n)
-            block_size = blocks.auto_block(rows, m, dtype.itemsize)
-            both = rows == n and blocks.auto_block(2 * n, m, dtype.itemsize) is None
+    features = _as_features(f, g, f_star, g_star)
+    n, m = len(features.f), len(features.g)
+    dtype = jnp.float64 if features.f.dtype == jnp.float64 else jnp.float32
     checks.whole(1, or_none=True, block_size=block_size)
-    mass = _mass(marginals, n, m)
-    settings = _settings(n, m, dtype, epsilon, epsilon_star, tolerance, log_a, log_b, init_v)
+    if block_size is None:
+        with sharding.mesh_of(*features):
+            storage = blocks.storage(sharding.share(n), m, dtype)
+    else:
+        storage = blocks.Storage(block_size, both=False)
+    given: Any = {**scalars, "log_a": log_a, "log_b": log_b, "init_v": init_v}
+    settings = _settings(OF_FEATURES, n, m, dtype, **given)
+    mass = _mass(marginals, n, m, settings.log_a)
     if not (log_a is None and log_b is None):
-        features = Features(
-            *(
-                jnp.where(jnp.isneginf(weights)[:, None], 0.0, x)
-                for x, weights in zip(features, (settings.log_a, settings.log_b) * 2, strict=True)
-            )
-        )
-    options = Options(max_iterations, precision, block_size, both)
+        features = _zero_padding(features, settings)
+    options = Options.of(max_iterations, precision, storage)
     arrays = sharding.vary_alike((features, settings))
-    value, aux = reverse_only("klot_from_embeddings", lambda: _features(options, *arrays))
+    value, aux = reverse_only(OF_FEATURES, lambda: _features(options, *arrays))
     return _returned(mass * value, aux, return_aux)
 
 
@@ -604,7 +718,7 @@ def klot_crossmodal(
     precision: jax.lax.PrecisionLike = None,
     return_aux: bool = False,
 ) -> Any:
-    """KL(T || OT_eps(K)) over pairs and unpaired rows at once, K = cosine(f, g).
+    """Computes KL(T || OT_eps(K)) over pairs and unpaired rows at once, K = cosine(f, g).
 
     The first k = n - p = m - q rows of f and g are pairs, which T transports to themselves; the
     rest follow the teacher's plan P* = OT_eps*(cosine(f_star, g_star)):
@@ -622,7 +736,6 @@ def klot_crossmodal(
     >>> print(jax.jit(klot_crossmodal)(f, f, f[1:], f[1:]).round(4))
     0.0
     """
-    f, g, f_star, g_star = affinity.as_floats(f, g, f_star, g_star)
     n, m, unpaired = len(f), len(g), (len(f_star), len(g_star))
     pairs = n - unpaired[0]
     if pairs != m - unpaired[1] or pairs < 1 or min(unpaired) < 1:
@@ -630,23 +743,26 @@ def klot_crossmodal(
             f"f, g: have {n} and {m} rows but f_star and g_star {unpaired}; pass teacher features "
             "of the unpaired rows, with as many pairs before them on either side"
         )
+    for name, x in (("f", f), ("g", g), ("f_star", f_star), ("g_star", g_star)):
+        affinity.check_affinity(name, x)
     affinity.check_widths(f, g, f_star, g_star)
+    f, g, f_star, g_star = affinity.as_floats(f, g, f_star, g_star)
     mass, share = _mass(marginals, n, m), 2 * pairs / (n + m)
 
     def weights(rest: int) -> Array:
         logs = math.log(share / pairs), math.log((1 - share) / rest)
         return jnp.repeat(jnp.array(logs, f.dtype), np.array([pairs, rest]))
 
-    static = Options(max_iterations, precision)
+    static = Options.of(max_iterations, precision)
     solved = functools.partial(
         sinkhorn, tolerance=tolerance, max_iterations=max_iterations, precision=static.sums
     )
     targets = jax.lax.stop_gradient((f_star, g_star))
-    target = solved(affinity.cosine(*targets, precision=static.products), epsilon=epsilon_star)
+    target = solved(affinity.cosine(*targets, precision=static.teacher), epsilon=epsilon_star)
     t = jax.scipy.linalg.block_diag(
         jnp.eye(pairs, dtype=f.dtype) * (share / pairs), (1 - share) * target.matrix()
     )
-    k = affinity.cosine(f, g, precision=static.products)
+    k = affinity.cosine(f, g, precision=static.student)
     log_a, log_b = map(weights, unpaired)
     plan = solved(jax.lax.stop_gradient(k), epsilon=epsilon, log_a=log_a, log_b=log_b)
     log_p = plan.log_matrix()

@@ -18,7 +18,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Float
 
 from sotalign_jax import checks
@@ -66,13 +66,34 @@ def mesh_of(*arrays: Array) -> Iterator[None]:
 
 
 def axes() -> Axes:
-    """The axes of the mesh in context; none inside a `shard_map`, which splits rows itself.
+    """Returns the axes of the mesh in context that rows are split over.
+
+    None inside a user's `shard_map`, which splits rows itself, or inside a `vmap` over problems
+    that are split over the mesh.
 
     >>> axes()
     ()
     """
     mesh = jax.sharding.get_abstract_mesh()
-    return () if mesh.empty or mesh.size == 1 or mesh.manual_axes else mesh.axis_names
+    unsplit = mesh.empty or mesh.size == 1 or mesh.manual_axes or _splits_problems(mesh)
+    return () if unsplit else mesh.axis_names
+
+
+def _splits_problems(mesh: AbstractMesh) -> bool:
+    """Returns True inside a `vmap` over problems that are split over Explicit axes.
+
+    JAX has no function for it, but a `shard_map` leaves out the axes that `vmap` has taken.
+    """
+    if not mesh.explicit_axes or mesh.manual_axes:
+        return False
+    left: list[Axes] = []
+
+    def note() -> tuple[()]:
+        left.append(jax.sharding.get_abstract_mesh().manual_axes)
+        return ()
+
+    jax.eval_shape(jax.shard_map(note, in_specs=(), out_specs=()))
+    return set(left[0]) != set(mesh.axis_names)
 
 
 def share(n: int) -> int:
@@ -129,7 +150,11 @@ def shard_map(
     """
     names = axes()
     if not names:
-        return function((), rows, shared)
+        alone = functools.partial(function, ())
+        if _splits_problems(jax.sharding.get_abstract_mesh()):
+            # Loops that carry constants cannot be batched over Explicit axes.
+            alone = jax.sharding.auto_axes(alone, out_sharding=PartitionSpec())
+        return alone(rows, shared)
     by_rows, whole = PartitionSpec(names), PartitionSpec()
     mapped = jax.shard_map(
         functools.partial(function, names),
@@ -208,31 +233,6 @@ def psum_scatter(x: Float[Array, "m d"], axes: Axes) -> Float[Array, "k d"]:
         return x
     x = jnp.pad(x, [(0, -len(x) % size(axes)), (0, 0)])
     return jax.lax.psum_scatter(x, axes, tiled=True)
-
-
-def psum_ring(
-    part: Callable[[Any, Any], tuple[Array, Any]], like: Array, carry: Any, axes: Axes
-) -> tuple[Array, Any]:
-    """Sums over devices of arrays that never exist whole: each device ends with its own rows.
-
-    The sums travel from device to device in a ring, each adding its part as they pass.
-
-    Args:
-        part: (k, carry) -> this device's part of the rows of device k, and the carry.
-        like: an array of the parts' shape.
-        carry: what `part` changes on its way.
-        axes: of the mesh.
-    """
-    if not axes:
-        return part(0, carry)
-    count, own = size(axes), jax.lax.axis_index(axes)
-    ring = [(k, (k + 1) % count) for k in range(count)]
-
-    def step(i: Array, sums: tuple[Array, Any]) -> tuple[Array, Any]:
-        added, carry = part((own - 1 - i) % count, sums[1])
-        return jax.lax.ppermute(sums[0], axes, ring) + added, carry
-
-    return jax.lax.fori_loop(0, count, step, (jnp.zeros_like(like), carry))
 
 
 # --- placing arrays ----------------------------------------------------------------------------

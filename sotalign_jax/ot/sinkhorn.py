@@ -2,8 +2,13 @@
 
     OT_eps(K) = argmin_{P 1 = a, P^T 1 = b}  -<P, K> + eps * sum P log P
 
-`u, v` are log-scalings (dimensionless) everywhere. `sinkhorn` is the fast solver, `reference`
-beside it is the plain textbook one.
+`u, v` are log-scalings (dimensionless) everywhere. A `Plan` keeps each of them in two parts,
+
+    u = centred_u - row_centre/epsilon,    v = centred_v - column_centre/epsilon,
+
+where the centres are the plan's potentials in the units of K: K minus its centres is small where
+the plan has mass, so that its quotient by epsilon keeps its digits. `sinkhorn` is the fast solver,
+`reference` is textbook Sinkhorn.
 """
 
 import dataclasses
@@ -29,10 +34,17 @@ from sotalign_jax.ot.solver import Scalings, goal, rounding, row_range, solve
 class Plan:
     """A transport plan in scaling form, log P_ij = K_ij/epsilon + u_i + v_j.
 
-    K less its centres is divided by epsilon, so that digits are left where the mass is; `centred_u`
-    is u + row_centre/epsilon, and likewise for v, -inf where a weight is zero. `error` is
-    max(||P 1 - a||_1, ||P^T 1 - b||_1) of `matrix()`, with a and b summing to 1, and what the
-    rounding of exponents may add; infinite where there is no plan.
+    Attributes:
+        affinity: K.
+        row_centre: part of u in the units of K, see the top of this file.
+        column_centre: part of v in the units of K.
+        centred_u: the rest of u; -inf where a weight is zero.
+        centred_v: the rest of v; -inf where a weight is zero.
+        epsilon: regularisation.
+        error: max(||P 1 - a||_1, ||P^T 1 - b||_1) of `matrix()` for weights of mass 1, plus a bound
+            on the rounding of exponents; infinite if there is no plan.
+        iterations: number of sweeps.
+        converged: True if the error is at most the tolerance.
     """
 
     affinity: Float[Array, "n m"]
@@ -56,22 +68,22 @@ class Plan:
         return self.centred_v - self.column_centre / self.epsilon[..., None]
 
     def log_matrix(self) -> Float[Array, "n m"]:
-        """log P."""
+        """Returns log P."""
         epsilon = self.epsilon[..., None, None]  # a vmapped solve gives many plans
         scalings = self.row_centre, self.centred_u, self.centred_v
         return log_plan(self.affinity, *scalings, epsilon, self.column_centre)
 
     def matrix(self) -> Float[Array, "n m"]:
-        """P."""
+        """Returns P."""
         return jnp.exp(self.log_matrix())
 
     def apply(self, values: Float[Array, "m k"]) -> Float[Array, "n k"]:
-        """P @ values: what each row's mass carries over from the columns."""
+        """Returns P @ values."""
         return affinity.dot(self.matrix(), values)
 
 
 def _top(k: Array) -> Array:
-    """The largest finite entry of each row."""
+    """Returns the largest finite entry of each row."""
     return jnp.max(k, axis=-1, where=jnp.isfinite(k), initial=jnp.finfo(k.dtype).min)
 
 
@@ -83,7 +95,7 @@ def log_plan(
     epsilon: Any,
     column_centre: Array | None = None,
 ) -> Array:
-    """log P of scalings that go with K less `row_centre` (and `column_centre`), shape [..., n, m].
+    """Computes log P from centred scalings, shape [..., n, m].
 
     Log-masses are at most 0; where K/epsilon has no digits left, larger ones are kept finite.
     """
@@ -95,7 +107,7 @@ def log_plan(
 
 
 class _Refined(NamedTuple):
-    """Centred scalings of a plan, the marginals of its columns, and its error."""
+    """State of `_refine`: centred scalings, marginals of the columns, and the error."""
 
     u: Array
     v: Array
@@ -117,13 +129,13 @@ def _refine(
     max_iterations: int,
     axes: sharding.Axes,
 ) -> _Refined:
-    """The row update of v and the error of the matrix itself, a block of rows at a time.
+    """Measures the error of the plan's matrix, and reduces it by plain Sinkhorn if that helps.
 
-    A kernel's exponents K/epsilon + u + v are rounded where they are large, and with them the
-    plan that it converged to. What is left is done here, by plain Sinkhorn on the matrix with K
-    centred at the plan's own potentials, as long as that helps; most often the error is small
-    enough at once. What rounding may add is counted, too: another program may multiply by
-    1/epsilon where this one divides, so that exponents differ by their last digit.
+    The exponents K/epsilon + u + v of a kernel are rounded where they are large, and so is the plan
+    that it converged to. With K centred at the plan's own potentials they are small. Most often the
+    first update finds that the error is small enough. The error includes a bound on rounding:
+    another program may multiply by 1/epsilon where this one divides, so that exponents differ by
+    their last digit.
     """
 
     def update(state: _Refined) -> _Refined:
@@ -165,7 +177,7 @@ def _refine(
 
 
 def log_weights(name: str, given: ArrayLike | None, size: int, dtype: Any) -> Float[Array, " n"]:
-    """The given log-weights, checked and summing to 1 exactly, or uniform ones."""
+    """Returns the given log-weights, checked and normalised to sum 1, or uniform ones."""
     if given is None:
         return jnp.full((size,), -math.log(size), dtype)
     if np.shape(given) != (size,):
@@ -184,36 +196,54 @@ def log_weights(name: str, given: ArrayLike | None, size: int, dtype: Any) -> Fl
 
 
 def pair(name: str, given: Any, dtype: Any) -> tuple[Array | None, Array | None]:
-    """The two arrays of a warm start, or none."""
+    """Returns the two arrays of a warm start, or (None, None)."""
     if given is None:
         return None, None
     if not isinstance(given, tuple | list) or len(given) != 2:
         raise checks.InputError(
             f"{name}: is {type(given).__name__}; pass a pair of arrays, one of scalings each"
         )
-    return jnp.asarray(given[0], dtype), jnp.asarray(given[1], dtype)
+    first, second = (jax.lax.stop_gradient(jnp.asarray(x, dtype)) for x in given)
+    return first, second
 
 
 def without_padding(k: Array, log_a: Array, log_b: Array) -> Array:
-    """K where anything may stand in rows and columns of weight zero: 0 in rows, -inf in columns.
+    """Replaces K by 0 in rows and by -inf in columns of weight zero, where it may be anything.
 
-    Columns that do not count must not count for the largest entry of a row, either.
+    Padded columns must not count for the largest entry of a row.
     """
     k = jnp.where(jnp.isneginf(log_b)[None, :], -jnp.inf, k)
     return jnp.where(jnp.isneginf(log_a)[:, None], 0.0, k)
 
 
-@jax.custom_jvp
-def _not_differentiable(k: Array) -> Array:
-    return k
+@functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
+def constant(message: str, x: Any) -> Any:
+    """Returns a pytree unchanged, and raises TypeError(message) if it is differentiated.
+
+    In every mode: a `custom_jvp` rule is called only for tangents that may differ from zero.
+    """
+    return x
 
 
-@_not_differentiable.defjvp
-def _refuse(primals: Any, tangents: Any) -> Any:
-    raise TypeError(
-        "sinkhorn: plans are not differentiable; use klot or klot_from_embeddings, whose gradient "
-        "is exact, or pass jax.lax.stop_gradient(K)"
-    )
+@constant.defjvp
+def _refuse(message: str, primals: Any, tangents: Any) -> Any:
+    raise TypeError(message)
+
+
+_NOT_DIFFERENTIABLE = (
+    "sinkhorn: plans are not differentiable; use klot or klot_from_embeddings, whose gradient "
+    "is exact, or pass jax.lax.stop_gradient(K), and likewise of epsilon and the log-weights"
+)
+MOST_ITERATIONS = 2**31 - 1
+"""Iterations are counted in 32 bits."""
+
+
+def check_limits(*, max_iterations: int, tolerance: Any, **epsilons: Any) -> None:
+    """Raises unless epsilons are above 0, the tolerance is not below 0, and iterations count."""
+    checks.static(max_iterations=max_iterations)
+    checks.whole(1, most=MOST_ITERATIONS, max_iterations=max_iterations)
+    checks.at_least(0, tolerance=tolerance)
+    checks.positive(**epsilons)
 
 
 def sinkhorn(
@@ -230,8 +260,8 @@ def sinkhorn(
     """Solves OT_eps(K), the entropic transport plan of an affinity.
 
     Stops when max(||P 1 - a||_1, ||P^T 1 - b||_1) <= tolerance; `Plan.converged` tells whether it
-    was reached. Works under `jit`, `vmap` and `shard_map`, in float32 and float64, for any
-    epsilon > 0; one that is not gives `error=inf`.
+    was reached. Works under `jit`, `vmap` and `shard_map`, in float32 and float64, for epsilons of
+    about 1e-6 to 1e6 times the range of K. A traced epsilon that is not above 0 gives `error=inf`.
 
     Args:
         K: affinity (larger is closer), shape [n, m]; -inf forbids an entry.
@@ -252,11 +282,10 @@ def sinkhorn(
     >>> plan.matrix().tolist(), bool(plan.converged)
     ([[0.44, 0.06], [0.06, 0.44]], True)
     """
-    checks.static(max_iterations=max_iterations, precision=precision)
-    checks.whole(1, max_iterations=max_iterations)
-    checks.positive(epsilon=epsilon)
+    checks.static(precision=precision)
+    check_limits(max_iterations=max_iterations, epsilon=epsilon, tolerance=tolerance)
     affinity.check_affinity("K", K)
-    k = _not_differentiable(affinity.as_float(K))
+    k = affinity.as_float(K)
     arrays = (
         k,
         None if log_a is None else log_weights("log_a", log_a, k.shape[0], k.dtype),
@@ -265,7 +294,7 @@ def sinkhorn(
         jnp.asarray(tolerance, k.dtype),
         pair("init", init, k.dtype)[1],
     )
-    return _solve(max_iterations, precision, *arrays)
+    return _solve(max_iterations, precision, *constant(_NOT_DIFFERENTIABLE, arrays))
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
@@ -305,12 +334,13 @@ def _solve(
         (u, row_centre), (v, column_centre, iterations, error, converged) = sharding.shard_map(
             own_rows, rows, (log_b, epsilon, tolerance, init_v)
         )
-        u, row_centre = sharding.join(u, n), sharding.join(row_centre, n)
+        # Whole on every device, for the affinity may be split by columns.
+        u, row_centre = (sharding.gather_explicit(sharding.join(x, n)) for x in (u, row_centre))
     return Plan(k, row_centre, column_centre, u, v, epsilon, error, iterations, converged)
 
 
 def _potential(x: Array, epsilon: Array) -> Array:
-    """epsilon x, of one bit less: rounded where it is made, not fused into sums that it enters."""
+    """Returns epsilon x, rounded to one bit less so that no compiler fuses the product."""
     digits = jnp.finfo(x.dtype)
     scaled = epsilon * jnp.where(jnp.isfinite(x), x, 0.0)
     return jax.lax.reduce_precision(scaled, digits.nexp, digits.nmant - 1)
@@ -327,7 +357,7 @@ def solve_matrix(
     axes: sharding.Axes,
     precision: jax.lax.PrecisionLike,
 ) -> tuple[Array, Scalings]:
-    """Rows' largest entries, and `solve` for an affinity less these: u and error for `log_plan`."""
+    """Solves for a given affinity minus its rows' largest entries, which are returned as well."""
     top, widest = row_range(k, axes)
     scalings, _ = solve(
         Kernel(Matrix(k, top), axes=axes, precision=precision),

@@ -1,10 +1,34 @@
-"""The Sinkhorn solver: kernel-domain sweeps, Anderson acceleration, epsilon-scaling.
+"""The Sinkhorn solver: sweeps over a kernel, Anderson acceleration, epsilon-scaling.
 
-Works on any `kernel.Kernel`; `sinkhorn.sinkhorn` is the front door, `klot` the other user.
+Potentials. Users see log P = K/epsilon + u + v. Inside, with marginals a and b,
+
+    u = log a + p + x,    v = log b + q + y,    P = diag(a e^x) A diag(b e^y),
+
+where the kernel A = exp(K/epsilon + p + q) has absorbed p and q, and the search below finds the
+log-scalings x and y. For any y, x = -log(A b e^y) makes the rows of P exact, so the search is a
+fixed-point iteration in y alone. One sweep over A gives x, the error of the columns and the next
+y.
+
+Three nested loops, each a function of this module:
+
+    _run      builds A from K, and again when the scalings drift too far, which is rare;
+    _build    goes down the levels, from epsilon to epsilon/4 (A -> A^4), one `_level` at a time;
+    _search   sweeps until the error of the columns is small.
+
+With an int8 kernel, `_search_int8` takes the place of `_search`. Most of its sweeps read the int8
+kernel, and a few exact sweeps correct its sums.
+
+References:
+    M. Cuturi, "Sinkhorn distances", NeurIPS 2013.
+    B. Schmitzer, "Stabilized sparse scaling algorithms for entropy regularized transport
+    problems", SISC 41 (2019): absorption and epsilon-scaling.
+    H. J. Stetter, "The defect correction principle and discretization methods", Numer. Math. 29
+    (1978): the exact sweeps that correct an approximate kernel.
 """
 
 import functools
 import math
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -12,39 +36,46 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from sotalign_jax import checks
-from sotalign_jax.ot import affinity, sharding
+from sotalign_jax.ot import anderson, sharding
 from sotalign_jax.ot.blocks import BUILD_ROWS, Block, over_rows
-from sotalign_jax.ot.kernel import MAX_DRIFT, Kernel, KernelState
+from sotalign_jax.ot.kernel import LEVEL_POWER, MAX_DRIFT, Kernel, KernelState
 
-ANDERSON_MEMORY = 12
-"""How many past steps the acceleration combines."""
-PLAIN_STEPS = 4
-"""Plain iterations before the acceleration starts, and after each time it was rejected."""
-MAX_ACCELERATED_STEP = 3.0
-"""Largest change of a log-scaling by which an accelerated step may leave the plain one."""
+# The constants below were tuned on COCO's teacher and on random problems: benchmarks/convergence.py
+# counts their sweeps, and tests/fuzz.py looks for problems on which they fail.
 MAX_RISE = 3.0
 """An accelerated step whose error exceeds the best one by this factor is taken back."""
 PLATEAU = 1e-3
 """Relative rise of the error up to which a later point still replaces an earlier one."""
 STALL, STALLED = 0.9, 50
-"""A search from a larger epsilon whose error does not fall by this factor in so many sweeps, in the
-first half of the budget and far from its goal, is given up: for the next level, or at the last one
-for textbook Sinkhorn's start."""
-SCALING_FACTOR = 4
-"""Ratio of consecutive epsilons when a small epsilon is approached from above."""
+"""A search from a larger epsilon is given up if its error does not fall by the factor STALL in
+STALLED sweeps, in the first half of the budget and far from its goal. It goes on at the next level,
+or at the last level from the start of textbook Sinkhorn."""
 MAX_LEVELS = 3
-"""How often, at most: raising A to the 4th power three times keeps its rounding below 1e-5."""
+"""Most levels of epsilon: raising A to the 4th power three times keeps its rounding below 1e-5."""
 SCALING_START = 0.03
 """An epsilon below this fraction of the affinity's range is approached from above."""
 SCALING_TOLERANCE = 0.01
-"""Marginal error at which an intermediate epsilon is left."""
-NARROW_GAIN, NARROW_STALLED = 0.03, 8
-"""When the error over a narrow copy of the kernel has fallen by this factor, or has not fallen in
-so many sweeps, one over the kernel itself tells by how much the sums of the copy are off."""
+"""Marginal error at which an intermediate epsilon is left, and at which an int8 kernel is first
+corrected: its own error is of that size."""
+ROUND_GAIN, ROUND_AIM, ROUND_STALLED = 0.03, 0.7, 8
+"""A search over a corrected int8 kernel ends at ROUND_GAIN times the error of its start, because
+the correction is no more exact than that. It also ends at ROUND_AIM times the goal, and after
+ROUND_STALLED sweeps without progress."""
+INT8_SHARE, INT8_LEAST = 4, 80
+"""An int8 kernel may spend one INT8_SHARE-th of the budget before the solve starts again without
+it, and is not used with a budget below INT8_LEAST."""
+MARGIN = 0.99
+"""Fraction of the tolerance to aim at, so that rounding does not end a solve just above it."""
+
+Sweep = Callable[[Array], tuple[Array, Array]]
+"""Maps y to the row sums s = A b e^y and the column sums t = (a/s)^T A of a kernel."""
 
 
 def row_range(k: Array, axes: sharding.Axes = ()) -> tuple[Array, Array]:
-    """max_j K_ij of each row, and max_i (max_j K_ij - min_j K_ij) on all devices; finite ones."""
+    """Returns max_j K_ij of each row, and the largest max_j K_ij - min_j K_ij on all devices.
+
+    Entries that are not finite do not count.
+    """
     lowest_number = jnp.finfo(k.dtype).min
 
     def body(block: Block, carry: tuple[Array, Array]) -> tuple[Array, Array]:
@@ -60,17 +91,26 @@ def row_range(k: Array, axes: sharding.Axes = ()) -> tuple[Array, Array]:
 
 
 def rounding(exponent: Any, dtype: Any) -> Array:
-    """About what the rounding of exponents K/epsilon of this size adds to a marginal error."""
+    """Estimates the marginal error that rounding exponents K/epsilon of this size adds."""
     return 0.5 * jnp.finfo(dtype).eps * exponent
 
 
 def goal(tolerance: Array, widest: Any, epsilon: Array) -> Array:
-    """What to aim at, so that a plan has `tolerance` even after rounding."""
-    return jnp.maximum(tolerance - rounding(widest / epsilon, epsilon.dtype), 0.5 * tolerance)
+    """Returns the tolerance minus the expected rounding error of exponents up to widest/epsilon."""
+    below = MARGIN * tolerance - rounding(widest / epsilon, epsilon.dtype)
+    return jnp.maximum(below, 0.5 * tolerance)
 
 
 class Scalings(NamedTuple):
-    """What a solve returns: log-scalings, marginal error, iterations, and whether it converged."""
+    """Result of a solve.
+
+    Attributes:
+        u: row log-scalings.
+        v: column log-scalings.
+        error: max(||P 1 - a||_1, ||P^T 1 - b||_1) for marginals of mass 1.
+        iterations: number of sweeps.
+        converged: True if the error is at most the tolerance.
+    """
 
     u: Float[Array, " n"]
     v: Float[Array, " m"]
@@ -79,39 +119,57 @@ class Scalings(NamedTuple):
     converged: Bool[Array, ""]
 
     def measured(self, error: Array, tolerance: Any) -> "Scalings":
-        """With the error of the plan itself; infinite where the solve failed."""
+        """Replaces the error by that of the plan itself; it stays infinite if the solve failed."""
         solved = jnp.isfinite(error) & jnp.isfinite(self.error)
         error = jnp.where(solved, error, jnp.inf)
         return self._replace(error=error, converged=error <= tolerance)
 
 
-class _Point(NamedTuple):
-    """A fixed-point iterate x = log c with what one sweep over the kernel says about it."""
+class _Problem(NamedTuple):
+    """Constants of a solve."""
 
+    kernel: Kernel
+    log_a: Array
+    log_b: Array
+    tolerance: Array
+    max_iterations: int | Array
+    start_q: Array  # potentials that textbook Sinkhorn starts from, or that were given
+
+    @property
+    def b(self) -> Array:
+        """Weights of the columns."""
+        return jnp.exp(self.log_b)
+
+    @property
+    def live(self) -> Array:
+        """Columns with a weight above zero."""
+        return ~jnp.isneginf(self.log_b)
+
+    @property
+    def live_rows(self) -> Array:
+        """Rows with a weight above zero."""
+        return ~jnp.isneginf(self.log_a)
+
+
+class _Point(NamedTuple):
+    """A point of the search and what a sweep says about it."""
+
+    y: Array
     x: Array
-    log_r: Array
-    following: Array  # the plain Sinkhorn step from x
+    following: Array  # the plain Sinkhorn step from y
     error: Array
 
 
 class _Search(NamedTuple):
-    """The next point to try, the best one so far, and the memory of the acceleration."""
+    """State of `_search`."""
 
-    x: Array
+    y: Array  # the next point to try
     best: _Point
-    mark: Array  # an error, and after how many iterations it was seen
-    marked: Array
-    drift: Array
-    exact: Array  # the next sweep is over the kernel itself, not over its narrow copy
-    sure: Array  # so was the last one; or an intermediate epsilon needs no more than the copy
-    exact_error: Array  # of the last sweep over the kernel itself
-    ratios: tuple[Array, Array]  # of that one's sums to those of the copy
+    mark: Array  # the last error that fell by the factor STALL,
+    marked: Array  # and the sweep in which it did
+    drift: Array  # largest log-scaling; infinite if no sweep over this kernel is finite
     iterations: Array
-    since_reset: Array
-    last_x: Array
-    last_f: Array
-    dx: Array
-    df: Array
+    history: anderson.History
 
 
 class _Progress(NamedTuple):
@@ -120,46 +178,315 @@ class _Progress(NamedTuple):
     kernel: KernelState
     error: Array
     iterations: Array
-    levels: Array  # of epsilon still to come
-    fresh: Array  # the kernel was built, and not raised to a power since
-    lost: Array  # a column of the fresh kernel underflowed
-    drifted: Array
-    usable: Array  # rows and columns can be scaled: K and epsilon are sound
-    plain: Array  # the start is that of textbook Sinkhorn, or one that was given
+    levels: Array  # number of epsilons still to come
+    fresh: Array  # True if the kernel was not raised to a power since it was built
+    lost: Array  # True if a column of the fresh kernel underflowed
+    rebuild: Array  # True if the kernel must be built anew
+    usable: Array  # False if K or epsilon are not finite
+    plain: Array  # True if the solve started at the epsilon that was asked for
     done: Array
 
 
-def _accelerate(
-    search: _Search,
-    x: Array,
-    f: Array,
-    b: Array,
-    *,
-    still: Array,
-    turned: Array,
-    precision: jax.lax.PrecisionLike,
-) -> tuple[Array, Array, Array]:
-    """One step of Anderson acceleration for the fixed point of x -> x + f(x).
+def _choose(condition: Array, yes: Any, no: Any) -> Any:
+    return jax.tree.map(lambda one, other: jnp.where(condition, one, other), yes, no)
 
-    While mass moves between far clusters the error stands `still` and f hardly changes: what past
-    steps say of it is noise of either sign, and a correction against f is turned round.
+
+# --- sweeps ------------------------------------------------------------------------------------
+
+
+def _evaluate(problem: _Problem, y: Array, s: Array, t: Array) -> tuple[_Point, Array]:
+    """Returns the point y given the sums of a sweep at it, and its rows' largest log-scaling."""
+    live, b = problem.live, problem.b
+    x = -jnp.log(s)
+    row_drift = jnp.max(jnp.where(problem.live_rows, jnp.abs(x), 0.0))
+    t, row_drift = sharding.psum_and_pmax(t, row_drift, problem.kernel.axes)
+    # A column that underflowed cannot be scaled, however little it adds to the error.
+    missing = jnp.where(t > 0, b * jnp.abs(jnp.exp(y) * t - 1.0), jnp.inf)
+    error = jnp.sum(jnp.where(live, missing, 0.0))
+    return _Point(y, x, jnp.where(live, -jnp.log(t), y), error), row_drift
+
+
+def _step(problem: _Problem, sweep: Sweep, search: _Search) -> _Search:
+    """Sweeps at the next point and chooses the one after it."""
+    y, best = search.y, search.best
+    point, row_drift = _evaluate(problem, y, *sweep(y))
+    error, finite = point.error, jnp.isfinite(point.error)
+    still = jnp.abs(error - best.error) <= PLATEAU * error
+    sound = finite & (error <= MAX_RISE * best.error)
+    # While mass moves between far clusters the error stands still and the scalings drift: a later
+    # point of such a plateau replaces an earlier one.
+    best = _choose(finite & (error <= (1 + PLATEAU) * best.error), point, best)
+
+    f = point.following - y
+    correction, history = anderson.update(search.history, y, f, problem.kernel.precision)
+    # On a plateau f hardly changes, so that the correction is noise of either sign: it must not
+    # point against f.
+    backward = still & (jnp.sum(problem.b * f * correction) < 0)
+    accelerated = point.following + jnp.where(backward, -correction, correction)
+    drift = jnp.maximum(row_drift, jnp.max(jnp.where(problem.live, jnp.abs(accelerated), 0.0)))
+    # If not even a plain step is finite, this kernel is of no use.
+    hopeless = ~finite & (search.history.steps == 0)
+    falls = best.error < STALL * search.mark
+    return _Search(
+        y=jnp.where(sound, accelerated, best.following),
+        best=best,
+        mark=jnp.where(falls, best.error, search.mark),
+        marked=jnp.where(falls, search.iterations, search.marked),
+        drift=jnp.where(sound, drift, jnp.where(hopeless, jnp.inf, 0.0)),
+        iterations=search.iterations + 1,
+        history=_choose(sound, history, anderson.reset(history)),
+    )
+
+
+def _stalled(problem: _Problem, search: _Search, goal: Array) -> Array:
+    """Returns True if the search should be given up, see `STALLED`."""
+    early = search.iterations <= problem.max_iterations // 2
+    worth = early & (search.best.error > 10 * goal)
+    return worth & (search.iterations - search.marked >= STALLED)
+
+
+def _unknown(problem: _Problem, y: Array) -> _Point:
+    """Returns a point at which no sweep was done yet."""
+    return _Point(y, jnp.zeros_like(problem.log_a), y, jnp.asarray(jnp.inf, y.dtype))
+
+
+def _search(
+    problem: _Problem,
+    sweep: Sweep,
+    start: _Point,
+    iterations: Array,
+    *,
+    goal: Array,
+    budget: Array,
+    patient: Array,
+    forced: Array | bool = True,
+    rough: Array | bool = False,
+) -> _Search:
+    """Sweeps until the error is at most `goal`.
+
+    Also ends when `budget` sweeps are spent, when the scalings drift too far, and, unless
+    `patient`, when the error stalls.
+
+    Args:
+        problem: constants of the solve.
+        sweep: the kernel's sums at a point.
+        start: the point to continue from. If its error is infinite, the first sweep is at its y.
+        iterations: sweeps so far.
+        goal: error to reach.
+        budget: number of sweeps at which the search ends.
+        patient: True to go on when the error stalls.
+        forced: True to sweep once at an unknown start whatever the budget is.
+        rough: True to give up soon when the error stalls, see `ROUND_STALLED`.
     """
-    slot = search.since_reset % ANDERSON_MEMORY
-    # A step that `turned` from the narrow copy to the kernel itself tells nothing of either.
-    fresh = (search.since_reset > 0) & ~turned
-    dx = search.dx.at[slot].set(jnp.where(fresh, x - search.last_x, 0.0))
-    df = search.df.at[slot].set(jnp.where(fresh, f - search.last_f, 0.0))
-    gram = affinity.dot(df, df.T, precision)
-    # The ridge bounds the weights when past steps are nearly parallel.
-    ridge = 10 * jnp.finfo(x.dtype).eps * jnp.trace(gram) + jnp.finfo(x.dtype).tiny
-    identity = jnp.eye(ANDERSON_MEMORY, dtype=x.dtype)
-    weights = jnp.linalg.solve(gram + ridge * identity, affinity.dot(df, f, precision))
-    correction = -affinity.dot(weights, dx + df, precision)
-    backward = still & (jnp.sum(b * f * correction) < 0)
-    correction = jnp.where(backward, -correction, correction)
-    correction = jnp.clip(correction, -MAX_ACCELERATED_STEP, MAX_ACCELERATED_STEP)
-    use = (search.since_reset >= PLAIN_STEPS) & jnp.all(jnp.isfinite(correction))
-    return x + f + jnp.where(use, correction, 0.0), dx, df
+
+    def unfinished(search: _Search) -> Array:
+        within = (search.iterations < budget) & (search.drift <= MAX_DRIFT)
+        within &= patient | ~_stalled(problem, search, goal)
+        within &= ~(rough & (search.iterations - search.marked >= ROUND_STALLED))
+        first = forced & jnp.isinf(start.error) & (search.iterations == iterations)
+        return first | (within & ~(search.best.error <= goal))
+
+    infinity, history = jnp.full_like(start.error, jnp.inf), anderson.init(start.y)
+    nothing = jnp.zeros_like(infinity)
+    state = _Search(start.following, start, infinity, iterations, nothing, iterations, history)
+    with jax.named_scope("sweeps"):
+        step = functools.partial(_step, problem, sweep)
+        state = sharding.vary_like(state, problem.log_a)
+        return jax.lax.while_loop(unfinished, step, state)
+
+
+class _Rounds(NamedTuple):
+    """State of `_search_int8` between two rounds."""
+
+    found: _Search  # over the int8 kernel
+    exact: _Point  # the best point that was measured with the exact kernel
+    improves: Array  # True if the last round found it
+
+
+def _search_int8(
+    problem: _Problem, progress: _Progress, *, goal: Array, budget: Array, patient: Array
+) -> _Search:
+    """Searches with few exact sweeps, by defect correction of the int8 kernel.
+
+    Every round measures the point that was found with one exact sweep. The ratios of its sums to
+    those of the int8 kernel make both kernels agree at this point, and nearly so around it: with
+    its sums times these ratios, the next search over the int8 kernel comes 1/ROUND_GAIN times
+    closer. The last search, over the exact kernel, starts at the best confirmed point and sweeps
+    only if that point misses the goal. At an intermediate epsilon the int8 kernel alone is accurate
+    enough.
+    """
+    last = progress.levels == 0
+    exact, rough = (_sums(problem, progress.kernel, int8=int8) for int8 in (False, True))
+    # The two sweeps of a round and one of the last search must fit in the budget.
+    most = jnp.where(last, budget - 3, budget)
+    limits: Any = {"patient": patient, "budget": most, "forced": ~last, "rough": last}
+
+    def round_(rounds: _Rounds) -> _Rounds:
+        y = rounds.found.best.y
+        sums = exact(y)
+        ratios = jax.tree.map(jnp.divide, sums, rough(y))
+        ratios = jax.tree.map(lambda x: jnp.where(jnp.isfinite(x), x, 1.0), ratios)
+        point, _ = _evaluate(problem, y, *sums)
+        improves = jnp.isfinite(point.error) & ~(point.error > 0.5 * rounds.exact.error)
+        aim = jnp.maximum(ROUND_AIM * goal, ROUND_GAIN * point.error)
+        aim = jnp.where(improves & (point.error > goal), aim, jnp.inf)
+        found = _search(
+            problem,
+            lambda y: jax.tree.map(jnp.multiply, rough(y), ratios),
+            point,
+            rounds.found.iterations + 2,
+            goal=aim,
+            **limits,
+        )
+        rounds = _Rounds(found, _choose(improves, point, rounds.exact), improves)
+        return sharding.vary_like(rounds, problem.log_a)
+
+    def unfinished(rounds: _Rounds) -> Array:
+        within = rounds.found.iterations + 3 <= budget
+        return rounds.improves & within & ~(rounds.exact.error <= goal)
+
+    zero = _unknown(problem, jnp.zeros_like(problem.log_b))
+    first = jnp.maximum(ROUND_AIM * goal, SCALING_TOLERANCE)
+    found = _search(problem, rough, zero, progress.iterations, goal=first, **limits)
+    rounds = sharding.vary_like(_Rounds(found, zero, last), problem.log_a)
+    rounds = jax.lax.while_loop(unfinished, round_, rounds)
+    limits = {"patient": patient, "budget": budget, "forced": last}
+    limits |= {"goal": jnp.where(last, goal, jnp.inf)}
+    confirmed = _search(problem, exact, rounds.exact, rounds.found.iterations, **limits)
+    return _choose(last, confirmed, found)
+
+
+def _sums(problem: _Problem, state: KernelState, *, int8: bool = False) -> Sweep:
+    """Returns the sweep of a kernel as a function of y."""
+    sweep = problem.kernel.sweep_int8 if int8 else problem.kernel.sweep
+    a = jnp.exp(problem.log_a)
+    return lambda y: sweep(state, a, problem.b * jnp.exp(y))
+
+
+# --- levels of epsilon -------------------------------------------------------------------------
+
+
+def _level(problem: _Problem, progress: _Progress) -> _Progress:
+    """Searches at the current epsilon, then goes to the next one or asks for a rebuild."""
+    last, most = progress.levels == 0, problem.max_iterations
+    loose = jnp.maximum(problem.tolerance, SCALING_TOLERANCE)
+    goal = jnp.where(last, problem.tolerance, loose)
+    # Half of the budget is kept for the epsilon that was asked for.
+    budget = jnp.where(last, most, most // 2)
+    limits: Any = {"goal": goal, "budget": budget, "patient": progress.plain}
+    if problem.kernel.int8:
+        found = _search_int8(problem, progress, **limits)
+    else:
+        zero = _unknown(problem, jnp.zeros_like(problem.log_b))
+        sweep = _sums(problem, progress.kernel)
+        found = _search(problem, sweep, zero, progress.iterations, **limits)
+    best, stalled = found.best, _stalled(problem, found, goal)
+    failed, spent = ~jnp.isfinite(best.error), found.iterations >= budget
+    again = last & ~progress.plain & ~spent & stalled
+    finished = ~failed & ((best.error <= goal) | spent | (stalled & ~last))
+    down, end = finished & ~last, finished & last
+
+    def lower(_: Any, state: KernelState) -> KernelState:
+        return problem.kernel.raise_power(state, best.x, best.y)
+
+    # A loop of at most one turn, for it works in place where a condition would copy the kernel.
+    state = jax.lax.fori_loop(0, down.astype(jnp.int32), lower, progress.kernel)
+    moved = jnp.where(again, problem.start_q, state.q + best.following)
+    state = state._replace(
+        q=jnp.where(finished, state.q, moved),
+        x=jnp.where(end, best.x, state.x),
+        y=jnp.where(end, best.y, state.y),
+    )
+    progress = progress._replace(
+        kernel=state,
+        error=best.error,
+        iterations=found.iterations,
+        levels=progress.levels - down.astype(jnp.int32),
+        fresh=jnp.zeros_like(progress.fresh),
+        lost=failed & progress.fresh,
+        rebuild=~finished if problem.kernel.stored else ~end,
+        plain=progress.plain | again,
+        done=end | (failed & (found.iterations >= most)),
+    )
+    return sharding.vary_like(progress, problem.log_a)
+
+
+def _build(problem: _Problem, progress: _Progress) -> _Progress:
+    """Builds the kernel, then goes down the levels until it must be built again.
+
+    Rows and, where columns underflowed, columns are updated in the log domain.
+    """
+    kernel, true = problem.kernel, jnp.ones_like(progress.done)
+    q = jax.lax.cond(
+        progress.lost,
+        lambda: kernel.update_columns(progress.kernel, problem.log_a),
+        lambda: progress.kernel.q,
+    )
+    built = kernel.build(progress.kernel._replace(q=q), problem.log_b)
+    usable = progress.usable & jnp.all(jnp.where(problem.live, jnp.isfinite(built.q), True))
+    own_rows = jnp.all(jnp.where(problem.live_rows, jnp.isfinite(built.p), True))
+    usable &= sharding.pmax((~own_rows).astype(jnp.int32), kernel.axes) == 0
+    progress = progress._replace(
+        kernel=built, fresh=true, rebuild=~true, usable=usable, done=~usable
+    )
+    with jax.named_scope("levels"):
+        return jax.lax.while_loop(
+            lambda progress: ~(progress.done | progress.rebuild),
+            functools.partial(_level, problem),
+            sharding.vary_like(progress, problem.log_a),
+        )
+
+
+def _run(problem: _Problem, progress: _Progress) -> _Progress:
+    """Builds the kernel, as often as it takes, until the solve is done."""
+    with jax.named_scope("builds"):
+        return jax.lax.while_loop(
+            lambda progress: ~progress.done,
+            functools.partial(_build, problem),
+            sharding.vary_like(progress, problem.log_a),
+        )
+
+
+def _run_int8(problem: _Problem, start: _Progress) -> _Progress:
+    """Solves with an int8 kernel, and again without it if that did not converge.
+
+    An int8 kernel can lead astray: its smallest entry is not zero, so it may hide a column that
+    underflows in the exact kernel.
+    """
+    most = problem.max_iterations
+    trial = _run(problem._replace(max_iterations=most // INT8_SHARE), start)
+    failed = trial.usable & ~(trial.error <= problem.tolerance)
+    # A second solve builds its kernel in the memory of the first.
+    memory = {"matrix": trial.kernel.matrix, "int8": trial.kernel.int8}
+    again = start._replace(kernel=start.kernel._replace(**memory))
+    exact = problem._replace(
+        kernel=problem.kernel._replace(int8=False), max_iterations=most - trial.iterations
+    )
+    result = _run(exact, _choose(failed, again, trial))
+    spent = jnp.where(failed, trial.iterations, 0)
+    return result._replace(iterations=result.iterations + spent)
+
+
+def _number_of_levels(widest: Array, epsilon: Array, max_iterations: int) -> Array:
+    """Returns how many larger epsilons come before the one that was asked for."""
+    if max_iterations < 20:
+        return jnp.int32(0)
+    ratio = jnp.maximum(SCALING_START * widest / epsilon, 1.0)
+    needed = jnp.ceil(jnp.log(ratio) / math.log(LEVEL_POWER))
+    return jnp.minimum(needed, min(max_iterations // 8, MAX_LEVELS)).astype(jnp.int32)
+
+
+def _potentials_of(init_v: Array, log_b: Array, limit: Array) -> Array:
+    """Returns q of given log-scalings v = log b + q, at most `limit` below the largest."""
+    if jnp.shape(init_v) != log_b.shape:
+        raise checks.InputError(
+            f"init: v has shape {jnp.shape(init_v)} but the affinity has {log_b.size} columns; "
+            "pass the scalings of a problem of the same size"
+        )
+    live = ~jnp.isneginf(log_b)
+    usable = live & jnp.isfinite(init_v)
+    guess = jnp.where(usable, init_v, 0.0) - jnp.where(usable, log_b, 0.0)
+    return jnp.maximum(guess - jnp.max(guess, where=live, initial=-jnp.inf), -limit)
 
 
 def solve(
@@ -173,222 +500,59 @@ def solve(
     widest: Any = 1.0,
     init_v: Float[Array, " m"] | None = None,
 ) -> tuple[Scalings, KernelState]:
-    """Stabilised, accelerated Sinkhorn on the kernel A = exp(K/eps + p + q), P = diag(a) A diag(b).
+    """Solves for the plan of a kernel by stabilised, accelerated Sinkhorn.
 
-    With r = 1/(A b c), P = diag(a r) A diag(b c) has exact rows, and one sweep over A gives the
-    column error together with the next c. Only matrix-vector products touch A, and where its rows
-    are split over devices each sweep has one all-reduce, of length m. Three nested loops:
-    sweeps until the error is small; levels of epsilon (A -> A^4) when epsilon is small; rebuilds
-    of A from K when the scalings drift, which is rare. After a step that triples the best error
-    the search goes back to the best point and takes plain steps. A rebuild is the row update of
-    log-domain Sinkhorn and is followed by a column update, in the log domain where A underflows:
-    no problem takes more iterations than it would without a kernel, and every loop is bounded by
-    `max_iterations`.
+    The solver touches the kernel only through its sums. Where rows are split over devices, a sweep
+    has one all-reduce of length m. Every loop is bounded by `max_iterations`.
 
-    Returns the scalings, and the kernel with them absorbed. An epsilon or affinity that is not
-    finite, and an epsilon <= 0, give an infinite error; nothing else does.
+    Args:
+        kernel: how to read K and where to keep A.
+        log_a: log-weights of the rows, -inf for padding.
+        log_b: log-weights of the columns, likewise.
+        epsilon: regularisation.
+        tolerance: error of the columns at which to stop.
+        max_iterations: number of sweeps at which to stop.
+        widest: largest range of K within a row, by which the first epsilon is chosen.
+        init_v: column log-scalings to start from, instead of epsilon-scaling.
+
+    Returns:
+        The scalings, and the kernel whose x and y make the plan. The error is infinite if epsilon
+        or the affinity is not finite or epsilon <= 0, and at most 2 otherwise.
     """
-    checks.whole(1, max_iterations=max_iterations)
-    dtype = log_a.dtype
-    epsilon = jnp.asarray(epsilon, dtype)
+    kernel = kernel._replace(int8=kernel.int8 and max_iterations >= INT8_LEAST)
+    dtype, live = log_a.dtype, ~jnp.isneginf(log_b)
+    epsilon, widest = jnp.asarray(epsilon, dtype), jnp.asarray(widest, dtype)
     possible = (epsilon > 0) & jnp.isfinite(epsilon)
     target = jnp.where(possible, epsilon, 1.0)
-    a, b = jnp.exp(log_a), jnp.exp(log_b)
-    live_row, live = ~jnp.isneginf(log_a), ~jnp.isneginf(log_b)
-    infinity, false = jnp.asarray(jnp.inf, dtype), jnp.asarray(False)
-
-    def stalled(search: _Search, goal: Array) -> Array:
-        worth = (search.iterations <= max_iterations // 2) & (search.best.error > 10 * goal)
-        return worth & (search.iterations - search.marked >= STALLED)
-
-    def search(state: _Progress, goal: Array, budget: Array) -> _Search:
-        def unfinished(search: _Search) -> Array:
-            within = (search.iterations < budget) & (search.drift <= MAX_DRIFT)
-            within &= state.plain | ~stalled(search, goal)
-            first = search.iterations == state.iterations
-            return first | (within & ~(search.sure & (search.best.error <= goal)))
-
-        def sweep(search: _Search, c: Array) -> tuple[Any, Any]:
-            """Sums of the kernel, or of its narrow copy times `ratios`; and what these are now."""
-            exact = functools.partial(kernel.sweep, state.kernel, a, c)
-            if not kernel.narrow:
-                return exact(), search.ratios
-            rough = exact(narrow=True)
-
-            def compare() -> tuple[Any, Any]:
-                sums = exact()
-                ratios = jax.tree.map(jnp.divide, sums, rough)
-                return sums, jax.tree.map(lambda x: jnp.where(jnp.isfinite(x), x, 1.0), ratios)
-
-            def correct() -> tuple[Any, Any]:
-                return jax.tree.map(jnp.multiply, rough, search.ratios), search.ratios
-
-            with jax.named_scope("narrow_or_exact"):
-                return jax.lax.cond(search.exact, compare, correct)
-
-        def step(search: _Search) -> _Search:
-            x = search.x
-            c = jnp.exp(x)
-            (s, t), ratios = sweep(search, b * c)
-            turned = search.exact & ~search.sure
-            log_r = -jnp.log(s)
-            row_drift = jnp.max(jnp.where(live_row, jnp.abs(log_r), 0.0))
-            t, row_drift = sharding.psum_and_pmax(t, row_drift, kernel.axes)
-            f = jnp.where(live, -jnp.log(t) - x, 0.0)
-            # A column that underflowed cannot be scaled, however little it adds to the error.
-            missing = jnp.where(t > 0, b * jnp.abs(c * t - 1.0), jnp.inf)
-            error = jnp.sum(jnp.where(live, missing, 0.0))
-            finite = jnp.isfinite(error)
-            point = _Point(x, log_r, x + f, error)
-            # While mass moves between far clusters the error stands still and the scalings drift.
-            better = finite & (turned | (error <= (1 + PLATEAU) * search.best.error))
-            best = jax.tree.map(lambda new, old: jnp.where(better, new, old), point, search.best)
-            # What the narrow copy promised, the kernel itself may not keep.
-            best = best._replace(error=jnp.where(turned & ~finite, jnp.inf, best.error))
-            still = jnp.abs(error - search.best.error) <= PLATEAU * error
-            sound = finite & (turned | (error <= MAX_RISE * search.best.error))
-            accelerated, dx, df = _accelerate(
-                search, x, f, b, still=still, turned=turned, precision=kernel.precision
-            )
-            drift = jnp.maximum(row_drift, jnp.max(jnp.where(live, jnp.abs(accelerated), 0.0)))
-            # Not even a plain step is finite: this kernel is of no use.
-            hopeless = ~finite & (turned | (search.since_reset == 0))
-            falls = turned | (best.error < STALL * search.mark)
-            exact, sure = search.exact, search.sure
-            if kernel.narrow:
-                near = best.error <= jnp.maximum(goal, NARROW_GAIN * search.exact_error)
-                near |= ~falls & (search.iterations - search.marked >= NARROW_STALLED)
-                # A copy that leads nowhere gives way to the kernel itself.
-                useless = error > STALL * search.exact_error
-                end = search.iterations + 2 >= budget  # the last sweep tells the true error
-                exact = (state.levels == 0) & (jnp.where(search.exact, useless, near) | end)
-                sure = search.exact | (state.levels > 0)
-            return _Search(
-                x=jnp.where(sound, accelerated, best.following),
-                best=best,
-                mark=jnp.where(falls, best.error, search.mark),
-                marked=jnp.where(falls, search.iterations, search.marked),
-                exact=exact,
-                sure=sure,
-                exact_error=jnp.where(search.exact, error, search.exact_error),
-                ratios=ratios,
-                drift=jnp.where(sound, drift, jnp.where(hopeless, jnp.inf, 0.0)),
-                iterations=search.iterations + 1,
-                since_reset=jnp.where(sound, search.since_reset + 1, 0),
-                last_x=x,
-                last_f=f,
-                dx=jnp.where(sound, dx, 0.0),
-                df=jnp.where(sound, df, 0.0),
-            )
-
-        zeros = jnp.zeros_like(log_b)
-        history = jnp.zeros((ANDERSON_MEMORY, *log_b.shape), dtype)
-        start = _Search(
-            x=zeros,
-            best=_Point(zeros, jnp.zeros_like(log_a), zeros, infinity),
-            mark=infinity,
-            marked=state.iterations,
-            drift=jnp.zeros((), dtype),
-            exact=(not kernel.narrow) | ((state.levels == 0) & (state.iterations + 1 >= budget)),
-            sure=~false,
-            exact_error=jnp.ones((), dtype),
-            ratios=(jnp.ones_like(log_a), jnp.ones_like(log_b)),
-            iterations=state.iterations,
-            since_reset=jnp.int32(0),
-            last_x=zeros,
-            last_f=zeros,
-            dx=history,
-            df=history,
-        )
-        with jax.named_scope("sweeps"):
-            return jax.lax.while_loop(unfinished, step, sharding.vary_like(start, log_a))
-
-    def level(state: _Progress) -> _Progress:
-        last = state.levels == 0
-        wanted = jnp.where(last, tolerance, jnp.maximum(tolerance, SCALING_TOLERANCE)).astype(dtype)
-        # Half of the budget is kept for the epsilon that was asked for.
-        budget = jnp.where(last, max_iterations, max_iterations // 2)
-        found = search(state, wanted, budget)
-        failed = ~jnp.isfinite(found.best.error)
-        spent = found.iterations >= budget
-        stall = stalled(found, wanted)
-        again = last & ~state.plain & ~spent & stall
-        reached = found.sure & (found.best.error <= wanted)
-        finished = ~failed & (reached | spent | (stall & ~last))
-        x = jnp.where(finished, found.best.x, found.best.following)
-        down = finished & ~last
-        power = jnp.where(down, SCALING_FACTOR, 1).astype(dtype)
-        absorbed = kernel.absorb(state.kernel, found.best.log_r, x, power)
-        progress = _Progress(
-            kernel=absorbed._replace(q=jnp.where(again, start.q, absorbed.q)),
-            error=found.best.error,
-            iterations=found.iterations,
-            levels=jnp.where(down, state.levels - 1, state.levels),
-            fresh=jnp.zeros_like(state.fresh),
-            lost=failed & state.fresh,
-            drifted=~finished,
-            usable=state.usable,
-            plain=state.plain | again,
-            done=(finished & last) | (failed & (found.iterations >= max_iterations)),
-        )
-        return sharding.vary_like(progress, log_a)
-
-    def build(state: _Progress) -> _Progress:
-        """Rows and, where columns underflowed, columns are updated in the log domain."""
-        q = jax.lax.cond(
-            state.lost,
-            lambda: kernel.update_columns(state.kernel, log_a),
-            lambda: state.kernel.q,
-        )
-        built = kernel.build(state.kernel._replace(q=q), log_b)
-        usable = state.usable & jnp.all(jnp.where(live, jnp.isfinite(built.q), True))
-        own_rows = jnp.all(jnp.where(live_row, jnp.isfinite(built.p), True))
-        usable &= sharding.pmax((~own_rows).astype(jnp.int32), kernel.axes) == 0
-        state = state._replace(
-            kernel=built, fresh=~false, drifted=false, usable=usable, done=~usable
-        )
-        state = sharding.vary_like(state, log_a)
-        with jax.named_scope("levels"):
-            return jax.lax.while_loop(lambda state: ~(state.done | state.drifted), level, state)
-
-    levels = jnp.int32(0)
-    guess = jnp.zeros_like(log_b)
-    widest = jnp.asarray(widest, dtype)
-    if init_v is not None:
-        if jnp.shape(init_v) != log_b.shape:
-            raise checks.InputError(
-                f"init: v has shape {jnp.shape(init_v)} but the affinity has {log_b.size} columns; "
-                "pass the scalings of a problem of the same size"
-            )
-        # v - log b of any plan spans at most range/epsilon: a guess beyond that only costs digits.
-        usable = live & jnp.isfinite(init_v)
-        guess = jnp.where(usable, init_v, 0.0) - jnp.where(usable, log_b, 0.0)
-        guess = jnp.maximum(
-            guess - jnp.max(guess, where=live, initial=-jnp.inf), -2 * widest / target
-        )
-    elif max_iterations >= 20:
-        ratio = SCALING_START * widest / target
-        needed = jnp.ceil(jnp.log(jnp.maximum(ratio, 1.0)) / math.log(SCALING_FACTOR))
-        levels = jnp.minimum(needed, min(max_iterations // 8, MAX_LEVELS)).astype(jnp.int32)
-    start = kernel.blank(
-        jnp.where(live, guess, -jnp.inf).astype(dtype),
-        target * jnp.asarray(SCALING_FACTOR, dtype) ** levels.astype(dtype),
-    )
+    if init_v is None:
+        q, levels = jnp.zeros_like(log_b), _number_of_levels(widest, target, max_iterations)
+    else:
+        # v - log b of any plan spans at most widest/epsilon: a guess beyond that costs digits.
+        q, levels = _potentials_of(init_v, log_b, 2 * widest / target), jnp.int32(0)
+    q = jnp.where(live, q, -jnp.inf).astype(dtype)
+    first = target * jnp.asarray(LEVEL_POWER, dtype) ** levels.astype(dtype)
+    start, false = kernel.blank(q, first), jnp.asarray(False)
+    aim = jnp.asarray(tolerance, dtype)
+    problem = _Problem(kernel, log_a, log_b, aim, max_iterations, start.q)
     progress = _Progress(
-        start, infinity, jnp.int32(0), levels, false, false, ~false, possible, levels == 0, false
+        kernel=start,
+        error=jnp.asarray(jnp.inf, dtype),
+        iterations=jnp.int32(0),
+        levels=levels,
+        fresh=false,
+        lost=false,
+        rebuild=~false,
+        usable=possible,
+        plain=levels == 0,
+        done=false,
     )
-    with jax.named_scope("builds"):
-        result = jax.lax.while_loop(
-            lambda state: ~state.done, build, sharding.vary_like(progress, log_a)
-        )
+    result = (_run_int8 if kernel.int8 else _run)(problem, progress)
     # No two distributions are further apart than 2: columns that still underflow count in full.
     error = jnp.where(result.usable, jnp.minimum(result.error, 2.0), jnp.inf)
-    scalings = Scalings(
-        log_a + result.kernel.p,
-        log_b + jnp.where(live, result.kernel.q, 0.0),
-        error,
-        result.iterations,
-        error <= tolerance,
-    )
-    nothing = jnp.zeros(0, jnp.int8)  # the narrow copy is of no more use
-    return scalings, result.kernel._replace(narrow=sharding.vary_like(nothing, log_a))
+    state = result.kernel
+    u, v = log_a + state.p + state.x, log_b + jnp.where(live, state.q + state.y, 0.0)
+    nothing = sharding.vary_like(
+        jnp.zeros(0, jnp.int8), log_a
+    )  # the int8 kernel is not needed any more
+    scalings = Scalings(u, v, error, result.iterations, error <= tolerance)
+    return scalings, state._replace(int8=nothing)

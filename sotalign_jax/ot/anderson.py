@@ -1,0 +1,102 @@
+"""Anderson acceleration of a fixed-point iteration x <- x + f(x).
+
+The next point is x + f - (dX + dF) w, where the columns of dX and dF are the last changes of x and
+f, and w minimises ||f - dF w||. `update` returns the correction -(dX + dF) w alone, so that the
+caller can inspect it, and reject it by calling `reset`.
+
+References:
+    D. G. Anderson, "Iterative procedures for nonlinear integral equations", J. ACM 12 (1965).
+    H. F. Walker and P. Ni, "Anderson acceleration for fixed-point iterations", SINUM 49 (2011).
+"""
+
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from sotalign_jax.ot import affinity
+
+MEMORY = 12
+"""Number of past steps that are combined."""
+PLAIN_STEPS = 4
+"""Steps without a correction after `init` and after every `reset`."""
+MAX_CORRECTION = 3.0
+"""Largest change of an entry by the correction: more extrapolates a log-scaling too far."""
+
+
+class History(NamedTuple):
+    """The last point, its residual f, and the last `MEMORY` changes of both.
+
+    Changes are written in turn; those before the last reset stay, and are left out.
+    """
+
+    x: Float[Array, " m"]
+    f: Float[Array, " m"]
+    dx: Float[Array, "memory m"]
+    df: Float[Array, "memory m"]
+    steps: Int[Array, ""]
+
+
+def init(x: Float[Array, " m"]) -> History:
+    """Returns an empty history for vectors like x."""
+    vector, changes = jnp.zeros_like(x), jnp.zeros((MEMORY, *x.shape), x.dtype)
+    return History(vector, vector, changes, changes, jnp.int32(0))
+
+
+def reset(history: History) -> History:
+    """Forgets all past steps."""
+    return history._replace(steps=jnp.zeros_like(history.steps))
+
+
+def update(
+    history: History,
+    x: Float[Array, " m"],
+    f: Float[Array, " m"],
+    precision: Any = affinity.HIGHEST,
+) -> tuple[Float[Array, " m"], History]:
+    """Adds a step to the history and returns the correction of the next one.
+
+    Args:
+        history: past steps.
+        x: current point.
+        f: residual of the plain iteration, whose next point is x + f.
+        precision: of the products of past steps.
+
+    Returns:
+        The correction, by which the next point differs from x + f, and the new history. The
+        correction is zero for the first `PLAIN_STEPS` steps, and if the weights of past steps are
+        not finite.
+
+    >>> correction, history = update(init(jnp.zeros(2)), jnp.zeros(2), jnp.ones(2))
+    >>> correction.tolist(), int(history.steps)
+    ([0.0, 0.0], 1)
+    """
+    slot, known = history.steps % MEMORY, history.steps > 0
+    change_x, change_f = x - history.x, f - history.f
+    # A change that is not finite would spoil products with changes that are left out, too.
+    known = known & jnp.isfinite(change_x) & jnp.isfinite(change_f)
+    dx = history.dx.at[slot].set(jnp.where(known, change_x, 0.0))
+    df = history.df.at[slot].set(jnp.where(known, change_f, 0.0))
+    used = jnp.arange(MEMORY, dtype=jnp.int32) <= history.steps
+    gram = jnp.where(used[:, None] & used[None, :], affinity.dot(df, df.T, precision), 0.0)
+    # The ridge bounds the weights when past steps are nearly parallel.
+    ridge = 10 * jnp.finfo(x.dtype).eps * jnp.trace(gram) + jnp.finfo(x.dtype).tiny
+    gram = gram + ridge * jnp.eye(MEMORY, dtype=x.dtype)
+    weights = solve_positive(gram, jnp.where(used, affinity.dot(df, f, precision), 0.0))
+    correction = -affinity.dot(weights, dx + df, precision)
+    correction = jnp.clip(correction, -MAX_CORRECTION, MAX_CORRECTION)
+    use = (history.steps >= PLAIN_STEPS) & jnp.all(jnp.isfinite(weights))
+    return jnp.where(use, correction, 0.0), History(x, f, dx, df, history.steps + 1)
+
+
+def solve_positive(matrix: Float[Array, "k k"], right: Float[Array, " k"]) -> Float[Array, " k"]:
+    """Solves a small positive definite system by Gauss-Jordan elimination, unrolled.
+
+    `jnp.linalg.solve` would call a library with several kernels in every sweep on a GPU.
+    """
+    system = jnp.concatenate([matrix, right[:, None]], axis=1)
+    for i in range(len(matrix)):
+        row = system[i : i + 1] / system[i, i]
+        others = jnp.arange(len(matrix))[:, None] != i
+        system = jnp.where(others, system - system[:, i : i + 1] * row, row)
+    return system[:, -1]
