@@ -25,24 +25,24 @@ RESULTS = pathlib.Path(__file__).parent / "results"
 QUICK = pathlib.Path("runs") / "benchmarks"
 MEBIBYTE = 2**20
 MEANING = {
-    "arms": "which to measure beside ours: a regular expression (roofline: names)",
-    "block_size": "rows of a block, for streamed kernels; stored ones by default",
+    "arms": "which to measure beside ours: a regular expression",
     "budgets": "numbers of passes over K",
     "data": "what to measure on",
-    "devices": "how many devices share the step",
+    "devices": "how many devices share a step",
     "dim": "width of the heads",
     "epsilon": "regularisations; gradient's headline takes the student's and the teacher's",
     "max_iterations": "most iterations of any solver",
     "n": "rows per side",
-    "narrow": "count sweeps over an 8-bit copy of the kernel",
     "only": "number of the one problem to show in full",
     "pairs": "pairs in a batch",
     "problems": "how many problems to draw",
     "repeats": "how often each is timed",
     "seed": "decides which problems are drawn",
+    "step": "the training step instead of the loss alone",
     "steps": "training steps",
     "sweep": "every arm against epsilon",
-    "target": "the device to compile for, or cpu to measure this machine",
+    "sweeps": "count the sweeps of a training step",
+    "targets": "devices to compile for or to predict the time of",
     "time_limit": "seconds after which an arm is too slow to time",
     "tolerance": "marginal error to reach",
     "unpaired": "unpaired rows per side in a batch",
@@ -222,9 +222,9 @@ def options(doc: str | None, argv: Sequence[str] | None, **defaults: Any) -> arg
 
 
 def report(title: str, table: tables.Table, stem: pathlib.Path | str) -> None:
-    """Prints a table and writes it as .md and .csv."""
-    table.save(stem)
-    print(f"\n{title}\n{table}\n{machine()}", flush=True)
+    """Prints a table in Markdown and writes it as CSV."""
+    tables.write(pathlib.Path(f"{stem}.csv"), table.csv())
+    print(f"\n{title}\n\n{table.markdown()}\n\n{machine()}", flush=True)
 
 
 @contextlib.contextmanager

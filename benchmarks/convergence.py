@@ -1,17 +1,18 @@
-"""How fast Sinkhorn's marginal error falls: textbook, published, over-relaxed and ours.
+"""Compares how fast Sinkhorn's marginal error falls: textbook, published, over-relaxed and ours.
 
     python -m benchmarks.convergence
-    python -m benchmarks.convergence --narrow --n 2048 4096 8192    # sweeps over the 8-bit copy
+    python -m benchmarks.convergence --sweeps --n 2048 4096 8192    # sweeps of a training step
 
 First the error after 100 passes over K against epsilon, then at epsilon 0.005 against passes. The
 paper's published code is textbook Sinkhorn that ends half a step later. A pass is one update of
 both scalings, which reads K (or its kernel) twice, whatever the solver.
-With --narrow, instead: how many sweeps a GPU or TPU makes over an 8-bit copy of the kernel and over
-the kernel itself, and how many over the kernel alone.
+With --sweeps, counts the sweeps of both plans of a training step instead, with float32 kernels and
+with an int8 kernel for the teacher, as on a GPU or TPU.
 """
 
 import collections
 import functools
+import itertools
 import pathlib
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -30,7 +31,9 @@ from sotalign_jax.ot.sinkhorn import Plan, reference, sinkhorn
 from sotalign_jax.ot.solver import solve
 
 PASSES = 100
-EPSILON = 0.005
+EPSILON, STUDENT_EPSILON = 0.005, 0.05
+TOLERANCES = (1e-2, 1e-4)
+"""Tolerances of training, and of the loss by default."""
 SPARE_PASSES = 10
 """Passes that ours may spend on building and rescaling its kernel, which its iterations do not
 count: it gets as many iterations fewer than the others get passes."""
@@ -114,43 +117,48 @@ def compare(
             ax.legend(frameon=False)
 
 
-def count_sweeps(z: Array, w: Array, epsilon: float, tolerance: float, *, narrow: bool) -> Any:
-    """How often a solve on cosines sweeps over the narrow copy (True), and the kernel (False)."""
-    counts: collections.Counter[bool] = collections.Counter()
+def count_sweeps(x: Array, y: Array, epsilon: float, tolerance: float, *, int8: bool) -> Any:
+    """Counts the sweeps of a solve on cosines by the method that makes them."""
+    counts: collections.Counter[str] = collections.Counter()
 
     class Counted(Kernel):
-        def sweep(self, *args: Any, narrow: bool = False) -> tuple[Array, Array]:
-            jax.debug.callback(lambda: counts.update([narrow]))
-            return super().sweep(*args, narrow=narrow)
+        def sweep(self, *args: Any) -> tuple[Array, Array]:
+            jax.debug.callback(lambda: counts.update(["float32"]))
+            return super().sweep(*args)
 
-    weights = -jnp.log(jnp.full(len(z), len(z), z.dtype))
+        def sweep_int8(self, *args: Any) -> tuple[Array, Array]:
+            jax.debug.callback(lambda: counts.update(["int8"]))
+            return super().sweep_int8(*args)
+
+    weights = -jnp.log(jnp.full(len(x), len(x), x.dtype))
     limits: Any = {"epsilon": epsilon, "tolerance": tolerance, "max_iterations": 500}
 
-    def error(z: Array, w: Array) -> Array:
-        return solve(Counted(Cosines.of(z, w), narrow=narrow), weights, weights, **limits)[0].error
+    def error(x: Array, y: Array) -> Array:
+        return solve(Counted(Cosines.of(x, y), int8=int8), weights, weights, **limits)[0].error
 
-    assert jax.jit(error)(z, w) <= tolerance
+    assert jax.jit(error)(x, y) <= tolerance
     jax.effects_barrier()
     return counts
 
 
-def over_narrow(
-    problem: Problem, sizes: Sequence[int], epsilon: float, tolerance: float, out: pathlib.Path
-) -> None:
-    """Mean sweeps of the teacher's plan, over as many batches of each size as there are rows."""
-    z, w = problem.features()[2:]
+def mean_sweeps(n: int, x: Array, y: Array, *options: float, int8: bool = False) -> list[float]:
+    """Returns mean float32 and int8 sweeps over all batches of n rows."""
+    batches = [(x[i : i + n], y[i : i + n]) for i in range(0, len(x) - n + 1, n)]
+    found = [count_sweeps(*batch, *options, int8=int8) for batch in batches]
+    return [float(np.mean([one[kind] for one in found])) for kind in ("float32", "int8")]
+
+
+def step_sweeps(problem: Problem, sizes: Sequence[int], out: pathlib.Path) -> None:
+    """Reports the sweeps of both plans of a training step."""
+    f, g, z, w = problem.features()
     rows = []
-    for n in sizes:
-        batches = [(z[i : i + n], w[i : i + n]) for i in range(0, len(z) - n + 1, n)]
-        exact, narrow = (
-            [count_sweeps(*batch, epsilon, tolerance, narrow=narrow) for batch in batches]
-            for narrow in (False, True)
-        )
-        each = (exact, False), (narrow, True), (narrow, False)
-        means = [np.mean([count[kind] for count in counts]) for counts, kind in each]
-        rows.append([n, len(batches), *means])
-    headers = ["n", "batches", "over the kernel alone", "over the copy", "and over the kernel"]
-    title = f"Sweeps to {tolerance:g}, {problem.name}, epsilon {epsilon:g}"
+    for n, tolerance in itertools.product(sizes, TOLERANCES):
+        alone, _ = mean_sweeps(n, z, w, EPSILON, tolerance)
+        exact, rough = mean_sweeps(n, z, w, EPSILON, tolerance, int8=True)
+        student, _ = mean_sweeps(n, f, g, STUDENT_EPSILON, tolerance)
+        rows.append([n, f"{tolerance:g}", alone, rough, exact, student])
+    headers = ["n", "tolerance", "teacher, float32", "teacher, int8", "+ float32", "student"]
+    title = f"Sweeps of both plans, {problem.name}, epsilon {EPSILON:g} and {STUDENT_EPSILON:g}"
     common.report(title, tables.Table(headers, rows, digits=1), out / f"sweeps_{problem.name}")
 
 
@@ -163,14 +171,13 @@ def main(argv: Sequence[str] | None = None) -> None:
         epsilon=[0.1, 0.05, 0.02, 0.01, 0.005, 0.002, 0.001],
         budgets=[10, 20, 30, 50, 100, 200],
         data=common.DATA,
-        narrow=False,
-        tolerance=1e-4,
+        sweeps=False,
     )
     if args.quick:
         args.n, args.epsilon, args.budgets = [96], [0.05, 0.005], [10, 100]
-    if args.narrow:
+    if args.sweeps:
         problem = common.problem(args.data, max(args.n), quick=args.quick)
-        over_narrow(problem, args.n, EPSILON, args.tolerance, args.out)
+        step_sweeps(problem, args.n, args.out)
         return
     for n in args.n:
         problem = common.problem(args.data, n, quick=args.quick)

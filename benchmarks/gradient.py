@@ -21,7 +21,7 @@ from benchmarks.common import Problem
 from benchmarks.peers import Arm, Target
 from experiments import report as tables
 from sotalign_jax import checks
-from sotalign_jax.ot import blocks
+from sotalign_jax.ot import device
 
 HEADLINE = (*peers.ARMS[:2], peers.OURS_TIGHTER, peers.DANSKIN, peers.DANSKIN_MOMENTUM)
 MEMORY_SHARE = 0.25
@@ -97,7 +97,7 @@ def measure(
     steps = functools.partial(peers.plain_to_tolerance, affinities[0], target.epsilon, 2, 0.0)
     two = common.time_interleaved({"": steps}, repeats=2)[0][""]
     seconds = two / 2 * (textbook.student + textbook.teacher)
-    room = MEMORY_SHARE * blocks.device_memory() / common.MEBIBYTE
+    room = MEMORY_SHARE * device.profile().memory / common.MEBIBYTE
 
     @functools.cache
     def expected(from_features: bool) -> Any:

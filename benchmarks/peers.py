@@ -168,10 +168,8 @@ def ott_danskin(target: Target, **options: Any) -> Callable[..., Any]:
 
     def loss(k: Array, k_star: Array) -> Any:
         k_star = jax.lax.stop_gradient(k_star)
-        with jax.named_scope("teacher_plan"), jax.named_scope("sweeps"):
-            plan = _ott(k_star, epsilon_star, tolerance, most_star, **options)
-        with jax.named_scope("student_plan"), jax.named_scope("sweeps"):
-            out = _ott(k, epsilon, tolerance, most, **options)
+        plan = _ott(k_star, epsilon_star, tolerance, most_star, **options)
+        out = _ott(k, epsilon, tolerance, most, **options)
         value = -(jnp.vdot(plan.matrix, k) + out.reg_ot_cost) / epsilon
         scalings = _scaling(out, epsilon), _scaling(plan, epsilon_star)
         return value, jax.lax.stop_gradient(scalings)

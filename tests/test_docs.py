@@ -297,7 +297,8 @@ STARTED_BY = {
     "benchmarks.convergence": "test_benchmarks.py::test_convergence",
     "benchmarks.train_step": "test_benchmarks.py::test_train_step",
     "tests.fuzz": "test_fuzz.py::test_a_problem_is_the_same_again_and_findings_end",
-    "benchmarks.roofline": "test_roofline.py::test_training_step_compiles_and_counts_its_arguments",
+    "benchmarks.compile": "test_model.py::test_main_compiles",
+    "benchmarks.model": "test_model.py::test_main_writes_every_table",
 }
 """By how a command begins, the test that starts it; the first that fits counts."""
 NOT_STARTED = {"benchmarks.precision": "compiles for a minute even with --quick"}

@@ -1,0 +1,195 @@
+"""Compiles the loss and the training step for devices that are not on this machine.
+
+    pip install "jax[cuda12]" "jax[tpu]"             # compilers only, no device is needed
+    python -m benchmarks.compile                     # KLOT and its gradient for every target
+    python -m benchmarks.compile --step              # the training step at the paper's size
+    python -m benchmarks.compile --step --devices=2 --targets a100 h100
+
+XLA compiles for a device that is described to it and reports the memory of the program. The library
+is traced with the profile of that device (`sotalign_jax.ot.device`), so it chooses the same
+algorithms and the same storage as on the device itself. Nothing is run. The command fails if a
+program does not compile.
+"""
+
+import dataclasses
+import functools
+import importlib.util
+import itertools
+import os
+import pathlib
+import re
+import sys
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jax.experimental import topologies
+
+from benchmarks import common
+from experiments import report as tables
+from sotalign_jax import checks, heads, klot_from_embeddings, methods, sampling, teachers, training
+from sotalign_jax.ot import device, sharding
+
+GPUS = ["a100", "h100", "b200", "t4", "v100", "rtx3090", "rtx4090"]
+"""Files of `benchmarks/targets`."""
+TPUS = {"tpu-v3": ("v3:2x2", 15.48), "tpu-v4": ("v4:2x2x1", 15.25)}
+TPUS |= {"tpu-v5e": ("v5e:2x4", 15.75), "tpu-v6e": ("v6e:2x4", 31.25)}
+"""Slices, and GiB that a program may use of a device, which is one core of a v3 or v4."""
+X64 = {"a100": ("float32, x64", "float64"), "tpu-v5e": ("float32, x64",)}
+"""Types of the targets that are compiled for with `jax_enable_x64` as well. XLA has no float64 for
+some operations on a TPU."""
+STEP = ["a100", "h100", "t4", "tpu-v5e"]
+"""Targets that the training step is compiled for by default."""
+
+
+def describe(name: str, count: int = 1) -> tuple[list[Any], device.Profile]:
+    """Returns `count` described devices of a target, and the library's profile of them."""
+    checks.choice("targets", name, (*GPUS, *TPUS))
+    gpu = name in GPUS
+    if importlib.util.find_spec("jax_cuda12_plugin" if gpu else "libtpu") is None:
+        command = f'pip install "jax[{"cuda12" if gpu else "tpu"}]=={jax.__version__}"'
+        raise checks.InputError(f"targets: the compiler for {name} is not installed; run {command}")
+    if gpu:
+        file = pathlib.Path(__file__).parent / "targets" / f"{name}.txtpb"
+        text, shape = file.read_text(encoding="utf-8"), f"1x1x{count}"
+        # JAX takes 75 % of a GPU's memory by default.
+        gib = 0.75 * int(re.findall(r"device_memory_size: (\d+)", text)[0]) / 2**30
+        found = topologies.get_topology_desc(platform="cuda", target_config=text, topology=shape)
+    else:
+        # The compiler must neither ask a cloud's metadata server for a TPU nor lock one.
+        os.environ |= {"TPU_SKIP_MDS_QUERY": "1", "ALLOW_MULTIPLE_LIBTPU_LOAD": "1"}
+        os.environ |= {"TPU_WORKER_HOSTNAMES": "localhost", "TPU_WORKER_ID": "0"}
+        os.environ["TPU_ACCELERATOR_TYPE"] = "v5litepod-1"
+        shape, gib = TPUS[name]
+        found = topologies.get_topology_desc(platform="tpu", topology_name=shape)
+    checks.within(len(found.devices), "devices of a target", devices=count)
+    profile = device.profile(found.devices[0])
+    return found.devices[:count], profile._replace(memory=int(gib * 2**30))
+
+
+@dataclasses.dataclass(frozen=True)
+class Workload:
+    """Shapes of one training step. The defaults are the paper's, with a pool of 100,000 rows."""
+
+    pairs: int = 10_000
+    unpaired: int = 22_768
+    pool: int = 100_000
+    width_x: int = 2048
+    width_y: int = 4096
+    dim: int = 1024
+    teacher_dim: int = 2048
+
+    @property
+    def widths(self) -> int:
+        """Numbers of a row of both modalities."""
+        return self.width_x + self.width_y
+
+
+def _shape(*size: int, dtype: Any = jnp.float32) -> Any:
+    return jax.ShapeDtypeStruct(size, dtype)
+
+
+def _placed(tree: Any, to: Any) -> Any:
+    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=to), tree)
+
+
+def lower_klot(w: Workload, where: Any, dtype: Any = jnp.float32) -> jax.stages.Lowered:
+    """Lowers the loss and its gradient in both features for one device."""
+    widths = w.dim, w.dim, w.teacher_dim, w.teacher_dim
+    features = [_shape(w.unpaired, width, dtype=dtype) for width in widths]
+    gradient = jax.jit(jax.value_and_grad(klot_from_embeddings, argnums=(0, 1)))
+    return gradient.lower(*_placed(features, jax.sharding.SingleDeviceSharding(where)))
+
+
+def lower_step(w: Workload, where: Sequence[Any]) -> jax.stages.Lowered:
+    """Lowers the step that `training.fit` runs, for one device or for several."""
+    method = methods.SOTAlign()
+    config = training.TrainConfig(pair_batch=w.pairs, unpaired_batch=w.unpaired)
+    build = functools.partial(heads.build_heads, w.width_x, w.width_y, w.dim)
+    model = nnx.eval_shape(build)
+
+    def rows(unpaired: int) -> list[Any]:
+        sizes = [(n, d) for n in (w.pairs, unpaired) for d in (w.width_x, w.width_y)]
+        return [_shape(*size, dtype="float16") for size in sizes]
+
+    e = w.teacher_dim
+    x, y = (heads.AffineMap(_shape(e, d), _shape(e), "l2") for d in (w.width_x, w.width_y))
+    teacher = teachers.LinearTeacher(x, y, _shape(e))
+    data: Any = sampling.DeviceData(*rows(w.pool))
+    star_x, star_y = training.kept_features(data, teacher)
+    data = data._replace(star_x=star_x, star_y=star_y)
+    state = jax.eval_shape(lambda: training.init_state(method, build(), data, config))
+    if len(where) == 1:
+        step = training.make_step(method, model, config)
+        key = jax.eval_shape(lambda: training.batch_key(config))
+        one = jax.sharding.SingleDeviceSharding(where[0])
+        return step.lower(*_placed((state, data, teacher, key), one))
+    # Several devices get the rows of each batch from their hosts.
+    mesh = jax.sharding.Mesh(np.array(where), ("rows",))
+    everywhere = sharding.replicated(mesh)
+    split: Any = [sharding.SplitRows.shape(x, mesh) for x in rows(w.unpaired)]
+    batch = sampling.Batch(*split)._replace(step=_placed(_shape(dtype=jnp.int32), everywhere))
+    step = training.make_step(method, model, config, mesh)
+    with jax.set_mesh(mesh):
+        return step.lower(_placed(state, everywhere), batch, _placed(teacher, everywhere))
+
+
+def compile_for(profile: device.Profile, lower: Callable[[], jax.stages.Lowered]) -> list[Any]:
+    """Returns MiB of temporaries, MiB in all, seconds to compile, and "yes" or the error."""
+    jax.clear_caches()  # programs that were traced for another profile
+    start = time.perf_counter()
+    try:
+        with device.compiling_for(profile):
+            stats: Any = lower().compile().memory_analysis()
+    except Exception as error:  # the table is there to show what fails, whatever it is
+        return [None, None, time.perf_counter() - start, checks.first_line(error)[:120]]
+    kept = stats.argument_size_in_bytes + stats.output_size_in_bytes - stats.alias_size_in_bytes
+    total = kept + stats.temp_size_in_bytes
+    if profile.name == "tpu":  # whose temporaries include fragmentation twice
+        total = stats.peak_memory_in_bytes
+    sizes = ((total - kept) / common.MEBIBYTE, total / common.MEBIBYTE)
+    return [*sizes, time.perf_counter() - start, "yes"]
+
+
+def rows_of(name: str, described: Any, w: Workload, args: Any) -> list[list[Any]]:
+    """Compiles the training step for a target, or the loss at every size and type."""
+    where, profile = described
+    if args.step:
+        found = compile_for(profile, lambda: lower_step(w, where))
+        return [[name, profile.name, w.unpaired, "float32", *found]]
+    rows = []
+    for kind, n in itertools.product(("float32", *X64.get(name, ())), args.n):
+        print(f"compiling for {name}: n = {n}, {kind} ...", flush=True)
+        with jax.enable_x64(kind != "float32"):
+            sizes = Workload(unpaired=n)
+            lower = functools.partial(lower_klot, sizes, where[0], kind.partition(",")[0])
+            rows.append([name, profile.name, n, kind, *compile_for(profile, lower)])
+    return rows
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Prints which programs compile, and their memory."""
+    sizes = {"n": [1024, 4099, 22_768], "pairs": 10_000, "unpaired": 22_768}
+    args = common.options(__doc__, argv, targets=["all"], step=False, devices=1, **sizes)
+    checks.whole(1, devices=args.devices, unpaired=args.unpaired, pairs=args.pairs)
+    jax.config.update("jax_platforms", "cpu")  # the targets are described, not there
+    names = args.targets
+    if names == ["all"]:
+        names = STEP if args.step else [*GPUS, *TPUS]
+    w = Workload(args.pairs, args.unpaired)
+    described = {name: describe(name, args.devices) for name in names}  # before hours of work
+    rows = [row for name in names for row in rows_of(name, described[name], w, args)]
+    headers = ["target", "profile", "n", "dtype", "temporaries MiB", "total MiB", "s", "compiles"]
+    what = f"step-{args.devices}" if args.step else "klot"
+    common.report(what, tables.Table(headers, rows, digits=0), args.out / f"compile-{what}")
+    failed = [row for row in rows if row[-1] != "yes"]
+    if failed:
+        sys.exit(f"error: {len(failed)} of {len(rows)} programs do not compile")
+
+
+if __name__ == "__main__":
+    common.run(main)

@@ -1,0 +1,152 @@
+"""Predicted times of the training step, and compilation for devices that are not there."""
+
+import csv
+import dataclasses
+import importlib.util
+
+import jax
+import pytest
+
+from benchmarks import common, compile, model
+from sotalign_jax import checks
+from sotalign_jax.ot import device
+
+PAPER = compile.Workload()
+TINY = compile.Workload(64, 256, 512, width_x=32, width_y=48, dim=16, teacher_dim=24)
+
+
+def total(parts, field):
+    return sum(getattr(part, field) for part in parts)
+
+
+def test_ours_counts_the_operations_of_the_paper_step():
+    """Against a count by hand: every product of the step once, and twice in the backward pass."""
+    n, p, d, e, x, y = 22_768, 10_000, 1024, 2048, 2048, 4096
+    heads = 2 * 2 * (n + p) * (x + y) * d  # forward, and the gradient of the weights
+    klot = 2 * n * n * e + 2 * n * n * d + 2 * 2 * n * n * d  # affinities, gradient of both sides
+    by_hand = heads + 2 * n * x * e + 3 * 2 * p * p * d + klot
+    assert by_hand == pytest.approx(6.94e12, rel=1e-3)
+    for target in model.DEVICES.values():
+        parts = model.ours(PAPER, target, model.NEW)
+        assert total(parts, "flops") == pytest.approx(by_hand)
+        assert total(parts, "bytes") >= 80e9
+
+
+@pytest.mark.parametrize(("name", "bound"), [("a100", 124.5), ("h100", 56.2), ("tpu-v5e", 200.5)])
+def test_predict_agrees_with_bytes_counted_in_compiled_programs(name, bound):
+    """The bounds were read from the kernels of the code before, compiled for each device."""
+    target = model.DEVICES[name]
+    work, _, _ = model.predict(model.ours(PAPER, target, model.OLD), target, model.OLD)
+    assert work == pytest.approx(bound, rel=0.08)
+
+
+def test_predict_takes_the_longer_of_bytes_and_products_and_adds_launches():
+    a100, ms = model.DEVICES["a100"], 2.039e9
+    assert sum(model.predict([model.Part("", ms)], a100)) == pytest.approx(1)
+    part = model.Part("", ms, 100, flops=156e9 * 3, role="student")  # TF32
+    assert model.predict([part], a100) == pytest.approx((3, 0.4, 0))
+    part = part._replace(role="teacher")  # three passes of bfloat16
+    assert model.predict([part], a100)[0] == pytest.approx(3 * 156 / 104)
+    v5e = model.predict([part], model.DEVICES["tpu-v5e"])
+    assert v5e == pytest.approx((468 / (197 / 3), 0, 0))
+
+
+@pytest.mark.parametrize("name", model.DEVICES)
+def test_every_device_has_a_peak_for_the_algorithms_of_its_profile(name):
+    target = model.DEVICES[name]
+    for algorithm in device.profile(target)[1:6]:
+        assert target.peak(algorithm) > 0
+    slow = model.predict(model.published(PAPER, model.PUBLISHED), target)
+    assert sum(slow) > sum(model.predict(model.ours(PAPER, target, model.NEW), target)) > 0
+
+
+@pytest.mark.parametrize("name", ["a100", "t4", "tpu-v5e"])
+def test_two_devices_take_little_more_than_half(name):
+    one, two = model.device_rows(name, PAPER, [2])
+    assert one[4] == 1 and 0.5 < two[4] <= 0.58 and two[3] > one[3] == 0
+
+
+def test_ours_streams_where_float32_kernels_do_not_fit():
+    large = dataclasses.replace(PAPER, unpaired=100_000)
+    parts = model.ours(large, model.DEVICES["a100"], model.NEW)
+    teacher = 2 * 100_000**2 * PAPER.teacher_dim
+    again = next(part for part in parts if part.name == "teacher: affinity").flops / teacher
+    # One build for each of three epsilons, two exact sweeps, the gradient.
+    assert again == 3 + model.NEW.exact + 1
+    assert "teacher: float32 sweeps" not in {part.name for part in parts}
+
+
+def test_main_writes_every_table(tmp_path):
+    model.main([f"--out={tmp_path}", "--targets", "t4", "a100", "--devices", "4"])
+    with (tmp_path / "model-step.csv").open() as file:
+        rows = {row["target"]: row for row in csv.DictReader(file)}
+    assert rows["t4"]["old, 1e-4"] == "" and float(rows["a100"]["ratio, 1e-4"]) > 1
+    with (tmp_path / "model-devices.csv").open() as file:
+        counts = [(row["target"], row["devices"]) for row in csv.DictReader(file)]
+    assert counts == [("t4", "1"), ("t4", "4"), ("a100", "1"), ("a100", "4")]
+    assert (tmp_path / "model-parts.csv").exists()
+    with pytest.raises(checks.InputError, match="targets"):
+        model.main(["--targets", "abacus"])
+
+
+def test_documented_predictions_are_those_of_the_model(tmp_path, capsys):
+    model.main([f"--out={tmp_path}"])
+    blocks = capsys.readouterr().out.split("\n\n")
+    step, parts, devices = (block for block in blocks if block.startswith("| target"))
+    one, several = (
+        (common.RESULTS.parent / name).read_text() for name in ("ACCELERATORS.md", "SCALING.md")
+    )
+    assert step in one and devices in several
+    assert all(line in one for line in parts.splitlines() if line.startswith("| a100"))
+
+
+# --- compile ---
+
+
+def test_describe_names_the_command_for_a_missing_compiler(monkeypatch):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda module: None)
+    for name, extra in (("a100", "cuda12"), ("tpu-v5e", "tpu")):
+        with pytest.raises(checks.InputError, match=rf'pip install "jax\[{extra}\]==') as error:
+            compile.describe(name)
+        assert "\n" not in str(error.value)
+    with pytest.raises(SystemExit, match=r"^error: targets"):
+        common.run(lambda: compile.main(["--targets", "t4"]))
+
+
+def test_every_gpu_is_described_with_its_memory():
+    for name in compile.GPUS:
+        assert (common.RESULTS.parent / "targets" / f"{name}.txtpb").exists()
+        assert name in model.DEVICES
+
+
+@pytest.mark.parametrize("what", ["klot", "step"])
+def test_compile_for_reports_the_memory_of_a_program(what):
+    own = jax.devices()[:1]
+    lower = {
+        "klot": lambda: compile.lower_klot(TINY, own[0]),
+        "step": lambda: compile.lower_step(TINY, own),
+    }
+    temporaries, whole, seconds, compiles = compile.compile_for(device.profile(), lower[what])
+    assert compiles == "yes" and seconds > 0
+    # The float32 features and gradients; or float16 rows, and the heads with their momentum.
+    features = 4 * TINY.unpaired * (4 * TINY.dim + 2 * TINY.teacher_dim)
+    rows = 2 * (TINY.pairs + TINY.pool) * TINY.widths + 2 * 4 * TINY.dim * TINY.widths
+    least = {"klot": features, "step": rows}[what]
+    assert whole - temporaries >= least / common.MEBIBYTE
+
+
+def test_compile_for_reports_the_error_of_a_program():
+    def fails():
+        raise TypeError("dtypes differ\nand more")
+
+    *sizes, _, compiles = compile.compile_for(device.profile(), fails)
+    assert sizes == [None, None] and compiles == "dtypes differ"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "plugin"), [("t4", "jax_plugins"), ("tpu-v5e", "libtpu")])
+def test_main_compiles_for_devices_that_are_not_there(name, plugin, tmp_path):
+    pytest.importorskip(plugin)
+    compile.main([f"--out={tmp_path}", "--targets", name, "--n", "1024"])
+    with (tmp_path / "compile-klot.csv").open() as file:
+        assert {row["compiles"] for row in csv.DictReader(file)} == {"yes"}
