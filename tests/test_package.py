@@ -27,7 +27,7 @@ LAYERS = (
     ("evaluation",),
     ("methods",),
     ("training",),
-    ("aligner", "diagnostics"),
+    ("aligner", "diagnostics", "selfcheck"),
     ("__init__",),
 )
 LAYER = {name: level for level, names in enumerate(LAYERS) for name in names}

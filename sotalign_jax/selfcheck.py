@@ -1,0 +1,496 @@
+"""Checks the library on the devices at hand, against float64 on the host.
+
+    python -m sotalign_jax.selfcheck            # prints a table; exit code 1 if a row fails
+    python -m sotalign_jax.selfcheck --json     # prints JSON
+    python -m sotalign_jax.selfcheck --only product sweeps
+    python -m sotalign_jax.selfcheck --quick    # tiny sizes, to test the command itself
+
+A check is a function that yields rows. A row has an error with its limit, a time, or both. An
+exception fails its check with the first line of the message, and the next check runs.
+
+The predicted time counts the bytes that are moved and the operations of matrix products, at the
+bandwidth and the rates that were measured first. It assumes that every intermediate array goes
+through memory. The ratio of measured to predicted time has no limit: it is below 1 where arrays
+stay in a cache, and above 1 where launches or other arithmetic take the time.
+"""
+
+import argparse
+import functools
+import json
+import math
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array
+
+from sotalign_jax import checks, heads
+from sotalign_jax.ot import affinity, blocks, device, klot, sharding, solver
+from sotalign_jax.ot.kernel import Cosines, Kernel, KernelState, widen
+
+ROLES = ("teacher", "student", "gradient", "heads", "siglip")
+ALGORITHMS: Any = {device.HIGHEST: "float32", device.TF32: "TF32"}
+ALGORITHMS |= {device.THREE_PASSES: "3 x bf16"}
+ROUNDOFF = {device.HIGHEST: 2.0**-24, device.TF32: 2.0**-11, device.THREE_PASSES: 2.0**-16}
+"""Relative error of an operand of each algorithm."""
+PAPER_ROWS = 22_768
+"""Unpaired rows of the paper's batch."""
+WIDTH, EPSILON, TOLERANCE = 64, 0.005, 1e-4
+"""Width of the features of kernels and plans, regularisation of the teacher, default tolerance."""
+FIRST_EPSILON = 16 * EPSILON
+"""Regularisation of the first kernel that the solver builds for `EPSILON`."""
+STRIDE = 61
+"""Products and kernels are compared in every 61st row, so that every tile of a product counts."""
+VALUE_LIMIT, GRADIENT_LIMIT = 1e-4, 1e-3
+"""Relative errors of KLOT and of its gradient. At n = 2,048 the default tolerance leaves 4e-6 and
+3e-4. With TF32 in the student's role they are 6e-6 and 5e-4. The gradient of a teacher in TF32, or
+of a student in bfloat16, exceeds the limit with 1.2e-3 and 1.9e-3."""
+
+
+class Row(NamedTuple):
+    """A row of the table. Times are in milliseconds.
+
+    >>> Row("sweep", "float32", error=math.nan, limit=1e-5).ok
+    False
+    """
+
+    check: str
+    path: str
+    error: float | None = None
+    limit: float | None = None
+    ms: float | None = None
+    predicted: float | None = None
+
+    @property
+    def ratio(self) -> float | None:
+        """Measured over predicted time."""
+        return self.ms / self.predicted if self.ms and self.predicted else None
+
+    @property
+    def ok(self) -> bool:
+        """True unless the error exceeds its limit or is NaN."""
+        return self.error is None or self.error <= (self.limit or 0.0)
+
+
+class Sizes(NamedTuple):
+    """Sizes of the problems.
+
+    Attributes:
+        stream: float32 numbers in the array that measures bandwidth.
+        product: rows of both operands, and their width.
+        kernels: rows and columns of the kernels that are swept over.
+        losses: rows and columns of KLOT, the largest first.
+        rows: unpaired rows of the teacher's plan and of the training step whose parts are timed.
+        widths: widths of the student's and the teacher's features.
+    """
+
+    stream: int
+    product: tuple[int, int]
+    kernels: tuple[tuple[int, int], ...]
+    losses: tuple[tuple[int, int], ...]
+    rows: int
+    widths: tuple[int, int]
+
+
+KERNELS, LOSSES = ((2048, 2048), (4099, 4099), (700, 24_576)), ((2048, 2048), (2039, 701))
+CPU = Sizes(2**24, (1024, 512), KERNELS, LOSSES, 2048, (128, 256))
+ACCELERATOR = Sizes(2**28, (8192, 1024), KERNELS, LOSSES, 4096, (1024, 2048))
+QUICK = Sizes(2**16, (192, 64), ((128, 128), (35, 131)), ((128, 128), (127, 35)), 128, (16, 24))
+
+
+def sizes_of(profile: device.Profile) -> Sizes:
+    """Returns the sizes for a device, with the paper's batch where two of its kernels fit."""
+    if profile.name == "cpu":
+        return CPU
+    if not blocks.storage(PAPER_ROWS, PAPER_ROWS, jnp.float32, profile).both:
+        return ACCELERATOR
+    return ACCELERATOR._replace(kernels=(*KERNELS, (PAPER_ROWS, PAPER_ROWS)), rows=PAPER_ROWS)
+
+
+# --- problems and their solution in float64 ----------------------------------------------------
+
+
+def clouds(n: int, m: int, width: int, seed: int = 0) -> list[np.ndarray]:
+    """Draws two independent anisotropic Gaussian clouds around a common mean.
+
+    No row has a partner, so that their plan is neither flat nor close to a permutation.
+    """
+    rng, scales = np.random.default_rng(seed), np.arange(1, width + 1, dtype=np.float32) ** -0.5
+    mean = 0.5 * scales * rng.standard_normal(width, np.float32)
+    return [mean + scales * rng.standard_normal((rows, width), np.float32) for rows in (n, m)]
+
+
+def features(n: int, m: int, sizes: Sizes) -> list[np.ndarray]:
+    """Draws the features f, g of the student and z, w of the teacher."""
+    return clouds(n, m, sizes.widths[0], seed=1) + clouds(n, m, sizes.widths[1], seed=2)
+
+
+def unit(x: np.ndarray) -> np.ndarray:
+    """Returns rows of unit length in float64."""
+    x = np.asarray(x, np.float64)
+    return x / np.linalg.norm(x, axis=1, keepdims=True)
+
+
+def relative(x: Any, exact: Any) -> float:
+    """Returns the largest relative error of an entry."""
+    return float(np.max(np.abs(np.asarray(x, np.float64) / np.asarray(exact) - 1)))
+
+
+def norm_error(x: Sequence[Any], exact: Sequence[Any]) -> float:
+    """Returns the norm of the error of several arrays, relative to that of the exact ones."""
+    found, wanted = (np.concatenate([*map(np.ravel, y)], dtype=float) for y in (x, exact))
+    return float(np.linalg.norm(found - wanted) / np.linalg.norm(wanted))
+
+
+def product_error(algorithm: Any, width: int) -> float:
+    """Estimates the error of products of unit rows, from their operands and from float32 sums."""
+    return ROUNDOFF[algorithm] / math.sqrt(width) + 2.0**-24
+
+
+def sum_error(count: int) -> float:
+    """Bounds the relative error of float32 sums of positive numbers, which is a random walk.
+
+    A CPU that adds 4,099 numbers one after the other has 0.4 of this error.
+    """
+    return 4 * 2.0**-24 * math.sqrt(count)
+
+
+def exact_sums(matrix: Any, a: np.ndarray, c: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Computes the sums of `Kernel.sweep` in float64."""
+    matrix, s, t = np.asarray(matrix), np.zeros(len(a)), np.zeros(len(c))
+    for start in range(0, len(a), 1024):
+        rows = slice(start, start + 1024)
+        part = matrix[rows].astype(np.float64)
+        s[rows] = part @ c
+        t += (a[rows] / s[rows]) @ part
+    return s, t
+
+
+def exact_error(x: np.ndarray, y: np.ndarray, u: Any, v: Any) -> float:
+    """Computes the larger marginal error of the plan of log-scalings u and v in float64."""
+    x, y, u, v = unit(x), unit(y), np.asarray(u, np.float64), np.asarray(v, np.float64)
+    in_rows, columns = 0.0, np.zeros(len(y))
+    for start in range(0, len(x), 1024):
+        rows = slice(start, start + 1024)
+        part = np.exp(x[rows] @ y.T / EPSILON + u[rows, None] + v)
+        in_rows += np.sum(np.abs(np.sum(part, axis=1) - 1 / len(x)))
+        columns += np.sum(part, axis=0)
+    return float(np.maximum(in_rows, np.sum(np.abs(columns - 1 / len(y)))))
+
+
+@functools.cache
+def exact_loss(n: int, m: int, sizes: Sizes) -> tuple[Any, list[Any]]:
+    """Computes KLOT and its gradient in float64 on the CPU, to a hundredth of the tolerance.
+
+    A smaller problem is the largest one with weights of zero, so that one program serves them all.
+    """
+    cpu, largest = jax.devices("cpu")[0], sizes.losses[0]
+    with jax.enable_x64(True), jax.default_device(cpu), device.compiling_for(device.profile(cpu)):
+        arrays = [jnp.asarray(x, jnp.float64) for x in features(*largest, sizes)]
+        log_a = np.where(np.arange(largest[0]) < n, 0.0, -np.inf)
+        log_b = np.where(np.arange(largest[1]) < m, 0.0, -np.inf)
+        options = {"log_a": log_a, "log_b": log_b, "tolerance": TOLERANCE / 100}
+        (value, _), (df, dg) = loss_and_gradient(*arrays, **options)
+        return value, [np.asarray(df)[:n], np.asarray(dg)[:m]]
+
+
+# --- parts of the library, compiled ------------------------------------------------------------
+
+
+def loss(*features: Any, **options: Any) -> Any:
+    """Returns KLOT and its `KlotAux`."""
+    return klot.klot_from_embeddings(*features, return_aux=True, **options)
+
+
+loss_and_gradient = jax.jit(jax.value_and_grad(loss, argnums=(0, 1), has_aux=True))
+
+
+def log_uniform(n: int) -> Array:
+    """Returns uniform log-weights."""
+    return jnp.full(n, -math.log(n), jnp.float32)
+
+
+@functools.partial(jax.jit, static_argnames=("algorithm", "int8"))
+def build(x: Array, y: Array, epsilon: Array, *, algorithm: Any, int8: bool) -> KernelState:
+    """Builds the kernel of a cosine affinity."""
+    kernel = Kernel(Cosines.of(x, y, algorithm), int8=int8)
+    start = kernel.blank(jnp.zeros(len(y), jnp.float32), epsilon.astype(jnp.float32))
+    return kernel.build(start, log_uniform(len(y)))
+
+
+@functools.partial(jax.jit, static_argnames=("algorithm", "int8"))
+def solve(x: Array, y: Array, *, algorithm: Any, int8: bool) -> solver.Scalings:
+    """Solves the teacher's plan as `klot_from_embeddings` does."""
+    kernel, logs = Kernel(Cosines.of(x, y, algorithm), int8=int8), log_uniform(len(x))
+    goal = solver.goal(jnp.float32(TOLERANCE), 1.0, jnp.float32(EPSILON))
+    limits: Any = {"epsilon": EPSILON, "tolerance": goal, "max_iterations": 2000}
+    return solver.solve(kernel, logs, log_uniform(len(y)), **limits)[0]
+
+
+@jax.jit
+def multiply(f: Array, g: Array, state: KernelState, star: KernelState) -> Any:
+    """Multiplies P - P* with the student's features as `klot_from_embeddings` does."""
+    kernel, scalings = Kernel(Cosines.of(f, g)), solver.Scalings(*[jnp.zeros(0)] * 5)
+    student, teacher = (klot._Solved(kernel, x, scalings) for x in (state, star))
+    weights = jnp.exp(log_uniform(len(f))), jnp.exp(log_uniform(len(g)))
+    return klot._multiply(student, teacher, weights, klot.Options.of(1, None))
+
+
+# --- times and predictions ---------------------------------------------------------------------
+
+
+def timed(function: Callable[..., Any], *args: Any, **options: Any) -> tuple[Any, float]:
+    """Returns the result, and the least milliseconds of three runs after one that compiles."""
+    args, times = jax.block_until_ready(jax.tree.map(jnp.asarray, args)), []
+    for _ in range(4):
+        result = None  # frees the memory of the run before
+        start = time.perf_counter()
+        result = jax.block_until_ready(function(*args, **options))
+        times.append(1e3 * (time.perf_counter() - start))
+    return result, min(times[1:])
+
+
+@functools.cache
+def bandwidth(size: int) -> float:
+    """Measures bytes per millisecond, read and written by an elementwise loop in place."""
+    loop = jax.jit(lambda x, n: jax.lax.fori_loop(0, n, lambda i, x: 0.5 * x + 0.5, x))
+    return 8 * size * 20 / timed(loop, jnp.ones(size, jnp.float32), 20)[1]
+
+
+@functools.cache
+def measure_product(algorithm: Any, n: int, width: int) -> tuple[float, float]:
+    """Multiplies n isotropic unit rows with n others. Returns the error and the milliseconds."""
+    rng = np.random.default_rng(0)
+    x, y = (unit(rng.standard_normal((n, width))).astype(np.float32) for _ in range(2))
+    product, ms = timed(jax.jit(lambda x, y: affinity.dot(x, y.T, algorithm)), x, y)
+    exact = x[::STRIDE].astype(np.float64) @ y.T.astype(np.float64)
+    return float(np.max(np.abs(np.asarray(product[::STRIDE]) - exact))), ms
+
+
+def predict(sizes: Sizes, moved: float, flops: float = 0.0, algorithm: Any = None) -> float:
+    """Predicts milliseconds from bytes and from the operations of matrix products."""
+    n, width = sizes.product
+    product = flops and measure_product(algorithm, n, width)[1] * flops / (2 * n * n * width)
+    return moved / bandwidth(sizes.stream) + product
+
+
+def predict_solve(
+    sizes: Sizes, n: int, m: int, width: int, algorithm: Any, int8: bool, sweeps: int = 0
+) -> float:
+    """Predicts the build of a kernel and sweeps over it.
+
+    The affinity is written, then read for its maximum, its sum and each copy of the kernel, of 4
+    bytes and 1 byte an entry. The copies are filled and written. A sweep reads one of them twice.
+    """
+    moved = 4 * (1 + 2 + 1 + int8) + 2 * (4 + int8) + sweeps * 2 * (1 if int8 else 4)
+    return predict(sizes, moved * n * m, 2 * n * m * width, algorithm)
+
+
+# --- checks ------------------------------------------------------------------------------------
+
+
+def check_memory(sizes: Sizes) -> Iterator[Row]:
+    """Measures the bandwidth of memory."""
+    rate, moved = bandwidth(sizes.stream), 8 * sizes.stream
+    yield Row("memory", f"{moved / 2**21:.0f} MiB in place, {rate / 1e6:.1f} GB/s", ms=moved / rate)
+
+
+def check_product(sizes: Sizes, algorithm: Any, roles: Sequence[str]) -> Iterator[Row]:
+    """Compares products of unit rows with float64.
+
+    The limit is 16 times the estimated error. The largest of all errors is 3 times the estimate,
+    10 times on hardware that truncates operands, and 23 times for bfloat16 in the place of TF32.
+    """
+    n, width = sizes.product
+    error, ms = measure_product(algorithm, n, width)
+    used = "all roles" if len(roles) == len(ROLES) else ", ".join(roles) or "unused"
+    path = f"{ALGORITHMS[algorithm]}, {2e-9 * n * n * width / ms:.3g} TFLOP/s ({used})"
+    yield Row(f"product {n} x {n} x {width}", path, error, 16 * product_error(algorithm, width), ms)
+
+
+def check_sweeps(sizes: Sizes, n: int, m: int) -> Iterator[Row]:
+    """Compares a kernel, its int8 copy, and the sums over both with float64."""
+    (x, y), algorithm = clouds(n, m, WIDTH), device.profile().teacher
+    state, ms = timed(build, x, y, FIRST_EPSILON, algorithm=algorithm, int8=True)
+    exact = np.exp(unit(x[::STRIDE]) @ unit(y).T / FIRST_EPSILON)
+    error = relative(state.matrix[::STRIDE], exact / np.mean(exact, axis=1, keepdims=True))
+    limit = 16 * product_error(algorithm, WIDTH) / FIRST_EPSILON + sum_error(m)
+    predicted = predict_solve(sizes, n, m, WIDTH, algorithm, int8=True)
+    yield Row(f"build {n} x {m}", ALGORITHMS[algorithm], error, limit, ms, predicted)
+    # Two bits of mantissa, and no number below 2^-26.
+    error = relative(widen(state.int8[::STRIDE]), jnp.maximum(state.matrix[::STRIDE], 2.0**-26))
+    yield Row(f"build {n} x {m}", "int8", error, 2.0**-3)
+
+    a = np.full(n, 1 / n, np.float32)
+    c = np.random.default_rng(0).uniform(0.5, 1.5, m).astype(np.float32) / np.float32(m)
+    kernel = Kernel(Cosines.of(jnp.asarray(x), jnp.asarray(y)), int8=True)
+    for path, sweep, size in (("float32", kernel.sweep, 4), ("int8", kernel.sweep_int8, 1)):
+        found, ms = timed(jax.jit(sweep), state, a, c)
+        exact = exact_sums(state.matrix if size == 4 else widen(state.int8), a, c)
+        error = float(np.max([*map(relative, found, exact)]))
+        predicted = predict(sizes, 2 * size * n * m)
+        yield Row(f"sweep {n} x {m}", path, error, sum_error(max(n, m)), ms, predicted)
+
+
+def check_plan(sizes: Sizes, int8: bool) -> Iterator[Row]:
+    """Solves the teacher's plan, and measures its error in float64.
+
+    The error of the affinity in the exponents adds to the tolerance.
+    """
+    n, algorithm = sizes.rows, device.profile().teacher
+    x, y = clouds(n, n, WIDTH)
+    plan, ms = timed(solve, x, y, algorithm=algorithm, int8=int8)
+    limit = TOLERANCE + 2 * product_error(algorithm, WIDTH) / EPSILON
+    predicted = predict_solve(sizes, n, n, WIDTH, algorithm, int8, int(plan.iterations))
+    path = f"{'int8' if int8 else 'float32'}, {plan.iterations} sweeps"
+    yield Row(f"plan {n} x {n}", path, exact_error(x, y, plan.u, plan.v), limit, ms, predicted)
+
+
+def check_loss(sizes: Sizes, n: int, m: int, x64: bool = False, mesh: Any = None) -> Iterator[Row]:
+    """Compares KLOT and its gradient in float32 with float64 on the CPU."""
+    exact_value, exact_gradient = exact_loss(n, m, sizes)
+    f, g, z, w = features(*sizes.losses[0], sizes)
+    arrays = [f[:n], g[:m], z[:n], w[:m]]
+    if mesh is not None:
+        arrays = jax.device_put(arrays, sharding.split_rows(mesh))
+    with jax.enable_x64(x64):
+        ((value, _), gradient), ms = timed(loss_and_gradient, *arrays)
+    dtypes = {str(x.dtype) for x in (value, *gradient)}
+    if dtypes != {"float32"}:
+        raise TypeError(f"loss and gradient must be float32, got {dtypes}")
+    path = "float32" + ", x64" * x64 + (f", {mesh.size} devices" if mesh else "")
+    yield Row(f"loss {n} x {m}", path, relative(value, exact_value), VALUE_LIMIT, ms)
+    yield Row(f"gradient {n} x {m}", path, norm_error(gradient, exact_gradient), GRADIENT_LIMIT)
+
+
+def check_devices(sizes: Sizes) -> Iterator[Row]:
+    """Splits the rows of KLOT over all devices, for comparison with one device."""
+    mesh = sharding.rows_mesh()
+    if mesh is None:
+        yield Row("devices", "one device")
+    else:
+        n = sizes.losses[0][0] // mesh.size * mesh.size
+        yield from check_loss(sizes, n, n, mesh=mesh)
+
+
+def check_step(sizes: Sizes) -> Iterator[Row]:
+    """Times the parts of a training step that `check_sweeps` does not time, and all of KLOT."""
+    own, n, (d, e) = device.profile(), sizes.rows, sizes.widths
+    f, g, z, w = (jnp.asarray(x) for x in features(n, n, sizes))
+    int8 = blocks.storage(n, n, jnp.float32).int8
+    state, ms = timed(build, z, w, EPSILON, algorithm=own.teacher, int8=int8)
+    predicted = predict_solve(sizes, n, n, e, own.teacher, int8)
+    yield Row(f"step: build, n = {n}", ALGORITHMS[own.teacher], ms=ms, predicted=predicted)
+
+    # Sums and copies of P - P* read both kernels again: 11 times 4 bytes an entry.
+    products = predict(sizes, 44 * n * n, 4 * n * n * d, own.gradient)
+    _, ms = timed(multiply, f, g, state, state)
+    yield Row(f"step: products, n = {n}", ALGORITHMS[own.gradient], ms=ms, predicted=products)
+    del state
+
+    head = heads.AffineMap(jnp.ones((d, e), jnp.float32), jnp.zeros(d, jnp.float32))
+    _, ms = timed(jax.jit(heads.AffineMap.__call__), head, z)
+    predicted = predict(sizes, 4 * n * (4 * e + d), 2 * n * e * d, own.heads)
+    yield Row(f"step: head, n = {n}", ALGORITHMS[own.heads], ms=ms, predicted=predicted)
+
+    ((_, aux), _), ms = timed(loss_and_gradient, f, g, z, w)
+    counts = int(aux.teacher.iterations), int(aux.student.iterations)
+    teacher = predict_solve(sizes, n, n, e, own.teacher, int8, counts[0])
+    student = predict_solve(sizes, n, n, d, own.student, False, counts[1])
+    error = float(np.maximum(aux.teacher.error, aux.student.error))
+    path = f"{'int8' if int8 else 'float32'}, {counts[0]} + {counts[1]} sweeps"
+    yield Row(f"step: loss, n = {n}", path, error, TOLERANCE, ms, teacher + student + products)
+
+
+def cases(sizes: Sizes) -> list[functools.partial[Iterator[Row]]]:
+    """Returns the checks with their arguments."""
+    own, case = device.profile(), functools.partial
+    tensor_cores = own.name.startswith("cuda") and float(own.name.split()[1]) >= 8
+    roles = {x: [role for role in ROLES if getattr(own, role) == x] for x in ALGORITHMS}
+    shown = [x for x in ALGORITHMS if roles[x] or tensor_cores or x == device.HIGHEST]
+    return [
+        case(check_memory, sizes),
+        *(case(check_product, sizes, x, roles[x]) for x in shown),
+        *(case(check_sweeps, sizes, *shape) for shape in sizes.kernels),
+        *(case(check_plan, sizes, int8) for int8 in (False, True)),
+        *(case(check_loss, sizes, *shape) for shape in sizes.losses),
+        case(check_loss, sizes, *sizes.losses[0], x64=True),
+        case(check_devices, sizes),
+        case(check_step, sizes),
+    ]
+
+
+# --- report ------------------------------------------------------------------------------------
+
+NAMES = ("memory", "product", "sweeps", "plan", "loss", "devices", "step")
+COLUMNS = ("check", "path", "error", "limit", "ms", "predicted", "ratio", "ok")
+FORMAT = "{:<26} | {:<36} | {:>7} | {:>7} | {:>7} | {:>9} | {:>6} | {}"
+
+
+def describe() -> dict[str, Any]:
+    """Describes the device, and the choices of the library for it."""
+    own, first = device.profile(), jax.local_devices()[0]
+    storage = blocks.storage(PAPER_ROWS, PAPER_ROWS, jnp.float32)
+    return {
+        "device": f"{jax.device_count()} x {first.device_kind}",
+        "capability": getattr(first, "compute_capability", None),
+        "memory": f"{own.memory / 2**30:.1f} GiB",
+        "jax": jax.__version__,
+        "profile": own.name,
+        "algorithms": {role: ALGORITHMS.get(getattr(own, role), "other") for role in ROLES},
+        f"storage at n = {PAPER_ROWS}": storage._asdict(),
+    }
+
+
+def run(case: functools.partial[Iterator[Row]]) -> Iterator[Row]:
+    """Yields the rows of a check, and a failing row if it raises."""
+    try:
+        yield from case()
+    except Exception as error:  # of any kind: compilers and devices raise their own
+        name, message = case.func.__name__, checks.first_line(error)
+        yield Row(name.removeprefix("check_"), f"{type(error).__name__}: {message}", math.nan)
+
+
+def line(row: Row) -> str:
+    """Formats a row of the table."""
+    errors = ("" if x is None else f"{x:.1e}" for x in (row.error, row.limit))
+    times = ("" if x is None else f"{x:.3g}" for x in (row.ms, row.predicted, row.ratio))
+    return FORMAT.format(row.check, row.path, *errors, *times, "yes" if row.ok else "no")
+
+
+def as_json(row: Row) -> dict[str, Any]:
+    """Returns a row as JSON values, with None for numbers that are not finite."""
+    values = {name: getattr(row, name) for name in COLUMNS}
+    return {name: None if x in (math.inf, None) or x != x else x for name, x in values.items()}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs the checks and prints their rows. Returns the exit code."""
+    parser = argparse.ArgumentParser(prog="python -m sotalign_jax.selfcheck", description=__doc__)
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.add_argument("--json", action="store_true", help="print JSON")
+    parser.add_argument("--quick", action="store_true", help="use tiny sizes")
+    parser.add_argument("--only", nargs="+", choices=NAMES, default=NAMES, help="checks to run")
+    args = parser.parse_args(argv)
+    found, rows = describe(), []
+    if not args.json:
+        print(*(f"{key}: {value}" for key, value in found.items()), sep="\n", end="\n\n")
+        print(FORMAT.format(*COLUMNS))
+    for case in cases(QUICK if args.quick else sizes_of(device.profile())):
+        if case.func.__name__.removeprefix("check_") in args.only:
+            for row in run(case):
+                rows.append(row)
+                if not args.json:
+                    print(line(row), flush=True)
+    ok = all(row.ok for row in rows)
+    if args.json:
+        print(json.dumps(found | {"rows": [as_json(row) for row in rows], "ok": ok}, indent=1))
+    return 0 if ok else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
