@@ -1,6 +1,7 @@
 """Rows split over eight devices; `test_sharding` runs this file in a process that has them."""
 
 import dataclasses
+import functools
 import math
 import re
 
@@ -14,7 +15,7 @@ import sotalign_jax as sota
 from benchmarks import compile as targets
 from experiments import workdir
 from sotalign_jax import checks, data, heads, methods, teachers, training
-from sotalign_jax.ot import sharding
+from sotalign_jax.ot import blocks, device, sharding
 
 N, M, D = 61, 50, 8  # neither is a multiple of eight
 
@@ -65,6 +66,21 @@ def test_klot_of_embeddings(block_size, mesh, x64):
 
     function = jax.value_and_grad(loss, argnums=(0, 1), has_aux=True)
     assert_close(on(mesh, function, f, g), jax.jit(function)(f, g))
+
+
+@pytest.mark.parametrize(("memory", "stored"), [(2**20, True), (2000, False)])
+def test_int8_kernels(memory, stored, mesh, monkeypatch):
+    """With float32 kernels beside them, and with streamed exact sweeps."""
+    monkeypatch.setattr(blocks, "INT8_ENTRIES", 1)
+    arrays = features(jnp.float32)
+    profile = device.Profile("test", memory=memory)
+    own = blocks.storage(-(-N // 8), M, jnp.float32, profile)
+    assert own.int8 and (own.block_size is None) == stored
+    loss = functools.partial(sota.klot_from_embeddings, epsilon_star=0.01, tolerance=1e-5)
+    expected = jax.jit(jax.value_and_grad(loss, argnums=(0, 1)))(*arrays)
+    with device.compiling_for(profile):
+        actual = on(mesh, jax.value_and_grad(functools.partial(loss), argnums=(0, 1)), *arrays)
+    assert_close(actual, expected, rtol=2e-3)
 
 
 def test_klot_and_sinkhorn_with_weights(mesh, x64):
