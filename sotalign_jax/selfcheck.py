@@ -32,7 +32,6 @@ from sotalign_jax import checks, heads
 from sotalign_jax.ot import affinity, blocks, device, klot, sharding, solver
 from sotalign_jax.ot.kernel import Cosines, Kernel, KernelState, widen
 
-ROLES = ("teacher", "student", "gradient", "heads", "siglip")
 ALGORITHMS: Any = {device.HIGHEST: "float32", device.TF32: "TF32"}
 ALGORITHMS |= {device.THREE_PASSES: "3 x bf16"}
 ROUNDOFF = {device.HIGHEST: 2.0**-24, device.TF32: 2.0**-11, device.THREE_PASSES: 2.0**-16}
@@ -307,7 +306,7 @@ def check_product(sizes: Sizes, algorithm: Any, roles: Sequence[str]) -> Iterato
     """
     n, width = sizes.product
     error, ms = measure_product(algorithm, n, width)
-    used = "all roles" if len(roles) == len(ROLES) else ", ".join(roles) or "unused"
+    used = "all roles" if len(roles) == len(device.ROLES) else ", ".join(roles) or "unused"
     path = f"{ALGORITHMS[algorithm]}, {2e-9 * n * n * width / ms:.3g} TFLOP/s ({used})"
     yield Row(f"product {n} x {n} x {width}", path, error, 16 * product_error(algorithm, width), ms)
 
@@ -410,7 +409,7 @@ def cases(sizes: Sizes) -> list[functools.partial[Iterator[Row]]]:
     """Returns the checks with their arguments."""
     own, case = device.profile(), functools.partial
     tensor_cores = own.name.startswith("cuda") and float(own.name.split()[1]) >= 8
-    roles = {x: [role for role in ROLES if getattr(own, role) == x] for x in ALGORITHMS}
+    roles = {x: [role for role in device.ROLES if getattr(own, role) == x] for x in ALGORITHMS}
     shown = [x for x in ALGORITHMS if roles[x] or tensor_cores or x == device.HIGHEST]
     return [
         case(check_memory, sizes),
@@ -441,7 +440,7 @@ def describe() -> dict[str, Any]:
         "memory": f"{own.memory / 2**30:.1f} GiB",
         "jax": jax.__version__,
         "profile": own.name,
-        "algorithms": {role: ALGORITHMS.get(getattr(own, role), "other") for role in ROLES},
+        "algorithms": {role: ALGORITHMS.get(getattr(own, role), "other") for role in device.ROLES},
         f"storage at n = {PAPER_ROWS}": storage._asdict(),
     }
 

@@ -43,7 +43,7 @@ def test_selfcheck_passes_on_two_devices():
     assert done.returncode == 0, done.stdout + done.stderr
     found = json.loads(done.stdout)
     assert found["ok"] and found["profile"] == "cpu" and found["device"] == "2 x cpu"
-    assert found["algorithms"] == dict.fromkeys(selfcheck.ROLES, "float32")
+    assert found["algorithms"] == dict.fromkeys(device.ROLES, "float32")
     rows = found["rows"]
     assert all(tuple(row) == selfcheck.COLUMNS for row in rows)
     assert all(row["ok"] and row["error"] is not None for row in rows if row["limit"])

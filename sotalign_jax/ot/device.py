@@ -63,9 +63,10 @@ class Profile(NamedTuple):
     memory: int = UNKNOWN_MEMORY
 
 
-_ROLES = ("teacher", "student", "gradient", "heads", "siglip")
-_TENSOR_CORES: dict[str, Any] = dict.fromkeys(_ROLES, TF32) | {"teacher": THREE_PASSES}
-_TPU: dict[str, Any] = dict.fromkeys(_ROLES, THREE_PASSES)
+ROLES = ("teacher", "student", "gradient", "heads", "siglip")
+"""Fields of `Profile` that are the algorithm of a product."""
+_TENSOR_CORES: dict[str, Any] = dict.fromkeys(ROLES, TF32) | {"teacher": THREE_PASSES}
+_TPU: dict[str, Any] = dict.fromkeys(ROLES, THREE_PASSES)
 _CAPABILITIES = dict.fromkeys(("8.0", "9.0", "10.0", "10.3"), _TENSOR_CORES)
 """CUDA capabilities that differ from float32 everywhere."""
 

@@ -551,8 +551,6 @@ def solve(
     error = jnp.where(result.usable, jnp.minimum(result.error, 2.0), jnp.inf)
     state = result.kernel
     u, v = log_a + state.p + state.x, log_b + jnp.where(live, state.q + state.y, 0.0)
-    nothing = sharding.vary_like(
-        jnp.zeros(0, jnp.int8), log_a
-    )  # the int8 kernel is not needed any more
     scalings = Scalings(u, v, error, result.iterations, error <= tolerance)
-    return scalings, state._replace(int8=nothing)
+    # The int8 kernel is not needed any more.
+    return scalings, state._replace(int8=sharding.vary_like(jnp.zeros(0, jnp.int8), log_a))
