@@ -196,8 +196,9 @@ class Feed:
         return self
 
     def __exit__(self, *error: object) -> None:
+        # Threads that outlive the interpreter's end would crash it after ctrl-C.
         for executor in (self._ahead, self._readers):
-            executor.shutdown(wait=False, cancel_futures=True)
+            executor.shutdown(cancel_futures=True)
 
     def __call__(self, step: int) -> Batch:
         """The batch of a step that is counted from 0; steps are usually asked for in order."""

@@ -1,5 +1,6 @@
 import functools
 import itertools
+import threading
 
 import chex
 import jax
@@ -211,3 +212,11 @@ def test_many_readers_keep_the_order(rng):
     np.testing.assert_array_equal(batch.x, rows[np.asarray(expected.x)])
     assert len({tuple(row) for row in np.asarray(batch.x)}) == size
     assert not any(a is b for a, b in itertools.combinations((batch.x, batch.y), 2))
+
+
+def test_feed_joins_its_threads_when_it_ends():
+    data = sampling.DeviceData(*(np.ones((900, width), np.float32) for width in (2, 3, 2, 3)))
+    before = set(threading.enumerate())
+    with sampling.Feed(data, jax.random.key(0), pairs=400, unpaired=500) as feed:
+        feed(0)
+    assert set(threading.enumerate()) <= before
