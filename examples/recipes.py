@@ -10,6 +10,7 @@ kept in runs/recipes.jsonl (see `experiments.store`): running the command again 
 """
 
 import argparse
+import dataclasses
 import functools
 import itertools
 import pathlib
@@ -19,7 +20,8 @@ import numpy as np
 import recipe_search
 
 from experiments import photos, store
-from sotalign_jax import Aligner, align, aligner, checks, data, evaluation, heads, methods, teachers
+from sotalign_jax import Aligner, align, checks, data, evaluation, heads, teachers
+from sotalign_jax import recipe as recipe_lib
 
 parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
 parser.add_argument("data", help="coco, flickr8k, rsicd, or a .npz file")
@@ -111,18 +113,10 @@ def fit_teacher(kind, name, pairs, seed):
     return timed(make, dataset.pairs_x, dataset.pairs_y, **options)
 
 
-def leading(teacher, dim=aligner.RECIPES["kernel"].dim):
-    """What `align` takes of a kernel teacher."""
-    if teacher.dim <= dim:
-        return teacher
-    maps = teacher.map_x.leading(dim), teacher.map_y.leading(dim)
-    return teachers.LinearTeacher(*maps, teacher.correlations[:dim])
-
-
 @functools.lru_cache(1)
-def fit(recipe, name, pairs, pool, seed):
+def fit(label, name, pairs, pool, seed):
     """The aligner that a recipe makes, and the seconds of a core that it takes."""
-    chosen, dataset = RECIPES[recipe], load(name, pairs, pool, seed)
+    chosen, dataset = RECIPES[label], load(name, pairs, pool, seed)
     rows, seconds = (dataset.pairs_x, dataset.pairs_y), 0.0
     options = {"val": dataset.val, "seed": seed, "progress": False, **chosen.get("align", {})}
     if "teacher" in chosen:
@@ -130,9 +124,7 @@ def fit(recipe, name, pairs, pool, seed):
         if "align" not in chosen:
             widths = rows[0].shape[1], rows[1].shape[1], teacher.dim
             return Aligner(heads.build_heads(*widths, teacher=teacher), {}), seconds
-        options["teacher"] = leading(teacher)
-    if "method" in options:
-        options["method"] = methods.METHODS[options["method"]]
+        options["teacher"] = teacher.leading(min(teacher.dim, recipe_lib.MOST_FEATURES))
     pools = () if chosen["pools"] == "nothing" else (dataset.pool_x, dataset.pool_y)
     model, more = timed(align, rows, *pools, **options)
     return model, seconds + more
@@ -147,13 +139,18 @@ def scores(model, gallery):
 
 def compute(name, spec, needed):
     """Scores of a recipe on the test split."""
-    recipe, pairs, seed = spec["recipe"], spec["pairs"], spec["seed"]
+    label, pairs, seed = spec["recipe"], spec["pairs"], spec["seed"]
     pool = "disjoint" if spec["pool"] == "none" else spec["pool"]
     dataset = load(name, pairs, pool, seed)
-    fitted_on = pool if RECIPES[recipe]["pools"] == "training" else "disjoint"
-    model, seconds = fit(recipe, name, pairs, fitted_on, seed)
-    if epsilons := RECIPES[recipe].get("epsilons"):
-        made = [aligner.calibrated(model.heads, dataset, {}, epsilon=e) for e in epsilons]
+    fitted_on = pool if RECIPES[label]["pools"] == "training" else "disjoint"
+    model, seconds = fit(label, name, pairs, fitted_on, seed)
+    if epsilons := RECIPES[label].get("epsilons"):
+        made = [
+            dataclasses.replace(
+                model, calibration=recipe_lib.calibrate(model.heads, dataset, epsilon=e)
+            )
+            for e in epsilons
+        ]
         model = max(made, key=lambda one: scores(one, dataset.val)[CALIBRATED])
     found = scores(model, dataset.test)
     if (classes := dataset.zero_shot) is not None:

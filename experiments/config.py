@@ -5,15 +5,13 @@ configs/files.py.
 """
 
 import ast
-import contextlib
-import copy
 import dataclasses
 import difflib
 import pathlib
 import re
 import types
 import typing
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -23,6 +21,7 @@ from ml_collections.config_dict import ConfigDict, FieldReference, FrozenConfigD
 
 from experiments import photos
 from sotalign_jax import checks, data, heads, methods, training
+from sotalign_jax import recipe as recipe_lib
 
 METHODS = (*methods.METHODS, *training.TEACHERS, "align")
 """What `method` may name: methods, teachers to report on their own, and the recipe of `align`."""
@@ -100,30 +99,27 @@ def runs(config: ConfigDict) -> dict[str, FrozenConfigDict]:
     A run has `method`, `seed`, the shared sections and the options of its own method alone. A key
     that no setting has, or a value of a wrong type or out of range, is an InputError.
     """
-    shared = default()
-    update(shared, _flat(config))
-    seeds = shared.seeds if shared.seed is None else (shared.seed,)
+    full = default()
+    update(full, _flat(config))
+    shared = _flat(full)
+    seeds = shared["seeds"] if shared.get("seed") is None else (shared["seed"],)
     if not seeds or len(set(seeds)) < len(seeds):
         raise checks.InputError(f"seeds: must be distinct and at least one, got {seeds!r}")
-    for seed in seeds:  # what all runs share is not blamed on one
-        shared.seed = _typed("seeds", seed, int)
-        _checked(shared)
+    for seed in seeds:  # an error in a shared setting is not blamed on one run
+        _checked({**shared, "seed": _typed("seeds", seed, int)})
     found = {}
-    for label, changes in (shared.runs or {shared.method: {}}).items():
+    for label, changes in (shared["runs"] or {shared["method"]: {}}).items():
         if not re.fullmatch(r"\w[\w .,()'+=*-]*", str(label)):
             text = f"runs: {label!r} names a folder; use letters, digits, -, _, ()"
             raise checks.InputError(text)
-        run = copy.deepcopy(shared)
-        with naming(f"runs[{label!r}]: "):
+        with checks.naming(f"runs[{label!r}]: "):
             if not isinstance(changes, dict | ConfigDict):
                 example = {"method": "sail", "train.steps": 9}
                 raise checks.InputError(f"must be a dict such as {example}, got {changes!r}")
             if own := [name for name in ("seed", "seeds", "runs") if name in changes]:
                 raise checks.InputError(f"cannot change {own[0]!r}; set config.{own[0]}")
-            update(run, _flat(changes))
             for seed in seeds:
-                run.seed = seed
-                found[f"{label}-seed{seed}"] = _checked(run)
+                found[f"{label}-seed{seed}"] = _checked({**shared, **_flat(changes), "seed": seed})
     return found
 
 
@@ -169,8 +165,10 @@ def _flat(values: Any, prefix: str = "") -> dict[str, Any]:
     return flat
 
 
-def _checked(config: ConfigDict) -> FrozenConfigDict:
-    """One run without the sections that do not concern it."""
+def _checked(changes: Mapping[str, Any]) -> FrozenConfigDict:
+    """Returns the run of these dotted settings, without sections that do not concern it."""
+    config = default()
+    update(config, changes)
     flat, kind, source = _flat(config), config.heads.kind, config.data.name
     checks.choice("method", config.method, METHODS)
     checks.choice("data.name", source, DATA)
@@ -205,32 +203,48 @@ def _checked(config: ConfigDict) -> FrozenConfigDict:
 
 
 def train(config: ConfigDict) -> training.TrainConfig:
-    """How a run is trained."""
-    with naming("train."):
+    """Returns the training section of a run."""
+    with checks.naming("train."):
         return training.TrainConfig(seed=config.seed, **config.train.to_dict())
 
 
 def method(config: ConfigDict) -> methods.Method | None:
-    """A run's method with its options; None for a teacher on its own, and for `align`."""
+    """Returns a run's method with its options; None for a teacher on its own, and for `align`."""
     if config.method not in methods.METHODS:
         return None
-    with naming(f"{config.method}."):
+    with checks.naming(f"{config.method}."):
         registered: Any = methods.METHODS[config.method]
         return dataclasses.replace(registered, **config[config.method].to_dict())
+
+
+def recipe(config: ConfigDict, dataset: data.Dataset) -> recipe_lib.Recipe:
+    """Resolves a run to the recipe that it follows on its data."""
+    if config.method == "align":
+        return recipe_lib.default(dataset, seed=config.seed, **config.train.to_dict())
+    chosen, asked, training = method(config), config.teacher, train(config)
+    options: dict[str, Any] = {} if asked.dim is None else {"dim": asked.dim}
+    kind = asked.kind if chosen is not None else config.method
+    if kind == "cca":
+        options |= {"ridge": asked.ridge, "cov_normalize": asked.cov_normalize}
+    if kind == "contrastive":
+        own = {"steps": training.steps, "learning_rate": training.learning_rate}
+        options = {"dim": config.heads.dim, "batch_size": training.pair_batch} | own | options
+    return recipe_lib.Recipe(
+        chosen,
+        training,
+        teacher=kind,
+        teacher_options=options,
+        teacher_noise=asked.noise,
+        start=config.heads.init,
+        head=config.heads.kind,
+        hidden=config.heads.hidden,
+        dim=config.heads.dim if chosen is not None and config.heads.init == "random" else None,
+    )
 
 
 def plain(config: ConfigDict) -> dict[str, Any]:
     """What a run's result depends on, as JSON values: what its config.json holds."""
     return {key: value for key, value in config.to_dict().items() if key not in PLACEMENT}
-
-
-@contextlib.contextmanager
-def naming(where: str) -> Iterator[None]:
-    """Puts `where` before the text of an InputError."""
-    try:
-        yield
-    except checks.InputError as error:
-        raise checks.InputError(f"{where}{error}") from error
 
 
 # --- config files and the command line -----------------------------------------------------------

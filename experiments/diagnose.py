@@ -21,7 +21,7 @@ from experiments import config as config_lib
 from experiments import workdir as workdir_lib
 from experiments.paper.panels import paper_results
 from experiments.paper.sources import AS_RANDOM, FAR, NEAR, place
-from sotalign_jax import checks, data, diagnostics, methods, teachers
+from sotalign_jax import checks, data, diagnostics, methods, recipe, teachers
 from sotalign_jax.diagnostics import KNN_ROWS, Mean
 
 _QUICK = flags.DEFINE_bool("quick", False, "Fewer repetitions, planes and rows.")
@@ -217,7 +217,8 @@ def main() -> None:
     one = next(iter(config_lib.runs(config).values()))
     checks.whole(MIN_PAIRS, **{"data.n_pairs": one.data.n_pairs})
     dataset = run.load_dataset(one)
-    teacher = run.fit_teacher(one, dataset, "cca")
+    resolved, dataset = run.resolve(one, dataset)
+    teacher = recipe.fit_teacher(resolved, dataset, "cca")
     workdir_lib.open_run(out, {**config_lib.plain(one), "options": options}, run.inputs(one))
     shapes = ((key, shape) for key, shape in dataset.summary().items() if shape)
     parts = [", ".join(f"{key} {n:,} x {d:,}" for key, (n, d) in shapes)]

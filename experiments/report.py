@@ -21,7 +21,7 @@ from experiments import distributed, photos
 from experiments import run as run_lib
 from experiments import workdir as workdir_lib
 from experiments.extract import extraction, items
-from sotalign_jax import aligner, data, files
+from sotalign_jax import aligner, data, files, persistence
 from sotalign_jax.diagnostics import Mean
 
 Configs = Mapping[str, FrozenConfigDict]
@@ -256,7 +256,7 @@ def compare(configs: Configs, results: Results, workdir: pathlib.Path) -> None:
         shown.append(section("Training", image(plot, "curves over the steps")))
     best = max(configs, key=lambda name: results[name].get(run_lib.SCORE, -1.0))
     labels = labels_of(configs[best]) if configs[best].data.test else None
-    if labels and (folders[best] / aligner.FOLDER).exists():
+    if labels and (folders[best] / persistence.FOLDER).exists():
         gallery = run_lib.load_dataset(configs[best]).test
         assert gallery is not None
         found = find(aligner.Aligner.load(folders[best]), gallery, labels)

@@ -7,161 +7,191 @@ checkpoints/ and aligner/.
 import dataclasses
 import pathlib
 import shutil
+import sys
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
-import numpy as np
-from jax.sharding import Mesh
 from ml_collections.config_dict import FrozenConfigDict as Config
 
 from experiments import config as config_lib
 from experiments import distributed, photos
 from experiments import workdir as workdir_lib
-from experiments.config import naming
-from sotalign_jax import aligner, checks, data, evaluation, files, heads, methods, training
+from sotalign_jax import aligner, checks, data, evaluation, files, persistence, recipe, training
+from sotalign_jax.aligner import Aligner
 from sotalign_jax.ot import sharding
-from sotalign_jax.teachers import LinearTeacher
 
 Results = dict[str, Any]
 """Scores such as test/mean/R@1; {"error": why} of a run that failed."""
-Set = tuple[pathlib.Path, dict[str, Any]]
-"""The folder of several runs, and their configs by name, which its config.json keeps."""
 SCORE = "val/mean/R@1"
 """The score that chooses: of checkpoints, and of settings."""
-MOST_UNPAIRED = 100_000
-"""Rows of a pool that `align`, which keeps them in memory, is given at most, drawn at random."""
 
 
 class UnusableError(checks.InputError):
-    """Settings, each of which is right, that cannot be used together or with the data."""
+    """Valid settings that conflict with each other or with the data."""
 
 
 def run_all(
     configs: Mapping[str, Config], workdir: pathlib.Path, *, title: str = "compare"
 ) -> dict[str, Results]:
-    """Makes the runs, or finishes those begun, under one progress bar; their results by name.
+    """Makes runs under one progress bar, or finishes those that were begun.
 
-    A single run lives in `workdir` itself, several in a folder each below it. What fails ends a
-    single run; among several it is a result like others, but settings that cannot be used end all
-    of them before the first is begun.
+    A single run lives in `workdir` itself, several in a folder each below it. If a run of several
+    fails, the error is its result. Settings that cannot be used with the data end all runs before
+    the first one begins.
+
+    Args:
+        configs: The runs by name.
+        workdir: The folder of the results, which is locked meanwhile.
+        title: Title of the progress bar.
+
+    Returns:
+        The results by name.
     """
     if len(configs) == 1:
         return {name: run(config, workdir) for name, config in configs.items()}
-    within = workdir, record(configs)
-    if not (workdir / "config.json").exists():
-        loaded: dict[Any, data.Dataset] = {}
-        for config in configs.values():  # what any method lacks is known before the first trains
-            loaded[config.data] = loaded.get(config.data) or load_dataset(config)
-            _check_pool(config, loaded[config.data])
-    done = {name for name in configs if (workdir / name / "results.json").exists()}
-    ended: dict[str, Results] = {}
-    with workdir_lib.Progress(len(configs), title, initial=len(done), unit="runs") as bar:
-        for name, config in configs.items():
-            try:
-                ended[name] = run(config, workdir / name, within=within)
-            except FloatingPointError as error:
-                workdir_lib.open_run(*within)
-                ended[name] = {"error": str(error)}
-            except UnusableError as error:
-                if not (workdir / "config.json").exists():
-                    raise  # of the first run: nothing is lost by a new start
-                ended[name] = {"error": str(error)}
-            if name not in done:
+    ended = _finished_all(configs, workdir)
+    if len(ended) == len(configs):
+        return ended
+    with workdir_lib.claim(workdir, record(configs)):
+        begun = distributed.agree(lambda: any((workdir / name).exists() for name in configs))
+        if not begun:
+            loaded: dict[Any, data.Dataset] = {}
+            for config in configs.values():  # every method's needs are known before the first run
+                loaded[config.data] = loaded.get(config.data) or load_dataset(config)
+                _check_pool(config, loaded[config.data])
+        with workdir_lib.Progress(len(configs), title, initial=len(ended), unit="runs") as bar:
+            for name, config in configs.items():
+                if name in ended:
+                    continue
+                try:
+                    ended[name] = run(config, workdir / name, inner=True)
+                except UnusableError as error:
+                    if not begun:
+                        raise  # by the first run: nothing is lost by a new start
+                    ended[name] = {"error": str(error)}
+                except FloatingPointError as error:
+                    ended[name] = {"error": str(error)}
+                begun = True
                 scores = [one[SCORE] for one in ended.values() if SCORE in one]
                 bar.advance(mean_r1=max(scores, default=None))
-    workdir_lib.write_json(workdir / "results.json", ended)
+        ended = {name: ended[name] for name in configs}
+        workdir_lib.write_json(workdir / "results.json", ended)
     return ended
 
 
 def record(configs: Mapping[str, Config]) -> dict[str, Any]:
-    """What the folder of several runs keeps in its config.json."""
+    """Returns the content of config.json in the folder of several runs."""
     return {name: config_lib.plain(config) for name, config in configs.items()}
 
 
-def run(config: Config, folder: pathlib.Path, *, within: Set | None = None) -> Results:
-    """Makes one run in `folder`, or finishes the one begun there; returns its results.
+def _finished_all(configs: Mapping[str, Config], workdir: pathlib.Path) -> dict[str, Results]:
+    """Returns the results of runs that are finished, by name."""
+    if not distributed.agree((workdir / "config.json").exists):
+        return {}
+    workdir_lib.open_run(workdir, record(configs))
+    found = {name: _finished(config, workdir / name) for name, config in configs.items()}
+    return {name: results for name, results in found.items() if results is not None}
 
-    Everything that can be wrong with the input is found before the folder is claimed, so that a
-    corrected start can use the same one. `within` is a set of runs, whose progress is shown above
-    this one's.
-    """
 
-    def claim() -> None:
-        if within is not None:
-            workdir_lib.open_run(*within)
-        workdir_lib.open_run(folder, config_lib.plain(config), inputs(config))
-
+def _finished(config: Config, folder: pathlib.Path) -> Results | None:
+    """Returns the results of a finished run; None if there is none, or its model is damaged."""
+    if not distributed.agree((folder / "config.json").exists):
+        return None
+    workdir_lib.open_run(folder, config_lib.plain(config), inputs(config))
     ended = folder / "results.json"
-    if distributed.agree(((folder if within is None else within[0]) / "config.json").exists):
-        claim()
-        if distributed.agree(ended.exists):
-            return distributed.agree(lambda: workdir_lib.read_json(ended))
+    if not distributed.agree(ended.exists):
+        return None
     try:
-        if config.tensorboard:
-            checks.require("tensorboardX", extra="tensorboard")
-        mesh = sharding.rows_mesh(config.mesh)
-        if config.on_device and mesh is not None:
-            text = f"on_device: is True but {mesh.size} devices read their rows from the host"
-            raise checks.InputError(f"{text}; leave it out")
-        dataset = load_dataset(config)
-        prepared = prepare(config, dataset)
+        distributed.agree(lambda: Aligner.load(folder) and None)
     except checks.InputError as error:
-        raise UnusableError(str(error)) from error
-    claim()
-    with workdir_lib.only_process(folder):
-        results = _finish(config, folder, dataset, prepared, mesh, inner=within is not None)
-        workdir_lib.write_json(ended, results)
+        _say(f"{error}: making it again")
+        return None
+    return distributed.agree(lambda: workdir_lib.read_json(ended))
+
+
+def _say(text: str) -> None:
+    """Prints a line to stderr, in the first process alone."""
+    if distributed.is_first():
+        print(text, file=sys.stderr, flush=True)
+
+
+def run(config: Config, folder: pathlib.Path, *, inner: bool = False) -> Results:
+    """Makes one run in `folder`, or finishes the one begun there.
+
+    The folder is claimed first, so that a second start is refused at once. If the data or the
+    settings cannot be used, the claim is withdrawn, so that a corrected start can use the folder.
+
+    Args:
+        config: The run.
+        folder: Its folder.
+        inner: True if this run's progress is shown below that of several runs.
+
+    Returns:
+        Its results.
+
+    Raises:
+        UnusableError: The settings conflict with each other or with the data.
+        InputError: The folder cannot be used.
+    """
+    if (results := _finished(config, folder)) is not None:
+        return results
+    title = folder.name if inner else f"{config.method} seed {config.seed}"
+    shown = {"tensorboard": config.tensorboard, "title": title, "inner": inner}
+    with (
+        workdir_lib.claim(folder, config_lib.plain(config), inputs(config)),
+        workdir_lib.Recorder(folder, steps=config.train.steps, **shown) as recorder,
+    ):
+        try:
+            model, dataset = _train(config, recorder)
+        except checks.InputError as error:
+            raise UnusableError(str(error)) from error
+        results = _evaluate(model, dataset)
+        info = {"settings": config_lib.plain(config), "results": results}
+        model = dataclasses.replace(model, info=model.info | info)
+        if distributed.is_first():
+            shutil.rmtree(folder / persistence.FOLDER, ignore_errors=True)  # after a kill
+            model.save(folder / persistence.FOLDER)
+        workdir_lib.write_json(folder / "results.json", results)
     return results
 
 
-class Prepared(NamedTuple):
-    """What a run starts from; without a method to train, `start` is the model already.
+def _train(config: Config, recorder: workdir_lib.Recorder) -> tuple[Aligner, data.Dataset]:
+    """Follows the one path from data to model: resolve, prepare, train."""
+    if config.tensorboard:
+        checks.require("tensorboardX", extra="tensorboard")
+    mesh = sharding.rows_mesh(config.mesh)
+    recorder.stage(f"reading {config.data.name}")
+    dataset = load_dataset(config)
+    resolved, dataset = resolve(config, dataset)
+    prepared = recipe.prepare(
+        resolved, dataset, observer=recorder, broadcast=distributed.from_first
+    )
+    with checks.naming(f"{config.method}: "):
+        parts = recipe.train(
+            resolved,
+            prepared,
+            observer=recorder,
+            progress=distributed.is_first(),
+            resume=recorder.resume,
+            mesh=mesh,
+            on_device=config.on_device,
+        )
+    return Aligner(*parts), dataset
 
-    `aligned` is what `align` made, whose heads are the start.
-    """
 
-    method: methods.Objective | None
-    teacher: LinearTeacher | None
-    start: heads.Heads
-    aligned: aligner.Aligner | None = None
+def resolve(config: Config, dataset: data.Dataset) -> tuple[recipe.Recipe, data.Dataset]:
+    """Returns the recipe of a run, and its data with a validation gallery if `align` needs one."""
+    if config.method == "align" and dataset.val is None:
+        dataset = aligner.hold_out(dataset, seed=config.seed)
+    return config_lib.recipe(config, dataset), dataset
 
 
-def _finish(
-    config: Config,
-    folder: pathlib.Path,
-    dataset: data.Dataset,
-    prepared: Prepared,
-    mesh: Mesh | None,
-    *,
-    inner: bool,
-) -> Results:
-    """Trains, evaluates and saves the model."""
-    results: Results = {}
-    trained = prepared.start
-    if prepared.method is not None:
-        title = folder.name if inner else f"{config.method} seed {config.seed}"
-        shown = {"tensorboard": config.tensorboard, "title": title, "inner": inner}
-        with workdir_lib.Recorder(folder, steps=config.train.steps, **shown) as recorder:
-            try:
-                trained, best = training.fit(
-                    prepared.method,
-                    trained,
-                    dataset,
-                    config_lib.train(config),
-                    teacher=distributed.from_first(prepared.teacher),
-                    resume=recorder.resume,
-                    observer=recorder,
-                    mesh=mesh,
-                    on_device=config.on_device,
-                )
-            except checks.InputError as error:  # what only the method's preparation can tell
-                raise UnusableError(f"{config.method}.{error}") from error
-        results["best_step"] = int(best.step)
-    info = {"settings": config_lib.plain(config), "results": results}
-    if prepared.aligned is None:
-        model = aligner.calibrated(trained, dataset, info)
-    else:
-        model = dataclasses.replace(prepared.aligned, info=prepared.aligned.info | info)
+def _evaluate(model: Aligner, dataset: data.Dataset) -> Results:
+    """Returns the scores of a model on every gallery of its data."""
+    selection = ("best_step", "selected", "candidates")
+    results = {name: model.info[name] for name in selection if name in model.info}
+    if results.get("selected") == "trained" and len(results["candidates"]) < 2:
+        results = {"best_step": results["best_step"]}  # there was nothing to select among
     x, y = model.heads.x, model.heads.y
     for name, gallery in (("val", dataset.val), ("test", dataset.test)):
         if gallery is not None:  # also calibrated by the pools: test/calibrated/mean/R@1
@@ -170,76 +200,7 @@ def _finish(
     if dataset.zero_shot is not None:
         scores = evaluation.evaluate_zero_shot(x, y, dataset.zero_shot)
         results |= {f"test/{key}": value for key, value in scores.items()}
-    if distributed.is_first():
-        shutil.rmtree(folder / aligner.FOLDER, ignore_errors=True)  # what a kill left
-        model.save(folder / aligner.FOLDER)
     return results
-
-
-def fit_teacher(config: Config, dataset: data.Dataset, kind: str) -> LinearTeacher:
-    """Fits the teacher, on mismatched pairs if the config asks for noise."""
-    pairs_y = dataset.pairs_y
-    if config.teacher.noise:
-        pairs_y = data.mismatch_pairs(pairs_y, fraction=config.teacher.noise, seed=config.seed)
-    options: dict[str, Any] = {}
-    if kind == "cca":
-        options = {"ridge": config.teacher.ridge, "cov_normalize": config.teacher.cov_normalize}
-    if kind == "contrastive":
-        train = config.train
-        options = {"steps": train.steps, "learning_rate": train.learning_rate}
-        options |= {"batch_size": train.pair_batch, "seed": config.seed, "dim": config.heads.dim}
-    if config.teacher.dim is not None:
-        options["dim"] = config.teacher.dim
-    return training.TEACHERS[kind](dataset.pairs_x, pairs_y, **options)
-
-
-def prepare(config: Config, dataset: data.Dataset) -> Prepared:
-    """Fits the teacher and builds the heads; or fits what is fitted at once."""
-    if config.method == "align":
-        return _aligned(config, dataset)
-    method = config_lib.method(config)
-    if isinstance(method, methods.Fitted):
-        with naming(f"{config.method}: "):
-            shown = distributed.is_first()
-            return Prepared(None, None, method.fit(dataset, seed=config.seed, progress=shown))
-    assert method is None or isinstance(method, methods.Objective)
-    as_start = method is None or config.heads.init == "teacher"
-    teacher = None
-    if as_start or (method is not None and method.uses_teacher):
-        with naming("teacher: "):
-            kind = config.teacher.kind if method else config.method
-            teacher = fit_teacher(config, dataset, kind)
-    with naming("heads: "):
-        start = heads.build_heads(
-            dataset.pairs_x.shape[1],
-            dataset.pairs_y.shape[1],
-            teacher.dim if teacher is not None and as_start else config.heads.dim,
-            kind="linear" if method is None else config.heads.kind or method.head,
-            hidden=config.heads.hidden,
-            seed=config.seed,
-            teacher=teacher if as_start else None,
-        )
-    return Prepared(method, teacher, start)
-
-
-def _aligned(config: Config, dataset: data.Dataset) -> Prepared:
-    """What `align` makes of the data by its own recipe, in as many steps as other methods have."""
-    rng, pools = np.random.default_rng(config.seed), []
-    for pool in (dataset.pool_x, dataset.pool_y):
-        if len(pool) > MOST_UNPAIRED:
-            pool = pool[np.sort(rng.choice(len(pool), MOST_UNPAIRED, replace=False))]
-        pools.append(pool if len(pool) else None)
-    with naming("align: "):
-        made = aligner.align(
-            (dataset.pairs_x, dataset.pairs_y),
-            *pools,
-            val=dataset.val,
-            steps=config.train.steps,
-            unpaired_batch=config.train.unpaired_batch,
-            seed=config.seed,
-            progress=distributed.is_first(),
-        )
-    return Prepared(None, None, made.heads, made)
 
 
 def load_dataset(config: Config) -> data.Dataset:
@@ -247,7 +208,7 @@ def load_dataset(config: Config) -> data.Dataset:
     asked = config.data
     names = ("n_pairs", "pool", "n_unpaired", "pool_noise")
     options = {"seed": config.seed, **{name: asked[name] for name in names}}
-    with naming("data: "):
+    with checks.naming("data: "):
         if asked.name == "files":
             dataset = _files(asked.files, options, test=asked.test)
         else:
@@ -261,7 +222,7 @@ def _check_pool(config: Config, dataset: data.Dataset) -> None:
     """Raises when the run's method needs other unpaired rows than there are."""
     method = config_lib.method(config)
     if method is not None:
-        with naming("data: "):
+        with checks.naming("data: "):
             training.check_pool(method, dataset)
 
 
@@ -278,7 +239,7 @@ def inputs(config: Config) -> dict[str, pathlib.Path]:
 
 def _files(paths: Config, options: dict[str, Any], *, test: bool) -> data.Dataset:
     def load(name: str, *, required: bool = True) -> Any:
-        with naming(f"files.{name}: "):
+        with checks.naming(f"files.{name}: "):
             if required and not paths[name]:
                 raise checks.InputError(f"is not set; pass --config.data.files.{name}=PATH")
             return files.load_array(paths[name]) if paths[name] else None
@@ -288,7 +249,7 @@ def _files(paths: Config, options: dict[str, Any], *, test: bool) -> data.Datase
         if not any(paths[name] for name in names):
             return None
         arrays = [load(name, required=not name.endswith("x_of_y")) for name in names]
-        with naming(f"files.{group}: "):
+        with checks.naming(f"files.{group}: "):
             return make(*arrays)
 
     return data.semi_supervised(

@@ -8,7 +8,7 @@ uninterrupted one. Of several processes the first alone writes, but all save che
 
 import contextlib
 import datetime
-import fcntl
+import functools
 import hashlib
 import importlib.metadata
 import json
@@ -16,8 +16,10 @@ import math
 import os
 import pathlib
 import platform
+import re
 import shutil
 import subprocess
+import sys
 from collections.abc import Iterator, Mapping
 from concurrent import futures
 from typing import Any, BinaryIO
@@ -28,7 +30,7 @@ import numpy as np
 import orbax.checkpoint as ocp
 from flax import traverse_util
 
-from experiments import distributed
+from experiments import distributed, store
 from sotalign_jax import checks, methods, training
 
 DIGESTED = 64 << 20  # of larger files, size and time alone tell whether they changed
@@ -55,7 +57,8 @@ def replacing(path: pathlib.Path) -> Iterator[BinaryIO]:
 
 
 def _temporary(path: pathlib.Path) -> pathlib.Path:
-    return path.with_name(f".{path.name}.tmp")
+    """Returns a name beside `path` that no other process writes to."""
+    return path.with_name(f".{path.name}.{os.getpid()}.tmp")
 
 
 def write_json(path: pathlib.Path, value: Any) -> None:
@@ -136,6 +139,82 @@ def kept_environment(folder: pathlib.Path) -> dict[str, Any]:
     return read_json(path) if path.exists() else environment()
 
 
+@contextlib.contextmanager
+def claim(
+    folder: pathlib.Path,
+    config: Mapping[str, Any],
+    inputs: Mapping[str, pathlib.Path] | None = None,
+) -> Iterator[None]:
+    """Opens a run folder and keeps other commands out of it.
+
+    The system lifts the lock even after a kill. If the block ends in an InputError before it has
+    written anything, a folder that was created here is removed, so that a corrected start can use
+    the same one. Of several processes the first acts for all.
+
+    Args:
+        folder: The folder of the run.
+        config: What the run is asked for.
+        inputs: The files that the run reads, by the names of their settings.
+
+    Raises:
+        InputError: The folder is in use, or holds another run or something else.
+    """
+    if problem := distributed.agree(lambda: _strangers(folder)):
+        raise _refused(folder, problem)
+    created = not folder.exists()
+    with only_process(folder):
+        new = distributed.agree(lambda: not (folder / "config.json").exists())
+        try:
+            open_run(folder, config, inputs)
+            yield
+        except checks.InputError:
+            names = {path.name for path in folder.iterdir()}
+            if new and names <= CLAIM and distributed.is_first():
+                for name in names:
+                    (folder / name).unlink()
+                if created:
+                    folder.rmdir()
+            raise
+
+
+@contextlib.contextmanager
+def only_process(folder: pathlib.Path) -> Iterator[None]:
+    """Keeps other commands out of a folder, which is created; a kill lifts the lock."""
+    with contextlib.ExitStack() as held:
+
+        def lock() -> None:
+            try:
+                held.enter_context(store.lock(folder / LOCK, wait=False))
+            except BlockingIOError as error:
+                text = f"workdir: {folder} is in use by another process; wait for its end"
+                raise checks.InputError(f"{text} or choose another --workdir") from error
+            except OSError as error:
+                raise _refused(folder, f"cannot be created ({error.strerror})") from error
+            for leftover in folder.glob(".*.tmp"):  # of a process that was killed
+                leftover.unlink()
+
+        distributed.agree(lock)
+        yield
+
+
+LOCK = ".lock"
+CLAIM = {LOCK, "config.json", "environment.json", "inputs.json"}
+"""The files of a run folder in which nothing has been computed."""
+
+
+def _strangers(folder: pathlib.Path) -> str | None:
+    """Returns an error message if a folder holds something other than a run."""
+    if not folder.is_dir() or (folder / "config.json").exists():
+        return None
+    own = re.compile(r"\.lock|\.config\.json\..*")  # a kill may leave the latter
+    names = sorted(path.name for path in folder.iterdir() if not own.fullmatch(path.name))
+    return f"holds {names[0]} but no config.json, so it is not a run folder" if names else None
+
+
+def _refused(folder: pathlib.Path, problem: str) -> checks.InputError:
+    return checks.InputError(f"workdir: {folder} {problem}; choose another --workdir")
+
+
 def open_run(
     folder: pathlib.Path,
     config: Mapping[str, Any],
@@ -143,18 +222,25 @@ def open_run(
 ) -> None:
     """Creates a run folder, or opens the one with exactly this config and these inputs again.
 
-    `inputs` are the files that the run reads, by the names of their settings; one that is gone is
-    no change, for a finished run does not need it. Another run, other files or changed inputs are
-    an InputError, and nothing is overwritten. Of several processes the first looks for all.
+    An input that is gone is no change, for a finished run does not need it. Of several processes
+    the first looks for all.
+
+    Args:
+        folder: The folder of the run.
+        config: What the run is asked for.
+        inputs: The files that the run reads, by the names of their settings.
+
+    Raises:
+        InputError: The folder holds another run, or the inputs changed. Nothing is overwritten.
     """
     if problem := distributed.agree(lambda: _open(folder, config, inputs or {})):
-        raise checks.InputError(f"workdir: {folder} {problem}; choose another --workdir")
+        raise _refused(folder, problem)
 
 
 def _open(
     folder: pathlib.Path, config: Mapping[str, Any], inputs: Mapping[str, pathlib.Path]
 ) -> str | None:
-    """Creates or opens a run folder; or why it cannot be had."""
+    """Creates or opens a run folder; returns an error message, or None."""
     path, noted = folder / "config.json", folder / "inputs.json"
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -169,8 +255,8 @@ def _open(
             old, new = before.get(key, "unset"), now.get(key, "unset")
             if old != new:
                 return f"holds a run with {key}={old} but {key}={new} is asked for"
-    elif others := sorted(one.name for one in folder.iterdir() if one != _temporary(path)):
-        return f"holds {others[0]} but no config.json, so it is not a run folder"
+    elif problem := _strangers(folder):
+        return problem
     else:
         write_json(path, config)
     if not (folder / "environment.json").exists():
@@ -185,24 +271,6 @@ def _open(
     return None
 
 
-@contextlib.contextmanager
-def only_process(folder: pathlib.Path) -> Iterator[None]:
-    """Keeps other commands out of a run folder; the system lifts the lock even after a kill."""
-
-    def lock() -> None:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            text = f"workdir: {folder} is in use by another process; wait for its end"
-            raise checks.InputError(f"{text} or choose another --workdir") from error
-        except OSError:  # some network file systems have no locks
-            pass
-
-    with (folder / "config.json").open("rb") as file:
-        distributed.agree(lock)
-        yield
-
-
 # --- what training shows and leaves --------------------------------------------------------------
 
 
@@ -213,8 +281,8 @@ class Progress(methods.Progress):
         super().__init__(total, title, show=distributed.is_first(), **options)
 
 
-class Recorder(contextlib.ExitStack):
-    """Observer of `training.fit`: keeps the metrics and checkpoints of a run, shows its progress.
+class Recorder(contextlib.ExitStack, methods.Observer):
+    """Keeps the metrics and checkpoints of a run, and shows its progress.
 
     A line of metrics reaches the operating system before `metrics` returns. A checkpoint is the
     pytree of host arrays that `to_arrays` makes of a snapshot, which plain orbax reads:
@@ -232,6 +300,10 @@ class Recorder(contextlib.ExitStack):
         self._bar: Progress | None = None
         self._board: Any = None
 
+    @functools.cached_property
+    def _checkpoints(self) -> ocp.CheckpointManager:
+        """The checkpoints, opened when they are needed: a failed start leaves no files."""
+
         def remove_unfinished() -> None:  # orbax would do it in a thread that outlives an early end
             for path in (self._folder / "checkpoints").glob("*.orbax-checkpoint-tmp*"):
                 shutil.rmtree(path, ignore_errors=True)
@@ -242,29 +314,49 @@ class Recorder(contextlib.ExitStack):
             # Saved within the step, for processes meet in collectives, which have one order.
             enable_async_checkpointing=False,
         )
-        self._checkpoints = ocp.CheckpointManager(self._folder / "checkpoints", options=options)
-        self.callback(self._checkpoints.close)
+        manager = ocp.CheckpointManager(self._folder / "checkpoints", options=options)
+        self.callback(manager.close)
+        return manager
+
+    @functools.cached_property
+    def _log(self) -> BinaryIO:
+        """The file of metrics, opened when it is needed."""
         log = self._folder / "metrics.jsonl" if distributed.is_first() else pathlib.Path(os.devnull)
-        self._log = self.enter_context(log.open("ab"))
+        return self.enter_context(log.open("ab"))
 
     def resume(self, template: training.Snapshot) -> training.Snapshot:
-        """The newest checkpoint, or `template` if there is none; cuts the log back to its step."""
+        """Returns the newest checkpoint, or `template`; cuts the log back to its step."""
         step = distributed.agree(self._checkpoints.latest_step) or 0
+        distributed.agree(lambda: self._cut_log(step))
         start = self._restore(step, template) if step else distributed.from_first(template)
-        if distributed.is_first():
-            kept = 0
-            for line in (self._folder / "metrics.jsonl").read_bytes().splitlines(keepends=True):
-                if not line.endswith(b"\n") or json.loads(line)["step"] > step:
-                    break  # a line may have been cut short by a kill
-                kept += len(line)
-            self._log.truncate(kept)
-            if self._tensorboard:  # what was shown beyond the restored step is hidden
-                board = checks.require("tensorboardX", extra="tensorboard")
-                folder = str(self._folder / "tensorboard")
-                self._board = board.SummaryWriter(folder, purge_step=step + 1)
-                self.callback(self._board.close)
+        if self._tensorboard and distributed.is_first():
+            board = checks.require("tensorboardX", extra="tensorboard")
+            folder = str(self._folder / "tensorboard")
+            # Hides points beyond the restored step.
+            self._board = board.SummaryWriter(folder, purge_step=step + 1)
+            self.callback(self._board.close)
         self._bar = self.enter_context(Progress(initial=step, **self._progress))
         return start
+
+    def _cut_log(self, step: int) -> None:
+        """Removes metrics of steps after a checkpoint's, and a last line that a kill cut short."""
+        path, kept, last = self._folder / "metrics.jsonl", 0, 0
+        lines = path.read_bytes().splitlines(keepends=True) if path.exists() else []
+        for number, line in enumerate(lines, 1):
+            if not line.endswith(b"\n"):
+                break
+            try:
+                last = int(json.loads(line)["step"])
+            except (KeyError, TypeError, ValueError) as error:
+                raise _damaged(path, f"line {number} is damaged") from error
+            if last > step:
+                break
+            if last != number:
+                raise _damaged(path, f"has step {last} in line {number}")
+            kept += len(line)
+        if min(last, step) != step:
+            raise _damaged(path, f"ends at step {last} but there is a checkpoint of step {step}")
+        self._log.truncate(kept)
 
     def _restore(self, step: int, template: training.Snapshot) -> training.Snapshot:
         wanted = to_arrays(template)
@@ -285,6 +377,11 @@ class Recorder(contextlib.ExitStack):
             return jnp.asarray(array)
 
         return jax.tree.map(like, template, found)
+
+    def stage(self, text: str) -> None:
+        """Prints what is happening before the first step, unless this run is one of several."""
+        if distributed.is_first() and not self._progress.get("inner"):
+            print(f"{self._progress['title']}: {text} ...", file=sys.stderr, flush=True)
 
     def metrics(self, step: int, values: Mapping[str, Any]) -> None:
         """One line of the log, names in order; the bar; and TensorBoard if asked for."""
@@ -310,6 +407,11 @@ class Recorder(contextlib.ExitStack):
             text = f"step {step} was not saved in {self._folder} ({checks.first_line(error)})"
             remedy = "start again with the same --workdir to go on from the one before"
             raise OSError(f"checkpoints: {text}; {remedy}") from error
+
+
+def _damaged(path: pathlib.Path, problem: str) -> checks.InputError:
+    remedy = f"restore the file, or remove it and {path.parent / 'checkpoints'} to train again"
+    return checks.InputError(f"{path} {problem}; {remedy}")
 
 
 def to_arrays(tree: Any) -> Any:

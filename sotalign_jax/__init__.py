@@ -7,7 +7,17 @@
 (4, 4)
 """
 
-from sotalign_jax import data, diagnostics, evaluation, heads, losses, methods, teachers, training
+from sotalign_jax import (
+    data,
+    diagnostics,
+    evaluation,
+    heads,
+    losses,
+    methods,
+    recipe,
+    teachers,
+    training,
+)
 from sotalign_jax.aligner import Aligner, align
 from sotalign_jax.checks import InputError
 from sotalign_jax.files import load_array
@@ -46,6 +56,7 @@ __all__ = [
     "losses",
     "methods",
     "procrustes",
+    "recipe",
     "siglip",
     "sinkhorn",
     "sinkhorn_reference",

@@ -1,36 +1,24 @@
 """From arrays to an aligned space in one call, and back from disk."""
 
-import contextlib
+from __future__ import annotations  # help(align) shows ArrayLike instead of its ten members
+
 import dataclasses
-import json
 import os
-import pathlib
-import shutil
-from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from flax import nnx
 from jaxtyping import Float
 from numpy.typing import ArrayLike
-from safetensors.numpy import load_file, save_file
 
-from sotalign_jax import checks, data, evaluation, methods, neighbours, teachers, training
+from sotalign_jax import checks, data, evaluation, methods, neighbours, persistence
+from sotalign_jax import recipe as recipe_lib
 from sotalign_jax.calibration import Calibration, calibrate
-from sotalign_jax.heads import Head, Heads, build_heads, on_features, rebuild
-from sotalign_jax.kernels import KernelMap
+from sotalign_jax.heads import Head, Heads, LinearTeacher
 from sotalign_jax.neighbours import Neighbours
 from sotalign_jax.ot import affinity, device
 
-FORMAT = 2
-"""Version of the files that `Aligner.save` writes."""
-FOLDER = "aligner"
-"""Where a run folder keeps its aligner."""
-_DESCRIPTION, _TENSORS = "aligner.json", "heads.safetensors"
-_CALIBRATION = "calibration.safetensors"
-_CALIBRATED_BY = 2048  # rows of each pool; 8,192 add 0.6 points of R@10 (CCA, COCO)
 HELD_OUT = 0.1
 """Share of the pairs kept back for model selection when no validation set is given."""
 
@@ -62,8 +50,13 @@ class Aligner:
         return self._embed("y", self.heads.y, y)
 
     def calibrated_by(
-        self, x: ArrayLike, y: ArrayLike, *, epsilon: float = 0.05, sample: int = _CALIBRATED_BY
-    ) -> "Aligner":
+        self,
+        x: ArrayLike,
+        y: ArrayLike,
+        *,
+        epsilon: float = 0.05,
+        sample: int = recipe_lib.CALIBRATED_BY,
+    ) -> Aligner:
         """The same aligner, calibrated by unpaired rows: see `calibration.calibrate`."""
         made = calibrate(self.embed_x(x), self.embed_y(y), epsilon=epsilon, sample=sample)
         return dataclasses.replace(self, calibration=made)
@@ -137,144 +130,26 @@ class Aligner:
         return evaluation.embed(head, checks.rows(name, rows, width=head.d_in))
 
     def save(self, path: str | os.PathLike[str], *, overwrite: bool = False) -> None:
-        """Writes `aligner.json` and the tensors beside it into the folder `path`, all or nothing.
+        """Writes the aligner into the folder `path`, all of it or nothing.
 
-        With `overwrite` an aligner that is there is replaced, but never anything else.
+        Args:
+            path: The folder, which is created.
+            overwrite: True replaces an aligner that is there, but never anything else.
         """
-        path = pathlib.Path(path).expanduser().absolute()
-        entries = path.iterdir() if path.is_dir() else filter(pathlib.Path.exists, [path])
-        names = {entry.name for entry in entries}
-        if strangers := sorted(names - {_DESCRIPTION, _TENSORS, _CALIBRATION}):
-            raise checks.InputError(
-                f"path: {path} holds {strangers[0]}, which is not part of an aligner; "
-                "choose another folder"
-            )
-        if names and not overwrite:
-            raise checks.InputError(
-                f"path: {path} holds an aligner already; choose another folder, or pass "
-                "overwrite=True"
-            )
-        sides = {"x": self.heads.x, "y": self.heads.y}
-        heads = {side: {"kind": h.kind, "options": h.options()} for side, h in sides.items()}
-        described = {"format": FORMAT, "heads": heads, "info": self.info}
-        try:
-            text = json.dumps(described, indent=2, allow_nan=False)
-        except (TypeError, ValueError) as error:
-            raise checks.InputError(f"info: cannot be written as JSON ({error})") from error
-        temporary, previous = (path.with_name(f".{path.name}.{end}") for end in ("tmp", "old"))
-        if previous.exists() and not path.exists():
-            previous.rename(path)  # a save was killed between the two renames below
-        for leftover in (temporary, previous):
-            shutil.rmtree(leftover, ignore_errors=True)
-        temporary.mkdir(parents=True)
-        parameters = nnx.to_flat_state(nnx.state(self.heads))
-        tensors = {_dotted(name): np.asarray(leaf[...]) for name, leaf in parameters}
-        save_file(tensors, temporary / _TENSORS)
-        if self.calibration is not None:
-            arrays = jax.tree.map(np.asarray, vars(self.calibration))
-            save_file(arrays, temporary / _CALIBRATION)
-        (temporary / _DESCRIPTION).write_text(text + "\n", encoding="utf-8")
-        if path.exists():
-            path.rename(previous)  # whole until the new one stands in its place
-        temporary.rename(path)
-        shutil.rmtree(previous, ignore_errors=True)
+        parts = persistence.Parts(self.heads, self.info, self.calibration)
+        persistence.save(parts, path, overwrite=overwrite)
 
     @classmethod
-    def load(cls, path: str | os.PathLike[str]) -> "Aligner":
-        """Reads what `save` wrote; `path` may also be the folder of a finished run."""
-        given = pathlib.Path(path).expanduser()
-        folder = given if (given / _DESCRIPTION).exists() else given / FOLDER
-        if not (folder / _DESCRIPTION).exists():
-            below = sorted(given.glob(f"*/{FOLDER}/{_DESCRIPTION}"))
-            runs = ", ".join(str(file.parents[1]) for file in below)
-            raise checks.InputError(
-                f"path: {path} holds no aligner; pass a folder that Aligner.save wrote, or the "
-                f"folder of a finished run{f', such as {runs}' if runs else ''}"
-            )
-        with _reading(folder / _DESCRIPTION):
-            described = json.loads((folder / _DESCRIPTION).read_text(encoding="utf-8"))
-        written = described.get("format") if isinstance(described, dict) else None
-        if written != FORMAT:
-            raise checks.InputError(
-                f"path: {folder} has format {written} but this version reads {FORMAT}; "
-                "load it with the version of sotalign-jax that wrote it"
-            )
-        with _reading(folder / _DESCRIPTION):
-            # Shapes alone: nothing is allocated before they are known to be those of the tensors.
-            shapes = nnx.eval_shape(
-                lambda: Heads(*(rebuild(**described["heads"][side]) for side in "xy"))
-            )
-            info = described["info"]
-        with _reading(folder / _TENSORS):
-            tensors = load_file(folder / _TENSORS)
-        graphdef, state = nnx.split(shapes)
-        leaves = {_dotted(name): leaf for name, leaf in nnx.to_flat_state(state)}
-        for name in sorted(leaves.keys() | tensors.keys()):
-            wanted, found = (p[name].shape if name in p else None for p in (leaves, tensors))
-            if wanted != found:
-                raise checks.InputError(
-                    f"path: {folder / _TENSORS} has {name} of shape {found} but {_DESCRIPTION} "
-                    f"describes {wanted}; save the aligner again"
-                )
-        for name, leaf in leaves.items():
-            leaf.set_value(jnp.asarray(tensors[name]))
-        calibration = None
-        if (folder / _CALIBRATION).exists():
-            with _reading(folder / _CALIBRATION):
-                arrays = load_file(folder / _CALIBRATION)
-                calibration = Calibration(**jax.tree.map(jnp.asarray, arrays))
-        return cls(nnx.merge(graphdef, state), info, calibration)
+    def load(cls, path: str | os.PathLike[str]) -> Aligner:
+        """Reads an aligner.
 
+        Args:
+            path: A folder that `save` wrote, or the folder of a finished run.
 
-def _dotted(name: tuple[Any, ...]) -> str:
-    return ".".join(map(str, name))
-
-
-@contextlib.contextmanager
-def _reading(path: pathlib.Path) -> Iterator[None]:
-    """Errors while a file is read say that it is damaged."""
-    try:
-        yield
-    except Exception as error:
-        raise checks.InputError(
-            f"path: {path} is missing or damaged ({checks.first_line(error)}); save the aligner "
-            "again"
-        ) from error
-
-
-class Recipe(NamedTuple):
-    """What `align` does where its arguments leave it open.
-
-    Attributes:
-        teacher: a name of `training.TEACHERS`.
-        init: where linear heads start.
-        dim: width of the shared space, for the contrastive teacher, too; that of other linear
-            teachers is their own.
-        pair_batch: pairs per step.
-        alpha: weight of KLOT, times the pairs of a batch: SigLIP's gradient falls with them.
-        steps: the fewest and the most, a tenth of the pairs between them.
-        path: steps times the learning rate: Lion moves a weight by at most so much.
-        kept: share of the start in the heads, if that was the teacher; the rest is what training
-            made of it. Neither forgets what the other knows.
-        calibration: epsilon of calibrated retrieval.
-    """
-
-    teacher: str
-    init: str
-    dim: int
-    pair_batch: int
-    alpha: float
-    steps: tuple[int, int]
-    path: float
-    kept: float
-    calibration: float
-
-
-RECIPES = {
-    "kernel": Recipe("kernel_cca", "teacher", 512, 2048, 3.0, (100, 600), 0.05, 0.5, 0.1),
-    "paper": Recipe("cca", "random", 1024, 10_000, 1.0, (2000, 2000), 0.2, 0.0, 0.05),
-}
-"""The best one found (see the results in the docs), and the paper's."""
+        Returns:
+            The aligner.
+        """
+        return cls(*persistence.load(path))
 
 
 def align(
@@ -283,18 +158,15 @@ def align(
     y: ArrayLike | None = None,
     *,
     val: tuple[ArrayLike, ArrayLike] | data.Gallery | None = None,
-    recipe: str = "kernel",
-    teacher: str | teachers.LinearTeacher | None = None,
-    init: str | None = None,
+    recipe: str = "default",
+    method: str | methods.Method | None = None,
+    teacher: str | LinearTeacher | None = None,
+    start: str | None = None,
     features: str | None = None,
     dim: int | None = None,
-    alpha: float | None = None,
-    epsilon: float = 0.05,
-    epsilon_star: float = 0.005,
     steps: int | None = None,
     learning_rate: float | None = None,
     unpaired_batch: int | None = None,
-    method: str | methods.Method | None = None,
     seed: int = 0,
     progress: bool = True,
 ) -> Aligner:
@@ -304,37 +176,42 @@ def align(
 
         SigLIP(pairs) + alpha * KLOT(student affinity || teacher affinity) on the unpaired rows.
 
-    With neither x nor y it is supervised training (SAIL); with one of them, the pairs' own rows
-    take the place of the other. The parameters with the best MeanR@1 on `val` are kept; without
-    `val`, a tenth of the pairs is held out for it when there are at least 100, and else the last
-    parameters are kept. A sample of the unpaired rows stays for calibrated retrieval.
+    With neither x nor y it is supervised training (SAIL). With one of them, the pairs' own rows
+    take the place of the other. The parameters with the best MeanR@1 on `val` are kept. Without
+    `val`, a tenth of the pairs is held out for it when there are at least 100, and otherwise the
+    last parameters are kept. Of the teacher, the trained heads and their average, the best on
+    validation is returned, the simplest of equals. A sample of the unpaired rows stays for
+    calibrated retrieval.
 
     Args:
         pairs: (pairs_x, pairs_y), embeddings of shapes [n, d_x] and [n, d_y]; row i of one
             matches row i of the other.
-        x: unpaired embeddings of the first modality, shape [n_x, d_x].
-        y: unpaired embeddings of the second modality, shape [n_y, d_y].
-        val: matching embeddings (V_x, V_y) to select on, or a `Gallery`.
-        recipe: where this leaves an argument open: "kernel" starts the heads at a kernel teacher
-            and returns the mean of start and result; "paper" is the paper's, from random heads.
-        teacher: "cca", "kernel_cca", "procrustes", "contrastive", or a fitted `LinearTeacher`.
-        init: start the heads at the "teacher"'s projection, or "random", as heads that are not
-            linear always do. Heads that start at a kernel teacher are heads on its features.
-        features: "kernel": the heads of any method see kernel features of the pairs, those of
-            `teachers.kernel_cca`, in place of the embeddings.
-        dim: width of the shared space; a linear teacher that the heads start at has its own.
-        alpha: weight of KLOT.
-        epsilon: regularisation of the student's plan.
-        epsilon_star: regularisation of the teacher's plan.
-        steps: training steps.
-        learning_rate: its peak.
-        unpaired_batch: unpaired rows per step; None takes up to 22,768 on an accelerator and up
-            to 1,024 on CPU.
-        method: what replaces SOTAlign: a name of `methods.METHODS`, or a method with its options,
-            such as `methods.SAIL()`; alpha, epsilon and epsilon_star are then its own. CSA and SUE
-            take no steps and have their own `dim`: only `seed` and `progress` matter to them.
-        seed: decides everything random.
-        progress: show a progress bar.
+        x: Unpaired embeddings of the first modality, shape [n_x, d_x].
+        y: Unpaired embeddings of the second modality, shape [n_y, d_y].
+        val: Matching embeddings (V_x, V_y) to select on, or a `Gallery`.
+        recipe: Values of the arguments below that are None. "default" starts the heads at the
+            teacher; "paper" is the paper's recipe, from random heads.
+        method: A method with its options, such as `methods.SOTAlign(alpha=1e-3)`, or a name of
+            `methods.METHODS`. None takes SOTAlign, or SAIL without unpaired rows.
+        teacher: A name of `training.TEACHERS`, or a fitted teacher.
+        start: "teacher" starts the heads at the teacher's projection, "random" at random. Heads
+            that are not linear always start at random.
+        features: "kernel" trains the heads on the features of kernel CCA in place of the
+            embeddings.
+        dim: Width of the shared space. None takes the teacher's, or 512 for random heads.
+        steps: Training steps.
+        learning_rate: Peak of the learning rate.
+        unpaired_batch: Unpaired rows per step. None takes up to 22,768 on an accelerator and up to
+            1,024 on a CPU.
+        seed: Seed of everything random.
+        progress: True shows a progress bar.
+
+    Returns:
+        The aligner. Its `info` says how it came about, and has the validation score of every
+        candidate.
+
+    Raises:
+        InputError: The arguments or the data cannot be used. The message names the argument.
 
     >>> rng = np.random.default_rng(0)
     >>> z = rng.normal(size=(300, 8)).astype(np.float32)
@@ -343,149 +220,36 @@ def align(
     >>> aligner = align((X[:50], Y[:50]), X[50:], Y[50:], steps=20, progress=False)
     >>> aligner.similarity(X[:5], Y[:5]).shape
     (5, 5)
+
+    References:
+        Roschmann, Krzakala et al., SOTAlign: semi-supervised alignment of unimodal vision and
+        language models via optimal transport, ICML 2026.
     """
     gallery = val if isinstance(val, data.Gallery) or val is None else data.gallery(*val)
     dataset = data.dataset(pairs, x=x, y=y, val=gallery)
-    seed = int(seed)
-    checks.choice("recipe", recipe, tuple(RECIPES))
-    usual = RECIPES[recipe]
-    teacher = usual.teacher if teacher is None else teacher
-    dim = usual.dim if dim is None else dim
-    asked = isinstance(method, str) and method == "sotalign"
-    if isinstance(method, str):
-        checks.choice("method", method, tuple(methods.METHODS))
-        method = None if asked else methods.METHODS[method]
+    if not (x is None and y is None) and not (len(dataset.pool_x) or len(dataset.pool_y)):
+        raise checks.InputError(
+            "x, y: both have no rows; pass unpaired rows, or neither to train on the pairs alone"
+        )
+    method = recipe_lib.named(method)
     if gallery is None and not isinstance(method, methods.Fitted):  # which selects nothing
-        dataset = hold_out(dataset, seed=seed)
-    n_pairs = len(dataset.pairs_x)
-    unpaired = bool(len(dataset.pool_x) or len(dataset.pool_y))
-    if method is None:
-        if not (x is None and y is None) and not unpaired:
-            raise checks.InputError(
-                "x, y: both have no rows; pass unpaired rows, or neither to train on the pairs "
-                "alone"
-            )
-        weight = usual.alpha / min(n_pairs, usual.pair_batch) if alpha is None else float(alpha)
-        method = methods.SAIL()
-        if unpaired or asked:
-            method = methods.SOTAlign(
-                alpha=weight, epsilon=float(epsilon), epsilon_star=float(epsilon_star)
-            )
-    elif alpha is not None:
-        raise checks.InputError(
-            f"alpha: is {alpha} but method {type(method).__name__} brings its own options; leave "
-            "it out, or pass method=methods.SOTAlign(alpha=...)"
-        )
-    if unpaired and "x" in method.pools and not len(dataset.pool_x):
-        dataset = dataclasses.replace(dataset, pool_x=dataset.pairs_x)
-    if unpaired and "y" in method.pools and not len(dataset.pool_y):
-        dataset = dataclasses.replace(dataset, pool_y=dataset.pairs_y)
-    training.check_pool(method, dataset)
-    info: dict[str, Any] = {
-        "method": type(method).__name__,
-        "options": dataclasses.asdict(method) if dataclasses.is_dataclass(method) else {},
-        "data": dataset.summary(),
-        "features": features,
-    }
-    maps = None
-    if features is not None:
-        checks.choice("features", features, ("kernel",))
-        if isinstance(teacher, teachers.LinearTeacher) and isinstance(teacher.map_x, KernelMap):
-            maps = teacher
-        else:
-            maps = _fit_teacher("kernel_cca", dataset, dim=dim, seed=seed)
-    if isinstance(method, methods.Fitted):
-        seen = dataset if maps is None else training.mapped(dataset, maps)
-        made = method.fit(seen, seed=seed, progress=progress)
-        made = made if maps is None else on_features(maps, made)
-        return calibrated(made, dataset, info, epsilon=usual.calibration)
-    assert isinstance(method, methods.Objective)
-    if maps is not None and teacher == "kernel_cca":
-        teacher = maps  # fitted once
-    other = maps is not None and teacher is not maps  # whose directions features have not
-    init = init or (usual.init if method.head == "linear" and not other else "random")
-    checks.choice("init", init, ("teacher", "random"))
-    if init == "teacher" and other:
-        raise checks.InputError(
-            "init: heads on kernel features can start at a kernel teacher only; pass "
-            "teacher='kernel_cca' or init='random'"
-        )
-    if unpaired_batch is None:
-        unpaired_batch = 1024 if jax.default_backend() == "cpu" else 22_768
-    steps = int(np.clip(n_pairs // 10, *usual.steps)) if steps is None else steps
-    checks.whole(1, steps=steps)
-    config = training.TrainConfig(
+        dataset = hold_out(dataset, seed=int(seed))
+    resolved = recipe_lib.default(
+        dataset,
+        preset=recipe,
+        method=method,
+        teacher=teacher,
+        start=start,
+        features=features,
+        dim=dim,
         steps=steps,
-        pair_batch=usual.pair_batch,
+        learning_rate=learning_rate,
         unpaired_batch=unpaired_batch,
-        learning_rate=usual.path / steps if learning_rate is None else float(learning_rate),
-        eval_every=20,
         seed=seed,
     )
-    fitted = None
-    if method.uses_teacher or init == "teacher":
-        fitted = _fit_teacher(teacher, dataset, dim=dim, seed=seed)
-    start = build_heads(
-        dataset.pairs_x.shape[1],
-        dataset.pairs_y.shape[1],
-        fitted.dim if init == "teacher" and fitted is not None else dim,
-        kind=method.head,
-        seed=seed,
-        teacher=fitted if init == "teacher" else None,
-        features=None if init == "teacher" else maps,
-    )
-    with methods.Progress(config.steps, "align", show=progress) as bar:
-        heads, best = training.fit(method, start, dataset, config, teacher=fitted, observer=bar)
-    if init == "teacher":
-        heads = _mean(start, heads, usual.kept)
-    given = teacher if isinstance(teacher, str) else "given"
-    score = evaluation.evaluate(heads.x, heads.y, dataset.val) if dataset.val is not None else {}
-    info |= {
-        "recipe": recipe,
-        "init": init,
-        "teacher": None if fitted is None else given,
-        "train": dataclasses.asdict(config),
-        "best_step": int(best.step),
-        "val_mean_r1": score.get("mean/R@1"),
-    }
-    return calibrated(heads, dataset, info, epsilon=usual.calibration)
-
-
-def _mean(start: Heads, trained: Heads, share: float) -> Heads:
-    """Heads whose parameters are share * start + (1 - share) * trained."""
-    graphdef, before = nnx.split(start)
-    after = nnx.state(trained)
-    return nnx.merge(
-        graphdef, jax.tree.map(lambda a, b: share * a + (1 - share) * b, before, after)
-    )
-
-
-def calibrated(
-    heads: Heads, dataset: data.Dataset, info: dict[str, Any], *, epsilon: float = 0.05
-) -> Aligner:
-    """An aligner calibrated by a sample of the pools, or of the pairs where there are none."""
-    rng = np.random.default_rng(0)
-    some = []
-    for pool, pairs in ((dataset.pool_x, dataset.pairs_x), (dataset.pool_y, dataset.pairs_y)):
-        rows = pool if len(pool) else pairs
-        kept = np.sort(rng.permutation(len(rows))[:_CALIBRATED_BY])  # embed no more than is kept
-        some.append(np.asarray(rows[kept]))
-    return Aligner(heads, info).calibrated_by(*some, epsilon=epsilon)
-
-
-def _fit_teacher(
-    teacher: str | teachers.LinearTeacher, dataset: data.Dataset, *, dim: int, seed: int
-) -> teachers.LinearTeacher:
-    if isinstance(teacher, teachers.LinearTeacher):
-        return teacher
-    checks.choice("teacher", teacher, tuple(training.TEACHERS))
-    options = {"contrastive": {"dim": dim, "seed": seed}, "kernel_cca": {"seed": seed}}
-    fit = training.TEACHERS[teacher]
-    fitted = fit(dataset.pairs_x, dataset.pairs_y, **options.get(teacher, {}))
-    if teacher != "kernel_cca" or fitted.dim <= dim:
-        return fitted
-    maps = fitted.map_x.leading(dim), fitted.map_y.leading(dim)
-    return teachers.LinearTeacher(*maps, fitted.correlations[:dim])
+    with methods.Progress(resolved.train.steps, "align", show=progress) as bar:
+        prepared = recipe_lib.prepare(resolved, dataset, observer=bar)
+        return Aligner(*recipe_lib.train(resolved, prepared, observer=bar, progress=progress))
 
 
 def hold_out(dataset: data.Dataset, *, seed: int) -> data.Dataset:

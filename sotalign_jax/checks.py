@@ -4,7 +4,7 @@ import contextlib
 import importlib
 import math
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
@@ -35,6 +35,21 @@ def require(module: str, *, extra: str) -> Any:
         return importlib.import_module(module)
     except ModuleNotFoundError as error:
         raise not_installed(error.name or module, extra=extra) from error
+
+
+@contextlib.contextmanager
+def naming(where: str) -> Iterator[None]:
+    """Puts `where` before the message of an InputError.
+
+    >>> with naming("teacher: "):
+    ...     whole(1, dim=0)
+    Traceback (most recent call last):
+    sotalign_jax.checks.InputError: teacher: dim: is 0; pass a whole number of at least 1
+    """
+    try:
+        yield
+    except InputError as error:
+        raise InputError(f"{where}{error}") from error
 
 
 def first_line(error: BaseException) -> str:

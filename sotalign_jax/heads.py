@@ -82,28 +82,47 @@ Map = AffineMap | KernelMap
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class LinearTeacher:
-    """One frozen map per modality, a pytree: linear in the rows, or in their kernel features.
+    """One frozen map per modality into a shared space, a pytree.
 
-    `correlations` are Pearson's of each direction between the two sides of the pairs the teacher
-    was fitted on (in-sample: near 1 when there are fewer pairs than features).
+    Attributes:
+        map_x: Map of the first modality. None if the rows are in the shared space already.
+        map_y: Map of the second modality, or None.
+        correlations: Pearson correlation of each direction on the pairs that the teacher was
+            fitted on. In-sample, so near 1 when there are fewer pairs than features.
     """
 
-    map_x: Map
-    map_y: Map
+    map_x: Map | None
+    map_y: Map | None
     correlations: Float[Array, " dim"]
 
     @property
     def dim(self) -> int:
         """Width of the shared space."""
-        return self.map_x.d_out
+        return len(self.correlations)
+
+    @property
+    def is_kernel(self) -> bool:
+        """True if rows pass through a Gaussian kernel."""
+        return isinstance(self.map_x, KernelMap)
 
     def x(self, rows: Rows) -> Float[Array, "n dim"]:
-        """Unit rows of the first modality in the shared space, ready for cosines."""
-        return affinity.l2_normalize(self.map_x(rows))
+        """Maps rows of the first modality to unit rows of the shared space."""
+        return _unit_rows(self.map_x, rows)
 
     def y(self, rows: Rows) -> Float[Array, "n dim"]:
-        """Unit rows of the second modality in the shared space, ready for cosines."""
-        return affinity.l2_normalize(self.map_y(rows))
+        """Maps rows of the second modality to unit rows of the shared space."""
+        return _unit_rows(self.map_y, rows)
+
+    def leading(self, dim: int) -> "LinearTeacher":
+        """Returns the teacher of the first `dim` directions."""
+        checks.within(self.dim, "directions in the teacher", dim=dim)
+        assert self.map_x is not None and self.map_y is not None
+        maps = self.map_x.leading(dim), self.map_y.leading(dim)
+        return LinearTeacher(*maps, self.correlations[:dim])
+
+
+def _unit_rows(apply: Map | None, rows: Rows) -> Float[Array, "n dim"]:
+    return jnp.asarray(rows) if apply is None else affinity.l2_normalize(apply(rows))
 
 
 # --- what heads are made of ---
@@ -112,8 +131,7 @@ class LinearTeacher:
 class Head(nnx.Module):
     """A map of rows, (n, d_in) -> (n, d_out), from one encoder's space into the shared one.
 
-    Its variables are `nnx.Param`, which training changes, or `Frozen`, which it does not. A
-    subclass with a `kind` can be saved and loaded under that name.
+    Its variables are `nnx.Param`. A subclass with a `kind` can be saved and loaded under that name.
     """
 
     kind: ClassVar[str]
@@ -139,19 +157,6 @@ class Head(nnx.Module):
         """A head of this structure; its values are arbitrary."""
         make: Any = cls
         return make(*args, **options, rngs=nnx.Rngs(0))
-
-
-class Frozen(nnx.Variable[Array]):
-    """A variable that training leaves as it is."""
-
-
-def trainable(params: Any) -> Any:
-    """Which of a state's variables training may change: a tree of bools."""
-    return jax.tree.map(
-        lambda leaf: not isinstance(leaf, Frozen),
-        params,
-        is_leaf=lambda leaf: isinstance(leaf, nnx.Variable),
-    )
 
 
 class InputNorm(nnx.Module):
@@ -346,7 +351,9 @@ class TanhHead(_Network):
 
 
 class KernelHead(Head):
-    """Another head on kernel features: inner(l2(map(x))), the map a `KernelMap` that stays.
+    """Another head on kernel features: inner(l2(map(x))), where the map is a `KernelMap`.
+
+    Training works on the inner head alone, with rows that were mapped once.
 
     >>> near = KernelMap(jnp.zeros(2), jnp.eye(2), jnp.array(1.0), jnp.zeros(2), jnp.eye(2))
     >>> KernelHead(near, LinearHead(2, 5, rngs=nnx.Rngs(0)))(jnp.ones((3, 2))).shape
@@ -363,10 +370,10 @@ class KernelHead(Head):
         self.inner = inner
         self.d_in, self.d_out = features.d_in, inner.d_out
         for field in dataclasses.fields(KernelMap):
-            setattr(self, field.name, Frozen(getattr(features, field.name)))
+            setattr(self, field.name, nnx.Param(getattr(features, field.name)))
 
     def __call__(self, x: Rows) -> Float[Array, "n d_out"]:
-        return self.inner(affinity.l2_normalize(jax.lax.stop_gradient(self.features)(x)))
+        return self.inner(affinity.l2_normalize(self.features(x)))
 
     @property
     def features(self) -> KernelMap:
@@ -428,15 +435,27 @@ def build_heads(
     norm: str | None = None,
     seed: int = 0,
     teacher: LinearTeacher | None = None,
-    features: LinearTeacher | None = None,
     dtype: Any = jnp.float32,
 ) -> Heads:
-    """Fresh heads of one of `KINDS` from widths d_x and d_y to a shared space of width `dim`.
+    """Builds heads from widths d_x and d_y to a shared space of width `dim`.
 
-    `hidden` and `norm` ("layer" or "l2") are the kind's usual ones unless given. With a `teacher`,
-    linear heads start from its first `dim` directions, with its norm and dtype; those of a kernel
-    teacher are heads on its features. `features` are kernel maps, such as those of
-    `teachers.kernel_cca`, that rows pass through before the head; they stay as they are.
+    Args:
+        d_x: Width of the first modality's embeddings.
+        d_y: Width of the second modality's embeddings.
+        dim: Width of the shared space.
+        kind: One of `KINDS`.
+        hidden: Width of the hidden layers. None takes the kind's usual one.
+        norm: "layer" or "l2". None takes the kind's usual one.
+        seed: Seed of the random weights.
+        teacher: If given, linear heads start at its first `dim` directions, with its norm and
+            dtype. Heads that start at a kernel teacher contain its kernel maps.
+        dtype: Type of the parameters.
+
+    Returns:
+        The heads, with the initial logit scale and bias.
+
+    Raises:
+        InputError: The teacher does not fit the widths or the kind.
 
     >>> heads = build_heads(8, 6, 4)
     >>> heads.x(jnp.ones((2, 8))).shape, heads.y(jnp.ones((2, 6))).shape
@@ -445,43 +464,50 @@ def build_heads(
     checks.choice("kind", kind, KINDS)
     checks.whole(1, d_x=d_x, d_y=d_y, dim=dim)
     checks.whole(1, or_none=True, hidden=hidden)
-    for name, maps in (("teacher", teacher), ("features", features)):
-        if maps is not None and (maps.map_x.d_in, maps.map_y.d_in) != (d_x, d_y):
-            raise checks.InputError(
-                f"{name}: maps widths {(maps.map_x.d_in, maps.map_y.d_in)} but the embeddings have "
-                f"{(d_x, d_y)}; fit the {name} on the same encoders"
-            )
-    if teacher is not None:
-        if features is not None and features is not teacher:
-            raise checks.InputError(
-                "features: heads that start at a teacher have the teacher's features; leave it out"
-            )
-        if kind != "linear":
-            raise checks.InputError(
-                f"teacher: cannot start heads of kind {kind!r}; use kind='linear' or teacher=None"
-            )
-        return Heads(*(_start_at(m.leading(dim)) for m in (teacher.map_x, teacher.map_y)))
-    options: dict[str, Any] = {"hidden": hidden, "norm": norm, "dtype": dtype}
-    rngs = nnx.Rngs(seed)
-    widths = (features.map_x.d_out, features.map_y.d_out) if features else (d_x, d_y)
-    made: Any = Head.classes[kind]
-    heads = Heads(*(made(width, dim, **options, rngs=rngs) for width in widths))
-    return on_features(features, heads) if features else heads
+    if teacher is None:
+        options: dict[str, Any] = {"hidden": hidden, "norm": norm, "dtype": dtype}
+        rngs, made = nnx.Rngs(seed), Head.classes[kind]
+        return Heads(*(made(width, dim, **options, rngs=rngs) for width in (d_x, d_y)))  # type: ignore[call-arg]
+    if kind != "linear":
+        raise checks.InputError(
+            f"teacher: cannot start heads of kind {kind!r}; use kind='linear' or teacher=None"
+        )
+    check_widths(teacher, d_x, d_y)
+    first = teacher.leading(dim)
+    if not first.is_kernel:
+        return Heads(*(LinearHead.from_affine(one) for one in (first.map_x, first.map_y)))  # type: ignore[arg-type]
+    return prepend(first, identity_heads(dim))
 
 
-def on_features(features: LinearTeacher, heads: Heads) -> Heads:
-    """Heads of kernel features as heads of the rows that the features are of."""
+def check_widths(teacher: LinearTeacher, d_x: int, d_y: int) -> None:
+    """Raises InputError unless the teacher maps embeddings of these widths."""
+    widths = tuple(teacher.dim if m is None else m.d_in for m in (teacher.map_x, teacher.map_y))
+    if widths != (d_x, d_y):
+        raise checks.InputError(
+            f"teacher: maps widths {widths} but the embeddings have {(d_x, d_y)}; fit the teacher "
+            "on the same encoders"
+        )
+
+
+def identity_heads(dim: int) -> Heads:
+    """Builds linear heads that keep the direction of rows that are in the shared space already."""
+    identity = AffineMap(jnp.eye(dim), jnp.zeros(dim), norm="l2")
+    return Heads(LinearHead.from_affine(identity), LinearHead.from_affine(identity))
+
+
+def prepend(features: LinearTeacher, heads: Heads) -> Heads:
+    """Prepends kernel maps, so that heads of kernel features accept embeddings.
+
+    Args:
+        features: A kernel teacher, such as `teachers.kernel_cca` fits.
+        heads: Heads whose inputs are the unit features of its maps.
+
+    Returns:
+        Heads of the embeddings, with the same logit scale and bias.
+    """
     map_x, map_y = features.map_x, features.map_y
     if not (isinstance(map_x, KernelMap) and isinstance(map_y, KernelMap)):
         raise checks.InputError(
             "features: not kernel maps; fit them with teachers.kernel_cca(pairs_x, pairs_y)"
         )
     return Heads(KernelHead(map_x, heads.x), KernelHead(map_y, heads.y), like=heads)
-
-
-def _start_at(start: Map) -> Head:
-    """A head of the same cosines."""
-    if isinstance(start, AffineMap):
-        return LinearHead.from_affine(start)
-    identity = AffineMap(jnp.eye(start.d_out), jnp.zeros(start.d_out), norm="l2")
-    return KernelHead(start, LinearHead.from_affine(identity))

@@ -12,7 +12,7 @@ import functools
 import math
 import warnings
 from collections.abc import Callable, Hashable, Iterable
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -24,20 +24,17 @@ from jaxtyping import Array, Float, Int
 
 from sotalign_jax import checks, data, evaluation, sampling, teachers
 from sotalign_jax.heads import (
-    AffineMap,
     Heads,
-    KernelHead,
     LinearHead,
     LinearTeacher,
     Rows,
     build_heads,
-    on_features,
-    trainable,
+    check_widths,
 )
-from sotalign_jax.methods import Contrastive, Method, Objective
+from sotalign_jax.methods import Contrastive, Method, Objective, Observer
 from sotalign_jax.ot import device, sharding
 
-_REPORT_EVERY = 10  # steps between looks at the loss: each look waits for the device
+_REPORT_EVERY = 10  # steps between looks at the loss, since each look waits for the device
 
 
 @dataclasses.dataclass(frozen=True)
@@ -92,16 +89,6 @@ class Snapshot(NamedTuple):
     best: Best
 
 
-class Observer(Protocol):
-    """What hears of a run's progress; a subclass may leave out what it does not listen to."""
-
-    def metrics(self, step: int, values: dict[str, float]) -> None:
-        """Metrics of a finished step; validation scores on the steps that have them."""
-
-    def snapshot(self, step: int, snapshot: Snapshot) -> None:
-        """A state to continue from; copy what is kept, for the next step donates its arrays."""
-
-
 class NonFiniteLossError(FloatingPointError):
     """The loss or its gradient became NaN or infinite."""
 
@@ -125,7 +112,7 @@ def _bytes(*arrays: Any) -> int:
     return sum(math.prod(x.shape) * np.dtype(x.dtype).itemsize for x in arrays)
 
 
-def _fit(arrays: Iterable[Any]) -> bool:
+def _fits_in_memory(arrays: Iterable[Any]) -> bool:
     """Returns True if the arrays need at most half of the device's memory."""
     return _bytes(*arrays) <= device.profile().memory / 2
 
@@ -140,17 +127,22 @@ def kept_features(batches: sampling.DeviceData, teacher: LinearTeacher) -> tuple
     )
     pools = zip(features, (batches.pool_x, batches.pool_y), strict=True)
     x, y = (found if _bytes(found) <= _bytes(pool) else None for found, pool in pools)
-    return (x, y) if _fit(jax.tree.leaves((batches, x, y))) else (None, None)
+    return (x, y) if _fits_in_memory(jax.tree.leaves((batches, x, y))) else (None, None)
 
 
 def with_features(batches: sampling.DeviceData, teacher: LinearTeacher) -> sampling.DeviceData:
-    """With the teacher's features of the pools, computed once for all steps: `kept_features`.
+    """Adds the teacher's features of the pools, so that they are computed once for all steps.
+
+    Features that `kept_features` leaves out are computed in every step. A teacher without maps
+    needs none: the rows are its features.
 
     >>> from sotalign_jax import teachers
     >>> A = np.random.default_rng(0).normal(size=(9, 3)).astype(np.float32)
     >>> with_features(sampling.DeviceData(A, A, A, A), teachers.procrustes(A, A)).star_x.shape
     (9, 3)
     """
+    if teacher.map_x is None:
+        return batches
 
     def of(kept: Any, features: Any, pool: Any) -> Array | None:
         return None if kept is None else jnp.asarray(evaluation.embed(features, pool))
@@ -185,9 +177,9 @@ def optimizer(
     >>> optimizer(1e-4, 100).init({"w": jnp.zeros(2)})[0].mu
     {'w': Array([0., 0.], dtype=float32)}
     """
-    schedule = warmup_cosine(learning_rate, steps)
-    # A frozen variable has no gradient, so Lion's sign is 0; it must not decay either.
-    return optax.lion(schedule, b1=0.9, b2=0.99, weight_decay=weight_decay, mask=trainable)
+    return optax.lion(
+        warmup_cosine(learning_rate, steps), b1=0.9, b2=0.99, weight_decay=weight_decay
+    )
 
 
 def warmup_cosine(learning_rate: float, steps: int) -> optax.Schedule:
@@ -211,7 +203,7 @@ def warmup_cosine(learning_rate: float, steps: int) -> optax.Schedule:
 
 
 def batch_key(config: TrainConfig) -> Array:
-    """What decides the rows of every batch."""
+    """Returns the PRNG key for batch sampling."""
     return jax.random.fold_in(jax.random.key(config.seed), 1)
 
 
@@ -298,43 +290,36 @@ def fit(
     mesh: Mesh | None = None,
     on_device: bool | None = None,
 ) -> tuple[Heads, Best]:
-    """Trained copies of `heads` with the best validation MeanR@1, and where they were best.
+    """Trains copies of heads and keeps the parameters with the best validation MeanR@1.
 
-    Without a validation gallery the last parameters are kept. A NaN or infinite loss or gradient
-    ends in `NonFiniteLossError`, which names the step.
+    Step 0 is validated as well, so that the result is never worse on validation than the start.
+    Without a validation gallery the last parameters are kept.
 
     Args:
-        method: the objective, such as `methods.SOTAlign()`.
-        heads: where to start.
-        dataset: pairs, pools and the validation gallery.
-        config: steps and batches.
-        teacher: the frozen teacher, for methods that use one.
-        resume: given the initial snapshot as a template, returns the one to continue from.
-        observer: hears metrics of every step, and a snapshot after every validation.
-        mesh: several devices, of one process or of many that all call this with the same
-            arguments; see `sharding.rows_mesh`.
-        on_device: whether pairs and pools are kept on the device, or stay on the host, from where
-            each step's rows are read. By default they go to a single device that has room.
-            Batches are the same.
+        method: The objective, such as `methods.SOTAlign()`.
+        heads: The heads to start from.
+        dataset: Pairs, pools and the validation gallery.
+        config: Steps, batches and learning rate.
+        teacher: The frozen teacher, for methods that use one.
+        resume: Returns the snapshot to continue from, given the initial one as a template.
+        observer: Callbacks for stages, metrics and snapshots.
+        mesh: Several devices, of one process or of many that all call this function with the same
+            arguments. See `sharding.rows_mesh`.
+        on_device: True keeps pairs and pools on the device. False reads the rows of each step from
+            the host. By default they go to a single device that has room. Batches are the same.
+
+    Returns:
+        The trained heads, and the parameters, step and score of the best validation.
+
+    Raises:
+        InputError: The data, the teacher or the method do not fit together.
+        NonFiniteLossError: The loss or its gradient is NaN or infinite. The message names the step.
     """
+    observer = observer or Observer()
     check_pool(method, dataset)
-    frozen = _frozen(heads, teacher if method.uses_teacher else None)
-    if frozen is not None:
-        # What stays is computed once: the inner heads are trained on its features.
-        maps, heads = frozen
-        dataset = mapped(dataset, maps)
-        same = AffineMap(jnp.eye(maps.dim), jnp.zeros(maps.dim))  # of unit rows, it changes nothing
-        teacher = LinearTeacher(same, same, maps.correlations)
     if method.uses_teacher:
         _check_teacher(method, teacher, dataset)
-    if on_device is None:
-        host = place(dataset, pools=method.pools, on_device=False)
-        on_device = mesh is None and _fit(jax.tree.leaves(host))
-    if on_device and mesh is not None:
-        raise checks.InputError(
-            f"on_device: is True but there are {mesh.size} devices, which read their rows from "
-            "the host; leave it out"
-        )
+    on_device = _on_device(on_device, method, dataset, mesh)
     batches = method.prepare(place(dataset, pools=method.pools, on_device=on_device))
     if on_device and teacher is not None and method.uses_teacher:
         batches = with_features(batches, teacher)
@@ -344,7 +329,6 @@ def fit(
     if resume is not None:
         state, best = resume(Snapshot(state, best)) or Snapshot(state, best)
     if int(state.step) == 0 and dataset.val is not None:
-        # Step 0 is validated, too, so that the result is never worse on validation than the start.
         best = _select(graphdef, state, best, 0, dataset.val, {})
     if mesh is not None:
         state, teacher = sharding.replicate((state, teacher), mesh)
@@ -353,6 +337,8 @@ def fit(
     source: Any = contextlib.nullcontext(lambda number: batches)
     if not on_device:
         source = sampling.Feed(batches, batch_key(config), mesh=mesh, **_sizes(config))
+    if int(state.step) < config.steps:
+        observer.stage("compiling the training step (once)")
     warned = False
     waiting: list[tuple[int, dict[str, Array]]] = []
     with source as rows_of:
@@ -363,62 +349,54 @@ def fit(
             validate = number % config.eval_every == 0 or number == config.steps
             if not validate and len(waiting) < _REPORT_EVERY:
                 continue
-            for finished, values in jax.device_get(waiting):
-                if not (np.isfinite(values["loss"]) and np.isfinite(values["gradient_norm"])):
-                    parts = ", ".join(f"{k} {float(value):.4g}" for k, value in values.items())
-                    raise NonFiniteLossError(
-                        f"loss: not finite at step {finished} ({parts}); lower learning_rate or "
-                        "alpha, or raise epsilon_star"
-                    )
-                if validate and finished == number:
+            for past, values in jax.device_get(waiting):
+                _check_finite(past, values)
+                if validate and past == number:
                     best = _select(graphdef, state, best, number, dataset.val, values)
-                if not warned and not values.get("converged", True):
-                    warned = True
-                    warnings.warn(
-                        f"step {finished}: a transport plan stopped above the tolerance (student "
-                        f"{values['student_error']:.2g}, teacher {values['teacher_error']:.2g}); "
-                        "raise max_iterations or epsilon_star, or accept a gradient that is off "
-                        "by as much",
-                        stacklevel=2,
-                    )
-                if observer is not None:
-                    observer.metrics(finished, values)
+                warned = warned or _warn_unconverged(past, values)
+                observer.metrics(past, values)
             waiting.clear()
-            if validate and observer is not None:
+            if validate:
                 observer.snapshot(number, Snapshot(sharding.local(state), best))
-    trained = nnx.merge(graphdef, best.params)
-    return on_features(frozen[0], trained) if frozen else trained, best
+    return nnx.merge(graphdef, best.params), best
 
 
-def mapped(dataset: data.Dataset, maps: LinearTeacher) -> data.Dataset:
-    """Unit features of both maps in place of the embeddings, for training and validation."""
+def _on_device(
+    asked: bool | None, method: Objective, dataset: data.Dataset, mesh: Mesh | None
+) -> bool:
+    """Returns True if pairs and pools are kept on the device; None asks for the default."""
+    if asked and mesh is not None:
+        raise checks.InputError(
+            f"on_device: is True but there are {mesh.size} devices, which read their rows from "
+            "the host; leave it out"
+        )
+    if asked is not None:
+        return asked
+    host = place(dataset, pools=method.pools, on_device=False)
+    return mesh is None and _fits_in_memory(jax.tree.leaves(host))
 
-    def features(of: Any, rows: Any) -> np.ndarray:
-        return evaluation.embed(of, rows) if len(rows) else np.zeros((0, maps.dim), np.float32)
 
-    val = dataset.val
-    if val is not None:
-        val = val._replace(x=features(maps.map_x, val.x), y=features(maps.map_y, val.y))
-    return data.Dataset(
-        features(maps.map_x, dataset.pairs_x),
-        features(maps.map_y, dataset.pairs_y),
-        features(maps.map_x, dataset.pool_x),
-        features(maps.map_y, dataset.pool_y),
-        val=val,
+def _check_finite(step: int, values: dict[str, Any]) -> None:
+    """Raises NonFiniteLossError if the loss or the gradient of a step is NaN or infinite."""
+    if not (np.isfinite(values["loss"]) and np.isfinite(values["gradient_norm"])):
+        parts = ", ".join(f"{k} {float(value):.4g}" for k, value in values.items())
+        raise NonFiniteLossError(
+            f"loss: not finite at step {step} ({parts}); lower learning_rate or alpha, or raise "
+            "epsilon_star"
+        )
+
+
+def _warn_unconverged(step: int, values: dict[str, Any]) -> bool:
+    """Warns and returns True if a transport plan of this step has not converged."""
+    if values.get("converged", True):
+        return False
+    warnings.warn(
+        f"step {step}: a transport plan stopped above the tolerance (student "
+        f"{values['student_error']:.2g}, teacher {values['teacher_error']:.2g}); raise "
+        "max_iterations or epsilon_star, or accept a gradient that is off by as much",
+        stacklevel=3,
     )
-
-
-def _frozen(heads: Heads, teacher: LinearTeacher | None) -> tuple[LinearTeacher, Heads] | None:
-    """The kernel maps and the heads behind them, unless a teacher reads the rows themselves."""
-    x, y = heads.x, heads.y
-    if not (isinstance(x, KernelHead) and isinstance(y, KernelHead)):
-        return None
-    maps = LinearTeacher(x.features, y.features, jnp.ones(x.inner.d_in))
-    if teacher is not None:
-        given, own = (jax.tree.leaves((pair.map_x, pair.map_y)) for pair in (teacher, maps))
-        if len(given) != len(own) or not all(map(np.array_equal, given, own)):
-            return None
-    return maps, Heads(x.inner, y.inner, like=heads)
+    return True
 
 
 def _check_teacher(method: Objective, teacher: LinearTeacher | None, dataset: data.Dataset) -> None:
@@ -426,13 +404,7 @@ def _check_teacher(method: Objective, teacher: LinearTeacher | None, dataset: da
         raise checks.InputError(
             f"teacher: is None but {type(method).__name__} needs one; fit teachers.cca first"
         )
-    widths = teacher.map_x.d_in, teacher.map_y.d_in
-    wanted = dataset.pairs_x.shape[1], dataset.pairs_y.shape[1]
-    if widths != wanted:
-        raise checks.InputError(
-            f"teacher: maps widths {widths} but the embeddings have {wanted}; "
-            "fit the teacher on the same encoders"
-        )
+    check_widths(teacher, dataset.pairs_x.shape[1], dataset.pairs_y.shape[1])
 
 
 def _select(
@@ -441,9 +413,9 @@ def _select(
     best: Best,
     number: int,
     gallery: data.Gallery | None,
-    report: dict[str, float],
+    report: dict[str, Any],
 ) -> Best:
-    """The better of `best` and the current parameters; scores are added to `report`."""
+    """Returns the better of `best` and the current parameters; adds the scores to `report`."""
     params = jax.tree.map(jnp.copy, sharding.local(state.params))
     current = Best(params, jnp.int32(number), jnp.float32(0.0))
     if gallery is None:

@@ -17,6 +17,7 @@ from absl import flags
 from experiments import cli
 
 ROOT = pathlib.Path(__file__).parents[1]
+said = ""
 
 
 def write_files(folder: pathlib.Path) -> pathlib.Path:
@@ -75,15 +76,21 @@ def write(folder: pathlib.Path) -> pathlib.Path:
 def start(
     module: types.ModuleType, options: list[str], capsys: pytest.CaptureFixture[str]
 ) -> tuple[str, object]:
-    """Starts a launcher in this process; what it printed, and None or what it exited with."""
+    """Starts a launcher in this process; returns its output, and None or its exit status.
+
+    Lines on stderr are kept in `small_runs.said`.
+    """
+    global said
     handler, argv = signal.getsignal(signal.SIGTERM), sys.argv
     sys.argv = [module.__name__, *options]
     sys.modules.pop("config_config", None)  # ml_collections would load a config file into it
     try:
         cli.run(module.main, choices=getattr(module, "CHOICES", None))
-        return capsys.readouterr().out, None
+        out, said = capsys.readouterr()
+        return out, None
     except SystemExit as stop:
-        return capsys.readouterr().out, stop.code
+        out, said = capsys.readouterr()
+        return out, stop.code
     finally:
         sys.argv = argv
         signal.signal(signal.SIGTERM, handler)

@@ -1,5 +1,9 @@
 import json
+import os
 import shutil
+import subprocess
+import sys
+import textwrap
 
 import jax
 import jax.numpy as jnp
@@ -8,8 +12,8 @@ import pytest
 from flax import nnx
 from safetensors.numpy import load_file, save_file
 
-from sotalign_jax import checks, data, evaluation, heads, methods, teachers
-from sotalign_jax.aligner import RECIPES, Aligner, align, hold_out
+from sotalign_jax import checks, data, evaluation, heads, methods, recipe, teachers
+from sotalign_jax.aligner import Aligner, align, hold_out
 
 D_X, D_Y = 12, 10
 
@@ -56,7 +60,6 @@ def test_align_retrieves_unseen_matches(aligned, table):
 
 def test_defaults_follow_the_number_of_pairs(aligned):
     assert aligned.info["method"] == "SOTAlign"
-    assert aligned.info["recipe"] == "kernel"
     assert aligned.info["teacher"] == "kernel_cca"
     assert aligned.info["options"]["alpha"] == pytest.approx(3 / 50)
     assert aligned.info["train"]["steps"] == 100
@@ -128,7 +131,8 @@ def test_same_seed_gives_the_same_aligner(aligned, given, table):
 
 
 def test_seed_decides_random_starts_and_options_may_be_numpy_scalars(given, tmp_path):
-    options = {"init": "random", "dim": 4, "learning_rate": np.float32(1e-3)}
+    options = {"start": "random", "dim": np.int64(4), "learning_rate": np.float32(1e-3)}
+    options |= {"steps": np.int64(3), "unpaired_batch": np.int32(16)}
     first, same, other = (
         quick(given["pairs"], seed=seed, **options) for seed in (np.int64(0), 0, 1)
     )
@@ -142,7 +146,9 @@ def test_seed_decides_random_starts_and_options_may_be_numpy_scalars(given, tmp_
 def test_of_many_pairs_a_step_sees_some():
     rows = np.random.default_rng(0).normal(size=(3000, 5)).astype(np.float32)
     options = {"steps": 1, "teacher": "cca", "unpaired_batch": 32, "progress": False}
-    infos = [align((rows, rows), rows, rows, recipe=r, dim=5, **options).info for r in RECIPES]
+    infos = [
+        align((rows, rows), rows, rows, recipe=p, dim=5, **options).info for p in recipe.PRESETS
+    ]
     assert [info["train"]["pair_batch"] for info in infos] == [2048, 10_000]
     weights = [info["options"]["alpha"] for info in infos]
     assert weights == pytest.approx([3 / 2048, 1 / 2700])  # a tenth of the pairs is held out
@@ -163,7 +169,7 @@ def test_methods_by_name(given):
     for name in ("sail_semi", "sotalign"):
         aligner = align(**given, method=name, steps=2)
         assert aligner.info["method"] == type(methods.METHODS[name]).__name__
-    assert aligner.info["options"]["alpha"] == pytest.approx(3 / 50)  # as by default
+    assert aligner.info["options"]["alpha"] == methods.SOTAlign().alpha  # as published
     semi, sail = (align(**given, method=name, steps=2) for name in ("sail_semi", "sail"))
     assert semi.info["options"]["supervision"] == "pairs+negatives"
     assert any((a != b).any() for a, b in zip(parameters(semi), parameters(sail), strict=True))
@@ -175,28 +181,31 @@ class TanhSAIL(methods.SAIL):
 
 def test_heads_start_at_the_teacher_unless_they_are_not_linear(given):
     default, taught, random = (
-        quick(given["pairs"], init=init, dim=4, steps=1, learning_rate=0.0)
-        for init in (None, "teacher", "random")
+        quick(given["pairs"], start=start, dim=4, steps=1, learning_rate=0.0)
+        for start in (None, "teacher", "random")
     )
     for a, b in zip(parameters(default), parameters(taught), strict=True):
         np.testing.assert_array_equal(a, b)
     assert random.heads.x.kind == "linear" != default.heads.x.kind
-    linear = quick(given["pairs"], teacher="cca", dim=4, steps=1)
-    assert linear.heads.x.d_out > random.heads.x.d_out == 4
+    assert quick(given["pairs"], teacher="cca", steps=1).heads.x.d_out == 10
+    assert quick(given["pairs"], teacher="cca", dim=4, steps=1).heads.x.d_out == 4
+    for teacher in ("cca", "kernel_cca"):
+        with pytest.raises(checks.InputError, match="dim: is 100000"):
+            quick(given["pairs"], teacher=teacher, dim=100_000)
     bent = quick(given["pairs"], method=TanhSAIL(), dim=4, steps=1)
     assert bent.heads.x.kind == "tanh" and bent.heads.x.d_out == 4
     with pytest.raises(checks.InputError, match="teacher: cannot start heads of kind 'tanh'"):
-        quick(given["pairs"], method=TanhSAIL(), init="teacher")
+        quick(given["pairs"], method=TanhSAIL(), start="teacher")
 
 
 def test_the_recipe_keeps_half_of_its_start_and_the_papers_none(given):
-    changed = {"learning_rate": 1e-2, "steps": 2, "teacher": "cca", "init": "teacher"}
+    changed = {"learning_rate": 1e-2, "steps": 2, "teacher": "cca", "start": "teacher"}
     start = quick(given["pairs"], **{**changed, "learning_rate": 0.0})
-    ours, papers = (quick(given["pairs"], recipe=r, **changed) for r in ("kernel", "paper"))
+    ours, papers = (quick(given["pairs"], recipe=p, **changed) for p in ("default", "paper"))
     for a, half, b in zip(*map(parameters, (start, ours, papers)), strict=True):
         np.testing.assert_allclose(half, (a + b) / 2, rtol=1e-5, atol=1e-6)
     info = quick(given["pairs"], recipe="paper", steps=1).info
-    assert (info["teacher"], info["init"]) == (None, "random")  # SAIL has no teacher
+    assert (info["teacher"], info["start"]) == (None, "random")  # SAIL has no teacher
     with pytest.raises(checks.InputError, match="recipe"):
         quick(given["pairs"], recipe="best")
 
@@ -256,6 +265,27 @@ def test_progress_is_shown_on_request(given, capsys):
     assert "align: 3/3, loss" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("seed", range(3))
+def test_align_returns_its_best_candidate_on_validation(given, table, seed):
+    val = table[0][200:], table[1][200:]
+    options = {"learning_rate": 3e-2, "steps": 20, "seed": seed, "val": val}  # far too fast
+    aligner = align(**given, **options)
+    scores = aligner.info["candidates"]
+    assert list(scores) == ["teacher", "trained", "average"]
+    assert aligner.info["val_mean_r1"] == max(scores.values()) >= scores["teacher"]
+    assert mean_r1(aligner, table) == pytest.approx(max(scores.values()), rel=1e-5)
+
+
+def test_select_prefers_the_simplest_of_equals(table):
+    gallery = data.gallery(table[0][:9], table[1][:9])
+    start = heads.build_heads(D_X, D_Y, 4)
+    chosen, found = recipe.select(start, start, gallery, average=0.5)
+    assert chosen is start and found["selected"] == "teacher"
+    assert len(set(found["candidates"].values())) == 1
+    assert recipe.select(start, start, None, average=0.5)[1]["selected"] == "average"
+    assert recipe.select(start, start, gallery, average=0.0)[1]["selected"] == "trained"
+
+
 # --- what cannot be aligned --------------------------------------------------------------------
 
 
@@ -280,16 +310,13 @@ def changed(array, row, value):
         (lambda g: {"pairs": (changed(g["x"], 2, np.inf), g["y"])}, "pairs_x: row 2 is NaN"),
         (lambda g: {"val": (g["x"], g["y"][:9])}, "gallery: x has 75 rows"),
         (lambda g: {"val": (g["y"], g["y"])}, "val_x: width 10"),
-        (lambda g: {"init": "zeros"}, "init: 'zeros' is unknown"),
+        (lambda g: {"start": "zeros"}, "start: 'zeros' is unknown"),
         (lambda g: {"method": "sial"}, "method: 'sial' is unknown"),
         (lambda g: {"method": "sotalign", "x": None, "y": None}, "SOTAlign learns from unpaired"),
-        (lambda g: {"method": "sail", "alpha": 1.0}, "alpha: is 1.0"),
         (lambda g: {"method": methods.NNCLR(k=999)}, "k: is 999"),
         (lambda g: {"teacher": "pca"}, "teacher: 'pca' is unknown"),
         (lambda g: {"steps": 0}, "steps: is 0"),
         (lambda g: {"unpaired_batch": 0}, "unpaired_batch: is 0"),
-        (lambda g: {"alpha": -1}, "alpha: is -1"),
-        (lambda g: {"epsilon": 0}, "epsilon: is 0"),
     ],
 )
 def test_inputs_that_cannot_be_used(given, change, message):
@@ -325,11 +352,11 @@ def test_one_pool_is_enough_for_a_method_that_reads_no_other(given):
     assert np.isfinite(aligner.similarity(given["x"], given["y"])).all()
 
 
-@pytest.mark.parametrize("init", ["teacher", "random"])
-def test_a_teacher_of_other_encoders(given, init):
+@pytest.mark.parametrize("start", ["teacher", "random"])
+def test_a_teacher_of_other_encoders(given, start):
     wrong = teachers.cca(given["pairs"][0][:, :5], given["pairs"][1])
     with pytest.raises(checks.InputError, match=r"teacher: maps widths \(5, 10\)"):
-        align(**given, teacher=wrong, init=init)
+        align(**given, teacher=wrong, start=start)
 
 
 @pytest.mark.parametrize(
@@ -358,6 +385,31 @@ def moved(built, size=0.1):
     return nnx.merge(
         graphdef, jax.tree.map(lambda p: p + size * rng.normal(size=p.shape).astype("f4"), params)
     )
+
+
+FULL_DISK = """
+    import pathlib, resource, signal, sys
+    from sotalign_jax import Aligner, heads
+    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    path = pathlib.Path(sys.argv[1])
+    Aligner(heads.build_heads(4, 3, 2), {}).save(path)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, resource.RLIM_INFINITY))
+    try:
+        Aligner(heads.build_heads(400, 300, 200), {}).save(path, overwrite=True)
+    except OSError as error:
+        print(error)
+"""
+
+
+def test_full_disk_is_one_line_and_harms_no_earlier_aligner(tmp_path):
+    # A limit on file sizes stands in for a full disk: the write itself fails in the kernel.
+    code, path = textwrap.dedent(FULL_DISK), tmp_path / "aligner"
+    run = subprocess.run(
+        [sys.executable, "-c", code, str(path)], capture_output=True, text=True, check=True
+    )
+    (line,) = run.stdout.splitlines()
+    assert line.startswith(f"path: {path} cannot be written (")
+    assert Aligner.load(path).heads.x.d_in == 4 and os.listdir(tmp_path) == ["aligner"]
 
 
 def mixed_heads():
@@ -485,6 +537,17 @@ def other_shape(folder):
     save_file(tensors, folder / "heads.safetensors")
 
 
+def whole_numbers(folder):
+    tensors = load_file(folder / "heads.safetensors")
+    save_file(tensors | {"x.linear.bias": np.zeros(4, np.int32)}, folder / "heads.safetensors")
+
+
+def other_values(folder):
+    tensors = load_file(folder / "heads.safetensors")
+    tensors["x.linear.bias"] = tensors["x.linear.bias"] + 1
+    save_file(tensors, folder / "heads.safetensors")
+
+
 def cut_description(folder):
     path = folder / "aligner.json"
     path.write_text(path.read_text()[:-20])
@@ -524,8 +587,10 @@ def list_instead(folder):
         (truncate, "heads.safetensors is missing or damaged"),
         (garbage, "heads.safetensors is missing or damaged"),
         (remove, "heads.safetensors is missing or damaged"),
-        (lose_tensor, r"has y.linear.kernel of shape None but aligner.json describes \(10, 4\)"),
-        (other_shape, r"has x.linear.bias of shape \(2,\) but aligner.json describes \(4,\)"),
+        (lose_tensor, r"has nothing for y.linear.kernel but aligner.json describes float\[10, 4\]"),
+        (other_shape, r"has float\[2\] for x.linear.bias but aligner.json describes float\[4\]"),
+        (whole_numbers, r"has int32\[4\] for x.linear.bias but aligner.json describes float\[4\]"),
+        (other_values, "heads.safetensors is missing or damaged .its content has changed"),
         (cut_description, "aligner.json is missing or damaged"),
         (edit(format=99), "has format 99 but this version reads 2; load it with the version"),
         (list_instead, "has format None but this version reads 2"),

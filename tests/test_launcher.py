@@ -105,6 +105,23 @@ def test_a_run_killed_again_and_again_leaves_the_same_bytes(files, start, uninte
     assert len((run / "metrics.jsonl").read_bytes().splitlines()) == STEPS
 
 
+def test_a_killed_run_of_align_leaves_the_same_bytes(files, start, tmp_path):
+    def options(folder):
+        return *command(files, tmp_path / folder, steps=60), "--config.method=align"
+
+    process = start(*options("whole"))
+    assert process.communicate() and process.returncode == 0
+    run = tmp_path / "run"
+    # Before training, in the middle of it, and after its last checkpoint.
+    for moment in ((run / "config.json").exists, lambda: lines(run) > saved(run) >= 20):
+        small_runs.stop_when(start(*options("run")), moment, signal.SIGKILL)
+    small_runs.stop_when(start(*options("run")), lambda: saved(run) == 60, signal.SIGKILL)
+    process = start(*options("run"))
+    assert process.communicate() and process.returncode == 0
+    for name in SAME:
+        assert (run / name).read_bytes() == (tmp_path / "whole" / name).read_bytes(), name
+
+
 def test_a_finished_run_prints_its_table_again(files, start, uninterrupted):
     reference, table = uninterrupted
     before = small_runs.contents(reference)

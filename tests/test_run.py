@@ -1,9 +1,9 @@
 """Runs and comparisons, started in this process the way the command line does."""
 
 import csv
-import fcntl
 import io
 import json
+import os
 import signal
 
 import numpy as np
@@ -14,8 +14,8 @@ from small_runs import is_one_line
 
 import sotalign_jax
 from experiments import config as config_lib
-from experiments import main, run
-from sotalign_jax import checks, data, evaluation, methods, teachers
+from experiments import main, run, store
+from sotalign_jax import checks, data, evaluation, methods, recipe, teachers
 
 # ml_collections loads config files by a deprecated call.
 pytestmark = pytest.mark.filterwarnings("ignore:.*load_module:DeprecationWarning")
@@ -181,7 +181,7 @@ def test_a_run_of_the_recipe_is_what_align_makes(launch, files, tmp_path, unpair
         unpaired_batch=32,
         progress=False,
     )
-    assert made.info["recipe"] == "kernel" and "settings" in made.info
+    assert made.info["selected"] == expected.info["selected"] and "settings" in made.info
     tested = arrays["val_x"], arrays["val_y"]
     for calibrated in (False, True):
         ours, theirs = (one.similarity(*tested, calibrated=calibrated) for one in (made, expected))
@@ -208,7 +208,7 @@ def test_heads_are_the_methods_own_unless_told(files, monkeypatch):
         config.data.name, config.data.n_pairs = "files", 60
         config.data.files.update({name: f"{files}/{name}.npy" for name in ("x", "y")})
         (one,) = config_lib.runs(config).values()
-        return run.prepare(one, run.load_dataset(one))
+        return recipe.prepare(*run.resolve(one, run.load_dataset(one)))
 
     monkeypatch.setitem(methods.METHODS, "sail", Published())
     assert prepared().start.x.kind == "tanh"
@@ -319,12 +319,54 @@ def test_a_folder_in_use_is_refused(launch, tmp_path):
     run = tmp_path / "run"
     (run / "results.json").unlink()
     before = small_runs.contents(run)
-    with (run / "config.json").open("rb") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
+    with store.lock(run / ".lock"):
         _, error = launch()
     assert is_one_line(error) and "is in use by another process; wait for its end" in error
     assert small_runs.contents(run) == before
     assert launch()[1] is None
+
+
+@pytest.mark.parametrize("method", ["align", "csa", "sue", "sotalign"])
+def test_second_start_is_refused_before_anything_is_computed(launch, tmp_path, capsys, method):
+    run = tmp_path / "run"
+    with store.lock(run / ".lock"):  # as a first start has it before it reads its data
+        _, error = launch(method=method)
+    assert is_one_line(error) and "is in use by another process" in error
+    assert os.listdir(run) == [".lock"]
+
+
+def test_several_runs_lock_their_folder(launch, tmp_path):
+    with store.lock(tmp_path / "run" / ".lock"):
+        _, error = launch(several("cca", "sail"))
+    assert is_one_line(error) and "is in use by another process" in error
+    assert os.listdir(tmp_path / "run") == [".lock"]
+
+
+@pytest.mark.parametrize("name", ["heads.safetensors", "aligner.json", "calibration.safetensors"])
+@pytest.mark.parametrize("harm", ["remove", "cut", "change"])
+def test_finished_run_makes_a_damaged_model_again(sail_run, name, harm):
+    start, out, run = sail_run
+    before = small_runs.contents(run)
+    path = run / "aligner" / name
+    content = path.read_bytes()
+    if harm == "remove":
+        path.unlink()
+    else:
+        path.write_bytes(content[:-9] if harm == "cut" else content[:-9] + b"x" + content[-8:])
+    assert start() == (out, None)
+    after = small_runs.contents(run)
+    for made in ("comparison.png", "report.html"):
+        assert after.pop(made) and before.pop(made)
+    assert after == before
+
+
+def test_stages_are_announced_before_the_first_step(launch):
+    assert launch("--config.train.steps=2", method="align")[1] is None
+    order = [
+        small_runs.said.index(word)
+        for word in ("reading", "fitting the teacher", "compiling", "2/2")
+    ]
+    assert order == sorted(order)
 
 
 def test_a_loss_that_is_not_finite_ends_in_one_line(launch):

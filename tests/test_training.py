@@ -51,7 +51,7 @@ def start():
     return heads.build_heads(D_X, D_Y, 8, seed=1)
 
 
-class Recorder:
+class Recorder(training.Observer):
     """Keeps everything it hears, copied to the host."""
 
     def __init__(self):

@@ -85,11 +85,11 @@ def test_a_run_is_created_and_opened_again(tmp_path):
 
 
 def test_a_start_killed_early_can_be_repeated(tmp_path):
-    (tmp_path / ".config.json.tmp").write_text('{"se')
-    workdir.open_run(tmp_path, CONFIG)
-    (tmp_path / "environment.json").unlink()
-    workdir.open_run(tmp_path, CONFIG)
-    assert sorted(os.listdir(tmp_path)) == ["config.json", "environment.json"]
+    (tmp_path / ".config.json.1.tmp").write_text('{"se')
+    with workdir.claim(tmp_path, CONFIG):
+        (tmp_path / "environment.json").unlink()
+    with workdir.claim(tmp_path, CONFIG):
+        assert sorted(os.listdir(tmp_path)) == [".lock", "config.json", "environment.json"]
 
 
 @pytest.mark.parametrize(
@@ -119,15 +119,37 @@ def test_a_folder_with_other_things_is_refused(tmp_path):
 
 
 def test_one_process_a_folder(tmp_path):
-    workdir.open_run(tmp_path, CONFIG)
     with (
-        workdir.only_process(tmp_path),
+        workdir.claim(tmp_path, CONFIG),
         pytest.raises(checks.InputError, match=r"workdir: .* in use"),
-        workdir.only_process(tmp_path),
+        workdir.claim(tmp_path, CONFIG),
     ):
         pass
-    with workdir.only_process(tmp_path):
+    with workdir.claim(tmp_path, CONFIG):
         pass
+
+
+@pytest.mark.parametrize("existed", [False, True])
+def test_claim_is_withdrawn_after_bad_input_unless_something_was_written(tmp_path, existed):
+    folder = tmp_path / "run"
+    if existed:
+        folder.mkdir()
+
+    def fail(*names):
+        with workdir.claim(folder, CONFIG):
+            for name in names:
+                (folder / name).write_text("")
+            raise checks.InputError("x: is bad")
+
+    with pytest.raises(checks.InputError, match="x: is bad"):
+        fail()
+    assert folder.exists() == existed and (not existed or not os.listdir(folder))
+    with pytest.raises(checks.InputError, match="x: is bad"):
+        fail("metrics.jsonl")
+    assert {"config.json", "metrics.jsonl"} <= set(os.listdir(folder))
+    with pytest.raises(checks.InputError, match="x: is bad"):
+        fail()
+    assert (folder / "config.json").exists()
 
 
 # --- inputs ------------------------------------------------------------------------------------
@@ -211,6 +233,32 @@ def test_metrics_are_strict_json_in_a_fixed_order(tmp_path):
         '{"step": 3, "a": 0.3333333333333333, "b": 3, "loss": 0.33333334, "ok": 1}',
         '{"step": 4, "x": "Infinity", "y": "-Infinity", "z": "NaN"}',
     ]
+
+
+@pytest.mark.parametrize(
+    ("harm", "message"),
+    [
+        (lambda lines: [*lines[:2], b"{]\n", *lines[3:]], "line 3 is damaged"),
+        (lambda lines: [*lines[:2], *lines[3:]], "has step 4 in line 3"),
+        (lambda lines: lines[:4], "ends at step 4 but there is a checkpoint of step 6"),
+        (lambda lines: [], "ends at step 0"),
+    ],
+)
+def test_metrics_that_do_not_fit_the_checkpoint_are_named(tmp_path, harm, message):
+    with _recorder(tmp_path) as recorder:
+        for step in range(1, 9):
+            recorder.metrics(step, _metrics(step))
+            if step == 6:
+                recorder.snapshot(step, {"x": np.ones(2)})
+    log = tmp_path / "metrics.jsonl"
+    log.write_bytes(b"".join(harm(log.read_bytes().splitlines(keepends=True))))
+    before = log.read_bytes()
+    with (
+        _recorder(tmp_path) as recorder,
+        pytest.raises(checks.InputError, match=rf"metrics.jsonl {message}.*; restore"),
+    ):
+        recorder.resume({"x": np.zeros(2)})
+    assert log.read_bytes() == before
 
 
 @pytest.mark.parametrize("torn", [b"", b'{"step": 9', b'{"step": 9, "loss": 1}'])
@@ -304,6 +352,8 @@ def test_plain_orbax_reads_a_checkpoint(tmp_path):
 
 def test_unusable_checkpoints_are_named(tmp_path):
     with _recorder(tmp_path) as recorder:
+        for step in range(1, 4):
+            recorder.metrics(step, _metrics(step))
         recorder.snapshot(3, {"a": np.ones((2, 3)), "b": np.ones(2)})
     for template in [
         {"a": np.ones((2, 4)), "b": np.ones(2)},
@@ -333,6 +383,7 @@ FULL_DISK = """
     folder = pathlib.Path(sys.argv[1])
     workdir.write_json(folder / "x.json", {"a": 1})
     with workdir.Recorder(folder, steps=9, title="run") as recorder:
+        recorder.metrics(1, {})
         recorder.snapshot(1, {"x": noise(size=1000)})
         resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, resource.RLIM_INFINITY))
         try:

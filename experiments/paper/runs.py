@@ -16,7 +16,7 @@ from experiments import paper, run, workdir
 from experiments.paper.panels import Panel, Place, Settings
 from experiments.paper.sources import MAIN, Data, Photographs, Sources
 from experiments.store import Results, Spec, Store, key_of, lock
-from sotalign_jax import checks, data, diagnostics, evaluation, heads, training
+from sotalign_jax import checks, data, diagnostics, evaluation, heads, recipe
 
 SCALES = ("quick", "full", "paper")
 ARMS = ("unrolled scan", "ott-jax implicit", "ours, from K")
@@ -174,12 +174,8 @@ def _dataset(sources: Sources, asked: Data) -> data.Dataset:
 
 def _train(config: FrozenConfigDict, dataset: data.Dataset) -> heads.Heads:
     """Returns the heads of a run: trained, fitted at once, or a teacher's maps."""
-    prepared = run.prepare(config, dataset)
-    method, start = prepared.method, prepared.start
-    if method is None:
-        return start
-    train = config_lib.train(config)
-    return training.fit(method, start, dataset, train, teacher=prepared.teacher)[0]
+    resolved, dataset = run.resolve(config, dataset)
+    return recipe.train(resolved, recipe.prepare(resolved, dataset)).heads
 
 
 # --- measurements that need no training --------------------------------------------------------

@@ -4,7 +4,7 @@ A method is a frozen dataclass of options in a file of its own, and a line in `M
 write one is in docs/methods.md and examples/new_method.py.
 """
 
-from sotalign_jax.methods.base import Fitted, Method, Metrics, Objective, Progress
+from sotalign_jax.methods.base import Fitted, Method, Metrics, Objective, Observer, Progress
 from sotalign_jax.methods.csa import CSA
 from sotalign_jax.methods.nnclr import NNCLR
 from sotalign_jax.methods.sail import SAIL, Contrastive
@@ -39,6 +39,7 @@ __all__ = [
     "Method",
     "Metrics",
     "Objective",
+    "Observer",
     "Progress",
     "SOTAlign",
     "Structure",

@@ -73,7 +73,20 @@ def siglip(
     return losses.siglip(f, g, normalization=normalization, **learned, **negatives)
 
 
-class Progress:
+class Observer:
+    """Callbacks invoked while a model is prepared and trained. All methods are optional."""
+
+    def stage(self, text: str) -> None:
+        """Called when a stage begins, such as "fitting the teacher"."""
+
+    def metrics(self, step: int, values: Mapping[str, Any]) -> None:
+        """Called with the metrics of a step, and its validation scores if it has them."""
+
+    def snapshot(self, step: int, snapshot: Any) -> None:
+        """Called with a state to continue from. Copy it: the next step donates its arrays."""
+
+
+class Progress(Observer):
     """A bar on stderr with loss, MeanR@1 and time left; ten plain lines where no terminal is.
 
     It starts at step `initial` and counts `unit`, such as "rows"; plain lines may show its `rate`.
@@ -134,5 +147,8 @@ class Progress:
                 parts = filter(None, (done, text, rate, f"{left} left"))
                 print(", ".join(parts), file=sys.stderr, flush=True)
 
-    def snapshot(self, step: int, snapshot: Any) -> None:
-        pass
+    def stage(self, text: str) -> None:
+        """Prints what is happening before the first step."""
+        if self._plain or not self._bar.disable:
+            with contextlib.suppress(OSError, ValueError):
+                self._bar.write(f"{self._title}: {text} ...", file=sys.stderr)

@@ -1,0 +1,216 @@
+"""Aligners on disk: a folder with a description in JSON and tensors in safetensors files.
+
+- aligner.json: format, structure of both heads, info, digests of the tensor files
+- heads.safetensors: parameters of the heads by dotted name, such as x.linear.kernel
+- calibration.safetensors: arrays of the calibration, if there is one
+"""
+
+import contextlib
+import hashlib
+import json
+import os
+import pathlib
+import shutil
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from safetensors import SafetensorError
+from safetensors.numpy import load_file, save_file
+
+from sotalign_jax import checks
+from sotalign_jax.calibration import Calibration
+from sotalign_jax.heads import Heads, rebuild
+
+FORMAT = 2
+"""Version of the files that `save` writes."""
+FOLDER = "aligner"
+"""Name of the aligner's folder within a run folder."""
+_DESCRIPTION, _TENSORS = "aligner.json", "heads.safetensors"
+_CALIBRATION = "calibration.safetensors"
+
+
+class Parts(NamedTuple):
+    """The parts of an aligner: heads, info in JSON values, and an optional calibration."""
+
+    heads: Heads
+    info: dict[str, Any]
+    calibration: Calibration | None = None
+
+
+def save(parts: Parts, path: str | os.PathLike[str], *, overwrite: bool = False) -> None:
+    """Writes an aligner into a folder, all of it or nothing.
+
+    Args:
+        parts: The aligner.
+        path: The folder, which is created.
+        overwrite: True replaces an aligner that is there, but never anything else.
+
+    Raises:
+        InputError: The folder holds something else, or `info` is not JSON.
+        OSError: The files cannot be written, as on a full disk. An earlier aligner stays intact.
+    """
+    path = pathlib.Path(path).expanduser().absolute()
+    _check_free(path, overwrite)
+    arrays = {_TENSORS: {k: np.asarray(leaf[...]) for k, leaf in _leaves(parts.heads).items()}}
+    if parts.calibration is not None:
+        arrays[_CALIBRATION] = jax.tree.map(np.asarray, vars(parts.calibration))
+    temporary, previous = (path.with_name(f".{path.name}.{end}") for end in ("tmp", "old"))
+    if previous.exists() and not path.exists():
+        previous.rename(path)  # a save was killed between the two renames below
+    for leftover in (temporary, previous):
+        shutil.rmtree(leftover, ignore_errors=True)
+    try:
+        temporary.mkdir(parents=True)
+        for name, tensors in arrays.items():
+            save_file(tensors, temporary / name)
+        text = _description(parts, {name: _digest(temporary / name) for name in arrays})
+        (temporary / _DESCRIPTION).write_text(text + "\n", encoding="utf-8")
+        if path.exists():
+            path.rename(previous)  # stays whole until the new one stands in its place
+        temporary.rename(path)
+    except (OSError, SafetensorError) as error:
+        reason = getattr(error, "strerror", None) or checks.first_line(error)
+        raise OSError(f"path: {path} cannot be written ({reason}); free some space") from error
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+    shutil.rmtree(previous, ignore_errors=True)
+
+
+def load(path: str | os.PathLike[str]) -> Parts:
+    """Reads an aligner.
+
+    Args:
+        path: A folder that `save` wrote, or the folder of a finished run.
+
+    Returns:
+        The parts of the aligner.
+
+    Raises:
+        InputError: The folder holds no aligner, or a file of it is missing or damaged.
+    """
+    folder = _find(path)
+    with _reading(folder / _DESCRIPTION):
+        described = json.loads((folder / _DESCRIPTION).read_text(encoding="utf-8"))
+    written = described.get("format") if isinstance(described, dict) else None
+    if written != FORMAT:
+        raise checks.InputError(
+            f"path: {folder} has format {written} but this version reads {FORMAT}; "
+            "load it with the version of sotalign-jax that wrote it"
+        )
+    with _reading(folder / _DESCRIPTION):
+        # Shapes alone: nothing is allocated before they are known to be those of the tensors.
+        shapes = nnx.eval_shape(
+            lambda: Heads(*(rebuild(**described["heads"][side]) for side in "xy"))
+        )
+        info, digests = described["info"], {**described.get("sha256", {})}
+    graphdef, state = nnx.split(shapes)
+    leaves = _leaves(state)
+    tensors = _tensors(folder / _TENSORS, digests, leaves)
+    for name, leaf in leaves.items():
+        leaf.set_value(jnp.asarray(tensors[name]))
+    calibration = None
+    if _CALIBRATION in digests or (folder / _CALIBRATION).exists():
+        arrays = _tensors(folder / _CALIBRATION, digests)
+        with _reading(folder / _CALIBRATION):
+            calibration = Calibration(**jax.tree.map(jnp.asarray, arrays))
+    return Parts(nnx.merge(graphdef, state), info, calibration)
+
+
+def _check_free(path: pathlib.Path, overwrite: bool) -> None:
+    """Raises InputError unless a folder is free, or holds an aligner that may be replaced."""
+    entries = path.iterdir() if path.is_dir() else filter(pathlib.Path.exists, [path])
+    names = {entry.name for entry in entries}
+    if strangers := sorted(names - {_DESCRIPTION, _TENSORS, _CALIBRATION}):
+        raise checks.InputError(
+            f"path: {path} holds {strangers[0]}, which is not part of an aligner; "
+            "choose another folder"
+        )
+    if names and not overwrite:
+        raise checks.InputError(
+            f"path: {path} holds an aligner already; choose another folder, or pass overwrite=True"
+        )
+
+
+def _description(parts: Parts, digests: dict[str, str]) -> str:
+    """Returns the text of aligner.json."""
+    sides = {"x": parts.heads.x, "y": parts.heads.y}
+    heads = {side: {"kind": h.kind, "options": h.options()} for side, h in sides.items()}
+    described = {"format": FORMAT, "heads": heads, "info": parts.info, "sha256": digests}
+
+    def plain(value: Any) -> Any:
+        if isinstance(value, np.generic):
+            return value.item()
+        raise TypeError(f"{type(value).__name__} is not a JSON value")
+
+    try:
+        return json.dumps(described, indent=2, allow_nan=False, default=plain)
+    except (TypeError, ValueError) as error:
+        raise checks.InputError(f"info: cannot be written as JSON ({error})") from error
+
+
+def _find(path: str | os.PathLike[str]) -> pathlib.Path:
+    """Returns the folder of the aligner at `path`, or in the run folder `path`."""
+    given = pathlib.Path(path).expanduser()
+    folder = given if (given / _DESCRIPTION).exists() else given / FOLDER
+    if (folder / _DESCRIPTION).exists():
+        return folder
+    below = sorted(given.glob(f"*/{FOLDER}/{_DESCRIPTION}"))
+    runs = ", ".join(str(file.parents[1]) for file in below)
+    raise checks.InputError(
+        f"path: {path} holds no aligner; pass a folder that Aligner.save wrote, or the "
+        f"folder of a finished run{f', such as {runs}' if runs else ''}"
+    )
+
+
+def _leaves(heads: Any) -> dict[str, Any]:
+    """Returns the variables of heads, or of their state, by dotted name."""
+    state = heads if isinstance(heads, nnx.State) else nnx.state(heads)
+    return {".".join(map(str, name)): leaf for name, leaf in nnx.to_flat_state(state)}
+
+
+def _tensors(
+    path: pathlib.Path, digests: dict[str, str], leaves: dict[str, Any] | None = None
+) -> dict[str, np.ndarray]:
+    """Reads a safetensors file; checks kinds of tensors if `leaves` has them, and its digest."""
+    with _reading(path):
+        tensors = load_file(path)
+    for name in sorted(leaves.keys() | tensors.keys()) if leaves is not None else ():
+        wanted, found = _kind((leaves or {}).get(name)), _kind(tensors.get(name))
+        if wanted != found:
+            raise checks.InputError(
+                f"path: {path} has {found} for {name} but {_DESCRIPTION} describes {wanted}; "
+                "save the aligner again"
+            )
+    with _reading(path):
+        if digests.get(path.name) not in (None, _digest(path)):
+            raise ValueError("its content has changed")
+    return tensors
+
+
+def _kind(tensor: Any) -> str:
+    """Returns shape and type of a tensor in words; all floating-point types are alike."""
+    if tensor is None:
+        return "nothing"
+    floating = jnp.issubdtype(tensor.dtype, jnp.floating)
+    return f"{'float' if floating else tensor.dtype}{list(tensor.shape)}"
+
+
+def _digest(path: pathlib.Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+@contextlib.contextmanager
+def _reading(path: pathlib.Path) -> Iterator[None]:
+    """Turns errors while a file is read into an InputError that names the file."""
+    try:
+        yield
+    except Exception as error:
+        raise checks.InputError(
+            f"path: {path} is missing or damaged ({checks.first_line(error)}); save the aligner "
+            "again"
+        ) from error

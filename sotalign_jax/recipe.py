@@ -1,0 +1,444 @@
+"""The path from data to a model: resolve, prepare, train.
+
+1. A `Recipe` describes a training completely. `default` makes one of the arguments of `align`, and
+   the launchers make one of a config.
+2. `prepare` fits the teacher, maps the data through kernel features if there are any, and builds
+   the heads to start from.
+3. `train` trains the heads, selects among the candidates on validation, and calibrates.
+"""
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple, TypeVar
+
+import jax
+import numpy as np
+from flax import nnx
+
+from sotalign_jax import calibration, checks, data, evaluation, heads, methods, training
+from sotalign_jax.heads import Heads, LinearTeacher
+from sotalign_jax.methods import Objective, Observer
+from sotalign_jax.persistence import Parts
+
+Tree = TypeVar("Tree")
+STARTS = ("random", "teacher")
+CALIBRATED_BY = 2048
+"""Rows of each pool kept for calibration. 8,192 add 0.6 points of R@10 (CCA, COCO)."""
+MOST_FEATURES = 512
+"""Directions of a kernel teacher that heads are trained on at most."""
+MOST_MAPPED = 100_000
+"""Rows of each pool that are mapped to kernel features at most, since features stay in memory."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Recipe:
+    """Everything that decides a training, except the data.
+
+    Attributes:
+        method: The method. None returns the teacher itself as the model.
+        train: Steps, batches, learning rate and seed.
+        teacher: A name of `training.TEACHERS`, or a fitted teacher.
+        teacher_options: Options of the function of that name.
+        teacher_noise: Fraction of the teacher's pairs that are mismatched on purpose.
+        start: "teacher" starts linear heads at the teacher's projection, "random" at random.
+        features: "kernel" trains heads on the features of kernel CCA in place of the embeddings.
+        head: Kind of the heads. None takes the method's own.
+        hidden: Width of their hidden layers. None takes the kind's usual one.
+        dim: Width of the shared space. None takes all directions of the teacher that the heads
+            start at, of a kernel teacher at most `MOST_FEATURES`.
+        average: Weight of the start in the average of start and trained heads. If it is positive,
+            the best of start, trained heads and average on validation is returned.
+        calibration: Epsilon of the calibration.
+    """
+
+    method: methods.Method | None
+    train: training.TrainConfig
+    teacher: str | LinearTeacher = "cca"
+    teacher_options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    teacher_noise: float = 0.0
+    start: str = "random"
+    features: str | None = None
+    head: str | None = None
+    hidden: int | None = None
+    dim: int | None = None
+    average: float = 0.0
+    calibration: float = 0.05
+
+    def __post_init__(self) -> None:
+        checks.choice("start", self.start, STARTS)
+        if isinstance(self.teacher, str):
+            checks.choice("teacher", self.teacher, tuple(training.TEACHERS))
+        if self.features is not None:
+            checks.choice("features", self.features, ("kernel",))
+        checks.whole(1, or_none=True, dim=self.dim)
+        if self.dim is None and self.start == "random" and isinstance(self.method, Objective):
+            raise checks.InputError("dim: is None but random heads need one; pass dim=512")
+
+    @property
+    def uses_teacher(self) -> bool:
+        """True if a teacher must be fitted: for the loss, as the start, or as the model."""
+        if isinstance(self.method, Objective):
+            return self.method.uses_teacher or self.start == "teacher"
+        return self.method is None
+
+    def info(self) -> dict[str, Any]:
+        """Returns the description as JSON values."""
+        method, teacher = self.method, self.teacher if isinstance(self.teacher, str) else "given"
+        return {
+            "method": None if method is None else type(method).__name__,
+            "options": dataclasses.asdict(method) if dataclasses.is_dataclass(method) else {},
+            "teacher": teacher if self.uses_teacher else None,
+            "start": self.start,
+            "features": self.features,
+            "train": dataclasses.asdict(self.train),
+        }
+
+
+# --- the default recipe --------------------------------------------------------------------------
+
+
+class Preset(NamedTuple):
+    """Values that `default` takes where its arguments leave them open.
+
+    Attributes:
+        teacher: A name of `training.TEACHERS`.
+        start: Where linear heads start.
+        dim: Width of the shared space of random heads.
+        pair_batch: Pairs per step.
+        alpha: Weight of KLOT times the pairs of a batch, because SigLIP's gradient falls with them.
+        steps: Fewest and most steps. Between them it is a tenth of the pairs.
+        path: Steps times the learning rate, which bounds how far Lion moves a weight.
+        average: Weight of the start in the average of start and trained heads.
+        calibration: Epsilon of the calibration.
+    """
+
+    teacher: str
+    start: str
+    dim: int
+    pair_batch: int
+    alpha: float
+    steps: tuple[int, int]
+    path: float
+    average: float
+    calibration: float
+
+
+PRESETS = {
+    "default": Preset("kernel_cca", "teacher", 512, 2048, 3.0, (100, 600), 0.05, 0.5, 0.1),
+    "paper": Preset("cca", "random", 1024, 10_000, 1.0, (2000, 2000), 0.2, 0.0, 0.05),
+}
+"""The recipe chosen on validation data (docs/recipes.md), and the paper's."""
+
+
+def default(
+    dataset: data.Dataset,
+    *,
+    preset: str = "default",
+    method: str | methods.Method | None = None,
+    teacher: str | LinearTeacher | None = None,
+    start: str | None = None,
+    features: str | None = None,
+    dim: int | None = None,
+    steps: int | None = None,
+    learning_rate: float | None = None,
+    unpaired_batch: int | None = None,
+    seed: int = 0,
+) -> Recipe:
+    """Resolves the arguments of `align`, which documents them, to a recipe for the data."""
+    checks.choice("recipe", preset, tuple(PRESETS))
+    usual, n_pairs = PRESETS[preset], len(dataset.pairs_x)
+    method = named(method)
+    if method is None:
+        alpha = usual.alpha / min(n_pairs, usual.pair_batch)
+        unpaired = len(dataset.pool_x) or len(dataset.pool_y)
+        method = methods.SOTAlign(alpha=alpha) if unpaired else methods.SAIL()
+    linear = isinstance(method, Objective) and method.head == "linear"
+    if start is None:
+        kernel = features is None or teacher is None or _is_kernel(teacher)
+        start = usual.start if linear and kernel else "random"
+    if unpaired_batch is None:
+        unpaired_batch = 1024 if jax.default_backend() == "cpu" else 22_768
+    if steps is None:
+        steps = int(np.clip(n_pairs // 10, *usual.steps))
+    checks.whole(1, steps=steps)
+    steps = int(steps)
+    train = training.TrainConfig(
+        steps=steps,
+        pair_batch=usual.pair_batch,
+        unpaired_batch=int(unpaired_batch),
+        learning_rate=usual.path / steps if learning_rate is None else float(learning_rate),
+        eval_every=20,
+        seed=int(seed),
+    )
+    return Recipe(
+        method,
+        train,
+        teacher=usual.teacher if teacher is None else teacher,
+        start=start,
+        features=features,
+        dim=usual.dim if dim is None and start == "random" else dim,
+        average=usual.average if start == "teacher" else 0.0,
+        calibration=usual.calibration,
+    )
+
+
+def named(method: str | methods.Method | None) -> methods.Method | None:
+    """Returns the method of a name of `methods.METHODS`; others are returned as they are."""
+    if not isinstance(method, str):
+        return method
+    checks.choice("method", method, tuple(methods.METHODS))
+    return methods.METHODS[method]
+
+
+# --- prepare -------------------------------------------------------------------------------------
+
+
+class Prepared(NamedTuple):
+    """The state of a training before its first step.
+
+    Attributes:
+        dataset: The data, mapped to kernel features if there are any.
+        start: The heads to start from, which take rows of `dataset`. None for a method that is
+            fitted at once.
+        teacher: The teacher of rows of `dataset`.
+        features: The kernel maps that the rows of `dataset` have passed through.
+        shapes: The shapes of the embeddings.
+    """
+
+    dataset: data.Dataset
+    start: Heads | None
+    teacher: LinearTeacher | None
+    features: LinearTeacher | None
+    shapes: dict[str, Any]
+
+
+def _same(tree: Tree) -> Tree:
+    return tree
+
+
+def prepare(
+    recipe: Recipe,
+    dataset: data.Dataset,
+    *,
+    observer: Observer | None = None,
+    broadcast: Callable[[LinearTeacher], LinearTeacher] = _same,
+) -> Prepared:
+    """Fits the teacher, maps the data to kernel features and builds the heads to start from.
+
+    Args:
+        recipe: The description of the training.
+        dataset: Pairs, pools and galleries.
+        observer: Hears which stage is under way.
+        broadcast: Returns the arrays of the first of several processes, which may round
+            differently.
+
+    Returns:
+        The state before the first step.
+
+    Raises:
+        InputError: The recipe and the data do not fit together.
+    """
+    observer = observer or Observer()
+    if recipe.method is not None:
+        dataset = _fill_pools(recipe.method, dataset)
+        training.check_pool(recipe.method, dataset)
+    shapes, teacher, features = dataset.summary(), None, None
+    if recipe.features is not None:
+        observer.stage("fitting kernel features")
+        maps = recipe.teacher if _is_kernel(recipe.teacher) else "kernel_cca"
+        features = broadcast(_features(recipe, fit_teacher(recipe, dataset, maps)))
+    elif recipe.uses_teacher:
+        observer.stage("fitting the teacher")
+        teacher = broadcast(fit_teacher(recipe, dataset, recipe.teacher))
+        if teacher.is_kernel and recipe.start == "teacher":
+            features, teacher = _features(recipe, teacher), None
+    if features is not None:
+        observer.stage("mapping the data to kernel features")
+        dataset = mapped(dataset, features, seed=recipe.train.seed)
+        if _is_kernel(recipe.teacher):  # the mapped rows are the features of this teacher
+            teacher = LinearTeacher(None, None, features.correlations)
+        elif recipe.uses_teacher:
+            teacher = broadcast(fit_teacher(recipe, dataset, recipe.teacher))
+    return Prepared(dataset, _start(recipe, dataset, teacher), teacher, features, shapes)
+
+
+def _fill_pools(method: methods.Method, dataset: data.Dataset) -> data.Dataset:
+    """Takes the pairs' own rows for a pool without rows, if the other pool has some."""
+    if len(dataset.pool_x) or len(dataset.pool_y):
+        for side in method.pools:
+            if not len(getattr(dataset, f"pool_{side}")):
+                pairs = getattr(dataset, f"pairs_{side}")
+                dataset = dataclasses.replace(dataset, **{f"pool_{side}": pairs})
+    return dataset
+
+
+def _is_kernel(teacher: str | LinearTeacher) -> bool:
+    return teacher == "kernel_cca" if isinstance(teacher, str) else teacher.is_kernel
+
+
+def _features(recipe: Recipe, teacher: LinearTeacher) -> LinearTeacher:
+    """Returns the directions of a kernel teacher that heads are trained on."""
+    if recipe.start == "teacher" and recipe.dim is not None:
+        return teacher.leading(recipe.dim)
+    return teacher.leading(min(teacher.dim, MOST_FEATURES))
+
+
+def fit_teacher(
+    recipe: Recipe, dataset: data.Dataset, teacher: str | LinearTeacher
+) -> LinearTeacher:
+    """Fits the teacher of this name on the pairs; a fitted one is returned as it is."""
+    if not isinstance(teacher, str):
+        heads.check_widths(teacher, dataset.pairs_x.shape[1], dataset.pairs_y.shape[1])
+        return teacher
+    seed, pairs_y = recipe.train.seed, dataset.pairs_y
+    options = dict(recipe.teacher_options) if teacher == recipe.teacher else {}
+    if recipe.teacher_noise:
+        pairs_y = data.mismatch_pairs(pairs_y, fraction=recipe.teacher_noise, seed=seed)
+    if teacher == "kernel_cca":
+        options = {"seed": seed} | options
+    if teacher == "contrastive":
+        options = {"seed": seed, "dim": recipe.dim or MOST_FEATURES} | options
+    with checks.naming("teacher: "):
+        return training.TEACHERS[teacher](dataset.pairs_x, pairs_y, **options)
+
+
+def mapped(dataset: data.Dataset, features: LinearTeacher, *, seed: int = 0) -> data.Dataset:
+    """Replaces the embeddings by unit features, for training and validation.
+
+    Args:
+        dataset: Pairs, pools and the validation gallery. Other galleries are left out.
+        features: Maps of both modalities.
+        seed: Seed of the rows that are drawn of a pool larger than `MOST_MAPPED`.
+
+    Returns:
+        The mapped data, in memory.
+    """
+    rng = np.random.default_rng(seed)
+
+    def apply(map: Any, rows: Any) -> np.ndarray:
+        if len(rows) > MOST_MAPPED:
+            rows = rows[np.sort(rng.choice(len(rows), MOST_MAPPED, replace=False))]
+        if not len(rows):
+            return np.zeros((0, features.dim), np.float32)
+        return evaluation.embed(map, rows)
+
+    x, y, val = features.map_x, features.map_y, dataset.val
+    pairs = evaluation.embed(x, dataset.pairs_x), evaluation.embed(y, dataset.pairs_y)
+    pools = apply(x, dataset.pool_x), apply(y, dataset.pool_y)
+    if val is not None:
+        val = val._replace(x=evaluation.embed(x, val.x), y=evaluation.embed(y, val.y))
+    return data.Dataset(*pairs, *pools, val=val)
+
+
+def _start(recipe: Recipe, dataset: data.Dataset, teacher: LinearTeacher | None) -> Heads | None:
+    """Builds the heads to start from; None for a method that is fitted at once."""
+    method = recipe.method
+    if isinstance(method, methods.Fitted):
+        return None
+    assert method is None or isinstance(method, Objective)
+    widths = dataset.pairs_x.shape[1], dataset.pairs_y.shape[1]
+    kind = "linear" if method is None else recipe.head or method.head
+    with checks.naming("heads: "):
+        if method is None or recipe.start == "teacher":
+            assert teacher is not None
+            if teacher.map_x is None and kind == "linear":
+                return heads.identity_heads(teacher.dim)
+            dim = teacher.dim if recipe.dim is None else recipe.dim
+            return heads.build_heads(*widths, dim, kind=kind, teacher=teacher)
+        assert recipe.dim is not None
+        return heads.build_heads(
+            *widths, recipe.dim, kind=kind, hidden=recipe.hidden, seed=recipe.train.seed
+        )
+
+
+# --- train ---------------------------------------------------------------------------------------
+
+
+def train(
+    recipe: Recipe,
+    prepared: Prepared,
+    *,
+    observer: Observer | None = None,
+    progress: bool = False,
+    **options: Any,
+) -> Parts:
+    """Trains the prepared heads, selects among the candidates, and calibrates.
+
+    Args:
+        recipe: The description of the training.
+        prepared: The result of `prepare`.
+        observer: Callbacks for stages, metrics and snapshots.
+        progress: True shows the progress of a method that is fitted at once.
+        **options: `resume`, `mesh` and `on_device` of `training.fit`.
+
+    Returns:
+        The heads, which accept embeddings, the calibration, and `info`: how they came about, with
+        the validation score of every candidate.
+    """
+    dataset, start, teacher, features, shapes = prepared
+    method, seed = recipe.method, recipe.train.seed
+    info = {**recipe.info(), "data": shapes}
+    if isinstance(method, methods.Fitted):
+        trained = method.fit(dataset, seed=seed, progress=progress)
+    elif method is None:
+        assert start is not None
+        trained = start
+    else:
+        assert start is not None and isinstance(method, Objective)
+        trained, best = training.fit(
+            method, start, dataset, recipe.train, teacher=teacher, observer=observer, **options
+        )
+        trained, found = select(start, trained, dataset.val, average=recipe.average)
+        info |= {"best_step": int(best.step), **found}
+    made = calibrate(trained, dataset, epsilon=recipe.calibration)
+    return Parts(trained if features is None else heads.prepend(features, trained), info, made)
+
+
+def select(
+    start: Heads, trained: Heads, gallery: data.Gallery | None, *, average: float
+) -> tuple[Heads, dict[str, Any]]:
+    """Selects the best of start, trained heads and their average on validation.
+
+    Averaging the weights of a start and of what training made of it often generalises better than
+    either. The simplest of equals is selected: the start, then the trained heads.
+
+    Args:
+        start: The heads before training, which are the teacher.
+        trained: The heads after training.
+        gallery: The validation gallery. Without one the average is returned.
+        average: Weight of the start in the average. 0 returns the trained heads.
+
+    Returns:
+        The selected heads, and a dictionary: "selected" names the candidate, "candidates" has the
+        MeanR@1 of each, "val_mean_r1" that of the selected one.
+
+    References:
+        Wortsman et al., Robust fine-tuning of zero-shot models, CVPR 2022.
+    """
+    candidates = {"trained": trained}
+    if average:
+        graphdef, before = nnx.split(start)
+        after = nnx.state(trained)
+        mean = jax.tree.map(lambda a, b: average * a + (1 - average) * b, before, after)
+        candidates = {"teacher": start, **candidates, "average": nnx.merge(graphdef, mean)}
+    if gallery is None:
+        name = list(candidates)[-1]
+        return candidates[name], {"selected": name, "candidates": {}, "val_mean_r1": None}
+    scores = {
+        name: evaluation.evaluate(one.x, one.y, gallery)["mean/R@1"]
+        for name, one in candidates.items()
+    }
+    name = max(scores, key=lambda name: scores[name])  # the first of equals
+    return candidates[name], {"selected": name, "candidates": scores, "val_mean_r1": scores[name]}
+
+
+def calibrate(model: Heads, dataset: data.Dataset, *, epsilon: float) -> calibration.Calibration:
+    """Calibrates heads by a sample of the pools, or of the pairs where there are none."""
+    rng = np.random.default_rng(0)
+    features = []
+    for side, head in (("x", model.x), ("y", model.y)):
+        pool, pairs = getattr(dataset, f"pool_{side}"), getattr(dataset, f"pairs_{side}")
+        rows = pool if len(pool) else pairs
+        kept = np.sort(rng.permutation(len(rows))[:CALIBRATED_BY])  # embed no more than is kept
+        features.append(evaluation.embed(head, np.asarray(rows[kept])))
+    return calibration.calibrate(*features, epsilon=epsilon, sample=CALIBRATED_BY)
