@@ -66,7 +66,7 @@ def calibrate(
     g: ArrayLike,
     *,
     epsilon: float = 0.05,
-    sample: int = 4096,
+    sample: int = 2048,
     tolerance: float = 1e-4,
     seed: int = 0,
 ) -> Calibration:

@@ -18,6 +18,7 @@ from sotalign_jax import checks, neighbours
 from sotalign_jax.ot import affinity
 from sotalign_jax.ot.blocks import Block, over_rows
 from sotalign_jax.ot.klot import klot_from_embeddings
+from sotalign_jax.ot.solver import MAX_ITERATIONS
 
 Rows = Any
 """Embeddings [n, d], one a row: numpy (memory-mapped files included) or JAX arrays."""
@@ -276,7 +277,7 @@ def sinkhorn_convergence(
     epsilons: Sequence[float],
     *,
     tolerance: float = 1e-3,
-    max_iterations: int = 500,
+    max_iterations: int = MAX_ITERATIONS,
 ) -> list[Convergence]:
     """Solves the plan of cos(f, g), [n, d] and [m, d], at each epsilon as a training step does.
 

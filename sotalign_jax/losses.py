@@ -134,7 +134,7 @@ def siglip_from_affinity(
     return jnp.mean(per_row) / (columns if normalization == "mean" else 1)
 
 
-def symmetric_infonce(
+def infonce(
     f: Float[Array, "n d"],
     g: Float[Array, "m d"],
     *,
@@ -148,7 +148,7 @@ def symmetric_infonce(
     is the mean over rows of logsumexp_j Z_ij - Z_ii and s = exp(log_scale). For a fixed
     temperature tau pass log_scale = -log tau.
 
-    >>> print(f"{symmetric_infonce(jnp.ones((4, 2)), jnp.ones((4, 2))):.4f}")  # log 4
+    >>> print(f"{infonce(jnp.ones((4, 2)), jnp.ones((4, 2))):.4f}")  # log 4
     1.3863
     """
     _check_rows(f, g)
@@ -260,7 +260,7 @@ def cka_from_embeddings(
     return 1.0 - inner(student, teacher) / norms
 
 
-def infonce(
+def infonce_divergence(
     K: Float[Array, "n m"],
     K_star: Float[Array, "n m"],
     *,
@@ -275,7 +275,7 @@ def infonce(
     `symmetric` averages rows and columns. K*, the teacher's affinity, gets no gradient.
 
     >>> K = jnp.array([[0.6, 0.1], [0.0, 0.5]])
-    >>> print(infonce(K, K, epsilon=0.05, epsilon_star=0.05).round(4))
+    >>> print(infonce_divergence(K, K, epsilon=0.05, epsilon_star=0.05).round(4))
     0.0
     """
     checks.choice("targets", targets, ("soft", "hard"))

@@ -226,7 +226,7 @@ def solve(x: Array, y: Array, *, algorithm: Any, int8: bool) -> solver.Scalings:
     """Solves the teacher's plan as `klot_from_embeddings` does."""
     kernel, logs = Kernel(Cosines.of(x, y, algorithm), int8=int8), log_uniform(len(x))
     goal = solver.goal(jnp.float32(TOLERANCE), 1.0, jnp.float32(EPSILON))
-    limits: Any = {"epsilon": EPSILON, "tolerance": goal, "max_iterations": 2000}
+    limits: Any = {"epsilon": EPSILON, "tolerance": goal, "max_iterations": solver.MAX_ITERATIONS}
     return solver.solve(kernel, logs, log_uniform(len(y)), **limits)[0]
 
 

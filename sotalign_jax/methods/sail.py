@@ -81,7 +81,7 @@ class Contrastive(base.Objective):
     def __call__(self, heads: Heads, batch: Batch, teacher: Any, memory: Any) -> base.Result:
         f, g = heads.x(batch.a), heads.y(batch.b)
         if self.loss == "infonce":
-            loss = losses.symmetric_infonce(f, g, log_scale=heads.log_scale[...])
+            loss = losses.infonce(f, g, log_scale=heads.log_scale[...])
         else:
             loss = base.siglip(heads, f, g)
         return loss, ({self.loss: loss}, memory)

@@ -65,7 +65,7 @@ class SCLIP(base.Objective):
         f, g = heads.x(batch.a), heads.y(batch.b)
         x = heads.x(batch.x) if self.weight_image else None
         y = heads.y(batch.y) if self.weight_text else None
-        loss = losses.symmetric_infonce(f, g, log_scale=log_scale, negatives_f=x, negatives_g=y)
+        loss = losses.infonce(f, g, log_scale=log_scale, negatives_f=x, negatives_g=y)
         metrics = {"infonce": loss}
 
         def pseudo_labelled(

@@ -11,7 +11,7 @@ from jaxtyping import Array
 from sotalign_jax import checks, losses
 from sotalign_jax.heads import Heads
 from sotalign_jax.methods import base, sail
-from sotalign_jax.ot import affinity
+from sotalign_jax.ot import affinity, solver
 from sotalign_jax.ot import klot as klot_lib
 from sotalign_jax.sampling import Batch, DeviceData
 
@@ -47,7 +47,7 @@ class SOTAlign(base.Objective):
     epsilon_star: float = 0.005
     marginals: str = "prob"
     tolerance: float = 1e-2
-    max_iterations: int = 500
+    max_iterations: int = solver.MAX_ITERATIONS
     block_size: int | None = None
     klot_on: str = "unpaired"
     supervision: str = "pairs"
@@ -133,7 +133,7 @@ class SOTAlign(base.Objective):
         if self.divergence == "cka":
             return losses.cka_from_embeddings(f, g, f_star, g_star), {}, memory
         if self.divergence == "infonce":
-            value = losses.infonce(
+            value = losses.infonce_divergence(
                 affinity.cosine(f, g),
                 affinity.cosine(f_star, g_star),
                 epsilon=self.epsilon,

@@ -65,7 +65,7 @@ class Structure(base.Objective):
     def __call__(self, heads: Heads, batch: Batch, teacher: Any, memory: Any) -> base.Result:
         f, g = heads.x(batch.a), heads.y(batch.b)
         if self.contrastive == "infonce":
-            contrastive = losses.symmetric_infonce(f, g, log_scale=-math.log(self.tau))
+            contrastive = losses.infonce(f, g, log_scale=-math.log(self.tau))
         else:
             contrastive = base.siglip(heads, f, g)
         x, y = (batch.a, f), (batch.b, g)

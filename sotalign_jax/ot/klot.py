@@ -34,13 +34,12 @@ from sotalign_jax.ot.sinkhorn import (
     constant,
     log_plan,
     log_weights,
-    pair,
     reference,
     sinkhorn,
     solve_matrix,
     without_padding,
 )
-from sotalign_jax.ot.solver import Scalings, goal, solve
+from sotalign_jax.ot.solver import MAX_ITERATIONS, Scalings, goal, solve
 
 MARGINALS = ("prob", "bistochastic")
 
@@ -464,6 +463,18 @@ def _mass(marginals: str, n: int, m: int, log_a: Array | None = None) -> Any:
     return n if log_a is None else jnp.sum(~jnp.isneginf(log_a), dtype=log_a.dtype)
 
 
+def _pair(given: Any, dtype: Any) -> tuple[Array | None, Array | None]:
+    """Returns both arrays of a warm start, or (None, None)."""
+    if given is None:
+        return None, None
+    if not isinstance(given, tuple | list) or len(given) != 2:
+        raise checks.InputError(
+            f"init_v: is {type(given).__name__}; pass a pair of arrays, (v, v_star)"
+        )
+    first, second = (jax.lax.stop_gradient(jnp.asarray(x, dtype)) for x in given)
+    return first, second
+
+
 def _settings(
     message: str,
     n: int,
@@ -482,7 +493,7 @@ def _settings(
         jnp.asarray(tolerance, dtype),
         log_weights("log_a", log_a, n, dtype),
         log_weights("log_b", log_b, m, dtype),
-        *pair("init_v", init_v, dtype),
+        *_pair(init_v, dtype),
     )
     return constant(message, settings)
 
@@ -517,7 +528,7 @@ def klot(
     log_a: Float[ArrayLike, " n"] | None = None,
     log_b: Float[ArrayLike, " m"] | None = None,
     tolerance: float = 1e-4,
-    max_iterations: int = 2000,
+    max_iterations: int = MAX_ITERATIONS,
     init_v: tuple[ArrayLike, ArrayLike] | None = None,
     precision: jax.lax.PrecisionLike = None,
     return_aux: bool = False,
@@ -635,7 +646,7 @@ def klot_from_embeddings(
     log_a: Float[ArrayLike, " n"] | None = None,
     log_b: Float[ArrayLike, " m"] | None = None,
     tolerance: float = 1e-4,
-    max_iterations: int = 2000,
+    max_iterations: int = MAX_ITERATIONS,
     init_v: tuple[ArrayLike, ArrayLike] | None = None,
     block_size: int | None = None,
     precision: jax.lax.PrecisionLike = None,
@@ -714,7 +725,7 @@ def klot_crossmodal(
     epsilon_star: Any = 0.005,
     marginals: str = "prob",
     tolerance: float = 1e-4,
-    max_iterations: int = 2000,
+    max_iterations: int = MAX_ITERATIONS,
     precision: jax.lax.PrecisionLike = None,
     return_aux: bool = False,
 ) -> Any:

@@ -26,7 +26,7 @@ from sotalign_jax.ot import affinity, sharding
 from sotalign_jax.ot.affinity import ArrayLike
 from sotalign_jax.ot.blocks import BUILD_ROWS, Block, over_rows
 from sotalign_jax.ot.kernel import MAX_EXPONENT, Kernel, Matrix
-from sotalign_jax.ot.solver import Scalings, goal, rounding, row_range, solve
+from sotalign_jax.ot.solver import MAX_ITERATIONS, Scalings, goal, rounding, row_range, solve
 
 
 @jax.tree_util.register_dataclass
@@ -195,18 +195,6 @@ def log_weights(name: str, given: ArrayLike | None, size: int, dtype: Any) -> Fl
     return logs - jax.nn.logsumexp(logs)
 
 
-def pair(name: str, given: Any, dtype: Any) -> tuple[Array | None, Array | None]:
-    """Returns the two arrays of a warm start, or (None, None)."""
-    if given is None:
-        return None, None
-    if not isinstance(given, tuple | list) or len(given) != 2:
-        raise checks.InputError(
-            f"{name}: is {type(given).__name__}; pass a pair of arrays, one of scalings each"
-        )
-    first, second = (jax.lax.stop_gradient(jnp.asarray(x, dtype)) for x in given)
-    return first, second
-
-
 def without_padding(k: Array, log_a: Array, log_b: Array) -> Array:
     """Replaces K by 0 in rows and by -inf in columns of weight zero, where it may be anything.
 
@@ -253,8 +241,8 @@ def sinkhorn(
     log_a: Float[ArrayLike, " n"] | None = None,
     log_b: Float[ArrayLike, " m"] | None = None,
     tolerance: float = 1e-4,
-    max_iterations: int = 2000,
-    init: tuple[ArrayLike, ArrayLike] | None = None,
+    max_iterations: int = MAX_ITERATIONS,
+    init_v: Float[ArrayLike, " m"] | None = None,
     precision: jax.lax.PrecisionLike = affinity.HIGHEST,
 ) -> Plan:
     """Solves OT_eps(K), the entropic transport plan of an affinity.
@@ -271,8 +259,8 @@ def sinkhorn(
         log_b: log-weights of the columns, likewise.
         tolerance: marginal error (L1, total mass 1) to stop at.
         max_iterations: number of (u, v) updates to stop at; static.
-        init: (u, v) to start from, such as those of a similar problem. Only v matters, for u
-            follows from it.
+        init_v: column log-scalings to start from, such as `plan.v` of a similar problem. The row
+            log-scalings follow from them.
         precision: of the matrix products, "highest", "high" or "default"; static.
 
     Returns:
@@ -292,7 +280,7 @@ def sinkhorn(
         None if log_b is None else log_weights("log_b", log_b, k.shape[1], k.dtype),
         jnp.asarray(epsilon, k.dtype),
         jnp.asarray(tolerance, k.dtype),
-        pair("init", init, k.dtype)[1],
+        None if init_v is None else jnp.asarray(init_v, k.dtype),
     )
     return _solve(max_iterations, precision, *constant(_NOT_DIFFERENTIABLE, arrays))
 

@@ -64,6 +64,9 @@ ROUND_STALLED sweeps without progress."""
 INT8_SHARE, INT8_LEAST = 4, 80
 """An int8 kernel may spend one INT8_SHARE-th of the budget before the solve starts again without
 it, and is not used with a budget below INT8_LEAST."""
+MAX_ITERATIONS = 500
+"""Default number of sweeps at which a solve stops: the budget that tests/fuzz.py gives to its
+problems."""
 MARGIN = 0.99
 """Fraction of the tolerance to aim at, so that rounding does not end a solve just above it."""
 
@@ -480,7 +483,7 @@ def _potentials_of(init_v: Array, log_b: Array, limit: Array) -> Array:
     """Returns q of given log-scalings v = log b + q, at most `limit` below the largest."""
     if jnp.shape(init_v) != log_b.shape:
         raise checks.InputError(
-            f"init: v has shape {jnp.shape(init_v)} but the affinity has {log_b.size} columns; "
+            f"init_v: has shape {jnp.shape(init_v)} but the affinity has {log_b.size} columns; "
             "pass the scalings of a problem of the same size"
         )
     live = ~jnp.isneginf(log_b)
