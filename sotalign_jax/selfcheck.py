@@ -234,9 +234,9 @@ def solve(x: Array, y: Array, *, algorithm: Any, int8: bool) -> solver.Scalings:
 def multiply(f: Array, g: Array, state: KernelState, star: KernelState) -> Any:
     """Multiplies P - P* with the student's features as `klot_from_embeddings` does."""
     kernel, scalings = Kernel(Cosines.of(f, g)), solver.Scalings(*[jnp.zeros(0)] * 5)
-    student, teacher = (klot._Solved(kernel, x, scalings) for x in (state, star))
+    student, teacher = (klot.Solved(kernel, x, scalings) for x in (state, star))
     weights = jnp.exp(log_uniform(len(f))), jnp.exp(log_uniform(len(g)))
-    return klot._multiply(student, teacher, weights, klot.Options.of(1, None))
+    return klot.multiply(student, teacher, weights, klot.Options.create(1))
 
 
 # --- times and predictions ---------------------------------------------------------------------

@@ -1,18 +1,23 @@
 """SOTAlign: supervision on the pairs, and a divergence to a linear teacher on the unpaired rows."""
 
 import dataclasses
+import functools
+import math
 import warnings
 from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array
+import numpy as np
+from jaxtyping import Array, Float
 
 from sotalign_jax import checks, losses
 from sotalign_jax.heads import Heads
 from sotalign_jax.methods import base, sail
-from sotalign_jax.ot import affinity, solver
+from sotalign_jax.ot import affinity, device, solver
 from sotalign_jax.ot import klot as klot_lib
+from sotalign_jax.ot.affinity import ArrayLike
+from sotalign_jax.ot.sinkhorn import sinkhorn
 from sotalign_jax.sampling import Batch, DeviceData
 
 DIVERGENCES = ("klot", "cka", "infonce", "none")
@@ -34,7 +39,7 @@ class SOTAlign(base.Objective):
         max_iterations: iterations at which they stop.
         block_size: rows per block to stream KLOT in less memory; None decides by device memory.
         klot_on: rows that KLOT compares: "unpaired"; "all": the pairs, too; or "crossmodal": all,
-            with every pair transported to itself, see `klot_lib.klot_crossmodal`.
+            with every pair transported to itself, see `_klot_crossmodal`.
         supervision: "pairs", "pairs+negatives" or "square", see `SAIL`.
         siglip_norm: "mean" or "per_row", see `SAIL`.
     """
@@ -146,10 +151,9 @@ class SOTAlign(base.Objective):
             "marginals": self.marginals,
             "tolerance": self.tolerance,
             "max_iterations": self.max_iterations,
-            "return_aux": True,
         }
         if self.klot_on == "crossmodal":
-            value, aux = klot_lib.klot_crossmodal(f, g, f_star, g_star, **options)
+            value, aux = _klot_crossmodal(f, g, f_star, g_star, **options)
         else:
             value, aux = klot_lib.klot_from_embeddings(
                 f,
@@ -158,6 +162,7 @@ class SOTAlign(base.Objective):
                 g_star,
                 init_v=(memory["v"], memory["v_star"]) if memory else None,
                 block_size=self.block_size,
+                return_aux=True,
                 **options,
             )
         if memory:
@@ -170,3 +175,59 @@ class SOTAlign(base.Objective):
             "converged": jnp.maximum(aux.student.error, aux.teacher.error) <= self.tolerance,
         }
         return value, metrics, memory
+
+
+def _klot_crossmodal(
+    f: Float[ArrayLike, "n d"],
+    g: Float[ArrayLike, "m d"],
+    f_star: Float[ArrayLike, "p e"],
+    g_star: Float[ArrayLike, "q e"],
+    *,
+    epsilon: float = 0.05,
+    epsilon_star: float = 0.005,
+    marginals: str = "prob",
+    tolerance: float = 1e-4,
+    max_iterations: int = solver.MAX_ITERATIONS,
+) -> tuple[Float[Array, ""], klot_lib.KlotAux]:
+    """Computes KL(T || OT_eps(K)) of K = cosine(f, g) over pairs and unpaired rows together.
+
+    The first k = n - p = m - q rows of f and g are pairs, which T transports to themselves. The
+    other rows follow the teacher's plan P* = OT_eps*(cosine(f_star, g_star)):
+
+        T = diag(s I / k, (1 - s) P*),    s = 2 k / (n + m),
+
+    which has mass 1, and uniform marginals when n = m. The gradient in K is (P - T)/eps. Both
+    matrices are kept for it, so that memory is a few n x m arrays.
+    """
+    n, m, unpaired = len(f), len(g), (len(f_star), len(g_star))
+    pairs = n - unpaired[0]
+    if pairs != m - unpaired[1] or pairs < 1 or min(unpaired) < 1:
+        raise checks.InputError(
+            f"f, g: have {n} and {m} rows but f_star and g_star {unpaired}; pass teacher features "
+            "of the unpaired rows, with as many pairs before them on either side"
+        )
+    mass, share = klot_lib.total_mass(marginals, n, m), 2 * pairs / (n + m)
+    f, g, f_star, g_star = affinity.as_floats(f, g, f_star, g_star)
+
+    def weights(rest: int) -> Array:
+        logs = math.log(share / pairs), math.log((1 - share) / rest)
+        return jnp.repeat(jnp.array(logs, f.dtype), np.array([pairs, rest]))
+
+    solve = functools.partial(sinkhorn, tolerance=tolerance, max_iterations=max_iterations)
+    target = solve(affinity.cosine(*jax.lax.stop_gradient((f_star, g_star))), epsilon=epsilon_star)
+    t = jax.scipy.linalg.block_diag(
+        jnp.eye(pairs, dtype=f.dtype) * (share / pairs), (1 - share) * target.matrix()
+    )
+    k = affinity.cosine(f, g, precision=device.profile().student)
+    log_a, log_b = map(weights, unpaired)
+    plan = solve(jax.lax.stop_gradient(k), epsilon=epsilon, log_a=log_a, log_b=log_b)
+    log_p = plan.log_matrix()
+    value = jnp.sum(jax.scipy.special.xlogy(t, t) - t * log_p)
+    # The surrogate has the gradient of the closed form, and cancels in the value.
+    surrogate = jnp.sum((jnp.exp(log_p) - t) / epsilon * k)
+    value = mass * (value + surrogate - jax.lax.stop_gradient(surrogate))
+    value = jnp.where(jnp.isfinite(plan.error) & jnp.isfinite(target.error), value, jnp.nan)
+    scalings = (
+        solver.Scalings(x.u, x.v, x.error, x.iterations, x.converged) for x in (plan, target)
+    )
+    return value, klot_lib.KlotAux(*scalings)
