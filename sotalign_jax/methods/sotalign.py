@@ -1,4 +1,8 @@
-"""SOTAlign: supervision on the pairs, and a divergence to a linear teacher on the unpaired rows."""
+"""SOTAlign: supervision on the pairs, and a divergence from a teacher on the unpaired rows.
+
+References:
+    SOTAlign, ICML 2026.
+"""
 
 import dataclasses
 import functools
@@ -21,27 +25,33 @@ from sotalign_jax.ot.sinkhorn import sinkhorn
 from sotalign_jax.sampling import Batch, DeviceData
 
 DIVERGENCES = ("klot", "cka", "infonce", "none")
+"""Choices of `divergence`."""
 KLOT_ON = ("unpaired", "all", "crossmodal")
+"""Choices of `klot_on`."""
 
 
 @dataclasses.dataclass(frozen=True)
 class SOTAlign(base.Objective):
-    """SigLIP on the pairs + alpha * divergence(student affinity || teacher affinity) on the pool.
+    """Trains on SigLIP of the pairs + alpha * divergence(student || teacher) on unpaired rows.
 
     Attributes:
         alpha: weight of the divergence.
-        divergence: "klot", "cka", "infonce" or "none".
-        epsilon: regularisation of the student's plan (temperature for "infonce").
-        epsilon_star: regularisation of the teacher's plan.
-        marginals: "prob" or "bistochastic", see `klot_lib.klot`.
-        tolerance: marginal error at which the plans' solves stop. Recall does not change from 1e-4
-            to 5e-2, and 100 iterations of the published loss leave 1e-2 (docs/benchmarks.md).
-        max_iterations: iterations at which they stop.
-        block_size: rows per block to stream KLOT in less memory; None decides by device memory.
-        klot_on: rows that KLOT compares: "unpaired"; "all": the pairs, too; or "crossmodal": all,
-            with every pair transported to itself, see `_klot_crossmodal`.
+        divergence: "klot", "cka", "infonce" (see `losses.infonce_divergence`) or "none".
+        epsilon: regularisation of the student's plan, or temperature of "infonce".
+        epsilon_star: regularisation of the teacher's plan, or temperature of its targets.
+        marginals: "prob" or "bistochastic", see `klot`.
+        tolerance: marginal error at which a solve stops. Recall does not change from 1e-4 to 5e-2,
+            and 100 iterations of the published loss leave 1e-2 (docs/benchmarks.md).
+        max_iterations: number of iterations at which a solve stops.
+        block_size: rows per block to stream KLOT in less memory. By default the device's memory
+            decides, see `klot_from_embeddings`.
+        klot_on: rows that KLOT compares. "unpaired" rows alone, "all" rows, or "crossmodal" for all
+            rows with every pair transported to itself.
         supervision: "pairs", "pairs+negatives" or "square", see `SAIL`.
         siglip_norm: "mean" or "per_row", see `SAIL`.
+
+    References:
+        SOTAlign, ICML 2026.
     """
 
     grid: ClassVar[base.Grid] = {"alpha": (1e-3, 1e-4, 1e-5)}
@@ -97,10 +107,10 @@ class SOTAlign(base.Objective):
             )
 
     def start(self, data: DeviceData, unpaired_batch: int) -> dict[str, Array]:
-        """Both plans' column potentials, to start from, when every batch is the whole pool.
+        """Returns column potentials for a warm start if every batch is the whole pool.
 
-        Potentials depend on the whole batch: for changing batches a fresh solve with
-        epsilon-scaling takes fewer iterations than one that starts from earlier potentials.
+        Potentials depend on the whole batch. If batches change, a fresh solve with epsilon-scaling
+        takes fewer iterations than a solve that starts from earlier potentials.
         """
         whole = unpaired_batch >= max(len(data.pool_x), len(data.pool_y))
         if self.divergence != "klot" or self.klot_on != "unpaired" or not whole:
@@ -134,7 +144,7 @@ class SOTAlign(base.Objective):
     def _divergence(
         self, f: Array, g: Array, f_star: Array, g_star: Array, memory: Any
     ) -> tuple[Array, base.Metrics, Any]:
-        """Of student features f, g from teacher features f_star, g_star."""
+        """Computes the divergence of student features f, g from teacher features."""
         if self.divergence == "cka":
             return losses.cka_from_embeddings(f, g, f_star, g_star), {}, memory
         if self.divergence == "infonce":
