@@ -17,17 +17,25 @@ from jaxtyping import Array, Float, Int
 from sotalign_jax.ot import affinity
 
 MEMORY = 12
-"""Number of past steps that are combined."""
+"""Number of past steps that are combined, tuned with benchmarks/convergence.py."""
 PLAIN_STEPS = 4
-"""Steps without a correction after `init` and after every `reset`."""
+"""Steps without a correction after `init` and after every `reset`, whose changes are too large."""
 MAX_CORRECTION = 3.0
 """Largest change of an entry by the correction: more extrapolates a log-scaling too far."""
 
 
 class History(NamedTuple):
-    """The last point, its residual f, and the last `MEMORY` changes of both.
+    """Past steps of the iteration.
 
-    Changes are written in turn; those before the last reset stay, and are left out.
+    Changes are written in turn, in a ring. Changes before the last reset stay in it, and are not
+    used.
+
+    Attributes:
+        x: last point.
+        f: residual at the last point.
+        dx: changes of the point.
+        df: changes of the residual.
+        steps: number of steps since the last reset.
     """
 
     x: Float[Array, " m"]
@@ -60,20 +68,25 @@ def update(
         history: past steps.
         x: current point.
         f: residual of the plain iteration, whose next point is x + f.
-        precision: of the products of past steps.
+        precision: precision of the products of past steps.
 
     Returns:
         The correction, by which the next point differs from x + f, and the new history. The
         correction is zero for the first `PLAIN_STEPS` steps, and if the weights of past steps are
         not finite.
 
-    >>> correction, history = update(init(jnp.zeros(2)), jnp.zeros(2), jnp.ones(2))
-    >>> correction.tolist(), int(history.steps)
-    ([0.0, 0.0], 1)
+    Example:
+        >>> correction, history = update(init(jnp.zeros(2)), jnp.zeros(2), jnp.ones(2))
+        >>> correction.tolist(), int(history.steps)
+        ([0.0, 0.0], 1)
+
+    References:
+        H. F. Walker and P. Ni, "Anderson acceleration for fixed-point iterations", SINUM 49 (2011),
+        section 2.
     """
     slot, known = history.steps % MEMORY, history.steps > 0
     change_x, change_f = x - history.x, f - history.f
-    # A change that is not finite would spoil products with changes that are left out, too.
+    # NaN times a zero weight is NaN, so that changes that are not finite must become zero.
     known = known & jnp.isfinite(change_x) & jnp.isfinite(change_f)
     dx = history.dx.at[slot].set(jnp.where(known, change_x, 0.0))
     df = history.df.at[slot].set(jnp.where(known, change_f, 0.0))
