@@ -28,8 +28,8 @@ from sotalign_jax import checks
 from sotalign_jax.ot import affinity
 from sotalign_jax.ot.sinkhorn import sinkhorn
 
+# Rows per block of potentials: memory is _BLOCK_SIZE times the rows of the calibration.
 _BLOCK_SIZE = 4096
-"""Rows per block of potentials: memory is _BLOCK_SIZE times the rows of the calibration."""
 
 
 @jax.tree_util.register_dataclass
@@ -62,6 +62,7 @@ class Calibration:
     def scores(self, f: ArrayLike, g: ArrayLike) -> Float[np.ndarray, "q r"]:
         """Returns f.g + u(f) + v(g) of every row of f with every row of g, shape [q, r]."""
         f, g = checks.features("f", f), checks.features("g", g)
+        # The result is on the host, as the potentials are.
         cosines = np.asarray(affinity.cosine(f, g))
         return cosines + self.x(f)[:, None] + self.y(g)
 
@@ -117,11 +118,12 @@ def calibrate(
     f = checks.features("f", f)
     g = checks.features("g", g, width=f.shape[1])
     rng = np.random.default_rng(seed)
-    # Sorted, because rows of a memory-mapped file are read faster in order.
+    # Sorted, so that the rows that are kept stay in order.
     f, g = (
         rows if len(rows) <= sample else rows[np.sort(rng.choice(len(rows), sample, replace=False))]
         for rows in (f, g)
     )
+    # Normalised once here, since every later score compares with these rows.
     f, g = affinity.l2_normalize(f), affinity.l2_normalize(g)
     plan = sinkhorn(affinity.dot(f, g.T), epsilon=epsilon, tolerance=tolerance)
     return Calibration(f, g, plan.u, plan.v, jnp.asarray(epsilon, f.dtype))
@@ -150,6 +152,7 @@ def with_bias(
                [0.5, 1. ]])
     """
     queries, keys, bias = np.asarray(queries), np.asarray(keys), np.asarray(bias)
+    # The appended 1 of a query meets the appended bias of a key.
     ones = np.ones((len(queries), 1), queries.dtype)
     return np.hstack([queries, ones]), np.hstack([keys, bias[:, None].astype(keys.dtype)])
 
@@ -157,5 +160,6 @@ def with_bias(
 @jax.jit
 def _softmin(rows: Array, others: Array, scalings: Array, epsilon: Array) -> Array:
     """Computes -eps log sum_j exp(cos(rows, others_j) / eps + scalings_j)."""
+    # A soft minimum of -f.g - eps v, the c-transform of the other side's potential.
     logits = affinity.cosine(rows, others) / epsilon + scalings
     return -epsilon * jax.nn.logsumexp(logits, axis=1)

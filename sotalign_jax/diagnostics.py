@@ -30,10 +30,10 @@ Rows = Any
 """Embeddings [n, d], one per row: numpy arrays (memory-mapped files included) or JAX arrays."""
 KNN_ROWS = 1024
 """Number of rows in the protocol of Huh et al. The score of `mutual_knn` depends on it."""
+# Points of the circle at which distributions on it are compared, as in POT.
 _GRID = 100
-"""Points of the circle at which distributions on it are compared, as in POT."""
+# Planes that rows are projected onto at a time. Memory is about 4 * _PLANES * (n + m) floats.
 _PLANES = 16
-"""Planes that rows are projected onto at a time. Memory is about 4 * _PLANES * (n + m) floats."""
 
 
 # --- mutual nearest neighbours -----------------------------------------------------------------
@@ -67,7 +67,7 @@ def mutual_knn(x: Rows, y: Rows, *, k: int = 10, clamp: float | None = 0.95) -> 
         1.0
 
     References:
-        M. Huh et al., "The platonic representation hypothesis", ICML 2024, appendix A.
+        M. Huh et al., "The platonic representation hypothesis", ICML 2024.
     """
     checks.pairs(x, y, names=("x", "y"), min_rows=2)
     if not 1 <= k < len(x):
@@ -78,6 +78,7 @@ def mutual_knn(x: Rows, y: Rows, *, k: int = 10, clamp: float | None = 0.95) -> 
     for rows in (affinity.as_float(x), affinity.as_float(y)):
         clamped = rows if clamp is None else _clamped(rows, clamp)
         tables.append(neighbours.top_k(clamped, clamped, k, skip="itself").indices)
+    # Integers are exact, where a mean of float32 shares would round.
     shared = int((tables[0][:, :, None] == tables[1][:, None, :]).sum())
     return shared / (len(x) * k)
 
@@ -237,9 +238,11 @@ def pool_shift(
     """
     _check_sets(pairs, pool, names=("pairs", "pool"), min_rows=2)
     checks.whole(1, repeats=repeats, rows=rows, projections=projections)
+    # Half of the pairs is compared with the other half.
     size = min(rows, len(pairs) // 2, len(pool))
     distances: list[list[float]] = [[], [], []]
     for repeat in range(repeats):
+        # A repetition does not depend on the number of repetitions.
         rng = np.random.default_rng((seed, repeat))
         key = jax.random.fold_in(jax.random.key(seed), repeat)
         planes = _random_planes(key, projections, pairs.shape[1])
@@ -275,8 +278,10 @@ def _circle_embedding(
     n, grid = len(x), jnp.linspace(0, 1, _GRID, endpoint=False, dtype=x.dtype)
 
     def embed(block: Block, out: Array) -> Array:
+        # One matrix product projects onto all planes of a block.
         bases = jnp.moveaxis(block.of(planes), 0, 1).reshape(x.shape[1], -1)
         flat = affinity.dot(x, bases.astype(x.dtype)).reshape(n, block.size, 2)
+        # The signs and the shift are those of POT, whose distances these equal.
         angles = (jnp.arctan2(-flat[..., 1], -flat[..., 0]) + jnp.pi) / (2 * jnp.pi)
         angles = jnp.abs(angles.T % 1)
         # Positive floats are ordered as their bits are, and XLA sorts integers six times faster.
@@ -293,6 +298,7 @@ def _circle_embedding(
 
 def _distance(a: Array, b: Array) -> float:
     """Computes the L2 distance on the circle."""
+    # The shorter way around the circle.
     gap = jnp.abs(a - b)
     return float(jnp.sqrt(jnp.mean(jnp.square(jnp.minimum(gap, 1 - gap)))))
 
@@ -380,6 +386,7 @@ def sinkhorn_convergence(
             x, y, x, y, epsilon=1e9, epsilon_star=epsilon, return_aux=True, **options
         )
         error, iterations, converged = (part.item() for part in aux.teacher[2:])
+        # b is uniform, so that Σ P log(P/ab) = Σ P log(P/a) + log m.
         partners = len(y) * math.exp(-value)
         out.append(Convergence(epsilon, error, iterations, converged, partners))
     return out
@@ -399,6 +406,7 @@ def smallest_epsilon(rows: Sequence[Convergence]) -> float | None:
         >>> smallest_epsilon([fine, coarse])
         0.1
     """
+    # From the largest epsilon down, up to the first that failed.
     ordered = sorted(rows, key=lambda row: -row.epsilon)
     fine = [row.epsilon for row in itertools.takewhile(lambda row: row.converged, ordered)]
     return fine[-1] if fine else None

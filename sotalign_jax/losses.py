@@ -32,9 +32,9 @@ INITIAL_BIAS = -10.0
 """Initial logit bias, as in SigLIP: about the log-odds of one positive among many negatives."""
 NORMALIZATIONS = ("mean", "per_row")
 """Choices of `normalization`: sum(l) / (n m), or sum(l) / n."""
+# Entries of an affinity from which on `siglip` streams it. Smaller ones fit any device, and a
+# product of the whole matrix is faster.
 _STREAMED_ENTRIES = 2**25
-"""Entries of an affinity from which on `siglip` streams it. Smaller ones fit any device, and a
-product of the whole matrix is faster."""
 
 _Scalar = Float[Array, ""] | float
 
@@ -76,10 +76,11 @@ def siglip(
         0.000045 30.0001
 
     References:
-        X. Zhai et al., "Sigmoid loss for language image pre-training", ICCV 2023, equation 1.
+        X. Zhai et al., "Sigmoid loss for language image pre-training", ICCV 2023.
     """
     _check_rows(f, g)
     checks.choice("normalization", normalization, NORMALIZATIONS)
+    # A learned logarithm keeps the scale positive.
     scale = jnp.exp(jnp.asarray(log_scale))
 
     def loss(anchors: Array, others: Array) -> Array:
@@ -170,8 +171,10 @@ def siglip_from_affinity(
         )
     dtype = affinities.dtype
     logits = affinities * jnp.asarray(scale, dtype) + jnp.asarray(bias, dtype)
+    # A rectangle has negatives beyond its diagonal.
     positive = jnp.eye(rows, columns, dtype=dtype) * (jnp.arange(columns) < positives)
     signs = 2.0 * positive - 1.0
+    # Summed over a row first, so that both normalisations share the code.
     per_row = -jnp.sum(jax.nn.log_sigmoid(signs * logits), axis=1)
     return jnp.mean(per_row) / (columns if normalization == "mean" else 1)
 
@@ -215,6 +218,7 @@ def infonce(
     scale = jnp.exp(jnp.asarray(log_scale))
 
     def loss(anchors: Array, others: Array) -> Array:
+        # The scale is cast, or a float64 scale would widen all logits.
         cosines = affinity.cosine(anchors, others)
         logits = cosines * scale.astype(cosines.dtype)
         return jnp.mean(jax.nn.logsumexp(logits, axis=1) - jnp.diagonal(logits))
@@ -312,6 +316,7 @@ def cka(K: Float[Array, "n m"], K_star: Float[Array, "n m"]) -> Float[Array, ""]
 
     def centred(k: Array) -> Array:
         k = affinity.as_float(k)
+        # H K H without the matrix H.
         return k - k.mean(0) - k.mean(1, keepdims=True) + k.mean()
 
     k, k_star = centred(K), centred(jax.lax.stop_gradient(K_star))
@@ -350,6 +355,7 @@ def cka_from_embeddings(
     affinity.check_features(f, g, f_star, g_star)
 
     def centred(x: Array) -> Array:
+        # Centred columns of F and G centre the rows and columns of F G^T.
         x = affinity.l2_normalize(x)
         return x - x.mean(0)
 
@@ -359,6 +365,7 @@ def cka_from_embeddings(
     def inner(one: tuple[Array, Array], other: tuple[Array, Array]) -> Array:
         return jnp.sum(affinity.dot(one[0].T, other[0]) * affinity.dot(one[1].T, other[1]))
 
+    # Products of d x e matrices replace those of n x m matrices.
     norms = jnp.sqrt(inner(student, student) * inner(teacher, teacher))
     return 1.0 - inner(student, teacher) / norms
 
@@ -404,6 +411,7 @@ def infonce_divergence(
     def rows(k: Array, k_star: Array) -> Array:
         log_s = jax.nn.log_softmax(k / epsilon, axis=1)
         if targets == "hard":
+            # The entropy of one-hot targets is 0, so that the cross-entropy is the divergence.
             nearest = jnp.argmax(k_star, axis=1)
             return -jnp.mean(jnp.take_along_axis(log_s, nearest[:, None], axis=1))
         log_t = jax.nn.log_softmax(k_star / epsilon_star, axis=1)

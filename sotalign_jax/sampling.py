@@ -28,10 +28,10 @@ from sotalign_jax.ot import sharding
 
 READERS = 8
 """Threads that read rows, because a disk serves several requests at a time."""
+# Fewest rows per thread, so that small batches are not cut into slivers.
 _LEAST = 256
-"""Fewest rows per thread: below it, starting a thread takes longer than reading."""
+# Rounds of the Feistel network. Four suffice with an ideal hash; more make up for a cheap one.
 _ROUNDS = 8
-"""Rounds of the Feistel network. Four suffice with an ideal hash; more make up for a cheap one."""
 
 
 class DeviceData(NamedTuple):
@@ -90,7 +90,7 @@ _TABLES |= {"near_a": "pool_x", "near_b": "pool_y", "star_x": "star_x", "star_y"
 """Table of `DeviceData` that each part of a batch is taken from."""
 
 
-def _mix(x: Array) -> Array:
+def mix(x: Array) -> Array:
     """Hashes 32-bit integers by two rounds of xor-shift and multiply.
 
     The multipliers are those of C. Wellons' hash "lowbias32", the result of a search for low bias.
@@ -118,6 +118,7 @@ def permute(key: Array, indices: Int[Array, " b"], size: int) -> Int[Array, " b"
         >>> sorted(permute(jax.random.key(0), jnp.arange(5), 5).tolist())
         [0, 1, 2, 3, 4]
     """
+    # Both halves of a value have as many bits, which gives a power of four.
     half = max(1, math.ceil(math.log2(max(size, 2)) / 2))
     mask = jnp.uint32(2**half - 1)
     round_keys = jax.random.bits(key, (_ROUNDS,), jnp.uint32)
@@ -125,12 +126,15 @@ def permute(key: Array, indices: Int[Array, " b"], size: int) -> Int[Array, " b"
     def network(value: Array) -> Array:
         left, right = value >> half, value & mask
         for k in range(_ROUNDS):
-            left, right = right, left ^ (_mix(right ^ round_keys[k]) & mask)
+            # A round is invertible for any function of `right`, so that the network is a
+            # permutation.
+            left, right = right, left ^ (mix(right ^ round_keys[k]) & mask)
         return (left << half) | right
 
     def outside(value: Array) -> Array:
         return value >= jnp.uint32(size)
 
+    # The domain is at most four times as large, so that few turns are expected.
     out = jax.lax.while_loop(
         lambda value: jnp.any(outside(value)),
         lambda value: jnp.where(outside(value), network(value), value),
@@ -161,6 +165,8 @@ def draw_rows(key: Array, step: Int[Array, ""], size: int, batch: int) -> Int[Ar
     if batch >= size:
         return jnp.arange(size)
     per_epoch = size // batch
+    # The remainder of size / batch rows is left out of an epoch, and each epoch leaves out
+    # others.
     epoch_key = jax.random.fold_in(key, step // per_epoch)
     return permute(epoch_key, (step % per_epoch) * batch + jnp.arange(batch), size)
 
@@ -169,6 +175,7 @@ def row_numbers(
     key: Array, step: Int[Array, ""], data: DeviceData, *, pairs: int, unpaired: int
 ) -> Batch:
     """Draws the numbers of the rows of a batch, see `draw`."""
+    # One key per table, so that a change of one batch size leaves the others as they are.
     key_pairs, key_x, key_y, *near_keys = jax.random.split(key, 5)
     paired = draw_rows(key_pairs, step, len(data.pairs_x), pairs)
     x = draw_rows(key_x, step, len(data.pool_x), unpaired)
@@ -247,6 +254,7 @@ class Feed:
             lambda step: row_numbers(key, step, data, pairs=pairs, unpaired=unpaired)
         )
         self._placed: dict[str, Any] = {}
+        # One thread reads ahead, and its rows are read by several.
         self._ahead = concurrent.futures.ThreadPoolExecutor(1)
         self._readers = concurrent.futures.ThreadPoolExecutor(READERS)
         self._next: dict[int, concurrent.futures.Future[Batch]] = {}
@@ -260,6 +268,7 @@ class Feed:
 
     def __call__(self, step: int) -> Batch:
         """Returns the batch of a step, and starts to read the next one."""
+        # A resumed run may ask for any step first.
         waiting = self._next.pop(step, None) or self._start(step)
         self._next = {step + 1: self._start(step + 1)}
         return waiting.result()
@@ -283,6 +292,7 @@ class Feed:
             taken = sharding.SplitRows.place(
                 lambda part: self._gather(array, rows[part]), shape, self._mesh
             )
+        # The same rows at every step are copied to the device once.
         if _whole(name, array, rows):
             self._placed[name] = taken
         return taken

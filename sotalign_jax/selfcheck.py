@@ -24,30 +24,30 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array
 
-from sotalign_jax import checks, heads
+from sotalign_jax import checks
 from sotalign_jax.ot import affinity, blocks, device, klot, sharding, solver
 from sotalign_jax.ot.kernel import Cosines, Kernel, KernelState, widen
 
+# Names of the algorithms of matrix products.
 ALGORITHMS: Any = {
     device.HIGHEST: "float32",
     device.TF32: "TF32",
     device.THREE_PASSES: "3 x bf16",
 }
-"""Names of the algorithms of matrix products."""
+# Relative rounding error of an operand: 23, 10 and 15 stored bits of mantissa.
 ROUNDOFF = {device.HIGHEST: 2.0**-24, device.TF32: 2.0**-11, device.THREE_PASSES: 2.0**-16}
-"""Relative rounding error of an operand: 23, 10 and 15 stored bits of mantissa."""
+# Unpaired rows of the paper's batch.
 PAPER_ROWS = 22_768
-"""Unpaired rows of the paper's batch."""
+# Width of the features of kernels and plans, regularisation of the teacher, default tolerance.
 WIDTH, EPSILON, TOLERANCE = 64, 0.005, 1e-4
-"""Width of the features of kernels and plans, regularisation of the teacher, default tolerance."""
+# Regularisation of the first kernel that the solver builds for `EPSILON`.
 FIRST_EPSILON = 16 * EPSILON
-"""Regularisation of the first kernel that the solver builds for `EPSILON`."""
+# Products and kernels are compared in every 61st row, so that every tile of a product counts.
 STRIDE = 61
-"""Products and kernels are compared in every 61st row, so that every tile of a product counts."""
+# Relative errors of KLOT and of its gradient. At n = 2,048 the default tolerance leaves 4e-6 and
+# 3e-4. With TF32 in the student's role they are 6e-6 and 5e-4. The gradient of a teacher in TF32,
+# or of a student in bfloat16, exceeds the limit with 1.2e-3 and 1.9e-3.
 VALUE_LIMIT, GRADIENT_LIMIT = 1e-4, 1e-3
-"""Relative errors of KLOT and of its gradient. At n = 2,048 the default tolerance leaves 4e-6 and
-3e-4. With TF32 in the student's role they are 6e-6 and 5e-4. The gradient of a teacher in TF32, or
-of a student in bfloat16, exceeds the limit with 1.2e-3 and 1.9e-3."""
 
 
 class Row(NamedTuple):
@@ -85,7 +85,7 @@ class Sizes(NamedTuple):
         product: rows of both operands, and their width.
         kernels: rows and columns of the kernels that are swept over.
         losses: rows and columns of KLOT, the largest first.
-        rows: unpaired rows of the teacher's plan and of the training step whose parts are timed.
+        rows: unpaired rows of the teacher's plan and of the training batch.
         widths: widths of the student's and the teacher's features.
     """
 
@@ -228,15 +228,6 @@ def solve(x: Array, y: Array, *, algorithm: Any, int8: bool) -> solver.Scalings:
     return solver.solve(kernel, logs, log_uniform(len(y)), **limits)[0]
 
 
-@jax.jit
-def multiply(f: Array, g: Array, state: KernelState, star: KernelState) -> Any:
-    """Multiplies P - P* with the student's features as `klot_from_embeddings` does."""
-    kernel, scalings = Kernel(Cosines.of(f, g)), solver.Scalings(*[jnp.zeros(0)] * 5)
-    student, teacher = (klot.Solved(kernel, x, scalings) for x in (state, star))
-    weights = jnp.exp(log_uniform(len(f))), jnp.exp(log_uniform(len(g)))
-    return klot.multiply(student, teacher, weights, klot.Options.create(1))
-
-
 # --- times -------------------------------------------------------------------------------------
 
 
@@ -342,19 +333,10 @@ def check_devices(sizes: Sizes) -> Iterator[Row]:
 
 
 def check_step(sizes: Sizes) -> Iterator[Row]:
-    """Times the parts of a training step that `check_sweeps` does not time, and all of KLOT."""
-    own, n, (d, e) = device.profile(), sizes.rows, sizes.widths
-    f, g, z, w = (jnp.asarray(x) for x in features(n, n, sizes))
+    """Times KLOT and its gradient at the size of a training batch."""
+    n = sizes.rows
     int8 = blocks.storage(n, n, jnp.float32).int8
-    state, ms = timed(build, z, w, EPSILON, algorithm=own.teacher, int8=int8)
-    yield Row(f"step: build, n = {n}", ALGORITHMS[own.teacher], ms=ms)
-    _, ms = timed(multiply, f, g, state, state)
-    yield Row(f"step: products, n = {n}", ALGORITHMS[own.gradient], ms=ms)
-    del state  # frees the memory of a kernel for the loss below
-    head = heads.AffineMap(jnp.ones((d, e), jnp.float32), jnp.zeros(d, jnp.float32))
-    _, ms = timed(jax.jit(heads.AffineMap.__call__), head, z)
-    yield Row(f"step: head, n = {n}", ALGORITHMS[own.heads], ms=ms)
-    ((_, aux), _), ms = timed(loss_and_gradient, f, g, z, w)
+    ((_, aux), _), ms = timed(loss_and_gradient, *features(n, n, sizes))
     error = float(np.maximum(aux.teacher.error, aux.student.error))
     sweeps = f"{aux.teacher.iterations} + {aux.student.iterations} sweeps"
     path = f"{'int8' if int8 else 'float32'}, {sweeps}"

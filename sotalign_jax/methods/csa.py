@@ -46,6 +46,7 @@ class CSA(base.Fitted):
     def fit(self, dataset: data.Dataset, *, seed: int, progress: bool = False) -> Heads:
         """Fits heads whose cosine is CSA's similarity. The seed is not used."""
         found = teachers.canonical_correlations(dataset.pairs_x, dataset.pairs_y, ridge=self.ridge)
+        # Correlations are in decreasing order.
         rho = found.correlations[: self.dim]
         return Heads(
             CSAHead.fitted(found.mean_x, found.weights_x[:, : self.dim], rho, "x"),
@@ -91,7 +92,9 @@ class CSAHead(Head):
         mean, rho = self.mean[...], self.rho[...]
         centred = jnp.asarray(x).astype(mean.dtype) - mean
         z = affinity.l2_normalize(affinity.dot(centred, self.kernel[...])) * jnp.sqrt(rho)
+        # Clipped, because rounding can make a length exceed 1.
         rest = jnp.sqrt(jnp.maximum(1.0 - jnp.sum(jnp.square(z), axis=1, keepdims=True), 0.0))
+        # The two sides have their remainder in different columns, whose products are 0.
         ends = (rest, jnp.zeros_like(rest))
         return jnp.concatenate([z, *(ends if self.side == "x" else ends[::-1])], axis=1)
 

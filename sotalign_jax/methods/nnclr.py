@@ -61,6 +61,7 @@ class NNCLR(base.Objective):
 
     def check(self, dataset: data.Dataset) -> None:
         for side in self.pools:
+            # A pool with fewer than k rows has no k neighbours.
             rows = len(dataset.pool_x if side == "x" else dataset.pool_y)
             checks.within(rows, f"rows in pool {side}", k=self.k)
 
@@ -82,6 +83,8 @@ class NNCLR(base.Objective):
         metrics = {"siglip": loss}
         if self.weight_text:
             assert batch.near_b is not None  # `prepare` made the table
+            # A neighbour of the text replaces it as the positive, and other neighbours are the
+            # negatives.
             term = base.siglip(heads, f, heads.y(batch.near_b), self.siglip_norm)
             loss, metrics["text_neighbours"] = loss + self.weight_text * term, term
         if self.weight_image:

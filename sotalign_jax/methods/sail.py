@@ -49,6 +49,7 @@ class SAIL(base.Objective):
 
     def __call__(self, heads: Heads, batch: Batch, teacher: Any, memory: Any) -> base.Result:
         f, g = heads.x(batch.a), heads.y(batch.b)
+        # Without pools nothing unpaired is embedded, and empty features stand in.
         unpaired = (heads.x(batch.x), heads.y(batch.y)) if self.pools else (f[:0], g[:0])
         loss = supervised(heads, f, g, *unpaired, self.supervision, self.siglip_norm)
         return loss, ({"siglip": loss}, memory)
@@ -71,6 +72,7 @@ def supervised(
     Returns:
         The loss.
     """
+    # Unpaired rows have no positive: only the first rows of the diagonal count as such.
     if supervision == "square":
         return losses.siglip_from_affinity(
             affinity.cosine(jnp.concatenate([f, x]), jnp.concatenate([g, y])),
@@ -104,6 +106,7 @@ class Contrastive(base.Objective):
     def __call__(self, heads: Heads, batch: Batch, teacher: Any, memory: Any) -> base.Result:
         f, g = heads.x(batch.a), heads.y(batch.b)
         if self.loss == "infonce":
+            # InfoNCE has no bias, which would cancel in the softmax.
             loss = losses.infonce(f, g, log_scale=heads.log_scale[...])
         else:
             loss = base.siglip(heads, f, g)

@@ -73,6 +73,7 @@ class SCLIP(base.Objective):
     def __call__(self, heads: Heads, batch: Batch, teacher: Any, memory: Any) -> base.Result:
         log_scale = heads.log_scale[...]
         f, g = heads.x(batch.a), heads.y(batch.b)
+        # A modality without a weight is not embedded at all.
         x = heads.x(batch.x) if self.weight_image else None
         y = heads.y(batch.y) if self.weight_text else None
         loss = losses.infonce(f, g, log_scale=log_scale, negatives_f=x, negatives_g=y)
@@ -88,6 +89,7 @@ class SCLIP(base.Objective):
                 kind=self.labels,
                 iterations=self.iterations,
             )
+            # The published code lets the gradient through.
             if self.detach_labels:
                 labels = jax.lax.stop_gradient(labels)
             return losses.soft_cross_entropy(queries, other, labels, log_scale=log_scale)
@@ -141,4 +143,5 @@ def pseudo_labels(
         return jax.nn.softmax(scale * cosines, axis=1)
     # `reference` updates its rows first, which here are the keys.
     plan = reference(cosines.T, epsilon=1 / scale, iterations=iterations, symmetric=False)
+    # Rows of a plan have mass 1/n. The softmax scales them to 1.
     return jax.nn.softmax(plan.log_matrix().T, axis=1)

@@ -92,6 +92,7 @@ class SOTAlign(base.Objective):
                 f"klot_on: is {self.klot_on!r} but divergence is {self.divergence!r}; choose "
                 "divergence 'klot' or klot_on 'unpaired'"
             )
+        # The crossmodal target is an n x m matrix in any case.
         streams = self.divergence == "klot" and self.klot_on != "crossmodal"
         if self.block_size is not None and not streams:
             raise checks.InputError(
@@ -115,6 +116,7 @@ class SOTAlign(base.Objective):
         whole = unpaired_batch >= max(len(data.pool_x), len(data.pool_y))
         if self.divergence != "klot" or self.klot_on != "unpaired" or not whole:
             return {}
+        # Zeros are the start of textbook Sinkhorn. The copy keeps donated buffers apart.
         v = jnp.zeros(len(data.pool_y), jnp.float32)
         return {"v": v, "v_star": v.copy()}
 
@@ -127,6 +129,7 @@ class SOTAlign(base.Objective):
         if self.divergence == "none":
             return siglip, ({"siglip": siglip}, memory)
         assert teacher is not None  # `training.fit` asked for it
+        # Pairs come first, as `_klot_crossmodal` expects.
         if self.klot_on != "unpaired":
             x, y = jnp.concatenate([f, x]), jnp.concatenate([g, y])
         with jax.named_scope("teacher_features"):
@@ -135,6 +138,7 @@ class SOTAlign(base.Objective):
             if self.klot_on == "all":
                 f_star = jnp.concatenate([teacher.x(batch.a), f_star])
                 g_star = jnp.concatenate([teacher.y(batch.b), g_star])
+            # The teacher is fixed. Cached features of it come with the batch.
             f_star, g_star = jax.lax.stop_gradient((f_star, g_star))
         with jax.named_scope(self.divergence):
             divergence, metrics, memory = self._divergence(x, y, f_star, g_star, memory)
@@ -182,6 +186,7 @@ class SOTAlign(base.Objective):
             "student_iterations": aux.student.iterations,
             "teacher_error": aux.teacher.error,
             "teacher_iterations": aux.teacher.iterations,
+            # A run reports steps whose plans missed the tolerance.
             "converged": jnp.maximum(aux.student.error, aux.teacher.error) <= self.tolerance,
         }
         return value, metrics, memory
@@ -219,6 +224,7 @@ def _klot_crossmodal(
     mass, share = klot_lib.total_mass(marginals, n, m), 2 * pairs / (n + m)
     f, g, f_star, g_star = affinity.as_floats(f, g, f_star, g_star)
 
+    # Marginals of T, with which the student's plan is solved.
     def weights(rest: int) -> Array:
         logs = math.log(share / pairs), math.log((1 - share) / rest)
         return jnp.repeat(jnp.array(logs, f.dtype), np.array([pairs, rest]))

@@ -20,8 +20,8 @@ from sotalign_jax.methods import base
 from sotalign_jax.ot import affinity, blocks, sharding
 from sotalign_jax.sampling import Batch
 
+# Added to probabilities inside logarithms, as in the published code.
 _FLOOR = 1e-12
-"""Added to probabilities inside logarithms, as in the published code."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -121,9 +121,12 @@ class Structure(base.Objective):
             0.0000 1.0287
         """
         rows = _centred(jax.lax.stop_gradient(original)), _centred(aligned)
+        # float64 embeddings widen float32 features, not the other way round.
         dtype = jnp.result_type(*rows)
         x, z = (e.astype(dtype) for e in rows)
+        # Powers of P need whole rows and columns, and so whole matrices.
         if self.levels == 1 and self.block_size is not None:
+            # Hashable, because custom_vjp wants them static.
             options = self.tau, self.js_form, self.block_size
             return jax.nn.relu(_streamed(options, x, z)) / len(x)
         p, q = _neighbours(x, x, self.tau), _neighbours(z, z, self.tau)
@@ -133,6 +136,7 @@ class Structure(base.Objective):
                 p_power, q_power = affinity.dot(p_power, p), affinity.dot(q_power, q)
             summed = jnp.sum(_divergence(p_power, q_power, self.js_form))
             weight = level if self.level_weights == "inverse" else 1
+            # Rounding can make the divergence of equal neighbourhoods negative.
             total += jax.nn.relu(summed / len(x)) / weight
         return total / self.levels
 
@@ -153,6 +157,7 @@ def _neighbours(rows: Array, everything: Array, tau: float) -> Array:
 
 def _divergence(p: Array, q: Array, js_form: str) -> Array:
     """Computes the divergence of every row of p and q."""
+    # The floor is added where the published code adds it, for equal digits.
     m = (p + q) / 2 + _FLOOR
     log_m, log_p, log_q = jnp.log(m), jnp.log(p + _FLOOR), jnp.log(q + _FLOOR)
     if js_form == "code":
@@ -189,6 +194,7 @@ def _streamed_forward(options: _Options, x: Array, z: Array) -> tuple[Array, Arr
             return jax.tree.map(jnp.add, totals, jax.value_and_grad(divergence)(z))
 
         start = jnp.zeros((), x.dtype), jnp.zeros_like(z)
+        # Each device visits its own rows. Numbers beyond the last row are padding.
         part = (numbers[0], len(numbers)) if axes else None
         value, gradient = blocks.over_rows(len(x), block_size, add, start, part)
         return sharding.psum_scatter(gradient, axes), sharding.psum(value, axes)

@@ -28,13 +28,13 @@ from sotalign_jax.heads import Dense, Head, Heads, Rows, TanhHead
 from sotalign_jax.methods import base
 from sotalign_jax.ot import affinity
 
+# Widths of the Gaussians in `mmd`, in units of the mean squared distance, as published.
 _WIDTHS = (0.5, 1.0, 2.0)
-"""Widths of the Gaussians in `mmd`, in units of the mean squared distance, as published."""
 
 _Network = TypeVar("_Network", bound=nnx.Module)
 _Affine = tuple[np.ndarray, np.ndarray]
+# Receives the number of an epoch, from 1, and the loss on held-out rows.
 _Report = Callable[[int, float], None]
-"""Receives the number of an epoch, from 1, and the loss on held-out rows."""
 outputs = functools.partial(evaluation.embed, unit=False)
 
 
@@ -149,6 +149,7 @@ class SUE(base.Fitted):
             Weight and bias of each side.
         """
         spreads = [table.std(axis=0, ddof=1) for table in (x, y)]
+        # A constant column has no scale. Dividing by 1 leaves it constant.
         spreads = [np.where(spread == 0, 1.0, spread) for spread in spreads]
         found = teachers.canonical_correlations(x / spreads[0], y / spreads[1])
         checks.within(len(found.correlations), "directions that the pairs determine", dim=self.dim)
@@ -254,7 +255,9 @@ def adjacency(
     count = min(neighbours + 1, len(rows))
     nearest = -jax.lax.top_k(-squares, count)[0]
     unit = jnp.median(jnp.sqrt(nearest[:, min(scale_neighbour, count) - 1]))
+    # Equal rows have distance 0.
     unit = jnp.maximum(jnp.square(unit), jnp.finfo(squares.dtype).tiny)
+    # All rows as close as the last neighbour count, so that ties do not depend on their order.
     weights = jnp.where(squares <= nearest[:, -1:], jnp.exp(-squares / unit), 0.0)
     return 0.5 * (weights + weights.T)
 
@@ -263,6 +266,7 @@ def _squared_distances(rows: Array) -> Array:
     """Computes all ||x_i - x_j||^2, exactly 0 on the diagonal."""
     lengths = jnp.sum(jnp.square(rows), axis=1)
     squares = jnp.maximum(lengths[:, None] + lengths - 2.0 * affinity.dot(rows, rows.T), 0.0)
+    # Cancellation would leave small distances of rows from themselves.
     return squares * (1.0 - jnp.eye(len(rows), dtype=squares.dtype))
 
 
@@ -364,6 +368,7 @@ def fit_spectral(
         matrices = jax.lax.map(lambda index: rayleigh_of(params, transform, rows[index]), passes)
         return jnp.mean(matrices, axis=0)
 
+    # The learning rate is an argument of the step, so that lowering it compiles nothing.
     adam = optax.scale_by_adam()
     pass_over = _pass(objective, loss, adam, batch)
     state = jax.tree.map(jnp.copy, (params, adam.init(params)))
@@ -373,6 +378,8 @@ def fit_spectral(
         state, held = pass_over(state, (train, train), (val,), epoch_key, jnp.float32(rate))
         value = _finite(held, "spectral network", epoch, "learning_rate")
         report(epoch, value)
+        # The threshold and the factor of PyTorch's ReduceLROnPlateau, which the published code
+        # uses.
         best, waited = (value, 0) if value < best * (1 - 1e-4) else (best, waited + 1)
         if waited > options.patience:
             rate, waited = rate / 10, 0
@@ -385,8 +392,10 @@ def fit_spectral(
         raise FloatingPointError(
             "spectral network: its outputs depend on each other; lower learning_rate"
         )
+    # Over all rows in float64, where the steps orthonormalised over batches.
     transform = np.sqrt(len(found)) * np.linalg.inv(triangle)
     matrix = mean_rayleigh(state[0], jnp.asarray(transform, jnp.float32), table, key)
+    # Orthonormal outputs are eigenvectors up to a rotation, which the Rayleigh matrix gives.
     _, vectors = np.linalg.eigh(np.asarray(matrix, np.float64))
     return trained, transform @ vectors
 
@@ -420,6 +429,7 @@ def _pass(
         steps, keys = min(map(len, train)) // batch, jax.random.split(key)
         passes = [_batches(k, len(t), batch)[:steps] for k, t in zip(keys, train, strict=True)]
         state, aux = jax.lax.scan(step, state, tuple(passes))
+        # Validation uses the orthonormalisation of the last step.
         last = jax.tree.map(lambda of_steps: of_steps[-1], aux)
         blocks = [_blocks(rows, batch) for rows in val]
         losses = jax.lax.map(lambda rows: validate(state[0], last, *rows), blocks)
@@ -475,10 +485,11 @@ def mmd(x: Float[Array, "n d"], y: Float[Array, "m d"]) -> Float[Array, ""]:
         0.0 True
 
     References:
-        A. Gretton et al., "A kernel two-sample test", JMLR 13 (2012), equation 5.
+        A. Gretton et al., "A kernel two-sample test", JMLR 13 (2012).
     """
     squares = _squared_distances(jnp.concatenate([x, y]))
     n, total = len(x), len(squares)
+    # The diagonal is 0 and does not count.
     unit = jax.lax.stop_gradient(jnp.sum(squares)) / (total * total - total)
     unit = jnp.maximum(unit, jnp.finfo(squares.dtype).tiny)
     widths = jnp.asarray(_WIDTHS, squares.dtype)[:, None, None]
@@ -516,6 +527,7 @@ def refine(
     """
     graphdef, params = nnx.split(network)
     key, *splits = jax.random.split(key, 3)
+    # Both sides hold out equally many rows, for blocks of equal sizes.
     held = max(min(len(x), len(y)) // 10, 1)
     sides = (jnp.asarray(rows, jnp.float32) for rows in (x, y))
     parts = [_hold_out(split, rows, held) for split, rows in zip(splits, sides, strict=True)]
@@ -537,5 +549,6 @@ def refine(
         value = _finite(loss, "mmd", epoch, "mmd_learning_rate")
         report(epoch, value)
         if value < least:
+            # The next step donates the buffers of `state`.
             best, least = jax.tree.map(jnp.copy, state[0]), value
     return nnx.merge(graphdef, best)

@@ -30,8 +30,8 @@ def as_floats(*arrays: ArrayLike) -> tuple[Array, ...]:
     return tuple(x.astype(jnp.float64) if wide else x for x in floats)
 
 
+# Rows without an entry above this count as zero: their exact scaling would leave float32.
 _NORM_FLOOR = 2.0**-100
-"""Rows without an entry above this count as zero: their exact scaling would leave float32."""
 
 
 @functools.partial(jax.jit, inline=True)
@@ -42,6 +42,7 @@ def _power_of_two(x: Float[Array, "... d"]) -> Float[Array, "..."]:
     that it is one program instead of a dozen.
     """
     largest = as_float(jnp.max(jnp.abs(jax.lax.stop_gradient(x)), axis=-1))
+    # Clipped, so that the power and its products are normal float32 numbers.
     _, exponent = jnp.frexp(largest)
     power = jnp.exp2(-jnp.clip(exponent, -100, 100).astype(largest.dtype))
     return jnp.where(largest > _NORM_FLOOR, power, 0.0).astype(x.dtype)
@@ -57,6 +58,7 @@ def inverse_norms(x: Float[Array, "n d"]) -> Float[Array, " n"]:
     x = as_float(x)
     power = _power_of_two(x)
     squared = jnp.sum(jnp.square(x * power[..., None]), axis=-1)
+    # The inner `where` keeps the gradient of zero rows free of NaN.
     return jnp.where(power > 0, jax.lax.rsqrt(jnp.where(power > 0, squared, 1.0)) * power, 0.0)
 
 
@@ -98,6 +100,7 @@ def dot(a: Array, b: Array, precision: jax.lax.PrecisionLike = HIGHEST) -> Array
     # Products of bfloat16 numbers are exact in float32.
     if a.dtype == b.dtype == jnp.bfloat16:
         return jnp.matmul(a, b, preferred_element_type=jnp.float32)
+    # An algorithm that a platform lacks is an error there, so that `device` guards it.
     if isinstance(precision, jax.lax.DotAlgorithmPreset):
         return device.matmul(a, b, precision)
     return jnp.matmul(a, b, precision=precision)
@@ -163,11 +166,6 @@ def check_features(f: ArrayLike, g: ArrayLike, f_star: ArrayLike, g_star: ArrayL
                 f"{name}_star: has {len(teacher)} rows but {name} has {len(student)}; "
                 "student and teacher must embed the same samples"
             )
-    check_widths(f, g, f_star, g_star)
-
-
-def check_widths(f: ArrayLike, g: ArrayLike, f_star: ArrayLike, g_star: ArrayLike) -> None:
-    """Raises InputError unless f and g, and f_star and g_star, have one width."""
     for names, x, y in (("f and g", f, g), ("f_star and g_star", f_star, g_star)):
         widths = np.shape(x)[1], np.shape(y)[1]
         if widths[0] != widths[1]:

@@ -90,6 +90,7 @@ def update(
     known = known & jnp.isfinite(change_x) & jnp.isfinite(change_f)
     dx = history.dx.at[slot].set(jnp.where(known, change_x, 0.0))
     df = history.df.at[slot].set(jnp.where(known, change_f, 0.0))
+    # The first change after a reset is zero, and its weight is harmless.
     used = jnp.arange(MEMORY, dtype=jnp.int32) <= history.steps
     gram = jnp.where(used[:, None] & used[None, :], affinity.dot(df, df.T, precision), 0.0)
     # The ridge bounds the weights when past steps are nearly parallel.
@@ -97,6 +98,7 @@ def update(
     gram = gram + ridge * jnp.eye(MEMORY, dtype=x.dtype)
     weights = solve_positive(gram, jnp.where(used, affinity.dot(df, f, precision), 0.0))
     correction = -affinity.dot(weights, dx + df, precision)
+    # The clip is per entry, so that one wild column does not stop the others.
     correction = jnp.clip(correction, -MAX_CORRECTION, MAX_CORRECTION)
     use = (history.steps >= PLAIN_STEPS) & jnp.all(jnp.isfinite(weights))
     return jnp.where(use, correction, 0.0), History(x, f, dx, df, history.steps + 1)
@@ -109,6 +111,7 @@ def solve_positive(matrix: Float[Array, "k k"], right: Float[Array, " k"]) -> Fl
     """
     system = jnp.concatenate([matrix, right[:, None]], axis=1)
     for i in range(len(matrix)):
+        # The ridge keeps pivots positive, so that no pivoting is needed.
         row = system[i : i + 1] / system[i, i]
         others = jnp.arange(len(matrix))[:, None] != i
         system = jnp.where(others, system - system[:, i : i + 1] * row, row)

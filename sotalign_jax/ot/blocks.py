@@ -58,8 +58,10 @@ def storage(n: int, m: int, dtype: Any, profile: device.Profile | None = None) -
     """
     profile = device.profile() if profile is None else profile
     itemsize, room = jnp.dtype(dtype).itemsize, profile.memory / 2
+    # The 8-bit codes are made of the bits of float32 numbers.
     int8 = profile.int8 and itemsize == 4 and n * m >= INT8_ENTRIES
     copy = n * m if int8 else 0
+    # An int8 kernel is kept beside the float32 one.
     for both in (True, False):
         if (1 + both) * n * m * itemsize + copy <= room:
             return Storage(None, both, int8)
@@ -124,6 +126,7 @@ def over_rows(
 
     def step(i: Array, carry: Any) -> Any:
         begin = first + i * size
+        # All blocks have one size, so that the loop compiles once.
         start = jnp.minimum(begin, n - size)
         rows = start + jnp.arange(size)
         fresh = rows >= begin if part is None else (rows >= begin) & (rows < first + count)

@@ -67,8 +67,8 @@ ROLES = ("teacher", "student", "gradient", "heads", "siglip")
 """Fields of `Profile` that are the algorithm of a product."""
 _TENSOR_CORES: dict[str, Any] = dict.fromkeys(ROLES, TF32) | {"teacher": THREE_PASSES}
 _TPU: dict[str, Any] = dict.fromkeys(ROLES, THREE_PASSES)
+# CUDA capabilities that differ from float32 everywhere.
 _CAPABILITIES = dict.fromkeys(("8.0", "9.0", "10.0", "10.3"), _TENSOR_CORES)
-"""CUDA capabilities that differ from float32 everywhere."""
 
 _described: contextvars.ContextVar[Profile | None] = contextvars.ContextVar("device", default=None)
 

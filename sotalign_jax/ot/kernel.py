@@ -117,8 +117,8 @@ class KernelState(NamedTuple):
     epsilon: Float[Array, ""]
 
 
+# Code of 2^-26, the smallest number that is kept in 8 bits.
 _INT8_OFFSET = 2**7 + (101 << 2)
-"""Code of 2^-26, the smallest number that is kept in 8 bits."""
 
 
 def narrow(x: Float[Array, "..."]) -> Int[Array, "..."]:

@@ -59,7 +59,7 @@ class KlotAux(NamedTuple):
     teacher: Scalings
 
 
-class Options(NamedTuple):
+class _Options(NamedTuple):
     """Options that are fixed at trace time.
 
     Attributes:
@@ -80,7 +80,7 @@ class Options(NamedTuple):
         max_iterations: int,
         precision: jax.lax.PrecisionLike = None,
         storage: blocks.Storage | None = None,
-    ) -> Options:
+    ) -> _Options:
         """Returns the options of this device. A given precision is that of all products."""
         own, storage = device.profile(), storage or blocks.Storage()
         if precision is None:
@@ -119,6 +119,7 @@ def _after(x: Array, computed: Any) -> Array:
     One solve may then use the memory of the other. Compilers drop optimisation barriers and
     products with zero. Adding the smallest normal number changes no digit of x.
     """
+    # One entry of every array is enough for the dependency.
     touched = sum(jnp.ravel(leaf)[0].astype(x.dtype) for leaf in jax.tree.leaves(computed))
     return x + jnp.where(jnp.isnan(touched), jnp.finfo(x.dtype).tiny, 0)
 
@@ -134,13 +135,13 @@ def _join_scalings(n: int, m: int, us: Any, others: Any) -> KlotAux:
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _klot_of_affinities(
-    options: Options, k: Array, k_star: Array, settings: _Settings
+    options: _Options, k: Array, k_star: Array, settings: _Settings
 ) -> tuple[Array, KlotAux]:
     """Computes KL(P* || P) and both plans' scalings. Differentiable in k alone."""
     return _affinities_fwd(options, k, k_star, settings)[0]
 
 
-def _affinities_fwd(options: Options, k: Array, k_star: Array, settings: _Settings) -> Any:
+def _affinities_fwd(options: _Options, k: Array, k_star: Array, settings: _Settings) -> Any:
     """Solves both plans and sums KL(P* || P) over their entries."""
     k = constant(_OF_AFFINITIES, k)  # a second derivative would differentiate this function
 
@@ -152,15 +153,20 @@ def _affinities_fwd(options: Options, k: Array, k_star: Array, settings: _Settin
             return solve_matrix(k, log_a, settings.log_b, *limits, init_v, axes, options.sums)
 
         epsilon, epsilon_star = settings.epsilon, settings.epsilon_star
+        # One after the other, so that the second solve can use the memory of the first.
         top_star, target = plan(k_star, epsilon_star, settings.init_v_star)
         top, student = plan(k, _after(epsilon, target), settings.init_v)
         log_p = log_plan(k, top, student.u, student.v, epsilon)
         log_p_star = log_plan(k_star, top_star, target.u, target.v, epsilon_star)
         p_star = jnp.exp(log_p_star)
+        # 0 log 0 = 0, where log P may be -inf.
         value = jnp.sum(jnp.where(p_star == 0, 0.0, p_star * (log_p_star - log_p)))
         solved = jnp.isfinite(student.error) & jnp.isfinite(target.error)
+        # A plan that does not exist must not look like a loss of some size.
         value = jnp.where(solved, sharding.psum(value, axes), jnp.nan)
         centred = top, student.u, top_star, target.u
+        # Users get scalings of K itself. The backward pass keeps the centred ones, which have
+        # more digits.
         us = student.u - top / epsilon, target.u - top_star / epsilon_star
         return (us, centred), (value, student[1:], target[1:])
 
@@ -171,7 +177,7 @@ def _affinities_fwd(options: Options, k: Array, k_star: Array, settings: _Settin
     return (value, aux), (k, k_star, centred, settings, aux)
 
 
-def _affinities_bwd(options: Options, residuals: Any, cotangents: Any) -> Any:
+def _affinities_bwd(options: _Options, residuals: Any, cotangents: Any) -> Any:
     """Computes (P - P*)/eps from the potentials of both plans."""
     k, k_star, centred, settings, aux = residuals
 
@@ -188,6 +194,7 @@ def _affinities_bwd(options: Options, residuals: Any, cotangents: Any) -> Any:
         shared = aux.student.v, aux.teacher.v, settings.epsilon, settings.epsilon_star, scale
         rows = sharding.split(k), sharding.split(k_star), centred
         gradient, _ = sharding.shard_map(own_rows, rows, shared)
+        # The gradient must have the sharding of K, which Explicit axes demand.
         gradient = sharding.like(sharding.join(gradient, len(k)), k)
     return gradient, jnp.zeros_like(k_star), _zeros(settings)
 
@@ -211,6 +218,8 @@ class _Features(NamedTuple):
         """Casts to float32, or to float64 if one array is, but keeps a pair of bfloat16 arrays."""
         given, floats = [jnp.asarray(x) for x in arrays], affinity.as_floats(*arrays)
         if floats[0].dtype == jnp.float32:
+            # A product of bfloat16 operands is exact in float32, so that casting them would only
+            # cost memory.
             narrow = [x.dtype == y.dtype == jnp.bfloat16 for x, y in (given[:2], given[2:])]
             kept = narrow[0], narrow[0], narrow[1], narrow[1]
             floats = tuple(x if keep else y for keep, x, y in zip(kept, given, floats, strict=True))
@@ -225,11 +234,12 @@ class _Features(NamedTuple):
 def _through_norm(gradient: Array, x: Array, factor: Any) -> Array:
     """Returns the gradient in x, given that in x/||x||: its part across x, times factor / ||x||."""
     rows, scale = affinity.as_float(x), affinity.inverse_norms(x)
+    # d(x/||x||)/dx projects onto the complement of x.
     along = jnp.sum(gradient * rows, axis=1) * scale * scale
     return ((gradient - along[:, None] * rows) * (scale * factor)[:, None]).astype(x.dtype)
 
 
-class Solved(NamedTuple):
+class _Solved(NamedTuple):
     """A solved plan: its kernel and its scalings."""
 
     kernel: Kernel
@@ -239,19 +249,20 @@ class Solved(NamedTuple):
     def measured(self, rows: Array, columns: Array, weights: Any, tolerance: Array) -> Scalings:
         """Returns the scalings with the error of the plan that was multiplied, given its sums."""
         (a, b), axes = weights, self.kernel.axes
+        # Row sums are complete on their device. Column sums are partial.
         in_rows = sharding.psum(jnp.sum(jnp.abs(rows - a)), axes)
         in_columns = jnp.sum(jnp.abs(sharding.psum(columns, axes) - b))
         return self.scalings.measured(jnp.maximum(in_rows, in_columns), tolerance)
 
-    def without_matrix(self) -> Solved:
+    def without_matrix(self) -> _Solved:
         """Frees the kernel. Rows of the plan are computed again when they are needed."""
         kernel = self.kernel._replace(block_size=blocks.PRODUCT_ROWS)
         empty = sharding.vary_like(jnp.zeros(0, self.state.p.dtype), self.state.p)
-        return Solved(kernel, self.state._replace(matrix=empty), self.scalings)
+        return _Solved(kernel, self.state._replace(matrix=empty), self.scalings)
 
 
 def _solve_features(
-    options: Options,
+    options: _Options,
     axes: sharding.Axes,
     x: Array,
     y: Array,
@@ -261,10 +272,11 @@ def _solve_features(
     init_v: Array | None,
     *,
     teacher: bool,
-) -> Solved:
+) -> _Solved:
     """Solves the plan of the teacher's or the student's features from this device's rows."""
     storage, own = options.storage, options.algorithms
     precision = own.teacher if teacher else own.student
+    # The columns are gathered once: every device needs all of them in every block.
     cosines = Cosines.of(x, sharding.all_gather(y, axes), precision)
     # The student needs few sweeps: they are not worth an int8 copy of a stored kernel.
     int8 = storage.int8 and (teacher or storage.block_size is not None)
@@ -277,7 +289,7 @@ def _solve_features(
         max_iterations=options.max_iterations,
         init_v=init_v,
     )
-    return Solved(kernel, state, scalings)
+    return _Solved(kernel, state, scalings)
 
 
 class _Products(NamedTuple):
@@ -302,8 +314,8 @@ class _Products(NamedTuple):
     columns_star: Float[Array, " m"]
 
 
-def multiply(
-    student: Solved, teacher: Solved, weights: tuple[Array, Array], options: Options
+def _multiply(
+    student: _Solved, teacher: _Solved, weights: tuple[Array, Array], options: _Options
 ) -> _Products:
     """Multiplies P - P* with the student's features, a block of rows at a time."""
     cosines: Any = student.kernel.affinity
@@ -313,6 +325,7 @@ def multiply(
     def body(block: Block, sums: _Products) -> _Products:
         plan, moment = student.kernel.plan_rows(student.state, block, *weights)
         star, moment_star = teacher.kernel.plan_rows(teacher.state, block, *weights)
+        # Subtracted before the product: one product instead of two, and no cancellation after it.
         moved = plan - star
         return _Products(
             right=block.add(sums.right, product(moved, g)),
@@ -327,6 +340,7 @@ def multiply(
     p, q = student.state.p, student.state.q
     sides = jnp.zeros((len(p), g.shape[1]), p.dtype), jnp.zeros(g.shape, p.dtype)
     sums = jnp.zeros_like(p), jnp.zeros_like(q)
+    # The marginals of both plans come with the products at no additional pass.
     nothing = _Products(*sides, *sums, jnp.zeros((), p.dtype), *sums)
     rows = options.storage.block_size or blocks.BUILD_ROWS
     if options.storage.both:  # there is memory for larger blocks, which save bytes
@@ -336,7 +350,7 @@ def multiply(
 
 
 def _divergence(
-    student: Solved, moved: _Products, weights: tuple[Array, Array], epsilon: Array
+    student: _Solved, moved: _Products, weights: tuple[Array, Array], epsilon: Array
 ) -> Array:
     """Computes this device's part of KL(P* || P).
 
@@ -355,13 +369,13 @@ def _divergence(
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _klot_of_features(
-    options: Options, features: _Features, settings: _Settings
+    options: _Options, features: _Features, settings: _Settings
 ) -> tuple[Array, KlotAux]:
     """Computes KL(P* || P) of cosine affinities. Differentiable in f and g."""
     return _features_fwd(options, features, settings)[0]
 
 
-def _features_fwd(options: Options, features: _Features, settings: _Settings) -> Any:
+def _features_fwd(options: _Options, features: _Features, settings: _Settings) -> Any:
     """Solves both plans and computes the value and, already here, the gradient.
 
     A backward pass that solved or multiplied again would need the kernels a second time.
@@ -376,12 +390,14 @@ def _features_fwd(options: Options, features: _Features, settings: _Settings) ->
         with jax.named_scope("teacher_plan"):
             epsilon, init_v = settings.epsilon_star, settings.init_v_star
             teacher = solve_one(z, w, logs, epsilon, init_v=init_v, teacher=True)
+            # Without memory for two kernels, the teacher gives its own back to the student.
             if options.storage.block_size is None and not options.storage.both:
                 teacher = teacher.without_matrix()
         with jax.named_scope("student_plan"):
+            # The dependency keeps XLA from solving both at once, in twice the memory.
             epsilon = _after(settings.epsilon, teacher.scalings)
             student = solve_one(f, g, logs, epsilon, init_v=settings.init_v, teacher=False)
-        moved = multiply(student, teacher, weights, options)
+        moved = _multiply(student, teacher, weights, options)
         value = sharding.psum(_divergence(student, moved, weights, settings.epsilon), axes)
         star = moved.rows_star, moved.columns_star
         found = moved.rows + star[0], moved.columns + star[1]
@@ -390,6 +406,7 @@ def _features_fwd(options: Options, features: _Features, settings: _Settings) ->
         solved = jnp.isfinite(plan.error) & jnp.isfinite(target.error)
         value, factor = (jnp.where(solved, x, jnp.nan) for x in (value, 1 / settings.epsilon))
         df = _through_norm(moved.right, f, factor)
+        # Each device sums the gradient of its own columns alone, not of all of them.
         dg = _through_norm(sharding.psum_scatter(moved.left, axes), g, factor)
         return (df, dg, plan.u, target.u), (value, plan[1:], target[1:])
 
@@ -410,9 +427,10 @@ def _split_columns(settings: _Settings) -> _Settings:
     return settings._replace(log_b=log_b, init_v=v, init_v_star=v_star)
 
 
-def _features_bwd(options: Options, residuals: Any, cotangents: Any) -> Any:
+def _features_bwd(options: _Options, residuals: Any, cotangents: Any) -> Any:
     """Scales the gradient of the forward pass."""
     df, dg, features, settings = residuals
+    # The cotangent of aux is ignored, because `_call` stops its gradient.
     gradients = ((cotangents[0] * dx).astype(dx.dtype) for dx in (df, dg))
     return _Features(*gradients, *_zeros((features.z, features.w))), _zeros(settings)
 
@@ -495,12 +513,13 @@ def _settings(
 
 
 def _call(
-    message: str, function: Callable[..., Any], options: Options, *arrays: Any, mass: Any
+    message: str, function: Callable[..., Any], options: _Options, *arrays: Any, mass: Any
 ) -> tuple[Array, KlotAux]:
     """Calls a compiled loss. JAX's error about forward mode is replaced by `message`."""
     try:
         value, aux = function(options, *sharding.vary_alike(arrays))
     except TypeError as error:
+        # JAX's message names a custom_vjp function, and no remedy.
         if "forward-mode" in str(error):
             raise TypeError(message) from error
         raise
@@ -583,23 +602,13 @@ def klot(
     affinity.check_affinities(K, K_star)
     k, k_star = affinity.as_floats(K, K_star)
     n, m = k.shape
-    settings = _settings(
-        _OF_AFFINITIES,
-        n,
-        m,
-        k.dtype,
-        epsilon=epsilon,
-        epsilon_star=epsilon_star,
-        tolerance=tolerance,
-        log_a=log_a,
-        log_b=log_b,
-        init_v=init_v,
-        max_iterations=max_iterations,
-    )
+    given: Any = {"epsilon": epsilon, "epsilon_star": epsilon_star, "tolerance": tolerance}
+    given |= {"log_a": log_a, "log_b": log_b, "init_v": init_v, "max_iterations": max_iterations}
+    settings = _settings(_OF_AFFINITIES, n, m, k.dtype, **given)
     mass = total_mass(marginals, n, m, settings.log_a)
     if log_a is not None or log_b is not None:
         k, k_star = (without_padding(x, settings.log_a, settings.log_b) for x in (k, k_star))
-    options = Options.create(max_iterations, precision)
+    options = _Options.create(max_iterations, precision)
     value, aux = _call(_OF_AFFINITIES, _affinities, options, k, k_star, settings, mass=mass)
     return (value, aux) if return_aux else value
 
@@ -737,20 +746,11 @@ def klot_from_embeddings(
     affinity.check_features(f, g, f_star, g_star)
     features = _Features.cast(f, g, f_star, g_star)
     n, m = len(features.f), len(features.g)
+    # Potentials and plans of bfloat16 features are float32.
     dtype = jnp.float64 if features.f.dtype == jnp.float64 else jnp.float32
-    settings = _settings(
-        _OF_FEATURES,
-        n,
-        m,
-        dtype,
-        epsilon=epsilon,
-        epsilon_star=epsilon_star,
-        tolerance=tolerance,
-        log_a=log_a,
-        log_b=log_b,
-        init_v=init_v,
-        max_iterations=max_iterations,
-    )
+    given: Any = {"epsilon": epsilon, "epsilon_star": epsilon_star, "tolerance": tolerance}
+    given |= {"log_a": log_a, "log_b": log_b, "init_v": init_v, "max_iterations": max_iterations}
+    settings = _settings(_OF_FEATURES, n, m, dtype, **given)
     mass = total_mass(marginals, n, m, settings.log_a)
     if log_a is not None or log_b is not None:
         features = features.without_padding(settings)
@@ -758,6 +758,6 @@ def klot_from_embeddings(
     if block_size is None:
         with sharding.mesh_of(*features):
             storage = blocks.storage(sharding.share(n), m, dtype)
-    options = Options.create(max_iterations, precision, storage)
+    options = _Options.create(max_iterations, precision, storage)
     value, aux = _call(_OF_FEATURES, _features, options, features, settings, mass=mass)
     return (value, aux) if return_aux else value

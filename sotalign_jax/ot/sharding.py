@@ -50,6 +50,7 @@ def rows_mesh(devices: int | None = None) -> Mesh | None:
             f"mesh: {count} devices asked for but {len(available)} are there; "
             f"pass 1 to {len(available)}, or None for all"
         )
+    # All processes must take part in every computation.
     if jax.process_count() > 1 and count != len(available):
         raise checks.InputError(
             f"mesh: {count} devices asked for but {jax.process_count()} processes hold "
@@ -86,6 +87,7 @@ def axes() -> Axes:
         ()
     """
     mesh = jax.sharding.get_abstract_mesh()
+    # Manual axes belong to a user's shard_map.
     unsplit = mesh.empty or mesh.size == 1 or mesh.manual_axes or _splits_problems(mesh)
     return () if unsplit else mesh.axis_names
 
@@ -103,6 +105,7 @@ def _splits_problems(mesh: AbstractMesh) -> bool:
         left.append(jax.sharding.get_abstract_mesh().manual_axes)
         return ()
 
+    # Traced only, never run.
     jax.eval_shape(jax.shard_map(note, in_specs=(), out_specs=()))
     return set(left[0]) != set(mesh.axis_names)
 
@@ -127,6 +130,7 @@ def split(x: Array, value: float = 0.0) -> Array:
     """Pads x with rows of `value` to equally many for each device, and splits it over them."""
     if not axes():
         return x
+    # Shards must have equal sizes.
     missing = share(len(x)) * jax.sharding.get_abstract_mesh().size - len(x)
     if missing:
         widths = [(0, missing)] + [(0, 0)] * (x.ndim - 1)
@@ -170,6 +174,7 @@ def shard_map(
             # Loops that carry constants cannot be batched over Explicit axes.
             alone = jax.sharding.auto_axes(alone, out_sharding=PartitionSpec())
         return alone(rows, shared)
+    # One axis or several, rows are split over all of them.
     by_rows, whole = PartitionSpec(names), PartitionSpec()
     mapped = jax.shard_map(
         functools.partial(function, names),
@@ -240,6 +245,7 @@ def psum_and_pmax(
     """
     if not axes:
         return x, y
+    # Each device writes its y in a slot of its own. The sum of all slots holds them all.
     every = jnp.zeros(size(axes), x.dtype).at[jax.lax.axis_index(axes)].set(y)
     both = jax.lax.psum(jnp.concatenate([x, every]), axes)
     return both[: len(x)], jnp.max(both[len(x) :])
@@ -249,6 +255,7 @@ def psum_scatter(x: Float[Array, "m d"], axes: Axes) -> Float[Array, "k d"]:
     """Sums x over devices, of which each keeps its own rows. The last rows may be padding."""
     if not axes:
         return x
+    # A scatter needs equally many rows for each device.
     x = jnp.pad(x, [(0, -len(x) % size(axes)), (0, 0)])
     return jax.lax.psum_scatter(x, axes, tiled=True)
 
@@ -295,6 +302,7 @@ class SplitRows:
 
         def part(index: tuple[slice, ...] | None) -> np.ndarray:
             assert index is not None
+            # Numbers beyond the end read the last row again.
             return read(np.minimum(np.arange(padded)[index[0]], size - 1))
 
         whole = jax.make_array_from_callback((padded, *width), split_rows(mesh), part)
@@ -330,6 +338,7 @@ def replicate(tree: Any, mesh: Mesh) -> Any:
     """Places arrays that all processes hold on every device of the mesh."""
 
     def place(x: Any) -> Array:
+        # Each process places the copies of its own devices.
         value = np.asarray(x)
         return jax.make_array_from_callback(value.shape, replicated(mesh), lambda index: value)
 

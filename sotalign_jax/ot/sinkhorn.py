@@ -110,6 +110,7 @@ def log_plan(
 
     Log-masses are at most 0. Larger ones, where K/epsilon has no digits left, are kept finite.
     """
+    # Centred before the division: K and its centres are close where the plan has mass.
     centred = k - row_centre[..., :, None]
     if column_centre is not None:
         centred = centred - column_centre[..., None, :]
@@ -150,17 +151,20 @@ def _refine(
     """
 
     def update(state: _Refined) -> _Refined:
+        # The column update. Columns of weight zero, or without any mass yet, keep their v.
         with_mass = jnp.isfinite(log_b) & (state.columns > 0)
         v = state.v + jnp.where(with_mass, log_b - jnp.log(state.columns), 0.0)
 
         def body(block: Block, sums: tuple[Array, ...]) -> tuple[Array, ...]:
             centred = block.of(k) - block.of(row_centre)[:, None] - column_centre[None, :]
             logs = centred / epsilon + v[None, :]
+            # The largest exponent is taken out, as in a logsumexp.
             highest = _top(logs)
             rows = jnp.exp(logs - highest[:, None])
             s = jnp.sum(rows, axis=1)
             u = block.of(log_a) - highest - jnp.log(s)
             plan = jnp.where(block.fresh, jnp.exp(block.of(log_a)) / s, 0.0)[:, None] * rows
+            # Weighted by mass, since only entries with mass round a marginal.
             exponents = jnp.where(plan > 0, jnp.abs(centred) / epsilon, 0.0)
             return (
                 block.put(sums[0], u),
@@ -176,10 +180,12 @@ def _refine(
         return sharding.vary_like(updated, k)
 
     def unfinished(state: _Refined) -> Array:
+        # A sweep that gains less than a tenth is a sign of the rounding error.
         helps = (state.error > tolerance) & (state.error < 0.9 * state.last_error)
         helps &= jnp.isfinite(scalings.error) & (state.iterations < max_iterations)
         return (state.iterations < scalings.iterations) | helps
 
+    # `v` in the centred coordinates.
     infinity = jnp.asarray(jnp.inf, k.dtype)
     v = scalings.v + column_centre / epsilon
     # Without marginals to correct, the first update leaves v as it is.
@@ -210,7 +216,9 @@ def log_weights(name: str, given: ArrayLike | None, size: int, dtype: Any) -> Fl
             "pass one log-weight for each of its rows (log_a) or columns (log_b)"
         )
     if not isinstance(given, jax.core.Tracer):
+        # Traced weights cannot be checked, and are normalised without a word.
         total = np.exp(np.asarray(given, np.float64)).sum()
+        # Written so that NaN is refused, too.
         if not abs(total - 1) < 1e-3:
             raise checks.InputError(
                 f"{name}: the weights sum to {total:.4g}; pass logarithms of weights that sum to 1"
@@ -244,8 +252,8 @@ def _refuse(message: str, primals: Any, tangents: Any) -> Any:
     raise TypeError(message)
 
 
+# Entries below exp(-30) add nothing to a marginal error that float32 could hold.
 _NEGLIGIBLE = 30.0
-"""Entries below exp(-30) add nothing to a marginal error that float32 could hold."""
 _NOT_DIFFERENTIABLE = (
     "sinkhorn: plans are not differentiable; use klot or klot_from_embeddings, whose gradient "
     "is exact, or pass jax.lax.stop_gradient(K), and likewise of epsilon and the log-weights"
@@ -344,6 +352,7 @@ def _solve(
         options = {"epsilon": epsilon, "tolerance": tolerance, "max_iterations": max_iterations}
         given: Any = {**options, "log_a": log_a, "log_b": log_b, "axes": axes}
         top, scalings = solve_matrix(k, **given, init_v=init_v, precision=precision)
+        # The centres are the potentials of the plan itself, in the units of K.
         row_centre = top - _potential(scalings.u, epsilon)
         column_centre = -_potential(scalings.v, epsilon)
         refined = _refine(k, row_centre, column_centre, scalings, **given)
@@ -465,8 +474,10 @@ def reference(
         u = update_u(uv[1])
         return (u, log_b - jax.nn.logsumexp(scaled + u[:, None], axis=0)), None
 
+    # Checkpointing keeps u and v of every iteration only, not the n x m logits.
     start = (jnp.zeros(n, K.dtype), jnp.zeros(m, K.dtype))
     (u, v), _ = jax.lax.scan(jax.checkpoint(step), start, length=iterations)
+    # The published code averages u with its next iterate at the end.
     if symmetric:
         u = (u + update_u(v)) / 2
     matrix = jnp.exp(scaled + u[:, None] + v[None, :])

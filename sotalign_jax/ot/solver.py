@@ -45,36 +45,37 @@ from sotalign_jax.ot.kernel import LEVEL_POWER, MAX_DRIFT, Kernel, KernelState
 
 # The constants below were tuned on COCO's teacher and on random problems: benchmarks/convergence.py
 # counts their sweeps, and tests/fuzz.py looks for problems on which they fail.
+
+# An accelerated step whose error exceeds the best one by this factor is taken back.
 _MAX_RISE = 3.0
-"""An accelerated step whose error exceeds the best one by this factor is taken back."""
+# Relative rise of the error up to which a later point still replaces an earlier one.
 _PLATEAU = 1e-3
-"""Relative rise of the error up to which a later point still replaces an earlier one."""
+# A search from a larger epsilon is given up if its error does not fall by the factor _STALL in
+# _STALLED sweeps, in the first half of the budget and far from its goal. The solve continues at
+# the next level, or at the last level from the start of textbook Sinkhorn.
 _STALL, _STALLED = 0.9, 50
-"""A search from a larger epsilon is given up if its error does not fall by the factor _STALL in
-_STALLED sweeps, in the first half of the budget and far from its goal. The solve continues at the
-next level, or at the last level from the start of textbook Sinkhorn."""
+# Most levels of epsilon: raising A to the 4th power three times keeps its rounding below 1e-5.
 _MAX_LEVELS = 3
-"""Most levels of epsilon: raising A to the 4th power three times keeps its rounding below 1e-5."""
+# An epsilon below this fraction of the affinity's range is approached from above.
 _SCALING_START = 0.03
-"""An epsilon below this fraction of the affinity's range is approached from above."""
+# Marginal error at which an intermediate epsilon is left. An int8 kernel is first corrected at
+# this error, because its own error is of that size.
 _SCALING_TOLERANCE = 0.01
-"""Marginal error at which an intermediate epsilon is left. An int8 kernel is first corrected at
-this error, because its own error is of that size."""
+# A search over a corrected int8 kernel ends at _ROUND_GAIN times the error of its start, because
+# the correction is no more exact than that. It also ends at _ROUND_AIM times the goal, and after
+# _ROUND_STALLED sweeps without progress.
 _ROUND_GAIN, _ROUND_AIM, _ROUND_STALLED = 0.03, 0.7, 8
-"""A search over a corrected int8 kernel ends at _ROUND_GAIN times the error of its start, because
-the correction is no more exact than that. It also ends at _ROUND_AIM times the goal, and after
-_ROUND_STALLED sweeps without progress."""
+# An int8 kernel may spend one _INT8_SHARE-th of the budget before the solve starts again without
+# it, and is not used with a budget below _INT8_LEAST.
 _INT8_SHARE, _INT8_LEAST = 4, 80
-"""An int8 kernel may spend one _INT8_SHARE-th of the budget before the solve starts again without
-it, and is not used with a budget below _INT8_LEAST."""
 MAX_ITERATIONS = 500
 """Default number of sweeps at which a solve stops: the budget that tests/fuzz.py gives to its
 problems."""
+# Fraction of the tolerance to aim at, so that rounding does not end a solve just above it.
 _MARGIN = 0.99
-"""Fraction of the tolerance to aim at, so that rounding does not end a solve just above it."""
 
+# Maps y to the row sums s = A b e^y and the column sums t = (a/s)^T A of a kernel.
 _Sweep = Callable[[Array], tuple[Array, Array]]
-"""Maps y to the row sums s = A b e^y and the column sums t = (a/s)^T A of a kernel."""
 
 
 def row_range(k: Array, axes: sharding.Axes = ()) -> tuple[Array, Array]:
