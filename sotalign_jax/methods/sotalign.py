@@ -151,45 +151,26 @@ class SOTAlign(base.Objective):
         """Computes the divergence of student features f, g from teacher features."""
         if self.divergence == "cka":
             return losses.cka_from_embeddings(f, g, f_star, g_star), {}, memory
+        epsilons: Any = {"epsilon": self.epsilon, "epsilon_star": self.epsilon_star}
         if self.divergence == "infonce":
-            value = losses.infonce_divergence(
-                affinity.cosine(f, g),
-                affinity.cosine(f_star, g_star),
-                epsilon=self.epsilon,
-                epsilon_star=self.epsilon_star,
-            )
-            return value, {}, memory
-        options: dict[str, Any] = {
-            "epsilon": self.epsilon,
-            "epsilon_star": self.epsilon_star,
-            "marginals": self.marginals,
-            "tolerance": self.tolerance,
-            "max_iterations": self.max_iterations,
-        }
+            affinities = affinity.cosine(f, g), affinity.cosine(f_star, g_star)
+            return losses.infonce_divergence(*affinities, **epsilons), {}, memory
+        options: Any = {**epsilons, "marginals": self.marginals, "tolerance": self.tolerance}
+        options |= {"max_iterations": self.max_iterations}
         if self.klot_on == "crossmodal":
             value, aux = _klot_crossmodal(f, g, f_star, g_star, **options)
         else:
-            value, aux = klot_lib.klot_from_embeddings(
-                f,
-                g,
-                f_star,
-                g_star,
-                init_v=(memory["v"], memory["v_star"]) if memory else None,
-                block_size=self.block_size,
-                return_aux=True,
-                **options,
-            )
+            options |= {"block_size": self.block_size, "return_aux": True}
+            options |= {"init_v": (memory["v"], memory["v_star"]) if memory else None}
+            value, aux = klot_lib.klot_from_embeddings(f, g, f_star, g_star, **options)
         if memory:
             memory = {"v": aux.student.v, "v_star": aux.teacher.v}
-        metrics = {
-            "student_error": aux.student.error,
-            "student_iterations": aux.student.iterations,
-            "teacher_error": aux.teacher.error,
-            "teacher_iterations": aux.teacher.iterations,
-            # A run reports steps whose plans missed the tolerance.
-            "converged": jnp.maximum(aux.student.error, aux.teacher.error) <= self.tolerance,
-        }
-        return value, metrics, memory
+        metrics: base.Metrics = {}
+        for name, plan in aux._asdict().items():
+            metrics |= {f"{name}_error": plan.error, f"{name}_iterations": plan.iterations}
+        # A run reports the steps whose plans missed the tolerance.
+        error = jnp.maximum(aux.student.error, aux.teacher.error)
+        return value, {**metrics, "converged": error <= self.tolerance}, memory
 
 
 def _klot_crossmodal(
