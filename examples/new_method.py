@@ -29,7 +29,7 @@ class CentredInfoNCE(methods.Objective):
     def __call__(self, heads, batch, teacher, memory):
         """The loss of a batch with pairs (a, b) and unpaired rows x, y; metrics; memory."""
         f, g = heads.x(batch.a), heads.y(batch.b)
-        infonce = sota.symmetric_infonce(f, g, log_scale=heads.log_scale[...])
+        infonce = sota.infonce(f, g, log_scale=heads.log_scale[...])
         means = heads.x(batch.x).mean(axis=0) - heads.y(batch.y).mean(axis=0)
         gap = (means**2).sum()
         return infonce + self.weight * gap, ({"infonce": infonce, "gap": gap}, memory)

@@ -21,7 +21,7 @@ from sotalign_jax import (
 from sotalign_jax.aligner import Aligner, align
 from sotalign_jax.checks import InputError
 from sotalign_jax.files import load_array
-from sotalign_jax.losses import cka, cka_from_embeddings, infonce, siglip, symmetric_infonce
+from sotalign_jax.losses import cka, cka_from_embeddings, infonce, infonce_divergence, siglip
 from sotalign_jax.ot.affinity import cosine, l2_normalize
 from sotalign_jax.ot.klot import klot, klot_from_embeddings, klot_reference
 from sotalign_jax.ot.sinkhorn import Plan, sinkhorn
@@ -47,6 +47,7 @@ __all__ = [
     "evaluation",
     "heads",
     "infonce",
+    "infonce_divergence",
     "kernel_cca",
     "klot",
     "klot_from_embeddings",
@@ -60,7 +61,6 @@ __all__ = [
     "siglip",
     "sinkhorn",
     "sinkhorn_reference",
-    "symmetric_infonce",
     "teachers",
     "training",
 ]

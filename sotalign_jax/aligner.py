@@ -89,7 +89,7 @@ class Aligner:
         *,
         direction: str = "x_to_y",
         calibrated: bool = False,
-        chunk: int = 1024,
+        block_size: int = 1024,
     ) -> Neighbours:
         """The k rows of the gallery that are most similar to each query, best first.
 
@@ -97,8 +97,8 @@ class Aligner:
         direction="y_to_x" the queries are of the second modality and the gallery of the first.
         Among equal scores the lower row comes first. Scores are cosines; `calibrated` corrects
         them for rows that are close to everything, as `similarity` does, up to a constant of each
-        query (in a vector index: `calibration.with_bias`). `chunk` queries are compared with as
-        many rows of the gallery at a time: the matrix of all scores never exists.
+        query (in a vector index: `calibration.with_bias`). `block_size` queries are compared with
+        as many rows of the gallery at a time: the matrix of all scores never exists.
 
         >>> aligner = Aligner(build_heads(4, 3, 2), {})
         >>> scores, indices = aligner.search(np.eye(4), np.eye(3), k=2)
@@ -106,7 +106,7 @@ class Aligner:
         ((4, 2), (4, 2))
         """
         checks.choice("direction", direction, ("x_to_y", "y_to_x"))
-        checks.whole(1, chunk=chunk)
+        checks.whole(1, block_size=block_size)
         rows = checks.array("gallery", gallery)
         checks.within(len(rows), "rows in the gallery", k=k)
         forward = direction == "x_to_y"
@@ -116,7 +116,7 @@ class Aligner:
         bias = None
         if calibrated:
             bias = self._calibration().y(g) if forward else self._calibration().x(g)
-        return jax.device_get(neighbours.nearest(f, g, k, bias=bias, chunk=chunk))
+        return jax.device_get(neighbours.nearest(f, g, k, bias=bias, block_size=block_size))
 
     def _calibration(self) -> Calibration:
         if self.calibration is None:

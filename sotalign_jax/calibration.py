@@ -1,13 +1,20 @@
-"""Retrieval calibrated by unpaired rows: hubs, which are close to everything, lose their lead.
+"""Retrieval scores that are corrected for hubness with unpaired rows.
 
-Sinkhorn between the embedded pools f_i, g_j gives the plan log P_ij = f_i.g_j / eps + u_i + v_j.
-The column sums of a plan are equal: its potential v_j is low where g_j is close to many f. Either
-potential extends to new rows through the other side's,
+Hubs are rows that are close to everything, so that they win too many queries. Sinkhorn between the
+embedded pools f_i, g_j gives the plan log P_ij = f_i.g_j / eps + u_i + v_j. The column sums of a
+plan are equal, so that its potential v_j is low where g_j is close to many f. Either potential
+extends to new rows through the other side's,
 
     u(f) = -eps log sum_j exp(f.g_j / eps + v_j),    v(g) = -eps log sum_i exp(f_i.g / eps + u_i),
 
-and the calibrated score of two new rows is f.g + u(f) + v(g). On the pools it is eps log(n m P): 0
-where the two are matched no more than by chance. Nothing here looks at the rows that are searched.
+and the calibrated score of two new rows is f.g + u(f) + v(g). On the pools it is eps log(n m P),
+which is 0 where two rows are matched no more than by chance. The rows that are searched play no
+part in the calibration.
+
+References:
+    M. Radovanovic et al., "Hubs in space", JMLR 11 (2010).
+    G. Dinu et al., "Improving zero-shot learning by mitigating the hubness problem", ICLR workshop
+    2015.
 """
 
 import dataclasses
@@ -21,15 +28,21 @@ from sotalign_jax import checks
 from sotalign_jax.ot import affinity
 from sotalign_jax.ot.sinkhorn import sinkhorn
 
-_CHUNK = 4096
+# Rows per block of potentials: memory is _BLOCK_SIZE times the rows of the calibration.
+_BLOCK_SIZE = 4096
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Calibration:
-    """Unit features f, g of a sample of both pools, in the shared space, with their plan.
+    """Plan between a sample of both pools, which corrects scores of new rows.
 
-    u and v are its row and column log-scalings at regularisation `epsilon`.
+    Attributes:
+        f: unit features of the first modality in the shared space, shape [n, d].
+        g: unit features of the second modality, shape [m, d].
+        u: row log-scalings of their plan.
+        v: column log-scalings of their plan.
+        epsilon: regularisation of the plan.
     """
 
     f: Float[Array, "n d"]
@@ -39,24 +52,26 @@ class Calibration:
     epsilon: Float[Array, ""]
 
     def x(self, f: ArrayLike) -> Float[np.ndarray, " q"]:
-        """u(f): what to add to the scores of rows of the first modality, [q, d] -> [q]."""
+        """Returns u(f), the correction of scores of the first modality, [q, d] -> [q]."""
         return self._potential(f, self.g, self.v)
 
     def y(self, g: ArrayLike) -> Float[np.ndarray, " q"]:
-        """v(g): what to add to the scores of rows of the second modality, [q, d] -> [q]."""
+        """Returns v(g), the correction of scores of the second modality, [q, d] -> [q]."""
         return self._potential(g, self.f, self.u)
 
     def scores(self, f: ArrayLike, g: ArrayLike) -> Float[np.ndarray, "q r"]:
-        """f.g + u(f) + v(g) of every row of f with every row of g."""
+        """Returns f.g + u(f) + v(g) of every row of f with every row of g, shape [q, r]."""
         f, g = checks.features("f", f), checks.features("g", g)
+        # The result is on the host, as the potentials are.
         cosines = np.asarray(affinity.cosine(f, g))
         return cosines + self.x(f)[:, None] + self.y(g)
 
     def _potential(self, rows: ArrayLike, others: Array, scalings: Array) -> np.ndarray:
+        """Extends a potential to new rows, a block at a time."""
         rows = checks.features("rows", rows, width=others.shape[1])
         out = [
-            _softmin(rows[start : start + _CHUNK], others, scalings, self.epsilon)
-            for start in range(0, len(rows), _CHUNK)
+            _softmin(rows[start : start + _BLOCK_SIZE], others, scalings, self.epsilon)
+            for start in range(0, len(rows), _BLOCK_SIZE)
         ]
         return np.concatenate(out)
 
@@ -66,32 +81,49 @@ def calibrate(
     g: ArrayLike,
     *,
     epsilon: float = 0.05,
-    sample: int = 4096,
+    sample: int = 2048,
     tolerance: float = 1e-4,
     seed: int = 0,
 ) -> Calibration:
-    """The calibration by two embedded pools; the two may differ in size and need not be paired.
+    """Fits a calibration to two embedded pools, which need not be paired.
 
-    It helps retrieval, where a few hubs win too many queries, and costs points in classification,
-    where some classes are more frequent than others: use the plain cosines there.
+    Calibration helps retrieval, where a few hubs win too many queries. It costs accuracy in
+    classification, where some classes are more frequent than others: use plain cosines there.
 
-    Features f [n, d] and g [m, d] may have any scale. `epsilon` is in units of cosines: smaller
-    corrects more, and trusts the pools more. `sample` rows are kept of each pool, at random; memory
-    is about sample^2 floats. `tolerance` is the marginal error of the plan.
+    Args:
+        f: features of the first pool in the shared space, of any scale, shape [n, d].
+        g: features of the second pool, shape [m, d].
+        epsilon: regularisation in units of cosines. A smaller one corrects more.
+        sample: number of rows that are kept of each pool. Memory is about sample^2 floats.
+        tolerance: marginal error of the plan.
+        seed: seed of the random sample.
 
-    >>> f, g = np.eye(3, dtype=np.float32), np.ones((5, 3), np.float32)
-    >>> bool(np.abs(calibrate(f, g).scores(f, g)).max() < 1e-5)  # all match all as by chance
-    True
+    Returns:
+        The `Calibration`.
+
+    Raises:
+        InputError: if features or an option are invalid.
+
+    Example:
+        >>> f, g = np.eye(3, dtype=np.float32), np.ones((5, 3), np.float32)
+        >>> bool(np.abs(calibrate(f, g).scores(f, g)).max() < 1e-5)  # all match all as by chance
+        True
+
+    References:
+        G. Dinu et al., "Improving zero-shot learning by mitigating the hubness problem", ICLR
+        workshop 2015.
     """
     checks.positive(epsilon=epsilon, tolerance=tolerance)
     checks.whole(1, sample=sample)
     f = checks.features("f", f)
     g = checks.features("g", g, width=f.shape[1])
     rng = np.random.default_rng(seed)
+    # Sorted, so that the rows that are kept stay in order.
     f, g = (
         rows if len(rows) <= sample else rows[np.sort(rng.choice(len(rows), sample, replace=False))]
         for rows in (f, g)
     )
+    # Normalised once here, since every later score compares with these rows.
     f, g = affinity.l2_normalize(f), affinity.l2_normalize(g)
     plan = sinkhorn(affinity.dot(f, g.T), epsilon=epsilon, tolerance=tolerance)
     return Calibration(f, g, plan.u, plan.v, jnp.asarray(epsilon, f.dtype))
@@ -100,21 +132,34 @@ def calibrate(
 def with_bias(
     queries: Float[ArrayLike, "q d"], keys: Float[ArrayLike, "k d"], bias: Float[ArrayLike, " k"]
 ) -> tuple[np.ndarray, np.ndarray]:
-    """[q, 1] and [k, bias], for any index of inner products: [q, 1] . [k, bias] = q.k + bias.
+    """Appends a column to queries and keys, so that an index of inner products adds the bias.
 
-    A query's own potential moves all of its scores alike and is left out.
+    [q, 1] . [k, bias] = q.k + bias. The potential of a query shifts all of its scores alike, so
+    that it does not change their order and can be left out.
 
-    >>> queries, keys = with_bias(np.eye(2), np.eye(2), np.array([0.5, 0.0]))
-    >>> queries @ keys.T
-    array([[1.5, 0. ],
-           [0.5, 1. ]])
+    Args:
+        queries: features of the queries, shape [q, d].
+        keys: features of the keys, shape [k, d].
+        bias: correction of each key, such as `Calibration.y(keys)`.
+
+    Returns:
+        Both arrays, with one more column each.
+
+    Example:
+        >>> queries, keys = with_bias(np.eye(2), np.eye(2), np.array([0.5, 0.0]))
+        >>> queries @ keys.T
+        array([[1.5, 0. ],
+               [0.5, 1. ]])
     """
     queries, keys, bias = np.asarray(queries), np.asarray(keys), np.asarray(bias)
+    # The appended 1 of a query meets the appended bias of a key.
     ones = np.ones((len(queries), 1), queries.dtype)
     return np.hstack([queries, ones]), np.hstack([keys, bias[:, None].astype(keys.dtype)])
 
 
 @jax.jit
 def _softmin(rows: Array, others: Array, scalings: Array, epsilon: Array) -> Array:
+    """Computes -eps log sum_j exp(cos(rows, others_j) / eps + scalings_j)."""
+    # A soft minimum of -f.g - eps v, the c-transform of the other side's potential.
     logits = affinity.cosine(rows, others) / epsilon + scalings
     return -epsilon * jax.nn.logsumexp(logits, axis=1)

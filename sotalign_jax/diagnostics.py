@@ -1,7 +1,13 @@
-"""What can be known before training: encoder pairs, unpaired pools and epsilons, from embeddings.
+"""Measurements of embeddings before training: encoder pairs, unpaired pools and epsilons.
 
-`mutual_knn` tells how alike two encoders see the same samples, `pool_shift` how far unpaired rows
-are from the pairs, `sinkhorn_convergence` at which epsilons the transport plans can be solved.
+`mutual_knn` measures how alike two encoders see the same samples. `pool_shift` measures how far
+unpaired rows are from the pairs. `sinkhorn_convergence` reports at which epsilons the transport
+plans can be solved.
+
+References:
+    M. Huh et al., "The platonic representation hypothesis", ICML 2024 (mutual k-NN).
+    C. Bonet et al., "Spherical sliced-Wasserstein", ICLR 2023.
+    X. Liu et al., "Linear spherical sliced optimal transport", ICLR 2025.
 """
 
 import itertools
@@ -18,33 +24,50 @@ from sotalign_jax import checks, neighbours
 from sotalign_jax.ot import affinity
 from sotalign_jax.ot.blocks import Block, over_rows
 from sotalign_jax.ot.klot import klot_from_embeddings
+from sotalign_jax.ot.solver import MAX_ITERATIONS
 
 Rows = Any
-"""Embeddings [n, d], one a row: numpy (memory-mapped files included) or JAX arrays."""
+"""Embeddings [n, d], one per row: numpy arrays (memory-mapped files included) or JAX arrays."""
 KNN_ROWS = 1024
-"""Rows of the usual protocol of `mutual_knn`, whose scores depend on their number."""
-GRID = 100
-"""Points of the circle at which distributions on it are compared."""
-PLANES = 16
-"""Planes that rows are projected onto at a time: about 4 * PLANES * (n + m) floats."""
+"""Number of rows in the protocol of Huh et al. The score of `mutual_knn` depends on it."""
+# Points of the circle at which distributions on it are compared, as in POT.
+_GRID = 100
+# Planes that rows are projected onto at a time. Memory is about 4 * _PLANES * (n + m) floats.
+_PLANES = 16
 
 
 # --- mutual nearest neighbours -----------------------------------------------------------------
 
 
 def mutual_knn(x: Rows, y: Rows, *, k: int = 10, clamp: float | None = 0.95) -> float:
-    """Mutual k-NN: how many of a sample's neighbours in one space are neighbours in the other.
+    """Computes the share of a sample's neighbours in one space that are neighbours in the other.
 
         mean_i |N_x(i) ∩ N_y(i)| / k
 
-    N(i) are the k rows of largest cosine with row i, itself left out, ties going to the lower
-    index. Features are first clamped at ± the mean over samples of the `clamp`-quantile of |value|,
-    so that few huge features do not decide. 1 means the same neighbours, `chance_knn` unrelated
-    spaces. The score depends on the number of rows: the usual protocol takes 1,024.
+    N(i) are the k rows of largest cosine with row i, without row i itself. Ties go to the lower
+    index. The score is 1 for equal neighbours and `chance_knn` for unrelated spaces. It depends on
+    the number of rows, which is 1,024 in the usual protocol.
 
-    >>> x = random_sphere(50, 4)
-    >>> mutual_knn(x, x[:, ::-1])
-    1.0
+    Args:
+        x: embeddings by one encoder, shape [n, d].
+        y: embeddings of the same samples by another encoder, shape [n, e].
+        k: number of neighbours.
+        clamp: quantile. Features are clamped at plus and minus the mean over samples of this
+            quantile of |value|, so that a few huge features do not decide. None does not clamp.
+
+    Returns:
+        The score in 0..1.
+
+    Raises:
+        InputError: if the arrays are not paired embeddings, or if k or `clamp` are out of range.
+
+    Example:
+        >>> x = np.random.default_rng(0).normal(size=(50, 4))
+        >>> mutual_knn(x, x[:, ::-1])
+        1.0
+
+    References:
+        M. Huh et al., "The platonic representation hypothesis", ICML 2024.
     """
     checks.pairs(x, y, names=("x", "y"), min_rows=2)
     if not 1 <= k < len(x):
@@ -55,21 +78,31 @@ def mutual_knn(x: Rows, y: Rows, *, k: int = 10, clamp: float | None = 0.95) -> 
     for rows in (affinity.as_float(x), affinity.as_float(y)):
         clamped = rows if clamp is None else _clamped(rows, clamp)
         tables.append(neighbours.top_k(clamped, clamped, k, skip="itself").indices)
+    # Integers are exact, where a mean of float32 shares would round.
     shared = int((tables[0][:, :, None] == tables[1][:, None, :]).sum())
     return shared / (len(x) * k)
 
 
 def chance_knn(n: int, *, k: int = 10) -> float:
-    """What `mutual_knn` expects of n rows matched at random: k / (n - 1).
+    """Returns the expected `mutual_knn` of n rows that are matched at random, k / (n - 1).
 
-    >>> round(chance_knn(1024), 4)
-    0.0098
+    Args:
+        n: number of rows.
+        k: number of neighbours.
+
+    Returns:
+        The expected score.
+
+    Example:
+        >>> round(chance_knn(1024), 4)
+        0.0098
     """
     return k / (n - 1)
 
 
 @jax.jit
 def _clamped(x: Float[Array, "n d"], quantile: Any) -> Float[Array, "n d"]:
+    """Clamps features at the mean over rows of a quantile of |value|."""
     bound = jnp.quantile(jnp.abs(x), quantile, axis=1).mean()
     return jnp.clip(x, -bound, bound)
 
@@ -78,11 +111,15 @@ def _clamped(x: Float[Array, "n d"], quantile: Any) -> Float[Array, "n d"]:
 
 
 class Mean(float):
-    """A mean of repetitions, with the sample's standard deviation as `spread`, None of one value.
+    """Mean of repeated measurements.
 
-    >>> mean = Mean([1.0, 3.0])
-    >>> mean, mean.spread
-    (2.0, 1.4142135623730951)
+    Attributes:
+        spread: standard deviation of the sample, or None for one value.
+
+    Example:
+        >>> mean = Mean([1.0, 3.0])
+        >>> mean, mean.spread
+        (2.0, 1.4142135623730951)
     """
 
     spread: float | None
@@ -94,9 +131,13 @@ class Mean(float):
 
 
 class Shift(NamedTuple):
-    """Distances from a sample of the pairs, all samples of one size `rows`, see `pool_shift`.
+    """Distances from a sample of the pairs to samples of the same size, see `pool_shift`.
 
-    `pool` is that of unpaired rows, `noise` of other pairs, `sphere` of random directions.
+    Attributes:
+        pool: distance to unpaired rows.
+        noise: distance to other pairs.
+        sphere: distance to random directions.
+        rows: size of every sample.
     """
 
     pool: Mean
@@ -106,10 +147,10 @@ class Shift(NamedTuple):
 
     @property
     def share(self) -> float:
-        """The pool's distance as a share of the random directions', without sampling noise.
+        """Distance of the pool relative to random directions, without sampling noise.
 
-        √((pool² - noise²) / (sphere² - noise²)), as squares of independent parts add up: 0 for a
-        pool like the pairs, 1 for one as far as random directions.
+        √((pool² - noise²) / (sphere² - noise²)), because squares of independent parts add up. It
+        is 0 for a pool like the pairs, and 1 for a pool as far away as random directions.
         """
         own = max(self.pool**2 - self.noise**2, 0.0)
         full = self.sphere**2 - self.noise**2
@@ -117,33 +158,47 @@ class Shift(NamedTuple):
 
 
 def sliced_wasserstein(x: Rows, y: Rows, *, projections: int | Array = 500, seed: int = 0) -> float:
-    """Linear spherical sliced Wasserstein distance between two sets of directions, in 0..1/2.
+    """Computes the linear spherical sliced Wasserstein distance of two sets of directions.
 
         SSW² = mean over planes U of mean_t d(φ_x(t), φ_y(t))²
 
     Rows are L2-normalised, projected onto random planes, and read as angles θ in [0, 1). A set of
-    angles with quantile function F⁻¹ is embedded as φ(t) = F⁻¹(t - mean θ + 1/2) - t, where the
-    L2 distance on the circle, d(a, b) = min(|a - b|, 1 - |a - b|), compares it with others
-    (Liu et al., Linear Spherical Sliced Optimal Transport). The same number as POT's
-    `linear_sliced_wasserstein_sphere`. Finite samples of one distribution are not at distance 0:
-    see `pool_shift`.
+    angles with quantile function F⁻¹ is embedded as φ(t) = F⁻¹(t - mean θ + 1/2) - t, and
+    embeddings are compared by the L2 distance on the circle, d(a, b) = min(|a - b|, 1 - |a - b|).
+    The result equals POT's `linear_sliced_wasserstein_sphere`. Finite samples of one distribution
+    are not at distance 0, see `pool_shift`.
 
-    `projections` is how many random planes, or the planes themselves as orthonormal [p, d, 2].
+    Args:
+        x: rows, shape [n, d].
+        y: rows, shape [m, d].
+        projections: number of random planes, or orthonormal planes of shape [p, d, 2].
+        seed: seed of the planes.
 
-    >>> sliced_wasserstein(np.eye(3), np.eye(3) + 0.1, projections=20) < 0.1
-    True
+    Returns:
+        The distance, in 0..1/2.
+
+    Raises:
+        InputError: if the sets differ in width, or if `projections` is invalid.
+
+    Example:
+        >>> sliced_wasserstein(np.eye(3), np.eye(3) + 0.1, projections=20) < 0.1
+        True
+
+    References:
+        C. Bonet et al., "Spherical sliced-Wasserstein", ICLR 2023.
+        X. Liu et al., "Linear spherical sliced optimal transport", ICLR 2025.
     """
     _check_sets(x, y)
     if isinstance(projections, int | np.integer):
         checks.whole(1, projections=projections)
-        planes = random_planes(jax.random.key(seed), projections, x.shape[1])
+        planes = _random_planes(jax.random.key(seed), projections, x.shape[1])
     elif np.ndim(projections) != 3 or np.shape(projections)[1:] != (x.shape[1], 2):
         raise checks.InputError(
             f"projections: has shape {np.shape(projections)}; pass [p, {x.shape[1]}, 2]"
         )
     else:
         planes = affinity.as_float(projections)
-    return _distance(*(circle_embedding(affinity.as_float(z), planes) for z in (x, y)))
+    return _distance(*(_circle_embedding(affinity.as_float(z), planes) for z in (x, y)))
 
 
 def pool_shift(
@@ -155,99 +210,108 @@ def pool_shift(
     projections: int = 500,
     seed: int = 0,
 ) -> Shift:
-    """How far unpaired rows are from the paired ones, beside two distances to judge it by.
+    """Measures how far unpaired rows are from the pairs, with two distances for comparison.
 
-    The pairs are halved at random; one half's distance is measured to as many unpaired rows
+    The pairs are halved at random. The distance of one half is measured to as many unpaired rows
     (`pool`), to the other half (`noise`) and to as many random directions (`sphere`). All samples
-    have one size, at most `rows`, because the distance falls with the size. Repeated with
-    new halves, samples and planes.
+    have one size, because the distance falls with the size.
 
-    >>> x = np.random.default_rng(0).normal(size=(60, 8)) + 1
-    >>> shift = pool_shift(x, -x, repeats=3, projections=50)
-    >>> shift.noise < shift.sphere < shift.pool
-    True
+    Args:
+        pairs: paired rows of one modality, shape [n, d].
+        pool: unpaired rows of the same modality, shape [m, d].
+        repeats: number of repetitions with new halves, samples and planes.
+        rows: largest size of a sample.
+        projections: number of random planes.
+        seed: seed of all random choices.
+
+    Returns:
+        The `Shift`.
+
+    Raises:
+        InputError: if the sets differ in width, or if an option is invalid.
+
+    Example:
+        >>> x = np.random.default_rng(0).normal(size=(60, 8)) + 1
+        >>> shift = pool_shift(x, -x, repeats=3, projections=50)
+        >>> shift.noise < shift.sphere < shift.pool
+        True
     """
     _check_sets(pairs, pool, names=("pairs", "pool"), min_rows=2)
     checks.whole(1, repeats=repeats, rows=rows, projections=projections)
+    # Half of the pairs is compared with the other half.
     size = min(rows, len(pairs) // 2, len(pool))
     distances: list[list[float]] = [[], [], []]
     for repeat in range(repeats):
+        # A repetition does not depend on the number of repetitions.
         rng = np.random.default_rng((seed, repeat))
         key = jax.random.fold_in(jax.random.key(seed), repeat)
-        planes = random_planes(key, projections, pairs.shape[1])
+        planes = _random_planes(key, projections, pairs.shape[1])
         order = rng.permutation(len(pairs))
-        half = circle_embedding(_take(pairs, order[:size]), planes)
+        half = _circle_embedding(_take(pairs, order[:size]), planes)
         others = (
             _take(pool, rng.permutation(len(pool))[:size]),
             _take(pairs, order[size : 2 * size]),
-            random_sphere(size, pairs.shape[1], seed=int(rng.integers(2**31))),
+            _random_sphere(size, pairs.shape[1], seed=int(rng.integers(2**31))),
         )
         for values, other in zip(distances, others, strict=True):
-            values.append(_distance(half, circle_embedding(other, planes)))
+            values.append(_distance(half, _circle_embedding(other, planes)))
     near, noise, far = map(Mean, distances)
     return Shift(near, noise, far, rows=size)
 
 
-def random_sphere(n: int, dim: int, *, seed: int = 0) -> Float[Array, "n dim"]:
-    """Directions uniform on the unit sphere.
-
-    >>> random_sphere(2, 3).shape
-    (2, 3)
-    """
+def _random_sphere(n: int, dim: int, *, seed: int = 0) -> Float[Array, "n dim"]:
+    """Draws directions uniformly from the unit sphere."""
     return affinity.l2_normalize(jax.random.normal(jax.random.key(seed), (n, dim)))
 
 
-def random_planes(key: Array, count: int, dim: int) -> Float[Array, "count dim 2"]:
-    """Orthonormal bases of planes, uniformly random: the Q of Gaussian matrices.
-
-    >>> random_planes(jax.random.key(0), 5, 3).shape
-    (5, 3, 2)
-    """
+def _random_planes(key: Array, count: int, dim: int) -> Float[Array, "count dim 2"]:
+    """Draws orthonormal bases of uniformly random planes, the Q of Gaussian matrices."""
     return jnp.linalg.qr(jax.random.normal(key, (count, dim, 2)))[0]
 
 
 @jax.jit
-def circle_embedding(
+def _circle_embedding(
     x: Float[Array, "n d"], planes: Float[Array, "p d 2"]
 ) -> Float[Array, "p grid"]:
-    """φ of the rows in every plane; the distance of two sets is one between their φ.
-
-    >>> circle_embedding(jnp.eye(3), random_planes(jax.random.key(0), 5, 3)).shape
-    (5, 100)
-    """
+    """Computes φ of the rows in every plane, see `sliced_wasserstein`."""
     x = affinity.l2_normalize(x)
-
-    n, grid = len(x), jnp.linspace(0, 1, GRID, endpoint=False, dtype=x.dtype)
+    n, grid = len(x), jnp.linspace(0, 1, _GRID, endpoint=False, dtype=x.dtype)
 
     def embed(block: Block, out: Array) -> Array:
+        # One matrix product projects onto all planes of a block.
         bases = jnp.moveaxis(block.of(planes), 0, 1).reshape(x.shape[1], -1)
         flat = affinity.dot(x, bases.astype(x.dtype)).reshape(n, block.size, 2)
+        # The signs and the shift are those of POT, whose distances these equal.
         angles = (jnp.arctan2(-flat[..., 1], -flat[..., 0]) + jnp.pi) / (2 * jnp.pi)
         angles = jnp.abs(angles.T % 1)
-        # Numbers above 0 are ordered as their bits are, and whole numbers sort six times faster.
+        # Positive floats are ordered as their bits are, and XLA sorts integers six times faster.
         bits = jnp.int64 if angles.dtype == jnp.float64 else jnp.int32
         ordered = jnp.sort(jax.lax.bitcast_convert_type(angles, bits), axis=1)
         levels = (grid - angles.mean(axis=1, keepdims=True) + 0.5) % 1
-        # As in POT, the order statistic after the quantile.
+        # POT takes the order statistic after the quantile, without interpolation.
         index = jnp.clip(jnp.ceil(levels * n).astype(jnp.int32), 0, n - 1)
         quantiles = jnp.take_along_axis(ordered, index, axis=1)
         return block.put(out, (jax.lax.bitcast_convert_type(quantiles, angles.dtype) - grid) % 1)
 
-    return over_rows(len(planes), PLANES, embed, jnp.zeros((len(planes), GRID), x.dtype))
+    return over_rows(len(planes), _PLANES, embed, jnp.zeros((len(planes), _GRID), x.dtype))
 
 
 def _distance(a: Array, b: Array) -> float:
+    """Computes the L2 distance on the circle."""
+    # The shorter way around the circle.
     gap = jnp.abs(a - b)
     return float(jnp.sqrt(jnp.mean(jnp.square(jnp.minimum(gap, 1 - gap)))))
 
 
 def _take(x: Rows, rows: np.ndarray) -> Array:
-    return affinity.as_float(x[np.sort(rows)])  # in order, for files are read faster that way
+    """Reads rows in order, because memory-mapped files are read faster that way."""
+    return affinity.as_float(x[np.sort(rows)])
 
 
 def _check_sets(
     x: Rows, y: Rows, *, names: tuple[str, str] = ("x", "y"), min_rows: int = 1
 ) -> None:
+    """Raises InputError unless both are embeddings of one width of at least 2."""
     checks.embeddings(names[0], x, min_rows=min_rows)
     checks.embeddings(names[1], y, width=x.shape[1])
     if x.shape[1] < 2:
@@ -258,9 +322,14 @@ def _check_sets(
 
 
 class Convergence(NamedTuple):
-    """How a transport plan came out at one epsilon.
+    """Convergence of the transport plan at one epsilon.
 
-    `error` is the L1 marginal error; `partners`, the perplexity of the plan's rows.
+    Attributes:
+        epsilon: regularisation.
+        error: L1 marginal error.
+        iterations: number of sweeps.
+        converged: True if the error is at most the tolerance.
+        partners: perplexity of the plan's rows.
     """
 
     epsilon: float
@@ -276,17 +345,31 @@ def sinkhorn_convergence(
     epsilons: Sequence[float],
     *,
     tolerance: float = 1e-3,
-    max_iterations: int = 500,
+    max_iterations: int = MAX_ITERATIONS,
 ) -> list[Convergence]:
-    """Solves the plan of cos(f, g), [n, d] and [m, d], at each epsilon as a training step does.
+    """Solves the plan of cosine(f, g) at each epsilon, as a training step does.
 
-    `partners` is exp(-Σ P log(P/a)): 1 when every row has a single partner, the number of columns
-    when epsilon is so large that all pairs are alike.
+    The perplexity `partners` of a plan is exp(-Σ P log(P/a)). It is 1 if every row has a single
+    partner, and the number of columns if epsilon is so large that all pairs are alike.
 
-    >>> f = random_sphere(30, 4)
-    >>> sharp, flat = sinkhorn_convergence(f, f, (0.001, 100.0))
-    >>> flat.converged, round(sharp.partners, 2), round(flat.partners, 2)
-    (True, 1.0, 30.0)
+    Args:
+        f: features of the rows, shape [n, d].
+        g: features of the columns, shape [m, d].
+        epsilons: regularisations.
+        tolerance: marginal error at which a solve stops.
+        max_iterations: number of sweeps at which a solve stops.
+
+    Returns:
+        One `Convergence` for each epsilon.
+
+    Raises:
+        InputError: if the features differ in width, or if an option is invalid.
+
+    Example:
+        >>> f = np.random.default_rng(0).normal(size=(30, 4))
+        >>> sharp, flat = sinkhorn_convergence(f, f, (0.001, 100.0))
+        >>> flat.converged, round(sharp.partners, 2), round(flat.partners, 2)
+        (True, 1.0, 30.0)
     """
     checks.embeddings("f", f)
     checks.embeddings("g", g, width=f.shape[1])
@@ -303,17 +386,27 @@ def sinkhorn_convergence(
             x, y, x, y, epsilon=1e9, epsilon_star=epsilon, return_aux=True, **options
         )
         error, iterations, converged = (part.item() for part in aux.teacher[2:])
+        # b is uniform, so that Σ P log(P/ab) = Σ P log(P/a) + log m.
         partners = len(y) * math.exp(-value)
         out.append(Convergence(epsilon, error, iterations, converged, partners))
     return out
 
 
 def smallest_epsilon(rows: Sequence[Convergence]) -> float | None:
-    """The smallest epsilon that converged, as did all larger ones; None when none did.
+    """Returns the smallest epsilon at and above which every solve converged.
 
-    >>> smallest_epsilon([Convergence(0.1, 0.0, 9, True, 1.0), Convergence(0.01, 1.0, 9, False, 1)])
-    0.1
+    Args:
+        rows: results of `sinkhorn_convergence`.
+
+    Returns:
+        The epsilon, or None if the largest one did not converge.
+
+    Example:
+        >>> fine, coarse = Convergence(0.1, 0.0, 9, True, 1.0), Convergence(0.01, 1.0, 9, False, 1)
+        >>> smallest_epsilon([fine, coarse])
+        0.1
     """
+    # From the largest epsilon down, up to the first that failed.
     ordered = sorted(rows, key=lambda row: -row.epsilon)
     fine = [row.epsilon for row in itertools.takewhile(lambda row: row.converged, ordered)]
     return fine[-1] if fine else None

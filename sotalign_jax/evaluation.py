@@ -1,6 +1,6 @@
 """Embedding rows, retrieval recall and zero-shot accuracy, in row blocks on the device.
 
-Scores are float32 cosines at full matmul precision. No more than `chunk` query rows are scored
+Scores are float32 cosines at full matmul precision. No more than `block_size` query rows are scored
 at a time, so the full score matrix never exists; each function compiles once per shape.
 """
 
@@ -34,11 +34,11 @@ def embed(head: Any, rows: Rows, *, unit: bool = True) -> Float[np.ndarray, "n d
     """
     if isinstance(head, nnx.Module):
         head = nnx.split(head)
-    chunk = min(EMBED_CHUNK, len(rows))
+    block_size = min(EMBED_CHUNK, len(rows))
     out = []
-    for start in range(0, len(rows), chunk):
-        block = np.asarray(rows[start : start + chunk])
-        padded = np.pad(block, [(0, chunk - len(block)), (0, 0)], constant_values=1)
+    for start in range(0, len(rows), block_size):
+        block = np.asarray(rows[start : start + block_size])
+        padded = np.pad(block, [(0, block_size - len(block)), (0, 0)], constant_values=1)
         out.append(np.asarray(_apply(head, jnp.asarray(padded), unit))[: len(block)])
     return np.concatenate(out)
 
@@ -78,7 +78,7 @@ def retrieval(
     bias_x: ArrayLike | None = None,
     bias_y: ArrayLike | None = None,
     ks: Sequence[int] = (1, 5, 10),
-    chunk: int = 4096,
+    block_size: int = 4096,
 ) -> dict[str, float]:
     """Recall at k in both directions, in percent.
 
@@ -95,7 +95,7 @@ def retrieval(
       bias_x: [n] added to the score of each row of x as a key, such as `Calibration.x(x)`.
       bias_y: [m] likewise for y.
       ks: the cut-offs.
-      chunk: most query rows scored at once; memory is about chunk * max(n, m) floats.
+      block_size: most query rows scored at once; memory is about block_size * max(n, m) floats.
 
     >>> retrieval(np.eye(3), np.eye(3)[[0, 2, 1]], ks=(1,))["mean/R@1"]
     33.33333333333333
@@ -105,9 +105,9 @@ def retrieval(
     if not ks or min(ks) < 1:
         raise checks.InputError(f"ks: {tuple(ks)} given; pass at least one cut-off, each 1 or more")
     owner = data.owners(len(x), len(y), x_of_y)
-    checks.whole(1, chunk=chunk)
+    checks.whole(1, block_size=block_size)
     biases = _bias("bias_x", bias_x, len(x)), _bias("bias_y", bias_y, len(y))
-    ranks_x, ranks_y = jax.device_get(match_ranks(x, y, owner, *biases, chunk=chunk))
+    ranks_x, ranks_y = jax.device_get(match_ranks(x, y, owner, *biases, block_size=block_size))
     recalls = {}
     for direction, ranks in (("x_to_y", ranks_x), ("y_to_x", ranks_y)):
         for k in ks:
@@ -118,12 +118,12 @@ def retrieval(
 
 
 def zero_shot(
-    x: ArrayLike, prompts: ArrayLike, labels: ArrayLike, *, chunk: int = 4096
+    x: ArrayLike, prompts: ArrayLike, labels: ArrayLike, *, block_size: int = 4096
 ) -> dict[str, float]:
     """Accuracy, in percent, of classifying x [n, d] by the nearest class of prompts [c, t, d].
 
     A class is the L2-normalised mean of its L2-normalised prompt features; "mean_per_class" is over
-    the classes in `labels`; at most `chunk` rows are scored at once.
+    the classes in `labels`; at most `block_size` rows are scored at once.
 
     >>> zero_shot(np.eye(2), np.eye(2)[:, None], [0, 0])
     {'zero_shot/top1': 50.0, 'zero_shot/mean_per_class': 50.0}
@@ -132,7 +132,7 @@ def zero_shot(
     prompts = checks.features("prompts", prompts, ndim=3, width=x.shape[1]).astype(jnp.float32)
     truth = data.row_labels("labels", labels, len(x), below=len(prompts))
     classes = affinity.l2_normalize(affinity.l2_normalize(prompts).mean(axis=1))
-    predicted = np.asarray(neighbours.nearest(x, classes, 1, chunk=chunk).indices[:, 0])
+    predicted = np.asarray(neighbours.nearest(x, classes, 1, block_size=block_size).indices[:, 0])
     right = predicted == truth
     seen = np.bincount(truth)
     per_class = np.bincount(truth, weights=right)[seen > 0] / seen[seen > 0]
@@ -142,7 +142,7 @@ def zero_shot(
     }
 
 
-@functools.partial(jax.jit, static_argnames="chunk")
+@functools.partial(jax.jit, static_argnames="block_size")
 def match_ranks(
     x: Float[Array, "n d"],
     y: Float[Array, "m d"],
@@ -150,17 +150,17 @@ def match_ranks(
     bias_x: Float[Array, " n"],
     bias_y: Float[Array, " m"],
     *,
-    chunk: int,
+    block_size: int,
 ) -> tuple[Int[Array, " n"], Int[Array, " m"]]:
     """Each row's rank of its best match in the other."""
     x, y = affinity.l2_normalize(x), affinity.l2_normalize(y)
     ids = jnp.arange(len(x), dtype=owner.dtype)
-    ranks_x = _best_ranks(x, y, bias_y, ids, owner, chunk)
-    return ranks_x, _best_ranks(y, x, bias_x, owner, ids, chunk)
+    ranks_x = _best_ranks(x, y, bias_y, ids, owner, block_size)
+    return ranks_x, _best_ranks(y, x, bias_x, owner, ids, block_size)
 
 
 def _best_ranks(
-    queries: Array, keys: Array, bias: Array, query_id: Array, key_id: Array, chunk: int
+    queries: Array, keys: Array, bias: Array, query_id: Array, key_id: Array, block_size: int
 ) -> Array:
     """Rank of the first key, in a stable descending sort, that has the query's id."""
     n, index = len(queries), jnp.arange(len(keys))
@@ -173,9 +173,9 @@ def _best_ranks(
         ahead = (scores > best) | ((scores == best) & (index[None, :] < at))
         return block.put(out, ahead.sum(axis=1, dtype=jnp.int32))
 
-    # Equal blocks: one of `chunk` rows and one that reaches back into it would double the work at
-    # n = chunk + 1.
-    return blocks.over_rows(n, -(-n // -(-n // chunk)), ranks, jnp.zeros(n, jnp.int32))
+    # Equal blocks: one of `block_size` rows and one that reaches back into it would double the work
+    # at n = block_size + 1.
+    return blocks.over_rows(n, -(-n // -(-n // block_size)), ranks, jnp.zeros(n, jnp.int32))
 
 
 def _bias(name: str, given: ArrayLike | None, size: int) -> Array:

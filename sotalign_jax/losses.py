@@ -1,7 +1,16 @@
-"""Losses on features: pairwise sigmoid (SigLIP), symmetric InfoNCE, and soft labels.
+"""Contrastive losses on features, and divergences between two affinities.
 
-The first two compare row i of `f` with row i of `g`; every other row is a negative. Features are
-L2-normalised inside, so heads hand over their raw outputs.
+`siglip` and `infonce` compare row i of `f` with row i of `g`. Every other row is a negative.
+Features are L2-normalised inside, so that heads pass their raw outputs. `cka` and
+`infonce_divergence` compare a student's affinity with a teacher's, as `klot` does.
+
+References:
+    X. Zhai et al., "Sigmoid loss for language image pre-training", ICCV 2023 (SigLIP).
+    A. van den Oord et al., "Representation learning with contrastive predictive coding", 2018
+    (InfoNCE).
+    A. Radford et al., "Learning transferable visual models from natural language supervision", ICML
+    2021 (CLIP).
+    S. Kornblith et al., "Similarity of neural network representations revisited", ICML 2019 (CKA).
 """
 
 import functools
@@ -18,40 +27,64 @@ from sotalign_jax.ot import affinity, device, sharding
 from sotalign_jax.ot.blocks import BUILD_ROWS, Block, over_rows
 
 INITIAL_LOG_SCALE = math.log(20.0)
-"""Start of the learned logit scale, kept as a logarithm."""
+"""Initial logarithm of the learned logit scale, as in SAIL."""
 INITIAL_BIAS = -10.0
-"""Start of the learned logit bias: about the log-odds of one positive among many negatives."""
-
+"""Initial logit bias, as in SigLIP: about the log-odds of one positive among many negatives."""
 NORMALIZATIONS = ("mean", "per_row")
+"""Choices of `normalization`: sum(l) / (n m), or sum(l) / n."""
+# Entries of an affinity from which on `siglip` streams it. Smaller ones fit any device, and a
+# product of the whole matrix is faster.
+_STREAMED_ENTRIES = 2**25
 
-Scalar = Float[Array, ""] | float
+_Scalar = Float[Array, ""] | float
 
 
 def siglip(
     f: Float[Array, "n d"],
     g: Float[Array, "m d"],
     *,
-    log_scale: Scalar = INITIAL_LOG_SCALE,
-    bias: Scalar = INITIAL_BIAS,
+    log_scale: _Scalar = INITIAL_LOG_SCALE,
+    bias: _Scalar = INITIAL_BIAS,
     negatives_f: Float[Array, "p d"] | None = None,
     negatives_g: Float[Array, "q d"] | None = None,
     normalization: str = "mean",
 ) -> Float[Array, ""]:
-    """Pairwise sigmoid loss of paired features: `siglip_from_affinity(cos(f, g))`.
+    """Computes the pairwise sigmoid loss of paired features.
 
-    With unpaired rows as negatives it is the average of two rectangles, f against [g; negatives_g]
-    and g against [f; negatives_f], each reduced by itself. The logit scale is exp(log_scale).
+    The loss is `siglip_from_affinity(cosine(f, g))`. With negatives it is the average of two
+    rectangles, f against [g; negatives_g] and g against [f; negatives_f], each normalised by
+    itself. Large affinities are streamed in blocks of rows, and never kept for the gradient.
 
-    >>> f = jnp.eye(3)
-    >>> print(f"{siglip(f, f):.6f} {siglip(f, -f, normalization='per_row'):.4f}")
-    0.000045 30.0001
+    Args:
+        f: features of the first modality, shape [n, d].
+        g: features of the second modality, shape [n, d]. Row i belongs to row i of f.
+        log_scale: logarithm of the logit scale.
+        bias: logit bias.
+        negatives_f: unpaired features of the first modality, shape [p, d].
+        negatives_g: unpaired features of the second modality, shape [q, d].
+        normalization: "mean" over all entries as in SAIL, or "per_row" as in big_vision.
+
+    Returns:
+        The loss.
+
+    Raises:
+        InputError: if f and g differ in shape, or if `normalization` is unknown.
+
+    Example:
+        >>> f = jnp.eye(3)
+        >>> print(f"{siglip(f, f):.6f} {siglip(f, -f, normalization='per_row'):.4f}")
+        0.000045 30.0001
+
+    References:
+        X. Zhai et al., "Sigmoid loss for language image pre-training", ICCV 2023.
     """
     _check_rows(f, g)
+    checks.choice("normalization", normalization, NORMALIZATIONS)
+    # A learned logarithm keeps the scale positive.
     scale = jnp.exp(jnp.asarray(log_scale))
 
     def loss(anchors: Array, others: Array) -> Array:
-        if len(anchors) * len(others) >= LARGE and not sharding.axes():
-            checks.choice("normalization", normalization, NORMALIZATIONS)
+        if len(anchors) * len(others) >= _STREAMED_ENTRIES and not sharding.axes():
             rows = affinity.l2_normalize(anchors), affinity.l2_normalize(others)
             numbers = (jnp.asarray(x, rows[0].dtype) for x in (scale, bias))
             count = len(anchors) * (len(others) if normalization == "mean" else 1)
@@ -61,22 +94,18 @@ def siglip(
         )
 
     if negatives_f is None and negatives_g is None:
-        return loss(f, g)  # both halves are equal: one product is enough
+        return loss(f, g)  # both directions are equal, so that one product is enough
     return _both_directions(loss, f, g, negatives_f, negatives_g)
-
-
-LARGE = 2**25
-"""Entries of an affinity from which on SigLIP computes it, and its gradient, by blocks of rows."""
 
 
 @jax.custom_vjp
 def _siglip_sum(f: Array, g: Array, scale: Array, bias: Array) -> Array:
-    """sum_ij -log sigmoid(y_ij z_ij) of unit rows; no array of all z is kept for the gradient."""
+    """Computes sum_ij -log sigmoid(y_ij z_ij) of unit rows without an n x m residual."""
     return _siglip_rows(f, g, scale, bias)[0]
 
 
 def _siglip_rows(f: Array, g: Array, scale: Array, bias: Array) -> tuple[Array, Any]:
-    """The sum and its gradients, each block of rows for both as long as it exists."""
+    """Computes the sum and all gradients in one pass, so that every block exists once."""
     product = functools.partial(affinity.dot, precision=device.profile().siglip)
 
     def body(block: Block, sums: Any) -> Any:
@@ -85,6 +114,7 @@ def _siglip_rows(f: Array, g: Array, scale: Array, bias: Array) -> tuple[Array, 
         cosines = product(rows, g.T)
         signs = jnp.where(own[:, None] == jnp.arange(len(g)), 1.0, -1.0)
         logits = signs * (scale * cosines + bias)
+        # The last block may overlap the one before: rows that were counted get weight zero.
         fresh = jnp.where(block.fresh, 1.0, 0.0).astype(f.dtype)[:, None]
         slopes = -fresh * signs * jax.nn.sigmoid(-logits)
         df = block.add(df, scale * product(slopes, g))
@@ -93,6 +123,7 @@ def _siglip_rows(f: Array, g: Array, scale: Array, bias: Array) -> tuple[Array, 
         return value, (df, dg, d_scale + jnp.sum(slopes * cosines), d_bias + jnp.sum(slopes))
 
     nothing = jnp.zeros((), f.dtype), jax.tree.map(jnp.zeros_like, (f, g, scale, bias))
+    # Every block reads and writes all of dg, so that larger blocks than a kernel's save bytes.
     return over_rows(len(f), 4 * BUILD_ROWS, body, nothing)
 
 
@@ -102,20 +133,32 @@ _siglip_sum.defvjp(_siglip_rows, lambda gradients, d: tuple(d * x for x in gradi
 def siglip_from_affinity(
     affinities: Float[Array, "n m"],
     *,
-    scale: Scalar,
-    bias: Scalar,
+    scale: _Scalar,
+    bias: _Scalar,
     positives: int | None = None,
     normalization: str = "mean",
 ) -> Float[Array, ""]:
-    """Pairwise sigmoid loss of a cosine matrix K whose diagonal holds the positives.
+    """Computes the pairwise sigmoid loss of an affinity whose diagonal holds the positives.
 
     z_ij = s K_ij + b,  y_ij = +1 if i = j else -1,  l_ij = -log sigmoid(y_ij z_ij).
 
-    Of the diagonal, the first `positives` entries are positive, or all. `normalization` is "mean",
-    sum(l) / (n m) as in SAIL, or "per_row", sum(l) / n as in big_vision and open_clip.
+    Args:
+        affinities: cosines K, shape [n, m].
+        scale: logit scale s.
+        bias: logit bias b.
+        positives: number of leading diagonal entries that are positive. By default all n.
+        normalization: "mean", sum(l) / (n m) as in SAIL, or "per_row", sum(l) / n as in big_vision
+            and open_clip.
 
-    >>> print(siglip_from_affinity(jnp.zeros((2, 2)), scale=20.0, bias=0.0))  # log 2
-    0.6931472
+    Returns:
+        The loss.
+
+    Raises:
+        InputError: if the diagonal is shorter than `positives`, or `normalization` is unknown.
+
+    Example:
+        >>> print(siglip_from_affinity(jnp.zeros((2, 2)), scale=20.0, bias=0.0))  # log 2
+        0.6931472
     """
     checks.choice("normalization", normalization, NORMALIZATIONS)
     affinities = affinity.as_float(affinities)
@@ -128,33 +171,54 @@ def siglip_from_affinity(
         )
     dtype = affinities.dtype
     logits = affinities * jnp.asarray(scale, dtype) + jnp.asarray(bias, dtype)
+    # A rectangle has negatives beyond its diagonal.
     positive = jnp.eye(rows, columns, dtype=dtype) * (jnp.arange(columns) < positives)
     signs = 2.0 * positive - 1.0
+    # Summed over a row first, so that both normalisations share the code.
     per_row = -jnp.sum(jax.nn.log_sigmoid(signs * logits), axis=1)
     return jnp.mean(per_row) / (columns if normalization == "mean" else 1)
 
 
-def symmetric_infonce(
+def infonce(
     f: Float[Array, "n d"],
     g: Float[Array, "m d"],
     *,
-    log_scale: Scalar = INITIAL_LOG_SCALE,
+    log_scale: _Scalar = INITIAL_LOG_SCALE,
     negatives_f: Float[Array, "p d"] | None = None,
     negatives_g: Float[Array, "q d"] | None = None,
 ) -> Float[Array, ""]:
-    """InfoNCE averaged over both directions, as in CLIP.
+    """Computes InfoNCE averaged over both directions, the loss of CLIP.
 
-    1/2 [ CE(s cos(f, [g; negatives_g]), i) + CE(s cos(g, [f; negatives_f]), i) ], where CE(Z, i)
-    is the mean over rows of logsumexp_j Z_ij - Z_ii and s = exp(log_scale). For a fixed
-    temperature tau pass log_scale = -log tau.
+    1/2 [CE(s cos(f, [g; negatives_g])) + CE(s cos(g, [f; negatives_f]))], where CE(Z) is the mean
+    over rows i of logsumexp_j Z_ij - Z_ii, and s = exp(log_scale).
 
-    >>> print(f"{symmetric_infonce(jnp.ones((4, 2)), jnp.ones((4, 2))):.4f}")  # log 4
-    1.3863
+    Args:
+        f: features of the first modality, shape [n, d].
+        g: features of the second modality, shape [n, d]. Row i belongs to row i of f.
+        log_scale: logarithm of the logit scale. For a fixed temperature tau pass -log tau.
+        negatives_f: unpaired features of the first modality, shape [p, d].
+        negatives_g: unpaired features of the second modality, shape [q, d].
+
+    Returns:
+        The loss.
+
+    Raises:
+        InputError: if f and g differ in shape.
+
+    Example:
+        >>> print(f"{infonce(jnp.ones((4, 2)), jnp.ones((4, 2))):.4f}")  # log 4
+        1.3863
+
+    References:
+        A. van den Oord et al., "Representation learning with contrastive predictive coding", 2018.
+        A. Radford et al., "Learning transferable visual models from natural language supervision",
+        ICML 2021, figure 3.
     """
     _check_rows(f, g)
     scale = jnp.exp(jnp.asarray(log_scale))
 
     def loss(anchors: Array, others: Array) -> Array:
+        # The scale is cast, or a float64 scale would widen all logits.
         cosines = affinity.cosine(anchors, others)
         logits = cosines * scale.astype(cosines.dtype)
         return jnp.mean(jax.nn.logsumexp(logits, axis=1) - jnp.diagonal(logits))
@@ -167,15 +231,27 @@ def soft_cross_entropy(
     keys: Float[Array, "m d"],
     labels: Float[Array, "n m"],
     *,
-    log_scale: Scalar = INITIAL_LOG_SCALE,
+    log_scale: _Scalar = INITIAL_LOG_SCALE,
 ) -> Float[Array, ""]:
-    """Cross-entropy of a softmax over keys with labels that spread over several of them.
+    """Computes the cross-entropy between soft labels and a softmax over keys.
 
-    mean_i -sum_j Q_ij log softmax_j(s cos(queries, keys))_ij, with s = exp(log_scale) and labels
-    Q, one distribution over the keys a row.
+    mean_i -sum_j Q_ij log softmax_j(s cos(queries, keys))_ij, with s = exp(log_scale).
 
-    >>> print(soft_cross_entropy(jnp.ones((3, 2)), jnp.ones((4, 2)), jnp.full((3, 4), 0.25)))
-    1.3862944
+    Args:
+        queries: features, shape [n, d].
+        keys: features, shape [m, d].
+        labels: Q, one distribution over the keys for each query, shape [n, m].
+        log_scale: logarithm of the logit scale.
+
+    Returns:
+        The loss.
+
+    Raises:
+        InputError: if the shape of `labels` does not fit.
+
+    Example:
+        >>> print(soft_cross_entropy(jnp.ones((3, 2)), jnp.ones((4, 2)), jnp.full((3, 4), 0.25)))
+        1.3862944
     """
     cosines = affinity.cosine(queries, keys)
     if labels.shape != cosines.shape:
@@ -188,20 +264,24 @@ def soft_cross_entropy(
 
 
 def _both_directions(
-    loss: Callable[[Array, Array], Array], f: Array, g: Array, *negatives: Array | None
+    loss: Callable[[Array, Array], Array],
+    f: Array,
+    g: Array,
+    negatives_f: Array | None,
+    negatives_g: Array | None,
 ) -> Array:
-    """1/2 [loss(f, [g; negatives_g]) + loss(g, [f; negatives_f])]."""
+    """Computes 1/2 [loss(f, [g; negatives_g]) + loss(g, [f; negatives_f])]."""
 
     def joined(paired: Array, unpaired: Array | None) -> Array:
         if unpaired is None:
             return paired
         return jnp.concatenate([affinity.as_float(paired), affinity.as_float(unpaired)])
 
-    negatives_f, negatives_g = negatives
     return 0.5 * (loss(f, joined(g, negatives_g)) + loss(g, joined(f, negatives_f)))
 
 
 def _check_rows(f: Array, g: Array) -> None:
+    """Raises InputError unless f and g can be paired row by row."""
     if f.shape != g.shape:
         raise checks.InputError(
             f"features: f has shape {f.shape} but g has {g.shape}; row i of one belongs to row i "
@@ -209,19 +289,34 @@ def _check_rows(f: Array, g: Array) -> None:
         )
 
 
-# --- divergences between a student's and a teacher's affinities; klot is in ot ---
+# --- divergences between a student's and a teacher's affinities ----------------------------------
 
 
 def cka(K: Float[Array, "n m"], K_star: Float[Array, "n m"]) -> Float[Array, ""]:
-    """Loss 1 - CKA(K, K*) with CKA = <HKH, HK*H> / (||HKH|| ||HK*H||), H = I - 11^T/n.
+    """Computes 1 - CKA(K, K*), with CKA = <HKH, HK*H> / (||HKH|| ||HK*H||), H = I - 11^T/n.
 
-    >>> print(cka(jnp.eye(3), 2 * jnp.eye(3) + 1).round(4))
-    0.0
+    Args:
+        K: student affinity, shape [n, m].
+        K_star: teacher affinity, shape [n, m]. It receives no gradient.
+
+    Returns:
+        The loss, 0 for affinities that are equal up to scale and row and column shifts.
+
+    Raises:
+        InputError: if the shapes differ.
+
+    Example:
+        >>> print(cka(jnp.eye(3), 2 * jnp.eye(3) + 1).round(4))
+        0.0
+
+    References:
+        S. Kornblith et al., "Similarity of neural network representations revisited", ICML 2019.
     """
     affinity.check_affinities(K, K_star)
 
     def centred(k: Array) -> Array:
         k = affinity.as_float(k)
+        # H K H without the matrix H.
         return k - k.mean(0) - k.mean(1, keepdims=True) + k.mean()
 
     k, k_star = centred(K), centred(jax.lax.stop_gradient(K_star))
@@ -234,19 +329,33 @@ def cka_from_embeddings(
     f_star: Float[Array, "n e"],
     g_star: Float[Array, "m e"],
 ) -> Float[Array, ""]:
-    """`cka` of cosine affinities in O(n d + d^2) memory.
+    """Computes `cka(cosine(f, g), cosine(f_star, g_star))` in O(n d + d^2) memory.
 
-    With K = F G^T, K* = F* G*^T (unit rows, then columns centred):
+    With K = F G^T and K* = F* G*^T, of unit rows that are then centred:
 
         <HKH, HK*H> = sum (F^T F*) * (G^T G*),    ||HKH||^2 = sum (F^T F) * (G^T G).
 
-    >>> f, g = jnp.eye(3), jnp.eye(3) + 0.5
-    >>> print(cka_from_embeddings(f, g, f, g).round(4))
-    0.0
+    Args:
+        f: student features of the rows, shape [n, d].
+        g: student features of the columns, shape [m, d].
+        f_star: teacher features of the rows, shape [n, e]. They receive no gradient.
+        g_star: teacher features of the columns, shape [m, e]. They receive no gradient.
+
+    Returns:
+        The loss.
+
+    Raises:
+        InputError: if the shapes do not fit.
+
+    Example:
+        >>> f, g = jnp.eye(3), jnp.eye(3) + 0.5
+        >>> print(cka_from_embeddings(f, g, f, g).round(4))
+        0.0
     """
     affinity.check_features(f, g, f_star, g_star)
 
     def centred(x: Array) -> Array:
+        # Centred columns of F and G centre the rows and columns of F G^T.
         x = affinity.l2_normalize(x)
         return x - x.mean(0)
 
@@ -256,11 +365,12 @@ def cka_from_embeddings(
     def inner(one: tuple[Array, Array], other: tuple[Array, Array]) -> Array:
         return jnp.sum(affinity.dot(one[0].T, other[0]) * affinity.dot(one[1].T, other[1]))
 
+    # Products of d x e matrices replace those of n x m matrices.
     norms = jnp.sqrt(inner(student, student) * inner(teacher, teacher))
     return 1.0 - inner(student, teacher) / norms
 
 
-def infonce(
+def infonce_divergence(
     K: Float[Array, "n m"],
     K_star: Float[Array, "n m"],
     *,
@@ -269,14 +379,29 @@ def infonce(
     targets: str = "soft",
     symmetric: bool = True,
 ) -> Float[Array, ""]:
-    """Generalised InfoNCE, the mean over rows of KL(softmax(K*/eps*) || softmax(K/eps)).
+    """Computes the mean over rows of KL(softmax(K*/eps*) || softmax(K/eps)).
 
-    `targets` are "soft", or "hard": the teacher's nearest column, the limit for eps* -> 0.
-    `symmetric` averages rows and columns. K*, the teacher's affinity, gets no gradient.
+    This is InfoNCE with the teacher's softmax in the place of one-hot labels. Unlike `klot`, it
+    constrains the rows alone, or the columns alone.
 
-    >>> K = jnp.array([[0.6, 0.1], [0.0, 0.5]])
-    >>> print(infonce(K, K, epsilon=0.05, epsilon_star=0.05).round(4))
-    0.0
+    Args:
+        K: student affinity, shape [n, m].
+        K_star: teacher affinity, shape [n, m]. It receives no gradient.
+        epsilon: temperature of the student.
+        epsilon_star: temperature of the teacher.
+        targets: "soft", or "hard" for the teacher's nearest column, the limit for eps* -> 0.
+        symmetric: True to average over rows and columns.
+
+    Returns:
+        The loss.
+
+    Raises:
+        InputError: if the shapes differ, or if an option is invalid.
+
+    Example:
+        >>> K = jnp.array([[0.6, 0.1], [0.0, 0.5]])
+        >>> print(infonce_divergence(K, K, epsilon=0.05, epsilon_star=0.05).round(4))
+        0.0
     """
     checks.choice("targets", targets, ("soft", "hard"))
     affinity.check_affinities(K, K_star)
@@ -286,6 +411,7 @@ def infonce(
     def rows(k: Array, k_star: Array) -> Array:
         log_s = jax.nn.log_softmax(k / epsilon, axis=1)
         if targets == "hard":
+            # The entropy of one-hot targets is 0, so that the cross-entropy is the divergence.
             nearest = jnp.argmax(k_star, axis=1)
             return -jnp.mean(jnp.take_along_axis(log_s, nearest[:, None], axis=1))
         log_t = jax.nn.log_softmax(k_star / epsilon_star, axis=1)

@@ -27,12 +27,12 @@ def nearest(
     *,
     bias: Float[Rows, " m"] | None = None,
     skip: str = "none",
-    chunk: int = 1024,
+    block_size: int = 1024,
 ) -> Neighbours:
     """The k keys of largest cosine for each query, best first, ties to the lower index.
 
-    Blocks of `chunk` queries are compared with as many keys: neither the score matrix nor a second
-    copy of the keys ever exists. `bias` is added to the cosines of each key, such as the
+    Blocks of `block_size` queries are compared with as many keys: neither the score matrix nor a
+    second copy of the keys ever exists. `bias` is added to the cosines of each key, such as the
     calibration's potential.
 
     `skip` keeps a query from being its own neighbour where both are samples of one table: "itself"
@@ -52,7 +52,7 @@ def nearest(
             "pass two matrices of one width"
         )
     checks.choice("skip", skip, ("none", "equal", "itself"))
-    checks.whole(1, chunk=chunk)
+    checks.whole(1, block_size=block_size)
     checks.within(len(keys), "keys", k=k)
     if not len(queries):
         return Neighbours(jnp.zeros((0, k)), jnp.zeros((0, k), jnp.int32))
@@ -60,7 +60,7 @@ def nearest(
         if not checks.finite(rows):
             raise checks.InputError(f"{name}: rows contain NaN or inf; remove such rows")
     bias = None if bias is None else jnp.asarray(bias)
-    found = top_k(queries, keys, k, bias=bias, skip=skip, chunk=chunk)
+    found = top_k(queries, keys, k, bias=bias, skip=skip, block_size=block_size)
     usable = np.asarray((found.indices >= 0).sum(axis=1))
     if usable.min() < k:
         raise checks.InputError(
@@ -70,7 +70,7 @@ def nearest(
     return found
 
 
-@functools.partial(jax.jit, static_argnames=("k", "skip", "chunk"))
+@functools.partial(jax.jit, static_argnames=("k", "skip", "block_size"))
 def top_k(
     queries: Float[Array, "n d"],
     keys: Float[Array, "m d"],
@@ -78,7 +78,7 @@ def top_k(
     *,
     bias: Float[Array, " m"] | None = None,
     skip: str = "none",
-    chunk: int = 1024,
+    block_size: int = 1024,
 ) -> Neighbours:
     """`nearest` without its checks, compiled; -inf and -1 where there are too few keys."""
     dtype = jnp.result_type(affinity.as_float(queries[:0]), affinity.as_float(keys[:0]))
@@ -107,12 +107,12 @@ def top_k(
 
         shape = block.size, k
         nothing = Neighbours(jnp.full(shape, -jnp.inf, dtype), jnp.full(shape, -1, jnp.int32))
-        scores, indices = blocks.over_rows(len(keys), chunk, merge, nothing)
+        scores, indices = blocks.over_rows(len(keys), block_size, merge, nothing)
         indices = jnp.where(jnp.isneginf(scores), -1, indices)
         return Neighbours(block.put(table.scores, scores), block.put(table.indices, indices))
 
     empty = Neighbours(jnp.zeros((len(queries), k), dtype), jnp.zeros((len(queries), k), jnp.int32))
-    return blocks.over_rows(len(queries), chunk, search, empty)
+    return blocks.over_rows(len(queries), block_size, search, empty)
 
 
 def _hashes(rows: Array) -> Array:

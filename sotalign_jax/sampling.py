@@ -1,11 +1,16 @@
-"""Batches as a pure function of (seed, step): a resumed run draws what an uninterrupted one does.
+"""Batches as a pure function of (seed, step), so that a resumed run draws the same batches.
 
-Rows come without replacement within an epoch, in an order that is never stored or sorted: a
-keyed permutation of 0 .. n-1 is evaluated only where a batch needs it, in O(batch) whatever n is.
+Rows come without replacement within an epoch. Their order is never stored or sorted: a keyed
+permutation of 0 .. n-1 is evaluated only where a batch needs it, in O(batch) for any n.
 
-`draw` takes a batch from arrays on the device. `Feed` reads the same rows from the host, of
-memory-mapped files or for many devices: each process reads only what its own devices need, and the
+`draw` takes a batch from arrays on the device. `Feed` reads the same rows from the host, for
+memory-mapped files or many devices. Each process reads only the rows of its own devices, and the
 next batch is read while a step runs.
+
+References:
+    M. Luby and C. Rackoff, "How to construct pseudorandom permutations from pseudorandom
+    functions", SIAM J. Comput. 17 (1988): Feistel networks.
+    J. Black and P. Rogaway, "Ciphers with arbitrary finite domains", CT-RSA 2002: cycle walking.
 """
 
 import concurrent.futures
@@ -22,16 +27,26 @@ from jaxtyping import Array, Float, Int
 from sotalign_jax.ot import sharding
 
 READERS = 8
-"""Rows are read by so many threads: a disk answers several questions at a time."""
+"""Threads that read rows, because a disk serves several requests at a time."""
+# Fewest rows per thread, so that small batches are not cut into slivers.
 _LEAST = 256
+# Rounds of the Feistel network. Four suffice with an ideal hash; more make up for a cheap one.
 _ROUNDS = 8
 
 
 class DeviceData(NamedTuple):
     """Training arrays, on the device or the host, in their stored dtype.
 
-    `near_x` and `near_y`, for methods that use them, are the rows of each pool that are closest to
-    each pair's own row. `star_x` and `star_y` are the teacher's features of each pool, if known.
+    Attributes:
+        pairs_x: paired rows of the first modality.
+        pairs_y: paired rows of the second modality.
+        pool_x: unpaired rows of the first modality.
+        pool_y: unpaired rows of the second modality.
+        near_x: numbers of the rows of `pool_x` that are closest to each row of `pairs_x`, for
+            methods that use them.
+        near_y: numbers of the rows of `pool_y` that are closest to each row of `pairs_y`.
+        star_x: the teacher's features of `pool_x`, if they are known.
+        star_y: the teacher's features of `pool_y`, if they are known.
     """
 
     pairs_x: Float[Array, "p d_x"]
@@ -45,10 +60,18 @@ class DeviceData(NamedTuple):
 
 
 class Batch(NamedTuple):
-    """One step's rows: a[i] belongs to b[i]; x and y are unpaired; `step` counts from 0.
+    """Rows of one step. Parts without a table are None.
 
-    `near_a[i]` is a neighbour of a[i] in the pool, and likewise `near_b[i]`; `star_x` and `star_y`
-    are the teacher's features of x and y. Each is None without a table of it.
+    Attributes:
+        a: paired rows of the first modality.
+        b: their partners. Row i belongs to row i of `a`.
+        x: unpaired rows of the first modality.
+        y: unpaired rows of the second modality.
+        near_a: a neighbour of each row of `a` in the pool.
+        near_b: a neighbour of each row of `b` in the pool.
+        step: number of the step, from 0.
+        star_x: the teacher's features of `x`.
+        star_y: the teacher's features of `y`.
     """
 
     a: Float[Array, "p d_x"]
@@ -64,25 +87,38 @@ class Batch(NamedTuple):
 
 _TABLES = {"a": "pairs_x", "b": "pairs_y", "x": "pool_x", "y": "pool_y"}
 _TABLES |= {"near_a": "pool_x", "near_b": "pool_y", "star_x": "star_x", "star_y": "star_y"}
-"""What each part of a batch is taken from."""
+"""Table of `DeviceData` that each part of a batch is taken from."""
 
 
 def mix(x: Array) -> Array:
-    """A 32-bit integer hash (two rounds of multiply and xor-shift)."""
+    """Hashes 32-bit integers by two rounds of xor-shift and multiply.
+
+    The multipliers are those of C. Wellons' hash "lowbias32", the result of a search for low bias.
+    """
     for multiplier, shift in ((0x7FEB352D, 15), (0x846CA68B, 16)):
         x = (x ^ (x >> shift)) * jnp.uint32(multiplier)
     return x ^ (x >> 16)
 
 
 def permute(key: Array, indices: Int[Array, " b"], size: int) -> Int[Array, " b"]:
-    """Where a keyed random permutation of 0 .. size-1 sends `indices`.
+    """Evaluates a keyed random permutation of 0 .. size-1 at `indices`.
 
-    A Feistel network permutes the next power of four; values that fall outside are sent on until
-    they fall inside, which keeps it a permutation.
+    A Feistel network permutes the next power of four. Values outside of 0 .. size-1 are permuted
+    again until they fall inside (cycle walking), which keeps it a permutation.
 
-    >>> sorted(permute(jax.random.key(0), jnp.arange(5), 5).tolist())
-    [0, 1, 2, 3, 4]
+    Args:
+        key: PRNG key of the permutation.
+        indices: numbers in 0 .. size-1.
+        size: number of rows.
+
+    Returns:
+        The image of every index.
+
+    Example:
+        >>> sorted(permute(jax.random.key(0), jnp.arange(5), 5).tolist())
+        [0, 1, 2, 3, 4]
     """
+    # Both halves of a value have as many bits, which gives a power of four.
     half = max(1, math.ceil(math.log2(max(size, 2)) / 2))
     mask = jnp.uint32(2**half - 1)
     round_keys = jax.random.bits(key, (_ROUNDS,), jnp.uint32)
@@ -90,12 +126,15 @@ def permute(key: Array, indices: Int[Array, " b"], size: int) -> Int[Array, " b"
     def network(value: Array) -> Array:
         left, right = value >> half, value & mask
         for k in range(_ROUNDS):
+            # A round is invertible for any function of `right`, so that the network is a
+            # permutation.
             left, right = right, left ^ (mix(right ^ round_keys[k]) & mask)
         return (left << half) | right
 
     def outside(value: Array) -> Array:
         return value >= jnp.uint32(size)
 
+    # The domain is at most four times as large, so that few turns are expected.
     out = jax.lax.while_loop(
         lambda value: jnp.any(outside(value)),
         lambda value: jnp.where(outside(value), network(value), value),
@@ -105,16 +144,29 @@ def permute(key: Array, indices: Int[Array, " b"], size: int) -> Int[Array, " b"
 
 
 def draw_rows(key: Array, step: Int[Array, ""], size: int, batch: int) -> Int[Array, " b"]:
-    """Rows of step `step`: each epoch visits size // batch disjoint batches of a new order.
+    """Draws the row numbers of a step.
 
-    Everything, in place, when the batch covers all rows.
+    Each epoch visits size // batch disjoint batches of a new order. If the batch covers all rows,
+    it is all rows in order.
 
-    >>> draw_rows(jax.random.key(0), jnp.int32(3), 4, 10).tolist()
-    [0, 1, 2, 3]
+    Args:
+        key: PRNG key for batch sampling.
+        step: number of the step, from 0.
+        size: number of rows.
+        batch: rows per batch.
+
+    Returns:
+        The row numbers, shape [min(batch, size)].
+
+    Example:
+        >>> draw_rows(jax.random.key(0), jnp.int32(3), 4, 10).tolist()
+        [0, 1, 2, 3]
     """
     if batch >= size:
         return jnp.arange(size)
     per_epoch = size // batch
+    # The remainder of size / batch rows is left out of an epoch, and each epoch leaves out
+    # others.
     epoch_key = jax.random.fold_in(key, step // per_epoch)
     return permute(epoch_key, (step % per_epoch) * batch + jnp.arange(batch), size)
 
@@ -122,14 +174,15 @@ def draw_rows(key: Array, step: Int[Array, ""], size: int, batch: int) -> Int[Ar
 def row_numbers(
     key: Array, step: Int[Array, ""], data: DeviceData, *, pairs: int, unpaired: int
 ) -> Batch:
-    """The numbers of the rows that `draw` takes, in the place of each; None without a table."""
+    """Draws the numbers of the rows of a batch, see `draw`."""
+    # One key per table, so that a change of one batch size leaves the others as they are.
     key_pairs, key_x, key_y, *near_keys = jax.random.split(key, 5)
     paired = draw_rows(key_pairs, step, len(data.pairs_x), pairs)
     x = draw_rows(key_x, step, len(data.pool_x), unpaired)
     y = draw_rows(key_y, step, len(data.pool_y), unpaired)
 
     def neighbour(key: Array, near: Array | None) -> Array | None:
-        """One of each pair's neighbours, all equally likely."""
+        """Draws one of each pair's neighbours uniformly."""
         if near is None:
             return None
         pick = jax.random.randint(jax.random.fold_in(key, step), paired.shape, 0, near.shape[1])
@@ -141,11 +194,23 @@ def row_numbers(
 
 
 def draw(key: Array, step: Int[Array, ""], data: DeviceData, *, pairs: int, unpaired: int) -> Batch:
-    """The batch of step `step`: up to `pairs` pairs and up to `unpaired` rows of each pool.
+    """Draws the batch of a step.
 
-    >>> data = DeviceData(jnp.ones((4, 2)), jnp.ones((4, 3)), jnp.ones((9, 2)), jnp.ones((8, 3)))
-    >>> draw(jax.random.key(0), jnp.int32(0), data, pairs=4, unpaired=5).y.shape
-    (5, 3)
+    Args:
+        key: PRNG key for batch sampling.
+        step: number of the step, from 0.
+        data: training arrays.
+        pairs: number of pairs, or all if there are fewer.
+        unpaired: number of rows of each pool, or all if there are fewer.
+
+    Returns:
+        The `Batch`.
+
+    Example:
+        >>> sizes = (4, 2), (4, 3), (9, 2), (8, 3)
+        >>> data = DeviceData(*map(jnp.ones, sizes))
+        >>> draw(jax.random.key(0), jnp.int32(0), data, pairs=4, unpaired=5).y.shape
+        (5, 3)
     """
     rows = row_numbers(key, step, data, pairs=pairs, unpaired=unpaired)
 
@@ -156,12 +221,12 @@ def draw(key: Array, step: Int[Array, ""], data: DeviceData, *, pairs: int, unpa
 
 
 def _whole(name: str, table: Any, numbers: Any) -> bool:
-    """Whether a part of every batch is the table itself; neighbours come in any order."""
+    """Returns True if a part of the batch covers all rows of its table, in order."""
     return len(numbers) == len(table) and not name.startswith("near")
 
 
 def _collect(take: Callable[[str, Any, Any], Any], data: DeviceData, rows: Batch) -> Batch:
-    """The batch of these rows, each part by take(name, table, row numbers)."""
+    """Builds a batch, each part by take(name, table, row numbers)."""
     parts: dict[str, Any] = {"step": rows.step}
     for name, table in _TABLES.items():
         numbers = getattr(rows, name)
@@ -170,14 +235,15 @@ def _collect(take: Callable[[str, Any, Any], Any], data: DeviceData, rows: Batch
 
 
 class Feed:
-    """The batches that `draw` makes, step by step, from arrays on the host.
+    """Reads the batches of `draw` from arrays on the host, one step ahead.
 
     With a mesh, rows are split over its devices and come as `sharding.SplitRows`.
 
-    >>> data = DeviceData(*(np.ones((9, width)) for width in (2, 3, 2, 3)))
-    >>> with Feed(data, jax.random.key(0), pairs=4, unpaired=5) as feed:
-    ...     feed(0).y.shape
-    (5, 3)
+    Example:
+        >>> data = DeviceData(*(np.ones((9, width)) for width in (2, 3, 2, 3)))
+        >>> with Feed(data, jax.random.key(0), pairs=4, unpaired=5) as feed:
+        ...     feed(0).y.shape
+        (5, 3)
     """
 
     def __init__(
@@ -188,6 +254,7 @@ class Feed:
             lambda step: row_numbers(key, step, data, pairs=pairs, unpaired=unpaired)
         )
         self._placed: dict[str, Any] = {}
+        # One thread reads ahead, and its rows are read by several.
         self._ahead = concurrent.futures.ThreadPoolExecutor(1)
         self._readers = concurrent.futures.ThreadPoolExecutor(READERS)
         self._next: dict[int, concurrent.futures.Future[Batch]] = {}
@@ -201,20 +268,22 @@ class Feed:
             executor.shutdown(cancel_futures=True)
 
     def __call__(self, step: int) -> Batch:
-        """The batch of a step that is counted from 0; steps are usually asked for in order."""
+        """Returns the batch of a step, and starts to read the next one."""
+        # A resumed run may ask for any step first.
         waiting = self._next.pop(step, None) or self._start(step)
         self._next = {step + 1: self._start(step + 1)}
         return waiting.result()
 
     def _start(self, step: int) -> "concurrent.futures.Future[Batch]":
-        # Row numbers are asked of the device now: later they would wait for the step to end.
+        # The device computes the row numbers now. Later they would wait for the step to end.
         return self._ahead.submit(self._read, step, self._rows(jnp.int32(step)))
 
     def _read(self, step: int, numbers: Batch) -> Batch:
+        """Reads the rows of a batch, in a thread of its own."""
         return _collect(self._take, self._data, jax.device_get(numbers)._replace(step=step))
 
     def _take(self, name: str, array: Any, rows: np.ndarray) -> Any:
-        """These rows on the devices; where every batch has all of them, they are placed once."""
+        """Places rows on the devices. Parts that cover a whole table are placed once."""
         if name in self._placed:
             return self._placed[name]
         if self._mesh is None:
@@ -224,10 +293,12 @@ class Feed:
             taken = sharding.SplitRows.place(
                 lambda part: self._gather(array, rows[part]), shape, self._mesh
             )
+        # The same rows at every step are copied to the device once.
         if _whole(name, array, rows):
             self._placed[name] = taken
         return taken
 
     def _gather(self, array: Any, rows: np.ndarray) -> np.ndarray:
+        """Reads rows of an array by several threads."""
         parts = np.array_split(rows, max(1, min(READERS, len(rows) // _LEAST)))
         return np.concatenate(list(self._readers.map(array.__getitem__, parts)))

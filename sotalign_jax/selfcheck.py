@@ -6,12 +6,8 @@
     python -m sotalign_jax.selfcheck --quick    # tiny sizes, to test the command itself
 
 A check is a function that yields rows. A row has an error with its limit, a time, or both. An
-exception fails its check with the first line of the message, and the next check runs.
-
-The predicted time counts the bytes that are moved and the operations of matrix products, at the
-bandwidth and the rates that were measured first. It assumes that every intermediate array goes
-through memory. The ratio of measured to predicted time has no limit: it is below 1 where arrays
-stay in a cache, and above 1 where launches or other arithmetic take the time.
+exception fails its check with the first line of the message, and the next check runs. Times have no
+limit. `benchmarks/model.py` predicts the times of several devices.
 """
 
 import argparse
@@ -28,33 +24,45 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array
 
-from sotalign_jax import checks, heads
+from sotalign_jax import checks
 from sotalign_jax.ot import affinity, blocks, device, klot, sharding, solver
 from sotalign_jax.ot.kernel import Cosines, Kernel, KernelState, widen
 
-ALGORITHMS: Any = {device.HIGHEST: "float32", device.TF32: "TF32"}
-ALGORITHMS |= {device.THREE_PASSES: "3 x bf16"}
+# Names of the algorithms of matrix products.
+ALGORITHMS: Any = {
+    device.HIGHEST: "float32",
+    device.TF32: "TF32",
+    device.THREE_PASSES: "3 x bf16",
+}
+# Relative rounding error of an operand: 23, 10 and 15 stored bits of mantissa.
 ROUNDOFF = {device.HIGHEST: 2.0**-24, device.TF32: 2.0**-11, device.THREE_PASSES: 2.0**-16}
-"""Relative error of an operand of each algorithm."""
+# Unpaired rows of the paper's batch.
 PAPER_ROWS = 22_768
-"""Unpaired rows of the paper's batch."""
+# Width of the features of kernels and plans, regularisation of the teacher, default tolerance.
 WIDTH, EPSILON, TOLERANCE = 64, 0.005, 1e-4
-"""Width of the features of kernels and plans, regularisation of the teacher, default tolerance."""
+# Regularisation of the first kernel that the solver builds for `EPSILON`.
 FIRST_EPSILON = 16 * EPSILON
-"""Regularisation of the first kernel that the solver builds for `EPSILON`."""
+# Products and kernels are compared in every 61st row, so that every tile of a product counts.
 STRIDE = 61
-"""Products and kernels are compared in every 61st row, so that every tile of a product counts."""
+# Relative errors of KLOT and of its gradient. At n = 2,048 the default tolerance leaves 4e-6 and
+# 3e-4. With TF32 in the student's role they are 6e-6 and 5e-4. The gradient of a teacher in TF32,
+# or of a student in bfloat16, exceeds the limit with 1.2e-3 and 1.9e-3.
 VALUE_LIMIT, GRADIENT_LIMIT = 1e-4, 1e-3
-"""Relative errors of KLOT and of its gradient. At n = 2,048 the default tolerance leaves 4e-6 and
-3e-4. With TF32 in the student's role they are 6e-6 and 5e-4. The gradient of a teacher in TF32, or
-of a student in bfloat16, exceeds the limit with 1.2e-3 and 1.9e-3."""
 
 
 class Row(NamedTuple):
-    """A row of the table. Times are in milliseconds.
+    """A row of the table.
 
-    >>> Row("sweep", "float32", error=math.nan, limit=1e-5).ok
-    False
+    Attributes:
+        check: name of the check, with the size of its problem.
+        path: precision or algorithm that was checked.
+        error: error against float64.
+        limit: largest error that passes.
+        ms: time in milliseconds.
+
+    Example:
+        >>> Row("sweep", "float32", error=math.nan, limit=1e-5).ok
+        False
     """
 
     check: str
@@ -62,12 +70,6 @@ class Row(NamedTuple):
     error: float | None = None
     limit: float | None = None
     ms: float | None = None
-    predicted: float | None = None
-
-    @property
-    def ratio(self) -> float | None:
-        """Measured over predicted time."""
-        return self.ms / self.predicted if self.ms and self.predicted else None
 
     @property
     def ok(self) -> bool:
@@ -83,7 +85,7 @@ class Sizes(NamedTuple):
         product: rows of both operands, and their width.
         kernels: rows and columns of the kernels that are swept over.
         losses: rows and columns of KLOT, the largest first.
-        rows: unpaired rows of the teacher's plan and of the training step whose parts are timed.
+        rows: unpaired rows of the teacher's plan and of the training batch.
         widths: widths of the student's and the teacher's features.
     """
 
@@ -185,7 +187,7 @@ def exact_error(x: np.ndarray, y: np.ndarray, u: Any, v: Any) -> float:
 def exact_loss(n: int, m: int, sizes: Sizes) -> tuple[Any, list[Any]]:
     """Computes KLOT and its gradient in float64 on the CPU, to a hundredth of the tolerance.
 
-    A smaller problem is the largest one with weights of zero, so that one program serves them all.
+    A smaller problem is the largest one with weights of zero, so that one program serves all sizes.
     """
     cpu, largest = jax.devices("cpu")[0], sizes.losses[0]
     with jax.enable_x64(True), jax.default_device(cpu), device.compiling_for(device.profile(cpu)):
@@ -200,11 +202,7 @@ def exact_loss(n: int, m: int, sizes: Sizes) -> tuple[Any, list[Any]]:
 # --- parts of the library, compiled ------------------------------------------------------------
 
 
-def loss(*features: Any, **options: Any) -> Any:
-    """Returns KLOT and its `KlotAux`."""
-    return klot.klot_from_embeddings(*features, return_aux=True, **options)
-
-
+loss = functools.partial(klot.klot_from_embeddings, return_aux=True)
 loss_and_gradient = jax.jit(jax.value_and_grad(loss, argnums=(0, 1), has_aux=True))
 
 
@@ -226,20 +224,11 @@ def solve(x: Array, y: Array, *, algorithm: Any, int8: bool) -> solver.Scalings:
     """Solves the teacher's plan as `klot_from_embeddings` does."""
     kernel, logs = Kernel(Cosines.of(x, y, algorithm), int8=int8), log_uniform(len(x))
     goal = solver.goal(jnp.float32(TOLERANCE), 1.0, jnp.float32(EPSILON))
-    limits: Any = {"epsilon": EPSILON, "tolerance": goal, "max_iterations": 2000}
+    limits: Any = {"epsilon": EPSILON, "tolerance": goal, "max_iterations": solver.MAX_ITERATIONS}
     return solver.solve(kernel, logs, log_uniform(len(y)), **limits)[0]
 
 
-@jax.jit
-def multiply(f: Array, g: Array, state: KernelState, star: KernelState) -> Any:
-    """Multiplies P - P* with the student's features as `klot_from_embeddings` does."""
-    kernel, scalings = Kernel(Cosines.of(f, g)), solver.Scalings(*[jnp.zeros(0)] * 5)
-    student, teacher = (klot._Solved(kernel, x, scalings) for x in (state, star))
-    weights = jnp.exp(log_uniform(len(f))), jnp.exp(log_uniform(len(g)))
-    return klot._multiply(student, teacher, weights, klot.Options.of(1, None))
-
-
-# --- times and predictions ---------------------------------------------------------------------
+# --- times -------------------------------------------------------------------------------------
 
 
 def timed(function: Callable[..., Any], *args: Any, **options: Any) -> tuple[Any, float]:
@@ -253,73 +242,42 @@ def timed(function: Callable[..., Any], *args: Any, **options: Any) -> tuple[Any
     return result, min(times[1:])
 
 
-@functools.cache
-def bandwidth(size: int) -> float:
-    """Measures bytes per millisecond, read and written by an elementwise loop in place."""
-    loop = jax.jit(lambda x, n: jax.lax.fori_loop(0, n, lambda i, x: 0.5 * x + 0.5, x))
-    return 8 * size * 20 / timed(loop, jnp.ones(size, jnp.float32), 20)[1]
-
-
-@functools.cache
-def measure_product(algorithm: Any, n: int, width: int) -> tuple[float, float]:
-    """Multiplies n isotropic unit rows with n others. Returns the error and the milliseconds."""
-    rng = np.random.default_rng(0)
-    x, y = (unit(rng.standard_normal((n, width))).astype(np.float32) for _ in range(2))
-    product, ms = timed(jax.jit(lambda x, y: affinity.dot(x, y.T, algorithm)), x, y)
-    exact = x[::STRIDE].astype(np.float64) @ y.T.astype(np.float64)
-    return float(np.max(np.abs(np.asarray(product[::STRIDE]) - exact))), ms
-
-
-def predict(sizes: Sizes, moved: float, flops: float = 0.0, algorithm: Any = None) -> float:
-    """Predicts milliseconds from bytes and from the operations of matrix products."""
-    n, width = sizes.product
-    product = flops and measure_product(algorithm, n, width)[1] * flops / (2 * n * n * width)
-    return moved / bandwidth(sizes.stream) + product
-
-
-def predict_solve(
-    sizes: Sizes, n: int, m: int, width: int, algorithm: Any, int8: bool, sweeps: int = 0
-) -> float:
-    """Predicts the build of a kernel and sweeps over it.
-
-    The affinity is written, then read for its maximum, its sum and each copy of the kernel, of 4
-    bytes and 1 byte an entry. The copies are filled and written. A sweep reads one of them twice.
-    """
-    moved = 4 * (1 + 2 + 1 + int8) + 2 * (4 + int8) + sweeps * 2 * (1 if int8 else 4)
-    return predict(sizes, moved * n * m, 2 * n * m * width, algorithm)
-
-
 # --- checks ------------------------------------------------------------------------------------
 
 
 def check_memory(sizes: Sizes) -> Iterator[Row]:
-    """Measures the bandwidth of memory."""
-    rate, moved = bandwidth(sizes.stream), 8 * sizes.stream
-    yield Row("memory", f"{moved / 2**21:.0f} MiB in place, {rate / 1e6:.1f} GB/s", ms=moved / rate)
+    """Measures the bandwidth of memory by an elementwise loop in place."""
+    turns = 20  # enough that the launch does not count
+    loop = jax.jit(lambda x, n: jax.lax.fori_loop(0, n, lambda i, x: 0.5 * x + 0.5, x))
+    ms = timed(loop, jnp.ones(sizes.stream, jnp.float32), turns)[1] / turns
+    moved = 8 * sizes.stream  # every number is read and written
+    yield Row("memory", f"{moved / 2**21:.0f} MiB in place, {moved / ms / 1e6:.1f} GB/s", ms=ms)
 
 
 def check_product(sizes: Sizes, algorithm: Any, roles: Sequence[str]) -> Iterator[Row]:
-    """Compares products of unit rows with float64.
+    """Compares products of isotropic unit rows with float64.
 
     The limit is 16 times the estimated error. The largest of all errors is 3 times the estimate,
     10 times on hardware that truncates operands, and 23 times for bfloat16 in the place of TF32.
     """
-    n, width = sizes.product
-    error, ms = measure_product(algorithm, n, width)
+    (n, width), rng = sizes.product, np.random.default_rng(0)
+    x, y = (unit(rng.standard_normal((n, width))).astype(np.float32) for _ in range(2))
+    product, ms = timed(jax.jit(lambda x, y: affinity.dot(x, y.T, algorithm)), x, y)
+    exact = x[::STRIDE].astype(np.float64) @ y.T.astype(np.float64)
+    error = float(np.max(np.abs(np.asarray(product[::STRIDE]) - exact)))
     used = "all roles" if len(roles) == len(device.ROLES) else ", ".join(roles) or "unused"
     path = f"{ALGORITHMS[algorithm]}, {2e-9 * n * n * width / ms:.3g} TFLOP/s ({used})"
     yield Row(f"product {n} x {n} x {width}", path, error, 16 * product_error(algorithm, width), ms)
 
 
-def check_sweeps(sizes: Sizes, n: int, m: int) -> Iterator[Row]:
+def check_sweeps(n: int, m: int) -> Iterator[Row]:
     """Compares a kernel, its int8 copy, and the sums over both with float64."""
     (x, y), algorithm = clouds(n, m, WIDTH), device.profile().teacher
     state, ms = timed(build, x, y, FIRST_EPSILON, algorithm=algorithm, int8=True)
     exact = np.exp(unit(x[::STRIDE]) @ unit(y).T / FIRST_EPSILON)
     error = relative(state.matrix[::STRIDE], exact / np.mean(exact, axis=1, keepdims=True))
     limit = 16 * product_error(algorithm, WIDTH) / FIRST_EPSILON + sum_error(m)
-    predicted = predict_solve(sizes, n, m, WIDTH, algorithm, int8=True)
-    yield Row(f"build {n} x {m}", ALGORITHMS[algorithm], error, limit, ms, predicted)
+    yield Row(f"build {n} x {m}", ALGORITHMS[algorithm], error, limit, ms)
     # Two bits of mantissa, and no number below 2^-26.
     error = relative(widen(state.int8[::STRIDE]), jnp.maximum(state.matrix[::STRIDE], 2.0**-26))
     yield Row(f"build {n} x {m}", "int8", error, 2.0**-3)
@@ -327,12 +285,11 @@ def check_sweeps(sizes: Sizes, n: int, m: int) -> Iterator[Row]:
     a = np.full(n, 1 / n, np.float32)
     c = np.random.default_rng(0).uniform(0.5, 1.5, m).astype(np.float32) / np.float32(m)
     kernel = Kernel(Cosines.of(jnp.asarray(x), jnp.asarray(y)), int8=True)
-    for path, sweep, size in (("float32", kernel.sweep, 4), ("int8", kernel.sweep_int8, 1)):
+    for path, sweep in (("float32", kernel.sweep), ("int8", kernel.sweep_int8)):
         found, ms = timed(jax.jit(sweep), state, a, c)
-        exact = exact_sums(state.matrix if size == 4 else widen(state.int8), a, c)
+        exact = exact_sums(state.matrix if path == "float32" else widen(state.int8), a, c)
         error = float(np.max([*map(relative, found, exact)]))
-        predicted = predict(sizes, 2 * size * n * m)
-        yield Row(f"sweep {n} x {m}", path, error, sum_error(max(n, m)), ms, predicted)
+        yield Row(f"sweep {n} x {m}", path, error, sum_error(max(n, m)), ms)
 
 
 def check_plan(sizes: Sizes, int8: bool) -> Iterator[Row]:
@@ -344,9 +301,8 @@ def check_plan(sizes: Sizes, int8: bool) -> Iterator[Row]:
     x, y = clouds(n, n, WIDTH)
     plan, ms = timed(solve, x, y, algorithm=algorithm, int8=int8)
     limit = TOLERANCE + 2 * product_error(algorithm, WIDTH) / EPSILON
-    predicted = predict_solve(sizes, n, n, WIDTH, algorithm, int8, int(plan.iterations))
     path = f"{'int8' if int8 else 'float32'}, {plan.iterations} sweeps"
-    yield Row(f"plan {n} x {n}", path, exact_error(x, y, plan.u, plan.v), limit, ms, predicted)
+    yield Row(f"plan {n} x {n}", path, exact_error(x, y, plan.u, plan.v), limit, ms)
 
 
 def check_loss(sizes: Sizes, n: int, m: int, x64: bool = False, mesh: Any = None) -> Iterator[Row]:
@@ -377,32 +333,14 @@ def check_devices(sizes: Sizes) -> Iterator[Row]:
 
 
 def check_step(sizes: Sizes) -> Iterator[Row]:
-    """Times the parts of a training step that `check_sweeps` does not time, and all of KLOT."""
-    own, n, (d, e) = device.profile(), sizes.rows, sizes.widths
-    f, g, z, w = (jnp.asarray(x) for x in features(n, n, sizes))
+    """Times KLOT and its gradient at the size of a training batch."""
+    n = sizes.rows
     int8 = blocks.storage(n, n, jnp.float32).int8
-    state, ms = timed(build, z, w, EPSILON, algorithm=own.teacher, int8=int8)
-    predicted = predict_solve(sizes, n, n, e, own.teacher, int8)
-    yield Row(f"step: build, n = {n}", ALGORITHMS[own.teacher], ms=ms, predicted=predicted)
-
-    # Sums and copies of P - P* read both kernels again: 11 times 4 bytes an entry.
-    products = predict(sizes, 44 * n * n, 4 * n * n * d, own.gradient)
-    _, ms = timed(multiply, f, g, state, state)
-    yield Row(f"step: products, n = {n}", ALGORITHMS[own.gradient], ms=ms, predicted=products)
-    del state
-
-    head = heads.AffineMap(jnp.ones((d, e), jnp.float32), jnp.zeros(d, jnp.float32))
-    _, ms = timed(jax.jit(heads.AffineMap.__call__), head, z)
-    predicted = predict(sizes, 4 * n * (4 * e + d), 2 * n * e * d, own.heads)
-    yield Row(f"step: head, n = {n}", ALGORITHMS[own.heads], ms=ms, predicted=predicted)
-
-    ((_, aux), _), ms = timed(loss_and_gradient, f, g, z, w)
-    counts = int(aux.teacher.iterations), int(aux.student.iterations)
-    teacher = predict_solve(sizes, n, n, e, own.teacher, int8, counts[0])
-    student = predict_solve(sizes, n, n, d, own.student, False, counts[1])
+    ((_, aux), _), ms = timed(loss_and_gradient, *features(n, n, sizes))
     error = float(np.maximum(aux.teacher.error, aux.student.error))
-    path = f"{'int8' if int8 else 'float32'}, {counts[0]} + {counts[1]} sweeps"
-    yield Row(f"step: loss, n = {n}", path, error, TOLERANCE, ms, teacher + student + products)
+    sweeps = f"{aux.teacher.iterations} + {aux.student.iterations} sweeps"
+    path = f"{'int8' if int8 else 'float32'}, {sweeps}"
+    yield Row(f"step: loss, n = {n}", path, error, TOLERANCE, ms)
 
 
 def cases(sizes: Sizes) -> list[functools.partial[Iterator[Row]]]:
@@ -414,7 +352,7 @@ def cases(sizes: Sizes) -> list[functools.partial[Iterator[Row]]]:
     return [
         case(check_memory, sizes),
         *(case(check_product, sizes, x, roles[x]) for x in shown),
-        *(case(check_sweeps, sizes, *shape) for shape in sizes.kernels),
+        *(case(check_sweeps, *shape) for shape in sizes.kernels),
         *(case(check_plan, sizes, int8) for int8 in (False, True)),
         *(case(check_loss, sizes, *shape) for shape in sizes.losses),
         case(check_loss, sizes, *sizes.losses[0], x64=True),
@@ -426,8 +364,8 @@ def cases(sizes: Sizes) -> list[functools.partial[Iterator[Row]]]:
 # --- report ------------------------------------------------------------------------------------
 
 NAMES = ("memory", "product", "sweeps", "plan", "loss", "devices", "step")
-COLUMNS = ("check", "path", "error", "limit", "ms", "predicted", "ratio", "ok")
-FORMAT = "{:<26} | {:<36} | {:>7} | {:>7} | {:>7} | {:>9} | {:>6} | {}"
+COLUMNS = ("check", "path", "error", "limit", "ms", "ok")
+FORMAT = "{:<26} | {:<36} | {:>7} | {:>7} | {:>7} | {}"
 
 
 def describe() -> dict[str, Any]:
@@ -457,18 +395,26 @@ def run(case: functools.partial[Iterator[Row]]) -> Iterator[Row]:
 def line(row: Row) -> str:
     """Formats a row of the table."""
     errors = ("" if x is None else f"{x:.1e}" for x in (row.error, row.limit))
-    times = ("" if x is None else f"{x:.3g}" for x in (row.ms, row.predicted, row.ratio))
-    return FORMAT.format(row.check, row.path, *errors, *times, "yes" if row.ok else "no")
+    ms = "" if row.ms is None else f"{row.ms:.3g}"
+    return FORMAT.format(row.check, row.path, *errors, ms, "yes" if row.ok else "no")
 
 
 def as_json(row: Row) -> dict[str, Any]:
     """Returns a row as JSON values, with None for numbers that are not finite."""
     values = {name: getattr(row, name) for name in COLUMNS}
+    # JSON has no NaN and no infinity.
     return {name: None if x in (math.inf, None) or x != x else x for name, x in values.items()}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs the checks and prints their rows. Returns the exit code."""
+    """Runs the checks and prints their rows.
+
+    Args:
+        argv: arguments of the command, by default those of this process.
+
+    Returns:
+        The exit code, 1 if a row fails.
+    """
     parser = argparse.ArgumentParser(prog="python -m sotalign_jax.selfcheck", description=__doc__)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument("--json", action="store_true", help="print JSON")

@@ -99,7 +99,7 @@ def test_fast_products_would_damage_the_teacher_s_plan(rng):
 
     def worst_entry(k):
         exact = sinkhorn(jnp.asarray(unit[0] @ unit[1].T, jnp.float32), epsilon=5e-3)
-        plan = sinkhorn(jnp.asarray(k, jnp.float32), epsilon=5e-3, init=(exact.u, exact.v))
+        plan = sinkhorn(jnp.asarray(k, jnp.float32), epsilon=5e-3, init_v=exact.v)
         ratio = np.asarray(plan.log_matrix() - exact.log_matrix())[exact.matrix() > 1e-4]
         return np.abs(np.expm1(ratio)).max()
 

@@ -89,7 +89,7 @@ def test_search_finds_what_the_whole_matrix_says(aligned, table, direction):
     similarity = aligned.similarity(x, y)
     queries, gallery = (x, y) if direction == "x_to_y" else (y, x)
     expected = similarity if direction == "x_to_y" else similarity.T
-    scores, indices = aligned.search(queries, gallery, 4, direction=direction, chunk=16)
+    scores, indices = aligned.search(queries, gallery, 4, direction=direction, block_size=16)
     assert isinstance(scores, np.ndarray) and indices.shape == (len(queries), 4)
     np.testing.assert_array_equal(indices, np.argsort(-expected, axis=1, kind="stable")[:, :4])
     np.testing.assert_allclose(scores, np.take_along_axis(expected, indices, axis=1), atol=1e-6)

@@ -136,7 +136,7 @@ def test_the_circle_has_its_golden_value(x64):
 
 
 def test_random_planes_are_orthonormal_and_as_far_apart_as_pots(x64, rng):
-    planes = np.asarray(diagnostics.random_planes(jax.random.key(0), 400, 5))
+    planes = np.asarray(diagnostics._random_planes(jax.random.key(0), 400, 5))
     gram = np.einsum("pdi,pdj->pij", planes, planes)
     np.testing.assert_allclose(gram, np.broadcast_to(np.eye(2), gram.shape), atol=1e-12)
     x, y = _sets(rng, 60, 60, 5)
@@ -146,7 +146,7 @@ def test_random_planes_are_orthonormal_and_as_far_apart_as_pots(x64, rng):
 
 
 def test_random_directions_are_uniform():
-    x = np.asarray(diagnostics.random_sphere(20_000, 3, seed=1))
+    x = np.asarray(diagnostics._random_sphere(20_000, 3, seed=1))
     np.testing.assert_allclose(np.linalg.norm(x, axis=1), 1, atol=1e-6)
     # Archimedes: each coordinate of a direction in space is uniform in -1..1.
     deciles = np.quantile(x, np.linspace(0.1, 0.9, 9), axis=0)
@@ -185,7 +185,7 @@ def test_repetitions_share_one_program_that_takes_little_memory(compilations):
         diagnostics.pool_shift(x, x + 1, repeats=3, projections=9)
     assert not compiled
     shapes = [jax.ShapeDtypeStruct(s, jnp.float32) for s in ((n, dim), (count, dim, 2))]
-    memory = diagnostics.circle_embedding.lower(*shapes).compile().memory_analysis()
+    memory = diagnostics._circle_embedding.lower(*shapes).compile().memory_analysis()
     assert memory.temp_size_in_bytes < 4 * n * count / 2
 
 

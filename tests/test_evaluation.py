@@ -32,22 +32,22 @@ def _oracle(x, y, owner, ks):
     return out
 
 
-@pytest.mark.parametrize("chunk", [1, 16, 4096])
-def test_one_to_one_retrieval_equals_sorting(chunk):
+@pytest.mark.parametrize("block_size", [1, 16, 4096])
+def test_one_to_one_retrieval_equals_sorting(block_size):
     x = _rows(37, 6)
     y = 3.0 * (x + _rows(37, 6, 1))
-    got = evaluation.retrieval(x, y, chunk=chunk)
+    got = evaluation.retrieval(x, y, block_size=block_size)
     assert got == pytest.approx(_oracle(x, y, np.arange(37), (1, 5, 10)))
     assert 0 < got["mean/R@1"] < got["mean/R@10"] < 100
 
 
-@pytest.mark.parametrize("chunk", [10, 4096])
-def test_several_captions_each_equals_sorting(chunk):
+@pytest.mark.parametrize("block_size", [10, 4096])
+def test_several_captions_each_equals_sorting(block_size):
     rng = np.random.default_rng(2)
     owner = rng.permutation(np.concatenate([np.arange(23), rng.integers(0, 23, 60)]))
     x = _rows(23, 5)
     y = x[owner] + _rows(83, 5, 1)
-    got = evaluation.retrieval(x, y, owner, ks=(1, 3), chunk=chunk)
+    got = evaluation.retrieval(x, y, owner, ks=(1, 3), block_size=block_size)
     assert got == pytest.approx(_oracle(x, y, owner, (1, 3)))
 
 
@@ -57,13 +57,13 @@ def test_ties_go_to_the_lower_index():
     x = rng.choice([-0.5, 0.5], (40, 4)).astype(np.float32)
     y = rng.choice([-0.5, 0.5], (90, 4)).astype(np.float32)
     owner = rng.permutation(np.concatenate([np.arange(40), rng.integers(0, 40, 50)]))
-    got = evaluation.retrieval(x, y, owner, ks=(1, 5, 10, 30), chunk=16)
+    got = evaluation.retrieval(x, y, owner, ks=(1, 5, 10, 30), block_size=16)
     assert got == pytest.approx(_oracle(x, y, owner, (1, 5, 10, 30)))
 
 
 def test_collapsed_features_score_chance():
     constant = np.ones((50, 8), np.float32)
-    got = evaluation.retrieval(constant, constant, chunk=16)
+    got = evaluation.retrieval(constant, constant, block_size=16)
     assert got["mean/R@1"] == pytest.approx(2.0)
     assert got["x_to_y/R@10"] == got["y_to_x/R@10"] == pytest.approx(20.0)
 
@@ -76,19 +76,21 @@ def test_narrow_features_are_scored_in_float32(dtype):
 
 
 def test_retrieval_compiles_once_per_shape_and_whatever_the_cut_offs(compilations):
-    evaluation.retrieval(_rows(31, 3), _rows(31, 3, 9), chunk=8)
+    evaluation.retrieval(_rows(31, 3), _rows(31, 3, 9), block_size=8)
     with compilations() as compiled:
         for seed in range(3):
-            evaluation.retrieval(_rows(31, 3, seed), _rows(31, 3), ks=(1 + seed,), chunk=8)
+            evaluation.retrieval(_rows(31, 3, seed), _rows(31, 3), ks=(1 + seed,), block_size=8)
     assert not compiled
 
 
 def test_the_score_matrix_never_exists():
-    n, m, d, chunk = 2048, 4096, 8, 128
+    n, m, d, block_size = 2048, 4096, 8, 128
     shapes = [jax.ShapeDtypeStruct(s, jnp.float32) for s in ((n, d), (m, d))]
     owner = jax.ShapeDtypeStruct((m,), jnp.int32)
     biases = [jax.ShapeDtypeStruct((size,), jnp.float32) for size in (n, m)]
-    compiled = evaluation.match_ranks.lower(*shapes, owner, *biases, chunk=chunk).compile()
+    compiled = evaluation.match_ranks.lower(
+        *shapes, owner, *biases, block_size=block_size
+    ).compile()
     assert compiled.memory_analysis().temp_size_in_bytes < 4 * n * m / 4
 
 
@@ -102,7 +104,7 @@ def test_the_score_matrix_never_exists():
         (_rows(4, 3), np.full((4, 3), np.nan), {}, "y: features contain NaN"),
         (np.full((4, 3), np.inf), _rows(4, 3), {}, "x: features contain NaN or inf"),
         (_rows(4, 3), _rows(4, 3), {"ks": (0, 1)}, "ks: "),
-        (_rows(4, 3), _rows(4, 3), {"chunk": 0}, "chunk: is 0"),
+        (_rows(4, 3), _rows(4, 3), {"block_size": 0}, "block_size: is 0"),
     ],
 )
 def test_bad_retrieval_input(x, y, options, message):
@@ -110,13 +112,13 @@ def test_bad_retrieval_input(x, y, options, message):
         evaluation.retrieval(x, y, **options)
 
 
-@pytest.mark.parametrize("chunk", [9, 4096])
-def test_zero_shot_equals_the_formula(chunk):
+@pytest.mark.parametrize("block_size", [9, 4096])
+def test_zero_shot_equals_the_formula(block_size):
     x, prompts = _rows(70, 5), _rows(28, 5, 1).reshape(7, 4, 5) * np.arange(1, 5)[:, None]
     labels = np.random.default_rng(4).integers(0, 6, 70)  # class 6 never occurs
     classes = _unit(_unit(prompts.astype(np.float64)).mean(axis=1))
     right = (_unit(x) @ classes.T).argmax(axis=1) == labels
-    got = evaluation.zero_shot(x, prompts, labels, chunk=chunk)
+    got = evaluation.zero_shot(x, prompts, labels, block_size=block_size)
     per_class = [right[labels == c].mean() for c in range(6)]
     assert got == pytest.approx(
         {"zero_shot/top1": 100 * right.mean(), "zero_shot/mean_per_class": 100 * np.mean(per_class)}

@@ -108,7 +108,9 @@ def test_klot_equals_the_converged_reference(x64):
 
 
 def test_infonce_golden_value(x64):
-    value = losses.infonce(jnp.array(K), jnp.array(K_STAR), epsilon_star=0.05, symmetric=False)
+    value = losses.infonce_divergence(
+        jnp.array(K), jnp.array(K_STAR), epsilon_star=0.05, symmetric=False
+    )
     np.testing.assert_allclose(value, 3.2003793801462144, rtol=1e-14)
 
 
@@ -444,24 +446,26 @@ def test_cka_properties(x64):
 
 def test_infonce_gradient_is_the_difference_of_softmaxes(x64):
     k, k_star = cosines()
-    loss = functools.partial(losses.infonce, symmetric=False)
+    loss = functools.partial(losses.infonce_divergence, symmetric=False)
     gradient = jax.grad(loss)(k, k_star)
     difference = jax.nn.softmax(k / 0.05) - jax.nn.softmax(k_star / 0.005)
     np.testing.assert_allclose(gradient, difference / (N * 0.05), atol=1e-13)
-    assert not jax.grad(losses.infonce, argnums=1)(k, k_star).any()
+    assert not jax.grad(losses.infonce_divergence, argnums=1)(k, k_star).any()
 
 
 def test_infonce_symmetric_is_the_mean_of_both_directions(x64):
     k, k_star = cosines()
-    rows = losses.infonce(k, k_star, symmetric=False)
-    columns = losses.infonce(k.T, k_star.T, symmetric=False)
-    np.testing.assert_allclose(losses.infonce(k, k_star), (rows + columns) / 2, rtol=1e-14)
+    rows = losses.infonce_divergence(k, k_star, symmetric=False)
+    columns = losses.infonce_divergence(k.T, k_star.T, symmetric=False)
+    np.testing.assert_allclose(
+        losses.infonce_divergence(k, k_star), (rows + columns) / 2, rtol=1e-14
+    )
 
 
 def test_infonce_hard_targets_are_the_limit_of_soft_ones(x64):
     k, k_star = cosines()
-    hard = losses.infonce(k, k_star, targets="hard")
-    soft = losses.infonce(k, k_star, epsilon_star=1e-5)
+    hard = losses.infonce_divergence(k, k_star, targets="hard")
+    soft = losses.infonce_divergence(k, k_star, epsilon_star=1e-5)
     np.testing.assert_allclose(soft, hard, rtol=1e-10)
 
 
@@ -506,7 +510,7 @@ def test_other_derivatives_are_refused(loss):
         ),
         (
             lambda: klot_lib.klot(jnp.eye(3), jnp.eye(3), init_v=(jnp.zeros(2), jnp.zeros(3))),
-            r"init: v has shape \(2,\)",
+            r"init_v: has shape \(2,\)",
         ),
         (
             lambda: klot_lib.klot(jnp.eye(3), jnp.eye(3), init_v=jnp.zeros(3)),
@@ -536,7 +540,10 @@ def test_other_derivatives_are_refused(loss):
             lambda: klot_lib.klot_from_embeddings(*features(*[(3, 2)] * 4), block_size=0),
             "block_size: is 0",
         ),
-        (lambda: losses.infonce(jnp.eye(3), jnp.eye(3), targets="firm"), "targets: 'firm'"),
+        (
+            lambda: losses.infonce_divergence(jnp.eye(3), jnp.eye(3), targets="firm"),
+            "targets: 'firm'",
+        ),
     ],
 )
 def test_bad_arguments(call, message):
@@ -565,7 +572,7 @@ def test_padding_of_klot_may_hold_anything(rng):
     assert jnp.isfinite(gradient[:4]).all() and not gradient[4].any()
 
 
-@pytest.mark.parametrize("divergence", [losses.cka, losses.infonce, klot_lib.klot])
+@pytest.mark.parametrize("divergence", [losses.cka, losses.infonce_divergence, klot_lib.klot])
 def test_affinities_of_other_shapes_do_not_broadcast(divergence):
     with pytest.raises(checks.InputError, match=r"K_star: has shape \(1, 3\) but K has \(3, 3\)"):
         divergence(jnp.eye(3), jnp.ones((1, 3)))

@@ -92,9 +92,7 @@ def test_infonce_equals_optax_softmax_cross_entropy():
     labels = np.arange(6)
     cross_entropy = optax.losses.softmax_cross_entropy_with_integer_labels
     expected = 0.5 * (cross_entropy(logits, labels) + cross_entropy(logits.T, labels)).mean()
-    np.testing.assert_allclose(
-        losses.symmetric_infonce(f, g, log_scale=log_scale), expected, rtol=1e-6
-    )
+    np.testing.assert_allclose(losses.infonce(f, g, log_scale=log_scale), expected, rtol=1e-6)
 
 
 def test_infonce_negatives_join_the_columns():
@@ -103,7 +101,7 @@ def test_infonce_negatives_join_the_columns():
     rows = 20.0 * affinity.cosine(f, jnp.concatenate([g, more_g]))
     columns = 20.0 * affinity.cosine(g, jnp.concatenate([f, more_f]))
     expected = 0.5 * sum(cross_entropy(z, np.arange(6)).mean() for z in (rows, columns))
-    value = losses.symmetric_infonce(f, g, negatives_f=more_f, negatives_g=more_g)
+    value = losses.infonce(f, g, negatives_f=more_f, negatives_g=more_g)
     np.testing.assert_allclose(value, expected, rtol=1e-5)
 
 
@@ -118,7 +116,7 @@ def test_gradients(x64):
 
     @jax.jit
     def infonce(f, g, log_scale):
-        return losses.symmetric_infonce(f, g, log_scale=log_scale)
+        return losses.infonce(f, g, log_scale=log_scale)
 
     check_grads(siglip, (f, g, more, jnp.array(1.0), jnp.array(-2.0)), order=1, modes=["rev"])
     check_grads(infonce, (f, g, jnp.array(1.0)), order=1, modes=["rev"])
@@ -128,7 +126,7 @@ def test_mistakes_are_named():
     with pytest.raises(checks.InputError, match=r"f has shape \(3, 2\) but g has \(4, 2\)"):
         losses.siglip(jnp.ones((3, 2)), jnp.ones((4, 2)))
     with pytest.raises(checks.InputError, match="f has shape"):
-        losses.symmetric_infonce(jnp.ones((3, 2)), jnp.ones((4, 2)))
+        losses.infonce(jnp.ones((3, 2)), jnp.ones((4, 2)))
     with pytest.raises(checks.InputError, match="pass a larger matrix, or fewer positives"):
         losses.siglip_from_affinity(jnp.ones((3, 2)), scale=1.0, bias=0.0)
     with pytest.raises(checks.InputError, match="normalization: 'sum' is unknown"):

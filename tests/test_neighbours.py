@@ -29,10 +29,10 @@ def keys(rng, queries):
     return rows.astype(np.float32)
 
 
-@pytest.mark.parametrize("chunk", [1, 16, 1024])
+@pytest.mark.parametrize("block_size", [1, 16, 1024])
 @pytest.mark.parametrize("skip", ["none", "equal"])
-def test_equals_brute_force_whatever_the_chunk(queries, keys, chunk, skip):
-    found = neighbours.nearest(queries, keys, 6, skip=skip, chunk=chunk).indices
+def test_equals_brute_force_whatever_the_block_size(queries, keys, block_size, skip):
+    found = neighbours.nearest(queries, keys, 6, skip=skip, block_size=block_size).indices
     np.testing.assert_array_equal(found, by_sorting(queries, keys, 6, skip))
     assert found.dtype == jnp.int32
 
@@ -53,21 +53,21 @@ def test_scores_are_cosines_of_the_indices(queries, keys):
     np.testing.assert_allclose(scores, expected, atol=1e-6)
 
 
-@pytest.mark.parametrize("chunk", [4, 100])
-def test_a_row_is_not_its_own_neighbour_but_its_duplicate_is(keys, chunk):
-    found = neighbours.nearest(keys, keys, 1, skip="itself", chunk=chunk).indices
+@pytest.mark.parametrize("block_size", [4, 100])
+def test_a_row_is_not_its_own_neighbour_but_its_duplicate_is(keys, block_size):
+    found = neighbours.nearest(keys, keys, 1, skip="itself", block_size=block_size).indices
     assert found[60].tolist() == [61] and found[61].tolist() == [60]
     assert not np.any(np.asarray(found)[:, 0] == np.arange(len(keys)))
 
 
-@pytest.mark.parametrize("chunk", [1, 3, 100])
-def test_ties_go_to_the_lower_index(chunk):
+@pytest.mark.parametrize("block_size", [1, 3, 100])
+def test_ties_go_to_the_lower_index(block_size):
     # Cosines of 0, 1/2 and 1, without rounding.
     kinds = np.array([[4, 0, 0, 0], [1, 1, 1, 1], [0, 0, 2, 0]], np.float32)
     keys = kinds[[1, 0, 1, 2, 0, 1, 2, 0, 0, 1, 2]]
-    found = neighbours.nearest(kinds[:1], keys, 11, chunk=chunk).indices
+    found = neighbours.nearest(kinds[:1], keys, 11, block_size=block_size).indices
     assert found.tolist() == [[1, 4, 7, 8, 0, 2, 5, 9, 3, 6, 10]]
-    found = neighbours.nearest(kinds[:1], keys, 6, chunk=chunk, skip="equal").indices
+    found = neighbours.nearest(kinds[:1], keys, 6, block_size=block_size, skip="equal").indices
     assert found.tolist() == [[0, 2, 5, 9, 3, 6]]
 
 
@@ -99,16 +99,16 @@ def test_half_precision_is_compared_in_float32(queries, keys):
 
 def test_works_with_64_bits(x64, queries, keys):
     wide = queries.astype(np.float64), keys.astype(np.float64)
-    found = neighbours.nearest(*wide, 5, skip="equal", chunk=16).indices
+    found = neighbours.nearest(*wide, 5, skip="equal", block_size=16).indices
     np.testing.assert_array_equal(found, by_sorting(*wide, 5, "equal"))
     assert found.dtype == jnp.int32
 
 
 @pytest.mark.parametrize("skip", ["none", "equal"])
 def test_memory_is_a_block_whatever_the_number_of_keys(skip):
-    def temporaries(n, m, d=32, chunk=64):
+    def temporaries(n, m, d=32, block_size=64):
         queries, keys = jnp.ones((n, d), jnp.float16), jnp.ones((m, d), jnp.float16)
-        lowered = neighbours.top_k.lower(queries, keys, 5, skip=skip, chunk=chunk)
+        lowered = neighbours.top_k.lower(queries, keys, 5, skip=skip, block_size=block_size)
         return lowered.compile().memory_analysis().temp_size_in_bytes
 
     small, large = temporaries(256, 512), temporaries(256, 65_536)
@@ -133,7 +133,7 @@ def test_no_queries_have_no_neighbours(keys):
     [
         ({"k": 102}, "k: is 102"),
         ({"k": 0}, "k: is 0"),
-        ({"chunk": 0}, "chunk: is 0"),
+        ({"block_size": 0}, "block_size: is 0"),
         ({"queries": np.ones((3, 7))}, r"keys: have shape \(101, 8\)"),
         ({"queries": np.ones(8)}, r"queries have \(8,\); pass two matrices of one width"),
         ({"queries": np.full((3, 8), np.nan)}, "queries: rows contain NaN or inf"),

@@ -132,7 +132,7 @@ def test_soft_cross_entropy_equals_optax(rng):
     both = losses.soft_cross_entropy(f[:4], g, one_hot) + losses.soft_cross_entropy(
         g, f[:4], one_hot
     )
-    np.testing.assert_allclose(both / 2, losses.symmetric_infonce(f[:4], g), rtol=1e-5)
+    np.testing.assert_allclose(both / 2, losses.infonce(f[:4], g), rtol=1e-5)
 
 
 @pytest.mark.parametrize("space", sclip.SPACES)
@@ -202,7 +202,7 @@ def test_gradients_flow_through_the_labels_unless_detached(student, batch, space
         both = nnx.merge(graphdef, params)
         f, g, x = both.x(batch.a), both.y(batch.b), both.x(batch.x)
         scale = {"log_scale": both.log_scale[...]}
-        infonce = losses.symmetric_infonce(f, g, negatives_f=x, **scale)
+        infonce = losses.infonce(f, g, negatives_f=x, **scale)
         return infonce + 2.0 * losses.soft_cross_entropy(x, g, constant, **scale)
 
     check_grads(loss, (params,), order=1, modes=["rev"])

@@ -18,9 +18,8 @@ ROOT = pathlib.Path(__file__).parents[1]
 
 @pytest.fixture(autouse=True)
 def _forget():
-    """Drops measurements and programs of the parts that a test replaces."""
+    """Drops the programs of the parts that a test replaces."""
     yield
-    selfcheck.measure_product.cache_clear()
     selfcheck.build.clear_cache()
 
 
@@ -47,7 +46,6 @@ def test_selfcheck_passes_on_two_devices():
     rows = found["rows"]
     assert all(tuple(row) == selfcheck.COLUMNS for row in rows)
     assert all(row["ok"] and row["error"] is not None for row in rows if row["limit"])
-    assert all(row["ratio"] > 0 for row in rows if row["predicted"])
     names = {row["check"].split()[0] for row in rows}
     assert names == {"memory", "product", "build", "sweep", "plan", "loss", "gradient", "step:"}
     assert {row["path"] for row in rows if row["check"].startswith("gradient")} == {

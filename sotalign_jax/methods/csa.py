@@ -1,4 +1,9 @@
-"""CSA: canonical correlation analysis with a similarity weighted by the correlations."""
+"""CSA: canonical correlation analysis with a similarity weighted by the correlations.
+
+References:
+    P. Li et al., "CSA: data-efficient mapping of unimodal features to multimodal features", ICLR
+    2025.
+"""
 
 import dataclasses
 from typing import Any, ClassVar
@@ -16,14 +21,17 @@ from sotalign_jax.ot import affinity
 
 @dataclasses.dataclass(frozen=True)
 class CSA(base.Fitted):
-    """sum_k rho_k z_xk z_yk of unit rows z of leading canonical variates of the pairs.
+    """Fits the similarity sum_k rho_k z_xk z_yk of leading canonical variates of the pairs.
 
-    Published without a ridge: with fewer pairs than features all correlations are then 1 and
-    the directions carry next to nothing.
+    The method is published without a ridge. With fewer pairs than features, all correlations are
+    then 1 and the directions carry next to nothing.
 
     Attributes:
-        dim: directions kept, fewer when the pairs determine fewer; 200 as published.
-        ridge: added to both covariances, as a multiple of their mean variance.
+        dim: number of directions, fewer if the pairs determine fewer. Published: 200.
+        ridge: multiple of the mean variance that is added to both covariances.
+
+    References:
+        P. Li et al., "CSA", ICLR 2025.
     """
 
     grid: ClassVar[base.Grid] = {"dim": (50, 100, 200)}
@@ -36,8 +44,9 @@ class CSA(base.Fitted):
         checks.at_least(0, ridge=self.ridge)
 
     def fit(self, dataset: data.Dataset, *, seed: int, progress: bool = False) -> Heads:
-        """Heads whose cosine is CSA's similarity; nothing is random."""
+        """Fits heads whose cosine is CSA's similarity. The seed is not used."""
         found = teachers.canonical_correlations(dataset.pairs_x, dataset.pairs_y, ridge=self.ridge)
+        # Correlations are in decreasing order.
         rho = found.correlations[: self.dim]
         return Heads(
             CSAHead.fitted(found.mean_x, found.weights_x[:, : self.dim], rho, "x"),
@@ -46,22 +55,25 @@ class CSA(base.Fitted):
 
 
 class CSAHead(Head):
-    """Unit rows whose dot product across modalities is CSA's similarity sum_k rho_k z_xk z_yk.
+    """Head with unit rows, whose dot product across modalities is CSA's similarity.
 
-    z = (row - mean) W / ||(row - mean) W||, and rho_k in [0, 1] is how well direction k correlates.
-    Its root is shared between both sides, and what a row then lacks to length 1 is put where the
-    other side has a zero:
+    z = (row - mean) W / ||(row - mean) W||, and rho_k in [0, 1] is the correlation of direction k.
+    Both sides get sqrt(rho). The remainder to length 1 is put where the other side has a zero:
 
         x -> (sqrt(rho) z_x, sqrt(1 - ||sqrt(rho) z_x||^2), 0)
         y -> (sqrt(rho) z_y, 0, sqrt(1 - ||sqrt(rho) z_y||^2))
 
-    `d_out` is two more than the directions.
+    Attributes:
+        d_in: width of the embeddings.
+        d_out: number of directions plus two.
+        side: "x" or "y".
 
-    >>> rho = np.array([1.0, 0.25])
-    >>> x, y = (CSAHead.fitted(np.zeros(2), np.eye(2), rho, side) for side in "xy")
-    >>> rows = jnp.array([[0.6, 0.8]])
-    >>> print(affinity.dot(x(rows), y(rows).T))  # 1.0 * 0.6^2 + 0.25 * 0.8^2
-    [[0.52]]
+    Example:
+        >>> rho = np.array([1.0, 0.25])
+        >>> x, y = (CSAHead.fitted(np.zeros(2), np.eye(2), rho, side) for side in "xy")
+        >>> rows = jnp.array([[0.6, 0.8]])
+        >>> print(affinity.dot(x(rows), y(rows).T))  # 1.0 * 0.6^2 + 0.25 * 0.8^2
+        [[0.52]]
     """
 
     kind = "csa"
@@ -80,16 +92,29 @@ class CSAHead(Head):
         mean, rho = self.mean[...], self.rho[...]
         centred = jnp.asarray(x).astype(mean.dtype) - mean
         z = affinity.l2_normalize(affinity.dot(centred, self.kernel[...])) * jnp.sqrt(rho)
+        # Clipped, because rounding can make a length exceed 1.
         rest = jnp.sqrt(jnp.maximum(1.0 - jnp.sum(jnp.square(z), axis=1, keepdims=True), 0.0))
+        # The two sides have their remainder in different columns, whose products are 0.
         ends = (rest, jnp.zeros_like(rest))
         return jnp.concatenate([z, *(ends if self.side == "x" else ends[::-1])], axis=1)
 
     @classmethod
     def fitted(cls, mean: Rows, weights: Rows, rho: Rows, side: str) -> "CSAHead":
-        """The head of these values; `rho` is clipped to [0, 1]."""
+        """Builds a head from fitted values.
+
+        Args:
+            mean: mean of the embeddings, shape [d].
+            weights: canonical directions, shape [d, k].
+            rho: correlations, clipped to [0, 1], shape [k].
+            side: "x" or "y".
+
+        Returns:
+            The head.
+        """
         head = cls(len(mean), len(rho) + 2, side=side, rngs=nnx.Rngs(0))
         head.mean[...] = jnp.asarray(mean, jnp.float32)
-        # Lengths are normalised away: a common factor keeps large weights within float32.
+        # The outputs are normalised, so that a common factor is free. It keeps large weights within
+        # float32.
         head.kernel[...] = jnp.asarray(weights / np.abs(weights).max(), jnp.float32)
         head.rho[...] = jnp.clip(jnp.asarray(rho, jnp.float32), 0.0, 1.0)
         return head

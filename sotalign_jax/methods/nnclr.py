@@ -1,4 +1,11 @@
-"""NNCLR, as in DeCLIP: neighbours of a pair's rows in the pools are positives, too."""
+"""NNCLR as in DeCLIP: neighbours of a pair's rows in the pools are positives, too.
+
+References:
+    D. Dwibedi et al., "With a little help from my friends: nearest-neighbor contrastive learning of
+    visual representations", ICCV 2021 (NNCLR).
+    Y. Li et al., "Supervision exists everywhere: a data efficient contrastive language-image
+    pre-training paradigm", ICLR 2022 (DeCLIP).
+"""
 
 import dataclasses
 from typing import Any, ClassVar
@@ -13,17 +20,23 @@ from sotalign_jax.sampling import Batch, DeviceData
 
 @dataclasses.dataclass(frozen=True)
 class NNCLR(base.Objective):
-    """SigLIP(f(A), g(B)) + w_text SigLIP(f(A), g(NN(B))) + w_image SigLIP(f(NN(A)), g(B)).
+    """Trains on SigLIP of the pairs and of pairs with one row replaced by a neighbour.
 
-    NN(b) is one of the k unpaired rows that are closest to b by the cosine of the embeddings as
-    they were given, drawn anew at every step. Pools may hold the paired rows: a row is never its
-    own neighbour, see `neighbours.nearest`.
+        SigLIP(f(A), g(B)) + w_text SigLIP(f(A), g(NN(B))) + w_image SigLIP(f(NN(A)), g(B))
+
+    NN(b) is one of the k unpaired rows with the largest cosine to b, in the embeddings as given,
+    and is drawn anew at every step. Pools may hold the paired rows: a row is never its own
+    neighbour, see `neighbours.nearest`.
 
     Attributes:
-        k: neighbours to draw from.
-        weight_text: weight of the neighbours in y; 0 leaves them out.
-        weight_image: weight of the neighbours in x; 0 leaves them out.
+        k: number of neighbours to draw from.
+        weight_text: weight of the neighbours in y, 0 to leave them out.
+        weight_image: weight of the neighbours in x, 0 to leave them out.
         siglip_norm: "mean" or "per_row", see `SAIL`.
+
+    References:
+        D. Dwibedi et al., "With a little help from my friends", ICCV 2021.
+        Y. Li et al., "Supervision exists everywhere", ICLR 2022.
     """
 
     grid: ClassVar[base.Grid] = {
@@ -48,12 +61,14 @@ class NNCLR(base.Objective):
 
     def check(self, dataset: data.Dataset) -> None:
         for side in self.pools:
+            # A pool with fewer than k rows has no k neighbours.
             rows = len(dataset.pool_x if side == "x" else dataset.pool_y)
             checks.within(rows, f"rows in pool {side}", k=self.k)
 
     def prepare(self, arrays: DeviceData) -> DeviceData:
-        """The training arrays with the tables of neighbours that have a weight."""
+        """Adds the tables of neighbours that have a weight to the training arrays."""
 
+        # Neighbours do not change during training, because the embeddings are frozen.
         def table(pairs: Array, pool: Array) -> Array:
             return neighbours.nearest(pairs, pool, self.k, skip="equal").indices
 
@@ -68,6 +83,8 @@ class NNCLR(base.Objective):
         metrics = {"siglip": loss}
         if self.weight_text:
             assert batch.near_b is not None  # `prepare` made the table
+            # A neighbour of the text replaces it as the positive, and other neighbours are the
+            # negatives.
             term = base.siglip(heads, f, heads.y(batch.near_b), self.siglip_norm)
             loss, metrics["text_neighbours"] = loss + self.weight_text * term, term
         if self.weight_image:

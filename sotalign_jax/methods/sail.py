@@ -1,4 +1,9 @@
-"""Contrastive losses: SAIL, with unpaired rows as negatives or without, and SUE's baseline."""
+"""Contrastive methods: SAIL, with or without unpaired rows as negatives, and SUE's baseline.
+
+References:
+    L. Zhang et al., "Assessing and learning alignment of unimodal vision and language models",
+    CVPR 2025 (SAIL).
+"""
 
 import dataclasses
 from typing import Any, ClassVar
@@ -13,17 +18,22 @@ from sotalign_jax.ot import affinity
 from sotalign_jax.sampling import Batch
 
 SUPERVISION = ("pairs", "pairs+negatives", "square")
+"""Choices of `supervision`."""
 
 
 @dataclasses.dataclass(frozen=True)
 class SAIL(base.Objective):
-    """SigLIP(f(A), g(B)), where row i of A belongs to row i of B.
+    """Trains on SigLIP(f(A), g(B)), where row i of A belongs to row i of B.
 
     Attributes:
-        supervision: "pairs"; "pairs+negatives": unpaired rows are wrong for every pair, two
-            rectangles A x [B; Y] and B x [A; X] averaged; or "square": one mean over
-            [A; X] x [B; Y], where unpaired rows are wrong for each other, too.
-        siglip_norm: "mean" over all entries, or "per_row": sum over columns, mean over rows.
+        supervision: "pairs"; "pairs+negatives", the average of the rectangles A x [B; Y] and
+            B x [A; X], in which unpaired rows are negatives of every pair; or "square", one mean
+            over [A; X] x [B; Y], in which unpaired rows are negatives of each other, too.
+        siglip_norm: "mean" over all entries, or "per_row", a sum over columns and a mean over rows.
+
+    References:
+        L. Zhang et al., "Assessing and learning alignment of unimodal vision and language models",
+        CVPR 2025.
     """
 
     supervision: str = "pairs"
@@ -39,6 +49,7 @@ class SAIL(base.Objective):
 
     def __call__(self, heads: Heads, batch: Batch, teacher: Any, memory: Any) -> base.Result:
         f, g = heads.x(batch.a), heads.y(batch.b)
+        # Without pools nothing unpaired is embedded, and empty features stand in.
         unpaired = (heads.x(batch.x), heads.y(batch.y)) if self.pools else (f[:0], g[:0])
         loss = supervised(heads, f, g, *unpaired, self.supervision, self.siglip_norm)
         return loss, ({"siglip": loss}, memory)
@@ -47,7 +58,21 @@ class SAIL(base.Objective):
 def supervised(
     heads: Heads, f: Array, g: Array, x: Array, y: Array, supervision: str, normalization: str
 ) -> Array:
-    """SigLIP of paired features f, g, with unpaired ones x, y as `supervision` says."""
+    """Computes SigLIP of pairs, with unpaired features as negatives if `supervision` says so.
+
+    Args:
+        heads: heads whose logit scale and bias are used.
+        f: features of the pairs' first modality.
+        g: features of the pairs' second modality.
+        x: unpaired features of the first modality.
+        y: unpaired features of the second modality.
+        supervision: one of `SUPERVISION`.
+        normalization: "mean" or "per_row".
+
+    Returns:
+        The loss.
+    """
+    # Unpaired rows have no positive: only the first rows of the diagonal count as such.
     if supervision == "square":
         return losses.siglip_from_affinity(
             affinity.cosine(jnp.concatenate([f, x]), jnp.concatenate([g, y])),
@@ -62,12 +87,12 @@ def supervised(
 
 @dataclasses.dataclass(frozen=True)
 class Contrastive(base.Objective):
-    """SigLIP or InfoNCE of f(A) and g(B), deep heads: what SUE is compared with.
+    """Trains deep heads on SigLIP or InfoNCE of the pairs, the baseline that SUE compares with.
 
     The heads are as wide as `heads.hidden` asks, 512 by default and 4096 as published.
 
     Attributes:
-        loss: "siglip", or "infonce": symmetric, with a learned temperature.
+        loss: "siglip", or "infonce" with a learned temperature.
     """
 
     grid: ClassVar[base.Grid] = {"loss": ("siglip", "infonce")}
@@ -81,7 +106,8 @@ class Contrastive(base.Objective):
     def __call__(self, heads: Heads, batch: Batch, teacher: Any, memory: Any) -> base.Result:
         f, g = heads.x(batch.a), heads.y(batch.b)
         if self.loss == "infonce":
-            loss = losses.symmetric_infonce(f, g, log_scale=heads.log_scale[...])
+            # InfoNCE has no bias, which would cancel in the softmax.
+            loss = losses.infonce(f, g, log_scale=heads.log_scale[...])
         else:
             loss = base.siglip(heads, f, g)
         return loss, ({self.loss: loss}, memory)

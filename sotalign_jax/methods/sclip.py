@@ -1,4 +1,9 @@
-"""S-CLIP at the level of captions: unpaired rows get soft labels over the batch's pairs."""
+"""S-CLIP at the level of captions: unpaired rows get soft labels over the batch's pairs.
+
+References:
+    S. Mo et al., "S-CLIP: semi-supervised vision-language learning using few specialist captions",
+    NeurIPS 2023.
+"""
 
 import dataclasses
 from typing import Any, ClassVar
@@ -15,27 +20,32 @@ from sotalign_jax.ot.sinkhorn import reference
 from sotalign_jax.sampling import Batch
 
 LABELS = ("hard", "softmax", "ot")
+"""Choices of `labels`."""
 SPACES = ("unimodal", "shared")
+"""Choices of `space`."""
 
 
 @dataclasses.dataclass(frozen=True)
 class SCLIP(base.Objective):
-    """InfoNCE on the pairs + w_image CE(f(X), g(B); Q_x) + w_text CE(g(Y), f(A); Q_y).
+    """Trains on InfoNCE of the pairs + w_image CE(f(X), g(B); Q_x) + w_text CE(g(Y), f(A); Q_y).
 
-    Row q of Q_x says which paired images A the unpaired image q resembles, and so which captions B
-    would suit it: see `pseudo_labels`, and `losses.soft_cross_entropy` for CE. All logits are
-    s cos with the learned scale s = exp(log_scale) and no bias. Unpaired rows of a modality with
-    a weight are also negatives of the other modality's pairs in InfoNCE.
+    Row q of Q_x holds the resemblance of the unpaired image q to the paired images A, and so the
+    weights of their captions B, see `pseudo_labels`. CE is `losses.soft_cross_entropy`. All logits
+    are s cos with the learned scale s = exp(log_scale) and no bias. Unpaired rows of a modality
+    with a weight are also negatives of the other modality's pairs in InfoNCE.
 
     Attributes:
-        weight_text: weight of the labels of unpaired y; 0 leaves them out.
-        weight_image: weight of the labels of unpaired x; 0 leaves them out.
+        weight_text: weight of the labels of unpaired y, 0 to leave them out.
+        weight_image: weight of the labels of unpaired x, 0 to leave them out.
         labels: "ot", "softmax" or "hard", see `pseudo_labels`.
-        space: where rows are compared: "unimodal", the embeddings as given; or "shared", the
-            heads' outputs.
-        iterations: of Sinkhorn, for "ot".
-        detach_labels: whether labels are constants for the gradient, which in the published code
-            flows through them, and through Sinkhorn's iterations.
+        space: space in which rows are compared, "unimodal" for the embeddings as given, or "shared"
+            for the outputs of the heads.
+        iterations: number of Sinkhorn's iterations for "ot".
+        detach_labels: True to treat labels as constants. In the published code the gradient flows
+            through them and through Sinkhorn's iterations.
+
+    References:
+        S. Mo et al., "S-CLIP", NeurIPS 2023.
     """
 
     grid: ClassVar[base.Grid] = {
@@ -63,20 +73,23 @@ class SCLIP(base.Objective):
     def __call__(self, heads: Heads, batch: Batch, teacher: Any, memory: Any) -> base.Result:
         log_scale = heads.log_scale[...]
         f, g = heads.x(batch.a), heads.y(batch.b)
+        # A modality without a weight is not embedded at all.
         x = heads.x(batch.x) if self.weight_image else None
         y = heads.y(batch.y) if self.weight_text else None
-        loss = losses.symmetric_infonce(f, g, log_scale=log_scale, negatives_f=x, negatives_g=y)
+        loss = losses.infonce(f, g, log_scale=log_scale, negatives_f=x, negatives_g=y)
         metrics = {"infonce": loss}
 
         def pseudo_labelled(
             queries: Array, own: Array, other: Array, raw: tuple[Array, Array]
         ) -> Array:
+            # Labels over the pairs' own side are labels over their partners.
             labels = pseudo_labels(
                 *(raw if self.space == "unimodal" else (queries, own)),
                 scale=jnp.exp(log_scale),
                 kind=self.labels,
                 iterations=self.iterations,
             )
+            # The published code lets the gradient through.
             if self.detach_labels:
                 labels = jax.lax.stop_gradient(labels)
             return losses.soft_cross_entropy(queries, other, labels, log_scale=log_scale)
@@ -98,17 +111,29 @@ def pseudo_labels(
     kind: str = "ot",
     iterations: int = 10,
 ) -> Float[Array, "n m"]:
-    """How much of each query belongs to each key, from K = cos(queries, keys); rows sum to 1.
+    """Computes soft labels of queries over keys from K = cosine(queries, keys).
 
-    `kind`: "hard", one-hot at the largest K_qj; "softmax" of s K over j, s the logit `scale`; or
-    "ot", the rows of OT_{1/s}(K) with uniform weights, so that all keys are used equally. Each of
-    Sinkhorn's iterations is a column and then a row update, so that rows end exact.
+    Args:
+        queries: unpaired rows, shape [n, d].
+        keys: paired rows of the same modality, shape [m, d].
+        scale: logit scale s.
+        kind: "hard", one-hot at the largest K_qj; "softmax" of s K over j; or "ot", the rows of
+            OT_{1/s}(K) with uniform weights, which uses all keys equally.
+        iterations: number of Sinkhorn's iterations for "ot". Each one is a column update and then a
+            row update, so that rows end exact.
 
-    >>> rows = jnp.array([[1.0, 0.0], [1.0, 0.0]])
-    >>> pseudo_labels(rows, jnp.eye(2), scale=20.0, kind="hard").tolist()
-    [[1.0, 0.0], [1.0, 0.0]]
-    >>> pseudo_labels(rows, jnp.eye(2), scale=20.0).tolist()
-    [[0.5, 0.5], [0.5, 0.5]]
+    Returns:
+        The labels, shape [n, m], with rows that sum to 1.
+
+    Raises:
+        InputError: if `kind` is unknown.
+
+    Example:
+        >>> rows = jnp.array([[1.0, 0.0], [1.0, 0.0]])
+        >>> pseudo_labels(rows, jnp.eye(2), scale=20.0, kind="hard").tolist()
+        [[1.0, 0.0], [1.0, 0.0]]
+        >>> pseudo_labels(rows, jnp.eye(2), scale=20.0).tolist()
+        [[0.5, 0.5], [0.5, 0.5]]
     """
     checks.choice("kind", kind, LABELS)
     cosines = affinity.cosine(queries, keys)
@@ -116,6 +141,7 @@ def pseudo_labels(
         return jax.nn.one_hot(jnp.argmax(cosines, axis=1), len(keys), dtype=cosines.dtype)
     if kind == "softmax":
         return jax.nn.softmax(scale * cosines, axis=1)
-    # The reference updates its rows first: here, the keys.
+    # `reference` updates its rows first, which here are the keys.
     plan = reference(cosines.T, epsilon=1 / scale, iterations=iterations, symmetric=False)
+    # Rows of a plan have mass 1/n. The softmax scales them to 1.
     return jax.nn.softmax(plan.log_matrix().T, axis=1)

@@ -1,42 +1,57 @@
-"""SOTAlign: supervision on the pairs, and a divergence to a linear teacher on the unpaired rows."""
+"""SOTAlign: supervision on the pairs, and a divergence from a teacher on the unpaired rows.
+
+References:
+    SOTAlign, ICML 2026.
+"""
 
 import dataclasses
+import functools
+import math
 import warnings
 from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array
+import numpy as np
+from jaxtyping import Array, Float
 
 from sotalign_jax import checks, losses
 from sotalign_jax.heads import Heads
 from sotalign_jax.methods import base, sail
-from sotalign_jax.ot import affinity
+from sotalign_jax.ot import affinity, device, solver
 from sotalign_jax.ot import klot as klot_lib
+from sotalign_jax.ot.affinity import ArrayLike
+from sotalign_jax.ot.sinkhorn import sinkhorn
 from sotalign_jax.sampling import Batch, DeviceData
 
 DIVERGENCES = ("klot", "cka", "infonce", "none")
+"""Choices of `divergence`."""
 KLOT_ON = ("unpaired", "all", "crossmodal")
+"""Choices of `klot_on`."""
 
 
 @dataclasses.dataclass(frozen=True)
 class SOTAlign(base.Objective):
-    """SigLIP on the pairs + alpha * divergence(student affinity || teacher affinity) on the pool.
+    """Trains on SigLIP of the pairs + alpha * divergence(student || teacher) on unpaired rows.
 
     Attributes:
         alpha: weight of the divergence.
-        divergence: "klot", "cka", "infonce" or "none".
-        epsilon: regularisation of the student's plan (temperature for "infonce").
-        epsilon_star: regularisation of the teacher's plan.
-        marginals: "prob" or "bistochastic", see `klot_lib.klot`.
-        tolerance: marginal error at which the plans' solves stop. Recall does not change from 1e-4
-            to 5e-2, and 100 iterations of the published loss leave 1e-2 (docs/benchmarks.md).
-        max_iterations: iterations at which they stop.
-        block_size: rows per block to stream KLOT in less memory; None decides by device memory.
-        klot_on: rows that KLOT compares: "unpaired"; "all": the pairs, too; or "crossmodal": all,
-            with every pair transported to itself, see `klot_lib.klot_crossmodal`.
+        divergence: "klot", "cka", "infonce" (see `losses.infonce_divergence`) or "none".
+        epsilon: regularisation of the student's plan, or temperature of "infonce".
+        epsilon_star: regularisation of the teacher's plan, or temperature of its targets.
+        marginals: "prob" or "bistochastic", see `klot`.
+        tolerance: marginal error at which a solve stops. Recall does not change from 1e-4 to 5e-2,
+            and 100 iterations of the published loss leave 1e-2 (docs/benchmarks.md).
+        max_iterations: number of iterations at which a solve stops.
+        block_size: rows per block to stream KLOT in less memory. By default the device's memory
+            decides, see `klot_from_embeddings`.
+        klot_on: rows that KLOT compares. "unpaired" rows alone, "all" rows, or "crossmodal" for all
+            rows with every pair transported to itself.
         supervision: "pairs", "pairs+negatives" or "square", see `SAIL`.
         siglip_norm: "mean" or "per_row", see `SAIL`.
+
+    References:
+        SOTAlign, ICML 2026.
     """
 
     grid: ClassVar[base.Grid] = {"alpha": (1e-3, 1e-4, 1e-5)}
@@ -47,7 +62,7 @@ class SOTAlign(base.Objective):
     epsilon_star: float = 0.005
     marginals: str = "prob"
     tolerance: float = 1e-2
-    max_iterations: int = 500
+    max_iterations: int = solver.MAX_ITERATIONS
     block_size: int | None = None
     klot_on: str = "unpaired"
     supervision: str = "pairs"
@@ -77,6 +92,7 @@ class SOTAlign(base.Objective):
                 f"klot_on: is {self.klot_on!r} but divergence is {self.divergence!r}; choose "
                 "divergence 'klot' or klot_on 'unpaired'"
             )
+        # The crossmodal target is an n x m matrix in any case.
         streams = self.divergence == "klot" and self.klot_on != "crossmodal"
         if self.block_size is not None and not streams:
             raise checks.InputError(
@@ -92,14 +108,15 @@ class SOTAlign(base.Objective):
             )
 
     def start(self, data: DeviceData, unpaired_batch: int) -> dict[str, Array]:
-        """Both plans' column potentials, to start from, when every batch is the whole pool.
+        """Returns column potentials for a warm start if every batch is the whole pool.
 
-        Potentials depend on the whole batch: for changing batches a fresh solve with
-        epsilon-scaling takes fewer iterations than one that starts from earlier potentials.
+        Potentials depend on the whole batch. If batches change, a fresh solve with epsilon-scaling
+        takes fewer iterations than a solve that starts from earlier potentials.
         """
         whole = unpaired_batch >= max(len(data.pool_x), len(data.pool_y))
         if self.divergence != "klot" or self.klot_on != "unpaired" or not whole:
             return {}
+        # Zeros are the start of textbook Sinkhorn. The copy keeps donated buffers apart.
         v = jnp.zeros(len(data.pool_y), jnp.float32)
         return {"v": v, "v_star": v.copy()}
 
@@ -112,6 +129,7 @@ class SOTAlign(base.Objective):
         if self.divergence == "none":
             return siglip, ({"siglip": siglip}, memory)
         assert teacher is not None  # `training.fit` asked for it
+        # Pairs come first, as `_klot_crossmodal` expects.
         if self.klot_on != "unpaired":
             x, y = jnp.concatenate([f, x]), jnp.concatenate([g, y])
         with jax.named_scope("teacher_features"):
@@ -120,6 +138,7 @@ class SOTAlign(base.Objective):
             if self.klot_on == "all":
                 f_star = jnp.concatenate([teacher.x(batch.a), f_star])
                 g_star = jnp.concatenate([teacher.y(batch.b), g_star])
+            # The teacher is fixed. Cached features of it come with the batch.
             f_star, g_star = jax.lax.stop_gradient((f_star, g_star))
         with jax.named_scope(self.divergence):
             divergence, metrics, memory = self._divergence(x, y, f_star, g_star, memory)
@@ -129,44 +148,83 @@ class SOTAlign(base.Objective):
     def _divergence(
         self, f: Array, g: Array, f_star: Array, g_star: Array, memory: Any
     ) -> tuple[Array, base.Metrics, Any]:
-        """Of student features f, g from teacher features f_star, g_star."""
+        """Computes the divergence of student features f, g from teacher features."""
         if self.divergence == "cka":
             return losses.cka_from_embeddings(f, g, f_star, g_star), {}, memory
+        epsilons: Any = {"epsilon": self.epsilon, "epsilon_star": self.epsilon_star}
         if self.divergence == "infonce":
-            value = losses.infonce(
-                affinity.cosine(f, g),
-                affinity.cosine(f_star, g_star),
-                epsilon=self.epsilon,
-                epsilon_star=self.epsilon_star,
-            )
-            return value, {}, memory
-        options: dict[str, Any] = {
-            "epsilon": self.epsilon,
-            "epsilon_star": self.epsilon_star,
-            "marginals": self.marginals,
-            "tolerance": self.tolerance,
-            "max_iterations": self.max_iterations,
-            "return_aux": True,
-        }
+            affinities = affinity.cosine(f, g), affinity.cosine(f_star, g_star)
+            return losses.infonce_divergence(*affinities, **epsilons), {}, memory
+        options: Any = {**epsilons, "marginals": self.marginals, "tolerance": self.tolerance}
+        options |= {"max_iterations": self.max_iterations}
         if self.klot_on == "crossmodal":
-            value, aux = klot_lib.klot_crossmodal(f, g, f_star, g_star, **options)
+            value, aux = _klot_crossmodal(f, g, f_star, g_star, **options)
         else:
-            value, aux = klot_lib.klot_from_embeddings(
-                f,
-                g,
-                f_star,
-                g_star,
-                init_v=(memory["v"], memory["v_star"]) if memory else None,
-                block_size=self.block_size,
-                **options,
-            )
+            options |= {"block_size": self.block_size, "return_aux": True}
+            options |= {"init_v": (memory["v"], memory["v_star"]) if memory else None}
+            value, aux = klot_lib.klot_from_embeddings(f, g, f_star, g_star, **options)
         if memory:
             memory = {"v": aux.student.v, "v_star": aux.teacher.v}
-        metrics = {
-            "student_error": aux.student.error,
-            "student_iterations": aux.student.iterations,
-            "teacher_error": aux.teacher.error,
-            "teacher_iterations": aux.teacher.iterations,
-            "converged": jnp.maximum(aux.student.error, aux.teacher.error) <= self.tolerance,
-        }
-        return value, metrics, memory
+        metrics: base.Metrics = {}
+        for name, plan in aux._asdict().items():
+            metrics |= {f"{name}_error": plan.error, f"{name}_iterations": plan.iterations}
+        # A run reports the steps whose plans missed the tolerance.
+        error = jnp.maximum(aux.student.error, aux.teacher.error)
+        return value, {**metrics, "converged": error <= self.tolerance}, memory
+
+
+def _klot_crossmodal(
+    f: Float[ArrayLike, "n d"],
+    g: Float[ArrayLike, "m d"],
+    f_star: Float[ArrayLike, "p e"],
+    g_star: Float[ArrayLike, "q e"],
+    *,
+    epsilon: float = 0.05,
+    epsilon_star: float = 0.005,
+    marginals: str = "prob",
+    tolerance: float = 1e-4,
+    max_iterations: int = solver.MAX_ITERATIONS,
+) -> tuple[Float[Array, ""], klot_lib.KlotAux]:
+    """Computes KL(T || OT_eps(K)) of K = cosine(f, g) over pairs and unpaired rows together.
+
+    The first k = n - p = m - q rows of f and g are pairs, which T transports to themselves. The
+    other rows follow the teacher's plan P* = OT_eps*(cosine(f_star, g_star)):
+
+        T = diag(s I / k, (1 - s) P*),    s = 2 k / (n + m),
+
+    which has mass 1, and uniform marginals when n = m. The gradient in K is (P - T)/eps. Both
+    matrices are kept for it, so that memory is a few n x m arrays.
+    """
+    n, m, unpaired = len(f), len(g), (len(f_star), len(g_star))
+    pairs = n - unpaired[0]
+    if pairs != m - unpaired[1] or pairs < 1 or min(unpaired) < 1:
+        raise checks.InputError(
+            f"f, g: have {n} and {m} rows but f_star and g_star {unpaired}; pass teacher features "
+            "of the unpaired rows, with as many pairs before them on either side"
+        )
+    mass, share = klot_lib.total_mass(marginals, n, m), 2 * pairs / (n + m)
+    f, g, f_star, g_star = affinity.as_floats(f, g, f_star, g_star)
+
+    # Marginals of T, with which the student's plan is solved.
+    def weights(rest: int) -> Array:
+        logs = math.log(share / pairs), math.log((1 - share) / rest)
+        return jnp.repeat(jnp.array(logs, f.dtype), np.array([pairs, rest]))
+
+    solve = functools.partial(sinkhorn, tolerance=tolerance, max_iterations=max_iterations)
+    target = solve(affinity.cosine(*jax.lax.stop_gradient((f_star, g_star))), epsilon=epsilon_star)
+    t = jax.scipy.linalg.block_diag(
+        jnp.eye(pairs, dtype=f.dtype) * (share / pairs), (1 - share) * target.matrix()
+    )
+    k = affinity.cosine(f, g, precision=device.profile().student)
+    log_a, log_b = map(weights, unpaired)
+    plan = solve(jax.lax.stop_gradient(k), epsilon=epsilon, log_a=log_a, log_b=log_b)
+    log_p = plan.log_matrix()
+    value = jnp.sum(jax.scipy.special.xlogy(t, t) - t * log_p)
+    # The surrogate has the gradient of the closed form, and cancels in the value.
+    surrogate = jnp.sum((jnp.exp(log_p) - t) / epsilon * k)
+    value = mass * (value + surrogate - jax.lax.stop_gradient(surrogate))
+    value = jnp.where(jnp.isfinite(plan.error) & jnp.isfinite(target.error), value, jnp.nan)
+    scalings = (
+        solver.Scalings(x.u, x.v, x.error, x.iterations, x.converged) for x in (plan, target)
+    )
+    return value, klot_lib.KlotAux(*scalings)

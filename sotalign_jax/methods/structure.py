@@ -1,4 +1,9 @@
-"""STRUCTURE: a contrastive loss on the pairs, and neighbourhoods that must survive the heads."""
+"""STRUCTURE: a contrastive loss on the pairs, and a regulariser that keeps neighbourhoods.
+
+References:
+    F. Groeger et al., "With limited data for multimodal alignment, let the STRUCTURE guide you",
+    NeurIPS 2025.
+"""
 
 import dataclasses
 import functools
@@ -15,24 +20,30 @@ from sotalign_jax.methods import base
 from sotalign_jax.ot import affinity, blocks, sharding
 from sotalign_jax.sampling import Batch
 
+# Added to probabilities inside logarithms, as in the published code.
 _FLOOR = 1e-12
-"""Added to probabilities inside logarithms, as in the published code."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Structure(base.Objective):
-    """InfoNCE(f(A), g(B)) + lambda_t/2 [R(X, f(X)) + R(Y, g(Y))], R = `Structure.regularizer`.
+    """Trains on InfoNCE(f(A), g(B)) + lambda_t/2 [R(X, f(X)) + R(Y, g(Y))].
+
+    R is `regularizer`.
 
     Attributes:
-        weight: lambda, of the regulariser.
-        warmup: steps until it is reached: lambda_t = lambda min(1, t / warmup), t from 0.
+        weight: weight lambda of the regulariser.
+        warmup: number of steps of its linear warm-up, lambda_t = lambda min(1, t / warmup).
         tau: temperature of the regulariser and of InfoNCE.
         contrastive: "infonce", or "siglip" with the heads' own scale and bias.
-        regularize_on: which rows X and Y are: the "pairs", the "unpaired" ones, or "all" of them.
-        levels: powers of the neighbourhoods that are compared.
-        js_form: "code" or "js", see `Structure.regularizer`.
-        level_weights: "none", or "inverse": 1/l for level l.
-        block_size: rows at a time, or None for whole matrices, which powers need in any case.
+        regularize_on: rows X and Y of the regulariser: "pairs", "unpaired" or "all".
+        levels: number of powers of the neighbourhoods that are compared.
+        js_form: "code" or "js", see `regularizer`.
+        level_weights: "none", or "inverse" for 1/l at level l.
+        block_size: rows per block. None computes whole matrices, as more than one level does.
+
+    References:
+        F. Groeger et al., "With limited data for multimodal alignment, let the STRUCTURE guide
+        you", NeurIPS 2025.
     """
 
     grid: ClassVar[base.Grid] = {"weight": (0.1, 1.0, 10.0, 100.0, 1000.0), "warmup": (0, 500)}
@@ -65,7 +76,7 @@ class Structure(base.Objective):
     def __call__(self, heads: Heads, batch: Batch, teacher: Any, memory: Any) -> base.Result:
         f, g = heads.x(batch.a), heads.y(batch.b)
         if self.contrastive == "infonce":
-            contrastive = losses.symmetric_infonce(f, g, log_scale=-math.log(self.tau))
+            contrastive = losses.infonce(f, g, log_scale=-math.log(self.tau))
         else:
             contrastive = base.siglip(heads, f, g)
         x, y = (batch.a, f), (batch.b, g)
@@ -84,11 +95,11 @@ class Structure(base.Objective):
     def regularizer(
         self, original: Float[Array, "n d"], aligned: Float[Array, "n e"]
     ) -> Float[Array, ""]:
-        """How far neighbourhoods of samples after alignment are from those before.
+        """Measures how far the neighbourhoods of samples after alignment are from those before.
 
-        E holds unit rows minus their mean; P = softmax_rows(E E^T / tau) of the original
-        embeddings, which get no gradient, Q of the aligned ones. With M = (P^l + Q^l)/2 at level l,
-        summed over entries,
+        E holds unit rows minus their mean. P = softmax_rows(E E^T / tau) is of the original
+        embeddings, which receive no gradient, and Q of the aligned ones. With M = (P^l + Q^l)/2 at
+        level l, summed over entries,
 
             D_l = 1/(2n) [KL(M || P^l) + KL(M || Q^l)]     ("code", as published: unbounded)
             D_l = 1/(2n) [KL(P^l || M) + KL(Q^l || M)]     ("js", Jensen-Shannon: at most log 2)
@@ -96,15 +107,26 @@ class Structure(base.Objective):
         and the value is the mean over levels of w_l max(D_l, 0). In blocks of rows, value and
         gradient (reverse mode only) take memory O(n (d + block_size)).
 
-        >>> original = jnp.array([[1.0, 0.0], [0.6, 0.8], [0.0, 1.0]])
-        >>> turned, merged = original[:, ::-1], jnp.ones((3, 1))
-        >>> print(*(f"{Structure().regularizer(original, z):.4f}" for z in (turned, merged)))
-        0.0000 1.0287
+        Args:
+            original: embeddings before the head, shape [n, d].
+            aligned: embeddings after the head, shape [n, e].
+
+        Returns:
+            The value.
+
+        Example:
+            >>> original = jnp.array([[1.0, 0.0], [0.6, 0.8], [0.0, 1.0]])
+            >>> turned, merged = original[:, ::-1], jnp.ones((3, 1))
+            >>> print(*(f"{Structure().regularizer(original, z):.4f}" for z in (turned, merged)))
+            0.0000 1.0287
         """
         rows = _centred(jax.lax.stop_gradient(original)), _centred(aligned)
+        # float64 embeddings widen float32 features, not the other way round.
         dtype = jnp.result_type(*rows)
         x, z = (e.astype(dtype) for e in rows)
+        # Powers of P need whole rows and columns, and so whole matrices.
         if self.levels == 1 and self.block_size is not None:
+            # Hashable, because custom_vjp wants them static.
             options = self.tau, self.js_form, self.block_size
             return jax.nn.relu(_streamed(options, x, z)) / len(x)
         p, q = _neighbours(x, x, self.tau), _neighbours(z, z, self.tau)
@@ -114,25 +136,28 @@ class Structure(base.Objective):
                 p_power, q_power = affinity.dot(p_power, p), affinity.dot(q_power, q)
             summed = jnp.sum(_divergence(p_power, q_power, self.js_form))
             weight = level if self.level_weights == "inverse" else 1
+            # Rounding can make the divergence of equal neighbourhoods negative.
             total += jax.nn.relu(summed / len(x)) / weight
         return total / self.levels
 
 
-# --- what is similar within a modality stays similar after its head ---
+# --- parts of the regulariser ---
 
 
 def _centred(x: Array) -> Array:
+    """Returns unit rows minus their mean."""
     x = affinity.l2_normalize(x)
     return x - jnp.mean(x, axis=0)
 
 
 def _neighbours(rows: Array, everything: Array, tau: float) -> Array:
-    """Each row's distribution over all samples, itself included."""
+    """Computes each row's distribution over all samples, itself included."""
     return jax.nn.softmax(affinity.dot(rows, everything.T) / tau, axis=1)
 
 
 def _divergence(p: Array, q: Array, js_form: str) -> Array:
-    """D of every row of p and q."""
+    """Computes the divergence of every row of p and q."""
+    # The floor is added where the published code adds it, for equal digits.
     m = (p + q) / 2 + _FLOOR
     log_m, log_p, log_q = jnp.log(m), jnp.log(p + _FLOOR), jnp.log(q + _FLOOR)
     if js_form == "code":
@@ -147,14 +172,14 @@ _Options = tuple[float, str, int]
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _streamed(options: _Options, x: Array, z: Array) -> Array:
-    """Sum over rows of the first level's divergence, a block of rows at a time."""
+    """Sums the first level's divergence over rows, a block of rows at a time."""
     return _streamed_forward(options, x, z)[0]  # the compiler drops the gradient
 
 
 def _streamed_forward(options: _Options, x: Array, z: Array) -> tuple[Array, Array]:
-    """The value, and already the gradient in z: every block is computed once.
+    """Computes the value and, already here, the gradient in z, so that a block exists once.
 
-    Each device compares some rows, known by their numbers, with all of them.
+    Each device compares its own rows, which it knows by their numbers, with all rows.
     """
     tau, js_form, block_size = options
 
@@ -169,6 +194,7 @@ def _streamed_forward(options: _Options, x: Array, z: Array) -> tuple[Array, Arr
             return jax.tree.map(jnp.add, totals, jax.value_and_grad(divergence)(z))
 
         start = jnp.zeros((), x.dtype), jnp.zeros_like(z)
+        # Each device visits its own rows. Numbers beyond the last row are padding.
         part = (numbers[0], len(numbers)) if axes else None
         value, gradient = blocks.over_rows(len(x), block_size, add, start, part)
         return sharding.psum_scatter(gradient, axes), sharding.psum(value, axes)

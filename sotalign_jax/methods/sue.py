@@ -1,8 +1,13 @@
 """SUE: spectral embeddings of each modality by itself, joined by few pairs.
 
-Eigenvectors of a graph's Laplacian with the smallest eigenvalues vary least between neighbours. A
-SpectralNet is trained to vary little between neighbours, with its outputs kept orthonormal: it
-approximates those eigenvectors and maps new rows as well.
+The eigenvectors of a graph's Laplacian with the smallest eigenvalues vary least between neighbours.
+A SpectralNet is trained to vary little between neighbours while its outputs are kept orthonormal.
+It approximates those eigenvectors, and maps new rows as well.
+
+References:
+    A. Yacobi et al., "Learning shared representations from unpaired data", NeurIPS 2025 (SUE).
+    U. Shaham et al., "SpectralNet: spectral clustering using deep neural networks", ICLR 2018.
+    A. Gretton et al., "A kernel two-sample test", JMLR 13 (2012) (MMD).
 """
 
 import dataclasses
@@ -23,42 +28,47 @@ from sotalign_jax.heads import Dense, Head, Heads, Rows, TanhHead
 from sotalign_jax.methods import base
 from sotalign_jax.ot import affinity
 
-WIDTHS = (0.5, 1.0, 2.0)
-"""Of the Gaussians in `mmd`, in units of the mean squared distance."""
+# Widths of the Gaussians in `mmd`, in units of the mean squared distance, as published.
+_WIDTHS = (0.5, 1.0, 2.0)
 
-Network = TypeVar("Network", bound=nnx.Module)
-Affine = tuple[np.ndarray, np.ndarray]
-Report = Callable[[int, float], None]
+_Network = TypeVar("_Network", bound=nnx.Module)
+_Affine = tuple[np.ndarray, np.ndarray]
+# Receives the number of an epoch, from 1, and the loss on held-out rows.
+_Report = Callable[[int, float], None]
 outputs = functools.partial(evaluation.embed, unit=False)
 
 
 @dataclasses.dataclass(frozen=True)
 class SUE(base.Fitted):
-    """SpectralNet on all rows of each modality, CCA on the pairs, then MMD between the modalities.
+    """Fits SpectralNets on all rows, CCA on the pairs, and a residual network by MMD.
 
     1. A network per modality learns the smoothest eigenvectors of its graph of neighbours.
     2. Their leading canonical variates over the pairs are the shared space.
     3. A residual network moves the first modality so that both distributions agree.
 
-    The defaults are for thousands of rows on a CPU; published for 30,000 on a GPU: hidden 4096,
-    batch 5162, learning rate 1e-4, 100 epochs.
+    The defaults are for thousands of rows on a CPU. The published settings, for 30,000 rows on a
+    GPU, are hidden 4096, batch 5162, learning rate 1e-4 and 100 epochs.
 
     Attributes:
-        dim: canonical variates kept, the width of the shared space; 8 as published.
-        eigenvectors: outputs of each spectral network.
-        hidden: width of their hidden layers.
-        neighbours: of each row in the graph of a batch.
-        scale_neighbour: whose median distance is the unit of length, the row itself counted.
-        epochs: of each spectral network.
-        batch: its rows a step.
-        learning_rate: its Adam's.
+        dim: number of canonical variates, the width of the shared space. Published: 8.
+        eigenvectors: number of outputs of each spectral network.
+        hidden: width of the hidden layers of the spectral networks.
+        neighbours: number of neighbours of a row in the graph of a batch.
+        scale_neighbour: rank of the neighbour whose median distance is the unit of length. The row
+            itself has rank 1.
+        epochs: epochs of each spectral network.
+        batch: rows per step of a spectral network.
+        learning_rate: learning rate of a spectral network's Adam.
         patience: epochs without improvement before that rate falls to a tenth.
-        centred: canonical variates of unit variance, the pairs' mean taken off; the published code
+        centred: True for canonical variates of zero mean and unit variance. The published code
             leaves the mean on and has directions of other lengths.
-        mmd_epochs: of the residual network; 0 leaves it out.
-        mmd_batch: its rows a step.
-        mmd_learning_rate: its AdamW's.
-        mmd_hidden: its width.
+        mmd_epochs: epochs of the residual network, 0 to leave it out.
+        mmd_batch: rows per step of the residual network.
+        mmd_learning_rate: learning rate of the residual network's AdamW.
+        mmd_hidden: width of the hidden layers of the residual network.
+
+    References:
+        A. Yacobi et al., "Learning shared representations from unpaired data", NeurIPS 2025.
     """
 
     grid: ClassVar[base.Grid] = {"dim": (8, 16, 30)}
@@ -92,56 +102,63 @@ class SUE(base.Fitted):
         checks.within(self.eigenvectors, "eigenvectors", dim=self.dim)
 
     def fit(self, dataset: data.Dataset, *, seed: int, progress: bool = False) -> Heads:
-        """Heads of the three stages; the same seed gives the same heads."""
-        pairs = dataset.pairs_x, dataset.pairs_y
+        """Fits the three stages and returns their heads. Equal seeds give equal heads."""
+        pairs, pools = (dataset.pairs_x, dataset.pairs_y), (dataset.pool_x, dataset.pool_y)
         n = len(pairs[0])
         checks.within(n - 1, f"directions that {n} pairs can determine", dim=self.dim)
-        pools = dataset.pool_x, dataset.pool_y
         rows = [np.concatenate(parts) for parts in zip(pairs, pools, strict=True)]
         *keys, key_mmd = jax.random.split(jax.random.key(seed), 3)
         with base.Progress(2 * self.epochs + self.mmd_epochs, "SUE", show=progress) as bar:
 
-            def report(before: int) -> Report:
+            def report(before: int) -> _Report:
                 return lambda epoch, loss: bar.metrics(before + epoch, {"loss": loss})
 
-            spectral = []
-            for own, side_key, before in zip(rows, keys, (0, self.epochs), strict=True):
-                start, key = jax.random.split(side_key)
-                widths = own.shape[1], self.eigenvectors
+            spectral, variates = [], []
+            for side, before in enumerate((0, self.epochs)):
+                start, key = jax.random.split(keys[side])
+                widths = rows[side].shape[1], self.eigenvectors
                 fresh = TanhHead(*widths, hidden=self.hidden, rngs=nnx.Rngs(params=start))
-                spectral.append(fit_spectral(fresh, own, self, key=key, report=report(before)))
-            sides = zip(spectral, pairs, strict=True)
-            affines = self.variates(
-                *(outputs(network, own) @ basis for (network, basis), own in sides)
-            )
+                fitted = fit_spectral(fresh, rows[side], self, key=key, report=report(before))
+                spectral.append(fitted)
+                variates.append(outputs(fitted[0], pairs[side]) @ fitted[1])
             x, y = (
                 SUEHead(network, Dense.of(basis @ weight, bias))
-                for (network, basis), (weight, bias) in zip(spectral, affines, strict=True)
+                for (network, basis), (weight, bias) in zip(
+                    spectral, self.variates(*variates), strict=True
+                )
             )
             if self.mmd_epochs:
                 start, key = jax.random.split(key_mmd)
                 residual = Residual(self.dim, self.mmd_hidden, rngs=nnx.Rngs(params=start))
-                moved, hear = (outputs(x, rows[0]), outputs(y, rows[1])), report(2 * self.epochs)
-                residual = refine(residual, *moved, self, key=key, report=hear)
+                embedded, hear = (outputs(x, rows[0]), outputs(y, rows[1])), report(2 * self.epochs)
+                residual = refine(residual, *embedded, self, key=key, report=hear)
                 x = SUEHead(x.network, x.linear, residual)
         return Heads(x, y)
 
-    def variates(self, x: np.ndarray, y: np.ndarray) -> tuple[Affine, Affine]:
-        """Weight and bias of each side's map from eigenvectors of the pairs to canonical variates.
+    def variates(self, x: np.ndarray, y: np.ndarray) -> tuple[_Affine, _Affine]:
+        """Fits the maps from eigenvectors of the pairs to canonical variates.
 
-        They are found on columns of unit variance; the published code then applies them to columns
-        as they are, means and all.
+        They are fitted on columns of unit variance. The published code then applies them to the
+        columns as they are, with their means.
+
+        Args:
+            x: eigenvectors of the first modality at the pairs, shape [n, k].
+            y: eigenvectors of the second modality at the pairs, shape [n, k].
+
+        Returns:
+            Weight and bias of each side.
         """
         spreads = [table.std(axis=0, ddof=1) for table in (x, y)]
+        # A constant column has no scale. Dividing by 1 leaves it constant.
         spreads = [np.where(spread == 0, 1.0, spread) for spread in spreads]
         found = teachers.canonical_correlations(x / spreads[0], y / spreads[1])
         checks.within(len(found.correlations), "directions that the pairs determine", dim=self.dim)
 
-        def affine(weights: np.ndarray, mean: np.ndarray, spread: np.ndarray) -> Affine:
+        def affine(weights: np.ndarray, mean: np.ndarray, spread: np.ndarray) -> _Affine:
             weight = weights[:, : self.dim]
             if self.centred:
                 return weight / spread[:, None], -mean @ weight
-            # The published solver's: the part of a direction across those before it has length 1.
+            # In the published solver, the part of a direction across those before it has length 1.
             lengths = np.abs(np.diag(np.linalg.qr(weight, mode="r")))
             return weight / lengths, np.zeros(self.dim)
 
@@ -150,10 +167,11 @@ class SUE(base.Fitted):
 
 
 class Residual(nnx.Module):
-    """z + W_3 relu(W_2 relu(W_1 z)), biases left out.
+    """Residual network z + W_3 relu(W_2 relu(W_1 z)), with biases.
 
-    >>> Residual(3, 8, rngs=nnx.Rngs(0))(jnp.ones((5, 3))).shape
-    (5, 3)
+    Example:
+        >>> Residual(3, 8, rngs=nnx.Rngs(0))(jnp.ones((5, 3))).shape
+        (5, 3)
     """
 
     def __init__(self, width: int, hidden: int, *, rngs: nnx.Rngs):
@@ -167,11 +185,12 @@ class Residual(nnx.Module):
 
 
 class SUEHead(Head):
-    """residual(network(x) W + b): SUE's network, its outputs' projection, and a last correction.
+    """Head residual(network(x) W + b) of a spectral network, canonical variates and a residual.
 
-    >>> network = TanhHead(8, 6, hidden=16, rngs=nnx.Rngs(0))
-    >>> SUEHead(network, Dense(6, 3, rngs=nnx.Rngs(0)))(jnp.ones((5, 8))).shape
-    (5, 3)
+    Example:
+        >>> network = TanhHead(8, 6, hidden=16, rngs=nnx.Rngs(0))
+        >>> SUEHead(network, Dense(6, 3, rngs=nnx.Rngs(0)))(jnp.ones((5, 8))).shape
+        (5, 3)
     """
 
     kind = "sue"
@@ -210,15 +229,25 @@ class SUEHead(Head):
 def adjacency(
     rows: Float[Array, "m d"], *, neighbours: int, scale_neighbour: int
 ) -> Float[Array, "m m"]:
-    """W_ij = exp(-||x_i - x_j||^2 / s^2) for the nearest rows j of i, made symmetric by a mean.
+    """Builds the graph of nearest neighbours of a batch.
 
-    s is the median distance to the `scale_neighbour`-th nearest row, the row itself counted.
+    W_ij = exp(-||x_i - x_j||^2 / s^2) for the nearest rows j of i, averaged with W^T. The unit s is
+    the median distance to the `scale_neighbour`-th nearest row, where the row itself counts.
 
-    >>> rows = jnp.array([[0.0], [1.0], [9.0]])
-    >>> print(adjacency(rows, neighbours=1, scale_neighbour=2).round(3))
-    [[1.    0.368 0.   ]
-     [0.368 1.    0.   ]
-     [0.    0.    1.   ]]
+    Args:
+        rows: embeddings, shape [m, d].
+        neighbours: number of neighbours of a row, without itself.
+        scale_neighbour: rank of the neighbour that sets the unit of length.
+
+    Returns:
+        The weights W, shape [m, m].
+
+    Example:
+        >>> rows = jnp.array([[0.0], [1.0], [9.0]])
+        >>> print(adjacency(rows, neighbours=1, scale_neighbour=2).round(3))
+        [[1.    0.368 0.   ]
+         [0.368 1.    0.   ]
+         [0.    0.    1.   ]]
     """
     rows = affinity.as_float(rows)
     rows -= jnp.mean(rows, axis=0)  # so that little cancels in the distances
@@ -226,39 +255,57 @@ def adjacency(
     count = min(neighbours + 1, len(rows))
     nearest = -jax.lax.top_k(-squares, count)[0]
     unit = jnp.median(jnp.sqrt(nearest[:, min(scale_neighbour, count) - 1]))
+    # Equal rows have distance 0.
     unit = jnp.maximum(jnp.square(unit), jnp.finfo(squares.dtype).tiny)
+    # All rows as close as the last neighbour count, so that ties do not depend on their order.
     weights = jnp.where(squares <= nearest[:, -1:], jnp.exp(-squares / unit), 0.0)
     return 0.5 * (weights + weights.T)
 
 
 def _squared_distances(rows: Array) -> Array:
+    """Computes all ||x_i - x_j||^2, exactly 0 on the diagonal."""
     lengths = jnp.sum(jnp.square(rows), axis=1)
     squares = jnp.maximum(lengths[:, None] + lengths - 2.0 * affinity.dot(rows, rows.T), 0.0)
+    # Cancellation would leave small distances of rows from themselves.
     return squares * (1.0 - jnp.eye(len(rows), dtype=squares.dtype))
 
 
 def rayleigh(y: Float[Array, "m k"], weights: Float[Array, "m m"]) -> Float[Array, "k k"]:
-    """Y^T L Y / m of the Laplacian L = diag(W 1) - W; its trace is how much Y varies.
+    """Computes Y^T L Y / m of the Laplacian L = diag(W 1) - W.
 
-    The trace is sum_ij W_ij ||y_i - y_j||^2 / (2 m).
+    Its trace, sum_ij W_ij ||y_i - y_j||^2 / (2 m), measures how much Y varies between neighbours.
 
-    >>> print(rayleigh(jnp.array([[0.0], [1.0]]), jnp.ones((2, 2))))
-    [[0.5]]
+    Args:
+        y: outputs of a network, shape [m, k].
+        weights: graph W, shape [m, m].
+
+    Returns:
+        The matrix, shape [k, k].
+
+    Example:
+        >>> print(rayleigh(jnp.array([[0.0], [1.0]]), jnp.ones((2, 2))))
+        [[0.5]]
     """
     degrees = jnp.sum(weights, axis=1, keepdims=True)
     return affinity.dot(y.T, degrees * y - affinity.dot(weights, y)) / len(y)
 
 
 def orthonormalizer(y: Float[Array, "m k"]) -> Float[Array, "k k"]:
-    """The triangular T with (Y T)^T (Y T) / m = I: sqrt(m) R^-1 of Y = Q R.
+    """Returns the triangular T with (Y T)^T (Y T) / m = I, which is sqrt(m) R^-1 of Y = Q R.
 
-    Not by the Cholesky factor of Y^T Y: squaring the condition number fails in float32.
+    Args:
+        y: outputs of a network, shape [m, k].
 
-    >>> y = jnp.array([[3.0, 0.0], [4.0, 0.0], [0.0, 5.0]])
-    >>> z = y @ orthonormalizer(y)
-    >>> bool(jnp.allclose(z.T @ z / 3, jnp.eye(2), atol=1e-5))
-    True
+    Returns:
+        T, shape [k, k].
+
+    Example:
+        >>> y = jnp.array([[3.0, 0.0], [4.0, 0.0], [0.0, 5.0]])
+        >>> z = y @ orthonormalizer(y)
+        >>> bool(jnp.allclose(z.T @ z / 3, jnp.eye(2), atol=1e-5))
+        True
     """
+    # The Cholesky factor of Y^T Y would square the condition number, which fails in float32.
     triangle = jnp.linalg.qr(y)[1]
     identity = jnp.eye(len(triangle), dtype=y.dtype)
     return jnp.sqrt(len(y)) * jax.scipy.linalg.solve_triangular(triangle, identity)
@@ -270,14 +317,30 @@ def fit_spectral(
     options: SUE,
     *,
     key: Array,
-    report: Report = lambda epoch, loss: None,
+    report: _Report = lambda epoch, loss: None,
 ) -> tuple[TanhHead, Float[np.ndarray, "k k"]]:
-    """A network trained for the Laplacian's smoothest eigenvectors, and the map T to them.
+    """Trains a network for the smoothest eigenvectors of a graph's Laplacian.
 
-    `network(x) @ T` are the eigenvectors, of mean square 1, smoothest first: the constant one.
-    Each step takes one batch to orthonormalise the outputs and another for the loss; the gradient
-    goes through both. `key` decides the batches and which tenth of the rows is held out; `report`
-    is told the loss on it after every epoch.
+    Each step orthonormalises the outputs on one batch and computes the loss on another. The
+    gradient goes through both.
+
+    Args:
+        network: initial network.
+        rows: embeddings of one modality, shape [n, d].
+        options: options of the method.
+        key: PRNG key for the batches and for the tenth of the rows that is held out.
+        report: called after every epoch with the loss on the held-out rows.
+
+    Returns:
+        The network and T. `network(x) @ T` are the eigenvectors, of mean square 1, smoothest first.
+        The first one is constant.
+
+    Raises:
+        InputError: if there are too few rows.
+        FloatingPointError: if the loss is not finite, or if outputs depend on each other.
+
+    References:
+        U. Shaham et al., "SpectralNet", ICLR 2018.
     """
     most, of = len(rows) // 2 - 1, f"eigenvectors that {len(rows)} rows can determine"
     checks.within(most, of, eigenvectors=network.d_out)
@@ -305,6 +368,7 @@ def fit_spectral(
         matrices = jax.lax.map(lambda index: rayleigh_of(params, transform, rows[index]), passes)
         return jnp.mean(matrices, axis=0)
 
+    # The learning rate is an argument of the step, so that lowering it compiles nothing.
     adam = optax.scale_by_adam()
     pass_over = _pass(objective, loss, adam, batch)
     state = jax.tree.map(jnp.copy, (params, adam.init(params)))
@@ -314,6 +378,8 @@ def fit_spectral(
         state, held = pass_over(state, (train, train), (val,), epoch_key, jnp.float32(rate))
         value = _finite(held, "spectral network", epoch, "learning_rate")
         report(epoch, value)
+        # The threshold and the factor of PyTorch's ReduceLROnPlateau, which the published code
+        # uses.
         best, waited = (value, 0) if value < best * (1 - 1e-4) else (best, waited + 1)
         if waited > options.patience:
             rate, waited = rate / 10, 0
@@ -326,8 +392,10 @@ def fit_spectral(
         raise FloatingPointError(
             "spectral network: its outputs depend on each other; lower learning_rate"
         )
+    # Over all rows in float64, where the steps orthonormalised over batches.
     transform = np.sqrt(len(found)) * np.linalg.inv(triangle)
     matrix = mean_rayleigh(state[0], jnp.asarray(transform, jnp.float32), table, key)
+    # Orthonormal outputs are eigenvectors up to a rotation, which the Rayleigh matrix gives.
     _, vectors = np.linalg.eigh(np.asarray(matrix, np.float64))
     return trained, transform @ vectors
 
@@ -338,10 +406,14 @@ def _pass(
     optimizer: optax.GradientTransformation,
     batch: int,
 ) -> Callable[..., Any]:
-    """A pass over shuffled tables: (state, train, val, key, rate) -> (state, loss on val).
+    """Compiles an epoch over shuffled tables: (state, train, val, key, rate) -> (state, loss).
 
-    A step takes a batch of each table of `train` to objective(params, *rows) -> (loss, aux), and
-    validate(params, aux, *rows), given the last step's aux, is averaged over blocks of `val`.
+    Args:
+        objective: maps (params, *rows) to (loss, aux), with a batch of each table of `train`.
+        validate: maps (params, aux, *rows) to a loss, with the aux of the last step. It is averaged
+            over blocks of `val`.
+        optimizer: transformation of the gradient, without the learning rate.
+        batch: rows per step.
     """
 
     @functools.partial(jax.jit, donate_argnums=0)
@@ -357,6 +429,7 @@ def _pass(
         steps, keys = min(map(len, train)) // batch, jax.random.split(key)
         passes = [_batches(k, len(t), batch)[:steps] for k, t in zip(keys, train, strict=True)]
         state, aux = jax.lax.scan(step, state, tuple(passes))
+        # Validation uses the orthonormalisation of the last step.
         last = jax.tree.map(lambda of_steps: of_steps[-1], aux)
         blocks = [_blocks(rows, batch) for rows in val]
         losses = jax.lax.map(lambda rows: validate(state[0], last, *rows), blocks)
@@ -366,69 +439,95 @@ def _pass(
 
 
 def _finite(loss: Array, what: str, epoch: int, option: str) -> float:
-    """The loss as a number; raises unless it is finite."""
+    """Returns the loss as a number, and raises unless it is finite."""
     if not np.isfinite(value := float(loss)):
         raise FloatingPointError(f"{what}: the loss is not finite in epoch {epoch}; lower {option}")
     return value
 
 
 def _hold_out(key: Array, rows: Array, held: int) -> tuple[Array, Array]:
-    """Shuffled rows: those to train on, and `held` ones to validate on."""
+    """Shuffles rows and splits them into rows to train on and `held` rows to validate on."""
     order = jax.random.permutation(key, len(rows))
     return rows[order[held:]], rows[order[:held]]
 
 
 def _batches(key: Array, n: int, size: int) -> Array:
-    """Indices of a shuffled pass over n rows, (n // size, size); a rest is left out."""
-    steps = n // size
-    return jax.random.permutation(key, n)[: steps * size].reshape(steps, size)
+    """Draws the row numbers of a shuffled epoch, shape [n // size, size], without the remainder."""
+    return _blocks(jax.random.permutation(key, n), size)
 
 
 def _blocks(rows: Array, most: int) -> Array:
-    """Blocks of at most `most` rows to validate on; a rest is left out."""
+    """Splits rows into blocks of at most `most` rows, without the remainder."""
     size = min(most, len(rows))
     steps = len(rows) // size
-    return rows[: steps * size].reshape(steps, size, -1)
+    return rows[: steps * size].reshape(steps, size, *rows.shape[1:])
 
 
 # --- maximum mean discrepancy ---
 
 
 def mmd(x: Float[Array, "n d"], y: Float[Array, "m d"]) -> Float[Array, ""]:
-    """Squared MMD, biased: mean k(x, x') - 2 mean k(x, y) + mean k(y, y').
+    """Computes the biased squared MMD, mean k(x, x') - 2 mean k(x, y) + mean k(y, y').
 
-    k is the sum of exp(-||a - b||^2 / (c s)) over c in `WIDTHS`; s is the mean squared distance
-    between two different rows of [x; y], and gets no gradient.
+    The kernel k is the sum of exp(-||a - b||^2 / (c s)) over three widths c. The unit s is the mean
+    squared distance between two different rows of [x; y]. It receives no gradient.
 
-    >>> x = jnp.array([[0.0], [1.0]])
-    >>> print(mmd(x, x), mmd(x, x + 5.0) > 1.0)
-    0.0 True
+    Args:
+        x: rows, shape [n, d].
+        y: rows, shape [m, d].
+
+    Returns:
+        The squared discrepancy.
+
+    Example:
+        >>> x = jnp.array([[0.0], [1.0]])
+        >>> print(mmd(x, x), mmd(x, x + 5.0) > 1.0)
+        0.0 True
+
+    References:
+        A. Gretton et al., "A kernel two-sample test", JMLR 13 (2012).
     """
     squares = _squared_distances(jnp.concatenate([x, y]))
     n, total = len(x), len(squares)
+    # The diagonal is 0 and does not count.
     unit = jax.lax.stop_gradient(jnp.sum(squares)) / (total * total - total)
     unit = jnp.maximum(unit, jnp.finfo(squares.dtype).tiny)
-    widths = jnp.asarray(WIDTHS, squares.dtype)[:, None, None]
+    widths = jnp.asarray(_WIDTHS, squares.dtype)[:, None, None]
     kernel = jnp.sum(jnp.exp(-squares / (widths * unit)), axis=0)
     return jnp.mean(kernel[:n, :n]) - 2.0 * jnp.mean(kernel[:n, n:]) + jnp.mean(kernel[n:, n:])
 
 
 def refine(
-    network: Network,
+    network: _Network,
     x: Float[np.ndarray, "n d"],
     y: Float[np.ndarray, "m d"],
     options: SUE,
     *,
     key: Array,
-    report: Report = lambda epoch, loss: None,
-) -> Network:
-    """A network trained so that MMD(network(x), y) is small; rows of y are in no order.
+    report: _Report = lambda epoch, loss: None,
+) -> _Network:
+    """Trains a network so that MMD(network(x), y) is small.
 
-    AdamW on shuffled batches of nine tenths of either side, as many passes over the smaller side;
-    the parameters with the least MMD on the last tenth, which `report` is told, are kept.
+    Nine tenths of either side are for training, and the parameters with the least MMD on the rest
+    are kept. An epoch is a pass over the smaller side.
+
+    Args:
+        network: initial network.
+        x: rows that are moved, shape [n, d].
+        y: rows of the target distribution, in any order, shape [m, d].
+        options: options of the method.
+        key: PRNG key for the batches and for the rows that are held out.
+        report: called after every epoch with the MMD of the held-out rows.
+
+    Returns:
+        The trained network.
+
+    Raises:
+        FloatingPointError: if the loss is not finite.
     """
     graphdef, params = nnx.split(network)
     key, *splits = jax.random.split(key, 3)
+    # Both sides hold out equally many rows, for blocks of equal sizes.
     held = max(min(len(x), len(y)) // 10, 1)
     sides = (jnp.asarray(rows, jnp.float32) for rows in (x, y))
     parts = [_hold_out(split, rows, held) for split, rows in zip(splits, sides, strict=True)]
@@ -450,5 +549,6 @@ def refine(
         value = _finite(loss, "mmd", epoch, "mmd_learning_rate")
         report(epoch, value)
         if value < least:
+            # The next step donates the buffers of `state`.
             best, least = jax.tree.map(jnp.copy, state[0]), value
     return nnx.merge(graphdef, best)

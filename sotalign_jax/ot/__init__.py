@@ -1,1 +1,1 @@
-"""Entropic optimal transport: solver, plans and KLOT; nothing here knows the rest."""
+"""Entropic optimal transport: solver, plans and KLOT. It imports no other part of the package."""

@@ -30,20 +30,22 @@ def as_floats(*arrays: ArrayLike) -> tuple[Array, ...]:
     return tuple(x.astype(jnp.float64) if wide else x for x in floats)
 
 
-NORM_FLOOR = 2.0**-100
-"""Rows without an entry above this count as zero."""
+# Rows without an entry above this count as zero: their exact scaling would leave float32.
+_NORM_FLOOR = 2.0**-100
 
 
 @functools.partial(jax.jit, inline=True)
 def _power_of_two(x: Float[Array, "... d"]) -> Float[Array, "..."]:
     """Returns powers of two that bring the largest entry of each row near 1.
 
-    Products with them are exact. Compiled even if the caller is not: one program, not a dozen.
+    Products with powers of two are exact. The function is compiled even if its caller is not, so
+    that it is one program instead of a dozen.
     """
     largest = as_float(jnp.max(jnp.abs(jax.lax.stop_gradient(x)), axis=-1))
+    # Clipped, so that the power and its products are normal float32 numbers.
     _, exponent = jnp.frexp(largest)
     power = jnp.exp2(-jnp.clip(exponent, -100, 100).astype(largest.dtype))
-    return jnp.where(largest > NORM_FLOOR, power, 0.0).astype(x.dtype)
+    return jnp.where(largest > _NORM_FLOOR, power, 0.0).astype(x.dtype)
 
 
 def rescaled(x: Float[Array, "... d"]) -> Float[Array, "... d"]:
@@ -56,13 +58,14 @@ def inverse_norms(x: Float[Array, "n d"]) -> Float[Array, " n"]:
     x = as_float(x)
     power = _power_of_two(x)
     squared = jnp.sum(jnp.square(x * power[..., None]), axis=-1)
+    # The inner `where` keeps the gradient of zero rows free of NaN.
     return jnp.where(power > 0, jax.lax.rsqrt(jnp.where(power > 0, squared, 1.0)) * power, 0.0)
 
 
 def l2_normalize(x: Float[ArrayLike, "... d"]) -> Float[Array, "... d"]:
-    """Scales rows to unit length, x / ||x||, whatever their size.
+    """Scales rows to unit length, x / ||x||.
 
-    Zero rows stay zero, and so does their gradient.
+    Rows may have any size from 1e-30 to 1e30. Zero rows stay zero, and so does their gradient.
 
     Args:
         x: rows, shape [..., d].
@@ -70,11 +73,13 @@ def l2_normalize(x: Float[ArrayLike, "... d"]) -> Float[Array, "... d"]:
     Returns:
         The unit rows, in float32, or in float64 if x is.
 
-    >>> l2_normalize(jnp.array([[3.0, 4.0], [3e-25, 4e-25], [0.0, 0.0]]))
-    Array([[0.6, 0.8],
-           [0.6, 0.8],
-           [0. , 0. ]], dtype=float32)
+    Example:
+        >>> l2_normalize(jnp.array([[3.0, 4.0], [3e-25, 4e-25], [0.0, 0.0]]))
+        Array([[0.6, 0.8],
+               [0.6, 0.8],
+               [0. , 0. ]], dtype=float32)
     """
+    # Squares of small or large entries would underflow or overflow in float32.
     rows = rescaled(as_float(x))
     squared = jnp.sum(jnp.square(rows), axis=-1, keepdims=True)
     return rows / jnp.sqrt(jnp.where(squared > 0, squared, 1.0))
@@ -90,10 +95,12 @@ def dot(a: Array, b: Array, precision: jax.lax.PrecisionLike = HIGHEST) -> Array
             the device has it.
 
     Returns:
-        The product. That of two bfloat16 arrays is float32, too: their products are exact in it.
+        The product, in float32 even if both operands are bfloat16.
     """
+    # Products of bfloat16 numbers are exact in float32.
     if a.dtype == b.dtype == jnp.bfloat16:
         return jnp.matmul(a, b, preferred_element_type=jnp.float32)
+    # An algorithm that a platform lacks is an error there, so that `device` guards it.
     if isinstance(precision, jax.lax.DotAlgorithmPreset):
         return device.matmul(a, b, precision)
     return jnp.matmul(a, b, precision=precision)
@@ -110,14 +117,15 @@ def cosine(
     Args:
         f: rows, shape [n, d].
         g: columns, shape [m, d].
-        precision: of the product, "highest", "high" or "default". By default the device's most
-            exact fast algorithm, see `device`.
+        precision: precision of the product, "highest", "high" or "default". By default the
+            device's most exact fast algorithm, see `device`.
 
     Returns:
         The affinity, shape [n, m].
 
-    >>> cosine(jnp.array([[1.0, 0.0]]), jnp.array([[2.0, 0.0], [0.0, 1.0]]))
-    Array([[1., 0.]], dtype=float32)
+    Example:
+        >>> cosine(jnp.array([[1.0, 0.0]]), jnp.array([[2.0, 0.0], [0.0, 1.0]]))
+        Array([[1., 0.]], dtype=float32)
     """
     x, y = l2_normalize(f), l2_normalize(g)
     precision = device.profile().teacher if precision is None else precision
@@ -129,7 +137,7 @@ def cosine(
 
 
 def check_affinity(name: str, k: ArrayLike) -> None:
-    """Raises unless `k` is a non-empty real matrix."""
+    """Raises InputError unless `k` is a non-empty real matrix."""
     shape = np.shape(k)
     if len(shape) != 2 or 0 in shape:
         raise checks.InputError(f"{name}: has shape {shape}; pass a non-empty matrix [n, m]")
@@ -138,7 +146,7 @@ def check_affinity(name: str, k: ArrayLike) -> None:
 
 
 def check_affinities(k: ArrayLike, k_star: ArrayLike) -> None:
-    """Raises unless both are matrices of one shape."""
+    """Raises InputError unless both are matrices of one shape."""
     check_affinity("K", k)
     check_affinity("K_star", k_star)
     if np.shape(k) != np.shape(k_star):
@@ -149,7 +157,7 @@ def check_affinities(k: ArrayLike, k_star: ArrayLike) -> None:
 
 
 def check_features(f: ArrayLike, g: ArrayLike, f_star: ArrayLike, g_star: ArrayLike) -> None:
-    """Raises unless student and teacher embed the same rows, each in one space."""
+    """Raises InputError unless student and teacher embed the same rows, each in one space."""
     for name, student, teacher in (("f", f, f_star), ("g", g, g_star)):
         check_affinity(name, student)
         check_affinity(f"{name}_star", teacher)
@@ -158,11 +166,6 @@ def check_features(f: ArrayLike, g: ArrayLike, f_star: ArrayLike, g_star: ArrayL
                 f"{name}_star: has {len(teacher)} rows but {name} has {len(student)}; "
                 "student and teacher must embed the same samples"
             )
-    check_widths(f, g, f_star, g_star)
-
-
-def check_widths(f: ArrayLike, g: ArrayLike, f_star: ArrayLike, g_star: ArrayLike) -> None:
-    """Raises unless f and g, and f_star and g_star, have one width."""
     for names, x, y in (("f and g", f, g), ("f_star and g_star", f_star, g_star)):
         widths = np.shape(x)[1], np.shape(y)[1]
         if widths[0] != widths[1]:

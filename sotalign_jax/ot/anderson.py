@@ -17,17 +17,25 @@ from jaxtyping import Array, Float, Int
 from sotalign_jax.ot import affinity
 
 MEMORY = 12
-"""Number of past steps that are combined."""
+"""Number of past steps that are combined, tuned with benchmarks/convergence.py."""
 PLAIN_STEPS = 4
-"""Steps without a correction after `init` and after every `reset`."""
+"""Steps without a correction after `init` and after every `reset`, whose changes are too large."""
 MAX_CORRECTION = 3.0
 """Largest change of an entry by the correction: more extrapolates a log-scaling too far."""
 
 
 class History(NamedTuple):
-    """The last point, its residual f, and the last `MEMORY` changes of both.
+    """Past steps of the iteration.
 
-    Changes are written in turn; those before the last reset stay, and are left out.
+    Changes are written in turn, in a ring. Changes before the last reset stay in it, and are not
+    used.
+
+    Attributes:
+        x: last point.
+        f: residual at the last point.
+        dx: changes of the point.
+        df: changes of the residual.
+        steps: number of steps since the last reset.
     """
 
     x: Float[Array, " m"]
@@ -60,23 +68,29 @@ def update(
         history: past steps.
         x: current point.
         f: residual of the plain iteration, whose next point is x + f.
-        precision: of the products of past steps.
+        precision: precision of the products of past steps.
 
     Returns:
         The correction, by which the next point differs from x + f, and the new history. The
         correction is zero for the first `PLAIN_STEPS` steps, and if the weights of past steps are
         not finite.
 
-    >>> correction, history = update(init(jnp.zeros(2)), jnp.zeros(2), jnp.ones(2))
-    >>> correction.tolist(), int(history.steps)
-    ([0.0, 0.0], 1)
+    Example:
+        >>> correction, history = update(init(jnp.zeros(2)), jnp.zeros(2), jnp.ones(2))
+        >>> correction.tolist(), int(history.steps)
+        ([0.0, 0.0], 1)
+
+    References:
+        H. F. Walker and P. Ni, "Anderson acceleration for fixed-point iterations", SINUM 49 (2011),
+        section 2.
     """
     slot, known = history.steps % MEMORY, history.steps > 0
     change_x, change_f = x - history.x, f - history.f
-    # A change that is not finite would spoil products with changes that are left out, too.
+    # NaN times a zero weight is NaN, so that changes that are not finite must become zero.
     known = known & jnp.isfinite(change_x) & jnp.isfinite(change_f)
     dx = history.dx.at[slot].set(jnp.where(known, change_x, 0.0))
     df = history.df.at[slot].set(jnp.where(known, change_f, 0.0))
+    # The first change after a reset is zero, and its weight is harmless.
     used = jnp.arange(MEMORY, dtype=jnp.int32) <= history.steps
     gram = jnp.where(used[:, None] & used[None, :], affinity.dot(df, df.T, precision), 0.0)
     # The ridge bounds the weights when past steps are nearly parallel.
@@ -84,6 +98,7 @@ def update(
     gram = gram + ridge * jnp.eye(MEMORY, dtype=x.dtype)
     weights = solve_positive(gram, jnp.where(used, affinity.dot(df, f, precision), 0.0))
     correction = -affinity.dot(weights, dx + df, precision)
+    # The clip is per entry, so that one wild column does not stop the others.
     correction = jnp.clip(correction, -MAX_CORRECTION, MAX_CORRECTION)
     use = (history.steps >= PLAIN_STEPS) & jnp.all(jnp.isfinite(weights))
     return jnp.where(use, correction, 0.0), History(x, f, dx, df, history.steps + 1)
@@ -96,6 +111,7 @@ def solve_positive(matrix: Float[Array, "k k"], right: Float[Array, " k"]) -> Fl
     """
     system = jnp.concatenate([matrix, right[:, None]], axis=1)
     for i in range(len(matrix)):
+        # The ridge keeps pivots positive, so that no pivoting is needed.
         row = system[i : i + 1] / system[i, i]
         others = jnp.arange(len(matrix))[:, None] != i
         system = jnp.where(others, system - system[:, i : i + 1] * row, row)

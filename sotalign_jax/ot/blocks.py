@@ -1,4 +1,4 @@
-"""Loops over blocks of rows, and which kernels are stored on a device."""
+"""Loops over blocks of rows, and the choice of the kernels that a device stores."""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -10,21 +10,21 @@ from jaxtyping import Array, Bool, Int
 from sotalign_jax.ot import device
 
 BUILD_ROWS = 512
-"""Rows of K that exist at a time while a stored kernel is built or measured: as many as a TPU keeps
-on chip at the paper's size."""
+"""Rows per block while a stored kernel is built or measured: as many as a TPU keeps on chip at the
+paper's size."""
 PRODUCT_ROWS = 1024
-"""Rows of a plan that are multiplied with features at a time: every block reads and writes the
-whole gradient of the columns, so that larger blocks save bytes."""
+"""Rows per block of a plan that is multiplied with features. Every block reads and writes the whole
+gradient of the columns, so that larger blocks save bytes."""
 INT8_ENTRIES = 2**25
 """Entries from which an int8 kernel pays. Below it, the launches of the additional sweeps take
 longer than the bytes that it saves."""
 
 
 class Storage(NamedTuple):
-    """Which arrays of n x m entries are kept.
+    """Arrays of n x m entries that are kept in memory.
 
     Attributes:
-        block_size: rows per block of streamed kernels; None stores a kernel in float32.
+        block_size: rows per block of streamed kernels, or None to store kernels in float32.
         both: True if the kernels of both plans are stored at a time.
         int8: True if sweeps read an int8 kernel.
     """
@@ -37,32 +37,37 @@ class Storage(NamedTuple):
 def storage(n: int, m: int, dtype: Any, profile: device.Profile | None = None) -> Storage:
     """Chooses the storage of two kernels of n x m entries by the memory of the device.
 
-    Kernels may take half of the memory: both in float32 if they fit, else one at a time, else only
-    an int8 kernel, with streamed exact sweeps.
+    Kernels may take half of the memory. Both are stored in float32 if they fit. Otherwise one is
+    stored at a time. Otherwise only an int8 kernel is stored, and exact sweeps are streamed.
 
     Args:
         n: rows of the affinity on one device.
         m: columns.
         dtype: type of the kernel's entries.
-        profile: the device; by default the one at hand.
+        profile: profile of the device, by default of the one at hand.
 
     Returns:
         The `Storage`.
 
-    >>> a100 = device.Profile("cuda 8.0", memory=60 * 2**30)
-    >>> storage(22_768, 22_768, "float32", a100)
-    Storage(block_size=None, both=True, int8=True)
-    >>> storage(100_000, 100_000, "float32", a100)
-    Storage(block_size=2560, both=False, int8=True)
+    Example:
+        >>> a100 = device.Profile("cuda 8.0", memory=60 * 2**30)
+        >>> storage(22_768, 22_768, "float32", a100)
+        Storage(block_size=None, both=True, int8=True)
+        >>> storage(100_000, 100_000, "float32", a100)
+        Storage(block_size=2560, both=False, int8=True)
     """
     profile = device.profile() if profile is None else profile
     itemsize, room = jnp.dtype(dtype).itemsize, profile.memory / 2
+    # The 8-bit codes are made of the bits of float32 numbers.
     int8 = profile.int8 and itemsize == 4 and n * m >= INT8_ENTRIES
     copy = n * m if int8 else 0
+    # An int8 kernel is kept beside the float32 one.
     for both in (True, False):
         if (1 + both) * n * m * itemsize + copy <= room:
             return Storage(None, both, int8)
-    rows = int(profile.memory / 20 // (3 * m * itemsize))  # about three blocks exist at a time
+    # About three blocks exist at a time, in a twentieth of the memory. Multiples of 128 fill the
+    # tiles of a TPU.
+    rows = int(profile.memory / 20 // (3 * m * itemsize))
     rows = min(max(rows // 128 * 128, 128), 4096)
     return Storage(rows, False, int8 and copy <= room)
 
@@ -103,12 +108,12 @@ def over_rows(
 ) -> Any:
     """Runs a function over blocks of rows, one after the other.
 
-    The blocks are explicit because only some compilers fuse a reduction of a whole matrix, and
-    others copy it.
+    The blocks are explicit because only some compilers fuse a reduction of a whole matrix. Others
+    copy the matrix.
 
     Args:
         n: number of rows.
-        size: rows per block; the last one overlaps the one before if `size` does not divide n.
+        size: rows per block. The last block overlaps the one before if `size` does not divide n.
         body: maps (block, carry) to the next carry.
         carry: initial carry.
         part: (first, count) to visit only these rows.
@@ -121,6 +126,7 @@ def over_rows(
 
     def step(i: Array, carry: Any) -> Any:
         begin = first + i * size
+        # All blocks have one size, so that the loop compiles once.
         start = jnp.minimum(begin, n - size)
         rows = start + jnp.arange(size)
         fresh = rows >= begin if part is None else (rows >= begin) & (rows < first + count)

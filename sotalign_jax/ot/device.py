@@ -1,7 +1,7 @@
-"""The only module that knows devices: matrix-product algorithms by role, storage and memory.
+"""Device-dependent choices: algorithms of matrix products by role, storage and memory.
 
-A `Profile` lists what the library does differently on a device. `profile()` looks it up from the
-platform and the CUDA compute capability of the devices of this process:
+No other module knows devices. A `Profile` lists the choices for one device. `profile()` looks it up
+from the platform and the CUDA compute capability of the devices of this process:
 
 | device                                | teacher  | student, gradient, heads | SigLIP   | int8 |
 |---------------------------------------|----------|--------------------------|----------|------|
@@ -67,8 +67,8 @@ ROLES = ("teacher", "student", "gradient", "heads", "siglip")
 """Fields of `Profile` that are the algorithm of a product."""
 _TENSOR_CORES: dict[str, Any] = dict.fromkeys(ROLES, TF32) | {"teacher": THREE_PASSES}
 _TPU: dict[str, Any] = dict.fromkeys(ROLES, THREE_PASSES)
+# CUDA capabilities that differ from float32 everywhere.
 _CAPABILITIES = dict.fromkeys(("8.0", "9.0", "10.0", "10.3"), _TENSOR_CORES)
-"""CUDA capabilities that differ from float32 everywhere."""
 
 _described: contextvars.ContextVar[Profile | None] = contextvars.ContextVar("device", default=None)
 
@@ -80,10 +80,11 @@ def profile(device: Any = None) -> Profile:
         device: a `jax.Device`, or a device of `jax.experimental.topologies`.
 
     Returns:
-        The `Profile`; the one of `compiling_for` inside that context.
+        The `Profile`, or the one of `compiling_for` inside that context.
 
-    >>> profile(jax.devices("cpu")[0]).name
-    'cpu'
+    Example:
+        >>> profile(jax.devices("cpu")[0]).name
+        'cpu'
     """
     described = _described.get()
     if device is None and described is not None:
@@ -109,7 +110,7 @@ def _capability(device: Any) -> tuple[int, ...]:
 
 
 def _memory(device: Any) -> int:
-    """Bytes that this process may use of an accelerator."""
+    """Returns the bytes that this process may use of an accelerator."""
     try:
         stats = device.memory_stats() or {}
     except (jax.errors.JaxRuntimeError, NotImplementedError):  # a device that is only described
@@ -118,6 +119,7 @@ def _memory(device: Any) -> int:
 
 
 def _host_memory() -> int:
+    """Returns the bytes of memory of this machine."""
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
@@ -141,10 +143,9 @@ def compiling_for(chosen: Profile) -> Iterator[None]:
 
 
 def matmul(a: Array, b: Array, algorithm: jax.lax.DotAlgorithmPreset) -> Array:
-    """Computes a @ b by an algorithm on the platforms that have it, and in float32 elsewhere.
-
-    The guard is for arrays that are placed on the CPU of a machine with an accelerator.
-    """
+    """Computes a @ b by an algorithm on the platforms that have it, and in float32 elsewhere."""
+    # The choice is made by platform because arrays may be placed on the CPU of a machine with an
+    # accelerator.
     exact = functools.partial(jnp.matmul, precision=HIGHEST)
     if jnp.promote_types(a.dtype, b.dtype) != jnp.float32:
         return exact(a, b)

@@ -1,7 +1,7 @@
 """The Gibbs kernel A = exp(K/epsilon + p + q) that Sinkhorn's sweeps sum over.
 
 The plan is P = diag(a e^x) A diag(b e^y), where x and y are the log-scalings that the solver finds
-for a kernel with absorbed potentials p and q. The weights a and b stay outside: A neither
+for a kernel with absorbed potentials p and q. The weights a and b stay outside, so that A neither
 overflows nor loses an entry that counts, however small a weight is.
 
 A *stored* kernel keeps A in memory as float32 or float64 and reads K once, a block of rows at a
@@ -14,6 +14,8 @@ partial sums.
 References:
     B. Schmitzer, "Stabilized sparse scaling algorithms for entropy regularized transport
     problems", SISC 41 (2019): absorption of potentials, and epsilon-scaling.
+    L. Chizat et al., "Scaling algorithms for unbalanced optimal transport problems", Math. Comp. 87
+    (2018): absorption of potentials.
 """
 
 import math
@@ -94,7 +96,7 @@ class Cosines(NamedTuple):
 
 
 class KernelState(NamedTuple):
-    """A kernel's arrays; `matrix` and `int8` are empty unless they are stored.
+    """Arrays of a kernel. `matrix` and `int8` are empty unless they are stored.
 
     Attributes:
         matrix: A = exp(K/epsilon + p + q).
@@ -102,7 +104,7 @@ class KernelState(NamedTuple):
         p: potentials of the rows that A has absorbed.
         q: potentials of the columns that A has absorbed.
         x: log-scalings of the rows, set by the solver when it ends.
-        y: log-scalings of the columns, likewise.
+        y: log-scalings of the columns, set by the solver when it ends.
         epsilon: regularisation of this kernel.
     """
 
@@ -115,19 +117,22 @@ class KernelState(NamedTuple):
     epsilon: Float[Array, ""]
 
 
+# Code of 2^-26, the smallest number that is kept in 8 bits.
 _INT8_OFFSET = 2**7 + (101 << 2)
-"""Code of 2^-26, the smallest number that is kept in 8 bits."""
 
 
 def narrow(x: Float[Array, "..."]) -> Int[Array, "..."]:
     """Rounds numbers >= 0 to 8 bits, 6 of exponent and 2 of mantissa.
 
-    Smaller numbers than 2^-26, zero included, become 2^-26, and larger ones than 1.75 * 2^37 that.
-    Fourth powers of a kernel's entries need the range, see `Kernel.raise_power`.
+    Numbers are clipped to 2^-26 .. 1.75 * 2^37, so that zero becomes 2^-26. Fourth powers of a
+    kernel's entries need this range, see `Kernel.raise_power`.
 
-    >>> widen(narrow(jnp.array([1.0, 1.3, 1e6]))).tolist()
-    [1.0, 1.25, 1048576.0]
+    Example:
+        >>> widen(narrow(jnp.array([1.0, 1.3, 1e6]))).tolist()
+        [1.0, 1.25, 1048576.0]
     """
+    # The leading bits of a float32 are its exponent and mantissa: adding half of the last bit that
+    # is kept, then shifting, rounds them.
     bits = jax.lax.bitcast_convert_type(x, jnp.int32)
     return jnp.clip(((bits + 2**20) >> 21) - _INT8_OFFSET, -(2**7), 2**7 - 1).astype(jnp.int8)
 
@@ -142,10 +147,10 @@ class Kernel(NamedTuple):
 
     Attributes:
         affinity: rows of K.
-        block_size: rows per block of a streamed kernel; None stores A.
+        block_size: rows per block of a streamed kernel, or None to store A.
         int8: True to keep an int8 kernel as well.
         axes: axes of the mesh that rows are split over.
-        precision: of the sums over A.
+        precision: precision of the sums over A.
     """
 
     affinity: Matrix | Cosines
@@ -160,6 +165,7 @@ class Kernel(NamedTuple):
         return self.block_size is None
 
     def _over_rows(self, body: Callable[[Block, Any], Any], carry: Any) -> Any:
+        """Runs a function over blocks of this device's rows."""
         size = self.block_size or blocks.BUILD_ROWS
         carry = sharding.vary_like(carry, self.affinity[0])
         return over_rows(self.affinity.height, size, body, carry)
@@ -167,7 +173,8 @@ class Kernel(NamedTuple):
     def blank(self, q: Array, epsilon: Array) -> KernelState:
         """Returns a state that has yet to be built."""
         shape = self.affinity.height, len(q)
-        # Filled with a traced value: a constant would not wait for the memory of another solve.
+        # Filled with a traced value, because XLA would allocate a constant before another solve
+        # has freed its memory.
         matrix = jnp.full(shape if self.stored else 0, epsilon, q.dtype)
         int8 = jnp.full(shape if self.int8 else 0, epsilon.astype(jnp.int8), jnp.int8)
         p = jnp.zeros(shape[0], q.dtype)
@@ -183,7 +190,7 @@ class Kernel(NamedTuple):
 
         def body(block: Block, carry: tuple[Array, ...]) -> tuple[Array, ...]:
             matrix, int8, p = carry
-            # Row by row, as A is stored: a TPU's products may be transposed, and A copied for it.
+            # Row by row, as A is stored. A TPU may compute the product transposed, and then copy A.
             rows = with_layout_constraint(self.affinity.rows(block), Layout((0, 1)))
             logs = rows / state.epsilon + state.q[None, :]
             top = jnp.max(logs + log_b[None, :], axis=1)
@@ -204,7 +211,7 @@ class Kernel(NamedTuple):
     def update_columns(self, state: KernelState, log_a: Array) -> Float[Array, " m"]:
         """Returns q_j = -log sum_i a_i exp(K_ij/epsilon + p_i), the column update.
 
-        In the log domain, for columns that underflow in A.
+        It is computed in the log domain, for columns that underflow in A.
         """
         infinity = jnp.full_like(state.q, jnp.inf)
         finite_p = jnp.where(jnp.isneginf(log_a), 0.0, log_a + state.p)
@@ -243,8 +250,9 @@ class Kernel(NamedTuple):
     def sweep_int8(self, state: KernelState, a: Array, c: Array) -> tuple[Array, Array]:
         """Computes `sweep` over the int8 kernel.
 
-        Sums of products, not matrix products: XLA fuses the widening into either sum on GPUs and
-        TPUs, so that no float32 matrix exists and a sweep reads an eighth of the bytes.
+        The sums are not written as matrix products, because XLA fuses the widening into sums of
+        products on GPUs and TPUs. No float32 matrix exists, and a sweep reads a quarter of the
+        bytes.
         """
         entries = widen(state.int8)
         s = jnp.sum(entries * c[None, :], axis=1)
@@ -262,7 +270,8 @@ class Kernel(NamedTuple):
 
         matrix, int8 = state.matrix, state.int8
         if self.stored:
-            # Weighted rows sum to 1, those of A^4 to anything in 1..m^3: centre that range.
+            # Weighted rows of A sum to 1, but those of A^4 to anything in 1..m^3. The shift centres
+            # that range.
             x = x - 0.375 * math.log(len(y))
             scaled = matrix * jnp.exp(x)[:, None] * jnp.exp(y)[None, :]
             matrix = jnp.square(jnp.square(scaled))
@@ -282,7 +291,7 @@ class Kernel(NamedTuple):
     ) -> tuple[Float[Array, "size m"], Float[Array, "size m"]]:
         """Returns a block of rows of the plan P, and of P log(P / (a b)).
 
-        Rows that an earlier block held are zero.
+        Rows that an earlier block held are zero, so that sums over blocks count every row once.
         """
         weights = jnp.where(block.fresh, block.of(a), 0.0)
         if self.stored:

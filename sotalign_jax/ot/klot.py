@@ -1,27 +1,30 @@
-"""KLOT, its value and its gradient in closed form.
+"""KLOT, the divergence between two transport plans, with its gradient in closed form.
 
-From an affinity, d KLOT/dK = (P - P*)/eps. From features of unit rows F, G with K = F G^T,
+From an affinity, d KLOT/dK = (P - P*)/eps. From features with unit rows F, G and K = F G^T,
 
     d/dF = (P - P*) G / eps,    d/dG = (P - P*)^T F / eps,
 
-so that the backward pass keeps arrays of the features' size only. Both plans are solved one after
-the other, then P - P* is multiplied with the features in blocks of rows. Rows of a plan are read
-from a stored kernel, and computed again otherwise (`blocks.Storage`). Rows are split over
-the devices of a mesh, see `sharding`.
+so that the backward pass keeps arrays of the features' size only. Sinkhorn is never differentiated:
+by Danskin's theorem (the envelope theorem), the derivative of an optimal value needs the optimal
+plan alone.
+
+The teacher's plan is solved first, then the student's, then P - P* is multiplied with the features
+a block of rows at a time. A stored kernel gives the rows of its plan directly, a streamed one
+computes them again (`blocks.Storage`). Rows are split over the devices of a mesh, see `sharding`.
 
 References:
-    J. M. Danskin, "The theory of max-min", Springer 1967: the gradient of an optimal value.
-    SOTAlign, ICML 2026, the lemma on the gradient of KLOT.
+    SOTAlign, ICML 2026: the lemma on the gradient of KLOT.
+    J. M. Danskin, "The theory of max-min", Springer 1967.
 """
 
+from __future__ import annotations  # help() then shows the annotations as they are written
+
 import functools
-import math
 from collections.abc import Callable
 from typing import Any, Literal, NamedTuple, TypedDict, Unpack, overload
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jaxtyping import Array, Float
 
 from sotalign_jax import checks
@@ -34,52 +37,60 @@ from sotalign_jax.ot.sinkhorn import (
     constant,
     log_plan,
     log_weights,
-    pair,
     reference,
-    sinkhorn,
     solve_matrix,
     without_padding,
 )
-from sotalign_jax.ot.solver import Scalings, goal, solve
+from sotalign_jax.ot.solver import MAX_ITERATIONS, Scalings, goal, solve
 
 MARGINALS = ("prob", "bistochastic")
+"""Choices of `marginals`: plans of total mass 1, or rows of mass 1."""
 
 
 class KlotAux(NamedTuple):
-    """Scalings, marginal error, iterations and convergence of both plans (total mass 1)."""
+    """Results of both solves, for plans of total mass 1.
+
+    Attributes:
+        student: scalings, marginal error, iterations and convergence of P.
+        teacher: the same of P*.
+    """
 
     student: Scalings
     teacher: Scalings
 
 
-class Options(NamedTuple):
-    """Options that are fixed at trace time: the algorithm of each product, and the storage."""
+class _Options(NamedTuple):
+    """Options that are fixed at trace time.
+
+    Attributes:
+        max_iterations: number of sweeps at which a solve stops.
+        sums: precision of sums over a kernel.
+        algorithms: profile whose fields are the algorithms of the products by role.
+        storage: n x m arrays that are kept.
+    """
 
     max_iterations: int
     sums: jax.lax.PrecisionLike
-    teacher: jax.lax.PrecisionLike
-    student: jax.lax.PrecisionLike
-    gradient: jax.lax.PrecisionLike
+    algorithms: device.Profile
     storage: blocks.Storage
 
     @classmethod
-    def of(
+    def create(
         cls,
         max_iterations: int,
-        precision: jax.lax.PrecisionLike,
+        precision: jax.lax.PrecisionLike = None,
         storage: blocks.Storage | None = None,
-    ) -> "Options":
-        """Returns the options of this device; a given precision is that of all products."""
-        storage = storage or blocks.Storage()
-        if precision is not None:
-            return cls(max_iterations, precision, precision, precision, precision, storage)
-        own = device.profile()
-        sums = affinity.HIGHEST
-        return cls(max_iterations, sums, own.teacher, own.student, own.gradient, storage)
+    ) -> _Options:
+        """Returns the options of this device. A given precision is that of all products."""
+        own, storage = device.profile(), storage or blocks.Storage()
+        if precision is None:
+            return cls(max_iterations, affinity.HIGHEST, own, storage)
+        same: Any = dict.fromkeys(device.ROLES, precision)
+        return cls(max_iterations, precision, own._replace(**same), storage)
 
 
-class Settings(NamedTuple):
-    """Options that may be traced: regularisations, tolerance, log-weights, starting potentials."""
+class _Settings(NamedTuple):
+    """Options that may be traced."""
 
     epsilon: Float[Array, ""]
     epsilon_star: Float[Array, ""]
@@ -95,21 +106,10 @@ _DERIVATIVES = (
     "jax.value_and_grad), and only in {arguments}; forward mode and second derivatives are not. "
     "Pass jax.lax.stop_gradient of epsilon and the log-weights if they are traced"
 )
-OF_AFFINITIES = _DERIVATIVES.format(name="klot", arguments="K")
-OF_FEATURES = _DERIVATIVES.format(name="klot_from_embeddings", arguments="f and g")
+_OF_AFFINITIES = _DERIVATIVES.format(name="klot", arguments="K")
+_OF_FEATURES = _DERIVATIVES.format(name="klot_from_embeddings", arguments="f and g")
 
-
-def reverse_only(message: str, call: Callable[[], Any]) -> Any:
-    """Calls `call` and replaces JAX's error about forward mode by `message`."""
-    try:
-        return call()
-    except TypeError as error:
-        if "forward-mode" in str(error):
-            raise TypeError(message) from error
-        raise
-
-
-# Cotangents of everything that is a constant of the loss.
+# Cotangents of the constants of the loss.
 _zeros = functools.partial(jax.tree.map, jnp.zeros_like)
 
 
@@ -119,35 +119,33 @@ def _after(x: Array, computed: Any) -> Array:
     One solve may then use the memory of the other. Compilers drop optimisation barriers and
     products with zero. Adding the smallest normal number changes no digit of x.
     """
+    # One entry of every array is enough for the dependency.
     touched = sum(jnp.ravel(leaf)[0].astype(x.dtype) for leaf in jax.tree.leaves(computed))
     return x + jnp.where(jnp.isnan(touched), jnp.finfo(x.dtype).tiny, 0)
 
 
-def _joined(n: int, m: int, us: Any, others: Any) -> KlotAux:
-    """Joins both plans' scalings, without padding, from their u and all other fields."""
-    return KlotAux(
-        *(
-            Scalings(sharding.join(u, n), v[:m], *rest)
-            for u, (v, *rest) in zip(us, others, strict=True)
-        )
-    )
+def _join_scalings(n: int, m: int, us: Any, others: Any) -> KlotAux:
+    """Joins u and the other fields of both plans' scalings, without padding."""
+    both = zip(us, others, strict=True)
+    return KlotAux(*(Scalings(sharding.join(u, n), v[:m], *rest) for u, (v, *rest) in both))
 
 
 # --- from affinities ---------------------------------------------------------------------------
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def klot_of_affinities(
-    options: Options, k: Array, k_star: Array, settings: Settings
+def _klot_of_affinities(
+    options: _Options, k: Array, k_star: Array, settings: _Settings
 ) -> tuple[Array, KlotAux]:
-    """Computes KL(P* || P) and both plans' scalings; differentiable in k alone."""
+    """Computes KL(P* || P) and both plans' scalings. Differentiable in k alone."""
     return _affinities_fwd(options, k, k_star, settings)[0]
 
 
-def _affinities_fwd(options: Options, k: Array, k_star: Array, settings: Settings) -> Any:
-    k = constant(OF_AFFINITIES, k)  # a second derivative would differentiate this function
+def _affinities_fwd(options: _Options, k: Array, k_star: Array, settings: _Settings) -> Any:
+    """Solves both plans and sums KL(P* || P) over their entries."""
+    k = constant(_OF_AFFINITIES, k)  # a second derivative would differentiate this function
 
-    def own_rows(axes: sharding.Axes, rows: Any, settings: Settings) -> Any:
+    def own_rows(axes: sharding.Axes, rows: Any, settings: _Settings) -> Any:
         k, k_star, log_a = rows
 
         def plan(k: Array, epsilon: Array, init_v: Array | None) -> tuple[Array, Scalings]:
@@ -155,26 +153,32 @@ def _affinities_fwd(options: Options, k: Array, k_star: Array, settings: Setting
             return solve_matrix(k, log_a, settings.log_b, *limits, init_v, axes, options.sums)
 
         epsilon, epsilon_star = settings.epsilon, settings.epsilon_star
+        # One after the other, so that the second solve can use the memory of the first.
         top_star, target = plan(k_star, epsilon_star, settings.init_v_star)
         top, student = plan(k, _after(epsilon, target), settings.init_v)
         log_p = log_plan(k, top, student.u, student.v, epsilon)
         log_p_star = log_plan(k_star, top_star, target.u, target.v, epsilon_star)
         p_star = jnp.exp(log_p_star)
+        # 0 log 0 = 0, where log P may be -inf.
         value = jnp.sum(jnp.where(p_star == 0, 0.0, p_star * (log_p_star - log_p)))
         solved = jnp.isfinite(student.error) & jnp.isfinite(target.error)
+        # A plan that does not exist must not look like a loss of some size.
         value = jnp.where(solved, sharding.psum(value, axes), jnp.nan)
         centred = top, student.u, top_star, target.u
+        # Users get scalings of K itself. The backward pass keeps the centred ones, which have
+        # more digits.
         us = student.u - top / epsilon, target.u - top_star / epsilon_star
         return (us, centred), (value, student[1:], target[1:])
 
     with sharding.mesh_of(k, k_star):
         rows = sharding.split(k), sharding.split(k_star), sharding.split(settings.log_a, -jnp.inf)
         (us, centred), (value, *others) = sharding.shard_map(own_rows, rows, settings)
-        aux = _joined(len(k), k.shape[1], us, others)
+        aux = _join_scalings(len(k), k.shape[1], us, others)
     return (value, aux), (k, k_star, centred, settings, aux)
 
 
-def _affinities_bwd(options: Options, residuals: Any, cotangents: Any) -> Any:
+def _affinities_bwd(options: _Options, residuals: Any, cotangents: Any) -> Any:
+    """Computes (P - P*)/eps from the potentials of both plans."""
     k, k_star, centred, settings, aux = residuals
 
     def own_rows(axes: sharding.Axes, rows: Any, shared: Any) -> Any:
@@ -187,23 +191,21 @@ def _affinities_bwd(options: Options, residuals: Any, cotangents: Any) -> Any:
     with sharding.mesh_of(k, k_star):
         solved = jnp.isfinite(aux.student.error) & jnp.isfinite(aux.teacher.error)
         scale = jnp.where(solved, cotangents[0], jnp.nan)
-        epsilons = settings.epsilon, settings.epsilon_star
-        gradient, _ = sharding.shard_map(
-            own_rows,
-            (sharding.split(k), sharding.split(k_star), centred),
-            (aux.student.v, aux.teacher.v, *epsilons, scale),
-        )
+        shared = aux.student.v, aux.teacher.v, settings.epsilon, settings.epsilon_star, scale
+        rows = sharding.split(k), sharding.split(k_star), centred
+        gradient, _ = sharding.shard_map(own_rows, rows, shared)
+        # The gradient must have the sharding of K, which Explicit axes demand.
         gradient = sharding.like(sharding.join(gradient, len(k)), k)
     return gradient, jnp.zeros_like(k_star), _zeros(settings)
 
 
-klot_of_affinities.defvjp(_affinities_fwd, _affinities_bwd)
+_klot_of_affinities.defvjp(_affinities_fwd, _affinities_bwd)
 
 
 # --- from features -----------------------------------------------------------------------------
 
 
-class Features(NamedTuple):
+class _Features(NamedTuple):
     """Raw features of the student (f, g) and of the teacher (z, w)."""
 
     f: Float[Array, "n d"]
@@ -211,34 +213,34 @@ class Features(NamedTuple):
     z: Float[Array, "n e"]
     w: Float[Array, "m e"]
 
+    @classmethod
+    def cast(cls, *arrays: ArrayLike) -> _Features:
+        """Casts to float32, or to float64 if one array is, but keeps a pair of bfloat16 arrays."""
+        given, floats = [jnp.asarray(x) for x in arrays], affinity.as_floats(*arrays)
+        if floats[0].dtype == jnp.float32:
+            # A product of bfloat16 operands is exact in float32, so that casting them would only
+            # cost memory.
+            narrow = [x.dtype == y.dtype == jnp.bfloat16 for x, y in (given[:2], given[2:])]
+            kept = narrow[0], narrow[0], narrow[1], narrow[1]
+            floats = tuple(x if keep else y for keep, x, y in zip(kept, given, floats, strict=True))
+        return cls(*floats)
 
-def _as_features(*arrays: ArrayLike) -> Features:
-    """Casts to float32, or to float64 if one array is, but keeps a pair of bfloat16 arrays."""
-    floats = affinity.as_floats(*arrays)
-    given = [jnp.asarray(x) for x in arrays]
-    if floats[0].dtype == jnp.float32:
-        for pair in (slice(0, 2), slice(2, 4)):
-            if all(x.dtype == jnp.bfloat16 for x in given[pair]):
-                floats = (*floats[: pair.start], *given[pair], *floats[pair.stop :])
-    return Features(*floats)
-
-
-def _zero_padding(features: Features, settings: Settings) -> Features:
-    """Replaces features of weight zero by zeros: they may be anything."""
-    weights = (settings.log_a, settings.log_b) * 2
-    padded = zip(features, weights, strict=True)
-    return Features(*(jnp.where(jnp.isneginf(logs)[:, None], 0.0, x) for x, logs in padded))
+    def without_padding(self, settings: _Settings) -> _Features:
+        """Replaces features of weight zero by zeros, because they may be NaN."""
+        padded = jnp.isneginf(settings.log_a)[:, None], jnp.isneginf(settings.log_b)[:, None]
+        return _Features(*(jnp.where(padded[i % 2], 0.0, x) for i, x in enumerate(self)))
 
 
 def _through_norm(gradient: Array, x: Array, factor: Any) -> Array:
     """Returns the gradient in x, given that in x/||x||: its part across x, times factor / ||x||."""
     rows, scale = affinity.as_float(x), affinity.inverse_norms(x)
+    # d(x/||x||)/dx projects onto the complement of x.
     along = jnp.sum(gradient * rows, axis=1) * scale * scale
     return ((gradient - along[:, None] * rows) * (scale * factor)[:, None]).astype(x.dtype)
 
 
 class _Solved(NamedTuple):
-    """A solved plan: its kernel, and the scalings."""
+    """A solved plan: its kernel and its scalings."""
 
     kernel: Kernel
     state: KernelState
@@ -247,21 +249,23 @@ class _Solved(NamedTuple):
     def measured(self, rows: Array, columns: Array, weights: Any, tolerance: Array) -> Scalings:
         """Returns the scalings with the error of the plan that was multiplied, given its sums."""
         (a, b), axes = weights, self.kernel.axes
+        # Row sums are complete on their device. Column sums are partial.
         in_rows = sharding.psum(jnp.sum(jnp.abs(rows - a)), axes)
         in_columns = jnp.sum(jnp.abs(sharding.psum(columns, axes) - b))
         return self.scalings.measured(jnp.maximum(in_rows, in_columns), tolerance)
 
-    def without_matrix(self) -> "_Solved":
-        """Frees the kernel: rows of the plan are computed again when they are needed."""
+    def without_matrix(self) -> _Solved:
+        """Frees the kernel. Rows of the plan are computed again when they are needed."""
         kernel = self.kernel._replace(block_size=blocks.PRODUCT_ROWS)
         empty = sharding.vary_like(jnp.zeros(0, self.state.p.dtype), self.state.p)
         return _Solved(kernel, self.state._replace(matrix=empty), self.scalings)
 
 
 def _solve_features(
-    options: Options,
+    options: _Options,
     axes: sharding.Axes,
-    sides: tuple[Array, Array],
+    x: Array,
+    y: Array,
     weights: tuple[Array, Array],
     epsilon: Array,
     tolerance: Array,
@@ -269,11 +273,12 @@ def _solve_features(
     *,
     teacher: bool,
 ) -> _Solved:
-    """Solves the plan of one pair of features, of which each device has its own rows."""
-    storage, (x, y) = options.storage, sides
-    precision = options.teacher if teacher else options.student
+    """Solves the plan of the teacher's or the student's features from this device's rows."""
+    storage, own = options.storage, options.algorithms
+    precision = own.teacher if teacher else own.student
+    # The columns are gathered once: every device needs all of them in every block.
     cosines = Cosines.of(x, sharding.all_gather(y, axes), precision)
-    # The student's few sweeps are not worth a copy of a stored kernel.
+    # The student needs few sweeps: they are not worth an int8 copy of a stored kernel.
     int8 = storage.int8 and (teacher or storage.block_size is not None)
     kernel = Kernel(cosines, storage.block_size, int8, axes, options.sums)
     scalings, state = solve(
@@ -288,7 +293,7 @@ def _solve_features(
 
 
 class _Products(NamedTuple):
-    """Sums over P - P*, and the marginals of P*; F and G are normalised.
+    """Sums over P - P*, and the marginals of P*. F and G are normalised.
 
     Attributes:
         right: (P - P*) G.
@@ -310,21 +315,21 @@ class _Products(NamedTuple):
 
 
 def _multiply(
-    student: _Solved, teacher: _Solved, weights: tuple[Array, Array], options: Options
+    student: _Solved, teacher: _Solved, weights: tuple[Array, Array], options: _Options
 ) -> _Products:
     """Multiplies P - P* with the student's features, a block of rows at a time."""
     cosines: Any = student.kernel.affinity
     g = affinity.as_float(cosines.g) * cosines.g_scale[:, None]
+    product = functools.partial(affinity.dot, precision=options.algorithms.gradient)
 
     def body(block: Block, sums: _Products) -> _Products:
         plan, moment = student.kernel.plan_rows(student.state, block, *weights)
         star, moment_star = teacher.kernel.plan_rows(teacher.state, block, *weights)
+        # Subtracted before the product: one product instead of two, and no cancellation after it.
         moved = plan - star
-        right = affinity.dot(moved, g, options.gradient)
-        left = affinity.dot(moved.T, cosines.left(block), options.gradient)
         return _Products(
-            right=block.add(sums.right, right),
-            left=sums.left + left,
+            right=block.add(sums.right, product(moved, g)),
+            left=sums.left + product(moved.T, cosines.left(block)),
             rows=block.add(sums.rows, jnp.sum(moved, axis=1)),
             columns=sums.columns + jnp.sum(moved, axis=0),
             moment=sums.moment + jnp.sum(moment - moment_star),
@@ -335,6 +340,7 @@ def _multiply(
     p, q = student.state.p, student.state.q
     sides = jnp.zeros((len(p), g.shape[1]), p.dtype), jnp.zeros(g.shape, p.dtype)
     sums = jnp.zeros_like(p), jnp.zeros_like(q)
+    # The marginals of both plans come with the products at no additional pass.
     nothing = _Products(*sides, *sums, jnp.zeros((), p.dtype), *sums)
     rows = options.storage.block_size or blocks.BUILD_ROWS
     if options.storage.both:  # there is memory for larger blocks, which save bytes
@@ -362,30 +368,35 @@ def _divergence(
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def klot_of_features(
-    options: Options, features: Features, settings: Settings
+def _klot_of_features(
+    options: _Options, features: _Features, settings: _Settings
 ) -> tuple[Array, KlotAux]:
-    """Computes KL(P* || P) of cosine affinities; differentiable in f and g."""
+    """Computes KL(P* || P) of cosine affinities. Differentiable in f and g."""
     return _features_fwd(options, features, settings)[0]
 
 
-def _features_fwd(options: Options, features: Features, settings: Settings) -> Any:
-    """Solves both plans, one after the other, and multiplies their difference with the features."""
-    f, g, z, w = constant(OF_FEATURES, features)
+def _features_fwd(options: _Options, features: _Features, settings: _Settings) -> Any:
+    """Solves both plans and computes the value and, already here, the gradient.
 
-    def own_rows(axes: sharding.Axes, rows: Any, settings: Settings) -> Any:
+    A backward pass that solved or multiplied again would need the kernels a second time.
+    """
+    f, g, z, w = constant(_OF_FEATURES, features)
+
+    def own_rows(axes: sharding.Axes, rows: Any, settings: _Settings) -> Any:
         f, g, z, w, log_a = rows
         tolerance, logs = settings.tolerance, (log_a, settings.log_b)
         weights = jnp.exp(logs[0]), jnp.exp(logs[1])
         solve_one = functools.partial(_solve_features, options, axes, tolerance=tolerance)
         with jax.named_scope("teacher_plan"):
-            epsilons = settings.epsilon_star, settings.init_v_star
-            teacher = solve_one((z, w), logs, epsilons[0], init_v=epsilons[1], teacher=True)
+            epsilon, init_v = settings.epsilon_star, settings.init_v_star
+            teacher = solve_one(z, w, logs, epsilon, init_v=init_v, teacher=True)
+            # Without memory for two kernels, the teacher gives its own back to the student.
             if options.storage.block_size is None and not options.storage.both:
                 teacher = teacher.without_matrix()
         with jax.named_scope("student_plan"):
+            # The dependency keeps XLA from solving both at once, in twice the memory.
             epsilon = _after(settings.epsilon, teacher.scalings)
-            student = solve_one((f, g), logs, epsilon, init_v=settings.init_v, teacher=False)
+            student = solve_one(f, g, logs, epsilon, init_v=settings.init_v, teacher=False)
         moved = _multiply(student, teacher, weights, options)
         value = sharding.psum(_divergence(student, moved, weights, settings.epsilon), axes)
         star = moved.rows_star, moved.columns_star
@@ -395,6 +406,7 @@ def _features_fwd(options: Options, features: Features, settings: Settings) -> A
         solved = jnp.isfinite(plan.error) & jnp.isfinite(target.error)
         value, factor = (jnp.where(solved, x, jnp.nan) for x in (value, 1 / settings.epsilon))
         df = _through_norm(moved.right, f, factor)
+        # Each device sums the gradient of its own columns alone, not of all of them.
         dg = _through_norm(sharding.psum_scatter(moved.left, axes), g, factor)
         return (df, dg, plan.u, target.u), (value, plan[1:], target[1:])
 
@@ -403,39 +415,38 @@ def _features_fwd(options: Options, features: Features, settings: Settings) -> A
         (df, dg, *us), (value, *others) = sharding.shard_map(
             own_rows, rows, _split_columns(settings)
         )
-        aux = _joined(len(f), len(g), us, others)
+        aux = _join_scalings(len(f), len(g), us, others)
         df, dg = (sharding.like(sharding.join(dx, len(x)), x) for dx, x in ((df, f), (dg, g)))
     return (value, aux), (df, dg, features, settings)
 
 
-def _split_columns(settings: Settings) -> Settings:
+def _split_columns(settings: _Settings) -> _Settings:
     """Pads the settings of columns to equally many for each device."""
-    v, v_star = (
-        None if v is None else sharding.split(v) for v in (settings.init_v, settings.init_v_star)
-    )
+    v, v_star = jax.tree.map(sharding.split, (settings.init_v, settings.init_v_star))
     log_b = sharding.split(settings.log_b, -jnp.inf)
     return settings._replace(log_b=log_b, init_v=v, init_v_star=v_star)
 
 
-def _features_bwd(options: Options, residuals: Any, cotangents: Any) -> Any:
+def _features_bwd(options: _Options, residuals: Any, cotangents: Any) -> Any:
+    """Scales the gradient of the forward pass."""
     df, dg, features, settings = residuals
+    # The cotangent of aux is ignored, because `_call` stops its gradient.
     gradients = ((cotangents[0] * dx).astype(dx.dtype) for dx in (df, dg))
-    return Features(*gradients, *_zeros((features.z, features.w))), _zeros(settings)
+    return _Features(*gradients, *_zeros((features.z, features.w))), _zeros(settings)
 
 
-klot_of_features.defvjp(_features_fwd, _features_bwd)
-
-
-# Calls outside of `jit` find their compiled program again.
-_affinities = jax.jit(klot_of_affinities, static_argnums=0)
-_features = jax.jit(klot_of_features, static_argnums=0)
+_klot_of_features.defvjp(_features_fwd, _features_bwd)
 
 
 # --- public functions ---------------------------------------------------------------------------
 
+# Calls outside of `jit` find their compiled program again.
+_affinities = jax.jit(_klot_of_affinities, static_argnums=0)
+_features = jax.jit(_klot_of_features, static_argnums=0)
+
 
 class _KlotOptions(TypedDict, total=False):
-    """For type checkers."""
+    """Keyword options of `klot`, for type checkers: `return_aux` decides the type of the result."""
 
     epsilon: Any
     epsilon_star: Any
@@ -449,11 +460,17 @@ class _KlotOptions(TypedDict, total=False):
 
 
 class _EmbeddingsOptions(_KlotOptions, total=False):
+    """Keyword options of `klot_from_embeddings`, for type checkers."""
+
     block_size: int | None
 
 
-def _mass(marginals: str, n: int, m: int, log_a: Array | None = None) -> Any:
-    """Returns the total mass of the plans: 1, or the number of rows that are not padding."""
+def total_mass(marginals: str, n: int, m: int, log_a: Array | None = None) -> Any:
+    """Returns the total mass of the plans: 1, or the number of rows that are not padding.
+
+    Raises:
+        InputError: if `marginals` is unknown, or "bistochastic" with n != m.
+    """
     checks.choice("marginals", marginals, MARGINALS)
     if marginals == "prob":
         return 1
@@ -469,26 +486,44 @@ def _settings(
     n: int,
     m: int,
     dtype: Any,
-    epsilon: Any,
-    epsilon_star: Any,
-    tolerance: Any,
+    *,
     log_a: ArrayLike | None,
     log_b: ArrayLike | None,
-    init_v: tuple[ArrayLike, ArrayLike] | None,
-) -> Settings:
-    settings = Settings(
-        jnp.asarray(epsilon, dtype),
-        jnp.asarray(epsilon_star, dtype),
-        jnp.asarray(tolerance, dtype),
-        log_weights("log_a", log_a, n, dtype),
-        log_weights("log_b", log_b, m, dtype),
-        *pair("init_v", init_v, dtype),
+    init_v: Any,
+    max_iterations: int,
+    **scalars: Any,
+) -> _Settings:
+    """Checks the options of a loss and casts them. They raise `message` if differentiated."""
+    check_limits(max_iterations=max_iterations, **scalars)
+    starts: Any = (None, None)
+    if init_v is not None:
+        if not isinstance(init_v, tuple | list) or len(init_v) != 2:
+            raise checks.InputError(
+                f"init_v: is {type(init_v).__name__}; pass a pair of arrays, (v, v_star)"
+            )
+        starts = jax.lax.stop_gradient([jnp.asarray(v, dtype) for v in init_v])
+    settings = _Settings(
+        **{name: jnp.asarray(value, dtype) for name, value in scalars.items()},
+        log_a=log_weights("log_a", log_a, n, dtype),
+        log_b=log_weights("log_b", log_b, m, dtype),
+        init_v=starts[0],
+        init_v_star=starts[1],
     )
     return constant(message, settings)
 
 
-def _returned(value: Array, aux: KlotAux, return_aux: bool) -> Any:
-    return (value, jax.lax.stop_gradient(aux)) if return_aux else value
+def _call(
+    message: str, function: Callable[..., Any], options: _Options, *arrays: Any, mass: Any
+) -> tuple[Array, KlotAux]:
+    """Calls a compiled loss. JAX's error about forward mode is replaced by `message`."""
+    try:
+        value, aux = function(options, *sharding.vary_alike(arrays))
+    except TypeError as error:
+        # JAX's message names a custom_vjp function, and no remedy.
+        if "forward-mode" in str(error):
+            raise TypeError(message) from error
+        raise
+    return mass * value, jax.lax.stop_gradient(aux)
 
 
 @overload
@@ -517,59 +552,65 @@ def klot(
     log_a: Float[ArrayLike, " n"] | None = None,
     log_b: Float[ArrayLike, " m"] | None = None,
     tolerance: float = 1e-4,
-    max_iterations: int = 2000,
+    max_iterations: int = MAX_ITERATIONS,
     init_v: tuple[ArrayLike, ArrayLike] | None = None,
     precision: jax.lax.PrecisionLike = None,
     return_aux: bool = False,
 ) -> Any:
-    """Computes KLOT(K || K*) = KL(P* || P) with P = OT_eps(K), P* = OT_eps*(K*).
+    """Computes KLOT(K || K*) = KL(P* || P) with P = OT_eps(K) and P* = OT_eps*(K*).
 
-    The gradient in K is (P - P*)/eps in closed form: Sinkhorn is not differentiated, and beyond K
-    and K* only four vectors are kept for the backward pass. `K_star` is a constant and receives
-    no gradient; derivatives in the epsilons and the weights raise a TypeError. The gradient is
-    exact when both plans are converged, which `return_aux` shows.
+    The gradient in K is (P - P*)/eps in closed form. It is exact when both plans are converged,
+    which `return_aux` shows. Sinkhorn is not differentiated, and beyond K and K* only four vectors
+    are kept for the backward pass. `K_star` is a constant and receives no gradient.
 
     Args:
         K: student affinity, shape [n, m].
-        K_star: teacher affinity, same shape.
+        K_star: teacher affinity, shape [n, m].
         epsilon: regularisation of the student's plan.
         epsilon_star: regularisation of the teacher's plan.
-        marginals: "prob", plans of total mass 1 as in the published code, or "bistochastic",
-            rows and columns of mass 1 as in the paper: value and gradient are as many times as
-            large as there are rows of a positive weight.
-        log_a: log-weights of the rows (-inf pads); uniform by default.
-        log_b: log-weights of the columns, likewise.
+        marginals: "prob", plans of total mass 1 as in the published code, or "bistochastic", rows
+            and columns of mass 1 as in the paper. The latter multiplies value and gradient by the
+            number of rows with a positive weight.
+        log_a: log-weights of the rows, -inf for padding. Uniform by default.
+        log_b: log-weights of the columns, -inf for padding. Uniform by default.
         tolerance: marginal error at which each solve stops, see `sinkhorn`.
-        max_iterations: number of iterations at which each solve stops.
-        init_v: (v, v_star), column log-scalings to start from, as `aux.student.v` holds them.
-        precision: of all matrix products, "highest", "high" or "default"; static. By default
-            sums over the kernel are "highest", and products of features are as exact as KLOT needs
-            on this device, see `device`.
-        return_aux: also return a `KlotAux`: `aux.student.converged`, errors, iterations, scalings.
+        max_iterations: number of iterations at which each solve stops. Static.
+        init_v: (v, v_star), column log-scalings to start from, such as `aux.student.v` and
+            `aux.teacher.v` of an earlier call.
+        precision: precision of all matrix products, "highest", "high" or "default". Static. By
+            default sums over the kernel are "highest", and products of features are as exact as
+            KLOT needs on this device, see `device`.
+        return_aux: True to return a `KlotAux` as well.
 
     Returns:
         The loss, or (loss, aux).
 
-    >>> K, K_star = jnp.eye(3) * 0.2, jnp.eye(3)
-    >>> loss, gradient = jax.jit(jax.value_and_grad(klot))(K, K_star)
-    >>> float(loss), gradient[0].tolist()
-    (0.036, [-0.236, 0.118, 0.118])
+    Raises:
+        InputError: if a shape or an option is invalid.
+        TypeError: for derivatives in forward mode, of second order, or in the options.
+
+    Example:
+        >>> K, K_star = jnp.eye(3) * 0.2, jnp.eye(3)
+        >>> loss, gradient = jax.jit(jax.value_and_grad(klot))(K, K_star)
+        >>> float(loss), gradient[0].tolist()
+        (0.036, [-0.236, 0.118, 0.118])
+
+    References:
+        SOTAlign, ICML 2026, the definition of KLOT and the lemma on its gradient.
     """
     checks.static(precision=precision, return_aux=return_aux)
-    scalars = {"epsilon": epsilon, "epsilon_star": epsilon_star, "tolerance": tolerance}
-    check_limits(max_iterations=max_iterations, **scalars)
     affinity.check_affinities(K, K_star)
     k, k_star = affinity.as_floats(K, K_star)
     n, m = k.shape
-    given: Any = {**scalars, "log_a": log_a, "log_b": log_b, "init_v": init_v}
-    settings = _settings(OF_AFFINITIES, n, m, k.dtype, **given)
-    mass = _mass(marginals, n, m, settings.log_a)
-    if not (log_a is None and log_b is None):
+    given: Any = {"epsilon": epsilon, "epsilon_star": epsilon_star, "tolerance": tolerance}
+    given |= {"log_a": log_a, "log_b": log_b, "init_v": init_v, "max_iterations": max_iterations}
+    settings = _settings(_OF_AFFINITIES, n, m, k.dtype, **given)
+    mass = total_mass(marginals, n, m, settings.log_a)
+    if log_a is not None or log_b is not None:
         k, k_star = (without_padding(x, settings.log_a, settings.log_b) for x in (k, k_star))
-    options = Options.of(max_iterations, precision)
-    arrays = sharding.vary_alike((k, k_star, settings))
-    value, aux = reverse_only(OF_AFFINITIES, lambda: _affinities(options, *arrays))
-    return _returned(mass * value, aux, return_aux)
+    options = _Options.create(max_iterations, precision)
+    value, aux = _call(_OF_AFFINITIES, _affinities, options, k, k_star, settings, mass=mass)
+    return (value, aux) if return_aux else value
 
 
 def klot_reference(
@@ -581,20 +622,32 @@ def klot_reference(
     iterations: int = 100,
     symmetric: bool = True,
 ) -> Float[Array, ""]:
-    """Computes the paper's published loss, digit by digit: fixed iterations, final half-step.
+    """Computes the paper's published loss, for comparison with `klot`.
 
-    Value KL(P* || P), gradient (P - P*)/eps whether or not the plans have converged. For
-    comparison; `klot` is the one to use.
+    Both plans take a fixed number of textbook iterations, see `sinkhorn_reference`. The value is
+    KL(P* || P) and the gradient (P - P*)/eps, converged or not.
 
-    >>> print(klot_reference(jnp.eye(3) * 0.2, jnp.eye(3)).round(4))
-    0.0359
+    Args:
+        K: student affinity, shape [n, m].
+        K_star: teacher affinity, shape [n, m]. It receives no gradient.
+        epsilon: regularisation of the student's plan.
+        epsilon_star: regularisation of the teacher's plan.
+        iterations: number of iterations of both solves.
+        symmetric: True to end with the half-step of the published code.
+
+    Returns:
+        The loss.
+
+    Example:
+        >>> print(klot_reference(jnp.eye(3) * 0.2, jnp.eye(3)).round(4))
+        0.0359
     """
-    constant = jax.lax.stop_gradient(K)
     plain = functools.partial(reference, iterations=iterations, symmetric=symmetric)
-    plan = plain(constant, epsilon=epsilon)
+    plan = plain(jax.lax.stop_gradient(K), epsilon=epsilon)
     target = plain(jax.lax.stop_gradient(K_star), epsilon=epsilon_star)
     p, p_star = plan.matrix(), target.matrix()
     value = jnp.sum(p_star * (target.log_matrix() - plan.log_matrix()))
+    # The surrogate has the gradient of the lemma, and cancels in the value.
     surrogate = jnp.sum((p - p_star) / epsilon * K)
     return value + surrogate - jax.lax.stop_gradient(surrogate)
 
@@ -635,140 +688,76 @@ def klot_from_embeddings(
     log_a: Float[ArrayLike, " n"] | None = None,
     log_b: Float[ArrayLike, " m"] | None = None,
     tolerance: float = 1e-4,
-    max_iterations: int = 2000,
+    max_iterations: int = MAX_ITERATIONS,
     init_v: tuple[ArrayLike, ArrayLike] | None = None,
     block_size: int | None = None,
     precision: jax.lax.PrecisionLike = None,
     return_aux: bool = False,
 ) -> Any:
-    """Computes `klot(cosine(f, g), cosine(f_star, g_star))` from features.
+    """Computes `klot(cosine(f, g), cosine(f_star, g_star))` without an n x m residual.
 
     Rows are L2-normalised inside. The plans are multiplied with the features as soon as they are
-    found, so that the backward pass keeps arrays of the features' size only, never n x m:
+    found, so that the backward pass keeps arrays of the features' size only:
 
         d/df = (P - P*) g / eps,    d/dg = (P - P*)^T f / eps    (on normalised rows).
 
-    Computation follows data: rows that are placed on a mesh, or a mesh in context, split all of it
-    over the devices. Arrays made inside of `jit` alone show no mesh: use `jax.set_mesh` for them.
-    Inside a `shard_map` every device has a problem of its own: `pmean` its loss. Zero rows have
-    cosine 0 with all others, and no gradient.
+    Computation follows data. If rows are placed on a mesh, or if a mesh is in context, the loss is
+    split over its devices. Arrays that are created inside `jit` show no mesh: use `jax.set_mesh`
+    for them. Inside a `shard_map` every device has a problem of its own, whose loss needs a
+    `pmean`. Zero rows have cosine 0 with all others, and no gradient.
 
     Args:
         f: student features of the rows, shape [n, d]. If f and g are bfloat16, their affinity is
             one bfloat16 product, which is exact.
         g: student features of the columns, shape [m, d].
-        f_star: teacher features of the same rows, shape [n, e]; they receive no gradient.
-        g_star: teacher features of the same columns, shape [m, e], likewise.
-        epsilon: see `klot`, as for the other options.
-        epsilon_star: see `klot`.
-        marginals: see `klot`.
-        log_a: see `klot`.
-        log_b: see `klot`.
-        tolerance: see `klot`.
-        max_iterations: see `klot`.
-        init_v: see `klot`.
-        block_size: number of rows that are recomputed at a time in every iteration, in memory
-            O(n (d + block_size)). By default kernels are stored as far as they fit into half of
-            the device's memory, see `blocks.storage`. Value and gradients are the same.
-        precision: see `klot`.
-        return_aux: see `klot`.
+        f_star: teacher features of the rows, shape [n, e]. They receive no gradient.
+        g_star: teacher features of the columns, shape [m, e]. They receive no gradient.
+        epsilon: regularisation of the student's plan.
+        epsilon_star: regularisation of the teacher's plan.
+        marginals: "prob" or "bistochastic", see `klot`.
+        log_a: log-weights of the rows, see `klot`.
+        log_b: log-weights of the columns, see `klot`.
+        tolerance: marginal error at which each solve stops.
+        max_iterations: number of iterations at which each solve stops. Static.
+        init_v: (v, v_star), column log-scalings to start from, see `klot`.
+        block_size: rows per block. The blocks are recomputed in every iteration, in memory
+            O(n (d + block_size)). By default kernels are stored if they fit into half of the
+            device's memory, see `blocks.storage`. Value and gradients are the same. Static.
+        precision: precision of all matrix products, see `klot`. Static.
+        return_aux: True to return a `KlotAux` as well.
 
     Returns:
         The loss, or (loss, aux).
 
-    >>> f, g = jnp.eye(3), jnp.eye(3) + 0.5
-    >>> print(jax.jit(klot_from_embeddings)(f, g, f, g, epsilon_star=0.05).round(4))
-    0.0
+    Raises:
+        InputError: if a shape or an option is invalid.
+        TypeError: for derivatives in forward mode, of second order, or in the options.
+
+    Example:
+        >>> f, g = jnp.eye(3), jnp.eye(3) + 0.5
+        >>> print(jax.jit(klot_from_embeddings)(f, g, f, g, epsilon_star=0.05).round(4))
+        0.0
+
+    References:
+        SOTAlign, ICML 2026, the lemma on the gradient of KLOT.
     """
     checks.static(precision=precision, block_size=block_size, return_aux=return_aux)
-    scalars = {"epsilon": epsilon, "epsilon_star": epsilon_star, "tolerance": tolerance}
-    check_limits(max_iterations=max_iterations, **scalars)
-    affinity.check_features(f, g, f_star, g_star)
-    features = _as_features(f, g, f_star, g_star)
-    n, m = len(features.f), len(features.g)
-    dtype = jnp.float64 if features.f.dtype == jnp.float64 else jnp.float32
     checks.whole(1, or_none=True, block_size=block_size)
+    affinity.check_features(f, g, f_star, g_star)
+    features = _Features.cast(f, g, f_star, g_star)
+    n, m = len(features.f), len(features.g)
+    # Potentials and plans of bfloat16 features are float32.
+    dtype = jnp.float64 if features.f.dtype == jnp.float64 else jnp.float32
+    given: Any = {"epsilon": epsilon, "epsilon_star": epsilon_star, "tolerance": tolerance}
+    given |= {"log_a": log_a, "log_b": log_b, "init_v": init_v, "max_iterations": max_iterations}
+    settings = _settings(_OF_FEATURES, n, m, dtype, **given)
+    mass = total_mass(marginals, n, m, settings.log_a)
+    if log_a is not None or log_b is not None:
+        features = features.without_padding(settings)
+    storage = blocks.Storage(block_size, both=False)
     if block_size is None:
         with sharding.mesh_of(*features):
             storage = blocks.storage(sharding.share(n), m, dtype)
-    else:
-        storage = blocks.Storage(block_size, both=False)
-    given: Any = {**scalars, "log_a": log_a, "log_b": log_b, "init_v": init_v}
-    settings = _settings(OF_FEATURES, n, m, dtype, **given)
-    mass = _mass(marginals, n, m, settings.log_a)
-    if not (log_a is None and log_b is None):
-        features = _zero_padding(features, settings)
-    options = Options.of(max_iterations, precision, storage)
-    arrays = sharding.vary_alike((features, settings))
-    value, aux = reverse_only(OF_FEATURES, lambda: _features(options, *arrays))
-    return _returned(mass * value, aux, return_aux)
-
-
-def klot_crossmodal(
-    f: Float[ArrayLike, "n d"],
-    g: Float[ArrayLike, "m d"],
-    f_star: Float[ArrayLike, "p e"],
-    g_star: Float[ArrayLike, "q e"],
-    *,
-    epsilon: Any = 0.05,
-    epsilon_star: Any = 0.005,
-    marginals: str = "prob",
-    tolerance: float = 1e-4,
-    max_iterations: int = 2000,
-    precision: jax.lax.PrecisionLike = None,
-    return_aux: bool = False,
-) -> Any:
-    """Computes KL(T || OT_eps(K)) over pairs and unpaired rows at once, K = cosine(f, g).
-
-    The first k = n - p = m - q rows of f and g are pairs, which T transports to themselves; the
-    rest follow the teacher's plan P* = OT_eps*(cosine(f_star, g_star)):
-
-        T = diag(s I / k, (1 - s) P*),    s = 2 k / (n + m),
-
-    which has mass 1 and uniform marginals when n = m. The gradient in K is (P - T)/eps. Both
-    matrices are kept for it: memory is a few n x m arrays.
-
-    `f, g` are student features of shapes [n, d] and [m, d]; `f_star, g_star` those of the teacher
-    for the unpaired rows, [p, e] and [q, e], which receive no gradient. The options are those of
-    `klot`.
-
-    >>> f = jnp.eye(3)
-    >>> print(jax.jit(klot_crossmodal)(f, f, f[1:], f[1:]).round(4))
-    0.0
-    """
-    n, m, unpaired = len(f), len(g), (len(f_star), len(g_star))
-    pairs = n - unpaired[0]
-    if pairs != m - unpaired[1] or pairs < 1 or min(unpaired) < 1:
-        raise checks.InputError(
-            f"f, g: have {n} and {m} rows but f_star and g_star {unpaired}; pass teacher features "
-            "of the unpaired rows, with as many pairs before them on either side"
-        )
-    for name, x in (("f", f), ("g", g), ("f_star", f_star), ("g_star", g_star)):
-        affinity.check_affinity(name, x)
-    affinity.check_widths(f, g, f_star, g_star)
-    f, g, f_star, g_star = affinity.as_floats(f, g, f_star, g_star)
-    mass, share = _mass(marginals, n, m), 2 * pairs / (n + m)
-
-    def weights(rest: int) -> Array:
-        logs = math.log(share / pairs), math.log((1 - share) / rest)
-        return jnp.repeat(jnp.array(logs, f.dtype), np.array([pairs, rest]))
-
-    static = Options.of(max_iterations, precision)
-    solved = functools.partial(
-        sinkhorn, tolerance=tolerance, max_iterations=max_iterations, precision=static.sums
-    )
-    targets = jax.lax.stop_gradient((f_star, g_star))
-    target = solved(affinity.cosine(*targets, precision=static.teacher), epsilon=epsilon_star)
-    t = jax.scipy.linalg.block_diag(
-        jnp.eye(pairs, dtype=f.dtype) * (share / pairs), (1 - share) * target.matrix()
-    )
-    k = affinity.cosine(f, g, precision=static.student)
-    log_a, log_b = map(weights, unpaired)
-    plan = solved(jax.lax.stop_gradient(k), epsilon=epsilon, log_a=log_a, log_b=log_b)
-    log_p = plan.log_matrix()
-    value = jnp.sum(jax.scipy.special.xlogy(t, t) - t * log_p)
-    surrogate = jnp.sum((jnp.exp(log_p) - t) / epsilon * k)
-    value = mass * (value + surrogate - jax.lax.stop_gradient(surrogate))
-    value = jnp.where(jnp.isfinite(plan.error) & jnp.isfinite(target.error), value, jnp.nan)
-    aux = KlotAux(*(Scalings(x.u, x.v, x.error, x.iterations, x.converged) for x in (plan, target)))
-    return _returned(value, aux, return_aux)
+    options = _Options.create(max_iterations, precision, storage)
+    value, aux = _call(_OF_FEATURES, _features, options, features, settings, mass=mass)
+    return (value, aux) if return_aux else value

@@ -1,7 +1,7 @@
-"""Rows split over the devices of a mesh; with one device nothing here happens.
+"""Rows split over the devices of a mesh. With one device nothing here happens.
 
-What grows with the batch is cut by rows, one piece a device: features, plans, row scalings. What
-belongs to the columns is the same everywhere, and sums over rows are all-reduced. Computation
+Arrays that grow with the batch are split by rows, one piece per device: features, plans and row
+scalings. Arrays of the columns are replicated, and sums over rows are all-reduced. Computation
 follows data: the mesh is the one in context (`jax.set_mesh`) or else that of the arrays, with Auto
 or Explicit axes, and all of its axes are used:
 
@@ -24,14 +24,24 @@ from jaxtyping import Array, Float
 from sotalign_jax import checks
 
 Axes = tuple[str, ...]
-"""Names of the mesh axes that rows are split over; empty where they are not."""
+"""Names of the mesh axes that rows are split over, empty if they are not split."""
 
 
 def rows_mesh(devices: int | None = None) -> Mesh | None:
-    """A mesh of all devices, or of the first `devices`; None when that is a single one.
+    """Builds a mesh with one axis of devices.
 
-    >>> rows_mesh(1) is None
-    True
+    Args:
+        devices: number of devices, by default all.
+
+    Returns:
+        The mesh, or None for a single device.
+
+    Raises:
+        InputError: if there are fewer devices, or if several processes would leave some unused.
+
+    Example:
+        >>> rows_mesh(1) is None
+        True
     """
     available = jax.devices()
     count = len(available) if devices is None else devices
@@ -40,6 +50,7 @@ def rows_mesh(devices: int | None = None) -> Mesh | None:
             f"mesh: {count} devices asked for but {len(available)} are there; "
             f"pass 1 to {len(available)}, or None for all"
         )
+    # All processes must take part in every computation.
     if jax.process_count() > 1 and count != len(available):
         raise checks.InputError(
             f"mesh: {count} devices asked for but {jax.process_count()} processes hold "
@@ -52,9 +63,9 @@ def rows_mesh(devices: int | None = None) -> Mesh | None:
 
 @contextlib.contextmanager
 def mesh_of(*arrays: Array) -> Iterator[None]:
-    """Puts the mesh that the arrays live on in context, unless there is one already.
+    """Puts the mesh of the arrays in context, unless there is one already.
 
-    Inside `jit` too: the type of an array names its mesh, whether its axes are Auto or Explicit.
+    It works inside `jit` as well, because the type of an array names its mesh.
     """
     meshes = [jax.typeof(x).sharding.mesh for x in arrays]
     found = [mesh for mesh in meshes if not mesh.empty]
@@ -68,13 +79,15 @@ def mesh_of(*arrays: Array) -> Iterator[None]:
 def axes() -> Axes:
     """Returns the axes of the mesh in context that rows are split over.
 
-    None inside a user's `shard_map`, which splits rows itself, or inside a `vmap` over problems
-    that are split over the mesh.
+    There are none inside a user's `shard_map`, which splits rows itself, or inside a `vmap` over
+    problems that are split over the mesh.
 
-    >>> axes()
-    ()
+    Example:
+        >>> axes()
+        ()
     """
     mesh = jax.sharding.get_abstract_mesh()
+    # Manual axes belong to a user's shard_map.
     unsplit = mesh.empty or mesh.size == 1 or mesh.manual_axes or _splits_problems(mesh)
     return () if unsplit else mesh.axis_names
 
@@ -82,7 +95,7 @@ def axes() -> Axes:
 def _splits_problems(mesh: AbstractMesh) -> bool:
     """Returns True inside a `vmap` over problems that are split over Explicit axes.
 
-    JAX has no function for it, but a `shard_map` leaves out the axes that `vmap` has taken.
+    JAX has no function for this, but a `shard_map` leaves out the axes that `vmap` has taken.
     """
     if not mesh.explicit_axes or mesh.manual_axes:
         return False
@@ -92,29 +105,32 @@ def _splits_problems(mesh: AbstractMesh) -> bool:
         left.append(jax.sharding.get_abstract_mesh().manual_axes)
         return ()
 
+    # Traced only, never run.
     jax.eval_shape(jax.shard_map(note, in_specs=(), out_specs=()))
     return set(left[0]) != set(mesh.axis_names)
 
 
 def share(n: int) -> int:
-    """Most rows, of n, that one device holds.
+    """Returns the largest number of rows that one device holds of n.
 
-    >>> share(10)
-    10
+    Example:
+        >>> share(10)
+        10
     """
     return -(-n // jax.sharding.get_abstract_mesh().size) if axes() else n
 
 
 def _reshard(x: Array, spec: PartitionSpec) -> Array:
-    """x, split as `spec` says, where the axes of the mesh are Explicit; GSPMD does it elsewhere."""
+    """Reshards x if the axes of the mesh are Explicit. With Auto axes GSPMD does it."""
     explicit = jax.sharding.get_abstract_mesh().explicit_axes
     return jax.sharding.reshard(x, spec) if explicit else x
 
 
 def split(x: Array, value: float = 0.0) -> Array:
-    """x with rows of `value` at its end, up to equally many for each device, split over them."""
+    """Pads x with rows of `value` to equally many for each device, and splits it over them."""
     if not axes():
         return x
+    # Shards must have equal sizes.
     missing = share(len(x)) * jax.sharding.get_abstract_mesh().size - len(x)
     if missing:
         widths = [(0, missing)] + [(0, 0)] * (x.ndim - 1)
@@ -123,17 +139,17 @@ def split(x: Array, value: float = 0.0) -> Array:
 
 
 def join(x: Array, n: int) -> Array:
-    """The first n rows of what `split` padded."""
+    """Removes the padding of `split` from an array of n rows."""
     return x if len(x) == n else _reshard(x, PartitionSpec())[:n]
 
 
 def like(x: Array, reference: Array) -> Array:
-    """x, split as the reference is, where the axes of the mesh are Explicit."""
+    """Splits x as the reference is split, if the axes of the mesh are Explicit."""
     return _reshard(x, jax.typeof(reference).sharding.spec)
 
 
 def gather_explicit(x: Array) -> Array:
-    """x, whole on every device, where the axes of the mesh are Explicit; else as it is."""
+    """Replicates x on every device, if the axes of the mesh are Explicit."""
     return _reshard(x, PartitionSpec())
 
 
@@ -143,10 +159,13 @@ def shard_map(
     """Calls function(axes, rows, shared), with rows split over the mesh in context if there is one.
 
     Args:
-        function: gets the axes to reduce over, its own part of `rows`, and all of `shared`;
-            returns arrays of its own rows, and others that are the same on every device.
+        function: gets the axes to reduce over, its own part of `rows`, and all of `shared`. It
+            returns arrays of its own rows, and arrays that are the same on every device.
         rows: a pytree of arrays that are padded, see `split`.
         shared: a pytree of arrays that every device needs whole.
+
+    Returns:
+        The arrays of all rows, and the arrays that are the same on every device.
     """
     names = axes()
     if not names:
@@ -155,6 +174,7 @@ def shard_map(
             # Loops that carry constants cannot be batched over Explicit axes.
             alone = jax.sharding.auto_axes(alone, out_sharding=PartitionSpec())
         return alone(rows, shared)
+    # One axis or several, rows are split over all of them.
     by_rows, whole = PartitionSpec(names), PartitionSpec()
     mapped = jax.shard_map(
         functools.partial(function, names),
@@ -169,15 +189,15 @@ def shard_map(
 
 
 def varying(x: Any) -> frozenset[str]:
-    """Axes of a user's `shard_map` over which an array varies; none outside of one."""
+    """Returns the axes of a user's `shard_map` over which an array varies."""
     kind: Any = jax.typeof(x)
     return kind.mat.varying if hasattr(kind, "mat") else kind.vma  # JAX before 0.10.2
 
 
 def vary_like(tree: Any, *references: Array) -> Any:
-    """Arrays that vary over the axes of a user's `shard_map` over which any reference does.
+    """Casts arrays to vary over all axes of a user's `shard_map` over which a reference varies.
 
-    Loops need it of what they carry.
+    Loops require that their carry has one type before and after a step.
     """
     wanted: frozenset[str] = frozenset().union(*map(varying, references))
 
@@ -189,7 +209,7 @@ def vary_like(tree: Any, *references: Array) -> Any:
 
 
 def vary_alike(tree: Any) -> Any:
-    """`vary_like` of all arrays of a tree: what any of them varies over, they all do."""
+    """Casts all arrays of a tree to vary over the axes of any of them."""
     return vary_like(tree, *jax.tree.leaves(tree))
 
 
@@ -197,40 +217,45 @@ def vary_alike(tree: Any) -> Any:
 
 
 def size(axes: Axes) -> int:
-    """Number of devices."""
+    """Returns the number of devices."""
     return jax.lax.axis_size(axes) if axes else 1
 
 
 def all_gather(x: Array, axes: Axes) -> Array:
-    """All rows of an array of which every device has its own."""
+    """Gathers the rows of all devices."""
     return jax.lax.all_gather(x, axes, tiled=True) if axes else x
 
 
 def psum(x: Array, axes: Axes) -> Array:
-    """The sum of x over devices."""
+    """Sums x over devices."""
     return jax.lax.psum(x, axes) if axes else x
 
 
 def pmax(x: Array, axes: Axes) -> Array:
-    """The maximum of x over devices."""
+    """Returns the maximum of x over devices."""
     return jax.lax.pmax(x, axes) if axes else x
 
 
 def psum_and_pmax(
     x: Float[Array, " m"], y: Float[Array, ""], axes: Axes
 ) -> tuple[Float[Array, " m"], Float[Array, ""]]:
-    """`psum(x)` and `pmax(y)` of a y >= 0 in one all-reduce: small ones cost only latency."""
+    """Returns psum(x) and pmax(y) of a y >= 0 with one all-reduce.
+
+    The latency of a small all-reduce is its cost, so that one is faster than two.
+    """
     if not axes:
         return x, y
+    # Each device writes its y in a slot of its own. The sum of all slots holds them all.
     every = jnp.zeros(size(axes), x.dtype).at[jax.lax.axis_index(axes)].set(y)
     both = jax.lax.psum(jnp.concatenate([x, every]), axes)
     return both[: len(x)], jnp.max(both[len(x) :])
 
 
 def psum_scatter(x: Float[Array, "m d"], axes: Axes) -> Float[Array, "k d"]:
-    """The sum of x over devices, of which each keeps its own rows; the last may be padding."""
+    """Sums x over devices, of which each keeps its own rows. The last rows may be padding."""
     if not axes:
         return x
+    # A scatter needs equally many rows for each device.
     x = jnp.pad(x, [(0, -len(x) % size(axes)), (0, 0)])
     return jax.lax.psum_scatter(x, axes, tiled=True)
 
@@ -239,19 +264,24 @@ def psum_scatter(x: Float[Array, "m d"], axes: Axes) -> Float[Array, "k d"]:
 
 
 def split_rows(mesh: Mesh) -> NamedSharding:
-    """Rows cut into one piece for each device."""
+    """Returns the sharding that splits rows over all devices."""
     return NamedSharding(mesh, PartitionSpec(mesh.axis_names))
 
 
 def replicated(mesh: Mesh) -> NamedSharding:
-    """The same on every device."""
+    """Returns the sharding that replicates an array on every device."""
     return NamedSharding(mesh, PartitionSpec())
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class SplitRows:
-    """The first `size` rows of an array that is padded so that all devices hold equally many."""
+    """Rows that are padded so that all devices hold equally many.
+
+    Attributes:
+        padded: array with padding at its end.
+        size: number of rows without padding.
+    """
 
     padded: Array
     size: int = dataclasses.field(metadata={"static": True})
@@ -260,15 +290,19 @@ class SplitRows:
     def place(
         cls, read: Callable[[np.ndarray], np.ndarray], shape: tuple[int, ...], mesh: Mesh
     ) -> "SplitRows":
-        """Splits the rows that `read` returns of their numbers, those of own devices alone.
+        """Reads and places the rows of this process's devices. The last row is the padding.
 
-        The last one is repeated where devices would hold fewer.
+        Args:
+            read: maps row numbers to rows.
+            shape: shape of the whole array without padding.
+            mesh: devices to split over.
         """
         size, *width = shape
         padded = _padded(size, mesh)
 
         def part(index: tuple[slice, ...] | None) -> np.ndarray:
             assert index is not None
+            # Numbers beyond the end read the last row again.
             return read(np.minimum(np.arange(padded)[index[0]], size - 1))
 
         whole = jax.make_array_from_callback((padded, *width), split_rows(mesh), part)
@@ -276,22 +310,23 @@ class SplitRows:
 
     @classmethod
     def shape(cls, x: jax.ShapeDtypeStruct, mesh: Mesh) -> "SplitRows":
-        """What `place` returns of rows of this shape, to compile for."""
+        """Returns the shape of the result of `place`, for ahead-of-time compilation."""
         size = _padded(len(x), mesh), *x.shape[1:]
         whole: Any = jax.ShapeDtypeStruct(size, x.dtype, sharding=split_rows(mesh))
         return cls(whole, len(x))
 
     def trim(self) -> Array:
-        """The rows without the padding, still split; inside `jit`."""
+        """Removes the padding, inside `jit`. The rows stay split."""
         return self.padded[: self.size]
 
 
 def _padded(size: int, mesh: Mesh) -> int:
+    """Rounds a number of rows up to a multiple of the devices."""
     return -(-size // mesh.size) * mesh.size
 
 
 def trim(tree: Any) -> Any:
-    """A tree in which every `SplitRows` is an array of its rows."""
+    """Replaces every `SplitRows` of a tree by its rows."""
 
     def split(x: Any) -> bool:
         return isinstance(x, SplitRows)
@@ -300,9 +335,10 @@ def trim(tree: Any) -> Any:
 
 
 def replicate(tree: Any, mesh: Mesh) -> Any:
-    """Arrays, which all processes hold alike, on every device of the mesh."""
+    """Places arrays that all processes hold on every device of the mesh."""
 
     def place(x: Any) -> Array:
+        # Each process places the copies of its own devices.
         value = np.asarray(x)
         return jax.make_array_from_callback(value.shape, replicated(mesh), lambda index: value)
 
@@ -310,7 +346,7 @@ def replicate(tree: Any, mesh: Mesh) -> Any:
 
 
 def local(tree: Any) -> Any:
-    """Replicated arrays as arrays of one device of this process; others as they are."""
+    """Replaces replicated arrays by their copy on one device of this process."""
 
     def one(x: Any) -> Any:
         several = isinstance(x, jax.Array) and len(x.sharding.device_set) > 1

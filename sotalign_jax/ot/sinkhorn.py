@@ -2,14 +2,20 @@
 
     OT_eps(K) = argmin_{P 1 = a, P^T 1 = b}  -<P, K> + eps * sum P log P
 
-`u, v` are log-scalings (dimensionless) everywhere. A `Plan` keeps each of them in two parts,
+The log-scalings `u, v` are dimensionless everywhere. A `Plan` keeps each of them in two parts,
 
     u = centred_u - row_centre/epsilon,    v = centred_v - column_centre/epsilon,
 
-where the centres are the plan's potentials in the units of K: K minus its centres is small where
+where the centres are the plan's potentials in the units of K. K minus its centres is small where
 the plan has mass, so that its quotient by epsilon keeps its digits. `sinkhorn` is the fast solver,
 `reference` is textbook Sinkhorn.
+
+References:
+    M. Cuturi, "Sinkhorn distances: lightspeed computation of optimal transport", NeurIPS 2013.
+    G. Peyre and M. Cuturi, "Computational optimal transport", 2019, section 4.
 """
+
+from __future__ import annotations  # help() then shows the annotations as they are written
 
 import dataclasses
 import functools
@@ -26,7 +32,7 @@ from sotalign_jax.ot import affinity, sharding
 from sotalign_jax.ot.affinity import ArrayLike
 from sotalign_jax.ot.blocks import BUILD_ROWS, Block, over_rows
 from sotalign_jax.ot.kernel import MAX_EXPONENT, Kernel, Matrix
-from sotalign_jax.ot.solver import Scalings, goal, rounding, row_range, solve
+from sotalign_jax.ot.solver import MAX_ITERATIONS, Scalings, goal, rounding, row_range, solve
 
 
 @jax.tree_util.register_dataclass
@@ -38,13 +44,18 @@ class Plan:
         affinity: K.
         row_centre: part of u in the units of K, see the top of this file.
         column_centre: part of v in the units of K.
-        centred_u: the rest of u; -inf where a weight is zero.
-        centred_v: the rest of v; -inf where a weight is zero.
+        centred_u: the rest of u. It is -inf where a weight is zero.
+        centred_v: the rest of v. It is -inf where a weight is zero.
         epsilon: regularisation.
         error: max(||P 1 - a||_1, ||P^T 1 - b||_1) of `matrix()` for weights of mass 1, plus a bound
-            on the rounding of exponents; infinite if there is no plan.
+            on the rounding of exponents. It is infinite if there is no plan.
         iterations: number of sweeps.
         converged: True if the error is at most the tolerance.
+
+    Example:
+        >>> plan = sinkhorn(jnp.eye(2), epsilon=0.5)
+        >>> plan.apply(jnp.ones((2, 1))).tolist()
+        [[0.5], [0.5]]
     """
 
     affinity: Float[Array, "n m"]
@@ -59,26 +70,26 @@ class Plan:
 
     @property
     def u(self) -> Float[Array, " n"]:
-        """Row log-scalings, shape [n]; -inf where the weight is zero."""
+        """Row log-scalings, shape [n], with -inf where the weight is zero."""
         return self.centred_u - self.row_centre / self.epsilon[..., None]
 
     @property
     def v(self) -> Float[Array, " m"]:
-        """Column log-scalings, shape [m]; -inf where the weight is zero."""
+        """Column log-scalings, shape [m], with -inf where the weight is zero."""
         return self.centred_v - self.column_centre / self.epsilon[..., None]
 
     def log_matrix(self) -> Float[Array, "n m"]:
-        """Returns log P."""
+        """Returns log P, shape [n, m]."""
         epsilon = self.epsilon[..., None, None]  # a vmapped solve gives many plans
         scalings = self.row_centre, self.centred_u, self.centred_v
         return log_plan(self.affinity, *scalings, epsilon, self.column_centre)
 
     def matrix(self) -> Float[Array, "n m"]:
-        """Returns P."""
+        """Returns P, shape [n, m]."""
         return jnp.exp(self.log_matrix())
 
     def apply(self, values: Float[Array, "m k"]) -> Float[Array, "n k"]:
-        """Returns P @ values."""
+        """Returns P @ values, shape [n, k]."""
         return affinity.dot(self.matrix(), values)
 
 
@@ -97,8 +108,9 @@ def log_plan(
 ) -> Array:
     """Computes log P from centred scalings, shape [..., n, m].
 
-    Log-masses are at most 0; where K/epsilon has no digits left, larger ones are kept finite.
+    Log-masses are at most 0. Larger ones, where K/epsilon has no digits left, are kept finite.
     """
+    # Centred before the division: K and its centres are close where the plan has mass.
     centred = k - row_centre[..., :, None]
     if column_centre is not None:
         centred = centred - column_centre[..., None, :]
@@ -132,24 +144,27 @@ def _refine(
     """Measures the error of the plan's matrix, and reduces it by plain Sinkhorn if that helps.
 
     The exponents K/epsilon + u + v of a kernel are rounded where they are large, and so is the plan
-    that it converged to. With K centred at the plan's own potentials they are small. Most often the
-    first update finds that the error is small enough. The error includes a bound on rounding:
-    another program may multiply by 1/epsilon where this one divides, so that exponents differ by
-    their last digit.
+    that the solver converged to. With K centred at the plan's own potentials the exponents are
+    small. Most often the first update finds that the error is small enough. The error includes a
+    bound on rounding: another program may multiply by 1/epsilon where this one divides, so that
+    exponents differ by their last digit.
     """
 
     def update(state: _Refined) -> _Refined:
+        # The column update. Columns of weight zero, or without any mass yet, keep their v.
         with_mass = jnp.isfinite(log_b) & (state.columns > 0)
         v = state.v + jnp.where(with_mass, log_b - jnp.log(state.columns), 0.0)
 
         def body(block: Block, sums: tuple[Array, ...]) -> tuple[Array, ...]:
             centred = block.of(k) - block.of(row_centre)[:, None] - column_centre[None, :]
             logs = centred / epsilon + v[None, :]
+            # The largest exponent is taken out, as in a logsumexp.
             highest = _top(logs)
             rows = jnp.exp(logs - highest[:, None])
             s = jnp.sum(rows, axis=1)
             u = block.of(log_a) - highest - jnp.log(s)
             plan = jnp.where(block.fresh, jnp.exp(block.of(log_a)) / s, 0.0)[:, None] * rows
+            # Weighted by mass, since only entries with mass round a marginal.
             exponents = jnp.where(plan > 0, jnp.abs(centred) / epsilon, 0.0)
             return (
                 block.put(sums[0], u),
@@ -165,10 +180,12 @@ def _refine(
         return sharding.vary_like(updated, k)
 
     def unfinished(state: _Refined) -> Array:
+        # A sweep that gains less than a tenth is a sign of the rounding error.
         helps = (state.error > tolerance) & (state.error < 0.9 * state.last_error)
         helps &= jnp.isfinite(scalings.error) & (state.iterations < max_iterations)
         return (state.iterations < scalings.iterations) | helps
 
+    # `v` in the centred coordinates.
     infinity = jnp.asarray(jnp.inf, k.dtype)
     v = scalings.v + column_centre / epsilon
     # Without marginals to correct, the first update leaves v as it is.
@@ -177,7 +194,20 @@ def _refine(
 
 
 def log_weights(name: str, given: ArrayLike | None, size: int, dtype: Any) -> Float[Array, " n"]:
-    """Returns the given log-weights, checked and normalised to sum 1, or uniform ones."""
+    """Checks log-weights and normalises their weights to sum 1. The default is uniform.
+
+    Args:
+        name: "log_a" or "log_b", for error messages.
+        given: log-weights, or None.
+        size: number of rows or columns.
+        dtype: type of the result.
+
+    Returns:
+        The log-weights, shape [size].
+
+    Raises:
+        InputError: if the shape is wrong, or if weights that are not traced do not sum to 1.
+    """
     if given is None:
         return jnp.full((size,), -math.log(size), dtype)
     if np.shape(given) != (size,):
@@ -186,7 +216,9 @@ def log_weights(name: str, given: ArrayLike | None, size: int, dtype: Any) -> Fl
             "pass one log-weight for each of its rows (log_a) or columns (log_b)"
         )
     if not isinstance(given, jax.core.Tracer):
+        # Traced weights cannot be checked, and are normalised without a word.
         total = np.exp(np.asarray(given, np.float64)).sum()
+        # Written so that NaN is refused, too.
         if not abs(total - 1) < 1e-3:
             raise checks.InputError(
                 f"{name}: the weights sum to {total:.4g}; pass logarithms of weights that sum to 1"
@@ -195,22 +227,10 @@ def log_weights(name: str, given: ArrayLike | None, size: int, dtype: Any) -> Fl
     return logs - jax.nn.logsumexp(logs)
 
 
-def pair(name: str, given: Any, dtype: Any) -> tuple[Array | None, Array | None]:
-    """Returns the two arrays of a warm start, or (None, None)."""
-    if given is None:
-        return None, None
-    if not isinstance(given, tuple | list) or len(given) != 2:
-        raise checks.InputError(
-            f"{name}: is {type(given).__name__}; pass a pair of arrays, one of scalings each"
-        )
-    first, second = (jax.lax.stop_gradient(jnp.asarray(x, dtype)) for x in given)
-    return first, second
-
-
 def without_padding(k: Array, log_a: Array, log_b: Array) -> Array:
-    """Replaces K by 0 in rows and by -inf in columns of weight zero, where it may be anything.
+    """Replaces K by 0 in rows and by -inf in columns of weight zero, where it may be NaN.
 
-    Padded columns must not count for the largest entry of a row.
+    Columns get -inf because they must not count for the largest entry of a row.
     """
     k = jnp.where(jnp.isneginf(log_b)[None, :], -jnp.inf, k)
     return jnp.where(jnp.isneginf(log_a)[:, None], 0.0, k)
@@ -220,28 +240,30 @@ def without_padding(k: Array, log_a: Array, log_b: Array) -> Array:
 def constant(message: str, x: Any) -> Any:
     """Returns a pytree unchanged, and raises TypeError(message) if it is differentiated.
 
-    In every mode: a `custom_jvp` rule is called only for tangents that may differ from zero.
+    Forward and reverse mode both call a `custom_jvp` rule, but only for tangents that may differ
+    from zero. `jax.lax.stop_gradient` of the input is therefore accepted.
     """
     return x
 
 
 @constant.defjvp
 def _refuse(message: str, primals: Any, tangents: Any) -> Any:
+    """Raises the error of `constant`."""
     raise TypeError(message)
 
 
+# Entries below exp(-30) add nothing to a marginal error that float32 could hold.
+_NEGLIGIBLE = 30.0
 _NOT_DIFFERENTIABLE = (
     "sinkhorn: plans are not differentiable; use klot or klot_from_embeddings, whose gradient "
     "is exact, or pass jax.lax.stop_gradient(K), and likewise of epsilon and the log-weights"
 )
-MOST_ITERATIONS = 2**31 - 1
-"""Iterations are counted in 32 bits."""
 
 
 def check_limits(*, max_iterations: int, tolerance: Any, **epsilons: Any) -> None:
-    """Raises unless epsilons are above 0, the tolerance is not below 0, and iterations count."""
+    """Raises InputError unless the limits of a solve are valid."""
     checks.static(max_iterations=max_iterations)
-    checks.whole(1, most=MOST_ITERATIONS, max_iterations=max_iterations)
+    checks.whole(1, most=2**31 - 1, max_iterations=max_iterations)  # counted in int32
     checks.at_least(0, tolerance=tolerance)
     checks.positive(**epsilons)
 
@@ -253,48 +275,63 @@ def sinkhorn(
     log_a: Float[ArrayLike, " n"] | None = None,
     log_b: Float[ArrayLike, " m"] | None = None,
     tolerance: float = 1e-4,
-    max_iterations: int = 2000,
-    init: tuple[ArrayLike, ArrayLike] | None = None,
+    max_iterations: int = MAX_ITERATIONS,
+    init_v: Float[ArrayLike, " m"] | None = None,
     precision: jax.lax.PrecisionLike = affinity.HIGHEST,
 ) -> Plan:
     """Solves OT_eps(K), the entropic transport plan of an affinity.
 
-    Stops when max(||P 1 - a||_1, ||P^T 1 - b||_1) <= tolerance; `Plan.converged` tells whether it
-    was reached. Works under `jit`, `vmap` and `shard_map`, in float32 and float64, for epsilons of
-    about 1e-6 to 1e6 times the range of K. A traced epsilon that is not above 0 gives `error=inf`.
+    The solver is stabilised Sinkhorn with Anderson acceleration and epsilon-scaling, see
+    `ot.solver`. It stops when max(||P 1 - a||_1, ||P^T 1 - b||_1) <= tolerance, which
+    `Plan.converged` reports. It works under `jit`, `vmap` and `shard_map`, in float32 and float64,
+    for epsilons of about 1e-6 to 1e6 times the range of K. Plans are not differentiable: use
+    `klot`. A traced epsilon that is not above 0 gives `error=inf`.
 
     Args:
-        K: affinity (larger is closer), shape [n, m]; -inf forbids an entry.
+        K: affinity (larger is closer), shape [n, m]. An entry of -inf is forbidden to the plan.
         epsilon: entropic regularisation, in the units of K.
-        log_a: log-weights of the rows; -inf pads. Uniform by default. The weights are scaled to
-            sum to 1; outside `jit`, where they can be seen, others are refused.
-        log_b: log-weights of the columns, likewise.
-        tolerance: marginal error (L1, total mass 1) to stop at.
-        max_iterations: number of (u, v) updates to stop at; static.
-        init: (u, v) to start from, such as those of a similar problem. Only v matters, for u
-            follows from it.
-        precision: of the matrix products, "highest", "high" or "default"; static.
+        log_a: log-weights of the rows, -inf for padding. Uniform by default. The weights are scaled
+            to sum to 1. Outside `jit`, weights that do not sum to 1 raise an error.
+        log_b: log-weights of the columns, like `log_a`.
+        tolerance: marginal error (L1, total mass 1) at which to stop.
+        max_iterations: number of (u, v) updates at which to stop. Static.
+        init_v: column log-scalings to start from, such as `plan.v` of a similar problem. The row
+            log-scalings follow from them.
+        precision: precision of the matrix products, "highest", "high" or "default". Static.
 
     Returns:
         The `Plan`.
 
-    >>> plan = jax.jit(sinkhorn)(jnp.array([[1.0, 0.0], [0.0, 1.0]]), epsilon=0.5)
-    >>> plan.matrix().tolist(), bool(plan.converged)
-    ([[0.44, 0.06], [0.06, 0.44]], True)
+    Raises:
+        InputError: if a shape or an option is invalid.
+        TypeError: if the plan is differentiated.
+
+    Example:
+        >>> plan = jax.jit(sinkhorn)(jnp.array([[1.0, 0.0], [0.0, 1.0]]), epsilon=0.5)
+        >>> plan.matrix().tolist(), bool(plan.converged)
+        ([[0.44, 0.06], [0.06, 0.44]], True)
+
+    References:
+        M. Cuturi, "Sinkhorn distances", NeurIPS 2013.
+        B. Schmitzer, "Stabilized sparse scaling algorithms for entropy regularized transport
+        problems", SISC 41 (2019).
+        L. Chizat et al., "Scaling algorithms for unbalanced optimal transport problems", Math.
+        Comp. 87 (2018): absorption of large scalings.
     """
     checks.static(precision=precision)
     check_limits(max_iterations=max_iterations, epsilon=epsilon, tolerance=tolerance)
     affinity.check_affinity("K", K)
     k = affinity.as_float(K)
-    arrays = (
-        k,
-        None if log_a is None else log_weights("log_a", log_a, k.shape[0], k.dtype),
-        None if log_b is None else log_weights("log_b", log_b, k.shape[1], k.dtype),
-        jnp.asarray(epsilon, k.dtype),
-        jnp.asarray(tolerance, k.dtype),
-        pair("init", init, k.dtype)[1],
-    )
-    return _solve(max_iterations, precision, *constant(_NOT_DIFFERENTIABLE, arrays))
+    weights = [
+        log_weights(name, given, size, k.dtype)
+        for name, given, size in zip(("log_a", "log_b"), (log_a, log_b), k.shape, strict=True)
+    ]
+    if log_a is not None or log_b is not None:
+        k = without_padding(k, *weights)
+    numbers = jnp.asarray(epsilon, k.dtype), jnp.asarray(tolerance, k.dtype)
+    start = None if init_v is None else jnp.asarray(init_v, k.dtype)
+    arrays = constant(_NOT_DIFFERENTIABLE, (k, *weights, *numbers, start))
+    return _solve(max_iterations, precision, *sharding.vary_alike(arrays))
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
@@ -302,26 +339,20 @@ def _solve(
     max_iterations: int,
     precision: jax.lax.PrecisionLike,
     k: Array,
-    log_a: Array | None,
-    log_b: Array | None,
+    log_a: Array,
+    log_b: Array,
     epsilon: Array,
     tolerance: Array,
     init_v: Array | None,
 ) -> Plan:
-    n, m = k.shape
-    given = k if log_a is None and log_b is None else None
-    log_a = log_weights("log_a", None, n, k.dtype) if log_a is None else log_a
-    log_b = log_weights("log_b", None, m, k.dtype) if log_b is None else log_b
-    k = without_padding(k, log_a, log_b) if given is None else given
-    k, log_a, log_b, epsilon, tolerance, init_v = sharding.vary_alike(
-        (k, log_a, log_b, epsilon, tolerance, init_v)
-    )
+    """Solves for the plan, with the rows of K split over the devices of its mesh."""
 
     def own_rows(axes: sharding.Axes, rows: Any, shared: Any) -> tuple[Any, Any]:
         (k, log_a), (log_b, epsilon, tolerance, init_v) = rows, shared
         options = {"epsilon": epsilon, "tolerance": tolerance, "max_iterations": max_iterations}
         given: Any = {**options, "log_a": log_a, "log_b": log_b, "axes": axes}
         top, scalings = solve_matrix(k, **given, init_v=init_v, precision=precision)
+        # The centres are the potentials of the plan itself, in the units of K.
         row_centre = top - _potential(scalings.u, epsilon)
         column_centre = -_potential(scalings.v, epsilon)
         refined = _refine(k, row_centre, column_centre, scalings, **given)
@@ -334,13 +365,19 @@ def _solve(
         (u, row_centre), (v, column_centre, iterations, error, converged) = sharding.shard_map(
             own_rows, rows, (log_b, epsilon, tolerance, init_v)
         )
-        # Whole on every device, for the affinity may be split by columns.
-        u, row_centre = (sharding.gather_explicit(sharding.join(x, n)) for x in (u, row_centre))
+        # Whole on every device, because the affinity may be split by columns.
+        u, row_centre = (
+            sharding.gather_explicit(sharding.join(x, len(k))) for x in (u, row_centre)
+        )
     return Plan(k, row_centre, column_centre, u, v, epsilon, error, iterations, converged)
 
 
 def _potential(x: Array, epsilon: Array) -> Array:
-    """Returns epsilon x, rounded to one bit less so that no compiler fuses the product."""
+    """Returns epsilon x, rounded to one bit less.
+
+    The rounding keeps compilers from fusing the product into a later sum, whose result would then
+    differ between programs.
+    """
     digits = jnp.finfo(x.dtype)
     scaled = epsilon * jnp.where(jnp.isfinite(x), x, 0.0)
     return jax.lax.reduce_precision(scaled, digits.nexp, digits.nmant - 1)
@@ -357,7 +394,22 @@ def solve_matrix(
     axes: sharding.Axes,
     precision: jax.lax.PrecisionLike,
 ) -> tuple[Array, Scalings]:
-    """Solves for a given affinity minus its rows' largest entries, which are returned as well."""
+    """Solves for the plan of K minus the largest entry of each row.
+
+    Args:
+        k: affinity, shape [n, m].
+        log_a: log-weights of the rows.
+        log_b: log-weights of the columns.
+        epsilon: regularisation.
+        tolerance: marginal error at which to stop.
+        max_iterations: number of sweeps at which to stop.
+        init_v: column log-scalings to start from, or None.
+        axes: axes of the mesh that rows are split over.
+        precision: precision of the sums over the kernel.
+
+    Returns:
+        The largest entry of each row, and the scalings of K without them.
+    """
     top, widest = row_range(k, axes)
     scalings, _ = solve(
         Kernel(Matrix(k, top), axes=axes, precision=precision),
@@ -369,15 +421,12 @@ def solve_matrix(
         widest=widest,
         init_v=init_v,
     )
-    # Only entries that have mass count, and log P <= 0 bounds how far below its row's top one is.
+    # Only entries with mass round the marginals. log P <= 0 bounds how far such an entry is below
+    # the largest one of its row.
     highest = sharding.pmax(_top(scalings.u), axes) + _top(scalings.v)
-    exponent = jnp.minimum(widest / epsilon, NEGLIGIBLE + jnp.maximum(highest, 0.0))
+    exponent = jnp.minimum(widest / epsilon, _NEGLIGIBLE + jnp.maximum(highest, 0.0))
     error = scalings.error + 0.5 * rounding(exponent, k.dtype)
     return top, scalings.measured(error, tolerance)
-
-
-NEGLIGIBLE = 30.0
-"""Entries below exp(-30) add nothing to a marginal error that float32 could hold."""
 
 
 def reference(
@@ -387,15 +436,29 @@ def reference(
     iterations: int = 100,
     symmetric: bool = True,
 ) -> Plan:
-    """Textbook log-domain Sinkhorn with uniform weights, as in the paper's published loss.
+    """Runs textbook log-domain Sinkhorn with uniform weights, as in the paper's published loss.
 
-    Repeats u = log a - LSE_j(K/eps + v), v = log b - LSE_i(K/eps + u) from v = 0. `symmetric`
-    ends, as the published code does, with u moved half-way to its next iterate. Differentiable
-    by unrolling, in the memory of one iteration, and slow: `sinkhorn` is the one to use.
-    `converged` means an error of at most 1e-4, the default tolerance there.
+    Repeats u = log a - LSE_j(K/eps + v), v = log b - LSE_i(K/eps + u) from v = 0. The iterations
+    can be differentiated by unrolling, in the memory of one iteration. For comparison only:
+    `sinkhorn` is faster, and stops by itself.
 
-    >>> reference(jnp.eye(2), epsilon=0.5).matrix().tolist()
-    [[0.44, 0.06], [0.06, 0.44]]
+    Args:
+        K: affinity, shape [n, m].
+        epsilon: entropic regularisation.
+        iterations: number of iterations.
+        symmetric: True to end, as the published code does, with u moved half-way to its next
+            iterate.
+
+    Returns:
+        The `Plan`. It is converged if its error is at most 1e-4, the default tolerance of
+        `sinkhorn`.
+
+    Example:
+        >>> reference(jnp.eye(2), epsilon=0.5).matrix().tolist()
+        [[0.44, 0.06], [0.06, 0.44]]
+
+    References:
+        M. Cuturi, "Sinkhorn distances", NeurIPS 2013.
     """
     checks.positive(epsilon=epsilon)
     affinity.check_affinity("K", K)
@@ -411,22 +474,16 @@ def reference(
         u = update_u(uv[1])
         return (u, log_b - jax.nn.logsumexp(scaled + u[:, None], axis=0)), None
 
+    # Checkpointing keeps u and v of every iteration only, not the n x m logits.
     start = (jnp.zeros(n, K.dtype), jnp.zeros(m, K.dtype))
     (u, v), _ = jax.lax.scan(jax.checkpoint(step), start, length=iterations)
+    # The published code averages u with its next iterate at the end.
     if symmetric:
         u = (u + update_u(v)) / 2
     matrix = jnp.exp(scaled + u[:, None] + v[None, :])
     error = jnp.maximum(
         jnp.sum(jnp.abs(matrix.sum(1) - 1 / n)), jnp.sum(jnp.abs(matrix.sum(0) - 1 / m))
     )
-    return Plan(
-        K,
-        _top(K),
-        jnp.zeros(m, K.dtype),
-        u + _top(K) / epsilon,
-        v,
-        jnp.asarray(epsilon, K.dtype),
-        error,
-        jnp.asarray(iterations),
-        error <= 1e-4,
-    )
+    top, zeros = _top(K), jnp.zeros(m, K.dtype)
+    scalings = top, zeros, u + top / epsilon, v, jnp.asarray(epsilon, K.dtype)
+    return Plan(K, *scalings, error, jnp.asarray(iterations), error <= 1e-4)

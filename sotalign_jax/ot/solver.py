@@ -9,7 +9,7 @@ log-scalings x and y. For any y, x = -log(A b e^y) makes the rows of P exact, so
 fixed-point iteration in y alone. One sweep over A gives x, the error of the columns and the next
 y.
 
-Three nested loops, each a function of this module:
+The solver has three nested loops, each a function of this module:
 
     _run      builds A from K, and again when the scalings drift too far, which is rare;
     _build    goes down the levels, from epsilon to epsilon/4 (A -> A^4), one `_level` at a time;
@@ -20,8 +20,11 @@ kernel, and a few exact sweeps correct its sums.
 
 References:
     M. Cuturi, "Sinkhorn distances", NeurIPS 2013.
+    J. J. Kosowsky and A. L. Yuille, "The invisible hand algorithm", Neural Networks 7 (1994):
+    epsilon-scaling.
     B. Schmitzer, "Stabilized sparse scaling algorithms for entropy regularized transport
     problems", SISC 41 (2019): absorption and epsilon-scaling.
+    H. F. Walker and P. Ni, "Anderson acceleration for fixed-point iterations", SINUM 49 (2011).
     H. J. Stetter, "The defect correction principle and discretization methods", Numer. Math. 29
     (1978): the exact sweeps that correct an approximate kernel.
 """
@@ -42,39 +45,44 @@ from sotalign_jax.ot.kernel import LEVEL_POWER, MAX_DRIFT, Kernel, KernelState
 
 # The constants below were tuned on COCO's teacher and on random problems: benchmarks/convergence.py
 # counts their sweeps, and tests/fuzz.py looks for problems on which they fail.
-MAX_RISE = 3.0
-"""An accelerated step whose error exceeds the best one by this factor is taken back."""
-PLATEAU = 1e-3
-"""Relative rise of the error up to which a later point still replaces an earlier one."""
-STALL, STALLED = 0.9, 50
-"""A search from a larger epsilon is given up if its error does not fall by the factor STALL in
-STALLED sweeps, in the first half of the budget and far from its goal. It goes on at the next level,
-or at the last level from the start of textbook Sinkhorn."""
-MAX_LEVELS = 3
-"""Most levels of epsilon: raising A to the 4th power three times keeps its rounding below 1e-5."""
-SCALING_START = 0.03
-"""An epsilon below this fraction of the affinity's range is approached from above."""
-SCALING_TOLERANCE = 0.01
-"""Marginal error at which an intermediate epsilon is left, and at which an int8 kernel is first
-corrected: its own error is of that size."""
-ROUND_GAIN, ROUND_AIM, ROUND_STALLED = 0.03, 0.7, 8
-"""A search over a corrected int8 kernel ends at ROUND_GAIN times the error of its start, because
-the correction is no more exact than that. It also ends at ROUND_AIM times the goal, and after
-ROUND_STALLED sweeps without progress."""
-INT8_SHARE, INT8_LEAST = 4, 80
-"""An int8 kernel may spend one INT8_SHARE-th of the budget before the solve starts again without
-it, and is not used with a budget below INT8_LEAST."""
-MARGIN = 0.99
-"""Fraction of the tolerance to aim at, so that rounding does not end a solve just above it."""
 
-Sweep = Callable[[Array], tuple[Array, Array]]
-"""Maps y to the row sums s = A b e^y and the column sums t = (a/s)^T A of a kernel."""
+# An accelerated step whose error exceeds the best one by this factor is taken back.
+_MAX_RISE = 3.0
+# Relative rise of the error up to which a later point still replaces an earlier one.
+_PLATEAU = 1e-3
+# A search from a larger epsilon is given up if its error does not fall by the factor _STALL in
+# _STALLED sweeps, in the first half of the budget and far from its goal. The solve continues at
+# the next level, or at the last level from the start of textbook Sinkhorn.
+_STALL, _STALLED = 0.9, 50
+# Most levels of epsilon: raising A to the 4th power three times keeps its rounding below 1e-5.
+_MAX_LEVELS = 3
+# An epsilon below this fraction of the affinity's range is approached from above.
+_SCALING_START = 0.03
+# Marginal error at which an intermediate epsilon is left. An int8 kernel is first corrected at
+# this error, because its own error is of that size.
+_SCALING_TOLERANCE = 0.01
+# A search over a corrected int8 kernel ends at _ROUND_GAIN times the error of its start, because
+# the correction is no more exact than that. It also ends at _ROUND_AIM times the goal, and after
+# _ROUND_STALLED sweeps without progress.
+_ROUND_GAIN, _ROUND_AIM, _ROUND_STALLED = 0.03, 0.7, 8
+# An int8 kernel may spend one _INT8_SHARE-th of the budget before the solve starts again without
+# it, and is not used with a budget below _INT8_LEAST.
+_INT8_SHARE, _INT8_LEAST = 4, 80
+MAX_ITERATIONS = 500
+"""Default number of sweeps at which a solve stops: the budget that tests/fuzz.py gives to its
+problems."""
+# Fraction of the tolerance to aim at, so that rounding does not end a solve just above it.
+_MARGIN = 0.99
+
+# Maps y to the row sums s = A b e^y and the column sums t = (a/s)^T A of a kernel.
+_Sweep = Callable[[Array], tuple[Array, Array]]
 
 
 def row_range(k: Array, axes: sharding.Axes = ()) -> tuple[Array, Array]:
     """Returns max_j K_ij of each row, and the largest max_j K_ij - min_j K_ij on all devices.
 
-    Entries that are not finite do not count.
+    Entries that are not finite do not count. One pass in blocks of rows reads K once and keeps no
+    copy of it.
     """
     lowest_number = jnp.finfo(k.dtype).min
 
@@ -97,7 +105,7 @@ def rounding(exponent: Any, dtype: Any) -> Array:
 
 def goal(tolerance: Array, widest: Any, epsilon: Array) -> Array:
     """Returns the tolerance minus the expected rounding error of exponents up to widest/epsilon."""
-    below = MARGIN * tolerance - rounding(widest / epsilon, epsilon.dtype)
+    below = _MARGIN * tolerance - rounding(widest / epsilon, epsilon.dtype)
     return jnp.maximum(below, 0.5 * tolerance)
 
 
@@ -119,7 +127,7 @@ class Scalings(NamedTuple):
     converged: Bool[Array, ""]
 
     def measured(self, error: Array, tolerance: Any) -> "Scalings":
-        """Replaces the error by that of the plan itself; it stays infinite if the solve failed."""
+        """Replaces the error by that of the plan itself, unless the solve failed."""
         solved = jnp.isfinite(error) & jnp.isfinite(self.error)
         error = jnp.where(solved, error, jnp.inf)
         return self._replace(error=error, converged=error <= tolerance)
@@ -152,7 +160,7 @@ class _Problem(NamedTuple):
 
 
 class _Point(NamedTuple):
-    """A point of the search and what a sweep says about it."""
+    """A point y of the search with the results of a sweep at it."""
 
     y: Array
     x: Array
@@ -165,8 +173,8 @@ class _Search(NamedTuple):
 
     y: Array  # the next point to try
     best: _Point
-    mark: Array  # the last error that fell by the factor STALL,
-    marked: Array  # and the sweep in which it did
+    mark: Array  # the last error that fell by the factor _STALL
+    marked: Array  # the sweep of that error
     drift: Array  # largest log-scaling; infinite if no sweep over this kernel is finite
     iterations: Array
     history: anderson.History
@@ -188,6 +196,7 @@ class _Progress(NamedTuple):
 
 
 def _choose(condition: Array, yes: Any, no: Any) -> Any:
+    """Selects one of two pytrees."""
     return jax.tree.map(lambda one, other: jnp.where(condition, one, other), yes, no)
 
 
@@ -195,7 +204,11 @@ def _choose(condition: Array, yes: Any, no: Any) -> Any:
 
 
 def _evaluate(problem: _Problem, y: Array, s: Array, t: Array) -> tuple[_Point, Array]:
-    """Returns the point y given the sums of a sweep at it, and its rows' largest log-scaling."""
+    """Evaluates a point y from the sums of a sweep at it.
+
+    Returns:
+        The point, and the largest log-scaling of its rows.
+    """
     live, b = problem.live, problem.b
     x = -jnp.log(s)
     row_drift = jnp.max(jnp.where(problem.live_rows, jnp.abs(x), 0.0))
@@ -206,27 +219,27 @@ def _evaluate(problem: _Problem, y: Array, s: Array, t: Array) -> tuple[_Point, 
     return _Point(y, x, jnp.where(live, -jnp.log(t), y), error), row_drift
 
 
-def _step(problem: _Problem, sweep: Sweep, search: _Search) -> _Search:
+def _step(problem: _Problem, sweep: _Sweep, search: _Search) -> _Search:
     """Sweeps at the next point and chooses the one after it."""
     y, best = search.y, search.best
     point, row_drift = _evaluate(problem, y, *sweep(y))
     error, finite = point.error, jnp.isfinite(point.error)
-    still = jnp.abs(error - best.error) <= PLATEAU * error
-    sound = finite & (error <= MAX_RISE * best.error)
-    # While mass moves between far clusters the error stands still and the scalings drift: a later
+    still = jnp.abs(error - best.error) <= _PLATEAU * error
+    sound = finite & (error <= _MAX_RISE * best.error)
+    # While mass moves between far clusters, the error stands still and the scalings drift. A later
     # point of such a plateau replaces an earlier one.
-    best = _choose(finite & (error <= (1 + PLATEAU) * best.error), point, best)
+    best = _choose(finite & (error <= (1 + _PLATEAU) * best.error), point, best)
 
     f = point.following - y
     correction, history = anderson.update(search.history, y, f, problem.kernel.precision)
-    # On a plateau f hardly changes, so that the correction is noise of either sign: it must not
-    # point against f.
+    # On a plateau f hardly changes, so that the correction is noise of either sign. It must not
+    # point against f, or the search would go back and forth.
     backward = still & (jnp.sum(problem.b * f * correction) < 0)
     accelerated = point.following + jnp.where(backward, -correction, correction)
     drift = jnp.maximum(row_drift, jnp.max(jnp.where(problem.live, jnp.abs(accelerated), 0.0)))
     # If not even a plain step is finite, this kernel is of no use.
     hopeless = ~finite & (search.history.steps == 0)
-    falls = best.error < STALL * search.mark
+    falls = best.error < _STALL * search.mark
     return _Search(
         y=jnp.where(sound, accelerated, best.following),
         best=best,
@@ -239,10 +252,10 @@ def _step(problem: _Problem, sweep: Sweep, search: _Search) -> _Search:
 
 
 def _stalled(problem: _Problem, search: _Search, goal: Array) -> Array:
-    """Returns True if the search should be given up, see `STALLED`."""
+    """Returns True if the search should be given up, see `_STALLED`."""
     early = search.iterations <= problem.max_iterations // 2
     worth = early & (search.best.error > 10 * goal)
-    return worth & (search.iterations - search.marked >= STALLED)
+    return worth & (search.iterations - search.marked >= _STALLED)
 
 
 def _unknown(problem: _Problem, y: Array) -> _Point:
@@ -252,7 +265,7 @@ def _unknown(problem: _Problem, y: Array) -> _Point:
 
 def _search(
     problem: _Problem,
-    sweep: Sweep,
+    sweep: _Sweep,
     start: _Point,
     iterations: Array,
     *,
@@ -264,8 +277,8 @@ def _search(
 ) -> _Search:
     """Sweeps until the error is at most `goal`.
 
-    Also ends when `budget` sweeps are spent, when the scalings drift too far, and, unless
-    `patient`, when the error stalls.
+    The search also ends when `budget` sweeps are spent, when the scalings drift too far, and when
+    the error stalls, unless `patient`.
 
     Args:
         problem: constants of the solve.
@@ -276,13 +289,16 @@ def _search(
         budget: number of sweeps at which the search ends.
         patient: True to go on when the error stalls.
         forced: True to sweep once at an unknown start whatever the budget is.
-        rough: True to give up soon when the error stalls, see `ROUND_STALLED`.
+        rough: True to give up soon when the error stalls, see `_ROUND_STALLED`.
+
+    Returns:
+        The last state of the search. Its best point is the result.
     """
 
     def unfinished(search: _Search) -> Array:
         within = (search.iterations < budget) & (search.drift <= MAX_DRIFT)
         within &= patient | ~_stalled(problem, search, goal)
-        within &= ~(rough & (search.iterations - search.marked >= ROUND_STALLED))
+        within &= ~(rough & (search.iterations - search.marked >= _ROUND_STALLED))
         first = forced & jnp.isinf(start.error) & (search.iterations == iterations)
         return first | (within & ~(search.best.error <= goal))
 
@@ -308,9 +324,9 @@ def _search_int8(
 ) -> _Search:
     """Searches with few exact sweeps, by defect correction of the int8 kernel.
 
-    Every round measures the point that was found with one exact sweep. The ratios of its sums to
-    those of the int8 kernel make both kernels agree at this point, and nearly so around it: with
-    its sums times these ratios, the next search over the int8 kernel comes 1/ROUND_GAIN times
+    Every round measures the last point with one exact sweep. The ratios of the exact sums to those
+    of the int8 kernel make both kernels agree at this point, and nearly so around it. With its sums
+    multiplied by these ratios, the next search over the int8 kernel comes 1/_ROUND_GAIN times
     closer. The last search, over the exact kernel, starts at the best confirmed point and sweeps
     only if that point misses the goal. At an intermediate epsilon the int8 kernel alone is accurate
     enough.
@@ -328,7 +344,7 @@ def _search_int8(
         ratios = jax.tree.map(lambda x: jnp.where(jnp.isfinite(x), x, 1.0), ratios)
         point, _ = _evaluate(problem, y, *sums)
         improves = jnp.isfinite(point.error) & ~(point.error > 0.5 * rounds.exact.error)
-        aim = jnp.maximum(ROUND_AIM * goal, ROUND_GAIN * point.error)
+        aim = jnp.maximum(_ROUND_AIM * goal, _ROUND_GAIN * point.error)
         aim = jnp.where(improves & (point.error > goal), aim, jnp.inf)
         found = _search(
             problem,
@@ -346,7 +362,7 @@ def _search_int8(
         return rounds.improves & within & ~(rounds.exact.error <= goal)
 
     zero = _unknown(problem, jnp.zeros_like(problem.log_b))
-    first = jnp.maximum(ROUND_AIM * goal, SCALING_TOLERANCE)
+    first = jnp.maximum(_ROUND_AIM * goal, _SCALING_TOLERANCE)
     found = _search(problem, rough, zero, progress.iterations, goal=first, **limits)
     rounds = sharding.vary_like(_Rounds(found, zero, last), problem.log_a)
     rounds = jax.lax.while_loop(unfinished, round_, rounds)
@@ -356,7 +372,7 @@ def _search_int8(
     return _choose(last, confirmed, found)
 
 
-def _sums(problem: _Problem, state: KernelState, *, int8: bool = False) -> Sweep:
+def _sums(problem: _Problem, state: KernelState, *, int8: bool = False) -> _Sweep:
     """Returns the sweep of a kernel as a function of y."""
     sweep = problem.kernel.sweep_int8 if int8 else problem.kernel.sweep
     a = jnp.exp(problem.log_a)
@@ -369,7 +385,7 @@ def _sums(problem: _Problem, state: KernelState, *, int8: bool = False) -> Sweep
 def _level(problem: _Problem, progress: _Progress) -> _Progress:
     """Searches at the current epsilon, then goes to the next one or asks for a rebuild."""
     last, most = progress.levels == 0, problem.max_iterations
-    loose = jnp.maximum(problem.tolerance, SCALING_TOLERANCE)
+    loose = jnp.maximum(problem.tolerance, _SCALING_TOLERANCE)
     goal = jnp.where(last, problem.tolerance, loose)
     # Half of the budget is kept for the epsilon that was asked for.
     budget = jnp.where(last, most, most // 2)
@@ -389,7 +405,7 @@ def _level(problem: _Problem, progress: _Progress) -> _Progress:
     def lower(_: Any, state: KernelState) -> KernelState:
         return problem.kernel.raise_power(state, best.x, best.y)
 
-    # A loop of at most one turn, for it works in place where a condition would copy the kernel.
+    # A loop of at most one turn works in place, where a condition would copy the kernel.
     state = jax.lax.fori_loop(0, down.astype(jnp.int32), lower, progress.kernel)
     moved = jnp.where(again, problem.start_q, state.q + best.following)
     state = state._replace(
@@ -414,7 +430,7 @@ def _level(problem: _Problem, progress: _Progress) -> _Progress:
 def _build(problem: _Problem, progress: _Progress) -> _Progress:
     """Builds the kernel, then goes down the levels until it must be built again.
 
-    Rows and, where columns underflowed, columns are updated in the log domain.
+    The build updates the rows in the log domain. If columns underflowed, it updates them first.
     """
     kernel, true = problem.kernel, jnp.ones_like(progress.done)
     q = jax.lax.cond(
@@ -450,15 +466,15 @@ def _run(problem: _Problem, progress: _Progress) -> _Progress:
 def _run_int8(problem: _Problem, start: _Progress) -> _Progress:
     """Solves with an int8 kernel, and again without it if that did not converge.
 
-    An int8 kernel can lead astray: its smallest entry is not zero, so it may hide a column that
-    underflows in the exact kernel.
+    The smallest entry of an int8 kernel is not zero, so it may hide a column that underflows in the
+    exact kernel.
     """
     most = problem.max_iterations
-    trial = _run(problem._replace(max_iterations=most // INT8_SHARE), start)
+    trial = _run(problem._replace(max_iterations=most // _INT8_SHARE), start)
     failed = trial.usable & ~(trial.error <= problem.tolerance)
     # A second solve builds its kernel in the memory of the first.
-    memory = {"matrix": trial.kernel.matrix, "int8": trial.kernel.int8}
-    again = start._replace(kernel=start.kernel._replace(**memory))
+    memory = start.kernel._replace(matrix=trial.kernel.matrix, int8=trial.kernel.int8)
+    again = start._replace(kernel=memory)
     exact = problem._replace(
         kernel=problem.kernel._replace(int8=False), max_iterations=most - trial.iterations
     )
@@ -468,19 +484,19 @@ def _run_int8(problem: _Problem, start: _Progress) -> _Progress:
 
 
 def _number_of_levels(widest: Array, epsilon: Array, max_iterations: int) -> Array:
-    """Returns how many larger epsilons come before the one that was asked for."""
-    if max_iterations < 20:
+    """Returns the number of larger epsilons that come before the one that was asked for."""
+    if max_iterations < 20:  # too few sweeps for more than one epsilon
         return jnp.int32(0)
-    ratio = jnp.maximum(SCALING_START * widest / epsilon, 1.0)
+    ratio = jnp.maximum(_SCALING_START * widest / epsilon, 1.0)
     needed = jnp.ceil(jnp.log(ratio) / math.log(LEVEL_POWER))
-    return jnp.minimum(needed, min(max_iterations // 8, MAX_LEVELS)).astype(jnp.int32)
+    return jnp.minimum(needed, min(max_iterations // 8, _MAX_LEVELS)).astype(jnp.int32)
 
 
 def _potentials_of(init_v: Array, log_b: Array, limit: Array) -> Array:
     """Returns q of given log-scalings v = log b + q, at most `limit` below the largest."""
     if jnp.shape(init_v) != log_b.shape:
         raise checks.InputError(
-            f"init: v has shape {jnp.shape(init_v)} but the affinity has {log_b.size} columns; "
+            f"init_v: has shape {jnp.shape(init_v)} but the affinity has {log_b.size} columns; "
             "pass the scalings of a problem of the same size"
         )
     live = ~jnp.isneginf(log_b)
@@ -508,7 +524,7 @@ def solve(
     Args:
         kernel: how to read K and where to keep A.
         log_a: log-weights of the rows, -inf for padding.
-        log_b: log-weights of the columns, likewise.
+        log_b: log-weights of the columns, -inf for padding.
         epsilon: regularisation.
         tolerance: error of the columns at which to stop.
         max_iterations: number of sweeps at which to stop.
@@ -517,9 +533,9 @@ def solve(
 
     Returns:
         The scalings, and the kernel whose x and y make the plan. The error is infinite if epsilon
-        or the affinity is not finite or epsilon <= 0, and at most 2 otherwise.
+        or the affinity is not finite or if epsilon <= 0. Otherwise it is at most 2.
     """
-    kernel = kernel._replace(int8=kernel.int8 and max_iterations >= INT8_LEAST)
+    kernel = kernel._replace(int8=kernel.int8 and max_iterations >= _INT8_LEAST)
     dtype, live = log_a.dtype, ~jnp.isneginf(log_b)
     epsilon, widest = jnp.asarray(epsilon, dtype), jnp.asarray(widest, dtype)
     possible = (epsilon > 0) & jnp.isfinite(epsilon)
@@ -547,7 +563,8 @@ def solve(
         done=false,
     )
     result = (_run_int8 if kernel.int8 else _run)(problem, progress)
-    # No two distributions are further apart than 2: columns that still underflow count in full.
+    # No two distributions are further apart than 2 in L1. A column that still underflows has an
+    # infinite error, which therefore counts as 2.
     error = jnp.where(result.usable, jnp.minimum(result.error, 2.0), jnp.inf)
     state = result.kernel
     u, v = log_a + state.p + state.x, log_b + jnp.where(live, state.q + state.y, 0.0)
