@@ -125,7 +125,7 @@ def _kernel(x: _Value, head: Any, at: str) -> _Value:
     distances = squares - z @ x.param(f"{at}landmarks")("Transpose") * 2.0
     k = (distances("Max", 0.0) * x.param(f"{at}gamma") * -1.0)("Exp")
     features = (k - x.param(f"{at}centre")) @ x.param(f"{at}weight")("Transpose")
-    return _DESCRIBED[head.inner.kind](_unit(features), head.inner, f"{at}inner.")
+    return _describe(_unit(features), head.inner, f"{at}inner.")
 
 
 def _csa(x: _Value, head: Any, at: str) -> _Value:
@@ -159,6 +159,12 @@ _DESCRIBED: dict[str, Callable[[_Value, Any, str], _Value]] = {
 }
 
 
+def _describe(x: _Value, head: Head, at: str = "") -> _Value:
+    """Appends the steps of a head of any kind."""
+    checks.choice("kind", head.kind, tuple(_DESCRIBED))
+    return _DESCRIBED[head.kind](x, head, at)
+
+
 def _potential(f: _Value, others: Any, scalings: Any, epsilon: Any) -> _Value:
     """Describes `Calibration.x` or `Calibration.y`: a soft minimum over the other modality."""
     scale = f.constant(epsilon, "calibration.epsilon")
@@ -187,11 +193,10 @@ def program(head: Head, side: str, calibration: Calibration | None) -> sotalign_
     >>> made(np.ones((5, 4))).shape, made.arrays["linear.kernel"].shape
     ((5, 2), (4, 2))
     """
-    checks.choice("kind", head.kind, tuple(_DESCRIBED))
     x = _Value(side, {}, [])
     for path, leaf in nnx.to_flat_state(nnx.state(head)):
         x.constant(np.asarray(leaf[...], np.float32), ".".join(map(str, path)))
-    ends = {"embedding": _unit(_DESCRIBED[head.kind](x, head, ""))}
+    ends = {"embedding": _unit(_describe(x, head))}
     if calibration is not None:
         c = calibration
         others = (c.g, c.v) if side == "x" else (c.f, c.u)
