@@ -4,6 +4,7 @@ from __future__ import annotations  # help(align) shows ArrayLike instead of its
 
 import dataclasses
 import os
+import pathlib
 from typing import Any
 
 import jax
@@ -12,9 +13,11 @@ import numpy as np
 from jaxtyping import Float
 from numpy.typing import ArrayLike
 
-from sotalign_jax import checks, data, evaluation, methods, neighbours, persistence
+import sotalign_numpy
+from sotalign_jax import checks, data, evaluation, export, methods, neighbours, persistence
 from sotalign_jax import recipe as recipe_lib
 from sotalign_jax.calibration import Calibration, calibrate
+from sotalign_jax.export import Index
 from sotalign_jax.heads import Head, Heads, LinearTeacher
 from sotalign_jax.neighbours import Neighbours
 from sotalign_jax.ot import affinity, device
@@ -150,6 +153,39 @@ class Aligner:
             The aligner.
         """
         return cls(*persistence.load(path))
+
+    def evaluate(
+        self, x: ArrayLike, y: ArrayLike, x_of_y: ArrayLike | None = None
+    ) -> evaluation.Report:
+        """Measures R@k in both directions, with intervals and chance levels.
+
+        Args:
+            x: embeddings of the first modality, shape [n, d_x].
+            y: embeddings of the second modality, shape [m, d_y].
+            x_of_y: row of x that each row of y belongs to, shape [m]. By default row i matches
+                row i.
+
+        Returns:
+            An `evaluation.Report`, with calibrated scores if there is a calibration. `print` shows
+            it as a table.
+        """
+        gallery = data.gallery(x, y, x_of_y)
+        return evaluation.report(self.heads.x, self.heads.y, gallery, self.calibration)
+
+    def to_numpy(self) -> sotalign_numpy.Embedder:
+        """Returns the heads in numpy, see `export.to_numpy`."""
+        return export.to_numpy(self.heads, self.calibration)
+
+    def export(self, path: str | os.PathLike[str]) -> tuple[pathlib.Path, pathlib.Path]:
+        """Writes `model_x.onnx` and `model_y.onnx` for "model.onnx", see `export.to_onnx`."""
+        return export.to_onnx(self.heads, path, self.calibration)
+
+    def index(
+        self, gallery: ArrayLike, *, direction: str = "x_to_y", calibrated: bool = False
+    ) -> Index:
+        """Embeds a gallery for an index of inner products, see `export.index`."""
+        calibration = self._calibration() if calibrated else None
+        return export.index(self.heads, gallery, calibration, direction=direction)
 
 
 def align(

@@ -1,12 +1,13 @@
-"""Embedding rows, retrieval recall and zero-shot accuracy, in row blocks on the device.
+"""Embeds rows, and measures retrieval recall and zero-shot accuracy.
 
-Scores are float32 cosines at full matmul precision. No more than `block_size` query rows are scored
-at a time, so the full score matrix never exists; each function compiles once per shape.
+Scores are float32 cosines at full matmul precision. Queries are scored in blocks of rows, so that
+the score matrix never exists. Each function compiles once per shape.
 """
 
+import dataclasses
 import functools
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -21,12 +22,23 @@ from sotalign_jax.ot import affinity, blocks
 
 EMBED_CHUNK = 8192
 """Rows mapped at a time when embedding."""
+KS = (1, 5, 10)
+"""Cut-offs of R@k that image-text retrieval usually reports."""
 
 
 def embed(head: Any, rows: Rows, *, unit: bool = True) -> Float[np.ndarray, "n d"]:
-    """Unit features of any number of rows by an NNX head or a map, in blocks of one compiled shape.
+    """Maps any number of rows into the shared space.
 
-    Without `unit`, features as the head returns them.
+    Works in blocks of one compiled shape: beside the rows and the result, memory holds one block.
+
+    Args:
+        head: an NNX head, or a map such as those of `LinearTeacher`.
+        rows: embeddings of the head's encoder, shape [n, d_in]. A memory-mapped array is read one
+            block at a time.
+        unit: False returns the features as the head computes them, without L2 normalisation.
+
+    Returns:
+        The features, shape [n, d].
 
     >>> from sotalign_jax import heads
     >>> embed(heads.build_heads(4, 3, 2).x, np.ones((5, 4), np.float16)).shape
@@ -35,39 +47,54 @@ def embed(head: Any, rows: Rows, *, unit: bool = True) -> Float[np.ndarray, "n d
     if isinstance(head, nnx.Module):
         head = nnx.split(head)
     block_size = min(EMBED_CHUNK, len(rows))
-    out = []
+    out = np.empty(0)
     for start in range(0, len(rows), block_size):
         block = np.asarray(rows[start : start + block_size])
         padded = np.pad(block, [(0, block_size - len(block)), (0, 0)], constant_values=1)
-        out.append(np.asarray(_apply(head, jnp.asarray(padded), unit))[: len(block)])
-    return np.concatenate(out)
+        features = np.asarray(_apply(head, jnp.asarray(padded), unit))
+        if start == 0:
+            out = np.empty((len(rows), features.shape[1]), features.dtype)
+        out[start : start + block_size] = features[: len(block)]
+    return out
+
+
+@functools.partial(jax.jit, static_argnums=2)
+def _apply(head: Any, rows: Array, unit: bool) -> Array:
+    """Maps one block. `head` is a pytree of (graph, parameters) or a map."""
+    mapped = nnx.merge(*head)(rows) if isinstance(head, tuple) else head(rows)
+    return affinity.l2_normalize(mapped) if unit else mapped
+
+
+# --- retrieval -----------------------------------------------------------------------------------
+
+
+class Ranks(NamedTuple):
+    """Rank of the best match of every query, from 0, in both directions."""
+
+    x: Int[np.ndarray, " n"]
+    y: Int[np.ndarray, " m"]
 
 
 def evaluate(
     head_x: Any, head_y: Any, gallery: data.Gallery, calibration: Calibration | None = None
 ) -> dict[str, float]:
-    """Retrieval metrics of two heads on a gallery; with a calibration, "calibrated/..." as well."""
-    x, y = embed(head_x, gallery.x), embed(head_y, gallery.y)
-    metrics = retrieval(x, y, gallery.x_of_y)
-    if calibration is not None:
-        bias_x, bias_y = calibration.x(x), calibration.y(y)
-        calibrated = retrieval(x, y, gallery.x_of_y, bias_x=bias_x, bias_y=bias_y)
-        metrics |= {f"calibrated/{name}": value for name, value in calibrated.items()}
-    return metrics
+    """Computes the retrieval recall of two heads on a gallery.
 
+    Args:
+        head_x: head or map of the first modality.
+        head_y: head or map of the second modality.
+        gallery: matching rows of both modalities.
+        calibration: adds the recalls of calibrated scores, as "calibrated/...".
 
-def evaluate_zero_shot(head_x: Any, head_y: Any, task: data.ZeroShot) -> dict[str, float]:
-    """Zero-shot classification metrics of two heads, in percent."""
-    prompts = embed(head_y, task.prompts.reshape(-1, task.prompts.shape[-1]))
-    prompts = prompts.reshape(*task.prompts.shape[:2], -1)
-    return zero_shot(embed(head_x, task.x), prompts, task.labels)
-
-
-@functools.partial(jax.jit, static_argnums=2)
-def _apply(head: Any, rows: Array, unit: bool) -> Array:
-    """Features of one block; `head` is a pytree of (graph, parameters) or an affine map."""
-    mapped = nnx.merge(*head)(rows) if isinstance(head, tuple) else head(rows)
-    return affinity.l2_normalize(mapped) if unit else mapped
+    Returns:
+        The recalls of `retrieval`, in percent.
+    """
+    ranked = _ranks_of_heads(head_x, head_y, gallery, calibration)
+    return {
+        prefix + name: value
+        for prefix, both in ranked.items()
+        for name, value in recalls(both).items()
+    }
 
 
 def retrieval(
@@ -77,53 +104,376 @@ def retrieval(
     *,
     bias_x: ArrayLike | None = None,
     bias_y: ArrayLike | None = None,
-    ks: Sequence[int] = (1, 5, 10),
+    ks: Sequence[int] = KS,
     block_size: int = 4096,
 ) -> dict[str, float]:
-    """Recall at k in both directions, in percent.
+    """Computes recall at k (R@k) in both directions, in percent.
 
-    A query is a hit at k when one of its matches is among the k keys of largest cosine, ties
-    going to the lower index: rank = #{score greater} + #{score equal, index lower} < k. So
-    features that have collapsed to a point score chance, k / (number of keys). The results are
-    "x_to_y/R@k", "y_to_x/R@k" and their average "mean/R@k" for every k of `ks`.
+    R@k is the share of queries with a match among the k keys of largest score. Ties go to the lower
+    index, so that features that have collapsed to a point score chance, k / (number of keys).
 
     Args:
-      x: [n, d] features, in any scale.
-      y: [m, d] features.
-      x_of_y: [m] the row of x each row of y belongs to; row i matches row i when None. With
-        several y per x (captions of a picture) x_to_y asks for any one of them.
-      bias_x: [n] added to the score of each row of x as a key, such as `Calibration.x(x)`.
-      bias_y: [m] likewise for y.
-      ks: the cut-offs.
-      block_size: most query rows scored at once; memory is about block_size * max(n, m) floats.
+        x: features of any length, shape [n, d].
+        y: features, shape [m, d].
+        x_of_y: row of x that each row of y belongs to, shape [m]. By default row i matches row i.
+            If x has several matches (an image with five captions), any of them is a hit.
+        bias_x: added to the scores of each row of x as a key, shape [n], such as
+            `Calibration.x(x)`.
+        bias_y: added to the scores of each row of y as a key, shape [m].
+        ks: cut-offs.
+        block_size: query rows scored at a time. Memory is about block_size * max(n, m) floats.
+
+    Returns:
+        "x_to_y/R@k", "y_to_x/R@k" and their average "mean/R@k", for every k.
+
+    Raises:
+        InputError: if shapes do not fit, values are not finite, or a cut-off is below 1.
 
     >>> retrieval(np.eye(3), np.eye(3)[[0, 2, 1]], ks=(1,))["mean/R@1"]
     33.33333333333333
     """
+    if not ks or min(ks) < 1:
+        raise checks.InputError(f"ks must hold cut-offs >= 1, got {tuple(ks)}")
+    return recalls(ranks(x, y, x_of_y, bias_x=bias_x, bias_y=bias_y, block_size=block_size), ks)
+
+
+def ranks(
+    x: ArrayLike,
+    y: ArrayLike,
+    x_of_y: ArrayLike | None = None,
+    *,
+    bias_x: ArrayLike | None = None,
+    bias_y: ArrayLike | None = None,
+    block_size: int = 4096,
+) -> Ranks:
+    """Computes the rank of every query's best match.
+
+    The rank is the number of keys with a greater score, or with an equal score and a lower index.
+
+    Args:
+        x: features of any length, shape [n, d].
+        y: features, shape [m, d].
+        x_of_y: as in `retrieval`.
+        bias_x: as in `retrieval`.
+        bias_y: as in `retrieval`.
+        block_size: as in `retrieval`.
+
+    Returns:
+        The `Ranks` in both directions.
+
+    >>> ranks(np.eye(3), np.eye(3)[[0, 2, 1]]).x
+    array([0, 2, 2], dtype=int32)
+    """
     x = checks.features("x", x).astype(jnp.float32)
     y = checks.features("y", y, width=x.shape[1]).astype(jnp.float32)
-    if not ks or min(ks) < 1:
-        raise checks.InputError(f"ks: {tuple(ks)} given; pass at least one cut-off, each 1 or more")
     owner = data.owners(len(x), len(y), x_of_y)
     checks.whole(1, block_size=block_size)
     biases = _bias("bias_x", bias_x, len(x)), _bias("bias_y", bias_y, len(y))
-    ranks_x, ranks_y = jax.device_get(match_ranks(x, y, owner, *biases, block_size=block_size))
-    recalls = {}
-    for direction, ranks in (("x_to_y", ranks_x), ("y_to_x", ranks_y)):
+    return Ranks(*jax.device_get(match_ranks(x, y, owner, *biases, block_size=block_size)))
+
+
+def recalls(ranks: Ranks, ks: Sequence[int] = KS) -> dict[str, float]:
+    """Computes R@k from ranks, in percent.
+
+    Args:
+        ranks: ranks in both directions.
+        ks: cut-offs.
+
+    Returns:
+        The recalls of `retrieval`.
+
+    >>> recalls(Ranks(np.array([0, 2]), np.array([0, 0])), ks=(1,))
+    {'x_to_y/R@1': 50.0, 'y_to_x/R@1': 100.0, 'mean/R@1': 75.0}
+    """
+    found = {}
+    for direction, own in (("x_to_y", ranks.x), ("y_to_x", ranks.y)):
         for k in ks:
-            recalls[f"{direction}/R@{k}"] = 100.0 * float(np.mean(ranks < k))
+            found[f"{direction}/R@{k}"] = 100.0 * float(np.mean(own < k))
     for k in ks:
-        recalls[f"mean/R@{k}"] = (recalls[f"x_to_y/R@{k}"] + recalls[f"y_to_x/R@{k}"]) / 2
-    return recalls
+        found[f"mean/R@{k}"] = (found[f"x_to_y/R@{k}"] + found[f"y_to_x/R@{k}"]) / 2
+    return found
+
+
+def _ranks_of_heads(
+    head_x: Any, head_y: Any, gallery: data.Gallery, calibration: Calibration | None
+) -> dict[str, Ranks]:
+    """Returns plain ranks under "", and calibrated ranks under "calibrated/"."""
+    x, y = embed(head_x, gallery.x), embed(head_y, gallery.y)
+    found = {"": ranks(x, y, gallery.x_of_y)}
+    if calibration is not None:
+        bias_x, bias_y = calibration.x(x), calibration.y(y)
+        found["calibrated/"] = ranks(x, y, gallery.x_of_y, bias_x=bias_x, bias_y=bias_y)
+    return found
+
+
+@functools.partial(jax.jit, static_argnames="block_size")
+def match_ranks(
+    x: Float[Array, "n d"],
+    y: Float[Array, "m d"],
+    owner: Int[Array, " m"],
+    bias_x: Float[Array, " n"],
+    bias_y: Float[Array, " m"],
+    *,
+    block_size: int,
+) -> tuple[Int[Array, " n"], Int[Array, " m"]]:
+    """Computes ranks in both directions: the compiled part of `ranks`."""
+    x, y = affinity.l2_normalize(x), affinity.l2_normalize(y)
+    ids = jnp.arange(len(x), dtype=owner.dtype)
+    ranks_x = _best_ranks(x, y, bias_y, ids, owner, block_size)
+    return ranks_x, _best_ranks(y, x, bias_x, owner, ids, block_size)
+
+
+def _best_ranks(
+    queries: Array, keys: Array, bias: Array, query_id: Array, key_id: Array, block_size: int
+) -> Array:
+    """Returns the rank of each query's best key among those with the query's id."""
+    n, index = len(queries), jnp.arange(len(keys))
+
+    def ranks(block: blocks.Block, out: Array) -> Array:
+        scores = affinity.dot(block.of(queries), keys.T) + bias
+        matches = jnp.where(block.of(query_id)[:, None] == key_id[None, :], scores, -jnp.inf)
+        best = matches.max(axis=1, keepdims=True)
+        at = matches.argmax(axis=1, keepdims=True)  # the lowest index among equal maxima
+        ahead = (scores > best) | ((scores == best) & (index[None, :] < at))
+        return block.put(out, ahead.sum(axis=1, dtype=jnp.int32))
+
+    # Equal blocks: with `block_size` rows each, n = block_size + 1 would take twice the work.
+    return blocks.over_rows(n, -(-n // -(-n // block_size)), ranks, jnp.zeros(n, jnp.int32))
+
+
+def _bias(name: str, given: ArrayLike | None, size: int) -> Array:
+    """Returns a checked bias, or zeros."""
+    bias = jnp.zeros(size, jnp.float32) if given is None else jnp.asarray(given, jnp.float32)
+    if bias.shape != (size,) or not checks.finite(bias):
+        raise checks.InputError(
+            f"{name} has shape {bias.shape} or values that are not finite; pass {size} numbers"
+        )
+    return bias
+
+
+# --- chance and uncertainty ----------------------------------------------------------------------
+
+
+def chance(size: int, k: int, matches: ArrayLike = 1) -> float:
+    """Computes the R@k of a random order of the keys, in percent.
+
+    Args:
+        size: number of keys.
+        k: cut-off.
+        matches: number of keys that match each query, one number or one per query.
+
+    Returns:
+        100 (1 - C(size - matches, k) / C(size, k)), averaged over the queries.
+
+    >>> chance(1000, 10)
+    1.0
+    >>> round(chance(5000, 10, matches=5), 3)  # an image with five captions
+    0.996
+    """
+    drawn = np.arange(min(k, size))
+    missed = (size - np.asarray(matches)[..., None] - drawn) / (size - drawn)
+    return 100.0 * float(np.mean(1.0 - np.maximum(missed, 0.0).prod(axis=-1)))
+
+
+def interval(
+    values: Float[np.ndarray, "n ..."], *, resamples: int = 1000, seed: int = 0
+) -> Float[np.ndarray, "2 ..."]:
+    """Computes 95 % percentile bootstrap intervals of means.
+
+    Args:
+        values: one row per query, and any number of metrics. `100.0 * (ranks < k)` gives R@k.
+        resamples: how often the rows are drawn again, with replacement.
+        seed: of the draws.
+
+    Returns:
+        The lower and the upper end of the interval of each metric's mean.
+
+    >>> interval(100.0 * (np.arange(1000) < 300))  # R@1 of 300 hits among 1,000 queries
+    array([27.2, 32.8])
+
+    References:
+        Efron, Bootstrap methods: another look at the jackknife. Annals of Statistics 7 (1979).
+    """
+    rng, n = np.random.default_rng(seed), len(values)
+    means = []
+    for _ in range(resamples):
+        counts = np.bincount(rng.integers(n, size=n), minlength=n)
+        means.append(counts @ values / n)
+    return np.percentile(means, [2.5, 97.5], axis=0)
+
+
+class Recall(NamedTuple):
+    """R@k in percent, with its 95 % interval and the R@k of a random order."""
+
+    value: float
+    low: float
+    high: float
+    chance: float
+
+
+@dataclasses.dataclass(frozen=True)
+class Report:
+    """Retrieval recalls with intervals and chance levels. `print` shows a table.
+
+    Attributes:
+        rows_x: number of rows of the first modality.
+        rows_y: number of rows of the second modality.
+        recalls: by the names of `evaluate`.
+        gain: calibrated minus plain mean R@k at the first cut-off, as (value, low, high).
+    """
+
+    rows_x: int
+    rows_y: int
+    recalls: dict[str, Recall]
+    gain: tuple[float, float, float] | None = None
+
+    def to_dict(self) -> dict[str, Any]:
+        """Returns all numbers as JSON values."""
+        named = {name: recall._asdict() for name, recall in self.recalls.items()}
+        return {"rows_x": self.rows_x, "rows_y": self.rows_y, **named}
+
+    @property
+    def remarks(self) -> list[str]:
+        """Warnings about recall at chance level and calibration that lowers it."""
+        found = []
+        means = {name: r for name, r in self.recalls.items() if name.startswith("mean/")}
+        if self.gain is not None and self.gain[0] < 0:
+            value, low, high = self.gain
+            cut = next(iter(means)).removeprefix("mean/")
+            did = "hurt" if high < 0 else "did not help"
+            change = f"{value:.1f} [{low:.1f}, {high:.1f}]"
+            found.append(f"Calibration {did} here: it changed mean {cut} by {change}.")
+        informative = [r for r in means.values() if r.chance < 100]
+        if informative and all(r.low <= r.chance for r in informative):
+            found.append("Not above chance: check that x and y are in the same order.")
+        return found
+
+    def __str__(self) -> str:
+        """Returns a table with one line per direction and one column per cut-off."""
+        cuts = [name.removeprefix("mean/") for name in self.recalls if name.startswith("mean/")]
+        lines = [("", cuts)]
+        for group in dict.fromkeys(name.rpartition("/")[0] for name in self.recalls):
+            shown = [self.recalls[f"{group}/{cut}"] for cut in cuts]
+            cells = [f"{r.value:.1f} [{r.low:.1f}, {r.high:.1f}]" for r in shown]
+            lines.append((group.replace("_to_", " to ").replace("/", " "), cells))
+        lines.append(("chance", [f"{self.recalls[f'mean/{cut}'].chance:.2f}" for cut in cuts]))
+        table = [f"{label:<18}" + "".join(f"{c:>21}" for c in cells) for label, cells in lines]
+        sizes = f"{self.rows_x:,} rows of x and {self.rows_y:,} rows of y"
+        title = f"Retrieval between {sizes}, in percent [95 % interval]"
+        return "\n".join([title, *table, *self.remarks])
+
+
+def report(
+    head_x: Any,
+    head_y: Any,
+    gallery: data.Gallery,
+    calibration: Calibration | None = None,
+    *,
+    ks: Sequence[int] = KS,
+    seed: int = 0,
+) -> Report:
+    """Computes retrieval recalls with bootstrap intervals and chance levels.
+
+    Rows of x are resampled together with all of their rows of y, because captions of one image are
+    not independent queries.
+
+    Args:
+        head_x: head or map of the first modality.
+        head_y: head or map of the second modality.
+        gallery: matching rows of both modalities.
+        calibration: adds the recalls of calibrated scores.
+        ks: cut-offs.
+        seed: of the bootstrap.
+
+    Returns:
+        A `Report`, whose values are those of `evaluate`.
+
+    Raises:
+        InputError: if the gallery's rows do not have the widths of the heads.
+
+    >>> from sotalign_jax import heads
+    >>> same = heads.AffineMap(jnp.eye(8), jnp.zeros(8))
+    >>> print(report(same, same, data.gallery(np.eye(8), np.eye(8)), ks=(1,)))
+    Retrieval between 8 rows of x and 8 rows of y, in percent [95 % interval]
+                                        R@1
+    x to y             100.0 [100.0, 100.0]
+    y to x             100.0 [100.0, 100.0]
+    mean               100.0 [100.0, 100.0]
+    chance                            12.50
+
+    References:
+        Radovanovic et al., Hubs in space. JMLR 11 (2010), for the hubs that calibration corrects.
+    """
+    checks.embeddings("x", gallery.x[:1], width=head_x.d_in)
+    checks.embeddings("y", gallery.y[:1], width=head_y.d_in)
+    n, m, owner = len(gallery.x), len(gallery.y), gallery.x_of_y
+    matches = np.bincount(owner, minlength=n)
+    found: dict[str, float] = {}
+    rows: dict[str, np.ndarray] = {}
+    levels: dict[str, float] = {}
+    for prefix, both in _ranks_of_heads(head_x, head_y, gallery, calibration).items():
+        found |= {prefix + name: value for name, value in recalls(both, ks).items()}
+        for k in ks:
+            x = 100.0 * (both.x < k)
+            # One value per row of x, whose mean is the recall of the rows of y.
+            y = np.bincount(owner, weights=100.0 * (both.y < k), minlength=n) * n / m
+            by_x, by_y = chance(m, k, matches), chance(n, k)
+            for direction, hits, level in (
+                ("x_to_y", x, by_x),
+                ("y_to_x", y, by_y),
+                ("mean", (x + y) / 2, (by_x + by_y) / 2),
+            ):
+                name = f"{prefix}{direction}/R@{k}"
+                rows[name], levels[name] = hits, level
+    lows, highs = interval(np.stack([rows[name] for name in found], axis=1), seed=seed).tolist()
+    measured = {
+        name: Recall(value, low, high, levels[name])
+        for (name, value), low, high in zip(found.items(), lows, highs, strict=True)
+    }
+    gain, first = None, f"mean/R@{ks[0]}"
+    if calibration is not None:
+        ends = interval(rows[f"calibrated/{first}"] - rows[first], seed=seed).tolist()
+        gain = (found[f"calibrated/{first}"] - found[first], *ends)
+    return Report(n, m, measured, gain)
+
+
+# --- zero-shot classification --------------------------------------------------------------------
+
+
+def evaluate_zero_shot(head_x: Any, head_y: Any, task: data.ZeroShot) -> dict[str, float]:
+    """Computes the zero-shot accuracy of two heads, see `zero_shot`.
+
+    Args:
+        head_x: head or map of the rows that are classified.
+        head_y: head or map of the prompts.
+        task: rows, labels and prompts.
+
+    Returns:
+        The accuracies of `zero_shot`, in percent.
+    """
+    prompts = embed(head_y, task.prompts.reshape(-1, task.prompts.shape[-1]))
+    prompts = prompts.reshape(*task.prompts.shape[:2], -1)
+    return zero_shot(embed(head_x, task.x), prompts, task.labels)
 
 
 def zero_shot(
     x: ArrayLike, prompts: ArrayLike, labels: ArrayLike, *, block_size: int = 4096
 ) -> dict[str, float]:
-    """Accuracy, in percent, of classifying x [n, d] by the nearest class of prompts [c, t, d].
+    """Computes the accuracy of classification by the nearest class, in percent.
 
-    A class is the L2-normalised mean of its L2-normalised prompt features; "mean_per_class" is over
-    the classes in `labels`; at most `block_size` rows are scored at once.
+    A class is the L2-normalised mean of its L2-normalised prompt features.
+
+    Args:
+        x: features, shape [n, d].
+        prompts: features of t prompts per class, shape [c, t, d].
+        labels: class of each row of x, shape [n].
+        block_size: rows scored at a time.
+
+    Returns:
+        "zero_shot/top1", and "zero_shot/mean_per_class", the mean over the classes in `labels`.
+
+    Raises:
+        InputError: if shapes do not fit, values are not finite, or a label has no prompts.
 
     >>> zero_shot(np.eye(2), np.eye(2)[:, None], [0, 0])
     {'zero_shot/top1': 50.0, 'zero_shot/mean_per_class': 50.0}
@@ -140,50 +490,3 @@ def zero_shot(
         "zero_shot/top1": 100.0 * float(right.mean()),
         "zero_shot/mean_per_class": 100.0 * float(per_class.mean()),
     }
-
-
-@functools.partial(jax.jit, static_argnames="block_size")
-def match_ranks(
-    x: Float[Array, "n d"],
-    y: Float[Array, "m d"],
-    owner: Int[Array, " m"],
-    bias_x: Float[Array, " n"],
-    bias_y: Float[Array, " m"],
-    *,
-    block_size: int,
-) -> tuple[Int[Array, " n"], Int[Array, " m"]]:
-    """Each row's rank of its best match in the other."""
-    x, y = affinity.l2_normalize(x), affinity.l2_normalize(y)
-    ids = jnp.arange(len(x), dtype=owner.dtype)
-    ranks_x = _best_ranks(x, y, bias_y, ids, owner, block_size)
-    return ranks_x, _best_ranks(y, x, bias_x, owner, ids, block_size)
-
-
-def _best_ranks(
-    queries: Array, keys: Array, bias: Array, query_id: Array, key_id: Array, block_size: int
-) -> Array:
-    """Rank of the first key, in a stable descending sort, that has the query's id."""
-    n, index = len(queries), jnp.arange(len(keys))
-
-    def ranks(block: blocks.Block, out: Array) -> Array:
-        scores = affinity.dot(block.of(queries), keys.T) + bias
-        matches = jnp.where(block.of(query_id)[:, None] == key_id[None, :], scores, -jnp.inf)
-        best = matches.max(axis=1, keepdims=True)
-        at = matches.argmax(axis=1, keepdims=True)  # the lowest index among equal maxima
-        ahead = (scores > best) | ((scores == best) & (index[None, :] < at))
-        return block.put(out, ahead.sum(axis=1, dtype=jnp.int32))
-
-    # Equal blocks: one of `block_size` rows and one that reaches back into it would double the work
-    # at n = block_size + 1.
-    return blocks.over_rows(n, -(-n // -(-n // block_size)), ranks, jnp.zeros(n, jnp.int32))
-
-
-def _bias(name: str, given: ArrayLike | None, size: int) -> Array:
-    if given is None:
-        return jnp.zeros(size, jnp.float32)
-    bias = jnp.asarray(given, jnp.float32)
-    if bias.shape != (size,) or not bool(jnp.isfinite(bias).all()):
-        raise checks.InputError(
-            f"{name}: has shape {bias.shape} or values that are not finite; pass {size} numbers"
-        )
-    return bias

@@ -1,4 +1,4 @@
-"""Exact nearest neighbours by cosine, in blocks on the device."""
+"""Exact nearest neighbours by cosine, computed in blocks on the device."""
 
 import functools
 from typing import NamedTuple
@@ -14,7 +14,12 @@ from sotalign_jax.ot import affinity, blocks
 
 
 class Neighbours(NamedTuple):
-    """Cosines and rows of the nearest keys of every query, best first."""
+    """Nearest keys of every query, best first.
+
+    Attributes:
+        scores: cosines, plus the bias of the key if there is one.
+        indices: row numbers of the keys.
+    """
 
     scores: Float[Array, "n k"]
     indices: Int[Array, "n k"]
@@ -29,26 +34,42 @@ def nearest(
     skip: str = "none",
     block_size: int = 1024,
 ) -> Neighbours:
-    """The k keys of largest cosine for each query, best first, ties to the lower index.
+    """Finds the k keys of largest cosine for each query.
 
-    Blocks of `block_size` queries are compared with as many keys: neither the score matrix nor a
-    second copy of the keys ever exists. `bias` is added to the cosines of each key, such as the
-    calibration's potential.
+    Blocks of queries are compared with blocks of keys. Neither the score matrix nor a second copy
+    of the keys ever exists.
 
-    `skip` keeps a query from being its own neighbour where both are samples of one table: "itself"
-    leaves key i out for query i; "equal" leaves out keys that equal the query in every value (by
-    hashes of 64 bits), for arrays in another order.
+    Args:
+        queries: rows of any length, shape [n, d].
+        keys: rows of any length, shape [m, d].
+        k: number of neighbours. Among equal scores the lower index comes first.
+        bias: added to all scores of a key, shape [m]. A calibration's potential lowers the scores
+            of hubs, keys that are among the nearest of too many queries.
+        skip: keeps a query from being its own neighbour. "itself" leaves out key i for query i.
+            "equal" leaves out keys with the same values as the query, compared by 64-bit hashes,
+            for tables in another order.
+        block_size: rows per block.
+
+    Returns:
+        The `Neighbours`, shape [n, k].
+
+    Raises:
+        InputError: if shapes do not fit, values are not finite, or a query has fewer than k keys.
 
     >>> keys = jnp.array([[1.0, 0.0], [1.0, 1.0], [0.0, 2.0]])
     >>> nearest(keys[:1], keys, 2).indices.tolist()
     [[0, 1]]
     >>> nearest(keys[:1], keys, 2, skip="equal").indices.tolist()
     [[1, 2]]
+
+    References:
+        Radovanovic et al., Hubs in space: popular nearest neighbors in high-dimensional data.
+        JMLR 11 (2010).
     """
     queries, keys = jnp.asarray(queries), jnp.asarray(keys)
     if queries.ndim != 2 or keys.ndim != 2 or queries.shape[1] != keys.shape[1]:
         raise checks.InputError(
-            f"keys: have shape {keys.shape} but queries have {queries.shape}; "
+            f"keys have shape {keys.shape} but queries have shape {queries.shape}; "
             "pass two matrices of one width"
         )
     checks.choice("skip", skip, ("none", "equal", "itself"))
@@ -58,14 +79,14 @@ def nearest(
         return Neighbours(jnp.zeros((0, k)), jnp.zeros((0, k), jnp.int32))
     for name, rows in (("queries", queries), ("keys", keys)):
         if not checks.finite(rows):
-            raise checks.InputError(f"{name}: rows contain NaN or inf; remove such rows")
+            raise checks.InputError(f"{name} contain NaN or inf; remove such rows")
     bias = None if bias is None else jnp.asarray(bias)
     found = top_k(queries, keys, k, bias=bias, skip=skip, block_size=block_size)
     usable = np.asarray((found.indices >= 0).sum(axis=1))
     if usable.min() < k:
         raise checks.InputError(
-            f"k: is {k} but only {usable.min()} keys differ from query "
-            f"{usable.argmin()}; ask for fewer or add keys"
+            f"k is {k} but query {usable.argmin()} differs from only {usable.min()} keys; "
+            "ask for fewer neighbours or add keys"
         )
     return found
 
@@ -80,7 +101,7 @@ def top_k(
     skip: str = "none",
     block_size: int = 1024,
 ) -> Neighbours:
-    """`nearest` without its checks, compiled; -inf and -1 where there are too few keys."""
+    """Compiled part of `nearest`. Missing neighbours have the score -inf and the index -1."""
     dtype = jnp.result_type(affinity.as_float(queries[:0]), affinity.as_float(keys[:0]))
 
     def search(block: blocks.Block, table: Neighbours) -> Neighbours:
@@ -99,7 +120,7 @@ def top_k(
             if bias is not None:
                 cosines = cosines + block.of(bias).astype(dtype)
             cosines = jnp.where(usable, cosines, -jnp.inf)
-            # Among equals `top_k` takes the first, and earlier keys stand before later ones.
+            # `lax.top_k` prefers the first of equal scores, and earlier keys come first.
             scores, place = jax.lax.top_k(jnp.concatenate([best.scores, cosines], axis=1), k)
             kept = jnp.take_along_axis(best.indices, jnp.minimum(place, k - 1), axis=1)
             added = (block.start + place - k).astype(jnp.int32)
@@ -116,8 +137,8 @@ def top_k(
 
 
 def _hashes(rows: Array) -> Array:
-    """Two 32-bit hashes of each row: sums of its values, mixed with a key of their column."""
-    values = jnp.where(rows == 0, 0.0, rows).astype(jnp.float32)  # 0 and -0 are equal
+    """Returns two 32-bit hashes of each row: sums over values mixed with a key per column."""
+    values = jnp.where(rows == 0, 0.0, rows).astype(jnp.float32)  # 0 and -0 must hash alike
     bits = jax.lax.bitcast_convert_type(values, jnp.uint32)
     columns = jax.random.bits(jax.random.key(0), (2, rows.shape[1]), jnp.uint32)
     return sampling.mix(bits[:, None, :] ^ columns).sum(axis=2, dtype=jnp.uint32)

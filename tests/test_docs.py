@@ -62,10 +62,14 @@ def _elsewhere(tmp_path, monkeypatch):
 # --- Python ---------------------------------------------------------------------------------------
 
 WITH_PYTHON = [page for page in PAGES if blocks(page, "python")]
+PACKAGES = {"deploy": ("faiss", "onnx", "onnxruntime", "qdrant_client")}
+"""Packages of the extra `[test]` that a page needs."""
 
 
 @pytest.mark.parametrize("page", WITH_PYTHON, ids=lambda page: page.stem)
 def test_python_of_a_page_runs_from_top_to_bottom(page):
+    for package in PACKAGES.get(page.stem, ()):
+        pytest.importorskip(package, reason="needs the extra 'test'")
     run_python([part for part in blocks(page, "python") if "--8<--" not in part], page.name)
 
 

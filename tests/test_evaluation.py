@@ -1,9 +1,14 @@
+import json
+import tracemalloc
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import scipy.stats
 
 from sotalign_jax import checks, data, evaluation, heads, teachers
+from sotalign_jax.calibration import Calibration, calibrate
 from sotalign_jax.ot import affinity
 
 D_X, D_Y = 12, 10
@@ -95,21 +100,94 @@ def test_the_score_matrix_never_exists():
 
 
 @pytest.mark.parametrize(
-    ("x", "y", "options", "message"),
+    ("x", "y", "options", "name"),
     [
-        (_rows(4, 3), _rows(4, 2), {}, "y: features have width 2"),
-        (_rows(4, 3), _rows(5, 3), {}, "x has 4 rows but y has 5; pass x_of_y"),
-        (_rows(4, 3)[0], _rows(4, 3), {}, "x: has shape .* 2-D"),
-        (np.ones((4, 3), int), _rows(4, 3), {}, "x: has shape .* dtype int"),
-        (_rows(4, 3), np.full((4, 3), np.nan), {}, "y: features contain NaN"),
-        (np.full((4, 3), np.inf), _rows(4, 3), {}, "x: features contain NaN or inf"),
-        (_rows(4, 3), _rows(4, 3), {"ks": (0, 1)}, "ks: "),
-        (_rows(4, 3), _rows(4, 3), {"block_size": 0}, "block_size: is 0"),
+        (_rows(4, 3), _rows(4, 2), {}, "y"),
+        (_rows(4, 3), _rows(5, 3), {}, "x_of_y"),
+        (_rows(4, 3)[0], _rows(4, 3), {}, "x"),
+        (np.ones((4, 3), int), _rows(4, 3), {}, "x"),
+        (_rows(4, 3), np.full((4, 3), np.nan), {}, "y"),
+        (np.full((4, 3), np.inf), _rows(4, 3), {}, "x"),
+        (_rows(4, 3), _rows(4, 3), {"ks": (0, 1)}, "ks"),
+        (_rows(4, 3), _rows(4, 3), {"block_size": 0}, "block_size"),
+        (_rows(4, 3), _rows(4, 3), {"bias_y": np.full(4, np.nan)}, "bias_y"),
     ],
 )
-def test_bad_retrieval_input(x, y, options, message):
-    with pytest.raises(checks.InputError, match=message):
+def test_retrieval_names_bad_arguments(x, y, options, name):
+    with pytest.raises(checks.InputError, match=rf"\b{name}\b"):
         evaluation.retrieval(x, y, **options)
+
+
+# --- chance and intervals ---
+
+
+@pytest.mark.parametrize(("size", "k", "matches"), [(1000, 10, 1), (50, 5, 7), (6, 10, 2)])
+def test_chance_is_the_hypergeometric_probability_of_a_hit(size, k, matches):
+    expected = 100 * scipy.stats.hypergeom(size, matches, min(k, size)).sf(0)
+    assert evaluation.chance(size, k, matches) == pytest.approx(expected)
+    several = evaluation.chance(size, k, [matches, 1])
+    assert several == pytest.approx((expected + evaluation.chance(size, k)) / 2)
+
+
+def test_interval_has_the_quantiles_of_the_bootstrap_distribution():
+    hits, n = 120, 400  # resampled numbers of hits follow a binomial distribution
+    values = np.zeros((n, 2))
+    values[:hits] = 100.0
+    low, high = evaluation.interval(values, resamples=4000)
+    expected = scipy.stats.binom(n, hits / n).ppf([0.025, 0.975]) * 100 / n
+    np.testing.assert_allclose([low[0], high[0]], expected, atol=0.51)  # two hits
+    np.testing.assert_array_equal(low[0], low[1])
+    np.testing.assert_array_equal(evaluation.interval(values), evaluation.interval(values))
+
+
+def _identity(width):
+    return heads.AffineMap(jnp.eye(width), jnp.zeros(width))
+
+
+def test_report_has_the_values_of_evaluate():
+    rng = np.random.default_rng(0)
+    owner = np.concatenate([np.arange(60), rng.integers(0, 60, 90)])
+    x = _rows(60, 6)
+    gallery = data.gallery(x, x[owner] + 0.7 * _rows(150, 6, 1), owner)
+    pool = calibrate(_rows(80, 6, 2), _rows(90, 6, 3))
+    head = _identity(6)
+    report = evaluation.report(head, head, gallery, pool)
+    values = {name: recall.value for name, recall in report.recalls.items()}
+    assert values == evaluation.evaluate(head, head, gallery, pool)
+    assert all(r.low < r.value < r.high and r.low > r.chance for r in report.recalls.values())
+    counts = np.bincount(owner)
+    assert report.recalls["x_to_y/R@5"].chance == evaluation.chance(150, 5, counts)
+    assert report.recalls["y_to_x/R@5"].chance == evaluation.chance(60, 5)
+    assert json.loads(json.dumps(report.to_dict()))["rows_y"] == 150
+    assert "60 rows of x and 150 rows of y" in str(report) and "calibrated mean" in str(report)
+
+
+def test_report_remarks_on_shuffled_pairs():
+    x, head = _rows(200, 6), _identity(6)
+    matched = evaluation.report(head, head, data.gallery(x, x + _rows(200, 6, 1)))
+    shuffled = evaluation.report(head, head, data.gallery(x, _rows(200, 6, 1)))
+    assert matched.remarks == []
+    assert [remark.split(":")[0] for remark in shuffled.remarks] == ["Not above chance"]
+    assert str(shuffled).endswith(shuffled.remarks[0])
+
+
+def test_report_remarks_on_a_calibration_that_hurts():
+    x, head = _rows(200, 6), _identity(6)
+    one_hub = Calibration(
+        f=jnp.eye(6)[:1], g=jnp.eye(6)[:1], u=jnp.zeros(1), v=jnp.zeros(1), epsilon=jnp.array(1.0)
+    )  # lowers scores by the first coordinate
+    report = evaluation.report(head, head, data.gallery(x, x + 0.3 * _rows(200, 6, 1)), one_hub)
+    assert report.gain is not None and report.gain[2] < 0
+    assert [remark.split(":")[0] for remark in report.remarks] == ["Calibration hurt here"]
+
+
+def test_report_names_rows_of_another_encoder():
+    gallery = data.gallery(_rows(5, 3), _rows(5, 4))
+    with pytest.raises(checks.InputError, match=r"\by\b"):
+        evaluation.report(_identity(3), _identity(3), gallery)
+
+
+# --- zero-shot classification ---
 
 
 @pytest.mark.parametrize("block_size", [9, 4096])
@@ -132,16 +210,16 @@ def test_each_prompt_weighs_the_same_whatever_its_length():
 
 
 @pytest.mark.parametrize(
-    ("prompts", "labels", "message"),
+    ("prompts", "labels", "name"),
     [
-        (np.ones((2, 1, 4)), [0, 1], "prompts: features have width 4"),
-        (np.ones((2, 3)), [0, 1], "prompts: has shape .* 3-D"),
-        (np.ones((2, 1, 3)), [0, 2], "labels: values run from 0 to 2"),
-        (np.full((2, 1, 3), np.nan), [0, 1], "prompts: features contain NaN"),
+        (np.ones((2, 1, 4)), [0, 1], "prompts"),
+        (np.ones((2, 3)), [0, 1], "prompts"),
+        (np.ones((2, 1, 3)), [0, 2], "labels"),
+        (np.full((2, 1, 3), np.nan), [0, 1], "prompts"),
     ],
 )
-def test_bad_zero_shot_input(prompts, labels, message):
-    with pytest.raises(checks.InputError, match=message):
+def test_zero_shot_names_bad_arguments(prompts, labels, name):
+    with pytest.raises(checks.InputError, match=rf"\b{name}\b"):
         evaluation.zero_shot(_rows(2, 3), prompts, labels)
 
 
@@ -168,6 +246,20 @@ def test_embedding_of_any_dtype_from_host_or_device(dtype, tmp_path):
     assert expected.dtype == np.float32
     for given in (rows, jnp.asarray(rows)):
         np.testing.assert_allclose(evaluation.embed(head, given), expected, atol=1e-6)
+
+
+def test_embedding_100_000_rows_takes_the_memory_of_one_block(tmp_path):
+    n, width = 100_000, 64
+    rows = np.lib.format.open_memmap(tmp_path / "rows.npy", "w+", np.float16, (n, width))
+    rows[:] = 1.0
+    head = heads.build_heads(width, width, 4).x
+    tracemalloc.start()
+    features = evaluation.embed(head, rows)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    block = evaluation.EMBED_CHUNK * width * 4
+    assert features.shape == (n, 4)
+    assert peak < features.nbytes + 2 * block < n * width * 2  # less than the rows themselves
 
 
 def test_embedding_through_an_affine_map():

@@ -25,6 +25,7 @@ LAYERS = (
     ("files", "data", "sampling"),
     ("neighbours",),
     ("evaluation",),
+    ("export",),
     ("methods",),
     ("training",),
     ("aligner", "diagnostics", "selfcheck"),

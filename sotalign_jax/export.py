@@ -1,0 +1,342 @@
+"""Heads without JAX: as numpy, as ONNX files, and as vectors for an inner-product index.
+
+`program` writes a head's arithmetic down once, as a list of ONNX operators. `sotalign_numpy` runs
+that list and `write_onnx` stores it, so that both compute the same function.
+"""
+
+import dataclasses
+import math
+import os
+import pathlib
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+from flax import nnx
+from jaxtyping import Float
+from numpy.typing import ArrayLike
+
+import sotalign_numpy
+from sotalign_jax import checks, evaluation
+from sotalign_jax.calibration import Calibration
+from sotalign_jax.heads import Head, Heads
+
+OPSET = 18
+"""ONNX operator set of the exported files: the first one whose reductions all take axes alike."""
+_TINY = float(np.finfo(np.float32).tiny)
+
+
+class _Value:
+    """A value of a program under construction. Operators append steps to the program."""
+
+    def __init__(self, name: str, arrays: dict[str, np.ndarray], steps: list[Any]):
+        self.name, self.arrays, self.steps = name, arrays, steps
+
+    def __call__(self, operator: str, *operands: "_Value | float") -> "_Value":
+        """Appends a step with this value as its first operand."""
+        names = [o.name if isinstance(o, _Value) else self.constant(o).name for o in operands]
+        result = f"value{len(self.steps)}"
+        self.steps.append((result, operator, (self.name, *names)))
+        return _Value(result, self.arrays, self.steps)
+
+    def param(self, name: str) -> "_Value":
+        """Returns a parameter of the head."""
+        return _Value(name, self.arrays, self.steps)
+
+    def constant(self, value: Any, name: str | None = None) -> "_Value":
+        """Returns a constant, which becomes an array of the program."""
+        name = repr(value) if name is None else name
+        array = np.asarray(value)
+        self.arrays[name] = array.astype(np.float32) if array.dtype.kind == "f" else array
+        return self.param(name)
+
+    def reduce(self, operator: str) -> "_Value":
+        """Reduces every row to one number."""
+        return self(f"Reduce{operator}", self.constant(np.array([1]), "axes"))
+
+    def clip(self, low: float, high: float) -> "_Value":
+        return self("Max", low)("Min", high)
+
+    def __add__(self, other: "_Value | float") -> "_Value":
+        return self("Add", other)
+
+    def __sub__(self, other: "_Value | float") -> "_Value":
+        return self("Sub", other)
+
+    def __mul__(self, other: "_Value | float") -> "_Value":
+        return self("Mul", other)
+
+    def __truediv__(self, other: "_Value | float") -> "_Value":
+        return self("Div", other)
+
+    def __matmul__(self, other: "_Value") -> "_Value":
+        return self("MatMul", other)
+
+
+# --- the heads -----------------------------------------------------------------------------------
+# Each function describes the `__call__` of a head. `at` is the prefix of the head's parameters.
+
+
+def _unit(x: _Value) -> _Value:
+    # The first division keeps squares of tiny and huge entries within float32. Zero rows stay zero.
+    x = x / x("Abs").reduce("Max")("Max", _TINY)
+    return x / (x * x).reduce("Sum")("Max", 1.0)("Sqrt")
+
+
+def _dense(x: _Value, at: str) -> _Value:
+    return x @ x.param(f"{at}.kernel") + x.param(f"{at}.bias")
+
+
+def _input(x: _Value, head: Any, at: str) -> _Value:
+    if head.norm == "l2":
+        z = _unit(x) * math.sqrt(head.d_in)
+    else:
+        centred = x - x.reduce("Mean")
+        z = centred / ((centred * centred).reduce("Mean") + 1e-5)("Sqrt")
+    return z * x.param(f"{at}input.scale") + x.param(f"{at}input.shift")
+
+
+def _linear(x: _Value, head: Any, at: str) -> _Value:
+    return _dense(_input(x, head, at), f"{at}linear")
+
+
+def _mlp(x: _Value, head: Any, at: str) -> _Value:
+    h = _dense(_input(x, head, at), f"{at}inner")
+    return _dense(h * ((h * math.sqrt(0.5))("Erf") + 1.0) * 0.5, f"{at}outer")
+
+
+def _glu(x: _Value, head: Any, at: str) -> _Value:
+    z = _input(x, head, at)
+    gate, inner = _dense(z, f"{at}gate").clip(0.0, 6.0), _dense(z, f"{at}inner").clip(-1e3, 1e3)
+    return _dense(gate * inner, f"{at}outer")
+
+
+def _tanh(x: _Value, head: Any, at: str) -> _Value:
+    z, last = _input(x, head, at), len(head.layers) - 1
+    for number in range(last):
+        z = _dense(z, f"{at}layers.{number}")
+        z = z("Max", z * 0.01)
+    return _dense(z, f"{at}layers.{last}")("Tanh")
+
+
+def _kernel(x: _Value, head: Any, at: str) -> _Value:
+    z = _unit(_unit(x) - x.param(f"{at}mean"))
+    squares = (z * z).reduce("Sum") + 1.0
+    distances = squares - z @ x.param(f"{at}landmarks")("Transpose") * 2.0
+    k = (distances("Max", 0.0) * x.param(f"{at}gamma") * -1.0)("Exp")
+    features = (k - x.param(f"{at}centre")) @ x.param(f"{at}weight")("Transpose")
+    return _describe(_unit(features), head.inner, f"{at}inner.")
+
+
+def _csa(x: _Value, head: Any, at: str) -> _Value:
+    z = _unit((x - x.param(f"{at}mean")) @ x.param(f"{at}kernel")) * x.param(f"{at}rho")("Sqrt")
+    rest = ((z * z).reduce("Sum")("Sub", 1.0) * -1.0)("Max", 0.0)("Sqrt")
+    directions = head.d_out - 2
+    end = directions if head.side == "x" else directions + 1
+    columns = np.eye(head.d_out, dtype=np.float32)
+    z = z @ x.constant(columns[:directions], f"{at}columns")
+    return z + rest * x.constant(columns[end], f"{at}end")
+
+
+def _sue(x: _Value, head: Any, at: str) -> _Value:
+    z = _dense(_tanh(x, head.network, f"{at}network."), f"{at}linear")
+    if head.residual is None:
+        return z
+    h = z
+    for number in range(2):
+        h = _dense(h, f"{at}residual.layers.{number}")("Max", 0.0)
+    return z + _dense(h, f"{at}residual.layers.2")
+
+
+_DESCRIBED: dict[str, Callable[[_Value, Any, str], _Value]] = {
+    "linear": _linear,
+    "mlp": _mlp,
+    "glu": _glu,
+    "tanh": _tanh,
+    "kernel": _kernel,
+    "csa": _csa,
+    "sue": _sue,
+}
+
+
+def _describe(x: _Value, head: Head, at: str = "") -> _Value:
+    """Appends the steps of a head of any kind."""
+    checks.choice("kind", head.kind, tuple(_DESCRIBED))
+    return _DESCRIBED[head.kind](x, head, at)
+
+
+def _potential(f: _Value, others: Any, scalings: Any, epsilon: Any) -> _Value:
+    """Describes `Calibration.x` or `Calibration.y`: a soft minimum over the other modality."""
+    scale = f.constant(epsilon, "calibration.epsilon")
+    cosines = f @ f.constant(others, "calibration.others")("Transpose")
+    logits = cosines / scale + f.constant(scalings, "calibration.scalings")
+    largest = logits.reduce("Max")
+    return ((logits - largest)("Exp").reduce("Sum")("Log") + largest) * scale * -1.0
+
+
+def program(head: Head, side: str, calibration: Calibration | None) -> sotalign_numpy.Program:
+    """Describes a head as a list of ONNX operators.
+
+    Args:
+        head: a trained head.
+        side: its modality, "x" or "y", which becomes the name of the input.
+        calibration: adds the output "bias", the correction of each row for hubness.
+
+    Returns:
+        The program. Its parameters have the names that `Aligner.save` gives them.
+
+    Raises:
+        InputError: if the kind of the head is not one of this package.
+
+    >>> from sotalign_jax import heads
+    >>> made = program(heads.build_heads(4, 3, 2).x, "x", None)
+    >>> made(np.ones((5, 4))).shape, made.arrays["linear.kernel"].shape
+    ((5, 2), (4, 2))
+    """
+    x = _Value(side, {}, [])
+    for path, leaf in nnx.to_flat_state(nnx.state(head)):
+        x.constant(np.asarray(leaf[...], np.float32), ".".join(map(str, path)))
+    ends = {"embedding": _unit(_describe(x, head))}
+    if calibration is not None:
+        c = calibration
+        others = (c.g, c.v) if side == "x" else (c.f, c.u)
+        ends["bias"] = _potential(ends["embedding"], *others, c.epsilon)
+    names = {value.name: name for name, value in ends.items()}
+    steps = tuple(
+        (names.get(result, result), operator, tuple(names.get(name, name) for name in operands))
+        for result, operator, operands in x.steps
+    )
+    return sotalign_numpy.Program(side, head.d_in, x.arrays, steps)
+
+
+# --- targets -------------------------------------------------------------------------------------
+
+
+def to_numpy(heads: Heads, calibration: Calibration | None = None) -> sotalign_numpy.Embedder:
+    """Converts heads to numpy.
+
+    Args:
+        heads: both heads.
+        calibration: the aligner's calibration, if the output "bias" is needed.
+
+    Returns:
+        An object with `embed_x` and `embed_y` that can be pickled and needs no JAX. The parameters
+        are in `.x.arrays` and `.y.arrays`.
+
+    >>> from sotalign_jax import heads
+    >>> to_numpy(heads.build_heads(4, 3, 2)).embed_y(np.ones((5, 3))).shape
+    (5, 2)
+    """
+    sides = {"x": heads.x, "y": heads.y}
+    made = {side: program(head, side, calibration) for side, head in sides.items()}
+    return sotalign_numpy.Embedder(**made)
+
+
+def to_onnx(
+    heads: Heads, path: str | os.PathLike[str], calibration: Calibration | None = None
+) -> tuple[pathlib.Path, pathlib.Path]:
+    """Writes one ONNX file per modality.
+
+    There are two files because ONNX Runtime asks for all inputs of a file in every call. The input
+    of `model_x.onnx` is "x", float32 of shape [rows, d_x], with any number of rows. Its outputs are
+    "embedding", unit rows of shape [rows, d], and "bias", shape [rows, 1], if there is a
+    calibration. `model_y.onnx` has the input "y".
+
+    Args:
+        heads: both heads.
+        path: "model.onnx" writes `model_x.onnx` and `model_y.onnx`. Existing files are replaced.
+        calibration: the aligner's calibration, for the output "bias".
+
+    Returns:
+        The paths of the two files.
+
+    Raises:
+        InputError: if `path` has another suffix or the package `onnx` is missing.
+    """
+    path = pathlib.Path(path).expanduser()
+    if path.suffix != ".onnx":
+        raise checks.InputError(f"path is {path}; pass a file name that ends in .onnx")
+    onnx = checks.require("onnx", extra="onnx")
+    made = to_numpy(heads, calibration)
+    files = path.with_stem(f"{path.stem}_x"), path.with_stem(f"{path.stem}_y")
+    for file, program, head in zip(files, (made.x, made.y), (heads.x, heads.y), strict=True):
+        onnx.save(_model(onnx, program, head.d_out, bias=calibration is not None), file)
+    return files
+
+
+def _model(onnx: Any, program: sotalign_numpy.Program, d_out: int, *, bias: bool) -> Any:
+    """Returns a checked ONNX model of a program."""
+
+    def info(name: str, width: int) -> Any:
+        return onnx.helper.make_tensor_value_info(name, onnx.TensorProto.FLOAT, ["rows", width])
+
+    graph = onnx.helper.make_graph(
+        [onnx.helper.make_node(op, operands, [to]) for to, op, operands in program.steps],
+        "sotalign",
+        [info(program.input, program.width)],
+        [info("embedding", d_out), *([info("bias", 1)] if bias else [])],
+        [onnx.numpy_helper.from_array(array, name) for name, array in program.arrays.items()],
+    )
+    opsets = [onnx.helper.make_opsetid("", OPSET)]
+    # The oldest file format with these operators, for older versions of ONNX Runtime.
+    version = onnx.helper.find_min_ir_version_for(opsets)
+    model = onnx.helper.make_model(
+        graph, opset_imports=opsets, ir_version=version, producer_name="sotalign-jax"
+    )
+    onnx.checker.check_model(model, full_check=True)
+    return model
+
+
+@dataclasses.dataclass(frozen=True)
+class Index:
+    """Vectors for an index of inner products, such as FAISS or a vector database.
+
+    Attributes:
+        keys: one vector per row of the gallery, shape [m, d], or [m, d + 1] if calibrated.
+        head: head of the queries.
+        calibrated: True if the last coordinate of the keys is the calibration's correction.
+    """
+
+    keys: Float[np.ndarray, "m k"]
+    head: Head
+    calibrated: bool
+
+    def queries(self, rows: ArrayLike) -> Float[np.ndarray, "n k"]:
+        """Returns the vectors to search with, one per row: unit rows, and a 1 if calibrated."""
+        f = evaluation.embed(self.head, checks.rows("queries", rows, width=self.head.d_in))
+        return np.pad(f, [(0, 0), (0, int(self.calibrated))], constant_values=1)
+
+
+def index(
+    heads: Heads,
+    gallery: ArrayLike,
+    calibration: Calibration | None = None,
+    *,
+    direction: str = "x_to_y",
+) -> Index:
+    """Embeds a gallery for an index of inner products.
+
+    The inner products of `queries(rows)` with `keys` are the scores of `Aligner.search`.
+
+    Args:
+        heads: both heads.
+        gallery: embeddings to search among, of the second modality if direction is "x_to_y".
+        calibration: the aligner's calibration, for calibrated scores.
+        direction: "x_to_y" for queries of the first modality, "y_to_x" for queries of the second.
+
+    Returns:
+        The `Index`.
+
+    >>> from sotalign_jax import heads
+    >>> found = index(heads.build_heads(4, 3, 2), np.eye(3))
+    >>> (found.queries(np.eye(4)) @ found.keys.T).shape
+    (4, 3)
+    """
+    checks.choice("direction", direction, ("x_to_y", "y_to_x"))
+    forward = direction == "x_to_y"
+    own, other = (heads.x, heads.y) if forward else (heads.y, heads.x)
+    keys = evaluation.embed(other, checks.rows("gallery", gallery, width=other.d_in))
+    if calibration is not None:
+        bias = calibration.y(keys) if forward else calibration.x(keys)
+        keys = np.hstack([keys, bias[:, None].astype(keys.dtype)])
+    return Index(keys, own, calibration is not None)

@@ -1,0 +1,133 @@
+"""Runs a trained aligner with numpy alone.
+
+`sotalign_jax.Aligner.to_numpy` returns an `Embedder`. Calling or unpickling it needs this file and
+numpy, but neither JAX nor `sotalign_jax`.
+"""
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+
+BLOCK = 8192
+"""Rows that are embedded at a time: memory does not grow with the number of rows."""
+
+
+def erf(x: np.ndarray) -> np.ndarray:
+    """Computes the error function, with an absolute error below 2e-7.
+
+    Args:
+        x: values of any shape.
+
+    Returns:
+        erf(x), in the dtype of x.
+
+    >>> erf(np.array([0.0, 0.5, -3.0])).round(6)
+    array([ 0.      ,  0.5205  , -0.999978])
+
+    References:
+        Abramowitz and Stegun, Handbook of Mathematical Functions (1964), 7.1.26.
+    """
+    t = 1.0 / (1.0 + 0.3275911 * np.abs(x))
+    series = 0.0
+    for coefficient in (1.061405429, -1.453152027, 1.421413741, -0.284496736, 0.254829592):
+        series = t * (coefficient + series)
+    return np.sign(x) * (1.0 - series * np.exp(-x * x))
+
+
+def _reduction(name: str) -> Callable[..., np.ndarray]:
+    """Returns an ONNX reduction, which keeps the reduced axes and takes them as an array."""
+    return lambda x, axes: getattr(np, name)(x, axis=tuple(axes), keepdims=True)
+
+
+OPERATORS: Mapping[str, Callable[..., np.ndarray]] = {
+    "Abs": np.abs,
+    "Add": np.add,
+    "Div": np.divide,
+    "Erf": erf,
+    "Exp": np.exp,
+    "Log": np.log,
+    "MatMul": np.matmul,
+    "Max": np.maximum,
+    "Min": np.minimum,
+    "Mul": np.multiply,
+    "ReduceMax": _reduction("max"),
+    "ReduceMean": _reduction("mean"),
+    "ReduceSum": _reduction("sum"),
+    "Sqrt": np.sqrt,
+    "Sub": np.subtract,
+    "Tanh": np.tanh,
+    "Transpose": np.transpose,
+}
+"""ONNX operators in numpy."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Program:
+    """One head as a list of ONNX operators.
+
+    Attributes:
+        input: name of the embeddings that the program takes.
+        width: their width.
+        arrays: parameters and constants by name.
+        steps: (result, operator, operands), in the order of execution. Operands are names of
+            arrays, of earlier results, or the input.
+
+    >>> program = Program("x", 2, {"two": np.array(2.0)}, (("embedding", "Mul", ("x", "two")),))
+    >>> program(np.ones((1, 2)))
+    array([[2., 2.]], dtype=float32)
+    """
+
+    input: str
+    width: int
+    arrays: dict[str, np.ndarray]
+    steps: tuple[tuple[str, str, tuple[str, ...]], ...]
+
+    def __call__(self, rows: Any, output: str = "embedding") -> np.ndarray:
+        """Computes an output for any number of rows, in blocks.
+
+        Args:
+            rows: embeddings of the encoder, shape [n, width].
+            output: "embedding", or "bias" if the aligner has a calibration.
+
+        Returns:
+            Unit rows of shape [n, d], or the calibration's correction of each row, shape [n, 1].
+
+        Raises:
+            ValueError: if the rows have another width.
+        """
+        rows = np.asarray(rows)
+        if rows.ndim != 2 or rows.shape[1] != self.width:
+            raise ValueError(f"{self.input} has shape {rows.shape}; pass rows of {self.width}")
+        starts = range(0, max(len(rows), 1), BLOCK)
+        return np.concatenate([self._run(rows[s : s + BLOCK], output) for s in starts])
+
+    def _run(self, rows: np.ndarray, output: str) -> np.ndarray:
+        values = {**self.arrays, self.input: rows.astype(np.float32)}
+        for result, operator, operands in self.steps:
+            values[result] = OPERATORS[operator](*(values[name] for name in operands))
+            if result == output:
+                return values[result].astype(np.float32)
+        raise ValueError(f"output is {output!r}, which this program does not compute")
+
+
+@dataclasses.dataclass(frozen=True)
+class Embedder:
+    """Both heads of an aligner in numpy.
+
+    Attributes:
+        x: program of the first modality.
+        y: program of the second modality.
+    """
+
+    x: Program
+    y: Program
+
+    def embed_x(self, rows: Any) -> np.ndarray:
+        """Maps embeddings of the first modality, shape [n, d_x], to unit rows, shape [n, d]."""
+        return self.x(rows)
+
+    def embed_y(self, rows: Any) -> np.ndarray:
+        """Maps embeddings of the second modality, shape [m, d_y], to unit rows, shape [m, d]."""
+        return self.y(rows)
