@@ -95,14 +95,14 @@ def test_the_score_matrix_never_exists():
 @pytest.mark.parametrize(
     ("x", "y", "options", "message"),
     [
-        (_rows(4, 3), _rows(4, 2), {}, "y: features have width 2"),
-        (_rows(4, 3), _rows(5, 3), {}, "x has 4 rows but y has 5; pass x_of_y"),
-        (_rows(4, 3)[0], _rows(4, 3), {}, "x: has shape .* 2-D"),
-        (np.ones((4, 3), int), _rows(4, 3), {}, "x: has shape .* dtype int"),
-        (_rows(4, 3), np.full((4, 3), np.nan), {}, "y: features contain NaN"),
-        (np.full((4, 3), np.inf), _rows(4, 3), {}, "x: features contain NaN or inf"),
+        (_rows(4, 3), _rows(4, 2), {}, r"y.* width 2"),
+        (_rows(4, 3), _rows(5, 3), {}, r"y has 5 rows but .*x has 4; pass x_of_y"),
+        (_rows(4, 3)[0], _rows(4, 3), {}, r"x:? has shape .* 2-D"),
+        (np.ones((4, 3), int), _rows(4, 3), {}, r"x:? has shape .* dtype int"),
+        (_rows(4, 3), np.full((4, 3), np.nan), {}, r"y.* NaN"),
+        (np.full((4, 3), np.inf), _rows(4, 3), {}, r"x.* NaN or inf"),
         (_rows(4, 3), _rows(4, 3), {"ks": (0, 1)}, "ks: "),
-        (_rows(4, 3), _rows(4, 3), {"chunk": 0}, "chunk: is 0"),
+        (_rows(4, 3), _rows(4, 3), {"chunk": 0}, r"chunk.* 0"),
     ],
 )
 def test_bad_retrieval_input(x, y, options, message):
@@ -132,10 +132,10 @@ def test_each_prompt_weighs_the_same_whatever_its_length():
 @pytest.mark.parametrize(
     ("prompts", "labels", "message"),
     [
-        (np.ones((2, 1, 4)), [0, 1], "prompts: features have width 4"),
-        (np.ones((2, 3)), [0, 1], "prompts: has shape .* 3-D"),
-        (np.ones((2, 1, 3)), [0, 2], "labels: values run from 0 to 2"),
-        (np.full((2, 1, 3), np.nan), [0, 1], "prompts: features contain NaN"),
+        (np.ones((2, 1, 4)), [0, 1], r"prompts.* width 4"),
+        (np.ones((2, 3)), [0, 1], r"prompts:? has shape .* 3-D"),
+        (np.ones((2, 1, 3)), [0, 2], r"labels.* from 0 to 2"),
+        (np.full((2, 1, 3), np.nan), [0, 1], r"prompts.* NaN"),
     ],
 )
 def test_bad_zero_shot_input(prompts, labels, message):

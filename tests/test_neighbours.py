@@ -76,7 +76,7 @@ def test_only_rows_with_the_same_values_are_skipped():
     keys = jnp.array([[2, 0, 4], [1, -0.0, 2], [1, 0, 2.002], [2, 0, 1], [1, 0, 2]], jnp.float16)
     # The same direction in another length stays, and so does the same set of values.
     assert neighbours.nearest(query, keys, 3, skip="equal").indices.tolist() == [[0, 2, 3]]
-    with pytest.raises(checks.InputError, match="k: is 4"):
+    with pytest.raises(checks.InputError, match=r"k.* 4"):
         neighbours.nearest(query, keys, 4, skip="equal")
 
 
@@ -131,9 +131,9 @@ def test_no_queries_have_no_neighbours(keys):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"k": 102}, "k: is 102"),
-        ({"k": 0}, "k: is 0"),
-        ({"chunk": 0}, "chunk: is 0"),
+        ({"k": 102}, r"k.* 102"),
+        ({"k": 0}, r"k.* 0"),
+        ({"chunk": 0}, r"chunk.* 0"),
         ({"queries": np.ones((3, 7))}, r"keys: have shape \(101, 8\)"),
         ({"queries": np.ones(8)}, r"queries have \(8,\); pass two matrices of one width"),
         ({"queries": np.full((3, 8), np.nan)}, "queries: rows contain NaN or inf"),
