@@ -61,7 +61,7 @@ def initialize() -> None:
     # Devices are connected while all processes are here: it fails if some are late.
     multihost_utils.sync_global_devices("start")
     # Large files are looked through by all processes together, a part by each.
-    checks.set_share(jax.process_index(), jax.process_count())
+    checks._shard = jax.process_index(), jax.process_count()
 
 
 def is_first() -> bool:

@@ -1,36 +1,61 @@
-"""Checks of what users hand in: one clear line naming the argument, the value and the remedy."""
+"""Input validation: every error is one line with the argument, its value and the remedy."""
 
 import contextlib
 import importlib
 import math
 import operator
+import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import ml_dtypes
 import numpy as np
 
 CHUNK_ROWS = 65_536
-"""Rows that are checked at a time."""
-_share = (0, 1)
+"""Rows that are read and checked at a time, so that files larger than memory can be checked."""
+MIN_PAIRS = 6
+"""Fewest pairs to fit anything on: the kernel teacher holds out a third of them, at least two."""
+_shard = (0, 1)  # index and number of processes; set by experiments.distributed
 
 
 class InputError(ValueError):
-    """Something the user gave cannot be used; the message says what and how to mend it."""
+    """An input cannot be used. The message names the input, the problem and the remedy."""
 
 
 def not_installed(package: str, *, extra: str) -> InputError:
-    """What to raise when a package of an extra is missing.
+    """Returns the error for a package of an optional extra that is missing.
+
+    Args:
+        package: name of the package.
+        extra: extra of this project that installs it.
+
+    Returns:
+        The error to raise.
 
     >>> not_installed("torch", extra="extract")
-    InputError("torch: is not installed; run pip install -e '.[extract]'")
+    InputError("torch is not installed; run pip install -e '.[extract]'")
     """
-    return InputError(f"{package}: is not installed; run pip install -e '.[{extra}]'")
+    return InputError(f"{package} is not installed; run pip install -e '.[{extra}]'")
 
 
 def require(module: str, *, extra: str) -> Any:
-    """Imports a module of an extra's package, when it is needed."""
+    """Imports a module that belongs to an optional extra.
+
+    Args:
+        module: name of the module.
+        extra: extra of this project that installs it.
+
+    Returns:
+        The module.
+
+    Raises:
+        InputError: the package is not installed.
+
+    >>> require("json", extra="files").dumps([1])
+    '[1]'
+    """
     try:
         return importlib.import_module(module)
     except ModuleNotFoundError as error:
@@ -53,7 +78,13 @@ def naming(where: str) -> Iterator[None]:
 
 
 def first_line(error: BaseException) -> str:
-    r"""What an error says, in one line.
+    r"""Returns the first line of an error's message, or the error's type if it has none.
+
+    Args:
+        error: any exception.
+
+    Returns:
+        One line.
 
     >>> first_line(OSError("no such file\nat 0x7f"))
     'no such file'
@@ -61,14 +92,38 @@ def first_line(error: BaseException) -> str:
     return (str(error).strip() or type(error).__name__).splitlines()[0]
 
 
-def set_share(index: int, count: int) -> None:
-    """Lets this process look at every `count`-th part of an array only: others see the rest."""
-    global _share
-    _share = index, count
+def to_python(value: Any) -> Any:
+    """Converts a numpy or JAX scalar to the Python number with the same digits.
+
+    Args:
+        value: any value.
+
+    Returns:
+        An int, float or bool for a scalar; every other value, tracers included, as it is.
+
+    >>> to_python(np.int64(2)), to_python(np.float32(0.1)), to_python("sum")
+    (2, 0.1, 'sum')
+    """
+    scalar = isinstance(value, np.generic | np.ndarray | jax.Array) and np.ndim(value) == 0
+    if not scalar or isinstance(value, jax.core.Tracer):
+        return value
+    number = np.asarray(value)[()]
+    # float(np.float32(0.1)) is 0.10000000149011612, which is not the number that was meant.
+    return float(str(number)) if jnp.issubdtype(number.dtype, jnp.floating) else number.item()
 
 
 def array(name: str, x: Any) -> np.ndarray:
-    """`x` as a numpy array; torch tensors may be bfloat16, on any device, or require a gradient.
+    """Converts an array, tensor or nested list to a numpy array of numbers.
+
+    Args:
+        name: name of the argument for error messages.
+        x: anything that numpy converts, or a torch tensor of any dtype, on any device.
+
+    Returns:
+        The numpy array. A bfloat16 tensor keeps its dtype.
+
+    Raises:
+        InputError: `x` is ragged, or a column whose cells are arrays, or does not hold numbers.
 
     >>> array("x", [[1.0, 2.0]]).shape
     (1, 2)
@@ -76,37 +131,67 @@ def array(name: str, x: Any) -> np.ndarray:
     try:
         if hasattr(x, "detach"):
             x = x.detach().cpu()
-            x = x.float() if str(x.dtype) == "torch.bfloat16" else x  # numpy has no such type
-        return np.asarray(x)
+            if str(x.dtype) == "torch.bfloat16":  # numpy has no such dtype of its own
+                return x.view(sys.modules["torch"].int16).numpy().view(ml_dtypes.bfloat16)
+        made = np.asarray(x)
     except (TypeError, ValueError) as error:
-        message = f"{name}: not an array of numbers ({error}); pass a 2-D float array"
-        raise InputError(message) from error
+        raise InputError(
+            f"{name} is not an array of numbers ({first_line(error)}); pass a 2-D float array"
+        ) from error
+    if made.dtype != object:
+        return made
+    if shapes := {np.shape(cell) for cell in made.ravel()} - {()}:
+        cells = f"{name} is a column of {made.size} arrays"
+        if len(shapes) > 1:
+            raise InputError(f"{cells} of different shapes; pass rows of equal length")
+        raise InputError(f"{cells} of shape {shapes.pop()}; pass np.stack({name})")
+    raise InputError(f"{name} has dtype object; pass numbers, such as {name}.astype(np.float32)")
 
 
-def embeddings(name: str, x: Any, *, width: int | None = None, min_rows: int = 1) -> None:
-    """Raises unless `x` is a 2-D float array of finite, non-zero rows.
+def embeddings(
+    name: str,
+    x: Any,
+    *,
+    width: int | None = None,
+    min_rows: int = 1,
+    other_width: int | None = None,
+) -> None:
+    """Checks that an array is 2-D, floating-point and has only finite, non-zero rows.
 
-    Reads `x` in row chunks, so memory-mapped files larger than memory are fine.
+    The array is read in chunks of rows, so that it may be a memory-mapped file.
+
+    Args:
+        name: name of the argument for error messages.
+        x: the array.
+        width: required number of columns.
+        min_rows: required number of rows.
+        other_width: width of the other modality, to recognise exchanged arguments.
+
+    Raises:
+        InputError: the array cannot hold embeddings.
 
     >>> embeddings("x", np.ones((3, 2)), width=4)
     Traceback (most recent call last):
-    sotalign_jax.checks.InputError: x: rows have width 2 but 4 is needed; use one encoder for both
+    sotalign_jax.checks.InputError: x has width 2 but must have width 4; use one encoder for both
     """
     shape = np.shape(x)
     if len(shape) != 2:
-        raise InputError(f"{name}: has shape {shape}; pass a 2-D array, one embedding a row")
+        raise InputError(f"{name} has shape {shape}; pass a 2-D array, one embedding per row")
     if shape[0] < min_rows:
-        raise InputError(f"{name}: has {shape[0]} rows but at least {min_rows} are needed")
+        raise InputError(f"{name} has {shape[0]} rows but must have at least {min_rows}")
     if shape[1] == 0:
-        raise InputError(f"{name}: rows have width 0; pass embeddings with at least one feature")
+        raise InputError(f"{name} has width 0; pass embeddings with at least one feature")
     if width is not None and shape[1] != width:
-        raise InputError(
-            f"{name}: rows have width {shape[1]} but {width} is needed; use one encoder for both"
-        )
+        raise wrong_width(name, shape, width, other_width)
     kind = np.dtype(x.dtype)
+    if kind.kind in "iub":
+        raise InputError(
+            f"{name} has dtype {kind}, and embeddings must be floats; pass "
+            f"{name}.astype(np.float32), for 8-bit codes times their scale"
+        )
     if kind.kind not in "fV" and "float" not in kind.name:  # bfloat16 registers as kind V
-        raise InputError(f"{name}: has dtype {kind}; pass real floating-point embeddings")
-    index, count = _share
+        raise InputError(f"{name} has dtype {kind}; pass real floating-point embeddings")
+    index, count = _shard
     for start in range(index * CHUNK_ROWS, shape[0], count * CHUNK_ROWS):
         block = np.asarray(x[start : start + CHUNK_ROWS]).astype(np.float32)
         for bad, problem in (
@@ -117,44 +202,108 @@ def embeddings(name: str, x: Any, *, width: int | None = None, min_rows: int = 1
                 raise InputError(f"{name}: row {start + np.flatnonzero(bad)[0]} is {problem}")
 
 
-def rows(name: str, x: Any, *, width: int | None = None, min_rows: int = 1) -> np.ndarray:
-    """`x` as a numpy array; raises unless it holds embeddings.
+def wrong_width(
+    name: str, shape: tuple[int, ...], width: int, other_width: int | None = None
+) -> InputError:
+    """Returns the error for an array of a wrong width, with the likely cause.
+
+    Args:
+        name: name of the argument.
+        shape: its shape, rows by columns.
+        width: the width that it must have.
+        other_width: width of the other modality, to recognise exchanged arguments.
+
+    Returns:
+        The error to raise.
+
+    >>> wrong_width("x", (500, 384), 512, 384)
+    InputError('x has width 384 but must have width 512; 384 is the width of the other modality, so
+    x and y look exchanged')
+    """
+    cause = "use one encoder for both"
+    if shape[0] == width:
+        cause = f"its shape is {shape}, so it looks transposed: pass {name}.T"
+    elif shape[-1] == other_width:
+        cause = f"{other_width} is the width of the other modality, so x and y look exchanged"
+    return InputError(f"{name} has width {shape[-1]} but must have width {width}; {cause}")
+
+
+def rows(
+    name: str,
+    x: Any,
+    *,
+    width: int | None = None,
+    min_rows: int = 1,
+    other_width: int | None = None,
+) -> np.ndarray:
+    """Converts embeddings to a numpy array and checks them.
+
+    Args:
+        name: name of the argument for error messages.
+        x: the embeddings, see `array`.
+        width: required number of columns.
+        min_rows: required number of rows.
+        other_width: width of the other modality, to recognise exchanged arguments.
+
+    Returns:
+        The numpy array.
+
+    Raises:
+        InputError: see `array` and `embeddings`.
 
     >>> rows("x", [[1.0, 2.0]]).shape
     (1, 2)
     """
     made = array(name, x)
-    embeddings(name, made, width=width, min_rows=min_rows)
+    embeddings(name, made, width=width, min_rows=min_rows, other_width=other_width)
     return made
 
 
 def features(name: str, x: Any, *, ndim: int = 2, width: int | None = None) -> jax.Array:
-    """`x` as a JAX array; raises unless it is a non-empty, finite array of `ndim` dimensions.
+    """Converts features to a JAX array and checks them.
+
+    Args:
+        name: name of the argument for error messages.
+        x: the features.
+        ndim: required number of dimensions.
+        width: required size of the last dimension.
+
+    Returns:
+        The JAX array.
+
+    Raises:
+        InputError: the features are empty, not finite, not floats or have another shape.
 
     >>> features("y", np.ones((3, 2)), width=4)
     Traceback (most recent call last):
-    sotalign_jax.checks.InputError: y: features have width 2 but 4 is needed; map both modalities
-    into the shared space first
+    sotalign_jax.checks.InputError: y has width 2 but must have width 4; map both modalities into
+    the shared space first
     """
     out = jnp.asarray(x)
     if out.ndim != ndim or 0 in out.shape or not jnp.issubdtype(out.dtype, jnp.floating):
         raise InputError(
-            f"{name}: has shape {out.shape} and dtype {out.dtype}; "
+            f"{name} has shape {out.shape} and dtype {out.dtype}; "
             f"pass a non-empty {ndim}-D array of float features"
         )
     if width is not None and out.shape[-1] != width:
         raise InputError(
-            f"{name}: features have width {out.shape[-1]} but {width} is needed; "
+            f"{name} has width {out.shape[-1]} but must have width {width}; "
             "map both modalities into the shared space first"
         )
     if not finite(out):
-        raise InputError(f"{name}: features contain NaN or inf; check the heads and their inputs")
+        raise InputError(f"{name} contains NaN or inf; check the heads and their inputs")
     return out
 
 
 @jax.jit
 def finite(x: jax.Array) -> jax.Array:
-    """Whether no value is NaN or infinite.
+    """Returns True if every value is finite.
+
+    Args:
+        x: any array.
+
+    Returns:
+        A scalar of dtype bool.
 
     >>> bool(finite(jnp.array([1.0, jnp.nan])))
     False
@@ -165,102 +314,164 @@ def finite(x: jax.Array) -> jax.Array:
 def pairs(
     x: Any, y: Any, *, names: tuple[str, str] = ("pairs_x", "pairs_y"), min_rows: int = 1
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Both as numpy arrays; raises unless they are embeddings, as many rows of one as of the other.
+    """Converts paired embeddings to numpy arrays and checks them.
+
+    Args:
+        x: embeddings of one modality.
+        y: embeddings of the other modality; row i belongs to row i of `x`.
+        names: names of both arguments for error messages.
+        min_rows: required number of rows.
+
+    Returns:
+        Both numpy arrays.
+
+    Raises:
+        InputError: see `array` and `embeddings`, or the numbers of rows differ.
 
     >>> pairs(np.ones((3, 2)), np.ones((4, 2)))
     Traceback (most recent call last):
-    sotalign_jax.checks.InputError: pairs_y: has 4 rows but pairs_x has 3; paired arrays need equal
-    length
+    sotalign_jax.checks.InputError: pairs_y has 4 rows but pairs_x has 3; row i of one must belong
+    to row i of the other
     """
-    x, y = rows(names[0], x, min_rows=min_rows), rows(names[1], y, min_rows=min_rows)
-    if len(x) != len(y):
-        raise InputError(
-            f"{names[1]}: has {len(y)} rows but {names[0]} has {len(x)}; "
-            "paired arrays need equal length"
-        )
+    x, y = array(names[0], x), array(names[1], y)
+    if x.ndim == y.ndim == 2 and len(x) != len(y):
+        problem = f"{names[1]} has {len(y)} rows but {names[0]} has {len(x)}"
+        for name, own, other in ((names[1], y, x), (names[0], x, y)):
+            if own.shape[1] == len(other) and own.size:
+                shape = f"{name} has shape {own.shape}, so it looks transposed"
+                raise InputError(f"{problem}; {shape}: pass {name}.T")
+        raise InputError(f"{problem}; row i of one must belong to row i of the other")
+    for name, made in zip(names, (x, y), strict=True):
+        embeddings(name, made, min_rows=min_rows)
     return x, y
 
 
 def choice(name: str, value: str, options: tuple[str, ...]) -> None:
-    """Raises unless `value` is one of `options`.
+    """Checks that a value is one of the allowed ones.
+
+    Args:
+        name: name of the argument for error messages.
+        value: the value.
+        options: the allowed values.
+
+    Raises:
+        InputError: `value` is none of `options`.
 
     >>> choice("marginals", "rows", ("prob", "bistochastic"))
     Traceback (most recent call last):
-    sotalign_jax.checks.InputError: marginals: 'rows' is unknown; choose one of prob, bistochastic
+    sotalign_jax.checks.InputError: marginals must be one of prob, bistochastic, got 'rows'
     """
     if value not in options:
-        raise InputError(f"{name}: {value!r} is unknown; choose one of {', '.join(options)}")
+        raise InputError(f"{name} must be one of {', '.join(options)}, got {value!r}")
 
 
 def positive(**options: Any) -> None:
-    """Raises unless every option is a finite number above 0, or traced and so not known yet.
+    """Checks that numbers are finite and above 0. Traced values pass.
+
+    Args:
+        **options: numbers by the names of their arguments.
+
+    Raises:
+        InputError: one of them is not.
 
     >>> positive(epsilon=0.05, epsilon_star=0.0)
     Traceback (most recent call last):
-    sotalign_jax.checks.InputError: epsilon_star: is 0.0; pass a number above 0
+    sotalign_jax.checks.InputError: epsilon_star must be > 0, got 0.0
     """
-    _every(options, lambda value: 0 < value < math.inf, "a number above 0")
+    _check_all(options, lambda value: 0 < value < math.inf, "> 0")
 
 
 def at_least(least: float, **options: Any) -> None:
-    """Raises unless every option is a finite number of at least `least`, or traced.
+    """Checks that numbers are finite and at least `least`. Traced values pass.
+
+    Args:
+        least: the smallest allowed number.
+        **options: numbers by the names of their arguments.
+
+    Raises:
+        InputError: one of them is smaller, or not a finite number.
 
     >>> at_least(0, ridge=-1.0)
     Traceback (most recent call last):
-    sotalign_jax.checks.InputError: ridge: is -1.0; pass a number of at least 0
+    sotalign_jax.checks.InputError: ridge must be >= 0, got -1.0
     """
-    _every(options, lambda value: least <= value < math.inf, f"a number of at least {least:g}")
+    _check_all(options, lambda value: least <= value < math.inf, f">= {least:g}")
 
 
 def whole(least: int, *, most: int | None = None, or_none: bool = False, **options: Any) -> None:
-    """Raises unless every option is a whole number in `least`..`most`, or None if `or_none`.
+    """Checks that numbers are integers in `least`..`most`. Traced values pass.
+
+    Args:
+        least: the smallest allowed number.
+        most: the largest allowed number, if any.
+        or_none: allow None.
+        **options: numbers by the names of their arguments.
+
+    Raises:
+        InputError: one of them is outside, or not an integer.
 
     >>> whole(1, repeats=3, chunk=0)
     Traceback (most recent call last):
-    sotalign_jax.checks.InputError: chunk: is 0; pass a whole number of at least 1
+    sotalign_jax.checks.InputError: chunk must be an integer >= 1, got 0
     """
     given = {name: v for name, v in options.items() if not (or_none and v is None)}
-    limits = f"of at least {least}" if most is None else f"in {least}..{most}"
+    limits = f">= {least}" if most is None else f"in {least}..{most}"
     top = math.inf if most is None else most
-    wanted = f"a whole number {limits}{', or None' if or_none else ''}"
-    _every(given, lambda value: least <= operator.index(value) <= top, wanted)
+    wanted = f"an integer {limits}{' or None' if or_none else ''}"
+    _check_all(given, lambda value: least <= operator.index(value) <= top, wanted)
 
 
 def within(most: int, of: str, *, least: int = 1, **options: Any) -> None:
-    """Raises unless every option is a whole number of at least `least` and of what there is.
+    """Checks that numbers are integers of at least `least` and at most what there is.
+
+    Args:
+        most: how many there are.
+        of: what there are so many of, for error messages.
+        least: the smallest allowed number.
+        **options: numbers by the names of their arguments.
+
+    Raises:
+        InputError: one of them is outside, or not an integer.
 
     >>> within(5, "rows in the gallery", k=10)
     Traceback (most recent call last):
-    sotalign_jax.checks.InputError: k: is 10; pass a whole number in 1..5, for there are 5 rows in
-    the gallery
+    sotalign_jax.checks.InputError: k must be an integer in 1..5 (there are 5 rows in the gallery),
+    got 10
     """
-    wanted = f"a whole number in {least}..{most}, for there are {most} {of}"
-    _every(options, lambda value: least <= operator.index(value) <= most, wanted)
+    wanted = f"an integer in {least}..{most} (there are {most} {of})"
+    _check_all(options, lambda value: least <= operator.index(value) <= most, wanted)
 
 
 def static(**options: Any) -> None:
-    """Raises if an option that is fixed when a program is compiled is traced.
+    """Checks that options that are fixed at compile time are not traced.
+
+    Args:
+        **options: values by the names of their arguments.
+
+    Raises:
+        InputError: one of them is traced.
 
     >>> jax.jit(lambda steps: static(steps=steps))(3)  # doctest: +IGNORE_EXCEPTION_DETAIL
     Traceback (most recent call last):
-    sotalign_jax.checks.InputError: steps: is traced but must be known when compiling; ...
+    sotalign_jax.checks.InputError: steps is traced but must be known when compiling; ...
     """
     for name, value in options.items():
         if isinstance(value, jax.core.Tracer):
             raise InputError(
-                f"{name}: is traced but must be known when compiling; "
+                f"{name} is traced but must be known when compiling; "
                 f"give jax.jit static_argnames={name!r}, or bind it with functools.partial"
             )
 
 
-def _every(options: dict[str, Any], fine: Callable[[Any], bool], wanted: str) -> None:
+def _check_all(options: dict[str, Any], fine: Callable[[Any], bool], wanted: str) -> None:
+    """Raises unless every option is a scalar for which `fine` holds, or traced."""
     for name, value in options.items():
         if np.shape(value):
-            raise InputError(f"{name}: has shape {np.shape(value)}; pass {wanted}")
+            raise InputError(f"{name} must be {wanted}, got an array of shape {np.shape(value)}")
         if isinstance(value, jax.core.Tracer):
             continue
         with contextlib.suppress(TypeError):  # not a number
             if fine(value):
                 continue
-        shown = repr(value) if isinstance(value, str) else value
-        raise InputError(f"{name}: is {shown}; pass {wanted}")
+        shown = to_python(value)
+        raise InputError(f"{name} must be {wanted}, got {shown!r}")

@@ -1,28 +1,36 @@
-"""What a run reads: pairs, unpaired pools, galleries and class prompts. Host numpy throughout.
+"""Datasets of a run: pairs, unpaired pools, galleries and class prompts, as numpy arrays.
 
-Arrays stay memory-mapped and in their stored dtype (usually float16) until rows are taken from
-them; placing rows on a device is the training loop's job.
+Arrays stay memory-mapped and in their stored dtype, usually float16, until rows are selected. The
+training loop places rows on a device.
 """
 
 import dataclasses
 import pathlib
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
 from jaxtyping import Float, Int
 from numpy.typing import ArrayLike
+from scipy import sparse
 
 from sotalign_jax import checks, files
 
 POOLS = ("disjoint", "random", "aligned")
 SAMPLE = pathlib.Path(__file__).parent / "bundled" / "coco_sample.npz"
+HELD_OUT = 0.1
+"""Fraction of the pairs that `hold_out` moves to the validation gallery."""
+HELD_OUT_FROM = 100
+"""Fewest pairs to hold out from: a tenth of fewer says nothing about a model."""
+VAL_AND_TEST = (0.1, 0.2)
+"""Fractions of a table without galleries that become validation and test, as in `pair`."""
 
 
-# --- what is evaluated on ---
+# --- evaluation data ---
 
 
 class Gallery(NamedTuple):
-    """Cross-modal retrieval: `y[j]` belongs to `x[x_of_y[j]]`. Build it with `gallery`."""
+    """Data for cross-modal retrieval, built by `gallery`: `y[j]` belongs to `x[x_of_y[j]]`."""
 
     x: Float[np.ndarray, "n d_x"]
     y: Float[np.ndarray, "m d_y"]
@@ -30,7 +38,7 @@ class Gallery(NamedTuple):
 
 
 class ZeroShot(NamedTuple):
-    """Classification of `x` by class prompts. Build it with `zero_shot`."""
+    """Data for classification of `x` by class prompts, built by `zero_shot`."""
 
     x: Float[np.ndarray, "n d_x"]
     labels: Int[np.ndarray, " n"]
@@ -39,26 +47,49 @@ class ZeroShot(NamedTuple):
 
 
 def owners(n: int, m: int, x_of_y: ArrayLike | None) -> Int[np.ndarray, " m"]:
-    """Checked `x_of_y`: the row of x (of n) that each of the m rows of y belongs to.
+    """Checks which row of x each row of y belongs to.
+
+    Args:
+        n: number of rows of x.
+        m: number of rows of y.
+        x_of_y: the row of x for every row of y; None if row i belongs to row i.
+
+    Returns:
+        `x_of_y` as int32.
+
+    Raises:
+        InputError: an index is out of range, or a row of x has no row of y.
 
     >>> owners(2, 2, None)
     array([0, 1], dtype=int32)
     """
     if x_of_y is None and n != m:
         raise checks.InputError(
-            f"gallery: x has {n} rows but y has {m}; pass x_of_y unless row i matches row i"
+            f"gallery y has {m} rows but gallery x has {n}; pass x_of_y unless row i matches row i"
         )
     index = row_labels("x_of_y", np.arange(n) if x_of_y is None else x_of_y, m, below=n)
     orphans = np.flatnonzero(np.bincount(index, minlength=n) == 0)
     if orphans.size:
         raise checks.InputError(
-            f"x_of_y: row {orphans[0]} of x has no row of y; remove such rows of x"
+            f"x_of_y names no row of y for row {orphans[0]} of x; remove such rows of x"
         )
     return index
 
 
 def row_labels(name: str, values: ArrayLike, count: int, *, below: int) -> Int[np.ndarray, " n"]:
-    """Checked labels of `count` rows, whole numbers in 0..below-1.
+    """Checks integer labels, one per row.
+
+    Args:
+        name: name of the argument for error messages.
+        values: the labels.
+        count: required number of labels.
+        below: exclusive upper bound of the labels.
+
+    Returns:
+        The labels as int32.
+
+    Raises:
+        InputError: there is another number of labels, or one is no integer in 0..below-1.
 
     >>> row_labels("labels", [1, 0], 2, below=2)
     array([1, 0], dtype=int32)
@@ -66,19 +97,29 @@ def row_labels(name: str, values: ArrayLike, count: int, *, below: int) -> Int[n
     index = np.asarray(values)
     if index.shape != (count,) or index.dtype.kind not in "iu":
         raise checks.InputError(
-            f"{name}: has shape {index.shape} and dtype {index.dtype}; "
+            f"{name} has shape {index.shape} and dtype {index.dtype}; "
             f"pass {count} integers, one per row"
         )
     if count and not (index.min() >= 0 and index.max() < below):
         raise checks.InputError(
-            f"{name}: values run from {index.min()} to {index.max()}; "
-            f"keep them within 0..{below - 1}"
+            f"{name} must be in 0..{below - 1}, got values from {index.min()} to {index.max()}"
         )
     return index.astype(np.int32)
 
 
 def gallery(x: ArrayLike, y: ArrayLike, x_of_y: ArrayLike | None = None) -> Gallery:
-    """A checked `Gallery`; without `x_of_y`, row i of x matches row i of y.
+    """Builds a checked `Gallery`.
+
+    Args:
+        x: embeddings [n, d_x].
+        y: embeddings [m, d_y].
+        x_of_y: the row of x for every row of y; None if row i belongs to row i.
+
+    Returns:
+        The gallery.
+
+    Raises:
+        InputError: the arrays are no embeddings, or `x_of_y` does not fit them.
 
     >>> gallery(np.eye(2), np.eye(3), x_of_y=[0, 0, 1]).x_of_y
     array([0, 0, 1], dtype=int32)
@@ -90,7 +131,19 @@ def gallery(x: ArrayLike, y: ArrayLike, x_of_y: ArrayLike | None = None) -> Gall
 def zero_shot(
     x: ArrayLike, labels: ArrayLike, prompts: ArrayLike, class_names: tuple[str, ...] | None = None
 ) -> ZeroShot:
-    """A checked `ZeroShot`: labels [n] index the classes of prompts [c, t, d_y].
+    """Builds a checked `ZeroShot`.
+
+    Args:
+        x: embeddings [n, d_x].
+        labels: the class of every row of x, in 0..c-1.
+        prompts: embeddings [c, t, d_y] of t prompts for each of c classes.
+        class_names: names of the classes; their numbers by default.
+
+    Returns:
+        The classification task.
+
+    Raises:
+        InputError: the arrays are no embeddings, or do not fit together.
 
     >>> zero_shot(np.eye(2), [0, 1], np.ones((2, 3, 4))).class_names
     ('0', '1')
@@ -98,29 +151,29 @@ def zero_shot(
     x, prompts = checks.rows("zero_shot x", x), checks.array("prompts", prompts)
     if prompts.ndim != 3:
         raise checks.InputError(
-            f"prompts: has shape {prompts.shape}; pass [classes, templates, width]"
+            f"prompts has shape {prompts.shape}; pass [classes, templates, width]"
         )
     checks.embeddings("zero_shot prompts", prompts.reshape(-1, prompts.shape[-1]))
     names = tuple(map(str, range(len(prompts)))) if class_names is None else tuple(class_names)
     if len(names) != len(prompts):
         raise checks.InputError(
-            f"class_names: {len(names)} names for {len(prompts)} prompted classes; pass one each"
+            f"class_names has {len(names)} names but there are {len(prompts)} prompted classes"
         )
     return ZeroShot(x, row_labels("labels", labels, len(x), below=len(prompts)), prompts, names)
 
 
-# --- what is trained on ---
+# --- training data ---
 
 
 @dataclasses.dataclass(frozen=True)
 class Dataset:
-    """Everything a run reads. `dataset` and `semi_supervised` check the values as well.
+    """Arrays of a run, built by `dataset` or `semi_supervised`, which also check the values.
 
-    >>> dataset((np.eye(3), np.ones((3, 2))), y=np.ones((5, 2)))
+    >>> dataset((np.eye(8), np.ones((8, 2))), y=np.ones((5, 2)))
     Dataset
-      pairs_x: 3 x 3
-      pairs_y: 3 x 2
-      pool_x: 0 x 3
+      pairs_x: 8 x 8
+      pairs_y: 8 x 2
+      pool_x: 0 x 8
       pool_y: 5 x 2
     """
 
@@ -133,25 +186,23 @@ class Dataset:
     zero_shot: ZeroShot | None = None
 
     def __post_init__(self) -> None:
+        widths = self.pairs_x.shape[1], self.pairs_y.shape[1]
         for name, shape in self.summary().items():
-            width = (self.pairs_x if name.endswith("_x") else self.pairs_y).shape[1]
+            width, other = widths if name.endswith("_x") else widths[::-1]
             if shape is not None and shape[-1] != width:
-                raise checks.InputError(
-                    f"{name}: width {shape[-1]} differs from the pairs' {width}; "
-                    "embed both with the same encoder"
-                )
+                raise checks.wrong_width(name, tuple(shape), width, other)
 
     def __repr__(self) -> str:
-        """A line for each part, with its shape."""
+        """Returns one line per part, with its shape."""
         shapes = {name: shape for name, shape in self.summary().items() if shape is not None}
         lines = (f"{name}: {' x '.join(map(str, shape))}" for name, shape in shapes.items())
         return "\n  ".join(["Dataset", *lines])
 
     def summary(self) -> dict[str, list[int] | None]:
-        """Shapes of the parts, ready for a JSON file.
+        """Returns the shapes of all parts as JSON values, None for a missing part.
 
-        >>> dataset((np.eye(2), np.eye(2))).summary()["pairs_x"]
-        [2, 2]
+        >>> dataset((np.eye(8), np.eye(8))).summary()["pairs_x"]
+        [8, 8]
         """
         parts: dict[str, np.ndarray | files.MappedRows | None] = {
             "pairs_x": self.pairs_x,
@@ -177,25 +228,165 @@ def dataset(
     test: Gallery | None = None,
     zero_shot: ZeroShot | None = None,
 ) -> Dataset:
-    """A checked `Dataset` of pairs (pairs_x, pairs_y), unpaired x and y; a missing pool is empty.
+    """Builds a checked `Dataset` of pairs and unpaired rows.
 
-    >>> dataset((np.eye(3), np.eye(3)), x=np.ones((5, 3))).pool_y.shape
-    (0, 3)
+    Args:
+        pairs: (pairs_x, pairs_y), embeddings [p, d_x] and [p, d_y]; row i belongs to row i.
+        x: unpaired embeddings [u, d_x]; empty by default.
+        y: unpaired embeddings [v, d_y]; empty by default.
+        val: validation gallery.
+        test: test gallery.
+        zero_shot: classification task.
+
+    Returns:
+        The dataset.
+
+    Raises:
+        InputError: an array holds no embeddings, or the arrays do not fit together.
+
+    >>> dataset((np.eye(8), np.eye(8)), x=np.ones((5, 8))).pool_y.shape
+    (0, 8)
     """
     if not isinstance(pairs, tuple | list) or len(pairs) != 2:
         raise checks.InputError(
-            f"pairs: got {type(pairs).__name__}; pass pairs=(A, B), where A[i] matches B[i]"
+            f"pairs must be (A, B), where A[i] belongs to B[i], got {type(pairs).__name__}"
         )
-    pairs_x, pairs_y = checks.pairs(*pairs)
+    pairs_x, pairs_y = checks.pairs(*pairs, min_rows=checks.MIN_PAIRS)
     pool_x, pool_y = (
-        checks.rows(name, own[:0] if pool is None else pool, width=own.shape[1], min_rows=0)
-        for name, pool, own in (("x", x, pairs_x), ("y", y, pairs_y))
+        checks.rows(
+            name,
+            own[:0] if pool is None else pool,
+            width=own.shape[1],
+            min_rows=0,
+            other_width=other.shape[1],
+        )
+        for name, pool, own, other in (("x", x, pairs_x, pairs_y), ("y", y, pairs_y, pairs_x))
     )
     return Dataset(pairs_x, pairs_y, pool_x, pool_y, val, test, zero_shot)
 
 
+# --- splits by unique row ---
+
+
+def first_equal(x: np.ndarray | files.MappedRows) -> Int[np.ndarray, " n"]:
+    """Returns, for every row, the index of the first row that equals it.
+
+    Rows are compared by 64-bit hashes and read in chunks, so that `x` may be memory-mapped.
+
+    Args:
+        x: array [n, d].
+
+    Returns:
+        Indices [n].
+
+    >>> first_equal(np.array([[1.0], [2.0], [1.0]])).tolist()
+    [0, 1, 0]
+    """
+    chunks = (x[start : start + checks.CHUNK_ROWS] for start in range(0, len(x), checks.CHUNK_ROWS))
+    hashes = np.array([hash(row.tobytes()) for chunk in chunks for row in chunk], np.int64)
+    _, first, member = np.unique(hashes, return_index=True, return_inverse=True)
+    return first[member]
+
+
+def tied_rows(
+    first_x: Int[np.ndarray, " n"], first_y: Int[np.ndarray, " n"], *, largest: int
+) -> Int[np.ndarray, " n"]:
+    """Groups the rows of a paired table that share an x or a y, directly or through other rows.
+
+    A group larger than `largest` cannot be held out, as when a third of the pictures have one
+    caption. Such a group is divided into the rows of each x, and if need be into single rows.
+
+    Args:
+        first_x: result of `first_equal` for x.
+        first_y: result of `first_equal` for y.
+        largest: size of the largest group.
+
+    Returns:
+        The group of every row. Rows with different numbers share nothing, except where a group was
+        divided.
+
+    >>> tied_rows(np.array([0, 0, 2, 3]), np.array([0, 1, 1, 3]), largest=3).tolist()
+    [0, 0, 0, 1]
+    """
+    n = len(first_x)
+    rows = np.arange(n)
+    ends = np.concatenate([rows, rows]), np.concatenate([first_x, first_y])
+    graph = sparse.coo_array((np.ones(2 * n, bool), ends), shape=(n, n))
+    _, groups = sparse.csgraph.connected_components(graph, directed=False)
+    for finer in (first_x, rows):
+        too_large = np.bincount(groups)[groups] > largest
+        groups = np.where(too_large, groups.max(initial=0) + 1 + finer, groups)
+    return groups
+
+
+def whole_groups(groups: Int[np.ndarray, " n"], sizes: Sequence[int]) -> Int[np.ndarray, " n"]:
+    """Assigns rows to parts of given sizes without dividing a group.
+
+    Groups are assigned in the order of their first rows, each to the first part with room for it.
+
+    Args:
+        groups: the group of every row.
+        sizes: number of rows of every part.
+
+    Returns:
+        The part of every row, `len(sizes)` for a row in none of them.
+
+    >>> whole_groups(np.array([7, 7, 3, 5, 3]), [1, 2]).tolist()
+    [1, 1, 2, 0, 2]
+    """
+    _, first, member, counts = np.unique(
+        groups, return_index=True, return_inverse=True, return_counts=True
+    )
+    parts, room = np.full(len(counts), len(sizes)), list(sizes)
+    for group in np.argsort(first):
+        part = next((part for part, left in enumerate(room) if counts[group] <= left), None)
+        if part is not None:
+            parts[group] = part
+            room[part] -= counts[group]
+        elif not any(room):
+            break
+    return parts[member]
+
+
+def _gallery_of_rows(x: np.ndarray, y: np.ndarray) -> Gallery | None:
+    """Builds a gallery in which every x occurs once, with all rows of y that belong to it."""
+    if not len(x):
+        return None
+    unique, x_of_y = np.unique(first_equal(x), return_inverse=True)
+    return gallery(x[unique], y, x_of_y)
+
+
+def hold_out(dataset: Dataset, *, seed: int) -> Dataset:
+    """Moves a tenth of the pairs to the validation gallery, if there are at least 100.
+
+    Pairs that share a picture or a caption stay together, so that nothing in the gallery was
+    trained on.
+
+    Args:
+        dataset: a dataset without a validation gallery.
+        seed: seed of the random choice.
+
+    Returns:
+        The dataset with fewer pairs and a validation gallery; the same dataset if it is too small.
+
+    >>> rows = np.random.default_rng(0).normal(size=(100, 2))
+    >>> hold_out(dataset((rows, rows)), seed=0).summary()["val_x"]
+    [10, 2]
+    """
+    x, y = dataset.pairs_x, dataset.pairs_y
+    size = int(HELD_OUT * len(x))
+    if len(x) < HELD_OUT_FROM:
+        return dataset
+    groups = tied_rows(first_equal(x), first_equal(y), largest=size)
+    order = np.random.default_rng(seed).permutation(len(x))
+    held = whole_groups(groups[order], [size]) == 0
+    kept, val = order[~held], order[held]
+    made = _gallery_of_rows(x[val], y[val])
+    return dataclasses.replace(dataset, pairs_x=x[kept], pairs_y=y[kept], val=made)
+
+
 class Rows(NamedTuple):
-    """Row numbers of a paired table: the pairs, and each modality's unpaired pool."""
+    """Row numbers of a paired table: the pairs, and the unpaired pool of each modality."""
 
     pairs: Int[np.ndarray, " p"]
     x: Int[np.ndarray, " u"]
@@ -209,40 +400,75 @@ def split_rows(
     pool: str = "disjoint",
     n_unpaired: int | None = None,
     seed: int = 0,
+    groups: Int[np.ndarray, " n"] | None = None,
 ) -> Rows:
     """Chooses pairs at random and makes unpaired pools of the remaining rows.
 
-    `pool`: "disjoint" gives x one half of the rest and y the other, so no hidden true pair is
-    left; "random" gives both all of the rest, y in another order; "aligned" in the same order.
-    Each pool has `n_unpaired` rows, or all that remain. Sweeps are nested: with one seed, fewer
-    pairs are a subset of more pairs, and a smaller pool of a larger one.
+    Splits are nested: with one seed, fewer pairs are a subset of more pairs, and a smaller pool of
+    a larger one.
 
-    >>> split_rows(6, n_pairs=2, seed=0).x.shape
-    (2,)
+    Args:
+        n_rows: number of rows of the table.
+        n_pairs: number of pairs.
+        pool: "disjoint" gives x one half of the rest and y the other half, so that no true pair is
+            hidden in the pools. "random" gives both all of the rest, y in another order, and
+            "aligned" in the same order.
+        n_unpaired: size of each pool; all that remain by default.
+        seed: seed of the random choice.
+        groups: groups of rows that disjoint pools must not divide, see `tied_rows`; by default
+            every row is its own group.
+
+    Returns:
+        The chosen rows.
+
+    Raises:
+        InputError: there are not as many rows.
+
+    >>> split_rows(12, n_pairs=6, seed=0).x.shape
+    (3,)
     """
     checks.choice("pool", pool, POOLS)
-    checks.within(n_rows, "rows", n_pairs=n_pairs)
+    checks.within(n_rows, "rows", least=checks.MIN_PAIRS, n_pairs=n_pairs)
     rng = np.random.default_rng(seed)
     order = rng.permutation(n_rows)
-    rest = order[n_pairs:]
-    available = len(rest) // 2 if pool == "disjoint" else len(rest)
+    x = y = rest = order[n_pairs:]
+    if pool == "disjoint":
+        groups = np.arange(n_rows) if groups is None else groups
+        half = whole_groups(groups[rest], [len(rest) // 2])
+        x, y = rest[half == 0], rest[half == 1]
+    available = min(len(x), len(y))
     size = available if n_unpaired is None else n_unpaired
     checks.within(available, f"rows left for a {pool} pool", least=0, n_unpaired=size)
-    y = (rest[available:] if pool == "disjoint" else rest)[:size]
-    return Rows(order[:n_pairs], rest[:size], rng.permutation(y) if pool == "random" else y)
+    y = y[:size]
+    return Rows(order[:n_pairs], x[:size], rng.permutation(y) if pool == "random" else y)
 
 
 SUE_TEST = 400
-"""Test rows of SUE's protocol."""
+"""Number of test rows in the protocol of SUE."""
 
 
 def sue_rows(
     n_rows: int, *, n_pairs: int, seed: int = 0, shuffle: bool = False
 ) -> tuple[Int[np.ndarray, " t"], Rows]:
-    """SUE's split of a table: test rows, pairs, and pools that each lose their own tenth.
+    """Splits a table by the protocol of SUE.
 
-    The table's order decides, as published: the first 400 rows are the test, the last the pairs.
-    With `shuffle` every seed draws its own, so that a spread over seeds is one over data.
+    The first 400 rows are the test and the last `n_pairs` rows are the pairs, as published. Each
+    pool loses its own tenth of the other rows.
+
+    Args:
+        n_rows: number of rows of the table.
+        n_pairs: number of pairs.
+        seed: seed of the random choice.
+        shuffle: shuffle the table first, so that results over seeds vary with the data.
+
+    Returns:
+        The test rows, and the rows of pairs and pools.
+
+    Raises:
+        InputError: fewer than two rows are left for the pools.
+
+    References:
+        Yacobi et al., Learning Shared Representations from Unpaired Data, 2025.
 
     >>> test, rows = sue_rows(600, n_pairs=100)
     >>> len(test), rows.pairs[:3].tolist(), len(rows.x), len(rows.y)
@@ -250,8 +476,8 @@ def sue_rows(
     """
     if n_rows - SUE_TEST - n_pairs < 2:
         raise checks.InputError(
-            f"n_pairs: {n_pairs} and {SUE_TEST} tests leave {n_rows - SUE_TEST - n_pairs} of "
-            f"{n_rows} rows unpaired; ask for fewer"
+            f"n_pairs must be at most {n_rows - SUE_TEST - 2}, got {n_pairs}: the table has "
+            f"{n_rows} rows, of which {SUE_TEST} are tests and 2 must be left unpaired"
         )
     rng = np.random.default_rng(seed)
     order = rng.permutation(n_rows) if shuffle else np.arange(n_rows)
@@ -274,50 +500,127 @@ def semi_supervised(
     val: Gallery | None = None,
     test: Gallery | None = None,
     zero_shot: ZeroShot | None = None,
+    held_out: tuple[float, float] | None = None,
 ) -> Dataset:
-    """A semi-supervised `Dataset` from a paired table: few pairs kept, the rest unpaired.
+    """Builds a semi-supervised `Dataset` from a paired table: few pairs, the rest unpaired.
 
-    Row i of x [n, d_x] matches row i of y [n, d_y]; `split_rows` explains `pool` and `n_unpaired`.
-    `unpaired_x` and `unpaired_y` are other sources of the pools than the table's own rows, and
-    `replace_with_noise` replaces the fraction `pool_noise` of each pool.
+    Args:
+        x: embeddings [n, d_x].
+        y: embeddings [n, d_y]; row i belongs to row i of x.
+        n_pairs: number of pairs.
+        pool: how the pools are chosen, see `split_rows`.
+        n_unpaired: size of each pool; all rows that remain by default.
+        seed: seed of the random choice of pairs and pools.
+        unpaired_x: pool of x from elsewhere, instead of rows of the table.
+        unpaired_y: pool of y from elsewhere.
+        pool_noise: fraction of each pool that `replace_with_noise` replaces.
+        val: validation gallery.
+        test: test gallery.
+        zero_shot: classification task.
+        held_out: fractions of the table, such as `VAL_AND_TEST`, to use as `val` and `test`. The
+            rows do not depend on `seed`, and nothing in them is also among the pairs or pools. If
+            no rows remain for a pool, the pool has the rows of the pairs.
 
-    >>> semi_supervised(np.ones((9, 4)), np.ones((9, 3)), n_pairs=5).summary()["pool_y"]
-    [2, 3]
+    Returns:
+        The dataset.
+
+    Raises:
+        InputError: an array holds no embeddings, or there are not enough rows.
+
+    >>> rows = np.random.default_rng(0).normal(size=(12, 4))
+    >>> semi_supervised(rows, rows, n_pairs=6).summary()["pool_y"]
+    [3, 4]
     """
     checks.choice("pool", pool, POOLS)
     x, y = checks.pairs(x, y, names=("x", "y"))
     outside = (unpaired_x is not None, unpaired_y is not None)
-    rows = split_rows(
-        len(x),
+    # A pool from elsewhere on one side rules out hidden pairs, so the other takes all of the rest.
+    pool = "random" if any(outside) else pool
+    rows = groups = np.arange(len(x))
+    if held_out is not None:
+        sizes = held_out_sizes(len(x), held_out)
+        groups = tied_rows(first_equal(x), first_equal(y), largest=min(sizes))
+        order = np.random.default_rng(0).permutation(len(x))
+        parts = whole_groups(groups[order], sizes)
+        in_val, in_test, rows = (np.sort(order[parts == part]) for part in range(3))
+        val, test = _gallery_of_rows(x[in_val], y[in_val]), _gallery_of_rows(x[in_test], y[in_test])
+    elif pool == "disjoint":
+        groups = tied_rows(first_equal(x), first_equal(y), largest=max(len(x) - n_pairs, 0) // 2)
+    chosen = split_rows(
+        len(rows),
         n_pairs=n_pairs,
-        # An outside pool on one side rules out hidden pairs, so the other takes all of the rest.
-        pool="random" if any(outside) else pool,
+        pool=pool,
         n_unpaired=0 if all(outside) else n_unpaired,
         seed=seed,
+        groups=groups[rows],
     )
+    pairs, (own_x, own_y) = rows[chosen.pairs], (rows[chosen.x], rows[chosen.y])
+    if held_out is not None and n_unpaired is None:
+        own_x, own_y = (own if len(own) else pairs for own in (own_x, own_y))
     pools: list[np.ndarray | files.MappedRows] = []
-    sides = ("unpaired_x", unpaired_x, x, rows.x), ("unpaired_y", unpaired_y, y, rows.y)
-    for own_seed, (name, given, table, chosen) in enumerate(sides, seed):
-        if given is None:
-            made = files.take(table, chosen)
-        else:
-            made = checks.rows(name, given, width=table.shape[1])
-            if n_unpaired is not None:
-                checks.within(len(made), f"rows in {name}", least=0, n_unpaired=n_unpaired)
-                order = np.random.default_rng(own_seed).permutation(len(made))
-                made = files.take(made, order[:n_unpaired])
+    sides = ("unpaired_x", unpaired_x, x, own_x), ("unpaired_y", unpaired_y, y, own_y)
+    for own_seed, (name, given, table, own) in enumerate(sides, seed):
+        made = (
+            files.take(table, own)
+            if given is None
+            else _given(name, given, table, n_unpaired, own_seed)
+        )
         if pool_noise:
             made = replace_with_noise(made, fraction=pool_noise, seed=own_seed)
         pools.append(made)
     pool_x, pool_y = pools
-    return Dataset(x[rows.pairs], y[rows.pairs], pool_x, pool_y, val, test, zero_shot)
+    return Dataset(x[pairs], y[pairs], pool_x, pool_y, val, test, zero_shot)
+
+
+def _given(
+    name: str, pool: ArrayLike, table: np.ndarray, n_unpaired: int | None, seed: int
+) -> np.ndarray | files.MappedRows:
+    """Checks a pool from elsewhere and draws `n_unpaired` of its rows."""
+    made = checks.rows(name, pool, width=table.shape[1])
+    if n_unpaired is None:
+        return made
+    checks.within(len(made), f"rows in {name}", least=0, n_unpaired=n_unpaired)
+    return files.take(made, np.random.default_rng(seed).permutation(len(made))[:n_unpaired])
+
+
+def held_out_sizes(n_rows: int, fractions: Sequence[float]) -> list[int]:
+    """Returns how many of `n_rows` rows each held-out part has.
+
+    Args:
+        n_rows: number of rows of the table.
+        fractions: fraction of the rows in each part.
+
+    Returns:
+        Numbers of rows. Their sum is rounded, so that no row is lost between two parts.
+
+    Raises:
+        InputError: a fraction is negative, or they leave no rows.
+
+    >>> held_out_sizes(640, VAL_AND_TEST)
+    [64, 128]
+    """
+    if min(fractions) < 0 or not sum(fractions) < 1:
+        shown = " and ".join(map(str, fractions))
+        raise checks.InputError(f"val and test must be fractions that leave some, got {shown}")
+    return np.diff(np.rint(np.cumsum([0, *fractions]) * n_rows).astype(int)).tolist()
 
 
 # --- robustness protocols ---
 
 
 def mismatch_pairs(y: ArrayLike, *, fraction: float, seed: int = 0) -> np.ndarray:
-    """Teacher noise: floor(fraction * n) rows of y trade places, none keeping its own.
+    """Mismatches a fraction of the pairs: rows of y trade places, none keeping its own.
+
+    Args:
+        y: array [n, d_y].
+        fraction: fraction of the rows, rounded down to whole rows.
+        seed: seed of the random choice.
+
+    Returns:
+        A copy of y with the rows moved.
+
+    Raises:
+        InputError: `fraction` is outside 0..1, or stands for one row only.
 
     >>> mismatch_pairs(np.arange(4.0)[:, None], fraction=0.5, seed=0).ravel().tolist()
     [2.0, 1.0, 0.0, 3.0]
@@ -326,16 +629,27 @@ def mismatch_pairs(y: ArrayLike, *, fraction: float, seed: int = 0) -> np.ndarra
     chosen = _choose_rows(len(out), fraction, seed)
     if len(chosen) == 1:
         raise checks.InputError(
-            f"fraction: {fraction} of {len(out)} rows picks one row, which has none to trade "
-            "places with; raise it"
+            f"fraction must stand for at least 2 of the {len(out)} rows, got {fraction}: one row "
+            "has none to trade places with"
         )
-    # One cycle through the chosen rows moves every one of them.
+    # A single cycle through the chosen rows moves every one of them.
     out[chosen] = out[np.roll(chosen, 1)]
     return out
 
 
 def replace_with_noise(x: ArrayLike, *, fraction: float, seed: int = 0) -> np.ndarray:
-    """Out-of-distribution rows: floor(fraction * n) rows become random directions of their length.
+    """Replaces a fraction of the rows by random directions of the same length.
+
+    Args:
+        x: array [n, d].
+        fraction: fraction of the rows, rounded down to whole rows.
+        seed: seed of the random choice.
+
+    Returns:
+        A copy of x with the rows replaced.
+
+    Raises:
+        InputError: `fraction` is outside 0..1.
 
     >>> replace_with_noise(np.ones((4, 2)), fraction=0.5).shape
     (4, 2)
@@ -351,17 +665,17 @@ def replace_with_noise(x: ArrayLike, *, fraction: float, seed: int = 0) -> np.nd
 
 def _choose_rows(n: int, fraction: float, seed: int) -> np.ndarray:
     if not 0.0 <= fraction <= 1.0:
-        raise checks.InputError(f"fraction: {fraction} is outside 0..1; pass a share of the rows")
+        raise checks.InputError(f"fraction must be in 0..1, got {fraction}")
     # The slack undoes rounding such as 0.29 * 100 = 28.999999999999996.
     count = int(fraction * n + 1e-9)
     return np.random.default_rng(seed).permutation(n)[:count]
 
 
-# --- a sample of photographs ---
+# --- sample data ---
 
 
 class Photographs(NamedTuple):
-    """Photographs and one caption of each; see bundled/README.md."""
+    """Embeddings of photographs and of one caption each, see bundled/README.md."""
 
     image: Float[np.ndarray, "n 512"]
     text: Float[np.ndarray, "n 384"]
@@ -369,10 +683,13 @@ class Photographs(NamedTuple):
 
 
 def photographs() -> Photographs:
-    """Embeddings of 640 COCO photographs with a caption each: real data to try things on.
+    """Loads embeddings of 640 COCO photographs with a caption each, to try things on.
 
-    Images are 512 principal components of their encoder's 1,280 features, so that models which the
-    launchers trained on COCO do not take them; the rows are among the pairs of those models.
+    Images are 512 principal components of their encoder's 1,280 features, so that models trained by
+    the launchers on COCO do not accept them. The rows are among the pairs of those models.
+
+    Returns:
+        The embeddings and the captions.
 
     >>> sample = photographs()
     >>> sample.image.shape, sample.text.shape, sample.caption[0]

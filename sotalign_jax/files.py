@@ -1,11 +1,13 @@
-"""Embedding files in: npy, npz, safetensors and TensorFlow Datasets, read as little as possible."""
+"""Readers of embedding files: numpy, safetensors, parquet, CSV, HDF5, torch and TFDS."""
 
+import csv
 import json
 import math
 import os
 import pathlib
 import re
 import zipfile
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import ml_dtypes
@@ -15,16 +17,24 @@ from sotalign_jax import checks
 
 _SAFETENSORS_DTYPES = {
     **{f"F{bits}": np.dtype(f"float{bits}") for bits in (64, 32, 16)},
-    **{f"I{bits}": np.dtype(f"int{bits}") for bits in (64, 32)},
+    **{f"I{bits}": np.dtype(f"int{bits}") for bits in (64, 32, 8)},
+    "U8": np.dtype(np.uint8),
     "BF16": np.dtype(ml_dtypes.bfloat16),
 }
 _TFDS_CHUNK = 1024
+_SIDECAR = re.compile(r"(^|_)(scale|mean)$")
+"""Names of members that say how to decode 8-bit codes; none of them is an embedding."""
+_SHOWN = 20  # keys that an error message lists
 MAPPED_BYTES = 2**30
-"""Rows that are chosen from a memory-mapped file are copied to memory when they take less."""
+"""Selections from a memory-mapped file are copied to memory if they take fewer bytes."""
 
 
 class MappedRows:
-    """Some rows of a memory-mapped array, read when they are taken.
+    """Selected rows of a memory-mapped array, read when they are indexed.
+
+    Args:
+        array: the memory-mapped array.
+        rows: indices of the selected rows; row i is `array[rows[i]]`.
 
     >>> rows = MappedRows(np.arange(8.0).reshape(4, 2), np.array([3, 1]))
     >>> rows[:1].tolist(), np.asarray(rows).shape
@@ -32,7 +42,6 @@ class MappedRows:
     """
 
     def __init__(self, array: np.ndarray, rows: np.ndarray) -> None:
-        """Row i is array[rows[i]]."""
         self._array, self._rows = array, rows
         self.dtype, self.shape = array.dtype, (len(rows), *array.shape[1:])
 
@@ -47,37 +56,90 @@ class MappedRows:
 
 
 def take(array: np.ndarray, rows: np.ndarray) -> np.ndarray | MappedRows:
-    """array[rows], of a large memory-mapped array without reading them yet."""
+    """Selects rows of an array.
+
+    Args:
+        array: any array.
+        rows: indices of the rows.
+
+    Returns:
+        `array[rows]`, or `MappedRows` if the array is memory-mapped and the rows take more than
+        `MAPPED_BYTES`.
+
+    >>> take(np.arange(3), np.array([2, 0])).tolist()
+    [2, 0]
+    """
     mapped = isinstance(array, np.memmap) or isinstance(array.base, np.memmap)
     large = len(rows) * array[:1].nbytes > MAPPED_BYTES
     return MappedRows(array, rows) if mapped and large else array[rows]
 
 
+def describe(array: np.ndarray | MappedRows, path: str | os.PathLike[str]) -> str:
+    """Describes an array in a few words, for a progress line.
+
+    Args:
+        array: an array that was read.
+        path: the file that it was read from.
+
+    Returns:
+        Shape, dtype and the name of the file.
+
+    >>> describe(np.zeros((1000, 4), np.float16), "data/x.npy")
+    '1,000 x 4 float16 from x.npy'
+    """
+    shape = " x ".join(f"{size:,}" for size in array.shape)
+    return f"{shape} {array.dtype} from {os.path.basename(path)}"
+
+
 def split_key(path: str | os.PathLike[str]) -> tuple[str, str | None]:
-    """The file of PATH#KEY and the array in it; of any other path itself and None.
+    """Splits PATH#KEY into the file and the name of an array in it.
+
+    Args:
+        path: path of a file, with or without #KEY.
+
+    Returns:
+        The file and the key. The key is None if there is none or the format has no keys.
 
     >>> split_key("a.npz#text"), split_key("#1.npy")
     (('a.npz', 'text'), ('#1.npy', None))
     """
     address = os.fspath(path)
     file, _, key = address.rpartition("#")
-    return (file, key) if file.endswith((".npz", ".safetensors")) else (address, None)
+    keyed = tuple(suffix for suffix in READERS if suffix != ".npy")
+    return (file, key) if file.lower().endswith(keyed) else (address, None)
 
 
 def load_array(path: str | os.PathLike[str], *, key: str | None = None) -> np.ndarray:
-    """Opens one array of embeddings, reading as little as the format allows.
+    """Reads one array of a file, as little of it as the format allows.
 
-    | path                            | reading                                             |
-    |---------------------------------|-----------------------------------------------------|
-    | `x.npy`                         | memory-mapped                                       |
-    | `x.npz`, `x.npz#KEY`            | only the array `key`                                |
-    | `x.safetensors`, the same       | only the tensor `key`, memory-mapped                |
-    | `tfds:NAME[:SPLIT[:FEATURE]]`   | TensorFlow Datasets, random access, no TensorFlow   |
+    | path                            | reading                                                  |
+    |---------------------------------|----------------------------------------------------------|
+    | `x.npy`                         | memory-mapped                                            |
+    | `x.npz`                         | one array                                                |
+    | `x.safetensors`                 | one tensor, memory-mapped                                |
+    | `x.h5`, `x.hdf5`                | one dataset, memory-mapped if contiguous (h5py)          |
+    | `x.pt`, `x.pth`                 | a tensor, or one of a dictionary, memory-mapped (torch)  |
+    | `x.parquet`, `x.csv`            | one column of lists, or all float columns (pyarrow)      |
+    | `tfds:NAME[:SPLIT[:FEATURE]]`   | TensorFlow Datasets, random access, no TensorFlow        |
 
-    Arrays keep their stored dtype (float16 and bfloat16 included). `key` chooses from a file that
-    holds several, or is the FEATURE of a `tfds:` address. NAME may have a config and version
-    (`name/config:1.0.0`), SPLIT may be a slice (`train[:50%]`); features of one split are read in
-    the same order, so two of them make pairs.
+    Arrays keep their stored dtype, float16 and bfloat16 included. Arrays of 8-bit codes are decoded
+    to float32 if the file also holds their scale: `KEY * KEY_scale + KEY_mean`, where `KEY_mean`
+    may be missing, and both may be called `scale` and `mean`. They broadcast against the codes.
+
+    A .pt file is read with `weights_only=True`, so that it cannot run code. The NAME of a `tfds:`
+    address may have a config and a version (`name/config:1.0.0`), and SPLIT may be a slice
+    (`train[:50%]`). Features of one split are read in the same order, so two of them make pairs.
+
+    Args:
+        path: path of the file, PATH#KEY, or a `tfds:` address.
+        key: name of the member, column or feature, if there are several.
+
+    Returns:
+        The array.
+
+    Raises:
+        InputError: the file is missing, damaged, of an unknown format or has no such member, or the
+            package that reads it is not installed.
 
     >>> from sotalign_jax import data
     >>> load_array(data.SAMPLE, key="text").shape
@@ -89,65 +151,190 @@ def load_array(path: str | os.PathLike[str], *, key: str | None = None) -> np.nd
     if address.startswith("tfds:"):
         return _load_tfds(address, key)
     file = pathlib.Path(address).expanduser()
-    readers = {".npy": _load_npy, ".npz": _load_npz, ".safetensors": _load_safetensors}
-    reader = readers.get(file.suffix)
+    reader = READERS.get(file.suffix.lower())
     if reader is None:
-        raise checks.InputError(
-            f"{file}: unknown format {file.suffix!r}; use {', '.join(readers)} or tfds:NAME"
-        )
+        known = ", ".join(READERS)
+        raise checks.InputError(f"{file}: unknown format {file.suffix!r}; use {known} or tfds:NAME")
     if not file.is_file():
         raise checks.InputError(f"{file}: no such file; check the path")
     try:
-        array = reader(file, key)
+        return reader(file, key)
     except checks.InputError:
         raise
-    except Exception as error:  # whatever a damaged file makes its reader raise
+    except Exception as error:  # a damaged file makes its reader raise anything
         raise checks.InputError(
             f"{file}: cannot be read ({checks.first_line(error)}); "
             "the file is truncated, corrupt or not numeric, so write it again"
         ) from error
-    # numpy stores bfloat16 as anonymous 2-byte values; no other 2-byte void is an embedding.
-    return array.view(ml_dtypes.bfloat16) if array.dtype == np.dtype("V2") else array
 
 
 def _load_npy(file: pathlib.Path, key: str | None) -> np.ndarray:
     if key is not None:
         raise checks.InputError(f"{file}: key {key!r} given but .npy holds one array; drop the key")
-    return np.load(file, mmap_mode="r", allow_pickle=False)
+    return _as_bfloat16(np.load(file, mmap_mode="r", allow_pickle=False))
 
 
 def _load_npz(file: pathlib.Path, key: str | None) -> np.ndarray:
     with zipfile.ZipFile(file) as archive:
+
+        def get(name: str) -> np.ndarray:
+            with archive.open(f"{name}.npy") as stream:
+                return _as_bfloat16(np.lib.format.read_array(stream, allow_pickle=False))
+
         names = [name.removesuffix(".npy") for name in archive.namelist()]
-        member = _pick_key(str(file), names, key)
-        with archive.open(f"{member}.npy") as stream:
-            return np.lib.format.read_array(stream, allow_pickle=False)
+        return _pick(file, names, key, get)
+
+
+def _as_bfloat16(array: np.ndarray) -> np.ndarray:
+    """Restores bfloat16, which numpy stores as anonymous 2-byte values."""
+    return array.view(ml_dtypes.bfloat16) if array.dtype == np.dtype("V2") else array
 
 
 def _load_safetensors(file: pathlib.Path, key: str | None) -> np.ndarray:
-    # The format is a length, a JSON header and raw tensors: mapping the bytes ourselves keeps
-    # files larger than memory usable, which the library's own numpy reader does not.
+    # The format is a length, a JSON header and raw tensors. Mapping the bytes here keeps files
+    # larger than memory usable, which the library's own numpy reader does not.
     with file.open("rb") as stream:
         length = int.from_bytes(stream.read(8), "little")
         if length > file.stat().st_size:
             raise ValueError("its header is longer than the file")
         header = json.loads(stream.read(length))
-    entry = header[_pick_key(str(file), [k for k in header if k != "__metadata__"], key)]
-    dtype = _SAFETENSORS_DTYPES.get(entry["dtype"])
-    if dtype is None:
-        raise checks.InputError(
-            f"{file}: dtype {entry['dtype']} is not supported; "
-            f"convert to one of {', '.join(_SAFETENSORS_DTYPES)}"
+
+    def get(name: str) -> np.ndarray:
+        entry = header[name]
+        dtype = _SAFETENSORS_DTYPES.get(entry["dtype"])
+        if dtype is None:
+            known = ", ".join(_SAFETENSORS_DTYPES)
+            raise checks.InputError(
+                f"{file}: dtype {entry['dtype']} is not supported; convert to one of {known}"
+            )
+        shape, (begin, end) = tuple(entry["shape"]), entry["data_offsets"]
+        inside = 0 <= begin <= end and all(width >= 0 for width in shape)
+        if not inside or end - begin != dtype.itemsize * math.prod(shape):
+            raise ValueError("its header contradicts itself")
+        return np.memmap(file, dtype, "r", offset=8 + length + begin, shape=shape)
+
+    return _pick(file, [name for name in header if name != "__metadata__"], key, get)
+
+
+def _load_hdf5(file: pathlib.Path, key: str | None) -> np.ndarray:
+    h5py = checks.require("h5py", extra="files")
+    with h5py.File(file) as store:
+
+        def get(name: str) -> np.ndarray:
+            entry = store[name]
+            offset = entry.id.get_offset()  # None if the dataset is chunked, compressed or empty
+            if offset is None or entry.dtype.kind not in "fiu":
+                return np.asarray(entry[()])
+            return np.memmap(file, entry.dtype, "r", offset=offset, shape=entry.shape)
+
+        names: list[str] = []
+        store.visititems(
+            lambda name, entry: names.append(name) if isinstance(entry, h5py.Dataset) else None
         )
-    shape, (begin, end) = tuple(entry["shape"]), entry["data_offsets"]
-    inside = 0 <= begin <= end and all(width >= 0 for width in shape)
-    if not inside or end - begin != dtype.itemsize * math.prod(shape):
-        raise ValueError("its header contradicts itself")
-    return np.memmap(file, dtype, "r", offset=8 + length + begin, shape=shape)
+        return _pick(file, names, key, get)
+
+
+def _load_torch(file: pathlib.Path, key: str | None) -> np.ndarray:
+    torch = checks.require("torch", extra="extract")
+    try:
+        # Files of torch before 1.6 are not zip archives and cannot be mapped.
+        options = {"weights_only": True, "map_location": "cpu", "mmap": zipfile.is_zipfile(file)}
+        saved = torch.load(file, **options)
+    except Exception as error:
+        if "weights_only" not in str(error).lower() and "Weights only" not in str(error):
+            raise
+        remedy = "save a tensor, or a dictionary of tensors, with torch.save"
+        raise checks.InputError(f"{file}: holds more than tensors; {remedy}") from error
+    tensors = saved if isinstance(saved, dict) else {"": saved}
+    tensors = {name: value for name, value in tensors.items() if torch.is_tensor(value)}
+    return _pick(file, tensors, key, lambda name: checks.array(name, tensors[name]))
+
+
+def _load_parquet(file: pathlib.Path, key: str | None) -> np.ndarray:
+    parquet = checks.require("pyarrow.parquet", extra="files")
+    with parquet.ParquetFile(file) as table:
+        names = _columns(file, table.schema_arrow, key)
+        return _from_columns(file, table.read(columns=names), names)
+
+
+def _load_csv(file: pathlib.Path, key: str | None) -> np.ndarray:
+    arrow_csv = checks.require("pyarrow.csv", extra="files")
+    with file.open(newline="", encoding="utf-8-sig") as stream:
+        first = next(csv.reader(stream), [])
+    bare = bool(first) and all(_is_number(cell) for cell in first)  # no line of column names
+    # A table without column names is one matrix, though some of its columns may hold integers.
+    matrix = {f"f{n}": "float64" for n in range(len(first))} if bare and len(first) > 1 else None
+    table = arrow_csv.read_csv(
+        file,
+        arrow_csv.ReadOptions(autogenerate_column_names=bare),
+        arrow_csv.ParseOptions(newlines_in_values=True),
+        arrow_csv.ConvertOptions(column_types=matrix),
+    )
+    names = _columns(file, table.schema, key)
+    return _from_columns(file, table, names)
+
+
+def _is_number(text: str) -> bool:
+    try:
+        float(text)
+    except ValueError:
+        return False
+    return True
+
+
+def _columns(file: pathlib.Path, schema: Any, key: str | None) -> list[str]:
+    """Returns the column `key`; or the only column of lists; or all columns of numbers."""
+    types = checks.require("pyarrow.types", extra="files")
+    kinds = dict(zip(schema.names, schema.types, strict=True))
+    lists = [
+        name
+        for name, kind in kinds.items()
+        if types.is_list(kind) or types.is_large_list(kind) or types.is_fixed_size_list(kind)
+    ]
+    floats = [name for name, kind in kinds.items() if types.is_floating(kind)]
+    if key is None and not lists and len(kinds) > 1 and floats:
+        return floats
+    return [_pick_key(str(file), lists if key is None and lists else list(kinds), key)]
+
+
+def _from_columns(file: pathlib.Path, table: Any, names: list[str]) -> np.ndarray:
+    """Returns a column of lists as a matrix, one column of numbers as a vector, several stacked."""
+    if missing := [name for name in names if table[name].null_count]:
+        raise checks.InputError(f"{file}: column {missing[0]!r} has empty cells; remove such rows")
+    if len(names) > 1:
+        return np.stack([table[name].to_numpy() for name in names], axis=1)
+    column = table[names[0]]
+    if str(column.type) == "string":  # a list that pandas wrote to a CSV file
+        return np.array([json.loads(cell) for cell in column.to_pylist()], np.float32)
+    if not hasattr(column.type, "value_type"):
+        return column.to_numpy()
+    compute, parts = checks.require("pyarrow.compute", extra="files"), []
+    for chunk in column.chunks:
+        widths = compute.list_value_length(chunk).unique().to_pylist()
+        if len(widths) != 1:
+            text = f"column {names[0]!r} has lists of {min(widths)} to {max(widths)} numbers"
+            raise checks.InputError(f"{file}: {text}; make them equally long")
+        values = chunk.flatten().to_numpy(zero_copy_only=False)
+        parts.append(values.reshape(len(chunk), widths[0]))
+    return np.concatenate(parts)
+
+
+READERS: dict[str, Callable[[pathlib.Path, str | None], np.ndarray]] = {
+    ".npy": _load_npy,
+    ".npz": _load_npz,
+    ".safetensors": _load_safetensors,
+    ".parquet": _load_parquet,
+    ".csv": _load_csv,
+    ".h5": _load_hdf5,
+    ".hdf5": _load_hdf5,
+    ".pt": _load_torch,
+    ".pth": _load_torch,
+}
+"""Reader of each format by suffix."""
 
 
 def _open_tfds(name: str, split: str) -> Any:
-    """Records of a dataset that TFDS prepared with `file_format="array_record"`."""
+    """Opens a dataset that TFDS prepared with `file_format="array_record"`."""
     folder = os.environ.get("TFDS_DATA_DIR")
     tfds = checks.require("tensorflow_datasets", extra="data")
     where = folder and os.path.expanduser(folder)
@@ -185,10 +372,29 @@ def _load_tfds(address: str, key: str | None) -> np.ndarray:
     return out
 
 
+def _pick(
+    file: pathlib.Path, names: Iterable[str], key: str | None, get: Callable[[str], np.ndarray]
+) -> np.ndarray:
+    """Returns the member `key`, or the only one, decoded if it is 8-bit codes with a scale."""
+    found = list(names)
+    members = [name for name in found if not _SIDECAR.search(name)] or found
+    chosen = _pick_key(str(file), members if key is None else found, key)
+    array = get(chosen)
+    scale, mean = (
+        next((name for name in (f"{chosen}_{part}", part) if name in found), None)
+        for part in ("scale", "mean")
+    )
+    if array.dtype.itemsize > 1 or scale is None or scale == chosen:
+        return array
+    decoded = array * get(scale).astype(np.float32)
+    return decoded if mean is None else decoded + get(mean).astype(np.float32)
+
+
 def _pick_key(where: str, names: list[str], key: str | None) -> str:
     if key is None and len(names) == 1:
         return names[0]
     if key not in names:
         problem = "holds several arrays" if key is None else f"has no array {key!r}"
-        raise checks.InputError(f"{where}: {problem}; choose a key from {', '.join(names)}")
+        shown = ", ".join([*names[:_SHOWN], *(["..."] if len(names) > _SHOWN else [])])
+        raise checks.InputError(f"{where}: {problem}; choose a key from {shown}")
     return key

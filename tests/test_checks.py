@@ -15,13 +15,13 @@ def test_real_embeddings_pass(rng, dtype):
 @pytest.mark.parametrize(
     ("x", "options", "message"),
     [
-        (np.ones(3), {}, r"x: has shape \(3,\)"),
-        (np.ones((0, 3)), {}, "x: has 0 rows"),
-        (np.ones((2, 3)), {"min_rows": 4}, "x: has 2 rows"),
-        (np.ones((2, 0)), {}, "x: rows have width 0"),
-        (np.ones((2, 3)), {"width": 5}, "x: rows have width 3"),
-        (np.ones((2, 3), int), {}, "x: has dtype int64"),
-        (np.ones((2, 3), complex), {}, "x: has dtype complex128"),
+        (np.ones(3), {}, r"x:? has shape \(3,\)"),
+        (np.ones((0, 3)), {}, r"x:? has 0 rows"),
+        (np.ones((2, 3)), {"min_rows": 4}, r"x:? has 2 rows"),
+        (np.ones((2, 0)), {}, r"x.* width 0"),
+        (np.ones((2, 3)), {"width": 5}, r"x.* width 3"),
+        (np.ones((2, 3), int), {}, r"x:? has dtype int64"),
+        (np.ones((2, 3), complex), {}, r"x:? has dtype complex128"),
         (np.array([[1.0], [np.nan]]), {}, "x: row 1 is NaN or inf"),
         (np.array([[1.0], [2.0], [-np.inf]]), {}, "x: row 2 is NaN or inf"),
         (np.array([[1.0, 0.0], [0.0, 0.0]]), {}, "x: row 1 is all zeros"),
@@ -51,15 +51,15 @@ def test_memory_mapped_files_are_checked(tmp_path):
 
 def test_pairs_need_equal_length():
     checks.pairs(np.ones((3, 2)), np.ones((3, 5)))
-    with pytest.raises(checks.InputError, match="captions: has 4 rows"):
+    with pytest.raises(checks.InputError, match=r"captions:? has 4 rows"):
         checks.pairs(np.ones((3, 2)), np.ones((4, 5)), names=("images", "captions"))
-    with pytest.raises(checks.InputError, match="pairs_x: has 1 rows"):
+    with pytest.raises(checks.InputError, match=r"pairs_x:? has 1 rows"):
         checks.pairs(np.ones((1, 2)), np.ones((1, 5)), min_rows=2)
 
 
 def test_choice():
     checks.choice("targets", "soft", ("soft", "hard"))
-    with pytest.raises(checks.InputError, match="targets: 'sfot' is unknown"):
+    with pytest.raises(checks.InputError, match=r"targets.* 'sfot'"):
         checks.choice("targets", "sfot", ("soft", "hard"))
 
 
@@ -70,13 +70,13 @@ def test_input_errors_are_value_errors():
 @pytest.mark.parametrize(
     ("check", "message"),
     [
-        (lambda: checks.positive(epsilon=1e-9, tau=float("inf")), "tau: is inf"),
-        (lambda: checks.positive(tau=float("nan")), "tau: is nan"),
-        (lambda: checks.at_least(0, ridge=0, weight=-0.5), "weight: is -0.5"),
-        (lambda: checks.whole(2, batch=2, rows=1), "rows: is 1"),
-        (lambda: checks.whole(1, steps=10.5), "steps: is 10.5"),
-        (lambda: checks.whole(1, steps=None), "steps: is None"),
-        (lambda: checks.whole(1, or_none=True, size=0), "size: is 0"),
+        (lambda: checks.positive(epsilon=1e-9, tau=float("inf")), r"tau.* inf"),
+        (lambda: checks.positive(tau=float("nan")), r"tau.* nan"),
+        (lambda: checks.at_least(0, ridge=0, weight=-0.5), r"weight.* -0.5"),
+        (lambda: checks.whole(2, batch=2, rows=1), r"rows.* 1"),
+        (lambda: checks.whole(1, steps=10.5), r"steps.* 10.5"),
+        (lambda: checks.whole(1, steps=None), r"steps.* None"),
+        (lambda: checks.whole(1, or_none=True, size=0), r"size.* 0"),
     ],
 )
 def test_numbers_out_of_range_are_named(check, message):
@@ -89,3 +89,77 @@ def test_numbers_in_range_pass_and_traced_ones_are_not_looked_at():
     checks.at_least(0, ridge=0.0)
     checks.whole(1, or_none=True, block_size=None, chunk=np.int64(3))
     jax.jit(lambda epsilon: checks.positive(epsilon=epsilon))(-1.0)
+
+
+def _column(*cells):
+    column = np.empty(len(cells), object)
+    column[:] = [np.asarray(cell) for cell in cells]
+    return column
+
+
+@pytest.mark.parametrize(
+    ("x", "message"),
+    [
+        (_column([1.0, 2.0], [3.0, 4.0]), r"x is a column of 2 arrays .*np\.stack\(x\)"),
+        (_column([1.0, 2.0], [3.0]), "x is a column of 2 arrays of different shapes"),
+        ([[1.0, 2.0], [3.0]], "x is not an array of numbers"),
+        (np.array([["a", 1.0]], object), "x has dtype object"),
+        (np.ones((3, 2), np.int32), r"x has dtype int32.*astype\(np\.float32\)"),
+        (np.ones((3, 2), bool), "x has dtype bool"),
+    ],
+)
+def test_rows_says_what_was_likely_meant(x, message):
+    with pytest.raises(checks.InputError, match=message) as caught:
+        checks.rows("x", x)
+    assert "\n" not in str(caught.value)
+
+
+def test_rows_of_a_pandas_column_of_arrays_names_stack():
+    pandas = pytest.importorskip("pandas")
+    frame = pandas.DataFrame({"e": [np.ones(3), np.ones(3)], "a": [1.0, 2.0]})
+    with pytest.raises(checks.InputError, match=r"np\.stack\(x\)"):
+        checks.rows("x", frame["e"])
+    assert checks.rows("x", np.stack(frame["e"])).shape == (2, 3)
+    assert checks.rows("x", frame[["a"]]).shape == (2, 1)
+
+
+def test_array_keeps_bfloat16_tensors():
+    torch = pytest.importorskip("torch")
+    made = checks.array("x", torch.tensor([[0.1, 2.0]], dtype=torch.bfloat16, requires_grad=True))
+    assert made.dtype == ml_dtypes.bfloat16 and made[0, 1] == 2
+
+
+@pytest.mark.parametrize(
+    ("value", "expected"),
+    [
+        (np.int64(2), 2),
+        (np.uint8(7), 7),
+        (np.float32(0.1), 0.1),
+        (np.float64(1e-300), 1e-300),
+        (np.array(3.5), 3.5),
+        (np.bool_(True), True),
+        (jnp.float32(0.2), 0.2),
+        (ml_dtypes.bfloat16(0.5), 0.5),
+        (4, 4),
+        ("sum", "sum"),
+        (None, None),
+    ],
+)
+def test_to_python_turns_scalars_into_plain_numbers(value, expected):
+    made = checks.to_python(value)
+    assert made == expected and type(made) is type(expected)
+
+
+def test_to_python_leaves_arrays_and_tracers():
+    array = np.ones(2)
+    assert checks.to_python(array) is array
+    assert jax.jit(lambda x: checks.to_python(x) + 1)(1.0) == 2
+
+
+def test_checks_accept_numpy_scalars():
+    checks.whole(1, steps=np.int64(2), size=np.array(3))
+    checks.within(5, "rows", k=np.uint8(5))
+    checks.at_least(0, ridge=np.float32(0.1))
+    checks.choice("pool", np.str_("random"), ("random",))
+    with pytest.raises(checks.InputError, match=r"steps .*got 0$"):
+        checks.whole(1, steps=np.int64(0))

@@ -127,34 +127,34 @@ def test_bundled_configs():
         ("trane.steps", 1, "unknown setting 'trane.steps'; did you mean 'train.steps'?"),
         ("train.seed", 1, "unknown setting 'train.seed'"),
         ("train.steps.x", 1, "unknown setting 'train.steps.x'"),
-        ("train", 1, "train: "),
-        ("method", "sale", "method: "),
+        ("train", 1, "train"),
+        ("method", "sale", "method "),
         ("seeds", 5, "seeds: must be tuple, got 5"),
-        ("seeds", (), "seeds: "),
-        ("seeds", (0, 0), "seeds: "),
+        ("seeds", (), "seeds"),
+        ("seeds", (0, 0), "seeds"),
         ("seeds", ("a",), "seeds: must be int, got 'a'"),
-        ("seed", -1, "seed: "),
+        ("seed", -1, "seed"),
         ("runs", 3, "runs: must be dict, got 3"),
         ("runs", {"a/b": {"method": "sail"}}, "runs: 'a/b'"),
         ("runs", {"a": 3}, "runs['a']: "),
         ("runs", {"a": {"metod": "sail"}}, "runs['a']: unknown setting 'metod'; did you mean "),
         ("runs", {"a": {"seed": 3}}, "runs['a']: cannot change 'seed'"),
-        ("runs", {"a": {"train.steps": 0}}, "runs['a']: train.steps: "),
+        ("runs", {"a": {"train.steps": 0}}, "runs['a']: train.steps"),
         ("train.steps", "abc", "train.steps: must be int, got 'abc'"),
         ("train.steps", True, "train.steps: must be int, got True"),
         ("train.steps", None, "train.steps: must be int, got None"),
-        ("train.steps", 0, "train.steps: "),
-        ("train.learning_rate", -1.0, "train.learning_rate: "),
-        ("sotalign.divergence", "l2", "sotalign.divergence: "),
-        ("data.name", "cc3m", "data.name: "),
-        ("data.pool", "all", "data.pool: "),
+        ("train.steps", 0, "train.steps "),
+        ("train.learning_rate", -1.0, "train.learning_rate"),
+        ("sotalign.divergence", "l2", "sotalign.divergence"),
+        ("data.name", "cc3m", "data.name"),
+        ("data.pool", "all", "data.pool"),
         ("data.pool_noise", 2.0, "data.pool_noise: must be in 0..1, got 2"),
-        ("data.files.x", "x.npy", "data.files.x: "),
-        ("teacher.kind", "ccca", "teacher.kind: "),
-        ("teacher.ridge", -1, "teacher.ridge: "),
-        ("heads.kind", "cnn", "heads.kind: "),
-        ("heads.dim", 0, "heads.dim: "),
-        ("heads", {"kind": "mlp", "init": "teacher"}, "heads.init: "),
+        ("data.files.x", "x.npy", "data.files.x"),
+        ("teacher.kind", "ccca", "teacher.kind"),
+        ("teacher.ridge", -1, "teacher.ridge"),
+        ("heads.kind", "cnn", "heads.kind"),
+        ("heads.dim", 0, "heads.dim"),
+        ("heads", {"kind": "mlp", "init": "teacher"}, "heads.init"),
     ],
 )
 def test_settings_that_do_not_exist_or_fit_are_named(key, value, message):
@@ -240,11 +240,11 @@ def test_settings_can_be_changed_on_the_command_line(launch, files):
         (["--config.train.steps=abc"], "--config.train.steps=abc"),
         (["--config.teacher.dim=abc"], "--config.teacher.dim=abc"),
         (["--config.runs=cca"], "--config.runs=cca"),
-        (["--config.train.steps=-4"], "train.steps: "),
-        (["--config.method=sale"], "method: "),
+        (["--config.train.steps=-4"], "train.steps "),
+        (["--config.method=sale"], "method "),
         (["--wrkdir=a"], "'wrkdir'. Did you mean: workdir"),
         (["again"], "'again'"),
-        (["--config.data.files.x="], "data: files.x: "),
+        (["--config.data.files.x="], "data: files.x"),
         (
             [
                 "--config.runs={'a': {'train.steps': 5}, 'b': {'train': {'steps': 6}}}",
@@ -263,9 +263,9 @@ def test_a_wrong_option_ends_in_one_line(launch, tmp_path, options, message):
 
 def test_what_must_be_given(launch):
     _, error = launch(workdir=None)
-    assert is_one_line(error) and error.startswith("error: workdir: ")
+    assert is_one_line(error) and error.startswith("error: workdir")
     _, error = launch(config=None)
-    assert is_one_line(error) and error.startswith("error: config: ")
+    assert is_one_line(error) and error.startswith("error: config")
 
 
 @pytest.mark.parametrize(

@@ -95,9 +95,9 @@ def test_few_pairs_correlate_perfectly_without_a_ridge():
     ("A", "B", "options", "message"),
     [
         (np.ones((5, 2)), np.eye(5), {}, "pairs_x: all rows"),
-        (np.eye(5), np.eye(4), {}, "pairs_y: has 4 rows"),
-        (np.eye(1), np.eye(1), {}, "pairs_x: has 1 rows"),
-        (np.eye(3), np.eye(3), {"ridge": -1.0}, r"ridge: is -1.0"),
+        (np.eye(5), np.eye(4), {}, r"pairs_y:? has 4 rows"),
+        (np.eye(1), np.eye(1), {}, r"pairs_x:? has 1 rows"),
+        (np.eye(3), np.eye(3), {"ridge": -1.0}, r"ridge.* -1.0"),
     ],
 )
 def test_pairs_that_cannot_be_used(A, B, options, message):
@@ -130,7 +130,7 @@ def test_head_clips_correlations_and_takes_any_float():
     rows = views(6, 3, 3)[0].astype(np.float16)
     assert np.isfinite(head(rows)).all() and head(rows).dtype == np.float32
     np.testing.assert_array_equal(head(rows)[:, 3], 0.0)  # the x side's place
-    with pytest.raises(checks.InputError, match="side: 'z' is unknown"):
+    with pytest.raises(checks.InputError, match=r"side.* 'z'"):
         CSAHead(3, 5, side="z", rngs=nnx.Rngs(0))
 
 
@@ -163,9 +163,9 @@ def test_only_pairs_matter(tmp_path):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"dim": 0}, "dim: is 0"),
-        ({"ridge": -0.1}, "ridge: is -0.1"),
-        ({"ridge": float("nan")}, "ridge: is nan"),
+        ({"dim": 0}, r"dim.* 0"),
+        ({"ridge": -0.1}, r"ridge.* -0.1"),
+        ({"ridge": float("nan")}, r"ridge.* nan"),
     ],
 )
 def test_options_that_cannot_be_used(options, message):

@@ -95,12 +95,12 @@ def test_mistakes_end_in_one_line_and_leave_nothing(start, files, tmp_path):
     np.save(files / "nan.npy", np.full((300, 10), np.nan))
     cases = {
         "--config.data.files.x=gone.npy": "data: files.x: gone.npy: ",
-        "--config.data.n_pairs=301": "data: n_pairs: is 301",
-        "--config.data.n_pairs=3": "data.n_pairs: is 3",
+        "--config.data.n_pairs=301": "data: n_pairs must be ",
+        "--config.data.n_pairs=3": "data.n_pairs must be ",
         f"--config.data.files.y={files}/nan.npy": "data: y: row 0 ",
-        "--config.sotalign.epsilon_star=0": "epsilon_star: ",
-        "--config.sotalign.epsilon=-1": "epsilon: ",
-        "--config.teacher.ridge=-0.1": "teacher.ridge: ",
+        "--config.sotalign.epsilon_star=0": "epsilon_star",
+        "--config.sotalign.epsilon=-1": "epsilon",
+        "--config.teacher.ridge=-0.1": "teacher.ridge",
         "extra": "unexpected argument 'extra'",
     }
     for option, message in cases.items():

@@ -70,14 +70,14 @@ def test_mutual_knn_of_unrelated_rows_is_chance(rng):
 @pytest.mark.parametrize(
     ("x", "y", "options", "message"),
     [
-        (np.ones((4, 3)), np.ones((5, 3)), {}, "y: has 5 rows but x has 4"),
+        (np.ones((4, 3)), np.ones((5, 3)), {}, r"y:? has 5 rows but x has 4"),
         (np.ones((4, 3)), np.ones((4, 3)), {}, r"k: is 10 but there are 4 rows"),
-        (np.ones((4, 3)), np.ones((4, 3)), {"k": 0}, "k: is 0"),
+        (np.ones((4, 3)), np.ones((4, 3)), {"k": 0}, r"k.* 0"),
         (
             np.ones((4, 3)),
             np.ones((4, 3)),
             {"k": 1, "clamp": 0.0},
-            "clamp: is 0.0",
+            r"clamp.* 0.0",
         ),
         (np.full((4, 3), np.inf), np.ones((4, 3)), {"k": 1}, "x: row 0 is NaN or inf"),
     ],
@@ -192,11 +192,11 @@ def test_repetitions_share_one_program_that_takes_little_memory(compilations):
 @pytest.mark.parametrize(
     ("x", "y", "options", "message"),
     [
-        (np.ones((4, 3)), np.ones((4, 2)), {}, "y: rows have width 2 but 3 is needed"),
-        (np.ones((4, 1)), np.ones((4, 1)), {}, "x: rows have width 1"),
+        (np.ones((4, 3)), np.ones((4, 2)), {}, r"y.* width 2"),
+        (np.ones((4, 1)), np.ones((4, 1)), {}, r"x.* width 1"),
         (np.zeros((4, 3)), np.ones((4, 3)), {}, "x: row 0 is all zeros"),
         (np.ones((4, 3)), np.full((4, 3), np.nan), {}, "y: row 0 is NaN"),
-        (np.ones((4, 3)), np.ones((4, 3)), {"projections": 0}, "projections: is 0"),
+        (np.ones((4, 3)), np.ones((4, 3)), {"projections": 0}, r"projections.* 0"),
         (
             np.ones((4, 3)),
             np.ones((4, 3)),
@@ -213,11 +213,9 @@ def test_bad_sliced_wasserstein_input(x, y, options, message):
 def test_bad_repetitions():
     x = np.ones((4, 3))
     for name in ("repeats", "rows", "projections"):
-        with pytest.raises(
-            checks.InputError, match=f"{name}: is 0; pass a whole number of at least 1"
-        ):
+        with pytest.raises(checks.InputError, match=rf"{name} .*got 0"):
             diagnostics.pool_shift(x, x, **{name: 0})
-    with pytest.raises(checks.InputError, match="pairs: has 1 rows but at least 2"):
+    with pytest.raises(checks.InputError, match=r"pairs:? has 1 rows but .*at least"):
         diagnostics.pool_shift(x[:1], x)
 
 
@@ -285,10 +283,10 @@ def test_a_ladder_compiles_once_and_names_its_smallest(features, compilations):
 @pytest.mark.parametrize(
     ("g", "options", "message"),
     [
-        (np.ones((4, 2)), {}, "g: rows have width 2 but 3"),
-        (np.ones((4, 3)), {"epsilons": (0.1, 0.0)}, "epsilons: is 0.0"),
-        (np.ones((4, 3)), {"tolerance": -1.0}, "tolerance: is -1"),
-        (np.ones((4, 3)), {"max_iterations": 0}, "max_iterations: is 0"),
+        (np.ones((4, 2)), {}, r"g.* width 2"),
+        (np.ones((4, 3)), {"epsilons": (0.1, 0.0)}, r"epsilons.* 0.0"),
+        (np.ones((4, 3)), {"tolerance": -1.0}, r"tolerance.* -1"),
+        (np.ones((4, 3)), {"max_iterations": 0}, r"max_iterations.* 0"),
     ],
 )
 def test_bad_convergence_input(g, options, message):

@@ -234,17 +234,17 @@ def test_seed_decides_the_start():
 
 def test_mistakes_are_named():
     teacher = teachers.procrustes(rows(0, 40, 7), rows(1, 40, 6))
-    with pytest.raises(checks.InputError, match="kind: 'conv' is unknown"):
+    with pytest.raises(checks.InputError, match=r"kind.* 'conv'"):
         heads.build_heads(7, 6, 4, kind="conv")
-    with pytest.raises(checks.InputError, match="norm: 'batch' is unknown"):
+    with pytest.raises(checks.InputError, match=r"norm.* 'batch'"):
         heads.build_heads(7, 6, 4, norm="batch")
-    with pytest.raises(checks.InputError, match="dim: is 0"):
+    with pytest.raises(checks.InputError, match=r"dim.* 0"):
         heads.build_heads(7, 6, 0)
     with pytest.raises(checks.InputError, match="cannot start heads of kind 'mlp'"):
         heads.build_heads(7, 6, 4, kind="mlp", teacher=teacher)
     with pytest.raises(checks.InputError, match=r"maps widths \(7, 6\)"):
         heads.build_heads(6, 7, 4, teacher=teacher)
-    with pytest.raises(checks.InputError, match="dim: is 9"):
+    with pytest.raises(checks.InputError, match=r"dim.* 9"):
         heads.build_heads(7, 6, 9, teacher=teacher)
     with pytest.raises(checks.InputError, match="non-zero finite map"):
         heads.LinearHead.from_affine(heads.AffineMap(jnp.zeros((4, 7)), jnp.zeros(4)))

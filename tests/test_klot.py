@@ -494,19 +494,19 @@ def test_other_derivatives_are_refused(loss):
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (lambda: klot_lib.klot(jnp.eye(3), jnp.eye(4)), r"K_star: has shape \(4, 4\) but K has"),
-        (lambda: klot_lib.klot(jnp.ones(3), jnp.ones(3)), r"K: has shape \(3,\)"),
-        (lambda: klot_lib.klot(jnp.ones((0, 2)), jnp.ones((0, 2))), "K: has shape"),
-        (lambda: klot_lib.klot(jnp.eye(3), jnp.eye(3), epsilon=0), "epsilon: is 0"),
-        (lambda: klot_lib.klot(jnp.eye(3), jnp.eye(3), epsilon_star=-1), "epsilon_star: is -1"),
-        (lambda: klot_lib.klot(jnp.eye(3), jnp.eye(3), marginals="rows"), "marginals: 'rows'"),
+        (lambda: klot_lib.klot(jnp.eye(3), jnp.eye(4)), r"K_star:? has shape \(4, 4\) but K has"),
+        (lambda: klot_lib.klot(jnp.ones(3), jnp.ones(3)), r"K:? has shape \(3,\)"),
+        (lambda: klot_lib.klot(jnp.ones((0, 2)), jnp.ones((0, 2))), r"K:? has shape"),
+        (lambda: klot_lib.klot(jnp.eye(3), jnp.eye(3), epsilon=0), r"epsilon.* 0"),
+        (lambda: klot_lib.klot(jnp.eye(3), jnp.eye(3), epsilon_star=-1), r"epsilon_star.* -1"),
+        (lambda: klot_lib.klot(jnp.eye(3), jnp.eye(3), marginals="rows"), r"marginals.* 'rows'"),
         (
             lambda: klot_lib.klot(jnp.ones((2, 3)), jnp.ones((2, 3)), marginals="bistochastic"),
             "marginals: 'bistochastic' needs a square affinity but it is 2 x 3",
         ),
         (
             lambda: klot_lib.klot(jnp.eye(3), jnp.eye(3), log_a=jnp.zeros(2)),
-            r"log_a: has shape \(2,\)",
+            r"log_a:? has shape \(2,\)",
         ),
         (
             lambda: klot_lib.klot(jnp.eye(3), jnp.eye(3), init_v=(jnp.zeros(2), jnp.zeros(3))),
@@ -514,15 +514,15 @@ def test_other_derivatives_are_refused(loss):
         ),
         (
             lambda: klot_lib.klot(jnp.eye(3), jnp.eye(3), init_v=jnp.zeros(3)),
-            "init_v: is ArrayImpl; pass a pair of arrays",
+            r"init_v.* ArrayImpl",
         ),
         (
             lambda: klot_lib.klot_from_embeddings(*features((3, 2), (3, 2), (4, 2), (3, 2))),
-            "f_star: has 4 rows but f has 3",
+            r"f_star:? has 4 rows but f has 3",
         ),
         (
             lambda: klot_lib.klot_from_embeddings(*features((3, 2), (3, 2), (3, 2), (5, 2))),
-            "g_star: has 5 rows but g has 3",
+            r"g_star:? has 5 rows but g has 3",
         ),
         (
             lambda: klot_lib.klot_from_embeddings(*features((3, 2), (3, 4), (3, 2), (3, 2))),
@@ -534,15 +534,15 @@ def test_other_derivatives_are_refused(loss):
         ),
         (
             lambda: klot_lib.klot_from_embeddings(*features((3, 2), (0, 2), (3, 2), (0, 2))),
-            r"g: has shape \(0, 2\)",
+            r"g:? has shape \(0, 2\)",
         ),
         (
             lambda: klot_lib.klot_from_embeddings(*features(*[(3, 2)] * 4), block_size=0),
-            "block_size: is 0",
+            r"block_size.* 0",
         ),
         (
             lambda: losses.infonce_divergence(jnp.eye(3), jnp.eye(3), targets="firm"),
-            "targets: 'firm'",
+            r"targets.* 'firm'",
         ),
     ],
 )
@@ -574,5 +574,5 @@ def test_padding_of_klot_may_hold_anything(rng):
 
 @pytest.mark.parametrize("divergence", [losses.cka, losses.infonce_divergence, klot_lib.klot])
 def test_affinities_of_other_shapes_do_not_broadcast(divergence):
-    with pytest.raises(checks.InputError, match=r"K_star: has shape \(1, 3\) but K has \(3, 3\)"):
+    with pytest.raises(checks.InputError, match=r"K_star:? has shape \(1, 3\) but K has \(3, 3\)"):
         divergence(jnp.eye(3), jnp.ones((1, 3)))

@@ -129,5 +129,5 @@ def test_mistakes_are_named():
         losses.infonce(jnp.ones((3, 2)), jnp.ones((4, 2)))
     with pytest.raises(checks.InputError, match="pass a larger matrix, or fewer positives"):
         losses.siglip_from_affinity(jnp.ones((3, 2)), scale=1.0, bias=0.0)
-    with pytest.raises(checks.InputError, match="normalization: 'sum' is unknown"):
+    with pytest.raises(checks.InputError, match=r"normalization.* 'sum'"):
         losses.siglip(jnp.ones((3, 2)), jnp.ones((3, 2)), normalization="sum")

@@ -183,10 +183,10 @@ def test_a_continued_run_equals_an_uninterrupted_one(dataset):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"k": 0}, "k: is 0"),
-        ({"weight_text": -1.0}, "weight_text: is -1.0"),
-        ({"weight_image": float("nan")}, "weight_image: is nan"),
-        ({"siglip_norm": "sum"}, "siglip_norm: 'sum' is unknown"),
+        ({"k": 0}, r"k.* 0"),
+        ({"weight_text": -1.0}, r"weight_text.* -1.0"),
+        ({"weight_image": float("nan")}, r"weight_image.* nan"),
+        ({"siglip_norm": "sum"}, r"siglip_norm.* 'sum'"),
     ],
 )
 def test_options_that_cannot_be_used(options, message):
@@ -195,9 +195,9 @@ def test_options_that_cannot_be_used(options, message):
 
 
 def test_more_neighbours_than_the_pool_has(dataset):
-    with pytest.raises(checks.InputError, match="k: is 101"):
+    with pytest.raises(checks.InputError, match=r"k.* 101"):
         methods.NNCLR(k=101).prepare(training.place(dataset))
-    with pytest.raises(checks.InputError, match="k: is 100"):
+    with pytest.raises(checks.InputError, match=r"k.* 100"):
         methods.NNCLR(k=100).prepare(training.place(dataset))
 
 

@@ -114,7 +114,7 @@ def test_a_missing_extra_is_one_line():
         check=True,
     )
     assert [line.removeprefix("error: ") for line in run.stdout.splitlines()] == [
-        f"{package}: is not installed; run pip install -e '.[{extra}]'"
+        f"{package} is not installed; run pip install -e '.[{extra}]'"
         for _, package, extra in WITHOUT.values()
     ]
 

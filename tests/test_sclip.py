@@ -232,11 +232,11 @@ def test_half_precision_rows_are_compared_in_float32(rng):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"labels": "soft"}, "labels: 'soft' is unknown"),
-        ({"space": "joint"}, "space: 'joint' is unknown"),
-        ({"weight_text": -1.0}, "weight_text: is -1.0"),
-        ({"weight_image": float("inf")}, "weight_image: is inf"),
-        ({"iterations": 0}, "iterations: is 0"),
+        ({"labels": "soft"}, r"labels.* 'soft'"),
+        ({"space": "joint"}, r"space.* 'joint'"),
+        ({"weight_text": -1.0}, r"weight_text.* -1.0"),
+        ({"weight_image": float("inf")}, r"weight_image.* inf"),
+        ({"iterations": 0}, r"iterations.* 0"),
     ],
 )
 def test_options_that_cannot_be_used(options, message):
@@ -245,7 +245,7 @@ def test_options_that_cannot_be_used(options, message):
 
 
 def test_mistakes_are_named():
-    with pytest.raises(checks.InputError, match="kind: 'soft' is unknown"):
+    with pytest.raises(checks.InputError, match=r"kind.* 'soft'"):
         sclip.pseudo_labels(jnp.ones((3, 2)), jnp.ones((4, 2)), scale=1.0, kind="soft")
     message = r"labels: have shape \(4, 3\) but queries and keys need \(3, 4\)"
     with pytest.raises(checks.InputError, match=message):

@@ -168,7 +168,7 @@ def test_half_precision_embeddings_are_computed_in_float32():
 
 
 def test_mistakes_are_named():
-    with pytest.raises(checks.InputError, match="js_form: 'kl' is unknown"):
+    with pytest.raises(checks.InputError, match=r"js_form.* 'kl'"):
         regularizer(jnp.ones((3, 2)), jnp.ones((3, 2)), js_form="kl")
 
 
@@ -270,16 +270,16 @@ def test_the_weight_warms_up(warmup, weights, student, batch):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"contrastive": "clip"}, "contrastive: 'clip' is unknown"),
-        ({"regularize_on": "pool"}, "regularize_on: 'pool' is unknown"),
-        ({"js_form": "kl"}, "js_form: 'kl' is unknown"),
-        ({"level_weights": "1/l"}, "level_weights: '1/l' is unknown"),
-        ({"weight": -1.0}, "weight: is -1.0"),
-        ({"weight": float("nan")}, "weight: is nan"),
-        ({"warmup": -1}, "warmup: is -1"),
-        ({"tau": 0.0}, "tau: is 0.0"),
-        ({"levels": 0}, "levels: is 0"),
-        ({"block_size": 0}, "block_size: is 0"),
+        ({"contrastive": "clip"}, r"contrastive.* 'clip'"),
+        ({"regularize_on": "pool"}, r"regularize_on.* 'pool'"),
+        ({"js_form": "kl"}, r"js_form.* 'kl'"),
+        ({"level_weights": "1/l"}, r"level_weights.* '1/l'"),
+        ({"weight": -1.0}, r"weight.* -1.0"),
+        ({"weight": float("nan")}, r"weight.* nan"),
+        ({"warmup": -1}, r"warmup.* -1"),
+        ({"tau": 0.0}, r"tau.* 0.0"),
+        ({"levels": 0}, r"levels.* 0"),
+        ({"block_size": 0}, r"block_size.* 0"),
     ],
 )
 def test_options_that_cannot_be_used(options, message):

@@ -116,7 +116,7 @@ def test_a_spectral_network_needs_rows_and_finite_losses(rng):
     network = heads.TanhHead(4, 6, hidden=8, rngs=nnx.Rngs(0))
     options = methods.SUE(epochs=3, batch=8, eigenvectors=8, learning_rate=1e38)
     key = jax.random.key(0)
-    with pytest.raises(checks.InputError, match="eigenvectors: is 6"):
+    with pytest.raises(checks.InputError, match=r"eigenvectors.* 6"):
         sue.fit_spectral(network, np.ones((10, 4)), options, key=key)
     with pytest.raises(FloatingPointError, match=r"not finite in epoch .*; lower learning_rate"):
         sue.fit_spectral(network, rng.normal(size=(40, 4)), options, key=key)
@@ -284,11 +284,11 @@ def test_progress_is_shown_on_request(dataset, capsys):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"dim": 0}, "dim: is 0"),
-        ({"eigenvectors": 7}, "dim: is 8"),
-        ({"batch": 1}, "batch: is 1"),
-        ({"learning_rate": 0.0}, "learning_rate: is 0.0"),
-        ({"mmd_epochs": -1}, "mmd_epochs: is -1"),
+        ({"dim": 0}, r"dim.* 0"),
+        ({"eigenvectors": 7}, r"dim.* 8"),
+        ({"batch": 1}, r"batch.* 1"),
+        ({"learning_rate": 0.0}, r"learning_rate.* 0.0"),
+        ({"mmd_epochs": -1}, r"mmd_epochs.* -1"),
     ],
 )
 def test_options_that_cannot_be_used(options, message):
@@ -297,8 +297,8 @@ def test_options_that_cannot_be_used(options, message):
 
 
 def test_data_that_do_not_suffice(dataset):
-    few = data.dataset((dataset.pairs_x[:3], dataset.pairs_y[:3]), x=dataset.pool_x)
-    with pytest.raises(checks.InputError, match="dim: is 3"):
+    few = data.dataset((dataset.pairs_x[:6], dataset.pairs_y[:6]), x=dataset.pool_x)
+    with pytest.raises(checks.InputError, match=r"eigenvectors.* 6"):
         methods.SUE(**SMALL).fit(few, seed=0)
     with pytest.raises(checks.InputError, match="pool y: has no rows"):
         training.check_pool(methods.SUE(), few)
@@ -322,7 +322,7 @@ def test_contrastive_losses_with_sues_head(table):
         )
         assert aligner.heads.x.kind == "tanh"
         assert aligner.info["val_mean_r1"] > 5  # chance is 1
-    with pytest.raises(checks.InputError, match="loss: 'clip' is unknown"):
+    with pytest.raises(checks.InputError, match=r"loss.* 'clip'"):
         methods.Contrastive(loss="clip")
 
 
@@ -355,7 +355,7 @@ def test_fitted_methods_from_the_launcher(tmp_path):
         )
 
     process = start("--config.sue.batch=0")
-    assert "sue.batch: is 0" in process.communicate()[1]
+    assert "sue.batch " in process.communicate()[1]
     assert process.returncode == 1 and not run.exists()
 
     process = start()

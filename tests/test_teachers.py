@@ -163,9 +163,9 @@ def test_teacher_is_a_float32_pytree_of_unit_rows():
 @pytest.mark.parametrize("fit", training.TEACHERS.values())
 def test_unusable_pairs_are_named(fit):
     A, B = pairs(20, 8, 5)
-    with pytest.raises(checks.InputError, match="pairs_y: has 18 rows"):
+    with pytest.raises(checks.InputError, match=r"pairs_y:? has 18 rows"):
         fit(A, B[:18])
-    with pytest.raises(checks.InputError, match="has 1 rows but at least 2"):
+    with pytest.raises(checks.InputError, match=r"has 1 rows but .*at least"):
         fit(A[:1], B[:1])
     for bad, message in ((np.nan, "row 3 is NaN or inf"), (0.0, "row 3 is all zeros")):
         broken = A.copy()
@@ -185,9 +185,9 @@ def test_lists_of_rows_are_arrays():
 @pytest.mark.parametrize("fit", [teachers.procrustes, teachers.cca])
 def test_impossible_fits_are_named(fit):
     A, B = pairs(20, 8, 5)
-    with pytest.raises(checks.InputError, match="dim: is 6"):
+    with pytest.raises(checks.InputError, match=r"dim.* 6"):
         fit(A, B, dim=6)
-    with pytest.raises(checks.InputError, match="dim: is 0"):
+    with pytest.raises(checks.InputError, match=r"dim.* 0"):
         fit(A, B, dim=0)
     for renorm in (False, True):
         with pytest.raises(checks.InputError, match="pairs_y: all rows"):
@@ -196,9 +196,9 @@ def test_impossible_fits_are_named(fit):
 
 def test_options_out_of_range_are_named():
     A, B = pairs(20, 8, 5)
-    with pytest.raises(checks.InputError, match="ridge: is -1"):
+    with pytest.raises(checks.InputError, match=r"ridge.* -1"):
         teachers.cca(A, B, ridge=-1.0)
-    with pytest.raises(checks.InputError, match="loss: 'mse' is unknown"):
+    with pytest.raises(checks.InputError, match=r"loss.* 'mse'"):
         training.contrastive(A, B, loss="mse")
-    with pytest.raises(checks.InputError, match="steps: is 0"):
+    with pytest.raises(checks.InputError, match=r"steps.* 0"):
         training.contrastive(A, B, steps=0)

@@ -405,7 +405,7 @@ def test_method_without_its_pool_or_teacher(start, dataset, teacher):
     empty = dataclasses.replace(dataset, pool_y=dataset.pool_y[:0])
     with pytest.raises(checks.InputError, match="pool y: has no rows"):
         run(methods.SOTAlign(), start, empty, teacher=teacher)
-    with pytest.raises(checks.InputError, match="teacher: is None"):
+    with pytest.raises(checks.InputError, match=r"teacher.* None"):
         run(methods.SOTAlign(), start, dataset)
     wrong = teachers.cca(dataset.pairs_x[:, :5], dataset.pairs_y)
     with pytest.raises(checks.InputError, match=r"teacher: maps widths \(5, 10\)"):
@@ -443,12 +443,12 @@ def test_supervised_training_needs_neither(start, dataset, sail):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"steps": 0}, "steps: is 0"),
-        ({"pair_batch": 1.5}, "pair_batch: is 1.5"),
-        ({"unpaired_batch": -1}, "unpaired_batch: is -1"),
-        ({"eval_every": 0}, "eval_every: is 0"),
-        ({"learning_rate": float("nan")}, "learning_rate: is nan"),
-        ({"weight_decay": -1.0}, "weight_decay: is -1.0"),
+        ({"steps": 0}, r"steps.* 0"),
+        ({"pair_batch": 1.5}, r"pair_batch.* 1.5"),
+        ({"unpaired_batch": -1}, r"unpaired_batch.* -1"),
+        ({"eval_every": 0}, r"eval_every.* 0"),
+        ({"learning_rate": float("nan")}, r"learning_rate.* nan"),
+        ({"weight_decay": -1.0}, r"weight_decay.* -1.0"),
     ],
 )
 def test_options_that_cannot_be_used(options, message):

@@ -160,16 +160,16 @@ def test_a_trial_that_fails_is_a_row(launch, tmp_path):
 
 def test_settings_that_the_data_do_not_allow_are_rows(launch, tmp_path):
     out, error = launch("--method=cca", "--grid={'teacher.dim': [11, 5]}", "--seeds=0")
-    assert error is None and "teacher.dim=11-seed0 failed: teacher: dim: is 11" in out
+    assert error is None and "teacher.dim=11-seed0 failed: teacher: dim must be " in out
     options = ("--method=cca", "--grid={'teacher.dim': [11, 12]}")
     _, error = launch(*options, workdir=tmp_path / "other")
-    assert is_one_line(error) and "grid: " in error and "teacher: dim: is 11" in error
+    assert is_one_line(error) and "grid: " in error and "teacher: dim must be " in error
 
 
 def test_options_that_the_pools_do_not_allow_are_rows(launch):
     options = ("--method=nnclr", "--grid={'k': [5, 500]}", "--config.train.steps=2")
     out, error = launch(*options, "--seeds=0")
-    assert error is None and "k: is 500" in out
+    assert error is None and "got 500" in out
 
 
 def test_a_point_with_a_seed_that_failed_is_not_chosen():
