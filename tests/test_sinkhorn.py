@@ -365,8 +365,7 @@ def test_differentiating_a_plan_is_refused():
             r"log_a:? has shape \(4,\) but the affinity needs \(3,\)",
         ),
         ((3, 4), {"log_b": jnp.zeros(3)}, r"log_b:? has shape \(3,\)"),
-        ((3, 4), {"init_v": (jnp.zeros(3), jnp.zeros(3))}, r"init_v: v has shape \(3,\)"),
-        ((3, 4), {"init_v": np.zeros(4)}, r"init_v.* ndarray"),
+        ((3, 4), {"init_v": jnp.zeros(3)}, r"init_v:? has shape \(3,\)"),
     ],
 )
 def test_bad_arguments(shape, options, message):
