@@ -1,11 +1,15 @@
-"""Kernel canonical correlation analysis: maps of rows through a Gaussian kernel, and their fit.
+"""Kernel canonical correlation analysis: maps through a Gaussian kernel, and their fit.
 
-The fit runs on the host in float64, in blocks of rows: memory grows with the landmarks, not with
-the pairs. `teachers.kernel_cca` is its public face.
+The fit runs on the host in float64 and in blocks of rows, so that memory grows with the landmarks
+and not with the pairs. `teachers.kernel_cca` is the public function.
+
+References:
+  Lai and Fyfe, "Kernel and nonlinear canonical correlation analysis", International Journal of
+  Neural Systems 10, 2000.
+  Williams and Seeger, "Using the Nystroem method to speed up kernel machines", NeurIPS 2001.
 """
 
 import dataclasses
-import functools
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
@@ -14,7 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
 
-from sotalign_jax import checks
+from sotalign_jax import checks, crossval
 from sotalign_jax.ot import affinity
 
 Rows = Array | np.ndarray
@@ -71,33 +75,46 @@ class KernelMap:
         return dataclasses.replace(self, weight=self.weight[:dim])
 
 
-class Options(NamedTuple):
-    """Bandwidths, a ridge on both covariances, and the power of rho that weighs directions."""
-
-    gamma_x: float
-    gamma_y: float
-    ridge: float
-    power: float
-
-
 def fit(
     pairs_x: Rows,
     pairs_y: Rows,
-    options: Options,
+    options: crossval.Options,
     *,
     landmarks: int,
     dim: int | None,
     seed: int,
     dtype: Any,
+    most: int | None = None,
 ) -> tuple[KernelMap, KernelMap, Float[np.ndarray, " dim"]]:
-    """The maps of `teachers.kernel_cca`, which explains the arguments, and their correlations."""
+    """Fits the maps of `teachers.kernel_cca`.
+
+    Landmarks are drawn in `crossval.order`, so that they do not depend on the order of the pairs.
+
+    Args:
+      pairs_x: paired embeddings of the first modality, shape [n, d_x].
+      pairs_y: paired embeddings of the second modality, shape [n, d_y].
+      options: bandwidths, relative ridges and power.
+      landmarks: most landmarks.
+      dim: number of directions, None for all that the pairs determine, at most `most`.
+      seed: seed of the choice of landmarks.
+      dtype: dtype of the maps' arrays.
+      most: most directions if `dim` is None.
+
+    Returns:
+      Both maps, and Pearson's correlation of each direction on the pairs.
+
+    Raises:
+      checks.InputError: if all rows of a side are alike, or the pairs determine fewer than `dim`
+        directions.
+    """
+    pairs_x, pairs_y = np.asarray(pairs_x), np.asarray(pairs_y)
     n = len(pairs_x)
     chosen = np.arange(n)
     if n > landmarks:
-        chosen = np.sort(np.random.default_rng(seed).choice(n, landmarks, replace=False))
+        chosen = np.sort(crossval.order(pairs_x, pairs_y, seed=seed)[:landmarks])
     x = _basis("pairs_x", pairs_x, chosen, options.gamma_x)
     y = _basis("pairs_y", pairs_y, chosen, options.gamma_y)
-    # Over all pairs, in blocks of rows: nothing of n rows is kept.
+    # Sums over blocks of rows: nothing of n rows is kept.
     centres = [
         sum(side.kernel(rows).sum(axis=0) for rows in _blocks(pairs)) / n
         for side, pairs in ((x, pairs_x), (y, pairs_y))
@@ -107,9 +124,14 @@ def fit(
         f = (x.kernel(rows_x) - centres[0]) @ x.whiten
         g = (y.kernel(rows_y) - centres[1]) @ y.whiten
         sums = [a + b for a, b in zip(sums, (f.T @ f, g.T @ g, f.T @ g), strict=True)]
-    found = _canonical(*(total / (n - 1) for total in sums), ridge=options.ridge)
+    xx, yy, xy = (total / (n - 1) for total in sums)
+    ridges = (
+        options.ridge_x * float(np.trace(xx)) / pairs_x.shape[1],
+        options.ridge_y * float(np.trace(yy)) / pairs_y.shape[1],
+    )
+    found = _canonical(xx, yy, xy, ridges)
     rank = len(found.rho)
-    dim = rank if dim is None else dim
+    dim = len(found.rho[:most]) if dim is None else dim
     checks.within(rank, f"directions that these {n} pairs determine", dim=dim)
     maps = []
     sides = zip((x, y), centres, (found.weights_x, found.weights_y), strict=True)
@@ -118,88 +140,6 @@ def fit(
         arrays = (basis.mean, basis.landmarks, basis.gamma, centre, weight)
         maps.append(KernelMap(*(jnp.asarray(array, dtype) for array in arrays)))
     return maps[0], maps[1], found.correlations[:dim]
-
-
-# --- options by cross-validation ---------------------------------------------------------------
-
-
-_BANDWIDTHS = (0.5, 2.0, 6.0)
-"""gamma times the median squared distance of two rows."""
-_RIDGES = (1.0, 3.0, 10.0, 30.0)
-"""Ridge times the pairs fitted on, relative to the sum of the covariance's eigenvalues."""
-_POWER = 0.5
-"""On COCO validation 1.0 is as good at 1,000 pairs and loses at 10,000."""
-_CV_ROWS, _CV_HELD_OUT, _CV_LANDMARKS = 3000, 400, 1000
-
-
-def choose(pairs_x: Rows, pairs_y: Rows, *, seed: int = 0, **fixed: float) -> Options:
-    """Options by cross-validation on the pairs: the highest mean reciprocal rank.
-
-    A pair's two rows should find each other among the pairs held out. Bandwidths are tried
-    relative to the data's own distances, the ridge relative to the data's own variance: first
-    the ridge, then one bandwidth after the other. As noise falls with the pairs, the ridge found
-    on a part of them is scaled down by that part; the power is 0.5. Options that are known already
-    are `fixed`.
-
-    >>> rows = np.random.default_rng(0).normal(size=(60, 3)).astype(np.float32)
-    >>> choose(rows, rows[:, ::-1], power=0.0).power
-    0.0
-    """
-    checks.pairs(pairs_x, pairs_y, min_rows=6)
-    order = np.random.default_rng(seed).permutation(len(pairs_x))[:_CV_ROWS]
-    sides = {"x": np.asarray(pairs_x)[order], "y": np.asarray(pairs_y)[order]}
-    held = min(len(order) // 3, _CV_HELD_OUT)
-    folds = range(3 if held == len(order) // 3 else 1)
-
-    @functools.cache
-    def features(side: str, fold: int, gamma: float) -> tuple[np.ndarray, np.ndarray]:
-        """Features of the pairs fitted on, and of those held out, both centred on the former."""
-        out = np.zeros(len(order), bool)
-        out[fold * held : (fold + 1) * held] = True
-        rows = sides[side][~out]
-        basis = _basis(f"pairs_{side}", rows, np.arange(min(len(rows), _CV_LANDMARKS)), gamma)
-        fit, new = (basis.kernel(part) @ basis.whiten for part in (rows, sides[side][out]))
-        return fit - fit.mean(axis=0), new - fit.mean(axis=0)
-
-    @functools.cache
-    def score(options: Options) -> float:
-        """Mean reciprocal rank of the pairs held out, the mean over folds."""
-        scores = []
-        for fold in folds:
-            x, new_x = features("x", fold, options.gamma_x)
-            y, new_y = features("y", fold, options.gamma_y)
-            n = len(x) - 1
-            found = _canonical(x.T @ x / n, y.T @ y / n, x.T @ y / n, ridge=options.ridge)
-            weight = found.rho**options.power
-            f, g = new_x @ found.weights_x * weight, new_y @ found.weights_y * weight
-            cosines = _unit(f) @ _unit(g).T
-            own = np.diag(cosines)
-            ranks = (cosines > own[:, None]).sum(axis=1), (cosines > own).sum(axis=0)
-            scores.append(float(np.mean([1.0 / (1.0 + r) for r in ranks])))
-        return float(np.mean(scores))
-
-    gammas = {}
-    for name, rows in (("gamma_x", sides["x"]), ("gamma_y", sides["y"])):
-        z = _prepared(rows[:500], _mean(rows))
-        typical = float(np.median(2.0 - 2.0 * (z @ z.T)[~np.eye(len(z), dtype=bool)]))
-        gammas[name] = [fixed[name]] if name in fixed else [c / typical for c in _BANDWIDTHS]
-    middle = {name: tried[len(tried) // 2] for name, tried in gammas.items()}
-    start = Options(**middle, ridge=0.0, power=fixed.get("power", _POWER))
-    part = len(order) - held
-    if "ridge" in fixed:
-        ridges = [fixed["ridge"]]
-    else:
-        variances = []
-        for fold in folds:
-            fits = features("x", fold, start.gamma_x)[0], features("y", fold, start.gamma_y)[0]
-            sums = [np.square(fit).sum() / (len(fit) - 1) for fit in fits]
-            variances.append(float(np.mean(sums)))
-        ridges = [r * float(np.mean(variances)) / part for r in _RIDGES]
-    best = max((start._replace(ridge=ridge) for ridge in ridges), key=score)
-    for name in ("gamma_y", "gamma_x"):
-        tried = (best._replace(**{name: gamma}) for gamma in gammas[name])
-        best = max([best, *tried], key=score)  # the first of equals
-    return best if "ridge" in fixed else best._replace(ridge=best.ridge * part / len(pairs_x))
 
 
 # --- features and moments ----------------------------------------------------------------------
@@ -227,7 +167,8 @@ class _Canonical(NamedTuple):
     correlations: Float[np.ndarray, " k"]
 
 
-def _basis(name: str, rows: Any, chosen: np.ndarray, gamma: float) -> _Basis:
+def _basis(name: str, rows: Any, chosen: np.ndarray, gamma: float | None) -> _Basis:
+    assert gamma is not None, "options of a linear CCA"
     mean = _mean(rows)
     landmarks = _prepared(np.asarray(rows)[chosen], mean)
     # Centring among the landmarks takes off the direction in which all rows are alike.
@@ -243,14 +184,16 @@ def _basis(name: str, rows: Any, chosen: np.ndarray, gamma: float) -> _Basis:
     return _Basis(mean, landmarks, gamma, vectors[:, kept] / np.sqrt(eigenvalues[kept]))
 
 
-def _canonical(xx: np.ndarray, yy: np.ndarray, xy: np.ndarray, *, ridge: float) -> _Canonical:
+def _canonical(
+    xx: np.ndarray, yy: np.ndarray, xy: np.ndarray, ridges: tuple[float, float]
+) -> _Canonical:
     """Whitens both sides and rotates them together, given their covariances.
 
-    Any square root of (S + ridge I)^(-1) gives the same directions, for the rotation follows it:
-    that of Cholesky is the cheapest.
+    Any square root of (S + ridge I)^(-1) gives the same directions, because the rotation follows
+    it. Cholesky's is the cheapest.
     """
     roots = []
-    for covariance in (xx, yy):
+    for covariance, ridge in zip((xx, yy), ridges, strict=True):
         # Without a ridge, directions that the pairs do not determine must not divide by zero.
         floor = max(ridge, _SMALLEST * float(np.trace(covariance)) / len(covariance))
         lower = np.linalg.cholesky(covariance + floor * np.eye(len(covariance)))
@@ -277,16 +220,12 @@ def _gauss(z: np.ndarray, landmarks: np.ndarray, gamma: float) -> np.ndarray:
 
 
 def _prepared(rows: Any, mean: np.ndarray) -> np.ndarray:
-    return _unit(_unit(np.asarray(rows).astype(np.float64)) - mean)
+    return crossval.unit(crossval.unit(rows) - mean)
 
 
 def _mean(rows: Any) -> np.ndarray:
-    total = sum(_unit(block.astype(np.float64)).sum(axis=0) for block in _blocks(rows))
+    total = sum(crossval.unit(block).sum(axis=0) for block in _blocks(rows))
     return np.asarray(total / len(rows))
-
-
-def _unit(rows: np.ndarray) -> np.ndarray:
-    return rows / np.maximum(np.linalg.norm(rows, axis=1, keepdims=True), 1e-8)
 
 
 def _blocks(rows: Any) -> Iterator[np.ndarray]:

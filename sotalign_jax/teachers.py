@@ -1,8 +1,8 @@
-"""Linear teachers: coarse maps into a shared space, fitted on the pairs alone, then frozen.
+"""Teachers: coarse maps into a shared space, fitted on the pairs alone, then frozen.
 
-`procrustes` and `cca` are closed forms, computed on the host in float64; both return a
-`LinearTeacher`. `canonical_correlations` is the same analysis of rows that are not normalised.
-The contrastive teacher is trained: see `training.contrastive`.
+`procrustes`, `cca` and `tuned_cca` are linear, `kernel_cca` is not, and `best_cca` chooses. All are
+closed forms, computed on the host in float64, and return a `LinearTeacher`. The contrastive
+teacher is trained: see `training.contrastive`.
 """
 
 import math
@@ -11,30 +11,51 @@ from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float
+from jaxtyping import Float
 
-from sotalign_jax import checks, kernels
+from sotalign_jax import checks, crossval, kernels
 from sotalign_jax.heads import AffineMap, Rows
 from sotalign_jax.heads import LinearTeacher as LinearTeacher
 
+LANDMARKS = 2000
+"""Most landmarks of a kernel CCA."""
 _EIGENVALUE_FLOOR = 1e-6
 _EPS = float(np.finfo(np.float64).eps)
+_Gain = Callable[[np.ndarray], np.ndarray]
+Ridge = float | tuple[float, float]
+"""One ridge for both sides, or one for each."""
 
 
 def procrustes(
     pairs_x: Rows, pairs_y: Rows, *, dim: int | None = None, renorm: bool = False
 ) -> LinearTeacher:
-    """Orthogonal Procrustes: maximises <A P^T, B Q^T> over P P^T = Q Q^T = I.
+    """Fits orthogonal maps that maximise <A P^T, B Q^T> over P P^T = Q Q^T = I.
 
-    With A^T B = U S V^T the solution is P = U_dim^T, Q = V_dim^T. Rows are L2-normalised and
-    centred first, and the arguments are those of `cca`.
+    With A^T B = U S V^T the solution is P = U_dim^T, Q = V_dim^T.
+
+    Args:
+      pairs_x: paired embeddings A of the first modality, shape [n, d_x]. Rows are L2-normalised and
+        centred first.
+      pairs_y: paired embeddings B of the second modality, shape [n, d_y].
+      dim: number of directions. None keeps the numerical rank.
+      renorm: L2-normalises the centred rows again before fitting.
+
+    Returns:
+      The teacher.
+
+    Raises:
+      checks.InputError: if the pairs do not match or do not determine `dim` directions.
 
     >>> A = np.random.default_rng(0).normal(size=(50, 4)).astype(np.float32)
     >>> teacher = procrustes(A, A[:, ::-1])
     >>> bool(jnp.allclose(teacher.x(A), teacher.y(A[:, ::-1]), atol=1e-5))
     True
+
+    References:
+      Schoenemann, "A generalized solution of the orthogonal Procrustes problem", Psychometrika 31,
+      1966.
     """
-    return _closed_form(pairs_x, pairs_y, np.ones_like, dim=dim, renorm=renorm)
+    return _closed_form(pairs_x, pairs_y, (np.ones_like, np.ones_like), dim=dim, renorm=renorm)
 
 
 def cca(
@@ -46,31 +67,48 @@ def cca(
     dim: int | None = None,
     cov_normalize: bool = True,
     renorm: bool = False,
+    dtype: Any = jnp.float32,
 ) -> LinearTeacher:
-    """Ridge canonical correlation analysis: whitens both sides, then rotates them together.
+    """Fits a canonical correlation analysis with the paper's absolute ridge.
 
-    Rows become x / ||x|| - mu, mu the mean of the L2-normalised paired rows, for every later input,
-    too. With R_x = (S_xx + ridge I)^(-1/2), R_y likewise and R_x S_xy R_y = U S V^T, the maps are
-    W_x = S^power U^T R_x and W_y = S^power V^T R_y, directions in order of decreasing S.
+    Every row, now and later, becomes x / ||x|| - mu, where mu is the mean of the L2-normalised
+    paired rows. With R_x = (S_xx + ridge I)^(-1/2), R_y likewise and R_x S_xy R_y = U diag(rho) V^T
+    the maps are
 
-    Unit rows have covariance eigenvalues that sum to at most 1, so the default ridge outweighs
-    nearly all of them and the result is close to `procrustes`. A smaller ridge gives a genuine CCA,
-    at the price of trusting directions of small variance.
+        W_x = diag(rho^power) U^T R_x,    W_y = diag(rho^power) V^T R_y,
+
+    directions in order of decreasing rho. The covariance eigenvalues of unit rows sum to at most 1,
+    so the default ridge outweighs nearly all of them and the result is close to `procrustes`.
+    `tuned_cca` chooses a ridge for each side.
 
     Args:
-      pairs_x: embeddings A of the first modality, (n, d_x).
-      pairs_y: embeddings B of the second, (n, d_y); row i belongs to row i of `pairs_x`.
+      pairs_x: paired embeddings of the first modality, shape [n, d_x].
+      pairs_y: paired embeddings of the second modality, shape [n, d_y]. Row i belongs to row i of
+        `pairs_x`.
       ridge: added to the eigenvalues of both covariances.
-      power: 0 weighs all directions equally; 0.5 or 1 trust those more that the two sides share.
-      dim: directions kept; None keeps the numerical rank, at most min(d_x, d_y, n - 1).
-      cov_normalize: covariances A^T A / (n - 1), or A^T A, in which the ridge weighs less.
-      renorm: L2-normalise the centred rows again before fitting; it would not change the direction
-        of a later input.
+      power: 0 weighs all directions equally. Larger values favour directions of high correlation.
+      dim: number of directions. None keeps the numerical rank, at most min(d_x, d_y, n - 1).
+      cov_normalize: uses covariances A^T A / (n - 1). False uses A^T A, in which the ridge weighs
+        less.
+      renorm: L2-normalises the centred rows again before fitting.
+      dtype: dtype of the teacher's arrays.
+
+    Returns:
+      The teacher.
+
+    Raises:
+      checks.InputError: if the pairs do not match or do not determine `dim` directions, or if an
+        option is out of range.
 
     >>> A = np.random.default_rng(0).normal(size=(50, 4)).astype(np.float32)
     >>> teacher = cca(A, A[:, ::-1], ridge=1e-4, dim=2)
     >>> teacher.x(A).shape, bool(teacher.correlations.min() > 0.999)
     ((50, 2), True)
+
+    References:
+      Hotelling, "Relations between two sets of variates", Biometrika 28, 1936.
+      Vinod, "Canonical ridge and econometrics of joint production", Journal of Econometrics 4,
+      1976.
     """
     checks.at_least(0, ridge=ridge, power=power)
 
@@ -79,7 +117,55 @@ def cca(
 
     scale = 1.0 / math.sqrt(max(len(pairs_x) - 1, 1)) if cov_normalize else 1.0
     options: dict[str, Any] = {"dim": dim, "renorm": renorm, "scale": scale, "power": power}
-    return _closed_form(pairs_x, pairs_y, gain, **options)
+    return _closed_form(pairs_x, pairs_y, (gain, gain), **options, dtype=dtype)
+
+
+def tuned_cca(
+    pairs_x: Rows,
+    pairs_y: Rows,
+    *,
+    ridge: Ridge | None = None,
+    power: float | None = None,
+    dim: int | None = None,
+    seed: int = 0,
+    dtype: Any = jnp.float32,
+) -> LinearTeacher:
+    """Fits a canonical correlation analysis whose options are chosen by cross-validation.
+
+    The maps are those of `cca`, with R_x = (S_xx + ridge_x tr(S_xx) / d_x I)^(-1/2): the ridge of
+    each side is relative to the mean eigenvalue of its own covariance. The options are chosen by
+    the mean reciprocal rank of held-out pairs, see `crossval`. The choice does not depend on the
+    order of the pairs. With fewer than 6 pairs the ridges are 10,000 / n and the power is 0.5.
+
+    Args:
+      pairs_x: paired embeddings of the first modality, shape [n, d_x].
+      pairs_y: paired embeddings of the second modality, shape [n, d_y].
+      ridge: ridge of both sides, or one ridge for each. None chooses both.
+      power: power of rho that weighs the directions. None chooses it.
+      dim: number of directions. None keeps all that the pairs determine, at most 512.
+      seed: seed of the folds.
+      dtype: dtype of the teacher's arrays.
+
+    Returns:
+      The teacher.
+
+    Raises:
+      checks.InputError: as in `cca`.
+
+    >>> A = np.random.default_rng(0).normal(size=(50, 4)).astype(np.float32)
+    >>> teacher = tuned_cca(A, A[:, ::-1])
+    >>> bool((teacher.x(A) @ teacher.y(A[:, ::-1]).T).argmax(axis=1).tolist() == list(range(50)))
+    True
+
+    References:
+      Vinod, "Canonical ridge and econometrics of joint production", Journal of Econometrics 4,
+      1976.
+      Stone, "Cross-validatory choice and assessment of statistical predictions", Journal of the
+      Royal Statistical Society B 36, 1974.
+    """
+    A, B, ridges = _checked(pairs_x, pairs_y, ridge, power)
+    options = crossval.choose(A, B, "linear", ridges=ridges, power=power, seed=seed)
+    return _relative_cca(A, B, options, dim=dim, dtype=dtype)
 
 
 def kernel_cca(
@@ -88,62 +174,120 @@ def kernel_cca(
     *,
     gamma_x: float | None = None,
     gamma_y: float | None = None,
-    ridge: float | None = None,
+    ridge: Ridge | None = None,
     power: float | None = None,
-    landmarks: int = 2000,
+    landmarks: int = LANDMARKS,
     dim: int | None = None,
     seed: int = 0,
     dtype: Any = jnp.float32,
 ) -> LinearTeacher:
-    """Canonical correlation analysis of Gaussian kernel features: `cca` beyond linear maps.
+    """Fits a canonical correlation analysis of Gaussian kernel features.
 
-    With z = l2(l2(x) - mean) and k(z, z') = exp(-gamma ||z - z'||^2), every row has the Nystrom
-    features phi(z) of the landmarks, so that phi(z) . phi(z') = k(z, z') among them. Centred on
-    the pairs, with covariances S_xx, S_yy, S_xy and R_x = (S_xx + ridge I)^(-1/2), R_y likewise,
+    With z = l2(l2(x) - mean) and k(z, z') = exp(-gamma ||z - z'||^2), every row has the Nystroem
+    features phi(z) of the landmarks, so that phi(z) . phi(z') = k(z, z') among them. They are
+    centred on the pairs. With R_x = (S_xx + ridge_x tr(S_xx) / d_x I)^(-1/2) and R_y likewise,
 
         R_x S_xy R_y = U diag(rho) V^T,
         x -> rho^power * (U^T R_x phi_x(x)),    y -> rho^power * (V^T R_y phi_y(y)).
 
-    As gamma -> 0 the kernel becomes linear: `cca` of the rows z with ridge / (2 gamma). Directions
-    come in order of decreasing correlation.
+    As gamma -> 0 the kernel becomes linear, and the result that of `tuned_cca` of the rows z.
+    Options that are None are chosen as in `tuned_cca`, with the bandwidths. With fewer than 6
+    pairs these are 1 / the median squared distance of two rows.
 
     Args:
-      pairs_x: paired embeddings of the first modality, (n, d_x).
-      pairs_y: paired embeddings of the second, (n, d_y); row i belongs to row i of `pairs_x`.
-      gamma_x: bandwidth; None takes `kernels.choose`'s, as for the next three.
-      gamma_y: bandwidth of the second modality.
-      ridge: added to the eigenvalues of both covariances, whose sum is at most 1.
-      power: 0 weighs all directions equally, as `cca` does by default.
-      landmarks: pairs that the kernel compares with; all when there are no more than this, and
-        else this many at random. Time grows with its cube, memory with its square.
-      dim: directions kept; None keeps all that the pairs determine.
-      seed: of the choice of landmarks and of the folds of `kernels.choose`.
-      dtype: of the teacher's arrays.
+      pairs_x: paired embeddings of the first modality, shape [n, d_x].
+      pairs_y: paired embeddings of the second modality, shape [n, d_y].
+      gamma_x: bandwidth of the first modality. None chooses it.
+      gamma_y: bandwidth of the second modality. None chooses it.
+      ridge: ridge of both sides, or one ridge for each. None chooses both.
+      power: power of rho that weighs the directions. None chooses it.
+      landmarks: most pairs that become landmarks. Time grows with its cube, memory with its
+        square.
+      dim: number of directions. None keeps all that the pairs determine.
+      seed: seed of the folds and of the choice of landmarks.
+      dtype: dtype of the teacher's arrays.
+
+    Returns:
+      The teacher, whose maps are `kernels.KernelMap`.
+
+    Raises:
+      checks.InputError: if the pairs do not match or do not determine `dim` directions, or if an
+        option is out of range.
 
     >>> angle = np.random.default_rng(0).uniform(0, 6.28, size=(60, 1)).astype(np.float32)
     >>> A = np.concatenate([np.cos(angle), np.sin(angle)], axis=1)
     >>> B = np.concatenate([np.cos(2 * angle), np.sin(2 * angle)], axis=1)  # no linear map of A
-    >>> teacher = kernel_cca(A, B, gamma_x=1.0, gamma_y=1.0, ridge=1e-3, power=0.5, dim=2)
+    >>> teacher = kernel_cca(A, B, gamma_x=1.0, gamma_y=1.0, ridge=1e-2, power=0.5, dim=2)
     >>> bool(teacher.correlations.min() > 0.95)
     True
+
+    References:
+      Lai and Fyfe, "Kernel and nonlinear canonical correlation analysis", International Journal of
+      Neural Systems 10, 2000.
+      Hardoon, Szedmak and Shawe-Taylor, "Canonical correlation analysis: an overview with
+      application to learning methods", Neural Computation 16, 2004.
+      Williams and Seeger, "Using the Nystroem method to speed up kernel machines", NeurIPS 2001.
     """
-    checks.pairs(pairs_x, pairs_y, min_rows=2)
+    A, B, ridges = _checked(pairs_x, pairs_y, ridge, power)
     checks.whole(2, landmarks=landmarks)
     checks.whole(1, or_none=True, dim=dim)
-    given = {"gamma_x": gamma_x, "gamma_y": gamma_y, "ridge": ridge, "power": power}
-    fixed = {name: value for name, value in given.items() if value is not None}
-    checks.at_least(0, **fixed)
-    checks.positive(**{name: fixed[name] for name in ("gamma_x", "gamma_y") if name in fixed})
-    if len(fixed) < len(given):
-        fixed = kernels.choose(pairs_x, pairs_y, seed=seed, **fixed)._asdict()
-    options = kernels.Options(**fixed)
-    sizes: dict[str, Any] = {"landmarks": landmarks, "dim": dim, "seed": seed, "dtype": dtype}
-    map_x, map_y, correlations = kernels.fit(pairs_x, pairs_y, options, **sizes)
-    return LinearTeacher(map_x, map_y, _float32(correlations))
+    gammas = {"gamma_x": gamma_x, "gamma_y": gamma_y}
+    checks.positive(**{name: gamma for name, gamma in gammas.items() if gamma is not None})
+    given: dict[str, Any] = {"ridges": ridges, "power": power, **gammas}
+    options = crossval.choose(A, B, "kernel", **given, seed=seed)
+    sizes = {"landmarks": landmarks, "dim": dim, "seed": seed, "dtype": dtype}
+    return _fitted_kernel(A, B, options, **sizes)
+
+
+def best_cca(
+    pairs_x: Rows,
+    pairs_y: Rows,
+    *,
+    dim: int | None = None,
+    seed: int = 0,
+    dtype: Any = jnp.float32,
+) -> LinearTeacher:
+    """Fits `tuned_cca` or `kernel_cca`, whichever cross-validation prefers.
+
+    Both are scored on the same folds. The kernel CCA is chosen if its mean reciprocal rank is
+    higher by more than two standard errors of the paired difference. Otherwise the linear CCA is,
+    which deploys as one matrix per modality. With fewer than 6 pairs it is always linear.
+
+    Args:
+      pairs_x: paired embeddings of the first modality, shape [n, d_x].
+      pairs_y: paired embeddings of the second modality, shape [n, d_y].
+      dim: number of directions. None keeps all that the pairs determine, at most 512.
+      seed: seed of the folds and of the choice of landmarks.
+      dtype: dtype of the teacher's arrays.
+
+    Returns:
+      The teacher.
+
+    Raises:
+      checks.InputError: as in `cca`.
+
+    >>> A = np.random.default_rng(0).normal(size=(50, 4)).astype(np.float32)
+    >>> type(best_cca(A, A[:, ::-1]).map_x).__name__
+    'AffineMap'
+    """
+    A, B, _ = _checked(pairs_x, pairs_y, None, None)
+    options = crossval.choose(A, B, "best", seed=seed)
+    if options.gamma_x is None:
+        return _relative_cca(A, B, options, dim=dim, dtype=dtype)
+    sizes = {"landmarks": LANDMARKS, "dim": dim, "seed": seed, "dtype": dtype}
+    return _fitted_kernel(A, B, options, **sizes, most=crossval.DIRECTIONS)
 
 
 class Canonical(NamedTuple):
-    """Canonical variates z_x = (x - mean_x) weights_x, z_y likewise; corr_k = mean z_xk z_yk."""
+    """Canonical variates z_x = (x - mean_x) weights_x and z_y likewise.
+
+    Attributes:
+      mean_x: mean of the first modality.
+      mean_y: mean of the second modality.
+      weights_x: directions of the first modality, one a column.
+      weights_y: directions of the second modality.
+      correlations: mean of z_xk z_yk over the pairs, for every direction k.
+    """
 
     mean_x: Float[np.ndarray, " d_x"]
     mean_y: Float[np.ndarray, " d_y"]
@@ -153,15 +297,29 @@ class Canonical(NamedTuple):
 
 
 def canonical_correlations(pairs_x: Rows, pairs_y: Rows, *, ridge: float = 0.0) -> Canonical:
-    """The analysis behind `cca`, of rows as they are: centred, but not normalised.
+    """Computes the canonical correlations of rows that are centred but not normalised.
 
     With S_xx = A^T A / n of centred rows, R_x = (S_xx + ridge tr(S_xx) / d_x I)^(-1/2), R_y
-    likewise and R_x S_xy R_y = U diag(corr) V^T, the weights are R_x U and R_y V; all directions
+    likewise and R_x S_xy R_y = U diag(corr) V^T, the weights are R_x U and R_y V. All directions
     are kept. Without a ridge, n - 1 <= max(d_x, d_y) pairs correlate perfectly along every one.
+
+    Args:
+      pairs_x: paired rows of the first modality, shape [n, d_x].
+      pairs_y: paired rows of the second modality, shape [n, d_y].
+      ridge: ridge, relative to the mean eigenvalue of each covariance.
+
+    Returns:
+      Means, weights and correlations.
+
+    Raises:
+      checks.InputError: if the pairs do not match, or the ridge is negative.
 
     >>> A = np.random.default_rng(0).normal(size=(50, 4))
     >>> canonical_correlations(A, A[:, :2]).correlations.round(6)
     array([1., 1.])
+
+    References:
+      Hotelling, "Relations between two sets of variates", Biometrika 28, 1936.
     """
     pairs_x, pairs_y = checks.pairs(pairs_x, pairs_y, min_rows=2)
     checks.at_least(0, ridge=ridge)
@@ -171,21 +329,73 @@ def canonical_correlations(pairs_x: Rows, pairs_y: Rows, *, ridge: float = 0.0) 
         spread = math.sqrt(np.mean(np.square(centred)))
         sides.append((mean, spread, centred / (spread * math.sqrt(len(centred)))))
     (mean_x, spread_x, x), (mean_y, spread_y, y) = sides
-    weights_x, weights_y, correlations = _rotated(x, y, lambda v: 1.0 / np.sqrt(v + ridge))
+
+    def gain(eigenvalues: np.ndarray) -> np.ndarray:
+        return 1.0 / np.sqrt(eigenvalues + ridge)
+
+    weights_x, weights_y, correlations = _rotated(x, y, (gain, gain))
     return Canonical(mean_x, mean_y, weights_x / spread_x, weights_y / spread_y, correlations)
+
+
+def _checked(
+    pairs_x: Rows, pairs_y: Rows, ridge: Ridge | None, power: float | None
+) -> tuple[np.ndarray, np.ndarray, tuple[float, float] | None]:
+    """Returns the pairs as arrays and a ridge for each side, after checks."""
+    ridges = ridge if ridge is None or isinstance(ridge, tuple) else (ridge, ridge)
+    for value in ridges or ():
+        checks.at_least(0, ridge=value)
+    if power is not None:
+        checks.at_least(0, power=power)
+    pairs_x, pairs_y = checks.pairs(pairs_x, pairs_y, min_rows=2)
+    for name, pairs in (("pairs_x", pairs_x), ("pairs_y", pairs_y)):
+        _centred(name, crossval.unit(pairs))
+    return pairs_x, pairs_y, ridges
+
+
+def _relative_cca(
+    pairs_x: np.ndarray,
+    pairs_y: np.ndarray,
+    options: crossval.Options,
+    *,
+    dim: int | None,
+    dtype: Any,
+) -> LinearTeacher:
+    """Fits a linear CCA with ridges relative to the mean eigenvalues."""
+
+    def gain(ridge: float, width: int) -> _Gain:
+        # Without a ridge, directions of rounding size must not divide by zero.
+        return lambda v: 1.0 / np.sqrt(v + max(ridge, _EPS) * v.sum() / width)
+
+    gains = gain(options.ridge_x, pairs_x.shape[1]), gain(options.ridge_y, pairs_y.shape[1])
+    scale = 1.0 / math.sqrt(len(pairs_x) - 1)
+    fitted = {"dim": dim, "renorm": False, "scale": scale, "power": options.power, "dtype": dtype}
+    return _closed_form(pairs_x, pairs_y, gains, **fitted, most=crossval.DIRECTIONS)
+
+
+def _fitted_kernel(
+    pairs_x: np.ndarray,
+    pairs_y: np.ndarray,
+    options: crossval.Options,
+    **sizes: Any,
+) -> LinearTeacher:
+    """Fits a kernel CCA with the given options."""
+    map_x, map_y, correlations = kernels.fit(pairs_x, pairs_y, options, **sizes)
+    return LinearTeacher(map_x, map_y, jnp.asarray(correlations, jnp.float32))
 
 
 def _closed_form(
     pairs_x: Rows,
     pairs_y: Rows,
-    gain: Callable[[np.ndarray], np.ndarray],
+    gains: tuple[_Gain, _Gain],
     *,
     dim: int | None,
     renorm: bool,
     scale: float = 1.0,
     power: float = 0.0,
+    dtype: Any = jnp.float32,
+    most: int | None = None,
 ) -> LinearTeacher:
-    """Of L2-normalised rows, their principal directions weighted by `gain`."""
+    """Fits linear maps on unit rows, with principal directions weighted by `gains`."""
     pairs_x, pairs_y = checks.pairs(pairs_x, pairs_y, min_rows=2)
     sides = []
     for name, pairs in (("pairs_x", pairs_x), ("pairs_y", pairs_y)):
@@ -196,23 +406,23 @@ def _closed_form(
             centred /= np.maximum(np.linalg.norm(centred, axis=1, keepdims=True), 1e-8)
         sides.append((mean, centred * scale))
     (mean_x, x), (mean_y, y) = sides
-    weights_x, weights_y, values = _rotated(x, y, gain)
-    dim = len(values) if dim is None else dim
+    weights_x, weights_y, values = _rotated(x, y, gains)
+    dim = len(values[:most]) if dim is None else dim
     checks.within(len(values), f"directions that these {len(pairs_x)} pairs determine", dim=dim)
     W_x, W_y = ((w[:, :dim] * values[:dim] ** power).T for w in (weights_x, weights_y))
     return LinearTeacher(
-        map_x=AffineMap(_float32(W_x), _float32(-W_x @ mean_x), norm="l2"),
-        map_y=AffineMap(_float32(W_y), _float32(-W_y @ mean_y), norm="l2"),
-        correlations=_float32(pearson(x @ W_x.T, y @ W_y.T)),
+        map_x=AffineMap(jnp.asarray(W_x, dtype), jnp.asarray(-W_x @ mean_x, dtype), norm="l2"),
+        map_y=AffineMap(jnp.asarray(W_y, dtype), jnp.asarray(-W_y @ mean_y, dtype), norm="l2"),
+        correlations=jnp.asarray(pearson(x @ W_x.T, y @ W_y.T), dtype),
     )
 
 
 def _centred(name: str, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Rows without their mean, and the mean."""
+    """Returns rows without their mean, and the mean."""
     mean = rows.mean(axis=0)
     centred = rows - mean
     largest = np.linalg.norm(centred, axis=1).max()
-    if largest < 1e-6 * np.linalg.norm(mean):  # what is left is the rounding of the inputs
+    if largest < 1e-6 * np.linalg.norm(mean):  # only the rounding of the inputs is left
         raise checks.InputError(
             f"{name}: all rows point the same way; pass pairs that differ from each other"
         )
@@ -220,15 +430,15 @@ def _centred(name: str, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _rotated(
-    x: np.ndarray, y: np.ndarray, gain: Callable[[np.ndarray], np.ndarray]
+    x: np.ndarray, y: np.ndarray, gains: tuple[_Gain, _Gain]
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Both weights and the singular values, the principal directions weighted by `gain`.
+    """Returns the weights of both sides and the singular values.
 
     In the principal bases V_x, V_y a map R_x = V_x diag(gain) V_x^T is diagonal, so that
     R_x S_xy R_y = V_x C V_y^T with C = (A V_x diag(gain))^T (B V_y diag(gain)) of size rank x rank.
     """
     weights = []
-    for centred in (x, y):
+    for centred, gain in zip((x, y), gains, strict=True):
         if len(centred) < centred.shape[1]:  # no d x d matrix when rows are fewer
             _, singular, directions = np.linalg.svd(centred, full_matrices=False)
             eigenvalues, basis = np.square(singular), directions.T
@@ -242,7 +452,14 @@ def _rotated(
 
 
 def pearson(x: Float[np.ndarray, "n d"], y: Float[np.ndarray, "n d"]) -> Float[np.ndarray, " d"]:
-    """Pearson correlation of each column of `x` with the same column of `y`.
+    """Computes Pearson's correlation of each column of `x` with the same column of `y`.
+
+    Args:
+      x: samples of the first modality.
+      y: samples of the second modality.
+
+    Returns:
+      One correlation per column.
 
     >>> pearson(np.array([[0.0], [1.0], [2.0]]), np.array([[5.0], [4.0], [3.0]]))
     array([-1.])
@@ -251,7 +468,3 @@ def pearson(x: Float[np.ndarray, "n d"], y: Float[np.ndarray, "n d"]) -> Float[n
     y = y.astype(np.float64) - y.mean(axis=0)
     norms = np.linalg.norm(x, axis=0) * np.linalg.norm(y, axis=0)
     return np.sum(x * y, axis=0) / np.maximum(norms, np.finfo(np.float64).tiny)
-
-
-def _float32(x: np.ndarray) -> Array:
-    return jnp.asarray(x, jnp.float32)

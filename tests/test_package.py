@@ -19,7 +19,7 @@ FOLDER = pathlib.Path(sotalign_jax.__file__).parent
 LAYERS = (
     ("checks",),
     ("ot",),
-    ("losses", "kernels", "calibration"),
+    ("losses", "crossval", "kernels", "calibration"),
     ("heads",),
     ("teachers",),
     ("files", "data", "sampling"),

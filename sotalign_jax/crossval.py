@@ -1,0 +1,448 @@
+"""Cross-validation of canonical correlation analyses on the pairs.
+
+A held-out pair is scored by the reciprocal rank of its own partner among all held-out rows.
+`linear` and `kernel` walk over a lattice of options to the highest mean score. Both see a fold
+through its Gram matrices, so that they share everything else: a kernel CCA is a linear CCA of
+kernel features.
+
+References:
+  Stone, "Cross-validatory choice and assessment of statistical predictions", Journal of the Royal
+  Statistical Society B 36, 1974.
+"""
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+from typing import NamedTuple
+
+import numpy as np
+from jaxtyping import Float, Int
+
+FEWEST = 6
+"""Fewest pairs to cross-validate on. Fewer have no folds that can tell options apart."""
+RIDGES = tuple(10.0 ** (k / 2) for k in range(-4, 7))
+"""Ridges that are tried, relative to the mean eigenvalue: 0.01 to 1,000 in half decades."""
+BANDWIDTHS = tuple(10.0 ** (k / 2) for k in range(-4, 3))
+"""Bandwidths that are tried, relative to the median squared distance of two rows: 0.01 is as good
+as linear, 10 sees close neighbours only."""
+POWERS = (0.0, 0.5, 1.0, 1.5, 2.0)
+"""Powers of rho that are tried. Photographs take 0.5 to 1.5, speech 1 to 2."""
+DIRECTIONS = 512
+"""Most directions that are scored, and that a chosen teacher keeps."""
+_SPLITS = 3
+"""Folds of one repetition. A third of the pairs is held out."""
+_SCORED = 1000
+"""Pairs to score. Folds of fewer pairs are repeated, each time with other splits."""
+_FIT_ROWS, _HELD_ROWS = 1000, 500
+"""Most pairs of a fold that are fitted on and scored. They bound the time for many pairs."""
+_RANK = 400
+"""Principal directions of each side that are kept. On five data sets 1,000 choose no better."""
+
+
+class Fold(NamedTuple):
+    """Row numbers of the pairs to fit on, and of the pairs to score."""
+
+    fit: Int[np.ndarray, " n"]
+    held: Int[np.ndarray, " m"]
+
+
+class Side(NamedTuple):
+    """One modality of one fold in the principal coordinates of the rows fitted on.
+
+    Attributes:
+      fit: coordinates of the rows fitted on, scaled to orthonormal columns.
+      variances: variance of each coordinate, relative to the mean over all features.
+      held: coordinates of the held-out rows, relative to the square root of that mean.
+    """
+
+    fit: Float[np.ndarray, "n r"]
+    variances: Float[np.ndarray, " r"]
+    held: Float[np.ndarray, "m r"]
+
+
+class Options(NamedTuple):
+    """Options of a CCA.
+
+    Attributes:
+      ridge_x: ridge of the first modality, relative to the mean eigenvalue of its covariance.
+      ridge_y: ridge of the second modality.
+      power: power of rho that weighs the directions.
+      gamma_x: bandwidth of the Gaussian kernel, None if the CCA is linear.
+      gamma_y: bandwidth of the second modality.
+    """
+
+    ridge_x: float
+    ridge_y: float
+    power: float
+    gamma_x: float | None = None
+    gamma_y: float | None = None
+
+
+# --- rows, folds and scores ---------------------------------------------------------------------
+
+
+def unit(rows: np.ndarray) -> Float[np.ndarray, "n d"]:
+    """Scales rows to unit length in float64, whatever their size. Zero rows stay zero.
+
+    >>> unit(np.array([[3e-25, 4e-25], [0.0, 0.0]]))
+    array([[0.6, 0.8],
+           [0. , 0. ]])
+    """
+    rows = np.asarray(rows, np.float64)
+    norms = np.linalg.norm(rows, axis=1, keepdims=True)
+    return rows / np.where(norms > 0, norms, 1.0)
+
+
+def order(*sides: np.ndarray, seed: int = 0) -> Int[np.ndarray, " n"]:
+    """Returns a random permutation of the pairs that depends on their content alone.
+
+    Pairs are sorted by a random projection of their unit rows and then shuffled. The same pairs in
+    another order, or in another scale, give the same sequence of pairs.
+
+    Args:
+      *sides: arrays with one row per pair.
+      seed: seed of the projection and of the shuffle.
+
+    Returns:
+      Row numbers in the new order.
+
+    >>> rows = np.random.default_rng(1).normal(size=(5, 3))
+    >>> bool((rows[order(rows)] == rows[::-1][order(rows[::-1])]).all())
+    True
+    """
+    rng = np.random.default_rng(seed)
+    keys = sum(unit(side) @ rng.normal(size=side.shape[1]) for side in sides)
+    return np.argsort(keys)[rng.permutation(len(sides[0]))]
+
+
+def folds(shuffled: Int[np.ndarray, " n"], *, seed: int = 0) -> list[Fold]:
+    """Splits pairs into folds, repeatedly if there are few of them.
+
+    Args:
+      shuffled: row numbers as `order` returns them.
+      seed: seed of the repetitions.
+
+    Returns:
+      Three folds per repetition, of at most 1,000 pairs to fit on and 500 to score.
+
+    >>> [len(fold.held) for fold in folds(np.arange(900))[:3]]
+    [300, 300, 300]
+    """
+    rng, n = np.random.default_rng(seed), len(shuffled)
+    made = []
+    for _ in range(max(1, round(_SCORED / n))):
+        for part in np.array_split(np.arange(n), _SPLITS):
+            fit, held = np.delete(shuffled, part), shuffled[part]
+            made.append(Fold(fit[:_FIT_ROWS], held[:_HELD_ROWS]))
+        shuffled = rng.permutation(shuffled)
+    return made
+
+
+def reciprocal_ranks(
+    f: Float[np.ndarray, "m k"], g: Float[np.ndarray, "m k"]
+) -> Float[np.ndarray, " m"]:
+    """Computes 1 / rank of each row's partner by cosine, averaged over both directions.
+
+    Ties count half, so that features without information score no better than chance.
+
+    Args:
+      f: features of the first modality.
+      g: features of the second modality. Row i is the partner of row i of f.
+
+    Returns:
+      One score in (0, 1] per pair.
+
+    >>> reciprocal_ranks(np.eye(2), np.eye(2))
+    array([1., 1.])
+    """
+    cosines = unit(f) @ unit(g).T
+    own = np.diag(cosines)
+    total = np.zeros(len(own))
+    for scores in (cosines, cosines.T):
+        ahead = (scores > own[:, None]).sum(axis=1)
+        level = (scores == own[:, None]).sum(axis=1) - 1
+        total += 0.5 / (1.0 + ahead + 0.5 * level)
+    return total
+
+
+def held_out_scores(
+    x: Side, y: Side, ridges: tuple[float, float], powers: Sequence[float]
+) -> Float[np.ndarray, "p m"]:
+    """Fits a CCA on one fold and scores its held-out pairs.
+
+    Args:
+      x: first modality.
+      y: second modality.
+      ridges: ridges of x and y, relative to the mean eigenvalues.
+      powers: powers of rho that weigh the directions.
+
+    Returns:
+      Reciprocal ranks of the held-out pairs, one row per power.
+    """
+    if len(x.variances) < len(y.variances):  # scores are symmetric: decompose the smaller side
+        x, y, ridges = y, x, ridges[::-1]
+    gain_x, gain_y = (1.0 / np.sqrt(s.variances + r) for s, r in zip((x, y), ridges, strict=True))
+    cross = (x.fit * (gain_x * np.sqrt(x.variances))).T @ (y.fit * (gain_y * np.sqrt(y.variances)))
+    values, right = np.linalg.eigh(cross.T @ cross)
+    kept = np.flatnonzero(values > 1e-12 * values[-1])[::-1][:DIRECTIONS]
+    rho, right = np.sqrt(values[kept]), right[:, kept]
+    f, g = (x.held * gain_x) @ (cross @ right / rho), (y.held * gain_y) @ right
+    return np.stack([reciprocal_ranks(f * rho**power, g * rho**power) for power in powers])
+
+
+# --- the search ---------------------------------------------------------------------------------
+
+
+def climb(
+    score: Callable[[tuple[int, ...]], float],
+    starts: Iterable[tuple[int, ...]],
+    moves: Sequence[tuple[int, ...]],
+    sizes: tuple[int, ...],
+) -> tuple[int, ...]:
+    """Walks from the best start to a point of a lattice that no move improves.
+
+    Args:
+      score: value of a point, cached by the caller.
+      starts: points to begin with.
+      moves: steps that are tried from every point.
+      sizes: number of points along each axis.
+
+    Returns:
+      The best point found, the first among equals.
+
+    >>> climb(lambda point: -abs(point[0] - 3), [(0,), (8,)], [(1,), (-1,)], (9,))
+    (3,)
+    """
+    best = max(starts, key=score)
+    while True:
+        steps = [tuple(a + b for a, b in zip(best, move, strict=True)) for move in moves]
+        inside = [p for p in steps if all(0 <= i < n for i, n in zip(p, sizes, strict=True))]
+        found = max([best, *inside], key=score)
+        if found == best:
+            return best
+        best = found
+
+
+class Search:
+    """Cross-validates CCAs of some pairs, all of them on the same folds.
+
+    Args:
+      pairs_x: paired embeddings of the first modality, at least `FEWEST` rows.
+      pairs_y: paired embeddings of the second modality.
+      seed: seed of the folds.
+
+    >>> rows = np.random.default_rng(0).normal(size=(40, 3))
+    >>> search = Search(rows, rows[:, ::-1])
+    >>> float(search.scores(search.linear()).mean())
+    1.0
+    """
+
+    def __init__(self, pairs_x: np.ndarray, pairs_y: np.ndarray, *, seed: int = 0):
+        self._pairs = {"x": pairs_x, "y": pairs_y}
+        shuffled = order(pairs_x, pairs_y, seed=seed)
+        self._folds = folds(shuffled, seed=seed)
+        self._typical = {side: _typical(rows[shuffled]) for side, rows in self._pairs.items()}
+        self._sides: dict[tuple[str, int, float | None], Side] = {}
+        self._tables: dict[tuple[Options, tuple[float, ...]], np.ndarray] = {}
+
+    def linear(
+        self, *, ridges: tuple[float, float] | None = None, power: float | None = None
+    ) -> Options:
+        """Chooses the options of a linear CCA.
+
+        Args:
+          ridges: ridges of both sides, None to choose them.
+          power: power of rho, None to choose it.
+
+        Returns:
+          The options of the highest mean score. They suit the folds, see `for_all_pairs`.
+        """
+        axes = [RIDGES, RIDGES] if ridges is None else [ridges[:1], ridges[1:]]
+        diagonal = range(2, 9) if ridges is None else range(1)  # 0.1 to 100 on both sides
+        return self._climb(
+            lambda x, y: Options(x, y, 0.0),
+            axes,
+            [(k, k) for k in diagonal],
+            [(1, 0), (-1, 0), (0, 1), (0, -1)],
+            POWERS if power is None else (power,),
+        )
+
+    def kernel(
+        self,
+        start: Options,
+        *,
+        gammas: tuple[float | None, float | None] = (None, None),
+        fixed: bool = False,
+        power: float | None = None,
+    ) -> Options:
+        """Chooses the options of a kernel CCA, given those of the linear one.
+
+        The search starts at the ridges of the linear CCA, with the same bandwidth on both sides.
+
+        Args:
+          start: options of the linear CCA.
+          gammas: bandwidths of both sides, None to choose them.
+          fixed: keeps the ridges of `start`.
+          power: power of rho, None to choose it.
+
+        Returns:
+          The options of the highest mean score. They suit the folds, see `for_all_pairs`.
+        """
+        axes: list[Sequence[float]] = [
+            [c / self._typical[side] for c in BANDWIDTHS] if gamma is None else [gamma]
+            for side, gamma in zip("xy", gammas, strict=True)
+        ]
+        axes.append([1.0] if fixed else RIDGES)  # a factor of both ridges
+        sizes = [len(axis) - 1 for axis in axes]
+        diagonal = range(1, len(BANDWIDTHS) - 1)
+        return self._climb(
+            lambda x, y, r: Options(start.ridge_x * r, start.ridge_y * r, 0.0, x, y),
+            axes,
+            [
+                (min(k, sizes[0]), min(k, sizes[1]), sizes[2] and RIDGES.index(1.0))
+                for k in diagonal
+            ],
+            [(1, 0, 0), (-1, 0, 0), (0, 1, 0), (0, -1, 0), (0, 0, 1), (0, 0, -1)],
+            POWERS if power is None else (power,),
+        )
+
+    def scores(self, options: Options) -> Float[np.ndarray, " m"]:
+        """Returns the reciprocal ranks of all held-out pairs, one after the other fold."""
+        return self._table(options._replace(power=0.0), (options.power,))[0]
+
+    def clearly_better(self, options: Options, simpler: Options) -> bool:
+        """Returns True if `options` beats `simpler` by more than two standard errors.
+
+        The errors are those of the mean difference over pairs. A pair that several repetitions
+        hold out counts once.
+        """
+        held = np.concatenate([fold.held for fold in self._folds])
+        gain = self.scores(options) - self.scores(simpler)
+        times = np.bincount(held)
+        each = np.bincount(held, weights=gain)[times > 0] / times[times > 0]
+        return bool(each.mean() > 2.0 * each.std() / math.sqrt(len(each)))
+
+    def for_all_pairs(self, options: Options) -> Options:
+        """Scales the ridges down from the size of a fold to all pairs, as the noise falls."""
+        share = np.mean([len(fold.fit) for fold in self._folds]) / len(self._pairs["x"])
+        ridges = float(options.ridge_x * share), float(options.ridge_y * share)
+        return options._replace(ridge_x=ridges[0], ridge_y=ridges[1])
+
+    def _climb(
+        self,
+        make: Callable[..., Options],
+        axes: Sequence[Sequence[float]],
+        starts: Iterable[tuple[int, ...]],
+        moves: Sequence[tuple[int, ...]],
+        powers: tuple[float, ...],
+    ) -> Options:
+        """Climbs over the values of `axes` with the best power at every point."""
+
+        def at(point: tuple[int, ...]) -> Options:
+            return make(*(axis[i] for axis, i in zip(axes, point, strict=True)))
+
+        def means(point: tuple[int, ...]) -> np.ndarray:
+            return self._table(at(point), powers).mean(axis=1)
+
+        best = climb(lambda p: means(p).max(), starts, moves, tuple(map(len, axes)))
+        return at(best)._replace(power=powers[int(means(best).argmax())])
+
+    def _table(self, options: Options, powers: tuple[float, ...]) -> np.ndarray:
+        """Scores of all held-out pairs, one row per power."""
+        if (options, powers) not in self._tables:
+            ridges = options.ridge_x, options.ridge_y
+            parts = []
+            for i in range(len(self._folds)):
+                x, y = self._side("x", i, options.gamma_x), self._side("y", i, options.gamma_y)
+                parts.append(held_out_scores(x, y, ridges, powers))
+            self._tables[options, powers] = np.concatenate(parts, axis=1)
+        return self._tables[options, powers]
+
+    def _side(self, name: str, fold: int, gamma: float | None) -> Side:
+        """One modality of one fold in principal coordinates."""
+        if (name, fold, gamma) not in self._sides:
+            fit, held = (unit(self._pairs[name][rows]) for rows in self._folds[fold])
+            fit, held = fit - fit.mean(axis=0), held - fit.mean(axis=0)
+            if gamma is not None:
+                fit, held = unit(fit), unit(held)
+            grams = [rows @ fit.T for rows in (fit, held)]
+            if gamma is not None:
+                grams = [np.exp(2.0 * gamma * (gram - 1.0)) for gram in grams]
+            self._sides[name, fold, gamma] = _principal(*grams, width=fit.shape[1])
+        return self._sides[name, fold, gamma]
+
+
+def choose(
+    pairs_x: np.ndarray,
+    pairs_y: np.ndarray,
+    kind: str,
+    *,
+    ridges: tuple[float, float] | None = None,
+    power: float | None = None,
+    gamma_x: float | None = None,
+    gamma_y: float | None = None,
+    seed: int = 0,
+) -> Options:
+    """Chooses the options of a CCA by cross-validation on the pairs.
+
+    Fewer than `FEWEST` pairs take ridges of 10,000 / n, power 0.5 and bandwidths of 1 / the median
+    squared distance of two rows.
+
+    Args:
+      pairs_x: paired embeddings of the first modality.
+      pairs_y: paired embeddings of the second modality.
+      kind: "linear", "kernel", or "best" for the kernel CCA if it is clearly better.
+      ridges: ridges of both sides, None to choose them.
+      power: power of rho, None to choose it.
+      gamma_x: bandwidth of the first modality, None to choose it.
+      gamma_y: bandwidth of the second modality, None to choose it.
+      seed: seed of the folds.
+
+    Returns:
+      The options for a fit on all pairs.
+
+    >>> rows = np.random.default_rng(0).normal(size=(60, 3))
+    >>> choose(rows, rows[:, ::-1], "linear", power=0.0).power
+    0.0
+    """
+    given = kind == "linear" or (gamma_x is not None and gamma_y is not None)
+    if ridges is not None and power is not None and given:
+        return Options(*ridges, power, gamma_x, gamma_y)
+    n = len(pairs_x)
+    if n < FEWEST:
+        ridges = (1e4 / n, 1e4 / n) if ridges is None else ridges
+        options = Options(*ridges, 0.5 if power is None else power)
+        if kind != "kernel":
+            return options
+        return options._replace(
+            gamma_x=gamma_x or 1.0 / _typical(pairs_x), gamma_y=gamma_y or 1.0 / _typical(pairs_y)
+        )
+    search = Search(pairs_x, pairs_y, seed=seed)
+    found = linear = search.linear(ridges=ridges, power=power)
+    if kind != "linear":
+        found = search.kernel(
+            linear, gammas=(gamma_x, gamma_y), fixed=ridges is not None, power=power
+        )
+    if kind == "best" and not search.clearly_better(found, linear):
+        found = linear
+    return found if ridges is not None else search.for_all_pairs(found)
+
+
+def _typical(rows: np.ndarray) -> float:
+    """Median squared distance of two unit rows, centred on the first 1,000 rows."""
+    z = unit(rows[:1000])
+    z = unit(z - z.mean(axis=0))[:500]
+    return float(np.median(2.0 - 2.0 * (z @ z.T)[~np.eye(len(z), dtype=bool)]))
+
+
+def _principal(gram: np.ndarray, cross: np.ndarray, *, width: int) -> Side:
+    """Kernel PCA: principal coordinates from the Gram matrices fit x fit and held x fit."""
+    n, means = len(gram), gram.mean(axis=0)
+    gram = gram - means - means[:, None] + means.mean()
+    cross = cross - means - cross.mean(axis=1, keepdims=True) + means.mean()
+    eigenvalues, vectors = np.linalg.eigh(gram)
+    eigenvalues = np.maximum(eigenvalues, 1e-30)  # a fold of equal rows scores as chance
+    mean = float(eigenvalues.sum()) / (n - 1) / width
+    kept = np.flatnonzero(eigenvalues > 1e-10 * eigenvalues[-1])[-_RANK:]
+    eigenvalues, vectors = eigenvalues[kept], vectors[:, kept]
+    held = cross @ (vectors / np.sqrt(eigenvalues * mean))
+    return Side(vectors, eigenvalues / (n - 1) / mean, held)
