@@ -1,4 +1,4 @@
-"""Reports of results: tables as text, Markdown, CSV and HTML, and the comparison of runs."""
+"""Writes reports: tables as text, Markdown, CSV and HTML, and pages that compare runs."""
 
 import base64
 import csv
@@ -9,19 +9,19 @@ import itertools
 import json
 import math
 import pathlib
-import textwrap
 from collections.abc import Collection, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import tabulate
 from ml_collections.config_dict import FrozenConfigDict
 
-from experiments import distributed, photos
+from experiments import config as config_lib
+from experiments import distributed, protocol, retrieved
 from experiments import run as run_lib
 from experiments import workdir as workdir_lib
-from experiments.extract import extraction, items
-from sotalign_jax import aligner, data, files, persistence
+from experiments.extract import items
+from sotalign_jax import aligner, persistence
 from sotalign_jax.diagnostics import Mean
 
 Configs = Mapping[str, FrozenConfigDict]
@@ -32,9 +32,13 @@ Results = Mapping[str, run_lib.Results]
 
 @dataclasses.dataclass(frozen=True)
 class Table:
-    """Rows of text, numbers, None (shown as "-") and means ("8.4 ± 0.6"), in several formats.
+    """A table that can be written as text, Markdown, CSV or HTML.
 
-    `digits` are decimals in text and Markdown; the largest of a column in `best` is marked.
+    Attributes:
+        headers: Titles of the columns.
+        rows: Cells of text, numbers, `Mean` (shown as "8.4 ± 0.6") or None (shown as "-").
+        digits: Decimals of numbers, except in CSV.
+        best: Headers of the columns whose largest value is marked.
 
     >>> rows = [["sail", 24.2], ["sotalign", 30.31]]
     >>> print(Table(["method", "MeanR@1"], rows, best=["MeanR@1"]))
@@ -50,17 +54,17 @@ class Table:
     best: Collection[str] = ()
 
     def __str__(self) -> str:
-        """Columns aligned by spaces, numbers to the right, the best of a column with a star."""
+        """Returns columns aligned by spaces, with a star at the best of a column."""
         text = self._tabulate("simple", self._cells("{}*", "{} "))
         return "\n".join(line.rstrip() for line in text.splitlines())
 
     def markdown(self) -> str:
-        """A Markdown table, the best of a column in bold."""
+        """Returns a Markdown table with the best of a column in bold."""
         cells = self._cells("**{}**", "{}")
         return self._tabulate("pipe", [[text.replace("|", r"\|") for text in row] for row in cells])
 
     def csv(self) -> str:
-        """Comma-separated values with all digits and no marks."""
+        """Returns comma-separated values with all digits and no marks."""
         columns: list[list[Any]] = []
         for header, *values in zip(self.headers, *self.rows, strict=True):
             columns.append([header, *values])
@@ -72,14 +76,14 @@ class Table:
         return buffer.getvalue()
 
     def html(self) -> str:
-        """An HTML table, the best of a column in bold."""
+        """Returns an HTML table with the best of a column in bold."""
         cells = [[html.escape(text) for text in row] for row in self._cells("\0{}\1", "{}")]
         body = self._tabulate("unsafehtml", cells).replace("\0", "<b>").replace("\1", "</b>")
         return f"<div class='scroll'>{body}</div>"
 
-    def save(self, stem: str | pathlib.Path) -> None:
-        """Writes `stem`.md and `stem`.csv."""
-        write(pathlib.Path(f"{stem}.md"), self.markdown() + "\n")
+    def save(self, stem: str | pathlib.Path, title: str = "") -> None:
+        """Writes `stem`.csv, and `stem`.md with the title above the table."""
+        write(pathlib.Path(f"{stem}.md"), f"{title}\n\n{self.markdown()}\n".lstrip())
         write(pathlib.Path(f"{stem}.csv"), self.csv())
 
     def _tabulate(self, style: str, cells: list[list[str]]) -> str:
@@ -89,7 +93,7 @@ class Table:
         return tabulate.tabulate(cells[1:], cells[0], tablefmt=style, colalign=align, **options)
 
     def _cells(self, marked: str, plain: str) -> list[list[str]]:
-        """Header and body as text, every cell of a column with a best value marked or padded."""
+        """Returns header and body as text, with the best values marked."""
         columns = []
         for header, *values in zip(self.headers, *self.rows, strict=True):
             texts = [header, *map(self._text, values)]
@@ -120,14 +124,14 @@ def _is_number(value: Any) -> bool:
 
 
 def write(path: pathlib.Path, content: str | bytes) -> None:
-    """Writes a file; on a full disk, as after a kill, an earlier one is intact."""
+    """Writes a file whole or not at all, so that an earlier file survives a full disk."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with workdir_lib.replacing(path) as file:
         file.write(content.encode() if isinstance(content, str) else content)
 
 
 def png(figure: Any) -> bytes:
-    """A figure as a file's content, so that it can be written at once; closes it."""
+    """Returns the bytes of a figure's PNG file, and closes the figure."""
     buffer = io.BytesIO()
     figure.savefig(buffer, format="png", dpi=150)
     pyplot().close(figure)
@@ -135,7 +139,7 @@ def png(figure: Any) -> bytes:
 
 
 def pyplot() -> Any:
-    """matplotlib.pyplot, drawing into files."""
+    """Imports matplotlib.pyplot for drawing without a screen."""
     import matplotlib
 
     matplotlib.use("agg")
@@ -153,155 +157,243 @@ HEAD = """<!DOCTYPE html><html lang='en'><head><meta charset='utf-8'>
 
 
 def page(title: str, below: str, *parts: str) -> str:
-    """A whole page: its title, what stands below it, and other parts, as HTML."""
+    """Returns a whole page: its title, HTML in the same frame below it, and other parts."""
     head = HEAD.format(title=html.escape(title), style=STYLE.read_text())
     header = f"<header><h1>{html.escape(title)}</h1>{below}</header>"
     return "\n".join([head, header, *parts, "</main></body></html>\n"])
 
 
 def section(title: str, *parts: str) -> str:
-    """Parts in a frame."""
+    """Returns parts in a frame below a title."""
     return "\n".join([f"<section><h2>{html.escape(title)}</h2>", *parts, "</section>"])
 
 
+def details(title: str, *parts: str) -> str:
+    """Returns parts that are folded away until the reader opens them."""
+    return "\n".join([f"<details><summary>{html.escape(title)}</summary>", *parts, "</details>"])
+
+
+def pre(value: Any) -> str:
+    """Returns JSON values as preformatted text."""
+    return f"<pre>{html.escape(json.dumps(value, indent=2))}</pre>"
+
+
 def small(content: str) -> str:
-    """A paragraph in small print."""
+    """Returns a paragraph in small print."""
     return f"<p class='small'>{html.escape(content)}</p>"
 
 
 def image(content: bytes, alt: str, kind: str = "png") -> str:
-    """A picture whose bytes are in the page."""
+    """Returns a picture whose bytes are in the page."""
     data = base64.b64encode(content).decode()
     return f"<img alt='{html.escape(alt, quote=True)}' src='data:image/{kind};base64,{data}'>"
 
 
 def thumbnail(picture: Any, alt: str) -> str:
-    """A small copy of a `PIL.Image`, on white."""
+    """Returns a small copy of a `PIL.Image` on white."""
     shown, buffer = items.on_white(picture), io.BytesIO()
     shown.thumbnail((360, 360))
     shown.save(buffer, "JPEG", quality=85)
     return image(buffer.getvalue(), alt, "jpeg")
 
 
-def cards(*boxes: tuple[str, str]) -> str:
-    """Captions and pictures in boxes, as many to a row as fit."""
+def cards(*boxes: tuple[str, str], kind: str = "cards") -> str:
+    """Returns captions and pictures in boxes, as many to a row as fit."""
     shown = (f"<figure>{one}<figcaption>{title}</figcaption></figure>" for title, one in boxes)
-    return f"<div class='cards'>{''.join(shown)}</div>"
+    return f"<div class='{kind}'>{''.join(shown)}</div>"
+
+
+def plots(drawn: Mapping[str, bytes], kind: str = "plots") -> str:
+    """Returns plots by caption, which is also the text for readers who cannot see them."""
+    shown = {html.escape(caption): image(plot, caption) for caption, plot in drawn.items()}
+    return cards(*shown.items(), kind=kind)
 
 
 # --- comparisons of runs -------------------------------------------------------------------------
 
 COLUMNS = {
-    "R@1": "test/mean/R@1",
-    "R@5": "test/mean/R@5",
-    "R@10": "test/mean/R@10",
-    "calibrated R@1": "test/calibrated/mean/R@1",
-    "calibrated R@10": "test/calibrated/mean/R@10",
-    "zero-shot": "test/zero_shot/top1",
-    "val R@1": "val/mean/R@1",
+    "R@1": "mean/R@1",
+    "R@5": "mean/R@5",
+    "R@10": "mean/R@10",
+    "calibrated R@1": "calibrated/mean/R@1",
+    "calibrated R@10": "calibrated/mean/R@10",
+    "zero-shot": "zero_shot/top1",
 }
-"""What is shown of every run."""
-EXPLAINED = (
-    "Percent, retrieval averaged over both directions. R@k: the match is among the first k of the "
-    "test split; calibrated: after correcting for rows that are close to everything; val: on the "
-    "validation split, from which the parameters to keep are chosen."
+"""Columns of a comparison, and the scores of a split that they show."""
+SPLITS = {
+    "test/1k": ("comparison_1k", "Test, usual protocol (mean over galleries)"),
+    "test": ("comparison", "Test, whole split"),
+    "val": ("comparison", "Validation split"),
+}
+"""Stems of files and titles of tables. The last one serves where there is no test split."""
+CHANCE = "chance"
+"""Label of the last row of a comparison, the scores of a random ranking."""
+LEGEND = (
+    "R@k: percent of queries with a match among the first k, mean of both directions",
+    "calibrated: corrected for hubs (rows that are close to everything) with the unpaired data",
+    "chance: a random ranking",
+    "±: standard deviation over seeds",
 )
-"""What the columns mean, below the table of the page."""
 PLOTTED = ("R@1", "R@10", "calibrated R@10", "zero-shot")
-"""Columns that are plotted; the first one if none of these is there."""
+"""Columns that are plotted, or the first column if none of these is there."""
 CURVES = {
-    "loss": "loss",
-    "teacher_iterations": "iterations, teacher's plan",
-    "teacher_error": "marginal error, teacher's plan",
-    "val/mean/R@1": "R@1 on validation (%)",
-    "student_iterations": "iterations, student's plan",
-    "student_error": "marginal error, student's plan",
+    "loss": "Training loss. It should fall and level off.",
+    "val/mean/R@1": "R@1 on validation, in percent. The parameters at the highest point are kept.",
 }
-"""Metrics over the steps that are drawn, with their titles."""
-SETTINGS = (
-    *("data.name", "data.n_pairs", "data.pool", "data.n_unpaired"),
-    *("teacher.kind", "teacher.ridge", "heads.dim", "heads.init"),
-    *("train.steps", "train.learning_rate", "train.pair_batch", "train.unpaired_batch"),
-    *("sotalign.divergence", "sotalign.alpha", "sotalign.epsilon", "sotalign.epsilon_star"),
-)
-"""What makes a result, printed below it."""
+"""Metrics that are drawn over the steps, with captions."""
+SOLVER_CURVES = {
+    f"{plan}_{key}": f"{title} of the {plan}'s plan."
+    for plan in ("teacher", "student")
+    for key, title in (("iterations", "Sinkhorn iterations"), ("error", "Marginal error"))
+}
+SOLVER_HINT = "If an error rises above the tolerance, raise max_iterations or epsilon_star."
 
 
 def conclude(configs: Configs, results: Results, workdir: pathlib.Path) -> None:
-    """Compares runs; those that failed are named in an error at the end."""
+    """Compares runs. Raises an error that names those that failed."""
     compare(configs, results, workdir)
     if failed := [f"{name}: {one['error']}" for name, one in results.items() if "error" in one]:
         raise FloatingPointError(f"{len(failed)} of {len(results)} runs failed, first {failed[0]}")
 
 
 def compare(configs: Configs, results: Results, workdir: pathlib.Path) -> None:
-    """Writes comparison.md, .csv and .png and report.html into `workdir`; prints the table.
+    """Prints a comparison of runs and writes it to `workdir`.
 
-    The report has curves of the training and, where captions are known (COCO, or files made by
-    `experiments.pair`), what the model that is best on validation found; the first of these are
-    printed, too, and kept in retrieved.txt.
+    The files are comparison.md, .csv and .png and report.html. A test gallery of more than 1,000
+    items adds comparison_1k.md and .csv. Where the texts of the test rows are known
+    (`retrieved.labels_of`), shows what the model that is best on validation finds.
+
+    Args:
+        configs: Configs by run name, such as "sail-seed0".
+        results: Results by run name.
+        workdir: Folder that holds the runs.
     """
     if not distributed.is_first():
         return
     folders = {name: workdir / name if len(configs) > 1 else workdir for name in configs}
-    compared, settings = comparison_table(results), settings_text(configs)
-    compared.save(workdir / "comparison")
-    failed = [f"{name} failed: {one['error']}" for name, one in results.items() if "error" in one]
-    print("\n".join([f"\n{compared}\n", *failed, settings]))
-    shown = [section("Results", compared.html(), small(EXPLAINED), small(settings))]
-    if plot := comparison_plot(compared):
+    best = max(configs, key=lambda name: chosen(results[name]))
+    labels = retrieved.labels_of(configs[best])
+    compared = comparisons(results, labels.nouns)
+    notes = remarks(results, compared[-1][2])
+    notes += advice(results[best], folders[best], labels.nouns)
+    texts = [f"{title}\n\n{table}\n" for _, title, table in compared]
+    print("\n".join(["", *texts, "*: best of its column", *LEGEND, "", *notes]))
+    shown = [f"<h3>{html.escape(title)}</h3>{table.html()}" for _, title, table in compared]
+    shown.append(small("; ".join(["Bold: best of its column", *LEGEND])))
+    shown.append(details(f"Settings of {best}", pre(config_lib.plain(configs[best]))))
+    parts = [section("Results", *shown)]
+    for stem, title, table in compared:
+        table.save(workdir / stem, title)
+    _, title, table = compared[0]  # the headline
+    if plot := comparison_plot(table):
         write(workdir / "comparison.png", plot)
-        shown.append(section("Comparison", image(plot, "scores of the runs")))
-    if plot := curves_plot(folders):
-        shown.append(section("Training", image(plot, "curves over the steps")))
-    best = max(configs, key=lambda name: results[name].get(run_lib.SCORE, -1.0))
-    labels = labels_of(configs[best]) if configs[best].data.test else None
-    if labels and (folders[best] / persistence.FOLDER).exists():
+        caption = f"{title}. Bars are means over seeds, lines are standard deviations."
+        parts.append(section("Comparison", plots({caption: plot}, kind="wide")))
+    if curves := curve_plots(folders, CURVES):
+        shown = [plots(curves)]
+        if solver := curve_plots(folders, SOLVER_CURVES):
+            shown.append(details("Solver diagnostics", small(SOLVER_HINT), plots(solver)))
+        parts.append(section("Training", *shown))
+    if labels.y and (folders[best] / persistence.FOLDER).exists():
         gallery = run_lib.load_dataset(configs[best]).test
         assert gallery is not None
-        found = find(aligner.Aligner.load(folders[best]), gallery, labels)
-        title = f"What {best} finds for pictures it has not seen"
-        text = "\n".join([f"{title}:", *(one.text() for one in found[:5]), ""])
-        write(workdir / "retrieved.txt", text)
-        print(f"\n{text}")
-        shown.append(section(title, found_cards(found)))
-    here = json.dumps(workdir_lib.kept_environment(workdir), indent=2)
-    shown.append(section("Environment", f"<pre>{html.escape(here)}</pre>"))
-    title = f"Results: {', '.join(label for label, *_ in compared.rows)}"
-    write(workdir / "report.html", page(title, small(str(workdir)), *shown))
+        model, calibrated = aligner.Aligner.load(folders[best]), chosen(results[best])[1]
+        found = retrieved.find(model, gallery, labels, calibrated=calibrated)
+        told = retrieved.summary(found, labels)
+        print(f"\nWhat {best} finds\n\n{told}")
+        print(*(f"\n{one.text(labels.given)}" for one in found[:5]), sep="\n")
+        parts.append(section(f"What {best} finds", f"<p>{told}</p>", found_cards(found)))
+    parts.append(details("Environment", pre(workdir_lib.kept_environment(workdir))))
+    title = f"Results: {', '.join(row[0] for row in table.rows if row[0] != CHANCE)}"
+    below = "".join(f"<p>{html.escape(note)}</p>" for note in notes) + small(str(workdir))
+    write(workdir / "report.html", page(title, below, *parts))
     print(f"\nResults, models and report.html are in {workdir}")
 
 
-def settings_text(configs: Configs) -> str:
-    """Values of `SETTINGS`, all of them where runs differ."""
-    parts = []
-    for key in SETTINGS:
-        section, name = key.split(".")
-        having = [c[section] for c in configs.values() if name in c.get(section, {})]
-        found = dict.fromkeys(str(one[name]) for one in having)
-        parts += [f"{key}={' | '.join(found)}"] if found else []
-    return textwrap.fill("; ".join(parts), 100, break_long_words=False, break_on_hyphens=False)
+def chosen(one: run_lib.Results) -> tuple[float, bool]:
+    """Returns the best R@1 on validation, and True if calibration made it."""
+    scores = one.get(run_lib.SCORE, -1.0), one.get("val/calibrated/mean/R@1", -1.0)
+    return max(scores), scores[1] > scores[0]
 
 
-def comparison_table(results: Results) -> Table:
-    """Mean and standard deviation over the seeds of runs named LABEL-seedS that did not fail."""
+def advice(one: run_lib.Results, folder: pathlib.Path, nouns: tuple[str, str]) -> list[str]:
+    """Returns a line on how to use the model that is best on validation, if there is one."""
+    score, calibrated = chosen(one)
+    text = f'Use sotalign_jax.Aligner.load("{folder}")'
+    text += " and search(..., calibrated=True)" if calibrated else ""
+    text += f": the best on validation (R@1 {score:.1f}"
+    if "val/rows_x" in one:
+        chance = one["val/chance/mean/R@1"]
+        text += f" among {one['val/rows_x']:,} {nouns[0]}, chance {chance:.2g}"
+    return [f"{text})."] if score >= 0 else []
+
+
+def remarks(results: Results, table: Table) -> list[str]:
+    """Returns remarks on failed runs, on selection, on calibration that hurt and on chance."""
+    said = [f"{name} failed: {one['error']}" for name, one in results.items() if "error" in one]
+    for name, one in results.items():
+        if "candidates" in one:
+            scores = ", ".join(f"{key} {score:.1f}" for key, score in one["candidates"].items())
+            said.append(f"{name} returns {one['selected']} (R@1 on validation: {scores}).")
+    hurt = []
+    for label, *row in table.rows:
+        shown = dict(zip(table.headers[1:], row, strict=True))
+        for name, plain in shown.items():
+            calibrated = shown.get(name.replace("R@", "calibrated R@"))
+            if isinstance(calibrated, float) and round(calibrated, 1) < round(plain, 1):
+                hurt.append(f"{label} ({name} {plain:.1f} to {calibrated:.1f})")
+    said += [f"Calibration hurt here: {', '.join(hurt)}."] if hurt else []
+    if chance := [name for name, one in results.items() if protocol.at_chance(one)]:
+        text = f"Warning: validation is at chance for {', '.join(chance)}"
+        said.append(f"{text}; check that row i of x matches row i of y.")
+    return said
+
+
+def comparisons(results: Results, nouns: tuple[str, str]) -> list[tuple[str, str, Table]]:
+    """Returns the stem, title and table of each of `SPLITS` that has scores."""
+    known = set(itertools.chain.from_iterable(results.values()))
+    tested = [
+        split
+        for split in ("test/1k", "test")
+        if any(f"{split}/{key}" in known for key in COLUMNS.values())
+    ]
+    made = []
+    for split in tested or ["val"]:
+        x, y = f"{split}/rows_x", f"{split}/rows_y"
+        having = [one for one in results.values() if x in one]
+        sizes = {f"{one[x]:,.0f} {nouns[0]}, {one[y]:,.0f} {nouns[1]}" for one in having}
+        stem, title = SPLITS[split]
+        title = ": ".join(filter(None, [title, " | ".join(sorted(sizes))]))
+        made.append((stem, title, comparison_table(results, split)))
+    return made
+
+
+def comparison_table(results: Results, split: str = "test") -> Table:
+    """Returns means and deviations over the seeds of runs named LABEL-seedS, and chance."""
     seeds: dict[str, list[run_lib.Results]] = {}
     for name, one in results.items():
         own = seeds.setdefault(name.rpartition("-seed")[0], [])
         own += [one] if "error" not in one else []
     ended = list(itertools.chain.from_iterable(seeds.values()))
     common = set.intersection(*map(set, ended)) if ended else set()
-    columns = {header: key for header, key in COLUMNS.items() if key in common}
-    rows = [
-        [label, *(Mean([one[key] for one in own]) if own else None for key in columns.values())]
+    keys = {name: key for name, key in COLUMNS.items() if f"{split}/{key}" in common}
+    scores = [f"{split}/{key}" for key in keys.values()]
+    rows: list[list[Any]] = [
+        [label, *(Mean([one[key] for one in own]) if own else None for key in scores)]
         for label, own in seeds.items()
     ]
-    return Table(["method", *columns], rows, best=columns)
+    levels = [f"{split}/chance/{key.removeprefix('calibrated/')}" for key in keys.values()]
+    if common.intersection(levels):
+        found = [{f"{one[key]:.2g}" for one in ended if key in one} for key in levels]
+        rows.append([CHANCE, *(" | ".join(sorted(one)) or "-" for one in found)])
+    headers = [f"val {name}" if split == "val" else name for name in keys]
+    return Table(["method", *headers], rows, best=headers)
 
 
 def comparison_plot(compared: Table) -> bytes | None:
-    """Bars of `PLOTTED`, best on top, with the spread over seeds; None without numbers."""
-    columns = dict(zip(compared.headers, zip(*compared.rows, strict=True), strict=True))
+    """Draws bars of `PLOTTED`, best on top, with the spread over seeds. None without numbers."""
+    rows = [row for row in compared.rows if row[0] != CHANCE]
+    columns = dict(zip(compared.headers, zip(*rows, strict=True), strict=True))
     labels = columns.pop("method")
     shown = [name for name in PLOTTED if name in columns] or list(columns)[:1]
     if not shown:
@@ -323,115 +415,69 @@ def comparison_plot(compared: Table) -> bytes | None:
     return png(figure)
 
 
-def curves_plot(folders: Mapping[str, pathlib.Path]) -> bytes | None:
-    """Metrics of runs over their steps; runs that differ in their seed have one colour."""
+def curve_plots(
+    folders: Mapping[str, pathlib.Path], captions: Mapping[str, str]
+) -> dict[str, bytes]:
+    """Draws metrics of runs over their steps, by caption. Seeds of a method share a colour."""
     logs = {
         name: [json.loads(line) for line in path.read_text().splitlines()]
         for name, folder in folders.items()
         if (path := folder / "metrics.jsonl").exists()
     }
-    keys = [key for key in CURVES if any(key in row for log in logs.values() for row in log)]
-    if not keys:
-        return None
-    plt, rows = pyplot(), math.ceil(len(keys) / 3)
-    figure = plt.figure(figsize=(11, 0.5 + 2.3 * rows), layout="constrained")
-    labels = dict.fromkeys(name.rpartition("-seed")[0] for name in logs)
-    colours = {label: f"C{index % 10}" for index, label in enumerate(labels)}
-    for index, key in enumerate(keys, 1):
-        ax = figure.add_subplot(rows, 3, index)
+    drawn = {}
+    for key, caption in captions.items():
+        lines: dict[str, list[Any]] = {}
         for name, log in logs.items():
-            drawn = [(row["step"], float(row[key])) for row in log if key in row]
-            colour = colours[name.rpartition("-seed")[0]]
-            ax.plot(*np.reshape(drawn, (-1, 2)).T, color=colour, lw=1.2)
-        ax.set_title(CURVES[key], fontsize=10)
-        ax.set_xlabel("step")
+            points = [(row["step"], float(row[key])) for row in log if key in row]
+            if points:
+                lines.setdefault(name.rpartition("-seed")[0], []).append(np.transpose(points))
+        if not lines:
+            continue
+        figure, axes = pyplot().subplots(figsize=(4.5, 3), layout="constrained")
+        for index, (label, seeds) in enumerate(lines.items()):
+            for number, points in enumerate(seeds):
+                shown = {"label": None if number else label, "color": f"C{index % 10}"}
+                axes.plot(*points, lw=1.2, **shown)
         if key.endswith("_error"):
-            _log_scale(ax)
-        ax.xaxis.get_major_locator().set_params(integer=True)
-        ax.spines[["top", "right"]].set_visible(False)
-    lines = [plt.Line2D([], [], color=colour, label=label) for label, colour in colours.items()]
-    figure.legend(handles=lines, loc="outside lower center", ncols=5, frameon=False)
-    return png(figure)
+            _log_scale(axes)
+        axes.set_xlabel("step")
+        axes.xaxis.get_major_locator().set_params(integer=True)
+        axes.spines[["top", "right"]].set_visible(False)
+        figure.legend(loc="outside upper center", ncols=4, frameon=False, fontsize=8)
+        drawn[caption] = png(figure)
+    return drawn
 
 
 def _log_scale(ax: Any) -> None:
-    """Whole decades, so that powers of ten are marked even where values hardly differ."""
+    """Shows whole decades, so that powers of ten are marked even where values hardly differ."""
     ends = np.array([ax.dataLim.minposy, ax.dataLim.intervaly[1]])
     if np.isfinite(ends).all() and ends[1] > 0:
         low, high = np.floor(np.log10(ends))
         ax.set(yscale="log", ylim=(10.0**low, 10.0 ** (high + 1)))
 
 
-# --- what a model finds for pictures that it has not seen ----------------------------------------
+# --- retrieved texts -----------------------------------------------------------------------------
 
 
-class Labels(NamedTuple):
-    """What the rows of a test gallery are: names of x, captions of y, and pictures of x, if any."""
-
-    x: Sequence[str]
-    y: Sequence[str]
-    pictures: Sequence[pathlib.Path] = ()
-
-
-WORDS = {True: "right", False: "wrong"}
-
-
-class Found(NamedTuple):
-    """The captions nearest to a picture, best first, and whether each says what its own do."""
-
-    name: str
-    caption: str
-    retrieved: tuple[tuple[str, bool], ...]
-    picture: pathlib.Path | None = None
-
-    def text(self) -> str:
-        """The picture's own caption, and below it those that were found."""
-        found = [f"  {WORDS[right]}  {caption.strip()}" for caption, right in self.retrieved]
-        return "\n".join([f"{self.name}: {self.caption.strip()}", *found])
-
-    def card(self) -> tuple[str, str]:
-        """Likewise as HTML, and the picture if its file is at hand."""
-        rows = [f"<li class='{WORDS[right]}'>{html.escape(t)}</li>" for t, right in self.retrieved]
-        title = f"<b>{html.escape(self.caption)}</b><br>{html.escape(self.name)}"
-        shown = ""
-        if self.picture is not None and self.picture.exists():
-            shown = thumbnail(items.oriented(self.picture), self.caption)
-        return f"{title}<ol>{''.join(rows)}</ol>", shown
-
-
-def labels_of(config: FrozenConfigDict) -> Labels | None:
-    """The labels of a run's test rows: of COCO, and of files that `experiments.pair` made."""
-    if (config.data.evaluate_on or config.data.name) == "coco":
-        image_ids, said = photos.test_labels()
-        return Labels([f"photograph {image}" for image in image_ids], said)
-    test_x = pathlib.Path(files.split_key(config.data.files.test_x or "")[0]).expanduser()
-    noted = test_x.parent / extraction.TEST
-    if not config.data.files.test_x or not noted.exists():
-        return None
-    kept = workdir_lib.read_json(noted)
-    pictures = [pathlib.Path(kept["root"]) / x for x in kept["x"]]
-    return Labels(kept["x"], kept["y"], pictures)
-
-
-def find(model: aligner.Aligner, gallery: data.Gallery, labels: Labels) -> list[Found]:
-    """The three nearest of all captions to some pictures, which are the same for every model."""
-    count, top = min(200, len(gallery.x)), min(3, len(gallery.y))
-    asked = np.random.default_rng(0).choice(len(gallery.x), count, replace=False)
-    _, rows = model.search(gallery.x[asked], gallery.y, k=top)
-    found = []
-    for query, best in zip(asked, rows, strict=True):
-        own = [labels.y[y] for y in np.flatnonzero(gallery.x_of_y == query).tolist()]
-        retrieved = tuple((labels.y[y], labels.y[y] in own) for y in best)
-        picture = labels.pictures[query] if labels.pictures else None
-        found.append(Found(labels.x[query], own[0], retrieved, picture))
-    return found
-
-
-def found_cards(found: Sequence[Found], each: int = 8) -> str:
-    """HTML of pictures whose nearest caption is right, and of as many where it is wrong."""
-    parts = [small("In bold a caption of the picture; below it the captions found.")]
-    for right, title in WORDS.items():
-        some = [one for one in found if one.retrieved[0][1] == right]
-        parts.append(f"<h3>Nearest caption {title}: {len(some)} of {len(found)} pictures</h3>")
-        parts.append(cards(*(one.card() for one in some[:each])))
+def found_cards(found: Sequence[retrieved.Found], each: int = 8) -> str:
+    """Returns HTML of queries with their own text among the first ten, and of other queries."""
+    parts = [small("Bold: the query's own text. Below it: the nearest texts with their scores.")]
+    for title, near in (("Own text among the first 10", True), ("Own text further down", False)):
+        some = [one for one in found if (one.rank <= 10) == near]
+        parts.append(f"<h3>{title}: {len(some)} of {len(found)}</h3>")
+        parts.append(cards(*map(_card, some[:each])))
     return "\n".join(parts)
+
+
+def _card(one: retrieved.Found) -> tuple[str, str]:
+    """Returns a query with the texts found for it, and its picture if the file is there."""
+    own, name, shown = *map(html.escape, one.query), ""
+    if one.picture is not None and one.picture.exists():
+        shown = thumbnail(items.oriented(one.picture), one.query[0])
+    if one.link:
+        name, shown = (f"<a href='{html.escape(one.link)}'>{part}</a>" for part in (name, shown))
+    rows = "".join(
+        f"<li{' class=own' if right else ''}>{html.escape(text)} <i>{score:.2f}</i></li>"
+        for text, score, right in one.nearest
+    )
+    return f"<b>{own}</b><br>{name}, rank {one.rank:,} of {one.total:,}<ol>{rows}</ol>", shown

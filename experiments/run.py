@@ -7,7 +7,6 @@ checkpoints/ and aligner/.
 import dataclasses
 import pathlib
 import shutil
-import sys
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -16,7 +15,17 @@ from ml_collections.config_dict import FrozenConfigDict as Config
 from experiments import config as config_lib
 from experiments import distributed, photos
 from experiments import workdir as workdir_lib
-from sotalign_jax import aligner, checks, data, evaluation, files, persistence, recipe, training
+from sotalign_jax import (
+    aligner,
+    checks,
+    data,
+    evaluation,
+    files,
+    persistence,
+    progress,
+    recipe,
+    training,
+)
 from sotalign_jax.aligner import Aligner
 from sotalign_jax.ot import sharding
 
@@ -104,15 +113,9 @@ def _finished(config: Config, folder: pathlib.Path) -> Results | None:
     try:
         distributed.agree(lambda: Aligner.load(folder) and None)
     except checks.InputError as error:
-        _say(f"{error}: making it again")
+        progress.say(f"{error}: making it again", show=distributed.is_first())
         return None
     return distributed.agree(lambda: workdir_lib.read_json(ended))
-
-
-def _say(text: str) -> None:
-    """Prints a line to stderr, in the first process alone."""
-    if distributed.is_first():
-        print(text, file=sys.stderr, flush=True)
 
 
 def run(config: Config, folder: pathlib.Path, *, inner: bool = False) -> Results:

@@ -1,4 +1,4 @@
-"""What a run leaves on disk and shows on the screen: config, metrics, checkpoints, progress.
+"""Run folders: config, metrics, checkpoints and progress of a run.
 
 A run folder holds `config.json` (what was asked for), `environment.json` (what it ran on),
 `metrics.jsonl` (one strict JSON object a line, no times in it) and `checkpoints/` (orbax, one
@@ -19,7 +19,6 @@ import platform
 import re
 import shutil
 import subprocess
-import sys
 from collections.abc import Iterator, Mapping
 from concurrent import futures
 from typing import Any, BinaryIO
@@ -31,7 +30,8 @@ import orbax.checkpoint as ocp
 from flax import traverse_util
 
 from experiments import distributed, store
-from sotalign_jax import checks, methods, training
+from sotalign_jax import checks, training
+from sotalign_jax import progress as progress_lib
 
 DIGESTED = 64 << 20  # of larger files, size and time alone tell whether they changed
 _PACKAGES = ("sotalign-jax", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy")
@@ -274,14 +274,14 @@ def _open(
 # --- what training shows and leaves --------------------------------------------------------------
 
 
-class Progress(methods.Progress):
-    """A progress bar, see there; of several processes the first alone shows it."""
+class Progress(progress_lib.Progress):
+    """A progress bar that only the first of several processes shows."""
 
     def __init__(self, total: int, title: str, **options: Any) -> None:
         super().__init__(total, title, show=distributed.is_first(), **options)
 
 
-class Recorder(contextlib.ExitStack, methods.Observer):
+class Recorder(contextlib.ExitStack, progress_lib.Observer):
     """Keeps the metrics and checkpoints of a run, and shows its progress.
 
     A line of metrics reaches the operating system before `metrics` returns. A checkpoint is the
@@ -379,9 +379,8 @@ class Recorder(contextlib.ExitStack, methods.Observer):
         return jax.tree.map(like, template, found)
 
     def stage(self, text: str) -> None:
-        """Prints what is happening before the first step, unless this run is one of several."""
-        if distributed.is_first() and not self._progress.get("inner"):
-            print(f"{self._progress['title']}: {text} ...", file=sys.stderr, flush=True)
+        """Prints what is happening before the first step."""
+        progress_lib.say(f"{self._progress['title']}: {text} ...", show=distributed.is_first())
 
     def metrics(self, step: int, values: Mapping[str, Any]) -> None:
         """One line of the log, names in order; the bar; and TensorBoard if asked for."""

@@ -21,6 +21,7 @@ from sotalign_jax.export import Index
 from sotalign_jax.heads import Head, Heads, LinearTeacher
 from sotalign_jax.neighbours import Neighbours
 from sotalign_jax.ot import affinity, device
+from sotalign_jax.progress import Progress
 
 HELD_OUT = 0.1
 """Share of the pairs kept back for model selection when no validation set is given."""
@@ -283,7 +284,7 @@ def align(
         unpaired_batch=unpaired_batch,
         seed=seed,
     )
-    with methods.Progress(resolved.train.steps, "align", show=progress) as bar:
+    with Progress(resolved.train.steps, "align", show=progress) as bar:
         prepared = recipe_lib.prepare(resolved, dataset, observer=bar)
         return Aligner(*recipe_lib.train(resolved, prepared, observer=bar, progress=progress))
 

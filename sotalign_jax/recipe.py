@@ -17,8 +17,9 @@ from flax import nnx
 
 from sotalign_jax import calibration, checks, data, evaluation, heads, methods, training
 from sotalign_jax.heads import Heads, LinearTeacher
-from sotalign_jax.methods import Objective, Observer
+from sotalign_jax.methods import Objective
 from sotalign_jax.persistence import Parts
+from sotalign_jax.progress import Observer
 
 Tree = TypeVar("Tree")
 STARTS = ("random", "teacher")

@@ -31,8 +31,9 @@ from sotalign_jax.heads import (
     build_heads,
     check_widths,
 )
-from sotalign_jax.methods import Contrastive, Method, Objective, Observer
+from sotalign_jax.methods import Contrastive, Method, Objective
 from sotalign_jax.ot import device, sharding
+from sotalign_jax.progress import Observer
 
 _REPORT_EVERY = 10  # steps between looks at the loss, since each look waits for the device
 

@@ -353,7 +353,7 @@ def test_the_main_job(tmp_path, capsys):
     quickstart = next(w for _, w in documented() if "--workdir=runs/quickstart" in w)
     assert "What cca-seed0 finds" in run_command(quickstart, capsys)
     page = (tmp_path / "runs" / "quickstart" / "report.html").read_text()
-    assert "Nearest caption right" in page and "data:image/png" in page
+    assert "Own text among the first 10" in page and "data:image/png" in page
 
 
 @pytest.mark.filterwarnings("ignore:.*load_module:DeprecationWarning")  # ml_collections

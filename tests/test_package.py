@@ -17,7 +17,7 @@ FOLDER = pathlib.Path(sotalign_jax.__file__).parent
 
 # Layers, lowest first: a module imports modules of layers below its own, or of its own layer.
 LAYERS = (
-    ("checks",),
+    ("checks", "progress"),
     ("ot",),
     ("losses", "crossval", "kernels", "calibration"),
     ("heads",),

@@ -9,14 +9,12 @@ import os
 
 import matplotlib.image
 import numpy as np
-import PIL.Image
 import pytest
 from matplotlib.container import ErrorbarContainer
 
 from experiments import config as config_lib
-from experiments import report
-from experiments.extract import extraction
-from sotalign_jax import aligner, data, diagnostics, heads
+from experiments import protocol, report
+from sotalign_jax import aligner, data, diagnostics, evaluation, heads, teachers
 
 ROWS = [["procrustes", 21.1, 3, None], ["cca, ridge", np.float32(21.52), 40, "x|y"]]
 
@@ -106,11 +104,24 @@ def test_the_table_has_means_and_deviations_over_seeds():
     assert "14.0*" in str(single) and "±" not in str(single)
 
 
-def test_reports_fall_back_to_validation(tmp_path, capsys):
+def whole(split="test", n=50, **more):
+    """Scores with the size of the gallery and with the level of chance, as a run stores them."""
+    chance = protocol.chance(n, np.arange(n))
+    values = {"rows_x": n, "rows_y": n, **chance, **more}
+    scores = {key.replace("test", split): value for key, value in SCORES.items()}
+    return scores | {f"{split}/{key}": value for key, value in values.items()}
+
+
+def files_configs(*labels):
     config = config_lib.default()
     config.data.name = "files"
-    config.runs = {name: {"method": name} for name in ("sail", "cca")}
-    configs = config_lib.runs(config)
+    config.seeds = (0,)
+    config.runs = {name: {"method": name} for name in labels}
+    return config_lib.runs(config)
+
+
+def test_reports_fall_back_to_validation(tmp_path, capsys):
+    configs = files_configs("sail", "cca")
     only_val = {key.replace("test", "val"): value for key, value in SCORES.items()}
     for name, values in [("test", SCORES), ("val", only_val), ("none", {})]:
         folder = tmp_path / name
@@ -121,6 +132,66 @@ def test_reports_fall_back_to_validation(tmp_path, capsys):
         written = {path.name for path in folder.iterdir()}
         plot = set() if name == "none" else {"comparison.png"}
         assert written == {"comparison.md", "comparison.csv", "report.html"} | plot
+        assert ("val R@1" in text) == (name == "val")
+
+
+def test_tables_have_the_size_of_the_gallery_and_chance(tmp_path, capsys):
+    usual = {"1k/rows_x": 1000.0, "1k/rows_y": 5001.3, "1k/mean/R@1": 20.0, "1k/mean/R@10": 60.0}
+    results = whole(n=2000, **usual, **{"1k/chance/mean/R@1": 0.1, "1k/chance/mean/R@10": 1.0})
+    report.compare(files_configs("cca"), {"cca-seed0": results}, tmp_path)
+    text = capsys.readouterr().out
+    headline, rest = text.split("Test, whole split: 2,000 rows of x, 2,000 rows of y\n")
+    assert "1,000 rows of x, 5,001 rows of y\n" in headline
+    assert [line.split() for line in headline.splitlines()[-4:]][1:] == [
+        ["cca", "20.0*", "60.0*"],
+        ["chance", "0.1", "1"],
+        [],
+    ]
+    assert ["chance", "0.05", "0.25", "0.5"] in [line.split() for line in rest.splitlines()]
+    assert "*: best of its column\n" in rest
+    page = (tmp_path / "report.html").read_text()
+    for name in ("comparison", "comparison_1k"):
+        title, _, *lines = (tmp_path / f"{name}.md").read_text().splitlines()
+        assert title in text and title in page and lines[-1].startswith("| chance")
+        assert (tmp_path / f"{name}.csv").read_text().splitlines()[-1].startswith("chance,0.")
+
+
+def test_a_report_says_where_calibration_hurt_and_where_it_should_be_used(tmp_path, capsys):
+    names = ("sail", "cca", "sotalign")
+    results = {}
+    for name, (plain, calibrated) in zip(names, [(8, 7), (8, 9), (8, 8.01)], strict=True):
+        scores = whole("val") | whole("test", **{"calibrated/mean/R@1": calibrated})
+        better = {"val/calibrated/mean/R@1": 10.0 * calibrated, "val/mean/R@1": 10.0 * plain}
+        results[f"{name}-seed0"] = scores | better | {"test/mean/R@1": float(plain)}
+    report.compare(files_configs(*names), results, tmp_path)
+    text = capsys.readouterr().out
+    assert "Calibration hurt here: sail (R@1 8.0 to 7.0).\n" in text
+    assert f'Use sotalign_jax.Aligner.load("{tmp_path}/cca-seed0") and search(' in text
+    assert (
+        "calibrated=True): the best on validation (R@1 90.0 among 50 rows of x, chance 2)" in text
+    )
+
+
+def test_a_report_says_which_candidate_was_selected():
+    one = {"selected": "mean", "candidates": {"teacher": 31.2, "trained": 32.0, "mean": 33.04}}
+    (said,) = report.remarks({"align-seed0": SCORES | one}, compared(align=[SCORES]))
+    assert "align-seed0 returns mean" in said and "teacher 31.2, trained 32.0, mean 33.0" in said
+
+
+def test_a_report_warns_when_validation_is_at_chance():
+    rng = np.random.default_rng(0)
+    x, y = rng.normal(size=(400, 5)), rng.normal(size=(400, 4))
+    matching = rng.normal(size=(5, 4))
+    for given, expected in ((y, True), (x @ matching, False)):
+        pairs = data.gallery(x.astype(np.float32), given.astype(np.float32))
+        cca = teachers.cca(pairs.x[:200], pairs.y[:200], ridge=1e-3)
+        trained = heads.build_heads(5, 4, cca.dim, teacher=cca)
+        model = aligner.Aligner(trained, {})
+        held = data.gallery(pairs.x[200:], pairs.y[200:])
+        scores = evaluation.evaluate(trained.x, trained.y, held) | protocol.scores(model, held)
+        one = {f"val/{key}": value for key, value in scores.items()}
+        said = report.remarks({"cca-seed0": one}, compared(cca=[one]))
+        assert any("validation is at chance for cca-seed0" in line for line in said) == expected
 
 
 def test_the_plot_grows_with_the_number_of_bars():
@@ -152,14 +223,33 @@ def test_a_single_seed_has_no_error_bars(monkeypatch):
         report.pyplot().close(figure)
 
 
+def write_metrics(folder, rows):
+    folder.mkdir()
+    (folder / "metrics.jsonl").write_text("\n".join(map(json.dumps, rows)))
+
+
 def test_curves_are_drawn_for_what_was_recorded(tmp_path):
-    assert report.curves_plot({"cca-seed0": tmp_path}) is None
-    for name, keys in {"sail-seed0": ["loss"], "sotalign-seed0": ["loss", "teacher_error"]}.items():
-        (tmp_path / name).mkdir()
-        rows = [{"step": step, **dict.fromkeys(keys, 1.0 / step)} for step in range(1, 5)]
-        (tmp_path / name / "metrics.jsonl").write_text("\n".join(map(json.dumps, rows)))
-    plot = report.curves_plot({name: tmp_path / name for name in ("sail-seed0", "sotalign-seed0")})
-    assert plot.startswith(b"\x89PNG") and len(plot) > 10_000
+    assert report.curve_plots({"cca-seed0": tmp_path}, report.CURVES) == {}
+    folders = {f"{name}-seed0": tmp_path / name for name in ("sail", "align")}
+    for folder, key in zip(folders.values(), ("loss", "teacher_error"), strict=True):
+        rows = [{"step": step, "loss": 1.0, key: 1.0 / step} for step in range(1, 5)]
+        write_metrics(folder, rows)
+    drawn = report.curve_plots(folders, report.CURVES)
+    assert list(drawn) == [report.CURVES["loss"]]
+    solver = report.curve_plots(folders, report.SOLVER_CURVES)
+    assert list(solver) == ["Marginal error of the teacher's plan."]
+    assert all(plot.startswith(b"\x89PNG") for plot in (drawn | solver).values())
+
+
+def test_solver_diagnostics_are_folded_away(tmp_path):
+    configs = files_configs("sail", "align")
+    rows = [{"step": step, "loss": 1.0, "teacher_error": 1e-3} for step in range(4)]
+    write_metrics(tmp_path / "align-seed0", rows)
+    report.compare(configs, dict.fromkeys(configs, whole()), tmp_path)
+    page = (tmp_path / "report.html").read_text()
+    folded = page.split("<summary>Solver diagnostics</summary>")[1].split("</details>")[0]
+    assert report.SOLVER_HINT in folded and folded.count("<img alt='Marginal error") == 1
+    assert page.count("<img ") == page.count("<img alt='") == 3
 
 
 def test_errors_that_hardly_differ_have_powers_of_ten_beside_them(tmp_path, monkeypatch):
@@ -167,9 +257,8 @@ def test_errors_that_hardly_differ_have_powers_of_ten_beside_them(tmp_path, monk
     monkeypatch.setattr(report, "png", lambda figure: drawn.append(figure) or b"")
     for name, values in {"level": (9.389e-5, 9.391e-5), "zero": (0.0, 0.0)}.items():
         rows = [{"step": step, "teacher_error": value} for step, value in enumerate(values)]
-        (tmp_path / name).mkdir()
-        (tmp_path / name / "metrics.jsonl").write_text("\n".join(map(json.dumps, rows)))
-        report.curves_plot({f"{name}-seed0": tmp_path / name})
+        write_metrics(tmp_path / name, rows)
+        report.curve_plots({f"{name}-seed0": tmp_path / name}, report.SOLVER_CURVES)
     assert drawn[0].axes[0].get_ylim() == pytest.approx((1e-5, 1e-4))
     for figure in drawn:
         report.pyplot().close(figure)
@@ -186,66 +275,3 @@ def test_files_on_a_full_disk_are_whole_or_not_there(tmp_path, monkeypatch):
     with pytest.raises(OSError, match=r"No space left.*comparison.png"):
         report.write(path, b"after")
     assert path.read_bytes() == b"before" and list(tmp_path.iterdir()) == [path]
-
-
-# --- what a model finds --------------------------------------------------------------------------
-
-
-@pytest.fixture
-def gallery():
-    """Nine pictures with two captions each."""
-    rng = np.random.default_rng(0)
-    x, y = (rng.normal(size=(n, d)).astype(np.float32) for n, d in ((9, 5), (18, 4)))
-    return data.gallery(x, y, np.repeat(np.arange(9), 2))
-
-
-@pytest.fixture
-def labels(tmp_path):
-    PIL.Image.new("RGB", (30, 20), "red").save(tmp_path / "0.png")
-    pictures = [tmp_path / f"{i}.png" for i in range(9)]  # the first alone is at hand
-    return report.Labels([p.name for p in pictures], [f"text <{i}>" for i in range(18)], pictures)
-
-
-def test_the_nearest_captions_are_marked_right_or_wrong(gallery, labels):
-    model = aligner.Aligner(heads.build_heads(5, 4, 3, seed=0), {})
-    found = report.find(model, gallery, labels)
-    assert sorted(one.name for one in found) == list(labels.x)
-    scores = model.similarity(gallery.x, gallery.y)
-    for one in found:
-        row = labels.x.index(one.name)
-        best = np.argsort(-scores[row])[:3]
-        assert one.retrieved == tuple((f"text <{i}>", i // 2 == row) for i in best)
-        assert one.caption == f"text <{2 * row}>" and one.picture == labels.pictures[row]
-    text = found[0].text()
-    assert text.count("\n") == 3 and text.startswith(f"{found[0].name}: {found[0].caption}")
-    right = sum(one.retrieved[0][1] for one in found)
-    page = report.found_cards(found, each=9)
-    for word, count in (("right", right), ("wrong", 9 - right)):
-        assert f"Nearest caption {word}: {count} of 9 pictures" in page
-    assert page.count("<figure") == 9 and page.count("data:image/jpeg") == 1
-    assert "text &lt;0&gt;" in page and "text <" not in page
-
-
-def test_another_pictures_caption_in_the_same_words_is_right(gallery, labels):
-    model = aligner.Aligner(heads.build_heads(5, 4, 3, seed=0), {})
-    said = [f"text {i // 6}" for i in range(18)]  # three pictures share their words
-    for one in report.find(model, gallery, labels._replace(y=said)):
-        for text, right in one.retrieved:
-            assert right == (text == one.caption)
-
-
-def test_labels_of_files_are_those_that_pair_noted(tmp_path):
-    config = config_lib.default()
-    config.data.name = "files"
-    for name in ("x", "y", "test_x", "test_y"):
-        config.data.files[name] = str(tmp_path / f"{name}.npy")
-    (run,) = config_lib.runs(config).values()
-    assert report.labels_of(run) is None
-    metadata = {"encoder": {}, "data": {"root": str(tmp_path)}}
-    rows_x = [extraction.Row(name, name) for name in ("a.png", "b.png")]
-    rows_y = [extraction.Row("a.png#0", "a.png", "One."), extraction.Row("b.png#0", "b.png")]
-    x, y = (extraction.Embeddings(np.ones((2, 3)), rows, metadata) for rows in (rows_x, rows_y))
-    extraction.write(tmp_path, extraction.join("test", x, y), x, y)
-    found = report.labels_of(run)
-    assert found.x == ["a.png", "b.png"] and found.y == ["One.", "b.png#0"]
-    assert found.pictures == [tmp_path / "a.png", tmp_path / "b.png"]

@@ -265,7 +265,7 @@ def test_killed_in_a_trial_it_ends_the_same(files, tmp_path):
         out, err = process.communicate()
         assert process.returncode == 0, err
         printed.append(out.replace(str(workdir), ""))
-        assert "tune sail: 2/2 runs, MeanR@1" in err
+        assert "tune sail: 2/2 runs, val R@1" in err
         assert ("tune sail: 1/2" in err) == (workdir == whole)  # the first was done
     assert printed[0] == printed[1]
     for name in ("best.json", "trials/comparison.csv", f"{second}/metrics.jsonl"):

@@ -1,7 +1,6 @@
 """Run folders: atomic JSON, metrics that survive a kill, checkpoints that plain orbax reads."""
 
 import doctest
-import io
 import json
 import math
 import os
@@ -431,51 +430,3 @@ def test_tensorboard_on_request(tmp_path, monkeypatch):
         pytest.raises(checks.InputError, match="tensorboardX"),
     ):
         shown.resume({"x": np.zeros(2)})
-
-
-# --- progress ----------------------------------------------------------------------------------
-
-
-class Terminal(io.StringIO):
-    def isatty(self) -> bool:
-        return True
-
-
-def test_progress_on_a_terminal_shows_loss_score_and_time(monkeypatch):
-    stream = Terminal()
-    monkeypatch.setattr(sys, "stderr", stream)
-    with workdir.Progress(20, "train", initial=5) as progress:
-        progress.advance(mean_r1=40.25)
-        for _ in range(14):
-            progress.advance(loss=np.float32(0.5))
-    last = stream.getvalue().rsplit("\r", 1)[-1]
-    assert "train" in last and "20/20" in last and "MeanR@1 40.25, loss 0.5" in last
-
-
-def test_progress_without_a_terminal_is_a_line_every_tenth(capsys):
-    with workdir.Progress(1000, "train", initial=300, unit="rows", rate=True) as bar:
-        for _ in range(700):
-            bar.advance(loss=0.125)
-    lines = capsys.readouterr().err.splitlines()
-    assert len(lines) == 7
-    assert lines[0].startswith("train: 400/1000 rows, loss 0.125, ") and " rows/s, " in lines[0]
-    assert lines[-1].startswith("train: 1000/1000") and lines[-1].endswith("00:00 left")
-
-
-@pytest.mark.parametrize("kind", [io.StringIO, Terminal])
-def test_progress_of_runs_within_a_bar_over_runs(monkeypatch, kind):
-    stream = kind()
-    monkeypatch.setattr(sys, "stderr", stream)
-    with (
-        workdir.Progress(2, "compare", unit="runs") as outer,
-        workdir.Progress(10, "sail seed 0", inner=True) as inner,
-    ):
-        inner.advance(10, loss=0.5)
-        outer.advance()
-        text = stream.getvalue()
-        stream.close()  # ends the display, not the run
-        outer.advance()
-    if kind is Terminal:
-        assert "sail seed 0" in text and "runs/s" in text
-    else:
-        assert text.startswith("compare: 1/2 runs, ") and len(text.splitlines()) == 1

@@ -4,7 +4,7 @@ A method is a frozen dataclass of options in a file of its own, and a line in `M
 write one is in docs/methods.md and examples/new_method.py.
 """
 
-from sotalign_jax.methods.base import Fitted, Method, Metrics, Objective, Observer, Progress
+from sotalign_jax.methods.base import Fitted, Method, Metrics, Objective
 from sotalign_jax.methods.csa import CSA
 from sotalign_jax.methods.nnclr import NNCLR
 from sotalign_jax.methods.sail import SAIL, Contrastive
@@ -12,6 +12,7 @@ from sotalign_jax.methods.sclip import SCLIP
 from sotalign_jax.methods.sotalign import SOTAlign
 from sotalign_jax.methods.structure import Structure
 from sotalign_jax.methods.sue import SUE
+from sotalign_jax.progress import Progress
 
 METHODS: dict[str, Method] = {
     "csa": CSA(),
@@ -39,7 +40,6 @@ __all__ = [
     "Method",
     "Metrics",
     "Objective",
-    "Observer",
     "Progress",
     "SOTAlign",
     "Structure",

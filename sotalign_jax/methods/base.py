@@ -1,13 +1,8 @@
 """What every method has in common."""
 
 import abc
-import contextlib
-import sys
-import time
-from collections.abc import Mapping
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar
 
-import tqdm
 from jaxtyping import Array
 
 from sotalign_jax import data, losses
@@ -71,84 +66,3 @@ def siglip(
     """SigLIP with the heads' own scale and bias."""
     learned = {"log_scale": heads.log_scale[...], "bias": heads.bias[...]}
     return losses.siglip(f, g, normalization=normalization, **learned, **negatives)
-
-
-class Observer:
-    """Callbacks invoked while a model is prepared and trained. All methods are optional."""
-
-    def stage(self, text: str) -> None:
-        """Called when a stage begins, such as "fitting the teacher"."""
-
-    def metrics(self, step: int, values: Mapping[str, Any]) -> None:
-        """Called with the metrics of a step, and its validation scores if it has them."""
-
-    def snapshot(self, step: int, snapshot: Any) -> None:
-        """Called with a state to continue from. Copy it: the next step donates its arrays."""
-
-
-class Progress(Observer):
-    """A bar on stderr with loss, MeanR@1 and time left; ten plain lines where no terminal is.
-
-    It starts at step `initial` and counts `unit`, such as "rows"; plain lines may show its `rate`.
-    An `inner` bar stands below another one and is gone at its end; without a terminal it is
-    silent. It can be the observer of a training.
-
-    >>> with Progress(100, "train", show=False) as progress:
-    ...     progress.metrics(50, {"loss": 0.25})
-    """
-
-    def __init__(
-        self,
-        total: int,
-        title: str,
-        *,
-        show: bool = True,
-        initial: int = 0,
-        unit: str = "",
-        rate: bool = False,
-        inner: bool = False,
-    ) -> None:
-        terminal = sys.stderr is not None and sys.stderr.isatty()
-        self._total, self._title, self._unit, self._rate = total, title, unit, rate
-        self._initial = self._step = initial
-        self._start = time.monotonic()
-        self._plain = show and not (inner or terminal or sys.stderr is None)
-        self._shown: dict[str, str] = {}
-        shown = {"initial": initial, "unit": f" {unit}" if unit else "it", "leave": not inner}
-        self._bar = tqdm.tqdm(total=total, desc=title, disable=not (show and terminal), **shown)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        with contextlib.suppress(OSError, ValueError):
-            self._bar.close()
-
-    def metrics(self, step: int, values: Mapping[str, Any]) -> None:
-        """Moves to `step` and shows the loss and the latest validation score."""
-        loss, mean_r1 = values.get("loss"), values.get("val/mean/R@1")
-        self.advance(step - self._step, loss=loss, mean_r1=mean_r1)
-
-    def advance(self, count: int = 1, *, loss: Any = None, mean_r1: Any = None) -> None:
-        """Moves on by `count`; the last known loss and MeanR@1 stay on show."""
-        before, self._step = self._step, self._step + count
-        for name, value in (("loss", loss), ("MeanR@1", mean_r1)):
-            if value is not None:
-                self._shown[name] = f"{name} {value:.4g}"
-        text = ", ".join(self._shown.values())
-        with contextlib.suppress(OSError, ValueError):  # a closed stderr ends the display alone
-            self._bar.set_postfix_str(text, refresh=False)
-            self._bar.update(count)
-            if self._plain and 10 * self._step // self._total > 10 * before // self._total:
-                speed = (self._step - self._initial) / max(time.monotonic() - self._start, 1e-9)
-                left = tqdm.tqdm.format_interval((self._total - self._step) / speed)
-                done = f"{self._title}: {self._step}/{self._total} {self._unit}".rstrip()
-                rate = f"{speed:.3g} {self._unit}/s" if self._rate else ""
-                parts = filter(None, (done, text, rate, f"{left} left"))
-                print(", ".join(parts), file=sys.stderr, flush=True)
-
-    def stage(self, text: str) -> None:
-        """Prints what is happening before the first step."""
-        if self._plain or not self._bar.disable:
-            with contextlib.suppress(OSError, ValueError):
-                self._bar.write(f"{self._title}: {text} ...", file=sys.stderr)

@@ -27,6 +27,7 @@ from sotalign_jax import checks, data, evaluation, teachers
 from sotalign_jax.heads import Dense, Head, Heads, Rows, TanhHead
 from sotalign_jax.methods import base
 from sotalign_jax.ot import affinity
+from sotalign_jax.progress import Progress
 
 # Widths of the Gaussians in `mmd`, in units of the mean squared distance, as published.
 _WIDTHS = (0.5, 1.0, 2.0)
@@ -108,7 +109,7 @@ class SUE(base.Fitted):
         checks.within(n - 1, f"directions that {n} pairs can determine", dim=self.dim)
         rows = [np.concatenate(parts) for parts in zip(pairs, pools, strict=True)]
         *keys, key_mmd = jax.random.split(jax.random.key(seed), 3)
-        with base.Progress(2 * self.epochs + self.mmd_epochs, "SUE", show=progress) as bar:
+        with Progress(2 * self.epochs + self.mmd_epochs, "SUE", show=progress) as bar:
 
             def report(before: int) -> _Report:
                 return lambda epoch, loss: bar.metrics(before + epoch, {"loss": loss})

@@ -1,0 +1,92 @@
+"""Retrieval scores that can be compared with other work: gallery sizes, chance and 1,000 items."""
+
+import math
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import numpy as np
+
+from sotalign_jax import aligner, data, evaluation
+
+FOLD = 1000
+"""Items of x in a gallery of the usual protocol, "COCO 1K" (Karpathy and Fei-Fei 2015)."""
+CUT_OFFS = (1, 5, 10)
+
+
+def scores(model: aligner.Aligner, gallery: data.Gallery) -> dict[str, float]:
+    """Computes the scores that a report shows beside those of `evaluation.evaluate`.
+
+    Args:
+        model: The model to score.
+        gallery: The items to retrieve.
+
+    Returns:
+        The size of the gallery, "rows_x" and "rows_y", and the score of a random ranking,
+        "chance/mean/R@1". If x has more than 1,000 rows, also "1k/mean/R@1" and the other scores of
+        `evaluation.evaluate` with the prefix "1k/": means over disjoint galleries of 1,000 random
+        rows of x with all their rows of y.
+
+    >>> from sotalign_jax import heads
+    >>> model = aligner.Aligner(heads.build_heads(4, 3, 2), {})
+    >>> scores(model, data.gallery(np.eye(4), np.eye(3)[[0, 1, 2, 0]]))["chance/mean/R@1"]
+    25.0
+    """
+    sizes = {"rows_x": len(gallery.x), "rows_y": len(gallery.y)}
+    if len(gallery.x) <= FOLD:
+        return sizes | chance(len(gallery.x), gallery.x_of_y)
+    x, y = model.embed_x(gallery.x), model.embed_y(gallery.y)
+    by = model.calibration
+    bias_x, bias_y = (None, None) if by is None else (by.x(x), by.y(y))
+    made = []
+    for rows_x, rows_y, owner in folds(len(x), gallery.x_of_y):
+        f, g = x[rows_x], y[rows_y]
+        fold = {"rows_x": FOLD, "rows_y": len(g), **chance(FOLD, owner)}
+        fold |= evaluation.retrieval(f, g, owner, ks=CUT_OFFS)
+        if bias_x is not None and bias_y is not None:
+            biases = {"bias_x": bias_x[rows_x], "bias_y": bias_y[rows_y]}
+            calibrated = evaluation.retrieval(f, g, owner, **biases, ks=CUT_OFFS)
+            fold |= {f"calibrated/{name}": value for name, value in calibrated.items()}
+        made.append(fold)
+    means = {f"1k/{name}": float(np.mean([fold[name] for fold in made])) for name in made[0]}
+    return sizes | chance(len(x), gallery.x_of_y) | means | {"1k/folds": len(made)}
+
+
+def folds(n: int, x_of_y: np.ndarray) -> Iterator[tuple[np.ndarray, np.ndarray, np.ndarray]]:
+    """Yields rows of x, their rows of y and the new `x_of_y` of disjoint random galleries."""
+    # Random, because files are often sorted. The seed is fixed, so that methods share the folds.
+    order = np.random.default_rng(0).permutation(n)
+    for start in range(0, n - FOLD + 1, FOLD):
+        place = np.full(n, -1)
+        place[order[start : start + FOLD]] = np.arange(FOLD)
+        owner = place[x_of_y]
+        yield order[start : start + FOLD], np.flatnonzero(owner >= 0), owner[owner >= 0]
+
+
+def chance(n: int, x_of_y: np.ndarray) -> dict[str, float]:
+    """Returns the expected R@k of a random ranking, averaged over both directions.
+
+    >>> chance(2, np.array([0, 0, 0, 1]))["chance/mean/R@1"]
+    50.0
+    """
+    m, own = len(x_of_y), np.bincount(x_of_y, minlength=n)
+    expected = {}
+    for k in CUT_OFFS:
+        # A query misses when k draws without replacement leave out all of its matches.
+        drawn = np.arange(min(k, m))[:, None]
+        misses = np.prod(np.maximum(m - own - drawn, 0) / (m - drawn), axis=0)
+        x_to_y, y_to_x = 1 - misses.mean(), min(k / n, 1.0)
+        expected[f"chance/mean/R@{k}"] = float(50 * (x_to_y + y_to_x))
+    return expected
+
+
+def at_chance(results: Mapping[str, Any]) -> bool:
+    """Returns True if no R@k on validation is three standard errors above chance.
+
+    >>> at_chance({"val/rows_x": 100, "val/mean/R@1": 2.0, "val/chance/mean/R@1": 1.0})
+    True
+    """
+    known = [k for k in CUT_OFFS if f"val/chance/mean/R@{k}" in results]
+    chances = {k: results[f"val/chance/mean/R@{k}"] / 100 for k in known}
+    errors = {k: math.sqrt(p * max(1 - p, 0) / results["val/rows_x"]) for k, p in chances.items()}
+    limits = {k: 100 * (chances[k] + 3 * errors[k]) for k in known}
+    return bool(known) and all(results[f"val/mean/R@{k}"] <= limits[k] for k in known)

@@ -1,0 +1,130 @@
+"""Texts that a model finds for test rows, beside the texts that belong to them."""
+
+import pathlib
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+from ml_collections.config_dict import FrozenConfigDict
+
+from experiments import photos, workdir
+from experiments.extract import extraction, items
+from sotalign_jax import aligner, data, files
+
+COCO = "http://images.cocodataset.org/train2017/{:012d}.jpg"
+"""Address of a photograph by its number."""
+
+
+class Labels(NamedTuple):
+    """Names and texts of the test rows, as far as they are known.
+
+    Attributes:
+        nouns: Names of the rows of x and of y, in the plural.
+        given: Participle for a row of x as a query, such as "heard".
+        x: Names of the rows of x.
+        y: Texts of the rows of y.
+        links: Addresses of the rows of x.
+        pictures: Files of the rows of x, if they are pictures.
+    """
+
+    nouns: tuple[str, str] = ("rows of x", "rows of y")
+    given: str = "given"
+    x: Sequence[str] = ()
+    y: Sequence[str] = ()
+    links: Sequence[str] = ()
+    pictures: Sequence[pathlib.Path] = ()
+
+
+class Found(NamedTuple):
+    """Texts nearest to a query.
+
+    Attributes:
+        query: Its own text and its name.
+        rank: Rank of its own text, from 1.
+        total: Number of texts.
+        nearest: Nearest texts, best first, with scores, and True for those that are its own.
+        picture: Its file, if it is a picture.
+        link: Its address, or "".
+    """
+
+    query: tuple[str, str]
+    rank: int
+    total: int
+    nearest: Sequence[tuple[str, float, bool]]
+    picture: pathlib.Path | None = None
+    link: str = ""
+
+    def text(self, given: str) -> str:
+        """Returns lines with the query and the texts that were found."""
+        own, name = self.query
+        lines = [f"{given}: {own} ({name}; its own text has rank {self.rank:,} of {self.total:,})"]
+        for text, score, right in self.nearest:
+            lines.append(f"found: {score:5.2f}  {text}{'  <- its own' if right else ''}")
+        return "\n".join(lines)
+
+
+def labels_of(config: FrozenConfigDict) -> Labels:
+    """Returns the labels of a run's test rows: of COCO, and of files that `experiments.pair` made.
+
+    Of other data it returns the nouns alone.
+    """
+    name = config.data.evaluate_on or config.data.name
+    photographs = Labels(("images", "captions"), "shown")
+    if name == "coco" and config.data.test:
+        ids, said = photos.test_labels()
+        names, links = [f"photograph {one}" for one in ids], [COCO.format(one) for one in ids]
+        return photographs._replace(x=names, y=said, links=links)
+    if name == "speech":
+        return Labels(("utterances", "transcripts"), "heard")
+    if name != "files":
+        return photographs
+    test_x = pathlib.Path(files.split_key(config.data.files.test_x or "")[0]).expanduser()
+    noted = test_x.parent / extraction.TEST
+    if not config.data.files.test_x or not config.data.test or not noted.exists():
+        return Labels()
+    kept = workdir.read_json(noted)
+    paths = [pathlib.Path(kept["root"]) / x for x in kept["x"]]
+    pictures = all(path.suffix.lower() in items.IMAGE_SUFFIXES for path in paths)
+    labels = photographs._replace(pictures=paths) if pictures else Labels()
+    return labels._replace(x=kept["x"], y=kept["y"], links=[path.as_uri() for path in paths])
+
+
+def find(
+    model: aligner.Aligner, gallery: data.Gallery, labels: Labels, *, calibrated: bool = False
+) -> list[Found]:
+    """Finds the three texts nearest to each of 200 rows of x, the same rows for every model.
+
+    A text in the words of one of the query's own counts as its own.
+    """
+    count = min(200, len(gallery.x))
+    asked = np.random.default_rng(0).choice(len(gallery.x), count, replace=False)
+    f, g = model.embed_x(gallery.x[asked]), model.embed_y(gallery.y)
+    bias = model.calibration.y(g) if calibrated and model.calibration else 0.0
+    said = [text.strip() for text in labels.y]
+    codes = {text: code for code, text in enumerate(said)}
+    words = np.array([codes[text] for text in said])
+    found = []
+    for query, features in zip(asked.tolist(), f, strict=True):
+        scores = g @ features + bias
+        order = np.argsort(-scores, kind="stable")
+        own = np.flatnonzero(gallery.x_of_y == query)
+        right = np.isin(words[order], words[own])
+        nearest = [
+            (said[row], float(scores[row]), bool(hit))
+            for row, hit in zip(order[:3], right[:3], strict=True)
+        ]
+        picture = labels.pictures[query] if labels.pictures else None
+        link = labels.links[query] if labels.links else ""
+        names = said[own[0]], labels.x[query]
+        found.append(Found(names, int(right.argmax()) + 1, len(g), nearest, picture, link))
+    return found
+
+
+def summary(found: Sequence[Found], labels: Labels) -> str:
+    """Returns a sentence on the ranks of the queries' own texts."""
+    ranks, (x, y) = [one.rank for one in found], labels.nouns
+    near, chance = sum(rank <= 10 for rank in ranks), 10 * len(found) / len(labels.x)
+    return (
+        f"For {near} of {len(found)} test {x} one of their own {y} is among the first 10 of "
+        f"{len(labels.y):,}, by chance for {chance:.2g}. The median rank is {np.median(ranks):.0f}."
+    )

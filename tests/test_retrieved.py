@@ -1,0 +1,102 @@
+"""Texts that a model finds for test rows, in the terminal and on the page."""
+
+import numpy as np
+import PIL.Image
+import pytest
+
+from experiments import config as config_lib
+from experiments import report, retrieved
+from experiments.extract import extraction
+from sotalign_jax import aligner, data, heads
+
+
+@pytest.fixture
+def gallery():
+    """Nine pictures with two captions each."""
+    rng = np.random.default_rng(0)
+    x, y = (rng.normal(size=(n, d)).astype(np.float32) for n, d in ((9, 5), (18, 4)))
+    return data.gallery(x, y, np.repeat(np.arange(9), 2))
+
+
+@pytest.fixture
+def labels(tmp_path):
+    PIL.Image.new("RGB", (30, 20), "red").save(tmp_path / "0.png")
+    pictures = [tmp_path / f"{i}.png" for i in range(9)]  # the first alone is at hand
+    texts, links = [f"text <{i}>" for i in range(18)], [path.as_uri() for path in pictures]
+    names = [path.name for path in pictures]
+    return retrieved.Labels(("images", "captions"), "shown", names, texts, links, pictures)
+
+
+@pytest.fixture
+def model(gallery):
+    untrained = aligner.Aligner(heads.build_heads(5, 4, 3, seed=0), {})
+    return untrained.calibrated_by(gallery.x, gallery.y)
+
+
+@pytest.mark.parametrize("calibrated", [False, True])
+def test_find_agrees_with_a_sort_of_all_scores(model, gallery, labels, calibrated):
+    found = retrieved.find(model, gallery, labels, calibrated=calibrated)
+    assert sorted(one.query[1] for one in found) == list(labels.x)
+    scores = model.similarity(gallery.x, gallery.y, calibrated=calibrated)
+    for one in found:
+        row = labels.x.index(one.query[1])
+        order = np.argsort(-scores[row])
+        assert [text for text, *_ in one.nearest] == [f"text <{i}>" for i in order[:3]]
+        assert [right for *_, right in one.nearest] == [i // 2 == row for i in order[:3]]
+        steps = np.diff([score for _, score, _ in one.nearest])
+        assert steps == pytest.approx(np.diff(scores[row][order[:3]]), abs=1e-5)
+        assert one.rank == 1 + min(np.flatnonzero(order // 2 == row)) and one.total == 18
+        assert one.query[0] == f"text <{2 * row}>" and one.picture == labels.pictures[row]
+
+
+def test_retrieved_texts_come_with_rank_and_scores(model, gallery, labels):
+    found = retrieved.find(model, gallery, labels)
+    near = sum(one.rank <= 10 for one in found)
+    summary = retrieved.summary(found, labels)
+    assert summary.startswith(f"For {near} of 9 test images one of their own captions is among")
+    first, *nearest = found[0].text("heard").splitlines()
+    own, name = found[0].query
+    assert first.startswith(f"heard: {own} ({name}; ") and f"rank {found[0].rank} of 18" in first
+    assert len(nearest) == 3 and all(line.startswith("found: ") for line in nearest)
+    page = report.found_cards(found, each=9)
+    assert f"among the first 10: {near} of 9" in page and f"further down: {9 - near} of 9" in page
+    assert page.count("<figure") == 9 and page.count("<img alt='text &lt;0&gt;'") == 1
+    assert page.count("<a href='file:///") == 2 * 9  # names and pictures
+    assert f"<i>{found[0].nearest[0][1]:.2f}</i>" in page and f"rank {found[0].rank} of 18" in page
+    assert "text &lt;0&gt;" in page and "text <" not in page
+
+
+def test_another_pictures_caption_in_the_same_words_is_its_own(model, gallery, labels):
+    said = [f"text {i // 6}" for i in range(18)]  # three pictures share their words
+    for one in retrieved.find(model, gallery, labels._replace(y=said)):
+        for text, _, right in one.nearest:
+            assert right == (text == one.query[0])
+
+
+def test_labels_of_files_are_those_that_pair_noted(tmp_path):
+    config = config_lib.default()
+    config.data.name = "files"
+    for name in ("x", "y", "test_x", "test_y"):
+        config.data.files[name] = str(tmp_path / f"{name}.npy")
+    (run,) = config_lib.runs(config).values()
+    assert retrieved.labels_of(run) == retrieved.Labels()
+    metadata = {"encoder": {}, "data": {"root": str(tmp_path)}}
+    rows_x = [extraction.Row(name, name) for name in ("a.png", "b.png")]
+    rows_y = [extraction.Row("a.png#0", "a.png", "One."), extraction.Row("b.png#0", "b.png")]
+    x, y = (extraction.Embeddings(np.ones((2, 3)), rows, metadata) for rows in (rows_x, rows_y))
+    extraction.write(tmp_path, extraction.join("test", x, y), x, y)
+    found = retrieved.labels_of(run)
+    assert found.nouns == ("images", "captions") and found.given == "shown"
+    assert found.x == ["a.png", "b.png"] and found.y == ["One.", "b.png#0"]
+    assert found.pictures == [tmp_path / "a.png", tmp_path / "b.png"]
+    assert found.links == [f"file://{tmp_path}/a.png", f"file://{tmp_path}/b.png"]
+
+
+def test_labels_of_sounds_have_no_pictures(tmp_path):
+    config = config_lib.default()
+    config.data.name = "files"
+    config.data.files = {"x": "x.npy", "y": "y.npy", "test_x": str(tmp_path / "test_x.npy")}
+    (run,) = config_lib.runs(config).values()
+    (tmp_path / extraction.TEST).write_text('{"root": "/sounds", "x": ["a.wav"], "y": ["One."]}')
+    found = retrieved.labels_of(run)
+    assert found.pictures == () and found.links == ["file:///sounds/a.wav"]
