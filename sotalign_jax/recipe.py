@@ -8,7 +8,7 @@
 """
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, TypeVar
 
 import jax
@@ -23,6 +23,10 @@ from sotalign_jax.progress import Observer
 
 Tree = TypeVar("Tree")
 STARTS = ("random", "teacher")
+KERNEL_TEACHERS = ("kernel_cca", "best_cca")
+"""Teachers that may be kernel maps."""
+EPSILONS = (0.05, 0.1)
+"""Epsilons of the calibration that the default recipe chooses between on validation."""
 CALIBRATED_BY = 2048
 """Rows of each pool kept for calibration. 8,192 add 0.6 points of R@10 (CCA, COCO)."""
 MOST_FEATURES = 512
@@ -49,7 +53,7 @@ class Recipe:
             start at, of a kernel teacher at most `MOST_FEATURES`.
         average: Weight of the start in the average of start and trained heads. If it is positive,
             the best of start, trained heads and average on validation is returned.
-        calibration: Epsilon of the calibration.
+        calibration: Epsilons of the calibration, of which the best on validation is taken.
     """
 
     method: methods.Method | None
@@ -63,7 +67,7 @@ class Recipe:
     hidden: int | None = None
     dim: int | None = None
     average: float = 0.0
-    calibration: float = 0.05
+    calibration: tuple[float, ...] = (0.05,)
 
     def __post_init__(self) -> None:
         checks.choice("start", self.start, STARTS)
@@ -110,7 +114,7 @@ class Preset(NamedTuple):
         steps: Fewest and most steps. Between them it is a tenth of the pairs.
         path: Steps times the learning rate, which bounds how far Lion moves a weight.
         average: Weight of the start in the average of start and trained heads.
-        calibration: Epsilon of the calibration.
+        calibration: Epsilons of the calibration.
     """
 
     teacher: str
@@ -121,12 +125,12 @@ class Preset(NamedTuple):
     steps: tuple[int, int]
     path: float
     average: float
-    calibration: float
+    calibration: tuple[float, ...]
 
 
 PRESETS = {
-    "default": Preset("kernel_cca", "teacher", 512, 2048, 3.0, (100, 600), 0.05, 0.5, 0.1),
-    "paper": Preset("cca", "random", 1024, 10_000, 1.0, (2000, 2000), 0.2, 0.0, 0.05),
+    "default": Preset("best_cca", "teacher", 512, 2048, 3.0, (100, 600), 0.05, 0.5, EPSILONS),
+    "paper": Preset("cca", "random", 1024, 10_000, 1.0, (2000, 2000), 0.2, 0.0, (0.05,)),
 }
 """The recipe chosen on validation data (docs/recipes.md), and the paper's."""
 
@@ -246,18 +250,19 @@ def prepare(
     shapes, teacher, features = dataset.summary(), None, None
     if recipe.features is not None:
         observer.stage("fitting kernel features")
-        maps = recipe.teacher if _is_kernel(recipe.teacher) else "kernel_cca"
+        maps = "kernel_cca" if isinstance(recipe.teacher, str) else recipe.teacher
+        maps = maps if _is_kernel(maps) else "kernel_cca"
         features = broadcast(_features(recipe, fit_teacher(recipe, dataset, maps)))
     elif recipe.uses_teacher:
         observer.stage("fitting the teacher")
         teacher = broadcast(fit_teacher(recipe, dataset, recipe.teacher))
         if teacher.is_kernel and recipe.start == "teacher":
-            features, teacher = _features(recipe, teacher), None
+            features = _features(recipe, teacher)
     if features is not None:
         observer.stage("mapping the data to kernel features")
         dataset = mapped(dataset, features, seed=recipe.train.seed)
-        if _is_kernel(recipe.teacher):  # the mapped rows are the features of this teacher
-            teacher = LinearTeacher(None, None, features.correlations)
+        if teacher is not None or _is_kernel(recipe.teacher):
+            teacher = LinearTeacher(None, None, features.correlations)  # the rows are its features
         elif recipe.uses_teacher:
             teacher = broadcast(fit_teacher(recipe, dataset, recipe.teacher))
     return Prepared(dataset, _start(recipe, dataset, teacher), teacher, features, shapes)
@@ -274,7 +279,8 @@ def _fill_pools(method: methods.Method, dataset: data.Dataset) -> data.Dataset:
 
 
 def _is_kernel(teacher: str | LinearTeacher) -> bool:
-    return teacher == "kernel_cca" if isinstance(teacher, str) else teacher.is_kernel
+    """Returns True if kernel features are this teacher's own directions."""
+    return teacher in KERNEL_TEACHERS if isinstance(teacher, str) else teacher.is_kernel
 
 
 def _features(recipe: Recipe, teacher: LinearTeacher) -> LinearTeacher:
@@ -295,7 +301,7 @@ def fit_teacher(
     options = dict(recipe.teacher_options) if teacher == recipe.teacher else {}
     if recipe.teacher_noise:
         pairs_y = data.mismatch_pairs(pairs_y, fraction=recipe.teacher_noise, seed=seed)
-    if teacher == "kernel_cca":
+    if teacher in ("tuned_cca", *KERNEL_TEACHERS):
         options = {"seed": seed} | options
     if teacher == "contrastive":
         options = {"seed": seed, "dim": recipe.dim or MOST_FEATURES} | options
@@ -391,7 +397,7 @@ def train(
         )
         trained, found = select(start, trained, dataset.val, average=recipe.average)
         info |= {"best_step": int(best.step), **found}
-    made = calibrate(trained, dataset, epsilon=recipe.calibration)
+    made = calibrate(trained, dataset, recipe.calibration)
     return Parts(trained if features is None else heads.prepend(features, trained), info, made)
 
 
@@ -433,8 +439,20 @@ def select(
     return candidates[name], {"selected": name, "candidates": scores, "val_mean_r1": scores[name]}
 
 
-def calibrate(model: Heads, dataset: data.Dataset, *, epsilon: float) -> calibration.Calibration:
-    """Calibrates heads by a sample of the pools, or of the pairs where there are none."""
+def calibrate(
+    model: Heads, dataset: data.Dataset, epsilons: Sequence[float]
+) -> calibration.Calibration:
+    """Calibrates heads by a sample of the pools, or of the pairs where there are none.
+
+    Args:
+        model: The heads.
+        dataset: Pools, pairs, and the validation gallery.
+        epsilons: Candidates, of which the one with the best calibrated R@10 on validation is
+            taken. Without validation it is their geometric mean.
+
+    Returns:
+        The calibration.
+    """
     rng = np.random.default_rng(0)
     features = []
     for side, head in (("x", model.x), ("y", model.y)):
@@ -442,4 +460,11 @@ def calibrate(model: Heads, dataset: data.Dataset, *, epsilon: float) -> calibra
         rows = pool if len(pool) else pairs
         kept = np.sort(rng.permutation(len(rows))[:CALIBRATED_BY])  # embed no more than is kept
         features.append(evaluation.embed(head, np.asarray(rows[kept])))
-    return calibration.calibrate(*features, epsilon=epsilon, sample=CALIBRATED_BY)
+    val = dataset.val
+    if val is None or len(epsilons) == 1:
+        epsilons = [float(np.exp(np.mean(np.log(epsilons))))] if len(epsilons) > 1 else epsilons
+        return calibration.calibrate(*features, epsilon=epsilons[0], sample=CALIBRATED_BY)
+    tried = [calibration.calibrate(*features, epsilon=e, sample=CALIBRATED_BY) for e in epsilons]
+    scores = [evaluation.evaluate(model.x, model.y, val, one) for one in tried]
+    best = max(range(len(tried)), key=lambda i: scores[i]["calibrated/mean/R@10"])
+    return tried[best]

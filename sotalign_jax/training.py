@@ -469,7 +469,9 @@ def contrastive(
 TEACHERS: dict[str, Callable[..., LinearTeacher]] = {
     "procrustes": teachers.procrustes,
     "cca": teachers.cca,
+    "tuned_cca": teachers.tuned_cca,
     "kernel_cca": teachers.kernel_cca,
+    "best_cca": teachers.best_cca,
     "contrastive": contrastive,
 }
 """Every teacher by name: (pairs_x, pairs_y, **options) -> LinearTeacher."""

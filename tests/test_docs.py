@@ -23,8 +23,8 @@ import pytest
 import small_runs
 
 from experiments import config as config_lib
-from experiments import main, store
-from sotalign_jax import checks, data
+from experiments import main
+from sotalign_jax import checks
 
 ROOT = small_runs.ROOT
 PAGES = [
@@ -84,64 +84,6 @@ def test_unpaired_rows_on_one_side():
         assert here in code
         code = code.replace(here, there)
     run_python([code], "one_sided.py")
-
-
-def test_recipes_on_a_file(tmp_path):
-    """`examples/recipes.py` on the bundled photographs: a teacher and `align`, one seed."""
-    photographs = data.photographs()
-    split = np.repeat(["train", "val", "test"], [440, 100, 100])
-    np.savez("some.npz", image=photographs.image, text=photographs.text, split=split)
-    options = ["some.npz", "60", "--seeds=1", "--recipes", "CCA", "align"]
-    done = subprocess.run(
-        [sys.executable, str(ROOT / "examples" / "recipes.py"), *options],
-        env=os.environ | {"PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0, done.stderr
-    assert re.search(r"\| align \| \d", done.stdout)
-
-
-def test_tables_of_recipes_are_those_of_the_cells(monkeypatch, capsys):
-    """Every row that `examples/recipes.py --show` prints of the kept cells is on the page."""
-    page = (ROOT / "docs" / "recipes.md").read_text()
-    cells = str(ROOT / "docs" / "results" / "recipes.jsonl")
-    monkeypatch.syspath_prepend(ROOT / "examples")
-    recipes = importlib.import_module("recipes")
-    for name in ("coco", "flickr8k", "rsicd", "pictures.npz"):
-        sizes = ["500", "1000", "2000", *(["10000"] if name == "coco" else [])]
-        monkeypatch.setattr("sys.argv", ["recipes.py", name, *sizes, "--show", cells])
-        recipes.main()
-        recalls, leads, seconds = capsys.readouterr().out.strip().split("\n\n")
-        rows = [*recalls.splitlines()[1:], *leads.splitlines()]
-        rows += seconds.splitlines() if name == "coco" else []
-        assert [row for row in rows if row not in page] == []
-
-
-def test_published_recipes_are_those_of_the_recipes(monkeypatch):
-    """No key has changed; the file of "pictures" is not in the repository."""
-    monkeypatch.syspath_prepend(ROOT / "examples")
-    recipes = importlib.import_module("recipes")
-    kept = store.Store(ROOT / "docs" / "results" / "recipes.jsonl").entries().values()
-    for spec, *_ in kept:
-        names = [spec[name] for name in recipes.NAMES]
-        expected = recipes.describe(*names) if names[0] != "pictures" else {**spec, "inputs": {}}
-        assert spec == expected
-    assert len(kept) == 345
-
-
-@pytest.mark.parametrize("option", ["--show", "--cells"])
-def test_recipes_end_in_one_line_when_a_file_is_damaged(option, monkeypatch, capsys, tmp_path):
-    monkeypatch.syspath_prepend(ROOT / "examples")
-    recipes = importlib.import_module("recipes")
-    (tmp_path / "kept.jsonl").write_text("damaged\n")
-    argv = ["recipes.py", "coco", "500", option, str(tmp_path / "kept.jsonl")]
-    monkeypatch.setattr("sys.argv", argv)
-    with pytest.raises(SystemExit) as ended:
-        recipes.main()
-    shown = capsys.readouterr()
-    assert ended.value.code == 1 and shown.out == "" and shown.err.count("\n") == 1
-    assert "kept.jsonl: line 1 is damaged" in shown.err
 
 
 @pytest.mark.parametrize("name", ["klot_in_optax.py", "new_method.py"])

@@ -1,8 +1,6 @@
 """A kernel teacher and kernel features wherever teachers and embeddings can stand."""
 
 import dataclasses
-import importlib
-import pathlib
 
 import jax
 import jax.numpy as jnp
@@ -175,33 +173,3 @@ def test_what_cannot_be_combined_is_named(rows, dataset, teacher):
         sota.align((x, y), features="kernel", teacher=linear, start="teacher", progress=False)
     with pytest.raises(checks.InputError, match=r"^calibrated:"):
         sota.Aligner(heads.build_heads(6, 5, 4), {}).similarity(x, y, calibrated=True)
-
-
-def test_recipes_of_a_file_are_computed_once(rows, tmp_path, monkeypatch, capsys):
-    """`examples/recipes.py` on a .npz file: a table, cells that stay, and the search."""
-    x, y = rows
-    split = np.repeat(["train", "val", "test"], [120, 20, 20])
-    label = np.where(np.arange(160) % 2, np.arange(160) % 3, -1)
-    np.savez(tmp_path / "toy.npz", image=x, text=y, split=split, label=label, prompts=y[:3, None])
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.syspath_prepend(pathlib.Path(__file__).parents[1] / "examples")
-    recipes = importlib.import_module("recipes")
-
-    def run(*words):
-        monkeypatch.setattr("sys.argv", ["recipes.py", "toy.npz", "60", *words])
-        recipes.main()
-        return capsys.readouterr().out
-
-    words = "--seeds", "2", "--recipes", "CCA", "kernel CCA"
-    table = run(*words, "--pools", "disjoint", "random")
-    assert table.count("| kernel CCA | ") == 4  # recalls and seconds, for both pools
-    assert table.count(" ± ") == 16
-    cells = (tmp_path / "runs" / "recipes.jsonl").read_text().splitlines()
-    assert len(cells) == 8  # recipes, pools, seeds
-    monkeypatch.setattr(recipes, "fit", None)  # nothing is fitted again
-    assert run(*words) in table
-    shown = run("--show", "runs/recipes.jsonl", "--seeds", "2")
-    assert "| SAIL | - / - | - |" in shown  # a cell that was not run
-    assert table.splitlines()[4] in shown
-    found = run("--search", "--recipes", "CCA", "SigLIP alone, mean")
-    assert found.startswith("toy.npz, 60 pairs") and found.count("\n| ") == 2

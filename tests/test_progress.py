@@ -69,7 +69,7 @@ def test_progress_of_runs_within_a_bar_over_runs(monkeypatch, kind):
         outer.advance()
         outer.stage("still there")
     if kind is Terminal:
-        assert "sail seed 0" in text and "runs/s" in text and "compiling (once)\n" in text
+        assert "sail seed 0" in text and "runs/s" in text and "compiling (once) ...\n" in text
     else:
         assert text == "compare: 1/2 runs\n"
 
@@ -81,7 +81,7 @@ def test_say_prints_a_line_of_its_own_above_an_open_bar(monkeypatch):
         progress.say("reading 1,000,000 x 4,096")
         bar.stage("compiling (once)")
     lines = [line.rsplit("\r", 1)[-1] for line in stream.getvalue().split("\n")]
-    assert lines[:2] == ["reading 1,000,000 x 4,096", "compiling (once)"]
+    assert lines[:2] == ["reading 1,000,000 x 4,096", "train: compiling (once) ..."]
 
 
 def test_nothing_is_said_where_progress_is_hidden_or_there_is_no_stderr(monkeypatch, capsys):

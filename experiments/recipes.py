@@ -1,0 +1,196 @@
+r"""Compares `align` with its teacher, SAIL, STRUCTURE and the paper's recipe on test splits.
+
+    python -m experiments.recipes --data=coco,flickr8k,rsicd,speech --pairs=500,1000,2000
+    python -m experiments.recipes --data=coco --pairs=1000 --results=docs/results/recipes.jsonl \
+        --show
+    python -m experiments.recipes --data=pictures.npz --pairs=500 --recipes=CCA,align
+
+Results are kept in --results, see `experiments.store`. Running the command again resumes it. --show
+prints the results that are there and computes nothing. A .npz file has paired rows `image` and
+`text` with a `split` (train, val or test) each; with `label` (-1 where there is none) and `prompts`
+[classes, templates, width] it also has classes.
+"""
+
+import dataclasses
+import functools
+import pathlib
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from absl import flags
+
+from experiments import cli, photos, report, store
+from sotalign_jax import Aligner, align, checks, data, evaluation, heads, methods, recipe, training
+from sotalign_jax.diagnostics import Mean
+
+_DATA = flags.DEFINE_list("data", ["coco"], "Data sets: coco, flickr8k, rsicd, speech, .npz files.")
+_PAIRS = flags.DEFINE_list("pairs", ["1000"], "Numbers of pairs.")
+_SEEDS = flags.DEFINE_integer("seeds", 3, "Seeds of each result.", lower_bound=1)
+_POOL = flags.DEFINE_enum("pool", "disjoint", photos.POOLS, "Kind of the unpaired pools.")
+_RECIPES = flags.DEFINE_list("recipes", None, "Rows of the table, all by default.")
+_RESULTS = cli.path_flag("results", "runs/recipes.jsonl", "File of the results.")
+_SHOW = flags.DEFINE_bool("show", False, "Print the results that are there, compute nothing.")
+
+# A recipe is a teacher, or the options of `align`. It reads unpaired rows for training, for the
+# calibration alone, or not at all. Every one is calibrated by the better epsilon on validation.
+EITHER = {"pools": "calibration", "epsilons": [*recipe.EPSILONS]}
+PAPER = {"recipe": "paper", "steps": 100, "learning_rate": 2e-3, "dim": 512}  # sized for a CPU
+RECIPES: dict[str, dict[str, Any]] = {
+    "CCA": {**EITHER, "teacher": "cca"},
+    "tuned CCA": {**EITHER, "teacher": "tuned_cca"},
+    "kernel CCA": {**EITHER, "teacher": "kernel_cca"},
+    "SAIL": {**EITHER, "align": {**PAPER, "learning_rate": 5e-4, "method": "sail"}},
+    "STRUCTURE": {
+        **EITHER,
+        "align": {**PAPER, "learning_rate": 5e-4, "method": "structure"},
+        "options": {"warmup": 0},  # the published warm-up outlasts these runs
+    },
+    'recipe="paper"': {**EITHER, "align": PAPER, "pools": "training"},
+    "align, pairs alone": {"align": {}, "teacher": "best_cca", "pools": "nothing"},
+    "align": {"align": {}, "teacher": "best_cca", "pools": "training"},
+}
+SCORES = ("R@1", "R@10", "calibrated R@1", "calibrated R@10")
+NAMES = ("data", "pairs", "pool", "seed", "recipe")
+
+
+@functools.lru_cache(2)
+def load(name: str, pairs: int, pool: str, seed: int) -> data.Dataset:
+    """Returns the data of a result."""
+    options: dict[str, Any] = {"n_pairs": pairs, "pool": pool, "seed": seed}
+    if not name.endswith(".npz"):
+        extra = {} if name == "speech" else {"zero_shot_on": "imagenet"}
+        return photos.dataset(name, **options, **extra)
+    with np.load(name, allow_pickle=False) as file:
+        table = dict(file)
+    x, y = (table[side].astype(np.float32) for side in ("image", "text"))
+    rows = {part: np.flatnonzero(table["split"] == part) for part in ("train", "val", "test")}
+    galleries = {part: data.gallery(x[rows[part]], y[rows[part]]) for part in ("val", "test")}
+    own: dict[str, Any] = {**galleries}
+    if "prompts" in table:
+        known = rows["test"][table["label"][rows["test"]] >= 0]
+        own["zero_shot"] = data.zero_shot(x[known], table["label"][known], table["prompts"])
+    return data.semi_supervised(x[rows["train"]], y[rows["train"]], **own, **options)
+
+
+@functools.cache
+def inputs(name: str) -> dict[str, str]:
+    """Returns fingerprints of the files that the data are read from."""
+    if name.endswith(".npz"):
+        return {pathlib.Path(name).name: store.fingerprint(name)}
+    return photos.fingerprints(name, *([] if name == "speech" else ["imagenet"]))
+
+
+def describe(name: str, pairs: int, pool: str, seed: int, label: str) -> dict[str, Any]:
+    """Returns the specification of a result."""
+    pool = "none" if RECIPES[label]["pools"] == "nothing" else pool
+    named = zip(NAMES, (pathlib.Path(name).stem, pairs, pool, seed, label), strict=True)
+    return {**dict(named), "options": RECIPES[label], "inputs": inputs(name)}
+
+
+@functools.lru_cache(1)
+def fit_teacher(kind: str, name: str, pairs: int, seed: int) -> tuple[Any, float]:
+    """Fits a teacher once for all recipes; returns the seconds of a core as well."""
+    rows, began = load(name, pairs, "disjoint", seed), time.process_time()
+    options = {} if kind == "cca" else {"seed": seed}
+    made = training.TEACHERS[kind](rows.pairs_x, rows.pairs_y, **options)
+    return made, time.process_time() - began
+
+
+def fit(spec: store.Spec, name: str, dataset: data.Dataset) -> tuple[Aligner, float]:
+    """Returns the aligner that a recipe makes, and the seconds of a core that it takes."""
+    chosen, seed = spec["options"], spec["seed"]
+    pairs, spent = (dataset.pairs_x, dataset.pairs_y), 0.0
+    options = {"val": dataset.val, "seed": seed, "progress": False, **chosen.get("align", {})}
+    if "teacher" in chosen:
+        teacher, spent = fit_teacher(chosen["teacher"], name, spec["pairs"], seed)
+        if "align" not in chosen:
+            widths = pairs[0].shape[1], pairs[1].shape[1], teacher.dim
+            return Aligner(heads.build_heads(*widths, teacher=teacher), {}), spent
+        options["teacher"] = teacher
+    if "options" in chosen:
+        registered: Any = methods.METHODS[options["method"]]
+        options["method"] = dataclasses.replace(registered, **chosen["options"])
+    pools = () if chosen["pools"] == "nothing" else (dataset.pool_x, dataset.pool_y)
+    began = time.process_time()
+    model = align(pairs, *pools, **options)
+    return model, spent + time.process_time() - began
+
+
+def compute(name: str, spec: store.Spec, needed: set[str]) -> store.Results:
+    """Computes the scores of a recipe on the test split."""
+    pool = "disjoint" if spec["pool"] == "none" else spec["pool"]
+    dataset = load(name, spec["pairs"], pool, spec["seed"])
+    model, seconds = fit(spec, name, dataset)
+    if epsilons := spec["options"].get("epsilons"):
+        made = recipe.calibrate(model.heads, dataset, epsilons)
+        model = dataclasses.replace(model, calibration=made)
+    assert dataset.test is not None
+    x, y = model.heads.x, model.heads.y
+    found = evaluation.evaluate(x, y, dataset.test, model.calibration)
+    scores = {score: found[score.replace(" ", "/").replace("R@", "mean/R@")] for score in SCORES}
+    if dataset.zero_shot is not None:
+        top = evaluation.evaluate_zero_shot(x, y, dataset.zero_shot)
+        scores["zero-shot"] = top["zero_shot/top1"]
+    selected = {key: model.info[key] for key in ("selected",) if key in model.info}
+    return {**scores, **selected, "seconds": seconds}
+
+
+def tables(
+    known: Mapping[tuple[Any, ...], store.Results],
+    name: str,
+    pairs: Sequence[int],
+    labels: Sequence[str],
+) -> dict[str, report.Table]:
+    """Returns a table for each score: a row for each recipe, a column for each number of pairs."""
+
+    def cell(label: str, n: int, score: str) -> Mean | None:
+        pool = "none" if RECIPES[label]["pools"] == "nothing" else _POOL.value
+        stem = pathlib.Path(name).stem
+        found = [known.get((stem, n, pool, seed, label), {}) for seed in range(_SEEDS.value)]
+        values = [one[score] for one in found if score in one]
+        return Mean(values) if values else None
+
+    headers = [f"{n:,} pairs" for n in pairs]
+    made = {}
+    for score in (*SCORES, "zero-shot", "seconds"):
+        rows = [[label, *(cell(label, n, score) for n in pairs)] for label in labels]
+        if any(value is not None for _, *values in rows for value in values):
+            best = [] if score == "seconds" else headers
+            made[score] = report.Table(["recipe", *headers], rows, best=best)
+    return made
+
+
+def main() -> None:
+    """Computes the results that are missing, and prints a table for each data set and score."""
+    labels = _RECIPES.value or [*RECIPES]
+    for label in labels:
+        checks.choice("recipes", label, tuple(RECIPES))
+    pairs = [int(n) for n in _PAIRS.value]
+    kept = store.Store(_RESULTS.value)
+    if _SHOW.value and not kept.path.exists():
+        raise checks.InputError(f"results: {kept.path} does not exist; leave out --show")
+    for name in _DATA.value:
+        if not _SHOW.value:
+            specs = [
+                describe(name, n, _POOL.value, seed, label)
+                for n in pairs
+                for seed in range(_SEEDS.value)
+                for label in labels
+            ]
+            for _, error in kept.fill([(s, ()) for s in specs], functools.partial(compute, name)):
+                if error is not None:
+                    raise error
+        known = {
+            tuple(one.spec[key] for key in NAMES): one.results
+            for one in kept.entries().values()
+            if one.spec["options"] == RECIPES.get(one.spec["recipe"])
+        }
+        for score, table in tables(known, name, pairs, labels).items():
+            unit = "seconds of one core" if score == "seconds" else f"{score} in percent"
+            print(f"\n{pathlib.Path(name).stem}, {_POOL.value} pools: {unit}\n\n{table.markdown()}")
+
+
+if __name__ == "__main__":
+    cli.run(main, choices={"recipes": tuple(RECIPES)})
