@@ -94,6 +94,12 @@ def mix(x: Array) -> Array:
     """Hashes 32-bit integers by two rounds of xor-shift and multiply.
 
     The multipliers are those of C. Wellons' hash "lowbias32", the result of a search for low bias.
+
+    Args:
+        x: unsigned 32-bit integers.
+
+    Returns:
+        The hashes, of the same type.
     """
     for multiplier, shift in ((0x7FEB352D, 15), (0x846CA68B, 16)):
         x = (x ^ (x >> shift)) * jnp.uint32(multiplier)
@@ -174,7 +180,18 @@ def draw_rows(key: Array, step: Int[Array, ""], size: int, batch: int) -> Int[Ar
 def row_numbers(
     key: Array, step: Int[Array, ""], data: DeviceData, *, pairs: int, unpaired: int
 ) -> Batch:
-    """Draws the numbers of the rows of a batch, see `draw`."""
+    """Draws the numbers of the rows of a batch, see `draw`.
+
+    Args:
+        key: PRNG key for batch sampling.
+        step: number of the step, from 0.
+        data: training arrays.
+        pairs: number of pairs.
+        unpaired: number of rows of each pool.
+
+    Returns:
+        A `Batch` of row numbers in the place of rows.
+    """
     # One key per table, so that a change of one batch size leaves the others as they are.
     key_pairs, key_x, key_y, *near_keys = jax.random.split(key, 5)
     paired = draw_rows(key_pairs, step, len(data.pairs_x), pairs)

@@ -212,10 +212,10 @@ def log_uniform(n: int) -> Array:
 
 
 @functools.partial(jax.jit, static_argnames=("algorithm", "int8"))
-def build(x: Array, y: Array, epsilon: Array, *, algorithm: Any, int8: bool) -> KernelState:
-    """Builds the kernel of a cosine affinity."""
+def build(x: Array, y: Array, *, algorithm: Any, int8: bool) -> KernelState:
+    """Builds the first kernel of a cosine affinity."""
     kernel = Kernel(Cosines.of(x, y, algorithm), int8=int8)
-    start = kernel.blank(jnp.zeros(len(y), jnp.float32), epsilon.astype(jnp.float32))
+    start = kernel.blank(jnp.zeros(len(y), jnp.float32), jnp.float32(FIRST_EPSILON))
     return kernel.build(start, log_uniform(len(y)))
 
 
@@ -273,7 +273,7 @@ def check_product(sizes: Sizes, algorithm: Any, roles: Sequence[str]) -> Iterato
 def check_sweeps(n: int, m: int) -> Iterator[Row]:
     """Compares a kernel, its int8 copy, and the sums over both with float64."""
     (x, y), algorithm = clouds(n, m, WIDTH), device.profile().teacher
-    state, ms = timed(build, x, y, FIRST_EPSILON, algorithm=algorithm, int8=True)
+    state, ms = timed(build, x, y, algorithm=algorithm, int8=True)
     exact = np.exp(unit(x[::STRIDE]) @ unit(y).T / FIRST_EPSILON)
     error = relative(state.matrix[::STRIDE], exact / np.mean(exact, axis=1, keepdims=True))
     limit = 16 * product_error(algorithm, WIDTH) / FIRST_EPSILON + sum_error(m)

@@ -18,13 +18,27 @@ HIGHEST = device.HIGHEST
 
 
 def as_float(x: ArrayLike) -> Array:
-    """Casts to float32, keeping float64: affinities and potentials are never narrower."""
+    """Casts to float32, keeping float64: affinities and potentials are never narrower.
+
+    Args:
+        x: an array.
+
+    Returns:
+        The array, in float64 if it was, and otherwise in float32.
+    """
     x = jnp.asarray(x)
     return x if x.dtype == jnp.float64 else x.astype(jnp.float32)
 
 
 def as_floats(*arrays: ArrayLike) -> tuple[Array, ...]:
-    """Casts all arrays to float32, or to float64 if one is."""
+    """Casts all arrays to float32, or to float64 if one is.
+
+    Args:
+        *arrays: arrays of any type.
+
+    Returns:
+        The arrays, all of one type.
+    """
     floats = [as_float(x) for x in arrays]
     wide = any(x.dtype == jnp.float64 for x in floats)
     return tuple(x.astype(jnp.float64) if wide else x for x in floats)
@@ -49,12 +63,26 @@ def _power_of_two(x: Float[Array, "... d"]) -> Float[Array, "..."]:
 
 
 def rescaled(x: Float[Array, "... d"]) -> Float[Array, "... d"]:
-    """Scales rows by powers of two so that their largest entries are near 1, exactly."""
+    """Scales rows by powers of two so that their largest entries are near 1, exactly.
+
+    Args:
+        x: rows, shape [..., d].
+
+    Returns:
+        The scaled rows, of the type of x.
+    """
     return x * _power_of_two(x)[..., None]
 
 
 def inverse_norms(x: Float[Array, "n d"]) -> Float[Array, " n"]:
-    """Returns 1/||x|| of every row and 0 for zero rows, for entries of any size up to 1e30."""
+    """Returns 1/||x|| of every row and 0 for zero rows, for entries of any size up to 1e30.
+
+    Args:
+        x: rows, shape [n, d].
+
+    Returns:
+        The inverse norms, shape [n].
+    """
     x = as_float(x)
     power = _power_of_two(x)
     squared = jnp.sum(jnp.square(x * power[..., None]), axis=-1)

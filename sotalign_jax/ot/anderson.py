@@ -46,13 +46,27 @@ class History(NamedTuple):
 
 
 def init(x: Float[Array, " m"]) -> History:
-    """Returns an empty history for vectors like x."""
+    """Returns an empty history for vectors like x.
+
+    Args:
+        x: a vector, whose length and type are used.
+
+    Returns:
+        The `History`.
+    """
     vector, changes = jnp.zeros_like(x), jnp.zeros((MEMORY, *x.shape), x.dtype)
     return History(vector, vector, changes, changes, jnp.int32(0))
 
 
 def reset(history: History) -> History:
-    """Forgets all past steps."""
+    """Forgets all past steps.
+
+    Args:
+        history: past steps.
+
+    Returns:
+        The history without steps.
+    """
     return history._replace(steps=jnp.zeros_like(history.steps))
 
 
@@ -108,6 +122,13 @@ def solve_positive(matrix: Float[Array, "k k"], right: Float[Array, " k"]) -> Fl
     """Solves a small positive definite system by Gauss-Jordan elimination, unrolled.
 
     `jnp.linalg.solve` would call a library with several kernels in every sweep on a GPU.
+
+    Args:
+        matrix: positive definite matrix, shape [k, k].
+        right: right-hand side, shape [k].
+
+    Returns:
+        The solution, shape [k].
     """
     system = jnp.concatenate([matrix, right[:, None]], axis=1)
     for i in range(len(matrix)):

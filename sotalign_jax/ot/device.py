@@ -143,7 +143,16 @@ def compiling_for(chosen: Profile) -> Iterator[None]:
 
 
 def matmul(a: Array, b: Array, algorithm: jax.lax.DotAlgorithmPreset) -> Array:
-    """Computes a @ b by an algorithm on the platforms that have it, and in float32 elsewhere."""
+    """Computes a @ b by an algorithm on the platforms that have it, and in float32 elsewhere.
+
+    Args:
+        a: left operand.
+        b: right operand.
+        algorithm: algorithm of the product.
+
+    Returns:
+        The product.
+    """
     # The choice is made by platform because arrays may be placed on the CPU of a machine with an
     # accelerator.
     exact = functools.partial(jnp.matmul, precision=HIGHEST)

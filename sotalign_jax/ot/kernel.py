@@ -127,6 +127,12 @@ def narrow(x: Float[Array, "..."]) -> Int[Array, "..."]:
     Numbers are clipped to 2^-26 .. 1.75 * 2^37, so that zero becomes 2^-26. Fourth powers of a
     kernel's entries need this range, see `Kernel.raise_power`.
 
+    Args:
+        x: float32 numbers >= 0.
+
+    Returns:
+        The 8-bit codes.
+
     Example:
         >>> widen(narrow(jnp.array([1.0, 1.3, 1e6]))).tolist()
         [1.0, 1.25, 1048576.0]
@@ -138,7 +144,14 @@ def narrow(x: Float[Array, "..."]) -> Int[Array, "..."]:
 
 
 def widen(x: Int[Array, "..."]) -> Float[Array, "..."]:
-    """Returns the float32 numbers of 8-bit codes."""
+    """Returns the float32 numbers of 8-bit codes.
+
+    Args:
+        x: 8-bit codes of `narrow`.
+
+    Returns:
+        The numbers, in float32.
+    """
     return jax.lax.bitcast_convert_type((x.astype(jnp.int32) + _INT8_OFFSET) << 21, jnp.float32)
 
 

@@ -468,6 +468,15 @@ class _EmbeddingsOptions(_KlotOptions, total=False):
 def total_mass(marginals: str, n: int, m: int, log_a: Array | None = None) -> Any:
     """Returns the total mass of the plans: 1, or the number of rows that are not padding.
 
+    Args:
+        marginals: "prob" or "bistochastic".
+        n: number of rows.
+        m: number of columns.
+        log_a: log-weights of the rows, or None without padding.
+
+    Returns:
+        The mass, by which value and gradient are multiplied.
+
     Raises:
         InputError: if `marginals` is unknown, or "bistochastic" with n != m.
     """

@@ -113,6 +113,12 @@ def _splits_problems(mesh: AbstractMesh) -> bool:
 def share(n: int) -> int:
     """Returns the largest number of rows that one device holds of n.
 
+    Args:
+        n: number of rows.
+
+    Returns:
+        The number, n without a mesh.
+
     Example:
         >>> share(10)
         10
@@ -127,7 +133,15 @@ def _reshard(x: Array, spec: PartitionSpec) -> Array:
 
 
 def split(x: Array, value: float = 0.0) -> Array:
-    """Pads x with rows of `value` to equally many for each device, and splits it over them."""
+    """Pads x with rows of `value` to equally many for each device, and splits it over them.
+
+    Args:
+        x: array with rows first.
+        value: value of the padding.
+
+    Returns:
+        The padded array, or x itself without a mesh.
+    """
     if not axes():
         return x
     # Shards must have equal sizes.
@@ -139,17 +153,40 @@ def split(x: Array, value: float = 0.0) -> Array:
 
 
 def join(x: Array, n: int) -> Array:
-    """Removes the padding of `split` from an array of n rows."""
+    """Removes the padding of `split` from an array of n rows.
+
+    Args:
+        x: padded array.
+        n: number of rows without padding.
+
+    Returns:
+        The first n rows.
+    """
     return x if len(x) == n else _reshard(x, PartitionSpec())[:n]
 
 
 def like(x: Array, reference: Array) -> Array:
-    """Splits x as the reference is split, if the axes of the mesh are Explicit."""
+    """Splits x as the reference is split, if the axes of the mesh are Explicit.
+
+    Args:
+        x: array to split.
+        reference: array of the same number of dimensions.
+
+    Returns:
+        The array with the sharding of the reference.
+    """
     return _reshard(x, jax.typeof(reference).sharding.spec)
 
 
 def gather_explicit(x: Array) -> Array:
-    """Replicates x on every device, if the axes of the mesh are Explicit."""
+    """Replicates x on every device, if the axes of the mesh are Explicit.
+
+    Args:
+        x: array to replicate.
+
+    Returns:
+        The replicated array.
+    """
     return _reshard(x, PartitionSpec())
 
 
@@ -189,7 +226,14 @@ def shard_map(
 
 
 def varying(x: Any) -> frozenset[str]:
-    """Returns the axes of a user's `shard_map` over which an array varies."""
+    """Returns the axes of a user's `shard_map` over which an array varies.
+
+    Args:
+        x: an array.
+
+    Returns:
+        The names of the axes, empty outside of a `shard_map`.
+    """
     kind: Any = jax.typeof(x)
     return kind.mat.varying if hasattr(kind, "mat") else kind.vma  # JAX before 0.10.2
 
@@ -198,6 +242,13 @@ def vary_like(tree: Any, *references: Array) -> Any:
     """Casts arrays to vary over all axes of a user's `shard_map` over which a reference varies.
 
     Loops require that their carry has one type before and after a step.
+
+    Args:
+        tree: pytree of arrays.
+        *references: arrays to imitate.
+
+    Returns:
+        The cast pytree.
     """
     wanted: frozenset[str] = frozenset().union(*map(varying, references))
 
@@ -209,7 +260,14 @@ def vary_like(tree: Any, *references: Array) -> Any:
 
 
 def vary_alike(tree: Any) -> Any:
-    """Casts all arrays of a tree to vary over the axes of any of them."""
+    """Casts all arrays of a tree to vary over the axes of any of them.
+
+    Args:
+        tree: pytree of arrays.
+
+    Returns:
+        The cast pytree.
+    """
     return vary_like(tree, *jax.tree.leaves(tree))
 
 
@@ -242,6 +300,14 @@ def psum_and_pmax(
     """Returns psum(x) and pmax(y) of a y >= 0 with one all-reduce.
 
     The latency of a small all-reduce is its cost, so that one is faster than two.
+
+    Args:
+        x: vector to sum.
+        y: number >= 0 whose maximum is wanted.
+        axes: axes of the mesh, empty for one device.
+
+    Returns:
+        The sum and the maximum.
     """
     if not axes:
         return x, y
@@ -252,7 +318,15 @@ def psum_and_pmax(
 
 
 def psum_scatter(x: Float[Array, "m d"], axes: Axes) -> Float[Array, "k d"]:
-    """Sums x over devices, of which each keeps its own rows. The last rows may be padding."""
+    """Sums x over devices, of which each keeps its own rows. The last rows may be padding.
+
+    Args:
+        x: array to sum, shape [m, d].
+        axes: axes of the mesh, empty for one device.
+
+    Returns:
+        The rows of this device.
+    """
     if not axes:
         return x
     # A scatter needs equally many rows for each device.
@@ -264,12 +338,26 @@ def psum_scatter(x: Float[Array, "m d"], axes: Axes) -> Float[Array, "k d"]:
 
 
 def split_rows(mesh: Mesh) -> NamedSharding:
-    """Returns the sharding that splits rows over all devices."""
+    """Returns the sharding that splits rows over all devices.
+
+    Args:
+        mesh: devices to split over.
+
+    Returns:
+        The sharding.
+    """
     return NamedSharding(mesh, PartitionSpec(mesh.axis_names))
 
 
 def replicated(mesh: Mesh) -> NamedSharding:
-    """Returns the sharding that replicates an array on every device."""
+    """Returns the sharding that replicates an array on every device.
+
+    Args:
+        mesh: devices to place on.
+
+    Returns:
+        The sharding.
+    """
     return NamedSharding(mesh, PartitionSpec())
 
 
@@ -335,7 +423,15 @@ def trim(tree: Any) -> Any:
 
 
 def replicate(tree: Any, mesh: Mesh) -> Any:
-    """Places arrays that all processes hold on every device of the mesh."""
+    """Places arrays that all processes hold on every device of the mesh.
+
+    Args:
+        tree: pytree of arrays.
+        mesh: devices to place on.
+
+    Returns:
+        The placed pytree.
+    """
 
     def place(x: Any) -> Array:
         # Each process places the copies of its own devices.
@@ -346,7 +442,14 @@ def replicate(tree: Any, mesh: Mesh) -> Any:
 
 
 def local(tree: Any) -> Any:
-    """Replaces replicated arrays by their copy on one device of this process."""
+    """Replaces replicated arrays by their copy on one device of this process.
+
+    Args:
+        tree: pytree of arrays.
+
+    Returns:
+        The pytree with arrays of one device.
+    """
 
     def one(x: Any) -> Any:
         several = isinstance(x, jax.Array) and len(x.sharding.device_set) > 1

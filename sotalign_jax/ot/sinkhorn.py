@@ -109,6 +109,17 @@ def log_plan(
     """Computes log P from centred scalings, shape [..., n, m].
 
     Log-masses are at most 0. Larger ones, where K/epsilon has no digits left, are kept finite.
+
+    Args:
+        k: affinity, shape [..., n, m].
+        row_centre: part of u in the units of K, shape [..., n].
+        centred_u: the rest of u, shape [..., n].
+        v: column log-scalings without their centre, shape [..., m].
+        epsilon: regularisation.
+        column_centre: part of v in the units of K, or None for zero.
+
+    Returns:
+        log P.
     """
     # Centred before the division: K and its centres are close where the plan has mass.
     centred = k - row_centre[..., :, None]
@@ -231,6 +242,14 @@ def without_padding(k: Array, log_a: Array, log_b: Array) -> Array:
     """Replaces K by 0 in rows and by -inf in columns of weight zero, where it may be NaN.
 
     Columns get -inf because they must not count for the largest entry of a row.
+
+    Args:
+        k: affinity, shape [n, m].
+        log_a: log-weights of the rows.
+        log_b: log-weights of the columns.
+
+    Returns:
+        The affinity with the replaced entries.
     """
     k = jnp.where(jnp.isneginf(log_b)[None, :], -jnp.inf, k)
     return jnp.where(jnp.isneginf(log_a)[:, None], 0.0, k)
@@ -242,6 +261,13 @@ def constant(message: str, x: Any) -> Any:
 
     Forward and reverse mode both call a `custom_jvp` rule, but only for tangents that may differ
     from zero. `jax.lax.stop_gradient` of the input is therefore accepted.
+
+    Args:
+        message: text of the error.
+        x: a pytree of arrays.
+
+    Returns:
+        The same pytree.
     """
     return x
 

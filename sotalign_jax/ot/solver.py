@@ -83,6 +83,13 @@ def row_range(k: Array, axes: sharding.Axes = ()) -> tuple[Array, Array]:
 
     Entries that are not finite do not count. One pass in blocks of rows reads K once and keeps no
     copy of it.
+
+    Args:
+        k: affinity, shape [n, m].
+        axes: axes of the mesh that rows are split over.
+
+    Returns:
+        The largest entries, shape [n], and the range.
     """
     lowest_number = jnp.finfo(k.dtype).min
 
@@ -99,12 +106,29 @@ def row_range(k: Array, axes: sharding.Axes = ()) -> tuple[Array, Array]:
 
 
 def rounding(exponent: Any, dtype: Any) -> Array:
-    """Estimates the marginal error that rounding exponents K/epsilon of this size adds."""
+    """Estimates the marginal error that rounding exponents K/epsilon of this size adds.
+
+    Args:
+        exponent: size of the exponents.
+        dtype: type in which they are rounded.
+
+    Returns:
+        The estimate, for plans of total mass 1.
+    """
     return 0.5 * jnp.finfo(dtype).eps * exponent
 
 
 def goal(tolerance: Array, widest: Any, epsilon: Array) -> Array:
-    """Returns the tolerance minus the expected rounding error of exponents up to widest/epsilon."""
+    """Returns the tolerance minus the expected rounding error of exponents up to widest/epsilon.
+
+    Args:
+        tolerance: marginal error that was asked for.
+        widest: largest range of K within a row.
+        epsilon: regularisation.
+
+    Returns:
+        The error to aim at, at least half of the tolerance.
+    """
     below = _MARGIN * tolerance - rounding(widest / epsilon, epsilon.dtype)
     return jnp.maximum(below, 0.5 * tolerance)
 
