@@ -1,7 +1,8 @@
-"""Real photographs with human captions: pairs, unpaired pools, galleries and class prompts.
+"""The repository's own data: photographs with captions, and speech with transcripts.
 
-Embeddings are kept as 8-bit codes and restored to float32 features for the rows that are read:
-pools are lazy, pairs and galleries are arrays. `data/README.md` says what the files hold.
+Embeddings are stored as 8-bit codes and restored to float32 when rows are read. Pools are lazy,
+pairs and galleries are arrays. An utterance takes the place of an image, and its transcript the
+place of the caption. `data/README.md` describes the files.
 """
 
 import functools
@@ -20,8 +21,14 @@ from jaxtyping import Float, Int
 from sotalign_jax import checks, data, files
 
 FOLDER = pathlib.Path(__file__).parent / "data"
-CAPTIONED = ("coco", "flickr8k", "rsicd")
-"""Collections of images with captions: what pairs and galleries come from."""
+PHOTOGRAPHS = ("coco", "flickr8k", "rsicd")
+"""Collections of images with captions."""
+CAPTIONED = (*PHOTOGRAPHS, "speech")
+"""Collections that pairs come from. "speech" is Common Voice."""
+GALLERIES = (*CAPTIONED, "librispeech")
+"""Collections to evaluate on. "librispeech" is tested on, with the other splits of "speech"."""
+LABELLED = {"coco": "photograph", "speech": "utterance", "librispeech": "utterance"}
+"""Galleries whose texts are stored, and the noun for a row of the first modality."""
 ZERO_SHOT = {
     "imagenet": "zs_imagenet_val5k",
     "cifar10": "zs_cifar10",
@@ -30,30 +37,37 @@ ZERO_SHOT = {
     "flowers102": "zs_flowers102",
     "intel": "zs_intel6",
 }
-"""Classification sets, and their files."""
+"""Files of the classification sets."""
 IMAGE_POOLS = (*CAPTIONED, *ZERO_SHOT, "noise")
-"""Where unpaired images may come from."""
+"""Sources of unpaired images, or speech."""
 TEXT_POOLS = (*CAPTIONED, "flickr30k", "noise")
-"""Where unpaired texts may come from."""
+"""Sources of unpaired texts."""
 POOLS = ("disjoint", "random")
 TEXT_ENCODERS = ("MiniLM", "WordLlama", "words")
-"""What makes features of texts; the last two read COCO's captions and class prompts when asked."""
-_FILES = {**ZERO_SHOT, "coco_unpaired": "coco_unpaired_images"}
+"""Text encoders. The last two embed COCO's captions and class prompts when they are read."""
+_FILES = {**ZERO_SHOT, "coco_unpaired": "coco_unpaired_images", "librispeech": "speech"}
 _FILES["flickr30k"] = "flickr30k_unpaired_texts"
 _SPLITS = {"train": 0, "val": 1, "test": 2}
+_LIBRISPEECH = 5  # its split in the file of Common Voice
 _VAL_IMAGES = 500  # held out of a train split that comes without a validation split
 
 # --- files and features -------------------------------------------------------------------------
 
 
 def checksums() -> dict[str, str]:
-    """SHA-256 of every file in the folder, as its SHA256SUMS says."""
+    """Returns the SHA-256 of every file in the folder, as listed in SHA256SUMS."""
     lines = (FOLDER / "SHA256SUMS").read_text().splitlines()
     return {name: digest for digest, name in map(str.split, lines)}
 
 
 def fingerprints(*sources: str) -> dict[str, str]:
-    """Returns the checksums, shortened, of the files that the named sources are read from.
+    """Returns shortened checksums of the files that the named sources are read from.
+
+    Args:
+      *sources: collections and classification sets.
+
+    Returns:
+      The first 16 digits of each SHA-256, by file name.
 
     >>> list(fingerprints("coco"))
     ['coco.npz', 'coco_captions.txt', 'coco_unpaired_images.npz', 'efficientnet_lite2_pca512.npz']
@@ -64,7 +78,14 @@ def fingerprints(*sources: str) -> dict[str, str]:
 
 
 def read(name: str) -> bytes:
-    """The bytes of one file; InputError if it is missing or differs from its checksum."""
+    """Returns the bytes of one file of the folder.
+
+    Args:
+      name: file name.
+
+    Raises:
+      checks.InputError: if the file is missing or differs from its checksum.
+    """
     path = FOLDER / name
     content = path.read_bytes() if path.is_file() else None
     if content is None or hashlib.sha256(content).hexdigest() != checksums()[name]:
@@ -94,16 +115,23 @@ def _restore_images(codes: Int[np.ndarray, "n 512"]) -> Float[np.ndarray, "n 128
     return codes.astype(np.float32) @ components + mean
 
 
-def _restore_texts(codes: Int[np.ndarray, "*n 384"]) -> Float[np.ndarray, "*n 384"]:
-    texts = codes * _basis()[2]
+def _restore_texts(
+    codes: Int[np.ndarray, "*n 384"], scale: Float[np.ndarray, " 384"] | None = None
+) -> Float[np.ndarray, "*n 384"]:
+    texts = codes * (_basis()[2] if scale is None else scale)
     return texts / np.linalg.norm(texts, axis=-1, keepdims=True)
 
 
 class Rows(files.MappedRows):
-    """Row i is restore(codes[rows[i]]), made when it is taken."""
+    """Lazy features: row i is restore(codes[rows[i]]).
+
+    Args:
+      codes: stored codes, one row each.
+      rows: any index of the codes.
+      restore: function from codes to features.
+    """
 
     def __init__(self, codes: np.ndarray, rows: Any, restore: Callable[[Any], np.ndarray]) -> None:
-        """Any index of the codes chooses the rows."""
         super().__init__(codes, np.arange(len(codes))[rows])
         self._restore = restore
         self.dtype, self.shape = np.dtype(np.float32), (len(self), restore(codes[:1]).shape[1])
@@ -113,45 +141,70 @@ class Rows(files.MappedRows):
 
 
 def images(source: str, rows: Any = slice(None)) -> Rows:
-    """Image features [n, 1280] of a captioned collection or a classification set, lazily.
+    """Returns lazy features of images, shape [n, 1280], or of speech, shape [n, 512].
 
-    "coco_unpaired" are COCO's images without captions.
+    Args:
+      source: a collection, a classification set, or "coco_unpaired", COCO's images without
+        captions.
+      rows: any index of the source's rows.
     """
-    checks.choice("images", source, (*CAPTIONED, *ZERO_SHOT, "coco_unpaired"))
-    return Rows(_table(source)["image"], rows, _restore_images)
+    checks.choice("images", source, (*GALLERIES, *ZERO_SHOT, "coco_unpaired"))
+    table = _table(source)
+    if "speech" in table:
+        return Rows(table["speech"], rows, lambda codes: codes * table["speech_scale"])
+    return Rows(table["image"], rows, _restore_images)
 
 
 def texts(source: str, rows: Any = slice(None), encoder: str = "MiniLM") -> Rows:
-    """Caption features [m, 384] of a captioned collection, or of Flickr30k, lazily.
+    """Returns lazy features of captions or transcripts, shape [m, 384].
 
-    Another of `TEXT_ENCODERS` has 256 features, of COCO's captions alone.
+    Args:
+      source: a collection, or "flickr30k".
+      rows: any index of the source's rows.
+      encoder: one of `TEXT_ENCODERS`. All but the first have 256 features, of COCO alone.
     """
-    checks.choice("texts", source, TEXT_POOLS[:-1] if encoder == "MiniLM" else ("coco",))
+    known = (*GALLERIES, "flickr30k") if encoder == "MiniLM" else ("coco",)
+    checks.choice("texts", source, known)
     if encoder == "MiniLM":
-        return Rows(_table(source)["text"], rows, _restore_texts)
+        table = _table(source)
+        restore = functools.partial(_restore_texts, scale=table.get("text_scale"))
+        return Rows(table["text"], rows, restore)
     return Rows(_caption_features(encoder), rows, np.asarray)
 
 
 def image_of_text(name: str) -> Int[np.ndarray, " m"]:
-    """The image row of every caption row; the captions of an image are neighbours."""
-    return _table(name)["image_of_text"]
+    """Returns the image row of every caption row. Captions of one image are adjacent."""
+    table = _table(name)
+    return table["image_of_text"] if "image" in table else np.arange(len(table["text"]))
 
 
 @functools.cache
-def captions() -> tuple[str, ...]:
-    """COCO's captions, one for every text row."""
-    return tuple(read("coco_captions.txt").decode().splitlines())
+def captions(name: str = "coco") -> tuple[str, ...]:
+    """Returns the caption or transcript of every text row of one of `LABELLED`.
+
+    >>> captions("speech")[0]
+    'His father died later that year.'
+    """
+    checks.choice("captions", name, tuple(LABELLED))
+    return tuple(read(f"{_FILES.get(name, name)}_captions.txt").decode().splitlines())
 
 
 @functools.cache
 def rows_of_split(name: str, split: str) -> Int[np.ndarray, " n"]:
-    """Image rows of "train", "val" or "test"; the same whatever the seed of a run.
+    """Returns the image rows of a split, whatever the seed of a run.
 
-    Flickr8k and RSICD have no validation split of their own: 500 of their train images are it.
+    Flickr8k and RSICD come without a validation split: it is 500 of their train images. LibriSpeech
+    is a test split alone: its other splits are those of Common Voice.
+
+    Args:
+      name: one of `GALLERIES`.
+      split: "train", "val" or "test".
     """
-    checks.choice("name", name, CAPTIONED)
+    checks.choice("name", name, GALLERIES)
     checks.choice("split", split, tuple(_SPLITS))
     splits = _table(name)["split"]
+    if name == "librispeech" and split == "test":
+        return np.flatnonzero(splits == _LIBRISPEECH)
     if split == "test" or (splits == _SPLITS["val"]).any():
         return np.flatnonzero(splits == _SPLITS[split])
     train = np.random.default_rng(0).permutation(np.flatnonzero(splits == _SPLITS["train"]))
@@ -162,14 +215,19 @@ def rows_of_split(name: str, split: str) -> Int[np.ndarray, " n"]:
 
 
 def encode_words(said: Sequence[str], encoder: str) -> Float[np.ndarray, "n 256"]:
-    """Unit features of texts: the mean of their tokens' vectors.
+    """Returns unit features of texts, the mean of their tokens' vectors.
 
-    "WordLlama" has the vectors of its package (Miller 2024), trained for sentences on the tokens of
-    a language model; "words" has a random vector for every word.
+    Args:
+      said: the texts.
+      encoder: "WordLlama" takes the vectors of its package, trained for sentences on the tokens of
+        a language model. "words" takes a random vector for every word.
 
     >>> same, words = encode_words(["A dog.", "a DOG"], "words")
     >>> bool((same == words).all())
     True
+
+    References:
+      Miller, "WordLlama: recycled token embeddings from large language models", 2024.
     """
     checks.choice("text_encoder", encoder, TEXT_ENCODERS[1:])
     if encoder == "words":
@@ -196,7 +254,7 @@ def _caption_features(encoder: str) -> Float[np.ndarray, "m 256"]:
     return encode_words(captions(), encoder)
 
 
-# --- what is evaluated on -----------------------------------------------------------------------
+# --- evaluation ---------------------------------------------------------------------------------
 
 
 def _captions_of(name: str, image_rows: np.ndarray) -> np.ndarray:
@@ -204,7 +262,13 @@ def _captions_of(name: str, image_rows: np.ndarray) -> np.ndarray:
 
 
 def gallery(name: str, split: str = "test", encoder: str = "MiniLM") -> data.Gallery:
-    """All images of a split with all their captions, by one of `TEXT_ENCODERS`."""
+    """Returns all images of a split with all their captions.
+
+    Args:
+      name: one of `GALLERIES`.
+      split: "train", "val" or "test".
+      encoder: one of `TEXT_ENCODERS`.
+    """
     image_rows = rows_of_split(name, split)
     text_rows = _captions_of(name, image_rows)
     owner = np.searchsorted(image_rows, image_of_text(name)[text_rows])
@@ -213,10 +277,14 @@ def gallery(name: str, split: str = "test", encoder: str = "MiniLM") -> data.Gal
 
 
 def zero_shot(name: str, encoder: str = "MiniLM") -> data.ZeroShot:
-    """A classification set with its prompts, by one of `TEXT_ENCODERS`.
+    """Returns a classification set with its prompts.
 
-    The image encoder was trained with ImageNet's labels; Food-101's images are 64 pixels wide;
+    The image encoder was trained with ImageNet's labels. Food-101's images are 64 pixels wide.
     Flowers-102 is near chance with these encoders.
+
+    Args:
+      name: one of `ZERO_SHOT`.
+      encoder: one of `TEXT_ENCODERS`.
     """
     checks.choice("zero_shot", name, tuple(ZERO_SHOT))
     table = _table(name)
@@ -229,18 +297,26 @@ def zero_shot(name: str, encoder: str = "MiniLM") -> data.ZeroShot:
     return data.zero_shot(_restore_images(table["image"]), table["label"], prompts, names)
 
 
-def test_labels() -> tuple[list[int], list[str]]:
-    """COCO's numbers of the images of `gallery("coco")`, and its captions."""
-    image_rows, said = rows_of_split("coco", "test"), captions()
-    image_ids = _table("coco")["image_id"][image_rows].tolist()
-    return image_ids, [said[row] for row in _captions_of("coco", image_rows)]
+def test_labels(name: str = "coco") -> tuple[list[int], list[str]]:  # noqa: PT028 (no test)
+    """Returns the numbers of the images of `gallery(name)`, and the texts of its captions.
+
+    Args:
+      name: one of `LABELLED`. Photographs have COCO's numbers, utterances their row numbers.
+
+    >>> numbers, said = test_labels("librispeech")
+    >>> len(numbers), len(said)
+    (1515, 1515)
+    """
+    rows, said, table = rows_of_split(name, "test"), captions(name), _table(name)
+    numbers = table["image_id"][rows] if "image_id" in table else rows
+    return numbers.tolist(), [said[row] for row in _captions_of(name, rows)]
 
 
-# --- what is trained on -------------------------------------------------------------------------
+# --- training -----------------------------------------------------------------------------------
 
 
 class Chosen(NamedTuple):
-    """Row numbers of a captioned collection: pairs, and what is left for unpaired pools."""
+    """Row numbers of a collection: the pairs, and the unpaired pools."""
 
     images: Int[np.ndarray, " p"]
     texts: Int[np.ndarray, " p"]
@@ -249,11 +325,16 @@ class Chosen(NamedTuple):
 
 
 def choose(name: str, *, n_pairs: int, pool: str = "disjoint", seed: int = 0) -> Chosen:
-    """Pairs of train images, each with one of its captions at random, and all other rows.
+    """Draws pairs of train images, each with one of its captions, and leaves the rest as pools.
 
-    pool "disjoint" is one half of the other train images, and all captions of the other half;
-    "random" all other train images, and all their captions. With one seed, fewer pairs are a subset
-    of more.
+    With one seed, fewer pairs are a subset of more.
+
+    Args:
+      name: one of `CAPTIONED`.
+      n_pairs: number of pairs.
+      pool: "disjoint" takes one half of the other train images and the captions of the other half.
+        "random" takes all other train images and all their captions.
+      seed: seed of the draw.
     """
     rng = np.random.default_rng(seed)
     train = rng.permutation(rows_of_split(name, "train"))
@@ -282,18 +363,37 @@ def dataset(
     zero_shot_on: str | None = None,
     text_encoder: str = "MiniLM",
 ) -> data.Dataset:
-    """Pairs of a captioned collection, unpaired pools, and what to validate and test on.
+    """Returns pairs of a collection, unpaired pools, and galleries to validate and test on.
 
-    pool "disjoint": unpaired images and captions are of different photographs, none of them paired,
-    so no hidden pair is left. COCO's images are then those without captions, and its texts the
-    captions of all train images that are not paired; the other collections' are divided, see
-    `choose`. pool "random": images and captions of the same photographs.
+    With one seed, fewer pairs are a subset of more, and fewer unpaired rows of more.
 
-    Pools may come from others of `IMAGE_POOLS` and `TEXT_POOLS`; they have `n_unpaired` rows, all
-    when None, of which a fraction `pool_noise` is replaced by random directions. Galleries are of
-    `evaluate_on`, by default of the pairs' collection, and classes of `zero_shot_on`; without
-    `test`, the test split and the classes stay unread. With one seed, fewer pairs are a subset of
-    more, and fewer unpaired rows of more.
+    Args:
+      name: one of `CAPTIONED`.
+      n_pairs: number of pairs.
+      pool: with "disjoint", unpaired images and captions are of different photographs, none of them
+        paired, so that no hidden pair is left. COCO's images are then those without captions, and
+        its texts the captions of all train images that are not paired. The other collections are
+        divided, see `choose`. With "random", images and captions are of the same photographs.
+      n_unpaired: rows of each pool, None for all.
+      seed: seed of pairs and pools.
+      unpaired_images: source of the images, one of `IMAGE_POOLS`, None for `name`.
+      unpaired_texts: source of the texts, one of `TEXT_POOLS`, None for `name`.
+      pool_noise: fraction of the pools that is replaced by random directions.
+      evaluate_on: one of `GALLERIES`, None for `name`.
+      test: False leaves the test split and the classes unread.
+      zero_shot_on: one of `ZERO_SHOT`, or None.
+      text_encoder: one of `TEXT_ENCODERS`.
+
+    Returns:
+      The data of a run.
+
+    Raises:
+      checks.InputError: if a source is unknown, has too few rows, or has another width than the
+        pairs.
+
+    >>> made = dataset("speech", n_pairs=1000, evaluate_on="librispeech")
+    >>> made.pairs_x.shape, made.pool_x.shape, len(made.val.x), len(made.test.x)
+    ((1000, 512), (5240, 512), 611, 1515)
     """
     checks.whole(1, n_pairs=n_pairs)
     source_x, source_y = unpaired_images or name, unpaired_texts or name
@@ -302,7 +402,7 @@ def dataset(
     checks.choice("pool", pool, POOLS)
     checks.choice("unpaired_images", source_x, IMAGE_POOLS)
     checks.choice("unpaired_texts", source_y, TEXT_POOLS)
-    checks.choice("evaluate_on", evaluate_on, CAPTIONED)
+    checks.choice("evaluate_on", evaluate_on, GALLERIES)
     # Noise stands in the place of the pairs' own collection.
     x, y = (name if source == "noise" else source for source in (source_x, source_y))
     if x == "coco" and pool == "disjoint":

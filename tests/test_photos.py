@@ -27,7 +27,7 @@ def test_every_file_is_listed_whole_and_small_enough_to_clone():
     listed = photos.checksums()
     there = {path.name: path.stat().st_size for path in photos.FOLDER.iterdir()}
     assert set(there) == {*listed, "SHA256SUMS", "README.md"}
-    assert max(there.values()) < 50e6 and sum(there.values()) <= 110e6
+    assert max(there.values()) < 50e6 and sum(there.values()) <= 124e6
     assert all(len(photos.read(name)) == there[name] for name in listed)
 
 
@@ -204,6 +204,33 @@ def test_pools_of_other_sources():
 def test_errors_name_the_argument(options, message):
     with pytest.raises(checks.InputError, match=message):
         photos.dataset(**{"name": "rsicd", "n_pairs": 10, **options})
+
+
+def test_speech_is_restored_as_documented_and_shares_no_speaker():
+    table = stored("speech")
+    made = photos.dataset("speech", n_pairs=30, n_unpaired=40, seed=2)
+    spoken, said = table["speech"] * table["speech_scale"], table["text"] * table["text_scale"]
+    pairs = rows_in(made.pairs_x, spoken)
+    np.testing.assert_array_equal(pairs, rows_in(made.pairs_y, said))
+    x, y = rows_in(made.pool_x, spoken), rows_in(made.pool_y, said)
+    assert not set(pairs) & {*x, *y} and not set(x) & set(y)
+    splits = [photos.rows_of_split("speech", split) for split in ("train", "val", "test")]
+    splits.append(photos.rows_of_split("librispeech", "test"))
+    assert tuple(map(len, splits)) == (11480, 611, 2002, 1515)
+    speakers = [set(table["speaker"][rows]) for rows in splits]
+    assert sum(map(len, speakers)) == len(set.union(*speakers))
+
+
+def test_speech_is_evaluated_on_another_source():
+    made = photos.dataset("speech", n_pairs=5, evaluate_on="librispeech", unpaired_texts="coco")
+    numbers, said = photos.test_labels("librispeech")
+    assert (len(made.val.x), len(made.test.x)) == (611, len(said))
+    spoken = stored("speech")
+    row = numbers[7]
+    np.testing.assert_allclose(made.test.x[7], spoken["speech"][row] * spoken["speech_scale"])
+    assert said[7] == photos.captions("speech")[row]
+    with pytest.raises(checks.InputError, match="width"):
+        photos.dataset("speech", n_pairs=5, unpaired_images="coco")
 
 
 def test_labels_are_those_of_the_gallery():
