@@ -244,6 +244,7 @@ def test_settings_can_be_changed_on_the_command_line(launch, files):
         (["--config.method=sale"], "method "),
         (["--wrkdir=a"], "'wrkdir'. Did you mean: workdir"),
         (["again"], "'again'"),
+        (["--config=nope.py"], "config: nope.py cannot be read"),
         (["--config.data.files.x="], "data: files.x"),
         (
             [

@@ -213,9 +213,7 @@ def test_bad_sliced_wasserstein_input(x, y, options, message):
 def test_bad_repetitions():
     x = np.ones((4, 3))
     for name in ("repeats", "rows", "projections"):
-        with pytest.raises(
-            checks.InputError, match=rf"{name} .*got 0"
-        ):
+        with pytest.raises(checks.InputError, match=rf"{name} .*got 0"):
             diagnostics.pool_shift(x, x, **{name: 0})
     with pytest.raises(checks.InputError, match=r"pairs:? has 1 rows but .*at least"):
         diagnostics.pool_shift(x[:1], x)

@@ -361,7 +361,7 @@ def test_a_full_disk_loses_nothing(pictures, uninterrupted, tmp_path):
 def test_a_polite_end_is_one_line(pictures, tmp_path):
     told = kill(pictures, tmp_path / "out", signal.SIGTERM, 14)
     assert "Traceback" not in told and shards(tmp_path / "out") == 2
-    assert told.splitlines()[-1] == "interrupted: start the same command again to go on"
+    assert told.splitlines()[-1].startswith("interrupted: ")
 
 
 # --- files for experiments.main -----------------------------------------------------------------
@@ -554,11 +554,15 @@ def test_pair_prints_what_training_reads(pictures, tmp_path):
     read = files_config.get_config(switch).data
     files = tmp_path / "files"
     assert read.files.unpaired_y == str(files / "unpaired_y.npy") and read.files.test_x is None
-    assert read.n_pairs == 20  # the pools need no row of them
+    assert read.n_pairs == 14  # the pools need none of the rows that are not held out
     (files / "unpaired_y.npy").unlink()
-    assert files_config.get_config(switch).data.files.unpaired_y == str(files / "y.npy")
-    extraction.write(files, {"x": np.zeros((3, 4)), "y": np.zeros((3, 4))}, x, y)
+    config = files_config.get_config(switch)
+    config.runs, config.method = {}, "cca"
+    (one,) = config_lib.runs(config).values()
+    shapes = run_lib.load_dataset(one).summary()
+    assert shapes["pool_x"] == [40, 64] and shapes["pool_y"] == shapes["pairs_y"] == [14, 64]
+    extraction.write(files, {"x": np.zeros((30, 4)), "y": np.zeros((30, 4))}, x, y)
     read = files_config.get_config(switch).data  # pools of another table are gone
-    assert read.files.unpaired_x is None and read.n_pairs == 1000
+    assert read.files.unpaired_x is None and read.n_pairs == 21
     with pytest.raises(checks.InputError, match=r"config: from=.*gone"):
         files_config.get_config(f"from={tmp_path}/gone")
