@@ -274,7 +274,7 @@ def switched(config: ConfigDict, arg: str) -> ConfigDict:
             }
         else:
             known = "smoke, seeds=N, pairs=N+M, from=FOLDER"
-            raise checks.InputError(f"config: switch must be one of {known}, got {word!r}")
+            raise checks.InputError(f"config: unknown switch {word!r}; choose from {known}")
     return config
 
 

@@ -171,7 +171,7 @@ def test_what_all_runs_share_is_not_blamed_on_one():
     config = config_lib.default()
     config.runs = {"a": {"method": "sail"}}
     config.train.steps = -1
-    with pytest.raises(checks.InputError, match=r"^train.steps: "):
+    with pytest.raises(checks.InputError, match=r"^train.steps "):
         config_lib.runs(config)
 
 
@@ -244,7 +244,6 @@ def test_settings_can_be_changed_on_the_command_line(launch, files):
         (["--config.method=sale"], "method "),
         (["--wrkdir=a"], "'wrkdir'. Did you mean: workdir"),
         (["again"], "'again'"),
-        (["--config=nope.py"], "config: nope.py cannot be read"),
         (["--config.data.files.x="], "data: files.x"),
         (
             [

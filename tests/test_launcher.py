@@ -135,6 +135,7 @@ def test_mistakes_end_in_one_line(files, start, tmp_path):
     run = tmp_path / "run"
     cases = {
         (f"{quickstart}:bogus",): "config: unknown switch 'bogus'",
+        ("--config=nope.py", "--config.train.steps=1"): "config: nope.py cannot be read",
         (quickstart, "--config.train.stpes=1"): "unknown setting 'stpes'; did you mean 'steps'?",
         (f"--config={files}/config.py", "--config.data.files.x=gone.npy"): (
             "data: files.x: gone.npy: "

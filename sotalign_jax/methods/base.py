@@ -116,9 +116,13 @@ class Progress:
         loss, mean_r1 = values.get("loss"), values.get("val/mean/R@1")
         self.advance(step - self._step, loss=loss, mean_r1=mean_r1)
 
-    def advance(self, count: int = 1, *, loss: Any = None, mean_r1: Any = None) -> None:
-        """Moves on by `count`; the last known loss and MeanR@1 stay on show."""
+    def advance(
+        self, count: int = 1, *, skipped: int = 0, loss: Any = None, mean_r1: Any = None
+    ) -> None:
+        """Moves on by `count`, of which `skipped` do not count in the rate."""
         before, self._step = self._step, self._step + count
+        self._initial += skipped
+        self._bar.initial = self._initial
         for name, value in (("loss", loss), ("MeanR@1", mean_r1)):
             if value is not None:
                 self._shown[name] = f"{name} {value:.4g}"
@@ -128,7 +132,8 @@ class Progress:
             self._bar.update(count)
             if self._plain and 10 * self._step // self._total > 10 * before // self._total:
                 speed = (self._step - self._initial) / max(time.monotonic() - self._start, 1e-9)
-                left = tqdm.tqdm.format_interval((self._total - self._step) / speed)
+                rest = (self._total - self._step) / speed if speed else None
+                left = "?" if rest is None else tqdm.tqdm.format_interval(rest)
                 done = f"{self._title}: {self._step}/{self._total} {self._unit}".rstrip()
                 rate = f"{speed:.3g} {self._unit}/s" if self._rate else ""
                 parts = filter(None, (done, text, rate, f"{left} left"))
