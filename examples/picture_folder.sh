@@ -3,8 +3,8 @@
 #
 #     bash examples/picture_folder.sh PICTURES captions.csv "a red car" runs/pictures
 #
-# The CSV has the columns file (its path below PICTURES) and caption. Arguments after the fourth go
-# to experiments.main, such as --config.train.steps=500. Started again, it goes on where it stopped.
+# The CSV has the columns file (a path below PICTURES) and caption. Arguments after the fourth go to
+# experiments.main, such as --config.train.steps=500. Running the command again resumes it.
 # Needs pip install -e '.[experiments,extract]'.
 set -euo pipefail
 if [ $# -lt 3 ]; then
@@ -18,11 +18,11 @@ mkdir -p "${4:-runs/pictures}"
 pictures=$(realpath "$1") captions=$(realpath "$2") query=$3 out=$(realpath "${4:-runs/pictures}")
 cd "$(dirname "$0")/.."
 
-# Embed all pictures, and the captions there are.
-python -m experiments.extract --encoder=efficientnet-lite2 --data=folder --root="$pictures" \
-    --workdir="$out/efficientnet-lite2"
+# Embed the captions, which takes little and finds wrong paths, and then all pictures.
 python -m experiments.extract --encoder=all-minilm-l6-v2 --data=folder --root="$pictures" \
     --captions="$captions" --workdir="$out/all-minilm-l6-v2"
+python -m experiments.extract --encoder=efficientnet-lite2 --data=folder --root="$pictures" \
+    --workdir="$out/efficientnet-lite2"
 
 # Pair them; pictures without a caption become the unpaired rows of training.
 python -m experiments.pair --x="$out/efficientnet-lite2" --y="$out/all-minilm-l6-v2" --workdir="$out/files"

@@ -1,4 +1,4 @@
-"""How every command starts and ends: absl flags, --help with examples, errors in one line."""
+"""Start and end of every command: absl flags, --help with examples, errors in one line."""
 
 import os
 import pathlib
@@ -23,7 +23,7 @@ class _PathParser(flags.ArgumentParser[pathlib.Path]):
 
 
 def path_flag(name: str, default: str | None, text: str, **options: Any) -> flags.FlagHolder[Any]:
-    """Defines a flag whose value is a path, ~ included."""
+    """Defines a flag whose value is a path, in which ~ is the home folder."""
     return flags.DEFINE(_PathParser(), name, default, text, **options)
 
 
@@ -32,17 +32,24 @@ flags.disclaim_key_flags()  # from here on a flag belongs to the command that as
 
 
 def workdir() -> pathlib.Path:
-    """The folder that --workdir names."""
+    """Returns the folder of --workdir."""
     if not _WORKDIR.value:
-        raise checks.InputError("workdir: is not set; pass --workdir=FOLDER")
+        raise checks.InputError("workdir is not set; pass --workdir=FOLDER")
     return pathlib.Path(_WORKDIR.value).expanduser()
 
 
 def run(command: Callable[[], None], *, choices: Mapping[str, Sequence[str]] | None = None) -> None:
-    """Reads the flags in sys.argv and runs a command; what the user can correct is one line.
+    """Parses the flags in sys.argv and runs a command.
 
-    --help prints the docstring of the command's module, with examples, `choices` by name and the
-    flags. An error ends in SystemExit, with exit code 1.
+    --help prints the docstring of the command's module, `choices` and the flags. An error that the
+    user can correct is printed in one line.
+
+    Args:
+        command: the function to run.
+        choices: values to list in --help, by title.
+
+    Raises:
+        SystemExit: the command failed or was interrupted; the exit code is 1.
     """
     try:
         if {"--help", "-help", "-h", "--helpfull", "--helpshort"} & set(sys.argv[1:]):
@@ -50,13 +57,13 @@ def run(command: Callable[[], None], *, choices: Mapping[str, Sequence[str]] | N
         else:
             _start(command)
         print(end="", flush=True)
-    except BrokenPipeError:  # the reader, such as `head`, has seen enough
+    except BrokenPipeError:  # a reader such as `head` has closed the pipe
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(1)
     except (checks.InputError, FloatingPointError, OSError) as error:
         sys.exit(f"error: {error}")
     except KeyboardInterrupt:
-        sys.exit("interrupted: start the same command again to go on")
+        sys.exit("interrupted: run the same command again to resume it")
 
 
 def _help(command: Callable[[], None], choices: Mapping[str, Sequence[str]]) -> str:
@@ -69,7 +76,7 @@ def _help(command: Callable[[], None], choices: Mapping[str, Sequence[str]]) -> 
 
 def _start(command: Callable[[], None]) -> None:
     logging.set_verbosity(logging.WARNING)
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # a clean stop, like ctrl-C
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # stop cleanly, as on ctrl-C
     try:
         rest = flags.FLAGS(sys.argv)
     except Exception as error:  # a config file may raise anything
@@ -78,14 +85,14 @@ def _start(command: Callable[[], None]) -> None:
         raise checks.InputError(f"unexpected argument {rest[1]!r}; see --help")
     distributed.initialize()
     if "JAX_COMPILATION_CACHE_DIR" not in os.environ and jax.default_backend() != "cpu":
-        # Programs for accelerators, which take minutes to compile, are kept for the next run.
+        # Programs for accelerators take minutes to compile, so the next run reuses them.
         cache = os.environ.get("XDG_CACHE_HOME") or pathlib.Path.home() / ".cache"
         jax.config.update("jax_compilation_cache_dir", f"{cache}/sotalign_jax")
     command()
 
 
 def _explain(error: BaseException) -> str:
-    """Why flags or a config file, which is a program and may raise anything, cannot be read."""
+    """Returns why flags or a config file, which is a program, cannot be read."""
     cause: BaseException | None = error
     while cause is not None:
         for frame in traceback.extract_tb(cause.__traceback__):
@@ -94,11 +101,14 @@ def _explain(error: BaseException) -> str:
                 own = isinstance(cause, checks.InputError)
                 return str(cause) if own else f"{where}{_last_line(cause)}"
         cause = cause.__context__
-    return _last_line(error)
+    told = _last_line(error)
+    if unreadable := re.search(r"\[Errno \d+\] (.+): '(.+)'$", told):
+        return f"config: {unreadable[2]} cannot be read ({unreadable[1]}); check --config"
+    return told
 
 
 def _last_line(error: BaseException) -> str:
-    """Libraries wrap errors in tracebacks and lists, of which the last line tells the cause."""
+    """Returns the last line of an error, which names the cause in errors that libraries wrap."""
     while error.args and isinstance(error.args[0], BaseException):
         error = error.args[0]
     text = str(error.args[0]) if error.args and isinstance(error, KeyError) else str(error)

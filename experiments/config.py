@@ -9,18 +9,18 @@ import dataclasses
 import difflib
 import pathlib
 import re
+import sys
 import types
 import typing
 from collections.abc import Mapping
 from typing import Any
 
-import numpy as np
 from absl import flags
 from ml_collections import config_flags
 from ml_collections.config_dict import ConfigDict, FieldReference, FrozenConfigDict, placeholder
 
 from experiments import photos
-from sotalign_jax import checks, data, heads, methods, training
+from sotalign_jax import checks, data, files, heads, methods, training
 from sotalign_jax import recipe as recipe_lib
 
 METHODS = (*methods.METHODS, *training.TEACHERS, "align")
@@ -33,7 +33,7 @@ FILES = (
     *("test_x", "test_y", "test_x_of_y"),
     *("zero_shot_x", "zero_shot_labels", "zero_shot_prompts"),
 )
-"""Embedding files (.npy, .npz, .safetensors, tfds:NAME:SPLIT:FEATURE; PATH#KEY for a member).
+"""Embedding files of the formats of `load_array`; PATH#KEY names a member or a column.
 
 Row i of `x` matches row i of `y`: pairs and pools are drawn from them. `*_x_of_y` hold, for every
 row of y, the matching row of x; without them row i matches row i.
@@ -251,18 +251,27 @@ def plain(config: ConfigDict) -> dict[str, Any]:
 
 
 def switched(config: ConfigDict, arg: str) -> ConfigDict:
-    """Applies what follows the colon of --config=FILE.py:smoke,seeds=3,pairs=500+1000.
+    """Applies the switches after the colon of --config=FILE.py:smoke,seeds=3,pairs=500+1000.
 
-    `smoke` takes four steps, with one seed; `seeds=N` makes the runs with seeds 0 .. N-1;
-    `pairs=N+M` makes them with N and with M pairs; `from=FOLDER` reads the files of a folder.
+    Args:
+        config: a config, which is changed.
+        arg: switches separated by commas. `smoke` takes four steps with one seed. `seeds=N` makes
+            the runs with seeds 0 .. N-1. `pairs=N+M` makes them with N and with M pairs.
+            `from=FOLDER` reads the files of a folder.
+
+    Returns:
+        The same config.
+
+    Raises:
+        InputError: a switch is unknown, or a folder lacks files.
     """
     words = [word for word in arg.split(",") if word]
     for word in sorted(words, key=lambda word: word != "smoke"):  # first, so that seeds=N counts
         name, _, value = word.partition("=")
         numbers = [int(number) for number in value.split("+") if number.isdigit()]
         if word == "smoke":
-            update(config, SMOKE)  # of every run, those that have a value of their own included
-            config.runs = {
+            update(config, SMOKE)
+            config.runs = {  # settings of single runs would hide those of `smoke`
                 label: {key: value for key, value in one.items() if key not in SMOKE}
                 for label, one in config.runs.items()
             }
@@ -284,17 +293,30 @@ def switched(config: ConfigDict, arg: str) -> ConfigDict:
 
 
 def _read_from(config: ConfigDict, folder: pathlib.Path) -> None:
-    found = [name for name in FILES if (folder / f"{name}.npy").exists()]
-    if not {"x", "y"} <= set(found):
-        raise checks.InputError(f"config: from={folder} holds no x.npy and y.npy; check the path")
+    """Sets the data files to those of a folder, and the number of pairs to what they hold."""
+    found: dict[str, list[pathlib.Path]] = {name: [] for name in FILES}
+    others = []
+    for path in sorted(folder.iterdir()) if folder.is_dir() else ():
+        known = path.stem in found and path.suffix.lower() in files.READERS
+        found[path.stem].append(path) if known else others.append(path.name)
+    if missing := [name for name in ("x", "y") if not found[name]]:
+        text = f"config: from={folder} must hold x and y, such as x.npy, and has no {missing[0]}"
+        has = ", ".join(others[:10]) or "no files"
+        raise checks.InputError(f"{text}; it holds {has}")
+    if several := [paths for paths in found.values() if len(paths) > 1]:
+        names = " and ".join(path.name for path in several[0])
+        raise checks.InputError(f"config: from={folder} holds {names}; remove all but one")
     config.data.name = "files"
-    for name in found:
-        config.data.files[name] = str(folder / f"{name}.npy")
-    if {"unpaired_x", "unpaired_y"} & set(found):
-        for side in "xy":  # where one side has no pool, the pairs' own rows are it, as in `align`
-            pool = f"unpaired_{side}"
-            config.data.files[pool] = config.data.files[pool if pool in found else side]
-        config.data.n_pairs = len(np.load(folder / "x.npy", mmap_mode="r"))
+    for name, paths in found.items():
+        config.data.files[name] = str(paths[0]) if paths else None
+    rows = held = len(files.load_array(config.data.files.x))
+    if not found["val_x"] and not found["test_x"]:
+        rows -= sum(data.held_out_sizes(rows, data.VAL_AND_TEST))
+    held -= rows
+    if found["unpaired_x"] or found["unpaired_y"] or rows < config.data.n_pairs:
+        config.data.n_pairs = rows
+        aside = f" without {held} that are held out" if held else ""
+        print(f"from={folder}: all {rows:,} rows of x and y{aside} are pairs", file=sys.stderr)
 
 
 class DictParser(flags.ArgumentParser):

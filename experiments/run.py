@@ -255,7 +255,7 @@ def _files(paths: Config, options: dict[str, Any], *, test: bool) -> data.Datase
         with checks.naming(f"files.{group}: "):
             return make(*arrays)
 
-    return data.semi_supervised(
+    made = data.semi_supervised(
         load("x"),
         load("y"),
         unpaired_x=load("unpaired_x", required=False),
@@ -263,5 +263,7 @@ def _files(paths: Config, options: dict[str, Any], *, test: bool) -> data.Datase
         val=load_all("val", data.gallery, "x", "y", "x_of_y"),
         test=load_all("test", data.gallery, "x", "y", "x_of_y") if test else None,
         zero_shot=load_all("zero_shot", data.zero_shot, "x", "labels", "prompts") if test else None,
+        held_out=None if paths.val_x or paths.test_x else data.VAL_AND_TEST,
         **options,
     )
+    return made if test else dataclasses.replace(made, test=None)

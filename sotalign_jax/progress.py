@@ -101,9 +101,13 @@ class Progress(Observer):
         loss, mean_r1 = values.get("loss"), values.get("val/mean/R@1")
         self.advance(step - self._step, loss=loss, mean_r1=mean_r1)
 
-    def advance(self, count: int = 1, *, loss: Any = None, mean_r1: Any = None) -> None:
-        """Moves on by `count` steps. The last known loss and validation R@1 stay on show."""
+    def advance(
+        self, count: int = 1, *, skipped: int = 0, loss: Any = None, mean_r1: Any = None
+    ) -> None:
+        """Moves on by `count` steps, of which `skipped` do not count in the rate."""
         before, self._step = self._step, self._step + count
+        if self._clock is not None:
+            self._clock = self._clock[0] + skipped, self._clock[1]
         for name, value in (("loss", loss), ("val R@1", mean_r1)):
             if value is not None:
                 self._shown[name] = f"{name} {value:.4g}"
@@ -125,7 +129,7 @@ class Progress(Observer):
         assert self._clock is not None
         first, since = self._clock
         done = f"{self._title}: {self._step}/{self._total} {self._unit}".rstrip()
-        if self._step == first:
+        if self._step <= first:
             return done, text
         speed = (self._step - first) / max(time.monotonic() - since, 1e-9)
         left = tqdm.tqdm.format_interval((self._total - self._step) / speed)

@@ -177,7 +177,7 @@ def test_a_missing_package_is_no_fault_of_the_items(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "soundfile", None)
     sound = items.Item("a", "a", tmp_path / "a.flac", items.sound)
     source = items.Source({"audio": lambda: iter([sound])})
-    with pytest.raises(checks.InputError, match=r"soundfile: .*\[extract\]"):
+    with pytest.raises(checks.InputError, match=r"soundfile .*\[extract\]"):
         extraction.extract(source, toy_encoders.Toy("audio"), tmp_path / "out", data={})
 
 
@@ -361,7 +361,7 @@ def test_a_full_disk_loses_nothing(pictures, uninterrupted, tmp_path):
 def test_a_polite_end_is_one_line(pictures, tmp_path):
     told = kill(pictures, tmp_path / "out", signal.SIGTERM, 14)
     assert "Traceback" not in told and shards(tmp_path / "out") == 2
-    assert told.splitlines()[-1] == "interrupted: start the same command again to go on"
+    assert told.splitlines()[-1].startswith("interrupted: ")
 
 
 # --- files for experiments.main -----------------------------------------------------------------
@@ -468,23 +468,37 @@ def test_splits_keep_a_picture_and_its_captions_together():
         assert owner.tolist() == told
     told = [int(y.origins[row].group) for row in arrays["y"].chosen]
     assert arrays["x"].chosen.tolist() == told
-    with pytest.raises(checks.InputError, match=r"val, test: .*0\.5"):
+    with pytest.raises(checks.InputError, match=r"val and test .*0\.5"):
         extraction.join("split", x, y, val=0.5, test=0.5)
 
 
-def test_the_sue_protocol():
-    x = embeddings([(f"{n}", f"{n}") for n in range(600)])
-    y = embeddings([(f"{n}#{k}", f"{n}") for n in range(600) for k in range(2)])
-    arrays = {k: v.chosen for k, v in extraction.join("sue", x, y, n_pairs=50).items()}
-    assert arrays["test_x"].tolist() == list(range(400))
-    assert arrays["test_y"].tolist() == list(range(0, 800, 2))  # the first caption of each
-    assert arrays["x"].tolist() == list(range(550, 600))
-    assert len(arrays["unpaired_x"]) == len(arrays["unpaired_y"]) == 135  # a tenth of 150 removed
-    assert set(arrays["unpaired_x"].tolist()) <= set(range(400, 550))
-    kept = [row // 2 for row in arrays["unpaired_y"]]
-    assert kept != sorted(kept) and set(kept) != set(arrays["unpaired_x"].tolist())
-    with pytest.raises(checks.InputError, match=r"n_pairs: 200"):
-        extraction.join("sue", x, y, n_pairs=200)
+def test_splits_keep_equal_pictures_and_captions_together():
+    rng = np.random.default_rng(0)
+    x = embeddings([(f"{n}", f"{n}") for n in range(60)], rng.normal(size=(60, 4)))
+    y = embeddings([(f"{n}#0", f"{n}") for n in range(60)], rng.normal(size=(60, 3)))
+    x.rows[30:40], y.rows[40:50] = x.rows[:10], y.rows[10:20]  # copies, captioned alike
+    for seed in range(3):
+        arrays = extraction.join("split", x, y, val=0.2, test=0.3, seed=seed)
+        parts = [set(arrays[f"{name}x"].chosen.tolist()) for name in ("", "val_", "test_")]
+        assert [len(part) for part in parts] == [30, 12, 18]
+        for first, second in [(n, n + 30) for n in range(20)]:
+            assert sum({first, second} <= part for part in parts) == 1
+
+
+def test_rate_counts_only_rows_that_were_embedded(tmp_path, monkeypatch):
+    folder = write_pictures(tmp_path / "pictures", 20)
+    for n in range(10):
+        (folder / f"{n:03d}.txt").unlink()
+    counted = []
+
+    class Bar(workdir.Progress):
+        def advance(self, count=1, *, skipped=0, **shown):
+            counted.append((count, skipped))
+            super().advance(count, skipped=skipped, **shown)
+
+    monkeypatch.setattr(workdir, "Progress", Bar)
+    assert run(folder, tmp_path / "out", modality="text")["skipped"] == 10
+    assert [sum(column) for column in zip(*counted, strict=True)] == [20, 10]
 
 
 def test_files_of_other_encoders_are_not_mixed(tmp_path):
@@ -528,7 +542,7 @@ def test_mistakes_end_in_one_line(tmp_path, module, options, argument):
     ("module", "listed"),
     [
         ("extract", ("--encoder", "all-minilm-l6-v2", "st:NAME", "--data", "coco")),
-        ("pair", ("--x", "--part", "zero_shot", "sue")),
+        ("pair", ("--x", "--part", "zero_shot")),
         ("search", ("--model", "--text_encoder", "all-minilm-l6-v2", "--index")),
     ],
 )
@@ -542,6 +556,13 @@ def test_help_lists_flags_choices_and_two_examples(tmp_path, module, listed):
 
 def test_pair_prints_what_training_reads(pictures, tmp_path):
     captions = tmp_path / "captions.csv"
+    captions.write_text("file,caption\n000.png,one\n001.png,two\n")
+    extracted(pictures, tmp_path / "few", captions=captions)
+    few = [f"--{name}={tmp_path / 'few' / place}" for name, place in
+           (("x", "image"), ("y", "text"), ("workdir", "files"))]  # fmt: skip
+    process = start_command("pair", few, tmp_path)
+    assert process.returncode == 1 and "rows for training but need at least 6" in process.stderr
+    assert not (tmp_path / "few" / "files").exists()
     rows = [f"{n:03d}.png,picture {n}" for n in range(20)] + ["gone.png,a text alone"]
     captions.write_text("\n".join(["file,caption", *rows]))
     x, y = extracted(pictures, tmp_path, captions=captions)
@@ -549,16 +570,21 @@ def test_pair_prints_what_training_reads(pictures, tmp_path):
                (("x", "image"), ("y", "text"), ("workdir", "files"))]  # fmt: skip
     process = start_command("pair", [*options, "--part=train"], tmp_path)
     assert process.returncode == 0, process.stderr
-    assert "unpaired_x: 40 x 64" in process.stdout and "unpaired_y: 1 x 64" in process.stdout
+    assert "40 x 64 float16 from unpaired_x.npy" in process.stdout
+    assert "1 x 64 float16 from unpaired_y.npy" in process.stdout
     _, _, switch = process.stdout.strip().rpartition("files.py:")
     read = files_config.get_config(switch).data
     files = tmp_path / "files"
     assert read.files.unpaired_y == str(files / "unpaired_y.npy") and read.files.test_x is None
-    assert read.n_pairs == 20  # the pools need no row of them
+    assert read.n_pairs == 14  # the pools need none of the rows that are not held out
     (files / "unpaired_y.npy").unlink()
-    assert files_config.get_config(switch).data.files.unpaired_y == str(files / "y.npy")
-    extraction.write(files, {"x": np.zeros((3, 4)), "y": np.zeros((3, 4))}, x, y)
+    config = files_config.get_config(switch)
+    config.runs, config.method = {}, "cca"
+    (one,) = config_lib.runs(config).values()
+    shapes = run_lib.load_dataset(one).summary()
+    assert shapes["pool_x"] == [40, 64] and shapes["pool_y"] == shapes["pairs_y"] == [14, 64]
+    extraction.write(files, {"x": np.zeros((30, 4)), "y": np.zeros((30, 4))}, x, y)
     read = files_config.get_config(switch).data  # pools of another table are gone
-    assert read.files.unpaired_x is None and read.n_pairs == 1000
+    assert read.files.unpaired_x is None and read.n_pairs == 21
     with pytest.raises(checks.InputError, match=r"config: from=.*gone"):
         files_config.get_config(f"from={tmp_path}/gone")

@@ -6,8 +6,9 @@ r"""Your own embeddings: CCA, SAIL, SOTAlign and `align` on files, row i of x ma
         --config.data.files.val_x=val_images.npy --config.data.files.val_y=val_texts.npy \
         --config.data.files.test_x=test_images.npy --config.data.files.test_y=test_texts.npy
 
-`from=FOLDER` takes x.npy, y.npy, test_x.npy, ... of a folder such as `experiments.pair` writes;
-with unpaired_x.npy or unpaired_y.npy, all rows of x and y are pairs.
+`from=FOLDER` takes x.npy, y.parquet, test_x.npz, ... of a folder such as `experiments.pair` writes;
+with an unpaired_x or unpaired_y file, all rows of x and y are pairs. Without val and test files, a
+tenth of the rows is held out for validation and a fifth for the test.
 `--config.data.n_pairs` rows are kept as pairs; the rest, split in two halves, is the unpaired pool
 (`--config.data.pool=random` gives both sides all of it, `files.unpaired_x` and `unpaired_y` bring
 pools of their own). `files.py:smoke` and `files.py:seeds=3` work as for quickstart.

@@ -1,11 +1,11 @@
-r"""Embeds a dataset with an encoder, which decides whether pictures, texts or sounds are read.
+r"""Embeds the pictures, texts or sounds of a dataset with an encoder.
 
     python -m experiments.extract --encoder=efficientnet-lite2 --data=folder --root=pictures \
         --workdir=embeddings/image
     python -m experiments.extract --encoder=all-minilm-l6-v2 --data=folder --root=pictures \
         --captions=captions.csv --workdir=embeddings/text
 
-A run that was interrupted goes on where it stopped when it is started again with the same options.
+Running an interrupted command again resumes it.
 """
 
 from typing import Any
@@ -40,7 +40,7 @@ flags.declare_key_flag("workdir")
 
 
 def main() -> None:
-    """Embeds, and prints where the embeddings are."""
+    """Embeds a dataset and prints where the embeddings are."""
     root, out, captions = _ROOT.value, cli.workdir(), _CAPTIONS.value
     source = datasets.open_dataset(_DATA.value, root, split=_SPLIT.value, captions=captions)
     loading: dict[str, Any] = {flag.name: flag.value for flag in _LOADING}

@@ -1,11 +1,11 @@
-"""Datasets by name, each read from its own on-disk format."""
+"""Readers of datasets by name, each from its published layout."""
 
 import contextlib
 import csv
 import functools
-import itertools
 import json
 import pathlib
+import sys
 import tarfile
 import threading
 from collections import defaultdict
@@ -19,14 +19,14 @@ from experiments.extract import items
 from experiments.extract.items import Item, Source
 from sotalign_jax import checks
 
-# --- files with captions: folders, COCO, Flickr30k, LibriSpeech, SkyScript -----------------------
+# --- captioned files: folders, COCO, Flickr30k, LibriSpeech, SkyScript ----------------------------
 
 CAPTIONS = 5
-"""Captions per picture that COCO's and Flickr30k's protocols score."""
+"""Number of captions per picture in the protocols of COCO and Flickr30k."""
 FILE_COLUMNS = ("file", "file_name", "filename", "filepath", "image", "path")
 CAPTION_COLUMNS = ("caption", "text", "title", "sentence")
 Captioned = tuple[Item, list[Item]]
-"""A file, whose id is the group, and its captions."""
+"""A file and its captions. The group of all of them is the id of the file."""
 
 
 def _file(
@@ -35,29 +35,35 @@ def _file(
     captions: Iterable[tuple[str, str]],
     read: Callable[[pathlib.Path], Any] = items.picture,
 ) -> Captioned:
-    """A file and its captions, given with their ids."""
+    """Returns a file and its captions, which are given with their ids."""
     return Item(name, name, path, read), [Item(own, name, text) for own, text in captions]
 
 
 def _captioned(rows: Callable[[], Iterable[Captioned]], modality: str = "image") -> Source:
-    def texts() -> Iterator[Item]:
-        for content, captions in rows():
-            missing = Item(f"{content.id}#0", content.id, "has no caption", items.fail)
-            yield from captions or [missing]
-
-    return Source({modality: lambda: (content for content, _ in rows()), "text": texts})
+    contents = lambda: (content for content, _ in rows())  # noqa: E731
+    return Source({modality: contents, "text": lambda: (c for _, own in rows() for c in own)})
 
 
 def folder(root: pathlib.Path, split: str, captions: pathlib.Path | None = None) -> Source:
-    """Pictures at any depth; a caption's group is its picture's path.
+    """Reads pictures at any depth. The group of a caption is the path of its picture.
 
-    With a captions file (columns `file` and `caption`, or other usual names; a row per caption)
-    captions come from there, of the rows whose `split` column is the one asked for, if one is.
-    Without it, a picture's caption is the first line of the .txt file beside it.
+    Args:
+        root: folder of the pictures.
+        split: only rows of `captions` whose column `split` has this value, if not empty.
+        captions: CSV or JSONL file with one row per caption and the columns `file` and `caption`,
+            or other usual names. Without it, the caption of a picture is the first line of the
+            .txt file beside it.
+
+    Returns:
+        The source.
+
+    Raises:
+        InputError: the captions cannot be read, or none of their files is below `root`.
     """
     said: dict[str, list[str]] = defaultdict(list)
     for name, caption in read_captions(captions, split) if captions else ():
-        said[name].append(caption)
+        said[_relative(root, name)].append(caption)
+    _check_files(root, list(said))
 
     def rows() -> Iterator[Captioned]:
         # A split names its own pictures; otherwise all are embedded.
@@ -72,6 +78,30 @@ def folder(root: pathlib.Path, split: str, captions: pathlib.Path | None = None)
     return _captioned(rows)
 
 
+def _relative(root: pathlib.Path, name: str) -> str:
+    """Returns an absolute path relative to `root` if it is below, and any other as it is."""
+    for base in (root.absolute(), root.resolve()):
+        with contextlib.suppress(ValueError):
+            return str(pathlib.Path(name).relative_to(base))
+    return name
+
+
+def _check_files(root: pathlib.Path, names: list[str]) -> None:
+    """Raises if no captioned file is below `root`, and says so of some."""
+    missing = [n for n in names if pathlib.Path(n).is_absolute() or not (root / n).is_file()]
+    if not missing:
+        return
+    one, stem = missing[0], pathlib.Path(missing[0]).stem
+    if len(missing) < len(names):
+        text = f"captions: {len(missing)} of {len(names)} files are not below {root}"
+        print(f"{text}, such as {one!r}; their captions stay unpaired", file=sys.stderr)
+        return
+    close = [path for path in items.pictures_below(root) if pathlib.Path(path).stem == stem]
+    remedy = f"did you mean {close[0]!r}?" if close else "check --root"
+    text = f"captions: none of its {len(names)} files is below {root}, such as {one!r}"
+    raise checks.InputError(f"{text}; write paths below it with their extension, {remedy}")
+
+
 def _first_line(path: pathlib.Path) -> str:
     with path.open(encoding="utf-8", errors="replace") as file:
         return file.readline().strip()
@@ -82,34 +112,68 @@ def read_captions(
     split: str = "",
     columns: Sequence[Sequence[str]] = (FILE_COLUMNS, CAPTION_COLUMNS),
 ) -> list[tuple[str, str]]:
-    """Files and captions of a CSV or JSONL file, in the first of the columns that it has."""
+    """Reads files and captions from a CSV or JSONL file.
+
+    Args:
+        path: the file, in UTF-8.
+        split: only rows whose column `split` has this value, if not empty.
+        columns: possible names of both columns; the first that exists is used.
+
+    Returns:
+        (file, caption) of every row.
+
+    Raises:
+        InputError: the file cannot be read, or lacks a column.
+    """
     if path.suffix not in (".csv", ".jsonl"):
         raise checks.InputError(f"captions: {path} is neither .csv nor .jsonl; convert it")
     try:
         with path.open(newline="", encoding="utf-8-sig") as file:
-            parsed = map(json.loads, filter(str.strip, file))
-            records = iter(csv.DictReader(file) if path.suffix == ".csv" else parsed)
-            first: dict[str, Any] = next(records, {})
-            name, caption = (next((n for n in names if n in first), names[0]) for names in columns)
-            rows = [
-                (str(record.get(name) or ""), str(record.get(caption) or ""))
-                for record in itertools.chain([first], records)
-                if not split or record.get("split") == split
-            ]
+            records = list(_csv_rows(file) if path.suffix == ".csv" else _json_rows(file))
+    except UnicodeDecodeError as error:
+        raise checks.InputError(f"captions: {path} is not UTF-8; save it as UTF-8") from error
     except (OSError, ValueError) as error:
         raise checks.InputError(f"captions: {path} cannot be read ({error})") from error
-    if not first:
+    if not records:
         raise checks.InputError(f"captions: {path} has no rows; write one per caption")
+    first = records[0]
     if split and "split" not in first:
         raise checks.InputError(f"split: {split!r} asked but {path} has no column 'split'")
+    name, caption = (next((n for n in names if n in first), names[0]) for names in columns)
     if missing := [column for column in (name, caption) if column not in first]:
         has = ", ".join(map(str, first))
         raise checks.InputError(f"captions: {path} has the columns {has}; name one {missing[0]!r}")
-    return rows
+    return [
+        (str(record.get(name) or ""), str(record.get(caption) or ""))
+        for record in records
+        if not split or record.get("split") == split
+    ]
+
+
+def _csv_rows(file: Iterable[str]) -> Iterator[dict[str, Any]]:
+    reader, line = csv.DictReader(file, strict=True), 1  # strict: an open quote is an error
+    try:
+        for row in reader:
+            yield row
+            line = reader.line_num
+    except csv.Error as error:
+        raise ValueError(f"{error} in the row after line {line}; close its quotes") from error
+
+
+def _json_rows(file: Iterable[str]) -> Iterator[dict[str, Any]]:
+    for number, line in enumerate(file, 1):
+        if line.strip():
+            try:
+                row = json.loads(line)
+            except ValueError:
+                row = None
+            if not isinstance(row, dict):
+                raise ValueError(f"line {number} is not a JSON object; write one per line")
+            yield row
 
 
 def coco(root: pathlib.Path, split: str) -> Source:
-    """COCO captions: split val2017, train2017 or karpathy-train, -val, -test; five captions each.
+    """Reads COCO captions, split val2017, train2017 or karpathy-train, -val, -test.
 
     The 2017 splits need `annotations/captions_SPLIT.json` and the pictures in `SPLIT/`, the
     others `dataset_coco.json` and the pictures in `train2014/` and `val2014/`.
@@ -132,7 +196,7 @@ def coco(root: pathlib.Path, split: str) -> Source:
 
 
 def flickr30k(root: pathlib.Path, split: str) -> Source:
-    """Flickr30k in Karpathy's splits: `dataset_flickr30k.json` beside the folder of pictures."""
+    """Reads Flickr30k in Karpathy's splits: `dataset_flickr30k.json` beside the pictures."""
     table = items.find(root, "dataset_flickr30k.json")
     pictures = items.find(root, "flickr30k-images", "flickr30k_images", "images", "Images")
     return _karpathy(table, split, lambda r: (r["filename"], pictures / r["filename"]))
@@ -142,7 +206,9 @@ def _karpathy(
     table: pathlib.Path, split: str, place: Callable[[dict[str, Any]], tuple[str, pathlib.Path]]
 ) -> Source:
     checks.choice("split", split, ("train", "val", "test"))
-    wanted = ("train", "restval") if split == "train" else (split,)  # what was left over, too
+    wanted = (
+        ("train", "restval") if split == "train" else (split,)
+    )  # restval is the part of val that no protocol uses
     records = [r for r in workdir.read_json(table)["images"] if r["split"] in wanted]
     return _captioned(
         lambda: (
@@ -153,7 +219,7 @@ def _karpathy(
 
 
 def librispeech(root: pathlib.Path, split: str) -> Source:
-    """LibriSpeech: SPLIT/SPEAKER/CHAPTER/ID.flac with transcripts in *.trans.txt."""
+    """Reads LibriSpeech: SPLIT/SPEAKER/CHAPTER/ID.flac with transcripts in *.trans.txt."""
     place = items.find(root, split, f"LibriSpeech/{split}")
 
     def utterances() -> Iterator[Captioned]:
@@ -166,7 +232,7 @@ def librispeech(root: pathlib.Path, split: str) -> Source:
 
 
 def skyscript(root: pathlib.Path, split: str, captions: pathlib.Path | None = None) -> Source:
-    """SkyScript: a CSV per split (or one given as captions) and pictures in images2/, ..."""
+    """Reads SkyScript: a CSV per split (or one given as captions) and pictures in images2/, ..."""
     parts = {"train": "train_top30pct", "train50": "train_top50pct", "val": "val_5K"}
     parts["test"] = "test_30K"
     if captions is None:
@@ -181,13 +247,13 @@ def skyscript(root: pathlib.Path, split: str, captions: pathlib.Path | None = No
 
 _FOLDER = pathlib.Path(__file__).parents[1] / "zero_shot"
 TEMPLATES, CLASS_NAMES = _FOLDER / "templates.json", _FOLDER / "class_names.json"
-"""Prompts, and names of classes, as CLIP's zero-shot evaluation writes them."""
+"""Prompts and class names of CLIP's zero-shot evaluation."""
 
 
 def _prompted(prompts: str, names: Iterable[str], pictures: Callable[[], Iterator[Item]]) -> Source:
-    """Labelled pictures, and for texts every template of a set filled with every class name.
+    """Returns labelled pictures, and as texts every template filled with every class name.
 
-    The group of a picture and of a prompt is the number of its class.
+    The group of a picture or a prompt is the number of its class.
     """
     templates = workdir.read_json(TEMPLATES)[prompts]
     classes = tuple(name.replace("_", " ") for name in names)
@@ -207,7 +273,7 @@ def _labelled(
     rows: Iterable[tuple[str, Any]],
     names: Sequence[str] | None = None,
 ) -> Source:
-    """Picture files with one of `classes` each; `names` is what the classes are called."""
+    """Returns picture files with a class each. `names` are the classes' names in prompts."""
     number = {one: str(label) for label, one in enumerate(classes)}
     listed = [(name, number[one]) for name, one in rows]
 
@@ -218,7 +284,7 @@ def _labelled(
 
 
 def imagenet(root: pathlib.Path, split: str) -> Source:
-    """ImageNet-1k: SPLIT/SYNSET/*.JPEG, or Kaggle's layout with LOC_val_solution.csv."""
+    """Reads ImageNet-1k: SPLIT/SYNSET/*.JPEG, or Kaggle's layout with LOC_val_solution.csv."""
     checks.choice("split", split, ("train", "val"))
     mapping, solution = root / "LOC_synset_mapping.txt", root / "LOC_val_solution.csv"
     if mapping.exists():
@@ -240,7 +306,7 @@ def imagenet(root: pathlib.Path, split: str) -> Source:
 
 
 def food101(root: pathlib.Path, split: str) -> Source:
-    """Food-101: images/CLASS/ID.jpg, meta/classes.txt, meta/test.txt or train.txt."""
+    """Reads Food-101: images/CLASS/ID.jpg, meta/classes.txt, meta/test.txt or train.txt."""
     meta = items.find(root, "meta")
     checks.choice("split", split, ("train", "test"))
     rows = ((f"{name}.jpg", name.split("/")[0]) for name in items.lines(meta / f"{split}.txt"))
@@ -248,7 +314,7 @@ def food101(root: pathlib.Path, split: str) -> Source:
 
 
 def dtd(root: pathlib.Path, split: str) -> Source:
-    """Describable textures, split 1: images/CLASS/*.jpg and labels/test1.txt, train1.txt, ..."""
+    """Reads DTD, split 1: images/CLASS/*.jpg and labels/test1.txt, train1.txt, ..."""
     listed, folder = items.find(root, f"labels/{split}.txt"), root / "images"
     classes = sorted(path.name for path in folder.iterdir() if path.is_dir())
     rows = ((name, name.split("/")[0]) for name in items.lines(listed))
@@ -256,7 +322,7 @@ def dtd(root: pathlib.Path, split: str) -> Source:
 
 
 def flowers(root: pathlib.Path, split: str) -> Source:
-    """Flowers-102: jpg/image_NNNNN.jpg, imagelabels.mat, setid.mat; split train, val or test."""
+    """Reads Flowers-102: jpg/image_NNNNN.jpg, imagelabels.mat, setid.mat; split train, val or test."""
     import scipy.io
 
     parts = {"train": "trnid", "val": "valid", "test": "tstid"}
@@ -269,7 +335,7 @@ def flowers(root: pathlib.Path, split: str) -> Source:
 
 
 def aircraft(root: pathlib.Path, split: str) -> Source:
-    """FGVC-Aircraft by variant: data/images/*.jpg, data/variants.txt, images_variant_SPLIT.txt."""
+    """Reads FGVC-Aircraft by variant: data/images/*.jpg, data/variants.txt, images_variant_SPLIT.txt."""
     data = items.find(root, "data/variants.txt", "variants.txt").parent
     listed = items.lines(items.find(data, f"images_variant_{split}.txt"))
     named = (line.strip().split(maxsplit=1) for line in listed)
@@ -284,11 +350,11 @@ CIFAR: dict[str, tuple[str, int, dict[str, list[str]]]] = {
     ),
     "cifar100": ("fine_label_names.txt", 2, {"test": ["test.bin"], "train": ["train.bin"]}),
 }
-"""Where the names of classes are, the bytes of labels before a picture, and files by split."""
+"""File of the class names, bytes of labels before a picture, and files by split."""
 
 
 def cifar(root: pathlib.Path, split: str, *, name: str) -> Source:
-    """CIFAR-10, or CIFAR-100 with fine labels, which come last, in their binary versions."""
+    """Reads the binary version of CIFAR-10, or of CIFAR-100 with its fine labels."""
     names, labels, parts = CIFAR[name]
     checks.choice("split", split, tuple(parts))
     classes = items.lines(items.find(root, names))
@@ -306,7 +372,7 @@ def cifar(root: pathlib.Path, split: str, *, name: str) -> Source:
 
 
 def _pixels(planes: np.ndarray, _: pathlib.Path) -> Any:
-    """A picture from its planes of red, green and blue, 32 x 32 each."""
+    """Returns a picture from its red, green and blue planes of 32 x 32."""
     import PIL.Image
 
     return PIL.Image.fromarray(planes.reshape(3, 32, 32).transpose(1, 2, 0).copy())
@@ -315,14 +381,14 @@ def _pixels(planes: np.ndarray, _: pathlib.Path) -> Any:
 # --- tar shards in the webdataset layout, as CC3M and CC12M are distributed -----------------------
 
 Members = dict[str, tuple[int, int]]
-"""The files of a sample by their suffix: where in a tar they begin, and their size."""
+"""Offset and size in a tar of the files of a sample, by suffix."""
 
 
 def webdataset(root: pathlib.Path, split: str) -> Source:
-    """Uncompressed .tar files; their members `KEY.jpg`, `KEY.txt`, `KEY.json` are a sample.
+    """Reads uncompressed .tar files, in which `KEY.jpg`, `KEY.txt` and `KEY.json` are a sample.
 
-    The caption is the .txt, or the "caption" of the .json. A split selects the tars that have it
-    in their name. Ids are TAR/KEY, for keys often start anew in every tar.
+    The caption is the .txt, or the "caption" of the .json. A split selects tars by name. Ids are
+    TAR/KEY, because keys often start anew in every tar.
     """
     tars = sorted(root.glob("*.tar")) if root.is_dir() else [root]
     tars = [tar for tar in tars if split in tar.name]
@@ -344,7 +410,7 @@ def webdataset(root: pathlib.Path, split: str) -> Source:
 
 
 def _samples(tar: pathlib.Path) -> dict[str, Members]:
-    """The samples of a tar by key; only headers are read, as far as they can be."""
+    """Returns the samples of a tar by key. Only headers are read, up to any damage."""
     found: dict[str, Members] = defaultdict(dict)
     with contextlib.suppress(tarfile.ReadError), tarfile.open(tar, "r:") as archive:
         for entry in archive:
@@ -357,7 +423,7 @@ def _samples(tar: pathlib.Path) -> dict[str, Members]:
 
 
 def _read(members: Members, suffixes: tuple[str, ...], tar: pathlib.Path) -> bytes:
-    """The first member with such a suffix, empty if there is none, without the rest of its tar."""
+    """Reads the first member with one of the suffixes; empty if there is none."""
     places = [place for suffix, place in members.items() if suffix.endswith(suffixes)]
     offset, size = places[0] if places else (0, 0)
     with tar.open("rb") as file:
@@ -384,7 +450,7 @@ def _caption(members: Members, tar: pathlib.Path) -> str:
 
 
 def wikitext(root: pathlib.Path, split: str) -> Source:
-    """WikiText-103 or -2: a text per paragraph of wiki.SPLIT.raw (or .tokens), no headings."""
+    """Reads WikiText-103 or -2: a text per paragraph of wiki.SPLIT.raw (or .tokens), no headings."""
     split = {"val": "valid"}.get(split, split)
     path = items.find(root, f"wiki.{split}.raw", f"wiki.{split}.tokens")
 
@@ -398,11 +464,11 @@ def wikitext(root: pathlib.Path, split: str) -> Source:
 
 
 def polyvore(root: pathlib.Path, split: str) -> Source:
-    """Polyvore items as parquet files with the columns image (bytes), text and item_ID."""
+    """Reads Polyvore as parquet files with the columns image (bytes), text and item_ID."""
     tables = sorted([*root.glob("*.parquet"), *root.glob("data/*.parquet")])
     if not tables:
         raise checks.InputError(f"root: {root} holds no .parquet, nor does its data/")
-    lock = threading.Lock()  # for one thread reads a column, which is large
+    lock = threading.Lock()  # a column is large, so only one thread reads it
 
     @functools.lru_cache(maxsize=2)
     def cells(file: pathlib.Path, column: str) -> Any:
@@ -442,13 +508,26 @@ DATASETS: dict[str, tuple[Callable[..., Source], str]] = {
     "skyscript": (skyscript, "test"),
     "polyvore": (polyvore, ""),
 }
-"""How a dataset is opened, and the split that the paper evaluates on (or trains on)."""
+"""Reader of a dataset, and the split that the paper evaluates or trains on."""
 
 
 def open_dataset(
     name: str, root: pathlib.Path, *, split: str | None = None, captions: pathlib.Path | None = None
 ) -> Source:
-    """Opens a dataset that lies in `root`."""
+    """Opens a dataset.
+
+    Args:
+        name: one of DATASETS.
+        root: folder of the dataset.
+        split: its split; by default the one that the paper uses.
+        captions: CSV or JSONL file of captions, for folder and skyscript.
+
+    Returns:
+        The source.
+
+    Raises:
+        InputError: the name is unknown, or the folder does not hold the dataset.
+    """
     checks.choice("data", name, tuple(DATASETS))
     reader, usual = DATASETS[name]
     if not root.exists():

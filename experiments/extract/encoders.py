@@ -1,4 +1,4 @@
-"""Encoders by name. Their heavy packages (extra `extract`) are imported when one is loaded."""
+"""Frozen encoders by name. The packages of the extra `extract` are imported when one is loaded."""
 
 import dataclasses
 import functools
@@ -14,11 +14,11 @@ from experiments.extract.items import Sound, on_white, require
 from sotalign_jax import checks
 
 Tensor = Any
-"""A torch tensor: torch is imported only when an encoder is loaded."""
+"""Torch tensor; torch itself is imported when an encoder is loaded."""
 
 
 class Kind(NamedTuple):
-    """Encoders that are loaded by one function."""
+    """Family of encoders that one function loads."""
 
     load: Callable[["Spec"], "Encoder"]
     modality: str
@@ -26,7 +26,7 @@ class Kind(NamedTuple):
 
 
 class Spec(NamedTuple):
-    """An encoder and how it is to be loaded."""
+    """Description of an encoder and of how to load it."""
 
     kind: Kind
     model: str  # name on the Hugging Face hub, a local folder, or a package that holds the weights
@@ -42,17 +42,17 @@ class Spec(NamedTuple):
 
     @property
     def place(self) -> str:
-        """Where the weights are."""
+        """Returns the place of the weights."""
         return self.copy or self.model
 
 
 @dataclasses.dataclass(frozen=True)
 class Encoder:
-    """A frozen network; `prepare` makes of an item, in any thread, what `embed` takes."""
+    """Frozen network. `prepare` converts an item for `embed`, and may run in any thread."""
 
     spec: Spec
     forward: Callable[[list[Any]], Tensor]  # n prepared items to [n, d]
-    details: Mapping[str, Any]  # what else decides the embeddings
+    details: Mapping[str, Any]  # further settings that change the embeddings
     prepare: Callable[[Any], Any] = lambda content: content
     packages: tuple[str, ...] = ("torch", "transformers")  # whose versions are noted
 
@@ -65,7 +65,7 @@ class Encoder:
         return self.spec.batch_size
 
     def describe(self) -> dict[str, Any]:
-        """What identifies the embeddings; the revision is the hub's commit, or a checksum."""
+        """Returns what identifies the embeddings. The revision is a hub commit or a checksum."""
         spec, place = self.spec, pathlib.Path(self.spec.place)
         revision = spec.revision or "unknown"
         if place.exists():
@@ -76,13 +76,13 @@ class Encoder:
         return {**known, "packages": {p: importlib.metadata.version(p) for p in self.packages}}
 
     def embed(self, batch: Sequence[Any]) -> np.ndarray:
-        """Embeddings [n, d] of n prepared items."""
+        """Returns the embeddings [n, d] of n prepared items."""
         with require("torch").inference_mode():
             embeddings: np.ndarray = self.forward(list(batch)).float().cpu().numpy()
         return embeddings
 
 
-@functools.cache  # they may have many gigabytes
+@functools.cache  # weights may have many gigabytes
 def _checksum(*paths: pathlib.Path) -> str:
     digest = hashlib.sha256()
     for path in paths:
@@ -95,7 +95,7 @@ def _checksum(*paths: pathlib.Path) -> str:
 
 
 def _pretrained(spec: Spec, processor: str = "") -> tuple[Spec, Any, Any, Any]:
-    """The spec with the hub's commit, the model, what prepares its inputs, and its details."""
+    """Loads a model of transformers: its spec with the commit, itself, its processor, details."""
     transformers = require("transformers")
     transformers.utils.logging.disable_progress_bar()
     # The argument has had its short name since 4.56; NV-Embed's own code needs an older one.
@@ -112,13 +112,13 @@ def _pretrained(spec: Spec, processor: str = "") -> tuple[Spec, Any, Any, Any]:
 
 
 def _mean(tokens: Tensor, mask: Tensor) -> Tensor:
-    """Mean [n, d] of the tokens [n, t, d] where mask [n, t] is 1."""
+    """Averages the tokens [n, t, d] where mask [n, t] is 1."""
     weights = mask[:, :, None].to(tokens.dtype)
     return (tokens * weights).sum(1) / weights.sum(1)
 
 
 def _vision(spec: Spec) -> Encoder:
-    """DINOv2, DINOv3, ResNet-50, ...: pictures prepared as the model's repository asks."""
+    """Loads DINOv2, DINOv3, ResNet-50, ... Their repositories say how to prepare pictures."""
     torch = require("torch")
     spec, model, _, details = _pretrained(spec)
     auto = require("transformers.models.auto.image_processing_auto")
@@ -144,7 +144,7 @@ def _vision(spec: Spec) -> Encoder:
 
 
 def _text(spec: Spec) -> Encoder:
-    """BERT, Qwen3, Nemotron, NV-Embed, MiniLM, ...; no instruction is put before a text."""
+    """Loads BERT, Qwen3, Nemotron, NV-Embed, MiniLM, ... Texts get no instruction."""
     torch, length = require("torch"), spec.max_length
     spec, model, tokenizer, details = _pretrained(spec, "AutoTokenizer")
     if tokenizer.pad_token is None:
@@ -168,7 +168,7 @@ def _text(spec: Spec) -> Encoder:
 
 
 def _speech(spec: Spec) -> Encoder:
-    """WavLM and its like: mean over the frames of the last layer."""
+    """Loads WavLM and similar models. The embedding is the mean over the last layer's frames."""
     spec, model, extractor, details = _pretrained(spec, "AutoFeatureExtractor")
     rate = extractor.sampling_rate
 
@@ -195,7 +195,7 @@ def _speech(spec: Spec) -> Encoder:
 
 
 def _sentence(spec: Spec) -> Encoder:
-    """A sentence-transformers model, pooled as its own modules say."""
+    """Loads a sentence-transformers model, which pools by its own modules."""
     options = {"revision": spec.revision, "trust_remote_code": spec.remote_code}
     make = require("sentence_transformers").SentenceTransformer
     model = make(spec.place, device=spec.device, **options)
@@ -211,10 +211,10 @@ def _sentence(spec: Spec) -> Encoder:
 
 
 def _efficientnet(spec: Spec) -> Encoder:
-    """EfficientNet-Lite2: global average of the last features [n, 1280], not normalised.
+    """Loads EfficientNet-Lite2. The embedding is the global average of the last features, 1280.
 
-    Pictures are prepared as the photographs of experiments/data were: whole, resized to a square
-    without keeping their aspect, in about -1..1.
+    Pictures are prepared like those of experiments/data: resized to a square as a whole, and scaled
+    to about -1..1.
     """
     torch, size = require("torch"), 260
     model = require("efficientnet_lite_pytorch").EfficientNet.from_name(spec.name)
@@ -238,10 +238,10 @@ def _efficientnet(spec: Spec) -> Encoder:
 
 
 class Preparation(NamedTuple):
-    """Resize, crop the centre, scale and normalise: what a preprocessor_config.json asks for.
+    """Resizes a picture, crops its centre, scales and normalises it.
 
-    The image processors of transformers differ between its versions and with torchvision
-    installed; this needs PIL only.
+    This is what a preprocessor_config.json describes. The image processors of transformers need
+    torchvision for some models and differ between versions, and this needs PIL only.
     """
 
     resize: tuple[int, int] | int | None  # (height, width), or the length of the shorter side
@@ -252,7 +252,7 @@ class Preparation(NamedTuple):
     std: tuple[float, ...]
 
     def __call__(self, image: Any) -> np.ndarray:
-        """Pixels [3, height, width] in float32."""
+        """Returns pixels [3, height, width] in float32."""
         image = on_white(image)
         if isinstance(self.resize, int):
             size = [int(self.resize * side / min(image.size)) for side in image.size]
@@ -268,7 +268,7 @@ class Preparation(NamedTuple):
 
 
 def preparation(config: Mapping[str, Any]) -> Preparation:
-    """What a preprocessor_config.json asks for, if that is known."""
+    """Reads a preprocessor_config.json; InputError if its form is unknown."""
 
     def sides(size: Any, *, shorter: bool = False) -> tuple[int, int] | int | None:
         match size:  # as configs write it in several ways
@@ -336,18 +336,27 @@ ANY = {
     "hf-audio": Spec(SPEECH, "", "mean"),
     "st": Spec(SENTENCE, "", "own"),
 }
-"""Prefixes of any other model by name or path, as hf-text:NAME; st is sentence-transformers."""
+"""Prefixes for any other model, as in hf-text:NAME; st is sentence-transformers."""
 NAMES = ENCODERS | {f"{prefix}:NAME": spec for prefix, spec in ANY.items()}
 
 
 def load(
     name: str, *, weights: str | None = None, trust_remote_code: bool = False, **options: Any
 ) -> Encoder:
-    """Loads one of ENCODERS, or hf-image:NAME, hf-text:NAME, hf-audio:NAME, st:NAME for any model.
+    """Loads an encoder.
 
-    NAME is one of the Hugging Face hub or a local folder; `weights` is a local copy of the model's
-    repository, and `trust_remote_code` runs the code in it, if there is any. Options (pool,
-    revision, max_length, batch_size, device) are those of `Spec`, its own where None.
+    Args:
+        name: one of ENCODERS, or hf-image:NAME, hf-text:NAME, hf-audio:NAME or st:NAME, where NAME
+            is a model of the Hugging Face hub or a local folder.
+        weights: local copy of the model's repository.
+        trust_remote_code: run the code that comes with the model, if there is any.
+        **options: pool, revision, max_length, batch_size and device of `Spec`; None keeps its own.
+
+    Returns:
+        The encoder.
+
+    Raises:
+        InputError: the name or an option is unknown, or the model cannot be loaded.
     """
     prefix, _, address = name.partition(":")
     if address and prefix in ANY:

@@ -1,4 +1,4 @@
-"""From items to a folder of embeddings, and from two folders to files for experiments.main.
+"""Embeds items into a folder, and joins two folders into files for experiments.main.
 
 A finished folder holds
 
@@ -9,12 +9,12 @@ A finished folder holds
     metadata.json     encoder, revision, pooling, dtype and count; written last
 
 The first four grow by `shard_size` items at a time, and `progress.json` says how far they are
-complete: what a killed run wrote beyond is cut off. So they are a function of the items and the
-options alone, and a run that was killed and started again ends in the same bytes as any other.
+complete. A killed run continues from there and ends in the same bytes as any other.
 """
 
 import concurrent.futures
 import contextlib
+import dataclasses
 import functools
 import hashlib
 import itertools
@@ -22,7 +22,7 @@ import json
 import os
 import pathlib
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, BinaryIO, NamedTuple
 
 import numpy as np
@@ -30,7 +30,7 @@ import numpy as np
 from experiments import workdir
 from experiments.extract.encoders import Encoder
 from experiments.extract.items import Item, Source
-from sotalign_jax import checks
+from sotalign_jax import checks, files
 from sotalign_jax import data as data_lib
 
 EMBEDDINGS, ROWS = "embeddings.npy", "rows.jsonl"
@@ -40,7 +40,7 @@ METADATA, PROGRESS = "metadata.json", "progress.json"
 
 
 class Row(NamedTuple):
-    """Where a row of embeddings comes from."""
+    """Origin of a row of embeddings."""
 
     id: str
     group: str
@@ -48,7 +48,7 @@ class Row(NamedTuple):
 
 
 class Embeddings(NamedTuple):
-    """A finished folder: memory-mapped rows, their origins and the metadata."""
+    """Contents of a finished folder: memory-mapped rows, their origins and the metadata."""
 
     rows: np.ndarray
     origins: list[Row]
@@ -66,12 +66,24 @@ def extract(
     shard_size: int = 4096,
     workers: int = 4,
 ) -> dict[str, Any]:
-    """Embeds what `encoder` can read of a source, or goes on with what was begun in `out`.
+    """Embeds the items of a source that an encoder can read, or resumes what was begun.
 
-    `data` says what the items are, for the metadata, which is returned; `shard_size` items are
-    embedded between two saves, and `workers` threads read and prepare them. A folder of something
-    else, or an item that has changed since it was embedded, is an InputError. After an OSError,
-    such as a full disk, the next start goes on from what is saved.
+    Args:
+        source: the items.
+        encoder: the encoder, whose modality selects the items.
+        out: folder of the embeddings.
+        data: description of the items for the metadata.
+        limit: number of items; all by default.
+        dtype: dtype of the stored embeddings.
+        shard_size: number of items between two saves.
+        workers: number of threads that read and prepare items.
+
+    Returns:
+        The metadata.
+
+    Raises:
+        InputError: `out` holds something else, or an item has changed since it was embedded.
+        OSError: the disk is full. Running again resumes from the last save.
     """
     if encoder.modality not in source.items:
         text = f"encoder: needs {encoder.modality} but the dataset has {' and '.join(source.items)}"
@@ -102,7 +114,7 @@ def extract(
 
 
 def load(folder: pathlib.Path) -> Embeddings:
-    """Opens a finished folder; InputError if it is not finished, or damaged."""
+    """Opens a finished folder; InputError if it is unfinished or damaged."""
     if not (folder / METADATA).exists():
         remedy = "check the path, or start its extraction again to finish it"
         raise checks.InputError(f"{folder}: holds no finished embeddings; {remedy}")
@@ -122,9 +134,16 @@ def _read_lines(path: pathlib.Path) -> Iterator[dict[str, Any]]:
 
 
 def difference(items: Iterator[Item], out: pathlib.Path) -> str | None:
-    """How the first item differs from what a folder, finished or not, was made from, if any does.
+    """Compares items with those that a folder was made from, finished or not.
 
-    Content is read only of files that were written since.
+    Only files that were written since are read.
+
+    Args:
+        items: the items now.
+        out: the folder.
+
+    Returns:
+        The first difference in a few words, or None.
     """
     finished, seen = (out / METADATA).exists(), None
     begun = not finished and (out / PROGRESS).exists()
@@ -149,7 +168,7 @@ def difference(items: Iterator[Item], out: pathlib.Path) -> str | None:
 
 
 def _identify(origin: pathlib.Path | str) -> dict[str, Any]:
-    """The fingerprint of a file, empty if it cannot be read, or the digest of a text."""
+    """Returns the fingerprint of a file, empty if it cannot be read, or the digest of a text."""
     if isinstance(origin, str):
         text = origin.encode("utf-8", "surrogatepass")
         return {"digest": hashlib.blake2b(text, digest_size=16).hexdigest()}
@@ -168,7 +187,7 @@ def _embed(
     shard_size: int,
     workers: int,
 ) -> list[int]:
-    """Completes the growing files, leaving out rows whose id came before; their shape."""
+    """Embeds the items that are not saved yet. Returns the shape of all embeddings."""
     saved: dict[str, Any] = {"items": 0, "bytes": dict.fromkeys(GROWING, 0)}
     if (out / PROGRESS).exists():
         saved = workdir.read_json(out / PROGRESS)
@@ -191,18 +210,18 @@ def _embed(
 
         while shard := list(itertools.islice(rest, shard_size)):
             made = _embed_shard(shard, encoder, dtype, pool, workers, bar)
-            for item, (origin, row, reason, text) in zip(shard, made, strict=True):
-                line(INPUTS, id=item.id, group=item.group, origin=origin)
-                if row is None or item.id in ids:
-                    reason = reason or "duplicate id; the first one is kept"
+            for item, one in zip(shard, made, strict=True):
+                line(INPUTS, id=item.id, group=item.group, origin=one.origin)
+                if one.row is None or item.id in ids:
+                    reason = one.reason or "duplicate id; the first one is kept"
                     line(SKIPPED, id=item.id, reason=reason)
                     continue
                 if not ids:
-                    write_header(growing[EMBEDDINGS], dtype, (0, len(row)))
+                    write_header(growing[EMBEDDINGS], dtype, (0, len(one.row)))
                 ids.add(item.id)
-                told = {} if text is None else {"text": text}
+                told = {} if one.text is None else {"text": one.text}
                 line(ROWS, id=item.id, group=item.group, **told)
-                growing[EMBEDDINGS].write(row.data)
+                growing[EMBEDDINGS].write(one.row.data)
             for file in growing.values():
                 file.flush()
                 os.fsync(file.fileno())
@@ -221,9 +240,38 @@ def _embed(
 
 
 def write_header(file: BinaryIO, dtype: Any, shape: tuple[int, ...]) -> None:
-    """Begins an .npy file, whose rows are written after it."""
+    """Writes the header of an .npy file. Its rows follow."""
     header = {"descr": np.dtype(dtype).str, "fortran_order": False, "shape": shape}
     np.lib.format.write_array_header_1_0(file, header)
+
+
+@dataclasses.dataclass
+class _Result:
+    """An item on its way: fingerprint, prepared content, text, and embedding or reason."""
+
+    origin: dict[str, Any]
+    content: Any = None
+    text: str | None = None
+    row: np.ndarray | None = None
+    reason: str = ""
+
+
+def _prepare(item: Item, encoder: Encoder, identify: Callable[[Any], dict[str, Any]]) -> _Result:
+    """Reads and prepares an item. Whatever is wrong with it becomes the reason to skip it."""
+    # The fingerprint comes first, so that a change while the item is read is noticed later.
+    result = _Result(identify(item.origin))
+    try:
+        content = item.load()
+        if isinstance(content, str):
+            if not content.strip():
+                raise ValueError("is empty")
+            result.text = content
+        result.content = encoder.prepare(content)
+    except (checks.InputError, MemoryError):  # no fault of the item
+        raise
+    except Exception as error:
+        result.reason = checks.first_line(error)
+    return result
 
 
 def _embed_shard(
@@ -233,72 +281,52 @@ def _embed_shard(
     pool: concurrent.futures.Executor,
     workers: int,
     bar: workdir.Progress,
-) -> Iterator[tuple[dict[str, Any], np.ndarray | None, str, str | None]]:
-    """Of every item its fingerprint, its embedding or why there is none, and its text."""
+) -> list[_Result]:
+    """Embeds the items of a shard. At most two batches of prepared items exist at a time."""
     identify = functools.lru_cache(maxsize=64)(_identify)  # a file may hold many items
-    origins: dict[int, dict[str, Any]] = {}
-    reasons: dict[int, str] = {}
-    texts: dict[int, str] = {}
-    rows: dict[int, np.ndarray] = {}
+    results: list[_Result] = []
 
-    def prepare(index: int) -> tuple[int, Any]:
-        item = items[index]
-        # First, so that what is written while it is read counts as a change later.
-        origins[index] = identify(item.origin)
-        try:
-            content = item.load()
-            if isinstance(content, str):
-                if not content.strip():
-                    raise ValueError("is empty")
-                texts[index] = content
-            return index, encoder.prepare(content)
-        except (checks.InputError, MemoryError):  # no fault of the item
-            raise
-        except Exception as error:  # whatever is wrong with one item, the others go on
-            reasons[index] = checks.first_line(error)
-            return index, None
+    def ahead(count: int) -> Iterator[_Result]:
+        waiting: deque[concurrent.futures.Future[_Result]] = deque()
+        for item in [*items, *[None] * count]:
+            if item is not None:
+                waiting.append(pool.submit(_prepare, item, encoder, identify))
+            if waiting and (item is None or len(waiting) >= count):
+                results.append(waiting.popleft().result())
+                yield results[-1]
 
-    def in_order(ahead: int) -> Iterator[tuple[int, Any]]:
-        waiting: deque[concurrent.futures.Future[tuple[int, Any]]] = deque()
-        for index in range(len(items)):
-            waiting.append(pool.submit(prepare, index))
-            if len(waiting) >= ahead:
-                yield waiting.popleft().result()
-        yield from (future.result() for future in waiting)
-
-    prepared = in_order(2 * max(encoder.batch_size, workers))  # two batches exist at a time
-    if encoder.modality == "text":  # short with short: less padding
-        prepared = iter(sorted(prepared, key=lambda entry: len(entry[1] or "")))
+    prepared = ahead(2 * max(encoder.batch_size, workers))
+    if encoder.modality == "text":  # batches of similar length need less padding
+        prepared = iter(sorted(prepared, key=lambda result: len(result.content or "")))
     while batch := list(itertools.islice(prepared, encoder.batch_size)):
-        good = [(index, content) for index, content in batch if index not in reasons]
+        good = [result for result in batch if not result.reason]
         if good:
-            embedded = np.asarray(encoder.embed([content for _, content in good]))
-            with np.errstate(over="ignore"):  # what becomes infinite is skipped, and listed
+            embedded = np.asarray(encoder.embed([result.content for result in good]))
+            with np.errstate(over="ignore"):  # infinite rows are skipped below
                 stored = embedded.astype(dtype)
-            for (index, _), row in zip(good, stored, strict=True):
+            for result, row in zip(good, stored, strict=True):
+                result.content = None
                 if not np.isfinite(row).all():
-                    reasons[index] = f"its embedding is not finite in {dtype}"
+                    result.reason = f"its embedding is not finite in {dtype}"
                 elif not row.any():
-                    reasons[index] = "its embedding is zero"
+                    result.reason = "its embedding is zero"
                 else:
-                    rows[index] = row
-        bar.advance(len(batch))
-    found = range(len(items))
-    return ((origins[i], rows.get(i), reasons.get(i, ""), texts.get(i)) for i in found)
+                    result.row = row
+        bar.advance(len(batch), skipped=len(batch) - len(good))
+    return results
 
 
-# --- two extractions to files for experiments.main, rows matched by their group -------------------
+# --- joining two extractions into files for experiments.main --------------------------------------
 
-PARTS = ("train", "val", "test", "split", "sue", "zero_shot")
+PARTS = ("train", "val", "test", "split", "zero_shot")
 ENCODERS, TEST = "encoders.json", "test_rows.json"
-"""Notes beside the files: the encoders, so that a search can use a model trained on them; and what
-the test rows are, ids below the dataset's root and texts, so that a report can show them."""
+"""Notes beside the files: the encoders for search, ids and texts of the test rows for reports."""
 BLOCK = 65_536
-"""Rows that are written at a time: they may be larger than memory."""
+"""Rows that are written at a time, for arrays larger than memory."""
 
 
 class Taken(NamedTuple):
-    """Rows of an extraction."""
+    """Selected rows of an extraction."""
 
     of: Embeddings
     chosen: np.ndarray
@@ -308,7 +336,7 @@ Arrays = dict[str, Taken | np.ndarray]
 
 
 def match(x: Embeddings, y: Embeddings) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Rows of x that have rows of y, those rows of y, and x_of_y: y[j] belongs to x[x_of_y[j]]."""
+    """Returns rows of x with rows of y, those rows of y, and x_of_y: y[j] is of x[x_of_y[j]]."""
     row_of: dict[str, int] = {}
     for row, origin in enumerate(x.origins):
         if origin.group in row_of:
@@ -333,35 +361,43 @@ def join(
     *,
     val: float = 0.1,
     test: float = 0.2,
-    n_pairs: int = 500,
     seed: int = 0,
 ) -> Arrays:
-    """The files of one of PARTS by name.
+    """Selects the rows of every file of a part.
 
-    A training table has a row per caption, so a picture comes as often as its captions; rows
-    without a partner are its pools. A gallery has a picture once, and all its captions. "split"
-    has both: every group is in one of train, val and test, which get these fractions. "sue" takes
-    one caption a picture, see `data.sue_rows`.
+    A training table has one row per caption, and rows without a partner are its pools. A gallery
+    has every picture once, and all its captions.
+
+    Args:
+        part: one of PARTS. "split" makes train, val and test. Pictures that are equal, or share a
+            caption, are in one of them.
+        x: extraction of the pictures.
+        y: extraction of the texts.
+        val: "split": fraction of the pictures for validation.
+        test: "split": fraction of the pictures for the test.
+        seed: "split": seed of the random choice.
+
+    Returns:
+        Rows by the names of the files.
+
+    Raises:
+        InputError: nothing matches, or `val` and `test` leave no pictures.
     """
     if part == "zero_shot":
         return _zero_shot(x, y)
-    if not (val >= 0 and test >= 0 and val + test < 1):
-        raise checks.InputError(f"val, test: are {val} and {test}; pass fractions that leave some")
     rows_x, rows_y, x_of_y = match(x, y)
-    if part == "sue":
-        rows_y = rows_y[np.unique(x_of_y, return_index=True)[1]]
-        tests, kept = data_lib.sue_rows(len(rows_x), n_pairs=n_pairs, seed=seed)
-        chosen = {"": (kept.pairs,) * 2, "unpaired_": (kept.x, kept.y), "test_": (tests,) * 2}
-        return {
-            f"{name}{side}": Taken(of, rows[picked])
-            for name, both in chosen.items()
-            for side, of, rows, picked in zip("xy", (x, y), (rows_x, rows_y), both, strict=True)
-        }
     parts = {part: np.arange(len(rows_x))}
     if part == "split":
+        sizes = data_lib.held_out_sizes(len(rows_x), (val, test))
+        equal_x = data_lib.first_equal(files.take(x.rows, rows_x))
+        equal_y = data_lib.first_equal(files.take(y.rows, rows_y))
+        smallest = min((size for size in sizes if size), default=len(rows_x))
+        captions_each = -(-len(rows_y) // len(rows_x))
+        tied = data_lib.tied_rows(equal_x[x_of_y], equal_y, largest=smallest * captions_each)
+        groups = tied[np.unique(x_of_y, return_index=True)[1]]
         order = np.random.default_rng(seed).permutation(len(rows_x))
-        ends = np.rint(np.cumsum([val, test]) * len(order)).astype(int)
-        parts = dict(zip(("val", "test", "train"), np.split(order, ends), strict=True))
+        number = data_lib.whole_groups(groups[order], sizes)
+        parts = {name: order[number == n] for n, name in enumerate(("val", "test", "train"))}
     arrays: Arrays = {}
     for name, pictures in parts.items():
         if not len(pictures):
@@ -383,7 +419,7 @@ def join(
 
 
 def _zero_shot(x: Embeddings, y: Embeddings) -> Arrays:
-    """Pictures, labels and prompts [classes, templates, width] of a classification set."""
+    """Returns pictures, labels and prompts [classes, templates, width] of a classification set."""
     classes = x.metadata["data"].get("classes")
     if classes is None or classes != y.metadata["data"].get("classes"):
         remedy = "extract both from food101, ..."
@@ -402,7 +438,7 @@ def _zero_shot(x: Embeddings, y: Embeddings) -> Arrays:
 
 
 def write(out: pathlib.Path, arrays: Arrays, x: Embeddings, y: Embeddings) -> None:
-    """Writes the files, which `files.py:from=OUT` reads; pools of an earlier table are removed."""
+    """Writes files that `files.py:from=OUT` reads, and removes pools of an earlier table."""
     out.mkdir(parents=True, exist_ok=True)
     encoders = {"x": x.metadata["encoder"], "y": y.metadata["encoder"]}
     if (out / ENCODERS).exists() and workdir.read_json(out / ENCODERS) != encoders:
