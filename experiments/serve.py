@@ -109,6 +109,8 @@ class Site:
             picture = PIL.ImageOps.exif_transpose(items.picture(content))
         except PIL.UnidentifiedImageError:
             return self.page(error="This file is not a picture.", status=400)
+        except PIL.Image.DecompressionBombError:
+            return self.page(error="The picture has too many pixels; shrink it first.", status=400)
         except Exception as error:  # decoders raise errors of many kinds for damaged files
             text = f"The picture cannot be read: {checks.first_line(error)}"
             return self.page(error=text, status=400)
@@ -158,7 +160,7 @@ class Site:
             mean, deviation = typical
             scores = [f"{(hit.score - mean) / deviation:+.1f}" for hit in hits]
             chance = statistics.NormalDist().inv_cdf(1 - 1 / (self.count + 1))
-            note = "Scores are standard deviations above the mean of typical queries; "
+            note = "Scores are standard deviations above the mean of training texts; "
             note += f"among {self.count} pictures, chance alone reaches {chance:+.1f}."
         cards = "".join(map(self._card, hits, scores, self._captioned([hit.row for hit in hits])))
         took = f"The best {len(hits)} of {self.count} in {time.perf_counter() - began:.2f} s."
@@ -201,7 +203,7 @@ class Site:
 
     def _card(self, hit: model_lib.Hit, score: str, seen: bool | None) -> str:
         caption, name = html.escape(self.caption(hit.id)), html.escape(hit.id)
-        tag = "" if seen is None else "caption not seen"
+        tag = "" if seen is None else "no caption in training"
         tag = "<span>captioned in training</span>" if seen else tag
         return f"""<figure><a href='/large/{hit.row}'><img alt='{caption or name}'
             src='/picture/{hit.row}' loading='lazy'></a><figcaption><a class='like'
