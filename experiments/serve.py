@@ -15,8 +15,10 @@ import html
 import http.server
 import io
 import pathlib
+import re
 import statistics
 import string
+import sys
 import threading
 import time
 import urllib.parse
@@ -34,9 +36,9 @@ from experiments import run as run_lib
 from experiments.cli import path_flag
 from experiments.extract import datasets, items
 from experiments.extract import model as model_lib
-from sotalign_jax import checks
+from sotalign_jax import aligner, checks
 
-_CAPTIONS = path_flag("captions", None, "CSV or JSONL file of captions to show; .txt files beside.")
+_CAPTIONS = path_flag("captions", None, "CSV or JSONL file of captions; .txt files by default.")
 _HOST = flags.DEFINE_string("host", "127.0.0.1", "Address to listen at; 0.0.0.0 is all of them.")
 _PORT = flags.DEFINE_integer("port", 7860, "Port to listen at; 0 is any that is free.", 0)
 model_flags.declare()
@@ -63,7 +65,7 @@ class Response(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Site:
-    """Everything that the pages are made from.
+    """State that all requests share.
 
     Attributes:
         model: the model, with the pictures indexed.
@@ -86,8 +88,8 @@ class Site:
         """Answers a GET request: a page with results, or a picture of the index."""
         parts = urllib.parse.urlsplit(address)
         kind, _, name = parts.path[1:].partition("/")
-        if kind in SIZES and name.isascii() and name.isdigit():
-            return self.picture(int(name), SIZES[kind])
+        if kind in SIZES:
+            return self.picture(name, SIZES[kind])
         if parts.path != "/":
             return self.page(error=f"{parts.path}: there is no such page.", status=404)
         asked = urllib.parse.parse_qs(parts.query, keep_blank_values=True)
@@ -119,22 +121,22 @@ class Site:
 
     def like(self, row: str) -> Response:
         """Searches for the pictures that are similar to one of the index."""
-        path = self.path(int(row)) if row.isascii() and row.isdigit() else None
+        path = self.path(row)
         if path is None:
             return self.page(error=f"There is no picture {row}.", status=404)
         name = html.escape(path.name)
         shown = f"<p class='asked'><img alt='{name}' src='/picture/{row}'></p>"
         return self.results(path, above=shown)
 
-    def path(self, row: int) -> pathlib.Path | None:
+    def path(self, row: str) -> pathlib.Path | None:
         """Returns the file of a row of the index, or None if it is not below the folder."""
-        origins = self.model.searched.embeddings.origins
-        if row >= len(origins):
+        if not re.fullmatch("[0-9]{1,9}", row) or int(row) >= self.count:
             return None
-        path = (self.images / origins[row].id).resolve()
+        origin = self.model.searched.embeddings.origins[int(row)]
+        path = (self.images / origin.id).resolve()
         return path if path.is_relative_to(self.images.resolve()) else None
 
-    def picture(self, row: int, size: int) -> Response:
+    def picture(self, row: str, size: int) -> Response:
         """Answers with a copy of a picture of at most `size` pixels a side."""
         path = self.path(row)
         try:
@@ -187,7 +189,7 @@ class Site:
             error=html.escape(error),
             results=results,
         )
-        return Response(filled.encode(), status=status)
+        return Response(filled.encode(errors="replace"), status=status)
 
     @property
     def count(self) -> int:
@@ -224,6 +226,28 @@ def _unit(rows: np.ndarray) -> np.ndarray:
     return rows / np.linalg.norm(rows, axis=1, keepdims=True)
 
 
+def training_pairs(aligned: aligner.Aligner, side: str) -> np.ndarray | None:
+    """Reads the embeddings that a run was trained on in pairs.
+
+    Args:
+        aligned: the aligner of a run.
+        side: "x" or "y".
+
+    Returns:
+        Unit embeddings, shape [n, d_x] or [n, d_y]; None if they did not come from files, or if
+        the files are gone, which is printed.
+    """
+    settings = aligned.info.get("settings", {})
+    if settings.get("data", {}).get("name") != "files":
+        return None
+    try:
+        dataset = run_lib.load_dataset(FrozenConfigDict(settings))
+    except checks.InputError as error:
+        print(f"results do not show which pictures were trained on: {error}", file=sys.stderr)
+        return None
+    return _unit(dataset.pairs_x if side == "x" else dataset.pairs_y)
+
+
 def build(
     searcher: model_lib.Model, images: pathlib.Path, captions: pathlib.Path | None, *, top: int
 ) -> Site:
@@ -247,11 +271,9 @@ def build(
             return str(said[name][0].load())
         return ""
 
-    own, other = ("x", "y") if searcher.searched.side == "x" else ("y", "x")
-    settings, pairs = searcher.aligner.info.get("settings", {}), None
-    if settings.get("data", {}).get("name") == "files":
-        trained = run_lib.load_dataset(FrozenConfigDict(settings))
-        pairs = _unit(trained.pairs_x if own == "x" else trained.pairs_y)
+    side = searcher.searched.side
+    other = "y" if side == "x" else "x"
+    pairs = training_pairs(searcher.aligner, side)
     typical = {mode: searcher.typical(other, calibrated=mode) for mode in (False, True)}
     searcher.search("a picture")
     return Site(searcher, images, caption, pairs, typical, top)
@@ -272,9 +294,7 @@ class Handler(http.server.BaseHTTPRequestHandler):
         left, content = int(length) if length.isdigit() else 0, io.BytesIO()
         while left and (chunk := self.rfile.read(min(left, 2**20))):
             left -= len(chunk)
-            if (
-                content.tell() <= LARGEST
-            ):  # the rest is read and dropped, so that the answer arrives
+            if content.tell() <= LARGEST:  # a browser reads no answer before all is sent
                 content.write(chunk)
         self._answer(lambda site: site.post(content.getvalue()))
 

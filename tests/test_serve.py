@@ -14,6 +14,7 @@ import numpy as np
 import PIL.Image
 import pytest
 import toy_encoders
+from ml_collections.config_dict import FrozenConfigDict
 
 from experiments import config as config_lib
 from experiments import run as run_lib
@@ -159,7 +160,12 @@ def test_mistakes_are_one_line_on_the_page(ask, address, body, status):
 def test_pictures_come_from_the_folder_alone(folder, site, ask, tmp_path):
     status, content, _ = ask("/picture/0")
     assert status == 200 and content.startswith(b"\xff\xd8")
-    for address in ("/picture/999", "/picture/-1", "/picture/../../captions.csv", "/large/x"):
+    for address in (
+        "/picture/999",
+        "/picture/-1",
+        "/picture/../../captions.csv",
+        "/large/" + "9" * 5000,
+    ):
         assert ask(address)[0] == 404
     pictures = shutil.copytree(folder / "pictures", tmp_path / "pictures")
     PIL.Image.new("RGB", (8, 8), "white").save(tmp_path / "outside.png")
@@ -170,6 +176,16 @@ def test_pictures_come_from_the_folder_alone(folder, site, ask, tmp_path):
     assert linked.get(f"/picture/{rows['link.png']}").status == 404
     assert linked.get(f"/?like={rows['link.png']}").status == 404
     assert linked.get(f"/picture/{rows['red0.png']}").status == 200
+
+
+def test_training_pairs_may_be_gone(site, capsys):
+    settings = config_lib.plain(FrozenConfigDict(site.model.aligner.info["settings"]))
+    settings["data"]["files"]["x"] = "gone.npy"
+    gone = aligner.Aligner(site.model.aligner.heads, {"settings": settings})
+    assert serve.training_pairs(gone, "x") is None and "gone.npy" in capsys.readouterr().err
+    photographs = {"settings": {"data": {"name": "coco"}}}
+    assert serve.training_pairs(aligner.Aligner(gone.heads, photographs), "x") is None
+    assert capsys.readouterr().err == ""
 
 
 def test_foreign_host_names_are_refused(ask, server):
