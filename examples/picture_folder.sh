@@ -33,3 +33,5 @@ python -m experiments.main --config=experiments/configs/files.py:from="$out/file
 # Search all pictures, whose embeddings are there already.
 python -m experiments.search --model="$out/run/align-seed0" --query="$query" --images="$pictures" \
     --index="$out/efficientnet-lite2" --page="$out/found.html"
+
+# The live page has the same flags: python -m experiments.serve, see docs/search.md.

@@ -16,6 +16,7 @@ import shlex
 import subprocess
 import sys
 import tomllib
+import urllib.request
 
 import numpy as np
 import PIL.Image
@@ -238,6 +239,7 @@ STARTED_BY = {
     "experiments.pair --x=emb/food": "test_extract.py::test_zero_shot_from_pictures_and_class",
     "experiments.pair": "test_docs.py::test_from_a_folder_of_pictures_to_a_search_page",
     "experiments.search": "test_docs.py::test_from_a_folder_of_pictures_to_a_search_page",
+    "experiments.serve": "test_docs.py::test_from_a_folder_of_pictures_to_a_search_page",
     "benchmarks.gradient --sweep": "test_benchmarks.py::test_sweep_records_what_is_too_large",
     "benchmarks.gradient": "test_benchmarks.py::test_headline_compares_with_ott_at_one_error",
     "benchmarks.convergence": "test_benchmarks.py::test_convergence",
@@ -327,7 +329,7 @@ def write_pictures(folder: pathlib.Path) -> None:
 
 
 def test_from_a_folder_of_pictures_to_a_search_page(tmp_path):
-    """`examples/picture_folder.sh`, README's search and one by picture, with toy encoders."""
+    """`examples/picture_folder.sh`, searches, Python and the live page, with toy encoders."""
     write_pictures(tmp_path)
     python = tmp_path / "bin" / "python"
     python.parent.mkdir()
@@ -357,3 +359,18 @@ def test_from_a_folder_of_pictures_to_a_search_page(tmp_path):
     model = next(word for word in again if word.startswith("--model="))
     picture = ["--query_image=PICTURES/green0.png", "--texts=captions.csv", "--top=1"]
     assert "a green square" in run("python", "-m", "experiments.search", model, *picture).stdout
+
+    page = (ROOT / "docs" / "search.md").read_text()
+    for there, here in (("car.jpg", "red0.png"), ("bird.jpg", "blue0.png")):
+        page = page.replace(there, here)
+    (tmp_path / "search.md").write_text(page)
+    run("python", "-m", "doctest", "search.md")
+
+    served = next(words for _, words in documented() if "experiments.serve" in words)
+    options = {"env": os.environ | path, "text": True, "stdout": subprocess.PIPE}
+    with subprocess.Popen([str(python), *served[1:], "--port=0"], **options) as process:
+        address = process.stdout.readline().split()[-1]
+        with urllib.request.urlopen(f"{address}?q=a+blue+square") as answer:
+            found = re.findall(r"alt='a (\w+) square'", answer.read().decode())
+        process.terminate()
+    assert len(found) > 3 and set(found) == {"blue"} and process.returncode == 0

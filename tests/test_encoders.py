@@ -10,8 +10,8 @@ import numpy as np
 import PIL.Image
 import pytest
 
-from experiments import search
 from experiments.extract import encoders, extraction
+from experiments.extract import model as model_lib
 from experiments.extract.items import Sound
 from sotalign_jax import aligner, checks, data, heads
 
@@ -284,9 +284,9 @@ def test_other_weights_than_those_trained_with_are_refused(saved, tmp_path):
     described = {"settings": {"data": {"name": "files", "files": {"x": f"{tmp_path}/x.npy"}}}}
     model = aligner.Aligner(heads.build_heads(16, 16, 8, seed=0), described)
     weights = str(saved("bert"))
-    with pytest.raises(checks.InputError, match=r"text_encoder: bert .*sha256:old"):
-        search.load_encoder(model, "y", None, weights)
-    assert search.load_encoder(model, "y", "bert", weights).modality == "text"
+    with pytest.raises(checks.InputError, match=r"y_encoder: bert .*sha256:old"):
+        model_lib.load_encoder(model, "y", None, weights)
+    assert model_lib.load_encoder(model, "y", "bert", weights).modality == "text"
 
 
 def test_a_missing_package_names_the_extra(monkeypatch):

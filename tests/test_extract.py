@@ -529,6 +529,7 @@ def start_command(module, options, folder):
     [
         ("extract", ["--encoder=bert", "--data=mnist", "--root=/tmp", "--workdir=o"], "data"),
         ("search", ["--model=m"], "query"),
+        ("serve", ["--model=m"], "images"),
     ],
 )
 def test_mistakes_end_in_one_line(tmp_path, module, options, argument):
@@ -543,7 +544,8 @@ def test_mistakes_end_in_one_line(tmp_path, module, options, argument):
     [
         ("extract", ("--encoder", "all-minilm-l6-v2", "st:NAME", "--data", "coco")),
         ("pair", ("--x", "--part", "zero_shot")),
-        ("search", ("--model", "--text_encoder", "all-minilm-l6-v2", "--index")),
+        ("search", ("--model", "--y_encoder", "all-minilm-l6-v2", "--index")),
+        ("serve", ("--model", "--y_encoder", "all-minilm-l6-v2", "--port")),
     ],
 )
 def test_help_lists_flags_choices_and_two_examples(tmp_path, module, listed):

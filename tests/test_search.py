@@ -1,29 +1,39 @@
-"""Search with an aligned model, and the page to look at."""
+"""Models that take raw data, and the search command."""
 
 import base64
 
 import numpy as np
 import PIL.Image
 import pytest
+import scipy.special
 import small_runs
 import toy_encoders
 
 from experiments import report, search
-from experiments.extract import datasets, extraction, items
+from experiments.extract import datasets, encoders, extraction, items
+from experiments.extract import model as model_lib
 from sotalign_jax import aligner, checks, heads
+
+NAMES = ("a.png", "c.webp", "d.png", "sub/b.jpg")
 
 
 @pytest.fixture(scope="module")
-def model():
+def untrained():
     """An aligner of the toy encoders' widths that has learned nothing."""
-    untrained = heads.build_heads(toy_encoders.WIDTH, toy_encoders.WIDTH, 8, seed=0)
-    return aligner.Aligner(untrained, {})
+    made = heads.build_heads(toy_encoders.WIDTH, toy_encoders.WIDTH, 8, seed=0)
+    return aligner.Aligner(made, {"settings": {"data": {"name": "coco"}}})
+
+
+@pytest.fixture(scope="module")
+def calibrated(untrained):
+    rows = np.random.default_rng(0).normal(size=(2, 30, toy_encoders.WIDTH)).astype(np.float32)
+    return untrained.calibrated_by(*rows)
 
 
 @pytest.fixture
 def images(tmp_path):
     rng = np.random.default_rng(1)
-    for name in ("a.png", "sub/b.jpg", "c.webp", "d.png"):
+    for name in NAMES:
         path = tmp_path / "images" / name
         path.parent.mkdir(parents=True, exist_ok=True)
         PIL.Image.fromarray(rng.integers(0, 256, (9, 7, 3), dtype=np.uint8)).save(path)
@@ -31,132 +41,203 @@ def images(tmp_path):
     return tmp_path / "images"
 
 
+def toys(**options):
+    return {"x": toy_encoders.Toy("image", **options), "y": toy_encoders.Toy("text")}
+
+
 @pytest.fixture
-def searcher(model, tmp_path):
-    encoders = toy_encoders.Toy("image"), toy_encoders.Toy("text")
-    return search.Searcher(model, *encoders, tmp_path / "index")
+def model(untrained, tmp_path):
+    return model_lib.Model(untrained, toys(), tmp_path)
 
 
-def test_pictures_come_by_their_cosine_in_the_shared_space(searcher, images, tmp_path):
-    results, shown = searcher.pictures("a red car", images, top=3)
-    encoder, model = toy_encoders.Toy("image"), searcher.model
-    text = model.embed_y(toy_encoders.Toy("text").embed(["a red car"]).astype(np.float32))[0]
-    expected = {}
-    for name in ("a.png", "c.webp", "d.png", "sub/b.jpg"):
-        row = encoder.embed([encoder.prepare(items.picture(images / name))])
-        expected[name] = float(model.embed_x(row.astype(np.float16))[0] @ text)
-    best = sorted(expected, key=expected.get, reverse=True)[:3]
-    assert [name for name, _ in results] == best
-    np.testing.assert_allclose([score for _, score in results], [expected[n] for n in best],
-                               atol=1e-3)  # fmt: skip
-    assert shown.count("data:image/jpeg;base64,") == 3 and "a red car</h1>" in shown
-    assert [shown.index(name) for name in best] == sorted(shown.index(name) for name in best)
+def expected_features(aligned, images):
+    """Features of the pictures as an extraction in float16 gives them."""
+    encoder = toy_encoders.Toy("image")
+    read = [encoder.prepare(items.picture(images / name)) for name in NAMES]
+    return aligned.embed_x(encoder.embed(read).astype(np.float16))
 
 
-def test_a_folder_is_embedded_once_and_again_when_it_changes(searcher, images, tmp_path, capsys):
-    searcher.pictures("a", images, top=1)
-    before = small_runs.contents(tmp_path / "index")
-    seen = searcher.image_encoder.embedded
-    searcher.pictures("b", images, top=1)
-    assert searcher.image_encoder.embedded == seen
-    assert small_runs.contents(tmp_path / "index") == before
+# --- encoding -----------------------------------------------------------------------------------
+
+
+def test_encode_maps_raw_data_into_the_shared_space(model, images):
+    paths = [images / name for name in NAMES]
+    features = model.encode_image(paths)
+    np.testing.assert_allclose(features, expected_features(model.aligner, images), atol=2e-3)
+    opened = model.encode_image([items.picture(path) for path in paths])
+    np.testing.assert_array_equal(opened, features)
+    # A batch of the encoder is 4 texts: the fifth is in a batch of its own.
+    texts = ["a car", "a house", "a tree", "a dog", "a bird"]
+    assert model.encode_text(texts).shape == (5, 8)
+    np.testing.assert_allclose(model.encode_text("a bird"), model.encode_text(texts)[4:], atol=1e-6)
+    np.testing.assert_allclose(
+        model.similarity(paths, texts), features @ model.encode_text(texts).T, atol=1e-5
+    )
+
+
+def test_encode_reads_sounds(untrained, tmp_path):
+    class Loudness(toy_encoders.Toy):
+        def prepare(self, content):
+            return np.resize(content.wave, 48)
+
+    soundfile = pytest.importorskip("soundfile")
+    soundfile.write(tmp_path / "a.wav", np.sin(np.arange(480.0)), 16_000)
+    speech = model_lib.Model(untrained, {**toys(), "x": Loudness("audio")}, tmp_path)
+    wave = items.sound(tmp_path / "a.wav")
+    from_file = speech.encode_audio(tmp_path / "a.wav")
+    np.testing.assert_array_equal(from_file, speech.encode_audio([wave]))
+    with pytest.raises(checks.InputError, match="image: the encoders are of audio and text"):
+        speech.encode_image(["a.png"])
+
+
+def test_unreadable_items_are_one_line(model, images):
+    cases = {
+        "image: .*broken.png": lambda: model.encode_image(images / "broken.png"),
+        "image: .*gone.png": lambda: model.encode_image([images / "gone.png"]),
+        "image: there is none": lambda: model.encode_image([]),
+        "text: is ' '": lambda: model.encode_text(["a", " "]),
+        "index: ": lambda: model.search("a"),
+        "k: is 0": lambda: model.search("a", k=0),
+    }
+    for message, call in cases.items():
+        with pytest.raises(checks.InputError, match=message) as raised:
+            call()
+        assert "\n" not in str(raised.value)
+
+
+# --- searching ----------------------------------------------------------------------------------
+
+
+def test_search_ranks_pictures_by_cosine(model, images):
+    hits = model.index(images).search("a red car", k=3)
+    text = model.aligner.embed_y(toy_encoders.Toy("text").embed(["a red car"]).astype(np.float32))
+    cosines = expected_features(model.aligner, images) @ text[0]
+    best = np.argsort(-cosines)[:3]
+    assert [hit.id for hit in hits] == [NAMES[n] for n in best]
+    np.testing.assert_allclose([hit.score for hit in hits], cosines[best], atol=1e-3)
+    assert [hit.row for hit in hits] == best.tolist()
+
+
+def test_search_by_picture_finds_it_and_texts(model, images, tmp_path):
+    pictures = model.index(images)
+    hit = pictures.search(images / "d.png", k=1)[0]
+    assert hit.id == "d.png" and hit.score == pytest.approx(1, abs=1e-3)
+    with pytest.raises(checks.InputError, match=r"calibrated: .* one modality"):
+        pictures.search(images / "d.png", calibrated=True)
+    file = tmp_path / "texts.txt"
+    file.write_text("a car\na house\n\na car\na tree\n")
+    found = model.index(file).search(images / "a.png", k=9)
+    texts = ["a car", "a house", "a tree"]
+    scores = model.encode_text(texts) @ model.encode_image(images / "a.png")[0]
+    assert [hit.id for hit in found] == [texts[n] for n in np.argsort(-scores)]
+    file.write_text("a car\na mouse\na tree\n")
+    found = model.index(file).search(images / "a.png", k=3)
+    assert {hit.id for hit in found} == {"a car", "a mouse", "a tree"}
+
+
+def test_index_embeds_a_folder_once_and_again_when_it_changes(model, images, tmp_path, capsys):
+    seen = model.index(images) and model.encoders["x"].embedded
+    before = small_runs.contents(tmp_path / "search")
+    model.index(images)
+    assert model.encoders["x"].embedded == seen
+    assert small_runs.contents(tmp_path / "search") == before
     (images / "d.png").rename(images / "e.png")
-    searcher.pictures("b", images, top=1)
-    assert searcher.image_encoder.embedded == 2 * seen
+    model.index(images)
+    assert model.encoders["x"].embedded == 2 * seen
     assert "'e.png'" in capsys.readouterr().err
 
 
-def test_a_replaced_picture_is_embedded_again(searcher, images, tmp_path, capsys):
-    before = dict(searcher.pictures("a", images, top=4).results)
+def test_index_embeds_a_replaced_picture_again(model, images, tmp_path, capsys):
+    before = {hit.id: hit.score for hit in model.index(images).search("a")}
     PIL.Image.new("RGB", (5, 5), "red").save(images / "a.png")
-    after = dict(searcher.pictures("a", images, top=4).results)
+    after = {hit.id: hit.score for hit in model.index(images).search("a")}
     assert [name for name in before if after[name] != before[name]] == ["a.png"]
     told = [line for line in capsys.readouterr().err.splitlines() if "a.png" in line]
     assert len(told) == 1 and str(images) in told[0]
-    assert len(list((tmp_path / "index").iterdir())) == 1
+    assert len(list((tmp_path / "search").iterdir())) == 1
 
 
-def test_an_extraction_of_the_folder_is_its_index(searcher, images, tmp_path, capsys):
-    source, encoder = datasets.open_dataset("folder", images), toy_encoders.Toy("image")
-    extraction.extract(source, encoder, tmp_path / "emb", data={"name": "folder"})
-    expected = searcher.pictures("a red car", images, top=3)
+def test_index_takes_an_extraction(model, images, tmp_path, capsys):
+    source, place = datasets.open_dataset("folder", images), tmp_path / "emb"
+    extraction.extract(source, toy_encoders.Toy("image"), place, data={"name": "folder"})
+    expected = model.index(images).search("a red car")
     capsys.readouterr()
-    ready = searcher._replace(place=tmp_path / "emb")
-    assert ready.pictures("a red car", images, top=3) == expected
+    assert model.index(images, place).search("a red car") == expected
+    assert model.index(place).search("a red car") == expected
     assert "image rows" not in capsys.readouterr().err  # nothing was embedded
-    before = small_runs.contents(tmp_path / "emb")
-    with pytest.raises(checks.InputError, match=r"index: .*emb is not .*: it has another encoder"):
-        ready._replace(image_encoder=toy_encoders.Toy("image", name="other")).pictures(
-            "", images, top=3
-        )
+    before = small_runs.contents(place)
+    other = model_lib.Model(model.aligner, toys(name="other"), tmp_path)
+    for of in (images, place):
+        with pytest.raises(checks.InputError, match=r"index: .*emb is .*: it has another encoder"):
+            other.index(of, place)
     (images / "d.png").unlink()
     with pytest.raises(checks.InputError, match=r"index: .*emb is not .* in place of 'd.png'"):
-        ready.pictures("a red car", images, top=3)
-    assert small_runs.contents(tmp_path / "emb") == before
+        model.index(images, place)
+    assert small_runs.contents(place) == before
 
 
-def test_texts_for_a_picture(searcher, images, tmp_path):
-    (tmp_path / "texts.txt").write_text("a car\na house\n\na car\na tree\n")
-    texts = search.read_texts(tmp_path / "texts.txt")
-    assert texts == ["a car", "a house", "a tree"]
-    file = tmp_path / "texts.txt"
-    results, shown = searcher.texts(images / "a.png", file, top=2)
-    model, encoder = searcher.model, toy_encoders.Toy("image")
-    picture = encoder.embed([encoder.prepare(items.picture(images / "a.png"))])
-    keys = model.embed_y(toy_encoders.Toy("text").embed(texts).astype(np.float16))
-    scores = keys @ model.embed_x(picture.astype(np.float32))[0]
-    assert [text for text, _ in results] == [texts[n] for n in np.argsort(-scores)[:2]]
-    assert shown.count("data:image/jpeg;base64,") == 1 and shown.count("<li>") == 2
-    with pytest.raises(checks.InputError, match=r"query_image: .*broken.png"):
-        searcher.texts(images / "broken.png", file, top=2)
-    file.write_text("a car\na mouse\na tree\n")
-    results, _ = searcher.texts(images / "a.png", file, top=3)
-    assert {text for text, _ in results} == {"a car", "a mouse", "a tree"}
-
-
-def test_calibrated_search(searcher, images, tmp_path):
-    calibrated = searcher._replace(calibrated=True)
-    with pytest.raises(checks.InputError, match=r"calibrated: .* has no calibration"):
-        calibrated.pictures("a red car", images, top=3)
-    rows = np.random.default_rng(0).normal(size=(2, 30, toy_encoders.WIDTH)).astype(np.float32)
-    model = searcher.model.calibrated_by(*rows)
-    plain = searcher.pictures("a red car", images, top=4).results
-    results, shown = calibrated._replace(model=model).pictures("a red car", images, top=4)
-    found = extraction.load(next((tmp_path / "index").iterdir()))
-    bias = model.calibration.x(model.embed_x(found.rows))
-    added = {origin.id: float(b) for origin, b in zip(found.origins, bias, strict=True)}
-    expected = sorted(((n, s + added[n]) for n, s in plain), key=lambda found: -found[1])
-    assert [name for name, _ in results] == [name for name, _ in expected]
-    np.testing.assert_allclose([s for _, s in results], [s for _, s in expected], atol=1e-5)
-    assert "with its calibrated score." in shown
-
-
-def test_captions_files_are_texts(tmp_path):
-    (tmp_path / "c.csv").write_text("file,caption\na.png,One.\nb.png,Two.\na.png,One.\n")
-    assert search.read_texts(tmp_path / "c.csv") == ["One.", "Two."]
-    with pytest.raises(checks.InputError, match=r"texts: .*gone.txt"):
-        search.read_texts(tmp_path / "gone.txt")
-
-
-def test_nothing_to_search(searcher, tmp_path):
+def test_index_of_an_empty_folder_is_one_line(model, tmp_path):
     (tmp_path / "empty").mkdir()
     with pytest.raises(checks.InputError, match="data: no image"):
-        searcher.pictures("a", tmp_path / "empty", top=1)
+        model.index(tmp_path / "empty")
 
 
-# --- which encoders -----------------------------------------------------------------------------
+def test_search_calibrated_adds_the_potentials(model, calibrated, images, tmp_path):
+    with pytest.raises(checks.InputError, match=r"calibrated: .* has no calibration"):
+        model.index(images).search("a red car", calibrated=True)
+    pictures = model_lib.Model(calibrated, toys(), tmp_path).index(images)
+    kept, features = calibrated.calibration, pictures.searched.features
+    logits = features @ np.asarray(kept.g).T / kept.epsilon + kept.v
+    bias = -float(kept.epsilon) * scipy.special.logsumexp(logits, axis=1)
+    plain = {hit.id: hit.score + bias[hit.row] for hit in pictures.search("a red car")}
+    hits = pictures.search("a red car", calibrated=True)
+    assert [hit.id for hit in hits] == sorted(plain, key=plain.get, reverse=True)
+    np.testing.assert_allclose([hit.score for hit in hits], [plain[h.id] for h in hits], atol=1e-5)
 
 
-def trained_on(model, **settings):
-    return aligner.Aligner(model.heads, {"settings": {"data": settings}})
+def test_typical_is_the_mean_and_deviation_of_training_texts(model, calibrated, images, tmp_path):
+    assert model.index(images).typical("y") is None
+    pictures = model_lib.Model(calibrated, toys(), tmp_path).index(images)
+    scores = np.asarray(calibrated.calibration.g) @ pictures.searched.features.T
+    assert pictures.typical("y") == pytest.approx((scores.mean(), scores.std()), rel=1e-4)
 
 
-def test_a_model_of_the_photographs_knows_its_encoders(model):
-    known = search.trained_with(trained_on(model, name="coco"))
+def test_read_texts(tmp_path):
+    (tmp_path / "c.csv").write_text("file,caption\na.png,One.\nb.png,Two.\na.png,One.\n")
+    assert model_lib.read_texts(tmp_path / "c.csv") == ["One.", "Two."]
+    with pytest.raises(checks.InputError, match=r"texts: .*gone.txt"):
+        model_lib.read_texts(tmp_path / "gone.txt")
+
+
+# --- loading ------------------------------------------------------------------------------------
+
+
+def trained_on(untrained, **settings):
+    return aligner.Aligner(untrained.heads, {"settings": {"data": settings}})
+
+
+def toy_load(name, **_):
+    return toy_encoders.Toy("text" if "minilm" in name else "image", name=name)
+
+
+def test_load_finds_the_only_run_and_names_several(untrained, tmp_path, monkeypatch):
+    monkeypatch.setattr(encoders, "load", toy_load)
+    untrained.save(tmp_path / "run" / "align-seed0" / "aligner")
+    for path in (tmp_path / "run", tmp_path / "run" / "align-seed0"):
+        loaded = model_lib.load(path)
+        assert loaded.folder == tmp_path / "run" / "align-seed0"
+        assert [loaded.encoders[side].modality for side in "xy"] == ["image", "text"]
+    untrained.save(tmp_path / "run" / "sail-seed0" / "aligner")
+    with pytest.raises(checks.InputError, match=r"align-seed0.*sail-seed0"):
+        model_lib.load(tmp_path / "run")
+
+
+def test_trained_with_knows_the_encoders_of_the_photographs(untrained):
+    known = model_lib.trained_with(trained_on(untrained, name="coco"))
     assert known == {"x": {"name": "efficientnet-lite2"}, "y": {"name": "all-minilm-l6-v2"}}
 
 
-def test_a_model_of_paired_files_knows_its_encoders(model, tmp_path):
+def test_trained_with_reads_the_encoders_of_paired_files(untrained, tmp_path):
     row = [extraction.Row("a", "a")]
     x, y = (
         extraction.Embeddings(np.ones((1, 3)), row, {"encoder": {"name": name}})
@@ -164,15 +245,64 @@ def test_a_model_of_paired_files_knows_its_encoders(model, tmp_path):
     )
     extraction.write(tmp_path, {}, x, y)
     files = {"x": str(tmp_path / "x.npy"), "y": str(tmp_path / "y.npy")}
-    known = search.trained_with(trained_on(model, name="files", files=files))
+    known = model_lib.trained_with(trained_on(untrained, name="files", files=files))
     assert known["x"]["name"] == "dinov3-vitl16" and known["y"]["name"] == "bert"
 
 
-def test_a_model_of_unknown_origin_asks_for_encoders(model, tmp_path):
-    for unknown in (model, trained_on(model, name="files", files={"x": f"{tmp_path}/x.npy"})):
-        assert search.trained_with(unknown) is None
-        with pytest.raises(checks.InputError, match="text_encoder: "):
-            search.load_encoder(unknown, "y", None, None)
+def test_load_encoder_asks_for_the_encoder_of_unknown_files(untrained, tmp_path):
+    unknown = trained_on(untrained, name="files", files={"x": f"{tmp_path}/x.npy"})
+    for one in (aligner.Aligner(untrained.heads, {}), unknown):
+        assert model_lib.trained_with(one) is None
+        with pytest.raises(checks.InputError, match=r"y_encoder: .*--y_encoder=NAME"):
+            model_lib.load_encoder(one, "y", None, None)
+
+
+# --- the command --------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def options(untrained, images, tmp_path, monkeypatch):
+    monkeypatch.setattr(encoders, "load", toy_load)
+    untrained.save(tmp_path / "run" / "aligner")
+    return [f"--model={tmp_path / 'run'}", f"--page={tmp_path / 'page.html'}"]
+
+
+def test_search_answers_every_query(options, images, tmp_path, capsys):
+    (tmp_path / "more.txt").write_text("a house\na tree\n")
+    asked = ["--query=a red car", "--query=a bird", f"--queries={tmp_path / 'more.txt'}"]
+    asked += [f"--query_image={images / 'd.png'}", f"--images={images}", "--top=2"]
+    out, error = small_runs.start(search, [*options, *asked], capsys)
+    assert error is None
+    titles = ["a red car", "a bird", "a house", "a tree", "d.png"]
+    assert [line for line in out.splitlines() if line in titles] == titles
+    loaded = model_lib.load(tmp_path / "run").index(images)
+    for title, part in zip(titles[:4], out.split("rank")[1:], strict=False):
+        for hit in loaded.search(title, k=2):
+            assert f"{hit.score:.3f}  {hit.id}" in part
+    page = (tmp_path / "page.html").read_text()
+    assert page.count("<section>") == 5 and page.count("data:image/jpeg;base64,") == 11
+
+
+def test_search_of_one_query_is_a_page_with_its_title(options, images, tmp_path, capsys):
+    asked = [*options, "--query=a red car", f"--images={images}"]
+    out, error = small_runs.start(search, asked, capsys)
+    assert error is None and out.startswith("  rank")
+    page = (tmp_path / "page.html").read_text()
+    assert "a red car</h1>" in page and "each with its cosine." in page
+    names = [line.split()[-1] for line in out.splitlines()[2:6]]
+    assert [page.index(name) for name in names] == sorted(page.index(name) for name in names)
+
+
+def test_search_lists_texts(options, images, tmp_path, capsys):
+    (tmp_path / "texts.txt").write_text("a car\na house\na tree\n")
+    asked = [f"--texts={tmp_path / 'texts.txt'}", f"--query_image={images / 'a.png'}", "--top=2"]
+    assert small_runs.start(search, [*options, *asked], capsys)[1] is None
+    page = (tmp_path / "page.html").read_text()
+    assert page.count("data:image/jpeg;base64,") == 1 and page.count("<li>") == 2
+    both = [*options, *asked, f"--images={images}"]
+    assert small_runs.is_one_line(small_runs.start(search, both, capsys)[1])
+    wrong = [*options, "--query=", f"--images={images}"]
+    assert small_runs.is_one_line(small_runs.start(search, wrong, capsys)[1])
 
 
 def test_transparent_pictures_are_shown_on_white():

@@ -1,0 +1,421 @@
+"""Trained models that take raw pictures, texts and sounds.
+
+The files that a run was trained on name their encoders. `load` loads these beside the aligner:
+
+    from experiments.extract import model
+
+    pictures = model.load("runs/pictures/run/align-seed0").index("PICTURES")
+    for hit in pictures.search("a bird", k=10):
+        print(hit.score, hit.id)
+"""
+
+import dataclasses
+import functools
+import hashlib
+import itertools
+import json
+import os
+import pathlib
+import shutil
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from experiments import photos, workdir
+from experiments.extract import datasets, encoders, extraction, items
+from sotalign_jax import aligner, checks
+
+Path = str | os.PathLike[str]
+Content = Any
+"""The path of a file, a `PIL.Image.Image`, an `items.Sound`, or a text as a str."""
+PHOTOS = {"x": {"name": "efficientnet-lite2"}, "y": {"name": "all-minilm-l6-v2"}}
+"""Encoders of the photographs in the repository."""
+READERS: dict[str, Callable[[pathlib.Path], Any]] = {"image": items.oriented, "audio": items.sound}
+REFERENCES = 256
+"""Most queries in `Model.typical`. The mean's standard error is then 6 % of the deviation."""
+
+
+class Hit(NamedTuple):
+    """Search result.
+
+    Attributes:
+        id: path below the indexed folder, or the text itself.
+        score: cosine in the shared space, or calibrated score.
+        row: row in the index.
+    """
+
+    id: str
+    score: float
+    row: int
+
+
+class Index(NamedTuple):
+    """Embeddings of one modality and their features in the shared space.
+
+    Attributes:
+        side: the modality's side of the aligner, "x" or "y".
+        embeddings: raw embeddings and the ids of their rows.
+        features: unit features, shape [n, d].
+    """
+
+    side: str
+    embeddings: extraction.Embeddings
+    features: np.ndarray
+
+
+@dataclasses.dataclass(frozen=True)
+class Model:
+    """An aligner with the encoders of its two modalities.
+
+    Attributes:
+        aligner: maps embeddings into the shared space.
+        encoders: the encoders of sides "x" and "y".
+        folder: the folder that the aligner was loaded from. New indexes are kept in it.
+        indexed: the items to search, set by `index`.
+    """
+
+    aligner: aligner.Aligner
+    encoders: Mapping[str, encoders.Encoder]
+    folder: pathlib.Path
+    indexed: Index | None = None
+
+    def encode_image(self, images: Path | Sequence[Content]) -> np.ndarray:
+        """Maps pictures into the shared space.
+
+        Args:
+            images: paths or `PIL.Image.Image`s, or a single path.
+
+        Returns:
+            Unit features, shape [n, d].
+
+        Raises:
+            InputError: A picture cannot be read, or the model has no image encoder.
+        """
+        return self._features(self._side("image"), images)
+
+    def encode_text(self, texts: str | Sequence[str]) -> np.ndarray:
+        """Maps texts into the shared space.
+
+        Args:
+            texts: texts, or a single one.
+
+        Returns:
+            Unit features, shape [n, d].
+
+        Raises:
+            InputError: A text is empty, or the model has no text encoder.
+        """
+        return self._features(self._side("text"), texts)
+
+    def encode_audio(self, sounds: Path | Sequence[Content]) -> np.ndarray:
+        """Maps sounds into the shared space.
+
+        Args:
+            sounds: paths or `items.Sound`s, or a single path.
+
+        Returns:
+            Unit features, shape [n, d].
+
+        Raises:
+            InputError: A sound cannot be read, or the model has no audio encoder.
+        """
+        return self._features(self._side("audio"), sounds)
+
+    def similarity(
+        self, x: Sequence[Content], y: Sequence[Content], *, calibrated: bool = False
+    ) -> np.ndarray:
+        """Computes the score of every x with every y: see `Aligner.similarity`.
+
+        Args:
+            x: n items of the first modality, such as paths of pictures.
+            y: m items of the second modality, such as texts.
+            calibrated: correct the cosines for hubness.
+
+        Returns:
+            Scores, shape [n, m].
+        """
+        rows = self._embed("x", x), self._embed("y", y)
+        return self.aligner.similarity(*rows, calibrated=calibrated)
+
+    def index(self, of: Path, place: Path | None = None) -> "Model":
+        """Embeds the items to search.
+
+        Embeddings are stored by encoder and path. A second call reads them, unless a file has
+        changed since. Then all are computed again.
+
+        Args:
+            of: a folder of pictures; texts as .txt with one a line, .csv or .jsonl; or a finished
+                extraction of any modality.
+            place: an extraction of the same items, or the folder to store embeddings in. The
+                default is the folder "search" of the model.
+
+        Returns:
+            A model that searches these items.
+
+        Raises:
+            InputError: There is nothing to embed, or the extraction is of other items or of
+                another encoder.
+        """
+        of = pathlib.Path(of).expanduser()
+        place = self.folder / "search" if place is None else pathlib.Path(place).expanduser()
+        if (of / extraction.INPUTS).exists():
+            modality = extraction.load(of).metadata["encoder"]["modality"]
+            source, place = None, of
+        elif of.is_file():
+            texts, modality = read_texts(of), "text"
+            source = items.Source({"text": lambda: map(items.Item, texts, texts, texts)})
+        else:
+            source, modality = datasets.open_dataset("folder", of), "image"
+        side = self._side(modality)
+        found = _embedded(source, self.encoders[side], of, place)
+        features = self._map(side, found.rows)
+        return dataclasses.replace(self, indexed=Index(side, found, features))
+
+    def search(self, query: Content, k: int = 10, *, calibrated: bool = False) -> list[Hit]:
+        """Finds the indexed items that are most similar to a query.
+
+        Args:
+            query: a text as a str; otherwise a `pathlib.Path`, a `PIL.Image.Image` or an
+                `items.Sound`. Its modality may be that of the index.
+            k: the number of results. All items are returned if there are fewer.
+            calibrated: correct the scores for hubness. The correction is between modalities, so
+                the query's modality must not be that of the index.
+
+        Returns:
+            Results, best first. Among equal scores the lower row comes first.
+
+        Raises:
+            InputError: Nothing is indexed, or the query cannot be read.
+        """
+        checks.whole(1, k=k)
+        side = self.side_of(query)
+        feature = self._features(side, [query])[0]
+        scores = self.searched.features @ feature + self._bias(side, calibrated)
+        origins = self.searched.embeddings.origins
+        best = np.argsort(-scores, kind="stable")[:k]
+        return [Hit(origins[row].id, float(scores[row]), int(row)) for row in best]
+
+    def side_of(self, query: Content) -> str:
+        """Returns the side whose encoder reads a query, "x" or "y"."""
+        others = [e.modality for e in self.encoders.values() if e.modality != "text"]
+        return self._side("text" if isinstance(query, str) else (*others, "image")[0])
+
+    def typical(self, side: str, *, calibrated: bool = False) -> tuple[float, float] | None:
+        """Measures the scores of typical queries on the index.
+
+        The queries are training rows that the aligner keeps for calibration.
+
+        Args:
+            side: side of the queries, "x" or "y".
+            calibrated: measure calibrated scores.
+
+        Returns:
+            Mean and standard deviation of the scores, or None if the aligner has no calibration.
+        """
+        kept = self.aligner.calibration
+        if kept is None:
+            return None
+        rows = np.asarray(kept.f if side == "x" else kept.g)
+        rows = rows[:: -(-len(rows) // REFERENCES)]
+        scores = rows @ self.searched.features.T + self._bias(side, calibrated)
+        return float(scores.mean()), float(scores.std())
+
+    @property
+    def searched(self) -> Index:
+        """The items to search."""
+        if self.indexed is None:
+            raise checks.InputError("index: nothing is indexed; call index(FOLDER) first")
+        return self.indexed
+
+    def _side(self, modality: str) -> str:
+        """Returns the side with an encoder of this modality."""
+        sides = [side for side, own in self.encoders.items() if own.modality == modality]
+        if len(sides) != 1:
+            has = " and ".join(own.modality for own in self.encoders.values())
+            remedy = "embed with model.encoders and use model.aligner"
+            raise checks.InputError(f"{modality}: the encoders are of {has}; {remedy}")
+        return sides[0]
+
+    def _embed(self, side: str, contents: Any) -> np.ndarray:
+        """Computes raw embeddings, shape [n, d_x] or [n, d_y], batch by batch."""
+        encoder = self.encoders[side]
+        rest = iter([contents] if isinstance(contents, str | os.PathLike) else contents)
+        rows = []
+        while batch := list(itertools.islice(rest, encoder.batch_size)):
+            read = [encoder.prepare(_read(content, encoder.modality)) for content in batch]
+            rows.append(np.asarray(encoder.embed(read), np.float32))
+        if not rows:
+            raise checks.InputError(f"{encoder.modality}: there is none; pass at least one")
+        return np.concatenate(rows)
+
+    def _map(self, side: str, rows: np.ndarray) -> np.ndarray:
+        return self.aligner.embed_x(rows) if side == "x" else self.aligner.embed_y(rows)
+
+    def _features(self, side: str, contents: Any) -> np.ndarray:
+        return self._map(side, self._embed(side, contents))
+
+    def _bias(self, side: str, calibrated: bool) -> np.ndarray | float:
+        """Returns the values to add to the cosines of queries of `side`, shape [n] or ()."""
+        if calibrated and side == self.searched.side:
+            text = "calibrated: the query and the indexed items have one modality"
+            raise checks.InputError(f"{text}; leave it out")
+        return self._calibration if calibrated else 0.0
+
+    @functools.cached_property
+    def _calibration(self) -> np.ndarray:
+        """Potentials of the indexed items, computed once."""
+        known, (side, _, features) = self.aligner.calibration, self.searched
+        if known is None:
+            text = "calibrated: this model has no calibration"
+            raise checks.InputError(f"{text}; leave it out, or use Aligner.calibrated_by")
+        return known.x(features) if side == "x" else known.y(features)
+
+
+def load(
+    path: Path,
+    *,
+    x_encoder: str | None = None,
+    y_encoder: str | None = None,
+    x_weights: str | None = None,
+    y_weights: str | None = None,
+    device: str | None = None,
+    trust_remote_code: bool = False,
+) -> Model:
+    """Loads a trained model with the encoders of its training files.
+
+    Args:
+        path: folder of a finished run, folder with a single finished run, or a folder that
+            `Aligner.save` wrote.
+        x_encoder: encoder of the first modality, in place of the one trained with.
+        y_encoder: encoder of the second modality, in place of the one trained with.
+        x_weights: folder with a copy of the first encoder's repository.
+        y_weights: folder with a copy of the second encoder's repository.
+        device: torch device of the encoders; the fastest by default.
+        trust_remote_code: run code that comes with the weights.
+
+    Returns:
+        The model. The encoders stay in memory.
+
+    Raises:
+        InputError: There is no model, or several; an encoder is unknown, or its weights are not
+            those trained with; or a package is missing.
+    """
+    folder = pathlib.Path(path).expanduser()
+    below = sorted(folder.glob(f"*/{aligner.FOLDER}"))
+    folder = below[0].parent if len(below) == 1 else folder
+    aligned = aligner.Aligner.load(folder)
+    options: dict[str, Any] = {"device": device, "trust_remote_code": trust_remote_code}
+    x = load_encoder(aligned, "x", x_encoder, x_weights, **options)
+    y = load_encoder(aligned, "y", y_encoder, y_weights, **options)
+    return Model(aligned, {"x": x, "y": y}, folder)
+
+
+def trained_with(aligned: aligner.Aligner) -> dict[str, dict[str, Any]] | None:
+    """Returns descriptions of the encoders that an aligner was trained with, or None.
+
+    Args:
+        aligned: an aligner of a run.
+
+    Returns:
+        The descriptions by side, "x" and "y".
+    """
+    data = aligned.info.get("settings", {}).get("data", {})
+    if data.get("name") in photos.CAPTIONED:
+        return PHOTOS
+    table = str((data.get("files") or {}).get("x") or "").partition("#")[0]
+    noted = pathlib.Path(table).parent / extraction.ENCODERS
+    return workdir.read_json(noted) if table and noted.exists() else None
+
+
+def load_encoder(
+    aligned: aligner.Aligner, side: str, name: str | None, weights: str | None, **options: Any
+) -> encoders.Encoder:
+    """Loads the encoder that one side of an aligner was trained with, or the one named.
+
+    Args:
+        aligned: an aligner of a run.
+        side: "x" or "y".
+        name: a name of `encoders.NAMES`, or None for the one trained with.
+        weights: folder with a copy of its repository, or None.
+        **options: options of `encoders.load`.
+
+    Returns:
+        The encoder.
+
+    Raises:
+        InputError: The encoder is unknown, or its weights are not those trained with.
+    """
+    if name is not None:
+        return encoders.load(name, weights=weights, **options)
+    known = trained_with(aligned)
+    if known is None:
+        text = f"{side}_encoder: the model does not name the encoder of its embeddings"
+        raise checks.InputError(f"{text}; pass --{side}_encoder=NAME")
+    described = known[side]
+    options["max_length"] = described.get("max_length")
+    if isinstance(described.get("pooling"), str):
+        options["pool"] = described["pooling"]
+    encoder = encoders.load(described["name"], weights=weights, **options)
+    now = encoder.describe()["revision"]
+    if described.get("revision", now) != now:
+        text = f"{described['name']} is at {now} but {described['revision']} was trained on"
+        remedy = "load those weights, or name the encoder to use it anyway"
+        raise checks.InputError(f"{side}_encoder: {text}; {remedy}")
+    return encoder
+
+
+def read_texts(path: pathlib.Path) -> list[str]:
+    """Reads the distinct texts of a .txt file with one a line, or of a .csv or .jsonl file."""
+    if path.suffix != ".txt":
+        return list(dict.fromkeys(caption for _, caption in datasets.read_captions(path)))
+    try:
+        return list(dict.fromkeys(items.lines(path)))
+    except (OSError, ValueError) as error:
+        raise checks.InputError(f"texts: {path} cannot be read ({error})") from error
+
+
+def _read(content: Content, modality: str) -> Any:
+    """Reads the file of a path; other content is returned as it is."""
+    if modality == "text":
+        if not isinstance(content, str) or not content.strip():
+            raise checks.InputError(f"text: is {content!r}; pass a text that is not empty")
+        return content
+    if not isinstance(content, str | os.PathLike):
+        return content
+    try:
+        return READERS[modality](pathlib.Path(content).expanduser())
+    except checks.InputError:
+        raise
+    except Exception as error:  # decoders raise errors of many kinds for damaged files
+        text = f"{modality}: {content} cannot be read ({checks.first_line(error)})"
+        raise checks.InputError(f"{text}; pass another file") from error
+
+
+def _embedded(
+    source: items.Source | None, encoder: encoders.Encoder, of: pathlib.Path, place: pathlib.Path
+) -> extraction.Embeddings:
+    """Returns the embeddings of a source: those of the extraction at `place`, or new ones.
+
+    Without a source the extraction is taken as it is.
+    """
+    listed = source.items[encoder.modality] if source else None
+    if (place / extraction.INPUTS).exists():
+        ready = extraction.load(place)
+        change = extraction.difference(listed(), place) if listed else None
+        if ready.metadata["encoder"] != encoder.describe():
+            change = "it has another encoder"
+        if change is not None:
+            text = f"index: {place} is not an extraction of {of}: {change}"
+            raise checks.InputError(f"{text}; extract it again, or leave --index out")
+        return ready
+    assert source is not None and listed is not None
+    key = json.dumps([encoder.describe(), str(of.resolve())])
+    out = place / hashlib.sha256(key.encode()).hexdigest()[:16]
+    if change := extraction.difference(listed(), out):
+        print(f"{of}: {change}; embedding it again", file=sys.stderr)
+        with workdir.only_process(out):
+            shutil.rmtree(out)
+    extraction.extract(source, encoder, out, data={"name": "search"}, shard_size=256)
+    return extraction.load(out)

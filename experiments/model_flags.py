@@ -1,0 +1,46 @@
+"""Flags of the commands that use a trained model with its encoders."""
+
+import pathlib
+from typing import Any
+
+from absl import flags
+
+from experiments.cli import path_flag
+from experiments.extract import encoders, model
+from sotalign_jax import checks
+
+_MODEL = path_flag("model", None, "Folder of a finished run or saved aligner.")
+IMAGES = path_flag("images", None, "Folder of pictures to search.")
+_INDEX = path_flag(
+    "index", None, "Extraction of what is searched, or folder for embeddings; MODEL/search."
+)
+TOP = flags.DEFINE_integer("top", 10, "Number of results.", 1)
+CALIBRATED = flags.DEFINE_bool("calibrated", False, "Correct scores for hubness.")
+_ENCODERS = [
+    flags.DEFINE_string(f"{side}_{what}", None, text)
+    for side in "xy"
+    for what, text in (
+        ("encoder", f"Encoder of side {side}; by default the one trained with."),
+        ("weights", "Folder with a copy of its repository."),
+    )
+]
+_DEVICE = flags.DEFINE_string("device", None, "cpu, cuda, ...; the fastest by default.")
+_TRUST = flags.DEFINE_bool("trust_remote_code", False, "Run code that comes with the weights.")
+_SHARED = [_MODEL, IMAGES, _INDEX, TOP, CALIBRATED, *_ENCODERS, _DEVICE, _TRUST]
+flags.disclaim_key_flags()
+
+CHOICES = {"encoders": tuple(encoders.NAMES)}
+
+
+def declare() -> None:
+    """Lists the shared flags in the --help of the calling module."""
+    for flag in _SHARED:
+        flags.declare_key_flag(flag.name)
+
+
+def load(of: pathlib.Path) -> model.Model:
+    """Loads the model that the flags describe, and indexes `of` for it."""
+    if _MODEL.value is None:
+        raise checks.InputError("model: is not set; pass --model=FOLDER")
+    named: dict[str, Any] = {flag.name: flag.value for flag in (*_ENCODERS, _DEVICE, _TRUST)}
+    return model.load(_MODEL.value, **named).index(of, _INDEX.value)

@@ -1,0 +1,346 @@
+r"""Serves a page that searches pictures by text or by picture.
+
+    python -m experiments.serve --model=RUN --images=DIR --index=EXTRACTION --captions=captions.csv
+    python -m experiments.serve --model=RUN --images=DIR --port=8000 --host=0.0.0.0
+
+The model is loaded once. The page is reachable from this computer only, unless --host says
+otherwise. Nothing is loaded from elsewhere, and only pictures in --images are shown.
+"""
+
+import collections
+import contextlib
+import dataclasses
+import functools
+import html
+import http.server
+import io
+import pathlib
+import re
+import statistics
+import string
+import sys
+import threading
+import time
+import urllib.parse
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import numpy as np
+import PIL.Image
+import PIL.ImageOps
+from absl import flags
+from ml_collections.config_dict import FrozenConfigDict
+
+from experiments import cli, model_flags, report
+from experiments import run as run_lib
+from experiments.cli import path_flag
+from experiments.extract import datasets, items
+from experiments.extract import model as model_lib
+from sotalign_jax import aligner, checks
+
+_CAPTIONS = path_flag("captions", None, "CSV or JSONL file of captions; .txt files by default.")
+_HOST = flags.DEFINE_string("host", "127.0.0.1", "Address to listen at; 0.0.0.0 is all of them.")
+_PORT = flags.DEFINE_integer("port", 7860, "Port to listen at; 0 is any that is free.", 0)
+model_flags.declare()
+CHOICES = model_flags.CHOICES
+PAGE = pathlib.Path(__file__).with_name("serve.html")
+SIZES = {"picture": 360, "large": 1600}
+"""Longest side of a picture in pixels, by the first part of its address."""
+LARGEST = 64 * 2**20
+"""Bytes of an uploaded picture."""
+LOOPBACK = ("127.0.0.1", "::1", "localhost")
+SAME = 0.9999
+"""Cosine from which two embeddings are of one picture. Batching changes it by about 1e-6."""
+POLICY = "default-src 'none'; img-src 'self' data:; connect-src 'self'; form-action 'self'; "
+POLICY += "style-src 'unsafe-inline'; script-src 'unsafe-inline'"
+
+
+class Response(NamedTuple):
+    """Answer to one request."""
+
+    content: bytes
+    kind: str = "text/html; charset=utf-8"
+    status: int = 200
+
+
+@dataclasses.dataclass(frozen=True)
+class Site:
+    """State that all requests share.
+
+    Attributes:
+        model: the model, with the pictures indexed.
+        images: the folder of the pictures.
+        caption: returns a picture's caption by its id, or "".
+        pairs: unit embeddings of the captioned training pictures, or None if unknown.
+        typical: mean and standard deviation of text queries' scores, by whether calibrated.
+        top: the number of results.
+    """
+
+    model: model_lib.Model
+    images: pathlib.Path
+    caption: Callable[[str], str]
+    pairs: np.ndarray | None
+    typical: dict[bool, tuple[float, float] | None]
+    top: int
+    lock: Any = dataclasses.field(default_factory=threading.Lock)
+
+    def get(self, address: str) -> Response:
+        """Answers a GET request: a page with results, or a picture of the index."""
+        parts = urllib.parse.urlsplit(address)
+        kind, _, name = parts.path[1:].partition("/")
+        if kind in SIZES:
+            return self.picture(name, SIZES[kind])
+        if parts.path != "/":
+            return self.page(error=f"{parts.path}: there is no such page.", status=404)
+        asked = urllib.parse.parse_qs(parts.query, keep_blank_values=True)
+        if "like" in asked:
+            return self.like(asked["like"][-1])
+        if "q" not in asked:
+            return self.page()
+        query, calibrated = asked["q"][-1].strip(), "calibrated" in asked
+        if not query:
+            return self.page(error="Type a few words to search for.", calibrated=calibrated)
+        return self.results(query, query, calibrated=calibrated)
+
+    def post(self, content: bytes) -> Response:
+        """Answers an upload with the pictures that are similar to it."""
+        if len(content) > LARGEST:
+            text = f"The file is too large; choose one of at most {LARGEST >> 20} MB."
+            return self.page(error=text, status=413)
+        try:
+            picture = PIL.ImageOps.exif_transpose(items.picture(content))
+        except PIL.UnidentifiedImageError:
+            return self.page(error="This file is not a picture.", status=400)
+        except PIL.Image.DecompressionBombError:
+            return self.page(error="The picture has too many pixels; shrink it first.", status=400)
+        except Exception as error:  # decoders raise errors of many kinds for damaged files
+            text = f"The picture cannot be read: {checks.first_line(error)}"
+            return self.page(error=text, status=400)
+        shown = f"<p class='asked'>{report.thumbnail(picture, 'the picture searched for')}</p>"
+        return self.results(picture, above=shown)
+
+    def like(self, row: str) -> Response:
+        """Searches for the pictures that are similar to one of the index."""
+        path = self.path(row)
+        if path is None:
+            return self.page(error=f"There is no picture {row}.", status=404)
+        name = html.escape(path.name)
+        shown = f"<p class='asked'><img alt='{name}' src='/picture/{row}'></p>"
+        return self.results(path, above=shown)
+
+    def path(self, row: str) -> pathlib.Path | None:
+        """Returns the file of a row of the index, or None if it is not below the folder."""
+        if not re.fullmatch("[0-9]{1,9}", row) or int(row) >= self.count:
+            return None
+        origin = self.model.searched.embeddings.origins[int(row)]
+        path = (self.images / origin.id).resolve()
+        return path if path.is_relative_to(self.images.resolve()) else None
+
+    def picture(self, row: str, size: int) -> Response:
+        """Answers with a copy of a picture of at most `size` pixels a side."""
+        path = self.path(row)
+        try:
+            if path is None:
+                raise FileNotFoundError
+            return Response(_jpeg(path, size), "image/jpeg")
+        except Exception:  # it was removed or damaged since it was embedded
+            return Response(b"no such picture", "text/plain", 404)
+
+    def results(
+        self, query: Any, text: str = "", *, above: str = "", calibrated: bool = False
+    ) -> Response:
+        """Searches and returns the page with the results."""
+        began = time.perf_counter()
+        try:
+            with self.lock:
+                hits = self.model.search(query, self.top, calibrated=calibrated)
+        except checks.InputError as error:
+            return self.page(text, error=str(error), calibrated=calibrated, status=400)
+        typical = self.typical[calibrated] if isinstance(query, str) else None
+        scores, note = [f"{hit.score:.3f}" for hit in hits], "Scores are cosines."
+        if typical is not None:
+            mean, deviation = typical
+            scores = [f"{(hit.score - mean) / deviation:+.1f}" for hit in hits]
+            chance = statistics.NormalDist().inv_cdf(1 - 1 / (self.count + 1))
+            note = "Scores are standard deviations above the mean of training texts; "
+            note += f"among {self.count} pictures, chance alone reaches {chance:+.1f}."
+        cards = "".join(map(self._card, hits, scores, self._captioned([hit.row for hit in hits])))
+        took = f"The best {len(hits)} of {self.count} in {time.perf_counter() - began:.2f} s."
+        shown = f"{above}<p class='small'>{took} {note}</p><div class='cards'>{cards}</div>"
+        return self.page(text, shown, calibrated=calibrated)
+
+    def page(
+        self,
+        query: str = "",
+        results: str = "",
+        *,
+        error: str = "",
+        calibrated: bool = False,
+        status: int = 200,
+    ) -> Response:
+        """Returns the page with these results, or with one line about an error."""
+        filled = string.Template(PAGE.read_text(encoding="utf-8")).substitute(
+            title=html.escape(query or "Search pictures"),
+            query=html.escape(query),
+            count=self.count,
+            focus="" if results else "autofocus",
+            calibrated="checked" if calibrated else "",
+            calibration="" if self.model.aligner.calibration else "hidden",
+            error=html.escape(error),
+            results=results,
+        )
+        return Response(filled.encode(errors="replace"), status=status)
+
+    @property
+    def count(self) -> int:
+        """Number of pictures."""
+        return len(self.model.searched.features)
+
+    def _captioned(self, rows: list[int]) -> list[bool | None]:
+        """Returns for every row if training used it with a caption, or None if unknown."""
+        if self.pairs is None:
+            return [None] * len(rows)
+        found = self.model.searched.embeddings.rows[rows]
+        return list((_unit(found) @ self.pairs.T).max(axis=1) > SAME)
+
+    def _card(self, hit: model_lib.Hit, score: str, seen: bool | None) -> str:
+        caption, name = html.escape(self.caption(hit.id)), html.escape(hit.id)
+        tag = "" if seen is None else "no caption in training"
+        tag = "<span>captioned in training</span>" if seen else tag
+        return f"""<figure><a href='/large/{hit.row}'><img alt='{caption or name}'
+            src='/picture/{hit.row}' loading='lazy'></a><figcaption><a class='like'
+            href='/?like={hit.row}'>similar</a><b>{score}</b><br>{caption and f"<q>{caption}</q>"}
+            <div title='{name}'>{name.rpartition("/")[2]}</div>{tag}</figcaption></figure>"""
+
+
+@functools.lru_cache(maxsize=1024)
+def _jpeg(path: pathlib.Path, size: int) -> bytes:
+    picture, buffer = items.on_white(items.oriented(path)), io.BytesIO()
+    picture.thumbnail((size, size))
+    picture.save(buffer, "JPEG", quality=85)
+    return buffer.getvalue()
+
+
+def _unit(rows: np.ndarray) -> np.ndarray:
+    rows = np.asarray(rows, np.float32)
+    return rows / np.linalg.norm(rows, axis=1, keepdims=True)
+
+
+def training_pairs(aligned: aligner.Aligner, side: str) -> np.ndarray | None:
+    """Reads the embeddings that a run was trained on in pairs.
+
+    Args:
+        aligned: the aligner of a run.
+        side: "x" or "y".
+
+    Returns:
+        Unit embeddings, shape [n, d_x] or [n, d_y]; None if they did not come from files, or if
+        the files are gone, which is printed.
+    """
+    settings = aligned.info.get("settings", {})
+    if settings.get("data", {}).get("name") != "files":
+        return None
+    try:
+        dataset = run_lib.load_dataset(FrozenConfigDict(settings))
+    except checks.InputError as error:
+        print(f"results do not show which pictures were trained on: {error}", file=sys.stderr)
+        return None
+    return _unit(dataset.pairs_x if side == "x" else dataset.pairs_y)
+
+
+def build(
+    searcher: model_lib.Model, images: pathlib.Path, captions: pathlib.Path | None, *, top: int
+) -> Site:
+    """Prepares the pages: captions, training pictures, typical scores.
+
+    Args:
+        searcher: a model with the pictures indexed.
+        images: the folder of the pictures.
+        captions: CSV or JSONL file of captions; None takes the .txt files beside the pictures.
+        top: the number of results.
+
+    Returns:
+        The site. A query was made, so that the programs of text queries are compiled.
+    """
+    said: dict[str, list[items.Item]] = collections.defaultdict(list)
+    for item in datasets.open_dataset("folder", images, captions=captions).items["text"]():
+        said[item.group].append(item)
+
+    def caption(name: str) -> str:
+        with contextlib.suppress(OSError, ValueError, IndexError):  # there is none
+            return str(said[name][0].load())
+        return ""
+
+    side = searcher.searched.side
+    other = "y" if side == "x" else "x"
+    pairs = training_pairs(searcher.aligner, side)
+    typical = {mode: searcher.typical(other, calibrated=mode) for mode in (False, True)}
+    searcher.search("a picture")
+    return Site(searcher, images, caption, pairs, typical, top)
+
+
+class Handler(http.server.BaseHTTPRequestHandler):
+    """Passes requests on to the site of its server."""
+
+    protocol_version = "HTTP/1.1"
+    timeout = 60  # seconds until an idle connection is closed
+    server: "Server"
+
+    def do_GET(self) -> None:
+        self._answer(lambda site: site.get(self.path))
+
+    def do_POST(self) -> None:
+        length = self.headers.get("Content-Length", "")
+        left, content = int(length) if length.isdigit() else 0, io.BytesIO()
+        while left and (chunk := self.rfile.read(min(left, 2**20))):
+            left -= len(chunk)
+            if content.tell() <= LARGEST:  # a browser reads no answer before all is sent
+                content.write(chunk)
+        self._answer(lambda site: site.post(content.getvalue()))
+
+    def _answer(self, make: Callable[[Site], Response]) -> None:
+        host = urllib.parse.urlsplit(f"//{self.headers.get('Host')}").hostname
+        if self.server.server_address[0] in LOOPBACK and host not in LOOPBACK:
+            # A foreign name that resolves to this computer: a page elsewhere asks (DNS rebinding).
+            response = Response(b"open this page as localhost", "text/plain", 403)
+        else:
+            response = make(self.server.site)
+        with contextlib.suppress(ConnectionError):  # the browser has gone on
+            self.send_response(response.status)
+            self.send_header("Content-Type", response.kind)
+            self.send_header("Content-Length", str(len(response.content)))
+            self.send_header("Content-Security-Policy", POLICY)
+            self.send_header("X-Content-Type-Options", "nosniff")
+            self.end_headers()
+            self.wfile.write(response.content)
+
+    def log_message(self, *_: Any) -> None:
+        """Prints nothing: queries are private."""
+
+
+class Server(http.server.ThreadingHTTPServer):
+    """Web server of one site."""
+
+    def __init__(self, site: Site, host: str, port: int) -> None:
+        self.site = site
+        try:
+            super().__init__((host, port), Handler)
+        except OSError as error:
+            text = f"port: cannot listen at {host}:{port} ({error.strerror})"
+            raise checks.InputError(f"{text}; pass another --port or --host") from error
+
+
+def main() -> None:
+    """Loads the model and serves until interrupted."""
+    images = model_flags.IMAGES.value
+    if images is None:
+        raise checks.InputError("images: is not set; pass --images=FOLDER")
+    site = build(model_flags.load(images), images, _CAPTIONS.value, top=model_flags.TOP.value)
+    with Server(site, _HOST.value, _PORT.value) as server, contextlib.suppress(KeyboardInterrupt):
+        host, port = str(server.server_address[0]), server.server_port
+        print(f"searching {site.count} pictures at http://{host}:{port}/", flush=True)
+        server.serve_forever()
+
+
+if __name__ == "__main__":
+    cli.run(main, choices=CHOICES)

@@ -1,0 +1,277 @@
+"""The search page: its answers over HTTP, and the page in a browser."""
+
+import contextlib
+import csv
+import http.client
+import re
+import shutil
+import struct
+import threading
+import urllib.parse
+import zlib
+
+import numpy as np
+import PIL.Image
+import pytest
+import toy_encoders
+from ml_collections.config_dict import FrozenConfigDict
+
+from experiments import config as config_lib
+from experiments import run as run_lib
+from experiments import serve
+from experiments.configs import files as files_config
+from experiments.extract import datasets, extraction
+from experiments.extract import model as model_lib
+from sotalign_jax import aligner, checks
+
+COLOURS = {"red": (220, 30, 30), "green": (30, 200, 40), "blue": (30, 40, 220)}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """Pictures in three colours, captions for half of them, embeddings and a model."""
+    out = tmp_path_factory.mktemp("serve")
+    rng, rows = np.random.default_rng(0), [("file", "caption")]
+    (out / "pictures" / "sub").mkdir(parents=True)
+    for number in range(24):
+        for colour, rgb in COLOURS.items():
+            name = f"{'sub/' if number % 2 else ''}{colour}{number}.png"
+            pixels = np.clip(rgb + rng.normal(0, 12, (8, 8, 3)), 0, 255).astype(np.uint8)
+            PIL.Image.fromarray(pixels).resize((80, 60)).save(out / "pictures" / name)
+            if number < 12:
+                rows.append((name, f"a <{colour}> square {number}"))
+    with (out / "captions.csv").open("w", newline="") as file:
+        csv.writer(file).writerows(rows)
+    for name in ("image", "text"):
+        captions = out / "captions.csv" if name == "text" else None
+        source = datasets.open_dataset("folder", out / "pictures", captions=captions)
+        extraction.extract(source, toy_encoders.Toy(name), out / name, data={"name": "folder"})
+    x, y = extraction.load(out / "image"), extraction.load(out / "text")
+    extraction.write(out / "files", extraction.join("split", x, y), x, y)
+    configs = config_lib.runs(files_config.get_config(f"from={out / 'files'}"))
+    run_lib.run(configs["cca-seed0"], out / "run")
+    return out
+
+
+@pytest.fixture(scope="module")
+def site(folder):
+    encoders = {"x": toy_encoders.Toy("image"), "y": toy_encoders.Toy("text")}
+    model = model_lib.Model(aligner.Aligner.load(folder / "run"), encoders, folder / "run")
+    model = model.index(folder / "pictures", folder / "image")
+    return serve.build(model, folder / "pictures", folder / "captions.csv", top=5)
+
+
+@pytest.fixture(scope="module")
+def server(site):
+    with serve.Server(site, "127.0.0.1", 0) as running:
+        thread = threading.Thread(target=running.serve_forever, kwargs={"poll_interval": 0.01})
+        thread.start()
+        yield running
+        running.shutdown()
+        thread.join()
+
+
+@pytest.fixture
+def ask(server):
+    """Sends a request; returns the status, the content and the line that reports an error."""
+    with contextlib.closing(http.client.HTTPConnection(*server.server_address)) as connection:
+
+        def send(address, method="GET", **options):
+            connection.request(method, address, **options)
+            answer = connection.getresponse()
+            content = answer.read()
+            error = re.search(rb'role="alert">(.*?)</p>', content)
+            return answer.status, content, error and error[1].decode()
+
+        yield send
+
+
+def search(text, **options):
+    return "/?" + urllib.parse.urlencode({"q": text, **options})
+
+
+def huge_png():
+    """A valid PNG of 30,000 x 30,000 pixels in a few kilobytes, cut short after its start."""
+    header = b"IHDR" + struct.pack(">IIBBBBB", 30_000, 30_000, 8, 0, 0, 0, 0)
+    start = struct.pack(">I", 13) + header + struct.pack(">I", zlib.crc32(header))
+    return b"\x89PNG\r\n\x1a\n" + start + struct.pack(">I", 2**20) + b"IDAT"
+
+
+# --- answers over HTTP ----------------------------------------------------------------------------
+
+
+def test_page_shows_results_captions_and_tags(folder, site, ask):
+    status, content, error = ask(search("a <red> square"))
+    assert status == 200 and error == ""
+    page = content.decode()
+    hits = site.model.search("a <red> square", k=5)
+    assert re.findall(r"title='(.*?)'>", page) == [hit.id for hit in hits]
+    assert all("red" in hit.id for hit in hits)
+    assert 'value="a &lt;red&gt; square"' in page and "<red>" not in page
+    captions = dict(csv.reader((folder / "captions.csv").read_text().splitlines()))
+    trained = {row.tobytes() for row in np.load(folder / "files" / "x.npy")}
+    rows = extraction.load(folder / "image").rows
+    mean, deviation = site.model.typical("y")
+    for hit, card in zip(hits, page.split("<figure>")[1:], strict=True):
+        assert f"<b>{(hit.score - mean) / deviation:+.1f}</b>" in card
+        caption = captions.get(hit.id, "").replace("<", "&lt;").replace(">", "&gt;")
+        assert (f"<q>{caption}</q>" in card) == bool(caption)
+        assert f"alt='{caption or hit.id}'" in card
+        assert ("captioned in training" in card) == (rows[hit.row].tobytes() in trained)
+        assert ("no caption in training" in card) == (rows[hit.row].tobytes() not in trained)
+
+
+def test_page_orders_by_calibrated_scores(site, ask):
+    _, content, _ = ask(search("a blue square", calibrated="on"))
+    hits = site.model.search("a blue square", k=5, calibrated=True)
+    assert re.findall(r"title='(.*?)'>", content.decode()) == [hit.id for hit in hits]
+    assert b'name="calibrated" checked' in content
+
+
+def test_upload_and_similar_find_pictures_like_it(folder, ask):
+    file = folder / "pictures" / "sub" / "green3.png"
+    status, content, _ = ask("/", "POST", body=file.read_bytes())
+    found = re.findall(r"title='(.*?)'>", content.decode())
+    assert status == 200 and found[0] == "sub/green3.png" and b"<b>1.000</b>" in content
+    row = re.search(r"/picture/(\d+)", content.decode())[1]
+    assert re.findall(r"title='(.*?)'>", ask(f"/?like={row}")[1].decode()) == found
+
+
+@pytest.mark.parametrize(
+    ("address", "body", "status"),
+    [
+        (search(" "), None, 200),
+        ("/?like=999", None, 404),
+        ("/?like=x", None, 404),
+        ("/etc/passwd", None, 404),
+        ("/", b"", 400),
+        ("/", b"no picture", 400),
+        ("/", huge_png(), 400),
+        ("/", bytes(serve.LARGEST + 1), 413),
+    ],
+    ids=["blank", "row", "no row", "path", "empty", "text", "huge", "long"],
+)
+def test_mistakes_are_one_line_on_the_page(ask, address, body, status):
+    found, content, error = ask(address, "GET" if body is None else "POST", body=body)
+    assert found == status and error and "\n" not in error and "0x" not in error
+    assert b"<figure>" not in content
+
+
+def test_pictures_come_from_the_folder_alone(folder, site, ask, tmp_path):
+    status, content, _ = ask("/picture/0")
+    assert status == 200 and content.startswith(b"\xff\xd8")
+    for address in (
+        "/picture/999",
+        "/picture/-1",
+        "/picture/../../captions.csv",
+        "/large/" + "9" * 5000,
+    ):
+        assert ask(address)[0] == 404
+    pictures = shutil.copytree(folder / "pictures", tmp_path / "pictures")
+    PIL.Image.new("RGB", (8, 8), "white").save(tmp_path / "outside.png")
+    (pictures / "link.png").symlink_to(tmp_path / "outside.png")
+    model = model_lib.Model(site.model.aligner, site.model.encoders, tmp_path).index(pictures)
+    linked = serve.build(model, pictures, None, top=5)
+    rows = {row.id: number for number, row in enumerate(model.searched.embeddings.origins)}
+    assert linked.get(f"/picture/{rows['link.png']}").status == 404
+    assert linked.get(f"/?like={rows['link.png']}").status == 404
+    assert linked.get(f"/picture/{rows['red0.png']}").status == 200
+
+
+def test_training_pairs_may_be_gone(site, capsys):
+    settings = config_lib.plain(FrozenConfigDict(site.model.aligner.info["settings"]))
+    settings["data"]["files"]["x"] = "gone.npy"
+    gone = aligner.Aligner(site.model.aligner.heads, {"settings": settings})
+    assert serve.training_pairs(gone, "x") is None and "gone.npy" in capsys.readouterr().err
+    photographs = {"settings": {"data": {"name": "coco"}}}
+    assert serve.training_pairs(aligner.Aligner(gone.heads, photographs), "x") is None
+    assert capsys.readouterr().err == ""
+
+
+def test_foreign_host_names_are_refused(ask, server):
+    for host, status in (("localhost:1", 200), ("127.0.0.1", 200), ("evil.example", 403)):
+        assert ask("/", headers={"Host": host})[0] == status
+
+
+def test_a_port_in_use_is_one_line(site, server):
+    with pytest.raises(checks.InputError, match="port: "):
+        serve.Server(site, "127.0.0.1", server.server_port)
+
+
+# --- in a browser ---------------------------------------------------------------------------------
+
+FLAGS = ("--headless=new", "--no-sandbox", "--disable-gpu", "--disable-background-networking",
+         "--disable-component-update", "--disable-sync", "--no-first-run")  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def browser(tmp_path_factory):
+    webdriver = pytest.importorskip("selenium.webdriver")
+    program, driver = shutil.which("chromium"), shutil.which("chromedriver")
+    if program is None or driver is None:
+        pytest.skip("needs Chromium: apt-get install chromium chromium-driver")
+    options = webdriver.ChromeOptions()
+    options.binary_location = program
+    options.set_capability("goog:loggingPrefs", {"browser": "ALL"})
+    for flag in (*FLAGS, f"--user-data-dir={tmp_path_factory.mktemp('chromium')}"):
+        options.add_argument(flag)
+    with webdriver.Chrome(options, webdriver.ChromeService(driver)) as opened:
+        opened.implicitly_wait(20)
+        yield opened
+
+
+def show(browser, width, scheme="light"):
+    """Sets the width of the window in pixels and the colour scheme."""
+    metrics = {"width": width, "height": 900, "deviceScaleFactor": 1, "mobile": width < 500}
+    browser.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", metrics)
+    media = {"features": [{"name": "prefers-color-scheme", "value": scheme}]}
+    browser.execute_cdp_cmd("Emulation.setEmulatedMedia", media)
+
+
+def names(browser, address=""):
+    """Names of the pictures on the page, once its address has this part."""
+    ready = "return document.readyState === 'complete'"
+    wait = pytest.importorskip("selenium.webdriver.support.ui").WebDriverWait(browser, 20)
+    wait.until(lambda _: address in browser.current_url and browser.execute_script(ready))
+    return re.findall(r'<div title="(.*?)">', browser.page_source)
+
+
+def test_browser_searches_by_text_and_picture(browser, server, site, folder, tmp_path):
+    address = f"http://127.0.0.1:{server.server_port}/"
+    show(browser, 1180)
+    browser.get(address)
+    browser.switch_to.active_element.send_keys("a red square\n")
+    expected = site.model.search("a red square", k=5)
+    assert names(browser, "q=") == [hit.id for hit in expected]
+    loaded = "return [...document.images].map(i => i.decode().then(() => i.alt && i.naturalWidth))"
+    widths = browser.execute_script(loaded.replace("[...", "Promise.all([...", 1) + ")")
+    assert widths == [80] * 5
+    browser.find_element("name", "calibrated").click()
+    expected = site.model.search("a red square", k=5, calibrated=True)
+    assert names(browser, "calibrated=on") == [hit.id for hit in expected]
+
+    browser.find_element("id", "picture").send_keys(str(folder / "pictures" / "blue4.png"))
+    browser.find_element("css selector", ".asked img")
+    assert names(browser)[0] == "blue4.png"
+    browser.find_element("link text", "similar").click()
+    browser.find_element("css selector", ".asked [alt='blue4.png']")
+    assert browser.get_log("browser") == []
+    # Everything that the page needs comes from the server itself.
+    used = "return performance.getEntriesByType('resource').map(entry => entry.name)"
+    assert all(name.startswith(address) for name in browser.execute_script(used))
+
+    (tmp_path / "huge.png").write_bytes(huge_png())
+    browser.find_element("id", "picture").send_keys(str(tmp_path / "huge.png"))
+    error = browser.find_element("css selector", "#error:not(:empty)")
+    assert "pixels" in error.text and names(browser) == []
+
+
+def test_browser_fits_a_phone_in_the_dark(browser, server):
+    show(browser, 400, "dark")
+    browser.get(f"http://127.0.0.1:{server.server_port}{search('a green square')}")
+    assert browser.execute_script("return document.documentElement.scrollWidth") == 400
+    boxes = [one.rect for one in browser.find_elements("tag name", "figure")]
+    assert len({box["x"] for box in boxes}) == 2  # columns
+    colours = "const s = getComputedStyle(document.body); return [s.color, s.backgroundColor]"
+    ink, paper = (sum(map(int, re.findall(r"\d+", c))) for c in browser.execute_script(colours))
+    assert ink > 600 > 200 > paper
