@@ -60,8 +60,8 @@ def load(name: str, pairs: int, pool: str, seed: int) -> data.Dataset:
     """Returns the data of a result."""
     options: dict[str, Any] = {"n_pairs": pairs, "pool": pool, "seed": seed}
     if not name.endswith(".npz"):
-        extra = {} if name == "speech" else {"zero_shot_on": "imagenet"}
-        return photos.dataset(name, **options, **extra)
+        options["zero_shot_on"] = None if name == "speech" else "imagenet"
+        return photos.dataset(name, **options)
     with np.load(name, allow_pickle=False) as file:
         table = dict(file)
     x, y = (table[side].astype(np.float32) for side in ("image", "text"))

@@ -25,7 +25,7 @@ import numpy as np
 
 from experiments import photos, workdir
 from experiments.extract import datasets, encoders, extraction, items
-from sotalign_jax import aligner, checks
+from sotalign_jax import aligner, checks, persistence
 
 Path = str | os.PathLike[str]
 Content = Any
@@ -303,7 +303,7 @@ def load(
             those trained with; or a package is missing.
     """
     folder = pathlib.Path(path).expanduser()
-    below = sorted(folder.glob(f"*/{aligner.FOLDER}"))
+    below = sorted(folder.glob(f"*/{persistence.FOLDER}"))
     folder = below[0].parent if len(below) == 1 else folder
     aligned = aligner.Aligner.load(folder)
     options: dict[str, Any] = {"device": device, "trust_remote_code": trust_remote_code}
