@@ -32,7 +32,7 @@ def embed(head: Any, rows: Rows, *, unit: bool = True) -> Float[np.ndarray, "n d
     Works in blocks of one compiled shape: beside the rows and the result, memory holds one block.
 
     Args:
-        head: an NNX head, or a map such as those of `LinearTeacher`.
+        head: an NNX head, or a map of a teacher.
         rows: embeddings of the head's encoder, shape [n, d_in]. A memory-mapped array is read one
             block at a time.
         unit: False returns the features as the head computes them, without L2 normalisation.

@@ -33,8 +33,8 @@ def networks(kind, norm=None):
 
 def kernel(kind):
     inner = heads.build_heads(8, 8, DIM, kind=kind)
-    features = kernel_features(D_X), kernel_features(D_Y)
-    return heads.on_features(heads.LinearTeacher(*features, jnp.ones(8)), inner)
+    sides = (D_X, inner.x), (D_Y, inner.y)
+    return heads.Heads(*(heads.KernelHead(kernel_features(width), head) for width, head in sides))
 
 
 def csa_heads():
