@@ -190,7 +190,7 @@ def test_heads_start_at_the_teacher_unless_they_are_not_linear(given):
     assert quick(given["pairs"], teacher="cca", steps=1).heads.x.d_out == 10
     assert quick(given["pairs"], teacher="cca", dim=4, steps=1).heads.x.d_out == 4
     for teacher in ("cca", "kernel_cca"):
-        with pytest.raises(checks.InputError, match="dim: is 100000"):
+        with pytest.raises(checks.InputError, match=r"dim\b.* 100000"):
             quick(given["pairs"], teacher=teacher, dim=100_000)
     bent = quick(given["pairs"], method=TanhSAIL(), dim=4, steps=1)
     assert bent.heads.x.kind == "tanh" and bent.heads.x.d_out == 4
@@ -327,7 +327,7 @@ def test_inputs_that_cannot_be_used(given, change, message):
 
 def test_two_arrays_are_no_pairs(table):
     x, y = table
-    with pytest.raises(checks.InputError, match=r"pairs: got ndarray; pass pairs=\(A, B\)"):
+    with pytest.raises(checks.InputError, match=r"pairs must be \(A, B\).* ndarray"):
         align(x, y)
 
 

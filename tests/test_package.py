@@ -25,9 +25,10 @@ LAYERS = (
     ("files", "data", "sampling"),
     ("neighbours",),
     ("evaluation",),
-    ("export",),
+    ("export", "persistence"),
     ("methods",),
     ("training",),
+    ("recipe",),
     ("aligner", "diagnostics", "selfcheck"),
     ("__init__",),
 )
