@@ -11,6 +11,8 @@ from sotalign_jax import aligner, data, evaluation
 FOLD = 1000
 """Items of x in a gallery of the usual protocol, "COCO 1K" (Karpathy and Fei-Fei 2015)."""
 CUT_OFFS = (1, 5, 10)
+FILE = "protocol.json"
+"""Name of the scores in a run folder."""
 
 
 def scores(model: aligner.Aligner, gallery: data.Gallery) -> dict[str, float]:
@@ -68,15 +70,21 @@ def chance(n: int, x_of_y: np.ndarray) -> dict[str, float]:
     >>> chance(2, np.array([0, 0, 0, 1]))["chance/mean/R@1"]
     50.0
     """
-    m, own = len(x_of_y), np.bincount(x_of_y, minlength=n)
-    expected = {}
-    for k in CUT_OFFS:
-        # A query misses when k draws without replacement leave out all of its matches.
-        drawn = np.arange(min(k, m))[:, None]
-        misses = np.prod(np.maximum(m - own - drawn, 0) / (m - drawn), axis=0)
-        x_to_y, y_to_x = 1 - misses.mean(), min(k / n, 1.0)
-        expected[f"chance/mean/R@{k}"] = float(50 * (x_to_y + y_to_x))
-    return expected
+    own = np.bincount(x_of_y, minlength=n)
+    ways = {k: (evaluation.chance(len(x_of_y), k, own), evaluation.chance(n, k)) for k in CUT_OFFS}
+    return {f"chance/mean/R@{k}": sum(both) / 2 for k, both in ways.items()}
+
+
+def of_galleries(
+    model: aligner.Aligner, galleries: Mapping[str, data.Gallery | None]
+) -> dict[str, float]:
+    """Returns the scores of every gallery, with its name in front."""
+    return {
+        f"{name}/{key}": value
+        for name, gallery in galleries.items()
+        if gallery is not None
+        for key, value in scores(model, gallery).items()
+    }
 
 
 def at_chance(results: Mapping[str, Any]) -> bool:

@@ -271,6 +271,9 @@ def compare(configs: Configs, results: Results, workdir: pathlib.Path) -> None:
     if not distributed.is_first():
         return
     folders = {name: workdir / name if len(configs) > 1 else workdir for name in configs}
+    kept = {name: folder / protocol.FILE for name, folder in folders.items()}
+    more = {name: workdir_lib.read_json(path) for name, path in kept.items() if path.exists()}
+    results = {name: {**one, **more.get(name, {})} for name, one in results.items()}
     best = max(configs, key=lambda name: chosen(results[name]))
     labels = retrieved.labels_of(configs[best])
     compared = comparisons(results, labels.nouns)

@@ -64,20 +64,20 @@ class Found(NamedTuple):
 
 
 def labels_of(config: FrozenConfigDict) -> Labels:
-    """Returns the labels of a run's test rows: of COCO, and of files that `experiments.pair` made.
+    """Returns the labels of a run's test rows: of bundled data, and of `experiments.pair`'s files.
 
     Of other data it returns the nouns alone.
     """
     name = config.data.evaluate_on or config.data.name
     photographs = Labels(("images", "captions"), "shown")
-    if name == "coco" and config.data.test:
-        ids, said = photos.test_labels()
-        names, links = [f"photograph {one}" for one in ids], [COCO.format(one) for one in ids]
-        return photographs._replace(x=names, y=said, links=links)
-    if name == "speech":
-        return Labels(("utterances", "transcripts"), "heard")
     if name != "files":
-        return photographs
+        heard = photos.LABELLED.get(name) == "utterance"
+        nouns = Labels(("utterances", "transcripts"), "heard") if heard else photographs
+        if name not in photos.LABELLED or not config.data.test:
+            return nouns
+        ids, said = photos.test_labels(name)
+        links = [COCO.format(one) for one in ids] if name == "coco" else ()
+        return nouns._replace(x=[f"{photos.LABELLED[name]} {i}" for i in ids], y=said, links=links)
     test_x = pathlib.Path(files.split_key(config.data.files.test_x or "")[0]).expanduser()
     noted = test_x.parent / extraction.TEST
     if not config.data.files.test_x or not config.data.test or not noted.exists():

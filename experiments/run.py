@@ -13,7 +13,7 @@ from typing import Any
 from ml_collections.config_dict import FrozenConfigDict as Config
 
 from experiments import config as config_lib
-from experiments import distributed, photos
+from experiments import distributed, photos, protocol
 from experiments import workdir as workdir_lib
 from sotalign_jax import (
     aligner,
@@ -149,6 +149,8 @@ def run(config: Config, folder: pathlib.Path, *, inner: bool = False) -> Results
         except checks.InputError as error:
             raise UnusableError(str(error)) from error
         results = _evaluate(model, dataset)
+        galleries = {"val": dataset.val, "test": dataset.test}
+        workdir_lib.write_json(folder / protocol.FILE, protocol.of_galleries(model, galleries))
         info = {"settings": config_lib.plain(config), "results": results}
         model = dataclasses.replace(model, info=model.info | info)
         if distributed.is_first():
