@@ -303,8 +303,8 @@ def load(
             those trained with; or a package is missing.
     """
     folder = pathlib.Path(path).expanduser()
-    below = sorted(folder.glob("*/aligner/aligner.json"))  # as runs save their aligners
-    folder = below[0].parents[1] if len(below) == 1 else folder
+    below = sorted(folder.glob(f"*/{aligner.FOLDER}"))
+    folder = below[0].parent if len(below) == 1 else folder
     aligned = aligner.Aligner.load(folder)
     options: dict[str, Any] = {"device": device, "trust_remote_code": trust_remote_code}
     x = load_encoder(aligned, "x", x_encoder, x_weights, **options)
