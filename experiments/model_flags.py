@@ -41,6 +41,6 @@ def declare() -> None:
 def load(of: pathlib.Path) -> model.Model:
     """Loads the model that the flags describe, and indexes `of` for it."""
     if _MODEL.value is None:
-        raise checks.InputError("model: is not set; pass --model=FOLDER")
+        raise checks.InputError("model is not set; pass --model=FOLDER")
     named: dict[str, Any] = {flag.name: flag.value for flag in (*_ENCODERS, _DEVICE, _TRUST)}
     return model.load(_MODEL.value, **named).index(of, _INDEX.value)

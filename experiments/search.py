@@ -58,9 +58,9 @@ def main() -> None:
     queries += [] if _QUERIES.value is None else model.read_texts(_QUERIES.value)
     queries += [pathlib.Path(file).expanduser() for file in _PICTURE.value]
     if not queries:
-        raise checks.InputError("query: is not set; pass --query, --queries or --query_image")
+        raise checks.InputError("query is not set; pass --query, --queries or --query_image")
     if (images is None) == (texts is None):
-        raise checks.InputError("images: pass either --images or --texts")
+        raise checks.InputError("pass either --images or --texts")
     searched, calibrated = images or texts, model_flags.CALIBRATED.value
     searcher = model_flags.load(searched)
     score, kind = "calibrated score" if calibrated else "cosine", "picture" if images else "text"

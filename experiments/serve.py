@@ -326,7 +326,7 @@ class Server(http.server.ThreadingHTTPServer):
         try:
             super().__init__((host, port), Handler)
         except OSError as error:
-            text = f"port: cannot listen at {host}:{port} ({error.strerror})"
+            text = f"port {port} of {host} cannot be used ({error.strerror})"
             raise checks.InputError(f"{text}; pass another --port or --host") from error
 
 
@@ -334,7 +334,7 @@ def main() -> None:
     """Loads the model and serves until interrupted."""
     images = model_flags.IMAGES.value
     if images is None:
-        raise checks.InputError("images: is not set; pass --images=FOLDER")
+        raise checks.InputError("images is not set; pass --images=FOLDER")
     site = build(model_flags.load(images), images, _CAPTIONS.value, top=model_flags.TOP.value)
     with Server(site, _HOST.value, _PORT.value) as server, contextlib.suppress(KeyboardInterrupt):
         host, port = str(server.server_address[0]), server.server_port

@@ -284,7 +284,7 @@ def test_other_weights_than_those_trained_with_are_refused(saved, tmp_path):
     described = {"settings": {"data": {"name": "files", "files": {"x": f"{tmp_path}/x.npy"}}}}
     model = aligner.Aligner(heads.build_heads(16, 16, 8, seed=0), described)
     weights = str(saved("bert"))
-    with pytest.raises(checks.InputError, match=r"y_encoder: bert .*sha256:old"):
+    with pytest.raises(checks.InputError, match=r"y_encoder bert .*sha256:old"):
         model_lib.load_encoder(model, "y", None, weights)
     assert model_lib.load_encoder(model, "y", "bert", weights).modality == "text"
 

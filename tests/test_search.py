@@ -86,18 +86,18 @@ def test_encode_reads_sounds(untrained, tmp_path):
     wave = items.sound(tmp_path / "a.wav")
     from_file = speech.encode_audio(tmp_path / "a.wav")
     np.testing.assert_array_equal(from_file, speech.encode_audio([wave]))
-    with pytest.raises(checks.InputError, match="image: the encoders are of audio and text"):
+    with pytest.raises(checks.InputError, match=r"image .* audio and text"):
         speech.encode_image(["a.png"])
 
 
 def test_unreadable_items_are_one_line(model, images):
     cases = {
-        "image: .*broken.png": lambda: model.encode_image(images / "broken.png"),
-        "image: .*gone.png": lambda: model.encode_image([images / "gone.png"]),
-        "image: there is none": lambda: model.encode_image([]),
-        "text: is ' '": lambda: model.encode_text(["a", " "]),
-        "index: ": lambda: model.search("a"),
-        "k: is 0": lambda: model.search("a", k=0),
+        "image .*broken.png": lambda: model.encode_image(images / "broken.png"),
+        "image .*gone.png": lambda: model.encode_image([images / "gone.png"]),
+        "image .* got 0": lambda: model.encode_image([]),
+        "text .*' '": lambda: model.encode_text(["a", " "]),
+        "index": lambda: model.search("a"),
+        "k.* 0": lambda: model.search("a", k=0),
     }
     for message, call in cases.items():
         with pytest.raises(checks.InputError, match=message) as raised:
@@ -122,7 +122,7 @@ def test_search_by_picture_finds_it_and_texts(model, images, tmp_path):
     pictures = model.index(images)
     hit = pictures.search(images / "d.png", k=1)[0]
     assert hit.id == "d.png" and hit.score == pytest.approx(1, abs=1e-3)
-    with pytest.raises(checks.InputError, match=r"calibrated: .* one modality"):
+    with pytest.raises(checks.InputError, match=r"calibrated.*image"):
         pictures.search(images / "d.png", calibrated=True)
     file = tmp_path / "texts.txt"
     file.write_text("a car\na house\n\na car\na tree\n")
@@ -168,22 +168,22 @@ def test_index_takes_an_extraction(model, images, tmp_path, capsys):
     before = small_runs.contents(place)
     other = model_lib.Model(model.aligner, toys(name="other"), tmp_path)
     for of in (images, place):
-        with pytest.raises(checks.InputError, match=r"index: .*emb is .*: it has another encoder"):
+        with pytest.raises(checks.InputError, match=r"index .*emb is .*: it has another encoder"):
             other.index(of, place)
     (images / "d.png").unlink()
-    with pytest.raises(checks.InputError, match=r"index: .*emb is not .* in place of 'd.png'"):
+    with pytest.raises(checks.InputError, match=r"index .*emb is not .* in place of 'd.png'"):
         model.index(images, place)
     assert small_runs.contents(place) == before
 
 
 def test_index_of_an_empty_folder_is_one_line(model, tmp_path):
     (tmp_path / "empty").mkdir()
-    with pytest.raises(checks.InputError, match="data: no image"):
+    with pytest.raises(checks.InputError, match="no image"):
         model.index(tmp_path / "empty")
 
 
 def test_search_calibrated_adds_the_potentials(model, calibrated, images, tmp_path):
-    with pytest.raises(checks.InputError, match=r"calibrated: .* has no calibration"):
+    with pytest.raises(checks.InputError, match=r"calibrated.* has no calibration"):
         model.index(images).search("a red car", calibrated=True)
     pictures = model_lib.Model(calibrated, toys(), tmp_path).index(images)
     kept, features = calibrated.calibration, pictures.searched.features
@@ -205,7 +205,7 @@ def test_typical_is_the_mean_and_deviation_of_training_texts(model, calibrated, 
 def test_read_texts(tmp_path):
     (tmp_path / "c.csv").write_text("file,caption\na.png,One.\nb.png,Two.\na.png,One.\n")
     assert model_lib.read_texts(tmp_path / "c.csv") == ["One.", "Two."]
-    with pytest.raises(checks.InputError, match=r"texts: .*gone.txt"):
+    with pytest.raises(checks.InputError, match=r"texts .*gone.txt"):
         model_lib.read_texts(tmp_path / "gone.txt")
 
 
@@ -253,7 +253,7 @@ def test_load_encoder_asks_for_the_encoder_of_unknown_files(untrained, tmp_path)
     unknown = trained_on(untrained, name="files", files={"x": f"{tmp_path}/x.npy"})
     for one in (aligner.Aligner(untrained.heads, {}), unknown):
         assert model_lib.trained_with(one) is None
-        with pytest.raises(checks.InputError, match=r"y_encoder: .*--y_encoder=NAME"):
+        with pytest.raises(checks.InputError, match=r"y_encoder .*--y_encoder=NAME"):
             model_lib.load_encoder(one, "y", None, None)
 
 

@@ -194,7 +194,7 @@ def test_foreign_host_names_are_refused(ask, server):
 
 
 def test_a_port_in_use_is_one_line(site, server):
-    with pytest.raises(checks.InputError, match="port: "):
+    with pytest.raises(checks.InputError, match="port"):
         serve.Server(site, "127.0.0.1", server.server_port)
 
 

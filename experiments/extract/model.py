@@ -226,7 +226,7 @@ class Model:
     def searched(self) -> Index:
         """The items to search."""
         if self.indexed is None:
-            raise checks.InputError("index: nothing is indexed; call index(FOLDER) first")
+            raise checks.InputError("nothing is indexed; call model.index(FOLDER) first")
         return self.indexed
 
     def _side(self, modality: str) -> str:
@@ -234,8 +234,8 @@ class Model:
         sides = [side for side, own in self.encoders.items() if own.modality == modality]
         if len(sides) != 1:
             has = " and ".join(own.modality for own in self.encoders.values())
-            remedy = "embed with model.encoders and use model.aligner"
-            raise checks.InputError(f"{modality}: the encoders are of {has}; {remedy}")
+            remedy = "use model.encoders and model.aligner"
+            raise checks.InputError(f"{modality} needs its own encoder, got {has}; {remedy}")
         return sides[0]
 
     def _embed(self, side: str, contents: Any) -> np.ndarray:
@@ -247,7 +247,7 @@ class Model:
             read = [encoder.prepare(_read(content, encoder.modality)) for content in batch]
             rows.append(np.asarray(encoder.embed(read), np.float32))
         if not rows:
-            raise checks.InputError(f"{encoder.modality}: there is none; pass at least one")
+            raise checks.InputError(f"{encoder.modality} must have at least one item, got 0")
         return np.concatenate(rows)
 
     def _map(self, side: str, rows: np.ndarray) -> np.ndarray:
@@ -259,7 +259,7 @@ class Model:
     def _bias(self, side: str, calibrated: bool) -> np.ndarray | float:
         """Returns the values to add to the cosines of queries of `side`, shape [n] or ()."""
         if calibrated and side == self.searched.side:
-            text = "calibrated: the query and the indexed items have one modality"
+            text = f"calibrated=True but query and index are both {self.encoders[side].modality}"
             raise checks.InputError(f"{text}; leave it out")
         return self._calibration if calibrated else 0.0
 
@@ -268,7 +268,7 @@ class Model:
         """Potentials of the indexed items, computed once."""
         known, (side, _, features) = self.aligner.calibration, self.searched
         if known is None:
-            text = "calibrated: this model has no calibration"
+            text = "calibrated=True but this model has no calibration"
             raise checks.InputError(f"{text}; leave it out, or use Aligner.calibrated_by")
         return known.x(features) if side == "x" else known.y(features)
 
@@ -351,7 +351,7 @@ def load_encoder(
         return encoders.load(name, weights=weights, **options)
     known = trained_with(aligned)
     if known is None:
-        text = f"{side}_encoder: the model does not name the encoder of its embeddings"
+        text = f"{side}_encoder is not set and the model does not name one"
         raise checks.InputError(f"{text}; pass --{side}_encoder=NAME")
     described = known[side]
     options["max_length"] = described.get("max_length")
@@ -362,7 +362,7 @@ def load_encoder(
     if described.get("revision", now) != now:
         text = f"{described['name']} is at {now} but {described['revision']} was trained on"
         remedy = "load those weights, or name the encoder to use it anyway"
-        raise checks.InputError(f"{side}_encoder: {text}; {remedy}")
+        raise checks.InputError(f"{side}_encoder {text}; {remedy}")
     return encoder
 
 
@@ -373,14 +373,14 @@ def read_texts(path: pathlib.Path) -> list[str]:
     try:
         return list(dict.fromkeys(items.lines(path)))
     except (OSError, ValueError) as error:
-        raise checks.InputError(f"texts: {path} cannot be read ({error})") from error
+        raise checks.InputError(f"texts {path} cannot be read ({error})") from error
 
 
 def _read(content: Content, modality: str) -> Any:
     """Reads the file of a path; other content is returned as it is."""
     if modality == "text":
         if not isinstance(content, str) or not content.strip():
-            raise checks.InputError(f"text: is {content!r}; pass a text that is not empty")
+            raise checks.InputError(f"text must not be empty, got {content!r}")
         return content
     if not isinstance(content, str | os.PathLike):
         return content
@@ -389,7 +389,7 @@ def _read(content: Content, modality: str) -> Any:
     except checks.InputError:
         raise
     except Exception as error:  # decoders raise errors of many kinds for damaged files
-        text = f"{modality}: {content} cannot be read ({checks.first_line(error)})"
+        text = f"{modality} {content} cannot be read ({checks.first_line(error)})"
         raise checks.InputError(f"{text}; pass another file") from error
 
 
@@ -407,7 +407,7 @@ def _embedded(
         if ready.metadata["encoder"] != encoder.describe():
             change = "it has another encoder"
         if change is not None:
-            text = f"index: {place} is not an extraction of {of}: {change}"
+            text = f"index {place} is not an extraction of {of}: {change}"
             raise checks.InputError(f"{text}; extract it again, or leave --index out")
         return ready
     assert source is not None and listed is not None
