@@ -215,7 +215,7 @@ def load_dataset(config: Config) -> data.Dataset:
     options = {"seed": config.seed, **{name: asked[name] for name in names}}
     with checks.naming("data: "):
         if asked.name == "files":
-            dataset = _files(asked.files, options, test=asked.test)
+            dataset = recipe.fill_pools("xy", _files(asked.files, options, test=asked.test))
         else:
             options |= {name: asked[name] for name in config_lib.PHOTOS}
             dataset = photos.dataset(asked.name, test=asked.test, **options)

@@ -245,7 +245,7 @@ def prepare(
     """
     observer = observer or Observer()
     if recipe.method is not None:
-        dataset = _fill_pools(recipe.method, dataset)
+        dataset = fill_pools(recipe.method.pools, dataset)
         training.check_pool(recipe.method, dataset)
     shapes, teacher, features = dataset.summary(), None, None
     if recipe.features is not None:
@@ -268,10 +268,10 @@ def prepare(
     return Prepared(dataset, _start(recipe, dataset, teacher), teacher, features, shapes)
 
 
-def _fill_pools(method: methods.Method, dataset: data.Dataset) -> data.Dataset:
-    """Takes the pairs' own rows for a pool without rows, if the other pool has some."""
+def fill_pools(pools: str, dataset: data.Dataset) -> data.Dataset:
+    """Takes the pairs' own rows for one of `pools` without rows, if the other pool has some."""
     if len(dataset.pool_x) or len(dataset.pool_y):
-        for side in method.pools:
+        for side in pools:
             if not len(getattr(dataset, f"pool_{side}")):
                 pairs = getattr(dataset, f"pairs_{side}")
                 dataset = dataclasses.replace(dataset, **{f"pool_{side}": pairs})
