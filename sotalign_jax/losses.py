@@ -32,8 +32,7 @@ INITIAL_BIAS = -10.0
 """Initial logit bias, as in SigLIP: about the log-odds of one positive among many negatives."""
 NORMALIZATIONS = ("mean", "per_row")
 """Choices of `normalization`: sum(l) / (n m), or sum(l) / n."""
-# Entries of an affinity from which on `siglip` streams it. Smaller ones fit any device, and a
-# product of the whole matrix is faster.
+# Entries of an affinity from which on `siglip` computes it, and its gradient, in blocks of rows.
 _STREAMED_ENTRIES = 2**25
 
 _Scalar = Float[Array, ""] | float

@@ -247,7 +247,7 @@ def timed(function: Callable[..., Any], *args: Any, **options: Any) -> tuple[Any
 
 def check_memory(sizes: Sizes) -> Iterator[Row]:
     """Measures the bandwidth of memory by an elementwise loop in place."""
-    turns = 20  # enough that the launch does not count
+    turns = 20  # in one launch
     loop = jax.jit(lambda x, n: jax.lax.fori_loop(0, n, lambda i, x: 0.5 * x + 0.5, x))
     ms = timed(loop, jnp.ones(sizes.stream, jnp.float32), turns)[1] / turns
     moved = 8 * sizes.stream  # every number is read and written

@@ -17,9 +17,9 @@ from jaxtyping import Array, Float, Int
 from sotalign_jax.ot import affinity
 
 MEMORY = 12
-"""Number of past steps that are combined, tuned with benchmarks/convergence.py."""
+"""Number of past steps that are combined."""
 PLAIN_STEPS = 4
-"""Steps without a correction after `init` and after every `reset`, whose changes are too large."""
+"""Steps without a correction after `init` and after every `reset`."""
 MAX_CORRECTION = 3.0
 """Largest change of an entry by the correction: more extrapolates a log-scaling too far."""
 
