@@ -511,15 +511,16 @@ def semi_supervised(
         pool: how the pools are chosen, see `split_rows`.
         n_unpaired: size of each pool; all rows that remain by default.
         seed: seed of the random choice of pairs and pools.
-        unpaired_x: pool of x from elsewhere, instead of rows of the table.
+        unpaired_x: pool of x from elsewhere, instead of rows of the table. If no rows of the table
+            remain for the other pool, that pool has the rows of the pairs.
         unpaired_y: pool of y from elsewhere.
         pool_noise: fraction of each pool that `replace_with_noise` replaces.
         val: validation gallery.
         test: test gallery.
         zero_shot: classification task.
         held_out: fractions of the table, such as `VAL_AND_TEST`, to use as `val` and `test`. The
-            rows do not depend on `seed`, and nothing in them is also among the pairs or pools. If
-            no rows remain for a pool, the pool has the rows of the pairs.
+            rows do not depend on `seed`, and nothing in them is also among the pairs or pools. A
+            pool for which no rows remain has the rows of the pairs.
 
     Returns:
         The dataset.
@@ -555,7 +556,7 @@ def semi_supervised(
         groups=groups[rows],
     )
     pairs, (own_x, own_y) = rows[chosen.pairs], (rows[chosen.x], rows[chosen.y])
-    if held_out is not None and n_unpaired is None:
+    if (held_out is not None or any(outside)) and n_unpaired is None:
         own_x, own_y = (own if len(own) else pairs for own in (own_x, own_y))
     pools: list[np.ndarray | files.MappedRows] = []
     sides = ("unpaired_x", unpaired_x, x, own_x), ("unpaired_y", unpaired_y, y, own_y)

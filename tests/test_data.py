@@ -186,6 +186,12 @@ def test_outside_pool_replaces_one_side_and_frees_the_other():
     assert {tuple(r) for r in fewer.pool_x} < {tuple(r) for r in other}
 
 
+def test_outside_pool_of_one_side_leaves_the_other_the_pairs():
+    x, y, other = _rows(12, 4), _rows(12, 3, 1), _rows(50, 4, 2)
+    made = data.semi_supervised(x, y, n_pairs=12, unpaired_x=other)
+    np.testing.assert_array_equal(made.pool_y, made.pairs_y)
+
+
 def test_two_outside_pools_may_exceed_the_table():
     x, y = _rows(12, 4), _rows(12, 3, 1)
     made = data.semi_supervised(

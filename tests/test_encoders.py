@@ -264,9 +264,9 @@ def test_efficientnet_loads_and_sees():
 
 def test_mistakes_end_in_one_line(saved, tmp_path):
     cases = {
-        ("dinov4",): "encoder: 'dinov4'",
-        ("dinov2-vitl14", "last"): "pool: 'last'",
-        ("bert", "authors"): "pool: 'authors'",
+        ("dinov4",): r"encoder.* 'dinov4'",
+        ("dinov2-vitl14", "last"): r"pool.* 'last'",
+        ("bert", "authors"): r"pool.* 'authors'",
     }
     for (name, *pool), message in cases.items():
         with pytest.raises(checks.InputError, match=message):
@@ -291,5 +291,5 @@ def test_other_weights_than_those_trained_with_are_refused(saved, tmp_path):
 
 def test_a_missing_package_names_the_extra(monkeypatch):
     monkeypatch.setitem(sys.modules, "transformers", None)
-    with pytest.raises(checks.InputError, match=r"transformers: .*\[extract\]"):
+    with pytest.raises(checks.InputError, match=r"transformers .*\[extract\]"):
         encoders.load("bert")

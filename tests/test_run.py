@@ -158,8 +158,9 @@ def test_a_contrastive_teacher_starts_the_heads_and_no_gallery_is_needed(launch,
     )
     assert error is None and "sail" in out
     run = tmp_path / "run"
-    assert json.loads((run / "results.json").read_text()) == {"best_step": 2}
-    assert not (run / "comparison.png").exists() and list((run / "tensorboard").iterdir())
+    results = json.loads((run / "results.json").read_text())  # of rows that are held out
+    assert {"best_step", "val/mean/R@1", "test/mean/R@1"} <= results.keys()
+    assert list((run / "tensorboard").iterdir())
 
 
 @pytest.mark.parametrize(("unpaired", "val"), [(90, True), (0, True), (0, False)])

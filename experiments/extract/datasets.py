@@ -208,7 +208,7 @@ def _karpathy(
     checks.choice("split", split, ("train", "val", "test"))
     wanted = (
         ("train", "restval") if split == "train" else (split,)
-    )  # restval is the part of val that no protocol uses
+    )  # restval: pictures of val2014 for training
     records = [r for r in workdir.read_json(table)["images"] if r["split"] in wanted]
     return _captioned(
         lambda: (
@@ -322,7 +322,7 @@ def dtd(root: pathlib.Path, split: str) -> Source:
 
 
 def flowers(root: pathlib.Path, split: str) -> Source:
-    """Reads Flowers-102: jpg/image_NNNNN.jpg, imagelabels.mat, setid.mat; train, val or test."""
+    """Reads Flowers-102: jpg/image_NNNNN.jpg, imagelabels.mat and setid.mat."""
     import scipy.io
 
     parts = {"train": "trnid", "val": "valid", "test": "tstid"}
@@ -335,7 +335,7 @@ def flowers(root: pathlib.Path, split: str) -> Source:
 
 
 def aircraft(root: pathlib.Path, split: str) -> Source:
-    """Reads FGVC-Aircraft: data/images/*.jpg, data/variants.txt, images_variant_SPLIT.txt."""
+    """Reads FGVC-Aircraft by variant: data/images/*.jpg, variants.txt, images_variant_SPLIT.txt."""
     data = items.find(root, "data/variants.txt", "variants.txt").parent
     listed = items.lines(items.find(data, f"images_variant_{split}.txt"))
     named = (line.strip().split(maxsplit=1) for line in listed)
@@ -450,7 +450,7 @@ def _caption(members: Members, tar: pathlib.Path) -> str:
 
 
 def wikitext(root: pathlib.Path, split: str) -> Source:
-    """Reads WikiText-103 or -2: a text per paragraph of wiki.SPLIT.raw or .tokens."""
+    """Reads WikiText-103 or -2: a text per paragraph of wiki.SPLIT.raw (or .tokens)."""
     split = {"val": "valid"}.get(split, split)
     path = items.find(root, f"wiki.{split}.raw", f"wiki.{split}.tokens")
 
