@@ -30,8 +30,8 @@ DIRECTIONS = 512
 """Most directions that are scored, and that a chosen teacher keeps."""
 _SPLITS = 3
 """Folds of one repetition. A third of the pairs is held out."""
-_SCORED = 1000
-"""Pairs to score. Folds of fewer pairs are repeated, each time with other splits."""
+_SCORED, _REPETITIONS = 1000, 10
+"""Pairs to score. Fewer pairs are split again into other folds, at most 10 times."""
 _FIT_ROWS, _HELD_ROWS = 1000, 500
 """Most pairs of a fold that are fitted on and scored. They bound the time for many pairs."""
 _RANK = 400
@@ -129,7 +129,7 @@ def folds(shuffled: Int[np.ndarray, " n"], *, seed: int = 0) -> list[Fold]:
     """
     rng, n = np.random.default_rng(seed), len(shuffled)
     made = []
-    for _ in range(max(1, round(_SCORED / n))):
+    for _ in range(min(max(1, round(_SCORED / n)), _REPETITIONS)):
         for part in np.array_split(np.arange(n), _SPLITS):
             fit, held = np.delete(shuffled, part), shuffled[part]
             made.append(Fold(fit[:_FIT_ROWS], held[:_HELD_ROWS]))

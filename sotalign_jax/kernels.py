@@ -23,9 +23,9 @@ from sotalign_jax.ot import affinity
 
 Rows = Array | np.ndarray
 BLOCK = 2048
-"""Rows whose kernel is computed at a time."""
+"""Number of rows whose kernel is computed at a time."""
 _SMALLEST = 1e-7
-"""Directions of less kernel variance, relative to the largest, drown in float32's rounding."""
+"""Directions with less of the largest kernel variance are lost in float32's rounding."""
 
 
 @jax.tree_util.register_dataclass
@@ -33,14 +33,18 @@ _SMALLEST = 1e-7
 class KernelMap:
     """The map x -> (k(z) - centre) W^T with z = l2(l2(x) - mean), a pytree.
 
-    k(z)_j = exp(-gamma ||z - landmark_j||^2): how close the row is to each landmark. In numpy:
+    Entry j of k(z) is exp(-gamma ||z - landmark_j||^2). In numpy:
 
         z = unit(unit(x) - mean)
         k = np.exp(-gamma * np.square(z[:, None] - landmarks).sum(-1))
         (k - centre) @ weight.T
 
-    The landmarks are rows like z, gamma the kernel's bandwidth, and the centre is the mean of k
-    over the rows the map was fitted on.
+    Attributes:
+      mean: mean of the unit rows that the map was fitted on.
+      landmarks: unit rows like z.
+      gamma: bandwidth of the Gaussian kernel.
+      centre: mean of k over the rows that the map was fitted on.
+      weight: output directions, one a row.
 
     >>> pull = KernelMap(jnp.zeros(2), jnp.eye(2), jnp.array(1.0), jnp.zeros(2), jnp.eye(2))
     >>> print(pull(jnp.array([[3.0, 0.0]])).round(3))  # at the first landmark; far from the other
@@ -62,7 +66,7 @@ class KernelMap:
         return self.weight.shape[0]
 
     def __call__(self, x: Array | np.ndarray) -> Float[Array, "n d_out"]:
-        """Maps rows of shape (n, d_in) in the precision of the weight, whatever their dtype."""
+        """Maps rows of shape [n, d_in] in the precision of the weight, whatever their dtype."""
         rows = affinity.l2_normalize(jnp.asarray(x).astype(self.weight.dtype))
         z = affinity.l2_normalize(rows - self.mean)
         squared = jnp.sum(jnp.square(z), axis=-1, keepdims=True) + 1.0
@@ -70,7 +74,7 @@ class KernelMap:
         return affinity.dot(jnp.exp(-self.gamma * distances) - self.centre, self.weight.T)
 
     def leading(self, dim: int) -> "KernelMap":
-        """The first `dim` output directions."""
+        """Returns the map to the first `dim` output directions."""
         checks.within(self.d_out, "directions in this map", dim=dim)
         return dataclasses.replace(self, weight=self.weight[:dim])
 
@@ -147,7 +151,7 @@ def fit(
 
 @dataclasses.dataclass(frozen=True)
 class _Basis:
-    """Nystrom features phi(z) = (k(z) - centre) @ whiten of the landmarks of one side."""
+    """Nystroem features phi(z) = (k(z) - centre) @ whiten of the landmarks of one side."""
 
     mean: Float[np.ndarray, " d"]
     landmarks: Float[np.ndarray, "m d"]
@@ -171,7 +175,7 @@ def _basis(name: str, rows: Any, chosen: np.ndarray, gamma: float | None) -> _Ba
     assert gamma is not None, "options of a linear CCA"
     mean = _mean(rows)
     landmarks = _prepared(np.asarray(rows)[chosen], mean)
-    # Centring among the landmarks takes off the direction in which all rows are alike.
+    # Centring among the landmarks removes the direction that all rows share.
     kernel = _gauss(landmarks, landmarks, gamma)
     kernel = kernel - kernel.mean(axis=0)
     kernel -= kernel.mean(axis=1, keepdims=True)

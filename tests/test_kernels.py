@@ -3,9 +3,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from sotalign_jax import checks, heads, kernels, teachers
+from sotalign_jax import checks, crossval, heads, kernels, teachers
 
-OPTIONS = kernels.Options(gamma_x=1.0, gamma_y=2.0, ridge=0.003, power=0.5)
+OPTIONS = crossval.Options(ridge_x=0.02, ridge_y=0.05, power=0.5, gamma_x=1.0, gamma_y=2.0)
 
 
 def unit(rows):
@@ -52,8 +52,10 @@ def transcription(A, B, new_a, new_b, landmarks, options):
         sides.append((phi - phi.mean(axis=0), new_phi - phi.mean(axis=0)))
     (f, new_f), (g, new_g) = sides
     n = len(A) - 1
-    R_x = inverse_root(f.T @ f / n + options.ridge * np.eye(f.shape[1]))
-    R_y = inverse_root(g.T @ g / n + options.ridge * np.eye(g.shape[1]))
+    ridge_x = options.ridge_x * np.square(f).sum() / n / A.shape[1]
+    ridge_y = options.ridge_y * np.square(g).sum() / n / B.shape[1]
+    R_x = inverse_root(f.T @ f / n + ridge_x * np.eye(f.shape[1]))
+    R_y = inverse_root(g.T @ g / n + ridge_y * np.eye(g.shape[1]))
     U, rho, Vt = np.linalg.svd(R_x @ (f.T @ g / n) @ R_y, full_matrices=False)
     weight = rho**options.power
     return unit(new_f @ R_x @ U * weight) @ unit(new_g @ R_y @ Vt.T * weight).T
@@ -73,9 +75,11 @@ def test_equals_a_plain_transcription(x64, landmarks):
 
 def test_a_wide_kernel_is_linear_cca(x64):
     (A, B), (new_a, new_b) = pairs(60), pairs(9, seed=1)
-    gamma, ridge = 1e-8, 0.01
-    fitted = fit(A, B, kernels.Options(gamma, gamma, 2 * gamma * ridge, 0.0), dim=3)
-    linear = teachers.cca(centred(A, A), centred(B, B), ridge=ridge, dim=3)
+    gamma, ridges = 1e-8, (0.3, 0.1)
+    fitted = fit(A, B, crossval.Options(*ridges, 1.0, gamma, gamma), dim=3)
+    linear = teachers.tuned_cca(
+        centred(A, A), centred(B, B), ridge=ridges, power=1.0, dim=3, dtype=jnp.float64
+    )
     f, g = unit(np.asarray(fitted.map_x(new_a))), unit(np.asarray(fitted.map_y(new_b)))
     expected = linear.x(centred(new_a, A)) @ linear.y(centred(new_b, B)).T
     np.testing.assert_allclose(f @ g.T, expected, atol=1e-5)
@@ -110,13 +114,12 @@ def test_maps_are_pytrees_that_numpy_can_evaluate():
     np.testing.assert_allclose(kernel_map.leading(3)(A), out[:, :3], atol=1e-3)
 
 
-def test_options_are_chosen_by_how_well_new_pairs_find_each_other():
+def test_kernel_cca_keeps_given_options_and_chooses_the_others():
     A, B = pairs(90)
-    chosen = kernels.choose(A, B)
-    assert kernels.choose(A, B) == chosen  # the same folds
-    scaled = kernels.choose(100 * A, B)  # rows are normalised first
-    np.testing.assert_allclose(scaled, chosen, rtol=1e-6)
-    assert kernels.choose(A, B, gamma_x=0.7, ridge=0.2)[::2] == (0.7, 0.2)
+    chosen = crossval.choose(A, B, "kernel")
+    assert crossval.choose(A, B, "kernel") == chosen
+    fixed = crossval.choose(A, B, "kernel", gamma_x=0.7, ridges=(0.2, 0.4), power=1.5)
+    assert fixed[:4] == (0.2, 0.4, 1.5, 0.7)
 
     def found(options):
         new = pairs(200, seed=5)
@@ -124,12 +127,30 @@ def test_options_are_chosen_by_how_well_new_pairs_find_each_other():
         cosines = unit(np.asarray(fitted.map_x(new[0]))) @ unit(np.asarray(fitted.map_y(new[1]))).T
         return np.mean(cosines.argmax(axis=1) == np.arange(200))
 
-    assert found(chosen) >= found(chosen._replace(ridge=chosen.ridge * 1e3)) + 0.02
+    ridges = {"ridge_x": chosen.ridge_x * 1e3, "ridge_y": chosen.ridge_y * 1e3}
+    assert found(chosen) >= found(chosen._replace(**ridges)) + 0.02
+
+
+def test_landmarks_do_not_depend_on_the_order_of_the_pairs():
+    A, B = pairs(50)
+    turned = np.random.default_rng(3).permutation(50)
+    first = fit(A, B, landmarks=20, dtype=jnp.float32)
+    second = fit(A[turned], B[turned], landmarks=20, dtype=jnp.float32)
+    np.testing.assert_allclose(
+        np.sort(first.map_x.landmarks[:, 0]), np.sort(second.map_x.landmarks[:, 0]), rtol=1e-4
+    )
+
+
+def test_kernel_cca_does_not_depend_on_the_scale_of_the_rows():
+    (A, B), (new, _) = pairs(40), pairs(9, seed=1)
+    plain = teachers.kernel_cca(A, B)
+    tiny = teachers.kernel_cca((1e-25 * A).astype(np.float32), B)
+    np.testing.assert_allclose(tiny.x((1e-25 * new).astype(np.float32)), plain.x(new), atol=1e-3)
 
 
 @pytest.mark.parametrize(
     ("change", "message"),
-    [({"gamma_x": 0.0}, "gamma_x"), ({"ridge": -1.0}, "ridge"), ({"power": "1"}, "power")],
+    [({"gamma_x": 0.0}, "gamma_x"), ({"ridge": (0.1, -1.0)}, "ridge"), ({"power": "1"}, "power")],
 )
 def test_options_out_of_range_are_named(change, message):
     with pytest.raises(checks.InputError, match=message):

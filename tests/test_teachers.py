@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from sklearn.cross_decomposition import CCA
 
-from sotalign_jax import checks, teachers, training
+from sotalign_jax import checks, heads, kernels, teachers, training
 
 
 def pairs(n, d_x, d_y, *, seed=0, latent=4, noise=0.5):
@@ -16,6 +16,16 @@ def pairs(n, d_x, d_y, *, seed=0, latent=4, noise=0.5):
         mixing = rng.normal(size=(latent, d))
         views.append(z @ mixing + noise * rng.normal(size=(n, d)) + rng.normal(size=d))
     return [v.astype(np.float32) for v in views]
+
+
+def skewed(n, seed=0):
+    """Two views of shared variables below noise of large variance, as in speech."""
+    rng, mix = np.random.default_rng(seed), np.random.default_rng(99)
+    z, views = rng.normal(size=(n, 10)), []
+    for d in (40, 30):
+        noise = rng.normal(size=(n, 5)) @ mix.normal(size=(5, d))
+        views.append(z @ mix.normal(size=(10, d)) + 10 * noise + 0.3 * rng.normal(size=(n, d)))
+    return views
 
 
 def preprocessed(x):
@@ -58,6 +68,66 @@ def test_cca_equals_the_dense_formulas_for_few_and_many_pairs(n, d_x, d_y, cov_n
         cosines(preprocessed(A) @ W_x.T, preprocessed(B) @ W_y.T),
         atol=1e-4,
     )
+
+
+@pytest.mark.parametrize("n", [60, 12])
+def test_cca_and_tuned_cca_equal_a_float64_transcription(x64, n):
+    A, B = pairs(n, 20, 15)
+    new = [rows.astype(np.float64) for rows in pairs(7, 20, 15, seed=9)]
+    a, b = preprocessed(A), preprocessed(B)
+    q = [
+        r / np.linalg.norm(r, axis=1, keepdims=True)
+        - (p / np.linalg.norm(p, axis=1)[:, None]).mean(0)
+        for r, p in zip(new, (A.astype(np.float64), B.astype(np.float64)), strict=True)
+    ]
+    S_x, S_y, S_xy = a.T @ a / (n - 1), b.T @ b / (n - 1), a.T @ b / (n - 1)
+    relative = 0.3 * np.trace(S_x) / 20, 0.7 * np.trace(S_y) / 15
+    for ridges, teacher in (
+        ((0.1, 0.1), teachers.cca(A, B, power=1.5, dim=5, dtype=jnp.float64)),
+        (relative, teachers.tuned_cca(A, B, ridge=(0.3, 0.7), power=1.5, dim=5, dtype=jnp.float64)),
+    ):
+        R_x, R_y = (
+            inverse_root(S_x + ridges[0] * np.eye(20)),
+            inverse_root(S_y + ridges[1] * np.eye(15)),
+        )
+        U, rho, Vt = np.linalg.svd(R_x @ S_xy @ R_y)
+        weight = rho[:5] ** 1.5
+        expected = cosines(q[0] @ R_x @ U[:, :5] * weight, q[1] @ R_y @ Vt[:5].T * weight)
+        np.testing.assert_allclose(teacher.x(new[0]) @ teacher.y(new[1]).T, expected, atol=1e-8)
+
+
+@pytest.mark.parametrize("fit", [teachers.tuned_cca, teachers.kernel_cca, teachers.best_cca])
+@pytest.mark.parametrize("n", [2, 5, 6, 30])
+def test_chosen_options_do_not_depend_on_the_order_of_the_pairs(fit, n):
+    A, B = pairs(n, 8, 5)
+    turned = np.random.default_rng(1).permutation(n)
+    first, second = fit(A, B), fit(A[turned], B[turned])
+    np.testing.assert_allclose(first.x(A) @ first.y(B).T, second.x(A) @ second.y(B).T, atol=1e-3)
+
+
+@pytest.mark.parametrize("fit", [teachers.cca, teachers.tuned_cca, teachers.best_cca])
+def test_linear_teachers_do_not_depend_on_the_scale_of_the_rows(fit):
+    A, B = pairs(40, 8, 5)
+    plain, tiny = fit(A, B), fit(1e-25 * A, B)
+    np.testing.assert_allclose(tiny.x(1e-25 * A), plain.x(A), atol=1e-4)
+
+
+def test_tuned_cca_finds_new_pairs_better_than_the_papers_ridge():
+    (A, B), (new_a, new_b) = skewed(300), skewed(300, seed=1)
+
+    def right(teacher):
+        return float(np.mean(np.argmax(teacher.x(new_a) @ teacher.y(new_b).T, 1) == np.arange(300)))
+
+    assert right(teachers.tuned_cca(A, B)) > right(teachers.cca(A, B)) + 0.2
+
+
+def test_best_cca_is_linear_unless_the_kernel_is_clearly_better():
+    A, B = pairs(80, 8, 5)
+    assert isinstance(teachers.best_cca(A, B).map_x, heads.AffineMap)
+    angle = np.random.default_rng(0).uniform(0, 2 * np.pi, size=(120, 1))
+    A = np.hstack([np.cos(angle), np.sin(angle)])
+    B = np.hstack([np.cos(2 * angle), np.sin(2 * angle)])
+    assert isinstance(teachers.best_cca(A, B).map_x, kernels.KernelMap)
 
 
 def test_stored_means_apply_to_new_rows():

@@ -1,0 +1,83 @@
+import numpy as np
+import pytest
+
+from sotalign_jax import crossval
+
+
+def views(n, *, seed=0):
+    rng, mix = np.random.default_rng(seed), np.random.default_rng(99)
+    z = rng.normal(size=(n, 4))
+    return [z @ mix.normal(size=(4, d)) + 0.5 * rng.normal(size=(n, d)) for d in (9, 7)]
+
+
+@pytest.mark.parametrize("n", [6, 31, 400, 5000])
+def test_folds_hold_out_pairs_that_are_not_fitted_on(n):
+    made = crossval.folds(np.arange(n))
+    for fold in made:
+        assert not set(fold.fit) & set(fold.held)
+        assert len(fold.fit) <= 1000 and 2 <= len(fold.held) <= 500
+    if n <= 1500:  # every pair is scored equally often
+        assert len(set(np.bincount(np.concatenate([fold.held for fold in made])))) == 1
+
+
+def test_order_follows_the_content_of_the_pairs():
+    A, B = views(50)
+    turned = np.random.default_rng(1).permutation(50)
+    first, second = crossval.order(A, B), crossval.order(1e3 * A[turned], B[turned])
+    np.testing.assert_array_equal(A[first], A[turned][second])
+    assert (crossval.order(A, B, seed=1) != first).any()
+
+
+def test_reciprocal_ranks_equal_a_loop_over_pairs():
+    rng = np.random.default_rng(0)
+    f, g = rng.normal(size=(20, 4)), rng.normal(size=(20, 4))
+    cosines = crossval.unit(f) @ crossval.unit(g).T
+    for i, score in enumerate(crossval.reciprocal_ranks(f, g)):
+        ranks = [sorted(-row).index(-row[i]) + 1 for row in (cosines[i], cosines[:, i])]
+        assert score == pytest.approx(np.mean([1 / rank for rank in ranks]))
+
+
+def test_reciprocal_ranks_of_equal_features_are_those_of_the_mean_rank():
+    np.testing.assert_allclose(crossval.reciprocal_ranks(np.ones((9, 3)), np.ones((9, 3))), 0.2)
+
+
+@pytest.mark.parametrize("gamma", [None, 0.5])
+def test_held_out_scores_equal_a_fit_on_the_rows_of_the_fold(gamma):
+    A, B = views(60)
+    options = crossval.Options(0.3, 0.1, 1.5, gamma, gamma)
+    search = crossval.Search(A, B)
+    expected = []
+    for fold in search._folds:
+        sides = []
+        for rows, ridge in ((A, 0.3), (B, 0.1)):
+            mean = crossval.unit(rows[fold.fit]).mean(axis=0)
+            z, new = (crossval.unit(rows[part]) - mean for part in fold)
+            if gamma is not None:
+                z, new = crossval.unit(z), crossval.unit(new)
+                z, new = (np.exp(-gamma * np.square(r[:, None] - z).sum(-1)) for r in (z, new))
+                root = np.linalg.pinv(z - z.mean(axis=0) - z.mean(axis=1)[:, None] + z.mean())
+                values, vectors = np.linalg.eigh(root)
+                kept = values > 1e-6
+                z, new = (r @ (vectors[:, kept] * np.sqrt(values[kept])) for r in (z, new))
+            new, z = new - z.mean(axis=0), z - z.mean(axis=0)
+            covariance = z.T @ z / (len(z) - 1)
+            covariance += ridge * np.trace(covariance) / rows.shape[1] * np.eye(len(covariance))
+            values, vectors = np.linalg.eigh(covariance)
+            root = (vectors / np.sqrt(values)) @ vectors.T
+            sides.append((z @ root, new @ root))
+        (x, new_x), (y, new_y) = sides
+        U, rho, Vt = np.linalg.svd(x.T @ y / (len(x) - 1), full_matrices=False)
+        expected.append(crossval.reciprocal_ranks(new_x @ U * rho**1.5, new_y @ Vt.T * rho**1.5))
+    np.testing.assert_allclose(search.scores(options), np.concatenate(expected), atol=1e-9)
+
+
+def test_ridges_shrink_from_a_fold_to_all_pairs():
+    search = crossval.Search(*views(4000))
+    scaled = search.for_all_pairs(crossval.Options(4.0, 8.0, 1.0))
+    assert scaled[:3] == pytest.approx((1.0, 2.0, 1.0))
+
+
+def test_search_survives_folds_of_equal_rows():
+    A, B = views(8)
+    A[:6] = A[0]
+    assert np.isfinite(crossval.choose(A, B, "best")[:3]).all()
