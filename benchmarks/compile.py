@@ -118,7 +118,7 @@ def lower_step(w: Workload, where: Sequence[Any]) -> jax.stages.Lowered:
 
     e = w.teacher_dim
     x, y = (heads.AffineMap(_shape(e, d), _shape(e), "l2") for d in (w.width_x, w.width_y))
-    teacher = teachers.LinearTeacher(x, y, _shape(e))
+    teacher = teachers.Teacher(x, y, _shape(e))
     data: Any = sampling.DeviceData(*rows(w.pool))
     star_x, star_y = training.kept_features(data, teacher)
     data = data._replace(star_x=star_x, star_y=star_y)

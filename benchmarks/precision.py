@@ -104,9 +104,7 @@ class Rounded(methods.SOTAlign):
         return supervised + self.alpha * divergence, ({}, memory)
 
 
-def errors(
-    rows: Any, start: heads.Heads, teacher: teachers.LinearTeacher, n: int
-) -> list[list[Any]]:
+def errors(rows: Any, start: heads.Heads, teacher: teachers.Teacher, n: int) -> list[list[Any]]:
     """Relative error of the parameters' gradient, and L1 error of the plan, by role and kind."""
     data = training.place(rows)
     batch = sampling.draw(jax.random.key(0), jnp.int32(0), data, pairs=n, unpaired=n)

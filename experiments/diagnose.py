@@ -47,7 +47,7 @@ fewer pairs than there are rows (data.n_pairs), or pass files of unpaired rows."
 
 def measure(
     dataset: data.Dataset,
-    teacher: teachers.LinearTeacher,
+    teacher: teachers.Teacher,
     options: Mapping[str, Any],
     *,
     seed: int,

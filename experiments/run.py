@@ -16,7 +16,6 @@ from experiments import config as config_lib
 from experiments import distributed, photos, protocol
 from experiments import workdir as workdir_lib
 from sotalign_jax import (
-    aligner,
     checks,
     data,
     evaluation,
@@ -187,7 +186,7 @@ def _train(config: Config, recorder: workdir_lib.Recorder) -> tuple[Aligner, dat
 def resolve(config: Config, dataset: data.Dataset) -> tuple[recipe.Recipe, data.Dataset]:
     """Returns the recipe of a run, and its data with a validation gallery if `align` needs one."""
     if config.method == "align" and dataset.val is None:
-        dataset = aligner.hold_out(dataset, seed=config.seed)
+        dataset = data.hold_out(dataset, seed=config.seed)
     return config_lib.recipe(config, dataset), dataset
 
 

@@ -26,7 +26,7 @@ from sotalign_jax.ot.affinity import cosine, l2_normalize
 from sotalign_jax.ot.klot import klot, klot_from_embeddings, klot_reference
 from sotalign_jax.ot.sinkhorn import Plan, sinkhorn
 from sotalign_jax.ot.sinkhorn import reference as sinkhorn_reference
-from sotalign_jax.teachers import LinearTeacher, cca, kernel_cca, procrustes
+from sotalign_jax.teachers import Teacher, cca, kernel_cca, procrustes
 from sotalign_jax.training import contrastive
 
 __version__ = "0.1.0"
@@ -34,8 +34,8 @@ __version__ = "0.1.0"
 __all__ = [
     "Aligner",
     "InputError",
-    "LinearTeacher",
     "Plan",
+    "Teacher",
     "align",
     "cca",
     "cka",

@@ -18,13 +18,10 @@ from sotalign_jax import checks, data, evaluation, export, methods, neighbours, 
 from sotalign_jax import recipe as recipe_lib
 from sotalign_jax.calibration import Calibration, calibrate
 from sotalign_jax.export import Index
-from sotalign_jax.heads import Head, Heads, LinearTeacher
+from sotalign_jax.heads import Head, Heads, Teacher
 from sotalign_jax.neighbours import Neighbours
 from sotalign_jax.ot import affinity, device
 from sotalign_jax.progress import Progress
-
-HELD_OUT = 0.1
-"""Share of the pairs kept back for model selection when no validation set is given."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -197,7 +194,7 @@ def align(
     val: tuple[ArrayLike, ArrayLike] | data.Gallery | None = None,
     recipe: str = "default",
     method: str | methods.Method | None = None,
-    teacher: str | LinearTeacher | None = None,
+    teacher: str | Teacher | None = None,
     start: str | None = None,
     features: str | None = None,
     dim: int | None = None,
@@ -270,7 +267,7 @@ def align(
         )
     method = recipe_lib.named(method)
     if gallery is None and not isinstance(method, methods.Fitted):  # which selects nothing
-        dataset = hold_out(dataset, seed=int(seed))
+        dataset = data.hold_out(dataset, seed=int(seed))
     resolved = recipe_lib.default(
         dataset,
         preset=recipe,
@@ -287,23 +284,3 @@ def align(
     with Progress(resolved.train.steps, "align", show=progress) as bar:
         prepared = recipe_lib.prepare(resolved, dataset, observer=bar)
         return Aligner(*recipe_lib.train(resolved, prepared, observer=bar, progress=progress))
-
-
-def hold_out(dataset: data.Dataset, *, seed: int) -> data.Dataset:
-    """Moves a tenth of the pairs to the validation gallery, if there are at least 100.
-
-    >>> small = data.dataset((np.ones((100, 2)), np.ones((100, 3))))
-    >>> hold_out(small, seed=0).summary()["val_x"]
-    [10, 2]
-    """
-    n = len(dataset.pairs_x)
-    if n < 100:
-        return dataset
-    order = np.random.default_rng(seed).permutation(n)
-    held, kept = np.split(order, [int(HELD_OUT * n)])
-    return dataclasses.replace(
-        dataset,
-        pairs_x=dataset.pairs_x[kept],
-        pairs_y=dataset.pairs_y[kept],
-        val=data.gallery(dataset.pairs_x[held], dataset.pairs_y[held]),
-    )

@@ -81,7 +81,7 @@ Map = AffineMap | KernelMap
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class LinearTeacher:
+class Teacher:
     """One frozen map per modality into a shared space, a pytree.
 
     Attributes:
@@ -113,12 +113,12 @@ class LinearTeacher:
         """Maps rows of the second modality to unit rows of the shared space."""
         return _unit_rows(self.map_y, rows)
 
-    def leading(self, dim: int) -> "LinearTeacher":
+    def leading(self, dim: int) -> "Teacher":
         """Returns the teacher of the first `dim` directions."""
         checks.within(self.dim, "directions in the teacher", dim=dim)
         assert self.map_x is not None and self.map_y is not None
         maps = self.map_x.leading(dim), self.map_y.leading(dim)
-        return LinearTeacher(*maps, self.correlations[:dim])
+        return Teacher(*maps, self.correlations[:dim])
 
 
 def _unit_rows(apply: Map | None, rows: Rows) -> Float[Array, "n dim"]:
@@ -434,7 +434,7 @@ def build_heads(
     hidden: int | None = None,
     norm: str | None = None,
     seed: int = 0,
-    teacher: LinearTeacher | None = None,
+    teacher: Teacher | None = None,
     dtype: Any = jnp.float32,
 ) -> Heads:
     """Builds heads from widths d_x and d_y to a shared space of width `dim`.
@@ -479,7 +479,7 @@ def build_heads(
     return prepend(first, identity_heads(dim))
 
 
-def check_widths(teacher: LinearTeacher, d_x: int, d_y: int) -> None:
+def check_widths(teacher: Teacher, d_x: int, d_y: int) -> None:
     """Raises InputError unless the teacher maps embeddings of these widths."""
     widths = tuple(teacher.dim if m is None else m.d_in for m in (teacher.map_x, teacher.map_y))
     if widths != (d_x, d_y):
@@ -495,7 +495,7 @@ def identity_heads(dim: int) -> Heads:
     return Heads(LinearHead.from_affine(identity), LinearHead.from_affine(identity))
 
 
-def prepend(features: LinearTeacher, heads: Heads) -> Heads:
+def prepend(features: Teacher, heads: Heads) -> Heads:
     """Prepends kernel maps, so that heads of kernel features accept embeddings.
 
     Args:

@@ -16,7 +16,7 @@ import numpy as np
 from flax import nnx
 
 from sotalign_jax import calibration, checks, data, evaluation, heads, methods, training
-from sotalign_jax.heads import Heads, LinearTeacher
+from sotalign_jax.heads import Heads, Teacher
 from sotalign_jax.methods import Objective
 from sotalign_jax.persistence import Parts
 from sotalign_jax.progress import Observer
@@ -58,7 +58,7 @@ class Recipe:
 
     method: methods.Method | None
     train: training.TrainConfig
-    teacher: str | LinearTeacher = "cca"
+    teacher: str | Teacher = "cca"
     teacher_options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     teacher_noise: float = 0.0
     start: str = "random"
@@ -140,7 +140,7 @@ def default(
     *,
     preset: str = "default",
     method: str | methods.Method | None = None,
-    teacher: str | LinearTeacher | None = None,
+    teacher: str | Teacher | None = None,
     start: str | None = None,
     features: str | None = None,
     dim: int | None = None,
@@ -212,8 +212,8 @@ class Prepared(NamedTuple):
 
     dataset: data.Dataset
     start: Heads | None
-    teacher: LinearTeacher | None
-    features: LinearTeacher | None
+    teacher: Teacher | None
+    features: Teacher | None
     shapes: dict[str, Any]
 
 
@@ -226,7 +226,7 @@ def prepare(
     dataset: data.Dataset,
     *,
     observer: Observer | None = None,
-    broadcast: Callable[[LinearTeacher], LinearTeacher] = _same,
+    broadcast: Callable[[Teacher], Teacher] = _same,
 ) -> Prepared:
     """Fits the teacher, maps the data to kernel features and builds the heads to start from.
 
@@ -262,7 +262,7 @@ def prepare(
         observer.stage("mapping the data to kernel features")
         dataset = mapped(dataset, features, seed=recipe.train.seed)
         if teacher is not None or _is_kernel(recipe.teacher):
-            teacher = LinearTeacher(None, None, features.correlations)  # the rows are its features
+            teacher = Teacher(None, None, features.correlations)  # the rows are its features
         elif recipe.uses_teacher:
             teacher = broadcast(fit_teacher(recipe, dataset, recipe.teacher))
     return Prepared(dataset, _start(recipe, dataset, teacher), teacher, features, shapes)
@@ -278,21 +278,19 @@ def fill_pools(pools: str, dataset: data.Dataset) -> data.Dataset:
     return dataset
 
 
-def _is_kernel(teacher: str | LinearTeacher) -> bool:
+def _is_kernel(teacher: str | Teacher) -> bool:
     """Returns True if kernel features are this teacher's own directions."""
     return teacher in KERNEL_TEACHERS if isinstance(teacher, str) else teacher.is_kernel
 
 
-def _features(recipe: Recipe, teacher: LinearTeacher) -> LinearTeacher:
+def _features(recipe: Recipe, teacher: Teacher) -> Teacher:
     """Returns the directions of a kernel teacher that heads are trained on."""
     if recipe.start == "teacher" and recipe.dim is not None:
         return teacher.leading(recipe.dim)
     return teacher.leading(min(teacher.dim, MOST_FEATURES))
 
 
-def fit_teacher(
-    recipe: Recipe, dataset: data.Dataset, teacher: str | LinearTeacher
-) -> LinearTeacher:
+def fit_teacher(recipe: Recipe, dataset: data.Dataset, teacher: str | Teacher) -> Teacher:
     """Fits the teacher of this name on the pairs; a fitted one is returned as it is."""
     if not isinstance(teacher, str):
         heads.check_widths(teacher, dataset.pairs_x.shape[1], dataset.pairs_y.shape[1])
@@ -309,7 +307,7 @@ def fit_teacher(
         return training.TEACHERS[teacher](dataset.pairs_x, pairs_y, **options)
 
 
-def mapped(dataset: data.Dataset, features: LinearTeacher, *, seed: int = 0) -> data.Dataset:
+def mapped(dataset: data.Dataset, features: Teacher, *, seed: int = 0) -> data.Dataset:
     """Replaces the embeddings by unit features, for training and validation.
 
     Args:
@@ -337,7 +335,7 @@ def mapped(dataset: data.Dataset, features: LinearTeacher, *, seed: int = 0) -> 
     return data.Dataset(*pairs, *pools, val=val)
 
 
-def _start(recipe: Recipe, dataset: data.Dataset, teacher: LinearTeacher | None) -> Heads | None:
+def _start(recipe: Recipe, dataset: data.Dataset, teacher: Teacher | None) -> Heads | None:
     """Builds the heads to start from; None for a method that is fitted at once."""
     method = recipe.method
     if isinstance(method, methods.Fitted):

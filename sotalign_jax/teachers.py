@@ -1,7 +1,7 @@
 """Teachers: coarse maps into a shared space, fitted on the pairs alone, then frozen.
 
 `procrustes`, `cca` and `tuned_cca` are linear, `kernel_cca` is not, and `best_cca` chooses. All are
-closed forms, computed on the host in float64, and return a `LinearTeacher`. The contrastive
+closed forms, computed on the host in float64, and return a `Teacher`. The contrastive
 teacher is trained: see `training.contrastive`.
 """
 
@@ -15,7 +15,7 @@ from jaxtyping import Float
 
 from sotalign_jax import checks, crossval, kernels
 from sotalign_jax.heads import AffineMap, Rows
-from sotalign_jax.heads import LinearTeacher as LinearTeacher
+from sotalign_jax.heads import Teacher as Teacher
 
 LANDMARKS = 2000
 """Most landmarks of a kernel CCA."""
@@ -28,7 +28,7 @@ Ridge = float | tuple[float, float]
 
 def procrustes(
     pairs_x: Rows, pairs_y: Rows, *, dim: int | None = None, renorm: bool = False
-) -> LinearTeacher:
+) -> Teacher:
     """Fits orthogonal maps that maximise <A P^T, B Q^T> over P P^T = Q Q^T = I.
 
     With A^T B = U S V^T the solution is P = U_dim^T, Q = V_dim^T.
@@ -68,7 +68,7 @@ def cca(
     cov_normalize: bool = True,
     renorm: bool = False,
     dtype: Any = jnp.float32,
-) -> LinearTeacher:
+) -> Teacher:
     """Fits a canonical correlation analysis with the paper's absolute ridge.
 
     Every row, now and later, becomes x / ||x|| - mu, where mu is the mean of the L2-normalised
@@ -129,7 +129,7 @@ def tuned_cca(
     dim: int | None = None,
     seed: int = 0,
     dtype: Any = jnp.float32,
-) -> LinearTeacher:
+) -> Teacher:
     """Fits a canonical correlation analysis whose options are chosen by cross-validation.
 
     The maps are those of `cca`, with R_x = (S_xx + ridge_x tr(S_xx) / d_x I)^(-1/2): the ridge of
@@ -180,7 +180,7 @@ def kernel_cca(
     dim: int | None = None,
     seed: int = 0,
     dtype: Any = jnp.float32,
-) -> LinearTeacher:
+) -> Teacher:
     """Fits a canonical correlation analysis of Gaussian kernel features.
 
     With z = l2(l2(x) - mean) and k(z, z') = exp(-gamma ||z - z'||^2), every row has the Nystroem
@@ -246,7 +246,7 @@ def best_cca(
     dim: int | None = None,
     seed: int = 0,
     dtype: Any = jnp.float32,
-) -> LinearTeacher:
+) -> Teacher:
     """Fits `tuned_cca` or `kernel_cca`, whichever cross-validation prefers.
 
     Both are scored on the same folds. The kernel CCA is chosen if its mean reciprocal rank is
@@ -359,7 +359,7 @@ def _relative_cca(
     *,
     dim: int | None,
     dtype: Any,
-) -> LinearTeacher:
+) -> Teacher:
     """Fits a linear CCA with ridges relative to the mean eigenvalues."""
 
     def gain(ridge: float, width: int) -> _Gain:
@@ -377,10 +377,10 @@ def _fitted_kernel(
     pairs_y: np.ndarray,
     options: crossval.Options,
     **sizes: Any,
-) -> LinearTeacher:
+) -> Teacher:
     """Fits a kernel CCA with the given options."""
     map_x, map_y, correlations = kernels.fit(pairs_x, pairs_y, options, **sizes)
-    return LinearTeacher(map_x, map_y, jnp.asarray(correlations, jnp.float32))
+    return Teacher(map_x, map_y, jnp.asarray(correlations, jnp.float32))
 
 
 def _closed_form(
@@ -394,7 +394,7 @@ def _closed_form(
     power: float = 0.0,
     dtype: Any = jnp.float32,
     most: int | None = None,
-) -> LinearTeacher:
+) -> Teacher:
     """Fits linear maps on unit rows, with principal directions weighted by `gains`."""
     pairs_x, pairs_y = checks.pairs(pairs_x, pairs_y, min_rows=2)
     sides = []
@@ -410,7 +410,7 @@ def _closed_form(
     dim = len(values[:most]) if dim is None else dim
     checks.within(len(values), f"directions that these {len(pairs_x)} pairs determine", dim=dim)
     W_x, W_y = ((w[:, :dim] * values[:dim] ** power).T for w in (weights_x, weights_y))
-    return LinearTeacher(
+    return Teacher(
         map_x=AffineMap(jnp.asarray(W_x, dtype), jnp.asarray(-W_x @ mean_x, dtype), norm="l2"),
         map_y=AffineMap(jnp.asarray(W_y, dtype), jnp.asarray(-W_y @ mean_y, dtype), norm="l2"),
         correlations=jnp.asarray(pearson(x @ W_x.T, y @ W_y.T), dtype),

@@ -26,8 +26,8 @@ from sotalign_jax import checks, data, evaluation, sampling, teachers
 from sotalign_jax.heads import (
     Heads,
     LinearHead,
-    LinearTeacher,
     Rows,
+    Teacher,
     build_heads,
     check_widths,
 )
@@ -118,7 +118,7 @@ def _fits_in_memory(arrays: Iterable[Any]) -> bool:
     return _bytes(*arrays) <= device.profile().memory / 2
 
 
-def kept_features(batches: sampling.DeviceData, teacher: LinearTeacher) -> tuple[Any, Any]:
+def kept_features(batches: sampling.DeviceData, teacher: Teacher) -> tuple[Any, Any]:
     """Shapes of the teacher's features of each pool that are worth their memory, None of others.
 
     Those that take no more than the pool itself, if all arrays take at most half of the memory.
@@ -131,7 +131,7 @@ def kept_features(batches: sampling.DeviceData, teacher: LinearTeacher) -> tuple
     return (x, y) if _fits_in_memory(jax.tree.leaves((batches, x, y))) else (None, None)
 
 
-def with_features(batches: sampling.DeviceData, teacher: LinearTeacher) -> sampling.DeviceData:
+def with_features(batches: sampling.DeviceData, teacher: Teacher) -> sampling.DeviceData:
     """Adds the teacher's features of the pools, so that they are computed once for all steps.
 
     Features that `kept_features` leaves out are computed in every step. A teacher without maps
@@ -238,7 +238,7 @@ def _program(
     def step(
         state: TrainState,
         batches: sampling.DeviceData | sampling.Batch,
-        teacher: LinearTeacher | None,
+        teacher: Teacher | None,
         key: Array | None = None,
     ) -> tuple[TrainState, dict[str, Array]]:
         if isinstance(batches, sampling.Batch):
@@ -285,7 +285,7 @@ def fit(
     dataset: data.Dataset,
     config: TrainConfig,
     *,
-    teacher: LinearTeacher | None = None,
+    teacher: Teacher | None = None,
     resume: Callable[[Snapshot], Snapshot | None] | None = None,
     observer: Observer | None = None,
     mesh: Mesh | None = None,
@@ -404,7 +404,7 @@ def _warn_unconverged(method: Objective, step: int, values: dict[str, Any]) -> b
     return True
 
 
-def _check_teacher(method: Objective, teacher: LinearTeacher | None, dataset: data.Dataset) -> None:
+def _check_teacher(method: Objective, teacher: Teacher | None, dataset: data.Dataset) -> None:
     if teacher is None:
         raise checks.InputError(
             f"teacher: is None but {type(method).__name__} needs one; fit teachers.cca first"
@@ -442,7 +442,7 @@ def contrastive(
     loss: str = "siglip",
     batch_size: int = 10_000,
     seed: int = 0,
-) -> LinearTeacher:
+) -> Teacher:
     """The contrastive teacher: SAIL's linear heads, trained on the pairs by `fit` and then frozen.
 
     `loss` is "siglip" or "infonce" (symmetric), with learned scale (and bias). The directions are
@@ -467,10 +467,10 @@ def contrastive(
     assert isinstance(trained.x, LinearHead) and isinstance(trained.y, LinearHead)
     map_x, map_y = trained.x.to_affine(), trained.y.to_affine()
     correlations = teachers.pearson(np.asarray(map_x(pairs_x)), np.asarray(map_y(pairs_y)))
-    return LinearTeacher(map_x, map_y, jnp.asarray(correlations, jnp.float32))
+    return Teacher(map_x, map_y, jnp.asarray(correlations, jnp.float32))
 
 
-TEACHERS: dict[str, Callable[..., LinearTeacher]] = {
+TEACHERS: dict[str, Callable[..., Teacher]] = {
     "procrustes": teachers.procrustes,
     "cca": teachers.cca,
     "tuned_cca": teachers.tuned_cca,
@@ -478,4 +478,4 @@ TEACHERS: dict[str, Callable[..., LinearTeacher]] = {
     "best_cca": teachers.best_cca,
     "contrastive": contrastive,
 }
-"""Every teacher by name: (pairs_x, pairs_y, **options) -> LinearTeacher."""
+"""Every teacher by name: (pairs_x, pairs_y, **options) -> Teacher."""

@@ -13,7 +13,7 @@ from flax import nnx
 from safetensors.numpy import load_file, save_file
 
 from sotalign_jax import checks, data, evaluation, heads, methods, recipe, teachers
-from sotalign_jax.aligner import Aligner, align, hold_out
+from sotalign_jax.aligner import Aligner, align
 
 D_X, D_Y = 12, 10
 
@@ -223,26 +223,6 @@ def test_a_tenth_of_many_pairs_is_held_out(table):
     assert aligner.info["data"]["pairs_x"] == [180, D_X]
     assert aligner.info["data"]["val_x"] == [20, D_X]
     assert aligner.info["val_mean_r1"] is not None
-
-
-def test_hold_out_keeps_pairs_together_and_loses_none(table):
-    x, y = table
-    full = data.dataset((x[:123], y[:123]))
-    split = hold_out(full, seed=3)
-    assert len(split.val.x) == 12
-    np.testing.assert_array_equal(split.val.x_of_y, np.arange(12))
-
-    def rows(left, right):
-        return np.concatenate([left, right], axis=1)
-
-    parts = rows(split.pairs_x, split.pairs_y), rows(split.val.x, split.val.y)
-    everything, original = np.concatenate(parts), rows(x[:123], y[:123])
-    order, expected = np.lexsort(everything.T), np.lexsort(original.T)
-    np.testing.assert_array_equal(everything[order], original[expected])
-    np.testing.assert_array_equal(hold_out(full, seed=3).val.x, split.val.x)
-    assert not np.array_equal(hold_out(full, seed=4).val.x, split.val.x)
-    few = data.dataset((x[:99], y[:99]))
-    assert hold_out(few, seed=0) is few
 
 
 def test_teachers_by_name_or_fitted(given, table):

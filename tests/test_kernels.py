@@ -29,7 +29,7 @@ def pairs(n, *, d_x=6, d_y=5, seed=0):
 
 def fit(A, B, options=OPTIONS, *, landmarks=2000, dim=None, seed=0, dtype=jnp.float64):
     sizes = {"landmarks": landmarks, "dim": dim, "seed": seed, "dtype": dtype}
-    return heads.LinearTeacher(*kernels.fit(A, B, options, **sizes))
+    return heads.Teacher(*kernels.fit(A, B, options, **sizes))
 
 
 def inverse_root(matrix):

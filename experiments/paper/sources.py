@@ -43,9 +43,52 @@ class Data(NamedTuple):
     split: str | None = None  # "sue" for the protocol of SUE on the pairs' source
 
 
+_SUE_TEST = 400
+"""Number of test rows in the protocol of SUE."""
+
+
+def _sue_rows(
+    n_rows: int, *, n_pairs: int, seed: int = 0, shuffle: bool = False
+) -> tuple[np.ndarray, data.Rows]:
+    """Splits a table by the protocol of SUE.
+
+    The first 400 rows are the test and the last `n_pairs` rows are the pairs, as published. Each
+    pool loses its own tenth of the other rows.
+
+    Args:
+        n_rows: number of rows of the table.
+        n_pairs: number of pairs.
+        seed: seed of the random choice.
+        shuffle: shuffle the table first, so that results over seeds vary with the data.
+
+    Returns:
+        The test rows, and the rows of pairs and pools.
+
+    Raises:
+        InputError: fewer than two rows are left for the pools.
+
+    References:
+        Yacobi et al., Learning Shared Representations from Unpaired Data, 2025.
+
+    >>> test, rows = _sue_rows(600, n_pairs=100)
+    >>> len(test), rows.pairs[:3].tolist(), len(rows.x), len(rows.y)
+    (400, [500, 501, 502], 90, 90)
+    """
+    if n_rows - _SUE_TEST - n_pairs < 2:
+        raise checks.InputError(
+            f"n_pairs must be at most {n_rows - _SUE_TEST - 2}, got {n_pairs}: the table has "
+            f"{n_rows} rows, of which {_SUE_TEST} are tests and 2 must be left unpaired"
+        )
+    rng = np.random.default_rng(seed)
+    order = rng.permutation(n_rows) if shuffle else np.arange(n_rows)
+    test, rest, pairs = np.split(order, [_SUE_TEST, n_rows - n_pairs])
+    x, y = (rng.permutation(rest)[len(rest) // 10 :] for _ in range(2))
+    return test, data.Rows(pairs, np.sort(x), y)
+
+
 def sue_split(x: Any, y: Any, asked: Data, *, shuffle: bool) -> data.Dataset:
-    """Returns pairs, pools and test rows of SUE's protocol, see `data.sue_rows`."""
-    test, rows = data.sue_rows(len(x), n_pairs=asked.n_pairs, seed=asked.seed, shuffle=shuffle)
+    """Returns pairs, pools and test rows of SUE's protocol."""
+    test, rows = _sue_rows(len(x), n_pairs=asked.n_pairs, seed=asked.seed, shuffle=shuffle)
     gallery = data.gallery(x[test], y[test])
     return data.Dataset(x[rows.pairs], y[rows.pairs], x[rows.x], y[rows.y], test=gallery)
 

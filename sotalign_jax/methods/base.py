@@ -49,7 +49,7 @@ class Objective(Method, abc.ABC):
 
     @abc.abstractmethod
     def __call__(self, heads: Heads, batch: Batch, teacher: Any, memory: Any) -> Result:
-        """The loss of heads on a batch, given a `LinearTeacher` and what `start` began."""
+        """The loss of heads on a batch, given a `Teacher` and what `start` began."""
 
 
 class Fitted(Method, abc.ABC):
