@@ -322,7 +322,7 @@ def trained_with(aligned: aligner.Aligner) -> dict[str, dict[str, Any]] | None:
         The descriptions by side, "x" and "y".
     """
     data = aligned.info.get("settings", {}).get("data", {})
-    if data.get("name") in photos.CAPTIONED:
+    if data.get("name") in photos.PHOTOGRAPHS:
         return PHOTOS
     table = str((data.get("files") or {}).get("x") or "").partition("#")[0]
     noted = pathlib.Path(table).parent / extraction.ENCODERS
