@@ -1,4 +1,4 @@
-"""KLOT as a loss in your own optax loop: two linear maps learn the plan of a teacher.
+"""Trains two linear maps with KLOT in an optax loop, so that they learn the plan of a teacher.
 
 python examples/klot_in_optax.py    # half a minute on a CPU, most of it compiling
 """
@@ -9,10 +9,10 @@ import optax
 
 import sotalign_jax as sota
 
-photos = sota.data.photographs()  # embeddings of 640 photographs and a caption of each
-X, Y = jnp.asarray(photos.image[300:]), jnp.asarray(photos.text[300:])  # pairs are not used below
-teacher = sota.cca(photos.image[:300], photos.text[:300], ridge=0.1)  # ... but here
-data = {"x": X, "y": Y, "teacher": (teacher.x(X), teacher.y(Y))}  # its features: constants
+photos = sota.data.photographs()  # embeddings of 640 photographs and captions
+X, Y = jnp.asarray(photos.image[300:]), jnp.asarray(photos.text[300:])  # used as unpaired rows
+teacher = sota.cca(photos.image[:300], photos.text[:300], ridge=0.1)  # from the pairs
+data = {"x": X, "y": Y, "teacher": (teacher.x(X), teacher.y(Y))}  # constants
 
 keys = jax.random.split(jax.random.key(0))
 params = {
@@ -24,14 +24,14 @@ state = optimizer.init(params)
 
 
 def loss(params, data):
-    """KLOT between the plans of the student's features and of the teacher's, [n, d] each."""
+    """Returns KLOT between the plans of the student's and of the teacher's features."""
     f, g = sota.l2_normalize(data["x"] @ params["x"]), sota.l2_normalize(data["y"] @ params["y"])
     return sota.klot_from_embeddings(f, g, *data["teacher"], epsilon=0.05, epsilon_star=0.05)
 
 
 @jax.jit
 def step(params, state, data):
-    """One update; the gradient is exact and does not differentiate through Sinkhorn."""
+    """Takes one step. The gradient is exact and does not differentiate through Sinkhorn."""
     value, gradient = jax.value_and_grad(loss)(params, data)
     updates, state = optimizer.update(gradient, state)
     return optax.apply_updates(params, updates), state, value

@@ -1,4 +1,4 @@
-"""A method of your own: a frozen dataclass with a loss, trained by `align` and by the launchers.
+"""Defines a new method, a frozen dataclass with a loss, and trains it with `align`.
 
 python examples/new_method.py       # a minute on a CPU
 """
@@ -13,21 +13,21 @@ from sotalign_jax import methods
 
 @dataclasses.dataclass(frozen=True)
 class CentredInfoNCE(methods.Objective):
-    """InfoNCE on the pairs, with the means of the unpaired features drawn to each other.
+    """Trains on InfoNCE of the pairs, and pulls the means of the unpaired features together.
 
     Attributes:
-        weight: of the distance between the two means.
+        weight: weight of the squared distance between the two means.
     """
 
     weight: float = 1.0
 
     @property
     def pools(self):
-        """It reads unpaired rows of both modalities."""
+        """Returns the modalities whose unpaired rows the loss reads."""
         return "xy"
 
     def __call__(self, heads, batch, teacher, memory):
-        """The loss of a batch with pairs (a, b) and unpaired rows x, y; metrics; memory."""
+        """Returns the loss of pairs (a, b) and unpaired rows x, y, with metrics and memory."""
         f, g = heads.x(batch.a), heads.y(batch.b)
         infonce = sota.infonce(f, g, log_scale=heads.log_scale[...])
         means = heads.x(batch.x).mean(axis=0) - heads.y(batch.y).mean(axis=0)
@@ -37,13 +37,13 @@ class CentredInfoNCE(methods.Objective):
 
 photos = sota.data.photographs()
 pairs = photos.image[:300], photos.text[:300]
-unpaired = {"x": photos.image[300:470], "y": photos.text[470:]}  # of different photographs
+unpaired = {"x": photos.image[300:470], "y": photos.text[470:]}  # from different photographs
 for method in ("sail", CentredInfoNCE()):
-    options = {"method": method, "init": "random", "steps": 60, "learning_rate": 2e-3}
+    options = {"method": method, "start": "random", "steps": 60, "learning_rate": 2e-3}
     model = sota.align(pairs, **unpaired, **options, progress=False)
     _, found = model.search(photos.image[300:], photos.text[300:], k=10)
     recall = 100 * np.mean([row in rows for row, rows in enumerate(found)])
     print(f"{method}: R@10 {recall:.1f} % among 340 captions")
 
-# For experiments.main, tune and reproduce: save the class in sotalign_jax/methods/, and add
+# To use the method from the command line, save the class in sotalign_jax/methods/ and add
 # "centred": CentredInfoNCE() to METHODS there. `--config.method=centred` then trains it.

@@ -1,6 +1,6 @@
-"""300 captioned pictures, 5,000 without a caption, and perhaps no spare texts: what do they bring?
+"""Measures how much unpaired pictures, unpaired texts, or both add to 300 captioned pictures.
 
-python examples/one_sided.py    # from a clone, for its photographs; a few minutes on a CPU
+python examples/one_sided.py    # from a clone; a few minutes on a CPU
 """
 
 import numpy as np

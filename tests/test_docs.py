@@ -32,8 +32,16 @@ PAGES = [
     *(ROOT / name for name in ("README.md", "CONTRIBUTING.md")),
     *(path for path in sorted((ROOT / "docs").rglob("*.md")) if "results" not in path.parts),
 ]
-SMALLER = {"range(61)": "range(2)", '"steps": 60': '"steps": 2', "steps=100": "steps=2"}
-"""What is smaller here than on the page: enough to see that every line works."""
+SMALLER = {
+    "range(61)": "range(2)",
+    '"steps": 60': '"steps": 2',
+    "steps=100": "steps=2",
+    "x=X, y=Y)": "x=X, y=Y, steps=2)",
+    "x=X, y=Y, progress": "x=X, y=Y, steps=2, progress",
+    "val=speech.val)": "val=speech.val, steps=2)",
+    "n_pairs=1000, n_unpaired=2000": "n_pairs=100, n_unpaired=100",
+}
+"""Replacements that make the code of the pages faster. Every line still runs."""
 TOOLS = {"pip", "python", "python3", "source", "bash", "pytest", "mkdocs", "apt-get", "cd", "git"}
 """Commands that are not ours."""
 
@@ -222,11 +230,14 @@ STARTED_BY = {
     "experiments.main --config=experiments/configs/quickstart.py --workdir=runs/quickstart": (
         "test_docs.py::test_the_main_job"
     ),
+    "experiments.main --config=experiments/configs/quickstart.py --config.data.name=speech": (
+        "test_docs.py::test_documented_runs_resolve"
+    ),
     "experiments.main --config=experiments/configs/quickstart.py --workdir=/shared/run": (
         "test_distributed.py::test_killed_and_continued_on_other_devices_it_ends_the_same"
     ),
     "experiments.main --config=experiments/configs/compare.py": (
-        "test_docs.py::test_every_method_resolves"
+        "test_docs.py::test_documented_runs_resolve"
     ),
     "experiments.main --config=experiments/configs/files.py:from=$out": (
         "test_docs.py::test_from_a_folder_of_pictures_to_a_search_page"
@@ -234,6 +245,7 @@ STARTED_BY = {
     "experiments.main --config=experiments/configs/files.py": "test_docs.py::test_your_own_files",
     "experiments.diagnose": "test_diagnose.py::test_a_diagnosis_prints_and_saves_what_it_found",
     "experiments.tune": "test_tune.py::test_the_best_on_validation_is_chosen_and_tested",
+    "experiments.recipes": "test_recipes.py::test_recipes_print_a_table_for_each_score_and_resume",
     "experiments.reproduce --list": "test_reproduce.py::test_list_fits_a_terminal",
     "experiments.extract": "test_docs.py::test_from_a_folder_of_pictures_to_a_search_page",
     "experiments.pair --x=emb/food": "test_extract.py::test_zero_shot_from_pictures_and_class",
@@ -277,10 +289,11 @@ def run_command(words: list[str], capsys: pytest.CaptureFixture[str]) -> str:
 
 @pytest.mark.filterwarnings("ignore:.*load_module:DeprecationWarning")  # ml_collections
 def test_your_own_files(tmp_path, capsys):
-    """The guide's commands on small files, with `smoke` settings and CCA alone."""
+    """The commands of "Your own arrays" on small files, with `smoke` settings and CCA alone."""
     small_runs.write_files(tmp_path)
-    guide = [w for page, w in documented() if page == "guide.md" and "experiments.main" in w]
-    by_name, by_folder = guide[:2]
+    by_name, by_folder = (
+        words for page, words in documented() if page == "arrays.md" and "experiments.main" in words
+    )
     for name, kind in (("images", "x"), ("texts", "y")):
         for part in ("", "val_", "test_"):
             np.save(f"{part}{name}.npy", np.load(f"{part}{kind}.npy"))
@@ -301,12 +314,13 @@ def test_the_main_job(tmp_path, capsys):
 
 
 @pytest.mark.filterwarnings("ignore:.*load_module:DeprecationWarning")  # ml_collections
-def test_every_method_resolves(capsys):
-    """The comparison's settings and shapes, by --dry_run; test_methods.py trains every method."""
-    compare = next(w for _, w in documented() if "--workdir=runs/compare" in w)
-    options = [o.replace("=experiments/", f"={ROOT}/experiments/") for o in compare[3:]]
+@pytest.mark.parametrize(("workdir", "runs"), [("runs/compare", 10), ("runs/speech", 4)])
+def test_documented_runs_resolve(workdir, runs, capsys):
+    """Settings and shapes of commands, by --dry_run; test_methods.py trains every method."""
+    typed = next(words for _, words in documented() if f"--workdir={workdir}" in words)
+    options = [o.replace("=experiments/", f"={ROOT}/experiments/") for o in typed[3:]]
     out, error = small_runs.start(main, [*options, "--dry_run", "--config.seeds=(0,)"], capsys)
-    assert error is None and out.count('"shapes"') >= 10
+    assert error is None and out.count('"shapes"') >= runs
 
 
 COLOURS = {"red": (220, 30, 30), "green": (30, 200, 40), "blue": (30, 40, 220)}
