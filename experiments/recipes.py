@@ -1,11 +1,11 @@
 r"""Compares `align` with its teacher, SAIL, STRUCTURE and the paper's recipe on test splits.
 
-    python -m experiments.recipes --data=coco,flickr8k,rsicd,speech --pairs=500,1000,2000
-    python -m experiments.recipes --data=coco --pairs=1000 --results=docs/results/recipes.jsonl \
+    python -m experiments.recipes --sets=coco,flickr8k,rsicd,speech --pairs=500,1000,2000
+    python -m experiments.recipes --sets=coco --pairs=1000 --store=docs/results/recipes.jsonl \
         --show
-    python -m experiments.recipes --data=pictures.npz --pairs=500 --recipes=CCA,align
+    python -m experiments.recipes --sets=pictures.npz --pairs=500 --recipes=CCA,align
 
-Results are kept in --results, see `experiments.store`. Running the command again resumes it. --show
+Results are kept in --store, see `experiments.store`. Running the command again resumes it. --show
 prints the results that are there and computes nothing. A .npz file has paired rows `image` and
 `text` with a `split` (train, val or test) each; with `label` (-1 where there is none) and `prompts`
 [classes, templates, width] it also has classes.
@@ -25,12 +25,12 @@ from experiments import cli, photos, report, store
 from sotalign_jax import Aligner, align, checks, data, evaluation, heads, methods, recipe, training
 from sotalign_jax.diagnostics import Mean
 
-_DATA = flags.DEFINE_list("data", ["coco"], "Data sets: coco, flickr8k, rsicd, speech, .npz files.")
+_DATA = flags.DEFINE_list("sets", ["coco"], "Data sets: coco, flickr8k, rsicd, speech, .npz files.")
 _PAIRS = flags.DEFINE_list("pairs", ["1000"], "Numbers of pairs.")
-_SEEDS = flags.DEFINE_integer("seeds", 3, "Seeds of each result.", lower_bound=1)
-_POOL = flags.DEFINE_enum("pool", "disjoint", photos.POOLS, "Kind of the unpaired pools.")
+_SEEDS = flags.DEFINE_integer("repeats", 3, "Seeds of each recipe.", lower_bound=1)
+_POOL = flags.DEFINE_enum("pools", "disjoint", photos.POOLS, "Kind of the unpaired pools.")
 _RECIPES = flags.DEFINE_list("recipes", None, "Rows of the table, all by default.")
-_RESULTS = cli.path_flag("results", "runs/recipes.jsonl", "File of the results.")
+_RESULTS = cli.path_flag("store", "runs/recipes.jsonl", "File of the results.")
 _SHOW = flags.DEFINE_bool("show", False, "Print the results that are there, compute nothing.")
 
 # A recipe is a teacher, or the options of `align`. It reads unpaired rows for training, for the
@@ -178,7 +178,7 @@ def main() -> None:
     pairs = [int(n) for n in _PAIRS.value]
     kept = store.Store(_RESULTS.value)
     if _SHOW.value and not kept.path.exists():
-        raise checks.InputError(f"results: {kept.path} does not exist; leave out --show")
+        raise checks.InputError(f"store: {kept.path} does not exist; leave out --show")
     for name in _DATA.value:
         if not _SHOW.value:
             specs = [

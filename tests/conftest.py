@@ -1,4 +1,4 @@
-"""Fixtures, and shape checking of the package while the tests run."""
+"""Shared fixtures. Also installs shape checks on the package's functions."""
 
 import contextlib
 import os
@@ -17,7 +17,7 @@ os.environ["XLA_FLAGS"] = " ".join(
     )
 )
 
-# Several tests run at a time: BLAS threads that wait for each other would use up their cores.
+# Several tests run in parallel, so more BLAS threads would only compete for the same cores.
 os.environ |= {"OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"}
 
 import jax
@@ -31,7 +31,7 @@ shape_checks.install(sotalign_jax)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Files with slow tests first, so that no worker is left alone with one at the end."""
+    """Runs files with slow tests first, so that no worker ends alone with one of them."""
     slow = {item.path for item in items if item.get_closest_marker("slow")}
     items.sort(key=lambda item: item.path not in slow)
 
@@ -43,7 +43,7 @@ def rng() -> np.random.Generator:
 
 @pytest.fixture
 def compilations() -> Callable[[], contextlib.AbstractContextManager[list[str]]]:
-    """A context whose value lists the programs that were compiled in it."""
+    """Returns a context manager that lists the programs compiled inside it."""
 
     @contextlib.contextmanager
     def counting() -> Iterator[list[str]]:
@@ -64,15 +64,15 @@ def compilations() -> Callable[[], contextlib.AbstractContextManager[list[str]]]
 
 @pytest.fixture
 def x64() -> Iterator[None]:
-    """64-bit numbers in JAX, for comparisons at full precision."""
+    """Enables 64-bit numbers in JAX, for comparisons at full precision."""
     with jax.enable_x64(True):
         yield
 
 
 @pytest.fixture
 def files(tmp_path: pathlib.Path) -> pathlib.Path:
-    """A folder of small embedding files and a config.py that trains on them, for launchers."""
-    import small_runs  # only tests of launchers have to import them
+    """Returns a folder with small embedding files and a config.py that trains on them."""
+    import small_runs  # imported here because only launcher tests need it
 
     folder = tmp_path / "files"
     folder.mkdir()

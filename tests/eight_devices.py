@@ -1,4 +1,4 @@
-"""Rows split over eight devices; `test_sharding` runs this file in a process that has them."""
+"""Tests of rows sharded over eight devices. `test_sharding` runs this file in its own process."""
 
 import dataclasses
 import functools
@@ -17,7 +17,7 @@ from experiments import workdir
 from sotalign_jax import checks, data, heads, methods, teachers, training
 from sotalign_jax.ot import blocks, device, sharding
 
-N, M, D = 61, 50, 8  # neither is a multiple of eight
+N, M, D = 61, 50, 8  # neither N nor M is a multiple of eight
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -37,7 +37,7 @@ def features(dtype=jnp.float64):
 
 
 def on(mesh, function, *arguments):
-    """function(*arguments), compiled, with the mesh in context."""
+    """Returns jit(function)(*arguments), called with the mesh in context."""
     with jax.set_mesh(mesh):
         return jax.jit(function)(*arguments)
 
@@ -48,7 +48,7 @@ def assert_close(actual, expected, rtol=1e-7):
         np.testing.assert_allclose(a, b, rtol=rtol, atol=max(rtol * scale, 1e-12))
 
 
-def test_meshes(mesh):
+def test_rows_mesh_uses_the_requested_number_of_devices(mesh):
     assert mesh.size == len(jax.devices()) == 8
     assert sharding.rows_mesh(1) is None and sharding.rows_mesh(2).size == 2
     with pytest.raises(checks.InputError, match="mesh: 9 devices asked for but 8 are there"):
@@ -56,7 +56,7 @@ def test_meshes(mesh):
 
 
 @pytest.mark.parametrize("block_size", [None, 5])
-def test_klot_of_embeddings(block_size, mesh, x64):
+def test_klot_from_embeddings_on_mesh_matches_one_device(block_size, mesh, x64):
     f, g, z, w = features()
 
     def loss(f, g):
@@ -69,8 +69,8 @@ def test_klot_of_embeddings(block_size, mesh, x64):
 
 
 @pytest.mark.parametrize(("memory", "stored"), [(2**20, True), (2000, False)])
-def test_int8_kernels(memory, stored, mesh, monkeypatch):
-    """With float32 kernels beside them, and with streamed exact sweeps."""
+def test_klot_from_embeddings_on_mesh_with_int8_kernels(memory, stored, mesh, monkeypatch):
+    """Covers stored float32 kernels beside the int8 kernels, and streamed exact sweeps."""
     monkeypatch.setattr(blocks, "INT8_ENTRIES", 1)
     arrays = features(jnp.float32)
     profile = device.Profile("test", memory=memory)
@@ -83,7 +83,7 @@ def test_int8_kernels(memory, stored, mesh, monkeypatch):
     assert_close(actual, expected, rtol=2e-3)
 
 
-def test_klot_and_sinkhorn_with_weights(mesh, x64):
+def test_klot_and_sinkhorn_on_mesh_with_weights(mesh, x64):
     f, g, z, w = features()
     k, k_star = sota.cosine(f, g), sota.cosine(z, w)
     log_a = jnp.full(N, -jnp.log(N - 3)).at[jnp.array([0, 7, 60])].set(-jnp.inf)
@@ -97,7 +97,7 @@ def test_klot_and_sinkhorn_with_weights(mesh, x64):
 
 
 def loss_and_gradients(f, g, z, w):
-    """Both losses, their gradients in f and g, and a plan, in one program."""
+    """Computes both losses, their gradients in f and g, and a plan in one program."""
 
     def losses(f, g):
         k = sota.cosine(f, g)
@@ -116,12 +116,12 @@ KINDS = {"auto": jax.sharding.AxisType.Auto, "explicit": jax.sharding.AxisType.E
     ("kind", "shape", "placed"),
     [("explicit", (8,), "split"), ("explicit", (2, 4), "replicated"), ("auto", (2, 4), "split")],
 )
-def test_any_mesh(kind, shape, placed, x64):
-    """All axes of a mesh are used, whether they are Auto or Explicit, wherever the arrays are."""
+def test_losses_match_on_auto_and_explicit_meshes(kind, shape, placed, x64):
+    """The losses use all axes of a mesh, Auto or Explicit, for sharded and replicated arrays."""
     names = ("data", "model")[: len(shape)]
     mesh = jax.make_mesh(shape, names, (KINDS[kind],) * len(shape))
     spec = jax.sharding.PartitionSpec(names[0] if placed == "split" else None)
-    # What is split by hand must divide by its devices; what is not gets padded.
+    # device_put only splits rows that divide by the devices. Replicated rows are padded later.
     rows = [x[: len(x) // 8 * 8] for x in features()] if placed == "split" else features()
     with jax.set_mesh(mesh):
         arrays = jax.device_put(rows, jax.NamedSharding(mesh, spec))
@@ -134,7 +134,7 @@ def explicit_mesh(shape):
     return jax.make_mesh(shape, names, (jax.sharding.AxisType.Explicit,) * len(shape))
 
 
-def test_the_plan_of_an_affinity_split_by_columns_has_a_matrix(x64):
+def test_plan_matrix_of_affinity_sharded_by_columns(x64):
     f, g, _, _ = features()
     k = sota.cosine(f[:24], g[:16])
     mesh = explicit_mesh((8,))
@@ -154,8 +154,8 @@ def test_the_plan_of_an_affinity_split_by_columns_has_a_matrix(x64):
 
 
 @pytest.mark.parametrize("shape", [(8,), (2, 4)])
-def test_vmap_over_problems_that_an_explicit_mesh_splits(shape, x64):
-    """The problems stay on their devices; axes that do not split them may be unused."""
+def test_vmap_over_problems_sharded_on_explicit_mesh(shape, x64):
+    """Problems stay on their devices. Mesh axes that do not split them may stay unused."""
     rng = np.random.default_rng(0)
     arrays = [jnp.asarray(rng.normal(size=(8, rows, 4))) for rows in (12, 10, 12, 10)]
     mesh = explicit_mesh(shape)
@@ -181,8 +181,8 @@ def test_vmap_over_problems_that_an_explicit_mesh_splits(shape, x64):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_computation_follows_data(kind):
-    """Arrays that are split, and no mesh in context: a device has its share, not everything."""
+def test_klot_from_embeddings_shards_memory_without_mesh_context(kind):
+    """Sharded arguments suffice: without a mesh in context, memory per device still shrinks."""
     mesh = jax.make_mesh((8,), ("rows",), (KINDS[kind],))
     n, d = 1024, 16
 
@@ -195,8 +195,8 @@ def test_computation_follows_data(kind):
     assert alone >= 4 * n * n and memory(sharding.split_rows(mesh)) <= alone / 4
 
 
-def test_a_shard_map_of_the_user(mesh, x64):
-    """Each device has a problem of its own; losses are averaged, gradients are of the average."""
+def test_losses_inside_user_shard_map(mesh, x64):
+    """Each device solves its own problem. The gradients are those of the mean loss."""
     split, whole = jax.sharding.PartitionSpec("rows"), jax.sharding.PartitionSpec()
     f, g, z, w = (x[:48] for x in features())
 
@@ -226,13 +226,13 @@ def test_a_shard_map_of_the_user(mesh, x64):
     assert (errors <= 1e-4).all() and errors.shape == (8,)
     wanted = jax.jit(jax.value_and_grad(by_hand, argnums=(0, 1)))(f, g, z, w)
     assert_close((value, gradients), wanted, rtol=1e-4)
-    # So large that an accelerator reads the kernel once a sweep: every platform's branch is traced.
+    # Large enough for the fused sweep of accelerators: tracing covers every platform's branch.
     own, other = (jax.ShapeDtypeStruct((n, D), jnp.float32) for n in (8 * 2048, 2048))
     with jax.set_mesh(mesh):
         assert jax.eval_shape(mean_loss, own, other, own, other)[0].shape == ()
 
 
-def test_structure_regularizer(mesh, x64):
+def test_structure_regularizer_on_mesh_matches_one_device(mesh, x64):
     x, _, z, _ = features()
 
     def value(z):
@@ -261,7 +261,7 @@ CONFIG = training.TrainConfig(
 
 
 class Recorder(training.Observer):
-    """Keeps metrics and snapshots."""
+    """Records metrics and snapshots."""
 
     def __init__(self):
         self.values, self.snapshots = [], {}
@@ -295,11 +295,11 @@ def one_device(dataset):
 
 
 @pytest.mark.parametrize("devices", [2, 8])
-def test_training_is_the_same(devices, dataset, one_device, tmp_path):
+def test_fit_on_mesh_matches_one_device_and_resumes_there(devices, dataset, one_device, tmp_path):
     method = methods.SOTAlign(alpha=1e-2)
     recorder = train(dataset, method, mesh=sharding.rows_mesh(devices))
     assert_same_training(recorder, one_device)
-    # A checkpoint of many devices is one for a single device, too.
+    # A checkpoint written on many devices can be resumed on one.
     with workdir.Recorder(tmp_path, steps=20, title="devices") as saved:
         saved.snapshot(10, recorder.snapshots[10])
         resumed = train(dataset, method, resume=saved.resume)
@@ -320,12 +320,12 @@ def test_training_is_the_same(devices, dataset, one_device, tmp_path):
     ],
     ids=lambda method: type(method).__name__,
 )
-def test_every_loss_is_the_same(method, dataset, mesh):
+def test_fit_on_mesh_matches_one_device_for_every_method(method, dataset, mesh):
     config = dataclasses.replace(CONFIG, steps=2)
     assert_same_training(train(dataset, method, config, mesh=mesh), train(dataset, method, config))
 
 
-def test_rows_on_the_device_need_a_single_one(dataset, mesh):
+def test_fit_rejects_on_device_with_several_devices(dataset, mesh):
     with pytest.raises(checks.InputError, match="on_device: is True but there are 8 devices"):
         train(dataset, methods.SAIL(), mesh=mesh, on_device=True)
 
@@ -339,7 +339,7 @@ EXCHANGE = re.compile(
 
 
 def exchanges(program):
-    """Lists (kind, largest array, in a loop) of all exchanges between devices of a program."""
+    """Lists (kind, largest array size, is in a loop) for every collective of an HLO program."""
     parts, name = {}, ""
     for line in program.splitlines():
         header = re.match(r"(?:ENTRY )?%?([\w.-]+) \(.*\{$", line)
@@ -361,8 +361,11 @@ def exchanges(program):
     return found
 
 
-def test_exchanges_inside_loops_are_told_from_others(mesh):
-    """The next test relies on it: a gather in a loop, one that the compiler adds, one outside."""
+def test_exchanges_finds_collectives_inside_loops(mesh):
+    """Checks the helper of the next test on gathers inside and outside of loops.
+
+    One gather is written by hand in a loop, one is added by the compiler, one is outside.
+    """
     split = sharding.split_rows(mesh)
     x = jax.device_put(jnp.ones((16, 3)), split)
 
@@ -385,17 +388,17 @@ def test_exchanges_inside_loops_are_told_from_others(mesh):
     assert any(of_whole) and not all(of_whole), found
 
 
-def test_a_device_of_eight_needs_a_fifth_of_the_memory_and_loops_gather_nothing():
-    """The step at the paper's size, which is compiled, not run."""
+def test_train_step_on_eight_devices_shards_memory_and_loops_do_not_gather():
+    """Compiles the step at the paper's size without running it."""
     one, eight = (targets.lower_step(PAPER, jax.devices()[:n]).compile() for n in (1, 8))
     memory = [step.memory_analysis().temp_size_in_bytes for step in (one, eight)]
     assert memory[1] <= memory[0] / 5, memory
     found = exchanges(eight.as_text())
     assert {kind for kind, *_ in found} >= {"all-gather", "all-reduce"}
     largest = max(size for _, size, _ in found)
-    assert largest <= PAPER.unpaired * PAPER.dim  # nothing n x n travels
-    # Sinkhorn's loops: column sums with one drift for every device, column maxima, and whether any
-    # device's rows cannot be used.
+    assert largest <= PAPER.unpaired * PAPER.dim  # no n x n array is exchanged
+    # Sinkhorn's loops exchange column sums with one drift per device, column maxima, and one flag
+    # for unusable rows.
     allowed = {("all-reduce", size) for size in (PAPER.unpaired + 8, PAPER.unpaired, 1)}
     in_loops = {(kind, size) for kind, size, in_loop in found if in_loop}
     assert ("all-reduce", PAPER.unpaired + 8) in in_loops <= allowed

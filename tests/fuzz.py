@@ -1,24 +1,24 @@
-"""Random hard problems for the solver and the loss: what must hold of every one is checked.
+"""Checks the solver and the loss on random hard problems.
 
     python -m tests.fuzz --problems=10000 --seed=0     exit code 1 if anything is found
     python -m tests.fuzz --seed=0 --only=1234          one problem again, in full
 
-Affinities are flat, clustered, duplicated, near a permutation, constant, huge or shifted, with -inf
-and NaN in some; epsilon is 1e-4 to 10; weights go down to 1e-15 on both sides, and to padding;
-numbers are float32 and float64; plans are of a matrix, the loss of a matrix, stored and streamed,
-and those of float32 features also with an int8 kernel, as on a GPU or TPU.
-Problem i of a seed is the same whatever the other options are. A finding is
+Affinities are flat, clustered, duplicated, near a permutation, constant, huge or shifted, and some
+contain -inf or NaN. Epsilon ranges from 1e-4 to 10. Weights range down to 1e-15 on both sides and
+include padding. Arrays are float32 or float64. Problems with features also check the loss, with
+stored and streamed affinities, and in float32 with an int8 kernel as on a GPU or TPU.
+Problem i of a seed does not depend on the other options. The findings are
 
-    non-finite       a number that is not finite although the problem is sound
-    not converged    where textbook Sinkhorn in float64 converges within the same iterations: the
-                     plan, and both plans of the loss
-    false converged  where the marginals of `plan.matrix()` are off by more than the tolerance
-    another loss     where stored, streamed and given affinities converge to different values
-    a plausible NaN  where K has a NaN and the plan claims to be converged
+    non-finite       a result is not finite although the problem is valid
+    not converged    the plan, or a plan of the loss, has not converged, but textbook Sinkhorn in
+                     float64 converges within the same number of iterations
+    false converged  the marginals of `plan.matrix()` miss the tolerance of a converged plan
+    another loss     stored, streamed and given affinities converge to different values
+    a plausible NaN  K has a NaN and the plan claims to be converged
 
-and more iterations than were allowed. Excused, and counted, are plans that have not converged where
-rounding K/epsilon to its dtype moves exponents by more than the tolerance: if textbook Sinkhorn in
-that dtype does not converge either, or if K is streamed, so that it is rounded anew in every sweep.
+and a solve that exceeds its number of iterations. A plan that has not converged is excused, and
+counted, if rounding K/epsilon to its dtype moves exponents by more than the tolerance, and either
+textbook Sinkhorn in that dtype does not converge or K is streamed and rounded in every sweep.
 """
 
 import collections
@@ -42,13 +42,13 @@ from sotalign_jax.ot.solver import Scalings, solve
 
 ITERATIONS = 500
 SHAPES = ((24, 40), (96, 64), (200, 200))
-"""Few, for each is compiled; padding makes all smaller shapes out of them."""
+"""Few shapes, because each one compiles. Padding covers all smaller shapes."""
 WIDTH = 6
 DTYPES = (np.float32, np.float64)
 
 
 class Case(NamedTuple):
-    """One problem; `name` says how it was made."""
+    """One problem. `name` describes how it was generated."""
 
     name: str
     k: np.ndarray
@@ -60,9 +60,9 @@ class Case(NamedTuple):
 
 
 def _digits_lost(case: Case, k: np.ndarray, streamed: bool) -> bool:
-    """Whether rounding K/epsilon moves exponents by more than the tolerance.
+    """Returns True if rounding K/epsilon moves exponents by more than the tolerance.
 
-    Less its row's top where K is given, and as it is where cosines are computed again and again.
+    The solver subtracts the row maximum from a given K, but not from streamed cosines.
     """
     finite = np.where(np.isfinite(k), k, np.nan).astype(np.float64)
     if np.isnan(finite).all(axis=1).any():
@@ -130,7 +130,7 @@ def _weights(rng: np.random.Generator, n: int) -> tuple[str, np.ndarray]:
 
 
 def make(seed: int, index: int) -> Case:
-    """Problem `index` of `seed`."""
+    """Generates problem `index` of `seed`."""
     rng = np.random.default_rng([seed, index])
     shape = SHAPES[rng.integers(len(SHAPES))]
     dtype = DTYPES[rng.integers(2)]
@@ -174,7 +174,7 @@ _plan = jax.jit(functools.partial(sinkhorn, max_iterations=ITERATIONS))
 
 @jax.jit
 def _textbook(k: Any, log_a: Any, log_b: Any, epsilon: Any, tolerance: Any) -> Any:
-    """Whether log-domain Sinkhorn converges, and after how many iterations, in the dtype of K."""
+    """Runs log-domain Sinkhorn in the dtype of K. Returns (converged, iterations)."""
     live_rows, live = ~jnp.isneginf(log_a), ~jnp.isneginf(log_b)
     k = jnp.where(live_rows[:, None] & live[None, :], k, 0.0)
     scaled = (k - jnp.max(k, axis=1, keepdims=True)) / epsilon
@@ -219,7 +219,7 @@ def _dense(features: Any, options: Any) -> Any:
 def _with_int8(
     x: Any, y: Any, log_a: Any, log_b: Any, epsilon: Any, tolerance: Any, *, block_size: int | None
 ) -> Scalings:
-    """The plan by sweeps over an int8 kernel, with the error of its columns."""
+    """Solves with an int8 kernel and measures the marginal error of the columns."""
     kernel = Kernel(Cosines.of(x, y), block_size, int8=True)
     limits = {"epsilon": epsilon, "tolerance": tolerance, "max_iterations": ITERATIONS}
     plan, state = solve(kernel, log_a, log_b, **limits)
@@ -231,7 +231,7 @@ def _with_int8(
 
 
 class Report(NamedTuple):
-    """What is wrong with the answers to a problem, and how many plans of it were excused."""
+    """Findings of one problem and its number of excused plans."""
 
     found: list[str]
     excused: int = 0
@@ -243,7 +243,7 @@ class Report(NamedTuple):
 def _check_convergence(
     case: Case, name: str, k: np.ndarray, plan: Any, *, streamed: bool = False
 ) -> Report:
-    """`plan` is of K, and has error, iterations and converged."""
+    """Checks error, iterations and converged of a plan of K against textbook Sinkhorn."""
     if plan.iterations > ITERATIONS:
         return Report([f"{name}: {plan.iterations} iterations of {ITERATIONS}"])
     if plan.converged:
@@ -268,7 +268,7 @@ def _check_convergence(
 
 
 def check(case: Case) -> Report:
-    """The plan of K, and the loss where K comes from features."""
+    """Checks the plan of K, and the loss if K comes from features."""
     dtype, found = case.k.dtype, []
     options = {
         "log_a": case.log_a.astype(dtype),
@@ -328,7 +328,7 @@ def _check_losses(case: Case, options: dict[str, Any]) -> Report:
         )
         if not np.isfinite(value) or not all(np.isfinite(x).all() for x in gradients):
             found.append(f"non-finite: loss {value} or its gradient, block_size={block_size}")
-        # Two plans within the tolerance move their masses over at most the range of K.
+        # Two plans within the tolerance differ by at most their moved mass times the range of K.
         slack = (4 * case.tolerance + 20 * np.finfo(f.dtype).eps) * (1 + 2 / case.epsilon)
         sound = sound and aux.student.converged and aux.teacher.converged
         if sound and not abs(value - expected) <= slack + 1e-3 * abs(expected):
@@ -342,7 +342,7 @@ def _check_losses(case: Case, options: dict[str, Any]) -> Report:
 
 
 def run(problems: Sequence[int], seed: int, *, progress: bool = False) -> dict[int, Report]:
-    """Reports by the problem's number; problems of a shape one after the other."""
+    """Returns reports by problem number. Groups problems by shape, so that each compiles once."""
     groups = collections.defaultdict(list)
     for index in problems:
         case = make(seed, index)
@@ -359,7 +359,7 @@ def run(problems: Sequence[int], seed: int, *, progress: bool = False) -> dict[i
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """The command."""
+    """Runs the command line."""
     args = common.options(__doc__, argv, problems=1000, seed=0, only=int)
     if args.quick:
         args.problems = 20

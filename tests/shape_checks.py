@@ -1,8 +1,8 @@
 """Checks the array annotations of the package's functions while the tests run.
 
-A call is checked after it has returned: bad input first meets the package's own error message, and
-numpy arrays may stand where JAX arrays are annotated, as they may for users. The import hook of
-jaxtyping checks before the call and would refuse both.
+A call is checked after it has returned, so that bad input raises the package's own error, and
+numpy arrays are accepted where JAX arrays are annotated. The import hook of jaxtyping checks before
+the call and would reject both.
 """
 
 import functools
@@ -30,14 +30,14 @@ def install(package: types.ModuleType) -> None:
             local = inspect.isfunction(function) and function.__module__ == module.__name__
             if local and any(map(_mentions_array, function.__annotations__.values())):
                 wrapped[function] = checked(function)
-    for module in [package, *modules]:  # wherever a function was imported by name, too
+    for module in [package, *modules]:  # also where a function was imported by name
         for name, value in list(vars(module).items()):
             if inspect.isfunction(value) and value in wrapped:
                 setattr(module, name, wrapped[value])
 
 
 def checked(function: Callable[..., Any]) -> Callable[..., Any]:
-    """`function`, raising TypeError when a call does not fit its array annotations."""
+    """Wraps `function` to raise TypeError if a call violates its array annotations."""
     signature = inspect.signature(function)
     hints = function.__annotations__
 
@@ -45,7 +45,7 @@ def checked(function: Callable[..., Any]) -> Callable[..., Any]:
     def wrapper(*args: Any, **kwargs: Any) -> Any:
         result = function(*args, **kwargs)
         values = signature.bind(*args, **kwargs).arguments | {"return": result}
-        with jaxtyping.jaxtyped("context"):  # one meaning of each dimension's name in a call
+        with jaxtyping.jaxtyped("context"):  # a dimension name has one size per call
             for name in filter(values.__contains__, hints):
                 if not _fits(values[name], hints[name]):
                     shapes = {key: np.shape(value) for key, value in values.items() if key in hints}
@@ -66,7 +66,7 @@ def _mentions_array(hint: Any) -> bool:
 
 
 def _fits(value: Any, hint: Any) -> bool:
-    """Whether arrays in `value` have the dtype and shape of `hint`; other things always fit."""
+    """Returns True if the arrays in `value` match `hint`, or if it has no arrays."""
     if typing.get_origin(hint) is tuple and isinstance(value, tuple):
         members = typing.get_args(hint)
         return len(members) != len(value) or all(map(_fits, value, members))

@@ -1,4 +1,4 @@
-"""Embedding files and a config file for runs that take little time."""
+"""Small embedding files, a fast config and process helpers for launcher tests."""
 
 import os
 import pathlib
@@ -21,7 +21,7 @@ said = ""
 
 
 def write_files(folder: pathlib.Path) -> pathlib.Path:
-    """Writes x.npy [300, 12], y.npy [300, 10], val_*, test_* and zero_shot_* into `folder`."""
+    """Writes x.npy [300, 12], y.npy [300, 10], val_*, test_* and zero_shot_* to `folder`."""
     rng = np.random.default_rng(0)
     latent = rng.normal(size=(400, 6))
     x = latent @ rng.normal(size=(6, 12)) + 0.1 * rng.normal(size=(400, 12))
@@ -41,7 +41,7 @@ def write_files(folder: pathlib.Path) -> pathlib.Path:
 
 
 def write_config(folder: pathlib.Path) -> pathlib.Path:
-    """Writes a config file that trains on the files in `folder`; its :ARG is a method."""
+    """Writes a config file that trains on the files in `folder`. Its :ARG is the method."""
     path = folder / "config.py"
     code = f"""
         from experiments import config as config_lib
@@ -68,7 +68,7 @@ def write_config(folder: pathlib.Path) -> pathlib.Path:
 
 
 def write(folder: pathlib.Path) -> pathlib.Path:
-    """Writes files and the config that trains on them; returns `folder`."""
+    """Writes the files and the config that trains on them. Returns `folder`."""
     write_config(write_files(folder))
     return folder
 
@@ -76,14 +76,14 @@ def write(folder: pathlib.Path) -> pathlib.Path:
 def start(
     module: types.ModuleType, options: list[str], capsys: pytest.CaptureFixture[str]
 ) -> tuple[str, object]:
-    """Starts a launcher in this process; returns its output, and None or its exit status.
+    """Runs a launcher in this process. Returns its stdout, and None or its exit status.
 
-    Lines on stderr are kept in `small_runs.said`.
+    Stores stderr in `small_runs.said`.
     """
     global said
     handler, argv = signal.getsignal(signal.SIGTERM), sys.argv
     sys.argv = [module.__name__, *options]
-    sys.modules.pop("config_config", None)  # ml_collections would load a config file into it
+    sys.modules.pop("config_config", None)  # ml_collections loads config files under this name
     try:
         cli.run(module.main, choices=getattr(module, "CHOICES", None))
         out, said = capsys.readouterr()
@@ -104,14 +104,14 @@ def start(
 
 
 def is_one_line(error: object) -> bool:
-    """Whether a launcher ended the way it should when the user can mend something."""
+    """Returns True if the exit status is a user error: one line that starts with "error: "."""
     return isinstance(error, str) and error.startswith("error: ") and "\n" not in error
 
 
 def popen(
     module: str, options: list[str], *, compiled: pathlib.Path | None = None, **environment: str
 ) -> subprocess.Popen[str]:
-    """Starts a launcher in a process of its own; those that share `compiled` compile once."""
+    """Starts a launcher in its own process, with `compiled` as its compilation cache."""
     shared = {
         "JAX_COMPILATION_CACHE_DIR": str(compiled),
         "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
@@ -129,14 +129,17 @@ def popen(
 def stop_when(
     process: subprocess.Popen[str], condition: Callable[[], bool], sign: signal.Signals
 ) -> str:
-    """Sends `sign` at a moment when `condition` holds; the process is halted for the look."""
+    """Sends `sign` while `condition` holds. Returns stderr.
+
+    The process is suspended while the condition is checked, so that it cannot change.
+    """
     while process.poll() is None:
         if not condition():
             time.sleep(0.001)
             continue
         process.send_signal(signal.SIGSTOP)
         os.waitpid(process.pid, os.WUNTRACED)
-        held = condition()  # it may have moved on between the look and the halt
+        held = condition()  # may have changed before the process stopped
         if held:
             process.send_signal(sign)
         process.send_signal(signal.SIGCONT)
@@ -148,7 +151,7 @@ def stop_when(
 
 
 def contents(folder: pathlib.Path) -> dict[str, bytes]:
-    """Every file below `folder`, to see that nothing was touched."""
+    """Returns the bytes of every file below `folder` by relative path."""
     return {
         str(path.relative_to(folder)): path.read_bytes()
         for path in sorted(folder.rglob("*"))

@@ -19,7 +19,7 @@ def test_cosine_equals_scikit_learn(rng, x64):
 
 
 @pytest.mark.parametrize("dtype", [jnp.float16, jnp.bfloat16, jnp.float32])
-def test_narrow_features_are_multiplied_in_float32(rng, dtype):
+def test_cosine_of_narrow_features_is_computed_in_float32(rng, dtype):
     f, g = (jnp.asarray(rng.normal(size=(6, 64)), dtype) for _ in range(2))
     k = affinity.cosine(f, g)
     assert k.dtype == jnp.float32
@@ -27,17 +27,19 @@ def test_narrow_features_are_multiplied_in_float32(rng, dtype):
     np.testing.assert_allclose(k, sklearn.metrics.pairwise.cosine_similarity(*wide), atol=3e-7)
 
 
-def test_float64_is_kept(x64):
+def test_as_float_keeps_float64(x64):
     assert affinity.as_float(np.ones(3)).dtype == jnp.float64
     assert affinity.as_float(np.ones(3, np.float32)).dtype == jnp.float32
 
 
 def program(function, *arrays, platform):
-    fresh = functools.partial(function)  # jit would find the trace of another profile again
+    fresh = functools.partial(
+        function
+    )  # a new function, because jit would reuse the trace of another profile
     return jax.jit(fresh).trace(*arrays).lower(lowering_platforms=(platform,)).as_text()
 
 
-def test_algorithms_are_used_on_their_platform_alone(x64):
+def test_cosine_uses_dot_algorithms_only_on_their_platform(x64):
     for platform in ("tpu", "cuda", "cpu"):
         rows = jnp.ones((3, 2), "float32"), jnp.ones((4, 2), "float32")
         with device.compiling_for(device.Profile("test", teacher=device.THREE_PASSES)):
@@ -51,14 +53,14 @@ def test_algorithms_are_used_on_their_platform_alone(x64):
         assert ("tf32" in text) == (platform == "cuda")
 
 
-def test_bfloat16_products_are_one_exact_pass(rng):
+def test_dot_of_bfloat16_accumulates_in_float32(rng):
     a, b = (jnp.asarray(rng.normal(size=shape), jnp.bfloat16) for shape in ((5, 64), (64, 3)))
     product = affinity.dot(a, b)
     assert product.dtype == jnp.float32
     np.testing.assert_allclose(product, np.float64(a) @ np.float64(b), rtol=1e-5, atol=1e-5)
 
 
-def test_rows_have_unit_length_and_zero_rows_stay_zero(rng):
+def test_l2_normalize_gives_unit_rows_and_keeps_zero_rows(rng):
     x = rng.normal(size=(2, 3, 4)).astype(np.float32)
     x[1, 2] = 0.0
     unit = affinity.l2_normalize(x)
@@ -67,33 +69,33 @@ def test_rows_have_unit_length_and_zero_rows_stay_zero(rng):
 
 
 @pytest.mark.parametrize("scale", [1e-25, 1e-9, 1e20, 1e30])
-def test_rows_of_any_size_have_a_direction(rng, scale):
+def test_l2_normalize_handles_tiny_and_huge_rows(rng, scale):
     x = rng.normal(size=(5, 4)).astype(np.float32)
     np.testing.assert_allclose(
         affinity.l2_normalize(x * np.float32(scale)), affinity.l2_normalize(x), rtol=1e-5
     )
 
 
-def test_gradient(rng, x64):
+def test_l2_normalize_gradient_matches_finite_differences(rng, x64):
     x = jnp.asarray(rng.normal(size=(3, 4)))
     check_grads(jax.jit(affinity.l2_normalize), (x,), order=1)
 
 
-def test_gradient_at_zero_is_zero():
+def test_l2_normalize_gradient_at_zero_is_zero():
     gradient = jax.grad(lambda x: affinity.l2_normalize(x).sum())(jnp.zeros((2, 3)))
     assert not gradient.any()
 
 
 def rounded(x, bits):
-    """float32 with its mantissa rounded to `bits`: 10 is what TF32 keeps, 7 what bfloat16 does."""
+    """Rounds the mantissa of float32 to `bits`: 10 for TF32, 7 for bfloat16."""
     whole = np.ascontiguousarray(x, np.float32).view(np.uint32)
     drop = 23 - bits
     half = np.uint32(1 << (drop - 1))
     return ((whole + half) >> drop << drop).astype(np.uint32).view(np.float32)
 
 
-def test_fast_products_would_damage_the_teacher_s_plan(rng):
-    """On ambiguous data: where g is a noisy copy of f the plan saturates and every mode agrees."""
+def test_sinkhorn_plan_degrades_with_tf32_and_bfloat16_affinities(rng):
+    """Uses ambiguous data: if g is a noisy copy of f, the plan saturates in every precision."""
     f, g = (rng.normal(size=(48, 64)) + 2.0 for _ in range(2))
     unit = [x / np.linalg.norm(x, axis=1, keepdims=True) for x in (f, g)]
 
@@ -109,7 +111,7 @@ def test_fast_products_would_damage_the_teacher_s_plan(rng):
 
 
 @pytest.mark.parametrize("block_size", [None, 16])
-def test_every_product_of_the_loss_has_the_algorithm_of_its_role(block_size):
+def test_klot_from_embeddings_uses_the_dot_algorithm_of_each_role(block_size):
     roles = {"teacher": device.THREE_PASSES, "student": device.TF32, "gradient": device.TF32}
     loss = jax.grad(functools.partial(klot_lib.klot_from_embeddings, block_size=block_size))
     with device.compiling_for(device.Profile("test", **roles)):
@@ -120,6 +122,6 @@ def test_every_product_of_the_loss_has_the_algorithm_of_its_role(block_size):
     assert sums + three + tf32 == text.count("stablehlo.dot_general")
 
 
-def test_precision_is_an_argument():
+def test_cosine_accepts_precision():
     program = jax.make_jaxpr(lambda x: affinity.cosine(x, x, precision="high"))(jnp.ones((2, 3)))
     assert "precision=(Precision.HIGH, Precision.HIGH)" in str(program)

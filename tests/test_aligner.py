@@ -20,7 +20,7 @@ D_X, D_Y = 12, 10
 
 @pytest.fixture(scope="module")
 def table():
-    """300 matching rows: linear views of one latent, a little noisy."""
+    """Returns 300 matching rows: two noisy linear views of one latent variable."""
     rng = np.random.default_rng(0)
     z, to_x, to_y = rng.normal(size=(300, 6)), rng.normal(size=(6, D_X)), rng.normal(size=(6, D_Y))
     x = z @ to_x + 0.2 * rng.normal(size=(300, D_X))
@@ -30,7 +30,7 @@ def table():
 
 @pytest.fixture(scope="module")
 def given(table):
-    """50 pairs, and pools of 75 that share no sample with each other."""
+    """Returns arguments of `align`: 50 pairs, and two pools of 75 without common samples."""
     x, y = table
     return {"pairs": (x[:50], y[:50]), "x": x[50:125], "y": y[125:200], "progress": False}
 
@@ -41,13 +41,13 @@ def aligned(given):
 
 
 def mean_r1(aligner, table):
-    """On the 100 rows that are in nothing else; chance is 1 %."""
+    """Returns mean R@1 on the 100 rows that no test trains on. Chance is 1 %."""
     x, y = table[0][200:], table[1][200:]
     return evaluation.retrieval(aligner.embed_x(x), aligner.embed_y(y))["mean/R@1"]
 
 
 def quick(pairs, **options):
-    """Supervised and short, where the objective does not matter."""
+    """Runs a short supervised `align`, for tests that do not depend on the objective."""
     return align(pairs, **{"steps": 3, "progress": False, "method": methods.SAIL(), **options})
 
 
@@ -58,7 +58,7 @@ def test_align_retrieves_unseen_matches(aligned, table):
     assert mean_r1(aligned, table) > 50.0
 
 
-def test_defaults_follow_the_number_of_pairs(aligned):
+def test_align_defaults_depend_on_the_number_of_pairs(aligned):
     assert aligned.info["method"] == "SOTAlign"
     assert aligned.info["teacher"] == "best_cca"
     assert aligned.info["options"]["alpha"] == pytest.approx(3 / 50)
@@ -66,12 +66,12 @@ def test_defaults_follow_the_number_of_pairs(aligned):
     assert aligned.info["train"]["learning_rate"] == pytest.approx(5e-4)
     assert aligned.info["train"]["unpaired_batch"] == 1024
     assert aligned.info["data"]["pairs_x"] == [50, D_X]
-    assert aligned.info["best_step"] == 100  # nothing to select on: the last
+    assert aligned.info["best_step"] == 100  # no validation set, so the last step is kept
     assert aligned.info["val_mean_r1"] is None
     json.dumps(aligned.info, allow_nan=False)
 
 
-def test_embeddings_are_unit_rows_and_similarity_their_cosine(aligned, table):
+def test_similarity_is_the_cosine_of_unit_embeddings(aligned, table):
     x, y = table[0][:7], table[1][:5]
     f, g = aligned.embed_x(x), aligned.embed_y(y)
     np.testing.assert_allclose(np.linalg.norm(f, axis=1), 1.0, rtol=1e-6)
@@ -84,7 +84,7 @@ def test_embeddings_are_unit_rows_and_similarity_their_cosine(aligned, table):
 
 
 @pytest.mark.parametrize("direction", ["x_to_y", "y_to_x"])
-def test_search_finds_what_the_whole_matrix_says(aligned, table, direction):
+def test_search_matches_sorted_similarity_matrix(aligned, table, direction):
     x, y = table[0][:70], table[1][:90]
     similarity = aligned.similarity(x, y)
     queries, gallery = (x, y) if direction == "x_to_y" else (y, x)
@@ -105,32 +105,32 @@ def test_search_finds_what_the_whole_matrix_says(aligned, table, direction):
         ({"gallery": np.zeros((300, D_Y))}, "gallery: row 0 is all zeros"),
     ],
 )
-def test_what_cannot_be_searched(aligned, table, change, message):
+def test_search_rejects_bad_arguments(aligned, table, change, message):
     with pytest.raises(checks.InputError, match=message):
         aligned.search(**{"queries": table[0], "gallery": table[1], "k": 3} | change)
 
 
-def test_a_matrix_larger_than_memory_is_refused_before_anything_is_computed(aligned):
+def test_similarity_rejects_matrix_larger_than_memory(aligned):
     rows = np.broadcast_to(np.float32(1.0), (10**7, D_X)), np.broadcast_to(1.0, (10**7, D_Y))
     with pytest.raises(checks.InputError, match=r"x, y: .* use search"):
         aligned.similarity(*rows)
 
 
-def test_torch_tensors_may_be_bfloat16_and_require_gradients(aligned, table):
+def test_embed_accepts_bfloat16_torch_tensors_with_gradients(aligned, table):
     torch = pytest.importorskip("torch")
     x = torch.tensor(table[0][:7])
     expected = aligned.embed_x(x.bfloat16().float().numpy())
     np.testing.assert_array_equal(aligned.embed_x(x.bfloat16().requires_grad_()), expected)
 
 
-def test_same_seed_gives_the_same_aligner(aligned, given, table):
+def test_align_is_deterministic_for_a_seed(aligned, given, table):
     again = align(**given)
     assert again.info == aligned.info
     for a, b in zip(parameters(again), parameters(aligned), strict=True):
         np.testing.assert_array_equal(a, b)
 
 
-def test_seed_decides_random_starts_and_options_may_be_numpy_scalars(given, tmp_path):
+def test_align_seeds_random_start_and_accepts_numpy_scalars(given, tmp_path):
     options = {"start": "random", "dim": np.int64(4), "learning_rate": np.float32(1e-3)}
     options |= {"steps": np.int64(3), "unpaired_batch": np.int32(16)}
     first, same, other = (
@@ -143,7 +143,7 @@ def test_seed_decides_random_starts_and_options_may_be_numpy_scalars(given, tmp_
     assert Aligner.load(tmp_path / "aligner").info == same.info
 
 
-def test_of_many_pairs_a_step_sees_some():
+def test_align_limits_pair_batch_with_many_pairs():
     rows = np.random.default_rng(0).normal(size=(3000, 5)).astype(np.float32)
     options = {"steps": 1, "teacher": "cca", "unpaired_batch": 32, "progress": False}
     infos = [
@@ -158,14 +158,14 @@ def parameters(aligner):
     return [np.asarray(leaf) for leaf in jax.tree.leaves(nnx.state(aligner.heads))]
 
 
-def test_without_a_pool_training_is_supervised(given, table):
+def test_align_without_pool_trains_sail(given, table):
     aligner = align(given["pairs"], steps=20, progress=False)
     assert aligner.info["method"] == "SAIL"
     assert aligner.info["data"]["pool_x"] == [0, D_X]
     assert mean_r1(aligner, table) > 20.0
 
 
-def test_methods_by_name(given):
+def test_align_accepts_method_names(given):
     for name in ("sail_semi", "sotalign"):
         aligner = align(**given, method=name, steps=2)
         assert aligner.info["method"] == type(methods.METHODS[name]).__name__
@@ -179,7 +179,7 @@ class TanhSAIL(methods.SAIL):
     head = "tanh"
 
 
-def test_heads_start_at_the_teacher_unless_they_are_not_linear(given):
+def test_align_starts_linear_heads_at_the_teacher(given):
     default, taught, random = (
         quick(given["pairs"], start=start, dim=4, steps=1, learning_rate=0.0)
         for start in (None, "teacher", "random")
@@ -198,7 +198,7 @@ def test_heads_start_at_the_teacher_unless_they_are_not_linear(given):
         quick(given["pairs"], method=TanhSAIL(), start="teacher")
 
 
-def test_the_recipe_keeps_half_of_its_start_and_the_papers_none(given):
+def test_align_averages_with_the_start_in_the_default_recipe_only(given):
     changed = {"learning_rate": 1e-2, "steps": 2, "teacher": "cca", "start": "teacher"}
     start = quick(given["pairs"], **{**changed, "learning_rate": 0.0})
     ours, papers = (quick(given["pairs"], recipe=p, **changed) for p in ("default", "paper"))
@@ -210,7 +210,7 @@ def test_the_recipe_keeps_half_of_its_start_and_the_papers_none(given):
         quick(given["pairs"], recipe="best")
 
 
-def test_validation_set_of_the_caller_selects(given, table):
+def test_align_selects_on_the_given_validation_set(given, table):
     x, y = table[0][200:], table[1][200:]
     aligner = quick(given["pairs"], val=(x, y))
     assert aligner.info["val_mean_r1"] == pytest.approx(mean_r1(aligner, table), rel=1e-5)
@@ -218,14 +218,14 @@ def test_validation_set_of_the_caller_selects(given, table):
     assert quick(given["pairs"], val=captions).info["data"]["val_y"] == [100, D_Y]
 
 
-def test_a_tenth_of_many_pairs_is_held_out(table):
+def test_align_holds_out_a_tenth_of_many_pairs(table):
     aligner = quick((table[0][:200], table[1][:200]))
     assert aligner.info["data"]["pairs_x"] == [180, D_X]
     assert aligner.info["data"]["val_x"] == [20, D_X]
     assert aligner.info["val_mean_r1"] is not None
 
 
-def test_teachers_by_name_or_fitted(given, table):
+def test_align_accepts_teacher_by_name_or_fitted(given, table):
     fitted = teachers.procrustes(*given["pairs"])
     named = quick(given["pairs"], teacher="procrustes")
     ready = quick(given["pairs"], teacher=fitted)
@@ -233,12 +233,12 @@ def test_teachers_by_name_or_fitted(given, table):
     assert named.embed_x(table[0]).shape == (300, fitted.dim)
 
 
-def test_contrastive_teacher_takes_the_width_asked_for(given, table):
+def test_align_with_contrastive_teacher_respects_dim(given, table):
     aligner = quick(given["pairs"], teacher="contrastive", dim=6)
     assert aligner.embed_x(table[0][:2]).shape == (2, 6)
 
 
-def test_progress_is_shown_on_request(given, capsys):
+def test_align_prints_progress_on_request(given, capsys):
     quick(given["pairs"])
     assert capsys.readouterr().err == ""
     quick(given["pairs"], progress=True)
@@ -246,9 +246,9 @@ def test_progress_is_shown_on_request(given, capsys):
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_align_returns_its_best_candidate_on_validation(given, table, seed):
+def test_align_returns_the_best_candidate_on_validation(given, table, seed):
     val = table[0][200:], table[1][200:]
-    options = {"learning_rate": 3e-2, "steps": 20, "seed": seed, "val": val}  # far too fast
+    options = {"learning_rate": 3e-2, "steps": 20, "seed": seed, "val": val}  # far too large a rate
     aligner = align(**given, **options)
     scores = aligner.info["candidates"]
     assert list(scores) == ["teacher", "trained", "average"]
@@ -256,7 +256,7 @@ def test_align_returns_its_best_candidate_on_validation(given, table, seed):
     assert mean_r1(aligner, table) == pytest.approx(max(scores.values()), rel=1e-5)
 
 
-def test_select_prefers_the_simplest_of_equals(table):
+def test_select_prefers_the_simplest_of_tied_candidates(table):
     gallery = data.gallery(table[0][:9], table[1][:9])
     start = heads.build_heads(D_X, D_Y, 4)
     chosen, found = recipe.select(start, start, gallery, average=0.5)
@@ -266,7 +266,7 @@ def test_select_prefers_the_simplest_of_equals(table):
     assert recipe.select(start, start, gallery, average=0.0)[1]["selected"] == "trained"
 
 
-# --- what cannot be aligned --------------------------------------------------------------------
+# --- bad inputs --------------------------------------------------------------------------------
 
 
 def changed(array, row, value):
@@ -299,19 +299,19 @@ def changed(array, row, value):
         (lambda g: {"unpaired_batch": 0}, r"unpaired_batch.* 0"),
     ],
 )
-def test_inputs_that_cannot_be_used(given, change, message):
+def test_align_rejects_bad_inputs(given, change, message):
     with pytest.raises(checks.InputError, match=message) as caught:
         align(**{**given, **change(given)})
     assert "\n" not in str(caught.value)
 
 
-def test_two_arrays_are_no_pairs(table):
+def test_align_rejects_two_arrays_instead_of_pairs(table):
     x, y = table
     with pytest.raises(checks.InputError, match=r"pairs must be \(A, B\).* ndarray"):
         align(x, y)
 
 
-def test_a_method_that_needs_a_pool_says_so(given):
+def test_align_rejects_semi_supervised_method_without_pool(given):
     with pytest.raises(checks.InputError, match="pool x: has no rows"):
         align(given["pairs"], method=methods.SOTAlign(), progress=False)
     for method in ("sclip", "sail_semi"):
@@ -319,7 +319,7 @@ def test_a_method_that_needs_a_pool_says_so(given):
             align(given["pairs"], method=method, progress=False)
 
 
-def test_one_pool_is_enough_for_a_method_that_reads_no_other(given):
+def test_align_with_one_pool_for_method_that_reads_one(given):
     aligner = align(
         given["pairs"],
         x=given["x"],
@@ -333,7 +333,7 @@ def test_one_pool_is_enough_for_a_method_that_reads_no_other(given):
 
 
 @pytest.mark.parametrize("start", ["teacher", "random"])
-def test_a_teacher_of_other_encoders(given, start):
+def test_align_rejects_teacher_of_other_widths(given, start):
     wrong = teachers.cca(given["pairs"][0][:, :5], given["pairs"][1])
     with pytest.raises(checks.InputError, match=r"teacher: maps widths \(5, 10\)"):
         align(**given, teacher=wrong, start=start)
@@ -350,7 +350,7 @@ def test_a_teacher_of_other_encoders(given, start):
         (np.ones((3, D_X), int), r"x:? has dtype int64"),
     ],
 )
-def test_rows_that_cannot_be_embedded(aligned, rows, message):
+def test_embed_rejects_bad_rows(aligned, rows, message):
     with pytest.raises(checks.InputError, match=message):
         aligned.embed_x(rows)
 
@@ -359,7 +359,7 @@ def test_rows_that_cannot_be_embedded(aligned, rows, message):
 
 
 def moved(built, size=0.1):
-    """Heads of which no parameter is at its start."""
+    """Returns the heads with noise added to every parameter."""
     graphdef, params = nnx.split(built)
     rng = np.random.default_rng(1)
     return nnx.merge(
@@ -381,8 +381,8 @@ FULL_DISK = """
 """
 
 
-def test_full_disk_is_one_line_and_harms_no_earlier_aligner(tmp_path):
-    # A limit on file sizes stands in for a full disk: the write itself fails in the kernel.
+def test_save_on_full_disk_raises_and_keeps_old_aligner(tmp_path):
+    # A file size limit replaces a full disk: the operating system refuses the write.
     code, path = textwrap.dedent(FULL_DISK), tmp_path / "aligner"
     run = subprocess.run(
         [sys.executable, "-c", code, str(path)], capture_output=True, text=True, check=True
@@ -410,7 +410,7 @@ HEADS = {
 
 
 @pytest.mark.parametrize("kind", HEADS)
-def test_save_and_load_are_bit_identical(kind, tmp_path):
+def test_save_and_load_round_trip_is_bit_identical(kind, tmp_path):
     aligner = Aligner(moved(HEADS[kind]()), {"note": [1, None, "x"]})
     aligner.save(tmp_path / "deep" / "aligner")
     loaded = Aligner.load(tmp_path / "deep" / "aligner")
@@ -420,7 +420,7 @@ def test_save_and_load_are_bit_identical(kind, tmp_path):
         np.testing.assert_array_equal(a, b, strict=True)
 
 
-def test_trained_aligner_survives_the_disk(aligned, table, tmp_path):
+def test_save_and_load_trained_aligner_keeps_similarity(aligned, table, tmp_path):
     aligned.save(tmp_path / "aligner")
     loaded = Aligner.load(tmp_path / "aligner")
     assert loaded.info == aligned.info
@@ -437,7 +437,7 @@ def saved(tmp_path):
     return path
 
 
-def test_nothing_is_overwritten_unasked(saved, tmp_path):
+def test_save_overwrites_only_on_request(saved, tmp_path):
     other = Aligner(moved(HEADS["linear"]()), {"version": 2})
     with pytest.raises(checks.InputError, match=rf"{saved} holds an aligner already; .*overwrite"):
         other.save(saved)
@@ -446,7 +446,7 @@ def test_nothing_is_overwritten_unasked(saved, tmp_path):
     assert Aligner.load(saved).info == {"version": 2}
 
 
-def test_overwriting_never_removes_other_files(saved, tmp_path):
+def test_save_never_removes_other_files(saved, tmp_path):
     (saved / "notes.txt").write_text("precious")
     aligner = Aligner(HEADS["linear"](), {})
     for overwrite in (False, True):
@@ -460,28 +460,28 @@ def test_overwriting_never_removes_other_files(saved, tmp_path):
     assert file.read_text() == "precious"
 
 
-def test_an_empty_folder_may_be_used(tmp_path, monkeypatch):
+def test_save_accepts_an_empty_folder(tmp_path, monkeypatch):
     (tmp_path / "made").mkdir()
     monkeypatch.chdir(tmp_path)
     Aligner(HEADS["linear"](), {}).save("made")
     assert Aligner.load("made").info == {}
 
 
-def test_the_home_folder_is_expanded(tmp_path, monkeypatch):
+def test_save_and_load_expand_the_home_folder(tmp_path, monkeypatch):
     monkeypatch.setenv("HOME", str(tmp_path))
     Aligner(HEADS["linear"](), {"at": "home"}).save("~/aligner")
     assert (tmp_path / "aligner").is_dir()
     assert Aligner.load("~/aligner").info == {"at": "home"}
 
 
-def test_a_failed_save_leaves_the_old_aligner(saved):
+def test_save_with_bad_info_keeps_old_aligner(saved):
     with pytest.raises(checks.InputError, match="info: "):
         Aligner(HEADS["linear"](), {"score": float("nan")}).save(saved, overwrite=True)
     assert Aligner.load(saved).info == {}
     assert [path.name for path in saved.parent.iterdir()] == ["saved"]
 
 
-def test_a_run_folder_is_loaded_once_it_is_finished(saved, tmp_path):
+def test_load_accepts_finished_run_folder_only(saved, tmp_path):
     run = tmp_path / "run"
     run.mkdir()
     with pytest.raises(checks.InputError, match=rf"{run} holds no aligner; .* finished run"):
@@ -542,7 +542,7 @@ def edit(**changes):
 
 
 def option(**changes):
-    """Other options of the head of x."""
+    """Returns a function that changes options of the x head in aligner.json."""
 
     def apply(folder):
         path = folder / "aligner.json"
@@ -588,7 +588,7 @@ def list_instead(folder):
         (nest, "aligner.json is missing or damaged"),
     ],
 )
-def test_damaged_files_are_named(saved, damage, message):
+def test_load_names_damaged_files(saved, damage, message):
     damage(saved)
     with pytest.raises(checks.InputError, match=message) as caught:
         Aligner.load(saved)

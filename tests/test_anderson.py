@@ -1,4 +1,4 @@
-"""Anderson acceleration by itself, on linear fixed-point problems."""
+"""Tests of Anderson acceleration on linear fixed-point problems."""
 
 import jax
 import jax.numpy as jnp
@@ -9,7 +9,7 @@ from sotalign_jax.ot import anderson
 
 
 def contraction(rng, size=40, radius=0.97):
-    """A symmetric map x -> M x + c with eigenvalues in [0, radius], and its fixed point."""
+    """Returns M, c and the fixed point of x -> M x + c. M has eigenvalues in [0, radius]."""
     basis, _ = np.linalg.qr(rng.normal(size=(size, size)))
     matrix = (basis * np.linspace(0, radius, size)) @ basis.T
     shift = rng.normal(size=size) / 10
@@ -26,13 +26,13 @@ def iterate(matrix, shift, steps, accelerate):
     return x
 
 
-def test_acceleration_reaches_the_fixed_point_in_fewer_steps(rng, x64):
+def test_update_reaches_the_fixed_point_in_fewer_steps(rng, x64):
     matrix, shift, fixed = contraction(rng)
     plain, ours = (np.abs(iterate(matrix, shift, 60, on) - fixed).max() for on in (False, True))
     assert ours < 1e-4 * plain
 
 
-def test_first_steps_are_plain_also_after_a_reset(rng, x64):
+def test_update_is_plain_in_first_steps_and_after_reset(rng, x64):
     matrix, shift, _ = contraction(rng)
     x, history = jnp.zeros(len(shift)), anderson.init(jnp.zeros(len(shift)))
     used = []
@@ -47,7 +47,7 @@ def test_first_steps_are_plain_also_after_a_reset(rng, x64):
     assert used == plain + [True] * 2 + plain + [True] * 2
 
 
-def test_correction_is_bounded_and_never_infinite():
+def test_update_bounds_the_correction():
     x = jnp.zeros(3)
     history = anderson.init(x)
     for step in range(16):

@@ -1,4 +1,4 @@
-"""The benchmarks run from end to end at tiny sizes, and their judges judge rightly."""
+"""Tests of the benchmarks: end to end at tiny sizes, and their error measures."""
 
 import csv
 import pathlib
@@ -13,7 +13,7 @@ from sotalign_jax import checks, sinkhorn
 from sotalign_jax.ot import device
 
 with warnings.catch_warnings():
-    # ott-jax imports JAXopt, which says that it is no longer maintained.
+    # ott-jax imports JAXopt, which warns that it is deprecated.
     warnings.filterwarnings("ignore", message="JAXopt", category=DeprecationWarning)
     from benchmarks import common, convergence, gradient, peers, train_step
 
@@ -23,7 +23,7 @@ def _rows(path: pathlib.Path) -> list[dict[str, str]]:
         return list(csv.DictReader(file))
 
 
-def test_headline_compares_with_ott_at_one_error(tmp_path):
+def test_gradient_headline_compares_with_ott(tmp_path):
     gradient.main(["--quick", "--arms", "Danskin$", "--out", str(tmp_path)])
     rows = _rows(tmp_path / "gradient_headline_n96.csv")
     assert [row["arm"] for row in rows] == ["ours, from K", "ott-jax Danskin"]
@@ -32,7 +32,7 @@ def test_headline_compares_with_ott_at_one_error(tmp_path):
         assert float(row["gap converged"]) < gradient.WRONG
 
 
-def test_sweep_records_what_is_too_large_and_what_is_wrong(tmp_path, monkeypatch):
+def test_gradient_sweep_records_bad_arms(tmp_path, monkeypatch):
     def doubled(target: peers.Target):
         loss = peers.through_plan(target, solve=peers.unrolled)
         return lambda k, k_star: (2 * loss(k, k_star)[0], loss(k, k_star)[1])
@@ -53,7 +53,7 @@ def test_sweep_records_what_is_too_large_and_what_is_wrong(tmp_path, monkeypatch
     assert float(rows["checkpointed scan"]["seconds"]) > 0
 
 
-def test_closed_form_needs_a_hundredth_of_the_memory_of_unrolling():
+def test_closed_form_gradient_uses_a_hundredth_of_unrolled_memory():
     target = peers.Target(0.05, 0.005, 0.0, 100, 100)
     matrix = jax.ShapeDtypeStruct((4096, 4096), np.float32)
     unrolled = next(arm for arm in peers.ARMS if arm.name == "unrolled scan")
@@ -64,17 +64,19 @@ def test_closed_form_needs_a_hundredth_of_the_memory_of_unrolling():
     assert theirs[0] > 100 * ours[0]
 
 
-def test_convergence(tmp_path, monkeypatch):
+def test_convergence_main_writes_tables(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     convergence.main(["--quick", "--data", "random"])
-    tmp_path = tmp_path / "runs" / "benchmarks"  # never beside the published results
+    tmp_path = (
+        tmp_path / "runs" / "benchmarks"
+    )  # the default output is never the folder of published results
     rows = _rows(tmp_path / "convergence_passes_random_n96.csv")
     assert [row["passes"] for row in rows] == ["10", "100"]
     assert float(rows[1]["ours"]) < float(rows[1]["textbook"])
     assert len(_rows(tmp_path / "convergence_epsilon_random_n96.csv")) == 2
 
 
-def test_sweeps_of_both_plans_are_counted(tmp_path):
+def test_convergence_sweeps_counts_sweeps_of_both_plans(tmp_path):
     options = ["--sweeps", "--quick", "--data", "random"]
     convergence.main([*options, f"--out={tmp_path}"])
     for row in _rows(tmp_path / "sweeps_random.csv"):
@@ -82,19 +84,19 @@ def test_sweeps_of_both_plans_are_counted(tmp_path):
         assert alone > 0 and rough > exact >= 1 and student > 0
 
 
-def test_train_step(tmp_path):
+def test_train_step_main_times_ours_and_ott(tmp_path):
     train_step.main(["--quick", "--arms", "Danskin$", "--out", str(tmp_path)])
     rows = _rows(tmp_path / "train_step.csv")
     assert [row["method"] for row in rows] == ["ours", "ott-jax Danskin"]
     assert all(float(row["seconds"]) > 0 for row in rows)
 
 
-def test_too_many_photographs_are_refused():
+def test_photos_problem_rejects_too_many_photographs():
     with pytest.raises(checks.InputError, match=r"n.* 100000"):
         common.photos_problem(100_000)
 
 
-def test_judge_agrees_with_our_own_error_and_pot(x64):
+def test_marginal_error_matches_plan_error_and_pot(x64):
     k = common.random_problem(40).affinities()[0]
     plan = sinkhorn(k, epsilon=0.05, tolerance=1e-3)
     assert common.marginal_error(k, plan.u, plan.v, 0.05) == pytest.approx(float(plan.error))
@@ -105,7 +107,7 @@ def test_judge_agrees_with_our_own_error_and_pot(x64):
     np.testing.assert_allclose(found, exact, rtol=1e-6)
 
 
-def test_over_relaxation_of_one_is_textbook_sinkhorn(x64):
+def test_over_relaxed_with_factor_one_is_textbook_sinkhorn(x64):
     k = common.random_problem(30).affinities()[0]
     u, v = convergence.over_relaxed(k, 0.05, 7, 1.0)
     uv = (np.zeros(30), np.zeros(30))
@@ -116,7 +118,7 @@ def test_over_relaxation_of_one_is_textbook_sinkhorn(x64):
     assert convergence.momentum(k, 0.05, 7, 1.0) == pytest.approx(convergence.textbook(k, 0.05, 7))
 
 
-def test_an_arm_that_is_too_slow_is_not_timed_nor_one_that_was(tmp_path):
+def test_gradient_sweep_skips_arms_over_the_time_limit(tmp_path):
     options = ["--epsilon", "0.1", "0.05", "--data", "random", "--arms", "Danskin$"]
     gradient.main(["--quick", "--sweep", *options, "--time_limit", "1e-9", "--out", str(tmp_path)])
     ours, slow, again, _ = _rows(tmp_path / "gradient_sweep_n96.csv")
@@ -125,8 +127,8 @@ def test_an_arm_that_is_too_slow_is_not_timed_nor_one_that_was(tmp_path):
     assert again["arm"] == ours["arm"] and again["status"] == "over 1e-09 s before"
 
 
-def test_clock_charges_no_call_for_another():
-    """The outputs come from the timed calls, each waited for, in alternating order."""
+def test_time_interleaved_alternates_calls_and_keeps_outputs():
+    """The order alternates, so that no call always runs after the same other call."""
     log = []
     calls = {name: lambda name=name: log.append(name) or np.ones(1) for name in "abc"}
     seconds, kept = common.time_interleaved(calls, repeats=2, keep=lambda out: float(out[0]))
@@ -134,7 +136,7 @@ def test_clock_charges_no_call_for_another():
     assert set(seconds) == set("abc") and kept == dict.fromkeys("abc", 1.0)
 
 
-def test_memory_counts_arguments_and_outputs():
+def test_memory_of_counts_arguments_and_outputs():
     compiled = jax.jit(lambda x: x + 1).lower(np.zeros((256, 1024), np.float32)).compile()
     temporary, total = common.memory_of(compiled)
     assert total == pytest.approx(2.0 + temporary)

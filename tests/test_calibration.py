@@ -16,7 +16,7 @@ def pools(n=40, m=30, d=8):
     return unit(rng.normal(size=(n, d)) + hub), unit(rng.normal(size=(m, d)) + hub)
 
 
-def test_potentials_on_the_pools_are_those_of_pot(x64):
+def test_calibrate_potentials_on_pools_match_pot(x64):
     f, g = pools()
     epsilon = 0.05
     fitted = calibration.calibrate(f, g, epsilon=epsilon, tolerance=1e-10)
@@ -36,15 +36,17 @@ def test_potentials_on_the_pools_are_those_of_pot(x64):
         )
 
 
-def test_scores_on_the_pools_are_the_logarithm_of_the_plan():
+def test_scores_on_pools_are_the_scaled_log_plan():
     f, g = pools()
     fitted = calibration.calibrate(f, g, epsilon=0.05, tolerance=1e-5)
     log_plan = sinkhorn(jnp.asarray(f @ g.T), epsilon=0.05, tolerance=1e-5).log_matrix()
     expected = 0.05 * (log_plan + np.log(len(f) * len(g)))
-    np.testing.assert_allclose(fitted.scores(3 * f, g), expected, atol=1e-4)  # of any length
+    np.testing.assert_allclose(
+        fitted.scores(3 * f, g), expected, atol=1e-4
+    )  # scores normalise their rows
 
 
-def test_a_hub_loses_its_lead():
+def test_scores_retrieve_better_than_cosine_with_hubs():
     rng = np.random.default_rng(0)
     g = unit(rng.normal(size=(200, 16)) + 1.0)
     f = unit(g + 0.25 * rng.normal(size=g.shape) + 0.5)
@@ -57,7 +59,7 @@ def test_a_hub_loses_its_lead():
     assert hits(fitted.scores(f, g)) > hits(f @ g.T)
 
 
-def test_an_index_of_inner_products_ranks_as_the_scores_do():
+def test_with_bias_inner_products_rank_like_scores():
     f, g = pools()
     fitted = calibration.calibrate(f, g)
     queries, keys = calibration.with_bias(f, g, fitted.y(g))
@@ -65,7 +67,7 @@ def test_an_index_of_inner_products_ranks_as_the_scores_do():
     np.testing.assert_allclose(difference, difference[:, :1].repeat(len(g), axis=1), atol=1e-5)
 
 
-def test_a_sample_of_the_pools_is_kept():
+def test_calibrate_keeps_a_fixed_sample_of_the_pools():
     f, g = pools()
     fitted = calibration.calibrate(f, g, sample=12)
     assert fitted.f.shape == fitted.g.shape == (12, 8)
@@ -83,6 +85,6 @@ def test_a_sample_of_the_pools_is_kept():
         (lambda f, g: calibration.calibrate(f, g).x(f[:, :3]), "rows"),
     ],
 )
-def test_what_does_not_fit_is_named(call, name):
+def test_calibrate_rejects_bad_arguments(call, name):
     with pytest.raises(checks.InputError, match=f"^{name}:"):
         call(*pools())

@@ -8,7 +8,7 @@ from sotalign_jax import checks
 
 
 @pytest.mark.parametrize("dtype", [np.float16, ml_dtypes.bfloat16, np.float32, np.float64])
-def test_real_embeddings_pass(rng, dtype):
+def test_embeddings_accepts_every_float_dtype(rng, dtype):
     checks.embeddings("x", rng.normal(size=(5, 3)).astype(dtype), width=3, min_rows=5)
 
 
@@ -27,13 +27,13 @@ def test_real_embeddings_pass(rng, dtype):
         (np.array([[1.0, 0.0], [0.0, 0.0]]), {}, "x: row 1 is all zeros"),
     ],
 )
-def test_bad_embeddings_are_named(x, options, message):
+def test_embeddings_rejects_bad_arrays(x, options, message):
     with pytest.raises(checks.InputError, match=message) as caught:
         checks.embeddings("x", x, **options)
     assert "\n" not in str(caught.value)
 
 
-def test_bad_rows_are_found_beyond_the_first_chunk(monkeypatch):
+def test_embeddings_finds_bad_rows_beyond_the_first_chunk(monkeypatch):
     monkeypatch.setattr(checks, "CHUNK_ROWS", 4)
     x = np.ones((11, 2))
     x[9, 1] = np.nan
@@ -44,12 +44,12 @@ def test_bad_rows_are_found_beyond_the_first_chunk(monkeypatch):
         checks.embeddings("x", x)
 
 
-def test_memory_mapped_files_are_checked(tmp_path):
+def test_embeddings_accepts_memory_mapped_files(tmp_path):
     np.save(tmp_path / "x.npy", np.ones((6, 2), np.float16))
     checks.embeddings("x", np.load(tmp_path / "x.npy", mmap_mode="r"), width=2)
 
 
-def test_pairs_need_equal_length():
+def test_pairs_rejects_unequal_or_few_rows():
     checks.pairs(np.ones((3, 2)), np.ones((3, 5)))
     with pytest.raises(checks.InputError, match=r"captions:? has 4 rows"):
         checks.pairs(np.ones((3, 2)), np.ones((4, 5)), names=("images", "captions"))
@@ -57,13 +57,13 @@ def test_pairs_need_equal_length():
         checks.pairs(np.ones((1, 2)), np.ones((1, 5)), min_rows=2)
 
 
-def test_choice():
+def test_choice_rejects_unknown_value():
     checks.choice("targets", "soft", ("soft", "hard"))
     with pytest.raises(checks.InputError, match=r"targets.* 'sfot'"):
         checks.choice("targets", "sfot", ("soft", "hard"))
 
 
-def test_input_errors_are_value_errors():
+def test_input_error_is_a_value_error():
     assert issubclass(checks.InputError, ValueError)
 
 
@@ -79,12 +79,12 @@ def test_input_errors_are_value_errors():
         (lambda: checks.whole(1, or_none=True, size=0), r"size.* 0"),
     ],
 )
-def test_numbers_out_of_range_are_named(check, message):
+def test_number_checks_reject_values_out_of_range(check, message):
     with pytest.raises(checks.InputError, match=message):
         check()
 
 
-def test_numbers_in_range_pass_and_traced_ones_are_not_looked_at():
+def test_number_checks_accept_valid_and_traced_values():
     checks.positive(epsilon=np.float32(0.1), tolerance=jnp.float32(1e-6))
     checks.at_least(0, ridge=0.0)
     checks.whole(1, or_none=True, block_size=None, chunk=np.int64(3))
@@ -108,13 +108,13 @@ def _column(*cells):
         (np.ones((3, 2), bool), "x has dtype bool"),
     ],
 )
-def test_rows_says_what_was_likely_meant(x, message):
+def test_rows_error_suggests_the_likely_fix(x, message):
     with pytest.raises(checks.InputError, match=message) as caught:
         checks.rows("x", x)
     assert "\n" not in str(caught.value)
 
 
-def test_rows_of_a_pandas_column_of_arrays_names_stack():
+def test_rows_suggests_stack_for_pandas_column_of_arrays():
     pandas = pytest.importorskip("pandas")
     frame = pandas.DataFrame({"e": [np.ones(3), np.ones(3)], "a": [1.0, 2.0]})
     with pytest.raises(checks.InputError, match=r"np\.stack\(x\)"):
@@ -145,12 +145,12 @@ def test_array_keeps_bfloat16_tensors():
         (None, None),
     ],
 )
-def test_to_python_turns_scalars_into_plain_numbers(value, expected):
+def test_to_python_converts_scalars_to_python_numbers(value, expected):
     made = checks.to_python(value)
     assert made == expected and type(made) is type(expected)
 
 
-def test_to_python_leaves_arrays_and_tracers():
+def test_to_python_keeps_arrays_and_tracers():
     array = np.ones(2)
     assert checks.to_python(array) is array
     assert jax.jit(lambda x: checks.to_python(x) + 1)(1.0) == 2

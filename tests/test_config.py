@@ -1,4 +1,4 @@
-"""The schema: what a config stands for, and what it refuses, in files and on the command line."""
+"""Tests of the config schema, in config files and on the command line."""
 
 import dataclasses
 import doctest
@@ -15,16 +15,16 @@ from experiments import main
 from experiments.configs import compare, paper, quickstart
 from sotalign_jax import checks, methods, training
 
-# ml_collections loads config files by a deprecated call.
+# ml_collections calls the deprecated load_module.
 pytestmark = pytest.mark.filterwarnings("ignore:.*load_module:DeprecationWarning")
 
 
-def test_examples():
+def test_config_doctests_pass():
     options = doctest.NORMALIZE_WHITESPACE
     assert doctest.testmod(config_lib, optionflags=options).failed == 0
 
 
-def test_defaults_are_the_papers():
+def test_default_config_is_the_papers():
     ((name, one),) = config_lib.runs(config_lib.default()).items()
     assert name == "sotalign-seed42"
     assert config_lib.method(one) == methods.SOTAlign()
@@ -32,14 +32,14 @@ def test_defaults_are_the_papers():
     assert json.loads(json.dumps(config_lib.plain(one)))["seed"] == 42
 
 
-def test_the_default_is_locked():
+def test_default_config_is_locked():
     config = config_lib.default()
     for section in (config, config.train, config.data.files):
         with pytest.raises(AttributeError):
             section.nope = 1
 
 
-def test_labels_and_seeds_span_the_runs_and_changes_are_of_one_run():
+def test_runs_are_the_product_of_labels_and_seeds():
     config = config_lib.default()
     config.runs = {
         "cca": {"method": "cca"},
@@ -57,7 +57,7 @@ def test_labels_and_seeds_span_the_runs_and_changes_are_of_one_run():
     assert list(config_lib.runs(config)) == ["cca-seed9", "taught (short)-seed9"]
 
 
-def test_runs_hold_the_options_of_their_own_method_alone():
+def test_runs_hold_only_options_of_their_own_method():
     config = config_lib.default()
     for name, method in methods.METHODS.items():
         assert config[name].to_dict() == dataclasses.asdict(method)
@@ -72,7 +72,7 @@ def test_runs_hold_the_options_of_their_own_method_alone():
     assert config_lib.method(runs["sail_semi"]).siglip_norm == "per_row"
 
 
-def test_where_a_run_computes_is_no_part_of_what_it_is():
+def test_plain_excludes_mesh_and_on_device():
     config = config_lib.default()
     config.mesh, config.on_device = 1, False
     (placed,) = config_lib.runs(config).values()
@@ -81,13 +81,13 @@ def test_where_a_run_computes_is_no_part_of_what_it_is():
     assert (placed.mesh, placed.on_device) == (1, False)
 
 
-def test_a_config_may_be_written_from_nothing():
+def test_runs_accepts_partial_config():
     written = ConfigDict({"method": "sail", "train": {"steps": 5}, "seeds": [1]})
     ((name, one),) = config_lib.runs(written).items()
     assert name == "sail-seed1" and one.train.steps == 5 and one.train.eval_every == 43
 
 
-def test_bundled_configs():
+def test_bundled_configs_expand_to_expected_runs():
     assert list(config_lib.runs(quickstart.get_config())) == [
         "cca-seed0",
         "sail-seed0",
@@ -112,7 +112,7 @@ def test_bundled_configs():
     assert len(config_lib.runs(compare.get_config())) == 3 * len(labels)
     short = config_lib.runs(compare.get_config("smoke"))
     assert len(short) == len(labels)  # one seed
-    assert short["sue-seed0"].sue.epochs == 1  # although its run has epochs of its own
+    assert short["sue-seed0"].sue.epochs == 1  # overrides the epochs of its run
     for get_config in (quickstart.get_config, paper.get_config, compare.get_config):
         for word in ("bogus", "seeds=", "pairs=5+", "smoke=1"):
             with pytest.raises(checks.InputError, match=word.replace("+", r"\+")):
@@ -157,7 +157,7 @@ def test_bundled_configs():
         ("heads", {"kind": "mlp", "init": "teacher"}, "heads.init"),
     ],
 )
-def test_settings_that_do_not_exist_or_fit_are_named(key, value, message):
+def test_runs_rejects_unknown_or_invalid_settings(key, value, message):
     *parents, name = key.split(".")
     nested = {name: value}
     for parent in reversed(parents):
@@ -167,7 +167,7 @@ def test_settings_that_do_not_exist_or_fit_are_named(key, value, message):
     assert str(error.value).startswith(message) and "\n" not in str(error.value)
 
 
-def test_what_all_runs_share_is_not_blamed_on_one():
+def test_runs_error_in_shared_setting_names_no_run():
     config = config_lib.default()
     config.runs = {"a": {"method": "sail"}}
     config.train.steps = -1
@@ -180,7 +180,7 @@ def test_what_all_runs_share_is_not_blamed_on_one():
 
 @pytest.fixture
 def launch(files, tmp_path, capsys):
-    """Starts the launcher with the small config; returns what it printed and how it ended."""
+    """Returns a function that runs the launcher with the small config."""
 
     def start(*options, workdir=tmp_path / "run", config=files / "config.py"):
         argv = [*([] if config is None else [f"--config={config}"]), *options]
@@ -190,7 +190,7 @@ def launch(files, tmp_path, capsys):
     return start
 
 
-def test_settings_can_be_changed_on_the_command_line(launch, files):
+def test_dry_run_shows_settings_from_the_command_line(launch, files):
     out, error = launch(
         "--config.data.n_unpaired=100",
         "--config.sotalign.block_size=16",
@@ -255,13 +255,13 @@ def test_settings_can_be_changed_on_the_command_line(launch, files):
         (["--config.runs={'a': 5}", "--config.train.steps=7"], "runs['a']: must be a dict"),
     ],
 )
-def test_a_wrong_option_ends_in_one_line(launch, tmp_path, options, message):
+def test_main_rejects_bad_options_in_one_line(launch, tmp_path, options, message):
     _, error = launch(*options)
     assert is_one_line(error) and message in error
     assert not (tmp_path / "run").exists()
 
 
-def test_what_must_be_given(launch):
+def test_main_requires_workdir_and_config(launch):
     _, error = launch(workdir=None)
     assert is_one_line(error) and error.startswith("error: workdir")
     _, error = launch(config=None)
@@ -284,7 +284,7 @@ def test_what_must_be_given(launch):
         ("config_lib.switched(config, 'bogus')", "config: unknown switch 'bogus'"),
     ],
 )
-def test_a_bad_config_file_ends_in_one_line(launch, tmp_path, code, message):
+def test_main_rejects_bad_config_files_in_one_line(launch, tmp_path, code, message):
     path = tmp_path / "bad.py"
     if code is not None and code.startswith("config"):
         head = "from experiments import config as config_lib\ndef get_config():\n"
@@ -297,7 +297,7 @@ def test_a_bad_config_file_ends_in_one_line(launch, tmp_path, code, message):
 
 
 @pytest.mark.parametrize("file", [quickstart, compare])
-def test_files_of_a_folder_take_the_place_of_the_data(file, tmp_path):
+def test_get_config_from_folder_uses_its_files(file, tmp_path):
     for name in ("x", "y"):
         np.save(tmp_path / f"{name}.npy", np.zeros((30, 4)))
     config = file.get_config(f"from={tmp_path}")

@@ -1,4 +1,4 @@
-"""KLOT over pairs and unpaired rows at once."""
+"""Tests of KLOT over pairs and unpaired rows together."""
 
 import functools
 
@@ -17,7 +17,7 @@ EXACT = {"tolerance": 1e-12, "max_iterations": 5000}
 
 
 def crossmodal(*arrays, **options):
-    """Compiled as a whole, which takes less time than one operation after the other."""
+    """Compiles the loss as a whole, which is faster than op-by-op execution."""
     return jax.jit(functools.partial(sotalign._klot_crossmodal, **options))(*arrays)
 
 
@@ -33,7 +33,7 @@ def plan(k, epsilon, a, b):
 
 
 def transcription(f, g, z, w):
-    """The block target and its divergence from the student's plan, by POT and numpy."""
+    """Computes the loss and its gradient in K from the block target with POT and numpy."""
     n, m = len(f), len(g)
     share = 2 * PAIRS / (n + m)
     p, q = len(z), len(w)
@@ -53,7 +53,7 @@ def features(rng, n, m):
 
 
 @pytest.mark.parametrize(("n", "m"), [(9, 9), (10, 7)])
-def test_value_and_gradient_equal_a_dense_transcription(x64, rng, n, m):
+def test_klot_crossmodal_matches_dense_transcription(x64, rng, n, m):
     arrays = features(rng, n, m)
 
     def loss(f, g):
@@ -76,7 +76,7 @@ def test_value_and_gradient_equal_a_dense_transcription(x64, rng, n, m):
         check_grads(jax.jit(loss), student, order=1, modes=["rev"], rtol=1e-5)
 
 
-def test_bistochastic_is_n_times_prob_and_aux_tells_of_both_plans(x64, rng):
+def test_klot_crossmodal_bistochastic_is_n_times_prob(x64, rng):
     f, g, z, w = map(jnp.asarray, features(rng, 8, 8))
     options = {"epsilon": EPSILON, "epsilon_star": EPSILON_STAR, **EXACT}
     value, aux = crossmodal(f, g, z, w, **options)
@@ -86,18 +86,18 @@ def test_bistochastic_is_n_times_prob_and_aux_tells_of_both_plans(x64, rng):
     assert aux.student.u.shape == (8,) and aux.teacher.v.shape == (5,)
 
 
-def test_a_pair_that_resembles_nothing_else_leaves_the_divergence_of_the_rest(x64, rng):
+def test_klot_crossmodal_with_isolated_pair_is_klot_of_the_rest(x64, rng):
     unpaired = [np.abs(rng.normal(size=(12, 4))) for _ in range(4)]
     both = [np.pad(rows, ((1, 0), (0, 1))) for rows in unpaired[:2]]
     for rows in both:
-        rows[0, -1] = 1.0  # a direction of its own: cosine 1 with its partner, 0 with the rest
+        rows[0, -1] = 1.0  # its own direction: cosine 1 with its partner, 0 with all other rows
     options = {"epsilon": 0.02, "epsilon_star": EPSILON_STAR, **EXACT}
     found, _ = crossmodal(*map(jnp.asarray, (*both, *unpaired[2:])), **options)
     alone = klot_from_embeddings(*map(jnp.asarray, unpaired), **options)
     np.testing.assert_allclose(found, 12 / 13 * alone, rtol=1e-12)
 
 
-def test_rows_that_do_not_fit_are_named(rng):
+def test_klot_crossmodal_rejects_mismatched_rows(rng):
     f, g, z, w = features(rng, 8, 8)
     for arrays in ((f, g, z[1:], w), (f, g, f, g), (f[:3], g[:3], z[:0], w[:0])):
         with pytest.raises(checks.InputError, match="pass teacher features of the unpaired rows"):

@@ -11,7 +11,7 @@ def views(n, *, seed=0):
 
 
 @pytest.mark.parametrize("n", [6, 31, 400, 5000])
-def test_folds_hold_out_pairs_that_are_not_fitted_on(n):
+def test_folds_separate_fitted_and_held_out_pairs(n):
     made = crossval.folds(np.arange(n))
     for fold in made:
         assert not set(fold.fit) & set(fold.held)
@@ -20,7 +20,7 @@ def test_folds_hold_out_pairs_that_are_not_fitted_on(n):
         assert len(set(np.bincount(np.concatenate([fold.held for fold in made])))) == 1
 
 
-def test_order_follows_the_content_of_the_pairs():
+def test_order_depends_on_the_content_of_the_pairs():
     A, B = views(50)
     turned = np.random.default_rng(1).permutation(50)
     first, second = crossval.order(A, B), crossval.order(1e3 * A[turned], B[turned])
@@ -28,7 +28,7 @@ def test_order_follows_the_content_of_the_pairs():
     assert (crossval.order(A, B, seed=1) != first).any()
 
 
-def test_reciprocal_ranks_equal_a_loop_over_pairs():
+def test_reciprocal_ranks_match_a_loop_over_pairs():
     rng = np.random.default_rng(0)
     f, g = rng.normal(size=(20, 4)), rng.normal(size=(20, 4))
     cosines = crossval.unit(f) @ crossval.unit(g).T
@@ -37,12 +37,12 @@ def test_reciprocal_ranks_equal_a_loop_over_pairs():
         assert score == pytest.approx(np.mean([1 / rank for rank in ranks]))
 
 
-def test_reciprocal_ranks_of_equal_features_are_those_of_the_mean_rank():
+def test_reciprocal_ranks_of_ties_use_the_mean_rank():
     np.testing.assert_allclose(crossval.reciprocal_ranks(np.ones((9, 3)), np.ones((9, 3))), 0.2)
 
 
 @pytest.mark.parametrize("gamma", [None, 0.5])
-def test_held_out_scores_equal_a_fit_on_the_rows_of_the_fold(gamma):
+def test_search_scores_match_a_fit_on_each_fold(gamma):
     A, B = views(60)
     options = crossval.Options(0.3, 0.1, 1.5, gamma, gamma)
     search = crossval.Search(A, B)
@@ -71,13 +71,13 @@ def test_held_out_scores_equal_a_fit_on_the_rows_of_the_fold(gamma):
     np.testing.assert_allclose(search.scores(options), np.concatenate(expected), atol=1e-9)
 
 
-def test_ridges_shrink_from_a_fold_to_all_pairs():
+def test_search_for_all_pairs_shrinks_ridges():
     search = crossval.Search(*views(4000))
     scaled = search.for_all_pairs(crossval.Options(4.0, 8.0, 1.0))
     assert scaled[:3] == pytest.approx((1.0, 2.0, 1.0))
 
 
-def test_search_survives_folds_of_equal_rows():
+def test_choose_is_finite_with_equal_rows_in_a_fold():
     A, B = views(8)
     A[:6] = A[0]
     assert np.isfinite(crossval.choose(A, B, "best")[:3]).all()

@@ -14,7 +14,7 @@ def _rows(n, d, seed=0):
 # --- splits
 
 
-def test_disjoint_pools_hide_no_true_pair():
+def test_split_rows_disjoint_pools_share_no_row():
     rows = data.split_rows(101, n_pairs=20, pool="disjoint", seed=3)
     parts = [set(part.tolist()) for part in rows]
     assert [len(part) for part in parts] == [20, 40, 40]
@@ -22,7 +22,7 @@ def test_disjoint_pools_hide_no_true_pair():
 
 
 @pytest.mark.parametrize("pool", ["random", "aligned"])
-def test_shared_pools_hold_the_same_rows(pool):
+def test_split_rows_shared_pools_hold_the_same_rows(pool):
     rows = data.split_rows(101, n_pairs=20, pool=pool, seed=3)
     assert not set(rows.pairs) & set(rows.x)
     np.testing.assert_array_equal(np.sort(rows.x), np.sort(rows.y))
@@ -30,7 +30,7 @@ def test_shared_pools_hold_the_same_rows(pool):
     assert np.array_equal(rows.x, rows.y) == (pool == "aligned")
 
 
-def test_split_is_a_function_of_the_seed():
+def test_split_rows_is_a_function_of_the_seed():
     one, same, other = (data.split_rows(50, n_pairs=9, pool="random", seed=s) for s in (1, 1, 2))
     for a, b in zip(one, same, strict=True):
         np.testing.assert_array_equal(a, b)
@@ -38,7 +38,7 @@ def test_split_is_a_function_of_the_seed():
 
 
 @pytest.mark.parametrize("pool", data.POOLS)
-def test_sweeps_are_nested(pool):
+def test_split_rows_of_growing_sizes_are_nested(pool):
     few, many = (data.split_rows(200, n_pairs=20, pool=pool, n_unpaired=u) for u in (30, 60))
     assert set(few.x) < set(many.x)
     assert set(few.y) < set(many.y)
@@ -56,7 +56,7 @@ def test_sweeps_are_nested(pool):
         ({"n_pairs": 6, "pool": "halves"}, r"pool.* 'halves'"),
     ],
 )
-def test_impossible_splits(options, message):
+def test_split_rows_rejects_bad_options(options, message):
     with pytest.raises(checks.InputError, match=message):
         data.split_rows(10, **options)
 
@@ -64,7 +64,7 @@ def test_impossible_splits(options, message):
 # --- splits by unique row
 
 
-def test_first_equal_reads_mapped_rows_in_chunks(tmp_path, monkeypatch):
+def test_first_equal_reads_memory_mapped_rows_in_chunks(tmp_path, monkeypatch):
     monkeypatch.setattr(checks, "CHUNK_ROWS", 3)
     table = _rows(5, 4)[[0, 1, 0, 2, 1, 3, 4, 4]].astype(np.float16)
     np.save(tmp_path / "x.npy", table)
@@ -77,17 +77,19 @@ def test_tied_rows_connects_through_pictures_and_captions():
     first_x, first_y = np.array([0, 0, 2, 3, 4, 5]), np.array([0, 1, 1, 3, 4, 4])
     groups = data.tied_rows(first_x, first_y, largest=3)
     assert [len(set(groups[list(rows)])) for rows in ((0, 1, 2), (4, 5), (0, 3, 4))] == [1, 1, 3]
-    divided = data.tied_rows(first_x, first_y, largest=2)  # a common caption ties nothing then
+    divided = data.tied_rows(
+        first_x, first_y, largest=2
+    )  # larger groups are split at common captions
     assert divided[0] == divided[1] != divided[2] and divided[4] == divided[5]
     assert len(set(data.tied_rows(np.zeros(4, int), np.zeros(4, int), largest=2))) == 4
 
 
-def test_whole_groups_of_unique_rows_are_the_first_rows():
+def test_whole_groups_of_unique_rows_takes_the_first_rows():
     assert data.whole_groups(np.arange(6)[::-1], [1, 2]).tolist() == [0, 1, 1, 2, 2, 2]
 
 
 def _captioned(pictures, captions):
-    """A table in which every picture has several captions, and some captions recur."""
+    """Returns a table with several captions per picture, some of which recur."""
     x = np.repeat(_rows(pictures, 6), captions, axis=0)
     y = _rows(pictures * captions, 5, 1)
     y[captions::7] = y[:1]
@@ -123,7 +125,7 @@ def test_hold_out_shares_no_picture_and_no_caption_with_the_pairs(seed):
     assert not _shared(made.val.x, made.pairs_x) and not _shared(made.val.y, made.pairs_y)
 
 
-def test_disjoint_pools_of_repeated_pictures_hide_no_true_pair():
+def test_semi_supervised_disjoint_pools_share_no_picture():
     x, y = _captioned(40, 5)
     y = _rows(200, 5, 2)
     made = data.semi_supervised(x, y, n_pairs=20)
@@ -141,13 +143,17 @@ def test_semi_supervised_holds_out_validation_and_test(n_pairs):
     made = data.semi_supervised(x, y, n_pairs=n_pairs, held_out=data.VAL_AND_TEST)
     again = data.semi_supervised(x, y, n_pairs=n_pairs, held_out=data.VAL_AND_TEST, seed=1)
     assert (len(made.val.x), len(made.test.x), len(made.pairs_x)) == (64, 128, n_pairs)
-    np.testing.assert_array_equal(made.test.x, again.test.x)  # all seeds have one test
+    np.testing.assert_array_equal(
+        made.test.x, again.test.x
+    )  # the test set does not depend on the seed
     assert not np.array_equal(made.pairs_x, again.pairs_x)
     for gallery in (made.val, made.test):
         assert not _shared(gallery.x, np.concatenate([made.pairs_x, made.pool_x]))
         assert not _shared(gallery.y, np.concatenate([made.pairs_y, made.pool_y]))
     assert not _shared(made.val.x, made.test.x)
-    assert len(made.pool_x) == (448 if n_pairs == 448 else 199)  # where none are left, the pairs
+    assert len(made.pool_x) == (
+        448 if n_pairs == 448 else 199
+    )  # with no rows left, the pool is the pairs
 
 
 def test_semi_supervised_holds_out_whole_pictures():
@@ -158,7 +164,7 @@ def test_semi_supervised_holds_out_whole_pictures():
         assert len(gallery.x) == len(np.unique(gallery.x, axis=0))
 
 
-def test_held_out_fractions_must_leave_rows():
+def test_held_out_sizes_rejects_fractions_that_leave_no_rows():
     with pytest.raises(checks.InputError, match=r"0\.5 and 0\.5"):
         data.held_out_sizes(10, (0.5, 0.5))
 
@@ -176,7 +182,7 @@ def test_semi_supervised_keeps_pairs_paired_and_dtype():
     assert len(np.unique(together, axis=0)) == 17
 
 
-def test_outside_pool_replaces_one_side_and_frees_the_other():
+def test_semi_supervised_with_one_outside_pool():
     x, y, other = _rows(30, 4), _rows(30, 3, 1), _rows(50, 4, 2)
     made = data.semi_supervised(x, y, n_pairs=10, unpaired_x=other)
     np.testing.assert_array_equal(made.pool_x, other)
@@ -186,13 +192,13 @@ def test_outside_pool_replaces_one_side_and_frees_the_other():
     assert {tuple(r) for r in fewer.pool_x} < {tuple(r) for r in other}
 
 
-def test_outside_pool_of_one_side_leaves_the_other_the_pairs():
+def test_semi_supervised_uses_pairs_as_pool_when_no_rows_are_left():
     x, y, other = _rows(12, 4), _rows(12, 3, 1), _rows(50, 4, 2)
     made = data.semi_supervised(x, y, n_pairs=12, unpaired_x=other)
     np.testing.assert_array_equal(made.pool_y, made.pairs_y)
 
 
-def test_two_outside_pools_may_exceed_the_table():
+def test_semi_supervised_outside_pools_may_exceed_the_table():
     x, y = _rows(12, 4), _rows(12, 3, 1)
     made = data.semi_supervised(
         x, y, n_pairs=12, unpaired_x=_rows(40, 4), unpaired_y=_rows(60, 3), n_unpaired=40
@@ -205,7 +211,7 @@ def test_two_outside_pools_may_exceed_the_table():
         )
 
 
-def test_pool_noise_touches_only_the_pools():
+def test_semi_supervised_pool_noise_changes_only_the_pools():
     x = _rows(40, 5)
     clean = data.semi_supervised(x, x, n_pairs=10, pool="aligned")
     noisy = data.semi_supervised(x, x, n_pairs=10, pool="aligned", pool_noise=0.5)
@@ -216,7 +222,7 @@ def test_pool_noise_touches_only_the_pools():
     assert not np.array_equal(changed_x, changed_y)
 
 
-def test_memory_mapped_tables_work(tmp_path):
+def test_semi_supervised_accepts_memory_mapped_tables(tmp_path):
     np.save(tmp_path / "x.npy", _rows(20, 4))
     mapped = np.load(tmp_path / "x.npy", mmap_mode="r")
     assert data.semi_supervised(mapped, mapped, n_pairs=6).summary()["pool_x"] == [7, 4]
@@ -232,13 +238,13 @@ def test_memory_mapped_tables_work(tmp_path):
         (lambda x, y: (x[0], y), "pass a 2-D array"),
     ],
 )
-def test_bad_tables_name_the_row_in_the_users_own_array(change, message):
+def test_semi_supervised_rejects_bad_tables(change, message):
     x, y = change(_rows(10, 4), _rows(10, 3, 1))
     with pytest.raises(checks.InputError, match=message):
         data.semi_supervised(x, y, n_pairs=5)
 
 
-def test_dataset_from_parts():
+def test_dataset_summary_of_parts():
     made = data.dataset(
         (_rows(7, 4), _rows(7, 3)), x=_rows(9, 4), val=data.gallery(_rows(6, 4), _rows(6, 3))
     )
@@ -268,7 +274,7 @@ def test_dataset_from_parts():
         ),
     ],
 )
-def test_parts_from_another_encoder_are_refused(part, message):
+def test_dataset_rejects_parts_of_other_widths(part, message):
     with pytest.raises(checks.InputError, match=message):
         data.dataset((_rows(7, 4), _rows(7, 3)), **part)
 
@@ -284,7 +290,7 @@ def test_parts_from_another_encoder_are_refused(part, message):
         ([1, 1, 1], "row 0 of x"),
     ],
 )
-def test_bad_galleries(x_of_y, message):
+def test_gallery_rejects_bad_x_of_y(x_of_y, message):
     with pytest.raises(checks.InputError, match=message):
         data.gallery(_rows(2, 4), _rows(3, 4), x_of_y)
 
@@ -298,7 +304,7 @@ def test_bad_galleries(x_of_y, message):
         ([0, 1], np.ones((2, 1, 3)), ("cat",), "class_names has 1 names"),
     ],
 )
-def test_bad_zero_shot_tasks(labels, prompts, names, message):
+def test_zero_shot_rejects_bad_tasks(labels, prompts, names, message):
     with pytest.raises(checks.InputError, match=message):
         data.zero_shot(_rows(2, 4), labels, prompts, names)
 
@@ -315,7 +321,7 @@ def test_bad_zero_shot_tasks(labels, prompts, names, message):
         ((_rows(5, 4), _rows(5, 3)), {}, "pairs_x has 5 rows but .* 6"),
     ],
 )
-def test_dataset_says_what_was_likely_meant(pairs, part, message):
+def test_dataset_error_suggests_the_likely_fix(pairs, part, message):
     if "val" in part:
         part = {"val": data.gallery(*part["val"])}
     with pytest.raises(checks.InputError, match=message) as caught:
@@ -329,7 +335,7 @@ def test_dataset_says_what_was_likely_meant(pairs, part, message):
 @pytest.mark.parametrize(
     ("n", "fraction", "moved"), [(10, 0.3, 3), (100, 0.29, 29), (9, 1.0, 9), (9, 0.0, 0)]
 )
-def test_mismatch_deranges_exactly_the_asked_share(n, fraction, moved):
+def test_mismatch_pairs_deranges_exactly_the_given_fraction(n, fraction, moved):
     y = np.arange(n, dtype=np.float16)[:, None]
     out = data.mismatch_pairs(y, fraction=fraction, seed=4)
     assert (out != y).sum() == moved
@@ -340,12 +346,12 @@ def test_mismatch_deranges_exactly_the_asked_share(n, fraction, moved):
 @pytest.mark.parametrize(
     ("fraction", "message"), [(0.1, "one row"), (1.5, "got 1.5"), (-0.1, "got -0.1")]
 )
-def test_impossible_mismatch(fraction, message):
+def test_mismatch_pairs_rejects_bad_fractions(fraction, message):
     with pytest.raises(checks.InputError, match=message):
         data.mismatch_pairs(_rows(10, 2), fraction=fraction)
 
 
-def test_noise_keeps_lengths_and_points_everywhere():
+def test_replace_with_noise_keeps_norms_and_is_uniform_on_the_sphere():
     x = (_rows(4000, 8) + 5.0).astype(np.float16)
     out = data.replace_with_noise(x, fraction=0.5, seed=1)
     changed = (out != x).any(axis=1)
@@ -361,7 +367,7 @@ def test_noise_keeps_lengths_and_points_everywhere():
 # --- the sample of photographs
 
 
-def test_a_teacher_of_some_photographs_finds_captions_of_others():
+def test_photographs_can_be_aligned_by_cca():
     image, text, caption = data.photographs()
     assert len(image) == len(text) == len(caption) == 640
     assert image.dtype == text.dtype == np.float32
@@ -370,7 +376,7 @@ def test_a_teacher_of_some_photographs_finds_captions_of_others():
     assert scores["mean/R@10"] > 70  # chance is 10
 
 
-def test_importing_data_stays_light():
+def test_importing_data_loads_no_heavy_package():
     program = (
         "import sys, sotalign_jax.data\n"
         "heavy = {'tensorflow', 'tensorflow_datasets', 'torch', 'matplotlib', 'sklearn'}\n"

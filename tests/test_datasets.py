@@ -1,4 +1,4 @@
-"""Every adapter on a tiny tree in the dataset's own on-disk format."""
+"""Tests of every dataset adapter on a tiny tree in the dataset's own format."""
 
 import csv
 import io
@@ -17,7 +17,7 @@ from sotalign_jax import checks
 
 
 def colour(n: int) -> tuple[int, int, int]:
-    """Distinct, far apart, so that JPEG cannot mix them up."""
+    """Returns the n-th colour. Colours are far apart, so that JPEG keeps them distinct."""
     return (40 * n % 256, 90 * n % 256, 150 * n % 256)
 
 
@@ -27,10 +27,12 @@ def write_picture(path, n, **options):
 
 
 def read(source, modality):
-    """Ids, contents and groups of all items."""
+    """Returns ids, contents and groups of all items."""
     items = list(source.items[modality]())
     again = list(source.items[modality]())
-    assert [(i.id, i.group) for i in items] == [(i.id, i.group) for i in again]  # starts over
+    assert [(i.id, i.group) for i in items] == [
+        (i.id, i.group) for i in again
+    ]  # a second iteration starts over
     return [i.id for i in items], [i.load() for i in items], [i.group for i in items]
 
 
@@ -48,7 +50,7 @@ def prompts_of(source):
 
 
 @pytest.mark.parametrize("kind", ["csv", "jsonl"])
-def test_folder_with_captions(tmp_path, kind):
+def test_folder_reads_caption_file_and_split(tmp_path, kind):
     for n, name in enumerate(["b.png", "a/c.jpg", "a/lonely.webp"]):
         write_picture(tmp_path / "pictures" / name, n)
     (tmp_path / "pictures" / "notes.md").write_text("no picture")
@@ -84,7 +86,7 @@ def test_folder_with_captions(tmp_path, kind):
     assert [item.id for item in part.items["image"]()] == ["a/c.jpg", "gone.jpg"]
 
 
-def test_folder_with_a_text_file_beside_each_picture(tmp_path):
+def test_folder_reads_text_file_beside_each_picture(tmp_path):
     for n in range(3):
         write_picture(tmp_path / f"{n}.png", n)
     (tmp_path / "0.txt").write_text("A zero.\nde.utf8=Eine Null.\n")
@@ -98,7 +100,7 @@ def test_folder_with_a_text_file_beside_each_picture(tmp_path):
         texts[2].load()
 
 
-def test_pictures_of_a_camera_held_sideways_are_turned(tmp_path):
+def test_folder_applies_exif_orientation(tmp_path):
     exif = PIL.Image.Exif()
     exif[0x0112] = 6  # rotate by 90 degrees to show it upright
     PIL.Image.new("RGB", (8, 6)).save(tmp_path / "phone.jpg", exif=exif)
@@ -123,7 +125,7 @@ def test_pictures_of_a_camera_held_sideways_are_turned(tmp_path):
         ("c.csv", "file,caption\n/elsewhere/b.png,A bee.\n", "did you mean 'b.png'"),
     ],
 )
-def test_captions_that_cannot_be_used(tmp_path, name, content, named):
+def test_folder_rejects_bad_caption_files(tmp_path, name, content, named):
     write_picture(tmp_path / "b.png", 0)
     write_picture(tmp_path / "sub" / "c.png", 0)
     (tmp_path / name).write_text(content, errors="surrogateescape")
@@ -132,7 +134,7 @@ def test_captions_that_cannot_be_used(tmp_path, name, content, named):
     assert "\n" not in str(caught.value)
 
 
-def test_captions_may_have_absolute_paths_below_the_root(tmp_path, capsys):
+def test_folder_accepts_absolute_caption_paths_below_the_root(tmp_path, capsys):
     write_picture(tmp_path / "sub" / "b.png", 0)
     (tmp_path / "link").symlink_to(tmp_path / "sub")
     rows = [f"{tmp_path}/sub/b.png,A bee.", "b.png,Two.", "gone.png,Lost."]
@@ -143,7 +145,7 @@ def test_captions_may_have_absolute_paths_below_the_root(tmp_path, capsys):
         assert "1 of 2 files" in capsys.readouterr().err
 
 
-def test_a_picture_of_too_many_pixels_is_one_line(tmp_path):
+def test_oriented_rejects_picture_of_too_many_pixels(tmp_path):
     header = b"\x89PNG\r\n\x1a\n" + b"\0\0\0\rIHDR" + (30_000).to_bytes(4, "big") * 2
     header += b"\x08\0\0\0\0"
     checksum = zlib.crc32(header[12:]).to_bytes(4, "big")
@@ -153,7 +155,7 @@ def test_a_picture_of_too_many_pixels_is_one_line(tmp_path):
     assert "\n" not in str(caught.value)
 
 
-def test_a_split_needs_its_column(tmp_path):
+def test_folder_split_requires_a_split_column(tmp_path):
     (tmp_path / "c.csv").write_text("file,caption\nb.png,A bee.\n")
     with pytest.raises(checks.InputError, match=r"split: 'test'"):
         datasets.open_dataset("folder", tmp_path, split="test", captions=tmp_path / "c.csv")
@@ -178,7 +180,7 @@ def jpeg(n):
 
 @pytest.fixture
 def shards(tmp_path):
-    """Two tars as CC3M's: the same keys in both, one caption in the json, one missing."""
+    """Writes tars like CC3M's, with equal keys, a caption in the json and a missing one."""
     first = [("000.jpg", jpeg(0)), ("000.json", b'{"caption": "zero"}'), ("000.txt", b"zero"),
              ("001.jpg", jpeg(1)), ("001.json", b'{"caption": "one", "url": "u"}')]  # fmt: skip
     second = [("sub/000.1.png", b"broken"), ("sub/000.txt", b"two"), ("sub/001.jpg", jpeg(3))]
@@ -188,7 +190,7 @@ def shards(tmp_path):
     return tmp_path
 
 
-def test_webdataset(shards):
+def test_webdataset_reads_shards_of_a_split(shards):
     source = datasets.open_dataset("webdataset", shards, split="train")
     images, texts = (list(source.items[name]()) for name in ("image", "text"))
     names = ["cc3m-train-0000/000", "cc3m-train-0000/001", "cc3m-train-0001/sub/000",
@@ -197,14 +199,14 @@ def test_webdataset(shards):
     assert shows(images[0].load(), 0) and shows(images[1].load(), 1) and shows(images[3].load(), 3)
     with pytest.raises(PIL.UnidentifiedImageError):
         images[2].load()
-    assert [t.load() for t in texts] == ["zero", "one", "two", ""]  # what is empty is skipped
+    assert [t.load() for t in texts] == ["zero", "one", "two", ""]  # extraction skips empty texts
     assert len(list(datasets.open_dataset("webdataset", shards).items["image"]())) == 5
     with pytest.raises(checks.InputError, match=r"root: .*'test'"):
         datasets.open_dataset("webdataset", shards, split="test")
 
 
 @pytest.mark.parametrize("cut", [1600, 2100, 2700])
-def test_a_tar_cut_short_keeps_what_is_whole(shards, cut):
+def test_webdataset_reads_intact_members_of_truncated_tar(shards, cut):
     path = shards / "cc3m-train-0000.tar"
     path.write_bytes(path.read_bytes()[:cut])
     source = datasets.open_dataset("webdataset", shards, split="train")
@@ -216,10 +218,10 @@ def test_a_tar_cut_short_keeps_what_is_whole(shards, cut):
     assert images[-1].id == "cc3m-train-0001/sub/001" and shows(images[-1].load(), 3)
 
 
-# --- several captions a picture -----------------------------------------------------------------
+# --- several captions per picture ---------------------------------------------------------------
 
 
-def test_coco_2017(tmp_path):
+def test_coco_reads_2017_annotations(tmp_path):
     table = {
         "images": [{"id": 9, "file_name": "9.jpg"}, {"id": 4, "file_name": "4.jpg"}],
         "annotations": [
@@ -249,7 +251,7 @@ def sentences(n):
     return [{"raw": f"caption {n}.{k}", "tokens": [], "sentid": 10 * n + k} for k in range(6)]
 
 
-def test_coco_karpathy(tmp_path):
+def test_coco_reads_karpathy_splits(tmp_path):
     parts = ["test", "train", "restval", "val"]
     records = [
         {"filepath": "val2014", "filename": f"{n}.jpg", "cocoid": 70 + n, "split": part,
@@ -270,7 +272,7 @@ def test_coco_karpathy(tmp_path):
         datasets.open_dataset("coco", tmp_path, split="karpathy-dev")
 
 
-def test_flickr30k(tmp_path):
+def test_flickr30k_reads_test_split(tmp_path):
     records = [
         {"filename": f"{n}.jpg", "split": "test" if n else "train", "sentences": sentences(n)[:5]}
         for n in range(3)
@@ -289,7 +291,7 @@ def test_flickr30k(tmp_path):
 SYNSETS = [f"n{n:08d}" for n in range(1000)]
 
 
-def test_imagenet_in_folders(tmp_path):
+def test_imagenet_reads_class_folders(tmp_path):
     for synset in SYNSETS:
         (tmp_path / "val" / synset).mkdir(parents=True)
     write_picture(tmp_path / "val" / SYNSETS[1] / "ILSVRC2012_val_00000007.JPEG", 1)
@@ -304,7 +306,7 @@ def test_imagenet_in_folders(tmp_path):
         datasets.open_dataset("imagenet", tmp_path)
 
 
-def test_imagenet_as_kaggle_packs_it(tmp_path):
+def test_imagenet_reads_kaggle_layout(tmp_path):
     mapping = "".join(f"{synset} some name\n" for synset in SYNSETS)
     (tmp_path / "LOC_synset_mapping.txt").write_text(mapping)
     (tmp_path / "LOC_val_solution.csv").write_text(
@@ -321,7 +323,7 @@ def test_imagenet_as_kaggle_packs_it(tmp_path):
     assert groups == ["9"] and shows(images[0], 3)
 
 
-def test_food101(tmp_path):
+def test_food101_reads_pictures_and_prompts(tmp_path):
     (tmp_path / "meta").mkdir()
     (tmp_path / "meta" / "classes.txt").write_text("apple_pie\nbaby_back_ribs\n")
     (tmp_path / "meta" / "test.txt").write_text("baby_back_ribs/22\napple_pie/11\n")
@@ -335,7 +337,7 @@ def test_food101(tmp_path):
     assert prompts_of(source)["1/0"] == expected
 
 
-def test_dtd(tmp_path):
+def test_dtd_reads_pictures_and_prompts(tmp_path):
     (tmp_path / "labels").mkdir()
     (tmp_path / "labels" / "test1.txt").write_text("dotted/dotted_2.jpg\n")
     write_picture(tmp_path / "images" / "banded" / "banded_1.jpg", 1)
@@ -347,7 +349,7 @@ def test_dtd(tmp_path):
     assert prompts_of(source)["1/0"][0] == "a photo of a dotted texture."
 
 
-def test_flowers(tmp_path):
+def test_flowers_reads_pictures_and_prompts(tmp_path):
     scipy.io.savemat(tmp_path / "imagelabels.mat", {"labels": np.array([[77, 1, 102]], np.uint8)})
     ids = {"trnid": [[1]], "valid": [[2]], "tstid": [[3, 2]]}
     scipy.io.savemat(tmp_path / "setid.mat", {k: np.array(v, np.uint16) for k, v in ids.items()})
@@ -360,7 +362,7 @@ def test_flowers(tmp_path):
     assert prompts_of(source)["0/0"][0] == "a photo of a pink primrose, a type of flower."
 
 
-def test_aircraft(tmp_path):
+def test_aircraft_reads_pictures_and_prompts(tmp_path):
     data = tmp_path / "data"
     write_picture(data / "images" / "0034309.jpg", 1)
     write_picture(data / "images" / "1340192.jpg", 2)
@@ -375,12 +377,12 @@ def test_aircraft(tmp_path):
 
 
 def write_cifar(path, *pictures):
-    """Labels, then the red plane, the green, the blue; of pictures of (labels, colour's number)."""
+    """Writes pictures (labels, colour number): labels, then the red, green and blue planes."""
     planes = ([*labels, *np.repeat(colour(n), 1024)] for labels, n in pictures)
     path.write_bytes(bytes(itertools.chain.from_iterable(planes)))
 
 
-def test_cifar10(tmp_path):
+def test_cifar10_reads_both_splits(tmp_path):
     (tmp_path / "batches.meta.txt").write_text("airplane\nautomobile\nbird\n\n")
     write_cifar(tmp_path / "test_batch.bin", ([2], 1), ([0], 2))
     for n in range(1, 6):
@@ -394,7 +396,7 @@ def test_cifar10(tmp_path):
     assert groups == ["1", "2", "0", "1", "2"] and shows(images[4], 5)
 
 
-def test_cifar100(tmp_path):
+def test_cifar100_reads_fine_labels_and_names_truncated_file(tmp_path):
     (tmp_path / "fine_label_names.txt").write_text("apple\naquarium_fish\n")
     write_cifar(tmp_path / "test.bin", ([0, 1], 3))
     source = datasets.open_dataset("cifar100", tmp_path)
@@ -406,7 +408,7 @@ def test_cifar100(tmp_path):
         next(source.items["image"]())
 
 
-def test_published_prompts_are_whole():
+def test_prompt_templates_are_complete():
     templates = json.loads(datasets.TEMPLATES.read_text())
     sizes = {name: len(listed) for name, listed in templates.items()}
     assert sizes == {"imagenet1k": 80, "food101": 1, "cifar10": 18, "cifar100": 18,
@@ -417,7 +419,7 @@ def test_published_prompts_are_whole():
 # --- others -------------------------------------------------------------------------------------
 
 
-def test_librispeech(tmp_path):
+def test_librispeech_reads_sounds_and_transcripts(tmp_path):
     soundfile = pytest.importorskip("soundfile")
     chapter = tmp_path / "LibriSpeech" / "test-clean" / "61" / "70968"
     chapter.mkdir(parents=True)
@@ -435,7 +437,7 @@ def test_librispeech(tmp_path):
         datasets.open_dataset("librispeech", tmp_path, split="dev-clean")
 
 
-def test_wikitext(tmp_path):
+def test_wikitext_reads_paragraphs(tmp_path):
     text = (
         " \n = Robert <unk> = \n \n He acts . \n He sings . \n \n = = Career = = \n \n In 2000 . \n"
     )
@@ -445,7 +447,7 @@ def test_wikitext(tmp_path):
     assert texts == ["He acts .", "He sings .", "In 2000 ."] and ids == ["4", "5", "9"]
 
 
-def test_skyscript(tmp_path):
+def test_skyscript_reads_pictures_and_captions(tmp_path):
     rows = [("images2/a.jpg", "a road", "a road, and a pond"), ("images3/b.jpg", "a farm", "")]
     path = tmp_path / "SkyScript_test_30K_filtered_by_CLIP_openai.csv"
     with path.open("w", newline="") as file:
@@ -461,7 +463,7 @@ def test_skyscript(tmp_path):
         datasets.open_dataset("skyscript", tmp_path)
 
 
-def test_polyvore(tmp_path):
+def test_polyvore_reads_parquet_files(tmp_path):
     pyarrow = pytest.importorskip("pyarrow")
     parquet = pytest.importorskip("pyarrow.parquet")
     (tmp_path / "data").mkdir()
@@ -485,12 +487,12 @@ def test_polyvore(tmp_path):
         texts[4].load()
 
 
-def test_captions_are_refused_where_a_dataset_has_its_own(tmp_path):
+def test_open_dataset_rejects_captions_for_coco(tmp_path):
     with pytest.raises(checks.InputError, match="captions: coco"):
         datasets.open_dataset("coco", tmp_path, captions=tmp_path / "c.csv")
 
 
-def test_unknown_names_and_places(tmp_path):
+def test_open_dataset_rejects_unknown_names_and_missing_roots(tmp_path):
     with pytest.raises(checks.InputError, match=r"data.* 'mnist'"):
         datasets.open_dataset("mnist", tmp_path)
     with pytest.raises(checks.InputError, match=r"root: .*gone"):

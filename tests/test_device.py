@@ -1,4 +1,4 @@
-"""The table of devices."""
+"""Tests of the device profiles."""
 
 import types
 
@@ -9,7 +9,7 @@ from sotalign_jax.ot import device
 
 
 def described(platform, capability="", stats=None):
-    """Stands for a device of another machine."""
+    """Returns an object with the attributes of a JAX device of another machine."""
     return types.SimpleNamespace(
         platform=platform, compute_capability=capability, memory_stats=lambda: stats
     )
@@ -32,13 +32,13 @@ def described(platform, capability="", stats=None):
         ("tpu", "", device.THREE_PASSES, device.THREE_PASSES, True),
     ],
 )
-def test_profile_of_every_kind_of_device(platform, capability, teacher, others, int8):
+def test_profile_of_every_device_kind(platform, capability, teacher, others, int8):
     found = device.profile(described(platform, capability))
     assert found.teacher == teacher and found.int8 == int8
     assert found.student == found.gradient == found.heads == others
 
 
-def test_memory_is_that_of_the_device():
+def test_profile_memory_is_reported_by_the_device():
     reported = device.profile(described("gpu", "8.0", {"bytes_limit": 12345})).memory
     assert reported == 12345
     for platform in ("gpu", "tpu"):
@@ -48,7 +48,7 @@ def test_memory_is_that_of_the_device():
     assert host > 2**30 and host != device.UNKNOWN_MEMORY
 
 
-def test_compiling_for_ends_with_its_context():
+def test_compiling_for_restores_the_profile():
     before = device.profile()
     with device.compiling_for(device.Profile("cuda 7.5")):
         assert device.profile().name == "cuda 7.5"

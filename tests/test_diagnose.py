@@ -1,4 +1,4 @@
-"""The diagnosis before training, started in this process the way the command line does."""
+"""Tests of the diagnose command, run in this process."""
 
 import csv
 import json
@@ -12,13 +12,13 @@ from small_runs import is_one_line
 from experiments import diagnose
 from sotalign_jax import diagnostics
 
-# ml_collections loads config files by a deprecated call.
+# ml_collections calls the deprecated load_module.
 pytestmark = pytest.mark.filterwarnings("ignore:.*load_module:DeprecationWarning")
 
 
 @pytest.fixture
 def start(files, tmp_path, capsys):
-    """Diagnoses the small files; returns what was printed and how it ended."""
+    """Returns a function that diagnoses the small files."""
 
     def run(*options, workdir=tmp_path / "out"):
         argv = [f"--config={files}/config.py", "--quick", f"--workdir={workdir}"]
@@ -32,7 +32,7 @@ def rows(path):
         return list(csv.DictReader(file))
 
 
-def test_a_diagnosis_prints_and_saves_what_it_found(start, files, tmp_path):
+def test_diagnose_prints_and_saves_its_findings(start, files, tmp_path):
     text, error = start()
     assert error is None
     out = tmp_path / "out"
@@ -56,11 +56,11 @@ def test_a_diagnosis_prints_and_saves_what_it_found(start, files, tmp_path):
         "student": "0.05",
         "teacher": "0.005",
     }
-    # The two views share a latent; their Gaussian features are random directions themselves.
+    # The two views share a latent variable. Gaussian features are themselves random directions.
     assert "YES: as alike as" in text
     assert text.count("is CANNOT TELL (on 30 rows even random directions look like") == 2
 
-    # Again: the same bytes. Another question: the folder is left alone.
+    # A second run writes the same bytes. Another config leaves the folder unchanged.
     before = small_runs.contents(out)
     assert start() == (text, None)
     assert small_runs.contents(out) == before
@@ -70,7 +70,7 @@ def test_a_diagnosis_prints_and_saves_what_it_found(start, files, tmp_path):
     assert json.loads(before["config.json"])["data"]["files"]["x"] == str(files / "x.npy")
 
 
-def test_wrong_pairs_and_a_far_pool_are_told(start, files, tmp_path):
+def test_diagnose_reports_shuffled_pairs_and_far_pool(start, files, tmp_path):
     rng = np.random.default_rng(1)
     np.save(files / "shuffled.npy", np.load(files / "y.npy")[rng.permutation(300)])
     np.save(files / "far.npy", np.abs(rng.normal(size=(200, 10))) + 1)
@@ -83,7 +83,7 @@ def test_wrong_pairs_and_a_far_pool_are_told(start, files, tmp_path):
     assert "pool_x 300 x 12" in text and "pool_y 200 x 10" in text
 
 
-def test_without_unpaired_rows_only_the_encoders_are_judged(start, tmp_path):
+def test_diagnose_without_unpaired_rows_reads_only_encoders(start, tmp_path):
     text, error = start("--config.data.n_pairs=300")
     assert error is None and text.count("NOT MEASURED") == 1 and "plans" in text
     assert not (tmp_path / "out" / "pool.csv").exists()
@@ -91,7 +91,7 @@ def test_without_unpaired_rows_only_the_encoders_are_judged(start, tmp_path):
     assert text.count("## ") == 1
 
 
-def test_mistakes_end_in_one_line_and_leave_nothing(start, files, tmp_path):
+def test_diagnose_rejects_bad_options_and_writes_nothing(start, files, tmp_path):
     np.save(files / "nan.npy", np.full((300, 10), np.nan))
     cases = {
         "--config.data.files.x=gone.npy": "data: files.x: gone.npy: ",
@@ -120,11 +120,11 @@ def test_mistakes_end_in_one_line_and_leave_nothing(start, files, tmp_path):
         (0.141, 1024, "YES"),
         (0.12, 100, "NO"),  # a tenth is chance on a hundred rows
         (0.30, 100, "YES"),
-        (0.40, 30, "CANNOT TELL"),  # by chance a third, and it varies
+        (0.40, 30, "CANNOT TELL"),  # chance is a third, with a large variance
         (0.80, 30, "YES"),
     ],
 )
-def test_encoders_are_judged_by_what_is_above_chance(score, rows, answer):
+def test_read_encoders_compares_with_chance(score, rows, answer):
     reading = diagnose.read_encoders([score], rows)
     assert reading.answer.split(":")[0] == answer
     assert f"{100 * score:.1f} % on {rows:,} pairs" in reading.reason
@@ -140,7 +140,7 @@ def test_encoders_are_judged_by_what_is_above_chance(score, rows, answer):
         (0.12, "AS FAR AS RANDOM (120 % of the way to random directions)"),
     ],
 )
-def test_pools_are_judged_between_noise_and_random_directions(pool, answer):
+def test_read_pool_compares_with_noise_and_random_directions(pool, answer):
     def mean(value, spread):
         return diagnostics.Mean([value - spread, value, value + spread])
 
@@ -151,7 +151,7 @@ def test_pools_are_judged_between_noise_and_random_directions(pool, answer):
     assert diagnose.read_pool({"x": blurred}).answer.startswith(f"x is {told}")
 
 
-def test_plans_are_judged_by_the_chosen_epsilons():
+def test_read_plans_judges_the_chosen_epsilons():
     options = {"epsilon": 0.05, "epsilon_star": 0.001}
 
     def reading(converges):

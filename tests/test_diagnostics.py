@@ -10,7 +10,7 @@ from sotalign_jax.ot import klot as klot_lib
 
 
 def _brute_force(x, y, k, clamp):
-    """Mutual k-NN, sample by sample."""
+    """Computes mutual k-NN with a loop over samples."""
     neighbours = []
     for rows in (x, y):
         rows = rows.astype(np.float64)
@@ -28,7 +28,7 @@ def _brute_force(x, y, k, clamp):
 
 
 def _two_views(rng, n, noise=0.5):
-    """Two encoders of the same samples; one feature is huge and says nothing."""
+    """Returns two views of the same samples. One feature is huge and uninformative."""
     latent = rng.normal(size=(n, 6))
     x = latent @ rng.normal(size=(6, 20)) + noise * rng.normal(size=(n, 20))
     y = latent @ rng.normal(size=(6, 15)) + noise * rng.normal(size=(n, 15))
@@ -38,13 +38,13 @@ def _two_views(rng, n, noise=0.5):
 
 @pytest.mark.parametrize("clamp", [0.95, 0.5, None])
 @pytest.mark.parametrize(("n", "k"), [(1030, 10), (33, 1), (20, 19)])
-def test_mutual_knn_equals_brute_force(x64, rng, n, k, clamp):
+def test_mutual_knn_matches_brute_force(x64, rng, n, k, clamp):
     x, y = _two_views(rng, n)
     got = diagnostics.mutual_knn(x, y, k=k, clamp=clamp)
     assert got == pytest.approx(_brute_force(x, y, k, clamp), abs=1e-12)
 
 
-def test_mutual_knn_of_photographs_equals_brute_force():
+def test_mutual_knn_of_photographs_matches_brute_force():
     sample = data.photographs()
     x, y = sample.image[:300].astype(np.float16), sample.text[:300].astype(np.float16)
     got = diagnostics.mutual_knn(x, y)
@@ -52,7 +52,7 @@ def test_mutual_knn_of_photographs_equals_brute_force():
     assert 0.2 < got < 0.32
 
 
-def test_clamping_tames_a_huge_feature(rng):
+def test_mutual_knn_clamp_limits_a_huge_feature(rng):
     x, y = _two_views(rng, 200, noise=0.1)
     clamped, raw = (diagnostics.mutual_knn(x, y, clamp=c) for c in (0.8, None))
     assert clamped > raw + 0.1
@@ -82,7 +82,7 @@ def test_mutual_knn_of_unrelated_rows_is_chance(rng):
         (np.full((4, 3), np.inf), np.ones((4, 3)), {"k": 1}, "x: row 0 is NaN or inf"),
     ],
 )
-def test_bad_mutual_knn_input(x, y, options, message):
+def test_mutual_knn_rejects_bad_input(x, y, options, message):
     with pytest.raises(checks.InputError, match=message):
         diagnostics.mutual_knn(x, y, **options)
 
@@ -95,7 +95,7 @@ def _unit(x):
 
 
 def _sets(rng, n, m, dim):
-    """Directions around two different means, in lengths that must not matter."""
+    """Returns directions around two means, with norms that must not matter."""
     x = rng.normal(size=(n, dim)) + 0.4
     y = rng.normal(size=(m, dim)) - 0.1
     return x, 3.0 * y
@@ -111,14 +111,14 @@ def _pot(x, y, planes):
     ("n", "m", "dim", "count"),
     [(40, 40, 6, 32), (57, 31, 9, 33), (250, 90, 3, 5), (1, 5, 2, 8)],
 )
-def test_the_distance_is_pots(x64, rng, n, m, dim, count):
+def test_sliced_wasserstein_matches_pot(x64, rng, n, m, dim, count):
     x, y = _sets(rng, n, m, dim)
     planes = ot.sliced.get_projections_sphere(dim, count, seed=3)
     got = diagnostics.sliced_wasserstein(x, y, projections=planes)
     assert got == pytest.approx(_pot(x, y, planes), abs=1e-12)
 
 
-def test_single_precision_and_narrow_rows_are_close_to_pot(rng):
+def test_sliced_wasserstein_in_low_precision_is_close_to_pot(rng):
     x, y = _sets(rng, 300, 200, 16)
     planes = ot.sliced.get_projections_sphere(16, 50, seed=0)
     expected = _pot(x, y, planes)
@@ -128,14 +128,14 @@ def test_single_precision_and_narrow_rows_are_close_to_pot(rng):
     assert narrow == pytest.approx(expected, rel=1e-2)
 
 
-def test_the_circle_has_its_golden_value(x64):
+def test_sliced_wasserstein_on_the_circle_has_golden_value(x64):
     turns = np.array([[0.2, 0.5, 0.8], [0.4, 0.5, 0.7]])
     x, y = (np.stack([np.cos(2 * np.pi * t), np.sin(2 * np.pi * t)], axis=1) for t in turns)
     distance = diagnostics.sliced_wasserstein(x, y, projections=np.eye(2)[None])
     assert distance**2 == pytest.approx(0.0127, abs=1e-12)
 
 
-def test_random_planes_are_orthonormal_and_as_far_apart_as_pots(x64, rng):
+def test_random_planes_are_orthonormal_and_match_pot(x64, rng):
     planes = np.asarray(diagnostics._random_planes(jax.random.key(0), 400, 5))
     gram = np.einsum("pdi,pdj->pij", planes, planes)
     np.testing.assert_allclose(gram, np.broadcast_to(np.eye(2), gram.shape), atol=1e-12)
@@ -145,7 +145,7 @@ def test_random_planes_are_orthonormal_and_as_far_apart_as_pots(x64, rng):
     assert ours != diagnostics.sliced_wasserstein(x, y, projections=2000, seed=1)
 
 
-def test_random_directions_are_uniform():
+def test_random_sphere_is_uniform():
     x = np.asarray(diagnostics._random_sphere(20_000, 3, seed=1))
     np.testing.assert_allclose(np.linalg.norm(x, axis=1), 1, atol=1e-6)
     # Archimedes: each coordinate of a direction in space is uniform in -1..1.
@@ -153,7 +153,7 @@ def test_random_directions_are_uniform():
     np.testing.assert_allclose(deciles, np.linspace(-0.8, 0.8, 9)[:, None].repeat(3, 1), atol=0.03)
 
 
-def test_a_shift_grows_with_the_share_of_random_directions(rng):
+def test_pool_shift_grows_with_the_share_of_random_directions(rng):
     pairs = rng.normal(size=(401, 12)) + 0.5
     fresh = rng.normal(size=(600, 12)) + 0.5
     noise = rng.normal(size=(600, 12))
@@ -165,11 +165,11 @@ def test_a_shift_grows_with_the_share_of_random_directions(rng):
         assert shift.noise < 0.5 * shift.sphere
         shares.append(shift.share)
     assert shares[0] < 0.15 and shares[0] < shares[1] < shares[2]
-    # Squares of what sampling and shift add up: the share is 1 when the pool is the mark itself.
+    # The share is 1 if the pool itself is random directions.
     assert shares[2] == pytest.approx(1.0, abs=0.05)
 
 
-def test_samples_shrink_to_the_smallest_set_and_files_stay_mapped(tmp_path, rng):
+def test_pool_shift_samples_at_most_the_smallest_set(tmp_path, rng):
     np.save(tmp_path / "pool.npy", rng.normal(size=(30, 5)).astype(np.float16))
     pool = np.load(tmp_path / "pool.npy", mmap_mode="r")
     pairs = rng.normal(size=(100, 5))
@@ -177,7 +177,7 @@ def test_samples_shrink_to_the_smallest_set_and_files_stay_mapped(tmp_path, rng)
     assert diagnostics.pool_shift(pairs, pool, repeats=1, projections=10, rows=7).rows == 7
 
 
-def test_repetitions_share_one_program_that_takes_little_memory(compilations):
+def test_pool_shift_compiles_once_and_needs_little_memory(compilations):
     n, dim, count = 4096, 8, 256
     x = np.random.default_rng(0).normal(size=(90, dim))
     diagnostics.pool_shift(x, x + 1, repeats=1, projections=9)
@@ -205,12 +205,12 @@ def test_repetitions_share_one_program_that_takes_little_memory(compilations):
         ),
     ],
 )
-def test_bad_sliced_wasserstein_input(x, y, options, message):
+def test_sliced_wasserstein_rejects_bad_input(x, y, options, message):
     with pytest.raises(checks.InputError, match=message):
         diagnostics.sliced_wasserstein(x, y, **options)
 
 
-def test_bad_repetitions():
+def test_pool_shift_rejects_bad_options():
     x = np.ones((4, 3))
     for name in ("repeats", "rows", "projections"):
         with pytest.raises(checks.InputError, match=rf"{name} .*got 0"):
@@ -224,13 +224,13 @@ def test_bad_repetitions():
 
 @pytest.fixture(scope="module")
 def features():
-    """The CCA teacher's view of unpaired photographs and captions."""
+    """Returns CCA teacher features of unpaired photographs and captions."""
     image, text, _ = data.photographs()
     teacher = teachers.cca(image[:200], text[:200])
     return teacher.x(image[200:350]), teacher.y(text[350:470])
 
 
-def test_convergence_is_that_of_a_training_step(features):
+def test_sinkhorn_convergence_matches_a_training_step(features):
     f, g = features
 
     @jax.jit
@@ -247,7 +247,7 @@ def test_convergence_is_that_of_a_training_step(features):
         assert row.error == pytest.approx(float(plan.error), abs=1e-5)
 
 
-def test_partners_are_the_perplexity_of_the_rows(x64, features):
+def test_sinkhorn_convergence_partners_are_the_row_perplexity(x64, features):
     f, g = (np.asarray(z, np.float64) for z in features)
     epsilons = (1.0, 0.05, 0.01)
     got = diagnostics.sinkhorn_convergence(f, g, epsilons, tolerance=1e-10, max_iterations=5000)
@@ -266,7 +266,7 @@ def test_partners_are_the_perplexity_of_the_rows(x64, features):
     assert got[0].partners > got[1].partners > got[2].partners
 
 
-def test_a_ladder_compiles_once_and_names_its_smallest(features, compilations):
+def test_smallest_epsilon_of_a_ladder_that_compiles_once(features, compilations):
     diagnostics.sinkhorn_convergence(*features, (0.3,), max_iterations=12)
     with compilations() as compiled:
         rows = diagnostics.sinkhorn_convergence(*features, (0.5, 0.05, 0.0002), max_iterations=12)
@@ -289,6 +289,6 @@ def test_a_ladder_compiles_once_and_names_its_smallest(features, compilations):
         (np.ones((4, 3)), {"max_iterations": 0}, r"max_iterations.* 0"),
     ],
 )
-def test_bad_convergence_input(g, options, message):
+def test_sinkhorn_convergence_rejects_bad_input(g, options, message):
     with pytest.raises(checks.InputError, match=message):
         diagnostics.sinkhorn_convergence(np.ones((4, 3)), g, **{"epsilons": (0.1,)} | options)

@@ -1,4 +1,4 @@
-"""One run on several devices and processes, as users start it: kills, restarts, the same result."""
+"""Tests of one run that is killed and resumed on several devices and processes."""
 
 import json
 import os
@@ -12,7 +12,7 @@ import small_runs
 from experiments import main
 
 STEPS = 24
-"""Enough to kill a run in the middle, however late this process notices where it is."""
+"""Enough steps to kill a run in the middle, even if this process polls slowly."""
 
 
 @pytest.fixture(scope="module")
@@ -22,7 +22,7 @@ def files(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def start(files):
-    """Starts one process; all share compiled programs."""
+    """Returns a function that starts one process. All share a compilation cache."""
 
     def popen(workdir, *options, devices=1):
         count = f" --xla_force_host_platform_device_count={devices}" if devices > 1 else ""
@@ -41,7 +41,7 @@ def start(files):
 
 @pytest.fixture(scope="module")
 def two(start):
-    """Starts two processes that make one run."""
+    """Returns a function that starts the two processes of one run."""
 
     def popen(workdir, *options):
         with socket.socket() as free:
@@ -55,14 +55,14 @@ def two(start):
 
 @pytest.fixture(scope="module")
 def reference(start, tmp_path_factory):
-    """An uninterrupted run on one device."""
+    """Returns the folder of an uninterrupted run on one device."""
     folder = tmp_path_factory.mktemp("one") / "run"
     finish(start(folder))
     return folder
 
 
 def finish(*processes):
-    """Waits for processes that end well; what they printed."""
+    """Waits until the processes exit with status 0. Returns their outputs."""
     ended = [process.communicate() for process in processes]
     for process, (_, err) in zip(processes, ended, strict=True):
         assert process.returncode == 0, err
@@ -70,14 +70,14 @@ def finish(*processes):
 
 
 def last_step(workdir):
-    """The step of the newest checkpoint, 0 if there is none."""
+    """Returns the step of the newest checkpoint, or 0."""
     folder = workdir / "checkpoints"
     names = os.listdir(folder) if folder.exists() else []
     return max((int(name) for name in names if name.isdigit()), default=0)
 
 
 def kill_after(process, workdir, step):
-    """Kills a process once there is a checkpoint of `step` or a later one."""
+    """Kills a process once a checkpoint of `step` or later exists."""
     while last_step(workdir) < step:
         assert process.poll() is None, process.communicate()[1]
         time.sleep(0.005)
@@ -103,27 +103,27 @@ def assert_same_result(workdir, reference):
 
 
 @pytest.mark.slow
-def test_killed_and_continued_on_other_devices_it_ends_the_same(start, two, reference, tmp_path):
+def test_main_resumes_identically_on_other_devices_and_processes(start, two, reference, tmp_path):
     run, one = tmp_path / "run", tmp_path / "one"
-    # On two processes: when one is killed, the other ends within --patience, and not well.
+    # Two processes: after one is killed, the other exits with an error within --patience.
     first, second = two(run, "--patience=20")
     try:
         kill_after(second, run, 3)
-        _, err = first.communicate(timeout=300)  # no limit but against waiting for ever
+        _, err = first.communicate(timeout=300)  # only guards against waiting forever
     finally:
         first.kill()
     assert first.returncode != 0, err
-    # On eight devices, killed again.
+    # Resume on eight devices and kill again.
     kill_after(start(run, devices=8), run, last_step(run) + 3)
-    # To the end on one device,
+    # Resume on one device until the end.
     shutil.copytree(run, one)
     finish(start(one, "--config.mesh=1", "--config.on_device=false"))
     assert_same_result(one, reference)
-    # and on two processes, of which the first talks.
+    # Resume on two processes. Only the first one prints.
     talk, silence = finish(*two(run))
     assert "R@1" in talk and "R@1" not in silence
     assert_same_result(run, reference)
-    # What only the first looks at, and refuses, ends both in one line.
+    # A config that the first process rejects ends both with a one-line error.
     before = small_runs.contents(run)
     for process in two(run, "--config.train.learning_rate=1"):
         _, err = process.communicate()
@@ -132,7 +132,7 @@ def test_killed_and_continued_on_other_devices_it_ends_the_same(start, two, refe
     assert small_runs.contents(run) == before
 
 
-@pytest.mark.filterwarnings("ignore:.*load_module:DeprecationWarning")  # how configs are read
+@pytest.mark.filterwarnings("ignore:.*load_module:DeprecationWarning")  # from ml_collections
 @pytest.mark.parametrize(
     ("options", "name"),
     [
@@ -144,7 +144,7 @@ def test_killed_and_continued_on_other_devices_it_ends_the_same(start, two, refe
         (["--coordinator=auto"], "coordinator"),  # there is no cluster to ask
     ],
 )
-def test_flags_of_processes_belong_together(files, tmp_path, capsys, options, name):
+def test_main_rejects_inconsistent_process_flags(files, tmp_path, capsys, options, name):
     given = [f"--config={files}/config.py", f"--workdir={tmp_path}/run", *options]
     _, error = small_runs.start(main, given, capsys)
     assert small_runs.is_one_line(error) and error.startswith(f"error: {name}: "), error

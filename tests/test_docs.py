@@ -1,7 +1,7 @@
-"""Everything that README, docs and examples tell people to type.
+"""Tests of all code and commands in README, docs and examples.
 
-Python is run as it stands, up to the `SMALLER` numbers below. Of every command, flags, values and
-config files are checked, and a test starts it with small files and settings: see `STARTED_BY`.
+Python blocks run unchanged, except for the `SMALLER` numbers below. The flags, values and config
+files of every command are checked, and a test starts it with small files (`STARTED_BY`).
 """
 
 import ast
@@ -43,7 +43,7 @@ SMALLER = {
 }
 """Replacements that make the code of the pages faster. Every line still runs."""
 TOOLS = {"pip", "python", "python3", "source", "bash", "pytest", "mkdocs", "apt-get", "cd", "git"}
-"""Commands that are not ours."""
+"""Third-party commands."""
 
 
 def blocks(page: pathlib.Path, language: str) -> list[str]:
@@ -76,14 +76,14 @@ PACKAGES = {"deploy": ("faiss", "onnx", "onnxruntime", "qdrant_client")}
 
 
 @pytest.mark.parametrize("page", WITH_PYTHON, ids=lambda page: page.stem)
-def test_python_of_a_page_runs_from_top_to_bottom(page):
+def test_python_blocks_of_each_page_run(page):
     for package in PACKAGES.get(page.stem, ()):
         pytest.importorskip(package, reason="needs the extra 'test'")
     run_python([part for part in blocks(page, "python") if "--8<--" not in part], page.name)
 
 
-def test_unpaired_rows_on_one_side():
-    """`examples/one_sided.py` with few rows, two steps and a smaller gallery."""
+def test_one_sided_example_runs():
+    """Runs `examples/one_sided.py` with few rows, two steps and a smaller gallery."""
     code = (ROOT / "examples" / "one_sided.py").read_text()
     for here, there in {
         "300, 5000, 3": "40, 200, 1",
@@ -101,7 +101,7 @@ def test_examples_run(name, capsys):
     assert len(capsys.readouterr().out.splitlines()) >= 1
 
 
-def test_the_notebook_runs_and_keeps_its_outputs():
+def test_notebook_runs_and_keeps_its_outputs():
     notebook = json.loads((ROOT / "examples" / "align.ipynb").read_text())
     cells = [cell for cell in notebook["cells"] if cell["cell_type"] == "code"]
     run_python(["".join(cell["source"]) for cell in cells], "align.ipynb")
@@ -114,7 +114,7 @@ def test_the_notebook_runs_and_keeps_its_outputs():
 
 
 def commands(text: str) -> list[list[str]]:
-    """Words of each command; what stands before `&&` is a command of its own."""
+    """Splits a script into commands, also at `&&`, and each command into words."""
     joined = text.replace("\\\n", " ")
     lines = [part for line in joined.splitlines() for part in line.split(" && ")]
     return [words for line in lines if (words := shlex.split(line, comments=True))]
@@ -133,7 +133,7 @@ def documented() -> list[tuple[str, list[str]]]:
 
 
 def check_config(options: dict[str, str]) -> None:
-    """The config file exists and knows every setting that is changed."""
+    """Checks that the config file exists and has every changed setting."""
     file, _, switches = options.pop("config", "").partition(":")
     if not file:
         return
@@ -157,13 +157,13 @@ for name in sys.argv[1:]:
         for flag in flags.FLAGS.get_key_flags_for_module(name)
     }
     for flag in list(flags.FLAGS.flags_by_module_dict().get(name, [])):
-        delattr(flags.FLAGS, flag.name)  # the next command may have one of the same name
+        delattr(flags.FLAGS, flag.name)  # the next command may define a flag of the same name
 print(json.dumps(found))
 """
 
 
 def flags_of(modules: set[str]) -> dict[str, dict[str, list[str] | None]]:
-    """The flags of commands, with the values of those that have a few."""
+    """Returns the flags of each command, with the allowed values of enum flags."""
     done = subprocess.run(
         [sys.executable, "-c", FLAGS_OF, *sorted(modules)],
         cwd=ROOT,
@@ -197,7 +197,7 @@ def is_ours(words: list[str]) -> bool:
 
 
 @pytest.mark.filterwarnings("ignore:JAXopt:DeprecationWarning")  # ott-jax imports it
-def test_commands_have_the_flags_that_are_typed(capsys):
+def test_documented_commands_use_existing_flags(capsys):
     typed = [(page, w[2].replace("extract", "extract.__main__"), w) for page, w in documented()
              if is_ours(w)]  # fmt: skip
     assert len(typed) > 20
@@ -212,7 +212,7 @@ def test_commands_have_the_flags_that_are_typed(capsys):
             raise AssertionError(f"{page}: {shlex.join(words)}: {error}") from error
 
 
-def test_other_commands_name_what_exists():
+def test_documented_shell_commands_name_existing_extras_and_files():
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     for page, words in documented():
         if is_ours(words):
@@ -228,44 +228,46 @@ def test_other_commands_name_what_exists():
 
 STARTED_BY = {
     "experiments.main --config=experiments/configs/quickstart.py --workdir=runs/quickstart": (
-        "test_docs.py::test_the_main_job"
+        "test_docs.py::test_readme_quickstart_command_writes_report"
     ),
     "experiments.main --config=experiments/configs/quickstart.py --config.data.name=speech": (
         "test_docs.py::test_documented_runs_resolve"
     ),
     "experiments.main --config=experiments/configs/quickstart.py --workdir=/shared/run": (
-        "test_distributed.py::test_killed_and_continued_on_other_devices_it_ends_the_same"
+        "test_distributed.py::test_main_resumes_identically_on_other_devices_and_processes"
     ),
     "experiments.main --config=experiments/configs/compare.py": (
         "test_docs.py::test_documented_runs_resolve"
     ),
     "experiments.main --config=experiments/configs/files.py:from=$out": (
-        "test_docs.py::test_from_a_folder_of_pictures_to_a_search_page"
+        "test_docs.py::test_picture_folder_example_runs"
     ),
-    "experiments.main --config=experiments/configs/files.py": "test_docs.py::test_your_own_files",
-    "experiments.diagnose": "test_diagnose.py::test_a_diagnosis_prints_and_saves_what_it_found",
-    "experiments.tune": "test_tune.py::test_the_best_on_validation_is_chosen_and_tested",
-    "experiments.recipes": "test_recipes.py::test_recipes_print_a_table_for_each_score_and_resume",
-    "experiments.reproduce --list": "test_reproduce.py::test_list_fits_a_terminal",
-    "experiments.extract": "test_docs.py::test_from_a_folder_of_pictures_to_a_search_page",
-    "experiments.pair --x=emb/food": "test_extract.py::test_zero_shot_from_pictures_and_class",
-    "experiments.pair": "test_docs.py::test_from_a_folder_of_pictures_to_a_search_page",
-    "experiments.search": "test_docs.py::test_from_a_folder_of_pictures_to_a_search_page",
-    "experiments.serve": "test_docs.py::test_from_a_folder_of_pictures_to_a_search_page",
-    "benchmarks.gradient --sweep": "test_benchmarks.py::test_sweep_records_what_is_too_large",
-    "benchmarks.gradient": "test_benchmarks.py::test_headline_compares_with_ott_at_one_error",
-    "benchmarks.convergence": "test_benchmarks.py::test_convergence",
-    "benchmarks.train_step": "test_benchmarks.py::test_train_step",
-    "tests.fuzz": "test_fuzz.py::test_a_problem_is_the_same_again_and_findings_end",
-    "benchmarks.compile": "test_model.py::test_main_compiles",
+    "experiments.main --config=experiments/configs/files.py": (
+        "test_docs.py::test_guide_commands_run_on_small_files"
+    ),
+    "experiments.diagnose": "test_diagnose.py::test_diagnose_prints_and_saves_its_findings",
+    "experiments.tune": "test_tune.py::test_tune_chooses_best_on_validation_and_tests_it",
+    "experiments.recipes": "test_recipes.py::test_recipes_print_a_table_per_score_and_resume",
+    "experiments.reproduce --list": "test_reproduce.py::test_reproduce_list_fits_a_terminal",
+    "experiments.extract": "test_docs.py::test_picture_folder_example_runs",
+    "experiments.pair --x=emb/food": "test_extract.py::test_join_zero_shot_writes_evaluable_task",
+    "experiments.pair": "test_docs.py::test_picture_folder_example_runs",
+    "experiments.search": "test_docs.py::test_picture_folder_example_runs",
+    "experiments.serve": "test_docs.py::test_picture_folder_example_runs",
+    "benchmarks.gradient --sweep": "test_benchmarks.py::test_gradient_sweep_records_bad_arms",
+    "benchmarks.gradient": "test_benchmarks.py::test_gradient_headline_compares_with_ott",
+    "benchmarks.convergence": "test_benchmarks.py::test_convergence_main_writes_tables",
+    "benchmarks.train_step": "test_benchmarks.py::test_train_step_main_times_ours_and_ott",
+    "tests.fuzz": "test_fuzz.py::test_fuzz_is_deterministic_and_exits_with_one_on_findings",
+    "benchmarks.compile": "test_model.py::test_main_compiles_for_absent_devices",
     "benchmarks.model": "test_model.py::test_main_writes_every_table",
 }
-"""By how a command begins, the test that starts it; the first that fits counts."""
+"""Maps the beginning of a command to the test that starts it. The first match counts."""
 NOT_STARTED = {"benchmarks.precision": "compiles for a minute even with --quick"}
-"""Commands of which only the flags are checked, and why."""
+"""Commands that no test starts, with the reason. Only their flags are checked."""
 
 
-def test_every_command_is_started_by_a_test():
+def test_every_documented_command_is_started_by_a_test():
     for page, words in documented():
         if is_ours(words) and words[2] not in NOT_STARTED:
             typed = " ".join(words[2:])
@@ -288,8 +290,8 @@ def run_command(words: list[str], capsys: pytest.CaptureFixture[str]) -> str:
 
 
 @pytest.mark.filterwarnings("ignore:.*load_module:DeprecationWarning")  # ml_collections
-def test_your_own_files(tmp_path, capsys):
-    """The commands of "Your own arrays" on small files, with `smoke` settings and CCA alone."""
+def test_guide_commands_run_on_small_files(tmp_path, capsys):
+    """Runs the guide's commands on small files, with `smoke` settings and only CCA."""
     small_runs.write_files(tmp_path)
     by_name, by_folder = (
         words for page, words in documented() if page == "arrays.md" and "experiments.main" in words
@@ -305,8 +307,8 @@ def test_your_own_files(tmp_path, capsys):
 
 
 @pytest.mark.filterwarnings("ignore:.*load_module:DeprecationWarning")  # ml_collections
-def test_the_main_job(tmp_path, capsys):
-    """README's first command with `smoke` settings, and the teacher alone."""
+def test_readme_quickstart_command_writes_report(tmp_path, capsys):
+    """Runs the README's first command with `smoke` settings and only CCA."""
     quickstart = next(w for _, w in documented() if "--workdir=runs/quickstart" in w)
     assert "What cca-seed0 finds" in run_command(quickstart, capsys)
     page = (tmp_path / "runs" / "quickstart" / "report.html").read_text()
@@ -327,7 +329,7 @@ COLOURS = {"red": (220, 30, 30), "green": (30, 200, 40), "blue": (30, 40, 220)}
 
 
 def write_pictures(folder: pathlib.Path) -> None:
-    """PICTURES with squares of three colours, and captions.csv for two thirds of them."""
+    """Writes PICTURES with squares of three colours, and captions.csv for two thirds of them."""
     rng = np.random.default_rng(0)
     (folder / "PICTURES" / "sub").mkdir(parents=True)
     captions = [("file", "caption")]
@@ -342,8 +344,8 @@ def write_pictures(folder: pathlib.Path) -> None:
         csv.writer(file).writerows(captions)
 
 
-def test_from_a_folder_of_pictures_to_a_search_page(tmp_path):
-    """`examples/picture_folder.sh`, searches, Python and the live page, with toy encoders."""
+def test_picture_folder_example_runs(tmp_path):
+    """Runs `picture_folder.sh`, searches, docs/search.md and the server with toy encoders."""
     write_pictures(tmp_path)
     python = tmp_path / "bin" / "python"
     python.parent.mkdir()
@@ -368,7 +370,9 @@ def test_from_a_folder_of_pictures_to_a_search_page(tmp_path):
 
     again = next(words for _, words in documented() if "--page=runs/pictures/bird.html" in words)
     done = run(*[word.replace("a bird", "a blue square") for word in again])
-    assert done.stdout.count("blue") == 10 and "image rows" not in done.stderr  # embedded before
+    assert (
+        done.stdout.count("blue") == 10 and "image rows" not in done.stderr
+    )  # the pictures are embedded already
     assert (out / "bird.html").read_text().count("data:image/jpeg") == 10
     model = next(word for word in again if word.startswith("--model="))
     picture = ["--query_image=PICTURES/green0.png", "--texts=captions.csv", "--top=1"]

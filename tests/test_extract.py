@@ -1,4 +1,4 @@
-"""Extraction: what is written, what is skipped, and what a kill or a full disk leaves."""
+"""Tests of extraction: output, skipped items, kills, full disks and the commands."""
 
 import json
 import os
@@ -49,7 +49,7 @@ def run(root, out, *, modality="image", encoder=None, captions=None, **options):
 
 
 def leave_unfinished(root, out):
-    """Leaves a folder as a full disk does: the first shards of 6 items fit, the others do not."""
+    """Extracts under a file size limit that only the first shards of 6 items fit."""
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (4000, before[1]))
     try:
@@ -63,10 +63,10 @@ def jsonl(path):
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
-# --- what is written ----------------------------------------------------------------------------
+# --- output -------------------------------------------------------------------------------------
 
 
-def test_rows_are_the_encoders_in_order(pictures, tmp_path, capfd):
+def test_extract_writes_encoder_rows_in_order(pictures, tmp_path, capfd):
     metadata = run(pictures, tmp_path / "out", shard_size=7, dtype="float32")
     source = datasets.open_dataset("folder", pictures)
     encoder = toy_encoders.Toy()
@@ -87,7 +87,7 @@ def test_rows_are_the_encoders_in_order(pictures, tmp_path, capfd):
     )
 
 
-def test_shards_and_threads_change_nothing(pictures, tmp_path):
+def test_extract_is_independent_of_shards_and_threads(pictures, tmp_path):
     for number, (shard_size, workers) in enumerate([(1000, 1), (7, 5), (60, 2)]):
         run(pictures, tmp_path / f"{number}", shard_size=shard_size, workers=workers)
     for name in NAMES[:4]:
@@ -95,7 +95,7 @@ def test_shards_and_threads_change_nothing(pictures, tmp_path):
         assert len(contents) == 1, name
 
 
-def test_texts_come_back_in_order_though_batched_by_length(pictures, tmp_path):
+def test_extract_keeps_text_order_despite_length_batching(pictures, tmp_path):
     run(pictures, tmp_path / "out", modality="text", dtype="float32")
     encoder = toy_encoders.Toy("text")
     first = (pictures / "000.txt").read_text().strip()
@@ -104,30 +104,30 @@ def test_texts_come_back_in_order_though_batched_by_length(pictures, tmp_path):
     assert loaded.origins[0] == extraction.Row("000.png#0", "000.png", first)
 
 
-def test_no_more_than_two_batches_wait(pictures, tmp_path):
+def test_extract_queues_at_most_two_batches(pictures, tmp_path):
     encoder = toy_encoders.Toy(batch_size=5)
     run(pictures, tmp_path / "out", encoder=encoder, workers=2)
     assert encoder.prepared == 60 and encoder.most_waiting <= 2 * 5 + 5
 
 
-def test_a_finished_folder_is_left_alone(pictures, tmp_path):
+def test_extract_leaves_finished_folder_unchanged(pictures, tmp_path):
     run(pictures, tmp_path / "out")
     before = small_runs.contents(tmp_path / "out")
-    (tmp_path / "out" / "progress.json").write_text("{}")  # a kill can leave it behind
+    (tmp_path / "out" / "progress.json").write_text("{}")  # a kill can leave this file
     encoder = toy_encoders.Toy()
     run(pictures, tmp_path / "out", encoder=encoder)
     assert small_runs.contents(tmp_path / "out") == before and encoder.embedded == 0
     assert not (tmp_path / "out" / "progress.json").exists()
 
 
-def test_a_limit_takes_the_first(pictures, tmp_path):
+def test_extract_limit_takes_the_first_items(pictures, tmp_path):
     assert run(pictures, tmp_path / "out", limit=9)["count"] == 9
 
 
-# --- what is skipped ----------------------------------------------------------------------------
+# --- skipped items ------------------------------------------------------------------------------
 
 
-def test_bad_items_are_skipped_and_listed(tmp_path):
+def test_extract_skips_and_lists_bad_items(tmp_path):
     folder = write_pictures(tmp_path / "pictures", 5)
     (folder / "001.png").write_bytes((folder / "001.png").read_bytes()[:60])  # cut short
     (folder / "002.png").write_text("no picture at all")
@@ -142,14 +142,14 @@ def test_bad_items_are_skipped_and_listed(tmp_path):
     lost = jsonl(tmp_path / "text" / "skipped.jsonl")
     assert [row["id"] for row in lost] == ["003.png#0", "004.png#0"]
     assert "No such file" in lost[0]["reason"] and lost[1]["reason"] == "is empty"
-    # What is left in both still matches.
+    # The remaining rows of both sides still match.
     x, y = (extraction.load(tmp_path / side) for side in ("image", "text"))
     extraction.write(tmp_path, extraction.join("test", x, y), x, y)
     assert np.load(tmp_path / "test_x.npy").shape == (1, 64)
     np.testing.assert_array_equal(np.load(tmp_path / "test_x.npy")[0], x.rows[0])
 
 
-def test_of_equal_ids_the_first_is_kept(tmp_path):
+def test_extract_keeps_the_first_of_equal_ids(tmp_path):
     texts = [items.Item(name, name, f"text {n}") for n, name in enumerate("abacb")]
     metadata = extraction.extract(
         items.Source({"text": lambda: iter(texts)}), toy_encoders.Toy("text"), tmp_path / "out",
@@ -164,7 +164,7 @@ def test_of_equal_ids_the_first_is_kept(tmp_path):
     assert reasons == {("a", told), ("b", told)}
 
 
-def test_what_float16_cannot_hold_is_skipped(pictures, tmp_path):
+def test_extract_rejects_rows_beyond_float16_range(pictures, tmp_path):
     huge = toy_encoders.Toy(scale=1e6)
     with pytest.raises(checks.InputError, match=r"data: .*float16"):
         run(pictures, tmp_path / "half", encoder=huge)
@@ -173,7 +173,7 @@ def test_what_float16_cannot_hold_is_skipped(pictures, tmp_path):
         run(pictures, tmp_path / "zero", encoder=toy_encoders.Toy(scale=0.0))
 
 
-def test_a_missing_package_is_no_fault_of_the_items(tmp_path, monkeypatch):
+def test_extract_without_soundfile_names_the_extra(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "soundfile", None)
     sound = items.Item("a", "a", tmp_path / "a.flac", items.sound)
     source = items.Source({"audio": lambda: iter([sound])})
@@ -181,22 +181,22 @@ def test_a_missing_package_is_no_fault_of_the_items(tmp_path, monkeypatch):
         extraction.extract(source, toy_encoders.Toy("audio"), tmp_path / "out", data={})
 
 
-def test_an_empty_folder(tmp_path):
+def test_extract_rejects_empty_folder(tmp_path):
     (tmp_path / "empty").mkdir()
     with pytest.raises(checks.InputError, match=r"data: .*--root"):
         run(tmp_path / "empty", tmp_path / "out")
     assert not (tmp_path / "out").exists()
 
 
-def test_an_encoder_of_another_modality(pictures, tmp_path):
+def test_extract_rejects_encoder_of_another_modality(pictures, tmp_path):
     with pytest.raises(checks.InputError, match=r"encoder: .*audio"):
         run(pictures, tmp_path / "out", modality="audio")
 
 
-# --- what is refused ----------------------------------------------------------------------------
+# --- rejected folders ---------------------------------------------------------------------------
 
 
-def test_other_options_leave_a_folder_alone(pictures, tmp_path):
+def test_extract_with_other_options_leaves_folder_unchanged(pictures, tmp_path):
     run(pictures, tmp_path / "out")
     before = small_runs.contents(tmp_path / "out")
     for options in ({"dtype": "float32"}, {"limit": 5}, {"encoder": toy_encoders.Toy(name="b")}):
@@ -206,7 +206,7 @@ def test_other_options_leave_a_folder_alone(pictures, tmp_path):
 
 
 def replace_picture(path):
-    """Another picture of the same size in bytes; the old one's modification time counts too."""
+    """Changes the content of a file, but not its size, and advances its modification time."""
     before = path.stat()
     content = bytearray(path.read_bytes())
     content[-20] ^= 1
@@ -226,7 +226,7 @@ CHANGES = {
 
 @pytest.mark.parametrize("begin", [run, leave_unfinished])
 @pytest.mark.parametrize(("change", "told"), CHANGES.values(), ids=CHANGES)
-def test_a_changed_picture_is_noticed(tmp_path, change, told, begin):
+def test_extract_detects_changed_pictures(tmp_path, change, told, begin):
     folder, out = write_pictures(tmp_path / "pictures", 41), tmp_path / "out"
     begin(folder, out, **({"shard_size": 6} if begin is run else {}))
     before = small_runs.contents(out)
@@ -239,7 +239,7 @@ def test_a_changed_picture_is_noticed(tmp_path, change, told, begin):
     assert small_runs.contents(out) == before
 
 
-def test_a_changed_caption_is_noticed(tmp_path):
+def test_extract_detects_changed_captions(tmp_path):
     folder, captions = write_pictures(tmp_path / "pictures", 2), tmp_path / "captions.csv"
     captions.write_text("file,caption\n000.png,A dog.\n001.png,A cat.\n")
     run(folder, tmp_path / "out", modality="text", captions=captions)
@@ -252,10 +252,10 @@ def test_a_changed_caption_is_noticed(tmp_path):
         run(folder, tmp_path / "beside", modality="text")
 
 
-def test_files_written_again_with_the_same_content_are_the_same(tmp_path):
+def test_extract_accepts_touched_files_of_equal_content(tmp_path):
     folder = write_pictures(tmp_path / "pictures", 4)
     (folder / "002.png").unlink()
-    (folder / "002.png").symlink_to("gone.png")  # skipped, now and then
+    (folder / "002.png").symlink_to("gone.png")  # skipped in both runs
     run(folder, tmp_path / "out")
     for path in folder.glob("*"):
         if path.exists():
@@ -263,13 +263,13 @@ def test_files_written_again_with_the_same_content_are_the_same(tmp_path):
     assert run(folder, tmp_path / "out")["count"] == 3
 
 
-def test_a_folder_of_other_things_is_not_touched(pictures, tmp_path):
+def test_extract_rejects_folder_with_other_files(pictures, tmp_path):
     (tmp_path / "thesis.tex").write_text("dear to me")
     with pytest.raises(checks.InputError, match=r"workdir: .*thesis.tex"):
         run(pictures, tmp_path)
 
 
-def test_one_process_a_folder(pictures, tmp_path):
+def test_extract_rejects_folder_in_use(pictures, tmp_path):
     run(pictures, tmp_path / "out")
     (tmp_path / "out" / "metadata.json").unlink()
     with (
@@ -279,14 +279,14 @@ def test_one_process_a_folder(pictures, tmp_path):
         run(pictures, tmp_path / "out")
 
 
-def test_a_file_cut_short_is_named(pictures, tmp_path):
+def test_extract_names_truncated_file(pictures, tmp_path):
     leave_unfinished(pictures, tmp_path / "out")
     (tmp_path / "out" / "embeddings.npy").write_bytes(b"cut")
     with pytest.raises(checks.InputError, match=r"workdir: .*embeddings.npy"):
         run(pictures, tmp_path / "out", shard_size=6)
 
 
-def test_unfinished_and_damaged_folders_are_not_loaded(pictures, tmp_path):
+def test_load_rejects_unfinished_and_damaged_folders(pictures, tmp_path):
     with pytest.raises(checks.InputError, match=r"check the path"):
         extraction.load(tmp_path)
     leave_unfinished(pictures, tmp_path / "out")
@@ -302,7 +302,7 @@ def test_unfinished_and_damaged_folders_are_not_loaded(pictures, tmp_path):
 
 
 def kill(pictures, out, sign, at):
-    """Extracts in a process of its own that gets a signal at item `at`; what it wrote on stderr."""
+    """Extracts in its own process, which gets `sign` at item `at`. Returns its stderr."""
     program = str(ROOT / "tests" / "toy_encoders.py")
     options = {"root": pictures, "out": out, "sign": int(sign), "at": at}
     process = subprocess.run(
@@ -334,21 +334,19 @@ def shards(out):
     return workdir.read_json(out / "progress.json")["items"] / 6
 
 
-def test_a_run_killed_again_and_again_leaves_the_same_bytes(
-    pictures, uninterrupted, tmp_path, capfd
-):
+def test_extract_killed_repeatedly_writes_identical_bytes(pictures, uninterrupted, tmp_path, capfd):
     out = tmp_path / "out"
-    for at, saved in ((15, 2), (40, 8)):  # the second counts from where the first stopped
+    for at, saved in ((15, 2), (40, 8)):  # `at` counts from the last saved item
         kill(pictures, out, signal.SIGKILL, at)
         assert shards(out) == saved and not (out / "metadata.json").exists()
     with (out / "inputs.jsonl").open("ab") as file:
         file.write(b'{"id": "half a li')
     run(pictures, out, shard_size=6)
-    assert capfd.readouterr().err.startswith("extract: 54/60")  # the rest was embedded before
+    assert capfd.readouterr().err.startswith("extract: 54/60")  # resumes after the saved shards
     assert same(out, uninterrupted)
 
 
-def test_a_full_disk_loses_nothing(pictures, uninterrupted, tmp_path):
+def test_extract_resumes_after_full_disk(pictures, uninterrupted, tmp_path):
     for _ in range(2):
         leave_unfinished(pictures, tmp_path / "out")
         saved = int(6 * shards(tmp_path / "out"))
@@ -358,7 +356,7 @@ def test_a_full_disk_loses_nothing(pictures, uninterrupted, tmp_path):
     assert encoder.embedded == 60 - saved and same(tmp_path / "out", uninterrupted)
 
 
-def test_a_polite_end_is_one_line(pictures, tmp_path):
+def test_extract_on_sigterm_ends_in_one_line(pictures, tmp_path):
     told = kill(pictures, tmp_path / "out", signal.SIGTERM, 14)
     assert "Traceback" not in told and shards(tmp_path / "out") == 2
     assert told.splitlines()[-1].startswith("interrupted: ")
@@ -382,7 +380,7 @@ def smoke_run(folder, arrays, x, y):
     return one
 
 
-def test_files_go_straight_into_training(pictures, tmp_path):
+def test_join_split_writes_files_for_training(pictures, tmp_path):
     x, y = extracted(pictures, tmp_path)
     one = smoke_run(tmp_path / "files", extraction.join("split", x, y, val=0.2), x, y)
     summary = run_lib.load_dataset(one).summary()
@@ -391,7 +389,7 @@ def test_files_go_straight_into_training(pictures, tmp_path):
 
 
 def write_food(root):
-    """Food-101's layout: five classes, a colour each."""
+    """Writes a tree like Food-101's, with five classes of one colour each."""
     classes = ["apple_pie", "beet_salad", "carrot_cake", "dumplings", "edamame"]
     (root / "meta").mkdir(parents=True)
     (root / "meta" / "classes.txt").write_text("\n".join(classes))
@@ -405,7 +403,7 @@ def write_food(root):
     return root
 
 
-def test_zero_shot_from_pictures_and_class_names_to_accuracy(pictures, tmp_path):
+def test_join_zero_shot_writes_evaluable_task(pictures, tmp_path):
     food = datasets.open_dataset("food101", write_food(tmp_path / "food"))
     for modality in ("image", "text"):
         extraction.extract(food, toy_encoders.Toy(modality), tmp_path / "food" / modality, data={})
@@ -433,7 +431,7 @@ def embeddings(origins, rows=None):
     return extraction.Embeddings(rows, [extraction.Row(*o) for o in origins], {"encoder": {}})
 
 
-def test_captions_find_their_pictures():
+def test_match_pairs_captions_with_their_pictures():
     x = embeddings([("p", "p"), ("lonely", "lonely"), ("q", "q")])
     y = embeddings([("q#0", "q"), ("p#0", "p"), ("gone#0", "gone"), ("q#1", "q")])
     found = [rows.tolist() for rows in extraction.match(x, y)]
@@ -444,7 +442,7 @@ def test_captions_find_their_pictures():
         extraction.match(x, embeddings([("z#0", "z")]))
 
 
-def test_rows_without_a_partner_become_pools():
+def test_join_puts_rows_without_partner_into_pools():
     x = embeddings([("p", "p"), ("lonely", "lonely"), ("q", "q")])
     y = embeddings([("q#0", "q"), ("p#0", "p"), ("gone#0", "gone"), ("q#1", "q")])
     rows = {name: array.chosen.tolist() for name, array in extraction.join("train", x, y).items()}
@@ -455,7 +453,7 @@ def test_rows_without_a_partner_become_pools():
     assert "unpaired_x" not in paired and "unpaired_y" in paired
 
 
-def test_splits_keep_a_picture_and_its_captions_together():
+def test_join_split_keeps_captions_with_their_picture():
     x = embeddings([(f"{n}", f"{n}") for n in range(50)])
     y = embeddings([(f"{n}#{k}", f"{n}") for n in range(50) for k in range(1 + n % 3)])
     arrays = extraction.join("split", x, y, val=0.2, test=0.3, seed=1)
@@ -472,11 +470,11 @@ def test_splits_keep_a_picture_and_its_captions_together():
         extraction.join("split", x, y, val=0.5, test=0.5)
 
 
-def test_splits_keep_equal_pictures_and_captions_together():
+def test_join_split_keeps_equal_pictures_and_captions_together():
     rng = np.random.default_rng(0)
     x = embeddings([(f"{n}", f"{n}") for n in range(60)], rng.normal(size=(60, 4)))
     y = embeddings([(f"{n}#0", f"{n}") for n in range(60)], rng.normal(size=(60, 3)))
-    x.rows[30:40], y.rows[40:50] = x.rows[:10], y.rows[10:20]  # copies, captioned alike
+    x.rows[30:40], y.rows[40:50] = x.rows[:10], y.rows[10:20]  # copies of pictures and of captions
     for seed in range(3):
         arrays = extraction.join("split", x, y, val=0.2, test=0.3, seed=seed)
         parts = [set(arrays[f"{name}x"].chosen.tolist()) for name in ("", "val_", "test_")]
@@ -485,7 +483,7 @@ def test_splits_keep_equal_pictures_and_captions_together():
             assert sum({first, second} <= part for part in parts) == 1
 
 
-def test_rate_counts_only_rows_that_were_embedded(tmp_path, monkeypatch):
+def test_extract_progress_counts_only_embedded_rows(tmp_path, monkeypatch):
     folder = write_pictures(tmp_path / "pictures", 20)
     for n in range(10):
         (folder / f"{n:03d}.txt").unlink()
@@ -501,7 +499,7 @@ def test_rate_counts_only_rows_that_were_embedded(tmp_path, monkeypatch):
     assert [sum(column) for column in zip(*counted, strict=True)] == [20, 10]
 
 
-def test_files_of_other_encoders_are_not_mixed(tmp_path):
+def test_write_rejects_files_of_other_encoders(tmp_path):
     x, y = embeddings([("a", "a")]), embeddings([("a#0", "a")])
     extraction.write(tmp_path, {}, x, y)
     extraction.write(tmp_path, {}, x, y)
@@ -532,7 +530,7 @@ def start_command(module, options, folder):
         ("serve", ["--model=m"], "images"),
     ],
 )
-def test_mistakes_end_in_one_line(tmp_path, module, options, argument):
+def test_commands_reject_bad_options_in_one_line(tmp_path, module, options, argument):
     process = start_command(module, options, tmp_path)
     assert process.returncode == 1 and process.stdout == "", process.stderr
     assert process.stderr.startswith("error: ") and process.stderr.count("\n") == 1
@@ -553,10 +551,10 @@ def test_help_lists_flags_choices_and_two_examples(tmp_path, module, listed):
     assert process.returncode == 0 and process.stderr == ""
     assert [word for word in listed if word not in process.stdout] == []
     assert process.stdout.count(f"python -m experiments.{module} --") == 2
-    assert "--process_id" not in process.stdout  # another command's
+    assert "--process_id" not in process.stdout  # a flag of another command
 
 
-def test_pair_prints_what_training_reads(pictures, tmp_path):
+def test_pair_prints_config_that_training_reads(pictures, tmp_path):
     captions = tmp_path / "captions.csv"
     captions.write_text("file,caption\n000.png,one\n001.png,two\n")
     extracted(pictures, tmp_path / "few", captions=captions)
@@ -578,7 +576,7 @@ def test_pair_prints_what_training_reads(pictures, tmp_path):
     read = files_config.get_config(switch).data
     files = tmp_path / "files"
     assert read.files.unpaired_y == str(files / "unpaired_y.npy") and read.files.test_x is None
-    assert read.n_pairs == 14  # the pools need none of the rows that are not held out
+    assert read.n_pairs == 14  # all rows that are not held out are pairs
     (files / "unpaired_y.npy").unlink()
     config = files_config.get_config(switch)
     config.runs, config.method = {}, "cca"
@@ -586,7 +584,7 @@ def test_pair_prints_what_training_reads(pictures, tmp_path):
     shapes = run_lib.load_dataset(one).summary()
     assert shapes["pool_x"] == [40, 64] and shapes["pool_y"] == shapes["pairs_y"] == [14, 64]
     extraction.write(files, {"x": np.zeros((30, 4)), "y": np.zeros((30, 4))}, x, y)
-    read = files_config.get_config(switch).data  # pools of another table are gone
+    read = files_config.get_config(switch).data  # pools of the previous table are removed
     assert read.files.unpaired_x is None and read.n_pairs == 21
     with pytest.raises(checks.InputError, match=r"config: from=.*gone"):
         files_config.get_config(f"from={tmp_path}/gone")

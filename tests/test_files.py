@@ -20,7 +20,7 @@ def table() -> np.ndarray:
     return np.random.default_rng(0).standard_normal((7, 3)).astype(np.float16)
 
 
-def test_npy_is_memory_mapped_in_its_own_dtype(tmp_path, table):
+def test_load_array_maps_npy_in_its_own_dtype(tmp_path, table):
     np.save(tmp_path / "x.npy", table)
     array = files.load_array(tmp_path / "x.npy")
     assert isinstance(array, np.memmap)
@@ -28,18 +28,18 @@ def test_npy_is_memory_mapped_in_its_own_dtype(tmp_path, table):
 
 
 @pytest.mark.parametrize("save", [np.savez, np.savez_compressed])
-def test_npz_reads_the_named_array(tmp_path, table, save):
+def test_load_array_reads_named_npz_array(tmp_path, table, save):
     save(tmp_path / "t.npz", image=table, text=table[:, :2])
     np.testing.assert_array_equal(files.load_array(tmp_path / "t.npz", key="text"), table[:, :2])
     np.testing.assert_array_equal(files.load_array(f"{tmp_path}/t.npz#text"), table[:, :2])
 
 
-def test_npz_with_one_array_needs_no_key(tmp_path, table):
+def test_load_array_reads_single_npz_array_without_key(tmp_path, table):
     np.savez(tmp_path / "t.npz", table)
     np.testing.assert_array_equal(files.load_array(str(tmp_path / "t.npz")), table)
 
 
-def test_npz_with_several_arrays_names_them(tmp_path, table):
+def test_load_array_lists_npz_keys_if_ambiguous(tmp_path, table):
     np.savez(tmp_path / "t.npz", image=table, text=table)
     with pytest.raises(checks.InputError, match=r"holds several arrays; choose .* image, text"):
         files.load_array(tmp_path / "t.npz")
@@ -50,7 +50,7 @@ def test_npz_with_several_arrays_names_them(tmp_path, table):
 @pytest.mark.parametrize(
     "dtype", [np.float16, np.float32, np.float64, np.int64, ml_dtypes.bfloat16]
 )
-def test_safetensors_written_by_its_own_library(tmp_path, table, dtype):
+def test_load_array_reads_safetensors_of_every_dtype(tmp_path, table, dtype):
     tensors = {"a": table.astype(dtype), "odd": table[:3, :1].copy(), "z": table.astype(dtype) * 2}
     safetensors.numpy.save_file(tensors, tmp_path / "t.safetensors", metadata={"encoder": "toy"})
     array = files.load_array(tmp_path / "t.safetensors", key="z")
@@ -58,18 +58,18 @@ def test_safetensors_written_by_its_own_library(tmp_path, table, dtype):
     np.testing.assert_array_equal(array, tensors["z"], strict=True)
 
 
-def test_safetensors_with_one_tensor_ignores_metadata(tmp_path, table):
+def test_load_array_ignores_safetensors_metadata(tmp_path, table):
     safetensors.numpy.save_file({"a": table}, tmp_path / "t.safetensors", metadata={"k": "v"})
     np.testing.assert_array_equal(files.load_array(tmp_path / "t.safetensors"), table)
 
 
-def test_safetensors_of_an_unsupported_dtype(tmp_path):
+def test_load_array_rejects_unsupported_safetensors_dtype(tmp_path):
     safetensors.numpy.save_file({"a": np.ones(3, np.uint16)}, tmp_path / "t.safetensors")
     with pytest.raises(checks.InputError, match=r"dtype U16 .* convert"):
         files.load_array(tmp_path / "t.safetensors")
 
 
-def test_npy_bfloat16_survives(tmp_path, table):
+def test_load_array_restores_bfloat16_npy(tmp_path, table):
     np.save(tmp_path / "x.npy", table.astype(ml_dtypes.bfloat16))
     array = files.load_array(tmp_path / "x.npy")
     assert array.dtype == ml_dtypes.bfloat16
@@ -77,7 +77,7 @@ def test_npy_bfloat16_survives(tmp_path, table):
 
 
 def write(path, **arrays):
-    """Writes arrays to a file with the usual package of its format, which may be missing."""
+    """Writes arrays with the format's own package. Skips the test if it is not installed."""
     match path.suffix:
         case ".npy":
             np.save(path, *arrays.values())
@@ -102,7 +102,7 @@ def write(path, **arrays):
 
 
 @pytest.mark.parametrize("suffix", ["npy", "npz", "safetensors", "parquet", "csv", "h5", "pt"])
-def test_load_array_reads_what_each_formats_own_package_wrote(tmp_path, suffix):
+def test_load_array_reads_every_format(tmp_path, suffix):
     table = np.random.default_rng(0).standard_normal((7, 3)).astype(np.float32)
     path = write(tmp_path / f"x.{suffix}", x=table)
     stored = np.float64 if suffix == "csv" else np.float32
@@ -111,7 +111,7 @@ def test_load_array_reads_what_each_formats_own_package_wrote(tmp_path, suffix):
 
 
 @pytest.mark.parametrize("suffix", ["npz", "safetensors", "parquet", "h5", "pt"])
-def test_load_array_takes_a_key_after_the_path(tmp_path, table, suffix):
+def test_load_array_accepts_key_after_the_path(tmp_path, table, suffix):
     path = write(tmp_path / f"t.{suffix}", image=table, text=table[:, :2].copy())
     np.testing.assert_array_equal(files.load_array(f"{path}#text"), table[:, :2], strict=True)
     np.testing.assert_array_equal(files.load_array(path, key="image"), table, strict=True)
@@ -120,16 +120,16 @@ def test_load_array_takes_a_key_after_the_path(tmp_path, table, suffix):
 
 
 @pytest.mark.parametrize("suffix", ["npy", "safetensors", "h5", "pt"])
-def test_load_array_maps_formats_that_allow_it(tmp_path, table, suffix):
+def test_load_array_memory_maps_where_possible(tmp_path, table, suffix):
     array = files.load_array(write(tmp_path / f"x.{suffix}", x=table))
     while isinstance(array, np.ndarray) and not isinstance(array, np.memmap):
         array = array.base
-    assert isinstance(array, np.memmap) or suffix == "pt"  # torch maps files by itself
+    assert isinstance(array, np.memmap) or suffix == "pt"  # torch maps the file itself
 
 
 @pytest.mark.parametrize("kind", [np.int8, np.uint8])
 @pytest.mark.parametrize("suffix", ["npz", "safetensors", "h5", "pt"])
-def test_load_array_decodes_bytes_by_their_scale(tmp_path, suffix, kind):
+def test_load_array_decodes_quantised_rows(tmp_path, suffix, kind):
     codes = np.random.default_rng(0).integers(0, 127, (6, 3)).astype(kind)
     scale, mean = np.float32([0.5, 0.25, 2.0]), np.float32([1.0, 0.0, -3.0])
     alone = write(tmp_path / f"a.{suffix}", x=codes, scale=scale)
@@ -144,7 +144,7 @@ def test_load_array_decodes_bytes_by_their_scale(tmp_path, suffix, kind):
         checks.embeddings("x", raw)
 
 
-def test_parquet_takes_the_column_of_lists_or_all_floats(tmp_path, table):
+def test_load_array_reads_parquet_list_and_float_columns(tmp_path, table):
     lists = {"id": list("abcdefg"), "embedding": pa.array(list(table)), "n": range(7)}
     pq.write_table(pa.table(lists), tmp_path / "lists.parquet")
     np.testing.assert_array_equal(files.load_array(tmp_path / "lists.parquet"), table, strict=True)
@@ -160,7 +160,7 @@ def test_parquet_takes_the_column_of_lists_or_all_floats(tmp_path, table):
 @pytest.mark.parametrize(
     ("cells", "problem"), [([[1.0], [1.0, 2.0]], "1 to 2 numbers"), ([[1.0], None], "empty cells")]
 )
-def test_parquet_with_uneven_rows_is_one_line(tmp_path, cells, problem):
+def test_load_array_rejects_uneven_parquet_rows(tmp_path, cells, problem):
     pq.write_table(pa.table({"e": cells}), tmp_path / "x.parquet")
     with pytest.raises(checks.InputError, match=rf"x.parquet: column 'e' .*{problem}"):
         files.load_array(tmp_path / "x.parquet")
@@ -175,20 +175,20 @@ def test_parquet_with_uneven_rows_is_one_line(tmp_path, cells, problem):
         ("row\n2\n0\n", [2, 0]),
     ],
 )
-def test_csv_reads_numbers_with_or_without_a_header(tmp_path, text, expected):
+def test_load_array_reads_csv_with_or_without_header(tmp_path, text, expected):
     (tmp_path / "x.csv").write_text(text)
     key = "e" if "name" in text else None
     np.testing.assert_array_equal(files.load_array(tmp_path / "x.csv", key=key), expected)
 
 
-def test_pt_reads_one_tensor_and_keeps_bfloat16(tmp_path, table):
+def test_load_array_reads_pt_tensor_in_bfloat16(tmp_path, table):
     torch = pytest.importorskip("torch")
     torch.save(torch.tensor(table).bfloat16(), tmp_path / "x.pt")
     array = files.load_array(tmp_path / "x.pt")
     np.testing.assert_array_equal(array, table.astype(ml_dtypes.bfloat16), strict=True)
 
 
-def test_pt_with_code_in_it_is_not_run(tmp_path):
+def test_load_array_rejects_pt_with_pickled_objects(tmp_path):
     torch = pytest.importorskip("torch")
     torch.save(pathlib.PurePosixPath("anything but a tensor"), tmp_path / "x.pt")
     with pytest.raises(checks.InputError, match=r"x.pt: .*tensor") as caught:
@@ -200,7 +200,7 @@ def test_pt_with_code_in_it_is_not_run(tmp_path):
     ("suffix", "module", "extra"),
     [("parquet", "pyarrow.parquet", "files"), ("h5", "h5py", "files"), ("pt", "torch", "extract")],
 )
-def test_missing_reader_names_its_extra(tmp_path, monkeypatch, suffix, module, extra):
+def test_load_array_without_reader_names_the_extra(tmp_path, monkeypatch, suffix, module, extra):
     (tmp_path / f"x.{suffix}").write_bytes(b"")
     monkeypatch.setitem(sys.modules, module, None)
     with pytest.raises(checks.InputError, match=rf"not installed; .*\[{extra}\]"):
@@ -217,7 +217,7 @@ def test_describe_names_shape_dtype_and_file(tmp_path, table):
 
 @pytest.mark.parametrize("suffix", ["npy", "npz", "safetensors", "parquet", "h5", "pt"])
 @pytest.mark.parametrize("keep", [0.0, 0.1, 0.6, 0.99])
-def test_truncated_files_say_so_in_one_line(tmp_path, suffix, keep):
+def test_load_array_rejects_truncated_files(tmp_path, suffix, keep):
     big = np.random.default_rng(0).standard_normal((50, 40)).astype(np.float32)
     path = write(tmp_path / f"x.{suffix}", x=big)
     content = path.read_bytes()
@@ -229,7 +229,7 @@ def test_truncated_files_say_so_in_one_line(tmp_path, suffix, keep):
     assert "\n" not in str(caught.value)
 
 
-def test_corrupt_npz_member_is_noticed(tmp_path):
+def test_load_array_rejects_corrupt_npz(tmp_path):
     path = tmp_path / "x.npz"
     np.savez(path, np.zeros((50, 40)))
     content = bytearray(path.read_bytes())
@@ -247,7 +247,7 @@ def _entry(shape: list[int], begin: int, end: int) -> str:
     "header",
     [
         _entry([2, 2], 0, 4),
-        _entry([2, 2], -16, 0),  # the header itself, read as numbers
+        _entry([2, 2], -16, 0),  # offsets into the header
         _entry([2, 2], 16, 0),
         _entry([-2, -2], 0, 16),
         _entry([10**30], 0, 4 * 10**30),
@@ -256,7 +256,7 @@ def _entry(shape: list[int], begin: int, end: int) -> str:
         "[" * 100_000,
     ],
 )
-def test_safetensors_with_a_wrong_header(tmp_path, header):
+def test_load_array_rejects_bad_safetensors_header(tmp_path, header):
     path = tmp_path / "x.safetensors"
     text = header.encode()
     path.write_bytes(len(text).to_bytes(8, "little") + text + bytes(64))
@@ -265,13 +265,13 @@ def test_safetensors_with_a_wrong_header(tmp_path, header):
     assert "\n" not in str(caught.value)
 
 
-def test_the_home_folder_is_expanded(tmp_path, monkeypatch, table):
+def test_load_array_expands_the_home_folder(tmp_path, monkeypatch, table):
     monkeypatch.setenv("HOME", str(tmp_path))
     np.save(tmp_path / "x.npy", table)
     np.testing.assert_array_equal(files.load_array("~/x.npy"), table)
 
 
-def test_missing_unknown_and_unpicklable(tmp_path):
+def test_load_array_rejects_missing_unknown_and_object_files(tmp_path):
     with pytest.raises(checks.InputError, match="no such file"):
         files.load_array(tmp_path / "absent.npy")
     with pytest.raises(checks.InputError, match=r"unknown format '.mat'; use .npy, .npz"):
@@ -289,7 +289,7 @@ _IMAGES = np.random.default_rng(1).standard_normal((1500, 4)).astype(np.float32)
 
 @pytest.fixture(scope="module")
 def tfds_folder(tmp_path_factory) -> pathlib.Path:
-    """A prepared TFDS dataset `tiny_pairs`; text is the negated image, so pairing shows."""
+    """Prepares a TFDS dataset `tiny_pairs`. Text is the negated image, to check the pairing."""
     tfds = pytest.importorskip("tensorflow_datasets")
 
     class TinyPairs(tfds.core.GeneratorBasedBuilder):
@@ -321,7 +321,7 @@ def _sorted_rows(x: np.ndarray) -> np.ndarray:
     return x[np.lexsort(x.T)]
 
 
-def test_tfds_features_come_whole_and_in_step(tfds_folder, monkeypatch):
+def test_load_array_reads_paired_tfds_features(tfds_folder, monkeypatch):
     monkeypatch.setenv("TFDS_DATA_DIR", str(tfds_folder))
     image = files.load_array("tfds:tiny_pairs:train:image")
     text = files.load_array("tfds:tiny_pairs", key="text")
@@ -329,7 +329,7 @@ def test_tfds_features_come_whole_and_in_step(tfds_folder, monkeypatch):
     np.testing.assert_array_equal(text, -image)
 
 
-def test_tfds_versions_splits_and_slices(tfds_folder, monkeypatch):
+def test_load_array_reads_tfds_versions_splits_and_slices(tfds_folder, monkeypatch):
     monkeypatch.setenv("TFDS_DATA_DIR", str(tfds_folder))
     val = files.load_array("tfds:tiny_pairs:1.0.0:val:image")
     np.testing.assert_array_equal(_sorted_rows(val), _sorted_rows(-_IMAGES[:3]))
@@ -348,14 +348,14 @@ def test_tfds_versions_splits_and_slices(tfds_folder, monkeypatch):
         ("tfds:", "not understood"),
     ],
 )
-def test_tfds_errors_name_the_remedy(tfds_folder, monkeypatch, address, message):
+def test_load_array_rejects_bad_tfds_addresses(tfds_folder, monkeypatch, address, message):
     monkeypatch.setenv("TFDS_DATA_DIR", str(tfds_folder))
     with pytest.raises(checks.InputError, match=message) as caught:
         files.load_array(address)
     assert "\n" not in str(caught.value)
 
 
-def test_tfds_prepared_without_random_access(tfds_folder, tmp_path, monkeypatch):
+def test_load_array_rejects_tfds_without_random_access(tfds_folder, tmp_path, monkeypatch):
     shutil.copytree(tfds_folder / "tiny_pairs", tmp_path / "tiny_pairs")
     info = tmp_path / "tiny_pairs" / "1.0.0" / "dataset_info.json"
     info.write_text(info.read_text().replace('"array_record"', '"tfrecord"'))
@@ -364,7 +364,7 @@ def test_tfds_prepared_without_random_access(tfds_folder, tmp_path, monkeypatch)
         files.load_array("tfds:tiny_pairs:train:image")
 
 
-def test_tfds_reading_does_not_import_tensorflow(tfds_folder):
+def test_load_array_reads_tfds_without_tensorflow(tfds_folder):
     program = (
         "import sys; from sotalign_jax import files\n"
         "assert 'tensorflow_datasets' not in sys.modules\n"
@@ -381,13 +381,13 @@ def test_tfds_reading_does_not_import_tensorflow(tfds_folder):
     assert out.stdout.strip() == "(3, 4)", out.stderr
 
 
-def test_tfds_missing_names_the_extra(monkeypatch):
+def test_load_array_without_tfds_names_the_extra(monkeypatch):
     monkeypatch.setitem(sys.modules, "tensorflow_datasets", None)
     with pytest.raises(checks.InputError, match=r"not installed; .*\[data\]"):
         files.load_array("tfds:anything")
 
 
-def test_rows_of_large_files_are_read_when_taken(tmp_path, monkeypatch, rng):
+def test_take_of_large_mapped_files_is_lazy(tmp_path, monkeypatch, rng):
     table = rng.normal(size=(20, 3)).astype(np.float16)
     np.save(tmp_path / "x.npy", table)
     mapped, rows = files.load_array(tmp_path / "x.npy"), rng.permutation(20)[:7]

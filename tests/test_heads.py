@@ -20,19 +20,19 @@ def random_map(norm, d_out=4, d_in=7):
 
 
 def perturbed(head, size=0.3):
-    """The head with every parameter moved, so that no scale is 1 and no shift is 0."""
+    """Adds noise to every parameter, so that no scale is 1 and no shift is 0."""
     graphdef, params = nnx.split(head)
     moved = jax.tree.map(lambda p: p + size * rows(p.size, *p.shape), params)
     return nnx.merge(graphdef, moved)
 
 
-def test_layer_norm_matches_flax():
+def test_normalize_layer_matches_flax():
     x = jnp.asarray(5.0 * rows(0, 6, 7))
     reference = nnx.LayerNorm(7, epsilon=1e-5, use_fast_variance=False, rngs=nnx.Rngs(0))
     np.testing.assert_allclose(heads.normalize(x, "layer"), reference(x), atol=1e-6)
 
 
-def test_affine_map_against_numpy():
+def test_affine_map_matches_numpy():
     x, affine = rows(0, 6, 7), random_map("l2")
     unit = x / np.linalg.norm(x, axis=1, keepdims=True)
     np.testing.assert_allclose(affine(x), unit @ affine.weight.T + affine.bias, atol=1e-5)
@@ -50,7 +50,7 @@ def test_affine_map_is_a_pytree_with_static_norm():
 
 @pytest.mark.parametrize("dtype", [np.float16, np.float32, np.float64, jnp.bfloat16])
 @pytest.mark.parametrize("kind", heads.KINDS)
-def test_inputs_of_any_width_are_computed_in_float32(dtype, kind):
+def test_heads_compute_inputs_of_any_dtype_in_float32(dtype, kind):
     x = rows(0, 5, 7).astype(dtype)
     head = heads.build_heads(7, 6, 4, kind=kind, hidden=9).x
     out = head(x)
@@ -58,13 +58,13 @@ def test_inputs_of_any_width_are_computed_in_float32(dtype, kind):
     np.testing.assert_allclose(out, head(x.astype(np.float32)), rtol=1e-6)
 
 
-def test_large_float16_inputs_do_not_overflow():
+def test_heads_do_not_overflow_on_large_float16_inputs():
     x = (3e4 * np.sign(rows(0, 2, 512))).astype(np.float16)
     for norm in ("layer", "l2"):
         assert np.isfinite(heads.build_heads(512, 512, 4, norm=norm).x(x)).all()
 
 
-def test_float64_parameters_compute_in_float64(x64):
+def test_heads_with_float64_parameters_compute_in_float64(x64):
     built = heads.build_heads(7, 6, 4, dtype=jnp.float64)
     assert built.x(rows(0, 5, 7)).dtype == jnp.float64
     assert built.log_scale[...].dtype == jnp.float64
@@ -92,7 +92,7 @@ def test_linear_head_is_layer_norm_then_linear():
 
 
 @pytest.mark.parametrize("norm", ["layer", "l2"])
-def test_folding_scale_and_shift_changes_no_gradient(x64, norm):
+def test_linear_head_gradient_matches_layer_by_layer(x64, norm):
     x, direction = rows(0, 6, 7).astype(np.float64), rows(3, 6, 4)
     head = perturbed(heads.LinearHead(7, 4, norm=norm, dtype=jnp.float64, rngs=nnx.Rngs(0)))
     graphdef, params = nnx.split(head)
@@ -110,15 +110,15 @@ def test_folding_scale_and_shift_changes_no_gradient(x64, norm):
     chex.assert_trees_all_close(ours, expected, rtol=1e-11)
 
 
-def test_normalised_rows_are_not_kept_for_the_backward_pass():
+def test_linear_head_keeps_only_raw_rows_for_the_backward_pass():
     x = jnp.ones((50, 7), jnp.float16)
     graphdef, params = nnx.split(heads.LinearHead(7, 4, rngs=nnx.Rngs(0)))
     pull = jax.eval_shape(lambda p: jax.vjp(lambda p: nnx.merge(graphdef, p)(x), p)[1], params)
     kept = [leaf.dtype for leaf in jax.tree.leaves(pull) if leaf.size >= x.size]
-    assert kept == [jnp.float16]  # the embeddings as they came
+    assert kept == [jnp.float16]  # the raw embeddings
 
 
-def test_mlp_head_against_numpy():
+def test_mlp_head_matches_numpy():
     x = rows(0, 6, 7)
     head = perturbed(heads.MLPHead(7, 4, hidden=9, rngs=nnx.Rngs(0)))
     inner = head.input(x) @ head.inner.kernel[...] + head.inner.bias[...]
@@ -128,7 +128,7 @@ def test_mlp_head_against_numpy():
     assert heads.MLPHead(7, 4, rngs=nnx.Rngs(0)).inner.kernel.shape == (7, 7)
 
 
-def test_glu_head_against_numpy():
+def test_glu_head_matches_numpy():
     x = rows(0, 6, 7)
     head = perturbed(heads.GLUHead(7, 4, hidden=9, rngs=nnx.Rngs(0)))
     gate, inner = (head.input(x) @ d.kernel[...] + d.bias[...] for d in (head.gate, head.inner))
@@ -138,7 +138,7 @@ def test_glu_head_against_numpy():
 
 
 def test_glu_head_clips_both_branches_after_their_linear_maps():
-    """As SAIL's code does: a large normalised row is not clipped before its linear maps."""
+    """Matches SAIL's code, which clips after the linear maps but not before them."""
     head = heads.GLUHead(7, 4, hidden=9, rngs=nnx.Rngs(0))
     head.input.scale[...] = jnp.full(7, 3e3)
     head.gate.kernel[...] = 1e-3 * head.gate.kernel[...]
@@ -150,7 +150,7 @@ def test_glu_head_clips_both_branches_after_their_linear_maps():
     np.testing.assert_allclose(head(x), expected, rtol=1e-4, atol=1e-2)
 
 
-def test_tanh_head_against_numpy():
+def test_tanh_head_matches_numpy():
     x = rows(0, 6, 7)
     head = perturbed(heads.TanhHead(7, 4, hidden=9, rngs=nnx.Rngs(0)))
     hidden = np.asarray(head.input(x))
@@ -162,7 +162,7 @@ def test_tanh_head_against_numpy():
     assert [layer.kernel.shape for layer in head.layers] == [(7, 9), (9, 9), (9, 9), (9, 4)]
 
 
-def test_both_norms_hand_on_inputs_of_one_size():
+def test_input_norms_give_rows_of_equal_size():
     x = 9.0 * rows(0, 6, 50)
     for norm in ("layer", "l2"):
         lengths = jnp.linalg.norm(heads.InputNorm(50, norm=norm)(x), axis=1)
@@ -170,14 +170,14 @@ def test_both_norms_hand_on_inputs_of_one_size():
 
 
 @pytest.mark.parametrize("norm", ["layer", "l2"])
-def test_to_affine_is_the_same_map(norm):
+def test_to_affine_matches_the_head(norm):
     x = rows(0, 6, 7)
     head = perturbed(heads.LinearHead(7, 4, norm=norm, rngs=nnx.Rngs(0)))
     np.testing.assert_allclose(head.to_affine()(x), head(x), atol=2e-5)
 
 
 @pytest.mark.parametrize("norm", ["layer", "l2"])
-def test_from_affine_is_the_map_up_to_scale_at_xavier_size(norm):
+def test_from_affine_is_proportional_at_xavier_scale(norm):
     x, affine = rows(0, 6, 7), random_map(norm)
     head = heads.LinearHead.from_affine(affine)
     ratio = np.asarray(head(x) / affine(x))
@@ -187,7 +187,7 @@ def test_from_affine_is_the_map_up_to_scale_at_xavier_size(norm):
     assert float(rms) == pytest.approx(np.sqrt(2 / (7 + 4)), rel=1e-5)
 
 
-def test_heads_from_a_teacher_keep_its_cosines():
+def test_build_heads_from_teacher_keeps_its_cosines():
     A, B = rows(0, 40, 7), rows(1, 40, 6)
     teacher = teachers.cca(A, B)
     built = heads.build_heads(7, 6, 3, teacher=teacher)
@@ -197,7 +197,7 @@ def test_heads_from_a_teacher_keep_its_cosines():
     )
 
 
-def test_every_variable_is_a_parameter_and_trains_in_a_plain_jit():
+def test_every_head_variable_is_a_parameter_and_trains():
     for kind in heads.KINDS:
         graphdef, params = nnx.split(heads.build_heads(7, 6, 4, kind=kind, hidden=9))
         variables = jax.tree.leaves(params, is_leaf=lambda v: isinstance(v, nnx.Variable))
@@ -224,7 +224,7 @@ def test_every_variable_is_a_parameter_and_trains_in_a_plain_jit():
         assert all(jax.tree.leaves(moved))
 
 
-def test_seed_decides_the_start():
+def test_build_heads_is_a_function_of_the_seed():
     kernels = [heads.build_heads(7, 7, 4, seed=s).x.linear.kernel[...] for s in (0, 0, 1)]
     np.testing.assert_array_equal(kernels[0], kernels[1])
     assert (kernels[0] != kernels[2]).any()
@@ -232,7 +232,7 @@ def test_seed_decides_the_start():
     assert (twin.x.linear.kernel[...] != twin.y.linear.kernel[...]).any()
 
 
-def test_mistakes_are_named():
+def test_build_heads_rejects_bad_arguments():
     teacher = teachers.procrustes(rows(0, 40, 7), rows(1, 40, 6))
     with pytest.raises(checks.InputError, match=r"kind.* 'conv'"):
         heads.build_heads(7, 6, 4, kind="conv")

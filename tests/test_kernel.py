@@ -30,7 +30,7 @@ def cosines(features):
 
 
 def make(kind, features):
-    """A kernel of the features' cosines, in blocks of 5 rows, which do not divide the 12."""
+    """Builds a kernel of cosines. Blocks have 5 rows, which do not divide N = 12."""
     if kind == "given":
         k = cosines(features)
         return Kernel(Matrix(k, k.max(1)))
@@ -48,13 +48,13 @@ def build(kernel, q, *, b=None, epsilon=EPSILON):
 
 
 def matrix(kernel, k, state):
-    """A; of an affinity that is given, the largest entry of each row is taken off."""
+    """Returns the Gibbs kernel A. A given affinity has its row maximum subtracted."""
     k = k - k.max(1, keepdims=True) if isinstance(kernel.affinity, Matrix) else k
     return np.exp(np.asarray(k) / state.epsilon + state.p[:, None] + state.q)
 
 
 @KINDS
-def test_every_operation_equals_its_definition(rng, x64, kind):
+def test_kernel_operations_match_their_definitions(rng, x64, kind):
     features = cosine_affinity(rng)
     kernel, k = make(kind, features), cosines(features)
     a, b = jnp.asarray(rng.dirichlet(np.ones(N))), jnp.asarray(rng.dirichlet(np.ones(M)))
@@ -116,7 +116,7 @@ def test_sweep_int8_sums_the_rounded_kernel(rng):
 
 
 def clustered(rng, epsilon, noise=0.5, **options):
-    """A problem that takes many sweeps: rows near a few centres, more of some than of others."""
+    """Builds a problem that takes many sweeps: clusters of unequal size."""
     centres = rng.normal(size=(6, 16))
     f, g = (
         centres[rng.integers(0, 6, 160) ** 2 % 6] + noise * rng.normal(size=(160, 16))
@@ -130,7 +130,7 @@ def clustered(rng, epsilon, noise=0.5, **options):
 
 @pytest.mark.parametrize("block_size", [None, 64])
 @pytest.mark.parametrize("epsilon", [0.1, 0.01])
-def test_int8_sweeps_lead_to_the_plan_of_the_exact_kernel(rng, epsilon, block_size, monkeypatch):
+def test_solve_with_int8_sweeps_reaches_the_exact_plan(rng, epsilon, block_size, monkeypatch):
     read = collections.Counter()
 
     def count(name, sweep):
@@ -155,7 +155,7 @@ def test_int8_sweeps_lead_to_the_plan_of_the_exact_kernel(rng, epsilon, block_si
 
 
 def column_error(kernel, state):
-    """Error of the columns of the plan with uniform weights, whose rows are exact."""
+    """Computes the column error of a plan with uniform weights and exact rows."""
     n = len(state.p)
     weights = jnp.full(n, 1 / n)
     kernel = kernel._replace(int8=False)
@@ -165,8 +165,8 @@ def column_error(kernel, state):
     return jnp.sum(jnp.abs(jnp.exp(state.y) * t - 1)) / n
 
 
-def test_a_column_that_only_the_int8_kernel_has_is_brought_back():
-    """It underflows in the exact kernel, which must be built anew."""
+def test_solve_with_int8_restores_columns_that_underflow_exactly():
+    """The column underflows in the exact kernel, which must be rebuilt."""
     case = fuzz.make(7, 762)
     rows, columns = (jnp.asarray(x, jnp.float32) for x in (case.log_a, case.log_b))
     z, w = (
@@ -182,7 +182,7 @@ def test_a_column_that_only_the_int8_kernel_has_is_brought_back():
     assert jnp.sum(b * jnp.abs(jnp.exp(state.y) * t - 1)) <= 2 * case.tolerance
 
 
-def test_an_int8_kernel_that_leads_nowhere_gives_way_to_the_exact_one(rng, monkeypatch):
+def test_solve_falls_back_to_the_exact_kernel_if_int8_stalls(rng, monkeypatch):
     monkeypatch.setattr(kernel_lib, "narrow", lambda x: jnp.zeros_like(x, jnp.int8))
     kernel, solve = clustered(rng, 0.05, int8=True)
     found, _ = solve(kernel)
@@ -190,8 +190,8 @@ def test_an_int8_kernel_that_leads_nowhere_gives_way_to_the_exact_one(rng, monke
 
 
 @pytest.mark.parametrize("max_iterations", [10, 19, 100, 200])
-def test_int8_keeps_the_budget_and_converges_where_the_exact_kernel_does(rng, max_iterations):
-    """Rows in tight clusters of unequal weight, where an int8 kernel alone leads astray."""
+def test_solve_with_int8_keeps_the_budget_and_converges(rng, max_iterations):
+    """Uses tight clusters of unequal weight, on which int8 sweeps alone do not converge."""
     centres = rng.normal(size=(4, 8))
     f, g = (np.repeat(centres, 16, axis=0) + 0.02 * rng.normal(size=(64, 8)) for _ in range(2))
     log_b = np.log(np.repeat([0.7, 0.1, 0.1, 0.1], 16) / 16)
@@ -209,7 +209,7 @@ def test_int8_keeps_the_budget_and_converges_where_the_exact_kernel_does(rng, ma
 
 
 @KINDS
-def test_a_column_that_underflows_is_brought_back(rng, kind):
+def test_update_columns_restores_underflowed_columns(rng, kind):
     kernel = make(kind, cosine_affinity(rng, jnp.float32))
     state = build(kernel, jnp.zeros(M).at[2].set(-500.0).at[5].set(300.0), epsilon=1e-3)
     assert kernel.sweep(state, jnp.ones(N), jnp.ones(M))[1][2] == 0
@@ -221,7 +221,7 @@ def test_a_column_that_underflows_is_brought_back(rng, kind):
 
 
 @KINDS
-def test_zero_weights_stay_zero(rng, kind):
+def test_kernel_keeps_zero_weights(rng, kind):
     kernel = make(kind, cosine_affinity(rng, jnp.float32))
     b = jnp.full(M, 1 / (M - 1)).at[4].set(0.0)
     state = build(kernel, jnp.zeros(M).at[4].set(-jnp.inf), b=b)
@@ -233,7 +233,7 @@ def test_zero_weights_stay_zero(rng, kind):
         state = kernel.raise_power(state, jnp.zeros(N), jnp.zeros(M))
 
 
-def test_a_row_of_weight_zero_does_not_bring_a_column_back():
+def test_update_columns_ignores_rows_of_weight_zero():
     k = 20 * jnp.array([[1.0, 1.0, 0.0], [1.0, 1.0, 0.0], [0.0, 0.0, 1.0]])
     kernel = Kernel(Matrix(k, k.max(1)))
     state = kernel.blank(jnp.zeros(3), jnp.asarray(EPSILON))
@@ -263,7 +263,7 @@ def test_over_rows_visits_every_row_and_counts_it_once(n):
 @pytest.mark.parametrize(
     ("n", "gibibytes", "block_size", "both", "int8"),
     [
-        (1_000, 16, None, True, False),  # too small for a copy to pay
+        (1_000, 16, None, True, False),  # too small for an int8 kernel to be faster
         (22_768, 16, None, True, True),
         (22_768, 6, None, False, True),
         (100_000, 60, 2560, False, True),

@@ -1,4 +1,4 @@
-"""A kernel teacher and kernel features wherever teachers and embeddings can stand."""
+"""Tests of kernel teachers and kernel features in heads, training, align and search."""
 
 import dataclasses
 
@@ -16,7 +16,7 @@ OPTIONS = {"gamma_x": 1.0, "gamma_y": 2.0, "ridge": 0.003, "power": 0.5}
 
 @pytest.fixture(scope="module")
 def rows():
-    """160 matching rows of two modalities; the second is no linear map of the first."""
+    """Returns 160 matching rows of two modalities that are related nonlinearly."""
     rng = np.random.default_rng(0)
     z = rng.normal(size=(160, 3))
     x, y = z @ rng.normal(size=(3, 6)), np.tanh(z) @ rng.normal(size=(3, 5))
@@ -36,7 +36,7 @@ def teacher(dataset):
     return teachers.kernel_cca(dataset.pairs_x, dataset.pairs_y, **OPTIONS)
 
 
-def test_heads_start_where_a_kernel_teacher_is(dataset, teacher):
+def test_build_heads_starts_at_the_kernel_teacher(dataset, teacher):
     start = heads.build_heads(6, 5, 7, teacher=teacher)
     f, g = evaluation.embed(start.x, dataset.val.x), evaluation.embed(start.y, dataset.val.y)
     x = evaluation.embed(teacher.map_x.leading(7), dataset.val.x)
@@ -72,12 +72,12 @@ def test_train_on_kernel_features_follows_the_teacher(dataset, teacher, start):
     assert all(word in said for word in ("fitting", "mapping", "compiling"))
 
 
-def test_train_on_mapped_rows_is_training_behind_the_kernel_maps(dataset, teacher):
+def test_train_on_mapped_rows_matches_training_behind_kernel_maps(dataset, teacher):
     unselected = dataclasses.replace(dataset, val=None)
     made = resolved(unselected, methods.SOTAlign(alpha=0.1, tolerance=1e-4), teacher=teacher)
     made = dataclasses.replace(made, average=0.0, train=dataclasses.replace(made.train, steps=3))
     model = recipe.train(made, recipe.prepare(made, unselected)).heads
-    # The same steps with heads that contain the kernel maps, of which only the inner ones move.
+    # Take the same steps with heads that contain the kernel maps, and update only the inner heads.
     rows, start = training.place(dataset), heads.build_heads(6, 5, teacher.dim, teacher=teacher)
     state = training.init_state(made.method, start, rows, made.train)
     step = training.make_step(made.method, start, made.train)
@@ -92,11 +92,11 @@ def test_train_on_mapped_rows_is_training_behind_the_kernel_maps(dataset, teache
         state = state._replace(params=params)
     stepped = nnx.merge(nnx.graphdef(start), state.params)
     x = dataset.pairs_x[:9]
-    # Lion takes signs, of which rounding may turn a few.
+    # Lion uses the sign of the update, and rounding may flip a few signs.
     assert np.isclose(model.x(x), stepped.x(x), rtol=1e-3, atol=1e-3).mean() > 0.95
 
 
-def test_mapped_pool_is_on_the_device_once(dataset, teacher):
+def test_prepare_places_the_mapped_pool_once(dataset, teacher):
     made = resolved(dataset, methods.SOTAlign(), teacher=teacher)
     prepared = recipe.prepare(made, dataset)
     assert prepared.teacher.map_x is None and prepared.dataset.pool_x.shape == (40, teacher.dim)
@@ -112,7 +112,7 @@ def test_mapped_pool_is_on_the_device_once(dataset, teacher):
         {"features": "kernel", "method": "csa"},
     ],
 )
-def test_aligned_saved_and_loaded(rows, tmp_path, options):
+def test_align_with_kernel_heads_survives_save_and_load(rows, tmp_path, options):
     x, y = rows
     aligner = sota.align((x[:60], y[:60]), x[60:], y[60:], steps=3, progress=False, **options)
     assert aligner.heads.x.kind == "kernel"
@@ -126,7 +126,7 @@ def test_aligned_saved_and_loaded(rows, tmp_path, options):
 
 
 @pytest.mark.parametrize(("side", "other"), [("x", "y"), ("y", "x")])
-def test_a_missing_pool_is_the_pairs_own_rows(rows, side, other):
+def test_align_uses_pairs_in_place_of_a_missing_pool(rows, side, other):
     x, y = rows
     pool = {"x": x[60:]} if side == "x" else {"y": y[60:]}
     aligner = sota.align((x[:60], y[:60]), **pool, steps=3, progress=False)
@@ -137,7 +137,7 @@ def test_a_missing_pool_is_the_pairs_own_rows(rows, side, other):
 
 
 @pytest.mark.parametrize("direction", ["x_to_y", "y_to_x"])
-def test_calibrated_search_ranks_as_calibrated_similarity_does(rows, direction):
+def test_calibrated_search_ranks_like_calibrated_similarity(rows, direction):
     x, y = rows
     aligner = sota.Aligner(heads.build_heads(6, 5, 4), {}).calibrated_by(x[:50], y[50:90])
     queries, keys = (x[:9], y[:20]) if direction == "x_to_y" else (y[:9], x[:20])
@@ -150,7 +150,7 @@ def test_calibrated_search_ranks_as_calibrated_similarity_does(rows, direction):
     assert (plain.indices != found.indices).any()
 
 
-def test_both_columns_of_an_evaluation(rows):
+def test_evaluate_reports_plain_and_calibrated_recall(rows):
     x, y = rows
     aligner = sota.Aligner(heads.build_heads(6, 5, 4), {}).calibrated_by(x[:50], y[50:90])
     gallery = data.gallery(x[:30], y[:30])
@@ -162,7 +162,7 @@ def test_both_columns_of_an_evaluation(rows):
     assert plain.items() <= metrics.items()
 
 
-def test_what_cannot_be_combined_is_named(rows, dataset, teacher):
+def test_kernel_features_reject_invalid_combinations(rows, dataset, teacher):
     x, y = rows
     linear = teachers.cca(dataset.pairs_x, dataset.pairs_y)
     with pytest.raises(checks.InputError, match=r"^features:"):

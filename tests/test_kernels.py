@@ -13,12 +13,12 @@ def unit(rows):
 
 
 def centred(rows, fitted):
-    """z = l2(l2(x) - mean), the mean of the rows fitted on."""
+    """Returns l2(l2(x) - mean) with the mean of the fitted rows."""
     return unit(unit(rows) - unit(fitted).mean(axis=0))
 
 
 def pairs(n, *, d_x=6, d_y=5, seed=0):
-    """Two views of shared variables; the second is no linear map of the first."""
+    """Returns two views of shared variables that are related nonlinearly."""
     rng = np.random.default_rng(seed)
     z = rng.normal(size=(n, 3))
     mix = np.random.default_rng(99).normal(size=(3, d_x + d_y))
@@ -38,7 +38,7 @@ def inverse_root(matrix):
 
 
 def transcription(A, B, new_a, new_b, landmarks, options):
-    """Kernel CCA by its textbook formulas, with full square roots; cosines of new rows."""
+    """Computes cosines of new rows with textbook kernel CCA and full square roots."""
     sides = []
     for rows, new, gamma in ((A, new_a, options.gamma_x), (B, new_b, options.gamma_y)):
         z, q = centred(rows, rows), centred(new, rows)
@@ -62,18 +62,18 @@ def transcription(A, B, new_a, new_b, landmarks, options):
 
 
 @pytest.mark.parametrize("landmarks", [60, 25])
-def test_equals_a_plain_transcription(x64, landmarks):
+def test_fit_matches_textbook_kernel_cca(x64, landmarks):
     (A, B), (new_a, new_b) = pairs(60), pairs(9, seed=1)
     fitted = fit(A, B, landmarks=landmarks)
     marks = np.asarray(fitted.map_x.landmarks)
     same = np.isclose(marks[:, None], centred(A, A)).all(axis=-1)
-    assert len(marks) == landmarks and same.any(axis=1).all()  # they are rows of the pairs
+    assert len(marks) == landmarks and same.any(axis=1).all()  # landmarks are rows of the pairs
     f, g = fitted.map_x(new_a), fitted.map_y(new_b)
     expected = transcription(A, B, new_a, new_b, same.argmax(axis=1), OPTIONS)
     np.testing.assert_allclose(unit(np.asarray(f)) @ unit(np.asarray(g)).T, expected, atol=1e-8)
 
 
-def test_a_wide_kernel_is_linear_cca(x64):
+def test_fit_with_wide_kernel_is_linear_cca(x64):
     (A, B), (new_a, new_b) = pairs(60), pairs(9, seed=1)
     gamma, ridges = 1e-8, (0.3, 0.1)
     fitted = fit(A, B, crossval.Options(*ridges, 1.0, gamma, gamma), dim=3)
@@ -85,7 +85,7 @@ def test_a_wide_kernel_is_linear_cca(x64):
     np.testing.assert_allclose(f @ g.T, expected, atol=1e-5)
 
 
-def test_finds_what_no_linear_map_does():
+def test_fit_finds_nonlinear_correlations():
     angle = np.random.default_rng(0).uniform(0, 2 * np.pi, size=(80, 1))
     A = np.hstack([np.cos(angle), np.sin(angle)])
     B = np.hstack([np.cos(2 * angle), np.sin(2 * angle)])
@@ -93,7 +93,7 @@ def test_finds_what_no_linear_map_does():
     assert fit(A, B, dim=2, dtype=jnp.float32).correlations.min() > 0.95
 
 
-def test_blocks_of_rows_do_not_change_the_fit(monkeypatch):
+def test_fit_in_blocks_matches_one_pass(monkeypatch):
     A, B = pairs(50)
     whole = fit(A, B, landmarks=20, dim=4, dtype=jnp.float32)
     monkeypatch.setattr(kernels, "BLOCK", 7)
@@ -103,7 +103,7 @@ def test_blocks_of_rows_do_not_change_the_fit(monkeypatch):
     )
 
 
-def test_maps_are_pytrees_that_numpy_can_evaluate():
+def test_kernel_map_is_a_pytree_and_matches_numpy():
     A, B = pairs(40)
     kernel_map = fit(A, B, dtype=jnp.float32).map_x
     out = jax.jit(lambda m, rows: m(rows))(kernel_map, jnp.asarray(A, jnp.float32))
@@ -114,7 +114,7 @@ def test_maps_are_pytrees_that_numpy_can_evaluate():
     np.testing.assert_allclose(kernel_map.leading(3)(A), out[:, :3], atol=1e-3)
 
 
-def test_kernel_cca_keeps_given_options_and_chooses_the_others():
+def test_choose_kernel_keeps_given_options():
     A, B = pairs(90)
     chosen = crossval.choose(A, B, "kernel")
     assert crossval.choose(A, B, "kernel") == chosen
@@ -131,7 +131,7 @@ def test_kernel_cca_keeps_given_options_and_chooses_the_others():
     assert found(chosen) >= found(chosen._replace(**ridges)) + 0.02
 
 
-def test_landmarks_do_not_depend_on_the_order_of_the_pairs():
+def test_fit_landmarks_are_independent_of_pair_order():
     A, B = pairs(50)
     turned = np.random.default_rng(3).permutation(50)
     first = fit(A, B, landmarks=20, dtype=jnp.float32)
@@ -141,7 +141,7 @@ def test_landmarks_do_not_depend_on_the_order_of_the_pairs():
     )
 
 
-def test_kernel_cca_does_not_depend_on_the_scale_of_the_rows():
+def test_kernel_cca_is_scale_invariant():
     (A, B), (new, _) = pairs(40), pairs(9, seed=1)
     plain = teachers.kernel_cca(A, B)
     tiny = teachers.kernel_cca((1e-25 * A).astype(np.float32), B)
@@ -152,17 +152,17 @@ def test_kernel_cca_does_not_depend_on_the_scale_of_the_rows():
     ("change", "message"),
     [({"gamma_x": 0.0}, "gamma_x"), ({"ridge": (0.1, -1.0)}, "ridge"), ({"power": "1"}, "power")],
 )
-def test_options_out_of_range_are_named(change, message):
+def test_kernel_cca_rejects_options_out_of_range(change, message):
     with pytest.raises(checks.InputError, match=message):
         teachers.kernel_cca(*pairs(20), **change)
 
 
-def test_more_directions_than_the_pairs_determine():
+def test_fit_rejects_more_directions_than_pairs_determine():
     with pytest.raises(checks.InputError, match="dim"):
         fit(*pairs(10), dim=10)
 
 
-def test_rows_that_are_all_alike():
+def test_fit_rejects_equal_rows():
     A, B = pairs(10)
     with pytest.raises(checks.InputError, match="pairs_x"):
         fit(np.ones_like(A), B)

@@ -12,7 +12,7 @@ from sotalign_jax.ot import affinity, blocks, device
 from sotalign_jax.ot import klot as klot_lib
 
 with warnings.catch_warnings():
-    warnings.simplefilter("ignore", DeprecationWarning)  # of a package that ott-jax imports
+    warnings.simplefilter("ignore", DeprecationWarning)  # from JAXopt, which ott-jax imports
     import ott
     from ott.solvers.linear import implicit_differentiation as implicit
 
@@ -41,7 +41,7 @@ def value_and_gradient(marginals):
 def exact(
     k, k_star, *, epsilon=EPSILON, epsilon_star=EPSILON_STAR, log_a=None, log_b=None, **options
 ):
-    """Value and gradient of converged plans, compiled once for all problems of a shape."""
+    """Computes value and gradient of converged plans. Compiles once per shape."""
     n, m = k.shape
     return value_and_gradient(options.get("marginals", "prob"))(
         k,
@@ -69,7 +69,7 @@ def from_embeddings(
 
 
 def central_difference(loss, x, direction, step=1e-4):
-    """To fourth order in the step."""
+    """Computes a directional derivative to fourth order in the step."""
 
     def difference(h):
         return (loss(x + h * direction) - loss(x - h * direction)) / (2 * h)
@@ -97,7 +97,7 @@ def test_klot_reference_golden_values(x64, options, value, slope):
         np.testing.assert_allclose(gradient[0, 0], slope, rtol=1e-13)
 
 
-def test_klot_equals_the_converged_reference(x64):
+def test_klot_matches_the_converged_reference(x64):
     k, k_star = cosines()
     reference = functools.partial(klot_lib.klot_reference, iterations=3000)
     options = {"epsilon": EPSILON, "epsilon_star": EPSILON_STAR}
@@ -107,7 +107,7 @@ def test_klot_equals_the_converged_reference(x64):
     np.testing.assert_allclose(our_gradient, gradient, rtol=1e-8, atol=1e-11)
 
 
-def test_infonce_golden_value(x64):
+def test_infonce_divergence_golden_value(x64):
     value = losses.infonce_divergence(
         jnp.array(K), jnp.array(K_STAR), epsilon_star=0.05, symmetric=False
     )
@@ -117,7 +117,7 @@ def test_infonce_golden_value(x64):
 # ------------------------------------------------------------------- the gradient is exact
 
 
-def test_klot_gradient_equals_finite_differences(rng, x64):
+def test_klot_gradient_matches_finite_differences(rng, x64):
     k, k_star = cosines()
     _, gradient = exact(k, k_star)
     for _ in range(3):
@@ -130,7 +130,7 @@ IMPLICIT = implicit.ImplicitDiff(solver_kwargs={"rtol": 1e-12, "atol": 1e-12})
 
 
 def ott_klot(k, k_star, **options):
-    """KL(P* || P) of plans that ott-jax computes, and differentiates in its own ways."""
+    """Computes KL(P* || P) with the plans and derivatives of ott-jax."""
 
     def plan(k, epsilon):
         geometry = ott.geometry.geometry.Geometry(cost_matrix=-k, epsilon=epsilon)
@@ -150,7 +150,7 @@ def ott_klot(k, k_star, **options):
     ids=["implicit", "unrolled"],
 )
 @pytest.mark.filterwarnings("ignore:.*NormalCG:DeprecationWarning")
-def test_klot_gradient_equals_ott(x64, options):
+def test_klot_gradient_matches_ott(x64, options):
     k, k_star = cosines()
     loss = functools.partial(ott_klot, **options)
     value, gradient = jax.jit(jax.value_and_grad(loss))(k, k_star)
@@ -160,8 +160,8 @@ def test_klot_gradient_equals_ott(x64, options):
     assert difference < 1e-8
 
 
-def test_embedding_gradient_equals_finite_differences(x64):
-    rng = np.random.default_rng(7)  # not the features' own numbers, along which nothing changes
+def test_klot_from_embeddings_gradient_matches_finite_differences(x64):
+    rng = np.random.default_rng(7)  # another seed, because the loss is constant along the features
     f, g, *teacher = features((N, 5), (M, 5), (N, 7), (M, 7))
     solve = functools.partial(from_embeddings, tolerance=1e-12)
     _, (df, dg) = solve((f, g, *teacher))
@@ -176,7 +176,7 @@ def test_embedding_gradient_equals_finite_differences(x64):
 # ------------------------------------------------------------------- properties of klot
 
 
-def test_bistochastic_is_n_times_prob(x64):
+def test_klot_bistochastic_is_n_times_prob(x64):
     k, k_star = cosines()
     value, gradient = exact(k, k_star)
     n_value, n_gradient = exact(k, k_star, marginals="bistochastic")
@@ -202,7 +202,7 @@ def test_klot_ignores_shifts_of_rows_and_columns(rng, x64):
         np.testing.assert_allclose(shifted[1], gradient, atol=1e-10)
 
 
-def test_klot_padding_equals_the_smaller_problem(x64):
+def test_klot_with_padding_matches_the_smaller_problem(x64):
     k, k_star = cosines()
     log_a = jnp.full(N, -jnp.inf).at[:9].set(-jnp.log(9.0))
     log_b = jnp.full(N, -jnp.inf).at[:11].set(-jnp.log(11.0))
@@ -216,14 +216,14 @@ def test_klot_padding_equals_the_smaller_problem(x64):
     assert jnp.sum(jnp.abs(gradient[9:])) == jnp.sum(jnp.abs(gradient[:, 11:])) == 0
 
 
-def test_the_teacher_receives_no_gradient():
+def test_klot_gives_no_gradient_to_the_teacher():
     assert not jax.jit(jax.grad(klot_lib.klot, argnums=1))(jnp.array(K), jnp.array(K_STAR)).any()
     f, *rest = features((N, 3), (M, 3), (N, 4), (M, 4))
     slopes = jax.jit(jax.grad(klot_lib.klot_from_embeddings, argnums=(2, 3)))
     assert not any(slope.any() for slope in slopes(f, *rest))
 
 
-def test_aux_reports_both_solves_and_restarts_them(x64):
+def test_klot_aux_reports_and_restarts_both_solves(x64):
     k, k_star = cosines()
     loss = jax.jit(functools.partial(klot_lib.klot, return_aux=True, tolerance=1e-6))
     unknown = jnp.full(N, jnp.nan)
@@ -241,8 +241,8 @@ def test_aux_reports_both_solves_and_restarts_them(x64):
 
 
 @pytest.mark.parametrize("block_size", [None, 6, 32])
-def test_embeddings_equal_their_cosine_matrix(x64, block_size):
-    """Value and both gradients: stored, in blocks that do not divide the rows, in a larger one."""
+def test_klot_from_embeddings_matches_klot_of_cosines(x64, block_size):
+    """Covers stored cosines, blocks that do not divide the rows, and one larger block."""
     arrays = features((N, 5), (M, 5), (N, 7), (M, 7))
     k, pull = jax.vjp(affinity.cosine, *arrays[:2])
     value, gradient = exact(k, affinity.cosine(*arrays[2:]))
@@ -254,8 +254,8 @@ def test_embeddings_equal_their_cosine_matrix(x64, block_size):
 
 @pytest.mark.parametrize("int8", [False, True])
 @pytest.mark.parametrize("kernels", [2, 1, 0.3])
-def test_every_storage_gives_the_same_loss(x64, monkeypatch, kernels, int8):
-    """Memory for two kernels, for one, and for an int8 kernel alone."""
+def test_klot_from_embeddings_is_independent_of_storage(x64, monkeypatch, kernels, int8):
+    """Covers memory for two kernels, for one kernel, and for only an int8 kernel."""
     monkeypatch.setattr(blocks, "INT8_ENTRIES", 1)
     arrays = features((N, 5), (M, 5), (N, 7), (M, 7))
     options = {"epsilon": 0.05, "epsilon_star": 0.01, "tolerance": 1e-5}
@@ -276,7 +276,7 @@ def test_every_storage_gives_the_same_loss(x64, monkeypatch, kernels, int8):
 
 
 @pytest.mark.parametrize("block_size", [None, 6])
-def test_float32_is_close_to_float64(x64, block_size):
+def test_klot_from_embeddings_in_float32_is_close_to_float64(x64, block_size):
     arrays = features((N, 5), (M, 5), (N, 7), (M, 7))
     narrow = [x.astype(jnp.float32) for x in arrays]
     options = {"epsilon": 0.05, "epsilon_star": 0.02, "tolerance": 1e-5, "block_size": block_size}
@@ -288,15 +288,15 @@ def test_float32_is_close_to_float64(x64, block_size):
         assert np.linalg.norm(our - expected) < 1e-3 * np.linalg.norm(expected)
 
 
-def test_half_precision_gradients_have_the_dtype_of_the_features():
+def test_klot_from_embeddings_gradients_keep_half_precision():
     arrays = features((4, 3), (4, 3), (4, 2), (4, 2), dtype=jnp.bfloat16)
     value, gradients = jax.eval_shape(compiled_from_embeddings(None), *arrays)
     assert value.dtype == jnp.float32
     assert all(gradient.dtype == jnp.bfloat16 for gradient in gradients)
 
 
-def test_streamed_weights_and_warm_starts(x64):
-    """They mean what they mean for an affinity, and no padding shows."""
+def test_klot_from_embeddings_streamed_with_weights_and_warm_start(x64):
+    """Weights and warm starts behave as in `klot`, although blocks are padded."""
     arrays = features((N, 5), (M, 5), (N, 7), (M, 7))
     log_a = jnp.log(jnp.arange(1.0, N + 1) / (N * (N + 1) / 2))
     k, k_star = affinity.cosine(*arrays[:2]), affinity.cosine(*arrays[2:])
@@ -313,7 +313,7 @@ def test_streamed_weights_and_warm_starts(x64):
 
 
 def hard_features(n, m, d=8):
-    """Features on whose plans solvers tend to stall, to overflow or to lose digits."""
+    """Yields features on which solvers tend to stall, overflow or lose digits."""
     rng = np.random.default_rng(0)
     f, g = rng.normal(size=(n, d)), rng.normal(size=(m, d))
     yield "random", f, g
@@ -327,7 +327,7 @@ def hard_features(n, m, d=8):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("dtype", "tolerance"), [(np.float32, 1e-4), (np.float64, 1e-6)])
-def test_hard_features_give_one_loss_and_finite_gradients_in_all_modes(x64, dtype, tolerance):
+def test_klot_from_embeddings_on_hard_features_agrees_in_all_modes(x64, dtype, tolerance):
     @jax.jit
     def dense(f, g, z, w, **options):
         def loss(f, g):
@@ -350,15 +350,15 @@ def test_hard_features_give_one_loss_and_finite_gradients_in_all_modes(x64, dtyp
                     assert epsilon * jnp.linalg.norm(our - expected) < tolerance, case
 
 
-def test_large_potentials_cancel_in_the_value():
-    """K/epsilon is 1000 everywhere, so that float32 adds 6e-5 to the mass of a streamed plan."""
+def test_klot_from_embeddings_cancels_large_potentials():
+    """K/epsilon is 1000, so that float32 rounding adds 6e-5 to the mass of a streamed plan."""
     arrays = [jnp.ones((N, 8)), jnp.ones((M, 8))] * 2
     options = {"epsilon": 1e-3, "epsilon_star": 1e-3, "tolerance": 1e-4}
     for block_size in (None, 6):
         assert abs(from_embeddings(arrays, block_size=block_size, **options)[0]) < 1e-3
 
 
-def test_the_size_of_rows_does_not_matter_and_zero_rows_get_no_gradient(x64):
+def test_klot_from_embeddings_ignores_row_norms_and_zero_rows(x64):
     f, g, z, w = features((N, 5), (M, 5), (N, 7), (M, 7), dtype=jnp.float32)
     options = {"tolerance": 1e-5}
     value, (gradient, _) = from_embeddings((f, g, z, w), **options)
@@ -371,7 +371,7 @@ def test_the_size_of_rows_does_not_matter_and_zero_rows_get_no_gradient(x64):
 
 
 @pytest.mark.parametrize("bad", ["student", "teacher"])
-def test_nan_shows_in_the_loss(x64, bad):
+def test_klot_from_embeddings_propagates_nan(x64, bad):
     f, g, z, w = features((N, 5), (M, 5), (N, 7), (M, 7))
     f, z = (f * jnp.nan, z) if bad == "student" else (f, z * jnp.nan)
     assert jnp.isnan(from_embeddings((f, g, z, w), tolerance=1e-12)[0])
@@ -380,7 +380,7 @@ def test_nan_shows_in_the_loss(x64, bad):
 # ------------------------------------------------------------------- memory
 
 
-def test_no_matrix_is_kept_for_the_backward_pass():
+def test_klot_from_embeddings_keeps_no_matrix_for_the_backward_pass():
     n, d = 64, 4
     arrays = features((n, d), (n, d), (n, d), (n, d), dtype=jnp.float32)
     for block_size in (None, 16):
@@ -391,7 +391,7 @@ def test_no_matrix_is_kept_for_the_backward_pass():
 
 
 def temporary_matrices(n, d, block_size=None):
-    """Temporary memory of loss and gradient as compiled, in units of one n x n matrix."""
+    """Returns the temporary memory of loss and gradient in units of one n x n matrix."""
     shape = jax.ShapeDtypeStruct((n, d), jnp.float32)
     loss = functools.partial(klot_lib.klot_from_embeddings, block_size=block_size)
     loss = jax.jit(jax.value_and_grad(loss, argnums=(0, 1)))
@@ -399,8 +399,8 @@ def temporary_matrices(n, d, block_size=None):
     return compiled.memory_analysis().temp_size_in_bytes / (4 * n * n)
 
 
-def test_memory_is_two_matrices_or_one_or_a_block_of_it():
-    # Beside the kernels: a few blocks of 1/8 of the rows, and features of 1/32.
+def test_klot_from_embeddings_memory_follows_storage():
+    # In addition to the kernels, a few blocks take 1/8 of a matrix each and features 1/32.
     assert 2 < temporary_matrices(8192, 256) < 2.75
     with device.compiling_for(device.Profile("test", int8=False, memory=3 * 4 * 8192**2)):
         assert 1 < temporary_matrices(8192, 256) < 1.75
@@ -420,7 +420,7 @@ def brute_force_cka(k, k_star):
 
 
 @pytest.mark.parametrize("m", [N, M])
-def test_cka_dense_and_factorised(x64, m):
+def test_cka_and_cka_from_embeddings_match_brute_force(x64, m):
     arrays = features((N, 5), (m, 5), (N, 7), (m, 7))
     k, k_star = affinity.cosine(*arrays[:2]), affinity.cosine(*arrays[2:])
     expected = brute_force_cka(k, k_star)
@@ -436,7 +436,7 @@ def test_cka_dense_and_factorised(x64, m):
         np.testing.assert_allclose(ours, dense_gradient, atol=1e-13)
 
 
-def test_cka_properties(x64):
+def test_cka_ignores_shift_and_positive_scale(x64):
     k, k_star = cosines()
     np.testing.assert_allclose(losses.cka(k, 3 * k + 1), 0.0, atol=1e-14)
     np.testing.assert_allclose(losses.cka(k, -k), 2.0, atol=1e-14)
@@ -444,7 +444,7 @@ def test_cka_properties(x64):
     assert not jax.grad(losses.cka, argnums=1)(k, k_star).any()
 
 
-def test_infonce_gradient_is_the_difference_of_softmaxes(x64):
+def test_infonce_divergence_gradient_is_difference_of_softmaxes(x64):
     k, k_star = cosines()
     loss = functools.partial(losses.infonce_divergence, symmetric=False)
     gradient = jax.grad(loss)(k, k_star)
@@ -453,7 +453,7 @@ def test_infonce_gradient_is_the_difference_of_softmaxes(x64):
     assert not jax.grad(losses.infonce_divergence, argnums=1)(k, k_star).any()
 
 
-def test_infonce_symmetric_is_the_mean_of_both_directions(x64):
+def test_infonce_divergence_symmetric_is_mean_of_directions(x64):
     k, k_star = cosines()
     rows = losses.infonce_divergence(k, k_star, symmetric=False)
     columns = losses.infonce_divergence(k.T, k_star.T, symmetric=False)
@@ -462,7 +462,7 @@ def test_infonce_symmetric_is_the_mean_of_both_directions(x64):
     )
 
 
-def test_infonce_hard_targets_are_the_limit_of_soft_ones(x64):
+def test_infonce_divergence_hard_targets_are_the_limit_of_soft(x64):
     k, k_star = cosines()
     hard = losses.infonce_divergence(k, k_star, targets="hard")
     soft = losses.infonce_divergence(k, k_star, epsilon_star=1e-5)
@@ -481,7 +481,7 @@ def klot_on_affinity(k, k_star):
 
 
 @pytest.mark.parametrize("loss", [klot_on_affinity, klot_on_features])
-def test_other_derivatives_are_refused(loss):
+def test_klot_rejects_higher_and_forward_derivatives(loss):
     x = jnp.eye(3)
     with pytest.raises(TypeError, match="only first derivatives in reverse mode"):
         jax.eval_shape(jax.grad(lambda x: jax.grad(loss)(x, 2 * x).sum()), x)
@@ -546,12 +546,12 @@ def test_other_derivatives_are_refused(loss):
         ),
     ],
 )
-def test_bad_arguments(call, message):
+def test_losses_reject_bad_arguments(call, message):
     with pytest.raises(checks.InputError, match=message):
         call()
 
 
-def test_nan_affinities_never_give_a_plausible_loss():
+def test_klot_propagates_nan_affinities():
     nan = jnp.full((3, 3), jnp.nan)
     for k, k_star in (
         (nan, jnp.eye(3)),
@@ -561,7 +561,7 @@ def test_nan_affinities_never_give_a_plausible_loss():
         assert jnp.isnan(klot_lib.klot(k, k_star, max_iterations=5))
 
 
-def test_padding_of_klot_may_hold_anything(rng):
+def test_klot_from_embeddings_ignores_values_in_padding(rng):
     f, g = (rng.normal(size=(5, 4)).astype(np.float32) for _ in range(2))
     weights = jnp.where(jnp.arange(5) < 4, -jnp.log(4.0), -jnp.inf)
     small = klot_lib.klot_from_embeddings(f[:4], g[:4], g[:4], f[:4])
@@ -573,6 +573,6 @@ def test_padding_of_klot_may_hold_anything(rng):
 
 
 @pytest.mark.parametrize("divergence", [losses.cka, losses.infonce_divergence, klot_lib.klot])
-def test_affinities_of_other_shapes_do_not_broadcast(divergence):
+def test_divergences_reject_affinities_of_other_shapes(divergence):
     with pytest.raises(checks.InputError, match=r"K_star:? has shape \(1, 3\) but K has \(3, 3\)"):
         divergence(jnp.eye(3), jnp.ones((1, 3)))

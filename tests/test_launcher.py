@@ -1,4 +1,4 @@
-"""The launcher as users start it, in processes of its own: kills, signals, exit codes."""
+"""Tests of the launcher in its own processes: kills, signals and exit codes."""
 
 import json
 import os
@@ -11,7 +11,7 @@ import small_runs
 from experiments import diagnose, main, tune
 
 STEPS = 90
-"""Enough to stop a run at several moments, however late this process notices them."""
+"""Enough steps to stop a run at several moments, even if this process polls slowly."""
 SAME = ("config.json", "metrics.jsonl", "results.json", "aligner/heads.safetensors")
 
 
@@ -22,7 +22,7 @@ def files(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def start(files):
-    """Starts the launcher; processes share compiled programs, as compiling takes longest."""
+    """Returns a function that starts the launcher. Processes share a compilation cache."""
 
     def popen(*options, compile_anew=False):
         compiled = None if compile_anew else files / "compiled"
@@ -33,7 +33,7 @@ def start(files):
 
 @pytest.fixture(scope="module")
 def uninterrupted(files, start):
-    """The folder of a run that nothing disturbed, and what it printed."""
+    """Returns the folder and the output of an uninterrupted run."""
     workdir = files / "uninterrupted"
     process = start(*command(files, workdir))
     out, err = process.communicate()
@@ -60,41 +60,41 @@ def checkpoints(workdir):
 
 
 def saved(workdir):
-    """The last step with a complete checkpoint."""
+    """Returns the last step with a complete checkpoint."""
     return max((int(name) for name in checkpoints(workdir) if name.isdigit()), default=0)
 
 
 def saving(workdir):
-    """The steps whose checkpoints are being written."""
+    """Returns the steps whose checkpoints are being written."""
     names = [name for name in checkpoints(workdir) if ".orbax-checkpoint-tmp" in name]
     return [int(name.split(".")[0]) for name in names]
 
 
-def test_a_run_killed_again_and_again_leaves_the_same_bytes(files, start, uninterrupted, tmp_path):
+def test_main_killed_repeatedly_writes_identical_bytes(files, start, uninterrupted, tmp_path):
     reference, table = uninterrupted
     run = tmp_path / "run"
     options = command(files, run)
 
-    # In the middle of the first save, when there is nothing to go back to.
+    # Kill during the first save, when no checkpoint exists.
     small_runs.stop_when(start(*options), lambda: saving(run) == [3], signal.SIGKILL)
     assert not (run / "checkpoints" / "3").exists() and lines(run) >= 3
-    # In the middle of training: steps beyond the last checkpoint are in the log.
+    # Kill during training, when the log has steps beyond the last checkpoint.
     small_runs.stop_when(start(*options), lambda: lines(run) > saved(run) > 3, signal.SIGKILL)
-    # In the middle of a later save; the line that was being written is cut short.
+    # Kill during a later save, and leave a truncated line in the log.
     small_runs.stop_when(
         start(*options), lambda: any(step > 15 for step in saving(run)), signal.SIGKILL
     )
     with (run / "metrics.jsonl").open("ab") as file:
         file.write(b'{"step": 99, "lo')
-    # A polite request to end is followed in one line.
+    # SIGTERM ends the run with one line.
     err = small_runs.stop_when(start(*options), lambda: lines(run) > 30, signal.SIGTERM)
     assert err.splitlines()[-1].startswith("interrupted: ")
     assert "Traceback" not in err and not saving(run)
-    # After training, before the results are there; the aligner is only half there.
+    # Kill after training, before the results are written and with an incomplete aligner.
     small_runs.stop_when(start(*options), (run / "aligner").exists, signal.SIGKILL)
     (run / "results.json").unlink(missing_ok=True)
     (run / "aligner" / "aligner.json").unlink()
-    # To the end, with programs compiled afresh.
+    # Resume until the end, with newly compiled programs.
     process = start(*options, compile_anew=True)
     out, err = process.communicate()
     assert process.returncode == 0, err
@@ -105,14 +105,14 @@ def test_a_run_killed_again_and_again_leaves_the_same_bytes(files, start, uninte
     assert len((run / "metrics.jsonl").read_bytes().splitlines()) == STEPS
 
 
-def test_a_killed_run_of_align_leaves_the_same_bytes(files, start, tmp_path):
+def test_main_align_killed_repeatedly_writes_identical_bytes(files, start, tmp_path):
     def options(folder):
         return *command(files, tmp_path / folder, steps=60), "--config.method=align"
 
     process = start(*options("whole"))
     assert process.communicate() and process.returncode == 0
     run = tmp_path / "run"
-    # Before training, in the middle of it, and after its last checkpoint.
+    # Kill before training, during training, and after the last checkpoint.
     for moment in ((run / "config.json").exists, lambda: lines(run) > saved(run) >= 20):
         small_runs.stop_when(start(*options("run")), moment, signal.SIGKILL)
     small_runs.stop_when(start(*options("run")), lambda: saved(run) == 60, signal.SIGKILL)
@@ -122,7 +122,7 @@ def test_a_killed_run_of_align_leaves_the_same_bytes(files, start, tmp_path):
         assert (run / name).read_bytes() == (tmp_path / "whole" / name).read_bytes(), name
 
 
-def test_a_finished_run_prints_its_table_again(files, start, uninterrupted):
+def test_main_on_finished_run_prints_its_table_again(files, start, uninterrupted):
     reference, table = uninterrupted
     before = small_runs.contents(reference)
     process = start(*command(files, reference))
@@ -136,7 +136,7 @@ def test_a_finished_run_prints_its_table_again(files, start, uninterrupted):
     assert {"test/x_to_y/R@1", "test/y_to_x/R@10", "test/mean/R@1"} <= results.keys()
 
 
-def test_other_settings_leave_a_finished_run_alone(files, start, uninterrupted):
+def test_main_with_other_settings_leaves_finished_run_unchanged(files, start, uninterrupted):
     reference, _ = uninterrupted
     before = small_runs.contents(reference)
     process = start(*command(files, reference, steps=91))
@@ -147,7 +147,7 @@ def test_other_settings_leave_a_finished_run_alone(files, start, uninterrupted):
     assert small_runs.contents(reference) == before
 
 
-def test_mistakes_end_in_one_line(files, start, tmp_path):
+def test_main_rejects_bad_options_in_one_line(files, start, tmp_path):
     quickstart = "--config=experiments/configs/quickstart.py"
     run = tmp_path / "run"
     cases = {
@@ -166,14 +166,14 @@ def test_mistakes_end_in_one_line(files, start, tmp_path):
     assert not run.exists()
 
 
-def test_a_dry_run_of_the_quickstart_writes_nothing(start, tmp_path):
+def test_main_dry_run_writes_nothing(start, tmp_path):
     options = ("--config=experiments/configs/quickstart.py", f"--workdir={tmp_path}/run")
     out, err = start(*options, "--dry_run").communicate()
     assert err == "" and os.listdir(tmp_path) == []
     assert out.count('"config"') == 4 and '"zero_shot_prompts"' in out
 
 
-def test_a_reader_that_has_seen_enough_ends_a_command_quietly(files, start):
+def test_main_exits_quietly_on_closed_stdout(files, start):
     for option in ("--dry_run", "--help"):
         with start(f"--config={files}/config.py", option) as process:
             process.stdout.close()
@@ -189,7 +189,7 @@ def test_a_reader_that_has_seen_enough_ends_a_command_quietly(files, start):
         (diagnose, {"config", "workdir", "quick"}, None),
     ],
 )
-def test_help_names_a_commands_own_flags_choices_and_examples(command, own, choice, capsys):
+def test_help_lists_own_flags_choices_and_examples(command, own, choice, capsys):
     out, error = small_runs.start(command, ["--help"], capsys)
     assert error is None
     listed = set(re.findall(r"^  --(?:\[no\])?(\w+)", out, re.MULTILINE))

@@ -18,20 +18,20 @@ def features(seed, *shape):
 @pytest.mark.parametrize(
     ("normalization", "golden"), [("mean", 0.32977962185504384), ("per_row", 0.9893388655651315)]
 )
-def test_siglip_golden_values(x64, normalization, golden):
+def test_siglip_from_affinity_golden_values(x64, normalization, golden):
     value = losses.siglip_from_affinity(
         jnp.array(K), scale=20.0, bias=-10.0, normalization=normalization
     )
     np.testing.assert_allclose(value, golden, rtol=1e-14)
 
 
-def test_initial_scale_and_bias():
+def test_initial_scale_and_bias_are_sails():
     assert np.exp(losses.INITIAL_LOG_SCALE) == pytest.approx(20.0)
     assert pytest.approx(-10.0) == losses.INITIAL_BIAS
 
 
 @pytest.mark.parametrize("columns", [5, 9])
-def test_siglip_equals_optax_binary_cross_entropy(columns):
+def test_siglip_from_affinity_matches_optax(columns):
     cosines = jnp.tanh(features(0, 5, columns))
     ours = losses.siglip_from_affinity(cosines, scale=7.0, bias=-2.0)
     theirs = optax.losses.sigmoid_binary_cross_entropy(7.0 * cosines - 2.0, np.eye(5, columns))
@@ -39,7 +39,7 @@ def test_siglip_equals_optax_binary_cross_entropy(columns):
 
 
 @pytest.mark.parametrize("sign", [-1.0, 1.0])
-def test_siglip_is_finite_and_linear_for_huge_logits(sign):
+def test_siglip_from_affinity_is_finite_for_huge_logits(sign):
     value, gradient = jax.value_and_grad(losses.siglip_from_affinity)(
         jnp.full((1, 1), sign), scale=1e4, bias=0.0
     )
@@ -55,7 +55,7 @@ def test_siglip_normalises_features():
 
 @pytest.mark.parametrize("normalization", ["mean", "per_row"])
 @pytest.mark.parametrize(("extra_f", "extra_g"), [(3, 5), (0, 5), (3, 0)])
-def test_siglip_negatives_are_two_rectangles(normalization, extra_f, extra_g):
+def test_siglip_with_negatives_matches_numpy(normalization, extra_f, extra_g):
     f, g, more_f, more_g = (features(s, n, 4) for s, n in enumerate((6, 6, extra_f, extra_g)))
 
     def rectangle(anchors, others):
@@ -78,7 +78,7 @@ def test_siglip_negatives_are_two_rectangles(normalization, extra_f, extra_g):
     np.testing.assert_allclose(value, expected, rtol=1e-5)
 
 
-def test_half_precision_features_are_computed_in_float32():
+def test_siglip_computes_half_precision_features_in_float32():
     f, g = features(0, 6, 4).astype(jnp.float16), features(1, 6, 4).astype(jnp.float16)
     value = losses.siglip(f, g, negatives_g=g)
     assert value.dtype == jnp.float32
@@ -86,7 +86,7 @@ def test_half_precision_features_are_computed_in_float32():
     np.testing.assert_allclose(value, losses.siglip(*wide, negatives_g=wide[1]), rtol=1e-6)
 
 
-def test_infonce_equals_optax_softmax_cross_entropy():
+def test_infonce_matches_optax():
     f, g, log_scale = features(0, 6, 4), features(1, 6, 4), 1.7
     logits = np.exp(log_scale) * affinity.cosine(f, g)
     labels = np.arange(6)
@@ -95,7 +95,7 @@ def test_infonce_equals_optax_softmax_cross_entropy():
     np.testing.assert_allclose(losses.infonce(f, g, log_scale=log_scale), expected, rtol=1e-6)
 
 
-def test_infonce_negatives_join_the_columns():
+def test_infonce_with_negatives_matches_optax():
     f, g, more_f, more_g = (features(s, n, 4) for s, n in enumerate((6, 6, 3, 5)))
     cross_entropy = optax.losses.softmax_cross_entropy_with_integer_labels
     rows = 20.0 * affinity.cosine(f, jnp.concatenate([g, more_g]))
@@ -105,7 +105,7 @@ def test_infonce_negatives_join_the_columns():
     np.testing.assert_allclose(value, expected, rtol=1e-5)
 
 
-def test_gradients(x64):
+def test_siglip_and_infonce_gradients_match_finite_differences(x64):
     f, g, more = (jnp.asarray(features(s, 4, 3), jnp.float64) for s in range(3))
 
     @jax.jit
@@ -122,7 +122,7 @@ def test_gradients(x64):
     check_grads(infonce, (f, g, jnp.array(1.0)), order=1, modes=["rev"])
 
 
-def test_mistakes_are_named():
+def test_siglip_and_infonce_reject_bad_arguments():
     with pytest.raises(checks.InputError, match=r"f has shape \(3, 2\) but g has \(4, 2\)"):
         losses.siglip(jnp.ones((3, 2)), jnp.ones((4, 2)))
     with pytest.raises(checks.InputError, match="f has shape"):

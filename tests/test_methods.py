@@ -15,7 +15,7 @@ from sotalign_jax.methods import sotalign
 
 D_X, D_Y, DIM, PAIRS, N, M = 7, 6, 4, 8, 12, 10
 EPSILON, EPSILON_STAR = 0.1, 0.05
-# Converged plans, so that oracles and the closed-form gradient agree to rounding.
+# Plans must converge, so that oracles and the closed-form gradient agree to rounding.
 EXACT = {
     "epsilon": EPSILON,
     "epsilon_star": EPSILON_STAR,
@@ -44,7 +44,7 @@ def student():
     return heads.build_heads(D_X, D_Y, DIM, seed=3)
 
 
-# Compiling takes most of the time here, and less of it without optimisation.
+# Compilation dominates the time of these tests, so compile without optimisation.
 @functools.partial(
     jax.jit,
     static_argnums=(0, 1),
@@ -66,7 +66,7 @@ class Evaluated(NamedTuple):
 
 
 def evaluate(method, student, batch, teacher=None, memory=None):
-    """Compiled as in training, once for each method and shape."""
+    """Computes loss, metrics and gradients. Compiles once per method and shape."""
     memory = {} if memory is None else memory
     (loss, (metrics, memory)), gradients = differentiate(
         method, *nnx.split(student), batch, teacher, memory
@@ -80,14 +80,14 @@ def cosines(f, g):
 
 
 def siglip_by_hand(student, f, g):
-    """Mean over all entries of -log sigmoid(y_ij z_ij); the diagonal is positive."""
+    """Computes the mean of -log sigmoid(y_ij z_ij) with positives on the diagonal."""
     k = cosines(f, g)
     logits = np.exp(float(student.log_scale[...])) * k + float(student.bias[...])
     return np.mean(np.logaddexp(0.0, -(2 * np.eye(*k.shape) - 1) * logits))
 
 
 def log_plan(k, epsilon):
-    """Textbook Sinkhorn; exp(k / epsilon) stays below e^20 here."""
+    """Runs textbook Sinkhorn. exp(k / epsilon) stays below e^20 here."""
     kernel, columns = np.exp(k / epsilon), np.ones(k.shape[1])
     for _ in range(5000):
         rows = 1 / len(k) / (kernel @ columns)
@@ -105,7 +105,7 @@ def affinities(student, batch, teacher):
 
 
 def oracle(name, student, batch, teacher):
-    """The divergence in float64, from formulas."""
+    """Computes the divergence in float64 from its formula."""
     k, k_star = affinities(student, batch, teacher)
     if name == "klot":
         log_p, log_p_star = log_plan(k, EPSILON), log_plan(k_star, EPSILON_STAR)
@@ -122,7 +122,7 @@ def oracle(name, student, batch, teacher):
 
 
 @pytest.mark.parametrize("name", ["klot", "cka", "infonce"])
-def test_loss_is_siglip_plus_alpha_times_divergence(name, student, batch, teacher):
+def test_sotalign_loss_is_siglip_plus_alpha_times_divergence(name, student, batch, teacher):
     method = methods.SOTAlign(alpha=0.7, divergence=name, **EXACT)
     loss, metrics, _, gradient, teacher_gradient = evaluate(method, student, batch, teacher)
     siglip = siglip_by_hand(student, *features(student, batch)[0])
@@ -131,17 +131,19 @@ def test_loss_is_siglip_plus_alpha_times_divergence(name, student, batch, teache
     np.testing.assert_allclose(metrics[name], divergence, rtol=1e-4)
     np.testing.assert_allclose(loss, siglip + 0.7 * divergence, rtol=1e-4)
     assert all(np.any(leaf) for leaf in jax.tree.leaves(gradient))
-    assert not any(np.any(leaf) for leaf in jax.tree.leaves(teacher_gradient))  # frozen
+    assert not any(
+        np.any(leaf) for leaf in jax.tree.leaves(teacher_gradient)
+    )  # the teacher is frozen
 
 
-def test_gradient_of_the_loss_is_that_of_its_parts(student, batch, teacher):
+def test_sotalign_gradient_matches_the_sum_of_its_parts(student, batch, teacher):
     graphdef, params = nnx.split(student)
     k, k_star = affinities(student, batch, teacher)
     difference = np.exp(log_plan(k, EPSILON)) - np.exp(log_plan(k_star, EPSILON_STAR))
     difference = jnp.asarray(difference / EPSILON, jnp.float32)
 
     def surrogate(params):
-        """SigLIP, and something whose gradient in K is (P - P*) / eps."""
+        """Adds to SigLIP a term whose gradient in K is (P - P*) / epsilon."""
         both = nnx.merge(graphdef, params)
         (f, g), (fx, gy) = features(both, batch)
 
@@ -161,7 +163,7 @@ def test_gradient_of_the_loss_is_that_of_its_parts(student, batch, teacher):
     )
 
 
-def test_no_divergence_is_sail_whatever_the_pool(student, batch):
+def test_sotalign_without_divergence_is_sail(student, batch):
     expected = evaluate(methods.SAIL(), student, batch)
     method = methods.SOTAlign(divergence="none")
     assert not method.pools
@@ -178,18 +180,18 @@ def test_no_divergence_is_sail_whatever_the_pool(student, batch):
         )
 
 
-def test_unpaired_rows_as_negatives(student, batch):
+def test_sotalign_pairs_and_negatives_match_numpy(student, batch):
     method = methods.SOTAlign(divergence="none", supervision="pairs+negatives")
     assert method.pools == "xy"
     assert not method.uses_teacher
     (f, g), (x, y) = features(student, batch)
-    # Two rectangles: pairs against pairs and the pool, from each side.
+    # Mean of two rectangles: pairs against pairs and the pool, from each side.
     expected = siglip_by_hand(student, f, np.concatenate([g, y]))
     expected = (expected + siglip_by_hand(student, g, np.concatenate([f, x]))) / 2
     np.testing.assert_allclose(evaluate(method, student, batch).loss, expected, rtol=1e-5)
 
 
-def test_the_whole_square_of_pairs_and_pool(student, batch):
+def test_square_supervision_matches_numpy(student, batch):
     (f, g), (x, y) = features(student, batch)
     k = cosines(np.concatenate([f, x]), np.concatenate([g, y]))
     signs = -np.ones_like(k)
@@ -204,13 +206,13 @@ def test_the_whole_square_of_pairs_and_pool(student, batch):
         np.testing.assert_allclose(evaluate(method, student, batch).loss, expected, rtol=1e-5)
 
 
-def test_sail_semi_is_the_two_rectangles(student, batch):
+def test_sail_semi_matches_sotalign_without_divergence(student, batch):
     method = methods.METHODS["sail_semi"]
     other = methods.SOTAlign(divergence="none", supervision="pairs+negatives")
     assert evaluate(method, student, batch).loss == evaluate(other, student, batch).loss
 
 
-def test_klot_on_pairs_too(student, batch, teacher):
+def test_sotalign_klot_on_all_includes_pairs(student, batch, teacher):
     both = batch._replace(
         x=jnp.concatenate([batch.a, batch.x]), y=jnp.concatenate([batch.b, batch.y])
     )
@@ -222,7 +224,7 @@ def test_klot_on_pairs_too(student, batch, teacher):
     assert method.start(whole_pool(batch), N) == {}
 
 
-def test_klot_with_pairs_transported_to_themselves(student, batch, teacher):
+def test_sotalign_klot_on_crossmodal_matches_klot_crossmodal(student, batch, teacher):
     method = methods.SOTAlign(alpha=0.5, klot_on="crossmodal", **EXACT)
     got = evaluate(method, student, batch, teacher)
     (f, g), (x, y) = features(student, batch)
@@ -238,7 +240,7 @@ def test_klot_with_pairs_transported_to_themselves(student, batch, teacher):
     assert got.metrics["converged"]
 
 
-def test_negatives_and_divergence_together_in_streamed_blocks(student, batch, teacher):
+def test_sotalign_streamed_with_negatives_and_divergence(student, batch, teacher):
     negatives = methods.SOTAlign(divergence="none", supervision="pairs+negatives")
     siglip = evaluate(negatives, student, batch).loss
     method = methods.SOTAlign(alpha=0.5, supervision="pairs+negatives", block_size=4, **EXACT)
@@ -259,13 +261,13 @@ def test_sail_ignores_pool_and_teacher(student, batch, teacher):
     )
 
 
-def test_per_row_siglip_is_the_mean_times_the_number_of_pairs(student, batch):
+def test_sail_per_row_norm_is_mean_times_the_number_of_pairs(student, batch):
     mean = evaluate(methods.SAIL(), student, batch).loss
     per_row = evaluate(methods.SAIL(siglip_norm="per_row"), student, batch).loss
     np.testing.assert_allclose(per_row, PAIRS * mean, rtol=1e-5)
 
 
-def test_bistochastic_marginals_multiply_klot_by_n(student, batch, teacher):
+def test_sotalign_bistochastic_marginals_multiply_klot_by_n(student, batch, teacher):
     square = batch._replace(x=batch.x[:M])
     method = methods.SOTAlign(marginals="bistochastic", siglip_norm="per_row", **EXACT)
     metrics = evaluate(method, student, square, teacher).metrics
@@ -278,10 +280,10 @@ def test_bistochastic_marginals_multiply_klot_by_n(student, batch, teacher):
 @pytest.mark.parametrize(
     ("marginals", "siglip_norm"), [("prob", "per_row"), ("bistochastic", "mean")]
 )
-def test_unbalanced_conventions_warn(marginals, siglip_norm):
+def test_sotalign_warns_of_unbalanced_conventions(marginals, siglip_norm):
     with pytest.warns(UserWarning, match="pair 'prob' with 'mean'") as caught:
         methods.SOTAlign(marginals=marginals, siglip_norm=siglip_norm)
-    assert caught[0].filename == __file__  # where the method was made
+    assert caught[0].filename == __file__  # the warning points at the caller
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         methods.SOTAlign(marginals="bistochastic", siglip_norm="per_row")
@@ -305,7 +307,7 @@ def test_unbalanced_conventions_warn(marginals, siglip_norm):
         ("sotalign", {"epsilon_star": -0.1}, r"epsilon_star.* -0.1"),
     ],
 )
-def test_options_that_cannot_be_used(method, options, message):
+def test_sotalign_and_sail_reject_bad_options(method, options, message):
     with pytest.raises(checks.InputError, match=message):
         dataclasses.replace(methods.METHODS[method], **options)
 
@@ -321,7 +323,7 @@ def whole_pool(batch):
     return sampling.DeviceData(batch.a, batch.b, batch.x, batch.y)
 
 
-def test_memory_exists_only_for_plans_over_the_whole_pool(batch):
+def test_sotalign_start_keeps_memory_only_for_whole_pool_batches(batch):
     data = whole_pool(batch)
     assert set(methods.SOTAlign().start(data, N)) == {"v", "v_star"}
     assert methods.SOTAlign().start(data, N - 1) == {}  # M fits, N does not
@@ -329,7 +331,7 @@ def test_memory_exists_only_for_plans_over_the_whole_pool(batch):
     assert methods.SAIL().start(data, N) == {}
 
 
-def test_the_teacher_is_solved_once_when_the_batch_is_the_pool(student, batch, teacher):
+def test_sotalign_solves_the_teacher_once_for_whole_pool_batches(student, batch, teacher):
     method = methods.SOTAlign(alpha=1.0, **EXACT)
     memory = method.start(whole_pool(batch), N)
     first = evaluate(method, student, batch, teacher, memory)
@@ -343,7 +345,7 @@ def test_the_teacher_is_solved_once_when_the_batch_is_the_pool(student, batch, t
         np.testing.assert_allclose(result.metrics["klot"], klot, rtol=1e-4)
 
 
-def test_metrics_tell_whether_the_plans_converged(student, batch, teacher):
+def test_sotalign_metrics_report_teacher_convergence(student, batch, teacher):
     method = methods.SOTAlign(max_iterations=3, tolerance=1e-6)
     metrics = evaluate(method, student, batch, teacher).metrics
     assert metrics["teacher_iterations"] <= 3

@@ -1,4 +1,4 @@
-"""Predicted times of the training step, and compilation for devices that are not there."""
+"""Tests of predicted step times, and of compilation for absent devices."""
 
 import csv
 import dataclasses
@@ -19,8 +19,8 @@ def total(parts, field):
     return sum(getattr(part, field) for part in parts)
 
 
-def test_ours_counts_the_operations_of_the_paper_step():
-    """Against a count by hand: every product of the step once, and twice in the backward pass."""
+def test_ours_counts_the_flops_of_the_paper_step():
+    """Compares with a count by hand: products count once, and twice in the backward pass."""
     n, p, d, e, x, y = 22_768, 10_000, 1024, 2048, 2048, 4096
     heads = 2 * 2 * (n + p) * (x + y) * d  # forward, and the gradient of the weights
     klot = 2 * n * n * e + 2 * n * n * d + 2 * 2 * n * n * d  # affinities, gradient of both sides
@@ -33,14 +33,14 @@ def test_ours_counts_the_operations_of_the_paper_step():
 
 
 @pytest.mark.parametrize(("name", "bound"), [("a100", 124.5), ("h100", 56.2), ("tpu-v5e", 200.5)])
-def test_predict_agrees_with_bytes_counted_in_compiled_programs(name, bound):
-    """The bounds were read from the kernels of the code before, compiled for each device."""
+def test_predict_matches_bytes_of_compiled_programs(name, bound):
+    """The bounds are bytes of the earlier implementation's programs, compiled per device."""
     target = model.DEVICES[name]
     work, _, _ = model.predict(model.ours(PAPER, target, model.OLD), target, model.OLD)
     assert work == pytest.approx(bound, rel=0.08)
 
 
-def test_predict_takes_the_longer_of_bytes_and_products_and_adds_launches():
+def test_predict_takes_the_slower_of_bytes_and_flops_plus_launches():
     a100, ms = model.DEVICES["a100"], 2.039e9
     assert sum(model.predict([model.Part("", ms)], a100)) == pytest.approx(1)
     part = model.Part("", ms, 100, flops=156e9 * 3, role="student")  # TF32
@@ -52,7 +52,7 @@ def test_predict_takes_the_longer_of_bytes_and_products_and_adds_launches():
 
 
 @pytest.mark.parametrize("name", model.DEVICES)
-def test_every_device_has_a_peak_for_the_algorithms_of_its_profile(name):
+def test_devices_have_a_peak_for_every_algorithm_of_their_profile(name):
     target = model.DEVICES[name]
     for algorithm in device.profile(target)[1:6]:
         assert target.peak(algorithm) > 0
@@ -61,17 +61,17 @@ def test_every_device_has_a_peak_for_the_algorithms_of_its_profile(name):
 
 
 @pytest.mark.parametrize("name", ["a100", "t4", "tpu-v5e"])
-def test_two_devices_take_little_more_than_half(name):
+def test_device_rows_of_two_devices_take_little_more_than_half(name):
     one, two = model.device_rows(name, PAPER, [2])
     assert one[4] == 1 and 0.5 < two[4] <= 0.58 and two[3] > one[3] == 0
 
 
-def test_ours_streams_where_float32_kernels_do_not_fit():
+def test_ours_streams_if_float32_kernels_do_not_fit():
     large = dataclasses.replace(PAPER, unpaired=100_000)
     parts = model.ours(large, model.DEVICES["a100"], model.NEW)
     teacher = 2 * 100_000**2 * PAPER.teacher_dim
     again = next(part for part in parts if part.name == "teacher: affinity").flops / teacher
-    # One build for each of three epsilons, two exact sweeps, the gradient.
+    # Builds at three epsilons, exact sweeps and the gradient compute the affinity.
     assert again == 3 + model.NEW.exact + 1
     assert "teacher: float32 sweeps" not in {part.name for part in parts}
 
@@ -89,7 +89,7 @@ def test_main_writes_every_table(tmp_path):
         model.main(["--targets", "abacus"])
 
 
-def test_documented_predictions_are_those_of_the_model(tmp_path, capsys):
+def test_documented_predictions_match_the_model(tmp_path, capsys):
     model.main([f"--out={tmp_path}"])
     blocks = capsys.readouterr().out.split("\n\n")
     step, parts, devices = (block for block in blocks if block.startswith("| target"))
@@ -103,7 +103,7 @@ def test_documented_predictions_are_those_of_the_model(tmp_path, capsys):
 # --- compile ---
 
 
-def test_describe_names_the_command_for_a_missing_compiler(monkeypatch):
+def test_describe_without_compiler_names_the_pip_command(monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda module: None)
     for name, extra in (("a100", "cuda12"), ("tpu-v5e", "tpu")):
         with pytest.raises(checks.InputError, match=rf'pip install "jax\[{extra}\]==') as error:
@@ -113,14 +113,14 @@ def test_describe_names_the_command_for_a_missing_compiler(monkeypatch):
         common.run(lambda: compile.main(["--targets", "t4"]))
 
 
-def test_every_gpu_is_described_with_its_memory():
+def test_every_gpu_has_a_target_description():
     for name in compile.GPUS:
         assert (common.RESULTS.parent / "targets" / f"{name}.txtpb").exists()
         assert name in model.DEVICES
 
 
 @pytest.mark.parametrize("what", ["klot", "step"])
-def test_compile_for_reports_the_memory_of_a_program(what):
+def test_compile_for_reports_program_memory(what):
     own = jax.devices()[:1]
     lower = {
         "klot": lambda: compile.lower_klot(TINY, own[0]),
@@ -128,14 +128,14 @@ def test_compile_for_reports_the_memory_of_a_program(what):
     }
     temporaries, whole, seconds, compiles = compile.compile_for(device.profile(), lower[what])
     assert compiles == "yes" and seconds > 0
-    # The float32 features and gradients; or float16 rows, and the heads with their momentum.
+    # klot holds float32 features and gradients. A step holds float16 rows, heads and momentum.
     features = 4 * TINY.unpaired * (4 * TINY.dim + 2 * TINY.teacher_dim)
     rows = 2 * (TINY.pairs + TINY.pool) * TINY.widths + 2 * 4 * TINY.dim * TINY.widths
     least = {"klot": features, "step": rows}[what]
     assert whole - temporaries >= least / common.MEBIBYTE
 
 
-def test_compile_for_reports_the_error_of_a_program():
+def test_compile_for_reports_compile_errors():
     def fails():
         raise TypeError("dtypes differ\nand more")
 
@@ -145,7 +145,7 @@ def test_compile_for_reports_the_error_of_a_program():
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "plugin"), [("t4", "jax_plugins"), ("tpu-v5e", "libtpu")])
-def test_main_compiles_for_devices_that_are_not_there(name, plugin, tmp_path):
+def test_main_compiles_for_absent_devices(name, plugin, tmp_path):
     pytest.importorskip(plugin)
     compile.main([f"--out={tmp_path}", "--targets", name, "--n", "1024"])
     with (tmp_path / "compile-klot.csv").open() as file:

@@ -18,7 +18,7 @@ def unit(rows):
 
 
 def siglip(student, f, g, normalization="mean"):
-    """sum_ij log(1 + exp(-y_ij (s cos_ij + b))), divided by n^2 or n."""
+    """Computes sum_ij log(1 + exp(-y_ij (s cos_ij + b))), divided by n^2 or n."""
     total, scale, bias = 0.0, np.exp(float(student.log_scale[...])), float(student.bias[...])
     cosines = unit(f) @ unit(g).T
     for i in range(len(cosines)):
@@ -29,7 +29,7 @@ def siglip(student, f, g, normalization="mean"):
 
 
 def random_batch(rng):
-    """Rows of both modalities, and neighbours of the pairs."""
+    """Returns a batch of random pairs and random neighbours."""
     a, near_a = (jnp.asarray(rng.normal(size=(PAIRS, D_X))) for _ in range(2))
     b, near_b = (jnp.asarray(rng.normal(size=(PAIRS, D_Y))) for _ in range(2))
     return sampling.Batch(a, b, a[:0], b[:0], near_a, near_b)
@@ -37,12 +37,12 @@ def random_batch(rng):
 
 @pytest.mark.parametrize("norm", ["mean", "per_row"])
 @pytest.mark.parametrize("weights", [(0.3, 2.0), (0.3, 0.0), (0.0, 2.0), (0.0, 0.0)])
-def test_loss_is_three_weighted_siglips(x64, rng, weights, norm):
+def test_nnclr_loss_is_a_weighted_sum_of_siglips(x64, rng, weights, norm):
     student = heads.build_heads(D_X, D_Y, 4, seed=3, dtype=jnp.float64)
     batch = random_batch(rng)
     w_text, w_image = weights
     method = methods.NNCLR(weight_text=w_text, weight_image=w_image, siglip_norm=norm)
-    given = batch._replace(  # what is not weighted need not exist
+    given = batch._replace(  # neighbours of weight zero may be None
         near_a=batch.near_a if w_image else None, near_b=batch.near_b if w_text else None
     )
     loss, (metrics, memory) = method(student, given, None, {})
@@ -61,7 +61,7 @@ def test_loss_is_three_weighted_siglips(x64, rng, weights, norm):
     assert memory == {}
 
 
-def test_gradients(x64, rng):
+def test_nnclr_gradient_matches_finite_differences(x64, rng):
     student = heads.build_heads(D_X, D_Y, 3, seed=3, dtype=jnp.float64)
     graphdef, params = nnx.split(student)
     batch, method = random_batch(rng), methods.NNCLR(weight_text=0.3, weight_image=2.0)
@@ -78,7 +78,7 @@ def test_gradients(x64, rng):
 
 @pytest.fixture(scope="module")
 def dataset():
-    """Pools that hold every paired row, in another order, besides their own."""
+    """Returns a dataset whose pools also contain every paired row, in another order."""
     rng = np.random.default_rng(0)
     z, to_x, to_y = rng.normal(size=(160, 5)), rng.normal(size=(5, D_X)), rng.normal(size=(5, D_Y))
     x = (z @ to_x + 0.3 * rng.normal(size=(160, D_X))).astype(np.float32)
@@ -96,7 +96,7 @@ def prepared(dataset):
     return methods.NNCLR(k=3).prepare(training.place(dataset))
 
 
-def test_tables_hold_the_closest_rows_of_each_pool_but_not_the_row_itself(dataset, prepared):
+def test_nnclr_prepare_finds_nearest_other_rows_of_each_pool(dataset, prepared):
     for pairs, pool, table in (
         (dataset.pairs_x, dataset.pool_x, prepared.near_x),
         (dataset.pairs_y, dataset.pool_y, prepared.near_y),
@@ -106,7 +106,7 @@ def test_tables_hold_the_closest_rows_of_each_pool_but_not_the_row_itself(datase
         np.testing.assert_array_equal(table, order[:, 1:4])
 
 
-def test_only_weighted_neighbours_are_searched(dataset):
+def test_nnclr_prepare_searches_only_weighted_neighbours(dataset):
     placed = training.place(dataset)
     text, image = methods.NNCLR(k=2, weight_image=0.0), methods.NNCLR(k=2, weight_text=0.0)
     prepared = text.prepare(placed)
@@ -123,7 +123,7 @@ def draw(seed, step, prepared):
     return sampling.draw(jax.random.key(seed), step, prepared, pairs=16, unpaired=5)
 
 
-def test_neighbours_are_drawn_from_the_table_by_seed_and_step_alone(dataset, prepared):
+def test_draw_takes_neighbours_by_seed_and_step(dataset, prepared):
     rank_of = {}
     for step in range(40):
         batch = draw(7, jnp.int32(step), prepared)
@@ -136,7 +136,7 @@ def test_neighbours_are_drawn_from_the_table_by_seed_and_step_alone(dataset, pre
             hit = (choices == np.asarray(drawn)[:, None]).all(axis=2)
             np.testing.assert_array_equal(hit.sum(axis=1), 1)
             rank_of.setdefault(own.shape[1], []).append(hit.argmax(axis=1))
-    for ranks in rank_of.values():  # every rank equally often, and not alike in both modalities
+    for ranks in rank_of.values():  # ranks are uniform, and independent between modalities
         counts = np.bincount(np.concatenate(ranks), minlength=3)
         assert np.abs(counts - 640 / 3).max() < 5 * np.sqrt(640 * 2 / 9)
     x_ranks, y_ranks = map(np.concatenate, rank_of.values())
@@ -147,7 +147,7 @@ def test_neighbours_are_drawn_from_the_table_by_seed_and_step_alone(dataset, pre
     assert not np.array_equal(other.near_a, draw(7, jnp.int32(2), prepared).near_a)
 
 
-def test_tables_leave_the_other_draws_alone(dataset, prepared):
+def test_draw_of_pairs_and_pools_ignores_neighbour_tables(dataset, prepared):
     without = draw(7, jnp.int32(3), training.place(dataset))
     with_tables = draw(7, jnp.int32(3), prepared)
     for name in ("a", "b", "x", "y"):
@@ -165,7 +165,7 @@ class Recorder(training.Observer):
         self.snapshots[step] = jax.tree.map(np.array, snapshot)
 
 
-def test_a_continued_run_equals_an_uninterrupted_one(dataset):
+def test_nnclr_resumed_fit_matches_uninterrupted(dataset):
     config = training.TrainConfig(
         steps=12, pair_batch=16, unpaired_batch=8, learning_rate=3e-3, eval_every=4, seed=5
     )
@@ -189,19 +189,19 @@ def test_a_continued_run_equals_an_uninterrupted_one(dataset):
         ({"siglip_norm": "sum"}, r"siglip_norm.* 'sum'"),
     ],
 )
-def test_options_that_cannot_be_used(options, message):
+def test_nnclr_rejects_bad_options(options, message):
     with pytest.raises(checks.InputError, match=message):
         dataclasses.replace(methods.METHODS["nnclr"], **options)
 
 
-def test_more_neighbours_than_the_pool_has(dataset):
+def test_nnclr_prepare_rejects_more_neighbours_than_the_pool_has(dataset):
     with pytest.raises(checks.InputError, match=r"k.* 101"):
         methods.NNCLR(k=101).prepare(training.place(dataset))
     with pytest.raises(checks.InputError, match=r"k.* 100"):
         methods.NNCLR(k=100).prepare(training.place(dataset))
 
 
-def test_the_papers_grid():
+def test_nnclr_grid_is_the_papers():
     weights = (0.0, 0.1, 1.0, 10.0)
     grid = {"k": (1, 5, 10), "weight_text": weights, "weight_image": weights}
     assert grid == methods.NNCLR.grid

@@ -1,4 +1,4 @@
-"""The shape of the package: which module may import which, and what an import costs."""
+"""Tests of the package: layers of imports, light imports and missing extras."""
 
 import ast
 import pathlib
@@ -15,7 +15,7 @@ import sotalign_jax
 
 FOLDER = pathlib.Path(sotalign_jax.__file__).parent
 
-# Layers, lowest first: a module imports modules of layers below its own, or of its own layer.
+# Layers, lowest first. A module may import modules of its own layer and of lower ones.
 LAYERS = (
     ("checks", "progress"),
     ("ot",),
@@ -40,7 +40,7 @@ FILES = {
 
 
 def _imports(path: pathlib.Path) -> tuple[set[str], set[str]]:
-    """The package's own modules and the outside packages that a file names, at any depth."""
+    """Returns the own modules and the third-party packages that a file imports."""
     inside, outside = set(), set()
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.ImportFrom):
@@ -60,14 +60,14 @@ def _imports(path: pathlib.Path) -> tuple[set[str], set[str]]:
 
 
 def _module(parts: list[str]) -> str:
-    """The file behind an imported name such as methods.base.Method or heads.Heads."""
+    """Returns the file of an imported name such as methods.base.Method or heads.Heads."""
     while parts and "/".join(parts) not in FILES:
         parts = parts[:-1]
     return "/".join(parts) or "__init__"
 
 
 @pytest.mark.parametrize("module", FILES)
-def test_imports_point_one_way(module):
+def test_module_imports_only_lower_layers(module):
     def level(name: str) -> int:
         return LAYER[name.split("/")[0]]
 
@@ -76,7 +76,7 @@ def test_imports_point_one_way(module):
     assert not outside & {"orbax", "experiments", "absl"}
 
 
-def test_import_is_light():
+def test_importing_package_loads_no_heavy_package():
     heavy = ["tensorflow", "tensorflow_datasets", "torch", "matplotlib", "sklearn", "ott", "chex"]
     code = f"import sys, sotalign_jax; print(*[name for name in {heavy} if name in sys.modules])"
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
@@ -89,11 +89,11 @@ WITHOUT = {
     "experiments.search": ("matplotlib", "matplotlib", "experiments"),
     "benchmarks.gradient": ("ott", "ott-jax", "bench"),
 }
-"""A command, a module that is missing, the package it comes in, and the extra."""
+"""Maps a command to a missing module, its package and its extra."""
 
 
-def test_a_missing_extra_is_one_line():
-    """Commands say so before they do anything, like every mistake that a user can mend."""
+def test_commands_name_a_missing_extra_in_one_line():
+    """Commands report a missing extra before any other work."""
     code = """
         import runpy, sys
         for command, module in zip(sys.argv[1::2], sys.argv[2::2]):

@@ -1,4 +1,4 @@
-"""Folders of embedding files as `from=FOLDER` reads them."""
+"""Tests of folders of embedding files, as read by `from=FOLDER`."""
 
 import numpy as np
 import pytest
@@ -9,7 +9,7 @@ from experiments.configs import files as files_config
 from sotalign_jax import checks
 
 
-def test_a_folder_of_other_files_says_which_it_found(tmp_path):
+def test_get_config_from_folder_lists_files_if_x_or_y_is_missing(tmp_path):
     np.save(tmp_path / "x.npy", np.ones((30, 4)))
     (tmp_path / "texts.parquet").touch()
     with pytest.raises(checks.InputError, match=r"config: .* no y; it holds texts.parquet"):
@@ -20,7 +20,7 @@ def test_a_folder_of_other_files_says_which_it_found(tmp_path):
         files_config.get_config(f"from={tmp_path}")
 
 
-def test_a_folder_of_x_and_y_holds_out_validation_and_test(tmp_path, capsys):
+def test_get_config_from_folder_holds_out_validation_and_test(tmp_path, capsys):
     rows = np.random.default_rng(0).normal(size=(640, 4))
     np.savez(tmp_path / "x.npz", rows)
     np.savetxt(tmp_path / "y.csv", rows, delimiter=",")

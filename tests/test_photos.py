@@ -1,4 +1,4 @@
-"""The photographs: files as listed, features as documented, pools without hidden pairs."""
+"""Tests of the photographs: files, features, splits and pools."""
 
 import numpy as np
 import pytest
@@ -13,7 +13,7 @@ def stored(name):
 
 
 def rows_in(part, whole):
-    """For every row of `part` the row of `whole` that it is."""
+    """Returns the index in `whole` of every row of `part`."""
     part, whole = (np.asarray(a) / np.linalg.norm(a, axis=1, keepdims=True) for a in (part, whole))
     scores = part @ whole.T
     np.testing.assert_allclose(scores.max(axis=1), 1.0, atol=1e-5)
@@ -23,7 +23,7 @@ def rows_in(part, whole):
 # --- files and features
 
 
-def test_every_file_is_listed_whole_and_small_enough_to_clone():
+def test_photos_files_match_checksums_and_size_limits():
     listed = photos.checksums()
     there = {path.name: path.stat().st_size for path in photos.FOLDER.iterdir()}
     assert set(there) == {*listed, "SHA256SUMS", "README.md"}
@@ -31,7 +31,7 @@ def test_every_file_is_listed_whole_and_small_enough_to_clone():
     assert all(len(photos.read(name)) == there[name] for name in listed)
 
 
-def test_a_damaged_or_missing_file_is_named(tmp_path, monkeypatch):
+def test_read_rejects_damaged_and_missing_files(tmp_path, monkeypatch):
     content = bytearray(photos.read("zs_intel6.npz"))
     content[1000] ^= 1
     (tmp_path / "zs_intel6.npz").write_bytes(content)
@@ -44,7 +44,7 @@ def test_a_damaged_or_missing_file_is_named(tmp_path, monkeypatch):
         photos.read("coco.npz")
 
 
-def test_features_are_restored_as_documented():
+def test_images_and_texts_restore_quantised_features():
     basis, table = stored("efficientnet_lite2_pca512"), stored("flickr8k")
     rows = np.array([5, 6999, 5, 17])
     codes = table["image"][rows].astype(np.float64)
@@ -59,7 +59,7 @@ def test_features_are_restored_as_documented():
 
 
 @pytest.mark.parametrize("encoder", photos.TEXT_ENCODERS[1:])
-def test_other_text_encoders_read_the_captions(encoder):
+def test_dataset_with_other_text_encoders_embeds_the_captions(encoder):
     if encoder == "WordLlama":
         pytest.importorskip("wordllama")
     made = photos.dataset(n_pairs=50, n_unpaired=60, text_encoder=encoder, test=False)
@@ -75,7 +75,7 @@ def test_other_text_encoders_read_the_captions(encoder):
         photos.texts("rsicd", encoder=encoder)
 
 
-# --- what is evaluated on
+# --- evaluation data
 
 
 @pytest.mark.parametrize(
@@ -86,7 +86,7 @@ def test_other_text_encoders_read_the_captions(encoder):
         ("rsicd", (8234, 500, 1093), None),
     ],
 )
-def test_splits_are_as_documented_and_share_no_image(name, images, captions):
+def test_rows_of_split_have_documented_sizes_and_share_no_image(name, images, captions):
     parts = [photos.rows_of_split(name, split) for split in ("train", "val", "test")]
     assert tuple(map(len, parts)) == images
     assert len(np.unique(np.concatenate(parts))) == sum(images)
@@ -95,7 +95,7 @@ def test_splits_are_as_documented_and_share_no_image(name, images, captions):
         assert tuple(int(np.isin(owner, part).sum()) for part in parts) == captions
 
 
-def test_a_gallery_has_every_caption_with_its_image():
+def test_gallery_has_every_caption_with_its_image():
     gallery, table = photos.gallery("rsicd", "test"), stored("rsicd")
     image_rows = rows_in(gallery.x, photos.images("rsicd"))
     np.testing.assert_array_equal(image_rows, np.flatnonzero(table["split"] == 2))
@@ -105,22 +105,22 @@ def test_a_gallery_has_every_caption_with_its_image():
 
 
 @pytest.mark.parametrize("name", photos.ZERO_SHOT)
-def test_classes_are_prompted_in_order(name):
+def test_zero_shot_has_prompts_for_every_class(name):
     task = photos.zero_shot(name)
     assert len(task.prompts) == len(task.class_names) == task.labels.max() + 1
     assert task.x.shape == (len(task.labels), 1280) and task.prompts.shape[2] == 384
     np.testing.assert_allclose(np.linalg.norm(task.prompts, axis=2), 1.0, rtol=1e-5)
 
 
-# --- what is trained on
+# --- training data
 
 
 @pytest.mark.parametrize("pool", photos.POOLS)
-def test_pools_hide_no_pairs_unless_asked(pool):
+def test_choose_pools_share_no_image_unless_random(pool):
     chosen = photos.choose("flickr8k", n_pairs=100, pool=pool, seed=3)
     owner = stored("flickr8k")["image_of_text"]
     np.testing.assert_array_equal(owner[chosen.texts], chosen.images)
-    assert len(set(chosen.texts % 5)) == 5  # any of an image's five captions
+    assert len(set(chosen.texts % 5)) == 5  # all five caption positions occur
     pairs, x, y = map(set, (chosen.images, chosen.pool_images, owner[chosen.pool_texts]))
     assert len(chosen.pool_texts) == 5 * len(y)
     assert not pairs & (x | y) and not x & y if pool == "disjoint" else x == y
@@ -128,7 +128,7 @@ def test_pools_hide_no_pairs_unless_asked(pool):
     assert len(x) == len(y) == (2700 if pool == "disjoint" else 5400)
 
 
-def test_a_dataset_holds_the_rows_that_were_chosen():
+def test_dataset_holds_the_chosen_rows():
     made = photos.dataset("flickr8k", n_pairs=20, seed=3, test=False)
     chosen = photos.choose("flickr8k", n_pairs=20, seed=3)
     close = {"rtol": 1e-4, "atol": 1e-5}
@@ -143,7 +143,7 @@ def test_a_dataset_holds_the_rows_that_were_chosen():
     assert made.test is None and len(made.val.x) == 500
 
 
-def test_coco_takes_images_without_captions_and_captions_of_other_photographs():
+def test_coco_dataset_pools_share_no_photograph():
     made = photos.dataset("coco", n_pairs=50, seed=1, test=False)
     others = photos.choose("coco", n_pairs=50, pool="random", seed=1)
     assert made.pool_x.shape == (26_000, 1280)
@@ -153,7 +153,7 @@ def test_coco_takes_images_without_captions_and_captions_of_other_photographs():
     assert not captioned & set(map(bytes, stored("coco_unpaired_images")["image"]))
 
 
-def test_smaller_datasets_are_part_of_larger_ones():
+def test_datasets_of_growing_sizes_are_nested():
     def make(n_pairs, n_unpaired):
         return photos.dataset("rsicd", n_pairs=n_pairs, n_unpaired=n_unpaired, seed=2, test=False)
 
@@ -167,7 +167,7 @@ def test_smaller_datasets_are_part_of_larger_ones():
         np.testing.assert_allclose(np.asarray(part), whole, rtol=1e-4, atol=1e-5)
 
 
-def test_pools_of_other_sources():
+def test_dataset_accepts_pools_of_other_sources():
     made = photos.dataset(
         "flickr8k",
         n_pairs=5,
@@ -184,7 +184,9 @@ def test_pools_of_other_sources():
         "flickr8k", n_pairs=5, n_unpaired=7, unpaired_images="noise", unpaired_texts="noise"
     )
     directions = noise.pool_x / np.linalg.norm(noise.pool_x, axis=1, keepdims=True)
-    assert np.abs(directions @ directions.T - np.eye(7)).max() < 0.2  # photographs: about 0.5
+    assert (
+        np.abs(directions @ directions.T - np.eye(7)).max() < 0.2
+    )  # about 0.5 between photographs
     assert noise.pool_y.shape == (7, 384)
 
 
@@ -201,12 +203,12 @@ def test_pools_of_other_sources():
         ({"zero_shot_on": "mnist"}, "zero_shot"),
     ],
 )
-def test_errors_name_the_argument(options, message):
+def test_dataset_rejects_bad_arguments(options, message):
     with pytest.raises(checks.InputError, match=message):
         photos.dataset(**{"name": "rsicd", "n_pairs": 10, **options})
 
 
-def test_speech_is_restored_as_documented_and_shares_no_speaker():
+def test_speech_dataset_restores_features_and_shares_no_speaker():
     table = stored("speech")
     made = photos.dataset("speech", n_pairs=30, n_unpaired=40, seed=2)
     spoken, said = table["speech"] * table["speech_scale"], table["text"] * table["text_scale"]
@@ -221,7 +223,7 @@ def test_speech_is_restored_as_documented_and_shares_no_speaker():
     assert sum(map(len, speakers)) == len(set.union(*speakers))
 
 
-def test_speech_is_evaluated_on_another_source():
+def test_speech_dataset_evaluates_on_librispeech():
     made = photos.dataset("speech", n_pairs=5, evaluate_on="librispeech", unpaired_texts="coco")
     numbers, said = photos.test_labels("librispeech")
     assert (len(made.val.x), len(made.test.x)) == (611, len(said))
@@ -233,7 +235,7 @@ def test_speech_is_evaluated_on_another_source():
         photos.dataset("speech", n_pairs=5, unpaired_images="coco")
 
 
-def test_labels_are_those_of_the_gallery():
+def test_test_labels_match_the_gallery():
     image_ids, captions = photos.test_labels()
     gallery, table = photos.gallery("coco"), stored("coco")
     assert (len(image_ids), len(captions)) == (len(gallery.x), len(gallery.y))

@@ -1,4 +1,4 @@
-"""Progress bars on a terminal, and plain lines without one."""
+"""Tests of progress bars on a terminal, and of plain lines without one."""
 
 import doctest
 import io
@@ -17,7 +17,7 @@ class Terminal(io.StringIO):
         return True
 
 
-def test_examples():
+def test_progress_doctests_pass():
     assert doctest.testmod(progress).failed == 0
 
 
@@ -32,7 +32,7 @@ def test_progress_on_a_terminal_shows_loss_score_and_time(monkeypatch):
     assert "train" in last and "20/20" in last and "val R@1 40.25, loss 0.5" in last
 
 
-def test_progress_without_a_terminal_is_a_line_every_tenth(capsys):
+def test_progress_without_terminal_prints_a_line_every_tenth(capsys):
     with progress.Progress(1000, "train", initial=300, unit="rows", rate=True) as bar:
         for _ in range(700):
             bar.advance(loss=0.125)
@@ -42,19 +42,19 @@ def test_progress_without_a_terminal_is_a_line_every_tenth(capsys):
     assert lines[-1].startswith("train: 1000/1000") and lines[-1].endswith("00:00 left")
 
 
-def test_progress_leaves_compilation_out_of_the_time_left(capsys, monkeypatch):
+def test_progress_excludes_compilation_from_the_time_left(capsys, monkeypatch):
     clock = itertools.chain([1000.0], itertools.count(1001.0))  # the first step returns at 1000 s
     monkeypatch.setattr(time, "monotonic", lambda: next(clock))
     with progress.Progress(10, "train") as bar:
         for _ in range(10):
             bar.advance()
     lines = capsys.readouterr().err.splitlines()
-    assert lines[0] == "train: 1/10"  # no step after the first says how long one takes
-    assert lines[1] == "train: 2/10, 00:08 left"  # one step a second
+    assert lines[0] == "train: 1/10"  # one step gives no rate yet
+    assert lines[1] == "train: 2/10, 00:08 left"  # one step per second
 
 
 @pytest.mark.parametrize("kind", [io.StringIO, Terminal])
-def test_progress_of_runs_within_a_bar_over_runs(monkeypatch, kind):
+def test_progress_nests_an_inner_bar_and_survives_a_closed_stream(monkeypatch, kind):
     stream = kind()
     monkeypatch.setattr(sys, "stderr", stream)
     with (
@@ -65,7 +65,7 @@ def test_progress_of_runs_within_a_bar_over_runs(monkeypatch, kind):
         inner.advance(10, loss=0.5)
         outer.advance()
         text = stream.getvalue()
-        stream.close()  # ends the display, not the run
+        stream.close()  # must not stop the run
         outer.advance()
         outer.stage("still there")
     if kind is Terminal:
@@ -74,7 +74,7 @@ def test_progress_of_runs_within_a_bar_over_runs(monkeypatch, kind):
         assert text == "compare: 1/2 runs\n"
 
 
-def test_say_prints_a_line_of_its_own_above_an_open_bar(monkeypatch):
+def test_say_prints_its_own_line_above_an_open_bar(monkeypatch):
     stream = Terminal()
     monkeypatch.setattr(sys, "stderr", stream)
     with progress.Progress(2, "train") as bar:
@@ -84,7 +84,7 @@ def test_say_prints_a_line_of_its_own_above_an_open_bar(monkeypatch):
     assert lines[:2] == ["reading 1,000,000 x 4,096", "train: compiling (once) ..."]
 
 
-def test_nothing_is_said_where_progress_is_hidden_or_there_is_no_stderr(monkeypatch, capsys):
+def test_progress_is_silent_if_hidden_or_without_stderr(monkeypatch, capsys):
     with progress.Progress(2, "train", show=False) as bar:
         bar.stage("compiling (once)")
         bar.advance(2)

@@ -1,4 +1,4 @@
-"""Gallery sizes, chance and the protocol of 1,000 items."""
+"""Tests of gallery sizes, chance and the 1,000-item protocol."""
 
 import doctest
 
@@ -9,11 +9,11 @@ from experiments import protocol
 from sotalign_jax import aligner, data, evaluation, heads
 
 
-def test_examples():
+def test_protocol_doctests_pass():
     assert doctest.testmod(protocol).failed == 0
 
 
-def test_chance_is_the_mean_score_of_random_rankings():
+def test_chance_matches_mean_of_random_rankings():
     rng = np.random.default_rng(0)
     owner = np.repeat(np.arange(12), rng.integers(1, 6, size=12))
     drawn = []
@@ -27,7 +27,7 @@ def test_chance_is_the_mean_score_of_random_rankings():
     assert np.mean(drawn, axis=0) == pytest.approx(list(expected.values()), abs=1.5)
 
 
-def test_chance_is_certainty_where_all_keys_are_retrieved():
+def test_chance_is_100_if_all_keys_are_retrieved():
     assert protocol.chance(3, np.arange(3))["chance/mean/R@10"] == 100.0
 
 
@@ -38,7 +38,7 @@ def model():
 
 @pytest.fixture
 def gallery():
-    """2,300 rows of x with one or two rows of y, in mixed order."""
+    """Returns 2,300 rows of x with one or two rows of y each, in random order."""
     rng = np.random.default_rng(0)
     owner = rng.permutation(np.concatenate([np.arange(2300), np.arange(0, 2300, 2)]))
     x = rng.normal(size=(2300, 6)).astype(np.float32)
@@ -46,7 +46,7 @@ def gallery():
     return data.gallery(x, y.astype(np.float32), owner)
 
 
-def test_scores_of_1000_items_are_means_over_disjoint_galleries(model, gallery):
+def test_scores_1k_are_means_over_disjoint_galleries(model, gallery):
     model = model.calibrated_by(gallery.x[:100], gallery.y[:100])
     scores = protocol.scores(model, gallery)
     assert scores["rows_x"] == 2300 and scores["rows_y"] == 3450 and scores["1k/folds"] == 2
@@ -60,17 +60,19 @@ def test_scores_of_1000_items_are_means_over_disjoint_galleries(model, gallery):
     assert len(set(seen)) == len(seen) == 2000
     for name in found[0]:
         mean = np.mean([one[name] for one in found])
-        assert scores[f"1k/{name}"] == pytest.approx(mean, abs=0.1), name  # ties by rounding
+        assert scores[f"1k/{name}"] == pytest.approx(mean, abs=0.1), (
+            name
+        )  # rounding may change ties
 
 
-def test_scores_of_a_small_gallery_are_its_size_and_chance(model, gallery):
+def test_scores_of_a_small_gallery_have_no_1k_protocol(model, gallery):
     small = data.gallery(gallery.x[:1000], np.tile(gallery.y[:1], (1000, 1)))
     scores = protocol.scores(model, small)
     assert not any(key.startswith("1k") for key in scores)
     assert scores["chance/mean/R@1"] == pytest.approx(0.1)
 
 
-def test_at_chance_is_false_for_a_good_model_and_where_chance_is_unknown():
+def test_at_chance_is_true_only_for_scores_at_known_chance():
     perfect = {f"val/mean/R@{k}": 100.0 for k in (1, 5, 10)}
     chance = {f"val/{key}": value for key, value in protocol.chance(8, np.arange(8)).items()}
     assert not protocol.at_chance(perfect)

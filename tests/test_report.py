@@ -1,4 +1,4 @@
-"""Tables as text, Markdown and CSV; comparisons of runs."""
+"""Tests of tables as text, Markdown and CSV, and of comparisons of runs."""
 
 import csv
 import doctest
@@ -23,40 +23,40 @@ def _table() -> report.Table:
     return report.Table(["teacher", "MeanR@1", "n", "note"], ROWS, best=["MeanR@1", "n"])
 
 
-def test_examples():
+def test_report_doctests_pass():
     assert doctest.testmod(report).failed == 0
 
 
-def test_text_is_aligned_and_marks_the_best():
+def test_table_text_is_aligned_and_marks_the_best():
     header, rule, first, second = str(_table()).splitlines()
     assert header.split() == ["teacher", "MeanR@1", "n", "note"] and set(rule) == {"-", " "}
     assert first.split() == ["procrustes", "21.1", "3", "-"]
     assert second.split() == ["cca,", "ridge", "21.5*", "40*", "x|y"]
-    assert first.index("21.1") == second.index("21.5")  # a mark does not move the digits
+    assert first.index("21.1") == second.index("21.5")  # the mark does not shift the digits
 
 
-def test_markdown_is_a_table():
+def test_table_markdown_aligns_numbers_and_escapes_bars():
     header, rule, first, second = _table().markdown().splitlines()
-    assert rule.count("-:|") == 2 and rule.count("|:-") == 2  # numbers to the right
+    assert rule.count("-:|") == 2 and rule.count("|:-") == 2  # numbers are right-aligned
     assert "**40**" in second and "**21.5**" in second and "**21.1**" not in first
-    assert "x\\|y" in second  # a bar inside a cell would start a new one
+    assert "x\\|y" in second  # an unescaped bar would start a new cell
     assert header.count("|") == 5
 
 
-def test_csv_holds_every_digit():
+def test_table_csv_keeps_every_digit():
     header, first, second = csv.reader(io.StringIO(_table().csv()))
     assert header == ["teacher", "MeanR@1", "n", "note"]
     assert first == ["procrustes", "21.1", "3", ""]
     assert second[0] == "cca, ridge" and np.float32(second[1]) == ROWS[1][1]
 
 
-def test_equal_values_are_all_marked_and_nan_never_is():
+def test_table_marks_all_ties_and_never_nan():
     rows = [["a", 1.04], ["b", 0.96], ["c", float("nan")]]
     text = str(report.Table(["m", "v"], rows, best=["v"]))
     assert text.count("1.0*") == 2 and "nan*" not in text
 
 
-def test_means_bring_their_spread():
+def test_table_shows_means_with_their_spread():
     rows = [["a", diagnostics.Mean([1.0, 3.0])], ["b", diagnostics.Mean([2.0])], ["c", None]]
     table = report.Table(["m", "v"], rows, best=["v"])
     shown = [" ".join(line.split()) for line in str(table).splitlines()[2:]]
@@ -67,13 +67,13 @@ def test_means_bring_their_spread():
     assert a[:2] == ["a", "2.0"] and float(a[2]) == pytest.approx(2**0.5)
 
 
-def test_save_writes_both_files(tmp_path):
+def test_table_save_writes_markdown_and_csv(tmp_path):
     _table().save(tmp_path / "deep" / "table1")
     assert (tmp_path / "deep" / "table1.md").read_text() == _table().markdown() + "\n"
     assert (tmp_path / "deep" / "table1.csv").read_text() == _table().csv()
 
 
-def test_a_table_without_rows_has_a_header():
+def test_table_without_rows_has_a_header():
     assert str(report.Table(["a", "b"], [])).splitlines()[0].split() == ["a", "b"]
 
 
@@ -84,7 +84,7 @@ BETTER = {key: value + 4 for key, value in SCORES.items()}
 
 
 def compared(**seeds):
-    """The table of the results of every seed by label."""
+    """Returns the comparison table of results per seed, keyed by label."""
     return report.comparison_table(
         {f"{label}-seed{i}": one for label, own in seeds.items() for i, one in enumerate(own)}
     )
@@ -93,7 +93,7 @@ def compared(**seeds):
 FAILED = {"error": "loss: not finite"}
 
 
-def test_the_table_has_means_and_deviations_over_seeds():
+def test_comparison_table_has_means_and_deviations_over_seeds():
     table = compared(sail=[SCORES, FAILED, BETTER], sotalign=[BETTER] * 2, failed=[FAILED])
     assert table.headers == ["method", "R@1", "R@5", "R@10"]
     means = [["sail", 12, 52, 102], ["sotalign", 14, 54, 104], ["failed", None, None, None]]
@@ -105,7 +105,7 @@ def test_the_table_has_means_and_deviations_over_seeds():
 
 
 def whole(split="test", n=50, **more):
-    """Scores with the size of the gallery and with the level of chance, as a run stores them."""
+    """Returns stored scores with the gallery size and the chance level."""
     chance = protocol.chance(n, np.arange(n))
     values = {"rows_x": n, "rows_y": n, **chance, **more}
     scores = {key.replace("test", split): value for key, value in SCORES.items()}
@@ -120,7 +120,7 @@ def files_configs(*labels):
     return config_lib.runs(config)
 
 
-def test_reports_fall_back_to_validation(tmp_path, capsys):
+def test_conclude_falls_back_to_validation(tmp_path, capsys):
     configs = files_configs("sail", "cca")
     only_val = {key.replace("test", "val"): value for key, value in SCORES.items()}
     for name, values in [("test", SCORES), ("val", only_val), ("none", {})]:
@@ -135,7 +135,7 @@ def test_reports_fall_back_to_validation(tmp_path, capsys):
         assert ("val R@1" in text) == (name == "val")
 
 
-def test_tables_have_the_size_of_the_gallery_and_chance(tmp_path, capsys):
+def test_compare_reports_gallery_size_and_chance(tmp_path, capsys):
     usual = {"1k/rows_x": 1000.0, "1k/rows_y": 5001.3, "1k/mean/R@1": 20.0, "1k/mean/R@10": 60.0}
     results = whole(n=2000, **usual, **{"1k/chance/mean/R@1": 0.1, "1k/chance/mean/R@10": 1.0})
     report.compare(files_configs("cca"), {"cca-seed0": results}, tmp_path)
@@ -156,7 +156,7 @@ def test_tables_have_the_size_of_the_gallery_and_chance(tmp_path, capsys):
         assert (tmp_path / f"{name}.csv").read_text().splitlines()[-1].startswith("chance,0.")
 
 
-def test_a_report_says_where_calibration_hurt_and_where_it_should_be_used(tmp_path, capsys):
+def test_compare_reports_where_calibration_hurts_or_helps(tmp_path, capsys):
     names = ("sail", "cca", "sotalign")
     results = {}
     for name, (plain, calibrated) in zip(names, [(8, 7), (8, 9), (8, 8.01)], strict=True):
@@ -172,13 +172,13 @@ def test_a_report_says_where_calibration_hurt_and_where_it_should_be_used(tmp_pa
     )
 
 
-def test_a_report_says_which_candidate_was_selected():
+def test_remarks_name_the_selected_candidate():
     one = {"selected": "mean", "candidates": {"teacher": 31.2, "trained": 32.0, "mean": 33.04}}
     (said,) = report.remarks({"align-seed0": SCORES | one}, compared(align=[SCORES]))
     assert "align-seed0 returns mean" in said and "teacher 31.2, trained 32.0, mean 33.0" in said
 
 
-def test_a_report_warns_when_validation_is_at_chance():
+def test_remarks_warn_if_validation_is_at_chance():
     rng = np.random.default_rng(0)
     x, y = rng.normal(size=(400, 5)), rng.normal(size=(400, 4))
     matching = rng.normal(size=(5, 4))
@@ -194,7 +194,7 @@ def test_a_report_warns_when_validation_is_at_chance():
         assert any("validation is at chance for cca-seed0" in line for line in said) == expected
 
 
-def test_the_plot_grows_with_the_number_of_bars():
+def test_comparison_plot_grows_with_the_number_of_bars():
     zero_shot = {"test/zero_shot/top1": 40.0}
     results = {
         f"a_method_of_a_long_name_{i}": [SCORES | zero_shot, BETTER | zero_shot] for i in range(36)
@@ -206,7 +206,7 @@ def test_the_plot_grows_with_the_number_of_bars():
     assert many.shape[0] < 3000
 
 
-def test_a_single_seed_has_no_error_bars(monkeypatch):
+def test_comparison_plot_of_one_seed_has_no_error_bars(monkeypatch):
     drawn = []
 
     def keep(figure):
@@ -228,7 +228,7 @@ def write_metrics(folder, rows):
     (folder / "metrics.jsonl").write_text("\n".join(map(json.dumps, rows)))
 
 
-def test_curves_are_drawn_for_what_was_recorded(tmp_path):
+def test_curve_plots_draw_only_recorded_metrics(tmp_path):
     assert report.curve_plots({"cca-seed0": tmp_path}, report.CURVES) == {}
     folders = {f"{name}-seed0": tmp_path / name for name in ("sail", "align")}
     for folder, key in zip(folders.values(), ("loss", "teacher_error"), strict=True):
@@ -241,7 +241,7 @@ def test_curves_are_drawn_for_what_was_recorded(tmp_path):
     assert all(plot.startswith(b"\x89PNG") for plot in (drawn | solver).values())
 
 
-def test_solver_diagnostics_are_folded_away(tmp_path):
+def test_compare_folds_solver_diagnostics(tmp_path):
     configs = files_configs("sail", "align")
     rows = [{"step": step, "loss": 1.0, "teacher_error": 1e-3} for step in range(4)]
     write_metrics(tmp_path / "align-seed0", rows)
@@ -252,7 +252,7 @@ def test_solver_diagnostics_are_folded_away(tmp_path):
     assert page.count("<img ") == page.count("<img alt='") == 3
 
 
-def test_errors_that_hardly_differ_have_powers_of_ten_beside_them(tmp_path, monkeypatch):
+def test_curve_plots_of_flat_errors_span_powers_of_ten(tmp_path, monkeypatch):
     drawn = []
     monkeypatch.setattr(report, "png", lambda figure: drawn.append(figure) or b"")
     for name, values in {"level": (9.389e-5, 9.391e-5), "zero": (0.0, 0.0)}.items():
@@ -264,7 +264,7 @@ def test_errors_that_hardly_differ_have_powers_of_ten_beside_them(tmp_path, monk
         report.pyplot().close(figure)
 
 
-def test_files_on_a_full_disk_are_whole_or_not_there(tmp_path, monkeypatch):
+def test_write_on_full_disk_keeps_the_old_file(tmp_path, monkeypatch):
     path = tmp_path / "comparison.png"
     report.write(path, b"before")
 

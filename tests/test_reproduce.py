@@ -1,4 +1,4 @@
-"""Tables and figures of the paper: panels, cells, verdicts, files and the report."""
+"""Tests of the paper's tables and figures: cells, verdicts, files and the report."""
 
 import concurrent.futures
 import csv
@@ -45,7 +45,7 @@ SHORT = {
 
 @dataclasses.dataclass(frozen=True)
 class Tiny(runs.Setup):
-    """A setup whose runs take no time."""
+    """Setup with few rows and steps."""
 
     @property
     def sizes(self):
@@ -57,14 +57,14 @@ class Tiny(runs.Setup):
 
 @pytest.fixture(scope="module")
 def main(tmp_path_factory):
-    """Paths of small files by field."""
+    """Returns the paths of small files by field."""
     folder = small_runs.write_files(tmp_path_factory.mktemp("files"))
     return {path.stem: str(path) for path in folder.glob("*.npy")}
 
 
 @pytest.fixture
 def given(main):
-    """A setup that was given a file for everything that the paper has."""
+    """Returns a setup with a file for every dataset of the paper."""
     named = {row.rpartition("/")[0] for row in panels.paper_results()["T3_A2_encoders"]}
     kinds = {**{name: name for name in sources.KNOWN}, **dict.fromkeys(named, "IMAGE+TEXT")}
     files = {
@@ -82,7 +82,7 @@ PHOTOGRAPHS = runs.Setup()
 # --- tables ------------------------------------------------------------------------------------
 
 
-def test_every_table_and_figure_is_there():
+def test_make_builds_every_table_and_figure():
     assert list(tables.TABLES) == NAMES
     made = [tables.make(name, PHOTOGRAPHS) for name in NAMES]
     for table in made:
@@ -95,8 +95,8 @@ def test_every_table_and_figure_is_there():
     assert {table.paper for table in made} - {None} == set(panels.paper_results())
 
 
-def test_every_row_of_the_paper_has_one_of_ours_and_is_judged_as_the_paper_does(given):
-    """With the paper's own numbers in the place of ours, its claims hold."""
+def test_verdicts_hold_for_the_papers_own_numbers(given):
+    """Every row of the paper exists, and its claims hold for its own numbers."""
     for name in NAMES:
         table = tables.make(name, given)
         if table.paper is None:
@@ -105,7 +105,7 @@ def test_every_row_of_the_paper_has_one_of_ours_and_is_judged_as_the_paper_does(
         rows = {panel.named.get(row, row) for row in panel.rows}
         absent = {"T6": {"SOTAlign (MLP, d=8)"}, "A1": {"SAIL-1M"}}.get(name, set())
         assert set(panels.paper_results()[table.paper]) <= rows | absent, name
-        if name != "A1":  # the paper has no MeanR@1 there
+        if name != "A1":  # the paper reports no MeanR@1 in A1
             assert dataclasses.replace(table, panels=[_papers(panel)]).verdict.held is True, name
 
 
@@ -122,17 +122,17 @@ def _key(setup, table, row, column):
     return store.key_of(tables.make(table, setup).panels[0].specs[row, column][0])
 
 
-def test_tables_share_cells():
+def test_tables_share_cells_of_equal_runs():
     ours = _key(PHOTOGRAPHS, "T1", "KLOT", "CCA")
     assert ours == _key(PHOTOGRAPHS, "A3", "SOTAlign", "p=0.0")
     assert ours == _key(PHOTOGRAPHS, "T4", "semi/SOTAlign", "Flickr8k T2I R@1")
     assert ours == _key(PHOTOGRAPHS, "T3", "EfficientNet+MiniLM/SOTAlign", "T2I R@1")
     sail = _key(PHOTOGRAPHS, "A3", "SOTAlign", "SAIL")
     assert sail == _key(PHOTOGRAPHS, "T4", "sup/SAIL", "T2I R@1") != ours
-    assert sail == _key(PHOTOGRAPHS, "A1", "SAIL", "zero-shot")  # it reads no pools
+    assert sail == _key(PHOTOGRAPHS, "A1", "SAIL", "zero-shot")  # SAIL reads no pools
 
 
-def test_a_file_that_changes_makes_other_cells(main, tmp_path):
+def test_spec_key_depends_on_file_content(main, tmp_path):
     files = {name: shutil.copy(path, tmp_path) for name, path in main.items()}
     setup = Tiny("paper", sources.Files({"main": files, "COCO": main}))
 
@@ -149,7 +149,7 @@ def test_a_file_that_changes_makes_other_cells(main, tmp_path):
     assert all(new != old for new, old in zip(keys(), before, strict=True))
 
 
-def test_a_failing_cell_is_reported_and_the_others_are_made(main, tmp_path):
+def test_fill_reports_failing_cells_and_computes_the_others(main, tmp_path):
     setup = Tiny("paper", sources.Files({"main": main}))
     kept = store.Store(tmp_path / report.CELLS)
     rows = {"few": {"data.n_pairs": 30}, "too many": {"data.n_pairs": 10_000}}
@@ -161,8 +161,8 @@ def test_a_failing_cell_is_reported_and_the_others_are_made(main, tmp_path):
     assert any("InputError" in path.read_text() for path in tmp_path.glob("cells/*.log"))
 
 
-def test_published_cells_are_those_of_the_tables():
-    """Every cell that was made is one that a table asks for: no key has changed."""
+def test_published_cells_belong_to_the_tables():
+    """Every published cell is needed by a table, so that no key has changed."""
     kept = store.Store(ROOT / "docs/results" / report.CELLS).entries()
     asked = {
         store.key_of(spec)
@@ -173,8 +173,8 @@ def test_published_cells_are_those_of_the_tables():
     assert len(kept) > 250 and kept.keys() <= asked
 
 
-def test_the_published_page_is_that_of_the_published_cells():
-    """But for the environment that it names, which is that of the machine that wrote it."""
+def test_published_page_matches_the_published_cells():
+    """Ignores the environment line, which describes the machine that wrote the page."""
     page = (ROOT / "docs/results/RESULTS.md").read_text()
     kept = store.Store(ROOT / "docs/results" / report.CELLS)
     made = [tables.make(name, PHOTOGRAPHS).filled(kept, {}) for name in NAMES]
@@ -186,8 +186,8 @@ def test_the_published_page_is_that_of_the_published_cells():
     assert ours == theirs
 
 
-def test_diagnose_calls_near_what_helped():
-    """Its word for pools against what they gave on photographs."""
+def test_place_labels_agree_with_published_gains():
+    """Compares the labels of pools with the published gains on photographs."""
     kept = store.Store(ROOT / "docs/results" / report.CELLS)
     (panel,) = tables.make("V3", PHOTOGRAPHS).filled(kept, {}).panels
     gains = {}
@@ -196,14 +196,14 @@ def test_diagnose_calls_near_what_helped():
         gains.setdefault(sources.place(max(images, texts) / 100), []).append(ours - sail)
     near, far, random = gains["NEAR"], gains["FAR"], gains[sources.AS_RANDOM]
     assert len(near) + len(far) + len(random) == 12
-    assert min(near) > max(near) / 2 > max(far)  # half of what COCO's own rows gave
+    assert min(near) > max(near) / 2 > max(far)  # half of the gain of COCO's own rows
     assert min(far) > -0.2 and max(random) < 0.1
 
 
 # --- sources -----------------------------------------------------------------------------------
 
 
-def test_sue_protocol_draws_pairs_and_test_rows_by_seed():
+def test_sue_split_draws_pairs_and_test_rows_by_seed():
     x = np.arange(1000.0)[:, None] + 1
     split = [
         sources.sue_split(x, 10 * x, sources.Data(seed, 100, None), shuffle=True) for seed in (0, 1)
@@ -220,7 +220,7 @@ def test_sue_protocol_draws_pairs_and_test_rows_by_seed():
     assert filed.pairs_x.ravel().tolist() == list(range(901, 1001))
 
 
-def test_photographs_seen_by_weaker_encoders_and_from_other_sources():
+def test_photographs_with_weaker_encoders_and_other_sources():
     at = sources.Photographs()
     asked = sources.Data(
         0, 50, 60, images="RSICD", texts="noise", encoders="EfficientNet/16+MiniLM/8"
@@ -233,13 +233,13 @@ def test_photographs_seen_by_weaker_encoders_and_from_other_sources():
     assert whole.pairs_x.shape[1] == 1280
 
 
-def test_given_sources_are_read_and_never_mixed_with_photographs(main, tmp_path):
+def test_files_sources_are_never_mixed_with_photographs(main, tmp_path):
     rows = np.random.default_rng(3).normal(size=(70, 12)).astype(np.float32)
     np.save(tmp_path / "images.npy", rows)
     other = {"x": str(tmp_path / "images.npy"), "y": main["y"]}
     setup = Tiny("paper", sources.Files({"main": main, "CC12M": other}))
     made = setup.sources.dataset(sources.Data(0, 60, 500, images="CC12M"))
-    assert len(made.pool_x) == 70  # as many as there are
+    assert len(made.pool_x) == 70  # fewer than requested: all rows of the file
     assert {tuple(row) for row in made.pool_x} == {tuple(row) for row in rows}
     ran = {name for name in NAMES if tables.make(name, setup).panels}
     absent = {"V2", "T3", "T5", "T6", "T7", "A2", "A5", "A6", "F7", "FA9", "FA10"}
@@ -261,7 +261,7 @@ def test_given_sources_are_read_and_never_mixed_with_photographs(main, tmp_path)
         ([], "must hold"),
     ],
 )
-def test_a_wrong_file_of_files(wrong, message, tmp_path):
+def test_files_read_rejects_bad_file_lists(wrong, message, tmp_path):
     (tmp_path / "a.npy").touch()
     (tmp_path / "files.json").write_text(json.dumps(wrong))
     with pytest.raises(checks.InputError, match=message):
@@ -271,7 +271,7 @@ def test_a_wrong_file_of_files(wrong, message, tmp_path):
 # --- verdicts ----------------------------------------------------------------------------------
 
 
-def test_verdicts():
+def test_all_above_verdict_depends_on_every_gap():
     def gap(*values):
         return panels.gap(np.array(values), np.zeros(len(values)), paper=2.0)
 
@@ -286,7 +286,7 @@ def test_verdicts():
 @pytest.mark.parametrize(
     ("slope", "sign", "rows", "held"), [(-1, -1, 5, True), (-1, 1, 5, False), (1, 1, 2, None)]
 )
-def test_correlations(slope, sign, rows, held):
+def test_correlated_verdict_depends_on_the_sign(slope, sign, rows, held):
     labels = {f"{n}": {} for n in range(rows)}
     found = {(row, "x"): np.array([float(row)]) for row in labels}
     found |= {(row, "y"): np.array([slope * float(row)]) for row in labels}
@@ -295,7 +295,7 @@ def test_correlations(slope, sign, rows, held):
 
 
 def _judged(name, value_of):
-    """The verdict when `value_of(panel, row, column)` is the value of every seed."""
+    """Returns the verdict if every seed has the value `value_of(panel, row, column)`."""
     table = tables.make(name, PHOTOGRAPHS)
     found = []
     for panel in table.panels:
@@ -308,7 +308,7 @@ def _judged(name, value_of):
     return dataclasses.replace(table, panels=found).verdict
 
 
-def test_a_best_alpha_that_never_moves_proves_nothing():
+def test_fa4_verdict_is_open_if_the_best_alpha_never_moves():
     def best(**alphas):
         def value(panel, row, column):
             return 1.0 if float(column) == alphas.get(row.replace(" ", "_"), 1e-3) else 0.0
@@ -317,11 +317,11 @@ def test_a_best_alpha_that_never_moves_proves_nothing():
 
     assert best() is None
     assert best(**{"100_pairs": 1e-2, "3000_pairs": 1e-4, "p=1": 1e-5}) is True
-    assert best(**{"100_pairs": 1e-4, "p=1": 1e-5}) is False  # it grows with pairs
-    assert best(**{"100_pairs": 1e-2, "p=0.5": 1e-5}) is False  # half of noise moves it
+    assert best(**{"100_pairs": 1e-4, "p=1": 1e-5}) is False  # the best alpha grows with pairs
+    assert best(**{"100_pairs": 1e-2, "p=0.5": 1e-5}) is False  # the best alpha moves at p=0.5
 
 
-def test_missing_runs_prove_nothing():
+def test_verdicts_are_open_if_runs_are_missing():
     assert _judged("FA8", lambda panel, row, column: 1.0).held is False
     assert _judged("FA8", lambda _, r, c: 1.0 + ("noise" in (r, c))).held is True
     assert _judged("FA8", lambda _, r, c: 2.0 if "noise" in (r, c) else None).held is None
@@ -330,16 +330,16 @@ def test_missing_runs_prove_nothing():
     assert some.held is None
 
 
-def test_convergence_must_worsen_at_every_step():
+def test_f4_verdict_requires_errors_that_grow_at_every_step():
     def errors(*values):
         by_row = dict(zip(("0.5", "0.1", "0.05", "0.02", "0.01", "0.005"), values, strict=True))
         return _judged("F4", lambda panel, row, column: by_row[row]).held
 
-    assert errors(1e-7, 4e-7, 2e-7, 1e-4, 1e-3, 1e-2) is True  # rounding comes first
+    assert errors(1e-7, 4e-7, 2e-7, 1e-4, 1e-3, 1e-2) is True  # the smallest errors are rounding
     assert errors(1e-7, 1e-2, 1e-5, 1e-4, 1e-3, 2e-2) is False
 
 
-def test_a_gain_that_fades():
+def test_f5_verdict_requires_a_gain_that_fades():
     def gains(*values):
         by_row = dict(zip(("100", "1000", "3000", "10000"), values, strict=True))
 
@@ -354,7 +354,7 @@ def test_a_gain_that_fades():
     assert gains(1.0, 2.0, 3.0, 4.0) is False
 
 
-def test_what_is_at_chance_judges_nothing():
+def test_verdicts_exclude_results_at_chance():
     def sets(panel, row, column):
         return 1.0 if column in ("Flowers", "Food101") else 50.0 + (row == "semi/SOTAlign")
 
@@ -373,7 +373,7 @@ def test_what_is_at_chance_judges_nothing():
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory, main):
-    """A table, a figure of two panels, and a table without data, from real runs."""
+    """Computes a table, a figure of two panels, and a table without data."""
     setup = Tiny("paper", sources.Files({"main": main}))
     kept = store.Store(tmp_path_factory.mktemp("made") / report.CELLS)
     return setup, kept, _make(setup, kept, "A3", "F5", "FA9")
@@ -387,7 +387,7 @@ def _make(setup, kept, *names):
     return done
 
 
-def test_files_of_tables(made):
+def test_save_writes_markdown_and_csv_of_tables(made):
     setup, kept, (noise, pairs, sky) = made
     assert noise.failures == pairs.failures == [] and not sky.panels
     text = report.markdown(noise, setup)
@@ -402,14 +402,14 @@ def test_files_of_tables(made):
     assert "needs files: its data are not here" in text and "--only=FA9 --files" in text
 
 
-def test_a_finished_cell_is_never_made_again(made, monkeypatch):
+def test_fill_never_recomputes_finished_cells(made, monkeypatch):
     setup, kept, first = made
     monkeypatch.setattr(runs, "compute", lambda *args: pytest.fail("made again"))
     second = _make(setup, store.Store(kept.path), "A3", "F5", "FA9")
     assert [one.verdict for one in second] == [one.verdict for one in first]
 
 
-def test_a_cell_is_evaluated_on_other_sets_when_they_are_asked_for(main, tmp_path):
+def test_fill_evaluates_a_cell_on_further_sets(main, tmp_path):
     other = {f"test_{side}": main[f"val_{side}"] for side in "xy"}
     setup = Tiny("paper", sources.Files({"main": main, "Flickr30k": other}))
     kept = store.Store(tmp_path / report.CELLS)
@@ -421,7 +421,7 @@ def test_a_cell_is_evaluated_on_other_sets_when_they_are_asked_for(main, tmp_pat
     assert results["Flickr30k/mean/R@1"] == results["val/mean/R@1"] and "test/mean/R@1" in results
 
 
-def test_results_page(made, tmp_path, monkeypatch):
+def test_save_writes_results_page_with_figures_and_verdicts(made, tmp_path, monkeypatch):
     setup, kept, outcomes = made
     text = kept.path.with_name("RESULTS.md").read_text()
     assert f"```bash\n{'the command'}\n```" in text
@@ -432,7 +432,7 @@ def test_results_page(made, tmp_path, monkeypatch):
         assert f"### {one.name}: " in text
         assert f"**Here:** {one.outcome}: {one.verdict.text}." in text
     again = store.Store(tmp_path / report.CELLS)
-    again.add(kept.entries().values())  # the same tables without training
+    again.add(kept.entries().values())  # rebuilds the tables without training
     monkeypatch.setattr(runs, "compute", lambda *args: pytest.fail("made again"))
     second = _make(setup, again, "A3", "F5", "FA9")
     assert [one.verdict for one in second] == [one.verdict for one in outcomes]
@@ -440,7 +440,7 @@ def test_results_page(made, tmp_path, monkeypatch):
     assert taken["A3"] > 0 and taken["F5"] > 0 and taken["FA9"] == 0
 
 
-def test_cells_beside_a_page_elsewhere_are_those_of_its_tables(made, tmp_path):
+def test_save_elsewhere_copies_only_the_cells_of_its_tables(made, tmp_path):
     setup, kept, (noise, *_) = made
     report.save(tmp_path / "RESULTS.md", [noise], setup, kept, "the command")
     beside = store.Store(tmp_path / report.CELLS).entries()
@@ -452,7 +452,7 @@ def test_cells_beside_a_page_elsewhere_are_those_of_its_tables(made, tmp_path):
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.*NormalCG:DeprecationWarning")
 @pytest.mark.filterwarnings("ignore:JAXopt:DeprecationWarning")  # ott-jax imports it
-def test_solver_measures(main):
+def test_compute_measures_gradient_and_convergence(main):
     files = sources.Files({"main": main})
     found = runs.compute(files, {"measure": "gradient", "epsilon": 0.5, "rows": 64}, ())
     for arm in runs.ARMS:
@@ -479,7 +479,7 @@ def _launch(*options, cwd):
     )
 
 
-def test_list_fits_a_terminal(tmp_path):
+def test_reproduce_list_fits_a_terminal(tmp_path):
     shown = _launch("--list", cwd=tmp_path)
     assert shown.returncode == 0, shown.stderr
     assert list(tmp_path.iterdir()) == []
@@ -488,8 +488,8 @@ def test_list_fits_a_terminal(tmp_path):
     assert all(f"\n{name} " in shown.stdout for name in (*NAMES, *sources.KNOWN))
 
 
-def test_two_processes_share_a_table_of_given_files(main, tmp_path):
-    """The command, from a file of files to tables; FA8 is measured, not trained."""
+def test_reproduce_shares_a_table_between_two_processes(main, tmp_path):
+    """Runs the command on a file list. FA8 is fast, because it needs no training."""
     (tmp_path / "files.json").write_text(json.dumps({"main": main, "COCO": main}))
     options = ["--only=FA8", "--quick", "--files=files.json", "--workdir=w"]
     with concurrent.futures.ThreadPoolExecutor(2) as threads:
@@ -512,7 +512,7 @@ def test_two_processes_share_a_table_of_given_files(main, tmp_path):
         (["--list", "--cells=damaged.jsonl"], "damaged.jsonl: line 2 is damaged"),
     ],
 )
-def test_a_wrong_option_ends_in_one_line(options, message, tmp_path):
+def test_reproduce_rejects_bad_options_in_one_line(options, message, tmp_path):
     (tmp_path / "damaged.jsonl").write_text('{"spec":{},"results":{},"seconds":0}\n{"spec":\n')
     ended = _launch(*options, cwd=tmp_path)
     assert ended.returncode == 1 and message in ended.stderr

@@ -1,4 +1,4 @@
-"""Texts that a model finds for test rows, in the terminal and on the page."""
+"""Tests of the retrieved texts of test rows, in the terminal and on the page."""
 
 import numpy as np
 import PIL.Image
@@ -12,7 +12,7 @@ from sotalign_jax import aligner, data, heads
 
 @pytest.fixture
 def gallery():
-    """Nine pictures with two captions each."""
+    """Returns a gallery of nine pictures with two captions each."""
     rng = np.random.default_rng(0)
     x, y = (rng.normal(size=(n, d)).astype(np.float32) for n, d in ((9, 5), (18, 4)))
     return data.gallery(x, y, np.repeat(np.arange(9), 2))
@@ -21,7 +21,7 @@ def gallery():
 @pytest.fixture
 def labels(tmp_path):
     PIL.Image.new("RGB", (30, 20), "red").save(tmp_path / "0.png")
-    pictures = [tmp_path / f"{i}.png" for i in range(9)]  # the first alone is at hand
+    pictures = [tmp_path / f"{i}.png" for i in range(9)]  # only the first file exists
     texts, links = [f"text <{i}>" for i in range(18)], [path.as_uri() for path in pictures]
     names = [path.name for path in pictures]
     return retrieved.Labels(("images", "captions"), "shown", names, texts, links, pictures)
@@ -34,7 +34,7 @@ def model(gallery):
 
 
 @pytest.mark.parametrize("calibrated", [False, True])
-def test_find_agrees_with_a_sort_of_all_scores(model, gallery, labels, calibrated):
+def test_find_matches_sorted_scores(model, gallery, labels, calibrated):
     found = retrieved.find(model, gallery, labels, calibrated=calibrated)
     assert sorted(one.query[1] for one in found) == list(labels.x)
     scores = model.similarity(gallery.x, gallery.y, calibrated=calibrated)
@@ -49,7 +49,7 @@ def test_find_agrees_with_a_sort_of_all_scores(model, gallery, labels, calibrate
         assert one.query[0] == f"text <{2 * row}>" and one.picture == labels.pictures[row]
 
 
-def test_retrieved_texts_come_with_rank_and_scores(model, gallery, labels):
+def test_summary_and_cards_show_rank_and_scores(model, gallery, labels):
     found = retrieved.find(model, gallery, labels)
     near = sum(one.rank <= 10 for one in found)
     summary = retrieved.summary(found, labels)
@@ -61,19 +61,19 @@ def test_retrieved_texts_come_with_rank_and_scores(model, gallery, labels):
     page = report.found_cards(found, each=9)
     assert f"among the first 10: {near} of 9" in page and f"further down: {9 - near} of 9" in page
     assert page.count("<figure") == 9 and page.count("<img alt='text &lt;0&gt;'") == 1
-    assert page.count("<a href='file:///") == 2 * 9  # names and pictures
+    assert page.count("<a href='file:///") == 2 * 9  # links of names and of pictures
     assert f"<i>{found[0].nearest[0][1]:.2f}</i>" in page and f"rank {found[0].rank} of 18" in page
     assert "text &lt;0&gt;" in page and "text <" not in page
 
 
-def test_another_pictures_caption_in_the_same_words_is_its_own(model, gallery, labels):
-    said = [f"text {i // 6}" for i in range(18)]  # three pictures share their words
+def test_find_counts_captions_of_equal_words_as_right(model, gallery, labels):
+    said = [f"text {i // 6}" for i in range(18)]  # three pictures share one text
     for one in retrieved.find(model, gallery, labels._replace(y=said)):
         for text, _, right in one.nearest:
             assert right == (text == one.query[0])
 
 
-def test_labels_of_files_are_those_that_pair_noted(tmp_path):
+def test_labels_of_reads_the_labels_written_by_pair(tmp_path):
     config = config_lib.default()
     config.data.name = "files"
     for name in ("x", "y", "test_x", "test_y"):

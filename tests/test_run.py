@@ -1,4 +1,4 @@
-"""Runs and comparisons, started in this process the way the command line does."""
+"""Tests of runs and comparisons with experiments.main, run in this process."""
 
 import csv
 import io
@@ -17,18 +17,18 @@ from experiments import config as config_lib
 from experiments import main, run, store
 from sotalign_jax import checks, data, evaluation, methods, recipe, teachers
 
-# ml_collections loads config files by a deprecated call.
+# ml_collections calls the deprecated load_module.
 pytestmark = pytest.mark.filterwarnings("ignore:.*load_module:DeprecationWarning")
 
 
 def several(*names):
-    """The option that lists runs by their methods."""
+    """Returns the option --config.runs with one run per method."""
     return f"--config.runs={ {name: {'method': name} for name in names} }"
 
 
 @pytest.fixture
 def launch(files, tmp_path, capsys):
-    """Starts the launcher with the small config; returns what it printed and how it ended."""
+    """Returns a function that runs the launcher with the small config."""
 
     def start(*options, method="cca", workdir=tmp_path / "run", config=files / "config.py"):
         argv = list(options)
@@ -43,7 +43,7 @@ def launch(files, tmp_path, capsys):
 
 @pytest.fixture
 def sail_run(launch, files, tmp_path):
-    """A finished run of SAIL with zero-shot classes, and what it printed."""
+    """Returns a start function, the output and the folder of a finished SAIL run."""
     parts = ("x", "labels", "prompts")
     options = [f"--config.data.files.zero_shot_{p}={files}/zero_shot_{p}.npy" for p in parts]
 
@@ -55,7 +55,7 @@ def sail_run(launch, files, tmp_path):
     return start, out, tmp_path / "run"
 
 
-def test_a_run_folder_and_its_second_start(sail_run, files):
+def test_main_writes_run_folder_and_second_start_changes_nothing(sail_run, files):
     start, out, run = sail_run
     config = json.loads((run / "config.json").read_text())
     assert config["method"] == "sail" and config["seed"] == 0
@@ -74,7 +74,7 @@ def test_a_run_folder_and_its_second_start(sail_run, files):
     assert results.keys() == wanted | {"test/zero_shot/top1", "test/zero_shot/mean_per_class"}
     assert results["val/mean/R@1"] == max(scored.values()) == scored[results["best_step"]]
 
-    # The saved aligner is the model that the results are about.
+    # The saved aligner reproduces the results.
     aligner = sotalign_jax.Aligner.load(run)
     similarity = aligner.similarity(*(np.load(files / f"test_{side}.npy") for side in "xy"))
     truth = np.arange(50)
@@ -88,7 +88,7 @@ def test_a_run_folder_and_its_second_start(sail_run, files):
     assert results["test/zero_shot/top1"] == pytest.approx(top1)
     assert f"{results['test/mean/R@1']:.1f}" in out and "zero-shot" in out
 
-    # A finished run needs no data, prints the same table and changes nothing but its copies.
+    # A finished run needs no data and prints the same table. Only comparison.png may change.
     before = small_runs.contents(run)
     for path in files.glob("*.npy"):
         path.unlink()
@@ -96,7 +96,7 @@ def test_a_run_folder_and_its_second_start(sail_run, files):
     after = small_runs.contents(run)
     assert after.pop("comparison.png") and before.pop("comparison.png") and after == before
 
-    # Other settings are refused and nothing is touched.
+    # Other settings are rejected and no file changes.
     for option, difference in [
         ("--config.train.steps=41", "train.steps=40 but train.steps=41 is asked for"),
         ("--config.seeds=(1,)", "seed=0 but seed=1 is asked for"),
@@ -109,7 +109,7 @@ def test_a_run_folder_and_its_second_start(sail_run, files):
         assert before.items() <= small_runs.contents(run).items()
 
 
-def test_several_runs_share_a_folder(launch, tmp_path):
+def test_main_writes_several_runs_to_one_folder(launch, tmp_path):
     options = [several("procrustes", "cca"), "--config.seeds=(0,1)"]
     out, error = launch(*options)
     assert error is None and "±" in out
@@ -130,7 +130,7 @@ def test_several_runs_share_a_folder(launch, tmp_path):
     assert after.pop("comparison.png") and before.pop("comparison.png") and after == before
 
 
-def test_a_teacher_as_method_scores_what_the_teacher_does(launch, files, tmp_path):
+def test_main_with_cca_matches_the_teachers_scores(launch, files, tmp_path):
     options = [
         "--config.teacher.ridge=0.01",
         "--config.teacher.dim=5",
@@ -147,7 +147,7 @@ def test_a_teacher_as_method_scores_what_the_teacher_does(launch, files, tmp_pat
     assert {f"test/{key}": value for key, value in expected.items()}.items() <= results.items()
 
 
-def test_a_contrastive_teacher_starts_the_heads_and_no_gallery_is_needed(launch, files, tmp_path):
+def test_main_starts_from_contrastive_teacher_without_galleries(launch, files, tmp_path):
     out, error = launch(
         f"--config.data.files={{'x': '{files}/x.npy', 'y': '{files}/y.npy'}}",
         "--config.teacher.kind=contrastive",
@@ -158,13 +158,13 @@ def test_a_contrastive_teacher_starts_the_heads_and_no_gallery_is_needed(launch,
     )
     assert error is None and "sail" in out
     run = tmp_path / "run"
-    results = json.loads((run / "results.json").read_text())  # of rows that are held out
+    results = json.loads((run / "results.json").read_text())  # on held-out rows
     assert {"best_step", "val/mean/R@1", "test/mean/R@1"} <= results.keys()
     assert list((run / "tensorboard").iterdir())
 
 
 @pytest.mark.parametrize(("unpaired", "val"), [(90, True), (0, True), (0, False)])
-def test_a_run_of_the_recipe_is_what_align_makes(launch, files, tmp_path, unpaired, val):
+def test_main_align_matches_align(launch, files, tmp_path, unpaired, val):
     options = ["--config.train.steps=3", f"--config.data.n_unpaired={unpaired}"]
     options += [] if val else [f"--config.data.files.val_{side}=" for side in "xy"]
     options += ["--config.data.n_pairs=120"]
@@ -172,7 +172,7 @@ def test_a_run_of_the_recipe_is_what_align_makes(launch, files, tmp_path, unpair
     assert error is None
     page = (tmp_path / "run" / "report.html").read_text()
     assert "&quot;steps&quot;: 3" in page
-    assert "ridge" not in page and "learning_rate" not in page  # which are its own
+    assert "ridge" not in page and "learning_rate" not in page  # the recipe sets these
     made = sotalign_jax.Aligner.load(tmp_path / "run")
     arrays = {name: np.load(files / f"{name}.npy") for name in ("x", "y", "val_x", "val_y")}
     rows = data.semi_supervised(arrays["x"], arrays["y"], n_pairs=120, n_unpaired=unpaired, seed=0)
@@ -192,7 +192,7 @@ def test_a_run_of_the_recipe_is_what_align_makes(launch, files, tmp_path, unpair
 
 
 @pytest.mark.parametrize("kind", ["glu", "tanh"])
-def test_heads_of_every_kind_train_and_are_saved(launch, tmp_path, kind):
+def test_main_trains_and_saves_nonlinear_heads(launch, tmp_path, kind):
     options = (f"--config.heads.kind={kind}", "--config.heads.hidden=9", "--config.train.steps=2")
     assert launch(*options, method="sail")[1] is None
     aligner = sotalign_jax.Aligner.load(tmp_path / "run")
@@ -200,7 +200,7 @@ def test_heads_of_every_kind_train_and_are_saved(launch, tmp_path, kind):
     assert aligner.info["settings"]["heads"]["kind"] == kind
 
 
-def test_heads_are_the_methods_own_unless_told(files, monkeypatch):
+def test_resolve_uses_the_methods_own_head_by_default(files, monkeypatch):
     class Published(methods.SAIL):
         head = "tanh"
 
@@ -241,7 +241,7 @@ def test_heads_are_the_methods_own_unless_told(files, monkeypatch):
         ({}, ["files.zero_shot_x=x.npy"], "files.zero_shot_x: x.npy: "),
     ],
 )
-def test_bad_data_end_in_one_line(launch, files, tmp_path, harm, options, message):
+def test_main_rejects_bad_data_in_one_line(launch, files, tmp_path, harm, options, message):
     for name, change in harm.items():
         np.save(files / f"{name}.npy", change(np.load(files / f"{name}.npy")))
     options = [f"--config.data.{option}" for option in options]
@@ -251,7 +251,7 @@ def test_bad_data_end_in_one_line(launch, files, tmp_path, harm, options, messag
 
 
 @pytest.mark.parametrize("suffix", [".npy", ".npz", ".safetensors"])
-def test_truncated_files_are_named(launch, files, tmp_path, suffix):
+def test_main_names_truncated_files(launch, files, tmp_path, suffix):
     path = files / f"cut{suffix}"
     rows = np.load(files / "x.npy")
     {".npy": np.save, ".npz": np.savez, ".safetensors": lambda p, a: save_file({"a": a}, p)}[
@@ -264,7 +264,7 @@ def test_truncated_files_are_named(launch, files, tmp_path, suffix):
     assert not (tmp_path / "run").exists()
 
 
-def test_a_corrected_start_can_use_the_same_folder(launch, tmp_path):
+def test_main_can_reuse_the_folder_of_a_rejected_start(launch, tmp_path):
     for options, message in [
         (["--config.teacher.dim=11"], "teacher: dim must be "),
         (["--config.teacher.ridge=-1"], "teacher.ridge"),
@@ -277,7 +277,7 @@ def test_a_corrected_start_can_use_the_same_folder(launch, tmp_path):
     assert launch("--config.teacher.dim=10")[1] is None
 
 
-def test_folders_that_cannot_be_used(launch, tmp_path):
+def test_main_rejects_unusable_folders(launch, tmp_path):
     (tmp_path / "note.txt").write_text("mine")
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "thesis.tex").write_text("mine")
@@ -296,7 +296,7 @@ def test_folders_that_cannot_be_used(launch, tmp_path):
 
 
 @pytest.mark.parametrize("begun", ["finished", "interrupted", "several"])
-def test_a_run_whose_input_was_replaced_is_refused(launch, files, tmp_path, begun):
+def test_main_rejects_run_with_replaced_input(launch, files, tmp_path, begun):
     options = [several("cca", "sail")] if begun == "several" else []
     method = None if begun == "several" else "sail"
     out, error = launch(*options, method=method)
@@ -313,11 +313,11 @@ def test_a_run_whose_input_was_replaced_is_refused(launch, files, tmp_path, begu
         assert small_runs.contents(tmp_path / "run") == before
     finally:
         (files / "x.npy").write_bytes(content)
-    again, error = launch(*options, method=method)  # the same content, whatever its date
+    again, error = launch(*options, method=method)  # equal content with another modification time
     assert error is None and again == out
 
 
-def test_a_folder_in_use_is_refused(launch, tmp_path):
+def test_main_rejects_folder_in_use(launch, tmp_path):
     assert launch()[1] is None
     run = tmp_path / "run"
     (run / "results.json").unlink()
@@ -330,15 +330,15 @@ def test_a_folder_in_use_is_refused(launch, tmp_path):
 
 
 @pytest.mark.parametrize("method", ["align", "csa", "sue", "sotalign"])
-def test_second_start_is_refused_before_anything_is_computed(launch, tmp_path, capsys, method):
+def test_main_rejects_locked_folder_before_any_computation(launch, tmp_path, capsys, method):
     run = tmp_path / "run"
-    with store.lock(run / ".lock"):  # as a first start has it before it reads its data
+    with store.lock(run / ".lock"):  # a first start locks before it reads its data
         _, error = launch(method=method)
     assert is_one_line(error) and "is in use by another process" in error
     assert os.listdir(run) == [".lock"]
 
 
-def test_several_runs_lock_their_folder(launch, tmp_path):
+def test_main_with_several_runs_rejects_locked_folder(launch, tmp_path):
     with store.lock(tmp_path / "run" / ".lock"):
         _, error = launch(several("cca", "sail"))
     assert is_one_line(error) and "is in use by another process" in error
@@ -353,7 +353,7 @@ def test_several_runs_lock_their_folder(launch, tmp_path):
         ("calibration.safetensors", "cut"),
     ],
 )
-def test_finished_run_makes_a_damaged_model_again(sail_run, name, harm):
+def test_main_restores_damaged_model_of_finished_run(sail_run, name, harm):
     start, out, run = sail_run
     before = small_runs.contents(run)
     path = run / "aligner" / name
@@ -369,7 +369,7 @@ def test_finished_run_makes_a_damaged_model_again(sail_run, name, harm):
     assert after == before
 
 
-def test_stages_are_announced_before_the_first_step(launch):
+def test_main_announces_stages_in_order(launch):
     assert launch("--config.train.steps=2", method="align")[1] is None
     order = [
         small_runs.said.index(word)
@@ -378,7 +378,7 @@ def test_stages_are_announced_before_the_first_step(launch):
     assert order == sorted(order)
 
 
-def test_a_loss_that_is_not_finite_ends_in_one_line(launch):
+def test_main_reports_non_finite_loss_in_one_line(launch):
     _, error = launch("--config.train.learning_rate=1e38", method="sail")
     assert is_one_line(error) and "loss: not finite at step" in error
 
@@ -386,7 +386,7 @@ def test_a_loss_that_is_not_finite_ends_in_one_line(launch):
 # --- comparisons ---------------------------------------------------------------------------------
 
 
-def test_labels_pairs_and_seeds_in_one_table(launch, tmp_path):
+def test_main_compares_labels_pairs_and_seeds_in_one_table(launch, tmp_path):
     changes = {
         "procrustes": {"method": "procrustes"},
         "stiff": {"method": "cca", "teacher.ridge": 10.0},
@@ -414,7 +414,7 @@ def test_labels_pairs_and_seeds_in_one_table(launch, tmp_path):
     assert "stiff-60pairs" in out and "±" in out and (run / "comparison.md").exists()
 
 
-def test_a_run_that_fails_is_named_and_leaves_the_others_alone(launch, tmp_path):
+def test_main_names_failed_runs_and_finishes_the_others(launch, tmp_path):
     runs = {
         "wild": {"method": "sail", "train.learning_rate": 1e38},
         "cca": {"method": "cca"},
@@ -435,7 +435,7 @@ def test_a_run_that_fails_is_named_and_leaves_the_others_alone(launch, tmp_path)
 
 
 @pytest.mark.slow
-def test_a_killed_comparison_goes_on_where_it_stopped(files, tmp_path):
+def test_main_resumes_a_killed_comparison(files, tmp_path):
     run, whole = tmp_path / "run", tmp_path / "whole"
 
     def start(workdir):
@@ -457,7 +457,7 @@ def test_a_killed_comparison_goes_on_where_it_stopped(files, tmp_path):
         _, err = process.communicate()
         assert process.returncode == 0, err
         assert "compare: 6/6 runs" in err
-        assert ("compare: 1/6" in err) == (workdir == whole)  # finished runs are not made again
+        assert ("compare: 1/6" in err) == (workdir == whole)  # finished runs are not repeated
     assert (run / "cca-seed0" / "environment.json").read_bytes() == first
     for name in ("results.json", "comparison.csv", "sail-seed0/metrics.jsonl"):
         assert (run / name).read_bytes() == (whole / name).read_bytes(), name

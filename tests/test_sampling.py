@@ -19,7 +19,7 @@ def whole(key, size):
 
 @functools.partial(jax.jit, static_argnames="size")
 def many(keys, size):
-    """One permutation a row."""
+    """Returns one permutation per row."""
     return jax.vmap(lambda key: sampling.permute(key, jnp.arange(size), size))(keys)
 
 
@@ -42,14 +42,14 @@ def test_permute_is_evaluated_pointwise():
     )
 
 
-def test_permutations_of_different_keys_agree_as_rarely_as_random_ones():
+def test_permute_with_different_keys_rarely_agrees():
     first, second = whole(jax.random.key(0), 4097), whole(jax.random.key(1), 4097)
     # Two random permutations agree in a Poisson(1) number of places.
     assert int(jnp.sum(first == second)) < 8
 
 
 @pytest.mark.parametrize("size", [2, 3, 13])
-def test_every_row_is_equally_likely_at_every_position(size):
+def test_permute_is_uniform_at_every_position(size):
     draws = 4000
     orders = np.asarray(many(jax.random.split(jax.random.key(0), draws), size))
     counts = np.stack([np.bincount(orders[:, i], minlength=size) for i in range(size)])
@@ -58,7 +58,7 @@ def test_every_row_is_equally_likely_at_every_position(size):
     assert stats.chi2.sf(statistic, (size - 1) ** 2) > 1e-4
 
 
-def test_neighbouring_positions_are_not_correlated():
+def test_permute_leaves_no_correlation_of_neighbours():
     order = np.asarray(whole(jax.random.key(3), 4097)).astype(float)
     # A random order has a lag-1 correlation of about 1 / sqrt(4097) = 0.016.
     assert abs(np.corrcoef(order[:-1], order[1:])[0, 1]) < 0.08
@@ -66,7 +66,7 @@ def test_neighbouring_positions_are_not_correlated():
 
 
 @pytest.mark.parametrize(("size", "batch"), [(100, 30), (100, 25), (7, 1), (5, 4)])
-def test_batches_of_an_epoch_are_disjoint_and_epochs_differ(size, batch):
+def test_draw_rows_is_disjoint_in_an_epoch_and_epochs_differ(size, batch):
     key, per_epoch = jax.random.key(0), size // batch
     epochs = []
     for epoch in range(4):
@@ -79,12 +79,12 @@ def test_batches_of_an_epoch_are_disjoint_and_epochs_differ(size, batch):
     assert len(set(epochs)) > 1
 
 
-def test_all_rows_are_visited_though_epochs_leave_some_out():
+def test_draw_rows_visits_all_rows_over_epochs():
     rows = [drawn(jax.random.key(0), jnp.int32(step), 10, 7) for step in range(30)]
     assert len(np.unique(np.concatenate(rows))) == 10
 
 
-def test_a_batch_of_everything_keeps_the_order():
+def test_draw_rows_of_everything_keeps_the_order():
     for batch in (9, 10):
         np.testing.assert_array_equal(
             drawn(jax.random.key(5), jnp.int32(4), 9, batch), np.arange(9)
@@ -93,20 +93,20 @@ def test_a_batch_of_everything_keeps_the_order():
 
 
 @pytest.mark.parametrize("size", [10**6, 10**7, 2**31 - 1])
-def test_large_pools_cost_a_batch_not_a_permutation(size):
+def test_draw_rows_of_large_pools_uses_memory_of_a_batch(size):
     key = jax.random.key(0)
     rows = np.asarray(drawn(key, jnp.int32(3), size, 256))
     assert len(np.unique(rows)) == 256
     assert rows.min() >= 0
     assert rows.max() < size
-    assert rows.max() > size // 2  # a misplaced high bit would leave the upper half out
+    assert rows.max() > size // 2  # a wrong high bit would exclude the upper half
     compiled = drawn.lower(key, jnp.int32(3), size, 256).compile()
     assert compiled.memory_analysis().temp_size_in_bytes < 100_000
 
 
 @pytest.fixture(scope="module")
 def data():
-    """Rows that carry their own number, and their modality in the first column."""
+    """Returns rows [modality, row number, row number, ...]."""
 
     def rows(modality, n, width, dtype=jnp.float32):
         numbers = jnp.arange(n, dtype=dtype)[:, None]
@@ -123,18 +123,18 @@ def batch_of(seed, step, data, *, pairs=5, unpaired=6):
     return sampling.draw(key, step, data, pairs=pairs, unpaired=unpaired)
 
 
-def test_a_batch_takes_rows_of_each_array_and_keeps_pairs_together(data):
+def test_draw_takes_rows_of_each_array_and_keeps_pairs(data):
     batch = batch_of(0, jnp.int32(2), data)
     assert [part.shape for part in batch[:4]] == [(5, 3), (5, 4), (6, 3), (6, 4)]
     assert [float(part[0, 0]) for part in batch[:4]] == [0, 1, 2, 3]
-    assert batch.near_a is None and batch.near_b is None  # there are no tables
+    assert batch.near_a is None and batch.near_b is None  # no neighbour tables were given
     assert batch.step == 2
     np.testing.assert_array_equal(batch.a[:, 1], batch.b[:, 1])
-    assert batch.x.dtype == jnp.float16  # stored as it was given
-    assert batch.x[:, 1].tolist() != batch.y[:, 1].tolist()  # the pools have orders of their own
+    assert batch.x.dtype == jnp.float16  # dtypes are kept
+    assert batch.x[:, 1].tolist() != batch.y[:, 1].tolist()  # pools are shuffled independently
 
 
-def test_a_batch_is_a_function_of_seed_and_step_alone(data):
+def test_draw_is_a_function_of_seed_and_step(data):
     sequence = [batch_of(7, jnp.int32(step), data) for step in range(6)]
     for step in (4, 1):  # in any order, and without jit
         again = sampling.draw(jax.random.key(7), jnp.int32(step), data, pairs=5, unpaired=6)
@@ -143,7 +143,7 @@ def test_a_batch_is_a_function_of_seed_and_step_alone(data):
         assert sequence[4].y[:, 1].tolist() != other.y[:, 1].tolist()
 
 
-def test_a_batch_larger_than_the_data_is_the_data(data):
+def test_draw_of_more_rows_than_data_is_the_data(data):
     batch = batch_of(0, jnp.int32(9), data, pairs=100, unpaired=100)
     jax.tree.map(np.testing.assert_array_equal, batch[:4], data[:4])
     draw = functools.partial(
@@ -163,8 +163,8 @@ def on_host(rng):
 
 
 @pytest.mark.parametrize("pairs", [8, 99])
-def test_the_same_batches_as_on_the_device(on_host, pairs):
-    """In order, out of order and once more; also where a batch holds all pairs."""
+def test_feed_matches_draw_on_the_device(on_host, pairs):
+    """Covers steps in order, out of order and repeated, and batches of all pairs."""
     key, sizes = jax.random.key(3), {"pairs": pairs, "unpaired": 16}
     placed = jax.tree.map(jnp.asarray, on_host)
     draw = jax.jit(lambda step: sampling.draw(key, step, placed, **sizes))
@@ -175,8 +175,8 @@ def test_the_same_batches_as_on_the_device(on_host, pairs):
             chex.assert_trees_all_equal(batch, expected)
 
 
-def test_memory_mapped_rows_are_read_by_need(tmp_path, rng):
-    """Only the batch is read of files that are larger than it; pairs that are all used, once."""
+def test_feed_reads_only_the_rows_of_its_batches(tmp_path, rng):
+    """Large files are read batch by batch. Pairs that are all in a batch are read once."""
 
     class Counted:
         def __init__(self, array):
@@ -197,12 +197,12 @@ def test_memory_mapped_rows_are_read_by_need(tmp_path, rng):
     with sampling.Feed(sampling.DeviceData(*arrays), key, pairs=6, unpaired=600) as feed:
         for step in range(3):
             feed(step)
-    # The batch ahead may be under way.
+    # The next batch may already be prefetched.
     assert [array.read for array in arrays[:2]] == [6, 6]
     assert all(3 * 600 <= array.read <= 4 * 600 for array in arrays[2:])
 
 
-def test_many_readers_keep_the_order(rng):
+def test_feed_with_many_readers_keeps_the_order(rng):
     rows = rng.normal(size=(9000, 2)).astype(np.float32)
     data = sampling.DeviceData(rows[:3], rows[:3], rows, rows)
     size = sampling.READERS * 300

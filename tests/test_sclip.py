@@ -59,7 +59,7 @@ def student(x64):
 
 
 @pytest.mark.parametrize("kind", sclip.LABELS)
-def test_labels_by_hand(batch, kind):
+def test_pseudo_labels_match_numpy(batch, kind):
     found = sclip.pseudo_labels(batch.x, batch.a, scale=20.0, kind=kind)
     np.testing.assert_allclose(found, labels_by_hand(batch.x, batch.a, kind, 20.0), atol=1e-12)
     np.testing.assert_allclose(found.sum(axis=1), 1.0, rtol=1e-12)
@@ -67,7 +67,7 @@ def test_labels_by_hand(batch, kind):
 
 @pytest.mark.parametrize("method", ["sinkhorn", "sinkhorn_log"])
 @pytest.mark.parametrize("iterations", [1, 10])
-def test_transport_labels_equal_pot(batch, method, iterations):
+def test_pseudo_labels_by_transport_match_pot(batch, method, iterations):
     plan = ot.bregman.sinkhorn(
         np.full(N, 1 / N),
         np.full(PAIRS, 1 / PAIRS),
@@ -83,7 +83,7 @@ def test_transport_labels_equal_pot(batch, method, iterations):
     np.testing.assert_allclose(found, expected, atol=1e-10)
 
 
-def test_transport_labels_are_our_plan(batch):
+def test_pseudo_labels_by_transport_match_sinkhorn(batch):
     affinities = jnp.asarray(cosines(batch.x, batch.a))
     plan = reference(affinities.T, epsilon=0.05, iterations=10, symmetric=False)
     found = sclip.pseudo_labels(batch.x, batch.a, scale=20.0)
@@ -94,9 +94,9 @@ def test_transport_labels_are_our_plan(batch):
     np.testing.assert_allclose(many, N * solved.matrix(), atol=1e-10)
 
 
-def test_transport_uses_all_keys_equally_where_softmax_need_not(rng):
+def test_pseudo_labels_by_transport_use_all_keys_equally(rng):
     keys = rng.normal(size=(4, 3))
-    queries = keys[0] + 0.3 * rng.normal(size=(12, 3))  # all like the first key
+    queries = keys[0] + 0.3 * rng.normal(size=(12, 3))  # all near the first key
     used = [
         np.asarray(sclip.pseudo_labels(queries, keys, scale=20.0, kind=kind, iterations=500)).sum(0)
         for kind in ("ot", "softmax")
@@ -105,7 +105,7 @@ def test_transport_uses_all_keys_equally_where_softmax_need_not(rng):
     assert used[1][0] > 9
 
 
-def test_memory_of_the_gradient_does_not_grow_with_the_iterations():
+def test_pseudo_labels_gradient_memory_is_independent_of_iterations():
     def temporaries(iterations, n=128):
         @jax.jit
         def loss(queries, keys, scale):
@@ -116,19 +116,21 @@ def test_memory_of_the_gradient_does_not_grow_with_the_iterations():
         compiled = jax.jit(jax.grad(loss, argnums=(0, 1, 2))).lower(rows, rows, 20.0).compile()
         return compiled.memory_analysis().temp_size_in_bytes / (n * n * 4)
 
-    assert temporaries(40) - temporaries(10) < 2  # matrices; unrolled plainly, some for each of 30
+    assert (
+        temporaries(40) - temporaries(10) < 2
+    )  # plain unrolling stores matrices for each of 30 iterations
 
 
 # --- the loss ----------------------------------------------------------------------------------
 
 
-def test_soft_cross_entropy_equals_optax(rng):
+def test_soft_cross_entropy_matches_optax_and_infonce(rng):
     f, g = (jnp.asarray(rng.normal(size=(n, 3)), jnp.float32) for n in (5, 4))
     labels = jnp.asarray(rng.dirichlet(np.ones(4), size=5), jnp.float32)
     expected = optax.losses.softmax_cross_entropy(7.0 * cosines(f, g), labels).mean()
     value = losses.soft_cross_entropy(f, g, labels, log_scale=np.log(7.0))
     np.testing.assert_allclose(value, expected, rtol=1e-5)
-    one_hot = jnp.eye(5, 4)[:4]  # hard labels on the diagonal are half of InfoNCE
+    one_hot = jnp.eye(5, 4)[:4]  # hard labels on the diagonal give one direction of InfoNCE
     both = losses.soft_cross_entropy(f[:4], g, one_hot) + losses.soft_cross_entropy(
         g, f[:4], one_hot
     )
@@ -137,7 +139,7 @@ def test_soft_cross_entropy_equals_optax(rng):
 
 @pytest.mark.parametrize("space", sclip.SPACES)
 @pytest.mark.parametrize("kind", sclip.LABELS)
-def test_loss_by_hand(student, batch, kind, space):
+def test_sclip_loss_matches_numpy(student, batch, kind, space):
     expected = loss_by_hand(student, batch, kind, space, 0.3, 2.0)
     method = methods.SCLIP(weight_text=0.3, weight_image=2.0, labels=kind, space=space)
     loss, (metrics, memory) = method(student, batch, None, {})
@@ -149,7 +151,7 @@ def test_loss_by_hand(student, batch, kind, space):
 
 
 def loss_by_hand(student, batch, kind, space, w_text, w_image):
-    """The parts that have a weight."""
+    """Computes the loss terms of non-zero weight."""
     scale = np.exp(float(student.log_scale[...]))
     f, g, x, y = student.x(batch.a), student.y(batch.b), student.x(batch.x), student.y(batch.y)
     to_texts = np.concatenate([g, y]) if w_text else g
@@ -171,7 +173,7 @@ def loss_by_hand(student, batch, kind, space, w_text, w_image):
 
 
 @pytest.mark.parametrize("weights", [(0.3, 0.0), (0.0, 2.0), (0.0, 0.0)])
-def test_a_modality_without_weight_is_left_out_altogether(student, batch, weights):
+def test_sclip_omits_modalities_of_weight_zero(student, batch, weights):
     w_text, w_image = weights
     method = methods.SCLIP(weight_text=w_text, weight_image=w_image)
     assert method.pools == "x" * bool(w_image) + "y" * bool(w_text)
@@ -187,7 +189,7 @@ def test_a_modality_without_weight_is_left_out_altogether(student, batch, weight
 
 
 @pytest.mark.parametrize("space", sclip.SPACES)
-def test_gradients_flow_through_the_labels_unless_detached(student, batch, space):
+def test_sclip_gradient_flows_through_labels_unless_detached(student, batch, space):
     graphdef, params = nnx.split(student)
     method = methods.SCLIP(weight_text=0.0, weight_image=2.0, space=space)
     detached = dataclasses.replace(method, detach_labels=True)
@@ -212,13 +214,13 @@ def test_gradients_flow_through_the_labels_unless_detached(student, batch, space
     expected = jax.jit(jax.grad(surrogate))(params)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-10), without, expected)
     assert abs(through["log_scale"][...] - without["log_scale"][...]) > 1e-3
-    # Labels of raw rows depend on the scale alone.
+    # Labels of raw rows depend only on the scale, not on the heads.
     pairs = zip(*(jax.tree.leaves(gradient["x"]) for gradient in (through, without)), strict=True)
     assert all(np.allclose(a, b, rtol=1e-9) == (space == "unimodal") for a, b in pairs)
     assert float(through["bias"][...]) == 0.0
 
 
-def test_half_precision_rows_are_compared_in_float32(rng):
+def test_pseudo_labels_compare_half_precision_in_float32(rng):
     raw = (rng.normal(size=(n, 6)).astype(np.float16) for n in (9, 5))
     queries, keys = map(jnp.asarray, raw)
     found = sclip.pseudo_labels(queries, keys, scale=20.0)
@@ -226,7 +228,7 @@ def test_half_precision_rows_are_compared_in_float32(rng):
     np.testing.assert_allclose(found, labels_by_hand(queries, keys, "ot", 20.0), atol=1e-5)
 
 
-# --- mistakes ------------------------------------------------------------------------------------
+# --- errors --------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -239,12 +241,12 @@ def test_half_precision_rows_are_compared_in_float32(rng):
         ({"iterations": 0}, r"iterations.* 0"),
     ],
 )
-def test_options_that_cannot_be_used(options, message):
+def test_sclip_rejects_bad_options(options, message):
     with pytest.raises(checks.InputError, match=message):
         dataclasses.replace(methods.METHODS["sclip"], **options)
 
 
-def test_mistakes_are_named():
+def test_pseudo_labels_and_soft_cross_entropy_reject_bad_arguments():
     with pytest.raises(checks.InputError, match=r"kind.* 'soft'"):
         sclip.pseudo_labels(jnp.ones((3, 2)), jnp.ones((4, 2)), scale=1.0, kind="soft")
     message = r"labels: have shape \(4, 3\) but queries and keys need \(3, 4\)"
@@ -252,6 +254,6 @@ def test_mistakes_are_named():
         losses.soft_cross_entropy(jnp.ones((3, 2)), jnp.ones((4, 2)), jnp.ones((4, 3)))
 
 
-def test_the_papers_grid():
+def test_sclip_grid_is_the_papers():
     weights = (0.0, 0.1, 1.0, 10.0)
     assert {"weight_text": weights, "weight_image": weights} == methods.SCLIP.grid

@@ -1,4 +1,4 @@
-"""Models that take raw data, and the search command."""
+"""Tests of models on raw data, and of the search command."""
 
 import base64
 
@@ -19,7 +19,7 @@ NAMES = ("a.png", "c.webp", "d.png", "sub/b.jpg")
 
 @pytest.fixture(scope="module")
 def untrained():
-    """An aligner of the toy encoders' widths that has learned nothing."""
+    """Returns an untrained aligner with the widths of the toy encoders."""
     made = heads.build_heads(toy_encoders.WIDTH, toy_encoders.WIDTH, 8, seed=0)
     return aligner.Aligner(made, {"settings": {"data": {"name": "coco"}}})
 
@@ -51,7 +51,7 @@ def model(untrained, tmp_path):
 
 
 def expected_features(aligned, images):
-    """Features of the pictures as an extraction in float16 gives them."""
+    """Returns features of the pictures, rounded to float16 as in an extraction."""
     encoder = toy_encoders.Toy("image")
     read = [encoder.prepare(items.picture(images / name)) for name in NAMES]
     return aligned.embed_x(encoder.embed(read).astype(np.float16))
@@ -60,13 +60,13 @@ def expected_features(aligned, images):
 # --- encoding -----------------------------------------------------------------------------------
 
 
-def test_encode_maps_raw_data_into_the_shared_space(model, images):
+def test_encode_maps_raw_data_to_the_shared_space(model, images):
     paths = [images / name for name in NAMES]
     features = model.encode_image(paths)
     np.testing.assert_allclose(features, expected_features(model.aligner, images), atol=2e-3)
     opened = model.encode_image([items.picture(path) for path in paths])
     np.testing.assert_array_equal(opened, features)
-    # A batch of the encoder is 4 texts: the fifth is in a batch of its own.
+    # The encoder's batch size is 4, so the fifth text is in a second batch.
     texts = ["a car", "a house", "a tree", "a dog", "a bird"]
     assert model.encode_text(texts).shape == (5, 8)
     np.testing.assert_allclose(model.encode_text("a bird"), model.encode_text(texts)[4:], atol=1e-6)
@@ -90,7 +90,7 @@ def test_encode_reads_sounds(untrained, tmp_path):
         speech.encode_image(["a.png"])
 
 
-def test_unreadable_items_are_one_line(model, images):
+def test_encode_and_search_reject_bad_items_in_one_line(model, images):
     cases = {
         "image .*broken.png": lambda: model.encode_image(images / "broken.png"),
         "image .*gone.png": lambda: model.encode_image([images / "gone.png"]),
@@ -118,7 +118,7 @@ def test_search_ranks_pictures_by_cosine(model, images):
     assert [hit.row for hit in hits] == best.tolist()
 
 
-def test_search_by_picture_finds_it_and_texts(model, images, tmp_path):
+def test_search_by_picture_finds_pictures_and_texts(model, images, tmp_path):
     pictures = model.index(images)
     hit = pictures.search(images / "d.png", k=1)[0]
     assert hit.id == "d.png" and hit.score == pytest.approx(1, abs=1e-3)
@@ -157,14 +157,14 @@ def test_index_embeds_a_replaced_picture_again(model, images, tmp_path, capsys):
     assert len(list((tmp_path / "search").iterdir())) == 1
 
 
-def test_index_takes_an_extraction(model, images, tmp_path, capsys):
+def test_index_accepts_an_extraction_of_the_same_encoder(model, images, tmp_path, capsys):
     source, place = datasets.open_dataset("folder", images), tmp_path / "emb"
     extraction.extract(source, toy_encoders.Toy("image"), place, data={"name": "folder"})
     expected = model.index(images).search("a red car")
     capsys.readouterr()
     assert model.index(images, place).search("a red car") == expected
     assert model.index(place).search("a red car") == expected
-    assert "image rows" not in capsys.readouterr().err  # nothing was embedded
+    assert "image rows" not in capsys.readouterr().err  # nothing was embedded again
     before = small_runs.contents(place)
     other = model_lib.Model(model.aligner, toys(name="other"), tmp_path)
     for of in (images, place):
@@ -176,7 +176,7 @@ def test_index_takes_an_extraction(model, images, tmp_path, capsys):
     assert small_runs.contents(place) == before
 
 
-def test_index_of_an_empty_folder_is_one_line(model, tmp_path):
+def test_index_rejects_empty_folder(model, tmp_path):
     (tmp_path / "empty").mkdir()
     with pytest.raises(checks.InputError, match="no image"):
         model.index(tmp_path / "empty")
@@ -202,7 +202,7 @@ def test_typical_is_the_mean_and_deviation_of_training_texts(model, calibrated, 
     assert pictures.typical("y") == pytest.approx((scores.mean(), scores.std()), rel=1e-4)
 
 
-def test_read_texts(tmp_path):
+def test_read_texts_drops_duplicates_and_names_missing_file(tmp_path):
     (tmp_path / "c.csv").write_text("file,caption\na.png,One.\nb.png,Two.\na.png,One.\n")
     assert model_lib.read_texts(tmp_path / "c.csv") == ["One.", "Two."]
     with pytest.raises(checks.InputError, match=r"texts .*gone.txt"):
@@ -220,7 +220,7 @@ def toy_load(name, **_):
     return toy_encoders.Toy("text" if "minilm" in name else "image", name=name)
 
 
-def test_load_finds_the_only_run_and_names_several(untrained, tmp_path, monkeypatch):
+def test_load_finds_the_only_run_and_lists_several(untrained, tmp_path, monkeypatch):
     monkeypatch.setattr(encoders, "load", toy_load)
     untrained.save(tmp_path / "run" / "align-seed0" / "aligner")
     for path in (tmp_path / "run", tmp_path / "run" / "align-seed0"):
@@ -232,7 +232,7 @@ def test_load_finds_the_only_run_and_names_several(untrained, tmp_path, monkeypa
         model_lib.load(tmp_path / "run")
 
 
-def test_trained_with_knows_the_encoders_of_the_photographs(untrained):
+def test_trained_with_names_the_encoders_of_photographs(untrained):
     known = model_lib.trained_with(trained_on(untrained, name="coco"))
     assert known == {"x": {"name": "efficientnet-lite2"}, "y": {"name": "all-minilm-l6-v2"}}
 
@@ -283,7 +283,7 @@ def test_search_answers_every_query(options, images, tmp_path, capsys):
     assert page.count("<section>") == 5 and page.count("data:image/jpeg;base64,") == 11
 
 
-def test_search_of_one_query_is_a_page_with_its_title(options, images, tmp_path, capsys):
+def test_search_of_one_query_writes_page_with_its_title(options, images, tmp_path, capsys):
     asked = [*options, "--query=a red car", f"--images={images}"]
     out, error = small_runs.start(search, asked, capsys)
     assert error is None and out.startswith("  rank")
@@ -293,7 +293,7 @@ def test_search_of_one_query_is_a_page_with_its_title(options, images, tmp_path,
     assert [page.index(name) for name in names] == sorted(page.index(name) for name in names)
 
 
-def test_search_lists_texts(options, images, tmp_path, capsys):
+def test_search_lists_texts_and_rejects_bad_options(options, images, tmp_path, capsys):
     (tmp_path / "texts.txt").write_text("a car\na house\na tree\n")
     asked = [f"--texts={tmp_path / 'texts.txt'}", f"--query_image={images / 'a.png'}", "--top=2"]
     assert small_runs.start(search, [*options, *asked], capsys)[1] is None
@@ -305,7 +305,7 @@ def test_search_lists_texts(options, images, tmp_path, capsys):
     assert small_runs.is_one_line(small_runs.start(search, wrong, capsys)[1])
 
 
-def test_transparent_pictures_are_shown_on_white():
+def test_thumbnail_shows_transparent_pictures_on_white():
     shown = report.thumbnail(PIL.Image.new("RGBA", (900, 5), (255, 0, 0, 0)), "a <b>")
     assert "alt='a &lt;b&gt;'" in shown
     content = base64.b64decode(shown.partition("base64,")[2].removesuffix("'>"))

@@ -1,4 +1,4 @@
-"""The command that checks a device, on the CPU with tiny sizes."""
+"""Tests of the selfcheck command, on the CPU with tiny sizes."""
 
 import json
 import os
@@ -18,7 +18,7 @@ ROOT = pathlib.Path(__file__).parents[1]
 
 @pytest.fixture(autouse=True)
 def _forget():
-    """Drops the programs of the parts that a test replaces."""
+    """Clears compiled programs, because tests monkeypatch parts of them."""
     yield
     selfcheck.build.clear_cache()
 
@@ -64,7 +64,7 @@ def test_selfcheck_prints_a_table(capsys):
     assert memory.endswith("| yes") and devices.endswith("| yes")
 
 
-def test_product_in_bfloat16_fails(monkeypatch, capsys):
+def test_selfcheck_fails_on_bfloat16_product(monkeypatch, capsys):
     def narrow(a, b, precision=None):
         return jnp.matmul(*(x.astype(jnp.bfloat16).astype(x.dtype) for x in (a, b)))
 
@@ -74,7 +74,7 @@ def test_product_in_bfloat16_fails(monkeypatch, capsys):
 
 
 @pytest.mark.parametrize("wrong", ["float32", "int8"])
-def test_inexact_sweep_fails(wrong, monkeypatch, capsys):
+def test_selfcheck_fails_on_inexact_sweep(wrong, monkeypatch, capsys):
     name = "sweep" if wrong == "float32" else "sweep_int8"
     right = getattr(kernel.Kernel, name)
 
@@ -88,7 +88,7 @@ def test_inexact_sweep_fails(wrong, monkeypatch, capsys):
     assert code == 1 and failed == [("sweep", wrong)] * len(selfcheck.QUICK.kernels)
 
 
-def test_wrong_gradient_fails(monkeypatch):
+def test_check_loss_fails_on_wrong_gradient(monkeypatch):
     right = selfcheck.loss_and_gradient
 
     def scaled(*features, **options):
@@ -101,7 +101,7 @@ def test_wrong_gradient_fails(monkeypatch):
     assert loss.ok and not gradient.ok
 
 
-def test_nan_fails(monkeypatch, capsys):
+def test_selfcheck_fails_on_nan(monkeypatch, capsys):
     monkeypatch.setattr(kernel.Kernel, "sweep", lambda self, state, a, c: (a / a, c * jnp.nan))
     code, rows = report(capsys, "sweeps")
     failed = [row for row in rows if not row["ok"]]
@@ -109,7 +109,7 @@ def test_nan_fails(monkeypatch, capsys):
     assert all(row["error"] is None and row["limit"] > 0 for row in failed)
 
 
-def test_exception_fails_one_check(monkeypatch, capsys):
+def test_selfcheck_exception_fails_one_check(monkeypatch, capsys):
     def refuse(*args, **options):
         raise RuntimeError("INTERNAL: no such algorithm\nat some address")
 
@@ -131,15 +131,15 @@ def test_exception_fails_one_check(monkeypatch, capsys):
         ),
     ],
 )
-def test_products_of_the_algorithms_that_a_device_has(name, roles, paths, capsys):
-    """This process has a CPU, on which every algorithm is computed in float32."""
+def test_selfcheck_lists_product_algorithms_of_a_device(name, roles, paths, capsys):
+    """All checks pass, because a CPU computes every algorithm in float32."""
     with device.compiling_for(device.Profile(name, **roles)):
         code, rows = report(capsys, "product")
     assert code == 0
     assert [re.sub(r", .* TFLOP/s", "", row["path"]) for row in rows] == paths
 
 
-def test_sizes_depend_on_memory():
+def test_sizes_of_depend_on_memory():
     gpu = device.Profile("cuda 8.0", memory=60 * 2**30)
     paper = selfcheck.PAPER_ROWS
     assert selfcheck.sizes_of(gpu).kernels[-1] == (paper, paper)

@@ -1,4 +1,4 @@
-"""The search page: its answers over HTTP, and the page in a browser."""
+"""Tests of the search page over HTTP and in a browser."""
 
 import contextlib
 import csv
@@ -29,7 +29,7 @@ COLOURS = {"red": (220, 30, 30), "green": (30, 200, 40), "blue": (30, 40, 220)}
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """Pictures in three colours, captions for half of them, embeddings and a model."""
+    """Writes pictures of three colours, captions for half of them, embeddings and a model."""
     out = tmp_path_factory.mktemp("serve")
     rng, rows = np.random.default_rng(0), [("file", "caption")]
     (out / "pictures" / "sub").mkdir(parents=True)
@@ -73,7 +73,7 @@ def server(site):
 
 @pytest.fixture
 def ask(server):
-    """Sends a request; returns the status, the content and the line that reports an error."""
+    """Returns a function that sends a request: (status, content, error line)."""
     with contextlib.closing(http.client.HTTPConnection(*server.server_address)) as connection:
 
         def send(address, method="GET", **options):
@@ -91,7 +91,7 @@ def search(text, **options):
 
 
 def huge_png():
-    """A valid PNG of 30,000 x 30,000 pixels in a few kilobytes, cut short after its start."""
+    """Returns the first bytes of a PNG of 30,000 x 30,000 pixels."""
     header = b"IHDR" + struct.pack(">IIBBBBB", 30_000, 30_000, 8, 0, 0, 0, 0)
     start = struct.pack(">I", 13) + header + struct.pack(">I", zlib.crc32(header))
     return b"\x89PNG\r\n\x1a\n" + start + struct.pack(">I", 2**20) + b"IDAT"
@@ -128,7 +128,7 @@ def test_page_orders_by_calibrated_scores(site, ask):
     assert b'name="calibrated" checked' in content
 
 
-def test_upload_and_similar_find_pictures_like_it(folder, ask):
+def test_page_finds_similar_pictures_by_upload_and_row(folder, ask):
     file = folder / "pictures" / "sub" / "green3.png"
     status, content, _ = ask("/", "POST", body=file.read_bytes())
     found = re.findall(r"title='(.*?)'>", content.decode())
@@ -151,13 +151,13 @@ def test_upload_and_similar_find_pictures_like_it(folder, ask):
     ],
     ids=["blank", "row", "no row", "path", "empty", "text", "huge", "long"],
 )
-def test_mistakes_are_one_line_on_the_page(ask, address, body, status):
+def test_page_reports_bad_requests_in_one_line(ask, address, body, status):
     found, content, error = ask(address, "GET" if body is None else "POST", body=body)
     assert found == status and error and "\n" not in error and "0x" not in error
     assert b"<figure>" not in content
 
 
-def test_pictures_come_from_the_folder_alone(folder, site, ask, tmp_path):
+def test_page_serves_pictures_of_the_folder_only(folder, site, ask, tmp_path):
     status, content, _ = ask("/picture/0")
     assert status == 200 and content.startswith(b"\xff\xd8")
     for address in (
@@ -178,7 +178,7 @@ def test_pictures_come_from_the_folder_alone(folder, site, ask, tmp_path):
     assert linked.get(f"/picture/{rows['red0.png']}").status == 200
 
 
-def test_training_pairs_may_be_gone(site, capsys):
+def test_training_pairs_is_none_if_the_file_is_missing(site, capsys):
     settings = config_lib.plain(FrozenConfigDict(site.model.aligner.info["settings"]))
     settings["data"]["files"]["x"] = "gone.npy"
     gone = aligner.Aligner(site.model.aligner.heads, {"settings": settings})
@@ -188,12 +188,12 @@ def test_training_pairs_may_be_gone(site, capsys):
     assert capsys.readouterr().err == ""
 
 
-def test_foreign_host_names_are_refused(ask, server):
+def test_server_rejects_foreign_host_names(ask, server):
     for host, status in (("localhost:1", 200), ("127.0.0.1", 200), ("evil.example", 403)):
         assert ask("/", headers={"Host": host})[0] == status
 
 
-def test_a_port_in_use_is_one_line(site, server):
+def test_server_rejects_port_in_use(site, server):
     with pytest.raises(checks.InputError, match="port"):
         serve.Server(site, "127.0.0.1", server.server_port)
 
@@ -229,14 +229,14 @@ def show(browser, width, scheme="light"):
 
 
 def names(browser, address=""):
-    """Names of the pictures on the page, once its address has this part."""
+    """Waits until the URL contains `address`. Returns the names of the pictures on the page."""
     ready = "return document.readyState === 'complete'"
     wait = pytest.importorskip("selenium.webdriver.support.ui").WebDriverWait(browser, 20)
     wait.until(lambda _: address in browser.current_url and browser.execute_script(ready))
     return re.findall(r'<div title="(.*?)">', browser.page_source)
 
 
-def test_browser_searches_by_text_and_picture(browser, server, site, folder, tmp_path):
+def test_page_in_browser_searches_by_text_and_picture(browser, server, site, folder, tmp_path):
     address = f"http://127.0.0.1:{server.server_port}/"
     show(browser, 1180)
     browser.get(address)
@@ -256,7 +256,7 @@ def test_browser_searches_by_text_and_picture(browser, server, site, folder, tmp
     browser.find_element("link text", "similar").click()
     browser.find_element("css selector", ".asked [alt='blue4.png']")
     assert browser.get_log("browser") == []
-    # Everything that the page needs comes from the server itself.
+    # The page loads all resources from the server itself.
     used = "return performance.getEntriesByType('resource').map(entry => entry.name)"
     assert all(name.startswith(address) for name in browser.execute_script(used))
 
@@ -266,12 +266,12 @@ def test_browser_searches_by_text_and_picture(browser, server, site, folder, tmp
     assert "pixels" in error.text and names(browser) == []
 
 
-def test_browser_fits_a_phone_in_the_dark(browser, server):
+def test_page_in_browser_fits_a_phone_in_dark_mode(browser, server):
     show(browser, 400, "dark")
     browser.get(f"http://127.0.0.1:{server.server_port}{search('a green square')}")
     assert browser.execute_script("return document.documentElement.scrollWidth") == 400
     boxes = [one.rect for one in browser.find_elements("tag name", "figure")]
-    assert len({box["x"] for box in boxes}) == 2  # columns
+    assert len({box["x"] for box in boxes}) == 2  # two columns
     colours = "const s = getComputedStyle(document.body); return [s.color, s.backgroundColor]"
     ink, paper = (sum(map(int, re.findall(r"\d+", c))) for c in browser.execute_script(colours))
     assert ink > 600 > 200 > paper

@@ -23,7 +23,7 @@ def cosines(rng, n, m, d=8):
 
 
 def affinities(n, m):
-    """Affinities on which solvers tend to stall or to overflow."""
+    """Yields affinities on which solvers tend to stall or overflow."""
     rng = np.random.default_rng(0)
     yield "random", cosines(rng, n, m)
     centres = rng.normal(size=(3, 8))
@@ -45,7 +45,7 @@ compiled = jax.jit(sinkhorn, static_argnames="max_iterations")
 
 
 def solve(k, *, epsilon, tolerance=1e-4, max_iterations=400, log_a=None, log_b=None, init_v=None):
-    """`sinkhorn`, compiled once for all problems of a shape, weighted or not."""
+    """Calls `sinkhorn` with explicit weights, so that it compiles once per shape."""
     n, m = k.shape
     return compiled(
         jnp.asarray(k),
@@ -74,7 +74,7 @@ def marginal_error(plan: Plan, a=None, b=None):
 
 
 @pytest.mark.parametrize(("n", "m", "weighted"), [(24, 24, False), (24, 30, False), (24, 30, True)])
-def test_plans_equal_pot(rng, x64, n, m, weighted):
+def test_sinkhorn_plan_matches_pot(rng, x64, n, m, weighted):
     k = cosines(rng, n, m)
     a, b = np.full(n, 1 / n), np.full(m, 1 / m)
     if weighted:
@@ -88,7 +88,7 @@ def test_plans_equal_pot(rng, x64, n, m, weighted):
         np.testing.assert_allclose(plan.matrix(), expected, rtol=1e-7, atol=1e-11)
 
 
-def test_small_epsilon_gives_the_optimal_assignment(rng, x64):
+def test_sinkhorn_with_small_epsilon_gives_the_optimal_assignment(rng, x64):
     k = rng.normal(size=(24, 24))
     rows, columns = scipy.optimize.linear_sum_assignment(k, maximize=True)
     plan = solve(k, epsilon=2e-3, tolerance=1e-6)
@@ -98,7 +98,7 @@ def test_small_epsilon_gives_the_optimal_assignment(rng, x64):
     np.testing.assert_allclose(plan.matrix(), expected, atol=1e-5)
 
 
-def test_plan_equals_the_reference_after_many_iterations(rng, x64):
+def test_sinkhorn_matches_the_converged_reference(rng, x64):
     k = cosines(rng, 24, 24)
     ours = solve(k, epsilon=0.1, tolerance=1e-12)
     theirs = textbook(400)(k, epsilon=0.1)
@@ -106,8 +106,8 @@ def test_plan_equals_the_reference_after_many_iterations(rng, x64):
     np.testing.assert_allclose(theirs.error, marginal_error(theirs), atol=1e-12)
 
 
-def test_reference_half_step(rng, x64):
-    """`symmetric` moves u half-way to its next iterate and leaves v."""
+def test_reference_symmetric_takes_half_a_step_in_u(rng, x64):
+    """`symmetric` moves u half-way to its next iterate and keeps v."""
     k = cosines(rng, 6, 9)
     plain, symmetric = (reference(k, epsilon=0.1, iterations=2, symmetric=s) for s in (False, True))
     following = -np.log(6) - np.log(np.exp(k / 0.1 + plain.v).sum(1))
@@ -120,15 +120,15 @@ def test_reference_half_step(rng, x64):
 
 @pytest.mark.parametrize("dtype", [np.float32, np.float64])
 @pytest.mark.parametrize("shape", [(24, 24), (24, 30)])
-def test_hard_affinities(x64, dtype, shape):
-    """Converged, or closer than textbook Sinkhorn after as many iterations; never NaN."""
+def test_sinkhorn_on_hard_affinities_converges_or_beats_textbook(x64, dtype, shape):
+    """Plans converge, or are closer than textbook Sinkhorn after as many iterations."""
     for name, k in affinities(*shape):
         k = jnp.asarray(k, dtype)
         for epsilon in EPSILONS:
             plan, case = solve(k, epsilon=epsilon), f"{name}, epsilon={epsilon}"
             assert plan.u.dtype == dtype and plan.iterations <= 400, case
             assert jnp.isfinite(plan.matrix()).all(), case
-            # What the solver believes is true, up to the rounding of exp(K/epsilon).
+            # The reported error is the true error up to the rounding of exp(K/epsilon).
             slack = 1e-9 if dtype == np.float64 else 2e-6 / epsilon**0.5 + 6e-8 / epsilon
             assert abs(plan.error - marginal_error(plan)) < slack, case
             assert plan.converged == (plan.error <= 1e-4), case
@@ -137,16 +137,16 @@ def test_hard_affinities(x64, dtype, shape):
 
 
 @pytest.mark.parametrize("shape", [(1, 1), (1, 7), (7, 1)])
-def test_single_rows_and_columns(rng, shape):
+def test_sinkhorn_converges_on_single_rows_and_columns(rng, shape):
     for epsilon in EPSILONS:
         plan = solve(rng.normal(size=shape).astype(np.float32), epsilon=epsilon)
-        assert plan.converged  # although K/epsilon spans thousands, and float32 has seven digits
+        assert plan.converged  # although K/epsilon spans thousands
         np.testing.assert_allclose(plan.matrix(), np.full(shape, 1 / max(shape)), rtol=3e-4)
 
 
 @pytest.mark.parametrize("budget", [1, 2, 25, 50])
-def test_budget_is_kept(rng, budget):
-    """Also where epsilon is far too small for the budget, and for float32."""
+def test_sinkhorn_keeps_max_iterations(rng, budget):
+    """Includes epsilons far too small for max_iterations and for float32."""
     k = cosines(rng, 24, 24).astype(np.float32)
     for epsilon in (1e-9, 1e-6, 1e-3, 0.5):
         plan = solve(k, epsilon=epsilon, tolerance=1e-7, max_iterations=budget)
@@ -155,7 +155,7 @@ def test_budget_is_kept(rng, budget):
         assert jnp.isfinite(plan.error)
 
 
-def test_tolerance_is_kept(rng, x64):
+def test_sinkhorn_keeps_the_tolerance(rng, x64):
     k = cosines(rng, 24, 24)
     iterations = []
     for tolerance in (1e-2, 1e-5, 1e-10):
@@ -167,7 +167,7 @@ def test_tolerance_is_kept(rng, x64):
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf])
 @pytest.mark.parametrize("epsilon", [5e-3, 0.5])
-def test_bad_affinities_end_at_once_and_never_count_as_converged(rng, bad, epsilon):
+def test_sinkhorn_stops_early_on_nan_and_inf_affinities(rng, bad, epsilon):
     k = cosines(rng, 24, 24).astype(np.float32)
     k[3, 4] = bad
     plan = solve(k, epsilon=epsilon)
@@ -175,15 +175,15 @@ def test_bad_affinities_end_at_once_and_never_count_as_converged(rng, bad, epsil
     assert plan.iterations < 10
 
 
-def test_forbidden_pairs(rng):
-    """-inf in K is a pair that may not be matched."""
+def test_sinkhorn_gives_no_mass_to_minus_inf_entries(rng):
+    """-inf in K forbids a pair."""
     k = cosines(rng, 24, 24).astype(np.float32)
     k[3, 4] = -np.inf
     plan = solve(k, epsilon=5e-3)
     assert plan.converged and plan.matrix()[3, 4] == 0
 
 
-def test_impossible_problem_is_not_converged(rng):
+def test_sinkhorn_of_infeasible_problem_is_not_converged(rng):
     k = cosines(rng, 24, 24).astype(np.float32)
     k[:, 4] = -np.inf
     plan = solve(k, epsilon=5e-3)
@@ -191,13 +191,13 @@ def test_impossible_problem_is_not_converged(rng):
 
 
 @pytest.mark.parametrize("epsilon", [-0.1, 0.0, np.nan, np.inf, 1e-44])
-def test_a_traced_epsilon_that_cannot_be_ends_at_once(rng, epsilon):
+def test_sinkhorn_with_bad_traced_epsilon_stops_at_once(rng, epsilon):
     plan = solve(cosines(rng, 24, 24).astype(np.float32), epsilon=np.float32(epsilon))
     assert plan.error == np.inf and not plan.converged and plan.iterations == 0
 
 
 @pytest.mark.parametrize("value", [0.3, -7.3, 1e3])
-def test_a_constant_that_is_large_against_epsilon_changes_no_plan(value):
+def test_sinkhorn_converges_on_constants_large_against_epsilon(value):
     plan = solve(np.full((24, 24), value, np.float32), epsilon=2e-4)
     assert plan.converged and marginal_error(plan) < 1e-4
 
@@ -225,7 +225,7 @@ def gaussian(n, mean):
         (gaussian(24, 0.2), gaussian(24, 0.8), 0.05),
     ],
 )
-def test_tiny_weights_on_either_side_take_few_iterations(rng, a, b, epsilon):
+def test_sinkhorn_converges_quickly_with_tiny_weights(rng, a, b, epsilon):
     x = np.linspace(-1, 2, 24)
     uniform, squares = rng.uniform(-1, 1, size=(24, 24)), -np.square(x[:, None] - x)
     for k in (uniform, squares):
@@ -240,14 +240,14 @@ def test_tiny_weights_on_either_side_take_few_iterations(rng, a, b, epsilon):
 
 
 @pytest.mark.parametrize("index", [2061, 5196])
-def test_mass_that_moves_between_far_clusters_does_not_stall(index):
-    """f stands still there: a combination of past steps is noise, of either sign."""
+def test_sinkhorn_does_not_stall_between_far_clusters(index):
+    """The residual is nearly constant, so that Anderson acceleration would add noise."""
     assert fuzz.make(20261117, index).name.startswith("permutation")
     assert not fuzz.run([index], 20261117)[index].found
 
 
-def test_plans_keep_their_digits_where_the_mass_is_far_below_the_top_of_a_row():
-    """K/epsilon spans thousands, and the largest entry of the row has no mass."""
+def test_sinkhorn_is_accurate_if_the_row_maximum_has_no_mass():
+    """K/epsilon spans thousands, and the largest entry of each row has no mass."""
     k = np.linspace(-1, 0, 24, dtype=np.float32)[None, :] * np.ones((24, 1), np.float32)
     log_b = np.log(np.where(np.arange(24) < 23, 1 / 23, 1e-15)).astype(np.float32)
     plan = solve(k, epsilon=2e-4, log_b=log_b)
@@ -256,13 +256,13 @@ def test_plans_keep_their_digits_where_the_mass_is_far_below_the_top_of_a_row():
     np.testing.assert_allclose(plan.matrix().sum(1), 1 / 24, rtol=1e-4)
 
 
-def test_traced_weights_are_scaled_to_sum_to_one(rng):
+def test_sinkhorn_normalises_traced_weights(rng):
     k = cosines(rng, 24, 24).astype(np.float32)
     scaled = solve(k, epsilon=0.05, log_a=jnp.zeros(24), log_b=jnp.full(24, 3.0))
     np.testing.assert_allclose(scaled.matrix(), solve(k, epsilon=0.05).matrix(), atol=1e-6)
 
 
-def test_padding_equals_the_smaller_problem(rng, x64):
+def test_sinkhorn_with_padding_matches_the_smaller_problem(rng, x64):
     k = cosines(rng, 24, 30)
     log_a = jnp.full(24, -jnp.inf).at[:9].set(-jnp.log(9.0))
     log_b = jnp.full(30, -jnp.inf).at[:11].set(-jnp.log(11.0))
@@ -275,7 +275,7 @@ def test_padding_equals_the_smaller_problem(rng, x64):
         assert (padded.u[9:] == -jnp.inf).all() and (padded.v[11:] == -jnp.inf).all()
 
 
-def test_warm_start_takes_fewer_iterations(rng):
+def test_sinkhorn_warm_start_takes_fewer_iterations(rng):
     k = cosines(rng, 24, 24).astype(np.float32)
     near = k + 1e-3 * rng.normal(size=k.shape).astype(np.float32)
     for epsilon in (5e-3, 0.05):
@@ -289,7 +289,7 @@ def test_warm_start_takes_fewer_iterations(rng):
 
 @pytest.mark.parametrize("scale", [0.0, 10.0, 1e3, 1e6, 1e38, np.inf, np.nan])
 @pytest.mark.parametrize("spread", [False, True])
-def test_any_start_converges(rng, scale, spread):
+def test_sinkhorn_converges_from_any_start(rng, scale, spread):
     k = cosines(rng, 24, 24).astype(np.float32)
     v = rng.normal(size=24) if spread else np.ones(24)
     for epsilon in (5e-3, 0.05):
@@ -301,13 +301,13 @@ def test_any_start_converges(rng, scale, spread):
 # ------------------------------------------------------------------- transformations
 
 
-def test_eager_equals_jit_and_weights_are_uniform_by_default(rng):
+def test_sinkhorn_eager_matches_jit_with_uniform_weights(rng):
     k = jnp.asarray(cosines(rng, 24, 24), jnp.float32)
     eager = sinkhorn(k, epsilon=0.05, max_iterations=400)
     np.testing.assert_allclose(eager.v, solve(k, epsilon=0.05).v, atol=1e-5)
 
 
-def test_vmap_equals_one_by_one(rng, x64):
+def test_sinkhorn_vmap_matches_single_problems(rng, x64):
     k = jnp.stack([k for _, k in affinities(24, 24)])
     epsilons = jnp.array([0.01, 0.02, 0.05, 0.05, 0.1, 0.3])
     batched = jax.jit(jax.vmap(lambda k, epsilon: sinkhorn(k, epsilon=epsilon)))(k, epsilons)
@@ -328,7 +328,7 @@ def test_plan_is_a_pytree_with_lazy_views(rng, x64):
     np.testing.assert_allclose(plan.apply(values), plan.matrix() @ values, rtol=1e-12)
 
 
-def test_half_precision_is_solved_in_float32(rng):
+def test_sinkhorn_solves_half_precision_in_float32(rng):
     k = jnp.asarray(cosines(rng, 4, 4), jnp.bfloat16)
     plan = jax.eval_shape(functools.partial(sinkhorn, epsilon=0.1), k)
     assert plan.centred_v.dtype == plan.affinity.dtype == jnp.float32
@@ -337,7 +337,7 @@ def test_half_precision_is_solved_in_float32(rng):
 # ------------------------------------------------------------------- errors
 
 
-def test_differentiating_a_plan_is_refused():
+def test_sinkhorn_rejects_derivatives_of_plans():
     k = jnp.eye(3)
 
     def loss(k):
@@ -368,14 +368,14 @@ def test_differentiating_a_plan_is_refused():
         ((3, 4), {"init_v": jnp.zeros(3)}, r"init_v:? has shape \(3,\)"),
     ],
 )
-def test_bad_arguments(shape, options, message):
+def test_sinkhorn_rejects_bad_arguments(shape, options, message):
     with pytest.raises(checks.InputError, match=message):
         sinkhorn(jnp.zeros(shape), **({"epsilon": 0.1} | options))
 
 
 @pytest.mark.parametrize("mask", [-10.0, -1e4, -1e9])
-def test_a_large_mask_leaves_the_error_true(rng, mask):
-    """A wide range of K must not cost the kernel its digits on the way down to epsilon."""
+def test_sinkhorn_error_is_exact_with_a_large_mask(rng, mask):
+    """Epsilon annealing must keep its precision although K has a wide range."""
     k = rng.uniform(size=(24, 24)).astype(np.float32)
     k[3, 5] = mask
     plan = solve(k, epsilon=0.05)
@@ -384,7 +384,7 @@ def test_a_large_mask_leaves_the_error_true(rng, mask):
 
 
 @pytest.mark.parametrize("padding", [-np.inf, np.nan, 1e9])
-def test_anything_may_stand_in_padding(rng, padding):
+def test_sinkhorn_ignores_values_in_padding(rng, padding):
     k = np.full((12, 12), padding, np.float32)
     k[:9, :11] = cosines(rng, 9, 11)
     log_a = np.where(np.arange(12) < 9, -np.log(9.0), -np.inf)
@@ -395,13 +395,13 @@ def test_anything_may_stand_in_padding(rng, padding):
     assert plan.matrix()[9:].sum() == 0 and plan.matrix()[:, 11:].sum() == 0
 
 
-def test_a_batch_of_plans_derives_a_batch_of_matrices(rng):
+def test_plan_matrix_of_vmapped_plans_is_batched(rng):
     k = jnp.asarray(rng.normal(size=(3, 3, 3)), jnp.float32)
     plans = jax.vmap(lambda k: sinkhorn(k, epsilon=0.5))(k)
     single = jnp.stack([sinkhorn(one, epsilon=0.5).matrix() for one in k])
     np.testing.assert_allclose(plans.matrix(), single, atol=1e-4)
 
 
-def test_weights_instead_of_their_logarithms_are_refused():
+def test_sinkhorn_rejects_weights_instead_of_log_weights():
     with pytest.raises(checks.InputError, match=r"log_a: the weights sum to 4\.187"):
         sinkhorn(jnp.eye(3), epsilon=0.1, log_a=jnp.ones(3) / 3)

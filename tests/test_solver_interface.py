@@ -1,6 +1,6 @@
-"""Arguments of `sinkhorn`, `klot` and `klot_from_embeddings`: padding, scalars, types, derivatives.
+"""Tests of the arguments of `sinkhorn`, `klot` and `klot_from_embeddings`.
 
-Arrays that are split over an Explicit mesh are in `eight_devices`.
+`eight_devices.py` tests arrays that are sharded over an Explicit mesh.
 """
 
 import functools
@@ -36,19 +36,19 @@ LOSSES = [name for name in CALLS if name != "sinkhorn"]
 
 
 def klot_problem():
-    """Affinities of six rows and columns, and the axes along which a row and a column is padded."""
+    """Returns klot, 6 x 6 affinities and the side (row 0, column 1) of each of their axes."""
     k, k_star = (np.random.default_rng(seed).uniform(-1, 1, (6, 6)) for seed in (1, 2))
     return sota.klot, (k, k_star), ((0, 1), (0, 1))
 
 
 def klot_from_embeddings_problem():
-    """Features of six rows each: a padded row of f, f_star is a row of K, of g, g_star a column."""
+    """Returns the loss and features. f and f_star index rows of K, g and g_star columns."""
     arrays = features((6,), (6,), (6,), (6,), dtype=np.float64)
     return sota.klot_from_embeddings, tuple(arrays), ((0,), (1,), (0,), (1,))
 
 
 @pytest.mark.parametrize("problem", [klot_problem, klot_from_embeddings_problem])
-def test_bistochastic_loss_with_padding_equals_the_smaller_problem(problem, x64):
+def test_bistochastic_klot_with_padding_matches_the_smaller_problem(problem, x64):
     loss, arrays, sides = problem()
     padding = 2, 4  # a row and a column of K
     log_a, log_b = (jnp.full(6, -jnp.log(5.0)).at[index].set(-jnp.inf) for index in padding)
@@ -89,11 +89,11 @@ def solve_sinkhorn(f, g, f_star, g_star, tolerance):
 
 
 @pytest.mark.parametrize("solve", [solve_embeddings, solve_sinkhorn])
-def test_a_solve_ends_at_its_tolerance_not_just_above_it(solve):
+def test_solves_end_within_the_tolerance_or_at_max_iterations(solve):
     """A plan may miss its tolerance only if the iterations ran out.
 
-    The solver's own error is that of the plan up to rounding. A tolerance between the two is what
-    one problem in thousands meets by chance; the second solve of each problem asks for it.
+    The solver's internal error equals that of the plan up to rounding. The second solve sets the
+    tolerance between the two, a case that otherwise occurs once in thousands of problems.
     """
     arrays = features(*[(PROBLEMS, rows) for rows in (20, 24, 20, 24)])
 
@@ -126,14 +126,14 @@ BAD_SCALARS = [
 
 
 @pytest.mark.parametrize(("name", "value"), BAD_SCALARS)
-def test_bad_scalars_are_refused(name, value):
+def test_solvers_reject_bad_scalars(name, value):
     for call in CALLS if name != "epsilon_star" else LOSSES:
         with pytest.raises(checks.InputError, match=rf"\b{name}\b"):
             CALLS[call](**{name: value})
 
 
 @pytest.mark.parametrize("name", ["epsilon", "epsilon_star", "tolerance"])
-def test_a_traced_vector_is_refused_where_a_scalar_is_expected(name):
+def test_solvers_reject_traced_vectors_as_scalars(name):
     vector = jnp.full(N, 0.1)
     for call in CALLS if name != "epsilon_star" else LOSSES:
         with pytest.raises(checks.InputError, match=rf"\b{name}\b"):
@@ -153,7 +153,7 @@ def test_a_traced_vector_is_refused_where_a_scalar_is_expected(name):
         ("g_star", lambda x: sota.klot_from_embeddings(*[jnp.eye(3)] * 3, x)),
     ],
 )
-def test_complex_arrays_are_refused(name, call):
+def test_solvers_reject_complex_arrays(name, call):
     for given in (np.eye(3) * 1j, (np.eye(3) * 1j).tolist()):
         with pytest.raises(checks.InputError, match=rf"\b{name}\b"):
             call(given)
@@ -161,7 +161,7 @@ def test_complex_arrays_are_refused(name, call):
         jax.eval_shape(call, jnp.eye(3) * 1j)
 
 
-def test_integers_and_booleans_are_affinities():
+def test_sinkhorn_and_klot_accept_integer_and_boolean_affinities():
     expected = sota.sinkhorn(jnp.eye(3), epsilon=0.5).matrix()
     loss = sota.klot(jnp.eye(3), K_STAR[:3, :3])
     for dtype in (bool, int):
@@ -171,7 +171,7 @@ def test_integers_and_booleans_are_affinities():
 
 
 @pytest.mark.parametrize("wide", ["K", "K_star"])
-def test_klot_of_a_float32_and_a_float64_affinity_is_computed_in_float64(wide, x64):
+def test_klot_of_mixed_precision_is_computed_in_float64(wide, x64):
     arrays = {"K": jnp.asarray(K), "K_star": jnp.asarray(K_STAR)}
     arrays[wide] = jnp.asarray(np.random.default_rng(3).uniform(-1, 1, (N, M)))
     loss = jax.jit(jax.value_and_grad(functools.partial(sota.klot, tolerance=1e-10)))
@@ -182,9 +182,9 @@ def test_klot_of_a_float32_and_a_float64_affinity_is_computed_in_float64(wide, x
     np.testing.assert_allclose(mixed_gradient, gradient, rtol=1e-6, atol=1e-8)
 
 
-def test_bfloat16_features_have_bfloat16_gradients_and_the_value_of_float32():
+def test_klot_from_embeddings_of_bfloat16_matches_float32():
     narrow = [jnp.asarray(x, jnp.bfloat16) for x in FEATURES]
-    # At these epsilons, rounding K in another order than float32 does is not seen in the value.
+    # At these epsilons, the order of rounding K does not change the value.
     options = {"epsilon": 0.2, "epsilon_star": 0.2, "tolerance": 1e-6}
     loss = functools.partial(sota.klot_from_embeddings, **options)
     loss = jax.jit(jax.value_and_grad(loss, argnums=(0, 1)))
@@ -199,7 +199,7 @@ def test_bfloat16_features_have_bfloat16_gradients_and_the_value_of_float32():
         )
 
 
-def test_float32_arrays_of_2048_rows_stay_float32_with_x64(x64):
+def test_solvers_keep_float32_with_x64_at_2048_rows(x64):
     f, g, f_star, g_star = map(jnp.asarray, features(*[(2048,)] * 4))
     k = sota.cosine(f, g)
     plan = jax.jit(functools.partial(sota.sinkhorn, epsilon=1.0, tolerance=1e-2))(k)
@@ -224,7 +224,7 @@ CONSTANTS = {
 
 @pytest.mark.parametrize("name", CONSTANTS)
 @pytest.mark.parametrize("jit", [False, True])
-def test_derivatives_in_constants_are_refused(name, jit):
+def test_solvers_reject_derivatives_in_constants(name, jit):
     x = jnp.asarray(CONSTANTS[name])
     for call in CALLS if name != "epsilon_star" else LOSSES:
 
@@ -242,8 +242,8 @@ def test_derivatives_in_constants_are_refused(name, jit):
                 jax.eval_shape(derivative, x)
 
 
-def test_gradients_with_traced_constants_are_those_of_the_plans(x64):
-    """Under `jit` and `vmap`, of an epsilon that depends on K as well."""
+def test_klot_gradient_with_traced_constants_matches_the_plans(x64):
+    """Under `jit` and `vmap`, with an epsilon that depends on K."""
     k, k_star = (jnp.stack([jnp.asarray(x, jnp.float64), x / 2]) for x in (K, K_STAR))
     epsilons = jnp.array([0.2, 0.3])
     log_a = jnp.log(jnp.arange(1, N + 1) / (N * (N + 1) / 2))
@@ -269,7 +269,7 @@ def test_gradients_with_traced_constants_are_those_of_the_plans(x64):
 
 
 class Accelerator:
-    """A device that does not report its memory."""
+    """Device that does not report its memory."""
 
     def __init__(self, platform, compute_capability=""):
         self.platform, self.compute_capability = platform, compute_capability
@@ -283,7 +283,7 @@ class Accelerator:
     [Accelerator("tpu"), Accelerator("gpu", "8.0"), Accelerator("gpu", "gfx942")],
     ids=lambda device: f"{device.platform} {device.compute_capability}",
 )
-def test_memory_of_an_accelerator_without_stats_is_not_that_of_the_host(accelerator, monkeypatch):
+def test_profile_memory_without_stats_is_not_that_of_the_host(accelerator, monkeypatch):
     from sotalign_jax.ot import device
 
     pages = 2**30

@@ -1,4 +1,4 @@
-"""The store of results: keys, lock, resume after a kill, damaged lines."""
+"""Tests of the result store: keys, lock, resume after a kill, damaged lines."""
 
 import errno
 import fcntl
@@ -37,12 +37,12 @@ def fill(kept, jobs=JOBS, compute=double):
 # --- keys ----------------------------------------------------------------------------------------
 
 
-def test_key_depends_on_values_alone():
+def test_key_of_depends_on_values_only():
     assert store.key_of({"a": 1, "b": {"c": 2}}) == store.key_of({"b": {"c": 2}, "a": 1})
     assert store.key_of({"a": 1}) != store.key_of({"a": 2})
 
 
-def test_fingerprint_is_that_of_the_content(tmp_path):
+def test_fingerprint_depends_on_content_only(tmp_path):
     first, second = tmp_path / "a", tmp_path / "b"
     first.write_bytes(b"rows")
     second.write_bytes(b"rows")
@@ -54,7 +54,7 @@ def test_fingerprint_is_that_of_the_content(tmp_path):
     assert store.fingerprint(first) != before
 
 
-def test_fingerprint_of_a_large_file_is_its_size_and_time(tmp_path, monkeypatch):
+def test_fingerprint_of_a_large_file_depends_on_its_time(tmp_path, monkeypatch):
     monkeypatch.setattr(store, "DIGESTED", 3)
     (tmp_path / "a").write_bytes(b"rows")
     before = store.fingerprint(tmp_path / "a")
@@ -62,7 +62,7 @@ def test_fingerprint_of_a_large_file_is_its_size_and_time(tmp_path, monkeypatch)
     assert store.fingerprint(tmp_path / "a") != before
 
 
-def test_fingerprints_of_photographs_name_the_files_that_are_read():
+def test_fingerprints_of_photographs_name_the_files_they_read():
     assert set(photos.fingerprints("rsicd")) == {"rsicd.npz", "efficientnet_lite2_pca512.npz"}
     assert "zs_cifar100.npz" not in photos.fingerprints("cifar10")
 
@@ -70,7 +70,7 @@ def test_fingerprints_of_photographs_name_the_files_that_are_read():
 # --- results -------------------------------------------------------------------------------------
 
 
-def test_results_are_computed_once(kept):
+def test_fill_computes_results_once(kept):
     keys = [store.key_of(spec) for spec in SPECS]
     assert fill(kept) == [(key, None) for key in keys]
     again = store.Store(kept.path)
@@ -79,7 +79,7 @@ def test_results_are_computed_once(kept):
     assert again.results(SPECS[3]) == {"twice": 6} and again.results({"number": 9}) == {}
 
 
-def test_results_that_lack_a_name_are_completed(kept):
+def test_fill_completes_results_that_lack_a_name(kept):
     fill(kept)
     asked = []
 
@@ -90,11 +90,11 @@ def test_results_that_lack_a_name_are_completed(kept):
     fill(kept, [(SPECS[1], {"thrice"})], thrice)
     assert asked == [{"twice", "thrice"}]
     assert store.Store(kept.path).results(SPECS[1]) == {"twice": 2, "thrice": 3}
-    assert len(kept.path.read_text().splitlines()) == 5  # the last line of a key counts
+    assert len(kept.path.read_text().splitlines()) == 5  # the last line of a key is valid
     assert kept.lines(kept.entries()).count("\n") == 4
 
 
-def test_an_error_is_returned_and_logged_and_the_others_are_computed(kept):
+def test_fill_returns_and_logs_errors_and_computes_the_others(kept):
     def fails(spec, needed):
         if spec["number"] == 1:
             print("a warning", file=sys.stderr)
@@ -111,10 +111,10 @@ def test_an_error_is_returned_and_logged_and_the_others_are_computed(kept):
     log = kept.log(SPECS[1]).read_text()
     assert log.startswith("a warning\n") and "ValueError: wrong" in log
     assert len(kept.entries()) == 2
-    assert len(fill(kept)) == 2  # tried again
+    assert len(fill(kept)) == 2  # failed results are tried again
 
 
-def test_nothing_to_add_leaves_the_file_as_it_is(kept):
+def test_add_of_known_entries_leaves_the_file_unchanged(kept):
     fill(kept)
     before = kept.path.read_bytes()
     store.Store(kept.path).add([])
@@ -148,7 +148,7 @@ def launch(folder, killed, count):
     return subprocess.Popen(command, cwd=folder, env={**os.environ, "PYTHONPATH": str(ROOT)})
 
 
-def test_processes_share_the_work_and_compute_nothing_twice(tmp_path):
+def test_fill_shares_work_between_processes(tmp_path):
     running = [launch(tmp_path, -1, 60) for _ in range(3)]
     assert [one.wait(120) for one in running] == [0, 0, 0]
     numbers = (tmp_path / "computed").read_text().split()
@@ -158,7 +158,7 @@ def test_processes_share_the_work_and_compute_nothing_twice(tmp_path):
     assert all(entry.results == {"twice": 2 * entry.spec["number"]} for entry in entries)
 
 
-def test_a_killed_process_loses_the_result_under_way(tmp_path):
+def test_fill_killed_loses_only_the_current_result(tmp_path):
     assert launch(tmp_path, 2, 4).wait(60) == -signal.SIGKILL
     assert len(store.Store(tmp_path / "cells.jsonl").entries()) == 2
     assert launch(tmp_path, -1, 4).wait(60) == 0
@@ -166,19 +166,19 @@ def test_a_killed_process_loses_the_result_under_way(tmp_path):
 
 
 @pytest.mark.parametrize("cut", [1, 10, 25])
-def test_a_line_that_a_kill_cut_short_is_computed_again(kept, cut):
+def test_fill_recomputes_a_truncated_last_line(kept, cut):
     fill(kept)
     whole = kept.path.read_bytes()
     kept.path.write_bytes(whole[:-cut])
     again = store.Store(kept.path)
-    assert len(again.entries()) == 3 + (cut == 1)  # without its newline alone it is whole
+    assert len(again.entries()) == 3 + (cut == 1)  # a line without its newline is complete
     fill(again, JOBS[3:])
     fill(again, [({"number": 9}, {"twice"})])
     assert len(store.Store(kept.path).entries()) == 5
     assert kept.path.read_bytes().startswith(whole)
 
 
-def test_what_another_process_computes_comes_last(kept):
+def test_fill_postpones_results_locked_by_another_process(kept):
     made = []
     log = kept.log(SPECS[0])
     log.parent.mkdir()
@@ -194,7 +194,7 @@ def test_what_another_process_computes_comes_last(kept):
     assert made == [1, 0]
 
 
-def test_lock_keeps_others_out(tmp_path):
+def test_lock_excludes_others(tmp_path):
     path = tmp_path / "run" / "lock"
     with store.lock(path), pytest.raises(BlockingIOError), store.lock(path, wait=False):
         pytest.fail("both hold it")
@@ -208,7 +208,7 @@ def test_lock_keeps_others_out(tmp_path):
 @pytest.mark.parametrize(
     "damage", ["{", "[]", "1", '{"spec": {}}', '{"spec": 1, "results": 2, "seconds": 3}', "\0\0"]
 )
-def test_a_damaged_line_is_an_error_that_names_file_and_line(kept, damage):
+def test_entries_and_fill_reject_damaged_lines(kept, damage):
     fill(kept)
     lines = kept.path.read_text().splitlines()
     kept.path.write_text("\n".join([*lines[:2], damage, *lines[2:]]) + "\n")
@@ -218,7 +218,7 @@ def test_a_damaged_line_is_an_error_that_names_file_and_line(kept, damage):
         assert "\n" not in str(error.value)
 
 
-def test_a_full_disk_is_an_error_that_names_the_file(kept):
+def test_fill_on_full_disk_names_the_file_and_resumes(kept):
     fill(kept, JOBS[:1])
     before = kept.path.read_bytes()
     most = resource.getrlimit(resource.RLIMIT_FSIZE)

@@ -23,7 +23,7 @@ def rows(seed, *shape):
 
 
 def by_hand(original, aligned, tau=0.07, levels=1, js_form="code", weights=(1.0, 1.0, 1.0)):
-    """Entry by entry, in float64 and without a floor in the logarithms."""
+    """Computes the regularizer in float64, without a floor in the logarithms."""
     kinds = []
     for x in (original, aligned):
         unit = [row / np.sqrt(np.sum(row**2)) for row in np.asarray(x, np.float64)]
@@ -47,7 +47,7 @@ def regularizer(original, aligned, *, block_size=None, **options):
 
 @pytest.mark.parametrize("block_size", [None, 3])
 @pytest.mark.parametrize("js_form", ["code", "js"])
-def test_golden_values(x64, js_form, block_size):
+def test_regularizer_golden_values(x64, js_form, block_size):
     value = regularizer(
         jnp.array(ORIGINAL), jnp.array(ALIGNED), js_form=js_form, block_size=block_size
     )
@@ -58,7 +58,7 @@ def test_golden_values(x64, js_form, block_size):
 @pytest.mark.parametrize(
     ("levels", "level_weights"), [(1, "none"), (2, "none"), (2, "inverse"), (3, "inverse")]
 )
-def test_value_equals_the_formula(x64, levels, level_weights, js_form):
+def test_regularizer_matches_numpy_formula(x64, levels, level_weights, js_form):
     original, aligned = rows(0, 9, 5), rows(1, 9, 3)
     value = regularizer(
         original, aligned, tau=0.3, levels=levels, js_form=js_form, level_weights=level_weights
@@ -68,7 +68,7 @@ def test_value_equals_the_formula(x64, levels, level_weights, js_form):
     np.testing.assert_allclose(value, expected, rtol=1e-9)
 
 
-def test_unseen_by_the_regulariser(x64):
+def test_regularizer_is_invariant_to_rotation_and_scale(x64):
     original, aligned = rows(0, 9, 5), rows(1, 9, 5)
     turn = np.linalg.qr(rows(2, 5, 5))[0]
     value = regularizer(original, aligned)
@@ -76,8 +76,8 @@ def test_unseen_by_the_regulariser(x64):
         np.testing.assert_allclose(regularizer(original, same), value, rtol=1e-9)
 
 
-def test_jensen_shannon_is_bounded_and_the_published_form_is_not():
-    # Two tight groups; afterwards every sample is with those of the other group.
+def test_regularizer_js_form_is_bounded_and_code_form_is_not():
+    # Two tight groups whose members are mixed after alignment.
     group = np.repeat([[1.0, 0.0], [-1.0, 0.0]], 8, axis=0)
     other = np.tile([[1.0, 0.0], [-1.0, 0.0]], (8, 1))
     options = {"tau": 0.05}
@@ -87,7 +87,7 @@ def test_jensen_shannon_is_bounded_and_the_published_form_is_not():
 
 @pytest.mark.parametrize("js_form", ["code", "js"])
 @pytest.mark.parametrize(("levels", "block_size"), [(1, None), (2, None), (1, 4)])
-def test_gradient(x64, js_form, levels, block_size):
+def test_regularizer_gradient_matches_finite_differences(x64, js_form, levels, block_size):
     original = jnp.asarray(rows(0, 6, 5))
 
     @jax.jit
@@ -101,11 +101,11 @@ def test_gradient(x64, js_form, levels, block_size):
 
 @pytest.mark.parametrize("js_form", ["code", "js"])
 @pytest.mark.parametrize("block_size", [1, 5, 16, 50])
-def test_blocks_change_nothing(x64, block_size, js_form):
+def test_regularizer_in_blocks_matches_one_block(x64, block_size, js_form):
     original, aligned = jnp.asarray(rows(0, 16, 5)), jnp.asarray(rows(1, 16, 3))
 
     def both(block_size):
-        def value(original, aligned):  # a cotangent other than 1 passes, too
+        def value(original, aligned):  # checks a cotangent other than 1
             return 3.0 * regularizer(original, aligned, js_form=js_form, block_size=block_size)
 
         return jax.jit(jax.value_and_grad(value, argnums=(0, 1)))(original, aligned)
@@ -114,27 +114,27 @@ def test_blocks_change_nothing(x64, block_size, js_form):
     expected, (_, gradient) = both(None)
     np.testing.assert_allclose(value, expected, rtol=1e-12)
     np.testing.assert_allclose(to_aligned, gradient, atol=1e-12 * np.abs(gradient).max())
-    np.testing.assert_array_equal(to_original, 0.0)  # frozen
+    np.testing.assert_array_equal(to_original, 0.0)  # the original rows are frozen
     alone = regularizer(original, aligned, js_form=js_form, block_size=block_size)
     np.testing.assert_allclose(3.0 * alone, expected, rtol=1e-12)
 
 
-def test_blocks_save_memory():
+def test_regularizer_in_blocks_saves_memory():
     n, d = 2048, 64
 
     def temporaries(block_size):
-        """Of value and gradient as compiled, in units of one n x n matrix."""
+        """Returns the temporary memory of value and gradient in units of one n x n matrix."""
         value = functools.partial(regularizer, block_size=block_size)
         shape = jax.ShapeDtypeStruct((n, d), jnp.float32)
         compiled = jax.jit(jax.value_and_grad(value, argnums=1)).lower(shape, shape).compile()
         return compiled.memory_analysis().temp_size_in_bytes / (4 * n * n)
 
-    # Rows in blocks: a few of 1/32 each and arrays of the features' size, 1/32, too.
+    # Blocks and features take 1/32 of a matrix each.
     assert temporaries(None) > 3.0
     assert temporaries(64) < 0.5
 
 
-def test_nothing_of_size_n_squared_is_kept_for_the_backward_pass():
+def test_regularizer_keeps_no_matrix_for_the_backward_pass():
     n, d = 64, 4
     original, aligned = jnp.ones((n, d)), jnp.ones((n, d))
     loss = functools.partial(regularizer, original, block_size=16)
@@ -145,8 +145,8 @@ def test_nothing_of_size_n_squared_is_kept_for_the_backward_pass():
 
 @pytest.mark.parametrize("js_form", ["code", "js"])
 @pytest.mark.parametrize("block_size", [None, 4])
-def test_equal_neighbourhoods_have_a_finite_gradient(js_form, block_size):
-    # P == Q: the minimum. Far groups: probabilities that underflow. Equal and zero rows.
+def test_regularizer_gradient_is_finite_for_degenerate_rows(js_form, block_size):
+    # Covers P == Q, probabilities that underflow, equal rows and zero rows.
     same = jnp.asarray(rows(0, 9, 5), jnp.float32)
     far = jnp.repeat(jnp.array([[1.0, 0.0], [-1.0, 0.0], [0.0, 1.0]]), 3, axis=0)
     for original, aligned in ((same, same), (same, far), (far, same), (same, 0.0 * same)):
@@ -160,14 +160,14 @@ def test_equal_neighbourhoods_have_a_finite_gradient(js_form, block_size):
             np.testing.assert_allclose(gradient, 0.0, atol=1e-4)
 
 
-def test_half_precision_embeddings_are_computed_in_float32():
+def test_regularizer_computes_half_precision_in_float32():
     original, aligned = rows(0, 9, 5).astype(np.float16), rows(1, 9, 3).astype(np.float32)
     value = regularizer(original, aligned, tau=0.3)
     assert value.dtype == jnp.float32
     np.testing.assert_allclose(value, by_hand(original, aligned, tau=0.3), rtol=1e-5)
 
 
-def test_mistakes_are_named():
+def test_regularizer_rejects_bad_js_form():
     with pytest.raises(checks.InputError, match=r"js_form.* 'kl'"):
         regularizer(jnp.ones((3, 2)), jnp.ones((3, 2)), js_form="kl")
 
@@ -211,7 +211,7 @@ def regularizer_by_hand(student, batch, regularize_on, **options):
 
 
 @pytest.mark.parametrize("regularize_on", ["pairs", "all", "unpaired"])
-def test_loss_is_infonce_plus_weight_times_regulariser(regularize_on, student, batch):
+def test_structure_loss_is_infonce_plus_weighted_regularizer(regularize_on, student, batch):
     method = methods.Structure(weight=3.0, tau=0.2, regularize_on=regularize_on, block_size=5)
     loss, metrics, gradient = evaluate(method, student, batch)
     logits = affinity.cosine(student.x(batch.a), student.y(batch.b)) / 0.2
@@ -225,7 +225,7 @@ def test_loss_is_infonce_plus_weight_times_regulariser(regularize_on, student, b
         assert all(np.any(leaf) for leaf in jax.tree.leaves(head))
 
 
-def test_other_options_reach_the_regulariser(student, batch):
+def test_structure_passes_options_to_the_regularizer(student, batch):
     options = {"tau": 0.3, "levels": 2, "js_form": "js"}
     method = methods.Structure(contrastive="siglip", level_weights="inverse", **options)
     loss, metrics, _ = evaluate(method, student, batch)
@@ -235,7 +235,7 @@ def test_other_options_reach_the_regulariser(student, batch):
     np.testing.assert_allclose(loss, siglip + 10.0 * regularizer, rtol=1e-4)
 
 
-def test_whole_matrices_and_blocks_train_alike(student, batch):
+def test_structure_in_blocks_matches_one_block(student, batch):
     results = [
         evaluate(methods.Structure(regularize_on="all", block_size=size), student, batch)
         for size in (None, 7)
@@ -243,13 +243,13 @@ def test_whole_matrices_and_blocks_train_alike(student, batch):
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5), *results)
 
 
-def test_the_pool_matters_to_the_semi_supervised_method_only(student, batch):
+def test_structure_reads_the_pool_only_if_semi_supervised(student, batch):
     moved = batch._replace(x=batch.x[:, ::-1], y=batch.y[:, ::-1])
     alone, semi = methods.METHODS["structure"], methods.METHODS["structure_semi"]
     assert (alone.pools, semi.pools) == ("", "xy")
     assert evaluate(alone, student, batch)[0] == evaluate(alone, student, moved)[0]
     assert evaluate(semi, student, batch)[0] != evaluate(semi, student, moved)[0]
-    empty = batch._replace(x=batch.x[:0], y=batch.y[:0])  # what it is given in training
+    empty = batch._replace(x=batch.x[:0], y=batch.y[:0])  # training passes empty pools
     assert evaluate(alone, student, empty)[0] == evaluate(alone, student, batch)[0]
 
 
@@ -257,7 +257,7 @@ def test_the_pool_matters_to_the_semi_supervised_method_only(student, batch):
     ("warmup", "weights"),
     [(500, {0: 0.0, 125: 2.5, 499: 9.98, 500: 10.0, 10_000: 10.0}), (0, {0: 10.0, 7: 10.0})],
 )
-def test_the_weight_warms_up(warmup, weights, student, batch):
+def test_structure_weight_warms_up(warmup, weights, student, batch):
     method = methods.Structure(warmup=warmup)
     for step, weight in weights.items():
         loss, metrics, gradient = evaluate(method, student, batch._replace(step=jnp.int32(step)))
@@ -282,12 +282,12 @@ def test_the_weight_warms_up(warmup, weights, student, batch):
         ({"block_size": 0}, r"block_size.* 0"),
     ],
 )
-def test_options_that_cannot_be_used(options, message):
+def test_structure_rejects_bad_options(options, message):
     with pytest.raises(checks.InputError, match=message):
         dataclasses.replace(methods.METHODS["structure"], **options)
 
 
-def test_the_grid_is_of_its_options():
+def test_structure_accepts_every_value_of_its_grid():
     for name, values in methods.Structure.grid.items():
         for value in values:
             assert getattr(methods.Structure(**{name: value}), name) == value

@@ -1,4 +1,4 @@
-"""Spectral networks, MMD and SUE; and how fitted methods run from the launcher."""
+"""Tests of spectral networks, MMD and SUE, and of fitted methods in the launcher."""
 
 import json
 import os
@@ -28,7 +28,7 @@ ROOT = pathlib.Path(__file__).parents[1]
 
 
 def naive_adjacency(rows, neighbours, scale):
-    """A Gaussian on scikit-learn's nearest neighbours, self included."""
+    """Computes Gaussian weights of scikit-learn's nearest neighbours, including self."""
     count = min(neighbours + 1, len(rows))
     distances, indices = NearestNeighbors(n_neighbors=count).fit(rows).kneighbors(rows)
     unit = np.median(distances[:, min(scale, count) - 1])
@@ -39,15 +39,17 @@ def naive_adjacency(rows, neighbours, scale):
 
 
 @pytest.mark.parametrize(("n", "neighbours", "scale"), [(40, 7, 4), (41, 7, 8), (6, 30, 15)])
-def test_adjacency_against_scikit_learn(rng, n, neighbours, scale):
-    rows = (rng.normal(size=(n, 3)) + 100.0).astype(np.float32)  # off centre: distances cancel
+def test_adjacency_matches_scikit_learn(rng, n, neighbours, scale):
+    rows = (rng.normal(size=(n, 3)) + 100.0).astype(
+        np.float32
+    )  # off centre, where distances lose precision
     ours = sue.adjacency(rows, neighbours=neighbours, scale_neighbour=scale)
     expected = naive_adjacency(rows.astype(np.float64), neighbours, scale)
     np.testing.assert_allclose(ours, expected, atol=1e-4)
     assert np.isfinite(sue.adjacency(np.ones((8, 2)), neighbours=30, scale_neighbour=15)).all()
 
 
-def test_variation_and_its_gradient(x64, rng):
+def test_rayleigh_and_orthonormalizer_match_naive_and_differentiate(x64, rng):
     rows, y, others = (jnp.asarray(rng.normal(size=(12, d))) for d in (3, 4, 4))
     weights = sue.adjacency(rows, neighbours=4, scale_neighbour=2)
     pairs = [(i, j) for i in range(12) for j in range(12)]
@@ -64,8 +66,8 @@ def test_variation_and_its_gradient(x64, rng):
 
 
 @pytest.mark.parametrize("width", [1e-3, 1e-5])
-def test_outputs_that_nearly_depend_on_each_other_become_orthonormal(rng, width):
-    """As those of a network early in training: one direction outweighs all others."""
+def test_orthonormalizer_handles_nearly_dependent_outputs(rng, width):
+    """Outputs early in training have one direction that dominates all others."""
     sides = [np.linalg.qr(rng.normal(size=(n, 30)))[0] for n in (1024, 30)]
     widths = np.full(30, width)
     widths[0] = 1.0
@@ -77,26 +79,26 @@ def test_outputs_that_nearly_depend_on_each_other_become_orthonormal(rng, width)
 
 
 def clusters(rng):
-    """Three groups that no neighbour joins: the smoothest functions are constant on each."""
+    """Returns three unconnected groups. Their first eigenvectors are constant on each group."""
     centres = 6.0 * np.eye(3, 5)
     return np.repeat(centres, 70, axis=0) + 0.3 * rng.normal(size=(210, 5)), 3
 
 
 def ring(rng):
-    """A circle: the smoothest functions are 1, cos, sin, cos 2, sin 2."""
+    """Returns a circle. Its first eigenvectors are 1, cos, sin, cos 2, sin 2."""
     angles = 2 * np.pi * np.arange(210) / 210
     circle = np.stack([np.cos(angles), np.sin(angles)], axis=1)
     return circle @ rng.normal(size=(2, 5)), 5
 
 
 @pytest.mark.parametrize(("shape", "degrees"), [(clusters, 1), (ring, 15)])
-def test_a_network_finds_the_eigenvectors_of_the_graph(rng, shape, degrees):
+def test_fit_spectral_finds_the_eigenvectors_of_the_graph(rng, shape, degrees):
     rows, count = shape(rng)
     rows = rng.permutation(rows).astype(np.float32)
     options = {"neighbours": 12, "scale_neighbour": 6, "batch": 256}
     weights = naive_adjacency(rows.astype(np.float64), 12, 6)
     values, vectors = np.linalg.eigh(np.diag(weights.sum(axis=1)) - weights)
-    assert values[count] - values[count - 1] > 0.01  # or the space were not unique
+    assert values[count] - values[count - 1] > 0.01  # otherwise the eigenspace is not unique
     losses = []
     network, basis = sue.fit_spectral(
         heads.TanhHead(5, count, hidden=32, rngs=nnx.Rngs(0)),
@@ -108,11 +110,13 @@ def test_a_network_finds_the_eigenvectors_of_the_graph(rng, shape, degrees):
     found = sue.outputs(network, rows) @ basis
     np.testing.assert_allclose(found.T @ found / len(rows), np.eye(count), atol=1e-6)
     assert scipy.linalg.subspace_angles(found, vectors[:, :count]).max() < np.deg2rad(degrees)
-    assert np.ptp(found[:, 0]) < 0.5 * np.ptp(found[:, -1]) or shape is clusters  # the constant
+    assert (
+        np.ptp(found[:, 0]) < 0.5 * np.ptp(found[:, -1]) or shape is clusters
+    )  # the first is constant
     assert losses[-1] < losses[0] and len(losses) <= 150
 
 
-def test_a_spectral_network_needs_rows_and_finite_losses(rng):
+def test_fit_spectral_rejects_few_rows_and_non_finite_losses(rng):
     network = heads.TanhHead(4, 6, hidden=8, rngs=nnx.Rngs(0))
     options = methods.SUE(epochs=3, batch=8, eigenvectors=8, learning_rate=1e38)
     key = jax.random.key(0)
@@ -122,7 +126,7 @@ def test_a_spectral_network_needs_rows_and_finite_losses(rng):
         sue.fit_spectral(network, rng.normal(size=(40, 4)), options, key=key)
 
 
-def test_the_rate_falls_and_training_ends(rng):
+def test_fit_spectral_stops_early(rng):
     seen = []
     sue.fit_spectral(
         heads.TanhHead(4, 2, hidden=4, rngs=nnx.Rngs(0)),
@@ -154,13 +158,13 @@ def naive_mmd(x, y, scale=None):
     return kernel[:n, :n].mean() - 2 * kernel[:n, n:].mean() + kernel[n:, n:].mean()
 
 
-def test_mmd_against_a_transcription(x64, rng):
+def test_mmd_matches_naive_transcription(x64, rng):
     x, y = rng.normal(size=(9, 3)), rng.normal(size=(7, 3)) + 0.5
     mmd = jax.jit(sue.mmd)
     np.testing.assert_allclose(mmd(x, y), naive_mmd(x, y), rtol=1e-10)
     np.testing.assert_allclose(mmd(x, x[::-1]), 0.0, atol=1e-12)
 
-    # The scale gets no gradient, so that finite differences must hold it fixed.
+    # The scale has no gradient, so finite differences must keep it fixed.
     rows = np.concatenate([x, y])
     scale = np.sum((rows[:, None] - rows) ** 2) / (16 * 15)
     gradient, step = jax.jit(jax.grad(sue.mmd))(jnp.asarray(x), jnp.asarray(y)), 1e-5
@@ -171,7 +175,7 @@ def test_mmd_against_a_transcription(x64, rng):
         np.testing.assert_allclose(gradient[i, j], difference / (2 * step), rtol=1e-6)
 
 
-def test_refining_brings_distributions_together(rng):
+def test_refine_reduces_mmd(rng):
     x, y = rng.normal(size=(400, 3)) * 0.5 + 1.0, rng.normal(size=(300, 3))
     start = sue.Residual(3, 16, rngs=nnx.Rngs(0))
     before = jax.tree.map(np.asarray, nnx.state(start))
@@ -179,7 +183,9 @@ def test_refining_brings_distributions_together(rng):
     network = sue.refine(start, x, y, options, key=key)
     moved = np.asarray(network(jnp.asarray(x, jnp.float32)))
     assert naive_mmd(moved[:150], y[:150]) < 0.2 * naive_mmd(x[:150], y[:150])
-    assert jax.tree.all(jax.tree.map(np.array_equal, nnx.state(start), before))  # untouched
+    assert jax.tree.all(
+        jax.tree.map(np.array_equal, nnx.state(start), before)
+    )  # refine does not modify its start
     again = sue.refine(start, x, y, options, key=key)
     np.testing.assert_array_equal(again(jnp.asarray(x, jnp.float32)), moved)
     with pytest.raises(FloatingPointError, match="mmd: the loss is not finite in epoch 1"):
@@ -203,7 +209,7 @@ SMALL = {
 
 @pytest.fixture(scope="module")
 def table():
-    """Two views of a curved surface, 500 rows."""
+    """Returns 500 rows of two views of a curved surface."""
     rng = np.random.default_rng(0)
     z = rng.uniform(-1, 1, size=(500, 2))
     lifted = np.concatenate([z, np.cos(2 * z), np.sin(2 * z)], axis=1)
@@ -225,18 +231,18 @@ def fitted(dataset):
     return methods.SUE(**SMALL).fit(dataset, seed=0)
 
 
-def test_sue_finds_unseen_matches(fitted, dataset):
+def test_sue_retrieves_unseen_matches(fitted, dataset):
     scores = evaluation.evaluate(fitted.x, fitted.y, dataset.test)
     assert scores["mean/R@10"] > 30  # chance is 10
 
 
-def test_without_refinement_the_pairs_variates_correlate(dataset):
+def test_sue_without_refinement_gives_canonical_variates(dataset):
     method = methods.SUE(**SMALL | {"mmd_epochs": 0, "centred": True})
     fitted = method.fit(dataset, seed=0)
     assert fitted.x.residual is None
     z_x = np.asarray(fitted.x(dataset.pairs_x), np.float64)
     z_y = np.asarray(fitted.y(dataset.pairs_y), np.float64)
-    for z in (z_x, z_y):  # canonical variates: centred, orthonormal over the pairs
+    for z in (z_x, z_y):  # canonical variates are centred and orthonormal over the pairs
         np.testing.assert_allclose(z.mean(axis=0), 0.0, atol=1e-5)
         np.testing.assert_allclose(z.T @ z / len(z), np.eye(3), atol=1e-5)
     cross = z_x.T @ z_y / len(z_x)
@@ -244,7 +250,7 @@ def test_without_refinement_the_pairs_variates_correlate(dataset):
     np.testing.assert_allclose(cross - np.diag(np.diag(cross)), 0.0, atol=1e-5)
 
 
-def test_directions_are_as_long_as_the_published_solver_makes_them(rng):
+def test_variates_match_scikit_learn_rotations(rng):
     x, y = rng.normal(size=(500, 5)), rng.normal(size=(500, 6))
     y[:, :4] += 2.0 * x[:, :4] * [1.0, 0.8, 0.6, 0.4]
     solver = CCA(3, max_iter=5000, tol=1e-16).fit(x, y)
@@ -254,7 +260,7 @@ def test_directions_are_as_long_as_the_published_solver_makes_them(rng):
         np.testing.assert_array_equal(ours[1], 0.0)
 
 
-def test_a_seed_decides_everything(fitted, dataset):
+def test_sue_fit_is_a_function_of_the_seed(fitted, dataset):
     again = methods.SUE(**SMALL).fit(dataset, seed=0)
     equal = jax.tree.map(np.array_equal, nnx.state(again), nnx.state(fitted))
     assert jax.tree.all(equal)
@@ -262,7 +268,7 @@ def test_a_seed_decides_everything(fitted, dataset):
     assert not np.allclose(other.x(dataset.pairs_x), fitted.x(dataset.pairs_x))
 
 
-def test_sue_survives_the_disk(fitted, dataset, tmp_path):
+def test_sue_survives_save_and_load(fitted, dataset, tmp_path):
     aligner = Aligner(fitted, {})
     aligner.save(tmp_path / "saved")
     loaded = Aligner.load(tmp_path / "saved")
@@ -272,7 +278,7 @@ def test_sue_survives_the_disk(fitted, dataset, tmp_path):
     assert loaded.heads.x.residual is not None and loaded.heads.y.residual is None
 
 
-def test_progress_is_shown_on_request(dataset, capsys):
+def test_align_with_sue_prints_progress_on_request(dataset, capsys):
     pairs = dataset.pairs_x, dataset.pairs_y
     method = methods.SUE(**SMALL | {"epochs": 1, "mmd_epochs": 1})
     align(pairs, dataset.pool_x, dataset.pool_y, method=method, progress=True)
@@ -291,12 +297,12 @@ def test_progress_is_shown_on_request(dataset, capsys):
         ({"mmd_epochs": -1}, r"mmd_epochs.* -1"),
     ],
 )
-def test_options_that_cannot_be_used(options, message):
+def test_sue_rejects_bad_options(options, message):
     with pytest.raises(checks.InputError, match=message):
         methods.SUE(**options)
 
 
-def test_data_that_do_not_suffice(dataset):
+def test_sue_rejects_insufficient_data(dataset):
     few = data.dataset((dataset.pairs_x[:6], dataset.pairs_y[:6]), x=dataset.pool_x)
     with pytest.raises(checks.InputError, match=r"eigenvectors.* 6"):
         methods.SUE(**SMALL).fit(few, seed=0)
@@ -307,7 +313,7 @@ def test_data_that_do_not_suffice(dataset):
 # --- the contrastive row -------------------------------------------------------------------------
 
 
-def test_contrastive_losses_with_sues_head(table):
+def test_contrastive_trains_tanh_heads_with_both_losses(table):
     X, Y = (side.copy() for side in table)
     assert methods.Contrastive.head == "tanh"
     for loss in ("siglip", "infonce"):
@@ -329,8 +335,8 @@ def test_contrastive_losses_with_sues_head(table):
 # --- from the command line -----------------------------------------------------------------------
 
 
-def test_fitted_methods_from_the_launcher(tmp_path):
-    """A fit that is killed starts over; finished runs stay; no checkpoints, no metrics."""
+def test_main_restarts_killed_fits_and_keeps_finished_runs(tmp_path):
+    """A killed fit starts over, and finished runs are kept. Fits write no checkpoints."""
     files = tmp_path / "files"
     files.mkdir()
     config = small_runs.write_config(small_runs.write_files(files))

@@ -8,7 +8,7 @@ from sotalign_jax import checks, heads, kernels, teachers, training
 
 
 def pairs(n, d_x, d_y, *, seed=0, latent=4, noise=0.5):
-    """Two noisy views of shared latent variables of unequal strength, off centre."""
+    """Returns two noisy, uncentred views of latent variables of unequal variance."""
     rng = np.random.default_rng(seed)
     z = rng.normal(size=(n, latent)) * np.linspace(2.0, 1.0, latent)
     views = []
@@ -19,7 +19,7 @@ def pairs(n, d_x, d_y, *, seed=0, latent=4, noise=0.5):
 
 
 def skewed(n, seed=0):
-    """Two views of shared variables below noise of large variance, as in speech."""
+    """Returns two views of shared variables with noise of larger variance, as in speech."""
     rng, mix = np.random.default_rng(seed), np.random.default_rng(99)
     z, views = rng.normal(size=(n, 10)), []
     for d in (40, 30):
@@ -40,7 +40,7 @@ def inverse_root(s):
 
 
 def dense_cca(A, B, ridge, dim, scale):
-    """The textbook formulas on the full d x d matrices; returns both maps' weights."""
+    """Computes the weights of both maps with textbook formulas on full d x d matrices."""
     a, b = preprocessed(A), preprocessed(B)
     R_x = inverse_root(a.T @ a / scale + ridge * np.eye(a.shape[1]))
     R_y = inverse_root(b.T @ b / scale + ridge * np.eye(b.shape[1]))
@@ -55,11 +55,11 @@ def cosines(x, y):
 
 @pytest.mark.parametrize(("n", "d_x", "d_y"), [(60, 8, 5), (12, 20, 30), (12, 20, 5), (9, 9, 9)])
 @pytest.mark.parametrize("cov_normalize", [True, False])
-def test_cca_equals_the_dense_formulas_for_few_and_many_pairs(n, d_x, d_y, cov_normalize):
+def test_cca_matches_dense_formulas_for_few_and_many_pairs(n, d_x, d_y, cov_normalize):
     A, B = pairs(n, d_x, d_y)
     teacher = teachers.cca(A, B, dim=4, cov_normalize=cov_normalize)
     W_x, W_y = dense_cca(A, B, 0.1, 4, n - 1 if cov_normalize else 1)
-    # Compare products: singular vectors are only unique up to a common sign.
+    # Compares products, because singular vectors are unique only up to a common sign.
     np.testing.assert_allclose(
         np.asarray(teacher.map_x.weight).T @ teacher.map_y.weight, W_x.T @ W_y, atol=1e-4
     )
@@ -71,7 +71,7 @@ def test_cca_equals_the_dense_formulas_for_few_and_many_pairs(n, d_x, d_y, cov_n
 
 
 @pytest.mark.parametrize("n", [60, 12])
-def test_cca_and_tuned_cca_equal_a_float64_transcription(x64, n):
+def test_cca_and_tuned_cca_match_float64_transcription(x64, n):
     A, B = pairs(n, 20, 15)
     new = [rows.astype(np.float64) for rows in pairs(7, 20, 15, seed=9)]
     a, b = preprocessed(A), preprocessed(B)
@@ -98,7 +98,7 @@ def test_cca_and_tuned_cca_equal_a_float64_transcription(x64, n):
 
 @pytest.mark.parametrize("fit", [teachers.tuned_cca, teachers.kernel_cca, teachers.best_cca])
 @pytest.mark.parametrize("n", [2, 5, 6, 30])
-def test_chosen_options_do_not_depend_on_the_order_of_the_pairs(fit, n):
+def test_tuned_teachers_are_independent_of_pair_order(fit, n):
     A, B = pairs(n, 8, 5)
     turned = np.random.default_rng(1).permutation(n)
     first, second = fit(A, B), fit(A[turned], B[turned])
@@ -106,13 +106,13 @@ def test_chosen_options_do_not_depend_on_the_order_of_the_pairs(fit, n):
 
 
 @pytest.mark.parametrize("fit", [teachers.cca, teachers.tuned_cca, teachers.best_cca])
-def test_linear_teachers_do_not_depend_on_the_scale_of_the_rows(fit):
+def test_linear_teachers_are_scale_invariant(fit):
     A, B = pairs(40, 8, 5)
     plain, tiny = fit(A, B), fit(1e-25 * A, B)
     np.testing.assert_allclose(tiny.x(1e-25 * A), plain.x(A), atol=1e-4)
 
 
-def test_tuned_cca_finds_new_pairs_better_than_the_papers_ridge():
+def test_tuned_cca_retrieves_better_than_the_papers_ridge():
     (A, B), (new_a, new_b) = skewed(300), skewed(300, seed=1)
 
     def right(teacher):
@@ -121,7 +121,7 @@ def test_tuned_cca_finds_new_pairs_better_than_the_papers_ridge():
     assert right(teachers.tuned_cca(A, B)) > right(teachers.cca(A, B)) + 0.2
 
 
-def test_best_cca_is_linear_unless_the_kernel_is_clearly_better():
+def test_best_cca_is_linear_unless_the_kernel_is_better():
     A, B = pairs(80, 8, 5)
     assert isinstance(teachers.best_cca(A, B).map_x, heads.AffineMap)
     angle = np.random.default_rng(0).uniform(0, 2 * np.pi, size=(120, 1))
@@ -130,7 +130,7 @@ def test_best_cca_is_linear_unless_the_kernel_is_clearly_better():
     assert isinstance(teachers.best_cca(A, B).map_x, kernels.KernelMap)
 
 
-def test_stored_means_apply_to_new_rows():
+def test_cca_centres_new_rows_with_the_stored_means():
     A, B = pairs(60, 8, 5)
     new, _ = pairs(7, 8, 5, seed=9)
     teacher = teachers.cca(A, B)
@@ -140,7 +140,7 @@ def test_stored_means_apply_to_new_rows():
     np.testing.assert_allclose(teacher.x(new), projected, atol=1e-4)
 
 
-def test_cca_agrees_with_scikit_learn():
+def test_cca_matches_scikit_learn():
     A, B = pairs(400, 6, 5, latent=3)
     a, b = preprocessed(A), preprocessed(B)
     theirs = CCA(n_components=3, scale=False, max_iter=5000, tol=1e-12).fit(a, b)
@@ -162,7 +162,7 @@ def test_cca_without_ridge_whitens():
         np.testing.assert_allclose(covariance, np.eye(5), atol=1e-3)
 
 
-def test_default_ridge_is_nearly_procrustes_and_the_gram_convention_is_not():
+def test_cca_with_default_ridge_is_close_to_procrustes():
     A, B = pairs(400, 64, 48, latent=24, noise=1.0)
     reference = teachers.procrustes(A, B)
 
@@ -192,9 +192,9 @@ def test_procrustes_value_is_the_sum_of_singular_values(n):
 
 
 @pytest.mark.parametrize("fit", [teachers.procrustes, teachers.cca])
-def test_directions_stop_at_the_numerical_rank(fit):
+def test_teacher_dim_is_at_most_the_numerical_rank(fit):
     A, B = pairs(6, 10, 12)
-    assert fit(A, B).dim == 5  # centring costs one
+    assert fit(A, B).dim == 5  # centring removes one direction
     A, B = pairs(50, 10, 12, latent=3, noise=0.0)
     A, B = A - A.mean(0), B - B.mean(0)
     assert fit(A[:, [0, 1, 1]], B).dim == 2
@@ -231,7 +231,7 @@ def test_teacher_is_a_float32_pytree_of_unit_rows():
 
 
 @pytest.mark.parametrize("fit", training.TEACHERS.values())
-def test_unusable_pairs_are_named(fit):
+def test_teachers_reject_bad_pairs(fit):
     A, B = pairs(20, 8, 5)
     with pytest.raises(checks.InputError, match=r"pairs_y:? has 18 rows"):
         fit(A, B[:18])
@@ -244,7 +244,7 @@ def test_unusable_pairs_are_named(fit):
             fit(broken, B)
 
 
-def test_lists_of_rows_are_arrays():
+def test_cca_accepts_lists_of_rows():
     A, B = pairs(20, 8, 5)
     listed, plain = teachers.cca(A.tolist(), B.tolist()), teachers.cca(A, B)
     np.testing.assert_allclose(listed.x(A), plain.x(A), atol=1e-5)
@@ -253,7 +253,7 @@ def test_lists_of_rows_are_arrays():
 
 
 @pytest.mark.parametrize("fit", [teachers.procrustes, teachers.cca])
-def test_impossible_fits_are_named(fit):
+def test_linear_teachers_reject_bad_dim_and_equal_rows(fit):
     A, B = pairs(20, 8, 5)
     with pytest.raises(checks.InputError, match=r"dim.* 6"):
         fit(A, B, dim=6)
@@ -264,7 +264,7 @@ def test_impossible_fits_are_named(fit):
             fit(A, np.outer(np.arange(1, 21), B[0]).astype(np.float32), renorm=renorm)
 
 
-def test_options_out_of_range_are_named():
+def test_cca_and_contrastive_reject_options_out_of_range():
     A, B = pairs(20, 8, 5)
     with pytest.raises(checks.InputError, match=r"ridge.* -1"):
         teachers.cca(A, B, ridge=-1.0)

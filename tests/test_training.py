@@ -28,7 +28,7 @@ D_X, D_Y = 12, 10
 
 @pytest.fixture(scope="module")
 def dataset():
-    """Noisy linear views of one latent: 60 pairs, 40 + 36 unpaired rows, a gallery of 80."""
+    """Returns 60 pairs, 40 and 36 unpaired rows and a gallery of 80: noisy linear views."""
     rng = np.random.default_rng(0)
     z, to_x, to_y = rng.normal(size=(216, 6)), rng.normal(size=(6, D_X)), rng.normal(size=(6, D_Y))
     x = (z @ to_x + 0.5 * rng.normal(size=(216, D_X))).astype(np.float32)
@@ -52,7 +52,7 @@ def start():
 
 
 class Recorder(training.Observer):
-    """Keeps everything it hears, copied to the host."""
+    """Records steps, metrics and snapshots on the host."""
 
     def __init__(self):
         self.steps, self.values, self.snapshots = [], [], {}
@@ -68,7 +68,7 @@ class Recorder(training.Observer):
 CONFIG = training.TrainConfig(
     steps=23, pair_batch=32, unpaired_batch=16, learning_rate=3e-3, eval_every=4, seed=5
 )
-# The pool in one batch, so that potentials are carried from step to step.
+# One batch holds the whole pool, so that potentials are carried from step to step.
 WHOLE_POOL = training.TrainConfig(steps=150, learning_rate=3e-3, eval_every=50, seed=0)
 SOTALIGN = methods.SOTAlign(alpha=1e-3)
 
@@ -80,7 +80,7 @@ def run(method, start, dataset, config=CONFIG, **options):
 
 
 def assert_same(first, second):
-    """Equal bit by bit."""
+    """Asserts bitwise equality."""
     chex.assert_trees_all_equal(*(jax.tree.map(np.asarray, tree) for tree in (first, second)))
 
 
@@ -92,13 +92,13 @@ def sail(start, dataset):
 # --- one step ----------------------------------------------------------------------------------
 
 
-def test_step_is_lion_by_hand(start, dataset):
+def test_step_matches_lion_by_hand_and_optax(start, dataset):
     config = dataclasses.replace(CONFIG, steps=30, weight_decay=0.1)
     method, batches = methods.SAIL(), training.place(dataset)
     state = training.init_state(method, start, batches, config)
     step = training.make_step(method, start, config)
     graphdef, params = nnx.split(start)
-    lion = optax.lion(3e-3, b1=0.9, b2=0.99, weight_decay=0.1)  # the rate is replaced below
+    lion = optax.lion(3e-3, b1=0.9, b2=0.99, weight_decay=0.1)  # the updates are rescaled below
     momentum = jax.tree.map(jnp.zeros_like, params)
     key = training.batch_key(config)
     opt_state = lion.init(params)
@@ -133,12 +133,12 @@ def test_step_is_lion_by_hand(start, dataset):
     assert int(state.step) == 2
 
 
-def test_learning_rate_warms_up_then_falls_to_zero():
+def test_warmup_cosine_warms_up_then_falls_to_zero():
     rates = [float(training.warmup_cosine(1e-4, 2000)(t)) for t in range(2001)]
     assert rates[0] == pytest.approx(1e-4 / 200)
     assert rates[199] == pytest.approx(1e-4)
     assert np.argmax(rates) in (199, 200)
-    assert rates[1100] == pytest.approx(5e-5, rel=1e-3)  # half-way down
+    assert rates[1100] == pytest.approx(5e-5, rel=1e-3)  # middle of the decay
     assert rates[2000] == pytest.approx(0.0, abs=1e-12)
     assert np.all(np.diff(rates[200:]) <= 0)
 
@@ -167,12 +167,12 @@ def test_fit_compiles_once(start, dataset):
     assert len(recorder.steps) == CONFIG.steps
 
 
-def test_runs_with_equal_options_share_a_program(sail, start, dataset):
+def test_make_step_shares_programs_of_equal_options(sail, start, dataset):
     def program(method, **changes):
         return training.make_step(method, start, dataclasses.replace(CONFIG, **changes))
 
     class Mine(methods.SAIL):
-        """Has the same options as SAIL but is another method."""
+        """Another method with the options of SAIL."""
 
     first = program(methods.SAIL())
     assert first is program(methods.SAIL(), seed=7) is not program(methods.SAIL(), steps=24)
@@ -187,7 +187,7 @@ def test_runs_with_equal_options_share_a_program(sail, start, dataset):
         program(Unhashable())
 
 
-def test_pools_that_nobody_reads_stay_on_the_host(dataset):
+def test_place_leaves_unread_pools_on_the_host(dataset):
     placed = training.place(dataset, pools="")
     assert placed.pool_x.shape == (0, D_X)
     assert placed.pool_y.shape == (0, D_Y)
@@ -200,7 +200,7 @@ def test_pools_that_nobody_reads_stay_on_the_host(dataset):
 # --- the loop ----------------------------------------------------------------------------------
 
 
-def test_teacher_features_are_computed_once_where_they_fit(dataset, teacher):
+def test_with_features_caches_teacher_features_that_fit(dataset, teacher):
     placed = training.place(dataset)
     cached = training.with_features(placed, teacher)
     np.testing.assert_allclose(cached.star_x, teacher.x(dataset.pool_x), atol=1e-6)
@@ -214,7 +214,7 @@ def test_teacher_features_are_computed_once_where_they_fit(dataset, teacher):
             assert (training.with_features(placed, teacher).star_x is not None) == fit
 
 
-def test_teacher_features_are_kept_only_of_a_pool_that_is_no_smaller(dataset, teacher):
+def test_with_features_skips_pools_smaller_than_their_features(dataset, teacher):
     placed = training.place(dataset)
     narrow = placed._replace(pool_x=placed.pool_x.astype(jnp.float16)[:, : teacher.dim])
     maps = dataclasses.replace(
@@ -227,7 +227,7 @@ def test_teacher_features_are_kept_only_of_a_pool_that_is_no_smaller(dataset, te
 
 
 @pytest.mark.parametrize("klot_on", methods.sotalign.KLOT_ON)
-def test_known_features_change_nothing(start, dataset, teacher, klot_on):
+def test_sotalign_loss_is_unchanged_by_cached_features(start, dataset, teacher, klot_on):
     method = methods.SOTAlign(klot_on=klot_on)
     draw = functools.partial(sampling.draw, jax.random.key(0), jnp.int32(0), pairs=9, unpaired=16)
     placed = training.place(dataset)
@@ -238,10 +238,10 @@ def test_known_features_change_nothing(start, dataset, teacher, klot_on):
     np.testing.assert_allclose(*losses, rtol=1e-5)
 
 
-def test_observer_hears_every_step_once_and_in_order(sail):
+def test_fit_reports_every_step_once_and_in_order(sail):
     _, _, recorder = sail
     assert recorder.steps == list(range(1, 24))
-    assert list(recorder.snapshots) == [4, 8, 12, 16, 20, 23]  # and the last, off the beat
+    assert list(recorder.snapshots) == [4, 8, 12, 16, 20, 23]  # every 4 steps and at the last step
     scored = [
         step
         for step, values in zip(recorder.steps, recorder.values, strict=True)
@@ -251,12 +251,12 @@ def test_observer_hears_every_step_once_and_in_order(sail):
     assert {"loss", "siglip", "gradient_norm"} <= set(recorder.values[0])
 
 
-def test_heads_given_are_left_as_they_are(start, dataset, sail):
+def test_fit_leaves_the_given_heads_unchanged(start, dataset, sail):
     assert_same(nnx.state(start), nnx.state(heads.build_heads(D_X, D_Y, 8, seed=1)))
     assert not np.array_equal(sail[0].x.linear.kernel[...], start.x.linear.kernel[...])
 
 
-def test_same_seed_same_run_other_seed_other_run(start, dataset, sail):
+def test_fit_is_a_function_of_the_seed(start, dataset, sail):
     again = run(methods.SAIL(), start, dataset)
     assert_same(nnx.state(again[0]), nnx.state(sail[0]))
     assert again[2].values == sail[2].values
@@ -273,7 +273,7 @@ def score(recorder):
 
 
 class Spoiled(methods.SAIL):
-    """Learns the pairs for 20 steps and then their opposite; the memory counts steps."""
+    """Minimises the loss for 20 steps and then maximises it. The memory counts steps."""
 
     def start(self, data, unpaired_batch):
         return jnp.int32(0)
@@ -283,11 +283,11 @@ class Spoiled(methods.SAIL):
         return jnp.where(memory < 20, 1.0, -1.0) * loss, (metrics, memory + 1)
 
 
-def test_best_parameters_are_kept_not_the_last(start, dataset):
+def test_fit_keeps_the_best_parameters(start, dataset):
     config = dataclasses.replace(CONFIG, learning_rate=2e-2, steps=40)
     trained, best, recorder = run(Spoiled(), start, dataset, config)
     scores = score(recorder)
-    at = max(scores, key=scores.get)  # the first of equals
+    at = max(scores, key=scores.get)  # the first of ties
     assert 4 < at < 40
     assert scores[at] > scores[4] + 5.0
     assert scores[at] > scores[40] + 5.0
@@ -298,7 +298,7 @@ def test_best_parameters_are_kept_not_the_last(start, dataset):
     assert kept["mean/R@1"] == scores[at]
 
 
-def test_without_validation_the_last_parameters_are_kept(start, dataset):
+def test_fit_without_validation_keeps_the_last_parameters(start, dataset):
     blind = dataclasses.replace(dataset, val=None)
     trained, best, recorder = run(Spoiled(), start, blind)
     assert int(best.step) == CONFIG.steps
@@ -312,7 +312,7 @@ def sotalign(start, dataset, teacher):
 
 
 @pytest.mark.parametrize("batches", ["drawn", "whole"])
-def test_a_continued_run_is_bit_identical(start, dataset, teacher, batches, request):
+def test_fit_resumed_is_bit_identical(start, dataset, teacher, batches, request):
     if batches == "whole":
         config, stop = WHOLE_POOL, 100
         trained, best, full = request.getfixturevalue("sotalign")
@@ -336,7 +336,7 @@ def test_a_continued_run_is_bit_identical(start, dataset, teacher, batches, requ
     assert_same(rest.snapshots[config.steps], full.snapshots[config.steps])
 
 
-def test_a_finished_run_is_not_trained_further(start, dataset, sail):
+def test_fit_does_not_train_a_finished_run(start, dataset, sail):
     trained, best, recorder = sail
 
     def resume(template):
@@ -348,16 +348,16 @@ def test_a_finished_run_is_not_trained_further(start, dataset, sail):
     assert_same(tuple(again_best), tuple(best))
 
 
-def test_resume_may_have_nothing_to_offer(start, dataset, sail):
+def test_fit_starts_over_if_resume_returns_none(start, dataset, sail):
     again = run(methods.SAIL(), start, dataset, resume=lambda template: None)
     assert_same(nnx.state(again[0]), nnx.state(sail[0]))
 
 
-# --- what stops a run --------------------------------------------------------------------------
+# --- errors ------------------------------------------------------------------------------------
 
 
 class BrokenLoss(methods.SAIL):
-    """The loss is NaN from the seventh step on."""
+    """Returns a NaN loss from the seventh step on."""
 
     def start(self, data, unpaired_batch):
         return jnp.int32(1)
@@ -371,7 +371,7 @@ class BrokenLoss(methods.SAIL):
 
 
 class BrokenGradient(BrokenLoss):
-    """The gradient alone is NaN from the seventh step on: that of sqrt(x^2) at x = 0."""
+    """Has a NaN gradient, of sqrt(x^2) at x = 0, from the seventh step on."""
 
     def spoil(self, loss, heads, broken):
         zero = heads.bias[...] - jax.lax.stop_gradient(heads.bias[...])
@@ -379,29 +379,29 @@ class BrokenGradient(BrokenLoss):
 
 
 @pytest.mark.parametrize("method", [BrokenLoss(), BrokenGradient()])
-def test_non_finite_loss_or_gradient_stops_the_run(start, dataset, method):
+def test_fit_stops_on_non_finite_loss_or_gradient(start, dataset, method):
     recorder = Recorder()
     with pytest.raises(training.NonFiniteLossError, match=r"at step 7 \(.*loss .*\); lower"):
         training.fit(method, start, dataset, CONFIG, observer=recorder)
-    assert recorder.steps == [1, 2, 3, 4, 5, 6]  # what led to it is told
+    assert recorder.steps == [1, 2, 3, 4, 5, 6]  # the steps before are reported
     assert list(recorder.snapshots) == [4]
 
 
-def test_nan_in_the_pool_stops_the_run(start, dataset, teacher):
+def test_fit_stops_on_nan_in_the_pool(start, dataset, teacher):
     pool = dataset.pool_x.copy()
-    pool[3, 2] = np.nan  # past the checks of `data.dataset`
+    pool[3, 2] = np.nan  # bypasses the checks of `data.dataset`
     spoiled = dataclasses.replace(dataset, pool_x=pool)
     with pytest.raises(training.NonFiniteLossError, match=r"at step 1 \(.*klot nan"):
         run(SOTALIGN, start, spoiled, WHOLE_POOL, teacher=teacher)
 
 
-def test_a_learning_rate_far_too_large_stops_the_run(start, dataset):
+def test_fit_stops_on_too_large_learning_rate(start, dataset):
     config = dataclasses.replace(CONFIG, learning_rate=1e30)
     with pytest.raises(training.NonFiniteLossError, match=r"at step 2 \(.*; lower learning_rate"):
         run(methods.SAIL(), start, dataset, config)
 
 
-def test_method_without_its_pool_or_teacher(start, dataset, teacher):
+def test_fit_rejects_missing_pool_or_teacher(start, dataset, teacher):
     empty = dataclasses.replace(dataset, pool_y=dataset.pool_y[:0])
     with pytest.raises(checks.InputError, match="pool y: has no rows"):
         run(methods.SOTAlign(), start, empty, teacher=teacher)
@@ -421,7 +421,7 @@ def test_method_without_its_pool_or_teacher(start, dataset, teacher):
         (methods.NNCLR(k=2, weight_image=0.0), True),
     ],
 )
-def test_a_pool_without_weight_is_not_asked_for(start, dataset, method, on_device):
+def test_fit_requires_only_the_pools_a_method_reads(start, dataset, method, on_device):
     unread = "y" if method.pools == "x" else "x"
     pools = {"x": dataset.pool_x, "y": dataset.pool_y}
     config = dataclasses.replace(CONFIG, steps=3)
@@ -429,13 +429,13 @@ def test_a_pool_without_weight_is_not_asked_for(start, dataset, method, on_devic
     one, both = (
         run(method, start, rows, config, on_device=on_device)[2].values for rows in (empty, dataset)
     )
-    assert one == both and len(one) == 3  # the missing rows would not have been read
+    assert one == both and len(one) == 3  # the missing pool is never read
     missing = dataclasses.replace(dataset, **{f"pool_{method.pools}": pools[method.pools][:0]})
     with pytest.raises(checks.InputError, match=f"pool {method.pools}: has no rows but .* add"):
         run(method, start, missing, config)
 
 
-def test_supervised_training_needs_neither(start, dataset, sail):
+def test_fit_of_sail_ignores_the_pools(start, dataset, sail):
     empty = dataclasses.replace(dataset, pool_x=dataset.pool_x[:0], pool_y=dataset.pool_y[:0])
     assert run(methods.SAIL(), start, empty)[2].values == sail[2].values
 
@@ -451,19 +451,19 @@ def test_supervised_training_needs_neither(start, dataset, sail):
         ({"weight_decay": -1.0}, r"weight_decay.* -1.0"),
     ],
 )
-def test_options_that_cannot_be_used(options, message):
+def test_train_config_rejects_bad_options(options, message):
     with pytest.raises(checks.InputError, match=message):
         training.TrainConfig(**options)
 
 
-def test_half_precision_data_trains_like_single(start, dataset, teacher):
+def test_fit_on_half_precision_data_matches_single(start, dataset, teacher):
     half = data.Dataset(
         *(
             getattr(dataset, name).astype(np.float16)
             for name in ("pairs_x", "pairs_y", "pool_x", "pool_y")
         )
     )
-    assert training.place(half).pool_x.dtype == jnp.float16  # half the memory
+    assert training.place(half).pool_x.dtype == jnp.float16  # uses half the memory
     single = data.Dataset(
         *(
             getattr(half, name).astype(np.float32)
@@ -498,7 +498,7 @@ def test_sotalign_learns_to_retrieve(start, dataset, sotalign):
 
 
 def pairs(n, d_x, d_y, *, latent=4, noise=0.5):
-    """Two noisy views of shared latent variables."""
+    """Returns two noisy views of shared latent variables."""
     rng = np.random.default_rng(0)
     z = rng.normal(size=(n, latent))
     views = (z @ rng.normal(size=(latent, d)) + noise * rng.normal(size=(n, d)) for d in (d_x, d_y))
@@ -515,7 +515,7 @@ def test_contrastive_learns_the_pairs(loss):
     assert float(teacher.correlations.mean()) > 0.7
 
 
-def test_contrastive_is_the_plain_training_loop():
+def test_contrastive_matches_a_plain_training_loop():
     A, B = pairs(20, 6, 5)
     start = heads.build_heads(6, 5, 3, seed=4)
     graphdef, params = nnx.split(start)
@@ -537,7 +537,7 @@ def test_contrastive_is_the_plain_training_loop():
     np.testing.assert_allclose(teacher.x(A), affinity.l2_normalize(trained.x(A)), atol=1e-5)
 
 
-def test_contrastive_repeats_with_its_seed_also_in_batches():
+def test_contrastive_is_a_function_of_the_seed():
     A, B = pairs(20, 6, 5)
     runs = [
         training.contrastive(A, B, dim=3, steps=5, learning_rate=1e-2, batch_size=8, seed=s)
@@ -547,7 +547,7 @@ def test_contrastive_repeats_with_its_seed_also_in_batches():
     assert (runs[0].map_x.weight != runs[2].map_x.weight).any()
 
 
-def test_schedule_matches_optax():
+def test_warmup_cosine_matches_optax():
     steps, warmup = 95, 10
     theirs = optax.join_schedules(
         [
@@ -561,7 +561,7 @@ def test_schedule_matches_optax():
     np.testing.assert_allclose(ours(t), theirs(t.astype(jnp.float32)), atol=1e-10)
 
 
-def test_a_diverged_contrastive_run_stops():
+def test_contrastive_stops_on_divergence():
     A, B = pairs(20, 6, 5)
     with pytest.raises(FloatingPointError, match="not finite at step"):
         training.contrastive(A, B, dim=3, steps=5, learning_rate=1e38, batch_size=8)

@@ -1,4 +1,4 @@
-"""The loss and the solver where JAX users go: transformations, settings of JAX, types."""
+"""Tests of the loss and the solver under JAX transformations, JAX settings and mypy."""
 
 import functools
 import logging
@@ -28,7 +28,7 @@ def features(dtype=np.float32, seed=0):
 
 
 def everything(f, g, z, w, log_a, log_b):
-    """All that a user may call, padded and differentiated."""
+    """Calls every public loss and solver with padding, and differentiates the losses."""
 
     def losses(f, g):
         k = jnp.where(jnp.eye(N, M, dtype=bool), -jnp.inf, sota.cosine(f, g))
@@ -46,7 +46,7 @@ def everything(f, g, z, w, log_a, log_b):
 
 
 @pytest.mark.parametrize("dtype", [np.float32, np.float64])
-def test_strict_settings_of_jax(dtype):
+def test_losses_work_under_strict_jax_settings(dtype):
     log_a = np.where(np.arange(N) < 8, -np.log(8), -np.inf).astype(dtype)
     log_b = np.where(np.arange(M) < 6, -np.log(6), -np.inf).astype(dtype)
     with (
@@ -65,8 +65,8 @@ def loss(f, g, z, w, log_a=None):
     return sota.klot_from_embeddings(f, g, z, w, log_a=log_a, block_size=4)
 
 
-def test_checkpoint_scan_vmap_and_nnx():
-    """Each gives the loss and the gradient that a plain call gives."""
+def test_klot_from_embeddings_under_checkpoint_scan_vmap_and_nnx():
+    """Every transformation gives the loss and gradient of a plain call."""
     arrays = [jnp.stack(both) for both in zip(features(), features(seed=1), strict=True)]
     plain = jax.jit(jax.value_and_grad(loss))
     expected = [plain(*(x[i] for x in arrays)) for i in range(2)]
@@ -86,7 +86,7 @@ def test_checkpoint_scan_vmap_and_nnx():
         )
 
 
-def test_calls_outside_of_jit_compile_once(caplog):
+def test_losses_outside_of_jit_compile_once(caplog):
     def call(seed):
         f, g, z, w = features(seed=seed)
         k, k_star = sota.cosine(f, g), sota.cosine(z, w)
@@ -110,12 +110,12 @@ def test_calls_outside_of_jit_compile_once(caplog):
         ("return_aux", lambda x, i: sota.klot(x, x, return_aux=i > 0)),
     ],
 )
-def test_a_static_option_that_is_traced_says_so(name, call):
+def test_solvers_reject_traced_static_options(name, call):
     with pytest.raises(checks.InputError, match=rf"{name}: is traced"):
         jax.jit(call)(jnp.eye(3), 5)
 
 
-def test_precision_is_an_argument_of_the_loss_too():
+def test_klot_accepts_precision():
     arrays = [jnp.ones((4, 3))] * 4
     for function, inputs in ((sota.klot_from_embeddings, arrays), (sota.klot, [jnp.eye(4)] * 2)):
         exact, fast = (
@@ -124,11 +124,11 @@ def test_precision_is_an_argument_of_the_loss_too():
         )
         highest = "(Precision.HIGHEST, Precision.HIGHEST)"
         changed = fast.count("(Precision.HIGH, Precision.HIGH)")
-        # What is left are the solves of small linear systems, which JAX fixes itself.
+        # The remaining products solve small linear systems, whose precision JAX sets itself.
         assert exact.count(highest) - fast.count(highest) == changed > 4
 
 
-def test_lists_and_numpy_arrays_are_arrays():
+def test_solvers_accept_lists_and_numpy_arrays():
     k, k_star = [[0.6, 0.1], [0.0, 0.5]], [[0.5, 0.45], [0.1, 0.2]]
     expected = sota.klot(jnp.array(k), jnp.array(k_star))
     assert sota.klot(k, k_star) == sota.klot(np.array(k), np.array(k_star)) == expected
@@ -138,7 +138,7 @@ def test_lists_and_numpy_arrays_are_arrays():
 
 
 @pytest.mark.slow
-def test_types_of_a_users_file():
+def test_typing_example_passes_mypy_strict():
     runpy.run_path(str(EXAMPLE))
     command = [
         sys.executable,

@@ -1,4 +1,4 @@
-"""Tuning: grids, the choice by validation alone, failures, and kills."""
+"""Tests of tuning: grids, choice by validation, failed trials and kills."""
 
 import csv
 import doctest
@@ -40,17 +40,17 @@ def best(folder):
 # --- grids -------------------------------------------------------------------------------------
 
 
-def test_examples():
+def test_tune_doctests_pass():
     assert doctest.testmod(tune, optionflags=doctest.NORMALIZE_WHITESPACE).failed == 0
 
 
 @pytest.mark.parametrize("grid", [{"alpha": 1}, {"alpha": []}, {"heads.init": "random"}])
-def test_grids_that_make_no_sense(grid):
+def test_points_rejects_grids_without_lists(grid):
     with pytest.raises(checks.InputError, match=rf"^grid: {next(iter(grid))} must list values"):
         tune.points(grid, "sotalign")
 
 
-def test_every_method_can_be_tuned_by_its_own_grid():
+def test_points_of_every_methods_grid_are_valid_settings():
     config = config_lib.default()
     for name, method in methods.METHODS.items():
         points = tune.points(method.grid, name)
@@ -67,7 +67,7 @@ def test_every_method_can_be_tuned_by_its_own_grid():
 RIDGES = "--grid={'teacher.ridge': [10.0, 1e-1, 1e-6], 'teacher.dim': (2, 6)}"
 
 
-def test_the_best_on_validation_is_chosen_and_tested(launch, tmp_path):
+def test_tune_chooses_best_on_validation_and_tests_it(launch, tmp_path):
     out, error = launch("--method=cca", RIDGES, "--seeds=2")
     assert error is None
     trials = tmp_path / "run" / "trials"
@@ -85,18 +85,18 @@ def test_the_best_on_validation_is_chosen_and_tested(launch, tmp_path):
     assert f"{max(scores.values()):.1f}*" in out
 
     tested = [results(tmp_path / "run" / "tested-2" / f"cca-seed{seed}") for seed in (0, 1)]
-    assert tested[0]["val/mean/R@1"] == max(scores.values())  # the same run, now with a test
+    assert tested[0]["val/mean/R@1"] == max(scores.values())  # the same run, also evaluated on test
     mean = np.mean([one["test/mean/R@1"] for one in tested])
     assert f"{mean:.1f} ± " in out
 
-    # What was printed makes the same run, and a second start prints the same.
+    # The printed flags reproduce the run, and a second start prints the same.
     flag = re.search("cca at its best: (.*)", out)[1]
     _, error = launch(*shlex.split(flag), module=main, workdir=tmp_path / "again")
     assert error is None and results(tmp_path / "again") == tested[0]
     assert launch("--method=cca", RIDGES, "--seeds=2") == (out, None)
 
 
-def test_trials_never_see_the_test_split(launch, files, tmp_path):
+def test_tune_trials_never_read_the_test_split(launch, files, tmp_path):
     for name in ("test_x", "test_y"):
         (files / f"{name}.npy").write_bytes(b"not an array")
     (files / "zero_shot_x.npy").unlink()
@@ -104,7 +104,7 @@ def test_trials_never_see_the_test_split(launch, files, tmp_path):
         f"--config.data.files.zero_shot_{p}={files}/zero_shot_{p}.npy"
         for p in ("x", "labels", "prompts")
     ]
-    # Not even when the grid asks for it.
+    # This holds even if the grid asks for the test split.
     grid = "--grid={'teacher.ridge': [0.1, 0.01], 'data.test': [True]}"
     out, error = launch("--method=cca", grid, *zero_shot, "--seeds=0")
     assert error is None and "cca at its best" in out
@@ -113,7 +113,7 @@ def test_trials_never_see_the_test_split(launch, files, tmp_path):
     for folder in trials:
         assert not [key for key in results(folder) if key.startswith("test")]
         assert json.loads((folder / "config.json").read_text())["data"]["test"] is False
-    # Whether it can be read is known before the trials.
+    # An unreadable test split is reported before the trials.
     new = tmp_path / "new"
     _, error = launch("--method=cca", grid, *zero_shot, workdir=new)
     assert is_one_line(error) and "data: files.test_x: " in error and not new.exists()
@@ -121,7 +121,7 @@ def test_trials_never_see_the_test_split(launch, files, tmp_path):
     assert is_one_line(error) and "data: files.test_x: " in error
 
 
-def test_of_equal_trials_the_first_is_chosen_and_none_that_failed():
+def test_best_prefers_the_first_tie_and_skips_failed_trials():
     scores = {"a": (1.0, 2.0), "b": (3.0, 3.0), "c": (2.0, 4.0), "d": (9.0,)}
     ended = {
         f"{name}-seed{seed}": {run.SCORE: score}
@@ -134,7 +134,7 @@ def test_of_equal_trials_the_first_is_chosen_and_none_that_failed():
         tune.best({"d-seed1": {"error": "why"}})
 
 
-def test_the_mean_over_seeds_decides(launch, tmp_path):
+def test_tune_chooses_by_the_mean_over_seeds(launch, tmp_path):
     out, error = launch("--method=cca", RIDGES, "--seeds=0", "--config.seeds=(0,1)")
     assert error is None and "±" in out
     ended = results(tmp_path / "run" / "trials")
@@ -145,7 +145,7 @@ def test_the_mean_over_seeds_decides(launch, tmp_path):
     assert len(scores) == 6 and best(tmp_path / "run")["trial"] == max(scores, key=scores.get)
 
 
-def test_a_trial_that_fails_is_a_row(launch, tmp_path):
+def test_tune_lists_failed_trials(launch, tmp_path):
     options = (
         "--method=sail",
         "--grid={'train.learning_rate': [1e38, 1e-3]}",
@@ -155,10 +155,10 @@ def test_a_trial_that_fails_is_a_row(launch, tmp_path):
     assert error is None
     assert "train.learning_rate=1e+38-seed0 failed: loss: " in out
     assert best(tmp_path / "run")["trial"] == "train.learning_rate=0.001"
-    assert launch(*options, "--seeds=1") == (out, None)  # and stays one
+    assert launch(*options, "--seeds=1") == (out, None)  # a second start does not repeat it
 
 
-def test_settings_that_the_data_do_not_allow_are_rows(launch, tmp_path):
+def test_tune_lists_settings_that_the_data_rule_out(launch, tmp_path):
     out, error = launch("--method=cca", "--grid={'teacher.dim': [11, 5]}", "--seeds=0")
     assert error is None and "teacher.dim=11-seed0 failed: teacher: dim must be " in out
     options = ("--method=cca", "--grid={'teacher.dim': [11, 12]}")
@@ -166,20 +166,20 @@ def test_settings_that_the_data_do_not_allow_are_rows(launch, tmp_path):
     assert is_one_line(error) and "grid: " in error and "teacher: dim must be " in error
 
 
-def test_options_that_the_pools_do_not_allow_are_rows(launch):
+def test_tune_lists_options_that_the_pools_rule_out(launch):
     options = ("--method=nnclr", "--grid={'k': [5, 500]}", "--config.train.steps=2")
     out, error = launch(*options, "--seeds=0")
     assert error is None and "got 500" in out
 
 
-def test_a_point_with_a_seed_that_failed_is_not_chosen():
+def test_best_skips_points_with_a_failed_seed():
     some = {"a-seed0": {run.SCORE: 9.0}, "a-seed1": {"error": "loss"}, "b-seed0": {run.SCORE: 1.0}}
     assert tune.best(some) == "b"
     with pytest.raises(checks.InputError, match=r"^grid: .* loss$"):
         tune.best({name: some[name] for name in ("a-seed0", "a-seed1")})
 
 
-def test_methods_that_cannot_be_fitted_are_rows(launch):
+def test_tune_lists_fitted_methods_that_fail(launch):
     sizes = {"eigenvectors": 8, "hidden": 8, "batch": 64, "epochs": 1, "mmd_epochs": 1}
     options = ("--method=sue", "--grid={'mmd_learning_rate': [1e38, 1e-3]}", "--seeds=0")
     options += tuple(f"--config.sue.{name}={value}" for name, value in sizes.items())
@@ -187,7 +187,7 @@ def test_methods_that_cannot_be_fitted_are_rows(launch):
     assert error is None and "mmd_learning_rate=1e+38-seed0 failed: mmd: " in out
 
 
-def test_runs_can_be_tuned(launch, tmp_path):
+def test_tune_accepts_runs_of_the_config(launch, tmp_path):
     options = (
         "--config.runs={'narrow': {'method': 'cca', 'teacher.dim': 3}}",
         "--grid={'teacher.ridge': [0.1, 0.01]}",
@@ -225,13 +225,13 @@ def test_runs_can_be_tuned(launch, tmp_path):
         (["--method=cca", "--seeds=-1"], "flag --seeds=-1"),
     ],
 )
-def test_mistakes_end_in_one_line(launch, tmp_path, options, message):
+def test_tune_rejects_bad_options_in_one_line(launch, tmp_path, options, message):
     _, error = launch(*options)
     assert is_one_line(error) and message in error
     assert not (tmp_path / "run").exists()
 
 
-def test_a_config_written_from_nothing_is_checked_before_it_is_read(launch, files, tmp_path):
+def test_tune_checks_partial_configs_before_reading_data(launch, files, tmp_path):
     for written, message in [({"data": {"tset": False}}, "'data.tset'"), ({}, "teacher.kind: ")]:
         head = "from ml_collections import ConfigDict\ndef get_config(_):\n"
         (files / "config.py").write_text(f"{head} return ConfigDict({written})")
@@ -241,7 +241,7 @@ def test_a_config_written_from_nothing_is_checked_before_it_is_read(launch, file
 
 
 @pytest.mark.slow
-def test_killed_in_a_trial_it_ends_the_same(files, tmp_path):
+def test_tune_killed_in_a_trial_resumes_identically(files, tmp_path):
     run, whole = tmp_path / "run", tmp_path / "whole"
 
     def start(workdir):
@@ -266,7 +266,7 @@ def test_killed_in_a_trial_it_ends_the_same(files, tmp_path):
         assert process.returncode == 0, err
         printed.append(out.replace(str(workdir), ""))
         assert "tune sail: 2/2 runs, val R@1" in err
-        assert ("tune sail: 1/2" in err) == (workdir == whole)  # the first was done
+        assert ("tune sail: 1/2" in err) == (workdir == whole)  # the first trial was finished
     assert printed[0] == printed[1]
     for name in ("best.json", "trials/comparison.csv", f"{second}/metrics.jsonl"):
         assert (run / name).read_bytes() == (whole / name).read_bytes(), name

@@ -1,4 +1,4 @@
-"""Run folders: atomic JSON, metrics that survive a kill, checkpoints that plain orbax reads."""
+"""Tests of run folders: atomic JSON, fingerprints, metrics and checkpoints."""
 
 import doctest
 import json
@@ -23,14 +23,14 @@ from experiments import workdir
 from sotalign_jax import checks, training
 
 
-def test_examples_hold():
+def test_workdir_doctests_pass():
     assert doctest.testmod(workdir).failed == 0
 
 
 # --- JSON and run folders ----------------------------------------------------------------------
 
 
-def test_json_is_replaced_whole_or_not_at_all(tmp_path):
+def test_write_json_replaces_files_atomically(tmp_path):
     path = tmp_path / "x.json"
     value = {"a": [1, 2.5, None, True], "b": {"ü": "text"}}
     workdir.write_json(path, {"old": 0})
@@ -48,7 +48,7 @@ def test_json_is_replaced_whole_or_not_at_all(tmp_path):
     assert workdir.read_json(path) == value and os.listdir(tmp_path) == ["x.json"]
 
 
-def test_unreadable_json_is_named(tmp_path):
+def test_read_json_names_missing_and_damaged_files(tmp_path):
     path = tmp_path / "config.json"
     with pytest.raises(checks.InputError, match=r"config\.json"):
         workdir.read_json(path)
@@ -57,7 +57,7 @@ def test_unreadable_json_is_named(tmp_path):
         workdir.read_json(path)
 
 
-def test_environment_is_json_and_names_the_versions():
+def test_environment_is_json_with_package_versions():
     environment = json.loads(json.dumps(workdir.environment()))
     assert environment["packages"]["numpy"] == np.__version__
     assert environment["devices"] and environment["backend"] in environment["devices"][0]
@@ -73,7 +73,7 @@ def test_environment_is_json_and_names_the_versions():
 CONFIG = {"seed": 0, "method": {"name": "sotalign", "alpha": 1e-4}, "ks": (1, 5)}
 
 
-def test_a_run_is_created_and_opened_again(tmp_path):
+def test_open_run_creates_and_reopens_a_run(tmp_path):
     folder = tmp_path / "runs" / "one"
     workdir.open_run(folder, CONFIG)
     created = {path.name: path.read_bytes() for path in folder.iterdir()}
@@ -83,7 +83,7 @@ def test_a_run_is_created_and_opened_again(tmp_path):
     assert all((folder / name).read_bytes() == text for name, text in created.items())
 
 
-def test_a_start_killed_early_can_be_repeated(tmp_path):
+def test_claim_succeeds_after_an_early_kill(tmp_path):
     (tmp_path / ".config.json.1.tmp").write_text('{"se')
     with workdir.claim(tmp_path, CONFIG):
         (tmp_path / "environment.json").unlink()
@@ -101,7 +101,7 @@ def test_a_start_killed_early_can_be_repeated(tmp_path):
         ({"method": {"name": "sotalign"}}, "method.alpha=0.0001 .*method.alpha=unset"),
     ],
 )
-def test_another_config_is_refused(tmp_path, change, message):
+def test_open_run_rejects_another_config(tmp_path, change, message):
     workdir.open_run(tmp_path, CONFIG)
     before = (tmp_path / "config.json").read_bytes()
     with pytest.raises(checks.InputError, match=message):
@@ -109,7 +109,7 @@ def test_another_config_is_refused(tmp_path, change, message):
     assert (tmp_path / "config.json").read_bytes() == before
 
 
-def test_a_folder_with_other_things_is_refused(tmp_path):
+def test_open_run_rejects_folders_with_other_files(tmp_path):
     (tmp_path / "thesis.tex").write_text("")
     for folder in (tmp_path, tmp_path / "thesis.tex"):
         with pytest.raises(checks.InputError, match=r"^workdir: .*thesis\.tex"):
@@ -117,7 +117,7 @@ def test_a_folder_with_other_things_is_refused(tmp_path):
     assert os.listdir(tmp_path) == ["thesis.tex"]
 
 
-def test_one_process_a_folder(tmp_path):
+def test_claim_rejects_folder_in_use(tmp_path):
     with (
         workdir.claim(tmp_path, CONFIG),
         pytest.raises(checks.InputError, match=r"workdir: .* in use"),
@@ -129,7 +129,7 @@ def test_one_process_a_folder(tmp_path):
 
 
 @pytest.mark.parametrize("existed", [False, True])
-def test_claim_is_withdrawn_after_bad_input_unless_something_was_written(tmp_path, existed):
+def test_claim_is_withdrawn_after_bad_input_unless_files_were_written(tmp_path, existed):
     folder = tmp_path / "run"
     if existed:
         folder.mkdir()
@@ -162,7 +162,7 @@ def file(tmp_path):
 
 
 def overwrite(path, place):
-    """Changes one byte in place."""
+    """Changes one byte of a file and advances its modification time."""
     before = path.stat()
     with path.open("r+b") as file:
         file.seek(place)
@@ -172,14 +172,14 @@ def overwrite(path, place):
     os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns + 1))
 
 
-def test_a_fingerprint_is_json(file):
+def test_fingerprint_is_json_and_unchanged(file):
     recorded = workdir.fingerprint(file)
     assert json.loads(json.dumps(recorded)) == recorded
     assert recorded["bytes"] == 256 and recorded["modified"] == file.stat().st_mtime_ns
     assert workdir.changed(recorded, file) is None
 
 
-def test_other_content_another_size_and_a_missing_file_are_changes(file):
+def test_changed_detects_content_size_and_missing_file(file):
     recorded = workdir.fingerprint(file)
     overwrite(file, 77)
     assert "x.npy" in workdir.changed(recorded, file)
@@ -189,24 +189,24 @@ def test_other_content_another_size_and_a_missing_file_are_changes(file):
     assert "x.npy cannot be read" in workdir.changed(recorded, file)
 
 
-def test_the_same_content_written_again_is_no_change(file):
+def test_changed_ignores_rewritten_equal_content(file):
     recorded = workdir.fingerprint(file)
     file.write_bytes(bytes(range(256)))
     os.utime(file, ns=(0, 0))
     assert workdir.changed(recorded, file) is None
 
 
-def test_what_could_not_be_read_stays_the_same_until_it_can(tmp_path, file):
+def test_changed_of_an_unreadable_file_until_it_exists(tmp_path, file):
     assert workdir.changed({}, tmp_path / "gone") is None
     assert "x.npy" in workdir.changed({}, file)
     with pytest.raises(OSError, match="gone"):
         workdir.fingerprint(tmp_path / "gone")
 
 
-def test_large_files_that_were_written_again_are_taken_for_others(tmp_path):
+def test_changed_detects_rewritten_large_files_by_time(tmp_path):
     path = tmp_path / "large.npy"
     with path.open("wb") as file:
-        file.truncate(workdir.DIGESTED + 1)  # a hole, so no disk is used
+        file.truncate(workdir.DIGESTED + 1)  # a sparse file
     recorded = workdir.fingerprint(path)
     assert workdir.changed(recorded, path) is None
     overwrite(path, 0)
@@ -224,7 +224,7 @@ def _recorder(folder: pathlib.Path, **options: Any) -> workdir.Recorder:
     return workdir.Recorder(folder, steps=20, title="run", inner=True, **options)
 
 
-def test_metrics_are_strict_json_in_a_fixed_order(tmp_path):
+def test_recorder_writes_metrics_as_strict_json_in_fixed_order(tmp_path):
     with _recorder(tmp_path) as recorder:
         recorder.metrics(3, _metrics(3))
         recorder.metrics(4, {"x": jnp.inf, "y": np.float32(-np.inf), "z": np.float64(np.nan)})
@@ -243,7 +243,7 @@ def test_metrics_are_strict_json_in_a_fixed_order(tmp_path):
         (lambda lines: [], "ends at step 0"),
     ],
 )
-def test_metrics_that_do_not_fit_the_checkpoint_are_named(tmp_path, harm, message):
+def test_recorder_resume_rejects_metrics_that_do_not_fit(tmp_path, harm, message):
     with _recorder(tmp_path) as recorder:
         for step in range(1, 9):
             recorder.metrics(step, _metrics(step))
@@ -261,7 +261,7 @@ def test_metrics_that_do_not_fit_the_checkpoint_are_named(tmp_path, harm, messag
 
 
 @pytest.mark.parametrize("torn", [b"", b'{"step": 9', b'{"step": 9, "loss": 1}'])
-def test_a_resumed_log_has_the_same_bytes(tmp_path, torn):
+def test_recorder_resumed_log_has_identical_bytes(tmp_path, torn):
     def write(folder, steps, saved=None):
         with _recorder(folder) as recorder:
             recorder.resume({"x": np.zeros(2)})
@@ -285,7 +285,7 @@ def test_a_resumed_log_has_the_same_bytes(tmp_path, torn):
 
 
 def _snapshot(seed: int) -> training.Snapshot:
-    """Every kind of entry that a training state may hold."""
+    """Returns a snapshot with every kind of leaf that a training state may hold."""
     rng = np.random.default_rng(seed)
     _, params = nnx.split(nnx.Linear(3, 4, rngs=nnx.Rngs(seed)))
     memory = {
@@ -308,7 +308,7 @@ def _bytes(tree: Any) -> list[tuple[str, tuple[int, ...], bytes]]:
     return [(array.dtype.name, array.shape, array.tobytes()) for array in arrays]
 
 
-def test_a_recorder_continues_exactly_from_its_newest_checkpoint(tmp_path):
+def test_recorder_resumes_exactly_from_its_newest_checkpoint(tmp_path):
     with _recorder(tmp_path) as recorder:
         assert _bytes(recorder.resume(_snapshot(3))) == _bytes(_snapshot(3))
         for step in range(1, 9):
@@ -317,7 +317,7 @@ def test_a_recorder_continues_exactly_from_its_newest_checkpoint(tmp_path):
                 recorder.snapshot(step, _snapshot(step))
         recorder.metrics(9, {"loss": 0.0})
     assert sorted(os.listdir(tmp_path / "checkpoints")) == ["6", "8"]  # the newest two are kept
-    # A kill while the older one is removed, or a new one is written, does no harm.
+    # A kill during the removal or the writing of a checkpoint leaves such folders.
     shutil.rmtree(tmp_path / "checkpoints" / "6" / "default")
     (tmp_path / "checkpoints" / "9.orbax-checkpoint-tmp").mkdir()
     with _recorder(tmp_path) as recorder:
@@ -336,7 +336,7 @@ def test_a_recorder_continues_exactly_from_its_newest_checkpoint(tmp_path):
     assert sorted(os.listdir(tmp_path / "checkpoints")) == ["10", "8"]
 
 
-def test_plain_orbax_reads_a_checkpoint(tmp_path):
+def test_recorder_checkpoint_is_readable_by_plain_orbax(tmp_path):
     saved = _snapshot(4)
     with _recorder(tmp_path) as recorder:
         recorder.snapshot(7, saved)
@@ -346,10 +346,10 @@ def test_plain_orbax_reads_a_checkpoint(tmp_path):
     np.testing.assert_array_equal(kernel, saved.state.params["kernel"][...])
     np.testing.assert_array_equal(found["state"]["step"], 4)
     assert found["state"]["memory"]["bfloat"].dtype == jnp.bfloat16
-    assert sorted(_bytes(found)) == sorted(_bytes(saved))  # all leaves, bit by bit
+    assert sorted(_bytes(found)) == sorted(_bytes(saved))  # all leaves are bitwise equal
 
 
-def test_unusable_checkpoints_are_named(tmp_path):
+def test_recorder_resume_names_unusable_checkpoints(tmp_path):
     with _recorder(tmp_path) as recorder:
         for step in range(1, 4):
             recorder.metrics(step, _metrics(step))
@@ -396,8 +396,8 @@ FULL_DISK = """
 """
 
 
-def test_a_full_disk_is_reported_and_harms_nothing(tmp_path):
-    # A limit on file sizes stands in for a full disk: the write itself fails in the kernel.
+def test_recorder_and_write_json_on_full_disk_keep_old_files(tmp_path):
+    # A file size limit replaces a full disk: the operating system refuses the write.
     run = subprocess.run(
         [sys.executable, "-c", textwrap.dedent(FULL_DISK), str(tmp_path)],
         cwd=pathlib.Path(workdir.__file__).parents[1],
@@ -418,7 +418,7 @@ def test_a_full_disk_is_reported_and_harms_nothing(tmp_path):
     assert sorted(os.listdir(tmp_path / "checkpoints")) == ["1", "2"]
 
 
-def test_tensorboard_on_request(tmp_path, monkeypatch):
+def test_recorder_writes_tensorboard_on_request(tmp_path, monkeypatch):
     with _recorder(tmp_path, tensorboard=True) as shown:
         shown.resume({"x": np.zeros(2)})
         shown.metrics(1, {"loss": 0.5})

@@ -1,4 +1,4 @@
-"""Tiny, randomly initialised models of the encoders' architectures, saved as on the hub."""
+"""Saves tiny, randomly initialised models of every encoder architecture."""
 
 import json
 import pathlib
@@ -16,13 +16,13 @@ WORDS = ["a", "photo", "of", "the", "red", "car", "bird", "on", "two", "three", 
 
 
 def save(folder, kind, config):
-    """Saves a model of a class of transformers with random weights."""
+    """Saves a model of the transformers class `kind` with random weights."""
     torch.manual_seed(0)
     getattr(transformers, kind)(config).eval().save_pretrained(folder)
 
 
 def save_tokenizer(folder, *, side="right", end=False):
-    """A tokenizer of whole words; with `end`, it closes every text as Qwen3-Embedding's does."""
+    """Saves a word tokenizer. With `end`, it appends [END], like Qwen3-Embedding's."""
     vocabulary = {"[PAD]": 0, "[UNK]": 1, "[END]": 2} | {w: n for n, w in enumerate(WORDS, 3)}
     model = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocabulary, unk_token="[UNK]"))
     model.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
@@ -188,7 +188,7 @@ def wavlm(folder):
 
 
 def sentence(folder):
-    """BERT with the files of sentence-transformers beside it: the maximum over tokens."""
+    """Saves BERT with sentence-transformers files that pool by the maximum over tokens."""
     folder = pathlib.Path(folder)
     bert(folder)
     library = "sentence_transformers.models"

@@ -1,4 +1,4 @@
-"""Encoders of a few lines, and a program that extracts with one, to be killed."""
+"""Toy encoders, and a program that extracts with one and kills itself."""
 
 import os
 import pathlib
@@ -9,7 +9,7 @@ WIDTH = 64
 
 
 class Toy:
-    """Random features of tiny pictures or of letters; remembers how much was prepared ahead."""
+    """Encodes tiny pictures or letters with a random matrix. Counts prepared and embedded items."""
 
     def __init__(self, modality="image", *, name="toy", scale=1.0, batch_size=4):
         self.modality, self.batch_size = modality, batch_size
@@ -34,7 +34,7 @@ class Toy:
 
 
 class Doomed(Toy):
-    """Sends its own process a signal when it comes to item number `at`, counted from 1."""
+    """Sends a signal to its own process at item number `at`, counted from 1."""
 
     def __init__(self, sign, at):
         super().__init__(batch_size=1)

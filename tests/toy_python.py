@@ -1,4 +1,4 @@
-"""Runs `python -m MODULE` with toy encoders in place of those that need torch and weights."""
+"""Runs `python -m MODULE` with toy encoders, which need neither torch nor weights."""
 
 import runpy
 import sys
@@ -14,5 +14,5 @@ def load(name, **_):
 
 if __name__ == "__main__":
     encoders.load = load
-    sys.argv = sys.argv[2:]  # after this file and -m
+    sys.argv = sys.argv[2:]  # drops this file and -m
     runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)

@@ -1,4 +1,4 @@
-"""A user's file, which `test_transformations` gives to `mypy --strict`; it also runs."""
+"""Example of typed user code. `test_transformations` runs it and checks it with mypy."""
 
 from typing import assert_type
 
