@@ -39,7 +39,11 @@ class UnusableError(checks.InputError):
 
 
 def run_all(
-    configs: Mapping[str, Config], workdir: pathlib.Path, *, title: str = "compare"
+    configs: Mapping[str, Config],
+    workdir: pathlib.Path,
+    *,
+    title: str = "compare",
+    trials: bool = False,
 ) -> dict[str, Results]:
     """Makes runs under one progress bar, or finishes those that were begun.
 
@@ -51,6 +55,7 @@ def run_all(
         configs: The runs by name.
         workdir: The folder of the results, which is locked meanwhile.
         title: Title of the progress bar.
+        trials: True if a run whose settings cannot be used is a result like others.
 
     Returns:
         The results by name.
@@ -62,6 +67,7 @@ def run_all(
         return ended
     with workdir_lib.claim(workdir, record(configs)):
         begun = distributed.agree(lambda: any((workdir / name).exists() for name in configs))
+        begun = begun or trials
         if not begun:
             loaded: dict[Any, data.Dataset] = {}
             for config in configs.values():  # every method's needs are known before the first run
@@ -164,8 +170,7 @@ def _train(config: Config, recorder: workdir_lib.Recorder) -> tuple[Aligner, dat
     if config.tensorboard:
         checks.require("tensorboardX", extra="tensorboard")
     mesh = sharding.rows_mesh(config.mesh)
-    recorder.stage(f"reading {config.data.name}")
-    dataset = load_dataset(config)
+    dataset = load_dataset(config, observer=recorder)
     resolved, dataset = resolve(config, dataset)
     prepared = recipe.prepare(
         resolved, dataset, observer=recorder, broadcast=distributed.from_first
@@ -207,14 +212,14 @@ def _evaluate(model: Aligner, dataset: data.Dataset) -> Results:
     return results
 
 
-def load_dataset(config: Config) -> data.Dataset:
-    """Reads and splits the data that a config names."""
-    asked = config.data
+def load_dataset(config: Config, *, observer: progress.Observer | None = None) -> data.Dataset:
+    """Reads and splits the data that a config names; the observer hears of every large file."""
+    asked, stage = config.data, (observer or progress.Observer()).stage
     names = ("n_pairs", "pool", "n_unpaired", "pool_noise")
     options = {"seed": config.seed, **{name: asked[name] for name in names}}
     with checks.naming("data: "):
         if asked.name == "files":
-            dataset = recipe.fill_pools("xy", _files(asked.files, options, test=asked.test))
+            dataset = recipe.fill_pools("xy", _files(asked.files, options, stage, asked.test))
         else:
             options |= {name: asked[name] for name in config_lib.PHOTOS}
             dataset = photos.dataset(asked.name, test=asked.test, **options)
@@ -241,12 +246,20 @@ def inputs(config: Config) -> dict[str, pathlib.Path]:
     }
 
 
-def _files(paths: Config, options: dict[str, Any], *, test: bool) -> data.Dataset:
+def _files(
+    paths: Config, options: dict[str, Any], stage: Callable[[str], None], test: bool
+) -> data.Dataset:
+    """Reads the files of a config, and checks every row."""
+
     def load(name: str, *, required: bool = True) -> Any:
         with checks.naming(f"files.{name}: "):
             if required and not paths[name]:
                 raise checks.InputError(f"is not set; pass --config.data.files.{name}=PATH")
-            return files.load_array(paths[name]) if paths[name] else None
+            if not paths[name]:
+                return None
+            array = files.load_array(paths[name])
+        stage(f"reading {files.describe(array, paths[name])}")
+        return array
 
     def load_all(group: str, make: Callable[..., Any], *parts: str) -> Any:
         names = [f"{group}_{part}" for part in parts]

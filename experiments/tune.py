@@ -89,9 +89,7 @@ def main() -> None:
         if run.load_dataset(next(iter(config_lib.runs(config).values()))).val is None:
             remedy = "pass --config.data.files.val_x=PATH and val_y"
             raise checks.InputError(f"data: there is no validation split to choose by; {remedy}")
-    if len(trials) > 1:  # a folder of its own: also the first that cannot be used is a row
-        workdir_lib.open_run(workdir / "trials", run.record(trials))
-    ended = run.run_all(trials, workdir / "trials", title=f"tune {label}")
+    ended = run.run_all(trials, workdir / "trials", title=f"tune {label}", trials=True)
     report.compare(trials, ended, workdir / "trials")
     winner = best(ended)
     chosen = {label: {**changes, **tried[winner]}}

@@ -101,7 +101,8 @@ class Aligner:
         query (in a vector index: `calibration.with_bias`). `block_size` queries are compared with
         as many rows of the gallery at a time: the matrix of all scores never exists.
 
-        >>> aligner = Aligner(build_heads(4, 3, 2), {})
+        >>> from sotalign_jax import heads
+        >>> aligner = Aligner(heads.build_heads(4, 3, 2), {})
         >>> scores, indices = aligner.search(np.eye(4), np.eye(3), k=2)
         >>> scores.shape, indices.shape
         ((4, 2), (4, 2))

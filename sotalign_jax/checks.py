@@ -69,12 +69,12 @@ def naming(where: str) -> Iterator[None]:
     >>> with naming("teacher: "):
     ...     whole(1, dim=0)
     Traceback (most recent call last):
-    sotalign_jax.checks.InputError: teacher: dim: is 0; pass a whole number of at least 1
+    sotalign_jax.checks.InputError: teacher: dim must be an integer >= 1, got 0
     """
     try:
         yield
     except InputError as error:
-        raise InputError(f"{where}{error}") from error
+        raise InputError(f"{where}{error}") from None
 
 
 def first_line(error: BaseException) -> str:

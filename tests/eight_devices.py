@@ -301,6 +301,8 @@ def test_fit_on_mesh_matches_one_device_and_resumes_there(devices, dataset, one_
     assert_same_training(recorder, one_device)
     # A checkpoint written on many devices can be resumed on one.
     with workdir.Recorder(tmp_path, steps=20, title="devices") as saved:
+        for step in range(1, 11):
+            saved.metrics(step, {})
         saved.snapshot(10, recorder.snapshots[10])
         resumed = train(dataset, method, resume=saved.resume)
     assert len(resumed.values) == 10

@@ -86,5 +86,5 @@ def test_calibrate_keeps_a_fixed_sample_of_the_pools():
     ],
 )
 def test_calibrate_rejects_bad_arguments(call, name):
-    with pytest.raises(checks.InputError, match=f"^{name}:"):
+    with pytest.raises(checks.InputError, match=rf"^{name}\b"):
         call(*pools())

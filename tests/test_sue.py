@@ -378,10 +378,12 @@ def test_main_restarts_killed_fits_and_keeps_finished_runs(tmp_path):
     assert "SUE: 90/90" in err and "contrastive_mlp" in out
     assert small_runs.contents(run / "csa-seed0") == finished
     assert sorted(path.name for path in (run / "sue-seed0").iterdir()) == [
+        ".lock",
         "aligner",
         "config.json",
         "environment.json",
         "inputs.json",
+        "protocol.json",
         "results.json",
     ]
     assert (run / "contrastive_mlp-seed0" / "metrics.jsonl").exists()

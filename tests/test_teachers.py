@@ -248,7 +248,7 @@ def test_cca_accepts_lists_of_rows():
     A, B = pairs(20, 8, 5)
     listed, plain = teachers.cca(A.tolist(), B.tolist()), teachers.cca(A, B)
     np.testing.assert_allclose(listed.x(A), plain.x(A), atol=1e-5)
-    with pytest.raises(checks.InputError, match="pairs_y: "):
+    with pytest.raises(checks.InputError, match="pairs_y "):
         teachers.cca(A, [[1.0], [2.0, 3.0]])
 
 

@@ -81,7 +81,7 @@ def test_tune_chooses_best_on_validation_and_tests_it(launch, tmp_path):
     assert found["runs"] == {"cca": {"method": "cca", **chosen}}
 
     rows = list(csv.DictReader((trials / "comparison.csv").read_text().splitlines()))
-    assert {row["method"]: float(row["val R@1"]) for row in rows} == scores
+    assert {row["method"]: float(row["val R@1"]) for row in rows[:-1]} == scores
     assert f"{max(scores.values()):.1f}*" in out
 
     tested = [results(tmp_path / "run" / "tested-2" / f"cca-seed{seed}") for seed in (0, 1)]
@@ -206,7 +206,7 @@ def test_tune_accepts_runs_of_the_config(launch, tmp_path):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["--method=sial"], "method: "),
+        (["--method=sial"], "method must be one of "),
         (
             ["--method=sotalign", "--grid={'alhpa': [1]}"],
             "unknown setting 'sotalign.alhpa'; did you mean",
@@ -215,11 +215,11 @@ def test_tune_accepts_runs_of_the_config(launch, tmp_path):
             ["--method=sotalign", "--grid={'alpha': [1, 'x']}"],
             "sotalign.alpha: must be float, got 'x'",
         ),
-        (["--grid={'alpha': [1, -1]}"], "sotalign.alpha: "),
+        (["--grid={'alpha': [1, -1]}"], "sotalign.alpha must be "),
         (["--method=cca", "--grid={'train.seed': [1]}"], "unknown setting 'train.seed'"),
         (["--method=cca", "--grid=ridge"], "flag --grid=ridge"),
         (["--method=cca", "--config.seeds=()"], "error: seeds: "),
-        (["--method=cca", "--config.train.steps=0"], "error: train.steps: "),
+        (["--method=cca", "--config.train.steps=0"], "error: train.steps must be "),
         (["--method=cca", "--config.data.files.val_x=", "--config.data.files.val_y="], "no valid"),
         (["--method=cca", "--config.data.files.x=gone.npy"], "files.x: gone.npy: "),
         (["--method=cca", "--seeds=-1"], "flag --seeds=-1"),
@@ -232,7 +232,10 @@ def test_tune_rejects_bad_options_in_one_line(launch, tmp_path, options, message
 
 
 def test_tune_checks_partial_configs_before_reading_data(launch, files, tmp_path):
-    for written, message in [({"data": {"tset": False}}, "'data.tset'"), ({}, "teacher.kind: ")]:
+    for written, message in [
+        ({"data": {"tset": False}}, "'data.tset'"),
+        ({}, "teacher.kind must be "),
+    ]:
         head = "from ml_collections import ConfigDict\ndef get_config(_):\n"
         (files / "config.py").write_text(f"{head} return ConfigDict({written})")
         _, error = launch("--method=cca", "--grid={'teacher.kind': ['cac']}")
