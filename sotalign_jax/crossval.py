@@ -6,8 +6,8 @@ through its Gram matrices, so that they share everything else: a kernel CCA is a
 kernel features.
 
 References:
-  Stone, "Cross-validatory choice and assessment of statistical predictions", Journal of the Royal
-  Statistical Society B 36, 1974.
+    Stone, "Cross-validatory choice and assessment of statistical predictions", Journal of the Royal
+    Statistical Society B 36, 1974.
 """
 
 import math
@@ -49,9 +49,9 @@ class Side(NamedTuple):
     """One modality of one fold in the principal coordinates of the rows fitted on.
 
     Attributes:
-      fit: coordinates of the rows fitted on, scaled to orthonormal columns.
-      variances: variance of each coordinate, relative to the mean over all features.
-      held: coordinates of the held-out rows, relative to the square root of that mean.
+        fit: Coordinates of the rows fitted on, scaled to orthonormal columns.
+        variances: Variance of each coordinate, relative to the mean over all features.
+        held: Coordinates of the held-out rows, relative to the square root of that mean.
     """
 
     fit: Float[np.ndarray, "n r"]
@@ -63,11 +63,11 @@ class Options(NamedTuple):
     """Options of a CCA.
 
     Attributes:
-      ridge_x: ridge of the first modality, relative to the mean eigenvalue of its covariance.
-      ridge_y: ridge of the second modality.
-      power: power of rho that weighs the directions.
-      gamma_x: bandwidth of the Gaussian kernel, None if the CCA is linear.
-      gamma_y: bandwidth of the second modality.
+        ridge_x: Ridge of the first modality, relative to the mean eigenvalue of its covariance.
+        ridge_y: Ridge of the second modality.
+        power: Power of rho that weighs the directions.
+        gamma_x: Bandwidth of the Gaussian kernel, None if the CCA is linear.
+        gamma_y: Bandwidth of the second modality.
     """
 
     ridge_x: float
@@ -99,11 +99,11 @@ def order(*sides: np.ndarray, seed: int = 0) -> Int[np.ndarray, " n"]:
     another order, or in another scale, give the same sequence of pairs.
 
     Args:
-      *sides: arrays with one row per pair.
-      seed: seed of the projection and of the shuffle.
+        *sides: Arrays with one row per pair.
+        seed: Seed of the projection and of the shuffle.
 
     Returns:
-      Row numbers in the new order.
+        Row numbers in the new order.
 
     >>> rows = np.random.default_rng(1).normal(size=(5, 3))
     >>> bool((rows[order(rows)] == rows[::-1][order(rows[::-1])]).all())
@@ -118,11 +118,11 @@ def folds(shuffled: Int[np.ndarray, " n"], *, seed: int = 0) -> list[Fold]:
     """Splits pairs into folds, repeatedly if there are few of them.
 
     Args:
-      shuffled: row numbers as `order` returns them.
-      seed: seed of the repetitions.
+        shuffled: Row numbers as `order` returns them.
+        seed: Seed of the repetitions.
 
     Returns:
-      Three folds per repetition, of at most 1,000 pairs to fit on and 500 to score.
+        Three folds per repetition, of at most 1,000 pairs to fit on and 500 to score.
 
     >>> [len(fold.held) for fold in folds(np.arange(900))[:3]]
     [300, 300, 300]
@@ -145,11 +145,11 @@ def reciprocal_ranks(
     Ties count half, so that features without information score no better than chance.
 
     Args:
-      f: features of the first modality.
-      g: features of the second modality. Row i is the partner of row i of f.
+        f: Features of the first modality.
+        g: Features of the second modality. Row i is the partner of row i of f.
 
     Returns:
-      One score in (0, 1] per pair.
+        One score in (0, 1] per pair.
 
     >>> reciprocal_ranks(np.eye(2), np.eye(2))
     array([1., 1.])
@@ -170,13 +170,13 @@ def held_out_scores(
     """Fits a CCA on one fold and scores its held-out pairs.
 
     Args:
-      x: first modality.
-      y: second modality.
-      ridges: ridges of x and y, relative to the mean eigenvalues.
-      powers: powers of rho that weigh the directions.
+        x: First modality.
+        y: Second modality.
+        ridges: Ridges of x and y, relative to the mean eigenvalues.
+        powers: Powers of rho that weigh the directions.
 
     Returns:
-      Reciprocal ranks of the held-out pairs, one row per power.
+        Reciprocal ranks of the held-out pairs, one row per power.
     """
     if len(x.variances) < len(y.variances):  # scores are symmetric: decompose the smaller side
         x, y, ridges = y, x, ridges[::-1]
@@ -201,13 +201,13 @@ def climb(
     """Walks from the best start to a point of a lattice that no move improves.
 
     Args:
-      score: value of a point, cached by the caller.
-      starts: points to begin with.
-      moves: steps that are tried from every point.
-      sizes: number of points along each axis.
+        score: Value of a point, cached by the caller.
+        starts: Points to begin with.
+        moves: Steps that are tried from every point.
+        sizes: Number of points along each axis.
 
     Returns:
-      The best point found, the first among equals.
+        The best point found, the first among equals.
 
     >>> climb(lambda point: -abs(point[0] - 3), [(0,), (8,)], [(1,), (-1,)], (9,))
     (3,)
@@ -226,9 +226,9 @@ class Search:
     """Cross-validates CCAs of some pairs, all of them on the same folds.
 
     Args:
-      pairs_x: paired embeddings of the first modality, at least `FEWEST` rows.
-      pairs_y: paired embeddings of the second modality.
-      seed: seed of the folds.
+        pairs_x: Paired embeddings of the first modality, at least `FEWEST` rows.
+        pairs_y: Paired embeddings of the second modality.
+        seed: Seed of the folds.
 
     >>> rows = np.random.default_rng(0).normal(size=(40, 3))
     >>> search = Search(rows, rows[:, ::-1])
@@ -250,11 +250,11 @@ class Search:
         """Chooses the options of a linear CCA.
 
         Args:
-          ridges: ridges of both sides, None to choose them.
-          power: power of rho, None to choose it.
+            ridges: Ridges of both sides, None to choose them.
+            power: Power of rho, None to choose it.
 
         Returns:
-          The options of the highest mean score. They suit the folds, see `for_all_pairs`.
+            The options of the highest mean score. They suit the folds, see `for_all_pairs`.
         """
         axes = [RIDGES, RIDGES] if ridges is None else [ridges[:1], ridges[1:]]
         diagonal = range(2, 9) if ridges is None else range(1)  # 0.1 to 100 on both sides
@@ -279,13 +279,13 @@ class Search:
         The search starts at the ridges of the linear CCA, with the same bandwidth on both sides.
 
         Args:
-          start: options of the linear CCA.
-          gammas: bandwidths of both sides, None to choose them.
-          fixed: keeps the ridges of `start`.
-          power: power of rho, None to choose it.
+            start: Options of the linear CCA.
+            gammas: Bandwidths of both sides, None to choose them.
+            fixed: Keeps the ridges of `start`.
+            power: Power of rho, None to choose it.
 
         Returns:
-          The options of the highest mean score. They suit the folds, see `for_all_pairs`.
+            The options of the highest mean score. They suit the folds, see `for_all_pairs`.
         """
         axes: list[Sequence[float]] = [
             [c / self._typical[side] for c in BANDWIDTHS] if gamma is None else [gamma]
@@ -388,17 +388,17 @@ def choose(
     squared distance of two rows.
 
     Args:
-      pairs_x: paired embeddings of the first modality.
-      pairs_y: paired embeddings of the second modality.
-      kind: "linear", "kernel", or "best" for the kernel CCA if it is clearly better.
-      ridges: ridges of both sides, None to choose them.
-      power: power of rho, None to choose it.
-      gamma_x: bandwidth of the first modality, None to choose it.
-      gamma_y: bandwidth of the second modality, None to choose it.
-      seed: seed of the folds.
+        pairs_x: Paired embeddings of the first modality.
+        pairs_y: Paired embeddings of the second modality.
+        kind: "linear", "kernel", or "best" for the kernel CCA if it is clearly better.
+        ridges: Ridges of both sides, None to choose them.
+        power: Power of rho, None to choose it.
+        gamma_x: Bandwidth of the first modality, None to choose it.
+        gamma_y: Bandwidth of the second modality, None to choose it.
+        seed: Seed of the folds.
 
     Returns:
-      The options for a fit on all pairs.
+        The options for a fit on all pairs.
 
     >>> rows = np.random.default_rng(0).normal(size=(60, 3))
     >>> choose(rows, rows[:, ::-1], "linear", power=0.0).power

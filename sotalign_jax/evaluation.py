@@ -32,8 +32,8 @@ def embed(head: Any, rows: Rows, *, unit: bool = True) -> Float[np.ndarray, "n d
     Works in blocks of one compiled shape: beside the rows and the result, memory holds one block.
 
     Args:
-        head: an NNX head, or a map of a teacher.
-        rows: embeddings of the head's encoder, shape [n, d_in]. A memory-mapped array is read one
+        head: An NNX head, or a map of a teacher.
+        rows: Embeddings of the head's encoder, shape [n, d_in]. A memory-mapped array is read one
             block at a time.
         unit: False returns the features as the head computes them, without L2 normalisation.
 
@@ -81,10 +81,10 @@ def evaluate(
     """Computes the retrieval recall of two heads on a gallery.
 
     Args:
-        head_x: head or map of the first modality.
-        head_y: head or map of the second modality.
-        gallery: matching rows of both modalities.
-        calibration: adds the recalls of calibrated scores, as "calibrated/...".
+        head_x: Head or map of the first modality.
+        head_y: Head or map of the second modality.
+        gallery: Matching rows of both modalities.
+        calibration: Adds the recalls of calibrated scores, as "calibrated/...".
 
     Returns:
         The recalls of `retrieval`, in percent.
@@ -113,21 +113,21 @@ def retrieval(
     index, so that features that have collapsed to a point score chance, k / (number of keys).
 
     Args:
-        x: features of any length, shape [n, d].
-        y: features, shape [m, d].
-        x_of_y: row of x that each row of y belongs to, shape [m]. By default row i matches row i.
+        x: Features of any length, shape [n, d].
+        y: Features, shape [m, d].
+        x_of_y: Row of x that each row of y belongs to, shape [m]. By default row i matches row i.
             If x has several matches (an image with five captions), any of them is a hit.
-        bias_x: added to the scores of each row of x as a key, shape [n], such as
+        bias_x: Added to the scores of each row of x as a key, shape [n], such as
             `Calibration.x(x)`.
-        bias_y: added to the scores of each row of y as a key, shape [m].
-        ks: cut-offs.
-        block_size: query rows scored at a time. Memory is about block_size * max(n, m) floats.
+        bias_y: Added to the scores of each row of y as a key, shape [m].
+        ks: Cut-offs.
+        block_size: Query rows scored at a time. Memory is about block_size * max(n, m) floats.
 
     Returns:
         "x_to_y/R@k", "y_to_x/R@k" and their average "mean/R@k", for every k.
 
     Raises:
-        InputError: if shapes do not fit, values are not finite, or a cut-off is below 1.
+        InputError: Shapes do not fit, values are not finite, or a cut-off is below 1.
 
     >>> retrieval(np.eye(3), np.eye(3)[[0, 2, 1]], ks=(1,))["mean/R@1"]
     33.33333333333333
@@ -151,12 +151,12 @@ def ranks(
     The rank is the number of keys with a greater score, or with an equal score and a lower index.
 
     Args:
-        x: features of any length, shape [n, d].
-        y: features, shape [m, d].
-        x_of_y: as in `retrieval`.
-        bias_x: as in `retrieval`.
-        bias_y: as in `retrieval`.
-        block_size: as in `retrieval`.
+        x: Features of any length, shape [n, d].
+        y: Features, shape [m, d].
+        x_of_y: As in `retrieval`.
+        bias_x: As in `retrieval`.
+        bias_y: As in `retrieval`.
+        block_size: As in `retrieval`.
 
     Returns:
         The `Ranks` in both directions.
@@ -176,8 +176,8 @@ def recalls(ranks: Ranks, ks: Sequence[int] = KS) -> dict[str, float]:
     """Computes R@k from ranks, in percent.
 
     Args:
-        ranks: ranks in both directions.
-        ks: cut-offs.
+        ranks: Ranks in both directions.
+        ks: Cut-offs.
 
     Returns:
         The recalls of `retrieval`.
@@ -258,9 +258,9 @@ def chance(size: int, k: int, matches: ArrayLike = 1) -> float:
     """Computes the R@k of a random order of the keys, in percent.
 
     Args:
-        size: number of keys.
-        k: cut-off.
-        matches: number of keys that match each query, one number or one per query.
+        size: Number of keys.
+        k: Cut-off.
+        matches: Number of keys that match each query, one number or one per query.
 
     Returns:
         100 (1 - C(size - matches, k) / C(size, k)), averaged over the queries.
@@ -281,9 +281,9 @@ def interval(
     """Computes 95 % percentile bootstrap intervals of means.
 
     Args:
-        values: one row per query, and any number of metrics. `100.0 * (ranks < k)` gives R@k.
-        resamples: how often the rows are drawn again, with replacement.
-        seed: of the draws.
+        values: One row per query, and any number of metrics. `100.0 * (ranks < k)` gives R@k.
+        resamples: How often the rows are drawn again, with replacement.
+        seed: Of the draws.
 
     Returns:
         The lower and the upper end of the interval of each metric's mean.
@@ -316,10 +316,10 @@ class Report:
     """Retrieval recalls with intervals and chance levels. `print` shows a table.
 
     Attributes:
-        rows_x: number of rows of the first modality.
-        rows_y: number of rows of the second modality.
-        recalls: by the names of `evaluate`.
-        gain: calibrated minus plain mean R@k at the first cut-off, as (value, low, high).
+        rows_x: Number of rows of the first modality.
+        rows_y: Number of rows of the second modality.
+        recalls: By the names of `evaluate`.
+        gain: Calibrated minus plain mean R@k at the first cut-off, as (value, low, high).
     """
 
     rows_x: int
@@ -378,18 +378,18 @@ def report(
     not independent queries.
 
     Args:
-        head_x: head or map of the first modality.
-        head_y: head or map of the second modality.
-        gallery: matching rows of both modalities.
-        calibration: adds the recalls of calibrated scores.
-        ks: cut-offs.
-        seed: of the bootstrap.
+        head_x: Head or map of the first modality.
+        head_y: Head or map of the second modality.
+        gallery: Matching rows of both modalities.
+        calibration: Adds the recalls of calibrated scores.
+        ks: Cut-offs.
+        seed: Of the bootstrap.
 
     Returns:
         A `Report`, whose values are those of `evaluate`.
 
     Raises:
-        InputError: if the gallery's rows do not have the widths of the heads.
+        InputError: The gallery's rows do not have the widths of the heads.
 
     >>> from sotalign_jax import heads
     >>> same = heads.AffineMap(jnp.eye(8), jnp.zeros(8))
@@ -444,9 +444,9 @@ def evaluate_zero_shot(head_x: Any, head_y: Any, task: data.ZeroShot) -> dict[st
     """Computes the zero-shot accuracy of two heads, see `zero_shot`.
 
     Args:
-        head_x: head or map of the rows that are classified.
-        head_y: head or map of the prompts.
-        task: rows, labels and prompts.
+        head_x: Head or map of the rows that are classified.
+        head_y: Head or map of the prompts.
+        task: Rows, labels and prompts.
 
     Returns:
         The accuracies of `zero_shot`, in percent.
@@ -464,16 +464,16 @@ def zero_shot(
     A class is the L2-normalised mean of its L2-normalised prompt features.
 
     Args:
-        x: features, shape [n, d].
-        prompts: features of t prompts per class, shape [c, t, d].
-        labels: class of each row of x, shape [n].
-        block_size: rows scored at a time.
+        x: Features, shape [n, d].
+        prompts: Features of t prompts per class, shape [c, t, d].
+        labels: Class of each row of x, shape [n].
+        block_size: Rows scored at a time.
 
     Returns:
         "zero_shot/top1", and "zero_shot/mean_per_class", the mean over the classes in `labels`.
 
     Raises:
-        InputError: if shapes do not fit, values are not finite, or a label has no prompts.
+        InputError: Shapes do not fit, values are not finite, or a label has no prompts.
 
     >>> zero_shot(np.eye(2), np.eye(2)[:, None], [0, 0])
     {'zero_shot/top1': 50.0, 'zero_shot/mean_per_class': 50.0}

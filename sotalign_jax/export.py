@@ -178,15 +178,15 @@ def program(head: Head, side: str, calibration: Calibration | None) -> sotalign_
     """Describes a head as a list of ONNX operators.
 
     Args:
-        head: a trained head.
-        side: its modality, "x" or "y", which becomes the name of the input.
-        calibration: adds the output "bias", the correction of each row for hubness.
+        head: A trained head.
+        side: Its modality, "x" or "y", which becomes the name of the input.
+        calibration: Adds the output "bias", the correction of each row for hubness.
 
     Returns:
         The program. Its parameters have the names that `Aligner.save` gives them.
 
     Raises:
-        InputError: if the kind of the head is not one of this package.
+        InputError: The kind of the head is not one of this package.
 
     >>> from sotalign_jax import heads
     >>> made = program(heads.build_heads(4, 3, 2).x, "x", None)
@@ -216,8 +216,8 @@ def to_numpy(heads: Heads, calibration: Calibration | None = None) -> sotalign_n
     """Converts heads to numpy.
 
     Args:
-        heads: both heads.
-        calibration: the aligner's calibration, if the output "bias" is needed.
+        heads: Both heads.
+        calibration: The aligner's calibration, if the output "bias" is needed.
 
     Returns:
         An object with `embed_x` and `embed_y` that can be pickled and needs no JAX. The parameters
@@ -243,15 +243,15 @@ def to_onnx(
     calibration. `model_y.onnx` has the input "y".
 
     Args:
-        heads: both heads.
+        heads: Both heads.
         path: "model.onnx" writes `model_x.onnx` and `model_y.onnx`. Existing files are replaced.
-        calibration: the aligner's calibration, for the output "bias".
+        calibration: The aligner's calibration, for the output "bias".
 
     Returns:
         The paths of the two files.
 
     Raises:
-        InputError: if `path` has another suffix or the package `onnx` is missing.
+        InputError: If `path` has another suffix or the package `onnx` is missing.
     """
     path = pathlib.Path(path).expanduser()
     if path.suffix != ".onnx":
@@ -292,8 +292,8 @@ class Index:
     """Vectors for an index of inner products, such as FAISS or a vector database.
 
     Attributes:
-        keys: one vector per row of the gallery, shape [m, d], or [m, d + 1] if calibrated.
-        head: head of the queries.
+        keys: One vector per row of the gallery, shape [m, d], or [m, d + 1] if calibrated.
+        head: Head of the queries.
         calibrated: True if the last coordinate of the keys is the calibration's correction.
     """
 
@@ -319,9 +319,9 @@ def index(
     The inner products of `queries(rows)` with `keys` are the scores of `Aligner.search`.
 
     Args:
-        heads: both heads.
-        gallery: embeddings to search among, of the second modality if direction is "x_to_y".
-        calibration: the aligner's calibration, for calibrated scores.
+        heads: Both heads.
+        gallery: Embeddings to search among, of the second modality if direction is "x_to_y".
+        calibration: The aligner's calibration, for calibrated scores.
         direction: "x_to_y" for queries of the first modality, "y_to_x" for queries of the second.
 
     Returns:

@@ -4,9 +4,9 @@ The fit runs on the host in float64 and in blocks of rows, so that memory grows 
 and not with the pairs. `teachers.kernel_cca` is the public function.
 
 References:
-  Lai and Fyfe, "Kernel and nonlinear canonical correlation analysis", International Journal of
-  Neural Systems 10, 2000.
-  Williams and Seeger, "Using the Nystroem method to speed up kernel machines", NeurIPS 2001.
+    Lai and Fyfe, "Kernel and nonlinear canonical correlation analysis", International Journal of
+    Neural Systems 10, 2000.
+    Williams and Seeger, "Using the Nystroem method to speed up kernel machines", NeurIPS 2001.
 """
 
 import dataclasses
@@ -40,11 +40,11 @@ class KernelMap:
         (k - centre) @ weight.T
 
     Attributes:
-      mean: mean of the unit rows that the map was fitted on.
-      landmarks: unit rows like z.
-      gamma: bandwidth of the Gaussian kernel.
-      centre: mean of k over the rows that the map was fitted on.
-      weight: output directions, one a row.
+        mean: Mean of the unit rows that the map was fitted on.
+        landmarks: Unit rows like z.
+        gamma: Bandwidth of the Gaussian kernel.
+        centre: Mean of k over the rows that the map was fitted on.
+        weight: Output directions, one a row.
 
     >>> pull = KernelMap(jnp.zeros(2), jnp.eye(2), jnp.array(1.0), jnp.zeros(2), jnp.eye(2))
     >>> print(pull(jnp.array([[3.0, 0.0]])).round(3))  # at the first landmark; far from the other
@@ -95,21 +95,21 @@ def fit(
     Landmarks are drawn in `crossval.order`, so that they do not depend on the order of the pairs.
 
     Args:
-      pairs_x: paired embeddings of the first modality, shape [n, d_x].
-      pairs_y: paired embeddings of the second modality, shape [n, d_y].
-      options: bandwidths, relative ridges and power.
-      landmarks: most landmarks.
-      dim: number of directions, None for all that the pairs determine, at most `most`.
-      seed: seed of the choice of landmarks.
-      dtype: dtype of the maps' arrays.
-      most: most directions if `dim` is None.
+        pairs_x: Paired embeddings of the first modality, shape [n, d_x].
+        pairs_y: Paired embeddings of the second modality, shape [n, d_y].
+        options: Bandwidths, relative ridges and power.
+        landmarks: Most landmarks.
+        dim: Number of directions, None for all that the pairs determine, at most `most`.
+        seed: Seed of the choice of landmarks.
+        dtype: Dtype of the maps' arrays.
+        most: Most directions if `dim` is None.
 
     Returns:
-      Both maps, and Pearson's correlation of each direction on the pairs.
+        Both maps, and Pearson's correlation of each direction on the pairs.
 
     Raises:
-      checks.InputError: if all rows of a side are alike, or the pairs determine fewer than `dim`
-        directions.
+        InputError: All rows of a side are alike, or the pairs determine fewer than `dim`
+            directions.
     """
     pairs_x, pairs_y = np.asarray(pairs_x), np.asarray(pairs_y)
     n = len(pairs_x)

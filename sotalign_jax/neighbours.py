@@ -17,8 +17,8 @@ class Neighbours(NamedTuple):
     """Nearest keys of every query, best first.
 
     Attributes:
-        scores: cosines, plus the bias of the key if there is one.
-        indices: row numbers of the keys.
+        scores: Cosines, plus the bias of the key if there is one.
+        indices: Row numbers of the keys.
     """
 
     scores: Float[Array, "n k"]
@@ -40,21 +40,21 @@ def nearest(
     of the keys ever exists.
 
     Args:
-        queries: rows of any length, shape [n, d].
-        keys: rows of any length, shape [m, d].
-        k: number of neighbours. Among equal scores the lower index comes first.
-        bias: added to all scores of a key, shape [m]. A calibration's potential lowers the scores
+        queries: Rows of any length, shape [n, d].
+        keys: Rows of any length, shape [m, d].
+        k: Number of neighbours. Among equal scores the lower index comes first.
+        bias: Added to all scores of a key, shape [m]. A calibration's potential lowers the scores
             of hubs, keys that are among the nearest of too many queries.
-        skip: keeps a query from being its own neighbour. "itself" leaves out key i for query i.
+        skip: Keeps a query from being its own neighbour. "itself" leaves out key i for query i.
             "equal" leaves out keys with the same values as the query, compared by 64-bit hashes,
             for tables in another order.
-        block_size: rows per block.
+        block_size: Rows per block.
 
     Returns:
         The `Neighbours`, shape [n, k].
 
     Raises:
-        InputError: if shapes do not fit, values are not finite, or a query has fewer than k keys.
+        InputError: Shapes do not fit, values are not finite, or a query has fewer than k keys.
 
     >>> keys = jnp.array([[1.0, 0.0], [1.0, 1.0], [0.0, 2.0]])
     >>> nearest(keys[:1], keys, 2).indices.tolist()

@@ -54,11 +54,11 @@ class Row(NamedTuple):
     """A row of the table.
 
     Attributes:
-        check: name of the check, with the size of its problem.
-        path: precision or algorithm that was checked.
-        error: error against float64.
-        limit: largest error that passes.
-        ms: time in milliseconds.
+        check: Name of the check, with the size of its problem.
+        path: Precision or algorithm that was checked.
+        error: Error against float64.
+        limit: Largest error that passes.
+        ms: Time in milliseconds.
 
     Example:
         >>> Row("sweep", "float32", error=math.nan, limit=1e-5).ok
@@ -81,12 +81,12 @@ class Sizes(NamedTuple):
     """Sizes of the problems.
 
     Attributes:
-        stream: float32 numbers in the array that measures bandwidth.
-        product: rows of both operands, and their width.
-        kernels: rows and columns of the kernels that are swept over.
-        losses: rows and columns of KLOT, the largest first.
-        rows: unpaired rows of the teacher's plan and of the training batch.
-        widths: widths of the student's and the teacher's features.
+        stream: Float32 numbers in the array that measures bandwidth.
+        product: Rows of both operands, and their width.
+        kernels: Rows and columns of the kernels that are swept over.
+        losses: Rows and columns of KLOT, the largest first.
+        rows: Unpaired rows of the teacher's plan and of the training batch.
+        widths: Widths of the student's and the teacher's features.
     """
 
     stream: int
@@ -410,7 +410,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Runs the checks and prints their rows.
 
     Args:
-        argv: arguments of the command, by default those of this process.
+        argv: Arguments of the command, by default those of this process.
 
     Returns:
         The exit code, 1 if a row fails.

@@ -34,17 +34,17 @@ def procrustes(
     With A^T B = U S V^T the solution is P = U_dim^T, Q = V_dim^T.
 
     Args:
-      pairs_x: paired embeddings A of the first modality, shape [n, d_x]. Rows are L2-normalised and
-        centred first.
-      pairs_y: paired embeddings B of the second modality, shape [n, d_y].
-      dim: number of directions. None keeps the numerical rank.
-      renorm: L2-normalises the centred rows again before fitting.
+        pairs_x: Paired embeddings A of the first modality, shape [n, d_x]. Rows are L2-normalised
+            and centred first.
+        pairs_y: Paired embeddings B of the second modality, shape [n, d_y].
+        dim: Number of directions. None keeps the numerical rank.
+        renorm: L2-normalises the centred rows again before fitting.
 
     Returns:
-      The teacher.
+        The teacher.
 
     Raises:
-      checks.InputError: if the pairs do not match or do not determine `dim` directions.
+        InputError: The pairs do not match or do not determine `dim` directions.
 
     >>> A = np.random.default_rng(0).normal(size=(50, 4)).astype(np.float32)
     >>> teacher = procrustes(A, A[:, ::-1])
@@ -52,8 +52,8 @@ def procrustes(
     True
 
     References:
-      Schoenemann, "A generalized solution of the orthogonal Procrustes problem", Psychometrika 31,
-      1966.
+        Schoenemann, "A generalized solution of the orthogonal Procrustes problem", Psychometrika
+        31, 1966.
     """
     return _closed_form(pairs_x, pairs_y, (np.ones_like, np.ones_like), dim=dim, renorm=renorm)
 
@@ -82,23 +82,23 @@ def cca(
     `tuned_cca` chooses a ridge for each side.
 
     Args:
-      pairs_x: paired embeddings of the first modality, shape [n, d_x].
-      pairs_y: paired embeddings of the second modality, shape [n, d_y]. Row i belongs to row i of
-        `pairs_x`.
-      ridge: added to the eigenvalues of both covariances.
-      power: 0 weighs all directions equally. Larger values favour directions of high correlation.
-      dim: number of directions. None keeps the numerical rank, at most min(d_x, d_y, n - 1).
-      cov_normalize: uses covariances A^T A / (n - 1). False uses A^T A, in which the ridge weighs
-        less.
-      renorm: L2-normalises the centred rows again before fitting.
-      dtype: dtype of the teacher's arrays.
+        pairs_x: Paired embeddings of the first modality, shape [n, d_x].
+        pairs_y: Paired embeddings of the second modality, shape [n, d_y]. Row i belongs to row i of
+            `pairs_x`.
+        ridge: Added to the eigenvalues of both covariances.
+        power: 0 weighs all directions equally. Larger values favour directions of high correlation.
+        dim: Number of directions. None keeps the numerical rank, at most min(d_x, d_y, n - 1).
+        cov_normalize: Uses covariances A^T A / (n - 1). False uses A^T A, in which the ridge weighs
+            less.
+        renorm: L2-normalises the centred rows again before fitting.
+        dtype: Dtype of the teacher's arrays.
 
     Returns:
-      The teacher.
+        The teacher.
 
     Raises:
-      checks.InputError: if the pairs do not match or do not determine `dim` directions, or if an
-        option is out of range.
+        InputError: The pairs do not match or do not determine `dim` directions, or an option
+            is out of range.
 
     >>> A = np.random.default_rng(0).normal(size=(50, 4)).astype(np.float32)
     >>> teacher = cca(A, A[:, ::-1], ridge=1e-4, dim=2)
@@ -106,9 +106,9 @@ def cca(
     ((50, 2), True)
 
     References:
-      Hotelling, "Relations between two sets of variates", Biometrika 28, 1936.
-      Vinod, "Canonical ridge and econometrics of joint production", Journal of Econometrics 4,
-      1976.
+        Hotelling, "Relations between two sets of variates", Biometrika 28, 1936.
+        Vinod, "Canonical ridge and econometrics of joint production", Journal of Econometrics 4,
+        1976.
     """
     checks.at_least(0, ridge=ridge, power=power)
 
@@ -138,19 +138,19 @@ def tuned_cca(
     order of the pairs. With fewer than 6 pairs the ridges are 10,000 / n and the power is 0.5.
 
     Args:
-      pairs_x: paired embeddings of the first modality, shape [n, d_x].
-      pairs_y: paired embeddings of the second modality, shape [n, d_y].
-      ridge: ridge of both sides, or one ridge for each. None chooses both.
-      power: power of rho that weighs the directions. None chooses it.
-      dim: number of directions. None keeps all that the pairs determine, at most 512.
-      seed: seed of the folds.
-      dtype: dtype of the teacher's arrays.
+        pairs_x: Paired embeddings of the first modality, shape [n, d_x].
+        pairs_y: Paired embeddings of the second modality, shape [n, d_y].
+        ridge: Ridge of both sides, or one ridge for each. None chooses both.
+        power: Power of rho that weighs the directions. None chooses it.
+        dim: Number of directions. None keeps all that the pairs determine, at most 512.
+        seed: Seed of the folds.
+        dtype: Dtype of the teacher's arrays.
 
     Returns:
-      The teacher.
+        The teacher.
 
     Raises:
-      checks.InputError: as in `cca`.
+        InputError: As in `cca`.
 
     >>> A = np.random.default_rng(0).normal(size=(50, 4)).astype(np.float32)
     >>> teacher = tuned_cca(A, A[:, ::-1])
@@ -158,10 +158,10 @@ def tuned_cca(
     True
 
     References:
-      Vinod, "Canonical ridge and econometrics of joint production", Journal of Econometrics 4,
-      1976.
-      Stone, "Cross-validatory choice and assessment of statistical predictions", Journal of the
-      Royal Statistical Society B 36, 1974.
+        Vinod, "Canonical ridge and econometrics of joint production", Journal of Econometrics 4,
+        1976.
+        Stone, "Cross-validatory choice and assessment of statistical predictions", Journal of the
+        Royal Statistical Society B 36, 1974.
     """
     A, B, ridges = _checked(pairs_x, pairs_y, ridge, power)
     options = crossval.choose(A, B, "linear", ridges=ridges, power=power, seed=seed)
@@ -195,24 +195,24 @@ def kernel_cca(
     pairs these are 1 / the median squared distance of two rows.
 
     Args:
-      pairs_x: paired embeddings of the first modality, shape [n, d_x].
-      pairs_y: paired embeddings of the second modality, shape [n, d_y].
-      gamma_x: bandwidth of the first modality. None chooses it.
-      gamma_y: bandwidth of the second modality. None chooses it.
-      ridge: ridge of both sides, or one ridge for each. None chooses both.
-      power: power of rho that weighs the directions. None chooses it.
-      landmarks: most pairs that become landmarks. Time grows with its cube, memory with its
-        square.
-      dim: number of directions. None keeps all that the pairs determine.
-      seed: seed of the folds and of the choice of landmarks.
-      dtype: dtype of the teacher's arrays.
+        pairs_x: Paired embeddings of the first modality, shape [n, d_x].
+        pairs_y: Paired embeddings of the second modality, shape [n, d_y].
+        gamma_x: Bandwidth of the first modality. None chooses it.
+        gamma_y: Bandwidth of the second modality. None chooses it.
+        ridge: Ridge of both sides, or one ridge for each. None chooses both.
+        power: Power of rho that weighs the directions. None chooses it.
+        landmarks: Most pairs that become landmarks. Time grows with its cube, memory with its
+            square.
+        dim: Number of directions. None keeps all that the pairs determine.
+        seed: Seed of the folds and of the choice of landmarks.
+        dtype: Dtype of the teacher's arrays.
 
     Returns:
-      The teacher, whose maps are `kernels.KernelMap`.
+        The teacher, whose maps are `kernels.KernelMap`.
 
     Raises:
-      checks.InputError: if the pairs do not match or do not determine `dim` directions, or if an
-        option is out of range.
+        InputError: The pairs do not match or do not determine `dim` directions, or an option
+            is out of range.
 
     >>> angle = np.random.default_rng(0).uniform(0, 6.28, size=(60, 1)).astype(np.float32)
     >>> A = np.concatenate([np.cos(angle), np.sin(angle)], axis=1)
@@ -222,11 +222,11 @@ def kernel_cca(
     True
 
     References:
-      Lai and Fyfe, "Kernel and nonlinear canonical correlation analysis", International Journal of
-      Neural Systems 10, 2000.
-      Hardoon, Szedmak and Shawe-Taylor, "Canonical correlation analysis: an overview with
-      application to learning methods", Neural Computation 16, 2004.
-      Williams and Seeger, "Using the Nystroem method to speed up kernel machines", NeurIPS 2001.
+        Lai and Fyfe, "Kernel and nonlinear canonical correlation analysis", International Journal
+        of Neural Systems 10, 2000.
+        Hardoon, Szedmak and Shawe-Taylor, "Canonical correlation analysis: an overview with
+        application to learning methods", Neural Computation 16, 2004.
+        Williams and Seeger, "Using the Nystroem method to speed up kernel machines", NeurIPS 2001.
     """
     A, B, ridges = _checked(pairs_x, pairs_y, ridge, power)
     checks.whole(2, landmarks=landmarks)
@@ -254,17 +254,17 @@ def best_cca(
     which deploys as one matrix per modality. With fewer than 6 pairs it is always linear.
 
     Args:
-      pairs_x: paired embeddings of the first modality, shape [n, d_x].
-      pairs_y: paired embeddings of the second modality, shape [n, d_y].
-      dim: number of directions. None keeps all that the pairs determine, at most 512.
-      seed: seed of the folds and of the choice of landmarks.
-      dtype: dtype of the teacher's arrays.
+        pairs_x: Paired embeddings of the first modality, shape [n, d_x].
+        pairs_y: Paired embeddings of the second modality, shape [n, d_y].
+        dim: Number of directions. None keeps all that the pairs determine, at most 512.
+        seed: Seed of the folds and of the choice of landmarks.
+        dtype: Dtype of the teacher's arrays.
 
     Returns:
-      The teacher.
+        The teacher.
 
     Raises:
-      checks.InputError: as in `cca`.
+        InputError: As in `cca`.
 
     >>> A = np.random.default_rng(0).normal(size=(50, 4)).astype(np.float32)
     >>> type(best_cca(A, A[:, ::-1]).map_x).__name__
@@ -282,11 +282,11 @@ class Canonical(NamedTuple):
     """Canonical variates z_x = (x - mean_x) weights_x and z_y likewise.
 
     Attributes:
-      mean_x: mean of the first modality.
-      mean_y: mean of the second modality.
-      weights_x: directions of the first modality, one a column.
-      weights_y: directions of the second modality.
-      correlations: mean of z_xk z_yk over the pairs, for every direction k.
+        mean_x: Mean of the first modality.
+        mean_y: Mean of the second modality.
+        weights_x: Directions of the first modality, one a column.
+        weights_y: Directions of the second modality.
+        correlations: Mean of z_xk z_yk over the pairs, for every direction k.
     """
 
     mean_x: Float[np.ndarray, " d_x"]
@@ -304,22 +304,22 @@ def canonical_correlations(pairs_x: Rows, pairs_y: Rows, *, ridge: float = 0.0) 
     are kept. Without a ridge, n - 1 <= max(d_x, d_y) pairs correlate perfectly along every one.
 
     Args:
-      pairs_x: paired rows of the first modality, shape [n, d_x].
-      pairs_y: paired rows of the second modality, shape [n, d_y].
-      ridge: ridge, relative to the mean eigenvalue of each covariance.
+        pairs_x: Paired rows of the first modality, shape [n, d_x].
+        pairs_y: Paired rows of the second modality, shape [n, d_y].
+        ridge: Ridge, relative to the mean eigenvalue of each covariance.
 
     Returns:
-      Means, weights and correlations.
+        Means, weights and correlations.
 
     Raises:
-      checks.InputError: if the pairs do not match, or the ridge is negative.
+        InputError: The pairs do not match, or the ridge is negative.
 
     >>> A = np.random.default_rng(0).normal(size=(50, 4))
     >>> canonical_correlations(A, A[:, :2]).correlations.round(6)
     array([1., 1.])
 
     References:
-      Hotelling, "Relations between two sets of variates", Biometrika 28, 1936.
+        Hotelling, "Relations between two sets of variates", Biometrika 28, 1936.
     """
     pairs_x, pairs_y = checks.pairs(pairs_x, pairs_y, min_rows=2)
     checks.at_least(0, ridge=ridge)
@@ -455,11 +455,11 @@ def pearson(x: Float[np.ndarray, "n d"], y: Float[np.ndarray, "n d"]) -> Float[n
     """Computes Pearson's correlation of each column of `x` with the same column of `y`.
 
     Args:
-      x: samples of the first modality.
-      y: samples of the second modality.
+        x: Samples of the first modality.
+        y: Samples of the second modality.
 
     Returns:
-      One correlation per column.
+        One correlation per column.
 
     >>> pearson(np.array([[0.0], [1.0], [2.0]]), np.array([[5.0], [4.0], [3.0]]))
     array([-1.])

@@ -27,8 +27,8 @@ class CSA(base.Fitted):
     then 1 and the directions carry next to nothing.
 
     Attributes:
-        dim: number of directions, fewer if the pairs determine fewer. Published: 200.
-        ridge: multiple of the mean variance that is added to both covariances.
+        dim: Number of directions, fewer if the pairs determine fewer. Published: 200.
+        ridge: Multiple of the mean variance that is added to both covariances.
 
     References:
         P. Li et al., "CSA", ICLR 2025.
@@ -64,8 +64,8 @@ class CSAHead(Head):
         y -> (sqrt(rho) z_y, 0, sqrt(1 - ||sqrt(rho) z_y||^2))
 
     Attributes:
-        d_in: width of the embeddings.
-        d_out: number of directions plus two.
+        d_in: Width of the embeddings.
+        d_out: Number of directions plus two.
         side: "x" or "y".
 
     Example:
@@ -103,9 +103,9 @@ class CSAHead(Head):
         """Builds a head from fitted values.
 
         Args:
-            mean: mean of the embeddings, shape [d].
-            weights: canonical directions, shape [d, k].
-            rho: correlations, clipped to [0, 1], shape [k].
+            mean: Mean of the embeddings, shape [d].
+            weights: Canonical directions, shape [d, k].
+            rho: Correlations, clipped to [0, 1], shape [k].
             side: "x" or "y".
 
         Returns:

@@ -29,9 +29,9 @@ class NNCLR(base.Objective):
     neighbour, see `neighbours.nearest`.
 
     Attributes:
-        k: number of neighbours to draw from.
-        weight_text: weight of the neighbours in y, 0 to leave them out.
-        weight_image: weight of the neighbours in x, 0 to leave them out.
+        k: Number of neighbours to draw from.
+        weight_text: Weight of the neighbours in y, 0 to leave them out.
+        weight_image: Weight of the neighbours in x, 0 to leave them out.
         siglip_norm: "mean" or "per_row", see `SAIL`.
 
     References:

@@ -61,12 +61,12 @@ def supervised(
     """Computes SigLIP of pairs, with unpaired features as negatives if `supervision` says so.
 
     Args:
-        heads: heads whose logit scale and bias are used.
-        f: features of the pairs' first modality.
-        g: features of the pairs' second modality.
-        x: unpaired features of the first modality.
-        y: unpaired features of the second modality.
-        supervision: one of `SUPERVISION`.
+        heads: Heads whose logit scale and bias are used.
+        f: Features of the pairs' first modality.
+        g: Features of the pairs' second modality.
+        x: Unpaired features of the first modality.
+        y: Unpaired features of the second modality.
+        supervision: One of `SUPERVISION`.
         normalization: "mean" or "per_row".
 
     Returns:

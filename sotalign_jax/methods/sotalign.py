@@ -35,17 +35,17 @@ class SOTAlign(base.Objective):
     """Trains on SigLIP of the pairs + alpha * divergence(student || teacher) on unpaired rows.
 
     Attributes:
-        alpha: weight of the divergence.
+        alpha: Weight of the divergence.
         divergence: "klot", "cka", "infonce" (see `losses.infonce_divergence`) or "none".
-        epsilon: regularisation of the student's plan, or temperature of "infonce".
-        epsilon_star: regularisation of the teacher's plan, or temperature of its targets.
+        epsilon: Regularisation of the student's plan, or temperature of "infonce".
+        epsilon_star: Regularisation of the teacher's plan, or temperature of its targets.
         marginals: "prob" or "bistochastic", see `klot`.
-        tolerance: marginal error at which a solve stops. Recall does not change from 1e-4 to 5e-2,
+        tolerance: Marginal error at which a solve stops. Recall does not change from 1e-4 to 5e-2,
             and 100 iterations of the published loss leave 1e-2 (docs/benchmarks.md).
-        max_iterations: number of iterations at which a solve stops.
-        block_size: rows per block to stream KLOT in less memory. By default the device's memory
+        max_iterations: Number of iterations at which a solve stops.
+        block_size: Rows per block to stream KLOT in less memory. By default the device's memory
             decides, see `klot_from_embeddings`.
-        klot_on: rows that KLOT compares. "unpaired" rows alone, "all" rows, or "crossmodal" for all
+        klot_on: Rows that KLOT compares. "unpaired" rows alone, "all" rows, or "crossmodal" for all
             rows with every pair transported to itself.
         supervision: "pairs", "pairs+negatives" or "square", see `SAIL`.
         siglip_norm: "mean" or "per_row", see `SAIL`.

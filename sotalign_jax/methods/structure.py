@@ -31,15 +31,15 @@ class Structure(base.Objective):
     R is `regularizer`.
 
     Attributes:
-        weight: weight lambda of the regulariser.
-        warmup: number of steps of its linear warm-up, lambda_t = lambda min(1, t / warmup).
-        tau: temperature of the regulariser and of InfoNCE.
+        weight: Weight lambda of the regulariser.
+        warmup: Number of steps of its linear warm-up, lambda_t = lambda min(1, t / warmup).
+        tau: Temperature of the regulariser and of InfoNCE.
         contrastive: "infonce", or "siglip" with the heads' own scale and bias.
-        regularize_on: rows X and Y of the regulariser: "pairs", "unpaired" or "all".
-        levels: number of powers of the neighbourhoods that are compared.
+        regularize_on: Rows X and Y of the regulariser: "pairs", "unpaired" or "all".
+        levels: Number of powers of the neighbourhoods that are compared.
         js_form: "code" or "js", see `regularizer`.
         level_weights: "none", or "inverse" for 1/l at level l.
-        block_size: rows per block. None computes whole matrices, as more than one level does.
+        block_size: Rows per block. None computes whole matrices, as more than one level does.
 
     References:
         F. Groeger et al., "With limited data for multimodal alignment, let the STRUCTURE guide
@@ -108,8 +108,8 @@ class Structure(base.Objective):
         gradient (reverse mode only) take memory O(n (d + block_size)).
 
         Args:
-            original: embeddings before the head, shape [n, d].
-            aligned: embeddings after the head, shape [n, e].
+            original: Embeddings before the head, shape [n, d].
+            aligned: Embeddings after the head, shape [n, e].
 
         Returns:
             The value.

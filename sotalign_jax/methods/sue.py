@@ -51,22 +51,22 @@ class SUE(base.Fitted):
     GPU, are hidden 4096, batch 5162, learning rate 1e-4 and 100 epochs.
 
     Attributes:
-        dim: number of canonical variates, the width of the shared space. Published: 8.
-        eigenvectors: number of outputs of each spectral network.
-        hidden: width of the hidden layers of the spectral networks.
-        neighbours: number of neighbours of a row in the graph of a batch.
-        scale_neighbour: rank of the neighbour whose median distance is the unit of length. The row
+        dim: Number of canonical variates, the width of the shared space. Published: 8.
+        eigenvectors: Number of outputs of each spectral network.
+        hidden: Width of the hidden layers of the spectral networks.
+        neighbours: Number of neighbours of a row in the graph of a batch.
+        scale_neighbour: Rank of the neighbour whose median distance is the unit of length. The row
             itself has rank 1.
-        epochs: epochs of each spectral network.
-        batch: rows per step of a spectral network.
-        learning_rate: learning rate of a spectral network's Adam.
-        patience: epochs without improvement before that rate falls to a tenth.
+        epochs: Epochs of each spectral network.
+        batch: Rows per step of a spectral network.
+        learning_rate: Learning rate of a spectral network's Adam.
+        patience: Epochs without improvement before that rate falls to a tenth.
         centred: True for canonical variates of zero mean and unit variance. The published code
             leaves the mean on and has directions of other lengths.
-        mmd_epochs: epochs of the residual network, 0 to leave it out.
-        mmd_batch: rows per step of the residual network.
-        mmd_learning_rate: learning rate of the residual network's AdamW.
-        mmd_hidden: width of the hidden layers of the residual network.
+        mmd_epochs: Epochs of the residual network, 0 to leave it out.
+        mmd_batch: Rows per step of the residual network.
+        mmd_learning_rate: Learning rate of the residual network's AdamW.
+        mmd_hidden: Width of the hidden layers of the residual network.
 
     References:
         A. Yacobi et al., "Learning shared representations from unpaired data", NeurIPS 2025.
@@ -143,8 +143,8 @@ class SUE(base.Fitted):
         columns as they are, with their means.
 
         Args:
-            x: eigenvectors of the first modality at the pairs, shape [n, k].
-            y: eigenvectors of the second modality at the pairs, shape [n, k].
+            x: Eigenvectors of the first modality at the pairs, shape [n, k].
+            y: Eigenvectors of the second modality at the pairs, shape [n, k].
 
         Returns:
             Weight and bias of each side.
@@ -236,9 +236,9 @@ def adjacency(
     the median distance to the `scale_neighbour`-th nearest row, where the row itself counts.
 
     Args:
-        rows: embeddings, shape [m, d].
-        neighbours: number of neighbours of a row, without itself.
-        scale_neighbour: rank of the neighbour that sets the unit of length.
+        rows: Embeddings, shape [m, d].
+        neighbours: Number of neighbours of a row, without itself.
+        scale_neighbour: Rank of the neighbour that sets the unit of length.
 
     Returns:
         The weights W, shape [m, m].
@@ -277,8 +277,8 @@ def rayleigh(y: Float[Array, "m k"], weights: Float[Array, "m m"]) -> Float[Arra
     Its trace, sum_ij W_ij ||y_i - y_j||^2 / (2 m), measures how much Y varies between neighbours.
 
     Args:
-        y: outputs of a network, shape [m, k].
-        weights: graph W, shape [m, m].
+        y: Outputs of a network, shape [m, k].
+        weights: Graph W, shape [m, m].
 
     Returns:
         The matrix, shape [k, k].
@@ -295,7 +295,7 @@ def orthonormalizer(y: Float[Array, "m k"]) -> Float[Array, "k k"]:
     """Returns the triangular T with (Y T)^T (Y T) / m = I, which is sqrt(m) R^-1 of Y = Q R.
 
     Args:
-        y: outputs of a network, shape [m, k].
+        y: Outputs of a network, shape [m, k].
 
     Returns:
         T, shape [k, k].
@@ -326,19 +326,19 @@ def fit_spectral(
     gradient goes through both.
 
     Args:
-        network: initial network.
-        rows: embeddings of one modality, shape [n, d].
-        options: options of the method.
+        network: Initial network.
+        rows: Embeddings of one modality, shape [n, d].
+        options: Options of the method.
         key: PRNG key for the batches and for the tenth of the rows that is held out.
-        report: called after every epoch with the loss on the held-out rows.
+        report: Called after every epoch with the loss on the held-out rows.
 
     Returns:
         The network and T. `network(x) @ T` are the eigenvectors, of mean square 1, smoothest first.
         The first one is constant.
 
     Raises:
-        InputError: if there are too few rows.
-        FloatingPointError: if the loss is not finite, or if outputs depend on each other.
+        InputError: There are too few rows.
+        FloatingPointError: If the loss is not finite, or if outputs depend on each other.
 
     References:
         U. Shaham et al., "SpectralNet", ICLR 2018.
@@ -410,11 +410,11 @@ def _pass(
     """Compiles an epoch over shuffled tables: (state, train, val, key, rate) -> (state, loss).
 
     Args:
-        objective: maps (params, *rows) to (loss, aux), with a batch of each table of `train`.
-        validate: maps (params, aux, *rows) to a loss, with the aux of the last step. It is averaged
+        objective: Maps (params, *rows) to (loss, aux), with a batch of each table of `train`.
+        validate: Maps (params, aux, *rows) to a loss, with the aux of the last step. It is averaged
             over blocks of `val`.
-        optimizer: transformation of the gradient, without the learning rate.
-        batch: rows per step.
+        optimizer: Transformation of the gradient, without the learning rate.
+        batch: Rows per step.
     """
 
     @functools.partial(jax.jit, donate_argnums=0)
@@ -474,8 +474,8 @@ def mmd(x: Float[Array, "n d"], y: Float[Array, "m d"]) -> Float[Array, ""]:
     squared distance between two different rows of [x; y]. It receives no gradient.
 
     Args:
-        x: rows, shape [n, d].
-        y: rows, shape [m, d].
+        x: Rows, shape [n, d].
+        y: Rows, shape [m, d].
 
     Returns:
         The squared discrepancy.
@@ -513,18 +513,18 @@ def refine(
     are kept. An epoch is a pass over the smaller side.
 
     Args:
-        network: initial network.
-        x: rows that are moved, shape [n, d].
-        y: rows of the target distribution, in any order, shape [m, d].
-        options: options of the method.
+        network: Initial network.
+        x: Rows that are moved, shape [n, d].
+        y: Rows of the target distribution, in any order, shape [m, d].
+        options: Options of the method.
         key: PRNG key for the batches and for the rows that are held out.
-        report: called after every epoch with the MMD of the held-out rows.
+        report: Called after every epoch with the MMD of the held-out rows.
 
     Returns:
         The trained network.
 
     Raises:
-        FloatingPointError: if the loss is not finite.
+        FloatingPointError: If the loss is not finite.
     """
     graphdef, params = nnx.split(network)
     key, *splits = jax.random.split(key, 3)

@@ -21,7 +21,7 @@ def as_float(x: ArrayLike) -> Array:
     """Casts to float32, keeping float64: affinities and potentials are never narrower.
 
     Args:
-        x: an array.
+        x: An array.
 
     Returns:
         The array, in float64 if it was, and otherwise in float32.
@@ -34,7 +34,7 @@ def as_floats(*arrays: ArrayLike) -> tuple[Array, ...]:
     """Casts all arrays to float32, or to float64 if one is.
 
     Args:
-        *arrays: arrays of any type.
+        *arrays: Arrays of any type.
 
     Returns:
         The arrays, all of one type.
@@ -66,7 +66,7 @@ def rescaled(x: Float[Array, "... d"]) -> Float[Array, "... d"]:
     """Scales rows by powers of two so that their largest entries are near 1, exactly.
 
     Args:
-        x: rows, shape [..., d].
+        x: Rows, shape [..., d].
 
     Returns:
         The scaled rows, of the type of x.
@@ -78,7 +78,7 @@ def inverse_norms(x: Float[Array, "n d"]) -> Float[Array, " n"]:
     """Returns 1/||x|| of every row and 0 for zero rows, for entries of any size up to 1e30.
 
     Args:
-        x: rows, shape [n, d].
+        x: Rows, shape [n, d].
 
     Returns:
         The inverse norms, shape [n].
@@ -96,7 +96,7 @@ def l2_normalize(x: Float[ArrayLike, "... d"]) -> Float[Array, "... d"]:
     Rows may have any size from 1e-30 to 1e30. Zero rows stay zero, and so does their gradient.
 
     Args:
-        x: rows, shape [..., d].
+        x: Rows, shape [..., d].
 
     Returns:
         The unit rows, in float32, or in float64 if x is.
@@ -117,9 +117,9 @@ def dot(a: Array, b: Array, precision: jax.lax.PrecisionLike = HIGHEST) -> Array
     """Computes a @ b in float32 or float64.
 
     Args:
-        a: left operand.
-        b: right operand.
-        precision: full float32 by default, or an algorithm of `device.Profile`, which is used where
+        a: Left operand.
+        b: Right operand.
+        precision: Full float32 by default, or an algorithm of `device.Profile`, which is used where
             the device has it.
 
     Returns:
@@ -143,9 +143,9 @@ def cosine(
     """Computes the cosine affinity K_ij = <f_i, g_j> / (||f_i|| ||g_j||).
 
     Args:
-        f: rows, shape [n, d].
-        g: columns, shape [m, d].
-        precision: precision of the product, "highest", "high" or "default". By default the
+        f: Rows, shape [n, d].
+        g: Columns, shape [m, d].
+        precision: Precision of the product, "highest", "high" or "default". By default the
             device's most exact fast algorithm, see `device`.
 
     Returns:

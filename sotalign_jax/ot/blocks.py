@@ -24,7 +24,7 @@ class Storage(NamedTuple):
     """Arrays of n x m entries that are kept in memory.
 
     Attributes:
-        block_size: rows per block of streamed kernels, or None to store kernels in float32.
+        block_size: Rows per block of streamed kernels, or None to store kernels in float32.
         both: True if the kernels of both plans are stored at a time.
         int8: True if sweeps read an int8 kernel.
     """
@@ -41,10 +41,10 @@ def storage(n: int, m: int, dtype: Any, profile: device.Profile | None = None) -
     stored at a time. Otherwise only an int8 kernel is stored, and exact sweeps are streamed.
 
     Args:
-        n: rows of the affinity on one device.
-        m: columns.
-        dtype: type of the kernel's entries.
-        profile: profile of the device, by default of the one at hand.
+        n: Rows of the affinity on one device.
+        m: Columns.
+        dtype: Type of the kernel's entries.
+        profile: Profile of the device, by default of the one at hand.
 
     Returns:
         The `Storage`.
@@ -76,8 +76,8 @@ class Block(NamedTuple):
     """A block of consecutive rows.
 
     Attributes:
-        start: number of the first row.
-        size: number of rows.
+        start: Number of the first row.
+        size: Number of rows.
         fresh: True for rows that no earlier block held. The last block may reach back into the
             one before.
     """
@@ -112,10 +112,10 @@ def over_rows(
     copy the matrix.
 
     Args:
-        n: number of rows.
-        size: rows per block. The last block overlaps the one before if `size` does not divide n.
-        body: maps (block, carry) to the next carry.
-        carry: initial carry.
+        n: Number of rows.
+        size: Rows per block. The last block overlaps the one before if `size` does not divide n.
+        body: Maps (block, carry) to the next carry.
+        carry: Initial carry.
         part: (first, count) to visit only these rows.
 
     Returns:

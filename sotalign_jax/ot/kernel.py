@@ -101,11 +101,11 @@ class KernelState(NamedTuple):
     Attributes:
         matrix: A = exp(K/epsilon + p + q).
         int8: `narrow(A)`.
-        p: potentials of the rows that A has absorbed.
-        q: potentials of the columns that A has absorbed.
-        x: log-scalings of the rows, set by the solver when it ends.
-        y: log-scalings of the columns, set by the solver when it ends.
-        epsilon: regularisation of this kernel.
+        p: Potentials of the rows that A has absorbed.
+        q: Potentials of the columns that A has absorbed.
+        x: Log-scalings of the rows, set by the solver when it ends.
+        y: Log-scalings of the columns, set by the solver when it ends.
+        epsilon: Regularisation of this kernel.
     """
 
     matrix: Float[Array, "..."]
@@ -128,7 +128,7 @@ def narrow(x: Float[Array, "..."]) -> Int[Array, "..."]:
     kernel's entries need this range, see `Kernel.raise_power`.
 
     Args:
-        x: float32 numbers >= 0.
+        x: Float32 numbers >= 0.
 
     Returns:
         The 8-bit codes.
@@ -159,11 +159,11 @@ class Kernel(NamedTuple):
     """The kernel of an affinity. All methods are pure functions of a `KernelState`.
 
     Attributes:
-        affinity: rows of K.
-        block_size: rows per block of a streamed kernel, or None to store A.
+        affinity: Rows of K.
+        block_size: Rows per block of a streamed kernel, or None to store A.
         int8: True to keep an int8 kernel as well.
-        axes: axes of the mesh that rows are split over.
-        precision: precision of the sums over A.
+        axes: Axes of the mesh that rows are split over.
+        precision: Precision of the sums over A.
     """
 
     affinity: Matrix | Cosines

@@ -51,8 +51,8 @@ class KlotAux(NamedTuple):
     """Results of both solves, for plans of total mass 1.
 
     Attributes:
-        student: scalings, marginal error, iterations and convergence of P.
-        teacher: the same of P*.
+        student: Scalings, marginal error, iterations and convergence of P.
+        teacher: The same of P*.
     """
 
     student: Scalings
@@ -63,10 +63,10 @@ class _Options(NamedTuple):
     """Options that are fixed at trace time.
 
     Attributes:
-        max_iterations: number of sweeps at which a solve stops.
-        sums: precision of sums over a kernel.
-        algorithms: profile whose fields are the algorithms of the products by role.
-        storage: n x m arrays that are kept.
+        max_iterations: Number of sweeps at which a solve stops.
+        sums: Precision of sums over a kernel.
+        algorithms: Profile whose fields are the algorithms of the products by role.
+        storage: N x m arrays that are kept.
     """
 
     max_iterations: int
@@ -300,7 +300,7 @@ class _Products(NamedTuple):
         left: (P - P*)^T F.
         rows: (P - P*) 1.
         columns: (P - P*)^T 1.
-        moment: sum of P log(P / (a b)) - P* log(P* / (a b)).
+        moment: Sum of P log(P / (a b)) - P* log(P* / (a b)).
         rows_star: P* 1.
         columns_star: P*^T 1.
     """
@@ -470,15 +470,15 @@ def total_mass(marginals: str, n: int, m: int, log_a: Array | None = None) -> An
 
     Args:
         marginals: "prob" or "bistochastic".
-        n: number of rows.
-        m: number of columns.
-        log_a: log-weights of the rows, or None without padding.
+        n: Number of rows.
+        m: Number of columns.
+        log_a: Log-weights of the rows, or None without padding.
 
     Returns:
         The mass, by which value and gradient are multiplied.
 
     Raises:
-        InputError: if `marginals` is unknown, or "bistochastic" with n != m.
+        InputError: If `marginals` is unknown, or "bistochastic" with n != m.
     """
     checks.choice("marginals", marginals, MARGINALS)
     if marginals == "prob":
@@ -573,20 +573,20 @@ def klot(
     are kept for the backward pass. `K_star` is a constant and receives no gradient.
 
     Args:
-        K: student affinity, shape [n, m].
-        K_star: teacher affinity, shape [n, m].
-        epsilon: regularisation of the student's plan.
-        epsilon_star: regularisation of the teacher's plan.
+        K: Student affinity, shape [n, m].
+        K_star: Teacher affinity, shape [n, m].
+        epsilon: Regularisation of the student's plan.
+        epsilon_star: Regularisation of the teacher's plan.
         marginals: "prob", plans of total mass 1 as in the published code, or "bistochastic", rows
             and columns of mass 1 as in the paper. The latter multiplies value and gradient by the
             number of rows with a positive weight.
-        log_a: log-weights of the rows, -inf for padding. Uniform by default.
-        log_b: log-weights of the columns, -inf for padding. Uniform by default.
-        tolerance: marginal error at which each solve stops, see `sinkhorn`.
-        max_iterations: number of iterations at which each solve stops. Static.
+        log_a: Log-weights of the rows, -inf for padding. Uniform by default.
+        log_b: Log-weights of the columns, -inf for padding. Uniform by default.
+        tolerance: Marginal error at which each solve stops, see `sinkhorn`.
+        max_iterations: Number of iterations at which each solve stops. Static.
         init_v: (v, v_star), column log-scalings to start from, such as `aux.student.v` and
             `aux.teacher.v` of an earlier call.
-        precision: precision of all matrix products, "highest", "high" or "default". Static. By
+        precision: Precision of all matrix products, "highest", "high" or "default". Static. By
             default sums over the kernel are "highest", and products of features are as exact as
             KLOT needs on this device, see `device`.
         return_aux: True to return a `KlotAux` as well.
@@ -595,8 +595,8 @@ def klot(
         The loss, or (loss, aux).
 
     Raises:
-        InputError: if a shape or an option is invalid.
-        TypeError: for derivatives in forward mode, of second order, or in the options.
+        InputError: A shape or an option is invalid.
+        TypeError: For derivatives in forward mode, of second order, or in the options.
 
     Example:
         >>> K, K_star = jnp.eye(3) * 0.2, jnp.eye(3)
@@ -637,11 +637,11 @@ def klot_reference(
     KL(P* || P) and the gradient (P - P*)/eps, converged or not.
 
     Args:
-        K: student affinity, shape [n, m].
-        K_star: teacher affinity, shape [n, m]. It receives no gradient.
-        epsilon: regularisation of the student's plan.
-        epsilon_star: regularisation of the teacher's plan.
-        iterations: number of iterations of both solves.
+        K: Student affinity, shape [n, m].
+        K_star: Teacher affinity, shape [n, m]. It receives no gradient.
+        epsilon: Regularisation of the student's plan.
+        epsilon_star: Regularisation of the teacher's plan.
+        iterations: Number of iterations of both solves.
         symmetric: True to end with the half-step of the published code.
 
     Returns:
@@ -716,31 +716,31 @@ def klot_from_embeddings(
     `pmean`. Zero rows have cosine 0 with all others, and no gradient.
 
     Args:
-        f: student features of the rows, shape [n, d]. If f and g are bfloat16, their affinity is
+        f: Student features of the rows, shape [n, d]. If f and g are bfloat16, their affinity is
             one bfloat16 product, which is exact.
-        g: student features of the columns, shape [m, d].
-        f_star: teacher features of the rows, shape [n, e]. They receive no gradient.
-        g_star: teacher features of the columns, shape [m, e]. They receive no gradient.
-        epsilon: regularisation of the student's plan.
-        epsilon_star: regularisation of the teacher's plan.
+        g: Student features of the columns, shape [m, d].
+        f_star: Teacher features of the rows, shape [n, e]. They receive no gradient.
+        g_star: Teacher features of the columns, shape [m, e]. They receive no gradient.
+        epsilon: Regularisation of the student's plan.
+        epsilon_star: Regularisation of the teacher's plan.
         marginals: "prob" or "bistochastic", see `klot`.
-        log_a: log-weights of the rows, see `klot`.
-        log_b: log-weights of the columns, see `klot`.
-        tolerance: marginal error at which each solve stops.
-        max_iterations: number of iterations at which each solve stops. Static.
+        log_a: Log-weights of the rows, see `klot`.
+        log_b: Log-weights of the columns, see `klot`.
+        tolerance: Marginal error at which each solve stops.
+        max_iterations: Number of iterations at which each solve stops. Static.
         init_v: (v, v_star), column log-scalings to start from, see `klot`.
-        block_size: rows per block. The blocks are recomputed in every iteration, in memory
+        block_size: Rows per block. The blocks are recomputed in every iteration, in memory
             O(n (d + block_size)). By default kernels are stored if they fit into half of the
             device's memory, see `blocks.storage`. Value and gradients are the same. Static.
-        precision: precision of all matrix products, see `klot`. Static.
+        precision: Precision of all matrix products, see `klot`. Static.
         return_aux: True to return a `KlotAux` as well.
 
     Returns:
         The loss, or (loss, aux).
 
     Raises:
-        InputError: if a shape or an option is invalid.
-        TypeError: for derivatives in forward mode, of second order, or in the options.
+        InputError: A shape or an option is invalid.
+        TypeError: For derivatives in forward mode, of second order, or in the options.
 
     Example:
         >>> f, g = jnp.eye(3), jnp.eye(3) + 0.5

@@ -31,13 +31,13 @@ def rows_mesh(devices: int | None = None) -> Mesh | None:
     """Builds a mesh with one axis of devices.
 
     Args:
-        devices: number of devices, by default all.
+        devices: Number of devices, by default all.
 
     Returns:
         The mesh, or None for a single device.
 
     Raises:
-        InputError: if there are fewer devices, or if several processes would leave some unused.
+        InputError: There are fewer devices, or several processes would leave some unused.
 
     Example:
         >>> rows_mesh(1) is None
@@ -114,7 +114,7 @@ def share(n: int) -> int:
     """Returns the largest number of rows that one device holds of n.
 
     Args:
-        n: number of rows.
+        n: Number of rows.
 
     Returns:
         The number, n without a mesh.
@@ -136,8 +136,8 @@ def split(x: Array, value: float = 0.0) -> Array:
     """Pads x with rows of `value` to equally many for each device, and splits it over them.
 
     Args:
-        x: array with rows first.
-        value: value of the padding.
+        x: Array with rows first.
+        value: Value of the padding.
 
     Returns:
         The padded array, or x itself without a mesh.
@@ -156,8 +156,8 @@ def join(x: Array, n: int) -> Array:
     """Removes the padding of `split` from an array of n rows.
 
     Args:
-        x: padded array.
-        n: number of rows without padding.
+        x: Padded array.
+        n: Number of rows without padding.
 
     Returns:
         The first n rows.
@@ -169,8 +169,8 @@ def like(x: Array, reference: Array) -> Array:
     """Splits x as the reference is split, if the axes of the mesh are Explicit.
 
     Args:
-        x: array to split.
-        reference: array of the same number of dimensions.
+        x: Array to split.
+        reference: Array of the same number of dimensions.
 
     Returns:
         The array with the sharding of the reference.
@@ -182,7 +182,7 @@ def gather_explicit(x: Array) -> Array:
     """Replicates x on every device, if the axes of the mesh are Explicit.
 
     Args:
-        x: array to replicate.
+        x: Array to replicate.
 
     Returns:
         The replicated array.
@@ -196,10 +196,10 @@ def shard_map(
     """Calls function(axes, rows, shared), with rows split over the mesh in context if there is one.
 
     Args:
-        function: gets the axes to reduce over, its own part of `rows`, and all of `shared`. It
+        function: Gets the axes to reduce over, its own part of `rows`, and all of `shared`. It
             returns arrays of its own rows, and arrays that are the same on every device.
-        rows: a pytree of arrays that are padded, see `split`.
-        shared: a pytree of arrays that every device needs whole.
+        rows: A pytree of arrays that are padded, see `split`.
+        shared: A pytree of arrays that every device needs whole.
 
     Returns:
         The arrays of all rows, and the arrays that are the same on every device.
@@ -229,7 +229,7 @@ def varying(x: Any) -> frozenset[str]:
     """Returns the axes of a user's `shard_map` over which an array varies.
 
     Args:
-        x: an array.
+        x: An array.
 
     Returns:
         The names of the axes, empty outside of a `shard_map`.
@@ -244,8 +244,8 @@ def vary_like(tree: Any, *references: Array) -> Any:
     Loops require that their carry has one type before and after a step.
 
     Args:
-        tree: pytree of arrays.
-        *references: arrays to imitate.
+        tree: Pytree of arrays.
+        *references: Arrays to imitate.
 
     Returns:
         The cast pytree.
@@ -263,7 +263,7 @@ def vary_alike(tree: Any) -> Any:
     """Casts all arrays of a tree to vary over the axes of any of them.
 
     Args:
-        tree: pytree of arrays.
+        tree: Pytree of arrays.
 
     Returns:
         The cast pytree.
@@ -302,9 +302,9 @@ def psum_and_pmax(
     The latency of a small all-reduce is its cost, so that one is faster than two.
 
     Args:
-        x: vector to sum.
-        y: number >= 0 whose maximum is wanted.
-        axes: axes of the mesh, empty for one device.
+        x: Vector to sum.
+        y: Number >= 0 whose maximum is wanted.
+        axes: Axes of the mesh, empty for one device.
 
     Returns:
         The sum and the maximum.
@@ -321,8 +321,8 @@ def psum_scatter(x: Float[Array, "m d"], axes: Axes) -> Float[Array, "k d"]:
     """Sums x over devices, of which each keeps its own rows. The last rows may be padding.
 
     Args:
-        x: array to sum, shape [m, d].
-        axes: axes of the mesh, empty for one device.
+        x: Array to sum, shape [m, d].
+        axes: Axes of the mesh, empty for one device.
 
     Returns:
         The rows of this device.
@@ -341,7 +341,7 @@ def split_rows(mesh: Mesh) -> NamedSharding:
     """Returns the sharding that splits rows over all devices.
 
     Args:
-        mesh: devices to split over.
+        mesh: Devices to split over.
 
     Returns:
         The sharding.
@@ -353,7 +353,7 @@ def replicated(mesh: Mesh) -> NamedSharding:
     """Returns the sharding that replicates an array on every device.
 
     Args:
-        mesh: devices to place on.
+        mesh: Devices to place on.
 
     Returns:
         The sharding.
@@ -367,8 +367,8 @@ class SplitRows:
     """Rows that are padded so that all devices hold equally many.
 
     Attributes:
-        padded: array with padding at its end.
-        size: number of rows without padding.
+        padded: Array with padding at its end.
+        size: Number of rows without padding.
     """
 
     padded: Array
@@ -381,9 +381,9 @@ class SplitRows:
         """Reads and places the rows of this process's devices. The last row is the padding.
 
         Args:
-            read: maps row numbers to rows.
-            shape: shape of the whole array without padding.
-            mesh: devices to split over.
+            read: Maps row numbers to rows.
+            shape: Shape of the whole array without padding.
+            mesh: Devices to split over.
         """
         size, *width = shape
         padded = _padded(size, mesh)
@@ -426,8 +426,8 @@ def replicate(tree: Any, mesh: Mesh) -> Any:
     """Places arrays that all processes hold on every device of the mesh.
 
     Args:
-        tree: pytree of arrays.
-        mesh: devices to place on.
+        tree: Pytree of arrays.
+        mesh: Devices to place on.
 
     Returns:
         The placed pytree.
@@ -445,7 +445,7 @@ def local(tree: Any) -> Any:
     """Replaces replicated arrays by their copy on one device of this process.
 
     Args:
-        tree: pytree of arrays.
+        tree: Pytree of arrays.
 
     Returns:
         The pytree with arrays of one device.

@@ -85,8 +85,8 @@ def row_range(k: Array, axes: sharding.Axes = ()) -> tuple[Array, Array]:
     copy of it.
 
     Args:
-        k: affinity, shape [n, m].
-        axes: axes of the mesh that rows are split over.
+        k: Affinity, shape [n, m].
+        axes: Axes of the mesh that rows are split over.
 
     Returns:
         The largest entries, shape [n], and the range.
@@ -109,8 +109,8 @@ def rounding(exponent: Any, dtype: Any) -> Array:
     """Estimates the marginal error that rounding exponents K/epsilon of this size adds.
 
     Args:
-        exponent: size of the exponents.
-        dtype: type in which they are rounded.
+        exponent: Size of the exponents.
+        dtype: Type in which they are rounded.
 
     Returns:
         The estimate, for plans of total mass 1.
@@ -122,9 +122,9 @@ def goal(tolerance: Array, widest: Any, epsilon: Array) -> Array:
     """Returns the tolerance minus the expected rounding error of exponents up to widest/epsilon.
 
     Args:
-        tolerance: marginal error that was asked for.
-        widest: largest range of K within a row.
-        epsilon: regularisation.
+        tolerance: Marginal error that was asked for.
+        widest: Largest range of K within a row.
+        epsilon: Regularisation.
 
     Returns:
         The error to aim at, at least half of the tolerance.
@@ -137,10 +137,10 @@ class Scalings(NamedTuple):
     """Result of a solve.
 
     Attributes:
-        u: row log-scalings.
-        v: column log-scalings.
-        error: max(||P 1 - a||_1, ||P^T 1 - b||_1) for marginals of mass 1.
-        iterations: number of sweeps.
+        u: Row log-scalings.
+        v: Column log-scalings.
+        error: Max(||P 1 - a||_1, ||P^T 1 - b||_1) for marginals of mass 1.
+        iterations: Number of sweeps.
         converged: True if the error is at most the tolerance.
     """
 
@@ -305,12 +305,12 @@ def _search(
     the error stalls, unless `patient`.
 
     Args:
-        problem: constants of the solve.
-        sweep: the kernel's sums at a point.
-        start: the point to continue from. If its error is infinite, the first sweep is at its y.
-        iterations: sweeps so far.
-        goal: error to reach.
-        budget: number of sweeps at which the search ends.
+        problem: Constants of the solve.
+        sweep: The kernel's sums at a point.
+        start: The point to continue from. If its error is infinite, the first sweep is at its y.
+        iterations: Sweeps so far.
+        goal: Error to reach.
+        budget: Number of sweeps at which the search ends.
         patient: True to go on when the error stalls.
         forced: True to sweep once at an unknown start whatever the budget is.
         rough: True to give up soon when the error stalls, see `_ROUND_STALLED`.
@@ -546,14 +546,14 @@ def solve(
     has one all-reduce of length m. Every loop is bounded by `max_iterations`.
 
     Args:
-        kernel: how to read K and where to keep A.
-        log_a: log-weights of the rows, -inf for padding.
-        log_b: log-weights of the columns, -inf for padding.
-        epsilon: regularisation.
-        tolerance: error of the columns at which to stop.
-        max_iterations: number of sweeps at which to stop.
-        widest: largest range of K within a row, by which the first epsilon is chosen.
-        init_v: column log-scalings to start from, instead of epsilon-scaling.
+        kernel: How to read K and where to keep A.
+        log_a: Log-weights of the rows, -inf for padding.
+        log_b: Log-weights of the columns, -inf for padding.
+        epsilon: Regularisation.
+        tolerance: Error of the columns at which to stop.
+        max_iterations: Number of sweeps at which to stop.
+        widest: Largest range of K within a row, by which the first epsilon is chosen.
+        init_v: Column log-scalings to start from, instead of epsilon-scaling.
 
     Returns:
         The scalings, and the kernel whose x and y make the plan. The error is infinite if epsilon
