@@ -52,15 +52,37 @@ class Calibration:
     epsilon: Float[Array, ""]
 
     def x(self, f: ArrayLike) -> Float[np.ndarray, " q"]:
-        """Returns u(f), the correction of scores of the first modality, [q, d] -> [q]."""
+        """Computes u(f), the correction of scores of the first modality.
+
+        Args:
+            f: Features in the shared space, shape [q, d].
+
+        Returns:
+            The corrections, shape [q].
+        """
         return self._potential(f, self.g, self.v)
 
     def y(self, g: ArrayLike) -> Float[np.ndarray, " q"]:
-        """Returns v(g), the correction of scores of the second modality, [q, d] -> [q]."""
+        """Computes v(g), the correction of scores of the second modality.
+
+        Args:
+            g: Features in the shared space, shape [q, d].
+
+        Returns:
+            The corrections, shape [q].
+        """
         return self._potential(g, self.f, self.u)
 
     def scores(self, f: ArrayLike, g: ArrayLike) -> Float[np.ndarray, "q r"]:
-        """Returns f.g + u(f) + v(g) of every row of f with every row of g, shape [q, r]."""
+        """Computes the calibrated scores f.g + u(f) + v(g).
+
+        Args:
+            f: Features of the first modality, shape [q, d].
+            g: Features of the second modality, shape [r, d].
+
+        Returns:
+            The scores of every row of f with every row of g, shape [q, r].
+        """
         f, g = checks.features("f", f), checks.features("g", g)
         # The result is on the host, as the potentials are.
         cosines = np.asarray(affinity.cosine(f, g))

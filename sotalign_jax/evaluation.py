@@ -20,6 +20,8 @@ from sotalign_jax.calibration import Calibration
 from sotalign_jax.heads import Rows
 from sotalign_jax.ot import affinity, blocks
 
+# Large enough to keep a device busy, small enough that a block of a GLU head, eight times as wide
+# as its input, stays in the hundreds of megabytes.
 EMBED_CHUNK = 8192
 """Rows mapped at a time when embedding."""
 KS = (1, 5, 10)
@@ -50,6 +52,7 @@ def embed(head: Any, rows: Rows, *, unit: bool = True) -> Float[np.ndarray, "n d
     out = np.empty(0)
     for start in range(0, len(rows), block_size):
         block = np.asarray(rows[start : start + block_size])
+        # The last block is padded to the compiled shape, with ones because zeros have no norm.
         padded = np.pad(block, [(0, block_size - len(block)), (0, 0)], constant_values=1)
         features = np.asarray(_apply(head, jnp.asarray(padded), unit))
         if start == 0:
@@ -69,7 +72,12 @@ def _apply(head: Any, rows: Array, unit: bool) -> Array:
 
 
 class Ranks(NamedTuple):
-    """Rank of the best match of every query, from 0, in both directions."""
+    """Rank of the best match of every query, from 0, in both directions.
+
+    Attributes:
+        x: Ranks of the queries of the first modality.
+        y: Ranks of the queries of the second modality.
+    """
 
     x: Int[np.ndarray, " n"]
     y: Int[np.ndarray, " m"]
@@ -216,7 +224,19 @@ def match_ranks(
     *,
     block_size: int,
 ) -> tuple[Int[Array, " n"], Int[Array, " m"]]:
-    """Computes ranks in both directions: the compiled part of `ranks`."""
+    """Computes ranks in both directions, the compiled part of `ranks`.
+
+    Args:
+        x: Features of the first modality, shape [n, d].
+        y: Features of the second modality, shape [m, d].
+        owner: Row of x that each row of y belongs to, shape [m].
+        bias_x: Added to the scores of each row of x as a key, shape [n].
+        bias_y: Added to the scores of each row of y as a key, shape [m].
+        block_size: Query rows scored at a time.
+
+    Returns:
+        Ranks of the queries of either modality.
+    """
     x, y = affinity.l2_normalize(x), affinity.l2_normalize(y)
     ids = jnp.arange(len(x), dtype=owner.dtype)
     ranks_x = _best_ranks(x, y, bias_y, ids, owner, block_size)
@@ -270,6 +290,7 @@ def chance(size: int, k: int, matches: ArrayLike = 1) -> float:
     >>> round(chance(5000, 10, matches=5), 3)  # an image with five captions
     0.996
     """
+    # The ratio of binomials is a product of k factors, which cannot overflow as factorials do.
     drawn = np.arange(min(k, size))
     missed = (size - np.asarray(matches)[..., None] - drawn) / (size - drawn)
     return 100.0 * float(np.mean(1.0 - np.maximum(missed, 0.0).prod(axis=-1)))
@@ -283,7 +304,7 @@ def interval(
     Args:
         values: One row per query, and any number of metrics. `100.0 * (ranks < k)` gives R@k.
         resamples: How often the rows are drawn again, with replacement.
-        seed: Of the draws.
+        seed: Seed of the draws.
 
     Returns:
         The lower and the upper end of the interval of each metric's mean.
@@ -297,13 +318,21 @@ def interval(
     rng, n = np.random.default_rng(seed), len(values)
     means = []
     for _ in range(resamples):
+        # Counts of rows in place of the rows themselves: one product gives all metrics.
         counts = np.bincount(rng.integers(n, size=n), minlength=n)
         means.append(counts @ values / n)
     return np.percentile(means, [2.5, 97.5], axis=0)
 
 
 class Recall(NamedTuple):
-    """R@k in percent, with its 95 % interval and the R@k of a random order."""
+    """R@k in percent.
+
+    Attributes:
+        value: R@k.
+        low: Lower end of its 95 % interval.
+        high: Upper end of its 95 % interval.
+        chance: R@k of a random order.
+    """
 
     value: float
     low: float
@@ -318,7 +347,7 @@ class Report:
     Attributes:
         rows_x: Number of rows of the first modality.
         rows_y: Number of rows of the second modality.
-        recalls: By the names of `evaluate`.
+        recalls: Recalls by the names of `evaluate`.
         gain: Calibrated minus plain mean R@k at the first cut-off, as (value, low, high).
     """
 
@@ -343,6 +372,7 @@ class Report:
             did = "hurt" if high < 0 else "did not help"
             change = f"{value:.1f} [{low:.1f}, {high:.1f}]"
             found.append(f"Calibration {did} here: it changed mean {cut} by {change}.")
+        # A cut-off of all keys finds every match, and says nothing.
         informative = [r for r in means.values() if r.chance < 100]
         if informative and all(r.low <= r.chance for r in informative):
             found.append("Not above chance: check that x and y are in the same order.")
@@ -383,7 +413,7 @@ def report(
         gallery: Matching rows of both modalities.
         calibration: Adds the recalls of calibrated scores.
         ks: Cut-offs.
-        seed: Of the bootstrap.
+        seed: Seed of the bootstrap.
 
     Returns:
         A `Report`, whose values are those of `evaluate`.
@@ -432,6 +462,7 @@ def report(
     }
     gain, first = None, f"mean/R@{ks[0]}"
     if calibration is not None:
+        # The interval of the paired difference, which is narrower than that of either recall.
         ends = interval(rows[f"calibrated/{first}"] - rows[first], seed=seed).tolist()
         gain = (found[f"calibrated/{first}"] - found[first], *ends)
     return Report(n, m, measured, gain)
@@ -484,6 +515,7 @@ def zero_shot(
     classes = affinity.l2_normalize(affinity.l2_normalize(prompts).mean(axis=1))
     predicted = np.asarray(neighbours.nearest(x, classes, 1, block_size=block_size).indices[:, 0])
     right = predicted == truth
+    # Classes without rows have no accuracy, and are left out of the mean.
     seen = np.bincount(truth)
     per_class = np.bincount(truth, weights=right)[seen > 0] / seen[seen > 0]
     return {

@@ -23,6 +23,7 @@ from sotalign_jax.heads import Head, Heads
 
 OPSET = 18
 """ONNX operator set of the exported files: the first one whose reductions all take axes alike."""
+# Smallest normal number, a divisor that leaves zero rows zero.
 _TINY = float(np.finfo(np.float32).tiny)
 
 
@@ -44,7 +45,15 @@ class _Value:
         return _Value(name, self.arrays, self.steps)
 
     def constant(self, value: Any, name: str | None = None) -> "_Value":
-        """Returns a constant, which becomes an array of the program."""
+        """Adds a constant to the arrays of the program.
+
+        Args:
+            value: A number or an array. Floats are stored as float32.
+            name: Name of the array. By default the number itself, so that equal ones are shared.
+
+        Returns:
+            The constant.
+        """
         name = repr(value) if name is None else name
         array = np.asarray(value)
         self.arrays[name] = array.astype(np.float32) if array.dtype.kind == "f" else array
@@ -55,6 +64,16 @@ class _Value:
         return self(f"Reduce{operator}", self.constant(np.array([1]), "axes"))
 
     def clip(self, low: float, high: float) -> "_Value":
+        """Limits every entry.
+
+        Args:
+            low: Smallest value.
+            high: Largest value.
+
+        Returns:
+            The limited value.
+        """
+        # By two operators that other steps use as well, so that numpy needs no "Clip".
         return self("Max", low)("Min", high)
 
     def __add__(self, other: "_Value | float") -> "_Value":
@@ -78,6 +97,7 @@ class _Value:
 
 
 def _unit(x: _Value) -> _Value:
+    """Describes `affinity.l2_normalize`."""
     # The first division keeps squares of tiny and huge entries within float32. Zero rows stay zero.
     x = x / x("Abs").reduce("Max")("Max", _TINY)
     return x / (x * x).reduce("Sum")("Max", 1.0)("Sqrt")
@@ -102,11 +122,13 @@ def _linear(x: _Value, head: Any, at: str) -> _Value:
 
 def _mlp(x: _Value, head: Any, at: str) -> _Value:
     h = _dense(_input(x, head, at), f"{at}inner")
+    # GELU by its error function, because opset 18 has no operator "Gelu".
     return _dense(h * ((h * math.sqrt(0.5))("Erf") + 1.0) * 0.5, f"{at}outer")
 
 
 def _glu(x: _Value, head: Any, at: str) -> _Value:
     z = _input(x, head, at)
+    # relu6 clips the gate to 0..6, within the limits of 1,000.
     gate, inner = _dense(z, f"{at}gate").clip(0.0, 6.0), _dense(z, f"{at}inner").clip(-1e3, 1e3)
     return _dense(gate * inner, f"{at}outer")
 
@@ -115,6 +137,7 @@ def _tanh(x: _Value, head: Any, at: str) -> _Value:
     z, last = _input(x, head, at), len(head.layers) - 1
     for number in range(last):
         z = _dense(z, f"{at}layers.{number}")
+        # LeakyReLU with JAX's default slope.
         z = z("Max", z * 0.01)
     return _dense(z, f"{at}layers.{last}")("Tanh")
 
@@ -134,6 +157,7 @@ def _csa(x: _Value, head: Any, at: str) -> _Value:
     directions = head.d_out - 2
     end = directions if head.side == "x" else directions + 1
     columns = np.eye(head.d_out, dtype=np.float32)
+    # A product with columns of the identity concatenates without another operator.
     z = z @ x.constant(columns[:directions], f"{at}columns")
     return z + rest * x.constant(columns[end], f"{at}end")
 
@@ -170,6 +194,7 @@ def _potential(f: _Value, others: Any, scalings: Any, epsilon: Any) -> _Value:
     scale = f.constant(epsilon, "calibration.epsilon")
     cosines = f @ f.constant(others, "calibration.others")("Transpose")
     logits = cosines / scale + f.constant(scalings, "calibration.scalings")
+    # The largest logit is taken out, as in any logsumexp.
     largest = logits.reduce("Max")
     return ((logits - largest)("Exp").reduce("Sum")("Log") + largest) * scale * -1.0
 
@@ -201,6 +226,7 @@ def program(head: Head, side: str, calibration: Calibration | None) -> sotalign_
         c = calibration
         others = (c.g, c.v) if side == "x" else (c.f, c.u)
         ends["bias"] = _potential(ends["embedding"], *others, c.epsilon)
+    # Results have numbers for names. Those of the outputs are replaced by their own.
     names = {value.name: name for name, value in ends.items()}
     steps = tuple(
         (names.get(result, result), operator, tuple(names.get(name, name) for name in operands))
@@ -251,7 +277,7 @@ def to_onnx(
         The paths of the two files.
 
     Raises:
-        InputError: If `path` has another suffix or the package `onnx` is missing.
+        InputError: `path` has another suffix, or the package `onnx` is missing.
     """
     path = pathlib.Path(path).expanduser()
     if path.suffix != ".onnx":
@@ -302,7 +328,14 @@ class Index:
     calibrated: bool
 
     def queries(self, rows: ArrayLike) -> Float[np.ndarray, "n k"]:
-        """Returns the vectors to search with, one per row: unit rows, and a 1 if calibrated."""
+        """Embeds queries for the search.
+
+        Args:
+            rows: Embeddings of the queries.
+
+        Returns:
+            One vector per row, a unit row with a 1 appended if the index is calibrated.
+        """
         f = evaluation.embed(self.head, checks.rows("queries", rows, width=self.head.d_in))
         return np.pad(f, [(0, 0), (0, int(self.calibrated))], constant_values=1)
 

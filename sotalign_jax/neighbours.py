@@ -101,7 +101,19 @@ def top_k(
     skip: str = "none",
     block_size: int = 1024,
 ) -> Neighbours:
-    """Compiled part of `nearest`. Missing neighbours have the score -inf and the index -1."""
+    """Finds nearest keys without checks, the compiled part of `nearest`.
+
+    Args:
+        queries: Rows of any length, shape [n, d].
+        keys: Rows of any length, shape [m, d].
+        k: Number of neighbours.
+        bias: Added to all scores of a key, shape [m].
+        skip: "none", "itself" or "equal", see `nearest`.
+        block_size: Rows per block.
+
+    Returns:
+        The `Neighbours`. Missing ones have the score -inf and the index -1.
+    """
     dtype = jnp.result_type(affinity.as_float(queries[:0]), affinity.as_float(keys[:0]))
 
     def search(block: blocks.Block, table: Neighbours) -> Neighbours:
@@ -140,5 +152,6 @@ def _hashes(rows: Array) -> Array:
     """Returns two 32-bit hashes of each row: sums over values mixed with a key per column."""
     values = jnp.where(rows == 0, 0.0, rows).astype(jnp.float32)  # 0 and -0 must hash alike
     bits = jax.lax.bitcast_convert_type(values, jnp.uint32)
+    # A key per column, so that rows with the same values in another order differ.
     columns = jax.random.bits(jax.random.key(0), (2, rows.shape[1]), jnp.uint32)
     return sampling.mix(bits[:, None, :] ^ columns).sum(axis=2, dtype=jnp.uint32)

@@ -31,10 +31,20 @@ class Observer:
         """Called when a stage begins, such as "fitting the teacher"."""
 
     def metrics(self, step: int, values: Mapping[str, Any]) -> None:
-        """Called with the metrics of a step, and its validation scores if it has them."""
+        """Called with the metrics of a step.
+
+        Args:
+            step: Number of the step, from 1.
+            values: Metrics by name, with "val/..." scores if the step was validated.
+        """
 
     def snapshot(self, step: int, snapshot: Any) -> None:
-        """Called with a state to continue from. Copy it: the next step donates its arrays."""
+        """Called after a validation with a state to resume from.
+
+        Args:
+            step: Number of the step, from 1.
+            snapshot: A `training.Snapshot`. Copy it, because the next step donates its arrays.
+        """
 
 
 class Progress(Observer):
@@ -97,14 +107,27 @@ class Progress(Observer):
         say(f"{self._title}: {text} ...", show=self._visible)
 
     def metrics(self, step: int, values: Mapping[str, Any]) -> None:
-        """Moves to `step` and shows the loss and the latest validation score."""
+        """Moves to a step and shows the loss and the latest validation score.
+
+        Args:
+            step: Number of the step, from 1.
+            values: Metrics, of which "loss" and "val/mean/R@1" are shown.
+        """
         loss, mean_r1 = values.get("loss"), values.get("val/mean/R@1")
         self.advance(step - self._step, loss=loss, mean_r1=mean_r1)
 
     def advance(
         self, count: int = 1, *, skipped: int = 0, loss: Any = None, mean_r1: Any = None
     ) -> None:
-        """Moves on by `count` steps, of which `skipped` do not count in the rate."""
+        """Moves on by some steps.
+
+        Args:
+            count: Number of steps.
+            skipped: Number of them that took no time, such as results of an earlier run. They do
+                not count in the rate.
+            loss: Loss to show.
+            mean_r1: Validation score to show.
+        """
         before, self._step = self._step, self._step + count
         if self._clock is not None:
             self._clock = self._clock[0] + skipped, self._clock[1]

@@ -97,6 +97,7 @@ class Sizes(NamedTuple):
     widths: tuple[int, int]
 
 
+# Odd sizes leave a last block that overlaps, and 24,576 columns exceed the tile of any device.
 KERNELS, LOSSES = ((2048, 2048), (4099, 4099), (700, 24_576)), ((2048, 2048), (2039, 701))
 CPU = Sizes(2**24, (1024, 512), KERNELS, LOSSES, 2048, (128, 256))
 ACCELERATOR = Sizes(2**28, (8192, 1024), KERNELS, LOSSES, 4096, (1024, 2048))
@@ -119,14 +120,33 @@ def clouds(n: int, m: int, width: int, seed: int = 0) -> list[np.ndarray]:
     """Draws two independent anisotropic Gaussian clouds around a common mean.
 
     No row has a partner, so that their plan is neither flat nor close to a permutation.
+
+    Args:
+        n: Rows of the first cloud.
+        m: Rows of the second cloud.
+        width: Width of both.
+        seed: Seed of the draws.
+
+    Returns:
+        Both clouds, in float32.
     """
+    # Variances fall as 1/k, similar to the principal components of real embeddings.
     rng, scales = np.random.default_rng(seed), np.arange(1, width + 1, dtype=np.float32) ** -0.5
     mean = 0.5 * scales * rng.standard_normal(width, np.float32)
     return [mean + scales * rng.standard_normal((rows, width), np.float32) for rows in (n, m)]
 
 
 def features(n: int, m: int, sizes: Sizes) -> list[np.ndarray]:
-    """Draws the features f, g of the student and z, w of the teacher."""
+    """Draws the features f, g of the student and z, w of the teacher.
+
+    Args:
+        n: Number of rows.
+        m: Number of columns.
+        sizes: Sizes, of which `widths` is used.
+
+    Returns:
+        The four arrays.
+    """
     return clouds(n, m, sizes.widths[0], seed=1) + clouds(n, m, sizes.widths[1], seed=2)
 
 
@@ -137,18 +157,51 @@ def unit(x: np.ndarray) -> np.ndarray:
 
 
 def relative(x: Any, exact: Any) -> float:
-    """Returns the largest relative error of an entry."""
+    """Computes the largest relative error of an entry.
+
+    Args:
+        x: Computed array.
+        exact: Exact array.
+
+    Returns:
+        The error.
+
+    Example:
+        >>> relative([1.0, 2.2], [1.0, 2.0])
+        0.1
+    """
     return float(np.max(np.abs(np.asarray(x, np.float64) / np.asarray(exact) - 1)))
 
 
 def norm_error(x: Sequence[Any], exact: Sequence[Any]) -> float:
-    """Returns the norm of the error of several arrays, relative to that of the exact ones."""
+    """Computes the norm of the error of several arrays, relative to that of the exact ones.
+
+    Args:
+        x: Computed arrays.
+        exact: Exact arrays.
+
+    Returns:
+        The error.
+
+    Example:
+        >>> norm_error([[3.3], [4.4]], [[3.0], [4.0]])
+        0.1
+    """
     found, wanted = (np.concatenate([*map(np.ravel, y)], dtype=float) for y in (x, exact))
     return float(np.linalg.norm(found - wanted) / np.linalg.norm(wanted))
 
 
 def product_error(algorithm: Any, width: int) -> float:
-    """Estimates the error of products of unit rows, from their operands and from float32 sums."""
+    """Estimates the error of products of unit rows, from their operands and from float32 sums.
+
+    Args:
+        algorithm: A key of `ALGORITHMS`.
+        width: Width of the rows.
+
+    Returns:
+        The typical error of one product.
+    """
+    # Rounding errors of the `width` terms are independent, and the terms are of size 1 / width.
     return ROUNDOFF[algorithm] / math.sqrt(width) + 2.0**-24
 
 
@@ -161,7 +214,17 @@ def sum_error(count: int) -> float:
 
 
 def exact_sums(matrix: Any, a: np.ndarray, c: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Computes the sums of `Kernel.sweep` in float64."""
+    """Computes the sums of `Kernel.sweep` in float64.
+
+    Args:
+        matrix: The kernel A, shape [n, m].
+        a: Weights of the rows.
+        c: Weights of the columns times their scalings.
+
+    Returns:
+        The row sums and the column sums.
+    """
+    # In blocks, because A in float64 would take twice its memory on the host.
     matrix, s, t = np.asarray(matrix), np.zeros(len(a)), np.zeros(len(c))
     for start in range(0, len(a), 1024):
         rows = slice(start, start + 1024)
@@ -172,7 +235,17 @@ def exact_sums(matrix: Any, a: np.ndarray, c: np.ndarray) -> tuple[np.ndarray, n
 
 
 def exact_error(x: np.ndarray, y: np.ndarray, u: Any, v: Any) -> float:
-    """Computes the larger marginal error of the plan of log-scalings u and v in float64."""
+    """Computes the larger marginal error of a plan in float64.
+
+    Args:
+        x: Features of the rows.
+        y: Features of the columns.
+        u: Row log-scalings.
+        v: Column log-scalings.
+
+    Returns:
+        The larger of both L1 errors.
+    """
     x, y, u, v = unit(x), unit(y), np.asarray(u, np.float64), np.asarray(v, np.float64)
     in_rows, columns = 0.0, np.zeros(len(y))
     for start in range(0, len(x), 1024):
@@ -188,6 +261,14 @@ def exact_loss(n: int, m: int, sizes: Sizes) -> tuple[Any, list[Any]]:
     """Computes KLOT and its gradient in float64 on the CPU, to a hundredth of the tolerance.
 
     A smaller problem is the largest one with weights of zero, so that one program serves all sizes.
+
+    Args:
+        n: Number of rows.
+        m: Number of columns.
+        sizes: Sizes, whose first loss is the largest problem.
+
+    Returns:
+        The value, and the gradients in f and g.
     """
     cpu, largest = jax.devices("cpu")[0], sizes.losses[0]
     with jax.enable_x64(True), jax.default_device(cpu), device.compiling_for(device.profile(cpu)):
@@ -213,7 +294,17 @@ def log_uniform(n: int) -> Array:
 
 @functools.partial(jax.jit, static_argnames=("algorithm", "int8"))
 def build(x: Array, y: Array, *, algorithm: Any, int8: bool) -> KernelState:
-    """Builds the first kernel of a cosine affinity."""
+    """Builds the first kernel of a cosine affinity.
+
+    Args:
+        x: Features of the rows.
+        y: Features of the columns.
+        algorithm: Algorithm of the affinity.
+        int8: True to build the int8 kernel as well.
+
+    Returns:
+        The kernel.
+    """
     kernel = Kernel(Cosines.of(x, y, algorithm), int8=int8)
     start = kernel.blank(jnp.zeros(len(y), jnp.float32), jnp.float32(FIRST_EPSILON))
     return kernel.build(start, log_uniform(len(y)))
@@ -221,7 +312,17 @@ def build(x: Array, y: Array, *, algorithm: Any, int8: bool) -> KernelState:
 
 @functools.partial(jax.jit, static_argnames=("algorithm", "int8"))
 def solve(x: Array, y: Array, *, algorithm: Any, int8: bool) -> solver.Scalings:
-    """Solves the teacher's plan as `klot_from_embeddings` does."""
+    """Solves the teacher's plan as `klot_from_embeddings` does.
+
+    Args:
+        x: Features of the rows.
+        y: Features of the columns.
+        algorithm: Algorithm of the affinity.
+        int8: True to use an int8 kernel.
+
+    Returns:
+        The scalings of the plan.
+    """
     kernel, logs = Kernel(Cosines.of(x, y, algorithm), int8=int8), log_uniform(len(x))
     goal = solver.goal(jnp.float32(TOLERANCE), 1.0, jnp.float32(EPSILON))
     limits: Any = {"epsilon": EPSILON, "tolerance": goal, "max_iterations": solver.MAX_ITERATIONS}
@@ -232,7 +333,16 @@ def solve(x: Array, y: Array, *, algorithm: Any, int8: bool) -> solver.Scalings:
 
 
 def timed(function: Callable[..., Any], *args: Any, **options: Any) -> tuple[Any, float]:
-    """Returns the result, and the least milliseconds of three runs after one that compiles."""
+    """Calls a function four times and measures the last three calls.
+
+    Args:
+        function: The function. Its first call compiles it.
+        *args: Arguments, which are placed on the device first.
+        **options: Keyword arguments.
+
+    Returns:
+        The result, and the time of the fastest call in milliseconds.
+    """
     args, times = jax.block_until_ready(jax.tree.map(jnp.asarray, args)), []
     for _ in range(4):
         result = None  # frees the memory of the run before
@@ -247,7 +357,7 @@ def timed(function: Callable[..., Any], *args: Any, **options: Any) -> tuple[Any
 
 def check_memory(sizes: Sizes) -> Iterator[Row]:
     """Measures the bandwidth of memory by an elementwise loop in place."""
-    turns = 20  # in one launch
+    turns = 20  # in one launch, so that the time of a launch does not count
     loop = jax.jit(lambda x, n: jax.lax.fori_loop(0, n, lambda i, x: 0.5 * x + 0.5, x))
     ms = timed(loop, jnp.ones(sizes.stream, jnp.float32), turns)[1] / turns
     moved = 8 * sizes.stream  # every number is read and written
@@ -259,6 +369,14 @@ def check_product(sizes: Sizes, algorithm: Any, roles: Sequence[str]) -> Iterato
 
     The limit is 16 times the estimated error. The largest of all errors is 3 times the estimate,
     10 times on hardware that truncates operands, and 23 times for bfloat16 in the place of TF32.
+
+    Args:
+        sizes: Sizes, of which `product` is used.
+        algorithm: A key of `ALGORITHMS`.
+        roles: Roles in which this device uses it.
+
+    Yields:
+        One row.
     """
     (n, width), rng = sizes.product, np.random.default_rng(0)
     x, y = (unit(rng.standard_normal((n, width))).astype(np.float32) for _ in range(2))
@@ -271,7 +389,15 @@ def check_product(sizes: Sizes, algorithm: Any, roles: Sequence[str]) -> Iterato
 
 
 def check_sweeps(n: int, m: int) -> Iterator[Row]:
-    """Compares a kernel, its int8 copy, and the sums over both with float64."""
+    """Compares a kernel, its int8 kernel, and the sums over both with float64.
+
+    Args:
+        n: Number of rows.
+        m: Number of columns.
+
+    Yields:
+        Two rows for the build and two for the sweeps.
+    """
     (x, y), algorithm = clouds(n, m, WIDTH), device.profile().teacher
     state, ms = timed(build, x, y, algorithm=algorithm, int8=True)
     exact = np.exp(unit(x[::STRIDE]) @ unit(y).T / FIRST_EPSILON)
@@ -296,6 +422,13 @@ def check_plan(sizes: Sizes, int8: bool) -> Iterator[Row]:
     """Solves the teacher's plan, and measures its error in float64.
 
     The error of the affinity in the exponents adds to the tolerance.
+
+    Args:
+        sizes: Sizes, of which `rows` is used.
+        int8: True to use an int8 kernel.
+
+    Yields:
+        One row.
     """
     n, algorithm = sizes.rows, device.profile().teacher
     x, y = clouds(n, n, WIDTH)
@@ -306,7 +439,18 @@ def check_plan(sizes: Sizes, int8: bool) -> Iterator[Row]:
 
 
 def check_loss(sizes: Sizes, n: int, m: int, x64: bool = False, mesh: Any = None) -> Iterator[Row]:
-    """Compares KLOT and its gradient in float32 with float64 on the CPU."""
+    """Compares KLOT and its gradient in float32 with float64 on the CPU.
+
+    Args:
+        sizes: Sizes, whose first loss is the largest problem.
+        n: Number of rows.
+        m: Number of columns.
+        x64: True to enable 64-bit types, in which float32 arrays must stay float32.
+        mesh: Devices that the rows are split over.
+
+    Yields:
+        A row for the value and one for the gradient.
+    """
     exact_value, exact_gradient = exact_loss(n, m, sizes)
     f, g, z, w = features(*sizes.losses[0], sizes)
     arrays = [f[:n], g[:m], z[:n], w[:m]]
@@ -346,6 +490,8 @@ def check_step(sizes: Sizes) -> Iterator[Row]:
 def cases(sizes: Sizes) -> list[functools.partial[Iterator[Row]]]:
     """Returns the checks with their arguments."""
     own, case = device.profile(), functools.partial
+    # Tensor cores have TF32 from capability 8.0 on. The product is shown there even if the library
+    # does not use it, for comparison.
     tensor_cores = own.name.startswith("cuda") and float(own.name.split()[1]) >= 8
     roles = {x: [role for role in device.ROLES if getattr(own, role) == x] for x in ALGORITHMS}
     shown = [x for x in ALGORITHMS if roles[x] or tensor_cores or x == device.HIGHEST]

@@ -17,8 +17,11 @@ from sotalign_jax import checks, crossval, kernels
 from sotalign_jax.heads import AffineMap, Rows
 from sotalign_jax.heads import Teacher as Teacher
 
+# Time grows with the cube of the landmarks. With fewer pairs than this, every pair is a landmark
+# and the solution is exact.
 LANDMARKS = 2000
-"""Most landmarks of a kernel CCA."""
+"""Largest number of landmarks of a kernel CCA."""
+# Smallest eigenvalue that `cca` divides by, so that a ridge of 0 cannot overflow.
 _EIGENVALUE_FLOOR = 1e-6
 _EPS = float(np.finfo(np.float64).eps)
 _Gain = Callable[[np.ndarray], np.ndarray]
@@ -201,8 +204,8 @@ def kernel_cca(
         gamma_y: Bandwidth of the second modality. None chooses it.
         ridge: Ridge of both sides, or one ridge for each. None chooses both.
         power: Power of rho that weighs the directions. None chooses it.
-        landmarks: Most pairs that become landmarks. Time grows with its cube, memory with its
-            square.
+        landmarks: Largest number of pairs that become landmarks. Time grows with its cube, memory
+            with its square.
         dim: Number of directions. None keeps all that the pairs determine.
         seed: Seed of the folds and of the choice of landmarks.
         dtype: Dtype of the teacher's arrays.
@@ -284,7 +287,7 @@ class Canonical(NamedTuple):
     Attributes:
         mean_x: Mean of the first modality.
         mean_y: Mean of the second modality.
-        weights_x: Directions of the first modality, one a column.
+        weights_x: Directions of the first modality, one per column.
         weights_y: Directions of the second modality.
         correlations: Mean of z_xk z_yk over the pairs, for every direction k.
     """
@@ -326,6 +329,7 @@ def canonical_correlations(pairs_x: Rows, pairs_y: Rows, *, ridge: float = 0.0) 
     sides = []
     for name, pairs in (("pairs_x", pairs_x), ("pairs_y", pairs_y)):
         centred, mean = _centred(name, pairs.astype(np.float64))
+        # Divided out, so that the relative ridge of `_rotated` is `ridge` itself.
         spread = math.sqrt(np.mean(np.square(centred)))
         sides.append((mean, spread, centred / (spread * math.sqrt(len(centred)))))
     (mean_x, spread_x, x), (mean_y, spread_y, y) = sides
@@ -347,6 +351,7 @@ def _checked(
     if power is not None:
         checks.at_least(0, power=power)
     pairs_x, pairs_y = checks.pairs(pairs_x, pairs_y, min_rows=2)
+    # Equal rows must fail here, with the name of the argument, and not within a fold.
     for name, pairs in (("pairs_x", pairs_x), ("pairs_y", pairs_y)):
         _centred(name, crossval.unit(pairs))
     return pairs_x, pairs_y, ridges
@@ -409,6 +414,7 @@ def _closed_form(
     weights_x, weights_y, values = _rotated(x, y, gains)
     dim = len(values[:most]) if dim is None else dim
     checks.within(len(values), f"directions that these {len(pairs_x)} pairs determine", dim=dim)
+    # Centring becomes the bias -W mean, so that the maps accept rows as they come.
     W_x, W_y = ((w[:, :dim] * values[:dim] ** power).T for w in (weights_x, weights_y))
     return Teacher(
         map_x=AffineMap(jnp.asarray(W_x, dtype), jnp.asarray(-W_x @ mean_x, dtype), norm="l2"),
@@ -439,11 +445,13 @@ def _rotated(
     """
     weights = []
     for centred, gain in zip((x, y), gains, strict=True):
-        if len(centred) < centred.shape[1]:  # no d x d matrix when rows are fewer
+        # With fewer rows than features, an SVD of the rows avoids the d x d covariance.
+        if len(centred) < centred.shape[1]:
             _, singular, directions = np.linalg.svd(centred, full_matrices=False)
             eigenvalues, basis = np.square(singular), directions.T
         else:
             eigenvalues, basis = np.linalg.eigh(centred.T @ centred)
+        # The rule of numpy.linalg.matrix_rank for directions that are rounding.
         kept = eigenvalues > max(centred.shape) * _EPS * eigenvalues.max()
         weights.append(basis[:, kept] * gain(eigenvalues[kept]))
     left, values, right = np.linalg.svd((x @ weights[0]).T @ (y @ weights[1]), full_matrices=False)

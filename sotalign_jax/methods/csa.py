@@ -44,7 +44,16 @@ class CSA(base.Fitted):
         checks.at_least(0, ridge=self.ridge)
 
     def fit(self, dataset: data.Dataset, *, seed: int, progress: bool = False) -> Heads:
-        """Fits heads whose cosine is CSA's similarity. The seed is not used."""
+        """Fits heads whose cosine is CSA's similarity.
+
+        Args:
+            dataset: The pairs.
+            seed: Not used, because the fit is a closed form.
+            progress: Not used.
+
+        Returns:
+            The heads.
+        """
         found = teachers.canonical_correlations(dataset.pairs_x, dataset.pairs_y, ridge=self.ridge)
         # Correlations are in decreasing order.
         rho = found.correlations[: self.dim]

@@ -126,7 +126,7 @@ def pseudo_labels(
         The labels, shape [n, m], with rows that sum to 1.
 
     Raises:
-        InputError: If `kind` is unknown.
+        InputError: `kind` is unknown.
 
     Example:
         >>> rows = jnp.array([[1.0, 0.0], [1.0, 0.0]])

@@ -99,6 +99,8 @@ class SOTAlign(base.Objective):
                 f"block_size: is {self.block_size} but only divergence 'klot' is streamed, on "
                 "unpaired or all rows; leave it out"
             )
+        # "bistochastic" multiplies KLOT by the rows of a batch, "per_row" SigLIP by its columns.
+        # Either alone changes the balance that alpha was chosen for.
         if self.divergence == "klot" and (self.marginals == "prob") != (self.siglip_norm == "mean"):
             warnings.warn(
                 f"marginals={self.marginals!r} with siglip_norm={self.siglip_norm!r} leaves one "
@@ -112,6 +114,13 @@ class SOTAlign(base.Objective):
 
         Potentials depend on the whole batch. If batches change, a fresh solve with epsilon-scaling
         takes fewer iterations than a solve that starts from earlier potentials.
+
+        Args:
+            data: The training arrays.
+            unpaired_batch: Unpaired rows per step.
+
+        Returns:
+            The potentials of both plans, or an empty dictionary.
         """
         whole = unpaired_batch >= max(len(data.pool_x), len(data.pool_y))
         if self.divergence != "klot" or self.klot_on != "unpaired" or not whole:
@@ -157,6 +166,8 @@ class SOTAlign(base.Objective):
             return losses.infonce_divergence(*affinities, **epsilons), {}, memory
         options: Any = {**epsilons, "marginals": self.marginals, "tolerance": self.tolerance}
         options |= {"max_iterations": self.max_iterations}
+        # Batches of "all" and "crossmodal" mix in other pairs at every step, so that only
+        # "unpaired" has a memory to start from.
         if self.klot_on == "crossmodal":
             value, aux = _klot_crossmodal(f, g, f_star, g_star, **options)
         else:

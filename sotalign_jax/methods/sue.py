@@ -103,10 +103,24 @@ class SUE(base.Fitted):
         checks.within(self.eigenvectors, "eigenvectors", dim=self.dim)
 
     def fit(self, dataset: data.Dataset, *, seed: int, progress: bool = False) -> Heads:
-        """Fits the three stages and returns their heads. Equal seeds give equal heads."""
+        """Fits the three stages. Equal seeds give equal heads.
+
+        Args:
+            dataset: Pairs and pools.
+            seed: Seed of networks and batches.
+            progress: True shows a progress bar.
+
+        Returns:
+            The heads.
+
+        Raises:
+            InputError: There are too few pairs or rows.
+            FloatingPointError: A loss is not finite.
+        """
         pairs, pools = (dataset.pairs_x, dataset.pairs_y), (dataset.pool_x, dataset.pool_y)
         n = len(pairs[0])
         checks.within(n - 1, f"directions that {n} pairs can determine", dim=self.dim)
+        # Both networks learn from all rows of their modality. Only the CCA needs to know the pairs.
         rows = [np.concatenate(parts) for parts in zip(pairs, pools, strict=True)]
         *keys, key_mmd = jax.random.split(jax.random.key(seed), 3)
         with Progress(2 * self.epochs + self.mmd_epochs, "SUE", show=progress) as bar:
@@ -122,6 +136,7 @@ class SUE(base.Fitted):
                 fitted = fit_spectral(fresh, rows[side], self, key=key, report=report(before))
                 spectral.append(fitted)
                 variates.append(outputs(fitted[0], pairs[side]) @ fitted[1])
+            # Two linear maps in a row, the basis of eigenvectors and the variates, become one.
             x, y = (
                 SUEHead(network, Dense.of(basis @ weight, bias))
                 for (network, basis), (weight, bias) in zip(
@@ -170,6 +185,11 @@ class SUE(base.Fitted):
 class Residual(nnx.Module):
     """Residual network z + W_3 relu(W_2 relu(W_1 z)), with biases.
 
+    Args:
+        width: Width of input and output.
+        hidden: Width of the hidden layers.
+        rngs: Source of random keys.
+
     Example:
         >>> Residual(3, 8, rngs=nnx.Rngs(0))(jnp.ones((5, 3))).shape
         (5, 3)
@@ -187,6 +207,11 @@ class Residual(nnx.Module):
 
 class SUEHead(Head):
     """Head residual(network(x) W + b) of a spectral network, canonical variates and a residual.
+
+    Args:
+        network: Spectral network.
+        linear: Map from its outputs to canonical variates.
+        residual: Residual network, or None.
 
     Example:
         >>> network = TanhHead(8, 6, hidden=16, rngs=nnx.Rngs(0))
@@ -218,6 +243,18 @@ class SUEHead(Head):
     def from_options(
         cls, *, d_in: int, d_out: int, outputs: int, residual: int | None, **network: Any
     ) -> "SUEHead":
+        """Builds a head of this structure with arbitrary parameters.
+
+        Args:
+            d_in: Width of the embeddings.
+            d_out: Width of the shared space.
+            outputs: Number of outputs of the spectral network.
+            residual: Width of the residual network's hidden layers. None leaves it out.
+            **network: Other options of the spectral network.
+
+        Returns:
+            The head.
+        """
         rngs = nnx.Rngs(0)
         last = None if residual is None else Residual(d_out, residual, rngs=rngs)
         inner = TanhHead(d_in, outputs, **network, rngs=rngs)
@@ -338,7 +375,7 @@ def fit_spectral(
 
     Raises:
         InputError: There are too few rows.
-        FloatingPointError: If the loss is not finite, or if outputs depend on each other.
+        FloatingPointError: The loss is not finite, or outputs depend on each other.
 
     References:
         U. Shaham et al., "SpectralNet", ICLR 2018.
@@ -524,7 +561,7 @@ def refine(
         The trained network.
 
     Raises:
-        FloatingPointError: If the loss is not finite.
+        FloatingPointError: The loss is not finite.
     """
     graphdef, params = nnx.split(network)
     key, *splits = jax.random.split(key, 3)
@@ -540,6 +577,7 @@ def refine(
     def objective(params: Any, x: Array, y: Array) -> tuple[Array, None]:
         return validate(params, None, x, y), None
 
+    # The default weight decay of PyTorch's AdamW.
     adamw = optax.chain(optax.scale_by_adam(), optax.add_decayed_weights(1e-2))
     pass_over = _pass(objective, validate, adamw, min(options.mmd_batch, *map(len, train)))
     rate = jnp.float32(options.mmd_learning_rate)
@@ -549,6 +587,8 @@ def refine(
         state, loss = pass_over(state, train, val, jax.random.fold_in(key, epoch), rate)
         value = _finite(loss, "mmd", epoch, "mmd_learning_rate")
         report(epoch, value)
+        # The last epoch may overfit the training rows, so that the best one is kept. Before the
+        # first epoch nothing was measured.
         if value < least:
             # The next step donates the buffers of `state`.
             best, least = jax.tree.map(jnp.copy, state[0]), value

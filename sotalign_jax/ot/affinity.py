@@ -165,7 +165,15 @@ def cosine(
 
 
 def check_affinity(name: str, k: ArrayLike) -> None:
-    """Raises InputError unless `k` is a non-empty real matrix."""
+    """Checks that an affinity is a non-empty real matrix.
+
+    Args:
+        name: Name of the argument for error messages.
+        k: The affinity.
+
+    Raises:
+        InputError: It is not.
+    """
     shape = np.shape(k)
     if len(shape) != 2 or 0 in shape:
         raise checks.InputError(f"{name}: has shape {shape}; pass a non-empty matrix [n, m]")
@@ -174,7 +182,15 @@ def check_affinity(name: str, k: ArrayLike) -> None:
 
 
 def check_affinities(k: ArrayLike, k_star: ArrayLike) -> None:
-    """Raises InputError unless both are matrices of one shape."""
+    """Checks that two affinities are matrices of one shape.
+
+    Args:
+        k: Student affinity.
+        k_star: Teacher affinity.
+
+    Raises:
+        InputError: They are not.
+    """
     check_affinity("K", k)
     check_affinity("K_star", k_star)
     if np.shape(k) != np.shape(k_star):
@@ -185,7 +201,17 @@ def check_affinities(k: ArrayLike, k_star: ArrayLike) -> None:
 
 
 def check_features(f: ArrayLike, g: ArrayLike, f_star: ArrayLike, g_star: ArrayLike) -> None:
-    """Raises InputError unless student and teacher embed the same rows, each in one space."""
+    """Checks that student and teacher embed the same rows, each in one space.
+
+    Args:
+        f: Student features of the rows.
+        g: Student features of the columns.
+        f_star: Teacher features of the rows.
+        g_star: Teacher features of the columns.
+
+    Raises:
+        InputError: Numbers of rows or widths differ.
+    """
     for name, student, teacher in (("f", f, f_star), ("g", g, g_star)):
         check_affinity(name, student)
         check_affinity(f"{name}_star", teacher)

@@ -16,6 +16,7 @@ from jaxtyping import Array, Float, Int
 
 from sotalign_jax.ot import affinity
 
+# More steps cost memory and products in every sweep. Fewer accelerate less.
 MEMORY = 12
 """Number of past steps that are combined."""
 PLAIN_STEPS = 4

@@ -87,15 +87,42 @@ class Block(NamedTuple):
     fresh: Bool[Array, " size"]
 
     def of(self, x: Array) -> Array:
-        """Returns these rows of x."""
+        """Returns these rows of x.
+
+        Args:
+            x: Array with rows first.
+
+        Returns:
+            The rows.
+
+        Example:
+            >>> Block(jnp.int32(1), 2, jnp.ones(2, bool)).of(jnp.arange(4)).tolist()
+            [1, 2]
+        """
         return jax.lax.dynamic_slice_in_dim(x, self.start, self.size)
 
     def put(self, x: Array, rows: Array) -> Array:
-        """Returns x with these rows replaced."""
+        """Returns x with these rows replaced.
+
+        Args:
+            x: Array with rows first.
+            rows: New rows, one for each row of the block.
+
+        Returns:
+            The new array. Inside a loop XLA updates x in place.
+        """
         return jax.lax.dynamic_update_slice_in_dim(x, rows, self.start, 0)
 
     def add(self, x: Array, rows: Array) -> Array:
-        """Returns x with these rows added."""
+        """Returns x with other rows added to these rows.
+
+        Args:
+            x: Array with rows first.
+            rows: Rows to add, one for each row of the block.
+
+        Returns:
+            The new array.
+        """
         return self.put(x, self.of(x) + rows)
 
 
@@ -120,6 +147,10 @@ def over_rows(
 
     Returns:
         The last carry.
+
+    Example:
+        >>> over_rows(5, 2, lambda block, total: total + jnp.sum(block.fresh), 0).item()
+        5
     """
     first, count = (0, n) if part is None else part
     size = min(count, size)

@@ -66,7 +66,7 @@ class _Options(NamedTuple):
         max_iterations: Number of sweeps at which a solve stops.
         sums: Precision of sums over a kernel.
         algorithms: Profile whose fields are the algorithms of the products by role.
-        storage: N x m arrays that are kept.
+        storage: Arrays of n x m entries that are kept.
     """
 
     max_iterations: int
@@ -81,7 +81,16 @@ class _Options(NamedTuple):
         precision: jax.lax.PrecisionLike = None,
         storage: blocks.Storage | None = None,
     ) -> _Options:
-        """Returns the options of this device. A given precision is that of all products."""
+        """Builds the options for this device.
+
+        Args:
+            max_iterations: Number of sweeps at which a solve stops.
+            precision: Precision of all products. None takes the device's own.
+            storage: Arrays that are kept. None stores both kernels.
+
+        Returns:
+            The options.
+        """
         own, storage = device.profile(), storage or blocks.Storage()
         if precision is None:
             return cls(max_iterations, affinity.HIGHEST, own, storage)
@@ -247,7 +256,17 @@ class _Solved(NamedTuple):
     scalings: Scalings
 
     def measured(self, rows: Array, columns: Array, weights: Any, tolerance: Array) -> Scalings:
-        """Returns the scalings with the error of the plan that was multiplied, given its sums."""
+        """Returns the scalings with the error of the plan that was multiplied.
+
+        Args:
+            rows: Row sums of the plan.
+            columns: Column sums of this device's rows.
+            weights: Weights of rows and columns.
+            tolerance: Marginal error that was asked for.
+
+        Returns:
+            The scalings.
+        """
         (a, b), axes = weights, self.kernel.axes
         # Row sums are complete on their device. Column sums are partial.
         in_rows = sharding.psum(jnp.sum(jnp.abs(rows - a)), axes)
@@ -478,7 +497,11 @@ def total_mass(marginals: str, n: int, m: int, log_a: Array | None = None) -> An
         The mass, by which value and gradient are multiplied.
 
     Raises:
-        InputError: If `marginals` is unknown, or "bistochastic" with n != m.
+        InputError: `marginals` is unknown, or "bistochastic" with n != m.
+
+    Example:
+        >>> total_mass("bistochastic", 5, 5)
+        5
     """
     checks.choice("marginals", marginals, MARGINALS)
     if marginals == "prob":

@@ -66,6 +66,9 @@ def mesh_of(*arrays: Array) -> Iterator[None]:
     """Puts the mesh of the arrays in context, unless there is one already.
 
     It works inside `jit` as well, because the type of an array names its mesh.
+
+    Args:
+        *arrays: Arrays, which may be split over a mesh.
     """
     meshes = [jax.typeof(x).sharding.mesh for x in arrays]
     found = [mesh for mesh in meshes if not mesh.empty]
@@ -275,22 +278,53 @@ def vary_alike(tree: Any) -> Any:
 
 
 def size(axes: Axes) -> int:
-    """Returns the number of devices."""
+    """Returns the number of devices.
+
+    Args:
+        axes: Axes of the mesh, empty for one device.
+
+    Returns:
+        The number.
+    """
     return jax.lax.axis_size(axes) if axes else 1
 
 
 def all_gather(x: Array, axes: Axes) -> Array:
-    """Gathers the rows of all devices."""
+    """Gathers the rows of all devices.
+
+    Args:
+        x: Rows of this device.
+        axes: Axes of the mesh, empty for one device.
+
+    Returns:
+        The rows of all devices, on every device.
+    """
     return jax.lax.all_gather(x, axes, tiled=True) if axes else x
 
 
 def psum(x: Array, axes: Axes) -> Array:
-    """Sums x over devices."""
+    """Sums x over devices.
+
+    Args:
+        x: Array of this device.
+        axes: Axes of the mesh, empty for one device.
+
+    Returns:
+        The sum, on every device.
+    """
     return jax.lax.psum(x, axes) if axes else x
 
 
 def pmax(x: Array, axes: Axes) -> Array:
-    """Returns the maximum of x over devices."""
+    """Computes the maximum of x over devices.
+
+    Args:
+        x: Array of this device.
+        axes: Axes of the mesh, empty for one device.
+
+    Returns:
+        The maximum of every entry, on every device.
+    """
     return jax.lax.pmax(x, axes) if axes else x
 
 
@@ -384,6 +418,9 @@ class SplitRows:
             read: Maps row numbers to rows.
             shape: Shape of the whole array without padding.
             mesh: Devices to split over.
+
+        Returns:
+            The placed rows.
         """
         size, *width = shape
         padded = _padded(size, mesh)
@@ -398,7 +435,15 @@ class SplitRows:
 
     @classmethod
     def shape(cls, x: jax.ShapeDtypeStruct, mesh: Mesh) -> "SplitRows":
-        """Returns the shape of the result of `place`, for ahead-of-time compilation."""
+        """Returns the shape of the result of `place`, for ahead-of-time compilation.
+
+        Args:
+            x: Shape and type of the whole array without padding.
+            mesh: Devices to split over.
+
+        Returns:
+            A `SplitRows` of shapes.
+        """
         size = _padded(len(x), mesh), *x.shape[1:]
         whole: Any = jax.ShapeDtypeStruct(size, x.dtype, sharding=split_rows(mesh))
         return cls(whole, len(x))
@@ -414,7 +459,14 @@ def _padded(size: int, mesh: Mesh) -> int:
 
 
 def trim(tree: Any) -> Any:
-    """Replaces every `SplitRows` of a tree by its rows."""
+    """Replaces every `SplitRows` of a tree by its rows, inside `jit`.
+
+    Args:
+        tree: Pytree of arrays.
+
+    Returns:
+        The pytree without padding.
+    """
 
     def split(x: Any) -> bool:
         return isinstance(x, SplitRows)

@@ -47,8 +47,8 @@ class Plan:
         centred_u: The rest of u. It is -inf where a weight is zero.
         centred_v: The rest of v. It is -inf where a weight is zero.
         epsilon: Regularisation.
-        error: Max(||P 1 - a||_1, ||P^T 1 - b||_1) of `matrix()` for weights of mass 1, plus a bound
-            on the rounding of exponents. It is infinite if there is no plan.
+        error: The larger of ||P 1 - a||_1 and ||P^T 1 - b||_1 of `matrix()` for weights of mass 1,
+            plus a bound on the rounding of exponents. It is infinite if there is no plan.
         iterations: Number of sweeps.
         converged: True if the error is at most the tolerance.
 
@@ -287,7 +287,16 @@ _NOT_DIFFERENTIABLE = (
 
 
 def check_limits(*, max_iterations: int, tolerance: Any, **epsilons: Any) -> None:
-    """Raises InputError unless the limits of a solve are valid."""
+    """Checks the limits of a solve.
+
+    Args:
+        max_iterations: Number of sweeps at which a solve stops, known at trace time.
+        tolerance: Marginal error at which a solve stops.
+        **epsilons: Regularisations by the names of their arguments.
+
+    Raises:
+        InputError: One of them is invalid.
+    """
     checks.static(max_iterations=max_iterations)
     checks.whole(1, most=2**31 - 1, max_iterations=max_iterations)  # counted in int32
     checks.at_least(0, tolerance=tolerance)

@@ -139,7 +139,7 @@ class Scalings(NamedTuple):
     Attributes:
         u: Row log-scalings.
         v: Column log-scalings.
-        error: Max(||P 1 - a||_1, ||P^T 1 - b||_1) for marginals of mass 1.
+        error: The larger of ||P 1 - a||_1 and ||P^T 1 - b||_1, for marginals of mass 1.
         iterations: Number of sweeps.
         converged: True if the error is at most the tolerance.
     """
@@ -151,7 +151,15 @@ class Scalings(NamedTuple):
     converged: Bool[Array, ""]
 
     def measured(self, error: Array, tolerance: Any) -> "Scalings":
-        """Replaces the error by that of the plan itself, unless the solve failed."""
+        """Replaces the error by that of the plan itself, unless the solve failed.
+
+        Args:
+            error: Error of the plan.
+            tolerance: Marginal error that was asked for.
+
+        Returns:
+            The scalings with the new error and its verdict.
+        """
         solved = jnp.isfinite(error) & jnp.isfinite(self.error)
         error = jnp.where(solved, error, jnp.inf)
         return self._replace(error=error, converged=error <= tolerance)
@@ -235,6 +243,7 @@ def _evaluate(problem: _Problem, y: Array, s: Array, t: Array) -> tuple[_Point, 
     """
     live, b = problem.live, problem.b
     x = -jnp.log(s)
+    # Drift and column sums travel in one all-reduce, which is the only one of a sweep.
     row_drift = jnp.max(jnp.where(problem.live_rows, jnp.abs(x), 0.0))
     t, row_drift = sharding.psum_and_pmax(t, row_drift, problem.kernel.axes)
     # A column that underflowed cannot be scaled, however little it adds to the error.
@@ -422,6 +431,8 @@ def _level(problem: _Problem, progress: _Progress) -> _Progress:
         found = _search(problem, sweep, zero, progress.iterations, **limits)
     best, stalled = found.best, _stalled(problem, found, goal)
     failed, spent = ~jnp.isfinite(best.error), found.iterations >= budget
+    # At the last epsilon, a stalled search that came down the levels starts again from the
+    # potentials of textbook Sinkhorn. At a larger epsilon it is enough to go on.
     again = last & ~progress.plain & ~spent & stalled
     finished = ~failed & ((best.error <= goal) | spent | (stalled & ~last))
     down, end = finished & ~last, finished & last
@@ -431,6 +442,7 @@ def _level(problem: _Problem, progress: _Progress) -> _Progress:
 
     # A loop of at most one turn works in place, where a condition would copy the kernel.
     state = jax.lax.fori_loop(0, down.astype(jnp.int32), lower, progress.kernel)
+    # An unfinished search is built again around its best point, whose scalings become potentials.
     moved = jnp.where(again, problem.start_q, state.q + best.following)
     state = state._replace(
         q=jnp.where(finished, state.q, moved),
