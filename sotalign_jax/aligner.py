@@ -341,6 +341,7 @@ def align(
     """
     gallery = val if isinstance(val, data.Gallery) or val is None else data.gallery(*val)
     dataset = data.dataset(pairs, x=x, y=y, val=gallery)
+    # Empty arrays are probably a mistake, and must not silently turn into supervised training.
     if not (x is None and y is None) and not (len(dataset.pool_x) or len(dataset.pool_y)):
         raise checks.InputError(
             "x, y: both have no rows; pass unpaired rows, or neither to train on the pairs alone"

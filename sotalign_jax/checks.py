@@ -287,6 +287,7 @@ def features(name: str, x: Any, *, ndim: int = 2, width: int | None = None) -> j
     sotalign_jax.checks.InputError: y has width 2 but must have width 4; map both modalities into
     the shared space first
     """
+    # Features are outputs of heads: unlike embeddings they may be on a device, and zero.
     out = jnp.asarray(x)
     if out.ndim != ndim or 0 in out.shape or not jnp.issubdtype(out.dtype, jnp.floating):
         raise InputError(
@@ -341,6 +342,7 @@ def pairs(
     sotalign_jax.checks.InputError: pairs_y has 4 rows but pairs_x has 3; row i of one must belong
     to row i of the other
     """
+    # Numbers of rows are compared first, because reading the values of large files takes long.
     x, y = array(names[0], x), array(names[1], y)
     if x.ndim == y.ndim == 2 and len(x) != len(y):
         problem = f"{names[1]} has {len(y)} rows but {names[0]} has {len(x)}"

@@ -139,6 +139,7 @@ def folds(shuffled: Int[np.ndarray, " n"], *, seed: int = 0) -> list[Fold]:
     >>> [len(fold.held) for fold in folds(np.arange(900))[:3]]
     [300, 300, 300]
     """
+    # Few pairs give noisy scores, which more repetitions average out.
     rng, n = np.random.default_rng(seed), len(shuffled)
     made = []
     for _ in range(min(max(1, round(_SCORED / n)), _REPETITIONS)):
@@ -384,6 +385,7 @@ class Search:
         def means(point: tuple[int, ...]) -> np.ndarray:
             return self._table(at(point), powers).mean(axis=1)
 
+        # All powers of a point share one eigendecomposition, so that they need no axis.
         best = climb(lambda p: means(p).max(), starts, moves, tuple(map(len, axes)))
         return at(best)._replace(power=powers[int(means(best).argmax())])
 

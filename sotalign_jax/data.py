@@ -83,6 +83,7 @@ def owners(n: int, m: int, x_of_y: ArrayLike | None) -> Int[np.ndarray, " m"]:
             f"gallery y has {m} rows but gallery x has {n}; pass x_of_y unless row i matches row i"
         )
     index = row_labels("x_of_y", np.arange(n) if x_of_y is None else x_of_y, m, below=n)
+    # A query without a match would count as a miss in every metric.
     orphans = np.flatnonzero(np.bincount(index, minlength=n) == 0)
     if orphans.size:
         raise checks.InputError(
@@ -115,6 +116,7 @@ def row_labels(name: str, values: ArrayLike, count: int, *, below: int) -> Int[n
             f"{name} has shape {index.shape} and dtype {index.dtype}; "
             f"pass {count} integers, one per row"
         )
+    # numpy would take negative numbers for rows from the end.
     if count and not (index.min() >= 0 and index.max() < below):
         raise checks.InputError(
             f"{name} must be in 0..{below - 1}, got values from {index.min()} to {index.max()}"
@@ -279,6 +281,7 @@ def dataset(
             f"pairs must be (A, B), where A[i] belongs to B[i], got {type(pairs).__name__}"
         )
     pairs_x, pairs_y = checks.pairs(*pairs, min_rows=checks.MIN_PAIRS)
+    # A missing pool is empty but has a width, so that all code downstream treats it alike.
     pool_x, pool_y = (
         checks.rows(
             name,
@@ -555,6 +558,8 @@ def semi_supervised(
         groups=groups[rows],
     )
     pairs, (own_x, own_y) = rows[chosen.pairs], (rows[chosen.x], rows[chosen.y])
+    # SOTAlign needs both pools. The pairs' own rows are unpaired data, too, if there is nothing
+    # else.
     if (held_out is not None or any(outside)) and n_unpaired is None:
         own_x, own_y = (own if len(own) else pairs for own in (own_x, own_y))
     pools: list[np.ndarray | files.MappedRows] = []

@@ -189,6 +189,7 @@ def sliced_wasserstein(x: Rows, y: Rows, *, projections: int | Array = 500, seed
         X. Liu et al., "Linear spherical sliced optimal transport", ICLR 2025.
     """
     _check_sets(x, y)
+    # Given planes allow an exact comparison with another implementation.
     if isinstance(projections, int | np.integer):
         checks.whole(1, projections=projections)
         planes = _random_planes(jax.random.key(seed), projections, x.shape[1])

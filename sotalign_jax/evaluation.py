@@ -176,6 +176,7 @@ def ranks(
     y = checks.features("y", y, width=x.shape[1]).astype(jnp.float32)
     owner = data.owners(len(x), len(y), x_of_y)
     checks.whole(1, block_size=block_size)
+    # A missing bias is zeros, so that plain and calibrated ranks share one compiled program.
     biases = _bias("bias_x", bias_x, len(x)), _bias("bias_y", bias_y, len(y))
     return Ranks(*jax.device_get(match_ranks(x, y, owner, *biases, block_size=block_size)))
 
@@ -251,6 +252,7 @@ def _best_ranks(
 
     def ranks(block: blocks.Block, out: Array) -> Array:
         scores = affinity.dot(block.of(queries), keys.T) + bias
+        # Several keys may match, such as five captions: the best of them counts.
         matches = jnp.where(block.of(query_id)[:, None] == key_id[None, :], scores, -jnp.inf)
         best = matches.max(axis=1, keepdims=True)
         at = matches.argmax(axis=1, keepdims=True)  # the lowest index among equal maxima

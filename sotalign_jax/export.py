@@ -282,6 +282,7 @@ def to_onnx(
     path = pathlib.Path(path).expanduser()
     if path.suffix != ".onnx":
         raise checks.InputError(f"path is {path}; pass a file name that ends in .onnx")
+    # Imported here, because most users never export.
     onnx = checks.require("onnx", extra="onnx")
     made = to_numpy(heads, calibration)
     files = path.with_stem(f"{path.stem}_x"), path.with_stem(f"{path.stem}_y")
@@ -369,6 +370,7 @@ def index(
     forward = direction == "x_to_y"
     own, other = (heads.x, heads.y) if forward else (heads.y, heads.x)
     keys = evaluation.embed(other, checks.rows("gallery", gallery, width=other.d_in))
+    # The bias becomes another coordinate, since an index knows inner products only.
     if calibration is not None:
         bias = calibration.y(keys) if forward else calibration.x(keys)
         keys = np.hstack([keys, bias[:, None].astype(keys.dtype)])

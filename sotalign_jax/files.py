@@ -216,6 +216,7 @@ def _load_safetensors(file: pathlib.Path, key: str | None) -> np.ndarray:
                 f"{file}: dtype {entry['dtype']} is not supported; convert to one of {known}"
             )
         shape, (begin, end) = tuple(entry["shape"]), entry["data_offsets"]
+        # A damaged header must not map bytes of another tensor.
         inside = 0 <= begin <= end and all(width >= 0 for width in shape)
         if not inside or end - begin != dtype.itemsize * math.prod(shape):
             raise ValueError("its header contradicts itself")

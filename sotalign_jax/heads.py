@@ -265,6 +265,7 @@ class _Network(Head):
     ):
         self.d_in, self.d_out, self.norm = d_in, d_out, norm or self.usual_norm
         self.hidden = self.usual_hidden(d_in) if hidden is None else hidden
+        # The input's scale and shift are constants at the start, and draw no random numbers.
         self.input = InputNorm(d_in, norm=self.norm, dtype=dtype)
         self.draw(functools.partial(Dense, dtype=dtype, rngs=rngs))
 

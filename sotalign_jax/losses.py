@@ -271,6 +271,7 @@ def _both_directions(
 ) -> Array:
     """Computes 1/2 [loss(f, [g; negatives_g]) + loss(g, [f; negatives_f])]."""
 
+    # Pairs come first, so that positives stay on the diagonal.
     def joined(paired: Array, unpaired: Array | None) -> Array:
         if unpaired is None:
             return paired

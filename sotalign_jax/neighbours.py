@@ -75,6 +75,7 @@ def nearest(
     checks.choice("skip", skip, ("none", "equal", "itself"))
     checks.whole(1, block_size=block_size)
     checks.within(len(keys), "keys", k=k)
+    # `over_rows` needs at least one row.
     if not len(queries):
         return Neighbours(jnp.zeros((0, k)), jnp.zeros((0, k), jnp.int32))
     for name, rows in (("queries", queries), ("keys", keys)):
@@ -82,6 +83,7 @@ def nearest(
             raise checks.InputError(f"{name} contain NaN or inf; remove such rows")
     bias = None if bias is None else jnp.asarray(bias)
     found = top_k(queries, keys, k, bias=bias, skip=skip, block_size=block_size)
+    # Whether k keys are left after `skip` is known only once they are compared.
     usable = np.asarray((found.indices >= 0).sum(axis=1))
     if usable.min() < k:
         raise checks.InputError(
@@ -132,8 +134,10 @@ def top_k(
             if bias is not None:
                 cosines = cosines + block.of(bias).astype(dtype)
             cosines = jnp.where(usable, cosines, -jnp.inf)
+            # The best k so far and a block of new scores compete for the k places.
             # `lax.top_k` prefers the first of equal scores, and earlier keys come first.
             scores, place = jax.lax.top_k(jnp.concatenate([best.scores, cosines], axis=1), k)
+            # The minimum keeps the index in range where a new score wins and `kept` is not used.
             kept = jnp.take_along_axis(best.indices, jnp.minimum(place, k - 1), axis=1)
             added = (block.start + place - k).astype(jnp.int32)
             return Neighbours(scores, jnp.where(place < k, kept, added))
@@ -141,6 +145,7 @@ def top_k(
         shape = block.size, k
         nothing = Neighbours(jnp.full(shape, -jnp.inf, dtype), jnp.full(shape, -1, jnp.int32))
         scores, indices = blocks.over_rows(len(keys), block_size, merge, nothing)
+        # A skipped key may still take a place if fewer than k are left.
         indices = jnp.where(jnp.isneginf(scores), -1, indices)
         return Neighbours(block.put(table.scores, scores), block.put(table.indices, indices))
 

@@ -127,6 +127,7 @@ def load(path: str | os.PathLike[str]) -> Parts:
 
 def _check_free(path: pathlib.Path, overwrite: bool) -> None:
     """Raises InputError unless a folder is free, or holds an aligner that may be replaced."""
+    # A file at the path counts as an entry that does not belong to an aligner.
     entries = path.iterdir() if path.is_dir() else filter(pathlib.Path.exists, [path])
     names = {entry.name for entry in entries}
     if strangers := sorted(names - {_DESCRIPTION, _TENSORS, _CALIBRATION}):
@@ -164,6 +165,7 @@ def _find(path: str | os.PathLike[str]) -> pathlib.Path:
     folder = given if (given / _DESCRIPTION).exists() else given / FOLDER
     if (folder / _DESCRIPTION).exists():
         return folder
+    # The path may be a folder of several runs. The message then names them.
     below = sorted(given.glob(f"*/{FOLDER}/{_DESCRIPTION}"))
     runs = ", ".join(str(file.parents[1]) for file in below)
     raise checks.InputError(

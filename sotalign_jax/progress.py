@@ -154,6 +154,7 @@ class Progress(Observer):
         done = f"{self._title}: {self._step}/{self._total} {self._unit}".rstrip()
         if self._step <= first:
             return done, text
+        # Measured from the first step that returned, because that one includes compilation.
         speed = (self._step - first) / max(time.monotonic() - since, 1e-9)
         left = tqdm.tqdm.format_interval((self._total - self._step) / speed)
         rate = f"{speed:.3g} {self._unit}/s" if self._rate else ""

@@ -197,6 +197,8 @@ def default(
         unpaired = len(dataset.pool_x) or len(dataset.pool_y)
         method = methods.SOTAlign(alpha=alpha) if unpaired else methods.SAIL()
     linear = isinstance(method, Objective) and method.head == "linear"
+    # Heads can start at the teacher only if they are linear, and if they see the same features as
+    # the teacher.
     if start is None:
         kernel = features is None or teacher is None or _is_kernel(teacher)
         start = usual.start if linear and kernel else "random"
@@ -417,10 +419,12 @@ def _start(recipe: Recipe, dataset: data.Dataset, teacher: Teacher | None) -> He
         return None
     assert method is None or isinstance(method, Objective)
     widths = dataset.pairs_x.shape[1], dataset.pairs_y.shape[1]
+    # Without a method the model is the teacher itself, as linear heads that start at it.
     kind = "linear" if method is None else recipe.head or method.head
     with checks.naming("heads: "):
         if method is None or recipe.start == "teacher":
             assert teacher is not None
+            # Rows that were mapped to kernel features are in the shared space already.
             if teacher.map_x is None and kind == "linear":
                 return heads.identity_heads(teacher.dim)
             dim = teacher.dim if recipe.dim is None else recipe.dim
@@ -537,6 +541,7 @@ def calibrate(
         kept = np.sort(rng.permutation(len(rows))[:CALIBRATED_BY])
         features.append(evaluation.embed(head, np.asarray(rows[kept])))
     val = dataset.val
+    # Epsilons are scales, whose middle is the geometric mean.
     if val is None or len(epsilons) == 1:
         epsilons = [float(np.exp(np.mean(np.log(epsilons))))] if len(epsilons) > 1 else epsilons
         return calibration.calibrate(*features, epsilon=epsilons[0], sample=CALIBRATED_BY)

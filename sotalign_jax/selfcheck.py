@@ -97,7 +97,8 @@ class Sizes(NamedTuple):
     widths: tuple[int, int]
 
 
-# Odd sizes leave a last block that overlaps, and 24,576 columns exceed the tile of any device.
+# Blocks of 512 rows divide 2,048 rows, and no other number here: their last block overlaps the one
+# before. The third kernel is much wider than high.
 KERNELS, LOSSES = ((2048, 2048), (4099, 4099), (700, 24_576)), ((2048, 2048), (2039, 701))
 CPU = Sizes(2**24, (1024, 512), KERNELS, LOSSES, 2048, (128, 256))
 ACCELERATOR = Sizes(2**28, (8192, 1024), KERNELS, LOSSES, 4096, (1024, 2048))
@@ -130,7 +131,7 @@ def clouds(n: int, m: int, width: int, seed: int = 0) -> list[np.ndarray]:
     Returns:
         Both clouds, in float32.
     """
-    # Variances fall as 1/k, similar to the principal components of real embeddings.
+    # Variances fall as 1/k, so that a few directions carry most of the variance.
     rng, scales = np.random.default_rng(seed), np.arange(1, width + 1, dtype=np.float32) ** -0.5
     mean = 0.5 * scales * rng.standard_normal(width, np.float32)
     return [mean + scales * rng.standard_normal((rows, width), np.float32) for rows in (n, m)]
@@ -271,6 +272,7 @@ def exact_loss(n: int, m: int, sizes: Sizes) -> tuple[Any, list[Any]]:
         The value, and the gradients in f and g.
     """
     cpu, largest = jax.devices("cpu")[0], sizes.losses[0]
+    # The profile of the CPU, because storage and algorithms are chosen while a function is traced.
     with jax.enable_x64(True), jax.default_device(cpu), device.compiling_for(device.profile(cpu)):
         arrays = [jnp.asarray(x, jnp.float64) for x in features(*largest, sizes)]
         log_a = np.where(np.arange(largest[0]) < n, 0.0, -np.inf)
@@ -456,6 +458,7 @@ def check_loss(sizes: Sizes, n: int, m: int, x64: bool = False, mesh: Any = None
     arrays = [f[:n], g[:m], z[:n], w[:m]]
     if mesh is not None:
         arrays = jax.device_put(arrays, sharding.split_rows(mesh))
+    # With x64 enabled, a stray float64 constant would widen the result.
     with jax.enable_x64(x64):
         ((value, _), gradient), ms = timed(loss_and_gradient, *arrays)
     dtypes = {str(x.dtype) for x in (value, *gradient)}
@@ -578,6 +581,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                 if not args.json:
                     print(line(row), flush=True)
     ok = all(row.ok for row in rows)
+    # JSON comes in one piece at the end, so that a program can parse all of stdout.
     if args.json:
         print(json.dumps(found | {"rows": [as_json(row) for row in rows], "ok": ok}, indent=1))
     return 0 if ok else 1

@@ -118,6 +118,7 @@ def cca(
     def gain(eigenvalues: np.ndarray) -> np.ndarray:
         return 1.0 / np.sqrt(np.maximum(eigenvalues + ridge, _EIGENVALUE_FLOOR))
 
+    # Scaling the rows scales their covariances: (A / sqrt(n - 1))^T (A / sqrt(n - 1)).
     scale = 1.0 / math.sqrt(max(len(pairs_x) - 1, 1)) if cov_normalize else 1.0
     options: dict[str, Any] = {"dim": dim, "renorm": renorm, "scale": scale, "power": power}
     return _closed_form(pairs_x, pairs_y, (gain, gain), **options, dtype=dtype)
@@ -275,6 +276,7 @@ def best_cca(
     """
     A, B, _ = _checked(pairs_x, pairs_y, None, None)
     options = crossval.choose(A, B, "best", seed=seed)
+    # Options without a bandwidth are those of a linear CCA.
     if options.gamma_x is None:
         return _relative_cca(A, B, options, dim=dim, dtype=dtype)
     sizes = {"landmarks": LANDMARKS, "dim": dim, "seed": seed, "dtype": dtype}

@@ -337,6 +337,7 @@ def _program(
         teacher: Teacher | None,
         key: Array | None = None,
     ) -> tuple[TrainState, dict[str, Array]]:
+        # The type is known at trace time: a run compiles one of both branches.
         if isinstance(batches, sampling.Batch):
             batch = sharding.trim(batches)
         else:
@@ -350,6 +351,7 @@ def _program(
         (loss, (metrics, memory)), gradient = jax.value_and_grad(objective, has_aux=True)(
             state.params
         )
+        # Named scopes show up in profiles of a step.
         with jax.named_scope("optimizer"):
             updates, opt_state = optimizer.update(gradient, state.opt_state, state.params)
             params = optax.apply_updates(state.params, updates)
@@ -438,6 +440,7 @@ def fit(
         state, best = resume(Snapshot(state, best)) or Snapshot(state, best)
     if int(state.step) == 0 and dataset.val is not None:
         best = _select(graphdef, state, best, 0, dataset.val, {})
+    # Only now, because `resume` and the first validation work on arrays of one device.
     if mesh is not None:
         state, teacher = sharding.replicate((state, teacher), mesh)
     step = make_step(method, heads, config, mesh)
@@ -483,6 +486,7 @@ def _on_device(
         )
     if asked is not None:
         return asked
+    # Half of the memory is left to the kernels and plans of a step.
     host = place(dataset, pools=method.pools, on_device=False)
     return mesh is None and _fits_in_memory(jax.tree.leaves(host))
 

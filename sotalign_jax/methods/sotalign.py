@@ -222,12 +222,14 @@ def _klot_crossmodal(
         return jnp.repeat(jnp.array(logs, f.dtype), np.array([pairs, rest]))
 
     solve = functools.partial(sinkhorn, tolerance=tolerance, max_iterations=max_iterations)
+    # T is block-diagonal: pairs to themselves, unpaired rows by the teacher's plan.
     target = solve(affinity.cosine(*jax.lax.stop_gradient((f_star, g_star))), epsilon=epsilon_star)
     t = jax.scipy.linalg.block_diag(
         jnp.eye(pairs, dtype=f.dtype) * (share / pairs), (1 - share) * target.matrix()
     )
     k = affinity.cosine(f, g, precision=device.profile().student)
     log_a, log_b = map(weights, unpaired)
+    # The plan is a constant: the surrogate below carries the gradient (Danskin's theorem).
     plan = solve(jax.lax.stop_gradient(k), epsilon=epsilon, log_a=log_a, log_b=log_b)
     log_p = plan.log_matrix()
     value = jnp.sum(jax.scipy.special.xlogy(t, t) - t * log_p)

@@ -96,6 +96,8 @@ class SUE(base.Fitted):
         checks.whole(0, mmd_epochs=self.mmd_epochs, patience=self.patience)
         checks.whole(2, batch=self.batch, mmd_batch=self.mmd_batch)
         checks.positive(learning_rate=self.learning_rate, mmd_learning_rate=self.mmd_learning_rate)
+        # Limits between options: ranks within a neighbourhood, and at most as many orthonormal
+        # columns as a batch has rows.
         near = "rows in a row's neighbourhood, itself counted"
         checks.within(self.neighbours + 1, near, scale_neighbour=self.scale_neighbour)
         over = "rows in a batch, over which they are orthonormal"
@@ -497,6 +499,7 @@ def _batches(key: Array, n: int, size: int) -> Array:
 def _blocks(rows: Array, most: int) -> Array:
     """Splits rows into blocks of at most `most` rows, without the remainder."""
     size = min(most, len(rows))
+    # Equal shapes for `scan` and `map`. The remainder is another one in every epoch.
     steps = len(rows) // size
     return rows[: steps * size].reshape(steps, size, *rows.shape[1:])
 
@@ -587,8 +590,7 @@ def refine(
         state, loss = pass_over(state, train, val, jax.random.fold_in(key, epoch), rate)
         value = _finite(loss, "mmd", epoch, "mmd_learning_rate")
         report(epoch, value)
-        # The last epoch may overfit the training rows, so that the best one is kept. Before the
-        # first epoch nothing was measured.
+        # The last epoch may overfit the training rows, so that the best one is kept.
         if value < least:
             # The next step donates the buffers of `state`.
             best, least = jax.tree.map(jnp.copy, state[0]), value

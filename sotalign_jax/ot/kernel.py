@@ -394,6 +394,8 @@ class Kernel(NamedTuple):
             Both blocks, shape [size, m].
         """
         weights = jnp.where(block.fresh, block.of(a), 0.0)
+        # log(P / (a b)) = log A + x + y. A stored kernel takes the logarithm of its entries, and
+        # a streamed one has the exponents at hand.
         if self.stored:
             rows, x, y = block.of(state.matrix), block.of(state.x), state.y
             logs = jnp.log(jnp.where(rows > 0, rows, 1.0)) + x[:, None] + y[None, :]

@@ -94,6 +94,7 @@ class _Options(NamedTuple):
         own, storage = device.profile(), storage or blocks.Storage()
         if precision is None:
             return cls(max_iterations, affinity.HIGHEST, own, storage)
+        # A user who asks for a precision gets it in every role, sums included.
         same: Any = dict.fromkeys(device.ROLES, precision)
         return cls(max_iterations, precision, own._replace(**same), storage)
 
@@ -379,8 +380,10 @@ def _divergence(
     """
     (a, b), state = weights, student.state
     cosines: Any = student.kernel.affinity
+    # Potentials of rows and columns of weight zero are not finite, or arbitrary.
     in_rows = jnp.sum(jnp.where(a > 0, moved.rows * (state.p + state.x), 0.0))
     in_columns = jnp.sum(jnp.where(b > 0, moved.columns * (state.q + state.y), 0.0))
+    # <P - P*, K> from the product that the gradient needs anyway, without another pass over K.
     f = affinity.as_float(cosines.f)
     cross = jnp.sum(jnp.sum(moved.right * f, axis=1) * cosines.f_scale) / epsilon
     return in_rows + in_columns + cross - moved.moment
@@ -419,6 +422,7 @@ def _features_fwd(options: _Options, features: _Features, settings: _Settings) -
         moved = _multiply(student, teacher, weights, options)
         value = sharding.psum(_divergence(student, moved, weights, settings.epsilon), axes)
         star = moved.rows_star, moved.columns_star
+        # The marginals of P are those of P - P* plus those of P*.
         found = moved.rows + star[0], moved.columns + star[1]
         target = teacher.measured(*star, weights, tolerance)
         plan = student.measured(*found, weights, tolerance)
@@ -533,6 +537,7 @@ def _settings(
             raise checks.InputError(
                 f"init_v: is {type(init_v).__name__}; pass a pair of arrays, (v, v_star)"
             )
+        # A start changes no converged plan, so that its derivative is zero and no error.
         starts = jax.lax.stop_gradient([jnp.asarray(v, dtype) for v in init_v])
     settings = _Settings(
         **{name: jnp.asarray(value, dtype) for name, value in scalars.items()},
@@ -630,6 +635,7 @@ def klot(
     References:
         SOTAlign, ICML 2026, the definition of KLOT and the lemma on its gradient.
     """
+    # All checks precede `custom_vjp` and `jit`, whose traces would hide the name of an argument.
     checks.static(precision=precision, return_aux=return_aux)
     affinity.check_affinities(K, K_star)
     k, k_star = affinity.as_floats(K, K_star)
@@ -637,6 +643,7 @@ def klot(
     given: Any = {"epsilon": epsilon, "epsilon_star": epsilon_star, "tolerance": tolerance}
     given |= {"log_a": log_a, "log_b": log_b, "init_v": init_v, "max_iterations": max_iterations}
     settings = _settings(_OF_AFFINITIES, n, m, k.dtype, **given)
+    # Plans are solved with mass 1 in any case, and only the result is scaled.
     mass = total_mass(marginals, n, m, settings.log_a)
     if log_a is not None or log_b is not None:
         k, k_star = (without_padding(x, settings.log_a, settings.log_b) for x in (k, k_star))
@@ -786,6 +793,7 @@ def klot_from_embeddings(
     mass = total_mass(marginals, n, m, settings.log_a)
     if log_a is not None or log_b is not None:
         features = features.without_padding(settings)
+    # A given block size asks for the least memory, so that no kernel is stored, int8 ones included.
     storage = blocks.Storage(block_size, both=False)
     if block_size is None:
         with sharding.mesh_of(*features):

@@ -361,6 +361,7 @@ def sinkhorn(
         log_weights(name, given, size, k.dtype)
         for name, given, size in zip(("log_a", "log_b"), (log_a, log_b), k.shape, strict=True)
     ]
+    # Uniform weights have no zeros, and need no pass over K.
     if log_a is not None or log_b is not None:
         k = without_padding(k, *weights)
     numbers = jnp.asarray(epsilon, k.dtype), jnp.asarray(tolerance, k.dtype)

@@ -91,6 +91,7 @@ def row_range(k: Array, axes: sharding.Axes = ()) -> tuple[Array, Array]:
     Returns:
         The largest entries, shape [n], and the range.
     """
+    # A row without finite entries has range 0 and cannot widen the range of others.
     lowest_number = jnp.finfo(k.dtype).min
 
     def body(block: Block, carry: tuple[Array, Array]) -> tuple[Array, Array]:
@@ -329,12 +330,14 @@ def _search(
     """
 
     def unfinished(search: _Search) -> Array:
+        # `~(error <= goal)` and not `error > goal`: a NaN must not look converged.
         within = (search.iterations < budget) & (search.drift <= MAX_DRIFT)
         within &= patient | ~_stalled(problem, search, goal)
         within &= ~(rough & (search.iterations - search.marked >= _ROUND_STALLED))
         first = forced & jnp.isinf(start.error) & (search.iterations == iterations)
         return first | (within & ~(search.best.error <= goal))
 
+    # The history starts empty: changes of another kernel or level would mislead the acceleration.
     infinity, history = jnp.full_like(start.error, jnp.inf), anderson.init(start.y)
     nothing = jnp.zeros_like(infinity)
     state = _Search(start.following, start, infinity, iterations, nothing, iterations, history)
@@ -376,8 +379,10 @@ def _search_int8(
         ratios = jax.tree.map(jnp.divide, sums, rough(y))
         ratios = jax.tree.map(lambda x: jnp.where(jnp.isfinite(x), x, 1.0), ratios)
         point, _ = _evaluate(problem, y, *sums)
+        # A round that does not halve the error ends the rounds: the correction has no more to give.
         improves = jnp.isfinite(point.error) & ~(point.error > 0.5 * rounds.exact.error)
         aim = jnp.maximum(_ROUND_AIM * goal, _ROUND_GAIN * point.error)
+        # An infinite aim makes the search below return at once, because the rounds end here.
         aim = jnp.where(improves & (point.error > goal), aim, jnp.inf)
         found = _search(
             problem,
@@ -469,6 +474,7 @@ def _build(problem: _Problem, progress: _Progress) -> _Progress:
     The build updates the rows in the log domain. If columns underflowed, it updates them first.
     """
     kernel, true = problem.kernel, jnp.ones_like(progress.done)
+    # An exact column update costs as much as a build, so that it is done only if a column was lost.
     q = jax.lax.cond(
         progress.lost,
         lambda: kernel.update_columns(progress.kernel, problem.log_a),
@@ -477,6 +483,8 @@ def _build(problem: _Problem, progress: _Progress) -> _Progress:
     built = kernel.build(progress.kernel._replace(q=q), problem.log_b)
     usable = progress.usable & jnp.all(jnp.where(problem.live, jnp.isfinite(built.q), True))
     own_rows = jnp.all(jnp.where(problem.live_rows, jnp.isfinite(built.p), True))
+    # All devices must agree, or their loops would end at different turns and the next all-reduce
+    # would wait for ever.
     usable &= sharding.pmax((~own_rows).astype(jnp.int32), kernel.axes) == 0
     progress = progress._replace(
         kernel=built, fresh=true, rebuild=~true, usable=usable, done=~usable
@@ -535,6 +543,8 @@ def _potentials_of(init_v: Array, log_b: Array, limit: Array) -> Array:
             f"init_v: has shape {jnp.shape(init_v)} but the affinity has {log_b.size} columns; "
             "pass the scalings of a problem of the same size"
         )
+    # Columns without a usable guess start at 0, as in textbook Sinkhorn. Only differences of v
+    # count, so that the largest becomes 0.
     live = ~jnp.isneginf(log_b)
     usable = live & jnp.isfinite(init_v)
     guess = jnp.where(usable, init_v, 0.0) - jnp.where(usable, log_b, 0.0)
