@@ -44,7 +44,16 @@ class Aligner:
         return "Aligner(x: {} features, y: {} features)".format(*widths)
 
     def embed_x(self, x: ArrayLike) -> Float[np.ndarray, "n d"]:
-        """Maps embeddings of the first modality to unit features, shape [n, d_x] -> [n, d].
+        """Maps embeddings of the first modality to unit features of the shared space.
+
+        Args:
+            x: Embeddings, shape [n, d_x].
+
+        Returns:
+            The features, shape [n, d].
+
+        Raises:
+            InputError: The embeddings have another width, or values that are not finite.
 
         >>> from sotalign_jax.heads import build_heads
         >>> Aligner(build_heads(4, 3, 2), {}).embed_x(np.eye(4)).shape
@@ -53,7 +62,16 @@ class Aligner:
         return self._embed("x", self.heads.x, x)
 
     def embed_y(self, y: ArrayLike) -> Float[np.ndarray, "m d"]:
-        """Maps embeddings of the second modality to unit features, shape [m, d_y] -> [m, d].
+        """Maps embeddings of the second modality to unit features of the shared space.
+
+        Args:
+            y: Embeddings, shape [m, d_y].
+
+        Returns:
+            The features, shape [m, d].
+
+        Raises:
+            InputError: The embeddings have another width, or values that are not finite.
 
         >>> from sotalign_jax.heads import build_heads
         >>> Aligner(build_heads(4, 3, 2), {}).embed_y(np.eye(3)).shape

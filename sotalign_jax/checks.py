@@ -69,6 +69,9 @@ def naming(where: str) -> Iterator[None]:
     Args:
         where: The prefix, such as "teacher: ".
 
+    Raises:
+        InputError: The error with the prefix.
+
     >>> with naming("teacher: "):
     ...     whole(1, dim=0)
     Traceback (most recent call last):
@@ -102,7 +105,7 @@ def to_python(value: Any) -> Any:
         value: Any value.
 
     Returns:
-        An int, float or bool for a scalar; every other value, tracers included, as it is.
+        An int, float or bool for a scalar. Other values, tracers included, are returned unchanged.
 
     >>> to_python(np.int64(2)), to_python(np.float32(0.1)), to_python("sum")
     (2, 0.1, 'sum')
@@ -327,7 +330,7 @@ def pairs(
 
     Args:
         x: Embeddings of one modality.
-        y: Embeddings of the other modality; row i belongs to row i of `x`.
+        y: Embeddings of the other modality. Row i belongs to row i of `x`.
         names: Names of both arguments for error messages.
         min_rows: Required number of rows.
 

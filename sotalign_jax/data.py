@@ -67,7 +67,7 @@ def owners(n: int, m: int, x_of_y: ArrayLike | None) -> Int[np.ndarray, " m"]:
     Args:
         n: Number of rows of x.
         m: Number of rows of y.
-        x_of_y: The row of x for every row of y; None if row i belongs to row i.
+        x_of_y: The row of x for every row of y. None if row i belongs to row i.
 
     Returns:
         `x_of_y` as int32.
@@ -130,7 +130,7 @@ def gallery(x: ArrayLike, y: ArrayLike, x_of_y: ArrayLike | None = None) -> Gall
     Args:
         x: Embeddings [n, d_x].
         y: Embeddings [m, d_y].
-        x_of_y: The row of x for every row of y; None if row i belongs to row i.
+        x_of_y: The row of x for every row of y. None if row i belongs to row i.
 
     Returns:
         The gallery.
@@ -154,7 +154,7 @@ def zero_shot(
         x: Embeddings [n, d_x].
         labels: The class of every row of x, in 0..c-1.
         prompts: Embeddings [c, t, d_y] of t prompts for each of c classes.
-        class_names: Names of the classes; their numbers by default.
+        class_names: Names of the classes. By default their numbers.
 
     Returns:
         The classification task.
@@ -260,9 +260,10 @@ def dataset(
     """Builds a checked `Dataset` of pairs and unpaired rows.
 
     Args:
-        pairs: (pairs_x, pairs_y), embeddings [p, d_x] and [p, d_y]; row i belongs to row i.
-        x: Unpaired embeddings [u, d_x]; empty by default.
-        y: Unpaired embeddings [v, d_y]; empty by default.
+        pairs: Embeddings (pairs_x, pairs_y) of shapes [p, d_x] and [p, d_y]. Row i of one belongs
+            to row i of the other.
+        x: Unpaired embeddings [u, d_x]. By default none.
+        y: Unpaired embeddings [v, d_y]. By default none.
         val: Validation gallery.
         test: Test gallery.
         zero_shot: Classification task.
@@ -402,7 +403,7 @@ def hold_out(dataset: Dataset, *, seed: int) -> Dataset:
         seed: Seed of the random choice.
 
     Returns:
-        The dataset with fewer pairs and a validation gallery; the same dataset if it is too small.
+        The dataset with fewer pairs and a validation gallery, or the same dataset if it is small.
 
     >>> rows = np.random.default_rng(0).normal(size=(100, 2))
     >>> hold_out(dataset((rows, rows)), seed=0).summary()["val_x"]
@@ -456,9 +457,9 @@ def split_rows(
         pool: "disjoint" gives x one half of the rest and y the other half, so that no true pair is
             hidden in the pools. "random" gives both all of the rest, y in another order, and
             "aligned" in the same order.
-        n_unpaired: Size of each pool; all that remain by default.
+        n_unpaired: Size of each pool. By default all rows that remain.
         seed: Seed of the random choice.
-        groups: Groups of rows that disjoint pools must not divide, see `tied_rows`; by default
+        groups: Groups of rows that disjoint pools must not divide, see `tied_rows`. By default
             every row is its own group.
 
     Returns:
@@ -507,10 +508,10 @@ def semi_supervised(
 
     Args:
         x: Embeddings [n, d_x].
-        y: Embeddings [n, d_y]; row i belongs to row i of x.
+        y: Embeddings [n, d_y]. Row i belongs to row i of x.
         n_pairs: Number of pairs.
         pool: How the pools are chosen, see `split_rows`.
-        n_unpaired: Size of each pool; all rows that remain by default.
+        n_unpaired: Size of each pool. By default all rows that remain.
         seed: Seed of the random choice of pairs and pools.
         unpaired_x: Pool of x from elsewhere, instead of rows of the table. If no rows of the table
             remain for the other pool, that pool has the rows of the pairs.

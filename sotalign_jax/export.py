@@ -104,10 +104,12 @@ def _unit(x: _Value) -> _Value:
 
 
 def _dense(x: _Value, at: str) -> _Value:
+    """Describes `heads.Dense`."""
     return x @ x.param(f"{at}.kernel") + x.param(f"{at}.bias")
 
 
 def _input(x: _Value, head: Any, at: str) -> _Value:
+    """Describes `heads.InputNorm`."""
     if head.norm == "l2":
         z = _unit(x) * math.sqrt(head.d_in)
     else:
@@ -117,16 +119,19 @@ def _input(x: _Value, head: Any, at: str) -> _Value:
 
 
 def _linear(x: _Value, head: Any, at: str) -> _Value:
+    """Describes `heads.LinearHead`."""
     return _dense(_input(x, head, at), f"{at}linear")
 
 
 def _mlp(x: _Value, head: Any, at: str) -> _Value:
+    """Describes `heads.MLPHead`."""
     h = _dense(_input(x, head, at), f"{at}inner")
     # GELU by its error function, because opset 18 has no operator "Gelu".
     return _dense(h * ((h * math.sqrt(0.5))("Erf") + 1.0) * 0.5, f"{at}outer")
 
 
 def _glu(x: _Value, head: Any, at: str) -> _Value:
+    """Describes `heads.GLUHead`."""
     z = _input(x, head, at)
     # relu6 clips the gate to 0..6, within the limits of 1,000.
     gate, inner = _dense(z, f"{at}gate").clip(0.0, 6.0), _dense(z, f"{at}inner").clip(-1e3, 1e3)
@@ -134,6 +139,7 @@ def _glu(x: _Value, head: Any, at: str) -> _Value:
 
 
 def _tanh(x: _Value, head: Any, at: str) -> _Value:
+    """Describes `heads.TanhHead`."""
     z, last = _input(x, head, at), len(head.layers) - 1
     for number in range(last):
         z = _dense(z, f"{at}layers.{number}")
@@ -143,6 +149,7 @@ def _tanh(x: _Value, head: Any, at: str) -> _Value:
 
 
 def _kernel(x: _Value, head: Any, at: str) -> _Value:
+    """Describes `heads.KernelHead`."""
     z = _unit(_unit(x) - x.param(f"{at}mean"))
     squares = (z * z).reduce("Sum") + 1.0
     distances = squares - z @ x.param(f"{at}landmarks")("Transpose") * 2.0
@@ -152,6 +159,7 @@ def _kernel(x: _Value, head: Any, at: str) -> _Value:
 
 
 def _csa(x: _Value, head: Any, at: str) -> _Value:
+    """Describes `methods.csa.CSAHead`."""
     z = _unit((x - x.param(f"{at}mean")) @ x.param(f"{at}kernel")) * x.param(f"{at}rho")("Sqrt")
     rest = ((z * z).reduce("Sum")("Sub", 1.0) * -1.0)("Max", 0.0)("Sqrt")
     directions = head.d_out - 2
@@ -163,6 +171,7 @@ def _csa(x: _Value, head: Any, at: str) -> _Value:
 
 
 def _sue(x: _Value, head: Any, at: str) -> _Value:
+    """Describes `methods.sue.SUEHead`."""
     z = _dense(_tanh(x, head.network, f"{at}network."), f"{at}linear")
     if head.residual is None:
         return z

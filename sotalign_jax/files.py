@@ -36,7 +36,7 @@ class MappedRows:
 
     Args:
         array: The memory-mapped array.
-        rows: Indices of the selected rows; row i is `array[rows[i]]`.
+        rows: Indices of the selected rows. Row i is `array[rows[i]]`.
 
     >>> rows = MappedRows(np.arange(8.0).reshape(4, 2), np.array([3, 1]))
     >>> rows[:1].tolist(), np.asarray(rows).shape

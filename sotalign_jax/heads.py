@@ -1,7 +1,7 @@
 """Alignment heads: the maps f and g from each encoder's space into the shared one.
 
 Every parameter is an `nnx.Param`, so `nnx.split(heads)` gives one graph definition and one state.
-Heads return raw features; the losses and the evaluation L2-normalise them.
+Heads return raw features. Losses and evaluation L2-normalise them.
 """
 
 import abc
@@ -88,7 +88,17 @@ class AffineMap:
         return self.weight.shape[0]
 
     def leading(self, dim: int) -> "AffineMap":
-        """Returns the map to the first `dim` output directions."""
+        """Returns the map to the first output directions.
+
+        Args:
+            dim: Number of directions.
+
+        Returns:
+            The smaller map.
+
+        Raises:
+            InputError: The map has fewer directions.
+        """
         checks.within(self.d_out, "directions in this map", dim=dim)
         return AffineMap(self.weight[:dim], self.bias[:dim], self.norm)
 
@@ -124,15 +134,39 @@ class Teacher:
         return isinstance(self.map_x, KernelMap)
 
     def x(self, rows: Rows) -> Float[Array, "n dim"]:
-        """Maps rows of the first modality to unit rows of the shared space."""
+        """Maps embeddings of the first modality to unit rows of the shared space.
+
+        Args:
+            rows: Embeddings, shape [n, d_x].
+
+        Returns:
+            The features, shape [n, dim].
+        """
         return _unit_rows(self.map_x, rows)
 
     def y(self, rows: Rows) -> Float[Array, "n dim"]:
-        """Maps rows of the second modality to unit rows of the shared space."""
+        """Maps embeddings of the second modality to unit rows of the shared space.
+
+        Args:
+            rows: Embeddings, shape [n, d_y].
+
+        Returns:
+            The features, shape [n, dim].
+        """
         return _unit_rows(self.map_y, rows)
 
     def leading(self, dim: int) -> "Teacher":
-        """Returns the teacher of the first `dim` directions."""
+        """Returns the teacher of the first directions.
+
+        Args:
+            dim: Number of directions.
+
+        Returns:
+            The smaller teacher.
+
+        Raises:
+            InputError: The teacher has fewer directions.
+        """
         checks.within(self.dim, "directions in the teacher", dim=dim)
         assert self.map_x is not None and self.map_y is not None
         maps = self.map_x.leading(dim), self.map_y.leading(dim)
@@ -296,6 +330,7 @@ class LinearHead(_Network):
     structure = ("d_in", "d_out", "norm")
 
     def draw(self, dense: Callable[[int, int], Dense]) -> None:
+        """Creates the only layer."""
         self.linear = dense(self.d_in, self.d_out)
 
     def __call__(self, x: Rows) -> Float[Array, "n d_out"]:
@@ -349,6 +384,7 @@ class MLPHead(_Network):
     kind = "mlp"
 
     def draw(self, dense: Callable[[int, int], Dense]) -> None:
+        """Creates the hidden and the output layer."""
         self.inner = dense(self.d_in, self.hidden)
         self.outer = dense(self.hidden, self.d_out)
 
@@ -373,6 +409,7 @@ class GLUHead(_Network):
     usual_hidden = staticmethod(lambda d_in: 8 * d_in)
 
     def draw(self, dense: Callable[[int, int], Dense]) -> None:
+        """Creates both branches and the output layer."""
         self.gate = dense(self.d_in, self.hidden)
         self.inner = dense(self.d_in, self.hidden)
         self.outer = dense(self.hidden, self.d_out)
@@ -402,6 +439,7 @@ class TanhHead(_Network):
     usual_hidden = staticmethod(lambda d_in: 512)
 
     def draw(self, dense: Callable[[int, int], Dense]) -> None:
+        """Creates three hidden layers and the output layer."""
         widths = (self.d_in, self.hidden, self.hidden, min(1024, self.hidden), self.d_out)
         self.layers = nnx.List([dense(a, b) for a, b in itertools.pairwise(widths)])
 
@@ -449,6 +487,7 @@ class KernelHead(Head):
         return KernelMap(*(getattr(self, f.name)[...] for f in dataclasses.fields(KernelMap)))
 
     def options(self) -> dict[str, Any]:
+        """Returns the structure of the head and of its inner head as JSON values."""
         inner = {"kind": self.inner.kind, "options": self.inner.options()}
         return {"d_in": self.d_in, "landmarks": len(self.features.landmarks), "inner": inner}
 
@@ -594,6 +633,12 @@ def check_widths(teacher: Teacher, d_x: int, d_y: int) -> None:
 
 def identity_heads(dim: int) -> Heads:
     """Builds linear heads that start as the identity on unit rows of the shared space.
+
+    Args:
+        dim: Width of the shared space.
+
+    Returns:
+        The heads.
 
     >>> row = jnp.array([[0.6, 0.8]])
     >>> print(affinity.l2_normalize(identity_heads(2).x(row)))

@@ -78,7 +78,17 @@ class KernelMap:
         return affinity.dot(jnp.exp(-self.gamma * distances) - self.centre, self.weight.T)
 
     def leading(self, dim: int) -> "KernelMap":
-        """Returns the map to the first `dim` output directions."""
+        """Returns the map to the first output directions.
+
+        Args:
+            dim: Number of directions.
+
+        Returns:
+            The smaller map.
+
+        Raises:
+            InputError: The map has fewer directions.
+        """
         checks.within(self.d_out, "directions in this map", dim=dim)
         return dataclasses.replace(self, weight=self.weight[:dim])
 

@@ -28,7 +28,11 @@ class Observer:
     """Callbacks invoked while a model is prepared and trained. All methods are optional."""
 
     def stage(self, text: str) -> None:
-        """Called when a stage begins, such as "fitting the teacher"."""
+        """Called when a stage begins.
+
+        Args:
+            text: Name of the stage, such as "fitting the teacher".
+        """
 
     def metrics(self, step: int, values: Mapping[str, Any]) -> None:
         """Called with the metrics of a step.
@@ -89,6 +93,7 @@ class Progress(Observer):
         self._bar = self._open(leave=False)
 
     def _open(self, *, leave: bool) -> tqdm.tqdm:
+        """Opens a bar at the current step."""
         options = {"initial": self._step, "unit": f" {self._unit}" if self._unit else "it"}
         hidden = self._plain or not self._visible
         return tqdm.tqdm(
@@ -103,7 +108,11 @@ class Progress(Observer):
             self._bar.close()
 
     def stage(self, text: str) -> None:
-        """Prints one line above the bar, if the bar is shown."""
+        """Prints one line above the bar, if the bar is shown.
+
+        Args:
+            text: Name of the stage.
+        """
         say(f"{self._title}: {text} ...", show=self._visible)
 
     def metrics(self, step: int, values: Mapping[str, Any]) -> None:

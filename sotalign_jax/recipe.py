@@ -231,7 +231,16 @@ def default(
 
 
 def named(method: str | methods.Method | None) -> methods.Method | None:
-    """Looks up a method by its name in `methods.METHODS`. A method, or None, is returned as it is.
+    """Looks up a method by its name in `methods.METHODS`.
+
+    Args:
+        method: The name. A method, or None, is returned unchanged.
+
+    Returns:
+        The method.
+
+    Raises:
+        InputError: There is no such name.
 
     >>> type(named("sail")).__name__
     'SAIL'
@@ -413,7 +422,7 @@ def mapped(dataset: data.Dataset, features: Teacher, *, seed: int = 0) -> data.D
 
 
 def _start(recipe: Recipe, dataset: data.Dataset, teacher: Teacher | None) -> Heads | None:
-    """Builds the heads to start from; None for a method that is fitted at once."""
+    """Builds the heads to start from, or returns None for a method that is fitted at once."""
     method = recipe.method
     if isinstance(method, methods.Fitted):
         return None

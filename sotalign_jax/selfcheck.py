@@ -106,7 +106,18 @@ QUICK = Sizes(2**16, (192, 64), ((128, 128), (35, 131)), ((128, 128), (127, 35))
 
 
 def sizes_of(profile: device.Profile) -> Sizes:
-    """Returns the sizes for a device, with the paper's batch where two of its kernels fit."""
+    """Returns the sizes for a device, with the paper's batch where two of its kernels fit.
+
+    Args:
+        profile: Profile of the device.
+
+    Returns:
+        The sizes.
+
+    Example:
+        >>> sizes_of(device.Profile("cpu")).rows
+        2048
+    """
     if profile.name == "cpu":
         return CPU
     if not blocks.storage(PAPER_ROWS, PAPER_ROWS, jnp.float32, profile).both:
@@ -152,7 +163,14 @@ def features(n: int, m: int, sizes: Sizes) -> list[np.ndarray]:
 
 
 def unit(x: np.ndarray) -> np.ndarray:
-    """Returns rows of unit length in float64."""
+    """Scales rows to unit length in float64.
+
+    Args:
+        x: Rows.
+
+    Returns:
+        The unit rows.
+    """
     x = np.asarray(x, np.float64)
     return x / np.linalg.norm(x, axis=1, keepdims=True)
 
@@ -210,6 +228,12 @@ def sum_error(count: int) -> float:
     """Bounds the relative error of float32 sums of positive numbers, which is a random walk.
 
     A CPU that adds 4,099 numbers one after the other has 0.4 of this error.
+
+    Args:
+        count: Number of summands.
+
+    Returns:
+        The bound.
     """
     return 4 * 2.0**-24 * math.sqrt(count)
 
@@ -290,7 +314,14 @@ loss_and_gradient = jax.jit(jax.value_and_grad(loss, argnums=(0, 1), has_aux=Tru
 
 
 def log_uniform(n: int) -> Array:
-    """Returns uniform log-weights."""
+    """Returns uniform log-weights.
+
+    Args:
+        n: Number of rows.
+
+    Returns:
+        The log-weights, shape [n].
+    """
     return jnp.full(n, -math.log(n), jnp.float32)
 
 
@@ -542,14 +573,28 @@ def run(case: functools.partial[Iterator[Row]]) -> Iterator[Row]:
 
 
 def line(row: Row) -> str:
-    """Formats a row of the table."""
+    """Formats a row of the table.
+
+    Args:
+        row: The row.
+
+    Returns:
+        One line.
+    """
     errors = ("" if x is None else f"{x:.1e}" for x in (row.error, row.limit))
     ms = "" if row.ms is None else f"{row.ms:.3g}"
     return FORMAT.format(row.check, row.path, *errors, ms, "yes" if row.ok else "no")
 
 
 def as_json(row: Row) -> dict[str, Any]:
-    """Returns a row as JSON values, with None for numbers that are not finite."""
+    """Converts a row to JSON values, with None for numbers that are not finite.
+
+    Args:
+        row: The row.
+
+    Returns:
+        A dictionary with the names of `COLUMNS`.
+    """
     values = {name: getattr(row, name) for name in COLUMNS}
     # JSON has no NaN and no infinity.
     return {name: None if x in (math.inf, None) or x != x else x for name, x in values.items()}

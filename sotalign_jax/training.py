@@ -285,12 +285,20 @@ def warmup_cosine(learning_rate: float, steps: int) -> optax.Schedule:
 
 
 def batch_key(config: TrainConfig) -> Array:
-    """Returns the PRNG key for batch sampling."""
+    """Returns the PRNG key for batch sampling.
+
+    Args:
+        config: Options of the training, for their seed.
+
+    Returns:
+        The key.
+    """
     # Folded in, so that batches do not share random numbers with the initial heads.
     return jax.random.fold_in(jax.random.key(config.seed), 1)
 
 
 def _sizes(config: TrainConfig) -> dict[str, int]:
+    """Returns the batch sizes as arguments of `sampling.draw`."""
     return {"pairs": config.pair_batch, "unpaired": config.unpaired_batch}
 
 

@@ -26,9 +26,10 @@ class SAIL(base.Objective):
     """Trains on SigLIP(f(A), g(B)), where row i of A belongs to row i of B.
 
     Attributes:
-        supervision: "pairs"; "pairs+negatives", the average of the rectangles A x [B; Y] and
-            B x [A; X], in which unpaired rows are negatives of every pair; or "square", one mean
-            over [A; X] x [B; Y], in which unpaired rows are negatives of each other, too.
+        supervision: "pairs" compares the pairs alone. "pairs+negatives" averages the rectangles
+            A x [B; Y] and B x [A; X], in which unpaired rows are negatives of every pair. "square"
+            takes one mean over [A; X] x [B; Y], in which unpaired rows are also negatives of each
+            other.
         siglip_norm: "mean" over all entries, or "per_row", a sum over columns and a mean over rows.
 
     References:
@@ -41,6 +42,7 @@ class SAIL(base.Objective):
 
     @property
     def pools(self) -> str:
+        """Both modalities if unpaired rows are negatives."""
         return "" if self.supervision == "pairs" else "xy"
 
     def __post_init__(self) -> None:

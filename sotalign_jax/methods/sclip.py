@@ -62,6 +62,7 @@ class SCLIP(base.Objective):
 
     @property
     def pools(self) -> str:
+        """Modalities whose pseudo-labels have a weight."""
         return "x" * (self.weight_image > 0) + "y" * (self.weight_text > 0)
 
     def __post_init__(self) -> None:
@@ -117,8 +118,8 @@ def pseudo_labels(
         queries: Unpaired rows, shape [n, d].
         keys: Paired rows of the same modality, shape [m, d].
         scale: Logit scale s.
-        kind: "hard", one-hot at the largest K_qj; "softmax" of s K over j; or "ot", the rows of
-            OT_{1/s}(K) with uniform weights, which uses all keys equally.
+        kind: "hard" is one-hot at the largest K_qj. "softmax" is the softmax of s K over j. "ot"
+            takes the rows of OT_{1/s}(K) with uniform weights, which uses all keys equally.
         iterations: Number of Sinkhorn's iterations for "ot". Each one is a column update and then a
             row update, so that rows end exact.
 

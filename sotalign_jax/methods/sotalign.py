@@ -70,10 +70,12 @@ class SOTAlign(base.Objective):
 
     @property
     def pools(self) -> str:
+        """Both modalities if the divergence or the supervision uses unpaired rows."""
         return "" if self.divergence == "none" and self.supervision == "pairs" else "xy"
 
     @property
     def uses_teacher(self) -> bool:
+        """True if there is a divergence from the teacher."""
         return self.divergence != "none"
 
     def __post_init__(self) -> None:

@@ -60,6 +60,7 @@ class Structure(base.Objective):
 
     @property
     def pools(self) -> str:
+        """Both modalities if the regulariser uses unpaired rows."""
         return "" if self.regularize_on == "pairs" else "xy"
 
     def __post_init__(self) -> None:

@@ -232,6 +232,7 @@ class SUEHead(Head):
         return z if self.residual is None else self.residual(z)
 
     def options(self) -> dict[str, Any]:
+        """Returns the structure of the head as JSON values."""
         return {
             "d_in": self.d_in,
             "d_out": self.d_out,

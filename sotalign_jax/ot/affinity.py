@@ -11,7 +11,7 @@ from sotalign_jax import checks
 from sotalign_jax.ot import device, sharding
 
 ArrayLike = jax.Array | np.ndarray
-"""Arrays that public functions accept. Nested lists work, too."""
+"""Arrays that public functions accept. Nested lists work as well."""
 
 HIGHEST = device.HIGHEST
 """Full float32, for sums over a kernel and for small systems: bytes limit them, not operations."""
@@ -25,6 +25,10 @@ def as_float(x: ArrayLike) -> Array:
 
     Returns:
         The array, in float64 if it was, and otherwise in float32.
+
+    Example:
+        >>> as_float(np.ones(2, np.float16)).dtype
+        dtype('float32')
     """
     x = jnp.asarray(x)
     return x if x.dtype == jnp.float64 else x.astype(jnp.float32)
@@ -70,6 +74,10 @@ def rescaled(x: Float[Array, "... d"]) -> Float[Array, "... d"]:
 
     Returns:
         The scaled rows, of the type of x.
+
+    Example:
+        >>> rescaled(jnp.array([[3.0, 4.0]])).tolist()
+        [[0.375, 0.5]]
     """
     return x * _power_of_two(x)[..., None]
 
@@ -82,6 +90,10 @@ def inverse_norms(x: Float[Array, "n d"]) -> Float[Array, " n"]:
 
     Returns:
         The inverse norms, shape [n].
+
+    Example:
+        >>> inverse_norms(jnp.array([[3.0, 4.0], [0.0, 0.0]])).tolist()
+        [0.2, 0.0]
     """
     x = as_float(x)
     power = _power_of_two(x)
@@ -124,6 +136,10 @@ def dot(a: Array, b: Array, precision: jax.lax.PrecisionLike = HIGHEST) -> Array
 
     Returns:
         The product, in float32 even if both operands are bfloat16.
+
+    Example:
+        >>> dot(jnp.ones((1, 2), jnp.bfloat16), jnp.ones((2, 1), jnp.bfloat16))
+        Array([[2.]], dtype=float32)
     """
     # Products of bfloat16 numbers are exact in float32.
     if a.dtype == b.dtype == jnp.bfloat16:

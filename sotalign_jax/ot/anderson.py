@@ -130,6 +130,10 @@ def solve_positive(matrix: Float[Array, "k k"], right: Float[Array, " k"]) -> Fl
 
     Returns:
         The solution, shape [k].
+
+    Example:
+        >>> solve_positive(jnp.array([[2.0, 0.0], [0.0, 4.0]]), jnp.ones(2)).tolist()
+        [0.5, 0.25]
     """
     system = jnp.concatenate([matrix, right[:, None]], axis=1)
     for i in range(len(matrix)):

@@ -144,6 +144,10 @@ def split(x: Array, value: float = 0.0) -> Array:
 
     Returns:
         The padded array, or x itself without a mesh.
+
+    Example:
+        >>> split(jnp.ones((5, 2))).shape
+        (5, 2)
     """
     if not axes():
         return x
@@ -164,6 +168,10 @@ def join(x: Array, n: int) -> Array:
 
     Returns:
         The first n rows.
+
+    Example:
+        >>> join(jnp.ones((6, 2)), 5).shape
+        (5, 2)
     """
     return x if len(x) == n else _reshard(x, PartitionSpec())[:n]
 
@@ -206,6 +214,11 @@ def shard_map(
 
     Returns:
         The arrays of all rows, and the arrays that are the same on every device.
+
+    Example:
+        >>> rows, total = shard_map(lambda axes, x, y: (x, psum(x.sum(), axes)), jnp.ones(3), None)
+        >>> float(total)
+        3.0
     """
     names = axes()
     if not names:
@@ -352,7 +365,7 @@ def psum_and_pmax(
 
 
 def psum_scatter(x: Float[Array, "m d"], axes: Axes) -> Float[Array, "k d"]:
-    """Sums x over devices, of which each keeps its own rows. The last rows may be padding.
+    """Sums x over devices and leaves each device its own rows. The last rows may be padding.
 
     Args:
         x: Array to sum, shape [m, d].

@@ -89,7 +89,14 @@ class Plan:
         return jnp.exp(self.log_matrix())
 
     def apply(self, values: Float[Array, "m k"]) -> Float[Array, "n k"]:
-        """Returns P @ values, shape [n, k]."""
+        """Computes P @ values.
+
+        Args:
+            values: One row per column of the plan, shape [m, k].
+
+        Returns:
+            The product, shape [n, k].
+        """
         return affinity.dot(self.matrix(), values)
 
 
@@ -218,6 +225,10 @@ def log_weights(name: str, given: ArrayLike | None, size: int, dtype: Any) -> Fl
 
     Raises:
         InputError: The shape is wrong, or weights that are not traced do not sum to 1.
+
+    Example:
+        >>> log_weights("log_a", np.log([0.25, 0.75]), 2, jnp.float32).tolist()
+        [-1.386, -0.288]
     """
     if given is None:
         return jnp.full((size,), -math.log(size), dtype)

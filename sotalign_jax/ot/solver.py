@@ -11,8 +11,8 @@ y.
 
 The solver has three nested loops, each a function of this module:
 
-    _run      builds A from K, and again when the scalings drift too far, which is rare;
-    _build    goes down the levels, from epsilon to epsilon/4 (A -> A^4), one `_level` at a time;
+    _run      builds A from K, and again when the scalings drift too far, which is rare.
+    _build    goes down the levels, from epsilon to epsilon/4 (A -> A^4), one `_level` at a time.
     _search   sweeps until the error of the columns is small.
 
 With an int8 kernel, `_search_int8` takes the place of `_search`. Most of its sweeps read the int8
@@ -129,6 +129,10 @@ def goal(tolerance: Array, widest: Any, epsilon: Array) -> Array:
 
     Returns:
         The error to aim at, at least half of the tolerance.
+
+    Example:
+        >>> print(goal(jnp.float32(1e-4), 1.0, jnp.float32(0.05)))
+        9.781e-05
     """
     below = _MARGIN * tolerance - rounding(widest / epsilon, epsilon.dtype)
     return jnp.maximum(below, 0.5 * tolerance)
