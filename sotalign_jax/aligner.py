@@ -123,6 +123,7 @@ class Aligner:
         (4, 3)
         """
         x, y = checks.array("x", x), checks.array("y", y)
+        # An error here is better than a machine that swaps, or a process that the system kills.
         needed = 4 * len(x) * len(y)  # bytes in float32
         if needed > device.profile().memory / 2:
             raise checks.InputError(
@@ -173,6 +174,7 @@ class Aligner:
         """
         checks.choice("direction", direction, ("x_to_y", "y_to_x"))
         checks.whole(1, block_size=block_size)
+        # k is checked before the gallery is embedded, which may take long.
         rows = checks.array("gallery", gallery)
         checks.within(len(rows), "rows in the gallery", k=k)
         forward = direction == "x_to_y"

@@ -91,6 +91,7 @@ class Calibration:
     def _potential(self, rows: ArrayLike, others: Array, scalings: Array) -> np.ndarray:
         """Extends a potential to new rows, a block at a time."""
         rows = checks.features("rows", rows, width=others.shape[1])
+        # The last block has a shape of its own, and compiles once more.
         out = [
             _softmin(rows[start : start + _BLOCK_SIZE], others, scalings, self.epsilon)
             for start in range(0, len(rows), _BLOCK_SIZE)

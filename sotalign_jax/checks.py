@@ -110,6 +110,7 @@ def to_python(value: Any) -> Any:
     >>> to_python(np.int64(2)), to_python(np.float32(0.1)), to_python("sum")
     (2, 0.1, 'sum')
     """
+    # Tracers are instances of jax.Array, but have no value.
     scalar = isinstance(value, np.generic | np.ndarray | jax.Array) and np.ndim(value) == 0
     if not scalar or isinstance(value, jax.core.Tracer):
         return value
@@ -182,6 +183,7 @@ def embeddings(
     Traceback (most recent call last):
     sotalign_jax.checks.InputError: x has width 2 but must have width 4; use one encoder for both
     """
+    # Shape and type come first, because the values of a large file take long to read.
     shape = np.shape(x)
     if len(shape) != 2:
         raise InputError(f"{name} has shape {shape}; pass a 2-D array, one embedding per row")
@@ -481,6 +483,7 @@ def _check_all(options: dict[str, Any], fine: Callable[[Any], bool], wanted: str
     for name, value in options.items():
         if np.shape(value):
             raise InputError(f"{name} must be {wanted}, got an array of shape {np.shape(value)}")
+        # A traced value is unknown here. The solver answers a bad epsilon with an infinite error.
         if isinstance(value, jax.core.Tracer):
             continue
         with contextlib.suppress(TypeError):  # not a number

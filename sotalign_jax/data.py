@@ -373,6 +373,7 @@ def whole_groups(groups: Int[np.ndarray, " n"], sizes: Sequence[int]) -> Int[np.
     _, first, member, counts = np.unique(
         groups, return_index=True, return_inverse=True, return_counts=True
     )
+    # First fit: exact sizes would be a knapsack problem, and a few rows more or less do not matter.
     parts, room = np.full(len(counts), len(sizes)), list(sizes)
     for group in np.argsort(first):
         part = next((part for part, left in enumerate(room) if counts[group] <= left), None)
@@ -388,6 +389,7 @@ def _gallery_of_rows(x: np.ndarray, y: np.ndarray) -> Gallery | None:
     """Builds a gallery in which every x occurs once, with all rows of y that belong to it."""
     if not len(x):
         return None
+    # A picture with five captions is one key, or it would compete with its own copies.
     unique, x_of_y = np.unique(first_equal(x), return_inverse=True)
     return gallery(x[unique], y, x_of_y)
 

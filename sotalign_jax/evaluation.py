@@ -46,6 +46,7 @@ def embed(head: Any, rows: Rows, *, unit: bool = True) -> Float[np.ndarray, "n d
     >>> embed(heads.build_heads(4, 3, 2).x, np.ones((5, 4), np.float16)).shape
     (5, 2)
     """
+    # `_apply` is compiled once for all heads of a structure, and takes their parameters apart.
     if isinstance(head, nnx.Module):
         head = nnx.split(head)
     block_size = min(EMBED_CHUNK, len(rows))
@@ -55,6 +56,7 @@ def embed(head: Any, rows: Rows, *, unit: bool = True) -> Float[np.ndarray, "n d
         # The last block is padded to the compiled shape, with ones because zeros have no norm.
         padded = np.pad(block, [(0, block_size - len(block)), (0, 0)], constant_values=1)
         features = np.asarray(_apply(head, jnp.asarray(padded), unit))
+        # The width of the result is known only after the first block.
         if start == 0:
             out = np.empty((len(rows), features.shape[1]), features.dtype)
         out[start : start + block_size] = features[: len(block)]
@@ -436,6 +438,7 @@ def report(
     References:
         Radovanovic et al., Hubs in space. JMLR 11 (2010), for the hubs that calibration corrects.
     """
+    # One row is enough to compare widths. `data.gallery` has checked the values.
     checks.embeddings("x", gallery.x[:1], width=head_x.d_in)
     checks.embeddings("y", gallery.y[:1], width=head_y.d_in)
     n, m, owner = len(gallery.x), len(gallery.y), gallery.x_of_y

@@ -74,6 +74,7 @@ class AffineMap:
         checks.choice("norm", self.norm, NORMS)
 
     def __call__(self, x: Rows) -> Float[Array, "n d_out"]:
+        # float16 embeddings are widened first: their squares overflow beyond 65,504.
         rows = normalize(jnp.asarray(x).astype(self.weight.dtype), self.norm)
         return affinity.dot(rows, self.weight.T, device.profile().heads) + self.bias
 
@@ -504,6 +505,7 @@ class KernelHead(Head):
             The head.
         """
         head = rebuild(**inner)
+        # In the order of the fields of `KernelMap`.
         shapes = (d_in,), (landmarks, d_in), (), (landmarks,), (head.d_in, landmarks)
         return cls(KernelMap(*(jnp.zeros(shape) for shape in shapes)), head)
 
@@ -550,6 +552,7 @@ class Heads(nnx.Module):
     def __init__(self, x: Head, y: Head, *, like: "Heads | None" = None):
         self.x = x
         self.y = y
+        # float64 heads need a float64 scale and bias, or their loss would be rounded.
         dtype = jax.tree.leaves(nnx.state(x))[0].dtype
         self.log_scale = nnx.Param(jnp.asarray(losses.INITIAL_LOG_SCALE, dtype))
         self.bias = nnx.Param(jnp.asarray(losses.INITIAL_BIAS, dtype))
@@ -598,6 +601,7 @@ def build_heads(
     checks.whole(1, or_none=True, hidden=hidden)
     if teacher is None:
         options: dict[str, Any] = {"hidden": hidden, "norm": norm, "dtype": dtype}
+        # One stream of keys for both heads: two streams of one seed would make them alike.
         rngs, made = nnx.Rngs(seed), Head.classes[kind]
         return Heads(*(made(width, dim, **options, rngs=rngs) for width in (d_x, d_y)))  # type: ignore[call-arg]
     if kind != "linear":

@@ -33,6 +33,7 @@ INITIAL_BIAS = -10.0
 NORMALIZATIONS = ("mean", "per_row")
 """Choices of `normalization`: sum(l) / (n m), or sum(l) / n."""
 # Entries of an affinity from which on `siglip` computes it, and its gradient, in blocks of rows.
+# In float32 they take 128 MiB.
 _STREAMED_ENTRIES = 2**25
 
 _Scalar = Float[Array, ""] | float

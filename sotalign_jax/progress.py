@@ -83,6 +83,7 @@ class Progress(Observer):
         rate: bool = False,
         inner: bool = False,
     ) -> None:
+        # Programs without a console, such as pythonw, have no stderr.
         terminal = sys.stderr is not None and sys.stderr.isatty()
         self._total, self._title, self._unit, self._rate = total, title, unit, rate
         self._step, self._inner = initial, inner

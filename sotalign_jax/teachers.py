@@ -410,6 +410,7 @@ def _closed_form(
         unit /= np.linalg.norm(unit, axis=1, keepdims=True)
         centred, mean = _centred(name, unit)
         if renorm:
+            # A row at the mean has no direction, and stays near zero.
             centred /= np.maximum(np.linalg.norm(centred, axis=1, keepdims=True), 1e-8)
         sides.append((mean, centred * scale))
     (mean_x, x), (mean_y, y) = sides
@@ -456,6 +457,7 @@ def _rotated(
         # The rule of numpy.linalg.matrix_rank for directions that are rounding.
         kept = eigenvalues > max(centred.shape) * _EPS * eigenvalues.max()
         weights.append(basis[:, kept] * gain(eigenvalues[kept]))
+    # The rotation that makes both sides agree, an orthogonal Procrustes problem of whitened rows.
     left, values, right = np.linalg.svd((x @ weights[0]).T @ (y @ weights[1]), full_matrices=False)
     rank = int(np.sum(values > values[0] * max(left.shape[0], right.shape[1]) * _EPS))
     return weights[0] @ left[:, :rank], weights[1] @ right[:rank].T, values[:rank]
@@ -474,6 +476,7 @@ def pearson(x: Float[np.ndarray, "n d"], y: Float[np.ndarray, "n d"]) -> Float[n
     >>> pearson(np.array([[0.0], [1.0], [2.0]]), np.array([[5.0], [4.0], [3.0]]))
     array([-1.])
     """
+    # float64, because correlations near 1 differ in their last digits.
     x = x.astype(np.float64) - x.mean(axis=0)
     y = y.astype(np.float64) - y.mean(axis=0)
     norms = np.linalg.norm(x, axis=0) * np.linalg.norm(y, axis=0)

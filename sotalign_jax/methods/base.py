@@ -125,5 +125,6 @@ def siglip(
     Returns:
         The loss.
     """
+    # NNX variables are read by [...]. Losses take plain arrays.
     learned = {"log_scale": heads.log_scale[...], "bias": heads.bias[...]}
     return losses.siglip(f, g, normalization=normalization, **learned, **negatives)

@@ -83,6 +83,7 @@ def supervised(
             positives=len(f),
             normalization=normalization,
         )
+    # The rectangles have no products of unpaired rows with each other, which dominate the square.
     negatives = {"negatives_f": x, "negatives_g": y} if supervision != "pairs" else {}
     return base.siglip(heads, f, g, normalization, **negatives)
 

@@ -153,6 +153,7 @@ def over_rows(
         5
     """
     first, count = (0, n) if part is None else part
+    # Fewer rows than a block make a smaller block, since the last one cannot reach back.
     size = min(count, size)
 
     def step(i: Array, carry: Any) -> Any:

@@ -90,6 +90,7 @@ def axes() -> Axes:
         ()
     """
     mesh = jax.sharding.get_abstract_mesh()
+    # A mesh of one device needs no collectives.
     # Manual axes belong to a user's shard_map.
     unsplit = mesh.empty or mesh.size == 1 or mesh.manual_axes or _splits_problems(mesh)
     return () if unsplit else mesh.axis_names
@@ -517,6 +518,7 @@ def local(tree: Any) -> Any:
     """
 
     def one(x: Any) -> Any:
+        # Replicated arrays are the same everywhere, so that the first local copy is as good as any.
         several = isinstance(x, jax.Array) and len(x.sharding.device_set) > 1
         return x.addressable_data(0) if several else x
 
