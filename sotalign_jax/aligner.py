@@ -356,8 +356,8 @@ def align(
     (5, 5)
 
     References:
-        Roschmann, Krzakala et al., SOTAlign: semi-supervised alignment of unimodal vision and
-        language models via optimal transport, ICML 2026.
+        Roschmann, Krzakala et al., "SOTAlign: semi-supervised alignment of unimodal vision and
+        language models via optimal transport", ICML 2026.
     """
     gallery = val if isinstance(val, data.Gallery) or val is None else data.gallery(*val)
     dataset = data.dataset(pairs, x=x, y=y, val=gallery)

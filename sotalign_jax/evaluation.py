@@ -317,7 +317,7 @@ def interval(
     array([27.2, 32.8])
 
     References:
-        Efron, Bootstrap methods: another look at the jackknife. Annals of Statistics 7 (1979).
+        B. Efron, "Bootstrap methods: another look at the jackknife", Annals of Statistics 7 (1979).
     """
     rng, n = np.random.default_rng(seed), len(values)
     means = []
@@ -436,7 +436,8 @@ def report(
     chance                            12.50
 
     References:
-        Radovanovic et al., Hubs in space. JMLR 11 (2010), for the hubs that calibration corrects.
+        M. Radovanovic et al., "Hubs in space", JMLR 11 (2010), for the hubs that calibration
+        corrects.
     """
     # One row is enough to compare widths. `data.gallery` has checked the values.
     checks.embeddings("x", gallery.x[:1], width=head_x.d_in)

@@ -320,7 +320,7 @@ class LinearHead(_Network):
     W starts Xavier-uniform and b at 0. With norm="l2", sqrt(d) x / ||x|| replaces LayerNorm(x).
 
     References:
-        Zhang et al., Assessing and learning alignment of unimodal vision and language models,
+        L. Zhang et al., "Assessing and learning alignment of unimodal vision and language models",
         CVPR 2025.
 
     >>> LinearHead(8, 3, rngs=nnx.Rngs(0))(jnp.ones((5, 8), jnp.float16)).shape
@@ -399,7 +399,7 @@ class GLUHead(_Network):
     By default both branches are eight times as wide as the input.
 
     References:
-        Zhang et al., Assessing and learning alignment of unimodal vision and language models,
+        L. Zhang et al., "Assessing and learning alignment of unimodal vision and language models",
         CVPR 2025.
 
     >>> GLUHead(8, 3, hidden=16, rngs=nnx.Rngs(0))(jnp.ones((5, 8))).shape
@@ -429,7 +429,7 @@ class TanhHead(_Network):
     units, or `hidden` if that is less.
 
     References:
-        Yacobi et al., Learning shared representations from unpaired data, NeurIPS 2025.
+        A. Yacobi et al., "Learning shared representations from unpaired data", NeurIPS 2025.
 
     >>> TanhHead(8, 3, hidden=16, rngs=nnx.Rngs(0))(jnp.ones((5, 8))).shape
     (5, 3)

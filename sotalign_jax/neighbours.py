@@ -63,7 +63,7 @@ def nearest(
     [[1, 2]]
 
     References:
-        Radovanovic et al., Hubs in space: popular nearest neighbors in high-dimensional data.
+        M. Radovanovic et al., "Hubs in space: popular nearest neighbors in high-dimensional data",
         JMLR 11 (2010).
     """
     queries, keys = jnp.asarray(queries), jnp.asarray(keys)

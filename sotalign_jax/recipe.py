@@ -507,7 +507,7 @@ def select(
         MeanR@1 of each, "val_mean_r1" that of the selected one.
 
     References:
-        Wortsman et al., Robust fine-tuning of zero-shot models, CVPR 2022.
+        M. Wortsman et al., "Robust fine-tuning of zero-shot models", CVPR 2022.
     """
     candidates = {"trained": trained}
     if average:

@@ -249,7 +249,7 @@ def optimizer(
     {'w': Array([0., 0.], dtype=float32)}
 
     References:
-        Chen et al., Symbolic discovery of optimization algorithms, NeurIPS 2023 (Lion).
+        X. Chen et al., "Symbolic discovery of optimization algorithms", NeurIPS 2023 (Lion).
     """
     return optax.lion(
         warmup_cosine(learning_rate, steps), b1=0.9, b2=0.99, weight_decay=weight_decay
