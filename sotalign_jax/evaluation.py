@@ -468,7 +468,7 @@ def report(
     }
     gain, first = None, f"mean/R@{ks[0]}"
     if calibration is not None:
-        # The interval of the paired difference, which is narrower than that of either recall.
+        # The difference is paired by query, so that its interval is usually the narrowest.
         ends = interval(rows[f"calibrated/{first}"] - rows[first], seed=seed).tolist()
         gain = (found[f"calibrated/{first}"] - found[first], *ends)
     return Report(n, m, measured, gain)

@@ -97,8 +97,8 @@ class Sizes(NamedTuple):
     widths: tuple[int, int]
 
 
-# Blocks of 512 rows divide 2,048 rows, and no other number here: their last block overlaps the one
-# before. The third kernel is much wider than high.
+# Blocks of 512 rows divide 2,048 rows, and no other number of rows here: their last block overlaps
+# the one before. The third kernel is much wider than high.
 KERNELS, LOSSES = ((2048, 2048), (4099, 4099), (700, 24_576)), ((2048, 2048), (2039, 701))
 CPU = Sizes(2**24, (1024, 512), KERNELS, LOSSES, 2048, (128, 256))
 ACCELERATOR = Sizes(2**28, (8192, 1024), KERNELS, LOSSES, 4096, (1024, 2048))

@@ -500,7 +500,7 @@ def _batches(key: Array, n: int, size: int) -> Array:
 def _blocks(rows: Array, most: int) -> Array:
     """Splits rows into blocks of at most `most` rows, without the remainder."""
     size = min(most, len(rows))
-    # Equal shapes for `scan` and `map`. The remainder is another one in every epoch.
+    # `scan` and `map` need equal shapes. Shuffled rows have another remainder in every epoch.
     steps = len(rows) // size
     return rows[: steps * size].reshape(steps, size, *rows.shape[1:])
 

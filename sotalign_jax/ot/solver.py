@@ -91,7 +91,7 @@ def row_range(k: Array, axes: sharding.Axes = ()) -> tuple[Array, Array]:
     Returns:
         The largest entries, shape [n], and the range.
     """
-    # A row without finite entries has range 0 and cannot widen the range of others.
+    # The range of a row without finite entries is negative, so that the maximum ignores it.
     lowest_number = jnp.finfo(k.dtype).min
 
     def body(block: Block, carry: tuple[Array, Array]) -> tuple[Array, Array]:
