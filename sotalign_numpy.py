@@ -18,7 +18,7 @@ def erf(x: np.ndarray) -> np.ndarray:
     """Computes the error function, with an absolute error below 2e-7.
 
     Args:
-        x: values of any shape.
+        x: Values of any shape.
 
     Returns:
         erf(x), in the dtype of x.
@@ -31,6 +31,7 @@ def erf(x: np.ndarray) -> np.ndarray:
     """
     t = 1.0 / (1.0 + 0.3275911 * np.abs(x))
     series = 0.0
+    # Horner's scheme, from the highest power of t down.
     for coefficient in (1.061405429, -1.453152027, 1.421413741, -0.284496736, 0.254829592):
         series = t * (coefficient + series)
     return np.sign(x) * (1.0 - series * np.exp(-x * x))
@@ -68,9 +69,9 @@ class Program:
     """One head as a list of ONNX operators.
 
     Attributes:
-        input: name of the embeddings that the program takes.
-        width: their width.
-        arrays: parameters and constants by name.
+        input: Name of the embeddings that the program takes.
+        width: Their width.
+        arrays: Parameters and constants by name.
         steps: (result, operator, operands), in the order of execution. Operands are names of
             arrays, of earlier results, or the input.
 
@@ -88,22 +89,24 @@ class Program:
         """Computes an output for any number of rows, in blocks.
 
         Args:
-            rows: embeddings of the encoder, shape [n, width].
+            rows: Embeddings of the encoder, shape [n, width].
             output: "embedding", or "bias" if the aligner has a calibration.
 
         Returns:
             Unit rows of shape [n, d], or the calibration's correction of each row, shape [n, 1].
 
         Raises:
-            ValueError: if the rows have another width.
+            ValueError: The rows have another width, or the program has no such output.
         """
         rows = np.asarray(rows)
         if rows.ndim != 2 or rows.shape[1] != self.width:
             raise ValueError(f"{self.input} has shape {rows.shape}; pass rows of {self.width}")
+        # No rows still make one block, whose result has the right width.
         starts = range(0, max(len(rows), 1), BLOCK)
         return np.concatenate([self._run(rows[s : s + BLOCK], output) for s in starts])
 
     def _run(self, rows: np.ndarray, output: str) -> np.ndarray:
+        """Executes the steps of the program up to an output."""
         values = {**self.arrays, self.input: rows.astype(np.float32)}
         for result, operator, operands in self.steps:
             values[result] = OPERATORS[operator](*(values[name] for name in operands))
@@ -117,17 +120,31 @@ class Embedder:
     """Both heads of an aligner in numpy.
 
     Attributes:
-        x: program of the first modality.
-        y: program of the second modality.
+        x: Program of the first modality.
+        y: Program of the second modality.
     """
 
     x: Program
     y: Program
 
     def embed_x(self, rows: Any) -> np.ndarray:
-        """Maps embeddings of the first modality, shape [n, d_x], to unit rows, shape [n, d]."""
+        """Maps embeddings of the first modality to unit rows.
+
+        Args:
+            rows: Embeddings, shape [n, d_x].
+
+        Returns:
+            The features, shape [n, d].
+        """
         return self.x(rows)
 
     def embed_y(self, rows: Any) -> np.ndarray:
-        """Maps embeddings of the second modality, shape [m, d_y], to unit rows, shape [m, d]."""
+        """Maps embeddings of the second modality to unit rows.
+
+        Args:
+            rows: Embeddings, shape [m, d_y].
+
+        Returns:
+            The features, shape [m, d].
+        """
         return self.y(rows)

@@ -1,4 +1,4 @@
-"""From arrays to an aligned space in one call, and back from disk."""
+"""The interface of the package: `align` trains an `Aligner`, which embeds, searches and saves."""
 
 from __future__ import annotations  # help(align) shows ArrayLike instead of its ten members
 
@@ -29,9 +29,10 @@ class Aligner:
     """Two trained heads that map each modality into the shared space.
 
     Attributes:
-        heads: the trained heads.
-        info: how they came about (options, validation score), as JSON values.
-        calibration: what makes scores comparable between rows, by a sample of the unpaired ones.
+        heads: The trained heads.
+        info: Options and validation scores of the training, as JSON values.
+        calibration: Correction of the scores for hubness, computed from a sample of the unpaired
+            rows. None if there is no calibration.
     """
 
     heads: Heads
@@ -43,11 +44,39 @@ class Aligner:
         return "Aligner(x: {} features, y: {} features)".format(*widths)
 
     def embed_x(self, x: ArrayLike) -> Float[np.ndarray, "n d"]:
-        """Unit features of the first modality's embeddings, shape [n, d_x] -> [n, d]."""
+        """Maps embeddings of the first modality to unit features of the shared space.
+
+        Args:
+            x: Embeddings, shape [n, d_x].
+
+        Returns:
+            The features, shape [n, d].
+
+        Raises:
+            InputError: The embeddings have another width, or values that are not finite.
+
+        >>> from sotalign_jax.heads import build_heads
+        >>> Aligner(build_heads(4, 3, 2), {}).embed_x(np.eye(4)).shape
+        (4, 2)
+        """
         return self._embed("x", self.heads.x, x)
 
     def embed_y(self, y: ArrayLike) -> Float[np.ndarray, "m d"]:
-        """Unit features of the second modality's embeddings, shape [m, d_y] -> [m, d]."""
+        """Maps embeddings of the second modality to unit features of the shared space.
+
+        Args:
+            y: Embeddings, shape [m, d_y].
+
+        Returns:
+            The features, shape [m, d].
+
+        Raises:
+            InputError: The embeddings have another width, or values that are not finite.
+
+        >>> from sotalign_jax.heads import build_heads
+        >>> Aligner(build_heads(4, 3, 2), {}).embed_y(np.eye(3)).shape
+        (3, 2)
+        """
         return self._embed("y", self.heads.y, y)
 
     def calibrated_by(
@@ -58,20 +87,44 @@ class Aligner:
         epsilon: float = 0.05,
         sample: int = recipe_lib.CALIBRATED_BY,
     ) -> Aligner:
-        """The same aligner, calibrated by unpaired rows: see `calibration.calibrate`."""
+        """Returns a copy of the aligner with a calibration, see `calibration.calibrate`.
+
+        Args:
+            x: Unpaired embeddings of the first modality, shape [n, d_x].
+            y: Unpaired embeddings of the second modality, shape [m, d_y].
+            epsilon: Regularisation in units of cosines. A smaller one corrects more.
+            sample: Number of rows that are kept of each modality.
+
+        Returns:
+            The calibrated aligner. Its heads are the same.
+        """
         made = calibrate(self.embed_x(x), self.embed_y(y), epsilon=epsilon, sample=sample)
         return dataclasses.replace(self, calibration=made)
 
     def similarity(
         self, x: ArrayLike, y: ArrayLike, *, calibrated: bool = False
     ) -> Float[np.ndarray, "n m"]:
-        """Cosine similarity of every x [n, d_x] with every y [m, d_y] in the shared space.
+        """Computes the cosine similarity of every x with every y in the shared space.
 
-        `calibrated` corrects the cosines for rows that are close to everything, by the unpaired
-        rows. It helps retrieval; for classification leave it off, where it costs points.
+        Args:
+            x: Embeddings of the first modality, shape [n, d_x].
+            y: Embeddings of the second modality, shape [m, d_y].
+            calibrated: True corrects the cosines for hubs, rows that are close to everything. It
+                improves retrieval and harms classification.
+
+        Returns:
+            The similarities, shape [n, m].
+
+        Raises:
+            InputError: The matrix does not fit into memory, or there is no calibration.
+
+        >>> from sotalign_jax.heads import build_heads
+        >>> Aligner(build_heads(4, 3, 2), {}).similarity(np.eye(4), np.eye(3)).shape
+        (4, 3)
         """
         x, y = checks.array("x", x), checks.array("y", y)
-        needed = 4 * len(x) * len(y)
+        # An error here is better than a machine that swaps, or a process that the system kills.
+        needed = 4 * len(x) * len(y)  # bytes in float32
         if needed > device.profile().memory / 2:
             raise checks.InputError(
                 f"x, y: the similarity of {len(x)} x {len(y)} rows takes {needed / 2**30:.0f} GiB, "
@@ -92,23 +145,36 @@ class Aligner:
         calibrated: bool = False,
         block_size: int = 1024,
     ) -> Neighbours:
-        """The k rows of the gallery that are most similar to each query, best first.
+        """Finds the k rows of the gallery that are most similar to each query.
 
-        Returns (scores, indices), both [n, k], of queries [n, d_x] and a gallery [m, d_y]; with
-        direction="y_to_x" the queries are of the second modality and the gallery of the first.
-        Among equal scores the lower row comes first. Scores are cosines; `calibrated` corrects
-        them for rows that are close to everything, as `similarity` does, up to a constant of each
-        query (in a vector index: `calibration.with_bias`). `block_size` queries are compared with
-        as many rows of the gallery at a time: the matrix of all scores never exists.
+        The matrix of all scores is never stored.
 
-        >>> from sotalign_jax import heads
-        >>> aligner = Aligner(heads.build_heads(4, 3, 2), {})
+        Args:
+            queries: Embeddings of the queries, shape [n, d_x].
+            gallery: Embeddings to search, shape [m, d_y].
+            k: Number of results per query.
+            direction: "x_to_y", or "y_to_x" if the queries are of the second modality and the
+                gallery is of the first.
+            calibrated: True corrects the cosines for hubs as `similarity` does, up to a constant of
+                each query. For a vector index see `calibration.with_bias`.
+            block_size: Number of queries, and of rows of the gallery, that are compared at a time.
+
+        Returns:
+            Scores and indices, both of shape [n, k], best first. Among equal scores the lower row
+            comes first.
+
+        Raises:
+            InputError: The gallery has fewer than k rows, or there is no calibration.
+
+        >>> from sotalign_jax.heads import build_heads
+        >>> aligner = Aligner(build_heads(4, 3, 2), {})
         >>> scores, indices = aligner.search(np.eye(4), np.eye(3), k=2)
         >>> scores.shape, indices.shape
         ((4, 2), (4, 2))
         """
         checks.choice("direction", direction, ("x_to_y", "y_to_x"))
         checks.whole(1, block_size=block_size)
+        # k is checked before the gallery is embedded, which may take long.
         rows = checks.array("gallery", gallery)
         checks.within(len(rows), "rows in the gallery", k=k)
         forward = direction == "x_to_y"
@@ -117,10 +183,13 @@ class Aligner:
         f, g = self._embed("queries", own, queries), self._embed("gallery", other, rows)
         bias = None
         if calibrated:
+            # The queries' own corrections are left out: a constant per query does not change the
+            # order of its results.
             bias = self._calibration().y(g) if forward else self._calibration().x(g)
         return jax.device_get(neighbours.nearest(f, g, k, bias=bias, block_size=block_size))
 
     def _calibration(self) -> Calibration:
+        """Returns the calibration. Raises InputError if there is none."""
         if self.calibration is None:
             raise checks.InputError(
                 "calibrated: is True but this aligner has no calibration; make one with "
@@ -129,6 +198,7 @@ class Aligner:
         return self.calibration
 
     def _embed(self, name: str, head: Head, rows: ArrayLike) -> np.ndarray:
+        """Checks embeddings and maps them by a head."""
         return evaluation.embed(head, checks.rows(name, rows, width=head.d_in))
 
     def save(self, path: str | os.PathLike[str], *, overwrite: bool = False) -> None:
@@ -137,6 +207,10 @@ class Aligner:
         Args:
             path: The folder, which is created.
             overwrite: True replaces an aligner that is there, but never anything else.
+
+        Raises:
+            InputError: The folder holds something else, or an aligner without `overwrite`.
+            OSError: The files cannot be written.
         """
         parts = persistence.Parts(self.heads, self.info, self.calibration)
         persistence.save(parts, path, overwrite=overwrite)
@@ -150,6 +224,9 @@ class Aligner:
 
         Returns:
             The aligner.
+
+        Raises:
+            InputError: The folder holds no aligner, or a file of it is missing or damaged.
         """
         return cls(*persistence.load(path))
 
@@ -159,9 +236,9 @@ class Aligner:
         """Measures R@k in both directions, with intervals and chance levels.
 
         Args:
-            x: embeddings of the first modality, shape [n, d_x].
-            y: embeddings of the second modality, shape [m, d_y].
-            x_of_y: row of x that each row of y belongs to, shape [m]. By default row i matches
+            x: Embeddings of the first modality, shape [n, d_x].
+            y: Embeddings of the second modality, shape [m, d_y].
+            x_of_y: Row of x that each row of y belongs to, shape [m]. By default row i matches
                 row i.
 
         Returns:
@@ -172,17 +249,41 @@ class Aligner:
         return evaluation.report(self.heads.x, self.heads.y, gallery, self.calibration)
 
     def to_numpy(self) -> sotalign_numpy.Embedder:
-        """Returns the heads in numpy, see `export.to_numpy`."""
+        """Converts the heads to numpy, see `export.to_numpy`.
+
+        >>> from sotalign_jax.heads import build_heads
+        >>> Aligner(build_heads(4, 3, 2), {}).to_numpy().embed_x(np.eye(4)).shape
+        (4, 2)
+        """
         return export.to_numpy(self.heads, self.calibration)
 
     def export(self, path: str | os.PathLike[str]) -> tuple[pathlib.Path, pathlib.Path]:
-        """Writes `model_x.onnx` and `model_y.onnx` for "model.onnx", see `export.to_onnx`."""
+        """Writes one ONNX file per modality, see `export.to_onnx`.
+
+        Args:
+            path: Name of the files. "model.onnx" writes `model_x.onnx` and `model_y.onnx`.
+
+        Returns:
+            The paths of both files.
+        """
         return export.to_onnx(self.heads, path, self.calibration)
 
     def index(
         self, gallery: ArrayLike, *, direction: str = "x_to_y", calibrated: bool = False
     ) -> Index:
-        """Embeds a gallery for an index of inner products, see `export.index`."""
+        """Embeds a gallery for an index of inner products, see `export.index`.
+
+        Args:
+            gallery: Embeddings to search, shape [m, d_y].
+            direction: "x_to_y", or "y_to_x" if the gallery is of the first modality.
+            calibrated: True adds the correction for hubs as another column.
+
+        Returns:
+            The index.
+
+        Raises:
+            InputError: There is no calibration.
+        """
         calibration = self._calibration() if calibrated else None
         return export.index(self.heads, gallery, calibration, direction=direction)
 
@@ -211,21 +312,20 @@ def align(
 
         SigLIP(pairs) + alpha * KLOT(student affinity || teacher affinity) on the unpaired rows.
 
-    With neither x nor y it is supervised training (SAIL). With one of them, the pairs' own rows
-    take the place of the other. The parameters with the best MeanR@1 on `val` are kept. Without
-    `val`, a tenth of the pairs is held out for it when there are at least 100, and otherwise the
-    last parameters are kept. Of the teacher, the trained heads and their average, the best on
-    validation is returned, the simplest of equals. A sample of the unpaired rows stays for
-    calibrated retrieval.
+    Without x and y, training is supervised (SAIL). With only one of them, the pairs' own rows
+    replace the other. The parameters with the best MeanR@1 on `val` are kept. Without `val`, a
+    tenth of the pairs is held out if there are at least 100, and otherwise the last parameters are
+    kept. The result is the best of the teacher, the trained heads and their average on validation.
+    A sample of the unpaired rows is kept for calibrated retrieval.
 
     Args:
-        pairs: (pairs_x, pairs_y), embeddings of shapes [n, d_x] and [n, d_y]; row i of one
-            matches row i of the other.
+        pairs: Embeddings (pairs_x, pairs_y) of shapes [n, d_x] and [n, d_y]. Row i of one matches
+            row i of the other.
         x: Unpaired embeddings of the first modality, shape [n_x, d_x].
         y: Unpaired embeddings of the second modality, shape [n_y, d_y].
         val: Matching embeddings (V_x, V_y) to select on, or a `Gallery`.
         recipe: Values of the arguments below that are None. "default" starts the heads at the
-            teacher; "paper" is the paper's recipe, from random heads.
+            teacher. "paper" is the paper's recipe, from random heads.
         method: A method with its options, such as `methods.SOTAlign(alpha=1e-3)`, or a name of
             `methods.METHODS`. None takes SOTAlign, or SAIL without unpaired rows.
         teacher: A name of `training.TEACHERS`, or a fitted teacher.
@@ -242,8 +342,7 @@ def align(
         progress: True shows a progress bar.
 
     Returns:
-        The aligner. Its `info` says how it came about, and has the validation score of every
-        candidate.
+        The aligner. Its `info` has the options and the validation score of every candidate.
 
     Raises:
         InputError: The arguments or the data cannot be used. The message names the argument.
@@ -257,17 +356,19 @@ def align(
     (5, 5)
 
     References:
-        Roschmann, Krzakala et al., SOTAlign: semi-supervised alignment of unimodal vision and
-        language models via optimal transport, ICML 2026.
+        Roschmann, Krzakala et al., "SOTAlign: semi-supervised alignment of unimodal vision and
+        language models via optimal transport", ICML 2026.
     """
     gallery = val if isinstance(val, data.Gallery) or val is None else data.gallery(*val)
     dataset = data.dataset(pairs, x=x, y=y, val=gallery)
+    # Empty arrays are probably a mistake, and must not silently turn into supervised training.
     if not (x is None and y is None) and not (len(dataset.pool_x) or len(dataset.pool_y)):
         raise checks.InputError(
             "x, y: both have no rows; pass unpaired rows, or neither to train on the pairs alone"
         )
     method = recipe_lib.named(method)
-    if gallery is None and not isinstance(method, methods.Fitted):  # which selects nothing
+    # A method that is fitted at once selects nothing on validation, so that it gets all pairs.
+    if gallery is None and not isinstance(method, methods.Fitted):
         dataset = data.hold_out(dataset, seed=int(seed))
     resolved = recipe_lib.default(
         dataset,

@@ -38,11 +38,11 @@ class Calibration:
     """Plan between a sample of both pools, which corrects scores of new rows.
 
     Attributes:
-        f: unit features of the first modality in the shared space, shape [n, d].
-        g: unit features of the second modality, shape [m, d].
-        u: row log-scalings of their plan.
-        v: column log-scalings of their plan.
-        epsilon: regularisation of the plan.
+        f: Unit features of the first modality in the shared space, shape [n, d].
+        g: Unit features of the second modality, shape [m, d].
+        u: Row log-scalings of their plan.
+        v: Column log-scalings of their plan.
+        epsilon: Regularisation of the plan.
     """
 
     f: Float[Array, "n d"]
@@ -52,15 +52,37 @@ class Calibration:
     epsilon: Float[Array, ""]
 
     def x(self, f: ArrayLike) -> Float[np.ndarray, " q"]:
-        """Returns u(f), the correction of scores of the first modality, [q, d] -> [q]."""
+        """Computes u(f), the correction of scores of the first modality.
+
+        Args:
+            f: Features in the shared space, shape [q, d].
+
+        Returns:
+            The corrections, shape [q].
+        """
         return self._potential(f, self.g, self.v)
 
     def y(self, g: ArrayLike) -> Float[np.ndarray, " q"]:
-        """Returns v(g), the correction of scores of the second modality, [q, d] -> [q]."""
+        """Computes v(g), the correction of scores of the second modality.
+
+        Args:
+            g: Features in the shared space, shape [q, d].
+
+        Returns:
+            The corrections, shape [q].
+        """
         return self._potential(g, self.f, self.u)
 
     def scores(self, f: ArrayLike, g: ArrayLike) -> Float[np.ndarray, "q r"]:
-        """Returns f.g + u(f) + v(g) of every row of f with every row of g, shape [q, r]."""
+        """Computes the calibrated scores f.g + u(f) + v(g).
+
+        Args:
+            f: Features of the first modality, shape [q, d].
+            g: Features of the second modality, shape [r, d].
+
+        Returns:
+            The scores of every row of f with every row of g, shape [q, r].
+        """
         f, g = checks.features("f", f), checks.features("g", g)
         # The result is on the host, as the potentials are.
         cosines = np.asarray(affinity.cosine(f, g))
@@ -69,6 +91,7 @@ class Calibration:
     def _potential(self, rows: ArrayLike, others: Array, scalings: Array) -> np.ndarray:
         """Extends a potential to new rows, a block at a time."""
         rows = checks.features("rows", rows, width=others.shape[1])
+        # The last block has a shape of its own, and compiles once more.
         out = [
             _softmin(rows[start : start + _BLOCK_SIZE], others, scalings, self.epsilon)
             for start in range(0, len(rows), _BLOCK_SIZE)
@@ -91,18 +114,18 @@ def calibrate(
     classification, where some classes are more frequent than others: use plain cosines there.
 
     Args:
-        f: features of the first pool in the shared space, of any scale, shape [n, d].
-        g: features of the second pool, shape [m, d].
-        epsilon: regularisation in units of cosines. A smaller one corrects more.
-        sample: number of rows that are kept of each pool. Memory is about sample^2 floats.
-        tolerance: marginal error of the plan.
-        seed: seed of the random sample.
+        f: Features of the first pool in the shared space, of any scale, shape [n, d].
+        g: Features of the second pool, shape [m, d].
+        epsilon: Regularisation in units of cosines. A smaller one corrects more.
+        sample: Number of rows that are kept of each pool. Memory is about sample^2 floats.
+        tolerance: Marginal error of the plan.
+        seed: Seed of the random sample.
 
     Returns:
         The `Calibration`.
 
     Raises:
-        InputError: if features or an option are invalid.
+        InputError: Features or an option are invalid.
 
     Example:
         >>> f, g = np.eye(3, dtype=np.float32), np.ones((5, 3), np.float32)
@@ -138,9 +161,9 @@ def with_bias(
     that it does not change their order and can be left out.
 
     Args:
-        queries: features of the queries, shape [q, d].
-        keys: features of the keys, shape [k, d].
-        bias: correction of each key, such as `Calibration.y(keys)`.
+        queries: Features of the queries, shape [q, d].
+        keys: Features of the keys, shape [k, d].
+        bias: Correction of each key, such as `Calibration.y(keys)`.
 
     Returns:
         Both arrays, with one more column each.

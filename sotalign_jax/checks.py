@@ -28,8 +28,8 @@ def not_installed(package: str, *, extra: str) -> InputError:
     """Returns the error for a package of an optional extra that is missing.
 
     Args:
-        package: name of the package.
-        extra: extra of this project that installs it.
+        package: Name of the package.
+        extra: Extra of this project that installs it.
 
     Returns:
         The error to raise.
@@ -44,14 +44,14 @@ def require(module: str, *, extra: str) -> Any:
     """Imports a module that belongs to an optional extra.
 
     Args:
-        module: name of the module.
-        extra: extra of this project that installs it.
+        module: Name of the module.
+        extra: Extra of this project that installs it.
 
     Returns:
         The module.
 
     Raises:
-        InputError: the package is not installed.
+        InputError: The package is not installed.
 
     >>> require("json", extra="files").dumps([1])
     '[1]'
@@ -64,7 +64,13 @@ def require(module: str, *, extra: str) -> Any:
 
 @contextlib.contextmanager
 def naming(where: str) -> Iterator[None]:
-    """Puts `where` before the message of an InputError.
+    """Puts a prefix before the message of an InputError that is raised within the context.
+
+    Args:
+        where: The prefix, such as "teacher: ".
+
+    Raises:
+        InputError: The error with the prefix.
 
     >>> with naming("teacher: "):
     ...     whole(1, dim=0)
@@ -81,7 +87,7 @@ def first_line(error: BaseException) -> str:
     r"""Returns the first line of an error's message, or the error's type if it has none.
 
     Args:
-        error: any exception.
+        error: Any exception.
 
     Returns:
         One line.
@@ -96,14 +102,15 @@ def to_python(value: Any) -> Any:
     """Converts a numpy or JAX scalar to the Python number with the same digits.
 
     Args:
-        value: any value.
+        value: Any value.
 
     Returns:
-        An int, float or bool for a scalar; every other value, tracers included, as it is.
+        An int, float or bool for a scalar. Other values, tracers included, are returned unchanged.
 
     >>> to_python(np.int64(2)), to_python(np.float32(0.1)), to_python("sum")
     (2, 0.1, 'sum')
     """
+    # Tracers are instances of jax.Array, but have no value.
     scalar = isinstance(value, np.generic | np.ndarray | jax.Array) and np.ndim(value) == 0
     if not scalar or isinstance(value, jax.core.Tracer):
         return value
@@ -116,8 +123,8 @@ def array(name: str, x: Any) -> np.ndarray:
     """Converts an array, tensor or nested list to a numpy array of numbers.
 
     Args:
-        name: name of the argument for error messages.
-        x: anything that numpy converts, or a torch tensor of any dtype, on any device.
+        name: Name of the argument for error messages.
+        x: Anything that numpy converts, or a torch tensor of any dtype, on any device.
 
     Returns:
         The numpy array. A bfloat16 tensor keeps its dtype.
@@ -131,7 +138,9 @@ def array(name: str, x: Any) -> np.ndarray:
     try:
         if hasattr(x, "detach"):
             x = x.detach().cpu()
-            if str(x.dtype) == "torch.bfloat16":  # numpy has no such dtype of its own
+            # numpy has no bfloat16, so that the bits are passed on as integers. torch is not
+            # imported here: whoever has a tensor has imported it.
+            if str(x.dtype) == "torch.bfloat16":
                 return x.view(sys.modules["torch"].int16).numpy().view(ml_dtypes.bfloat16)
         made = np.asarray(x)
     except (TypeError, ValueError) as error:
@@ -161,19 +170,20 @@ def embeddings(
     The array is read in chunks of rows, so that it may be a memory-mapped file.
 
     Args:
-        name: name of the argument for error messages.
-        x: the array.
-        width: required number of columns.
-        min_rows: required number of rows.
-        other_width: width of the other modality, to recognise exchanged arguments.
+        name: Name of the argument for error messages.
+        x: The array.
+        width: Required number of columns.
+        min_rows: Required number of rows.
+        other_width: Width of the other modality, to recognise exchanged arguments.
 
     Raises:
-        InputError: the array cannot hold embeddings.
+        InputError: The array cannot hold embeddings.
 
     >>> embeddings("x", np.ones((3, 2)), width=4)
     Traceback (most recent call last):
     sotalign_jax.checks.InputError: x has width 2 but must have width 4; use one encoder for both
     """
+    # Shape and type come first, because the values of a large file take long to read.
     shape = np.shape(x)
     if len(shape) != 2:
         raise InputError(f"{name} has shape {shape}; pass a 2-D array, one embedding per row")
@@ -191,6 +201,8 @@ def embeddings(
         )
     if kind.kind not in "fV" and "float" not in kind.name:  # bfloat16 registers as kind V
         raise InputError(f"{name} has dtype {kind}; pass real floating-point embeddings")
+    # Of several processes each reads every count-th chunk, so that one pass over a shared file
+    # checks all of it.
     index, count = _shard
     for start in range(index * CHUNK_ROWS, shape[0], count * CHUNK_ROWS):
         block = np.asarray(x[start : start + CHUNK_ROWS]).astype(np.float32)
@@ -208,10 +220,10 @@ def wrong_width(
     """Returns the error for an array of a wrong width, with the likely cause.
 
     Args:
-        name: name of the argument.
-        shape: its shape, rows by columns.
-        width: the width that it must have.
-        other_width: width of the other modality, to recognise exchanged arguments.
+        name: Name of the argument.
+        shape: Its shape, rows by columns.
+        width: The width that it must have.
+        other_width: Width of the other modality, to recognise exchanged arguments.
 
     Returns:
         The error to raise.
@@ -221,6 +233,7 @@ def wrong_width(
     x and y look exchanged')
     """
     cause = "use one encoder for both"
+    # The two most frequent mistakes have messages of their own.
     if shape[0] == width:
         cause = f"its shape is {shape}, so it looks transposed: pass {name}.T"
     elif shape[-1] == other_width:
@@ -239,17 +252,17 @@ def rows(
     """Converts embeddings to a numpy array and checks them.
 
     Args:
-        name: name of the argument for error messages.
-        x: the embeddings, see `array`.
-        width: required number of columns.
-        min_rows: required number of rows.
-        other_width: width of the other modality, to recognise exchanged arguments.
+        name: Name of the argument for error messages.
+        x: The embeddings, see `array`.
+        width: Required number of columns.
+        min_rows: Required number of rows.
+        other_width: Width of the other modality, to recognise exchanged arguments.
 
     Returns:
         The numpy array.
 
     Raises:
-        InputError: see `array` and `embeddings`.
+        InputError: See `array` and `embeddings`.
 
     >>> rows("x", [[1.0, 2.0]]).shape
     (1, 2)
@@ -263,22 +276,23 @@ def features(name: str, x: Any, *, ndim: int = 2, width: int | None = None) -> j
     """Converts features to a JAX array and checks them.
 
     Args:
-        name: name of the argument for error messages.
-        x: the features.
-        ndim: required number of dimensions.
-        width: required size of the last dimension.
+        name: Name of the argument for error messages.
+        x: The features.
+        ndim: Required number of dimensions.
+        width: Required size of the last dimension.
 
     Returns:
         The JAX array.
 
     Raises:
-        InputError: the features are empty, not finite, not floats or have another shape.
+        InputError: The features are empty, not finite, not floats or have another shape.
 
     >>> features("y", np.ones((3, 2)), width=4)
     Traceback (most recent call last):
     sotalign_jax.checks.InputError: y has width 2 but must have width 4; map both modalities into
     the shared space first
     """
+    # Features are outputs of heads: unlike embeddings they may be on a device, and zero.
     out = jnp.asarray(x)
     if out.ndim != ndim or 0 in out.shape or not jnp.issubdtype(out.dtype, jnp.floating):
         raise InputError(
@@ -300,7 +314,7 @@ def finite(x: jax.Array) -> jax.Array:
     """Returns True if every value is finite.
 
     Args:
-        x: any array.
+        x: Any array.
 
     Returns:
         A scalar of dtype bool.
@@ -317,22 +331,23 @@ def pairs(
     """Converts paired embeddings to numpy arrays and checks them.
 
     Args:
-        x: embeddings of one modality.
-        y: embeddings of the other modality; row i belongs to row i of `x`.
-        names: names of both arguments for error messages.
-        min_rows: required number of rows.
+        x: Embeddings of one modality.
+        y: Embeddings of the other modality. Row i belongs to row i of `x`.
+        names: Names of both arguments for error messages.
+        min_rows: Required number of rows.
 
     Returns:
         Both numpy arrays.
 
     Raises:
-        InputError: see `array` and `embeddings`, or the numbers of rows differ.
+        InputError: See `array` and `embeddings`, or the numbers of rows differ.
 
     >>> pairs(np.ones((3, 2)), np.ones((4, 2)))
     Traceback (most recent call last):
     sotalign_jax.checks.InputError: pairs_y has 4 rows but pairs_x has 3; row i of one must belong
     to row i of the other
     """
+    # Numbers of rows are compared first, because reading the values of large files takes long.
     x, y = array(names[0], x), array(names[1], y)
     if x.ndim == y.ndim == 2 and len(x) != len(y):
         problem = f"{names[1]} has {len(y)} rows but {names[0]} has {len(x)}"
@@ -350,9 +365,9 @@ def choice(name: str, value: str, options: tuple[str, ...]) -> None:
     """Checks that a value is one of the allowed ones.
 
     Args:
-        name: name of the argument for error messages.
-        value: the value.
-        options: the allowed values.
+        name: Name of the argument for error messages.
+        value: The value.
+        options: The allowed values.
 
     Raises:
         InputError: `value` is none of `options`.
@@ -369,10 +384,10 @@ def positive(**options: Any) -> None:
     """Checks that numbers are finite and above 0. Traced values pass.
 
     Args:
-        **options: numbers by the names of their arguments.
+        **options: Numbers by the names of their arguments.
 
     Raises:
-        InputError: one of them is not.
+        InputError: A number is not.
 
     >>> positive(epsilon=0.05, epsilon_star=0.0)
     Traceback (most recent call last):
@@ -385,11 +400,11 @@ def at_least(least: float, **options: Any) -> None:
     """Checks that numbers are finite and at least `least`. Traced values pass.
 
     Args:
-        least: the smallest allowed number.
-        **options: numbers by the names of their arguments.
+        least: The smallest allowed number.
+        **options: Numbers by the names of their arguments.
 
     Raises:
-        InputError: one of them is smaller, or not a finite number.
+        InputError: One of them is smaller, or not a finite number.
 
     >>> at_least(0, ridge=-1.0)
     Traceback (most recent call last):
@@ -402,13 +417,13 @@ def whole(least: int, *, most: int | None = None, or_none: bool = False, **optio
     """Checks that numbers are integers in `least`..`most`. Traced values pass.
 
     Args:
-        least: the smallest allowed number.
-        most: the largest allowed number, if any.
-        or_none: allow None.
-        **options: numbers by the names of their arguments.
+        least: The smallest allowed number.
+        most: The largest allowed number, if any.
+        or_none: Allow None.
+        **options: Numbers by the names of their arguments.
 
     Raises:
-        InputError: one of them is outside, or not an integer.
+        InputError: One of them is outside, or not an integer.
 
     >>> whole(1, repeats=3, chunk=0)
     Traceback (most recent call last):
@@ -422,16 +437,16 @@ def whole(least: int, *, most: int | None = None, or_none: bool = False, **optio
 
 
 def within(most: int, of: str, *, least: int = 1, **options: Any) -> None:
-    """Checks that numbers are integers of at least `least` and at most what there is.
+    """Checks that numbers are integers in `least`..`most`, where `most` counts something.
 
     Args:
-        most: how many there are.
-        of: what there are so many of, for error messages.
-        least: the smallest allowed number.
-        **options: numbers by the names of their arguments.
+        most: The largest allowed number.
+        of: Noun for the counted things in error messages, such as "rows in the gallery".
+        least: The smallest allowed number.
+        **options: Numbers by the names of their arguments.
 
     Raises:
-        InputError: one of them is outside, or not an integer.
+        InputError: One of them is outside, or not an integer.
 
     >>> within(5, "rows in the gallery", k=10)
     Traceback (most recent call last):
@@ -446,10 +461,10 @@ def static(**options: Any) -> None:
     """Checks that options that are fixed at compile time are not traced.
 
     Args:
-        **options: values by the names of their arguments.
+        **options: Values by the names of their arguments.
 
     Raises:
-        InputError: one of them is traced.
+        InputError: One of them is traced.
 
     >>> jax.jit(lambda steps: static(steps=steps))(3)  # doctest: +IGNORE_EXCEPTION_DETAIL
     Traceback (most recent call last):
@@ -468,6 +483,7 @@ def _check_all(options: dict[str, Any], fine: Callable[[Any], bool], wanted: str
     for name, value in options.items():
         if np.shape(value):
             raise InputError(f"{name} must be {wanted}, got an array of shape {np.shape(value)}")
+        # A traced value is unknown here. The solver answers a bad epsilon with an infinite error.
         if isinstance(value, jax.core.Tracer):
             continue
         with contextlib.suppress(TypeError):  # not a number

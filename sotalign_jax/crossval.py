@@ -6,8 +6,8 @@ through its Gram matrices, so that they share everything else: a kernel CCA is a
 kernel features.
 
 References:
-  Stone, "Cross-validatory choice and assessment of statistical predictions", Journal of the Royal
-  Statistical Society B 36, 1974.
+    Stone, "Cross-validatory choice and assessment of statistical predictions", Journal of the Royal
+    Statistical Society B 36, 1974.
 """
 
 import math
@@ -18,7 +18,7 @@ import numpy as np
 from jaxtyping import Float, Int
 
 FEWEST = 6
-"""Fewest pairs to cross-validate on. Fewer have no folds that can tell options apart."""
+"""Smallest number of pairs to cross-validate on. Fewer have no folds that tell options apart."""
 RIDGES = tuple(10.0 ** (k / 2) for k in range(-4, 7))
 """Ridges that are tried, relative to the mean eigenvalue: 0.01 to 1,000 in half decades."""
 BANDWIDTHS = tuple(10.0 ** (k / 2) for k in range(-4, 3))
@@ -27,19 +27,24 @@ as linear, 10 sees close neighbours only."""
 POWERS = (0.0, 0.5, 1.0, 1.5, 2.0)
 """Powers of rho that are tried. Photographs take 0.5 to 1.5, speech 1 to 2."""
 DIRECTIONS = 512
-"""Most directions that are scored, and that a chosen teacher keeps."""
+"""Largest number of directions that are scored, and that a chosen teacher keeps."""
 _SPLITS = 3
 """Folds of one repetition. A third of the pairs is held out."""
 _SCORED, _REPETITIONS = 1000, 10
 """Pairs to score. Fewer pairs are split again into other folds, at most 10 times."""
 _FIT_ROWS, _HELD_ROWS = 1000, 500
-"""Most pairs of a fold that are fitted on and scored. They bound the time for many pairs."""
+"""Largest numbers of pairs of a fold that are fitted on and scored. They bound the time."""
 _RANK = 400
 """Principal directions of each side that are kept. On five data sets 1,000 choose no better."""
 
 
 class Fold(NamedTuple):
-    """Row numbers of the pairs to fit on, and of the pairs to score."""
+    """One split of the pairs.
+
+    Attributes:
+        fit: Row numbers of the pairs to fit on.
+        held: Row numbers of the pairs to score.
+    """
 
     fit: Int[np.ndarray, " n"]
     held: Int[np.ndarray, " m"]
@@ -49,9 +54,9 @@ class Side(NamedTuple):
     """One modality of one fold in the principal coordinates of the rows fitted on.
 
     Attributes:
-      fit: coordinates of the rows fitted on, scaled to orthonormal columns.
-      variances: variance of each coordinate, relative to the mean over all features.
-      held: coordinates of the held-out rows, relative to the square root of that mean.
+        fit: Coordinates of the rows fitted on, scaled to orthonormal columns.
+        variances: Variance of each coordinate, relative to the mean over all features.
+        held: Coordinates of the held-out rows, relative to the square root of that mean.
     """
 
     fit: Float[np.ndarray, "n r"]
@@ -63,11 +68,11 @@ class Options(NamedTuple):
     """Options of a CCA.
 
     Attributes:
-      ridge_x: ridge of the first modality, relative to the mean eigenvalue of its covariance.
-      ridge_y: ridge of the second modality.
-      power: power of rho that weighs the directions.
-      gamma_x: bandwidth of the Gaussian kernel, None if the CCA is linear.
-      gamma_y: bandwidth of the second modality.
+        ridge_x: Ridge of the first modality, relative to the mean eigenvalue of its covariance.
+        ridge_y: Ridge of the second modality.
+        power: Power of rho that weighs the directions.
+        gamma_x: Bandwidth of the Gaussian kernel, None if the CCA is linear.
+        gamma_y: Bandwidth of the second modality.
     """
 
     ridge_x: float
@@ -81,7 +86,13 @@ class Options(NamedTuple):
 
 
 def unit(rows: np.ndarray) -> Float[np.ndarray, "n d"]:
-    """Scales rows to unit length in float64, whatever their size. Zero rows stay zero.
+    """Scales rows to unit length in float64. Zero rows stay zero.
+
+    Args:
+        rows: Rows of any float dtype, shape [n, d].
+
+    Returns:
+        The unit rows.
 
     >>> unit(np.array([[3e-25, 4e-25], [0.0, 0.0]]))
     array([[0.6, 0.8],
@@ -99,17 +110,18 @@ def order(*sides: np.ndarray, seed: int = 0) -> Int[np.ndarray, " n"]:
     another order, or in another scale, give the same sequence of pairs.
 
     Args:
-      *sides: arrays with one row per pair.
-      seed: seed of the projection and of the shuffle.
+        *sides: Arrays with one row per pair.
+        seed: Seed of the projection and of the shuffle.
 
     Returns:
-      Row numbers in the new order.
+        Row numbers in the new order.
 
     >>> rows = np.random.default_rng(1).normal(size=(5, 3))
     >>> bool((rows[order(rows)] == rows[::-1][order(rows[::-1])]).all())
     True
     """
     rng = np.random.default_rng(seed)
+    # Continuous projections of different pairs differ, so that their order is unambiguous.
     keys = sum(unit(side) @ rng.normal(size=side.shape[1]) for side in sides)
     return np.argsort(keys)[rng.permutation(len(sides[0]))]
 
@@ -118,15 +130,16 @@ def folds(shuffled: Int[np.ndarray, " n"], *, seed: int = 0) -> list[Fold]:
     """Splits pairs into folds, repeatedly if there are few of them.
 
     Args:
-      shuffled: row numbers as `order` returns them.
-      seed: seed of the repetitions.
+        shuffled: Row numbers as `order` returns them.
+        seed: Seed of the repetitions.
 
     Returns:
-      Three folds per repetition, of at most 1,000 pairs to fit on and 500 to score.
+        Three folds per repetition, of at most 1,000 pairs to fit on and 500 to score.
 
     >>> [len(fold.held) for fold in folds(np.arange(900))[:3]]
     [300, 300, 300]
     """
+    # Few pairs give noisy scores, which more repetitions average out.
     rng, n = np.random.default_rng(seed), len(shuffled)
     made = []
     for _ in range(min(max(1, round(_SCORED / n)), _REPETITIONS)):
@@ -145,11 +158,11 @@ def reciprocal_ranks(
     Ties count half, so that features without information score no better than chance.
 
     Args:
-      f: features of the first modality.
-      g: features of the second modality. Row i is the partner of row i of f.
+        f: Features of the first modality.
+        g: Features of the second modality. Row i is the partner of row i of f.
 
     Returns:
-      One score in (0, 1] per pair.
+        One score in (0, 1] per pair.
 
     >>> reciprocal_ranks(np.eye(2), np.eye(2))
     array([1., 1.])
@@ -159,6 +172,7 @@ def reciprocal_ranks(
     total = np.zeros(len(own))
     for scores in (cosines, cosines.T):
         ahead = (scores > own[:, None]).sum(axis=1)
+        # The partner is level with itself, which does not count.
         level = (scores == own[:, None]).sum(axis=1) - 1
         total += 0.5 / (1.0 + ahead + 0.5 * level)
     return total
@@ -170,18 +184,21 @@ def held_out_scores(
     """Fits a CCA on one fold and scores its held-out pairs.
 
     Args:
-      x: first modality.
-      y: second modality.
-      ridges: ridges of x and y, relative to the mean eigenvalues.
-      powers: powers of rho that weigh the directions.
+        x: First modality.
+        y: Second modality.
+        ridges: Ridges of x and y, relative to the mean eigenvalues.
+        powers: Powers of rho that weigh the directions.
 
     Returns:
-      Reciprocal ranks of the held-out pairs, one row per power.
+        Reciprocal ranks of the held-out pairs, one row per power.
     """
-    if len(x.variances) < len(y.variances):  # scores are symmetric: decompose the smaller side
+    # Scores are symmetric in x and y, so that the smaller side can be decomposed.
+    if len(x.variances) < len(y.variances):
         x, y, ridges = y, x, ridges[::-1]
     gain_x, gain_y = (1.0 / np.sqrt(s.variances + r) for s, r in zip((x, y), ridges, strict=True))
     cross = (x.fit * (gain_x * np.sqrt(x.variances))).T @ (y.fit * (gain_y * np.sqrt(y.variances)))
+    # An eigendecomposition of the smaller Gram matrix in place of an SVD, because this is the inner
+    # loop of the search. It squares the condition number, so that small values are cut off.
     values, right = np.linalg.eigh(cross.T @ cross)
     kept = np.flatnonzero(values > 1e-12 * values[-1])[::-1][:DIRECTIONS]
     rho, right = np.sqrt(values[kept]), right[:, kept]
@@ -201,18 +218,19 @@ def climb(
     """Walks from the best start to a point of a lattice that no move improves.
 
     Args:
-      score: value of a point, cached by the caller.
-      starts: points to begin with.
-      moves: steps that are tried from every point.
-      sizes: number of points along each axis.
+        score: Returns the value of a point. The caller caches it.
+        starts: Points to begin with.
+        moves: Steps that are tried from every point.
+        sizes: Number of points along each axis.
 
     Returns:
-      The best point found, the first among equals.
+        The best point found, the first among equals.
 
     >>> climb(lambda point: -abs(point[0] - 3), [(0,), (8,)], [(1,), (-1,)], (9,))
     (3,)
     """
     best = max(starts, key=score)
+    # The score rises with every turn and the lattice is finite, so that the loop ends.
     while True:
         steps = [tuple(a + b for a, b in zip(best, move, strict=True)) for move in moves]
         inside = [p for p in steps if all(0 <= i < n for i, n in zip(p, sizes, strict=True))]
@@ -226,9 +244,9 @@ class Search:
     """Cross-validates CCAs of some pairs, all of them on the same folds.
 
     Args:
-      pairs_x: paired embeddings of the first modality, at least `FEWEST` rows.
-      pairs_y: paired embeddings of the second modality.
-      seed: seed of the folds.
+        pairs_x: Paired embeddings of the first modality, at least `FEWEST` rows.
+        pairs_y: Paired embeddings of the second modality.
+        seed: Seed of the folds.
 
     >>> rows = np.random.default_rng(0).normal(size=(40, 3))
     >>> search = Search(rows, rows[:, ::-1])
@@ -250,11 +268,11 @@ class Search:
         """Chooses the options of a linear CCA.
 
         Args:
-          ridges: ridges of both sides, None to choose them.
-          power: power of rho, None to choose it.
+            ridges: Ridges of both sides, None to choose them.
+            power: Power of rho, None to choose it.
 
         Returns:
-          The options of the highest mean score. They suit the folds, see `for_all_pairs`.
+            The options of the highest mean score. They suit the folds, see `for_all_pairs`.
         """
         axes = [RIDGES, RIDGES] if ridges is None else [ridges[:1], ridges[1:]]
         diagonal = range(2, 9) if ridges is None else range(1)  # 0.1 to 100 on both sides
@@ -279,19 +297,20 @@ class Search:
         The search starts at the ridges of the linear CCA, with the same bandwidth on both sides.
 
         Args:
-          start: options of the linear CCA.
-          gammas: bandwidths of both sides, None to choose them.
-          fixed: keeps the ridges of `start`.
-          power: power of rho, None to choose it.
+            start: Options of the linear CCA.
+            gammas: Bandwidths of both sides, None to choose them.
+            fixed: Keeps the ridges of `start`.
+            power: Power of rho, None to choose it.
 
         Returns:
-          The options of the highest mean score. They suit the folds, see `for_all_pairs`.
+            The options of the highest mean score. They suit the folds, see `for_all_pairs`.
         """
         axes: list[Sequence[float]] = [
             [c / self._typical[side] for c in BANDWIDTHS] if gamma is None else [gamma]
             for side, gamma in zip("xy", gammas, strict=True)
         ]
-        axes.append([1.0] if fixed else RIDGES)  # a factor of both ridges
+        # One common factor for both ridges: four free axes would take too many fits.
+        axes.append([1.0] if fixed else RIDGES)
         sizes = [len(axis) - 1 for axis in axes]
         diagonal = range(1, len(BANDWIDTHS) - 1)
         return self._climb(
@@ -306,14 +325,29 @@ class Search:
         )
 
     def scores(self, options: Options) -> Float[np.ndarray, " m"]:
-        """Returns the reciprocal ranks of all held-out pairs, one after the other fold."""
+        """Returns the reciprocal ranks of all held-out pairs, fold by fold.
+
+        Args:
+            options: Options of the CCA.
+
+        Returns:
+            One score per held-out pair.
+        """
+        # A table holds one row per power, and is cached under power 0.
         return self._table(options._replace(power=0.0), (options.power,))[0]
 
     def clearly_better(self, options: Options, simpler: Options) -> bool:
         """Returns True if `options` beats `simpler` by more than two standard errors.
 
-        The errors are those of the mean difference over pairs. A pair that several repetitions
-        hold out counts once.
+        The error is that of the mean difference over pairs. A pair that several repetitions hold
+        out counts once.
+
+        Args:
+            options: Options that must prove better.
+            simpler: Options that are kept otherwise.
+
+        Returns:
+            True if the gain is clear.
         """
         held = np.concatenate([fold.held for fold in self._folds])
         gain = self.scores(options) - self.scores(simpler)
@@ -322,7 +356,15 @@ class Search:
         return bool(each.mean() > 2.0 * each.std() / math.sqrt(len(each)))
 
     def for_all_pairs(self, options: Options) -> Options:
-        """Scales the ridges down from the size of a fold to all pairs, as the noise falls."""
+        """Scales the ridges from the size of a fold to all pairs.
+
+        Args:
+            options: Options that were chosen on the folds.
+
+        Returns:
+            The options for a fit on all pairs.
+        """
+        # More pairs make less noisy covariances, which need a smaller ridge.
         share = np.mean([len(fold.fit) for fold in self._folds]) / len(self._pairs["x"])
         ridges = float(options.ridge_x * share), float(options.ridge_y * share)
         return options._replace(ridge_x=ridges[0], ridge_y=ridges[1])
@@ -343,11 +385,12 @@ class Search:
         def means(point: tuple[int, ...]) -> np.ndarray:
             return self._table(at(point), powers).mean(axis=1)
 
+        # All powers of a point share one eigendecomposition, so that they need no axis.
         best = climb(lambda p: means(p).max(), starts, moves, tuple(map(len, axes)))
         return at(best)._replace(power=powers[int(means(best).argmax())])
 
     def _table(self, options: Options, powers: tuple[float, ...]) -> np.ndarray:
-        """Scores of all held-out pairs, one row per power."""
+        """Returns the scores of all held-out pairs, one row per power."""
         if (options, powers) not in self._tables:
             ridges = options.ridge_x, options.ridge_y
             parts = []
@@ -358,7 +401,7 @@ class Search:
         return self._tables[options, powers]
 
     def _side(self, name: str, fold: int, gamma: float | None) -> Side:
-        """One modality of one fold in principal coordinates."""
+        """Returns one modality of one fold in principal coordinates."""
         if (name, fold, gamma) not in self._sides:
             fit, held = (unit(self._pairs[name][rows]) for rows in self._folds[fold])
             fit, held = fit - fit.mean(axis=0), held - fit.mean(axis=0)
@@ -366,6 +409,7 @@ class Search:
                 fit, held = unit(fit), unit(held)
             grams = [rows @ fit.T for rows in (fit, held)]
             if gamma is not None:
+                # exp(-gamma ||z - z'||^2) of unit rows, whose squared distance is 2 - 2 z.z'.
                 grams = [np.exp(2.0 * gamma * (gram - 1.0)) for gram in grams]
             self._sides[name, fold, gamma] = _principal(*grams, width=fit.shape[1])
         return self._sides[name, fold, gamma]
@@ -388,17 +432,17 @@ def choose(
     squared distance of two rows.
 
     Args:
-      pairs_x: paired embeddings of the first modality.
-      pairs_y: paired embeddings of the second modality.
-      kind: "linear", "kernel", or "best" for the kernel CCA if it is clearly better.
-      ridges: ridges of both sides, None to choose them.
-      power: power of rho, None to choose it.
-      gamma_x: bandwidth of the first modality, None to choose it.
-      gamma_y: bandwidth of the second modality, None to choose it.
-      seed: seed of the folds.
+        pairs_x: Paired embeddings of the first modality.
+        pairs_y: Paired embeddings of the second modality.
+        kind: "linear", "kernel", or "best" for the kernel CCA if it is clearly better.
+        ridges: Ridges of both sides, None to choose them.
+        power: Power of rho, None to choose it.
+        gamma_x: Bandwidth of the first modality, None to choose it.
+        gamma_y: Bandwidth of the second modality, None to choose it.
+        seed: Seed of the folds.
 
     Returns:
-      The options for a fit on all pairs.
+        The options for a fit on all pairs.
 
     >>> rows = np.random.default_rng(0).normal(size=(60, 3))
     >>> choose(rows, rows[:, ::-1], "linear", power=0.0).power
@@ -409,6 +453,7 @@ def choose(
         return Options(*ridges, power, gamma_x, gamma_y)
     n = len(pairs_x)
     if n < FEWEST:
+        # So large a ridge makes the CCA nearly a Procrustes analysis.
         ridges = (1e4 / n, 1e4 / n) if ridges is None else ridges
         options = Options(*ridges, 0.5 if power is None else power)
         if kind != "kernel":
@@ -428,19 +473,28 @@ def choose(
 
 
 def _typical(rows: np.ndarray) -> float:
-    """Median squared distance of two unit rows, centred on the first 1,000 rows."""
+    """Returns the median squared distance of two unit rows, centred on the first 1,000 rows."""
+    # 500 rows have 125,000 distances, whose median hardly depends on the sample.
     z = unit(rows[:1000])
     z = unit(z - z.mean(axis=0))[:500]
     return float(np.median(2.0 - 2.0 * (z @ z.T)[~np.eye(len(z), dtype=bool)]))
 
 
 def _principal(gram: np.ndarray, cross: np.ndarray, *, width: int) -> Side:
-    """Kernel PCA: principal coordinates from the Gram matrices fit x fit and held x fit."""
+    """Computes principal coordinates from the Gram matrices fit x fit and held x fit.
+
+    References:
+        Schoelkopf, Smola and Mueller, "Nonlinear component analysis as a kernel eigenvalue
+        problem", Neural Computation 10, 1998 (kernel PCA).
+    """
+    # Centring the Gram matrices centres the features. Held-out rows are centred by the mean of the
+    # fitted ones.
     n, means = len(gram), gram.mean(axis=0)
     gram = gram - means - means[:, None] + means.mean()
     cross = cross - means - cross.mean(axis=1, keepdims=True) + means.mean()
     eigenvalues, vectors = np.linalg.eigh(gram)
     eigenvalues = np.maximum(eigenvalues, 1e-30)  # a fold of equal rows scores as chance
+    # The ridges of `teachers` are relative to this mean eigenvalue.
     mean = float(eigenvalues.sum()) / (n - 1) / width
     kept = np.flatnonzero(eigenvalues > 1e-10 * eigenvalues[-1])[-_RANK:]
     eigenvalues, vectors = eigenvalues[kept], vectors[:, kept]

@@ -17,7 +17,9 @@ from scipy import sparse
 from sotalign_jax import checks, files
 
 POOLS = ("disjoint", "random", "aligned")
+"""Choices of `pool`, see `split_rows`."""
 SAMPLE = pathlib.Path(__file__).parent / "bundled" / "coco_sample.npz"
+"""File of the sample that `photographs` loads."""
 HELD_OUT = 0.1
 """Fraction of the pairs that `hold_out` moves to the validation gallery."""
 HELD_OUT_FROM = 100
@@ -30,7 +32,13 @@ VAL_AND_TEST = (0.1, 0.2)
 
 
 class Gallery(NamedTuple):
-    """Data for cross-modal retrieval, built by `gallery`: `y[j]` belongs to `x[x_of_y[j]]`."""
+    """Data for cross-modal retrieval, built by `gallery`.
+
+    Attributes:
+        x: Embeddings of the first modality.
+        y: Embeddings of the second modality.
+        x_of_y: Row of x for every row of y: `y[j]` belongs to `x[x_of_y[j]]`.
+    """
 
     x: Float[np.ndarray, "n d_x"]
     y: Float[np.ndarray, "m d_y"]
@@ -38,7 +46,14 @@ class Gallery(NamedTuple):
 
 
 class ZeroShot(NamedTuple):
-    """Data for classification of `x` by class prompts, built by `zero_shot`."""
+    """Data for classification by class prompts, built by `zero_shot`.
+
+    Attributes:
+        x: Embeddings of the rows to classify.
+        labels: Class of every row.
+        prompts: Embeddings of t prompts for each class.
+        class_names: Names of the classes.
+    """
 
     x: Float[np.ndarray, "n d_x"]
     labels: Int[np.ndarray, " n"]
@@ -50,15 +65,15 @@ def owners(n: int, m: int, x_of_y: ArrayLike | None) -> Int[np.ndarray, " m"]:
     """Checks which row of x each row of y belongs to.
 
     Args:
-        n: number of rows of x.
-        m: number of rows of y.
-        x_of_y: the row of x for every row of y; None if row i belongs to row i.
+        n: Number of rows of x.
+        m: Number of rows of y.
+        x_of_y: The row of x for every row of y. None if row i belongs to row i.
 
     Returns:
         `x_of_y` as int32.
 
     Raises:
-        InputError: an index is out of range, or a row of x has no row of y.
+        InputError: An index is out of range, or a row of x has no row of y.
 
     >>> owners(2, 2, None)
     array([0, 1], dtype=int32)
@@ -68,6 +83,7 @@ def owners(n: int, m: int, x_of_y: ArrayLike | None) -> Int[np.ndarray, " m"]:
             f"gallery y has {m} rows but gallery x has {n}; pass x_of_y unless row i matches row i"
         )
     index = row_labels("x_of_y", np.arange(n) if x_of_y is None else x_of_y, m, below=n)
+    # A query without a match would count as a miss in every metric.
     orphans = np.flatnonzero(np.bincount(index, minlength=n) == 0)
     if orphans.size:
         raise checks.InputError(
@@ -80,16 +96,16 @@ def row_labels(name: str, values: ArrayLike, count: int, *, below: int) -> Int[n
     """Checks integer labels, one per row.
 
     Args:
-        name: name of the argument for error messages.
-        values: the labels.
-        count: required number of labels.
-        below: exclusive upper bound of the labels.
+        name: Name of the argument for error messages.
+        values: The labels.
+        count: Required number of labels.
+        below: Exclusive upper bound of the labels.
 
     Returns:
         The labels as int32.
 
     Raises:
-        InputError: there is another number of labels, or one is no integer in 0..below-1.
+        InputError: There is another number of labels, or one is no integer in 0..below-1.
 
     >>> row_labels("labels", [1, 0], 2, below=2)
     array([1, 0], dtype=int32)
@@ -100,6 +116,7 @@ def row_labels(name: str, values: ArrayLike, count: int, *, below: int) -> Int[n
             f"{name} has shape {index.shape} and dtype {index.dtype}; "
             f"pass {count} integers, one per row"
         )
+    # numpy would take negative numbers for rows from the end.
     if count and not (index.min() >= 0 and index.max() < below):
         raise checks.InputError(
             f"{name} must be in 0..{below - 1}, got values from {index.min()} to {index.max()}"
@@ -111,15 +128,15 @@ def gallery(x: ArrayLike, y: ArrayLike, x_of_y: ArrayLike | None = None) -> Gall
     """Builds a checked `Gallery`.
 
     Args:
-        x: embeddings [n, d_x].
-        y: embeddings [m, d_y].
-        x_of_y: the row of x for every row of y; None if row i belongs to row i.
+        x: Embeddings [n, d_x].
+        y: Embeddings [m, d_y].
+        x_of_y: The row of x for every row of y. None if row i belongs to row i.
 
     Returns:
         The gallery.
 
     Raises:
-        InputError: the arrays are no embeddings, or `x_of_y` does not fit them.
+        InputError: The arrays are no embeddings, or `x_of_y` does not fit them.
 
     >>> gallery(np.eye(2), np.eye(3), x_of_y=[0, 0, 1]).x_of_y
     array([0, 0, 1], dtype=int32)
@@ -134,16 +151,16 @@ def zero_shot(
     """Builds a checked `ZeroShot`.
 
     Args:
-        x: embeddings [n, d_x].
-        labels: the class of every row of x, in 0..c-1.
-        prompts: embeddings [c, t, d_y] of t prompts for each of c classes.
-        class_names: names of the classes; their numbers by default.
+        x: Embeddings [n, d_x].
+        labels: The class of every row of x, in 0..c-1.
+        prompts: Embeddings [c, t, d_y] of t prompts for each of c classes.
+        class_names: Names of the classes. By default their numbers.
 
     Returns:
         The classification task.
 
     Raises:
-        InputError: the arrays are no embeddings, or do not fit together.
+        InputError: The arrays are no embeddings, or do not fit together.
 
     >>> zero_shot(np.eye(2), [0, 1], np.ones((2, 3, 4))).class_names
     ('0', '1')
@@ -168,6 +185,18 @@ def zero_shot(
 @dataclasses.dataclass(frozen=True)
 class Dataset:
     """Arrays of a run, built by `dataset` or `semi_supervised`, which also check the values.
+
+    Attributes:
+        pairs_x: Paired embeddings of the first modality.
+        pairs_y: Their partners. Row i belongs to row i of `pairs_x`.
+        pool_x: Unpaired embeddings of the first modality.
+        pool_y: Unpaired embeddings of the second modality.
+        val: Validation gallery.
+        test: Test gallery.
+        zero_shot: Classification task.
+
+    Raises:
+        InputError: The widths of the arrays do not fit together.
 
     >>> dataset((np.eye(8), np.ones((8, 2))), y=np.ones((5, 2)))
     Dataset
@@ -231,18 +260,19 @@ def dataset(
     """Builds a checked `Dataset` of pairs and unpaired rows.
 
     Args:
-        pairs: (pairs_x, pairs_y), embeddings [p, d_x] and [p, d_y]; row i belongs to row i.
-        x: unpaired embeddings [u, d_x]; empty by default.
-        y: unpaired embeddings [v, d_y]; empty by default.
-        val: validation gallery.
-        test: test gallery.
-        zero_shot: classification task.
+        pairs: Embeddings (pairs_x, pairs_y) of shapes [p, d_x] and [p, d_y]. Row i of one belongs
+            to row i of the other.
+        x: Unpaired embeddings [u, d_x]. By default none.
+        y: Unpaired embeddings [v, d_y]. By default none.
+        val: Validation gallery.
+        test: Test gallery.
+        zero_shot: Classification task.
 
     Returns:
         The dataset.
 
     Raises:
-        InputError: an array holds no embeddings, or the arrays do not fit together.
+        InputError: An array holds no embeddings, or the arrays do not fit together.
 
     >>> dataset((np.eye(8), np.eye(8)), x=np.ones((5, 8))).pool_y.shape
     (0, 8)
@@ -252,6 +282,7 @@ def dataset(
             f"pairs must be (A, B), where A[i] belongs to B[i], got {type(pairs).__name__}"
         )
     pairs_x, pairs_y = checks.pairs(*pairs, min_rows=checks.MIN_PAIRS)
+    # A missing pool is empty but has a width, so that all code downstream treats it alike.
     pool_x, pool_y = (
         checks.rows(
             name,
@@ -274,7 +305,7 @@ def first_equal(x: np.ndarray | files.MappedRows) -> Int[np.ndarray, " n"]:
     Rows are compared by 64-bit hashes and read in chunks, so that `x` may be memory-mapped.
 
     Args:
-        x: array [n, d].
+        x: Array [n, d].
 
     Returns:
         Indices [n].
@@ -283,6 +314,8 @@ def first_equal(x: np.ndarray | files.MappedRows) -> Int[np.ndarray, " n"]:
     [0, 1, 0]
     """
     chunks = (x[start : start + checks.CHUNK_ROWS] for start in range(0, len(x), checks.CHUNK_ROWS))
+    # Two different rows collide with a probability of about n^2 / 2^65. Comparing the rows
+    # themselves would need all of them in memory.
     hashes = np.array([hash(row.tobytes()) for chunk in chunks for row in chunk], np.int64)
     _, first, member = np.unique(hashes, return_index=True, return_inverse=True)
     return first[member]
@@ -297,9 +330,9 @@ def tied_rows(
     caption. Such a group is divided into the rows of each x, and if need be into single rows.
 
     Args:
-        first_x: result of `first_equal` for x.
-        first_y: result of `first_equal` for y.
-        largest: size of the largest group.
+        first_x: Result of `first_equal` for x.
+        first_y: Result of `first_equal` for y.
+        largest: Size of the largest group.
 
     Returns:
         The group of every row. Rows with different numbers share nothing, except where a group was
@@ -310,10 +343,13 @@ def tied_rows(
     """
     n = len(first_x)
     rows = np.arange(n)
+    # One edge from every row to the first row with the same x, and one for y. Connected
+    # components are the groups.
     ends = np.concatenate([rows, rows]), np.concatenate([first_x, first_y])
     graph = sparse.coo_array((np.ones(2 * n, bool), ends), shape=(n, n))
     _, groups = sparse.csgraph.connected_components(graph, directed=False)
     for finer in (first_x, rows):
+        # Numbers above the largest one in use cannot meet those of other groups.
         too_large = np.bincount(groups)[groups] > largest
         groups = np.where(too_large, groups.max(initial=0) + 1 + finer, groups)
     return groups
@@ -325,8 +361,8 @@ def whole_groups(groups: Int[np.ndarray, " n"], sizes: Sequence[int]) -> Int[np.
     Groups are assigned in the order of their first rows, each to the first part with room for it.
 
     Args:
-        groups: the group of every row.
-        sizes: number of rows of every part.
+        groups: The group of every row.
+        sizes: Number of rows of every part.
 
     Returns:
         The part of every row, `len(sizes)` for a row in none of them.
@@ -337,6 +373,7 @@ def whole_groups(groups: Int[np.ndarray, " n"], sizes: Sequence[int]) -> Int[np.
     _, first, member, counts = np.unique(
         groups, return_index=True, return_inverse=True, return_counts=True
     )
+    # First fit: exact sizes would be a knapsack problem, and a few rows more or less do not matter.
     parts, room = np.full(len(counts), len(sizes)), list(sizes)
     for group in np.argsort(first):
         part = next((part for part, left in enumerate(room) if counts[group] <= left), None)
@@ -344,7 +381,7 @@ def whole_groups(groups: Int[np.ndarray, " n"], sizes: Sequence[int]) -> Int[np.
             parts[group] = part
             room[part] -= counts[group]
         elif not any(room):
-            break
+            break  # all parts are full, and millions of groups may be left
     return parts[member]
 
 
@@ -352,6 +389,7 @@ def _gallery_of_rows(x: np.ndarray, y: np.ndarray) -> Gallery | None:
     """Builds a gallery in which every x occurs once, with all rows of y that belong to it."""
     if not len(x):
         return None
+    # A picture with five captions is one key, or it would compete with its own copies.
     unique, x_of_y = np.unique(first_equal(x), return_inverse=True)
     return gallery(x[unique], y, x_of_y)
 
@@ -363,11 +401,11 @@ def hold_out(dataset: Dataset, *, seed: int) -> Dataset:
     trained on.
 
     Args:
-        dataset: a dataset without a validation gallery.
-        seed: seed of the random choice.
+        dataset: A dataset without a validation gallery.
+        seed: Seed of the random choice.
 
     Returns:
-        The dataset with fewer pairs and a validation gallery; the same dataset if it is too small.
+        The dataset with fewer pairs and a validation gallery, or the same dataset if it is small.
 
     >>> rows = np.random.default_rng(0).normal(size=(100, 2))
     >>> hold_out(dataset((rows, rows)), seed=0).summary()["val_x"]
@@ -377,6 +415,8 @@ def hold_out(dataset: Dataset, *, seed: int) -> Dataset:
     size = int(HELD_OUT * len(x))
     if len(x) < HELD_OUT_FROM:
         return dataset
+    # COCO has five captions per picture. A random tenth of such pairs would share pictures with
+    # the rest.
     groups = tied_rows(first_equal(x), first_equal(y), largest=size)
     order = np.random.default_rng(seed).permutation(len(x))
     held = whole_groups(groups[order], [size]) == 0
@@ -386,7 +426,13 @@ def hold_out(dataset: Dataset, *, seed: int) -> Dataset:
 
 
 class Rows(NamedTuple):
-    """Row numbers of a paired table: the pairs, and the unpaired pool of each modality."""
+    """Row numbers of a paired table.
+
+    Attributes:
+        pairs: Rows of the pairs.
+        x: Rows of the first modality's pool.
+        y: Rows of the second modality's pool.
+    """
 
     pairs: Int[np.ndarray, " p"]
     x: Int[np.ndarray, " u"]
@@ -408,21 +454,21 @@ def split_rows(
     a larger one.
 
     Args:
-        n_rows: number of rows of the table.
-        n_pairs: number of pairs.
+        n_rows: Number of rows of the table.
+        n_pairs: Number of pairs.
         pool: "disjoint" gives x one half of the rest and y the other half, so that no true pair is
             hidden in the pools. "random" gives both all of the rest, y in another order, and
             "aligned" in the same order.
-        n_unpaired: size of each pool; all that remain by default.
-        seed: seed of the random choice.
-        groups: groups of rows that disjoint pools must not divide, see `tied_rows`; by default
+        n_unpaired: Size of each pool. By default all rows that remain.
+        seed: Seed of the random choice.
+        groups: Groups of rows that disjoint pools must not divide, see `tied_rows`. By default
             every row is its own group.
 
     Returns:
         The chosen rows.
 
     Raises:
-        InputError: there are not as many rows.
+        InputError: There are not as many rows.
 
     >>> split_rows(12, n_pairs=6, seed=0).x.shape
     (3,)
@@ -430,6 +476,7 @@ def split_rows(
     checks.choice("pool", pool, POOLS)
     checks.within(n_rows, "rows", least=checks.MIN_PAIRS, n_pairs=n_pairs)
     rng = np.random.default_rng(seed)
+    # Prefixes of one permutation are nested, so that a run with more pairs contains the others.
     order = rng.permutation(n_rows)
     x = y = rest = order[n_pairs:]
     if pool == "disjoint":
@@ -462,20 +509,20 @@ def semi_supervised(
     """Builds a semi-supervised `Dataset` from a paired table: few pairs, the rest unpaired.
 
     Args:
-        x: embeddings [n, d_x].
-        y: embeddings [n, d_y]; row i belongs to row i of x.
-        n_pairs: number of pairs.
-        pool: how the pools are chosen, see `split_rows`.
-        n_unpaired: size of each pool; all rows that remain by default.
-        seed: seed of the random choice of pairs and pools.
-        unpaired_x: pool of x from elsewhere, instead of rows of the table. If no rows of the table
+        x: Embeddings [n, d_x].
+        y: Embeddings [n, d_y]. Row i belongs to row i of x.
+        n_pairs: Number of pairs.
+        pool: How the pools are chosen, see `split_rows`.
+        n_unpaired: Size of each pool. By default all rows that remain.
+        seed: Seed of the random choice of pairs and pools.
+        unpaired_x: Pool of x from elsewhere, instead of rows of the table. If no rows of the table
             remain for the other pool, that pool has the rows of the pairs.
-        unpaired_y: pool of y from elsewhere.
-        pool_noise: fraction of each pool that `replace_with_noise` replaces.
-        val: validation gallery.
-        test: test gallery.
-        zero_shot: classification task.
-        held_out: fractions of the table, such as `VAL_AND_TEST`, to use as `val` and `test`. The
+        unpaired_y: Pool of y from elsewhere.
+        pool_noise: Fraction of each pool that `replace_with_noise` replaces.
+        val: Validation gallery.
+        test: Test gallery.
+        zero_shot: Classification task.
+        held_out: Fractions of the table, such as `VAL_AND_TEST`, to use as `val` and `test`. The
             rows do not depend on `seed`, and nothing in them is also among the pairs or pools. A
             pool for which no rows remain has the rows of the pairs.
 
@@ -483,7 +530,7 @@ def semi_supervised(
         The dataset.
 
     Raises:
-        InputError: an array holds no embeddings, or there are not enough rows.
+        InputError: An array holds no embeddings, or there are not enough rows.
 
     >>> rows = np.random.default_rng(0).normal(size=(12, 4))
     >>> semi_supervised(rows, rows, n_pairs=6).summary()["pool_y"]
@@ -498,6 +545,7 @@ def semi_supervised(
     if held_out is not None:
         sizes = held_out_sizes(len(x), held_out)
         groups = tied_rows(first_equal(x), first_equal(y), largest=min(sizes))
+        # Seed 0 whatever `seed` is: runs of different seeds are compared on one test set.
         order = np.random.default_rng(0).permutation(len(x))
         parts = whole_groups(groups[order], sizes)
         in_val, in_test, rows = (np.sort(order[parts == part]) for part in range(3))
@@ -513,10 +561,13 @@ def semi_supervised(
         groups=groups[rows],
     )
     pairs, (own_x, own_y) = rows[chosen.pairs], (rows[chosen.x], rows[chosen.y])
+    # SOTAlign needs both pools. The pairs' own rows are unpaired data, too, if there is nothing
+    # else.
     if (held_out is not None or any(outside)) and n_unpaired is None:
         own_x, own_y = (own if len(own) else pairs for own in (own_x, own_y))
     pools: list[np.ndarray | files.MappedRows] = []
     sides = ("unpaired_x", unpaired_x, x, own_x), ("unpaired_y", unpaired_y, y, own_y)
+    # Seeds of the two pools differ: equal ones would choose the same row numbers in both.
     for own_seed, (name, given, table, own) in enumerate(sides, seed):
         made = (
             files.take(table, own)
@@ -545,14 +596,14 @@ def held_out_sizes(n_rows: int, fractions: Sequence[float]) -> list[int]:
     """Returns how many of `n_rows` rows each held-out part has.
 
     Args:
-        n_rows: number of rows of the table.
-        fractions: fraction of the rows in each part.
+        n_rows: Number of rows of the table.
+        fractions: Fraction of the rows in each part.
 
     Returns:
         Numbers of rows. Their sum is rounded, so that no row is lost between two parts.
 
     Raises:
-        InputError: a fraction is negative, or they leave no rows.
+        InputError: A fraction is negative, or they leave no rows.
 
     >>> held_out_sizes(640, VAL_AND_TEST)
     [64, 128]
@@ -570,9 +621,9 @@ def mismatch_pairs(y: ArrayLike, *, fraction: float, seed: int = 0) -> np.ndarra
     """Mismatches a fraction of the pairs: rows of y trade places, none keeping its own.
 
     Args:
-        y: array [n, d_y].
-        fraction: fraction of the rows, rounded down to whole rows.
-        seed: seed of the random choice.
+        y: Array [n, d_y].
+        fraction: Fraction of the rows, rounded down to whole rows.
+        seed: Seed of the random choice.
 
     Returns:
         A copy of y with the rows moved.
@@ -599,9 +650,9 @@ def replace_with_noise(x: ArrayLike, *, fraction: float, seed: int = 0) -> np.nd
     """Replaces a fraction of the rows by random directions of the same length.
 
     Args:
-        x: array [n, d].
-        fraction: fraction of the rows, rounded down to whole rows.
-        seed: seed of the random choice.
+        x: Array [n, d].
+        fraction: Fraction of the rows, rounded down to whole rows.
+        seed: Seed of the random choice.
 
     Returns:
         A copy of x with the rows replaced.
@@ -614,6 +665,7 @@ def replace_with_noise(x: ArrayLike, *, fraction: float, seed: int = 0) -> np.nd
     """
     out = np.array(x)
     chosen = _choose_rows(len(out), fraction, seed)
+    # Another stream than that of `_choose_rows`, so that noise and choice are independent.
     noise = np.random.default_rng((seed, 1)).standard_normal((len(chosen), out.shape[1]))
     noise /= np.linalg.norm(noise, axis=1, keepdims=True)
     length = np.linalg.norm(out[chosen].astype(np.float64), axis=1, keepdims=True)
@@ -622,6 +674,7 @@ def replace_with_noise(x: ArrayLike, *, fraction: float, seed: int = 0) -> np.nd
 
 
 def _choose_rows(n: int, fraction: float, seed: int) -> np.ndarray:
+    """Draws a fraction of n rows."""
     if not 0.0 <= fraction <= 1.0:
         raise checks.InputError(f"fraction must be in 0..1, got {fraction}")
     # The slack undoes rounding such as 0.29 * 100 = 28.999999999999996.
@@ -633,7 +686,13 @@ def _choose_rows(n: int, fraction: float, seed: int) -> np.ndarray:
 
 
 class Photographs(NamedTuple):
-    """Embeddings of photographs and of one caption each, see bundled/README.md."""
+    """Embeddings of photographs and of one caption each, see bundled/README.md.
+
+    Attributes:
+        image: Embeddings of the photographs.
+        text: Embeddings of the captions.
+        caption: The captions.
+    """
 
     image: Float[np.ndarray, "n 512"]
     text: Float[np.ndarray, "n 384"]
@@ -658,5 +717,6 @@ def photographs() -> Photographs:
     with np.load(SAMPLE, allow_pickle=False) as table:
         image = table["image"] * table["image_scale"] + table["image_mean"]
         text = table["text"] * table["text_scale"]
+        # Rounding to 8 bits has changed the lengths of unit rows.
         text /= np.linalg.norm(text, axis=1, keepdims=True)
         return Photographs(image, text, tuple(table["caption"].tolist()))

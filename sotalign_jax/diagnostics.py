@@ -49,17 +49,17 @@ def mutual_knn(x: Rows, y: Rows, *, k: int = 10, clamp: float | None = 0.95) -> 
     the number of rows, which is 1,024 in the usual protocol.
 
     Args:
-        x: embeddings by one encoder, shape [n, d].
-        y: embeddings of the same samples by another encoder, shape [n, e].
-        k: number of neighbours.
-        clamp: quantile. Features are clamped at plus and minus the mean over samples of this
+        x: Embeddings by one encoder, shape [n, d].
+        y: Embeddings of the same samples by another encoder, shape [n, e].
+        k: Number of neighbours.
+        clamp: Quantile. Features are clamped at plus and minus the mean over samples of this
             quantile of |value|, so that a few huge features do not decide. None does not clamp.
 
     Returns:
         The score in 0..1.
 
     Raises:
-        InputError: if the arrays are not paired embeddings, or if k or `clamp` are out of range.
+        InputError: The arrays are not paired embeddings, or k or `clamp` are out of range.
 
     Example:
         >>> x = np.random.default_rng(0).normal(size=(50, 4))
@@ -87,8 +87,8 @@ def chance_knn(n: int, *, k: int = 10) -> float:
     """Returns the expected `mutual_knn` of n rows that are matched at random, k / (n - 1).
 
     Args:
-        n: number of rows.
-        k: number of neighbours.
+        n: Number of rows.
+        k: Number of neighbours.
 
     Returns:
         The expected score.
@@ -114,7 +114,7 @@ class Mean(float):
     """Mean of repeated measurements.
 
     Attributes:
-        spread: standard deviation of the sample, or None for one value.
+        spread: Standard deviation of the sample, or None for one value.
 
     Example:
         >>> mean = Mean([1.0, 3.0])
@@ -134,10 +134,10 @@ class Shift(NamedTuple):
     """Distances from a sample of the pairs to samples of the same size, see `pool_shift`.
 
     Attributes:
-        pool: distance to unpaired rows.
-        noise: distance to other pairs.
-        sphere: distance to random directions.
-        rows: size of every sample.
+        pool: Distance to unpaired rows.
+        noise: Distance to other pairs.
+        sphere: Distance to random directions.
+        rows: Size of every sample.
     """
 
     pool: Mean
@@ -169,16 +169,16 @@ def sliced_wasserstein(x: Rows, y: Rows, *, projections: int | Array = 500, seed
     are not at distance 0, see `pool_shift`.
 
     Args:
-        x: rows, shape [n, d].
-        y: rows, shape [m, d].
-        projections: number of random planes, or orthonormal planes of shape [p, d, 2].
-        seed: seed of the planes.
+        x: Rows, shape [n, d].
+        y: Rows, shape [m, d].
+        projections: Number of random planes, or orthonormal planes of shape [p, d, 2].
+        seed: Seed of the planes.
 
     Returns:
         The distance, in 0..1/2.
 
     Raises:
-        InputError: if the sets differ in width, or if `projections` is invalid.
+        InputError: The sets differ in width, or `projections` is invalid.
 
     Example:
         >>> sliced_wasserstein(np.eye(3), np.eye(3) + 0.1, projections=20) < 0.1
@@ -189,6 +189,7 @@ def sliced_wasserstein(x: Rows, y: Rows, *, projections: int | Array = 500, seed
         X. Liu et al., "Linear spherical sliced optimal transport", ICLR 2025.
     """
     _check_sets(x, y)
+    # Given planes allow an exact comparison with another implementation.
     if isinstance(projections, int | np.integer):
         checks.whole(1, projections=projections)
         planes = _random_planes(jax.random.key(seed), projections, x.shape[1])
@@ -217,18 +218,18 @@ def pool_shift(
     have one size, because the distance falls with the size.
 
     Args:
-        pairs: paired rows of one modality, shape [n, d].
-        pool: unpaired rows of the same modality, shape [m, d].
-        repeats: number of repetitions with new halves, samples and planes.
-        rows: largest size of a sample.
-        projections: number of random planes.
-        seed: seed of all random choices.
+        pairs: Paired rows of one modality, shape [n, d].
+        pool: Unpaired rows of the same modality, shape [m, d].
+        repeats: Number of repetitions with new halves, samples and planes.
+        rows: Largest size of a sample.
+        projections: Number of random planes.
+        seed: Seed of all random choices.
 
     Returns:
         The `Shift`.
 
     Raises:
-        InputError: if the sets differ in width, or if an option is invalid.
+        InputError: The sets differ in width, or an option is invalid.
 
     Example:
         >>> x = np.random.default_rng(0).normal(size=(60, 8)) + 1
@@ -325,11 +326,11 @@ class Convergence(NamedTuple):
     """Convergence of the transport plan at one epsilon.
 
     Attributes:
-        epsilon: regularisation.
+        epsilon: Regularisation.
         error: L1 marginal error.
-        iterations: number of sweeps.
+        iterations: Number of sweeps.
         converged: True if the error is at most the tolerance.
-        partners: perplexity of the plan's rows.
+        partners: Perplexity of the plan's rows.
     """
 
     epsilon: float
@@ -353,17 +354,17 @@ def sinkhorn_convergence(
     partner, and the number of columns if epsilon is so large that all pairs are alike.
 
     Args:
-        f: features of the rows, shape [n, d].
-        g: features of the columns, shape [m, d].
-        epsilons: regularisations.
-        tolerance: marginal error at which a solve stops.
-        max_iterations: number of sweeps at which a solve stops.
+        f: Features of the rows, shape [n, d].
+        g: Features of the columns, shape [m, d].
+        epsilons: Regularisations.
+        tolerance: Marginal error at which a solve stops.
+        max_iterations: Number of sweeps at which a solve stops.
 
     Returns:
         One `Convergence` for each epsilon.
 
     Raises:
-        InputError: if the features differ in width, or if an option is invalid.
+        InputError: The features differ in width, or an option is invalid.
 
     Example:
         >>> f = np.random.default_rng(0).normal(size=(30, 4))
@@ -396,7 +397,7 @@ def smallest_epsilon(rows: Sequence[Convergence]) -> float | None:
     """Returns the smallest epsilon at and above which every solve converged.
 
     Args:
-        rows: results of `sinkhorn_convergence`.
+        rows: Results of `sinkhorn_convergence`.
 
     Returns:
         The epsilon, or None if the largest one did not converge.

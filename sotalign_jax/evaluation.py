@@ -20,6 +20,8 @@ from sotalign_jax.calibration import Calibration
 from sotalign_jax.heads import Rows
 from sotalign_jax.ot import affinity, blocks
 
+# Large enough to keep a device busy, small enough that a block of a GLU head, eight times as wide
+# as its input, stays in the hundreds of megabytes.
 EMBED_CHUNK = 8192
 """Rows mapped at a time when embedding."""
 KS = (1, 5, 10)
@@ -32,8 +34,8 @@ def embed(head: Any, rows: Rows, *, unit: bool = True) -> Float[np.ndarray, "n d
     Works in blocks of one compiled shape: beside the rows and the result, memory holds one block.
 
     Args:
-        head: an NNX head, or a map of a teacher.
-        rows: embeddings of the head's encoder, shape [n, d_in]. A memory-mapped array is read one
+        head: An NNX head, or a map of a teacher.
+        rows: Embeddings of the head's encoder, shape [n, d_in]. A memory-mapped array is read one
             block at a time.
         unit: False returns the features as the head computes them, without L2 normalisation.
 
@@ -44,14 +46,17 @@ def embed(head: Any, rows: Rows, *, unit: bool = True) -> Float[np.ndarray, "n d
     >>> embed(heads.build_heads(4, 3, 2).x, np.ones((5, 4), np.float16)).shape
     (5, 2)
     """
+    # `_apply` is compiled once for all heads of a structure, and takes their parameters apart.
     if isinstance(head, nnx.Module):
         head = nnx.split(head)
     block_size = min(EMBED_CHUNK, len(rows))
     out = np.empty(0)
     for start in range(0, len(rows), block_size):
         block = np.asarray(rows[start : start + block_size])
+        # The last block is padded to the compiled shape, with ones because zeros have no norm.
         padded = np.pad(block, [(0, block_size - len(block)), (0, 0)], constant_values=1)
         features = np.asarray(_apply(head, jnp.asarray(padded), unit))
+        # The width of the result is known only after the first block.
         if start == 0:
             out = np.empty((len(rows), features.shape[1]), features.dtype)
         out[start : start + block_size] = features[: len(block)]
@@ -69,7 +74,12 @@ def _apply(head: Any, rows: Array, unit: bool) -> Array:
 
 
 class Ranks(NamedTuple):
-    """Rank of the best match of every query, from 0, in both directions."""
+    """Rank of the best match of every query, from 0, in both directions.
+
+    Attributes:
+        x: Ranks of the queries of the first modality.
+        y: Ranks of the queries of the second modality.
+    """
 
     x: Int[np.ndarray, " n"]
     y: Int[np.ndarray, " m"]
@@ -81,10 +91,10 @@ def evaluate(
     """Computes the retrieval recall of two heads on a gallery.
 
     Args:
-        head_x: head or map of the first modality.
-        head_y: head or map of the second modality.
-        gallery: matching rows of both modalities.
-        calibration: adds the recalls of calibrated scores, as "calibrated/...".
+        head_x: Head or map of the first modality.
+        head_y: Head or map of the second modality.
+        gallery: Matching rows of both modalities.
+        calibration: Adds the recalls of calibrated scores, as "calibrated/...".
 
     Returns:
         The recalls of `retrieval`, in percent.
@@ -113,21 +123,21 @@ def retrieval(
     index, so that features that have collapsed to a point score chance, k / (number of keys).
 
     Args:
-        x: features of any length, shape [n, d].
-        y: features, shape [m, d].
-        x_of_y: row of x that each row of y belongs to, shape [m]. By default row i matches row i.
+        x: Features of any length, shape [n, d].
+        y: Features, shape [m, d].
+        x_of_y: Row of x that each row of y belongs to, shape [m]. By default row i matches row i.
             If x has several matches (an image with five captions), any of them is a hit.
-        bias_x: added to the scores of each row of x as a key, shape [n], such as
+        bias_x: Added to the scores of each row of x as a key, shape [n], such as
             `Calibration.x(x)`.
-        bias_y: added to the scores of each row of y as a key, shape [m].
-        ks: cut-offs.
-        block_size: query rows scored at a time. Memory is about block_size * max(n, m) floats.
+        bias_y: Added to the scores of each row of y as a key, shape [m].
+        ks: Cut-offs.
+        block_size: Query rows scored at a time. Memory is about block_size * max(n, m) floats.
 
     Returns:
         "x_to_y/R@k", "y_to_x/R@k" and their average "mean/R@k", for every k.
 
     Raises:
-        InputError: if shapes do not fit, values are not finite, or a cut-off is below 1.
+        InputError: Shapes do not fit, values are not finite, or a cut-off is below 1.
 
     >>> retrieval(np.eye(3), np.eye(3)[[0, 2, 1]], ks=(1,))["mean/R@1"]
     33.33333333333333
@@ -151,12 +161,12 @@ def ranks(
     The rank is the number of keys with a greater score, or with an equal score and a lower index.
 
     Args:
-        x: features of any length, shape [n, d].
-        y: features, shape [m, d].
-        x_of_y: as in `retrieval`.
-        bias_x: as in `retrieval`.
-        bias_y: as in `retrieval`.
-        block_size: as in `retrieval`.
+        x: Features of any length, shape [n, d].
+        y: Features, shape [m, d].
+        x_of_y: As in `retrieval`.
+        bias_x: As in `retrieval`.
+        bias_y: As in `retrieval`.
+        block_size: As in `retrieval`.
 
     Returns:
         The `Ranks` in both directions.
@@ -168,6 +178,7 @@ def ranks(
     y = checks.features("y", y, width=x.shape[1]).astype(jnp.float32)
     owner = data.owners(len(x), len(y), x_of_y)
     checks.whole(1, block_size=block_size)
+    # A missing bias is zeros, so that plain and calibrated ranks share one compiled program.
     biases = _bias("bias_x", bias_x, len(x)), _bias("bias_y", bias_y, len(y))
     return Ranks(*jax.device_get(match_ranks(x, y, owner, *biases, block_size=block_size)))
 
@@ -176,8 +187,8 @@ def recalls(ranks: Ranks, ks: Sequence[int] = KS) -> dict[str, float]:
     """Computes R@k from ranks, in percent.
 
     Args:
-        ranks: ranks in both directions.
-        ks: cut-offs.
+        ranks: Ranks in both directions.
+        ks: Cut-offs.
 
     Returns:
         The recalls of `retrieval`.
@@ -216,7 +227,19 @@ def match_ranks(
     *,
     block_size: int,
 ) -> tuple[Int[Array, " n"], Int[Array, " m"]]:
-    """Computes ranks in both directions: the compiled part of `ranks`."""
+    """Computes ranks in both directions, the compiled part of `ranks`.
+
+    Args:
+        x: Features of the first modality, shape [n, d].
+        y: Features of the second modality, shape [m, d].
+        owner: Row of x that each row of y belongs to, shape [m].
+        bias_x: Added to the scores of each row of x as a key, shape [n].
+        bias_y: Added to the scores of each row of y as a key, shape [m].
+        block_size: Query rows scored at a time.
+
+    Returns:
+        Ranks of the queries of either modality.
+    """
     x, y = affinity.l2_normalize(x), affinity.l2_normalize(y)
     ids = jnp.arange(len(x), dtype=owner.dtype)
     ranks_x = _best_ranks(x, y, bias_y, ids, owner, block_size)
@@ -231,6 +254,7 @@ def _best_ranks(
 
     def ranks(block: blocks.Block, out: Array) -> Array:
         scores = affinity.dot(block.of(queries), keys.T) + bias
+        # Several keys may match, such as five captions: the best of them counts.
         matches = jnp.where(block.of(query_id)[:, None] == key_id[None, :], scores, -jnp.inf)
         best = matches.max(axis=1, keepdims=True)
         at = matches.argmax(axis=1, keepdims=True)  # the lowest index among equal maxima
@@ -258,9 +282,9 @@ def chance(size: int, k: int, matches: ArrayLike = 1) -> float:
     """Computes the R@k of a random order of the keys, in percent.
 
     Args:
-        size: number of keys.
-        k: cut-off.
-        matches: number of keys that match each query, one number or one per query.
+        size: Number of keys.
+        k: Cut-off.
+        matches: Number of keys that match each query, one number or one per query.
 
     Returns:
         100 (1 - C(size - matches, k) / C(size, k)), averaged over the queries.
@@ -270,6 +294,7 @@ def chance(size: int, k: int, matches: ArrayLike = 1) -> float:
     >>> round(chance(5000, 10, matches=5), 3)  # an image with five captions
     0.996
     """
+    # The ratio of binomials is a product of k factors, which cannot overflow as factorials do.
     drawn = np.arange(min(k, size))
     missed = (size - np.asarray(matches)[..., None] - drawn) / (size - drawn)
     return 100.0 * float(np.mean(1.0 - np.maximum(missed, 0.0).prod(axis=-1)))
@@ -281,9 +306,9 @@ def interval(
     """Computes 95 % percentile bootstrap intervals of means.
 
     Args:
-        values: one row per query, and any number of metrics. `100.0 * (ranks < k)` gives R@k.
-        resamples: how often the rows are drawn again, with replacement.
-        seed: of the draws.
+        values: One row per query, and any number of metrics. `100.0 * (ranks < k)` gives R@k.
+        resamples: How often the rows are drawn again, with replacement.
+        seed: Seed of the draws.
 
     Returns:
         The lower and the upper end of the interval of each metric's mean.
@@ -292,18 +317,26 @@ def interval(
     array([27.2, 32.8])
 
     References:
-        Efron, Bootstrap methods: another look at the jackknife. Annals of Statistics 7 (1979).
+        B. Efron, "Bootstrap methods: another look at the jackknife", Annals of Statistics 7 (1979).
     """
     rng, n = np.random.default_rng(seed), len(values)
     means = []
     for _ in range(resamples):
+        # Counts of rows in place of the rows themselves: one product gives all metrics.
         counts = np.bincount(rng.integers(n, size=n), minlength=n)
         means.append(counts @ values / n)
     return np.percentile(means, [2.5, 97.5], axis=0)
 
 
 class Recall(NamedTuple):
-    """R@k in percent, with its 95 % interval and the R@k of a random order."""
+    """R@k in percent.
+
+    Attributes:
+        value: R@k.
+        low: Lower end of its 95 % interval.
+        high: Upper end of its 95 % interval.
+        chance: R@k of a random order.
+    """
 
     value: float
     low: float
@@ -316,10 +349,10 @@ class Report:
     """Retrieval recalls with intervals and chance levels. `print` shows a table.
 
     Attributes:
-        rows_x: number of rows of the first modality.
-        rows_y: number of rows of the second modality.
-        recalls: by the names of `evaluate`.
-        gain: calibrated minus plain mean R@k at the first cut-off, as (value, low, high).
+        rows_x: Number of rows of the first modality.
+        rows_y: Number of rows of the second modality.
+        recalls: Recalls by the names of `evaluate`.
+        gain: Calibrated minus plain mean R@k at the first cut-off, as (value, low, high).
     """
 
     rows_x: int
@@ -343,6 +376,7 @@ class Report:
             did = "hurt" if high < 0 else "did not help"
             change = f"{value:.1f} [{low:.1f}, {high:.1f}]"
             found.append(f"Calibration {did} here: it changed mean {cut} by {change}.")
+        # A cut-off of all keys finds every match, and says nothing.
         informative = [r for r in means.values() if r.chance < 100]
         if informative and all(r.low <= r.chance for r in informative):
             found.append("Not above chance: check that x and y are in the same order.")
@@ -378,18 +412,18 @@ def report(
     not independent queries.
 
     Args:
-        head_x: head or map of the first modality.
-        head_y: head or map of the second modality.
-        gallery: matching rows of both modalities.
-        calibration: adds the recalls of calibrated scores.
-        ks: cut-offs.
-        seed: of the bootstrap.
+        head_x: Head or map of the first modality.
+        head_y: Head or map of the second modality.
+        gallery: Matching rows of both modalities.
+        calibration: Adds the recalls of calibrated scores.
+        ks: Cut-offs.
+        seed: Seed of the bootstrap.
 
     Returns:
         A `Report`, whose values are those of `evaluate`.
 
     Raises:
-        InputError: if the gallery's rows do not have the widths of the heads.
+        InputError: The gallery's rows do not have the widths of the heads.
 
     >>> from sotalign_jax import heads
     >>> same = heads.AffineMap(jnp.eye(8), jnp.zeros(8))
@@ -402,8 +436,10 @@ def report(
     chance                            12.50
 
     References:
-        Radovanovic et al., Hubs in space. JMLR 11 (2010), for the hubs that calibration corrects.
+        M. Radovanovic et al., "Hubs in space", JMLR 11 (2010), for the hubs that calibration
+        corrects.
     """
+    # One row is enough to compare widths. `data.gallery` has checked the values.
     checks.embeddings("x", gallery.x[:1], width=head_x.d_in)
     checks.embeddings("y", gallery.y[:1], width=head_y.d_in)
     n, m, owner = len(gallery.x), len(gallery.y), gallery.x_of_y
@@ -432,6 +468,7 @@ def report(
     }
     gain, first = None, f"mean/R@{ks[0]}"
     if calibration is not None:
+        # The difference is paired by query, so that its interval is usually the narrowest.
         ends = interval(rows[f"calibrated/{first}"] - rows[first], seed=seed).tolist()
         gain = (found[f"calibrated/{first}"] - found[first], *ends)
     return Report(n, m, measured, gain)
@@ -444,9 +481,9 @@ def evaluate_zero_shot(head_x: Any, head_y: Any, task: data.ZeroShot) -> dict[st
     """Computes the zero-shot accuracy of two heads, see `zero_shot`.
 
     Args:
-        head_x: head or map of the rows that are classified.
-        head_y: head or map of the prompts.
-        task: rows, labels and prompts.
+        head_x: Head or map of the rows that are classified.
+        head_y: Head or map of the prompts.
+        task: Rows, labels and prompts.
 
     Returns:
         The accuracies of `zero_shot`, in percent.
@@ -464,16 +501,16 @@ def zero_shot(
     A class is the L2-normalised mean of its L2-normalised prompt features.
 
     Args:
-        x: features, shape [n, d].
-        prompts: features of t prompts per class, shape [c, t, d].
-        labels: class of each row of x, shape [n].
-        block_size: rows scored at a time.
+        x: Features, shape [n, d].
+        prompts: Features of t prompts per class, shape [c, t, d].
+        labels: Class of each row of x, shape [n].
+        block_size: Rows scored at a time.
 
     Returns:
         "zero_shot/top1", and "zero_shot/mean_per_class", the mean over the classes in `labels`.
 
     Raises:
-        InputError: if shapes do not fit, values are not finite, or a label has no prompts.
+        InputError: Shapes do not fit, values are not finite, or a label has no prompts.
 
     >>> zero_shot(np.eye(2), np.eye(2)[:, None], [0, 0])
     {'zero_shot/top1': 50.0, 'zero_shot/mean_per_class': 50.0}
@@ -484,6 +521,7 @@ def zero_shot(
     classes = affinity.l2_normalize(affinity.l2_normalize(prompts).mean(axis=1))
     predicted = np.asarray(neighbours.nearest(x, classes, 1, block_size=block_size).indices[:, 0])
     right = predicted == truth
+    # Classes without rows have no accuracy, and are left out of the mean.
     seen = np.bincount(truth)
     per_class = np.bincount(truth, weights=right)[seen > 0] / seen[seen > 0]
     return {

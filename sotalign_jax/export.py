@@ -23,6 +23,7 @@ from sotalign_jax.heads import Head, Heads
 
 OPSET = 18
 """ONNX operator set of the exported files: the first one whose reductions all take axes alike."""
+# Smallest normal number, a divisor that leaves zero rows zero.
 _TINY = float(np.finfo(np.float32).tiny)
 
 
@@ -44,7 +45,15 @@ class _Value:
         return _Value(name, self.arrays, self.steps)
 
     def constant(self, value: Any, name: str | None = None) -> "_Value":
-        """Returns a constant, which becomes an array of the program."""
+        """Adds a constant to the arrays of the program.
+
+        Args:
+            value: A number or an array. Floats are stored as float32.
+            name: Name of the array. By default the number itself, so that equal ones are shared.
+
+        Returns:
+            The constant.
+        """
         name = repr(value) if name is None else name
         array = np.asarray(value)
         self.arrays[name] = array.astype(np.float32) if array.dtype.kind == "f" else array
@@ -55,6 +64,16 @@ class _Value:
         return self(f"Reduce{operator}", self.constant(np.array([1]), "axes"))
 
     def clip(self, low: float, high: float) -> "_Value":
+        """Limits every entry.
+
+        Args:
+            low: Smallest value.
+            high: Largest value.
+
+        Returns:
+            The limited value.
+        """
+        # By two operators that other steps use as well, so that numpy needs no "Clip".
         return self("Max", low)("Min", high)
 
     def __add__(self, other: "_Value | float") -> "_Value":
@@ -78,16 +97,19 @@ class _Value:
 
 
 def _unit(x: _Value) -> _Value:
+    """Describes `affinity.l2_normalize`."""
     # The first division keeps squares of tiny and huge entries within float32. Zero rows stay zero.
     x = x / x("Abs").reduce("Max")("Max", _TINY)
     return x / (x * x).reduce("Sum")("Max", 1.0)("Sqrt")
 
 
 def _dense(x: _Value, at: str) -> _Value:
+    """Describes `heads.Dense`."""
     return x @ x.param(f"{at}.kernel") + x.param(f"{at}.bias")
 
 
 def _input(x: _Value, head: Any, at: str) -> _Value:
+    """Describes `heads.InputNorm`."""
     if head.norm == "l2":
         z = _unit(x) * math.sqrt(head.d_in)
     else:
@@ -97,29 +119,37 @@ def _input(x: _Value, head: Any, at: str) -> _Value:
 
 
 def _linear(x: _Value, head: Any, at: str) -> _Value:
+    """Describes `heads.LinearHead`."""
     return _dense(_input(x, head, at), f"{at}linear")
 
 
 def _mlp(x: _Value, head: Any, at: str) -> _Value:
+    """Describes `heads.MLPHead`."""
     h = _dense(_input(x, head, at), f"{at}inner")
+    # GELU by its error function, because opset 18 has no operator "Gelu".
     return _dense(h * ((h * math.sqrt(0.5))("Erf") + 1.0) * 0.5, f"{at}outer")
 
 
 def _glu(x: _Value, head: Any, at: str) -> _Value:
+    """Describes `heads.GLUHead`."""
     z = _input(x, head, at)
+    # relu6 clips the gate to 0..6, within the limits of 1,000.
     gate, inner = _dense(z, f"{at}gate").clip(0.0, 6.0), _dense(z, f"{at}inner").clip(-1e3, 1e3)
     return _dense(gate * inner, f"{at}outer")
 
 
 def _tanh(x: _Value, head: Any, at: str) -> _Value:
+    """Describes `heads.TanhHead`."""
     z, last = _input(x, head, at), len(head.layers) - 1
     for number in range(last):
         z = _dense(z, f"{at}layers.{number}")
+        # LeakyReLU with JAX's default slope.
         z = z("Max", z * 0.01)
     return _dense(z, f"{at}layers.{last}")("Tanh")
 
 
 def _kernel(x: _Value, head: Any, at: str) -> _Value:
+    """Describes `heads.KernelHead`."""
     z = _unit(_unit(x) - x.param(f"{at}mean"))
     squares = (z * z).reduce("Sum") + 1.0
     distances = squares - z @ x.param(f"{at}landmarks")("Transpose") * 2.0
@@ -129,16 +159,19 @@ def _kernel(x: _Value, head: Any, at: str) -> _Value:
 
 
 def _csa(x: _Value, head: Any, at: str) -> _Value:
+    """Describes `methods.csa.CSAHead`."""
     z = _unit((x - x.param(f"{at}mean")) @ x.param(f"{at}kernel")) * x.param(f"{at}rho")("Sqrt")
     rest = ((z * z).reduce("Sum")("Sub", 1.0) * -1.0)("Max", 0.0)("Sqrt")
     directions = head.d_out - 2
     end = directions if head.side == "x" else directions + 1
     columns = np.eye(head.d_out, dtype=np.float32)
+    # A product with columns of the identity concatenates without another operator.
     z = z @ x.constant(columns[:directions], f"{at}columns")
     return z + rest * x.constant(columns[end], f"{at}end")
 
 
 def _sue(x: _Value, head: Any, at: str) -> _Value:
+    """Describes `methods.sue.SUEHead`."""
     z = _dense(_tanh(x, head.network, f"{at}network."), f"{at}linear")
     if head.residual is None:
         return z
@@ -170,6 +203,7 @@ def _potential(f: _Value, others: Any, scalings: Any, epsilon: Any) -> _Value:
     scale = f.constant(epsilon, "calibration.epsilon")
     cosines = f @ f.constant(others, "calibration.others")("Transpose")
     logits = cosines / scale + f.constant(scalings, "calibration.scalings")
+    # The largest logit is taken out, as in any logsumexp.
     largest = logits.reduce("Max")
     return ((logits - largest)("Exp").reduce("Sum")("Log") + largest) * scale * -1.0
 
@@ -178,15 +212,15 @@ def program(head: Head, side: str, calibration: Calibration | None) -> sotalign_
     """Describes a head as a list of ONNX operators.
 
     Args:
-        head: a trained head.
-        side: its modality, "x" or "y", which becomes the name of the input.
-        calibration: adds the output "bias", the correction of each row for hubness.
+        head: A trained head.
+        side: Its modality, "x" or "y", which becomes the name of the input.
+        calibration: Adds the output "bias", the correction of each row for hubness.
 
     Returns:
         The program. Its parameters have the names that `Aligner.save` gives them.
 
     Raises:
-        InputError: if the kind of the head is not one of this package.
+        InputError: The kind of the head is not one of this package.
 
     >>> from sotalign_jax import heads
     >>> made = program(heads.build_heads(4, 3, 2).x, "x", None)
@@ -201,6 +235,7 @@ def program(head: Head, side: str, calibration: Calibration | None) -> sotalign_
         c = calibration
         others = (c.g, c.v) if side == "x" else (c.f, c.u)
         ends["bias"] = _potential(ends["embedding"], *others, c.epsilon)
+    # Results have numbers for names. Those of the outputs are replaced by their own.
     names = {value.name: name for name, value in ends.items()}
     steps = tuple(
         (names.get(result, result), operator, tuple(names.get(name, name) for name in operands))
@@ -216,8 +251,8 @@ def to_numpy(heads: Heads, calibration: Calibration | None = None) -> sotalign_n
     """Converts heads to numpy.
 
     Args:
-        heads: both heads.
-        calibration: the aligner's calibration, if the output "bias" is needed.
+        heads: Both heads.
+        calibration: The aligner's calibration, if the output "bias" is needed.
 
     Returns:
         An object with `embed_x` and `embed_y` that can be pickled and needs no JAX. The parameters
@@ -243,19 +278,20 @@ def to_onnx(
     calibration. `model_y.onnx` has the input "y".
 
     Args:
-        heads: both heads.
+        heads: Both heads.
         path: "model.onnx" writes `model_x.onnx` and `model_y.onnx`. Existing files are replaced.
-        calibration: the aligner's calibration, for the output "bias".
+        calibration: The aligner's calibration, for the output "bias".
 
     Returns:
         The paths of the two files.
 
     Raises:
-        InputError: if `path` has another suffix or the package `onnx` is missing.
+        InputError: `path` has another suffix, or the package `onnx` is missing.
     """
     path = pathlib.Path(path).expanduser()
     if path.suffix != ".onnx":
         raise checks.InputError(f"path is {path}; pass a file name that ends in .onnx")
+    # Imported here, because most users never export.
     onnx = checks.require("onnx", extra="onnx")
     made = to_numpy(heads, calibration)
     files = path.with_stem(f"{path.stem}_x"), path.with_stem(f"{path.stem}_y")
@@ -292,8 +328,8 @@ class Index:
     """Vectors for an index of inner products, such as FAISS or a vector database.
 
     Attributes:
-        keys: one vector per row of the gallery, shape [m, d], or [m, d + 1] if calibrated.
-        head: head of the queries.
+        keys: One vector per row of the gallery, shape [m, d], or [m, d + 1] if calibrated.
+        head: Head of the queries.
         calibrated: True if the last coordinate of the keys is the calibration's correction.
     """
 
@@ -302,7 +338,14 @@ class Index:
     calibrated: bool
 
     def queries(self, rows: ArrayLike) -> Float[np.ndarray, "n k"]:
-        """Returns the vectors to search with, one per row: unit rows, and a 1 if calibrated."""
+        """Embeds queries for the search.
+
+        Args:
+            rows: Embeddings of the queries.
+
+        Returns:
+            One vector per row, a unit row with a 1 appended if the index is calibrated.
+        """
         f = evaluation.embed(self.head, checks.rows("queries", rows, width=self.head.d_in))
         return np.pad(f, [(0, 0), (0, int(self.calibrated))], constant_values=1)
 
@@ -319,9 +362,9 @@ def index(
     The inner products of `queries(rows)` with `keys` are the scores of `Aligner.search`.
 
     Args:
-        heads: both heads.
-        gallery: embeddings to search among, of the second modality if direction is "x_to_y".
-        calibration: the aligner's calibration, for calibrated scores.
+        heads: Both heads.
+        gallery: Embeddings to search among, of the second modality if direction is "x_to_y".
+        calibration: The aligner's calibration, for calibrated scores.
         direction: "x_to_y" for queries of the first modality, "y_to_x" for queries of the second.
 
     Returns:
@@ -336,6 +379,7 @@ def index(
     forward = direction == "x_to_y"
     own, other = (heads.x, heads.y) if forward else (heads.y, heads.x)
     keys = evaluation.embed(other, checks.rows("gallery", gallery, width=other.d_in))
+    # The bias becomes another coordinate, since an index knows inner products only.
     if calibration is not None:
         bias = calibration.y(keys) if forward else calibration.x(keys)
         keys = np.hstack([keys, bias[:, None].astype(keys.dtype)])

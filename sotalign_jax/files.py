@@ -21,10 +21,12 @@ _SAFETENSORS_DTYPES = {
     "U8": np.dtype(np.uint8),
     "BF16": np.dtype(ml_dtypes.bfloat16),
 }
+# Records that TFDS reads at a time, which bounds the Python objects that exist beside the array.
 _TFDS_CHUNK = 1024
 _SIDECAR = re.compile(r"(^|_)(scale|mean)$")
-"""Names of members that say how to decode 8-bit codes; none of them is an embedding."""
+"""Names of members that say how to decode 8-bit codes. None of them is an embedding."""
 _SHOWN = 20  # keys that an error message lists
+# Random access to a file costs a seek per row and step. A gigabyte is cheap to keep instead.
 MAPPED_BYTES = 2**30
 """Selections from a memory-mapped file are copied to memory if they take fewer bytes."""
 
@@ -33,8 +35,8 @@ class MappedRows:
     """Selected rows of a memory-mapped array, read when they are indexed.
 
     Args:
-        array: the memory-mapped array.
-        rows: indices of the selected rows; row i is `array[rows[i]]`.
+        array: The memory-mapped array.
+        rows: Indices of the selected rows. Row i is `array[rows[i]]`.
 
     >>> rows = MappedRows(np.arange(8.0).reshape(4, 2), np.array([3, 1]))
     >>> rows[:1].tolist(), np.asarray(rows).shape
@@ -59,8 +61,8 @@ def take(array: np.ndarray, rows: np.ndarray) -> np.ndarray | MappedRows:
     """Selects rows of an array.
 
     Args:
-        array: any array.
-        rows: indices of the rows.
+        array: Any array.
+        rows: Indices of the rows.
 
     Returns:
         `array[rows]`, or `MappedRows` if the array is memory-mapped and the rows take more than
@@ -70,6 +72,7 @@ def take(array: np.ndarray, rows: np.ndarray) -> np.ndarray | MappedRows:
     [2, 0]
     """
     mapped = isinstance(array, np.memmap) or isinstance(array.base, np.memmap)
+    # The bytes of one row times the rows: `array[rows].nbytes` would read them all.
     large = len(rows) * array[:1].nbytes > MAPPED_BYTES
     return MappedRows(array, rows) if mapped and large else array[rows]
 
@@ -78,8 +81,8 @@ def describe(array: np.ndarray | MappedRows, path: str | os.PathLike[str]) -> st
     """Describes an array in a few words, for a progress line.
 
     Args:
-        array: an array that was read.
-        path: the file that it was read from.
+        array: An array that was read.
+        path: The file that it was read from.
 
     Returns:
         Shape, dtype and the name of the file.
@@ -95,7 +98,7 @@ def split_key(path: str | os.PathLike[str]) -> tuple[str, str | None]:
     """Splits PATH#KEY into the file and the name of an array in it.
 
     Args:
-        path: path of a file, with or without #KEY.
+        path: Path of a file, with or without #KEY.
 
     Returns:
         The file and the key. The key is None if there is none or the format has no keys.
@@ -105,6 +108,8 @@ def split_key(path: str | os.PathLike[str]) -> tuple[str, str | None]:
     """
     address = os.fspath(path)
     file, _, key = address.rpartition("#")
+    # "#" may be part of a file's name, so that it splits only after the suffix of a format with
+    # keys.
     keyed = tuple(suffix for suffix in READERS if suffix != ".npy")
     return (file, key) if file.lower().endswith(keyed) else (address, None)
 
@@ -131,14 +136,14 @@ def load_array(path: str | os.PathLike[str], *, key: str | None = None) -> np.nd
     (`train[:50%]`). Features of one split are read in the same order, so two of them make pairs.
 
     Args:
-        path: path of the file, PATH#KEY, or a `tfds:` address.
-        key: name of the member, column or feature, if there are several.
+        path: Path of the file, PATH#KEY, or a `tfds:` address.
+        key: Name of the member, column or feature, if there are several.
 
     Returns:
         The array.
 
     Raises:
-        InputError: the file is missing, damaged, of an unknown format or has no such member, or the
+        InputError: The file is missing, damaged, of an unknown format or has no such member, or the
             package that reads it is not installed.
 
     >>> from sotalign_jax import data
@@ -169,12 +174,14 @@ def load_array(path: str | os.PathLike[str], *, key: str | None = None) -> np.nd
 
 
 def _load_npy(file: pathlib.Path, key: str | None) -> np.ndarray:
+    """Maps a .npy file into memory."""
     if key is not None:
         raise checks.InputError(f"{file}: key {key!r} given but .npy holds one array; drop the key")
     return _as_bfloat16(np.load(file, mmap_mode="r", allow_pickle=False))
 
 
 def _load_npz(file: pathlib.Path, key: str | None) -> np.ndarray:
+    """Reads one array of a .npz file."""
     with zipfile.ZipFile(file) as archive:
 
         def get(name: str) -> np.ndarray:
@@ -191,6 +198,7 @@ def _as_bfloat16(array: np.ndarray) -> np.ndarray:
 
 
 def _load_safetensors(file: pathlib.Path, key: str | None) -> np.ndarray:
+    """Maps one tensor of a .safetensors file into memory."""
     # The format is a length, a JSON header and raw tensors. Mapping the bytes here keeps files
     # larger than memory usable, which the library's own numpy reader does not.
     with file.open("rb") as stream:
@@ -208,6 +216,7 @@ def _load_safetensors(file: pathlib.Path, key: str | None) -> np.ndarray:
                 f"{file}: dtype {entry['dtype']} is not supported; convert to one of {known}"
             )
         shape, (begin, end) = tuple(entry["shape"]), entry["data_offsets"]
+        # A damaged header must not map bytes of another tensor.
         inside = 0 <= begin <= end and all(width >= 0 for width in shape)
         if not inside or end - begin != dtype.itemsize * math.prod(shape):
             raise ValueError("its header contradicts itself")
@@ -217,6 +226,7 @@ def _load_safetensors(file: pathlib.Path, key: str | None) -> np.ndarray:
 
 
 def _load_hdf5(file: pathlib.Path, key: str | None) -> np.ndarray:
+    """Reads one dataset of an HDF5 file, or maps it into memory."""
     h5py = checks.require("h5py", extra="files")
     with h5py.File(file) as store:
 
@@ -235,11 +245,13 @@ def _load_hdf5(file: pathlib.Path, key: str | None) -> np.ndarray:
 
 
 def _load_torch(file: pathlib.Path, key: str | None) -> np.ndarray:
+    """Reads one tensor of a torch file."""
     torch = checks.require("torch", extra="extract")
     try:
         # Files of torch before 1.6 are not zip archives and cannot be mapped.
         options = {"weights_only": True, "map_location": "cpu", "mmap": zipfile.is_zipfile(file)}
         saved = torch.load(file, **options)
+    # torch has no exception of its own for forbidden content, so that the text has to tell.
     except Exception as error:
         if "weights_only" not in str(error).lower() and "Weights only" not in str(error):
             raise
@@ -251,6 +263,7 @@ def _load_torch(file: pathlib.Path, key: str | None) -> np.ndarray:
 
 
 def _load_parquet(file: pathlib.Path, key: str | None) -> np.ndarray:
+    """Reads one column of lists, or all float columns, of a parquet file."""
     parquet = checks.require("pyarrow.parquet", extra="files")
     with parquet.ParquetFile(file) as table:
         names = _columns(file, table.schema_arrow, key)
@@ -258,6 +271,7 @@ def _load_parquet(file: pathlib.Path, key: str | None) -> np.ndarray:
 
 
 def _load_csv(file: pathlib.Path, key: str | None) -> np.ndarray:
+    """Reads one column, or all float columns, of a CSV file with or without column names."""
     arrow_csv = checks.require("pyarrow.csv", extra="files")
     with file.open(newline="", encoding="utf-8-sig") as stream:
         first = next(csv.reader(stream), [])
@@ -275,6 +289,7 @@ def _load_csv(file: pathlib.Path, key: str | None) -> np.ndarray:
 
 
 def _is_number(text: str) -> bool:
+    """Returns True if a cell is a number."""
     try:
         float(text)
     except ValueError:
@@ -283,7 +298,7 @@ def _is_number(text: str) -> bool:
 
 
 def _columns(file: pathlib.Path, schema: Any, key: str | None) -> list[str]:
-    """Returns the column `key`; or the only column of lists; or all columns of numbers."""
+    """Returns the column `key`, or else the only column of lists, or else all float columns."""
     types = checks.require("pyarrow.types", extra="files")
     kinds = dict(zip(schema.names, schema.types, strict=True))
     lists = [
@@ -291,6 +306,7 @@ def _columns(file: pathlib.Path, schema: Any, key: str | None) -> list[str]:
         for name, kind in kinds.items()
         if types.is_list(kind) or types.is_large_list(kind) or types.is_fixed_size_list(kind)
     ]
+    # Integer columns are left out, because they are usually ids or labels.
     floats = [name for name, kind in kinds.items() if types.is_floating(kind)]
     if key is None and not lists and len(kinds) > 1 and floats:
         return floats
@@ -298,7 +314,7 @@ def _columns(file: pathlib.Path, schema: Any, key: str | None) -> list[str]:
 
 
 def _from_columns(file: pathlib.Path, table: Any, names: list[str]) -> np.ndarray:
-    """Returns a column of lists as a matrix, one column of numbers as a vector, several stacked."""
+    """Converts a column of lists or several of numbers to a matrix, one of numbers to a vector."""
     if missing := [name for name in names if table[name].null_count]:
         raise checks.InputError(f"{file}: column {missing[0]!r} has empty cells; remove such rows")
     if len(names) > 1:
@@ -348,8 +364,10 @@ def _open_tfds(name: str, split: str) -> Any:
 
 
 def _load_tfds(address: str, key: str | None) -> np.ndarray:
+    """Reads one feature of a split of a TFDS dataset."""
     # Colons inside brackets belong to a split slice such as train[10:20].
     name, *rest = re.split(r":(?![^\[]*\])", address.removeprefix("tfds:"))
+    # "name:1.0.0" is a name and its version, and "name:train" is a name and a split.
     if rest and re.fullmatch(r"[\d*]+\.[\d*]+\.[\d*]+", rest[0]):
         name = f"{name}:{rest.pop(0)}"
     if not name or len(rest) > 2 or (len(rest) == 2 and key is not None):
@@ -384,6 +402,7 @@ def _pick(
         next((name for name in (f"{chosen}_{part}", part) if name in found), None)
         for part in ("scale", "mean")
     )
+    # An array of floats may have a "scale" beside it that means something else.
     if array.dtype.itemsize > 1 or scale is None or scale == chosen:
         return array
     decoded = array * get(scale).astype(np.float32)
@@ -391,6 +410,7 @@ def _pick(
 
 
 def _pick_key(where: str, names: list[str], key: str | None) -> str:
+    """Returns `key`, or the only name. Raises InputError if there is no such choice."""
     if key is None and len(names) == 1:
         return names[0]
     if key not in names:

@@ -1,7 +1,7 @@
 """Alignment heads: the maps f and g from each encoder's space into the shared one.
 
 Every parameter is an `nnx.Param`, so `nnx.split(heads)` gives one graph definition and one state.
-Heads return raw features; the losses and the evaluation L2-normalise them.
+Heads return raw features. Losses and evaluation L2-normalise them.
 """
 
 import abc
@@ -23,12 +23,21 @@ from sotalign_jax.kernels import KernelMap
 from sotalign_jax.ot import affinity, device
 
 Rows = Array | np.ndarray
-"""Embeddings of any float dtype, one a row, on the host or on a device."""
+"""Embeddings of any float dtype, one per row, on the host or on a device."""
 NORMS = ("layer", "l2")
+"""Normalisations of the input, see `normalize`."""
 
 
 def normalize(x: Float[Array, "... d"], norm: str) -> Float[Array, "... d"]:
-    """Rows made comparable: "layer" = (x - mean) / sqrt(var + 1e-5), "l2" = x / ||x||.
+    """Normalises every row.
+
+    Args:
+        x: Rows of any float dtype.
+        norm: "layer" computes (x - mean) / sqrt(var + 1e-5), LayerNorm without parameters. "l2"
+            computes x / ||x||.
+
+    Returns:
+        The normalised rows.
 
     >>> print(normalize(jnp.array([[3.0, 4.0]]), "l2"))
     [[0.6 0.8]]
@@ -38,6 +47,7 @@ def normalize(x: Float[Array, "... d"], norm: str) -> Float[Array, "... d"]:
     x = affinity.as_float(x)
     centred = x - jnp.mean(x, axis=-1, keepdims=True)
     variance = jnp.mean(jnp.square(centred), axis=-1, keepdims=True)
+    # The epsilon of torch.nn.LayerNorm. That of flax is 1e-6.
     return centred / jnp.sqrt(variance + 1e-5)
 
 
@@ -45,6 +55,11 @@ def normalize(x: Float[Array, "... d"], norm: str) -> Float[Array, "... d"]:
 @dataclasses.dataclass(frozen=True)
 class AffineMap:
     """The map x -> normalize(x, norm) W^T + b in the precision of W, a pytree.
+
+    Attributes:
+        weight: The matrix W, one output direction per row.
+        bias: The vector b.
+        norm: "layer" or "l2", see `normalize`.
 
     >>> half = AffineMap(weight=0.5 * jnp.eye(2), bias=jnp.zeros(2), norm="l2")
     >>> print(half(jnp.array([[3.0, 4.0]])))
@@ -59,24 +74,38 @@ class AffineMap:
         checks.choice("norm", self.norm, NORMS)
 
     def __call__(self, x: Rows) -> Float[Array, "n d_out"]:
+        # float16 embeddings are widened first: their squares overflow beyond 65,504.
         rows = normalize(jnp.asarray(x).astype(self.weight.dtype), self.norm)
         return affinity.dot(rows, self.weight.T, device.profile().heads) + self.bias
 
     @property
     def d_in(self) -> int:
+        """Width of the embeddings."""
         return self.weight.shape[1]
 
     @property
     def d_out(self) -> int:
+        """Number of output directions."""
         return self.weight.shape[0]
 
     def leading(self, dim: int) -> "AffineMap":
-        """The first `dim` output directions."""
+        """Returns the map to the first output directions.
+
+        Args:
+            dim: Number of directions.
+
+        Returns:
+            The smaller map.
+
+        Raises:
+            InputError: The map has fewer directions.
+        """
         checks.within(self.d_out, "directions in this map", dim=dim)
         return AffineMap(self.weight[:dim], self.bias[:dim], self.norm)
 
 
 Map = AffineMap | KernelMap
+"""A frozen map of one modality, linear or through a Gaussian kernel."""
 
 
 @jax.tree_util.register_dataclass
@@ -106,15 +135,39 @@ class Teacher:
         return isinstance(self.map_x, KernelMap)
 
     def x(self, rows: Rows) -> Float[Array, "n dim"]:
-        """Maps rows of the first modality to unit rows of the shared space."""
+        """Maps embeddings of the first modality to unit rows of the shared space.
+
+        Args:
+            rows: Embeddings, shape [n, d_x].
+
+        Returns:
+            The features, shape [n, dim].
+        """
         return _unit_rows(self.map_x, rows)
 
     def y(self, rows: Rows) -> Float[Array, "n dim"]:
-        """Maps rows of the second modality to unit rows of the shared space."""
+        """Maps embeddings of the second modality to unit rows of the shared space.
+
+        Args:
+            rows: Embeddings, shape [n, d_y].
+
+        Returns:
+            The features, shape [n, dim].
+        """
         return _unit_rows(self.map_y, rows)
 
     def leading(self, dim: int) -> "Teacher":
-        """Returns the teacher of the first `dim` directions."""
+        """Returns the teacher of the first directions.
+
+        Args:
+            dim: Number of directions.
+
+        Returns:
+            The smaller teacher.
+
+        Raises:
+            InputError: The teacher has fewer directions.
+        """
         checks.within(self.dim, "directions in the teacher", dim=dim)
         assert self.map_x is not None and self.map_y is not None
         maps = self.map_x.leading(dim), self.map_y.leading(dim)
@@ -122,10 +175,11 @@ class Teacher:
 
 
 def _unit_rows(apply: Map | None, rows: Rows) -> Float[Array, "n dim"]:
+    """Returns unit rows of the map. Without a map the rows are unit features already."""
     return jnp.asarray(rows) if apply is None else affinity.l2_normalize(apply(rows))
 
 
-# --- what heads are made of ---
+# --- building blocks of heads ---
 
 
 class Head(nnx.Module):
@@ -142,6 +196,8 @@ class Head(nnx.Module):
 
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
+        # `vars` and not `hasattr`: a subclass without a kind of its own must not replace its
+        # parent in the registry.
         if "kind" in vars(cls):
             Head.classes[cls.kind] = cls
 
@@ -149,20 +205,26 @@ class Head(nnx.Module):
     def __call__(self, x: Rows) -> Float[Array, "n d_out"]: ...
 
     def options(self) -> dict[str, Any]:
-        """What `from_options` needs for a head of the same structure, as JSON values."""
+        """Returns the structure of the head as JSON values, which `from_options` takes."""
         return {name: getattr(self, name) for name in self.structure}
 
     @classmethod
     def from_options(cls, *args: Any, **options: Any) -> "Head":
-        """A head of this structure; its values are arbitrary."""
+        """Builds a head of this structure with arbitrary parameters."""
         make: Any = cls
         return make(*args, **options, rngs=nnx.Rngs(0))
 
 
 class InputNorm(nnx.Module):
-    """normalize(x) * scale + shift with learned scale and shift; norm="layer" is LayerNorm.
+    """Computes normalize(x) * scale + shift with learned scale and shift.
 
-    With norm="l2" rows are brought to length sqrt(d), the length LayerNorm gives them.
+    With norm="layer" this is LayerNorm. With norm="l2" rows are scaled to length sqrt(d), the
+    length that LayerNorm gives them.
+
+    Args:
+        width: Width of the rows.
+        norm: "layer" or "l2".
+        dtype: Type of the parameters.
     """
 
     def __init__(self, width: int, *, norm: str = "layer", dtype: Any = jnp.float32):
@@ -178,12 +240,17 @@ class InputNorm(nnx.Module):
 
 
 class Dense(nnx.Module):
-    """x W + b at the affinities' precision: Xavier-uniform W, zero b.
+    """Computes x W + b, with W drawn Xavier-uniform and b = 0.
 
-    `nnx.Linear` draws a random key for its zero bias, too: every layer after the first, and with it
-    every recorded result of a seed, would start elsewhere.
+    Args:
+        d_in: Width of the input.
+        d_out: Width of the output.
+        dtype: Type of the parameters.
+        rngs: Source of random keys.
     """
 
+    # `nnx.Linear` draws a random key for its zero bias as well. With it, every layer after the
+    # first would start from other weights, and no recorded result of a seed could be repeated.
     def __init__(self, d_in: int, d_out: int, *, dtype: Any = jnp.float32, rngs: nnx.Rngs):
         xavier = nnx.initializers.xavier_uniform()
         self.kernel = nnx.Param(xavier(rngs.params(), (d_in, d_out), dtype))
@@ -191,7 +258,18 @@ class Dense(nnx.Module):
 
     @classmethod
     def of(cls, kernel: Rows, bias: Rows) -> "Dense":
-        """The layer of these values, in float32."""
+        """Builds a layer with given parameters, in float32.
+
+        Args:
+            kernel: The matrix W, shape [d_in, d_out].
+            bias: The vector b, shape [d_out].
+
+        Returns:
+            The layer.
+
+        >>> print(Dense.of(2 * np.eye(2), np.ones(2))(jnp.array([[3.0, 4.0]])))
+        [[7. 9.]]
+        """
         layer = cls(*kernel.shape, rngs=nnx.Rngs(0))
         layer.kernel[...] = jnp.asarray(kernel, jnp.float32)
         layer.bias[...] = jnp.asarray(bias, jnp.float32)
@@ -205,10 +283,7 @@ class Dense(nnx.Module):
 
 
 class _Network(Head):
-    """An `InputNorm` and dense layers; `hidden` and `norm` are the kind's usual ones unless given.
-
-    A linear head has no hidden layer.
-    """
+    """Base of heads that are an `InputNorm` followed by dense layers."""
 
     structure: ClassVar[tuple[str, ...]] = ("d_in", "d_out", "hidden", "norm")
     usual_norm: ClassVar[str] = "layer"
@@ -225,22 +300,28 @@ class _Network(Head):
     ):
         self.d_in, self.d_out, self.norm = d_in, d_out, norm or self.usual_norm
         self.hidden = self.usual_hidden(d_in) if hidden is None else hidden
+        # The input's scale and shift are constants at the start, and draw no random numbers.
         self.input = InputNorm(d_in, norm=self.norm, dtype=dtype)
         self.draw(functools.partial(Dense, dtype=dtype, rngs=rngs))
 
     @staticmethod
     def usual_hidden(d_in: int) -> int:
+        """Returns the width of the hidden layers if none is given."""
         return d_in
 
     @abc.abstractmethod
     def draw(self, dense: Callable[[int, int], Dense]) -> None:
-        """Sets the layers, in the order that random numbers are drawn in."""
+        """Creates the layers. Their order decides which random numbers each one gets."""
 
 
 class LinearHead(_Network):
-    """LayerNorm(x) W^T + b, the linear head of SAIL: Xavier-uniform W, zero b.
+    """SAIL's linear head, LayerNorm(x) W^T + b.
 
-    With norm="l2", x / ||x|| * sqrt(d) takes the place of LayerNorm(x).
+    W starts Xavier-uniform and b at 0. With norm="l2", sqrt(d) x / ||x|| replaces LayerNorm(x).
+
+    References:
+        L. Zhang et al., "Assessing and learning alignment of unimodal vision and language models",
+        CVPR 2025.
 
     >>> LinearHead(8, 3, rngs=nnx.Rngs(0))(jnp.ones((5, 8), jnp.float16)).shape
     (5, 3)
@@ -250,18 +331,26 @@ class LinearHead(_Network):
     structure = ("d_in", "d_out", "norm")
 
     def draw(self, dense: Callable[[int, int], Dense]) -> None:
+        """Creates the only layer."""
         self.linear = dense(self.d_in, self.d_out)
 
     def __call__(self, x: Rows) -> Float[Array, "n d_out"]:
-        # The backward pass normalises rows again: nothing of shape (n, d_in) is stored.
+        # Rematerialisation: the backward pass normalises the rows again, so that no activation of
+        # shape (n, d_in) is stored.
         return jax.checkpoint(AffineMap.__call__)(self.to_affine(), x)
 
     @classmethod
     def from_affine(cls, affine: AffineMap) -> "LinearHead":
-        """A head that computes c * affine(x) with one c > 0, and so the same cosines.
+        """Builds a head that computes c * affine(x) for one c > 0, which leaves cosines unchanged.
 
-        c gives W the root mean square of a Xavier start, sqrt(2 / (d_in + d_out)): a step of a
-        sign-based optimiser is then as large, relative to W, as it is from a random start.
+        Args:
+            affine: The map to start from, such as that of a teacher.
+
+        Returns:
+            The head.
+
+        Raises:
+            InputError: The weight is zero or not finite.
         """
         d_out, d_in = affine.weight.shape
         head = cls(d_in, d_out, norm=affine.norm, dtype=affine.weight.dtype, rngs=nnx.Rngs(0))
@@ -271,13 +360,15 @@ class LinearHead(_Network):
             raise checks.InputError(
                 f"affine: the weight's root mean square is {rms}; start from a non-zero finite map"
             )
+        # c gives W the root mean square of a Xavier start. Lion's updates have a fixed size, so
+        # that they are then as large relative to W as they are from a random start.
         c = math.sqrt(2.0 / (d_in + d_out)) / rms
         head.linear.kernel[...] = c * weight.T
         head.linear.bias[...] = c * affine.bias
         return head
 
     def to_affine(self) -> AffineMap:
-        """The same map as one weight and one bias, scale and shift folded in."""
+        """Returns the head as one weight and one bias, with scale and shift folded in."""
         kernel, bias = self.linear.kernel[...], self.linear.bias[...]
         scale, shift = self.input.scale[...], self.input.shift[...]
         weight = (kernel * (self.input.gain * scale)[:, None]).T
@@ -285,7 +376,7 @@ class LinearHead(_Network):
 
 
 class MLPHead(_Network):
-    """LayerNorm -> Linear -> GELU -> Linear; the hidden layer is usually as wide as the input.
+    """LayerNorm -> Linear -> GELU -> Linear. By default the hidden layer is as wide as the input.
 
     >>> MLPHead(8, 3, hidden=16, rngs=nnx.Rngs(0))(jnp.ones((5, 8))).shape
     (5, 3)
@@ -294,6 +385,7 @@ class MLPHead(_Network):
     kind = "mlp"
 
     def draw(self, dense: Callable[[int, int], Dense]) -> None:
+        """Creates the hidden and the output layer."""
         self.inner = dense(self.d_in, self.hidden)
         self.outer = dense(self.hidden, self.d_out)
 
@@ -304,8 +396,11 @@ class MLPHead(_Network):
 class GLUHead(_Network):
     """SAIL's gated head: W_3 (relu6(clip(W_1 z)) * clip(W_2 z)) of z = LayerNorm(x).
 
-    Both branches are clipped to [-1000, 1000], as in SAIL's code; they are usually eight times as
-    wide as the input.
+    By default both branches are eight times as wide as the input.
+
+    References:
+        L. Zhang et al., "Assessing and learning alignment of unimodal vision and language models",
+        CVPR 2025.
 
     >>> GLUHead(8, 3, hidden=16, rngs=nnx.Rngs(0))(jnp.ones((5, 8))).shape
     (5, 3)
@@ -315,20 +410,26 @@ class GLUHead(_Network):
     usual_hidden = staticmethod(lambda d_in: 8 * d_in)
 
     def draw(self, dense: Callable[[int, int], Dense]) -> None:
+        """Creates both branches and the output layer."""
         self.gate = dense(self.d_in, self.hidden)
         self.inner = dense(self.d_in, self.hidden)
         self.outer = dense(self.hidden, self.d_out)
 
     def __call__(self, x: Rows) -> Float[Array, "n d_out"]:
         z = self.input(x)
+        # The limits are those of SAIL's code.
         gate, inner = (jnp.clip(layer(z), -1e3, 1e3) for layer in (self.gate, self.inner))
         return self.outer(jax.nn.relu6(gate) * inner)
 
 
 class TanhHead(_Network):
-    """SUE's network: L2-normalised rows, hidden-hidden-1024 LeakyReLU layers, then tanh.
+    """SUE's network: L2-normalised rows, three LeakyReLU layers, then tanh.
 
-    The third layer is no wider than `hidden`, which is 512, or 4096 as published.
+    The first two layers are `hidden` wide, by default 512. The paper has 4096. The third has 1024
+    units, or `hidden` if that is less.
+
+    References:
+        A. Yacobi et al., "Learning shared representations from unpaired data", NeurIPS 2025.
 
     >>> TanhHead(8, 3, hidden=16, rngs=nnx.Rngs(0))(jnp.ones((5, 8))).shape
     (5, 3)
@@ -339,6 +440,7 @@ class TanhHead(_Network):
     usual_hidden = staticmethod(lambda d_in: 512)
 
     def draw(self, dense: Callable[[int, int], Dense]) -> None:
+        """Creates three hidden layers and the output layer."""
         widths = (self.d_in, self.hidden, self.hidden, min(1024, self.hidden), self.d_out)
         self.layers = nnx.List([dense(a, b) for a, b in itertools.pairwise(widths)])
 
@@ -351,9 +453,13 @@ class TanhHead(_Network):
 
 
 class KernelHead(Head):
-    """Another head on kernel features: inner(l2(map(x))), where the map is a `KernelMap`.
+    """Applies another head to kernel features: inner(l2(map(x))).
 
-    Training works on the inner head alone, with rows that were mapped once.
+    Training sees the inner head alone, on rows that were mapped once.
+
+    Args:
+        features: The kernel map.
+        inner: A head whose input width is the map's output width.
 
     >>> near = KernelMap(jnp.zeros(2), jnp.eye(2), jnp.array(1.0), jnp.zeros(2), jnp.eye(2))
     >>> KernelHead(near, LinearHead(2, 5, rngs=nnx.Rngs(0)))(jnp.ones((3, 2))).shape
@@ -369,6 +475,7 @@ class KernelHead(Head):
             )
         self.inner = inner
         self.d_in, self.d_out = features.d_in, inner.d_out
+        # The map's arrays become variables of this module, so that they are saved with the head.
         for field in dataclasses.fields(KernelMap):
             setattr(self, field.name, nnx.Param(getattr(features, field.name)))
 
@@ -377,16 +484,28 @@ class KernelHead(Head):
 
     @property
     def features(self) -> KernelMap:
-        """The map in front of the inner head."""
+        """The kernel map in front of the inner head."""
         return KernelMap(*(getattr(self, f.name)[...] for f in dataclasses.fields(KernelMap)))
 
     def options(self) -> dict[str, Any]:
+        """Returns the structure of the head and of its inner head as JSON values."""
         inner = {"kind": self.inner.kind, "options": self.inner.options()}
         return {"d_in": self.d_in, "landmarks": len(self.features.landmarks), "inner": inner}
 
     @classmethod
     def from_options(cls, d_in: int, landmarks: int, inner: dict[str, Any]) -> "KernelHead":
+        """Builds a head of this structure with arbitrary parameters.
+
+        Args:
+            d_in: Width of the embeddings.
+            landmarks: Number of landmarks of the kernel map.
+            inner: Kind and options of the inner head.
+
+        Returns:
+            The head.
+        """
         head = rebuild(**inner)
+        # In the order of the fields of `KernelMap`.
         shapes = (d_in,), (landmarks, d_in), (), (landmarks,), (head.d_in, landmarks)
         return cls(KernelMap(*(jnp.zeros(shape) for shape in shapes)), head)
 
@@ -398,26 +517,42 @@ KINDS = ("linear", "mlp", "glu", "tanh")
 
 
 def rebuild(kind: str, options: dict[str, Any]) -> Head:
-    """A head of the structure that `Head.options` described; its values are arbitrary.
+    """Builds a head of a described structure with arbitrary parameters.
+
+    Args:
+        kind: A key of `Head.classes`.
+        options: The structure, as `Head.options` returned it.
+
+    Returns:
+        The head.
+
+    Raises:
+        InputError: The kind is unknown, or a width is not a positive integer.
 
     >>> rebuild("linear", {"d_in": 4, "d_out": 2, "norm": "l2"}).d_out
     2
     """
     checks.choice("kind", kind, tuple(Head.classes))
+    # The description may come from a file: check the widths before anything is allocated.
     widths = {n: value for n, value in options.items() if not isinstance(value, str | dict)}
     checks.whole(1, or_none=True, **widths)
     return Head.classes[kind].from_options(**options)
 
 
 class Heads(nnx.Module):
-    """Everything that is trained: heads x and y, log of the logit scale (log 20), bias (-10).
+    """The trained parameters: a head per modality, and SigLIP's logit scale and bias.
 
-    Scale and bias are those of `like`, if given.
+    Args:
+        x: Head of the first modality.
+        y: Head of the second modality.
+        like: If given, its scale and bias are used. By default they have their initial values,
+            log 20 and -10.
     """
 
     def __init__(self, x: Head, y: Head, *, like: "Heads | None" = None):
         self.x = x
         self.y = y
+        # float64 heads need a float64 scale and bias, or their loss would be rounded.
         dtype = jax.tree.leaves(nnx.state(x))[0].dtype
         self.log_scale = nnx.Param(jnp.asarray(losses.INITIAL_LOG_SCALE, dtype))
         self.bias = nnx.Param(jnp.asarray(losses.INITIAL_BIAS, dtype))
@@ -466,6 +601,7 @@ def build_heads(
     checks.whole(1, or_none=True, hidden=hidden)
     if teacher is None:
         options: dict[str, Any] = {"hidden": hidden, "norm": norm, "dtype": dtype}
+        # One stream of keys for both heads: two streams of one seed would make them alike.
         rngs, made = nnx.Rngs(seed), Head.classes[kind]
         return Heads(*(made(width, dim, **options, rngs=rngs) for width in (d_x, d_y)))  # type: ignore[call-arg]
     if kind != "linear":
@@ -473,6 +609,7 @@ def build_heads(
             f"teacher: cannot start heads of kind {kind!r}; use kind='linear' or teacher=None"
         )
     check_widths(teacher, d_x, d_y)
+    # CCA sorts its directions by correlation, so that the first ones are the most reliable.
     first = teacher.leading(dim)
     if not first.is_kernel:
         return Heads(*(LinearHead.from_affine(one) for one in (first.map_x, first.map_y)))  # type: ignore[arg-type]
@@ -480,7 +617,16 @@ def build_heads(
 
 
 def check_widths(teacher: Teacher, d_x: int, d_y: int) -> None:
-    """Raises InputError unless the teacher maps embeddings of these widths."""
+    """Checks that the teacher maps embeddings of these widths.
+
+    Args:
+        teacher: The teacher.
+        d_x: Width of the first modality's embeddings.
+        d_y: Width of the second modality's embeddings.
+
+    Raises:
+        InputError: It maps embeddings of other widths.
+    """
     widths = tuple(teacher.dim if m is None else m.d_in for m in (teacher.map_x, teacher.map_y))
     if widths != (d_x, d_y):
         raise checks.InputError(
@@ -490,7 +636,18 @@ def check_widths(teacher: Teacher, d_x: int, d_y: int) -> None:
 
 
 def identity_heads(dim: int) -> Heads:
-    """Builds linear heads that keep the direction of rows that are in the shared space already."""
+    """Builds linear heads that start as the identity on unit rows of the shared space.
+
+    Args:
+        dim: Width of the shared space.
+
+    Returns:
+        The heads.
+
+    >>> row = jnp.array([[0.6, 0.8]])
+    >>> print(affinity.l2_normalize(identity_heads(2).x(row)))
+    [[0.6 0.8]]
+    """
     identity = AffineMap(jnp.eye(dim), jnp.zeros(dim), norm="l2")
     return Heads(LinearHead.from_affine(identity), LinearHead.from_affine(identity))
 
@@ -504,6 +661,9 @@ def prepend(features: Teacher, heads: Heads) -> Heads:
 
     Returns:
         Heads of the embeddings, with the same logit scale and bias.
+
+    Raises:
+        InputError: The teacher is not a kernel teacher.
     """
     map_x, map_y = features.map_x, features.map_y
     if not (isinstance(map_x, KernelMap) and isinstance(map_y, KernelMap)):

@@ -4,9 +4,9 @@ The fit runs on the host in float64 and in blocks of rows, so that memory grows 
 and not with the pairs. `teachers.kernel_cca` is the public function.
 
 References:
-  Lai and Fyfe, "Kernel and nonlinear canonical correlation analysis", International Journal of
-  Neural Systems 10, 2000.
-  Williams and Seeger, "Using the Nystroem method to speed up kernel machines", NeurIPS 2001.
+    Lai and Fyfe, "Kernel and nonlinear canonical correlation analysis", International Journal of
+    Neural Systems 10, 2000.
+    Williams and Seeger, "Using the Nystroem method to speed up kernel machines", NeurIPS 2001.
 """
 
 import dataclasses
@@ -22,6 +22,7 @@ from sotalign_jax import checks, crossval
 from sotalign_jax.ot import affinity
 
 Rows = Array | np.ndarray
+# With 2,000 landmarks in float64, a block of the kernel takes 33 MB.
 BLOCK = 2048
 """Number of rows whose kernel is computed at a time."""
 _SMALLEST = 1e-7
@@ -40,11 +41,11 @@ class KernelMap:
         (k - centre) @ weight.T
 
     Attributes:
-      mean: mean of the unit rows that the map was fitted on.
-      landmarks: unit rows like z.
-      gamma: bandwidth of the Gaussian kernel.
-      centre: mean of k over the rows that the map was fitted on.
-      weight: output directions, one a row.
+        mean: Mean of the unit rows that the map was fitted on.
+        landmarks: Unit rows like z.
+        gamma: Bandwidth of the Gaussian kernel.
+        centre: Mean of k over the rows that the map was fitted on.
+        weight: Output directions, one per row.
 
     >>> pull = KernelMap(jnp.zeros(2), jnp.eye(2), jnp.array(1.0), jnp.zeros(2), jnp.eye(2))
     >>> print(pull(jnp.array([[3.0, 0.0]])).round(3))  # at the first landmark; far from the other
@@ -59,22 +60,35 @@ class KernelMap:
 
     @property
     def d_in(self) -> int:
+        """Width of the embeddings."""
         return self.landmarks.shape[1]
 
     @property
     def d_out(self) -> int:
+        """Number of output directions."""
         return self.weight.shape[0]
 
     def __call__(self, x: Array | np.ndarray) -> Float[Array, "n d_out"]:
         """Maps rows of shape [n, d_in] in the precision of the weight, whatever their dtype."""
         rows = affinity.l2_normalize(jnp.asarray(x).astype(self.weight.dtype))
         z = affinity.l2_normalize(rows - self.mean)
+        # ||z - l||^2 = ||z||^2 + 1 - 2 z.l of unit landmarks l. Rounding may make it negative.
         squared = jnp.sum(jnp.square(z), axis=-1, keepdims=True) + 1.0
         distances = jnp.maximum(squared - 2.0 * affinity.dot(z, self.landmarks.T), 0.0)
         return affinity.dot(jnp.exp(-self.gamma * distances) - self.centre, self.weight.T)
 
     def leading(self, dim: int) -> "KernelMap":
-        """Returns the map to the first `dim` output directions."""
+        """Returns the map to the first output directions.
+
+        Args:
+            dim: Number of directions.
+
+        Returns:
+            The smaller map.
+
+        Raises:
+            InputError: The map has fewer directions.
+        """
         checks.within(self.d_out, "directions in this map", dim=dim)
         return dataclasses.replace(self, weight=self.weight[:dim])
 
@@ -95,21 +109,21 @@ def fit(
     Landmarks are drawn in `crossval.order`, so that they do not depend on the order of the pairs.
 
     Args:
-      pairs_x: paired embeddings of the first modality, shape [n, d_x].
-      pairs_y: paired embeddings of the second modality, shape [n, d_y].
-      options: bandwidths, relative ridges and power.
-      landmarks: most landmarks.
-      dim: number of directions, None for all that the pairs determine, at most `most`.
-      seed: seed of the choice of landmarks.
-      dtype: dtype of the maps' arrays.
-      most: most directions if `dim` is None.
+        pairs_x: Paired embeddings of the first modality, shape [n, d_x].
+        pairs_y: Paired embeddings of the second modality, shape [n, d_y].
+        options: Bandwidths, relative ridges and power.
+        landmarks: Largest number of landmarks.
+        dim: Number of directions. None keeps all that the pairs determine, at most `most`.
+        seed: Seed of the choice of landmarks.
+        dtype: Dtype of the maps' arrays.
+        most: Largest number of directions if `dim` is None.
 
     Returns:
-      Both maps, and Pearson's correlation of each direction on the pairs.
+        Both maps, and Pearson's correlation of each direction on the pairs.
 
     Raises:
-      checks.InputError: if all rows of a side are alike, or the pairs determine fewer than `dim`
-        directions.
+        InputError: All rows of a side are alike, or the pairs determine fewer than `dim`
+            directions.
     """
     pairs_x, pairs_y = np.asarray(pairs_x), np.asarray(pairs_y)
     n = len(pairs_x)
@@ -118,7 +132,7 @@ def fit(
         chosen = np.sort(crossval.order(pairs_x, pairs_y, seed=seed)[:landmarks])
     x = _basis("pairs_x", pairs_x, chosen, options.gamma_x)
     y = _basis("pairs_y", pairs_y, chosen, options.gamma_y)
-    # Sums over blocks of rows: nothing of n rows is kept.
+    # Two passes over the pairs: the covariances need the means. Nothing of n rows is kept.
     centres = [
         sum(side.kernel(rows).sum(axis=0) for rows in _blocks(pairs)) / n
         for side, pairs in ((x, pairs_x), (y, pairs_y))
@@ -129,6 +143,7 @@ def fit(
         g = (y.kernel(rows_y) - centres[1]) @ y.whiten
         sums = [a + b for a, b in zip(sums, (f.T @ f, g.T @ g, f.T @ g), strict=True)]
     xx, yy, xy = (total / (n - 1) for total in sums)
+    # Divided by the width of the embeddings, as in `crossval`, which chose the relative ridges.
     ridges = (
         options.ridge_x * float(np.trace(xx)) / pairs_x.shape[1],
         options.ridge_y * float(np.trace(yy)) / pairs_y.shape[1],
@@ -159,6 +174,7 @@ class _Basis:
     whiten: Float[np.ndarray, "m r"]
 
     def kernel(self, rows: Any) -> Float[np.ndarray, "n m"]:
+        """Computes the kernel of rows with the landmarks."""
         return _gauss(_prepared(rows, self.mean), self.landmarks, self.gamma)
 
 
@@ -172,6 +188,7 @@ class _Canonical(NamedTuple):
 
 
 def _basis(name: str, rows: Any, chosen: np.ndarray, gamma: float | None) -> _Basis:
+    """Computes the Nystroem features of the chosen landmarks."""
     assert gamma is not None, "options of a linear CCA"
     mean = _mean(rows)
     landmarks = _prepared(np.asarray(rows)[chosen], mean)
@@ -179,6 +196,7 @@ def _basis(name: str, rows: Any, chosen: np.ndarray, gamma: float | None) -> _Ba
     kernel = _gauss(landmarks, landmarks, gamma)
     kernel = kernel - kernel.mean(axis=0)
     kernel -= kernel.mean(axis=1, keepdims=True)
+    # Features (k - centre) V / sqrt(eigenvalues) have the kernel as their inner products.
     eigenvalues, vectors = np.linalg.eigh(kernel)
     kept = eigenvalues > _SMALLEST * eigenvalues[-1]
     if eigenvalues[-1] < 1e-10:
@@ -219,19 +237,23 @@ def _canonical(
 
 
 def _gauss(z: np.ndarray, landmarks: np.ndarray, gamma: float) -> np.ndarray:
+    """Computes the Gaussian kernel of rows with unit landmarks."""
     distances = np.square(z).sum(axis=1, keepdims=True) + 1.0 - 2.0 * (z @ landmarks.T)
     return np.exp(-gamma * np.maximum(distances, 0.0))
 
 
 def _prepared(rows: Any, mean: np.ndarray) -> np.ndarray:
+    """Returns l2(l2(rows) - mean)."""
     return crossval.unit(crossval.unit(rows) - mean)
 
 
 def _mean(rows: Any) -> np.ndarray:
+    """Computes the mean of the unit rows, a block at a time."""
     total = sum(crossval.unit(block).sum(axis=0) for block in _blocks(rows))
     return np.asarray(total / len(rows))
 
 
 def _blocks(rows: Any) -> Iterator[np.ndarray]:
+    """Yields blocks of rows, read from a memory-mapped array one at a time."""
     for start in range(0, len(rows), BLOCK):
         yield np.asarray(rows[start : start + BLOCK])

@@ -33,6 +33,7 @@ INITIAL_BIAS = -10.0
 NORMALIZATIONS = ("mean", "per_row")
 """Choices of `normalization`: sum(l) / (n m), or sum(l) / n."""
 # Entries of an affinity from which on `siglip` computes it, and its gradient, in blocks of rows.
+# In float32 they take 128 MiB.
 _STREAMED_ENTRIES = 2**25
 
 _Scalar = Float[Array, ""] | float
@@ -55,19 +56,19 @@ def siglip(
     itself. Large affinities are streamed in blocks of rows, and never kept for the gradient.
 
     Args:
-        f: features of the first modality, shape [n, d].
-        g: features of the second modality, shape [n, d]. Row i belongs to row i of f.
-        log_scale: logarithm of the logit scale.
-        bias: logit bias.
-        negatives_f: unpaired features of the first modality, shape [p, d].
-        negatives_g: unpaired features of the second modality, shape [q, d].
+        f: Features of the first modality, shape [n, d].
+        g: Features of the second modality, shape [n, d]. Row i belongs to row i of f.
+        log_scale: Logarithm of the logit scale.
+        bias: Logit bias.
+        negatives_f: Unpaired features of the first modality, shape [p, d].
+        negatives_g: Unpaired features of the second modality, shape [q, d].
         normalization: "mean" over all entries as in SAIL, or "per_row" as in big_vision.
 
     Returns:
         The loss.
 
     Raises:
-        InputError: if f and g differ in shape, or if `normalization` is unknown.
+        InputError: f and g differ in shape, or `normalization` is unknown.
 
     Example:
         >>> f = jnp.eye(3)
@@ -142,10 +143,10 @@ def siglip_from_affinity(
     z_ij = s K_ij + b,  y_ij = +1 if i = j else -1,  l_ij = -log sigmoid(y_ij z_ij).
 
     Args:
-        affinities: cosines K, shape [n, m].
-        scale: logit scale s.
-        bias: logit bias b.
-        positives: number of leading diagonal entries that are positive. By default all n.
+        affinities: Cosines K, shape [n, m].
+        scale: Logit scale s.
+        bias: Logit bias b.
+        positives: Number of leading diagonal entries that are positive. By default all n.
         normalization: "mean", sum(l) / (n m) as in SAIL, or "per_row", sum(l) / n as in big_vision
             and open_clip.
 
@@ -153,7 +154,7 @@ def siglip_from_affinity(
         The loss.
 
     Raises:
-        InputError: if the diagonal is shorter than `positives`, or `normalization` is unknown.
+        InputError: The diagonal is shorter than `positives`, or `normalization` is unknown.
 
     Example:
         >>> print(siglip_from_affinity(jnp.zeros((2, 2)), scale=20.0, bias=0.0))  # log 2
@@ -192,17 +193,17 @@ def infonce(
     over rows i of logsumexp_j Z_ij - Z_ii, and s = exp(log_scale).
 
     Args:
-        f: features of the first modality, shape [n, d].
-        g: features of the second modality, shape [n, d]. Row i belongs to row i of f.
-        log_scale: logarithm of the logit scale. For a fixed temperature tau pass -log tau.
-        negatives_f: unpaired features of the first modality, shape [p, d].
-        negatives_g: unpaired features of the second modality, shape [q, d].
+        f: Features of the first modality, shape [n, d].
+        g: Features of the second modality, shape [n, d]. Row i belongs to row i of f.
+        log_scale: Logarithm of the logit scale. For a fixed temperature tau pass -log tau.
+        negatives_f: Unpaired features of the first modality, shape [p, d].
+        negatives_g: Unpaired features of the second modality, shape [q, d].
 
     Returns:
         The loss.
 
     Raises:
-        InputError: if f and g differ in shape.
+        InputError: f and g differ in shape.
 
     Example:
         >>> print(f"{infonce(jnp.ones((4, 2)), jnp.ones((4, 2))):.4f}")  # log 4
@@ -237,16 +238,16 @@ def soft_cross_entropy(
     mean_i -sum_j Q_ij log softmax_j(s cos(queries, keys))_ij, with s = exp(log_scale).
 
     Args:
-        queries: features, shape [n, d].
-        keys: features, shape [m, d].
+        queries: Features, shape [n, d].
+        keys: Features, shape [m, d].
         labels: Q, one distribution over the keys for each query, shape [n, m].
-        log_scale: logarithm of the logit scale.
+        log_scale: Logarithm of the logit scale.
 
     Returns:
         The loss.
 
     Raises:
-        InputError: if the shape of `labels` does not fit.
+        InputError: The shape of `labels` does not fit.
 
     Example:
         >>> print(soft_cross_entropy(jnp.ones((3, 2)), jnp.ones((4, 2)), jnp.full((3, 4), 0.25)))
@@ -271,6 +272,7 @@ def _both_directions(
 ) -> Array:
     """Computes 1/2 [loss(f, [g; negatives_g]) + loss(g, [f; negatives_f])]."""
 
+    # Pairs come first, so that positives stay on the diagonal.
     def joined(paired: Array, unpaired: Array | None) -> Array:
         if unpaired is None:
             return paired
@@ -295,14 +297,14 @@ def cka(K: Float[Array, "n m"], K_star: Float[Array, "n m"]) -> Float[Array, ""]
     """Computes 1 - CKA(K, K*), with CKA = <HKH, HK*H> / (||HKH|| ||HK*H||), H = I - 11^T/n.
 
     Args:
-        K: student affinity, shape [n, m].
-        K_star: teacher affinity, shape [n, m]. It receives no gradient.
+        K: Student affinity, shape [n, m].
+        K_star: Teacher affinity, shape [n, m]. It receives no gradient.
 
     Returns:
         The loss, 0 for affinities that are equal up to scale and row and column shifts.
 
     Raises:
-        InputError: if the shapes differ.
+        InputError: The shapes differ.
 
     Example:
         >>> print(cka(jnp.eye(3), 2 * jnp.eye(3) + 1).round(4))
@@ -335,16 +337,16 @@ def cka_from_embeddings(
         <HKH, HK*H> = sum (F^T F*) * (G^T G*),    ||HKH||^2 = sum (F^T F) * (G^T G).
 
     Args:
-        f: student features of the rows, shape [n, d].
-        g: student features of the columns, shape [m, d].
-        f_star: teacher features of the rows, shape [n, e]. They receive no gradient.
-        g_star: teacher features of the columns, shape [m, e]. They receive no gradient.
+        f: Student features of the rows, shape [n, d].
+        g: Student features of the columns, shape [m, d].
+        f_star: Teacher features of the rows, shape [n, e]. They receive no gradient.
+        g_star: Teacher features of the columns, shape [m, e]. They receive no gradient.
 
     Returns:
         The loss.
 
     Raises:
-        InputError: if the shapes do not fit.
+        InputError: The shapes do not fit.
 
     Example:
         >>> f, g = jnp.eye(3), jnp.eye(3) + 0.5
@@ -384,10 +386,10 @@ def infonce_divergence(
     constrains the rows alone, or the columns alone.
 
     Args:
-        K: student affinity, shape [n, m].
-        K_star: teacher affinity, shape [n, m]. It receives no gradient.
-        epsilon: temperature of the student.
-        epsilon_star: temperature of the teacher.
+        K: Student affinity, shape [n, m].
+        K_star: Teacher affinity, shape [n, m]. It receives no gradient.
+        epsilon: Temperature of the student.
+        epsilon_star: Temperature of the teacher.
         targets: "soft", or "hard" for the teacher's nearest column, the limit for eps* -> 0.
         symmetric: True to average over rows and columns.
 
@@ -395,7 +397,7 @@ def infonce_divergence(
         The loss.
 
     Raises:
-        InputError: if the shapes differ, or if an option is invalid.
+        InputError: The shapes differ, or an option is invalid.
 
     Example:
         >>> K = jnp.array([[0.6, 0.1], [0.0, 0.5]])

@@ -17,8 +17,8 @@ class Neighbours(NamedTuple):
     """Nearest keys of every query, best first.
 
     Attributes:
-        scores: cosines, plus the bias of the key if there is one.
-        indices: row numbers of the keys.
+        scores: Cosines, plus the bias of the key if there is one.
+        indices: Row numbers of the keys.
     """
 
     scores: Float[Array, "n k"]
@@ -40,21 +40,21 @@ def nearest(
     of the keys ever exists.
 
     Args:
-        queries: rows of any length, shape [n, d].
-        keys: rows of any length, shape [m, d].
-        k: number of neighbours. Among equal scores the lower index comes first.
-        bias: added to all scores of a key, shape [m]. A calibration's potential lowers the scores
+        queries: Rows of any length, shape [n, d].
+        keys: Rows of any length, shape [m, d].
+        k: Number of neighbours. Among equal scores the lower index comes first.
+        bias: Added to all scores of a key, shape [m]. A calibration's potential lowers the scores
             of hubs, keys that are among the nearest of too many queries.
-        skip: keeps a query from being its own neighbour. "itself" leaves out key i for query i.
+        skip: Keeps a query from being its own neighbour. "itself" leaves out key i for query i.
             "equal" leaves out keys with the same values as the query, compared by 64-bit hashes,
             for tables in another order.
-        block_size: rows per block.
+        block_size: Rows per block.
 
     Returns:
         The `Neighbours`, shape [n, k].
 
     Raises:
-        InputError: if shapes do not fit, values are not finite, or a query has fewer than k keys.
+        InputError: Shapes do not fit, values are not finite, or a query has fewer than k keys.
 
     >>> keys = jnp.array([[1.0, 0.0], [1.0, 1.0], [0.0, 2.0]])
     >>> nearest(keys[:1], keys, 2).indices.tolist()
@@ -63,7 +63,7 @@ def nearest(
     [[1, 2]]
 
     References:
-        Radovanovic et al., Hubs in space: popular nearest neighbors in high-dimensional data.
+        M. Radovanovic et al., "Hubs in space: popular nearest neighbors in high-dimensional data",
         JMLR 11 (2010).
     """
     queries, keys = jnp.asarray(queries), jnp.asarray(keys)
@@ -75,6 +75,7 @@ def nearest(
     checks.choice("skip", skip, ("none", "equal", "itself"))
     checks.whole(1, block_size=block_size)
     checks.within(len(keys), "keys", k=k)
+    # `over_rows` needs at least one row.
     if not len(queries):
         return Neighbours(jnp.zeros((0, k)), jnp.zeros((0, k), jnp.int32))
     for name, rows in (("queries", queries), ("keys", keys)):
@@ -82,6 +83,7 @@ def nearest(
             raise checks.InputError(f"{name} contain NaN or inf; remove such rows")
     bias = None if bias is None else jnp.asarray(bias)
     found = top_k(queries, keys, k, bias=bias, skip=skip, block_size=block_size)
+    # Whether k keys are left after `skip` is known only once they are compared.
     usable = np.asarray((found.indices >= 0).sum(axis=1))
     if usable.min() < k:
         raise checks.InputError(
@@ -101,7 +103,19 @@ def top_k(
     skip: str = "none",
     block_size: int = 1024,
 ) -> Neighbours:
-    """Compiled part of `nearest`. Missing neighbours have the score -inf and the index -1."""
+    """Finds nearest keys without checks, the compiled part of `nearest`.
+
+    Args:
+        queries: Rows of any length, shape [n, d].
+        keys: Rows of any length, shape [m, d].
+        k: Number of neighbours.
+        bias: Added to all scores of a key, shape [m].
+        skip: "none", "itself" or "equal", see `nearest`.
+        block_size: Rows per block.
+
+    Returns:
+        The `Neighbours`. Missing ones have the score -inf and the index -1.
+    """
     dtype = jnp.result_type(affinity.as_float(queries[:0]), affinity.as_float(keys[:0]))
 
     def search(block: blocks.Block, table: Neighbours) -> Neighbours:
@@ -120,8 +134,10 @@ def top_k(
             if bias is not None:
                 cosines = cosines + block.of(bias).astype(dtype)
             cosines = jnp.where(usable, cosines, -jnp.inf)
+            # The best k so far and a block of new scores compete for the k places.
             # `lax.top_k` prefers the first of equal scores, and earlier keys come first.
             scores, place = jax.lax.top_k(jnp.concatenate([best.scores, cosines], axis=1), k)
+            # The minimum keeps the index in range where a new score wins and `kept` is not used.
             kept = jnp.take_along_axis(best.indices, jnp.minimum(place, k - 1), axis=1)
             added = (block.start + place - k).astype(jnp.int32)
             return Neighbours(scores, jnp.where(place < k, kept, added))
@@ -129,6 +145,7 @@ def top_k(
         shape = block.size, k
         nothing = Neighbours(jnp.full(shape, -jnp.inf, dtype), jnp.full(shape, -1, jnp.int32))
         scores, indices = blocks.over_rows(len(keys), block_size, merge, nothing)
+        # A skipped key may still take a place if fewer than k are left.
         indices = jnp.where(jnp.isneginf(scores), -1, indices)
         return Neighbours(block.put(table.scores, scores), block.put(table.indices, indices))
 
@@ -140,5 +157,6 @@ def _hashes(rows: Array) -> Array:
     """Returns two 32-bit hashes of each row: sums over values mixed with a key per column."""
     values = jnp.where(rows == 0, 0.0, rows).astype(jnp.float32)  # 0 and -0 must hash alike
     bits = jax.lax.bitcast_convert_type(values, jnp.uint32)
+    # A key per column, so that rows with the same values in another order differ.
     columns = jax.random.bits(jax.random.key(0), (2, rows.shape[1]), jnp.uint32)
     return sampling.mix(bits[:, None, :] ^ columns).sum(axis=2, dtype=jnp.uint32)

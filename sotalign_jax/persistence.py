@@ -25,6 +25,7 @@ from sotalign_jax import checks
 from sotalign_jax.calibration import Calibration
 from sotalign_jax.heads import Heads, rebuild
 
+# Raise it whenever files that an older version wrote cannot be read any more.
 FORMAT = 2
 """Version of the files that `save` writes."""
 FOLDER = "aligner"
@@ -53,14 +54,17 @@ def save(parts: Parts, path: str | os.PathLike[str], *, overwrite: bool = False)
         InputError: The folder holds something else, or `info` is not JSON.
         OSError: The files cannot be written, as on a full disk. An earlier aligner stays intact.
     """
+    # Write aside and rename: renaming is atomic within a file system, so that no reader and no
+    # crash ever sees half an aligner.
     path = pathlib.Path(path).expanduser().absolute()
     _check_free(path, overwrite)
     arrays = {_TENSORS: {k: np.asarray(leaf[...]) for k, leaf in _leaves(parts.heads).items()}}
     if parts.calibration is not None:
         arrays[_CALIBRATION] = jax.tree.map(np.asarray, vars(parts.calibration))
     temporary, previous = (path.with_name(f".{path.name}.{end}") for end in ("tmp", "old"))
+    # An earlier save was killed between its two renames below: restore the aligner it moved away.
     if previous.exists() and not path.exists():
-        previous.rename(path)  # a save was killed between the two renames below
+        previous.rename(path)
     for leftover in (temporary, previous):
         shutil.rmtree(leftover, ignore_errors=True)
     try:
@@ -102,7 +106,8 @@ def load(path: str | os.PathLike[str]) -> Parts:
             "load it with the version of sotalign-jax that wrote it"
         )
     with _reading(folder / _DESCRIPTION):
-        # Shapes alone: nothing is allocated before they are known to be those of the tensors.
+        # Shapes alone: a damaged description must not allocate memory before its shapes are
+        # compared with those of the tensors.
         shapes = nnx.eval_shape(
             lambda: Heads(*(rebuild(**described["heads"][side]) for side in "xy"))
         )
@@ -122,6 +127,7 @@ def load(path: str | os.PathLike[str]) -> Parts:
 
 def _check_free(path: pathlib.Path, overwrite: bool) -> None:
     """Raises InputError unless a folder is free, or holds an aligner that may be replaced."""
+    # A file at the path counts as an entry that does not belong to an aligner.
     entries = path.iterdir() if path.is_dir() else filter(pathlib.Path.exists, [path])
     names = {entry.name for entry in entries}
     if strangers := sorted(names - {_DESCRIPTION, _TENSORS, _CALIBRATION}):
@@ -141,6 +147,7 @@ def _description(parts: Parts, digests: dict[str, str]) -> str:
     heads = {side: {"kind": h.kind, "options": h.options()} for side, h in sides.items()}
     described = {"format": FORMAT, "heads": heads, "info": parts.info, "sha256": digests}
 
+    # Numpy scalars are common in `info` (scores, seeds), and json knows Python's numbers only.
     def plain(value: Any) -> Any:
         if isinstance(value, np.generic):
             return value.item()
@@ -158,6 +165,7 @@ def _find(path: str | os.PathLike[str]) -> pathlib.Path:
     folder = given if (given / _DESCRIPTION).exists() else given / FOLDER
     if (folder / _DESCRIPTION).exists():
         return folder
+    # The path may be a folder of several runs. The message then names them.
     below = sorted(given.glob(f"*/{FOLDER}/{_DESCRIPTION}"))
     runs = ", ".join(str(file.parents[1]) for file in below)
     raise checks.InputError(
@@ -175,7 +183,7 @@ def _leaves(heads: Any) -> dict[str, Any]:
 def _tensors(
     path: pathlib.Path, digests: dict[str, str], leaves: dict[str, Any] | None = None
 ) -> dict[str, np.ndarray]:
-    """Reads a safetensors file; checks kinds of tensors if `leaves` has them, and its digest."""
+    """Reads a safetensors file and checks its digest, and its tensors against `leaves` if given."""
     with _reading(path):
         tensors = load_file(path)
     for name in sorted(leaves.keys() | tensors.keys()) if leaves is not None else ():
@@ -185,6 +193,8 @@ def _tensors(
                 f"path: {path} has {found} for {name} but {_DESCRIPTION} describes {wanted}; "
                 "save the aligner again"
             )
+    # The digest comes second, because the message about shapes is the more helpful one. A file
+    # without a digest is accepted.
     with _reading(path):
         if digests.get(path.name) not in (None, _digest(path)):
             raise ValueError("its content has changed")
@@ -192,7 +202,7 @@ def _tensors(
 
 
 def _kind(tensor: Any) -> str:
-    """Returns shape and type of a tensor in words; all floating-point types are alike."""
+    """Returns the shape and type of a tensor in words. All floating-point types are alike."""
     if tensor is None:
         return "nothing"
     floating = jnp.issubdtype(tensor.dtype, jnp.floating)
@@ -200,6 +210,7 @@ def _kind(tensor: Any) -> str:
 
 
 def _digest(path: pathlib.Path) -> str:
+    """Returns the SHA-256 digest of a file."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
@@ -209,6 +220,7 @@ def _reading(path: pathlib.Path) -> Iterator[None]:
     """Turns errors while a file is read into an InputError that names the file."""
     try:
         yield
+    # json, safetensors and nnx raise errors of many types for a damaged file.
     except Exception as error:
         raise checks.InputError(
             f"path: {path} is missing or damaged ({checks.first_line(error)}); save the aligner "

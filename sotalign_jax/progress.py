@@ -28,13 +28,27 @@ class Observer:
     """Callbacks invoked while a model is prepared and trained. All methods are optional."""
 
     def stage(self, text: str) -> None:
-        """Called when a stage begins, such as "fitting the teacher"."""
+        """Called when a stage begins.
+
+        Args:
+            text: Name of the stage, such as "fitting the teacher".
+        """
 
     def metrics(self, step: int, values: Mapping[str, Any]) -> None:
-        """Called with the metrics of a step, and its validation scores if it has them."""
+        """Called with the metrics of a step.
+
+        Args:
+            step: Number of the step, from 1.
+            values: Metrics by name, with "val/..." scores if the step was validated.
+        """
 
     def snapshot(self, step: int, snapshot: Any) -> None:
-        """Called with a state to continue from. Copy it: the next step donates its arrays."""
+        """Called after a validation with a state to resume from.
+
+        Args:
+            step: Number of the step, from 1.
+            snapshot: A `training.Snapshot`. Copy it, because the next step donates its arrays.
+        """
 
 
 class Progress(Observer):
@@ -69,6 +83,7 @@ class Progress(Observer):
         rate: bool = False,
         inner: bool = False,
     ) -> None:
+        # Programs without a console, such as pythonw, have no stderr.
         terminal = sys.stderr is not None and sys.stderr.isatty()
         self._total, self._title, self._unit, self._rate = total, title, unit, rate
         self._step, self._inner = initial, inner
@@ -79,6 +94,7 @@ class Progress(Observer):
         self._bar = self._open(leave=False)
 
     def _open(self, *, leave: bool) -> tqdm.tqdm:
+        """Opens a bar at the current step."""
         options = {"initial": self._step, "unit": f" {self._unit}" if self._unit else "it"}
         hidden = self._plain or not self._visible
         return tqdm.tqdm(
@@ -93,18 +109,35 @@ class Progress(Observer):
             self._bar.close()
 
     def stage(self, text: str) -> None:
-        """Prints one line above the bar, if the bar is shown."""
+        """Prints one line above the bar, if the bar is shown.
+
+        Args:
+            text: Name of the stage.
+        """
         say(f"{self._title}: {text} ...", show=self._visible)
 
     def metrics(self, step: int, values: Mapping[str, Any]) -> None:
-        """Moves to `step` and shows the loss and the latest validation score."""
+        """Moves to a step and shows the loss and the latest validation score.
+
+        Args:
+            step: Number of the step, from 1.
+            values: Metrics, of which "loss" and "val/mean/R@1" are shown.
+        """
         loss, mean_r1 = values.get("loss"), values.get("val/mean/R@1")
         self.advance(step - self._step, loss=loss, mean_r1=mean_r1)
 
     def advance(
         self, count: int = 1, *, skipped: int = 0, loss: Any = None, mean_r1: Any = None
     ) -> None:
-        """Moves on by `count` steps, of which `skipped` do not count in the rate."""
+        """Moves on by some steps.
+
+        Args:
+            count: Number of steps.
+            skipped: Number of them that took no time, such as results of an earlier run. They do
+                not count in the rate.
+            loss: Loss to show.
+            mean_r1: Validation score to show.
+        """
         before, self._step = self._step, self._step + count
         if self._clock is not None:
             self._clock = self._clock[0] + skipped, self._clock[1]
@@ -131,6 +164,7 @@ class Progress(Observer):
         done = f"{self._title}: {self._step}/{self._total} {self._unit}".rstrip()
         if self._step <= first:
             return done, text
+        # Measured from the first step that returned, because that one includes compilation.
         speed = (self._step - first) / max(time.monotonic() - since, 1e-9)
         left = tqdm.tqdm.format_interval((self._total - self._step) / speed)
         rate = f"{speed:.3g} {self._unit}/s" if self._rate else ""

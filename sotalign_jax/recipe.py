@@ -23,21 +23,25 @@ from sotalign_jax.progress import Observer
 
 Tree = TypeVar("Tree")
 STARTS = ("random", "teacher")
+"""Initial values of linear heads."""
 KERNEL_TEACHERS = ("kernel_cca", "best_cca")
 """Teachers that may be kernel maps."""
 EPSILONS = (0.05, 0.1)
 """Epsilons of the calibration that the default recipe chooses between on validation."""
 CALIBRATED_BY = 2048
 """Rows of each pool kept for calibration. 8,192 add 0.6 points of R@10 (CCA, COCO)."""
+# The width that cross-validation scores (crossval.DIRECTIONS), so that the heads keep the
+# directions that were chosen.
 MOST_FEATURES = 512
-"""Directions of a kernel teacher that heads are trained on at most."""
+"""Largest number of directions of a kernel teacher that heads are trained on."""
+# 512 features in float32 are 200 MB per pool. More rows cost memory and time before the first step.
 MOST_MAPPED = 100_000
-"""Rows of each pool that are mapped to kernel features at most, since features stay in memory."""
+"""Largest number of rows of each pool that are mapped to kernel features."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Recipe:
-    """Everything that decides a training, except the data.
+    """A complete description of a training, except for the data.
 
     Attributes:
         method: The method. None returns the teacher itself as the model.
@@ -54,6 +58,12 @@ class Recipe:
         average: Weight of the start in the average of start and trained heads. If it is positive,
             the best of start, trained heads and average on validation is returned.
         calibration: Epsilons of the calibration, of which the best on validation is taken.
+
+    Raises:
+        InputError: A name is unknown, or random heads have no width.
+
+    >>> Recipe(methods.SAIL(), training.TrainConfig(), dim=512).uses_teacher
+    False
     """
 
     method: methods.Method | None
@@ -103,7 +113,7 @@ class Recipe:
 
 
 class Preset(NamedTuple):
-    """Values that `default` takes where its arguments leave them open.
+    """Values of the arguments of `default` that are None.
 
     Attributes:
         teacher: A name of `training.TEACHERS`.
@@ -111,8 +121,9 @@ class Preset(NamedTuple):
         dim: Width of the shared space of random heads.
         pair_batch: Pairs per step.
         alpha: Weight of KLOT times the pairs of a batch, because SigLIP's gradient falls with them.
-        steps: Fewest and most steps. Between them it is a tenth of the pairs.
-        path: Steps times the learning rate, which bounds how far Lion moves a weight.
+        steps: Smallest and largest number of steps. Between them it is a tenth of the pairs.
+        path: Steps times the learning rate. Lion moves a weight by at most the learning rate per
+            step, so that this bounds how far it gets.
         average: Weight of the start in the average of start and trained heads.
         calibration: Epsilons of the calibration.
     """
@@ -128,11 +139,13 @@ class Preset(NamedTuple):
     calibration: tuple[float, ...]
 
 
+# "default": values chosen on validation data, see docs/recipes.md. "paper": the paper's, whose
+# 2,000 steps at a peak of 1e-4 are a path of 0.2.
 PRESETS = {
     "default": Preset("best_cca", "teacher", 512, 2048, 3.0, (100, 600), 0.05, 0.5, EPSILONS),
     "paper": Preset("cca", "random", 1024, 10_000, 1.0, (2000, 2000), 0.2, 0.0, (0.05,)),
 }
-"""The recipe chosen on validation data (docs/recipes.md), and the paper's."""
+"""The recipes of `align` by name."""
 
 
 def default(
@@ -149,18 +162,48 @@ def default(
     unpaired_batch: int | None = None,
     seed: int = 0,
 ) -> Recipe:
-    """Resolves the arguments of `align`, which documents them, to a recipe for the data."""
+    """Resolves the arguments of `align` to a recipe for the data.
+
+    Args:
+        dataset: Pairs, pools and the validation gallery.
+        preset: A key of `PRESETS`, whose values replace arguments that are None.
+        method: A method, or a name of `methods.METHODS`.
+        teacher: A name of `training.TEACHERS`, or a fitted teacher.
+        start: One of `STARTS`.
+        features: "kernel" trains the heads on the features of kernel CCA.
+        dim: Width of the shared space.
+        steps: Number of training steps.
+        learning_rate: Peak of the learning rate.
+        unpaired_batch: Unpaired rows per step.
+        seed: Seed of everything random.
+
+    Returns:
+        The recipe.
+
+    Raises:
+        InputError: An argument is out of range, or a name is unknown.
+
+    >>> rows = np.eye(8, dtype=np.float32)
+    >>> default(data.dataset((rows, rows))).train.steps
+    100
+    """
     checks.choice("recipe", preset, tuple(PRESETS))
     usual, n_pairs = PRESETS[preset], len(dataset.pairs_x)
     method = named(method)
     if method is None:
+        # SigLIP's gradient falls with the pairs of a batch, and KLOT's does not. Dividing by the
+        # pairs keeps the balance of both terms.
         alpha = usual.alpha / min(n_pairs, usual.pair_batch)
         unpaired = len(dataset.pool_x) or len(dataset.pool_y)
         method = methods.SOTAlign(alpha=alpha) if unpaired else methods.SAIL()
     linear = isinstance(method, Objective) and method.head == "linear"
+    # Heads can start at the teacher only if they are linear, and if they see the same features as
+    # the teacher.
     if start is None:
         kernel = features is None or teacher is None or _is_kernel(teacher)
         start = usual.start if linear and kernel else "random"
+    # 22,768 is the paper's batch. The transport costs its square per step, which a CPU cannot
+    # afford.
     if unpaired_batch is None:
         unpaired_batch = 1024 if jax.default_backend() == "cpu" else 22_768
     if steps is None:
@@ -188,7 +231,20 @@ def default(
 
 
 def named(method: str | methods.Method | None) -> methods.Method | None:
-    """Returns the method of a name of `methods.METHODS`; others are returned as they are."""
+    """Looks up a method by its name in `methods.METHODS`.
+
+    Args:
+        method: The name. A method, or None, is returned unchanged.
+
+    Returns:
+        The method.
+
+    Raises:
+        InputError: There is no such name.
+
+    >>> type(named("sail")).__name__
+    'SAIL'
+    """
     if not isinstance(method, str):
         return method
     checks.choice("method", method, tuple(methods.METHODS))
@@ -218,6 +274,7 @@ class Prepared(NamedTuple):
 
 
 def _same(tree: Tree) -> Tree:
+    """Returns its argument, the broadcast of a single process."""
     return tree
 
 
@@ -233,9 +290,9 @@ def prepare(
     Args:
         recipe: The description of the training.
         dataset: Pairs, pools and galleries.
-        observer: Hears which stage is under way.
-        broadcast: Returns the arrays of the first of several processes, which may round
-            differently.
+        observer: Callbacks for stages.
+        broadcast: Copies the first process's teacher to all processes, whose own fits may differ
+            by rounding.
 
     Returns:
         The state before the first step.
@@ -248,6 +305,8 @@ def prepare(
         dataset = fill_pools(recipe.method.pools, dataset)
         training.check_pool(recipe.method, dataset)
     shapes, teacher, features = dataset.summary(), None, None
+    # Either the heads see kernel features (and the teacher is fitted on them below), or the
+    # teacher itself may be a kernel map, whose features the heads then start from.
     if recipe.features is not None:
         observer.stage("fitting kernel features")
         maps = "kernel_cca" if isinstance(recipe.teacher, str) else recipe.teacher
@@ -262,14 +321,27 @@ def prepare(
         observer.stage("mapping the data to kernel features")
         dataset = mapped(dataset, features, seed=recipe.train.seed)
         if teacher is not None or _is_kernel(recipe.teacher):
-            teacher = Teacher(None, None, features.correlations)  # the rows are its features
+            # The rows are the kernel teacher's features by now, so that it has no maps left.
+            teacher = Teacher(None, None, features.correlations)
         elif recipe.uses_teacher:
             teacher = broadcast(fit_teacher(recipe, dataset, recipe.teacher))
     return Prepared(dataset, _start(recipe, dataset, teacher), teacher, features, shapes)
 
 
 def fill_pools(pools: str, dataset: data.Dataset) -> data.Dataset:
-    """Takes the pairs' own rows for one of `pools` without rows, if the other pool has some."""
+    """Fills an empty pool with the pairs' own rows, if the other pool has rows.
+
+    Args:
+        pools: The modalities whose pool the method uses: "xy", "x", "y" or "".
+        dataset: The data.
+
+    Returns:
+        The data. If both pools are empty, they stay empty.
+
+    >>> rows = np.eye(8)
+    >>> fill_pools("xy", data.dataset((rows, rows), x=np.ones((5, 8)))).pool_y.shape
+    (8, 8)
+    """
     if len(dataset.pool_x) or len(dataset.pool_y):
         for side in pools:
             if not len(getattr(dataset, f"pool_{side}")):
@@ -291,11 +363,24 @@ def _features(recipe: Recipe, teacher: Teacher) -> Teacher:
 
 
 def fit_teacher(recipe: Recipe, dataset: data.Dataset, teacher: str | Teacher) -> Teacher:
-    """Fits the teacher of this name on the pairs; a fitted one is returned as it is."""
+    """Fits a teacher on the pairs.
+
+    Args:
+        recipe: The description of the training, which has seed, noise and options of the teacher.
+        dataset: The pairs.
+        teacher: A name of `training.TEACHERS`. A fitted teacher is checked and returned.
+
+    Returns:
+        The teacher.
+
+    Raises:
+        InputError: The teacher does not fit the data. The message begins with "teacher: ".
+    """
     if not isinstance(teacher, str):
         heads.check_widths(teacher, dataset.pairs_x.shape[1], dataset.pairs_y.shape[1])
         return teacher
     seed, pairs_y = recipe.train.seed, dataset.pairs_y
+    # The options are those of the recipe's own teacher. Kernel features have their defaults.
     options = dict(recipe.teacher_options) if teacher == recipe.teacher else {}
     if recipe.teacher_noise:
         pairs_y = data.mismatch_pairs(pairs_y, fraction=recipe.teacher_noise, seed=seed)
@@ -313,7 +398,7 @@ def mapped(dataset: data.Dataset, features: Teacher, *, seed: int = 0) -> data.D
     Args:
         dataset: Pairs, pools and the validation gallery. Other galleries are left out.
         features: Maps of both modalities.
-        seed: Seed of the rows that are drawn of a pool larger than `MOST_MAPPED`.
+        seed: Seed of the rows that are drawn from a pool larger than `MOST_MAPPED`.
 
     Returns:
         The mapped data, in memory.
@@ -322,6 +407,7 @@ def mapped(dataset: data.Dataset, features: Teacher, *, seed: int = 0) -> data.D
 
     def apply(map: Any, rows: Any) -> np.ndarray:
         if len(rows) > MOST_MAPPED:
+            # Sorted, because a memory-mapped pool is read fastest in the order of the file.
             rows = rows[np.sort(rng.choice(len(rows), MOST_MAPPED, replace=False))]
         if not len(rows):
             return np.zeros((0, features.dim), np.float32)
@@ -336,16 +422,18 @@ def mapped(dataset: data.Dataset, features: Teacher, *, seed: int = 0) -> data.D
 
 
 def _start(recipe: Recipe, dataset: data.Dataset, teacher: Teacher | None) -> Heads | None:
-    """Builds the heads to start from; None for a method that is fitted at once."""
+    """Builds the heads to start from, or returns None for a method that is fitted at once."""
     method = recipe.method
     if isinstance(method, methods.Fitted):
         return None
     assert method is None or isinstance(method, Objective)
     widths = dataset.pairs_x.shape[1], dataset.pairs_y.shape[1]
+    # Without a method the model is the teacher itself, as linear heads that start at it.
     kind = "linear" if method is None else recipe.head or method.head
     with checks.naming("heads: "):
         if method is None or recipe.start == "teacher":
             assert teacher is not None
+            # Rows that were mapped to kernel features are in the shared space already.
             if teacher.map_x is None and kind == "linear":
                 return heads.identity_heads(teacher.dim)
             dim = teacher.dim if recipe.dim is None else recipe.dim
@@ -377,8 +465,8 @@ def train(
         **options: `resume`, `mesh` and `on_device` of `training.fit`.
 
     Returns:
-        The heads, which accept embeddings, the calibration, and `info`: how they came about, with
-        the validation score of every candidate.
+        The heads, which accept embeddings, the calibration, and `info`, a dictionary with the
+        options and the validation score of every candidate.
     """
     dataset, start, teacher, features, shapes = prepared
     method, seed = recipe.method, recipe.train.seed
@@ -395,6 +483,7 @@ def train(
         )
         trained, found = select(start, trained, dataset.val, average=recipe.average)
         info |= {"best_step": int(best.step), **found}
+    # Before the kernel maps are prepended: the rows of `dataset` are mapped already.
     made = calibrate(trained, dataset, recipe.calibration)
     return Parts(trained if features is None else heads.prepend(features, trained), info, made)
 
@@ -404,8 +493,8 @@ def select(
 ) -> tuple[Heads, dict[str, Any]]:
     """Selects the best of start, trained heads and their average on validation.
 
-    Averaging the weights of a start and of what training made of it often generalises better than
-    either. The simplest of equals is selected: the start, then the trained heads.
+    Averaging the weights before and after training often generalises better than either. Among
+    equal scores the simplest candidate is selected: the start, then the trained heads.
 
     Args:
         start: The heads before training, which are the teacher.
@@ -418,7 +507,7 @@ def select(
         MeanR@1 of each, "val_mean_r1" that of the selected one.
 
     References:
-        Wortsman et al., Robust fine-tuning of zero-shot models, CVPR 2022.
+        M. Wortsman et al., "Robust fine-tuning of zero-shot models", CVPR 2022.
     """
     candidates = {"trained": trained}
     if average:
@@ -433,7 +522,8 @@ def select(
         name: evaluation.evaluate(one.x, one.y, gallery)["mean/R@1"]
         for name, one in candidates.items()
     }
-    name = max(scores, key=lambda name: scores[name])  # the first of equals
+    # `max` returns the first of equals, and candidates are sorted by simplicity.
+    name = max(scores, key=lambda name: scores[name])
     return candidates[name], {"selected": name, "candidates": scores, "val_mean_r1": scores[name]}
 
 
@@ -456,9 +546,11 @@ def calibrate(
     for side, head in (("x", model.x), ("y", model.y)):
         pool, pairs = getattr(dataset, f"pool_{side}"), getattr(dataset, f"pairs_{side}")
         rows = pool if len(pool) else pairs
-        kept = np.sort(rng.permutation(len(rows))[:CALIBRATED_BY])  # embed no more than is kept
+        # Rows are drawn before they are embedded, since a pool may have millions of them.
+        kept = np.sort(rng.permutation(len(rows))[:CALIBRATED_BY])
         features.append(evaluation.embed(head, np.asarray(rows[kept])))
     val = dataset.val
+    # Epsilons are scales, whose middle is the geometric mean.
     if val is None or len(epsilons) == 1:
         epsilons = [float(np.exp(np.mean(np.log(epsilons))))] if len(epsilons) > 1 else epsilons
         return calibration.calibrate(*features, epsilon=epsilons[0], sample=CALIBRATED_BY)

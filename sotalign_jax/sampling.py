@@ -38,15 +38,15 @@ class DeviceData(NamedTuple):
     """Training arrays, on the device or the host, in their stored dtype.
 
     Attributes:
-        pairs_x: paired rows of the first modality.
-        pairs_y: paired rows of the second modality.
-        pool_x: unpaired rows of the first modality.
-        pool_y: unpaired rows of the second modality.
-        near_x: numbers of the rows of `pool_x` that are closest to each row of `pairs_x`, for
+        pairs_x: Paired rows of the first modality.
+        pairs_y: Paired rows of the second modality.
+        pool_x: Unpaired rows of the first modality.
+        pool_y: Unpaired rows of the second modality.
+        near_x: Numbers of the rows of `pool_x` that are closest to each row of `pairs_x`, for
             methods that use them.
-        near_y: numbers of the rows of `pool_y` that are closest to each row of `pairs_y`.
-        star_x: the teacher's features of `pool_x`, if they are known.
-        star_y: the teacher's features of `pool_y`, if they are known.
+        near_y: Numbers of the rows of `pool_y` that are closest to each row of `pairs_y`.
+        star_x: The teacher's features of `pool_x`, if they are known.
+        star_y: The teacher's features of `pool_y`, if they are known.
     """
 
     pairs_x: Float[Array, "p d_x"]
@@ -63,15 +63,15 @@ class Batch(NamedTuple):
     """Rows of one step. Parts without a table are None.
 
     Attributes:
-        a: paired rows of the first modality.
-        b: their partners. Row i belongs to row i of `a`.
-        x: unpaired rows of the first modality.
-        y: unpaired rows of the second modality.
-        near_a: a neighbour of each row of `a` in the pool.
-        near_b: a neighbour of each row of `b` in the pool.
-        step: number of the step, from 0.
-        star_x: the teacher's features of `x`.
-        star_y: the teacher's features of `y`.
+        a: Paired rows of the first modality.
+        b: Their partners. Row i belongs to row i of `a`.
+        x: Unpaired rows of the first modality.
+        y: Unpaired rows of the second modality.
+        near_a: A neighbour of each row of `a` in the pool.
+        near_b: A neighbour of each row of `b` in the pool.
+        step: Number of the step, from 0.
+        star_x: The teacher's features of `x`.
+        star_y: The teacher's features of `y`.
     """
 
     a: Float[Array, "p d_x"]
@@ -85,6 +85,7 @@ class Batch(NamedTuple):
     star_y: Float[Array, "m e"] | None = None
 
 
+# "near_a" and "near_b" have no tables of their own: neighbours are rows of the pools.
 _TABLES = {"a": "pairs_x", "b": "pairs_y", "x": "pool_x", "y": "pool_y"}
 _TABLES |= {"near_a": "pool_x", "near_b": "pool_y", "star_x": "star_x", "star_y": "star_y"}
 """Table of `DeviceData` that each part of a batch is taken from."""
@@ -93,13 +94,19 @@ _TABLES |= {"near_a": "pool_x", "near_b": "pool_y", "star_x": "star_x", "star_y"
 def mix(x: Array) -> Array:
     """Hashes 32-bit integers by two rounds of xor-shift and multiply.
 
-    The multipliers are those of C. Wellons' hash "lowbias32", the result of a search for low bias.
-
     Args:
-        x: unsigned 32-bit integers.
+        x: Unsigned 32-bit integers.
 
     Returns:
         The hashes, of the same type.
+
+    Example:
+        >>> int(mix(jnp.uint32(0)))
+        0
+
+    References:
+        C. Wellons, "Prospecting for hash functions", 2018. The multipliers are those of his hash
+        "lowbias32", the result of a search for low bias.
     """
     for multiplier, shift in ((0x7FEB352D, 15), (0x846CA68B, 16)):
         x = (x ^ (x >> shift)) * jnp.uint32(multiplier)
@@ -114,8 +121,8 @@ def permute(key: Array, indices: Int[Array, " b"], size: int) -> Int[Array, " b"
 
     Args:
         key: PRNG key of the permutation.
-        indices: numbers in 0 .. size-1.
-        size: number of rows.
+        indices: Numbers in 0 .. size-1.
+        size: Number of rows.
 
     Returns:
         The image of every index.
@@ -157,9 +164,9 @@ def draw_rows(key: Array, step: Int[Array, ""], size: int, batch: int) -> Int[Ar
 
     Args:
         key: PRNG key for batch sampling.
-        step: number of the step, from 0.
-        size: number of rows.
-        batch: rows per batch.
+        step: Number of the step, from 0.
+        size: Number of rows.
+        batch: Rows per batch.
 
     Returns:
         The row numbers, shape [min(batch, size)].
@@ -184,10 +191,10 @@ def row_numbers(
 
     Args:
         key: PRNG key for batch sampling.
-        step: number of the step, from 0.
-        data: training arrays.
-        pairs: number of pairs.
-        unpaired: number of rows of each pool.
+        step: Number of the step, from 0.
+        data: Training arrays.
+        pairs: Number of pairs.
+        unpaired: Number of rows of each pool.
 
     Returns:
         A `Batch` of row numbers in the place of rows.
@@ -215,10 +222,10 @@ def draw(key: Array, step: Int[Array, ""], data: DeviceData, *, pairs: int, unpa
 
     Args:
         key: PRNG key for batch sampling.
-        step: number of the step, from 0.
-        data: training arrays.
-        pairs: number of pairs, or all if there are fewer.
-        unpaired: number of rows of each pool, or all if there are fewer.
+        step: Number of the step, from 0.
+        data: Training arrays.
+        pairs: Number of pairs, or all if there are fewer.
+        unpaired: Number of rows of each pool, or all if there are fewer.
 
     Returns:
         The `Batch`.
@@ -232,7 +239,8 @@ def draw(key: Array, step: Int[Array, ""], data: DeviceData, *, pairs: int, unpa
     rows = row_numbers(key, step, data, pairs=pairs, unpaired=unpaired)
 
     def take(name: str, table: Array, numbers: Array) -> Array:
-        return table if _whole(name, table, numbers) else table[numbers]  # no copy of all rows
+        # Without this shortcut, a batch of all rows would be copied in every step.
+        return table if _whole(name, table, numbers) else table[numbers]
 
     return _collect(take, data, rows)
 
@@ -255,6 +263,13 @@ class Feed:
     """Reads the batches of `draw` from arrays on the host, one step ahead.
 
     With a mesh, rows are split over its devices and come as `sharding.SplitRows`.
+
+    Args:
+        data: Training arrays on the host, which may be memory-mapped.
+        key: PRNG key for batch sampling.
+        pairs: Number of pairs, or all if there are fewer.
+        unpaired: Number of rows of each pool, or all if there are fewer.
+        mesh: Devices that the rows are split over.
 
     Example:
         >>> data = DeviceData(*(np.ones((9, width)) for width in (2, 3, 2, 3)))
@@ -292,6 +307,7 @@ class Feed:
         return waiting.result()
 
     def _start(self, step: int) -> "concurrent.futures.Future[Batch]":
+        """Starts to read the batch of a step."""
         # The device computes the row numbers now. Later they would wait for the step to end.
         return self._ahead.submit(self._read, step, self._rows(jnp.int32(step)))
 

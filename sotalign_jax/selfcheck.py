@@ -54,11 +54,11 @@ class Row(NamedTuple):
     """A row of the table.
 
     Attributes:
-        check: name of the check, with the size of its problem.
-        path: precision or algorithm that was checked.
-        error: error against float64.
-        limit: largest error that passes.
-        ms: time in milliseconds.
+        check: Name of the check, with the size of its problem.
+        path: Precision or algorithm that was checked.
+        error: Error against float64.
+        limit: Largest error that passes.
+        ms: Time in milliseconds.
 
     Example:
         >>> Row("sweep", "float32", error=math.nan, limit=1e-5).ok
@@ -81,12 +81,12 @@ class Sizes(NamedTuple):
     """Sizes of the problems.
 
     Attributes:
-        stream: float32 numbers in the array that measures bandwidth.
-        product: rows of both operands, and their width.
-        kernels: rows and columns of the kernels that are swept over.
-        losses: rows and columns of KLOT, the largest first.
-        rows: unpaired rows of the teacher's plan and of the training batch.
-        widths: widths of the student's and the teacher's features.
+        stream: Float32 numbers in the array that measures bandwidth.
+        product: Rows of both operands, and their width.
+        kernels: Rows and columns of the kernels that are swept over.
+        losses: Rows and columns of KLOT, the largest first.
+        rows: Unpaired rows of the teacher's plan and of the training batch.
+        widths: Widths of the student's and the teacher's features.
     """
 
     stream: int
@@ -97,6 +97,8 @@ class Sizes(NamedTuple):
     widths: tuple[int, int]
 
 
+# Blocks of 512 rows divide 2,048 rows, and no other number of rows here: their last block overlaps
+# the one before. The third kernel is much wider than high.
 KERNELS, LOSSES = ((2048, 2048), (4099, 4099), (700, 24_576)), ((2048, 2048), (2039, 701))
 CPU = Sizes(2**24, (1024, 512), KERNELS, LOSSES, 2048, (128, 256))
 ACCELERATOR = Sizes(2**28, (8192, 1024), KERNELS, LOSSES, 4096, (1024, 2048))
@@ -104,7 +106,18 @@ QUICK = Sizes(2**16, (192, 64), ((128, 128), (35, 131)), ((128, 128), (127, 35))
 
 
 def sizes_of(profile: device.Profile) -> Sizes:
-    """Returns the sizes for a device, with the paper's batch where two of its kernels fit."""
+    """Returns the sizes for a device, with the paper's batch where two of its kernels fit.
+
+    Args:
+        profile: Profile of the device.
+
+    Returns:
+        The sizes.
+
+    Example:
+        >>> sizes_of(device.Profile("cpu")).rows
+        2048
+    """
     if profile.name == "cpu":
         return CPU
     if not blocks.storage(PAPER_ROWS, PAPER_ROWS, jnp.float32, profile).both:
@@ -119,36 +132,95 @@ def clouds(n: int, m: int, width: int, seed: int = 0) -> list[np.ndarray]:
     """Draws two independent anisotropic Gaussian clouds around a common mean.
 
     No row has a partner, so that their plan is neither flat nor close to a permutation.
+
+    Args:
+        n: Rows of the first cloud.
+        m: Rows of the second cloud.
+        width: Width of both.
+        seed: Seed of the draws.
+
+    Returns:
+        Both clouds, in float32.
     """
+    # Variances fall as 1/k, so that a few directions carry most of the variance.
     rng, scales = np.random.default_rng(seed), np.arange(1, width + 1, dtype=np.float32) ** -0.5
     mean = 0.5 * scales * rng.standard_normal(width, np.float32)
     return [mean + scales * rng.standard_normal((rows, width), np.float32) for rows in (n, m)]
 
 
 def features(n: int, m: int, sizes: Sizes) -> list[np.ndarray]:
-    """Draws the features f, g of the student and z, w of the teacher."""
+    """Draws the features f, g of the student and z, w of the teacher.
+
+    Args:
+        n: Number of rows.
+        m: Number of columns.
+        sizes: Sizes, of which `widths` is used.
+
+    Returns:
+        The four arrays.
+    """
     return clouds(n, m, sizes.widths[0], seed=1) + clouds(n, m, sizes.widths[1], seed=2)
 
 
 def unit(x: np.ndarray) -> np.ndarray:
-    """Returns rows of unit length in float64."""
+    """Scales rows to unit length in float64.
+
+    Args:
+        x: Rows.
+
+    Returns:
+        The unit rows.
+    """
     x = np.asarray(x, np.float64)
     return x / np.linalg.norm(x, axis=1, keepdims=True)
 
 
 def relative(x: Any, exact: Any) -> float:
-    """Returns the largest relative error of an entry."""
+    """Computes the largest relative error of an entry.
+
+    Args:
+        x: Computed array.
+        exact: Exact array.
+
+    Returns:
+        The error.
+
+    Example:
+        >>> relative([1.0, 2.2], [1.0, 2.0])
+        0.1
+    """
     return float(np.max(np.abs(np.asarray(x, np.float64) / np.asarray(exact) - 1)))
 
 
 def norm_error(x: Sequence[Any], exact: Sequence[Any]) -> float:
-    """Returns the norm of the error of several arrays, relative to that of the exact ones."""
+    """Computes the norm of the error of several arrays, relative to that of the exact ones.
+
+    Args:
+        x: Computed arrays.
+        exact: Exact arrays.
+
+    Returns:
+        The error.
+
+    Example:
+        >>> norm_error([[3.3], [4.4]], [[3.0], [4.0]])
+        0.1
+    """
     found, wanted = (np.concatenate([*map(np.ravel, y)], dtype=float) for y in (x, exact))
     return float(np.linalg.norm(found - wanted) / np.linalg.norm(wanted))
 
 
 def product_error(algorithm: Any, width: int) -> float:
-    """Estimates the error of products of unit rows, from their operands and from float32 sums."""
+    """Estimates the error of products of unit rows, from their operands and from float32 sums.
+
+    Args:
+        algorithm: A key of `ALGORITHMS`.
+        width: Width of the rows.
+
+    Returns:
+        The typical error of one product.
+    """
+    # Rounding errors of the `width` terms are independent, and the terms are of size 1 / width.
     return ROUNDOFF[algorithm] / math.sqrt(width) + 2.0**-24
 
 
@@ -156,12 +228,28 @@ def sum_error(count: int) -> float:
     """Bounds the relative error of float32 sums of positive numbers, which is a random walk.
 
     A CPU that adds 4,099 numbers one after the other has 0.4 of this error.
+
+    Args:
+        count: Number of summands.
+
+    Returns:
+        The bound.
     """
     return 4 * 2.0**-24 * math.sqrt(count)
 
 
 def exact_sums(matrix: Any, a: np.ndarray, c: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Computes the sums of `Kernel.sweep` in float64."""
+    """Computes the sums of `Kernel.sweep` in float64.
+
+    Args:
+        matrix: The kernel A, shape [n, m].
+        a: Weights of the rows.
+        c: Weights of the columns times their scalings.
+
+    Returns:
+        The row sums and the column sums.
+    """
+    # In blocks, because A in float64 would take twice its memory on the host.
     matrix, s, t = np.asarray(matrix), np.zeros(len(a)), np.zeros(len(c))
     for start in range(0, len(a), 1024):
         rows = slice(start, start + 1024)
@@ -172,7 +260,17 @@ def exact_sums(matrix: Any, a: np.ndarray, c: np.ndarray) -> tuple[np.ndarray, n
 
 
 def exact_error(x: np.ndarray, y: np.ndarray, u: Any, v: Any) -> float:
-    """Computes the larger marginal error of the plan of log-scalings u and v in float64."""
+    """Computes the larger marginal error of a plan in float64.
+
+    Args:
+        x: Features of the rows.
+        y: Features of the columns.
+        u: Row log-scalings.
+        v: Column log-scalings.
+
+    Returns:
+        The larger of both L1 errors.
+    """
     x, y, u, v = unit(x), unit(y), np.asarray(u, np.float64), np.asarray(v, np.float64)
     in_rows, columns = 0.0, np.zeros(len(y))
     for start in range(0, len(x), 1024):
@@ -188,8 +286,17 @@ def exact_loss(n: int, m: int, sizes: Sizes) -> tuple[Any, list[Any]]:
     """Computes KLOT and its gradient in float64 on the CPU, to a hundredth of the tolerance.
 
     A smaller problem is the largest one with weights of zero, so that one program serves all sizes.
+
+    Args:
+        n: Number of rows.
+        m: Number of columns.
+        sizes: Sizes, whose first loss is the largest problem.
+
+    Returns:
+        The value, and the gradients in f and g.
     """
     cpu, largest = jax.devices("cpu")[0], sizes.losses[0]
+    # The profile of the CPU, because storage and algorithms are chosen while a function is traced.
     with jax.enable_x64(True), jax.default_device(cpu), device.compiling_for(device.profile(cpu)):
         arrays = [jnp.asarray(x, jnp.float64) for x in features(*largest, sizes)]
         log_a = np.where(np.arange(largest[0]) < n, 0.0, -np.inf)
@@ -207,13 +314,30 @@ loss_and_gradient = jax.jit(jax.value_and_grad(loss, argnums=(0, 1), has_aux=Tru
 
 
 def log_uniform(n: int) -> Array:
-    """Returns uniform log-weights."""
+    """Returns uniform log-weights.
+
+    Args:
+        n: Number of rows.
+
+    Returns:
+        The log-weights, shape [n].
+    """
     return jnp.full(n, -math.log(n), jnp.float32)
 
 
 @functools.partial(jax.jit, static_argnames=("algorithm", "int8"))
 def build(x: Array, y: Array, *, algorithm: Any, int8: bool) -> KernelState:
-    """Builds the first kernel of a cosine affinity."""
+    """Builds the first kernel of a cosine affinity.
+
+    Args:
+        x: Features of the rows.
+        y: Features of the columns.
+        algorithm: Algorithm of the affinity.
+        int8: True to build the int8 kernel as well.
+
+    Returns:
+        The kernel.
+    """
     kernel = Kernel(Cosines.of(x, y, algorithm), int8=int8)
     start = kernel.blank(jnp.zeros(len(y), jnp.float32), jnp.float32(FIRST_EPSILON))
     return kernel.build(start, log_uniform(len(y)))
@@ -221,7 +345,17 @@ def build(x: Array, y: Array, *, algorithm: Any, int8: bool) -> KernelState:
 
 @functools.partial(jax.jit, static_argnames=("algorithm", "int8"))
 def solve(x: Array, y: Array, *, algorithm: Any, int8: bool) -> solver.Scalings:
-    """Solves the teacher's plan as `klot_from_embeddings` does."""
+    """Solves the teacher's plan as `klot_from_embeddings` does.
+
+    Args:
+        x: Features of the rows.
+        y: Features of the columns.
+        algorithm: Algorithm of the affinity.
+        int8: True to use an int8 kernel.
+
+    Returns:
+        The scalings of the plan.
+    """
     kernel, logs = Kernel(Cosines.of(x, y, algorithm), int8=int8), log_uniform(len(x))
     goal = solver.goal(jnp.float32(TOLERANCE), 1.0, jnp.float32(EPSILON))
     limits: Any = {"epsilon": EPSILON, "tolerance": goal, "max_iterations": solver.MAX_ITERATIONS}
@@ -232,7 +366,16 @@ def solve(x: Array, y: Array, *, algorithm: Any, int8: bool) -> solver.Scalings:
 
 
 def timed(function: Callable[..., Any], *args: Any, **options: Any) -> tuple[Any, float]:
-    """Returns the result, and the least milliseconds of three runs after one that compiles."""
+    """Calls a function four times and measures the last three calls.
+
+    Args:
+        function: The function. Its first call compiles it.
+        *args: Arguments, which are placed on the device first.
+        **options: Keyword arguments.
+
+    Returns:
+        The result, and the time of the fastest call in milliseconds.
+    """
     args, times = jax.block_until_ready(jax.tree.map(jnp.asarray, args)), []
     for _ in range(4):
         result = None  # frees the memory of the run before
@@ -247,7 +390,7 @@ def timed(function: Callable[..., Any], *args: Any, **options: Any) -> tuple[Any
 
 def check_memory(sizes: Sizes) -> Iterator[Row]:
     """Measures the bandwidth of memory by an elementwise loop in place."""
-    turns = 20  # in one launch
+    turns = 20  # in one launch, so that the time of a launch does not count
     loop = jax.jit(lambda x, n: jax.lax.fori_loop(0, n, lambda i, x: 0.5 * x + 0.5, x))
     ms = timed(loop, jnp.ones(sizes.stream, jnp.float32), turns)[1] / turns
     moved = 8 * sizes.stream  # every number is read and written
@@ -259,6 +402,14 @@ def check_product(sizes: Sizes, algorithm: Any, roles: Sequence[str]) -> Iterato
 
     The limit is 16 times the estimated error. The largest of all errors is 3 times the estimate,
     10 times on hardware that truncates operands, and 23 times for bfloat16 in the place of TF32.
+
+    Args:
+        sizes: Sizes, of which `product` is used.
+        algorithm: A key of `ALGORITHMS`.
+        roles: Roles in which this device uses it.
+
+    Yields:
+        One row.
     """
     (n, width), rng = sizes.product, np.random.default_rng(0)
     x, y = (unit(rng.standard_normal((n, width))).astype(np.float32) for _ in range(2))
@@ -271,7 +422,15 @@ def check_product(sizes: Sizes, algorithm: Any, roles: Sequence[str]) -> Iterato
 
 
 def check_sweeps(n: int, m: int) -> Iterator[Row]:
-    """Compares a kernel, its int8 copy, and the sums over both with float64."""
+    """Compares a kernel, its int8 kernel, and the sums over both with float64.
+
+    Args:
+        n: Number of rows.
+        m: Number of columns.
+
+    Yields:
+        Two rows for the build and two for the sweeps.
+    """
     (x, y), algorithm = clouds(n, m, WIDTH), device.profile().teacher
     state, ms = timed(build, x, y, algorithm=algorithm, int8=True)
     exact = np.exp(unit(x[::STRIDE]) @ unit(y).T / FIRST_EPSILON)
@@ -296,6 +455,13 @@ def check_plan(sizes: Sizes, int8: bool) -> Iterator[Row]:
     """Solves the teacher's plan, and measures its error in float64.
 
     The error of the affinity in the exponents adds to the tolerance.
+
+    Args:
+        sizes: Sizes, of which `rows` is used.
+        int8: True to use an int8 kernel.
+
+    Yields:
+        One row.
     """
     n, algorithm = sizes.rows, device.profile().teacher
     x, y = clouds(n, n, WIDTH)
@@ -306,12 +472,24 @@ def check_plan(sizes: Sizes, int8: bool) -> Iterator[Row]:
 
 
 def check_loss(sizes: Sizes, n: int, m: int, x64: bool = False, mesh: Any = None) -> Iterator[Row]:
-    """Compares KLOT and its gradient in float32 with float64 on the CPU."""
+    """Compares KLOT and its gradient in float32 with float64 on the CPU.
+
+    Args:
+        sizes: Sizes, whose first loss is the largest problem.
+        n: Number of rows.
+        m: Number of columns.
+        x64: True to enable 64-bit types, in which float32 arrays must stay float32.
+        mesh: Devices that the rows are split over.
+
+    Yields:
+        A row for the value and one for the gradient.
+    """
     exact_value, exact_gradient = exact_loss(n, m, sizes)
     f, g, z, w = features(*sizes.losses[0], sizes)
     arrays = [f[:n], g[:m], z[:n], w[:m]]
     if mesh is not None:
         arrays = jax.device_put(arrays, sharding.split_rows(mesh))
+    # With x64 enabled, a stray float64 constant would widen the result.
     with jax.enable_x64(x64):
         ((value, _), gradient), ms = timed(loss_and_gradient, *arrays)
     dtypes = {str(x.dtype) for x in (value, *gradient)}
@@ -346,6 +524,8 @@ def check_step(sizes: Sizes) -> Iterator[Row]:
 def cases(sizes: Sizes) -> list[functools.partial[Iterator[Row]]]:
     """Returns the checks with their arguments."""
     own, case = device.profile(), functools.partial
+    # Tensor cores have TF32 from capability 8.0 on. The product is shown there even if the library
+    # does not use it, for comparison.
     tensor_cores = own.name.startswith("cuda") and float(own.name.split()[1]) >= 8
     roles = {x: [role for role in device.ROLES if getattr(own, role) == x] for x in ALGORITHMS}
     shown = [x for x in ALGORITHMS if roles[x] or tensor_cores or x == device.HIGHEST]
@@ -393,14 +573,28 @@ def run(case: functools.partial[Iterator[Row]]) -> Iterator[Row]:
 
 
 def line(row: Row) -> str:
-    """Formats a row of the table."""
+    """Formats a row of the table.
+
+    Args:
+        row: The row.
+
+    Returns:
+        One line.
+    """
     errors = ("" if x is None else f"{x:.1e}" for x in (row.error, row.limit))
     ms = "" if row.ms is None else f"{row.ms:.3g}"
     return FORMAT.format(row.check, row.path, *errors, ms, "yes" if row.ok else "no")
 
 
 def as_json(row: Row) -> dict[str, Any]:
-    """Returns a row as JSON values, with None for numbers that are not finite."""
+    """Converts a row to JSON values, with None for numbers that are not finite.
+
+    Args:
+        row: The row.
+
+    Returns:
+        A dictionary with the names of `COLUMNS`.
+    """
     values = {name: getattr(row, name) for name in COLUMNS}
     # JSON has no NaN and no infinity.
     return {name: None if x in (math.inf, None) or x != x else x for name, x in values.items()}
@@ -410,7 +604,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Runs the checks and prints their rows.
 
     Args:
-        argv: arguments of the command, by default those of this process.
+        argv: Arguments of the command, by default those of this process.
 
     Returns:
         The exit code, 1 if a row fails.
@@ -432,6 +626,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                 if not args.json:
                     print(line(row), flush=True)
     ok = all(row.ok for row in rows)
+    # JSON comes in one piece at the end, so that a program can parse all of stdout.
     if args.json:
         print(json.dumps(found | {"rows": [as_json(row) for row in rows], "ok": ok}, indent=1))
     return 0 if ok else 1

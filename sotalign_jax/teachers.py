@@ -17,8 +17,11 @@ from sotalign_jax import checks, crossval, kernels
 from sotalign_jax.heads import AffineMap, Rows
 from sotalign_jax.heads import Teacher as Teacher
 
+# Time grows with the cube of the landmarks. With fewer pairs than this, every pair is a landmark
+# and the solution is exact.
 LANDMARKS = 2000
-"""Most landmarks of a kernel CCA."""
+"""Largest number of landmarks of a kernel CCA."""
+# Smallest eigenvalue that `cca` divides by, so that a ridge of 0 cannot overflow.
 _EIGENVALUE_FLOOR = 1e-6
 _EPS = float(np.finfo(np.float64).eps)
 _Gain = Callable[[np.ndarray], np.ndarray]
@@ -34,17 +37,17 @@ def procrustes(
     With A^T B = U S V^T the solution is P = U_dim^T, Q = V_dim^T.
 
     Args:
-      pairs_x: paired embeddings A of the first modality, shape [n, d_x]. Rows are L2-normalised and
-        centred first.
-      pairs_y: paired embeddings B of the second modality, shape [n, d_y].
-      dim: number of directions. None keeps the numerical rank.
-      renorm: L2-normalises the centred rows again before fitting.
+        pairs_x: Paired embeddings A of the first modality, shape [n, d_x]. Rows are L2-normalised
+            and centred first.
+        pairs_y: Paired embeddings B of the second modality, shape [n, d_y].
+        dim: Number of directions. None keeps the numerical rank.
+        renorm: L2-normalises the centred rows again before fitting.
 
     Returns:
-      The teacher.
+        The teacher.
 
     Raises:
-      checks.InputError: if the pairs do not match or do not determine `dim` directions.
+        InputError: The pairs do not match or do not determine `dim` directions.
 
     >>> A = np.random.default_rng(0).normal(size=(50, 4)).astype(np.float32)
     >>> teacher = procrustes(A, A[:, ::-1])
@@ -52,8 +55,8 @@ def procrustes(
     True
 
     References:
-      Schoenemann, "A generalized solution of the orthogonal Procrustes problem", Psychometrika 31,
-      1966.
+        Schoenemann, "A generalized solution of the orthogonal Procrustes problem", Psychometrika
+        31, 1966.
     """
     return _closed_form(pairs_x, pairs_y, (np.ones_like, np.ones_like), dim=dim, renorm=renorm)
 
@@ -82,23 +85,23 @@ def cca(
     `tuned_cca` chooses a ridge for each side.
 
     Args:
-      pairs_x: paired embeddings of the first modality, shape [n, d_x].
-      pairs_y: paired embeddings of the second modality, shape [n, d_y]. Row i belongs to row i of
-        `pairs_x`.
-      ridge: added to the eigenvalues of both covariances.
-      power: 0 weighs all directions equally. Larger values favour directions of high correlation.
-      dim: number of directions. None keeps the numerical rank, at most min(d_x, d_y, n - 1).
-      cov_normalize: uses covariances A^T A / (n - 1). False uses A^T A, in which the ridge weighs
-        less.
-      renorm: L2-normalises the centred rows again before fitting.
-      dtype: dtype of the teacher's arrays.
+        pairs_x: Paired embeddings of the first modality, shape [n, d_x].
+        pairs_y: Paired embeddings of the second modality, shape [n, d_y]. Row i belongs to row i of
+            `pairs_x`.
+        ridge: Added to the eigenvalues of both covariances.
+        power: 0 weighs all directions equally. Larger values favour directions of high correlation.
+        dim: Number of directions. None keeps the numerical rank, at most min(d_x, d_y, n - 1).
+        cov_normalize: Uses covariances A^T A / (n - 1). False uses A^T A, in which the ridge weighs
+            less.
+        renorm: L2-normalises the centred rows again before fitting.
+        dtype: Dtype of the teacher's arrays.
 
     Returns:
-      The teacher.
+        The teacher.
 
     Raises:
-      checks.InputError: if the pairs do not match or do not determine `dim` directions, or if an
-        option is out of range.
+        InputError: The pairs do not match or do not determine `dim` directions, or an option
+            is out of range.
 
     >>> A = np.random.default_rng(0).normal(size=(50, 4)).astype(np.float32)
     >>> teacher = cca(A, A[:, ::-1], ridge=1e-4, dim=2)
@@ -106,15 +109,16 @@ def cca(
     ((50, 2), True)
 
     References:
-      Hotelling, "Relations between two sets of variates", Biometrika 28, 1936.
-      Vinod, "Canonical ridge and econometrics of joint production", Journal of Econometrics 4,
-      1976.
+        Hotelling, "Relations between two sets of variates", Biometrika 28, 1936.
+        Vinod, "Canonical ridge and econometrics of joint production", Journal of Econometrics 4,
+        1976.
     """
     checks.at_least(0, ridge=ridge, power=power)
 
     def gain(eigenvalues: np.ndarray) -> np.ndarray:
         return 1.0 / np.sqrt(np.maximum(eigenvalues + ridge, _EIGENVALUE_FLOOR))
 
+    # Scaling the rows scales their covariances: (A / sqrt(n - 1))^T (A / sqrt(n - 1)).
     scale = 1.0 / math.sqrt(max(len(pairs_x) - 1, 1)) if cov_normalize else 1.0
     options: dict[str, Any] = {"dim": dim, "renorm": renorm, "scale": scale, "power": power}
     return _closed_form(pairs_x, pairs_y, (gain, gain), **options, dtype=dtype)
@@ -138,19 +142,19 @@ def tuned_cca(
     order of the pairs. With fewer than 6 pairs the ridges are 10,000 / n and the power is 0.5.
 
     Args:
-      pairs_x: paired embeddings of the first modality, shape [n, d_x].
-      pairs_y: paired embeddings of the second modality, shape [n, d_y].
-      ridge: ridge of both sides, or one ridge for each. None chooses both.
-      power: power of rho that weighs the directions. None chooses it.
-      dim: number of directions. None keeps all that the pairs determine, at most 512.
-      seed: seed of the folds.
-      dtype: dtype of the teacher's arrays.
+        pairs_x: Paired embeddings of the first modality, shape [n, d_x].
+        pairs_y: Paired embeddings of the second modality, shape [n, d_y].
+        ridge: Ridge of both sides, or one ridge for each. None chooses both.
+        power: Power of rho that weighs the directions. None chooses it.
+        dim: Number of directions. None keeps all that the pairs determine, at most 512.
+        seed: Seed of the folds.
+        dtype: Dtype of the teacher's arrays.
 
     Returns:
-      The teacher.
+        The teacher.
 
     Raises:
-      checks.InputError: as in `cca`.
+        InputError: As in `cca`.
 
     >>> A = np.random.default_rng(0).normal(size=(50, 4)).astype(np.float32)
     >>> teacher = tuned_cca(A, A[:, ::-1])
@@ -158,10 +162,10 @@ def tuned_cca(
     True
 
     References:
-      Vinod, "Canonical ridge and econometrics of joint production", Journal of Econometrics 4,
-      1976.
-      Stone, "Cross-validatory choice and assessment of statistical predictions", Journal of the
-      Royal Statistical Society B 36, 1974.
+        Vinod, "Canonical ridge and econometrics of joint production", Journal of Econometrics 4,
+        1976.
+        Stone, "Cross-validatory choice and assessment of statistical predictions", Journal of the
+        Royal Statistical Society B 36, 1974.
     """
     A, B, ridges = _checked(pairs_x, pairs_y, ridge, power)
     options = crossval.choose(A, B, "linear", ridges=ridges, power=power, seed=seed)
@@ -195,24 +199,24 @@ def kernel_cca(
     pairs these are 1 / the median squared distance of two rows.
 
     Args:
-      pairs_x: paired embeddings of the first modality, shape [n, d_x].
-      pairs_y: paired embeddings of the second modality, shape [n, d_y].
-      gamma_x: bandwidth of the first modality. None chooses it.
-      gamma_y: bandwidth of the second modality. None chooses it.
-      ridge: ridge of both sides, or one ridge for each. None chooses both.
-      power: power of rho that weighs the directions. None chooses it.
-      landmarks: most pairs that become landmarks. Time grows with its cube, memory with its
-        square.
-      dim: number of directions. None keeps all that the pairs determine.
-      seed: seed of the folds and of the choice of landmarks.
-      dtype: dtype of the teacher's arrays.
+        pairs_x: Paired embeddings of the first modality, shape [n, d_x].
+        pairs_y: Paired embeddings of the second modality, shape [n, d_y].
+        gamma_x: Bandwidth of the first modality. None chooses it.
+        gamma_y: Bandwidth of the second modality. None chooses it.
+        ridge: Ridge of both sides, or one ridge for each. None chooses both.
+        power: Power of rho that weighs the directions. None chooses it.
+        landmarks: Largest number of pairs that become landmarks. Time grows with its cube, memory
+            with its square.
+        dim: Number of directions. None keeps all that the pairs determine.
+        seed: Seed of the folds and of the choice of landmarks.
+        dtype: Dtype of the teacher's arrays.
 
     Returns:
-      The teacher, whose maps are `kernels.KernelMap`.
+        The teacher, whose maps are `kernels.KernelMap`.
 
     Raises:
-      checks.InputError: if the pairs do not match or do not determine `dim` directions, or if an
-        option is out of range.
+        InputError: The pairs do not match or do not determine `dim` directions, or an option
+            is out of range.
 
     >>> angle = np.random.default_rng(0).uniform(0, 6.28, size=(60, 1)).astype(np.float32)
     >>> A = np.concatenate([np.cos(angle), np.sin(angle)], axis=1)
@@ -222,11 +226,11 @@ def kernel_cca(
     True
 
     References:
-      Lai and Fyfe, "Kernel and nonlinear canonical correlation analysis", International Journal of
-      Neural Systems 10, 2000.
-      Hardoon, Szedmak and Shawe-Taylor, "Canonical correlation analysis: an overview with
-      application to learning methods", Neural Computation 16, 2004.
-      Williams and Seeger, "Using the Nystroem method to speed up kernel machines", NeurIPS 2001.
+        Lai and Fyfe, "Kernel and nonlinear canonical correlation analysis", International Journal
+        of Neural Systems 10, 2000.
+        Hardoon, Szedmak and Shawe-Taylor, "Canonical correlation analysis: an overview with
+        application to learning methods", Neural Computation 16, 2004.
+        Williams and Seeger, "Using the Nystroem method to speed up kernel machines", NeurIPS 2001.
     """
     A, B, ridges = _checked(pairs_x, pairs_y, ridge, power)
     checks.whole(2, landmarks=landmarks)
@@ -254,17 +258,17 @@ def best_cca(
     which deploys as one matrix per modality. With fewer than 6 pairs it is always linear.
 
     Args:
-      pairs_x: paired embeddings of the first modality, shape [n, d_x].
-      pairs_y: paired embeddings of the second modality, shape [n, d_y].
-      dim: number of directions. None keeps all that the pairs determine, at most 512.
-      seed: seed of the folds and of the choice of landmarks.
-      dtype: dtype of the teacher's arrays.
+        pairs_x: Paired embeddings of the first modality, shape [n, d_x].
+        pairs_y: Paired embeddings of the second modality, shape [n, d_y].
+        dim: Number of directions. None keeps all that the pairs determine, at most 512.
+        seed: Seed of the folds and of the choice of landmarks.
+        dtype: Dtype of the teacher's arrays.
 
     Returns:
-      The teacher.
+        The teacher.
 
     Raises:
-      checks.InputError: as in `cca`.
+        InputError: As in `cca`.
 
     >>> A = np.random.default_rng(0).normal(size=(50, 4)).astype(np.float32)
     >>> type(best_cca(A, A[:, ::-1]).map_x).__name__
@@ -272,6 +276,7 @@ def best_cca(
     """
     A, B, _ = _checked(pairs_x, pairs_y, None, None)
     options = crossval.choose(A, B, "best", seed=seed)
+    # Options without a bandwidth are those of a linear CCA.
     if options.gamma_x is None:
         return _relative_cca(A, B, options, dim=dim, dtype=dtype)
     sizes = {"landmarks": LANDMARKS, "dim": dim, "seed": seed, "dtype": dtype}
@@ -282,11 +287,11 @@ class Canonical(NamedTuple):
     """Canonical variates z_x = (x - mean_x) weights_x and z_y likewise.
 
     Attributes:
-      mean_x: mean of the first modality.
-      mean_y: mean of the second modality.
-      weights_x: directions of the first modality, one a column.
-      weights_y: directions of the second modality.
-      correlations: mean of z_xk z_yk over the pairs, for every direction k.
+        mean_x: Mean of the first modality.
+        mean_y: Mean of the second modality.
+        weights_x: Directions of the first modality, one per column.
+        weights_y: Directions of the second modality.
+        correlations: Mean of z_xk z_yk over the pairs, for every direction k.
     """
 
     mean_x: Float[np.ndarray, " d_x"]
@@ -304,28 +309,29 @@ def canonical_correlations(pairs_x: Rows, pairs_y: Rows, *, ridge: float = 0.0) 
     are kept. Without a ridge, n - 1 <= max(d_x, d_y) pairs correlate perfectly along every one.
 
     Args:
-      pairs_x: paired rows of the first modality, shape [n, d_x].
-      pairs_y: paired rows of the second modality, shape [n, d_y].
-      ridge: ridge, relative to the mean eigenvalue of each covariance.
+        pairs_x: Paired rows of the first modality, shape [n, d_x].
+        pairs_y: Paired rows of the second modality, shape [n, d_y].
+        ridge: Ridge, relative to the mean eigenvalue of each covariance.
 
     Returns:
-      Means, weights and correlations.
+        Means, weights and correlations.
 
     Raises:
-      checks.InputError: if the pairs do not match, or the ridge is negative.
+        InputError: The pairs do not match, or the ridge is negative.
 
     >>> A = np.random.default_rng(0).normal(size=(50, 4))
     >>> canonical_correlations(A, A[:, :2]).correlations.round(6)
     array([1., 1.])
 
     References:
-      Hotelling, "Relations between two sets of variates", Biometrika 28, 1936.
+        Hotelling, "Relations between two sets of variates", Biometrika 28, 1936.
     """
     pairs_x, pairs_y = checks.pairs(pairs_x, pairs_y, min_rows=2)
     checks.at_least(0, ridge=ridge)
     sides = []
     for name, pairs in (("pairs_x", pairs_x), ("pairs_y", pairs_y)):
         centred, mean = _centred(name, pairs.astype(np.float64))
+        # Divided out, so that the relative ridge of `_rotated` is `ridge` itself.
         spread = math.sqrt(np.mean(np.square(centred)))
         sides.append((mean, spread, centred / (spread * math.sqrt(len(centred)))))
     (mean_x, spread_x, x), (mean_y, spread_y, y) = sides
@@ -347,6 +353,7 @@ def _checked(
     if power is not None:
         checks.at_least(0, power=power)
     pairs_x, pairs_y = checks.pairs(pairs_x, pairs_y, min_rows=2)
+    # Equal rows must fail here, with the name of the argument, and not within a fold.
     for name, pairs in (("pairs_x", pairs_x), ("pairs_y", pairs_y)):
         _centred(name, crossval.unit(pairs))
     return pairs_x, pairs_y, ridges
@@ -403,12 +410,14 @@ def _closed_form(
         unit /= np.linalg.norm(unit, axis=1, keepdims=True)
         centred, mean = _centred(name, unit)
         if renorm:
+            # A row at the mean has no direction, and stays near zero.
             centred /= np.maximum(np.linalg.norm(centred, axis=1, keepdims=True), 1e-8)
         sides.append((mean, centred * scale))
     (mean_x, x), (mean_y, y) = sides
     weights_x, weights_y, values = _rotated(x, y, gains)
     dim = len(values[:most]) if dim is None else dim
     checks.within(len(values), f"directions that these {len(pairs_x)} pairs determine", dim=dim)
+    # Centring becomes the bias -W mean, so that the maps accept rows as they come.
     W_x, W_y = ((w[:, :dim] * values[:dim] ** power).T for w in (weights_x, weights_y))
     return Teacher(
         map_x=AffineMap(jnp.asarray(W_x, dtype), jnp.asarray(-W_x @ mean_x, dtype), norm="l2"),
@@ -439,13 +448,16 @@ def _rotated(
     """
     weights = []
     for centred, gain in zip((x, y), gains, strict=True):
-        if len(centred) < centred.shape[1]:  # no d x d matrix when rows are fewer
+        # With fewer rows than features, an SVD of the rows avoids the d x d covariance.
+        if len(centred) < centred.shape[1]:
             _, singular, directions = np.linalg.svd(centred, full_matrices=False)
             eigenvalues, basis = np.square(singular), directions.T
         else:
             eigenvalues, basis = np.linalg.eigh(centred.T @ centred)
+        # The rule of numpy.linalg.matrix_rank for directions that are rounding.
         kept = eigenvalues > max(centred.shape) * _EPS * eigenvalues.max()
         weights.append(basis[:, kept] * gain(eigenvalues[kept]))
+    # The rotation that makes both sides agree, an orthogonal Procrustes problem of whitened rows.
     left, values, right = np.linalg.svd((x @ weights[0]).T @ (y @ weights[1]), full_matrices=False)
     rank = int(np.sum(values > values[0] * max(left.shape[0], right.shape[1]) * _EPS))
     return weights[0] @ left[:, :rank], weights[1] @ right[:rank].T, values[:rank]
@@ -455,15 +467,16 @@ def pearson(x: Float[np.ndarray, "n d"], y: Float[np.ndarray, "n d"]) -> Float[n
     """Computes Pearson's correlation of each column of `x` with the same column of `y`.
 
     Args:
-      x: samples of the first modality.
-      y: samples of the second modality.
+        x: Samples of the first modality.
+        y: Samples of the second modality.
 
     Returns:
-      One correlation per column.
+        One correlation per column.
 
     >>> pearson(np.array([[0.0], [1.0], [2.0]]), np.array([[5.0], [4.0], [3.0]]))
     array([-1.])
     """
+    # float64, because correlations near 1 differ in their last digits.
     x = x.astype(np.float64) - x.mean(axis=0)
     y = y.astype(np.float64) - y.mean(axis=0)
     norms = np.linalg.norm(x, axis=0) * np.linalg.norm(y, axis=0)

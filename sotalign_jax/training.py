@@ -35,21 +35,26 @@ from sotalign_jax.methods import Contrastive, Method, Objective
 from sotalign_jax.ot import device, sharding
 from sotalign_jax.progress import Observer
 
-_REPORT_EVERY = 10  # steps between looks at the loss, since each look waits for the device
+# Steps between reads of the metrics. Each read waits for the device, and until then steps are
+# dispatched ahead. A larger number delays the discovery of a NaN.
+_REPORT_EVERY = 10
 
 
 @dataclasses.dataclass(frozen=True)
 class TrainConfig:
-    """How long and on what batches to train; the defaults are the paper's.
+    """Options of `fit`. The defaults are the paper's.
 
     Attributes:
-        steps: optimisation steps.
-        pair_batch: pairs per step; all of them when there are fewer.
-        unpaired_batch: unpaired rows per step and modality; all when there are fewer.
-        learning_rate: its peak, after a warm-up over the first tenth of the steps.
-        weight_decay: decoupled, times the learning rate.
-        eval_every: steps between validations.
-        seed: decides the start of the heads and every batch.
+        steps: Number of optimisation steps.
+        pair_batch: Pairs per step, or all pairs if there are fewer.
+        unpaired_batch: Unpaired rows per step and modality, or all rows if there are fewer.
+        learning_rate: Peak of the learning rate, after a warm-up over the first tenth of the steps.
+        weight_decay: Decoupled weight decay, which is multiplied by the learning rate.
+        eval_every: Steps between validations.
+        seed: Seed of the initial heads and of all batches.
+
+    Raises:
+        InputError: A number is out of range.
     """
 
     steps: int = 2000
@@ -67,7 +72,14 @@ class TrainConfig:
 
 
 class TrainState(NamedTuple):
-    """What one step changes."""
+    """State that one training step updates.
+
+    Attributes:
+        step: Number of steps done.
+        params: Parameters of the heads.
+        opt_state: State of the optimiser.
+        memory: State of the method, such as warm starts. See `Objective.start`.
+    """
 
     step: Int[Array, ""]
     params: Any
@@ -76,7 +88,13 @@ class TrainState(NamedTuple):
 
 
 class Best(NamedTuple):
-    """The parameters with the highest validation MeanR@1 so far, and where they were found."""
+    """The parameters with the highest validation MeanR@1 so far.
+
+    Attributes:
+        params: The parameters.
+        step: Step after which they were validated.
+        mean_r1: Their validation score.
+    """
 
     params: Any
     step: Int[Array, ""]
@@ -84,7 +102,12 @@ class Best(NamedTuple):
 
 
 class Snapshot(NamedTuple):
-    """All that a continued run needs."""
+    """A checkpoint that `fit` can resume from.
+
+    Attributes:
+        state: State after the last step.
+        best: The best parameters so far.
+    """
 
     state: TrainState
     best: Best
@@ -100,16 +123,27 @@ class NonFiniteLossError(FloatingPointError):
 def place(
     dataset: data.Dataset, *, pools: str = "xy", on_device: bool = True
 ) -> sampling.DeviceData:
-    """Training arrays, on the device or as they are; no rows of a pool that is not in `pools`."""
+    """Collects the training arrays, on the device or as they are.
+
+    Args:
+        dataset: Pairs and pools.
+        pools: Modalities whose pool is used, "xy", "x", "y" or "". Other pools become empty.
+        on_device: True copies the arrays to the default device.
+
+    Returns:
+        The arrays.
+    """
     x, y = dataset.pool_x, dataset.pool_y
     read = x if "x" in pools else x[:0], y if "y" in pools else y[:0]
     arrays: Any = dataset.pairs_x, dataset.pairs_y, *read
+    # A pool may be `files.MappedRows`, which numpy reads into memory in one go.
     if on_device:
         arrays = (jnp.asarray(np.asarray(x)) for x in arrays)
     return sampling.DeviceData(*arrays)
 
 
 def _bytes(*arrays: Any) -> int:
+    """Returns the total size of arrays, or of their shapes, in bytes."""
     return sum(math.prod(x.shape) * np.dtype(x.dtype).itemsize for x in arrays)
 
 
@@ -119,10 +153,19 @@ def _fits_in_memory(arrays: Iterable[Any]) -> bool:
 
 
 def kept_features(batches: sampling.DeviceData, teacher: Teacher) -> tuple[Any, Any]:
-    """Shapes of the teacher's features of each pool that are worth their memory, None of others.
+    """Decides which of the teacher's features of the pools are kept in memory.
 
-    Those that take no more than the pool itself, if all arrays take at most half of the memory.
+    Features of a pool are kept if they are no larger than the pool itself, and if all arrays
+    together need at most half of the device's memory.
+
+    Args:
+        batches: The training arrays.
+        teacher: The teacher.
+
+    Returns:
+        The shapes of the features of each pool, or None for features that are not kept.
     """
+    # `eval_shape` computes shapes and types without any arithmetic.
     features = jax.eval_shape(
         lambda teacher, x, y: (teacher.x(x), teacher.y(y)), teacher, batches.pool_x, batches.pool_y
     )
@@ -134,8 +177,15 @@ def kept_features(batches: sampling.DeviceData, teacher: Teacher) -> tuple[Any, 
 def with_features(batches: sampling.DeviceData, teacher: Teacher) -> sampling.DeviceData:
     """Adds the teacher's features of the pools, so that they are computed once for all steps.
 
-    Features that `kept_features` leaves out are computed in every step. A teacher without maps
-    needs none: the rows are its features.
+    Features that `kept_features` rejects are computed in every step. A teacher without maps needs
+    none, because the rows themselves are its features.
+
+    Args:
+        batches: The training arrays.
+        teacher: The teacher.
+
+    Returns:
+        The training arrays, with `star_x` and `star_y` set where they are kept.
 
     >>> from sotalign_jax import teachers
     >>> A = np.random.default_rng(0).normal(size=(9, 3)).astype(np.float32)
@@ -160,23 +210,46 @@ def with_features(batches: sampling.DeviceData, teacher: Teacher) -> sampling.De
 def init_state(
     method: Objective, heads: Heads, batches: sampling.DeviceData, config: TrainConfig
 ) -> TrainState:
-    """The state before the first step; a copy, so that the heads survive its donation."""
+    """Builds the state before the first step.
+
+    Args:
+        method: The objective.
+        heads: The heads to start from.
+        batches: The training arrays.
+        config: Options of the training.
+
+    Returns:
+        The state. Its arrays are its own.
+    """
+    # A copy, because the first step donates the state's arrays and the caller keeps the heads.
     params = jax.tree.map(jnp.copy, nnx.state(heads))
     memory = method.start(batches, config.unpaired_batch)
     return TrainState(jnp.int32(0), params, _optimizer(config).init(params), memory)
 
 
 def _optimizer(config: TrainConfig) -> optax.GradientTransformation:
+    """Returns the optimiser of a config."""
     return optimizer(config.learning_rate, config.steps, weight_decay=config.weight_decay)
 
 
 def optimizer(
     learning_rate: float, steps: int, *, weight_decay: float = 1e-5
 ) -> optax.GradientTransformation:
-    """Lion(0.9, 0.99) with a linear warm-up over ceil(10 %) of the steps, then a cosine to 0.
+    """Builds Lion(0.9, 0.99) with the learning rate of `warmup_cosine`.
+
+    Args:
+        learning_rate: Peak of the learning rate.
+        steps: Number of steps of the schedule.
+        weight_decay: Decoupled weight decay.
+
+    Returns:
+        The optimiser.
 
     >>> optimizer(1e-4, 100).init({"w": jnp.zeros(2)})[0].mu
     {'w': Array([0., 0.], dtype=float32)}
+
+    References:
+        X. Chen et al., "Symbolic discovery of optimization algorithms", NeurIPS 2023 (Lion).
     """
     return optax.lion(
         warmup_cosine(learning_rate, steps), b1=0.9, b2=0.99, weight_decay=weight_decay
@@ -184,16 +257,24 @@ def optimizer(
 
 
 def warmup_cosine(learning_rate: float, steps: int) -> optax.Schedule:
-    """Learning rate of step t: peak (t + 1) / w while t < w = ceil(steps / 10), then a cosine to 0.
+    """Builds a linear warm-up over the first tenth of the steps, followed by a cosine to 0.
 
-    optax's linear and cosine schedules joined give the same rates but for rounding, which differs
-    in a fifth of the steps: with them every recorded metric of a seed would change its last digits.
+    The rate of step t is peak (t + 1) / w while t < w = ceil(steps / 10).
+
+    Args:
+        learning_rate: Peak of the learning rate.
+        steps: Number of steps.
+
+    Returns:
+        The schedule.
 
     >>> rate = warmup_cosine(1.0, 20)
     >>> [round(float(rate(t)), 3) for t in (0, 1, 2, 11, 20)]
     [0.5, 1.0, 1.0, 0.5, 0.0]
     """
-    warmup = -(-steps // 10)
+    # Not optax.join_schedules: its rates are the same up to rounding, which differs in a fifth of
+    # the steps. Every recorded metric of a seed would change in its last digits.
+    warmup = -(-steps // 10)  # ceil(steps / 10)
 
     def rate(step: Any) -> Array:
         fraction = jnp.clip((step - warmup) / max(steps - warmup, 1), 0.0, 1.0)
@@ -204,28 +285,50 @@ def warmup_cosine(learning_rate: float, steps: int) -> optax.Schedule:
 
 
 def batch_key(config: TrainConfig) -> Array:
-    """Returns the PRNG key for batch sampling."""
+    """Returns the PRNG key for batch sampling.
+
+    Args:
+        config: Options of the training, for their seed.
+
+    Returns:
+        The key.
+    """
+    # Folded in, so that batches do not share random numbers with the initial heads.
     return jax.random.fold_in(jax.random.key(config.seed), 1)
 
 
 def _sizes(config: TrainConfig) -> dict[str, int]:
+    """Returns the batch sizes as arguments of `sampling.draw`."""
     return {"pairs": config.pair_batch, "unpaired": config.unpaired_batch}
 
 
 def make_step(
     method: Objective, heads: Heads, config: TrainConfig, mesh: Mesh | None = None
 ) -> jax.stages.Wrapped:
-    """The jitted step (state, data, teacher, key) -> (state, metrics); the state is donated.
+    """Builds the jitted training step (state, data, teacher, key) -> (state, metrics).
 
-    The data are `sampling.DeviceData`, from which it draws by `batch_key`, or a `sampling.Batch`,
-    which needs no key. Of the heads only the structure is used; a mesh must be in context
-    (`jax.set_mesh`), too. Runs that differ in nothing but their seed and their arrays share one
-    program: methods are compared by their options, which a frozen dataclass does by itself.
+    The data are `sampling.DeviceData`, from which the step draws a batch with the key of
+    `batch_key`, or a `sampling.Batch`, which needs no key. The state is donated. Runs that differ
+    only in their seed and their arrays share one compiled program.
+
+    Args:
+        method: The objective, a frozen dataclass.
+        heads: Heads of the structure to train. Their values are not used.
+        config: Options of the training.
+        mesh: Devices that the rows are split over. Call the step within `jax.set_mesh(mesh)`.
+
+    Returns:
+        The step.
+
+    Raises:
+        InputError: The method is not hashable.
     """
+    # Programs are cached by the method's options, which frozen dataclasses hash.
     if not isinstance(method, Hashable):
         raise checks.InputError(
             f"method: {type(method).__name__} is not hashable; make it a frozen dataclass"
         )
+    # The seed enters through the key and the arrays only, so that it must not split the cache.
     return _program(method, nnx.graphdef(heads), dataclasses.replace(config, seed=0), mesh)
 
 
@@ -233,6 +336,7 @@ def make_step(
 def _program(
     method: Objective, graphdef: Any, config: TrainConfig, mesh: Mesh | None
 ) -> jax.stages.Wrapped:
+    """Builds the jitted step of `make_step`, once per structure and options."""
     optimizer = _optimizer(config)
 
     def step(
@@ -241,6 +345,7 @@ def _program(
         teacher: Teacher | None,
         key: Array | None = None,
     ) -> tuple[TrainState, dict[str, Array]]:
+        # The type is known at trace time: a run compiles one of both branches.
         if isinstance(batches, sampling.Batch):
             batch = sharding.trim(batches)
         else:
@@ -254,6 +359,7 @@ def _program(
         (loss, (metrics, memory)), gradient = jax.value_and_grad(objective, has_aux=True)(
             state.params
         )
+        # Named scopes show up in profiles of a step.
         with jax.named_scope("optimizer"):
             updates, opt_state = optimizer.update(gradient, state.opt_state, state.params)
             params = optax.apply_updates(state.params, updates)
@@ -262,6 +368,8 @@ def _program(
 
     if mesh is None:
         return jax.jit(step, donate_argnums=0)
+    # Stated, because XLA may otherwise leave the new state split over the devices, and the next
+    # step would compile again for it.
     return jax.jit(step, donate_argnums=0, out_shardings=sharding.replicated(mesh))
 
 
@@ -269,7 +377,15 @@ def _program(
 
 
 def check_pool(method: Method, dataset: data.Dataset) -> None:
-    """Raises when the method needs unpaired rows, or more of them, than there are."""
+    """Checks that the data have the unpaired rows that a method needs.
+
+    Args:
+        method: The method.
+        dataset: The data.
+
+    Raises:
+        InputError: A pool has no rows, or too few.
+    """
     for side in method.pools:
         if not len(dataset.pool_x if side == "x" else dataset.pool_y):
             raise checks.InputError(
@@ -326,15 +442,18 @@ def fit(
         batches = with_features(batches, teacher)
     graphdef = nnx.graphdef(heads)
     state = init_state(method, heads, batches, config)
+    # Any score is better than -1. The copy survives the donation of the state.
     best = Best(jax.tree.map(jnp.copy, state.params), jnp.int32(0), jnp.float32(-1.0))
     if resume is not None:
         state, best = resume(Snapshot(state, best)) or Snapshot(state, best)
     if int(state.step) == 0 and dataset.val is not None:
         best = _select(graphdef, state, best, 0, dataset.val, {})
+    # Only now, because `resume` and the first validation work on arrays of one device.
     if mesh is not None:
         state, teacher = sharding.replicate((state, teacher), mesh)
     step = make_step(method, heads, config, mesh)
-    key = batch_key(config) if on_device else None  # rows from the host are drawn already
+    # `Feed` draws the rows on the host's side, and passes a `Batch` that needs no key.
+    key = batch_key(config) if on_device else None
     source: Any = contextlib.nullcontext(lambda number: batches)
     if not on_device:
         source = sampling.Feed(batches, batch_key(config), mesh=mesh, **_sizes(config))
@@ -342,6 +461,7 @@ def fit(
         observer.stage("compiling the training step (once)")
     warned = False
     waiting: list[tuple[int, dict[str, Array]]] = []
+    # Metrics stay on the device until `waiting` is full or a validation needs them.
     with source as rows_of:
         for number in range(int(state.step) + 1, config.steps + 1):
             with contextlib.nullcontext() if mesh is None else jax.set_mesh(mesh):
@@ -351,6 +471,7 @@ def fit(
             if not validate and len(waiting) < _REPORT_EVERY:
                 continue
             for past, values in jax.device_get(waiting):
+                # Before the validation: NaN parameters must neither be scored nor saved.
                 _check_finite(past, values)
                 if validate and past == number:
                     best = _select(graphdef, state, best, number, dataset.val, values)
@@ -365,7 +486,7 @@ def fit(
 def _on_device(
     asked: bool | None, method: Objective, dataset: data.Dataset, mesh: Mesh | None
 ) -> bool:
-    """Returns True if pairs and pools are kept on the device; None asks for the default."""
+    """Resolves `on_device` of `fit`, for which None is the default."""
     if asked and mesh is not None:
         raise checks.InputError(
             f"on_device: is True but there are {mesh.size} devices, which read their rows from "
@@ -373,6 +494,7 @@ def _on_device(
         )
     if asked is not None:
         return asked
+    # Half of the memory is left to the kernels and plans of a step.
     host = place(dataset, pools=method.pools, on_device=False)
     return mesh is None and _fits_in_memory(jax.tree.leaves(host))
 
@@ -391,7 +513,7 @@ def _warn_unconverged(method: Objective, step: int, values: dict[str, Any]) -> b
     """Warns and returns True if a transport plan of this step has not converged."""
     if values.get("converged", True):
         return False
-    # An error that is above the tolerance by rounding alone does no harm.
+    # 10 % above the tolerance may be rounding alone, which does no harm.
     error = max(values["student_error"], values["teacher_error"])
     if error <= 1.1 * getattr(method, "tolerance", 0.0):
         return False
@@ -405,6 +527,7 @@ def _warn_unconverged(method: Objective, step: int, values: dict[str, Any]) -> b
 
 
 def _check_teacher(method: Objective, teacher: Teacher | None, dataset: data.Dataset) -> None:
+    """Raises InputError unless there is a teacher for these embeddings."""
     if teacher is None:
         raise checks.InputError(
             f"teacher: is None but {type(method).__name__} needs one; fit teachers.cca first"
@@ -420,7 +543,8 @@ def _select(
     gallery: data.Gallery | None,
     report: dict[str, Any],
 ) -> Best:
-    """Returns the better of `best` and the current parameters; adds the scores to `report`."""
+    """Returns the better of `best` and the current parameters, and adds scores to `report`."""
+    # Copied, because the next step donates the state's arrays.
     params = jax.tree.map(jnp.copy, sharding.local(state.params))
     current = Best(params, jnp.int32(number), jnp.float32(0.0))
     if gallery is None:
@@ -429,6 +553,7 @@ def _select(
     scores = evaluation.evaluate(heads.x, heads.y, gallery)
     report.update({f"val/{name}": value for name, value in scores.items()})
     score = jnp.float32(scores["mean/R@1"])
+    # Strictly better: of equal scores the earliest step is kept.
     return current._replace(mean_r1=score) if score > best.mean_r1 else best
 
 
@@ -443,10 +568,22 @@ def contrastive(
     batch_size: int = 10_000,
     seed: int = 0,
 ) -> Teacher:
-    """The contrastive teacher: SAIL's linear heads, trained on the pairs by `fit` and then frozen.
+    """Fits the contrastive teacher: SAIL's linear heads, trained on the pairs and then frozen.
 
-    `loss` is "siglip" or "infonce" (symmetric), with learned scale (and bias). The directions are
-    in no particular order.
+    The directions of the shared space are in no particular order.
+
+    Args:
+        pairs_x: Paired embeddings of the first modality, shape [n, d_x].
+        pairs_y: Their partners in the second modality, shape [n, d_y].
+        dim: Width of the shared space.
+        steps: Number of optimisation steps.
+        learning_rate: Peak of the learning rate.
+        loss: "siglip" or "infonce" (symmetric), both with a learned logit scale.
+        batch_size: Pairs per step.
+        seed: Seed of the initial heads and of all batches.
+
+    Returns:
+        The teacher.
 
     >>> A = np.random.default_rng(0).normal(size=(50, 4)).astype(np.float32)
     >>> contrastive(A, A, dim=3, steps=5).x(A).shape
@@ -454,6 +591,7 @@ def contrastive(
     """
     pairs_x, pairs_y = checks.pairs(pairs_x, pairs_y, min_rows=2)
     checks.whole(2, batch_size=batch_size)
+    # There is nothing to validate on, so that `eval_every` is the whole run.
     config = TrainConfig(
         steps=steps,
         pair_batch=batch_size,

@@ -1,7 +1,7 @@
-"""What is trained: each method is an objective of (heads, batch), or is fitted at once.
+"""Alignment methods: objectives that train heads step by step, and methods fitted at once.
 
-A method is a frozen dataclass of options in a file of its own, and a line in `METHODS`; how to
-write one is in docs/methods.md and examples/new_method.py.
+Each method is a frozen dataclass of its options, in a file of its own, with a line in `METHODS`.
+docs/methods.md and examples/new_method.py show how to write one.
 """
 
 from sotalign_jax.methods.base import Fitted, Method, Metrics, Objective
@@ -26,7 +26,7 @@ METHODS: dict[str, Method] = {
     "sclip": SCLIP(),
     "sotalign": SOTAlign(),
 }
-"""Every method by name, with its usual options."""
+"""All methods by name, with their default options."""
 
 __all__ = [
     "CSA",

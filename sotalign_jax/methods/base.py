@@ -1,4 +1,4 @@
-"""What every method has in common."""
+"""Base classes of the methods."""
 
 import abc
 from typing import Any, ClassVar
@@ -13,43 +13,84 @@ Metrics = dict[str, Array]
 Result = tuple[Array, tuple[Metrics, Any]]
 """A loss, its metrics and the new memory."""
 Grid = dict[str, tuple[Any, ...]]
+"""Values to try, by the name of the option."""
 
 
 class Method:
-    """Options of a method, a frozen dataclass; `grid` has values worth trying, as in the paper."""
+    """Base of all methods. A method is a frozen dataclass of its options.
+
+    Attributes:
+        grid: Values of options for a search, as in the paper.
+    """
 
     grid: ClassVar[Grid] = {}
 
     @property
     def pools(self) -> str:
-        """The modalities whose unpaired rows it reads: "xy", "x", "y" or ""."""
+        """Modalities whose unpaired rows the method reads: "xy", "x", "y" or ""."""
         return ""
 
     def check(self, dataset: data.Dataset) -> None:
-        """Raises when the data cannot be used with these options."""
+        """Checks that the data can be used with these options.
+
+        Args:
+            dataset: Pairs and pools.
+
+        Raises:
+            InputError: They cannot, such as a pool with too few rows.
+        """
 
 
 class Objective(Method, abc.ABC):
-    """A method that trains heads, of the kind `head`, by the loss of a call with a batch."""
+    """A method that trains heads step by step. Calling it computes the loss of a batch.
+
+    Attributes:
+        head: Kind of the heads, see `heads.KINDS`.
+    """
 
     head: ClassVar[str] = "linear"
 
     @property
     def uses_teacher(self) -> bool:
-        """Whether a teacher must be fitted first."""
+        """True if a teacher must be fitted first."""
         return False
 
     def prepare(self, arrays: DeviceData) -> DeviceData:
-        """The training arrays with all that must be known of them before the first step."""
+        """Computes everything that is needed once before the first step, such as neighbours.
+
+        Args:
+            arrays: The training arrays.
+
+        Returns:
+            The training arrays with the additions.
+        """
         return arrays
 
     def start(self, data: DeviceData, unpaired_batch: int) -> Any:
-        """What is carried from step to step: a pytree."""
+        """Builds the initial memory, the method's state that is carried from step to step.
+
+        Args:
+            data: The training arrays.
+            unpaired_batch: Unpaired rows per step.
+
+        Returns:
+            A pytree. It is saved with every snapshot.
+        """
         return {}
 
     @abc.abstractmethod
     def __call__(self, heads: Heads, batch: Batch, teacher: Any, memory: Any) -> Result:
-        """The loss of heads on a batch, given a `Teacher` and what `start` began."""
+        """Computes the loss of a batch.
+
+        Args:
+            heads: The heads.
+            batch: Rows of one step.
+            teacher: The `Teacher`, or None if the method uses none.
+            memory: State of the method, as `start` or the last step returned it.
+
+        Returns:
+            The loss, and a pair of metrics and the new memory.
+        """
 
 
 class Fitted(Method, abc.ABC):
@@ -57,12 +98,33 @@ class Fitted(Method, abc.ABC):
 
     @abc.abstractmethod
     def fit(self, dataset: data.Dataset, *, seed: int, progress: bool = False) -> Heads:
-        """Heads that embed both modalities for cosine retrieval."""
+        """Fits heads for cosine retrieval.
+
+        Args:
+            dataset: Pairs and pools.
+            seed: Seed of everything random.
+            progress: True shows a progress bar.
+
+        Returns:
+            The heads.
+        """
 
 
 def siglip(
     heads: Heads, f: Array, g: Array, normalization: str = "mean", **negatives: Array
 ) -> Array:
-    """SigLIP with the heads' own scale and bias."""
+    """Computes the SigLIP loss with the heads' own logit scale and bias.
+
+    Args:
+        heads: The heads, for their scale and bias.
+        f: Features of the first modality.
+        g: Features of the second modality. Row i belongs to row i of `f`.
+        normalization: One of `losses.NORMALIZATIONS`.
+        **negatives: `negatives_f` and `negatives_g` of `losses.siglip`.
+
+    Returns:
+        The loss.
+    """
+    # NNX variables are read by [...]. Losses take plain arrays.
     learned = {"log_scale": heads.log_scale[...], "bias": heads.bias[...]}
     return losses.siglip(f, g, normalization=normalization, **learned, **negatives)

@@ -27,8 +27,8 @@ class CSA(base.Fitted):
     then 1 and the directions carry next to nothing.
 
     Attributes:
-        dim: number of directions, fewer if the pairs determine fewer. Published: 200.
-        ridge: multiple of the mean variance that is added to both covariances.
+        dim: Number of directions, fewer if the pairs determine fewer. Published: 200.
+        ridge: Multiple of the mean variance that is added to both covariances.
 
     References:
         P. Li et al., "CSA", ICLR 2025.
@@ -44,7 +44,16 @@ class CSA(base.Fitted):
         checks.at_least(0, ridge=self.ridge)
 
     def fit(self, dataset: data.Dataset, *, seed: int, progress: bool = False) -> Heads:
-        """Fits heads whose cosine is CSA's similarity. The seed is not used."""
+        """Fits heads whose cosine is CSA's similarity.
+
+        Args:
+            dataset: The pairs.
+            seed: Not used, because the fit is a closed form.
+            progress: Not used.
+
+        Returns:
+            The heads.
+        """
         found = teachers.canonical_correlations(dataset.pairs_x, dataset.pairs_y, ridge=self.ridge)
         # Correlations are in decreasing order.
         rho = found.correlations[: self.dim]
@@ -64,8 +73,8 @@ class CSAHead(Head):
         y -> (sqrt(rho) z_y, 0, sqrt(1 - ||sqrt(rho) z_y||^2))
 
     Attributes:
-        d_in: width of the embeddings.
-        d_out: number of directions plus two.
+        d_in: Width of the embeddings.
+        d_out: Number of directions plus two.
         side: "x" or "y".
 
     Example:
@@ -103,9 +112,9 @@ class CSAHead(Head):
         """Builds a head from fitted values.
 
         Args:
-            mean: mean of the embeddings, shape [d].
-            weights: canonical directions, shape [d, k].
-            rho: correlations, clipped to [0, 1], shape [k].
+            mean: Mean of the embeddings, shape [d].
+            weights: Canonical directions, shape [d, k].
+            rho: Correlations, clipped to [0, 1], shape [k].
             side: "x" or "y".
 
         Returns:

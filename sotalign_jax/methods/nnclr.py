@@ -1,4 +1,4 @@
-"""NNCLR as in DeCLIP: neighbours of a pair's rows in the pools are positives, too.
+"""NNCLR as in DeCLIP: neighbours of a pair's rows in the pools are additional positives.
 
 References:
     D. Dwibedi et al., "With a little help from my friends: nearest-neighbor contrastive learning of
@@ -29,9 +29,9 @@ class NNCLR(base.Objective):
     neighbour, see `neighbours.nearest`.
 
     Attributes:
-        k: number of neighbours to draw from.
-        weight_text: weight of the neighbours in y, 0 to leave them out.
-        weight_image: weight of the neighbours in x, 0 to leave them out.
+        k: Number of neighbours to draw from.
+        weight_text: Weight of the neighbours in y, 0 to leave them out.
+        weight_image: Weight of the neighbours in x, 0 to leave them out.
         siglip_norm: "mean" or "per_row", see `SAIL`.
 
     References:
@@ -52,6 +52,7 @@ class NNCLR(base.Objective):
 
     @property
     def pools(self) -> str:
+        """Modalities whose neighbours have a weight."""
         return "x" * (self.weight_image > 0) + "y" * (self.weight_text > 0)
 
     def __post_init__(self) -> None:
@@ -60,13 +61,21 @@ class NNCLR(base.Objective):
         checks.whole(1, k=self.k)
 
     def check(self, dataset: data.Dataset) -> None:
+        """Raises InputError if a pool has fewer than k rows."""
         for side in self.pools:
             # A pool with fewer than k rows has no k neighbours.
             rows = len(dataset.pool_x if side == "x" else dataset.pool_y)
             checks.within(rows, f"rows in pool {side}", k=self.k)
 
     def prepare(self, arrays: DeviceData) -> DeviceData:
-        """Adds the tables of neighbours that have a weight to the training arrays."""
+        """Adds the tables of neighbours that have a weight to the training arrays.
+
+        Args:
+            arrays: The training arrays.
+
+        Returns:
+            The training arrays with `near_x` and `near_y`.
+        """
 
         # Neighbours do not change during training, because the embeddings are frozen.
         def table(pairs: Array, pool: Array) -> Array:

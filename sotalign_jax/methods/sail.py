@@ -26,9 +26,10 @@ class SAIL(base.Objective):
     """Trains on SigLIP(f(A), g(B)), where row i of A belongs to row i of B.
 
     Attributes:
-        supervision: "pairs"; "pairs+negatives", the average of the rectangles A x [B; Y] and
-            B x [A; X], in which unpaired rows are negatives of every pair; or "square", one mean
-            over [A; X] x [B; Y], in which unpaired rows are negatives of each other, too.
+        supervision: "pairs" compares the pairs alone. "pairs+negatives" averages the rectangles
+            A x [B; Y] and B x [A; X], in which unpaired rows are negatives of every pair. "square"
+            takes one mean over [A; X] x [B; Y], in which unpaired rows are also negatives of each
+            other.
         siglip_norm: "mean" over all entries, or "per_row", a sum over columns and a mean over rows.
 
     References:
@@ -41,6 +42,7 @@ class SAIL(base.Objective):
 
     @property
     def pools(self) -> str:
+        """Both modalities if unpaired rows are negatives."""
         return "" if self.supervision == "pairs" else "xy"
 
     def __post_init__(self) -> None:
@@ -61,12 +63,12 @@ def supervised(
     """Computes SigLIP of pairs, with unpaired features as negatives if `supervision` says so.
 
     Args:
-        heads: heads whose logit scale and bias are used.
-        f: features of the pairs' first modality.
-        g: features of the pairs' second modality.
-        x: unpaired features of the first modality.
-        y: unpaired features of the second modality.
-        supervision: one of `SUPERVISION`.
+        heads: Heads whose logit scale and bias are used.
+        f: Features of the pairs' first modality.
+        g: Features of the pairs' second modality.
+        x: Unpaired features of the first modality.
+        y: Unpaired features of the second modality.
+        supervision: One of `SUPERVISION`.
         normalization: "mean" or "per_row".
 
     Returns:
@@ -81,6 +83,7 @@ def supervised(
             positives=len(f),
             normalization=normalization,
         )
+    # The rectangles have no products of unpaired rows with each other, which dominate the square.
     negatives = {"negatives_f": x, "negatives_g": y} if supervision != "pairs" else {}
     return base.siglip(heads, f, g, normalization, **negatives)
 

@@ -35,12 +35,12 @@ class SCLIP(base.Objective):
     with a weight are also negatives of the other modality's pairs in InfoNCE.
 
     Attributes:
-        weight_text: weight of the labels of unpaired y, 0 to leave them out.
-        weight_image: weight of the labels of unpaired x, 0 to leave them out.
+        weight_text: Weight of the labels of unpaired y, 0 to leave them out.
+        weight_image: Weight of the labels of unpaired x, 0 to leave them out.
         labels: "ot", "softmax" or "hard", see `pseudo_labels`.
-        space: space in which rows are compared, "unimodal" for the embeddings as given, or "shared"
+        space: Space in which rows are compared, "unimodal" for the embeddings as given, or "shared"
             for the outputs of the heads.
-        iterations: number of Sinkhorn's iterations for "ot".
+        iterations: Number of Sinkhorn's iterations for "ot".
         detach_labels: True to treat labels as constants. In the published code the gradient flows
             through them and through Sinkhorn's iterations.
 
@@ -62,6 +62,7 @@ class SCLIP(base.Objective):
 
     @property
     def pools(self) -> str:
+        """Modalities whose pseudo-labels have a weight."""
         return "x" * (self.weight_image > 0) + "y" * (self.weight_text > 0)
 
     def __post_init__(self) -> None:
@@ -114,19 +115,19 @@ def pseudo_labels(
     """Computes soft labels of queries over keys from K = cosine(queries, keys).
 
     Args:
-        queries: unpaired rows, shape [n, d].
-        keys: paired rows of the same modality, shape [m, d].
-        scale: logit scale s.
-        kind: "hard", one-hot at the largest K_qj; "softmax" of s K over j; or "ot", the rows of
-            OT_{1/s}(K) with uniform weights, which uses all keys equally.
-        iterations: number of Sinkhorn's iterations for "ot". Each one is a column update and then a
+        queries: Unpaired rows, shape [n, d].
+        keys: Paired rows of the same modality, shape [m, d].
+        scale: Logit scale s.
+        kind: "hard" is one-hot at the largest K_qj. "softmax" is the softmax of s K over j. "ot"
+            takes the rows of OT_{1/s}(K) with uniform weights, which uses all keys equally.
+        iterations: Number of Sinkhorn's iterations for "ot". Each one is a column update and then a
             row update, so that rows end exact.
 
     Returns:
         The labels, shape [n, m], with rows that sum to 1.
 
     Raises:
-        InputError: if `kind` is unknown.
+        InputError: `kind` is unknown.
 
     Example:
         >>> rows = jnp.array([[1.0, 0.0], [1.0, 0.0]])

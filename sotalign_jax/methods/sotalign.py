@@ -35,17 +35,17 @@ class SOTAlign(base.Objective):
     """Trains on SigLIP of the pairs + alpha * divergence(student || teacher) on unpaired rows.
 
     Attributes:
-        alpha: weight of the divergence.
+        alpha: Weight of the divergence.
         divergence: "klot", "cka", "infonce" (see `losses.infonce_divergence`) or "none".
-        epsilon: regularisation of the student's plan, or temperature of "infonce".
-        epsilon_star: regularisation of the teacher's plan, or temperature of its targets.
+        epsilon: Regularisation of the student's plan, or temperature of "infonce".
+        epsilon_star: Regularisation of the teacher's plan, or temperature of its targets.
         marginals: "prob" or "bistochastic", see `klot`.
-        tolerance: marginal error at which a solve stops. Recall does not change from 1e-4 to 5e-2,
+        tolerance: Marginal error at which a solve stops. Recall does not change from 1e-4 to 5e-2,
             and 100 iterations of the published loss leave 1e-2 (docs/benchmarks.md).
-        max_iterations: number of iterations at which a solve stops.
-        block_size: rows per block to stream KLOT in less memory. By default the device's memory
+        max_iterations: Number of iterations at which a solve stops.
+        block_size: Rows per block to stream KLOT in less memory. By default the device's memory
             decides, see `klot_from_embeddings`.
-        klot_on: rows that KLOT compares. "unpaired" rows alone, "all" rows, or "crossmodal" for all
+        klot_on: Rows that KLOT compares. "unpaired" rows alone, "all" rows, or "crossmodal" for all
             rows with every pair transported to itself.
         supervision: "pairs", "pairs+negatives" or "square", see `SAIL`.
         siglip_norm: "mean" or "per_row", see `SAIL`.
@@ -70,10 +70,12 @@ class SOTAlign(base.Objective):
 
     @property
     def pools(self) -> str:
+        """Both modalities if the divergence or the supervision uses unpaired rows."""
         return "" if self.divergence == "none" and self.supervision == "pairs" else "xy"
 
     @property
     def uses_teacher(self) -> bool:
+        """True if there is a divergence from the teacher."""
         return self.divergence != "none"
 
     def __post_init__(self) -> None:
@@ -99,6 +101,8 @@ class SOTAlign(base.Objective):
                 f"block_size: is {self.block_size} but only divergence 'klot' is streamed, on "
                 "unpaired or all rows; leave it out"
             )
+        # "bistochastic" multiplies KLOT by the rows of a batch, "per_row" SigLIP by its columns.
+        # Either alone changes the balance that alpha was chosen for.
         if self.divergence == "klot" and (self.marginals == "prob") != (self.siglip_norm == "mean"):
             warnings.warn(
                 f"marginals={self.marginals!r} with siglip_norm={self.siglip_norm!r} leaves one "
@@ -112,6 +116,13 @@ class SOTAlign(base.Objective):
 
         Potentials depend on the whole batch. If batches change, a fresh solve with epsilon-scaling
         takes fewer iterations than a solve that starts from earlier potentials.
+
+        Args:
+            data: The training arrays.
+            unpaired_batch: Unpaired rows per step.
+
+        Returns:
+            The potentials of both plans, or an empty dictionary.
         """
         whole = unpaired_batch >= max(len(data.pool_x), len(data.pool_y))
         if self.divergence != "klot" or self.klot_on != "unpaired" or not whole:
@@ -157,6 +168,8 @@ class SOTAlign(base.Objective):
             return losses.infonce_divergence(*affinities, **epsilons), {}, memory
         options: Any = {**epsilons, "marginals": self.marginals, "tolerance": self.tolerance}
         options |= {"max_iterations": self.max_iterations}
+        # Batches of "all" and "crossmodal" mix in other pairs at every step, so that only
+        # "unpaired" has a memory to start from.
         if self.klot_on == "crossmodal":
             value, aux = _klot_crossmodal(f, g, f_star, g_star, **options)
         else:
@@ -211,12 +224,14 @@ def _klot_crossmodal(
         return jnp.repeat(jnp.array(logs, f.dtype), np.array([pairs, rest]))
 
     solve = functools.partial(sinkhorn, tolerance=tolerance, max_iterations=max_iterations)
+    # T is block-diagonal: pairs to themselves, unpaired rows by the teacher's plan.
     target = solve(affinity.cosine(*jax.lax.stop_gradient((f_star, g_star))), epsilon=epsilon_star)
     t = jax.scipy.linalg.block_diag(
         jnp.eye(pairs, dtype=f.dtype) * (share / pairs), (1 - share) * target.matrix()
     )
     k = affinity.cosine(f, g, precision=device.profile().student)
     log_a, log_b = map(weights, unpaired)
+    # The plan is a constant: the surrogate below carries the gradient (Danskin's theorem).
     plan = solve(jax.lax.stop_gradient(k), epsilon=epsilon, log_a=log_a, log_b=log_b)
     log_p = plan.log_matrix()
     value = jnp.sum(jax.scipy.special.xlogy(t, t) - t * log_p)

@@ -31,15 +31,15 @@ class Structure(base.Objective):
     R is `regularizer`.
 
     Attributes:
-        weight: weight lambda of the regulariser.
-        warmup: number of steps of its linear warm-up, lambda_t = lambda min(1, t / warmup).
-        tau: temperature of the regulariser and of InfoNCE.
+        weight: Weight lambda of the regulariser.
+        warmup: Number of steps of its linear warm-up, lambda_t = lambda min(1, t / warmup).
+        tau: Temperature of the regulariser and of InfoNCE.
         contrastive: "infonce", or "siglip" with the heads' own scale and bias.
-        regularize_on: rows X and Y of the regulariser: "pairs", "unpaired" or "all".
-        levels: number of powers of the neighbourhoods that are compared.
+        regularize_on: Rows X and Y of the regulariser: "pairs", "unpaired" or "all".
+        levels: Number of powers of the neighbourhoods that are compared.
         js_form: "code" or "js", see `regularizer`.
         level_weights: "none", or "inverse" for 1/l at level l.
-        block_size: rows per block. None computes whole matrices, as more than one level does.
+        block_size: Rows per block. None computes whole matrices, as more than one level does.
 
     References:
         F. Groeger et al., "With limited data for multimodal alignment, let the STRUCTURE guide
@@ -60,6 +60,7 @@ class Structure(base.Objective):
 
     @property
     def pools(self) -> str:
+        """Both modalities if the regulariser uses unpaired rows."""
         return "" if self.regularize_on == "pairs" else "xy"
 
     def __post_init__(self) -> None:
@@ -87,6 +88,8 @@ class Structure(base.Objective):
             x, y = unpaired
         change = 0.5 * (self.regularizer(*x) + self.regularizer(*y))
         weight = jnp.float32(self.weight)
+        # The step comes with the batch, so that the weight is a function of it and a resumed run
+        # has the same one.
         if self.warmup:
             weight *= jnp.minimum(1.0, batch.step / self.warmup)
         metrics = {self.contrastive: contrastive, "structure": change, "structure_weight": weight}
@@ -108,8 +111,8 @@ class Structure(base.Objective):
         gradient (reverse mode only) take memory O(n (d + block_size)).
 
         Args:
-            original: embeddings before the head, shape [n, d].
-            aligned: embeddings after the head, shape [n, e].
+            original: Embeddings before the head, shape [n, d].
+            aligned: Embeddings after the head, shape [n, e].
 
         Returns:
             The value.

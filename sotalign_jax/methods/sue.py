@@ -51,22 +51,22 @@ class SUE(base.Fitted):
     GPU, are hidden 4096, batch 5162, learning rate 1e-4 and 100 epochs.
 
     Attributes:
-        dim: number of canonical variates, the width of the shared space. Published: 8.
-        eigenvectors: number of outputs of each spectral network.
-        hidden: width of the hidden layers of the spectral networks.
-        neighbours: number of neighbours of a row in the graph of a batch.
-        scale_neighbour: rank of the neighbour whose median distance is the unit of length. The row
+        dim: Number of canonical variates, the width of the shared space. Published: 8.
+        eigenvectors: Number of outputs of each spectral network.
+        hidden: Width of the hidden layers of the spectral networks.
+        neighbours: Number of neighbours of a row in the graph of a batch.
+        scale_neighbour: Rank of the neighbour whose median distance is the unit of length. The row
             itself has rank 1.
-        epochs: epochs of each spectral network.
-        batch: rows per step of a spectral network.
-        learning_rate: learning rate of a spectral network's Adam.
-        patience: epochs without improvement before that rate falls to a tenth.
+        epochs: Epochs of each spectral network.
+        batch: Rows per step of a spectral network.
+        learning_rate: Learning rate of a spectral network's Adam.
+        patience: Epochs without improvement before that rate falls to a tenth.
         centred: True for canonical variates of zero mean and unit variance. The published code
             leaves the mean on and has directions of other lengths.
-        mmd_epochs: epochs of the residual network, 0 to leave it out.
-        mmd_batch: rows per step of the residual network.
-        mmd_learning_rate: learning rate of the residual network's AdamW.
-        mmd_hidden: width of the hidden layers of the residual network.
+        mmd_epochs: Epochs of the residual network, 0 to leave it out.
+        mmd_batch: Rows per step of the residual network.
+        mmd_learning_rate: Learning rate of the residual network's AdamW.
+        mmd_hidden: Width of the hidden layers of the residual network.
 
     References:
         A. Yacobi et al., "Learning shared representations from unpaired data", NeurIPS 2025.
@@ -96,6 +96,8 @@ class SUE(base.Fitted):
         checks.whole(0, mmd_epochs=self.mmd_epochs, patience=self.patience)
         checks.whole(2, batch=self.batch, mmd_batch=self.mmd_batch)
         checks.positive(learning_rate=self.learning_rate, mmd_learning_rate=self.mmd_learning_rate)
+        # Limits between options: ranks within a neighbourhood, and at most as many orthonormal
+        # columns as a batch has rows.
         near = "rows in a row's neighbourhood, itself counted"
         checks.within(self.neighbours + 1, near, scale_neighbour=self.scale_neighbour)
         over = "rows in a batch, over which they are orthonormal"
@@ -103,10 +105,24 @@ class SUE(base.Fitted):
         checks.within(self.eigenvectors, "eigenvectors", dim=self.dim)
 
     def fit(self, dataset: data.Dataset, *, seed: int, progress: bool = False) -> Heads:
-        """Fits the three stages and returns their heads. Equal seeds give equal heads."""
+        """Fits the three stages. Equal seeds give equal heads.
+
+        Args:
+            dataset: Pairs and pools.
+            seed: Seed of networks and batches.
+            progress: True shows a progress bar.
+
+        Returns:
+            The heads.
+
+        Raises:
+            InputError: There are too few pairs or rows.
+            FloatingPointError: A loss is not finite.
+        """
         pairs, pools = (dataset.pairs_x, dataset.pairs_y), (dataset.pool_x, dataset.pool_y)
         n = len(pairs[0])
         checks.within(n - 1, f"directions that {n} pairs can determine", dim=self.dim)
+        # Both networks learn from all rows of their modality. Only the CCA needs to know the pairs.
         rows = [np.concatenate(parts) for parts in zip(pairs, pools, strict=True)]
         *keys, key_mmd = jax.random.split(jax.random.key(seed), 3)
         with Progress(2 * self.epochs + self.mmd_epochs, "SUE", show=progress) as bar:
@@ -122,6 +138,7 @@ class SUE(base.Fitted):
                 fitted = fit_spectral(fresh, rows[side], self, key=key, report=report(before))
                 spectral.append(fitted)
                 variates.append(outputs(fitted[0], pairs[side]) @ fitted[1])
+            # Two linear maps in a row, the basis of eigenvectors and the variates, become one.
             x, y = (
                 SUEHead(network, Dense.of(basis @ weight, bias))
                 for (network, basis), (weight, bias) in zip(
@@ -143,8 +160,8 @@ class SUE(base.Fitted):
         columns as they are, with their means.
 
         Args:
-            x: eigenvectors of the first modality at the pairs, shape [n, k].
-            y: eigenvectors of the second modality at the pairs, shape [n, k].
+            x: Eigenvectors of the first modality at the pairs, shape [n, k].
+            y: Eigenvectors of the second modality at the pairs, shape [n, k].
 
         Returns:
             Weight and bias of each side.
@@ -170,6 +187,11 @@ class SUE(base.Fitted):
 class Residual(nnx.Module):
     """Residual network z + W_3 relu(W_2 relu(W_1 z)), with biases.
 
+    Args:
+        width: Width of input and output.
+        hidden: Width of the hidden layers.
+        rngs: Source of random keys.
+
     Example:
         >>> Residual(3, 8, rngs=nnx.Rngs(0))(jnp.ones((5, 3))).shape
         (5, 3)
@@ -188,6 +210,11 @@ class Residual(nnx.Module):
 class SUEHead(Head):
     """Head residual(network(x) W + b) of a spectral network, canonical variates and a residual.
 
+    Args:
+        network: Spectral network.
+        linear: Map from its outputs to canonical variates.
+        residual: Residual network, or None.
+
     Example:
         >>> network = TanhHead(8, 6, hidden=16, rngs=nnx.Rngs(0))
         >>> SUEHead(network, Dense(6, 3, rngs=nnx.Rngs(0)))(jnp.ones((5, 8))).shape
@@ -205,6 +232,7 @@ class SUEHead(Head):
         return z if self.residual is None else self.residual(z)
 
     def options(self) -> dict[str, Any]:
+        """Returns the structure of the head as JSON values."""
         return {
             "d_in": self.d_in,
             "d_out": self.d_out,
@@ -218,6 +246,18 @@ class SUEHead(Head):
     def from_options(
         cls, *, d_in: int, d_out: int, outputs: int, residual: int | None, **network: Any
     ) -> "SUEHead":
+        """Builds a head of this structure with arbitrary parameters.
+
+        Args:
+            d_in: Width of the embeddings.
+            d_out: Width of the shared space.
+            outputs: Number of outputs of the spectral network.
+            residual: Width of the residual network's hidden layers. None leaves it out.
+            **network: Other options of the spectral network.
+
+        Returns:
+            The head.
+        """
         rngs = nnx.Rngs(0)
         last = None if residual is None else Residual(d_out, residual, rngs=rngs)
         inner = TanhHead(d_in, outputs, **network, rngs=rngs)
@@ -236,9 +276,9 @@ def adjacency(
     the median distance to the `scale_neighbour`-th nearest row, where the row itself counts.
 
     Args:
-        rows: embeddings, shape [m, d].
-        neighbours: number of neighbours of a row, without itself.
-        scale_neighbour: rank of the neighbour that sets the unit of length.
+        rows: Embeddings, shape [m, d].
+        neighbours: Number of neighbours of a row, without itself.
+        scale_neighbour: Rank of the neighbour that sets the unit of length.
 
     Returns:
         The weights W, shape [m, m].
@@ -277,8 +317,8 @@ def rayleigh(y: Float[Array, "m k"], weights: Float[Array, "m m"]) -> Float[Arra
     Its trace, sum_ij W_ij ||y_i - y_j||^2 / (2 m), measures how much Y varies between neighbours.
 
     Args:
-        y: outputs of a network, shape [m, k].
-        weights: graph W, shape [m, m].
+        y: Outputs of a network, shape [m, k].
+        weights: Graph W, shape [m, m].
 
     Returns:
         The matrix, shape [k, k].
@@ -295,7 +335,7 @@ def orthonormalizer(y: Float[Array, "m k"]) -> Float[Array, "k k"]:
     """Returns the triangular T with (Y T)^T (Y T) / m = I, which is sqrt(m) R^-1 of Y = Q R.
 
     Args:
-        y: outputs of a network, shape [m, k].
+        y: Outputs of a network, shape [m, k].
 
     Returns:
         T, shape [k, k].
@@ -326,19 +366,19 @@ def fit_spectral(
     gradient goes through both.
 
     Args:
-        network: initial network.
-        rows: embeddings of one modality, shape [n, d].
-        options: options of the method.
+        network: Initial network.
+        rows: Embeddings of one modality, shape [n, d].
+        options: Options of the method.
         key: PRNG key for the batches and for the tenth of the rows that is held out.
-        report: called after every epoch with the loss on the held-out rows.
+        report: Called after every epoch with the loss on the held-out rows.
 
     Returns:
         The network and T. `network(x) @ T` are the eigenvectors, of mean square 1, smoothest first.
         The first one is constant.
 
     Raises:
-        InputError: if there are too few rows.
-        FloatingPointError: if the loss is not finite, or if outputs depend on each other.
+        InputError: There are too few rows.
+        FloatingPointError: The loss is not finite, or outputs depend on each other.
 
     References:
         U. Shaham et al., "SpectralNet", ICLR 2018.
@@ -410,11 +450,11 @@ def _pass(
     """Compiles an epoch over shuffled tables: (state, train, val, key, rate) -> (state, loss).
 
     Args:
-        objective: maps (params, *rows) to (loss, aux), with a batch of each table of `train`.
-        validate: maps (params, aux, *rows) to a loss, with the aux of the last step. It is averaged
+        objective: Maps (params, *rows) to (loss, aux), with a batch of each table of `train`.
+        validate: Maps (params, aux, *rows) to a loss, with the aux of the last step. It is averaged
             over blocks of `val`.
-        optimizer: transformation of the gradient, without the learning rate.
-        batch: rows per step.
+        optimizer: Transformation of the gradient, without the learning rate.
+        batch: Rows per step.
     """
 
     @functools.partial(jax.jit, donate_argnums=0)
@@ -460,6 +500,7 @@ def _batches(key: Array, n: int, size: int) -> Array:
 def _blocks(rows: Array, most: int) -> Array:
     """Splits rows into blocks of at most `most` rows, without the remainder."""
     size = min(most, len(rows))
+    # `scan` and `map` need equal shapes. Shuffled rows have another remainder in every epoch.
     steps = len(rows) // size
     return rows[: steps * size].reshape(steps, size, *rows.shape[1:])
 
@@ -474,8 +515,8 @@ def mmd(x: Float[Array, "n d"], y: Float[Array, "m d"]) -> Float[Array, ""]:
     squared distance between two different rows of [x; y]. It receives no gradient.
 
     Args:
-        x: rows, shape [n, d].
-        y: rows, shape [m, d].
+        x: Rows, shape [n, d].
+        y: Rows, shape [m, d].
 
     Returns:
         The squared discrepancy.
@@ -513,18 +554,18 @@ def refine(
     are kept. An epoch is a pass over the smaller side.
 
     Args:
-        network: initial network.
-        x: rows that are moved, shape [n, d].
-        y: rows of the target distribution, in any order, shape [m, d].
-        options: options of the method.
+        network: Initial network.
+        x: Rows that are moved, shape [n, d].
+        y: Rows of the target distribution, in any order, shape [m, d].
+        options: Options of the method.
         key: PRNG key for the batches and for the rows that are held out.
-        report: called after every epoch with the MMD of the held-out rows.
+        report: Called after every epoch with the MMD of the held-out rows.
 
     Returns:
         The trained network.
 
     Raises:
-        FloatingPointError: if the loss is not finite.
+        FloatingPointError: The loss is not finite.
     """
     graphdef, params = nnx.split(network)
     key, *splits = jax.random.split(key, 3)
@@ -540,6 +581,7 @@ def refine(
     def objective(params: Any, x: Array, y: Array) -> tuple[Array, None]:
         return validate(params, None, x, y), None
 
+    # The default weight decay of PyTorch's AdamW.
     adamw = optax.chain(optax.scale_by_adam(), optax.add_decayed_weights(1e-2))
     pass_over = _pass(objective, validate, adamw, min(options.mmd_batch, *map(len, train)))
     rate = jnp.float32(options.mmd_learning_rate)
@@ -549,6 +591,7 @@ def refine(
         state, loss = pass_over(state, train, val, jax.random.fold_in(key, epoch), rate)
         value = _finite(loss, "mmd", epoch, "mmd_learning_rate")
         report(epoch, value)
+        # The last epoch may overfit the training rows, so that the best one is kept.
         if value < least:
             # The next step donates the buffers of `state`.
             best, least = jax.tree.map(jnp.copy, state[0]), value

@@ -11,7 +11,7 @@ from sotalign_jax import checks
 from sotalign_jax.ot import device, sharding
 
 ArrayLike = jax.Array | np.ndarray
-"""Arrays that public functions accept. Nested lists work, too."""
+"""Arrays that public functions accept. Nested lists work as well."""
 
 HIGHEST = device.HIGHEST
 """Full float32, for sums over a kernel and for small systems: bytes limit them, not operations."""
@@ -21,10 +21,14 @@ def as_float(x: ArrayLike) -> Array:
     """Casts to float32, keeping float64: affinities and potentials are never narrower.
 
     Args:
-        x: an array.
+        x: An array.
 
     Returns:
         The array, in float64 if it was, and otherwise in float32.
+
+    Example:
+        >>> as_float(np.ones(2, np.float16)).dtype
+        dtype('float32')
     """
     x = jnp.asarray(x)
     return x if x.dtype == jnp.float64 else x.astype(jnp.float32)
@@ -34,7 +38,7 @@ def as_floats(*arrays: ArrayLike) -> tuple[Array, ...]:
     """Casts all arrays to float32, or to float64 if one is.
 
     Args:
-        *arrays: arrays of any type.
+        *arrays: Arrays of any type.
 
     Returns:
         The arrays, all of one type.
@@ -66,10 +70,14 @@ def rescaled(x: Float[Array, "... d"]) -> Float[Array, "... d"]:
     """Scales rows by powers of two so that their largest entries are near 1, exactly.
 
     Args:
-        x: rows, shape [..., d].
+        x: Rows, shape [..., d].
 
     Returns:
         The scaled rows, of the type of x.
+
+    Example:
+        >>> rescaled(jnp.array([[3.0, 4.0]])).tolist()
+        [[0.375, 0.5]]
     """
     return x * _power_of_two(x)[..., None]
 
@@ -78,10 +86,14 @@ def inverse_norms(x: Float[Array, "n d"]) -> Float[Array, " n"]:
     """Returns 1/||x|| of every row and 0 for zero rows, for entries of any size up to 1e30.
 
     Args:
-        x: rows, shape [n, d].
+        x: Rows, shape [n, d].
 
     Returns:
         The inverse norms, shape [n].
+
+    Example:
+        >>> inverse_norms(jnp.array([[3.0, 4.0], [0.0, 0.0]])).tolist()
+        [0.2, 0.0]
     """
     x = as_float(x)
     power = _power_of_two(x)
@@ -96,7 +108,7 @@ def l2_normalize(x: Float[ArrayLike, "... d"]) -> Float[Array, "... d"]:
     Rows may have any size from 1e-30 to 1e30. Zero rows stay zero, and so does their gradient.
 
     Args:
-        x: rows, shape [..., d].
+        x: Rows, shape [..., d].
 
     Returns:
         The unit rows, in float32, or in float64 if x is.
@@ -117,13 +129,17 @@ def dot(a: Array, b: Array, precision: jax.lax.PrecisionLike = HIGHEST) -> Array
     """Computes a @ b in float32 or float64.
 
     Args:
-        a: left operand.
-        b: right operand.
-        precision: full float32 by default, or an algorithm of `device.Profile`, which is used where
+        a: Left operand.
+        b: Right operand.
+        precision: Full float32 by default, or an algorithm of `device.Profile`, which is used where
             the device has it.
 
     Returns:
         The product, in float32 even if both operands are bfloat16.
+
+    Example:
+        >>> dot(jnp.ones((1, 2), jnp.bfloat16), jnp.ones((2, 1), jnp.bfloat16))
+        Array([[2.]], dtype=float32)
     """
     # Products of bfloat16 numbers are exact in float32.
     if a.dtype == b.dtype == jnp.bfloat16:
@@ -143,9 +159,9 @@ def cosine(
     """Computes the cosine affinity K_ij = <f_i, g_j> / (||f_i|| ||g_j||).
 
     Args:
-        f: rows, shape [n, d].
-        g: columns, shape [m, d].
-        precision: precision of the product, "highest", "high" or "default". By default the
+        f: Rows, shape [n, d].
+        g: Columns, shape [m, d].
+        precision: Precision of the product, "highest", "high" or "default". By default the
             device's most exact fast algorithm, see `device`.
 
     Returns:
@@ -165,7 +181,15 @@ def cosine(
 
 
 def check_affinity(name: str, k: ArrayLike) -> None:
-    """Raises InputError unless `k` is a non-empty real matrix."""
+    """Checks that an affinity is a non-empty real matrix.
+
+    Args:
+        name: Name of the argument for error messages.
+        k: The affinity.
+
+    Raises:
+        InputError: It is not.
+    """
     shape = np.shape(k)
     if len(shape) != 2 or 0 in shape:
         raise checks.InputError(f"{name}: has shape {shape}; pass a non-empty matrix [n, m]")
@@ -174,7 +198,15 @@ def check_affinity(name: str, k: ArrayLike) -> None:
 
 
 def check_affinities(k: ArrayLike, k_star: ArrayLike) -> None:
-    """Raises InputError unless both are matrices of one shape."""
+    """Checks that two affinities are matrices of one shape.
+
+    Args:
+        k: Student affinity.
+        k_star: Teacher affinity.
+
+    Raises:
+        InputError: They are not.
+    """
     check_affinity("K", k)
     check_affinity("K_star", k_star)
     if np.shape(k) != np.shape(k_star):
@@ -185,7 +217,17 @@ def check_affinities(k: ArrayLike, k_star: ArrayLike) -> None:
 
 
 def check_features(f: ArrayLike, g: ArrayLike, f_star: ArrayLike, g_star: ArrayLike) -> None:
-    """Raises InputError unless student and teacher embed the same rows, each in one space."""
+    """Checks that student and teacher embed the same rows, each in one space.
+
+    Args:
+        f: Student features of the rows.
+        g: Student features of the columns.
+        f_star: Teacher features of the rows.
+        g_star: Teacher features of the columns.
+
+    Raises:
+        InputError: Numbers of rows or widths differ.
+    """
     for name, student, teacher in (("f", f, f_star), ("g", g, g_star)):
         check_affinity(name, student)
         check_affinity(f"{name}_star", teacher)

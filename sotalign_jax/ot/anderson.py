@@ -16,6 +16,7 @@ from jaxtyping import Array, Float, Int
 
 from sotalign_jax.ot import affinity
 
+# More steps cost memory and products in every sweep. Fewer accelerate less.
 MEMORY = 12
 """Number of past steps that are combined."""
 PLAIN_STEPS = 4
@@ -31,11 +32,11 @@ class History(NamedTuple):
     used.
 
     Attributes:
-        x: last point.
-        f: residual at the last point.
-        dx: changes of the point.
-        df: changes of the residual.
-        steps: number of steps since the last reset.
+        x: Last point.
+        f: Residual at the last point.
+        dx: Changes of the point.
+        df: Changes of the residual.
+        steps: Number of steps since the last reset.
     """
 
     x: Float[Array, " m"]
@@ -49,7 +50,7 @@ def init(x: Float[Array, " m"]) -> History:
     """Returns an empty history for vectors like x.
 
     Args:
-        x: a vector, whose length and type are used.
+        x: A vector, whose length and type are used.
 
     Returns:
         The `History`.
@@ -62,7 +63,7 @@ def reset(history: History) -> History:
     """Forgets all past steps.
 
     Args:
-        history: past steps.
+        history: Past steps.
 
     Returns:
         The history without steps.
@@ -79,10 +80,10 @@ def update(
     """Adds a step to the history and returns the correction of the next one.
 
     Args:
-        history: past steps.
-        x: current point.
-        f: residual of the plain iteration, whose next point is x + f.
-        precision: precision of the products of past steps.
+        history: Past steps.
+        x: Current point.
+        f: Residual of the plain iteration, whose next point is x + f.
+        precision: Precision of the products of past steps.
 
     Returns:
         The correction, by which the next point differs from x + f, and the new history. The
@@ -124,11 +125,15 @@ def solve_positive(matrix: Float[Array, "k k"], right: Float[Array, " k"]) -> Fl
     `jnp.linalg.solve` would call a library with several kernels in every sweep on a GPU.
 
     Args:
-        matrix: positive definite matrix, shape [k, k].
-        right: right-hand side, shape [k].
+        matrix: Positive definite matrix, shape [k, k].
+        right: Right-hand side, shape [k].
 
     Returns:
         The solution, shape [k].
+
+    Example:
+        >>> solve_positive(jnp.array([[2.0, 0.0], [0.0, 4.0]]), jnp.ones(2)).tolist()
+        [0.5, 0.25]
     """
     system = jnp.concatenate([matrix, right[:, None]], axis=1)
     for i in range(len(matrix)):

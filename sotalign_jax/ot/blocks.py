@@ -24,7 +24,7 @@ class Storage(NamedTuple):
     """Arrays of n x m entries that are kept in memory.
 
     Attributes:
-        block_size: rows per block of streamed kernels, or None to store kernels in float32.
+        block_size: Rows per block of streamed kernels, or None to store kernels in float32.
         both: True if the kernels of both plans are stored at a time.
         int8: True if sweeps read an int8 kernel.
     """
@@ -41,10 +41,10 @@ def storage(n: int, m: int, dtype: Any, profile: device.Profile | None = None) -
     stored at a time. Otherwise only an int8 kernel is stored, and exact sweeps are streamed.
 
     Args:
-        n: rows of the affinity on one device.
-        m: columns.
-        dtype: type of the kernel's entries.
-        profile: profile of the device, by default of the one at hand.
+        n: Rows of the affinity on one device.
+        m: Columns.
+        dtype: Type of the kernel's entries.
+        profile: Profile of the device, by default of the one at hand.
 
     Returns:
         The `Storage`.
@@ -76,8 +76,8 @@ class Block(NamedTuple):
     """A block of consecutive rows.
 
     Attributes:
-        start: number of the first row.
-        size: number of rows.
+        start: Number of the first row.
+        size: Number of rows.
         fresh: True for rows that no earlier block held. The last block may reach back into the
             one before.
     """
@@ -87,15 +87,42 @@ class Block(NamedTuple):
     fresh: Bool[Array, " size"]
 
     def of(self, x: Array) -> Array:
-        """Returns these rows of x."""
+        """Returns these rows of x.
+
+        Args:
+            x: Array with rows first.
+
+        Returns:
+            The rows.
+
+        Example:
+            >>> Block(jnp.int32(1), 2, jnp.ones(2, bool)).of(jnp.arange(4)).tolist()
+            [1, 2]
+        """
         return jax.lax.dynamic_slice_in_dim(x, self.start, self.size)
 
     def put(self, x: Array, rows: Array) -> Array:
-        """Returns x with these rows replaced."""
+        """Returns x with these rows replaced.
+
+        Args:
+            x: Array with rows first.
+            rows: New rows, one for each row of the block.
+
+        Returns:
+            The new array. Inside a loop XLA updates x in place.
+        """
         return jax.lax.dynamic_update_slice_in_dim(x, rows, self.start, 0)
 
     def add(self, x: Array, rows: Array) -> Array:
-        """Returns x with these rows added."""
+        """Returns x with other rows added to these rows.
+
+        Args:
+            x: Array with rows first.
+            rows: Rows to add, one for each row of the block.
+
+        Returns:
+            The new array.
+        """
         return self.put(x, self.of(x) + rows)
 
 
@@ -112,16 +139,21 @@ def over_rows(
     copy the matrix.
 
     Args:
-        n: number of rows.
-        size: rows per block. The last block overlaps the one before if `size` does not divide n.
-        body: maps (block, carry) to the next carry.
-        carry: initial carry.
+        n: Number of rows.
+        size: Rows per block. The last block overlaps the one before if `size` does not divide n.
+        body: Maps (block, carry) to the next carry.
+        carry: Initial carry.
         part: (first, count) to visit only these rows.
 
     Returns:
         The last carry.
+
+    Example:
+        >>> over_rows(5, 2, lambda block, total: total + jnp.sum(block.fresh), 0).item()
+        5
     """
     first, count = (0, n) if part is None else part
+    # Fewer rows than a block make a smaller block, since the last one cannot reach back.
     size = min(count, size)
 
     def step(i: Array, carry: Any) -> Any:

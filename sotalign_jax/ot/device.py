@@ -43,14 +43,14 @@ class Profile(NamedTuple):
     """Choices that depend on the device. Hashable, so it can be a static argument.
 
     Attributes:
-        name: platform and capability, such as "cuda 8.0".
-        teacher: algorithm of the teacher's affinity, the most sensitive product.
-        student: algorithm of the student's affinity.
-        gradient: algorithm of the products of plans with features.
-        heads: algorithm of linear maps of embeddings.
-        siglip: algorithm of SigLIP's affinities and gradients.
+        name: Platform and capability, such as "cuda 8.0".
+        teacher: Algorithm of the teacher's affinity, the most sensitive product.
+        student: Algorithm of the student's affinity.
+        gradient: Algorithm of the products of plans with features.
+        heads: Algorithm of linear maps of embeddings.
+        siglip: Algorithm of SigLIP's affinities and gradients.
         int8: True if sums over an 8-bit kernel are faster than over a float32 kernel.
-        memory: bytes of device memory.
+        memory: Bytes of device memory.
     """
 
     name: str
@@ -77,7 +77,7 @@ def profile(device: Any = None) -> Profile:
     """Returns the profile of a device, by default of the least capable local one.
 
     Args:
-        device: a `jax.Device`, or a device of `jax.experimental.topologies`.
+        device: A `jax.Device`, or a device of `jax.experimental.topologies`.
 
     Returns:
         The `Profile`, or the one of `compiling_for` inside that context.
@@ -128,7 +128,7 @@ def compiling_for(chosen: Profile) -> Iterator[None]:
     """Uses another profile while a function is traced, to compile it for a device elsewhere.
 
     Args:
-        chosen: the profile to use.
+        chosen: The profile to use.
 
     Example:
         >>> with compiling_for(Profile("cuda 7.5")):
@@ -146,9 +146,9 @@ def matmul(a: Array, b: Array, algorithm: jax.lax.DotAlgorithmPreset) -> Array:
     """Computes a @ b by an algorithm on the platforms that have it, and in float32 elsewhere.
 
     Args:
-        a: left operand.
-        b: right operand.
-        algorithm: algorithm of the product.
+        a: Left operand.
+        b: Right operand.
+        algorithm: Algorithm of the product.
 
     Returns:
         The product.

@@ -45,6 +45,10 @@ class Matrix(NamedTuple):
     """An affinity K that is given, minus the largest entry of each row, which changes no plan.
 
     Where K is large against epsilon, K/epsilon would leave float32 no digits for the rest.
+
+    Attributes:
+        k: Affinity K.
+        top: Largest entry of each row.
     """
 
     k: Float[Array, "n m"]
@@ -61,7 +65,15 @@ class Matrix(NamedTuple):
 
 
 class Cosines(NamedTuple):
-    """The affinity K = diag(f_scale) f g^T diag(g_scale), without a normalised copy of f and g."""
+    """The affinity K = diag(f_scale) f g^T diag(g_scale), without a normalised copy of f and g.
+
+    Attributes:
+        f: Raw features of the rows.
+        g: Raw features of the columns.
+        f_scale: Inverse norms of f.
+        g_scale: Inverse norms of g.
+        precision: Precision of the product.
+    """
 
     f: Float[Array, "n d"]
     g: Float[Array, "m d"]
@@ -71,7 +83,22 @@ class Cosines(NamedTuple):
 
     @classmethod
     def of(cls, f: Array, g: Array, precision: jax.lax.PrecisionLike = HIGHEST) -> "Cosines":
-        """Builds cosine affinities from raw features."""
+        """Builds cosine affinities from raw features.
+
+        Args:
+            f: Features of the rows, shape [n, d].
+            g: Features of the columns, shape [m, d].
+            precision: Precision of the product.
+
+        Returns:
+            The affinity.
+
+        Example:
+            >>> from sotalign_jax.ot.blocks import Block
+            >>> block = Block(jnp.int32(0), 1, jnp.array([True]))
+            >>> Cosines.of(jnp.array([[3.0, 4.0]]), jnp.eye(2)).rows(block)
+            Array([[0.6, 0.8]], dtype=float32)
+        """
         if f.dtype == g.dtype == jnp.bfloat16:
             f, g = affinity.rescaled(f), affinity.rescaled(g)  # products of them cannot overflow
         return cls(f, g, affinity.inverse_norms(f), affinity.inverse_norms(g), precision)
@@ -84,7 +111,8 @@ class Cosines(NamedTuple):
     def rows(self, block: Block) -> Float[Array, "size m"]:
         """Returns a block of rows of K."""
         if self.f.dtype == self.g.dtype == jnp.bfloat16:
-            # Products of bfloat16 numbers are exact in float32: one pass loses nothing.
+            # Products of bfloat16 numbers are exact in float32: one pass loses nothing. The scale
+            # is applied after it, because scaled rows would not be bfloat16 any more.
             cosines = affinity.dot(block.of(self.f), self.g.T) * block.of(self.f_scale)[:, None]
         else:
             cosines = affinity.dot(self.left(block), self.g.T, self.precision)
@@ -101,11 +129,11 @@ class KernelState(NamedTuple):
     Attributes:
         matrix: A = exp(K/epsilon + p + q).
         int8: `narrow(A)`.
-        p: potentials of the rows that A has absorbed.
-        q: potentials of the columns that A has absorbed.
-        x: log-scalings of the rows, set by the solver when it ends.
-        y: log-scalings of the columns, set by the solver when it ends.
-        epsilon: regularisation of this kernel.
+        p: Potentials of the rows that A has absorbed.
+        q: Potentials of the columns that A has absorbed.
+        x: Log-scalings of the rows, set by the solver when it ends.
+        y: Log-scalings of the columns, set by the solver when it ends.
+        epsilon: Regularisation of this kernel.
     """
 
     matrix: Float[Array, "..."]
@@ -128,7 +156,7 @@ def narrow(x: Float[Array, "..."]) -> Int[Array, "..."]:
     kernel's entries need this range, see `Kernel.raise_power`.
 
     Args:
-        x: float32 numbers >= 0.
+        x: Float32 numbers >= 0.
 
     Returns:
         The 8-bit codes.
@@ -159,11 +187,11 @@ class Kernel(NamedTuple):
     """The kernel of an affinity. All methods are pure functions of a `KernelState`.
 
     Attributes:
-        affinity: rows of K.
-        block_size: rows per block of a streamed kernel, or None to store A.
+        affinity: Rows of K.
+        block_size: Rows per block of a streamed kernel, or None to store A.
         int8: True to keep an int8 kernel as well.
-        axes: axes of the mesh that rows are split over.
-        precision: precision of the sums over A.
+        axes: Axes of the mesh that rows are split over.
+        precision: Precision of the sums over A.
     """
 
     affinity: Matrix | Cosines
@@ -184,7 +212,15 @@ class Kernel(NamedTuple):
         return over_rows(self.affinity.height, size, body, carry)
 
     def blank(self, q: Array, epsilon: Array) -> KernelState:
-        """Returns a state that has yet to be built."""
+        """Returns a state that has yet to be built.
+
+        Args:
+            q: Potentials of the columns to absorb.
+            epsilon: Regularisation.
+
+        Returns:
+            The state, with arrays of the final shapes.
+        """
         shape = self.affinity.height, len(q)
         # Filled with a traced value, because XLA would allocate a constant before another solve
         # has freed its memory.
@@ -198,6 +234,13 @@ class Kernel(NamedTuple):
         """Sets p_i = -log sum_j b_j exp(K_ij/epsilon + q_j), the row update, and fills A.
 
         Rows of A diag(b) then sum to 1.
+
+        Args:
+            state: State with the potentials q and epsilon.
+            log_b: Log-weights of the columns.
+
+        Returns:
+            The state with new p and A.
         """
         b = jnp.exp(log_b)
 
@@ -206,6 +249,8 @@ class Kernel(NamedTuple):
             # Row by row, as A is stored. A TPU may compute the product transposed, and then copy A.
             rows = with_layout_constraint(self.affinity.rows(block), Layout((0, 1)))
             logs = rows / state.epsilon + state.q[None, :]
+            # The weighted maximum is taken out, as in a logsumexp. Entries of columns with a tiny
+            # weight may remain above it, which is why exponents are capped.
             top = jnp.max(logs + log_b[None, :], axis=1)
             rows = jnp.exp(jnp.minimum(logs - top[:, None], MAX_EXPONENT))
             s = affinity.dot(rows, b, self.precision)
@@ -225,11 +270,19 @@ class Kernel(NamedTuple):
         """Returns q_j = -log sum_i a_i exp(K_ij/epsilon + p_i), the column update.
 
         It is computed in the log domain, for columns that underflow in A.
+
+        Args:
+            state: State with the potentials p and epsilon.
+            log_a: Log-weights of the rows.
+
+        Returns:
+            The potentials of the columns, -inf where they were.
         """
         infinity = jnp.full_like(state.q, jnp.inf)
         finite_p = jnp.where(jnp.isneginf(log_a), 0.0, log_a + state.p)
 
         def body(block: Block, carry: tuple[Array, Array]) -> tuple[Array, Array]:
+            # A running logsumexp over blocks: when the maximum rises, the sum so far is rescaled.
             highest, total = carry
             logs = self.affinity.rows(block) / state.epsilon + block.of(finite_p)[:, None]
             counted = block.fresh & ~jnp.isneginf(block.of(log_a))
@@ -246,7 +299,16 @@ class Kernel(NamedTuple):
         return jnp.where(jnp.isneginf(state.q), state.q, -base - jnp.log(total))
 
     def sweep(self, state: KernelState, a: Array, c: Array) -> tuple[Array, Array]:
-        """Returns the row sums s = A c and the column sums t = (a/s)^T A."""
+        """Computes the row sums s = A c and the column sums t = (a/s)^T A.
+
+        Args:
+            state: A kernel that is built.
+            a: Weights of the rows.
+            c: Weights of the columns times their scalings.
+
+        Returns:
+            The sums s and t. Where rows are split over devices, t is a partial sum.
+        """
         if self.stored:
             s = affinity.dot(state.matrix, c, self.precision)
             return s, affinity.dot(a / s, state.matrix, self.precision)
@@ -266,6 +328,14 @@ class Kernel(NamedTuple):
         The sums are not written as matrix products, because XLA fuses the widening into sums of
         products on GPUs and TPUs. No float32 matrix exists, and a sweep reads a quarter of the
         bytes.
+
+        Args:
+            state: A kernel that is built.
+            a: Weights of the rows.
+            c: Weights of the columns times their scalings.
+
+        Returns:
+            The sums s and t, as `sweep` does.
         """
         entries = widen(state.int8)
         s = jnp.sum(entries * c[None, :], axis=1)
@@ -275,6 +345,14 @@ class Kernel(NamedTuple):
         """Absorbs x and y and goes to epsilon/4, whose kernel is the fourth power of this one.
 
         A stored A is raised in place. A streamed kernel must be built anew.
+
+        Args:
+            state: A kernel that is built.
+            x: Log-scalings of the rows.
+            y: Log-scalings of the columns.
+
+        Returns:
+            The state at epsilon/4.
         """
 
         def absorbed(potential: Array, scaling: Array) -> Array:
@@ -305,8 +383,19 @@ class Kernel(NamedTuple):
         """Returns a block of rows of the plan P, and of P log(P / (a b)).
 
         Rows that an earlier block held are zero, so that sums over blocks count every row once.
+
+        Args:
+            state: The kernel of a solved plan.
+            block: Rows to compute.
+            a: Weights of the rows.
+            b: Weights of the columns.
+
+        Returns:
+            Both blocks, shape [size, m].
         """
         weights = jnp.where(block.fresh, block.of(a), 0.0)
+        # log(P / (a b)) = log A + x + y. A stored kernel takes the logarithm of its entries, and
+        # a streamed one has the exponents at hand.
         if self.stored:
             rows, x, y = block.of(state.matrix), block.of(state.x), state.y
             logs = jnp.log(jnp.where(rows > 0, rows, 1.0)) + x[:, None] + y[None, :]

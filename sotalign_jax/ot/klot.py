@@ -51,8 +51,8 @@ class KlotAux(NamedTuple):
     """Results of both solves, for plans of total mass 1.
 
     Attributes:
-        student: scalings, marginal error, iterations and convergence of P.
-        teacher: the same of P*.
+        student: Scalings, marginal error, iterations and convergence of P.
+        teacher: The same of P*.
     """
 
     student: Scalings
@@ -63,10 +63,10 @@ class _Options(NamedTuple):
     """Options that are fixed at trace time.
 
     Attributes:
-        max_iterations: number of sweeps at which a solve stops.
-        sums: precision of sums over a kernel.
-        algorithms: profile whose fields are the algorithms of the products by role.
-        storage: n x m arrays that are kept.
+        max_iterations: Number of sweeps at which a solve stops.
+        sums: Precision of sums over a kernel.
+        algorithms: Profile whose fields are the algorithms of the products by role.
+        storage: Arrays of n x m entries that are kept.
     """
 
     max_iterations: int
@@ -81,10 +81,20 @@ class _Options(NamedTuple):
         precision: jax.lax.PrecisionLike = None,
         storage: blocks.Storage | None = None,
     ) -> _Options:
-        """Returns the options of this device. A given precision is that of all products."""
+        """Builds the options for this device.
+
+        Args:
+            max_iterations: Number of sweeps at which a solve stops.
+            precision: Precision of all products. None takes the device's own.
+            storage: Arrays that are kept. None stores both kernels.
+
+        Returns:
+            The options.
+        """
         own, storage = device.profile(), storage or blocks.Storage()
         if precision is None:
             return cls(max_iterations, affinity.HIGHEST, own, storage)
+        # A user who asks for a precision gets it in every role, sums included.
         same: Any = dict.fromkeys(device.ROLES, precision)
         return cls(max_iterations, precision, own._replace(**same), storage)
 
@@ -247,7 +257,17 @@ class _Solved(NamedTuple):
     scalings: Scalings
 
     def measured(self, rows: Array, columns: Array, weights: Any, tolerance: Array) -> Scalings:
-        """Returns the scalings with the error of the plan that was multiplied, given its sums."""
+        """Returns the scalings with the error of the plan that was multiplied.
+
+        Args:
+            rows: Row sums of the plan.
+            columns: Column sums of this device's rows.
+            weights: Weights of rows and columns.
+            tolerance: Marginal error that was asked for.
+
+        Returns:
+            The scalings.
+        """
         (a, b), axes = weights, self.kernel.axes
         # Row sums are complete on their device. Column sums are partial.
         in_rows = sharding.psum(jnp.sum(jnp.abs(rows - a)), axes)
@@ -300,7 +320,7 @@ class _Products(NamedTuple):
         left: (P - P*)^T F.
         rows: (P - P*) 1.
         columns: (P - P*)^T 1.
-        moment: sum of P log(P / (a b)) - P* log(P* / (a b)).
+        moment: Sum of P log(P / (a b)) - P* log(P* / (a b)).
         rows_star: P* 1.
         columns_star: P*^T 1.
     """
@@ -360,8 +380,10 @@ def _divergence(
     """
     (a, b), state = weights, student.state
     cosines: Any = student.kernel.affinity
+    # Potentials of rows and columns of weight zero are not finite, or arbitrary.
     in_rows = jnp.sum(jnp.where(a > 0, moved.rows * (state.p + state.x), 0.0))
     in_columns = jnp.sum(jnp.where(b > 0, moved.columns * (state.q + state.y), 0.0))
+    # <P - P*, K> from the product that the gradient needs anyway, without another pass over K.
     f = affinity.as_float(cosines.f)
     cross = jnp.sum(jnp.sum(moved.right * f, axis=1) * cosines.f_scale) / epsilon
     return in_rows + in_columns + cross - moved.moment
@@ -400,6 +422,7 @@ def _features_fwd(options: _Options, features: _Features, settings: _Settings) -
         moved = _multiply(student, teacher, weights, options)
         value = sharding.psum(_divergence(student, moved, weights, settings.epsilon), axes)
         star = moved.rows_star, moved.columns_star
+        # The marginals of P are those of P - P* plus those of P*.
         found = moved.rows + star[0], moved.columns + star[1]
         target = teacher.measured(*star, weights, tolerance)
         plan = student.measured(*found, weights, tolerance)
@@ -470,15 +493,19 @@ def total_mass(marginals: str, n: int, m: int, log_a: Array | None = None) -> An
 
     Args:
         marginals: "prob" or "bistochastic".
-        n: number of rows.
-        m: number of columns.
-        log_a: log-weights of the rows, or None without padding.
+        n: Number of rows.
+        m: Number of columns.
+        log_a: Log-weights of the rows, or None without padding.
 
     Returns:
         The mass, by which value and gradient are multiplied.
 
     Raises:
-        InputError: if `marginals` is unknown, or "bistochastic" with n != m.
+        InputError: `marginals` is unknown, or "bistochastic" with n != m.
+
+    Example:
+        >>> total_mass("bistochastic", 5, 5)
+        5
     """
     checks.choice("marginals", marginals, MARGINALS)
     if marginals == "prob":
@@ -510,6 +537,7 @@ def _settings(
             raise checks.InputError(
                 f"init_v: is {type(init_v).__name__}; pass a pair of arrays, (v, v_star)"
             )
+        # A start changes no converged plan, so that its derivative is zero and no error.
         starts = jax.lax.stop_gradient([jnp.asarray(v, dtype) for v in init_v])
     settings = _Settings(
         **{name: jnp.asarray(value, dtype) for name, value in scalars.items()},
@@ -573,20 +601,20 @@ def klot(
     are kept for the backward pass. `K_star` is a constant and receives no gradient.
 
     Args:
-        K: student affinity, shape [n, m].
-        K_star: teacher affinity, shape [n, m].
-        epsilon: regularisation of the student's plan.
-        epsilon_star: regularisation of the teacher's plan.
+        K: Student affinity, shape [n, m].
+        K_star: Teacher affinity, shape [n, m].
+        epsilon: Regularisation of the student's plan.
+        epsilon_star: Regularisation of the teacher's plan.
         marginals: "prob", plans of total mass 1 as in the published code, or "bistochastic", rows
             and columns of mass 1 as in the paper. The latter multiplies value and gradient by the
             number of rows with a positive weight.
-        log_a: log-weights of the rows, -inf for padding. Uniform by default.
-        log_b: log-weights of the columns, -inf for padding. Uniform by default.
-        tolerance: marginal error at which each solve stops, see `sinkhorn`.
-        max_iterations: number of iterations at which each solve stops. Static.
+        log_a: Log-weights of the rows, -inf for padding. Uniform by default.
+        log_b: Log-weights of the columns, -inf for padding. Uniform by default.
+        tolerance: Marginal error at which each solve stops, see `sinkhorn`.
+        max_iterations: Number of iterations at which each solve stops. Static.
         init_v: (v, v_star), column log-scalings to start from, such as `aux.student.v` and
             `aux.teacher.v` of an earlier call.
-        precision: precision of all matrix products, "highest", "high" or "default". Static. By
+        precision: Precision of all matrix products, "highest", "high" or "default". Static. By
             default sums over the kernel are "highest", and products of features are as exact as
             KLOT needs on this device, see `device`.
         return_aux: True to return a `KlotAux` as well.
@@ -595,8 +623,8 @@ def klot(
         The loss, or (loss, aux).
 
     Raises:
-        InputError: if a shape or an option is invalid.
-        TypeError: for derivatives in forward mode, of second order, or in the options.
+        InputError: A shape or an option is invalid.
+        TypeError: For derivatives in forward mode, of second order, or in the options.
 
     Example:
         >>> K, K_star = jnp.eye(3) * 0.2, jnp.eye(3)
@@ -607,6 +635,7 @@ def klot(
     References:
         SOTAlign, ICML 2026, the definition of KLOT and the lemma on its gradient.
     """
+    # All checks precede `custom_vjp` and `jit`, whose traces would hide the name of an argument.
     checks.static(precision=precision, return_aux=return_aux)
     affinity.check_affinities(K, K_star)
     k, k_star = affinity.as_floats(K, K_star)
@@ -614,6 +643,7 @@ def klot(
     given: Any = {"epsilon": epsilon, "epsilon_star": epsilon_star, "tolerance": tolerance}
     given |= {"log_a": log_a, "log_b": log_b, "init_v": init_v, "max_iterations": max_iterations}
     settings = _settings(_OF_AFFINITIES, n, m, k.dtype, **given)
+    # Plans are solved with mass 1 in any case, and only the result is scaled.
     mass = total_mass(marginals, n, m, settings.log_a)
     if log_a is not None or log_b is not None:
         k, k_star = (without_padding(x, settings.log_a, settings.log_b) for x in (k, k_star))
@@ -637,11 +667,11 @@ def klot_reference(
     KL(P* || P) and the gradient (P - P*)/eps, converged or not.
 
     Args:
-        K: student affinity, shape [n, m].
-        K_star: teacher affinity, shape [n, m]. It receives no gradient.
-        epsilon: regularisation of the student's plan.
-        epsilon_star: regularisation of the teacher's plan.
-        iterations: number of iterations of both solves.
+        K: Student affinity, shape [n, m].
+        K_star: Teacher affinity, shape [n, m]. It receives no gradient.
+        epsilon: Regularisation of the student's plan.
+        epsilon_star: Regularisation of the teacher's plan.
+        iterations: Number of iterations of both solves.
         symmetric: True to end with the half-step of the published code.
 
     Returns:
@@ -716,31 +746,31 @@ def klot_from_embeddings(
     `pmean`. Zero rows have cosine 0 with all others, and no gradient.
 
     Args:
-        f: student features of the rows, shape [n, d]. If f and g are bfloat16, their affinity is
+        f: Student features of the rows, shape [n, d]. If f and g are bfloat16, their affinity is
             one bfloat16 product, which is exact.
-        g: student features of the columns, shape [m, d].
-        f_star: teacher features of the rows, shape [n, e]. They receive no gradient.
-        g_star: teacher features of the columns, shape [m, e]. They receive no gradient.
-        epsilon: regularisation of the student's plan.
-        epsilon_star: regularisation of the teacher's plan.
+        g: Student features of the columns, shape [m, d].
+        f_star: Teacher features of the rows, shape [n, e]. They receive no gradient.
+        g_star: Teacher features of the columns, shape [m, e]. They receive no gradient.
+        epsilon: Regularisation of the student's plan.
+        epsilon_star: Regularisation of the teacher's plan.
         marginals: "prob" or "bistochastic", see `klot`.
-        log_a: log-weights of the rows, see `klot`.
-        log_b: log-weights of the columns, see `klot`.
-        tolerance: marginal error at which each solve stops.
-        max_iterations: number of iterations at which each solve stops. Static.
+        log_a: Log-weights of the rows, see `klot`.
+        log_b: Log-weights of the columns, see `klot`.
+        tolerance: Marginal error at which each solve stops.
+        max_iterations: Number of iterations at which each solve stops. Static.
         init_v: (v, v_star), column log-scalings to start from, see `klot`.
-        block_size: rows per block. The blocks are recomputed in every iteration, in memory
+        block_size: Rows per block. The blocks are recomputed in every iteration, in memory
             O(n (d + block_size)). By default kernels are stored if they fit into half of the
             device's memory, see `blocks.storage`. Value and gradients are the same. Static.
-        precision: precision of all matrix products, see `klot`. Static.
+        precision: Precision of all matrix products, see `klot`. Static.
         return_aux: True to return a `KlotAux` as well.
 
     Returns:
         The loss, or (loss, aux).
 
     Raises:
-        InputError: if a shape or an option is invalid.
-        TypeError: for derivatives in forward mode, of second order, or in the options.
+        InputError: A shape or an option is invalid.
+        TypeError: For derivatives in forward mode, of second order, or in the options.
 
     Example:
         >>> f, g = jnp.eye(3), jnp.eye(3) + 0.5
@@ -763,6 +793,7 @@ def klot_from_embeddings(
     mass = total_mass(marginals, n, m, settings.log_a)
     if log_a is not None or log_b is not None:
         features = features.without_padding(settings)
+    # A given block size asks for the least memory, so that no kernel is stored, int8 ones included.
     storage = blocks.Storage(block_size, both=False)
     if block_size is None:
         with sharding.mesh_of(*features):

@@ -31,13 +31,13 @@ def rows_mesh(devices: int | None = None) -> Mesh | None:
     """Builds a mesh with one axis of devices.
 
     Args:
-        devices: number of devices, by default all.
+        devices: Number of devices, by default all.
 
     Returns:
         The mesh, or None for a single device.
 
     Raises:
-        InputError: if there are fewer devices, or if several processes would leave some unused.
+        InputError: There are fewer devices, or several processes would leave some unused.
 
     Example:
         >>> rows_mesh(1) is None
@@ -66,6 +66,9 @@ def mesh_of(*arrays: Array) -> Iterator[None]:
     """Puts the mesh of the arrays in context, unless there is one already.
 
     It works inside `jit` as well, because the type of an array names its mesh.
+
+    Args:
+        *arrays: Arrays, which may be split over a mesh.
     """
     meshes = [jax.typeof(x).sharding.mesh for x in arrays]
     found = [mesh for mesh in meshes if not mesh.empty]
@@ -87,6 +90,7 @@ def axes() -> Axes:
         ()
     """
     mesh = jax.sharding.get_abstract_mesh()
+    # A mesh of one device needs no collectives.
     # Manual axes belong to a user's shard_map.
     unsplit = mesh.empty or mesh.size == 1 or mesh.manual_axes or _splits_problems(mesh)
     return () if unsplit else mesh.axis_names
@@ -114,7 +118,7 @@ def share(n: int) -> int:
     """Returns the largest number of rows that one device holds of n.
 
     Args:
-        n: number of rows.
+        n: Number of rows.
 
     Returns:
         The number, n without a mesh.
@@ -136,11 +140,15 @@ def split(x: Array, value: float = 0.0) -> Array:
     """Pads x with rows of `value` to equally many for each device, and splits it over them.
 
     Args:
-        x: array with rows first.
-        value: value of the padding.
+        x: Array with rows first.
+        value: Value of the padding.
 
     Returns:
         The padded array, or x itself without a mesh.
+
+    Example:
+        >>> split(jnp.ones((5, 2))).shape
+        (5, 2)
     """
     if not axes():
         return x
@@ -156,11 +164,15 @@ def join(x: Array, n: int) -> Array:
     """Removes the padding of `split` from an array of n rows.
 
     Args:
-        x: padded array.
-        n: number of rows without padding.
+        x: Padded array.
+        n: Number of rows without padding.
 
     Returns:
         The first n rows.
+
+    Example:
+        >>> join(jnp.ones((6, 2)), 5).shape
+        (5, 2)
     """
     return x if len(x) == n else _reshard(x, PartitionSpec())[:n]
 
@@ -169,8 +181,8 @@ def like(x: Array, reference: Array) -> Array:
     """Splits x as the reference is split, if the axes of the mesh are Explicit.
 
     Args:
-        x: array to split.
-        reference: array of the same number of dimensions.
+        x: Array to split.
+        reference: Array of the same number of dimensions.
 
     Returns:
         The array with the sharding of the reference.
@@ -182,7 +194,7 @@ def gather_explicit(x: Array) -> Array:
     """Replicates x on every device, if the axes of the mesh are Explicit.
 
     Args:
-        x: array to replicate.
+        x: Array to replicate.
 
     Returns:
         The replicated array.
@@ -196,13 +208,18 @@ def shard_map(
     """Calls function(axes, rows, shared), with rows split over the mesh in context if there is one.
 
     Args:
-        function: gets the axes to reduce over, its own part of `rows`, and all of `shared`. It
+        function: Gets the axes to reduce over, its own part of `rows`, and all of `shared`. It
             returns arrays of its own rows, and arrays that are the same on every device.
-        rows: a pytree of arrays that are padded, see `split`.
-        shared: a pytree of arrays that every device needs whole.
+        rows: A pytree of arrays that are padded, see `split`.
+        shared: A pytree of arrays that every device needs whole.
 
     Returns:
         The arrays of all rows, and the arrays that are the same on every device.
+
+    Example:
+        >>> rows, total = shard_map(lambda axes, x, y: (x, psum(x.sum(), axes)), jnp.ones(3), None)
+        >>> float(total)
+        3.0
     """
     names = axes()
     if not names:
@@ -229,7 +246,7 @@ def varying(x: Any) -> frozenset[str]:
     """Returns the axes of a user's `shard_map` over which an array varies.
 
     Args:
-        x: an array.
+        x: An array.
 
     Returns:
         The names of the axes, empty outside of a `shard_map`.
@@ -244,8 +261,8 @@ def vary_like(tree: Any, *references: Array) -> Any:
     Loops require that their carry has one type before and after a step.
 
     Args:
-        tree: pytree of arrays.
-        *references: arrays to imitate.
+        tree: Pytree of arrays.
+        *references: Arrays to imitate.
 
     Returns:
         The cast pytree.
@@ -263,7 +280,7 @@ def vary_alike(tree: Any) -> Any:
     """Casts all arrays of a tree to vary over the axes of any of them.
 
     Args:
-        tree: pytree of arrays.
+        tree: Pytree of arrays.
 
     Returns:
         The cast pytree.
@@ -275,22 +292,53 @@ def vary_alike(tree: Any) -> Any:
 
 
 def size(axes: Axes) -> int:
-    """Returns the number of devices."""
+    """Returns the number of devices.
+
+    Args:
+        axes: Axes of the mesh, empty for one device.
+
+    Returns:
+        The number.
+    """
     return jax.lax.axis_size(axes) if axes else 1
 
 
 def all_gather(x: Array, axes: Axes) -> Array:
-    """Gathers the rows of all devices."""
+    """Gathers the rows of all devices.
+
+    Args:
+        x: Rows of this device.
+        axes: Axes of the mesh, empty for one device.
+
+    Returns:
+        The rows of all devices, on every device.
+    """
     return jax.lax.all_gather(x, axes, tiled=True) if axes else x
 
 
 def psum(x: Array, axes: Axes) -> Array:
-    """Sums x over devices."""
+    """Sums x over devices.
+
+    Args:
+        x: Array of this device.
+        axes: Axes of the mesh, empty for one device.
+
+    Returns:
+        The sum, on every device.
+    """
     return jax.lax.psum(x, axes) if axes else x
 
 
 def pmax(x: Array, axes: Axes) -> Array:
-    """Returns the maximum of x over devices."""
+    """Computes the maximum of x over devices.
+
+    Args:
+        x: Array of this device.
+        axes: Axes of the mesh, empty for one device.
+
+    Returns:
+        The maximum of every entry, on every device.
+    """
     return jax.lax.pmax(x, axes) if axes else x
 
 
@@ -302,9 +350,9 @@ def psum_and_pmax(
     The latency of a small all-reduce is its cost, so that one is faster than two.
 
     Args:
-        x: vector to sum.
-        y: number >= 0 whose maximum is wanted.
-        axes: axes of the mesh, empty for one device.
+        x: Vector to sum.
+        y: Number >= 0 whose maximum is wanted.
+        axes: Axes of the mesh, empty for one device.
 
     Returns:
         The sum and the maximum.
@@ -318,11 +366,11 @@ def psum_and_pmax(
 
 
 def psum_scatter(x: Float[Array, "m d"], axes: Axes) -> Float[Array, "k d"]:
-    """Sums x over devices, of which each keeps its own rows. The last rows may be padding.
+    """Sums x over devices and leaves each device its own rows. The last rows may be padding.
 
     Args:
-        x: array to sum, shape [m, d].
-        axes: axes of the mesh, empty for one device.
+        x: Array to sum, shape [m, d].
+        axes: Axes of the mesh, empty for one device.
 
     Returns:
         The rows of this device.
@@ -341,7 +389,7 @@ def split_rows(mesh: Mesh) -> NamedSharding:
     """Returns the sharding that splits rows over all devices.
 
     Args:
-        mesh: devices to split over.
+        mesh: Devices to split over.
 
     Returns:
         The sharding.
@@ -353,7 +401,7 @@ def replicated(mesh: Mesh) -> NamedSharding:
     """Returns the sharding that replicates an array on every device.
 
     Args:
-        mesh: devices to place on.
+        mesh: Devices to place on.
 
     Returns:
         The sharding.
@@ -367,8 +415,8 @@ class SplitRows:
     """Rows that are padded so that all devices hold equally many.
 
     Attributes:
-        padded: array with padding at its end.
-        size: number of rows without padding.
+        padded: Array with padding at its end.
+        size: Number of rows without padding.
     """
 
     padded: Array
@@ -381,9 +429,12 @@ class SplitRows:
         """Reads and places the rows of this process's devices. The last row is the padding.
 
         Args:
-            read: maps row numbers to rows.
-            shape: shape of the whole array without padding.
-            mesh: devices to split over.
+            read: Maps row numbers to rows.
+            shape: Shape of the whole array without padding.
+            mesh: Devices to split over.
+
+        Returns:
+            The placed rows.
         """
         size, *width = shape
         padded = _padded(size, mesh)
@@ -398,7 +449,15 @@ class SplitRows:
 
     @classmethod
     def shape(cls, x: jax.ShapeDtypeStruct, mesh: Mesh) -> "SplitRows":
-        """Returns the shape of the result of `place`, for ahead-of-time compilation."""
+        """Returns the shape of the result of `place`, for ahead-of-time compilation.
+
+        Args:
+            x: Shape and type of the whole array without padding.
+            mesh: Devices to split over.
+
+        Returns:
+            A `SplitRows` of shapes.
+        """
         size = _padded(len(x), mesh), *x.shape[1:]
         whole: Any = jax.ShapeDtypeStruct(size, x.dtype, sharding=split_rows(mesh))
         return cls(whole, len(x))
@@ -414,7 +473,14 @@ def _padded(size: int, mesh: Mesh) -> int:
 
 
 def trim(tree: Any) -> Any:
-    """Replaces every `SplitRows` of a tree by its rows."""
+    """Replaces every `SplitRows` of a tree by its rows, inside `jit`.
+
+    Args:
+        tree: Pytree of arrays.
+
+    Returns:
+        The pytree without padding.
+    """
 
     def split(x: Any) -> bool:
         return isinstance(x, SplitRows)
@@ -426,8 +492,8 @@ def replicate(tree: Any, mesh: Mesh) -> Any:
     """Places arrays that all processes hold on every device of the mesh.
 
     Args:
-        tree: pytree of arrays.
-        mesh: devices to place on.
+        tree: Pytree of arrays.
+        mesh: Devices to place on.
 
     Returns:
         The placed pytree.
@@ -445,13 +511,14 @@ def local(tree: Any) -> Any:
     """Replaces replicated arrays by their copy on one device of this process.
 
     Args:
-        tree: pytree of arrays.
+        tree: Pytree of arrays.
 
     Returns:
         The pytree with arrays of one device.
     """
 
     def one(x: Any) -> Any:
+        # Replicated arrays are the same everywhere, so that the first local copy is as good as any.
         several = isinstance(x, jax.Array) and len(x.sharding.device_set) > 1
         return x.addressable_data(0) if several else x
 

@@ -42,14 +42,14 @@ class Plan:
 
     Attributes:
         affinity: K.
-        row_centre: part of u in the units of K, see the top of this file.
-        column_centre: part of v in the units of K.
-        centred_u: the rest of u. It is -inf where a weight is zero.
-        centred_v: the rest of v. It is -inf where a weight is zero.
-        epsilon: regularisation.
-        error: max(||P 1 - a||_1, ||P^T 1 - b||_1) of `matrix()` for weights of mass 1, plus a bound
-            on the rounding of exponents. It is infinite if there is no plan.
-        iterations: number of sweeps.
+        row_centre: Part of u in the units of K, see the top of this file.
+        column_centre: Part of v in the units of K.
+        centred_u: The rest of u. It is -inf where a weight is zero.
+        centred_v: The rest of v. It is -inf where a weight is zero.
+        epsilon: Regularisation.
+        error: The larger of ||P 1 - a||_1 and ||P^T 1 - b||_1 of `matrix()` for weights of mass 1,
+            plus a bound on the rounding of exponents. It is infinite if there is no plan.
+        iterations: Number of sweeps.
         converged: True if the error is at most the tolerance.
 
     Example:
@@ -89,7 +89,14 @@ class Plan:
         return jnp.exp(self.log_matrix())
 
     def apply(self, values: Float[Array, "m k"]) -> Float[Array, "n k"]:
-        """Returns P @ values, shape [n, k]."""
+        """Computes P @ values.
+
+        Args:
+            values: One row per column of the plan, shape [m, k].
+
+        Returns:
+            The product, shape [n, k].
+        """
         return affinity.dot(self.matrix(), values)
 
 
@@ -111,12 +118,12 @@ def log_plan(
     Log-masses are at most 0. Larger ones, where K/epsilon has no digits left, are kept finite.
 
     Args:
-        k: affinity, shape [..., n, m].
-        row_centre: part of u in the units of K, shape [..., n].
-        centred_u: the rest of u, shape [..., n].
-        v: column log-scalings without their centre, shape [..., m].
-        epsilon: regularisation.
-        column_centre: part of v in the units of K, or None for zero.
+        k: Affinity, shape [..., n, m].
+        row_centre: Part of u in the units of K, shape [..., n].
+        centred_u: The rest of u, shape [..., n].
+        v: Column log-scalings without their centre, shape [..., m].
+        epsilon: Regularisation.
+        column_centre: Part of v in the units of K, or None for zero.
 
     Returns:
         log P.
@@ -209,15 +216,19 @@ def log_weights(name: str, given: ArrayLike | None, size: int, dtype: Any) -> Fl
 
     Args:
         name: "log_a" or "log_b", for error messages.
-        given: log-weights, or None.
-        size: number of rows or columns.
-        dtype: type of the result.
+        given: Log-weights, or None.
+        size: Number of rows or columns.
+        dtype: Type of the result.
 
     Returns:
         The log-weights, shape [size].
 
     Raises:
-        InputError: if the shape is wrong, or if weights that are not traced do not sum to 1.
+        InputError: The shape is wrong, or weights that are not traced do not sum to 1.
+
+    Example:
+        >>> log_weights("log_a", np.log([0.25, 0.75]), 2, jnp.float32).tolist()
+        [-1.386, -0.288]
     """
     if given is None:
         return jnp.full((size,), -math.log(size), dtype)
@@ -244,9 +255,9 @@ def without_padding(k: Array, log_a: Array, log_b: Array) -> Array:
     Columns get -inf because they must not count for the largest entry of a row.
 
     Args:
-        k: affinity, shape [n, m].
-        log_a: log-weights of the rows.
-        log_b: log-weights of the columns.
+        k: Affinity, shape [n, m].
+        log_a: Log-weights of the rows.
+        log_b: Log-weights of the columns.
 
     Returns:
         The affinity with the replaced entries.
@@ -263,8 +274,8 @@ def constant(message: str, x: Any) -> Any:
     from zero. `jax.lax.stop_gradient` of the input is therefore accepted.
 
     Args:
-        message: text of the error.
-        x: a pytree of arrays.
+        message: Text of the error.
+        x: A pytree of arrays.
 
     Returns:
         The same pytree.
@@ -287,7 +298,16 @@ _NOT_DIFFERENTIABLE = (
 
 
 def check_limits(*, max_iterations: int, tolerance: Any, **epsilons: Any) -> None:
-    """Raises InputError unless the limits of a solve are valid."""
+    """Checks the limits of a solve.
+
+    Args:
+        max_iterations: Number of sweeps at which a solve stops, known at trace time.
+        tolerance: Marginal error at which a solve stops.
+        **epsilons: Regularisations by the names of their arguments.
+
+    Raises:
+        InputError: One of them is invalid.
+    """
     checks.static(max_iterations=max_iterations)
     checks.whole(1, most=2**31 - 1, max_iterations=max_iterations)  # counted in int32
     checks.at_least(0, tolerance=tolerance)
@@ -314,23 +334,23 @@ def sinkhorn(
     `klot`. A traced epsilon that is not above 0 gives `error=inf`.
 
     Args:
-        K: affinity (larger is closer), shape [n, m]. An entry of -inf is forbidden to the plan.
-        epsilon: entropic regularisation, in the units of K.
-        log_a: log-weights of the rows, -inf for padding. Uniform by default. The weights are scaled
+        K: Affinity (larger is closer), shape [n, m]. An entry of -inf is forbidden to the plan.
+        epsilon: Entropic regularisation, in the units of K.
+        log_a: Log-weights of the rows, -inf for padding. Uniform by default. The weights are scaled
             to sum to 1. Outside `jit`, weights that do not sum to 1 raise an error.
-        log_b: log-weights of the columns, like `log_a`.
-        tolerance: marginal error (L1, total mass 1) at which to stop.
-        max_iterations: number of (u, v) updates at which to stop. Static.
-        init_v: column log-scalings to start from, such as `plan.v` of a similar problem. The row
+        log_b: Log-weights of the columns, like `log_a`.
+        tolerance: Marginal error (L1, total mass 1) at which to stop.
+        max_iterations: Number of (u, v) updates at which to stop. Static.
+        init_v: Column log-scalings to start from, such as `plan.v` of a similar problem. The row
             log-scalings follow from them.
-        precision: precision of the matrix products, "highest", "high" or "default". Static.
+        precision: Precision of the matrix products, "highest", "high" or "default". Static.
 
     Returns:
         The `Plan`.
 
     Raises:
-        InputError: if a shape or an option is invalid.
-        TypeError: if the plan is differentiated.
+        InputError: A shape or an option is invalid.
+        TypeError: If the plan is differentiated.
 
     Example:
         >>> plan = jax.jit(sinkhorn)(jnp.array([[1.0, 0.0], [0.0, 1.0]]), epsilon=0.5)
@@ -352,6 +372,7 @@ def sinkhorn(
         log_weights(name, given, size, k.dtype)
         for name, given, size in zip(("log_a", "log_b"), (log_a, log_b), k.shape, strict=True)
     ]
+    # Uniform weights have no zeros, and need no pass over K.
     if log_a is not None or log_b is not None:
         k = without_padding(k, *weights)
     numbers = jnp.asarray(epsilon, k.dtype), jnp.asarray(tolerance, k.dtype)
@@ -423,15 +444,15 @@ def solve_matrix(
     """Solves for the plan of K minus the largest entry of each row.
 
     Args:
-        k: affinity, shape [n, m].
-        log_a: log-weights of the rows.
-        log_b: log-weights of the columns.
-        epsilon: regularisation.
-        tolerance: marginal error at which to stop.
-        max_iterations: number of sweeps at which to stop.
-        init_v: column log-scalings to start from, or None.
-        axes: axes of the mesh that rows are split over.
-        precision: precision of the sums over the kernel.
+        k: Affinity, shape [n, m].
+        log_a: Log-weights of the rows.
+        log_b: Log-weights of the columns.
+        epsilon: Regularisation.
+        tolerance: Marginal error at which to stop.
+        max_iterations: Number of sweeps at which to stop.
+        init_v: Column log-scalings to start from, or None.
+        axes: Axes of the mesh that rows are split over.
+        precision: Precision of the sums over the kernel.
 
     Returns:
         The largest entry of each row, and the scalings of K without them.
@@ -469,9 +490,9 @@ def reference(
     `sinkhorn` is faster, and stops by itself.
 
     Args:
-        K: affinity, shape [n, m].
-        epsilon: entropic regularisation.
-        iterations: number of iterations.
+        K: Affinity, shape [n, m].
+        epsilon: Entropic regularisation.
+        iterations: Number of iterations.
         symmetric: True to end, as the published code does, with u moved half-way to its next
             iterate.
 

@@ -11,8 +11,8 @@ y.
 
 The solver has three nested loops, each a function of this module:
 
-    _run      builds A from K, and again when the scalings drift too far, which is rare;
-    _build    goes down the levels, from epsilon to epsilon/4 (A -> A^4), one `_level` at a time;
+    _run      builds A from K, and again when the scalings drift too far, which is rare.
+    _build    goes down the levels, from epsilon to epsilon/4 (A -> A^4), one `_level` at a time.
     _search   sweeps until the error of the columns is small.
 
 With an int8 kernel, `_search_int8` takes the place of `_search`. Most of its sweeps read the int8
@@ -85,12 +85,13 @@ def row_range(k: Array, axes: sharding.Axes = ()) -> tuple[Array, Array]:
     copy of it.
 
     Args:
-        k: affinity, shape [n, m].
-        axes: axes of the mesh that rows are split over.
+        k: Affinity, shape [n, m].
+        axes: Axes of the mesh that rows are split over.
 
     Returns:
         The largest entries, shape [n], and the range.
     """
+    # The range of a row without finite entries is negative, so that the maximum ignores it.
     lowest_number = jnp.finfo(k.dtype).min
 
     def body(block: Block, carry: tuple[Array, Array]) -> tuple[Array, Array]:
@@ -109,8 +110,8 @@ def rounding(exponent: Any, dtype: Any) -> Array:
     """Estimates the marginal error that rounding exponents K/epsilon of this size adds.
 
     Args:
-        exponent: size of the exponents.
-        dtype: type in which they are rounded.
+        exponent: Size of the exponents.
+        dtype: Type in which they are rounded.
 
     Returns:
         The estimate, for plans of total mass 1.
@@ -122,12 +123,16 @@ def goal(tolerance: Array, widest: Any, epsilon: Array) -> Array:
     """Returns the tolerance minus the expected rounding error of exponents up to widest/epsilon.
 
     Args:
-        tolerance: marginal error that was asked for.
-        widest: largest range of K within a row.
-        epsilon: regularisation.
+        tolerance: Marginal error that was asked for.
+        widest: Largest range of K within a row.
+        epsilon: Regularisation.
 
     Returns:
         The error to aim at, at least half of the tolerance.
+
+    Example:
+        >>> print(goal(jnp.float32(1e-4), 1.0, jnp.float32(0.05)))
+        9.781e-05
     """
     below = _MARGIN * tolerance - rounding(widest / epsilon, epsilon.dtype)
     return jnp.maximum(below, 0.5 * tolerance)
@@ -137,10 +142,10 @@ class Scalings(NamedTuple):
     """Result of a solve.
 
     Attributes:
-        u: row log-scalings.
-        v: column log-scalings.
-        error: max(||P 1 - a||_1, ||P^T 1 - b||_1) for marginals of mass 1.
-        iterations: number of sweeps.
+        u: Row log-scalings.
+        v: Column log-scalings.
+        error: The larger of ||P 1 - a||_1 and ||P^T 1 - b||_1, for marginals of mass 1.
+        iterations: Number of sweeps.
         converged: True if the error is at most the tolerance.
     """
 
@@ -151,7 +156,15 @@ class Scalings(NamedTuple):
     converged: Bool[Array, ""]
 
     def measured(self, error: Array, tolerance: Any) -> "Scalings":
-        """Replaces the error by that of the plan itself, unless the solve failed."""
+        """Replaces the error by that of the plan itself, unless the solve failed.
+
+        Args:
+            error: Error of the plan.
+            tolerance: Marginal error that was asked for.
+
+        Returns:
+            The scalings with the new error and its verdict.
+        """
         solved = jnp.isfinite(error) & jnp.isfinite(self.error)
         error = jnp.where(solved, error, jnp.inf)
         return self._replace(error=error, converged=error <= tolerance)
@@ -235,6 +248,7 @@ def _evaluate(problem: _Problem, y: Array, s: Array, t: Array) -> tuple[_Point, 
     """
     live, b = problem.live, problem.b
     x = -jnp.log(s)
+    # Drift and column sums travel in one all-reduce, which is the only one of a sweep.
     row_drift = jnp.max(jnp.where(problem.live_rows, jnp.abs(x), 0.0))
     t, row_drift = sharding.psum_and_pmax(t, row_drift, problem.kernel.axes)
     # A column that underflowed cannot be scaled, however little it adds to the error.
@@ -305,12 +319,12 @@ def _search(
     the error stalls, unless `patient`.
 
     Args:
-        problem: constants of the solve.
-        sweep: the kernel's sums at a point.
-        start: the point to continue from. If its error is infinite, the first sweep is at its y.
-        iterations: sweeps so far.
-        goal: error to reach.
-        budget: number of sweeps at which the search ends.
+        problem: Constants of the solve.
+        sweep: The kernel's sums at a point.
+        start: The point to continue from. If its error is infinite, the first sweep is at its y.
+        iterations: Sweeps so far.
+        goal: Error to reach.
+        budget: Number of sweeps at which the search ends.
         patient: True to go on when the error stalls.
         forced: True to sweep once at an unknown start whatever the budget is.
         rough: True to give up soon when the error stalls, see `_ROUND_STALLED`.
@@ -320,12 +334,14 @@ def _search(
     """
 
     def unfinished(search: _Search) -> Array:
+        # `~(error <= goal)` and not `error > goal`: a NaN must not look converged.
         within = (search.iterations < budget) & (search.drift <= MAX_DRIFT)
         within &= patient | ~_stalled(problem, search, goal)
         within &= ~(rough & (search.iterations - search.marked >= _ROUND_STALLED))
         first = forced & jnp.isinf(start.error) & (search.iterations == iterations)
         return first | (within & ~(search.best.error <= goal))
 
+    # The history starts empty: changes of another kernel or level would mislead the acceleration.
     infinity, history = jnp.full_like(start.error, jnp.inf), anderson.init(start.y)
     nothing = jnp.zeros_like(infinity)
     state = _Search(start.following, start, infinity, iterations, nothing, iterations, history)
@@ -367,8 +383,10 @@ def _search_int8(
         ratios = jax.tree.map(jnp.divide, sums, rough(y))
         ratios = jax.tree.map(lambda x: jnp.where(jnp.isfinite(x), x, 1.0), ratios)
         point, _ = _evaluate(problem, y, *sums)
+        # A round that does not halve the error ends the rounds: the correction has no more to give.
         improves = jnp.isfinite(point.error) & ~(point.error > 0.5 * rounds.exact.error)
         aim = jnp.maximum(_ROUND_AIM * goal, _ROUND_GAIN * point.error)
+        # An infinite aim makes the search below return at once, because the rounds end here.
         aim = jnp.where(improves & (point.error > goal), aim, jnp.inf)
         found = _search(
             problem,
@@ -422,6 +440,8 @@ def _level(problem: _Problem, progress: _Progress) -> _Progress:
         found = _search(problem, sweep, zero, progress.iterations, **limits)
     best, stalled = found.best, _stalled(problem, found, goal)
     failed, spent = ~jnp.isfinite(best.error), found.iterations >= budget
+    # At the last epsilon, a stalled search that came down the levels starts again from the
+    # potentials of textbook Sinkhorn. At a larger epsilon it is enough to go on.
     again = last & ~progress.plain & ~spent & stalled
     finished = ~failed & ((best.error <= goal) | spent | (stalled & ~last))
     down, end = finished & ~last, finished & last
@@ -431,6 +451,7 @@ def _level(problem: _Problem, progress: _Progress) -> _Progress:
 
     # A loop of at most one turn works in place, where a condition would copy the kernel.
     state = jax.lax.fori_loop(0, down.astype(jnp.int32), lower, progress.kernel)
+    # An unfinished search is built again around its best point, whose scalings become potentials.
     moved = jnp.where(again, problem.start_q, state.q + best.following)
     state = state._replace(
         q=jnp.where(finished, state.q, moved),
@@ -457,6 +478,7 @@ def _build(problem: _Problem, progress: _Progress) -> _Progress:
     The build updates the rows in the log domain. If columns underflowed, it updates them first.
     """
     kernel, true = problem.kernel, jnp.ones_like(progress.done)
+    # An exact column update costs as much as a build, so that it is done only if a column was lost.
     q = jax.lax.cond(
         progress.lost,
         lambda: kernel.update_columns(progress.kernel, problem.log_a),
@@ -465,6 +487,8 @@ def _build(problem: _Problem, progress: _Progress) -> _Progress:
     built = kernel.build(progress.kernel._replace(q=q), problem.log_b)
     usable = progress.usable & jnp.all(jnp.where(problem.live, jnp.isfinite(built.q), True))
     own_rows = jnp.all(jnp.where(problem.live_rows, jnp.isfinite(built.p), True))
+    # All devices must agree, or their loops would end at different turns and the next all-reduce
+    # would wait for ever.
     usable &= sharding.pmax((~own_rows).astype(jnp.int32), kernel.axes) == 0
     progress = progress._replace(
         kernel=built, fresh=true, rebuild=~true, usable=usable, done=~usable
@@ -523,6 +547,8 @@ def _potentials_of(init_v: Array, log_b: Array, limit: Array) -> Array:
             f"init_v: has shape {jnp.shape(init_v)} but the affinity has {log_b.size} columns; "
             "pass the scalings of a problem of the same size"
         )
+    # Columns without a usable guess start at 0, as in textbook Sinkhorn. Only differences of v
+    # count, so that the largest becomes 0.
     live = ~jnp.isneginf(log_b)
     usable = live & jnp.isfinite(init_v)
     guess = jnp.where(usable, init_v, 0.0) - jnp.where(usable, log_b, 0.0)
@@ -546,14 +572,14 @@ def solve(
     has one all-reduce of length m. Every loop is bounded by `max_iterations`.
 
     Args:
-        kernel: how to read K and where to keep A.
-        log_a: log-weights of the rows, -inf for padding.
-        log_b: log-weights of the columns, -inf for padding.
-        epsilon: regularisation.
-        tolerance: error of the columns at which to stop.
-        max_iterations: number of sweeps at which to stop.
-        widest: largest range of K within a row, by which the first epsilon is chosen.
-        init_v: column log-scalings to start from, instead of epsilon-scaling.
+        kernel: How to read K and where to keep A.
+        log_a: Log-weights of the rows, -inf for padding.
+        log_b: Log-weights of the columns, -inf for padding.
+        epsilon: Regularisation.
+        tolerance: Error of the columns at which to stop.
+        max_iterations: Number of sweeps at which to stop.
+        widest: Largest range of K within a row, by which the first epsilon is chosen.
+        init_v: Column log-scalings to start from, instead of epsilon-scaling.
 
     Returns:
         The scalings, and the kernel whose x and y make the plan. The error is infinite if epsilon
