@@ -1,14 +1,14 @@
-r"""Compares `align` with its teacher, SAIL, STRUCTURE and the paper's recipe on test splits.
+r"""Compares `align` with teachers, SAIL, STRUCTURE and the paper's recipe on test splits.
 
     python -m experiments.recipes --data=coco,flickr8k,rsicd,speech --pairs=500,1000,2000
     python -m experiments.recipes --data=coco --pairs=1000 --results=docs/results/recipes.jsonl \
         --show
     python -m experiments.recipes --data=pictures.npz --pairs=500 --recipes=CCA,align
 
-Results are kept in --results, see `experiments.store`. Running the command again resumes it. --show
-prints the results that are there and computes nothing. A .npz file has paired rows `image` and
-`text` with a `split` (train, val or test) each; with `label` (-1 where there is none) and `prompts`
-[classes, templates, width] it also has classes.
+Results are stored in --results (see `experiments.store`). Running the command again resumes it.
+--show prints stored results and computes nothing. A .npz file has the arrays `image` and `text`,
+whose rows are pairs, and the `split` (train, val or test) of every pair. For zero-shot scores it
+also has `label`, -1 for rows without a class, and `prompts` [classes, templates, width].
 """
 
 import dataclasses
@@ -26,17 +26,20 @@ from sotalign_jax import Aligner, align, checks, data, evaluation, heads, method
 from sotalign_jax.diagnostics import Mean
 
 _DATA = flags.DEFINE_list("data", ["coco"], "Data sets: coco, flickr8k, rsicd, speech, .npz files.")
-_PAIRS = flags.DEFINE_list("pairs", ["1000"], "Numbers of pairs.")
-_SEEDS = flags.DEFINE_integer("seeds", 3, "Seeds of each result.", lower_bound=1)
-_POOL = flags.DEFINE_enum("pool", "disjoint", photos.POOLS, "Kind of the unpaired pools.")
-_RECIPES = flags.DEFINE_list("recipes", None, "Rows of the table, all by default.")
+_PAIRS = flags.DEFINE_list("pairs", ["1000"], "Numbers of pairs to train on.")
+_SEEDS = flags.DEFINE_integer("seeds", 3, "Number of seeds of each result.", lower_bound=1)
+_POOL = flags.DEFINE_enum("pool", "disjoint", photos.POOLS, "Kind of the pools.")
+_RECIPES = flags.DEFINE_list("recipes", None, "Recipes to compare, all by default.")
 _RESULTS = cli.path_flag("results", "runs/recipes.jsonl", "File of the results.")
-_SHOW = flags.DEFINE_bool("show", False, "Print the results that are there, compute nothing.")
+_SHOW = flags.DEFINE_bool("show", False, "Print stored results and compute nothing.")
 
-# A recipe is a teacher, or the options of `align`. It reads unpaired rows for training, for the
-# calibration alone, or not at all. Every one is calibrated by the better epsilon on validation.
+# A recipe is a teacher, or options of `align`. "pools" is its use of the pools: "training",
+# "calibration" only, or "nothing". The scores of all recipes that are not calibrated by `align`
+# itself are calibrated here, with the epsilon that is better on validation, so that calibration
+# does not favour `align`.
 EITHER = {"pools": "calibration", "epsilons": [*recipe.EPSILONS]}
-PAPER = {"recipe": "paper", "steps": 100, "learning_rate": 2e-3, "dim": 512}  # sized for a CPU
+# Steps x learning rate is the paper's, see configs/files.py. 100 steps are feasible on a CPU.
+PAPER = {"recipe": "paper", "steps": 100, "learning_rate": 2e-3, "dim": 512}
 RECIPES: dict[str, dict[str, Any]] = {
     "CCA": {**EITHER, "teacher": "cca"},
     "tuned CCA": {**EITHER, "teacher": "tuned_cca"},
@@ -45,7 +48,7 @@ RECIPES: dict[str, dict[str, Any]] = {
     "STRUCTURE": {
         **EITHER,
         "align": {**PAPER, "learning_rate": 5e-4, "method": "structure"},
-        "options": {"warmup": 0},  # the published warm-up outlasts these runs
+        "options": {"warmup": 0},  # the published warm-up is longer than these runs
     },
     'recipe="paper"': {**EITHER, "align": PAPER, "pools": "training"},
     "align, pairs alone": {"align": {}, "teacher": "best_cca", "pools": "nothing"},
@@ -55,9 +58,19 @@ SCORES = ("R@1", "R@10", "calibrated R@1", "calibrated R@10")
 NAMES = ("data", "pairs", "pool", "seed", "recipe")
 
 
-@functools.lru_cache(2)
+@functools.lru_cache(2)  # one for the teacher's pairs, one for the pool of --pool
 def load(name: str, pairs: int, pool: str, seed: int) -> data.Dataset:
-    """Returns the data of a result."""
+    """Reads the data of a result.
+
+    Args:
+        name: Data set of the repository, or path of a .npz file.
+        pairs: Number of pairs.
+        pool: Kind of the pools, "disjoint" or "random".
+        seed: Seed of pairs and pools.
+
+    Returns:
+        Pairs, pools and galleries.
+    """
     options: dict[str, Any] = {"n_pairs": pairs, "pool": pool, "seed": seed}
     if not name.endswith(".npz"):
         options["zero_shot_on"] = None if name == "speech" else "imagenet"
@@ -76,14 +89,26 @@ def load(name: str, pairs: int, pool: str, seed: int) -> data.Dataset:
 
 @functools.cache
 def inputs(name: str) -> dict[str, str]:
-    """Returns fingerprints of the files that the data are read from."""
+    """Returns fingerprints of the files of a data set."""
     if name.endswith(".npz"):
         return {pathlib.Path(name).name: store.fingerprint(name)}
     return photos.fingerprints(name, *([] if name == "speech" else ["imagenet"]))
 
 
 def describe(name: str, pairs: int, pool: str, seed: int, label: str) -> dict[str, Any]:
-    """Returns the specification of a result."""
+    """Returns the specification of a result.
+
+    Args:
+        name: Data set of the repository, or path of a .npz file.
+        pairs: Number of pairs.
+        pool: Kind of the pools, "disjoint" or "random".
+        seed: Seed of pairs and pools.
+        label: Name of the recipe.
+
+    Returns:
+        Everything that the result depends on, as JSON values.
+    """
+    # Without pools the result is the same for every kind, and is computed once.
     pool = "none" if RECIPES[label]["pools"] == "nothing" else pool
     named = zip(NAMES, (pathlib.Path(name).stem, pairs, pool, seed, label), strict=True)
     return {**dict(named), "options": RECIPES[label], "inputs": inputs(name)}
@@ -91,7 +116,17 @@ def describe(name: str, pairs: int, pool: str, seed: int, label: str) -> dict[st
 
 @functools.lru_cache(1)
 def fit_teacher(kind: str, name: str, pairs: int, seed: int) -> tuple[Any, float]:
-    """Fits a teacher once for all recipes; returns the seconds of a core as well."""
+    """Fits a teacher. Recipes that follow each other share it.
+
+    Args:
+        kind: Name of the teacher in `training.TEACHERS`.
+        name: Data set of the repository, or path of a .npz file.
+        pairs: Number of pairs.
+        seed: Seed of the pairs and of the teacher.
+
+    Returns:
+        The teacher, and the processor seconds of the fit.
+    """
     rows, began = load(name, pairs, "disjoint", seed), time.process_time()
     options = {} if kind == "cca" else {"seed": seed}
     made = training.TEACHERS[kind](rows.pairs_x, rows.pairs_y, **options)
@@ -99,7 +134,16 @@ def fit_teacher(kind: str, name: str, pairs: int, seed: int) -> tuple[Any, float
 
 
 def fit(spec: store.Spec, name: str, dataset: data.Dataset) -> tuple[Aligner, float]:
-    """Returns the aligner that a recipe makes, and the seconds of a core that it takes."""
+    """Fits the aligner of a recipe.
+
+    Args:
+        spec: Specification of the result.
+        name: Data set of the repository, or path of a .npz file.
+        dataset: Data of the result.
+
+    Returns:
+        The aligner, and the processor seconds spent, including those of a shared teacher.
+    """
     chosen, seed = spec["options"], spec["seed"]
     pairs, spent = (dataset.pairs_x, dataset.pairs_y), 0.0
     options = {"val": dataset.val, "seed": seed, "progress": False, **chosen.get("align", {})}
@@ -119,7 +163,16 @@ def fit(spec: store.Spec, name: str, dataset: data.Dataset) -> tuple[Aligner, fl
 
 
 def compute(name: str, spec: store.Spec, needed: set[str]) -> store.Results:
-    """Computes the scores of a recipe on the test split."""
+    """Fits a recipe and scores it on the test split.
+
+    Args:
+        name: Data set of the repository, or path of a .npz file.
+        spec: Specification of the result.
+        needed: Unused: all scores are computed.
+
+    Returns:
+        Scores in percent, the candidate that `align` selected, and processor seconds.
+    """
     pool = "disjoint" if spec["pool"] == "none" else spec["pool"]
     dataset = load(name, spec["pairs"], pool, spec["seed"])
     model, seconds = fit(spec, name, dataset)
@@ -143,7 +196,17 @@ def tables(
     pairs: Sequence[int],
     labels: Sequence[str],
 ) -> dict[str, report.Table]:
-    """Returns a table for each score: a row for each recipe, a column for each number of pairs."""
+    """Returns a table for each score, with a row per recipe and a column per number of pairs.
+
+    Args:
+        known: Results by the values of `NAMES`.
+        name: Data set of the repository, or path of a .npz file.
+        pairs: Numbers of pairs.
+        labels: Names of the recipes.
+
+    Returns:
+        Tables by score. A score without results has no table.
+    """
 
     def cell(label: str, n: int, score: str) -> Mean | None:
         pool = "none" if RECIPES[label]["pools"] == "nothing" else _POOL.value
@@ -163,7 +226,7 @@ def tables(
 
 
 def main() -> None:
-    """Computes the results that are missing, and prints a table for each data set and score."""
+    """Computes missing results and prints a table for each data set and score."""
     labels = _RECIPES.value or [*RECIPES]
     for label in labels:
         checks.choice("recipes", label, tuple(RECIPES))
@@ -185,6 +248,7 @@ def main() -> None:
         known = {
             tuple(one.spec[key] for key in NAMES): one.results
             for one in kept.entries().values()
+            # A results file may hold results of recipes that have changed since.
             if one.spec["options"] == RECIPES.get(one.spec["recipe"])
         }
         for score, table in tables(known, name, pairs, labels).items():
