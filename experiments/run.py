@@ -265,6 +265,7 @@ def inputs(config: Config) -> dict[str, pathlib.Path]:
 
 def _files(paths: Config, options: dict[str, Any], *, test: bool) -> data.Dataset:
     """Reads the user's embedding files and splits them."""
+
     def load(name: str, *, required: bool = True) -> Any:
         with checks.naming(f"files.{name}: "):
             if required and not paths[name]:
