@@ -76,7 +76,7 @@ class Site:
         typical: Mean and standard deviation of the scores of text queries. The key is True for
             calibrated scores.
         top: Number of results.
-        lock: Held during a search, because encoders are not safe to use from several threads.
+        lock: Held during a search, so that requests use the encoders one after another.
     """
 
     model: model_lib.Model
