@@ -87,7 +87,7 @@ def random_problem(n: int) -> Problem:
     or saturated.
     """
     rng = np.random.default_rng(0)
-    scales = np.arange(1, 65) ** -0.5
+    scales = np.arange(1, 65) ** -0.5  # variances fall as 1 / i
 
     def pair() -> tuple[np.ndarray, np.ndarray]:
         mean = 0.5 * scales * rng.standard_normal(64)
@@ -260,6 +260,7 @@ def options(doc: str | None, argv: Sequence[str] | None, **defaults: Any) -> arg
             how = {"type": default}
         made.add_argument(f"--{name}", help=MEANING[name], **how)
     args = made.parse_args(argv)
+    # Results of tiny sizes must not overwrite those in the repository.
     if args.quick and args.out == RESULTS:
         args.out = QUICK
     return args

@@ -149,6 +149,7 @@ def compare(
         stem = out / f"convergence_{label}_{problem.name}_n{len(k)}"
         common.report(title, tables.Table([label, *SOLVERS], rows), stem)
         with common.figure(stem) as (ax,):
+            # Solvers that diverged leave a gap in their curve.
             curves = np.transpose(np.where(np.isfinite(errors), errors, np.nan))
             for name, curve in zip(SOLVERS, curves, strict=True):
                 ax.loglog(points, curve, "o-" if name == "ours" else "--", label=name)
@@ -203,6 +204,7 @@ def mean_sweeps(n: int, x: Array, y: Array, *options: float, int8: bool = False)
         *options: Epsilon and tolerance of `count_sweeps`.
         int8: Use an int8 kernel at first.
     """
+    # An incomplete last batch is left out.
     batches = [(x[i : i + n], y[i : i + n]) for i in range(0, len(x) - n + 1, n)]
     found = [count_sweeps(*batch, *options, int8=int8) for batch in batches]
     return [float(np.mean([one[kind] for one in found])) for kind in ("float32", "int8")]

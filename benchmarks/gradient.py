@@ -112,7 +112,7 @@ def measure(
     seconds = two / 2 * (textbook.student + textbook.teacher)
     room = MEMORY_SHARE * device.profile().memory / common.MEBIBYTE
 
-    @functools.cache
+    @functools.cache  # computed once for all arms
     def expected(from_features: bool) -> Any:
         reference = peers.OURS_OF_COSINES if from_features else peers.OURS
         return _gradient64(reference, small, target, 1e-10)
@@ -136,7 +136,7 @@ def measure(
             status = "does not fit"
         elif arm.name in slow:
             status = f"over {time_limit:g} s before"
-        elif arm.textbook and predicted > time_limit:
+        elif arm.textbook and predicted > time_limit:  # ours is faster than this prediction
             status = f"about {predicted:.0f} s"
         rows[arm.name] = Row(
             *(arm.name, len(problem.f), target.epsilon, status),

@@ -295,6 +295,7 @@ def predict(
         work += max(part.bytes / (1e9 * target.bandwidth), 1e3 * part.flops / peak)
         launches += part.launches * LAUNCH if target.platform == "gpu" else 0.0
         if count > 1:
+            # In a ring, each device sends this share of an array.
             sent = part.sent * (1 - 1 / count) / (1e6 * target.link)
             exchanges += sent + part.exchanges * LATENCY
     return work, launches, exchanges
@@ -307,6 +308,7 @@ def step_row(name: str, w: Workload) -> list[Any]:
     theirs = [sum(predict(published(w, i), target)) for i in (PUBLISHED, PUBLISHED_EXACT)]
     before: list[Any] = [sum(old), old[1]]
     others: list[Any] = [*theirs, theirs[0] / sum(new), theirs[1] / sum(exact)]
+    # Columns without a number: the device lacks memory for the published loss, or bfloat16.
     if large := 16 * w.unpaired**2 > target.gib * 2**30:  # four matrices of the published loss
         others = [None] * 4
     if large or not target.bf16:

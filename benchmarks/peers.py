@@ -212,7 +212,7 @@ def ott_danskin(target: Target, **options: Any) -> Callable[..., Any]:
     epsilon, epsilon_star, tolerance, most, most_star = target
 
     def loss(k: Array, k_star: Array) -> Any:
-        k_star = jax.lax.stop_gradient(k_star)
+        k_star = jax.lax.stop_gradient(k_star)  # the teacher is fixed
         plan = _ott(k_star, epsilon_star, tolerance, most_star, **options)
         out = _ott(k, epsilon, tolerance, most, **options)
         value = -(jnp.vdot(plan.matrix, k) + out.reg_ot_cost) / epsilon

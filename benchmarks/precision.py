@@ -61,7 +61,7 @@ def rounded(a: Array, b: Array, kind: str) -> Array:
         parts = []
         for _ in range(count):
             parts.append(jax.lax.reduce_precision(x, 8, bits))
-            x = x - parts[-1]
+            x = x - parts[-1]  # the next part holds the rounding error
         return parts
 
     left, right = split(a), split(b)
@@ -185,7 +185,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         steps=args.steps, unpaired_batch=args.n, eval_every=args.steps, learning_rate=1e-3
     )
     found = []
-    for kind in ("", *KINDS):
+    for kind in ("", *KINDS):  # "" is float32, the reference
         method = Rounded(alpha=1e-2, kinds=(kind,) * len(ROLES))
         trained, _ = training.fit(method, start, rows, config, teacher=teacher)
         assert rows.val is not None

@@ -19,7 +19,7 @@ from experiments import config as config_lib
 _DRY_RUN = flags.DEFINE_bool("dry_run", False, "Print the runs and the shapes of their data.")
 flags.declare_key_flag("config")
 flags.declare_key_flag("workdir")
-flags.adopt_module_key_flags(distributed)
+flags.adopt_module_key_flags(distributed)  # lists its flags in --help of this command
 
 CHOICES = {"methods": config_lib.METHODS, "data": config_lib.DATA}
 

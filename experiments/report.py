@@ -143,7 +143,7 @@ def png(figure: Any) -> bytes:
 
 def pyplot() -> Any:
     """Returns matplotlib.pyplot, set up to draw without a screen."""
-    import matplotlib
+    import matplotlib  # imported late, because it takes long
 
     matplotlib.use("agg")
     import matplotlib.pyplot as plt
@@ -312,7 +312,7 @@ def compare(configs: Configs, results: Results, workdir: pathlib.Path) -> None:
     parts = [section("Results", *shown)]
     for stem, title, table in compared:
         table.save(workdir / stem, title)
-    _, title, table = compared[0]  # the headline
+    _, title, table = compared[0]  # the first table is the headline
     if plot := comparison_plot(table):
         write(workdir / "comparison.png", plot)
         caption = f"{title}. Bars are means over seeds, lines are standard deviations."
@@ -322,6 +322,7 @@ def compare(configs: Configs, results: Results, workdir: pathlib.Path) -> None:
         if solver := curve_plots(folders, SOLVER_CURVES):
             shown.append(details("Solver diagnostics", small(SOLVER_HINT), plots(solver)))
         parts.append(section("Training", *shown))
+    # A failed run has no model to query.
     if labels.y and (folders[best] / persistence.FOLDER).exists():
         gallery = run_lib.load_dataset(configs[best]).test
         assert gallery is not None
@@ -437,6 +438,7 @@ def comparison_table(results: Results, split: str = "test") -> Table:
         [label, *(Mean([one[key] for one in own]) if own else None for key in scores)]
         for label, own in seeds.items()
     ]
+    # Calibration does not change the scores of a random ranking.
     levels = [f"{split}/chance/{key.removeprefix('calibrated/')}" for key in keys.values()]
     if common.intersection(levels):
         found = [{f"{one[key]:.2g}" for one in ended if key in one} for key in levels]
@@ -459,6 +461,7 @@ def comparison_plot(compared: Table) -> bytes | None:
     figure, _ = pyplot().subplots(1, len(shown), figsize=size, sharey=True, layout="constrained")
     for axes, name in zip(figure.axes, shown, strict=True):
         means = [columns[name][row] for row in order]
+        # NaN draws no error bar for a single seed.
         spreads = [getattr(mean, "spread", None) or np.nan for mean in means]
         lengths = [mean or 0.0 for mean in means]
         bars = axes.barh([labels[row] for row in order], lengths, 0.7, xerr=spreads, capsize=2)
@@ -494,7 +497,7 @@ def curve_plots(
             points = [(row["step"], float(row[key])) for row in log if key in row]
             if points:
                 lines.setdefault(name.rpartition("-seed")[0], []).append(np.transpose(points))
-        if not lines:
+        if not lines:  # closed-form methods have no steps
             continue
         figure, axes = pyplot().subplots(figsize=(4.5, 3), layout="constrained")
         for index, (label, seeds) in enumerate(lines.items()):

@@ -74,7 +74,7 @@ def _make(setup: runs.Setup, own: store.Store) -> None:
     with store.lock(own.path.with_name("lock")):
         report.save(page, made, setup, own, command)
     print("\n".join(report.markdown(table, setup) for table in made))
-    print(f"Tables and figures are in {page} and beside it, numbers as CSV in {own.path.parent}")
+    print(f"The page is {page}, with its figures beside it. CSV files are in {own.path.parent}")
     if failures:
         raise FloatingPointError(f"{len(failures)} cells failed, named above")
 

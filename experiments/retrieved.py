@@ -85,6 +85,7 @@ def labels_of(config: FrozenConfigDict) -> Labels:
         return nouns._replace(x=[f"{photos.LABELLED[name]} {i}" for i in ids], y=said, links=links)
     test_x = pathlib.Path(files.split_key(config.data.files.test_x or "")[0]).expanduser()
     noted = test_x.parent / extraction.TEST
+    # Other files have no names and texts, only rows.
     if not config.data.files.test_x or not config.data.test or not noted.exists():
         return Labels()
     kept = workdir.read_json(noted)  # written by experiments.pair beside the test files
@@ -111,6 +112,7 @@ def find(
         The queries with the texts found.
     """
     count = min(200, len(gallery.x))
+    # The same seed for all models, so that their examples can be compared.
     asked = np.random.default_rng(0).choice(len(gallery.x), count, replace=False)
     f, g = model.embed_x(gallery.x[asked]), model.embed_y(gallery.y)
     bias = model.calibration.y(g) if calibrated and model.calibration else 0.0

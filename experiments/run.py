@@ -120,7 +120,7 @@ def _finished(config: Config, folder: pathlib.Path) -> Results | None:
         # carry the model to the other processes: the first one returns None in its place.
         distributed.agree(lambda: Aligner.load(folder) and None)
     except checks.InputError as error:
-        progress.say(f"{error}: making it again", show=distributed.is_first())
+        progress.say(f"{error}; training it again", show=distributed.is_first())
         return None
     return distributed.agree(lambda: workdir_lib.read_json(ended))
 

@@ -59,7 +59,7 @@ def main() -> None:
     queries += [pathlib.Path(file).expanduser() for file in _PICTURE.value]
     if not queries:
         raise checks.InputError("query is not set; pass --query, --queries or --query_image")
-    if (images is None) == (texts is None):
+    if (images is None) == (texts is None):  # both or none
         raise checks.InputError("pass either --images or --texts")
     searched, calibrated = images or texts, model_flags.CALIBRATED.value
     searcher = model_flags.load(searched)
@@ -70,12 +70,13 @@ def main() -> None:
         hits = searcher.search(query, model_flags.TOP.value, calibrated=calibrated)
         rows = [[rank, hit.score, hit.id] for rank, hit in enumerate(hits, 1)]
         table = report.Table(["rank", score, kind], rows, digits=3)
+        # Flushed, because the next query may take a while.
         print(f"{title}\n\n{table}\n" if len(queries) > 1 else table, flush=True)
         part = shown(query, hits, images)
         parts.append(report.section(title, part) if len(queries) > 1 else part)
     below = report.small(f"The best {kind}s in {searched}, each with its {score}.")
     report.write(_PAGE.value, report.page(", ".join(titles[:3]), below, *parts))
-    print(f"\nto look at: {_PAGE.value}")
+    print(f"\nThe page is {_PAGE.value}")
 
 
 if __name__ == "__main__":

@@ -263,7 +263,7 @@ def training_pairs(aligned: aligner.Aligner, side: str) -> np.ndarray | None:
     try:
         dataset = run_lib.load_dataset(FrozenConfigDict(settings))
     except checks.InputError as error:
-        print(f"results do not show which pictures were trained on: {error}", file=sys.stderr)
+        print(f"training pictures are unknown and will not be marked: {error}", file=sys.stderr)
         return None
     return _unit(dataset.pairs_x if side == "x" else dataset.pairs_y)
 

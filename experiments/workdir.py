@@ -411,7 +411,7 @@ class Recorder(contextlib.ExitStack, progress_lib.Observer):
         except Exception as error:  # orbax raises many kinds for damaged files
             where = self._folder / "checkpoints" / str(step)
             text = f"checkpoints: {where} cannot be restored ({checks.first_line(error)})"
-            remedy = "remove it to continue from the one before, or choose another --workdir"
+            remedy = "remove it to resume from the checkpoint before, or choose another --workdir"
             raise OSError(f"{text}; {remedy}") from error
 
         def like(leaf: Any, array: np.ndarray) -> Any:
@@ -450,7 +450,7 @@ class Recorder(contextlib.ExitStack, progress_lib.Observer):
                 thread.submit(self._checkpoints.save, step, args=arrays).result()
         except (OSError, ValueError) as error:  # tensorstore has a ValueError for a full disk
             text = f"step {step} was not saved in {self._folder} ({checks.first_line(error)})"
-            remedy = "start again with the same --workdir to go on from the one before"
+            remedy = "run the command again to resume from the checkpoint before"
             raise OSError(f"checkpoints: {text}; {remedy}") from error
 
 

@@ -45,6 +45,7 @@ def main() -> None:
     source = datasets.open_dataset(_DATA.value, root, split=_SPLIT.value, captions=captions)
     loading: dict[str, Any] = {flag.name: flag.value for flag in _LOADING}
     encoder = encoders.load(_ENCODER.value, **loading)
+    # Stored in the metadata: a resumed extraction must describe the same data.
     data = {"name": _DATA.value, "root": str(root), "split": _SPLIT.value}
     data["captions"] = None if captions is None else str(captions)
     options: dict[str, Any] = {flag.name: flag.value for flag in _EXTRACTION}
@@ -52,7 +53,7 @@ def main() -> None:
     count, width = metadata["shape"]
     print(f"{count} embeddings of width {width} are in {out / extraction.EMBEDDINGS}")
     if metadata["skipped"]:
-        print(f"{metadata['skipped']} more have none, for reasons in {out / extraction.SKIPPED}")
+        print(f"{metadata['skipped']} items were skipped; see {out / extraction.SKIPPED}")
 
 
 if __name__ == "__main__":

@@ -220,7 +220,7 @@ def _embed(
                     reason = one.reason or "duplicate id; the first one is kept"
                     line(SKIPPED, id=item.id, reason=reason)
                     continue
-                if not ids:
+                if not ids:  # the width is known with the first embedding
                     write_header(growing[EMBEDDINGS], dtype, (0, len(one.row)))
                 ids.add(item.id)
                 told = {} if one.text is None else {"text": one.text}
@@ -455,6 +455,7 @@ def _zero_shot(x: Embeddings, y: Embeddings) -> Arrays:
     if counts.min() != counts.max():
         text = f"zero_shot: classes have {counts.min()} to {counts.max()} prompts"
         raise checks.InputError(f"{text}; extract the prompts again, without --limit")
+    # A stable sort keeps the templates of a class in order.
     prompts = y.rows[np.argsort(of_prompts, kind="stable")]
     return {
         "zero_shot_x": np.asarray(x.rows),

@@ -194,11 +194,12 @@ class Model:
         feature = self._features(side, [query])[0]
         scores = self.searched.features @ feature + self._bias(side, calibrated)
         origins = self.searched.embeddings.origins
-        best = np.argsort(-scores, kind="stable")[:k]
+        best = np.argsort(-scores, kind="stable")[:k]  # stable: equal scores keep the row order
         return [Hit(origins[row].id, float(scores[row]), int(row)) for row in best]
 
     def side_of(self, query: Content) -> str:
         """Returns the side whose encoder reads a query, "x" or "y"."""
+        # Only a text is a str. Any other query has the modality that is not text.
         others = [e.modality for e in self.encoders.values() if e.modality != "text"]
         return self._side("text" if isinstance(query, str) else (*others, "image")[0])
 
@@ -232,7 +233,7 @@ class Model:
     def _side(self, modality: str) -> str:
         """Returns the side with an encoder of this modality."""
         sides = [side for side, own in self.encoders.items() if own.modality == modality]
-        if len(sides) != 1:
+        if len(sides) != 1:  # none, or both sides have this modality
             has = " and ".join(own.modality for own in self.encoders.values())
             remedy = "use model.encoders and model.aligner"
             raise checks.InputError(f"{modality} needs its own encoder, got {has}; {remedy}")
@@ -303,6 +304,7 @@ def load(
             with, or a package is missing.
     """
     folder = pathlib.Path(path).expanduser()
+    # The work folder of a single run is accepted in place of the folder of that run.
     below = sorted(folder.glob(f"*/{persistence.FOLDER}"))
     folder = below[0].parent if len(below) == 1 else folder
     aligned = aligner.Aligner.load(folder)
@@ -355,6 +357,7 @@ def load_encoder(
         raise checks.InputError(f"{text}; pass --{side}_encoder=NAME")
     described = known[side]
     options["max_length"] = described.get("max_length")
+    # The pooling of sentence-transformers is a list of modules, which the model brings along.
     if isinstance(described.get("pooling"), str):
         options["pool"] = described["pooling"]
     encoder = encoders.load(described["name"], weights=weights, **options)

@@ -29,6 +29,7 @@ def _along(labels: list[str]) -> tuple[np.ndarray, bool]:
         values = np.array([float(label.rpartition("=")[2].split()[0]) for label in labels])
     except ValueError:
         return np.arange(len(labels), dtype=float), False
+    # A logarithmic axis is clearer from a factor of 10 on.
     spans = len(values) > 1 and values.min() > 0 and values.max() / values.min() >= 10
     return (values, True) if spans else (np.arange(len(labels), dtype=float), False)
 

@@ -90,7 +90,7 @@ def minutes(store: Store, made: Iterable[Table]) -> dict[str, float]:
     """
     known, found = store.entries(), {}
     seen: set[str] = set()
-    for table in made:
+    for table in made:  # the sum over tables must be the time of the whole reproduction
         keys = {key_of(spec) for panel in table.panels for _, spec, _ in panel.cells()}
         found[table.name] = sum(known[k].seconds for k in (keys - seen) & known.keys()) / 60
         seen |= keys
@@ -106,7 +106,7 @@ def listing(setup: Setup, store: Store) -> str:
     """
     made = [tables.make(name, setup) for name in tables.TABLES]
     taken = minutes(store, made)
-    width = 3 if any(taken.values()) else 2
+    width = 3 if any(taken.values()) else 2  # without stored results there are no minutes to show
     rows = [[t.name, t.title + ("" if t.panels else " (needs files)"), taken[t.name]] for t in made]
     headers, rows = ["", "shows", "processor minutes"][:width], [row[:width] for row in rows]
     named = [[name, holds] for name, (_, holds) in KNOWN.items()]
@@ -229,6 +229,7 @@ def save(path: pathlib.Path, made: list[Table], setup: Setup, store: Store, comm
             name, options = table.plot
             figure = getattr(plots, name)(table.panels, **options)
             report.write(path.with_name(FIGURES) / f"{table.name}.png", report.png(figure))
+    # The cells of a page are stored beside it, unless that file is the store itself.
     if path.with_name(CELLS).resolve() != store.path.resolve():
         cells = [cell for table in made for panel in table.panels for cell in panel.cells()]
         report.write(path.with_name(CELLS), store.lines(key_of(spec) for _, spec, _ in cells))

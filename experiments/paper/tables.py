@@ -112,7 +112,7 @@ def placeholders(setup: Setup) -> Values:
     ways = (("I2T", "x_to_y"), ("T2I", "y_to_x"))
     pools, drawn = _pools(setup), (*names.collections, "noise")
     images, texts = (shown(*(name for name in drawn if at.has(name, side))) for side in "xy")
-    has_sets = len(images) > 2 < len(texts)
+    has_sets = len(images) > 2 < len(texts)  # besides the main source and noise
     retrieval = paper.DATA["shared"]["retrieval"].items()
     return {
         **sizes,
@@ -222,7 +222,7 @@ def _fill(value: Any, known: Values) -> Any:
 
 
 def _claims(raw: Values, rows: Values, columns: Values, values: Values) -> Claims:
-    """Returns the claims of a panel: pairs of places of which the first has more."""
+    """Returns the claims of a panel."""
     judged = [name for name in columns if name not in raw.get("unjudged", ())]
     claims = {name: (tuple(a), tuple(b)) for name, (a, b) in raw.get("claims", {}).items()}
     if column := raw.get("last_above_first"):
@@ -231,6 +231,7 @@ def _claims(raw: Values, rows: Values, columns: Values, values: Values) -> Claim
     for kind, others in {"above": judged, "columns_above": list(rows)}.items():
         listed = [(one, known) for one in raw.get(kind, ()) for known in _points(one[0], values)]
         pairs = [[label.format(**known) for label in one] for one, known in listed]
+        # Claims against the same place follow each other, so that the verdict lists them together.
         for low, group in itertools.groupby(pairs, key=lambda pair: pair[1]):
             for other, (high, _) in itertools.product(others, list(group)):
                 places = ((high, other), (low, other))
@@ -243,6 +244,7 @@ def _claims(raw: Values, rows: Values, columns: Values, values: Values) -> Claim
 def _gain(key: str, high: str, low: str, columns: str) -> float:
     """Returns the paper's mean gain, over rows that differ only in `high` and `low`."""
     table = paper_results()[key]
+    # A row whose name does not contain `high` is no half of a pair.
     pairs = [(row, re.sub(high, low, row)) for row in table]
     places = itertools.product([pair for pair in pairs if pair[0] != pair[1]], columns.split())
     return float(np.mean([table[row][c] - table[under][c] for (row, under), c in places]))
