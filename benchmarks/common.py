@@ -1,4 +1,4 @@
-"""What the benchmarks share: problems to measure on, clocks, and where results go."""
+"""Shared code of the benchmarks: problems, timing, memory, flags and reports."""
 
 import argparse
 import contextlib
@@ -25,33 +25,33 @@ RESULTS = pathlib.Path(__file__).parent / "results"
 QUICK = pathlib.Path("runs") / "benchmarks"
 MEBIBYTE = 2**20
 MEANING = {
-    "arms": "which to measure beside ours: a regular expression",
+    "arms": "regular expression that selects the arms to measure beside ours",
     "budgets": "numbers of passes over K",
-    "data": "what to measure on",
-    "devices": "how many devices share a step",
+    "data": "data to measure on",
+    "devices": "number of devices that share a step",
     "dim": "width of the heads",
     "epsilon": "regularisations; gradient's headline takes the student's and the teacher's",
-    "max_iterations": "most iterations of any solver",
+    "max_iterations": "limit of iterations of all solvers",
     "n": "rows per side",
-    "only": "number of the one problem to show in full",
+    "only": "number of a single problem to show in full",
     "pairs": "pairs in a batch",
-    "problems": "how many problems to draw",
-    "repeats": "how often each is timed",
-    "seed": "decides which problems are drawn",
-    "step": "the training step instead of the loss alone",
+    "problems": "number of problems to draw",
+    "repeats": "number of timings of each arm",
+    "seed": "seed of the problems",
+    "step": "compile the training step instead of the loss",
     "steps": "training steps",
-    "sweep": "every arm against epsilon",
+    "sweep": "measure all arms at several epsilons",
     "sweeps": "count the sweeps of a training step",
-    "targets": "devices to compile for or to predict the time of",
-    "time_limit": "seconds after which an arm is too slow to time",
+    "targets": "devices to compile for or to predict times of",
+    "time_limit": "seconds after which an arm is not timed any more",
     "tolerance": "marginal error to reach",
     "unpaired": "unpaired rows per side in a batch",
 }
-"""What the flags of all benchmarks mean."""
+"""Help texts of the flags of all benchmarks."""
 
 
 class Problem(NamedTuple):
-    """Unit features of n samples a side: the student's f, g and the teacher's z, w."""
+    """Unit features of n samples per side: f and g of the student, z and w of the teacher."""
 
     name: str
     f: Float[np.ndarray, "n d"]
@@ -60,15 +60,16 @@ class Problem(NamedTuple):
     w: Float[np.ndarray, "n e"]
 
     def first(self, n: int) -> "Problem":
+        """Returns the problem of the first n samples."""
         return Problem(self.name, *(x[:n] for x in self[1:]))
 
     def features(self) -> tuple[Array, Array, Array, Array]:
-        """f, g, z, w in JAX's default precision: float64 under `jax.enable_x64`."""
+        """Returns f, g, z and w in JAX's default precision, float64 under `jax.enable_x64`."""
         f, g, z, w = (jnp.asarray(x, float) for x in self[1:])
         return f, g, z, w
 
     def affinities(self) -> tuple[Array, Array]:
-        """K and K*."""
+        """Returns the affinities K of the student and K* of the teacher."""
         f, g, z, w = self.features()
         return affinity.dot(f, g.T), affinity.dot(z, w.T)
 
@@ -79,13 +80,14 @@ def _unit(x: Any) -> np.ndarray:
 
 
 def random_problem(n: int) -> Problem:
-    """Anisotropic Gaussian features around a common mean, the two sides drawn independently.
+    """Draws anisotropic Gaussian features around a common mean, independently for both sides.
 
-    Encoders' embeddings are anisotropic too, and unpaired samples have no true partner. Isotropic
-    features in many dimensions, or noisy copies, would be easy: their plan is flat or saturated.
+    Embeddings of real encoders are anisotropic, too, and unpaired samples have no true partner.
+    Isotropic features in many dimensions, or noisy copies, would be too easy: their plans are flat
+    or saturated.
     """
     rng = np.random.default_rng(0)
-    scales = np.arange(1, 65) ** -0.5
+    scales = np.arange(1, 65) ** -0.5  # variances fall as 1 / i
 
     def pair() -> tuple[np.ndarray, np.ndarray]:
         mean = 0.5 * scales * rng.standard_normal(64)
@@ -96,7 +98,18 @@ def random_problem(n: int) -> Problem:
 
 
 def photos_problem(n: int, n_pairs: int = 1000) -> Problem:
-    """Unpaired COCO photographs and captions: CCA teacher, briefly trained contrastive student."""
+    """Returns features of unpaired COCO photographs and captions.
+
+    Args:
+        n: Number of samples per side.
+        n_pairs: Number of pairs that teacher and student are fitted on.
+
+    Returns:
+        Features of a CCA teacher and of a briefly trained contrastive student.
+
+    Raises:
+        InputError: There are fewer than n unpaired photographs or captions.
+    """
     rows = photos.dataset("coco", n_pairs=n_pairs, test=False)
     if n > min(len(rows.pool_x), len(rows.pool_y)):
         raise checks.InputError(
@@ -113,20 +126,35 @@ DATA = ("photos", "random")
 
 
 def problem(name: str, n: int, *, quick: bool = False) -> Problem:
-    """One of `DATA`; `quick` fits the maps of photographs on few pairs."""
+    """Returns a problem by name.
+
+    Args:
+        name: One of `DATA`.
+        n: Number of samples per side.
+        quick: Fit the maps of photographs on few pairs.
+    """
     return random_problem(n) if name == "random" else photos_problem(n, 100 if quick else 1000)
 
 
 def marginal_error(k: Array, u: Array, v: Array, epsilon: float) -> float:
-    """max(||P 1 - 1/n||_1, ||P^T 1 - 1/m||_1) of exp(K/eps + u + v), in float64 on the host.
+    """Computes the marginal error of a plan in float64 on the host.
 
-    The same judge for every solver, whatever it says of itself.
+        max(||P 1 - 1/n||_1, ||P^T 1 - 1/m||_1)  with  P = exp(K/epsilon + u + v)
+
+    All solvers are measured by this function, so that their own estimates do not matter.
+
+    Args:
+        k: Affinities, shape [n, m].
+        u: Log-scalings of the rows.
+        v: Log-scalings of the columns.
+        epsilon: Regularization.
     """
     rows, shift = np.asarray(u, np.float64), np.asarray(v, np.float64)
     n, m = k.shape
     columns, row_error = np.zeros(m), 0.0
-    for start in range(0, n, 256):
+    for start in range(0, n, 256):  # by blocks, because a float64 plan may not fit into memory
         block = np.asarray(k[start : start + 256], np.float64) / epsilon
+        # A solver that diverged must give a large error, not an overflow warning.
         plan = np.exp(np.minimum(block + rows[start : start + 256, None] + shift, 700.0))
         row_error += float(np.abs(plan.sum(1) - 1 / n).sum())
         columns += plan.sum(0)
@@ -134,7 +162,7 @@ def marginal_error(k: Array, u: Array, v: Array, epsilon: float) -> float:
 
 
 def relative(x: Any, reference: Any) -> float:
-    """||x - reference|| / ||reference|| over all leaves; infinite when not finite."""
+    """Returns ||x - reference|| / ||reference|| over all leaves, or infinity if not finite."""
     flat, target = (
         np.concatenate([np.ravel(np.asarray(leaf, np.float64)) for leaf in jax.tree.leaves(tree)])
         for tree in (x, reference)
@@ -150,11 +178,20 @@ def time_interleaved(
     title: str = "timing",
     keep: Callable[[Any], Any] = lambda out: None,
 ) -> tuple[dict[str, float], dict[str, Any]]:
-    """Least seconds of each call over rounds that run all of them in turn, and keep(output).
+    """Times calls in rounds that run all of them in turn.
 
-    Other jobs on the machine slow all calls of a round alike, so that ratios of minima hold. The
-    outputs come from the timed calls: JAX runs programs asynchronously, and one started
-    beforehand and not waited for would be charged to whichever call is timed first.
+    Other jobs on the machine slow down all calls of a round alike, so that ratios of the minima are
+    reliable. Outputs come from the timed calls: JAX runs programs asynchronously, so that a program
+    started before and not waited for would be charged to the first timed call.
+
+    Args:
+        calls: Functions to time, by name.
+        repeats: Number of rounds.
+        title: Title of the progress bar.
+        keep: Function that selects the part of an output to return.
+
+    Returns:
+        The least seconds and the kept output of each call.
     """
     best = dict.fromkeys(calls, float("inf"))
     kept = {}
@@ -166,14 +203,14 @@ def time_interleaved(
                 out = jax.block_until_ready(call())
                 best[name] = min(best[name], time.perf_counter() - start)
                 kept[name] = keep(out)
-                del out  # n x n gradients of several arms would not fit
+                del out  # the n x n gradients of several arms would not fit into memory
                 bar.update()
-            order.reverse()
+            order.reverse()  # no call is always timed after the same other one
     return best, kept
 
 
 def memory_of(compiled: jax.stages.Compiled) -> tuple[float, float]:
-    """MiB of temporaries, and with arguments and outputs: XLA's own account of its buffers."""
+    """Returns MiB of temporaries, and MiB with arguments and outputs, as XLA reports them."""
     analysis: Any = compiled.memory_analysis()
     temporary = analysis.temp_size_in_bytes
     total = temporary + analysis.argument_size_in_bytes + analysis.output_size_in_bytes
@@ -181,7 +218,7 @@ def memory_of(compiled: jax.stages.Compiled) -> tuple[float, float]:
 
 
 def machine() -> str:
-    """One line about the hardware and software, with the load while it ran."""
+    """Returns a line about hardware, software and current load."""
     load = ", ".join(f"{x:.1f}" for x in os.getloadavg())
     return (
         f"{jax.devices()[0].device_kind} {platform.machine()}, {os.cpu_count()} cores, "
@@ -194,9 +231,16 @@ class _Help(argparse.RawDescriptionHelpFormatter, argparse.ArgumentDefaultsHelpF
 
 
 def options(doc: str | None, argv: Sequence[str] | None, **defaults: Any) -> argparse.Namespace:
-    """Flags by their defaults: False is a switch, a list takes several, a tuple offers a choice.
+    """Parses the flags of a benchmark, which are described by their defaults.
 
-    A type stands for a flag without a default. What is --quick is not kept beside the results.
+    Args:
+        doc: Description for --help.
+        argv: Arguments, or None for those of the command line.
+        **defaults: Defaults by flag. False makes a switch, a list a flag with several values, and a
+            tuple a choice. A type makes a flag without a default.
+
+    Returns:
+        Values by flag. With --quick, results go to another folder.
 
     >>> options("", ["--n", "5", "7"], n=[1], data=("a", "b"), only=int).n
     [5, 7]
@@ -216,20 +260,27 @@ def options(doc: str | None, argv: Sequence[str] | None, **defaults: Any) -> arg
             how = {"type": default}
         made.add_argument(f"--{name}", help=MEANING[name], **how)
     args = made.parse_args(argv)
+    # Results of tiny sizes must not overwrite those in the repository.
     if args.quick and args.out == RESULTS:
         args.out = QUICK
     return args
 
 
 def report(title: str, table: tables.Table, stem: pathlib.Path | str) -> None:
-    """Prints a table in Markdown and writes it as CSV."""
+    """Prints a table in Markdown and writes it as CSV.
+
+    Args:
+        title: Title above the table.
+        table: The table.
+        stem: Path of the CSV file without its suffix.
+    """
     tables.write(pathlib.Path(f"{stem}.csv"), table.csv())
     print(f"\n{title}\n\n{table.markdown()}\n\n{machine()}", flush=True)
 
 
 @contextlib.contextmanager
 def figure(stem: pathlib.Path, columns: int = 1) -> Iterator[Any]:
-    """A row of axes to draw on, which is then written as `stem`.png."""
+    """Yields a row of axes to draw on, and writes the figure to `stem`.png."""
     made, axes = tables.pyplot().subplots(
         1, columns, figsize=(4.8 * columns, 3.6), layout="constrained", squeeze=False
     )
@@ -241,8 +292,9 @@ def figure(stem: pathlib.Path, columns: int = 1) -> Iterator[Any]:
 
 
 def run(main: Callable[[], None]) -> None:
-    """Runs a command; what the user can mend ends in one line."""
+    """Runs a command. Errors that the user can correct are printed in one line."""
     try:
+        # Figures are drawn at the end: a missing package must not cost hours of measurements.
         checks.require("matplotlib", extra="bench")
         main()
     except (checks.InputError, OSError) as error:

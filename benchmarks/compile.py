@@ -35,19 +35,26 @@ from sotalign_jax import checks, heads, klot_from_embeddings, methods, sampling,
 from sotalign_jax.ot import device, sharding
 
 GPUS = ["a100", "h100", "b200", "t4", "v100", "rtx3090", "rtx4090"]
-"""Files of `benchmarks/targets`."""
+"""GPUs with a description in `benchmarks/targets`."""
 TPUS = {"tpu-v3": ("v3:2x2", 15.48), "tpu-v4": ("v4:2x2x1", 15.25)}
 TPUS |= {"tpu-v5e": ("v5e:2x4", 15.75), "tpu-v6e": ("v6e:2x4", 31.25)}
-"""Slices, and GiB that a program may use of a device, which is one core of a v3 or v4."""
+"""Topology, and GiB of memory per device. A device is one core of a v3 or v4."""
 X64 = {"a100": ("float32, x64", "float64"), "tpu-v5e": ("float32, x64",)}
-"""Types of the targets that are compiled for with `jax_enable_x64` as well. XLA has no float64 for
-some operations on a TPU."""
+"""Types to compile with `jax_enable_x64`, by target. A TPU lacks float64 for some operations."""
 STEP = ["a100", "h100", "t4", "tpu-v5e"]
-"""Targets that the training step is compiled for by default."""
+"""Default targets of the training step."""
 
 
 def describe(name: str, count: int = 1) -> tuple[list[Any], device.Profile]:
-    """Returns `count` described devices of a target, and the library's profile of them."""
+    """Returns descriptions of the devices of a target, and the library's profile of them.
+
+    Args:
+        name: One of `GPUS` or `TPUS`.
+        count: Number of devices.
+
+    Raises:
+        InputError: The name is unknown, or the compiler is not installed.
+    """
     checks.choice("targets", name, (*GPUS, *TPUS))
     gpu = name in GPUS
     if importlib.util.find_spec("jax_cuda12_plugin" if gpu else "libtpu") is None:
@@ -56,7 +63,7 @@ def describe(name: str, count: int = 1) -> tuple[list[Any], device.Profile]:
     if gpu:
         file = pathlib.Path(__file__).parent / "targets" / f"{name}.txtpb"
         text, shape = file.read_text(encoding="utf-8"), f"1x1x{count}"
-        # JAX takes 75 % of a GPU's memory by default.
+        # By default, JAX reserves 75 % of a GPU's memory.
         gib = 0.75 * int(re.findall(r"device_memory_size: (\d+)", text)[0]) / 2**30
         found = topologies.get_topology_desc(platform="cuda", target_config=text, topology=shape)
     else:
@@ -85,7 +92,7 @@ class Workload:
 
     @property
     def widths(self) -> int:
-        """Numbers of a row of both modalities."""
+        """Sum of the widths of both modalities."""
         return self.width_x + self.width_y
 
 
@@ -98,7 +105,13 @@ def _placed(tree: Any, to: Any) -> Any:
 
 
 def lower_klot(w: Workload, where: Any, dtype: Any = jnp.float32) -> jax.stages.Lowered:
-    """Lowers the loss and its gradient in both features for one device."""
+    """Lowers the loss and its gradient with respect to both features, for one device.
+
+    Args:
+        w: Shapes.
+        where: The device.
+        dtype: Dtype of the features.
+    """
     widths = w.dim, w.dim, w.teacher_dim, w.teacher_dim
     features = [_shape(w.unpaired, width, dtype=dtype) for width in widths]
     gradient = jax.jit(jax.value_and_grad(klot_from_embeddings, argnums=(0, 1)))
@@ -128,7 +141,7 @@ def lower_step(w: Workload, where: Sequence[Any]) -> jax.stages.Lowered:
         key = jax.eval_shape(lambda: training.batch_key(config))
         one = jax.sharding.SingleDeviceSharding(where[0])
         return step.lower(*_placed((state, data, teacher, key), one))
-    # Several devices get the rows of each batch from their hosts.
+    # Several devices receive the rows of each batch from their hosts.
     mesh = jax.sharding.Mesh(np.array(where), ("rows",))
     everywhere = sharding.replicated(mesh)
     split: Any = [sharding.SplitRows.shape(x, mesh) for x in rows(w.unpaired)]
@@ -140,23 +153,33 @@ def lower_step(w: Workload, where: Sequence[Any]) -> jax.stages.Lowered:
 
 def compile_for(profile: device.Profile, lower: Callable[[], jax.stages.Lowered]) -> list[Any]:
     """Returns MiB of temporaries, MiB in all, seconds to compile, and "yes" or the error."""
-    jax.clear_caches()  # programs that were traced for another profile
+    jax.clear_caches()  # traces depend on the profile, which is not part of their key
     start = time.perf_counter()
     try:
         with device.compiling_for(profile):
             stats: Any = lower().compile().memory_analysis()
-    except Exception as error:  # the table is there to show what fails, whatever it is
+    except Exception as error:  # the table reports failures of any kind
         return [None, None, time.perf_counter() - start, checks.first_line(error)[:120]]
     kept = stats.argument_size_in_bytes + stats.output_size_in_bytes - stats.alias_size_in_bytes
     total = kept + stats.temp_size_in_bytes
-    if profile.name == "tpu":  # whose temporaries include fragmentation twice
+    if profile.name == "tpu":  # its temporaries count fragmentation twice
         total = stats.peak_memory_in_bytes
     sizes = ((total - kept) / common.MEBIBYTE, total / common.MEBIBYTE)
     return [*sizes, time.perf_counter() - start, "yes"]
 
 
 def rows_of(name: str, described: Any, w: Workload, args: Any) -> list[list[Any]]:
-    """Compiles the training step for a target, or the loss at every size and type."""
+    """Compiles the training step for a target, or the loss for all sizes and types.
+
+    Args:
+        name: Name of the target.
+        described: Result of `describe`.
+        w: Shapes of the training step.
+        args: Flags of the command.
+
+    Returns:
+        Rows of the table.
+    """
     where, profile = described
     if args.step:
         found = compile_for(profile, lambda: lower_step(w, where))
@@ -172,7 +195,7 @@ def rows_of(name: str, described: Any, w: Workload, args: Any) -> list[list[Any]
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Prints which programs compile, and their memory."""
+    """Compiles the programs for all targets and prints a table of their memory."""
     sizes = {"n": [1024, 4099, 22_768], "pairs": 10_000, "unpaired": 22_768}
     args = common.options(__doc__, argv, targets=["all"], step=False, devices=1, **sizes)
     checks.whole(1, devices=args.devices, unpaired=args.unpaired, pairs=args.pairs)
@@ -181,7 +204,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     if names == ["all"]:
         names = STEP if args.step else [*GPUS, *TPUS]
     w = Workload(args.pairs, args.unpaired)
-    described = {name: describe(name, args.devices) for name in names}  # before hours of work
+    # Describe all targets first: a missing compiler would otherwise show up after hours.
+    described = {name: describe(name, args.devices) for name in names}
     rows = [row for name in names for row in rows_of(name, described[name], w, args)]
     headers = ["target", "profile", "n", "dtype", "temporaries MiB", "total MiB", "s", "compiles"]
     what = f"step-{args.devices}" if args.step else "klot"

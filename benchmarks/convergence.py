@@ -1,13 +1,14 @@
-"""Compares how fast Sinkhorn's marginal error falls: textbook, published, over-relaxed and ours.
+"""Compares the convergence of Sinkhorn solvers: textbook, published, over-relaxed and ours.
 
     python -m benchmarks.convergence
     python -m benchmarks.convergence --sweeps --n 2048 4096 8192    # sweeps of a training step
 
-First the error after 100 passes over K against epsilon, then at epsilon 0.005 against passes. The
-paper's published code is textbook Sinkhorn that ends half a step later. A pass is one update of
-both scalings, which reads K (or its kernel) twice, whatever the solver.
-With --sweeps, counts the sweeps of both plans of a training step instead, with float32 kernels and
-with an int8 kernel for the teacher, as on a GPU or TPU.
+The first table has the marginal error after 100 passes over K for several epsilons, the second one
+at epsilon 0.005 for several numbers of passes. A pass is one update of both scalings, which reads K
+or its kernel twice in all solvers. The paper's published code is textbook Sinkhorn that ends half a
+step later.
+With --sweeps, the command counts the sweeps of both plans of a training step instead, with float32
+kernels and with an int8 kernel for the teacher, as on a GPU or TPU.
 """
 
 import collections
@@ -33,36 +34,60 @@ from sotalign_jax.ot.solver import solve
 PASSES = 100
 EPSILON, STUDENT_EPSILON = 0.005, 0.05
 TOLERANCES = (1e-2, 1e-4)
-"""Tolerances of training, and of the loss by default."""
+"""Default tolerances of training and of the loss."""
 SPARE_PASSES = 10
-"""Passes that ours may spend on building and rescaling its kernel, which its iterations do not
-count: it gets as many iterations fewer than the others get passes."""
+"""Passes that our solver may spend on building and rescaling its kernel. Its iterations do not
+count them, so it gets this many iterations less than other solvers get passes."""
 
 
 def judge(k: Array, plan: Plan) -> float:
-    """The plan's marginal error, measured in float64 from its scalings.
+    """Returns a plan's marginal error, computed in float64 from its scalings.
 
-    As scalings are float32 numbers, it can't be much below 1e-7 times the largest of them.
+    Scalings are float32, so the error cannot be much below 1e-7 times the largest of them.
     """
     return common.marginal_error(k, plan.u, plan.v, float(plan.epsilon))
 
 
 def textbook(k: Array, epsilon: float, passes: int, symmetric: bool = False) -> float:
-    """The error of plain Sinkhorn; `symmetric`, of the published code."""
+    """Returns the marginal error of textbook Sinkhorn or of the published code.
+
+    Args:
+        k: Affinities.
+        epsilon: Regularization.
+        passes: Number of iterations.
+        symmetric: Run the published code.
+    """
     limits: Any = {"epsilon": epsilon, "iterations": passes, "symmetric": symmetric}
     return judge(k, jax.jit(functools.partial(reference, **limits))(k))
 
 
 def ours_within(k: Array, epsilon: float, passes: int) -> float:
-    """The error our solver leaves when it may make so many passes."""
+    """Returns the marginal error of our solver.
+
+    Args:
+        k: Affinities.
+        epsilon: Regularization.
+        passes: Limit of passes over K.
+    """
     iterations = max(1, passes - min(SPARE_PASSES, passes // 2))
+    # A tolerance of 0 is never reached, so the solver uses all iterations.
     limits: Any = {"epsilon": epsilon, "tolerance": 0.0, "max_iterations": iterations}
     return judge(k, jax.jit(functools.partial(sinkhorn, **limits))(k))
 
 
 @jax.jit
 def over_relaxed(k: Array, epsilon: float, passes: int, omega: float) -> tuple[Array, Array]:
-    """(u, v) after log-domain iterations whose updates are stretched by omega."""
+    """Runs Sinkhorn in the log domain with updates multiplied by omega.
+
+    Args:
+        k: Affinities.
+        epsilon: Regularization.
+        passes: Number of iterations.
+        omega: Over-relaxation factor. 1 is textbook Sinkhorn.
+
+    Returns:
+        The log-scalings u and v.
+    """
     n, m = k.shape
 
     def step(_: Any, uv: tuple[Array, Array]) -> tuple[Array, Array]:
@@ -75,7 +100,14 @@ def over_relaxed(k: Array, epsilon: float, passes: int, omega: float) -> tuple[A
 
 
 def momentum(k: Array, epsilon: float, passes: int, omega: float) -> float:
-    """The error of over-relaxed Sinkhorn."""
+    """Returns the marginal error of over-relaxed Sinkhorn: see `over_relaxed`.
+
+    Args:
+        k: Affinities.
+        epsilon: Regularization.
+        passes: Number of iterations.
+        omega: Over-relaxation factor.
+    """
     u, v = over_relaxed(k, epsilon, passes, omega)
     return common.marginal_error(k, u, v, epsilon)
 
@@ -92,7 +124,15 @@ SOLVERS: dict[str, Callable[[Array, float, int], float]] = {
 def compare(
     problem: Problem, epsilons: Sequence[float], budgets: Sequence[int], out: pathlib.Path
 ) -> None:
-    """Both tables and their curves, on the teacher's affinity."""
+    """Reports both tables and their curves.
+
+    Args:
+        problem: Problem whose teacher's affinity is solved.
+        epsilons: Epsilons of the first table.
+        budgets: Passes of the second table.
+        out: Folder of the results.
+    """
+    # The teacher's epsilon is the smaller one, so its plan is the harder one.
     k = problem.affinities()[1]
     against = {
         "epsilon": (f"after {PASSES} passes over K", epsilons, [(x, PASSES) for x in epsilons]),
@@ -109,6 +149,7 @@ def compare(
         stem = out / f"convergence_{label}_{problem.name}_n{len(k)}"
         common.report(title, tables.Table([label, *SOLVERS], rows), stem)
         with common.figure(stem) as (ax,):
+            # Solvers that diverged leave a gap in their curve.
             curves = np.transpose(np.where(np.isfinite(errors), errors, np.nan))
             for name, curve in zip(SOLVERS, curves, strict=True):
                 ax.loglog(points, curve, "o-" if name == "ours" else "--", label=name)
@@ -118,11 +159,23 @@ def compare(
 
 
 def count_sweeps(x: Array, y: Array, epsilon: float, tolerance: float, *, int8: bool) -> Any:
-    """Counts the sweeps of a solve on cosines by the method that makes them."""
+    """Counts the sweeps of one solve.
+
+    Args:
+        x: Unit features of the rows.
+        y: Unit features of the columns.
+        epsilon: Regularization.
+        tolerance: Marginal error to reach.
+        int8: Use an int8 kernel at first.
+
+    Returns:
+        Numbers of "float32" and "int8" sweeps.
+    """
     counts: collections.Counter[str] = collections.Counter()
 
     class Counted(Kernel):
         def sweep(self, *args: Any) -> tuple[Array, Array]:
+            # The solver runs in a compiled loop. Only a callback sees each of its sweeps.
             jax.debug.callback(lambda: counts.update(["float32"]))
             return super().sweep(*args)
 
@@ -137,19 +190,34 @@ def count_sweeps(x: Array, y: Array, epsilon: float, tolerance: float, *, int8: 
         return solve(Counted(Cosines.of(x, y), int8=int8), weights, weights, **limits)[0].error
 
     assert jax.jit(error)(x, y) <= tolerance
-    jax.effects_barrier()
+    jax.effects_barrier()  # wait until all callbacks have run
     return counts
 
 
 def mean_sweeps(n: int, x: Array, y: Array, *options: float, int8: bool = False) -> list[float]:
-    """Returns mean float32 and int8 sweeps over all batches of n rows."""
+    """Returns the mean numbers of float32 and int8 sweeps over batches.
+
+    Args:
+        n: Rows per batch.
+        x: Unit features of all rows.
+        y: Unit features of all columns.
+        *options: Epsilon and tolerance of `count_sweeps`.
+        int8: Use an int8 kernel at first.
+    """
+    # An incomplete last batch is left out.
     batches = [(x[i : i + n], y[i : i + n]) for i in range(0, len(x) - n + 1, n)]
     found = [count_sweeps(*batch, *options, int8=int8) for batch in batches]
     return [float(np.mean([one[kind] for one in found])) for kind in ("float32", "int8")]
 
 
 def step_sweeps(problem: Problem, sizes: Sequence[int], out: pathlib.Path) -> None:
-    """Reports the sweeps of both plans of a training step."""
+    """Reports the sweeps of both plans of a training step.
+
+    Args:
+        problem: The problem.
+        sizes: Rows per batch.
+        out: Folder of the results.
+    """
     f, g, z, w = problem.features()
     rows = []
     for n, tolerance in itertools.product(sizes, TOLERANCES):
@@ -163,7 +231,7 @@ def step_sweeps(problem: Problem, sizes: Sequence[int], out: pathlib.Path) -> No
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Both tables for every number of rows."""
+    """Reports both tables for all numbers of rows, or the sweeps with --sweeps."""
     args = common.options(
         __doc__,
         argv,

@@ -1,10 +1,10 @@
-"""KLOT and its gradient, ours against other ways: time, memory and iterations.
+"""Measures time, memory and iterations of KLOT and its gradient, ours against other ways.
 
     python -m benchmarks.gradient            headline: ours against the strongest uses of ott-jax
-    python -m benchmarks.gradient --sweep    every arm against epsilon, the same for both plans
+    python -m benchmarks.gradient --sweep    all arms at several epsilons, equal for both plans
 
-No arm is timed before its gradient has been compared with ours in float64. What does not fit in
-memory, takes too long or has a wrong gradient is a row of the table, not a gap.
+The gradient of every arm is compared with ours in float64 before the arm is timed. An arm that does
+not fit in memory, takes too long or has a wrong gradient keeps its row in the table, with a status.
 """
 
 import functools
@@ -25,22 +25,22 @@ from sotalign_jax.ot import device
 
 HEADLINE = (*peers.ARMS[:2], peers.OURS_TIGHTER, peers.DANSKIN, peers.DANSKIN_MOMENTUM)
 MEMORY_SHARE = 0.25
-"""Share of the memory that a program may ask for."""
+"""Fraction of the device's memory that a program may use."""
 ROWS = 64
-"""An arm's gradient is compared with ours in float64, on few rows."""
+"""Number of rows on which gradients are compared, because float64 is slow."""
 COUNTED = 2048
-"""Rows on which the iterations of textbook Sinkhorn are counted: they hardly depend on n."""
+"""Rows on which iterations of textbook Sinkhorn are counted. They hardly depend on n."""
 CONVERGED = 1e-6
 MAX_ITERATIONS = 10_000
 WRONG = 1e-3
-"""Relative difference from our float64 gradient, of converged plans, above which it is wrong."""
+"""Relative difference from our float64 gradient above which a converged gradient is wrong."""
 
 
 class Row(NamedTuple):
-    """One arm at one epsilon; None is what was not measured.
+    """Measurements of one arm at one epsilon. None was not measured.
 
-    The gaps are relative differences from our converged gradient, all in float64: of plans that
-    are solved to `CONVERGED`, and to the tolerance that is asked for here.
+    `gap_converged` and `gap_here` are relative differences from our converged gradient in float64.
+    Plans are solved to `CONVERGED` for the first, and to the requested tolerance for the second.
     """
 
     arm: str
@@ -59,7 +59,7 @@ class Row(NamedTuple):
 
 
 def _gradient64(arm: Arm, problem: Problem, target: Target, tolerance: float) -> Any:
-    """An arm's gradient in float64 at another tolerance, whatever iterations it takes."""
+    """Returns an arm's gradient in float64 at another tolerance."""
     limit = MAX_ITERATIONS
     goal = target._replace(tolerance=tolerance, student=limit, teacher=limit)
     with jax.enable_x64(True):
@@ -71,12 +71,12 @@ def _gradient64(arm: Arm, problem: Problem, target: Target, tolerance: float) ->
 
 
 def _fixed(affinities: Any, target: Target) -> Target:
-    """As many iterations as textbook Sinkhorn takes, for loops that cannot stop by themselves."""
+    """Returns a target with the iterations of textbook Sinkhorn, for loops of fixed length."""
     student, teacher = (
         int(peers.plain_to_tolerance(k, epsilon, most, target.tolerance).iterations)
         for k, epsilon, most in zip(affinities, target[:2], target[3:], strict=True)
     )
-    # ott-jax looks at its error every 10 iterations, and must not stop by it.
+    # ott-jax checks its error every 10 iterations. A tolerance of 0 keeps it from stopping early.
     tens = {"student": -(-student // 10) * 10, "teacher": -(-teacher // 10) * 10}
     return target._replace(tolerance=0.0, **tens)
 
@@ -90,16 +90,29 @@ def measure(
     time_limit: float,
     slow: Collection[str] = (),
 ) -> list[Row]:
-    """Every arm at one epsilon: verified, weighed, and timed when it fits and is not `slow`."""
+    """Measures all arms at one epsilon.
+
+    Args:
+        problem: The problem to solve.
+        arms: Arms to measure.
+        target: Epsilons, tolerance and limits of iterations.
+        repeats: Number of timings.
+        time_limit: Seconds above which an arm is not timed.
+        slow: Names of arms that exceeded the limit before.
+
+    Returns:
+        A row per arm.
+    """
     small, affinities = problem.first(ROWS), problem.affinities()
     inputs = {True: problem.features(), False: affinities}
     textbook = _fixed(problem.first(COUNTED).affinities(), target)
     steps = functools.partial(peers.plain_to_tolerance, affinities[0], target.epsilon, 2, 0.0)
+    # Two iterations predict the time of an arm that would run for hours.
     two = common.time_interleaved({"": steps}, repeats=2)[0][""]
     seconds = two / 2 * (textbook.student + textbook.teacher)
     room = MEMORY_SHARE * device.profile().memory / common.MEBIBYTE
 
-    @functools.cache
+    @functools.cache  # computed once for all arms
     def expected(from_features: bool) -> Any:
         reference = peers.OURS_OF_COSINES if from_features else peers.OURS
         return _gradient64(reference, small, target, 1e-10)
@@ -115,6 +128,7 @@ def measure(
         given = inputs[arm.from_features]
         compiled = jax.jit(arm.value_and_grad(goal)).lower(*given).compile()
         temporary, whole = common.memory_of(compiled)
+        # The backward pass of an unrolled loop takes about as long as the loop.
         status, predicted = "ok", seconds * (2 if arm.unrolled else 1)
         if not converged < WRONG:
             status = "wrong gradient"
@@ -122,7 +136,7 @@ def measure(
             status = "does not fit"
         elif arm.name in slow:
             status = f"over {time_limit:g} s before"
-        elif arm.textbook and predicted > time_limit:
+        elif arm.textbook and predicted > time_limit:  # ours is faster than this prediction
             status = f"about {predicted:.0f} s"
         rows[arm.name] = Row(
             *(arm.name, len(problem.f), target.epsilon, status),
@@ -147,7 +161,13 @@ def measure(
 
 
 def draw(arms: Sequence[Arm], rows: Sequence[Row], stem: Any) -> None:
-    """Memory, time and iterations against epsilon."""
+    """Plots memory, time and iterations over epsilon.
+
+    Args:
+        arms: Arms that were measured.
+        rows: Their rows.
+        stem: Path of the figure without its suffix.
+    """
     with common.figure(stem, columns=3) as axes:
         for index, arm in enumerate(arms):
             own = [row for row in rows if row.arm == arm.name]
@@ -165,7 +185,7 @@ def draw(arms: Sequence[Arm], rows: Sequence[Row], stem: Any) -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Runs the headline, or with --sweep the table against epsilon."""
+    """Measures the headline, or all arms at several epsilons with --sweep."""
     args = common.options(
         __doc__,
         argv,
@@ -199,7 +219,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         slow = {row.arm for row in rows if (row.seconds or 0.0) > args.time_limit}
         rows += measure(problem, arms, target, slow=slow, **limits)
         table = tables.Table([name.replace("_", " ") for name in Row._fields], rows, digits=3)
-        common.report(title, table, stem)  # a large problem may be stopped before the last
+        common.report(title, table, stem)  # after each epsilon, in case the command is stopped
     if args.sweep:
         draw(arms, rows, stem)
 

@@ -1,17 +1,17 @@
-"""Predicts the time of the training step on accelerators, by arithmetic.
+"""Predicts the time of the training step on accelerators from data sheets.
 
     python -m benchmarks.model                          # the step, its parts, several devices
     python -m benchmarks.model --targets a100 --unpaired=100000
 
-Every part of the step is a line below: the bytes that it moves, the kernels that it launches, and
-the operations of its matrix products. A part takes
+Each part of the step is described by the bytes that it moves, the kernels that it launches, and the
+operations of its matrix products. A part takes
 
     max(bytes / bandwidth, operations / peak) + launches * 4 us + exchanges between devices.
 
-Bandwidth and peaks are those of data sheets. A product runs at the peak of the algorithm that the
-library chooses for its role (`sotalign_jax.ot.device`), and kernels are stored where the library
-stores them (`sotalign_jax.ot.blocks`). Caches and elementwise operations are not counted, and every
-kernel is assumed to reach its limit. Nothing was run on an accelerator.
+Bandwidths and peaks are those of data sheets. A product runs at the peak of the algorithm that the
+library chooses for its role (`sotalign_jax.ot.device`). Kernels of the solver are stored as the
+library stores them (`sotalign_jax.ot.blocks`). Caches and elementwise operations are not counted,
+and all programs are assumed to reach the limit of the device. Nothing is run on an accelerator.
 """
 
 import math
@@ -26,14 +26,14 @@ from sotalign_jax.ot import blocks, device
 
 
 class Device(NamedTuple):
-    """Peaks of a device. `device.profile` accepts it in place of a `jax.Device`.
+    """Data sheet of a device. `device.profile` accepts it in place of a `jax.Device`.
 
     Attributes:
         platform: "gpu" or "tpu".
-        compute_capability: of a GPU.
-        gib: memory that JAX may use; three quarters of a GPU.
+        compute_capability: That of a GPU, or "".
+        gib: GiB of memory that JAX may use, three quarters of a GPU.
         bandwidth: TB/s of memory.
-        float32: TFLOP/s of float32 products; six bfloat16 passes on a TPU.
+        float32: TFLOP/s of float32 products, which take six bfloat16 passes on a TPU.
         tf32: TFLOP/s of TF32 products.
         bf16: TFLOP/s of bfloat16 products, without sparsity.
         host: GB/s from the host.
@@ -51,11 +51,11 @@ class Device(NamedTuple):
     link: float
 
     def memory_stats(self) -> dict[str, int]:
-        """Returns the memory as a `jax.Device` does."""
+        """Returns the memory limit in the form of `jax.Device.memory_stats`."""
         return {"bytes_limit": int(self.gib * 2**30)}
 
     def peak(self, algorithm: Any) -> float:
-        """Returns the operations a second of products by an algorithm."""
+        """Returns the operations per second of matrix products by an algorithm."""
         peaks = {device.HIGHEST: self.float32, device.TF32: self.tf32}
         peaks[device.THREE_PASSES] = self.bf16 / 3
         return 1e12 * (peaks[algorithm] or math.nan)
@@ -74,24 +74,25 @@ DEVICES = {
     "tpu-v6e": Device("tpu", "", 32, 1.640, 918 / 6, 0, 918, 16, 180),
     "tpu-v5p": Device("tpu", "", 95, 2.765, 459 / 6, 0, 459, 16, 180),
 }
-"""Data sheets, but for the host's GB/s of TPUs, a guess. Links are NVLink, PCIe or ICI."""
+"""Values of data sheets, except for the host's GB/s of TPUs, which are guesses. Links are NVLink,
+PCIe or ICI."""
 LAUNCH, LATENCY = 4e-3, 25e-3
 """Milliseconds to launch a kernel on a GPU, and of a small exchange among the devices of one host.
-The kernels of a TPU program follow each other."""
+A TPU program has no launches."""
 LEVELS = 2
-"""How often the teacher's kernel is raised to the 4th power: epsilon* 0.005 starts at 0.08."""
+"""Number of times the teacher's kernel is raised to the 4th power, from epsilon 0.08 to 0.005."""
 
 
 class Code(NamedTuple):
-    """Sweeps of a version of the library, and their cost.
+    """Numbers of sweeps of a version of the library, and their cost.
 
     Attributes:
-        int8: sweeps of the teacher's plan over the int8 kernel.
-        exact: sweeps of the teacher's plan over the float32 kernel.
-        student: sweeps of the student's plan.
-        reads: how often a sweep reads the kernel.
-        launches: kernels that a sweep launches on a GPU.
-        profile: algorithms of all roles; None for the library's own.
+        int8: Sweeps of the teacher's plan over the int8 kernel.
+        exact: Sweeps of the teacher's plan over the float32 kernel.
+        student: Sweeps of the student's plan.
+        reads: Number of times that a sweep reads the kernel.
+        launches: Number of launches of a sweep on a GPU.
+        profile: Algorithms of all roles. None is the library's profile of the device.
     """
 
     int8: float
@@ -103,27 +104,30 @@ class Code(NamedTuple):
 
 
 NEW, NEW_EXACT = Code(34, 2, 5), Code(61, 3, 8)
-"""At the training tolerance 1e-2, and to 1e-4. Sweeps are means on COCO's photographs
-(`python -m benchmarks.convergence --sweeps`), launches were counted in the program for an A100."""
+"""Current code at the training tolerance of 1e-2, and at 1e-4. Sweeps are means on COCO's
+photographs (`python -m benchmarks.convergence --sweeps`). Launches were counted in the program for
+an A100."""
 _PASSES: Any = [device.THREE_PASSES] * 5
 OLD = Code(57, 4, 7, 1, 60, device.Profile("old", *_PASSES))
-"""The code before, to 1e-4: Pallas kernels read a kernel once, all products take three passes."""
+"""Earlier code at 1e-4, with Pallas kernels that read the Gibbs kernel once and products in three
+passes."""
 PUBLISHED, PUBLISHED_EXACT = 100 + 100, 610 + 20
-"""Log-sum-exp iterations of both plans: as published, which leaves the teacher at 1e-2, and to 1e-4
-(`python -m benchmarks.gradient --n 2048 --tolerance 1e-4`, ott-jax without momentum)."""
+"""Log-sum-exp iterations of both plans: 200 as published, which leave the teacher at an error of
+1e-2, and 630 for 1e-4 (`python -m benchmarks.gradient --n 2048 --tolerance 1e-4`, ott-jax without
+momentum)."""
 
 
 class Part(NamedTuple):
-    """Counts of a part of the step on one device.
+    """Cost of a part of the step on one device.
 
     Attributes:
-        name: of the part.
-        bytes: read from and written to the device's memory.
-        launches: of kernels.
-        flops: operations of matrix products.
-        role: of these products, a field of `device.Profile`.
-        sent: bytes of arrays that several devices gather or sum up.
-        exchanges: number of these arrays.
+        name: Name of the part.
+        bytes: Bytes read from and written to the device's memory.
+        launches: Number of kernel launches.
+        flops: Operations of matrix products.
+        role: Role of these products, a field of `device.Profile`.
+        sent: Bytes of arrays that several devices gather or sum up.
+        exchanges: Number of these arrays.
     """
 
     name: str
@@ -136,15 +140,16 @@ class Part(NamedTuple):
 
 
 def beside_klot(w: Workload, count: int) -> list[Part]:
-    """Counts the step without KLOT, on one of `count` devices."""
+    """Returns the parts of the step without KLOT, on one of `count` devices."""
     n, p, d, e, widths = w.unpaired / count, w.pairs / count, w.dim, w.teacher_dim, w.widths
     x, f, slabs, logits = (n + p) * widths, (n + p) * 2 * d, math.ceil(p / 1024), p * w.pairs
-    # One device keeps the pools and the teacher's features of y. Several get rows from their hosts.
+    # A single device keeps the pools and the teacher's features of y. Several devices receive the
+    # rows of a batch from their hosts.
     drawn, mapped = (n * (4 * widths + 8 * e), w.width_x) if count == 1 else (0, widths)
     siglip, gathered = 20 * logits + 16 * slabs * w.pairs * d, 8 * w.pairs * d
     return [
         Part("draw", drawn, 15),
-        # Rows are cast and normalised, in the backward pass again, and multiplied.
+        # Rows are cast, normalized and multiplied, in the backward pass once more.
         Part("heads", 20 * x + 12 * f, 50, 4 * x * d, "heads", 8 * widths * d, 2),
         Part("teacher's features", n * (12 * mapped + 36 * e), 20, 2 * n * mapped * e, "heads"),
         Part("SigLIP", siglip, 20 + 14 * slabs, 6 * logits * d, "siglip", gathered, 2),
@@ -155,14 +160,24 @@ def beside_klot(w: Workload, count: int) -> list[Part]:
 def build(
     plan: str, n: float, m: int, d: int, chip: bool, rows: int, stored: int, times: float
 ) -> list[Part]:
-    """Counts builds of a kernel: affinities by blocks of rows, then their exponentials.
+    """Returns the cost of building a kernel: affinities by blocks of rows, and their exponentials.
 
-    On a GPU a block is written by the product and read again for its maximum, its sum and each copy
-    of the kernel that is stored. A TPU keeps it on chip. `stored` are the bytes of an entry: 4 in
-    float32, 1 in int8, 5 in both.
+    On a GPU a block is written by the product and read again for its maximum, its sum and each
+    stored copy of the kernel. A TPU keeps it on chip.
+
+    Args:
+        plan: "teacher" or "student".
+        n: Rows on this device.
+        m: Columns.
+        d: Width of the features.
+        chip: True if blocks stay on chip, as on a TPU.
+        rows: Rows per block.
+        stored: Bytes per stored entry: 4 for float32, 1 for int8, 5 for both.
+        times: Number of builds.
     """
     slabs, kernel, reads = math.ceil(n / rows), 4 * n * m, 2 + (stored > 3) + stored % 2
-    product, rest = 4 * d * (n + slabs * m), 2 * stored * n * m  # memory is filled, then written
+    # XLA fills the memory of a kernel before the blocks are written, hence the factor 2.
+    product, rest = 4 * d * (n + slabs * m), 2 * stored * n * m
     if not chip:
         product, rest = product + kernel, rest + reads * kernel
     flops = times * 2 * n * m * d
@@ -173,15 +188,29 @@ def build(
 
 
 def sweeps(name: str, n: float, m: int, code: Code, count: float, entry: int) -> Part:
-    """Counts sweeps over a stored kernel with entries of so many bytes."""
+    """Returns the cost of sweeps over a stored kernel.
+
+    Args:
+        name: Name of the part.
+        n: Rows on this device.
+        m: Columns.
+        code: Cost of a sweep.
+        count: Number of sweeps.
+        entry: Bytes per entry of the kernel.
+    """
     read = count * code.reads * entry * n * m
     return Part(name, read, count * code.launches, sent=count * 8 * m, exchanges=count)
 
 
 def gradient(n: float, m: int, d: int, chip: bool, rows: int) -> list[Part]:
-    """Counts the gradient by blocks of rows: P - P*, its sums, its products with the features.
+    """Returns the cost of the gradient: P - P* by blocks of rows, its sums and its products.
 
-    On a GPU the sums of a block read it, or both kernels, again.
+    Args:
+        n: Rows on this device.
+        m: Columns.
+        d: Width of the features.
+        chip: True if blocks stay on chip, as on a TPU. Otherwise the sums read them again.
+        rows: Rows per block.
     """
     slabs, kernel = math.ceil(n / rows), 4 * n * m
     product, flops = 4 * d * (2 * n + 3 * slabs * m) + (0 if chip else 2) * kernel, 4 * n * m * d
@@ -193,14 +222,24 @@ def gradient(n: float, m: int, d: int, chip: bool, rows: int) -> list[Part]:
 
 
 def ours(w: Workload, target: Device, code: Code, count: int = 1) -> list[Part]:
-    """Counts the step with KLOT in closed form, on one of `count` devices."""
+    """Returns the parts of our step.
+
+    Args:
+        w: Shapes.
+        target: The device.
+        code: Numbers of sweeps.
+        count: Number of devices that share the step.
+
+    Raises:
+        InputError: The library would not use an int8 kernel, which this model assumes.
+    """
     n, m, chip = w.unpaired / count, w.unpaired, target.platform == "tpu"
     storage = blocks.storage(math.ceil(n), m, "float32", device.profile(target))
     stored, rows = storage.block_size is None, storage.block_size or blocks.BUILD_ROWS
     if not storage.int8:
         raise checks.InputError(f"unpaired: is {m}; pass a number whose int8 kernel pays and fits")
-    # Without a float32 kernel every level builds the int8 kernel anew, float32 sweeps compute their
-    # rows, and so does the gradient.
+    # Without a stored float32 kernel, each level builds the int8 kernel again, and float32 sweeps
+    # and the gradient compute its rows again.
     teacher = 1 + (not storage.both) + (0 if stored else LEVELS + code.exact)
     student = 1 if stored else 2 + code.exact
     parts = [
@@ -217,10 +256,14 @@ def ours(w: Workload, target: Device, code: Code, count: int = 1) -> list[Part]:
 
 
 def published(w: Workload, iterations: int) -> list[Part]:
-    """Counts the step with the published loss in the place of ours.
+    """Returns the parts of the step with the published loss.
 
     Its affinities are float32 products, the default of PyTorch. A log-sum-exp reads an affinity
     twice, and an iteration has two of them.
+
+    Args:
+        w: Shapes.
+        iterations: Iterations of both plans.
     """
     n, d, e, kernel = w.unpaired, w.dim, w.teacher_dim, 4 * w.unpaired**2
     return [
@@ -234,10 +277,16 @@ def published(w: Workload, iterations: int) -> list[Part]:
 def predict(
     parts: Sequence[Part], target: Device, code: Code = NEW, count: int = 1
 ) -> tuple[float, float, float]:
-    """Predicts the milliseconds of parts on one of `count` devices.
+    """Predicts the milliseconds of parts.
+
+    Args:
+        parts: Parts of a step.
+        target: The device.
+        code: Version of the library, whose profile is used.
+        count: Number of devices that share the step.
 
     Returns:
-        The time of bytes and products, of launches, and of exchanges. Their sum is the whole.
+        The times of bytes and products, of launches, and of exchanges. The step takes their sum.
     """
     profile = code.profile or device.profile(target)
     work = launches = exchanges = 0.0
@@ -246,18 +295,20 @@ def predict(
         work += max(part.bytes / (1e9 * target.bandwidth), 1e3 * part.flops / peak)
         launches += part.launches * LAUNCH if target.platform == "gpu" else 0.0
         if count > 1:
+            # In a ring, each device sends this share of an array.
             sent = part.sent * (1 - 1 / count) / (1e6 * target.link)
             exchanges += sent + part.exchanges * LATENCY
     return work, launches, exchanges
 
 
 def step_row(name: str, w: Workload) -> list[Any]:
-    """Compares a step with the code before, which needs bfloat16, and with the published loss."""
+    """Compares our step with the earlier code, which needs bfloat16, and the published loss."""
     target = DEVICES[name]
     new, exact, old = (predict(ours(w, target, x), target, x) for x in (NEW, NEW_EXACT, OLD))
     theirs = [sum(predict(published(w, i), target)) for i in (PUBLISHED, PUBLISHED_EXACT)]
     before: list[Any] = [sum(old), old[1]]
     others: list[Any] = [*theirs, theirs[0] / sum(new), theirs[1] / sum(exact)]
+    # Columns without a number: the device lacks memory for the published loss, or bfloat16.
     if large := 16 * w.unpaired**2 > target.gib * 2**30:  # four matrices of the published loss
         others = [None] * 4
     if large or not target.bf16:
@@ -267,7 +318,7 @@ def step_row(name: str, w: Workload) -> list[Any]:
 
 
 def part_rows(name: str, w: Workload) -> list[list[Any]]:
-    """Lists the parts of a step at the training tolerance."""
+    """Returns a table row per part of a step at the training tolerance."""
     target = DEVICES[name]
     rows: list[list[Any]] = [
         [x.name, x.bytes / 1e9, x.flops / 1e12, round(x.launches), sum(predict([x], target))]
@@ -278,7 +329,13 @@ def part_rows(name: str, w: Workload) -> list[list[Any]]:
 
 
 def device_rows(name: str, w: Workload, counts: Sequence[int]) -> list[list[Any]]:
-    """Compares numbers of devices that share a step."""
+    """Returns a table row per number of devices that share a step.
+
+    Args:
+        name: Name of the device.
+        w: Shapes.
+        counts: Numbers of devices.
+    """
     target = DEVICES[name]
     found = [predict(ours(w, target, NEW, x), target, NEW, x) for x in (1, *counts)]
     one = sum(found[0])
@@ -292,11 +349,11 @@ COLUMNS = {
     "parts": "target|part|GB|TFLOP|launches|ms",
     "devices": "target|devices|ms|of it exchanges|of one device|speed-up",
 }
-"""Headers of the tables. Times are milliseconds."""
+"""Headers of the tables. All times are in milliseconds."""
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Prints the predicted times."""
+    """Predicts the times of the step, of its parts and of several devices."""
     sizes = {"devices": [2, 8], "pairs": 10_000, "unpaired": 22_768}
     args = common.options(__doc__, argv, targets=["all"], **sizes)
     checks.whole(1, pairs=args.pairs, unpaired=args.unpaired, devices=min(args.devices))

@@ -1,8 +1,9 @@
-"""Ways to get KLOT and its gradient: ours, plain unrolling, and ott-jax as a careful user would.
+"""Arms of the benchmarks: KLOT and its gradient by our code, by unrolling, and with ott-jax.
 
-Every arm is a function of (K, K*) or of features (f, g, f*, g*) that returns its loss, its
-gradient and the scalings of both plans, log P = K/eps + u + v, so that one judge measures the
-marginal error of all. ott-jax writes u as f/eps, K as -cost, and its float epsilon is absolute.
+An arm is a function of (K, K*) or of features (f, g, f*, g*). It returns the loss, its gradient and
+the log-scalings of both plans, log P = K/eps + u + v, from which `common.marginal_error` measures
+the error of any arm. In the notation of ott-jax, u is f/eps and K is -cost. Its epsilon is
+absolute if it is a float.
 """
 
 import functools
@@ -26,10 +27,14 @@ except ModuleNotFoundError:
 
 
 class Target(NamedTuple):
-    """What an arm has to reach: `tolerance`, or a number of iterations when that is 0.
+    """Goal of an arm.
 
-    `student` and `teacher` are the iterations at which a solve stops at the latest. Unrolled
-    loops cannot stop by themselves, and make as many in any case.
+    Attributes:
+        epsilon: Regularization of the student's plan.
+        epsilon_star: Regularization of the teacher's plan.
+        tolerance: Marginal error to reach. 0 runs all iterations.
+        student: Most iterations of the student's plan. Unrolled loops run all of them.
+        teacher: Most iterations of the teacher's plan.
     """
 
     epsilon: float
@@ -40,7 +45,7 @@ class Target(NamedTuple):
 
 
 class Scaling(NamedTuple):
-    """Log-scalings of one plan, and the iterations they took."""
+    """Log-scalings of a plan, and the number of iterations."""
 
     u: Array
     v: Array
@@ -48,16 +53,16 @@ class Scaling(NamedTuple):
 
 
 class Arm(NamedTuple):
-    """A way to compute KLOT; `make(target)` gives loss(*inputs) -> (value, (student, teacher))."""
+    """Way to compute KLOT. `make(target)` returns loss(*inputs) -> (value, (student, teacher))."""
 
     name: str
     make: Callable[[Target], Callable[..., tuple[Array, tuple[Scaling, Scaling]]]]
     from_features: bool = False
     unrolled: bool = False
-    textbook: bool = True  # its iterations are those of plain Sinkhorn, or not many fewer
+    textbook: bool = True  # it needs about as many iterations as textbook Sinkhorn
 
     def value_and_grad(self, target: Target) -> Callable[..., Any]:
-        """((loss, scalings), gradient in K, or in f and g)."""
+        """Returns a function that computes ((loss, scalings), gradient in K, or in f and g)."""
         where = (0, 1) if self.from_features else 0
         return jax.value_and_grad(self.make(target), argnums=where, has_aux=True)
 
@@ -68,7 +73,13 @@ class Arm(NamedTuple):
 def ours(
     target: Target, *, function: Callable[..., Any] = klot, **options: Any
 ) -> Callable[..., Any]:
-    """Of K and K*, or of features for `klot_from_embeddings`."""
+    """Returns our loss.
+
+    Args:
+        target: Goal of the arm.
+        function: `klot` of K and K*, or `klot_from_embeddings` of features.
+        **options: Further options of the function.
+    """
 
     def loss(*inputs: Array) -> Any:
         value, aux = function(
@@ -89,7 +100,16 @@ def ours(
 
 
 def plain_step(k: Array, epsilon: float, uv: tuple[Array, Array]) -> tuple[Array, Array]:
-    """One textbook iteration in the log domain, uniform weights: u, then v."""
+    """Runs one textbook iteration in the log domain with uniform weights, first u, then v.
+
+    Args:
+        k: Affinities.
+        epsilon: Regularization.
+        uv: Log-scalings.
+
+    Returns:
+        New log-scalings.
+    """
     n, m = k.shape
     u = -jnp.log(n) - jax.nn.logsumexp(k / epsilon + uv[1], axis=1)
     v = -jnp.log(m) - jax.nn.logsumexp(k / epsilon + u[:, None], axis=0)
@@ -98,7 +118,17 @@ def plain_step(k: Array, epsilon: float, uv: tuple[Array, Array]) -> tuple[Array
 
 @functools.partial(jax.jit, static_argnums=1)
 def plain_to_tolerance(k: Array, epsilon: float, limit: int, tolerance: float) -> Scaling:
-    """Textbook Sinkhorn until the marginal error is at most `tolerance`."""
+    """Runs textbook Sinkhorn until the marginal error is at most `tolerance`.
+
+    Args:
+        k: Affinities.
+        epsilon: Regularization.
+        limit: Most iterations.
+        tolerance: Marginal error to reach.
+
+    Returns:
+        Log-scalings and the number of iterations.
+    """
     n, m = k.shape
 
     def unfinished(state: Any) -> Array:
@@ -106,7 +136,8 @@ def plain_to_tolerance(k: Array, epsilon: float, limit: int, tolerance: float) -
 
     def step(state: Any) -> Any:
         (u, v), rows = plain_step(k, epsilon, state[:2]), state[0]
-        # Columns are exact after a step; u moves by the log of what the rows were off before it.
+        # The columns are exact after a step. The change of u is the log of the relative error of
+        # the rows before the step.
         error = jnp.sum(jnp.abs(jnp.exp(rows - u) - 1.0)) / n
         return u, v, jnp.where(state[3] > 0, error, jnp.inf), state[3] + 1
 
@@ -118,7 +149,18 @@ def plain_to_tolerance(k: Array, epsilon: float, limit: int, tolerance: float) -
 def unrolled(
     k: Array, epsilon: float, tolerance: float, iterations: int, *, wrap: Any = lambda step: step
 ) -> Scaling:
-    """So many textbook iterations, whatever the tolerance."""
+    """Runs a fixed number of textbook iterations, which JAX can differentiate.
+
+    Args:
+        k: Affinities.
+        epsilon: Regularization.
+        tolerance: Unused. All solvers have the same arguments.
+        iterations: Number of iterations.
+        wrap: Transformation of an iteration, such as `jax.checkpoint`.
+
+    Returns:
+        Log-scalings and the number of iterations.
+    """
     step = wrap(functools.partial(plain_step, k, epsilon))
     start = (jnp.zeros(len(k), k.dtype), jnp.zeros(k.shape[1], k.dtype))
     (u, v), _ = jax.lax.scan(lambda uv, _: (step(uv), None), start, length=iterations)
@@ -126,7 +168,7 @@ def unrolled(
 
 
 def through_plan(target: Target, *, solve: Callable[..., Scaling]) -> Callable[..., Any]:
-    """KL(P* || P) as written, its gradient through the solver of the student's plan."""
+    """Returns KL(P* || P), whose gradient goes through the solver of the student's plan."""
     epsilon, epsilon_star, tolerance, most, most_star = target
 
     def loss(k: Array, k_star: Array) -> Any:
@@ -144,10 +186,10 @@ def through_plan(target: Target, *, solve: Callable[..., Scaling]) -> Callable[.
 
 
 def _ott(k: Array, epsilon: float, tolerance: float, limit: int, **options: Any) -> Any:
-    """ott-jax's solution for the affinity K.
+    """Solves for the affinity K with ott-jax.
 
-    `min_iterations=0` matters: when it equals `max_iterations`, ott-jax differentiates another
-    loop, and the gradient of what is not the cost is wrong.
+    `min_iterations` must be 0. If it equals `max_iterations`, ott-jax differentiates another loop,
+    and gradients of anything but the cost are wrong.
     """
     return linear.solve(
         geometry.Geometry(cost_matrix=-k, epsilon=epsilon),
@@ -163,11 +205,14 @@ def _scaling(out: Any, epsilon: float) -> Scaling:
 
 
 def ott_danskin(target: Target, **options: Any) -> Callable[..., Any]:
-    """-(<P*, K> + W_eps(K))/eps, which is KLOT up to a constant: no solver is differentiated."""
+    """Returns -(<P*, K> + W_eps(K)) / eps with ott-jax, which is KLOT up to a constant.
+
+    By Danskin's theorem its gradient needs no derivative of the solver.
+    """
     epsilon, epsilon_star, tolerance, most, most_star = target
 
     def loss(k: Array, k_star: Array) -> Any:
-        k_star = jax.lax.stop_gradient(k_star)
+        k_star = jax.lax.stop_gradient(k_star)  # the teacher is fixed
         plan = _ott(k_star, epsilon_star, tolerance, most_star, **options)
         out = _ott(k, epsilon, tolerance, most, **options)
         value = -(jnp.vdot(plan.matrix, k) + out.reg_ot_cost) / epsilon
@@ -178,7 +223,7 @@ def ott_danskin(target: Target, **options: Any) -> Callable[..., Any]:
 
 
 MOMENTUM = acceleration.Momentum(start=40)  # type: ignore[call-arg]
-"""ott-jax's adaptive over-relaxation: on real embeddings the fastest of its options."""
+"""Adaptive over-relaxation of ott-jax, the fastest of its options on real embeddings."""
 
 
 def _tighter(target: Target) -> Callable[..., Any]:

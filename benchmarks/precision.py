@@ -1,13 +1,15 @@
-"""What narrower matrix products cost: error of the plans and of the gradient, and final recall.
+"""Measures the effect of narrower matrix products on plans, gradients and final recall.
 
     python -m benchmarks.precision
 
-Operands are rounded as an accelerator rounds them, and multiplied in float32: TF32 keeps 11 bits,
-bfloat16 8; three passes split each operand in two bfloat16 numbers, six in three, and leave out
-the smallest products. One role at a time: the student's affinity, the teacher's, the products of
-KLOT's gradient, heads, SigLIP. The gradient is that of all parameters, relative to float32 with
-plans solved to 1e-6; the first row is what the default tolerance of 1e-4 leaves. Then every role is
-narrowed, and COCO's photographs are trained on.
+Operands are rounded as on an accelerator and multiplied in float32. TF32 keeps 11 bits and bfloat16
+keeps 8. Three passes split an operand into two bfloat16 numbers, six passes into three. Both leave
+out the smallest products.
+
+The first table narrows one role at a time: the student's affinity, the teacher's affinity, the
+products of KLOT's gradient, the heads, and SigLIP. Errors are those of the gradient of all
+parameters, relative to float32 with plans solved to 1e-6. Its first row is the error of the default
+tolerance of 1e-4. The second table narrows all roles and trains on COCO's photographs.
 """
 
 import dataclasses
@@ -32,12 +34,20 @@ from sotalign_jax.ot.klot import klot
 from sotalign_jax.ot.sinkhorn import sinkhorn
 
 KINDS = {"1 pass": (7, 1), "TF32": (10, 1), "3 passes": (7, 2), "6 passes": (7, 3)}
-"""Bits that are stored of a mantissa, and numbers that an operand is split into."""
+"""Stored bits of the mantissa, and number of parts that an operand is split into."""
 ROLES = ("student", "teacher", "gradient", "head", "siglip")
 
 
 def rounded(a: Array, b: Array, kind: str) -> Array:
-    """a @ b as an accelerator computes it; in float32 for no kind.
+    """Computes a @ b with rounded operands.
+
+    Args:
+        a: Left operand.
+        b: Right operand.
+        kind: One of `KINDS`, or "" for float32.
+
+    Returns:
+        The product in float32.
 
     >>> third = jnp.full((1, 1), 1 / 3)
     >>> [f"{abs(9 * rounded(third, third, kind)[0, 0] - 1):.0e}" for kind in KINDS]
@@ -51,17 +61,25 @@ def rounded(a: Array, b: Array, kind: str) -> Array:
         parts = []
         for _ in range(count):
             parts.append(jax.lax.reduce_precision(x, 8, bits))
-            x = x - parts[-1]
+            x = x - parts[-1]  # the next part holds the rounding error
         return parts
 
     left, right = split(a), split(b)
+    # As on an accelerator, products of two small parts are left out. The smallest are added first.
     pairs = [(i, j) for i in range(count) for j in range(count) if i + j < count]
     return sum((affinity.dot(left[i], right[j]) for i, j in reversed(pairs)), jnp.zeros(()))
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3))
 def product(a: Array, b: Array, forward: str, backward: str) -> Array:
-    """a @ b, with other precisions of the product and of those of its gradient."""
+    """Computes a @ b with separate precisions for the product and its gradient.
+
+    Args:
+        a: Left operand.
+        b: Right operand.
+        forward: Kind of the product.
+        backward: Kind of the two products of its gradient.
+    """
     return rounded(a, b, forward)
 
 
@@ -75,7 +93,7 @@ product.defvjp(lambda a, b, forward, _: (rounded(a, b, forward), (a, b)), _backw
 
 @dataclasses.dataclass(frozen=True)
 class Rounded(methods.SOTAlign):
-    """SOTAlign with a kind of product for each role; "" is float32."""
+    """SOTAlign with its own kind of product for each role. "" is float32."""
 
     kinds: tuple[str, ...] = ("",) * len(ROLES)
 
@@ -85,7 +103,7 @@ class Rounded(methods.SOTAlign):
         student, target, gradient, head, siglip = self.kinds
 
         def embed(one: Any, rows: Array) -> Array:
-            affine = one.to_affine()  # of unit rows
+            affine = one.to_affine()  # a map of unit rows
             rows = affinity.l2_normalize(affinity.as_float(rows))
             return affinity.l2_normalize(product(rows, affine.weight.T, head, head) + affine.bias)
 
@@ -105,14 +123,24 @@ class Rounded(methods.SOTAlign):
 
 
 def errors(rows: Any, start: heads.Heads, teacher: teachers.Teacher, n: int) -> list[list[Any]]:
-    """Relative error of the parameters' gradient, and L1 error of the plan, by role and kind."""
+    """Measures the errors of plans and gradients by role and kind of product.
+
+    Args:
+        rows: Pairs and pools.
+        start: Heads at which the gradient is computed.
+        teacher: The teacher.
+        n: Pairs, and unpaired rows per side.
+
+    Returns:
+        Rows of the table: role, kind, L1 error of the plan, relative error of the gradient.
+    """
     data = training.place(rows)
     batch = sampling.draw(jax.random.key(0), jnp.int32(0), data, pairs=n, unpaired=n)
     graphdef, params = nnx.split(start)
     sides: dict[str, Any] = {"student": (start, 0.05), "teacher": (teacher, 0.005)}
 
     def gradient(tolerance: float, role: str = "", kind: str = "") -> Any:
-        # KLOT is weighted as much as SigLIP, so that an error in either is seen.
+        # KLOT has the same weight as SigLIP, so that errors in either are visible.
         kinds = tuple(kind if role == one else "" for one in ROLES)
         method = Rounded(alpha=1.0, tolerance=tolerance, max_iterations=3000, kinds=kinds)
 
@@ -142,7 +170,7 @@ def errors(rows: Any, start: heads.Heads, teacher: teachers.Teacher, n: int) -> 
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Both tables."""
+    """Prints the errors of single roles, and the recall with all roles narrowed."""
     args = common.options(__doc__, argv, n=2048, dim=256, steps=100)
     if args.quick:
         args.n, args.dim, args.steps = 64, 32, 2
@@ -157,7 +185,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         steps=args.steps, unpaired_batch=args.n, eval_every=args.steps, learning_rate=1e-3
     )
     found = []
-    for kind in ("", *KINDS):
+    for kind in ("", *KINDS):  # "" is float32, the reference
         method = Rounded(alpha=1e-2, kinds=(kind,) * len(ROLES))
         trained, _ = training.fit(method, start, rows, config, teacher=teacher)
         assert rows.val is not None

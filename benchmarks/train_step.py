@@ -1,9 +1,9 @@
-"""Times the training step against the size of its batch, and the same step with ott-jax.
+"""Times the training step for several batch sizes, and the same step with ott-jax.
 
     python -m benchmarks.train_step
 
-Random embeddings would make the plans easy, so COCO's photographs are the data. The batch is `--n`
-unpaired rows a side and all pairs. `python -m sotalign_jax.selfcheck` times the parts of the step.
+The data are COCO's photographs, because plans of random embeddings are too easy. A batch has `--n`
+unpaired rows per side and all pairs. `python -m sotalign_jax.selfcheck` times the parts of a step.
 """
 
 import dataclasses
@@ -26,7 +26,7 @@ from sotalign_jax.ot import affinity
 
 @dataclasses.dataclass(frozen=True)
 class OttSOTAlign(methods.SOTAlign):
-    """SOTAlign whose KLOT is written with ott-jax: plans by its solver, gradient by Danskin."""
+    """SOTAlign with KLOT computed by ott-jax. The gradient follows from Danskin's theorem."""
 
     momentum: bool = False
 
@@ -44,6 +44,7 @@ class OttSOTAlign(methods.SOTAlign):
         return value, {**iterations, "teacher_iterations": teacher.iterations}, memory
 
 
+# All solvers reach the same marginal error. "as in training" shows the library's own default.
 _GOAL: dict[str, Any] = {"tolerance": 1e-3, "max_iterations": 3000}
 OURS = methods.SOTAlign(**_GOAL)
 METHODS: dict[str, methods.Objective] = {
@@ -59,18 +60,37 @@ METHODS: dict[str, methods.Objective] = {
 def step_of(
     method: methods.Objective, rows: data.Dataset, dim: int, config: training.TrainConfig
 ) -> tuple[Callable[[], Any], jax.stages.Compiled]:
-    """Returns a call that runs one step from the same state each time, and its program."""
+    """Prepares one training step.
+
+    Args:
+        method: The objective.
+        rows: Pairs and pools.
+        dim: Width of the heads.
+        config: Batch sizes and optimizer.
+
+    Returns:
+        A function that runs the step from the same state each time, and the compiled program.
+    """
     model = heads.build_heads(rows.pairs_x.shape[1], rows.pairs_y.shape[1], dim)
     placed, teacher = training.place(rows), teachers.cca(rows.pairs_x, rows.pairs_y)
     state = training.init_state(method, model, placed, config)
     rest = placed, teacher, training.batch_key(config)
     compiled = training.make_step(method, model, config).lower(state, *rest).compile()
-    # The step donates its state, and a timed call must not: each gets a copy.
+    # The step donates its state, so that a second call could not use it: each call gets a copy.
     return lambda: compiled(jax.tree.map(jnp.copy, state), *rest), compiled
 
 
 def measure(n: int, chosen: dict[str, methods.Objective], args: Any) -> list[list[Any]]:
-    """Times the chosen methods with n unpaired rows a side."""
+    """Times the chosen methods.
+
+    Args:
+        n: Unpaired rows per side.
+        chosen: Methods by name.
+        args: Flags of the command.
+
+    Returns:
+        Rows of the table.
+    """
     rows = photos.dataset("coco", n_pairs=args.pairs, test=False)
     config = training.TrainConfig(steps=1000, pair_batch=args.pairs, unpaired_batch=n)
     calls, memory = {}, {}
@@ -88,11 +108,12 @@ def measure(n: int, chosen: dict[str, methods.Objective], args: Any) -> list[lis
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Times steps of every batch size."""
+    """Times the steps of all batch sizes and prints a table."""
     sizes = {"n": [512, 1024, 2048, 4096], "pairs": 1000, "dim": 512}
     args = common.options(__doc__, argv, **sizes, repeats=3, arms="")
     if args.quick:
         args.n, args.pairs, args.dim, args.repeats = [64], 100, 32, 2
+    # "ours" is always measured: the last column is relative to it.
     chosen = {k: m for k, m in METHODS.items() if k == "ours" or re.search(args.arms, k)}
     steps = [row for n in args.n for row in measure(n, chosen, args)]
     headers = ["n", "method", "student its", "teacher its", "temp MiB", "seconds", "times ours"]

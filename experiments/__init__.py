@@ -1,6 +1,7 @@
-"""Commands that train, compare and reproduce, used from the checkout.
+"""Commands that train, compare and reproduce. They are used from a checkout of the repository.
 
-All want their extra at once: a missing plot library would be noticed only after hours of training.
+All packages of the extra are required on import. A missing plot library would otherwise be noticed
+after hours of training.
 """
 
 import importlib.util

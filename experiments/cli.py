@@ -1,4 +1,4 @@
-"""Start and end of every command: absl flags, --help with examples, errors in one line."""
+"""Entry point of all commands: parses absl flags, prints --help, and reports errors in one line."""
 
 import os
 import pathlib
@@ -23,16 +23,31 @@ class _PathParser(flags.ArgumentParser[pathlib.Path]):
 
 
 def path_flag(name: str, default: str | None, text: str, **options: Any) -> flags.FlagHolder[Any]:
-    """Defines a flag whose value is a path, in which ~ is the home folder."""
+    """Defines a flag whose value is a path. A leading ~ is expanded to the home folder.
+
+    Args:
+        name: Name of the flag.
+        default: Default value, or None.
+        text: Help text.
+        **options: Options of `flags.DEFINE`, such as `required`.
+
+    Returns:
+        The flag.
+    """
     return flags.DEFINE(_PathParser(), name, default, text, **options)
 
 
 _WORKDIR = flags.DEFINE_string("workdir", None, "Folder for the results.")
-flags.disclaim_key_flags()  # from here on a flag belongs to the command that asks for it
+# --help of a command lists the key flags of its module. A command that uses --workdir declares it.
+flags.disclaim_key_flags()
 
 
 def workdir() -> pathlib.Path:
-    """Returns the folder of --workdir."""
+    """Returns the folder of --workdir.
+
+    Raises:
+        InputError: The flag is not set.
+    """
     if not _WORKDIR.value:
         raise checks.InputError("workdir is not set; pass --workdir=FOLDER")
     return pathlib.Path(_WORKDIR.value).expanduser()
@@ -41,23 +56,24 @@ def workdir() -> pathlib.Path:
 def run(command: Callable[[], None], *, choices: Mapping[str, Sequence[str]] | None = None) -> None:
     """Parses the flags in sys.argv and runs a command.
 
-    --help prints the docstring of the command's module, `choices` and the flags. An error that the
-    user can correct is printed in one line.
+    --help prints the docstring of the command's module, `choices` and the flags. Errors that the
+    user can correct are printed in one line, without a traceback.
 
     Args:
-        command: the function to run.
-        choices: values to list in --help, by title.
+        command: Function to run.
+        choices: Values to list in --help, by title.
 
     Raises:
-        SystemExit: the command failed or was interrupted; the exit code is 1.
+        SystemExit: The command failed or was interrupted. The exit code is 1.
     """
     try:
         if {"--help", "-help", "-h", "--helpfull", "--helpshort"} & set(sys.argv[1:]):
             print(_help(command, choices or {}))
         else:
             _start(command)
-        print(end="", flush=True)
+        print(end="", flush=True)  # a closed pipe must raise here, not while Python exits
     except BrokenPipeError:  # a reader such as `head` has closed the pipe
+        # Python flushes stdout once more when it exits, and would print another error.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(1)
     except (checks.InputError, FloatingPointError, OSError) as error:
@@ -92,7 +108,8 @@ def _start(command: Callable[[], None]) -> None:
 
 
 def _explain(error: BaseException) -> str:
-    """Returns why flags or a config file, which is a program, cannot be read."""
+    """Returns a one-line message for an error in the flags or in a config file."""
+    # absl wraps an error of get_config. The traceback of the inner one names the user's line.
     cause: BaseException | None = error
     while cause is not None:
         for frame in traceback.extract_tb(cause.__traceback__):
@@ -108,7 +125,7 @@ def _explain(error: BaseException) -> str:
 
 
 def _last_line(error: BaseException) -> str:
-    """Returns the last line of an error, which names the cause in errors that libraries wrap."""
+    """Returns the last line of an error message. Wrapped errors name their cause there."""
     while error.args and isinstance(error.args[0], BaseException):
         error = error.args[0]
     text = str(error.args[0]) if error.args and isinstance(error, KeyError) else str(error)

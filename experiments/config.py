@@ -1,7 +1,7 @@
-"""The schema of experiments: one locked ConfigDict, and the runs that a config lists.
+"""Configs of experiments: the default settings, their checks, and the runs that a config lists.
 
-A config file is plain Python whose `get_config(arg)` changes `default()` and returns it, see
-configs/files.py.
+A config is a locked ConfigDict. A config file is a Python file whose `get_config(arg)` changes
+`default()` and returns it, such as configs/files.py.
 """
 
 import ast
@@ -24,48 +24,53 @@ from sotalign_jax import checks, data, files, heads, methods, training
 from sotalign_jax import recipe as recipe_lib
 
 METHODS = (*methods.METHODS, *training.TEACHERS, "align")
-"""What `method` may name: methods, teachers to report on their own, and the recipe of `align`."""
+"""Values of `method`: methods, teachers without a student, and the recipe of `align`."""
 DATA = (*photos.CAPTIONED, "files")
-"""What `data.name` may name: photographs in the repository, or the files of the user."""
+"""Values of `data.name`: data sets of the repository, or "files" for the user's own."""
 FILES = (
     *("x", "y", "unpaired_x", "unpaired_y"),
     *("val_x", "val_y", "val_x_of_y"),
     *("test_x", "test_y", "test_x_of_y"),
     *("zero_shot_x", "zero_shot_labels", "zero_shot_prompts"),
 )
-"""Embedding files of the formats of `load_array`; PATH#KEY names a member or a column.
+"""Settings of `data.files`: embedding files in a format of `load_array`.
 
-Row i of `x` matches row i of `y`: pairs and pools are drawn from them. `*_x_of_y` hold, for every
-row of y, the matching row of x; without them row i matches row i.
+PATH#KEY selects a member or a column of a file. Row i of `x` matches row i of `y`, and pairs and
+pools are drawn from these rows. A `*_x_of_y` file holds the matching row of x for every row of y.
+Without it, row i matches row i.
 """
 PHOTOS = ("unpaired_images", "unpaired_texts", "evaluate_on", "zero_shot_on")
-"""Settings of `data` that choose among the photographs, see `photos.dataset`."""
+"""Settings of `data` that apply to the data sets of the repository only: see `photos.dataset`."""
 PLACEMENT = ("mesh", "on_device")
-"""Settings that say where a run computes: it may be continued with others."""
+"""Settings that place a run on devices. They may change when a run is resumed."""
 SMOKE = {"train.steps": 4, "train.eval_every": 2, "train.unpaired_batch": 64}
 SMOKE |= {"sue.epochs": 1, "sue.mmd_epochs": 1}
-"""What the switch `smoke` changes."""
+"""Settings of the switch `smoke`."""
 
 
 def default() -> ConfigDict:
-    """One run of SOTAlign with the paper's settings; config files change it.
+    """Returns the default config: one run of SOTAlign with the paper's settings.
 
-    `runs` lists the runs of a comparison, {label: {"dotted.key": value, ...}}: each is this config
-    with its own changes; without any there is one run, of `method`. Every run is repeated for each
-    of `seeds`, or made once with `seed` if that is set.
+    Its settings and sections:
 
-    data: `test` False leaves the test split and zero-shot classes unread; `unpaired_images` to
-        `zero_shot_on` are those of `photos.dataset`, for the photographs only.
+    runs: runs of a comparison, {label: {"dotted.key": value, ...}}. A run is this config with its
+        own changes. Without an entry there is a single run of `method`.
+    seeds: every run is repeated with each of them. If `seed` is set, it is the only one.
+    method: one of `METHODS`. "align" is the recipe of `sotalign_jax.align`. Apart from `data` and
+        the seed, it reads `train.steps` and `train.unpaired_batch` only.
+    data: if `test` is False, the test split and the zero-shot classes are not read.
+        `unpaired_images`, `unpaired_texts`, `evaluate_on` and `zero_shot_on` are arguments of
+        `photos.dataset`.
     teacher: `noise` is the fraction of its pairs that are mismatched.
-    heads: kind None is the one that the method is published with; init "teacher" starts linear
-        heads at the teacher's projection, of its width.
-    method "align" is the recipe of `sotalign_jax.align`; besides `data` and the seed it reads
-        `train.steps` and `train.unpaired_batch` only.
-    NAME: the options of the method of that name.
-    mesh: the number of devices, all by default. on_device: whether pairs and pools are kept on
-        the device, by default if a single one has room.
+    heads: `kind` None selects the kind that the method was published with. `init` "teacher" starts
+        linear heads at the teacher's projection and gives them its width.
+    NAME: options of the method of that name.
+    mesh: number of devices, all by default.
+    on_device: True keeps pairs and pools on the device. The default is True if a single device has
+        room for them.
     """
-    config = ConfigDict(convert_dict=False)  # `runs` stays a dict: in order, and with dotted keys
+    # A ConfigDict sorts its keys and allows no dots in them, so `runs` must stay a dict.
+    config = ConfigDict(convert_dict=False)
     config.update({"method": "sotalign", "seed": placeholder(int), "seeds": (42,)})
     config.runs = {}
     config.data = ConfigDict({"name": "coco", "n_pairs": 1000, "pool": "disjoint"})
@@ -84,20 +89,29 @@ def default() -> ConfigDict:
         hints = typing.get_type_hints(type(options))
         for field in dataclasses.fields(options):
             value, kinds = getattr(options, field.name), typing.get_args(hints[field.name])
-            if types.NoneType in kinds:  # what may be None can be set to it
+            # Unlike a plain value, a reference accepts None besides values of its type.
+            if types.NoneType in kinds:
                 value = FieldReference(value, field_type=kinds[0])
             config[section][field.name] = value
-    del config.train["seed"]
+    del config.train["seed"]  # the seed of the run is used instead
     config.tensorboard = False
     config.update({"mesh": placeholder(int), "on_device": placeholder(bool)})
     return config.lock()
 
 
 def runs(config: ConfigDict) -> dict[str, FrozenConfigDict]:
-    """The runs of a config by folder, such as "sail-seed0"; labels outermost, seeds innermost.
+    """Expands a config into its runs, keyed by folder name ("sail-seed0").
 
-    A run has `method`, `seed`, the shared sections and the options of its own method alone. A key
-    that no setting has, or a value of a wrong type or out of range, is an InputError.
+    A run has `method`, `seed`, the shared sections, and the options of its own method only.
+
+    Args:
+        config: A config as returned by `get_config` of a config file.
+
+    Returns:
+        The config of every run. Labels vary slowest and seeds fastest.
+
+    Raises:
+        InputError: A setting is unknown, or its value has the wrong type or is out of range.
     """
     full = default()
     update(full, _flat(config))
@@ -105,7 +119,8 @@ def runs(config: ConfigDict) -> dict[str, FrozenConfigDict]:
     seeds = shared["seeds"] if shared.get("seed") is None else (shared["seed"],)
     if not seeds or len(set(seeds)) < len(seeds):
         raise checks.InputError(f"seeds: must be distinct and at least one, got {seeds!r}")
-    for seed in seeds:  # an error in a shared setting is not blamed on one run
+    # Check the shared settings first, so that their errors do not name a run.
+    for seed in seeds:
         _checked({**shared, "seed": _typed("seeds", seed, int)})
     found = {}
     for label, changes in (shared["runs"] or {shared["method"]: {}}).items():
@@ -124,7 +139,15 @@ def runs(config: ConfigDict) -> dict[str, FrozenConfigDict]:
 
 
 def update(config: ConfigDict, changes: Mapping[str, Any]) -> None:
-    """Changes settings by their dotted names; an unknown name or another type is an InputError."""
+    """Changes settings by their dotted names.
+
+    Args:
+        config: The config to change.
+        changes: New values by dotted name, such as {"train.steps": 9}.
+
+    Raises:
+        InputError: A name is unknown, or a value has the wrong type.
+    """
     for key, value in changes.items():
         *parents, name = str(key).split(".")
         section: Any = config
@@ -137,6 +160,7 @@ def update(config: ConfigDict, changes: Mapping[str, Any]) -> None:
             raise checks.InputError(f"unknown setting {key!r}; {remedy}")
         if isinstance(section[name], ConfigDict):
             raise checks.InputError(f"{key}: is a section; set its entries, as {key}.NAME = ...")
+        # Plain access returns the value of a reference. None is allowed for references only.
         stored = dict(section.items(preserve_field_references=True))[name]
         if value is not None or not isinstance(stored, FieldReference):
             value = _typed(str(key), value, section.get_type(name))
@@ -144,20 +168,21 @@ def update(config: ConfigDict, changes: Mapping[str, Any]) -> None:
 
 
 def _typed(key: str, value: Any, kind: type) -> Any:
-    """The value as the kind of a setting; whole numbers are floats, and lists tuples, if asked."""
+    """Returns the value with the type of its setting. Accepts 1 for 1.0, and lists for tuples."""
     if kind is float and type(value) is int:
         return float(value)
     if kind is tuple and isinstance(value, list):
         return tuple(value)
     if kind is dict and isinstance(value, ConfigDict):
         return value.to_dict()
+    # In Python a bool is an int, but --config.train.steps=True is a mistake.
     if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
         raise checks.InputError(f"{key}: must be {kind.__name__}, got {value!r}")
     return value
 
 
 def _flat(values: Any, prefix: str = "") -> dict[str, Any]:
-    """Nested sections as one dictionary with dotted keys; `runs` is a value."""
+    """Flattens nested sections to dotted keys. `runs` stays one value."""
     flat: dict[str, Any] = {}
     for key, value in values.items():
         nested = isinstance(value, dict | ConfigDict) and f"{prefix}{key}" != "runs"
@@ -166,7 +191,7 @@ def _flat(values: Any, prefix: str = "") -> dict[str, Any]:
 
 
 def _checked(changes: Mapping[str, Any]) -> FrozenConfigDict:
-    """Returns the run of these dotted settings, without sections that do not concern it."""
+    """Returns the checked config of one run, without the sections that it does not use."""
     config = default()
     update(config, changes)
     flat, kind, source = _flat(config), config.heads.kind, config.data.name
@@ -192,24 +217,24 @@ def _checked(changes: Mapping[str, Any]) -> FrozenConfigDict:
     if config.heads.init == "teacher" and kind not in (None, "linear"):
         text = f"heads.init: a linear teacher cannot start heads of kind {kind!r}"
         raise checks.InputError(f"{text}; choose init 'random' or kind 'linear'")
-    train(config)
+    train(config)  # both raise if an option is out of range
     method(config)
     others = {"seeds", "runs", *methods.METHODS} - {config.method}
     values = config.to_dict()
-    if config.method == "align":  # the rest is its own
+    if config.method == "align":  # it chooses all other settings itself
         others |= {"teacher", "heads"}
         values["train"] = {name: values["train"][name] for name in ("steps", "unpaired_batch")}
     return FrozenConfigDict({k: v for k, v in values.items() if k not in others})
 
 
 def train(config: ConfigDict) -> training.TrainConfig:
-    """Returns the training section of a run."""
+    """Returns the training options of a run."""
     with checks.naming("train."):
         return training.TrainConfig(seed=config.seed, **config.train.to_dict())
 
 
 def method(config: ConfigDict) -> methods.Method | None:
-    """Returns a run's method with its options; None for a teacher on its own, and for `align`."""
+    """Returns the method of a run, or None if the run is `align` or a teacher on its own."""
     if config.method not in methods.METHODS:
         return None
     with checks.naming(f"{config.method}."):
@@ -218,7 +243,15 @@ def method(config: ConfigDict) -> methods.Method | None:
 
 
 def recipe(config: ConfigDict, dataset: data.Dataset) -> recipe_lib.Recipe:
-    """Resolves a run to the recipe that it follows on its data."""
+    """Resolves the config of a run to the recipe for its data.
+
+    Args:
+        config: Config of the run.
+        dataset: Data of the run. `align` chooses its settings by their size.
+
+    Returns:
+        The recipe.
+    """
     if config.method == "align":
         return recipe_lib.default(dataset, seed=config.seed, **config.train.to_dict())
     chosen, asked, training = method(config), config.teacher, train(config)
@@ -226,7 +259,7 @@ def recipe(config: ConfigDict, dataset: data.Dataset) -> recipe_lib.Recipe:
     kind = asked.kind if chosen is not None else config.method
     if kind == "cca":
         options |= {"ridge": asked.ridge, "cov_normalize": asked.cov_normalize}
-    if kind == "contrastive":
+    if kind == "contrastive":  # it is trained as long as a student would be
         own = {"steps": training.steps, "learning_rate": training.learning_rate}
         options = {"dim": config.heads.dim, "batch_size": training.pair_batch} | own | options
     return recipe_lib.Recipe(
@@ -243,7 +276,7 @@ def recipe(config: ConfigDict, dataset: data.Dataset) -> recipe_lib.Recipe:
 
 
 def plain(config: ConfigDict) -> dict[str, Any]:
-    """What a run's result depends on, as JSON values: what its config.json holds."""
+    """Returns the settings that a run's result depends on, as JSON values for config.json."""
     return {key: value for key, value in config.to_dict().items() if key not in PLACEMENT}
 
 
@@ -254,24 +287,25 @@ def switched(config: ConfigDict, arg: str) -> ConfigDict:
     """Applies the switches after the colon of --config=FILE.py:smoke,seeds=3,pairs=500+1000.
 
     Args:
-        config: a config, which is changed.
-        arg: switches separated by commas. `smoke` takes four steps with one seed. `seeds=N` makes
-            the runs with seeds 0 .. N-1. `pairs=N+M` makes them with N and with M pairs.
+        config: The config to change.
+        arg: Switches separated by commas. `smoke` takes four steps with one seed. `seeds=N` repeats
+            the runs with seeds 0 .. N-1. `pairs=N+M` repeats them with N and with M pairs.
             `from=FOLDER` reads the files of a folder.
 
     Returns:
         The same config.
 
     Raises:
-        InputError: a switch is unknown, or a folder lacks files.
+        InputError: A switch is unknown, or a folder lacks files.
     """
     words = [word for word in arg.split(",") if word]
-    for word in sorted(words, key=lambda word: word != "smoke"):  # first, so that seeds=N counts
+    # `smoke` comes first: it sets a single seed, and seeds=N must override it.
+    for word in sorted(words, key=lambda word: word != "smoke"):
         name, _, value = word.partition("=")
         numbers = [int(number) for number in value.split("+") if number.isdigit()]
         if word == "smoke":
             update(config, SMOKE)
-            config.runs = {  # settings of single runs would hide those of `smoke`
+            config.runs = {  # a run's own steps would override those of `smoke`
                 label: {key: value for key, value in one.items() if key not in SMOKE}
                 for label, one in config.runs.items()
             }
@@ -293,7 +327,7 @@ def switched(config: ConfigDict, arg: str) -> ConfigDict:
 
 
 def _read_from(config: ConfigDict, folder: pathlib.Path) -> None:
-    """Sets the data files to those of a folder, and the number of pairs to what they hold."""
+    """Sets the data files to those of a folder, and the number of pairs to their rows."""
     found: dict[str, list[pathlib.Path]] = {name: [] for name in FILES}
     others = []
     for path in sorted(folder.iterdir()) if folder.is_dir() else ():
@@ -309,6 +343,7 @@ def _read_from(config: ConfigDict, folder: pathlib.Path) -> None:
     config.data.name = "files"
     for name, paths in found.items():
         config.data.files[name] = str(paths[0]) if paths else None
+    # Files of unpaired rows are the pools, so that every row of x and y can be a pair.
     rows = held = len(files.load_array(config.data.files.x))
     if not found["val_x"] and not found["test_x"]:
         rows -= sum(data.held_out_sizes(rows, data.VAL_AND_TEST))
@@ -320,7 +355,7 @@ def _read_from(config: ConfigDict, folder: pathlib.Path) -> None:
 
 
 class DictParser(flags.ArgumentParser):
-    """Reads --config.runs="{'cca': {'method': 'cca'}}"."""
+    """Parses flags that are Python dictionaries: --config.runs="{'cca': {'method': 'cca'}}"."""
 
     def parse(self, argument: Any) -> dict[str, Any]:
         try:
@@ -331,24 +366,25 @@ class DictParser(flags.ArgumentParser):
 
 config_flags.register_flag_parser_for_type(dict, DictParser())
 _CONFIG = config_flags.DEFINE_config_file(
-    "config", None, "FILE.py[:SWITCH,...]: what to run. It is code: run only those you trust."
+    "config", None, "Config file, FILE.py[:SWITCH,...]. It is executed: use only files you trust."
 )
 
 
 def from_flags() -> ConfigDict:
-    """The config that --config names, with the changes on the command line."""
+    """Returns the config of --config with the changes on the command line."""
     if not flags.FLAGS["config"].present:
         raise checks.InputError("config: is not set; pass --config=experiments/configs/...")
-    full = default()  # for a file may write its config from nothing
+    full = default()  # a config file may return its own ConfigDict with some settings only
     try:
         update(full, _flat(_CONFIG.value))
     except AttributeError as error:
         text = f"config: get_config returned {type(_CONFIG.value).__name__}; return a ConfigDict"
         raise checks.InputError(text) from error
-    except OSError as error:  # ml_collections says only now that a file could not be opened
+    except OSError as error:  # ml_collections reports an unreadable file only here
         raise checks.InputError(f"config: {str(error).splitlines()[-1].strip()}") from error
     listed = [one for one in full.runs.values() if isinstance(one, dict | ConfigDict)]
     own = [_flat(changes) for changes in listed]
+    # A setting that every run overrides would be ignored on the command line: refuse it.
     for key, value in config_flags.get_override_values(flags.FLAGS["config"]).items():
         if own and all(key in changes for changes in own):
             text = f"{key}: is set to {value!r} but every run of this config has its own"

@@ -1,12 +1,12 @@
-r"""Before training: are two encoders worth aligning, and with which unpaired rows and epsilons?
+r"""Checks before training if two encoders are worth aligning, with which pools and epsilons.
 
     python -m experiments.diagnose --config=experiments/configs/files.py:from=FOLDER \
         --workdir=runs/before
     python -m experiments.diagnose --config=experiments/configs/quickstart.py --quick \
         --workdir=runs/photographs
 
-Looks at the pairs and pools that the first run of a config would train on, its CCA teacher and the
-epsilons of SOTAlign. Trains nothing.
+Measures the pairs and pools of the first run of a config, a CCA teacher fitted on these pairs, and
+the convergence of SOTAlign's plans. No student is trained.
 """
 
 import textwrap
@@ -24,12 +24,13 @@ from experiments.paper.sources import AS_RANDOM, FAR, NEAR, place
 from sotalign_jax import checks, data, diagnostics, methods, recipe, teachers
 from sotalign_jax.diagnostics import KNN_ROWS, Mean
 
-_QUICK = flags.DEFINE_bool("quick", False, "Fewer repetitions, planes and rows.")
+_QUICK = flags.DEFINE_bool("quick", False, "Use fewer repetitions, projections and rows.")
 flags.declare_key_flag("config")
 flags.declare_key_flag("workdir")
 
 MIN_PAIRS = 20
-NEIGHBOURS = 10
+NEIGHBOURS = 10  # as in the paper's mutual k-NN
+# Epsilons to try, down to a tenth of the default epsilon*.
 LADDER = (0.5, 0.2, 0.1, 0.05, 0.02, 0.01, 0.005, 0.002, 0.001, 0.0005)
 BUDGET = methods.SOTAlign.max_iterations
 TOLERANCE = methods.SOTAlign.tolerance
@@ -40,7 +41,7 @@ PAPER = {
     for row, numbers in paper_results()["T3_A2_encoders"].items()
     if row.endswith("/SOTAlign")
 }
-"""Mutual k-NN of the paper's encoder pairs, in percent."""
+"""Mutual k-NN of the encoder pairs in the paper, in percent."""
 NO_POOL = """NOT MEASURED: pools need unpaired rows, and transport plans those of both sides; keep
 fewer pairs than there are rows (data.n_pairs), or pass files of unpaired rows."""
 
@@ -52,9 +53,20 @@ def measure(
     *,
     seed: int,
 ) -> "Iterator[Reading]":
-    """What every diagnostic says; of pools that have no rows nothing."""
+    """Runs the diagnostics. Those that need a missing pool are skipped.
+
+    Args:
+        dataset: Data of a run.
+        teacher: CCA teacher fitted on the pairs.
+        options: `THOROUGH` or `QUICK`, with the epsilons of SOTAlign.
+        seed: Seed of all random choices.
+
+    Yields:
+        The reading of each diagnostic.
+    """
     n = len(dataset.pairs_x)
     rows, subsets = min(KNN_ROWS, n), options["subsets"] if n > KNN_ROWS else 1
+    # Chance depends on the number of rows, so larger sets are measured on subsets of KNN_ROWS.
     knn = []
     for subset in range(subsets):
         some = np.sort(np.random.default_rng((seed, subset)).permutation(n)[:rows])
@@ -84,11 +96,19 @@ def measure(
         yield read_plans(plans, batch, options)
 
 
-# --- what it means --------------------------------------------------------------------------------
+# --- interpretation -------------------------------------------------------------------------------
 
 
 class Reading(NamedTuple):
-    """What a measurement means: the answer, what it rests on, and the numbers."""
+    """Interpretation of a measurement.
+
+    Attributes:
+        name: Name of its CSV file.
+        question: Question that the measurement answers.
+        answer: Answer, which starts with a word in capitals.
+        reason: Explanation of the answer.
+        table: The numbers.
+    """
 
     name: str
     question: str
@@ -98,11 +118,20 @@ class Reading(NamedTuple):
 
 
 def read_encoders(scores: Sequence[float], rows: int) -> Reading:
-    """Compares what is above chance with the paper's encoders."""
+    """Compares the encoders with those of the paper, by mutual k-NN above chance.
+
+    Args:
+        scores: Mutual k-NN of every subset of the pairs.
+        rows: Number of pairs in a subset.
+
+    Returns:
+        The reading.
+    """
     score, chance = Mean(scores), diagnostics.chance_knn(rows, k=NEIGHBOURS)
     lowest, highest = min(PAPER.values()), max(PAPER.values())
     above, usual = (score - chance) / (1 - chance), diagnostics.chance_knn(KNN_ROWS, k=NEIGHBOURS)
     bar = (lowest / 100 - usual) / (1 - usual)
+    # A random matching has a standard deviation of about 1.4 / rows, so 5 / rows is over three.
     unclear = score - chance < 5 / rows
     if unclear and 5 / rows > bar / 2:
         answer = f"CANNOT TELL: chance varies too much on {rows} pairs; pass 100 or more"
@@ -136,6 +165,8 @@ def read_encoders(scores: Sequence[float], rows: int) -> Reading:
 
 
 def _place(shift: diagnostics.Shift) -> str:
+    """Returns the distance of a pool in words."""
+    # Distances within two standard deviations of the sampling noise cannot be told apart.
     noise = shift.noise + 2 * (shift.noise.spread or 0.0)
     if max(shift.pool, shift.sphere) <= noise:
         return f"CANNOT TELL (on {shift.rows} rows even random directions look like the pairs)"
@@ -147,7 +178,7 @@ def _place(shift: diagnostics.Shift) -> str:
 
 
 def read_pool(shifts: Mapping[str, diagnostics.Shift]) -> Reading:
-    """Places the pool between sampling noise and random directions."""
+    """Places the distance of each pool between sampling noise and random directions."""
     question = "Are the unpaired rows too far from the pairs?"
     answer = "; ".join(f"{side} is {_place(shift)}" for side, shift in shifts.items())
     reason = (
@@ -170,7 +201,16 @@ def read_pool(shifts: Mapping[str, diagnostics.Shift]) -> Reading:
 def read_plans(
     plans: Sequence[diagnostics.Convergence], batch: int, options: Mapping[str, Any]
 ) -> Reading:
-    """Tells which epsilons converge."""
+    """Reports which epsilons converge.
+
+    Args:
+        plans: Convergence by epsilon.
+        batch: Number of unpaired rows per side.
+        options: The epsilons of SOTAlign, "epsilon" and "epsilon_star".
+
+    Returns:
+        The reading.
+    """
     question = "Do the transport plans converge?"
     by_epsilon = {plan.epsilon: plan for plan in plans}
     student, teacher = (by_epsilon[options[name]] for name in ("epsilon", "epsilon_star"))
@@ -207,12 +247,13 @@ def read_plans(
 
 
 def main() -> None:
-    """Measures; prints what was found, and saves diagnosis.md and a CSV a table."""
+    """Runs the diagnostics, prints the readings, and writes diagnosis.md and CSV files."""
     config, out = config_lib.from_flags(), cli.workdir()
     options = {name: config.sotalign[name] for name in ("epsilon", "epsilon_star")}
     checks.positive(**options)
     options |= QUICK if _QUICK.value else THOROUGH
-    changes: dict[str, Any] = next(iter(config.runs.values()), {})  # such as n_pairs
+    # The first run may change the data, such as n_pairs. The rest of it is irrelevant here.
+    changes: dict[str, Any] = next(iter(config.runs.values()), {})
     config.runs = {"first": {**changes, "method": "cca", "data.test": False}}
     one = next(iter(config_lib.runs(config).values()))
     checks.whole(MIN_PAIRS, **{"data.n_pairs": one.data.n_pairs})
@@ -228,7 +269,7 @@ def main() -> None:
         parts.append(f"## {question}\n\n**{answer}.**\n\n{why}\n\n{table.markdown()}")
         print(f"\n{parts[-1]}", flush=True)
         report.write(out / f"{name}.csv", table.csv())
-    if len(parts) < 4:
+    if len(parts) < 4:  # the shapes and three readings are complete
         parts.append(NO_POOL)
         print(f"\n{NO_POOL}")
     report.write(out / "diagnosis.md", "\n\n".join(["# Before training", *parts]) + "\n")

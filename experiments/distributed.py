@@ -1,8 +1,8 @@
-"""One run on several hosts: each starts the same command, with its own --process_id.
+"""Runs on several hosts. Each host starts the same command with its own --process_id.
 
-All processes compute and save checkpoints together; the first alone keeps other records and talks.
-When a process is lost, JAX's runtime ends the others. All of them started again with the same
---workdir, which every host must see, they continue from the last checkpoint.
+All processes compute and save checkpoints together. Only the first process prints and writes other
+files. If a process is lost, JAX's runtime ends the others. Starting all of them again with the same
+--workdir, which every host must be able to read, resumes from the last checkpoint.
 """
 
 import json
@@ -20,17 +20,21 @@ from sotalign_jax import checks
 Tree = TypeVar("Tree")
 
 _COORDINATOR = flags.DEFINE_string(
-    "coordinator", None, "HOST:PORT of the first process of several, or `auto` to ask the cluster."
+    "coordinator", None, "HOST:PORT of the first process, or `auto` to ask the cluster."
 )
-_COUNT = flags.DEFINE_integer("num_processes", None, "How many processes there are.", 1)
-_INDEX = flags.DEFINE_integer("process_id", None, "Which of them this is, from 0.", 0)
+_COUNT = flags.DEFINE_integer("num_processes", None, "Number of processes.", 1)
+_INDEX = flags.DEFINE_integer("process_id", None, "Number of this process, from 0.", 0)
 _PATIENCE = flags.DEFINE_integer(
-    "patience", 100, "Seconds without a heartbeat until a process is lost; to join, three times.", 5
+    "patience", 100, "Seconds without a heartbeat until a process counts as lost.", 5
 )
 
 
 def initialize() -> None:
-    """Joins the other processes that the flags name, if any."""
+    """Connects to the other processes if the flags ask for several.
+
+    Raises:
+        InputError: The flags are incomplete, or the coordinator cannot be reached.
+    """
     given: dict[str, Any] = {flag.name: flag.value for flag in (_COORDINATOR, _COUNT, _INDEX)}
     address, count, index = given.values()
     missing = [name for name, value in given.items() if value is None]
@@ -44,12 +48,14 @@ def initialize() -> None:
             raise checks.InputError(f"coordinator: must be HOST:PORT or auto, got {address!r}")
         if index >= count:
             raise checks.InputError(f"process_id: must be in 0..{count - 1}, got {index}")
-    jax.config.update("jax_enable_preemption_service", False)  # it would take SIGTERM from us
+    # JAX's preemption service would replace the SIGTERM handler of `cli`.
+    jax.config.update("jax_enable_preemption_service", False)
     try:
         jax.distributed.initialize(
             None if address == "auto" else address,
             count,
             index,
+            # Hosts of a cluster start minutes apart, so joining may take longer than a heartbeat.
             initialization_timeout=3 * _PATIENCE.value,
             heartbeat_timeout_seconds=_PATIENCE.value,
             shutdown_timeout_seconds=_PATIENCE.value,
@@ -58,19 +64,29 @@ def initialize() -> None:
         text = f"coordinator: cannot join {address} ({checks.first_line(error)})"
         remedy = "start every process with the address of the first one, or raise --patience"
         raise checks.InputError(f"{text}; {remedy}") from error
-    # Devices are connected while all processes are here: it fails if some are late.
+    # The first collective connects the devices and times out if a process is late. At this point
+    # all processes have just joined.
     multihost_utils.sync_global_devices("start")
-    # Large files are looked through by all processes together, a part by each.
+    # Each process checks its own part of large files.
     checks._shard = jax.process_index(), jax.process_count()
 
 
 def is_first() -> bool:
-    """Whether this process keeps the records."""
+    """Returns True in the first process, the only one that prints and writes files."""
     return not jax.distributed.is_initialized() or jax.process_index() == 0
 
 
 def from_first(tree: Tree) -> Tree:
-    """Arrays of the first process on all of them: hosts may round differently."""
+    """Broadcasts the arrays of the first process.
+
+    Hosts may round differently, so that arrays computed on each of them can differ.
+
+    Args:
+        tree: Pytree of arrays. All processes must pass the same shapes.
+
+    Returns:
+        The arrays of the first process, in every process.
+    """
     if not jax.distributed.is_initialized():
         return tree
     arrays = multihost_utils.broadcast_one_to_all(tree, is_source=is_first())
@@ -78,7 +94,17 @@ def from_first(tree: Tree) -> Tree:
 
 
 def agree(find: Callable[[], Any]) -> Any:
-    """What the first process finds, as JSON values, or the error that it met, on all of them."""
+    """Calls a function in the first process and returns its result in all processes.
+
+    Args:
+        find: Function that returns a JSON value. The other processes do not call it.
+
+    Returns:
+        The value.
+
+    Raises:
+        InputError: The function raised InputError or OSError. All processes raise it.
+    """
     if not jax.distributed.is_initialized():
         return find()
     found: dict[str, Any] = {}
@@ -87,6 +113,7 @@ def agree(find: Callable[[], Any]) -> Any:
             found = {"value": find()}
         except (checks.InputError, OSError) as error:
             found = {"error": str(error)}
+    # Shapes must agree for a broadcast, so the length of the text is sent first.
     text = np.frombuffer(json.dumps(found).encode(), np.uint8)
     length = int(from_first(np.int32(len(text))))
     text = from_first(text if is_first() else np.zeros(length, np.uint8))

@@ -1,12 +1,12 @@
-r"""Trains and compares: one run or many, as the config lists them.
+r"""Trains the runs of a config and compares them.
 
     python -m experiments.main --config=experiments/configs/quickstart.py --workdir=runs/quickstart
     python -m experiments.main --config=experiments/configs/compare.py:pairs=500+2000,seeds=3 \
         --workdir=runs/compare --config.train.steps=500
 
-Any setting of a config can be changed on the command line. FILE.py:smoke takes four steps, to see
-that everything works; :seeds=N and :pairs=N+M repeat the runs. Leaves report.html and
-comparison.md, .csv and .png beside the runs. An interrupted command resumes when started again.
+Any setting of a config can be changed on the command line. FILE.py:smoke takes four steps to check
+the installation. :seeds=N and :pairs=N+M repeat the runs. The work folder gets report.html and
+comparison.md, .csv and .png. Running an interrupted command again resumes it.
 """
 
 import json
@@ -16,16 +16,16 @@ from absl import flags
 from experiments import cli, distributed, report, run
 from experiments import config as config_lib
 
-_DRY_RUN = flags.DEFINE_bool("dry_run", False, "Print the resolved runs and shapes, and stop.")
+_DRY_RUN = flags.DEFINE_bool("dry_run", False, "Print the runs and the shapes of their data.")
 flags.declare_key_flag("config")
 flags.declare_key_flag("workdir")
-flags.adopt_module_key_flags(distributed)
+flags.adopt_module_key_flags(distributed)  # lists its flags in --help of this command
 
 CHOICES = {"methods": config_lib.METHODS, "data": config_lib.DATA}
 
 
 def main() -> None:
-    """Makes the runs that the config lists, and prints a comparison."""
+    """Executes the runs of the config and prints a comparison."""
     configs = config_lib.runs(config_lib.from_flags())
     if _DRY_RUN.value:
         for config in configs.values():

@@ -1,4 +1,4 @@
-"""Flags of the commands that use a trained model with its encoders."""
+"""Flags shared by the commands that search with a trained model."""
 
 import pathlib
 from typing import Any
@@ -12,7 +12,7 @@ from sotalign_jax import checks
 _MODEL = path_flag("model", None, "Folder of a finished run or saved aligner.")
 IMAGES = path_flag("images", None, "Folder of pictures to search.")
 _INDEX = path_flag(
-    "index", None, "Extraction of what is searched, or folder for embeddings; MODEL/search."
+    "index", None, "Extraction of the items, or folder to store embeddings in; MODEL/search."
 )
 TOP = flags.DEFINE_integer("top", 10, "Number of results.", 1)
 CALIBRATED = flags.DEFINE_bool("calibrated", False, "Correct scores for hubness.")
@@ -27,7 +27,7 @@ _ENCODERS = [
 _DEVICE = flags.DEFINE_string("device", None, "cpu, cuda, ...; the fastest by default.")
 _TRUST = flags.DEFINE_bool("trust_remote_code", False, "Run code that comes with the weights.")
 _SHARED = [_MODEL, IMAGES, _INDEX, TOP, CALIBRATED, *_ENCODERS, _DEVICE, _TRUST]
-flags.disclaim_key_flags()
+flags.disclaim_key_flags()  # commands that use these flags list them with `declare`
 
 CHOICES = {"encoders": tuple(encoders.NAMES)}
 
@@ -39,7 +39,17 @@ def declare() -> None:
 
 
 def load(of: pathlib.Path) -> model.Model:
-    """Loads the model that the flags describe, and indexes `of` for it."""
+    """Loads the model of --model and indexes items for search.
+
+    Args:
+        of: Folder of pictures, or file of texts.
+
+    Returns:
+        The model, ready to search.
+
+    Raises:
+        InputError: --model is not set, or the model or its encoders cannot be loaded.
+    """
     if _MODEL.value is None:
         raise checks.InputError("model is not set; pass --model=FOLDER")
     named: dict[str, Any] = {flag.name: flag.value for flag in (*_ENCODERS, _DEVICE, _TRUST)}

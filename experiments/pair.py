@@ -1,12 +1,12 @@
-r"""Joins two extractions into files for experiments.main, matching rows by their group.
+r"""Joins two extractions into training files. Rows of the same group become pairs.
 
     python -m experiments.pair --x=emb/image --y=emb/text --workdir=emb/files
     python -m experiments.pair --x=emb/food/image --y=emb/food/text --part=zero_shot \
         --workdir=emb/files
 
-The files are named after their settings (`x.npy`, `test_y.npy`, ...), and the config to pass on is
-printed. Other parts in the folder stay. Rows without a partner become the pools `unpaired_x` and
-`unpaired_y`.
+The files are named after their settings (`x.npy`, `test_y.npy`, ...). The command prints the config
+for experiments.main. Files of other parts stay in the folder. Rows without a partner become the
+pools `unpaired_x` and `unpaired_y`.
 """
 
 from typing import Any
@@ -38,6 +38,7 @@ def main() -> None:
     options: dict[str, Any] = {flag.name: flag.value for flag in _OPTIONS}
     arrays = extraction.join(_PART.value, x, y, **options)
     pairs = arrays.get("x")
+    # Refuse now: training would fail with too few pairs.
     if isinstance(pairs, extraction.Taken) and len(pairs.chosen) < checks.MIN_PAIRS:
         text = f"x and y share {len(pairs.chosen)} rows for training"
         raise checks.InputError(f"{text} but need at least {checks.MIN_PAIRS}; add captions")

@@ -1,8 +1,8 @@
-"""The repository's own data: photographs with captions, and speech with transcripts.
+"""Data sets in the repository: photographs with captions, and speech with transcripts.
 
 Embeddings are stored as 8-bit codes and restored to float32 when rows are read. Pools are lazy,
-pairs and galleries are arrays. An utterance takes the place of an image, and its transcript the
-place of the caption. `data/README.md` describes the files.
+pairs and galleries are arrays. For speech, an utterance is called an image and its transcript a
+caption. `data/README.md` describes the files.
 """
 
 import functools
@@ -26,9 +26,9 @@ PHOTOGRAPHS = ("coco", "flickr8k", "rsicd")
 CAPTIONED = (*PHOTOGRAPHS, "speech")
 """Collections that pairs come from. "speech" is Common Voice."""
 GALLERIES = (*CAPTIONED, "librispeech")
-"""Collections to evaluate on. "librispeech" is tested on, with the other splits of "speech"."""
+"""Collections to evaluate on. "librispeech" is a test split for models trained on "speech"."""
 LABELLED = {"coco": "photograph", "speech": "utterance", "librispeech": "utterance"}
-"""Galleries whose texts are stored, and the noun for a row of the first modality."""
+"""Galleries whose texts are stored, and the noun for one of their images."""
 ZERO_SHOT = {
     "imagenet": "zs_imagenet_val5k",
     "cifar10": "zs_cifar10",
@@ -39,17 +39,17 @@ ZERO_SHOT = {
 }
 """Files of the classification sets."""
 IMAGE_POOLS = (*CAPTIONED, *ZERO_SHOT, "noise")
-"""Sources of unpaired images, or speech."""
+"""Sources of unpaired images or utterances."""
 TEXT_POOLS = (*CAPTIONED, "flickr30k", "noise")
 """Sources of unpaired texts."""
 POOLS = ("disjoint", "random")
 TEXT_ENCODERS = ("MiniLM", "WordLlama", "words")
-"""Text encoders. The last two embed COCO's captions and class prompts when they are read."""
+"""Text encoders. The last two embed COCO's captions and class prompts when these are read."""
 _FILES = {**ZERO_SHOT, "coco_unpaired": "coco_unpaired_images", "librispeech": "speech"}
 _FILES["flickr30k"] = "flickr30k_unpaired_texts"
 _SPLITS = {"train": 0, "val": 1, "test": 2}
-_LIBRISPEECH = 5  # its split in the file of Common Voice
-_VAL_IMAGES = 500  # held out of a train split that comes without a validation split
+_LIBRISPEECH = 5  # number of its split in the file of Common Voice
+_VAL_IMAGES = 500  # held out of the train split if a collection has no validation split
 
 # --- files and features -------------------------------------------------------------------------
 
@@ -67,7 +67,7 @@ def fingerprints(*sources: str) -> dict[str, str]:
       *sources: collections and classification sets.
 
     Returns:
-      The first 16 digits of each SHA-256, by file name.
+      The first 16 digits of each file's SHA-256, by file name.
 
     >>> list(fingerprints("coco"))
     ['coco.npz', 'coco_captions.txt', 'coco_unpaired_images.npz', 'efficientnet_lite2_pca512.npz']
@@ -105,6 +105,7 @@ def _table(name: str) -> dict[str, np.ndarray]:
 
 @functools.cache
 def _basis() -> tuple[np.ndarray, ...]:
+    """Returns the mean and principal components of the image features, and the text scale."""
     basis = _table("efficientnet_lite2_pca512")
     components = basis["components"].astype(np.float32) * basis["scale"]
     return basis["mean"], np.ascontiguousarray(components.T), basis["text_scale"]
@@ -119,6 +120,7 @@ def _restore_texts(
     codes: Int[np.ndarray, "*n 384"], scale: Float[np.ndarray, " 384"] | None = None
 ) -> Float[np.ndarray, "*n 384"]:
     texts = codes * (_basis()[2] if scale is None else scale)
+    # Rounding to 8 bits changes the lengths, and the encoder's features have length 1.
     return texts / np.linalg.norm(texts, axis=-1, keepdims=True)
 
 
@@ -191,10 +193,10 @@ def captions(name: str = "coco") -> tuple[str, ...]:
 
 @functools.cache
 def rows_of_split(name: str, split: str) -> Int[np.ndarray, " n"]:
-    """Returns the image rows of a split, whatever the seed of a run.
+    """Returns the image rows of a split. They do not depend on the seed of a run.
 
-    Flickr8k and RSICD come without a validation split: it is 500 of their train images. LibriSpeech
-    is a test split alone: its other splits are those of Common Voice.
+    Flickr8k and RSICD have no validation split, so 500 of their train images are held out for it.
+    LibriSpeech has a test split only. Its other splits are those of Common Voice.
 
     Args:
       name: one of `GALLERIES`.
@@ -215,12 +217,15 @@ def rows_of_split(name: str, split: str) -> Int[np.ndarray, " n"]:
 
 
 def encode_words(said: Sequence[str], encoder: str) -> Float[np.ndarray, "n 256"]:
-    """Returns unit features of texts, the mean of their tokens' vectors.
+    """Embeds texts as the normalized mean of their token vectors.
 
     Args:
       said: the texts.
-      encoder: "WordLlama" takes the vectors of its package, trained for sentences on the tokens of
-        a language model. "words" takes a random vector for every word.
+      encoder: "WordLlama" uses the vectors of its package, which were trained on sentences.
+        "words" uses a random vector for every word.
+
+    Returns:
+      Unit features.
 
     >>> same, words = encode_words(["A dog.", "a DOG"], "words")
     >>> bool((same == words).all())
@@ -231,6 +236,7 @@ def encode_words(said: Sequence[str], encoder: str) -> Float[np.ndarray, "n 256"
     """
     checks.choice("text_encoder", encoder, TEXT_ENCODERS[1:])
     if encoder == "words":
+        # Words are hashed to rows of the table. Collisions are rare with 65,536 rows.
         table = np.random.default_rng(0).standard_normal((1 << 16, 256), np.float32)
         words = [re.findall(r"[a-z0-9]+", text.lower()) or [""] for text in said]
         tokens = [[zlib.crc32(word.encode()) % len(table) for word in some] for some in words]
@@ -298,7 +304,7 @@ def zero_shot(name: str, encoder: str = "MiniLM") -> data.ZeroShot:
 
 
 def test_labels(name: str = "coco") -> tuple[list[int], list[str]]:  # noqa: PT028 (no test)
-    """Returns the numbers of the images of `gallery(name)`, and the texts of its captions.
+    """Returns the image numbers and caption texts of the test gallery.
 
     Args:
       name: one of `LABELLED`. Photographs have COCO's numbers, utterances their row numbers.
@@ -325,9 +331,9 @@ class Chosen(NamedTuple):
 
 
 def choose(name: str, *, n_pairs: int, pool: str = "disjoint", seed: int = 0) -> Chosen:
-    """Draws pairs of train images, each with one of its captions, and leaves the rest as pools.
+    """Draws pairs of a train image and one of its captions. The rest are the pools.
 
-    With one seed, fewer pairs are a subset of more.
+    With the same seed, a smaller number of pairs is a subset of a larger one.
 
     Args:
       name: one of `CAPTIONED`.
@@ -342,8 +348,10 @@ def choose(name: str, *, n_pairs: int, pool: str = "disjoint", seed: int = 0) ->
     paired, rest = train[:n_pairs], train[n_pairs:]
     owner = image_of_text(name)
     first, last = (np.searchsorted(owner, paired, side) for side in ("left", "right"))
+    # Random numbers are drawn for all images, so that the pairs of a seed are nested.
     paired_texts = first + (rng.random(len(train))[:n_pairs] * (last - first)).astype(int)
-    # Counted from the end, where more pairs change nothing.
+    # Pools are divided from the end of the permutation. More pairs take rows from its start, and so
+    # leave the division of the others unchanged.
     x, y = (rest[::-2], rest[-2::-2]) if pool == "disjoint" else (rest, rest)
     return Chosen(paired, paired_texts, x, _captions_of(name, y))
 
@@ -363,17 +371,17 @@ def dataset(
     zero_shot_on: str | None = None,
     text_encoder: str = "MiniLM",
 ) -> data.Dataset:
-    """Returns pairs of a collection, unpaired pools, and galleries to validate and test on.
+    """Returns pairs, pools and galleries of a collection.
 
-    With one seed, fewer pairs are a subset of more, and fewer unpaired rows of more.
+    With the same seed, a smaller number of pairs or unpaired rows is a subset of a larger one.
 
     Args:
       name: one of `CAPTIONED`.
       n_pairs: number of pairs.
-      pool: with "disjoint", unpaired images and captions are of different photographs, none of them
-        paired, so that no hidden pair is left. COCO's images are then those without captions, and
-        its texts the captions of all train images that are not paired. The other collections are
-        divided, see `choose`. With "random", images and captions are of the same photographs.
+      pool: "disjoint" takes unpaired images and captions from different photographs, so that the
+        pools contain no hidden pairs. COCO's unpaired images are then those without captions, and
+        its unpaired texts the captions of all train images that are not in a pair. Other
+        collections are divided (see `choose`). "random" takes both from the same photographs.
       n_unpaired: rows of each pool, None for all.
       seed: seed of pairs and pools.
       unpaired_images: source of the images, one of `IMAGE_POOLS`, None for `name`.
@@ -403,7 +411,7 @@ def dataset(
     checks.choice("unpaired_images", source_x, IMAGE_POOLS)
     checks.choice("unpaired_texts", source_y, TEXT_POOLS)
     checks.choice("evaluate_on", evaluate_on, GALLERIES)
-    # Noise stands in the place of the pairs' own collection.
+    # Noise replaces rows of the pairs' own collection, which determine its number and width.
     x, y = (name if source == "noise" else source for source in (source_x, source_y))
     if x == "coco" and pool == "disjoint":
         x = "coco_unpaired"
@@ -411,13 +419,14 @@ def dataset(
     chosen = choose(name, n_pairs=n_pairs, pool=divided, seed=seed)
 
     def rows(source: str, side: str, count: int, order: int) -> np.ndarray:
-        """`n_unpaired` rows in random order; a row's place does not depend on the others."""
+        """Returns `n_unpaired` rows in random order."""
         rest = np.arange(count)
         if source in CAPTIONED:
             own = chosen if source == name else choose(source, n_pairs=0, pool=divided, seed=seed)
             rest = getattr(own, f"pool_{side}")
         if n_unpaired is not None:
             checks.within(len(rest), f"unpaired {side}", least=0, n_unpaired=n_unpaired)
+        # The position of a row depends on its own number only, so that pools of a seed are nested.
         place = np.random.default_rng((order, 1)).random(rest.max(initial=-1) + 1)[rest]
         return rest[np.argsort(place, kind="stable")][:n_unpaired]
 

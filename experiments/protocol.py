@@ -1,4 +1,4 @@
-"""Retrieval scores that can be compared with other work: gallery sizes, chance and 1,000 items."""
+"""Retrieval scores for comparison with other work: gallery sizes, chance level, 1,000 items."""
 
 import math
 from collections.abc import Iterator, Mapping
@@ -9,24 +9,24 @@ import numpy as np
 from sotalign_jax import aligner, data, evaluation
 
 FOLD = 1000
-"""Items of x in a gallery of the usual protocol, "COCO 1K" (Karpathy and Fei-Fei 2015)."""
+"""Rows of x in a gallery of the common "COCO 1K" protocol (Karpathy and Fei-Fei 2015)."""
 CUT_OFFS = (1, 5, 10)
 FILE = "protocol.json"
-"""Name of the scores in a run folder."""
+"""Name of the file with these scores in a run folder."""
 
 
 def scores(model: aligner.Aligner, gallery: data.Gallery) -> dict[str, float]:
-    """Computes the scores that a report shows beside those of `evaluation.evaluate`.
+    """Computes scores that complement those of `evaluation.evaluate`.
 
     Args:
         model: The model to score.
         gallery: The items to retrieve.
 
     Returns:
-        The size of the gallery, "rows_x" and "rows_y", and the score of a random ranking,
-        "chance/mean/R@1". If x has more than 1,000 rows, also "1k/mean/R@1" and the other scores of
-        `evaluation.evaluate` with the prefix "1k/": means over disjoint galleries of 1,000 random
-        rows of x with all their rows of y.
+        The size of the gallery ("rows_x" and "rows_y") and the scores of a random ranking
+        ("chance/mean/R@1"). If x has more than 1,000 rows, also the scores of
+        `evaluation.evaluate` with the prefix "1k/". They are means over disjoint galleries, each of
+        1,000 random rows of x with all their rows of y.
 
     >>> from sotalign_jax import heads
     >>> model = aligner.Aligner(heads.build_heads(4, 3, 2), {})
@@ -37,6 +37,7 @@ def scores(model: aligner.Aligner, gallery: data.Gallery) -> dict[str, float]:
     if len(gallery.x) <= FOLD:
         return sizes | chance(len(gallery.x), gallery.x_of_y)
     x, y = model.embed_x(gallery.x), model.embed_y(gallery.y)
+    # The potentials do not depend on the gallery, so they are computed once for all folds.
     by = model.calibration
     bias_x, bias_y = (None, None) if by is None else (by.x(x), by.y(y))
     made = []
@@ -54,8 +55,17 @@ def scores(model: aligner.Aligner, gallery: data.Gallery) -> dict[str, float]:
 
 
 def folds(n: int, x_of_y: np.ndarray) -> Iterator[tuple[np.ndarray, np.ndarray, np.ndarray]]:
-    """Yields rows of x, their rows of y and the new `x_of_y` of disjoint random galleries."""
-    # Random, because files are often sorted. The seed is fixed, so that methods share the folds.
+    """Splits a gallery into disjoint random galleries of 1,000 rows of x.
+
+    Args:
+        n: Number of rows of x.
+        x_of_y: The matching row of x for every row of y.
+
+    Yields:
+        Rows of x, their rows of y, and `x_of_y` of the smaller gallery.
+    """
+    # The order is random because files are often sorted. A fixed seed gives all methods the same
+    # galleries.
     order = np.random.default_rng(0).permutation(n)
     for start in range(0, n - FOLD + 1, FOLD):
         place = np.full(n, -1)
@@ -66,6 +76,10 @@ def folds(n: int, x_of_y: np.ndarray) -> Iterator[tuple[np.ndarray, np.ndarray, 
 
 def chance(n: int, x_of_y: np.ndarray) -> dict[str, float]:
     """Returns the expected R@k of a random ranking, averaged over both directions.
+
+    Args:
+        n: Number of rows of x.
+        x_of_y: The matching row of x for every row of y.
 
     >>> chance(2, np.array([0, 0, 0, 1]))["chance/mean/R@1"]
     50.0
@@ -78,7 +92,12 @@ def chance(n: int, x_of_y: np.ndarray) -> dict[str, float]:
 def of_galleries(
     model: aligner.Aligner, galleries: Mapping[str, data.Gallery | None]
 ) -> dict[str, float]:
-    """Returns the scores of every gallery, with its name in front."""
+    """Returns `scores` of several galleries, with the gallery's name as a prefix.
+
+    Args:
+        model: The model to score.
+        galleries: Galleries by name. None is skipped.
+    """
     return {
         f"{name}/{key}": value
         for name, gallery in galleries.items()
@@ -93,6 +112,7 @@ def at_chance(results: Mapping[str, Any]) -> bool:
     >>> at_chance({"val/rows_x": 100, "val/mean/R@1": 2.0, "val/chance/mean/R@1": 1.0})
     True
     """
+    # The standard error is that of a proportion over the queries of x.
     known = [k for k in CUT_OFFS if f"val/chance/mean/R@{k}" in results]
     chances = {k: results[f"val/chance/mean/R@{k}"] / 100 for k in known}
     errors = {k: math.sqrt(p * max(1 - p, 0) / results["val/rows_x"]) for k, p in chances.items()}

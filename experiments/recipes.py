@@ -1,4 +1,4 @@
-r"""Compares `align` with its teacher, SAIL, STRUCTURE and the paper's recipe on test splits.
+r"""Compares `align` with teachers, SAIL, STRUCTURE and the paper's recipe on test splits.
 
     python -m experiments.recipes --sets=coco,flickr8k,rsicd,speech --pairs=500,1000,2000
     python -m experiments.recipes --sets=coco --pairs=1000 --store=docs/results/recipes.jsonl \
@@ -33,10 +33,13 @@ _RECIPES = flags.DEFINE_list("recipes", None, "Rows of the table, all by default
 _RESULTS = cli.path_flag("store", "runs/recipes.jsonl", "File of the results.")
 _SHOW = flags.DEFINE_bool("show", False, "Print the results that are there, compute nothing.")
 
-# A recipe is a teacher, or the options of `align`. It reads unpaired rows for training, for the
-# calibration alone, or not at all. Every one is calibrated by the better epsilon on validation.
+# A recipe is a teacher, or options of `align`. "pools" is its use of the pools: "training",
+# "calibration" only, or "nothing". The scores of all recipes that are not calibrated by `align`
+# itself are calibrated here, with the epsilon that is better on validation, so that calibration
+# does not favour `align`.
 EITHER = {"pools": "calibration", "epsilons": [*recipe.EPSILONS]}
-PAPER = {"recipe": "paper", "steps": 100, "learning_rate": 2e-3, "dim": 512}  # sized for a CPU
+# Steps x learning rate is the paper's, see configs/files.py. 100 steps are feasible on a CPU.
+PAPER = {"recipe": "paper", "steps": 100, "learning_rate": 2e-3, "dim": 512}
 RECIPES: dict[str, dict[str, Any]] = {
     "CCA": {**EITHER, "teacher": "cca"},
     "tuned CCA": {**EITHER, "teacher": "tuned_cca"},
@@ -45,7 +48,7 @@ RECIPES: dict[str, dict[str, Any]] = {
     "STRUCTURE": {
         **EITHER,
         "align": {**PAPER, "learning_rate": 5e-4, "method": "structure"},
-        "options": {"warmup": 0},  # the published warm-up outlasts these runs
+        "options": {"warmup": 0},  # the published warm-up is longer than these runs
     },
     # The rates above were chosen on photographs. Speech needs a larger one.
     "SAIL, rate 2e-3": {**EITHER, "align": {**PAPER, "method": "sail"}},
@@ -62,9 +65,19 @@ SCORES = ("R@1", "R@10", "calibrated R@1", "calibrated R@10")
 NAMES = ("data", "pairs", "pool", "seed", "recipe")
 
 
-@functools.lru_cache(2)
+@functools.lru_cache(2)  # one for the teacher's pairs, one for the pool of --pool
 def load(name: str, pairs: int, pool: str, seed: int) -> data.Dataset:
-    """Returns the data of a result."""
+    """Reads the data of a result.
+
+    Args:
+        name: Data set of the repository, or path of a .npz file.
+        pairs: Number of pairs.
+        pool: Kind of the pools, "disjoint" or "random".
+        seed: Seed of pairs and pools.
+
+    Returns:
+        Pairs, pools and galleries.
+    """
     options: dict[str, Any] = {"n_pairs": pairs, "pool": pool, "seed": seed}
     if not name.endswith(".npz"):
         options["zero_shot_on"] = None if name == "speech" else "imagenet"
@@ -83,14 +96,26 @@ def load(name: str, pairs: int, pool: str, seed: int) -> data.Dataset:
 
 @functools.cache
 def inputs(name: str) -> dict[str, str]:
-    """Returns fingerprints of the files that the data are read from."""
+    """Returns fingerprints of the files of a data set."""
     if name.endswith(".npz"):
         return {pathlib.Path(name).name: store.fingerprint(name)}
     return photos.fingerprints(name, *([] if name == "speech" else ["imagenet"]))
 
 
 def describe(name: str, pairs: int, pool: str, seed: int, label: str) -> dict[str, Any]:
-    """Returns the specification of a result."""
+    """Returns the specification of a result.
+
+    Args:
+        name: Data set of the repository, or path of a .npz file.
+        pairs: Number of pairs.
+        pool: Kind of the pools, "disjoint" or "random".
+        seed: Seed of pairs and pools.
+        label: Name of the recipe.
+
+    Returns:
+        Everything that the result depends on, as JSON values.
+    """
+    # Without pools the result is the same for every kind, and is computed once.
     pool = "none" if RECIPES[label]["pools"] == "nothing" else pool
     named = zip(NAMES, (pathlib.Path(name).stem, pairs, pool, seed, label), strict=True)
     return {**dict(named), "options": RECIPES[label], "inputs": inputs(name)}
@@ -98,7 +123,17 @@ def describe(name: str, pairs: int, pool: str, seed: int, label: str) -> dict[st
 
 @functools.lru_cache(1)
 def fit_teacher(kind: str, name: str, pairs: int, seed: int) -> tuple[Any, float]:
-    """Fits a teacher once for all recipes; returns the seconds of a core as well."""
+    """Fits a teacher. Recipes that follow each other share it.
+
+    Args:
+        kind: Name of the teacher in `training.TEACHERS`.
+        name: Data set of the repository, or path of a .npz file.
+        pairs: Number of pairs.
+        seed: Seed of the pairs and of the teacher.
+
+    Returns:
+        The teacher, and the processor seconds of the fit.
+    """
     rows, began = load(name, pairs, "disjoint", seed), time.process_time()
     options = {} if kind == "cca" else {"seed": seed}
     made = training.TEACHERS[kind](rows.pairs_x, rows.pairs_y, **options)
@@ -106,7 +141,16 @@ def fit_teacher(kind: str, name: str, pairs: int, seed: int) -> tuple[Any, float
 
 
 def fit(spec: store.Spec, name: str, dataset: data.Dataset) -> tuple[Aligner, float]:
-    """Returns the aligner that a recipe makes, and the seconds of a core that it takes."""
+    """Fits the aligner of a recipe.
+
+    Args:
+        spec: Specification of the result.
+        name: Data set of the repository, or path of a .npz file.
+        dataset: Data of the result.
+
+    Returns:
+        The aligner, and the processor seconds spent, including those of a shared teacher.
+    """
     chosen, seed = spec["options"], spec["seed"]
     pairs, spent = (dataset.pairs_x, dataset.pairs_y), 0.0
     options = {"val": dataset.val, "seed": seed, "progress": False, **chosen.get("align", {})}
@@ -126,7 +170,16 @@ def fit(spec: store.Spec, name: str, dataset: data.Dataset) -> tuple[Aligner, fl
 
 
 def compute(name: str, spec: store.Spec, needed: set[str]) -> store.Results:
-    """Computes the scores of a recipe on the test split."""
+    """Fits a recipe and scores it on the test split.
+
+    Args:
+        name: Data set of the repository, or path of a .npz file.
+        spec: Specification of the result.
+        needed: Unused: all scores are computed.
+
+    Returns:
+        Scores in percent, the candidate that `align` selected, and processor seconds.
+    """
     pool = "disjoint" if spec["pool"] == "none" else spec["pool"]
     dataset = load(name, spec["pairs"], pool, spec["seed"])
     model, seconds = fit(spec, name, dataset)
@@ -150,7 +203,17 @@ def tables(
     pairs: Sequence[int],
     labels: Sequence[str],
 ) -> dict[str, report.Table]:
-    """Returns a table for each score: a row for each recipe, a column for each number of pairs."""
+    """Returns a table for each score, with a row per recipe and a column per number of pairs.
+
+    Args:
+        known: Results by the values of `NAMES`.
+        name: Data set of the repository, or path of a .npz file.
+        pairs: Numbers of pairs.
+        labels: Names of the recipes.
+
+    Returns:
+        Tables by score. A score without results has no table.
+    """
 
     def cell(label: str, n: int, score: str) -> Mean | None:
         pool = "none" if RECIPES[label]["pools"] == "nothing" else _POOL.value
@@ -171,10 +234,12 @@ def tables(
 
 
 def main() -> None:
-    """Computes the results that are missing, and prints a table for each data set and score."""
+    """Computes missing results and prints a table for each data set and score."""
     labels = _RECIPES.value or [*RECIPES]
     for label in labels:
         checks.choice("recipes", label, tuple(RECIPES))
+    if not all(n.isdigit() for n in _PAIRS.value):
+        raise checks.InputError(f"pairs must be integers such as 500,1000, got {_PAIRS.value}")
     pairs = [int(n) for n in _PAIRS.value]
     kept = store.Store(_RESULTS.value)
     if _SHOW.value and not kept.path.exists():
@@ -193,6 +258,7 @@ def main() -> None:
         known = {
             tuple(one.spec[key] for key in NAMES): one.results
             for one in kept.entries().values()
+            # A results file may hold results of recipes that have changed since.
             if one.spec["options"] == RECIPES.get(one.spec["recipe"])
         }
         for score, table in tables(known, name, pairs, labels).items():

@@ -1,4 +1,4 @@
-"""Writes reports: tables as text, Markdown, CSV and HTML, and pages that compare runs."""
+"""Reports on runs: tables as text, Markdown, CSV and HTML, plots, and pages that compare runs."""
 
 import base64
 import csv
@@ -38,7 +38,7 @@ class Table:
         headers: Titles of the columns.
         rows: Cells of text, numbers, `Mean` (shown as "8.4 ± 0.6") or None (shown as "-").
         digits: Decimals of numbers, except in CSV.
-        best: Headers of the columns whose largest value is marked.
+        best: Headers of the columns in which the largest value is marked.
 
     >>> rows = [["sail", 24.2], ["sotalign", 30.31]]
     >>> print(Table(["method", "MeanR@1"], rows, best=["MeanR@1"]))
@@ -54,17 +54,19 @@ class Table:
     best: Collection[str] = ()
 
     def __str__(self) -> str:
-        """Returns columns aligned by spaces, with a star at the best of a column."""
+        """Returns the table as aligned text. A star marks the best value of a column."""
+        # Other cells get a space in place of the star, so that digits stay aligned.
         text = self._tabulate("simple", self._cells("{}*", "{} "))
         return "\n".join(line.rstrip() for line in text.splitlines())
 
     def markdown(self) -> str:
-        """Returns a Markdown table with the best of a column in bold."""
+        """Returns a Markdown table with the best value of a column in bold."""
         cells = self._cells("**{}**", "{}")
         return self._tabulate("pipe", [[text.replace("|", r"\|") for text in row] for row in cells])
 
     def csv(self) -> str:
         """Returns comma-separated values with all digits and no marks."""
+        # The spread of a `Mean` becomes a column of its own.
         columns: list[list[Any]] = []
         for header, *values in zip(self.headers, *self.rows, strict=True):
             columns.append([header, *values])
@@ -76,13 +78,14 @@ class Table:
         return buffer.getvalue()
 
     def html(self) -> str:
-        """Returns an HTML table with the best of a column in bold."""
+        """Returns an HTML table with the best value of a column in bold."""
+        # Control characters stand for the tags until the text has been escaped.
         cells = [[html.escape(text) for text in row] for row in self._cells("\0{}\1", "{}")]
         body = self._tabulate("unsafehtml", cells).replace("\0", "<b>").replace("\1", "</b>")
         return f"<div class='scroll'>{body}</div>"
 
     def save(self, stem: str | pathlib.Path, title: str = "") -> None:
-        """Writes `stem`.csv, and `stem`.md with the title above the table."""
+        """Writes `stem`.csv, and `stem`.md with a title above the table."""
         write(pathlib.Path(f"{stem}.md"), f"{title}\n\n{self.markdown()}\n".lstrip())
         write(pathlib.Path(f"{stem}.csv"), self.csv())
 
@@ -99,7 +102,7 @@ class Table:
             texts = [header, *map(self._text, values)]
             numbers = [value for value in values if _is_number(value) and math.isfinite(value)]
             if header in self.best and numbers:
-                # Compared as printed, so that equal-looking values are all marked.
+                # Values are compared as printed, so that all values that look equal are marked.
                 top = self._rounded(max(numbers))
                 marks = [marked if self._rounded(value) == top else plain for value in values]
                 pairs = zip([plain, *marks], texts, strict=True)
@@ -124,14 +127,14 @@ def _is_number(value: Any) -> bool:
 
 
 def write(path: pathlib.Path, content: str | bytes) -> None:
-    """Writes a file whole or not at all, so that an earlier file survives a full disk."""
+    """Writes a file atomically, so that an earlier file survives a full disk."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with workdir_lib.replacing(path) as file:
         file.write(content.encode() if isinstance(content, str) else content)
 
 
 def png(figure: Any) -> bytes:
-    """Returns the bytes of a figure's PNG file, and closes the figure."""
+    """Renders a figure as PNG and closes it."""
     buffer = io.BytesIO()
     figure.savefig(buffer, format="png", dpi=150)
     pyplot().close(figure)
@@ -139,8 +142,8 @@ def png(figure: Any) -> bytes:
 
 
 def pyplot() -> Any:
-    """Imports matplotlib.pyplot for drawing without a screen."""
-    import matplotlib
+    """Returns matplotlib.pyplot, set up to draw without a screen."""
+    import matplotlib  # imported late, because it takes long
 
     matplotlib.use("agg")
     import matplotlib.pyplot as plt
@@ -148,7 +151,7 @@ def pyplot() -> Any:
     return plt
 
 
-# --- pages: single HTML files that need nothing but themselves -----------------------------------
+# --- pages: HTML files that refer to no other file ------------------------------------------------
 
 STYLE = pathlib.Path(__file__).with_name("report.css")
 HEAD = """<!DOCTYPE html><html lang='en'><head><meta charset='utf-8'>
@@ -157,24 +160,30 @@ HEAD = """<!DOCTYPE html><html lang='en'><head><meta charset='utf-8'>
 
 
 def page(title: str, below: str, *parts: str) -> str:
-    """Returns a whole page: its title, HTML in the same frame below it, and other parts."""
+    """Returns a complete HTML page.
+
+    Args:
+        title: Title of the page, as plain text.
+        below: HTML in the header, below the title.
+        *parts: HTML of the body.
+    """
     head = HEAD.format(title=html.escape(title), style=STYLE.read_text())
     header = f"<header><h1>{html.escape(title)}</h1>{below}</header>"
     return "\n".join([head, header, *parts, "</main></body></html>\n"])
 
 
 def section(title: str, *parts: str) -> str:
-    """Returns parts in a frame below a title."""
+    """Returns a framed section with a title."""
     return "\n".join([f"<section><h2>{html.escape(title)}</h2>", *parts, "</section>"])
 
 
 def details(title: str, *parts: str) -> str:
-    """Returns parts that are folded away until the reader opens them."""
+    """Returns a section that is collapsed until the reader opens it."""
     return "\n".join([f"<details><summary>{html.escape(title)}</summary>", *parts, "</details>"])
 
 
 def pre(value: Any) -> str:
-    """Returns JSON values as preformatted text."""
+    """Returns a JSON value as preformatted text."""
     return f"<pre>{html.escape(json.dumps(value, indent=2))}</pre>"
 
 
@@ -184,13 +193,19 @@ def small(content: str) -> str:
 
 
 def image(content: bytes, alt: str, kind: str = "png") -> str:
-    """Returns a picture whose bytes are in the page."""
+    """Returns a picture that is embedded in the page.
+
+    Args:
+        content: Bytes of the picture file.
+        alt: Alternative text.
+        kind: Format of the file, such as "png".
+    """
     data = base64.b64encode(content).decode()
     return f"<img alt='{html.escape(alt, quote=True)}' src='data:image/{kind};base64,{data}'>"
 
 
 def thumbnail(picture: Any, alt: str) -> str:
-    """Returns a small copy of a `PIL.Image` on white."""
+    """Returns an embedded thumbnail of a `PIL.Image`. Transparent pixels become white."""
     shown, buffer = items.on_white(picture), io.BytesIO()
     shown.thumbnail((360, 360))
     shown.save(buffer, "JPEG", quality=85)
@@ -198,13 +213,13 @@ def thumbnail(picture: Any, alt: str) -> str:
 
 
 def cards(*boxes: tuple[str, str], kind: str = "cards") -> str:
-    """Returns captions and pictures in boxes, as many to a row as fit."""
+    """Returns a grid of captioned pictures. `kind` is its CSS class."""
     shown = (f"<figure>{one}<figcaption>{title}</figcaption></figure>" for title, one in boxes)
     return f"<div class='{kind}'>{''.join(shown)}</div>"
 
 
 def plots(drawn: Mapping[str, bytes], kind: str = "plots") -> str:
-    """Returns plots by caption, which is also the text for readers who cannot see them."""
+    """Returns a grid of plots. The caption of a plot is also its alternative text."""
     shown = {html.escape(caption): image(plot, caption) for caption, plot in drawn.items()}
     return cards(*shown.items(), kind=kind)
 
@@ -219,15 +234,15 @@ COLUMNS = {
     "calibrated R@10": "calibrated/mean/R@10",
     "zero-shot": "zero_shot/top1",
 }
-"""Columns of a comparison, and the scores of a split that they show."""
+"""Headers of a comparison table, and the names of their scores."""
 SPLITS = {
     "test/1k": ("comparison_1k", "Test, usual protocol (mean over galleries)"),
     "test": ("comparison", "Test, whole split"),
     "val": ("comparison", "Validation split"),
 }
-"""Stems of files and titles of tables. The last one serves where there is no test split."""
+"""File stem and table title by split. "val" is used if there is no test split."""
 CHANCE = "chance"
-"""Label of the last row of a comparison, the scores of a random ranking."""
+"""Label of the last row of a comparison, which has the scores of a random ranking."""
 LEGEND = (
     "R@k: percent of queries with a match among the first k, mean of both directions",
     "calibrated: corrected for hubs (rows that are close to everything) with the unpaired data",
@@ -235,12 +250,12 @@ LEGEND = (
     "±: standard deviation over seeds",
 )
 PLOTTED = ("R@1", "R@10", "calibrated R@10", "zero-shot")
-"""Columns that are plotted, or the first column if none of these is there."""
+"""Columns that are plotted. The first column is plotted if none of them exists."""
 CURVES = {
     "loss": "Training loss. It should fall and level off.",
     "val/mean/R@1": "R@1 on validation, in percent. The parameters at the highest point are kept.",
 }
-"""Metrics that are drawn over the steps, with captions."""
+"""Captions of the metrics that are plotted over the steps."""
 SOLVER_CURVES = {
     f"{plan}_{key}": f"{title} of the {plan}'s plan."
     for plan in ("teacher", "student")
@@ -250,7 +265,16 @@ SOLVER_HINT = "If an error rises above the tolerance, raise max_iterations or ep
 
 
 def conclude(configs: Configs, results: Results, workdir: pathlib.Path) -> None:
-    """Compares runs. Raises an error that names those that failed."""
+    """Compares runs and raises if one of them failed.
+
+    Args:
+        configs: Configs by run name, such as "sail-seed0".
+        results: Results by run name.
+        workdir: Folder that holds the runs.
+
+    Raises:
+        FloatingPointError: A run failed.
+    """
     compare(configs, results, workdir)
     if failed := [f"{name}: {one['error']}" for name, one in results.items() if "error" in one]:
         raise FloatingPointError(f"{len(failed)} of {len(results)} runs failed, first {failed[0]}")
@@ -260,8 +284,8 @@ def compare(configs: Configs, results: Results, workdir: pathlib.Path) -> None:
     """Prints a comparison of runs and writes it to `workdir`.
 
     The files are comparison.md, .csv and .png and report.html. A test gallery of more than 1,000
-    items adds comparison_1k.md and .csv. Where the texts of the test rows are known
-    (`retrieved.labels_of`), shows what the model that is best on validation finds.
+    items adds comparison_1k.md and .csv. If the texts of the test rows are known
+    (`retrieved.labels_of`), the page shows texts retrieved by the model that is best on validation.
 
     Args:
         configs: Configs by run name, such as "sail-seed0".
@@ -274,6 +298,7 @@ def compare(configs: Configs, results: Results, workdir: pathlib.Path) -> None:
     kept = {name: folder / protocol.FILE for name, folder in folders.items()}
     more = {name: workdir_lib.read_json(path) for name, path in kept.items() if path.exists()}
     results = {name: {**one, **more.get(name, {})} for name, one in results.items()}
+    # The test split must not choose the model that is shown and recommended.
     best = max(configs, key=lambda name: chosen(results[name]))
     labels = retrieved.labels_of(configs[best])
     compared = comparisons(results, labels.nouns)
@@ -287,7 +312,7 @@ def compare(configs: Configs, results: Results, workdir: pathlib.Path) -> None:
     parts = [section("Results", *shown)]
     for stem, title, table in compared:
         table.save(workdir / stem, title)
-    _, title, table = compared[0]  # the headline
+    _, title, table = compared[0]  # the first table is the headline
     if plot := comparison_plot(table):
         write(workdir / "comparison.png", plot)
         caption = f"{title}. Bars are means over seeds, lines are standard deviations."
@@ -297,6 +322,7 @@ def compare(configs: Configs, results: Results, workdir: pathlib.Path) -> None:
         if solver := curve_plots(folders, SOLVER_CURVES):
             shown.append(details("Solver diagnostics", small(SOLVER_HINT), plots(solver)))
         parts.append(section("Training", *shown))
+    # A failed run has no model to query.
     if labels.y and (folders[best] / persistence.FOLDER).exists():
         gallery = run_lib.load_dataset(configs[best]).test
         assert gallery is not None
@@ -314,13 +340,22 @@ def compare(configs: Configs, results: Results, workdir: pathlib.Path) -> None:
 
 
 def chosen(one: run_lib.Results) -> tuple[float, bool]:
-    """Returns the best R@1 on validation, and True if calibration made it."""
+    """Returns the best R@1 on validation, and True if it is the calibrated one."""
     scores = one.get(run_lib.SCORE, -1.0), one.get("val/calibrated/mean/R@1", -1.0)
     return max(scores), scores[1] > scores[0]
 
 
 def advice(one: run_lib.Results, folder: pathlib.Path, nouns: tuple[str, str]) -> list[str]:
-    """Returns a line on how to use the model that is best on validation, if there is one."""
+    """Returns a line that tells how to load and use a model.
+
+    Args:
+        one: Results of its run.
+        folder: Folder of its run.
+        nouns: Plural nouns for the rows of x and of y.
+
+    Returns:
+        One line, or none if the run has no validation score.
+    """
     score, calibrated = chosen(one)
     text = f'Use sotalign_jax.Aligner.load("{folder}")'
     text += " and search(..., calibrated=True)" if calibrated else ""
@@ -332,7 +367,15 @@ def advice(one: run_lib.Results, folder: pathlib.Path, nouns: tuple[str, str]) -
 
 
 def remarks(results: Results, table: Table) -> list[str]:
-    """Returns remarks on failed runs, on selection, on calibration that hurt and on chance."""
+    """Returns remarks on failed runs, selected candidates, harmful calibration and chance level.
+
+    Args:
+        results: Results by run name.
+        table: The comparison on the whole split.
+
+    Returns:
+        One sentence per remark.
+    """
     said = [f"{name} failed: {one['error']}" for name, one in results.items() if "error" in one]
     for name, one in results.items():
         if "candidates" in one:
@@ -343,6 +386,7 @@ def remarks(results: Results, table: Table) -> list[str]:
         shown = dict(zip(table.headers[1:], row, strict=True))
         for name, plain in shown.items():
             calibrated = shown.get(name.replace("R@", "calibrated R@"))
+            # Rounded as in the table, so that a remark never contradicts it.
             if isinstance(calibrated, float) and round(calibrated, 1) < round(plain, 1):
                 hurt.append(f"{label} ({name} {plain:.1f} to {calibrated:.1f})")
     said += [f"Calibration hurt here: {', '.join(hurt)}."] if hurt else []
@@ -353,7 +397,7 @@ def remarks(results: Results, table: Table) -> list[str]:
 
 
 def comparisons(results: Results, nouns: tuple[str, str]) -> list[tuple[str, str, Table]]:
-    """Returns the stem, title and table of each of `SPLITS` that has scores."""
+    """Returns file stem, title and table of every split that has scores."""
     known = set(itertools.chain.from_iterable(results.values()))
     tested = [
         split
@@ -372,12 +416,21 @@ def comparisons(results: Results, nouns: tuple[str, str]) -> list[tuple[str, str
 
 
 def comparison_table(results: Results, split: str = "test") -> Table:
-    """Returns means and deviations over the seeds of runs named LABEL-seedS, and chance."""
+    """Returns a table of means and standard deviations over seeds, with a row for chance.
+
+    Args:
+        results: Results by run name, LABEL-seedS.
+        split: One of `SPLITS`.
+
+    Returns:
+        The table, with a row per label.
+    """
     seeds: dict[str, list[run_lib.Results]] = {}
     for name, one in results.items():
         own = seeds.setdefault(name.rpartition("-seed")[0], [])
         own += [one] if "error" not in one else []
     ended = list(itertools.chain.from_iterable(seeds.values()))
+    # A score that some runs lack cannot be compared.
     common = set.intersection(*map(set, ended)) if ended else set()
     keys = {name: key for name, key in COLUMNS.items() if f"{split}/{key}" in common}
     scores = [f"{split}/{key}" for key in keys.values()]
@@ -385,6 +438,7 @@ def comparison_table(results: Results, split: str = "test") -> Table:
         [label, *(Mean([one[key] for one in own]) if own else None for key in scores)]
         for label, own in seeds.items()
     ]
+    # Calibration does not change the scores of a random ranking.
     levels = [f"{split}/chance/{key.removeprefix('calibrated/')}" for key in keys.values()]
     if common.intersection(levels):
         found = [{f"{one[key]:.2g}" for one in ended if key in one} for key in levels]
@@ -394,19 +448,20 @@ def comparison_table(results: Results, split: str = "test") -> Table:
 
 
 def comparison_plot(compared: Table) -> bytes | None:
-    """Draws bars of `PLOTTED`, best on top, with the spread over seeds. None without numbers."""
+    """Draws the columns of `PLOTTED` as bars, best on top. Returns a PNG, or None if empty."""
     rows = [row for row in compared.rows if row[0] != CHANCE]
     columns = dict(zip(compared.headers, zip(*rows, strict=True), strict=True))
     labels = columns.pop("method")
     shown = [name for name in PLOTTED if name in columns] or list(columns)[:1]
     if not shown:
         return None
-    # The first bar is drawn at the bottom.
+    # Matplotlib draws the first bar at the bottom.
     order = sorted(range(len(labels)), key=lambda row: columns[shown[0]][row] or 0.0)
     size = 2 + 3 * len(shown), 1.2 + 0.3 * len(labels)
     figure, _ = pyplot().subplots(1, len(shown), figsize=size, sharey=True, layout="constrained")
     for axes, name in zip(figure.axes, shown, strict=True):
         means = [columns[name][row] for row in order]
+        # NaN draws no error bar for a single seed.
         spreads = [getattr(mean, "spread", None) or np.nan for mean in means]
         lengths = [mean or 0.0 for mean in means]
         bars = axes.barh([labels[row] for row in order], lengths, 0.7, xerr=spreads, capsize=2)
@@ -421,7 +476,15 @@ def comparison_plot(compared: Table) -> bytes | None:
 def curve_plots(
     folders: Mapping[str, pathlib.Path], captions: Mapping[str, str]
 ) -> dict[str, bytes]:
-    """Draws metrics of runs over their steps, by caption. Seeds of a method share a colour."""
+    """Plots metrics of runs over their steps. Seeds of a method share a colour.
+
+    Args:
+        folders: Run folders by run name.
+        captions: Captions by metric.
+
+    Returns:
+        PNG files by caption. Metrics that no run has are left out.
+    """
     logs = {
         name: [json.loads(line) for line in path.read_text().splitlines()]
         for name, folder in folders.items()
@@ -434,7 +497,7 @@ def curve_plots(
             points = [(row["step"], float(row[key])) for row in log if key in row]
             if points:
                 lines.setdefault(name.rpartition("-seed")[0], []).append(np.transpose(points))
-        if not lines:
+        if not lines:  # closed-form methods have no steps
             continue
         figure, axes = pyplot().subplots(figsize=(4.5, 3), layout="constrained")
         for index, (label, seeds) in enumerate(lines.items()):
@@ -452,7 +515,10 @@ def curve_plots(
 
 
 def _log_scale(ax: Any) -> None:
-    """Shows whole decades, so that powers of ten are marked even where values hardly differ."""
+    """Makes an axis logarithmic over whole decades.
+
+    Matplotlib labels powers of ten only, and values that hardly differ may have none in between.
+    """
     ends = np.array([ax.dataLim.minposy, ax.dataLim.intervaly[1]])
     if np.isfinite(ends).all() and ends[1] > 0:
         low, high = np.floor(np.log10(ends))
@@ -463,7 +529,7 @@ def _log_scale(ax: Any) -> None:
 
 
 def found_cards(found: Sequence[retrieved.Found], each: int = 8) -> str:
-    """Returns HTML of queries with their own text among the first ten, and of other queries."""
+    """Returns cards of successful queries (own text among the first ten) and of other queries."""
     parts = [small("Bold: the query's own text. Below it: the nearest texts with their scores.")]
     for title, near in (("Own text among the first 10", True), ("Own text further down", False)):
         some = [one for one in found if (one.rank <= 10) == near]
@@ -473,7 +539,7 @@ def found_cards(found: Sequence[retrieved.Found], each: int = 8) -> str:
 
 
 def _card(one: retrieved.Found) -> tuple[str, str]:
-    """Returns a query with the texts found for it, and its picture if the file is there."""
+    """Returns caption and picture of a query. The caption lists the texts found for it."""
     own, name, shown = *map(html.escape, one.query), ""
     if one.picture is not None and one.picture.exists():
         shown = thumbnail(items.oriented(one.picture), one.query[0])

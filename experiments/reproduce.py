@@ -1,4 +1,4 @@
-r"""Every table and figure of the paper, ours beside theirs: on photographs, or on given files.
+r"""Reproduces the tables and figures of the paper, on photographs or on your own files.
 
     python -m experiments.reproduce --list
     python -m experiments.reproduce --only=T1,F5 --workdir=runs/paper
@@ -7,10 +7,11 @@ r"""Every table and figure of the paper, ours beside theirs: on photographs, or 
 
 The work folder gets RESULTS.md with all tables and claims, figures/, NAME.csv for each table, and
 cells.jsonl with the results of all runs. A run that several tables share is computed once. Running
-the command again resumes it; running it in two terminals shares the runs between two processes.
---cells starts from results that were kept: with --norun, docs/results/RESULTS.md is made again
-without training. --files names a JSON file of embedding files by source ({"SkyScript": {"x":
-"images.npy", ...}, ...}): tables then run on those alone, at the paper's sizes; --list names them.
+the command again resumes it. Running it in two terminals divides the runs between two processes.
+--cells starts from stored results. With --norun as well, docs/results/RESULTS.md is written again
+without training. --files is a JSON file with the embedding files of each source ({"SkyScript":
+{"x": "images.npy", ...}, ...}). Tables then use these sources only, at the paper's sizes. --list
+names the sources.
 """
 
 import itertools
@@ -25,21 +26,21 @@ from experiments import cli, store
 from experiments.paper import report, runs, sources, tables
 from sotalign_jax import checks
 
-_LIST = flags.DEFINE_bool("list", False, "Name every table and figure and what it needs.")
+_LIST = flags.DEFINE_bool("list", False, "List all tables and figures and the data they need.")
 _ONLY = flags.DEFINE_list("only", [], "Tables and figures to make, such as T1,F5.")
-_ALL = flags.DEFINE_bool("all", False, "Make everything that the data allow.")
-_QUICK = flags.DEFINE_bool("quick", False, "Short runs of one seed, fewer points.")
-_FILES = flags.DEFINE_string("files", None, "JSON file of embedding files by source.")
-_RESULTS = flags.DEFINE_string("results", None, "The page to write; RESULTS.md by default.")
+_ALL = flags.DEFINE_bool("all", False, "Make all tables and figures.")
+_QUICK = flags.DEFINE_bool("quick", False, "Short runs with one seed and fewer points.")
+_FILES = flags.DEFINE_string("files", None, "JSON file that lists embedding files by source.")
+_RESULTS = flags.DEFINE_string("results", None, "Page to write; WORKDIR/RESULTS.md by default.")
 _CELLS = flags.DEFINE_string(
-    "cells", None, "File of finished cells to start from, such as docs/results/cells.jsonl."
+    "cells", None, "File of stored results to start from, such as docs/results/cells.jsonl."
 )
-_RUN = flags.DEFINE_bool("run", True, "Make what is missing; --norun reports on what is there.")
+_RUN = flags.DEFINE_bool("run", True, "Compute missing results; --norun uses stored ones only.")
 flags.declare_key_flag("workdir")
 
 
 def main() -> None:
-    """Makes the chosen tables and prints them."""
+    """Makes the chosen tables and prints them, or lists all of them."""
     for name in _ONLY.value:
         checks.choice("only", name, tuple(tables.TABLES))
     if not _LIST.value and _ALL.value == bool(_ONLY.value):
@@ -58,20 +59,22 @@ def main() -> None:
 
 
 def _make(setup: runs.Setup, own: store.Store) -> None:
-    """Computes what is missing, writes the page and prints the tables."""
+    """Computes missing results, writes the page and prints the tables."""
     made = [tables.make(name, setup) for name in dict.fromkeys(_ONLY.value or tables.TABLES)]
     failures: dict[str, str] = {}
     if _RUN.value:
         panels = itertools.chain.from_iterable(table.panels for table in made)
         failures = runs.fill(own, setup.sources, panels)
     made = [table.filled(own, failures) for table in made]
+    # The page shows the command that computes its results, so --norun is left out.
     shown = [flag for flag in sys.argv[1:] if flag != "--norun"]
     command = shlex.join(["python", "-m", "experiments.reproduce", *shown])
     page = pathlib.Path(_RESULTS.value or own.path.with_name("RESULTS.md"))
+    # Two processes that share the runs must not write the page at the same time.
     with store.lock(own.path.with_name("lock")):
         report.save(page, made, setup, own, command)
     print("\n".join(report.markdown(table, setup) for table in made))
-    print(f"Tables and figures are in {page} and beside it, numbers as CSV in {own.path.parent}")
+    print(f"The page is {page}, with its figures beside it. CSV files are in {own.path.parent}")
     if failures:
         raise FloatingPointError(f"{len(failures)} cells failed, named above")
 

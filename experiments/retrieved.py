@@ -1,4 +1,4 @@
-"""Texts that a model finds for test rows, beside the texts that belong to them."""
+"""Examples of retrieval: the texts that a model finds for test rows, beside the correct ones."""
 
 import pathlib
 from collections.abc import Sequence
@@ -12,19 +12,19 @@ from experiments.extract import extraction, items
 from sotalign_jax import aligner, data, files
 
 COCO = "http://images.cocodataset.org/train2017/{:012d}.jpg"
-"""Address of a photograph by its number."""
+"""Address of a COCO photograph by its number."""
 
 
 class Labels(NamedTuple):
-    """Names and texts of the test rows, as far as they are known.
+    """Names and texts of the test rows. Unknown ones are empty.
 
     Attributes:
-        nouns: Names of the rows of x and of y, in the plural.
-        given: Participle for a row of x as a query, such as "heard".
+        nouns: Plural nouns for the rows of x and of y.
+        given: Participle that introduces a query, such as "heard".
         x: Names of the rows of x.
         y: Texts of the rows of y.
         links: Addresses of the rows of x.
-        pictures: Files of the rows of x, if they are pictures.
+        pictures: Picture files of the rows of x.
     """
 
     nouns: tuple[str, str] = ("rows of x", "rows of y")
@@ -36,15 +36,15 @@ class Labels(NamedTuple):
 
 
 class Found(NamedTuple):
-    """Texts nearest to a query.
+    """A query and the texts nearest to it.
 
     Attributes:
-        query: Its own text and its name.
-        rank: Rank of its own text, from 1.
+        query: Correct text and name of the query.
+        rank: Rank of the first correct text, from 1.
         total: Number of texts.
-        nearest: Nearest texts, best first, with scores, and True for those that are its own.
-        picture: Its file, if it is a picture.
-        link: Its address, or "".
+        nearest: Text, score and correctness of the nearest texts, best first.
+        picture: Picture file of the query, or None.
+        link: Address of the query, or "".
     """
 
     query: tuple[str, str]
@@ -55,7 +55,11 @@ class Found(NamedTuple):
     link: str = ""
 
     def text(self, given: str) -> str:
-        """Returns lines with the query and the texts that were found."""
+        """Returns the query and the texts found as lines of text.
+
+        Args:
+            given: Participle that introduces the query, such as "heard".
+        """
         own, name = self.query
         lines = [f"{given}: {own} ({name}; its own text has rank {self.rank:,} of {self.total:,})"]
         for text, score, right in self.nearest:
@@ -64,9 +68,10 @@ class Found(NamedTuple):
 
 
 def labels_of(config: FrozenConfigDict) -> Labels:
-    """Returns the labels of a run's test rows: of bundled data, and of `experiments.pair`'s files.
+    """Returns the labels of a run's test rows.
 
-    Of other data it returns the nouns alone.
+    The labels are known for the data of the repository and for files of `experiments.pair`. For
+    other data, only the nouns are returned.
     """
     name = config.data.evaluate_on or config.data.name
     photographs = Labels(("images", "captions"), "shown")
@@ -80,9 +85,10 @@ def labels_of(config: FrozenConfigDict) -> Labels:
         return nouns._replace(x=[f"{photos.LABELLED[name]} {i}" for i in ids], y=said, links=links)
     test_x = pathlib.Path(files.split_key(config.data.files.test_x or "")[0]).expanduser()
     noted = test_x.parent / extraction.TEST
+    # Other files have no names and texts, only rows.
     if not config.data.files.test_x or not config.data.test or not noted.exists():
         return Labels()
-    kept = workdir.read_json(noted)
+    kept = workdir.read_json(noted)  # written by experiments.pair beside the test files
     paths = [pathlib.Path(kept["root"]) / x for x in kept["x"]]
     pictures = all(path.suffix.lower() in items.IMAGE_SUFFIXES for path in paths)
     labels = photographs._replace(pictures=paths) if pictures else Labels()
@@ -92,16 +98,27 @@ def labels_of(config: FrozenConfigDict) -> Labels:
 def find(
     model: aligner.Aligner, gallery: data.Gallery, labels: Labels, *, calibrated: bool = False
 ) -> list[Found]:
-    """Finds the three texts nearest to each of 200 rows of x, the same rows for every model.
+    """Finds the three texts nearest to each of 200 random test rows of x.
 
-    A text in the words of one of the query's own counts as its own.
+    A text with the same words as one of the correct texts counts as correct.
+
+    Args:
+        model: The model to query.
+        gallery: Test rows. The queries are the same for every model.
+        labels: Names and texts of the test rows.
+        calibrated: Rank by calibrated scores.
+
+    Returns:
+        The queries with the texts found.
     """
     count = min(200, len(gallery.x))
+    # The same seed for all models, so that their examples can be compared.
     asked = np.random.default_rng(0).choice(len(gallery.x), count, replace=False)
     f, g = model.embed_x(gallery.x[asked]), model.embed_y(gallery.y)
     bias = model.calibration.y(g) if calibrated and model.calibration else 0.0
     said = [text.strip() for text in labels.y]
     codes = {text: code for code, text in enumerate(said)}
+    # Equal texts get equal codes: captions such as "a dog" occur several times.
     words = np.array([codes[text] for text in said])
     found = []
     for query, features in zip(asked.tolist(), f, strict=True):
@@ -121,7 +138,7 @@ def find(
 
 
 def summary(found: Sequence[Found], labels: Labels) -> str:
-    """Returns a sentence on the ranks of the queries' own texts."""
+    """Summarises the ranks of the correct texts in two sentences."""
     ranks, (x, y) = [one.rank for one in found], labels.nouns
     near, chance = sum(rank <= 10 for rank in ranks), 10 * len(found) / len(labels.x)
     return (

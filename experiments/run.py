@@ -1,13 +1,13 @@
-"""From configs to folders of results: one run, or many; started again they go on where they were.
+"""Executes runs: trains and evaluates the model of a config, and stores both in a run folder.
 
-A run's folder holds config.json, environment.json, inputs.json, metrics.jsonl, results.json,
-checkpoints/ and aligner/.
+Executing a run again resumes it. A run folder holds config.json, environment.json, inputs.json,
+metrics.jsonl, protocol.json, results.json, checkpoints/ and aligner/.
 """
 
 import dataclasses
 import pathlib
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from ml_collections.config_dict import FrozenConfigDict as Config
@@ -29,9 +29,9 @@ from sotalign_jax.aligner import Aligner
 from sotalign_jax.ot import sharding
 
 Results = dict[str, Any]
-"""Scores such as test/mean/R@1; {"error": why} of a run that failed."""
+"""Scores by name, such as test/mean/R@1. A failed run has {"error": message} instead."""
 SCORE = "val/mean/R@1"
-"""The score that chooses: of checkpoints, and of settings."""
+"""Validation score that selects checkpoints and, in `experiments.tune`, settings."""
 
 
 class UnusableError(checks.InputError):
@@ -45,20 +45,24 @@ def run_all(
     title: str = "compare",
     trials: bool = False,
 ) -> dict[str, Results]:
-    """Makes runs under one progress bar, or finishes those that were begun.
+    """Executes runs under one progress bar and resumes unfinished ones.
 
-    A single run lives in `workdir` itself, several in a folder each below it. If a run of several
-    fails, the error is its result. Settings that cannot be used with the data end all runs before
-    the first one begins.
+    A single run is stored in `workdir` itself, each of several in a folder below it. If one of
+    several runs fails, its result is the error message. Settings that conflict with the data raise
+    before the first run starts.
 
     Args:
-        configs: The runs by name.
-        workdir: The folder of the results, which is locked meanwhile.
+        configs: Configs by run name.
+        workdir: Folder of the results. It is locked until all runs have ended.
         title: Title of the progress bar.
         trials: True if a run whose settings cannot be used is a result like others.
 
     Returns:
-        The results by name.
+        Results by run name.
+
+    Raises:
+        UnusableError: The settings conflict with each other or with the data.
+        InputError: The folder is in use or holds other runs.
     """
     if len(configs) == 1:
         return {name: run(config, workdir) for name, config in configs.items()}
@@ -69,10 +73,7 @@ def run_all(
         begun = distributed.agree(lambda: any((workdir / name).exists() for name in configs))
         begun = begun or trials
         if not begun:
-            loaded: dict[Any, data.Dataset] = {}
-            for config in configs.values():  # every method's needs are known before the first run
-                loaded[config.data] = loaded.get(config.data) or load_dataset(config)
-                _check_pool(config, loaded[config.data])
+            _check_data(configs.values())
         with workdir_lib.Progress(len(configs), title, initial=len(ended), unit="runs") as bar:
             for name, config in configs.items():
                 if name in ended:
@@ -81,25 +82,34 @@ def run_all(
                     ended[name] = run(config, workdir / name, inner=True)
                 except UnusableError as error:
                     if not begun:
-                        raise  # by the first run: nothing is lost by a new start
+                        raise  # nothing has been computed yet, so the user can simply correct it
                     ended[name] = {"error": str(error)}
-                except FloatingPointError as error:
+                except FloatingPointError as error:  # a diverged run must not stop the others
                     ended[name] = {"error": str(error)}
                 begun = True
                 scores = [one[SCORE] for one in ended.values() if SCORE in one]
                 bar.advance(mean_r1=max(scores, default=None))
-        ended = {name: ended[name] for name in configs}
+        ended = {name: ended[name] for name in configs}  # finished runs were put first above
         workdir_lib.write_json(workdir / "results.json", ended)
     return ended
 
 
+def _check_data(configs: Iterable[Config]) -> None:
+    """Raises if the data of any run cannot be used, before hours of training."""
+    loaded: dict[Any, data.Dataset] = {}
+    for config in configs:
+        if config.data not in loaded:
+            loaded[config.data] = load_dataset(config)
+        _check_pool(config, loaded[config.data])
+
+
 def record(configs: Mapping[str, Config]) -> dict[str, Any]:
-    """Returns the content of config.json in the folder of several runs."""
+    """Returns the content of config.json for a folder of several runs."""
     return {name: config_lib.plain(config) for name, config in configs.items()}
 
 
 def _finished_all(configs: Mapping[str, Config], workdir: pathlib.Path) -> dict[str, Results]:
-    """Returns the results of runs that are finished, by name."""
+    """Returns the results of the finished runs by name."""
     if not distributed.agree((workdir / "config.json").exists):
         return {}
     workdir_lib.open_run(workdir, record(configs))
@@ -108,7 +118,7 @@ def _finished_all(configs: Mapping[str, Config], workdir: pathlib.Path) -> dict[
 
 
 def _finished(config: Config, folder: pathlib.Path) -> Results | None:
-    """Returns the results of a finished run; None if there is none, or its model is damaged."""
+    """Returns the results of a finished run, or None if it must be executed."""
     if not distributed.agree((folder / "config.json").exists):
         return None
     workdir_lib.open_run(folder, config_lib.plain(config), inputs(config))
@@ -116,26 +126,28 @@ def _finished(config: Config, folder: pathlib.Path) -> Results | None:
     if not distributed.agree(ended.exists):
         return None
     try:
+        # Loading verifies the saved model, so that a damaged one is trained again. JSON cannot
+        # carry the model to the other processes: the first one returns None in its place.
         distributed.agree(lambda: Aligner.load(folder) and None)
     except checks.InputError as error:
-        progress.say(f"{error}: making it again", show=distributed.is_first())
+        progress.say(f"{error}; training it again", show=distributed.is_first())
         return None
     return distributed.agree(lambda: workdir_lib.read_json(ended))
 
 
 def run(config: Config, folder: pathlib.Path, *, inner: bool = False) -> Results:
-    """Makes one run in `folder`, or finishes the one begun there.
+    """Executes one run in `folder`, or resumes it.
 
-    The folder is claimed first, so that a second start is refused at once. If the data or the
-    settings cannot be used, the claim is withdrawn, so that a corrected start can use the folder.
+    The folder is claimed first, so that a second command for the same folder fails at once. If the
+    data or the settings cannot be used, the claim is withdrawn and the folder stays usable.
 
     Args:
-        config: The run.
-        folder: Its folder.
-        inner: True if this run's progress is shown below that of several runs.
+        config: Config of the run.
+        folder: Run folder.
+        inner: True if the progress bar is shown below that of `run_all`.
 
     Returns:
-        Its results.
+        The results.
 
     Raises:
         UnusableError: The settings conflict with each other or with the data.
@@ -159,15 +171,17 @@ def run(config: Config, folder: pathlib.Path, *, inner: bool = False) -> Results
         info = {"settings": config_lib.plain(config), "results": results}
         model = dataclasses.replace(model, info=model.info | info)
         if distributed.is_first():
-            shutil.rmtree(folder / persistence.FOLDER, ignore_errors=True)  # after a kill
+            # A kill during an earlier save may have left half a model.
+            shutil.rmtree(folder / persistence.FOLDER, ignore_errors=True)
             model.save(folder / persistence.FOLDER)
+        # Written last: this file marks the run as finished.
         workdir_lib.write_json(folder / "results.json", results)
     return results
 
 
 def _train(config: Config, recorder: workdir_lib.Recorder) -> tuple[Aligner, data.Dataset]:
-    """Follows the one path from data to model: resolve, prepare, train."""
-    if config.tensorboard:
+    """Loads the data, resolves the recipe and trains the model."""
+    if config.tensorboard:  # fail before the data are read
         checks.require("tensorboardX", extra="tensorboard")
     mesh = sharding.rows_mesh(config.mesh)
     dataset = load_dataset(config, observer=recorder)
@@ -189,21 +203,32 @@ def _train(config: Config, recorder: workdir_lib.Recorder) -> tuple[Aligner, dat
 
 
 def resolve(config: Config, dataset: data.Dataset) -> tuple[recipe.Recipe, data.Dataset]:
-    """Returns the recipe of a run, and its data with a validation gallery if `align` needs one."""
+    """Returns the recipe of a run and its data.
+
+    `align` selects by validation scores. If its data have no validation gallery, some pairs are
+    held out for one.
+
+    Args:
+        config: Config of the run.
+        dataset: Data of the run.
+
+    Returns:
+        The recipe, and the data with a validation gallery if the recipe needs one.
+    """
     if config.method == "align" and dataset.val is None:
         dataset = data.hold_out(dataset, seed=config.seed)
     return config_lib.recipe(config, dataset), dataset
 
 
 def _evaluate(model: Aligner, dataset: data.Dataset) -> Results:
-    """Returns the scores of a model on every gallery of its data."""
+    """Returns the scores of a model on all galleries of its data."""
     selection = ("best_step", "selected", "candidates")
     results = {name: model.info[name] for name in selection if name in model.info}
     if results.get("selected") == "trained" and len(results["candidates"]) < 2:
-        results = {"best_step": results["best_step"]}  # there was nothing to select among
+        results = {"best_step": results["best_step"]}  # a single candidate is no selection
     x, y = model.heads.x, model.heads.y
     for name, gallery in (("val", dataset.val), ("test", dataset.test)):
-        if gallery is not None:  # also calibrated by the pools: test/calibrated/mean/R@1
+        if gallery is not None:  # calibrated scores are added as test/calibrated/mean/R@1
             scores = evaluation.evaluate(x, y, gallery, model.calibration)
             results |= {f"{name}/{key}": value for key, value in scores.items()}
     if dataset.zero_shot is not None:
@@ -228,7 +253,7 @@ def load_dataset(config: Config, *, observer: progress.Observer | None = None) -
 
 
 def _check_pool(config: Config, dataset: data.Dataset) -> None:
-    """Raises when the run's method needs other unpaired rows than there are."""
+    """Raises InputError if the pools do not have the rows that the method needs."""
     method = config_lib.method(config)
     if method is not None:
         with checks.naming("data: "):
@@ -236,9 +261,10 @@ def _check_pool(config: Config, dataset: data.Dataset) -> None:
 
 
 def inputs(config: Config) -> dict[str, pathlib.Path]:
-    """The files that a run reads, by the names of their settings."""
+    """Returns the files that a run reads, by the names of their settings."""
     if config.data.name != "files":
-        return {"data.name": photos.FOLDER / "SHA256SUMS"}  # every file there is checked by it
+        # The checksum file stands for all files of the folder: `photos.read` verifies each by it.
+        return {"data.name": photos.FOLDER / "SHA256SUMS"}
     return {
         f"data.files.{name}": pathlib.Path(files.split_key(path)[0]).expanduser()
         for name, path in config.data.files.items()
@@ -277,6 +303,7 @@ def _files(
         val=load_all("val", data.gallery, "x", "y", "x_of_y"),
         test=load_all("test", data.gallery, "x", "y", "x_of_y") if test else None,
         zero_shot=load_all("zero_shot", data.zero_shot, "x", "labels", "prompts") if test else None,
+        # Files of a gallery replace rows held out of the training file.
         held_out=None if paths.val_x or paths.test_x else data.VAL_AND_TEST,
         **options,
     )

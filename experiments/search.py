@@ -3,9 +3,9 @@ r"""Searches pictures or texts with a trained model.
     python -m experiments.search --model=RUN --images=DIR --query="a red car" --query="a bird"
     python -m experiments.search --model=RUN --texts=captions.txt --query_image=car.jpg
 
-Prints the best results of every query and writes them to an HTML page. The encoders are those of
-the model's training files. Embeddings of a folder are stored in --index, so that the next search is
-quick, and computed again when its files change. --index may also be an extraction of the pictures.
+Prints the best results of every query and writes them to an HTML page. The encoders are those that
+the model was trained with. Embeddings of a folder are stored in --index, so that the next search is
+quick. They are computed again when files change. --index may also be an extraction of the pictures.
 `experiments.serve` keeps the model loaded and answers in a browser.
 """
 
@@ -23,7 +23,7 @@ _QUERY = flags.DEFINE_multi_string("query", [], "Text to search for; may be repe
 _QUERIES = path_flag("queries", None, "File of texts to search for: .txt, .csv or .jsonl.")
 _PICTURE = flags.DEFINE_multi_string("query_image", [], "Picture to search for; may be repeated.")
 _TEXTS = path_flag("texts", None, "Texts to search: .txt with one a line, .csv or .jsonl.")
-_PAGE = path_flag("page", "search.html", "Page to write.")
+_PAGE = path_flag("page", "search.html", "HTML page to write.")
 model_flags.declare()
 CHOICES = model_flags.CHOICES
 
@@ -32,9 +32,9 @@ def shown(query: str | pathlib.Path, hits: list[model.Hit], images: pathlib.Path
     """Renders the results of one query as HTML.
 
     Args:
-        query: a text, or the path of a picture, which is shown.
-        hits: the results, best first.
-        images: the folder of the pictures found, or None if texts were searched.
+        query: Text, or path of a picture. A picture is shown above its results.
+        hits: Results, best first.
+        images: Folder of the pictures, or None if texts were searched.
 
     Returns:
         Cards with the pictures, or a list of the texts.
@@ -52,14 +52,14 @@ def shown(query: str | pathlib.Path, hits: list[model.Hit], images: pathlib.Path
 
 
 def main() -> None:
-    """Searches for every query, prints the results and writes the page."""
+    """Answers all queries, prints the results and writes the page."""
     images, texts = model_flags.IMAGES.value, _TEXTS.value
     queries: list[str | pathlib.Path] = [*_QUERY.value]
     queries += [] if _QUERIES.value is None else model.read_texts(_QUERIES.value)
     queries += [pathlib.Path(file).expanduser() for file in _PICTURE.value]
     if not queries:
         raise checks.InputError("query is not set; pass --query, --queries or --query_image")
-    if (images is None) == (texts is None):
+    if (images is None) == (texts is None):  # both or none
         raise checks.InputError("pass either --images or --texts")
     searched, calibrated = images or texts, model_flags.CALIBRATED.value
     searcher = model_flags.load(searched)
@@ -70,12 +70,13 @@ def main() -> None:
         hits = searcher.search(query, model_flags.TOP.value, calibrated=calibrated)
         rows = [[rank, hit.score, hit.id] for rank, hit in enumerate(hits, 1)]
         table = report.Table(["rank", score, kind], rows, digits=3)
+        # Flushed, because the next query may take a while.
         print(f"{title}\n\n{table}\n" if len(queries) > 1 else table, flush=True)
         part = shown(query, hits, images)
         parts.append(report.section(title, part) if len(queries) > 1 else part)
     below = report.small(f"The best {kind}s in {searched}, each with its {score}.")
     report.write(_PAGE.value, report.page(", ".join(titles[:3]), below, *parts))
-    print(f"\nto look at: {_PAGE.value}")
+    print(f"\nThe page is {_PAGE.value}")
 
 
 if __name__ == "__main__":

@@ -1,10 +1,10 @@
-r"""Serves a page that searches pictures by text or by picture.
+r"""Serves a web page that searches pictures by text or by picture.
 
     python -m experiments.serve --model=RUN --images=DIR --index=EXTRACTION --captions=captions.csv
     python -m experiments.serve --model=RUN --images=DIR --port=8000 --host=0.0.0.0
 
-The model is loaded once. The page is reachable from this computer only, unless --host says
-otherwise. Nothing is loaded from elsewhere, and only pictures in --images are shown.
+The model is loaded once. By default the page is reachable from this computer only: see --host. The
+page loads nothing from other servers, and only pictures in --images are shown.
 """
 
 import collections
@@ -39,24 +39,25 @@ from experiments.extract import model as model_lib
 from sotalign_jax import aligner, checks
 
 _CAPTIONS = path_flag("captions", None, "CSV or JSONL file of captions; .txt files by default.")
-_HOST = flags.DEFINE_string("host", "127.0.0.1", "Address to listen at; 0.0.0.0 is all of them.")
-_PORT = flags.DEFINE_integer("port", 7860, "Port to listen at; 0 is any that is free.", 0)
+_HOST = flags.DEFINE_string("host", "127.0.0.1", "Address to listen at; 0.0.0.0 for all.")
+_PORT = flags.DEFINE_integer("port", 7860, "Port to listen at; 0 for any free one.", 0)
 model_flags.declare()
 CHOICES = model_flags.CHOICES
 PAGE = pathlib.Path(__file__).with_name("serve.html")
 SIZES = {"picture": 360, "large": 1600}
-"""Longest side of a picture in pixels, by the first part of its address."""
+"""Longest side of a picture in pixels, by the first part of its URL."""
 LARGEST = 64 * 2**20
-"""Bytes of an uploaded picture."""
+"""Most bytes of an uploaded picture."""
 LOOPBACK = ("127.0.0.1", "::1", "localhost")
 SAME = 0.9999
-"""Cosine from which two embeddings are of one picture. Batching changes it by about 1e-6."""
+"""Cosine above which two embeddings are of the same picture. Batching changes it by about 1e-6."""
+# The page has inline styles and scripts only, so nothing else may be loaded or executed.
 POLICY = "default-src 'none'; img-src 'self' data:; connect-src 'self'; form-action 'self'; "
 POLICY += "style-src 'unsafe-inline'; script-src 'unsafe-inline'"
 
 
 class Response(NamedTuple):
-    """Answer to one request."""
+    """Response to one request: body, content type and HTTP status."""
 
     content: bytes
     kind: str = "text/html; charset=utf-8"
@@ -65,15 +66,17 @@ class Response(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Site:
-    """State that all requests share.
+    """State shared by all requests.
 
     Attributes:
-        model: the model, with the pictures indexed.
-        images: the folder of the pictures.
-        caption: returns a picture's caption by its id, or "".
-        pairs: unit embeddings of the captioned training pictures, or None if unknown.
-        typical: mean and standard deviation of text queries' scores, by whether calibrated.
-        top: the number of results.
+        model: Model with the pictures indexed.
+        images: Folder of the pictures.
+        caption: Function that returns a picture's caption by its id, or "".
+        pairs: Unit embeddings of the captioned training pictures, or None if unknown.
+        typical: Mean and standard deviation of the scores of text queries. The key is True for
+            calibrated scores.
+        top: Number of results.
+        lock: Held during a search, so that requests use the encoders one after another.
     """
 
     model: model_lib.Model
@@ -85,7 +88,7 @@ class Site:
     lock: Any = dataclasses.field(default_factory=threading.Lock)
 
     def get(self, address: str) -> Response:
-        """Answers a GET request: a page with results, or a picture of the index."""
+        """Answers a GET request with a page of results or with a picture."""
         parts = urllib.parse.urlsplit(address)
         kind, _, name = parts.path[1:].partition("/")
         if kind in SIZES:
@@ -103,7 +106,7 @@ class Site:
         return self.results(query, query, calibrated=calibrated)
 
     def post(self, content: bytes) -> Response:
-        """Answers an upload with the pictures that are similar to it."""
+        """Answers an upload with the pictures most similar to it."""
         if len(content) > LARGEST:
             text = f"The file is too large; choose one of at most {LARGEST >> 20} MB."
             return self.page(error=text, status=413)
@@ -120,7 +123,7 @@ class Site:
         return self.results(picture, above=shown)
 
     def like(self, row: str) -> Response:
-        """Searches for the pictures that are similar to one of the index."""
+        """Searches for the pictures most similar to an indexed one."""
         path = self.path(row)
         if path is None:
             return self.page(error=f"There is no picture {row}.", status=404)
@@ -129,7 +132,8 @@ class Site:
         return self.results(path, above=shown)
 
     def path(self, row: str) -> pathlib.Path | None:
-        """Returns the file of a row of the index, or None if it is not below the folder."""
+        """Returns the picture file of an indexed row, or None if there is none."""
+        # Requests name rows, not paths. The check below also refuses links out of the folder.
         if not re.fullmatch("[0-9]{1,9}", row) or int(row) >= self.count:
             return None
         origin = self.model.searched.embeddings.origins[int(row)]
@@ -137,19 +141,26 @@ class Site:
         return path if path.is_relative_to(self.images.resolve()) else None
 
     def picture(self, row: str, size: int) -> Response:
-        """Answers with a copy of a picture of at most `size` pixels a side."""
+        """Answers with a picture, reduced to at most `size` pixels per side."""
         path = self.path(row)
         try:
             if path is None:
                 raise FileNotFoundError
             return Response(_jpeg(path, size), "image/jpeg")
-        except Exception:  # it was removed or damaged since it was embedded
+        except Exception:  # the file was removed or damaged after it was indexed
             return Response(b"no such picture", "text/plain", 404)
 
     def results(
         self, query: Any, text: str = "", *, above: str = "", calibrated: bool = False
     ) -> Response:
-        """Searches and returns the page with the results."""
+        """Searches and returns the page with the results.
+
+        Args:
+            query: Text, path of a picture, or `PIL.Image.Image`.
+            text: Text for the search field.
+            above: HTML above the results.
+            calibrated: Rank by calibrated scores.
+        """
         began = time.perf_counter()
         try:
             with self.lock:
@@ -161,6 +172,7 @@ class Site:
         if typical is not None:
             mean, deviation = typical
             scores = [f"{(hit.score - mean) / deviation:+.1f}" for hit in hits]
+            # The largest of n normal scores is about this quantile.
             chance = statistics.NormalDist().inv_cdf(1 - 1 / (self.count + 1))
             note = "Scores are standard deviations above the mean of training texts; "
             note += f"among {self.count} pictures, chance alone reaches {chance:+.1f}."
@@ -178,7 +190,15 @@ class Site:
         calibrated: bool = False,
         status: int = 200,
     ) -> Response:
-        """Returns the page with these results, or with one line about an error."""
+        """Returns the page with results or an error message.
+
+        Args:
+            query: Text for the search field.
+            results: HTML of the results.
+            error: Error message, or "".
+            calibrated: Tick the box for calibrated scores.
+            status: HTTP status.
+        """
         filled = string.Template(PAGE.read_text(encoding="utf-8")).substitute(
             title=html.escape(query or "Search pictures"),
             query=html.escape(query),
@@ -197,7 +217,7 @@ class Site:
         return len(self.model.searched.features)
 
     def _captioned(self, rows: list[int]) -> list[bool | None]:
-        """Returns for every row if training used it with a caption, or None if unknown."""
+        """Returns True for rows that were trained on with a caption, or None if unknown."""
         if self.pairs is None:
             return [None] * len(rows)
         found = self.model.searched.embeddings.rows[rows]
@@ -227,15 +247,15 @@ def _unit(rows: np.ndarray) -> np.ndarray:
 
 
 def training_pairs(aligned: aligner.Aligner, side: str) -> np.ndarray | None:
-    """Reads the embeddings that a run was trained on in pairs.
+    """Reads one side of the pairs that a run was trained on.
 
     Args:
-        aligned: the aligner of a run.
+        aligned: Aligner of a run.
         side: "x" or "y".
 
     Returns:
-        Unit embeddings, shape [n, d_x] or [n, d_y]; None if they did not come from files, or if
-        the files are gone, which is printed.
+        Unit embeddings, shape [n, d_x] or [n, d_y]. None if the run did not read files, or if they
+        cannot be read any more. The latter is printed.
     """
     settings = aligned.info.get("settings", {})
     if settings.get("data", {}).get("name") != "files":
@@ -243,7 +263,7 @@ def training_pairs(aligned: aligner.Aligner, side: str) -> np.ndarray | None:
     try:
         dataset = run_lib.load_dataset(FrozenConfigDict(settings))
     except checks.InputError as error:
-        print(f"results do not show which pictures were trained on: {error}", file=sys.stderr)
+        print(f"training pictures are unknown and will not be marked: {error}", file=sys.stderr)
         return None
     return _unit(dataset.pairs_x if side == "x" else dataset.pairs_y)
 
@@ -251,23 +271,23 @@ def training_pairs(aligned: aligner.Aligner, side: str) -> np.ndarray | None:
 def build(
     searcher: model_lib.Model, images: pathlib.Path, captions: pathlib.Path | None, *, top: int
 ) -> Site:
-    """Prepares the pages: captions, training pictures, typical scores.
+    """Reads captions, training pictures and typical scores.
 
     Args:
-        searcher: a model with the pictures indexed.
-        images: the folder of the pictures.
-        captions: CSV or JSONL file of captions; None takes the .txt files beside the pictures.
-        top: the number of results.
+        searcher: Model with the pictures indexed.
+        images: Folder of the pictures.
+        captions: CSV or JSONL file of captions. None reads the .txt files beside the pictures.
+        top: Number of results.
 
     Returns:
-        The site. A query was made, so that the programs of text queries are compiled.
+        The site, ready to answer.
     """
     said: dict[str, list[items.Item]] = collections.defaultdict(list)
     for item in datasets.open_dataset("folder", images, captions=captions).items["text"]():
         said[item.group].append(item)
 
     def caption(name: str) -> str:
-        with contextlib.suppress(OSError, ValueError, IndexError):  # there is none
+        with contextlib.suppress(OSError, ValueError, IndexError):  # the picture has no caption
             return str(said[name][0].load())
         return ""
 
@@ -275,12 +295,12 @@ def build(
     other = "y" if side == "x" else "x"
     pairs = training_pairs(searcher.aligner, side)
     typical = {mode: searcher.typical(other, calibrated=mode) for mode in (False, True)}
-    searcher.search("a picture")
+    searcher.search("a picture")  # compiles the programs, so that the first visitor need not wait
     return Site(searcher, images, caption, pairs, typical, top)
 
 
 class Handler(http.server.BaseHTTPRequestHandler):
-    """Passes requests on to the site of its server."""
+    """Passes requests to the site of its server."""
 
     protocol_version = "HTTP/1.1"
     timeout = 60  # seconds until an idle connection is closed
@@ -294,18 +314,20 @@ class Handler(http.server.BaseHTTPRequestHandler):
         left, content = int(length) if length.isdigit() else 0, io.BytesIO()
         while left and (chunk := self.rfile.read(min(left, 2**20))):
             left -= len(chunk)
-            if content.tell() <= LARGEST:  # a browser reads no answer before all is sent
+            # A browser reads no response before it has sent everything, so the rest of a file that
+            # is too large is read and dropped.
+            if content.tell() <= LARGEST:
                 content.write(chunk)
         self._answer(lambda site: site.post(content.getvalue()))
 
     def _answer(self, make: Callable[[Site], Response]) -> None:
         host = urllib.parse.urlsplit(f"//{self.headers.get('Host')}").hostname
         if self.server.server_address[0] in LOOPBACK and host not in LOOPBACK:
-            # A foreign name that resolves to this computer: a page elsewhere asks (DNS rebinding).
+            # DNS rebinding: a page on another server uses a name that resolves to this computer.
             response = Response(b"open this page as localhost", "text/plain", 403)
         else:
             response = make(self.server.site)
-        with contextlib.suppress(ConnectionError):  # the browser has gone on
+        with contextlib.suppress(ConnectionError):  # the browser has closed the connection
             self.send_response(response.status)
             self.send_header("Content-Type", response.kind)
             self.send_header("Content-Length", str(len(response.content)))
@@ -315,7 +337,7 @@ class Handler(http.server.BaseHTTPRequestHandler):
             self.wfile.write(response.content)
 
     def log_message(self, *_: Any) -> None:
-        """Prints nothing: queries are private."""
+        """Prints nothing, because queries are private."""
 
 
 class Server(http.server.ThreadingHTTPServer):

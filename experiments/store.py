@@ -1,14 +1,14 @@
-"""Results by key in one file, which several processes may fill at once.
+"""A file of results that several processes can fill at the same time.
 
-A specification is plain JSON that decides a result: the settings, and the fingerprints of the files
-that are read. The key of a result is a hash of its specification, so that equal inputs are computed
-once and changed inputs are computed again.
+A specification is a JSON value that determines a result: settings, and fingerprints of the files
+that are read. A result is stored under a hash of its specification, so that equal specifications
+are computed once and changed ones are computed again.
 
     {"results": {"test/mean/R@1": 30.3}, "seconds": 71.2, "spec": {...}}
 
-The file FILE.jsonl has one such line for each result, and the last line of a key counts. The folder
-FILE beside it has a KEY.log for each result: the lock of the process that computes it, with its
-warnings and errors. Killed at any moment, a process loses at most the result under way.
+FILE.jsonl has one such line per result. If a key occurs twice, its last line counts. The folder
+FILE has a KEY.log per result. This file is locked while a process computes the result, and it
+receives warnings and errors. A process that is killed loses at most the result it is computing.
 """
 
 import contextlib
@@ -35,7 +35,7 @@ DIGESTED = 64 << 20
 
 
 class Entry(NamedTuple):
-    """A specification, its results, and the processor seconds that they took."""
+    """A specification, its results, and the processor seconds spent on them."""
 
     spec: dict[str, Any]
     results: Results
@@ -43,7 +43,7 @@ class Entry(NamedTuple):
 
 
 def key_of(spec: Spec) -> str:
-    """Returns the key of a specification, whatever the order of its names.
+    """Returns the key of a specification. The order of its names does not matter.
 
     >>> key_of({"a": 1, "b": 2}) == key_of({"b": 2, "a": 1})
     True
@@ -52,12 +52,12 @@ def key_of(spec: Spec) -> str:
 
 
 def fingerprint(path: str | pathlib.Path) -> str:
-    """Returns a digest of a file's content, or the size and time of a file above 64 MiB."""
+    """Returns a digest of a file, or its size and modification time if it exceeds 64 MiB."""
     status = pathlib.Path(path).stat()
     return _fingerprint(str(path), status.st_size, status.st_mtime_ns)
 
 
-@functools.cache
+@functools.cache  # size and time are in the key, so a file that changed is read again
 def _fingerprint(path: str, size: int, modified: int) -> str:
     if size > DIGESTED:
         return f"{size} bytes of {modified}"
@@ -66,10 +66,10 @@ def _fingerprint(path: str, size: int, modified: int) -> str:
 
 @contextlib.contextmanager
 def lock(path: pathlib.Path, *, wait: bool = True) -> Iterator[io.FileIO]:
-    """Holds the exclusive lock of a file, which the system lifts even after a kill.
+    """Holds an exclusive lock on a file. The operating system releases it even after a kill.
 
     Args:
-        path: The file, created with its folder if it is missing.
+        path: The file. It is created, with its folder, if it is missing.
         wait: If False, raises BlockingIOError while another process holds the lock.
 
     Yields:
@@ -81,24 +81,26 @@ def lock(path: pathlib.Path, *, wait: bool = True) -> Iterator[io.FileIO]:
             fcntl.flock(file, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
         except BlockingIOError:
             raise
-        except OSError:  # some network file systems have no locks
+        except OSError:  # some network file systems have no locks: go on without one
             pass
         yield file
 
 
 class Store:
-    """The results in one file, see above."""
+    """Results in one file, by specification."""
 
     def __init__(self, path: pathlib.Path) -> None:
         self.path = path
         self._entries: dict[str, Entry] = {}
-        self._bytes = self._lines = 0  # read so far
+        self._bytes = self._lines = 0  # read so far; `entries` reads the rest only
 
     def entries(self) -> dict[str, Entry]:
-        """Returns all results by key, with those that other processes have added.
+        """Returns all results by key, including those that other processes have added.
+
+        A last line without an end was cut short by a kill and is ignored.
 
         Raises:
-            InputError: A line is damaged. A last line that a kill cut short is left out instead.
+            InputError: A line is damaged.
         """
         if self.path.exists():
             with self.path.open("rb") as file:
@@ -120,49 +122,49 @@ class Store:
         return self._entries
 
     def lines(self, keys: Iterable[str]) -> str:
-        """Returns the lines of the results that are known, in the order of their keys."""
+        """Returns the stored lines of some results, sorted by key."""
         known = self.entries()
         return "".join(_line(known[key]) for key in sorted(set(keys)) if key in known)
 
     def add(self, entries: Iterable[Entry]) -> None:
-        """Appends results; one of a key that is known, with all of its names, is left out."""
+        """Appends results, except those that are already stored with all of their names."""
         try:
             with lock(self.path) as file:
                 self.entries()  # reads up to the end of the last whole line
                 new = [_line(one) for one in entries if not self.has(one.spec, one.results)]
-                file.truncate(self._bytes)  # removes what a kill left of the next one
+                file.truncate(self._bytes)  # a kill may have left a part of the next line
                 file.seek(max(self._bytes - 1, 0))
-                if file.read(1) not in (b"", b"\n"):
+                if file.read(1) not in (b"", b"\n"):  # the last line is whole but for its end
                     new.insert(0, "\n")
                 rest = "".join(new).encode()
-                while rest:
+                while rest:  # an unbuffered write may be partial
                     rest = rest[file.write(rest) :]
                 os.fsync(file.fileno())
-        except OSError as error:  # a full disk is reported without a name
+        except OSError as error:  # the error of a full disk does not name the file
             error.filename = error.filename or str(self.path)
             raise
 
     def has(self, spec: Spec, needed: Collection[str] = ()) -> bool:
-        """Returns True if the results of a specification have the names that are needed."""
+        """Returns True if a specification has results of all needed names."""
         return key_of(spec) in self.entries() and self.results(spec).keys() >= set(needed)
 
     def results(self, spec: Spec) -> Results:
-        """Returns the results of a specification, none if they are not known."""
+        """Returns the results of a specification, or an empty dictionary."""
         return self.entries().get(key_of(spec), Entry({}, {})).results
 
     def fill(
         self, jobs: Iterable[Job], compute: Callable[[Spec, set[str]], Results]
     ) -> Iterator[tuple[str, Exception | None]]:
-        """Computes the results that are missing, and stores each at once.
+        """Computes missing results and stores each one immediately.
 
-        Results that another process is computing come last, when there is nothing else to do.
+        Results that another process is computing are left for the end.
 
         Args:
             jobs: Specifications, and the names that their results must have.
-            compute: Returns the results of a specification, with these names among others.
+            compute: Function that returns the results of a specification with at least these names.
 
         Yields:
-            The key of each result that was missing, and the error that ended it, if any.
+            The key of each missing result, and the exception if it could not be computed.
         """
         waiting = [job for job in jobs if not self.has(*job)]
         for wait in (False, True):
@@ -177,14 +179,14 @@ class Store:
                     yield key_of(spec), error
 
     def log(self, spec: Spec) -> pathlib.Path:
-        """Returns the path of the log of a result."""
+        """Returns the path of a result's log, which is also its lock."""
         return self.path.with_suffix("") / f"{key_of(spec)}.log"
 
     def _compute(
         self, spec: Spec, needed: set[str], compute: Callable[[Spec, set[str]], Results]
     ) -> Exception | None:
-        """Computes one result unless another process has; returns the error that ended it."""
-        if self.has(spec, needed):
+        """Computes one result and stores it. Returns the exception if it fails."""
+        if self.has(spec, needed):  # another process stored it while this one waited for the lock
             return None
         known = self.results(spec)
         start = time.process_time()
@@ -193,8 +195,8 @@ class Store:
                 with contextlib.redirect_stderr(log):
                     found = known | compute(spec, needed | known.keys())
                 made = Entry(dict(spec), found, round(time.process_time() - start, 1))
-                _line(made)
-            except Exception as error:  # one result of many: the others are worth having
+                _line(made)  # a result that is not JSON fails here, not while the file is open
+            except Exception as error:  # the other results can still be computed
                 traceback.print_exc(file=log)
                 return error
         self.add([made])

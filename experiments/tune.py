@@ -1,15 +1,14 @@
-r"""Tunes a method: tries every point of a grid, chooses on the validation split, tests the choice.
+r"""Tunes a method: tries a grid of settings, selects on validation, and tests the selected one.
 
     python -m experiments.tune --config=experiments/configs/compare.py:seeds=1 --method=sotalign \
         --workdir=runs/tune --grid="{'alpha': [1e-3, 1e-4], 'heads.init': ['random', 'teacher']}"
     python -m experiments.tune --config=experiments/configs/quickstart.py --method=nnclr \
         --workdir=runs/nnclr
 
-A grid has options of the method, and other settings by their dotted names; by default it is what
-the method finds worth trying. The trials are a comparison, in WORKDIR/trials, that never looks at
-the test split: the point with the best mean of MeanR@1 on validation over the config's seeds is
-trained over --seeds N seeds and tested in WORKDIR/tested-N. Interrupted, it goes on where it
-stopped when it is started again.
+A grid has options of the method, and other settings by their dotted names. The default is the
+method's own grid. Trials are stored in WORKDIR/trials and never read the test split. The point with
+the highest R@1 on validation, averaged over the config's seeds, is trained again with --seeds=N
+seeds and tested in WORKDIR/tested-N. Running an interrupted command again resumes it.
 """
 
 import itertools
@@ -24,9 +23,9 @@ from experiments import config as config_lib
 from experiments import workdir as workdir_lib
 from sotalign_jax import checks, methods
 
-_METHOD = flags.DEFINE_string("method", "sotalign", "Label of a run, or a method.")
-_GRID = flags.DEFINE(config_lib.DictParser(), "grid", None, "Values to try by setting.")
-_SEEDS = flags.DEFINE_integer("seeds", 3, "Seeds to test the choice with.", lower_bound=0)
+_METHOD = flags.DEFINE_string("method", "sotalign", "Method to tune, or label of a run.")
+_GRID = flags.DEFINE(config_lib.DictParser(), "grid", None, "Values to try, by setting.")
+_SEEDS = flags.DEFINE_integer("seeds", 3, "Number of seeds to test with, or 0.", lower_bound=0)
 flags.declare_key_flag("config")
 flags.declare_key_flag("workdir")
 flags.adopt_module_key_flags(distributed)
@@ -37,7 +36,17 @@ Point = dict[str, Any]
 
 
 def points(grid: Mapping[str, Any], method: str) -> dict[str, Point]:
-    """The points of a grid by name, the last key varying fastest.
+    """Expands a grid into its points. The last key varies fastest.
+
+    Args:
+        grid: Values to try, by setting.
+        method: Method whose options are given without a dot.
+
+    Returns:
+        Settings of the points, by name.
+
+    Raises:
+        InputError: A setting has no list of values.
 
     >>> points({"alpha": [1e-3, 1], "heads.init": ["teacher"]}, "sotalign")
     {'alpha=0.001,heads.init=teacher': {'sotalign.alpha': 0.001, 'heads.init': 'teacher'},
@@ -57,13 +66,21 @@ def points(grid: Mapping[str, Any], method: str) -> dict[str, Point]:
 
 
 def best(ended: Mapping[str, run.Results]) -> str:
-    """The label with the best mean score over its seeds, of equals the first."""
+    """Returns the label with the highest mean score over its seeds, the first of equal ones.
+
+    Args:
+        ended: Results by run name, LABEL-seedS.
+
+    Raises:
+        InputError: Every point failed with some seed.
+    """
     seeds: dict[str, list[run.Results]] = {}
     for name, results in ended.items():
         seeds.setdefault(name.rpartition("-seed")[0], []).append(results)
     scores = {
         label: sum(results[run.SCORE] for results in own) / len(own)
         for label, own in seeds.items()
+        # A point that failed with one seed is out: its mean over the others would be too high.
         if all(run.SCORE in results for results in own)
     }
     if not scores:
@@ -73,7 +90,7 @@ def best(ended: Mapping[str, run.Results]) -> str:
 
 
 def main() -> None:
-    """Tries the points, prints the best one, and tests it."""
+    """Tries all points, prints the best one and tests it."""
     config, workdir, label = config_lib.from_flags(), cli.workdir(), _METHOD.value
     checks.choice("method", label, tuple({**config.runs, **dict.fromkeys(config_lib.METHODS)}))
     changes = dict(config.runs.get(label, {"method": label}))
@@ -84,7 +101,8 @@ def main() -> None:
     config.runs = {name: {**changes, **point, **untested} for name, point in tried.items()}
     trials = config_lib.runs(config)
     if not (workdir / "trials" / "config.json").exists():
-        # Data that cannot be read, the test split's included, are known before the first trial.
+        # Read all data now, including the test split, so that unreadable files end the command
+        # before hours of trials.
         config.runs = {label: {**changes, **({} if _SEEDS.value else untested)}}
         if run.load_dataset(next(iter(config_lib.runs(config).values()))).val is None:
             remedy = "pass --config.data.files.val_x=PATH and val_y"

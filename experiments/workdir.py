@@ -1,9 +1,16 @@
 """Run folders: config, metrics, checkpoints and progress of a run.
 
-A run folder holds `config.json` (what was asked for), `environment.json` (what it ran on),
-`metrics.jsonl` (one strict JSON object a line, no times in it) and `checkpoints/` (orbax, one
-folder a step). Killed at any moment and started again, a run leaves the same bytes as an
-uninterrupted one. Of several processes the first alone writes, but all save checkpoints together.
+A run folder holds
+
+    config.json       settings of the run
+    environment.json  versions and devices that it ran on
+    inputs.json       fingerprints of the files that it reads
+    metrics.jsonl     one strict JSON object per step, without times
+    checkpoints/      orbax checkpoints, one folder per step
+
+A run that is killed at any moment and started again leaves the same bytes as an uninterrupted run.
+If a run has several processes, only the first one writes, except that all processes save
+checkpoints together.
 """
 
 import contextlib
@@ -33,7 +40,9 @@ from experiments import distributed, store
 from sotalign_jax import checks, training
 from sotalign_jax import progress as progress_lib
 
-DIGESTED = 64 << 20  # of larger files, size and time alone tell whether they changed
+# Larger files are compared by size and modification time, because hashing them would delay every
+# start by seconds.
+DIGESTED = 64 << 20
 _PACKAGES = ("sotalign-jax", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy")
 
 # --- files ---------------------------------------------------------------------------------------
@@ -41,28 +50,31 @@ _PACKAGES = ("sotalign-jax", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint
 
 @contextlib.contextmanager
 def replacing(path: pathlib.Path) -> Iterator[BinaryIO]:
-    """A file to write that takes the place of `path` only when all of it is on the disk."""
+    """Opens a temporary file that replaces `path` once it is completely on disk."""
     temporary = _temporary(path)
     try:
         with temporary.open("wb") as file:
             yield file
             file.flush()
             os.fsync(file.fileno())
-        os.replace(temporary, path)
-    except OSError as error:  # a full disk is reported without a name
+        os.replace(temporary, path)  # atomic: a reader sees the old file or the new one
+    except OSError as error:  # the error of a full disk does not name the file
         error.filename = error.filename or str(path)
         raise
     finally:
         temporary.unlink(missing_ok=True)
 
 
+_TEMPORARY = re.compile(r"\..+\.\d+\.tmp")
+
+
 def _temporary(path: pathlib.Path) -> pathlib.Path:
-    """Returns a name beside `path` that no other process writes to."""
+    """Returns a path in the same folder that no other process of this host writes to."""
     return path.with_name(f".{path.name}.{os.getpid()}.tmp")
 
 
 def write_json(path: pathlib.Path, value: Any) -> None:
-    """Writes strict JSON, in the first process alone; an earlier file is replaced at once."""
+    """Writes strict JSON and replaces an earlier file atomically. Only the first process writes."""
     text = json.dumps(value, indent=2, allow_nan=False) + "\n"
     if distributed.is_first():
         with replacing(path) as file:
@@ -70,7 +82,11 @@ def write_json(path: pathlib.Path, value: Any) -> None:
 
 
 def read_json(path: pathlib.Path) -> Any:
-    """Reads a JSON file; InputError if it is missing, cut short or not JSON."""
+    """Reads a JSON file.
+
+    Raises:
+        InputError: The file is missing, cut short or not JSON.
+    """
     try:
         return json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
@@ -82,7 +98,7 @@ def read_json(path: pathlib.Path) -> Any:
 
 
 def fingerprint(path: pathlib.Path) -> dict[str, Any]:
-    """Size and modification time of a file, and the digest of one that is not large."""
+    """Returns the size and modification time of a file, and a digest if it is not large."""
     status, digest = path.stat(), None
     if status.st_size <= DIGESTED:
         digest = hashlib.blake2b(path.read_bytes(), digest_size=16).hexdigest()
@@ -90,9 +106,16 @@ def fingerprint(path: pathlib.Path) -> dict[str, Any]:
 
 
 def changed(recorded: Mapping[str, Any], path: pathlib.Path) -> str | None:
-    """How a file differs from its recorded fingerprint, in a few words; None if it does not.
+    """Compares a file with its recorded fingerprint.
 
-    Equal size and time are taken for equality. An empty record is of a file that was unreadable.
+    A file of the same size and modification time counts as unchanged.
+
+    Args:
+        recorded: Fingerprint of the file, or an empty one if the file was unreadable.
+        path: The file.
+
+    Returns:
+        The difference in a few words, or None.
     """
     try:
         status = path.stat()
@@ -112,7 +135,7 @@ def changed(recorded: Mapping[str, Any], path: pathlib.Path) -> str | None:
 
 
 def environment() -> dict[str, Any]:
-    """Versions, devices, git revision and the time now, as plain JSON values."""
+    """Returns versions, devices, git revision and current time as JSON values."""
     packages, git = {}, None
     for name in _PACKAGES:
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
@@ -134,7 +157,7 @@ def environment() -> dict[str, Any]:
 
 
 def kept_environment(folder: pathlib.Path) -> dict[str, Any]:
-    """What a run folder says of where it was made; this environment, if it says nothing."""
+    """Returns the environment recorded in a run folder, or the current one if there is none."""
     path = folder / "environment.json"
     return read_json(path) if path.exists() else environment()
 
@@ -145,16 +168,17 @@ def claim(
     config: Mapping[str, Any],
     inputs: Mapping[str, pathlib.Path] | None = None,
 ) -> Iterator[None]:
-    """Opens a run folder and keeps other commands out of it.
+    """Opens a run folder and locks it against other commands.
 
-    The system lifts the lock even after a kill. If the block ends in an InputError before it has
-    written anything, a folder that was created here is removed, so that a corrected start can use
-    the same one. Of several processes the first acts for all.
+    The operating system releases the lock even after a kill. If the block raises InputError before
+    it has written a result, the claim is withdrawn: files and folders created here are removed, so
+    that a corrected command can use the same folder. If the run has several processes, the first
+    one acts for all.
 
     Args:
-        folder: The folder of the run.
-        config: What the run is asked for.
-        inputs: The files that the run reads, by the names of their settings.
+        folder: Run folder.
+        config: Settings of the run, as JSON values.
+        inputs: Files that the run reads, by the names of their settings.
 
     Raises:
         InputError: The folder is in use, or holds another run or something else.
@@ -168,18 +192,20 @@ def claim(
             open_run(folder, config, inputs)
             yield
         except checks.InputError:
-            names = {path.name for path in folder.iterdir()}
-            if new and names <= CLAIM and distributed.is_first():
-                for name in names:
+            # Withdraw the claim only if the folder holds nothing but the claim itself.
+            if new and distributed.is_first():
+                names = {path.name for path in folder.iterdir()}
+                for name in names if names <= CLAIM else ():
                     (folder / name).unlink()
                 if created:
-                    folder.rmdir()
+                    with contextlib.suppress(OSError):  # it is not empty
+                        folder.rmdir()
             raise
 
 
 @contextlib.contextmanager
 def only_process(folder: pathlib.Path) -> Iterator[None]:
-    """Keeps other commands out of a folder, which is created; a kill lifts the lock."""
+    """Creates a folder and locks it. The operating system releases the lock after a kill."""
     with contextlib.ExitStack() as held:
 
         def lock() -> None:
@@ -190,8 +216,10 @@ def only_process(folder: pathlib.Path) -> Iterator[None]:
                 raise checks.InputError(f"{text} or choose another --workdir") from error
             except OSError as error:
                 raise _refused(folder, f"cannot be created ({error.strerror})") from error
-            for leftover in folder.glob(".*.tmp"):  # of a process that was killed
-                leftover.unlink()
+            # Under the lock no other process writes here: temporary files are of killed processes.
+            for leftover in folder.glob(".*.tmp"):
+                if _TEMPORARY.fullmatch(leftover.name):
+                    leftover.unlink()
 
         distributed.agree(lock)
         yield
@@ -206,7 +234,8 @@ def _strangers(folder: pathlib.Path) -> str | None:
     """Returns an error message if a folder holds something other than a run."""
     if not folder.is_dir() or (folder / "config.json").exists():
         return None
-    own = re.compile(r"\.lock|\.config\.json\..*")  # a kill may leave the latter
+    # A kill during the very first write leaves a temporary .config.json.PID.tmp.
+    own = re.compile(r"\.lock|\.config\.json\..*")
     names = sorted(path.name for path in folder.iterdir() if not own.fullmatch(path.name))
     return f"holds {names[0]} but no config.json, so it is not a run folder" if names else None
 
@@ -220,18 +249,18 @@ def open_run(
     config: Mapping[str, Any],
     inputs: Mapping[str, pathlib.Path] | None = None,
 ) -> None:
-    """Creates a run folder, or opens the one with exactly this config and these inputs again.
+    """Creates a run folder, or opens an existing one that has the same config and inputs.
 
-    An input that is gone is no change, for a finished run does not need it. Of several processes
-    the first looks for all.
+    A missing input does not count as changed, because a finished run does not need it. If the run
+    has several processes, the first one checks for all.
 
     Args:
-        folder: The folder of the run.
-        config: What the run is asked for.
-        inputs: The files that the run reads, by the names of their settings.
+        folder: Run folder.
+        config: Settings of the run, as JSON values.
+        inputs: Files that the run reads, by the names of their settings.
 
     Raises:
-        InputError: The folder holds another run, or the inputs changed. Nothing is overwritten.
+        InputError: The folder holds another run, or an input has changed. Nothing is overwritten.
     """
     if problem := distributed.agree(lambda: _open(folder, config, inputs or {})):
         raise _refused(folder, problem)
@@ -240,13 +269,14 @@ def open_run(
 def _open(
     folder: pathlib.Path, config: Mapping[str, Any], inputs: Mapping[str, pathlib.Path]
 ) -> str | None:
-    """Creates or opens a run folder; returns an error message, or None."""
+    """Creates or opens a run folder. Returns an error message, or None."""
     path, noted = folder / "config.json", folder / "inputs.json"
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         return f"cannot be created ({error.strerror})"
     if path.exists():
+        # Through JSON and back, so that tuples compare equal to the lists that were stored.
         before, now = (
             traverse_util.flatten_dict(values, sep=".", keep_empty_nodes=True)
             for values in (read_json(path), json.loads(json.dumps(config)))
@@ -266,12 +296,13 @@ def _open(
     for name in present.keys() & kept.keys():
         if change := changed(kept[name], present[name]):
             return f"was made from other data: {name}: {change}"
+    # An input that was missing at the first start is recorded once it appears.
     if added := {name: fingerprint(present[name]) for name in present if name not in kept}:
         write_json(noted, kept | added)
     return None
 
 
-# --- what training shows and leaves --------------------------------------------------------------
+# --- metrics, checkpoints and progress ------------------------------------------------------------
 
 
 class Progress(progress_lib.Progress):
@@ -282,18 +313,25 @@ class Progress(progress_lib.Progress):
 
 
 class Recorder(contextlib.ExitStack, progress_lib.Observer):
-    """Keeps the metrics and checkpoints of a run, and shows its progress.
+    """Stores the metrics and checkpoints of a run, and shows its progress.
 
-    A line of metrics reaches the operating system before `metrics` returns. A checkpoint is the
-    pytree of host arrays that `to_arrays` makes of a snapshot, which plain orbax reads:
+    Each line of metrics is handed to the operating system before `metrics` returns. A checkpoint is
+    a pytree of host arrays (`to_arrays`) that orbax can read without this project:
     `ocp.StandardCheckpointer().restore(folder / "checkpoints" / str(step) / "default")`.
-    Every process takes part in saving and restoring, and the first does all else.
+    All processes save and restore checkpoints together. Only the first one does everything else.
     """
 
     def __init__(
         self, folder: pathlib.Path, *, steps: int, tensorboard: bool = False, **progress: Any
     ) -> None:
-        """Opens the records in `folder`; options of `Progress` say how the steps are shown."""
+        """Prepares a recorder. No file is opened yet.
+
+        Args:
+            folder: Run folder.
+            steps: Total number of steps.
+            tensorboard: Write the metrics for TensorBoard, too.
+            **progress: Options of `Progress`.
+        """
         super().__init__()
         self._folder, self._tensorboard = folder.absolute(), tensorboard
         self._progress = {"total": steps, **progress}
@@ -302,16 +340,18 @@ class Recorder(contextlib.ExitStack, progress_lib.Observer):
 
     @functools.cached_property
     def _checkpoints(self) -> ocp.CheckpointManager:
-        """The checkpoints, opened when they are needed: a failed start leaves no files."""
+        """Checkpoint manager, opened on first use so that a failed start leaves no files."""
 
-        def remove_unfinished() -> None:  # orbax would do it in a thread that outlives an early end
+        def remove_unfinished() -> None:
+            # Orbax would remove them in a thread, which may outlive a command that ends early.
             for path in (self._folder / "checkpoints").glob("*.orbax-checkpoint-tmp*"):
                 shutil.rmtree(path, ignore_errors=True)
 
         distributed.agree(remove_unfinished)
         options = ocp.CheckpointManagerOptions(
             preservation_policy=ocp.checkpoint_managers.preservation_policy.LatestN(2),
-            # Saved within the step, for processes meet in collectives, which have one order.
+            # Saving in the background would interleave its collectives with those of training,
+            # in an order that differs between processes.
             enable_async_checkpointing=False,
         )
         manager = ocp.CheckpointManager(self._folder / "checkpoints", options=options)
@@ -320,31 +360,39 @@ class Recorder(contextlib.ExitStack, progress_lib.Observer):
 
     @functools.cached_property
     def _log(self) -> BinaryIO:
-        """The file of metrics, opened when it is needed."""
+        """Metrics file, opened on first use. Only the first process writes to the real one."""
         log = self._folder / "metrics.jsonl" if distributed.is_first() else pathlib.Path(os.devnull)
         return self.enter_context(log.open("ab"))
 
     def resume(self, template: training.Snapshot) -> training.Snapshot:
-        """Returns the newest checkpoint, or `template`; cuts the log back to its step."""
+        """Restores the newest checkpoint and truncates the metrics to its step.
+
+        Args:
+            template: Snapshot of step 0.
+
+        Returns:
+            The restored snapshot, or `template` if there is no checkpoint.
+        """
         step = distributed.agree(self._checkpoints.latest_step) or 0
         distributed.agree(lambda: self._cut_log(step))
         start = self._restore(step, template) if step else distributed.from_first(template)
         if self._tensorboard and distributed.is_first():
             board = checks.require("tensorboardX", extra="tensorboard")
             folder = str(self._folder / "tensorboard")
-            # Hides points beyond the restored step.
+            # TensorBoard hides the points that an interrupted run logged after this step.
             self._board = board.SummaryWriter(folder, purge_step=step + 1)
             self.callback(self._board.close)
         self._bar = self.enter_context(Progress(initial=step, **self._progress))
         return start
 
     def _cut_log(self, step: int) -> None:
-        """Removes metrics of steps after a checkpoint's, and a last line that a kill cut short."""
+        """Removes metrics after a step, and an incomplete last line that a kill left."""
         path, kept, last = self._folder / "metrics.jsonl", 0, 0
         lines = path.read_bytes().splitlines(keepends=True) if path.exists() else []
         for number, line in enumerate(lines, 1):
             if not line.endswith(b"\n"):
                 break
+            # A gap or a damaged line before the checkpoint cannot be recomputed: refuse to go on.
             try:
                 last = int(json.loads(line)["step"])
             except (KeyError, TypeError, ValueError) as error:
@@ -368,7 +416,7 @@ class Recorder(contextlib.ExitStack, progress_lib.Observer):
         except Exception as error:  # orbax raises many kinds for damaged files
             where = self._folder / "checkpoints" / str(step)
             text = f"checkpoints: {where} cannot be restored ({checks.first_line(error)})"
-            remedy = "remove it to continue from the one before, or choose another --workdir"
+            remedy = "remove it to resume from the checkpoint before, or choose another --workdir"
             raise OSError(f"{text}; {remedy}") from error
 
         def like(leaf: Any, array: np.ndarray) -> Any:
@@ -379,11 +427,12 @@ class Recorder(contextlib.ExitStack, progress_lib.Observer):
         return jax.tree.map(like, template, found)
 
     def stage(self, text: str) -> None:
-        """Prints what is happening before the first step."""
+        """Prints a line about the preparation before the first step."""
         progress_lib.say(f"{self._progress['title']}: {text} ...", show=distributed.is_first())
 
     def metrics(self, step: int, values: Mapping[str, Any]) -> None:
-        """One line of the log, names in order; the bar; and TensorBoard if asked for."""
+        """Appends a line to the metrics file and updates the progress bar and TensorBoard."""
+        # Sorted names, so that an interrupted run leaves the same bytes as an uninterrupted one.
         numbers = {name: _number(values[name]) for name in sorted(values)}
         line = json.dumps({"step": int(step), **numbers}, allow_nan=False)
         self._log.write(line.encode() + b"\n")
@@ -395,16 +444,18 @@ class Recorder(contextlib.ExitStack, progress_lib.Observer):
                 self._board.add_scalar(name, float(value), step)
 
     def snapshot(self, step: int, snapshot: training.Snapshot) -> None:
-        """Saves a checkpoint; the log reaches the disk first."""
+        """Saves a checkpoint after the metrics file has reached the disk."""
         arrays = ocp.args.StandardSave(to_arrays(snapshot))
         try:
             if distributed.is_first():
                 os.fsync(self._log.fileno())
-            with futures.ThreadPoolExecutor(1) as thread:  # ctrl-C waits until it is saved
+            # KeyboardInterrupt is raised in the main thread only, so ctrl-C cannot cut a save
+            # short: leaving the block waits for the thread.
+            with futures.ThreadPoolExecutor(1) as thread:
                 thread.submit(self._checkpoints.save, step, args=arrays).result()
         except (OSError, ValueError) as error:  # tensorstore has a ValueError for a full disk
             text = f"step {step} was not saved in {self._folder} ({checks.first_line(error)})"
-            remedy = "start again with the same --workdir to go on from the one before"
+            remedy = "run the command again to resume from the checkpoint before"
             raise OSError(f"checkpoints: {text}; {remedy}") from error
 
 
@@ -414,7 +465,7 @@ def _damaged(path: pathlib.Path, problem: str) -> checks.InputError:
 
 
 def to_arrays(tree: Any) -> Any:
-    """The tree with host arrays for leaves, PRNG keys as their data."""
+    """Converts the leaves of a tree to host arrays, and PRNG keys to their data."""
     return jax.tree.map(lambda x: np.asarray(jax.random.key_data(x) if _is_key(x) else x), tree)
 
 
@@ -423,9 +474,9 @@ def _is_key(leaf: Any) -> bool:
 
 
 def _number(value: Any) -> int | float | str:
-    """As JSON: narrow floats by their own digits (float32 0.1 as 0.1), no NaN but "NaN"."""
+    """Converts a scalar to JSON. float32 0.1 becomes 0.1, and NaN becomes "NaN"."""
     scalar = np.asarray(value)[()]
     if scalar.dtype.kind in "biu":
         return int(scalar)
-    number = float(str(scalar))
+    number = float(str(scalar))  # the shortest digits of its own type, not of float64
     return number if math.isfinite(number) else json.dumps(number)

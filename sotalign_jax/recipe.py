@@ -99,12 +99,14 @@ class Recipe:
     def info(self) -> dict[str, Any]:
         """Returns the description as JSON values."""
         method, teacher = self.method, self.teacher if isinstance(self.teacher, str) else "given"
+        fields = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
         return {
+            **fields,
             "method": None if method is None else type(method).__name__,
             "options": dataclasses.asdict(method) if dataclasses.is_dataclass(method) else {},
             "teacher": teacher if self.uses_teacher else None,
-            "start": self.start,
-            "features": self.features,
+            "teacher_options": {**self.teacher_options},
+            "calibration": [*self.calibration],
             "train": dataclasses.asdict(self.train),
         }
 

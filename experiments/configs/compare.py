@@ -1,10 +1,10 @@
-"""Every method on COCO's photographs: same data, same steps, same batches.
+"""Compares all methods on COCO's photographs with the same data, steps and batches.
 
     python -m experiments.main --config=experiments/configs/compare.py --workdir=runs/compare
 
-`compare.py:pairs=500+1000+2000,seeds=3` compares with three numbers of pairs; `compare.py:smoke`
-takes four steps, to see that everything works. A new method of `methods.METHODS` takes part by
-itself.
+`compare.py:pairs=500+1000+2000,seeds=3` repeats the comparison with three numbers of pairs.
+`compare.py:smoke` takes four steps to check the installation. Every method in `methods.METHODS` is
+included.
 """
 
 from typing import Any
@@ -16,22 +16,22 @@ from experiments.configs import quickstart
 from sotalign_jax import methods
 
 CHOSEN: dict[str, dict[str, Any]] = {
-    # The published warm-up of 500 steps would outlast these runs.
+    # The published warm-up of 500 steps is longer than these runs.
     "structure": {"structure.warmup": 0},
     "structure_semi": {"structure_semi.warmup": 0},
-    "sue": {"sue.epochs": 15, "sue.mmd_epochs": 25},  # as much as the time allows
+    "sue": {"sue.epochs": 15, "sue.mmd_epochs": 25},  # feasible on a CPU
 }
-"""What differs from a method's published options. `experiments.tune` chooses better ones."""
+"""Changes of the methods' published options. `experiments.tune` finds better ones."""
 
 
 def get_config(arg: str = "") -> ConfigDict:
-    """1,000 pairs, the rest of the training rows unpaired, three seeds."""
+    """Returns runs of all methods with 1,000 pairs, the other rows as pools, and three seeds."""
     config = quickstart.get_config()
     config.runs = {name: {"method": name} for name in ("procrustes", "cca")}  # teachers alone
     for name in methods.METHODS:
         config.runs[name] = {"method": name, **CHOSEN.get(name, {})}
-    # SOTAlign as in the paper starts from random heads; once more from its teacher's projection.
+    # The paper's SOTAlign starts from random heads. This run starts from the teacher's projection.
     config.runs["sotalign_teacher"] = {"method": "sotalign", "heads.init": "teacher"}
     config.seeds = (0, 1, 2)
-    config.heads.hidden = 512  # of heads that have hidden layers: wider ones take CPUs too long
+    config.heads.hidden = 512  # wider hidden layers take too long on a CPU
     return config_lib.switched(config, arg)

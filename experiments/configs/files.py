@@ -1,4 +1,4 @@
-r"""Your own embeddings: CCA, SAIL, SOTAlign and `align` on files, row i of x matching row i of y.
+r"""Trains CCA, SAIL, SOTAlign and `align` on your own embeddings. Row i of x matches row i of y.
 
     python -m experiments.main --config=experiments/configs/files.py:from=FOLDER --workdir=runs/mine
     python -m experiments.main --config=experiments/configs/files.py --workdir=runs/mine \
@@ -6,12 +6,13 @@ r"""Your own embeddings: CCA, SAIL, SOTAlign and `align` on files, row i of x ma
         --config.data.files.val_x=val_images.npy --config.data.files.val_y=val_texts.npy \
         --config.data.files.test_x=test_images.npy --config.data.files.test_y=test_texts.npy
 
-`from=FOLDER` takes x.npy, y.parquet, test_x.npz, ... of a folder such as `experiments.pair` writes;
-with an unpaired_x or unpaired_y file, all rows of x and y are pairs. Without val and test files, a
-tenth of the rows is held out for validation and a fifth for the test.
-`--config.data.n_pairs` rows are kept as pairs; the rest, split in two halves, is the unpaired pool
-(`--config.data.pool=random` gives both sides all of it, `files.unpaired_x` and `unpaired_y` bring
-pools of their own). `files.py:smoke` and `files.py:seeds=3` work as for quickstart.
+`from=FOLDER` reads x.npy, y.parquet, test_x.npz and so on from a folder, such as one written by
+`experiments.pair`. If the folder has an unpaired_x or unpaired_y file, all rows of x and y are
+pairs. Without val and test files, a tenth of the rows is held out for validation and a fifth for
+the test.
+`--config.data.n_pairs` rows are pairs. The pools are the rest: one half of it for x, the other half
+for y. `--config.data.pool=random` puts all of it into both pools. Files `unpaired_x` and
+`unpaired_y` replace the pools. `files.py:smoke` and `files.py:seeds=3` work as for quickstart.
 """
 
 from ml_collections.config_dict import ConfigDict
@@ -20,12 +21,15 @@ from experiments import config as config_lib
 
 
 def get_config(arg: str = "") -> ConfigDict:
-    """The paper's settings with 1,000 pairs, scaled to a CPU by two rules.
+    """Returns the paper's settings with 1,000 pairs, scaled to a CPU by two rules.
 
-    Steps x rate = 0.2: Lion moves a weight by at most the rate in a step, so fewer steps at a
-    higher rate go as far as the paper's 2,000 steps at 1e-4. alpha x pairs of a batch = 1: the
-    gradient of SigLIP's mean falls as 1 / pairs, and the paper has 1e-4 with 10,000 pairs.
-    "align" is the recipe of `sotalign_jax.align`, which has its own.
+    Steps x learning rate is 0.2 as in the paper, which has 2,000 steps at 1e-4. Lion moves a weight
+    by at most the learning rate per step, so fewer steps at a higher rate can go as far.
+
+    alpha x pairs per batch is 1 as in the paper, which has 1e-4 with 10,000 pairs. The gradient of
+    SigLIP's mean falls as 1 / pairs.
+
+    "align" is the recipe of `sotalign_jax.align`, which chooses its own settings.
     """
     config = config_lib.default()
     config.runs = {
@@ -36,7 +40,7 @@ def get_config(arg: str = "") -> ConfigDict:
     }
     config.seeds = (0,)
     config.data.name = "files"
-    config.heads.dim = 512
+    config.heads.dim = 512  # the paper has 1024 and batches of 32,768, which take a GPU
     config.train.steps = 100
     config.train.eval_every = 10
     config.train.learning_rate = 2e-3

@@ -1,6 +1,6 @@
-r"""The paper's setting: 10k pairs, 1M unpaired, batch 32,768, d = 1024, 2000 steps.
+r"""Trains SAIL and SOTAlign at the paper's size: 10k pairs, 1M unpaired rows, batches of 32,768.
 
-Bring the embeddings, row i of x matching row i of y:
+The embeddings are your own files. Row i of x matches row i of y:
 
     python -m experiments.main --config=experiments/configs/paper.py --workdir=runs/paper \
         --config.data.files.x=cc3m_dinov3.npy --config.data.files.y=cc3m_nvembed.npy \
@@ -8,7 +8,7 @@ Bring the embeddings, row i of x matching row i of y:
         --config.data.files.test_x=coco_dinov3.npy --config.data.files.test_y=coco_nvembed.npy \
         --config.data.files.test_x_of_y=coco_image_of_caption.npy
 
-The paper's appendix has the epsilons 0.05 / 0.01: `--config.sotalign.epsilon_star=0.01`.
+The paper's appendix uses epsilons of 0.05 and 0.01: pass `--config.sotalign.epsilon_star=0.01`.
 """
 
 from ml_collections.config_dict import ConfigDict
@@ -17,7 +17,7 @@ from experiments import config as config_lib
 
 
 def get_config(arg: str = "") -> ConfigDict:
-    """SAIL and SOTAlign as the paper trains them."""
+    """Returns runs of SAIL and SOTAlign with the paper's settings."""
     config = config_lib.default()
     config.runs = {name: {"method": name} for name in ("sail", "sotalign")}
     config.data.name = "files"

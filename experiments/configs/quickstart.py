@@ -1,7 +1,7 @@
-"""CCA, SAIL, SOTAlign and `align` on COCO's photographs: a few minutes on two CPU cores.
+"""Trains CCA, SAIL, SOTAlign and `align` on COCO's photographs in minutes on two CPU cores.
 
-The settings are the paper's, scaled by the rules in files.py. `quickstart.py:seeds=3` repeats
-everything over three seeds; `quickstart.py:smoke` takes four steps, to see that everything works.
+The settings are the paper's, scaled by the rules in files.py. `quickstart.py:seeds=3` repeats all
+runs with three seeds. `quickstart.py:smoke` takes four steps to check the installation.
 """
 
 from ml_collections.config_dict import ConfigDict
@@ -11,7 +11,7 @@ from experiments.configs import files
 
 
 def get_config(arg: str = "") -> ConfigDict:
-    """1,000 pairs; unpaired images and captions of other photographs."""
+    """Returns runs with 1,000 pairs, and pools of images and captions of other photographs."""
     config = files.get_config()
     config.data.name = "coco"
     return config_lib.switched(config, arg)

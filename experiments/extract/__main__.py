@@ -21,30 +21,31 @@ _LOADING = (
     flags.DEFINE_string("weights", None, "Folder with a copy of the encoder's repository."),
     flags.DEFINE_string("revision", None, "Revision of the encoder's hub repository."),
     flags.DEFINE_string("pool", None, "Pooling: cls+patch, authors, cls, average; mean, last."),
-    flags.DEFINE_integer("max_length", None, "Tokens of a text that are read.", 1),
-    flags.DEFINE_integer("batch_size", None, "Items embedded at once.", 1),
-    flags.DEFINE_string("device", None, "cpu, cuda, ...; by default the fastest there is."),
+    flags.DEFINE_integer("max_length", None, "Most tokens of a text; the rest is cut off.", 1),
+    flags.DEFINE_integer("batch_size", None, "Number of items per batch.", 1),
+    flags.DEFINE_string("device", None, "cpu, cuda, ...; the fastest by default."),
     flags.DEFINE_bool("trust_remote_code", False, "Run code that comes with the weights."),
 )
 _DATA = flags.DEFINE_string("data", None, "One of those above.", required=True)
 _ROOT = path_flag("root", None, "The dataset's folder.", required=True)
-_SPLIT = flags.DEFINE_string("split", None, "Its split; by default the one that is evaluated on.")
+_SPLIT = flags.DEFINE_string("split", None, "Its split; by default the one the paper uses.")
 _CAPTIONS = path_flag("captions", None, "CSV or JSONL file of captions (folder, skyscript).")
 _EXTRACTION = (
-    flags.DEFINE_integer("limit", None, "Only the first so many items.", 1),
+    flags.DEFINE_integer("limit", None, "Number of items; all by default.", 1),
     flags.DEFINE_enum("dtype", "float16", ["float16", "float32"], "Stored dtype."),
-    flags.DEFINE_integer("shard_size", 4096, "Items between two saves.", 1),
-    flags.DEFINE_integer("workers", 4, "Threads that read files.", 1),
+    flags.DEFINE_integer("shard_size", 4096, "Number of items between two saves.", 1),
+    flags.DEFINE_integer("workers", 4, "Number of threads that read files.", 1),
 )
 flags.declare_key_flag("workdir")
 
 
 def main() -> None:
-    """Embeds a dataset and prints where the embeddings are."""
+    """Embeds a dataset and prints the path of the embeddings."""
     root, out, captions = _ROOT.value, cli.workdir(), _CAPTIONS.value
     source = datasets.open_dataset(_DATA.value, root, split=_SPLIT.value, captions=captions)
     loading: dict[str, Any] = {flag.name: flag.value for flag in _LOADING}
     encoder = encoders.load(_ENCODER.value, **loading)
+    # Stored in the metadata: a resumed extraction must describe the same data.
     data = {"name": _DATA.value, "root": str(root), "split": _SPLIT.value}
     data["captions"] = None if captions is None else str(captions)
     options: dict[str, Any] = {flag.name: flag.value for flag in _EXTRACTION}
@@ -52,7 +53,7 @@ def main() -> None:
     count, width = metadata["shape"]
     print(f"{count} embeddings of width {width} are in {out / extraction.EMBEDDINGS}")
     if metadata["skipped"]:
-        print(f"{metadata['skipped']} more have none, for reasons in {out / extraction.SKIPPED}")
+        print(f"{metadata['skipped']} items were skipped; see {out / extraction.SKIPPED}")
 
 
 if __name__ == "__main__":

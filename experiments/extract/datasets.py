@@ -1,4 +1,4 @@
-"""Readers of datasets by name, each from its published layout."""
+"""Readers of datasets in their published layouts, by name."""
 
 import contextlib
 import csv
@@ -26,7 +26,7 @@ CAPTIONS = 5
 FILE_COLUMNS = ("file", "file_name", "filename", "filepath", "image", "path")
 CAPTION_COLUMNS = ("caption", "text", "title", "sentence")
 Captioned = tuple[Item, list[Item]]
-"""A file and its captions. The group of all of them is the id of the file."""
+"""A file and its captions. Their common group is the id of the file."""
 
 
 def _file(
@@ -35,21 +35,22 @@ def _file(
     captions: Iterable[tuple[str, str]],
     read: Callable[[pathlib.Path], Any] = items.picture,
 ) -> Captioned:
-    """Returns a file and its captions, which are given with their ids."""
+    """Returns the items of a file and of its captions, which are (id, text)."""
     return Item(name, name, path, read), [Item(own, name, text) for own, text in captions]
 
 
 def _captioned(rows: Callable[[], Iterable[Captioned]], modality: str = "image") -> Source:
+    """Returns a source of captioned files."""
     contents = lambda: (content for content, _ in rows())  # noqa: E731
     return Source({modality: contents, "text": lambda: (c for _, own in rows() for c in own)})
 
 
 def folder(root: pathlib.Path, split: str, captions: pathlib.Path | None = None) -> Source:
-    """Reads pictures at any depth. The group of a caption is the path of its picture.
+    """Reads a folder of pictures, with subfolders. The group of a caption is its picture's path.
 
     Args:
-        root: folder of the pictures.
-        split: only rows of `captions` whose column `split` has this value, if not empty.
+        root: Folder of the pictures.
+        split: If not empty, only rows of `captions` with this value in the column `split` are read.
         captions: CSV or JSONL file with one row per caption and the columns `file` and `caption`,
             or other usual names. Without it, the caption of a picture is the first line of the
             .txt file beside it.
@@ -58,7 +59,7 @@ def folder(root: pathlib.Path, split: str, captions: pathlib.Path | None = None)
         The source.
 
     Raises:
-        InputError: the captions cannot be read, or none of their files is below `root`.
+        InputError: The captions cannot be read, or none of their files is below `root`.
     """
     said: dict[str, list[str]] = defaultdict(list)
     for name, caption in read_captions(captions, split) if captions else ():
@@ -66,7 +67,8 @@ def folder(root: pathlib.Path, split: str, captions: pathlib.Path | None = None)
     _check_files(root, list(said))
 
     def rows() -> Iterator[Captioned]:
-        # A split names its own pictures; otherwise all are embedded.
+        # A split consists of the pictures that it names. Otherwise pictures without a caption are
+        # embedded, too, for the pools.
         below = () if captions and split else items.pictures_below(root)
         for name in dict.fromkeys((*said, *below)):
             texts = [Item(f"{name}#{n}", name, text) for n, text in enumerate(said.get(name, ()))]
@@ -79,7 +81,7 @@ def folder(root: pathlib.Path, split: str, captions: pathlib.Path | None = None)
 
 
 def _relative(root: pathlib.Path, name: str) -> str:
-    """Returns an absolute path relative to `root` if it is below, and any other as it is."""
+    """Makes an absolute path below `root` relative to it, and returns any other path unchanged."""
     for base in (root.absolute(), root.resolve()):
         with contextlib.suppress(ValueError):
             return str(pathlib.Path(name).relative_to(base))
@@ -87,7 +89,7 @@ def _relative(root: pathlib.Path, name: str) -> str:
 
 
 def _check_files(root: pathlib.Path, names: list[str]) -> None:
-    """Raises if no captioned file is below `root`, and says so of some."""
+    """Raises if all captioned files are missing below `root`, and prints a line if some are."""
     missing = [n for n in names if pathlib.Path(n).is_absolute() or not (root / n).is_file()]
     if not missing:
         return
@@ -96,6 +98,7 @@ def _check_files(root: pathlib.Path, names: list[str]) -> None:
         text = f"captions: {len(missing)} of {len(names)} files are not below {root}"
         print(f"{text}, such as {one!r}; their captions stay unpaired", file=sys.stderr)
         return
+    # A frequent mistake are file names without their folder or extension.
     close = [path for path in items.pictures_below(root) if pathlib.Path(path).stem == stem]
     remedy = f"did you mean {close[0]!r}?" if close else "check --root"
     text = f"captions: none of its {len(names)} files is below {root}, such as {one!r}"
@@ -115,19 +118,20 @@ def read_captions(
     """Reads files and captions from a CSV or JSONL file.
 
     Args:
-        path: the file, in UTF-8.
-        split: only rows whose column `split` has this value, if not empty.
-        columns: possible names of both columns; the first that exists is used.
+        path: The file, in UTF-8.
+        split: If not empty, only rows with this value in the column `split` are returned.
+        columns: Possible names of both columns. The first that exists is used.
 
     Returns:
         (file, caption) of every row.
 
     Raises:
-        InputError: the file cannot be read, or lacks a column.
+        InputError: The file cannot be read, or lacks a column.
     """
     if path.suffix not in (".csv", ".jsonl"):
         raise checks.InputError(f"captions: {path} is neither .csv nor .jsonl; convert it")
     try:
+        # Spreadsheets write a byte order mark, which "utf-8-sig" skips.
         with path.open(newline="", encoding="utf-8-sig") as file:
             records = list(_csv_rows(file) if path.suffix == ".csv" else _json_rows(file))
     except UnicodeDecodeError as error:
@@ -151,7 +155,8 @@ def read_captions(
 
 
 def _csv_rows(file: Iterable[str]) -> Iterator[dict[str, Any]]:
-    reader, line = csv.DictReader(file, strict=True), 1  # strict: an open quote is an error
+    # By default, an open quote would silently swallow the rest of the file.
+    reader, line = csv.DictReader(file, strict=True), 1
     try:
         for row in reader:
             yield row
@@ -173,10 +178,17 @@ def _json_rows(file: Iterable[str]) -> Iterator[dict[str, Any]]:
 
 
 def coco(root: pathlib.Path, split: str) -> Source:
-    """Reads COCO captions, split val2017, train2017 or karpathy-train, -val, -test.
+    """Reads COCO with its captions.
 
-    The 2017 splits need `annotations/captions_SPLIT.json` and the pictures in `SPLIT/`, the
-    others `dataset_coco.json` and the pictures in `train2014/` and `val2014/`.
+    The splits of 2017 need `annotations/captions_SPLIT.json` and the pictures in `SPLIT/`. Those of
+    Karpathy need `dataset_coco.json` and the pictures in `train2014/` and `val2014/`.
+
+    Args:
+        root: Folder of the dataset.
+        split: "val2017", "train2017", "karpathy-train", "karpathy-val" or "karpathy-test".
+
+    Returns:
+        The source, with five captions per picture.
     """
     if split.startswith("karpathy-"):
         return _karpathy(
@@ -196,7 +208,15 @@ def coco(root: pathlib.Path, split: str) -> Source:
 
 
 def flickr30k(root: pathlib.Path, split: str) -> Source:
-    """Reads Flickr30k in Karpathy's splits: `dataset_flickr30k.json` beside the pictures."""
+    """Reads Flickr30k in Karpathy's splits.
+
+    Args:
+        root: Folder with `dataset_flickr30k.json` and the folder of the pictures.
+        split: "train", "val" or "test".
+
+    Returns:
+        The source, with five captions per picture.
+    """
     table = items.find(root, "dataset_flickr30k.json")
     pictures = items.find(root, "flickr30k-images", "flickr30k_images", "images", "Images")
     return _karpathy(table, split, lambda r: (r["filename"], pictures / r["filename"]))
@@ -205,10 +225,11 @@ def flickr30k(root: pathlib.Path, split: str) -> Source:
 def _karpathy(
     table: pathlib.Path, split: str, place: Callable[[dict[str, Any]], tuple[str, pathlib.Path]]
 ) -> Source:
+    """Reads a split of one of Karpathy's JSON files."""
     checks.choice("split", split, ("train", "val", "test"))
     wanted = (
         ("train", "restval") if split == "train" else (split,)
-    )  # restval: pictures of val2014 for training
+    )  # "restval" are pictures of val2014 that are used for training
     records = [r for r in workdir.read_json(table)["images"] if r["split"] in wanted]
     return _captioned(
         lambda: (
@@ -232,7 +253,16 @@ def librispeech(root: pathlib.Path, split: str) -> Source:
 
 
 def skyscript(root: pathlib.Path, split: str, captions: pathlib.Path | None = None) -> Source:
-    """Reads SkyScript: a CSV per split (or one given as captions) and pictures in images2/, ..."""
+    """Reads SkyScript: pictures in images2/ and so on, and a CSV file per split.
+
+    Args:
+        root: Folder of the dataset.
+        split: "train", "train50", "val" or "test".
+        captions: CSV file in place of that of the split.
+
+    Returns:
+        The source.
+    """
     parts = {"train": "train_top30pct", "train50": "train_top50pct", "val": "val_5K"}
     parts["test"] = "test_30K"
     if captions is None:
@@ -251,7 +281,7 @@ TEMPLATES, CLASS_NAMES = _FOLDER / "templates.json", _FOLDER / "class_names.json
 
 
 def _prompted(prompts: str, names: Iterable[str], pictures: Callable[[], Iterator[Item]]) -> Source:
-    """Returns labelled pictures, and as texts every template filled with every class name.
+    """Returns a classification set, whose texts are all templates filled with all class names.
 
     The group of a picture or a prompt is the number of its class.
     """
@@ -273,7 +303,7 @@ def _labelled(
     rows: Iterable[tuple[str, Any]],
     names: Sequence[str] | None = None,
 ) -> Source:
-    """Returns picture files with a class each. `names` are the classes' names in prompts."""
+    """Returns a classification set of files. `names` replace the classes in the prompts."""
     number = {one: str(label) for label, one in enumerate(classes)}
     listed = [(name, number[one]) for name, one in rows]
 
@@ -284,7 +314,7 @@ def _labelled(
 
 
 def imagenet(root: pathlib.Path, split: str) -> Source:
-    """Reads ImageNet-1k: SPLIT/SYNSET/*.JPEG, or Kaggle's layout with LOC_val_solution.csv."""
+    """Reads ImageNet-1k, as SPLIT/SYNSET/*.JPEG or in the layout of Kaggle."""
     checks.choice("split", split, ("train", "val"))
     mapping, solution = root / "LOC_synset_mapping.txt", root / "LOC_val_solution.csv"
     if mapping.exists():
@@ -293,6 +323,7 @@ def imagenet(root: pathlib.Path, split: str) -> Source:
     else:
         folder = items.find(root, split)
         synsets = sorted(path.name for path in folder.iterdir() if path.is_dir())
+    # The class names are in the order of the sorted synsets, so none may be missing.
     names = workdir.read_json(CLASS_NAMES)["imagenet1k"]
     if len(synsets) != len(names):
         text = f"root: {folder} has {len(synsets)} synset folders, not {len(names)}"
@@ -306,7 +337,7 @@ def imagenet(root: pathlib.Path, split: str) -> Source:
 
 
 def food101(root: pathlib.Path, split: str) -> Source:
-    """Reads Food-101: images/CLASS/ID.jpg, meta/classes.txt, meta/test.txt or train.txt."""
+    """Reads Food-101: images/CLASS/ID.jpg, meta/classes.txt and meta/SPLIT.txt."""
     meta = items.find(root, "meta")
     checks.choice("split", split, ("train", "test"))
     rows = ((f"{name}.jpg", name.split("/")[0]) for name in items.lines(meta / f"{split}.txt"))
@@ -314,7 +345,7 @@ def food101(root: pathlib.Path, split: str) -> Source:
 
 
 def dtd(root: pathlib.Path, split: str) -> Source:
-    """Reads DTD, split 1: images/CLASS/*.jpg and labels/test1.txt, train1.txt, ..."""
+    """Reads DTD: images/CLASS/*.jpg and labels/SPLIT.txt, where SPLIT is such as "test1"."""
     listed, folder = items.find(root, f"labels/{split}.txt"), root / "images"
     classes = sorted(path.name for path in folder.iterdir() if path.is_dir())
     rows = ((name, name.split("/")[0]) for name in items.lines(listed))
@@ -329,13 +360,13 @@ def flowers(root: pathlib.Path, split: str) -> Source:
     checks.choice("split", split, tuple(parts))
     numbers = scipy.io.loadmat(items.find(root, "setid.mat"))[parts[split]].ravel()
     labels = scipy.io.loadmat(root / "imagelabels.mat")["labels"].ravel()
-    rows = ((f"image_{n:05d}.jpg", labels[n - 1]) for n in numbers)
+    rows = ((f"image_{n:05d}.jpg", labels[n - 1]) for n in numbers)  # MATLAB counts from 1
     names = workdir.read_json(CLASS_NAMES)["flowers"]
     return _labelled("flowers", range(1, len(names) + 1), root / "jpg", rows, names)
 
 
 def aircraft(root: pathlib.Path, split: str) -> Source:
-    """Reads FGVC-Aircraft by variant: data/images/*.jpg, variants.txt, images_variant_SPLIT.txt."""
+    """Reads FGVC-Aircraft with its variants as classes."""
     data = items.find(root, "data/variants.txt", "variants.txt").parent
     listed = items.lines(items.find(data, f"images_variant_{split}.txt"))
     named = (line.strip().split(maxsplit=1) for line in listed)
@@ -350,11 +381,20 @@ CIFAR: dict[str, tuple[str, int, dict[str, list[str]]]] = {
     ),
     "cifar100": ("fine_label_names.txt", 2, {"test": ["test.bin"], "train": ["train.bin"]}),
 }
-"""File of the class names, bytes of labels before a picture, and files by split."""
+"""File of the class names, number of label bytes before a picture, and files by split."""
 
 
 def cifar(root: pathlib.Path, split: str, *, name: str) -> Source:
-    """Reads the binary version of CIFAR-10, or of CIFAR-100 with its fine labels."""
+    """Reads the binary version of CIFAR-10, or of CIFAR-100 with its fine labels.
+
+    Args:
+        root: Folder of the dataset.
+        split: "train" or "test".
+        name: "cifar10" or "cifar100".
+
+    Returns:
+        The source.
+    """
     names, labels, parts = CIFAR[name]
     checks.choice("split", split, tuple(parts))
     classes = items.lines(items.find(root, names))
@@ -372,7 +412,7 @@ def cifar(root: pathlib.Path, split: str, *, name: str) -> Source:
 
 
 def _pixels(planes: np.ndarray, _: pathlib.Path) -> Any:
-    """Returns a picture from its red, green and blue planes of 32 x 32."""
+    """Returns a picture from its red, green and blue planes of 32 x 32 bytes."""
     import PIL.Image
 
     return PIL.Image.fromarray(planes.reshape(3, 32, 32).transpose(1, 2, 0).copy())
@@ -381,14 +421,21 @@ def _pixels(planes: np.ndarray, _: pathlib.Path) -> Any:
 # --- tar shards in the webdataset layout, as CC3M and CC12M are distributed -----------------------
 
 Members = dict[str, tuple[int, int]]
-"""Offset and size in a tar of the files of a sample, by suffix."""
+"""Offset and size of the files of a sample in their tar, by suffix."""
 
 
 def webdataset(root: pathlib.Path, split: str) -> Source:
-    """Reads uncompressed .tar files, in which `KEY.jpg`, `KEY.txt` and `KEY.json` are a sample.
+    """Reads uncompressed .tar files in which `KEY.jpg`, `KEY.txt` and `KEY.json` are a sample.
 
-    The caption is the .txt, or the "caption" of the .json. A split selects tars by name. Ids are
-    TAR/KEY, because keys often start anew in every tar.
+    The caption is the content of the .txt, or "caption" of the .json. Ids are TAR/KEY, because the
+    same keys often occur in every tar.
+
+    Args:
+        root: Folder of the .tar files, or a single one.
+        split: Only tars with this text in their name are read.
+
+    Returns:
+        The source. A tar that was cut short is listed as a skipped item.
     """
     tars = sorted(root.glob("*.tar")) if root.is_dir() else [root]
     tars = [tar for tar in tars if split in tar.name]
@@ -402,7 +449,7 @@ def webdataset(root: pathlib.Path, split: str) -> Source:
                 yield Item(name, name, tar, functools.partial(read, members))
             with tar.open("rb") as file:
                 file.seek(max(tar.stat().st_size - 1024, 0))
-                if file.read() != bytes(1024):  # the two empty blocks that end a tar
+                if file.read() != bytes(1024):  # a complete tar ends with two empty blocks
                     reason = f"{tar.name} is cut short; fetch it again"
                     yield Item(f"{tar.stem}/", "", reason, items.fail)
 
@@ -410,7 +457,7 @@ def webdataset(root: pathlib.Path, split: str) -> Source:
 
 
 def _samples(tar: pathlib.Path) -> dict[str, Members]:
-    """Returns the samples of a tar by key. Only headers are read, up to any damage."""
+    """Returns the samples of a tar by key, up to the first damage. Only headers are read."""
     found: dict[str, Members] = defaultdict(dict)
     with contextlib.suppress(tarfile.ReadError), tarfile.open(tar, "r:") as archive:
         for entry in archive:
@@ -423,7 +470,7 @@ def _samples(tar: pathlib.Path) -> dict[str, Members]:
 
 
 def _read(members: Members, suffixes: tuple[str, ...], tar: pathlib.Path) -> bytes:
-    """Reads the first member with one of the suffixes; empty if there is none."""
+    """Returns the first member with one of the suffixes, or no bytes if there is none."""
     places = [place for suffix, place in members.items() if suffix.endswith(suffixes)]
     offset, size = places[0] if places else (0, 0)
     with tar.open("rb") as file:
@@ -450,13 +497,14 @@ def _caption(members: Members, tar: pathlib.Path) -> str:
 
 
 def wikitext(root: pathlib.Path, split: str) -> Source:
-    """Reads WikiText-103 or -2: a text per paragraph of wiki.SPLIT.raw (or .tokens)."""
+    """Reads the paragraphs of WikiText-103 or -2 from wiki.SPLIT.raw or wiki.SPLIT.tokens."""
     split = {"val": "valid"}.get(split, split)
     path = items.find(root, f"wiki.{split}.raw", f"wiki.{split}.tokens")
 
     def paragraphs() -> Iterator[Item]:
         with path.open(encoding="utf-8") as file:
             for number, text in enumerate(map(str.strip, file), 1):
+                # Headings look like "= Title =".
                 if text and not (text.startswith("= ") and text.endswith(" =")):
                     yield Item(str(number), str(number), text)
 
@@ -464,11 +512,11 @@ def wikitext(root: pathlib.Path, split: str) -> Source:
 
 
 def polyvore(root: pathlib.Path, split: str) -> Source:
-    """Reads Polyvore as parquet files with the columns image (bytes), text and item_ID."""
+    """Reads Polyvore from parquet files with the columns image (bytes), text and item_ID."""
     tables = sorted([*root.glob("*.parquet"), *root.glob("data/*.parquet")])
     if not tables:
         raise checks.InputError(f"root: {root} holds no .parquet, nor does its data/")
-    lock = threading.Lock()  # a column is large, so only one thread reads it
+    lock = threading.Lock()  # without it, several threads would read a large column at once
 
     @functools.lru_cache(maxsize=2)
     def cells(file: pathlib.Path, column: str) -> Any:
@@ -508,7 +556,7 @@ DATASETS: dict[str, tuple[Callable[..., Source], str]] = {
     "skyscript": (skyscript, "test"),
     "polyvore": (polyvore, ""),
 }
-"""Reader of a dataset, and the split that the paper evaluates or trains on."""
+"""Reader and default split of each dataset. The default is the split that the paper uses."""
 
 
 def open_dataset(
@@ -517,16 +565,16 @@ def open_dataset(
     """Opens a dataset.
 
     Args:
-        name: one of DATASETS.
-        root: folder of the dataset.
-        split: its split; by default the one that the paper uses.
-        captions: CSV or JSONL file of captions, for folder and skyscript.
+        name: One of `DATASETS`.
+        root: Folder of the dataset.
+        split: Split to read. The default is the one that the paper uses.
+        captions: CSV or JSONL file of captions, for "folder" and "skyscript" only.
 
     Returns:
         The source.
 
     Raises:
-        InputError: the name is unknown, or the folder does not hold the dataset.
+        InputError: The name is unknown, or the folder does not hold the dataset.
     """
     checks.choice("data", name, tuple(DATASETS))
     reader, usual = DATASETS[name]

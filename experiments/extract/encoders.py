@@ -1,4 +1,4 @@
-"""Frozen encoders by name. The packages of the extra `extract` are imported when one is loaded."""
+"""Frozen encoders by name. Torch and other packages are imported when an encoder is loaded."""
 
 import dataclasses
 import functools
@@ -14,11 +14,11 @@ from experiments.extract.items import Sound, on_white, require
 from sotalign_jax import checks
 
 Tensor = Any
-"""Torch tensor; torch itself is imported when an encoder is loaded."""
+"""Torch tensor. Its type cannot be named, because torch is optional."""
 
 
 class Kind(NamedTuple):
-    """Family of encoders that one function loads."""
+    """Family of encoders that are loaded by the same function."""
 
     load: Callable[["Spec"], "Encoder"]
     modality: str
@@ -26,29 +26,29 @@ class Kind(NamedTuple):
 
 
 class Spec(NamedTuple):
-    """Description of an encoder and of how to load it."""
+    """Description of an encoder."""
 
     kind: Kind
     model: str  # name on the Hugging Face hub, a local folder, or a package that holds the weights
     pool: str  # one of the kind's `pools`
-    max_length: int = 512  # tokens of a text that are read
+    max_length: int = 512  # tokens; longer texts are cut off
     batch_size: int = 32
     remote_code: bool = False  # the model consists of code in its repository, which will be run
     packaged: Callable[[], Any] | None = None  # finds the weights inside the package
-    name: str = ""  # what the user calls it
+    name: str = ""  # as passed to --encoder
     copy: str | None = None  # a local copy of the model to load from
     revision: str | None = None  # of the hub's repository; None takes the newest
     device: str | None = None  # "cpu", "cuda", ...; None takes the fastest there is
 
     @property
     def place(self) -> str:
-        """Returns the place of the weights."""
+        """Local folder or hub name to load the weights from."""
         return self.copy or self.model
 
 
 @dataclasses.dataclass(frozen=True)
 class Encoder:
-    """Frozen network. `prepare` converts an item for `embed`, and may run in any thread."""
+    """Frozen network. `prepare` converts an item for `embed` and may run in any thread."""
 
     spec: Spec
     forward: Callable[[list[Any]], Tensor]  # n prepared items to [n, d]
@@ -65,7 +65,10 @@ class Encoder:
         return self.spec.batch_size
 
     def describe(self) -> dict[str, Any]:
-        """Returns what identifies the embeddings. The revision is a hub commit or a checksum."""
+        """Returns everything that the embeddings depend on, as JSON values.
+
+        The revision is a hub commit, or a checksum of local weights.
+        """
         spec, place = self.spec, pathlib.Path(self.spec.place)
         revision = spec.revision or "unknown"
         if place.exists():
@@ -82,7 +85,7 @@ class Encoder:
         return embeddings
 
 
-@functools.cache  # weights may have many gigabytes
+@functools.cache  # reading many gigabytes of weights takes a while
 def _checksum(*paths: pathlib.Path) -> str:
     digest = hashlib.sha256()
     for path in paths:
@@ -95,7 +98,7 @@ def _checksum(*paths: pathlib.Path) -> str:
 
 
 def _pretrained(spec: Spec, processor: str = "") -> tuple[Spec, Any, Any, Any]:
-    """Loads a model of transformers: its spec with the commit, itself, its processor, details."""
+    """Returns the spec with the commit, the model, its processor and further details."""
     transformers = require("transformers")
     transformers.utils.logging.disable_progress_bar()
     # The argument has had its short name since 4.56; NV-Embed's own code needs an older one.
@@ -118,7 +121,7 @@ def _mean(tokens: Tensor, mask: Tensor) -> Tensor:
 
 
 def _vision(spec: Spec) -> Encoder:
-    """Loads DINOv2, DINOv3, ResNet-50, ... Their repositories say how to prepare pictures."""
+    """Loads a vision model of transformers, such as DINOv2, DINOv3 or ResNet-50."""
     torch = require("torch")
     spec, model, _, details = _pretrained(spec)
     auto = require("transformers.models.auto.image_processing_auto")
@@ -144,21 +147,21 @@ def _vision(spec: Spec) -> Encoder:
 
 
 def _text(spec: Spec) -> Encoder:
-    """Loads BERT, Qwen3, Nemotron, NV-Embed, MiniLM, ... Texts get no instruction."""
+    """Loads a text model of transformers, such as BERT or NV-Embed. Texts get no instruction."""
     torch, length = require("torch"), spec.max_length
     spec, model, tokenizer, details = _pretrained(spec, "AutoTokenizer")
     if tokenizer.pad_token is None:
         tokenizer.pad_token = tokenizer.eos_token
 
     def embed(batch: list[str]) -> Tensor:
-        if spec.pool == "encode":  # the model's own, as NV-Embed's latent attention
+        if spec.pool == "encode":  # the model pools itself, such as NV-Embed by latent attention
             return model.encode(batch, instruction="", max_length=length)
         options = {"padding": True, "truncation": True, "return_tensors": "pt"}
         inputs = tokenizer(batch, max_length=length, **options).to(spec.device)
         tokens, mask = model(**inputs).last_hidden_state.float(), inputs["attention_mask"]
         if spec.pool == "cls":
             return tokens[:, 0]
-        if spec.pool == "last":  # where the mask is 1, whichever side is padded
+        if spec.pool == "last":  # the last token with mask 1, whichever side is padded
             last = (mask * torch.arange(mask.shape[1], device=mask.device)).argmax(1)
             return tokens[torch.arange(len(tokens), device=mask.device), last]
         rows = _mean(tokens, mask)
@@ -168,7 +171,7 @@ def _text(spec: Spec) -> Encoder:
 
 
 def _speech(spec: Spec) -> Encoder:
-    """Loads WavLM and similar models. The embedding is the mean over the last layer's frames."""
+    """Loads a speech model such as WavLM, which averages the frames of the last layer."""
     spec, model, extractor, details = _pretrained(spec, "AutoFeatureExtractor")
     rate = extractor.sampling_rate
 
@@ -185,7 +188,8 @@ def _speech(spec: Spec) -> Encoder:
         inputs = extractor(batch, sampling_rate=rate, **options).to(spec.device)
         waves, mask = inputs["input_values"].to(model.dtype), inputs["attention_mask"]
         frames = model(waves, attention_mask=mask).last_hidden_state.float()
-        # A frame covers many samples: the model knows which frames hold any of a waveform.
+        # A frame covers many samples, so only the model can turn the mask of samples into one of
+        # frames.
         return _mean(frames, model._get_feature_vector_attention_mask(frames.shape[1], mask))
 
     return Encoder(spec, embed, {**details, "sampling_rate": rate}, prepare)
@@ -195,7 +199,7 @@ def _speech(spec: Spec) -> Encoder:
 
 
 def _sentence(spec: Spec) -> Encoder:
-    """Loads a sentence-transformers model, which pools by its own modules."""
+    """Loads a sentence-transformers model, which pools with its own modules."""
     options = {"revision": spec.revision, "trust_remote_code": spec.remote_code}
     make = require("sentence_transformers").SentenceTransformer
     model = make(spec.place, device=spec.device, **options)
@@ -211,10 +215,10 @@ def _sentence(spec: Spec) -> Encoder:
 
 
 def _efficientnet(spec: Spec) -> Encoder:
-    """Loads EfficientNet-Lite2. The embedding is the global average of the last features, 1280.
+    """Loads EfficientNet-Lite2. An embedding is the global average of the 1,280 last features.
 
-    Pictures are prepared like those of experiments/data: resized to a square as a whole, and scaled
-    to about -1..1.
+    Pictures are prepared like those of experiments/data: resized to a square without cropping, and
+    scaled to about -1..1.
     """
     torch, size = require("torch"), 260
     model = require("efficientnet_lite_pytorch").EfficientNet.from_name(spec.name)
@@ -238,10 +242,10 @@ def _efficientnet(spec: Spec) -> Encoder:
 
 
 class Preparation(NamedTuple):
-    """Resizes a picture, crops its centre, scales and normalises it.
+    """Preparation of a picture: resizing, centre crop, scaling and normalization.
 
-    This is what a preprocessor_config.json describes. The image processors of transformers need
-    torchvision for some models and differ between versions, and this needs PIL only.
+    It implements preprocessor_config.json with PIL only. The image processors of transformers need
+    torchvision for some models and differ between versions.
     """
 
     resize: tuple[int, int] | int | None  # (height, width), or the length of the shorter side
@@ -252,7 +256,7 @@ class Preparation(NamedTuple):
     std: tuple[float, ...]
 
     def __call__(self, image: Any) -> np.ndarray:
-        """Returns pixels [3, height, width] in float32."""
+        """Converts a picture to float32 pixels, shape [3, height, width]."""
         image = on_white(image)
         if isinstance(self.resize, int):
             size = [int(self.resize * side / min(image.size)) for side in image.size]
@@ -268,10 +272,14 @@ class Preparation(NamedTuple):
 
 
 def preparation(config: Mapping[str, Any]) -> Preparation:
-    """Reads a preprocessor_config.json; InputError if its form is unknown."""
+    """Converts a preprocessor_config.json to a preparation.
+
+    Raises:
+        InputError: The config has an unknown form.
+    """
 
     def sides(size: Any, *, shorter: bool = False) -> tuple[int, int] | int | None:
-        match size:  # as configs write it in several ways
+        match size:  # configs spell a size in several ways
             case int():
                 return size if shorter else (size, size)
             case {"shortest_edge": int(edge)}:
@@ -284,7 +292,9 @@ def preparation(config: Mapping[str, Any]) -> Preparation:
     convnext = kind.startswith("ConvNext")
     resize = sides(config.get("size"), shorter=convnext) if config.get("do_resize", True) else None
     crop = sides(config.get("crop_size")) if config.get("do_center_crop") else None
-    if convnext and isinstance(resize, int) and resize < 384:  # as these models are evaluated
+    # Below 384, ConvNext's processor resizes to a larger picture and crops its centre. From 384 on
+    # it only resizes.
+    if convnext and isinstance(resize, int) and resize < 384:
         crop, resize = (resize, resize), int(resize / config.get("crop_pct", 0.875))
     elif convnext and isinstance(resize, int):
         resize = (resize, resize)
@@ -336,7 +346,7 @@ ANY = {
     "hf-audio": Spec(SPEECH, "", "mean"),
     "st": Spec(SENTENCE, "", "own"),
 }
-"""Prefixes for any other model, as in hf-text:NAME; st is sentence-transformers."""
+"""Prefixes for other models, such as hf-text:NAME. "st" is sentence-transformers."""
 NAMES = ENCODERS | {f"{prefix}:NAME": spec for prefix, spec in ANY.items()}
 
 
@@ -346,17 +356,18 @@ def load(
     """Loads an encoder.
 
     Args:
-        name: one of ENCODERS, or hf-image:NAME, hf-text:NAME, hf-audio:NAME or st:NAME, where NAME
-            is a model of the Hugging Face hub or a local folder.
-        weights: local copy of the model's repository.
-        trust_remote_code: run the code that comes with the model, if there is any.
-        **options: pool, revision, max_length, batch_size and device of `Spec`; None keeps its own.
+        name: One of `ENCODERS`, or hf-image:NAME, hf-text:NAME, hf-audio:NAME or st:NAME, where
+            NAME is a model of the Hugging Face hub or a local folder.
+        weights: Local copy of the model's repository.
+        trust_remote_code: Run the code that comes with the model, if there is any.
+        **options: pool, revision, max_length, batch_size and device of `Spec`. None keeps the
+            default.
 
     Returns:
         The encoder.
 
     Raises:
-        InputError: the name or an option is unknown, or the model cannot be loaded.
+        InputError: The name or an option is unknown, or the model cannot be loaded.
     """
     prefix, _, address = name.partition(":")
     if address and prefix in ANY:

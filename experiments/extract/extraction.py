@@ -1,15 +1,15 @@
-"""Embeds items into a folder, and joins two folders into files for experiments.main.
+"""Extractions: folders of embeddings, and how two of them are joined into training files.
 
-A finished folder holds
+A finished extraction holds
 
-    embeddings.npy    [n, d], a row per item, for `--config.data.files.*` of experiments.main
-    rows.jsonl        the id and group of every row, and its text
-    skipped.jsonl     the id and reason of every item that has no row
-    inputs.jsonl      the id, group and fingerprint of every item, to notice a change
+    embeddings.npy    [n, d], one row per item, for `--config.data.files.*` of experiments.main
+    rows.jsonl        id and group of every row, and its text
+    skipped.jsonl     id of every item without a row, and the reason
+    inputs.jsonl      id, group and fingerprint of every item, to detect changes
     metadata.json     encoder, revision, pooling, dtype and count; written last
 
-The first four grow by `shard_size` items at a time, and `progress.json` says how far they are
-complete. A killed run continues from there and ends in the same bytes as any other.
+The first four files grow by `shard_size` items at a time. `progress.json` stores how much of them
+is complete. A killed extraction resumes from there and leaves the same bytes as any other.
 """
 
 import concurrent.futures
@@ -40,7 +40,7 @@ METADATA, PROGRESS = "metadata.json", "progress.json"
 
 
 class Row(NamedTuple):
-    """Origin of a row of embeddings."""
+    """Id, group and text of the item that a row of embeddings was computed from."""
 
     id: str
     group: str
@@ -48,7 +48,7 @@ class Row(NamedTuple):
 
 
 class Embeddings(NamedTuple):
-    """Contents of a finished folder: memory-mapped rows, their origins and the metadata."""
+    """A finished extraction: memory-mapped rows, their origins, and the metadata."""
 
     rows: np.ndarray
     origins: list[Row]
@@ -66,24 +66,24 @@ def extract(
     shard_size: int = 4096,
     workers: int = 4,
 ) -> dict[str, Any]:
-    """Embeds the items of a source that an encoder can read, or resumes what was begun.
+    """Embeds the items of a source, or resumes an unfinished extraction.
 
     Args:
-        source: the items.
-        encoder: the encoder, whose modality selects the items.
-        out: folder of the embeddings.
-        data: description of the items for the metadata.
-        limit: number of items; all by default.
-        dtype: dtype of the stored embeddings.
-        shard_size: number of items between two saves.
-        workers: number of threads that read and prepare items.
+        source: Source of the items.
+        encoder: The encoder. Only items of its modality are embedded.
+        out: Folder of the extraction.
+        data: Description of the items for the metadata.
+        limit: Number of items, all by default.
+        dtype: Dtype of the stored embeddings.
+        shard_size: Number of items between two saves.
+        workers: Number of threads that read and prepare items.
 
     Returns:
         The metadata.
 
     Raises:
         InputError: `out` holds something else, or an item has changed since it was embedded.
-        OSError: the disk is full. Running again resumes from the last save.
+        OSError: The disk is full. Running again resumes from the last save.
     """
     if encoder.modality not in source.items:
         text = f"encoder: needs {encoder.modality} but the dataset has {' and '.join(source.items)}"
@@ -114,7 +114,11 @@ def extract(
 
 
 def load(folder: pathlib.Path) -> Embeddings:
-    """Opens a finished folder; InputError if it is unfinished or damaged."""
+    """Opens a finished extraction.
+
+    Raises:
+        InputError: The extraction is unfinished or damaged.
+    """
     if not (folder / METADATA).exists():
         remedy = "check the path, or start its extraction again to finish it"
         raise checks.InputError(f"{folder}: holds no finished embeddings; {remedy}")
@@ -134,13 +138,13 @@ def _read_lines(path: pathlib.Path) -> Iterator[dict[str, Any]]:
 
 
 def difference(items: Iterator[Item], out: pathlib.Path) -> str | None:
-    """Compares items with those that a folder was made from, finished or not.
+    """Compares items with those that an extraction was computed from, finished or not.
 
-    Only files that were written since are read.
+    Only files with a new modification time are read.
 
     Args:
-        items: the items now.
-        out: the folder.
+        items: The current items.
+        out: Folder of the extraction.
 
     Returns:
         The first difference in a few words, or None.
@@ -156,7 +160,7 @@ def difference(items: Iterator[Item], out: pathlib.Path) -> str | None:
             return f"{old['id']!r} is gone"
         if (item.id, item.group) != (old["id"], old["group"]):
             return f"{item.id!r} is in place of {old['id']!r}"
-        if (item.origin, old["origin"]) == seen:  # a file may hold many items
+        if (item.origin, old["origin"]) == seen:  # a tar holds many items
             continue
         seen = item.origin, old["origin"]
         if isinstance(item.origin, pathlib.Path):
@@ -168,13 +172,13 @@ def difference(items: Iterator[Item], out: pathlib.Path) -> str | None:
 
 
 def _identify(origin: pathlib.Path | str) -> dict[str, Any]:
-    """Returns the fingerprint of a file, empty if it cannot be read, or the digest of a text."""
+    """Returns the fingerprint of a file or the digest of a text. Unreadable files have {}."""
     if isinstance(origin, str):
         text = origin.encode("utf-8", "surrogatepass")
         return {"digest": hashlib.blake2b(text, digest_size=16).hexdigest()}
     try:
         return workdir.fingerprint(origin)
-    except OSError:  # loading the item will say why
+    except OSError:  # loading the item will fail, too, and record the reason
         return {}
 
 
@@ -187,7 +191,7 @@ def _embed(
     shard_size: int,
     workers: int,
 ) -> list[int]:
-    """Embeds the items that are not saved yet. Returns the shape of all embeddings."""
+    """Embeds the items after the last save. Returns the shape of all embeddings."""
     saved: dict[str, Any] = {"items": 0, "bytes": dict.fromkeys(GROWING, 0)}
     if (out / PROGRESS).exists():
         saved = workdir.read_json(out / PROGRESS)
@@ -196,7 +200,7 @@ def _embed(
         for name, file in growing.items():
             if file.tell() < saved["bytes"][name]:
                 raise checks.InputError(f"workdir: {out / name} is cut short; remove {out}")
-            file.truncate(saved["bytes"][name])
+            file.truncate(saved["bytes"][name])  # remove rows written after the last save
             file.seek(0, os.SEEK_END)
         ids = {row["id"] for row in _read_lines(out / ROWS)}
         done, unit = saved["items"], f"{encoder.modality} rows"
@@ -216,12 +220,13 @@ def _embed(
                     reason = one.reason or "duplicate id; the first one is kept"
                     line(SKIPPED, id=item.id, reason=reason)
                     continue
-                if not ids:
+                if not ids:  # the width is known with the first embedding
                     write_header(growing[EMBEDDINGS], dtype, (0, len(one.row)))
                 ids.add(item.id)
                 told = {} if one.text is None else {"text": one.text}
                 line(ROWS, id=item.id, group=item.group, **told)
                 growing[EMBEDDINGS].write(one.row.data)
+            # All data must be on disk before progress.json counts them.
             for file in growing.values():
                 file.flush()
                 os.fsync(file.fileno())
@@ -231,7 +236,8 @@ def _embed(
     if not ids:
         reason = next(_read_lines(out / SKIPPED))["reason"]
         raise checks.InputError(f"data: no item could be embedded; the first: {reason}")
-    with (out / EMBEDDINGS).open("r+b") as array:  # a header has room for any number of rows
+    # The number of rows is known now. NumPy pads headers, so the final one has the same length.
+    with (out / EMBEDDINGS).open("r+b") as array:
         np.lib.format.read_magic(array)
         (_, width), *_ = np.lib.format.read_array_header_1_0(array)
         array.seek(0)
@@ -240,14 +246,20 @@ def _embed(
 
 
 def write_header(file: BinaryIO, dtype: Any, shape: tuple[int, ...]) -> None:
-    """Writes the header of an .npy file. Its rows follow."""
+    """Writes the header of an .npy file.
+
+    Args:
+        file: File to write to, positioned at its start. The rows follow the header.
+        dtype: Dtype of the array.
+        shape: Shape of the array.
+    """
     header = {"descr": np.dtype(dtype).str, "fortran_order": False, "shape": shape}
     np.lib.format.write_array_header_1_0(file, header)
 
 
 @dataclasses.dataclass
 class _Result:
-    """An item on its way: fingerprint, prepared content, text, and embedding or reason."""
+    """State of an item: fingerprint, prepared content, text, and embedding or skip reason."""
 
     origin: dict[str, Any]
     content: Any = None
@@ -257,8 +269,8 @@ class _Result:
 
 
 def _prepare(item: Item, encoder: Encoder, identify: Callable[[Any], dict[str, Any]]) -> _Result:
-    """Reads and prepares an item. Whatever is wrong with it becomes the reason to skip it."""
-    # The fingerprint comes first, so that a change while the item is read is noticed later.
+    """Reads and prepares an item. An error of the item becomes the reason to skip it."""
+    # The fingerprint is taken first. If the file changes while it is read, the next start sees it.
     result = _Result(identify(item.origin))
     try:
         content = item.load()
@@ -267,7 +279,7 @@ def _prepare(item: Item, encoder: Encoder, identify: Callable[[Any], dict[str, A
                 raise ValueError("is empty")
             result.text = content
         result.content = encoder.prepare(content)
-    except (checks.InputError, MemoryError):  # no fault of the item
+    except (checks.InputError, MemoryError):  # not caused by the item, so skipping would hide it
         raise
     except Exception as error:
         result.reason = checks.first_line(error)
@@ -282,10 +294,11 @@ def _embed_shard(
     workers: int,
     bar: workdir.Progress,
 ) -> list[_Result]:
-    """Embeds the items of a shard. At most two batches of prepared items exist at a time."""
-    identify = functools.lru_cache(maxsize=64)(_identify)  # a file may hold many items
+    """Embeds the items of a shard."""
+    identify = functools.lru_cache(maxsize=64)(_identify)  # a tar holds many items
     results: list[_Result] = []
 
+    # Threads stay at most two batches ahead, because prepared pictures need much memory.
     def ahead(count: int) -> Iterator[_Result]:
         waiting: deque[concurrent.futures.Future[_Result]] = deque()
         for item in [*items, *[None] * count]:
@@ -296,13 +309,13 @@ def _embed_shard(
                 yield results[-1]
 
     prepared = ahead(2 * max(encoder.batch_size, workers))
-    if encoder.modality == "text":  # batches of similar length need less padding
+    if encoder.modality == "text":  # batches of texts of similar length need less padding
         prepared = iter(sorted(prepared, key=lambda result: len(result.content or "")))
     while batch := list(itertools.islice(prepared, encoder.batch_size)):
         good = [result for result in batch if not result.reason]
         if good:
             embedded = np.asarray(encoder.embed([result.content for result in good]))
-            with np.errstate(over="ignore"):  # infinite rows are skipped below
+            with np.errstate(over="ignore"):  # rows that overflow are skipped below
                 stored = embedded.astype(dtype)
             for result, row in zip(good, stored, strict=True):
                 result.content = None
@@ -320,9 +333,9 @@ def _embed_shard(
 
 PARTS = ("train", "val", "test", "split", "zero_shot")
 ENCODERS, TEST = "encoders.json", "test_rows.json"
-"""Notes beside the files: the encoders for search, ids and texts of the test rows for reports."""
+"""Files beside the training files: encoders for search, and test rows for reports."""
 BLOCK = 65_536
-"""Rows that are written at a time, for arrays larger than memory."""
+"""Number of rows that are written at a time, because arrays may be larger than memory."""
 
 
 class Taken(NamedTuple):
@@ -336,7 +349,19 @@ Arrays = dict[str, Taken | np.ndarray]
 
 
 def match(x: Embeddings, y: Embeddings) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Returns rows of x with rows of y, those rows of y, and x_of_y: y[j] is of x[x_of_y[j]]."""
+    """Matches rows of two extractions by their groups.
+
+    Args:
+        x: Extraction with one row per group.
+        y: Extraction with any number of rows per group.
+
+    Returns:
+        Rows of x that have a match, rows of y that have a match, and `x_of_y`: the j-th matched row
+        of y belongs to the `x_of_y[j]`-th matched row of x.
+
+    Raises:
+        InputError: Rows of x share a group, or no groups match.
+    """
     row_of: dict[str, int] = {}
     for row, origin in enumerate(x.origins):
         if origin.group in row_of:
@@ -363,25 +388,25 @@ def join(
     test: float = 0.2,
     seed: int = 0,
 ) -> Arrays:
-    """Selects the rows of every file of a part.
+    """Selects the rows of all files of a part.
 
-    A training table has one row per caption, and rows without a partner are its pools. A gallery
-    has every picture once, and all its captions.
+    The training files have one pair per caption. Rows without a partner are the pools. A gallery
+    has every picture once, with all its captions.
 
     Args:
-        part: one of PARTS. "split" makes train, val and test. Pictures that are equal, or share a
-            caption, are in one of them.
-        x: extraction of the pictures.
-        y: extraction of the texts.
-        val: "split": fraction of the pictures for validation.
-        test: "split": fraction of the pictures for the test.
-        seed: "split": seed of the random choice.
+        part: One of `PARTS`. "split" makes train, val and test. Pictures that are equal or share a
+            caption are never separated.
+        x: Extraction of the pictures.
+        y: Extraction of the texts.
+        val: Fraction of the pictures for validation ("split" only).
+        test: Fraction of the pictures for the test ("split" only).
+        seed: Seed of the random split ("split" only).
 
     Returns:
-        Rows by the names of the files.
+        Arrays by file name.
 
     Raises:
-        InputError: nothing matches, or `val` and `test` leave no pictures.
+        InputError: No rows match, or `val` and `test` leave no pictures.
     """
     if part == "zero_shot":
         return _zero_shot(x, y)
@@ -391,6 +416,7 @@ def join(
         sizes = data_lib.held_out_sizes(len(rows_x), (val, test))
         equal_x = data_lib.first_equal(files.take(x.rows, rows_x))
         equal_y = data_lib.first_equal(files.take(y.rows, rows_y))
+        # Groups of tied pictures must fit into the smallest part, or it could not be filled.
         smallest = min((size for size in sizes if size), default=len(rows_x))
         captions_each = -(-len(rows_y) // len(rows_x))
         tied = data_lib.tied_rows(equal_x[x_of_y], equal_y, largest=smallest * captions_each)
@@ -419,7 +445,7 @@ def join(
 
 
 def _zero_shot(x: Embeddings, y: Embeddings) -> Arrays:
-    """Returns pictures, labels and prompts [classes, templates, width] of a classification set."""
+    """Returns pictures, labels and prompts of a classification set."""
     classes = x.metadata["data"].get("classes")
     if classes is None or classes != y.metadata["data"].get("classes"):
         remedy = "extract both from food101, ..."
@@ -429,6 +455,7 @@ def _zero_shot(x: Embeddings, y: Embeddings) -> Arrays:
     if counts.min() != counts.max():
         text = f"zero_shot: classes have {counts.min()} to {counts.max()} prompts"
         raise checks.InputError(f"{text}; extract the prompts again, without --limit")
+    # A stable sort keeps the templates of a class in order.
     prompts = y.rows[np.argsort(of_prompts, kind="stable")]
     return {
         "zero_shot_x": np.asarray(x.rows),
@@ -438,13 +465,30 @@ def _zero_shot(x: Embeddings, y: Embeddings) -> Arrays:
 
 
 def write(out: pathlib.Path, arrays: Arrays, x: Embeddings, y: Embeddings) -> None:
-    """Writes files that `files.py:from=OUT` reads, and removes pools of an earlier table."""
+    """Writes training files for `files.py:from=OUT`.
+
+    New pairs replace earlier ones, and the pools of the earlier pairs are removed.
+
+    Args:
+        out: Folder of the files.
+        arrays: Arrays by file name.
+        x: Extraction of the pictures.
+        y: Extraction of the texts.
+
+    Raises:
+        InputError: The folder has files of other encoders.
+    """
     out.mkdir(parents=True, exist_ok=True)
     encoders = {"x": x.metadata["encoder"], "y": y.metadata["encoder"]}
     if (out / ENCODERS).exists() and workdir.read_json(out / ENCODERS) != encoders:
         text = f"workdir: {out} has files of other encoders (see {ENCODERS})"
         raise checks.InputError(f"{text}; choose another --workdir")
+    names = [f"{name}.npy" for name in ("unpaired_x", "unpaired_y", *arrays)]
+    if not (out / ENCODERS).exists() and (own := [n for n in names if (out / n).exists()]):
+        text = f"workdir: {out} holds {own[0]}, which another command wrote"
+        raise checks.InputError(f"{text}; choose another --workdir")
     workdir.write_json(out / ENCODERS, encoders)
+    # An earlier pool may contain rows that are pairs now.
     for name in ("unpaired_x", "unpaired_y") if "x" in arrays else ():
         (out / f"{name}.npy").unlink(missing_ok=True)
     for name, array in arrays.items():

@@ -1,4 +1,4 @@
-"""Items to embed, in a fixed order. Their content is read when it is needed."""
+"""Pictures, texts and sounds to embed. They have a fixed order and are read when needed."""
 
 import functools
 import io
@@ -18,7 +18,7 @@ require = functools.partial(checks.require, extra="extract")
 
 
 class Item(NamedTuple):
-    """A picture, text or sound. It is skipped if `load` raises."""
+    """A picture, text or sound. If `load` raises, the item is skipped."""
 
     id: str  # unique within a modality of a dataset
     group: str  # shared by a picture and its captions, or by a class and its pictures
@@ -38,33 +38,49 @@ class Sound(NamedTuple):
 
 
 class Source(NamedTuple):
-    """Items of a dataset by modality, and its class names if groups are numbers of classes."""
+    """A dataset.
+
+    Attributes:
+        items: Functions that iterate over the items, by modality.
+        classes: Class names of a classification set. The group of its items is a class number.
+    """
 
     items: Mapping[str, Callable[[], Iterator[Item]]]
     classes: tuple[str, ...] | None = None
 
 
 def picture(file: pathlib.Path | bytes) -> Any:
-    """Reads a whole picture; OSError if it is damaged or has too many pixels to decode."""
+    """Reads and decodes a picture.
+
+    Args:
+        file: Path or bytes of a picture file.
+
+    Returns:
+        A `PIL.Image.Image`.
+
+    Raises:
+        OSError: The file is damaged or has too many pixels.
+    """
     import PIL.Image
 
     try:
         with PIL.Image.open(io.BytesIO(file) if isinstance(file, bytes) else file) as image:
-            image.load()
+            image.load()  # PIL decodes lazily, and would raise for a damaged file only later
             return image
     except PIL.Image.DecompressionBombError as error:
         raise OSError(f"{checks.first_line(error)}; make the picture smaller") from error
 
 
 def oriented(file: pathlib.Path) -> Any:
-    """Reads a picture and turns it as its camera was held."""
+    """Reads a picture and rotates it as its EXIF data say."""
     import PIL.ImageOps
 
     return PIL.ImageOps.exif_transpose(picture(file))
 
 
 def on_white(image: Any) -> Any:
-    """Converts a picture to RGB with transparent pixels in white, where PIL would reveal them."""
+    """Converts a picture to RGB. Transparent pixels become white."""
+    # PIL's own conversion drops the alpha channel and shows the colours below it.
     import PIL.Image
 
     if image.mode in ("RGBA", "LA", "PA") or "transparency" in image.info:
@@ -80,12 +96,20 @@ def sound(file: pathlib.Path) -> Sound:
 
 
 def fail(reason: str) -> NoReturn:
-    """Raises, so that an unusable item is listed as skipped with this reason."""
+    """Raises ValueError. As the `read` of an item, it lists the item as skipped with a reason."""
     raise ValueError(reason)
 
 
 def find(root: pathlib.Path, *names: str) -> pathlib.Path:
-    """Returns the first path below `root` that exists."""
+    """Returns the first existing path below `root`.
+
+    Args:
+        root: Folder of the dataset.
+        *names: Paths relative to it.
+
+    Raises:
+        InputError: None of them exists.
+    """
     for name in names:
         if (root / name).exists():
             return root / name
@@ -94,14 +118,14 @@ def find(root: pathlib.Path, *names: str) -> pathlib.Path:
 
 
 def lines(file: pathlib.Path) -> list[str]:
-    """Returns the lines of a text file that are not empty."""
+    """Returns the non-empty lines of a text file."""
     return [line for line in file.read_text(encoding="utf-8").splitlines() if line.strip()]
 
 
 def pictures_below(root: pathlib.Path) -> Iterator[str]:
     """Yields the paths of all pictures relative to `root`, in a fixed order."""
     for folder, subfolders, names in os.walk(root):
-        subfolders.sort()
+        subfolders.sort()  # in place: os.walk then visits them in this order
         for name in sorted(names):
             if name.lower().endswith(IMAGE_SUFFIXES) and not name.startswith("."):
                 yield os.path.relpath(os.path.join(folder, name), root)

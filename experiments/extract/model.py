@@ -1,6 +1,6 @@
-"""Trained models that take raw pictures, texts and sounds.
+"""Trained models with their encoders, which accept raw pictures, texts and sounds.
 
-The files that a run was trained on name their encoders. `load` loads these beside the aligner:
+A run's training files name their encoders. `load` loads the aligner and these encoders:
 
     from experiments.extract import model
 
@@ -29,21 +29,21 @@ from sotalign_jax import aligner, checks, persistence
 
 Path = str | os.PathLike[str]
 Content = Any
-"""The path of a file, a `PIL.Image.Image`, an `items.Sound`, or a text as a str."""
+"""Path of a file, `PIL.Image.Image`, `items.Sound`, or a text as a str."""
 PHOTOS = {"x": {"name": "efficientnet-lite2"}, "y": {"name": "all-minilm-l6-v2"}}
-"""Encoders of the photographs in the repository."""
+"""Encoders that the photographs of the repository were embedded with."""
 READERS: dict[str, Callable[[pathlib.Path], Any]] = {"image": items.oriented, "audio": items.sound}
 REFERENCES = 256
-"""Most queries in `Model.typical`. The mean's standard error is then 6 % of the deviation."""
+"""Most queries in `Model.typical`. The standard error of a mean is then 6 % of the deviation."""
 
 
 class Hit(NamedTuple):
     """Search result.
 
     Attributes:
-        id: path below the indexed folder, or the text itself.
-        score: cosine in the shared space, or calibrated score.
-        row: row in the index.
+        id: Path below the indexed folder, or the text itself.
+        score: Cosine in the shared space, or calibrated score.
+        row: Row in the index.
     """
 
     id: str
@@ -52,12 +52,12 @@ class Hit(NamedTuple):
 
 
 class Index(NamedTuple):
-    """Embeddings of one modality and their features in the shared space.
+    """Items to search: their embeddings, and their features in the shared space.
 
     Attributes:
-        side: the modality's side of the aligner, "x" or "y".
-        embeddings: raw embeddings and the ids of their rows.
-        features: unit features, shape [n, d].
+        side: Side of the aligner, "x" or "y".
+        embeddings: Raw embeddings and the ids of their rows.
+        features: Unit features, shape [n, d].
     """
 
     side: str
@@ -70,10 +70,10 @@ class Model:
     """An aligner with the encoders of its two modalities.
 
     Attributes:
-        aligner: maps embeddings into the shared space.
-        encoders: the encoders of sides "x" and "y".
-        folder: the folder that the aligner was loaded from. New indexes are kept in it.
-        indexed: the items to search, set by `index`.
+        aligner: Maps embeddings into the shared space.
+        encoders: Encoders of the sides "x" and "y".
+        folder: Folder that the aligner was loaded from. New indexes are stored in it.
+        indexed: Items to search, set by `index`.
     """
 
     aligner: aligner.Aligner
@@ -142,14 +142,14 @@ class Model:
     def index(self, of: Path, place: Path | None = None) -> "Model":
         """Embeds the items to search.
 
-        Embeddings are stored by encoder and path. A second call reads them, unless a file has
-        changed since. Then all are computed again.
+        Embeddings are stored by encoder and path, and read again by the next call. If a file has
+        changed, all of them are computed again.
 
         Args:
-            of: a folder of pictures; texts as .txt with one a line, .csv or .jsonl; or a finished
-                extraction of any modality.
-            place: an extraction of the same items, or the folder to store embeddings in. The
-                default is the folder "search" of the model.
+            of: Folder of pictures; file of texts (.txt with one per line, .csv or .jsonl); or
+                finished extraction of any modality.
+            place: Extraction of the same items, or folder to store embeddings in. The default is
+                the folder "search" of the model.
 
         Returns:
             A model that searches these items.
@@ -177,11 +177,11 @@ class Model:
         """Finds the indexed items that are most similar to a query.
 
         Args:
-            query: a text as a str; otherwise a `pathlib.Path`, a `PIL.Image.Image` or an
-                `items.Sound`. Its modality may be that of the index.
-            k: the number of results. All items are returned if there are fewer.
-            calibrated: correct the scores for hubness. The correction is between modalities, so
-                the query's modality must not be that of the index.
+            query: Text as a str, or another item as a `pathlib.Path`, `PIL.Image.Image` or
+                `items.Sound`. It may have the modality of the index.
+            k: Number of results. All items are returned if there are fewer.
+            calibrated: Correct the scores for hubness. The correction is between modalities, so
+                the query must have the other modality.
 
         Returns:
             Results, best first. Among equal scores the lower row comes first.
@@ -194,22 +194,23 @@ class Model:
         feature = self._features(side, [query])[0]
         scores = self.searched.features @ feature + self._bias(side, calibrated)
         origins = self.searched.embeddings.origins
-        best = np.argsort(-scores, kind="stable")[:k]
+        best = np.argsort(-scores, kind="stable")[:k]  # stable: equal scores keep the row order
         return [Hit(origins[row].id, float(scores[row]), int(row)) for row in best]
 
     def side_of(self, query: Content) -> str:
         """Returns the side whose encoder reads a query, "x" or "y"."""
+        # Only a text is a str. Any other query has the modality that is not text.
         others = [e.modality for e in self.encoders.values() if e.modality != "text"]
         return self._side("text" if isinstance(query, str) else (*others, "image")[0])
 
     def typical(self, side: str, *, calibrated: bool = False) -> tuple[float, float] | None:
-        """Measures the scores of typical queries on the index.
+        """Returns the mean and standard deviation of the scores of typical queries.
 
-        The queries are training rows that the aligner keeps for calibration.
+        The queries are training rows that the aligner stores for calibration.
 
         Args:
-            side: side of the queries, "x" or "y".
-            calibrated: measure calibrated scores.
+            side: Side of the queries, "x" or "y".
+            calibrated: Use calibrated scores.
 
         Returns:
             Mean and standard deviation of the scores, or None if the aligner has no calibration.
@@ -218,7 +219,7 @@ class Model:
         if kept is None:
             return None
         rows = np.asarray(kept.f if side == "x" else kept.g)
-        rows = rows[:: -(-len(rows) // REFERENCES)]
+        rows = rows[:: -(-len(rows) // REFERENCES)]  # evenly spaced, at most REFERENCES
         scores = rows @ self.searched.features.T + self._bias(side, calibrated)
         return float(scores.mean()), float(scores.std())
 
@@ -232,7 +233,7 @@ class Model:
     def _side(self, modality: str) -> str:
         """Returns the side with an encoder of this modality."""
         sides = [side for side, own in self.encoders.items() if own.modality == modality]
-        if len(sides) != 1:
+        if len(sides) != 1:  # none, or both sides have this modality
             has = " and ".join(own.modality for own in self.encoders.values())
             remedy = "use model.encoders and model.aligner"
             raise checks.InputError(f"{modality} needs its own encoder, got {has}; {remedy}")
@@ -286,23 +287,24 @@ def load(
     """Loads a trained model with the encoders of its training files.
 
     Args:
-        path: folder of a finished run, folder with a single finished run, or a folder that
-            `Aligner.save` wrote.
-        x_encoder: encoder of the first modality, in place of the one trained with.
-        y_encoder: encoder of the second modality, in place of the one trained with.
-        x_weights: folder with a copy of the first encoder's repository.
-        y_weights: folder with a copy of the second encoder's repository.
-        device: torch device of the encoders; the fastest by default.
-        trust_remote_code: run code that comes with the weights.
+        path: Folder of a finished run, folder with a single finished run, or folder written by
+            `Aligner.save`.
+        x_encoder: Encoder of the first modality. The default is the one trained with.
+        y_encoder: Encoder of the second modality. The default is the one trained with.
+        x_weights: Folder with a copy of the first encoder's repository.
+        y_weights: Folder with a copy of the second encoder's repository.
+        device: Torch device of the encoders. The default is the fastest.
+        trust_remote_code: Run code that comes with the weights.
 
     Returns:
         The model. The encoders stay in memory.
 
     Raises:
-        InputError: There is no model, or several; an encoder is unknown, or its weights are not
-            those trained with; or a package is missing.
+        InputError: There is no model, an encoder is unknown, its weights are not those trained
+            with, or a package is missing.
     """
     folder = pathlib.Path(path).expanduser()
+    # The work folder of a single run is accepted in place of the folder of that run.
     below = sorted(folder.glob(f"*/{persistence.FOLDER}"))
     folder = below[0].parent if len(below) == 1 else folder
     aligned = aligner.Aligner.load(folder)
@@ -313,13 +315,13 @@ def load(
 
 
 def trained_with(aligned: aligner.Aligner) -> dict[str, dict[str, Any]] | None:
-    """Returns descriptions of the encoders that an aligner was trained with, or None.
+    """Returns descriptions of the encoders that an aligner was trained with.
 
     Args:
-        aligned: an aligner of a run.
+        aligned: Aligner of a run.
 
     Returns:
-        The descriptions by side, "x" and "y".
+        Descriptions by side, "x" and "y", or None if they are unknown.
     """
     data = aligned.info.get("settings", {}).get("data", {})
     if data.get("name") in photos.PHOTOGRAPHS:
@@ -332,14 +334,14 @@ def trained_with(aligned: aligner.Aligner) -> dict[str, dict[str, Any]] | None:
 def load_encoder(
     aligned: aligner.Aligner, side: str, name: str | None, weights: str | None, **options: Any
 ) -> encoders.Encoder:
-    """Loads the encoder that one side of an aligner was trained with, or the one named.
+    """Loads the encoder of one side of an aligner.
 
     Args:
-        aligned: an aligner of a run.
+        aligned: Aligner of a run.
         side: "x" or "y".
-        name: a name of `encoders.NAMES`, or None for the one trained with.
-        weights: folder with a copy of its repository, or None.
-        **options: options of `encoders.load`.
+        name: One of `encoders.NAMES`, or None for the encoder trained with.
+        weights: Folder with a copy of its repository, or None.
+        **options: Options of `encoders.load`.
 
     Returns:
         The encoder.
@@ -355,9 +357,11 @@ def load_encoder(
         raise checks.InputError(f"{text}; pass --{side}_encoder=NAME")
     described = known[side]
     options["max_length"] = described.get("max_length")
+    # The pooling of sentence-transformers is a list of modules, which the model brings along.
     if isinstance(described.get("pooling"), str):
         options["pool"] = described["pooling"]
     encoder = encoders.load(described["name"], weights=weights, **options)
+    # Other weights give other embeddings, on which the aligner was not trained.
     now = encoder.describe()["revision"]
     if described.get("revision", now) != now:
         text = f"{described['name']} is at {now} but {described['revision']} was trained on"
@@ -367,7 +371,7 @@ def load_encoder(
 
 
 def read_texts(path: pathlib.Path) -> list[str]:
-    """Reads the distinct texts of a .txt file with one a line, or of a .csv or .jsonl file."""
+    """Reads the distinct texts of a .txt file with one per line, or of a .csv or .jsonl file."""
     if path.suffix != ".txt":
         return list(dict.fromkeys(caption for _, caption in datasets.read_captions(path)))
     try:
@@ -377,7 +381,7 @@ def read_texts(path: pathlib.Path) -> list[str]:
 
 
 def _read(content: Content, modality: str) -> Any:
-    """Reads the file of a path; other content is returned as it is."""
+    """Reads the file of a path, and returns other content unchanged."""
     if modality == "text":
         if not isinstance(content, str) or not content.strip():
             raise checks.InputError(f"text must not be empty, got {content!r}")
@@ -396,9 +400,9 @@ def _read(content: Content, modality: str) -> Any:
 def _embedded(
     source: items.Source | None, encoder: encoders.Encoder, of: pathlib.Path, place: pathlib.Path
 ) -> extraction.Embeddings:
-    """Returns the embeddings of a source: those of the extraction at `place`, or new ones.
+    """Returns the embeddings of a source, from the extraction at `place` or newly computed.
 
-    Without a source the extraction is taken as it is.
+    Without a source, the items of the extraction are not compared with files.
     """
     listed = source.items[encoder.modality] if source else None
     if (place / extraction.INPUTS).exists():
@@ -411,11 +415,14 @@ def _embedded(
             raise checks.InputError(f"{text}; extract it again, or leave --index out")
         return ready
     assert source is not None and listed is not None
+    # Several folders and encoders may share one place.
     key = json.dumps([encoder.describe(), str(of.resolve())])
     out = place / hashlib.sha256(key.encode()).hexdigest()[:16]
     if change := extraction.difference(listed(), out):
+        if not any(True for _ in listed()):  # an unmounted folder must not cost its index
+            raise checks.InputError(f"{of} holds no {encoder.modality}; check the path")
         print(f"{of}: {change}; embedding it again", file=sys.stderr)
-        with workdir.only_process(out):
+        with workdir.only_process(out):  # another process may be writing these embeddings
             shutil.rmtree(out)
     extraction.extract(source, encoder, out, data={"name": "search"}, shard_size=256)
     return extraction.load(out)

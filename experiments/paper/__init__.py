@@ -1,19 +1,20 @@
-"""The paper's tables and figures: what to run, what came out, and which claims held.
+"""Reproduction of the paper's tables and figures, and verdicts on its claims.
 
-The words of this package:
+Terms of this package:
 
     table    a table or figure of the paper, such as T1 or F5, with the claim that the paper makes
-    panel    the rows x columns of numbers of a table; a figure may have several
+    panel    a grid of numbers with labelled rows and columns; a figure may have several
+    place    a row and a column of a panel
     cell     one number of a panel: a metric of a run or of a measurement, for one seed
     source   a set of embeddings: photographs of the repository, or files of the paper's own data
     setup    the sizes of the runs (quick, full or as published) and the sources that they read
-    verdict  whether a claim held, and the numbers that say so
+    verdict  the judgement on a claim (held, did not hold, undecided), with the numbers behind it
 
-`tables.toml` describes the tables in the paper's order, `results.json` has the paper's numbers. A
-panel is made by a function of `tables`; `runs` turns its cells into specifications and computes
-them, each once, in an `experiments.store`; `report` writes the page. A row or a column is a label
-with settings: those of a config by dotted name, those of the data as "data.NAME", the "method", and
-the "metric" to show.
+`tables.toml` describes the tables in the paper's order, and `results.json` has the paper's numbers.
+`tables` makes the panels. `runs` turns their cells into specifications and computes each of them
+once, in an `experiments.store`. `report` writes the page. A row or a column is a label with
+settings: settings of a config by dotted name, settings of the data as "data.NAME", the "method",
+and the "metric" to show.
 """
 
 import pathlib

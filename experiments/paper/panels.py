@@ -1,8 +1,9 @@
-"""Panels of numbers, ours and the paper's, and the verdicts on its claims.
+"""Panels of our numbers beside the paper's, and the rules that judge its claims.
 
-A claim that one number is above another is judged by paired differences over seeds: it held when
-every difference is positive beyond its standard error, did not when one is negative beyond it, and
-is undecided otherwise. The paper's own difference stands beside ours.
+A claim that one number is above another is judged by paired differences over seeds. It held if
+every difference is positive by more than its standard error. It did not hold if one of them is
+negative by more than its standard error. Otherwise it is undecided. The paper's own difference is
+shown beside ours.
 """
 
 import dataclasses
@@ -24,7 +25,7 @@ Settings = Mapping[str, Any]
 Place = tuple[str, str]
 """A row and a column."""
 Claims = Mapping[str, tuple[Place, Place]]
-"""Places by label, the first of which is said to have more than the second."""
+"""Pairs of places by label. The first place is claimed to have the larger number."""
 
 
 @functools.cache
@@ -43,67 +44,68 @@ def paper_results() -> dict[str, dict[str, dict[str, float]]]:
 
 @dataclasses.dataclass(frozen=True)
 class Panel:
-    """Rows x columns to run, and the numbers found.
+    """A grid of runs, and their numbers.
 
-    A place is run with the settings of its column and its row. A metric of None cannot be had with
-    the sources at hand: only the paper's number is shown.
+    A place is run with the settings of its column and its row. If the metric of a column is None,
+    the sources do not have its data, and only the paper's number is shown.
     """
 
     name: str  # unique within a table
-    corner: str  # what the rows are
+    corner: str  # header of the column of row labels
     rows: Mapping[str, Settings]  # by label
-    columns: Mapping[str, Settings]  # likewise, with the metric
+    columns: Mapping[str, Settings]  # by label, with the metric
     seeds: Sequence[int]
     claims: Claims = dataclasses.field(default_factory=dict)
-    gain: float | None = None  # the paper's mean difference, if it has not these very rows
+    gain: float | None = None  # the paper's mean difference, if its table has other rows
     named: Mapping[str, str] = dataclasses.field(default_factory=dict)  # the paper's labels by ours
-    form: str = ".1f"  # how a number is written
+    form: str = ".1f"  # format of a number
     paper: str | None = None  # key of the paper's table
-    # By place: specifications, one a seed; their numbers, NaN where one failed; and the reasons.
+    # By place: one specification per seed, and their numbers, NaN for a failed run. Then the
+    # messages of failed runs.
     specs: Mapping[Place, Sequence[dict[str, Any]]] = dataclasses.field(default_factory=dict)
     found: Mapping[Place, np.ndarray] = dataclasses.field(default_factory=dict)
     failures: tuple[str, ...] = ()
 
     def places(self) -> dict[Place, dict[str, Any]]:
-        """Returns the settings of every place that can be run."""
+        """Returns the settings of all places that can be run."""
         both = itertools.product(self.rows.items(), self.columns.items())
         return {(row, column): {**c, **r} for (row, r), (column, c) in both if c["metric"]}
 
     def cells(self) -> list[tuple[Place, dict[str, Any], str]]:
-        """Returns place, specification and metric of every cell."""
+        """Returns place, specification and metric of all cells."""
         metrics = {place: settings["metric"] for place, settings in self.places().items()}
         return [(p, spec, metrics[p]) for p, specs in self.specs.items() for spec in specs]
 
     def at(self, row: str, column: str) -> np.ndarray:
-        """Returns the values of the seeds that have one."""
+        """Returns the values at a place, without failed seeds."""
         values = self.found.get((row, column), np.empty(0))
         return values[np.isfinite(values)]
 
     def mean(self, row: str, column: str) -> float:
-        """Returns the mean over seeds, NaN without a value."""
+        """Returns the mean over seeds, or NaN if there is no value."""
         values = self.at(row, column)
         return diagnostics.Mean(values.tolist()) if len(values) else np.nan
 
     def spread(self, row: str, column: str) -> float:
-        """Returns the standard deviation over seeds (of the sample); 0 for one seed."""
+        """Returns the sample standard deviation over seeds, or 0 for a single seed."""
         return getattr(self.mean(row, column), "spread", None) or 0.0
 
     def means(self) -> np.ndarray:
-        """Returns the means [rows, columns], NaN where there is none."""
+        """Returns the means, shape [rows, columns], NaN where a value is missing."""
         return np.array([[self.mean(row, column) for column in self.columns] for row in self.rows])
 
     @property
     def complete(self) -> bool:
-        """True if every place has all its seeds."""
+        """True if all places have values of all seeds."""
         return all(len(self.at(*place)) == len(self.seeds) for place in self.places())
 
     def papers(self, row: str, column: str) -> float | None:
-        """Returns the paper's number at a place."""
+        """Returns the paper's number at a place, or None."""
         row, column = (self.named.get(label, label) for label in (row, column))
         return paper_results().get(self.paper or "", {}).get(row, {}).get(column)
 
     def gap(self, high: Place, low: Place) -> "Gap | None":
-        """Returns how far one place is above another, None if a value is missing."""
+        """Returns the difference of two places, or None if a value is missing."""
         ours = [self.found.get(place, np.empty(0)) for place in (high, low)]
         papers = [self.papers(*place) for place in (high, low)]
         paper = None if None in papers else papers[0] - papers[1]  # type: ignore[operator]
@@ -111,7 +113,13 @@ class Panel:
 
 
 class Gap(NamedTuple):
-    """Mean of paired differences over seeds, its standard error (0 for one), and the paper's."""
+    """Difference of two places.
+
+    Attributes:
+        mean: Mean of the paired differences over seeds.
+        error: Standard error of the mean, or 0 for a single seed.
+        paper: The paper's difference, or None.
+    """
 
     mean: float
     error: float
@@ -119,7 +127,7 @@ class Gap(NamedTuple):
 
     @property
     def held(self) -> bool | None:
-        """True if it is positive, None if it is within its error."""
+        """True if the difference is positive, None if it is within its standard error."""
         return None if abs(self.mean) <= self.error else self.mean > 0
 
     def __str__(self) -> str:
@@ -128,7 +136,15 @@ class Gap(NamedTuple):
 
 
 def gap(high: np.ndarray, low: np.ndarray, *, paper: float | None = None) -> Gap | None:
-    """Returns the difference of values seed by seed, None if one is missing (NaN).
+    """Returns the difference of values, paired by seed.
+
+    Args:
+        high: Values by seed, NaN if missing.
+        low: Values of the same seeds.
+        paper: The paper's difference.
+
+    Returns:
+        The difference, or None if a value is missing.
 
     >>> print(gap(np.array([3.0, 5.0]), np.array([1.0, 2.0]), paper=4.0))
     +2.5 ± 0.5 (paper +4.0)
@@ -145,7 +161,13 @@ def _paper(value: float | None) -> str:
 
 
 class Verdict(NamedTuple):
-    """Whether a claim held (None: undecided), why in one line, and the size of the effect."""
+    """Judgement on a claim.
+
+    Attributes:
+        held: True if the claim held, None if it is undecided.
+        text: The reason, in one line.
+        effect: Size of the effect.
+    """
 
     held: bool | None
     text: str
@@ -153,13 +175,20 @@ class Verdict(NamedTuple):
 
 
 def _all(parts: Iterable[bool | None]) -> bool | None:
-    """Returns True if all are, False if one is, None otherwise."""
+    """Combines verdicts: False if one is False, otherwise None if one is None."""
     parts = list(parts)
     return False if False in parts else None if None in parts else True
 
 
 def all_above(gaps: Mapping[str, Gap | None], *, paper: float | None = None) -> Verdict:
-    """Judges the claim that every difference is positive; others than claimed come first.
+    """Judges the claim that all differences are positive.
+
+    Args:
+        gaps: Differences by label, None if one is missing.
+        paper: The paper's mean difference. The default is the mean of its differences in `gaps`.
+
+    Returns:
+        The verdict. Its text lists the differences that contradict the claim first.
 
     >>> print(all_above({"KLOT - CKA": Gap(2.0, 0.1), "CKA - none": Gap(0.1, 0.3)}).text)
     1 of 2 differences are as claimed: CKA - none +0.1 ± 0.3, KLOT - CKA +2.0 ± 0.1
@@ -180,19 +209,28 @@ def all_above(gaps: Mapping[str, Gap | None], *, paper: float | None = None) -> 
 
 
 def joined(parts: Mapping[str, Verdict]) -> Verdict:
-    """Returns the verdict on a claim of several parts, all of which must hold."""
+    """Combines the verdicts on the parts of a claim, all of which must hold."""
     text = "; ".join(f"{name} {WORDS[v.held]} ({v.text})" for name, v in parts.items())
     effects = "; ".join(f"{name} {v.effect}" for name, v in parts.items() if v.effect)
     return Verdict(_all(v.held for v in parts.values()), text, effects)
 
 
-# --- rules: how claims are judged ----------------------------------------------------------------
+# --- rules: functions that judge claims, named in tables.toml -------------------------------------
 
 CLOSED = "closed form (ours)"
 
 
 def above(*panels: Panel, no_evidence: Collection[Place] = ()) -> Verdict:
-    """Judges the claims of panels, but those that something is above `no_evidence`."""
+    """Judges the claims of panels.
+
+    Args:
+        *panels: Panels with claims.
+        no_evidence: Places at chance. Being above them is no evidence, so these claims are left
+            out.
+
+    Returns:
+        The verdict.
+    """
     parts = {}
     for panel in panels:
         can, claims = panel.places(), panel.claims.items()
@@ -203,10 +241,17 @@ def above(*panels: Panel, no_evidence: Collection[Place] = ()) -> Verdict:
 
 
 def correlated(panel: Panel, *, sign: int, paper: float | None = None) -> Verdict:
-    """Judges the claim that a panel's second column correlates with its first, by Pearson's r.
+    """Judges the claim that the two columns of a panel correlate, by Pearson's r.
 
-    It held when chance alone gives such an r in less than one of 20 cases, and did not when r has
-    the other sign.
+    The claim held if p < 0.05 in a one-sided test. It did not hold if r has the other sign.
+
+    Args:
+        panel: Panel with two columns.
+        sign: Claimed sign of the correlation.
+        paper: The paper's r.
+
+    Returns:
+        The verdict.
     """
     from scipy import stats
 
@@ -223,7 +268,7 @@ def correlated(panel: Panel, *, sign: int, paper: float | None = None) -> Verdic
 
 
 def best_rows(*panels: Panel) -> Verdict:
-    """Names the best row of every column, or of every method where rows are "METHOD: TRIAL"."""
+    """Names the best row of each column, or of each method if rows are "METHOD: TRIAL"."""
     parts = []
     for panel, column in ((p, c) for p in panels for c in p.columns):
         known = [row for row in panel.rows if len(panel.at(row, column))]
@@ -235,7 +280,7 @@ def best_rows(*panels: Panel) -> Verdict:
 
 
 def as_diagnosed(panel: Panel) -> Verdict:
-    """Lists SOTAlign's lead over SAIL with pools that `diagnose` calls near, far, or random."""
+    """Lists SOTAlign's lead over SAIL by the distance of the pools, as `diagnose` classifies it."""
     gains: dict[str, list[float]] = {place(share): [] for share in (0.0, NEAR, FAR)}
     for row in panel.rows:
         images, texts, sail, ours = (panel.mean(row, column) for column in panel.columns)
@@ -246,7 +291,7 @@ def as_diagnosed(panel: Panel) -> Verdict:
 
 
 def above_if_any_learns(panel: Panel) -> Verdict:
-    """Leaves out the columns where no method is clearly (three times) above chance."""
+    """Judges the claims, without columns where no method reaches three times chance."""
     useless = []
     for name, settings in panel.columns.items():
         means = [panel.mean(row, name) for row in panel.rows if len(panel.at(row, name))]
@@ -258,7 +303,8 @@ def above_if_any_learns(panel: Panel) -> Verdict:
 
 
 def above_if_it_learns(panel: Panel) -> Verdict:
-    """Leaves out baselines at chance in a column, as collapsed ones are: R@5 of 400 rows."""
+    """Judges the claims, without baselines that are at chance because they collapsed."""
+    # Chance is R@5 among the 400 test rows of SUE's protocol.
     peers = itertools.product(list(panel.rows)[:3], panel.columns)
     useless = [at for at in peers if panel.mean(*at) <= 1.5 * 100 * 5 / 400]
     verdict = above(panel, no_evidence=useless)
@@ -268,7 +314,16 @@ def above_if_it_learns(panel: Panel) -> Verdict:
 
 
 def takes_more(panel: Panel, other: str, what: str) -> Verdict:
-    """Judges if another way takes more than the closed form wherever both are known."""
+    """Judges the claim that another gradient costs more than the closed form at every epsilon.
+
+    Args:
+        panel: Costs, with a row per epsilon and a column per way to compute the gradient.
+        other: Column to compare with the closed form.
+        what: Name of the cost, such as "memory".
+
+    Returns:
+        The verdict.
+    """
     ours, theirs = (
         np.array([panel.mean(row, way) for row in panel.rows]) for way in (CLOSED, other)
     )
@@ -284,21 +339,30 @@ def takes_more(panel: Panel, other: str, what: str) -> Verdict:
 
 
 def less_memory_and_time(memory: Panel, time: Panel, iterations: Panel) -> Verdict:
-    """Compares the closed form with unrolling, and with implicit differentiation."""
+    """Judges the memory of the closed form against unrolling, and its time against ott-jax.
+
+    Args:
+        memory: Panel of memory.
+        time: Panel of seconds.
+        iterations: Panel of iterations, which is shown but not judged.
+
+    Returns:
+        The verdict.
+    """
     parts = {"memory": takes_more(memory, "unrolled", "memory")}
     return joined({**parts, "time": takes_more(time, "implicit (ott-jax)", "time")})
 
 
 def worse_at_every_step(panel: Panel) -> Verdict:
-    """Judges if the first column grows from row to row."""
+    """Judges the claim that the first column grows from row to row."""
     errors = panel.means()[:, 0]
     listed = ", ".join(f"{e:.1e} at {row}" for e, row in zip(errors, panel.rows, strict=True))
-    seen = np.maximum(errors, 1e-6)  # below is rounding
+    seen = np.maximum(errors, 1e-6)  # smaller differences are rounding
     return Verdict(bool((np.diff(seen) >= 0).all() and seen[-1] > seen[0]), listed)
 
 
 def fading(panel: Panel) -> Verdict:
-    """Judges if the gain over SAIL is smaller with the most pairs than at its best."""
+    """Judges the claim that the gain over SAIL is smaller with the most pairs than at its best."""
     if not panel.complete:
         return Verdict(None, "runs are missing")
     gains = {row: panel.found[row, "SOTAlign"] - panel.found[row, "SAIL"] for row in panel.rows}
@@ -309,7 +373,16 @@ def fading(panel: Panel) -> Verdict:
 
 
 def pairs_and_unpaired(pairs: Panel, unpaired: Panel, *many: Panel) -> Verdict:
-    """Judges the claims of the panels, and that the gain fades."""
+    """Judges the claims on the numbers of pairs and of unpaired rows.
+
+    Args:
+        pairs: Scores by number of pairs. The gain over SAIL is claimed to fade with more pairs.
+        unpaired: Scores by number of unpaired rows.
+        *many: Scores with many more pairs, if they were computed.
+
+    Returns:
+        The verdict.
+    """
     parts = {"above SAIL": above(pairs)}
     if many:
         parts["with many more pairs"] = above(*many)
@@ -318,20 +391,20 @@ def pairs_and_unpaired(pairs: Panel, unpaired: Panel, *many: Panel) -> Verdict:
 
 
 def best_alphas(*panels: Panel) -> Verdict:
-    """Judges if the best column falls with the pairs, and moves with the last share of noise."""
+    """Judges the claims that the best alpha falls with more pairs, and moves with noise only."""
     best = [[float(list(p.columns)[i]) for i in p.means().argmax(1)] for p in panels]
     held = best[0] == sorted(best[0], reverse=True), len(set(best[1][:-1])) == 1
     claims = "falling with pairs", "moved by noise alone"
     parts = {}
     for claim, as_claimed, panel, alphas in zip(claims, held, panels, best, strict=True):
         listed = ", ".join(f"{r}: {a:g}" for r, a in zip(panel.rows, alphas, strict=True))
-        # An alpha that never moves says nothing of when it would.
+        # If the best alpha is the same everywhere, the claim cannot be decided.
         parts[claim] = Verdict(as_claimed if len(set(alphas)) > 1 else None, f"best at {listed}")
     return joined(parts)
 
 
 def smaller_star(*panels: Panel) -> Verdict:
-    """Judges if epsilon* (columns) is below epsilon (rows) at the best place."""
+    """Judges the claim that epsilon* (columns) is below epsilon (rows) at the best place."""
     parts = {}
     for panel in panels[:-1]:
         means = panel.means()
@@ -343,6 +416,6 @@ def smaller_star(*panels: Panel) -> Verdict:
 
 
 def noise_is_furthest(*panels: Panel) -> Verdict:
-    """Judges if the last column is the largest of every row but the last."""
+    """Judges the claim that noise, the last column, is farthest from every other set."""
     closer = [max(row[:-1]) < row[-1] for panel in panels for row in panel.means()[:-1]]
     return Verdict(all(closer), f"so for {sum(closer)} of {len(closer)} sets")

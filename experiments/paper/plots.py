@@ -1,4 +1,4 @@
-"""Draws figures: lines, scatters with their correlation, heat maps."""
+"""Figures of panels: lines, scatter plots and heat maps."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -9,12 +9,12 @@ from experiments import report
 from experiments.paper.panels import Panel
 
 COLOURS = ("#8a8f98", "#1f6fb2", "#d9822b", "#3a9d6e", "#a04fb0", "#c0392b")
-"""Grey is for what is compared with, the next one for ours."""
+"""Grey for baselines, blue for our method, then others."""
 Panels = Sequence[Panel]
 
 
 def _figure(panels: int, width: float, height: float) -> tuple[Any, Any]:
-    """Returns a figure, and the axes of its panels."""
+    """Returns a figure with one axes per panel, and these axes."""
     options = {"figsize": (width * panels, height), "layout": "constrained", "squeeze": False}
     figure, axes = report.pyplot().subplots(1, panels, **options)
     for ax in axes[0]:
@@ -23,26 +23,34 @@ def _figure(panels: int, width: float, height: float) -> tuple[Any, Any]:
 
 
 def _along(labels: list[str]) -> tuple[np.ndarray, bool]:
-    """Returns the places of labels on an axis, and True if it is logarithmic."""
+    """Returns the positions of labels on an axis, and True if it is logarithmic."""
+    # Labels such as "alpha=0.1" or "500 pairs" have a number. Other labels are evenly spaced.
     try:
         values = np.array([float(label.rpartition("=")[2].split()[0]) for label in labels])
     except ValueError:
         return np.arange(len(labels), dtype=float), False
+    # A logarithmic axis is clearer from a factor of 10 on.
     spans = len(values) > 1 and values.min() > 0 and values.max() / values.min() >= 10
     return (values, True) if spans else (np.arange(len(labels), dtype=float), False)
 
 
 def _colours(series: list[str]) -> list[str]:
-    """Returns colours: ours in blue beside others, or any but grey."""
+    """Returns a colour per label, with blue for our method. Grey is for baselines only."""
     ours = [any(word in label for word in ("SOTAlign", "ours")) for label in series]
     rest = iter(COLOURS[:1] + COLOURS[2:] if any(ours) else COLOURS[1:])
     return [COLOURS[1] if own else next(rest) for own in ours]
 
 
 def lines(panels: Panels, *, log: bool = False, columns: str = "") -> Any:
-    """Draws percent (or any unit, if `log`) by row, a line a column; bars are spreads.
+    """Draws a line per column over the rows. Error bars are standard deviations over seeds.
 
-    If `columns` names what they are, they lie along the axis, and a row is a line.
+    Args:
+        panels: Panels, side by side.
+        log: Logarithmic values of any unit. Otherwise values are percent.
+        columns: Title of the horizontal axis. If given, it shows the columns, with a line per row.
+
+    Returns:
+        The figure.
     """
     figure, axes = _figure(len(panels), 4.4, 3.5)
     for ax, panel in zip(axes, panels, strict=True):
@@ -68,9 +76,10 @@ def lines(panels: Panels, *, log: bool = False, columns: str = "") -> Any:
 
 
 def scatter(panels: Panels) -> Any:
-    """Draws the second column against the first, a numbered point a row, with the best line."""
+    """Draws the second column against the first, with a numbered point per row and a fit."""
     (panel,) = panels
     first, second = panel.columns
+    # NaN differs from itself, so rows with a missing value are left out.
     known = {row: xy for row, xy in zip(panel.rows, panel.means(), strict=True) if all(xy == xy)}
     x, y = np.reshape([*known.values()], (-1, 2)).T
     figure, (ax,) = _figure(1, 7.0, 4.2)
@@ -92,7 +101,7 @@ def scatter(panels: Panels) -> Any:
 
 
 def heat_maps(panels: Panels) -> Any:
-    """Draws means as colours and numbers."""
+    """Draws the means as colours and numbers."""
     figure, axes = _figure(len(panels), 4.6, 3.8)
     for ax, panel in zip(axes, panels, strict=True):
         rows, columns, means = list(panel.rows), list(panel.columns), panel.means()
@@ -102,7 +111,7 @@ def heat_maps(panels: Panels) -> Any:
             if np.isfinite(value):
                 spread = panel.spread(rows[i], columns[j])
                 text = f"{value:{panel.form}}" + (f"\n±{spread:{panel.form}}" if spread else "")
-                colour = "white" if value < middle else "black"
+                colour = "white" if value < middle else "black"  # viridis is dark for small values
                 ax.text(j, i, text, ha="center", va="center", color=colour, fontsize=8)
         ax.set_xticks(range(len(columns)), columns, fontsize=8)
         ax.set_yticks(range(len(rows)), rows, fontsize=8)

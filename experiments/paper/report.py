@@ -1,4 +1,4 @@
-"""Writes the results: one Markdown page, with CSV and PNG files."""
+"""Writes the page of all tables and figures, with CSV and PNG files."""
 
 import collections
 import itertools
@@ -19,14 +19,15 @@ from sotalign_jax import training
 
 FIGURES, CELLS = "figures", "cells.jsonl"
 PAGE, DISCUSSION = (pathlib.Path(__file__).with_name(f"{n}.md") for n in ("page", "discussion"))
-"""The page of results, and what people found in those of the photographs."""
+"""Template of the page, and the discussion of the results on photographs."""
 
 
 def shown(panel: Panel) -> report.Table:
-    """Returns a panel as a table, with the paper's numbers where it has the same rows."""
+    """Returns a panel as a table, with the paper's numbers beside ours."""
 
     def ours(row: str, column: str) -> Any:
         mean = panel.mean(row, column)
+        # `report.Table` has fixed-point numbers only. It shows the spread of a `Mean` itself.
         text = mean if panel.form.endswith("f") else f"{mean:{panel.form}}"
         return None if math.isnan(mean) else text
 
@@ -44,7 +45,7 @@ def shown(panel: Panel) -> report.Table:
 
 
 def paper_table(table: Table) -> report.Table | None:
-    """Returns the paper's whole table if it has rows that ours has not."""
+    """Returns the paper's whole table if it has rows that our panels lack, or None."""
     rows = paper_results()[table.paper] if table.paper else {}
     if set(rows) <= {panel.named.get(row, row) for panel in table.panels for row in panel.rows}:
         return None
@@ -53,13 +54,13 @@ def paper_table(table: Table) -> report.Table | None:
 
 
 def _words(column: str) -> str:
-    """Spells the paper's COCO_T2I_R1 as COCO T2I R@1."""
+    """Converts a column name of the paper such as COCO_T2I_R1 to COCO T2I R@1."""
     words = [f"R@{w[1:]}" if w[0] == "R" and w[1:].isdigit() else w for w in column.split("_")]
     return " ".join(words).replace("kNN pct", "k-NN (%)")
 
 
 def long_table(table: Table) -> report.Table:
-    """Returns one line a number, for other programs."""
+    """Returns a table with one row per number, for other programs."""
     rows = []
     for panel in table.panels:
         for row, column in itertools.product(panel.rows, panel.columns):
@@ -70,7 +71,7 @@ def long_table(table: Table) -> report.Table:
 
 
 def summary(made: Sequence[Table]) -> report.Table:
-    """Returns one line a table: its claim, whether it held, and the size of the effect."""
+    """Returns a table of all claims, verdicts and effects."""
     rows = [
         [table.name, table.claim, table.outcome, table.verdict.effect or None] for table in made
     ]
@@ -78,10 +79,18 @@ def summary(made: Sequence[Table]) -> report.Table:
 
 
 def minutes(store: Store, made: Iterable[Table]) -> dict[str, float]:
-    """Returns the processor minutes of every table's cells that none before it has."""
+    """Returns the processor minutes of each table.
+
+    Args:
+        store: Results with the seconds spent on them.
+        made: Tables in order. A cell that several tables share counts for the first of them.
+
+    Returns:
+        Minutes by table name.
+    """
     known, found = store.entries(), {}
     seen: set[str] = set()
-    for table in made:
+    for table in made:  # the sum over tables must be the time of the whole reproduction
         keys = {key_of(spec) for panel in table.panels for _, spec, _ in panel.cells()}
         found[table.name] = sum(known[k].seconds for k in (keys - seen) & known.keys()) / 60
         seen |= keys
@@ -89,10 +98,15 @@ def minutes(store: Store, made: Iterable[Table]) -> dict[str, float]:
 
 
 def listing(setup: Setup, store: Store) -> str:
-    """Lists every table, whether it runs on the data at hand, and the sources of --files."""
+    """Returns a list of all tables and of all sources that --files may name.
+
+    Args:
+        setup: Sizes and sources. Tables that lack data are marked.
+        store: Stored results, whose processor minutes are shown.
+    """
     made = [tables.make(name, setup) for name in tables.TABLES]
     taken = minutes(store, made)
-    width = 3 if any(taken.values()) else 2
+    width = 3 if any(taken.values()) else 2  # without stored results there are no minutes to show
     rows = [[t.name, t.title + ("" if t.panels else " (needs files)"), taken[t.name]] for t in made]
     headers, rows = ["", "shows", "processor minutes"][:width], [row[:width] for row in rows]
     named = [[name, holds] for name, (_, holds) in KNOWN.items()]
@@ -103,13 +117,14 @@ def listing(setup: Setup, store: Store) -> str:
 
 
 def settings(panel: Panel) -> str:
-    """Returns the values that decide the numbers of a panel; those that differ are listed."""
+    """Returns the settings of a panel as text. A setting with several values lists all of them."""
     found: dict[str, dict[str, None]] = {}
     listed = paper.DATA["settings"]["listed"]
     for _, spec, _ in panel.cells():
         if "config" not in spec:
             continue
         method, config = spec["config"]["method"], spec["config"] | {"data": spec["data"]}
+        # Only sections that the method reads are listed.
         closed = method in training.TEACHERS
         sections = ["data", *([] if closed or method in ("csa", "sue") else ["train", "heads"])]
         sections += ["teacher"] if closed or method == "sotalign" else []
@@ -124,14 +139,19 @@ def settings(panel: Panel) -> str:
 
 
 def drawn(table: Table) -> bool:
-    """Returns True if there is a figure, with at least half of its numbers."""
+    """Returns True if the table has a figure and at least half of its numbers are known."""
     known = sum(len(panel.found) for panel in table.panels)
     wanted = sum(len(panel.places()) for panel in table.panels)
     return bool(table.plot) and 0 < wanted <= 2 * known
 
 
 def markdown(table: Table, setup: Setup) -> str:
-    """Returns the section of a table."""
+    """Returns the section of a table in Markdown.
+
+    Args:
+        table: Table with its numbers.
+        setup: Sizes and sources of its runs.
+    """
     heading = f"{table.name}: {table.title}"
     parts = [f"### {heading}"]
     parts.append(f"**Claim:** {table.claim}.\n**Here:** {table.outcome}: {table.verdict.text}.")
@@ -161,11 +181,19 @@ def markdown(table: Table, setup: Setup) -> str:
 
 
 def page(made: Sequence[Table], setup: Setup, store: Store, command: str) -> str:
-    """Returns all results in Markdown."""
+    """Returns the page in Markdown.
+
+    Args:
+        made: Tables with their numbers.
+        setup: Sizes and sources of the runs.
+        store: Stored results.
+        command: Command that computes the results.
+    """
     taken = minutes(store, made)
     here = workdir.kept_environment(store.path.parent)
     count = collections.Counter(table.outcome for table in made)
     notes, stand_in = paper.DATA["notes"], setup.sources.names.stand_in
+    # The discussion is about the complete results on photographs, so other pages leave it out.
     discussed = setup.scale == "full" and stand_in and len(made) == len(tables.TABLES)
     text = PAGE.read_text("utf-8").strip()
     return text.format(
@@ -186,9 +214,14 @@ def page(made: Sequence[Table], setup: Setup, store: Store, command: str) -> str
 
 
 def save(path: pathlib.Path, made: list[Table], setup: Setup, store: Store, command: str) -> None:
-    """Writes all results to a Markdown file; beside it figures, in a folder, and the cells.
+    """Writes the page, its figures and cells beside it, and a CSV file per table.
 
-    A CSV file of every table goes to the folder of the store.
+    Args:
+        path: The Markdown file.
+        made: Tables with their numbers.
+        setup: Sizes and sources of the runs.
+        store: Stored results. The CSV files are written to its folder.
+        command: Command that computes the results.
     """
     for table in made:
         report.write(store.path.with_name(f"{table.name}.csv"), long_table(table).csv())
@@ -196,6 +229,7 @@ def save(path: pathlib.Path, made: list[Table], setup: Setup, store: Store, comm
             name, options = table.plot
             figure = getattr(plots, name)(table.panels, **options)
             report.write(path.with_name(FIGURES) / f"{table.name}.png", report.png(figure))
+    # The cells of a page are stored beside it, unless that file is the store itself.
     if path.with_name(CELLS).resolve() != store.path.resolve():
         cells = [cell for table in made for panel in table.panels for cell in panel.cells()]
         report.write(path.with_name(CELLS), store.lines(key_of(spec) for _, spec, _ in cells))

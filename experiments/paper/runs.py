@@ -1,4 +1,4 @@
-"""Turns the cells of panels into specifications, and computes them: runs and measurements."""
+"""Specifications of the cells of panels, and the runs and measurements that compute them."""
 
 import dataclasses
 import functools
@@ -20,26 +20,32 @@ from sotalign_jax import checks, data, diagnostics, evaluation, heads, recipe
 
 SCALES = ("quick", "full", "paper")
 ARMS = ("unrolled scan", "ott-jax implicit", "ours, from K")
-"""Ways to the gradient that the paper compares, as the benchmark calls them."""
+"""Gradients that the paper compares, by their names in `benchmarks.peers`."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Setup:
-    """The sizes of runs and the sources that they read."""
+    """Sizes of the runs, and the sources that they read."""
 
     scale: str = "full"
     sources: Sources = dataclasses.field(default_factory=Photographs)
 
     @property
     def sizes(self) -> types.SimpleNamespace:
-        """The sizes of `tables.toml` at this scale."""
+        """Sizes in `tables.toml` at this scale."""
         column = SCALES.index(self.scale)
         return types.SimpleNamespace(**{k: v[column] for k, v in paper.DATA["sizes"].items()})
 
     def settings(self, changes: Settings, seed: int) -> tuple[FrozenConfigDict, Data]:
-        """Returns the config and the data that a place describes."""
+        """Returns the config and the data of a run.
+
+        Args:
+            changes: Settings of a place.
+            seed: Seed of the run.
+        """
         asked = {k.removeprefix("data."): v for k, v in changes.items() if k.startswith("data.")}
         usual = {"n_pairs": self.sizes.n_pairs, "n_unpaired": self.sizes.unpaired[-1]}
+        # The first encoders are the default. Naming them must not give another specification.
         if asked.get("encoders") == self.sources.names.encoders[0]:
             del asked["encoders"]
         wanted = Data(**{**usual, **asked, "seed": seed})
@@ -50,20 +56,26 @@ class Setup:
         return _config(json.dumps(chosen)), wanted
 
     def _usual(self, method: str, asked: Data) -> dict[str, Any]:
-        """Returns the settings of a method on such data, unless a table changes them."""
+        """Returns the default settings of a method for some data."""
         n = asked.n_pairs
         usual = dict(next(one for one in paper.DATA["usual"][self.scale] if n <= one["pairs"]))
         del usual["pairs"]
         if self.scale == "paper":
             return usual
         usual["train.learning_rate"] *= paper.DATA["rate_shares"].get(method, 1) if n <= 1000 else 1
-        # The paper's alpha of 1e-4 with 10,000 pairs is 1 / n. The published cells were computed
-        # before the training default became 1e-2, with the same recall (docs/solver.md).
+        # The paper's alpha of 1e-4 with 10,000 pairs is 1 / n. The tolerance is 1e-4 because the
+        # published cells were computed before the training default became 1e-2. Both have the same
+        # recall (docs/solver.md).
         sotalign = {"sotalign.alpha": 3 / n, "sotalign.tolerance": 1e-4}
         return {**sotalign, **paper.DATA["tuned"].get(method, {}), **usual}
 
     def spec(self, changes: Settings, seed: int) -> dict[str, Any]:
-        """Returns the specification of the result that has the metric of a place."""
+        """Returns the specification of a cell.
+
+        Args:
+            changes: Settings of its place, with the metric.
+            seed: Seed of the run or measurement.
+        """
         kind, inputs = changes["metric"].partition("/")[0], self.sources.inputs
         if kind in ("gradient", "convergence"):
             files = {} if self.sources.given else inputs([MAIN])
@@ -79,21 +91,22 @@ class Setup:
         if kind in MEASURES:
             return {"measure": kind, **sizes, "data": asked._asdict(), "inputs": inputs(asked)}
         method = config_lib.method(config)
-        if method is None or not method.pools:  # one run, whatever the pools
+        # A method that reads no pools has one result for all of them, computed once.
+        if method is None or not method.pools:
             asked = asked._replace(n_unpaired=0, images=None, texts=None, noise=0.0)
         plain = {key: value for key, value in config_lib.plain(config).items() if key != "data"}
         return {"config": plain, "data": asked._asdict(), "inputs": inputs(asked)}
 
     def plan(self, panel: Panel) -> Panel:
-        """Returns the panel with the specifications of its cells."""
+        """Returns a panel with the specifications of its cells."""
         places = panel.places().items()
         specs = {place: [self.spec(changes, s) for s in panel.seeds] for place, changes in places}
         return dataclasses.replace(panel, specs=specs)
 
 
-@functools.cache
+@functools.cache  # the argument is JSON because a dictionary cannot be hashed
 def _config(changes: str) -> FrozenConfigDict:
-    """Returns the config of one run, from its changes in JSON."""
+    """Returns the config of one run from its changes, as JSON."""
     config = config_lib.default()
     config_lib.update(config, json.loads(changes))
     (one,) = config_lib.runs(config).values()
@@ -104,11 +117,20 @@ def _config(changes: str) -> FrozenConfigDict:
 
 
 def fill(store: Store, sources: Sources, panels: Iterable[Panel]) -> dict[str, str]:
-    """Computes the cells of the panels that are missing; returns why others failed, by key."""
+    """Computes the missing cells of panels.
+
+    Args:
+        store: Results to complete.
+        sources: Sources of the data.
+        panels: Panels with their specifications.
+
+    Returns:
+        Error messages of failed cells, by key.
+    """
     folder = store.path.parent
     with lock(folder / "lock"):
         workdir.write_json(folder / "environment.json", workdir.environment())
-    # Compiled programs are kept: runs of one shape share them.
+    # Runs of the same shapes share compiled programs, also between processes.
     jax.config.update("jax_compilation_cache_dir", str(folder / "compiled"))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.5)
     wanted: dict[str, tuple[Spec, set[str]]] = {}
@@ -129,7 +151,13 @@ def fill(store: Store, sources: Sources, panels: Iterable[Panel]) -> dict[str, s
 
 
 def collect(store: Store, panel: Panel, failures: Mapping[str, str]) -> Panel:
-    """Returns the panel with the numbers of its finished cells."""
+    """Returns a panel with the numbers of its finished cells.
+
+    Args:
+        store: Results.
+        panel: Panel with its specifications.
+        failures: Error messages of failed cells, by key.
+    """
     values: dict[Place, list[float | None]] = {}
     missing = []
     for place, spec, metric in panel.cells():
@@ -143,7 +171,16 @@ def collect(store: Store, panel: Panel, failures: Mapping[str, str]) -> Panel:
 
 
 def compute(sources: Sources, spec: Spec, metrics: Iterable[str]) -> Results:
-    """Returns the results of a specification; a run is evaluated on the sets of the metrics."""
+    """Computes the results of a specification.
+
+    Args:
+        sources: Sources of the data.
+        spec: Specification of a run or of a measurement.
+        metrics: Metrics that are needed. A run is evaluated on their galleries and classes only.
+
+    Returns:
+        Values by metric.
+    """
     others = ("measure", "inputs", "data")
     options = {key: value for key, value in spec.items() if key not in others}
     if "data" not in spec:
@@ -167,13 +204,13 @@ def compute(sources: Sources, spec: Spec, metrics: Iterable[str]) -> Results:
     return results
 
 
-@functools.lru_cache(maxsize=2)
+@functools.lru_cache(maxsize=2)  # jobs are sorted by data, so few need to stay in memory
 def _dataset(sources: Sources, asked: Data) -> data.Dataset:
     return sources.dataset(asked)
 
 
 def _train(config: FrozenConfigDict, dataset: data.Dataset) -> heads.Heads:
-    """Returns the heads of a run: trained, fitted at once, or a teacher's maps."""
+    """Trains the heads of a run."""
     resolved, dataset = run.resolve(config, dataset)
     return recipe.train(resolved, recipe.prepare(resolved, dataset)).heads
 
@@ -182,8 +219,9 @@ def _train(config: FrozenConfigDict, dataset: data.Dataset) -> heads.Heads:
 
 
 def _mutual_knn(dataset: data.Dataset, *, seed: int, **sizes: int) -> Results:
-    """Mutual k-NN of the encoders, in percent, on 1,024 pairs; validation makes up for few."""
+    """Computes the mutual k-NN of the encoders on 1,024 pairs, in percent."""
     x, y = dataset.pairs_x, dataset.pairs_y
+    # The score depends on the number of rows, so validation pairs are added if there are too few.
     if dataset.val is not None and len(x) < diagnostics.KNN_ROWS:
         _, first = np.unique(dataset.val.x_of_y, return_index=True)
         x, y = np.concatenate([x, dataset.val.x]), np.concatenate([y, dataset.val.y[first]])
@@ -192,14 +230,14 @@ def _mutual_knn(dataset: data.Dataset, *, seed: int, **sizes: int) -> Results:
 
 
 def _shift(dataset: data.Dataset, **sizes: int) -> Results:
-    """Sliced Wasserstein distances of the pools from the pairs, and their sum."""
+    """Computes the sliced Wasserstein distances of the pools from the pairs, and their sum."""
     x = _distance(dataset.pool_x, dataset.pairs_x, **sizes)
     y = _distance(dataset.pool_y, dataset.pairs_y, **sizes)
     return {"shift/x": x, "shift/y": y, "shift/total": x + y}
 
 
 def _share(dataset: data.Dataset, **sizes: int) -> Results:
-    """How far the pools are on the way from the pairs to random directions, in percent."""
+    """Computes the distances of the pools as a share of that of random directions, in percent."""
     pools = {"x": (dataset.pairs_x, dataset.pool_x), "y": (dataset.pairs_y, dataset.pool_y)}
     shifts = {s: diagnostics.pool_shift(*rows, repeats=5, **sizes) for s, rows in pools.items()}
     return {f"share/{side}": 100 * shift.share for side, shift in shifts.items()}
@@ -208,7 +246,7 @@ def _share(dataset: data.Dataset, **sizes: int) -> Results:
 def _between(
     sources: Sources, *, left: str, right: str, side: str, centred: bool = False, **sizes: int
 ) -> Results:
-    """The distance between two sources; `centred`, once each has lost its mean."""
+    """Computes the distance between two sources. `centred` subtracts the mean of each first."""
     rng = np.random.default_rng((sizes["seed"], 7))
     shape = sizes["rows"], sources.rows(MAIN, side).shape[1]
     sets = [
@@ -222,17 +260,18 @@ def _between(
 
 
 def _distance(x: Any, y: Any, *, seed: int, rows: int, projections: int) -> float:
-    """The distance of at most `rows` rows of each set; the seed chooses rows and planes."""
+    """Computes the sliced Wasserstein distance of at most `rows` random rows of each set."""
     rng = np.random.default_rng(seed)
     chosen = [np.asarray(a[np.sort(rng.permutation(len(a))[:rows])]) for a in (x, y)]
     return diagnostics.sliced_wasserstein(*chosen, projections=projections, seed=seed)
 
 
 def _gradient(sources: Sources, *, epsilon: float, rows: int) -> Results:
-    """Memory, time and iterations of KLOT's gradient to a marginal error of 1e-6, in float64."""
+    """Measures memory, time and iterations of KLOT's gradient in float64."""
     checks.require("ott", extra="experiments")
     from benchmarks import gradient, peers
 
+    # Rounding may keep float32 from reaching a marginal error of 1e-6, so this is float64.
     target = peers.Target(epsilon, epsilon, 1e-6, 5000, 5000)
     arms = [arm for arm in peers.ARMS if arm.name in ARMS]
     problem = _problem(sources, rows)
@@ -248,7 +287,7 @@ def _gradient(sources: Sources, *, epsilon: float, rows: int) -> Results:
 
 
 def _convergence(sources: Sources, *, epsilon: float, rows: int) -> Results:
-    """Marginal errors after 100 iterations on a teacher's affinity, of total mass 1."""
+    """Measures the marginal errors after 100 iterations on a teacher's affinity."""
     from benchmarks import convergence
     from sotalign_jax.ot.sinkhorn import reference
 
@@ -261,7 +300,7 @@ def _convergence(sources: Sources, *, epsilon: float, rows: int) -> Results:
 
 
 def _problem(sources: Sources, n: int) -> Any:
-    """Unpaired rows as a CCA teacher and a briefly trained student see them, or random ones."""
+    """Returns a transport problem on photographs, or a random one if they are too few."""
     from benchmarks import common
 
     return common.random_problem(n) if n > 5000 or sources.given else common.photos_problem(n)

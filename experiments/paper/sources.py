@@ -1,8 +1,8 @@
-"""The embeddings of the repository's photographs, or of files of the paper's own data.
+"""Sources of embeddings: the repository's photographs, or files of the paper's own data.
 
-A source has images (x), texts (y), or both, and may have a gallery ("test") or class prompts
-("classes") to evaluate on. `Photographs` and `Files` have the same methods; a reproduction reads
-one of them and never mixes encoders.
+A source has images (x), texts (y), or both. It may also have a gallery ("test") or class prompts
+("classes") to evaluate on. `Photographs` and `Files` have the same methods. A reproduction reads
+only one of them, so that encoders are never mixed.
 """
 
 import pathlib
@@ -16,11 +16,15 @@ from experiments import paper, photos, store, workdir
 from sotalign_jax import checks, data, files
 
 MAIN = "main"
+# Bounds of the shares in `place`. Entry V3 of docs/results/RESULTS.md tests them on twelve pools.
 NEAR, FAR, AS_RANDOM = 2 / 3, 0.95, "AS FAR AS RANDOM"
 
 
 def place(share: float) -> str:
-    """Returns how far unpaired rows are, by their `share` of the way from pairs to random rows.
+    """Returns the distance of a pool in words.
+
+    Args:
+        share: Distance from the pairs, relative to that of random directions.
 
     >>> place(0.5), place(0.8), place(1.5)
     ('NEAR', 'FAR', 'AS FAR AS RANDOM')
@@ -29,18 +33,18 @@ def place(share: float) -> str:
 
 
 class Data(NamedTuple):
-    """The pairs, pools and galleries of a run; "main" is the source of most runs."""
+    """Description of the pairs, pools and galleries of a run. "main" is the default source."""
 
-    seed: int  # chooses rows
+    seed: int  # of the random choice of rows
     n_pairs: int
-    n_unpaired: int | None  # rows of each pool; all when None
+    n_unpaired: int | None  # rows of each pool, None for all
     pairs: str = MAIN  # source of the pairs
-    images: str | None = None  # source of unpaired ones, or "noise"; None is that of the test
-    texts: str | None = None  # likewise
+    images: str | None = None  # source of unpaired images, or "noise"; None for that of the test
+    texts: str | None = None  # source of unpaired texts, or "noise"; None for that of the test
     test: str = MAIN  # source of the galleries
-    noise: float = 0.0  # share of the pools that becomes noise
+    noise: float = 0.0  # fraction of the pools that is replaced by noise
     encoders: str = MAIN  # or IMAGE+TEXT
-    split: str | None = None  # "sue" for the protocol of SUE on the pairs' source
+    split: str | None = None  # "sue" for the protocol of SUE
 
 
 _SUE_TEST = 400
@@ -52,20 +56,20 @@ def _sue_rows(
 ) -> tuple[np.ndarray, data.Rows]:
     """Splits a table by the protocol of SUE.
 
-    The first 400 rows are the test and the last `n_pairs` rows are the pairs, as published. Each
-    pool loses its own tenth of the other rows.
+    The first 400 rows are the test and the last `n_pairs` rows are the pairs, as published. The
+    other rows are the pools, except for a random tenth that is removed from each pool.
 
     Args:
-        n_rows: number of rows of the table.
-        n_pairs: number of pairs.
-        seed: seed of the random choice.
-        shuffle: shuffle the table first, so that results over seeds vary with the data.
+        n_rows: Number of rows of the table.
+        n_pairs: Number of pairs.
+        seed: Seed of the random choice.
+        shuffle: Shuffle the table first, so that results over seeds vary with the data.
 
     Returns:
         The test rows, and the rows of pairs and pools.
 
     Raises:
-        InputError: fewer than two rows are left for the pools.
+        InputError: Fewer than two rows are left for the pools.
 
     References:
         Yacobi et al., Learning Shared Representations from Unpaired Data, 2025.
@@ -87,7 +91,14 @@ def _sue_rows(
 
 
 def sue_split(x: Any, y: Any, asked: Data, *, shuffle: bool) -> data.Dataset:
-    """Returns pairs, pools and test rows of SUE's protocol."""
+    """Returns pairs, pools and a test gallery by the protocol of SUE.
+
+    Args:
+        x: Images, one row per pair.
+        y: Texts of the same rows.
+        asked: Number of pairs and seed.
+        shuffle: Shuffle the rows first, so that results over seeds vary with the data.
+    """
     test, rows = _sue_rows(len(x), n_pairs=asked.n_pairs, seed=asked.seed, shuffle=shuffle)
     gallery = data.gallery(x[test], y[test])
     return data.Dataset(x[rows.pairs], y[rows.pairs], x[rows.x], y[rows.y], test=gallery)
@@ -97,23 +108,23 @@ def sue_split(x: Any, y: Any, asked: Data, *, shuffle: bool) -> data.Dataset:
 
 
 class Photographs:
-    """COCO, Flickr8k and RSICD with their captions, texts of Flickr30k, and classification sets."""
+    """Sources of the repository: captioned photographs, texts and classification sets."""
 
     names = types.SimpleNamespace(**paper.DATA["photographs"])
     given: Mapping[str, Mapping[str, str]] = {}  # files by source and field
 
     def has(self, name: str, part: str) -> bool:
-        """Returns True if a source has "x", "y", both ("xy"), a "test" gallery or "classes"."""
+        """Returns True if a source has a part: "x", "y", "xy" (both), "test" or "classes"."""
         known = {"x": photos.IMAGE_POOLS, "y": photos.TEXT_POOLS, "classes": photos.ZERO_SHOT}
         return _photos(name) in known.get(part, photos.CAPTIONED)
 
     def inputs(self, names: Iterable[Any]) -> dict[str, str]:
-        """Returns fingerprints of the files of the sources among `names`."""
+        """Returns fingerprints of the files of sources. Names that are no sources are ignored."""
         known = [_photos(name) for name in names if name in self.names.collections]
         return photos.fingerprints(*known)
 
     def dataset(self, asked: Data) -> data.Dataset:
-        """Returns pairs, pools and galleries."""
+        """Returns the pairs, pools and galleries that are asked for."""
         name, test = _photos(asked.pairs), _photos(asked.test)
         if asked.split == "sue":
             train = photos.rows_of_split(name, "train")
@@ -128,6 +139,7 @@ class Photographs:
         made = photos.dataset(name, text_encoder=text_encoder, **options)
         if asked.encoders == MAIN:
             return made
+        # An encoder such as IMAGE/64 consists of the first 64 features.
         pools = np.asarray(made.pool_x)[:, :d_x], np.asarray(made.pool_y)[:, :d_y]
         pairs = made.pairs_x[:, :d_x], made.pairs_y[:, :d_y]
         val, held_out = (
@@ -136,7 +148,7 @@ class Photographs:
         return data.Dataset(*pairs, *pools, val, held_out)
 
     def rows(self, name: str, side: str) -> Any:
-        """Returns all training rows of one modality."""
+        """Returns the training rows of one side, "x" or "y"."""
         name = _photos(name)
         if name not in photos.CAPTIONED:
             return photos.texts(name)
@@ -146,11 +158,11 @@ class Photographs:
         return photos.texts(name, np.flatnonzero(np.isin(photos.image_of_text(name), train)))
 
     def gallery(self, name: str) -> data.Gallery:
-        """Returns the test split of a source."""
+        """Returns the test gallery of a source."""
         return photos.gallery(_photos(name))
 
     def classes(self, name: str, encoders: str) -> data.ZeroShot:
-        """Returns a classification set as the encoders see it."""
+        """Returns a classification set, embedded by some encoders."""
         d_x, texts, d_y = _views(encoders)
         task = photos.zero_shot(_photos(name), texts)
         return task._replace(x=task.x[:, :d_x], prompts=task.prompts[..., :d_y])
@@ -162,7 +174,7 @@ def _photos(name: str) -> str:
 
 
 def _views(encoders: str) -> tuple[int | None, str, int | None]:
-    """Returns image width, text encoder and text width of IMAGE/64+TEXT/16; None is all."""
+    """Returns image width, text encoder and text width of IMAGE/64+TEXT/16. None keeps all."""
     if encoders == MAIN:
         return None, photos.TEXT_ENCODERS[0], None
     (_, _, image), (text, _, kept) = (part.partition("/") for part in encoders.split("+"))
@@ -174,13 +186,13 @@ def _views(encoders: str) -> tuple[int | None, str, int | None]:
 KNOWN: dict[str, tuple[list[str], str]] = {
     name: (fields.split(), holds) for name, (fields, holds) in paper.DATA["sources"].items()
 }
-"""Sources that --files may name: the fields that each must have, and what they hold."""
+"""Sources that --files may name: their required fields, and a description."""
 _CLASSES = KNOWN["ImageNet"][0]
 FIELDS = (*KNOWN[MAIN][0], "test_x_of_y", *_CLASSES)
 
 
 class Files:
-    """Sources of a JSON file, {source: {field: path}}, with the methods of `Photographs`."""
+    """Sources listed in a JSON file, {source: {field: path}}. Has the methods of `Photographs`."""
 
     def __init__(self, given: Mapping[str, Mapping[str, str]]) -> None:
         self.given = given
@@ -191,10 +203,10 @@ class Files:
 
     @classmethod
     def read(cls, path: str | pathlib.Path) -> "Files":
-        """Reads the JSON file of --files; relative paths start at its folder.
+        """Reads the JSON file of --files. Relative paths start at its folder.
 
         Raises:
-            InputError: A source or a field is unknown or missing, or a file is not there.
+            InputError: A source or a field is unknown or missing, or a file does not exist.
         """
         path = pathlib.Path(path).expanduser()
         given = workdir.read_json(path)
@@ -228,6 +240,7 @@ class Files:
                 pools[side] = np.random.default_rng((asked.seed, 7)).standard_normal(shape, "f4")
             elif source != pairs:
                 pools[side] = self.rows(source, side)
+        # Pools of different sizes are cut to the smallest one.
         sizes = [len(pool) for pool in pools.values() if pool is not None]
         n = asked.n_unpaired
         return data.semi_supervised(
@@ -256,7 +269,7 @@ class Files:
 
 
 def _checked(name: str, fields: Any, here: pathlib.Path) -> dict[str, str]:
-    """Returns the paths of a source by field."""
+    """Checks the fields of a source and returns their absolute paths."""
     kind = "IMAGE+TEXT" if "+" in name else name
     checks.choice("files", kind, tuple(KNOWN))
     if not isinstance(fields, dict) or not all(isinstance(v, str) for v in fields.values()):

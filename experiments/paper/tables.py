@@ -1,4 +1,4 @@
-"""Makes the tables that `tables.toml` describes, and judges the paper's claims."""
+"""Tables of the paper, made from their descriptions in `tables.toml`."""
 
 import dataclasses
 import itertools
@@ -16,14 +16,14 @@ from experiments.paper.sources import MAIN
 from experiments.store import Store
 
 TABLES: Mapping[str, Mapping[str, Any]] = paper.DATA["tables"]
-"""The descriptions of all tables by name, in the paper's order."""
+"""Descriptions of all tables by name, in the paper's order."""
 Values = dict[str, Any]
-"""The values of placeholders."""
+"""Values of placeholders by name."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Table:
-    """A table or figure of the paper; without panels there are no data for it."""
+    """A table or figure of the paper. It has no panels if the sources lack its data."""
 
     name: str  # T1 (main text), A1 (appendix), F3 or FA1 (figures)
     panels: Sequence[Panel]
@@ -33,16 +33,22 @@ class Table:
     paper: str | None = None
     whole: str = ""
     word: str = ""
-    rule: Sequence[Any] = ("above", {})  # names of functions, and their options
+    rule: Sequence[Any] = ("above", {})  # name of a function in `panels`, and its options
     plot: Sequence[Any] = ()
 
     def filled(self, store: Store, failures: Mapping[str, str]) -> "Table":
-        """Returns the table with the numbers of its finished cells."""
+        """Returns the table with the numbers of its finished cells.
+
+        Args:
+            store: Results.
+            failures: Error messages of failed cells, by key.
+        """
         panels = [collect(store, panel, failures) for panel in self.panels]
         return dataclasses.replace(self, panels=panels)
 
     @property
     def verdict(self) -> Verdict:
+        """The judgement on the claim."""
         if not self.panels:
             return Verdict(None, "its data are not here")
         if self.whole and not all(panel.complete for panel in self.panels):
@@ -52,7 +58,7 @@ class Table:
 
     @property
     def outcome(self) -> str:
-        """The verdict in a word or two."""
+        """The verdict in one or two words."""
         if not self.panels:
             return "needs files"
         if self.word:
@@ -63,11 +69,20 @@ class Table:
 
     @property
     def failures(self) -> list[str]:
+        """Messages of cells that failed or were not run."""
         return list(dict.fromkeys(why for panel in self.panels for why in panel.failures))
 
 
 def make(name: str, setup: Setup) -> Table:
-    """Returns a table with the panels that the sources of a setup allow, not yet run."""
+    """Makes a table from its description, without numbers.
+
+    Args:
+        name: Name of the table, such as "T1".
+        setup: Sizes and sources. Panels whose data are missing are left out.
+
+    Returns:
+        The table, with the specifications of its cells.
+    """
     raw = dict(TABLES[name])
     values, panels = placeholders(setup), []
     for one in raw.pop("panels"):
@@ -79,7 +94,11 @@ def make(name: str, setup: Setup) -> Table:
 
 
 def placeholders(setup: Setup) -> Values:
-    """Returns the values of the placeholders of `tables.toml` besides its sizes and points."""
+    """Returns the values of all placeholders of `tables.toml`.
+
+    Values that lack data are empty, so that rows, columns and panels with these placeholders
+    disappear.
+    """
     at, names, sizes = setup.sources, setup.sources.names, vars(setup.sizes)
 
     def shown(*sources: str) -> list[tuple[str, str]]:
@@ -93,7 +112,7 @@ def placeholders(setup: Setup) -> Values:
     ways = (("I2T", "x_to_y"), ("T2I", "y_to_x"))
     pools, drawn = _pools(setup), (*names.collections, "noise")
     images, texts = (shown(*(name for name in drawn if at.has(name, side))) for side in "xy")
-    has_sets = len(images) > 2 < len(texts)
+    has_sets = len(images) > 2 < len(texts)  # besides the main source and noise
     retrieval = paper.DATA["shared"]["retrieval"].items()
     return {
         **sizes,
@@ -121,7 +140,7 @@ def placeholders(setup: Setup) -> Values:
 
 
 def _pools(setup: Setup) -> list[tuple[str, str, str]]:
-    """Returns labels and sources of unpaired images|texts; pairs come from the main source."""
+    """Returns label, source of images and source of texts of all pools to compare."""
     at = setup.sources
     if at.given:
         listed = [row.split("|") for row in paper_results()["A1_unpaired_source"] if "|" in row]
@@ -131,14 +150,14 @@ def _pools(setup: Setup) -> list[tuple[str, str, str]]:
         images, texts = ([n for n in at.names.collections if at.has(n, side)] for side in "xy")
         pairs = [(name, name) for name in images if name in texts]
         pairs += [*((x, MAIN) for x in images), *((MAIN, y) for y in texts)]
-    if len(set(pairs)) < 2:
+    if len(set(pairs)) < 2:  # a single pool cannot be compared
         return []
     pairs += [("noise", "noise"), ("noise", MAIN), (MAIN, "noise")]
     return [(f"{x}|{y}".replace(MAIN, at.names.label), x, y) for x, y in dict.fromkeys(pairs)]
 
 
 def _available(setup: Setup, settings: Mapping[str, Any]) -> bool:
-    """Returns True if a metric can be had: its gallery or classes are among the sources."""
+    """Returns True if the sources have the gallery or classes of a metric."""
     name, at = settings["metric"].partition("/")[0], setup.sources
     if name in ("val", "test"):
         name = settings.get("data.test", MAIN)
@@ -146,7 +165,7 @@ def _available(setup: Setup, settings: Mapping[str, Any]) -> bool:
 
 
 def _panel(raw: Values, values: Values, setup: Setup, key: str | None) -> Panel:
-    """Returns the panel of a description, for one value of the placeholder in its name."""
+    """Makes a panel from its description, for one value of the placeholder in its name."""
     shared, common = paper.DATA["shared"], _fill(raw.get("common", {}), values)
     rows, columns = (
         _expand(shared[raw[side]] if isinstance(raw[side], str) else raw[side], values)
@@ -157,6 +176,7 @@ def _panel(raw: Values, values: Values, setup: Setup, key: str | None) -> Panel:
     for label, settings in list(columns.items()):
         columns[label] = {**common, **settings}
         if not _available(setup, columns[label]):
+            # The column stays if the paper has numbers for it.
             columns[label]["metric"] = None
             if named.get(label, label) not in papers:
                 del columns[label]
@@ -169,7 +189,7 @@ def _panel(raw: Values, values: Values, setup: Setup, key: str | None) -> Panel:
 
 
 def _points(label: str, values: Values) -> list[Values]:
-    """Returns the values of placeholders, once for each value of the one in a label."""
+    """Returns copies of `values`, one for each value of the placeholder in a label."""
     found = re.search(r"\{(\w+)", label)
     if not found:
         return [values]
@@ -179,7 +199,7 @@ def _points(label: str, values: Values) -> list[Values]:
 
 
 def _expand(settings: Mapping[str, Any], values: Values) -> dict[str, Any]:
-    """Repeats labels for every value of their placeholders, which their settings may use."""
+    """Repeats rows or columns for all values of the placeholders in their labels."""
     return {
         label.format(**known): _fill(value, known)
         for label, value in settings.items()
@@ -188,12 +208,13 @@ def _expand(settings: Mapping[str, Any], values: Values) -> dict[str, Any]:
 
 
 def _fill(value: Any, known: Values) -> Any:
-    """Replaces the placeholders of a setting, or of several."""
+    """Replaces the placeholders in a setting, or in a dictionary of settings."""
     if isinstance(value, dict):
         filled = {name: _fill(one, known) for name, one in value.items()}
         return filled.pop("*", {}) | filled
     if not isinstance(value, str):
         return value
+    # A string that is just a placeholder becomes its value, which need not be a string.
     if whole := re.fullmatch(r"\{(\w+)(?:\[(\d)\])?\}", value):
         found = known[whole[1]]
         return found[int(whole[2])] if whole[2] else found
@@ -201,7 +222,7 @@ def _fill(value: Any, known: Values) -> Any:
 
 
 def _claims(raw: Values, rows: Values, columns: Values, values: Values) -> Claims:
-    """Returns the places that are claimed to be above others."""
+    """Returns the claims of a panel."""
     judged = [name for name in columns if name not in raw.get("unjudged", ())]
     claims = {name: (tuple(a), tuple(b)) for name, (a, b) in raw.get("claims", {}).items()}
     if column := raw.get("last_above_first"):
@@ -210,6 +231,7 @@ def _claims(raw: Values, rows: Values, columns: Values, values: Values) -> Claim
     for kind, others in {"above": judged, "columns_above": list(rows)}.items():
         listed = [(one, known) for one in raw.get(kind, ()) for known in _points(one[0], values)]
         pairs = [[label.format(**known) for label in one] for one, known in listed]
+        # Claims against the same place follow each other, so that the verdict lists them together.
         for low, group in itertools.groupby(pairs, key=lambda pair: pair[1]):
             for other, (high, _) in itertools.product(others, list(group)):
                 places = ((high, other), (low, other))
@@ -220,8 +242,9 @@ def _claims(raw: Values, rows: Values, columns: Values, values: Values) -> Claim
 
 
 def _gain(key: str, high: str, low: str, columns: str) -> float:
-    """Returns the mean difference, in a table of the paper, of rows `high` and the same `low`."""
+    """Returns the paper's mean gain, over rows that differ only in `high` and `low`."""
     table = paper_results()[key]
+    # A row whose name does not contain `high` is no half of a pair.
     pairs = [(row, re.sub(high, low, row)) for row in table]
     places = itertools.product([pair for pair in pairs if pair[0] != pair[1]], columns.split())
     return float(np.mean([table[row][c] - table[under][c] for (row, under), c in places]))

@@ -1,7 +1,7 @@
 """Alignment methods: objectives that train heads step by step, and methods fitted at once.
 
 Each method is a frozen dataclass of its options, in a file of its own, with a line in `METHODS`.
-docs/methods.md and examples/new_method.py show how to write one.
+docs/new_method.md and examples/new_method.py show how to write one.
 """
 
 from sotalign_jax.methods.base import Fitted, Method, Metrics, Objective
