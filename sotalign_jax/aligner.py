@@ -155,8 +155,9 @@ class Aligner:
             k: Number of results per query.
             direction: "x_to_y", or "y_to_x" if the queries are of the second modality and the
                 gallery is of the first.
-            calibrated: True corrects the cosines for hubs as `similarity` does, up to a constant of
-                each query. For a vector index see `calibration.with_bias`.
+            calibrated: True corrects the cosines for hubs as `similarity` does, but leaves out the
+                correction of the query, which does not change the order of its results. For
+                a vector index see `calibration.with_bias`.
             block_size: Number of queries, and of rows of the gallery, that are compared at a time.
 
         Returns:
@@ -313,9 +314,10 @@ def align(
         SigLIP(pairs) + alpha * KLOT(student affinity || teacher affinity) on the unpaired rows.
 
     Without x and y, training is supervised (SAIL). With only one of them, the pairs' own rows
-    replace the other. The parameters with the best MeanR@1 on `val` are kept. Without `val`, a
-    tenth of the pairs is held out if there are at least 100, and otherwise the last parameters are
-    kept. The result is the best of the teacher, the trained heads and their average on validation.
+    replace the other. If `val` is None and there are at least 100 pairs, a tenth of them is held
+    out for validation. Training keeps the parameters with the best MeanR@1 on validation, or the
+    last ones without validation. If the heads start at the teacher, the result is the best of the
+    teacher, the trained heads and their average on validation, or the average without validation.
     A sample of the unpaired rows is kept for calibrated retrieval.
 
     Args:
@@ -324,16 +326,17 @@ def align(
         x: Unpaired embeddings of the first modality, shape [n_x, d_x].
         y: Unpaired embeddings of the second modality, shape [n_y, d_y].
         val: Matching embeddings (V_x, V_y) to select on, or a `Gallery`.
-        recipe: Values of the arguments below that are None. "default" starts the heads at the
-            teacher. "paper" is the paper's recipe, from random heads.
+        recipe: Name of the defaults for arguments below that are None. "default" starts the heads
+            at the teacher. "paper" is the paper's recipe, from random heads.
         method: A method with its options, such as `methods.SOTAlign(alpha=1e-3)`, or a name of
             `methods.METHODS`. None takes SOTAlign, or SAIL without unpaired rows.
         teacher: A name of `training.TEACHERS`, or a fitted teacher.
-        start: "teacher" starts the heads at the teacher's projection, "random" at random. Heads
-            that are not linear always start at random.
+        start: "teacher" starts the heads at the teacher's projection, "random" at random. Only
+            linear heads can start at the teacher. By default other heads start at random.
         features: "kernel" trains the heads on the features of kernel CCA in place of the
             embeddings.
-        dim: Width of the shared space. None takes the teacher's, or 512 for random heads.
+        dim: Width of the shared space. None takes the teacher's, at most 512 for a kernel teacher.
+            For random heads it takes 512, or 1,024 if `recipe` is "paper".
         steps: Training steps.
         learning_rate: Peak of the learning rate.
         unpaired_batch: Unpaired rows per step. None takes up to 22,768 on an accelerator and up to
@@ -367,7 +370,7 @@ def align(
             "x, y: both have no rows; pass unpaired rows, or neither to train on the pairs alone"
         )
     method = recipe_lib.named(method)
-    # A method that is fitted at once selects nothing on validation, so that it gets all pairs.
+    # A method without training steps selects nothing on validation, so it gets all pairs.
     if gallery is None and not isinstance(method, methods.Fitted):
         dataset = data.hold_out(dataset, seed=int(seed))
     resolved = recipe_lib.default(

@@ -1,7 +1,7 @@
 """The path from data to a model: resolve, prepare, train.
 
-1. A `Recipe` describes a training completely. `default` makes one of the arguments of `align`, and
-   the launchers make one of a config.
+1. A `Recipe` describes a training completely. `default` builds one from the arguments of `align`,
+   and the launchers build one from a config.
 2. `prepare` fits the teacher, maps the data through kernel features if there are any, and builds
    the heads to start from.
 3. `train` trains the heads, selects among the candidates on validation, and calibrates.
@@ -29,7 +29,7 @@ KERNEL_TEACHERS = ("kernel_cca", "best_cca")
 EPSILONS = (0.05, 0.1)
 """Epsilons of the calibration that the default recipe chooses between on validation."""
 CALIBRATED_BY = 2048
-"""Rows of each pool kept for calibration. 8,192 add 0.6 points of R@10 (CCA, COCO)."""
+"""Rows of each pool kept for calibration. 8,192 rows would add 0.6 points of R@10 (CCA, COCO)."""
 # The width that cross-validation scores (crossval.DIRECTIONS), so that the heads keep the
 # directions that were chosen.
 MOST_FEATURES = 512
@@ -47,20 +47,21 @@ class Recipe:
         method: The method. None returns the teacher itself as the model.
         train: Steps, batches, learning rate and seed.
         teacher: A name of `training.TEACHERS`, or a fitted teacher.
-        teacher_options: Options of the function of that name.
+        teacher_options: Keyword arguments of the function that fits it.
         teacher_noise: Fraction of the teacher's pairs that are mismatched on purpose.
         start: "teacher" starts linear heads at the teacher's projection, "random" at random.
         features: "kernel" trains heads on the features of kernel CCA in place of the embeddings.
         head: Kind of the heads. None takes the method's own.
         hidden: Width of their hidden layers. None takes the kind's usual one.
-        dim: Width of the shared space. None takes all directions of the teacher that the heads
-            start at, of a kernel teacher at most `MOST_FEATURES`.
+        dim: Width of the shared space. None keeps all directions of the teacher that the heads
+            start at, but at most `MOST_FEATURES` of a kernel teacher.
         average: Weight of the start in the average of start and trained heads. If it is positive,
-            the best of start, trained heads and average on validation is returned.
-        calibration: Epsilons of the calibration, of which the best on validation is taken.
+            the best of start, trained heads and average on validation is returned, or the average
+            if there is no validation gallery.
+        calibration: Candidate epsilons of the calibration. The best one on validation is used.
 
     Raises:
-        InputError: A name is unknown, or random heads have no width.
+        InputError: A name is unknown, or `dim` is None for random heads.
 
     >>> Recipe(methods.SAIL(), training.TrainConfig(), dim=512).uses_teacher
     False
@@ -115,17 +116,18 @@ class Recipe:
 
 
 class Preset(NamedTuple):
-    """Values of the arguments of `default` that are None.
+    """Default values of a named recipe, which replace arguments of `default` that are None.
 
     Attributes:
         teacher: A name of `training.TEACHERS`.
         start: Where linear heads start.
         dim: Width of the shared space of random heads.
         pair_batch: Pairs per step.
-        alpha: Weight of KLOT times the pairs of a batch, because SigLIP's gradient falls with them.
-        steps: Smallest and largest number of steps. Between them it is a tenth of the pairs.
+        alpha: Weight of KLOT, multiplied by the number of pairs in a batch. `default` divides
+            by that number, because SigLIP's gradient falls with it.
+        steps: Smallest and largest number of steps. A tenth of the pairs is clipped to this range.
         path: Steps times the learning rate. Lion moves a weight by at most the learning rate per
-            step, so that this bounds how far it gets.
+            step, so that the path bounds how far a weight can move.
         average: Weight of the start in the average of start and trained heads.
         calibration: Epsilons of the calibration.
     """
@@ -144,7 +146,7 @@ class Preset(NamedTuple):
 # "default": values chosen on validation data, see docs/recipes.md. "paper": the paper's, whose
 # 2,000 steps at a peak of 1e-4 are a path of 0.2.
 PRESETS = {
-    "default": Preset("best_cca", "teacher", 512, 2048, 3.0, (100, 600), 0.05, 0.5, EPSILONS),
+    "default": Preset("kernel_cca", "teacher", 512, 2048, 3.0, (100, 600), 0.05, 0.5, EPSILONS),
     "paper": Preset("cca", "random", 1024, 10_000, 1.0, (2000, 2000), 0.2, 0.0, (0.05,)),
 }
 """The recipes of `align` by name."""
@@ -261,11 +263,11 @@ class Prepared(NamedTuple):
 
     Attributes:
         dataset: The data, mapped to kernel features if there are any.
-        start: The heads to start from, which take rows of `dataset`. None for a method that is
-            fitted at once.
-        teacher: The teacher of rows of `dataset`.
+        start: The heads to start from, which take rows of `dataset`. None for a
+            `methods.Fitted`, which has no training steps.
+        teacher: The teacher, which takes rows of `dataset`. None if the recipe uses no teacher.
         features: The kernel maps that the rows of `dataset` have passed through.
-        shapes: The shapes of the embeddings.
+        shapes: Shapes of the data before any mapping to features.
     """
 
     dataset: data.Dataset
@@ -276,7 +278,7 @@ class Prepared(NamedTuple):
 
 
 def _same(tree: Tree) -> Tree:
-    """Returns its argument, the broadcast of a single process."""
+    """Returns its argument. A single process needs no broadcast."""
     return tree
 
 
@@ -307,8 +309,8 @@ def prepare(
         dataset = fill_pools(recipe.method.pools, dataset)
         training.check_pool(recipe.method, dataset)
     shapes, teacher, features = dataset.summary(), None, None
-    # Either the heads see kernel features (and the teacher is fitted on them below), or the
-    # teacher itself may be a kernel map, whose features the heads then start from.
+    # With features="kernel" the heads take kernel features, and a linear teacher is fitted on them
+    # below. Otherwise the heads take the features of a kernel teacher if they start at it.
     if recipe.features is not None:
         observer.stage("fitting kernel features")
         maps = "kernel_cca" if isinstance(recipe.teacher, str) else recipe.teacher
@@ -323,7 +325,7 @@ def prepare(
         observer.stage("mapping the data to kernel features")
         dataset = mapped(dataset, features, seed=recipe.train.seed)
         if teacher is not None or _is_kernel(recipe.teacher):
-            # The rows are the kernel teacher's features by now, so that it has no maps left.
+            # The rows are the kernel teacher's features by now, so the teacher needs no maps.
             teacher = Teacher(None, None, features.correlations)
         elif recipe.uses_teacher:
             teacher = broadcast(fit_teacher(recipe, dataset, recipe.teacher))
@@ -353,7 +355,7 @@ def fill_pools(pools: str, dataset: data.Dataset) -> data.Dataset:
 
 
 def _is_kernel(teacher: str | Teacher) -> bool:
-    """Returns True if kernel features are this teacher's own directions."""
+    """Returns True for a kernel teacher, or for a name whose teacher may be one."""
     return teacher in KERNEL_TEACHERS if isinstance(teacher, str) else teacher.is_kernel
 
 
@@ -382,7 +384,8 @@ def fit_teacher(recipe: Recipe, dataset: data.Dataset, teacher: str | Teacher) -
         heads.check_widths(teacher, dataset.pairs_x.shape[1], dataset.pairs_y.shape[1])
         return teacher
     seed, pairs_y = recipe.train.seed, dataset.pairs_y
-    # The options are those of the recipe's own teacher. Kernel features have their defaults.
+    # The recipe's options are for its own teacher. A kernel CCA that is fitted only for its
+    # features takes the defaults.
     options = dict(recipe.teacher_options) if teacher == recipe.teacher else {}
     if recipe.teacher_noise:
         pairs_y = data.mismatch_pairs(pairs_y, fraction=recipe.teacher_noise, seed=seed)
@@ -424,7 +427,7 @@ def mapped(dataset: data.Dataset, features: Teacher, *, seed: int = 0) -> data.D
 
 
 def _start(recipe: Recipe, dataset: data.Dataset, teacher: Teacher | None) -> Heads | None:
-    """Builds the heads to start from, or returns None for a method that is fitted at once."""
+    """Builds the heads to start from, or returns None for a method without training steps."""
     method = recipe.method
     if isinstance(method, methods.Fitted):
         return None
@@ -463,7 +466,7 @@ def train(
         recipe: The description of the training.
         prepared: The result of `prepare`.
         observer: Callbacks for stages, metrics and snapshots.
-        progress: True shows the progress of a method that is fitted at once.
+        progress: True shows the progress of a `methods.Fitted`. Others report to `observer`.
         **options: `resume`, `mesh` and `on_device` of `training.fit`.
 
     Returns:
@@ -485,7 +488,7 @@ def train(
         )
         trained, found = select(start, trained, dataset.val, average=recipe.average)
         info |= {"best_step": int(best.step), **found}
-    # Before the kernel maps are prepended: the rows of `dataset` are mapped already.
+    # Calibrate before the kernel maps are prepended: the rows of `dataset` are mapped already.
     made = calibrate(trained, dataset, recipe.calibration)
     return Parts(trained if features is None else heads.prepend(features, trained), info, made)
 
@@ -499,7 +502,7 @@ def select(
     equal scores the simplest candidate is selected: the start, then the trained heads.
 
     Args:
-        start: The heads before training, which are the teacher.
+        start: The heads before training. The result calls them "teacher".
         trained: The heads after training.
         gallery: The validation gallery. Without one the average is returned.
         average: Weight of the start in the average. 0 returns the trained heads.
@@ -532,13 +535,13 @@ def select(
 def calibrate(
     model: Heads, dataset: data.Dataset, epsilons: Sequence[float]
 ) -> calibration.Calibration:
-    """Calibrates heads by a sample of the pools, or of the pairs where there are none.
+    """Computes a calibration from a sample of each pool, or of the pairs if the pool is empty.
 
     Args:
         model: The heads.
         dataset: Pools, pairs, and the validation gallery.
-        epsilons: Candidates, of which the one with the best calibrated R@10 on validation is
-            taken. Without validation it is their geometric mean.
+        epsilons: Candidates. The one with the best calibrated R@10 on validation is used.
+            Without validation their geometric mean is used.
 
     Returns:
         The calibration.

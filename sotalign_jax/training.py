@@ -1,9 +1,10 @@
 """Training: a jitted, donated Lion step, and a loop that keeps the best model on validation.
 
-Everything a step does is a function of its state and of (seed, step): batches, learning rate,
-warm starts. So a run continued from a `Snapshot` equals one that was never interrupted, bit by
-bit, and the step compiles once. On a mesh of several devices the rows of a batch are split over
-them (see `sharding`), and heads, optimiser state and teacher are the same on all.
+The result of a step depends only on the data, its state and (seed, step), including batches,
+learning rate and warm starts. A run that resumes from a `Snapshot` is therefore bit-identical to an
+uninterrupted one. All steps share one compiled program. On a mesh of several devices the rows
+of a batch are split over them (see `sharding`), and heads, optimiser state and teacher are the same
+on all.
 """
 
 import contextlib
@@ -35,8 +36,8 @@ from sotalign_jax.methods import Contrastive, Method, Objective
 from sotalign_jax.ot import device, sharding
 from sotalign_jax.progress import Observer
 
-# Steps between reads of the metrics. Each read waits for the device, and until then steps are
-# dispatched ahead. A larger number delays the discovery of a NaN.
+# Steps between reads of the metrics. JAX dispatches steps asynchronously, and each read waits
+# until the device has finished them. A larger number delays the discovery of a NaN.
 _REPORT_EVERY = 10
 
 
@@ -90,9 +91,11 @@ class TrainState(NamedTuple):
 class Best(NamedTuple):
     """The parameters with the highest validation MeanR@1 so far.
 
+    Without a validation gallery they are the latest parameters, and `mean_r1` has no meaning.
+
     Attributes:
         params: The parameters.
-        step: Step after which they were validated.
+        step: Number of steps that led to them.
         mean_r1: Their validation score.
     """
 
@@ -123,7 +126,7 @@ class NonFiniteLossError(FloatingPointError):
 def place(
     dataset: data.Dataset, *, pools: str = "xy", on_device: bool = True
 ) -> sampling.DeviceData:
-    """Collects the training arrays, on the device or as they are.
+    """Collects the training arrays, and copies them to the device if `on_device`.
 
     Args:
         dataset: Pairs and pools.
@@ -219,7 +222,7 @@ def init_state(
         config: Options of the training.
 
     Returns:
-        The state. Its arrays are its own.
+        The state. It shares no arrays with `heads`.
     """
     # A copy, because the first step donates the state's arrays and the caller keeps the heads.
     params = jax.tree.map(jnp.copy, nnx.state(heads))
@@ -272,8 +275,8 @@ def warmup_cosine(learning_rate: float, steps: int) -> optax.Schedule:
     >>> [round(float(rate(t)), 3) for t in (0, 1, 2, 11, 20)]
     [0.5, 1.0, 1.0, 0.5, 0.0]
     """
-    # Not optax.join_schedules: its rates are the same up to rounding, which differs in a fifth of
-    # the steps. Every recorded metric of a seed would change in its last digits.
+    # optax.join_schedules is not used, because its rates differ from these by rounding in a fifth
+    # of the steps. Every recorded metric of a seed would change in its last digits.
     warmup = -(-steps // 10)  # ceil(steps / 10)
 
     def rate(step: Any) -> Array:
@@ -293,7 +296,7 @@ def batch_key(config: TrainConfig) -> Array:
     Returns:
         The key.
     """
-    # Folded in, so that batches do not share random numbers with the initial heads.
+    # A key derived from the seed, so that batches and initial heads share no random numbers.
     return jax.random.fold_in(jax.random.key(config.seed), 1)
 
 
@@ -328,7 +331,8 @@ def make_step(
         raise checks.InputError(
             f"method: {type(method).__name__} is not hashable; make it a frozen dataclass"
         )
-    # The seed enters through the key and the arrays only, so that it must not split the cache.
+    # The seed reaches the step only through the key and the arrays. As part of the cache key it
+    # would compile one program per seed.
     return _program(method, nnx.graphdef(heads), dataclasses.replace(config, seed=0), mesh)
 
 
@@ -345,7 +349,7 @@ def _program(
         teacher: Teacher | None,
         key: Array | None = None,
     ) -> tuple[TrainState, dict[str, Array]]:
-        # The type is known at trace time: a run compiles one of both branches.
+        # The type is known at trace time, so a run compiles only one of the two branches.
         if isinstance(batches, sampling.Batch):
             batch = sharding.trim(batches)
         else:
@@ -368,8 +372,8 @@ def _program(
 
     if mesh is None:
         return jax.jit(step, donate_argnums=0)
-    # Stated, because XLA may otherwise leave the new state split over the devices, and the next
-    # step would compile again for it.
+    # Without `out_shardings`, XLA may leave the new state split over the devices, and the next
+    # step would be compiled again for that layout.
     return jax.jit(step, donate_argnums=0, out_shardings=sharding.replicated(mesh))
 
 
@@ -418,12 +422,14 @@ def fit(
         dataset: Pairs, pools and the validation gallery.
         config: Steps, batches and learning rate.
         teacher: The frozen teacher, for methods that use one.
-        resume: Returns the snapshot to continue from, given the initial one as a template.
+        resume: Function that takes the initial snapshot as a template, and returns the snapshot to
+            continue from, or None to start from the initial one.
         observer: Callbacks for stages, metrics and snapshots.
         mesh: Several devices, of one process or of many that all call this function with the same
             arguments. See `sharding.rows_mesh`.
         on_device: True keeps pairs and pools on the device. False reads the rows of each step from
-            the host. By default they go to a single device that has room. Batches are the same.
+            the host. By default they are kept on the device if there is no mesh and they
+            need at most half of its memory. The choice does not change the batches.
 
     Returns:
         The trained heads, and the parameters, step and score of the best validation.
@@ -442,7 +448,8 @@ def fit(
         batches = with_features(batches, teacher)
     graphdef = nnx.graphdef(heads)
     state = init_state(method, heads, batches, config)
-    # Any score is better than -1. The copy survives the donation of the state.
+    # Any score is better than -1. A copy, because the step donates the state: XLA reuses the memory
+    # of its arrays.
     best = Best(jax.tree.map(jnp.copy, state.params), jnp.int32(0), jnp.float32(-1.0))
     if resume is not None:
         state, best = resume(Snapshot(state, best)) or Snapshot(state, best)
@@ -452,7 +459,7 @@ def fit(
     if mesh is not None:
         state, teacher = sharding.replicate((state, teacher), mesh)
     step = make_step(method, heads, config, mesh)
-    # `Feed` draws the rows on the host's side, and passes a `Batch` that needs no key.
+    # `Feed` draws the rows on the host and passes a `Batch`, so the step needs no key.
     key = batch_key(config) if on_device else None
     source: Any = contextlib.nullcontext(lambda number: batches)
     if not on_device:
@@ -486,7 +493,7 @@ def fit(
 def _on_device(
     asked: bool | None, method: Objective, dataset: data.Dataset, mesh: Mesh | None
 ) -> bool:
-    """Resolves `on_device` of `fit`, for which None is the default."""
+    """Resolves `on_device` of `fit`. None becomes True without a mesh if the arrays fit."""
     if asked and mesh is not None:
         raise checks.InputError(
             f"on_device: is True but there are {mesh.size} devices, which read their rows from "

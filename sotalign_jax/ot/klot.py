@@ -52,7 +52,7 @@ class KlotAux(NamedTuple):
 
     Attributes:
         student: Scalings, marginal error, iterations and convergence of P.
-        teacher: The same of P*.
+        teacher: The same for P*.
     """
 
     student: Scalings
@@ -65,8 +65,8 @@ class _Options(NamedTuple):
     Attributes:
         max_iterations: Number of sweeps at which a solve stops.
         sums: Precision of sums over a kernel.
-        algorithms: Profile whose fields are the algorithms of the products by role.
-        storage: Arrays of n x m entries that are kept.
+        algorithms: Device profile with the precision of each matrix product, see `device.ROLES`.
+        storage: Choice of the n x m arrays that are kept in memory.
     """
 
     max_iterations: int
@@ -119,15 +119,16 @@ _DERIVATIVES = (
 _OF_AFFINITIES = _DERIVATIVES.format(name="klot", arguments="K")
 _OF_FEATURES = _DERIVATIVES.format(name="klot_from_embeddings", arguments="f and g")
 
-# Cotangents of the constants of the loss.
+# Zero cotangents (gradients) of inputs that the loss treats as constants.
 _zeros = functools.partial(jax.tree.map, jnp.zeros_like)
 
 
 def _after(x: Array, computed: Any) -> Array:
     """Returns x with a data dependency on `computed`, so that XLA runs two solves in turn.
 
-    One solve may then use the memory of the other. Compilers drop optimisation barriers and
-    products with zero. Adding the smallest normal number changes no digit of x.
+    The second solve can then use the memory of the first. The dependency is a `where` that adds 0,
+    or the smallest normal number if the entries that it reads sum to NaN. Neither changes a digit
+    of x. Compilers would drop an optimisation barrier or a product with zero.
     """
     # One entry of every array is enough for the dependency.
     touched = sum(jnp.ravel(leaf)[0].astype(x.dtype) for leaf in jax.tree.leaves(computed))
@@ -169,10 +170,10 @@ def _affinities_fwd(options: _Options, k: Array, k_star: Array, settings: _Setti
         log_p = log_plan(k, top, student.u, student.v, epsilon)
         log_p_star = log_plan(k_star, top_star, target.u, target.v, epsilon_star)
         p_star = jnp.exp(log_p_star)
-        # 0 log 0 = 0, where log P may be -inf.
+        # 0 log 0 counts as 0. The product would be NaN where log P is -inf.
         value = jnp.sum(jnp.where(p_star == 0, 0.0, p_star * (log_p_star - log_p)))
         solved = jnp.isfinite(student.error) & jnp.isfinite(target.error)
-        # A plan that does not exist must not look like a loss of some size.
+        # If a solve failed, the loss is NaN and not a number that looks plausible.
         value = jnp.where(solved, sharding.psum(value, axes), jnp.nan)
         centred = top, student.u, top_star, target.u
         # Users get scalings of K itself. The backward pass keeps the centred ones, which have
@@ -188,7 +189,7 @@ def _affinities_fwd(options: _Options, k: Array, k_star: Array, settings: _Setti
 
 
 def _affinities_bwd(options: _Options, residuals: Any, cotangents: Any) -> Any:
-    """Computes (P - P*)/eps from the potentials of both plans."""
+    """Computes (P - P*)/eps from the log-scalings of both plans."""
     k, k_star, centred, settings, aux = residuals
 
     def own_rows(axes: sharding.Axes, rows: Any, shared: Any) -> Any:
@@ -204,7 +205,7 @@ def _affinities_bwd(options: _Options, residuals: Any, cotangents: Any) -> Any:
         shared = aux.student.v, aux.teacher.v, settings.epsilon, settings.epsilon_star, scale
         rows = sharding.split(k), sharding.split(k_star), centred
         gradient, _ = sharding.shard_map(own_rows, rows, shared)
-        # The gradient must have the sharding of K, which Explicit axes demand.
+        # Explicit mesh axes require that the gradient has the sharding of K.
         gradient = sharding.like(sharding.join(gradient, len(k)), k)
     return gradient, jnp.zeros_like(k_star), _zeros(settings)
 
@@ -225,7 +226,7 @@ class _Features(NamedTuple):
 
     @classmethod
     def cast(cls, *arrays: ArrayLike) -> _Features:
-        """Casts to float32, or to float64 if one array is, but keeps a pair of bfloat16 arrays."""
+        """Casts to float64 if any array is, else to float32 except for pairs of bfloat16 arrays."""
         given, floats = [jnp.asarray(x) for x in arrays], affinity.as_floats(*arrays)
         if floats[0].dtype == jnp.float32:
             # A product of bfloat16 operands is exact in float32, so that casting them would only
@@ -242,9 +243,9 @@ class _Features(NamedTuple):
 
 
 def _through_norm(gradient: Array, x: Array, factor: Any) -> Array:
-    """Returns the gradient in x, given that in x/||x||: its part across x, times factor / ||x||."""
+    """Returns factor times the gradient in x, given the gradient in x/||x||."""
     rows, scale = affinity.as_float(x), affinity.inverse_norms(x)
-    # d(x/||x||)/dx projects onto the complement of x.
+    # d(x/||x||)/dx removes the part along x and divides by ||x||.
     along = jnp.sum(gradient * rows, axis=1) * scale * scale
     return ((gradient - along[:, None] * rows) * (scale * factor)[:, None]).astype(x.dtype)
 
@@ -257,7 +258,7 @@ class _Solved(NamedTuple):
     scalings: Scalings
 
     def measured(self, rows: Array, columns: Array, weights: Any, tolerance: Array) -> Scalings:
-        """Returns the scalings with the error of the plan that was multiplied.
+        """Returns the scalings with the error of the plan that `_multiply` computed.
 
         Args:
             rows: Row sums of the plan.
@@ -298,7 +299,7 @@ def _solve_features(
     precision = own.teacher if teacher else own.student
     # The columns are gathered once: every device needs all of them in every block.
     cosines = Cosines.of(x, sharding.all_gather(y, axes), precision)
-    # The student needs few sweeps: they are not worth an int8 copy of a stored kernel.
+    # The student needs too few sweeps for an int8 copy of a stored kernel to pay off.
     int8 = storage.int8 and (teacher or storage.block_size is not None)
     kernel = Kernel(cosines, storage.block_size, int8, axes, options.sums)
     scalings, state = solve(
@@ -360,10 +361,10 @@ def _multiply(
     p, q = student.state.p, student.state.q
     sides = jnp.zeros((len(p), g.shape[1]), p.dtype), jnp.zeros(g.shape, p.dtype)
     sums = jnp.zeros_like(p), jnp.zeros_like(q)
-    # The marginals of both plans come with the products at no additional pass.
+    # The marginals of both plans are summed in the same pass as the products.
     nothing = _Products(*sides, *sums, jnp.zeros((), p.dtype), *sums)
     rows = options.storage.block_size or blocks.BUILD_ROWS
-    if options.storage.both:  # there is memory for larger blocks, which save bytes
+    if options.storage.both:  # there is memory for larger blocks, which move fewer bytes
         rows = min(blocks.PRODUCT_ROWS, max(rows, len(p) // 8))
     with jax.named_scope("products"):
         return over_rows(len(p), rows, body, sharding.vary_like(nothing, p))
@@ -374,9 +375,12 @@ def _divergence(
 ) -> Array:
     """Computes this device's part of KL(P* || P).
 
-    <P*, log P*> - <P*, log P> = <P - P*, K/eps + p + q> - <P, log A> + <P*, log A*>. The marginals
-    of P - P* are used as computed, not as zero: otherwise the rounding errors of large K/eps do not
-    cancel.
+    With L = log(P / (a b)) = K/eps + (p + x) + (q + y), and L* likewise,
+
+        KL(P* || P) = <P*, L* - L> = <P - P*, L> - (<P, L> - <P*, L*>),
+
+    where the last bracket is `moment`. The marginals of P - P* are used as computed, not as zero:
+    otherwise the rounding errors of large K/eps do not cancel.
     """
     (a, b), state = weights, student.state
     cosines: Any = student.kernel.affinity
@@ -400,7 +404,7 @@ def _klot_of_features(
 def _features_fwd(options: _Options, features: _Features, settings: _Settings) -> Any:
     """Solves both plans and computes the value and, already here, the gradient.
 
-    A backward pass that solved or multiplied again would need the kernels a second time.
+    The kernels exist only here. A backward pass would have to compute them again.
     """
     f, g, z, w = constant(_OF_FEATURES, features)
 
@@ -412,7 +416,7 @@ def _features_fwd(options: _Options, features: _Features, settings: _Settings) -
         with jax.named_scope("teacher_plan"):
             epsilon, init_v = settings.epsilon_star, settings.init_v_star
             teacher = solve_one(z, w, logs, epsilon, init_v=init_v, teacher=True)
-            # Without memory for two kernels, the teacher gives its own back to the student.
+            # If two kernels do not fit, the teacher's is freed before the student's is built.
             if options.storage.block_size is None and not options.storage.both:
                 teacher = teacher.without_matrix()
         with jax.named_scope("student_plan"):
@@ -429,7 +433,7 @@ def _features_fwd(options: _Options, features: _Features, settings: _Settings) -
         solved = jnp.isfinite(plan.error) & jnp.isfinite(target.error)
         value, factor = (jnp.where(solved, x, jnp.nan) for x in (value, 1 / settings.epsilon))
         df = _through_norm(moved.right, f, factor)
-        # Each device sums the gradient of its own columns alone, not of all of them.
+        # The sum over all devices. Each device receives the gradient of its own columns only.
         dg = _through_norm(sharding.psum_scatter(moved.left, axes), g, factor)
         return (df, dg, plan.u, target.u), (value, plan[1:], target[1:])
 
@@ -444,7 +448,7 @@ def _features_fwd(options: _Options, features: _Features, settings: _Settings) -
 
 
 def _split_columns(settings: _Settings) -> _Settings:
-    """Pads the settings of columns to equally many for each device."""
+    """Pads log_b and both starts, so that all devices have equally many columns."""
     v, v_star = jax.tree.map(sharding.split, (settings.init_v, settings.init_v_star))
     log_b = sharding.split(settings.log_b, -jnp.inf)
     return settings._replace(log_b=log_b, init_v=v, init_v_star=v_star)
@@ -463,7 +467,7 @@ _klot_of_features.defvjp(_features_fwd, _features_bwd)
 
 # --- public functions ---------------------------------------------------------------------------
 
-# Calls outside of `jit` find their compiled program again.
+# Compiled here, so that calls outside of `jit` reuse their program.
 _affinities = jax.jit(_klot_of_affinities, static_argnums=0)
 _features = jax.jit(_klot_of_features, static_argnums=0)
 
@@ -529,7 +533,7 @@ def _settings(
     max_iterations: int,
     **scalars: Any,
 ) -> _Settings:
-    """Checks the options of a loss and casts them. They raise `message` if differentiated."""
+    """Checks and casts the options of a loss. Derivatives in them raise TypeError(message)."""
     check_limits(max_iterations=max_iterations, **scalars)
     starts: Any = (None, None)
     if init_v is not None:
@@ -537,7 +541,7 @@ def _settings(
             raise checks.InputError(
                 f"init_v: is {type(init_v).__name__}; pass a pair of arrays, (v, v_star)"
             )
-        # A start changes no converged plan, so that its derivative is zero and no error.
+        # A start does not change the converged plan. Its derivative is zero, and is no error.
         starts = jax.lax.stop_gradient([jnp.asarray(v, dtype) for v in init_v])
     settings = _Settings(
         **{name: jnp.asarray(value, dtype) for name, value in scalars.items()},
@@ -597,8 +601,8 @@ def klot(
     """Computes KLOT(K || K*) = KL(P* || P) with P = OT_eps(K) and P* = OT_eps*(K*).
 
     The gradient in K is (P - P*)/eps in closed form. It is exact when both plans are converged,
-    which `return_aux` shows. Sinkhorn is not differentiated, and beyond K and K* only four vectors
-    are kept for the backward pass. `K_star` is a constant and receives no gradient.
+    which `return_aux` shows. Sinkhorn is not differentiated. Beyond K and K*, only vectors of
+    length n or m are kept for the backward pass. `K_star` is a constant and receives no gradient.
 
     Args:
         K: Student affinity, shape [n, m].
@@ -760,8 +764,9 @@ def klot_from_embeddings(
         max_iterations: Number of iterations at which each solve stops. Static.
         init_v: (v, v_star), column log-scalings to start from, see `klot`.
         block_size: Rows per block. The blocks are recomputed in every iteration, in memory
-            O(n (d + block_size)). By default kernels are stored if they fit into half of the
-            device's memory, see `blocks.storage`. Value and gradients are the same. Static.
+            O((n + m) (d + e) + m block_size). By default kernels are stored if they fit into
+            half of the device's memory, see `blocks.storage`. Value and gradients are the same up
+            to rounding. Static.
         precision: Precision of all matrix products, see `klot`. Static.
         return_aux: True to return a `KlotAux` as well.
 
@@ -793,7 +798,7 @@ def klot_from_embeddings(
     mass = total_mass(marginals, n, m, settings.log_a)
     if log_a is not None or log_b is not None:
         features = features.without_padding(settings)
-    # A given block size asks for the least memory, so that no kernel is stored, int8 ones included.
+    # A given block size asks for the least memory, so no kernel is stored, not even in int8.
     storage = blocks.Storage(block_size, both=False)
     if block_size is None:
         with sharding.mesh_of(*features):

@@ -11,9 +11,13 @@ y.
 
 The solver has three nested loops, each a function of this module:
 
-    _run      builds A from K, and again when the scalings drift too far, which is rare.
-    _build    goes down the levels, from epsilon to epsilon/4 (A -> A^4), one `_level` at a time.
+    _run      calls `_build` until the solve is done.
+    _build    builds A from K, then goes down the levels, from epsilon to epsilon/4, one `_level`
+              at a time.
     _search   sweeps until the error of the columns is small.
+
+A stored A goes to the next level by A -> A^4 and is rarely built again, mostly when the scalings
+drift too far. A streamed kernel is built again at every level.
 
 With an int8 kernel, `_search_int8` takes the place of `_search`. Most of its sweeps read the int8
 kernel, and a few exact sweeps correct its sums.
@@ -50,11 +54,13 @@ from sotalign_jax.ot.kernel import LEVEL_POWER, MAX_DRIFT, Kernel, KernelState
 _MAX_RISE = 3.0
 # Relative rise of the error up to which a later point still replaces an earlier one.
 _PLATEAU = 1e-3
-# A search from a larger epsilon is given up if its error does not fall by the factor _STALL in
-# _STALLED sweeps, in the first half of the budget and far from its goal. The solve continues at
-# the next level, or at the last level from the start of textbook Sinkhorn.
+# In a solve that started at a larger epsilon, a search is given up if its error does not fall by
+# the factor _STALL in _STALLED sweeps. This holds in the first half of the budget, and while the
+# error is above 10 times the goal. The solve then goes on to the next level. At the last level it
+# starts again from `start_q`, as textbook Sinkhorn does.
 _STALL, _STALLED = 0.9, 50
-# Most levels of epsilon: raising A to the 4th power three times keeps its rounding below 1e-5.
+# Largest number of epsilons before the last one. After three 4th powers, the relative rounding
+# error of A is still below 1e-5.
 _MAX_LEVELS = 3
 # An epsilon below this fraction of the affinity's range is approached from above.
 _SCALING_START = 0.03
@@ -65,8 +71,8 @@ _SCALING_TOLERANCE = 0.01
 # the correction is no more exact than that. It also ends at _ROUND_AIM times the goal, and after
 # _ROUND_STALLED sweeps without progress.
 _ROUND_GAIN, _ROUND_AIM, _ROUND_STALLED = 0.03, 0.7, 8
-# An int8 kernel may spend one _INT8_SHARE-th of the budget before the solve starts again without
-# it, and is not used with a budget below _INT8_LEAST.
+# A solve with an int8 kernel may use 1/_INT8_SHARE of the budget. If it has not converged then, it
+# starts again without the int8 kernel. A budget below _INT8_LEAST uses none.
 _INT8_SHARE, _INT8_LEAST = 4, 80
 MAX_ITERATIONS = 500
 """Default number of sweeps at which a solve stops: the budget that tests/fuzz.py gives to its
@@ -107,7 +113,7 @@ def row_range(k: Array, axes: sharding.Axes = ()) -> tuple[Array, Array]:
 
 
 def rounding(exponent: Any, dtype: Any) -> Array:
-    """Estimates the marginal error that rounding exponents K/epsilon of this size adds.
+    """Estimates the marginal error that comes from rounding the exponents K/epsilon.
 
     Args:
         exponent: Size of the exponents.
@@ -156,14 +162,14 @@ class Scalings(NamedTuple):
     converged: Bool[Array, ""]
 
     def measured(self, error: Array, tolerance: Any) -> "Scalings":
-        """Replaces the error by that of the plan itself, unless the solve failed.
+        """Replaces the solver's error by a measured one, or by infinity if the solve failed.
 
         Args:
             error: Error of the plan.
             tolerance: Marginal error that was asked for.
 
         Returns:
-            The scalings with the new error and its verdict.
+            The scalings with new values of `error` and `converged`.
         """
         solved = jnp.isfinite(error) & jnp.isfinite(self.error)
         error = jnp.where(solved, error, jnp.inf)
@@ -178,7 +184,7 @@ class _Problem(NamedTuple):
     log_b: Array
     tolerance: Array
     max_iterations: int | Array
-    start_q: Array  # potentials that textbook Sinkhorn starts from, or that were given
+    start_q: Array  # first potentials: zeros as in textbook Sinkhorn, or from init_v
 
     @property
     def b(self) -> Array:
@@ -201,7 +207,7 @@ class _Point(NamedTuple):
 
     y: Array
     x: Array
-    following: Array  # the plain Sinkhorn step from y
+    following: Array  # the next y of plain Sinkhorn
     error: Array
 
 
@@ -210,8 +216,8 @@ class _Search(NamedTuple):
 
     y: Array  # the next point to try
     best: _Point
-    mark: Array  # the last error that fell by the factor _STALL
-    marked: Array  # the sweep of that error
+    mark: Array  # best error when it last fell by the factor _STALL
+    marked: Array  # number of the sweep at which it did
     drift: Array  # largest log-scaling; infinite if no sweep over this kernel is finite
     iterations: Array
     history: anderson.History
@@ -228,7 +234,7 @@ class _Progress(NamedTuple):
     lost: Array  # True if a column of the fresh kernel underflowed
     rebuild: Array  # True if the kernel must be built anew
     usable: Array  # False if K or epsilon are not finite
-    plain: Array  # True if the solve started at the epsilon that was asked for
+    plain: Array  # True if the solve started, or restarted, at the last epsilon
     done: Array
 
 
@@ -251,7 +257,8 @@ def _evaluate(problem: _Problem, y: Array, s: Array, t: Array) -> tuple[_Point, 
     # Drift and column sums travel in one all-reduce, which is the only one of a sweep.
     row_drift = jnp.max(jnp.where(problem.live_rows, jnp.abs(x), 0.0))
     t, row_drift = sharding.psum_and_pmax(t, row_drift, problem.kernel.axes)
-    # A column that underflowed cannot be scaled, however little it adds to the error.
+    # A column whose sum underflowed cannot be scaled. It makes the error infinite, however small
+    # its weight is.
     missing = jnp.where(t > 0, b * jnp.abs(jnp.exp(y) * t - 1.0), jnp.inf)
     error = jnp.sum(jnp.where(live, missing, 0.0))
     return _Point(y, x, jnp.where(live, -jnp.log(t), y), error), row_drift
@@ -326,7 +333,8 @@ def _search(
         goal: Error to reach.
         budget: Number of sweeps at which the search ends.
         patient: True to go on when the error stalls.
-        forced: True to sweep once at an unknown start whatever the budget is.
+        forced: True to sweep at least once if the error of the start is infinite, even if the
+            budget is spent.
         rough: True to give up soon when the error stalls, see `_ROUND_STALLED`.
 
     Returns:
@@ -366,8 +374,8 @@ def _search_int8(
 
     Every round measures the last point with one exact sweep. The ratios of the exact sums to those
     of the int8 kernel make both kernels agree at this point, and nearly so around it. With its sums
-    multiplied by these ratios, the next search over the int8 kernel comes 1/_ROUND_GAIN times
-    closer. The last search, over the exact kernel, starts at the best confirmed point and sweeps
+    multiplied by these ratios, the next search over the int8 kernel aims at _ROUND_GAIN times the
+    error. The last search, over the exact kernel, starts at the best confirmed point and sweeps
     only if that point misses the goal. At an intermediate epsilon the int8 kernel alone is accurate
     enough.
     """
@@ -441,7 +449,7 @@ def _level(problem: _Problem, progress: _Progress) -> _Progress:
     best, stalled = found.best, _stalled(problem, found, goal)
     failed, spent = ~jnp.isfinite(best.error), found.iterations >= budget
     # At the last epsilon, a stalled search that came down the levels starts again from the
-    # potentials of textbook Sinkhorn. At a larger epsilon it is enough to go on.
+    # potentials of textbook Sinkhorn. At a larger epsilon it goes on to the next one.
     again = last & ~progress.plain & ~spent & stalled
     finished = ~failed & ((best.error <= goal) | spent | (stalled & ~last))
     down, end = finished & ~last, finished & last
@@ -449,9 +457,10 @@ def _level(problem: _Problem, progress: _Progress) -> _Progress:
     def lower(_: Any, state: KernelState) -> KernelState:
         return problem.kernel.raise_power(state, best.x, best.y)
 
-    # A loop of at most one turn works in place, where a condition would copy the kernel.
+    # A `fori_loop` of zero or one turns updates the kernel in place. A `cond` would copy it.
     state = jax.lax.fori_loop(0, down.astype(jnp.int32), lower, progress.kernel)
-    # An unfinished search is built again around its best point, whose scalings become potentials.
+    # After an unfinished search, the kernel is built again with potentials that have absorbed the
+    # scalings of its best point.
     moved = jnp.where(again, problem.start_q, state.q + best.following)
     state = state._replace(
         q=jnp.where(finished, state.q, moved),
@@ -541,7 +550,7 @@ def _number_of_levels(widest: Array, epsilon: Array, max_iterations: int) -> Arr
 
 
 def _potentials_of(init_v: Array, log_b: Array, limit: Array) -> Array:
-    """Returns q of given log-scalings v = log b + q, at most `limit` below the largest."""
+    """Returns q = init_v - log b, shifted to a maximum of 0 and clipped at -limit."""
     if jnp.shape(init_v) != log_b.shape:
         raise checks.InputError(
             f"init_v: has shape {jnp.shape(init_v)} but the affinity has {log_b.size} columns; "
@@ -568,22 +577,23 @@ def solve(
 ) -> tuple[Scalings, KernelState]:
     """Solves for the plan of a kernel by stabilised, accelerated Sinkhorn.
 
-    The solver touches the kernel only through its sums. Where rows are split over devices, a sweep
-    has one all-reduce of length m. Every loop is bounded by `max_iterations`.
+    The solver calls the methods of the kernel and never reads the entries of A itself. Where rows
+    are split over devices, a sweep has one all-reduce, of about m numbers. Every loop is
+    bounded by `max_iterations`.
 
     Args:
-        kernel: How to read K and where to keep A.
+        kernel: The affinity K, and the choice to store or to stream A.
         log_a: Log-weights of the rows, -inf for padding.
         log_b: Log-weights of the columns, -inf for padding.
         epsilon: Regularisation.
         tolerance: Error of the columns at which to stop.
         max_iterations: Number of sweeps at which to stop.
-        widest: Largest range of K within a row, by which the first epsilon is chosen.
+        widest: Largest range of K within a row, or its usual size. It decides the first epsilon.
         init_v: Column log-scalings to start from, instead of epsilon-scaling.
 
     Returns:
-        The scalings, and the kernel whose x and y make the plan. The error is infinite if epsilon
-        or the affinity is not finite or if epsilon <= 0. Otherwise it is at most 2.
+        The scalings, and the state of the kernel with the final x and y. The error is infinite if
+        epsilon or the affinity is not finite or if epsilon <= 0. Otherwise it is at most 2.
     """
     kernel = kernel._replace(int8=kernel.int8 and max_iterations >= _INT8_LEAST)
     dtype, live = log_a.dtype, ~jnp.isneginf(log_b)
@@ -593,7 +603,8 @@ def solve(
     if init_v is None:
         q, levels = jnp.zeros_like(log_b), _number_of_levels(widest, target, max_iterations)
     else:
-        # v - log b of any plan spans at most widest/epsilon: a guess beyond that costs digits.
+        # v - log b of a plan spans at most the range of K over epsilon, and a guess beyond it costs
+        # digits. The range of cosines is up to 2, where `widest` is 1.
         q, levels = _potentials_of(init_v, log_b, 2 * widest / target), jnp.int32(0)
     q = jnp.where(live, q, -jnp.inf).astype(dtype)
     first = target * jnp.asarray(LEVEL_POWER, dtype) ** levels.astype(dtype)
