@@ -58,8 +58,8 @@ RECIPES: dict[str, dict[str, Any]] = {
         "options": {"warmup": 0},
     },
     'recipe="paper"': {**EITHER, "align": PAPER, "pools": "training"},
-    "align, pairs alone": {"align": {}, "teacher": "best_cca", "pools": "nothing"},
-    "align": {"align": {}, "teacher": "best_cca", "pools": "training"},
+    "align, pairs alone": {"align": {}, "teacher": "kernel_cca", "pools": "nothing"},
+    "align": {"align": {}, "teacher": "kernel_cca", "pools": "training"},
 }
 SCORES = ("R@1", "R@10", "calibrated R@1", "calibrated R@10")
 NAMES = ("data", "pairs", "pool", "seed", "recipe")

@@ -378,7 +378,7 @@ def remarks(results: Results, table: Table) -> list[str]:
     """
     said = [f"{name} failed: {one['error']}" for name, one in results.items() if "error" in one]
     for name, one in results.items():
-        if "candidates" in one:
+        if one.get("candidates"):
             scores = ", ".join(f"{key} {score:.1f}" for key, score in one["candidates"].items())
             said.append(f"{name} returns {one['selected']} (R@1 on validation: {scores}).")
     hurt = []

@@ -6,7 +6,6 @@ metrics.jsonl, protocol.json, results.json, checkpoints/ and aligner/.
 
 import dataclasses
 import pathlib
-import shutil
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
@@ -172,8 +171,7 @@ def run(config: Config, folder: pathlib.Path, *, inner: bool = False) -> Results
         model = dataclasses.replace(model, info=model.info | info)
         if distributed.is_first():
             # A kill during an earlier save may have left half a model.
-            shutil.rmtree(folder / persistence.FOLDER, ignore_errors=True)
-            model.save(folder / persistence.FOLDER)
+            model.save(folder / persistence.FOLDER, overwrite=True)
         # Written last: this file marks the run as finished.
         workdir_lib.write_json(folder / "results.json", results)
     return results
@@ -244,7 +242,7 @@ def load_dataset(config: Config, *, observer: progress.Observer | None = None) -
     options = {"seed": config.seed, **{name: asked[name] for name in names}}
     with checks.naming("data: "):
         if asked.name == "files":
-            dataset = recipe.fill_pools("xy", _files(asked.files, options, stage, asked.test))
+            dataset = _files(asked.files, options, stage, asked.test)
         else:
             options |= {name: asked[name] for name in config_lib.PHOTOS}
             dataset = photos.dataset(asked.name, test=asked.test, **options)
@@ -257,7 +255,7 @@ def _check_pool(config: Config, dataset: data.Dataset) -> None:
     method = config_lib.method(config)
     if method is not None:
         with checks.naming("data: "):
-            training.check_pool(method, dataset)
+            training.check_pool(method, recipe.fill_pools(method.pools, dataset))
 
 
 def inputs(config: Config) -> dict[str, pathlib.Path]:

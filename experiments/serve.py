@@ -112,15 +112,13 @@ class Site:
             return self.page(error=text, status=413)
         try:
             picture = PIL.ImageOps.exif_transpose(items.picture(content))
+            thumbnail = report.thumbnail(picture, "the picture searched for")
         except PIL.UnidentifiedImageError:
             return self.page(error="This file is not a picture.", status=400)
-        except PIL.Image.DecompressionBombError:
-            return self.page(error="The picture has too many pixels; shrink it first.", status=400)
         except Exception as error:  # decoders raise errors of many kinds for damaged files
             text = f"The picture cannot be read: {checks.first_line(error)}"
             return self.page(error=text, status=400)
-        shown = f"<p class='asked'>{report.thumbnail(picture, 'the picture searched for')}</p>"
-        return self.results(picture, above=shown)
+        return self.results(picture, above=f"<p class='asked'>{thumbnail}</p>")
 
     def like(self, row: str) -> Response:
         """Searches for the pictures most similar to an indexed one."""
@@ -311,7 +309,7 @@ class Handler(http.server.BaseHTTPRequestHandler):
 
     def do_POST(self) -> None:
         length = self.headers.get("Content-Length", "")
-        left, content = int(length) if length.isdigit() else 0, io.BytesIO()
+        left, content = int(length) if length.isdecimal() else 0, io.BytesIO()
         while left and (chunk := self.rfile.read(min(left, 2**20))):
             left -= len(chunk)
             # A browser reads no response before it has sent everything, so the rest of a file that

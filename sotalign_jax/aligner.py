@@ -157,7 +157,7 @@ class Aligner:
                 gallery is of the first.
             calibrated: True corrects the cosines for hubs as `similarity` does, but leaves out the
                 correction of the query, which does not change the order of its results. For
-                a vector index see `calibration.with_bias`.
+                a vector index see `index`.
             block_size: Number of queries, and of rows of the gallery, that are compared at a time.
 
         Returns:
@@ -371,7 +371,10 @@ def align(
         )
     method = recipe_lib.named(method)
     # A method without training steps selects nothing on validation, so it gets all pairs.
-    if gallery is None and not isinstance(method, methods.Fitted):
+    checks.whole(0, seed=seed)
+    # A method that is fitted selects nothing, and a fitted teacher has seen all pairs.
+    ready = isinstance(method, methods.Fitted) or isinstance(teacher, Teacher)
+    if gallery is None and not ready:
         dataset = data.hold_out(dataset, seed=int(seed))
     resolved = recipe_lib.default(
         dataset,

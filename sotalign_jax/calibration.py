@@ -152,34 +152,6 @@ def calibrate(
     return Calibration(f, g, plan.u, plan.v, jnp.asarray(epsilon, f.dtype))
 
 
-def with_bias(
-    queries: Float[ArrayLike, "q d"], keys: Float[ArrayLike, "k d"], bias: Float[ArrayLike, " k"]
-) -> tuple[np.ndarray, np.ndarray]:
-    """Appends a column to queries and keys, so that an index of inner products adds the bias.
-
-    [q, 1] . [k, bias] = q.k + bias. The potential of a query shifts all of its scores alike, so
-    that it does not change their order and can be left out.
-
-    Args:
-        queries: Features of the queries, shape [q, d].
-        keys: Features of the keys, shape [k, d].
-        bias: Correction of each key, such as `Calibration.y(keys)`.
-
-    Returns:
-        Both arrays, with one more column each.
-
-    Example:
-        >>> queries, keys = with_bias(np.eye(2), np.eye(2), np.array([0.5, 0.0]))
-        >>> queries @ keys.T
-        array([[1.5, 0. ],
-               [0.5, 1. ]])
-    """
-    queries, keys, bias = np.asarray(queries), np.asarray(keys), np.asarray(bias)
-    # The appended 1 of a query meets the appended bias of a key.
-    ones = np.ones((len(queries), 1), queries.dtype)
-    return np.hstack([queries, ones]), np.hstack([keys, bias[:, None].astype(keys.dtype)])
-
-
 @jax.jit
 def _softmin(rows: Array, others: Array, scalings: Array, epsilon: Array) -> Array:
     """Computes -eps log sum_j exp(cos(rows, others_j) / eps + scalings_j)."""

@@ -16,6 +16,7 @@ from typing import NamedTuple
 
 import numpy as np
 from jaxtyping import Float, Int
+from scipy import sparse
 
 FEWEST = 6
 """Smallest number of pairs to cross-validate on. Fewer have no folds that tell options apart."""
@@ -126,11 +127,40 @@ def order(*sides: np.ndarray, seed: int = 0) -> Int[np.ndarray, " n"]:
     return np.argsort(keys)[rng.permutation(len(sides[0]))]
 
 
-def folds(shuffled: Int[np.ndarray, " n"], *, seed: int = 0) -> list[Fold]:
+def groups(pairs_x: np.ndarray, pairs_y: np.ndarray) -> Int[np.ndarray, " n"]:
+    """Numbers the groups of pairs that share a row, such as the captions of one picture.
+
+    Pairs of one group must not be fitted on and held out at the same time. If a group has more
+    pairs than a fold, every pair is a group of its own.
+
+    Args:
+        pairs_x: Paired embeddings of the first modality.
+        pairs_y: Paired embeddings of the second modality.
+
+    Returns:
+        The group of every pair.
+
+    >>> groups(np.array([[1.0], [1.0], [2.0], [3.0]]), np.array([[1.0], [2.0], [3.0], [4.0]]))
+    array([0, 0, 1, 2], dtype=int32)
+    """
+    rows = np.arange(len(pairs_x))
+    x, y = (np.unique(s, axis=0, return_inverse=True)[1].ravel() for s in (pairs_x, pairs_y))
+    # A bipartite graph of the distinct rows, with one edge per pair.
+    graph = sparse.coo_array((np.ones(len(rows)), (x, x.max() + 1 + y)), shape=(2 * len(rows),) * 2)
+    found = sparse.csgraph.connected_components(graph, directed=False)[1][x]
+    made = np.unique(found, return_inverse=True)[1].astype(np.int32)
+    return rows if np.bincount(made).max() > len(rows) // _SPLITS else made
+
+
+def folds(
+    shuffled: Int[np.ndarray, " n"], group: Int[np.ndarray, " n"] | None = None, *, seed: int = 0
+) -> list[Fold]:
     """Splits pairs into folds, repeatedly if there are few of them.
 
     Args:
         shuffled: Row numbers as `order` returns them.
+        group: The group of every row, see `groups`. Of a group that is held out, one pair is
+            scored.
         seed: Seed of the repetitions.
 
     Returns:
@@ -143,8 +173,11 @@ def folds(shuffled: Int[np.ndarray, " n"], *, seed: int = 0) -> list[Fold]:
     rng, n = np.random.default_rng(seed), len(shuffled)
     made = []
     for _ in range(min(max(1, round(_SCORED / n)), _REPETITIONS)):
-        for part in np.array_split(np.arange(n), _SPLITS):
-            fit, held = np.delete(shuffled, part), shuffled[part]
+        own = np.arange(n) if group is None else group[shuffled]
+        _, first = np.unique(own, return_index=True)
+        first.sort()  # the first pair of every group, in the shuffled order
+        for part in np.array_split(first, _SPLITS):
+            fit, held = shuffled[~np.isin(own, own[part])], shuffled[part]
             made.append(Fold(fit[:_FIT_ROWS], held[:_HELD_ROWS]))
         shuffled = rng.permutation(shuffled)
     return made
@@ -257,7 +290,7 @@ class Search:
     def __init__(self, pairs_x: np.ndarray, pairs_y: np.ndarray, *, seed: int = 0):
         self._pairs = {"x": pairs_x, "y": pairs_y}
         shuffled = order(pairs_x, pairs_y, seed=seed)
-        self._folds = folds(shuffled, seed=seed)
+        self._folds = folds(shuffled, groups(pairs_x, pairs_y), seed=seed)
         self._typical = {side: _typical(rows[shuffled]) for side, rows in self._pairs.items()}
         self._sides: dict[tuple[str, int, float | None], Side] = {}
         self._tables: dict[tuple[Options, tuple[float, ...]], np.ndarray] = {}
@@ -477,7 +510,10 @@ def _typical(rows: np.ndarray) -> float:
     # 500 rows have 125,000 distances, whose median hardly depends on the sample.
     z = unit(rows[:1000])
     z = unit(z - z.mean(axis=0))[:500]
-    return float(np.median(2.0 - 2.0 * (z @ z.T)[~np.eye(len(z), dtype=bool)]))
+    distances = 2.0 - 2.0 * (z @ z.T)[~np.eye(len(z), dtype=bool)]
+    # Equal rows, such as a caption of most pictures, say nothing about the scale of the others.
+    distances = distances[distances > 1e-9]
+    return float(np.median(distances)) if len(distances) else 2.0
 
 
 def _principal(gram: np.ndarray, cross: np.ndarray, *, width: int) -> Side:

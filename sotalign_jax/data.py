@@ -544,7 +544,8 @@ def semi_supervised(
     rows = groups = np.arange(len(x))
     if held_out is not None:
         sizes = held_out_sizes(len(x), held_out)
-        groups = tied_rows(first_equal(x), first_equal(y), largest=min(sizes))
+        largest = min(filter(None, sizes), default=len(x))
+        groups = tied_rows(first_equal(x), first_equal(y), largest=largest)
         # Seed 0 whatever `seed` is: runs of different seeds are compared on one test set.
         order = np.random.default_rng(0).permutation(len(x))
         parts = whole_groups(groups[order], sizes)

@@ -57,14 +57,14 @@ def save(parts: Parts, path: str | os.PathLike[str], *, overwrite: bool = False)
     # Write aside and rename: renaming is atomic within a file system, so that no reader and no
     # crash ever sees half an aligner.
     path = pathlib.Path(path).expanduser().absolute()
-    _check_free(path, overwrite)
-    arrays = {_TENSORS: {k: np.asarray(leaf[...]) for k, leaf in _leaves(parts.heads).items()}}
-    if parts.calibration is not None:
-        arrays[_CALIBRATION] = jax.tree.map(np.asarray, vars(parts.calibration))
     temporary, previous = (path.with_name(f".{path.name}.{end}") for end in ("tmp", "old"))
     # An earlier save was killed between its two renames below: restore the aligner it moved away.
     if previous.exists() and not path.exists():
         previous.rename(path)
+    _check_free(path, overwrite)
+    arrays = {_TENSORS: {k: np.asarray(leaf[...]) for k, leaf in _leaves(parts.heads).items()}}
+    if parts.calibration is not None:
+        arrays[_CALIBRATION] = jax.tree.map(np.asarray, vars(parts.calibration))
     for leftover in (temporary, previous):
         shutil.rmtree(leftover, ignore_errors=True)
     try:

@@ -86,6 +86,12 @@ class Recipe:
             checks.choice("teacher", self.teacher, tuple(training.TEACHERS))
         if self.features is not None:
             checks.choice("features", self.features, ("kernel",))
+        given = None if isinstance(self.teacher, str) else self.teacher
+        if self.features == "kernel" and given is not None and not given.is_kernel:
+            raise checks.InputError(
+                "teacher maps embeddings but features='kernel' replaces them; pass a kernel "
+                "teacher, or the name of one that is fitted on the features"
+            )
         checks.whole(1, or_none=True, dim=self.dim)
         if self.dim is None and self.start == "random" and isinstance(self.method, Objective):
             raise checks.InputError("dim: is None but random heads need one; pass dim=512")
@@ -212,7 +218,7 @@ def default(
         unpaired_batch = 1024 if jax.default_backend() == "cpu" else 22_768
     if steps is None:
         steps = int(np.clip(n_pairs // 10, *usual.steps))
-    checks.whole(1, steps=steps)
+    checks.whole(1, steps=steps, unpaired_batch=unpaired_batch)
     steps = int(steps)
     train = training.TrainConfig(
         steps=steps,

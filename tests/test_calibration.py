@@ -59,14 +59,6 @@ def test_scores_retrieve_better_than_cosine_with_hubs():
     assert hits(fitted.scores(f, g)) > hits(f @ g.T)
 
 
-def test_with_bias_inner_products_rank_like_scores():
-    f, g = pools()
-    fitted = calibration.calibrate(f, g)
-    queries, keys = calibration.with_bias(f, g, fitted.y(g))
-    difference = fitted.scores(f, g) - queries @ keys.T
-    np.testing.assert_allclose(difference, difference[:, :1].repeat(len(g), axis=1), atol=1e-5)
-
-
 def test_calibrate_keeps_a_fixed_sample_of_the_pools():
     f, g = pools()
     fitted = calibration.calibrate(f, g, sample=12)

@@ -1,7 +1,7 @@
 import numpy as np
 import pytest
 
-from sotalign_jax import crossval
+from sotalign_jax import crossval, teachers
 
 
 def views(n, *, seed=0):
@@ -81,3 +81,26 @@ def test_choose_is_finite_with_equal_rows_in_a_fold():
     A, B = views(8)
     A[:6] = A[0]
     assert np.isfinite(crossval.choose(A, B, "best")[:3]).all()
+
+
+def test_folds_hold_out_whole_groups_and_score_one_pair_of_each():
+    rng = np.random.default_rng(0)
+    pictures = rng.normal(size=(30, 4))
+    x, y = np.repeat(pictures, 3, axis=0), rng.normal(size=(90, 5))
+    group = crossval.groups(x, y)
+    assert len(set(group.tolist())) == 30
+    for fit, held in crossval.folds(crossval.order(x, y), group):
+        assert not set(group[fit]) & set(group[held])
+        assert len(set(group[held])) == len(held)
+    # One caption of most pictures cannot be held out as a whole.
+    same = np.where(np.arange(90)[:, None] < 60, y[:1], y)
+    assert len(set(crossval.groups(rng.normal(size=(90, 4)), same).tolist())) == 90
+
+
+@pytest.mark.parametrize("share", [0.72, 0.9])
+def test_best_cca_survives_a_caption_of_most_pictures(share):
+    rng = np.random.default_rng(0)
+    z = rng.normal(size=(80, 3))
+    x, y = z @ rng.normal(size=(3, 6)), z @ rng.normal(size=(3, 5))
+    y[: int(share * 80)] = y[0]
+    assert np.isfinite(teachers.best_cca(x, y).x(x)).all()

@@ -169,7 +169,7 @@ def test_kernel_features_reject_invalid_combinations(rows, dataset, teacher):
         heads.prepend(linear, heads.build_heads(6, 5, 4))
     with pytest.raises(checks.InputError, match=r"^teacher: maps widths"):
         heads.build_heads(9, 5, 4, teacher=teacher)
-    with pytest.raises(checks.InputError, match=r"^teacher: maps widths"):
+    with pytest.raises(checks.InputError, match=r"^teacher maps embeddings"):
         sota.align((x, y), features="kernel", teacher=linear, start="teacher", progress=False)
     with pytest.raises(checks.InputError, match=r"^calibrated:"):
         sota.Aligner(heads.build_heads(6, 5, 4), {}).similarity(x, y, calibrated=True)

@@ -25,7 +25,7 @@ import numpy as np
 
 from experiments import photos, workdir
 from experiments.extract import datasets, encoders, extraction, items
-from sotalign_jax import aligner, checks, persistence
+from sotalign_jax import aligner, checks, files, persistence
 
 Path = str | os.PathLike[str]
 Content = Any
@@ -326,8 +326,8 @@ def trained_with(aligned: aligner.Aligner) -> dict[str, dict[str, Any]] | None:
     data = aligned.info.get("settings", {}).get("data", {})
     if data.get("name") in photos.PHOTOGRAPHS:
         return PHOTOS
-    table = str((data.get("files") or {}).get("x") or "").partition("#")[0]
-    noted = pathlib.Path(table).parent / extraction.ENCODERS
+    table = files.split_key((data.get("files") or {}).get("x") or "")[0]
+    noted = pathlib.Path(table).expanduser().parent / extraction.ENCODERS
     return workdir.read_json(noted) if table and noted.exists() else None
 
 
