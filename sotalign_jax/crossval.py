@@ -140,8 +140,9 @@ def groups(pairs_x: np.ndarray, pairs_y: np.ndarray) -> Int[np.ndarray, " n"]:
     Returns:
         The group of every pair.
 
-    >>> groups(np.array([[1.0], [1.0], [2.0], [3.0]]), np.array([[1.0], [2.0], [3.0], [4.0]]))
-    array([0, 0, 1, 2], dtype=int32)
+    >>> x, y = np.eye(9)[[0, 0, 1, 2, 3, 4, 5, 6, 7]], np.eye(9)
+    >>> [len(set(groups(x, y)[:2])), len(set(groups(x, y)))]  # the first two share a row of x
+    [1, 8]
     """
     rows = np.arange(len(pairs_x))
     x, y = (np.unique(s, axis=0, return_inverse=True)[1].ravel() for s in (pairs_x, pairs_y))

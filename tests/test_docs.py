@@ -82,19 +82,6 @@ def test_python_blocks_of_each_page_run(page):
     run_python([part for part in blocks(page, "python") if "--8<--" not in part], page.name)
 
 
-def test_one_sided_example_runs():
-    """Runs `examples/one_sided.py` with few rows, two steps and a smaller gallery."""
-    code = (ROOT / "examples" / "one_sided.py").read_text()
-    for here, there in {
-        "300, 5000, 3": "40, 200, 1",
-        'photos.gallery("coco")': 'photos.gallery("rsicd")',
-        "progress=False": "progress=False, steps=2",
-    }.items():
-        assert here in code
-        code = code.replace(here, there)
-    run_python([code], "one_sided.py")
-
-
 @pytest.mark.parametrize("name", ["klot_in_optax.py", "new_method.py"])
 def test_examples_run(name, capsys):
     run_python([(ROOT / "examples" / name).read_text()], name)
