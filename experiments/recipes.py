@@ -51,14 +51,14 @@ RECIPES: dict[str, dict[str, Any]] = {
         "options": {"warmup": 0},  # the published warm-up is longer than these runs
     },
     # The rates above were chosen on photographs. Speech needs a larger one.
-    "SAIL, rate 2e-3": {**EITHER, "align": {**PAPER, "method": "sail"}},
-    "STRUCTURE, rate 2e-3": {
+    "SAIL (rate 2e-3)": {**EITHER, "align": {**PAPER, "method": "sail"}},
+    "STRUCTURE (rate 2e-3)": {
         **EITHER,
         "align": {**PAPER, "method": "structure"},
         "options": {"warmup": 0},
     },
     'recipe="paper"': {**EITHER, "align": PAPER, "pools": "training"},
-    "align, pairs alone": {"align": {}, "teacher": "kernel_cca", "pools": "nothing"},
+    "align (pairs alone)": {"align": {}, "teacher": "kernel_cca", "pools": "nothing"},
     "align": {"align": {}, "teacher": "kernel_cca", "pools": "training"},
 }
 SCORES = ("R@1", "R@10", "calibrated R@1", "calibrated R@10")

@@ -103,6 +103,8 @@ class Store:
             InputError: A line is damaged.
         """
         if self.path.exists():
+            if self.path.stat().st_size < self._bytes:  # the user has removed lines
+                self._entries, self._bytes, self._lines = {}, 0, 0
             with self.path.open("rb") as file:
                 file.seek(self._bytes)
                 for line in file:

@@ -234,3 +234,12 @@ def test_fill_on_full_disk_names_the_file_and_resumes(kept):
     fill(kept)
     assert kept.path.read_bytes().startswith(before)
     assert [json.loads(line)["spec"] for line in kept.path.read_text().splitlines()] == SPECS
+
+
+def test_store_reads_again_a_file_whose_lines_were_removed(kept):
+    fill(kept)
+    lines = kept.path.read_bytes().splitlines(keepends=True)
+    kept.path.write_bytes(lines[0])
+    fill(kept)
+    assert len(kept.entries()) == 4 and b"\0" not in kept.path.read_bytes()
+    assert len(store.Store(kept.path).entries()) == 4
