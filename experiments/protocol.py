@@ -10,7 +10,6 @@ from sotalign_jax import aligner, data, evaluation
 
 FOLD = 1000
 """Rows of x in a gallery of the common "COCO 1K" protocol (Karpathy and Fei-Fei 2015)."""
-CUT_OFFS = (1, 5, 10)
 FILE = "protocol.json"
 """Name of the file with these scores in a run folder."""
 
@@ -44,10 +43,10 @@ def scores(model: aligner.Aligner, gallery: data.Gallery) -> dict[str, float]:
     for rows_x, rows_y, owner in folds(len(x), gallery.x_of_y):
         f, g = x[rows_x], y[rows_y]
         fold = {"rows_x": FOLD, "rows_y": len(g), **chance(FOLD, owner)}
-        fold |= evaluation.retrieval(f, g, owner, ks=CUT_OFFS)
+        fold |= evaluation.retrieval(f, g, owner)
         if bias_x is not None and bias_y is not None:
             biases = {"bias_x": bias_x[rows_x], "bias_y": bias_y[rows_y]}
-            calibrated = evaluation.retrieval(f, g, owner, **biases, ks=CUT_OFFS)
+            calibrated = evaluation.retrieval(f, g, owner, **biases)
             fold |= {f"calibrated/{name}": value for name, value in calibrated.items()}
         made.append(fold)
     means = {f"1k/{name}": float(np.mean([fold[name] for fold in made])) for name in made[0]}
@@ -84,9 +83,8 @@ def chance(n: int, x_of_y: np.ndarray) -> dict[str, float]:
     >>> chance(2, np.array([0, 0, 0, 1]))["chance/mean/R@1"]
     50.0
     """
-    own = np.bincount(x_of_y, minlength=n)
-    ways = {k: (evaluation.chance(len(x_of_y), k, own), evaluation.chance(n, k)) for k in CUT_OFFS}
-    return {f"chance/mean/R@{k}": sum(both) / 2 for k, both in ways.items()}
+    m, own, by = len(x_of_y), np.bincount(x_of_y, minlength=n), evaluation.chance
+    return {f"chance/mean/R@{k}": (by(m, k, own) + by(n, k)) / 2 for k in evaluation.KS}
 
 
 def of_galleries(
@@ -113,7 +111,7 @@ def at_chance(results: Mapping[str, Any]) -> bool:
     True
     """
     # The standard error is that of a proportion over the queries of x.
-    known = [k for k in CUT_OFFS if f"val/chance/mean/R@{k}" in results]
+    known = [k for k in evaluation.KS if f"val/chance/mean/R@{k}" in results]
     chances = {k: results[f"val/chance/mean/R@{k}"] / 100 for k in known}
     errors = {k: math.sqrt(p * max(1 - p, 0) / results["val/rows_x"]) for k, p in chances.items()}
     limits = {k: 100 * (chances[k] + 3 * errors[k]) for k in known}
