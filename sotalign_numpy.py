@@ -42,6 +42,11 @@ def _reduction(name: str) -> Callable[..., np.ndarray]:
     return lambda x, axes: getattr(np, name)(x, axis=tuple(axes), keepdims=True)
 
 
+def _pad(x: np.ndarray, pads: np.ndarray) -> np.ndarray:
+    """Pads rows with zeros, by ONNX's numbers before and after each of the two axes."""
+    return np.pad(x, [(pads[0], pads[2]), (pads[1], pads[3])])
+
+
 OPERATORS: Mapping[str, Callable[..., np.ndarray]] = {
     "Abs": np.abs,
     "Add": np.add,
@@ -53,6 +58,7 @@ OPERATORS: Mapping[str, Callable[..., np.ndarray]] = {
     "Max": np.maximum,
     "Min": np.minimum,
     "Mul": np.multiply,
+    "Pad": _pad,
     "ReduceMax": _reduction("max"),
     "ReduceMean": _reduction("mean"),
     "ReduceSum": _reduction("sum"),

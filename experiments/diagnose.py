@@ -259,7 +259,7 @@ def main() -> None:
     checks.whole(MIN_PAIRS, **{"data.n_pairs": one.data.n_pairs})
     dataset = run.load_dataset(one)
     resolved, dataset = run.resolve(one, dataset)
-    teacher = recipe.fit_teacher(resolved, dataset, "cca")
+    teacher = recipe.fit_teacher(resolved, dataset)
     workdir_lib.open_run(out, {**config_lib.plain(one), "options": options}, run.inputs(one))
     shapes = ((key, shape) for key, shape in dataset.summary().items() if shape)
     parts = [", ".join(f"{key} {n:,} x {d:,}" for key, (n, d) in shapes)]

@@ -298,8 +298,7 @@ def align(
     recipe: str = "default",
     method: str | methods.Method | None = None,
     teacher: str | Teacher | None = None,
-    start: str | None = None,
-    features: str | None = None,
+    start: str = "random",
     dim: int | None = None,
     steps: int | None = None,
     learning_rate: float | None = None,
@@ -316,9 +315,9 @@ def align(
     Without x and y, training is supervised (SAIL). With only one of them, the pairs' own rows
     replace the other. If `val` is None and there are at least 100 pairs, a tenth of them is held
     out for validation. Training keeps the parameters with the best MeanR@1 on validation, or the
-    last ones without validation. If the heads start at the teacher, the result is the best of the
-    teacher, the trained heads and their average on validation, or the average without validation.
-    A sample of the unpaired rows is kept for calibrated retrieval.
+    last ones without validation. The result is the best of the teacher, the trained heads and
+    three mixtures of both on validation, or a mixture without validation. A sample of the unpaired
+    rows is kept for calibrated retrieval.
 
     Args:
         pairs: Embeddings (pairs_x, pairs_y) of shapes [n, d_x] and [n, d_y]. Row i of one matches
@@ -326,17 +325,16 @@ def align(
         x: Unpaired embeddings of the first modality, shape [n_x, d_x].
         y: Unpaired embeddings of the second modality, shape [n_y, d_y].
         val: Matching embeddings (V_x, V_y) to select on, or a `Gallery`.
-        recipe: Name of the defaults for arguments below that are None. "default" starts the heads
-            at the teacher. "paper" is the paper's recipe, from random heads.
+        recipe: Name of the defaults for arguments below that are None. "default" mixes the trained
+            heads with a tuned teacher. "paper" is the paper's recipe.
         method: A method with its options, such as `methods.SOTAlign(alpha=1e-3)`, or a name of
             `methods.METHODS`. None takes SOTAlign, or SAIL without unpaired rows.
         teacher: A name of `training.TEACHERS`, or a fitted teacher.
         start: "teacher" starts the heads at the teacher's projection, "random" at random. Only
-            linear heads can start at the teacher. By default other heads start at random.
-        features: "kernel" trains the heads on the features of kernel CCA in place of the
-            embeddings.
-        dim: Width of the shared space. None takes the teacher's, at most 512 for a kernel teacher.
-            For random heads it takes 512, or 1,024 if `recipe` is "paper".
+            linear heads can start at a teacher, which must be linear too.
+        dim: Width of the trained heads' features. None takes 512, or 1,024 if `recipe` is "paper",
+            or the teacher's width if the heads start at it. The features of a mixture are up to
+            twice as wide, because they contain those of the teacher.
         steps: Training steps.
         learning_rate: Peak of the learning rate.
         unpaired_batch: Unpaired rows per step. None takes up to 22,768 on an accelerator and up to
@@ -382,7 +380,6 @@ def align(
         method=method,
         teacher=teacher,
         start=start,
-        features=features,
         dim=dim,
         steps=steps,
         learning_rate=learning_rate,

@@ -154,8 +154,18 @@ def _kernel(x: _Value, head: Any, at: str) -> _Value:
     squares = (z * z).reduce("Sum") + 1.0
     distances = squares - z @ x.param(f"{at}landmarks")("Transpose") * 2.0
     k = (distances("Max", 0.0) * x.param(f"{at}gamma") * -1.0)("Exp")
-    features = (k - x.param(f"{at}centre")) @ x.param(f"{at}weight")("Transpose")
-    return _describe(_unit(features), head.inner, f"{at}inner.")
+    return (k - x.param(f"{at}centre")) @ x.param(f"{at}weight")("Transpose")
+
+
+def _mixed(x: _Value, head: Any, at: str) -> _Value:
+    """Describes `heads.MixedHead`."""
+    weight, (d, e) = x.param(f"{at}weight"), (head.first.d_out, head.second.d_out)
+    f = _unit(_describe(x, head.first, f"{at}first.")) * weight("Sqrt")
+    g = _unit(_describe(x, head.second, f"{at}second.")) * (weight * -1.0 + 1.0)("Sqrt")
+    # Padding with zeros and adding concatenates. The operator "Concat" would need an attribute.
+    after = x.constant(np.array([0, 0, 0, e]), f"{at}after")
+    before = x.constant(np.array([0, d, 0, 0]), f"{at}before")
+    return f("Pad", after) + g("Pad", before)
 
 
 def _csa(x: _Value, head: Any, at: str) -> _Value:
@@ -187,6 +197,7 @@ _DESCRIBED: dict[str, Callable[[_Value, Any, str], _Value]] = {
     "glu": _glu,
     "tanh": _tanh,
     "kernel": _kernel,
+    "mixed": _mixed,
     "csa": _csa,
     "sue": _sue,
 }

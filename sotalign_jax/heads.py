@@ -114,14 +114,14 @@ class Teacher:
     """One frozen map per modality into a shared space, a pytree.
 
     Attributes:
-        map_x: Map of the first modality. None if the rows are in the shared space already.
-        map_y: Map of the second modality, or None.
+        map_x: Map of the first modality.
+        map_y: Map of the second modality.
         correlations: Pearson correlation of each direction on the pairs that the teacher was
             fitted on. In-sample, so near 1 when there are fewer pairs than features.
     """
 
-    map_x: Map | None
-    map_y: Map | None
+    map_x: Map
+    map_y: Map
     correlations: Float[Array, " dim"]
 
     @property
@@ -143,7 +143,7 @@ class Teacher:
         Returns:
             The features, shape [n, dim].
         """
-        return _unit_rows(self.map_x, rows)
+        return affinity.l2_normalize(self.map_x(rows))
 
     def y(self, rows: Rows) -> Float[Array, "n dim"]:
         """Maps embeddings of the second modality to unit rows of the shared space.
@@ -154,7 +154,7 @@ class Teacher:
         Returns:
             The features, shape [n, dim].
         """
-        return _unit_rows(self.map_y, rows)
+        return affinity.l2_normalize(self.map_y(rows))
 
     def leading(self, dim: int) -> "Teacher":
         """Returns the teacher of the first directions.
@@ -169,14 +169,8 @@ class Teacher:
             InputError: The teacher has fewer directions.
         """
         checks.within(self.dim, "directions in the teacher", dim=dim)
-        assert self.map_x is not None and self.map_y is not None
         maps = self.map_x.leading(dim), self.map_y.leading(dim)
         return Teacher(*maps, self.correlations[:dim])
-
-
-def _unit_rows(apply: Map | None, rows: Rows) -> Float[Array, "n dim"]:
-    """Returns unit rows of the map. Without a map the rows are unit features already."""
-    return jnp.asarray(rows) if apply is None else affinity.l2_normalize(apply(rows))
 
 
 # --- building blocks of heads ---
@@ -453,61 +447,107 @@ class TanhHead(_Network):
 
 
 class KernelHead(Head):
-    """Applies another head to kernel features: inner(l2(map(x))).
-
-    Training sees the inner head alone, on rows that were mapped once.
+    """A kernel map as a head. It cannot be trained.
 
     Args:
         features: The kernel map.
-        inner: A head whose input width is the map's output width.
 
     >>> near = KernelMap(jnp.zeros(2), jnp.eye(2), jnp.array(1.0), jnp.zeros(2), jnp.eye(2))
-    >>> KernelHead(near, LinearHead(2, 5, rngs=nnx.Rngs(0)))(jnp.ones((3, 2))).shape
-    (3, 5)
+    >>> KernelHead(near)(jnp.ones((3, 2))).shape
+    (3, 2)
     """
 
     kind = "kernel"
 
-    def __init__(self, features: KernelMap, inner: Head):
-        if inner.d_in != features.d_out:
-            raise checks.InputError(
-                f"inner: takes {inner.d_in} features but the map gives {features.d_out}"
-            )
-        self.inner = inner
-        self.d_in, self.d_out = features.d_in, inner.d_out
+    def __init__(self, features: KernelMap):
+        self.d_in, self.d_out = features.d_in, features.d_out
         # The map's arrays become variables of this module, so that they are saved with the head.
         for field in dataclasses.fields(KernelMap):
             setattr(self, field.name, nnx.Param(getattr(features, field.name)))
 
     def __call__(self, x: Rows) -> Float[Array, "n d_out"]:
-        return self.inner(affinity.l2_normalize(self.features(x)))
+        return self.features(x)
 
     @property
     def features(self) -> KernelMap:
-        """The kernel map in front of the inner head."""
+        """The kernel map."""
         return KernelMap(*(getattr(self, f.name)[...] for f in dataclasses.fields(KernelMap)))
 
     def options(self) -> dict[str, Any]:
-        """Returns the structure of the head and of its inner head as JSON values."""
-        inner = {"kind": self.inner.kind, "options": self.inner.options()}
-        return {"d_in": self.d_in, "landmarks": len(self.features.landmarks), "inner": inner}
+        """Returns the widths of the map as JSON values."""
+        widths = {"d_in": self.d_in, "d_out": self.d_out}
+        return {**widths, "landmarks": len(self.features.landmarks)}
 
     @classmethod
-    def from_options(cls, d_in: int, landmarks: int, inner: dict[str, Any]) -> "KernelHead":
+    def from_options(cls, d_in: int, d_out: int, landmarks: int) -> "KernelHead":
         """Builds a head of this structure with arbitrary parameters.
 
         Args:
             d_in: Width of the embeddings.
+            d_out: Number of output directions.
             landmarks: Number of landmarks of the kernel map.
-            inner: Kind and options of the inner head.
 
         Returns:
             The head.
         """
-        head = rebuild(**inner)
         # In the order of the fields of `KernelMap`.
-        shapes = (d_in,), (landmarks, d_in), (), (landmarks,), (head.d_in, landmarks)
-        return cls(KernelMap(*(jnp.zeros(shape) for shape in shapes)), head)
+        shapes = (d_in,), (landmarks, d_in), (), (landmarks,), (d_out, landmarks)
+        return cls(KernelMap(*(jnp.zeros(shape) for shape in shapes)))
+
+
+class MixedHead(Head):
+    """Concatenates the unit features of two heads, so that their cosines are averaged.
+
+    The features are (sqrt(w) f, sqrt(1 - w) g) for unit features f and g of the two heads. The
+    cosine of two such rows is w times the cosine of the first heads plus 1 - w times that of the
+    second.
+
+    Args:
+        first: A head.
+        second: Another head of the same embeddings.
+        weight: Weight w of the first head, between 0 and 1.
+
+    Raises:
+        InputError: The heads take embeddings of different widths, or the weight is out of range.
+
+    >>> linear, wide = (LinearHead(4, d, rngs=nnx.Rngs(d)) for d in (2, 3))
+    >>> MixedHead(linear, wide, 0.5)(jnp.ones((7, 4))).shape
+    (7, 5)
+    """
+
+    kind = "mixed"
+
+    def __init__(self, first: Head, second: Head, weight: float = 0.5):
+        if first.d_in != second.d_in:
+            raise checks.InputError(f"second takes width {second.d_in} but first {first.d_in}")
+        if not 0.0 <= weight <= 1.0:
+            raise checks.InputError(f"weight must be between 0 and 1, got {weight}")
+        self.d_in, self.d_out = first.d_in, first.d_out + second.d_out
+        self.first, self.second = first, second
+        self.weight = nnx.Param(jnp.asarray(weight, jnp.float32))
+
+    def __call__(self, x: Rows) -> Float[Array, "n d_out"]:
+        f, g = (affinity.l2_normalize(head(x)) for head in (self.first, self.second))
+        weight = self.weight[...]
+        return jnp.concatenate([jnp.sqrt(weight) * f, jnp.sqrt(1.0 - weight) * g], axis=1)
+
+    def options(self) -> dict[str, Any]:
+        """Returns kind and structure of both heads as JSON values."""
+        parts = {"first": self.first, "second": self.second}
+        return {name: {"kind": h.kind, "options": h.options()} for name, h in parts.items()}
+
+    @classmethod
+    def from_options(cls, first: dict[str, Any], second: dict[str, Any]) -> "MixedHead":
+        """Builds a head of this structure with arbitrary parameters.
+
+        Args:
+            first: Kind and options of the first head.
+            second: Kind and options of the second head.
+
+        Returns:
+            The head.
+        """
+        return cls(rebuild(**first), rebuild(**second))
 
 
 # --- both modalities together ---
@@ -583,7 +623,7 @@ def build_heads(
         norm: "layer" or "l2". None takes the kind's usual one.
         seed: Seed of the random weights.
         teacher: If given, linear heads start at its first `dim` directions, with its norm and
-            dtype. Heads that start at a kernel teacher contain its kernel maps.
+            dtype. The heads of a kernel teacher are its kernel maps, and cannot be trained.
         dtype: Type of the parameters.
 
     Returns:
@@ -611,9 +651,12 @@ def build_heads(
     check_widths(teacher, d_x, d_y)
     # CCA sorts its directions by correlation, so that the first ones are the most reliable.
     first = teacher.leading(dim)
-    if not first.is_kernel:
-        return Heads(*(LinearHead.from_affine(one) for one in (first.map_x, first.map_y)))  # type: ignore[arg-type]
-    return prepend(first, identity_heads(dim))
+    return Heads(*(_as_head(one) for one in (first.map_x, first.map_y)))
+
+
+def _as_head(apply: Map) -> Head:
+    """Returns a head that computes the same cosines as a teacher's map."""
+    return KernelHead(apply) if isinstance(apply, KernelMap) else LinearHead.from_affine(apply)
 
 
 def check_widths(teacher: Teacher, d_x: int, d_y: int) -> None:
@@ -627,7 +670,7 @@ def check_widths(teacher: Teacher, d_x: int, d_y: int) -> None:
     Raises:
         InputError: It maps embeddings of other widths.
     """
-    widths = tuple(teacher.dim if m is None else m.d_in for m in (teacher.map_x, teacher.map_y))
+    widths = teacher.map_x.d_in, teacher.map_y.d_in
     if widths != (d_x, d_y):
         raise checks.InputError(
             f"teacher: maps widths {widths} but the embeddings have {(d_x, d_y)}; fit the teacher "
@@ -635,39 +678,19 @@ def check_widths(teacher: Teacher, d_x: int, d_y: int) -> None:
         )
 
 
-def identity_heads(dim: int) -> Heads:
-    """Builds linear heads that start as the identity on unit rows of the shared space.
+def mix(first: Heads, second: Heads, weight: float) -> Heads:
+    """Builds heads whose cosines are the weighted mean of those of two others.
 
     Args:
-        dim: Width of the shared space.
+        first: Heads of both modalities.
+        second: Other heads of the same embeddings. Their logit scale and bias are kept.
+        weight: Weight of the first heads, between 0 and 1.
 
     Returns:
-        The heads.
+        The heads, see `MixedHead`.
 
-    >>> row = jnp.array([[0.6, 0.8]])
-    >>> print(affinity.l2_normalize(identity_heads(2).x(row)))
-    [[0.6 0.8]]
+    >>> mix(build_heads(4, 3, 2), build_heads(4, 3, 5), 0.5).x.d_out
+    7
     """
-    identity = AffineMap(jnp.eye(dim), jnp.zeros(dim), norm="l2")
-    return Heads(LinearHead.from_affine(identity), LinearHead.from_affine(identity))
-
-
-def prepend(features: Teacher, heads: Heads) -> Heads:
-    """Prepends kernel maps, so that heads of kernel features accept embeddings.
-
-    Args:
-        features: A kernel teacher, such as `teachers.kernel_cca` fits.
-        heads: Heads whose inputs are the unit features of its maps.
-
-    Returns:
-        Heads of the embeddings, with the same logit scale and bias.
-
-    Raises:
-        InputError: The teacher is not a kernel teacher.
-    """
-    map_x, map_y = features.map_x, features.map_y
-    if not (isinstance(map_x, KernelMap) and isinstance(map_y, KernelMap)):
-        raise checks.InputError(
-            "features: not kernel maps; fit them with teachers.kernel_cca(pairs_x, pairs_y)"
-        )
-    return Heads(KernelHead(map_x, heads.x), KernelHead(map_y, heads.y), like=heads)
+    x, y = MixedHead(first.x, second.x, weight), MixedHead(first.y, second.y, weight)
+    return Heads(x, y, like=second)

@@ -158,8 +158,8 @@ def _fits_in_memory(arrays: Iterable[Any]) -> bool:
 def kept_features(batches: sampling.DeviceData, teacher: Teacher) -> tuple[Any, Any]:
     """Decides which of the teacher's features of the pools are kept in memory.
 
-    Features of a pool are kept if they are no larger than the pool itself, and if all arrays
-    together need at most half of the device's memory.
+    Features of a pool are kept if they are no larger than the pool itself or need a Gaussian
+    kernel, and if all arrays together need at most half of the device's memory.
 
     Args:
         batches: The training arrays.
@@ -173,15 +173,18 @@ def kept_features(batches: sampling.DeviceData, teacher: Teacher) -> tuple[Any, 
         lambda teacher, x, y: (teacher.x(x), teacher.y(y)), teacher, batches.pool_x, batches.pool_y
     )
     pools = zip(features, (batches.pool_x, batches.pool_y), strict=True)
-    x, y = (found if _bytes(found) <= _bytes(pool) else None for found, pool in pools)
+    # A linear map costs a step little. The kernel map of a row costs as much as all its landmarks.
+    x, y = (
+        found if teacher.is_kernel or _bytes(found) <= _bytes(pool) else None
+        for found, pool in pools
+    )
     return (x, y) if _fits_in_memory(jax.tree.leaves((batches, x, y))) else (None, None)
 
 
 def with_features(batches: sampling.DeviceData, teacher: Teacher) -> sampling.DeviceData:
     """Adds the teacher's features of the pools, so that they are computed once for all steps.
 
-    Features that `kept_features` rejects are computed in every step. A teacher without maps needs
-    none, because the rows themselves are its features.
+    Features that `kept_features` rejects are computed in every step.
 
     Args:
         batches: The training arrays.
@@ -195,8 +198,6 @@ def with_features(batches: sampling.DeviceData, teacher: Teacher) -> sampling.De
     >>> with_features(sampling.DeviceData(A, A, A, A), teachers.procrustes(A, A)).star_x.shape
     (9, 3)
     """
-    if teacher.map_x is None:
-        return batches
 
     def of(kept: Any, features: Any, pool: Any) -> Array | None:
         return None if kept is None else jnp.asarray(evaluation.embed(features, pool))

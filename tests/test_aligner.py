@@ -46,6 +46,10 @@ def mean_r1(aligner, table):
     return evaluation.retrieval(aligner.embed_x(x), aligner.embed_y(y))["mean/R@1"]
 
 
+def unit(rows):
+    return np.asarray(rows) / np.linalg.norm(rows, axis=1, keepdims=True)
+
+
 def quick(pairs, **options):
     """Runs a short supervised `align`, for tests that do not depend on the objective."""
     return align(pairs, **{"steps": 3, "progress": False, "method": methods.SAIL(), **options})
@@ -63,11 +67,11 @@ def test_align_defaults_depend_on_the_number_of_pairs(aligned):
     assert aligned.info["teacher"] == "kernel_cca"
     assert aligned.info["options"]["alpha"] == pytest.approx(3 / 50)
     assert aligned.info["train"]["steps"] == 100
-    assert aligned.info["train"]["learning_rate"] == pytest.approx(5e-4)
+    assert aligned.info["train"]["learning_rate"] == pytest.approx(2e-3)
     assert aligned.info["train"]["unpaired_batch"] == 1024
     assert aligned.info["data"]["pairs_x"] == [50, D_X]
     assert aligned.info["best_step"] == 100  # no validation set, so the last step is kept
-    assert aligned.info["val_mean_r1"] is None
+    assert aligned.info["selected"] == "0.75 teacher" and aligned.info["candidates"] == {}
     json.dumps(aligned.info, allow_nan=False)
 
 
@@ -92,7 +96,7 @@ def test_search_matches_sorted_similarity_matrix(aligned, table, direction):
     scores, indices = aligned.search(queries, gallery, 4, direction=direction, block_size=16)
     assert isinstance(scores, np.ndarray) and indices.shape == (len(queries), 4)
     np.testing.assert_array_equal(indices, np.argsort(-expected, axis=1, kind="stable")[:, :4])
-    np.testing.assert_allclose(scores, np.take_along_axis(expected, indices, axis=1), atol=1e-6)
+    np.testing.assert_allclose(scores, np.take_along_axis(expected, indices, axis=1), atol=5e-6)
 
 
 @pytest.mark.parametrize(
@@ -179,32 +183,34 @@ class TanhSAIL(methods.SAIL):
     head = "tanh"
 
 
-def test_align_starts_linear_heads_at_the_teacher(given):
-    default, taught, random = (
-        quick(given["pairs"], start=start, dim=4, steps=1, learning_rate=0.0)
-        for start in (None, "teacher", "random")
-    )
-    for a, b in zip(parameters(default), parameters(taught), strict=True):
-        np.testing.assert_array_equal(a, b)
-    assert not np.allclose(random.embed_x(given["x"]), default.embed_x(given["x"]))
-    assert quick(given["pairs"], teacher="cca", steps=1).heads.x.d_out == 10
-    assert quick(given["pairs"], teacher="cca", dim=4, steps=1).heads.x.d_out == 4
-    for teacher in ("cca", "kernel_cca"):
-        with pytest.raises(checks.InputError, match=r"dim\b.* 100000"):
-            quick(given["pairs"], teacher=teacher, dim=100_000)
+def test_align_starts_linear_heads_at_a_linear_teacher(given):
+    options = {"teacher": "cca", "dim": 4, "steps": 1, "learning_rate": 0.0, "recipe": "paper"}
+    taught, random = (quick(given["pairs"], start=s, **options) for s in ("teacher", "random"))
+    start = heads.build_heads(D_X, D_Y, 4, teacher=teachers.cca(*given["pairs"]))
+    np.testing.assert_allclose(taught.embed_x(given["x"]), unit(start.x(given["x"])), atol=1e-5)
+    assert not np.allclose(random.embed_x(given["x"]), taught.embed_x(given["x"]))
+    with pytest.raises(checks.InputError, match=r"dim\b.* 100000"):
+        quick(given["pairs"], **{**options, "start": "teacher", "dim": 100_000})
+    with pytest.raises(checks.InputError, match=r"^start\b.*kernel teacher"):
+        quick(given["pairs"], start="teacher")
     bent = quick(given["pairs"], method=TanhSAIL(), dim=4, steps=1)
     assert bent.heads.x.kind == "tanh" and bent.heads.x.d_out == 4
-    with pytest.raises(checks.InputError, match="teacher: cannot start heads of kind 'tanh'"):
-        quick(given["pairs"], method=TanhSAIL(), start="teacher")
+    with pytest.raises(checks.InputError, match="'tanh'"):
+        quick(given["pairs"], method=TanhSAIL(), teacher="cca", start="teacher")
 
 
-def test_align_averages_with_the_start_in_the_default_recipe_only(given):
-    changed = {"learning_rate": 1e-2, "steps": 2, "teacher": "cca", "start": "teacher"}
-    start = quick(given["pairs"], **{**changed, "learning_rate": 0.0})
-    ours, papers = (quick(given["pairs"], recipe=p, **changed) for p in ("default", "paper"))
-    for a, half, b in zip(*map(parameters, (start, ours, papers)), strict=True):
-        np.testing.assert_allclose(half, (a + b) / 2, rtol=1e-5, atol=1e-6)
-    info = quick(given["pairs"], recipe="paper", steps=1).info
+def test_align_mixes_with_the_teacher_in_the_default_recipe_only(given):
+    ours = align(**given, teacher="cca", dim=4, steps=3)
+    assert ours.heads.x.kind == "mixed" and ours.heads.x.d_out == 8
+    teacher = heads.build_heads(D_X, D_Y, 4, teacher=teachers.cca(*given["pairs"]))
+    trained = ours.heads.x.second, ours.heads.y.second
+    x, y = given["x"][:7], given["y"][:5]
+    alone = unit(teacher.x(x)) @ unit(teacher.y(y)).T
+    student = unit(trained[0](x)) @ unit(trained[1](y)).T
+    np.testing.assert_allclose(ours.similarity(x, y), 0.75 * alone + 0.25 * student, atol=1e-5)
+    assert quick(given["pairs"], method=None).heads.x.kind == "mixed"  # with SAIL
+    assert quick(given["pairs"]).heads.x.kind == "linear"
+    info = quick(given["pairs"], recipe="paper", method=None, steps=1).info
     assert (info["teacher"], info["start"]) == (None, "random")  # SAIL has no teacher
     with pytest.raises(checks.InputError, match="recipe"):
         quick(given["pairs"], recipe="best")
@@ -213,7 +219,9 @@ def test_align_averages_with_the_start_in_the_default_recipe_only(given):
 def test_align_selects_on_the_given_validation_set(given, table):
     x, y = table[0][200:], table[1][200:]
     aligner = quick(given["pairs"], val=(x, y))
-    assert aligner.info["val_mean_r1"] == pytest.approx(mean_r1(aligner, table), rel=1e-5)
+    found = evaluation.retrieval(aligner.embed_x(x), aligner.embed_y(y))
+    expected = np.mean([found[f"mean/R@{k}"] for k in (1, 5, 10)])
+    assert max(aligner.info["candidates"].values()) == pytest.approx(expected, rel=1e-5)
     captions = data.gallery(x[:50], y, np.arange(100) // 2)
     assert quick(given["pairs"], val=captions).info["data"]["val_y"] == [100, D_Y]
 
@@ -222,7 +230,7 @@ def test_align_holds_out_a_tenth_of_many_pairs(table):
     aligner = quick((table[0][:200], table[1][:200]))
     assert aligner.info["data"]["pairs_x"] == [180, D_X]
     assert aligner.info["data"]["val_x"] == [20, D_X]
-    assert aligner.info["val_mean_r1"] is not None
+    assert aligner.info["candidates"]
 
 
 def test_align_accepts_teacher_by_name_or_fitted(given, table):
@@ -251,19 +259,19 @@ def test_align_returns_the_best_candidate_on_validation(given, table, seed):
     options = {"learning_rate": 3e-2, "steps": 20, "seed": seed, "val": val}  # far too large a rate
     aligner = align(**given, **options)
     scores = aligner.info["candidates"]
-    assert list(scores) == ["teacher", "trained", "average"]
-    assert aligner.info["val_mean_r1"] == max(scores.values()) >= scores["teacher"]
-    assert mean_r1(aligner, table) == pytest.approx(max(scores.values()), rel=1e-5)
+    assert [*scores] == ["teacher", "trained", "0.75 teacher", "0.5 teacher", "0.25 teacher"]
+    assert scores[aligner.info["selected"]] == max(scores.values()) >= scores["teacher"]
 
 
 def test_select_prefers_the_simplest_of_tied_candidates(table):
     gallery = data.gallery(table[0][:9], table[1][:9])
-    start = heads.build_heads(D_X, D_Y, 4)
-    chosen, found = recipe.select(start, start, gallery, average=0.5)
-    assert chosen is start and found["selected"] == "teacher"
-    assert len(set(found["candidates"].values())) == 1
-    assert recipe.select(start, start, None, average=0.5)[1]["selected"] == "average"
-    assert recipe.select(start, start, gallery, average=0.0)[1]["selected"] == "trained"
+    teacher = teachers.procrustes(table[0][:50], table[1][:50])
+    trained = heads.build_heads(D_X, D_Y, teacher.dim, teacher=teacher)
+    _, found = recipe.select(trained, teacher, gallery, (0.5,))
+    assert found["selected"] == "teacher" and len(set(found["candidates"].values())) == 1
+    assert recipe.select(trained, teacher, None, (0.3, 0.5))[1]["selected"] == "0.3 teacher"
+    chosen, found = recipe.select(trained, None, gallery)
+    assert chosen is trained and [*found["candidates"]] == ["trained"]
 
 
 # --- bad inputs --------------------------------------------------------------------------------

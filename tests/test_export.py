@@ -31,10 +31,8 @@ def networks(kind, norm=None):
     return heads.build_heads(D_X, D_Y, DIM, kind=kind, norm=norm)
 
 
-def kernel(kind):
-    inner = heads.build_heads(8, 8, DIM, kind=kind)
-    sides = (D_X, inner.x), (D_Y, inner.y)
-    return heads.Heads(*(heads.KernelHead(kernel_features(width), head) for width, head in sides))
+def kernel():
+    return heads.Heads(*(heads.KernelHead(kernel_features(width)) for width in (D_X, D_Y)))
 
 
 def csa_heads():
@@ -59,8 +57,8 @@ KINDS = {
     "mlp": lambda: networks("mlp"),
     "glu": lambda: networks("glu"),
     "tanh": lambda: networks("tanh"),
-    "kernel-linear": lambda: kernel("linear"),
-    "kernel-mlp": lambda: kernel("mlp"),
+    "kernel": kernel,
+    "mixed": lambda: heads.mix(kernel(), heads.build_heads(D_X, D_Y, DIM, kind="mlp"), 0.3),
     "csa": csa_heads,
     "sue": sue_heads,
 }

@@ -327,7 +327,7 @@ def test_contrastive_trains_tanh_heads_with_both_losses(table):
             progress=False,
         )
         assert aligner.heads.x.kind == "tanh"
-        assert aligner.info["val_mean_r1"] > 5  # chance is 1
+        assert aligner.info["candidates"]["trained"] > 10  # chance is 5.3
     with pytest.raises(checks.InputError, match=r"loss.* 'clip'"):
         methods.Contrastive(loss="clip")
 
