@@ -351,14 +351,14 @@ def _start(recipe: Recipe, dataset: data.Dataset, teacher: Teacher | None) -> He
     widths = dataset.pairs_x.shape[1], dataset.pairs_y.shape[1]
     # Without a method the model is the teacher itself, as linear heads that start at it.
     kind = "linear" if method is None else recipe.head or method.head
+    if method is not None and recipe.start == "teacher" and teacher and teacher.is_kernel:
+        raise checks.InputError(
+            "start must be 'random' with a kernel teacher, got 'teacher'; choose a linear teacher "
+            "such as 'tuned_cca' to start at it"
+        )
     with checks.naming("heads: "):
         if method is None or recipe.start == "teacher":
             assert teacher is not None
-            if method is not None and teacher.is_kernel:
-                raise checks.InputError(
-                    "start must be 'random' with a kernel teacher, got 'teacher'; choose a linear "
-                    "teacher such as 'tuned_cca' to start at it"
-                )
             dim = teacher.dim if recipe.dim is None else recipe.dim
             return heads.build_heads(*widths, dim, kind=kind, teacher=teacher)
         assert recipe.dim is not None

@@ -1,6 +1,5 @@
 """Tests of kernel teachers in heads and align, and of calibrated search."""
 
-
 import numpy as np
 import pytest
 
