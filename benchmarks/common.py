@@ -83,8 +83,8 @@ def random_problem(n: int) -> Problem:
     """Draws anisotropic Gaussian features around a common mean, independently for both sides.
 
     Embeddings of real encoders are anisotropic, too, and unpaired samples have no true partner.
-    Isotropic features in many dimensions, or noisy copies, would be too easy: their plans are flat
-    or saturated.
+    Isotropic features in many dimensions and noisy copies would be too easy, because their plans
+    are flat or saturated.
     """
     rng = np.random.default_rng(0)
     scales = np.arange(1, 65) ** -0.5  # variances fall as 1 / i
@@ -113,7 +113,7 @@ def photos_problem(n: int, n_pairs: int = 1000) -> Problem:
     rows = photos.dataset("coco", n_pairs=n_pairs, test=False)
     if n > min(len(rows.pool_x), len(rows.pool_y)):
         raise checks.InputError(
-            f"n: is {n} but there are {len(rows.pool_x)} unpaired photographs; use --data=random"
+            f"n is {n} but there are {len(rows.pool_x)} unpaired photographs; use --data=random"
         )
     teacher = teachers.cca(rows.pairs_x, rows.pairs_y)
     options: Any = {"dim": 128, "steps": 60, "learning_rate": 1e-3}

@@ -59,7 +59,9 @@ def describe(name: str, count: int = 1) -> tuple[list[Any], device.Profile]:
     gpu = name in GPUS
     if importlib.util.find_spec("jax_cuda12_plugin" if gpu else "libtpu") is None:
         command = f'pip install "jax[{"cuda12" if gpu else "tpu"}]=={jax.__version__}"'
-        raise checks.InputError(f"targets: the compiler for {name} is not installed; run {command}")
+        raise checks.InputError(
+            f"targets has {name} but its compiler is not installed; run {command}"
+        )
     if gpu:
         file = pathlib.Path(__file__).parent / "targets" / f"{name}.txtpb"
         text, shape = file.read_text(encoding="utf-8"), f"1x1x{count}"
@@ -199,7 +201,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     sizes = {"n": [1024, 4099, 22_768], "pairs": 10_000, "unpaired": 22_768}
     args = common.options(__doc__, argv, targets=["all"], step=False, devices=1, **sizes)
     checks.whole(1, devices=args.devices, unpaired=args.unpaired, pairs=args.pairs)
-    jax.config.update("jax_platforms", "cpu")  # the targets are described, not there
+    jax.config.update("jax_platforms", "cpu")  # the targets are described, but not present
     names = args.targets
     if names == ["all"]:
         names = STEP if args.step else [*GPUS, *TPUS]
@@ -208,8 +210,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     described = {name: describe(name, args.devices) for name in names}
     rows = [row for name in names for row in rows_of(name, described[name], w, args)]
     headers = ["target", "profile", "n", "dtype", "temporaries MiB", "total MiB", "s", "compiles"]
-    what = f"step-{args.devices}" if args.step else "klot"
-    common.report(what, tables.Table(headers, rows, digits=0), args.out / f"compile-{what}")
+    name = f"step-{args.devices}" if args.step else "klot"
+    common.report(name, tables.Table(headers, rows, digits=0), args.out / f"compile-{name}")
     failed = [row for row in rows if row[-1] != "yes"]
     if failed:
         sys.exit(f"error: {len(failed)} of {len(rows)} programs do not compile")
