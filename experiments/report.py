@@ -277,7 +277,9 @@ def conclude(configs: Configs, results: Results, workdir: pathlib.Path) -> None:
     """
     compare(configs, results, workdir)
     if failed := [f"{name}: {one['error']}" for name, one in results.items() if "error" in one]:
-        raise FloatingPointError(f"{len(failed)} of {len(results)} runs failed, first {failed[0]}")
+        raise FloatingPointError(
+            f"{len(failed)} of {len(results)} runs failed; first error: {failed[0]}"
+        )
 
 
 def compare(configs: Configs, results: Results, workdir: pathlib.Path) -> None:
@@ -329,9 +331,9 @@ def compare(configs: Configs, results: Results, workdir: pathlib.Path) -> None:
         model, calibrated = aligner.Aligner.load(folders[best]), chosen(results[best])[1]
         found = retrieved.find(model, gallery, labels, calibrated=calibrated)
         told = retrieved.summary(found, labels)
-        print(f"\nWhat {best} finds\n\n{told}")
+        print(f"\nTexts found by {best}\n\n{told}")
         print(*(f"\n{one.text(labels.given)}" for one in found[:5]), sep="\n")
-        parts.append(section(f"What {best} finds", f"<p>{told}</p>", found_cards(found)))
+        parts.append(section(f"Texts found by {best}", f"<p>{told}</p>", found_cards(found)))
     parts.append(details("Environment", pre(workdir_lib.kept_environment(workdir))))
     title = f"Results: {', '.join(row[0] for row in table.rows if row[0] != CHANCE)}"
     below = "".join(f"<p>{html.escape(note)}</p>" for note in notes) + small(str(workdir))
@@ -359,7 +361,7 @@ def advice(one: run_lib.Results, folder: pathlib.Path, nouns: tuple[str, str]) -
     score, calibrated = chosen(one)
     text = f'Use sotalign_jax.Aligner.load("{folder}")'
     text += " and search(..., calibrated=True)" if calibrated else ""
-    text += f": the best on validation (R@1 {score:.1f}"
+    text += f", the best model on validation (R@1 {score:.1f}"
     if "val/rows_x" in one:
         chance = one["val/chance/mean/R@1"]
         text += f" among {one['val/rows_x']:,} {nouns[0]}, chance {chance:.2g}"

@@ -163,7 +163,7 @@ def missing_sections(function: ast.FunctionDef) -> set[str]:
 
 
 def test_docstrings_of_public_functions_have_args_and_returns():
-    """Also ruff's rule D417, which finds arguments that are missing in an `Args:` section."""
+    """Complements rule D417 of ruff, which finds arguments missing in an `Args:` section."""
     found = [
         f"{path.relative_to(ROOT)}: {name}: {' '.join(sorted(missing))}"
         for path in [*sorted(PACKAGE.rglob("*.py")), ROOT / "sotalign_numpy.py"]
@@ -373,7 +373,7 @@ def test_guide_commands_run_on_small_files(tmp_path, capsys):
 def test_readme_quickstart_command_writes_report(tmp_path, capsys):
     """Runs the README's first command with `smoke` settings and only CCA."""
     quickstart = next(w for _, w in documented() if "--workdir=runs/quickstart" in w)
-    assert "What cca-seed0 finds" in run_command(quickstart, capsys)
+    assert "Texts found by cca-seed0" in run_command(quickstart, capsys)
     page = (tmp_path / "runs" / "quickstart" / "report.html").read_text()
     assert "Own text among the first 10" in page and "data:image/png" in page
 
@@ -381,7 +381,7 @@ def test_readme_quickstart_command_writes_report(tmp_path, capsys):
 @pytest.mark.filterwarnings("ignore:.*load_module:DeprecationWarning")  # ml_collections
 @pytest.mark.parametrize(("workdir", "runs"), [("runs/compare", 10), ("runs/speech", 4)])
 def test_documented_runs_resolve(workdir, runs, capsys):
-    """Settings and shapes of commands, by --dry_run; test_methods.py trains every method."""
+    """Resolves the commands with --dry_run. test_methods.py trains every method."""
     typed = next(words for _, words in documented() if f"--workdir={workdir}" in words)
     options = [o.replace("=experiments/", f"={ROOT}/experiments/") for o in typed[3:]]
     out, error = small_runs.start(main, [*options, "--dry_run", "--config.seeds=(0,)"], capsys)
