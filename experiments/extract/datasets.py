@@ -95,14 +95,14 @@ def _check_files(root: pathlib.Path, names: list[str]) -> None:
         return
     one, stem = missing[0], pathlib.Path(missing[0]).stem
     if len(missing) < len(names):
-        text = f"captions: {len(missing)} of {len(names)} files are not below {root}"
+        text = f"{len(missing)} of {len(names)} captioned files are not below {root}"
         print(f"{text}, such as {one!r}; their captions stay unpaired", file=sys.stderr)
         return
-    # A frequent mistake are file names without their folder or extension.
+    # A frequent mistake is to leave out the folder or the extension of a file.
     close = [path for path in items.pictures_below(root) if pathlib.Path(path).stem == stem]
     remedy = f"did you mean {close[0]!r}?" if close else "check --root"
-    text = f"captions: none of its {len(names)} files is below {root}, such as {one!r}"
-    raise checks.InputError(f"{text}; write paths below it with their extension, {remedy}")
+    text = f"captions has {len(names)} files but none is below {root}, such as {one!r}"
+    raise checks.InputError(f"{text}; write relative paths with their extension, {remedy}")
 
 
 def _first_line(path: pathlib.Path) -> str:
@@ -129,24 +129,26 @@ def read_captions(
         InputError: The file cannot be read, or lacks a column.
     """
     if path.suffix not in (".csv", ".jsonl"):
-        raise checks.InputError(f"captions: {path} is neither .csv nor .jsonl; convert it")
+        raise checks.InputError(f"captions must be a .csv or .jsonl file, got {path}")
     try:
         # Spreadsheets write a byte order mark, which "utf-8-sig" skips.
         with path.open(newline="", encoding="utf-8-sig") as file:
             records = list(_csv_rows(file) if path.suffix == ".csv" else _json_rows(file))
     except UnicodeDecodeError as error:
-        raise checks.InputError(f"captions: {path} is not UTF-8; save it as UTF-8") from error
+        raise checks.InputError(f"captions {path} is not UTF-8; save it as UTF-8") from error
     except (OSError, ValueError) as error:
-        raise checks.InputError(f"captions: {path} cannot be read ({error})") from error
+        raise checks.InputError(f"captions {path} cannot be read ({error})") from error
     if not records:
-        raise checks.InputError(f"captions: {path} has no rows; write one per caption")
+        raise checks.InputError(f"captions {path} has no rows; write one per caption")
     first = records[0]
     if split and "split" not in first:
-        raise checks.InputError(f"split: {split!r} asked but {path} has no column 'split'")
+        raise checks.InputError(f"split is {split!r} but {path} has no column 'split'")
     name, caption = (next((n for n in names if n in first), names[0]) for names in columns)
     if missing := [column for column in (name, caption) if column not in first]:
         has = ", ".join(map(str, first))
-        raise checks.InputError(f"captions: {path} has the columns {has}; name one {missing[0]!r}")
+        raise checks.InputError(
+            f"captions {path} has no column {missing[0]!r}; rename one of {has}"
+        )
     return [
         (str(record.get(name) or ""), str(record.get(caption) or ""))
         for record in records
@@ -326,8 +328,8 @@ def imagenet(root: pathlib.Path, split: str) -> Source:
     # The class names are in the order of the sorted synsets, so none may be missing.
     names = workdir.read_json(CLASS_NAMES)["imagenet1k"]
     if len(synsets) != len(names):
-        text = f"root: {folder} has {len(synsets)} synset folders, not {len(names)}"
-        raise checks.InputError(f"{text}; names go by their order, so keep empty ones as well")
+        text = f"root has {len(synsets)} synset folders in {folder}, but {len(names)} are needed"
+        raise checks.InputError(f"{text}; keep empty ones, because class names follow their order")
     if split == "val" and solution.exists():
         listed = csv.DictReader(items.lines(solution))
         rows = sorted((f"{r['ImageId']}.JPEG", r["PredictionString"].split()[0]) for r in listed)
@@ -403,7 +405,7 @@ def cifar(root: pathlib.Path, split: str, *, name: str) -> Source:
         for file in (items.find(root, part) for part in parts[split]):
             content, width = np.fromfile(file, np.uint8), labels + 3 * 32 * 32
             if len(content) % width:
-                raise checks.InputError(f"root: {file} is cut short; fetch it again")
+                raise checks.InputError(f"root file {file} is cut short; download it again")
             for n, row in enumerate(content.reshape(-1, width)):
                 read = functools.partial(_pixels, row[labels:])
                 yield Item(f"{file.name}/{n}", str(row[labels - 1]), file, read)
@@ -440,7 +442,9 @@ def webdataset(root: pathlib.Path, split: str) -> Source:
     tars = sorted(root.glob("*.tar")) if root.is_dir() else [root]
     tars = [tar for tar in tars if split in tar.name]
     if not tars:
-        raise checks.InputError(f"root: {root} holds no .tar with {split!r} in its name")
+        raise checks.InputError(
+            f"root {root} holds no .tar file with {split!r} in its name; check --split"
+        )
 
     def samples(read: Callable[[Members, pathlib.Path], Any]) -> Iterator[Item]:
         for tar in tars:
@@ -450,7 +454,7 @@ def webdataset(root: pathlib.Path, split: str) -> Source:
             with tar.open("rb") as file:
                 file.seek(max(tar.stat().st_size - 1024, 0))
                 if file.read() != bytes(1024):  # a complete tar ends with two empty blocks
-                    reason = f"{tar.name} is cut short; fetch it again"
+                    reason = f"{tar.name} is cut short; download it again"
                     yield Item(f"{tar.stem}/", "", reason, items.fail)
 
     return Source({"image": lambda: samples(_picture), "text": lambda: samples(_caption)})
@@ -484,7 +488,7 @@ def _read(members: Members, suffixes: tuple[str, ...], tar: pathlib.Path) -> byt
 def _picture(members: Members, tar: pathlib.Path) -> Any:
     if content := _read(members, items.IMAGE_SUFFIXES, tar):
         return items.picture(content)
-    raise ValueError("has no picture")
+    raise ValueError("sample has no picture")
 
 
 def _caption(members: Members, tar: pathlib.Path) -> str:
@@ -515,7 +519,9 @@ def polyvore(root: pathlib.Path, split: str) -> Source:
     """Reads Polyvore from parquet files with the columns image (bytes), text and item_ID."""
     tables = sorted([*root.glob("*.parquet"), *root.glob("data/*.parquet")])
     if not tables:
-        raise checks.InputError(f"root: {root} holds no .parquet, nor does its data/")
+        raise checks.InputError(
+            f"root {root} and its folder data hold no .parquet file; check --root"
+        )
     lock = threading.Lock()  # without it, several threads would read a large column at once
 
     @functools.lru_cache(maxsize=2)
@@ -526,7 +532,7 @@ def polyvore(root: pathlib.Path, split: str) -> Source:
         with lock:
             value = cells(file, column)[row].as_py()
         if value is None:
-            raise ValueError("is empty")
+            raise ValueError(f"{column} is empty")
         return items.picture(value["bytes"]) if column == "image" else str(value)
 
     def rows(column: str) -> Iterator[Item]:
@@ -579,8 +585,10 @@ def open_dataset(
     checks.choice("data", name, tuple(DATASETS))
     reader, usual = DATASETS[name]
     if not root.exists():
-        raise checks.InputError(f"root: {root} does not exist; pass the dataset's own folder")
+        raise checks.InputError(f"root {root} does not exist; pass the folder of the dataset")
     if captions is not None and name not in ("folder", "skyscript"):
-        raise checks.InputError(f"captions: {name} has captions of its own; leave --captions out")
+        raise checks.InputError(
+            f"captions is set but {name} has its own captions; leave --captions out"
+        )
     given = {} if captions is None else {"captions": captions}
     return reader(root, usual if split is None else split, **given)
