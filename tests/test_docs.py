@@ -18,6 +18,7 @@ import sys
 import tomllib
 import urllib.request
 from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 import PIL.Image
@@ -171,6 +172,17 @@ def test_docstrings_of_public_functions_have_args_and_returns():
         if (missing := missing_sections(function))
     ]
     assert found == []
+
+
+def test_fence_marks_plain_and_indented_doctests_as_code():
+    pytest.importorskip("griffe", reason="needs the extra 'docs'")
+    code = (ROOT / "docs" / "doctests.py").read_text()
+    namespace: dict[str, Any] = {}
+    exec(compile(code, "doctests.py", "exec"), namespace)
+    text = "Adds.\n\n>>> 1 + 1\n2\n\nExample:\n    >>> 2 + 2\n    4\n\nReferences:\n    A book."
+    fenced = text.replace(">>> 1 + 1\n2", "```pycon\n>>> 1 + 1\n2\n```")
+    inner = "    >>> 2 + 2\n    4"
+    assert namespace["fence"](text) == fenced.replace(inner, f"    ```pycon\n{inner}\n    ```")
 
 
 # --- commands -------------------------------------------------------------------------------------
