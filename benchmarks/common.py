@@ -162,7 +162,12 @@ def marginal_error(k: Array, u: Array, v: Array, epsilon: float) -> float:
 
 
 def relative(x: Any, reference: Any) -> float:
-    """Returns ||x - reference|| / ||reference|| over all leaves, or infinity if not finite."""
+    """Returns ||x - reference|| / ||reference|| over all leaves, or infinity if not finite.
+
+    Args:
+        x: Pytree of arrays.
+        reference: Pytree of the same structure.
+    """
     flat, target = (
         np.concatenate([np.ravel(np.asarray(leaf, np.float64)) for leaf in jax.tree.leaves(tree)])
         for tree in (x, reference)
@@ -280,7 +285,12 @@ def report(title: str, table: tables.Table, stem: pathlib.Path | str) -> None:
 
 @contextlib.contextmanager
 def figure(stem: pathlib.Path, columns: int = 1) -> Iterator[Any]:
-    """Yields a row of axes to draw on, and writes the figure to `stem`.png."""
+    """Yields a row of axes to draw on, and writes the figure as PNG.
+
+    Args:
+        stem: Path of the figure without its suffix.
+        columns: Number of axes.
+    """
     made, axes = tables.pyplot().subplots(
         1, columns, figsize=(4.8 * columns, 3.6), layout="constrained", squeeze=False
     )

@@ -121,7 +121,12 @@ def lower_klot(w: Workload, where: Any, dtype: Any = jnp.float32) -> jax.stages.
 
 
 def lower_step(w: Workload, where: Sequence[Any]) -> jax.stages.Lowered:
-    """Lowers the step that `training.fit` runs, for one device or for several."""
+    """Lowers the step that `training.fit` runs.
+
+    Args:
+        w: Shapes.
+        where: One device, or several that share the step.
+    """
     method = methods.SOTAlign()
     config = training.TrainConfig(pair_batch=w.pairs, unpaired_batch=w.unpaired)
     build = functools.partial(heads.build_heads, w.width_x, w.width_y, w.dim)
@@ -154,7 +159,12 @@ def lower_step(w: Workload, where: Sequence[Any]) -> jax.stages.Lowered:
 
 
 def compile_for(profile: device.Profile, lower: Callable[[], jax.stages.Lowered]) -> list[Any]:
-    """Returns MiB of temporaries, MiB in all, seconds to compile, and "yes" or the error."""
+    """Returns MiB of temporaries, MiB in all, seconds to compile, and "yes" or the error.
+
+    Args:
+        profile: Profile of the device to compile for.
+        lower: Function that lowers the program.
+    """
     jax.clear_caches()  # traces depend on the profile, which is not part of their key
     start = time.perf_counter()
     try:

@@ -44,6 +44,10 @@ def judge(k: Array, plan: Plan) -> float:
     """Returns a plan's marginal error, computed in float64 from its scalings.
 
     Scalings are float32, so the error cannot be much below 1e-7 times the largest of them.
+
+    Args:
+        k: Affinities.
+        plan: The plan.
     """
     return common.marginal_error(k, plan.u, plan.v, float(plan.epsilon))
 

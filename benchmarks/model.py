@@ -135,7 +135,12 @@ class Part(NamedTuple):
 
 
 def beside_klot(w: Workload, count: int) -> list[Part]:
-    """Returns the parts of the step without KLOT, on one of `count` devices."""
+    """Returns the parts of the step without KLOT, on one device.
+
+    Args:
+        w: Shapes.
+        count: Number of devices that share the step.
+    """
     n, p, d, e, widths = w.unpaired / count, w.pairs / count, w.dim, w.teacher_dim, w.widths
     x, f, slabs, logits = (n + p) * widths, (n + p) * 2 * d, math.ceil(p / 1024), p * w.pairs
     # A single device keeps the pools and the teacher's features of y. Several devices receive the
@@ -299,7 +304,12 @@ def predict(
 
 
 def step_row(name: str, w: Workload) -> list[Any]:
-    """Returns the table row that compares our step with the published loss."""
+    """Returns the table row that compares our step with the published loss.
+
+    Args:
+        name: Name of the device.
+        w: Shapes.
+    """
     target = DEVICES[name]
     trained, exact = (predict(ours(w, target, code), target, code) for code in (TRAINING, EXACT))
     theirs = [sum(predict(published(w, i), target)) for i in (PUBLISHED, PUBLISHED_EXACT)]
@@ -311,7 +321,12 @@ def step_row(name: str, w: Workload) -> list[Any]:
 
 
 def part_rows(name: str, w: Workload) -> list[list[Any]]:
-    """Returns a table row per part of a step at the training tolerance."""
+    """Returns a table row per part of a step at the training tolerance.
+
+    Args:
+        name: Name of the device.
+        w: Shapes.
+    """
     target = DEVICES[name]
     rows: list[list[Any]] = [
         [x.name, x.bytes / 1e9, x.flops / 1e12, round(x.launches), sum(predict([x], target))]

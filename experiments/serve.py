@@ -145,7 +145,15 @@ class Site:
         return path if path.is_relative_to(self.images.resolve()) else None
 
     def picture(self, row: str, size: int) -> Response:
-        """Answers with a picture, reduced to at most `size` pixels per side."""
+        """Answers with a picture.
+
+        Args:
+            row: Row of the picture in the index.
+            size: Longest side in pixels.
+
+        Returns:
+            A JPEG file, or status 404 if there is no such picture.
+        """
         path = self.path(row)
         try:
             if path is None:

@@ -74,7 +74,12 @@ def _temporary(path: pathlib.Path) -> pathlib.Path:
 
 
 def write_json(path: pathlib.Path, value: Any) -> None:
-    """Writes strict JSON and replaces an earlier file atomically. Only the first process writes."""
+    """Writes strict JSON and replaces an earlier file atomically. Only the first process writes.
+
+    Args:
+        path: The file.
+        value: A JSON value without NaN and infinity.
+    """
     text = json.dumps(value, indent=2, allow_nan=False) + "\n"
     if distributed.is_first():
         with replacing(path) as file:

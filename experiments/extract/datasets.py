@@ -242,7 +242,15 @@ def _karpathy(
 
 
 def librispeech(root: pathlib.Path, split: str) -> Source:
-    """Reads LibriSpeech: SPLIT/SPEAKER/CHAPTER/ID.flac with transcripts in *.trans.txt."""
+    """Reads LibriSpeech: SPLIT/SPEAKER/CHAPTER/ID.flac with transcripts in *.trans.txt.
+
+    Args:
+        root: Folder of the dataset.
+        split: Name of a folder, such as "test-clean".
+
+    Returns:
+        The source.
+    """
     place = items.find(root, split, f"LibriSpeech/{split}")
 
     def utterances() -> Iterator[Captioned]:
@@ -316,7 +324,15 @@ def _labelled(
 
 
 def imagenet(root: pathlib.Path, split: str) -> Source:
-    """Reads ImageNet-1k, as SPLIT/SYNSET/*.JPEG or in the layout of Kaggle."""
+    """Reads ImageNet-1k, as SPLIT/SYNSET/*.JPEG or in the layout of Kaggle.
+
+    Args:
+        root: Folder of the dataset.
+        split: "train" or "val".
+
+    Returns:
+        The source.
+    """
     checks.choice("split", split, ("train", "val"))
     mapping, solution = root / "LOC_synset_mapping.txt", root / "LOC_val_solution.csv"
     if mapping.exists():
@@ -339,7 +355,15 @@ def imagenet(root: pathlib.Path, split: str) -> Source:
 
 
 def food101(root: pathlib.Path, split: str) -> Source:
-    """Reads Food-101: images/CLASS/ID.jpg, meta/classes.txt and meta/SPLIT.txt."""
+    """Reads Food-101: images/CLASS/ID.jpg, meta/classes.txt and meta/SPLIT.txt.
+
+    Args:
+        root: Folder of the dataset.
+        split: "train" or "test".
+
+    Returns:
+        The source.
+    """
     meta = items.find(root, "meta")
     checks.choice("split", split, ("train", "test"))
     rows = ((f"{name}.jpg", name.split("/")[0]) for name in items.lines(meta / f"{split}.txt"))
@@ -347,7 +371,15 @@ def food101(root: pathlib.Path, split: str) -> Source:
 
 
 def dtd(root: pathlib.Path, split: str) -> Source:
-    """Reads DTD: images/CLASS/*.jpg and labels/SPLIT.txt, where SPLIT is such as "test1"."""
+    """Reads DTD: images/CLASS/*.jpg and labels/SPLIT.txt.
+
+    Args:
+        root: Folder of the dataset.
+        split: Name of a file in labels, such as "test1".
+
+    Returns:
+        The source.
+    """
     listed, folder = items.find(root, f"labels/{split}.txt"), root / "images"
     classes = sorted(path.name for path in folder.iterdir() if path.is_dir())
     rows = ((name, name.split("/")[0]) for name in items.lines(listed))
@@ -355,7 +387,15 @@ def dtd(root: pathlib.Path, split: str) -> Source:
 
 
 def flowers(root: pathlib.Path, split: str) -> Source:
-    """Reads Flowers-102: jpg/image_NNNNN.jpg, imagelabels.mat and setid.mat."""
+    """Reads Flowers-102: jpg/image_NNNNN.jpg, imagelabels.mat and setid.mat.
+
+    Args:
+        root: Folder of the dataset.
+        split: "train", "val" or "test".
+
+    Returns:
+        The source.
+    """
     import scipy.io
 
     parts = {"train": "trnid", "val": "valid", "test": "tstid"}
@@ -368,7 +408,15 @@ def flowers(root: pathlib.Path, split: str) -> Source:
 
 
 def aircraft(root: pathlib.Path, split: str) -> Source:
-    """Reads FGVC-Aircraft with its variants as classes."""
+    """Reads FGVC-Aircraft with its variants as classes.
+
+    Args:
+        root: Folder of the dataset.
+        split: "train", "val", "trainval" or "test".
+
+    Returns:
+        The source.
+    """
     data = items.find(root, "data/variants.txt", "variants.txt").parent
     listed = items.lines(items.find(data, f"images_variant_{split}.txt"))
     named = (line.strip().split(maxsplit=1) for line in listed)
@@ -501,7 +549,15 @@ def _caption(members: Members, tar: pathlib.Path) -> str:
 
 
 def wikitext(root: pathlib.Path, split: str) -> Source:
-    """Reads the paragraphs of WikiText-103 or -2 from wiki.SPLIT.raw or wiki.SPLIT.tokens."""
+    """Reads the paragraphs of WikiText-103 or -2 from wiki.SPLIT.raw or wiki.SPLIT.tokens.
+
+    Args:
+        root: Folder of the dataset.
+        split: "train", "val" or "test".
+
+    Returns:
+        The source.
+    """
     split = {"val": "valid"}.get(split, split)
     path = items.find(root, f"wiki.{split}.raw", f"wiki.{split}.tokens")
 
@@ -516,7 +572,15 @@ def wikitext(root: pathlib.Path, split: str) -> Source:
 
 
 def polyvore(root: pathlib.Path, split: str) -> Source:
-    """Reads Polyvore from parquet files with the columns image (bytes), text and item_ID."""
+    """Reads Polyvore from parquet files with the columns image (bytes), text and item_ID.
+
+    Args:
+        root: Folder of the dataset.
+        split: Not used. All readers have the same arguments.
+
+    Returns:
+        The source.
+    """
     tables = sorted([*root.glob("*.parquet"), *root.glob("data/*.parquet")])
     if not tables:
         raise checks.InputError(
