@@ -127,7 +127,7 @@ def test_diagnose_rejects_bad_options_and_writes_nothing(start, files, tmp_path)
 def test_read_encoders_compares_with_chance(score, rows, answer):
     reading = diagnose.read_encoders([score], rows)
     assert reading.answer.split(":")[0] == answer
-    assert f"{100 * score:.1f} % on {rows:,} pairs" in reading.reason
+    assert f"On {rows:,} pairs, {100 * score:.1f} %" in reading.reason
 
 
 @pytest.mark.parametrize(
