@@ -168,6 +168,7 @@ def test_docstrings_of_public_functions_have_args_and_returns():
     found = [
         f"{path.relative_to(ROOT)}: {name}: {' '.join(sorted(missing))}"
         for path in [*sorted(PACKAGE.rglob("*.py")), ROOT / "sotalign_numpy.py"]
+        if path.stem != "selfcheck"  # a command, whose functions are not called by users
         for name, function in public_functions(ast.parse(path.read_text()).body)
         if (missing := missing_sections(function))
     ]
