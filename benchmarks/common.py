@@ -83,8 +83,8 @@ def random_problem(n: int) -> Problem:
     """Draws anisotropic Gaussian features around a common mean, independently for both sides.
 
     Embeddings of real encoders are anisotropic, too, and unpaired samples have no true partner.
-    Isotropic features in many dimensions, or noisy copies, would be too easy: their plans are flat
-    or saturated.
+    Isotropic features in many dimensions and noisy copies would be too easy, because their plans
+    are flat or saturated.
     """
     rng = np.random.default_rng(0)
     scales = np.arange(1, 65) ** -0.5  # variances fall as 1 / i
@@ -113,7 +113,7 @@ def photos_problem(n: int, n_pairs: int = 1000) -> Problem:
     rows = photos.dataset("coco", n_pairs=n_pairs, test=False)
     if n > min(len(rows.pool_x), len(rows.pool_y)):
         raise checks.InputError(
-            f"n: is {n} but there are {len(rows.pool_x)} unpaired photographs; use --data=random"
+            f"n is {n} but there are {len(rows.pool_x)} unpaired photographs; use --data=random"
         )
     teacher = teachers.cca(rows.pairs_x, rows.pairs_y)
     options: Any = {"dim": 128, "steps": 60, "learning_rate": 1e-3}
@@ -162,7 +162,12 @@ def marginal_error(k: Array, u: Array, v: Array, epsilon: float) -> float:
 
 
 def relative(x: Any, reference: Any) -> float:
-    """Returns ||x - reference|| / ||reference|| over all leaves, or infinity if not finite."""
+    """Returns ||x - reference|| / ||reference|| over all leaves, or infinity if not finite.
+
+    Args:
+        x: Pytree of arrays.
+        reference: Pytree of the same structure.
+    """
     flat, target = (
         np.concatenate([np.ravel(np.asarray(leaf, np.float64)) for leaf in jax.tree.leaves(tree)])
         for tree in (x, reference)
@@ -280,7 +285,12 @@ def report(title: str, table: tables.Table, stem: pathlib.Path | str) -> None:
 
 @contextlib.contextmanager
 def figure(stem: pathlib.Path, columns: int = 1) -> Iterator[Any]:
-    """Yields a row of axes to draw on, and writes the figure to `stem`.png."""
+    """Yields a row of axes to draw on, and writes the figure as PNG.
+
+    Args:
+        stem: Path of the figure without its suffix.
+        columns: Number of axes.
+    """
     made, axes = tables.pyplot().subplots(
         1, columns, figsize=(4.8 * columns, 3.6), layout="constrained", squeeze=False
     )

@@ -59,7 +59,9 @@ def describe(name: str, count: int = 1) -> tuple[list[Any], device.Profile]:
     gpu = name in GPUS
     if importlib.util.find_spec("jax_cuda12_plugin" if gpu else "libtpu") is None:
         command = f'pip install "jax[{"cuda12" if gpu else "tpu"}]=={jax.__version__}"'
-        raise checks.InputError(f"targets: the compiler for {name} is not installed; run {command}")
+        raise checks.InputError(
+            f"targets has {name} but its compiler is not installed; run {command}"
+        )
     if gpu:
         file = pathlib.Path(__file__).parent / "targets" / f"{name}.txtpb"
         text, shape = file.read_text(encoding="utf-8"), f"1x1x{count}"
@@ -119,7 +121,12 @@ def lower_klot(w: Workload, where: Any, dtype: Any = jnp.float32) -> jax.stages.
 
 
 def lower_step(w: Workload, where: Sequence[Any]) -> jax.stages.Lowered:
-    """Lowers the step that `training.fit` runs, for one device or for several."""
+    """Lowers the step that `training.fit` runs.
+
+    Args:
+        w: Shapes.
+        where: One device, or several that share the step.
+    """
     method = methods.SOTAlign()
     config = training.TrainConfig(pair_batch=w.pairs, unpaired_batch=w.unpaired)
     build = functools.partial(heads.build_heads, w.width_x, w.width_y, w.dim)
@@ -152,7 +159,12 @@ def lower_step(w: Workload, where: Sequence[Any]) -> jax.stages.Lowered:
 
 
 def compile_for(profile: device.Profile, lower: Callable[[], jax.stages.Lowered]) -> list[Any]:
-    """Returns MiB of temporaries, MiB in all, seconds to compile, and "yes" or the error."""
+    """Returns MiB of temporaries, MiB in all, seconds to compile, and "yes" or the error.
+
+    Args:
+        profile: Profile of the device to compile for.
+        lower: Function that lowers the program.
+    """
     jax.clear_caches()  # traces depend on the profile, which is not part of their key
     start = time.perf_counter()
     try:
@@ -199,7 +211,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     sizes = {"n": [1024, 4099, 22_768], "pairs": 10_000, "unpaired": 22_768}
     args = common.options(__doc__, argv, targets=["all"], step=False, devices=1, **sizes)
     checks.whole(1, devices=args.devices, unpaired=args.unpaired, pairs=args.pairs)
-    jax.config.update("jax_platforms", "cpu")  # the targets are described, not there
+    jax.config.update("jax_platforms", "cpu")  # the targets are described, but not present
     names = args.targets
     if names == ["all"]:
         names = STEP if args.step else [*GPUS, *TPUS]
@@ -208,8 +220,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     described = {name: describe(name, args.devices) for name in names}
     rows = [row for name in names for row in rows_of(name, described[name], w, args)]
     headers = ["target", "profile", "n", "dtype", "temporaries MiB", "total MiB", "s", "compiles"]
-    what = f"step-{args.devices}" if args.step else "klot"
-    common.report(what, tables.Table(headers, rows, digits=0), args.out / f"compile-{what}")
+    name = f"step-{args.devices}" if args.step else "klot"
+    common.report(name, tables.Table(headers, rows, digits=0), args.out / f"compile-{name}")
     failed = [row for row in rows if row[-1] != "yes"]
     if failed:
         sys.exit(f"error: {len(failed)} of {len(rows)} programs do not compile")

@@ -44,6 +44,10 @@ def judge(k: Array, plan: Plan) -> float:
     """Returns a plan's marginal error, computed in float64 from its scalings.
 
     Scalings are float32, so the error cannot be much below 1e-7 times the largest of them.
+
+    Args:
+        k: Affinities.
+        plan: The plan.
     """
     return common.marginal_error(k, plan.u, plan.v, float(plan.epsilon))
 
@@ -138,14 +142,14 @@ def compare(
         "epsilon": (f"after {PASSES} passes over K", epsilons, [(x, PASSES) for x in epsilons]),
         "passes": (f"at epsilon {EPSILON:g}", budgets, [(EPSILON, x) for x in budgets]),
     }
-    for label, (what, points, settings) in against.items():
+    for label, (held, points, settings) in against.items():
         errors = [
             [solver(k, *setting) for solver in SOLVERS.values()]
             for setting in tqdm(settings, desc=label, leave=False)
         ]
         cells = [[f"{error:.1e}" for error in row] for row in errors]
         rows = [[f"{point:g}", *row] for point, row in zip(points, cells, strict=True)]
-        title = f"Marginal error {what}, {problem.name}, n={len(k)}"
+        title = f"Marginal error {held}, {problem.name}, n={len(k)}"
         stem = out / f"convergence_{label}_{problem.name}_n{len(k)}"
         common.report(title, tables.Table([label, *SOLVERS], rows), stem)
         with common.figure(stem) as (ax,):

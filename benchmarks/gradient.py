@@ -1,4 +1,4 @@
-"""Measures time, memory and iterations of KLOT and its gradient, ours against other ways.
+"""Measures time, memory and iterations of KLOT and its gradient, ours and those of other codes.
 
     python -m benchmarks.gradient            headline: ours against the strongest uses of ott-jax
     python -m benchmarks.gradient --sweep    all arms at several epsilons, equal for both plans
@@ -202,7 +202,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     if args.quick:
         args.n, args.repeats = 96, 2
     if not args.sweep and len(args.epsilon) != 2:
-        raise checks.InputError("epsilon: pass the student's and the teacher's")
+        raise checks.InputError(
+            f"epsilon must have the student's and the teacher's value, got {len(args.epsilon)}"
+        )
     problem = common.problem(args.data, args.n, quick=args.quick)
     every = peers.ARMS if args.sweep else HEADLINE
     arms = [arm for arm in every if arm is peers.OURS or re.search(args.arms, arm.name)]

@@ -84,7 +84,7 @@ LEVELS = 2
 
 
 class Code(NamedTuple):
-    """Numbers of sweeps of a version of the library, and their cost.
+    """Numbers of sweeps of both plans, and the cost of a sweep.
 
     Attributes:
         int8: Sweeps of the teacher's plan over the int8 kernel.
@@ -103,14 +103,9 @@ class Code(NamedTuple):
     profile: device.Profile | None = None
 
 
-NEW, NEW_EXACT = Code(34, 2, 5), Code(61, 3, 8)
-"""Current code at the training tolerance of 1e-2, and at 1e-4. Sweeps are means on COCO's
-photographs (`python -m benchmarks.convergence --sweeps`). Launches were counted in the program for
-an A100."""
-_PASSES: Any = [device.THREE_PASSES] * 5
-OLD = Code(57, 4, 7, 1, 60, device.Profile("old", *_PASSES))
-"""Earlier code at 1e-4, with Pallas kernels that read the Gibbs kernel once and products in three
-passes."""
+TRAINING, EXACT = Code(34, 2, 5), Code(61, 3, 8)
+"""Sweeps at the training tolerance of 1e-2, and at 1e-4. They are means on COCO's photographs
+(`python -m benchmarks.convergence --sweeps`). Launches were counted in the program for an A100."""
 PUBLISHED, PUBLISHED_EXACT = 100 + 100, 610 + 20
 """Log-sum-exp iterations of both plans: 200 as published, which leave the teacher at an error of
 1e-2, and 630 for 1e-4 (`python -m benchmarks.gradient --n 2048 --tolerance 1e-4`, ott-jax without
@@ -140,7 +135,12 @@ class Part(NamedTuple):
 
 
 def beside_klot(w: Workload, count: int) -> list[Part]:
-    """Returns the parts of the step without KLOT, on one of `count` devices."""
+    """Returns the parts of the step without KLOT, on one device.
+
+    Args:
+        w: Shapes.
+        count: Number of devices that share the step.
+    """
     n, p, d, e, widths = w.unpaired / count, w.pairs / count, w.dim, w.teacher_dim, w.widths
     x, f, slabs, logits = (n + p) * widths, (n + p) * 2 * d, math.ceil(p / 1024), p * w.pairs
     # A single device keeps the pools and the teacher's features of y. Several devices receive the
@@ -237,7 +237,9 @@ def ours(w: Workload, target: Device, code: Code, count: int = 1) -> list[Part]:
     storage = blocks.storage(math.ceil(n), m, "float32", device.profile(target))
     stored, rows = storage.block_size is None, storage.block_size or blocks.BUILD_ROWS
     if not storage.int8:
-        raise checks.InputError(f"unpaired: is {m}; pass a number whose int8 kernel pays and fits")
+        raise checks.InputError(
+            f"unpaired is {m}, for which no int8 kernel is used; pass another number"
+        )
     # Without a stored float32 kernel, each level builds the int8 kernel again, and float32 sweeps
     # and the gradient compute its rows again.
     teacher = 1 + (not storage.both) + (0 if stored else LEVELS + code.exact)
@@ -275,14 +277,14 @@ def published(w: Workload, iterations: int) -> list[Part]:
 
 
 def predict(
-    parts: Sequence[Part], target: Device, code: Code = NEW, count: int = 1
+    parts: Sequence[Part], target: Device, code: Code = TRAINING, count: int = 1
 ) -> tuple[float, float, float]:
     """Predicts the milliseconds of parts.
 
     Args:
         parts: Parts of a step.
         target: The device.
-        code: Version of the library, whose profile is used.
+        code: Numbers of sweeps, whose profile is used if there is one.
         count: Number of devices that share the step.
 
     Returns:
@@ -302,27 +304,33 @@ def predict(
 
 
 def step_row(name: str, w: Workload) -> list[Any]:
-    """Compares our step with the earlier code, which needs bfloat16, and the published loss."""
+    """Returns the table row that compares our step with the published loss.
+
+    Args:
+        name: Name of the device.
+        w: Shapes.
+    """
     target = DEVICES[name]
-    new, exact, old = (predict(ours(w, target, x), target, x) for x in (NEW, NEW_EXACT, OLD))
+    trained, exact = (predict(ours(w, target, code), target, code) for code in (TRAINING, EXACT))
     theirs = [sum(predict(published(w, i), target)) for i in (PUBLISHED, PUBLISHED_EXACT)]
-    before: list[Any] = [sum(old), old[1]]
-    others: list[Any] = [*theirs, theirs[0] / sum(new), theirs[1] / sum(exact)]
-    # Columns without a number: the device lacks memory for the published loss, or bfloat16.
-    if large := 16 * w.unpaired**2 > target.gib * 2**30:  # four matrices of the published loss
+    others: list[Any] = [*theirs, theirs[0] / sum(trained), theirs[1] / sum(exact)]
+    if 16 * w.unpaired**2 > target.gib * 2**30:  # four matrices of the published loss do not fit
         others = [None] * 4
-    if large or not target.bf16:
-        before = [None] * 2
     sent = 2 * w.unpaired * w.widths / (1e6 * target.host)
-    return [name, sum(new), new[1], sum(exact), *before, *others, sent]
+    return [name, sum(trained), trained[1], sum(exact), *others, sent]
 
 
 def part_rows(name: str, w: Workload) -> list[list[Any]]:
-    """Returns a table row per part of a step at the training tolerance."""
+    """Returns a table row per part of a step at the training tolerance.
+
+    Args:
+        name: Name of the device.
+        w: Shapes.
+    """
     target = DEVICES[name]
     rows: list[list[Any]] = [
         [x.name, x.bytes / 1e9, x.flops / 1e12, round(x.launches), sum(predict([x], target))]
-        for x in ours(w, target, NEW)
+        for x in ours(w, target, TRAINING)
     ]
     rows.append(["the step", *(sum(row[i] for row in rows) for i in range(1, 5))])
     return [[name, *row] for row in rows]
@@ -337,17 +345,17 @@ def device_rows(name: str, w: Workload, counts: Sequence[int]) -> list[list[Any]
         counts: Numbers of devices.
     """
     target = DEVICES[name]
-    found = [predict(ours(w, target, NEW, x), target, NEW, x) for x in (1, *counts)]
+    found = [predict(ours(w, target, TRAINING, x), target, TRAINING, x) for x in (1, *counts)]
     one = sum(found[0])
     rows = zip((1, *counts), found, strict=True)
     return [[name, x, sum(ms), ms[2], sum(ms) / one, one / sum(ms)] for x, ms in rows]
 
 
 COLUMNS = {
-    "step": "target|new, 1e-2|of it launches|new, 1e-4|old, 1e-4|of it launches |published|"
-    "published, 1e-4|ratio|ratio, 1e-4|rows from the host",
+    "step": "target|ours, 1e-2|launches|ours, 1e-4|published|published, 1e-4|ratio|ratio, 1e-4|"
+    "host to device",
     "parts": "target|part|GB|TFLOP|launches|ms",
-    "devices": "target|devices|ms|of it exchanges|of one device|speed-up",
+    "devices": "target|devices|ms|communication|relative|speed-up",
 }
 """Headers of the tables. All times are in milliseconds."""
 

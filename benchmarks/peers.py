@@ -168,7 +168,12 @@ def unrolled(
 
 
 def through_plan(target: Target, *, solve: Callable[..., Scaling]) -> Callable[..., Any]:
-    """Returns KL(P* || P), whose gradient goes through the solver of the student's plan."""
+    """Returns KL(P* || P), whose gradient goes through the solver of the student's plan.
+
+    Args:
+        target: Goal of the arm.
+        solve: Solver, called with affinities, epsilon, tolerance and number of iterations.
+    """
     epsilon, epsilon_star, tolerance, most, most_star = target
 
     def loss(k: Array, k_star: Array) -> Any:
@@ -208,6 +213,10 @@ def ott_danskin(target: Target, **options: Any) -> Callable[..., Any]:
     """Returns -(<P*, K> + W_eps(K)) / eps with ott-jax, which is KLOT up to a constant.
 
     By Danskin's theorem its gradient needs no derivative of the solver.
+
+    Args:
+        target: Goal of the arm.
+        **options: Options of `ott.solvers.linear.solve`.
     """
     epsilon, epsilon_star, tolerance, most, most_star = target
 

@@ -16,7 +16,7 @@ class CentredInfoNCE(methods.Objective):
     """Trains on InfoNCE of the pairs, and pulls the means of the unpaired features together.
 
     Attributes:
-        weight: weight of the squared distance between the two means.
+        weight: Weight of the squared distance between the two means.
     """
 
     weight: float = 1.0

@@ -1,11 +1,11 @@
 #!/usr/bin/env bash
-# From a folder of pictures, and a CSV with captions for some of them, to a search page:
+# Turns a folder of pictures, and a CSV file with captions for some of them, into a search page:
 #
 #     bash examples/picture_folder.sh PICTURES captions.csv "a red car" runs/pictures
 #
-# The CSV has the columns file (a path below PICTURES) and caption. Arguments after the fourth go to
-# experiments.main, such as --config.train.steps=500. Running the command again resumes it.
-# Needs pip install -e '.[experiments,extract]'.
+# The CSV file has the columns file (a path below PICTURES) and caption. Arguments after the fourth are
+# passed to experiments.main, such as --config.train.steps=500. Running the command again resumes it.
+# It needs pip install -e '.[experiments,extract]'.
 set -euo pipefail
 if [ $# -lt 3 ]; then
     echo "usage: bash $0 PICTURES CAPTIONS.csv QUERY [OUT] [OPTION...]" >&2
@@ -18,20 +18,20 @@ mkdir -p "${4:-runs/pictures}"
 pictures=$(realpath "$1") captions=$(realpath "$2") query=$3 out=$(realpath "${4:-runs/pictures}")
 cd "$(dirname "$0")/.."
 
-# Embed the captions, which takes little and finds wrong paths, and then all pictures.
+# Embed the captions first, because this is fast and finds wrong paths. Then embed all pictures.
 python -m experiments.extract --encoder=all-minilm-l6-v2 --data=folder --root="$pictures" \
     --captions="$captions" --workdir="$out/all-minilm-l6-v2"
 python -m experiments.extract --encoder=efficientnet-lite2 --data=folder --root="$pictures" \
     --workdir="$out/efficientnet-lite2"
 
-# Pair them; pictures without a caption become the unpaired rows of training.
+# Pair the rows. Pictures without a caption become unpaired rows.
 python -m experiments.pair --x="$out/efficientnet-lite2" --y="$out/all-minilm-l6-v2" --workdir="$out/files"
 
-# Train CCA, SAIL, SOTAlign and align on the pairs: $out/run/report.html shows the results.
+# Train CCA, SAIL, SOTAlign and align, and write $out/run/report.html.
 python -m experiments.main --config=experiments/configs/files.py:from="$out/files" --workdir="$out/run" "${@:5}"
 
-# Search all pictures, whose embeddings are there already.
+# Search all pictures with their stored embeddings.
 python -m experiments.search --model="$out/run/align-seed0" --query="$query" --images="$pictures" \
     --index="$out/efficientnet-lite2" --page="$out/found.html"
 
-# The live page has the same flags: python -m experiments.serve, see docs/search.md.
+# `python -m experiments.serve` serves a live page with the same flags, see docs/search.md.

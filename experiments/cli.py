@@ -114,13 +114,15 @@ def _explain(error: BaseException) -> str:
     while cause is not None:
         for frame in traceback.extract_tb(cause.__traceback__):
             if frame.name == "get_config":
-                where = f"config: {frame.filename}, line {frame.lineno}, `{frame.line}`: "
+                where = (
+                    f"config file {frame.filename} fails in line {frame.lineno}, `{frame.line}`: "
+                )
                 own = isinstance(cause, checks.InputError)
                 return str(cause) if own else f"{where}{_last_line(cause)}"
         cause = cause.__context__
     told = _last_line(error)
     if unreadable := re.search(r"\[Errno \d+\] (.+): '(.+)'$", told):
-        return f"config: {unreadable[2]} cannot be read ({unreadable[1]}); check --config"
+        return f"config file {unreadable[2]} cannot be read ({unreadable[1]}); check --config"
     return told
 
 

@@ -45,7 +45,7 @@ PLACEMENT = ("mesh", "on_device")
 """Settings that place a run on devices. They may change when a run is resumed."""
 SMOKE = {"train.steps": 4, "train.eval_every": 2, "train.unpaired_batch": 64}
 SMOKE |= {"sue.epochs": 1, "sue.mmd_epochs": 1}
-"""Settings of the switch `smoke`."""
+"""Changes that the switch `smoke` makes."""
 
 
 def default() -> ConfigDict:
@@ -118,21 +118,21 @@ def runs(config: ConfigDict) -> dict[str, FrozenConfigDict]:
     shared = _flat(full)
     seeds = shared["seeds"] if shared.get("seed") is None else (shared["seed"],)
     if not seeds or len(set(seeds)) < len(seeds):
-        raise checks.InputError(f"seeds: must be distinct and at least one, got {seeds!r}")
+        raise checks.InputError(f"seeds must be one or more distinct numbers, got {seeds!r}")
     # Check the shared settings first, so that their errors do not name a run.
     for seed in seeds:
         _checked({**shared, "seed": _typed("seeds", seed, int)})
     found = {}
     for label, changes in (shared["runs"] or {shared["method"]: {}}).items():
         if not re.fullmatch(r"\w[\w .,()'+=*-]*", str(label)):
-            text = f"runs: {label!r} names a folder; use letters, digits, -, _, ()"
-            raise checks.InputError(text)
+            text = f"runs has the label {label!r}, which cannot name a folder"
+            raise checks.InputError(f"{text}; use letters, digits, -, _, ()")
         with checks.naming(f"runs[{label!r}]: "):
             if not isinstance(changes, dict | ConfigDict):
                 example = {"method": "sail", "train.steps": 9}
-                raise checks.InputError(f"must be a dict such as {example}, got {changes!r}")
+                raise checks.InputError(f"run must be a dict such as {example}, got {changes!r}")
             if own := [name for name in ("seed", "seeds", "runs") if name in changes]:
-                raise checks.InputError(f"cannot change {own[0]!r}; set config.{own[0]}")
+                raise checks.InputError(f"run must not set {own[0]!r}; set config.{own[0]}")
             for seed in seeds:
                 found[f"{label}-seed{seed}"] = _checked({**shared, **_flat(changes), "seed": seed})
     return found
@@ -159,7 +159,7 @@ def update(config: ConfigDict, changes: Mapping[str, Any]) -> None:
             remedy = f"did you mean {close[0]!r}?" if close else f"choose from {known}"
             raise checks.InputError(f"unknown setting {key!r}; {remedy}")
         if isinstance(section[name], ConfigDict):
-            raise checks.InputError(f"{key}: is a section; set its entries, as {key}.NAME = ...")
+            raise checks.InputError(f"{key} is a section; set its entries, such as {key}.NAME")
         # Plain access returns the value of a reference. None is allowed for references only.
         stored = dict(section.items(preserve_field_references=True))[name]
         if value is not None or not isinstance(stored, FieldReference):
@@ -177,7 +177,7 @@ def _typed(key: str, value: Any, kind: type) -> Any:
         return value.to_dict()
     # In Python a bool is an int, but --config.train.steps=True is a mistake.
     if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
-        raise checks.InputError(f"{key}: must be {kind.__name__}, got {value!r}")
+        raise checks.InputError(f"{key} must be {kind.__name__}, got {value!r}")
     return value
 
 
@@ -207,15 +207,15 @@ def _checked(changes: Mapping[str, Any]) -> FrozenConfigDict:
     checks.at_least(0, **{"teacher.ridge": config.teacher.ridge})
     for key, most in {"seed": 2**32 - 1, "data.pool_noise": 1, "teacher.noise": 1}.items():
         if not 0 <= flat[key] <= most:
-            raise checks.InputError(f"{key}: must be in 0..{most}, got {flat[key]}")
+            raise checks.InputError(f"{key} must be in 0..{most}, got {flat[key]}")
     own = [f"data.files.{name}" for name in FILES]
     misplaced = [f"data.{name}" for name in PHOTOS] if source == "files" else own
     if given := [key for key in misplaced if flat[key]]:
         other = photos.CAPTIONED[0] if source == "files" else "files"
         remedy = f"leave it out, or pass --config.data.name={other}"
-        raise checks.InputError(f"{given[0]}: is set but data.name is {source!r}; {remedy}")
+        raise checks.InputError(f"{given[0]} is set but data.name is {source!r}; {remedy}")
     if config.heads.init == "teacher" and kind not in (None, "linear"):
-        text = f"heads.init: a linear teacher cannot start heads of kind {kind!r}"
+        text = f"heads.init is 'teacher' but heads.kind is {kind!r}, not linear"
         raise checks.InputError(f"{text}; choose init 'random' or kind 'linear'")
     train(config)  # both raise if an option is out of range
     method(config)
@@ -322,7 +322,7 @@ def switched(config: ConfigDict, arg: str) -> ConfigDict:
             }
         else:
             known = "smoke, seeds=N, pairs=N+M, from=FOLDER"
-            raise checks.InputError(f"config: unknown switch {word!r}; choose from {known}")
+            raise checks.InputError(f"config has an unknown switch {word!r}; choose from {known}")
     return config
 
 
@@ -334,12 +334,14 @@ def _read_from(config: ConfigDict, folder: pathlib.Path) -> None:
         known = path.stem in found and path.suffix.lower() in files.READERS
         found[path.stem].append(path) if known else others.append(path.name)
     if missing := [name for name in ("x", "y") if not found[name]]:
-        text = f"config: from={folder} must hold x and y, such as x.npy, and has no {missing[0]}"
+        text = (
+            f"config switch from={folder} needs files x and y, such as x.npy, got no {missing[0]}"
+        )
         has = ", ".join(others[:10]) or "no files"
-        raise checks.InputError(f"{text}; it holds {has}")
+        raise checks.InputError(f"{text}; the folder holds {has}")
     if several := [paths for paths in found.values() if len(paths) > 1]:
         names = " and ".join(path.name for path in several[0])
-        raise checks.InputError(f"config: from={folder} holds {names}; remove all but one")
+        raise checks.InputError(f"config switch from={folder} found {names}; remove all but one")
     config.data.name = "files"
     for name, paths in found.items():
         config.data.files[name] = str(paths[0]) if paths else None
@@ -350,8 +352,8 @@ def _read_from(config: ConfigDict, folder: pathlib.Path) -> None:
     held -= rows
     if found["unpaired_x"] or found["unpaired_y"] or rows < config.data.n_pairs:
         config.data.n_pairs = rows
-        aside = f" without {held} that are held out" if held else ""
-        print(f"from={folder}: all {rows:,} rows of x and y{aside} are pairs", file=sys.stderr)
+        aside = f"; {held:,} other rows are held out" if held else ""
+        print(f"{folder}: all {rows:,} rows of x and y are pairs{aside}", file=sys.stderr)
 
 
 class DictParser(flags.ArgumentParser):
@@ -366,28 +368,31 @@ class DictParser(flags.ArgumentParser):
 
 config_flags.register_flag_parser_for_type(dict, DictParser())
 _CONFIG = config_flags.DEFINE_config_file(
-    "config", None, "Config file, FILE.py[:SWITCH,...]. It is executed: use only files you trust."
+    "config",
+    None,
+    "Config file, FILE.py[:SWITCH,...]. It is executed, so use only files you trust.",
 )
 
 
 def from_flags() -> ConfigDict:
     """Returns the config of --config with the changes on the command line."""
     if not flags.FLAGS["config"].present:
-        raise checks.InputError("config: is not set; pass --config=experiments/configs/...")
+        raise checks.InputError("config is not set; pass --config=experiments/configs/...")
     full = default()  # a config file may return its own ConfigDict with some settings only
     try:
         update(full, _flat(_CONFIG.value))
     except AttributeError as error:
-        text = f"config: get_config returned {type(_CONFIG.value).__name__}; return a ConfigDict"
-        raise checks.InputError(text) from error
+        text = f"get_config must return a ConfigDict, got {type(_CONFIG.value).__name__}"
+        raise checks.InputError(f"{text}; change the config file") from error
     except OSError as error:  # ml_collections reports an unreadable file only here
-        raise checks.InputError(f"config: {str(error).splitlines()[-1].strip()}") from error
+        text = str(error).splitlines()[-1].strip()
+        raise checks.InputError(f"config file cannot be read ({text}); check --config") from error
     listed = [one for one in full.runs.values() if isinstance(one, dict | ConfigDict)]
     own = [_flat(changes) for changes in listed]
     # A setting that every run overrides would be ignored on the command line: refuse it.
     for key, value in config_flags.get_override_values(flags.FLAGS["config"]).items():
         if own and all(key in changes for changes in own):
-            text = f"{key}: is set to {value!r} but every run of this config has its own"
+            text = f"{key} is set to {value!r} but every run of this config sets its own value"
             example = {"LABEL": {key: value}}
             remedy = f'leave it out, or list runs: --config.runs="{example}"'
             raise checks.InputError(f"{text}; {remedy}")

@@ -1,4 +1,4 @@
-r"""Checks before training if two encoders are worth aligning, with which pools and epsilons.
+r"""Measures before training whether two encoders, their pools and the epsilons are suitable.
 
     python -m experiments.diagnose --config=experiments/configs/files.py:from=FOLDER \
         --workdir=runs/before
@@ -42,8 +42,9 @@ PAPER = {
     if row.endswith("/SOTAlign")
 }
 """Mutual k-NN of the encoder pairs in the paper, in percent."""
-NO_POOL = """NOT MEASURED: pools need unpaired rows, and transport plans those of both sides; keep
-fewer pairs than there are rows (data.n_pairs), or pass files of unpaired rows."""
+NO_POOL = """NOT MEASURED: the distance of a pool needs unpaired rows, and transport plans need
+unpaired rows of both sides; keep fewer pairs than there are rows (data.n_pairs), or pass files of
+unpaired rows."""
 
 
 def measure(
@@ -134,11 +135,11 @@ def read_encoders(scores: Sequence[float], rows: int) -> Reading:
     # A random matching has a standard deviation of about 1.4 / rows, so 5 / rows is over three.
     unclear = score - chance < 5 / rows
     if unclear and 5 / rows > bar / 2:
-        answer = f"CANNOT TELL: chance varies too much on {rows} pairs; pass 100 or more"
+        answer = f"CANNOT TELL: {rows} pairs are too few to exclude chance; pass 100 or more"
     elif unclear:
         answer = (
-            "NO: no better than chance; check that row i of x matches row i of y, and if it does, "
-            "these encoders have too little in common"
+            "NO: no better than chance; check that row i of x matches row i of y, or use other "
+            "encoders"
         )
     elif above >= bar:
         answer = "YES: as alike as the encoder pairs that the paper aligns"
@@ -147,13 +148,14 @@ def read_encoders(scores: Sequence[float], rows: int) -> Reading:
     else:
         answer = "DOUBTFUL: above chance, but far less alike than the paper's encoder pairs"
     reason = (
-        f"The {NEIGHBOURS} nearest neighbours of a sample agree to {100 * score:.1f} % "
-        f"on {rows:,} pairs, {100 * chance:.1f} % by chance. The paper's six encoder "
-        f"pairs score {lowest} to {highest} % on {KNN_ROWS:,}, and its MeanR@1 after alignment "
-        "follows the score (r = 0.82; 0.95 with weaker encoders). The score grows when rows are "
-        f"few, so the part above chance is compared: {100 * above:.1f} % here, {100 * bar:.1f} % "
-        "for the paper's lowest. Rules of thumb: below half of the lowest is doubtful, and within "
-        "5/rows of chance is no better than chance (a random matching varies by 1.4/rows)."
+        f"On {rows:,} pairs, {100 * score:.1f} % of the {NEIGHBOURS} nearest neighbours of a "
+        f"sample are the same in both encoders, and {100 * chance:.1f} % by chance. The paper's "
+        f"six encoder pairs score {lowest} to {highest} % on {KNN_ROWS:,} pairs, and the MeanR@1 "
+        "after alignment is correlated with the score (r = 0.82, or 0.95 with weaker encoders). "
+        "The score grows if there are few rows, so the part above chance is compared: "
+        f"{100 * above:.1f} % here and {100 * bar:.1f} % for the lowest of the paper. As a rule "
+        "of thumb, less than half of the lowest is doubtful, and less than 5/rows above chance "
+        "is no better than chance (a random matching varies by 1.4/rows)."
     )
     lines: list[list[Any]] = [
         ["this pair", rows, Mean([100 * score for score in scores])],
@@ -182,13 +184,14 @@ def read_pool(shifts: Mapping[str, diagnostics.Shift]) -> Reading:
     question = "Are the unpaired rows too far from the pairs?"
     answer = "; ".join(f"{side} is {_place(shift)}" for side, shift in shifts.items())
     reason = (
-        "The spherical sliced Wasserstein distance of the pool from the pairs is placed between "
-        "two marks: two halves of the pairs (sampling noise) and random directions (nothing in "
-        f"common). Below {100 * NEAR:.0f} % of the way is near, from {100 * FAR:.0f} % on as far "
-        "as random; the farther side counts. On twelve pools for 1,000 pairs of COCO (entry V3 of "
-        "docs/results/RESULTS.md) SOTAlign was above training on the pairs alone with all that "
-        "were near, with some that were far, and hardly (0.1) when as far as random. When far, "
-        "lower alpha and compare with the pairs alone; when as far as random, leave the rows out."
+        "The spherical sliced Wasserstein distance between the pool and the pairs is compared "
+        "with two other distances: between two halves of the pairs (sampling noise), and between "
+        f"the pairs and random directions. Less than {100 * NEAR:.0f} % of the way to random "
+        f"directions is near, and {100 * FAR:.0f} % or more is as far as random. The farther side "
+        "counts. Entry V3 of docs/results/RESULTS.md measures twelve pools for 1,000 pairs of "
+        "COCO: SOTAlign was better than training on the pairs alone with all near pools, with "
+        "some far pools, and hardly (0.1) with pools as far as random. If a pool is far, lower "
+        "alpha and compare with the pairs alone. If it is as far as random, leave it out."
     )
     headers = ["side", "rows", "two halves", "pool", "random", "share"]
     lines: list[list[Any]] = [
@@ -222,16 +225,16 @@ def read_plans(
         answer = "NO: " + ", ".join(f"not at {p.epsilon:g} (error {p.error:.1e})" for p in failed)
     smallest = diagnostics.smallest_epsilon(plans)
     answer += (
-        f"; down to epsilon* = {smallest:g} within {BUDGET}"
+        f"; the smallest epsilon that converges within {BUDGET} iterations is {smallest:g}"
         if smallest is not None
-        else f"; no epsilon tried does within {BUDGET} iterations, so allow more"
+        else f"; no epsilon converges within {BUDGET} iterations, so raise max_iterations"
     )
     reason = (
         f"Plans are solved as in training, to a marginal error of {TOLERANCE:g}, on the CCA "
-        f"teacher's affinity of {batch:,} unpaired rows a side. A smaller epsilon* is not "
-        f"better in itself: at {teacher.epsilon:g} the mass of a row spreads over about "
-        f"{teacher.partners:.1f} partners. Near 1 every mistake of the teacher is copied, near all "
-        "of them the plan says nothing; which is best, only validation tells."
+        f"teacher's affinity of {batch:,} unpaired rows per side. A smaller epsilon* is not always "
+        f"better. At {teacher.epsilon:g} the mass of a row spreads over about "
+        f"{teacher.partners:.1f} partners. With one partner, the plan copies every mistake of the "
+        "teacher. With all partners, it carries no information. Choose epsilon* on validation."
     )
     chosen = {student.epsilon: "student", teacher.epsilon: "teacher"}
     headers = ["epsilon", "chosen for", "converged", "iterations", "error", "partners"]
@@ -252,7 +255,7 @@ def main() -> None:
     options = {name: config.sotalign[name] for name in ("epsilon", "epsilon_star")}
     checks.positive(**options)
     options |= QUICK if _QUICK.value else THOROUGH
-    # The first run may change the data, such as n_pairs. The rest of it is irrelevant here.
+    # The first run may change the data, such as n_pairs. Its other settings are not used here.
     changes: dict[str, Any] = next(iter(config.runs.values()), {})
     config.runs = {"first": {**changes, "method": "cca", "data.test": False}}
     one = next(iter(config_lib.runs(config).values()))

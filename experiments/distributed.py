@@ -1,4 +1,4 @@
-"""Runs on several hosts. Each host starts the same command with its own --process_id.
+"""Support for runs on several hosts, which start the same command with their own --process_id.
 
 All processes compute and save checkpoints together. Only the first process prints and writes other
 files. If a process is lost, JAX's runtime ends the others. Starting all of them again with the same
@@ -25,7 +25,7 @@ _COORDINATOR = flags.DEFINE_string(
 _COUNT = flags.DEFINE_integer("num_processes", None, "Number of processes.", 1)
 _INDEX = flags.DEFINE_integer("process_id", None, "Number of this process, from 0.", 0)
 _PATIENCE = flags.DEFINE_integer(
-    "patience", 100, "Seconds without a heartbeat until a process counts as lost.", 5
+    "patience", 100, "Seconds without a heartbeat after which a process counts as lost.", 5
 )
 
 
@@ -43,11 +43,11 @@ def initialize() -> None:
     if address != "auto":
         if missing:
             remedy = "pass --coordinator, --num_processes and --process_id together"
-            raise checks.InputError(f"{missing[0]}: not set; {remedy}, or --coordinator=auto")
+            raise checks.InputError(f"{missing[0]} is not set; {remedy}, or --coordinator=auto")
         if ":" not in address:
-            raise checks.InputError(f"coordinator: must be HOST:PORT or auto, got {address!r}")
+            raise checks.InputError(f"coordinator must be HOST:PORT or auto, got {address!r}")
         if index >= count:
-            raise checks.InputError(f"process_id: must be in 0..{count - 1}, got {index}")
+            raise checks.InputError(f"process_id must be in 0..{count - 1}, got {index}")
     # JAX's preemption service would replace the SIGTERM handler of `cli`.
     jax.config.update("jax_enable_preemption_service", False)
     try:
@@ -61,7 +61,7 @@ def initialize() -> None:
             shutdown_timeout_seconds=_PATIENCE.value,
         )
     except (RuntimeError, ValueError) as error:
-        text = f"coordinator: cannot join {address} ({checks.first_line(error)})"
+        text = f"coordinator {address} cannot be reached ({checks.first_line(error)})"
         remedy = "start every process with the address of the first one, or raise --patience"
         raise checks.InputError(f"{text}; {remedy}") from error
     # The first collective connects the devices and times out if a process is late. At this point

@@ -16,7 +16,9 @@ from absl import flags
 from experiments import cli, distributed, report, run
 from experiments import config as config_lib
 
-_DRY_RUN = flags.DEFINE_bool("dry_run", False, "Print the runs and the shapes of their data.")
+_DRY_RUN = flags.DEFINE_bool(
+    "dry_run", False, "Print the runs and the shapes of their data, and train nothing."
+)
 flags.declare_key_flag("config")
 flags.declare_key_flag("workdir")
 flags.adopt_module_key_flags(distributed)  # lists its flags in --help of this command

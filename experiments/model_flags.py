@@ -12,19 +12,23 @@ from sotalign_jax import checks
 _MODEL = path_flag("model", None, "Folder of a finished run or saved aligner.")
 IMAGES = path_flag("images", None, "Folder of pictures to search.")
 _INDEX = path_flag(
-    "index", None, "Extraction of the items, or folder to store embeddings in; MODEL/search."
+    "index",
+    None,
+    "Extraction of the items, or folder to store embeddings in. The default is MODEL/search.",
 )
 TOP = flags.DEFINE_integer("top", 10, "Number of results.", 1)
 CALIBRATED = flags.DEFINE_bool("calibrated", False, "Correct scores for hubness.")
 _ENCODERS = [
-    flags.DEFINE_string(f"{side}_{what}", None, text)
+    flags.DEFINE_string(f"{side}_{name}", None, text)
     for side in "xy"
-    for what, text in (
-        ("encoder", f"Encoder of side {side}; by default the one trained with."),
+    for name, text in (
+        ("encoder", f"Encoder of side {side}. The default is the one used in training."),
         ("weights", "Folder with a copy of its repository."),
     )
 ]
-_DEVICE = flags.DEFINE_string("device", None, "cpu, cuda, ...; the fastest by default.")
+_DEVICE = flags.DEFINE_string(
+    "device", None, "Torch device, such as cpu or cuda. The default is the fastest."
+)
 _TRUST = flags.DEFINE_bool("trust_remote_code", False, "Run code that comes with the weights.")
 _SHARED = [_MODEL, IMAGES, _INDEX, TOP, CALIBRATED, *_ENCODERS, _DEVICE, _TRUST]
 flags.disclaim_key_flags()  # commands that use these flags list them with `declare`

@@ -21,13 +21,17 @@ from sotalign_jax import checks, data, files
 _X = path_flag("x", None, "Extraction of the pictures (or sounds).", required=True)
 _Y = path_flag("y", None, "Extraction of the texts.", required=True)
 _PART = flags.DEFINE_enum(
-    "part", "split", extraction.PARTS, "Purpose of the files; split: train, val and test; "
-    "zero_shot: labelled pictures and class prompts.",
+    "part", "split", extraction.PARTS, "Part to write. split writes train, val and test; "
+    "zero_shot writes labelled pictures and class prompts.",
 )  # fmt: skip
 _OPTIONS = (
-    flags.DEFINE_float("val", data.VAL_AND_TEST[0], "split: fraction for validation."),
-    flags.DEFINE_float("test", data.VAL_AND_TEST[1], "split: fraction for the test."),
-    flags.DEFINE_integer("seed", 0, "split: seed of the random choice.", 0),
+    flags.DEFINE_float(
+        "val", data.VAL_AND_TEST[0], "Fraction of the pictures for validation (split only)."
+    ),
+    flags.DEFINE_float(
+        "test", data.VAL_AND_TEST[1], "Fraction of the pictures for the test (split only)."
+    ),
+    flags.DEFINE_integer("seed", 0, "Seed of the random split (split only).", 0),
 )
 flags.declare_key_flag("workdir")
 
@@ -40,13 +44,13 @@ def main() -> None:
     pairs = arrays.get("x")
     # Refuse now: training would fail with too few pairs.
     if isinstance(pairs, extraction.Taken) and len(pairs.chosen) < checks.MIN_PAIRS:
-        text = f"x and y share {len(pairs.chosen)} rows for training"
-        raise checks.InputError(f"{text} but need at least {checks.MIN_PAIRS}; add captions")
+        text = f"x and y have {len(pairs.chosen)} training pairs"
+        raise checks.InputError(f"{text} but training needs {checks.MIN_PAIRS}; add captions")
     extraction.write(out, arrays, x, y)
     for name in arrays:
         path = out / f"{name}.npy"
         print(files.describe(files.load_array(path), path))
-    print(f"\npass to experiments.main: --config=experiments/configs/files.py:from={out}")
+    print(f"\nTo train, run experiments.main with --config=experiments/configs/files.py:from={out}")
 
 
 if __name__ == "__main__":

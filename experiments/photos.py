@@ -64,10 +64,10 @@ def fingerprints(*sources: str) -> dict[str, str]:
     """Returns shortened checksums of the files that the named sources are read from.
 
     Args:
-      *sources: collections and classification sets.
+        *sources: Collections and classification sets.
 
     Returns:
-      The first 16 digits of each file's SHA-256, by file name.
+        The first 16 digits of each file's SHA-256, by file name.
 
     >>> list(fingerprints("coco"))
     ['coco.npz', 'coco_captions.txt', 'coco_unpaired_images.npz', 'efficientnet_lite2_pca512.npz']
@@ -81,18 +81,16 @@ def read(name: str) -> bytes:
     """Returns the bytes of one file of the folder.
 
     Args:
-      name: file name.
+        name: File name.
 
     Raises:
-      checks.InputError: if the file is missing or differs from its checksum.
+        InputError: The file is missing or differs from its checksum.
     """
     path = FOLDER / name
     content = path.read_bytes() if path.is_file() else None
     if content is None or hashlib.sha256(content).hexdigest() != checksums()[name]:
-        text = f"{path}: is missing or differs from its checksum in SHA256SUMS"
-        raise checks.InputError(
-            f"{text}; run from a clone, and restore it with git checkout {path}"
-        )
+        text = f"{path} is missing or differs from its checksum in SHA256SUMS"
+        raise checks.InputError(f"{text}; in a clone, restore it with git checkout {path}")
     return content
 
 
@@ -128,9 +126,9 @@ class Rows(files.MappedRows):
     """Lazy features: row i is restore(codes[rows[i]]).
 
     Args:
-      codes: stored codes, one row each.
-      rows: any index of the codes.
-      restore: function from codes to features.
+        codes: Stored codes, one row each.
+        rows: Any index of the codes.
+        restore: Function from codes to features.
     """
 
     def __init__(self, codes: np.ndarray, rows: Any, restore: Callable[[Any], np.ndarray]) -> None:
@@ -146,9 +144,9 @@ def images(source: str, rows: Any = slice(None)) -> Rows:
     """Returns lazy features of images, shape [n, 1280], or of speech, shape [n, 512].
 
     Args:
-      source: a collection, a classification set, or "coco_unpaired", COCO's images without
-        captions.
-      rows: any index of the source's rows.
+        source: A collection, a classification set, or "coco_unpaired", COCO's images without
+            captions.
+        rows: Any index of the source's rows.
     """
     checks.choice("images", source, (*GALLERIES, *ZERO_SHOT, "coco_unpaired"))
     table = _table(source)
@@ -161,9 +159,9 @@ def texts(source: str, rows: Any = slice(None), encoder: str = "MiniLM") -> Rows
     """Returns lazy features of captions or transcripts, shape [m, 384].
 
     Args:
-      source: a collection, or "flickr30k".
-      rows: any index of the source's rows.
-      encoder: one of `TEXT_ENCODERS`. All but the first have 256 features, of COCO alone.
+        source: A collection, or "flickr30k".
+        rows: Any index of the source's rows.
+        encoder: One of `TEXT_ENCODERS`. All but the first have 256 features and embed COCO only.
     """
     known = (*GALLERIES, "flickr30k") if encoder == "MiniLM" else ("coco",)
     checks.choice("texts", source, known)
@@ -199,8 +197,8 @@ def rows_of_split(name: str, split: str) -> Int[np.ndarray, " n"]:
     LibriSpeech has a test split only. Its other splits are those of Common Voice.
 
     Args:
-      name: one of `GALLERIES`.
-      split: "train", "val" or "test".
+        name: One of `GALLERIES`.
+        split: "train", "val" or "test".
     """
     checks.choice("name", name, GALLERIES)
     checks.choice("split", split, tuple(_SPLITS))
@@ -220,19 +218,19 @@ def encode_words(said: Sequence[str], encoder: str) -> Float[np.ndarray, "n 256"
     """Embeds texts as the normalized mean of their token vectors.
 
     Args:
-      said: the texts.
-      encoder: "WordLlama" uses the vectors of its package, which were trained on sentences.
-        "words" uses a random vector for every word.
+        said: The texts.
+        encoder: "WordLlama" uses the vectors of its package, which were trained on sentences.
+            "words" uses a random vector for every word.
 
     Returns:
-      Unit features.
+        Unit features.
 
     >>> same, words = encode_words(["A dog.", "a DOG"], "words")
     >>> bool((same == words).all())
     True
 
     References:
-      Miller, "WordLlama: recycled token embeddings from large language models", 2024.
+        Miller, "WordLlama: recycled token embeddings from large language models", 2024.
     """
     checks.choice("text_encoder", encoder, TEXT_ENCODERS[1:])
     if encoder == "words":
@@ -271,9 +269,9 @@ def gallery(name: str, split: str = "test", encoder: str = "MiniLM") -> data.Gal
     """Returns all images of a split with all their captions.
 
     Args:
-      name: one of `GALLERIES`.
-      split: "train", "val" or "test".
-      encoder: one of `TEXT_ENCODERS`.
+        name: One of `GALLERIES`.
+        split: "train", "val" or "test".
+        encoder: One of `TEXT_ENCODERS`.
     """
     image_rows = rows_of_split(name, split)
     text_rows = _captions_of(name, image_rows)
@@ -289,8 +287,8 @@ def zero_shot(name: str, encoder: str = "MiniLM") -> data.ZeroShot:
     Flowers-102 is near chance with these encoders.
 
     Args:
-      name: one of `ZERO_SHOT`.
-      encoder: one of `TEXT_ENCODERS`.
+        name: One of `ZERO_SHOT`.
+        encoder: One of `TEXT_ENCODERS`.
     """
     checks.choice("zero_shot", name, tuple(ZERO_SHOT))
     table = _table(name)
@@ -307,7 +305,7 @@ def test_labels(name: str = "coco") -> tuple[list[int], list[str]]:  # noqa: PT0
     """Returns the image numbers and caption texts of the test gallery.
 
     Args:
-      name: one of `LABELLED`. Photographs have COCO's numbers, utterances their row numbers.
+        name: One of `LABELLED`. Photographs have COCO's numbers, utterances their row numbers.
 
     >>> numbers, said = test_labels("librispeech")
     >>> len(numbers), len(said)
@@ -336,11 +334,11 @@ def choose(name: str, *, n_pairs: int, pool: str = "disjoint", seed: int = 0) ->
     With the same seed, a smaller number of pairs is a subset of a larger one.
 
     Args:
-      name: one of `CAPTIONED`.
-      n_pairs: number of pairs.
-      pool: "disjoint" takes one half of the other train images and the captions of the other half.
-        "random" takes all other train images and all their captions.
-      seed: seed of the draw.
+        name: One of `CAPTIONED`.
+        n_pairs: Number of pairs.
+        pool: "disjoint" takes one half of the other train images, and the captions of the other
+            half. "random" takes all other train images and all their captions.
+        seed: Seed of the draw.
     """
     rng = np.random.default_rng(seed)
     train = rng.permutation(rows_of_split(name, "train"))
@@ -376,28 +374,28 @@ def dataset(
     With the same seed, a smaller number of pairs or unpaired rows is a subset of a larger one.
 
     Args:
-      name: one of `CAPTIONED`.
-      n_pairs: number of pairs.
-      pool: "disjoint" takes unpaired images and captions from different photographs, so that the
-        pools contain no hidden pairs. COCO's unpaired images are then those without captions, and
-        its unpaired texts the captions of all train images that are not in a pair. Other
-        collections are divided (see `choose`). "random" takes both from the same photographs.
-      n_unpaired: rows of each pool, None for all.
-      seed: seed of pairs and pools.
-      unpaired_images: source of the images, one of `IMAGE_POOLS`, None for `name`.
-      unpaired_texts: source of the texts, one of `TEXT_POOLS`, None for `name`.
-      pool_noise: fraction of the pools that is replaced by random directions.
-      evaluate_on: one of `GALLERIES`, None for `name`.
-      test: False leaves the test split and the classes unread.
-      zero_shot_on: one of `ZERO_SHOT`, or None.
-      text_encoder: one of `TEXT_ENCODERS`.
+        name: One of `CAPTIONED`.
+        n_pairs: Number of pairs.
+        pool: "disjoint" takes unpaired images and captions from different photographs, so that the
+            pools contain no hidden pairs. COCO's unpaired images are then those without captions,
+            and its unpaired texts are the captions of all train images that are not in a pair.
+            Other collections are divided (see `choose`). "random" takes both from the same
+            photographs.
+        n_unpaired: Number of rows of each pool. None takes all.
+        seed: Seed of pairs and pools.
+        unpaired_images: Source of the images, one of `IMAGE_POOLS`. The default is `name`.
+        unpaired_texts: Source of the texts, one of `TEXT_POOLS`. The default is `name`.
+        pool_noise: Fraction of the pools that is replaced by random directions.
+        evaluate_on: One of `GALLERIES`. The default is `name`.
+        test: If False, the test split and the classification set are not read.
+        zero_shot_on: One of `ZERO_SHOT`, or None.
+        text_encoder: One of `TEXT_ENCODERS`.
 
     Returns:
-      The data of a run.
+        The data of a run.
 
     Raises:
-      checks.InputError: if a source is unknown, has too few rows, or has another width than the
-        pairs.
+        InputError: A source is unknown, has too few rows, or has another width than the pairs.
 
     >>> made = dataset("speech", n_pairs=1000, evaluate_on="librispeech")
     >>> made.pairs_x.shape, made.pool_x.shape, len(made.val.x), len(made.test.x)

@@ -85,7 +85,12 @@ class Table:
         return f"<div class='scroll'>{body}</div>"
 
     def save(self, stem: str | pathlib.Path, title: str = "") -> None:
-        """Writes `stem`.csv, and `stem`.md with a title above the table."""
+        """Writes the table as CSV and as Markdown.
+
+        Args:
+            stem: Path of both files without their suffix.
+            title: Title above the Markdown table.
+        """
         write(pathlib.Path(f"{stem}.md"), f"{title}\n\n{self.markdown()}\n".lstrip())
         write(pathlib.Path(f"{stem}.csv"), self.csv())
 
@@ -127,7 +132,12 @@ def _is_number(value: Any) -> bool:
 
 
 def write(path: pathlib.Path, content: str | bytes) -> None:
-    """Writes a file atomically, so that an earlier file survives a full disk."""
+    """Writes a file atomically, so that an earlier file survives a full disk.
+
+    Args:
+        path: The file. Its folder is created if it is missing.
+        content: Text or bytes.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
     with workdir_lib.replacing(path) as file:
         file.write(content.encode() if isinstance(content, str) else content)
@@ -173,12 +183,22 @@ def page(title: str, below: str, *parts: str) -> str:
 
 
 def section(title: str, *parts: str) -> str:
-    """Returns a framed section with a title."""
+    """Returns a framed section.
+
+    Args:
+        title: Title of the section, as plain text.
+        *parts: HTML of its body.
+    """
     return "\n".join([f"<section><h2>{html.escape(title)}</h2>", *parts, "</section>"])
 
 
 def details(title: str, *parts: str) -> str:
-    """Returns a section that is collapsed until the reader opens it."""
+    """Returns a section that is collapsed until the reader opens it.
+
+    Args:
+        title: Title of the section, as plain text.
+        *parts: HTML of its body.
+    """
     return "\n".join([f"<details><summary>{html.escape(title)}</summary>", *parts, "</details>"])
 
 
@@ -205,7 +225,12 @@ def image(content: bytes, alt: str, kind: str = "png") -> str:
 
 
 def thumbnail(picture: Any, alt: str) -> str:
-    """Returns an embedded thumbnail of a `PIL.Image`. Transparent pixels become white."""
+    """Returns an embedded thumbnail. Transparent pixels become white.
+
+    Args:
+        picture: A `PIL.Image.Image`.
+        alt: Alternative text.
+    """
     shown, buffer = items.on_white(picture), io.BytesIO()
     shown.thumbnail((360, 360))
     shown.save(buffer, "JPEG", quality=85)
@@ -213,13 +238,23 @@ def thumbnail(picture: Any, alt: str) -> str:
 
 
 def cards(*boxes: tuple[str, str], kind: str = "cards") -> str:
-    """Returns a grid of captioned pictures. `kind` is its CSS class."""
+    """Returns a grid of captioned pictures.
+
+    Args:
+        *boxes: HTML of the caption and of the picture of each card.
+        kind: CSS class of the grid.
+    """
     shown = (f"<figure>{one}<figcaption>{title}</figcaption></figure>" for title, one in boxes)
     return f"<div class='{kind}'>{''.join(shown)}</div>"
 
 
 def plots(drawn: Mapping[str, bytes], kind: str = "plots") -> str:
-    """Returns a grid of plots. The caption of a plot is also its alternative text."""
+    """Returns a grid of plots. The caption of a plot is also its alternative text.
+
+    Args:
+        drawn: PNG files by caption.
+        kind: CSS class of the grid.
+    """
     shown = {html.escape(caption): image(plot, caption) for caption, plot in drawn.items()}
     return cards(*shown.items(), kind=kind)
 
@@ -277,7 +312,9 @@ def conclude(configs: Configs, results: Results, workdir: pathlib.Path) -> None:
     """
     compare(configs, results, workdir)
     if failed := [f"{name}: {one['error']}" for name, one in results.items() if "error" in one]:
-        raise FloatingPointError(f"{len(failed)} of {len(results)} runs failed, first {failed[0]}")
+        raise FloatingPointError(
+            f"{len(failed)} of {len(results)} runs failed; first error: {failed[0]}"
+        )
 
 
 def compare(configs: Configs, results: Results, workdir: pathlib.Path) -> None:
@@ -329,9 +366,9 @@ def compare(configs: Configs, results: Results, workdir: pathlib.Path) -> None:
         model, calibrated = aligner.Aligner.load(folders[best]), chosen(results[best])[1]
         found = retrieved.find(model, gallery, labels, calibrated=calibrated)
         told = retrieved.summary(found, labels)
-        print(f"\nWhat {best} finds\n\n{told}")
+        print(f"\nTexts found by {best}\n\n{told}")
         print(*(f"\n{one.text(labels.given)}" for one in found[:5]), sep="\n")
-        parts.append(section(f"What {best} finds", f"<p>{told}</p>", found_cards(found)))
+        parts.append(section(f"Texts found by {best}", f"<p>{told}</p>", found_cards(found)))
     parts.append(details("Environment", pre(workdir_lib.kept_environment(workdir))))
     title = f"Results: {', '.join(row[0] for row in table.rows if row[0] != CHANCE)}"
     below = "".join(f"<p>{html.escape(note)}</p>" for note in notes) + small(str(workdir))
@@ -359,7 +396,7 @@ def advice(one: run_lib.Results, folder: pathlib.Path, nouns: tuple[str, str]) -
     score, calibrated = chosen(one)
     text = f'Use sotalign_jax.Aligner.load("{folder}")'
     text += " and search(..., calibrated=True)" if calibrated else ""
-    text += f": the best on validation (R@1 {score:.1f}"
+    text += f", the best model on validation (R@1 {score:.1f}"
     if "val/rows_x" in one:
         chance = one["val/chance/mean/R@1"]
         text += f" among {one['val/rows_x']:,} {nouns[0]}, chance {chance:.2g}"
@@ -398,7 +435,12 @@ def remarks(results: Results, table: Table) -> list[str]:
 
 
 def comparisons(results: Results, nouns: tuple[str, str]) -> list[tuple[str, str, Table]]:
-    """Returns file stem, title and table of every split that has scores."""
+    """Returns file stem, title and table of every split that has scores.
+
+    Args:
+        results: Results by run name, LABEL-seedS.
+        nouns: Plural nouns for the rows of x and of y.
+    """
     known = set(itertools.chain.from_iterable(results.values()))
     tested = [
         split
@@ -530,7 +572,12 @@ def _log_scale(ax: Any) -> None:
 
 
 def found_cards(found: Sequence[retrieved.Found], each: int = 8) -> str:
-    """Returns cards of successful queries (own text among the first ten) and of other queries."""
+    """Returns cards of successful queries (own text among the first ten) and of other queries.
+
+    Args:
+        found: Queries with the texts found.
+        each: Largest number of cards of either kind.
+    """
     parts = [small("Bold: the query's own text. Below it: the nearest texts with their scores.")]
     for title, near in (("Own text among the first 10", True), ("Own text further down", False)):
         some = [one for one in found if (one.rank <= 10) == near]

@@ -138,7 +138,15 @@ def find(
 
 
 def summary(found: Sequence[Found], labels: Labels) -> str:
-    """Summarises the ranks of the correct texts in two sentences."""
+    """Summarises the ranks of the correct texts in two sentences.
+
+    Args:
+        found: Queries with the texts found.
+        labels: Names and texts of the test rows.
+
+    Returns:
+        The sentences.
+    """
     ranks, (x, y) = [one.rank for one in found], labels.nouns
     near, chance = sum(rank <= 10 for rank in ranks), 10 * len(found) / len(labels.x)
     return (

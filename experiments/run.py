@@ -129,7 +129,7 @@ def _finished(config: Config, folder: pathlib.Path) -> Results | None:
         # carry the model to the other processes: the first one returns None in its place.
         distributed.agree(lambda: Aligner.load(folder) and None)
     except checks.InputError as error:
-        progress.say(f"{error}; training it again", show=distributed.is_first())
+        progress.say(f"{error}; training the model again", show=distributed.is_first())
         return None
     return distributed.agree(lambda: workdir_lib.read_json(ended))
 
@@ -170,7 +170,7 @@ def run(config: Config, folder: pathlib.Path, *, inner: bool = False) -> Results
         info = {"settings": config_lib.plain(config), "results": results}
         model = dataclasses.replace(model, info=model.info | info)
         if distributed.is_first():
-            # A kill during an earlier save may have left half a model.
+            # Overwrite, because a kill during an earlier save may have left an incomplete model.
             model.save(folder / persistence.FOLDER, overwrite=True)
         # Written last: this file marks the run as finished.
         workdir_lib.write_json(folder / "results.json", results)
@@ -236,7 +236,18 @@ def _evaluate(model: Aligner, dataset: data.Dataset) -> Results:
 
 
 def load_dataset(config: Config, *, observer: progress.Observer | None = None) -> data.Dataset:
-    """Reads and splits the data that a config names; the observer hears of every large file."""
+    """Reads and splits the data of a run.
+
+    Args:
+        config: Config of the run.
+        observer: Its `stage` is called for every file that is read.
+
+    Returns:
+        The data.
+
+    Raises:
+        InputError: The data cannot be read, or the method needs pools that they do not have.
+    """
     asked, stage = config.data, (observer or progress.Observer()).stage
     names = ("n_pairs", "pool", "n_unpaired", "pool_noise")
     options = {"seed": config.seed, **{name: asked[name] for name in names}}
@@ -276,11 +287,13 @@ def _files(
     """Reads the files of a config, and checks every row."""
 
     def load(name: str, *, required: bool = True) -> Any:
+        if required and not paths[name]:
+            raise checks.InputError(
+                f"files.{name} is not set; pass --config.data.files.{name}=PATH"
+            )
+        if not paths[name]:
+            return None
         with checks.naming(f"files.{name}: "):
-            if required and not paths[name]:
-                raise checks.InputError(f"is not set; pass --config.data.files.{name}=PATH")
-            if not paths[name]:
-                return None
             array = files.load_array(paths[name])
         stage(f"reading {files.describe(array, paths[name])}")
         return array

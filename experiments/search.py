@@ -22,7 +22,9 @@ from sotalign_jax import checks
 _QUERY = flags.DEFINE_multi_string("query", [], "Text to search for; may be repeated.")
 _QUERIES = path_flag("queries", None, "File of texts to search for: .txt, .csv or .jsonl.")
 _PICTURE = flags.DEFINE_multi_string("query_image", [], "Picture to search for; may be repeated.")
-_TEXTS = path_flag("texts", None, "Texts to search: .txt with one a line, .csv or .jsonl.")
+_TEXTS = path_flag(
+    "texts", None, "File of texts to search: .txt with one per line, .csv or .jsonl."
+)
 _PAGE = path_flag("page", "search.html", "HTML page to write.")
 model_flags.declare()
 CHOICES = model_flags.CHOICES
@@ -60,7 +62,9 @@ def main() -> None:
     if not queries:
         raise checks.InputError("query is not set; pass --query, --queries or --query_image")
     if (images is None) == (texts is None):  # both or none
-        raise checks.InputError("pass either --images or --texts")
+        raise checks.InputError(
+            "images or texts must be set, and not both; pass --images or --texts"
+        )
     searched, calibrated = images or texts, model_flags.CALIBRATED.value
     searcher = model_flags.load(searched)
     score, kind = "calibrated score" if calibrated else "cosine", "picture" if images else "text"
@@ -76,7 +80,7 @@ def main() -> None:
         parts.append(report.section(title, part) if len(queries) > 1 else part)
     below = report.small(f"The best {kind}s in {searched}, each with its {score}.")
     report.write(_PAGE.value, report.page(", ".join(titles[:3]), below, *parts))
-    print(f"\nThe page is {_PAGE.value}")
+    print(f"\nThe results are in {_PAGE.value}")
 
 
 if __name__ == "__main__":

@@ -38,9 +38,15 @@ from experiments.extract import datasets, items
 from experiments.extract import model as model_lib
 from sotalign_jax import aligner, checks
 
-_CAPTIONS = path_flag("captions", None, "CSV or JSONL file of captions; .txt files by default.")
-_HOST = flags.DEFINE_string("host", "127.0.0.1", "Address to listen at; 0.0.0.0 for all.")
-_PORT = flags.DEFINE_integer("port", 7860, "Port to listen at; 0 for any free one.", 0)
+_CAPTIONS = path_flag(
+    "captions",
+    None,
+    "CSV or JSONL file of captions. The default is a .txt file beside each picture.",
+)
+_HOST = flags.DEFINE_string(
+    "host", "127.0.0.1", "Address to listen at. 0.0.0.0 listens at all addresses."
+)
+_PORT = flags.DEFINE_integer("port", 7860, "Port to listen at. 0 selects a free port.", 0)
 model_flags.declare()
 CHOICES = model_flags.CHOICES
 PAGE = pathlib.Path(__file__).with_name("serve.html")
@@ -139,7 +145,15 @@ class Site:
         return path if path.is_relative_to(self.images.resolve()) else None
 
     def picture(self, row: str, size: int) -> Response:
-        """Answers with a picture, reduced to at most `size` pixels per side."""
+        """Answers with a picture.
+
+        Args:
+            row: Row of the picture in the index.
+            size: Longest side in pixels.
+
+        Returns:
+            A JPEG file, or status 404 if there is no such picture.
+        """
         path = self.path(row)
         try:
             if path is None:
@@ -261,7 +275,7 @@ def training_pairs(aligned: aligner.Aligner, side: str) -> np.ndarray | None:
     try:
         dataset = run_lib.load_dataset(FrozenConfigDict(settings))
     except checks.InputError as error:
-        print(f"training pictures are unknown and will not be marked: {error}", file=sys.stderr)
+        print(f"captioned pictures cannot be marked: {error}", file=sys.stderr)
         return None
     return _unit(dataset.pairs_x if side == "x" else dataset.pairs_y)
 
@@ -358,7 +372,7 @@ def main() -> None:
     site = build(model_flags.load(images), images, _CAPTIONS.value, top=model_flags.TOP.value)
     with Server(site, _HOST.value, _PORT.value) as server, contextlib.suppress(KeyboardInterrupt):
         host, port = str(server.server_address[0]), server.server_port
-        print(f"searching {site.count} pictures at http://{host}:{port}/", flush=True)
+        print(f"Serving {site.count} pictures at http://{host}:{port}/", flush=True)
         server.serve_forever()
 
 

@@ -147,7 +147,12 @@ class Store:
             raise
 
     def has(self, spec: Spec, needed: Collection[str] = ()) -> bool:
-        """Returns True if a specification has results of all needed names."""
+        """Returns True if a specification has results of all needed names.
+
+        Args:
+            spec: The specification.
+            needed: Names that its results must have.
+        """
         return key_of(spec) in self.entries() and self.results(spec).keys() >= set(needed)
 
     def results(self, spec: Spec) -> Results:

@@ -56,7 +56,7 @@ def points(grid: Mapping[str, Any], method: str) -> dict[str, Point]:
     """
     for key, values in grid.items():
         if not isinstance(values, list | tuple) or not values:
-            raise checks.InputError(f"grid: {key} must list values to try, got {values!r}")
+            raise checks.InputError(f"grid[{key!r}] must be a list of values, got {values!r}")
     keys = [key if "." in key else f"{method}.{key}" for key in grid]
     found = {}
     for values in itertools.product(*grid.values()):
@@ -66,7 +66,7 @@ def points(grid: Mapping[str, Any], method: str) -> dict[str, Point]:
 
 
 def best(ended: Mapping[str, run.Results]) -> str:
-    """Returns the label with the highest mean score over its seeds, the first of equal ones.
+    """Returns the label with the highest mean score over its seeds, or the first of equal ones.
 
     Args:
         ended: Results by run name, LABEL-seedS.
@@ -85,7 +85,9 @@ def best(ended: Mapping[str, run.Results]) -> str:
     }
     if not scores:
         error = next(results["error"] for results in ended.values() if "error" in results)
-        raise checks.InputError(f"grid: every point failed with some seed, first {error}")
+        raise checks.InputError(
+            f"grid has no point that succeeded with all seeds; first error: {error}"
+        )
     return max(scores, key=lambda label: scores[label])
 
 
@@ -106,7 +108,7 @@ def main() -> None:
         config.runs = {label: {**changes, **({} if _SEEDS.value else untested)}}
         if run.load_dataset(next(iter(config_lib.runs(config).values()))).val is None:
             remedy = "pass --config.data.files.val_x=PATH and val_y"
-            raise checks.InputError(f"data: there is no validation split to choose by; {remedy}")
+            raise checks.InputError(f"data has no validation split to choose by; {remedy}")
     ended = run.run_all(trials, workdir / "trials", title=f"tune {label}", trials=True)
     report.compare(trials, ended, workdir / "trials")
     winner = best(ended)
@@ -115,7 +117,7 @@ def main() -> None:
     flag = "--config.runs=" + (shlex.quote(text) if '"' in text else f'"{text}"')
     workdir_lib.write_json(workdir / "best.json", {"trial": winner, "runs": chosen})
     if distributed.is_first():
-        print(f"\n{label} at its best: {flag}")
+        print(f"\nBest settings of {label}: {flag}")
     if _SEEDS.value:
         config.runs, config.seed, config.seeds = chosen, None, tuple(range(_SEEDS.value))
         tests = config_lib.runs(config)

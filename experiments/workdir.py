@@ -74,7 +74,12 @@ def _temporary(path: pathlib.Path) -> pathlib.Path:
 
 
 def write_json(path: pathlib.Path, value: Any) -> None:
-    """Writes strict JSON and replaces an earlier file atomically. Only the first process writes."""
+    """Writes strict JSON and replaces an earlier file atomically. Only the first process writes.
+
+    Args:
+        path: The file.
+        value: A JSON value without NaN and infinity.
+    """
     text = json.dumps(value, indent=2, allow_nan=False) + "\n"
     if distributed.is_first():
         with replacing(path) as file:
@@ -90,10 +95,10 @@ def read_json(path: pathlib.Path) -> Any:
     try:
         return json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
-        raise checks.InputError(f"{path}: cannot be read ({error.strerror})") from error
+        raise checks.InputError(f"{path} cannot be read ({error.strerror})") from error
     except ValueError as error:
         raise checks.InputError(
-            f"{path}: is cut short or not JSON ({error}); restore the file or remove its folder"
+            f"{path} is cut short or not JSON ({error}); restore the file or remove its folder"
         ) from error
 
 
@@ -122,12 +127,12 @@ def changed(recorded: Mapping[str, Any], path: pathlib.Path) -> str | None:
     except OSError as error:
         return f"{path.name} cannot be read ({error.strerror})" if recorded else None
     if status.st_size != recorded.get("bytes"):
-        return f"{path.name} has {status.st_size} bytes, had {recorded.get('bytes', 'none')}"
+        return f"{path.name} has {status.st_size} bytes but had {recorded.get('bytes', 'none')}"
     if status.st_mtime_ns == recorded["modified"]:
         return None
     digest = fingerprint(path)["digest"]
     if digest is None:
-        return f"{path.name} was written again"
+        return f"{path.name} was modified"
     return f"{path.name} has other content" if digest != recorded["digest"] else None
 
 
@@ -212,11 +217,11 @@ def only_process(folder: pathlib.Path) -> Iterator[None]:
             try:
                 held.enter_context(store.lock(folder / LOCK, wait=False))
             except BlockingIOError as error:
-                text = f"workdir: {folder} is in use by another process; wait for its end"
+                text = f"workdir {folder} is in use by another process; wait for its end"
                 raise checks.InputError(f"{text} or choose another --workdir") from error
             except OSError as error:
                 raise _refused(folder, f"cannot be created ({error.strerror})") from error
-            # Under the lock no other process writes here: temporary files are of killed processes.
+            # No other process writes here under the lock, so temporary files are from killed ones.
             for leftover in folder.glob(".*.tmp"):
                 if _TEMPORARY.fullmatch(leftover.name):
                     leftover.unlink()
@@ -227,7 +232,7 @@ def only_process(folder: pathlib.Path) -> Iterator[None]:
 
 LOCK = ".lock"
 CLAIM = {LOCK, "config.json", "environment.json", "inputs.json"}
-"""The files of a run folder in which nothing has been computed."""
+"""Files of a run folder in which nothing has been computed."""
 
 
 def _strangers(folder: pathlib.Path) -> str | None:
@@ -241,7 +246,7 @@ def _strangers(folder: pathlib.Path) -> str | None:
 
 
 def _refused(folder: pathlib.Path, problem: str) -> checks.InputError:
-    return checks.InputError(f"workdir: {folder} {problem}; choose another --workdir")
+    return checks.InputError(f"workdir {folder} {problem}; choose another --workdir")
 
 
 def open_run(
@@ -284,7 +289,7 @@ def _open(
         for key in [*now, *before]:
             old, new = before.get(key, "unset"), now.get(key, "unset")
             if old != new:
-                return f"holds a run with {key}={old} but {key}={new} is asked for"
+                return f"holds a run with {key}={old} but {key}={new} was requested"
     elif problem := _strangers(folder):
         return problem
     else:
@@ -295,7 +300,7 @@ def _open(
     kept = read_json(noted) if noted.exists() else {}
     for name in present.keys() & kept.keys():
         if change := changed(kept[name], present[name]):
-            return f"was made from other data: {name}: {change}"
+            return f"was made from other data ({name}: {change})"
     # An input that was missing at the first start is recorded once it appears.
     if added := {name: fingerprint(present[name]) for name in present if name not in kept}:
         write_json(noted, kept | added)
@@ -415,8 +420,8 @@ class Recorder(contextlib.ExitStack, progress_lib.Observer):
                 raise ValueError(f"arrays have shapes {shapes}, but {needed} are needed")
         except Exception as error:  # orbax raises many kinds for damaged files
             where = self._folder / "checkpoints" / str(step)
-            text = f"checkpoints: {where} cannot be restored ({checks.first_line(error)})"
-            remedy = "remove it to resume from the checkpoint before, or choose another --workdir"
+            text = f"checkpoint {where} cannot be restored ({checks.first_line(error)})"
+            remedy = "remove it to resume from an earlier checkpoint, or choose another --workdir"
             raise OSError(f"{text}; {remedy}") from error
 
         def like(leaf: Any, array: np.ndarray) -> Any:
@@ -454,9 +459,9 @@ class Recorder(contextlib.ExitStack, progress_lib.Observer):
             with futures.ThreadPoolExecutor(1) as thread:
                 thread.submit(self._checkpoints.save, step, args=arrays).result()
         except (OSError, ValueError) as error:  # tensorstore has a ValueError for a full disk
-            text = f"step {step} was not saved in {self._folder} ({checks.first_line(error)})"
-            remedy = "run the command again to resume from the checkpoint before"
-            raise OSError(f"checkpoints: {text}; {remedy}") from error
+            text = f"step {step} cannot be saved in {self._folder} ({checks.first_line(error)})"
+            remedy = "free space and run the command again to resume from an earlier checkpoint"
+            raise OSError(f"checkpoint of {text}; {remedy}") from error
 
 
 def _damaged(path: pathlib.Path, problem: str) -> checks.InputError:

@@ -250,7 +250,7 @@ class Aligner:
         return evaluation.report(self.heads.x, self.heads.y, gallery, self.calibration)
 
     def to_numpy(self) -> sotalign_numpy.Embedder:
-        """Converts the heads to numpy, see `export.to_numpy`.
+        """Returns the heads as numpy programs, see `export.to_numpy`.
 
         >>> from sotalign_jax.heads import build_heads
         >>> Aligner(build_heads(4, 3, 2), {}).to_numpy().embed_x(np.eye(4)).shape

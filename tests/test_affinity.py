@@ -1,3 +1,5 @@
+"""Tests of cosines, dot products and normalization, and of their precision."""
+
 import functools
 
 import jax

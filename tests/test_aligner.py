@@ -1,3 +1,5 @@
+"""Tests of `align` and `Aligner`: training, search, and saving."""
+
 import json
 import os
 import shutil

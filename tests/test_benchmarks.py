@@ -2,6 +2,7 @@
 
 import csv
 import pathlib
+import re
 import warnings
 
 import jax
@@ -21,6 +22,16 @@ with warnings.catch_warnings():
 def _rows(path: pathlib.Path) -> list[dict[str, str]]:
     with path.open(newline="") as file:
         return list(csv.DictReader(file))
+
+
+def test_results_are_quoted_by_a_page():
+    """Pages mark each table with the name of its CSV file, <!-- NAME -->, and link figures."""
+    folder = common.RESULTS
+    text = "".join(page.read_text() for page in folder.parent.glob("*.md"))
+    quoted = {*re.findall(r"<!-- ([^ :]+)", text)}
+    for path in (path for path in folder.rglob("*") if path.is_file()):
+        name = str(path.relative_to(folder).with_suffix(""))
+        assert f"(results/{name}.png)" in text if path.suffix == ".png" else name in quoted, name
 
 
 def test_gradient_headline_compares_with_ott(tmp_path):

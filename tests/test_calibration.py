@@ -1,3 +1,5 @@
+"""Tests of the calibration of scores against POT."""
+
 import jax.numpy as jnp
 import numpy as np
 import ot

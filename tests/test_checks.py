@@ -1,3 +1,5 @@
+"""Tests of the input checks and their error messages."""
+
 import jax
 import jax.numpy as jnp
 import ml_dtypes

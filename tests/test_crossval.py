@@ -1,3 +1,5 @@
+"""Tests of the cross-validation of teachers against explicit loops."""
+
 import numpy as np
 import pytest
 

@@ -1,3 +1,5 @@
+"""Tests of CSA against scikit-learn and the published formula."""
+
 import jax
 import numpy as np
 import pytest

@@ -1,3 +1,5 @@
+"""Tests of splits, pools, galleries and datasets."""
+
 import subprocess
 import sys
 

@@ -129,7 +129,7 @@ def test_folder_rejects_bad_caption_files(tmp_path, name, content, named):
     write_picture(tmp_path / "b.png", 0)
     write_picture(tmp_path / "sub" / "c.png", 0)
     (tmp_path / name).write_text(content, errors="surrogateescape")
-    with pytest.raises(checks.InputError, match=rf"captions: .*{named}") as caught:
+    with pytest.raises(checks.InputError, match=rf"captions .*{named}") as caught:
         datasets.open_dataset("folder", tmp_path, captions=tmp_path / name)
     assert "\n" not in str(caught.value)
 
@@ -142,7 +142,7 @@ def test_folder_accepts_absolute_caption_paths_below_the_root(tmp_path, capsys):
     for root in ("sub", "link"):
         source = datasets.open_dataset("folder", tmp_path / root, captions=tmp_path / "c.csv")
         assert read(source, "text")[2] == ["b.png", "b.png", "gone.png"]
-        assert "1 of 2 files" in capsys.readouterr().err
+        assert "1 of 2 captioned files" in capsys.readouterr().err
 
 
 def test_oriented_rejects_picture_of_too_many_pixels(tmp_path):
@@ -157,7 +157,7 @@ def test_oriented_rejects_picture_of_too_many_pixels(tmp_path):
 
 def test_folder_split_requires_a_split_column(tmp_path):
     (tmp_path / "c.csv").write_text("file,caption\nb.png,A bee.\n")
-    with pytest.raises(checks.InputError, match=r"split: 'test'"):
+    with pytest.raises(checks.InputError, match=r"split .*'test'"):
         datasets.open_dataset("folder", tmp_path, split="test", captions=tmp_path / "c.csv")
 
 
@@ -201,7 +201,7 @@ def test_webdataset_reads_shards_of_a_split(shards):
         images[2].load()
     assert [t.load() for t in texts] == ["zero", "one", "two", ""]  # extraction skips empty texts
     assert len(list(datasets.open_dataset("webdataset", shards).items["image"]())) == 5
-    with pytest.raises(checks.InputError, match=r"root: .*'test'"):
+    with pytest.raises(checks.InputError, match=r"root .*'test'"):
         datasets.open_dataset("webdataset", shards, split="test")
 
 
@@ -239,7 +239,7 @@ def test_coco_reads_2017_annotations(tmp_path):
     ids, texts, groups = read(source, "text")
     assert groups == ["4"] * 5 + ["9"] * 5  # six captions each, of which five are scored
     assert texts[:2] == ["caption 0", "caption 2"] and ids[5] == "101"
-    with pytest.raises(checks.InputError, match=r"root: .*captions_train2017.json"):
+    with pytest.raises(checks.InputError, match=r"root .*captions_train2017.json"):
         datasets.open_dataset("coco", tmp_path, split="train2017")
 
 
@@ -302,7 +302,7 @@ def test_imagenet_reads_class_folders(tmp_path):
     prompts = prompts_of(source)
     assert len(prompts) == 80_000 and prompts["1/0"] == ("a bad photo of a goldfish.", "1")
     (tmp_path / "val" / SYNSETS[5]).rmdir()
-    with pytest.raises(checks.InputError, match=r"root: .*999"):
+    with pytest.raises(checks.InputError, match=r"root .*999"):
         datasets.open_dataset("imagenet", tmp_path)
 
 
@@ -404,7 +404,7 @@ def test_cifar100_reads_fine_labels_and_names_truncated_file(tmp_path):
     assert groups == ["1"] and shows(images[0], 3)
     assert prompts_of(source)["1/0"][0] == "a photo of a aquarium fish."
     (tmp_path / "test.bin").write_bytes(bytes(3000))
-    with pytest.raises(checks.InputError, match=r"root: .*test.bin is cut short"):
+    with pytest.raises(checks.InputError, match=r"root .*test.bin is cut short"):
         next(source.items["image"]())
 
 
@@ -433,7 +433,7 @@ def test_librispeech_reads_sounds_and_transcripts(tmp_path):
     assert ids == groups == list(waves) and sounds[0].rate == 16_000
     np.testing.assert_allclose(sounds[1].wave, waves[ids[1]], atol=1e-4)
     assert read(source, "text") == (ids, ["HE BEGAN PART 0", "HE BEGAN PART 1"], ids)
-    with pytest.raises(checks.InputError, match=r"root: .*dev-clean"):
+    with pytest.raises(checks.InputError, match=r"root .*dev-clean"):
         datasets.open_dataset("librispeech", tmp_path, split="dev-clean")
 
 
@@ -459,7 +459,7 @@ def test_skyscript_reads_pictures_and_captions(tmp_path):
     assert ids == ["images2/a.jpg", "images3/b.jpg"] and shows(images[1], 2)
     assert read(source, "text") == (ids, ["a road, and a pond", ""], ids)
     path.write_text("filepath,title\nimages2/a.jpg,a road\n")
-    with pytest.raises(checks.InputError, match=r"captions: .*title_multi_objects"):
+    with pytest.raises(checks.InputError, match=r"captions .*title_multi_objects"):
         datasets.open_dataset("skyscript", tmp_path)
 
 
@@ -488,15 +488,15 @@ def test_polyvore_reads_parquet_files(tmp_path):
 
 
 def test_open_dataset_rejects_captions_for_coco(tmp_path):
-    with pytest.raises(checks.InputError, match="captions: coco"):
+    with pytest.raises(checks.InputError, match=r"captions .*coco"):
         datasets.open_dataset("coco", tmp_path, captions=tmp_path / "c.csv")
 
 
 def test_open_dataset_rejects_unknown_names_and_missing_roots(tmp_path):
     with pytest.raises(checks.InputError, match=r"data.* 'mnist'"):
         datasets.open_dataset("mnist", tmp_path)
-    with pytest.raises(checks.InputError, match=r"root: .*gone"):
+    with pytest.raises(checks.InputError, match=r"root .*gone"):
         datasets.open_dataset("coco", tmp_path / "gone")
     for name in set(datasets.DATASETS) - {"folder", "webdataset", "polyvore"}:
-        with pytest.raises(checks.InputError, match=r"root: "):
+        with pytest.raises(checks.InputError, match=r"root "):
             datasets.open_dataset(name, tmp_path)

@@ -66,7 +66,7 @@ def test_diagnose_prints_and_saves_its_findings(start, files, tmp_path):
     assert small_runs.contents(out) == before
     printed, error = start("--config.seed=1")
     assert printed == "" and is_one_line(error)
-    assert error.startswith(f"error: workdir: {out} ") and "seed=0" in error
+    assert error.startswith(f"error: workdir {out} ") and "seed=0" in error
     assert json.loads(before["config.json"])["data"]["files"]["x"] == str(files / "x.npy")
 
 
@@ -108,7 +108,7 @@ def test_diagnose_rejects_bad_options_and_writes_nothing(start, files, tmp_path)
         assert text == "" and is_one_line(error) and error.startswith(f"error: {message}")
     assert not (tmp_path / "out").exists()
     _, error = start(workdir=files)
-    assert error.startswith(f"error: workdir: {files} ")
+    assert error.startswith(f"error: workdir {files} ")
 
 
 @pytest.mark.parametrize(
@@ -127,7 +127,7 @@ def test_diagnose_rejects_bad_options_and_writes_nothing(start, files, tmp_path)
 def test_read_encoders_compares_with_chance(score, rows, answer):
     reading = diagnose.read_encoders([score], rows)
     assert reading.answer.split(":")[0] == answer
-    assert f"{100 * score:.1f} % on {rows:,} pairs" in reading.reason
+    assert f"On {rows:,} pairs, {100 * score:.1f} %" in reading.reason
 
 
 @pytest.mark.parametrize(
@@ -163,11 +163,10 @@ def test_read_plans_judges_the_chosen_epsilons():
 
     assert reading(lambda e: e > 0.0007) == (
         "YES: epsilon = 0.05 in 40 iterations, epsilon* = 0.001 in 40; "
-        "down to epsilon* = 0.001 within 500"
+        "the smallest epsilon that converges within 500 iterations is 0.001"
     )
     assert reading(lambda e: e > 0.004) == (
-        "NO: not at 0.001 (error 2.0e-02); down to epsilon* = 0.005 within 500"
+        "NO: not at 0.001 (error 2.0e-02); "
+        "the smallest epsilon that converges within 500 iterations is 0.005"
     )
-    assert reading(lambda e: False).endswith(
-        "no epsilon tried does within 500 iterations, so allow more"
-    )
+    assert "no epsilon converges within 500 iterations" in reading(lambda e: False)

@@ -1,3 +1,5 @@
+"""Tests of the diagnostics against brute force and POT."""
+
 import jax
 import jax.numpy as jnp
 import numpy as np

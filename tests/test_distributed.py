@@ -128,7 +128,7 @@ def test_main_resumes_identically_on_other_devices_and_processes(start, two, ref
     for process in two(run, "--config.train.learning_rate=1"):
         _, err = process.communicate()
         assert process.returncode == 1, err
-        assert err.startswith(f"error: workdir: {run} ") and err.count("\n") == 1, err
+        assert err.startswith(f"error: workdir {run} ") and err.count("\n") == 1, err
     assert small_runs.contents(run) == before
 
 
@@ -147,5 +147,5 @@ def test_main_resumes_identically_on_other_devices_and_processes(start, two, ref
 def test_main_rejects_inconsistent_process_flags(files, tmp_path, capsys, options, name):
     given = [f"--config={files}/config.py", f"--workdir={tmp_path}/run", *options]
     _, error = small_runs.start(main, given, capsys)
-    assert small_runs.is_one_line(error) and error.startswith(f"error: {name}: "), error
+    assert small_runs.is_one_line(error) and error.startswith(f"error: {name} "), error
     assert os.listdir(tmp_path) == []

@@ -1,4 +1,4 @@
-"""Tests of all code and commands in README, docs and examples.
+"""Tests of the documentation: API reference, docstrings, and all code and commands of the pages.
 
 Python blocks run unchanged, except for the `SMALLER` numbers below. The flags, values and config
 files of every command are checked, and a test starts it with small files (`STARTED_BY`).
@@ -17,12 +17,15 @@ import subprocess
 import sys
 import tomllib
 import urllib.request
+from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 import PIL.Image
 import pytest
 import small_runs
 
+import sotalign_jax
 from experiments import config as config_lib
 from experiments import main
 from sotalign_jax import checks
@@ -95,6 +98,92 @@ def test_notebook_runs_and_keeps_its_outputs():
     kept = [output for cell in cells for output in cell["outputs"]]
     assert any("image/png" in output.get("data", {}) for output in kept)
     assert not any(output["output_type"] == "error" for output in kept)
+
+
+# --- API reference --------------------------------------------------------------------------------
+
+PACKAGE = ROOT / "sotalign_jax"
+REFERENCE = set(re.findall(r"^::: (\S+)$", (ROOT / "docs" / "api.md").read_text(), re.MULTILINE))
+INTERNAL = {
+    "aligner": "the package exports align and Aligner",
+    "checks": "the package exports InputError",
+    "crossval": "called by the teachers",
+    "ot": "the package exports the loss, the solver and the plan",
+    "persistence": "called by Aligner.save and Aligner.load",
+    "selfcheck": "a command, documented in docs/devices.md",
+}
+"""Modules without an entry in the API reference, with the reason."""
+
+
+def test_api_reference_has_every_public_module():
+    modules = {path.stem for path in PACKAGE.glob("[!_]*.py")}
+    modules |= {path.parent.name for path in PACKAGE.glob("*/__init__.py")}
+    listed = {name.removeprefix("sotalign_jax.") for name in REFERENCE}
+    assert modules - listed == INTERNAL.keys()
+
+
+@pytest.mark.parametrize("package", [sotalign_jax, sotalign_jax.methods], ids=lambda p: p.__name__)
+def test_api_reference_has_every_exported_name(package):
+    for name in package.__all__:
+        places = {package.__name__, f"{package.__name__}.{name}"}
+        places.add(getattr(getattr(package, name), "__module__", ""))  # of a re-exported name
+        assert places & REFERENCE, name
+
+
+def public_functions(
+    body: list[ast.stmt], prefix: str = ""
+) -> Iterator[tuple[str, ast.FunctionDef]]:
+    """Yields the public functions and methods of a module with their qualified names."""
+    for node in body:
+        if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
+            yield from public_functions(node.body, f"{node.name}.")
+        elif isinstance(node, ast.FunctionDef) and not node.name.startswith("_"):
+            yield prefix + node.name, node
+
+
+NO_SECTIONS = {"overload", "override", "property", "cached_property", "contextmanager"}
+"""Decorators of functions whose docstrings need no sections."""
+
+
+def missing_sections(function: ast.FunctionDef) -> set[str]:
+    """Returns the sections that the docstring of a function should have and lacks.
+
+    `Returns:` may be missing if there are fewer than two arguments and the summary says it.
+    """
+    if any(ast.unparse(d).split(".")[-1] in NO_SECTIONS for d in function.decorator_list):
+        return set()
+    args = function.args
+    names = [*args.posonlyargs, *args.args, *args.kwonlyargs, args.vararg, args.kwarg]
+    count = sum(name is not None and name.arg not in ("self", "cls") for name in names)
+    needed = {"Args:"} if count >= 2 else set()
+    doc = ast.get_docstring(function) or ""
+    returns = function.returns is not None and ast.unparse(function.returns) != "None"
+    if returns and (count >= 2 or not doc.startswith(("Returns", "Yields"))):
+        needed.add("Returns:")
+    return needed - set(re.findall(r"^\w+:$", doc.replace("Yields:", "Returns:"), re.MULTILINE))
+
+
+def test_docstrings_of_public_functions_have_args_and_returns():
+    """Complements rule D417 of ruff, which finds arguments missing in an `Args:` section."""
+    found = [
+        f"{path.relative_to(ROOT)}: {name}: {' '.join(sorted(missing))}"
+        for path in [*sorted(PACKAGE.rglob("*.py")), ROOT / "sotalign_numpy.py"]
+        if path.stem != "selfcheck"  # a command, whose functions are not called by users
+        for name, function in public_functions(ast.parse(path.read_text()).body)
+        if (missing := missing_sections(function))
+    ]
+    assert found == []
+
+
+def test_fence_marks_plain_and_indented_doctests_as_code():
+    pytest.importorskip("griffe", reason="needs the extra 'docs'")
+    code = (ROOT / "docs" / "doctests.py").read_text()
+    namespace: dict[str, Any] = {}
+    exec(compile(code, "doctests.py", "exec"), namespace)
+    text = "Adds.\n\n>>> 1 + 1\n2\n\nExample:\n    >>> 2 + 2\n    4\n\nReferences:\n    A book."
+    fenced = text.replace(">>> 1 + 1\n2", "```pycon\n>>> 1 + 1\n2\n```")
+    inner = "    >>> 2 + 2\n    4"
+    assert namespace["fence"](text) == fenced.replace(inner, f"    ```pycon\n{inner}\n    ```")
 
 
 # --- commands -------------------------------------------------------------------------------------
@@ -297,7 +386,7 @@ def test_guide_commands_run_on_small_files(tmp_path, capsys):
 def test_readme_quickstart_command_writes_report(tmp_path, capsys):
     """Runs the README's first command with `smoke` settings and only CCA."""
     quickstart = next(w for _, w in documented() if "--workdir=runs/quickstart" in w)
-    assert "What cca-seed0 finds" in run_command(quickstart, capsys)
+    assert "Texts found by cca-seed0" in run_command(quickstart, capsys)
     page = (tmp_path / "runs" / "quickstart" / "report.html").read_text()
     assert "Own text among the first 10" in page and "data:image/png" in page
 
@@ -305,7 +394,7 @@ def test_readme_quickstart_command_writes_report(tmp_path, capsys):
 @pytest.mark.filterwarnings("ignore:.*load_module:DeprecationWarning")  # ml_collections
 @pytest.mark.parametrize(("workdir", "runs"), [("runs/compare", 10), ("runs/speech", 4)])
 def test_documented_runs_resolve(workdir, runs, capsys):
-    """Settings and shapes of commands, by --dry_run; test_methods.py trains every method."""
+    """Resolves the commands with --dry_run. test_methods.py trains every method."""
     typed = next(words for _, words in documented() if f"--workdir={workdir}" in words)
     options = [o.replace("=experiments/", f"={ROOT}/experiments/") for o in typed[3:]]
     out, error = small_runs.start(main, [*options, "--dry_run", "--config.seeds=(0,)"], capsys)

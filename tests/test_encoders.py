@@ -179,7 +179,7 @@ def test_max_length_truncates_texts(saved):
 
 def test_nv_embed_uses_its_own_pooling_code(saved):
     folder = saved("nv_embed")
-    with pytest.raises(checks.InputError, match=r"encoder: .*--trust_remote_code"):
+    with pytest.raises(checks.InputError, match=r"encoder .*--trust_remote_code"):
         encoders.load("nv-embed-v2", weights=str(folder))
     encoder = encoders.load("nv-embed-v2", weights=str(folder), trust_remote_code=True)
     assert encoder.describe()["pooling"] == "encode" and encoder.describe()["max_length"] == 1024
@@ -273,10 +273,10 @@ def test_load_rejects_bad_names_pools_and_weights(saved, tmp_path):
     for (name, *pool), message in cases.items():
         with pytest.raises(checks.InputError, match=message):
             encoders.load(name, weights=str(saved("bert")), pool=pool[0] if pool else None)
-    with pytest.raises(checks.InputError, match=r"encoder: bert .*--weights") as e:
+    with pytest.raises(checks.InputError, match=r"encoder bert .*--weights") as e:
         encoders.load("bert", weights=str(tmp_path))
     assert "\n" not in str(e.value)
-    with pytest.raises(checks.InputError, match=r"encoder: .*'google-bert/.*'"):
+    with pytest.raises(checks.InputError, match=r"encoder .*'google-bert/.*'"):
         encoders.load("bert")
 
 

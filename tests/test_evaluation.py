@@ -1,3 +1,5 @@
+"""Tests of retrieval, zero-shot accuracy and reports against sorted scores."""
+
 import json
 import tracemalloc
 

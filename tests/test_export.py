@@ -1,3 +1,5 @@
+"""Tests of exported aligners against their JAX embeddings."""
+
 import pickle
 import subprocess
 import sys

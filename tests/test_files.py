@@ -1,3 +1,5 @@
+"""Tests of the readers of embedding files."""
+
 import json
 import pathlib
 import re

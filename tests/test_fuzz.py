@@ -1,3 +1,5 @@
+"""Tests of the fuzzer of the solver."""
+
 import fuzz
 import pytest
 

@@ -1,3 +1,5 @@
+"""Tests of the heads against numpy and Flax."""
+
 import chex
 import jax
 import jax.numpy as jnp

@@ -1,3 +1,5 @@
+"""Tests of the Gibbs kernel, and of solves with an int8 kernel."""
+
 import collections
 import functools
 

@@ -1,3 +1,5 @@
+"""Tests of Gaussian kernel maps and kernel CCA."""
+
 import jax
 import jax.numpy as jnp
 import numpy as np

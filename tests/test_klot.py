@@ -1,3 +1,5 @@
+"""Tests of KLOT and other divergences: values, gradients, memory and bad arguments."""
+
 import functools
 import warnings
 

@@ -141,7 +141,7 @@ def test_main_with_other_settings_leaves_finished_run_unchanged(files, start, un
     process = start(*command(files, reference, steps=91))
     out, err = process.communicate()
     assert process.returncode == 1 and out == ""
-    assert err.startswith(f"error: workdir: {reference} ") and err.count("\n") == 1
+    assert err.startswith(f"error: workdir {reference} ") and err.count("\n") == 1
     assert "train.steps=90" in err and "train.steps=91" in err
     assert small_runs.contents(reference) == before
 
@@ -150,8 +150,8 @@ def test_main_rejects_bad_options_in_one_line(files, start, tmp_path):
     quickstart = "--config=experiments/configs/quickstart.py"
     run = tmp_path / "run"
     cases = {
-        (f"{quickstart}:bogus",): "config: unknown switch 'bogus'",
-        ("--config=nope.py", "--config.train.steps=1"): "config: nope.py cannot be read",
+        (f"{quickstart}:bogus",): "config has an unknown switch 'bogus'",
+        ("--config=nope.py", "--config.train.steps=1"): "config file nope.py cannot be read",
         (quickstart, "--config.train.stpes=1"): "unknown setting 'stpes'; did you mean 'steps'?",
         (f"--config={files}/config.py", "--config.data.files.x=gone.npy"): (
             "data: files.x: gone.npy: "

@@ -1,3 +1,5 @@
+"""Tests of SigLIP and InfoNCE against optax and numpy."""
+
 import jax
 import jax.numpy as jnp
 import numpy as np

@@ -1,3 +1,5 @@
+"""Tests of the objectives of SOTAlign and SAIL against numpy."""
+
 import dataclasses
 import functools
 import warnings

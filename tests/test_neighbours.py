@@ -1,3 +1,5 @@
+"""Tests of nearest neighbours against a stable sort and scikit-learn."""
+
 import jax.numpy as jnp
 import numpy as np
 import pytest

@@ -1,3 +1,5 @@
+"""Tests of NNCLR: loss, neighbours and resumed training."""
+
 import dataclasses
 
 import jax

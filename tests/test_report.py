@@ -168,7 +168,8 @@ def test_compare_reports_where_calibration_hurts_or_helps(tmp_path, capsys):
     assert "Calibration hurt here: sail (R@1 8.0 to 7.0).\n" in text
     assert f'Use sotalign_jax.Aligner.load("{tmp_path}/cca-seed0") and search(' in text
     assert (
-        "calibrated=True): the best on validation (R@1 90.0 among 50 rows of x, chance 2)" in text
+        "calibrated=True), the best model on validation (R@1 90.0 among 50 rows of x, chance 2)"
+        in text
     )
 
 

@@ -1,3 +1,5 @@
+"""Tests of permutations, batches and the feed of batches from the host."""
+
 import functools
 import itertools
 import threading

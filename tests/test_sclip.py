@@ -1,3 +1,5 @@
+"""Tests of S-CLIP: pseudo-labels and loss."""
+
 import dataclasses
 
 import jax

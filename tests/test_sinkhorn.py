@@ -1,3 +1,5 @@
+"""Tests of `sinkhorn` against POT and textbook Sinkhorn, on easy and hard problems."""
+
 import functools
 
 import fuzz

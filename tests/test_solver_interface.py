@@ -243,7 +243,7 @@ def test_solvers_reject_derivatives_in_constants(name, jit):
 
 
 def test_klot_gradient_with_traced_constants_matches_the_plans(x64):
-    """Under `jit` and `vmap`, with an epsilon that depends on K."""
+    """Differentiates under `jit` and `vmap`, with an epsilon that depends on K."""
     k, k_star = (jnp.stack([jnp.asarray(x, jnp.float64), x / 2]) for x in (K, K_STAR))
     epsilons = jnp.array([0.2, 0.3])
     log_a = jnp.log(jnp.arange(1, N + 1) / (N * (N + 1) / 2))

@@ -1,3 +1,5 @@
+"""Tests of STRUCTURE: regularizer and loss."""
+
 import dataclasses
 import functools
 

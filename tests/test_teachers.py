@@ -1,3 +1,5 @@
+"""Tests of the teachers against dense formulas and scikit-learn."""
+
 import jax
 import jax.numpy as jnp
 import numpy as np

@@ -1,3 +1,5 @@
+"""Tests of the training step and of `fit`: optimizer, resume, and failures."""
+
 import dataclasses
 import functools
 import math

@@ -46,7 +46,7 @@ def test_tune_doctests_pass():
 
 @pytest.mark.parametrize("grid", [{"alpha": 1}, {"alpha": []}, {"heads.init": "random"}])
 def test_points_rejects_grids_without_lists(grid):
-    with pytest.raises(checks.InputError, match=rf"^grid: {next(iter(grid))} must list values"):
+    with pytest.raises(checks.InputError, match=rf"^grid.*{next(iter(grid))}"):
         tune.points(grid, "sotalign")
 
 
@@ -90,7 +90,7 @@ def test_tune_chooses_best_on_validation_and_tests_it(launch, tmp_path):
     assert f"{mean:.1f} ± " in out
 
     # The printed flags reproduce the run, and a second start prints the same.
-    flag = re.search("cca at its best: (.*)", out)[1]
+    flag = re.search("Best settings of cca: (.*)", out)[1]
     _, error = launch(*shlex.split(flag), module=main, workdir=tmp_path / "again")
     assert error is None and results(tmp_path / "again") == tested[0]
     assert launch("--method=cca", RIDGES, "--seeds=2") == (out, None)
@@ -107,7 +107,7 @@ def test_tune_trials_never_read_the_test_split(launch, files, tmp_path):
     # This holds even if the grid asks for the test split.
     grid = "--grid={'teacher.ridge': [0.1, 0.01], 'data.test': [True]}"
     out, error = launch("--method=cca", grid, *zero_shot, "--seeds=0")
-    assert error is None and "cca at its best" in out
+    assert error is None and "Best settings of cca" in out
     trials = [path.parent for path in (tmp_path / "run" / "trials").glob("*/config.json")]
     assert len(trials) == 2
     for folder in trials:
@@ -130,7 +130,7 @@ def test_best_prefers_the_first_tie_and_skips_failed_trials():
     }
     assert tune.best({**ended, "d-seed1": {"error": "why"}}) == "b"
     assert tune.best(ended) == "d"
-    with pytest.raises(checks.InputError, match=r"^grid: .* why$"):
+    with pytest.raises(checks.InputError, match=r"^grid .* why$"):
         tune.best({"d-seed1": {"error": "why"}})
 
 
@@ -163,7 +163,7 @@ def test_tune_lists_settings_that_the_data_rule_out(launch, tmp_path):
     assert error is None and "teacher.dim=11-seed0 failed: teacher: dim must be " in out
     options = ("--method=cca", "--grid={'teacher.dim': [11, 12]}")
     _, error = launch(*options, workdir=tmp_path / "other")
-    assert is_one_line(error) and "grid: " in error and "teacher: dim must be " in error
+    assert is_one_line(error) and "grid " in error and "teacher: dim must be " in error
 
 
 def test_tune_lists_options_that_the_pools_rule_out(launch):
@@ -175,7 +175,7 @@ def test_tune_lists_options_that_the_pools_rule_out(launch):
 def test_best_skips_points_with_a_failed_seed():
     some = {"a-seed0": {run.SCORE: 9.0}, "a-seed1": {"error": "loss"}, "b-seed0": {run.SCORE: 1.0}}
     assert tune.best(some) == "b"
-    with pytest.raises(checks.InputError, match=r"^grid: .* loss$"):
+    with pytest.raises(checks.InputError, match=r"^grid .* loss$"):
         tune.best({name: some[name] for name in ("a-seed0", "a-seed1")})
 
 
@@ -194,13 +194,13 @@ def test_tune_accepts_runs_of_the_config(launch, tmp_path):
         "--seeds=1",
     )
     out, error = launch(*options, "--method=narrow")
-    assert error is None and "narrow at its best" in out
+    assert error is None and "Best settings of narrow" in out
     found = best(tmp_path / "run")
     trial = tmp_path / "run" / "trials" / f"{found['trial']}-seed0"
     teacher = json.loads((trial / "config.json").read_text())["teacher"]
     assert (teacher["dim"], teacher["ridge"]) == (3, found["runs"]["narrow"]["teacher.ridge"])
     _, error = launch("--method=narrow", options[0], "--grid={'teacher.ridge': [0.5, 0.2]}")
-    assert is_one_line(error) and "error: workdir: " in error
+    assert is_one_line(error) and "error: workdir " in error
 
 
 @pytest.mark.parametrize(
@@ -213,12 +213,12 @@ def test_tune_accepts_runs_of_the_config(launch, tmp_path):
         ),
         (
             ["--method=sotalign", "--grid={'alpha': [1, 'x']}"],
-            "sotalign.alpha: must be float, got 'x'",
+            "sotalign.alpha must be float",
         ),
         (["--grid={'alpha': [1, -1]}"], "sotalign.alpha must be "),
         (["--method=cca", "--grid={'train.seed': [1]}"], "unknown setting 'train.seed'"),
         (["--method=cca", "--grid=ridge"], "flag --grid=ridge"),
-        (["--method=cca", "--config.seeds=()"], "error: seeds: "),
+        (["--method=cca", "--config.seeds=()"], "error: seeds "),
         (["--method=cca", "--config.train.steps=0"], "error: train.steps must be "),
         (["--method=cca", "--config.data.files.val_x=", "--config.data.files.val_y="], "no valid"),
         (["--method=cca", "--config.data.files.x=gone.npy"], "files.x: gone.npy: "),

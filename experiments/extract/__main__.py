@@ -16,23 +16,35 @@ from experiments import cli
 from experiments.cli import path_flag
 from experiments.extract import datasets, encoders, extraction
 
-_ENCODER = flags.DEFINE_string("encoder", None, "One of those above.", required=True)
+_ENCODER = flags.DEFINE_string("encoder", None, "Name of the encoder, see above.", required=True)
 _LOADING = (
     flags.DEFINE_string("weights", None, "Folder with a copy of the encoder's repository."),
     flags.DEFINE_string("revision", None, "Revision of the encoder's hub repository."),
-    flags.DEFINE_string("pool", None, "Pooling: cls+patch, authors, cls, average; mean, last."),
-    flags.DEFINE_integer("max_length", None, "Most tokens of a text; the rest is cut off.", 1),
+    flags.DEFINE_string(
+        "pool",
+        None,
+        "Pooling: cls+patch, authors, cls or average of images, mean or last of texts.",
+    ),
+    flags.DEFINE_integer(
+        "max_length", None, "Maximum number of tokens per text. Longer texts are cut off.", 1
+    ),
     flags.DEFINE_integer("batch_size", None, "Number of items per batch.", 1),
-    flags.DEFINE_string("device", None, "cpu, cuda, ...; the fastest by default."),
+    flags.DEFINE_string(
+        "device", None, "Torch device, such as cpu or cuda. The default is the fastest."
+    ),
     flags.DEFINE_bool("trust_remote_code", False, "Run code that comes with the weights."),
 )
-_DATA = flags.DEFINE_string("data", None, "One of those above.", required=True)
+_DATA = flags.DEFINE_string("data", None, "Name of the dataset, see above.", required=True)
 _ROOT = path_flag("root", None, "The dataset's folder.", required=True)
-_SPLIT = flags.DEFINE_string("split", None, "Its split; by default the one the paper uses.")
+_SPLIT = flags.DEFINE_string(
+    "split", None, "Split of the dataset. The default is the one that the paper uses."
+)
 _CAPTIONS = path_flag("captions", None, "CSV or JSONL file of captions (folder, skyscript).")
 _EXTRACTION = (
-    flags.DEFINE_integer("limit", None, "Number of items; all by default.", 1),
-    flags.DEFINE_enum("dtype", "float16", ["float16", "float32"], "Stored dtype."),
+    flags.DEFINE_integer("limit", None, "Number of items. The default is all.", 1),
+    flags.DEFINE_enum(
+        "dtype", "float16", ["float16", "float32"], "Dtype of the stored embeddings."
+    ),
     flags.DEFINE_integer("shard_size", 4096, "Number of items between two saves.", 1),
     flags.DEFINE_integer("workers", 4, "Number of threads that read files.", 1),
 )

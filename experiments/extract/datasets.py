@@ -95,14 +95,14 @@ def _check_files(root: pathlib.Path, names: list[str]) -> None:
         return
     one, stem = missing[0], pathlib.Path(missing[0]).stem
     if len(missing) < len(names):
-        text = f"captions: {len(missing)} of {len(names)} files are not below {root}"
+        text = f"{len(missing)} of {len(names)} captioned files are not below {root}"
         print(f"{text}, such as {one!r}; their captions stay unpaired", file=sys.stderr)
         return
-    # A frequent mistake are file names without their folder or extension.
+    # A frequent mistake is to leave out the folder or the extension of a file.
     close = [path for path in items.pictures_below(root) if pathlib.Path(path).stem == stem]
     remedy = f"did you mean {close[0]!r}?" if close else "check --root"
-    text = f"captions: none of its {len(names)} files is below {root}, such as {one!r}"
-    raise checks.InputError(f"{text}; write paths below it with their extension, {remedy}")
+    text = f"captions has {len(names)} files but none is below {root}, such as {one!r}"
+    raise checks.InputError(f"{text}; write relative paths with their extension, {remedy}")
 
 
 def _first_line(path: pathlib.Path) -> str:
@@ -129,24 +129,26 @@ def read_captions(
         InputError: The file cannot be read, or lacks a column.
     """
     if path.suffix not in (".csv", ".jsonl"):
-        raise checks.InputError(f"captions: {path} is neither .csv nor .jsonl; convert it")
+        raise checks.InputError(f"captions must be a .csv or .jsonl file, got {path}")
     try:
         # Spreadsheets write a byte order mark, which "utf-8-sig" skips.
         with path.open(newline="", encoding="utf-8-sig") as file:
             records = list(_csv_rows(file) if path.suffix == ".csv" else _json_rows(file))
     except UnicodeDecodeError as error:
-        raise checks.InputError(f"captions: {path} is not UTF-8; save it as UTF-8") from error
+        raise checks.InputError(f"captions {path} is not UTF-8; save it as UTF-8") from error
     except (OSError, ValueError) as error:
-        raise checks.InputError(f"captions: {path} cannot be read ({error})") from error
+        raise checks.InputError(f"captions {path} cannot be read ({error})") from error
     if not records:
-        raise checks.InputError(f"captions: {path} has no rows; write one per caption")
+        raise checks.InputError(f"captions {path} has no rows; write one per caption")
     first = records[0]
     if split and "split" not in first:
-        raise checks.InputError(f"split: {split!r} asked but {path} has no column 'split'")
+        raise checks.InputError(f"split is {split!r} but {path} has no column 'split'")
     name, caption = (next((n for n in names if n in first), names[0]) for names in columns)
     if missing := [column for column in (name, caption) if column not in first]:
         has = ", ".join(map(str, first))
-        raise checks.InputError(f"captions: {path} has the columns {has}; name one {missing[0]!r}")
+        raise checks.InputError(
+            f"captions {path} has no column {missing[0]!r}; rename one of {has}"
+        )
     return [
         (str(record.get(name) or ""), str(record.get(caption) or ""))
         for record in records
@@ -240,7 +242,15 @@ def _karpathy(
 
 
 def librispeech(root: pathlib.Path, split: str) -> Source:
-    """Reads LibriSpeech: SPLIT/SPEAKER/CHAPTER/ID.flac with transcripts in *.trans.txt."""
+    """Reads LibriSpeech: SPLIT/SPEAKER/CHAPTER/ID.flac with transcripts in *.trans.txt.
+
+    Args:
+        root: Folder of the dataset.
+        split: Name of a folder, such as "test-clean".
+
+    Returns:
+        The source.
+    """
     place = items.find(root, split, f"LibriSpeech/{split}")
 
     def utterances() -> Iterator[Captioned]:
@@ -314,7 +324,15 @@ def _labelled(
 
 
 def imagenet(root: pathlib.Path, split: str) -> Source:
-    """Reads ImageNet-1k, as SPLIT/SYNSET/*.JPEG or in the layout of Kaggle."""
+    """Reads ImageNet-1k, as SPLIT/SYNSET/*.JPEG or in the layout of Kaggle.
+
+    Args:
+        root: Folder of the dataset.
+        split: "train" or "val".
+
+    Returns:
+        The source.
+    """
     checks.choice("split", split, ("train", "val"))
     mapping, solution = root / "LOC_synset_mapping.txt", root / "LOC_val_solution.csv"
     if mapping.exists():
@@ -326,8 +344,8 @@ def imagenet(root: pathlib.Path, split: str) -> Source:
     # The class names are in the order of the sorted synsets, so none may be missing.
     names = workdir.read_json(CLASS_NAMES)["imagenet1k"]
     if len(synsets) != len(names):
-        text = f"root: {folder} has {len(synsets)} synset folders, not {len(names)}"
-        raise checks.InputError(f"{text}; names go by their order, so keep empty ones as well")
+        text = f"root has {len(synsets)} synset folders in {folder}, but {len(names)} are needed"
+        raise checks.InputError(f"{text}; keep empty ones, because class names follow their order")
     if split == "val" and solution.exists():
         listed = csv.DictReader(items.lines(solution))
         rows = sorted((f"{r['ImageId']}.JPEG", r["PredictionString"].split()[0]) for r in listed)
@@ -337,7 +355,15 @@ def imagenet(root: pathlib.Path, split: str) -> Source:
 
 
 def food101(root: pathlib.Path, split: str) -> Source:
-    """Reads Food-101: images/CLASS/ID.jpg, meta/classes.txt and meta/SPLIT.txt."""
+    """Reads Food-101: images/CLASS/ID.jpg, meta/classes.txt and meta/SPLIT.txt.
+
+    Args:
+        root: Folder of the dataset.
+        split: "train" or "test".
+
+    Returns:
+        The source.
+    """
     meta = items.find(root, "meta")
     checks.choice("split", split, ("train", "test"))
     rows = ((f"{name}.jpg", name.split("/")[0]) for name in items.lines(meta / f"{split}.txt"))
@@ -345,7 +371,15 @@ def food101(root: pathlib.Path, split: str) -> Source:
 
 
 def dtd(root: pathlib.Path, split: str) -> Source:
-    """Reads DTD: images/CLASS/*.jpg and labels/SPLIT.txt, where SPLIT is such as "test1"."""
+    """Reads DTD: images/CLASS/*.jpg and labels/SPLIT.txt.
+
+    Args:
+        root: Folder of the dataset.
+        split: Name of a file in labels, such as "test1".
+
+    Returns:
+        The source.
+    """
     listed, folder = items.find(root, f"labels/{split}.txt"), root / "images"
     classes = sorted(path.name for path in folder.iterdir() if path.is_dir())
     rows = ((name, name.split("/")[0]) for name in items.lines(listed))
@@ -353,7 +387,15 @@ def dtd(root: pathlib.Path, split: str) -> Source:
 
 
 def flowers(root: pathlib.Path, split: str) -> Source:
-    """Reads Flowers-102: jpg/image_NNNNN.jpg, imagelabels.mat and setid.mat."""
+    """Reads Flowers-102: jpg/image_NNNNN.jpg, imagelabels.mat and setid.mat.
+
+    Args:
+        root: Folder of the dataset.
+        split: "train", "val" or "test".
+
+    Returns:
+        The source.
+    """
     import scipy.io
 
     parts = {"train": "trnid", "val": "valid", "test": "tstid"}
@@ -366,7 +408,15 @@ def flowers(root: pathlib.Path, split: str) -> Source:
 
 
 def aircraft(root: pathlib.Path, split: str) -> Source:
-    """Reads FGVC-Aircraft with its variants as classes."""
+    """Reads FGVC-Aircraft with its variants as classes.
+
+    Args:
+        root: Folder of the dataset.
+        split: "train", "val", "trainval" or "test".
+
+    Returns:
+        The source.
+    """
     data = items.find(root, "data/variants.txt", "variants.txt").parent
     listed = items.lines(items.find(data, f"images_variant_{split}.txt"))
     named = (line.strip().split(maxsplit=1) for line in listed)
@@ -403,7 +453,7 @@ def cifar(root: pathlib.Path, split: str, *, name: str) -> Source:
         for file in (items.find(root, part) for part in parts[split]):
             content, width = np.fromfile(file, np.uint8), labels + 3 * 32 * 32
             if len(content) % width:
-                raise checks.InputError(f"root: {file} is cut short; fetch it again")
+                raise checks.InputError(f"root file {file} is cut short; download it again")
             for n, row in enumerate(content.reshape(-1, width)):
                 read = functools.partial(_pixels, row[labels:])
                 yield Item(f"{file.name}/{n}", str(row[labels - 1]), file, read)
@@ -440,7 +490,9 @@ def webdataset(root: pathlib.Path, split: str) -> Source:
     tars = sorted(root.glob("*.tar")) if root.is_dir() else [root]
     tars = [tar for tar in tars if split in tar.name]
     if not tars:
-        raise checks.InputError(f"root: {root} holds no .tar with {split!r} in its name")
+        raise checks.InputError(
+            f"root {root} holds no .tar file with {split!r} in its name; check --split"
+        )
 
     def samples(read: Callable[[Members, pathlib.Path], Any]) -> Iterator[Item]:
         for tar in tars:
@@ -450,7 +502,7 @@ def webdataset(root: pathlib.Path, split: str) -> Source:
             with tar.open("rb") as file:
                 file.seek(max(tar.stat().st_size - 1024, 0))
                 if file.read() != bytes(1024):  # a complete tar ends with two empty blocks
-                    reason = f"{tar.name} is cut short; fetch it again"
+                    reason = f"{tar.name} is cut short; download it again"
                     yield Item(f"{tar.stem}/", "", reason, items.fail)
 
     return Source({"image": lambda: samples(_picture), "text": lambda: samples(_caption)})
@@ -484,7 +536,7 @@ def _read(members: Members, suffixes: tuple[str, ...], tar: pathlib.Path) -> byt
 def _picture(members: Members, tar: pathlib.Path) -> Any:
     if content := _read(members, items.IMAGE_SUFFIXES, tar):
         return items.picture(content)
-    raise ValueError("has no picture")
+    raise ValueError("sample has no picture")
 
 
 def _caption(members: Members, tar: pathlib.Path) -> str:
@@ -497,7 +549,15 @@ def _caption(members: Members, tar: pathlib.Path) -> str:
 
 
 def wikitext(root: pathlib.Path, split: str) -> Source:
-    """Reads the paragraphs of WikiText-103 or -2 from wiki.SPLIT.raw or wiki.SPLIT.tokens."""
+    """Reads the paragraphs of WikiText-103 or -2 from wiki.SPLIT.raw or wiki.SPLIT.tokens.
+
+    Args:
+        root: Folder of the dataset.
+        split: "train", "val" or "test".
+
+    Returns:
+        The source.
+    """
     split = {"val": "valid"}.get(split, split)
     path = items.find(root, f"wiki.{split}.raw", f"wiki.{split}.tokens")
 
@@ -512,10 +572,20 @@ def wikitext(root: pathlib.Path, split: str) -> Source:
 
 
 def polyvore(root: pathlib.Path, split: str) -> Source:
-    """Reads Polyvore from parquet files with the columns image (bytes), text and item_ID."""
+    """Reads Polyvore from parquet files with the columns image (bytes), text and item_ID.
+
+    Args:
+        root: Folder of the dataset.
+        split: Not used. All readers have the same arguments.
+
+    Returns:
+        The source.
+    """
     tables = sorted([*root.glob("*.parquet"), *root.glob("data/*.parquet")])
     if not tables:
-        raise checks.InputError(f"root: {root} holds no .parquet, nor does its data/")
+        raise checks.InputError(
+            f"root {root} and its folder data hold no .parquet file; check --root"
+        )
     lock = threading.Lock()  # without it, several threads would read a large column at once
 
     @functools.lru_cache(maxsize=2)
@@ -526,7 +596,7 @@ def polyvore(root: pathlib.Path, split: str) -> Source:
         with lock:
             value = cells(file, column)[row].as_py()
         if value is None:
-            raise ValueError("is empty")
+            raise ValueError(f"{column} is empty")
         return items.picture(value["bytes"]) if column == "image" else str(value)
 
     def rows(column: str) -> Iterator[Item]:
@@ -579,8 +649,10 @@ def open_dataset(
     checks.choice("data", name, tuple(DATASETS))
     reader, usual = DATASETS[name]
     if not root.exists():
-        raise checks.InputError(f"root: {root} does not exist; pass the dataset's own folder")
+        raise checks.InputError(f"root {root} does not exist; pass the folder of the dataset")
     if captions is not None and name not in ("folder", "skyscript"):
-        raise checks.InputError(f"captions: {name} has captions of its own; leave --captions out")
+        raise checks.InputError(
+            f"captions is set but {name} has its own captions; leave --captions out"
+        )
     given = {} if captions is None else {"captions": captions}
     return reader(root, usual if split is None else split, **given)

@@ -33,12 +33,12 @@ class Spec(NamedTuple):
     pool: str  # one of the kind's `pools`
     max_length: int = 512  # tokens; longer texts are cut off
     batch_size: int = 32
-    remote_code: bool = False  # the model consists of code in its repository, which will be run
+    remote_code: bool = False  # the model runs code from its repository
     packaged: Callable[[], Any] | None = None  # finds the weights inside the package
     name: str = ""  # as passed to --encoder
     copy: str | None = None  # a local copy of the model to load from
-    revision: str | None = None  # of the hub's repository; None takes the newest
-    device: str | None = None  # "cpu", "cuda", ...; None takes the fastest there is
+    revision: str | None = None  # commit of the hub repository; None selects the newest
+    device: str | None = None  # "cpu", "cuda", ...; None selects the fastest
 
     @property
     def place(self) -> str:
@@ -54,7 +54,7 @@ class Encoder:
     forward: Callable[[list[Any]], Tensor]  # n prepared items to [n, d]
     details: Mapping[str, Any]  # further settings that change the embeddings
     prepare: Callable[[Any], Any] = lambda content: content
-    packages: tuple[str, ...] = ("torch", "transformers")  # whose versions are noted
+    packages: tuple[str, ...] = ("torch", "transformers")  # their versions are recorded
 
     @property
     def modality(self) -> str:
@@ -101,7 +101,7 @@ def _pretrained(spec: Spec, processor: str = "") -> tuple[Spec, Any, Any, Any]:
     """Returns the spec with the commit, the model, its processor and further details."""
     transformers = require("transformers")
     transformers.utils.logging.disable_progress_bar()
-    # The argument has had its short name since 4.56; NV-Embed's own code needs an older one.
+    # Version 4.56 renamed torch_dtype to dtype. NV-Embed's own code needs an older version.
     short = tuple(map(int, transformers.__version__.split(".")[:2])) >= (4, 56)
     precision = {"dtype" if short else "torch_dtype": "auto"}
     options = {"revision": spec.revision, "trust_remote_code": spec.remote_code}
@@ -299,7 +299,7 @@ def preparation(config: Mapping[str, Any]) -> Preparation:
     elif convnext and isinstance(resize, int):
         resize = (resize, resize)
     if isinstance(crop, int) or (resize is None and crop is None):
-        raise checks.InputError(f"encoder: its preprocessor_config.json is unknown: {dict(config)}")
+        raise checks.InputError(f"encoder has an unknown preprocessor_config.json: {dict(config)}")
     scale = float(config.get("rescale_factor", 1 / 255)) if config.get("do_rescale", True) else 1
     mean, std = (0.0, 0.0, 0.0), (1.0, 1.0, 1.0)
     if config.get("do_normalize", True):
@@ -377,7 +377,7 @@ def load(
         spec = ENCODERS[name]
     if spec.remote_code and not trust_remote_code:
         remedy = f"pass --trust_remote_code if you trust {spec.model}"
-        raise checks.InputError(f"encoder: {name} comes with code that it runs; {remedy}")
+        raise checks.InputError(f"encoder {name} runs code from its repository; {remedy}")
     given = {option: value for option, value in options.items() if value is not None}
     spec = spec._replace(name=name, copy=weights, **given)
     checks.choice("pool", spec.pool, spec.kind.pools)
@@ -391,6 +391,6 @@ def load(
     except checks.InputError:
         raise
     except (OSError, ValueError, KeyError, ImportError) as error:
-        text = f"encoder: {name} cannot be loaded from {spec.place!r} ({checks.first_line(error)})"
+        text = f"encoder {name} cannot be loaded from {spec.place!r} ({checks.first_line(error)})"
         remedy = "pass --weights=FOLDER with a copy of it, or check the name and the connection"
         raise checks.InputError(f"{text}; {remedy}") from error

@@ -1,4 +1,4 @@
-"""Extractions: folders of embeddings, and how two of them are joined into training files.
+"""Extracts embeddings into folders, and joins two of these folders into training files.
 
 A finished extraction holds
 
@@ -86,7 +86,7 @@ def extract(
         OSError: The disk is full. Running again resumes from the last save.
     """
     if encoder.modality not in source.items:
-        text = f"encoder: needs {encoder.modality} but the dataset has {' and '.join(source.items)}"
+        text = f"encoder embeds {encoder.modality} but the dataset has {' and '.join(source.items)}"
         raise checks.InputError(f"{text}; choose another encoder")
 
     def items() -> Iterator[Item]:
@@ -94,7 +94,7 @@ def extract(
 
     total = sum(1 for _ in items())
     if not total:
-        raise checks.InputError(f"data: no {encoder.modality} found in {data}; check --root")
+        raise checks.InputError(f"data has no {encoder.modality} items, got {data}; check --root")
     data = {**data, "limit": limit}
     if source.classes is not None:
         data["classes"] = list(source.classes)
@@ -102,7 +102,7 @@ def extract(
     workdir.open_run(out, {**metadata, "shard_size": shard_size})
     with workdir.only_process(out):
         if change := difference(items(), out):
-            text = f"workdir: {out} was made from other data: {change}"
+            text = f"workdir {out} was made from other data ({change})"
             raise checks.InputError(f"{text}; choose another --workdir or remove it")
         if not (out / METADATA).exists():
             shape = _embed(items(), total, encoder, out, dtype, shard_size, workers)
@@ -120,15 +120,15 @@ def load(folder: pathlib.Path) -> Embeddings:
         InputError: The extraction is unfinished or damaged.
     """
     if not (folder / METADATA).exists():
-        remedy = "check the path, or start its extraction again to finish it"
-        raise checks.InputError(f"{folder}: holds no finished embeddings; {remedy}")
+        remedy = "check the path, or run the extraction again to finish it"
+        raise checks.InputError(f"{folder} holds no finished extraction; {remedy}")
     metadata = workdir.read_json(folder / METADATA)
     rows = np.load(folder / EMBEDDINGS, mmap_mode="r")
     origins = [Row(**record) for record in _read_lines(folder / ROWS)]
     if list(rows.shape) != metadata["shape"] or len(origins) != len(rows):
-        text = f"metadata.json says {metadata['shape']}, embeddings.npy {list(rows.shape)}"
-        text = f"{folder}: its files do not belong together ({text}, rows.jsonl {len(origins)})"
-        raise checks.InputError(f"{text}; extract them again")
+        text = f"metadata.json has shape {metadata['shape']}, embeddings.npy {list(rows.shape)}"
+        text = f"{text} and rows.jsonl {len(origins)} rows"
+        raise checks.InputError(f"{folder} is inconsistent ({text}); extract it again")
     return Embeddings(rows, origins, metadata)
 
 
@@ -199,7 +199,9 @@ def _embed(
         growing = {name: stack.enter_context((out / name).open("ab")) for name in GROWING}
         for name, file in growing.items():
             if file.tell() < saved["bytes"][name]:
-                raise checks.InputError(f"workdir: {out / name} is cut short; remove {out}")
+                raise checks.InputError(
+                    f"workdir file {out / name} is cut short; remove {out} and start again"
+                )
             file.truncate(saved["bytes"][name])  # remove rows written after the last save
             file.seek(0, os.SEEK_END)
         ids = {row["id"] for row in _read_lines(out / ROWS)}
@@ -217,7 +219,7 @@ def _embed(
             for item, one in zip(shard, made, strict=True):
                 line(INPUTS, id=item.id, group=item.group, origin=one.origin)
                 if one.row is None or item.id in ids:
-                    reason = one.reason or "duplicate id; the first one is kept"
+                    reason = one.reason or "id is a duplicate; the first item is kept"
                     line(SKIPPED, id=item.id, reason=reason)
                     continue
                 if not ids:  # the width is known with the first embedding
@@ -235,7 +237,7 @@ def _embed(
             workdir.write_json(out / PROGRESS, {"items": done, "bytes": sizes})
     if not ids:
         reason = next(_read_lines(out / SKIPPED))["reason"]
-        raise checks.InputError(f"data: no item could be embedded; the first: {reason}")
+        raise checks.InputError(f"data has no item that could be embedded; the first one: {reason}")
     # The number of rows is known now. NumPy pads headers, so the final one has the same length.
     with (out / EMBEDDINGS).open("r+b") as array:
         np.lib.format.read_magic(array)
@@ -276,7 +278,7 @@ def _prepare(item: Item, encoder: Encoder, identify: Callable[[Any], dict[str, A
         content = item.load()
         if isinstance(content, str):
             if not content.strip():
-                raise ValueError("is empty")
+                raise ValueError("text is empty")
             result.text = content
         result.content = encoder.prepare(content)
     except (checks.InputError, MemoryError):  # not caused by the item, so skipping would hide it
@@ -320,9 +322,9 @@ def _embed_shard(
             for result, row in zip(good, stored, strict=True):
                 result.content = None
                 if not np.isfinite(row).all():
-                    result.reason = f"its embedding is not finite in {dtype}"
+                    result.reason = f"embedding is not finite in {dtype}"
                 elif not row.any():
-                    result.reason = "its embedding is zero"
+                    result.reason = "embedding is zero"
                 else:
                     result.row = row
         bar.advance(len(batch), skipped=len(batch) - len(good))
@@ -366,13 +368,13 @@ def match(x: Embeddings, y: Embeddings) -> tuple[np.ndarray, np.ndarray, np.ndar
     for row, origin in enumerate(x.origins):
         if origin.group in row_of:
             both = f"{origin.id!r} and {x.origins[row_of[origin.group]].id!r}"
-            remedy = "pass the side with one row a group as x (or --part=zero_shot)"
-            raise checks.InputError(f"x: {both} share the group {origin.group!r}; {remedy}")
+            remedy = "pass the side with one row per group as x, or pass --part=zero_shot"
+            raise checks.InputError(f"x has two rows of group {origin.group!r}, {both}; {remedy}")
         row_of[origin.group] = row
     rows_y = [row for row, origin in enumerate(y.origins) if origin.group in row_of]
     if not rows_y:
         groups = (of.origins[0].group for of in (y, x))
-        text = "y: none of its groups, such as {!r}, is in x, such as {!r}".format(*groups)
+        text = "y has no group of x: y has groups such as {!r}, x such as {!r}".format(*groups)
         raise checks.InputError(f"{text}; extract both from one dataset")
     owners = np.array([row_of[y.origins[row].group] for row in rows_y])
     rows_x, x_of_y = np.unique(owners, return_inverse=True)
@@ -448,12 +450,14 @@ def _zero_shot(x: Embeddings, y: Embeddings) -> Arrays:
     """Returns pictures, labels and prompts of a classification set."""
     classes = x.metadata["data"].get("classes")
     if classes is None or classes != y.metadata["data"].get("classes"):
-        remedy = "extract both from food101, ..."
-        raise checks.InputError(f"zero_shot: x and y are not of one classification set; {remedy}")
+        text = "zero_shot needs x and y of the same classification set"
+        raise checks.InputError(f"{text}; extract both with the same --data, such as food101")
     labels, of_prompts = (np.array([int(o.group) for o in of.origins], np.int32) for of in (x, y))
     counts = np.bincount(of_prompts, minlength=len(classes))
     if counts.min() != counts.max():
-        text = f"zero_shot: classes have {counts.min()} to {counts.max()} prompts"
+        text = (
+            f"zero_shot needs equally many prompts per class, got {counts.min()} to {counts.max()}"
+        )
         raise checks.InputError(f"{text}; extract the prompts again, without --limit")
     # A stable sort keeps the templates of a class in order.
     prompts = y.rows[np.argsort(of_prompts, kind="stable")]
@@ -481,11 +485,11 @@ def write(out: pathlib.Path, arrays: Arrays, x: Embeddings, y: Embeddings) -> No
     out.mkdir(parents=True, exist_ok=True)
     encoders = {"x": x.metadata["encoder"], "y": y.metadata["encoder"]}
     if (out / ENCODERS).exists() and workdir.read_json(out / ENCODERS) != encoders:
-        text = f"workdir: {out} has files of other encoders (see {ENCODERS})"
+        text = f"workdir {out} has files of other encoders (see {ENCODERS})"
         raise checks.InputError(f"{text}; choose another --workdir")
     names = [f"{name}.npy" for name in ("unpaired_x", "unpaired_y", *arrays)]
     if not (out / ENCODERS).exists() and (own := [n for n in names if (out / n).exists()]):
-        text = f"workdir: {out} holds {own[0]}, which another command wrote"
+        text = f"workdir {out} holds {own[0]}, which another command wrote"
         raise checks.InputError(f"{text}; choose another --workdir")
     workdir.write_json(out / ENCODERS, encoders)
     # An earlier pool may contain rows that are pairs now.

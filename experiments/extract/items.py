@@ -72,7 +72,7 @@ def picture(file: pathlib.Path | bytes) -> Any:
 
 
 def oriented(file: pathlib.Path) -> Any:
-    """Reads a picture and rotates it as its EXIF data say."""
+    """Reads a picture and applies its EXIF orientation."""
     import PIL.ImageOps
 
     return PIL.ImageOps.exif_transpose(picture(file))
@@ -114,7 +114,7 @@ def find(root: pathlib.Path, *names: str) -> pathlib.Path:
         if (root / name).exists():
             return root / name
     wanted = " or ".join(names)
-    raise checks.InputError(f"root: {root} has no {wanted}; pass the folder of the dataset")
+    raise checks.InputError(f"root {root} has no {wanted}; pass the folder of the dataset")
 
 
 def lines(file: pathlib.Path) -> list[str]:

@@ -33,6 +33,7 @@ Content = Any
 PHOTOS = {"x": {"name": "efficientnet-lite2"}, "y": {"name": "all-minilm-l6-v2"}}
 """Encoders that the photographs of the repository were embedded with."""
 READERS: dict[str, Callable[[pathlib.Path], Any]] = {"image": items.oriented, "audio": items.sound}
+"""Functions that read a file, by modality."""
 REFERENCES = 256
 """Most queries in `Model.typical`. The standard error of a mean is then 6 % of the deviation."""
 
@@ -85,7 +86,7 @@ class Model:
         """Maps pictures into the shared space.
 
         Args:
-            images: paths or `PIL.Image.Image`s, or a single path.
+            images: Paths or `PIL.Image.Image`s, or a single path.
 
         Returns:
             Unit features, shape [n, d].
@@ -99,7 +100,7 @@ class Model:
         """Maps texts into the shared space.
 
         Args:
-            texts: texts, or a single one.
+            texts: Texts, or a single one.
 
         Returns:
             Unit features, shape [n, d].
@@ -113,7 +114,7 @@ class Model:
         """Maps sounds into the shared space.
 
         Args:
-            sounds: paths or `items.Sound`s, or a single path.
+            sounds: Paths or `items.Sound`s, or a single path.
 
         Returns:
             Unit features, shape [n, d].
@@ -131,7 +132,7 @@ class Model:
         Args:
             x: n items of the first modality, such as paths of pictures.
             y: m items of the second modality, such as texts.
-            calibrated: correct the cosines for hubness.
+            calibrated: Correct the cosines for hubness.
 
         Returns:
             Scores, shape [n, m].
@@ -353,7 +354,7 @@ def load_encoder(
         return encoders.load(name, weights=weights, **options)
     known = trained_with(aligned)
     if known is None:
-        text = f"{side}_encoder is not set and the model does not name one"
+        text = f"{side}_encoder is not set and the model does not name its encoder"
         raise checks.InputError(f"{text}; pass --{side}_encoder=NAME")
     described = known[side]
     options["max_length"] = described.get("max_length")
@@ -364,8 +365,9 @@ def load_encoder(
     # Other weights give other embeddings, on which the aligner was not trained.
     now = encoder.describe()["revision"]
     if described.get("revision", now) != now:
-        text = f"{described['name']} is at {now} but {described['revision']} was trained on"
-        remedy = "load those weights, or name the encoder to use it anyway"
+        before = described["revision"]
+        text = f"{described['name']} has revision {now} but training used {before}"
+        remedy = f"load those weights, or pass --{side}_encoder to use these anyway"
         raise checks.InputError(f"{side}_encoder {text}; {remedy}")
     return encoder
 
@@ -409,9 +411,9 @@ def _embedded(
         ready = extraction.load(place)
         change = extraction.difference(listed(), place) if listed else None
         if ready.metadata["encoder"] != encoder.describe():
-            change = "it has another encoder"
+            change = "its encoder is another one"
         if change is not None:
-            text = f"index {place} is not an extraction of {of}: {change}"
+            text = f"index {place} is not an extraction of {of} ({change})"
             raise checks.InputError(f"{text}; extract it again, or leave --index out")
         return ready
     assert source is not None and listed is not None
@@ -419,9 +421,9 @@ def _embedded(
     key = json.dumps([encoder.describe(), str(of.resolve())])
     out = place / hashlib.sha256(key.encode()).hexdigest()[:16]
     if change := extraction.difference(listed(), out):
-        if not any(True for _ in listed()):  # an unmounted folder must not cost its index
+        if not any(True for _ in listed()):  # keep the index of an unmounted folder
             raise checks.InputError(f"{of} holds no {encoder.modality}; check the path")
-        print(f"{of}: {change}; embedding it again", file=sys.stderr)
+        print(f"{of} has changed ({change}); embedding it again", file=sys.stderr)
         with workdir.only_process(out):  # another process may be writing these embeddings
             shutil.rmtree(out)
     extraction.extract(source, encoder, out, data={"name": "search"}, shard_size=256)

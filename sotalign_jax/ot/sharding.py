@@ -463,7 +463,7 @@ class SplitRows:
         return cls(whole, len(x))
 
     def trim(self) -> Array:
-        """Removes the padding, inside `jit`. The rows stay split."""
+        """Returns the rows without padding, inside `jit`. They stay split."""
         return self.padded[: self.size]
 
 
