@@ -88,3 +88,15 @@ def files(tmp_path: pathlib.Path) -> pathlib.Path:
     folder = tmp_path / "files"
     folder.mkdir()
     return small_runs.write(folder)
+
+
+@pytest.fixture
+def undrawn(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Leaves the figures of reports blank, because drawing takes longer than most small runs."""
+    from experiments import report  # imported here because only launcher tests need it
+
+    def blank(figure: object) -> bytes:
+        report.pyplot().close(figure)
+        return b"\x89PNG\r\n\x1a\n"
+
+    monkeypatch.setattr(report, "png", blank)
