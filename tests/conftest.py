@@ -1,21 +1,26 @@
 """Shared fixtures. Also installs shape checks on the package's functions."""
 
 import contextlib
+import gc
 import os
 import pathlib
 from collections.abc import Callable, Iterator
 
 # Tests compile thousands of small programs and run each a few times: compile quickly. The older
 # emitters take half the time of XLA's MLIR ones, and splitting a small module takes longer than
-# compiling it.
+# compiling it. The two passes over loops take a fifth of the time to compile a Sinkhorn solve.
 os.environ["XLA_FLAGS"] = " ".join(
     (
         os.environ.get("XLA_FLAGS", ""),
         "--xla_backend_optimization_level=0",
         "--xla_cpu_use_fusion_emitters=false",
         "--xla_cpu_parallel_codegen_split_count=1",
+        "--xla_disable_hlo_passes=while-loop-invariant-code-motion,simplify-while-loops",
     )
 )
+
+# Importing creates many objects and hardly any garbage.
+gc.disable()
 
 # Several tests run in parallel, so more BLAS threads would only compete for the same cores.
 os.environ |= {"OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"}
@@ -34,6 +39,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Runs files with slow tests first, so that no worker ends alone with one of them."""
     slow = {item.path for item in items if item.get_closest_marker("slow")}
     items.sort(key=lambda item: item.path not in slow)
+
+
+def pytest_collection_finish() -> None:
+    """Enables garbage collection, which skips the objects of the imported modules."""
+    gc.freeze()
+    gc.enable()
 
 
 @pytest.fixture
@@ -77,3 +88,15 @@ def files(tmp_path: pathlib.Path) -> pathlib.Path:
     folder = tmp_path / "files"
     folder.mkdir()
     return small_runs.write(folder)
+
+
+@pytest.fixture
+def undrawn(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Leaves the figures of reports blank, because drawing takes longer than most small runs."""
+    from experiments import report  # imported here because only launcher tests need it
+
+    def blank(figure: object) -> bytes:
+        report.pyplot().close(figure)
+        return b"\x89PNG\r\n\x1a\n"
+
+    monkeypatch.setattr(report, "png", blank)

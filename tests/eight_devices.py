@@ -109,6 +109,17 @@ def loss_and_gradients(f, g, z, w):
     return jax.value_and_grad(losses, argnums=(0, 1), has_aux=True)(f, g)
 
 
+def rows_of(placed):
+    """Returns the features, cut to multiples of eight rows if they are split."""
+    # device_put only splits rows that divide by the devices. Replicated rows are padded later.
+    return [x[: len(x) // 8 * 8] for x in features()] if placed == "split" else features()
+
+
+@functools.cache
+def loss_and_gradients_on_one_device(placed):
+    return jax.jit(loss_and_gradients)(*rows_of(placed))
+
+
 KINDS = {"auto": jax.sharding.AxisType.Auto, "explicit": jax.sharding.AxisType.Explicit}
 
 
@@ -121,12 +132,10 @@ def test_losses_match_on_auto_and_explicit_meshes(kind, shape, placed, x64):
     names = ("data", "model")[: len(shape)]
     mesh = jax.make_mesh(shape, names, (KINDS[kind],) * len(shape))
     spec = jax.sharding.PartitionSpec(names[0] if placed == "split" else None)
-    # device_put only splits rows that divide by the devices. Replicated rows are padded later.
-    rows = [x[: len(x) // 8 * 8] for x in features()] if placed == "split" else features()
     with jax.set_mesh(mesh):
-        arrays = jax.device_put(rows, jax.NamedSharding(mesh, spec))
+        arrays = jax.device_put(rows_of(placed), jax.NamedSharding(mesh, spec))
         actual = jax.jit(loss_and_gradients)(*arrays)
-    assert_close(jax.device_get(actual), jax.jit(loss_and_gradients)(*rows))
+    assert_close(jax.device_get(actual), loss_and_gradients_on_one_device(placed))
 
 
 def explicit_mesh(shape):
@@ -153,31 +162,34 @@ def test_plan_matrix_of_affinity_sharded_by_columns(x64):
     )
 
 
-@pytest.mark.parametrize("shape", [(8,), (2, 4)])
-def test_vmap_over_problems_sharded_on_explicit_mesh(shape, x64):
+def one_problem(f, g, z, w):
+    """Computes both losses, their gradient in f, and a plan."""
+    options = {"epsilon": 0.2, "epsilon_star": 0.2, "tolerance": 1e-9}
+
+    def losses(f):
+        k = sota.cosine(f, g)
+        value = sota.klot_from_embeddings(f, g, z, w, **options)
+        other = sota.klot(k, sota.cosine(z, w), **options)
+        plan = sota.sinkhorn(jax.lax.stop_gradient(k), epsilon=0.2, tolerance=1e-9)
+        return value + 2 * other, (value, other, plan.matrix())
+
+    return jax.value_and_grad(losses, has_aux=True)(f)
+
+
+def test_vmap_over_problems_sharded_on_explicit_mesh(x64):
     """Problems stay on their devices. Mesh axes that do not split them may stay unused."""
     rng = np.random.default_rng(0)
     arrays = [jnp.asarray(rng.normal(size=(8, rows, 4))) for rows in (12, 10, 12, 10)]
-    mesh = explicit_mesh(shape)
-    options = {"epsilon": 0.2, "epsilon_star": 0.2, "tolerance": 1e-9}
-
-    def one(f, g, z, w):
-        def losses(f):
-            k = sota.cosine(f, g)
-            value = sota.klot_from_embeddings(f, g, z, w, **options)
-            other = sota.klot(k, sota.cosine(z, w), **options)
-            plan = sota.sinkhorn(jax.lax.stop_gradient(k), epsilon=0.2, tolerance=1e-9)
-            return value + 2 * other, (value, other, plan.matrix())
-
-        return jax.value_and_grad(losses, has_aux=True)(f)
-
-    problems = jax.jit(jax.vmap(one))
-    with jax.set_mesh(mesh):
-        split = jax.NamedSharding(mesh, jax.sharding.PartitionSpec("data"))
-        actual = problems(*jax.device_put(arrays, split))
-    for leaf in jax.tree.leaves(actual):
-        assert leaf.sharding.shard_shape(leaf.shape)[0] == 8 // shape[0]
-    assert_close(jax.device_get(actual), problems(*arrays))
+    problems = jax.jit(jax.vmap(one_problem))
+    expected = problems(*arrays)
+    for shape in ((8,), (2, 4)):
+        mesh = explicit_mesh(shape)
+        with jax.set_mesh(mesh):
+            split = jax.NamedSharding(mesh, jax.sharding.PartitionSpec("data"))
+            actual = problems(*jax.device_put(arrays, split))
+        for leaf in jax.tree.leaves(actual):
+            assert leaf.sharding.shard_shape(leaf.shape)[0] == 8 // shape[0]
+        assert_close(jax.device_get(actual), expected)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -289,26 +301,19 @@ def assert_same_training(actual, expected):
         }
 
 
-@pytest.fixture(scope="module")
-def one_device(dataset):
-    return train(dataset, methods.SOTAlign(alpha=1e-2))
-
-
-@pytest.mark.parametrize("devices", [2, 8])
-def test_fit_on_mesh_matches_one_device_and_resumes_there(devices, dataset, one_device, tmp_path):
+def test_fit_on_mesh_matches_one_device_and_resumes_on_two(dataset, mesh, tmp_path):
     method = methods.SOTAlign(alpha=1e-2)
-    recorder = train(dataset, method, mesh=sharding.rows_mesh(devices))
+    one_device, recorder = (train(dataset, method, mesh=used) for used in (None, mesh))
     assert_same_training(recorder, one_device)
-    # A checkpoint written on many devices can be resumed on one.
+    # A checkpoint written on eight devices can be resumed on two of them.
     with workdir.Recorder(tmp_path, steps=20, title="devices") as saved:
         for step in range(1, 11):
             saved.metrics(step, {})
         saved.snapshot(10, recorder.snapshots[10])
-        resumed = train(dataset, method, resume=saved.resume)
+        resumed = train(dataset, method, mesh=sharding.rows_mesh(2), resume=saved.resume)
     assert len(resumed.values) == 10
-    one_device_late = Recorder()
-    one_device_late.values = one_device.values[10:]
-    assert_same_training(resumed, one_device_late)
+    one_device.values = one_device.values[10:]
+    assert_same_training(resumed, one_device)
 
 
 @pytest.mark.parametrize(

@@ -39,7 +39,7 @@ def install(package: types.ModuleType) -> None:
 def checked(function: Callable[..., Any]) -> Callable[..., Any]:
     """Wraps `function` to raise TypeError if a call violates its array annotations."""
     signature = inspect.signature(function)
-    hints = function.__annotations__
+    hints = {name: hint for name, hint in function.__annotations__.items() if _mentions_array(hint)}
 
     @functools.wraps(function)
     def wrapper(*args: Any, **kwargs: Any) -> Any:
@@ -77,4 +77,7 @@ def _fits(value: Any, hint: Any) -> bool:
 
 
 def _as(kind: type, value: Any) -> Any:
-    return np.asarray(value) if kind is np.ndarray else jnp.asarray(value)
+    if kind is np.ndarray:
+        return np.asarray(value)
+    # Most values are traced, and jnp.asarray of a tracer takes longer than its check.
+    return value if isinstance(value, jax.Array) else jnp.asarray(value)

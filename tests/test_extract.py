@@ -17,7 +17,7 @@ import toy_encoders
 
 from experiments import config as config_lib
 from experiments import run as run_lib
-from experiments import workdir
+from experiments import search, serve, workdir
 from experiments.configs import files as files_config
 from experiments.extract import datasets, extraction, items
 from sotalign_jax import checks, files
@@ -512,6 +512,7 @@ def test_write_rejects_files_of_other_encoders(tmp_path):
 
 
 def start_command(module, options, folder):
+    """Runs a command whose flags cannot be defined beside those of other commands."""
     return subprocess.run(
         [sys.executable, "-m", f"experiments.{module}", *options],
         cwd=folder,
@@ -522,19 +523,24 @@ def start_command(module, options, folder):
     )
 
 
-@pytest.mark.parametrize(
-    ("module", "options", "argument"),
-    [
-        ("extract", ["--encoder=bert", "--data=mnist", "--root=/tmp", "--workdir=o"], "data"),
-        ("search", ["--model=m"], "query"),
-        ("serve", ["--model=m"], "images"),
-    ],
-)
-def test_commands_reject_bad_options_in_one_line(tmp_path, module, options, argument):
-    process = start_command(module, options, tmp_path)
+def test_extract_rejects_bad_options_in_one_line(tmp_path):
+    options = ["--encoder=bert", "--data=mnist", "--root=/tmp", "--workdir=o"]
+    process = start_command("extract", options, tmp_path)
     assert process.returncode == 1 and process.stdout == "", process.stderr
     assert process.stderr.startswith("error: ") and process.stderr.count("\n") == 1
-    assert argument in process.stderr and os.listdir(tmp_path) == []
+    assert "data" in process.stderr and os.listdir(tmp_path) == []
+
+
+@pytest.mark.parametrize(("module", "argument"), [(search, "query"), (serve, "images")])
+def test_commands_reject_missing_options_in_one_line(module, argument, capsys):
+    out, error = small_runs.start(module, ["--model=m"], capsys)
+    assert out == "" and small_runs.is_one_line(error) and argument in error
+
+
+def assert_lists(shown, name, listed):
+    assert [word for word in listed if word not in shown] == []
+    assert shown.count(f"python -m {name} --") == 2
+    assert "--process_id" not in shown  # a flag of another command
 
 
 @pytest.mark.parametrize(
@@ -542,16 +548,25 @@ def test_commands_reject_bad_options_in_one_line(tmp_path, module, options, argu
     [
         ("extract", ("--encoder", "all-minilm-l6-v2", "st:NAME", "--data", "coco")),
         ("pair", ("--x", "--part", "zero_shot")),
-        ("search", ("--model", "--y_encoder", "all-minilm-l6-v2", "--index")),
-        ("serve", ("--model", "--y_encoder", "all-minilm-l6-v2", "--port")),
     ],
 )
-def test_help_lists_flags_choices_and_two_examples(tmp_path, module, listed):
+def test_help_of_own_process_lists_flags_choices_and_two_examples(module, listed, tmp_path):
     process = start_command(module, ["--help"], tmp_path)
     assert process.returncode == 0 and process.stderr == ""
-    assert [word for word in listed if word not in process.stdout] == []
-    assert process.stdout.count(f"python -m experiments.{module} --") == 2
-    assert "--process_id" not in process.stdout  # a flag of another command
+    assert_lists(process.stdout, f"experiments.{module}", listed)
+
+
+@pytest.mark.parametrize(
+    ("module", "listed"),
+    [
+        (search, ("--model", "--y_encoder", "all-minilm-l6-v2", "--index")),
+        (serve, ("--model", "--y_encoder", "all-minilm-l6-v2", "--port")),
+    ],
+)
+def test_help_lists_flags_choices_and_two_examples(module, listed, capsys):
+    out, error = small_runs.start(module, ["--help"], capsys)
+    assert error is None and small_runs.said == ""
+    assert_lists(out, module.__name__, listed)
 
 
 def test_pair_prints_config_that_training_reads(pictures, tmp_path):

@@ -12,7 +12,10 @@ from experiments import diagnose, main, tune
 
 STEPS = 90
 """Enough steps to stop a run at several moments, even if this process polls slowly."""
+QUICKSTART = small_runs.ROOT / "experiments/configs/quickstart.py"
 SAME = ("config.json", "metrics.jsonl", "results.json", "aligner/heads.safetensors")
+
+FROM_ML_COLLECTIONS = pytest.mark.filterwarnings("ignore:.*load_module:DeprecationWarning")
 
 
 @pytest.fixture(scope="module")
@@ -121,12 +124,12 @@ def test_main_align_killed_repeatedly_writes_identical_bytes(files, start, tmp_p
         assert (run / name).read_bytes() == (tmp_path / "whole" / name).read_bytes(), name
 
 
-def test_main_on_finished_run_prints_its_table_again(files, start, uninterrupted):
+@FROM_ML_COLLECTIONS
+def test_main_on_finished_run_prints_its_table_again(files, uninterrupted, capsys):
     reference, table = uninterrupted
     before = small_runs.contents(reference)
-    process = start(*command(files, reference))
-    out, err = process.communicate()
-    assert (process.returncode, out, err) == (0, table, "")
+    out, error = small_runs.start(main, [*command(files, reference)], capsys)
+    assert (out, error, small_runs.said) == (table, None, "")
     after = small_runs.contents(reference)
     for name in ("comparison.png", "report.html"):
         assert after.pop(name) and before.pop(name)
@@ -146,8 +149,9 @@ def test_main_with_other_settings_leaves_finished_run_unchanged(files, start, un
     assert small_runs.contents(reference) == before
 
 
-def test_main_rejects_bad_options_in_one_line(files, start, tmp_path):
-    quickstart = "--config=experiments/configs/quickstart.py"
+@FROM_ML_COLLECTIONS
+def test_main_rejects_bad_options_in_one_line(files, tmp_path, capsys):
+    quickstart = f"--config={QUICKSTART}"
     run = tmp_path / "run"
     cases = {
         (f"{quickstart}:bogus",): "config has an unknown switch 'bogus'",
@@ -157,18 +161,18 @@ def test_main_rejects_bad_options_in_one_line(files, start, tmp_path):
             "data: files.x: gone.npy: "
         ),
     }
-    processes = [start(*options, f"--workdir={run}") for options in cases]
-    for process, message in zip(processes, cases.values(), strict=True):
-        out, err = process.communicate()
-        assert process.returncode == 1 and out == ""
-        assert err.startswith(f"error: {message}") and err.count("\n") == 1
+    for options, message in cases.items():
+        out, error = small_runs.start(main, [*options, f"--workdir={run}"], capsys)
+        assert out == "" and small_runs.is_one_line(error)
+        assert error.startswith(f"error: {message}")
     assert not run.exists()
 
 
-def test_main_dry_run_writes_nothing(start, tmp_path):
-    options = ("--config=experiments/configs/quickstart.py", f"--workdir={tmp_path}/run")
-    out, err = start(*options, "--dry_run").communicate()
-    assert err == "" and os.listdir(tmp_path) == []
+@FROM_ML_COLLECTIONS
+def test_main_dry_run_writes_nothing(tmp_path, capsys):
+    options = [f"--config={QUICKSTART}", f"--workdir={tmp_path}/run", "--dry_run"]
+    out, error = small_runs.start(main, options, capsys)
+    assert error is None and small_runs.said == "" and os.listdir(tmp_path) == []
     assert out.count('"config"') == 4 and '"zero_shot_prompts"' in out
 
 

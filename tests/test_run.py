@@ -27,7 +27,7 @@ def several(*names):
 
 
 @pytest.fixture
-def launch(files, tmp_path, capsys):
+def launch(files, tmp_path, capsys, undrawn):
     """Returns a function that runs the launcher with the small config."""
 
     def start(*options, method="cca", workdir=tmp_path / "run", config=files / "config.py"):

@@ -1,11 +1,7 @@
 """Tests of spectral networks, MMD and SUE, and of fitted methods in the launcher."""
 
 import json
-import os
-import pathlib
 import signal
-import subprocess
-import sys
 
 import jax
 import jax.numpy as jnp
@@ -20,9 +16,6 @@ from sklearn.neighbors import NearestNeighbors
 
 from sotalign_jax import Aligner, align, checks, data, evaluation, heads, methods, training
 from sotalign_jax.methods import sue
-
-ROOT = pathlib.Path(__file__).parents[1]
-
 
 # --- spectral networks ---------------------------------------------------------------------------
 
@@ -351,14 +344,7 @@ def test_main_restarts_killed_fits_and_keeps_finished_runs(tmp_path):
     ]
 
     def start(*more):
-        return subprocess.Popen(
-            [sys.executable, "-m", "experiments.main", *options, *more],
-            cwd=ROOT,
-            env=os.environ | {"JAX_COMPILATION_CACHE_DIR": str(tmp_path / "compiled")},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
+        return small_runs.popen("main", [*options, *more], compiled=tmp_path / "compiled")
 
     process = start("--config.sue.batch=0")
     assert "sue.batch " in process.communicate()[1]

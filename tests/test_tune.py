@@ -21,7 +21,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:.*load_module:DeprecationWarning
 
 
 @pytest.fixture
-def launch(files, tmp_path, capsys):
+def launch(files, tmp_path, capsys, undrawn):
     def start(*options, module=tune, workdir=tmp_path / "run"):
         argv = [f"--config={files}/config.py:cca", *options, f"--workdir={workdir}"]
         return small_runs.start(module, argv, capsys)
