@@ -100,7 +100,7 @@ class Program:
         """
         rows = np.asarray(rows)
         if rows.ndim != 2 or rows.shape[1] != self.width:
-            raise ValueError(f"{self.input} has shape {rows.shape}; pass rows of {self.width}")
+            raise ValueError(f"{self.input} must have shape [n, {self.width}], got {rows.shape}")
         # No rows still make one block, whose result has the right width.
         starts = range(0, max(len(rows), 1), BLOCK)
         return np.concatenate([self._run(rows[s : s + BLOCK], output) for s in starts])
@@ -112,7 +112,7 @@ class Program:
             values[result] = OPERATORS[operator](*(values[name] for name in operands))
             if result == output:
                 return values[result].astype(np.float32)
-        raise ValueError(f"output is {output!r}, which this program does not compute")
+        raise ValueError(f"output must be 'embedding', or 'bias' if calibrated, got {output!r}")
 
 
 @dataclasses.dataclass(frozen=True)

@@ -145,7 +145,7 @@ def array(name: str, x: Any) -> np.ndarray:
         made = np.asarray(x)
     except (TypeError, ValueError) as error:
         raise InputError(
-            f"{name} is not an array of numbers ({first_line(error)}); pass a 2-D float array"
+            f"{name} must be an array of numbers, got {type(x).__name__} ({first_line(error)})"
         ) from error
     if made.dtype != object:
         return made
@@ -154,7 +154,7 @@ def array(name: str, x: Any) -> np.ndarray:
         if len(shapes) > 1:
             raise InputError(f"{cells} of different shapes; pass rows of equal length")
         raise InputError(f"{cells} of shape {shapes.pop()}; pass np.stack({name})")
-    raise InputError(f"{name} has dtype object; pass numbers, such as {name}.astype(np.float32)")
+    raise InputError(f"{name} must hold numbers, got dtype object; try {name}.astype(np.float32)")
 
 
 def embeddings(
@@ -181,37 +181,38 @@ def embeddings(
 
     >>> embeddings("x", np.ones((3, 2)), width=4)
     Traceback (most recent call last):
-    sotalign_jax.checks.InputError: x has width 2 but must have width 4; use one encoder for both
+    sotalign_jax.checks.InputError: x must have width 4, got 2; use one encoder for both
     """
     # Shape and type come first, because the values of a large file take long to read.
     shape = np.shape(x)
     if len(shape) != 2:
-        raise InputError(f"{name} has shape {shape}; pass a 2-D array, one embedding per row")
+        raise InputError(f"{name} must be 2-D, one embedding per row, got shape {shape}")
     if shape[0] < min_rows:
-        raise InputError(f"{name} has {shape[0]} rows but must have at least {min_rows}")
+        raise InputError(f"{name} must have at least {min_rows} rows, got {shape[0]}")
     if shape[1] == 0:
-        raise InputError(f"{name} has width 0; pass embeddings with at least one feature")
+        raise InputError(f"{name} must have a width >= 1, got 0")
     if width is not None and shape[1] != width:
         raise wrong_width(name, shape, width, other_width)
     kind = np.dtype(x.dtype)
     if kind.kind in "iub":
         raise InputError(
-            f"{name} has dtype {kind}, and embeddings must be floats; pass "
-            f"{name}.astype(np.float32), for 8-bit codes times their scale"
+            f"{name} must be floating-point, got dtype {kind}; pass {name}.astype(np.float32), "
+            "multiplied by its scale if it holds 8-bit codes"
         )
     if kind.kind not in "fV" and "float" not in kind.name:  # bfloat16 registers as kind V
-        raise InputError(f"{name} has dtype {kind}; pass real floating-point embeddings")
+        raise InputError(f"{name} must be real and floating-point, got dtype {kind}")
     # Of several processes each reads every count-th chunk, so that one pass over a shared file
     # checks all of it.
     index, count = _shard
     for start in range(index * CHUNK_ROWS, shape[0], count * CHUNK_ROWS):
         block = np.asarray(x[start : start + CHUNK_ROWS]).astype(np.float32)
         for bad, problem in (
-            (~np.isfinite(block).all(axis=1), "NaN or inf; remove such rows before aligning"),
-            (~block.any(axis=1), "all zeros and has no direction; remove such rows"),
+            (~np.isfinite(block).all(axis=1), "NaN or inf"),
+            (~block.any(axis=1), "zeros alone, which have no direction,"),
         ):
             if bad.any():
-                raise InputError(f"{name}: row {start + np.flatnonzero(bad)[0]} is {problem}")
+                row = start + np.flatnonzero(bad)[0]
+                raise InputError(f"{name} has {problem} in row {row}; remove such rows")
 
 
 def wrong_width(
@@ -229,8 +230,8 @@ def wrong_width(
         The error to raise.
 
     >>> wrong_width("x", (500, 384), 512, 384)
-    InputError('x has width 384 but must have width 512; 384 is the width of the other modality, so
-    x and y look exchanged')
+    InputError('x must have width 512, got 384; 384 is the width of the other modality, so x and y
+    look exchanged')
     """
     cause = "use one encoder for both"
     # The two most frequent mistakes have messages of their own.
@@ -238,7 +239,7 @@ def wrong_width(
         cause = f"its shape is {shape}, so it looks transposed: pass {name}.T"
     elif shape[-1] == other_width:
         cause = f"{other_width} is the width of the other modality, so x and y look exchanged"
-    return InputError(f"{name} has width {shape[-1]} but must have width {width}; {cause}")
+    return InputError(f"{name} must have width {width}, got {shape[-1]}; {cause}")
 
 
 def rows(
@@ -289,23 +290,23 @@ def features(name: str, x: Any, *, ndim: int = 2, width: int | None = None) -> j
 
     >>> features("y", np.ones((3, 2)), width=4)
     Traceback (most recent call last):
-    sotalign_jax.checks.InputError: y has width 2 but must have width 4; map both modalities into
-    the shared space first
+    sotalign_jax.checks.InputError: y must have width 4, got 2; map both modalities into the shared
+    space first
     """
     # Features are outputs of heads: unlike embeddings they may be on a device, and zero.
     out = jnp.asarray(x)
     if out.ndim != ndim or 0 in out.shape or not jnp.issubdtype(out.dtype, jnp.floating):
         raise InputError(
-            f"{name} has shape {out.shape} and dtype {out.dtype}; "
-            f"pass a non-empty {ndim}-D array of float features"
+            f"{name} must be a non-empty {ndim}-D array of floats, got shape {out.shape} and dtype "
+            f"{out.dtype}"
         )
     if width is not None and out.shape[-1] != width:
         raise InputError(
-            f"{name} has width {out.shape[-1]} but must have width {width}; "
+            f"{name} must have width {width}, got {out.shape[-1]}; "
             "map both modalities into the shared space first"
         )
     if not finite(out):
-        raise InputError(f"{name} contains NaN or inf; check the heads and their inputs")
+        raise InputError(f"{name} must be finite, got NaN or inf; check the heads and their inputs")
     return out
 
 
@@ -468,12 +469,12 @@ def static(**options: Any) -> None:
 
     >>> jax.jit(lambda steps: static(steps=steps))(3)  # doctest: +IGNORE_EXCEPTION_DETAIL
     Traceback (most recent call last):
-    sotalign_jax.checks.InputError: steps is traced but must be known when compiling; ...
+    sotalign_jax.checks.InputError: steps must be known when compiling, got a traced value; ...
     """
     for name, value in options.items():
         if isinstance(value, jax.core.Tracer):
             raise InputError(
-                f"{name} is traced but must be known when compiling; "
+                f"{name} must be known when compiling, got a traced value; "
                 f"give jax.jit static_argnames={name!r}, or bind it with functools.partial"
             )
 

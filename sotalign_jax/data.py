@@ -80,7 +80,7 @@ def owners(n: int, m: int, x_of_y: ArrayLike | None) -> Int[np.ndarray, " m"]:
     """
     if x_of_y is None and n != m:
         raise checks.InputError(
-            f"gallery y has {m} rows but gallery x has {n}; pass x_of_y unless row i matches row i"
+            f"gallery y has {m} rows but gallery x has {n}; pass x_of_y, the row of x for each of y"
         )
     index = row_labels("x_of_y", np.arange(n) if x_of_y is None else x_of_y, m, below=n)
     # A query without a match would count as a miss in every metric.
@@ -113,8 +113,8 @@ def row_labels(name: str, values: ArrayLike, count: int, *, below: int) -> Int[n
     index = np.asarray(values)
     if index.shape != (count,) or index.dtype.kind not in "iu":
         raise checks.InputError(
-            f"{name} has shape {index.shape} and dtype {index.dtype}; "
-            f"pass {count} integers, one per row"
+            f"{name} must hold {count} integers, one per row, got shape {index.shape} and dtype "
+            f"{index.dtype}"
         )
     # numpy would take negative numbers for rows from the end.
     if count and not (index.min() >= 0 and index.max() < below):
@@ -168,7 +168,7 @@ def zero_shot(
     x, prompts = checks.rows("zero_shot x", x), checks.array("prompts", prompts)
     if prompts.ndim != 3:
         raise checks.InputError(
-            f"prompts has shape {prompts.shape}; pass [classes, templates, width]"
+            f"prompts must have shape [classes, templates, width], got {prompts.shape}"
         )
     checks.embeddings("zero_shot prompts", prompts.reshape(-1, prompts.shape[-1]))
     names = tuple(map(str, range(len(prompts)))) if class_names is None else tuple(class_names)
@@ -611,7 +611,7 @@ def held_out_sizes(n_rows: int, fractions: Sequence[float]) -> list[int]:
     """
     if min(fractions) < 0 or not sum(fractions) < 1:
         shown = " and ".join(map(str, fractions))
-        raise checks.InputError(f"val and test must be fractions that leave some, got {shown}")
+        raise checks.InputError(f"val and test must be >= 0 and sum to less than 1, got {shown}")
     return np.diff(np.rint(np.cumsum([0, *fractions]) * n_rows).astype(int)).tolist()
 
 
@@ -639,8 +639,8 @@ def mismatch_pairs(y: ArrayLike, *, fraction: float, seed: int = 0) -> np.ndarra
     chosen = _choose_rows(len(out), fraction, seed)
     if len(chosen) == 1:
         raise checks.InputError(
-            f"fraction must stand for at least 2 of the {len(out)} rows, got {fraction}: one row "
-            "has none to trade places with"
+            f"fraction must select no row or at least 2 of {len(out)}, got {fraction}; one row "
+            "alone has none to trade places with"
         )
     # A single cycle through the chosen rows moves every one of them.
     out[chosen] = out[np.roll(chosen, 1)]

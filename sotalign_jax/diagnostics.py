@@ -71,9 +71,9 @@ def mutual_knn(x: Rows, y: Rows, *, k: int = 10, clamp: float | None = 0.95) -> 
     """
     checks.pairs(x, y, names=("x", "y"), min_rows=2)
     if not 1 <= k < len(x):
-        raise checks.InputError(f"k: is {k} but there are {len(x)} rows; pass 1..{len(x) - 1}")
+        raise checks.InputError(f"k must be in 1..{len(x) - 1} for {len(x)} rows, got {k}")
     if clamp is not None and not 0 < clamp <= 1:
-        raise checks.InputError(f"clamp: is {clamp}; pass a quantile in 0..1, or None")
+        raise checks.InputError(f"clamp must be a quantile > 0 and <= 1 or None, got {clamp}")
     tables = []
     for rows in (affinity.as_float(x), affinity.as_float(y)):
         clamped = rows if clamp is None else _clamped(rows, clamp)
@@ -195,7 +195,8 @@ def sliced_wasserstein(x: Rows, y: Rows, *, projections: int | Array = 500, seed
         planes = _random_planes(jax.random.key(seed), projections, x.shape[1])
     elif np.ndim(projections) != 3 or np.shape(projections)[1:] != (x.shape[1], 2):
         raise checks.InputError(
-            f"projections: has shape {np.shape(projections)}; pass [p, {x.shape[1]}, 2]"
+            f"projections must be an integer or planes of shape [p, {x.shape[1]}, 2], got shape "
+            f"{np.shape(projections)}"
         )
     else:
         planes = affinity.as_float(projections)
@@ -316,7 +317,7 @@ def _check_sets(
     checks.embeddings(names[0], x, min_rows=min_rows)
     checks.embeddings(names[1], y, width=x.shape[1])
     if x.shape[1] < 2:
-        raise checks.InputError(f"{names[0]}: rows have width 1; directions need at least 2")
+        raise checks.InputError(f"{names[0]} must have a width >= 2, got 1")
 
 
 # --- Sinkhorn convergence ----------------------------------------------------------------------

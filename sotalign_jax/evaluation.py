@@ -269,9 +269,7 @@ def _bias(name: str, given: ArrayLike | None, size: int) -> Array:
     """Returns a checked bias, or zeros."""
     bias = jnp.zeros(size, jnp.float32) if given is None else jnp.asarray(given, jnp.float32)
     if bias.shape != (size,) or not checks.finite(bias):
-        raise checks.InputError(
-            f"{name} has shape {bias.shape} or values that are not finite; pass {size} numbers"
-        )
+        raise checks.InputError(f"{name} must hold {size} finite numbers, got shape {bias.shape}")
     return bias
 
 

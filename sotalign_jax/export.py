@@ -290,7 +290,7 @@ def to_onnx(
     """
     path = pathlib.Path(path).expanduser()
     if path.suffix != ".onnx":
-        raise checks.InputError(f"path is {path}; pass a file name that ends in .onnx")
+        raise checks.InputError(f"path must end in .onnx, got {path}")
     # Imported here, because most users never export.
     onnx = checks.require("onnx", extra="onnx")
     made = to_numpy(heads, calibration)

@@ -159,16 +159,16 @@ def load_array(path: str | os.PathLike[str], *, key: str | None = None) -> np.nd
     reader = READERS.get(file.suffix.lower())
     if reader is None:
         known = ", ".join(READERS)
-        raise checks.InputError(f"{file}: unknown format {file.suffix!r}; use {known} or tfds:NAME")
+        raise checks.InputError(f"{file} has no known format; use {known} or tfds:NAME")
     if not file.is_file():
-        raise checks.InputError(f"{file}: no such file; check the path")
+        raise checks.InputError(f"{file} does not exist; check the path")
     try:
         return reader(file, key)
     except checks.InputError:
         raise
     except Exception as error:  # a damaged file makes its reader raise anything
         raise checks.InputError(
-            f"{file}: cannot be read ({checks.first_line(error)}); "
+            f"{file} cannot be read ({checks.first_line(error)}); "
             "the file is truncated, corrupt or not numeric, so write it again"
         ) from error
 
@@ -176,7 +176,7 @@ def load_array(path: str | os.PathLike[str], *, key: str | None = None) -> np.nd
 def _load_npy(file: pathlib.Path, key: str | None) -> np.ndarray:
     """Maps a .npy file into memory."""
     if key is not None:
-        raise checks.InputError(f"{file}: key {key!r} given but .npy holds one array; drop the key")
+        raise checks.InputError(f"key must be None for a .npy file, got {key!r} for {file}")
     return _as_bfloat16(np.load(file, mmap_mode="r", allow_pickle=False))
 
 
@@ -213,7 +213,7 @@ def _load_safetensors(file: pathlib.Path, key: str | None) -> np.ndarray:
         if dtype is None:
             known = ", ".join(_SAFETENSORS_DTYPES)
             raise checks.InputError(
-                f"{file}: dtype {entry['dtype']} is not supported; convert to one of {known}"
+                f"{file} has the unsupported dtype {entry['dtype']}; convert it to one of {known}"
             )
         shape, (begin, end) = tuple(entry["shape"]), entry["data_offsets"]
         # A damaged header must not map bytes of another tensor.
@@ -256,7 +256,7 @@ def _load_torch(file: pathlib.Path, key: str | None) -> np.ndarray:
         if "weights_only" not in str(error).lower() and "Weights only" not in str(error):
             raise
         remedy = "save a tensor, or a dictionary of tensors, with torch.save"
-        raise checks.InputError(f"{file}: holds more than tensors; {remedy}") from error
+        raise checks.InputError(f"{file} holds more than tensors; {remedy}") from error
     tensors = saved if isinstance(saved, dict) else {"": saved}
     tensors = {name: value for name, value in tensors.items() if torch.is_tensor(value)}
     return _pick(file, tensors, key, lambda name: checks.array(name, tensors[name]))
@@ -316,7 +316,9 @@ def _columns(file: pathlib.Path, schema: Any, key: str | None) -> list[str]:
 def _from_columns(file: pathlib.Path, table: Any, names: list[str]) -> np.ndarray:
     """Converts a column of lists or several of numbers to a matrix, one of numbers to a vector."""
     if missing := [name for name in names if table[name].null_count]:
-        raise checks.InputError(f"{file}: column {missing[0]!r} has empty cells; remove such rows")
+        raise checks.InputError(
+            f"column {missing[0]!r} of {file} has empty cells; remove such rows"
+        )
     if len(names) > 1:
         return np.stack([table[name].to_numpy() for name in names], axis=1)
     column = table[names[0]]
@@ -328,8 +330,10 @@ def _from_columns(file: pathlib.Path, table: Any, names: list[str]) -> np.ndarra
     for chunk in column.chunks:
         widths = compute.list_value_length(chunk).unique().to_pylist()
         if len(widths) != 1:
-            text = f"column {names[0]!r} has lists of {min(widths)} to {max(widths)} numbers"
-            raise checks.InputError(f"{file}: {text}; make them equally long")
+            raise checks.InputError(
+                f"column {names[0]!r} of {file} has lists of {min(widths)} to {max(widths)} "
+                "numbers; make them equally long"
+            )
         values = chunk.flatten().to_numpy(zero_copy_only=False)
         parts.append(values.reshape(len(chunk), widths[0]))
     return np.concatenate(parts)
@@ -358,7 +362,7 @@ def _open_tfds(name: str, split: str) -> Any:
         return tfds.data_source(name, split=split, data_dir=where, download=False)
     except (ValueError, AssertionError, NotImplementedError, OSError) as error:
         raise checks.InputError(
-            f"tfds:{name}:{split}: {checks.first_line(error)} Prepare it with "
+            f"tfds:{name}:{split} cannot be opened ({checks.first_line(error)}); prepare it with "
             "file_format='array_record' and set TFDS_DATA_DIR to its folder"
         ) from error
 
@@ -372,8 +376,8 @@ def _load_tfds(address: str, key: str | None) -> np.ndarray:
         name = f"{name}:{rest.pop(0)}"
     if not name or len(rest) > 2 or (len(rest) == 2 and key is not None):
         raise checks.InputError(
-            f"{address}: not understood; write tfds:NAME, tfds:NAME:SPLIT or "
-            "tfds:NAME:SPLIT:FEATURE, and name the feature once"
+            f"path must be tfds:NAME, tfds:NAME:SPLIT or tfds:NAME:SPLIT:FEATURE, without a second "
+            f"feature in key, got {address}"
         )
     source = _open_tfds(name, rest[0] if rest else "train")
     features = source.dataset_info.features
@@ -381,7 +385,7 @@ def _load_tfds(address: str, key: str | None) -> np.ndarray:
     feature = features[wanted]
     if None in feature.shape or np.dtype(feature.np_dtype).kind not in "fiuV":
         raise checks.InputError(
-            f"{address}: feature {wanted!r} is {feature}; choose a numeric one of fixed shape"
+            f"feature {wanted!r} of {address} must be numeric and of fixed shape, got {feature}"
         )
     out = np.empty((len(source), *feature.shape), feature.np_dtype)
     for start in range(0, len(out), _TFDS_CHUNK):
@@ -416,5 +420,5 @@ def _pick_key(where: str, names: list[str], key: str | None) -> str:
     if key not in names:
         problem = "holds several arrays" if key is None else f"has no array {key!r}"
         shown = ", ".join([*names[:_SHOWN], *(["..."] if len(names) > _SHOWN else [])])
-        raise checks.InputError(f"{where}: {problem}; choose a key from {shown}")
+        raise checks.InputError(f"{where} {problem}; choose a key from {shown}")
     return key

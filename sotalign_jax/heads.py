@@ -358,7 +358,7 @@ class LinearHead(_Network):
         rms = float(jnp.sqrt(jnp.mean(jnp.square(weight))))
         if not (math.isfinite(rms) and rms > 0):
             raise checks.InputError(
-                f"affine: the weight's root mean square is {rms}; start from a non-zero finite map"
+                f"affine must have a non-zero finite weight, got root mean square {rms}"
             )
         # c gives W the root mean square of a Xavier start. Lion's updates have a fixed size, so
         # that they are then as large relative to W as they are from a random start.
@@ -471,7 +471,7 @@ class KernelHead(Head):
     def __init__(self, features: KernelMap, inner: Head):
         if inner.d_in != features.d_out:
             raise checks.InputError(
-                f"inner: takes {inner.d_in} features but the map gives {features.d_out}"
+                f"inner takes {inner.d_in} features but the kernel map returns {features.d_out}"
             )
         self.inner = inner
         self.d_in, self.d_out = features.d_in, inner.d_out
@@ -606,7 +606,7 @@ def build_heads(
         return Heads(*(made(width, dim, **options, rngs=rngs) for width in (d_x, d_y)))  # type: ignore[call-arg]
     if kind != "linear":
         raise checks.InputError(
-            f"teacher: cannot start heads of kind {kind!r}; use kind='linear' or teacher=None"
+            f"kind must be 'linear' to start from a teacher, got {kind!r}; pass teacher=None"
         )
     check_widths(teacher, d_x, d_y)
     # CCA sorts its directions by correlation, so that the first ones are the most reliable.
@@ -630,8 +630,8 @@ def check_widths(teacher: Teacher, d_x: int, d_y: int) -> None:
     widths = tuple(teacher.dim if m is None else m.d_in for m in (teacher.map_x, teacher.map_y))
     if widths != (d_x, d_y):
         raise checks.InputError(
-            f"teacher: maps widths {widths} but the embeddings have {(d_x, d_y)}; fit the teacher "
-            "on the same encoders"
+            f"teacher maps embeddings of widths {widths} but the data have widths {(d_x, d_y)}; "
+            "fit the teacher on the same encoders"
         )
 
 
@@ -668,6 +668,7 @@ def prepend(features: Teacher, heads: Heads) -> Heads:
     map_x, map_y = features.map_x, features.map_y
     if not (isinstance(map_x, KernelMap) and isinstance(map_y, KernelMap)):
         raise checks.InputError(
-            "features: not kernel maps; fit them with teachers.kernel_cca(pairs_x, pairs_y)"
+            f"features must be a kernel teacher, got maps of type {type(map_x).__name__}; "
+            "fit one with teachers.kernel_cca(pairs_x, pairs_y)"
         )
     return Heads(KernelHead(map_x, heads.x), KernelHead(map_y, heads.y), like=heads)

@@ -201,7 +201,7 @@ def _basis(name: str, rows: Any, chosen: np.ndarray, gamma: float | None) -> _Ba
     kept = eigenvalues > _SMALLEST * eigenvalues[-1]
     if eigenvalues[-1] < 1e-10:
         raise checks.InputError(
-            f"{name}: all rows point the same way; pass pairs that differ from each other"
+            f"{name} must have rows that differ from each other, got rows of one direction"
         )
     return _Basis(mean, landmarks, gamma, vectors[:, kept] / np.sqrt(eigenvalues[kept]))
 

@@ -166,8 +166,8 @@ def siglip_from_affinity(
     positives = rows if positives is None else positives
     if min(rows, columns) < positives:
         raise checks.InputError(
-            f"affinities: shape {affinities.shape} has no diagonal of {positives} positives; "
-            "pass a larger matrix, or fewer positives"
+            f"positives must be at most {min(rows, columns)}, the diagonal of an affinity of shape "
+            f"{affinities.shape}, got {positives}"
         )
     dtype = affinities.dtype
     logits = affinities * jnp.asarray(scale, dtype) + jnp.asarray(bias, dtype)
@@ -256,8 +256,8 @@ def soft_cross_entropy(
     cosines = affinity.cosine(queries, keys)
     if labels.shape != cosines.shape:
         raise checks.InputError(
-            f"labels: have shape {labels.shape} but queries and keys need {cosines.shape}; pass "
-            "one distribution over the keys for each query"
+            f"labels must have shape {cosines.shape}, got {labels.shape}; pass one distribution "
+            "over the keys for each query"
         )
     logits = cosines * jnp.exp(jnp.asarray(log_scale, cosines.dtype))
     return -jnp.mean(jnp.sum(labels * jax.nn.log_softmax(logits, axis=1), axis=1))
@@ -285,7 +285,7 @@ def _check_rows(f: Array, g: Array) -> None:
     """Raises InputError unless f and g can be paired row by row."""
     if f.shape != g.shape:
         raise checks.InputError(
-            f"features: f has shape {f.shape} but g has {g.shape}; row i of one belongs to row i "
+            f"g has shape {g.shape} but f has shape {f.shape}; row i of one must belong to row i "
             "of the other"
         )
 

@@ -70,7 +70,7 @@ def nearest(
     if queries.ndim != 2 or keys.ndim != 2 or queries.shape[1] != keys.shape[1]:
         raise checks.InputError(
             f"keys have shape {keys.shape} but queries have shape {queries.shape}; "
-            "pass two matrices of one width"
+            "pass two matrices of equal width"
         )
     checks.choice("skip", skip, ("none", "equal", "itself"))
     checks.whole(1, block_size=block_size)
@@ -87,8 +87,8 @@ def nearest(
     usable = np.asarray((found.indices >= 0).sum(axis=1))
     if usable.min() < k:
         raise checks.InputError(
-            f"k is {k} but query {usable.argmin()} differs from only {usable.min()} keys; "
-            "ask for fewer neighbours or add keys"
+            f"k must be <= {usable.min()}, the number of keys that query {usable.argmin()} may "
+            f"choose from, got {k}"
         )
     return found
 

@@ -78,7 +78,7 @@ def save(parts: Parts, path: str | os.PathLike[str], *, overwrite: bool = False)
         temporary.rename(path)
     except (OSError, SafetensorError) as error:
         reason = getattr(error, "strerror", None) or checks.first_line(error)
-        raise OSError(f"path: {path} cannot be written ({reason}); free some space") from error
+        raise OSError(f"path {path} cannot be written ({reason}); free some space") from error
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
     shutil.rmtree(previous, ignore_errors=True)
@@ -102,7 +102,7 @@ def load(path: str | os.PathLike[str]) -> Parts:
     written = described.get("format") if isinstance(described, dict) else None
     if written != FORMAT:
         raise checks.InputError(
-            f"path: {folder} has format {written} but this version reads {FORMAT}; "
+            f"path {folder} has format {written} but this version reads {FORMAT}; "
             "load it with the version of sotalign-jax that wrote it"
         )
     with _reading(folder / _DESCRIPTION):
@@ -132,12 +132,12 @@ def _check_free(path: pathlib.Path, overwrite: bool) -> None:
     names = {entry.name for entry in entries}
     if strangers := sorted(names - {_DESCRIPTION, _TENSORS, _CALIBRATION}):
         raise checks.InputError(
-            f"path: {path} holds {strangers[0]}, which is not part of an aligner; "
+            f"path {path} holds {strangers[0]}, which is not part of an aligner; "
             "choose another folder"
         )
     if names and not overwrite:
         raise checks.InputError(
-            f"path: {path} holds an aligner already; choose another folder, or pass overwrite=True"
+            f"path {path} holds an aligner already; choose another folder, or pass overwrite=True"
         )
 
 
@@ -156,7 +156,7 @@ def _description(parts: Parts, digests: dict[str, str]) -> str:
     try:
         return json.dumps(described, indent=2, allow_nan=False, default=plain)
     except (TypeError, ValueError) as error:
-        raise checks.InputError(f"info: cannot be written as JSON ({error})") from error
+        raise checks.InputError(f"info must hold JSON values only ({error})") from error
 
 
 def _find(path: str | os.PathLike[str]) -> pathlib.Path:
@@ -169,7 +169,7 @@ def _find(path: str | os.PathLike[str]) -> pathlib.Path:
     below = sorted(given.glob(f"*/{FOLDER}/{_DESCRIPTION}"))
     runs = ", ".join(str(file.parents[1]) for file in below)
     raise checks.InputError(
-        f"path: {path} holds no aligner; pass a folder that Aligner.save wrote, or the "
+        f"path {path} holds no aligner; pass a folder that Aligner.save wrote, or the "
         f"folder of a finished run{f', such as {runs}' if runs else ''}"
     )
 
@@ -190,7 +190,7 @@ def _tensors(
         wanted, found = _kind((leaves or {}).get(name)), _kind(tensors.get(name))
         if wanted != found:
             raise checks.InputError(
-                f"path: {path} has {found} for {name} but {_DESCRIPTION} describes {wanted}; "
+                f"path {path} has {found} for {name} but {_DESCRIPTION} describes {wanted}; "
                 "save the aligner again"
             )
     # The digest comes second, because the message about shapes is the more helpful one. A file
@@ -223,6 +223,6 @@ def _reading(path: pathlib.Path) -> Iterator[None]:
     # json, safetensors and nnx raise errors of many types for a damaged file.
     except Exception as error:
         raise checks.InputError(
-            f"path: {path} is missing or damaged ({checks.first_line(error)}); save the aligner "
+            f"path {path} is missing or damaged ({checks.first_line(error)}); save the aligner "
             "again"
         ) from error

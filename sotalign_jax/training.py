@@ -329,7 +329,7 @@ def make_step(
     # Programs are cached by the method's options, which frozen dataclasses hash.
     if not isinstance(method, Hashable):
         raise checks.InputError(
-            f"method: {type(method).__name__} is not hashable; make it a frozen dataclass"
+            f"method must be hashable, got {type(method).__name__}; make it a frozen dataclass"
         )
     # The seed reaches the step only through the key and the arrays. As part of the cache key it
     # would compile one program per seed.
@@ -393,8 +393,8 @@ def check_pool(method: Method, dataset: data.Dataset) -> None:
     for side in method.pools:
         if not len(dataset.pool_x if side == "x" else dataset.pool_y):
             raise checks.InputError(
-                f"pool {side}: has no rows but {type(method).__name__} learns from unpaired "
-                f"samples of {' and '.join(method.pools)}; add some, or train with method 'sail'"
+                f"pool_{side} has no rows but {type(method).__name__} needs unpaired samples of "
+                f"{' and '.join(method.pools)}; add some, or train with method 'sail'"
             )
     method.check(dataset)
 
@@ -496,8 +496,8 @@ def _on_device(
     """Resolves `on_device` of `fit`. None becomes True without a mesh if the arrays fit."""
     if asked and mesh is not None:
         raise checks.InputError(
-            f"on_device: is True but there are {mesh.size} devices, which read their rows from "
-            "the host; leave it out"
+            f"on_device must be False or None on a mesh of {mesh.size} devices, which read their "
+            "rows from the host, got True"
         )
     if asked is not None:
         return asked
@@ -511,7 +511,7 @@ def _check_finite(step: int, values: dict[str, Any]) -> None:
     if not (np.isfinite(values["loss"]) and np.isfinite(values["gradient_norm"])):
         parts = ", ".join(f"{k} {float(value):.4g}" for k, value in values.items())
         raise NonFiniteLossError(
-            f"loss: not finite at step {step} ({parts}); lower learning_rate or alpha, or raise "
+            f"loss is not finite at step {step} ({parts}); lower learning_rate or alpha, or raise "
             "epsilon_star"
         )
 
@@ -525,7 +525,7 @@ def _warn_unconverged(method: Objective, step: int, values: dict[str, Any]) -> b
     if error <= 1.1 * getattr(method, "tolerance", 0.0):
         return False
     warnings.warn(
-        f"step {step}: a transport plan stopped above the tolerance (student "
+        f"a transport plan of step {step} stopped above the tolerance (errors: student "
         f"{values['student_error']:.2g}, teacher {values['teacher_error']:.2g}); raise "
         "max_iterations or epsilon_star, or accept a gradient that is off by as much",
         stacklevel=3,
@@ -537,7 +537,7 @@ def _check_teacher(method: Objective, teacher: Teacher | None, dataset: data.Dat
     """Raises InputError unless there is a teacher for these embeddings."""
     if teacher is None:
         raise checks.InputError(
-            f"teacher: is None but {type(method).__name__} needs one; fit teachers.cca first"
+            f"teacher must not be None for {type(method).__name__}; fit one with teachers.cca"
         )
     check_widths(teacher, dataset.pairs_x.shape[1], dataset.pairs_y.shape[1])
 

@@ -154,7 +154,7 @@ def test_main_rejects_bad_options_in_one_line(files, start, tmp_path):
         ("--config=nope.py", "--config.train.steps=1"): "config: nope.py cannot be read",
         (quickstart, "--config.train.stpes=1"): "unknown setting 'stpes'; did you mean 'steps'?",
         (f"--config={files}/config.py", "--config.data.files.x=gone.npy"): (
-            "data: files.x: gone.npy: "
+            "data: files.x: gone.npy "
         ),
     }
     processes = [start(*options, f"--workdir={run}") for options in cases]

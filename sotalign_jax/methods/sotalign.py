@@ -91,15 +91,14 @@ class SOTAlign(base.Objective):
         checks.whole(1, or_none=True, block_size=self.block_size)
         if self.klot_on != "unpaired" and self.divergence != "klot":
             raise checks.InputError(
-                f"klot_on: is {self.klot_on!r} but divergence is {self.divergence!r}; choose "
-                "divergence 'klot' or klot_on 'unpaired'"
+                f"klot_on={self.klot_on!r} needs divergence='klot', got {self.divergence!r}"
             )
         # The crossmodal target is an n x m matrix in any case.
         streams = self.divergence == "klot" and self.klot_on != "crossmodal"
         if self.block_size is not None and not streams:
             raise checks.InputError(
-                f"block_size: is {self.block_size} but only divergence 'klot' is streamed, on "
-                "unpaired or all rows; leave it out"
+                f"block_size must be None, got {self.block_size}; only divergence='klot' with "
+                "klot_on='unpaired' or 'all' is streamed"
             )
         # "bistochastic" multiplies KLOT by the rows of a batch, "per_row" SigLIP by its columns.
         # Either alone changes the balance that alpha was chosen for.
@@ -212,8 +211,9 @@ def _klot_crossmodal(
     pairs = n - unpaired[0]
     if pairs != m - unpaired[1] or pairs < 1 or min(unpaired) < 1:
         raise checks.InputError(
-            f"f, g: have {n} and {m} rows but f_star and g_star {unpaired}; pass teacher features "
-            "of the unpaired rows, with as many pairs before them on either side"
+            f"f and g have {n} and {m} rows but f_star and g_star have {unpaired[0]} and "
+            f"{unpaired[1]}; pass teacher features of the unpaired rows, with as many pairs before "
+            "them in f as in g"
         )
     mass, share = klot_lib.total_mass(marginals, n, m), 2 * pairs / (n + m)
     f, g, f_star, g_star = affinity.as_floats(f, g, f_star, g_star)

@@ -431,7 +431,7 @@ def fit_spectral(
     triangle = np.linalg.qr(found, mode="r")
     if np.linalg.matrix_rank(triangle) < len(triangle):
         raise FloatingPointError(
-            "spectral network: its outputs depend on each other; lower learning_rate"
+            "outputs of the spectral network are linearly dependent; lower learning_rate"
         )
     # Over all rows in float64, where the steps orthonormalised over batches.
     transform = np.sqrt(len(found)) * np.linalg.inv(triangle)
@@ -479,10 +479,13 @@ def _pass(
     return pass_over
 
 
-def _finite(loss: Array, what: str, epoch: int, option: str) -> float:
-    """Returns the loss as a number, and raises unless it is finite."""
-    if not np.isfinite(value := float(loss)):
-        raise FloatingPointError(f"{what}: the loss is not finite in epoch {epoch}; lower {option}")
+def _finite(loss: Array, network: str, epoch: int, option: str) -> float:
+    """Returns the loss as a number, and raises FloatingPointError unless it is finite."""
+    value = float(loss)
+    if not np.isfinite(value):
+        raise FloatingPointError(
+            f"loss of the {network} is {value} in epoch {epoch}; lower {option}"
+        )
     return value
 
 
@@ -589,7 +592,7 @@ def refine(
     best, least = params, float("inf")
     for epoch in range(1, options.mmd_epochs + 1):
         state, loss = pass_over(state, train, val, jax.random.fold_in(key, epoch), rate)
-        value = _finite(loss, "mmd", epoch, "mmd_learning_rate")
+        value = _finite(loss, "residual network", epoch, "mmd_learning_rate")
         report(epoch, value)
         # The last epoch may overfit the training rows, so that the best one is kept.
         if value < least:

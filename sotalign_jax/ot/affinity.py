@@ -192,9 +192,9 @@ def check_affinity(name: str, k: ArrayLike) -> None:
     """
     shape = np.shape(k)
     if len(shape) != 2 or 0 in shape:
-        raise checks.InputError(f"{name}: has shape {shape}; pass a non-empty matrix [n, m]")
+        raise checks.InputError(f"{name} must be a non-empty matrix [n, m], got shape {shape}")
     if np.iscomplexobj(k):
-        raise checks.InputError(f"{name}: has complex entries; pass a real matrix")
+        raise checks.InputError(f"{name} must be real, got complex entries")
 
 
 def check_affinities(k: ArrayLike, k_star: ArrayLike) -> None:
@@ -211,7 +211,7 @@ def check_affinities(k: ArrayLike, k_star: ArrayLike) -> None:
     check_affinity("K_star", k_star)
     if np.shape(k) != np.shape(k_star):
         raise checks.InputError(
-            f"K_star: has shape {np.shape(k_star)} but K has {np.shape(k)}; "
+            f"K_star has shape {np.shape(k_star)} but K has shape {np.shape(k)}; "
             "compute both affinities on the same rows and columns"
         )
 
@@ -233,13 +233,13 @@ def check_features(f: ArrayLike, g: ArrayLike, f_star: ArrayLike, g_star: ArrayL
         check_affinity(f"{name}_star", teacher)
         if len(student) != len(teacher):
             raise checks.InputError(
-                f"{name}_star: has {len(teacher)} rows but {name} has {len(student)}; "
+                f"{name}_star has {len(teacher)} rows but {name} has {len(student)}; "
                 "student and teacher must embed the same samples"
             )
-    for names, x, y in (("f and g", f, g), ("f_star and g_star", f_star, g_star)):
+    for suffix, x, y in (("", f, g), ("_star", f_star, g_star)):
         widths = np.shape(x)[1], np.shape(y)[1]
         if widths[0] != widths[1]:
             raise checks.InputError(
-                f"{names}: have widths {widths[0]} and {widths[1]}; "
-                "their cosine needs one shared space"
+                f"g{suffix} has width {widths[1]} but f{suffix} has width {widths[0]}; "
+                "map both into one shared space first"
             )

@@ -112,9 +112,9 @@ class _Settings(NamedTuple):
 
 
 _DERIVATIVES = (
-    "{name}: only first derivatives in reverse mode are supported (jax.grad, jax.vjp, "
-    "jax.value_and_grad), and only in {arguments}; forward mode and second derivatives are not. "
-    "Pass jax.lax.stop_gradient of epsilon and the log-weights if they are traced"
+    "{name} supports only first derivatives in {arguments} by reverse mode (jax.grad, jax.vjp, "
+    "jax.value_and_grad); pass jax.lax.stop_gradient of other differentiated arguments, such as "
+    "epsilon and the log-weights"
 )
 _OF_AFFINITIES = _DERIVATIVES.format(name="klot", arguments="K")
 _OF_FEATURES = _DERIVATIVES.format(name="klot_from_embeddings", arguments="f and g")
@@ -516,7 +516,7 @@ def total_mass(marginals: str, n: int, m: int, log_a: Array | None = None) -> An
         return 1
     if n != m:
         raise checks.InputError(
-            f"marginals: 'bistochastic' needs a square affinity but it is {n} x {m}; use 'prob'"
+            f"marginals='bistochastic' needs a square affinity, got {n} x {m}; use 'prob'"
         )
     return n if log_a is None else jnp.sum(~jnp.isneginf(log_a), dtype=log_a.dtype)
 
@@ -539,7 +539,7 @@ def _settings(
     if init_v is not None:
         if not isinstance(init_v, tuple | list) or len(init_v) != 2:
             raise checks.InputError(
-                f"init_v: is {type(init_v).__name__}; pass a pair of arrays, (v, v_star)"
+                f"init_v must be a pair of arrays (v, v_star), got {type(init_v).__name__}"
             )
         # A start does not change the converged plan. Its derivative is zero, and is no error.
         starts = jax.lax.stop_gradient([jnp.asarray(v, dtype) for v in init_v])

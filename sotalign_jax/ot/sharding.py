@@ -47,14 +47,13 @@ def rows_mesh(devices: int | None = None) -> Mesh | None:
     count = len(available) if devices is None else devices
     if not 1 <= count <= len(available):
         raise checks.InputError(
-            f"mesh: {count} devices asked for but {len(available)} are there; "
-            f"pass 1 to {len(available)}, or None for all"
+            f"mesh must have 1..{len(available)} devices, or None for all of them, got {count}"
         )
     # All processes must take part in every computation.
     if jax.process_count() > 1 and count != len(available):
         raise checks.InputError(
-            f"mesh: {count} devices asked for but {jax.process_count()} processes hold "
-            f"{len(available)}; they are used together, leave it out"
+            f"mesh must have all {len(available)} devices of the {jax.process_count()} processes, "
+            f"got {count}; pass None"
         )
     if count == 1:
         return None

@@ -234,8 +234,8 @@ def log_weights(name: str, given: ArrayLike | None, size: int, dtype: Any) -> Fl
         return jnp.full((size,), -math.log(size), dtype)
     if np.shape(given) != (size,):
         raise checks.InputError(
-            f"{name}: has shape {np.shape(given)} but the affinity needs ({size},); "
-            "pass one log-weight for each of its rows (log_a) or columns (log_b)"
+            f"{name} must have shape ({size},), got {np.shape(given)}; pass one log-weight for "
+            "each row (log_a) or column (log_b) of the affinity"
         )
     if not isinstance(given, jax.core.Tracer):
         # Traced weights cannot be checked, and are normalised without a word.
@@ -243,7 +243,7 @@ def log_weights(name: str, given: ArrayLike | None, size: int, dtype: Any) -> Fl
         # Written so that NaN is refused, too.
         if not abs(total - 1) < 1e-3:
             raise checks.InputError(
-                f"{name}: the weights sum to {total:.4g}; pass logarithms of weights that sum to 1"
+                f"{name} must be logarithms of weights that sum to 1, got a sum of {total:.4g}"
             )
     logs = jnp.asarray(given, dtype)
     return logs - jax.nn.logsumexp(logs)
@@ -292,8 +292,8 @@ def _refuse(message: str, primals: Any, tangents: Any) -> Any:
 # Entries below exp(-30) add nothing to a marginal error that float32 could hold.
 _NEGLIGIBLE = 30.0
 _NOT_DIFFERENTIABLE = (
-    "sinkhorn: plans are not differentiable; use klot or klot_from_embeddings, whose gradient "
-    "is exact, or pass jax.lax.stop_gradient(K), and likewise of epsilon and the log-weights"
+    "sinkhorn is not differentiable; use klot or klot_from_embeddings, whose gradient is exact, or "
+    "pass jax.lax.stop_gradient of K, epsilon and the log-weights"
 )
 
 

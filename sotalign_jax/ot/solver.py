@@ -553,8 +553,8 @@ def _potentials_of(init_v: Array, log_b: Array, limit: Array) -> Array:
     """Returns q = init_v - log b, shifted to a maximum of 0 and clipped at -limit."""
     if jnp.shape(init_v) != log_b.shape:
         raise checks.InputError(
-            f"init_v: has shape {jnp.shape(init_v)} but the affinity has {log_b.size} columns; "
-            "pass the scalings of a problem of the same size"
+            f"init_v must have shape ({log_b.size},), one entry per column of the affinity, "
+            f"got {jnp.shape(init_v)}"
         )
     # Columns without a usable guess start at 0, as in textbook Sinkhorn. Only differences of v
     # count, so that the largest becomes 0.
