@@ -23,8 +23,9 @@ def erf(x: np.ndarray) -> np.ndarray:
     Returns:
         erf(x), in the dtype of x.
 
-    >>> erf(np.array([0.0, 0.5, -3.0])).round(6)
-    array([ 0.      ,  0.5205  , -0.999978])
+    Example:
+        >>> erf(np.array([0.0, 0.5, -3.0])).round(6)
+        array([ 0.      ,  0.5205  , -0.999978])
 
     References:
         Abramowitz and Stegun, Handbook of Mathematical Functions (1964), 7.1.26.
@@ -75,9 +76,10 @@ class Program:
         steps: (result, operator, operands), in the order of execution. Operands are names of
             arrays, of earlier results, or the input.
 
-    >>> program = Program("x", 2, {"two": np.array(2.0)}, (("embedding", "Mul", ("x", "two")),))
-    >>> program(np.ones((1, 2)))
-    array([[2., 2.]], dtype=float32)
+    Example:
+        >>> program = Program("x", 2, {"two": np.array(2.0)}, (("embedding", "Mul", ("x", "two")),))
+        >>> program(np.ones((1, 2)))
+        array([[2., 2.]], dtype=float32)
     """
 
     input: str

@@ -34,8 +34,9 @@ def not_installed(package: str, *, extra: str) -> InputError:
     Returns:
         The error to raise.
 
-    >>> not_installed("torch", extra="extract")
-    InputError("torch is not installed; run pip install -e '.[extract]'")
+    Example:
+        >>> not_installed("torch", extra="extract")
+        InputError("torch is not installed; run pip install -e '.[extract]'")
     """
     return InputError(f"{package} is not installed; run pip install -e '.[{extra}]'")
 
@@ -53,8 +54,9 @@ def require(module: str, *, extra: str) -> Any:
     Raises:
         InputError: The package is not installed.
 
-    >>> require("json", extra="files").dumps([1])
-    '[1]'
+    Example:
+        >>> require("json", extra="files").dumps([1])
+        '[1]'
     """
     try:
         return importlib.import_module(module)
@@ -72,10 +74,11 @@ def naming(where: str) -> Iterator[None]:
     Raises:
         InputError: The error with the prefix.
 
-    >>> with naming("teacher: "):
-    ...     whole(1, dim=0)
-    Traceback (most recent call last):
-    sotalign_jax.checks.InputError: teacher: dim must be an integer >= 1, got 0
+    Example:
+        >>> with naming("teacher: "):
+        ...     whole(1, dim=0)
+        Traceback (most recent call last):
+        sotalign_jax.checks.InputError: teacher: dim must be an integer >= 1, got 0
     """
     try:
         yield
@@ -92,8 +95,9 @@ def first_line(error: BaseException) -> str:
     Returns:
         One line.
 
-    >>> first_line(OSError("no such file\nat 0x7f"))
-    'no such file'
+    Example:
+        >>> first_line(OSError("no such file\nat 0x7f"))
+        'no such file'
     """
     return (str(error).strip() or type(error).__name__).splitlines()[0]
 
@@ -107,8 +111,9 @@ def to_python(value: Any) -> Any:
     Returns:
         An int, float or bool for a scalar. Other values, tracers included, are returned unchanged.
 
-    >>> to_python(np.int64(2)), to_python(np.float32(0.1)), to_python("sum")
-    (2, 0.1, 'sum')
+    Example:
+        >>> to_python(np.int64(2)), to_python(np.float32(0.1)), to_python("sum")
+        (2, 0.1, 'sum')
     """
     # Tracers are instances of jax.Array, but have no value.
     scalar = isinstance(value, np.generic | np.ndarray | jax.Array) and np.ndim(value) == 0
@@ -132,8 +137,9 @@ def array(name: str, x: Any) -> np.ndarray:
     Raises:
         InputError: `x` is ragged, or a column whose cells are arrays, or does not hold numbers.
 
-    >>> array("x", [[1.0, 2.0]]).shape
-    (1, 2)
+    Example:
+        >>> array("x", [[1.0, 2.0]]).shape
+        (1, 2)
     """
     try:
         if hasattr(x, "detach"):
@@ -179,9 +185,10 @@ def embeddings(
     Raises:
         InputError: The array cannot hold embeddings.
 
-    >>> embeddings("x", np.ones((3, 2)), width=4)
-    Traceback (most recent call last):
-    sotalign_jax.checks.InputError: x must have width 4, got 2; use one encoder for both
+    Example:
+        >>> embeddings("x", np.ones((3, 2)), width=4)
+        Traceback (most recent call last):
+        sotalign_jax.checks.InputError: x must have width 4, got 2; use one encoder for both
     """
     # Shape and type come first, because the values of a large file take long to read.
     shape = np.shape(x)
@@ -229,9 +236,10 @@ def wrong_width(
     Returns:
         The error to raise.
 
-    >>> wrong_width("x", (500, 384), 512, 384)
-    InputError('x must have width 512, got 384; 384 is the width of the other modality, so x and y
-    look exchanged')
+    Example:
+        >>> wrong_width("x", (500, 384), 512, 384)
+        InputError('x must have width 512, got 384; 384 is the width of the other modality, so
+        x and y look exchanged')
     """
     cause = "use one encoder for both"
     # The two most frequent mistakes have messages of their own.
@@ -265,8 +273,9 @@ def rows(
     Raises:
         InputError: See `array` and `embeddings`.
 
-    >>> rows("x", [[1.0, 2.0]]).shape
-    (1, 2)
+    Example:
+        >>> rows("x", [[1.0, 2.0]]).shape
+        (1, 2)
     """
     made = array(name, x)
     embeddings(name, made, width=width, min_rows=min_rows, other_width=other_width)
@@ -288,10 +297,11 @@ def features(name: str, x: Any, *, ndim: int = 2, width: int | None = None) -> j
     Raises:
         InputError: The features are empty, not finite, not floats or have another shape.
 
-    >>> features("y", np.ones((3, 2)), width=4)
-    Traceback (most recent call last):
-    sotalign_jax.checks.InputError: y must have width 4, got 2; map both modalities into the shared
-    space first
+    Example:
+        >>> features("y", np.ones((3, 2)), width=4)
+        Traceback (most recent call last):
+        sotalign_jax.checks.InputError: y must have width 4, got 2; map both modalities into the
+        shared space first
     """
     # Features are outputs of heads: unlike embeddings they may be on a device, and zero.
     out = jnp.asarray(x)
@@ -320,8 +330,9 @@ def finite(x: jax.Array) -> jax.Array:
     Returns:
         A scalar of dtype bool.
 
-    >>> bool(finite(jnp.array([1.0, jnp.nan])))
-    False
+    Example:
+        >>> bool(finite(jnp.array([1.0, jnp.nan])))
+        False
     """
     return jnp.isfinite(x).all()
 
@@ -343,10 +354,11 @@ def pairs(
     Raises:
         InputError: See `array` and `embeddings`, or the numbers of rows differ.
 
-    >>> pairs(np.ones((3, 2)), np.ones((4, 2)))
-    Traceback (most recent call last):
-    sotalign_jax.checks.InputError: pairs_y has 4 rows but pairs_x has 3; row i of one must belong
-    to row i of the other
+    Example:
+        >>> pairs(np.ones((3, 2)), np.ones((4, 2)))
+        Traceback (most recent call last):
+        sotalign_jax.checks.InputError: pairs_y has 4 rows but pairs_x has 3; row i of one must
+        belong to row i of the other
     """
     # Numbers of rows are compared first, because reading the values of large files takes long.
     x, y = array(names[0], x), array(names[1], y)
@@ -373,9 +385,10 @@ def choice(name: str, value: str, options: tuple[str, ...]) -> None:
     Raises:
         InputError: `value` is none of `options`.
 
-    >>> choice("marginals", "rows", ("prob", "bistochastic"))
-    Traceback (most recent call last):
-    sotalign_jax.checks.InputError: marginals must be one of prob, bistochastic, got 'rows'
+    Example:
+        >>> choice("marginals", "rows", ("prob", "bistochastic"))
+        Traceback (most recent call last):
+        sotalign_jax.checks.InputError: marginals must be one of prob, bistochastic, got 'rows'
     """
     if value not in options:
         raise InputError(f"{name} must be one of {', '.join(options)}, got {value!r}")
@@ -390,9 +403,10 @@ def positive(**options: Any) -> None:
     Raises:
         InputError: A number is not.
 
-    >>> positive(epsilon=0.05, epsilon_star=0.0)
-    Traceback (most recent call last):
-    sotalign_jax.checks.InputError: epsilon_star must be > 0, got 0.0
+    Example:
+        >>> positive(epsilon=0.05, epsilon_star=0.0)
+        Traceback (most recent call last):
+        sotalign_jax.checks.InputError: epsilon_star must be > 0, got 0.0
     """
     _check_all(options, lambda value: 0 < value < math.inf, "> 0")
 
@@ -407,9 +421,10 @@ def at_least(least: float, **options: Any) -> None:
     Raises:
         InputError: One of them is smaller, or not a finite number.
 
-    >>> at_least(0, ridge=-1.0)
-    Traceback (most recent call last):
-    sotalign_jax.checks.InputError: ridge must be >= 0, got -1.0
+    Example:
+        >>> at_least(0, ridge=-1.0)
+        Traceback (most recent call last):
+        sotalign_jax.checks.InputError: ridge must be >= 0, got -1.0
     """
     _check_all(options, lambda value: least <= value < math.inf, f">= {least:g}")
 
@@ -426,9 +441,10 @@ def whole(least: int, *, most: int | None = None, or_none: bool = False, **optio
     Raises:
         InputError: One of them is outside, or not an integer.
 
-    >>> whole(1, repeats=3, chunk=0)
-    Traceback (most recent call last):
-    sotalign_jax.checks.InputError: chunk must be an integer >= 1, got 0
+    Example:
+        >>> whole(1, repeats=3, chunk=0)
+        Traceback (most recent call last):
+        sotalign_jax.checks.InputError: chunk must be an integer >= 1, got 0
     """
     given = {name: v for name, v in options.items() if not (or_none and v is None)}
     limits = f">= {least}" if most is None else f"in {least}..{most}"
@@ -449,10 +465,11 @@ def within(most: int, of: str, *, least: int = 1, **options: Any) -> None:
     Raises:
         InputError: One of them is outside, or not an integer.
 
-    >>> within(5, "rows in the gallery", k=10)
-    Traceback (most recent call last):
-    sotalign_jax.checks.InputError: k must be an integer in 1..5 (there are 5 rows in the gallery),
-    got 10
+    Example:
+        >>> within(5, "rows in the gallery", k=10)
+        Traceback (most recent call last):
+        sotalign_jax.checks.InputError: k must be an integer in 1..5 (there are 5 rows in the
+        gallery), got 10
     """
     wanted = f"an integer in {least}..{most} (there are {most} {of})"
     _check_all(options, lambda value: least <= operator.index(value) <= most, wanted)
@@ -467,9 +484,10 @@ def static(**options: Any) -> None:
     Raises:
         InputError: One of them is traced.
 
-    >>> jax.jit(lambda steps: static(steps=steps))(3)  # doctest: +IGNORE_EXCEPTION_DETAIL
-    Traceback (most recent call last):
-    sotalign_jax.checks.InputError: steps must be known when compiling, got a traced value; ...
+    Example:
+        >>> jax.jit(lambda steps: static(steps=steps))(3)  # doctest: +IGNORE_EXCEPTION_DETAIL
+        Traceback (most recent call last):
+        sotalign_jax.checks.InputError: steps must be known when compiling, got a traced value; ...
     """
     for name, value in options.items():
         if isinstance(value, jax.core.Tracer):

@@ -75,8 +75,9 @@ def owners(n: int, m: int, x_of_y: ArrayLike | None) -> Int[np.ndarray, " m"]:
     Raises:
         InputError: An index is out of range, or a row of x has no row of y.
 
-    >>> owners(2, 2, None)
-    array([0, 1], dtype=int32)
+    Example:
+        >>> owners(2, 2, None)
+        array([0, 1], dtype=int32)
     """
     if x_of_y is None and n != m:
         raise checks.InputError(
@@ -107,8 +108,9 @@ def row_labels(name: str, values: ArrayLike, count: int, *, below: int) -> Int[n
     Raises:
         InputError: There is another number of labels, or one is no integer in 0..below-1.
 
-    >>> row_labels("labels", [1, 0], 2, below=2)
-    array([1, 0], dtype=int32)
+    Example:
+        >>> row_labels("labels", [1, 0], 2, below=2)
+        array([1, 0], dtype=int32)
     """
     index = np.asarray(values)
     if index.shape != (count,) or index.dtype.kind not in "iu":
@@ -138,8 +140,9 @@ def gallery(x: ArrayLike, y: ArrayLike, x_of_y: ArrayLike | None = None) -> Gall
     Raises:
         InputError: The arrays are no embeddings, or `x_of_y` does not fit them.
 
-    >>> gallery(np.eye(2), np.eye(3), x_of_y=[0, 0, 1]).x_of_y
-    array([0, 0, 1], dtype=int32)
+    Example:
+        >>> gallery(np.eye(2), np.eye(3), x_of_y=[0, 0, 1]).x_of_y
+        array([0, 0, 1], dtype=int32)
     """
     x, y = checks.rows("gallery x", x), checks.rows("gallery y", y)
     return Gallery(x, y, owners(len(x), len(y), x_of_y))
@@ -162,8 +165,9 @@ def zero_shot(
     Raises:
         InputError: The arrays are no embeddings, or do not fit together.
 
-    >>> zero_shot(np.eye(2), [0, 1], np.ones((2, 3, 4))).class_names
-    ('0', '1')
+    Example:
+        >>> zero_shot(np.eye(2), [0, 1], np.ones((2, 3, 4))).class_names
+        ('0', '1')
     """
     x, prompts = checks.rows("zero_shot x", x), checks.array("prompts", prompts)
     if prompts.ndim != 3:
@@ -198,12 +202,13 @@ class Dataset:
     Raises:
         InputError: The widths of the arrays do not fit together.
 
-    >>> dataset((np.eye(8), np.ones((8, 2))), y=np.ones((5, 2)))
-    Dataset
-      pairs_x: 8 x 8
-      pairs_y: 8 x 2
-      pool_x: 0 x 8
-      pool_y: 5 x 2
+    Example:
+        >>> dataset((np.eye(8), np.ones((8, 2))), y=np.ones((5, 2)))
+        Dataset
+          pairs_x: 8 x 8
+          pairs_y: 8 x 2
+          pool_x: 0 x 8
+          pool_y: 5 x 2
     """
 
     pairs_x: Float[np.ndarray, "p d_x"]
@@ -230,8 +235,9 @@ class Dataset:
     def summary(self) -> dict[str, list[int] | None]:
         """Returns the shapes of all parts as JSON values, None for a missing part.
 
-        >>> dataset((np.eye(8), np.eye(8))).summary()["pairs_x"]
-        [8, 8]
+        Example:
+            >>> dataset((np.eye(8), np.eye(8))).summary()["pairs_x"]
+            [8, 8]
         """
         parts: dict[str, np.ndarray | files.MappedRows | None] = {
             "pairs_x": self.pairs_x,
@@ -274,8 +280,9 @@ def dataset(
     Raises:
         InputError: An array holds no embeddings, or the arrays do not fit together.
 
-    >>> dataset((np.eye(8), np.eye(8)), x=np.ones((5, 8))).pool_y.shape
-    (0, 8)
+    Example:
+        >>> dataset((np.eye(8), np.eye(8)), x=np.ones((5, 8))).pool_y.shape
+        (0, 8)
     """
     if not isinstance(pairs, tuple | list) or len(pairs) != 2:
         raise checks.InputError(
@@ -310,8 +317,9 @@ def first_equal(x: np.ndarray | files.MappedRows) -> Int[np.ndarray, " n"]:
     Returns:
         Indices [n].
 
-    >>> first_equal(np.array([[1.0], [2.0], [1.0]])).tolist()
-    [0, 1, 0]
+    Example:
+        >>> first_equal(np.array([[1.0], [2.0], [1.0]])).tolist()
+        [0, 1, 0]
     """
     chunks = (x[start : start + checks.CHUNK_ROWS] for start in range(0, len(x), checks.CHUNK_ROWS))
     # Two different rows collide with a probability of about n^2 / 2^65. Comparing the rows
@@ -338,8 +346,9 @@ def tied_rows(
         The group of every row. Rows with different numbers share nothing, except where a group was
         divided.
 
-    >>> tied_rows(np.array([0, 0, 2, 3]), np.array([0, 1, 1, 3]), largest=3).tolist()
-    [0, 0, 0, 1]
+    Example:
+        >>> tied_rows(np.array([0, 0, 2, 3]), np.array([0, 1, 1, 3]), largest=3).tolist()
+        [0, 0, 0, 1]
     """
     n = len(first_x)
     rows = np.arange(n)
@@ -367,8 +376,9 @@ def whole_groups(groups: Int[np.ndarray, " n"], sizes: Sequence[int]) -> Int[np.
     Returns:
         The part of every row, `len(sizes)` for a row in none of them.
 
-    >>> whole_groups(np.array([7, 7, 3, 5, 3]), [1, 2]).tolist()
-    [1, 1, 2, 0, 2]
+    Example:
+        >>> whole_groups(np.array([7, 7, 3, 5, 3]), [1, 2]).tolist()
+        [1, 1, 2, 0, 2]
     """
     _, first, member, counts = np.unique(
         groups, return_index=True, return_inverse=True, return_counts=True
@@ -407,9 +417,10 @@ def hold_out(dataset: Dataset, *, seed: int) -> Dataset:
     Returns:
         The dataset with fewer pairs and a validation gallery, or the same dataset if it is small.
 
-    >>> rows = np.random.default_rng(0).normal(size=(100, 2))
-    >>> hold_out(dataset((rows, rows)), seed=0).summary()["val_x"]
-    [10, 2]
+    Example:
+        >>> rows = np.random.default_rng(0).normal(size=(100, 2))
+        >>> hold_out(dataset((rows, rows)), seed=0).summary()["val_x"]
+        [10, 2]
     """
     x, y = dataset.pairs_x, dataset.pairs_y
     size = int(HELD_OUT * len(x))
@@ -470,8 +481,9 @@ def split_rows(
     Raises:
         InputError: There are not as many rows.
 
-    >>> split_rows(12, n_pairs=6, seed=0).x.shape
-    (3,)
+    Example:
+        >>> split_rows(12, n_pairs=6, seed=0).x.shape
+        (3,)
     """
     checks.choice("pool", pool, POOLS)
     checks.within(n_rows, "rows", least=checks.MIN_PAIRS, n_pairs=n_pairs)
@@ -532,9 +544,10 @@ def semi_supervised(
     Raises:
         InputError: An array holds no embeddings, or there are not enough rows.
 
-    >>> rows = np.random.default_rng(0).normal(size=(12, 4))
-    >>> semi_supervised(rows, rows, n_pairs=6).summary()["pool_y"]
-    [3, 4]
+    Example:
+        >>> rows = np.random.default_rng(0).normal(size=(12, 4))
+        >>> semi_supervised(rows, rows, n_pairs=6).summary()["pool_y"]
+        [3, 4]
     """
     checks.choice("pool", pool, POOLS)
     x, y = checks.pairs(x, y, names=("x", "y"))
@@ -606,8 +619,9 @@ def held_out_sizes(n_rows: int, fractions: Sequence[float]) -> list[int]:
     Raises:
         InputError: A fraction is negative, or they leave no rows.
 
-    >>> held_out_sizes(640, VAL_AND_TEST)
-    [64, 128]
+    Example:
+        >>> held_out_sizes(640, VAL_AND_TEST)
+        [64, 128]
     """
     if min(fractions) < 0 or not sum(fractions) < 1:
         shown = " and ".join(map(str, fractions))
@@ -632,8 +646,9 @@ def mismatch_pairs(y: ArrayLike, *, fraction: float, seed: int = 0) -> np.ndarra
     Raises:
         InputError: `fraction` is outside 0..1, or stands for one row only.
 
-    >>> mismatch_pairs(np.arange(4.0)[:, None], fraction=0.5, seed=0).ravel().tolist()
-    [2.0, 1.0, 0.0, 3.0]
+    Example:
+        >>> mismatch_pairs(np.arange(4.0)[:, None], fraction=0.5, seed=0).ravel().tolist()
+        [2.0, 1.0, 0.0, 3.0]
     """
     out = np.array(y)
     chosen = _choose_rows(len(out), fraction, seed)
@@ -661,8 +676,9 @@ def replace_with_noise(x: ArrayLike, *, fraction: float, seed: int = 0) -> np.nd
     Raises:
         InputError: `fraction` is outside 0..1.
 
-    >>> replace_with_noise(np.ones((4, 2)), fraction=0.5).shape
-    (4, 2)
+    Example:
+        >>> replace_with_noise(np.ones((4, 2)), fraction=0.5).shape
+        (4, 2)
     """
     out = np.array(x)
     chosen = _choose_rows(len(out), fraction, seed)
@@ -709,11 +725,12 @@ def photographs() -> Photographs:
     Returns:
         The embeddings and the captions.
 
-    >>> sample = photographs()
-    >>> sample.image.shape, sample.text.shape, sample.caption[0]
-    ((640, 512), (640, 384), 'A green truck is driving down the road')
-    >>> semi_supervised(sample.image, sample.text, n_pairs=300).summary()["pool_x"]
-    [170, 512]
+    Example:
+        >>> sample = photographs()
+        >>> sample.image.shape, sample.text.shape, sample.caption[0]
+        ((640, 512), (640, 384), 'A green truck is driving down the road')
+        >>> semi_supervised(sample.image, sample.text, n_pairs=300).summary()["pool_x"]
+        [170, 512]
     """
     with np.load(SAMPLE, allow_pickle=False) as table:
         image = table["image"] * table["image_scale"] + table["image_mean"]

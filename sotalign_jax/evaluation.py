@@ -42,9 +42,10 @@ def embed(head: Any, rows: Rows, *, unit: bool = True) -> Float[np.ndarray, "n d
     Returns:
         The features, shape [n, d].
 
-    >>> from sotalign_jax import heads
-    >>> embed(heads.build_heads(4, 3, 2).x, np.ones((5, 4), np.float16)).shape
-    (5, 2)
+    Example:
+        >>> from sotalign_jax import heads
+        >>> embed(heads.build_heads(4, 3, 2).x, np.ones((5, 4), np.float16)).shape
+        (5, 2)
     """
     # `_apply` is compiled once for all heads of a structure, and takes their parameters apart.
     if isinstance(head, nnx.Module):
@@ -139,8 +140,9 @@ def retrieval(
     Raises:
         InputError: Shapes do not fit, values are not finite, or a cut-off is below 1.
 
-    >>> retrieval(np.eye(3), np.eye(3)[[0, 2, 1]], ks=(1,))["mean/R@1"]
-    33.33333333333333
+    Example:
+        >>> retrieval(np.eye(3), np.eye(3)[[0, 2, 1]], ks=(1,))["mean/R@1"]
+        33.33333333333333
     """
     if not ks or min(ks) < 1:
         raise checks.InputError(f"ks must hold cut-offs >= 1, got {tuple(ks)}")
@@ -171,8 +173,9 @@ def ranks(
     Returns:
         The `Ranks` in both directions.
 
-    >>> ranks(np.eye(3), np.eye(3)[[0, 2, 1]]).x
-    array([0, 2, 2], dtype=int32)
+    Example:
+        >>> ranks(np.eye(3), np.eye(3)[[0, 2, 1]]).x
+        array([0, 2, 2], dtype=int32)
     """
     x = checks.features("x", x).astype(jnp.float32)
     y = checks.features("y", y, width=x.shape[1]).astype(jnp.float32)
@@ -193,8 +196,9 @@ def recalls(ranks: Ranks, ks: Sequence[int] = KS) -> dict[str, float]:
     Returns:
         The recalls of `retrieval`.
 
-    >>> recalls(Ranks(np.array([0, 2]), np.array([0, 0])), ks=(1,))
-    {'x_to_y/R@1': 50.0, 'y_to_x/R@1': 100.0, 'mean/R@1': 75.0}
+    Example:
+        >>> recalls(Ranks(np.array([0, 2]), np.array([0, 0])), ks=(1,))
+        {'x_to_y/R@1': 50.0, 'y_to_x/R@1': 100.0, 'mean/R@1': 75.0}
     """
     found = {}
     for direction, own in (("x_to_y", ranks.x), ("y_to_x", ranks.y)):
@@ -287,10 +291,11 @@ def chance(size: int, k: int, matches: ArrayLike = 1) -> float:
     Returns:
         100 (1 - C(size - matches, k) / C(size, k)), averaged over the queries.
 
-    >>> chance(1000, 10)
-    1.0
-    >>> round(chance(5000, 10, matches=5), 3)  # an image with five captions
-    0.996
+    Example:
+        >>> chance(1000, 10)
+        1.0
+        >>> round(chance(5000, 10, matches=5), 3)  # an image with five captions
+        0.996
     """
     # The ratio of binomials is a product of k factors, which cannot overflow as factorials do.
     drawn = np.arange(min(k, size))
@@ -311,8 +316,9 @@ def interval(
     Returns:
         The lower and the upper end of the interval of each metric's mean.
 
-    >>> interval(100.0 * (np.arange(1000) < 300))  # R@1 of 300 hits among 1,000 queries
-    array([27.2, 32.8])
+    Example:
+        >>> interval(100.0 * (np.arange(1000) < 300))  # R@1 of 300 hits among 1,000 queries
+        array([27.2, 32.8])
 
     References:
         B. Efron, "Bootstrap methods: another look at the jackknife", Annals of Statistics 7 (1979).
@@ -423,15 +429,16 @@ def report(
     Raises:
         InputError: The gallery's rows do not have the widths of the heads.
 
-    >>> from sotalign_jax import heads
-    >>> same = heads.AffineMap(jnp.eye(8), jnp.zeros(8))
-    >>> print(report(same, same, data.gallery(np.eye(8), np.eye(8)), ks=(1,)))
-    Retrieval between 8 rows of x and 8 rows of y, in percent [95 % interval]
-                                        R@1
-    x to y             100.0 [100.0, 100.0]
-    y to x             100.0 [100.0, 100.0]
-    mean               100.0 [100.0, 100.0]
-    chance                            12.50
+    Example:
+        >>> from sotalign_jax import heads
+        >>> same = heads.AffineMap(jnp.eye(8), jnp.zeros(8))
+        >>> print(report(same, same, data.gallery(np.eye(8), np.eye(8)), ks=(1,)))
+        Retrieval between 8 rows of x and 8 rows of y, in percent [95 % interval]
+                                            R@1
+        x to y             100.0 [100.0, 100.0]
+        y to x             100.0 [100.0, 100.0]
+        mean               100.0 [100.0, 100.0]
+        chance                            12.50
 
     References:
         M. Radovanovic et al., "Hubs in space", JMLR 11 (2010), for the hubs that calibration
@@ -510,8 +517,9 @@ def zero_shot(
     Raises:
         InputError: Shapes do not fit, values are not finite, or a label has no prompts.
 
-    >>> zero_shot(np.eye(2), np.eye(2)[:, None], [0, 0])
-    {'zero_shot/top1': 50.0, 'zero_shot/mean_per_class': 50.0}
+    Example:
+        >>> zero_shot(np.eye(2), np.eye(2)[:, None], [0, 0])
+        {'zero_shot/top1': 50.0, 'zero_shot/mean_per_class': 50.0}
     """
     x = checks.features("x", x).astype(jnp.float32)
     prompts = checks.features("prompts", prompts, ndim=3, width=x.shape[1]).astype(jnp.float32)

@@ -222,10 +222,11 @@ def program(head: Head, side: str, calibration: Calibration | None) -> sotalign_
     Raises:
         InputError: The kind of the head is not one of this package.
 
-    >>> from sotalign_jax import heads
-    >>> made = program(heads.build_heads(4, 3, 2).x, "x", None)
-    >>> made(np.ones((5, 4))).shape, made.arrays["linear.kernel"].shape
-    ((5, 2), (4, 2))
+    Example:
+        >>> from sotalign_jax import heads
+        >>> made = program(heads.build_heads(4, 3, 2).x, "x", None)
+        >>> made(np.ones((5, 4))).shape, made.arrays["linear.kernel"].shape
+        ((5, 2), (4, 2))
     """
     x = _Value(side, {}, [])
     for path, leaf in nnx.to_flat_state(nnx.state(head)):
@@ -258,9 +259,10 @@ def to_numpy(heads: Heads, calibration: Calibration | None = None) -> sotalign_n
         An object with `embed_x` and `embed_y` that can be pickled and needs no JAX. The parameters
         are in `.x.arrays` and `.y.arrays`.
 
-    >>> from sotalign_jax import heads
-    >>> to_numpy(heads.build_heads(4, 3, 2)).embed_y(np.ones((5, 3))).shape
-    (5, 2)
+    Example:
+        >>> from sotalign_jax import heads
+        >>> to_numpy(heads.build_heads(4, 3, 2)).embed_y(np.ones((5, 3))).shape
+        (5, 2)
     """
     sides = {"x": heads.x, "y": heads.y}
     made = {side: program(head, side, calibration) for side, head in sides.items()}
@@ -370,10 +372,11 @@ def index(
     Returns:
         The `Index`.
 
-    >>> from sotalign_jax import heads
-    >>> found = index(heads.build_heads(4, 3, 2), np.eye(3))
-    >>> (found.queries(np.eye(4)) @ found.keys.T).shape
-    (4, 3)
+    Example:
+        >>> from sotalign_jax import heads
+        >>> found = index(heads.build_heads(4, 3, 2), np.eye(3))
+        >>> (found.queries(np.eye(4)) @ found.keys.T).shape
+        (4, 3)
     """
     checks.choice("direction", direction, ("x_to_y", "y_to_x"))
     forward = direction == "x_to_y"

@@ -38,9 +38,10 @@ class MappedRows:
         array: The memory-mapped array.
         rows: Indices of the selected rows. Row i is `array[rows[i]]`.
 
-    >>> rows = MappedRows(np.arange(8.0).reshape(4, 2), np.array([3, 1]))
-    >>> rows[:1].tolist(), np.asarray(rows).shape
-    ([[6.0, 7.0]], (2, 2))
+    Example:
+        >>> rows = MappedRows(np.arange(8.0).reshape(4, 2), np.array([3, 1]))
+        >>> rows[:1].tolist(), np.asarray(rows).shape
+        ([[6.0, 7.0]], (2, 2))
     """
 
     def __init__(self, array: np.ndarray, rows: np.ndarray) -> None:
@@ -68,8 +69,9 @@ def take(array: np.ndarray, rows: np.ndarray) -> np.ndarray | MappedRows:
         `array[rows]`, or `MappedRows` if the array is memory-mapped and the rows take more than
         `MAPPED_BYTES`.
 
-    >>> take(np.arange(3), np.array([2, 0])).tolist()
-    [2, 0]
+    Example:
+        >>> take(np.arange(3), np.array([2, 0])).tolist()
+        [2, 0]
     """
     mapped = isinstance(array, np.memmap) or isinstance(array.base, np.memmap)
     # The bytes of one row times the rows: `array[rows].nbytes` would read them all.
@@ -87,8 +89,9 @@ def describe(array: np.ndarray | MappedRows, path: str | os.PathLike[str]) -> st
     Returns:
         Shape, dtype and the name of the file.
 
-    >>> describe(np.zeros((1000, 4), np.float16), "data/x.npy")
-    '1,000 x 4 float16 from x.npy'
+    Example:
+        >>> describe(np.zeros((1000, 4), np.float16), "data/x.npy")
+        '1,000 x 4 float16 from x.npy'
     """
     shape = " x ".join(f"{size:,}" for size in array.shape)
     return f"{shape} {array.dtype} from {os.path.basename(path)}"
@@ -103,8 +106,9 @@ def split_key(path: str | os.PathLike[str]) -> tuple[str, str | None]:
     Returns:
         The file and the key. The key is None if there is none or the format has no keys.
 
-    >>> split_key("a.npz#text"), split_key("#1.npy")
-    (('a.npz', 'text'), ('#1.npy', None))
+    Example:
+        >>> split_key("a.npz#text"), split_key("#1.npy")
+        (('a.npz', 'text'), ('#1.npy', None))
     """
     address = os.fspath(path)
     file, _, key = address.rpartition("#")
@@ -146,9 +150,10 @@ def load_array(path: str | os.PathLike[str], *, key: str | None = None) -> np.nd
         InputError: The file is missing, damaged, of an unknown format or has no such member, or the
             package that reads it is not installed.
 
-    >>> from sotalign_jax import data
-    >>> load_array(data.SAMPLE, key="text").shape
-    (640, 384)
+    Example:
+        >>> from sotalign_jax import data
+        >>> load_array(data.SAMPLE, key="text").shape
+        (640, 384)
     """
     address = os.fspath(path)
     if key is None:

@@ -39,8 +39,9 @@ def normalize(x: Float[Array, "... d"], norm: str) -> Float[Array, "... d"]:
     Returns:
         The normalised rows.
 
-    >>> print(normalize(jnp.array([[3.0, 4.0]]), "l2"))
-    [[0.6 0.8]]
+    Example:
+        >>> print(normalize(jnp.array([[3.0, 4.0]]), "l2"))
+        [[0.6 0.8]]
     """
     if norm == "l2":
         return affinity.l2_normalize(x)
@@ -61,9 +62,10 @@ class AffineMap:
         bias: The vector b.
         norm: "layer" or "l2", see `normalize`.
 
-    >>> half = AffineMap(weight=0.5 * jnp.eye(2), bias=jnp.zeros(2), norm="l2")
-    >>> print(half(jnp.array([[3.0, 4.0]])))
-    [[0.3 0.4]]
+    Example:
+        >>> half = AffineMap(weight=0.5 * jnp.eye(2), bias=jnp.zeros(2), norm="l2")
+        >>> print(half(jnp.array([[3.0, 4.0]])))
+        [[0.3 0.4]]
     """
 
     weight: Float[Array, "d_out d_in"]
@@ -267,8 +269,9 @@ class Dense(nnx.Module):
         Returns:
             The layer.
 
-        >>> print(Dense.of(2 * np.eye(2), np.ones(2))(jnp.array([[3.0, 4.0]])))
-        [[7. 9.]]
+        Example:
+            >>> print(Dense.of(2 * np.eye(2), np.ones(2))(jnp.array([[3.0, 4.0]])))
+            [[7. 9.]]
         """
         layer = cls(*kernel.shape, rngs=nnx.Rngs(0))
         layer.kernel[...] = jnp.asarray(kernel, jnp.float32)
@@ -319,12 +322,13 @@ class LinearHead(_Network):
 
     W starts Xavier-uniform and b at 0. With norm="l2", sqrt(d) x / ||x|| replaces LayerNorm(x).
 
+    Example:
+        >>> LinearHead(8, 3, rngs=nnx.Rngs(0))(jnp.ones((5, 8), jnp.float16)).shape
+        (5, 3)
+
     References:
         L. Zhang et al., "Assessing and learning alignment of unimodal vision and language models",
         CVPR 2025.
-
-    >>> LinearHead(8, 3, rngs=nnx.Rngs(0))(jnp.ones((5, 8), jnp.float16)).shape
-    (5, 3)
     """
 
     kind = "linear"
@@ -378,8 +382,9 @@ class LinearHead(_Network):
 class MLPHead(_Network):
     """LayerNorm -> Linear -> GELU -> Linear. By default the hidden layer is as wide as the input.
 
-    >>> MLPHead(8, 3, hidden=16, rngs=nnx.Rngs(0))(jnp.ones((5, 8))).shape
-    (5, 3)
+    Example:
+        >>> MLPHead(8, 3, hidden=16, rngs=nnx.Rngs(0))(jnp.ones((5, 8))).shape
+        (5, 3)
     """
 
     kind = "mlp"
@@ -398,12 +403,13 @@ class GLUHead(_Network):
 
     By default both branches are eight times as wide as the input.
 
+    Example:
+        >>> GLUHead(8, 3, hidden=16, rngs=nnx.Rngs(0))(jnp.ones((5, 8))).shape
+        (5, 3)
+
     References:
         L. Zhang et al., "Assessing and learning alignment of unimodal vision and language models",
         CVPR 2025.
-
-    >>> GLUHead(8, 3, hidden=16, rngs=nnx.Rngs(0))(jnp.ones((5, 8))).shape
-    (5, 3)
     """
 
     kind = "glu"
@@ -428,11 +434,12 @@ class TanhHead(_Network):
     The first two layers are `hidden` wide, by default 512. The paper has 4096. The third has 1024
     units, or `hidden` if that is less.
 
+    Example:
+        >>> TanhHead(8, 3, hidden=16, rngs=nnx.Rngs(0))(jnp.ones((5, 8))).shape
+        (5, 3)
+
     References:
         A. Yacobi et al., "Learning shared representations from unpaired data", NeurIPS 2025.
-
-    >>> TanhHead(8, 3, hidden=16, rngs=nnx.Rngs(0))(jnp.ones((5, 8))).shape
-    (5, 3)
     """
 
     kind = "tanh"
@@ -461,9 +468,10 @@ class KernelHead(Head):
         features: The kernel map.
         inner: A head whose input width is the map's output width.
 
-    >>> near = KernelMap(jnp.zeros(2), jnp.eye(2), jnp.array(1.0), jnp.zeros(2), jnp.eye(2))
-    >>> KernelHead(near, LinearHead(2, 5, rngs=nnx.Rngs(0)))(jnp.ones((3, 2))).shape
-    (3, 5)
+    Example:
+        >>> near = KernelMap(jnp.zeros(2), jnp.eye(2), jnp.array(1.0), jnp.zeros(2), jnp.eye(2))
+        >>> KernelHead(near, LinearHead(2, 5, rngs=nnx.Rngs(0)))(jnp.ones((3, 2))).shape
+        (3, 5)
     """
 
     kind = "kernel"
@@ -529,8 +537,9 @@ def rebuild(kind: str, options: dict[str, Any]) -> Head:
     Raises:
         InputError: The kind is unknown, or a width is not a positive integer.
 
-    >>> rebuild("linear", {"d_in": 4, "d_out": 2, "norm": "l2"}).d_out
-    2
+    Example:
+        >>> rebuild("linear", {"d_in": 4, "d_out": 2, "norm": "l2"}).d_out
+        2
     """
     checks.choice("kind", kind, tuple(Head.classes))
     # The description may come from a file: check the widths before anything is allocated.
@@ -592,9 +601,10 @@ def build_heads(
     Raises:
         InputError: The teacher does not fit the widths or the kind.
 
-    >>> heads = build_heads(8, 6, 4)
-    >>> heads.x(jnp.ones((2, 8))).shape, heads.y(jnp.ones((2, 6))).shape
-    ((2, 4), (2, 4))
+    Example:
+        >>> heads = build_heads(8, 6, 4)
+        >>> heads.x(jnp.ones((2, 8))).shape, heads.y(jnp.ones((2, 6))).shape
+        ((2, 4), (2, 4))
     """
     checks.choice("kind", kind, KINDS)
     checks.whole(1, d_x=d_x, d_y=d_y, dim=dim)
@@ -644,9 +654,10 @@ def identity_heads(dim: int) -> Heads:
     Returns:
         The heads.
 
-    >>> row = jnp.array([[0.6, 0.8]])
-    >>> print(affinity.l2_normalize(identity_heads(2).x(row)))
-    [[0.6 0.8]]
+    Example:
+        >>> row = jnp.array([[0.6, 0.8]])
+        >>> print(affinity.l2_normalize(identity_heads(2).x(row)))
+        [[0.6 0.8]]
     """
     identity = AffineMap(jnp.eye(dim), jnp.zeros(dim), norm="l2")
     return Heads(LinearHead.from_affine(identity), LinearHead.from_affine(identity))

@@ -47,9 +47,10 @@ class KernelMap:
         centre: Mean of k over the rows that the map was fitted on.
         weight: Output directions, one per row.
 
-    >>> pull = KernelMap(jnp.zeros(2), jnp.eye(2), jnp.array(1.0), jnp.zeros(2), jnp.eye(2))
-    >>> print(pull(jnp.array([[3.0, 0.0]])).round(3))  # at the first landmark; far from the other
-    [[1.    0.135]]
+    Example:
+        >>> pull = KernelMap(jnp.zeros(2), jnp.eye(2), jnp.array(1.0), jnp.zeros(2), jnp.eye(2))
+        >>> print(pull(jnp.array([[3.0, 0.0]])).round(3))  # near the first landmark
+        [[1.    0.135]]
     """
 
     mean: Float[Array, " d_in"]

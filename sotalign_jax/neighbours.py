@@ -56,11 +56,12 @@ def nearest(
     Raises:
         InputError: Shapes do not fit, values are not finite, or a query has fewer than k keys.
 
-    >>> keys = jnp.array([[1.0, 0.0], [1.0, 1.0], [0.0, 2.0]])
-    >>> nearest(keys[:1], keys, 2).indices.tolist()
-    [[0, 1]]
-    >>> nearest(keys[:1], keys, 2, skip="equal").indices.tolist()
-    [[1, 2]]
+    Example:
+        >>> keys = jnp.array([[1.0, 0.0], [1.0, 1.0], [0.0, 2.0]])
+        >>> nearest(keys[:1], keys, 2).indices.tolist()
+        [[0, 1]]
+        >>> nearest(keys[:1], keys, 2, skip="equal").indices.tolist()
+        [[1, 2]]
 
     References:
         M. Radovanovic et al., "Hubs in space: popular nearest neighbors in high-dimensional data",

@@ -16,7 +16,8 @@ def say(text: str, *, show: bool = True) -> None:
         text: The line, such as "compiling (once)".
         show: If False, prints nothing.
 
-    >>> say("fitting the teacher", show=False)
+    Example:
+        >>> say("fitting the teacher", show=False)
     """
     with contextlib.suppress(OSError, ValueError):  # stderr may be closed
         if show and sys.stderr is not None:
@@ -67,9 +68,10 @@ class Progress(Observer):
         inner: If True, the bar stands below another one and is removed at its end. Without a
             terminal it shows nothing.
 
-    >>> with Progress(100, "train", show=False) as progress:
-    ...     progress.stage("compiling (once)")
-    ...     progress.metrics(50, {"loss": 0.25})
+    Example:
+        >>> with Progress(100, "train", show=False) as progress:
+        ...     progress.stage("compiling (once)")
+        ...     progress.metrics(50, {"loss": 0.25})
     """
 
     def __init__(

@@ -190,10 +190,11 @@ def with_features(batches: sampling.DeviceData, teacher: Teacher) -> sampling.De
     Returns:
         The training arrays, with `star_x` and `star_y` set where they are kept.
 
-    >>> from sotalign_jax import teachers
-    >>> A = np.random.default_rng(0).normal(size=(9, 3)).astype(np.float32)
-    >>> with_features(sampling.DeviceData(A, A, A, A), teachers.procrustes(A, A)).star_x.shape
-    (9, 3)
+    Example:
+        >>> from sotalign_jax import teachers
+        >>> A = np.random.default_rng(0).normal(size=(9, 3)).astype(np.float32)
+        >>> with_features(sampling.DeviceData(A, A, A, A), teachers.procrustes(A, A)).star_x.shape
+        (9, 3)
     """
     if teacher.map_x is None:
         return batches
@@ -248,8 +249,9 @@ def optimizer(
     Returns:
         The optimiser.
 
-    >>> optimizer(1e-4, 100).init({"w": jnp.zeros(2)})[0].mu
-    {'w': Array([0., 0.], dtype=float32)}
+    Example:
+        >>> optimizer(1e-4, 100).init({"w": jnp.zeros(2)})[0].mu
+        {'w': Array([0., 0.], dtype=float32)}
 
     References:
         X. Chen et al., "Symbolic discovery of optimization algorithms", NeurIPS 2023 (Lion).
@@ -271,9 +273,10 @@ def warmup_cosine(learning_rate: float, steps: int) -> optax.Schedule:
     Returns:
         The schedule.
 
-    >>> rate = warmup_cosine(1.0, 20)
-    >>> [round(float(rate(t)), 3) for t in (0, 1, 2, 11, 20)]
-    [0.5, 1.0, 1.0, 0.5, 0.0]
+    Example:
+        >>> rate = warmup_cosine(1.0, 20)
+        >>> [round(float(rate(t)), 3) for t in (0, 1, 2, 11, 20)]
+        [0.5, 1.0, 1.0, 0.5, 0.0]
     """
     # optax.join_schedules is not used, because its rates differ from these by rounding in a fifth
     # of the steps. Every recorded metric of a seed would change in its last digits.
@@ -592,9 +595,10 @@ def contrastive(
     Returns:
         The teacher.
 
-    >>> A = np.random.default_rng(0).normal(size=(50, 4)).astype(np.float32)
-    >>> contrastive(A, A, dim=3, steps=5).x(A).shape
-    (50, 3)
+    Example:
+        >>> A = np.random.default_rng(0).normal(size=(50, 4)).astype(np.float32)
+        >>> contrastive(A, A, dim=3, steps=5).x(A).shape
+        (50, 3)
     """
     pairs_x, pairs_y = checks.pairs(pairs_x, pairs_y, min_rows=2)
     checks.whole(2, batch_size=batch_size)
