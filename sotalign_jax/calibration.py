@@ -1,8 +1,8 @@
 """Retrieval scores that are corrected for hubness with unpaired rows.
 
-Hubs are rows that are close to everything, so that they win too many queries. Sinkhorn between the
+Hubs are rows that are close to everything, so they win too many queries. Sinkhorn between the
 embedded pools f_i, g_j gives the plan log P_ij = f_i.g_j / eps + u_i + v_j. The column sums of a
-plan are equal, so that its potential v_j is low where g_j is close to many f. Either potential
+plan are equal, so its potential v_j is low where g_j is close to many f. Either potential
 extends to new rows through the other side's,
 
     u(f) = -eps log sum_j exp(f.g_j / eps + v_j),    v(g) = -eps log sum_i exp(f_i.g / eps + u_i),

@@ -144,7 +144,7 @@ def array(name: str, x: Any) -> np.ndarray:
     try:
         if hasattr(x, "detach"):
             x = x.detach().cpu()
-            # numpy has no bfloat16, so that the bits are passed on as integers. torch is not
+            # numpy has no bfloat16, so the bits are passed on as integers. torch is not
             # imported here: whoever has a tensor has imported it.
             if str(x.dtype) == "torch.bfloat16":
                 return x.view(sys.modules["torch"].int16).numpy().view(ml_dtypes.bfloat16)
@@ -173,7 +173,7 @@ def embeddings(
 ) -> None:
     """Checks that an array is 2-D, floating-point and has only finite, non-zero rows.
 
-    The array is read in chunks of rows, so that it may be a memory-mapped file.
+    The array is read in chunks of rows, so it may be a memory-mapped file.
 
     Args:
         name: Name of the argument for error messages.
@@ -208,7 +208,7 @@ def embeddings(
         )
     if kind.kind not in "fV" and "float" not in kind.name:  # bfloat16 registers as kind V
         raise InputError(f"{name} must be real and floating-point, got dtype {kind}")
-    # Of several processes each reads every count-th chunk, so that one pass over a shared file
+    # Of several processes each reads every count-th chunk, so one pass over a shared file
     # checks all of it.
     index, count = _shard
     for start in range(index * CHUNK_ROWS, shape[0], count * CHUNK_ROWS):

@@ -309,7 +309,7 @@ def dataset(
 def first_equal(x: np.ndarray | files.MappedRows) -> Int[np.ndarray, " n"]:
     """Returns, for every row, the index of the first row that equals it.
 
-    Rows are compared by 64-bit hashes and read in chunks, so that `x` may be memory-mapped.
+    Rows are compared by 64-bit hashes and read in chunks, so `x` may be memory-mapped.
 
     Args:
         x: Array [n, d].
@@ -488,7 +488,7 @@ def split_rows(
     checks.choice("pool", pool, POOLS)
     checks.within(n_rows, "rows", least=checks.MIN_PAIRS, n_pairs=n_pairs)
     rng = np.random.default_rng(seed)
-    # Prefixes of one permutation are nested, so that a run with more pairs contains the others.
+    # Prefixes of one permutation are nested, so a run with more pairs contains the others.
     order = rng.permutation(n_rows)
     x = y = rest = order[n_pairs:]
     if pool == "disjoint":
@@ -614,7 +614,7 @@ def held_out_sizes(n_rows: int, fractions: Sequence[float]) -> list[int]:
         fractions: Fraction of the rows in each part.
 
     Returns:
-        Numbers of rows. Their sum is rounded, so that no row is lost between two parts.
+        Numbers of rows. Their sum is rounded, so no row is lost between two parts.
 
     Raises:
         InputError: A fraction is negative, or they leave no rows.
@@ -719,7 +719,7 @@ class Photographs(NamedTuple):
 def photographs() -> Photographs:
     """Loads embeddings of 640 COCO photographs with a caption each, to try things on.
 
-    Images are 512 principal components of their encoder's 1,280 features, so that models trained by
+    Images are 512 principal components of their encoder's 1,280 features, so models trained by
     the launchers on COCO do not accept them. The rows are among the pairs of those models.
 
     Returns:

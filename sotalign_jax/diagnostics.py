@@ -388,7 +388,7 @@ def sinkhorn_convergence(
             x, y, x, y, epsilon=1e9, epsilon_star=epsilon, return_aux=True, **options
         )
         error, iterations, converged = (part.item() for part in aux.teacher[2:])
-        # b is uniform, so that Σ P log(P/ab) = Σ P log(P/a) + log m.
+        # b is uniform, so Σ P log(P/ab) = Σ P log(P/a) + log m.
         partners = len(y) * math.exp(-value)
         out.append(Convergence(epsilon, error, iterations, converged, partners))
     return out

@@ -1,6 +1,6 @@
 """Embeds rows, and measures retrieval recall and zero-shot accuracy.
 
-Scores are float32 cosines at full matmul precision. Queries are scored in blocks of rows, so that
+Scores are float32 cosines at full matmul precision. Queries are scored in blocks of rows, so
 the score matrix never exists. Each function compiles once per shape.
 """
 
@@ -121,7 +121,7 @@ def retrieval(
     """Computes recall at k (R@k) in both directions, in percent.
 
     R@k is the share of queries with a match among the k keys of largest score. Ties go to the lower
-    index, so that features that have collapsed to a point score chance, k / (number of keys).
+    index, so features that have collapsed to a point score chance, k / (number of keys).
 
     Args:
         x: Features of any length, shape [n, d].
@@ -473,7 +473,7 @@ def report(
     }
     gain, first = None, f"mean/R@{ks[0]}"
     if calibration is not None:
-        # The difference is paired by query, so that its interval is usually the narrowest.
+        # The difference is paired by query, so its interval is usually the narrowest.
         ends = interval(rows[f"calibrated/{first}"] - rows[first], seed=seed).tolist()
         gain = (found[f"calibrated/{first}"] - found[first], *ends)
     return Report(n, m, measured, gain)

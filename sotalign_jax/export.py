@@ -1,7 +1,7 @@
 """Heads without JAX: as numpy, as ONNX files, and as vectors for an inner-product index.
 
 `program` writes a head's arithmetic down once, as a list of ONNX operators. `sotalign_numpy` runs
-that list and `write_onnx` stores it, so that both compute the same function.
+that list and `write_onnx` stores it, so both compute the same function.
 """
 
 import dataclasses

@@ -112,7 +112,7 @@ def split_key(path: str | os.PathLike[str]) -> tuple[str, str | None]:
     """
     address = os.fspath(path)
     file, _, key = address.rpartition("#")
-    # "#" may be part of a file's name, so that it splits only after the suffix of a format with
+    # "#" may be part of a file's name, so it splits only after the suffix of a format with
     # keys.
     keyed = tuple(suffix for suffix in READERS if suffix != ".npy")
     return (file, key) if file.lower().endswith(keyed) else (address, None)
@@ -135,7 +135,7 @@ def load_array(path: str | os.PathLike[str], *, key: str | None = None) -> np.nd
     to float32 if the file also holds their scale: `KEY * KEY_scale + KEY_mean`, where `KEY_mean`
     may be missing, and both may be called `scale` and `mean`. They broadcast against the codes.
 
-    A .pt file is read with `weights_only=True`, so that it cannot run code. The NAME of a `tfds:`
+    A .pt file is read with `weights_only=True`, so it cannot run code. The NAME of a `tfds:`
     address may have a config and a version (`name/config:1.0.0`), and SPLIT may be a slice
     (`train[:50%]`). Features of one split are read in the same order, so two of them make pairs.
 
@@ -256,7 +256,7 @@ def _load_torch(file: pathlib.Path, key: str | None) -> np.ndarray:
         # Files of torch before 1.6 are not zip archives and cannot be mapped.
         options = {"weights_only": True, "map_location": "cpu", "mmap": zipfile.is_zipfile(file)}
         saved = torch.load(file, **options)
-    # torch has no exception of its own for forbidden content, so that the text has to tell.
+    # torch has no exception of its own for forbidden content, so the text has to tell.
     except Exception as error:
         if "weights_only" not in str(error).lower() and "Weights only" not in str(error):
             raise

@@ -339,7 +339,7 @@ class LinearHead(_Network):
         self.linear = dense(self.d_in, self.d_out)
 
     def __call__(self, x: Rows) -> Float[Array, "n d_out"]:
-        # Rematerialisation: the backward pass normalises the rows again, so that no activation of
+        # Rematerialisation: the backward pass normalises the rows again, so no activation of
         # shape (n, d_in) is stored.
         return jax.checkpoint(AffineMap.__call__)(self.to_affine(), x)
 
@@ -619,7 +619,7 @@ def build_heads(
             f"kind must be 'linear' to start from a teacher, got {kind!r}; pass teacher=None"
         )
     check_widths(teacher, d_x, d_y)
-    # CCA sorts its directions by correlation, so that the first ones are the most reliable.
+    # CCA sorts its directions by correlation, so the first ones are the most reliable.
     first = teacher.leading(dim)
     if not first.is_kernel:
         return Heads(*(LinearHead.from_affine(one) for one in (first.map_x, first.map_y)))  # type: ignore[arg-type]

@@ -1,6 +1,6 @@
 """Kernel canonical correlation analysis: maps through a Gaussian kernel, and their fit.
 
-The fit runs on the host in float64 and in blocks of rows, so that memory grows with the landmarks
+The fit runs on the host in float64 and in blocks of rows, so memory grows with the landmarks
 and not with the pairs. `teachers.kernel_cca` is the public function.
 
 References:
@@ -107,7 +107,7 @@ def fit(
 ) -> tuple[KernelMap, KernelMap, Float[np.ndarray, " dim"]]:
     """Fits the maps of `teachers.kernel_cca`.
 
-    Landmarks are drawn in `crossval.order`, so that they do not depend on the order of the pairs.
+    Landmarks are drawn in `crossval.order`, so they do not depend on the order of the pairs.
 
     Args:
         pairs_x: Paired embeddings of the first modality, shape [n, d_x].

@@ -1,7 +1,7 @@
 """Contrastive losses on features, and divergences between two affinities.
 
 `siglip` and `infonce` compare row i of `f` with row i of `g`. Every other row is a negative.
-Features are L2-normalised inside, so that heads pass their raw outputs. `cka` and
+Features are L2-normalised inside, so heads pass their raw outputs. `cka` and
 `infonce_divergence` compare a student's affinity with a teacher's, as `klot` does.
 
 References:
@@ -94,7 +94,7 @@ def siglip(
         )
 
     if negatives_f is None and negatives_g is None:
-        return loss(f, g)  # both directions are equal, so that one product is enough
+        return loss(f, g)  # both directions are equal, so one product is enough
     return _both_directions(loss, f, g, negatives_f, negatives_g)
 
 
@@ -123,7 +123,7 @@ def _siglip_rows(f: Array, g: Array, scale: Array, bias: Array) -> tuple[Array, 
         return value, (df, dg, d_scale + jnp.sum(slopes * cosines), d_bias + jnp.sum(slopes))
 
     nothing = jnp.zeros((), f.dtype), jax.tree.map(jnp.zeros_like, (f, g, scale, bias))
-    # Every block reads and writes all of dg, so that larger blocks than a kernel's save bytes.
+    # Every block reads and writes all of dg, so larger blocks than a kernel's save bytes.
     return over_rows(len(f), 4 * BUILD_ROWS, body, nothing)
 
 
@@ -412,7 +412,7 @@ def infonce_divergence(
     def rows(k: Array, k_star: Array) -> Array:
         log_s = jax.nn.log_softmax(k / epsilon, axis=1)
         if targets == "hard":
-            # The entropy of one-hot targets is 0, so that the cross-entropy is the divergence.
+            # The entropy of one-hot targets is 0, so the cross-entropy is the divergence.
             nearest = jnp.argmax(k_star, axis=1)
             return -jnp.mean(jnp.take_along_axis(log_s, nearest[:, None], axis=1))
         log_t = jax.nn.log_softmax(k_star / epsilon_star, axis=1)

@@ -54,7 +54,7 @@ def save(parts: Parts, path: str | os.PathLike[str], *, overwrite: bool = False)
         InputError: The folder holds something else, or `info` is not JSON.
         OSError: The files cannot be written, as on a full disk. An earlier aligner stays intact.
     """
-    # Write aside and rename: renaming is atomic within a file system, so that no reader and no
+    # Write aside and rename: renaming is atomic within a file system, so no reader and no
     # crash ever sees half an aligner.
     path = pathlib.Path(path).expanduser().absolute()
     temporary, previous = (path.with_name(f".{path.name}.{end}") for end in ("tmp", "old"))

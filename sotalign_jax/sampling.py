@@ -139,7 +139,7 @@ def permute(key: Array, indices: Int[Array, " b"], size: int) -> Int[Array, " b"
     def network(value: Array) -> Array:
         left, right = value >> half, value & mask
         for k in range(_ROUNDS):
-            # A round is invertible for any function of `right`, so that the network is a
+            # A round is invertible for any function of `right`, so the network is a
             # permutation.
             left, right = right, left ^ (mix(right ^ round_keys[k]) & mask)
         return (left << half) | right
@@ -147,7 +147,7 @@ def permute(key: Array, indices: Int[Array, " b"], size: int) -> Int[Array, " b"
     def outside(value: Array) -> Array:
         return value >= jnp.uint32(size)
 
-    # The domain is at most four times as large, so that few turns are expected.
+    # The domain is at most four times as large, so few turns are expected.
     out = jax.lax.while_loop(
         lambda value: jnp.any(outside(value)),
         lambda value: jnp.where(outside(value), network(value), value),

@@ -131,7 +131,7 @@ def sizes_of(profile: device.Profile) -> Sizes:
 def clouds(n: int, m: int, width: int, seed: int = 0) -> list[np.ndarray]:
     """Draws two independent anisotropic Gaussian clouds around a common mean.
 
-    No row has a partner, so that their plan is neither flat nor close to a permutation.
+    No row has a partner, so their plan is neither flat nor close to a permutation.
 
     Args:
         n: Rows of the first cloud.
@@ -142,7 +142,7 @@ def clouds(n: int, m: int, width: int, seed: int = 0) -> list[np.ndarray]:
     Returns:
         Both clouds, in float32.
     """
-    # Variances fall as 1/k, so that a few directions carry most of the variance.
+    # Variances fall as 1/k, so a few directions carry most of the variance.
     rng, scales = np.random.default_rng(seed), np.arange(1, width + 1, dtype=np.float32) ** -0.5
     mean = 0.5 * scales * rng.standard_normal(width, np.float32)
     return [mean + scales * rng.standard_normal((rows, width), np.float32) for rows in (n, m)]
@@ -285,7 +285,7 @@ def exact_error(x: np.ndarray, y: np.ndarray, u: Any, v: Any) -> float:
 def exact_loss(n: int, m: int, sizes: Sizes) -> tuple[Any, list[Any]]:
     """Computes KLOT and its gradient in float64 on the CPU, to a hundredth of the tolerance.
 
-    A smaller problem is the largest one with weights of zero, so that one program serves all sizes.
+    A smaller problem is the largest one with weights of zero, so one program serves all sizes.
 
     Args:
         n: Number of rows.

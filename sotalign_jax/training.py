@@ -416,7 +416,7 @@ def fit(
 ) -> tuple[Heads, Best]:
     """Trains copies of heads and keeps the parameters with the best validation MeanR@1.
 
-    Step 0 is validated as well, so that the result is never worse on validation than the start.
+    Step 0 is validated as well, so the result is never worse on validation than the start.
     Without a validation gallery the last parameters are kept.
 
     Args:
@@ -602,7 +602,7 @@ def contrastive(
     """
     pairs_x, pairs_y = checks.pairs(pairs_x, pairs_y, min_rows=2)
     checks.whole(2, batch_size=batch_size)
-    # There is nothing to validate on, so that `eval_every` is the whole run.
+    # There is nothing to validate on, so `eval_every` is the whole run.
     config = TrainConfig(
         steps=steps,
         pair_batch=batch_size,

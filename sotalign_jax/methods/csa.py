@@ -122,7 +122,7 @@ class CSAHead(Head):
         """
         head = cls(len(mean), len(rho) + 2, side=side, rngs=nnx.Rngs(0))
         head.mean[...] = jnp.asarray(mean, jnp.float32)
-        # The outputs are normalised, so that a common factor is free. It keeps large weights within
+        # The outputs are normalised, so a common factor is free. It keeps large weights within
         # float32.
         head.kernel[...] = jnp.asarray(weights / np.abs(weights).max(), jnp.float32)
         head.rho[...] = jnp.clip(jnp.asarray(rho, jnp.float32), 0.0, 1.0)

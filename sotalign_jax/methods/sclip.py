@@ -121,7 +121,7 @@ def pseudo_labels(
         kind: "hard" is one-hot at the largest K_qj. "softmax" is the softmax of s K over j. "ot"
             takes the rows of OT_{1/s}(K) with uniform weights, which uses all keys equally.
         iterations: Number of Sinkhorn's iterations for "ot". Each one is a column update and then a
-            row update, so that rows end exact.
+            row update, so rows end exact.
 
     Returns:
         The labels, shape [n, m], with rows that sum to 1.

@@ -167,7 +167,7 @@ class SOTAlign(base.Objective):
             return losses.infonce_divergence(*affinities, **epsilons), {}, memory
         options: Any = {**epsilons, "marginals": self.marginals, "tolerance": self.tolerance}
         options |= {"max_iterations": self.max_iterations}
-        # Batches of "all" and "crossmodal" mix in other pairs at every step, so that only
+        # Batches of "all" and "crossmodal" mix in other pairs at every step, so only
         # "unpaired" has a memory to start from.
         if self.klot_on == "crossmodal":
             value, aux = _klot_crossmodal(f, g, f_star, g_star, **options)
@@ -205,7 +205,7 @@ def _klot_crossmodal(
         T = diag(s I / k, (1 - s) P*),    s = 2 k / (n + m),
 
     which has mass 1, and uniform marginals when n = m. The gradient in K is (P - T)/eps. Both
-    matrices are kept for it, so that memory is a few n x m arrays.
+    matrices are kept for it, so memory is a few n x m arrays.
     """
     n, m, unpaired = len(f), len(g), (len(f_star), len(g_star))
     pairs = n - unpaired[0]

@@ -88,7 +88,7 @@ class Structure(base.Objective):
             x, y = unpaired
         change = 0.5 * (self.regularizer(*x) + self.regularizer(*y))
         weight = jnp.float32(self.weight)
-        # The step comes with the batch, so that the weight is a function of it and a resumed run
+        # The step comes with the batch, so the weight is a function of it and a resumed run
         # has the same one.
         if self.warmup:
             weight *= jnp.minimum(1.0, batch.step / self.warmup)

@@ -409,7 +409,7 @@ def fit_spectral(
         matrices = jax.lax.map(lambda index: rayleigh_of(params, transform, rows[index]), passes)
         return jnp.mean(matrices, axis=0)
 
-    # The learning rate is an argument of the step, so that lowering it compiles nothing.
+    # The learning rate is an argument of the step, so lowering it compiles nothing.
     adam = optax.scale_by_adam()
     pass_over = _pass(objective, loss, adam, batch)
     state = jax.tree.map(jnp.copy, (params, adam.init(params)))
@@ -594,7 +594,7 @@ def refine(
         state, loss = pass_over(state, train, val, jax.random.fold_in(key, epoch), rate)
         value = _finite(loss, "residual network", epoch, "mmd_learning_rate")
         report(epoch, value)
-        # The last epoch may overfit the training rows, so that the best one is kept.
+        # The last epoch may overfit the training rows, so the best one is kept.
         if value < least:
             # The next step donates the buffers of `state`.
             best, least = jax.tree.map(jnp.copy, state[0]), value

@@ -144,7 +144,7 @@ def dot(a: Array, b: Array, precision: jax.lax.PrecisionLike = HIGHEST) -> Array
     # Products of bfloat16 numbers are exact in float32.
     if a.dtype == b.dtype == jnp.bfloat16:
         return jnp.matmul(a, b, preferred_element_type=jnp.float32)
-    # An algorithm that a platform lacks is an error there, so that `device` guards it.
+    # An algorithm that a platform lacks is an error there, so `device` guards it.
     if isinstance(precision, jax.lax.DotAlgorithmPreset):
         return device.matmul(a, b, precision)
     return jnp.matmul(a, b, precision=precision)

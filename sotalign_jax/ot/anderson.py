@@ -101,7 +101,7 @@ def update(
     """
     slot, known = history.steps % MEMORY, history.steps > 0
     change_x, change_f = x - history.x, f - history.f
-    # NaN times a zero weight is NaN, so that changes that are not finite must become zero.
+    # NaN times a zero weight is NaN, so changes that are not finite must become zero.
     known = known & jnp.isfinite(change_x) & jnp.isfinite(change_f)
     dx = history.dx.at[slot].set(jnp.where(known, change_x, 0.0))
     df = history.df.at[slot].set(jnp.where(known, change_f, 0.0))
@@ -137,7 +137,7 @@ def solve_positive(matrix: Float[Array, "k k"], right: Float[Array, " k"]) -> Fl
     """
     system = jnp.concatenate([matrix, right[:, None]], axis=1)
     for i in range(len(matrix)):
-        # The ridge keeps pivots positive, so that no pivoting is needed.
+        # The ridge keeps pivots positive, so no pivoting is needed.
         row = system[i : i + 1] / system[i, i]
         others = jnp.arange(len(matrix))[:, None] != i
         system = jnp.where(others, system - system[:, i : i + 1] * row, row)

@@ -14,7 +14,7 @@ BUILD_ROWS = 512
 paper's size."""
 PRODUCT_ROWS = 1024
 """Rows per block of a plan that is multiplied with features. Every block reads and writes the whole
-gradient of the columns, so that larger blocks save bytes."""
+gradient of the columns, so larger blocks save bytes."""
 INT8_ENTRIES = 2**25
 """Entries from which an int8 kernel pays. Below it, the launches of the additional sweeps take
 longer than the bytes that it saves."""

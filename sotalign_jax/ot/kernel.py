@@ -1,7 +1,7 @@
 """The Gibbs kernel A = exp(K/epsilon + p + q) that Sinkhorn's sweeps sum over.
 
 The plan is P = diag(a e^x) A diag(b e^y), where x and y are the log-scalings that the solver finds
-for a kernel with absorbed potentials p and q. The weights a and b stay outside, so that A neither
+for a kernel with absorbed potentials p and q. The weights a and b stay outside, so A neither
 overflows nor loses an entry that counts, however small a weight is.
 
 A *stored* kernel keeps A in memory as float32 or float64 and reads K once, a block of rows at a
@@ -152,7 +152,7 @@ _INT8_OFFSET = 2**7 + (101 << 2)
 def narrow(x: Float[Array, "..."]) -> Int[Array, "..."]:
     """Rounds numbers >= 0 to 8 bits, 6 of exponent and 2 of mantissa.
 
-    Numbers are clipped to 2^-26 .. 1.75 * 2^37, so that zero becomes 2^-26. Fourth powers of a
+    Numbers are clipped to 2^-26 .. 1.75 * 2^37, so zero becomes 2^-26. Fourth powers of a
     kernel's entries need this range, see `Kernel.raise_power`.
 
     Args:
@@ -382,7 +382,7 @@ class Kernel(NamedTuple):
     ) -> tuple[Float[Array, "size m"], Float[Array, "size m"]]:
         """Returns a block of rows of the plan P, and of P log(P / (a b)).
 
-        Rows that an earlier block held are zero, so that sums over blocks count every row once.
+        Rows that an earlier block held are zero, so sums over blocks count every row once.
 
         Args:
             state: The kernel of a solved plan.

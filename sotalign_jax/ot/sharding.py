@@ -346,7 +346,7 @@ def psum_and_pmax(
 ) -> tuple[Float[Array, " m"], Float[Array, ""]]:
     """Returns psum(x) and pmax(y) of a y >= 0 with one all-reduce.
 
-    The latency of a small all-reduce is its cost, so that one is faster than two.
+    The latency of a small all-reduce is its cost, so one is faster than two.
 
     Args:
         x: Vector to sum.
@@ -517,7 +517,7 @@ def local(tree: Any) -> Any:
     """
 
     def one(x: Any) -> Any:
-        # Replicated arrays are the same everywhere, so that the first local copy is as good as any.
+        # Replicated arrays are the same everywhere, so the first local copy is as good as any.
         several = isinstance(x, jax.Array) and len(x.sharding.device_set) > 1
         return x.addressable_data(0) if several else x
 

@@ -7,7 +7,7 @@ The log-scalings `u, v` are dimensionless everywhere. A `Plan` keeps each of the
     u = centred_u - row_centre/epsilon,    v = centred_v - column_centre/epsilon,
 
 where the centres are the plan's potentials in the units of K. K minus its centres is small where
-the plan has mass, so that its quotient by epsilon keeps its digits. `sinkhorn` is the fast solver,
+the plan has mass, so its quotient by epsilon keeps its digits. `sinkhorn` is the fast solver,
 `reference` is textbook Sinkhorn.
 
 References:
@@ -164,7 +164,7 @@ def _refine(
     The exponents K/epsilon + u + v of a kernel are rounded where they are large, and so is the plan
     that the solver converged to. With K centred at the plan's own potentials the exponents are
     small. Most often the first update finds that the error is small enough. The error includes a
-    bound on rounding: another program may multiply by 1/epsilon where this one divides, so that
+    bound on rounding: another program may multiply by 1/epsilon where this one divides, so
     exponents differ by their last digit.
     """
 
