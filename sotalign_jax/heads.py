@@ -1,4 +1,4 @@
-"""Alignment heads: the maps f and g from each encoder's space into the shared one.
+"""Alignment heads: the trained maps from each encoder's space into the shared space.
 
 Every parameter is an `nnx.Param`, so `nnx.split(heads)` gives one graph definition and one state.
 Heads return raw features. Losses and evaluation L2-normalise them.
@@ -42,13 +42,16 @@ def normalize(x: Float[Array, "... d"], norm: str) -> Float[Array, "... d"]:
     Example:
         >>> print(normalize(jnp.array([[3.0, 4.0]]), "l2"))
         [[0.6 0.8]]
+
+    References:
+        J. L. Ba, J. R. Kiros and G. E. Hinton, "Layer normalization", 2016.
     """
     if norm == "l2":
         return affinity.l2_normalize(x)
     x = affinity.as_float(x)
     centred = x - jnp.mean(x, axis=-1, keepdims=True)
     variance = jnp.mean(jnp.square(centred), axis=-1, keepdims=True)
-    # The epsilon of torch.nn.LayerNorm. That of flax is 1e-6.
+    # The default epsilon of torch.nn.LayerNorm. That of flax is 1e-6.
     return centred / jnp.sqrt(variance + 1e-5)
 
 
@@ -76,7 +79,7 @@ class AffineMap:
         checks.choice("norm", self.norm, NORMS)
 
     def __call__(self, x: Rows) -> Float[Array, "n d_out"]:
-        # float16 embeddings are widened first: their squares overflow beyond 65,504.
+        # Cast before the normalisation, because squares in float16 overflow at 65,504.
         rows = normalize(jnp.asarray(x).astype(self.weight.dtype), self.norm)
         return affinity.dot(rows, self.weight.T, device.profile().heads) + self.bias
 
@@ -177,7 +180,7 @@ class Teacher:
 
 
 def _unit_rows(apply: Map | None, rows: Rows) -> Float[Array, "n dim"]:
-    """Returns unit rows of the map. Without a map the rows are unit features already."""
+    """Returns the L2-normalised outputs of a map. Without a map, rows are unit features already."""
     return jnp.asarray(rows) if apply is None else affinity.l2_normalize(apply(rows))
 
 
@@ -185,9 +188,16 @@ def _unit_rows(apply: Map | None, rows: Rows) -> Float[Array, "n dim"]:
 
 
 class Head(nnx.Module):
-    """A map of rows, (n, d_in) -> (n, d_out), from one encoder's space into the shared one.
+    """Base of all heads: a map of rows, [n, d_in] -> [n, d_out], into the shared space.
 
     Its variables are `nnx.Param`. A subclass with a `kind` can be saved and loaded under that name.
+
+    Attributes:
+        kind: Name of the subclass.
+        structure: Names of the attributes that `options` returns.
+        classes: Registry of all subclasses by their kind.
+        d_in: Width of the embeddings.
+        d_out: Width of the shared space.
     """
 
     kind: ClassVar[str]
@@ -198,8 +208,7 @@ class Head(nnx.Module):
 
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
-        # `vars` and not `hasattr`: a subclass without a kind of its own must not replace its
-        # parent in the registry.
+        # Not `hasattr`: a subclass without a kind of its own must not replace its parent.
         if "kind" in vars(cls):
             Head.classes[cls.kind] = cls
 
@@ -212,16 +221,24 @@ class Head(nnx.Module):
 
     @classmethod
     def from_options(cls, *args: Any, **options: Any) -> "Head":
-        """Builds a head of this structure with arbitrary parameters."""
+        """Builds a head of this structure with arbitrary parameters.
+
+        Args:
+            *args: Positional arguments of the subclass.
+            **options: Result of `options`.
+
+        Returns:
+            The head.
+        """
         make: Any = cls
         return make(*args, **options, rngs=nnx.Rngs(0))
 
 
 class InputNorm(nnx.Module):
-    """Computes normalize(x) * scale + shift with learned scale and shift.
+    """Normalisation of the input, normalize(x) * scale + shift with learned scale and shift.
 
-    With norm="layer" this is LayerNorm. With norm="l2" rows are scaled to length sqrt(d), the
-    length that LayerNorm gives them.
+    With norm="layer" this is LayerNorm. With norm="l2" rows are scaled to length sqrt(d), which is
+    also their length after LayerNorm.
 
     Args:
         width: Width of the rows.
@@ -242,7 +259,7 @@ class InputNorm(nnx.Module):
 
 
 class Dense(nnx.Module):
-    """Computes x W + b, with W drawn Xavier-uniform and b = 0.
+    """Dense layer x W + b. Initially W is drawn Xavier-uniform and b is 0.
 
     Args:
         d_in: Width of the input.
@@ -251,8 +268,8 @@ class Dense(nnx.Module):
         rngs: Source of random keys.
     """
 
-    # `nnx.Linear` draws a random key for its zero bias as well. With it, every layer after the
-    # first would start from other weights, and no recorded result of a seed could be repeated.
+    # Not `nnx.Linear`, which draws a random key for its zero bias as well. Every layer after the
+    # first would start from other weights, and recorded results could not be reproduced.
     def __init__(self, d_in: int, d_out: int, *, dtype: Any = jnp.float32, rngs: nnx.Rngs):
         xavier = nnx.initializers.xavier_uniform()
         self.kernel = nnx.Param(xavier(rngs.params(), (d_in, d_out), dtype))
@@ -289,7 +306,7 @@ class _Network(Head):
     """Base of heads that are an `InputNorm` followed by dense layers."""
 
     structure: ClassVar[tuple[str, ...]] = ("d_in", "d_out", "hidden", "norm")
-    usual_norm: ClassVar[str] = "layer"
+    default_norm: ClassVar[str] = "layer"
 
     def __init__(
         self,
@@ -301,20 +318,19 @@ class _Network(Head):
         dtype: Any = jnp.float32,
         rngs: nnx.Rngs,
     ):
-        self.d_in, self.d_out, self.norm = d_in, d_out, norm or self.usual_norm
-        self.hidden = self.usual_hidden(d_in) if hidden is None else hidden
-        # The input's scale and shift are constants at the start, and draw no random numbers.
+        self.d_in, self.d_out, self.norm = d_in, d_out, norm or self.default_norm
+        self.hidden = self.default_hidden(d_in) if hidden is None else hidden
         self.input = InputNorm(d_in, norm=self.norm, dtype=dtype)
         self.draw(functools.partial(Dense, dtype=dtype, rngs=rngs))
 
     @staticmethod
-    def usual_hidden(d_in: int) -> int:
-        """Returns the width of the hidden layers if none is given."""
+    def default_hidden(d_in: int) -> int:
+        """Returns the default width of the hidden layers."""
         return d_in
 
     @abc.abstractmethod
     def draw(self, dense: Callable[[int, int], Dense]) -> None:
-        """Creates the layers. Their order decides which random numbers each one gets."""
+        """Creates the layers. Their order determines their random numbers."""
 
 
 class LinearHead(_Network):
@@ -339,13 +355,13 @@ class LinearHead(_Network):
         self.linear = dense(self.d_in, self.d_out)
 
     def __call__(self, x: Rows) -> Float[Array, "n d_out"]:
-        # Rematerialisation: the backward pass normalises the rows again, so no activation of
-        # shape (n, d_in) is stored.
+        # Rematerialisation: the backward pass normalises the rows again, so no activation of shape
+        # [n, d_in] is stored.
         return jax.checkpoint(AffineMap.__call__)(self.to_affine(), x)
 
     @classmethod
     def from_affine(cls, affine: AffineMap) -> "LinearHead":
-        """Builds a head that computes c * affine(x) for one c > 0, which leaves cosines unchanged.
+        """Builds a head that computes c * affine(x) for some c > 0, which does not change cosines.
 
         Args:
             affine: The map to start from, such as that of a teacher.
@@ -364,15 +380,15 @@ class LinearHead(_Network):
             raise checks.InputError(
                 f"affine must have a non-zero finite weight, got root mean square {rms}"
             )
-        # c gives W the root mean square of a Xavier start. Lion's updates have a fixed size, so
-        # that they are then as large relative to W as they are from a random start.
+        # c scales W to the root mean square of Xavier-uniform weights. Lion's updates have a fixed
+        # size, so relative to W they are then as large as from a random start.
         c = math.sqrt(2.0 / (d_in + d_out)) / rms
         head.linear.kernel[...] = c * weight.T
         head.linear.bias[...] = c * affine.bias
         return head
 
     def to_affine(self) -> AffineMap:
-        """Returns the head as one weight and one bias, with scale and shift folded in."""
+        """Returns the head as an affine map, with scale and shift folded into weight and bias."""
         kernel, bias = self.linear.kernel[...], self.linear.bias[...]
         scale, shift = self.input.scale[...], self.input.shift[...]
         weight = (kernel * (self.input.gain * scale)[:, None]).T
@@ -380,7 +396,9 @@ class LinearHead(_Network):
 
 
 class MLPHead(_Network):
-    """LayerNorm -> Linear -> GELU -> Linear. By default the hidden layer is as wide as the input.
+    """Two-layer head, LayerNorm -> Linear -> GELU -> Linear.
+
+    By default the hidden layer is as wide as the input.
 
     Example:
         >>> MLPHead(8, 3, hidden=16, rngs=nnx.Rngs(0))(jnp.ones((5, 8))).shape
@@ -413,7 +431,7 @@ class GLUHead(_Network):
     """
 
     kind = "glu"
-    usual_hidden = staticmethod(lambda d_in: 8 * d_in)
+    default_hidden = staticmethod(lambda d_in: 8 * d_in)
 
     def draw(self, dense: Callable[[int, int], Dense]) -> None:
         """Creates both branches and the output layer."""
@@ -423,7 +441,7 @@ class GLUHead(_Network):
 
     def __call__(self, x: Rows) -> Float[Array, "n d_out"]:
         z = self.input(x)
-        # The limits are those of SAIL's code.
+        # The limits of +-1,000 are those of SAIL's code.
         gate, inner = (jnp.clip(layer(z), -1e3, 1e3) for layer in (self.gate, self.inner))
         return self.outer(jax.nn.relu6(gate) * inner)
 
@@ -431,8 +449,8 @@ class GLUHead(_Network):
 class TanhHead(_Network):
     """SUE's network: L2-normalised rows, three LeakyReLU layers, then tanh.
 
-    The first two layers are `hidden` wide, by default 512. The paper has 4096. The third has 1024
-    units, or `hidden` if that is less.
+    The first two layers are `hidden` wide, by default 512, and 4096 in the paper. The third has
+    1024 units, or `hidden` if that is less.
 
     Example:
         >>> TanhHead(8, 3, hidden=16, rngs=nnx.Rngs(0))(jnp.ones((5, 8))).shape
@@ -443,8 +461,8 @@ class TanhHead(_Network):
     """
 
     kind = "tanh"
-    usual_norm = "l2"
-    usual_hidden = staticmethod(lambda d_in: 512)
+    default_norm = "l2"
+    default_hidden = staticmethod(lambda d_in: 512)
 
     def draw(self, dense: Callable[[int, int], Dense]) -> None:
         """Creates three hidden layers and the output layer."""
@@ -460,9 +478,9 @@ class TanhHead(_Network):
 
 
 class KernelHead(Head):
-    """Applies another head to kernel features: inner(l2(map(x))).
+    """Head of kernel features, inner(l2(map(x))) of a kernel map and another head.
 
-    Training sees the inner head alone, on rows that were mapped once.
+    Training sees only the inner head, on rows that were mapped once.
 
     Args:
         features: The kernel map.
@@ -549,13 +567,13 @@ def rebuild(kind: str, options: dict[str, Any]) -> Head:
 
 
 class Heads(nnx.Module):
-    """The trained parameters: a head per modality, and SigLIP's logit scale and bias.
+    """All trained parameters: a head per modality, and SigLIP's logit scale and bias.
 
     Args:
         x: Head of the first modality.
         y: Head of the second modality.
-        like: If given, its scale and bias are used. By default they have their initial values,
-            log 20 and -10.
+        like: Heads whose scale and bias are shared. By default they have their initial values, a
+            log-scale of log 20 and a bias of -10.
     """
 
     def __init__(self, x: Head, y: Head, *, like: "Heads | None" = None):
@@ -588,8 +606,8 @@ def build_heads(
         d_y: Width of the second modality's embeddings.
         dim: Width of the shared space.
         kind: One of `KINDS`.
-        hidden: Width of the hidden layers. None takes the kind's usual one.
-        norm: "layer" or "l2". None takes the kind's usual one.
+        hidden: Width of the hidden layers. By default that of the kind.
+        norm: "layer" or "l2". By default that of the kind.
         seed: Seed of the random weights.
         teacher: If given, linear heads start at its first `dim` directions, with its norm and
             dtype. Heads that start at a kernel teacher contain its kernel maps.
@@ -611,7 +629,7 @@ def build_heads(
     checks.whole(1, or_none=True, hidden=hidden)
     if teacher is None:
         options: dict[str, Any] = {"hidden": hidden, "norm": norm, "dtype": dtype}
-        # One stream of keys for both heads: two streams of one seed would make them alike.
+        # One stream of keys for both heads, because two streams of one seed would be equal.
         rngs, made = nnx.Rngs(seed), Head.classes[kind]
         return Heads(*(made(width, dim, **options, rngs=rngs) for width in (d_x, d_y)))  # type: ignore[call-arg]
     if kind != "linear":
@@ -619,7 +637,7 @@ def build_heads(
             f"kind must be 'linear' to start from a teacher, got {kind!r}; pass teacher=None"
         )
     check_widths(teacher, d_x, d_y)
-    # CCA sorts its directions by correlation, so the first ones are the most reliable.
+    # CCA sorts its directions by correlation: the first ones are the most reliable.
     first = teacher.leading(dim)
     if not first.is_kernel:
         return Heads(*(LinearHead.from_affine(one) for one in (first.map_x, first.map_y)))  # type: ignore[arg-type]
@@ -646,7 +664,7 @@ def check_widths(teacher: Teacher, d_x: int, d_y: int) -> None:
 
 
 def identity_heads(dim: int) -> Heads:
-    """Builds linear heads that start as the identity on unit rows of the shared space.
+    """Builds linear heads that start as the identity on unit rows, up to scale.
 
     Args:
         dim: Width of the shared space.
@@ -664,11 +682,11 @@ def identity_heads(dim: int) -> Heads:
 
 
 def prepend(features: Teacher, heads: Heads) -> Heads:
-    """Prepends kernel maps, so that heads of kernel features accept embeddings.
+    """Prepends kernel maps to heads, so that they accept embeddings.
 
     Args:
         features: A kernel teacher, such as `teachers.kernel_cca` fits.
-        heads: Heads whose inputs are the unit features of its maps.
+        heads: Heads that accept the unit features of its maps.
 
     Returns:
         Heads of the embeddings, with the same logit scale and bias.

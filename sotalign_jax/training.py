@@ -1,10 +1,9 @@
-"""Training: a jitted, donated Lion step, and a loop that keeps the best model on validation.
+"""Training: a jitted Lion step, and a loop that keeps the best parameters on validation.
 
-The result of a step depends only on the data, its state and (seed, step), including batches,
-learning rate and warm starts. A run that resumes from a `Snapshot` is therefore bit-identical to an
-uninterrupted one. All steps share one compiled program. On a mesh of several devices the rows
-of a batch are split over them (see `sharding`), and heads, optimiser state and teacher are the same
-on all.
+Batches, learning rate and warm starts of a step are functions of the data, the state and (seed,
+step). A run that resumes from a `Snapshot` is therefore bit-identical to an uninterrupted one. All
+steps share one compiled program. On a mesh the rows of a batch are split over its devices (see
+`sharding`), and heads, optimiser state and teacher are replicated.
 """
 
 import contextlib
@@ -36,8 +35,8 @@ from sotalign_jax.methods import Contrastive, Method, Objective
 from sotalign_jax.ot import device, sharding
 from sotalign_jax.progress import Observer
 
-# Steps between reads of the metrics. JAX dispatches steps asynchronously, and each read waits
-# until the device has finished them. A larger number delays the discovery of a NaN.
+# Steps between reads of the metrics. JAX dispatches steps asynchronously, and a read waits until
+# the device has finished them. A larger number would discover a NaN later.
 _REPORT_EVERY = 10
 
 
@@ -49,7 +48,7 @@ class TrainConfig:
         steps: Number of optimisation steps.
         pair_batch: Pairs per step, or all pairs if there are fewer.
         unpaired_batch: Unpaired rows per step and modality, or all rows if there are fewer.
-        learning_rate: Peak of the learning rate, after a warm-up over the first tenth of the steps.
+        learning_rate: Peak learning rate, reached after a warm-up over a tenth of the steps.
         weight_decay: Decoupled weight decay, which is multiplied by the learning rate.
         eval_every: Steps between validations.
         seed: Seed of the initial heads and of all batches.
@@ -126,12 +125,12 @@ class NonFiniteLossError(FloatingPointError):
 def place(
     dataset: data.Dataset, *, pools: str = "xy", on_device: bool = True
 ) -> sampling.DeviceData:
-    """Collects the training arrays, and copies them to the device if `on_device`.
+    """Collects the training arrays of a dataset.
 
     Args:
         dataset: Pairs and pools.
         pools: Modalities whose pool is used, "xy", "x", "y" or "". Other pools become empty.
-        on_device: True copies the arrays to the default device.
+        on_device: True to copy the arrays to the default device.
 
     Returns:
         The arrays.
@@ -139,7 +138,7 @@ def place(
     x, y = dataset.pool_x, dataset.pool_y
     read = x if "x" in pools else x[:0], y if "y" in pools else y[:0]
     arrays: Any = dataset.pairs_x, dataset.pairs_y, *read
-    # A pool may be `files.MappedRows`, which numpy reads into memory in one go.
+    # A pool may be `files.MappedRows`, which `np.asarray` reads into memory.
     if on_device:
         arrays = (jnp.asarray(np.asarray(x)) for x in arrays)
     return sampling.DeviceData(*arrays)
@@ -156,10 +155,10 @@ def _fits_in_memory(arrays: Iterable[Any]) -> bool:
 
 
 def kept_features(batches: sampling.DeviceData, teacher: Teacher) -> tuple[Any, Any]:
-    """Decides which of the teacher's features of the pools are kept in memory.
+    """Decides for which pools the teacher's features are kept in memory.
 
-    Features of a pool are kept if they are no larger than the pool itself, and if all arrays
-    together need at most half of the device's memory.
+    Features are kept if they are no larger than the pool itself, and if all arrays together need at
+    most half of the device's memory.
 
     Args:
         batches: The training arrays.
@@ -178,10 +177,10 @@ def kept_features(batches: sampling.DeviceData, teacher: Teacher) -> tuple[Any, 
 
 
 def with_features(batches: sampling.DeviceData, teacher: Teacher) -> sampling.DeviceData:
-    """Adds the teacher's features of the pools, so that they are computed once for all steps.
+    """Computes the teacher's features of the pools once for all steps.
 
-    Features that `kept_features` rejects are computed in every step. A teacher without maps needs
-    none, because the rows themselves are its features.
+    Features that `kept_features` rejects are computed in every step instead. A teacher without maps
+    needs none, because the rows themselves are its features.
 
     Args:
         batches: The training arrays.
@@ -199,12 +198,13 @@ def with_features(batches: sampling.DeviceData, teacher: Teacher) -> sampling.De
     if teacher.map_x is None:
         return batches
 
-    def of(kept: Any, features: Any, pool: Any) -> Array | None:
-        return None if kept is None else jnp.asarray(evaluation.embed(features, pool))
+    def embed(kept: Any, teacher_map: Any, pool: Any) -> Array | None:
+        return None if kept is None else jnp.asarray(evaluation.embed(teacher_map, pool))
 
     x, y = kept_features(batches, teacher)
     return batches._replace(
-        star_x=of(x, teacher.map_x, batches.pool_x), star_y=of(y, teacher.map_y, batches.pool_y)
+        star_x=embed(x, teacher.map_x, batches.pool_x),
+        star_y=embed(y, teacher.map_y, batches.pool_y),
     )
 
 
@@ -225,7 +225,7 @@ def init_state(
     Returns:
         The state. It shares no arrays with `heads`.
     """
-    # A copy, because the first step donates the state's arrays and the caller keeps the heads.
+    # Copied, because the first step donates the state's arrays and the caller keeps the heads.
     params = jax.tree.map(jnp.copy, nnx.state(heads))
     memory = method.start(batches, config.unpaired_batch)
     return TrainState(jnp.int32(0), params, _optimizer(config).init(params), memory)
@@ -278,8 +278,8 @@ def warmup_cosine(learning_rate: float, steps: int) -> optax.Schedule:
         >>> [round(float(rate(t)), 3) for t in (0, 1, 2, 11, 20)]
         [0.5, 1.0, 1.0, 0.5, 0.0]
     """
-    # optax.join_schedules is not used, because its rates differ from these by rounding in a fifth
-    # of the steps. Every recorded metric of a seed would change in its last digits.
+    # Not optax.join_schedules, whose rates differ from these by rounding in a fifth of the steps.
+    # Every recorded metric of a seed would change in its last digits.
     warmup = -(-steps // 10)  # ceil(steps / 10)
 
     def rate(step: Any) -> Array:
@@ -299,7 +299,7 @@ def batch_key(config: TrainConfig) -> Array:
     Returns:
         The key.
     """
-    # A key derived from the seed, so that batches and initial heads share no random numbers.
+    # Folded, so that batches and initial heads share no random numbers.
     return jax.random.fold_in(jax.random.key(config.seed), 1)
 
 
@@ -319,7 +319,7 @@ def make_step(
 
     Args:
         method: The objective, a frozen dataclass.
-        heads: Heads of the structure to train. Their values are not used.
+        heads: Heads with the structure to train. Their values are not used.
         config: Options of the training.
         mesh: Devices that the rows are split over. Call the step within `jax.set_mesh(mesh)`.
 
@@ -334,8 +334,8 @@ def make_step(
         raise checks.InputError(
             f"method must be hashable, got {type(method).__name__}; make it a frozen dataclass"
         )
-    # The seed reaches the step only through the key and the arrays. As part of the cache key it
-    # would compile one program per seed.
+    # The seed reaches the step only through the key and the arrays. As part of the cache key, each
+    # seed would compile a program of its own.
     return _program(method, nnx.graphdef(heads), dataclasses.replace(config, seed=0), mesh)
 
 
@@ -343,7 +343,7 @@ def make_step(
 def _program(
     method: Objective, graphdef: Any, config: TrainConfig, mesh: Mesh | None
 ) -> jax.stages.Wrapped:
-    """Builds the jitted step of `make_step`, once per structure and options."""
+    """Builds the jitted step of `make_step`, once for each structure and each set of options."""
     optimizer = _optimizer(config)
 
     def step(
@@ -356,7 +356,7 @@ def _program(
         if isinstance(batches, sampling.Batch):
             batch = sharding.trim(batches)
         else:
-            assert key is not None, "pass batch_key(config) to draw by"
+            assert key is not None, "pass batch_key(config)"
             with jax.named_scope("draw"):
                 batch = sampling.draw(key, state.step, batches, **_sizes(config))
 
@@ -366,7 +366,6 @@ def _program(
         (loss, (metrics, memory)), gradient = jax.value_and_grad(objective, has_aux=True)(
             state.params
         )
-        # Named scopes show up in profiles of a step.
         with jax.named_scope("optimizer"):
             updates, opt_state = optimizer.update(gradient, state.opt_state, state.params)
             params = optax.apply_updates(state.params, updates)
@@ -416,8 +415,8 @@ def fit(
 ) -> tuple[Heads, Best]:
     """Trains copies of heads and keeps the parameters with the best validation MeanR@1.
 
-    Step 0 is validated as well, so the result is never worse on validation than the start.
-    Without a validation gallery the last parameters are kept.
+    The initial heads are validated as well, so the result is never worse on validation than they
+    are. Without a validation gallery the last parameters are kept.
 
     Args:
         method: The objective, such as `methods.SOTAlign()`.
@@ -425,14 +424,14 @@ def fit(
         dataset: Pairs, pools and the validation gallery.
         config: Steps, batches and learning rate.
         teacher: The frozen teacher, for methods that use one.
-        resume: Function that takes the initial snapshot as a template, and returns the snapshot to
-            continue from, or None to start from the initial one.
+        resume: Receives the initial snapshot as a template, and returns the snapshot to continue
+            from, or None to start from the initial one.
         observer: Callbacks for stages, metrics and snapshots.
-        mesh: Several devices, of one process or of many that all call this function with the same
-            arguments. See `sharding.rows_mesh`.
+        mesh: Devices to split the rows over, see `sharding.rows_mesh`. If they belong to several
+            processes, all of them must call this function with the same arguments.
         on_device: True keeps pairs and pools on the device. False reads the rows of each step from
-            the host. By default they are kept on the device if there is no mesh and they
-            need at most half of its memory. The choice does not change the batches.
+            the host. By default they are kept on the device if there is no mesh and they need at
+            most half of its memory. The choice does not change the batches.
 
     Returns:
         The trained heads, and the parameters, step and score of the best validation.
@@ -450,47 +449,65 @@ def fit(
     if on_device and teacher is not None and method.uses_teacher:
         batches = with_features(batches, teacher)
     graphdef = nnx.graphdef(heads)
-    state = init_state(method, heads, batches, config)
-    # Any score is better than -1. A copy, because the step donates the state: XLA reuses the memory
-    # of its arrays.
-    best = Best(jax.tree.map(jnp.copy, state.params), jnp.int32(0), jnp.float32(-1.0))
-    if resume is not None:
-        state, best = resume(Snapshot(state, best)) or Snapshot(state, best)
-    if int(state.step) == 0 and dataset.val is not None:
-        best = _select(graphdef, state, best, 0, dataset.val, {})
-    # Only now, because `resume` and the first validation work on arrays of one device.
+    state, best = _start(method, heads, batches, dataset, config, resume)
+    # Only now, because `resume` and the first validation need arrays on one device.
     if mesh is not None:
         state, teacher = sharding.replicate((state, teacher), mesh)
     step = make_step(method, heads, config, mesh)
     # `Feed` draws the rows on the host and passes a `Batch`, so the step needs no key.
     key = batch_key(config) if on_device else None
-    source: Any = contextlib.nullcontext(lambda number: batches)
-    if not on_device:
-        source = sampling.Feed(batches, batch_key(config), mesh=mesh, **_sizes(config))
     if int(state.step) < config.steps:
         observer.stage("compiling the training step (once)")
     warned = False
-    waiting: list[tuple[int, dict[str, Array]]] = []
-    # Metrics stay on the device until `waiting` is full or a validation needs them.
-    with source as rows_of:
+    # Metrics stay on the device until `unread` is full or a validation needs them.
+    unread: list[tuple[int, dict[str, Array]]] = []
+    with _source(batches, config, mesh, on_device) as data_of:
         for number in range(int(state.step) + 1, config.steps + 1):
             with contextlib.nullcontext() if mesh is None else jax.set_mesh(mesh):
-                state, metrics = step(state, rows_of(number - 1), teacher, key)
-            waiting.append((number, metrics))
+                state, metrics = step(state, data_of(number - 1), teacher, key)
+            unread.append((number, metrics))
             validate = number % config.eval_every == 0 or number == config.steps
-            if not validate and len(waiting) < _REPORT_EVERY:
+            if not validate and len(unread) < _REPORT_EVERY:
                 continue
-            for past, values in jax.device_get(waiting):
-                # Before the validation: NaN parameters must neither be scored nor saved.
+            for past, values in jax.device_get(unread):
+                # Checked before the validation, so that NaN parameters are never scored or saved.
                 _check_finite(past, values)
                 if validate and past == number:
                     best = _select(graphdef, state, best, number, dataset.val, values)
                 warned = warned or _warn_unconverged(method, past, values)
                 observer.metrics(past, values)
-            waiting.clear()
+            unread.clear()
             if validate:
                 observer.snapshot(number, Snapshot(sharding.local(state), best))
     return nnx.merge(graphdef, best.params), best
+
+
+def _start(
+    method: Objective,
+    heads: Heads,
+    batches: sampling.DeviceData,
+    dataset: data.Dataset,
+    config: TrainConfig,
+    resume: Callable[[Snapshot], Snapshot | None] | None,
+) -> Snapshot:
+    """Builds or resumes the state of `fit`, and validates the initial heads."""
+    state = init_state(method, heads, batches, config)
+    # Any score is better than -1. Copied, because the step donates the state's arrays.
+    best = Best(jax.tree.map(jnp.copy, state.params), jnp.int32(0), jnp.float32(-1.0))
+    if resume is not None:
+        state, best = resume(Snapshot(state, best)) or Snapshot(state, best)
+    if int(state.step) == 0 and dataset.val is not None:
+        best = _select(nnx.graphdef(heads), state, best, 0, dataset.val, {})
+    return Snapshot(state, best)
+
+
+def _source(
+    batches: sampling.DeviceData, config: TrainConfig, mesh: Mesh | None, on_device: bool
+) -> contextlib.AbstractContextManager[Callable[[int], Any]]:
+    """Returns a context with a function that maps the number of a step to its data."""
+    if on_device:
+        return contextlib.nullcontext(lambda number: batches)
+    return sampling.Feed(batches, batch_key(config), mesh=mesh, **_sizes(config))
 
 
 def _on_device(
@@ -504,7 +521,7 @@ def _on_device(
         )
     if asked is not None:
         return asked
-    # Half of the memory is left to the kernels and plans of a step.
+    # The other half of the memory is for the kernels and plans of a step.
     host = place(dataset, pools=method.pools, on_device=False)
     return mesh is None and _fits_in_memory(jax.tree.leaves(host))
 
@@ -523,7 +540,7 @@ def _warn_unconverged(method: Objective, step: int, values: dict[str, Any]) -> b
     """Warns and returns True if a transport plan of this step has not converged."""
     if values.get("converged", True):
         return False
-    # 10 % above the tolerance may be rounding alone, which does no harm.
+    # Up to 10 % above the tolerance may be rounding, which is harmless.
     error = max(values["student_error"], values["teacher_error"])
     if error <= 1.1 * getattr(method, "tolerance", 0.0):
         return False
@@ -563,7 +580,7 @@ def _select(
     scores = evaluation.evaluate(heads.x, heads.y, gallery)
     report.update({f"val/{name}": value for name, value in scores.items()})
     score = jnp.float32(scores["mean/R@1"])
-    # Strictly better: of equal scores the earliest step is kept.
+    # Among equal scores the earliest step is kept.
     return current._replace(mean_r1=score) if score > best.mean_r1 else best
 
 
@@ -580,7 +597,7 @@ def contrastive(
 ) -> Teacher:
     """Fits the contrastive teacher: SAIL's linear heads, trained on the pairs and then frozen.
 
-    The directions of the shared space are in no particular order.
+    Unlike those of CCA, its directions are in no particular order.
 
     Args:
         pairs_x: Paired embeddings of the first modality, shape [n, d_x].
@@ -595,14 +612,22 @@ def contrastive(
     Returns:
         The teacher.
 
+    Raises:
+        InputError: The pairs or an option are invalid.
+        NonFiniteLossError: The loss or its gradient is NaN or infinite.
+
     Example:
         >>> A = np.random.default_rng(0).normal(size=(50, 4)).astype(np.float32)
         >>> contrastive(A, A, dim=3, steps=5).x(A).shape
         (50, 3)
+
+    References:
+        L. Zhang et al., "Assessing and learning alignment of unimodal vision and language models",
+        CVPR 2025 (SAIL).
     """
     pairs_x, pairs_y = checks.pairs(pairs_x, pairs_y, min_rows=2)
     checks.whole(2, batch_size=batch_size)
-    # There is nothing to validate on, so `eval_every` is the whole run.
+    # Without a gallery a validation would only copy the parameters, so there is one at the end.
     config = TrainConfig(
         steps=steps,
         pair_batch=batch_size,

@@ -1,4 +1,4 @@
-"""L2 normalisation, cosine affinities, and products at an asked-for precision."""
+"""L2 normalisation, cosine affinities, and matrix products of a given precision."""
 
 import functools
 
@@ -14,11 +14,11 @@ ArrayLike = jax.Array | np.ndarray
 """Arrays that public functions accept. Nested lists work as well."""
 
 HIGHEST = device.HIGHEST
-"""Full float32, for sums over a kernel and for small systems: bytes limit them, not operations."""
+"""Full float32, for sums over a kernel and small systems, which are limited by bandwidth."""
 
 
 def as_float(x: ArrayLike) -> Array:
-    """Casts to float32, keeping float64: affinities and potentials are never narrower.
+    """Casts to float32, or keeps float64.
 
     Args:
         x: An array.
@@ -42,13 +42,18 @@ def as_floats(*arrays: ArrayLike) -> tuple[Array, ...]:
 
     Returns:
         The arrays, all of one type.
+
+    Example:
+        >>> [x.dtype.name for x in as_floats(np.ones(2, np.float16), np.ones(2, np.float32))]
+        ['float32', 'float32']
     """
     floats = [as_float(x) for x in arrays]
     wide = any(x.dtype == jnp.float64 for x in floats)
     return tuple(x.astype(jnp.float64) if wide else x for x in floats)
 
 
-# Rows without an entry above this count as zero: their exact scaling would leave float32.
+# Rows whose entries are all below this count as zero, because the power of two that scales them to
+# 1 is limited to 2^100 by `_power_of_two`.
 _NORM_FLOOR = 2.0**-100
 
 
@@ -56,18 +61,18 @@ _NORM_FLOOR = 2.0**-100
 def _power_of_two(x: Float[Array, "... d"]) -> Float[Array, "..."]:
     """Returns powers of two that bring the largest entry of each row near 1.
 
-    Products with powers of two are exact. The function is compiled even if its caller is not, so
-    that it is one program instead of a dozen.
+    Products with powers of two are exact. The function is jitted, so that calls outside of `jit`
+    run one program instead of a dozen.
     """
     largest = as_float(jnp.max(jnp.abs(jax.lax.stop_gradient(x)), axis=-1))
-    # Clipped, so that the power and its products are normal float32 numbers.
+    # Clipped, so that the power and its products stay normal float32 numbers.
     _, exponent = jnp.frexp(largest)
     power = jnp.exp2(-jnp.clip(exponent, -100, 100).astype(largest.dtype))
     return jnp.where(largest > _NORM_FLOOR, power, 0.0).astype(x.dtype)
 
 
 def rescaled(x: Float[Array, "... d"]) -> Float[Array, "... d"]:
-    """Scales rows by powers of two so that their largest entries are near 1, exactly.
+    """Scales rows exactly, by powers of two, so that their largest entries are near 1.
 
     Args:
         x: Rows, shape [..., d].
@@ -144,7 +149,7 @@ def dot(a: Array, b: Array, precision: jax.lax.PrecisionLike = HIGHEST) -> Array
     # Products of bfloat16 numbers are exact in float32.
     if a.dtype == b.dtype == jnp.bfloat16:
         return jnp.matmul(a, b, preferred_element_type=jnp.float32)
-    # An algorithm that a platform lacks is an error there, so `device` guards it.
+    # JAX raises for algorithms that a platform lacks. `device.matmul` falls back to float32 there.
     if isinstance(precision, jax.lax.DotAlgorithmPreset):
         return device.matmul(a, b, precision)
     return jnp.matmul(a, b, precision=precision)
@@ -173,7 +178,8 @@ def cosine(
     """
     x, y = l2_normalize(f), l2_normalize(g)
     precision = device.profile().teacher if precision is None else precision
-    with sharding.mesh_of(x, y):  # rows of both may be split over the same devices
+    # Rows of x and y may be split over the same devices, and a product has only one such axis.
+    with sharding.mesh_of(x, y):
         return dot(x, sharding.gather_explicit(y).T, precision)
 
 
