@@ -11,7 +11,8 @@ from typing import Any
 import numpy as np
 
 BLOCK = 1024
-"""Rows embedded at a time. A block keeps all intermediate values: about 60 MB at width 512."""
+"""Number of rows that are embedded at a time. All intermediate values of a block are kept, about 60
+MB at width 512."""
 
 
 def erf(x: np.ndarray) -> np.ndarray:
@@ -103,7 +104,7 @@ class Program:
         rows = np.asarray(rows)
         if rows.ndim != 2 or rows.shape[1] != self.width:
             raise ValueError(f"{self.input} must have shape [n, {self.width}], got {rows.shape}")
-        # No rows still make one block, whose result has the right width.
+        # Zero rows make one empty block, whose result has the right width.
         starts = range(0, max(len(rows), 1), BLOCK)
         return np.concatenate([self._run(rows[s : s + BLOCK], output) for s in starts])
 

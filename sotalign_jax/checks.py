@@ -14,14 +14,15 @@ import ml_dtypes
 import numpy as np
 
 CHUNK_ROWS = 65_536
-"""Rows that are read and checked at a time, so that files larger than memory can be checked."""
+"""Number of rows that are read and checked at a time. Files may be larger than memory."""
 MIN_PAIRS = 6
-"""Fewest pairs to fit anything on: the kernel teacher holds out a third of them, at least two."""
-_shard = (0, 1)  # index and number of processes; set by experiments.distributed
+"""Fewest pairs to fit on. The kernel teacher holds out a third of them, and needs at least two."""
+# Index of this process and number of processes, set by experiments.distributed.
+_shard = (0, 1)
 
 
 class InputError(ValueError):
-    """An input cannot be used. The message names the input, the problem and the remedy."""
+    """Raised for an invalid argument. The message has its name, its value and a remedy."""
 
 
 def not_installed(package: str, *, extra: str) -> InputError:
@@ -66,7 +67,7 @@ def require(module: str, *, extra: str) -> Any:
 
 @contextlib.contextmanager
 def naming(where: str) -> Iterator[None]:
-    """Puts a prefix before the message of an InputError that is raised within the context.
+    """Adds a prefix to the message of every InputError that is raised within the context.
 
     Args:
         where: The prefix, such as "teacher: ".
@@ -115,12 +116,12 @@ def to_python(value: Any) -> Any:
         >>> to_python(np.int64(2)), to_python(np.float32(0.1)), to_python("sum")
         (2, 0.1, 'sum')
     """
-    # Tracers are instances of jax.Array, but have no value.
+    # Tracers are instances of jax.Array without a value.
     scalar = isinstance(value, np.generic | np.ndarray | jax.Array) and np.ndim(value) == 0
     if not scalar or isinstance(value, jax.core.Tracer):
         return value
     number = np.asarray(value)[()]
-    # float(np.float32(0.1)) is 0.10000000149011612, which is not the number that was meant.
+    # Through its string, because float(np.float32(0.1)) is 0.10000000149011612.
     return float(str(number)) if jnp.issubdtype(number.dtype, jnp.floating) else number.item()
 
 
@@ -135,7 +136,7 @@ def array(name: str, x: Any) -> np.ndarray:
         The numpy array. A bfloat16 tensor keeps its dtype.
 
     Raises:
-        InputError: `x` is ragged, or a column whose cells are arrays, or does not hold numbers.
+        InputError: `x` is ragged, holds arrays as cells, or does not hold numbers.
 
     Example:
         >>> array("x", [[1.0, 2.0]]).shape
@@ -144,8 +145,8 @@ def array(name: str, x: Any) -> np.ndarray:
     try:
         if hasattr(x, "detach"):
             x = x.detach().cpu()
-            # numpy has no bfloat16, so the bits are passed on as integers. torch is not
-            # imported here: whoever has a tensor has imported it.
+            # numpy has no bfloat16, so the bits are converted as integers. torch is in
+            # `sys.modules`, because the caller has a tensor.
             if str(x.dtype) == "torch.bfloat16":
                 return x.view(sys.modules["torch"].int16).numpy().view(ml_dtypes.bfloat16)
         made = np.asarray(x)
@@ -173,7 +174,7 @@ def embeddings(
 ) -> None:
     """Checks that an array is 2-D, floating-point and has only finite, non-zero rows.
 
-    The array is read in chunks of rows, so it may be a memory-mapped file.
+    The array is read in chunks of rows and may be memory-mapped.
 
     Args:
         name: Name of the argument for error messages.
@@ -190,7 +191,7 @@ def embeddings(
         Traceback (most recent call last):
         sotalign_jax.checks.InputError: x must have width 4, got 2; use one encoder for both
     """
-    # Shape and type come first, because the values of a large file take long to read.
+    # Shape and dtype are checked first, because reading all values of a large file takes long.
     shape = np.shape(x)
     if len(shape) != 2:
         raise InputError(f"{name} must be 2-D, one embedding per row, got shape {shape}")
@@ -208,8 +209,7 @@ def embeddings(
         )
     if kind.kind not in "fV" and "float" not in kind.name:  # bfloat16 registers as kind V
         raise InputError(f"{name} must be real and floating-point, got dtype {kind}")
-    # Of several processes each reads every count-th chunk, so one pass over a shared file
-    # checks all of it.
+    # Each of `count` processes reads every count-th chunk. Together they read a shared file once.
     index, count = _shard
     for start in range(index * CHUNK_ROWS, shape[0], count * CHUNK_ROWS):
         block = np.asarray(x[start : start + CHUNK_ROWS]).astype(np.float32)
@@ -242,7 +242,7 @@ def wrong_width(
         x and y look exchanged')
     """
     cause = "use one encoder for both"
-    # The two most frequent mistakes have messages of their own.
+    # The two most frequent mistakes are recognised.
     if shape[0] == width:
         cause = f"its shape is {shape}, so it looks transposed: pass {name}.T"
     elif shape[-1] == other_width:
@@ -303,7 +303,7 @@ def features(name: str, x: Any, *, ndim: int = 2, width: int | None = None) -> j
         sotalign_jax.checks.InputError: y must have width 4, got 2; map both modalities into the
         shared space first
     """
-    # Features are outputs of heads: unlike embeddings they may be on a device, and zero.
+    # Features are outputs of heads. Unlike embeddings they may be on a device, and may be zero.
     out = jnp.asarray(x)
     if out.ndim != ndim or 0 in out.shape or not jnp.issubdtype(out.dtype, jnp.floating):
         raise InputError(
@@ -360,7 +360,7 @@ def pairs(
         sotalign_jax.checks.InputError: pairs_y has 4 rows but pairs_x has 3; row i of one must
         belong to row i of the other
     """
-    # Numbers of rows are compared first, because reading the values of large files takes long.
+    # Numbers of rows are compared first, because reading all values of large files takes long.
     x, y = array(names[0], x), array(names[1], y)
     if x.ndim == y.ndim == 2 and len(x) != len(y):
         problem = f"{names[1]} has {len(y)} rows but {names[0]} has {len(x)}"
@@ -375,7 +375,7 @@ def pairs(
 
 
 def choice(name: str, value: str, options: tuple[str, ...]) -> None:
-    """Checks that a value is one of the allowed ones.
+    """Checks that a value is one of the allowed options.
 
     Args:
         name: Name of the argument for error messages.
@@ -401,7 +401,7 @@ def positive(**options: Any) -> None:
         **options: Numbers by the names of their arguments.
 
     Raises:
-        InputError: A number is not.
+        InputError: One of them is not.
 
     Example:
         >>> positive(epsilon=0.05, epsilon_star=0.0)
@@ -454,11 +454,11 @@ def whole(least: int, *, most: int | None = None, or_none: bool = False, **optio
 
 
 def within(most: int, of: str, *, least: int = 1, **options: Any) -> None:
-    """Checks that numbers are integers in `least`..`most`, where `most` counts something.
+    """Checks that integers are at most the number of certain things, such as rows.
 
     Args:
         most: The largest allowed number.
-        of: Noun for the counted things in error messages, such as "rows in the gallery".
+        of: Name of these things in error messages, such as "rows in the gallery".
         least: The smallest allowed number.
         **options: Numbers by the names of their arguments.
 
@@ -476,7 +476,7 @@ def within(most: int, of: str, *, least: int = 1, **options: Any) -> None:
 
 
 def static(**options: Any) -> None:
-    """Checks that options that are fixed at compile time are not traced.
+    """Checks that options that must be known at compile time are not traced.
 
     Args:
         **options: Values by the names of their arguments.
@@ -502,7 +502,7 @@ def _check_all(options: dict[str, Any], fine: Callable[[Any], bool], wanted: str
     for name, value in options.items():
         if np.shape(value):
             raise InputError(f"{name} must be {wanted}, got an array of shape {np.shape(value)}")
-        # A traced value is unknown here. The solver answers a bad epsilon with an infinite error.
+        # A traced value is unknown here. The solver returns an infinite error for a bad epsilon.
         if isinstance(value, jax.core.Tracer):
             continue
         with contextlib.suppress(TypeError):  # not a number

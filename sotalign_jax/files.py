@@ -21,14 +21,15 @@ _SAFETENSORS_DTYPES = {
     "U8": np.dtype(np.uint8),
     "BF16": np.dtype(ml_dtypes.bfloat16),
 }
-# Records that TFDS reads at a time, which bounds the Python objects that exist beside the array.
+# Number of records that TFDS reads at a time. It limits the Python objects beside the array.
 _TFDS_CHUNK = 1024
+# Names of members that hold the scale and the mean of 8-bit codes, and no embeddings.
 _SIDECAR = re.compile(r"(^|_)(scale|mean)$")
-"""Names of members that say how to decode 8-bit codes. None of them is an embedding."""
-_SHOWN = 20  # keys that an error message lists
-# Random access to a file costs a seek per row and step. A gigabyte is cheap to keep instead.
+# Largest number of keys that an error message lists.
+_SHOWN = 20
+# Rows of a file cost a seek in every step. A gigabyte fits into the memory of any machine.
 MAPPED_BYTES = 2**30
-"""Selections from a memory-mapped file are copied to memory if they take fewer bytes."""
+"""Largest selection of rows of a memory-mapped file that is copied to memory."""
 
 
 class MappedRows:
@@ -74,13 +75,13 @@ def take(array: np.ndarray, rows: np.ndarray) -> np.ndarray | MappedRows:
         [2, 0]
     """
     mapped = isinstance(array, np.memmap) or isinstance(array.base, np.memmap)
-    # The bytes of one row times the rows: `array[rows].nbytes` would read them all.
+    # Computed from one row, because `array[rows].nbytes` would read all of them.
     large = len(rows) * array[:1].nbytes > MAPPED_BYTES
     return MappedRows(array, rows) if mapped and large else array[rows]
 
 
 def describe(array: np.ndarray | MappedRows, path: str | os.PathLike[str]) -> str:
-    """Describes an array in a few words, for a progress line.
+    """Returns a short description of an array, for a progress line.
 
     Args:
         array: An array that was read.
@@ -112,14 +113,13 @@ def split_key(path: str | os.PathLike[str]) -> tuple[str, str | None]:
     """
     address = os.fspath(path)
     file, _, key = address.rpartition("#")
-    # "#" may be part of a file's name, so it splits only after the suffix of a format with
-    # keys.
+    # File names may contain "#". It separates a key only after the suffix of a format with keys.
     keyed = tuple(suffix for suffix in READERS if suffix != ".npy")
     return (file, key) if file.lower().endswith(keyed) else (address, None)
 
 
 def load_array(path: str | os.PathLike[str], *, key: str | None = None) -> np.ndarray:
-    """Reads one array of a file, as little of it as the format allows.
+    """Reads one array of a file. Formats that allow it are memory-mapped.
 
     | path                            | reading                                                  |
     |---------------------------------|----------------------------------------------------------|
@@ -171,7 +171,8 @@ def load_array(path: str | os.PathLike[str], *, key: str | None = None) -> np.nd
         return reader(file, key)
     except checks.InputError:
         raise
-    except Exception as error:  # a damaged file makes its reader raise anything
+    # Readers raise exceptions of many types for damaged files.
+    except Exception as error:
         raise checks.InputError(
             f"{file} cannot be read ({checks.first_line(error)}); "
             "the file is truncated, corrupt or not numeric, so write it again"
@@ -204,8 +205,8 @@ def _as_bfloat16(array: np.ndarray) -> np.ndarray:
 
 def _load_safetensors(file: pathlib.Path, key: str | None) -> np.ndarray:
     """Maps one tensor of a .safetensors file into memory."""
-    # The format is a length, a JSON header and raw tensors. Mapping the bytes here keeps files
-    # larger than memory usable, which the library's own numpy reader does not.
+    # The format is a length, a JSON header and raw tensors. The numpy reader of safetensors would
+    # read the tensor into memory. Mapping the bytes also works for files larger than memory.
     with file.open("rb") as stream:
         length = int.from_bytes(stream.read(8), "little")
         if length > file.stat().st_size:
@@ -256,7 +257,7 @@ def _load_torch(file: pathlib.Path, key: str | None) -> np.ndarray:
         # Files of torch before 1.6 are not zip archives and cannot be mapped.
         options = {"weights_only": True, "map_location": "cpu", "mmap": zipfile.is_zipfile(file)}
         saved = torch.load(file, **options)
-    # torch has no exception of its own for forbidden content, so the text has to tell.
+    # torch has no exception type for forbidden content, so its message is inspected.
     except Exception as error:
         if "weights_only" not in str(error).lower() and "Weights only" not in str(error):
             raise
@@ -280,8 +281,9 @@ def _load_csv(file: pathlib.Path, key: str | None) -> np.ndarray:
     arrow_csv = checks.require("pyarrow.csv", extra="files")
     with file.open(newline="", encoding="utf-8-sig") as stream:
         first = next(csv.reader(stream), [])
-    bare = bool(first) and all(_is_number(cell) for cell in first)  # no line of column names
-    # A table without column names is one matrix, though some of its columns may hold integers.
+    # A first line of numbers is data, not column names.
+    bare = bool(first) and all(_is_number(cell) for cell in first)
+    # A table without column names is one matrix, even if some of its columns hold integers.
     matrix = {f"f{n}": "float64" for n in range(len(first))} if bare and len(first) > 1 else None
     table = arrow_csv.read_csv(
         file,
@@ -311,7 +313,7 @@ def _columns(file: pathlib.Path, schema: Any, key: str | None) -> list[str]:
         for name, kind in kinds.items()
         if types.is_list(kind) or types.is_large_list(kind) or types.is_fixed_size_list(kind)
     ]
-    # Integer columns are left out, because they are usually ids or labels.
+    # Integer columns are usually ids or labels.
     floats = [name for name, kind in kinds.items() if types.is_floating(kind)]
     if key is None and not lists and len(kinds) > 1 and floats:
         return floats
@@ -363,7 +365,8 @@ def _open_tfds(name: str, split: str) -> Any:
     folder = os.environ.get("TFDS_DATA_DIR")
     tfds = checks.require("tensorflow_datasets", extra="data")
     where = folder and os.path.expanduser(folder)
-    try:  # never fetch a large dataset as a side effect of a typo
+    try:
+        # `download=False`, because a typo should not download a large dataset.
         return tfds.data_source(name, split=split, data_dir=where, download=False)
     except (ValueError, AssertionError, NotImplementedError, OSError) as error:
         raise checks.InputError(
@@ -411,7 +414,7 @@ def _pick(
         next((name for name in (f"{chosen}_{part}", part) if name in found), None)
         for part in ("scale", "mean")
     )
-    # An array of floats may have a "scale" beside it that means something else.
+    # Only 8-bit codes are decoded. The "scale" of an array of floats means something else.
     if array.dtype.itemsize > 1 or scale is None or scale == chosen:
         return array
     decoded = array * get(scale).astype(np.float32)

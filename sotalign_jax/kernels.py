@@ -4,9 +4,12 @@ The fit runs on the host in float64 and in blocks of rows, so memory grows with 
 and not with the pairs. `teachers.kernel_cca` is the public function.
 
 References:
-    Lai and Fyfe, "Kernel and nonlinear canonical correlation analysis", International Journal of
-    Neural Systems 10, 2000.
-    Williams and Seeger, "Using the Nystroem method to speed up kernel machines", NeurIPS 2001.
+    P. L. Lai and C. Fyfe, "Kernel and nonlinear canonical correlation analysis", International
+    Journal of Neural Systems 10 (2000).
+    D. R. Hardoon, S. Szedmak and J. Shawe-Taylor, "Canonical correlation analysis: an overview with
+    application to learning methods", Neural Computation 16 (2004).
+    C. Williams and M. Seeger, "Using the Nystroem method to speed up kernel machines", NeurIPS
+    2000.
 """
 
 import dataclasses
@@ -25,8 +28,9 @@ Rows = Array | np.ndarray
 # With 2,000 landmarks in float64, a block of the kernel takes 33 MB.
 BLOCK = 2048
 """Number of rows whose kernel is computed at a time."""
+# Smallest eigenvalue of the kernel that is kept, relative to the largest. It is close to the
+# precision of float32, in which the maps are evaluated.
 _SMALLEST = 1e-7
-"""Directions with less of the largest kernel variance are lost in float32's rounding."""
 
 
 @jax.tree_util.register_dataclass
@@ -73,7 +77,7 @@ class KernelMap:
         """Maps rows of shape [n, d_in] in the precision of the weight, whatever their dtype."""
         rows = affinity.l2_normalize(jnp.asarray(x).astype(self.weight.dtype))
         z = affinity.l2_normalize(rows - self.mean)
-        # ||z - l||^2 = ||z||^2 + 1 - 2 z.l of unit landmarks l. Rounding may make it negative.
+        # ||z - l||^2 = ||z||^2 + 1 - 2 z.l for unit landmarks l. Rounding may make it negative.
         squared = jnp.sum(jnp.square(z), axis=-1, keepdims=True) + 1.0
         distances = jnp.maximum(squared - 2.0 * affinity.dot(z, self.landmarks.T), 0.0)
         return affinity.dot(jnp.exp(-self.gamma * distances) - self.centre, self.weight.T)
@@ -133,7 +137,7 @@ def fit(
         chosen = np.sort(crossval.order(pairs_x, pairs_y, seed=seed)[:landmarks])
     x = _basis("pairs_x", pairs_x, chosen, options.gamma_x)
     y = _basis("pairs_y", pairs_y, chosen, options.gamma_y)
-    # Two passes over the pairs: the covariances need the means. Nothing of n rows is kept.
+    # Two passes over the pairs, because the covariances need the means. No array of n rows is kept.
     centres = [
         sum(side.kernel(rows).sum(axis=0) for rows in _blocks(pairs)) / n
         for side, pairs in ((x, pairs_x), (y, pairs_y))
@@ -144,7 +148,7 @@ def fit(
         g = (y.kernel(rows_y) - centres[1]) @ y.whiten
         sums = [a + b for a, b in zip(sums, (f.T @ f, g.T @ g, f.T @ g), strict=True)]
     xx, yy, xy = (total / (n - 1) for total in sums)
-    # Divided by the width of the embeddings, as in `crossval`, which chose the relative ridges.
+    # Relative to the trace over the width of the embeddings, as in `crossval`, which chooses them.
     ridges = (
         options.ridge_x * float(np.trace(xx)) / pairs_x.shape[1],
         options.ridge_y * float(np.trace(yy)) / pairs_y.shape[1],
@@ -193,13 +197,14 @@ def _basis(name: str, rows: Any, chosen: np.ndarray, gamma: float | None) -> _Ba
     assert gamma is not None, "options of a linear CCA"
     mean = _mean(rows)
     landmarks = _prepared(np.asarray(rows)[chosen], mean)
-    # Centring among the landmarks removes the direction that all rows share.
+    # Centring the kernel removes the direction that all rows share.
     kernel = _gauss(landmarks, landmarks, gamma)
     kernel = kernel - kernel.mean(axis=0)
     kernel -= kernel.mean(axis=1, keepdims=True)
-    # Features (k - centre) V / sqrt(eigenvalues) have the kernel as their inner products.
+    # Nystroem: the inner products of features (k - centre) V / sqrt(eigenvalues) are the kernel.
     eigenvalues, vectors = np.linalg.eigh(kernel)
     kept = eigenvalues > _SMALLEST * eigenvalues[-1]
+    # The centred kernel of equal rows holds only rounding errors.
     if eigenvalues[-1] < 1e-10:
         raise checks.InputError(
             f"{name} must have rows that differ from each other, got rows of one direction"
@@ -210,14 +215,14 @@ def _basis(name: str, rows: Any, chosen: np.ndarray, gamma: float | None) -> _Ba
 def _canonical(
     xx: np.ndarray, yy: np.ndarray, xy: np.ndarray, ridges: tuple[float, float]
 ) -> _Canonical:
-    """Whitens both sides and rotates them together, given their covariances.
+    """Whitens both sides and rotates them onto each other, given their covariances.
 
-    Any square root of (S + ridge I)^(-1) gives the same directions, because the rotation follows
-    it. Cholesky's is the cheapest.
+    Any square root of (S + ridge I)^(-1) gives the same directions, because a rotation follows. The
+    Cholesky factor is the cheapest.
     """
     roots = []
     for covariance, ridge in zip((xx, yy), ridges, strict=True):
-        # Without a ridge, directions that the pairs do not determine must not divide by zero.
+        # The floor keeps the covariance invertible without a ridge.
         floor = max(ridge, _SMALLEST * float(np.trace(covariance)) / len(covariance))
         lower = np.linalg.cholesky(covariance + floor * np.eye(len(covariance)))
         roots.append(np.linalg.inv(lower).T)

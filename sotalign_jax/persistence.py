@@ -43,22 +43,22 @@ class Parts(NamedTuple):
 
 
 def save(parts: Parts, path: str | os.PathLike[str], *, overwrite: bool = False) -> None:
-    """Writes an aligner into a folder, all of it or nothing.
+    """Writes an aligner into a folder. If it fails, an earlier aligner stays intact.
 
     Args:
         parts: The aligner.
         path: The folder, which is created.
-        overwrite: True replaces an aligner that is there, but never anything else.
+        overwrite: True to replace an existing aligner. Other files are never replaced.
 
     Raises:
-        InputError: The folder holds something else, or `info` is not JSON.
-        OSError: The files cannot be written, as on a full disk. An earlier aligner stays intact.
+        InputError: The folder holds other files, or `info` is not JSON.
+        OSError: The files cannot be written, for example because the disk is full.
     """
-    # Write aside and rename: renaming is atomic within a file system, so no reader and no
-    # crash ever sees half an aligner.
+    # Written to a temporary folder and renamed. A rename is atomic within a file system, so neither
+    # a reader nor a crash sees half an aligner.
     path = pathlib.Path(path).expanduser().absolute()
     temporary, previous = (path.with_name(f".{path.name}.{end}") for end in ("tmp", "old"))
-    # An earlier save was killed between its two renames below: restore the aligner it moved away.
+    # An earlier save was killed between its two renames. Restores the aligner that it had moved.
     if previous.exists() and not path.exists():
         previous.rename(path)
     _check_free(path, overwrite)
@@ -74,7 +74,7 @@ def save(parts: Parts, path: str | os.PathLike[str], *, overwrite: bool = False)
         text = _description(parts, {name: _digest(temporary / name) for name in arrays})
         (temporary / _DESCRIPTION).write_text(text + "\n", encoding="utf-8")
         if path.exists():
-            path.rename(previous)  # stays whole until the new one stands in its place
+            path.rename(previous)  # kept until the new one is in its place
         temporary.rename(path)
     except (OSError, SafetensorError) as error:
         reason = getattr(error, "strerror", None) or checks.first_line(error)
@@ -106,7 +106,7 @@ def load(path: str | os.PathLike[str]) -> Parts:
             "load it with the version of sotalign-jax that wrote it"
         )
     with _reading(folder / _DESCRIPTION):
-        # Shapes alone: a damaged description must not allocate memory before its shapes are
+        # Shapes only, because a damaged description must not allocate memory before its shapes are
         # compared with those of the tensors.
         shapes = nnx.eval_shape(
             lambda: Heads(*(rebuild(**described["heads"][side]) for side in "xy"))
@@ -147,7 +147,7 @@ def _description(parts: Parts, digests: dict[str, str]) -> str:
     heads = {side: {"kind": h.kind, "options": h.options()} for side, h in sides.items()}
     described = {"format": FORMAT, "heads": heads, "info": parts.info, "sha256": digests}
 
-    # Numpy scalars are common in `info` (scores, seeds), and json knows Python's numbers only.
+    # `info` often has numpy scalars, such as scores and seeds, which json does not know.
     def plain(value: Any) -> Any:
         if isinstance(value, np.generic):
             return value.item()
@@ -165,7 +165,7 @@ def _find(path: str | os.PathLike[str]) -> pathlib.Path:
     folder = given if (given / _DESCRIPTION).exists() else given / FOLDER
     if (folder / _DESCRIPTION).exists():
         return folder
-    # The path may be a folder of several runs. The message then names them.
+    # If the path is a folder of several runs, the message lists them.
     below = sorted(given.glob(f"*/{FOLDER}/{_DESCRIPTION}"))
     runs = ", ".join(str(file.parents[1]) for file in below)
     raise checks.InputError(
@@ -193,8 +193,7 @@ def _tensors(
                 f"path {path} has {found} for {name} but {_DESCRIPTION} describes {wanted}; "
                 "save the aligner again"
             )
-    # The digest comes second, because the message about shapes is the more helpful one. A file
-    # without a digest is accepted.
+    # Checked after the shapes, whose message is more helpful. A file without a digest is accepted.
     with _reading(path):
         if digests.get(path.name) not in (None, _digest(path)):
             raise ValueError("its content has changed")

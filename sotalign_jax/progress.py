@@ -55,8 +55,8 @@ class Observer:
 class Progress(Observer):
     """Progress bar on stderr with the loss, the validation score and the time left.
 
-    Without a terminal it prints ten plain lines instead. The time left is estimated from the second
-    advance on, because the first step includes compilation. It can observe `training.fit`.
+    Without a terminal it prints ten plain lines instead. The time left is estimated without the
+    first step, which includes compilation. It can be passed to `training.fit` as its observer.
 
     Args:
         total: Number of steps.
@@ -65,7 +65,7 @@ class Progress(Observer):
         initial: Steps that were done before.
         unit: Name of the steps, such as "rows".
         rate: If True, plain lines show the steps per second.
-        inner: If True, the bar stands below another one and is removed at its end. Without a
+        inner: If True, the bar is shown below another one and removed at its end. Without a
             terminal it shows nothing.
 
     Example:
@@ -131,7 +131,7 @@ class Progress(Observer):
     def advance(
         self, count: int = 1, *, skipped: int = 0, loss: Any = None, mean_r1: Any = None
     ) -> None:
-        """Moves on by some steps.
+        """Moves the bar by some steps.
 
         Args:
             count: Number of steps.
@@ -147,10 +147,11 @@ class Progress(Observer):
             if value is not None:
                 self._shown[name] = f"{name} {value:.4g}"
         text = ", ".join(self._shown.values())
-        with contextlib.suppress(OSError, ValueError):  # a closed stderr ends the display alone
+        # If stderr is closed, only the display ends.
+        with contextlib.suppress(OSError, ValueError):
             if self._clock is None:
                 self._clock = self._step, time.monotonic()
-                # A new bar does not count the time before it.
+                # Starts a new bar, whose clock does not include compilation.
                 self._bar.close()
                 self._bar = self._open(leave=not self._inner)
                 count = 0
