@@ -454,11 +454,11 @@ def whole(least: int, *, most: int | None = None, or_none: bool = False, **optio
 
 
 def within(most: int, of: str, *, least: int = 1, **options: Any) -> None:
-    """Checks that integers are at most the number of certain things, such as rows.
+    """Checks that numbers are integers in `least`..`most`, where `most` counts rows or the like.
 
     Args:
         most: The largest allowed number.
-        of: Name of these things in error messages, such as "rows in the gallery".
+        of: The counted things, for error messages, such as "rows in the gallery".
         least: The smallest allowed number.
         **options: Numbers by the names of their arguments.
 

@@ -106,7 +106,7 @@ def row_labels(name: str, values: ArrayLike, count: int, *, below: int) -> Int[n
         The labels as int32.
 
     Raises:
-        InputError: There is another number of labels, or one is no integer in 0..below-1.
+        InputError: The number of labels is wrong, or one is not an integer in 0..below-1.
 
     Example:
         >>> row_labels("labels", [1, 0], 2, below=2)
@@ -174,6 +174,7 @@ def zero_shot(
         raise checks.InputError(
             f"prompts must have shape [classes, templates, width], got {prompts.shape}"
         )
+    # Prompts of all classes are checked as the rows of one matrix.
     checks.embeddings("zero_shot prompts", prompts.reshape(-1, prompts.shape[-1]))
     names = tuple(map(str, range(len(prompts)))) if class_names is None else tuple(class_names)
     if len(names) != len(prompts):
@@ -222,6 +223,7 @@ class Dataset:
     def __post_init__(self) -> None:
         widths = self.pairs_x.shape[1], self.pairs_y.shape[1]
         for name, shape in self.summary().items():
+            # Prompts are of the second modality, like all parts whose names end in "_y".
             width, other = widths if name.endswith("_x") else widths[::-1]
             if shape is not None and shape[-1] != width:
                 raise checks.wrong_width(name, tuple(shape), width, other)
@@ -614,7 +616,7 @@ def _external_pool(
 
 
 def held_out_sizes(n_rows: int, fractions: Sequence[float]) -> list[int]:
-    """Returns how many of `n_rows` rows each held-out part has.
+    """Returns the number of rows of each held-out part.
 
     Args:
         n_rows: Number of rows of the table.

@@ -41,7 +41,7 @@ _PLANES = 16
 
 
 def mutual_knn(x: Rows, y: Rows, *, k: int = 10, clamp: float | None = 0.95) -> float:
-    """Computes the share of nearest neighbours that two embeddings of one sample set share.
+    """Computes the mean overlap of nearest neighbours in two embeddings of the same samples.
 
         mean_i |N_x(i) ∩ N_y(i)| / k
 

@@ -469,6 +469,7 @@ def report(
             ):
                 name = f"{prefix}{direction}/R@{k}"
                 rows[name], levels[name] = hits, level
+    # All recalls share one set of bootstrap samples.
     lows, highs = interval(np.stack([rows[name] for name in found], axis=1), seed=seed).tolist()
     measured = {
         name: Recall(value, low, high, levels[name])

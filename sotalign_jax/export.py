@@ -36,6 +36,7 @@ class _Value:
 
     def __call__(self, operator: str, *operands: "_Value | float") -> "_Value":
         """Appends a step with this value as its first operand."""
+        # Numbers among the operands become constants of the program.
         names = [o.name if isinstance(o, _Value) else self.constant(o).name for o in operands]
         result = f"value{len(self.steps)}"
         self.steps.append((result, operator, (self.name, *names)))

@@ -238,7 +238,9 @@ def _load_hdf5(file: pathlib.Path, key: str | None) -> np.ndarray:
 
         def get(name: str) -> np.ndarray:
             entry = store[name]
-            offset = entry.id.get_offset()  # None if the dataset is chunked, compressed or empty
+            # A contiguous dataset is mapped at its offset in the file. The offset is None if the
+            # dataset is chunked, compressed or empty.
+            offset = entry.id.get_offset()
             if offset is None or entry.dtype.kind not in "fiu":
                 return np.asarray(entry[()])
             return np.memmap(file, entry.dtype, "r", offset=offset, shape=entry.shape)
@@ -321,7 +323,7 @@ def _columns(file: pathlib.Path, schema: Any, key: str | None) -> list[str]:
 
 
 def _from_columns(file: pathlib.Path, table: Any, names: list[str]) -> np.ndarray:
-    """Converts a column of lists or several of numbers to a matrix, one of numbers to a vector."""
+    """Converts columns to a matrix. A single column of numbers becomes a vector."""
     if missing := [name for name in names if table[name].null_count]:
         raise checks.InputError(
             f"column {missing[0]!r} of {file} has empty cells; remove such rows"
@@ -329,10 +331,13 @@ def _from_columns(file: pathlib.Path, table: Any, names: list[str]) -> np.ndarra
     if len(names) > 1:
         return np.stack([table[name].to_numpy() for name in names], axis=1)
     column = table[names[0]]
-    if str(column.type) == "string":  # a list that pandas wrote to a CSV file
+    # pandas writes lists to a CSV file as text, such as "[0.1, 0.2]".
+    if str(column.type) == "string":
         return np.array([json.loads(cell) for cell in column.to_pylist()], np.float32)
     if not hasattr(column.type, "value_type"):
         return column.to_numpy()
+    # Lists of equal length are contiguous in an Arrow chunk, so they become a matrix by a reshape,
+    # without a Python loop over rows.
     compute, parts = checks.require("pyarrow.compute", extra="files"), []
     for chunk in column.chunks:
         widths = compute.list_value_length(chunk).unique().to_pylist()

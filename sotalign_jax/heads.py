@@ -116,7 +116,7 @@ Map = AffineMap | KernelMap
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Teacher:
-    """One frozen map per modality into a shared space, a pytree.
+    """Frozen maps of both modalities into a shared space, a pytree.
 
     Attributes:
         map_x: Map of the first modality. None if the rows are in the shared space already.
@@ -266,6 +266,10 @@ class Dense(nnx.Module):
         d_out: Width of the output.
         dtype: Type of the parameters.
         rngs: Source of random keys.
+
+    References:
+        X. Glorot and Y. Bengio, "Understanding the difficulty of training deep feedforward neural
+        networks", AISTATS 2010.
     """
 
     # Not `nnx.Linear`, which draws a random key for its zero bias as well. Every layer after the
@@ -403,6 +407,9 @@ class MLPHead(_Network):
     Example:
         >>> MLPHead(8, 3, hidden=16, rngs=nnx.Rngs(0))(jnp.ones((5, 8))).shape
         (5, 3)
+
+    References:
+        D. Hendrycks and K. Gimpel, "Gaussian error linear units (GELUs)", 2016.
     """
 
     kind = "mlp"

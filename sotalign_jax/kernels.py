@@ -160,6 +160,7 @@ def fit(
     maps = []
     sides = zip((x, y), centres, (found.weights_x, found.weights_y), strict=True)
     for basis, centre, weights in sides:
+        # Directions are weighted by rho^power, as in `teachers.cca`.
         weight = (basis.whiten @ (weights[:, :dim] * found.rho[:dim] ** options.power)).T
         arrays = (basis.mean, basis.landmarks, basis.gamma, centre, weight)
         maps.append(KernelMap(*(jnp.asarray(array, dtype) for array in arrays)))
@@ -228,8 +229,10 @@ def _canonical(
         roots.append(np.linalg.inv(lower).T)
     x, y = roots
     left, rho, right = np.linalg.svd(x.T @ xy @ y, full_matrices=False)
+    # The numerical rank, by the criterion of `np.linalg.matrix_rank`.
     kept = rho > rho[0] * max(left.shape[0], right.shape[1]) * np.finfo(np.float64).eps
     weights_x, weights_y = x @ left[:, kept], y @ right[kept].T
+    # Pearson's correlations of the canonical variates. With a ridge they differ from rho.
     variance_x, variance_y, together = (
         np.einsum("ik,ik->k", a, s @ b)
         for a, s, b in (

@@ -83,6 +83,7 @@ def siglip(
     scale = jnp.exp(jnp.asarray(log_scale))
 
     def loss(anchors: Array, others: Array) -> Array:
+        # On a mesh the affinity is split over the devices, and blocks would cut across shards.
         if len(anchors) * len(others) >= _STREAMED_ENTRIES and not sharding.axes():
             rows = affinity.l2_normalize(anchors), affinity.l2_normalize(others)
             numbers = (jnp.asarray(x, rows[0].dtype) for x in (scale, bias))
@@ -115,6 +116,7 @@ def _siglip_rows(f: Array, g: Array, scale: Array, bias: Array) -> tuple[Array, 
         logits = signs * (scale * cosines + bias)
         # The last block may overlap the one before. Its rows that were visited get weight zero.
         fresh = jnp.where(block.fresh, 1.0, 0.0).astype(f.dtype)[:, None]
+        # The derivative of -log sigmoid(z) is -sigmoid(-z).
         slopes = -fresh * signs * jax.nn.sigmoid(-logits)
         df = block.add(df, scale * product(slopes, g))
         dg = dg + scale * product(slopes.T, rows)
@@ -175,6 +177,7 @@ def siglip_from_affinity(
     logits = affinities * jnp.asarray(scale, dtype) + jnp.asarray(bias, dtype)
     positive = jnp.eye(rows, columns, dtype=dtype) * (jnp.arange(columns) < positives)
     signs = 2.0 * positive - 1.0
+    # `log_sigmoid` is accurate for large negative logits, where log(sigmoid(z)) is -inf.
     per_row = -jnp.sum(jax.nn.log_sigmoid(signs * logits), axis=1)
     return jnp.mean(per_row) / (columns if normalization == "mean" else 1)
 

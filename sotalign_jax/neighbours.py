@@ -117,6 +117,7 @@ def top_k(
     Returns:
         The `Neighbours`. Missing ones have the score -inf and the index -1.
     """
+    # One dtype for both, so that equal rows of a float16 and a float32 table have equal hashes.
     dtype = jnp.result_type(affinity.as_float(queries[:0]), affinity.as_float(keys[:0]))
 
     def search(block: blocks.Block, table: Neighbours) -> Neighbours:

@@ -35,7 +35,13 @@ _CALIBRATION = "calibration.safetensors"
 
 
 class Parts(NamedTuple):
-    """The parts of an aligner: heads, info in JSON values, and an optional calibration."""
+    """The parts of an aligner.
+
+    Attributes:
+        heads: Both heads.
+        info: Any JSON values.
+        calibration: The calibration, if there is one.
+    """
 
     heads: Heads
     info: dict[str, Any]
@@ -65,6 +71,7 @@ def save(parts: Parts, path: str | os.PathLike[str], *, overwrite: bool = False)
     arrays = {_TENSORS: {k: np.asarray(leaf[...]) for k, leaf in _leaves(parts.heads).items()}}
     if parts.calibration is not None:
         arrays[_CALIBRATION] = jax.tree.map(np.asarray, vars(parts.calibration))
+    # Leftovers of a save that was killed.
     for leftover in (temporary, previous):
         shutil.rmtree(leftover, ignore_errors=True)
     try:

@@ -141,6 +141,8 @@ class Progress(Observer):
             mean_r1: Validation score to show.
         """
         before, self._step = self._step, self._step + count
+        # The rate counts steps after the first one of the clock, so moving that leaves out
+        # skipped steps.
         if self._clock is not None:
             self._clock = self._clock[0] + skipped, self._clock[1]
         for name, value in (("loss", loss), ("val R@1", mean_r1)):
@@ -157,6 +159,7 @@ class Progress(Observer):
                 count = 0
             self._bar.set_postfix_str(text, refresh=False)
             self._bar.update(count)
+            # A plain line for every tenth of the steps.
             if self._plain and 10 * self._step // self._total > 10 * before // self._total:
                 print(", ".join(filter(None, self._line(text))), file=sys.stderr, flush=True)
 

@@ -218,6 +218,7 @@ def row_numbers(
         return jnp.asarray(near)[paired, pick]
 
     near_a, near_b = map(neighbour, near_keys, (data.near_x, data.near_y))
+    # The teacher's features are rows of tables parallel to the pools.
     star_x, star_y = None if data.star_x is None else x, None if data.star_y is None else y
     return Batch(paired, paired, x, y, near_a, near_b, step, star_x, star_y)
 

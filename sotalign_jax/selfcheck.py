@@ -379,6 +379,7 @@ def timed(function: Callable[..., Any], *args: Any, **options: Any) -> tuple[Any
         The result, and the time of the fastest call in milliseconds.
     """
     args, times = jax.block_until_ready(jax.tree.map(jnp.asarray, args)), []
+    # The fastest call has the least noise from other processes.
     for _ in range(4):
         result = None  # frees the memory of the run before
         start = time.perf_counter()

@@ -277,6 +277,10 @@ def warmup_cosine(learning_rate: float, steps: int) -> optax.Schedule:
         >>> rate = warmup_cosine(1.0, 20)
         >>> [round(float(rate(t)), 3) for t in (0, 1, 2, 11, 20)]
         [0.5, 1.0, 1.0, 0.5, 0.0]
+
+    References:
+        I. Loshchilov and F. Hutter, "SGDR: stochastic gradient descent with warm restarts", ICLR
+        2017: the cosine.
     """
     # Not optax.join_schedules, whose rates differ from these by rounding in a fifth of the steps.
     # Every recorded metric of a seed would change in its last digits.
@@ -369,6 +373,7 @@ def _program(
         with jax.named_scope("optimizer"):
             updates, opt_state = optimizer.update(gradient, state.opt_state, state.params)
             params = optax.apply_updates(state.params, updates)
+        # A finite loss may have a NaN gradient, which its norm reveals.
         metrics = {"loss": loss, "gradient_norm": optax.tree.norm(gradient), **metrics}
         return TrainState(state.step + 1, params, opt_state, memory), metrics
 

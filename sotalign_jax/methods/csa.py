@@ -98,6 +98,7 @@ class CSAHead(Head):
     ):
         checks.choice("side", side, ("x", "y"))
         self.d_in, self.d_out, self.side = d_in, d_out, side
+        # The last two columns of the output hold the remainders of both modalities.
         self.mean = nnx.Param(jnp.zeros(d_in, dtype))
         self.kernel = nnx.Param(jnp.zeros((d_in, d_out - 2), dtype))
         self.rho = nnx.Param(jnp.zeros(d_out - 2, dtype))

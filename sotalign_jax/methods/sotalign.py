@@ -212,6 +212,7 @@ def _klot_crossmodal(
             f"{unpaired[1]}; pass teacher features of the unpaired rows, with as many pairs before "
             "them in f as in g"
         )
+    # The share of the mass that pairs have. It is their share of the rows if n = m.
     mass, share = klot_lib.total_mass(marginals, n, m), 2 * pairs / (n + m)
     f, g, f_star, g_star = affinity.as_floats(f, g, f_star, g_star)
 

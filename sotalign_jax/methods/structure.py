@@ -194,6 +194,7 @@ def _streamed_forward(options: _Options, x: Array, z: Array) -> tuple[Array, Arr
                 p, q = (_neighbours(block.of(rows), rows, tau) for rows in (x, z))
                 return jnp.sum(jnp.where(block.fresh, _divergence(p, q, js_form), 0))
 
+            # The rows of a block are compared with all rows, so its gradient has the shape of z.
             return jax.tree.map(jnp.add, totals, jax.value_and_grad(divergence)(z))
 
         start = jnp.zeros((), x.dtype), jnp.zeros_like(z)
@@ -201,6 +202,7 @@ def _streamed_forward(options: _Options, x: Array, z: Array) -> tuple[Array, Arr
         value, gradient = blocks.over_rows(len(x), block_size, add, start, part)
         return sharding.psum_scatter(gradient, axes), sharding.psum(value, axes)
 
+    # Row numbers of each device. Those of the padding are beyond the last row.
     numbers = sharding.split(jnp.arange(len(x)), len(x))
     gradient, value = sharding.shard_map(own_rows, numbers, (x, z))
     return value, gradient[: len(z)]

@@ -212,7 +212,7 @@ def _refine(
 
 
 def log_weights(name: str, given: ArrayLike | None, size: int, dtype: Any) -> Float[Array, " n"]:
-    """Checks log-weights and normalises their weights to sum 1. The default is uniform.
+    """Checks log-weights and normalises their weights to a sum of 1. None gives uniform weights.
 
     Args:
         name: "log_a" or "log_b", for error messages.

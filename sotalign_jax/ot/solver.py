@@ -258,6 +258,7 @@ def _evaluate(problem: _Problem, y: Array, s: Array, t: Array) -> tuple[_Point, 
         The point, and the largest log-scaling of its rows.
     """
     live, b = problem.live, problem.b
+    # This x makes the rows of the plan exact. Its column sums are then b e^y t.
     x = -jnp.log(s)
     # Drift and column sums share the only all-reduce of a sweep.
     row_drift = jnp.max(jnp.where(problem.live_rows, jnp.abs(x), 0.0))
@@ -552,10 +553,12 @@ def _run_int8(problem: _Problem, start: _Progress) -> _Progress:
 
 def _number_of_levels(widest: Array, epsilon: Array, max_iterations: int) -> Array:
     """Returns the number of levels before the last one, whose epsilon was asked for."""
-    if max_iterations < 20:  # too few sweeps for more than one epsilon
+    # Too few sweeps for more than one epsilon.
+    if max_iterations < 20:
         return jnp.int32(0)
     ratio = jnp.maximum(_SCALING_START * widest / epsilon, 1.0)
     needed = jnp.ceil(jnp.log(ratio) / math.log(LEVEL_POWER))
+    # A level needs several sweeps, so there is at most one level for every 8 of the budget.
     return jnp.minimum(needed, min(max_iterations // 8, _MAX_LEVELS)).astype(jnp.int32)
 
 
