@@ -50,7 +50,8 @@ from sotalign_jax.ot.kernel import LEVEL_POWER, MAX_DRIFT, Kernel, KernelState
 # The constants below were tuned on COCO's teacher and on random problems. benchmarks/convergence.py
 # counts the sweeps that they lead to, and tests/fuzz.py looks for problems on which they fail.
 
-# A step whose error exceeds the best one by this factor is rejected.
+# A step whose error exceeds the best one by this factor is rejected. The search then continues from
+# the best point with an unaccelerated step.
 _MAX_RISE = 3.0
 # Relative change of the error that counts as standing still.
 _PLATEAU = 1e-3
@@ -322,9 +323,9 @@ def _search(
     *,
     goal: Array,
     budget: Array,
-    patient: Array,
+    ignore_stall: Array,
     forced: Array | bool = True,
-    impatient: Array | bool = False,
+    stop_early: Array | bool = False,
 ) -> _Search:
     """Sweeps until the error is at most `goal`.
 
@@ -338,10 +339,10 @@ def _search(
         iterations: Sweeps so far.
         goal: Error to reach.
         budget: Number of sweeps at which the search ends.
-        patient: True to continue although the error has stalled for `_STALL_SWEEPS`.
+        ignore_stall: True to continue after `_STALL_SWEEPS` without progress.
         forced: True to sweep at least once if the error of the start is infinite, even if the
             budget is spent.
-        impatient: True to end after `_ROUND_STALL_SWEEPS` without progress.
+        stop_early: True to end after `_ROUND_STALL_SWEEPS` without progress.
 
     Returns:
         The last state of the search. Its best point is the result.
@@ -350,15 +351,21 @@ def _search(
     def unfinished(search: _Search) -> Array:
         # `~(error <= goal)` and not `error > goal`: a NaN must not look converged.
         within = (search.iterations < budget) & (search.drift <= MAX_DRIFT)
-        within &= patient | ~_stalled(problem, search, goal)
-        within &= ~(impatient & (search.iterations - search.mark_iteration >= _ROUND_STALL_SWEEPS))
+        within &= ignore_stall | ~_stalled(problem, search, goal)
+        within &= ~(stop_early & (search.iterations - search.mark_iteration >= _ROUND_STALL_SWEEPS))
         first = forced & jnp.isinf(start.error) & (search.iterations == iterations)
         return first | (within & ~(search.best.error <= goal))
 
-    # The history starts empty, because changes at another level would mislead the acceleration.
-    infinity, history = jnp.full_like(start.error, jnp.inf), anderson.init(start.y)
-    nothing = jnp.zeros_like(infinity)
-    state = _Search(start.next_y, start, infinity, iterations, nothing, iterations, history)
+    state = _Search(
+        y=start.next_y,
+        best=start,
+        mark_error=jnp.full_like(start.error, jnp.inf),
+        mark_iteration=iterations,
+        drift=jnp.zeros_like(start.error),
+        iterations=iterations,
+        # Empty, because the history of another level would mislead the acceleration.
+        history=anderson.init(start.y),
+    )
     with jax.named_scope("sweeps"):
         step = functools.partial(_step, problem, sweep)
         state = sharding.vary_like(state, problem.log_a)
@@ -374,7 +381,7 @@ class _Rounds(NamedTuple):
 
 
 def _search_int8(
-    problem: _Problem, progress: _Progress, *, goal: Array, budget: Array, patient: Array
+    problem: _Problem, progress: _Progress, *, goal: Array, budget: Array, ignore_stall: Array
 ) -> _Search:
     """Searches with few exact sweeps, by defect correction of the int8 kernel.
 
@@ -394,7 +401,12 @@ def _search_int8(
     sweep_int8 = _make_sweep(problem, progress.kernel, int8=True)
     # The two sweeps of a round and one of the last search must fit in the budget.
     rounds_budget = jnp.where(last, budget - 3, budget)
-    limits: Any = {"patient": patient, "budget": rounds_budget, "forced": ~last, "impatient": last}
+    limits: Any = {
+        "ignore_stall": ignore_stall,
+        "budget": rounds_budget,
+        "forced": ~last,
+        "stop_early": last,
+    }
 
     def round_(rounds: _Rounds) -> _Rounds:
         y = rounds.found.best.y
@@ -427,7 +439,7 @@ def _search_int8(
     found = _search(problem, sweep_int8, zero, progress.iterations, goal=first, **limits)
     rounds = sharding.vary_like(_Rounds(found, zero, last), problem.log_a)
     rounds = jax.lax.while_loop(unfinished, round_, rounds)
-    limits = {"patient": patient, "budget": budget, "forced": last}
+    limits = {"ignore_stall": ignore_stall, "budget": budget, "forced": last}
     limits |= {"goal": jnp.where(last, goal, jnp.inf)}
     confirmed = _search(problem, sweep_exact, rounds.exact, rounds.found.iterations, **limits)
     return _choose(last, confirmed, found)
@@ -450,7 +462,7 @@ def _level(problem: _Problem, progress: _Progress) -> _Progress:
     goal = jnp.where(last, problem.tolerance, loose)
     # Half of the budget is reserved for the last level, whose epsilon was asked for.
     budget = jnp.where(last, most, most // 2)
-    limits: Any = {"goal": goal, "budget": budget, "patient": progress.plain}
+    limits: Any = {"goal": goal, "budget": budget, "ignore_stall": progress.plain}
     if problem.kernel.int8:
         found = _search_int8(problem, progress, **limits)
     else:
