@@ -215,7 +215,7 @@ def embeddings(
         block = np.asarray(x[start : start + CHUNK_ROWS]).astype(np.float32)
         for bad, problem in (
             (~np.isfinite(block).all(axis=1), "NaN or inf"),
-            (~block.any(axis=1), "zeros alone, which have no direction,"),
+            (~block.any(axis=1), "only zeros"),
         ):
             if bad.any():
                 row = start + np.flatnonzero(bad)[0]

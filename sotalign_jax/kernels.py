@@ -127,7 +127,7 @@ def fit(
         Both maps, and Pearson's correlation of each direction on the pairs.
 
     Raises:
-        InputError: All rows of a side are alike, or the pairs determine fewer than `dim`
+        InputError: All rows of a modality are equal, or the pairs determine fewer than `dim`
             directions.
     """
     pairs_x, pairs_y = np.asarray(pairs_x), np.asarray(pairs_y)

@@ -25,7 +25,7 @@ from sotalign_jax import checks
 from sotalign_jax.calibration import Calibration
 from sotalign_jax.heads import Heads, rebuild
 
-# Raise it whenever files that an older version wrote cannot be read any more.
+# Increase it when files of older versions cannot be read any more.
 FORMAT = 2
 """Version of the files that `save` writes."""
 FOLDER = "aligner"
@@ -208,7 +208,7 @@ def _tensors(
 
 
 def _kind(tensor: Any) -> str:
-    """Returns the shape and type of a tensor in words. All floating-point types are alike."""
+    """Returns the shape and type of a tensor in words. All floating-point types are equal."""
     if tensor is None:
         return "nothing"
     floating = jnp.issubdtype(tensor.dtype, jnp.floating)

@@ -318,7 +318,7 @@ class Feed:
         return self._ahead.submit(self._read, step, self._rows(jnp.int32(step)))
 
     def _read(self, step: int, numbers: Batch) -> Batch:
-        """Reads the rows of a batch, in a thread of its own."""
+        """Reads the rows of a batch. It runs in the thread that reads ahead."""
         return _collect(self._take, self._data, jax.device_get(numbers)._replace(step=step))
 
     def _take(self, name: str, array: Any, rows: np.ndarray) -> Any:

@@ -1,4 +1,4 @@
-"""Checks the library on the devices at hand, against float64 on the host.
+"""Checks the library on the local devices, against float64 on the host.
 
     python -m sotalign_jax.selfcheck            # prints a table; exit code 1 if a row fails
     python -m sotalign_jax.selfcheck --json     # prints JSON
@@ -155,7 +155,7 @@ def features(n: int, m: int, sizes: Sizes) -> list[np.ndarray]:
     Args:
         n: Number of rows.
         m: Number of columns.
-        sizes: Sizes, of which `widths` is used.
+        sizes: Sizes. Only `widths` is used.
 
     Returns:
         The four arrays.
@@ -405,10 +405,10 @@ def check_product(sizes: Sizes, algorithm: Any, roles: Sequence[str]) -> Iterato
     """Compares products of isotropic unit rows with float64.
 
     The limit is 16 times the estimated error. The largest of all errors is 3 times the estimate,
-    10 times on hardware that truncates operands, and 23 times for bfloat16 in the place of TF32.
+    10 times on hardware that truncates operands, and 23 times for bfloat16 instead of TF32.
 
     Args:
-        sizes: Sizes, of which `product` is used.
+        sizes: Sizes. Only `product` is used.
         algorithm: A key of `ALGORITHMS`.
         roles: Roles in which this device uses it.
 
@@ -461,7 +461,7 @@ def check_plan(sizes: Sizes, int8: bool) -> Iterator[Row]:
     The error of the affinity in the exponents adds to the tolerance.
 
     Args:
-        sizes: Sizes, of which `rows` is used.
+        sizes: Sizes. Only `rows` is used.
         int8: True to use an int8 kernel.
 
     Yields:

@@ -45,7 +45,7 @@ def storage(n: int, m: int, dtype: Any, profile: device.Profile | None = None) -
         n: Rows of the affinity on one device.
         m: Columns.
         dtype: Type of the kernel's entries.
-        profile: Profile of the device, by default of the one at hand.
+        profile: Profile of the device, by default of the local one.
 
     Returns:
         The `Storage`.

@@ -307,7 +307,7 @@ def _solve_features(
     precision = own.teacher if teacher else own.student
     # Every device needs all columns in every block, so they are gathered once.
     cosines = Cosines.of(x, sharding.all_gather(y, axes), precision)
-    # The student needs too few sweeps for an int8 kernel to pay off beside a stored one.
+    # The student needs too few sweeps for an int8 kernel to pay off if its kernel is stored.
     int8 = storage.int8 and (teacher or storage.block_size is not None)
     kernel = Kernel(cosines, storage.block_size, int8, axes, options.sums)
     scalings, state = solve(
@@ -649,7 +649,7 @@ def klot(
     References:
         SOTAlign, ICML 2026, the definition of KLOT and the lemma on its gradient.
     """
-    # Checked before `custom_vjp` and `jit`, inside of which arguments have lost their names.
+    # Checked before `custom_vjp` and `jit`, because inside of them arguments have no names.
     checks.static(precision=precision, return_aux=return_aux)
     affinity.check_affinities(K, K_star)
     k, k_star = affinity.as_floats(K, K_star)
