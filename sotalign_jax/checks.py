@@ -157,7 +157,7 @@ def array(name: str, x: Any) -> np.ndarray:
     if made.dtype != object:
         return made
     if shapes := {np.shape(cell) for cell in made.ravel()} - {()}:
-        cells = f"{name} is a column of {made.size} arrays"
+        cells = f"{name} must be one array, got a column of {made.size} arrays"
         if len(shapes) > 1:
             raise InputError(f"{cells} of different shapes; pass rows of equal length")
         raise InputError(f"{cells} of shape {shapes.pop()}; pass np.stack({name})")

@@ -81,7 +81,8 @@ def owners(n: int, m: int, x_of_y: ArrayLike | None) -> Int[np.ndarray, " m"]:
     """
     if x_of_y is None and n != m:
         raise checks.InputError(
-            f"gallery y has {m} rows but gallery x has {n}; pass x_of_y, the row of x for each of y"
+            f"gallery y has {m} rows but gallery x has {n}; pass x_of_y, the row of x for each row "
+            "of y"
         )
     index = row_labels("x_of_y", np.arange(n) if x_of_y is None else x_of_y, m, below=n)
     # A query without a match would count as a miss in every metric.
