@@ -743,6 +743,7 @@ def photographs() -> Photographs:
         [170, 512]
     """
     with np.load(SAMPLE, allow_pickle=False) as table:
+        # The file holds 8-bit codes with one scale per column.
         image = table["image"] * table["image_scale"] + table["image_mean"]
         text = table["text"] * table["text_scale"]
         # Rounding to 8 bits has changed the lengths of unit rows.

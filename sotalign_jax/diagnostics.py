@@ -250,6 +250,7 @@ def pool_shift(
         # Seeded by its number, so that a repetition is the same for any number of them.
         rng = np.random.default_rng((seed, repeat))
         key = jax.random.fold_in(jax.random.key(seed), repeat)
+        # The three distances of a repetition use the same planes and the same half of the pairs.
         planes = _random_planes(key, projections, pairs.shape[1])
         order = rng.permutation(len(pairs))
         half = _circle_embedding(_take(pairs, order[:size]), planes)

@@ -532,6 +532,7 @@ def zero_shot(
     x = checks.features("x", x).astype(jnp.float32)
     prompts = checks.features("prompts", prompts, ndim=3, width=x.shape[1]).astype(jnp.float32)
     truth = data.row_labels("labels", labels, len(x), below=len(prompts))
+    # Normalised twice, so that every prompt has the same weight in its class.
     classes = affinity.l2_normalize(affinity.l2_normalize(prompts).mean(axis=1))
     predicted = np.asarray(neighbours.nearest(x, classes, 1, block_size=block_size).indices[:, 0])
     right = predicted == truth

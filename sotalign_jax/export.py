@@ -164,6 +164,7 @@ def _kernel(x: _Value, head: Any, at: str) -> _Value:
 def _csa(x: _Value, head: Any, at: str) -> _Value:
     """Describes `methods.csa.CSAHead`."""
     z = _unit((x - x.param(f"{at}mean")) @ x.param(f"{at}kernel")) * x.param(f"{at}rho")("Sqrt")
+    # sqrt(1 - ||z||^2), written without a constant as the first operand.
     rest = ((z * z).reduce("Sum")("Sub", 1.0) * -1.0)("Max", 0.0)("Sqrt")
     directions = head.d_out - 2
     end = directions if head.side == "x" else directions + 1

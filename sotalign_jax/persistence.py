@@ -211,6 +211,7 @@ def _kind(tensor: Any) -> str:
     """Returns the shape and type of a tensor in words. All floating-point types are equal."""
     if tensor is None:
         return "nothing"
+    # The description does not record the precision of the heads.
     floating = jnp.issubdtype(tensor.dtype, jnp.floating)
     return f"{'float' if floating else tensor.dtype}{list(tensor.shape)}"
 

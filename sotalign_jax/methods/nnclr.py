@@ -55,6 +55,7 @@ class NNCLR(base.Objective):
     @property
     def pools(self) -> str:
         """Modalities whose neighbours have a weight."""
+        # Multiplied by False, a string is empty.
         return "x" * (self.weight_image > 0) + "y" * (self.weight_text > 0)
 
     def __post_init__(self) -> None:

@@ -138,6 +138,7 @@ class Structure(base.Objective):
             if level > 1:
                 p_power, q_power = affinity.dot(p_power, p), affinity.dot(q_power, q)
             summed = jnp.sum(_divergence(p_power, q_power, self.js_form))
+            # The weight w_l of level l is 1 / weight.
             weight = level if self.level_weights == "inverse" else 1
             # Rounding can make the divergence of equal neighbourhoods negative.
             total += jax.nn.relu(summed / len(x)) / weight

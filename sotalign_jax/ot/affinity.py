@@ -101,6 +101,7 @@ def inverse_norms(x: Float[Array, "n d"]) -> Float[Array, " n"]:
         [0.2, 0.0]
     """
     x = as_float(x)
+    # Scaled to entries near 1, because squares of tiny or huge entries leave float32.
     power = _power_of_two(x)
     squared = jnp.sum(jnp.square(x * power[..., None]), axis=-1)
     # The inner `where` keeps the gradient of zero rows free of NaN.

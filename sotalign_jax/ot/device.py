@@ -117,6 +117,7 @@ def _memory(device: Any) -> int:
         stats = device.memory_stats() or {}
     except (jax.errors.JaxRuntimeError, NotImplementedError):  # a device that is only described
         stats = {}
+    # The limit that XLA's allocator has set for this process, not the size of the device.
     return stats.get("bytes_limit", UNKNOWN_MEMORY)
 
 
