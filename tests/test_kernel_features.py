@@ -169,7 +169,7 @@ def test_kernel_features_reject_invalid_combinations(rows, dataset, teacher):
         heads.prepend(linear, heads.build_heads(6, 5, 4))
     with pytest.raises(checks.InputError, match=r"^teacher\b"):
         heads.build_heads(9, 5, 4, teacher=teacher)
-    with pytest.raises(checks.InputError, match=r"^teacher maps embeddings"):
+    with pytest.raises(checks.InputError, match=r"^teacher\b"):
         sota.align((x, y), features="kernel", teacher=linear, start="teacher", progress=False)
-    with pytest.raises(checks.InputError, match=r"^calibrated:"):
+    with pytest.raises(checks.InputError, match=r"^calibrated\b"):
         sota.Aligner(heads.build_heads(6, 5, 4), {}).similarity(x, y, calibrated=True)
