@@ -180,7 +180,7 @@ class Teacher:
 
 
 def _unit_rows(apply: Map | None, rows: Rows) -> Float[Array, "n dim"]:
-    """Returns the L2-normalised outputs of a map. Without a map, rows are unit features already."""
+    """Returns unit rows of the map. Without a map the rows are unit features already."""
     return jnp.asarray(rows) if apply is None else affinity.l2_normalize(apply(rows))
 
 
@@ -485,18 +485,17 @@ class TanhHead(_Network):
 
 
 class KernelHead(Head):
-    """Head of kernel features, inner(l2(map(x))) of a kernel map and another head.
+    """Applies another head to kernel features: inner(l2(map(x))).
 
-    Training sees only the inner head, on rows that were mapped once.
+    Training sees the inner head alone, on rows that were mapped once.
 
     Args:
         features: The kernel map.
         inner: A head whose input width is the map's output width.
 
-    Example:
-        >>> near = KernelMap(jnp.zeros(2), jnp.eye(2), jnp.array(1.0), jnp.zeros(2), jnp.eye(2))
-        >>> KernelHead(near, LinearHead(2, 5, rngs=nnx.Rngs(0)))(jnp.ones((3, 2))).shape
-        (3, 5)
+    >>> near = KernelMap(jnp.zeros(2), jnp.eye(2), jnp.array(1.0), jnp.zeros(2), jnp.eye(2))
+    >>> KernelHead(near, LinearHead(2, 5, rngs=nnx.Rngs(0)))(jnp.ones((3, 2))).shape
+    (3, 5)
     """
 
     kind = "kernel"
@@ -504,7 +503,7 @@ class KernelHead(Head):
     def __init__(self, features: KernelMap, inner: Head):
         if inner.d_in != features.d_out:
             raise checks.InputError(
-                f"inner takes {inner.d_in} features but the kernel map returns {features.d_out}"
+                f"inner: takes {inner.d_in} features but the map gives {features.d_out}"
             )
         self.inner = inner
         self.d_in, self.d_out = features.d_in, inner.d_out
@@ -671,7 +670,7 @@ def check_widths(teacher: Teacher, d_x: int, d_y: int) -> None:
 
 
 def identity_heads(dim: int) -> Heads:
-    """Builds linear heads that start as the identity on unit rows, up to scale.
+    """Builds linear heads that start as the identity on unit rows of the shared space.
 
     Args:
         dim: Width of the shared space.
@@ -679,21 +678,20 @@ def identity_heads(dim: int) -> Heads:
     Returns:
         The heads.
 
-    Example:
-        >>> row = jnp.array([[0.6, 0.8]])
-        >>> print(affinity.l2_normalize(identity_heads(2).x(row)))
-        [[0.6 0.8]]
+    >>> row = jnp.array([[0.6, 0.8]])
+    >>> print(affinity.l2_normalize(identity_heads(2).x(row)))
+    [[0.6 0.8]]
     """
     identity = AffineMap(jnp.eye(dim), jnp.zeros(dim), norm="l2")
     return Heads(LinearHead.from_affine(identity), LinearHead.from_affine(identity))
 
 
 def prepend(features: Teacher, heads: Heads) -> Heads:
-    """Prepends kernel maps to heads, so that they accept embeddings.
+    """Prepends kernel maps, so that heads of kernel features accept embeddings.
 
     Args:
         features: A kernel teacher, such as `teachers.kernel_cca` fits.
-        heads: Heads that accept the unit features of its maps.
+        heads: Heads whose inputs are the unit features of its maps.
 
     Returns:
         Heads of the embeddings, with the same logit scale and bias.
@@ -704,7 +702,6 @@ def prepend(features: Teacher, heads: Heads) -> Heads:
     map_x, map_y = features.map_x, features.map_y
     if not (isinstance(map_x, KernelMap) and isinstance(map_y, KernelMap)):
         raise checks.InputError(
-            f"features must be a kernel teacher, got maps of type {type(map_x).__name__}; "
-            "fit one with teachers.kernel_cca(pairs_x, pairs_y)"
+            "features: not kernel maps; fit them with teachers.kernel_cca(pairs_x, pairs_y)"
         )
     return Heads(KernelHead(map_x, heads.x), KernelHead(map_y, heads.y), like=heads)

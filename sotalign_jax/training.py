@@ -157,8 +157,8 @@ def _fits_in_memory(arrays: Iterable[Any]) -> bool:
 def kept_features(batches: sampling.DeviceData, teacher: Teacher) -> tuple[Any, Any]:
     """Decides for which pools the teacher's features are kept in memory.
 
-    Features are kept if they are no larger than the pool itself, and if all arrays together need at
-    most half of the device's memory.
+    Features of a pool are kept if they are no larger than the pool itself, and if all arrays
+    together need at most half of the device's memory.
 
     Args:
         batches: The training arrays.
@@ -179,8 +179,8 @@ def kept_features(batches: sampling.DeviceData, teacher: Teacher) -> tuple[Any, 
 def with_features(batches: sampling.DeviceData, teacher: Teacher) -> sampling.DeviceData:
     """Computes the teacher's features of the pools once for all steps.
 
-    Features that `kept_features` rejects are computed in every step instead. A teacher without maps
-    needs none, because the rows themselves are its features.
+    Features that `kept_features` rejects are computed in every step. A teacher without maps needs
+    none, because the rows themselves are its features.
 
     Args:
         batches: The training arrays.
