@@ -11,7 +11,8 @@ from typing import Any
 import numpy as np
 
 BLOCK = 1024
-"""Rows embedded at a time. A block keeps all intermediate values: about 60 MB at width 512."""
+"""Number of rows that are embedded at a time. All intermediate values of a block are kept, about 60
+MB at width 512."""
 
 
 def erf(x: np.ndarray) -> np.ndarray:
@@ -23,8 +24,9 @@ def erf(x: np.ndarray) -> np.ndarray:
     Returns:
         erf(x), in the dtype of x.
 
-    >>> erf(np.array([0.0, 0.5, -3.0])).round(6)
-    array([ 0.      ,  0.5205  , -0.999978])
+    Example:
+        >>> erf(np.array([0.0, 0.5, -3.0])).round(6)
+        array([ 0.      ,  0.5205  , -0.999978])
 
     References:
         Abramowitz and Stegun, Handbook of Mathematical Functions (1964), 7.1.26.
@@ -81,9 +83,10 @@ class Program:
         steps: (result, operator, operands), in the order of execution. Operands are names of
             arrays, of earlier results, or the input.
 
-    >>> program = Program("x", 2, {"two": np.array(2.0)}, (("embedding", "Mul", ("x", "two")),))
-    >>> program(np.ones((1, 2)))
-    array([[2., 2.]], dtype=float32)
+    Example:
+        >>> program = Program("x", 2, {"two": np.array(2.0)}, (("embedding", "Mul", ("x", "two")),))
+        >>> program(np.ones((1, 2)))
+        array([[2., 2.]], dtype=float32)
     """
 
     input: str
@@ -106,8 +109,8 @@ class Program:
         """
         rows = np.asarray(rows)
         if rows.ndim != 2 or rows.shape[1] != self.width:
-            raise ValueError(f"{self.input} has shape {rows.shape}; pass rows of {self.width}")
-        # No rows still make one block, whose result has the right width.
+            raise ValueError(f"{self.input} must have shape [n, {self.width}], got {rows.shape}")
+        # Zero rows make one empty block, whose result has the right width.
         starts = range(0, max(len(rows), 1), BLOCK)
         return np.concatenate([self._run(rows[s : s + BLOCK], output) for s in starts])
 
@@ -118,7 +121,7 @@ class Program:
             values[result] = OPERATORS[operator](*(values[name] for name in operands))
             if result == output:
                 return values[result].astype(np.float32)
-        raise ValueError(f"output is {output!r}, which this program does not compute")
+        raise ValueError(f"output must be 'embedding', or 'bias' if calibrated, got {output!r}")
 
 
 @dataclasses.dataclass(frozen=True)

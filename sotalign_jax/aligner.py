@@ -127,8 +127,9 @@ class Aligner:
         needed = 4 * len(x) * len(y)  # bytes in float32
         if needed > device.profile().memory / 2:
             raise checks.InputError(
-                f"x, y: the similarity of {len(x)} x {len(y)} rows takes {needed / 2**30:.0f} GiB, "
-                "more than half of the memory; use search(x, y, k=...), or fewer rows at a time"
+                f"x and y have {len(x)} and {len(y)} rows, whose similarity takes "
+                f"{needed / 2**30:.0f} GiB, more than half of the memory; use search(x, y, k=...) "
+                "or pass fewer rows at a time"
             )
         f, g = jnp.asarray(self.embed_x(x)), jnp.asarray(self.embed_y(y))
         if calibrated:
@@ -193,8 +194,8 @@ class Aligner:
         """Returns the calibration. Raises InputError if there is none."""
         if self.calibration is None:
             raise checks.InputError(
-                "calibrated: is True but this aligner has no calibration; make one with "
-                "aligner.calibrated_by(x, y), given unpaired rows"
+                "calibrated must be False for an aligner without a calibration, got True; make one "
+                "with aligner.calibrated_by(x, y) and unpaired rows"
             )
         return self.calibration
 
@@ -365,7 +366,8 @@ def align(
     # Empty arrays are probably a mistake, and must not silently turn into supervised training.
     if not (x is None and y is None) and not (len(dataset.pool_x) or len(dataset.pool_y)):
         raise checks.InputError(
-            "x, y: both have no rows; pass unpaired rows, or neither to train on the pairs alone"
+            "x or y must have rows, got none; pass unpaired rows, or neither argument to train on "
+            "the pairs only"
         )
     method = recipe_lib.named(method)
     # A method without training steps selects nothing on validation, so it gets all pairs.

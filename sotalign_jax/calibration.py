@@ -1,20 +1,24 @@
 """Retrieval scores that are corrected for hubness with unpaired rows.
 
-Hubs are rows that are close to everything, so that they win too many queries. Sinkhorn between the
-embedded pools f_i, g_j gives the plan log P_ij = f_i.g_j / eps + u_i + v_j. The column sums of a
-plan are equal, so that its potential v_j is low where g_j is close to many f. Either potential
-extends to new rows through the other side's,
+Hubs are rows that are close to many others, so they are retrieved by too many queries. Sinkhorn
+between the embedded pools f_i, g_j gives the plan log P_ij = f_i.g_j / eps + u_i + v_j. All columns
+of the plan have the same sum, so v_j is low if g_j is close to many f. Each potential extends to
+new rows through the potential of the other modality,
 
     u(f) = -eps log sum_j exp(f.g_j / eps + v_j),    v(g) = -eps log sum_i exp(f_i.g / eps + u_i),
 
 and the calibrated score of two new rows is f.g + u(f) + v(g). On the pools it is eps log(n m P),
-which is 0 where two rows are matched no more than by chance. The rows that are searched play no
-part in the calibration.
+which is 0 where two rows are matched no more than by chance. The calibration does not use the
+gallery that is searched.
 
 References:
-    M. Radovanovic et al., "Hubs in space", JMLR 11 (2010).
+    M. Radovanovic et al., "Hubs in space: popular nearest neighbors in high-dimensional data", JMLR
+    11 (2010).
     G. Dinu et al., "Improving zero-shot learning by mitigating the hubness problem", ICLR workshop
     2015.
+    S. L. Smith et al., "Offline bilingual word vectors, orthogonal transformations and the inverted
+    softmax", ICLR 2017: a correction by one normalisation, where Sinkhorn alternates two.
+    M. Cuturi, "Sinkhorn distances", NeurIPS 2013.
 """
 
 import dataclasses
@@ -28,7 +32,7 @@ from sotalign_jax import checks
 from sotalign_jax.ot import affinity
 from sotalign_jax.ot.sinkhorn import sinkhorn
 
-# Rows per block of potentials: memory is _BLOCK_SIZE times the rows of the calibration.
+# Rows per block of potentials. A block takes _BLOCK_SIZE times `sample` floats, 32 MiB by default.
 _BLOCK_SIZE = 4096
 
 
@@ -84,14 +88,12 @@ class Calibration:
             The scores of every row of f with every row of g, shape [q, r].
         """
         f, g = checks.features("f", f), checks.features("g", g)
-        # The result is on the host, as the potentials are.
         cosines = np.asarray(affinity.cosine(f, g))
         return cosines + self.x(f)[:, None] + self.y(g)
 
     def _potential(self, rows: ArrayLike, others: Array, scalings: Array) -> np.ndarray:
         """Extends a potential to new rows, a block at a time."""
         rows = checks.features("rows", rows, width=others.shape[1])
-        # The last block has a shape of its own, and compiles once more.
         out = [
             _softmin(rows[start : start + _BLOCK_SIZE], others, scalings, self.epsilon)
             for start in range(0, len(rows), _BLOCK_SIZE)
@@ -129,7 +131,7 @@ def calibrate(
 
     Example:
         >>> f, g = np.eye(3, dtype=np.float32), np.ones((5, 3), np.float32)
-        >>> bool(np.abs(calibrate(f, g).scores(f, g)).max() < 1e-5)  # all match all as by chance
+        >>> bool(np.abs(calibrate(f, g).scores(f, g)).max() < 1e-5)  # no match is above chance
         True
 
     References:
@@ -141,12 +143,12 @@ def calibrate(
     f = checks.features("f", f)
     g = checks.features("g", g, width=f.shape[1])
     rng = np.random.default_rng(seed)
-    # Sorted, so that the rows that are kept stay in order.
+    # Sorted, so that the rows stay in order.
     f, g = (
         rows if len(rows) <= sample else rows[np.sort(rng.choice(len(rows), sample, replace=False))]
         for rows in (f, g)
     )
-    # Normalised once here, since every later score compares with these rows.
+    # Normalised once, because every later score uses these rows.
     f, g = affinity.l2_normalize(f), affinity.l2_normalize(g)
     plan = sinkhorn(affinity.dot(f, g.T), epsilon=epsilon, tolerance=tolerance)
     return Calibration(f, g, plan.u, plan.v, jnp.asarray(epsilon, f.dtype))
@@ -155,6 +157,6 @@ def calibrate(
 @jax.jit
 def _softmin(rows: Array, others: Array, scalings: Array, epsilon: Array) -> Array:
     """Computes -eps log sum_j exp(cos(rows, others_j) / eps + scalings_j)."""
-    # A soft minimum of -f.g - eps v, the c-transform of the other side's potential.
+    # The soft c-transform of the other modality's potential, a soft minimum of -f.g - eps v.
     logits = affinity.cosine(rows, others) / epsilon + scalings
     return -epsilon * jax.nn.logsumexp(logits, axis=1)

@@ -14,14 +14,15 @@ import ml_dtypes
 import numpy as np
 
 CHUNK_ROWS = 65_536
-"""Rows that are read and checked at a time, so that files larger than memory can be checked."""
+"""Number of rows that are read and checked at a time. Files may be larger than memory."""
 MIN_PAIRS = 6
-"""Fewest pairs to fit anything on: the kernel teacher holds out a third of them, at least two."""
-_shard = (0, 1)  # index and number of processes; set by experiments.distributed
+"""Fewest pairs to fit on. The kernel teacher holds out a third of them, and needs at least two."""
+# Index of this process and number of processes, set by experiments.distributed.
+_shard = (0, 1)
 
 
 class InputError(ValueError):
-    """An input cannot be used. The message names the input, the problem and the remedy."""
+    """Raised for an invalid argument. The message has its name, its value and a remedy."""
 
 
 def not_installed(package: str, *, extra: str) -> InputError:
@@ -34,8 +35,9 @@ def not_installed(package: str, *, extra: str) -> InputError:
     Returns:
         The error to raise.
 
-    >>> not_installed("torch", extra="extract")
-    InputError("torch is not installed; run pip install -e '.[extract]'")
+    Example:
+        >>> not_installed("torch", extra="extract")
+        InputError("torch is not installed; run pip install -e '.[extract]'")
     """
     return InputError(f"{package} is not installed; run pip install -e '.[{extra}]'")
 
@@ -53,8 +55,9 @@ def require(module: str, *, extra: str) -> Any:
     Raises:
         InputError: The package is not installed.
 
-    >>> require("json", extra="files").dumps([1])
-    '[1]'
+    Example:
+        >>> require("json", extra="files").dumps([1])
+        '[1]'
     """
     try:
         return importlib.import_module(module)
@@ -64,7 +67,7 @@ def require(module: str, *, extra: str) -> Any:
 
 @contextlib.contextmanager
 def naming(where: str) -> Iterator[None]:
-    """Puts a prefix before the message of an InputError that is raised within the context.
+    """Adds a prefix to the message of every InputError that is raised within the context.
 
     Args:
         where: The prefix, such as "teacher: ".
@@ -72,10 +75,11 @@ def naming(where: str) -> Iterator[None]:
     Raises:
         InputError: The error with the prefix.
 
-    >>> with naming("teacher: "):
-    ...     whole(1, dim=0)
-    Traceback (most recent call last):
-    sotalign_jax.checks.InputError: teacher: dim must be an integer >= 1, got 0
+    Example:
+        >>> with naming("teacher: "):
+        ...     whole(1, dim=0)
+        Traceback (most recent call last):
+        sotalign_jax.checks.InputError: teacher: dim must be an integer >= 1, got 0
     """
     try:
         yield
@@ -92,8 +96,9 @@ def first_line(error: BaseException) -> str:
     Returns:
         One line.
 
-    >>> first_line(OSError("no such file\nat 0x7f"))
-    'no such file'
+    Example:
+        >>> first_line(OSError("no such file\nat 0x7f"))
+        'no such file'
     """
     return (str(error).strip() or type(error).__name__).splitlines()[0]
 
@@ -107,15 +112,16 @@ def to_python(value: Any) -> Any:
     Returns:
         An int, float or bool for a scalar. Other values, tracers included, are returned unchanged.
 
-    >>> to_python(np.int64(2)), to_python(np.float32(0.1)), to_python("sum")
-    (2, 0.1, 'sum')
+    Example:
+        >>> to_python(np.int64(2)), to_python(np.float32(0.1)), to_python("sum")
+        (2, 0.1, 'sum')
     """
-    # Tracers are instances of jax.Array, but have no value.
+    # Tracers are instances of jax.Array without a value.
     scalar = isinstance(value, np.generic | np.ndarray | jax.Array) and np.ndim(value) == 0
     if not scalar or isinstance(value, jax.core.Tracer):
         return value
     number = np.asarray(value)[()]
-    # float(np.float32(0.1)) is 0.10000000149011612, which is not the number that was meant.
+    # Through its string, because float(np.float32(0.1)) is 0.10000000149011612.
     return float(str(number)) if jnp.issubdtype(number.dtype, jnp.floating) else number.item()
 
 
@@ -130,31 +136,32 @@ def array(name: str, x: Any) -> np.ndarray:
         The numpy array. A bfloat16 tensor keeps its dtype.
 
     Raises:
-        InputError: `x` is ragged, or a column whose cells are arrays, or does not hold numbers.
+        InputError: `x` is ragged, holds arrays as cells, or does not hold numbers.
 
-    >>> array("x", [[1.0, 2.0]]).shape
-    (1, 2)
+    Example:
+        >>> array("x", [[1.0, 2.0]]).shape
+        (1, 2)
     """
     try:
         if hasattr(x, "detach"):
             x = x.detach().cpu()
-            # numpy has no bfloat16, so that the bits are passed on as integers. torch is not
-            # imported here: whoever has a tensor has imported it.
+            # numpy has no bfloat16, so the bits are converted as integers. torch is in
+            # `sys.modules`, because the caller has a tensor.
             if str(x.dtype) == "torch.bfloat16":
                 return x.view(sys.modules["torch"].int16).numpy().view(ml_dtypes.bfloat16)
         made = np.asarray(x)
     except (TypeError, ValueError) as error:
         raise InputError(
-            f"{name} is not an array of numbers ({first_line(error)}); pass a 2-D float array"
+            f"{name} must be an array of numbers, got {type(x).__name__} ({first_line(error)})"
         ) from error
     if made.dtype != object:
         return made
     if shapes := {np.shape(cell) for cell in made.ravel()} - {()}:
-        cells = f"{name} is a column of {made.size} arrays"
+        cells = f"{name} must be one array, got a column of {made.size} arrays"
         if len(shapes) > 1:
             raise InputError(f"{cells} of different shapes; pass rows of equal length")
         raise InputError(f"{cells} of shape {shapes.pop()}; pass np.stack({name})")
-    raise InputError(f"{name} has dtype object; pass numbers, such as {name}.astype(np.float32)")
+    raise InputError(f"{name} must hold numbers, got dtype object; try {name}.astype(np.float32)")
 
 
 def embeddings(
@@ -167,7 +174,7 @@ def embeddings(
 ) -> None:
     """Checks that an array is 2-D, floating-point and has only finite, non-zero rows.
 
-    The array is read in chunks of rows, so that it may be a memory-mapped file.
+    The array is read in chunks of rows and may be memory-mapped.
 
     Args:
         name: Name of the argument for error messages.
@@ -179,39 +186,40 @@ def embeddings(
     Raises:
         InputError: The array cannot hold embeddings.
 
-    >>> embeddings("x", np.ones((3, 2)), width=4)
-    Traceback (most recent call last):
-    sotalign_jax.checks.InputError: x has width 2 but must have width 4; use one encoder for both
+    Example:
+        >>> embeddings("x", np.ones((3, 2)), width=4)
+        Traceback (most recent call last):
+        sotalign_jax.checks.InputError: x must have width 4, got 2; use one encoder for both
     """
-    # Shape and type come first, because the values of a large file take long to read.
+    # Shape and dtype are checked first, because reading all values of a large file takes long.
     shape = np.shape(x)
     if len(shape) != 2:
-        raise InputError(f"{name} has shape {shape}; pass a 2-D array, one embedding per row")
+        raise InputError(f"{name} must be 2-D, one embedding per row, got shape {shape}")
     if shape[0] < min_rows:
-        raise InputError(f"{name} has {shape[0]} rows but must have at least {min_rows}")
+        raise InputError(f"{name} must have at least {min_rows} rows, got {shape[0]}")
     if shape[1] == 0:
-        raise InputError(f"{name} has width 0; pass embeddings with at least one feature")
+        raise InputError(f"{name} must have a width >= 1, got 0")
     if width is not None and shape[1] != width:
         raise wrong_width(name, shape, width, other_width)
     kind = np.dtype(x.dtype)
     if kind.kind in "iub":
         raise InputError(
-            f"{name} has dtype {kind}, and embeddings must be floats; pass "
-            f"{name}.astype(np.float32), for 8-bit codes times their scale"
+            f"{name} must be floating-point, got dtype {kind}; pass {name}.astype(np.float32), "
+            "multiplied by its scale if it holds 8-bit codes"
         )
     if kind.kind not in "fV" and "float" not in kind.name:  # bfloat16 registers as kind V
-        raise InputError(f"{name} has dtype {kind}; pass real floating-point embeddings")
-    # Of several processes each reads every count-th chunk, so that one pass over a shared file
-    # checks all of it.
+        raise InputError(f"{name} must be real and floating-point, got dtype {kind}")
+    # Each of `count` processes reads every count-th chunk. Together they read a shared file once.
     index, count = _shard
     for start in range(index * CHUNK_ROWS, shape[0], count * CHUNK_ROWS):
         block = np.asarray(x[start : start + CHUNK_ROWS]).astype(np.float32)
         for bad, problem in (
-            (~np.isfinite(block).all(axis=1), "NaN or inf; remove such rows before aligning"),
-            (~block.any(axis=1), "all zeros and has no direction; remove such rows"),
+            (~np.isfinite(block).all(axis=1), "NaN or inf"),
+            (~block.any(axis=1), "only zeros"),
         ):
             if bad.any():
-                raise InputError(f"{name}: row {start + np.flatnonzero(bad)[0]} is {problem}")
+                row = start + np.flatnonzero(bad)[0]
+                raise InputError(f"{name} has {problem} in row {row}; remove such rows")
 
 
 def wrong_width(
@@ -228,17 +236,18 @@ def wrong_width(
     Returns:
         The error to raise.
 
-    >>> wrong_width("x", (500, 384), 512, 384)
-    InputError('x has width 384 but must have width 512; 384 is the width of the other modality, so
-    x and y look exchanged')
+    Example:
+        >>> wrong_width("x", (500, 384), 512, 384)
+        InputError('x must have width 512, got 384; 384 is the width of the other modality, so
+        x and y look exchanged')
     """
     cause = "use one encoder for both"
-    # The two most frequent mistakes have messages of their own.
+    # The two most frequent mistakes are recognised.
     if shape[0] == width:
         cause = f"its shape is {shape}, so it looks transposed: pass {name}.T"
     elif shape[-1] == other_width:
         cause = f"{other_width} is the width of the other modality, so x and y look exchanged"
-    return InputError(f"{name} has width {shape[-1]} but must have width {width}; {cause}")
+    return InputError(f"{name} must have width {width}, got {shape[-1]}; {cause}")
 
 
 def rows(
@@ -264,8 +273,9 @@ def rows(
     Raises:
         InputError: See `array` and `embeddings`.
 
-    >>> rows("x", [[1.0, 2.0]]).shape
-    (1, 2)
+    Example:
+        >>> rows("x", [[1.0, 2.0]]).shape
+        (1, 2)
     """
     made = array(name, x)
     embeddings(name, made, width=width, min_rows=min_rows, other_width=other_width)
@@ -287,25 +297,26 @@ def features(name: str, x: Any, *, ndim: int = 2, width: int | None = None) -> j
     Raises:
         InputError: The features are empty, not finite, not floats or have another shape.
 
-    >>> features("y", np.ones((3, 2)), width=4)
-    Traceback (most recent call last):
-    sotalign_jax.checks.InputError: y has width 2 but must have width 4; map both modalities into
-    the shared space first
+    Example:
+        >>> features("y", np.ones((3, 2)), width=4)
+        Traceback (most recent call last):
+        sotalign_jax.checks.InputError: y must have width 4, got 2; map both modalities into the
+        shared space first
     """
-    # Features are outputs of heads: unlike embeddings they may be on a device, and zero.
+    # Features are outputs of heads. Unlike embeddings they may be on a device, and may be zero.
     out = jnp.asarray(x)
     if out.ndim != ndim or 0 in out.shape or not jnp.issubdtype(out.dtype, jnp.floating):
         raise InputError(
-            f"{name} has shape {out.shape} and dtype {out.dtype}; "
-            f"pass a non-empty {ndim}-D array of float features"
+            f"{name} must be a non-empty {ndim}-D array of floats, got shape {out.shape} and dtype "
+            f"{out.dtype}"
         )
     if width is not None and out.shape[-1] != width:
         raise InputError(
-            f"{name} has width {out.shape[-1]} but must have width {width}; "
+            f"{name} must have width {width}, got {out.shape[-1]}; "
             "map both modalities into the shared space first"
         )
     if not finite(out):
-        raise InputError(f"{name} contains NaN or inf; check the heads and their inputs")
+        raise InputError(f"{name} must be finite, got NaN or inf; check the heads and their inputs")
     return out
 
 
@@ -319,8 +330,9 @@ def finite(x: jax.Array) -> jax.Array:
     Returns:
         A scalar of dtype bool.
 
-    >>> bool(finite(jnp.array([1.0, jnp.nan])))
-    False
+    Example:
+        >>> bool(finite(jnp.array([1.0, jnp.nan])))
+        False
     """
     return jnp.isfinite(x).all()
 
@@ -342,12 +354,13 @@ def pairs(
     Raises:
         InputError: See `array` and `embeddings`, or the numbers of rows differ.
 
-    >>> pairs(np.ones((3, 2)), np.ones((4, 2)))
-    Traceback (most recent call last):
-    sotalign_jax.checks.InputError: pairs_y has 4 rows but pairs_x has 3; row i of one must belong
-    to row i of the other
+    Example:
+        >>> pairs(np.ones((3, 2)), np.ones((4, 2)))
+        Traceback (most recent call last):
+        sotalign_jax.checks.InputError: pairs_y has 4 rows but pairs_x has 3; row i of one must
+        belong to row i of the other
     """
-    # Numbers of rows are compared first, because reading the values of large files takes long.
+    # Numbers of rows are compared first, because reading all values of large files takes long.
     x, y = array(names[0], x), array(names[1], y)
     if x.ndim == y.ndim == 2 and len(x) != len(y):
         problem = f"{names[1]} has {len(y)} rows but {names[0]} has {len(x)}"
@@ -362,7 +375,7 @@ def pairs(
 
 
 def choice(name: str, value: str, options: tuple[str, ...]) -> None:
-    """Checks that a value is one of the allowed ones.
+    """Checks that a value is one of the allowed options.
 
     Args:
         name: Name of the argument for error messages.
@@ -372,9 +385,10 @@ def choice(name: str, value: str, options: tuple[str, ...]) -> None:
     Raises:
         InputError: `value` is none of `options`.
 
-    >>> choice("marginals", "rows", ("prob", "bistochastic"))
-    Traceback (most recent call last):
-    sotalign_jax.checks.InputError: marginals must be one of prob, bistochastic, got 'rows'
+    Example:
+        >>> choice("marginals", "rows", ("prob", "bistochastic"))
+        Traceback (most recent call last):
+        sotalign_jax.checks.InputError: marginals must be one of prob, bistochastic, got 'rows'
     """
     if value not in options:
         raise InputError(f"{name} must be one of {', '.join(options)}, got {value!r}")
@@ -387,11 +401,12 @@ def positive(**options: Any) -> None:
         **options: Numbers by the names of their arguments.
 
     Raises:
-        InputError: A number is not.
+        InputError: One of them is not.
 
-    >>> positive(epsilon=0.05, epsilon_star=0.0)
-    Traceback (most recent call last):
-    sotalign_jax.checks.InputError: epsilon_star must be > 0, got 0.0
+    Example:
+        >>> positive(epsilon=0.05, epsilon_star=0.0)
+        Traceback (most recent call last):
+        sotalign_jax.checks.InputError: epsilon_star must be > 0, got 0.0
     """
     _check_all(options, lambda value: 0 < value < math.inf, "> 0")
 
@@ -406,9 +421,10 @@ def at_least(least: float, **options: Any) -> None:
     Raises:
         InputError: One of them is smaller, or not a finite number.
 
-    >>> at_least(0, ridge=-1.0)
-    Traceback (most recent call last):
-    sotalign_jax.checks.InputError: ridge must be >= 0, got -1.0
+    Example:
+        >>> at_least(0, ridge=-1.0)
+        Traceback (most recent call last):
+        sotalign_jax.checks.InputError: ridge must be >= 0, got -1.0
     """
     _check_all(options, lambda value: least <= value < math.inf, f">= {least:g}")
 
@@ -425,9 +441,10 @@ def whole(least: int, *, most: int | None = None, or_none: bool = False, **optio
     Raises:
         InputError: One of them is outside, or not an integer.
 
-    >>> whole(1, repeats=3, chunk=0)
-    Traceback (most recent call last):
-    sotalign_jax.checks.InputError: chunk must be an integer >= 1, got 0
+    Example:
+        >>> whole(1, repeats=3, chunk=0)
+        Traceback (most recent call last):
+        sotalign_jax.checks.InputError: chunk must be an integer >= 1, got 0
     """
     given = {name: v for name, v in options.items() if not (or_none and v is None)}
     limits = f">= {least}" if most is None else f"in {least}..{most}"
@@ -437,28 +454,29 @@ def whole(least: int, *, most: int | None = None, or_none: bool = False, **optio
 
 
 def within(most: int, of: str, *, least: int = 1, **options: Any) -> None:
-    """Checks that numbers are integers in `least`..`most`, where `most` counts something.
+    """Checks that numbers are integers in `least`..`most`, where `most` counts rows or the like.
 
     Args:
         most: The largest allowed number.
-        of: Noun for the counted things in error messages, such as "rows in the gallery".
+        of: The counted things, for error messages, such as "rows in the gallery".
         least: The smallest allowed number.
         **options: Numbers by the names of their arguments.
 
     Raises:
         InputError: One of them is outside, or not an integer.
 
-    >>> within(5, "rows in the gallery", k=10)
-    Traceback (most recent call last):
-    sotalign_jax.checks.InputError: k must be an integer in 1..5 (there are 5 rows in the gallery),
-    got 10
+    Example:
+        >>> within(5, "rows in the gallery", k=10)
+        Traceback (most recent call last):
+        sotalign_jax.checks.InputError: k must be an integer in 1..5 (there are 5 rows in the
+        gallery), got 10
     """
     wanted = f"an integer in {least}..{most} (there are {most} {of})"
     _check_all(options, lambda value: least <= operator.index(value) <= most, wanted)
 
 
 def static(**options: Any) -> None:
-    """Checks that options that are fixed at compile time are not traced.
+    """Checks that options that must be known at compile time are not traced.
 
     Args:
         **options: Values by the names of their arguments.
@@ -466,14 +484,15 @@ def static(**options: Any) -> None:
     Raises:
         InputError: One of them is traced.
 
-    >>> jax.jit(lambda steps: static(steps=steps))(3)  # doctest: +IGNORE_EXCEPTION_DETAIL
-    Traceback (most recent call last):
-    sotalign_jax.checks.InputError: steps is traced but must be known when compiling; ...
+    Example:
+        >>> jax.jit(lambda steps: static(steps=steps))(3)  # doctest: +IGNORE_EXCEPTION_DETAIL
+        Traceback (most recent call last):
+        sotalign_jax.checks.InputError: steps must be known when compiling, got a traced value; ...
     """
     for name, value in options.items():
         if isinstance(value, jax.core.Tracer):
             raise InputError(
-                f"{name} is traced but must be known when compiling; "
+                f"{name} must be known when compiling, got a traced value; "
                 f"give jax.jit static_argnames={name!r}, or bind it with functools.partial"
             )
 
@@ -483,7 +502,7 @@ def _check_all(options: dict[str, Any], fine: Callable[[Any], bool], wanted: str
     for name, value in options.items():
         if np.shape(value):
             raise InputError(f"{name} must be {wanted}, got an array of shape {np.shape(value)}")
-        # A traced value is unknown here. The solver answers a bad epsilon with an infinite error.
+        # A traced value is unknown here. The solver returns an infinite error for a bad epsilon.
         if isinstance(value, jax.core.Tracer):
             continue
         with contextlib.suppress(TypeError):  # not a number

@@ -1,7 +1,7 @@
-"""Datasets of a run: pairs, unpaired pools, galleries and class prompts, as numpy arrays.
+"""Datasets: pairs, unpaired pools, galleries and class prompts, as numpy arrays.
 
 Arrays stay memory-mapped and in their stored dtype, usually float16, until rows are selected. The
-training loop places rows on a device.
+training loop copies rows to a device.
 """
 
 import dataclasses
@@ -23,9 +23,9 @@ SAMPLE = pathlib.Path(__file__).parent / "bundled" / "coco_sample.npz"
 HELD_OUT = 0.1
 """Fraction of the pairs that `hold_out` moves to the validation gallery."""
 HELD_OUT_FROM = 100
-"""Fewest pairs to hold out from: a tenth of fewer says nothing about a model."""
+"""Fewest pairs to hold out from. A tenth of fewer is too small a gallery to compare models."""
 VAL_AND_TEST = (0.1, 0.2)
-"""Fractions of a table without galleries that become validation and test, as in `pair`."""
+"""Default fractions for validation and test of a table that comes without galleries."""
 
 
 # --- evaluation data ---
@@ -62,7 +62,7 @@ class ZeroShot(NamedTuple):
 
 
 def owners(n: int, m: int, x_of_y: ArrayLike | None) -> Int[np.ndarray, " m"]:
-    """Checks which row of x each row of y belongs to.
+    """Checks the assignment of rows of y to rows of x.
 
     Args:
         n: Number of rows of x.
@@ -75,12 +75,14 @@ def owners(n: int, m: int, x_of_y: ArrayLike | None) -> Int[np.ndarray, " m"]:
     Raises:
         InputError: An index is out of range, or a row of x has no row of y.
 
-    >>> owners(2, 2, None)
-    array([0, 1], dtype=int32)
+    Example:
+        >>> owners(2, 2, None)
+        array([0, 1], dtype=int32)
     """
     if x_of_y is None and n != m:
         raise checks.InputError(
-            f"gallery y has {m} rows but gallery x has {n}; pass x_of_y unless row i matches row i"
+            f"gallery y has {m} rows but gallery x has {n}; pass x_of_y, the row of x for each row "
+            "of y"
         )
     index = row_labels("x_of_y", np.arange(n) if x_of_y is None else x_of_y, m, below=n)
     # A query without a match would count as a miss in every metric.
@@ -105,18 +107,19 @@ def row_labels(name: str, values: ArrayLike, count: int, *, below: int) -> Int[n
         The labels as int32.
 
     Raises:
-        InputError: There is another number of labels, or one is no integer in 0..below-1.
+        InputError: The number of labels is wrong, or one is not an integer in 0..below-1.
 
-    >>> row_labels("labels", [1, 0], 2, below=2)
-    array([1, 0], dtype=int32)
+    Example:
+        >>> row_labels("labels", [1, 0], 2, below=2)
+        array([1, 0], dtype=int32)
     """
     index = np.asarray(values)
     if index.shape != (count,) or index.dtype.kind not in "iu":
         raise checks.InputError(
-            f"{name} has shape {index.shape} and dtype {index.dtype}; "
-            f"pass {count} integers, one per row"
+            f"{name} must hold {count} integers, one per row, got shape {index.shape} and dtype "
+            f"{index.dtype}"
         )
-    # numpy would take negative numbers for rows from the end.
+    # numpy would count negative numbers from the end.
     if count and not (index.min() >= 0 and index.max() < below):
         raise checks.InputError(
             f"{name} must be in 0..{below - 1}, got values from {index.min()} to {index.max()}"
@@ -136,10 +139,11 @@ def gallery(x: ArrayLike, y: ArrayLike, x_of_y: ArrayLike | None = None) -> Gall
         The gallery.
 
     Raises:
-        InputError: The arrays are no embeddings, or `x_of_y` does not fit them.
+        InputError: An array does not hold embeddings, or `x_of_y` does not fit.
 
-    >>> gallery(np.eye(2), np.eye(3), x_of_y=[0, 0, 1]).x_of_y
-    array([0, 0, 1], dtype=int32)
+    Example:
+        >>> gallery(np.eye(2), np.eye(3), x_of_y=[0, 0, 1]).x_of_y
+        array([0, 0, 1], dtype=int32)
     """
     x, y = checks.rows("gallery x", x), checks.rows("gallery y", y)
     return Gallery(x, y, owners(len(x), len(y), x_of_y))
@@ -160,16 +164,18 @@ def zero_shot(
         The classification task.
 
     Raises:
-        InputError: The arrays are no embeddings, or do not fit together.
+        InputError: An array does not hold embeddings, or they do not fit together.
 
-    >>> zero_shot(np.eye(2), [0, 1], np.ones((2, 3, 4))).class_names
-    ('0', '1')
+    Example:
+        >>> zero_shot(np.eye(2), [0, 1], np.ones((2, 3, 4))).class_names
+        ('0', '1')
     """
     x, prompts = checks.rows("zero_shot x", x), checks.array("prompts", prompts)
     if prompts.ndim != 3:
         raise checks.InputError(
-            f"prompts has shape {prompts.shape}; pass [classes, templates, width]"
+            f"prompts must have shape [classes, templates, width], got {prompts.shape}"
         )
+    # Prompts of all classes are checked as the rows of one matrix.
     checks.embeddings("zero_shot prompts", prompts.reshape(-1, prompts.shape[-1]))
     names = tuple(map(str, range(len(prompts)))) if class_names is None else tuple(class_names)
     if len(names) != len(prompts):
@@ -198,12 +204,13 @@ class Dataset:
     Raises:
         InputError: The widths of the arrays do not fit together.
 
-    >>> dataset((np.eye(8), np.ones((8, 2))), y=np.ones((5, 2)))
-    Dataset
-      pairs_x: 8 x 8
-      pairs_y: 8 x 2
-      pool_x: 0 x 8
-      pool_y: 5 x 2
+    Example:
+        >>> dataset((np.eye(8), np.ones((8, 2))), y=np.ones((5, 2)))
+        Dataset
+          pairs_x: 8 x 8
+          pairs_y: 8 x 2
+          pool_x: 0 x 8
+          pool_y: 5 x 2
     """
 
     pairs_x: Float[np.ndarray, "p d_x"]
@@ -217,6 +224,7 @@ class Dataset:
     def __post_init__(self) -> None:
         widths = self.pairs_x.shape[1], self.pairs_y.shape[1]
         for name, shape in self.summary().items():
+            # Prompts are of the second modality, like all parts whose names end in "_y".
             width, other = widths if name.endswith("_x") else widths[::-1]
             if shape is not None and shape[-1] != width:
                 raise checks.wrong_width(name, tuple(shape), width, other)
@@ -230,8 +238,9 @@ class Dataset:
     def summary(self) -> dict[str, list[int] | None]:
         """Returns the shapes of all parts as JSON values, None for a missing part.
 
-        >>> dataset((np.eye(8), np.eye(8))).summary()["pairs_x"]
-        [8, 8]
+        Example:
+            >>> dataset((np.eye(8), np.eye(8))).summary()["pairs_x"]
+            [8, 8]
         """
         parts: dict[str, np.ndarray | files.MappedRows | None] = {
             "pairs_x": self.pairs_x,
@@ -274,8 +283,9 @@ def dataset(
     Raises:
         InputError: An array holds no embeddings, or the arrays do not fit together.
 
-    >>> dataset((np.eye(8), np.eye(8)), x=np.ones((5, 8))).pool_y.shape
-    (0, 8)
+    Example:
+        >>> dataset((np.eye(8), np.eye(8)), x=np.ones((5, 8))).pool_y.shape
+        (0, 8)
     """
     if not isinstance(pairs, tuple | list) or len(pairs) != 2:
         raise checks.InputError(
@@ -302,7 +312,7 @@ def dataset(
 def first_equal(x: np.ndarray | files.MappedRows) -> Int[np.ndarray, " n"]:
     """Returns, for every row, the index of the first row that equals it.
 
-    Rows are compared by 64-bit hashes and read in chunks, so that `x` may be memory-mapped.
+    Rows are compared by 64-bit hashes and read in chunks, so `x` may be memory-mapped.
 
     Args:
         x: Array [n, d].
@@ -310,12 +320,13 @@ def first_equal(x: np.ndarray | files.MappedRows) -> Int[np.ndarray, " n"]:
     Returns:
         Indices [n].
 
-    >>> first_equal(np.array([[1.0], [2.0], [1.0]])).tolist()
-    [0, 1, 0]
+    Example:
+        >>> first_equal(np.array([[1.0], [2.0], [1.0]])).tolist()
+        [0, 1, 0]
     """
     chunks = (x[start : start + checks.CHUNK_ROWS] for start in range(0, len(x), checks.CHUNK_ROWS))
-    # Two different rows collide with a probability of about n^2 / 2^65. Comparing the rows
-    # themselves would need all of them in memory.
+    # By the birthday bound, a collision among n rows has a probability of about n^2 / 2^65.
+    # Comparing the rows themselves would need all of them in memory.
     hashes = np.array([hash(row.tobytes()) for chunk in chunks for row in chunk], np.int64)
     _, first, member = np.unique(hashes, return_index=True, return_inverse=True)
     return first[member]
@@ -326,8 +337,8 @@ def tied_rows(
 ) -> Int[np.ndarray, " n"]:
     """Groups the rows of a paired table that share an x or a y, directly or through other rows.
 
-    A group larger than `largest` cannot be held out, as when a third of the pictures have one
-    caption. Such a group is divided into the rows of each x, and if need be into single rows.
+    A group larger than `largest` cannot be held out, for example if a third of the pictures have
+    the same caption. It is divided into the rows of each x, and if necessary into single rows.
 
     Args:
         first_x: Result of `first_equal` for x.
@@ -338,18 +349,19 @@ def tied_rows(
         The group of every row. Rows with different numbers share nothing, except where a group was
         divided.
 
-    >>> tied_rows(np.array([0, 0, 2, 3]), np.array([0, 1, 1, 3]), largest=3).tolist()
-    [0, 0, 0, 1]
+    Example:
+        >>> tied_rows(np.array([0, 0, 2, 3]), np.array([0, 1, 1, 3]), largest=3).tolist()
+        [0, 0, 0, 1]
     """
     n = len(first_x)
     rows = np.arange(n)
-    # One edge from every row to the first row with the same x, and one for y. Connected
-    # components are the groups.
+    # The groups are the connected components of a graph with an edge from every row to the first
+    # row with the same x, and to the first row with the same y.
     ends = np.concatenate([rows, rows]), np.concatenate([first_x, first_y])
     graph = sparse.coo_array((np.ones(2 * n, bool), ends), shape=(n, n))
     _, groups = sparse.csgraph.connected_components(graph, directed=False)
     for finer in (first_x, rows):
-        # Numbers above the largest one in use cannot meet those of other groups.
+        # New numbers start above the largest one, so that they differ from all others.
         too_large = np.bincount(groups)[groups] > largest
         groups = np.where(too_large, groups.max(initial=0) + 1 + finer, groups)
     return groups
@@ -367,13 +379,14 @@ def whole_groups(groups: Int[np.ndarray, " n"], sizes: Sequence[int]) -> Int[np.
     Returns:
         The part of every row, `len(sizes)` for a row in none of them.
 
-    >>> whole_groups(np.array([7, 7, 3, 5, 3]), [1, 2]).tolist()
-    [1, 1, 2, 0, 2]
+    Example:
+        >>> whole_groups(np.array([7, 7, 3, 5, 3]), [1, 2]).tolist()
+        [1, 1, 2, 0, 2]
     """
     _, first, member, counts = np.unique(
         groups, return_index=True, return_inverse=True, return_counts=True
     )
-    # First fit: exact sizes would be a knapsack problem, and a few rows more or less do not matter.
+    # First-fit bin packing. Exact sizes would be a knapsack problem, and a few rows do not matter.
     parts, room = np.full(len(counts), len(sizes)), list(sizes)
     for group in np.argsort(first):
         part = next((part for part, left in enumerate(room) if counts[group] <= left), None)
@@ -381,7 +394,7 @@ def whole_groups(groups: Int[np.ndarray, " n"], sizes: Sequence[int]) -> Int[np.
             parts[group] = part
             room[part] -= counts[group]
         elif not any(room):
-            break  # all parts are full, and millions of groups may be left
+            break  # all parts are full
     return parts[member]
 
 
@@ -389,7 +402,7 @@ def _gallery_of_rows(x: np.ndarray, y: np.ndarray) -> Gallery | None:
     """Builds a gallery in which every x occurs once, with all rows of y that belong to it."""
     if not len(x):
         return None
-    # A picture with five captions is one key, or it would compete with its own copies.
+    # A picture with five captions is one key. Otherwise it would compete with its own copies.
     unique, x_of_y = np.unique(first_equal(x), return_inverse=True)
     return gallery(x[unique], y, x_of_y)
 
@@ -397,8 +410,8 @@ def _gallery_of_rows(x: np.ndarray, y: np.ndarray) -> Gallery | None:
 def hold_out(dataset: Dataset, *, seed: int) -> Dataset:
     """Moves a tenth of the pairs to the validation gallery, if there are at least 100.
 
-    Pairs that share a picture or a caption stay together, so that nothing in the gallery was
-    trained on.
+    Pairs that share a picture or a caption stay together, so that no row of the gallery is also in
+    the training data.
 
     Args:
         dataset: A dataset without a validation gallery.
@@ -407,16 +420,17 @@ def hold_out(dataset: Dataset, *, seed: int) -> Dataset:
     Returns:
         The dataset with fewer pairs and a validation gallery, or the same dataset if it is small.
 
-    >>> rows = np.random.default_rng(0).normal(size=(100, 2))
-    >>> hold_out(dataset((rows, rows)), seed=0).summary()["val_x"]
-    [10, 2]
+    Example:
+        >>> rows = np.random.default_rng(0).normal(size=(100, 2))
+        >>> hold_out(dataset((rows, rows)), seed=0).summary()["val_x"]
+        [10, 2]
     """
     x, y = dataset.pairs_x, dataset.pairs_y
     size = int(HELD_OUT * len(x))
     if len(x) < HELD_OUT_FROM:
         return dataset
-    # COCO has five captions per picture. A random tenth of such pairs would share pictures with
-    # the rest.
+    # COCO has five captions per picture. Without groups, a random tenth of the pairs would share
+    # pictures with the rest.
     groups = tied_rows(first_equal(x), first_equal(y), largest=size)
     order = np.random.default_rng(seed).permutation(len(x))
     held = whole_groups(groups[order], [size]) == 0
@@ -450,15 +464,15 @@ def split_rows(
 ) -> Rows:
     """Chooses pairs at random and makes unpaired pools of the remaining rows.
 
-    Splits are nested: with one seed, fewer pairs are a subset of more pairs, and a smaller pool of
-    a larger one.
+    Splits of one seed are nested: fewer pairs are a subset of more pairs, and a smaller pool is a
+    subset of a larger one.
 
     Args:
         n_rows: Number of rows of the table.
         n_pairs: Number of pairs.
-        pool: "disjoint" gives x one half of the rest and y the other half, so that no true pair is
-            hidden in the pools. "random" gives both all of the rest, y in another order, and
-            "aligned" in the same order.
+        pool: "disjoint" uses one half of the rest for x and the other half for y, so that no true
+            pair is hidden in the pools. "random" uses all of the rest for both, with y in another
+            order. "aligned" uses all of the rest in the same order.
         n_unpaired: Size of each pool. By default all rows that remain.
         seed: Seed of the random choice.
         groups: Groups of rows that disjoint pools must not divide, see `tied_rows`. By default
@@ -468,15 +482,16 @@ def split_rows(
         The chosen rows.
 
     Raises:
-        InputError: There are not as many rows.
+        InputError: There are not enough rows.
 
-    >>> split_rows(12, n_pairs=6, seed=0).x.shape
-    (3,)
+    Example:
+        >>> split_rows(12, n_pairs=6, seed=0).x.shape
+        (3,)
     """
     checks.choice("pool", pool, POOLS)
     checks.within(n_rows, "rows", least=checks.MIN_PAIRS, n_pairs=n_pairs)
     rng = np.random.default_rng(seed)
-    # Prefixes of one permutation are nested, so that a run with more pairs contains the others.
+    # Prefixes of one permutation are nested.
     order = rng.permutation(n_rows)
     x = y = rest = order[n_pairs:]
     if pool == "disjoint":
@@ -515,16 +530,16 @@ def semi_supervised(
         pool: How the pools are chosen, see `split_rows`.
         n_unpaired: Size of each pool. By default all rows that remain.
         seed: Seed of the random choice of pairs and pools.
-        unpaired_x: Pool of x from elsewhere, instead of rows of the table. If no rows of the table
-            remain for the other pool, that pool has the rows of the pairs.
-        unpaired_y: Pool of y from elsewhere.
+        unpaired_x: External pool of x, instead of rows of the table. If no rows of the table remain
+            for the other pool, that pool consists of the paired rows.
+        unpaired_y: External pool of y.
         pool_noise: Fraction of each pool that `replace_with_noise` replaces.
         val: Validation gallery.
         test: Test gallery.
         zero_shot: Classification task.
-        held_out: Fractions of the table, such as `VAL_AND_TEST`, to use as `val` and `test`. The
-            rows do not depend on `seed`, and nothing in them is also among the pairs or pools. A
-            pool for which no rows remain has the rows of the pairs.
+        held_out: Fractions of the table, such as `VAL_AND_TEST`, to use as `val` and `test`. They
+            do not depend on `seed`, and share no rows with the pairs and pools. A pool for which no
+            rows remain consists of the paired rows.
 
     Returns:
         The dataset.
@@ -532,48 +547,41 @@ def semi_supervised(
     Raises:
         InputError: An array holds no embeddings, or there are not enough rows.
 
-    >>> rows = np.random.default_rng(0).normal(size=(12, 4))
-    >>> semi_supervised(rows, rows, n_pairs=6).summary()["pool_y"]
-    [3, 4]
+    Example:
+        >>> rows = np.random.default_rng(0).normal(size=(12, 4))
+        >>> semi_supervised(rows, rows, n_pairs=6).summary()["pool_y"]
+        [3, 4]
     """
     checks.choice("pool", pool, POOLS)
     x, y = checks.pairs(x, y, names=("x", "y"))
-    outside = (unpaired_x is not None, unpaired_y is not None)
-    # A pool from elsewhere on one side rules out hidden pairs, so the other takes all of the rest.
-    pool = "random" if any(outside) else pool
+    external = (unpaired_x is not None, unpaired_y is not None)
+    # With an external pool no pair can be hidden in the pools, so the other pool uses all rows.
+    pool = "random" if any(external) else pool
     rows = groups = np.arange(len(x))
     if held_out is not None:
-        sizes = held_out_sizes(len(x), held_out)
-        largest = min(filter(None, sizes), default=len(x))
-        groups = tied_rows(first_equal(x), first_equal(y), largest=largest)
-        # Seed 0 whatever `seed` is: runs of different seeds are compared on one test set.
-        order = np.random.default_rng(0).permutation(len(x))
-        parts = whole_groups(groups[order], sizes)
-        in_val, in_test, rows = (np.sort(order[parts == part]) for part in range(3))
-        val, test = _gallery_of_rows(x[in_val], y[in_val]), _gallery_of_rows(x[in_test], y[in_test])
+        val, test, rows, groups = _held_out_galleries(x, y, held_out)
     elif pool == "disjoint":
         groups = tied_rows(first_equal(x), first_equal(y), largest=max(len(x) - n_pairs, 0) // 2)
     chosen = split_rows(
         len(rows),
         n_pairs=n_pairs,
         pool=pool,
-        n_unpaired=0 if all(outside) else n_unpaired,
+        n_unpaired=0 if all(external) else n_unpaired,
         seed=seed,
         groups=groups[rows],
     )
     pairs, (own_x, own_y) = rows[chosen.pairs], (rows[chosen.x], rows[chosen.y])
-    # SOTAlign needs both pools. The pairs' own rows are unpaired data, too, if there is nothing
-    # else.
-    if (held_out is not None or any(outside)) and n_unpaired is None:
+    # SOTAlign needs both pools. If no rows remain, the paired rows serve as unpaired ones.
+    if (held_out is not None or any(external)) and n_unpaired is None:
         own_x, own_y = (own if len(own) else pairs for own in (own_x, own_y))
     pools: list[np.ndarray | files.MappedRows] = []
     sides = ("unpaired_x", unpaired_x, x, own_x), ("unpaired_y", unpaired_y, y, own_y)
-    # Seeds of the two pools differ: equal ones would choose the same row numbers in both.
+    # The pools have different seeds, because equal seeds would choose the same row numbers in both.
     for own_seed, (name, given, table, own) in enumerate(sides, seed):
         made = (
             files.take(table, own)
             if given is None
-            else _given(name, given, table, n_unpaired, own_seed)
+            else _external_pool(name, given, table, n_unpaired, own_seed)
         )
         if pool_noise:
             made = replace_with_noise(made, fraction=pool_noise, seed=own_seed)
@@ -582,10 +590,25 @@ def semi_supervised(
     return Dataset(x[pairs], y[pairs], pool_x, pool_y, val, test, zero_shot)
 
 
-def _given(
+def _held_out_galleries(
+    x: np.ndarray, y: np.ndarray, fractions: Sequence[float]
+) -> tuple[Gallery | None, Gallery | None, np.ndarray, np.ndarray]:
+    """Returns the galleries for validation and test, the other rows, and the groups of all rows."""
+    sizes = held_out_sizes(len(x), fractions)
+    largest = min(filter(None, sizes), default=len(x))
+    groups = tied_rows(first_equal(x), first_equal(y), largest=largest)
+    # A constant seed, so that runs of different seeds are compared on one test set.
+    order = np.random.default_rng(0).permutation(len(x))
+    parts = whole_groups(groups[order], sizes)
+    in_val, in_test, rest = (np.sort(order[parts == part]) for part in range(3))
+    val, test = (_gallery_of_rows(x[rows], y[rows]) for rows in (in_val, in_test))
+    return val, test, rest, groups
+
+
+def _external_pool(
     name: str, pool: ArrayLike, table: np.ndarray, n_unpaired: int | None, seed: int
 ) -> np.ndarray | files.MappedRows:
-    """Checks a pool from elsewhere and draws `n_unpaired` of its rows."""
+    """Checks an external pool and draws `n_unpaired` of its rows."""
     made = checks.rows(name, pool, width=table.shape[1])
     if n_unpaired is None:
         return made
@@ -594,24 +617,25 @@ def _given(
 
 
 def held_out_sizes(n_rows: int, fractions: Sequence[float]) -> list[int]:
-    """Returns how many of `n_rows` rows each held-out part has.
+    """Returns the number of rows of each held-out part.
 
     Args:
         n_rows: Number of rows of the table.
         fractions: Fraction of the rows in each part.
 
     Returns:
-        Numbers of rows. Their sum is rounded, so that no row is lost between two parts.
+        Numbers of rows. Cumulative sums are rounded, so no row is lost between two parts.
 
     Raises:
         InputError: A fraction is negative, or they leave no rows.
 
-    >>> held_out_sizes(640, VAL_AND_TEST)
-    [64, 128]
+    Example:
+        >>> held_out_sizes(640, VAL_AND_TEST)
+        [64, 128]
     """
     if min(fractions) < 0 or not sum(fractions) < 1:
         shown = " and ".join(map(str, fractions))
-        raise checks.InputError(f"val and test must be fractions that leave some, got {shown}")
+        raise checks.InputError(f"val and test must be >= 0 and sum to less than 1, got {shown}")
     return np.diff(np.rint(np.cumsum([0, *fractions]) * n_rows).astype(int)).tolist()
 
 
@@ -619,7 +643,7 @@ def held_out_sizes(n_rows: int, fractions: Sequence[float]) -> list[int]:
 
 
 def mismatch_pairs(y: ArrayLike, *, fraction: float, seed: int = 0) -> np.ndarray:
-    """Mismatches a fraction of the pairs: rows of y trade places, none keeping its own.
+    """Mismatches a fraction of the pairs by permuting rows of y. No chosen row keeps its place.
 
     Args:
         y: Array [n, d_y].
@@ -632,17 +656,18 @@ def mismatch_pairs(y: ArrayLike, *, fraction: float, seed: int = 0) -> np.ndarra
     Raises:
         InputError: `fraction` is outside 0..1, or stands for one row only.
 
-    >>> mismatch_pairs(np.arange(4.0)[:, None], fraction=0.5, seed=0).ravel().tolist()
-    [2.0, 1.0, 0.0, 3.0]
+    Example:
+        >>> mismatch_pairs(np.arange(4.0)[:, None], fraction=0.5, seed=0).ravel().tolist()
+        [2.0, 1.0, 0.0, 3.0]
     """
     out = np.array(y)
     chosen = _choose_rows(len(out), fraction, seed)
     if len(chosen) == 1:
         raise checks.InputError(
-            f"fraction must stand for at least 2 of the {len(out)} rows, got {fraction}: one row "
-            "has none to trade places with"
+            f"fraction must select no row or at least 2 of {len(out)}, got {fraction}; one row "
+            "alone has none to trade places with"
         )
-    # A single cycle through the chosen rows moves every one of them.
+    # A cyclic permutation of the chosen rows has no fixed point.
     out[chosen] = out[np.roll(chosen, 1)]
     return out
 
@@ -661,12 +686,13 @@ def replace_with_noise(x: ArrayLike, *, fraction: float, seed: int = 0) -> np.nd
     Raises:
         InputError: `fraction` is outside 0..1.
 
-    >>> replace_with_noise(np.ones((4, 2)), fraction=0.5).shape
-    (4, 2)
+    Example:
+        >>> replace_with_noise(np.ones((4, 2)), fraction=0.5).shape
+        (4, 2)
     """
     out = np.array(x)
     chosen = _choose_rows(len(out), fraction, seed)
-    # Another stream than that of `_choose_rows`, so that noise and choice are independent.
+    # A different stream from `_choose_rows`, so that noise and choice are independent.
     noise = np.random.default_rng((seed, 1)).standard_normal((len(chosen), out.shape[1]))
     noise /= np.linalg.norm(noise, axis=1, keepdims=True)
     length = np.linalg.norm(out[chosen].astype(np.float64), axis=1, keepdims=True)
@@ -678,7 +704,7 @@ def _choose_rows(n: int, fraction: float, seed: int) -> np.ndarray:
     """Draws a fraction of n rows."""
     if not 0.0 <= fraction <= 1.0:
         raise checks.InputError(f"fraction must be in 0..1, got {fraction}")
-    # The slack undoes rounding such as 0.29 * 100 = 28.999999999999996.
+    # The slack compensates for rounding such as 0.29 * 100 = 28.999999999999996.
     count = int(fraction * n + 1e-9)
     return np.random.default_rng(seed).permutation(n)[:count]
 
@@ -701,21 +727,23 @@ class Photographs(NamedTuple):
 
 
 def photographs() -> Photographs:
-    """Loads embeddings of 640 COCO photographs with a caption each, to try things on.
+    """Loads embeddings of 640 COCO photographs with one caption each, as sample data.
 
-    Images are 512 principal components of their encoder's 1,280 features, so that models trained by
-    the launchers on COCO do not accept them. The rows are among the pairs of those models.
+    Images are 512 principal components of their encoder's 1,280 features, so models that the
+    launchers trained on COCO do not accept them. The rows are among the pairs of those models.
 
     Returns:
         The embeddings and the captions.
 
-    >>> sample = photographs()
-    >>> sample.image.shape, sample.text.shape, sample.caption[0]
-    ((640, 512), (640, 384), 'A green truck is driving down the road')
-    >>> semi_supervised(sample.image, sample.text, n_pairs=300).summary()["pool_x"]
-    [170, 512]
+    Example:
+        >>> sample = photographs()
+        >>> sample.image.shape, sample.text.shape, sample.caption[0]
+        ((640, 512), (640, 384), 'A green truck is driving down the road')
+        >>> semi_supervised(sample.image, sample.text, n_pairs=300).summary()["pool_x"]
+        [170, 512]
     """
     with np.load(SAMPLE, allow_pickle=False) as table:
+        # The file holds 8-bit codes with one scale per column.
         image = table["image"] * table["image_scale"] + table["image_mean"]
         text = table["text"] * table["text_scale"]
         # Rounding to 8 bits has changed the lengths of unit rows.

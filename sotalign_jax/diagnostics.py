@@ -1,8 +1,8 @@
 """Measurements of embeddings before training: encoder pairs, unpaired pools and epsilons.
 
-`mutual_knn` measures how alike two encoders see the same samples. `pool_shift` measures how far
-unpaired rows are from the pairs. `sinkhorn_convergence` reports at which epsilons the transport
-plans can be solved.
+`mutual_knn` measures how similarly two encoders represent the same samples. `pool_shift` measures
+how far unpaired rows are from the pairs. `sinkhorn_convergence` reports at which epsilons the
+transport plans can be solved.
 
 References:
     M. Huh et al., "The platonic representation hypothesis", ICML 2024 (mutual k-NN).
@@ -30,9 +30,10 @@ Rows = Any
 """Embeddings [n, d], one per row: numpy arrays (memory-mapped files included) or JAX arrays."""
 KNN_ROWS = 1024
 """Number of rows in the protocol of Huh et al. The score of `mutual_knn` depends on it."""
-# Points of the circle at which distributions on it are compared, as in POT.
+# Number of points of the circle at which quantile functions are compared, as in POT.
 _GRID = 100
-# Planes that rows are projected onto at a time. Memory is about 4 * _PLANES * (n + m) floats.
+# Number of planes that rows are projected onto at a time. A block of planes needs about
+# 4 * _PLANES * (n + m) floats.
 _PLANES = 16
 
 
@@ -40,7 +41,7 @@ _PLANES = 16
 
 
 def mutual_knn(x: Rows, y: Rows, *, k: int = 10, clamp: float | None = 0.95) -> float:
-    """Computes the share of a sample's neighbours in one space that are neighbours in the other.
+    """Computes the mean overlap of nearest neighbours in two embeddings of the same samples.
 
         mean_i |N_x(i) ∩ N_y(i)| / k
 
@@ -52,8 +53,8 @@ def mutual_knn(x: Rows, y: Rows, *, k: int = 10, clamp: float | None = 0.95) -> 
         x: Embeddings by one encoder, shape [n, d].
         y: Embeddings of the same samples by another encoder, shape [n, e].
         k: Number of neighbours.
-        clamp: Quantile. Features are clamped at plus and minus the mean over samples of this
-            quantile of |value|, so that a few huge features do not decide. None does not clamp.
+        clamp: Quantile, or None. Features are clamped at plus and minus the mean over samples of
+            this quantile of |value|, so that a few huge features do not dominate the cosines.
 
     Returns:
         The score in 0..1.
@@ -71,14 +72,14 @@ def mutual_knn(x: Rows, y: Rows, *, k: int = 10, clamp: float | None = 0.95) -> 
     """
     checks.pairs(x, y, names=("x", "y"), min_rows=2)
     if not 1 <= k < len(x):
-        raise checks.InputError(f"k: is {k} but there are {len(x)} rows; pass 1..{len(x) - 1}")
+        raise checks.InputError(f"k must be in 1..{len(x) - 1} for {len(x)} rows, got {k}")
     if clamp is not None and not 0 < clamp <= 1:
-        raise checks.InputError(f"clamp: is {clamp}; pass a quantile in 0..1, or None")
+        raise checks.InputError(f"clamp must be a quantile > 0 and <= 1 or None, got {clamp}")
     tables = []
     for rows in (affinity.as_float(x), affinity.as_float(y)):
         clamped = rows if clamp is None else _clamped(rows, clamp)
         tables.append(neighbours.top_k(clamped, clamped, k, skip="itself").indices)
-    # Integers are exact, where a mean of float32 shares would round.
+    # Counted in integers, because a mean of float32 shares would be rounded.
     shared = int((tables[0][:, :, None] == tables[1][:, None, :]).sum())
     return shared / (len(x) * k)
 
@@ -149,8 +150,8 @@ class Shift(NamedTuple):
     def share(self) -> float:
         """Distance of the pool relative to random directions, without sampling noise.
 
-        √((pool² - noise²) / (sphere² - noise²)), because squares of independent parts add up. It
-        is 0 for a pool like the pairs, and 1 for a pool as far away as random directions.
+        √((pool² - noise²) / (sphere² - noise²)), because the squares of independent parts add up.
+        It is 0 for a pool like the pairs, and 1 for a pool as far away as random directions.
         """
         own = max(self.pool**2 - self.noise**2, 0.0)
         full = self.sphere**2 - self.noise**2
@@ -165,8 +166,8 @@ def sliced_wasserstein(x: Rows, y: Rows, *, projections: int | Array = 500, seed
     Rows are L2-normalised, projected onto random planes, and read as angles θ in [0, 1). A set of
     angles with quantile function F⁻¹ is embedded as φ(t) = F⁻¹(t - mean θ + 1/2) - t, and
     embeddings are compared by the L2 distance on the circle, d(a, b) = min(|a - b|, 1 - |a - b|).
-    The result equals POT's `linear_sliced_wasserstein_sphere`. Finite samples of one distribution
-    are not at distance 0, see `pool_shift`.
+    The result equals POT's `linear_sliced_wasserstein_sphere`. The distance of two finite samples
+    of one distribution is not 0, see `pool_shift`.
 
     Args:
         x: Rows, shape [n, d].
@@ -189,13 +190,14 @@ def sliced_wasserstein(x: Rows, y: Rows, *, projections: int | Array = 500, seed
         X. Liu et al., "Linear spherical sliced optimal transport", ICLR 2025.
     """
     _check_sets(x, y)
-    # Given planes allow an exact comparison with another implementation.
+    # Given planes are for exact comparisons with other implementations.
     if isinstance(projections, int | np.integer):
         checks.whole(1, projections=projections)
         planes = _random_planes(jax.random.key(seed), projections, x.shape[1])
     elif np.ndim(projections) != 3 or np.shape(projections)[1:] != (x.shape[1], 2):
         raise checks.InputError(
-            f"projections: has shape {np.shape(projections)}; pass [p, {x.shape[1]}, 2]"
+            f"projections must be an integer or planes of shape [p, {x.shape[1]}, 2], got shape "
+            f"{np.shape(projections)}"
         )
     else:
         planes = affinity.as_float(projections)
@@ -213,9 +215,9 @@ def pool_shift(
 ) -> Shift:
     """Measures how far unpaired rows are from the pairs, with two distances for comparison.
 
-    The pairs are halved at random. The distance of one half is measured to as many unpaired rows
-    (`pool`), to the other half (`noise`) and to as many random directions (`sphere`). All samples
-    have one size, because the distance falls with the size.
+    The pairs are split into halves at random. The sliced Wasserstein distance of one half is
+    computed to as many unpaired rows (`pool`), to the other half (`noise`) and to as many random
+    directions (`sphere`). All samples have one size, because the distance falls with the size.
 
     Args:
         pairs: Paired rows of one modality, shape [n, d].
@@ -236,16 +238,19 @@ def pool_shift(
         >>> shift = pool_shift(x, -x, repeats=3, projections=50)
         >>> shift.noise < shift.sphere < shift.pool
         True
+
+    References:
+        C. Bonet et al., "Spherical sliced-Wasserstein", ICLR 2023.
     """
     _check_sets(pairs, pool, names=("pairs", "pool"), min_rows=2)
     checks.whole(1, repeats=repeats, rows=rows, projections=projections)
-    # Half of the pairs is compared with the other half.
     size = min(rows, len(pairs) // 2, len(pool))
     distances: list[list[float]] = [[], [], []]
     for repeat in range(repeats):
-        # A repetition does not depend on the number of repetitions.
+        # Seeded by its number, so that a repetition is the same for any number of them.
         rng = np.random.default_rng((seed, repeat))
         key = jax.random.fold_in(jax.random.key(seed), repeat)
+        # The three distances of a repetition use the same planes and the same half of the pairs.
         planes = _random_planes(key, projections, pairs.shape[1])
         order = rng.permutation(len(pairs))
         half = _circle_embedding(_take(pairs, order[:size]), planes)
@@ -279,13 +284,13 @@ def _circle_embedding(
     n, grid = len(x), jnp.linspace(0, 1, _GRID, endpoint=False, dtype=x.dtype)
 
     def embed(block: Block, out: Array) -> Array:
-        # One matrix product projects onto all planes of a block.
+        # One matrix product projects the rows onto all planes of a block.
         bases = jnp.moveaxis(block.of(planes), 0, 1).reshape(x.shape[1], -1)
         flat = affinity.dot(x, bases.astype(x.dtype)).reshape(n, block.size, 2)
-        # The signs and the shift are those of POT, whose distances these equal.
+        # The signs and the shift are those of POT, for equal results.
         angles = (jnp.arctan2(-flat[..., 1], -flat[..., 0]) + jnp.pi) / (2 * jnp.pi)
         angles = jnp.abs(angles.T % 1)
-        # Positive floats are ordered as their bits are, and XLA sorts integers six times faster.
+        # Positive floats are ordered like their bits, and XLA sorts integers six times faster.
         bits = jnp.int64 if angles.dtype == jnp.float64 else jnp.int32
         ordered = jnp.sort(jax.lax.bitcast_convert_type(angles, bits), axis=1)
         levels = (grid - angles.mean(axis=1, keepdims=True) + 0.5) % 1
@@ -299,13 +304,13 @@ def _circle_embedding(
 
 def _distance(a: Array, b: Array) -> float:
     """Computes the L2 distance on the circle."""
-    # The shorter way around the circle.
+    # The shorter of the two ways around the circle.
     gap = jnp.abs(a - b)
     return float(jnp.sqrt(jnp.mean(jnp.square(jnp.minimum(gap, 1 - gap)))))
 
 
 def _take(x: Rows, rows: np.ndarray) -> Array:
-    """Reads rows in order, because memory-mapped files are read faster that way."""
+    """Reads rows in ascending order, which is faster for memory-mapped files."""
     return affinity.as_float(x[np.sort(rows)])
 
 
@@ -316,7 +321,7 @@ def _check_sets(
     checks.embeddings(names[0], x, min_rows=min_rows)
     checks.embeddings(names[1], y, width=x.shape[1])
     if x.shape[1] < 2:
-        raise checks.InputError(f"{names[0]}: rows have width 1; directions need at least 2")
+        raise checks.InputError(f"{names[0]} must have a width >= 2, got 1")
 
 
 # --- Sinkhorn convergence ----------------------------------------------------------------------
@@ -350,8 +355,8 @@ def sinkhorn_convergence(
 ) -> list[Convergence]:
     """Solves the plan of cosine(f, g) at each epsilon, as a training step does.
 
-    The perplexity `partners` of a plan is exp(-Σ P log(P/a)). It is 1 if every row has a single
-    partner, and the number of columns if epsilon is so large that all pairs are alike.
+    `partners` is the perplexity exp(-Σ P log(P/a)) of the plan's rows. It is 1 if every row has a
+    single partner, and the number of columns if epsilon is so large that the plan is uniform.
 
     Args:
         f: Features of the rows, shape [n, d].
@@ -371,6 +376,9 @@ def sinkhorn_convergence(
         >>> sharp, flat = sinkhorn_convergence(f, f, (0.001, 100.0))
         >>> flat.converged, round(sharp.partners, 2), round(flat.partners, 2)
         (True, 1.0, 30.0)
+
+    References:
+        M. Cuturi, "Sinkhorn distances", NeurIPS 2013.
     """
     checks.embeddings("f", f)
     checks.embeddings("g", g, width=f.shape[1])
@@ -382,12 +390,12 @@ def sinkhorn_convergence(
     options: Any = {"tolerance": tolerance, "max_iterations": max_iterations}
     out = []
     for epsilon in epsilons:
-        # The student's plan at so large an epsilon is a b^T, and KL(P || a b^T) = Σ P log(P/ab).
+        # At epsilon = 1e9 the student's plan is a b^T, so KLOT is KL(P || a b^T) = Σ P log(P/ab).
         value, aux = klot_from_embeddings(
             x, y, x, y, epsilon=1e9, epsilon_star=epsilon, return_aux=True, **options
         )
         error, iterations, converged = (part.item() for part in aux.teacher[2:])
-        # b is uniform, so that Σ P log(P/ab) = Σ P log(P/a) + log m.
+        # With b = 1/m, KLOT is Σ P log(P/a) + log m.
         partners = len(y) * math.exp(-value)
         out.append(Convergence(epsilon, error, iterations, converged, partners))
     return out
@@ -407,7 +415,7 @@ def smallest_epsilon(rows: Sequence[Convergence]) -> float | None:
         >>> smallest_epsilon([fine, coarse])
         0.1
     """
-    # From the largest epsilon down, up to the first that failed.
+    # From the largest epsilon down to the first one that failed.
     ordered = sorted(rows, key=lambda row: -row.epsilon)
     fine = [row.epsilon for row in itertools.takewhile(lambda row: row.converged, ordered)]
     return fine[-1] if fine else None

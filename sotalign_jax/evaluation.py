@@ -1,7 +1,7 @@
-"""Embeds rows, and measures retrieval recall and zero-shot accuracy.
+"""Embedding of rows, retrieval recall and zero-shot accuracy.
 
-Scores are float32 cosines at full matmul precision. Queries are scored in blocks of rows, so that
-the score matrix never exists. Each function compiles once per shape.
+Scores are cosines in float32 with products of full precision. Queries are scored in blocks of rows,
+so the score matrix is never stored. Each function compiles once per shape.
 """
 
 import dataclasses
@@ -20,40 +20,41 @@ from sotalign_jax.calibration import Calibration
 from sotalign_jax.heads import Rows
 from sotalign_jax.ot import affinity, blocks
 
-# Large enough to keep a device busy, small enough that a block of a GLU head, eight times as wide
-# as its input, stays in the hundreds of megabytes.
+# Large enough to keep a device busy, and small enough that the hidden layers of a GLU head, eight
+# times as wide as its input, take only hundreds of megabytes.
 EMBED_CHUNK = 8192
 """Rows mapped at a time when embedding."""
 KS = (1, 5, 10)
-"""Cut-offs of R@k that image-text retrieval usually reports."""
+"""Cut-offs of R@k that are usually reported for image-text retrieval."""
 
 
 def embed(head: Any, rows: Rows, *, unit: bool = True) -> Float[np.ndarray, "n d"]:
     """Maps any number of rows into the shared space.
 
-    Works in blocks of one compiled shape: beside the rows and the result, memory holds one block.
+    Rows are mapped in blocks of one compiled shape, so memory holds the result and one block.
 
     Args:
         head: An NNX head, or a map of a teacher.
         rows: Embeddings of the head's encoder, shape [n, d_in]. A memory-mapped array is read one
             block at a time.
-        unit: False returns the features as the head computes them, without L2 normalisation.
+        unit: True to L2-normalise the features.
 
     Returns:
         The features, shape [n, d].
 
-    >>> from sotalign_jax import heads
-    >>> embed(heads.build_heads(4, 3, 2).x, np.ones((5, 4), np.float16)).shape
-    (5, 2)
+    Example:
+        >>> from sotalign_jax import heads
+        >>> embed(heads.build_heads(4, 3, 2).x, np.ones((5, 4), np.float16)).shape
+        (5, 2)
     """
-    # `_apply` is compiled once for all heads of a structure, and takes their parameters apart.
+    # Split, so that `_apply` compiles once for all heads of one structure.
     if isinstance(head, nnx.Module):
         head = nnx.split(head)
     block_size = min(EMBED_CHUNK, len(rows))
     out = np.empty(0)
     for start in range(0, len(rows), block_size):
         block = np.asarray(rows[start : start + block_size])
-        # The last block is padded to the compiled shape, with ones because zeros have no norm.
+        # The last block is padded to the compiled shape. Ones have a norm, and zeros do not.
         padded = np.pad(block, [(0, block_size - len(block)), (0, 0)], constant_values=1)
         features = np.asarray(_apply(head, jnp.asarray(padded), unit))
         # The width of the result is known only after the first block.
@@ -120,7 +121,7 @@ def retrieval(
     """Computes recall at k (R@k) in both directions, in percent.
 
     R@k is the share of queries with a match among the k keys of largest score. Ties go to the lower
-    index, so that features that have collapsed to a point score chance, k / (number of keys).
+    index, so features that have collapsed to a point score at chance, k / (number of keys).
 
     Args:
         x: Features of any length, shape [n, d].
@@ -139,8 +140,9 @@ def retrieval(
     Raises:
         InputError: Shapes do not fit, values are not finite, or a cut-off is below 1.
 
-    >>> retrieval(np.eye(3), np.eye(3)[[0, 2, 1]], ks=(1,))["mean/R@1"]
-    33.33333333333333
+    Example:
+        >>> retrieval(np.eye(3), np.eye(3)[[0, 2, 1]], ks=(1,))["mean/R@1"]
+        33.33333333333333
     """
     if not ks or min(ks) < 1:
         raise checks.InputError(f"ks must hold cut-offs >= 1, got {tuple(ks)}")
@@ -171,14 +173,15 @@ def ranks(
     Returns:
         The `Ranks` in both directions.
 
-    >>> ranks(np.eye(3), np.eye(3)[[0, 2, 1]]).x
-    array([0, 2, 2], dtype=int32)
+    Example:
+        >>> ranks(np.eye(3), np.eye(3)[[0, 2, 1]]).x
+        array([0, 2, 2], dtype=int32)
     """
     x = checks.features("x", x).astype(jnp.float32)
     y = checks.features("y", y, width=x.shape[1]).astype(jnp.float32)
     owner = data.owners(len(x), len(y), x_of_y)
     checks.whole(1, block_size=block_size)
-    # A missing bias is zeros, so that plain and calibrated ranks share one compiled program.
+    # Zeros for a missing bias, so that plain and calibrated ranks share one compiled program.
     biases = _bias("bias_x", bias_x, len(x)), _bias("bias_y", bias_y, len(y))
     return Ranks(*jax.device_get(match_ranks(x, y, owner, *biases, block_size=block_size)))
 
@@ -193,8 +196,9 @@ def recalls(ranks: Ranks, ks: Sequence[int] = KS) -> dict[str, float]:
     Returns:
         The recalls of `retrieval`.
 
-    >>> recalls(Ranks(np.array([0, 2]), np.array([0, 0])), ks=(1,))
-    {'x_to_y/R@1': 50.0, 'y_to_x/R@1': 100.0, 'mean/R@1': 75.0}
+    Example:
+        >>> recalls(Ranks(np.array([0, 2]), np.array([0, 0])), ks=(1,))
+        {'x_to_y/R@1': 50.0, 'y_to_x/R@1': 100.0, 'mean/R@1': 75.0}
     """
     found = {}
     for direction, own in (("x_to_y", ranks.x), ("y_to_x", ranks.y)):
@@ -254,24 +258,24 @@ def _best_ranks(
 
     def ranks(block: blocks.Block, out: Array) -> Array:
         scores = affinity.dot(block.of(queries), keys.T) + bias
-        # Several keys may match, such as five captions: the best of them counts.
+        # Several keys may match, such as five captions of an image. The best one counts.
         matches = jnp.where(block.of(query_id)[:, None] == key_id[None, :], scores, -jnp.inf)
         best = matches.max(axis=1, keepdims=True)
         at = matches.argmax(axis=1, keepdims=True)  # the lowest index among equal maxima
         ahead = (scores > best) | ((scores == best) & (index[None, :] < at))
         return block.put(out, ahead.sum(axis=1, dtype=jnp.int32))
 
-    # Equal blocks: with `block_size` rows each, n = block_size + 1 would take twice the work.
-    return blocks.over_rows(n, -(-n // -(-n // block_size)), ranks, jnp.zeros(n, jnp.int32))
+    # Blocks overlap if their size does not divide n. Sizes are equalised, because two blocks of
+    # `block_size` rows for n = block_size + 1 would take almost twice the work.
+    count = -(-n // block_size)
+    return blocks.over_rows(n, -(-n // count), ranks, jnp.zeros(n, jnp.int32))
 
 
 def _bias(name: str, given: ArrayLike | None, size: int) -> Array:
     """Returns a checked bias, or zeros."""
     bias = jnp.zeros(size, jnp.float32) if given is None else jnp.asarray(given, jnp.float32)
     if bias.shape != (size,) or not checks.finite(bias):
-        raise checks.InputError(
-            f"{name} has shape {bias.shape} or values that are not finite; pass {size} numbers"
-        )
+        raise checks.InputError(f"{name} must hold {size} finite numbers, got shape {bias.shape}")
     return bias
 
 
@@ -289,12 +293,13 @@ def chance(size: int, k: int, matches: ArrayLike = 1) -> float:
     Returns:
         100 (1 - C(size - matches, k) / C(size, k)), averaged over the queries.
 
-    >>> chance(1000, 10)
-    1.0
-    >>> round(chance(5000, 10, matches=5), 3)  # an image with five captions
-    0.996
+    Example:
+        >>> chance(1000, 10)
+        1.0
+        >>> round(chance(5000, 10, matches=5), 3)  # an image with five captions
+        0.996
     """
-    # The ratio of binomials is a product of k factors, which cannot overflow as factorials do.
+    # The ratio of binomials is a product of k factors. Factorials would overflow.
     drawn = np.arange(min(k, size))
     missed = (size - np.asarray(matches)[..., None] - drawn) / (size - drawn)
     return 100.0 * float(np.mean(1.0 - np.maximum(missed, 0.0).prod(axis=-1)))
@@ -307,14 +312,15 @@ def interval(
 
     Args:
         values: One row per query, and any number of metrics. `100.0 * (ranks < k)` gives R@k.
-        resamples: How often the rows are drawn again, with replacement.
+        resamples: Number of bootstrap samples.
         seed: Seed of the draws.
 
     Returns:
         The lower and the upper end of the interval of each metric's mean.
 
-    >>> interval(100.0 * (np.arange(1000) < 300))  # R@1 of 300 hits among 1,000 queries
-    array([27.2, 32.8])
+    Example:
+        >>> interval(100.0 * (np.arange(1000) < 300))  # R@1 of 300 hits among 1,000 queries
+        array([27.2, 32.8])
 
     References:
         B. Efron, "Bootstrap methods: another look at the jackknife", Annals of Statistics 7 (1979).
@@ -322,7 +328,7 @@ def interval(
     rng, n = np.random.default_rng(seed), len(values)
     means = []
     for _ in range(resamples):
-        # Counts of rows in place of the rows themselves: one product gives all metrics.
+        # With counts of rows instead of the rows, one product gives the means of all metrics.
         counts = np.bincount(rng.integers(n, size=n), minlength=n)
         means.append(counts @ values / n)
     return np.percentile(means, [2.5, 97.5], axis=0)
@@ -376,7 +382,7 @@ class Report:
             did = "hurt" if high < 0 else "did not help"
             change = f"{value:.1f} [{low:.1f}, {high:.1f}]"
             found.append(f"Calibration {did} here: it changed mean {cut} by {change}.")
-        # A cut-off of all keys finds every match, and says nothing.
+        # A cut-off at the number of keys finds every match, so its recall says nothing.
         informative = [r for r in means.values() if r.chance < 100]
         if informative and all(r.low <= r.chance for r in informative):
             found.append("Not above chance: check that x and y are in the same order.")
@@ -425,21 +431,22 @@ def report(
     Raises:
         InputError: The gallery's rows do not have the widths of the heads.
 
-    >>> from sotalign_jax import heads
-    >>> same = heads.AffineMap(jnp.eye(8), jnp.zeros(8))
-    >>> print(report(same, same, data.gallery(np.eye(8), np.eye(8)), ks=(1,)))
-    Retrieval between 8 rows of x and 8 rows of y, in percent [95 % interval]
-                                        R@1
-    x to y             100.0 [100.0, 100.0]
-    y to x             100.0 [100.0, 100.0]
-    mean               100.0 [100.0, 100.0]
-    chance                            12.50
+    Example:
+        >>> from sotalign_jax import heads
+        >>> same = heads.AffineMap(jnp.eye(8), jnp.zeros(8))
+        >>> print(report(same, same, data.gallery(np.eye(8), np.eye(8)), ks=(1,)))
+        Retrieval between 8 rows of x and 8 rows of y, in percent [95 % interval]
+                                            R@1
+        x to y             100.0 [100.0, 100.0]
+        y to x             100.0 [100.0, 100.0]
+        mean               100.0 [100.0, 100.0]
+        chance                            12.50
 
     References:
         M. Radovanovic et al., "Hubs in space", JMLR 11 (2010), for the hubs that calibration
         corrects.
     """
-    # One row is enough to compare widths. `data.gallery` has checked the values.
+    # Checks the widths on one row. `data.gallery` has checked the values.
     checks.embeddings("x", gallery.x[:1], width=head_x.d_in)
     checks.embeddings("y", gallery.y[:1], width=head_y.d_in)
     n, m, owner = len(gallery.x), len(gallery.y), gallery.x_of_y
@@ -451,7 +458,8 @@ def report(
         found |= {prefix + name: value for name, value in recalls(both, ks).items()}
         for k in ks:
             x = 100.0 * (both.x < k)
-            # One value per row of x, whose mean is the recall of the rows of y.
+            # One value per row of x: the hits of its rows of y, scaled so that the mean over x is
+            # the recall of y.
             y = np.bincount(owner, weights=100.0 * (both.y < k), minlength=n) * n / m
             by_x, by_y = chance(m, k, matches), chance(n, k)
             for direction, hits, level in (
@@ -461,6 +469,7 @@ def report(
             ):
                 name = f"{prefix}{direction}/R@{k}"
                 rows[name], levels[name] = hits, level
+    # All recalls share one set of bootstrap samples.
     lows, highs = interval(np.stack([rows[name] for name in found], axis=1), seed=seed).tolist()
     measured = {
         name: Recall(value, low, high, levels[name])
@@ -468,7 +477,7 @@ def report(
     }
     gain, first = None, f"mean/R@{ks[0]}"
     if calibration is not None:
-        # The difference is paired by query, so that its interval is usually the narrowest.
+        # A paired bootstrap: differences per query vary less than the recalls themselves.
         ends = interval(rows[f"calibrated/{first}"] - rows[first], seed=seed).tolist()
         gain = (found[f"calibrated/{first}"] - found[first], *ends)
     return Report(n, m, measured, gain)
@@ -512,16 +521,22 @@ def zero_shot(
     Raises:
         InputError: Shapes do not fit, values are not finite, or a label has no prompts.
 
-    >>> zero_shot(np.eye(2), np.eye(2)[:, None], [0, 0])
-    {'zero_shot/top1': 50.0, 'zero_shot/mean_per_class': 50.0}
+    Example:
+        >>> zero_shot(np.eye(2), np.eye(2)[:, None], [0, 0])
+        {'zero_shot/top1': 50.0, 'zero_shot/mean_per_class': 50.0}
+
+    References:
+        A. Radford et al., "Learning transferable visual models from natural language supervision",
+        ICML 2021, for the averaged prompts.
     """
     x = checks.features("x", x).astype(jnp.float32)
     prompts = checks.features("prompts", prompts, ndim=3, width=x.shape[1]).astype(jnp.float32)
     truth = data.row_labels("labels", labels, len(x), below=len(prompts))
+    # Normalised twice, so that every prompt has the same weight in its class.
     classes = affinity.l2_normalize(affinity.l2_normalize(prompts).mean(axis=1))
     predicted = np.asarray(neighbours.nearest(x, classes, 1, block_size=block_size).indices[:, 0])
     right = predicted == truth
-    # Classes without rows have no accuracy, and are left out of the mean.
+    # Classes without rows have no accuracy and are not part of the mean.
     seen = np.bincount(truth)
     per_class = np.bincount(truth, weights=right)[seen > 0] / seen[seen > 0]
     return {

@@ -1,7 +1,7 @@
 """Heads without JAX: as numpy, as ONNX files, and as vectors for an inner-product index.
 
-`program` writes a head's arithmetic down once, as a list of ONNX operators. `sotalign_numpy` runs
-that list and `write_onnx` stores it, so that both compute the same function.
+`program` describes the arithmetic of a head once, as a list of ONNX operators. `sotalign_numpy`
+runs that list and `to_onnx` stores it, so both compute the same function.
 """
 
 import dataclasses
@@ -22,8 +22,9 @@ from sotalign_jax.calibration import Calibration
 from sotalign_jax.heads import Head, Heads
 
 OPSET = 18
-"""ONNX operator set of the exported files: the first one whose reductions all take axes alike."""
-# Smallest normal number, a divisor that leaves zero rows zero.
+"""ONNX operator set of the exported files: the first one in which all reductions take their axes as
+an input."""
+# Smallest normal float32 number. As a divisor it leaves zero rows zero.
 _TINY = float(np.finfo(np.float32).tiny)
 
 
@@ -35,6 +36,7 @@ class _Value:
 
     def __call__(self, operator: str, *operands: "_Value | float") -> "_Value":
         """Appends a step with this value as its first operand."""
+        # Numbers among the operands become constants of the program.
         names = [o.name if isinstance(o, _Value) else self.constant(o).name for o in operands]
         result = f"value{len(self.steps)}"
         self.steps.append((result, operator, (self.name, *names)))
@@ -49,7 +51,7 @@ class _Value:
 
         Args:
             value: A number or an array. Floats are stored as float32.
-            name: Name of the array. By default the number itself, so that equal ones are shared.
+            name: Name of the array. By default the number itself, so that equal numbers are shared.
 
         Returns:
             The constant.
@@ -73,7 +75,7 @@ class _Value:
         Returns:
             The limited value.
         """
-        # By two operators that other steps use as well, so that numpy needs no "Clip".
+        # Other steps need "Max" and "Min" as well. "Clip" would be one more operator.
         return self("Max", low)("Min", high)
 
     def __add__(self, other: "_Value | float") -> "_Value":
@@ -93,12 +95,13 @@ class _Value:
 
 
 # --- the heads -----------------------------------------------------------------------------------
-# Each function describes the `__call__` of a head. `at` is the prefix of the head's parameters.
+# Each function repeats the `__call__` of a head with the operators of `_Value`. `at` is the prefix
+# of the head's parameters.
 
 
 def _unit(x: _Value) -> _Value:
     """Describes `affinity.l2_normalize`."""
-    # The first division keeps squares of tiny and huge entries within float32. Zero rows stay zero.
+    # Divided by the largest entry first, because squares of tiny or huge entries leave float32.
     x = x / x("Abs").reduce("Max")("Max", _TINY)
     return x / (x * x).reduce("Sum")("Max", 1.0)("Sqrt")
 
@@ -126,14 +129,14 @@ def _linear(x: _Value, head: Any, at: str) -> _Value:
 def _mlp(x: _Value, head: Any, at: str) -> _Value:
     """Describes `heads.MLPHead`."""
     h = _dense(_input(x, head, at), f"{at}inner")
-    # GELU by its error function, because opset 18 has no operator "Gelu".
+    # The exact GELU, h (1 + erf(h / sqrt 2)) / 2. Opset 18 has no operator "Gelu".
     return _dense(h * ((h * math.sqrt(0.5))("Erf") + 1.0) * 0.5, f"{at}outer")
 
 
 def _glu(x: _Value, head: Any, at: str) -> _Value:
     """Describes `heads.GLUHead`."""
     z = _input(x, head, at)
-    # relu6 clips the gate to 0..6, within the limits of 1,000.
+    # relu6 clips the gate to 0..6, well within the head's limits of +-1,000.
     gate, inner = _dense(z, f"{at}gate").clip(0.0, 6.0), _dense(z, f"{at}inner").clip(-1e3, 1e3)
     return _dense(gate * inner, f"{at}outer")
 
@@ -143,7 +146,7 @@ def _tanh(x: _Value, head: Any, at: str) -> _Value:
     z, last = _input(x, head, at), len(head.layers) - 1
     for number in range(last):
         z = _dense(z, f"{at}layers.{number}")
-        # LeakyReLU with JAX's default slope.
+        # LeakyReLU, with the default slope of JAX.
         z = z("Max", z * 0.01)
     return _dense(z, f"{at}layers.{last}")("Tanh")
 
@@ -171,11 +174,13 @@ def _mixed(x: _Value, head: Any, at: str) -> _Value:
 def _csa(x: _Value, head: Any, at: str) -> _Value:
     """Describes `methods.csa.CSAHead`."""
     z = _unit((x - x.param(f"{at}mean")) @ x.param(f"{at}kernel")) * x.param(f"{at}rho")("Sqrt")
+    # sqrt(1 - ||z||^2), written without a constant as the first operand.
     rest = ((z * z).reduce("Sum")("Sub", 1.0) * -1.0)("Max", 0.0)("Sqrt")
     directions = head.d_out - 2
     end = directions if head.side == "x" else directions + 1
     columns = np.eye(head.d_out, dtype=np.float32)
-    # A product with columns of the identity concatenates without another operator.
+    # Products with rows of the identity place z and the remainder in their columns, so that no
+    # operator for concatenation is needed.
     z = z @ x.constant(columns[:directions], f"{at}columns")
     return z + rest * x.constant(columns[end], f"{at}end")
 
@@ -210,11 +215,11 @@ def _describe(x: _Value, head: Head, at: str = "") -> _Value:
 
 
 def _potential(f: _Value, others: Any, scalings: Any, epsilon: Any) -> _Value:
-    """Describes `Calibration.x` or `Calibration.y`: a soft minimum over the other modality."""
+    """Describes `Calibration.x` or `Calibration.y`, a soft minimum over the other modality."""
     scale = f.constant(epsilon, "calibration.epsilon")
     cosines = f @ f.constant(others, "calibration.others")("Transpose")
     logits = cosines / scale + f.constant(scalings, "calibration.scalings")
-    # The largest logit is taken out, as in any logsumexp.
+    # Logsumexp with the largest logit subtracted.
     largest = logits.reduce("Max")
     return ((logits - largest)("Exp").reduce("Sum")("Log") + largest) * scale * -1.0
 
@@ -233,10 +238,11 @@ def program(head: Head, side: str, calibration: Calibration | None) -> sotalign_
     Raises:
         InputError: The kind of the head is not one of this package.
 
-    >>> from sotalign_jax import heads
-    >>> made = program(heads.build_heads(4, 3, 2).x, "x", None)
-    >>> made(np.ones((5, 4))).shape, made.arrays["linear.kernel"].shape
-    ((5, 2), (4, 2))
+    Example:
+        >>> from sotalign_jax import heads
+        >>> made = program(heads.build_heads(4, 3, 2).x, "x", None)
+        >>> made(np.ones((5, 4))).shape, made.arrays["linear.kernel"].shape
+        ((5, 2), (4, 2))
     """
     x = _Value(side, {}, [])
     for path, leaf in nnx.to_flat_state(nnx.state(head)):
@@ -246,7 +252,7 @@ def program(head: Head, side: str, calibration: Calibration | None) -> sotalign_
         c = calibration
         others = (c.g, c.v) if side == "x" else (c.f, c.u)
         ends["bias"] = _potential(ends["embedding"], *others, c.epsilon)
-    # Results have numbers for names. Those of the outputs are replaced by their own.
+    # Results have numbered names. Those of the outputs become "embedding" and "bias".
     names = {value.name: name for name, value in ends.items()}
     steps = tuple(
         (names.get(result, result), operator, tuple(names.get(name, name) for name in operands))
@@ -269,9 +275,10 @@ def to_numpy(heads: Heads, calibration: Calibration | None = None) -> sotalign_n
         An object with `embed_x` and `embed_y` that can be pickled and needs no JAX. The parameters
         are in `.x.arrays` and `.y.arrays`.
 
-    >>> from sotalign_jax import heads
-    >>> to_numpy(heads.build_heads(4, 3, 2)).embed_y(np.ones((5, 3))).shape
-    (5, 2)
+    Example:
+        >>> from sotalign_jax import heads
+        >>> to_numpy(heads.build_heads(4, 3, 2)).embed_y(np.ones((5, 3))).shape
+        (5, 2)
     """
     sides = {"x": heads.x, "y": heads.y}
     made = {side: program(head, side, calibration) for side, head in sides.items()}
@@ -283,7 +290,7 @@ def to_onnx(
 ) -> tuple[pathlib.Path, pathlib.Path]:
     """Writes one ONNX file per modality.
 
-    There are two files because ONNX Runtime asks for all inputs of a file in every call. The input
+    There are two files because ONNX Runtime requires all inputs of a file in every call. The input
     of `model_x.onnx` is "x", float32 of shape [rows, d_x], with any number of rows. Its outputs are
     "embedding", unit rows of shape [rows, d], and "bias", shape [rows, 1], if there is a
     calibration. `model_y.onnx` has the input "y".
@@ -301,8 +308,7 @@ def to_onnx(
     """
     path = pathlib.Path(path).expanduser()
     if path.suffix != ".onnx":
-        raise checks.InputError(f"path is {path}; pass a file name that ends in .onnx")
-    # Imported here, because most users never export.
+        raise checks.InputError(f"path must end in .onnx, got {path}")
     onnx = checks.require("onnx", extra="onnx")
     made = to_numpy(heads, calibration)
     files = path.with_stem(f"{path.stem}_x"), path.with_stem(f"{path.stem}_y")
@@ -325,7 +331,7 @@ def _model(onnx: Any, program: sotalign_numpy.Program, d_out: int, *, bias: bool
         [onnx.numpy_helper.from_array(array, name) for name, array in program.arrays.items()],
     )
     opsets = [onnx.helper.make_opsetid("", OPSET)]
-    # The oldest file format with these operators, for older versions of ONNX Runtime.
+    # The oldest file format that supports the operator set, for older versions of ONNX Runtime.
     version = onnx.helper.find_min_ir_version_for(opsets)
     model = onnx.helper.make_model(
         graph, opset_imports=opsets, ir_version=version, producer_name="sotalign-jax"
@@ -381,16 +387,17 @@ def index(
     Returns:
         The `Index`.
 
-    >>> from sotalign_jax import heads
-    >>> found = index(heads.build_heads(4, 3, 2), np.eye(3))
-    >>> (found.queries(np.eye(4)) @ found.keys.T).shape
-    (4, 3)
+    Example:
+        >>> from sotalign_jax import heads
+        >>> found = index(heads.build_heads(4, 3, 2), np.eye(3))
+        >>> (found.queries(np.eye(4)) @ found.keys.T).shape
+        (4, 3)
     """
     checks.choice("direction", direction, ("x_to_y", "y_to_x"))
     forward = direction == "x_to_y"
     own, other = (heads.x, heads.y) if forward else (heads.y, heads.x)
     keys = evaluation.embed(other, checks.rows("gallery", gallery, width=other.d_in))
-    # The bias becomes another coordinate, since an index knows inner products only.
+    # An index computes inner products only, so the bias becomes another coordinate.
     if calibration is not None:
         bias = calibration.y(keys) if forward else calibration.x(keys)
         keys = np.hstack([keys, bias[:, None].astype(keys.dtype)])

@@ -21,14 +21,15 @@ _SAFETENSORS_DTYPES = {
     "U8": np.dtype(np.uint8),
     "BF16": np.dtype(ml_dtypes.bfloat16),
 }
-# Records that TFDS reads at a time, which bounds the Python objects that exist beside the array.
+# Number of records that TFDS reads at a time. It limits the Python objects beside the array.
 _TFDS_CHUNK = 1024
+# Names of members that hold the scale and the mean of 8-bit codes, and no embeddings.
 _SIDECAR = re.compile(r"(^|_)(scale|mean)$")
-"""Names of members that say how to decode 8-bit codes. None of them is an embedding."""
-_SHOWN = 20  # keys that an error message lists
-# Random access to a file costs a seek per row and step. A gigabyte is cheap to keep instead.
+# Largest number of keys that an error message lists.
+_SHOWN = 20
+# Rows of a file cost a seek in every step. A gigabyte fits into the memory of any machine.
 MAPPED_BYTES = 2**30
-"""Selections from a memory-mapped file are copied to memory if they take fewer bytes."""
+"""Largest selection of rows of a memory-mapped file that is copied to memory."""
 
 
 class MappedRows:
@@ -38,9 +39,10 @@ class MappedRows:
         array: The memory-mapped array.
         rows: Indices of the selected rows. Row i is `array[rows[i]]`.
 
-    >>> rows = MappedRows(np.arange(8.0).reshape(4, 2), np.array([3, 1]))
-    >>> rows[:1].tolist(), np.asarray(rows).shape
-    ([[6.0, 7.0]], (2, 2))
+    Example:
+        >>> rows = MappedRows(np.arange(8.0).reshape(4, 2), np.array([3, 1]))
+        >>> rows[:1].tolist(), np.asarray(rows).shape
+        ([[6.0, 7.0]], (2, 2))
     """
 
     def __init__(self, array: np.ndarray, rows: np.ndarray) -> None:
@@ -68,17 +70,18 @@ def take(array: np.ndarray, rows: np.ndarray) -> np.ndarray | MappedRows:
         `array[rows]`, or `MappedRows` if the array is memory-mapped and the rows take more than
         `MAPPED_BYTES`.
 
-    >>> take(np.arange(3), np.array([2, 0])).tolist()
-    [2, 0]
+    Example:
+        >>> take(np.arange(3), np.array([2, 0])).tolist()
+        [2, 0]
     """
     mapped = isinstance(array, np.memmap) or isinstance(array.base, np.memmap)
-    # The bytes of one row times the rows: `array[rows].nbytes` would read them all.
+    # Computed from one row, because `array[rows].nbytes` would read all of them.
     large = len(rows) * array[:1].nbytes > MAPPED_BYTES
     return MappedRows(array, rows) if mapped and large else array[rows]
 
 
 def describe(array: np.ndarray | MappedRows, path: str | os.PathLike[str]) -> str:
-    """Describes an array in a few words, for a progress line.
+    """Returns a short description of an array, for a progress line.
 
     Args:
         array: An array that was read.
@@ -87,8 +90,9 @@ def describe(array: np.ndarray | MappedRows, path: str | os.PathLike[str]) -> st
     Returns:
         Shape, dtype and the name of the file.
 
-    >>> describe(np.zeros((1000, 4), np.float16), "data/x.npy")
-    '1,000 x 4 float16 from x.npy'
+    Example:
+        >>> describe(np.zeros((1000, 4), np.float16), "data/x.npy")
+        '1,000 x 4 float16 from x.npy'
     """
     shape = " x ".join(f"{size:,}" for size in array.shape)
     return f"{shape} {array.dtype} from {os.path.basename(path)}"
@@ -103,19 +107,19 @@ def split_key(path: str | os.PathLike[str]) -> tuple[str, str | None]:
     Returns:
         The file and the key. The key is None if there is none or the format has no keys.
 
-    >>> split_key("a.npz#text"), split_key("#1.npy")
-    (('a.npz', 'text'), ('#1.npy', None))
+    Example:
+        >>> split_key("a.npz#text"), split_key("#1.npy")
+        (('a.npz', 'text'), ('#1.npy', None))
     """
     address = os.fspath(path)
     file, _, key = address.rpartition("#")
-    # "#" may be part of a file's name, so that it splits only after the suffix of a format with
-    # keys.
+    # File names may contain "#". It separates a key only after the suffix of a format with keys.
     keyed = tuple(suffix for suffix in READERS if suffix != ".npy")
     return (file, key) if file.lower().endswith(keyed) else (address, None)
 
 
 def load_array(path: str | os.PathLike[str], *, key: str | None = None) -> np.ndarray:
-    """Reads one array of a file, as little of it as the format allows.
+    """Reads one array of a file. Formats that allow it are memory-mapped.
 
     | path                            | reading                                                  |
     |---------------------------------|----------------------------------------------------------|
@@ -131,7 +135,7 @@ def load_array(path: str | os.PathLike[str], *, key: str | None = None) -> np.nd
     to float32 if the file also holds their scale: `KEY * KEY_scale + KEY_mean`, where `KEY_mean`
     may be missing, and both may be called `scale` and `mean`. They broadcast against the codes.
 
-    A .pt file is read with `weights_only=True`, so that it cannot run code. The NAME of a `tfds:`
+    A .pt file is read with `weights_only=True`, so it cannot run code. The NAME of a `tfds:`
     address may have a config and a version (`name/config:1.0.0`), and SPLIT may be a slice
     (`train[:50%]`). Features of one split are read in the same order, so two of them make pairs.
 
@@ -146,9 +150,10 @@ def load_array(path: str | os.PathLike[str], *, key: str | None = None) -> np.nd
         InputError: The file is missing, damaged, of an unknown format or has no such member, or the
             package that reads it is not installed.
 
-    >>> from sotalign_jax import data
-    >>> load_array(data.SAMPLE, key="text").shape
-    (640, 384)
+    Example:
+        >>> from sotalign_jax import data
+        >>> load_array(data.SAMPLE, key="text").shape
+        (640, 384)
     """
     address = os.fspath(path)
     if key is None:
@@ -159,16 +164,17 @@ def load_array(path: str | os.PathLike[str], *, key: str | None = None) -> np.nd
     reader = READERS.get(file.suffix.lower())
     if reader is None:
         known = ", ".join(READERS)
-        raise checks.InputError(f"{file}: unknown format {file.suffix!r}; use {known} or tfds:NAME")
+        raise checks.InputError(f"{file} has no known format; use {known} or tfds:NAME")
     if not file.is_file():
-        raise checks.InputError(f"{file}: no such file; check the path")
+        raise checks.InputError(f"{file} does not exist; check the path")
     try:
         return reader(file, key)
     except checks.InputError:
         raise
-    except Exception as error:  # a damaged file makes its reader raise anything
+    # Readers raise exceptions of many types for damaged files.
+    except Exception as error:
         raise checks.InputError(
-            f"{file}: cannot be read ({checks.first_line(error)}); "
+            f"{file} cannot be read ({checks.first_line(error)}); "
             "the file is truncated, corrupt or not numeric, so write it again"
         ) from error
 
@@ -176,7 +182,7 @@ def load_array(path: str | os.PathLike[str], *, key: str | None = None) -> np.nd
 def _load_npy(file: pathlib.Path, key: str | None) -> np.ndarray:
     """Maps a .npy file into memory."""
     if key is not None:
-        raise checks.InputError(f"{file}: key {key!r} given but .npy holds one array; drop the key")
+        raise checks.InputError(f"key must be None for a .npy file, got {key!r} for {file}")
     return _as_bfloat16(np.load(file, mmap_mode="r", allow_pickle=False))
 
 
@@ -199,8 +205,8 @@ def _as_bfloat16(array: np.ndarray) -> np.ndarray:
 
 def _load_safetensors(file: pathlib.Path, key: str | None) -> np.ndarray:
     """Maps one tensor of a .safetensors file into memory."""
-    # The format is a length, a JSON header and raw tensors. Mapping the bytes here keeps files
-    # larger than memory usable, which the library's own numpy reader does not.
+    # The format is a length, a JSON header and raw tensors. The numpy reader of safetensors would
+    # read the tensor into memory. Mapping the bytes also works for files larger than memory.
     with file.open("rb") as stream:
         length = int.from_bytes(stream.read(8), "little")
         if length > file.stat().st_size:
@@ -213,7 +219,7 @@ def _load_safetensors(file: pathlib.Path, key: str | None) -> np.ndarray:
         if dtype is None:
             known = ", ".join(_SAFETENSORS_DTYPES)
             raise checks.InputError(
-                f"{file}: dtype {entry['dtype']} is not supported; convert to one of {known}"
+                f"{file} has the unsupported dtype {entry['dtype']}; convert it to one of {known}"
             )
         shape, (begin, end) = tuple(entry["shape"]), entry["data_offsets"]
         # A damaged header must not map bytes of another tensor.
@@ -232,7 +238,9 @@ def _load_hdf5(file: pathlib.Path, key: str | None) -> np.ndarray:
 
         def get(name: str) -> np.ndarray:
             entry = store[name]
-            offset = entry.id.get_offset()  # None if the dataset is chunked, compressed or empty
+            # A contiguous dataset is mapped at its offset in the file. The offset is None if the
+            # dataset is chunked, compressed or empty.
+            offset = entry.id.get_offset()
             if offset is None or entry.dtype.kind not in "fiu":
                 return np.asarray(entry[()])
             return np.memmap(file, entry.dtype, "r", offset=offset, shape=entry.shape)
@@ -251,12 +259,12 @@ def _load_torch(file: pathlib.Path, key: str | None) -> np.ndarray:
         # Files of torch before 1.6 are not zip archives and cannot be mapped.
         options = {"weights_only": True, "map_location": "cpu", "mmap": zipfile.is_zipfile(file)}
         saved = torch.load(file, **options)
-    # torch has no exception of its own for forbidden content, so that the text has to tell.
+    # torch has no exception type for forbidden content, so its message is inspected.
     except Exception as error:
         if "weights_only" not in str(error).lower() and "Weights only" not in str(error):
             raise
         remedy = "save a tensor, or a dictionary of tensors, with torch.save"
-        raise checks.InputError(f"{file}: holds more than tensors; {remedy}") from error
+        raise checks.InputError(f"{file} holds more than tensors; {remedy}") from error
     tensors = saved if isinstance(saved, dict) else {"": saved}
     tensors = {name: value for name, value in tensors.items() if torch.is_tensor(value)}
     return _pick(file, tensors, key, lambda name: checks.array(name, tensors[name]))
@@ -275,8 +283,9 @@ def _load_csv(file: pathlib.Path, key: str | None) -> np.ndarray:
     arrow_csv = checks.require("pyarrow.csv", extra="files")
     with file.open(newline="", encoding="utf-8-sig") as stream:
         first = next(csv.reader(stream), [])
-    bare = bool(first) and all(_is_number(cell) for cell in first)  # no line of column names
-    # A table without column names is one matrix, though some of its columns may hold integers.
+    # A first line of numbers is data, not column names.
+    bare = bool(first) and all(_is_number(cell) for cell in first)
+    # A table without column names is one matrix, even if some of its columns hold integers.
     matrix = {f"f{n}": "float64" for n in range(len(first))} if bare and len(first) > 1 else None
     table = arrow_csv.read_csv(
         file,
@@ -306,7 +315,7 @@ def _columns(file: pathlib.Path, schema: Any, key: str | None) -> list[str]:
         for name, kind in kinds.items()
         if types.is_list(kind) or types.is_large_list(kind) or types.is_fixed_size_list(kind)
     ]
-    # Integer columns are left out, because they are usually ids or labels.
+    # Integer columns are usually ids or labels.
     floats = [name for name, kind in kinds.items() if types.is_floating(kind)]
     if key is None and not lists and len(kinds) > 1 and floats:
         return floats
@@ -314,22 +323,29 @@ def _columns(file: pathlib.Path, schema: Any, key: str | None) -> list[str]:
 
 
 def _from_columns(file: pathlib.Path, table: Any, names: list[str]) -> np.ndarray:
-    """Converts a column of lists or several of numbers to a matrix, one of numbers to a vector."""
+    """Converts columns to a matrix. A single column of numbers becomes a vector."""
     if missing := [name for name in names if table[name].null_count]:
-        raise checks.InputError(f"{file}: column {missing[0]!r} has empty cells; remove such rows")
+        raise checks.InputError(
+            f"column {missing[0]!r} of {file} has empty cells; remove such rows"
+        )
     if len(names) > 1:
         return np.stack([table[name].to_numpy() for name in names], axis=1)
     column = table[names[0]]
-    if str(column.type) == "string":  # a list that pandas wrote to a CSV file
+    # pandas writes lists to a CSV file as text, such as "[0.1, 0.2]".
+    if str(column.type) == "string":
         return np.array([json.loads(cell) for cell in column.to_pylist()], np.float32)
     if not hasattr(column.type, "value_type"):
         return column.to_numpy()
+    # Lists of equal length are contiguous in an Arrow chunk, so they become a matrix by a reshape,
+    # without a Python loop over rows.
     compute, parts = checks.require("pyarrow.compute", extra="files"), []
     for chunk in column.chunks:
         widths = compute.list_value_length(chunk).unique().to_pylist()
         if len(widths) != 1:
-            text = f"column {names[0]!r} has lists of {min(widths)} to {max(widths)} numbers"
-            raise checks.InputError(f"{file}: {text}; make them equally long")
+            raise checks.InputError(
+                f"column {names[0]!r} of {file} has lists of {min(widths)} to {max(widths)} "
+                "numbers; make them equally long"
+            )
         values = chunk.flatten().to_numpy(zero_copy_only=False)
         parts.append(values.reshape(len(chunk), widths[0]))
     return np.concatenate(parts)
@@ -354,11 +370,12 @@ def _open_tfds(name: str, split: str) -> Any:
     folder = os.environ.get("TFDS_DATA_DIR")
     tfds = checks.require("tensorflow_datasets", extra="data")
     where = folder and os.path.expanduser(folder)
-    try:  # never fetch a large dataset as a side effect of a typo
+    try:
+        # `download=False`, because a typo should not download a large dataset.
         return tfds.data_source(name, split=split, data_dir=where, download=False)
     except (ValueError, AssertionError, NotImplementedError, OSError) as error:
         raise checks.InputError(
-            f"tfds:{name}:{split}: {checks.first_line(error)} Prepare it with "
+            f"tfds:{name}:{split} cannot be opened ({checks.first_line(error)}); prepare it with "
             "file_format='array_record' and set TFDS_DATA_DIR to its folder"
         ) from error
 
@@ -372,8 +389,8 @@ def _load_tfds(address: str, key: str | None) -> np.ndarray:
         name = f"{name}:{rest.pop(0)}"
     if not name or len(rest) > 2 or (len(rest) == 2 and key is not None):
         raise checks.InputError(
-            f"{address}: not understood; write tfds:NAME, tfds:NAME:SPLIT or "
-            "tfds:NAME:SPLIT:FEATURE, and name the feature once"
+            f"path must be tfds:NAME, tfds:NAME:SPLIT or tfds:NAME:SPLIT:FEATURE, without a second "
+            f"feature in key, got {address}"
         )
     source = _open_tfds(name, rest[0] if rest else "train")
     features = source.dataset_info.features
@@ -381,7 +398,7 @@ def _load_tfds(address: str, key: str | None) -> np.ndarray:
     feature = features[wanted]
     if None in feature.shape or np.dtype(feature.np_dtype).kind not in "fiuV":
         raise checks.InputError(
-            f"{address}: feature {wanted!r} is {feature}; choose a numeric one of fixed shape"
+            f"feature {wanted!r} of {address} must be numeric and of fixed shape, got {feature}"
         )
     out = np.empty((len(source), *feature.shape), feature.np_dtype)
     for start in range(0, len(out), _TFDS_CHUNK):
@@ -402,7 +419,7 @@ def _pick(
         next((name for name in (f"{chosen}_{part}", part) if name in found), None)
         for part in ("scale", "mean")
     )
-    # An array of floats may have a "scale" beside it that means something else.
+    # Only 8-bit codes are decoded. The "scale" of an array of floats means something else.
     if array.dtype.itemsize > 1 or scale is None or scale == chosen:
         return array
     decoded = array * get(scale).astype(np.float32)
@@ -416,5 +433,5 @@ def _pick_key(where: str, names: list[str], key: str | None) -> str:
     if key not in names:
         problem = "holds several arrays" if key is None else f"has no array {key!r}"
         shown = ", ".join([*names[:_SHOWN], *(["..."] if len(names) > _SHOWN else [])])
-        raise checks.InputError(f"{where}: {problem}; choose a key from {shown}")
+        raise checks.InputError(f"{where} {problem}; choose a key from {shown}")
     return key

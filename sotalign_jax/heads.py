@@ -1,4 +1,4 @@
-"""Alignment heads: the maps f and g from each encoder's space into the shared one.
+"""Alignment heads: the trained maps from each encoder's space into the shared space.
 
 Every parameter is an `nnx.Param`, so `nnx.split(heads)` gives one graph definition and one state.
 Heads return raw features. Losses and evaluation L2-normalise them.
@@ -39,15 +39,19 @@ def normalize(x: Float[Array, "... d"], norm: str) -> Float[Array, "... d"]:
     Returns:
         The normalised rows.
 
-    >>> print(normalize(jnp.array([[3.0, 4.0]]), "l2"))
-    [[0.6 0.8]]
+    Example:
+        >>> print(normalize(jnp.array([[3.0, 4.0]]), "l2"))
+        [[0.6 0.8]]
+
+    References:
+        J. L. Ba, J. R. Kiros and G. E. Hinton, "Layer normalization", 2016.
     """
     if norm == "l2":
         return affinity.l2_normalize(x)
     x = affinity.as_float(x)
     centred = x - jnp.mean(x, axis=-1, keepdims=True)
     variance = jnp.mean(jnp.square(centred), axis=-1, keepdims=True)
-    # The epsilon of torch.nn.LayerNorm. That of flax is 1e-6.
+    # The default epsilon of torch.nn.LayerNorm. That of flax is 1e-6.
     return centred / jnp.sqrt(variance + 1e-5)
 
 
@@ -61,9 +65,10 @@ class AffineMap:
         bias: The vector b.
         norm: "layer" or "l2", see `normalize`.
 
-    >>> half = AffineMap(weight=0.5 * jnp.eye(2), bias=jnp.zeros(2), norm="l2")
-    >>> print(half(jnp.array([[3.0, 4.0]])))
-    [[0.3 0.4]]
+    Example:
+        >>> half = AffineMap(weight=0.5 * jnp.eye(2), bias=jnp.zeros(2), norm="l2")
+        >>> print(half(jnp.array([[3.0, 4.0]])))
+        [[0.3 0.4]]
     """
 
     weight: Float[Array, "d_out d_in"]
@@ -74,7 +79,7 @@ class AffineMap:
         checks.choice("norm", self.norm, NORMS)
 
     def __call__(self, x: Rows) -> Float[Array, "n d_out"]:
-        # float16 embeddings are widened first: their squares overflow beyond 65,504.
+        # Cast before the normalisation, because squares in float16 overflow at 65,504.
         rows = normalize(jnp.asarray(x).astype(self.weight.dtype), self.norm)
         return affinity.dot(rows, self.weight.T, device.profile().heads) + self.bias
 
@@ -111,7 +116,7 @@ Map = AffineMap | KernelMap
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Teacher:
-    """One frozen map per modality into a shared space, a pytree.
+    """Frozen maps of both modalities into a shared space, a pytree.
 
     Attributes:
         map_x: Map of the first modality.
@@ -177,9 +182,16 @@ class Teacher:
 
 
 class Head(nnx.Module):
-    """A map of rows, (n, d_in) -> (n, d_out), from one encoder's space into the shared one.
+    """Base of all heads: a map of rows, [n, d_in] -> [n, d_out], into the shared space.
 
     Its variables are `nnx.Param`. A subclass with a `kind` can be saved and loaded under that name.
+
+    Attributes:
+        kind: Name of the subclass.
+        structure: Names of the attributes that `options` returns.
+        classes: Registry of all subclasses by their kind.
+        d_in: Width of the embeddings.
+        d_out: Width of the shared space.
     """
 
     kind: ClassVar[str]
@@ -190,8 +202,7 @@ class Head(nnx.Module):
 
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
-        # `vars` and not `hasattr`: a subclass without a kind of its own must not replace its
-        # parent in the registry.
+        # Not `hasattr`: a subclass without a kind of its own must not replace its parent.
         if "kind" in vars(cls):
             Head.classes[cls.kind] = cls
 
@@ -204,16 +215,24 @@ class Head(nnx.Module):
 
     @classmethod
     def from_options(cls, *args: Any, **options: Any) -> "Head":
-        """Builds a head of this structure with arbitrary parameters."""
+        """Builds a head of this structure with arbitrary parameters.
+
+        Args:
+            *args: Positional arguments of the subclass.
+            **options: Result of `options`.
+
+        Returns:
+            The head.
+        """
         make: Any = cls
         return make(*args, **options, rngs=nnx.Rngs(0))
 
 
 class InputNorm(nnx.Module):
-    """Computes normalize(x) * scale + shift with learned scale and shift.
+    """Normalisation of the input, normalize(x) * scale + shift with learned scale and shift.
 
-    With norm="layer" this is LayerNorm. With norm="l2" rows are scaled to length sqrt(d), the
-    length that LayerNorm gives them.
+    With norm="layer" this is LayerNorm. With norm="l2" rows are scaled to length sqrt(d), which is
+    also their length after LayerNorm.
 
     Args:
         width: Width of the rows.
@@ -234,17 +253,21 @@ class InputNorm(nnx.Module):
 
 
 class Dense(nnx.Module):
-    """Computes x W + b, with W drawn Xavier-uniform and b = 0.
+    """Dense layer x W + b. Initially W is drawn Xavier-uniform and b is 0.
 
     Args:
         d_in: Width of the input.
         d_out: Width of the output.
         dtype: Type of the parameters.
         rngs: Source of random keys.
+
+    References:
+        X. Glorot and Y. Bengio, "Understanding the difficulty of training deep feedforward neural
+        networks", AISTATS 2010.
     """
 
-    # `nnx.Linear` draws a random key for its zero bias as well. With it, every layer after the
-    # first would start from other weights, and no recorded result of a seed could be repeated.
+    # Not `nnx.Linear`, which draws a random key for its zero bias as well. Every layer after the
+    # first would start from other weights, and recorded results could not be reproduced.
     def __init__(self, d_in: int, d_out: int, *, dtype: Any = jnp.float32, rngs: nnx.Rngs):
         xavier = nnx.initializers.xavier_uniform()
         self.kernel = nnx.Param(xavier(rngs.params(), (d_in, d_out), dtype))
@@ -261,8 +284,9 @@ class Dense(nnx.Module):
         Returns:
             The layer.
 
-        >>> print(Dense.of(2 * np.eye(2), np.ones(2))(jnp.array([[3.0, 4.0]])))
-        [[7. 9.]]
+        Example:
+            >>> print(Dense.of(2 * np.eye(2), np.ones(2))(jnp.array([[3.0, 4.0]])))
+            [[7. 9.]]
         """
         layer = cls(*kernel.shape, rngs=nnx.Rngs(0))
         layer.kernel[...] = jnp.asarray(kernel, jnp.float32)
@@ -280,7 +304,7 @@ class _Network(Head):
     """Base of heads that are an `InputNorm` followed by dense layers."""
 
     structure: ClassVar[tuple[str, ...]] = ("d_in", "d_out", "hidden", "norm")
-    usual_norm: ClassVar[str] = "layer"
+    default_norm: ClassVar[str] = "layer"
 
     def __init__(
         self,
@@ -292,20 +316,19 @@ class _Network(Head):
         dtype: Any = jnp.float32,
         rngs: nnx.Rngs,
     ):
-        self.d_in, self.d_out, self.norm = d_in, d_out, norm or self.usual_norm
-        self.hidden = self.usual_hidden(d_in) if hidden is None else hidden
-        # The input's scale and shift are constants at the start, and draw no random numbers.
+        self.d_in, self.d_out, self.norm = d_in, d_out, norm or self.default_norm
+        self.hidden = self.default_hidden(d_in) if hidden is None else hidden
         self.input = InputNorm(d_in, norm=self.norm, dtype=dtype)
         self.draw(functools.partial(Dense, dtype=dtype, rngs=rngs))
 
     @staticmethod
-    def usual_hidden(d_in: int) -> int:
-        """Returns the width of the hidden layers if none is given."""
+    def default_hidden(d_in: int) -> int:
+        """Returns the default width of the hidden layers."""
         return d_in
 
     @abc.abstractmethod
     def draw(self, dense: Callable[[int, int], Dense]) -> None:
-        """Creates the layers. Their order decides which random numbers each one gets."""
+        """Creates the layers. Their order determines their random numbers."""
 
 
 class LinearHead(_Network):
@@ -313,12 +336,13 @@ class LinearHead(_Network):
 
     W starts Xavier-uniform and b at 0. With norm="l2", sqrt(d) x / ||x|| replaces LayerNorm(x).
 
+    Example:
+        >>> LinearHead(8, 3, rngs=nnx.Rngs(0))(jnp.ones((5, 8), jnp.float16)).shape
+        (5, 3)
+
     References:
         L. Zhang et al., "Assessing and learning alignment of unimodal vision and language models",
         CVPR 2025.
-
-    >>> LinearHead(8, 3, rngs=nnx.Rngs(0))(jnp.ones((5, 8), jnp.float16)).shape
-    (5, 3)
     """
 
     kind = "linear"
@@ -329,13 +353,13 @@ class LinearHead(_Network):
         self.linear = dense(self.d_in, self.d_out)
 
     def __call__(self, x: Rows) -> Float[Array, "n d_out"]:
-        # Rematerialisation: the backward pass normalises the rows again, so that no activation of
-        # shape (n, d_in) is stored.
+        # Rematerialisation: the backward pass normalises the rows again, so no activation of shape
+        # [n, d_in] is stored.
         return jax.checkpoint(AffineMap.__call__)(self.to_affine(), x)
 
     @classmethod
     def from_affine(cls, affine: AffineMap) -> "LinearHead":
-        """Builds a head that computes c * affine(x) for one c > 0, which leaves cosines unchanged.
+        """Builds a head that computes c * affine(x) for some c > 0, which does not change cosines.
 
         Args:
             affine: The map to start from, such as that of a teacher.
@@ -352,17 +376,17 @@ class LinearHead(_Network):
         rms = float(jnp.sqrt(jnp.mean(jnp.square(weight))))
         if not (math.isfinite(rms) and rms > 0):
             raise checks.InputError(
-                f"affine: the weight's root mean square is {rms}; start from a non-zero finite map"
+                f"affine must have a non-zero finite weight, got root mean square {rms}"
             )
-        # c gives W the root mean square of a Xavier start. Lion's updates have a fixed size, so
-        # that they are then as large relative to W as they are from a random start.
+        # c scales W to the root mean square of Xavier-uniform weights. Lion's updates have a fixed
+        # size, so relative to W they are then as large as from a random start.
         c = math.sqrt(2.0 / (d_in + d_out)) / rms
         head.linear.kernel[...] = c * weight.T
         head.linear.bias[...] = c * affine.bias
         return head
 
     def to_affine(self) -> AffineMap:
-        """Returns the head as one weight and one bias, with scale and shift folded in."""
+        """Returns the head as an affine map, with scale and shift folded into weight and bias."""
         kernel, bias = self.linear.kernel[...], self.linear.bias[...]
         scale, shift = self.input.scale[...], self.input.shift[...]
         weight = (kernel * (self.input.gain * scale)[:, None]).T
@@ -370,10 +394,16 @@ class LinearHead(_Network):
 
 
 class MLPHead(_Network):
-    """LayerNorm -> Linear -> GELU -> Linear. By default the hidden layer is as wide as the input.
+    """Two-layer head, LayerNorm -> Linear -> GELU -> Linear.
 
-    >>> MLPHead(8, 3, hidden=16, rngs=nnx.Rngs(0))(jnp.ones((5, 8))).shape
-    (5, 3)
+    By default the hidden layer is as wide as the input.
+
+    Example:
+        >>> MLPHead(8, 3, hidden=16, rngs=nnx.Rngs(0))(jnp.ones((5, 8))).shape
+        (5, 3)
+
+    References:
+        D. Hendrycks and K. Gimpel, "Gaussian error linear units (GELUs)", 2016.
     """
 
     kind = "mlp"
@@ -392,16 +422,17 @@ class GLUHead(_Network):
 
     By default both branches are eight times as wide as the input.
 
+    Example:
+        >>> GLUHead(8, 3, hidden=16, rngs=nnx.Rngs(0))(jnp.ones((5, 8))).shape
+        (5, 3)
+
     References:
         L. Zhang et al., "Assessing and learning alignment of unimodal vision and language models",
         CVPR 2025.
-
-    >>> GLUHead(8, 3, hidden=16, rngs=nnx.Rngs(0))(jnp.ones((5, 8))).shape
-    (5, 3)
     """
 
     kind = "glu"
-    usual_hidden = staticmethod(lambda d_in: 8 * d_in)
+    default_hidden = staticmethod(lambda d_in: 8 * d_in)
 
     def draw(self, dense: Callable[[int, int], Dense]) -> None:
         """Creates both branches and the output layer."""
@@ -411,7 +442,7 @@ class GLUHead(_Network):
 
     def __call__(self, x: Rows) -> Float[Array, "n d_out"]:
         z = self.input(x)
-        # The limits are those of SAIL's code.
+        # The limits of +-1,000 are those of SAIL's code.
         gate, inner = (jnp.clip(layer(z), -1e3, 1e3) for layer in (self.gate, self.inner))
         return self.outer(jax.nn.relu6(gate) * inner)
 
@@ -419,19 +450,20 @@ class GLUHead(_Network):
 class TanhHead(_Network):
     """SUE's network: L2-normalised rows, three LeakyReLU layers, then tanh.
 
-    The first two layers are `hidden` wide, by default 512. The paper has 4096. The third has 1024
-    units, or `hidden` if that is less.
+    The first two layers are `hidden` wide, by default 512, and 4096 in the paper. The third has
+    1024 units, or `hidden` if that is less.
+
+    Example:
+        >>> TanhHead(8, 3, hidden=16, rngs=nnx.Rngs(0))(jnp.ones((5, 8))).shape
+        (5, 3)
 
     References:
         A. Yacobi et al., "Learning shared representations from unpaired data", NeurIPS 2025.
-
-    >>> TanhHead(8, 3, hidden=16, rngs=nnx.Rngs(0))(jnp.ones((5, 8))).shape
-    (5, 3)
     """
 
     kind = "tanh"
-    usual_norm = "l2"
-    usual_hidden = staticmethod(lambda d_in: 512)
+    default_norm = "l2"
+    default_hidden = staticmethod(lambda d_in: 512)
 
     def draw(self, dense: Callable[[int, int], Dense]) -> None:
         """Creates three hidden layers and the output layer."""
@@ -569,8 +601,9 @@ def rebuild(kind: str, options: dict[str, Any]) -> Head:
     Raises:
         InputError: The kind is unknown, or a width is not a positive integer.
 
-    >>> rebuild("linear", {"d_in": 4, "d_out": 2, "norm": "l2"}).d_out
-    2
+    Example:
+        >>> rebuild("linear", {"d_in": 4, "d_out": 2, "norm": "l2"}).d_out
+        2
     """
     checks.choice("kind", kind, tuple(Head.classes))
     # The description may come from a file: check the widths before anything is allocated.
@@ -580,13 +613,13 @@ def rebuild(kind: str, options: dict[str, Any]) -> Head:
 
 
 class Heads(nnx.Module):
-    """The trained parameters: a head per modality, and SigLIP's logit scale and bias.
+    """All trained parameters: a head per modality, and SigLIP's logit scale and bias.
 
     Args:
         x: Head of the first modality.
         y: Head of the second modality.
-        like: If given, its scale and bias are used. By default they have their initial values,
-            log 20 and -10.
+        like: Heads whose scale and bias are shared. By default they have their initial values, a
+            log-scale of log 20 and a bias of -10.
     """
 
     def __init__(self, x: Head, y: Head, *, like: "Heads | None" = None):
@@ -619,8 +652,8 @@ def build_heads(
         d_y: Width of the second modality's embeddings.
         dim: Width of the shared space.
         kind: One of `KINDS`.
-        hidden: Width of the hidden layers. None takes the kind's usual one.
-        norm: "layer" or "l2". None takes the kind's usual one.
+        hidden: Width of the hidden layers. By default that of the kind.
+        norm: "layer" or "l2". By default that of the kind.
         seed: Seed of the random weights.
         teacher: If given, linear heads start at its first `dim` directions, with its norm and
             dtype. The heads of a kernel teacher are its kernel maps, and cannot be trained.
@@ -632,24 +665,25 @@ def build_heads(
     Raises:
         InputError: The teacher does not fit the widths or the kind.
 
-    >>> heads = build_heads(8, 6, 4)
-    >>> heads.x(jnp.ones((2, 8))).shape, heads.y(jnp.ones((2, 6))).shape
-    ((2, 4), (2, 4))
+    Example:
+        >>> heads = build_heads(8, 6, 4)
+        >>> heads.x(jnp.ones((2, 8))).shape, heads.y(jnp.ones((2, 6))).shape
+        ((2, 4), (2, 4))
     """
     checks.choice("kind", kind, KINDS)
     checks.whole(1, d_x=d_x, d_y=d_y, dim=dim)
     checks.whole(1, or_none=True, hidden=hidden)
     if teacher is None:
         options: dict[str, Any] = {"hidden": hidden, "norm": norm, "dtype": dtype}
-        # One stream of keys for both heads: two streams of one seed would make them alike.
+        # One stream of keys for both heads, because two streams of one seed would be equal.
         rngs, made = nnx.Rngs(seed), Head.classes[kind]
         return Heads(*(made(width, dim, **options, rngs=rngs) for width in (d_x, d_y)))  # type: ignore[call-arg]
     if kind != "linear":
         raise checks.InputError(
-            f"teacher: cannot start heads of kind {kind!r}; use kind='linear' or teacher=None"
+            f"kind must be 'linear' to start from a teacher, got {kind!r}; pass teacher=None"
         )
     check_widths(teacher, d_x, d_y)
-    # CCA sorts its directions by correlation, so that the first ones are the most reliable.
+    # CCA sorts its directions by correlation: the first ones are the most reliable.
     first = teacher.leading(dim)
     return Heads(*(_as_head(one) for one in (first.map_x, first.map_y)))
 
@@ -673,8 +707,8 @@ def check_widths(teacher: Teacher, d_x: int, d_y: int) -> None:
     widths = teacher.map_x.d_in, teacher.map_y.d_in
     if widths != (d_x, d_y):
         raise checks.InputError(
-            f"teacher: maps widths {widths} but the embeddings have {(d_x, d_y)}; fit the teacher "
-            "on the same encoders"
+            f"teacher maps embeddings of widths {widths} but the data have widths {(d_x, d_y)}; "
+            "fit the teacher on the same encoders"
         )
 
 

@@ -1,12 +1,15 @@
 """Kernel canonical correlation analysis: maps through a Gaussian kernel, and their fit.
 
-The fit runs on the host in float64 and in blocks of rows, so that memory grows with the landmarks
+The fit runs on the host in float64 and in blocks of rows, so memory grows with the landmarks
 and not with the pairs. `teachers.kernel_cca` is the public function.
 
 References:
-    Lai and Fyfe, "Kernel and nonlinear canonical correlation analysis", International Journal of
-    Neural Systems 10, 2000.
-    Williams and Seeger, "Using the Nystroem method to speed up kernel machines", NeurIPS 2001.
+    P. L. Lai and C. Fyfe, "Kernel and nonlinear canonical correlation analysis", International
+    Journal of Neural Systems 10 (2000).
+    D. R. Hardoon, S. Szedmak and J. Shawe-Taylor, "Canonical correlation analysis: an overview with
+    application to learning methods", Neural Computation 16 (2004).
+    C. Williams and M. Seeger, "Using the Nystroem method to speed up kernel machines", NeurIPS
+    2000.
 """
 
 import dataclasses
@@ -25,8 +28,9 @@ Rows = Array | np.ndarray
 # With 2,000 landmarks in float64, a block of the kernel takes 33 MB.
 BLOCK = 2048
 """Number of rows whose kernel is computed at a time."""
+# Smallest eigenvalue of the kernel that is kept, relative to the largest. It is close to the
+# precision of float32, in which the maps are evaluated.
 _SMALLEST = 1e-7
-"""Directions with less of the largest kernel variance are lost in float32's rounding."""
 
 
 @jax.tree_util.register_dataclass
@@ -47,9 +51,10 @@ class KernelMap:
         centre: Mean of k over the rows that the map was fitted on.
         weight: Output directions, one per row.
 
-    >>> pull = KernelMap(jnp.zeros(2), jnp.eye(2), jnp.array(1.0), jnp.zeros(2), jnp.eye(2))
-    >>> print(pull(jnp.array([[3.0, 0.0]])).round(3))  # at the first landmark; far from the other
-    [[1.    0.135]]
+    Example:
+        >>> pull = KernelMap(jnp.zeros(2), jnp.eye(2), jnp.array(1.0), jnp.zeros(2), jnp.eye(2))
+        >>> print(pull(jnp.array([[3.0, 0.0]])).round(3))  # near the first landmark
+        [[1.    0.135]]
     """
 
     mean: Float[Array, " d_in"]
@@ -72,7 +77,7 @@ class KernelMap:
         """Maps rows of shape [n, d_in] in the precision of the weight, whatever their dtype."""
         rows = affinity.l2_normalize(jnp.asarray(x).astype(self.weight.dtype))
         z = affinity.l2_normalize(rows - self.mean)
-        # ||z - l||^2 = ||z||^2 + 1 - 2 z.l of unit landmarks l. Rounding may make it negative.
+        # ||z - l||^2 = ||z||^2 + 1 - 2 z.l for unit landmarks l. Rounding may make it negative.
         squared = jnp.sum(jnp.square(z), axis=-1, keepdims=True) + 1.0
         distances = jnp.maximum(squared - 2.0 * affinity.dot(z, self.landmarks.T), 0.0)
         return affinity.dot(jnp.exp(-self.gamma * distances) - self.centre, self.weight.T)
@@ -106,7 +111,7 @@ def fit(
 ) -> tuple[KernelMap, KernelMap, Float[np.ndarray, " dim"]]:
     """Fits the maps of `teachers.kernel_cca`.
 
-    Landmarks are drawn in `crossval.order`, so that they do not depend on the order of the pairs.
+    Landmarks are drawn in `crossval.order`, so they do not depend on the order of the pairs.
 
     Args:
         pairs_x: Paired embeddings of the first modality, shape [n, d_x].
@@ -122,7 +127,7 @@ def fit(
         Both maps, and Pearson's correlation of each direction on the pairs.
 
     Raises:
-        InputError: All rows of a side are alike, or the pairs determine fewer than `dim`
+        InputError: All rows of a modality are equal, or the pairs determine fewer than `dim`
             directions.
     """
     pairs_x, pairs_y = np.asarray(pairs_x), np.asarray(pairs_y)
@@ -132,7 +137,7 @@ def fit(
         chosen = np.sort(crossval.order(pairs_x, pairs_y, seed=seed)[:landmarks])
     x = _basis("pairs_x", pairs_x, chosen, options.gamma_x)
     y = _basis("pairs_y", pairs_y, chosen, options.gamma_y)
-    # Two passes over the pairs: the covariances need the means. Nothing of n rows is kept.
+    # Two passes over the pairs, because the covariances need the means. No array of n rows is kept.
     centres = [
         sum(side.kernel(rows).sum(axis=0) for rows in _blocks(pairs)) / n
         for side, pairs in ((x, pairs_x), (y, pairs_y))
@@ -143,7 +148,7 @@ def fit(
         g = (y.kernel(rows_y) - centres[1]) @ y.whiten
         sums = [a + b for a, b in zip(sums, (f.T @ f, g.T @ g, f.T @ g), strict=True)]
     xx, yy, xy = (total / (n - 1) for total in sums)
-    # Divided by the width of the embeddings, as in `crossval`, which chose the relative ridges.
+    # Relative to the trace over the width of the embeddings, as in `crossval`, which chooses them.
     ridges = (
         options.ridge_x * float(np.trace(xx)) / pairs_x.shape[1],
         options.ridge_y * float(np.trace(yy)) / pairs_y.shape[1],
@@ -155,6 +160,7 @@ def fit(
     maps = []
     sides = zip((x, y), centres, (found.weights_x, found.weights_y), strict=True)
     for basis, centre, weights in sides:
+        # Directions are weighted by rho^power, as in `teachers.cca`.
         weight = (basis.whiten @ (weights[:, :dim] * found.rho[:dim] ** options.power)).T
         arrays = (basis.mean, basis.landmarks, basis.gamma, centre, weight)
         maps.append(KernelMap(*(jnp.asarray(array, dtype) for array in arrays)))
@@ -192,16 +198,17 @@ def _basis(name: str, rows: Any, chosen: np.ndarray, gamma: float | None) -> _Ba
     assert gamma is not None, "options of a linear CCA"
     mean = _mean(rows)
     landmarks = _prepared(np.asarray(rows)[chosen], mean)
-    # Centring among the landmarks removes the direction that all rows share.
+    # Centring the kernel removes the direction that all rows share.
     kernel = _gauss(landmarks, landmarks, gamma)
     kernel = kernel - kernel.mean(axis=0)
     kernel -= kernel.mean(axis=1, keepdims=True)
-    # Features (k - centre) V / sqrt(eigenvalues) have the kernel as their inner products.
+    # Nystroem: the inner products of features (k - centre) V / sqrt(eigenvalues) are the kernel.
     eigenvalues, vectors = np.linalg.eigh(kernel)
     kept = eigenvalues > _SMALLEST * eigenvalues[-1]
+    # The centred kernel of equal rows holds only rounding errors.
     if eigenvalues[-1] < 1e-10:
         raise checks.InputError(
-            f"{name}: all rows point the same way; pass pairs that differ from each other"
+            f"{name} must have rows that differ from each other, got rows of one direction"
         )
     return _Basis(mean, landmarks, gamma, vectors[:, kept] / np.sqrt(eigenvalues[kept]))
 
@@ -209,21 +216,23 @@ def _basis(name: str, rows: Any, chosen: np.ndarray, gamma: float | None) -> _Ba
 def _canonical(
     xx: np.ndarray, yy: np.ndarray, xy: np.ndarray, ridges: tuple[float, float]
 ) -> _Canonical:
-    """Whitens both sides and rotates them together, given their covariances.
+    """Whitens both sides and rotates them onto each other, given their covariances.
 
-    Any square root of (S + ridge I)^(-1) gives the same directions, because the rotation follows
-    it. Cholesky's is the cheapest.
+    Any square root of (S + ridge I)^(-1) gives the same directions, because a rotation follows. The
+    Cholesky factor is the cheapest.
     """
     roots = []
     for covariance, ridge in zip((xx, yy), ridges, strict=True):
-        # Without a ridge, directions that the pairs do not determine must not divide by zero.
+        # The floor keeps the covariance invertible without a ridge.
         floor = max(ridge, _SMALLEST * float(np.trace(covariance)) / len(covariance))
         lower = np.linalg.cholesky(covariance + floor * np.eye(len(covariance)))
         roots.append(np.linalg.inv(lower).T)
     x, y = roots
     left, rho, right = np.linalg.svd(x.T @ xy @ y, full_matrices=False)
+    # The numerical rank, by the criterion of `np.linalg.matrix_rank`.
     kept = rho > rho[0] * max(left.shape[0], right.shape[1]) * np.finfo(np.float64).eps
     weights_x, weights_y = x @ left[:, kept], y @ right[kept].T
+    # Pearson's correlations of the canonical variates. With a ridge they differ from rho.
     variance_x, variance_y, together = (
         np.einsum("ik,ik->k", a, s @ b)
         for a, s, b in (

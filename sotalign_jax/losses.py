@@ -1,7 +1,7 @@
 """Contrastive losses on features, and divergences between two affinities.
 
-`siglip` and `infonce` compare row i of `f` with row i of `g`. Every other row is a negative.
-Features are L2-normalised inside, so that heads pass their raw outputs. `cka` and
+In `siglip` and `infonce`, row i of `f` and row i of `g` are a positive pair, and all other pairs
+are negatives. Features are L2-normalised inside, so heads pass their raw outputs. `cka` and
 `infonce_divergence` compare a student's affinity with a teacher's, as `klot` does.
 
 References:
@@ -29,11 +29,11 @@ from sotalign_jax.ot.blocks import BUILD_ROWS, Block, over_rows
 INITIAL_LOG_SCALE = math.log(20.0)
 """Initial logarithm of the learned logit scale, as in SAIL."""
 INITIAL_BIAS = -10.0
-"""Initial logit bias, as in SigLIP: about the log-odds of one positive among many negatives."""
+"""Initial logit bias, as in SigLIP. It is close to the log-odds of one positive among many
+negatives, so that the first steps need not correct for the imbalance."""
 NORMALIZATIONS = ("mean", "per_row")
 """Choices of `normalization`: sum(l) / (n m), or sum(l) / n."""
-# Entries of an affinity from which on `siglip` computes it, and its gradient, in blocks of rows.
-# In float32 they take 128 MiB.
+# `siglip` streams affinities with at least this many entries, 128 MiB in float32.
 _STREAMED_ENTRIES = 2**25
 
 _Scalar = Float[Array, ""] | float
@@ -51,9 +51,9 @@ def siglip(
 ) -> Float[Array, ""]:
     """Computes the pairwise sigmoid loss of paired features.
 
-    The loss is `siglip_from_affinity(cosine(f, g))`. With negatives it is the average of two
-    rectangles, f against [g; negatives_g] and g against [f; negatives_f], each normalised by
-    itself. Large affinities are streamed in blocks of rows, and never kept for the gradient.
+    The loss is `siglip_from_affinity(cosine(f, g))`. With negatives it is the average of the losses
+    of two rectangles, f against [g; negatives_g] and g against [f; negatives_f]. Large affinities
+    are computed in blocks of rows, and are not kept for the gradient.
 
     Args:
         f: Features of the first modality, shape [n, d].
@@ -80,10 +80,10 @@ def siglip(
     """
     _check_rows(f, g)
     checks.choice("normalization", normalization, NORMALIZATIONS)
-    # A learned logarithm keeps the scale positive.
     scale = jnp.exp(jnp.asarray(log_scale))
 
     def loss(anchors: Array, others: Array) -> Array:
+        # On a mesh the affinity is split over the devices, and blocks would cut across shards.
         if len(anchors) * len(others) >= _STREAMED_ENTRIES and not sharding.axes():
             rows = affinity.l2_normalize(anchors), affinity.l2_normalize(others)
             numbers = (jnp.asarray(x, rows[0].dtype) for x in (scale, bias))
@@ -94,7 +94,7 @@ def siglip(
         )
 
     if negatives_f is None and negatives_g is None:
-        return loss(f, g)  # both directions are equal, so that one product is enough
+        return loss(f, g)  # the same in both directions
     return _both_directions(loss, f, g, negatives_f, negatives_g)
 
 
@@ -105,7 +105,7 @@ def _siglip_sum(f: Array, g: Array, scale: Array, bias: Array) -> Array:
 
 
 def _siglip_rows(f: Array, g: Array, scale: Array, bias: Array) -> tuple[Array, Any]:
-    """Computes the sum and all gradients in one pass, so that every block exists once."""
+    """Computes the sum and all gradients in one pass, so that each block is computed once."""
     product = functools.partial(affinity.dot, precision=device.profile().siglip)
 
     def body(block: Block, sums: Any) -> Any:
@@ -114,8 +114,9 @@ def _siglip_rows(f: Array, g: Array, scale: Array, bias: Array) -> tuple[Array, 
         cosines = product(rows, g.T)
         signs = jnp.where(own[:, None] == jnp.arange(len(g)), 1.0, -1.0)
         logits = signs * (scale * cosines + bias)
-        # The last block may overlap the one before: rows that were counted get weight zero.
+        # The last block may overlap the one before. Its rows that were visited get weight zero.
         fresh = jnp.where(block.fresh, 1.0, 0.0).astype(f.dtype)[:, None]
+        # The derivative of -log sigmoid(z) is -sigmoid(-z).
         slopes = -fresh * signs * jax.nn.sigmoid(-logits)
         df = block.add(df, scale * product(slopes, g))
         dg = dg + scale * product(slopes.T, rows)
@@ -123,7 +124,7 @@ def _siglip_rows(f: Array, g: Array, scale: Array, bias: Array) -> tuple[Array, 
         return value, (df, dg, d_scale + jnp.sum(slopes * cosines), d_bias + jnp.sum(slopes))
 
     nothing = jnp.zeros((), f.dtype), jax.tree.map(jnp.zeros_like, (f, g, scale, bias))
-    # Every block reads and writes all of dg, so that larger blocks than a kernel's save bytes.
+    # Every block reads and writes all of dg, so these blocks are larger than those of a kernel.
     return over_rows(len(f), 4 * BUILD_ROWS, body, nothing)
 
 
@@ -159,6 +160,9 @@ def siglip_from_affinity(
     Example:
         >>> print(siglip_from_affinity(jnp.zeros((2, 2)), scale=20.0, bias=0.0))  # log 2
         0.6931472
+
+    References:
+        X. Zhai et al., "Sigmoid loss for language image pre-training", ICCV 2023.
     """
     checks.choice("normalization", normalization, NORMALIZATIONS)
     affinities = affinity.as_float(affinities)
@@ -166,15 +170,14 @@ def siglip_from_affinity(
     positives = rows if positives is None else positives
     if min(rows, columns) < positives:
         raise checks.InputError(
-            f"affinities: shape {affinities.shape} has no diagonal of {positives} positives; "
-            "pass a larger matrix, or fewer positives"
+            f"positives must be at most {min(rows, columns)}, the diagonal of an affinity of shape "
+            f"{affinities.shape}, got {positives}"
         )
     dtype = affinities.dtype
     logits = affinities * jnp.asarray(scale, dtype) + jnp.asarray(bias, dtype)
-    # A rectangle has negatives beyond its diagonal.
     positive = jnp.eye(rows, columns, dtype=dtype) * (jnp.arange(columns) < positives)
     signs = 2.0 * positive - 1.0
-    # Summed over a row first, so that both normalisations share the code.
+    # `log_sigmoid` is accurate for large negative logits, where log(sigmoid(z)) is -inf.
     per_row = -jnp.sum(jax.nn.log_sigmoid(signs * logits), axis=1)
     return jnp.mean(per_row) / (columns if normalization == "mean" else 1)
 
@@ -218,7 +221,7 @@ def infonce(
     scale = jnp.exp(jnp.asarray(log_scale))
 
     def loss(anchors: Array, others: Array) -> Array:
-        # The scale is cast, or a float64 scale would widen all logits.
+        # Cast, because a float64 scale would make all logits float64.
         cosines = affinity.cosine(anchors, others)
         logits = cosines * scale.astype(cosines.dtype)
         return jnp.mean(jax.nn.logsumexp(logits, axis=1) - jnp.diagonal(logits))
@@ -252,12 +255,16 @@ def soft_cross_entropy(
     Example:
         >>> print(soft_cross_entropy(jnp.ones((3, 2)), jnp.ones((4, 2)), jnp.full((3, 4), 0.25)))
         1.3862944
+
+    References:
+        S. Mo et al., "S-CLIP: semi-supervised vision-language learning using few specialist
+        captions", NeurIPS 2023.
     """
     cosines = affinity.cosine(queries, keys)
     if labels.shape != cosines.shape:
         raise checks.InputError(
-            f"labels: have shape {labels.shape} but queries and keys need {cosines.shape}; pass "
-            "one distribution over the keys for each query"
+            f"labels must have shape {cosines.shape}, got {labels.shape}; pass one distribution "
+            "over the keys for each query"
         )
     logits = cosines * jnp.exp(jnp.asarray(log_scale, cosines.dtype))
     return -jnp.mean(jnp.sum(labels * jax.nn.log_softmax(logits, axis=1), axis=1))
@@ -272,7 +279,7 @@ def _both_directions(
 ) -> Array:
     """Computes 1/2 [loss(f, [g; negatives_g]) + loss(g, [f; negatives_f])]."""
 
-    # Pairs come first, so that positives stay on the diagonal.
+    # Pairs come first, so that the positives are on the diagonal.
     def joined(paired: Array, unpaired: Array | None) -> Array:
         if unpaired is None:
             return paired
@@ -285,7 +292,7 @@ def _check_rows(f: Array, g: Array) -> None:
     """Raises InputError unless f and g can be paired row by row."""
     if f.shape != g.shape:
         raise checks.InputError(
-            f"features: f has shape {f.shape} but g has {g.shape}; row i of one belongs to row i "
+            f"g has shape {g.shape} but f has shape {f.shape}; row i of one must belong to row i "
             "of the other"
         )
 
@@ -294,14 +301,16 @@ def _check_rows(f: Array, g: Array) -> None:
 
 
 def cka(K: Float[Array, "n m"], K_star: Float[Array, "n m"]) -> Float[Array, ""]:
-    """Computes 1 - CKA(K, K*), with CKA = <HKH, HK*H> / (||HKH|| ||HK*H||), H = I - 11^T/n.
+    """Computes 1 - CKA(K, K*), where CKA is the cosine of the centred affinities.
+
+        CKA(K, K*) = <HKH, HK*H> / (||HKH|| ||HK*H||),    H = I - 11^T/n
 
     Args:
         K: Student affinity, shape [n, m].
         K_star: Teacher affinity, shape [n, m]. It receives no gradient.
 
     Returns:
-        The loss, 0 for affinities that are equal up to scale and row and column shifts.
+        The loss. It is 0 if K* is a multiple of K plus constants per row and per column.
 
     Raises:
         InputError: The shapes differ.
@@ -317,7 +326,7 @@ def cka(K: Float[Array, "n m"], K_star: Float[Array, "n m"]) -> Float[Array, ""]
 
     def centred(k: Array) -> Array:
         k = affinity.as_float(k)
-        # H K H without the matrix H.
+        # H K H, without the matrix H.
         return k - k.mean(0) - k.mean(1, keepdims=True) + k.mean()
 
     k, k_star = centred(K), centred(jax.lax.stop_gradient(K_star))
@@ -332,7 +341,7 @@ def cka_from_embeddings(
 ) -> Float[Array, ""]:
     """Computes `cka(cosine(f, g), cosine(f_star, g_star))` in O(n d + d^2) memory.
 
-    With K = F G^T and K* = F* G*^T, of unit rows that are then centred:
+    With unit rows minus their mean as rows of F and G, and likewise of F* and G*:
 
         <HKH, HK*H> = sum (F^T F*) * (G^T G*),    ||HKH||^2 = sum (F^T F) * (G^T G).
 
@@ -352,11 +361,14 @@ def cka_from_embeddings(
         >>> f, g = jnp.eye(3), jnp.eye(3) + 0.5
         >>> print(cka_from_embeddings(f, g, f, g).round(4))
         0.0
+
+    References:
+        S. Kornblith et al., "Similarity of neural network representations revisited", ICML 2019.
     """
     affinity.check_features(f, g, f_star, g_star)
 
     def centred(x: Array) -> Array:
-        # Centred columns of F and G centre the rows and columns of F G^T.
+        # F G^T of centred F and G has centred rows and columns.
         x = affinity.l2_normalize(x)
         return x - x.mean(0)
 
@@ -382,8 +394,8 @@ def infonce_divergence(
 ) -> Float[Array, ""]:
     """Computes the mean over rows of KL(softmax(K*/eps*) || softmax(K/eps)).
 
-    This is InfoNCE with the teacher's softmax in the place of one-hot labels. Unlike `klot`, it
-    constrains the rows alone, or the columns alone.
+    This is InfoNCE with the teacher's softmax as soft labels. Unlike plans of `klot`, which have
+    given row and column sums, a softmax normalises only rows or only columns.
 
     Args:
         K: Student affinity, shape [n, m].
@@ -403,6 +415,10 @@ def infonce_divergence(
         >>> K = jnp.array([[0.6, 0.1], [0.0, 0.5]])
         >>> print(infonce_divergence(K, K, epsilon=0.05, epsilon_star=0.05).round(4))
         0.0
+
+    References:
+        A. van den Oord et al., "Representation learning with contrastive predictive coding", 2018.
+        G. Hinton, O. Vinyals and J. Dean, "Distilling the knowledge in a neural network", 2015.
     """
     checks.choice("targets", targets, ("soft", "hard"))
     affinity.check_affinities(K, K_star)
@@ -412,7 +428,7 @@ def infonce_divergence(
     def rows(k: Array, k_star: Array) -> Array:
         log_s = jax.nn.log_softmax(k / epsilon, axis=1)
         if targets == "hard":
-            # The entropy of one-hot targets is 0, so that the cross-entropy is the divergence.
+            # The entropy of one-hot targets is 0, so the divergence is the cross-entropy.
             nearest = jnp.argmax(k_star, axis=1)
             return -jnp.mean(jnp.take_along_axis(log_s, nearest[:, None], axis=1))
         log_t = jax.nn.log_softmax(k_star / epsilon_star, axis=1)

@@ -1,4 +1,4 @@
-"""Exact nearest neighbours by cosine, computed in blocks on the device."""
+"""Exact nearest neighbours by cosine similarity, computed in blocks on the device."""
 
 import functools
 from typing import NamedTuple
@@ -34,17 +34,17 @@ def nearest(
     skip: str = "none",
     block_size: int = 1024,
 ) -> Neighbours:
-    """Finds the k keys of largest cosine for each query.
+    """Finds the k keys with the largest cosine for each query.
 
-    Blocks of queries are compared with blocks of keys. Neither the score matrix nor a second copy
-    of the keys ever exists.
+    Blocks of queries are compared with blocks of keys, so neither the score matrix nor a second
+    copy of the keys is stored.
 
     Args:
         queries: Rows of any length, shape [n, d].
         keys: Rows of any length, shape [m, d].
         k: Number of neighbours. Among equal scores the lower index comes first.
-        bias: Added to all scores of a key, shape [m]. A calibration's potential lowers the scores
-            of hubs, keys that are among the nearest of too many queries.
+        bias: Added to all scores of a key, shape [m]. The potential of a `Calibration` lowers the
+            scores of hubs, keys that are among the nearest of too many queries.
         skip: Keeps a query from being its own neighbour. "itself" leaves out key i for query i.
             "equal" leaves out keys with the same values as the query, compared by 64-bit hashes,
             for tables in another order.
@@ -56,11 +56,12 @@ def nearest(
     Raises:
         InputError: Shapes do not fit, values are not finite, or a query has fewer than k keys.
 
-    >>> keys = jnp.array([[1.0, 0.0], [1.0, 1.0], [0.0, 2.0]])
-    >>> nearest(keys[:1], keys, 2).indices.tolist()
-    [[0, 1]]
-    >>> nearest(keys[:1], keys, 2, skip="equal").indices.tolist()
-    [[1, 2]]
+    Example:
+        >>> keys = jnp.array([[1.0, 0.0], [1.0, 1.0], [0.0, 2.0]])
+        >>> nearest(keys[:1], keys, 2).indices.tolist()
+        [[0, 1]]
+        >>> nearest(keys[:1], keys, 2, skip="equal").indices.tolist()
+        [[1, 2]]
 
     References:
         M. Radovanovic et al., "Hubs in space: popular nearest neighbors in high-dimensional data",
@@ -70,7 +71,7 @@ def nearest(
     if queries.ndim != 2 or keys.ndim != 2 or queries.shape[1] != keys.shape[1]:
         raise checks.InputError(
             f"keys have shape {keys.shape} but queries have shape {queries.shape}; "
-            "pass two matrices of one width"
+            "pass two matrices of equal width"
         )
     checks.choice("skip", skip, ("none", "equal", "itself"))
     checks.whole(1, block_size=block_size)
@@ -83,12 +84,12 @@ def nearest(
             raise checks.InputError(f"{name} contain NaN or inf; remove such rows")
     bias = None if bias is None else jnp.asarray(bias)
     found = top_k(queries, keys, k, bias=bias, skip=skip, block_size=block_size)
-    # Whether k keys are left after `skip` is known only once they are compared.
+    # Only after the comparison it is known how many keys `skip` has left.
     usable = np.asarray((found.indices >= 0).sum(axis=1))
     if usable.min() < k:
         raise checks.InputError(
-            f"k is {k} but query {usable.argmin()} differs from only {usable.min()} keys; "
-            "ask for fewer neighbours or add keys"
+            f"k must be <= {usable.min()}, the number of keys that query {usable.argmin()} may "
+            f"choose from, got {k}"
         )
     return found
 
@@ -103,7 +104,7 @@ def top_k(
     skip: str = "none",
     block_size: int = 1024,
 ) -> Neighbours:
-    """Finds nearest keys without checks, the compiled part of `nearest`.
+    """Finds nearest keys without checks, as the compiled part of `nearest`.
 
     Args:
         queries: Rows of any length, shape [n, d].
@@ -116,6 +117,7 @@ def top_k(
     Returns:
         The `Neighbours`. Missing ones have the score -inf and the index -1.
     """
+    # One dtype for both, so that equal rows of a float16 and a float32 table have equal hashes.
     dtype = jnp.result_type(affinity.as_float(queries[:0]), affinity.as_float(keys[:0]))
 
     def search(block: blocks.Block, table: Neighbours) -> Neighbours:
@@ -134,10 +136,10 @@ def top_k(
             if bias is not None:
                 cosines = cosines + block.of(bias).astype(dtype)
             cosines = jnp.where(usable, cosines, -jnp.inf)
-            # The best k so far and a block of new scores compete for the k places.
-            # `lax.top_k` prefers the first of equal scores, and earlier keys come first.
+            # The best k so far compete with the scores of a block. `lax.top_k` prefers the first of
+            # equal scores, and earlier keys come first.
             scores, place = jax.lax.top_k(jnp.concatenate([best.scores, cosines], axis=1), k)
-            # The minimum keeps the index in range where a new score wins and `kept` is not used.
+            # The minimum keeps indices in range where a new score has won and `kept` is not used.
             kept = jnp.take_along_axis(best.indices, jnp.minimum(place, k - 1), axis=1)
             added = (block.start + place - k).astype(jnp.int32)
             return Neighbours(scores, jnp.where(place < k, kept, added))
@@ -145,7 +147,7 @@ def top_k(
         shape = block.size, k
         nothing = Neighbours(jnp.full(shape, -jnp.inf, dtype), jnp.full(shape, -1, jnp.int32))
         scores, indices = blocks.over_rows(len(keys), block_size, merge, nothing)
-        # A skipped key may still take a place if fewer than k are left.
+        # If fewer than k keys are left, skipped ones fill the places, with a score of -inf.
         indices = jnp.where(jnp.isneginf(scores), -1, indices)
         return Neighbours(block.put(table.scores, scores), block.put(table.indices, indices))
 
@@ -154,9 +156,10 @@ def top_k(
 
 
 def _hashes(rows: Array) -> Array:
-    """Returns two 32-bit hashes of each row: sums over values mixed with a key per column."""
-    values = jnp.where(rows == 0, 0.0, rows).astype(jnp.float32)  # 0 and -0 must hash alike
+    """Returns two 32-bit hashes of each row, sums of its values mixed with a key per column."""
+    # 0 and -0 are equal, but have different bits.
+    values = jnp.where(rows == 0, 0.0, rows).astype(jnp.float32)
     bits = jax.lax.bitcast_convert_type(values, jnp.uint32)
-    # A key per column, so that rows with the same values in another order differ.
+    # One key per column, so that the order of the values matters.
     columns = jax.random.bits(jax.random.key(0), (2, rows.shape[1]), jnp.uint32)
     return sampling.mix(bits[:, None, :] ^ columns).sum(axis=2, dtype=jnp.uint32)

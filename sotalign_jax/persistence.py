@@ -25,7 +25,7 @@ from sotalign_jax import checks
 from sotalign_jax.calibration import Calibration
 from sotalign_jax.heads import Heads, rebuild
 
-# Raise it whenever files that an older version wrote cannot be read any more.
+# Increase it when files of older versions cannot be read any more.
 FORMAT = 2
 """Version of the files that `save` writes."""
 FOLDER = "aligner"
@@ -35,7 +35,13 @@ _CALIBRATION = "calibration.safetensors"
 
 
 class Parts(NamedTuple):
-    """The parts of an aligner: heads, info in JSON values, and an optional calibration."""
+    """The parts of an aligner.
+
+    Attributes:
+        heads: Both heads.
+        info: Any JSON values.
+        calibration: The calibration, if there is one.
+    """
 
     heads: Heads
     info: dict[str, Any]
@@ -43,28 +49,29 @@ class Parts(NamedTuple):
 
 
 def save(parts: Parts, path: str | os.PathLike[str], *, overwrite: bool = False) -> None:
-    """Writes an aligner into a folder, all of it or nothing.
+    """Writes an aligner into a folder. If it fails, an earlier aligner stays intact.
 
     Args:
         parts: The aligner.
         path: The folder, which is created.
-        overwrite: True replaces an aligner that is there, but never anything else.
+        overwrite: True to replace an existing aligner. Other files are never replaced.
 
     Raises:
-        InputError: The folder holds something else, or `info` is not JSON.
-        OSError: The files cannot be written, as on a full disk. An earlier aligner stays intact.
+        InputError: The folder holds other files, or `info` is not JSON.
+        OSError: The files cannot be written, for example because the disk is full.
     """
-    # Write aside and rename: renaming is atomic within a file system, so that no reader and no
-    # crash ever sees half an aligner.
+    # Written to a temporary folder and renamed. A rename is atomic within a file system, so neither
+    # a reader nor a crash sees half an aligner.
     path = pathlib.Path(path).expanduser().absolute()
     temporary, previous = (path.with_name(f".{path.name}.{end}") for end in ("tmp", "old"))
-    # An earlier save was killed between its two renames below: restore the aligner it moved away.
+    # An earlier save was killed between its two renames. Restores the aligner that it had moved.
     if previous.exists() and not path.exists():
         previous.rename(path)
     _check_free(path, overwrite)
     arrays = {_TENSORS: {k: np.asarray(leaf[...]) for k, leaf in _leaves(parts.heads).items()}}
     if parts.calibration is not None:
         arrays[_CALIBRATION] = jax.tree.map(np.asarray, vars(parts.calibration))
+    # Leftovers of a save that was killed.
     for leftover in (temporary, previous):
         shutil.rmtree(leftover, ignore_errors=True)
     try:
@@ -74,11 +81,11 @@ def save(parts: Parts, path: str | os.PathLike[str], *, overwrite: bool = False)
         text = _description(parts, {name: _digest(temporary / name) for name in arrays})
         (temporary / _DESCRIPTION).write_text(text + "\n", encoding="utf-8")
         if path.exists():
-            path.rename(previous)  # stays whole until the new one stands in its place
+            path.rename(previous)  # kept until the new one is in its place
         temporary.rename(path)
     except (OSError, SafetensorError) as error:
         reason = getattr(error, "strerror", None) or checks.first_line(error)
-        raise OSError(f"path: {path} cannot be written ({reason}); free some space") from error
+        raise OSError(f"path {path} cannot be written ({reason}); free some space") from error
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
     shutil.rmtree(previous, ignore_errors=True)
@@ -102,11 +109,11 @@ def load(path: str | os.PathLike[str]) -> Parts:
     written = described.get("format") if isinstance(described, dict) else None
     if written != FORMAT:
         raise checks.InputError(
-            f"path: {folder} has format {written} but this version reads {FORMAT}; "
+            f"path {folder} has format {written} but this version reads {FORMAT}; "
             "load it with the version of sotalign-jax that wrote it"
         )
     with _reading(folder / _DESCRIPTION):
-        # Shapes alone: a damaged description must not allocate memory before its shapes are
+        # Shapes only, because a damaged description must not allocate memory before its shapes are
         # compared with those of the tensors.
         shapes = nnx.eval_shape(
             lambda: Heads(*(rebuild(**described["heads"][side]) for side in "xy"))
@@ -132,12 +139,12 @@ def _check_free(path: pathlib.Path, overwrite: bool) -> None:
     names = {entry.name for entry in entries}
     if strangers := sorted(names - {_DESCRIPTION, _TENSORS, _CALIBRATION}):
         raise checks.InputError(
-            f"path: {path} holds {strangers[0]}, which is not part of an aligner; "
+            f"path {path} holds {strangers[0]}, which is not part of an aligner; "
             "choose another folder"
         )
     if names and not overwrite:
         raise checks.InputError(
-            f"path: {path} holds an aligner already; choose another folder, or pass overwrite=True"
+            f"path {path} holds an aligner already; choose another folder, or pass overwrite=True"
         )
 
 
@@ -147,7 +154,7 @@ def _description(parts: Parts, digests: dict[str, str]) -> str:
     heads = {side: {"kind": h.kind, "options": h.options()} for side, h in sides.items()}
     described = {"format": FORMAT, "heads": heads, "info": parts.info, "sha256": digests}
 
-    # Numpy scalars are common in `info` (scores, seeds), and json knows Python's numbers only.
+    # `info` often has numpy scalars, such as scores and seeds, which json does not know.
     def plain(value: Any) -> Any:
         if isinstance(value, np.generic):
             return value.item()
@@ -156,7 +163,7 @@ def _description(parts: Parts, digests: dict[str, str]) -> str:
     try:
         return json.dumps(described, indent=2, allow_nan=False, default=plain)
     except (TypeError, ValueError) as error:
-        raise checks.InputError(f"info: cannot be written as JSON ({error})") from error
+        raise checks.InputError(f"info must hold JSON values only ({error})") from error
 
 
 def _find(path: str | os.PathLike[str]) -> pathlib.Path:
@@ -165,11 +172,11 @@ def _find(path: str | os.PathLike[str]) -> pathlib.Path:
     folder = given if (given / _DESCRIPTION).exists() else given / FOLDER
     if (folder / _DESCRIPTION).exists():
         return folder
-    # The path may be a folder of several runs. The message then names them.
+    # If the path is a folder of several runs, the message lists them.
     below = sorted(given.glob(f"*/{FOLDER}/{_DESCRIPTION}"))
     runs = ", ".join(str(file.parents[1]) for file in below)
     raise checks.InputError(
-        f"path: {path} holds no aligner; pass a folder that Aligner.save wrote, or the "
+        f"path {path} holds no aligner; pass a folder that Aligner.save wrote, or the "
         f"folder of a finished run{f', such as {runs}' if runs else ''}"
     )
 
@@ -190,11 +197,10 @@ def _tensors(
         wanted, found = _kind((leaves or {}).get(name)), _kind(tensors.get(name))
         if wanted != found:
             raise checks.InputError(
-                f"path: {path} has {found} for {name} but {_DESCRIPTION} describes {wanted}; "
+                f"path {path} has {found} for {name} but {_DESCRIPTION} describes {wanted}; "
                 "save the aligner again"
             )
-    # The digest comes second, because the message about shapes is the more helpful one. A file
-    # without a digest is accepted.
+    # Checked after the shapes, whose message is more helpful. A file without a digest is accepted.
     with _reading(path):
         if digests.get(path.name) not in (None, _digest(path)):
             raise ValueError("its content has changed")
@@ -202,9 +208,10 @@ def _tensors(
 
 
 def _kind(tensor: Any) -> str:
-    """Returns the shape and type of a tensor in words. All floating-point types are alike."""
+    """Returns the shape and type of a tensor in words. All floating-point types are equal."""
     if tensor is None:
         return "nothing"
+    # The description does not record the precision of the heads.
     floating = jnp.issubdtype(tensor.dtype, jnp.floating)
     return f"{'float' if floating else tensor.dtype}{list(tensor.shape)}"
 
@@ -223,6 +230,6 @@ def _reading(path: pathlib.Path) -> Iterator[None]:
     # json, safetensors and nnx raise errors of many types for a damaged file.
     except Exception as error:
         raise checks.InputError(
-            f"path: {path} is missing or damaged ({checks.first_line(error)}); save the aligner "
+            f"path {path} is missing or damaged ({checks.first_line(error)}); save the aligner "
             "again"
         ) from error

@@ -16,7 +16,8 @@ def say(text: str, *, show: bool = True) -> None:
         text: The line, such as "compiling (once)".
         show: If False, prints nothing.
 
-    >>> say("fitting the teacher", show=False)
+    Example:
+        >>> say("fitting the teacher", show=False)
     """
     with contextlib.suppress(OSError, ValueError):  # stderr may be closed
         if show and sys.stderr is not None:
@@ -54,8 +55,8 @@ class Observer:
 class Progress(Observer):
     """Progress bar on stderr with the loss, the validation score and the time left.
 
-    Without a terminal it prints ten plain lines instead. The time left is estimated from the second
-    advance on, because the first step includes compilation. It can observe `training.fit`.
+    Without a terminal it prints ten plain lines instead. The time left is estimated without the
+    first step, which includes compilation. It can be passed to `training.fit` as its observer.
 
     Args:
         total: Number of steps.
@@ -64,12 +65,13 @@ class Progress(Observer):
         initial: Steps that were done before.
         unit: Name of the steps, such as "rows".
         rate: If True, plain lines show the steps per second.
-        inner: If True, the bar stands below another one and is removed at its end. Without a
+        inner: If True, the bar is shown below another one and removed at its end. Without a
             terminal it shows nothing.
 
-    >>> with Progress(100, "train", show=False) as progress:
-    ...     progress.stage("compiling (once)")
-    ...     progress.metrics(50, {"loss": 0.25})
+    Example:
+        >>> with Progress(100, "train", show=False) as progress:
+        ...     progress.stage("compiling (once)")
+        ...     progress.metrics(50, {"loss": 0.25})
     """
 
     def __init__(
@@ -129,7 +131,7 @@ class Progress(Observer):
     def advance(
         self, count: int = 1, *, skipped: int = 0, loss: Any = None, mean_r1: Any = None
     ) -> None:
-        """Moves on by some steps.
+        """Moves the bar by some steps.
 
         Args:
             count: Number of steps.
@@ -139,21 +141,25 @@ class Progress(Observer):
             mean_r1: Validation score to show.
         """
         before, self._step = self._step, self._step + count
+        # The rate counts steps after the first one of the clock, so moving that leaves out
+        # skipped steps.
         if self._clock is not None:
             self._clock = self._clock[0] + skipped, self._clock[1]
         for name, value in (("loss", loss), ("val R@1", mean_r1)):
             if value is not None:
                 self._shown[name] = f"{name} {value:.4g}"
         text = ", ".join(self._shown.values())
-        with contextlib.suppress(OSError, ValueError):  # a closed stderr ends the display alone
+        # If stderr is closed, only the display ends.
+        with contextlib.suppress(OSError, ValueError):
             if self._clock is None:
                 self._clock = self._step, time.monotonic()
-                # A new bar does not count the time before it.
+                # Starts a new bar, whose clock does not include compilation.
                 self._bar.close()
                 self._bar = self._open(leave=not self._inner)
                 count = 0
             self._bar.set_postfix_str(text, refresh=False)
             self._bar.update(count)
+            # A plain line for every tenth of the steps.
             if self._plain and 10 * self._step // self._total > 10 * before // self._total:
                 print(", ".join(filter(None, self._line(text))), file=sys.stderr, flush=True)
 

@@ -1,7 +1,7 @@
 """Batches as a pure function of (seed, step), so that a resumed run draws the same batches.
 
-Rows come without replacement within an epoch. Their order is never stored or sorted: a keyed
-permutation of 0 .. n-1 is evaluated only where a batch needs it, in O(batch) for any n.
+Within an epoch rows are drawn without replacement. Their order is never stored: a keyed permutation
+of 0 .. n-1 is evaluated at the indices of a batch, in O(batch) for any n.
 
 `draw` takes a batch from arrays on the device. `Feed` reads the same rows from the host, for
 memory-mapped files or many devices. Each process reads only the rows of its own devices, and the
@@ -27,10 +27,11 @@ from jaxtyping import Array, Float, Int
 from sotalign_jax.ot import sharding
 
 READERS = 8
-"""Threads that read rows, because a disk serves several requests at a time."""
-# Fewest rows per thread, so that small batches are not cut into slivers.
-_LEAST = 256
-# Rounds of the Feistel network. Four suffice with an ideal hash; more make up for a cheap one.
+"""Number of threads that read rows. A disk serves several requests at a time."""
+# Fewest rows per thread. Smaller parts would cost more in overhead than they gain.
+_MIN_ROWS_PER_READER = 256
+# Rounds of the Feistel network. Four suffice with ideal round functions (Luby and Rackoff). More
+# compensate for a cheap hash.
 _ROUNDS = 8
 
 
@@ -116,8 +117,9 @@ def mix(x: Array) -> Array:
 def permute(key: Array, indices: Int[Array, " b"], size: int) -> Int[Array, " b"]:
     """Evaluates a keyed random permutation of 0 .. size-1 at `indices`.
 
-    A Feistel network permutes the next power of four. Values outside of 0 .. size-1 are permuted
-    again until they fall inside (cycle walking), which keeps it a permutation.
+    A Feistel network permutes the integers below the next power of four. Values outside of
+    0 .. size-1 are permuted again until they are inside (cycle walking), which gives a permutation
+    of 0 .. size-1.
 
     Args:
         key: PRNG key of the permutation.
@@ -130,8 +132,13 @@ def permute(key: Array, indices: Int[Array, " b"], size: int) -> Int[Array, " b"
     Example:
         >>> sorted(permute(jax.random.key(0), jnp.arange(5), 5).tolist())
         [0, 1, 2, 3, 4]
+
+    References:
+        M. Luby and C. Rackoff, "How to construct pseudorandom permutations from pseudorandom
+        functions", SIAM J. Comput. 17 (1988).
+        J. Black and P. Rogaway, "Ciphers with arbitrary finite domains", CT-RSA 2002.
     """
-    # Both halves of a value have as many bits, which gives a power of four.
+    # Both halves of a value have the same number of bits, so the domain is a power of four.
     half = max(1, math.ceil(math.log2(max(size, 2)) / 2))
     mask = jnp.uint32(2**half - 1)
     round_keys = jax.random.bits(key, (_ROUNDS,), jnp.uint32)
@@ -139,15 +146,14 @@ def permute(key: Array, indices: Int[Array, " b"], size: int) -> Int[Array, " b"
     def network(value: Array) -> Array:
         left, right = value >> half, value & mask
         for k in range(_ROUNDS):
-            # A round is invertible for any function of `right`, so that the network is a
-            # permutation.
+            # A round is invertible for any function of `right`.
             left, right = right, left ^ (mix(right ^ round_keys[k]) & mask)
         return (left << half) | right
 
     def outside(value: Array) -> Array:
         return value >= jnp.uint32(size)
 
-    # The domain is at most four times as large, so that few turns are expected.
+    # The domain is at most four times as large as `size`, so few iterations are expected.
     out = jax.lax.while_loop(
         lambda value: jnp.any(outside(value)),
         lambda value: jnp.where(outside(value), network(value), value),
@@ -159,8 +165,8 @@ def permute(key: Array, indices: Int[Array, " b"], size: int) -> Int[Array, " b"
 def draw_rows(key: Array, step: Int[Array, ""], size: int, batch: int) -> Int[Array, " b"]:
     """Draws the row numbers of a step.
 
-    Each epoch visits size // batch disjoint batches of a new order. If the batch covers all rows,
-    it is all rows in order.
+    Each epoch has size // batch disjoint batches, in an order of its own. If the batch size is at
+    least `size`, the batch is all rows in order.
 
     Args:
         key: PRNG key for batch sampling.
@@ -178,8 +184,7 @@ def draw_rows(key: Array, step: Int[Array, ""], size: int, batch: int) -> Int[Ar
     if batch >= size:
         return jnp.arange(size)
     per_epoch = size // batch
-    # The remainder of size / batch rows is left out of an epoch, and each epoch leaves out
-    # others.
+    # Every epoch drops the size % batch last rows of its order.
     epoch_key = jax.random.fold_in(key, step // per_epoch)
     return permute(epoch_key, (step % per_epoch) * batch + jnp.arange(batch), size)
 
@@ -197,9 +202,9 @@ def row_numbers(
         unpaired: Number of rows of each pool.
 
     Returns:
-        A `Batch` of row numbers in the place of rows.
+        A `Batch` of row numbers instead of rows.
     """
-    # One key per table, so that a change of one batch size leaves the others as they are.
+    # One key per table, so that changing one batch size does not change the other batches.
     key_pairs, key_x, key_y, *near_keys = jax.random.split(key, 5)
     paired = draw_rows(key_pairs, step, len(data.pairs_x), pairs)
     x = draw_rows(key_x, step, len(data.pool_x), unpaired)
@@ -213,6 +218,7 @@ def row_numbers(
         return jnp.asarray(near)[paired, pick]
 
     near_a, near_b = map(neighbour, near_keys, (data.near_x, data.near_y))
+    # The teacher's features are rows of tables parallel to the pools.
     star_x, star_y = None if data.star_x is None else x, None if data.star_y is None else y
     return Batch(paired, paired, x, y, near_a, near_b, step, star_x, star_y)
 
@@ -239,7 +245,7 @@ def draw(key: Array, step: Int[Array, ""], data: DeviceData, *, pairs: int, unpa
     rows = row_numbers(key, step, data, pairs=pairs, unpaired=unpaired)
 
     def take(name: str, table: Array, numbers: Array) -> Array:
-        # Without this shortcut, a batch of all rows would be copied in every step.
+        # A batch of all rows is used as it is. Indexing would copy it in every step.
         return table if _whole(name, table, numbers) else table[numbers]
 
     return _collect(take, data, rows)
@@ -286,7 +292,7 @@ class Feed:
             lambda step: row_numbers(key, step, data, pairs=pairs, unpaired=unpaired)
         )
         self._placed: dict[str, Any] = {}
-        # One thread reads ahead, and its rows are read by several.
+        # One thread prepares the next batch, and several threads read its rows.
         self._ahead = concurrent.futures.ThreadPoolExecutor(1)
         self._readers = concurrent.futures.ThreadPoolExecutor(READERS)
         self._next: dict[int, concurrent.futures.Future[Batch]] = {}
@@ -295,24 +301,24 @@ class Feed:
         return self
 
     def __exit__(self, *error: object) -> None:
-        # Threads that outlive the interpreter's end would crash it after ctrl-C.
+        # Threads that still run at the interpreter's exit would crash it after ctrl-C.
         for executor in (self._ahead, self._readers):
             executor.shutdown(cancel_futures=True)
 
     def __call__(self, step: int) -> Batch:
         """Returns the batch of a step, and starts to read the next one."""
-        # A resumed run may ask for any step first.
+        # The first step of a resumed run was not read ahead.
         waiting = self._next.pop(step, None) or self._start(step)
         self._next = {step + 1: self._start(step + 1)}
         return waiting.result()
 
     def _start(self, step: int) -> "concurrent.futures.Future[Batch]":
         """Starts to read the batch of a step."""
-        # The device computes the row numbers now. Later they would wait for the step to end.
+        # Row numbers are computed now. Dispatched later, they would wait for the training step.
         return self._ahead.submit(self._read, step, self._rows(jnp.int32(step)))
 
     def _read(self, step: int, numbers: Batch) -> Batch:
-        """Reads the rows of a batch, in a thread of its own."""
+        """Reads the rows of a batch. It runs in the thread that reads ahead."""
         return _collect(self._take, self._data, jax.device_get(numbers)._replace(step=step))
 
     def _take(self, name: str, array: Any, rows: np.ndarray) -> Any:
@@ -326,12 +332,13 @@ class Feed:
             taken = sharding.SplitRows.place(
                 lambda part: self._gather(array, rows[part]), shape, self._mesh
             )
-        # The same rows at every step are copied to the device once.
+        # Parts that are the same at every step are copied to the device once.
         if _whole(name, array, rows):
             self._placed[name] = taken
         return taken
 
     def _gather(self, array: Any, rows: np.ndarray) -> np.ndarray:
-        """Reads rows of an array by several threads."""
-        parts = np.array_split(rows, max(1, min(READERS, len(rows) // _LEAST)))
+        """Reads rows of an array with several threads."""
+        readers = max(1, min(READERS, len(rows) // _MIN_ROWS_PER_READER))
+        parts = np.array_split(rows, readers)
         return np.concatenate(list(self._readers.map(array.__getitem__, parts)))

@@ -1,12 +1,12 @@
-"""Checks the library on the devices at hand, against float64 on the host.
+"""Checks the library on the local devices, against float64 on the host.
 
     python -m sotalign_jax.selfcheck            # prints a table; exit code 1 if a row fails
     python -m sotalign_jax.selfcheck --json     # prints JSON
     python -m sotalign_jax.selfcheck --only product sweeps
     python -m sotalign_jax.selfcheck --quick    # tiny sizes, to test the command itself
 
-A check is a function that yields rows. A row has an error with its limit, a time, or both. An
-exception fails its check with the first line of the message, and the next check runs. Times have no
+A check is a function that yields rows. A row has an error with its limit, a time, or both. If a
+check raises, its row shows the first line of the message, and the next check runs. Times have no
 limit. `benchmarks/model.py` predicts the times of several devices.
 """
 
@@ -38,15 +38,16 @@ ALGORITHMS: Any = {
 ROUNDOFF = {device.HIGHEST: 2.0**-24, device.TF32: 2.0**-11, device.THREE_PASSES: 2.0**-16}
 # Unpaired rows of the paper's batch.
 PAPER_ROWS = 22_768
-# Width of the features of kernels and plans, regularisation of the teacher, default tolerance.
+# Width of the features of kernels and plans, regularisation of the teacher, and default tolerance
+# of `klot`.
 WIDTH, EPSILON, TOLERANCE = 64, 0.005, 1e-4
 # Regularisation of the first kernel that the solver builds for `EPSILON`.
 FIRST_EPSILON = 16 * EPSILON
-# Products and kernels are compared in every 61st row, so that every tile of a product counts.
+# Products and kernels are compared in every 61st row, so that some row of every tile is compared.
 STRIDE = 61
-# Relative errors of KLOT and of its gradient. At n = 2,048 the default tolerance leaves 4e-6 and
-# 3e-4. With TF32 in the student's role they are 6e-6 and 5e-4. The gradient of a teacher in TF32,
-# or of a student in bfloat16, exceeds the limit with 1.2e-3 and 1.9e-3.
+# Limits of the relative errors of KLOT and of its gradient. At n = 2,048 the default tolerance
+# leaves errors of 4e-6 and 3e-4, and TF32 in the student's role 6e-6 and 5e-4. The limit rejects a
+# gradient with the teacher in TF32 (1.2e-3) or the student in bfloat16 (1.9e-3).
 VALUE_LIMIT, GRADIENT_LIMIT = 1e-4, 1e-3
 
 
@@ -97,8 +98,8 @@ class Sizes(NamedTuple):
     widths: tuple[int, int]
 
 
-# Blocks of 512 rows divide 2,048 rows, and no other number of rows here: their last block overlaps
-# the one before. The third kernel is much wider than high.
+# Blocks of 512 rows divide 2,048 rows, but none of the other sizes, whose last block overlaps the
+# one before. The third kernel is much wider than high.
 KERNELS, LOSSES = ((2048, 2048), (4099, 4099), (700, 24_576)), ((2048, 2048), (2039, 701))
 CPU = Sizes(2**24, (1024, 512), KERNELS, LOSSES, 2048, (128, 256))
 ACCELERATOR = Sizes(2**28, (8192, 1024), KERNELS, LOSSES, 4096, (1024, 2048))
@@ -106,7 +107,7 @@ QUICK = Sizes(2**16, (192, 64), ((128, 128), (35, 131)), ((128, 128), (127, 35))
 
 
 def sizes_of(profile: device.Profile) -> Sizes:
-    """Returns the sizes for a device, with the paper's batch where two of its kernels fit.
+    """Returns the sizes for a device. They include the paper's batch if two of its kernels fit.
 
     Args:
         profile: Profile of the device.
@@ -131,7 +132,7 @@ def sizes_of(profile: device.Profile) -> Sizes:
 def clouds(n: int, m: int, width: int, seed: int = 0) -> list[np.ndarray]:
     """Draws two independent anisotropic Gaussian clouds around a common mean.
 
-    No row has a partner, so that their plan is neither flat nor close to a permutation.
+    Rows have no partners, so the plan is neither uniform nor close to a permutation.
 
     Args:
         n: Rows of the first cloud.
@@ -142,7 +143,7 @@ def clouds(n: int, m: int, width: int, seed: int = 0) -> list[np.ndarray]:
     Returns:
         Both clouds, in float32.
     """
-    # Variances fall as 1/k, so that a few directions carry most of the variance.
+    # Variances fall as 1/k: a few directions have most of the variance, as in real embeddings.
     rng, scales = np.random.default_rng(seed), np.arange(1, width + 1, dtype=np.float32) ** -0.5
     mean = 0.5 * scales * rng.standard_normal(width, np.float32)
     return [mean + scales * rng.standard_normal((rows, width), np.float32) for rows in (n, m)]
@@ -154,7 +155,7 @@ def features(n: int, m: int, sizes: Sizes) -> list[np.ndarray]:
     Args:
         n: Number of rows.
         m: Number of columns.
-        sizes: Sizes, of which `widths` is used.
+        sizes: Sizes. Only `widths` is used.
 
     Returns:
         The four arrays.
@@ -220,14 +221,15 @@ def product_error(algorithm: Any, width: int) -> float:
     Returns:
         The typical error of one product.
     """
-    # Rounding errors of the `width` terms are independent, and the terms are of size 1 / width.
+    # The rounding errors of `width` terms of size 1 / width are independent, and add up as a random
+    # walk.
     return ROUNDOFF[algorithm] / math.sqrt(width) + 2.0**-24
 
 
 def sum_error(count: int) -> float:
-    """Bounds the relative error of float32 sums of positive numbers, which is a random walk.
+    """Bounds the relative error of float32 sums of positive numbers, which grows as a random walk.
 
-    A CPU that adds 4,099 numbers one after the other has 0.4 of this error.
+    A CPU that adds 4,099 numbers one after the other has 0.4 times this error.
 
     Args:
         count: Number of summands.
@@ -249,7 +251,7 @@ def exact_sums(matrix: Any, a: np.ndarray, c: np.ndarray) -> tuple[np.ndarray, n
     Returns:
         The row sums and the column sums.
     """
-    # In blocks, because A in float64 would take twice its memory on the host.
+    # In blocks, because A in float64 would take twice the memory.
     matrix, s, t = np.asarray(matrix), np.zeros(len(a)), np.zeros(len(c))
     for start in range(0, len(a), 1024):
         rows = slice(start, start + 1024)
@@ -285,7 +287,7 @@ def exact_error(x: np.ndarray, y: np.ndarray, u: Any, v: Any) -> float:
 def exact_loss(n: int, m: int, sizes: Sizes) -> tuple[Any, list[Any]]:
     """Computes KLOT and its gradient in float64 on the CPU, to a hundredth of the tolerance.
 
-    A smaller problem is the largest one with weights of zero, so that one program serves all sizes.
+    Smaller problems are the largest one with weights of zero, so one program serves all sizes.
 
     Args:
         n: Number of rows.
@@ -296,7 +298,7 @@ def exact_loss(n: int, m: int, sizes: Sizes) -> tuple[Any, list[Any]]:
         The value, and the gradients in f and g.
     """
     cpu, largest = jax.devices("cpu")[0], sizes.losses[0]
-    # The profile of the CPU, because storage and algorithms are chosen while a function is traced.
+    # Storage and algorithms are chosen while a function is traced, so it needs the CPU's profile.
     with jax.enable_x64(True), jax.default_device(cpu), device.compiling_for(device.profile(cpu)):
         arrays = [jnp.asarray(x, jnp.float64) for x in features(*largest, sizes)]
         log_a = np.where(np.arange(largest[0]) < n, 0.0, -np.inf)
@@ -377,6 +379,7 @@ def timed(function: Callable[..., Any], *args: Any, **options: Any) -> tuple[Any
         The result, and the time of the fastest call in milliseconds.
     """
     args, times = jax.block_until_ready(jax.tree.map(jnp.asarray, args)), []
+    # The fastest call has the least noise from other processes.
     for _ in range(4):
         result = None  # frees the memory of the run before
         start = time.perf_counter()
@@ -390,7 +393,8 @@ def timed(function: Callable[..., Any], *args: Any, **options: Any) -> tuple[Any
 
 def check_memory(sizes: Sizes) -> Iterator[Row]:
     """Measures the bandwidth of memory by an elementwise loop in place."""
-    turns = 20  # in one launch, so that the time of a launch does not count
+    # Several turns in one launch, so that the time of a launch is negligible.
+    turns = 20
     loop = jax.jit(lambda x, n: jax.lax.fori_loop(0, n, lambda i, x: 0.5 * x + 0.5, x))
     ms = timed(loop, jnp.ones(sizes.stream, jnp.float32), turns)[1] / turns
     moved = 8 * sizes.stream  # every number is read and written
@@ -401,10 +405,10 @@ def check_product(sizes: Sizes, algorithm: Any, roles: Sequence[str]) -> Iterato
     """Compares products of isotropic unit rows with float64.
 
     The limit is 16 times the estimated error. The largest of all errors is 3 times the estimate,
-    10 times on hardware that truncates operands, and 23 times for bfloat16 in the place of TF32.
+    10 times on hardware that truncates operands, and 23 times for bfloat16 instead of TF32.
 
     Args:
-        sizes: Sizes, of which `product` is used.
+        sizes: Sizes. Only `product` is used.
         algorithm: A key of `ALGORITHMS`.
         roles: Roles in which this device uses it.
 
@@ -457,7 +461,7 @@ def check_plan(sizes: Sizes, int8: bool) -> Iterator[Row]:
     The error of the affinity in the exponents adds to the tolerance.
 
     Args:
-        sizes: Sizes, of which `rows` is used.
+        sizes: Sizes. Only `rows` is used.
         int8: True to use an int8 kernel.
 
     Yields:
@@ -626,7 +630,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                 if not args.json:
                     print(line(row), flush=True)
     ok = all(row.ok for row in rows)
-    # JSON comes in one piece at the end, so that a program can parse all of stdout.
+    # JSON is printed once at the end, so that a program can parse all of stdout.
     if args.json:
         print(json.dumps(found | {"rows": [as_json(row) for row in rows], "ok": ok}, indent=1))
     return 0 if ok else 1

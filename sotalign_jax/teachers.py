@@ -433,7 +433,7 @@ def _centred(name: str, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     largest = np.linalg.norm(centred, axis=1).max()
     if largest < 1e-6 * np.linalg.norm(mean):  # only the rounding of the inputs is left
         raise checks.InputError(
-            f"{name}: all rows point the same way; pass pairs that differ from each other"
+            f"{name} must have rows that differ from each other, got rows of one direction"
         )
     return centred, mean
 

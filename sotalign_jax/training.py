@@ -1,10 +1,9 @@
-"""Training: a jitted, donated Lion step, and a loop that keeps the best model on validation.
+"""Training: a jitted Lion step, and a loop that keeps the best parameters on validation.
 
-The result of a step depends only on the data, its state and (seed, step), including batches,
-learning rate and warm starts. A run that resumes from a `Snapshot` is therefore bit-identical to an
-uninterrupted one. All steps share one compiled program. On a mesh of several devices the rows
-of a batch are split over them (see `sharding`), and heads, optimiser state and teacher are the same
-on all.
+Batches, learning rate and warm starts of a step are functions of the data, the state and (seed,
+step). A run that resumes from a `Snapshot` is therefore bit-identical to an uninterrupted one. All
+steps share one compiled program. On a mesh the rows of a batch are split over its devices (see
+`sharding`), and heads, optimiser state and teacher are replicated.
 """
 
 import contextlib
@@ -36,8 +35,8 @@ from sotalign_jax.methods import Contrastive, Method, Objective
 from sotalign_jax.ot import device, sharding
 from sotalign_jax.progress import Observer
 
-# Steps between reads of the metrics. JAX dispatches steps asynchronously, and each read waits
-# until the device has finished them. A larger number delays the discovery of a NaN.
+# Steps between reads of the metrics. JAX dispatches steps asynchronously, and a read waits until
+# the device has finished them. A larger number would discover a NaN later.
 _REPORT_EVERY = 10
 
 
@@ -49,7 +48,7 @@ class TrainConfig:
         steps: Number of optimisation steps.
         pair_batch: Pairs per step, or all pairs if there are fewer.
         unpaired_batch: Unpaired rows per step and modality, or all rows if there are fewer.
-        learning_rate: Peak of the learning rate, after a warm-up over the first tenth of the steps.
+        learning_rate: Peak learning rate, reached after a warm-up over a tenth of the steps.
         weight_decay: Decoupled weight decay, which is multiplied by the learning rate.
         eval_every: Steps between validations.
         seed: Seed of the initial heads and of all batches.
@@ -126,12 +125,12 @@ class NonFiniteLossError(FloatingPointError):
 def place(
     dataset: data.Dataset, *, pools: str = "xy", on_device: bool = True
 ) -> sampling.DeviceData:
-    """Collects the training arrays, and copies them to the device if `on_device`.
+    """Collects the training arrays of a dataset.
 
     Args:
         dataset: Pairs and pools.
         pools: Modalities whose pool is used, "xy", "x", "y" or "". Other pools become empty.
-        on_device: True copies the arrays to the default device.
+        on_device: True to copy the arrays to the default device.
 
     Returns:
         The arrays.
@@ -139,7 +138,7 @@ def place(
     x, y = dataset.pool_x, dataset.pool_y
     read = x if "x" in pools else x[:0], y if "y" in pools else y[:0]
     arrays: Any = dataset.pairs_x, dataset.pairs_y, *read
-    # A pool may be `files.MappedRows`, which numpy reads into memory in one go.
+    # A pool may be `files.MappedRows`, which `np.asarray` reads into memory.
     if on_device:
         arrays = (jnp.asarray(np.asarray(x)) for x in arrays)
     return sampling.DeviceData(*arrays)
@@ -156,7 +155,7 @@ def _fits_in_memory(arrays: Iterable[Any]) -> bool:
 
 
 def kept_features(batches: sampling.DeviceData, teacher: Teacher) -> tuple[Any, Any]:
-    """Decides which of the teacher's features of the pools are kept in memory.
+    """Decides for which pools the teacher's features are kept in memory.
 
     Features of a pool are kept if they are no larger than the pool itself or need a Gaussian
     kernel, and if all arrays together need at most half of the device's memory.
@@ -182,7 +181,7 @@ def kept_features(batches: sampling.DeviceData, teacher: Teacher) -> tuple[Any, 
 
 
 def with_features(batches: sampling.DeviceData, teacher: Teacher) -> sampling.DeviceData:
-    """Adds the teacher's features of the pools, so that they are computed once for all steps.
+    """Computes the teacher's features of the pools once for all steps.
 
     Features that `kept_features` rejects are computed in every step.
 
@@ -193,18 +192,20 @@ def with_features(batches: sampling.DeviceData, teacher: Teacher) -> sampling.De
     Returns:
         The training arrays, with `star_x` and `star_y` set where they are kept.
 
-    >>> from sotalign_jax import teachers
-    >>> A = np.random.default_rng(0).normal(size=(9, 3)).astype(np.float32)
-    >>> with_features(sampling.DeviceData(A, A, A, A), teachers.procrustes(A, A)).star_x.shape
-    (9, 3)
+    Example:
+        >>> from sotalign_jax import teachers
+        >>> A = np.random.default_rng(0).normal(size=(9, 3)).astype(np.float32)
+        >>> with_features(sampling.DeviceData(A, A, A, A), teachers.procrustes(A, A)).star_x.shape
+        (9, 3)
     """
 
-    def of(kept: Any, features: Any, pool: Any) -> Array | None:
-        return None if kept is None else jnp.asarray(evaluation.embed(features, pool))
+    def embed(kept: Any, teacher_map: Any, pool: Any) -> Array | None:
+        return None if kept is None else jnp.asarray(evaluation.embed(teacher_map, pool))
 
     x, y = kept_features(batches, teacher)
     return batches._replace(
-        star_x=of(x, teacher.map_x, batches.pool_x), star_y=of(y, teacher.map_y, batches.pool_y)
+        star_x=embed(x, teacher.map_x, batches.pool_x),
+        star_y=embed(y, teacher.map_y, batches.pool_y),
     )
 
 
@@ -225,7 +226,7 @@ def init_state(
     Returns:
         The state. It shares no arrays with `heads`.
     """
-    # A copy, because the first step donates the state's arrays and the caller keeps the heads.
+    # Copied, because the first step donates the state's arrays and the caller keeps the heads.
     params = jax.tree.map(jnp.copy, nnx.state(heads))
     memory = method.start(batches, config.unpaired_batch)
     return TrainState(jnp.int32(0), params, _optimizer(config).init(params), memory)
@@ -249,8 +250,9 @@ def optimizer(
     Returns:
         The optimiser.
 
-    >>> optimizer(1e-4, 100).init({"w": jnp.zeros(2)})[0].mu
-    {'w': Array([0., 0.], dtype=float32)}
+    Example:
+        >>> optimizer(1e-4, 100).init({"w": jnp.zeros(2)})[0].mu
+        {'w': Array([0., 0.], dtype=float32)}
 
     References:
         X. Chen et al., "Symbolic discovery of optimization algorithms", NeurIPS 2023 (Lion).
@@ -272,12 +274,17 @@ def warmup_cosine(learning_rate: float, steps: int) -> optax.Schedule:
     Returns:
         The schedule.
 
-    >>> rate = warmup_cosine(1.0, 20)
-    >>> [round(float(rate(t)), 3) for t in (0, 1, 2, 11, 20)]
-    [0.5, 1.0, 1.0, 0.5, 0.0]
+    Example:
+        >>> rate = warmup_cosine(1.0, 20)
+        >>> [round(float(rate(t)), 3) for t in (0, 1, 2, 11, 20)]
+        [0.5, 1.0, 1.0, 0.5, 0.0]
+
+    References:
+        I. Loshchilov and F. Hutter, "SGDR: stochastic gradient descent with warm restarts", ICLR
+        2017: the cosine.
     """
-    # optax.join_schedules is not used, because its rates differ from these by rounding in a fifth
-    # of the steps. Every recorded metric of a seed would change in its last digits.
+    # Not optax.join_schedules, whose rates differ from these by rounding in a fifth of the steps.
+    # Every recorded metric of a seed would change in its last digits.
     warmup = -(-steps // 10)  # ceil(steps / 10)
 
     def rate(step: Any) -> Array:
@@ -297,7 +304,7 @@ def batch_key(config: TrainConfig) -> Array:
     Returns:
         The key.
     """
-    # A key derived from the seed, so that batches and initial heads share no random numbers.
+    # Folded, so that batches and initial heads share no random numbers.
     return jax.random.fold_in(jax.random.key(config.seed), 1)
 
 
@@ -317,7 +324,7 @@ def make_step(
 
     Args:
         method: The objective, a frozen dataclass.
-        heads: Heads of the structure to train. Their values are not used.
+        heads: Heads with the structure to train. Their values are not used.
         config: Options of the training.
         mesh: Devices that the rows are split over. Call the step within `jax.set_mesh(mesh)`.
 
@@ -330,10 +337,10 @@ def make_step(
     # Programs are cached by the method's options, which frozen dataclasses hash.
     if not isinstance(method, Hashable):
         raise checks.InputError(
-            f"method: {type(method).__name__} is not hashable; make it a frozen dataclass"
+            f"method must be hashable, got {type(method).__name__}; make it a frozen dataclass"
         )
-    # The seed reaches the step only through the key and the arrays. As part of the cache key it
-    # would compile one program per seed.
+    # The seed reaches the step only through the key and the arrays. As part of the cache key, each
+    # seed would compile a program of its own.
     return _program(method, nnx.graphdef(heads), dataclasses.replace(config, seed=0), mesh)
 
 
@@ -341,7 +348,7 @@ def make_step(
 def _program(
     method: Objective, graphdef: Any, config: TrainConfig, mesh: Mesh | None
 ) -> jax.stages.Wrapped:
-    """Builds the jitted step of `make_step`, once per structure and options."""
+    """Builds the jitted step of `make_step`, once for each structure and each set of options."""
     optimizer = _optimizer(config)
 
     def step(
@@ -354,7 +361,7 @@ def _program(
         if isinstance(batches, sampling.Batch):
             batch = sharding.trim(batches)
         else:
-            assert key is not None, "pass batch_key(config) to draw by"
+            assert key is not None, "pass batch_key(config)"
             with jax.named_scope("draw"):
                 batch = sampling.draw(key, state.step, batches, **_sizes(config))
 
@@ -364,10 +371,10 @@ def _program(
         (loss, (metrics, memory)), gradient = jax.value_and_grad(objective, has_aux=True)(
             state.params
         )
-        # Named scopes show up in profiles of a step.
         with jax.named_scope("optimizer"):
             updates, opt_state = optimizer.update(gradient, state.opt_state, state.params)
             params = optax.apply_updates(state.params, updates)
+        # A finite loss may have a NaN gradient, which its norm reveals.
         metrics = {"loss": loss, "gradient_norm": optax.tree.norm(gradient), **metrics}
         return TrainState(state.step + 1, params, opt_state, memory), metrics
 
@@ -394,8 +401,8 @@ def check_pool(method: Method, dataset: data.Dataset) -> None:
     for side in method.pools:
         if not len(dataset.pool_x if side == "x" else dataset.pool_y):
             raise checks.InputError(
-                f"pool {side}: has no rows but {type(method).__name__} learns from unpaired "
-                f"samples of {' and '.join(method.pools)}; add some, or train with method 'sail'"
+                f"pool_{side} has no rows but {type(method).__name__} needs unpaired samples of "
+                f"{' and '.join(method.pools)}; add some, or train with method 'sail'"
             )
     method.check(dataset)
 
@@ -414,8 +421,8 @@ def fit(
 ) -> tuple[Heads, Best]:
     """Trains copies of heads and keeps the parameters with the best validation MeanR@1.
 
-    Step 0 is validated as well, so that the result is never worse on validation than the start.
-    Without a validation gallery the last parameters are kept.
+    The initial heads are validated as well, so the result is never worse on validation than they
+    are. Without a validation gallery the last parameters are kept.
 
     Args:
         method: The objective, such as `methods.SOTAlign()`.
@@ -423,14 +430,14 @@ def fit(
         dataset: Pairs, pools and the validation gallery.
         config: Steps, batches and learning rate.
         teacher: The frozen teacher, for methods that use one.
-        resume: Function that takes the initial snapshot as a template, and returns the snapshot to
-            continue from, or None to start from the initial one.
+        resume: Receives the initial snapshot as a template, and returns the snapshot to continue
+            from, or None to start from the initial one.
         observer: Callbacks for stages, metrics and snapshots.
-        mesh: Several devices, of one process or of many that all call this function with the same
-            arguments. See `sharding.rows_mesh`.
+        mesh: Devices to split the rows over, see `sharding.rows_mesh`. If they belong to several
+            processes, all of them must call this function with the same arguments.
         on_device: True keeps pairs and pools on the device. False reads the rows of each step from
-            the host. By default they are kept on the device if there is no mesh and they
-            need at most half of its memory. The choice does not change the batches.
+            the host. By default they are kept on the device if there is no mesh and they need at
+            most half of its memory. The choice does not change the batches.
 
     Returns:
         The trained heads, and the parameters, step and score of the best validation.
@@ -448,47 +455,65 @@ def fit(
     if on_device and teacher is not None and method.uses_teacher:
         batches = with_features(batches, teacher)
     graphdef = nnx.graphdef(heads)
-    state = init_state(method, heads, batches, config)
-    # Any score is better than -1. A copy, because the step donates the state: XLA reuses the memory
-    # of its arrays.
-    best = Best(jax.tree.map(jnp.copy, state.params), jnp.int32(0), jnp.float32(-1.0))
-    if resume is not None:
-        state, best = resume(Snapshot(state, best)) or Snapshot(state, best)
-    if int(state.step) == 0 and dataset.val is not None:
-        best = _select(graphdef, state, best, 0, dataset.val, {})
-    # Only now, because `resume` and the first validation work on arrays of one device.
+    state, best = _start(method, heads, batches, dataset, config, resume)
+    # Only now, because `resume` and the first validation need arrays on one device.
     if mesh is not None:
         state, teacher = sharding.replicate((state, teacher), mesh)
     step = make_step(method, heads, config, mesh)
     # `Feed` draws the rows on the host and passes a `Batch`, so the step needs no key.
     key = batch_key(config) if on_device else None
-    source: Any = contextlib.nullcontext(lambda number: batches)
-    if not on_device:
-        source = sampling.Feed(batches, batch_key(config), mesh=mesh, **_sizes(config))
     if int(state.step) < config.steps:
         observer.stage("compiling the training step (once)")
     warned = False
-    waiting: list[tuple[int, dict[str, Array]]] = []
-    # Metrics stay on the device until `waiting` is full or a validation needs them.
-    with source as rows_of:
+    # Metrics stay on the device until `unread` is full or a validation needs them.
+    unread: list[tuple[int, dict[str, Array]]] = []
+    with _source(batches, config, mesh, on_device) as data_of:
         for number in range(int(state.step) + 1, config.steps + 1):
             with contextlib.nullcontext() if mesh is None else jax.set_mesh(mesh):
-                state, metrics = step(state, rows_of(number - 1), teacher, key)
-            waiting.append((number, metrics))
+                state, metrics = step(state, data_of(number - 1), teacher, key)
+            unread.append((number, metrics))
             validate = number % config.eval_every == 0 or number == config.steps
-            if not validate and len(waiting) < _REPORT_EVERY:
+            if not validate and len(unread) < _REPORT_EVERY:
                 continue
-            for past, values in jax.device_get(waiting):
-                # Before the validation: NaN parameters must neither be scored nor saved.
+            for past, values in jax.device_get(unread):
+                # Checked before the validation, so that NaN parameters are never scored or saved.
                 _check_finite(past, values)
                 if validate and past == number:
                     best = _select(graphdef, state, best, number, dataset.val, values)
                 warned = warned or _warn_unconverged(method, past, values)
                 observer.metrics(past, values)
-            waiting.clear()
+            unread.clear()
             if validate:
                 observer.snapshot(number, Snapshot(sharding.local(state), best))
     return nnx.merge(graphdef, best.params), best
+
+
+def _start(
+    method: Objective,
+    heads: Heads,
+    batches: sampling.DeviceData,
+    dataset: data.Dataset,
+    config: TrainConfig,
+    resume: Callable[[Snapshot], Snapshot | None] | None,
+) -> Snapshot:
+    """Builds or resumes the state of `fit`, and validates the initial heads."""
+    state = init_state(method, heads, batches, config)
+    # Any score is better than -1. Copied, because the step donates the state's arrays.
+    best = Best(jax.tree.map(jnp.copy, state.params), jnp.int32(0), jnp.float32(-1.0))
+    if resume is not None:
+        state, best = resume(Snapshot(state, best)) or Snapshot(state, best)
+    if int(state.step) == 0 and dataset.val is not None:
+        best = _select(nnx.graphdef(heads), state, best, 0, dataset.val, {})
+    return Snapshot(state, best)
+
+
+def _source(
+    batches: sampling.DeviceData, config: TrainConfig, mesh: Mesh | None, on_device: bool
+) -> contextlib.AbstractContextManager[Callable[[int], Any]]:
+    """Returns a context with a function that maps the number of a step to its data."""
+    if on_device:
+        return contextlib.nullcontext(lambda number: batches)
+    return sampling.Feed(batches, batch_key(config), mesh=mesh, **_sizes(config))
 
 
 def _on_device(
@@ -497,12 +522,12 @@ def _on_device(
     """Resolves `on_device` of `fit`. None becomes True without a mesh if the arrays fit."""
     if asked and mesh is not None:
         raise checks.InputError(
-            f"on_device: is True but there are {mesh.size} devices, which read their rows from "
-            "the host; leave it out"
+            f"on_device must be False or None on a mesh of {mesh.size} devices, which read their "
+            "rows from the host, got True"
         )
     if asked is not None:
         return asked
-    # Half of the memory is left to the kernels and plans of a step.
+    # The other half of the memory is for the kernels and plans of a step.
     host = place(dataset, pools=method.pools, on_device=False)
     return mesh is None and _fits_in_memory(jax.tree.leaves(host))
 
@@ -512,7 +537,7 @@ def _check_finite(step: int, values: dict[str, Any]) -> None:
     if not (np.isfinite(values["loss"]) and np.isfinite(values["gradient_norm"])):
         parts = ", ".join(f"{k} {float(value):.4g}" for k, value in values.items())
         raise NonFiniteLossError(
-            f"loss: not finite at step {step} ({parts}); lower learning_rate or alpha, or raise "
+            f"loss is not finite at step {step} ({parts}); lower learning_rate or alpha, or raise "
             "epsilon_star"
         )
 
@@ -521,12 +546,12 @@ def _warn_unconverged(method: Objective, step: int, values: dict[str, Any]) -> b
     """Warns and returns True if a transport plan of this step has not converged."""
     if values.get("converged", True):
         return False
-    # 10 % above the tolerance may be rounding alone, which does no harm.
+    # Up to 10 % above the tolerance may be rounding, which is harmless.
     error = max(values["student_error"], values["teacher_error"])
     if error <= 1.1 * getattr(method, "tolerance", 0.0):
         return False
     warnings.warn(
-        f"step {step}: a transport plan stopped above the tolerance (student "
+        f"a transport plan of step {step} stopped above the tolerance (errors: student "
         f"{values['student_error']:.2g}, teacher {values['teacher_error']:.2g}); raise "
         "max_iterations or epsilon_star, or accept a gradient that is off by as much",
         stacklevel=3,
@@ -538,7 +563,7 @@ def _check_teacher(method: Objective, teacher: Teacher | None, dataset: data.Dat
     """Raises InputError unless there is a teacher for these embeddings."""
     if teacher is None:
         raise checks.InputError(
-            f"teacher: is None but {type(method).__name__} needs one; fit teachers.cca first"
+            f"teacher must not be None for {type(method).__name__}; fit one with teachers.cca"
         )
     check_widths(teacher, dataset.pairs_x.shape[1], dataset.pairs_y.shape[1])
 
@@ -561,7 +586,7 @@ def _select(
     scores = evaluation.evaluate(heads.x, heads.y, gallery)
     report.update({f"val/{name}": value for name, value in scores.items()})
     score = jnp.float32(scores["mean/R@1"])
-    # Strictly better: of equal scores the earliest step is kept.
+    # Among equal scores the earliest step is kept.
     return current._replace(mean_r1=score) if score > best.mean_r1 else best
 
 
@@ -578,7 +603,7 @@ def contrastive(
 ) -> Teacher:
     """Fits the contrastive teacher: SAIL's linear heads, trained on the pairs and then frozen.
 
-    The directions of the shared space are in no particular order.
+    Unlike those of CCA, its directions are in no particular order.
 
     Args:
         pairs_x: Paired embeddings of the first modality, shape [n, d_x].
@@ -593,13 +618,22 @@ def contrastive(
     Returns:
         The teacher.
 
-    >>> A = np.random.default_rng(0).normal(size=(50, 4)).astype(np.float32)
-    >>> contrastive(A, A, dim=3, steps=5).x(A).shape
-    (50, 3)
+    Raises:
+        InputError: The pairs or an option are invalid.
+        NonFiniteLossError: The loss or its gradient is NaN or infinite.
+
+    Example:
+        >>> A = np.random.default_rng(0).normal(size=(50, 4)).astype(np.float32)
+        >>> contrastive(A, A, dim=3, steps=5).x(A).shape
+        (50, 3)
+
+    References:
+        L. Zhang et al., "Assessing and learning alignment of unimodal vision and language models",
+        CVPR 2025 (SAIL).
     """
     pairs_x, pairs_y = checks.pairs(pairs_x, pairs_y, min_rows=2)
     checks.whole(2, batch_size=batch_size)
-    # There is nothing to validate on, so that `eval_every` is the whole run.
+    # Without a gallery a validation would only copy the parameters, so there is one at the end.
     config = TrainConfig(
         steps=steps,
         pair_batch=batch_size,

@@ -51,7 +51,7 @@ def assert_close(actual, expected, rtol=1e-7):
 def test_rows_mesh_uses_the_requested_number_of_devices(mesh):
     assert mesh.size == len(jax.devices()) == 8
     assert sharding.rows_mesh(1) is None and sharding.rows_mesh(2).size == 2
-    with pytest.raises(checks.InputError, match="mesh: 9 devices asked for but 8 are there"):
+    with pytest.raises(checks.InputError, match=r"mesh .*9"):
         sharding.rows_mesh(9)
 
 
@@ -333,7 +333,7 @@ def test_fit_on_mesh_matches_one_device_for_every_method(method, dataset, mesh):
 
 
 def test_fit_rejects_on_device_with_several_devices(dataset, mesh):
-    with pytest.raises(checks.InputError, match="on_device: is True but there are 8 devices"):
+    with pytest.raises(checks.InputError, match=r"on_device .*8 devices"):
         train(dataset, methods.SAIL(), mesh=mesh, on_device=True)
 
 

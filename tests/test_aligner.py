@@ -107,8 +107,8 @@ def test_search_matches_sorted_similarity_matrix(aligned, table, direction):
         ({"k": 301}, r"k.* 301"),
         ({"k": 0}, r"k.* 0"),
         ({"direction": "x"}, r"direction.* 'x'"),
-        ({"queries": np.ones((2, 5))}, r"queries.* width 5"),
-        ({"gallery": np.zeros((300, D_Y))}, "gallery: row 0 is all zeros"),
+        ({"queries": np.ones((2, 5))}, r"queries.* 5\b"),
+        ({"gallery": np.zeros((300, D_Y))}, r"gallery .*row 0\b"),
     ],
 )
 def test_search_rejects_bad_arguments(aligned, table, change, message):
@@ -118,7 +118,7 @@ def test_search_rejects_bad_arguments(aligned, table, change, message):
 
 def test_similarity_rejects_matrix_larger_than_memory(aligned):
     rows = np.broadcast_to(np.float32(1.0), (10**7, D_X)), np.broadcast_to(1.0, (10**7, D_Y))
-    with pytest.raises(checks.InputError, match=r"x, y: .* use search"):
+    with pytest.raises(checks.InputError, match=r"x and y .*search"):
         aligned.similarity(*rows)
 
 
@@ -197,7 +197,7 @@ def test_align_starts_linear_heads_at_a_linear_teacher(given):
         quick(given["pairs"], start="teacher")
     bent = quick(given["pairs"], method=TanhSAIL(), dim=4, steps=1)
     assert bent.heads.x.kind == "tanh" and bent.heads.x.d_out == 4
-    with pytest.raises(checks.InputError, match="'tanh'"):
+    with pytest.raises(checks.InputError, match=r"kind.* 'tanh'"):
         quick(given["pairs"], method=TanhSAIL(), teacher="cca", start="teacher")
 
 
@@ -288,21 +288,21 @@ def changed(array, row, value):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda g: {"x": g["x"][:0], "y": g["y"][:0]}, "x, y: both have no rows"),
-        (lambda g: {"x": g["x"][:, 1:]}, r"x.* width 11"),
-        (lambda g: {"y": g["x"]}, r"y.* width 12"),
-        (lambda g: {"x": changed(g["x"], 4, np.nan)}, "x: row 4 is NaN or inf"),
-        (lambda g: {"y": changed(g["y"], 5, 0.0)}, "y: row 5 is all zeros"),
-        (lambda g: {"y": g["y"].astype(int)}, r"y:? has dtype int64"),
+        (lambda g: {"x": g["x"][:0], "y": g["y"][:0]}, r"^x or y\b"),
+        (lambda g: {"x": g["x"][:, 1:]}, r"x.* 11\b"),
+        (lambda g: {"y": g["x"]}, r"y.* 12\b"),
+        (lambda g: {"x": changed(g["x"], 4, np.nan)}, r"x .*row 4\b"),
+        (lambda g: {"y": changed(g["y"], 5, 0.0)}, r"y .*row 5\b"),
+        (lambda g: {"y": g["y"].astype(int)}, r"y .*int64"),
         (lambda g: {"pairs": (g["x"], g["y"][:9])}, r"pairs_y:? has 9 rows"),
-        (lambda g: {"pairs": (g["x"][0], g["y"])}, r"pairs_x:? has shape \(12,\)"),
-        (lambda g: {"pairs": (g["x"][:0], g["y"][:0])}, r"pairs_x:? has 0 rows"),
-        (lambda g: {"pairs": (changed(g["x"], 2, np.inf), g["y"])}, "pairs_x: row 2 is NaN"),
+        (lambda g: {"pairs": (g["x"][0], g["y"])}, r"pairs_x .*\(12,\)"),
+        (lambda g: {"pairs": (g["x"][:0], g["y"][:0])}, r"pairs_x .*rows.* 0"),
+        (lambda g: {"pairs": (changed(g["x"], 2, np.inf), g["y"])}, r"pairs_x .*row 2\b"),
         (lambda g: {"val": (g["x"], g["y"][:9])}, r"gallery.* 75"),
-        (lambda g: {"val": (g["y"], g["y"])}, r"val_x.* width 10"),
+        (lambda g: {"val": (g["y"], g["y"])}, r"val_x.* 10\b"),
         (lambda g: {"start": "zeros"}, r"start.* 'zeros'"),
         (lambda g: {"method": "sial"}, r"method.* 'sial'"),
-        (lambda g: {"method": "sotalign", "x": None, "y": None}, "SOTAlign learns from unpaired"),
+        (lambda g: {"method": "sotalign", "x": None, "y": None}, "pool_x .*SOTAlign"),
         (lambda g: {"method": methods.NNCLR(k=999)}, r"k.* 999"),
         (lambda g: {"teacher": "pca"}, r"teacher.* 'pca'"),
         (lambda g: {"steps": 0}, r"steps.* 0"),
@@ -322,10 +322,10 @@ def test_align_rejects_two_arrays_instead_of_pairs(table):
 
 
 def test_align_rejects_semi_supervised_method_without_pool(given):
-    with pytest.raises(checks.InputError, match="pool x: has no rows"):
+    with pytest.raises(checks.InputError, match="pool_x"):
         align(given["pairs"], method=methods.SOTAlign(), progress=False)
     for method in ("sclip", "sail_semi"):
-        with pytest.raises(checks.InputError, match=r"pool x: has no rows"):
+        with pytest.raises(checks.InputError, match="pool_x"):
             align(given["pairs"], method=method, progress=False)
 
 
@@ -345,19 +345,19 @@ def test_align_with_one_pool_for_method_that_reads_one(given):
 @pytest.mark.parametrize("start", ["teacher", "random"])
 def test_align_rejects_teacher_of_other_widths(given, start):
     wrong = teachers.cca(given["pairs"][0][:, :5], given["pairs"][1])
-    with pytest.raises(checks.InputError, match=r"teacher: maps widths \(5, 10\)"):
+    with pytest.raises(checks.InputError, match=r"teacher .*\(5, 10\)"):
         align(**given, teacher=wrong, start=start)
 
 
 @pytest.mark.parametrize(
     ("rows", "message"),
     [
-        (np.ones((3, 5)), r"x.* width 5"),
-        (np.full((3, D_X), np.nan), "x: row 0 is NaN"),
-        (np.zeros((3, D_X)), "x: row 0 is all zeros"),
-        (np.ones(D_X), r"x:? has shape \(12,\)"),
-        (np.ones((0, D_X)), r"x:? has 0 rows"),
-        (np.ones((3, D_X), int), r"x:? has dtype int64"),
+        (np.ones((3, 5)), r"x.* 5\b"),
+        (np.full((3, D_X), np.nan), r"x .*row 0\b"),
+        (np.zeros((3, D_X)), r"x .*row 0\b"),
+        (np.ones(D_X), r"x .*\(12,\)"),
+        (np.ones((0, D_X)), r"x .*rows.* 0"),
+        (np.ones((3, D_X), int), r"x .*int64"),
     ],
 )
 def test_embed_rejects_bad_rows(aligned, rows, message):
@@ -398,7 +398,7 @@ def test_save_on_full_disk_raises_and_keeps_old_aligner(tmp_path):
         [sys.executable, "-c", code, str(path)], capture_output=True, text=True, check=True
     )
     (line,) = run.stdout.splitlines()
-    assert line.startswith(f"path: {path} cannot be written (")
+    assert line.startswith(f"path {path} ")
     assert Aligner.load(path).heads.x.d_in == 4 and os.listdir(tmp_path) == ["aligner"]
 
 
@@ -485,7 +485,7 @@ def test_save_and_load_expand_the_home_folder(tmp_path, monkeypatch):
 
 
 def test_save_with_bad_info_keeps_old_aligner(saved):
-    with pytest.raises(checks.InputError, match="info: "):
+    with pytest.raises(checks.InputError, match="info "):
         Aligner(HEADS["linear"](), {"score": float("nan")}).save(saved, overwrite=True)
     assert Aligner.load(saved).info == {}
     assert [path.name for path in saved.parent.iterdir()] == ["saved"]

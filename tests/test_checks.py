@@ -17,16 +17,16 @@ def test_embeddings_accepts_every_float_dtype(rng, dtype):
 @pytest.mark.parametrize(
     ("x", "options", "message"),
     [
-        (np.ones(3), {}, r"x:? has shape \(3,\)"),
-        (np.ones((0, 3)), {}, r"x:? has 0 rows"),
-        (np.ones((2, 3)), {"min_rows": 4}, r"x:? has 2 rows"),
-        (np.ones((2, 0)), {}, r"x.* width 0"),
-        (np.ones((2, 3)), {"width": 5}, r"x.* width 3"),
-        (np.ones((2, 3), int), {}, r"x:? has dtype int64"),
-        (np.ones((2, 3), complex), {}, r"x:? has dtype complex128"),
-        (np.array([[1.0], [np.nan]]), {}, "x: row 1 is NaN or inf"),
-        (np.array([[1.0], [2.0], [-np.inf]]), {}, "x: row 2 is NaN or inf"),
-        (np.array([[1.0, 0.0], [0.0, 0.0]]), {}, "x: row 1 is all zeros"),
+        (np.ones(3), {}, r"x .*\(3,\)"),
+        (np.ones((0, 3)), {}, r"x .*rows.* 0"),
+        (np.ones((2, 3)), {"min_rows": 4}, r"x .*rows.* 2"),
+        (np.ones((2, 0)), {}, r"x.* 0\b"),
+        (np.ones((2, 3)), {"width": 5}, r"x.* 3\b"),
+        (np.ones((2, 3), int), {}, r"x .*int64"),
+        (np.ones((2, 3), complex), {}, r"x .*complex128"),
+        (np.array([[1.0], [np.nan]]), {}, r"x .*row 1\b"),
+        (np.array([[1.0], [2.0], [-np.inf]]), {}, r"x .*row 2\b"),
+        (np.array([[1.0, 0.0], [0.0, 0.0]]), {}, r"x .*row 1\b"),
     ],
 )
 def test_embeddings_rejects_bad_arrays(x, options, message):
@@ -39,10 +39,10 @@ def test_embeddings_finds_bad_rows_beyond_the_first_chunk(monkeypatch):
     monkeypatch.setattr(checks, "CHUNK_ROWS", 4)
     x = np.ones((11, 2))
     x[9, 1] = np.nan
-    with pytest.raises(checks.InputError, match="row 9 is NaN"):
+    with pytest.raises(checks.InputError, match=r"row 9\b"):
         checks.embeddings("x", x)
     x[9, 1], x[6] = 1.0, 0.0
-    with pytest.raises(checks.InputError, match="row 6 is all zeros"):
+    with pytest.raises(checks.InputError, match=r"row 6\b"):
         checks.embeddings("x", x)
 
 
@@ -55,7 +55,7 @@ def test_pairs_rejects_unequal_or_few_rows():
     checks.pairs(np.ones((3, 2)), np.ones((3, 5)))
     with pytest.raises(checks.InputError, match=r"captions:? has 4 rows"):
         checks.pairs(np.ones((3, 2)), np.ones((4, 5)), names=("images", "captions"))
-    with pytest.raises(checks.InputError, match=r"pairs_x:? has 1 rows"):
+    with pytest.raises(checks.InputError, match=r"pairs_x .*rows.* 1"):
         checks.pairs(np.ones((1, 2)), np.ones((1, 5)), min_rows=2)
 
 
@@ -102,12 +102,12 @@ def _column(*cells):
 @pytest.mark.parametrize(
     ("x", "message"),
     [
-        (_column([1.0, 2.0], [3.0, 4.0]), r"x is a column of 2 arrays .*np\.stack\(x\)"),
-        (_column([1.0, 2.0], [3.0]), "x is a column of 2 arrays of different shapes"),
-        ([[1.0, 2.0], [3.0]], "x is not an array of numbers"),
-        (np.array([["a", 1.0]], object), "x has dtype object"),
-        (np.ones((3, 2), np.int32), r"x has dtype int32.*astype\(np\.float32\)"),
-        (np.ones((3, 2), bool), "x has dtype bool"),
+        (_column([1.0, 2.0], [3.0, 4.0]), r"x .*2 arrays .*np\.stack\(x\)"),
+        (_column([1.0, 2.0], [3.0]), "x .*2 arrays .*equal length"),
+        ([[1.0, 2.0], [3.0]], "x .*numbers"),
+        (np.array([["a", 1.0]], object), "x .*object"),
+        (np.ones((3, 2), np.int32), r"x .*int32.*astype\(np\.float32\)"),
+        (np.ones((3, 2), bool), "x .*bool"),
     ],
 )
 def test_rows_error_suggests_the_likely_fix(x, message):

@@ -100,7 +100,7 @@ def test_klot_crossmodal_with_isolated_pair_is_klot_of_the_rest(x64, rng):
 def test_klot_crossmodal_rejects_mismatched_rows(rng):
     f, g, z, w = features(rng, 8, 8)
     for arrays in ((f, g, z[1:], w), (f, g, f, g), (f[:3], g[:3], z[:0], w[:0])):
-        with pytest.raises(checks.InputError, match="pass teacher features of the unpaired rows"):
+        with pytest.raises(checks.InputError, match="f_star"):
             sotalign._klot_crossmodal(*map(jnp.asarray, arrays))
-    with pytest.raises(checks.InputError, match="'bistochastic' needs a square affinity"):
+    with pytest.raises(checks.InputError, match="marginals"):
         sotalign._klot_crossmodal(f, g[:-1], z, w[:-1], marginals="bistochastic")

@@ -96,9 +96,9 @@ def test_canonical_correlations_of_few_pairs_are_one_without_ridge():
 @pytest.mark.parametrize(
     ("A", "B", "options", "message"),
     [
-        (np.ones((5, 2)), np.eye(5), {}, "pairs_x: all rows"),
+        (np.ones((5, 2)), np.eye(5), {}, r"pairs_x\b"),
         (np.eye(5), np.eye(4), {}, r"pairs_y:? has 4 rows"),
-        (np.eye(1), np.eye(1), {}, r"pairs_x:? has 1 rows"),
+        (np.eye(1), np.eye(1), {}, r"pairs_x .*rows.* 1"),
         (np.eye(3), np.eye(3), {"ridge": -1.0}, r"ridge.* -1.0"),
     ],
 )

@@ -94,10 +94,10 @@ def test_diagnose_without_unpaired_rows_reads_only_encoders(start, tmp_path):
 def test_diagnose_rejects_bad_options_and_writes_nothing(start, files, tmp_path):
     np.save(files / "nan.npy", np.full((300, 10), np.nan))
     cases = {
-        "--config.data.files.x=gone.npy": "data: files.x: gone.npy: ",
+        "--config.data.files.x=gone.npy": "data: files.x: gone.npy ",
         "--config.data.n_pairs=301": "data: n_pairs must be ",
         "--config.data.n_pairs=3": "data.n_pairs must be ",
-        f"--config.data.files.y={files}/nan.npy": "data: y: row 0 ",
+        f"--config.data.files.y={files}/nan.npy": "data: y has NaN",
         "--config.sotalign.epsilon_star=0": "epsilon_star",
         "--config.sotalign.epsilon=-1": "epsilon",
         "--config.teacher.ridge=-0.1": "teacher.ridge",

@@ -73,7 +73,7 @@ def test_mutual_knn_of_unrelated_rows_is_chance(rng):
     ("x", "y", "options", "message"),
     [
         (np.ones((4, 3)), np.ones((5, 3)), {}, r"y:? has 5 rows but x has 4"),
-        (np.ones((4, 3)), np.ones((4, 3)), {}, r"k: is 10 but there are 4 rows"),
+        (np.ones((4, 3)), np.ones((4, 3)), {}, r"k .*10"),
         (np.ones((4, 3)), np.ones((4, 3)), {"k": 0}, r"k.* 0"),
         (
             np.ones((4, 3)),
@@ -81,7 +81,7 @@ def test_mutual_knn_of_unrelated_rows_is_chance(rng):
             {"k": 1, "clamp": 0.0},
             r"clamp.* 0.0",
         ),
-        (np.full((4, 3), np.inf), np.ones((4, 3)), {"k": 1}, "x: row 0 is NaN or inf"),
+        (np.full((4, 3), np.inf), np.ones((4, 3)), {"k": 1}, r"x .*row 0\b"),
     ],
 )
 def test_mutual_knn_rejects_bad_input(x, y, options, message):
@@ -194,16 +194,16 @@ def test_pool_shift_compiles_once_and_needs_little_memory(compilations):
 @pytest.mark.parametrize(
     ("x", "y", "options", "message"),
     [
-        (np.ones((4, 3)), np.ones((4, 2)), {}, r"y.* width 2"),
-        (np.ones((4, 1)), np.ones((4, 1)), {}, r"x.* width 1"),
-        (np.zeros((4, 3)), np.ones((4, 3)), {}, "x: row 0 is all zeros"),
-        (np.ones((4, 3)), np.full((4, 3), np.nan), {}, "y: row 0 is NaN"),
+        (np.ones((4, 3)), np.ones((4, 2)), {}, r"y.* 2\b"),
+        (np.ones((4, 1)), np.ones((4, 1)), {}, r"x.* 1\b"),
+        (np.zeros((4, 3)), np.ones((4, 3)), {}, r"x .*row 0\b"),
+        (np.ones((4, 3)), np.full((4, 3), np.nan), {}, r"y .*row 0\b"),
         (np.ones((4, 3)), np.ones((4, 3)), {"projections": 0}, r"projections.* 0"),
         (
             np.ones((4, 3)),
             np.ones((4, 3)),
             {"projections": np.ones((5, 4, 2))},
-            r"\(5, 4, 2\); pas",
+            r"projections .*\(5, 4, 2\)",
         ),
     ],
 )
@@ -217,7 +217,7 @@ def test_pool_shift_rejects_bad_options():
     for name in ("repeats", "rows", "projections"):
         with pytest.raises(checks.InputError, match=rf"{name} .*got 0"):
             diagnostics.pool_shift(x, x, **{name: 0})
-    with pytest.raises(checks.InputError, match=r"pairs:? has 1 rows but .*at least"):
+    with pytest.raises(checks.InputError, match=r"pairs .*rows.* 1"):
         diagnostics.pool_shift(x[:1], x)
 
 
@@ -285,7 +285,7 @@ def test_smallest_epsilon_of_a_ladder_that_compiles_once(features, compilations)
 @pytest.mark.parametrize(
     ("g", "options", "message"),
     [
-        (np.ones((4, 2)), {}, r"g.* width 2"),
+        (np.ones((4, 2)), {}, r"g.* 2\b"),
         (np.ones((4, 3)), {"epsilons": (0.1, 0.0)}, r"epsilons.* 0.0"),
         (np.ones((4, 3)), {"tolerance": -1.0}, r"tolerance.* -1"),
         (np.ones((4, 3)), {"max_iterations": 0}, r"max_iterations.* 0"),

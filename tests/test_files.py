@@ -67,7 +67,7 @@ def test_load_array_ignores_safetensors_metadata(tmp_path, table):
 
 def test_load_array_rejects_unsupported_safetensors_dtype(tmp_path):
     safetensors.numpy.save_file({"a": np.ones(3, np.uint16)}, tmp_path / "t.safetensors")
-    with pytest.raises(checks.InputError, match=r"dtype U16 .* convert"):
+    with pytest.raises(checks.InputError, match=r"t\.safetensors .*U16"):
         files.load_array(tmp_path / "t.safetensors")
 
 
@@ -142,7 +142,7 @@ def test_load_array_decodes_quantised_rows(tmp_path, suffix, kind):
     np.testing.assert_array_equal(files.load_array(f"{path}#y"), codes * scale * 2)
     np.testing.assert_array_equal(files.load_array(f"{path}#x_scale"), scale)
     raw = files.load_array(write(tmp_path / f"c.{suffix}", x=codes))
-    with pytest.raises(checks.InputError, match=rf"x has dtype {np.dtype(kind)}.*scale"):
+    with pytest.raises(checks.InputError, match=rf"x .*{np.dtype(kind)}.*scale"):
         checks.embeddings("x", raw)
 
 
@@ -164,7 +164,7 @@ def test_load_array_reads_parquet_list_and_float_columns(tmp_path, table):
 )
 def test_load_array_rejects_uneven_parquet_rows(tmp_path, cells, problem):
     pq.write_table(pa.table({"e": cells}), tmp_path / "x.parquet")
-    with pytest.raises(checks.InputError, match=rf"x.parquet: column 'e' .*{problem}"):
+    with pytest.raises(checks.InputError, match=rf"'e' .*x.parquet .*{problem}"):
         files.load_array(tmp_path / "x.parquet")
 
 
@@ -274,15 +274,15 @@ def test_load_array_expands_the_home_folder(tmp_path, monkeypatch, table):
 
 
 def test_load_array_rejects_missing_unknown_and_object_files(tmp_path):
-    with pytest.raises(checks.InputError, match="no such file"):
+    with pytest.raises(checks.InputError, match=r"absent\.npy"):
         files.load_array(tmp_path / "absent.npy")
-    with pytest.raises(checks.InputError, match=r"unknown format '.mat'; use .npy, .npz"):
+    with pytest.raises(checks.InputError, match=r"table\.mat .*\.npy, \.npz"):
         files.load_array("table.mat")
     np.save(tmp_path / "o.npy", np.array([{}], dtype=object), allow_pickle=True)
     with pytest.raises(checks.InputError, match="cannot be read"):
         files.load_array(tmp_path / "o.npy")
     np.save(tmp_path / "x.npy", np.ones(3))
-    with pytest.raises(checks.InputError, match="drop the key"):
+    with pytest.raises(checks.InputError, match=r"key .*'a'"):
         files.load_array(tmp_path / "x.npy", key="a")
 
 
@@ -343,11 +343,11 @@ def test_load_array_reads_tfds_versions_splits_and_slices(tfds_folder, monkeypat
     [
         ("tfds:tiny_pairs:train", "several arrays; choose a key from image, text, caption"),
         ("tfds:tiny_pairs:train:sound", "no array 'sound'"),
-        ("tfds:tiny_pairs:train:caption", "choose a numeric one"),
+        ("tfds:tiny_pairs:train:caption", "caption.* numeric"),
         ("tfds:tiny_pairs:test:image", "Unknown split 'test'"),
         ("tfds:no_such_set:train:image", "no_such_set not found"),
-        ("tfds:a:b:c:d", "not understood"),
-        ("tfds:", "not understood"),
+        ("tfds:a:b:c:d", "path .*tfds:a:b:c:d"),
+        ("tfds:", "path "),
     ],
 )
 def test_load_array_rejects_bad_tfds_addresses(tfds_folder, monkeypatch, address, message):
@@ -362,7 +362,7 @@ def test_load_array_rejects_tfds_without_random_access(tfds_folder, tmp_path, mo
     info = tmp_path / "tiny_pairs" / "1.0.0" / "dataset_info.json"
     info.write_text(info.read_text().replace('"array_record"', '"tfrecord"'))
     monkeypatch.setenv("TFDS_DATA_DIR", str(tmp_path))
-    with pytest.raises(checks.InputError, match="Prepare it with file_format='array_record'"):
+    with pytest.raises(checks.InputError, match="file_format='array_record'"):
         files.load_array("tfds:tiny_pairs:train:image")
 
 

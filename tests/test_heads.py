@@ -242,11 +242,11 @@ def test_build_heads_rejects_bad_arguments():
         heads.build_heads(7, 6, 4, norm="batch")
     with pytest.raises(checks.InputError, match=r"dim.* 0"):
         heads.build_heads(7, 6, 0)
-    with pytest.raises(checks.InputError, match="cannot start heads of kind 'mlp'"):
+    with pytest.raises(checks.InputError, match=r"kind.* 'mlp'"):
         heads.build_heads(7, 6, 4, kind="mlp", teacher=teacher)
-    with pytest.raises(checks.InputError, match=r"maps widths \(7, 6\)"):
+    with pytest.raises(checks.InputError, match=r"teacher .*\(7, 6\)"):
         heads.build_heads(6, 7, 4, teacher=teacher)
     with pytest.raises(checks.InputError, match=r"dim.* 9"):
         heads.build_heads(7, 6, 9, teacher=teacher)
-    with pytest.raises(checks.InputError, match="non-zero finite map"):
+    with pytest.raises(checks.InputError, match="affine"):
         heads.LinearHead.from_affine(heads.AffineMap(jnp.zeros((4, 7)), jnp.zeros(4)))

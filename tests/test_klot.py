@@ -485,34 +485,34 @@ def klot_on_affinity(k, k_star):
 @pytest.mark.parametrize("loss", [klot_on_affinity, klot_on_features])
 def test_klot_rejects_higher_and_forward_derivatives(loss):
     x = jnp.eye(3)
-    with pytest.raises(TypeError, match="only first derivatives in reverse mode"):
+    with pytest.raises(TypeError, match=r"klot.* reverse mode"):
         jax.eval_shape(jax.grad(lambda x: jax.grad(loss)(x, 2 * x).sum()), x)
-    with pytest.raises(TypeError, match="only first derivatives in reverse mode"):
+    with pytest.raises(TypeError, match=r"klot.* reverse mode"):
         jax.eval_shape(jax.hessian(loss), x, x)
-    with pytest.raises(TypeError, match="only first derivatives in reverse mode"):
+    with pytest.raises(TypeError, match=r"klot.* reverse mode"):
         jax.jvp(lambda x: loss(x, x), (x,), (x,))
 
 
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (lambda: klot_lib.klot(jnp.eye(3), jnp.eye(4)), r"K_star:? has shape \(4, 4\) but K has"),
-        (lambda: klot_lib.klot(jnp.ones(3), jnp.ones(3)), r"K:? has shape \(3,\)"),
-        (lambda: klot_lib.klot(jnp.ones((0, 2)), jnp.ones((0, 2))), r"K:? has shape"),
+        (lambda: klot_lib.klot(jnp.eye(3), jnp.eye(4)), r"K_star .*\(4, 4\)"),
+        (lambda: klot_lib.klot(jnp.ones(3), jnp.ones(3)), r"K .*\(3,\)"),
+        (lambda: klot_lib.klot(jnp.ones((0, 2)), jnp.ones((0, 2))), r"K .*\(0, 2\)"),
         (lambda: klot_lib.klot(jnp.eye(3), jnp.eye(3), epsilon=0), r"epsilon.* 0"),
         (lambda: klot_lib.klot(jnp.eye(3), jnp.eye(3), epsilon_star=-1), r"epsilon_star.* -1"),
         (lambda: klot_lib.klot(jnp.eye(3), jnp.eye(3), marginals="rows"), r"marginals.* 'rows'"),
         (
             lambda: klot_lib.klot(jnp.ones((2, 3)), jnp.ones((2, 3)), marginals="bistochastic"),
-            "marginals: 'bistochastic' needs a square affinity but it is 2 x 3",
+            "marginals.* 2 x 3",
         ),
         (
             lambda: klot_lib.klot(jnp.eye(3), jnp.eye(3), log_a=jnp.zeros(2)),
-            r"log_a:? has shape \(2,\)",
+            r"log_a .*\(2,\)",
         ),
         (
             lambda: klot_lib.klot(jnp.eye(3), jnp.eye(3), init_v=(jnp.zeros(2), jnp.zeros(3))),
-            r"init_v: has shape \(2,\)",
+            r"init_v .*\(2,\)",
         ),
         (
             lambda: klot_lib.klot(jnp.eye(3), jnp.eye(3), init_v=jnp.zeros(3)),
@@ -520,23 +520,23 @@ def test_klot_rejects_higher_and_forward_derivatives(loss):
         ),
         (
             lambda: klot_lib.klot_from_embeddings(*features((3, 2), (3, 2), (4, 2), (3, 2))),
-            r"f_star:? has 4 rows but f has 3",
+            r"f_star .*4 rows",
         ),
         (
             lambda: klot_lib.klot_from_embeddings(*features((3, 2), (3, 2), (3, 2), (5, 2))),
-            r"g_star:? has 5 rows but g has 3",
+            r"g_star .*5 rows",
         ),
         (
             lambda: klot_lib.klot_from_embeddings(*features((3, 2), (3, 4), (3, 2), (3, 2))),
-            "f and g: have widths 2 and 4",
+            "g .*width 4",
         ),
         (
             lambda: klot_lib.klot_from_embeddings(*features((3, 2), (3, 2), (3, 2), (3, 1))),
-            "f_star and g_star: have widths 2 and 1",
+            "g_star .*width 1",
         ),
         (
             lambda: klot_lib.klot_from_embeddings(*features((3, 2), (0, 2), (3, 2), (0, 2))),
-            r"g:? has shape \(0, 2\)",
+            r"g .*\(0, 2\)",
         ),
         (
             lambda: klot_lib.klot_from_embeddings(*features(*[(3, 2)] * 4), block_size=0),
@@ -576,5 +576,5 @@ def test_klot_from_embeddings_ignores_values_in_padding(rng):
 
 @pytest.mark.parametrize("divergence", [losses.cka, losses.infonce_divergence, klot_lib.klot])
 def test_divergences_reject_affinities_of_other_shapes(divergence):
-    with pytest.raises(checks.InputError, match=r"K_star:? has shape \(1, 3\) but K has \(3, 3\)"):
+    with pytest.raises(checks.InputError, match=r"K_star .*\(1, 3\)"):
         divergence(jnp.eye(3), jnp.ones((1, 3)))

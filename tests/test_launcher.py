@@ -158,7 +158,7 @@ def test_main_rejects_bad_options_in_one_line(files, tmp_path, capsys):
         ("--config=nope.py", "--config.train.steps=1"): "config file nope.py cannot be read",
         (quickstart, "--config.train.stpes=1"): "unknown setting 'stpes'; did you mean 'steps'?",
         (f"--config={files}/config.py", "--config.data.files.x=gone.npy"): (
-            "data: files.x: gone.npy: "
+            "data: files.x: gone.npy "
         ),
     }
     for options, message in cases.items():

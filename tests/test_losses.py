@@ -125,11 +125,11 @@ def test_siglip_and_infonce_gradients_match_finite_differences(x64):
 
 
 def test_siglip_and_infonce_reject_bad_arguments():
-    with pytest.raises(checks.InputError, match=r"f has shape \(3, 2\) but g has \(4, 2\)"):
+    with pytest.raises(checks.InputError, match=r"g .*\(4, 2\)"):
         losses.siglip(jnp.ones((3, 2)), jnp.ones((4, 2)))
-    with pytest.raises(checks.InputError, match="f has shape"):
+    with pytest.raises(checks.InputError, match="g "):
         losses.infonce(jnp.ones((3, 2)), jnp.ones((4, 2)))
-    with pytest.raises(checks.InputError, match="pass a larger matrix, or fewer positives"):
+    with pytest.raises(checks.InputError, match="positives"):
         losses.siglip_from_affinity(jnp.ones((3, 2)), scale=1.0, bias=0.0)
     with pytest.raises(checks.InputError, match=r"normalization.* 'sum'"):
         losses.siglip(jnp.ones((3, 2)), jnp.ones((3, 2)), normalization="sum")

@@ -275,7 +275,7 @@ def test_sotalign_bistochastic_marginals_multiply_klot_by_n(student, batch, teac
     metrics = evaluate(method, student, square, teacher).metrics
     expected = M * oracle("klot", student, square, teacher)
     np.testing.assert_allclose(metrics["klot"], expected, rtol=1e-4)
-    with pytest.raises(checks.InputError, match="square affinity"):
+    with pytest.raises(checks.InputError, match="marginals"):
         evaluate(method, student, batch, teacher)
 
 
@@ -297,7 +297,7 @@ def test_sotalign_warns_of_unbalanced_conventions(marginals, siglip_norm):
         ("sotalign", {"divergence": "kl"}, r"divergence.* 'kl'"),
         ("sotalign", {"supervision": "all"}, r"supervision.* 'all'"),
         ("sotalign", {"klot_on": "pairs"}, r"klot_on.* 'pairs'"),
-        ("sotalign", {"klot_on": "all", "divergence": "cka"}, "choose divergence 'klot'"),
+        ("sotalign", {"klot_on": "all", "divergence": "cka"}, r"klot_on.* 'cka'"),
         ("sotalign", {"klot_on": "crossmodal", "block_size": 8}, r"block_size.* 8"),
         ("sail", {"supervision": "all"}, r"supervision.* 'all'"),
         ("sotalign", {"marginals": "uniform"}, r"marginals.* 'uniform'"),

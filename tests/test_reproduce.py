@@ -257,7 +257,7 @@ def test_files_sources_are_never_mixed_with_photographs(main, tmp_path):
         ({"SkyScript": "a.npy"}, "files: SkyScript: must be paths by field"),
         ({"SkyScript": {"x": 3}}, "files: SkyScript: must be paths by field, got {'x': 3}"),
         ({"SkyScript": {"x": "a.npy"}}, "files: SkyScript: y: is not set"),
-        ({"COCO100": {"x": "a.npy", "y": "gone.npy"}}, "y: .*gone.npy: no such file"),
+        ({"COCO100": {"x": "a.npy", "y": "gone.npy"}}, "y: .*gone.npy"),
         ([], "must hold"),
     ],
 )

@@ -226,19 +226,19 @@ def test_resolve_uses_the_methods_own_head_by_default(files, monkeypatch):
         ({"y": lambda a: a[:-1]}, [], "data: y"),
         ({"val_x": lambda a: a[:, 1:]}, [], "data: val_x"),
         ({"test_y": lambda a: a[:9]}, [], "data: files.test: gallery"),
-        ({"x": lambda a: a * np.where(np.arange(300) == 7, np.nan, 1)[:, None]}, [], "x: row 7 "),
-        ({"y": lambda a: a * (np.arange(300) != 8)[:, None]}, [], "y: row 8 "),
-        ({"val_y": lambda a: a * np.inf}, [], "files.val: gallery y: row 0 "),
-        ({"x": lambda a: a[0]}, [], "data: x has shape "),
+        ({"x": lambda a: a * np.where(np.arange(300) == 7, np.nan, 1)[:, None]}, [], "in row 7;"),
+        ({"y": lambda a: a * (np.arange(300) != 8)[:, None]}, [], "in row 8;"),
+        ({"val_y": lambda a: a * np.inf}, [], "files.val: gallery y has NaN"),
+        ({"x": lambda a: a[0]}, [], "data: x "),
         ({"x": lambda a: a.astype(int)}, [], "int64"),
         ({}, ["n_pairs=301"], "data: n_pairs must be "),
-        ({}, ["n_pairs=300"], "data: pool x: "),
+        ({}, ["n_pairs=300"], "data: pool_x "),
         ({}, ["n_unpaired=121"], "n_unpaired must be "),
         ({}, ["n_pairs=1"], "data: n_pairs must be "),
         ({}, ["files.test_y="], "files.test_y"),
-        ({}, ["files.val_x=gone.npy"], "data: files.val_x: gone.npy: "),
-        ({}, ["files.val_x=x.csv"], "files.val_x: x.csv: "),
-        ({}, ["files.zero_shot_x=x.npy"], "files.zero_shot_x: x.npy: "),
+        ({}, ["files.val_x=gone.npy"], "data: files.val_x: gone.npy "),
+        ({}, ["files.val_x=x.csv"], "files.val_x: x.csv "),
+        ({}, ["files.zero_shot_x=x.npy"], "files.zero_shot_x: x.npy "),
     ],
 )
 def test_main_rejects_bad_data_in_one_line(launch, files, tmp_path, harm, options, message):
@@ -380,7 +380,7 @@ def test_main_announces_stages_in_order(launch):
 
 def test_main_reports_non_finite_loss_in_one_line(launch):
     _, error = launch("--config.train.learning_rate=1e38", method="sail")
-    assert is_one_line(error) and "loss: not finite at step" in error
+    assert is_one_line(error) and "loss is not finite at step" in error
 
 
 # --- comparisons ---------------------------------------------------------------------------------

@@ -251,7 +251,7 @@ def test_sclip_rejects_bad_options(options, message):
 def test_pseudo_labels_and_soft_cross_entropy_reject_bad_arguments():
     with pytest.raises(checks.InputError, match=r"kind.* 'soft'"):
         sclip.pseudo_labels(jnp.ones((3, 2)), jnp.ones((4, 2)), scale=1.0, kind="soft")
-    message = r"labels: have shape \(4, 3\) but queries and keys need \(3, 4\)"
+    message = r"labels .*\(3, 4\).*\(4, 3\)"
     with pytest.raises(checks.InputError, match=message):
         losses.soft_cross_entropy(jnp.ones((3, 2)), jnp.ones((4, 2)), jnp.ones((4, 3)))
 

@@ -32,7 +32,7 @@ def test_eight_devices_file_passes_on_eight_devices():
 def test_rows_mesh_of_one_device_is_none():
     assert len(jax.devices()) == 1
     assert sharding.rows_mesh() is None and sharding.axes() == () and sharding.share(7) == 7
-    with pytest.raises(checks.InputError, match="mesh: 2 devices asked for but 1 are there"):
+    with pytest.raises(checks.InputError, match=r"mesh .*2"):
         sharding.rows_mesh(2)
     x = jnp.ones((3, 2))
     assert sharding.split(x) is x and sharding.psum(x, ()) is x and sharding.all_gather(x, ()) is x

@@ -345,9 +345,9 @@ def test_sinkhorn_rejects_derivatives_of_plans():
     def loss(k):
         return sinkhorn(k, epsilon=0.1).matrix().sum()
 
-    with pytest.raises(TypeError, match="plans are not differentiable; use klot"):
+    with pytest.raises(TypeError, match=r"sinkhorn .*klot"):
         jax.grad(loss)(k)
-    with pytest.raises(TypeError, match="plans are not differentiable; use klot"):
+    with pytest.raises(TypeError, match=r"sinkhorn .*klot"):
         jax.jvp(loss, (k,), (k,))
     jax.eval_shape(jax.grad(lambda k: loss(jax.lax.stop_gradient(k))), k)
 
@@ -355,19 +355,15 @@ def test_sinkhorn_rejects_derivatives_of_plans():
 @pytest.mark.parametrize(
     ("shape", "options", "message"),
     [
-        ((3,), {}, r"K:? has shape \(3,\)"),
-        ((0, 3), {}, r"K:? has shape \(0, 3\); pass a non-empty matrix"),
+        ((3,), {}, r"K .*\(3,\)"),
+        ((0, 3), {}, r"K .*\(0, 3\)"),
         ((3, 3), {"epsilon": 0.0}, r"epsilon.* 0.0"),
         ((3, 3), {"epsilon": -1.0}, r"epsilon.* -1"),
         ((3, 3), {"epsilon": float("nan")}, r"epsilon.* nan"),
         ((3, 3), {"max_iterations": 0}, r"max_iterations.* 0"),
-        (
-            (3, 4),
-            {"log_a": jnp.zeros(4)},
-            r"log_a:? has shape \(4,\) but the affinity needs \(3,\)",
-        ),
-        ((3, 4), {"log_b": jnp.zeros(3)}, r"log_b:? has shape \(3,\)"),
-        ((3, 4), {"init_v": jnp.zeros(3)}, r"init_v:? has shape \(3,\)"),
+        ((3, 4), {"log_a": jnp.zeros(4)}, r"log_a .*\(4,\)"),
+        ((3, 4), {"log_b": jnp.zeros(3)}, r"log_b .*\(3,\)"),
+        ((3, 4), {"init_v": jnp.zeros(3)}, r"init_v .*\(3,\)"),
     ],
 )
 def test_sinkhorn_rejects_bad_arguments(shape, options, message):
@@ -405,5 +401,5 @@ def test_plan_matrix_of_vmapped_plans_is_batched(rng):
 
 
 def test_sinkhorn_rejects_weights_instead_of_log_weights():
-    with pytest.raises(checks.InputError, match=r"log_a: the weights sum to 4\.187"):
+    with pytest.raises(checks.InputError, match=r"log_a .*4\.187"):
         sinkhorn(jnp.eye(3), epsilon=0.1, log_a=jnp.ones(3) / 3)

@@ -115,7 +115,7 @@ def test_fit_spectral_rejects_few_rows_and_non_finite_losses(rng):
     key = jax.random.key(0)
     with pytest.raises(checks.InputError, match=r"eigenvectors.* 6"):
         sue.fit_spectral(network, np.ones((10, 4)), options, key=key)
-    with pytest.raises(FloatingPointError, match=r"not finite in epoch .*; lower learning_rate"):
+    with pytest.raises(FloatingPointError, match=r"epoch .*learning_rate"):
         sue.fit_spectral(network, rng.normal(size=(40, 4)), options, key=key)
 
 
@@ -181,7 +181,7 @@ def test_refine_reduces_mmd(rng):
     )  # refine does not modify its start
     again = sue.refine(start, x, y, options, key=key)
     np.testing.assert_array_equal(again(jnp.asarray(x, jnp.float32)), moved)
-    with pytest.raises(FloatingPointError, match="mmd: the loss is not finite in epoch 1"):
+    with pytest.raises(FloatingPointError, match=r"residual network .*epoch 1"):
         sue.refine(start, x, y, methods.SUE(mmd_learning_rate=1e38), key=key)
 
 
@@ -299,7 +299,7 @@ def test_sue_rejects_insufficient_data(dataset):
     few = data.dataset((dataset.pairs_x[:6], dataset.pairs_y[:6]), x=dataset.pool_x)
     with pytest.raises(checks.InputError, match=r"eigenvectors.* 6"):
         methods.SUE(**SMALL).fit(few, seed=0)
-    with pytest.raises(checks.InputError, match="pool y: has no rows"):
+    with pytest.raises(checks.InputError, match="pool_y"):
         training.check_pool(methods.SUE(), few)
 
 

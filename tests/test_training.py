@@ -185,7 +185,7 @@ def test_make_step_shares_programs_of_equal_options(sail, start, dataset):
     class Unhashable(methods.SAIL):
         __hash__ = None
 
-    with pytest.raises(checks.InputError, match="method: Unhashable"):
+    with pytest.raises(checks.InputError, match=r"method .*Unhashable"):
         program(Unhashable())
 
 
@@ -405,12 +405,12 @@ def test_fit_stops_on_too_large_learning_rate(start, dataset):
 
 def test_fit_rejects_missing_pool_or_teacher(start, dataset, teacher):
     empty = dataclasses.replace(dataset, pool_y=dataset.pool_y[:0])
-    with pytest.raises(checks.InputError, match="pool y: has no rows"):
+    with pytest.raises(checks.InputError, match="pool_y"):
         run(methods.SOTAlign(), start, empty, teacher=teacher)
     with pytest.raises(checks.InputError, match=r"teacher.* None"):
         run(methods.SOTAlign(), start, dataset)
     wrong = teachers.cca(dataset.pairs_x[:, :5], dataset.pairs_y)
-    with pytest.raises(checks.InputError, match=r"teacher: maps widths \(5, 10\)"):
+    with pytest.raises(checks.InputError, match=r"teacher .*\(5, 10\)"):
         run(methods.SOTAlign(), start, dataset, teacher=wrong)
 
 
@@ -433,7 +433,7 @@ def test_fit_requires_only_the_pools_a_method_reads(start, dataset, method, on_d
     )
     assert one == both and len(one) == 3  # the missing pool is never read
     missing = dataclasses.replace(dataset, **{f"pool_{method.pools}": pools[method.pools][:0]})
-    with pytest.raises(checks.InputError, match=f"pool {method.pools}: has no rows but .* add"):
+    with pytest.raises(checks.InputError, match=f"pool_{method.pools}"):
         run(method, start, missing, config)
 
 
@@ -565,5 +565,5 @@ def test_warmup_cosine_matches_optax():
 
 def test_contrastive_stops_on_divergence():
     A, B = pairs(20, 6, 5)
-    with pytest.raises(FloatingPointError, match="not finite at step"):
+    with pytest.raises(FloatingPointError, match=r"loss .*step"):
         training.contrastive(A, B, dim=3, steps=5, learning_rate=1e38, batch_size=8)

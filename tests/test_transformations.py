@@ -111,7 +111,7 @@ def test_losses_outside_of_jit_compile_once(caplog):
     ],
 )
 def test_solvers_reject_traced_static_options(name, call):
-    with pytest.raises(checks.InputError, match=rf"{name} is traced"):
+    with pytest.raises(checks.InputError, match=rf"{name} .*traced"):
         jax.jit(call)(jnp.eye(3), 5)
 
 

@@ -221,7 +221,7 @@ def test_tune_accepts_runs_of_the_config(launch, tmp_path):
         (["--method=cca", "--config.seeds=()"], "error: seeds "),
         (["--method=cca", "--config.train.steps=0"], "error: train.steps must be "),
         (["--method=cca", "--config.data.files.val_x=", "--config.data.files.val_y="], "no valid"),
-        (["--method=cca", "--config.data.files.x=gone.npy"], "files.x: gone.npy: "),
+        (["--method=cca", "--config.data.files.x=gone.npy"], "files.x: gone.npy "),
         (["--method=cca", "--seeds=-1"], "flag --seeds=-1"),
     ],
 )

@@ -1,6 +1,6 @@
-"""Alignment methods: objectives that train heads step by step, and methods fitted at once.
+"""Alignment methods: objectives that are trained step by step, and methods that are fitted at once.
 
-Each method is a frozen dataclass of its options, in a file of its own, with a line in `METHODS`.
+A method is a frozen dataclass of its options. Each has its own file and an entry in `METHODS`.
 docs/new_method.md and examples/new_method.py show how to write one.
 """
 

@@ -10,6 +10,7 @@ from sotalign_jax.heads import Heads
 from sotalign_jax.sampling import Batch, DeviceData
 
 Metrics = dict[str, Array]
+"""Scalars of a step by name, which a run records."""
 Result = tuple[Array, tuple[Metrics, Any]]
 """A loss, its metrics and the new memory."""
 Grid = dict[str, tuple[Any, ...]]
@@ -37,7 +38,7 @@ class Method:
             dataset: Pairs and pools.
 
         Raises:
-            InputError: They cannot, such as a pool with too few rows.
+            InputError: They cannot, for example because a pool has too few rows.
         """
 
 
@@ -56,18 +57,18 @@ class Objective(Method, abc.ABC):
         return False
 
     def prepare(self, arrays: DeviceData) -> DeviceData:
-        """Computes everything that is needed once before the first step, such as neighbours.
+        """Adds arrays that are computed once before the first step, such as nearest neighbours.
 
         Args:
             arrays: The training arrays.
 
         Returns:
-            The training arrays with the additions.
+            The training arrays with the additional ones.
         """
         return arrays
 
     def start(self, data: DeviceData, unpaired_batch: int) -> Any:
-        """Builds the initial memory, the method's state that is carried from step to step.
+        """Builds the initial memory, a state of the method that is passed from step to step.
 
         Args:
             data: The training arrays.
@@ -102,7 +103,7 @@ class Fitted(Method, abc.ABC):
 
         Args:
             dataset: Pairs and pools.
-            seed: Seed of everything random.
+            seed: Seed of all random choices.
             progress: True shows a progress bar.
 
         Returns:
@@ -124,7 +125,9 @@ def siglip(
 
     Returns:
         The loss.
+
+    References:
+        X. Zhai et al., "Sigmoid loss for language image pre-training", ICCV 2023.
     """
-    # NNX variables are read by [...]. Losses take plain arrays.
     learned = {"log_scale": heads.log_scale[...], "bias": heads.bias[...]}
     return losses.siglip(f, g, normalization=normalization, **learned, **negatives)

@@ -21,17 +21,21 @@ from sotalign_jax.ot import affinity
 
 @dataclasses.dataclass(frozen=True)
 class CSA(base.Fitted):
-    """Fits the similarity sum_k rho_k z_xk z_yk of leading canonical variates of the pairs.
+    """Fits CCA on the pairs, and weights its directions by their correlations.
 
-    The method is published without a ridge. With fewer pairs than features, all correlations are
-    then 1 and the directions carry next to nothing.
+    The similarity is sum_k rho_k z_xk z_yk of the leading canonical variates z. The method is
+    published without a ridge. With fewer pairs than features all correlations are then 1, and the
+    directions hold almost no information.
 
     Attributes:
-        dim: Number of directions, fewer if the pairs determine fewer. Published: 200.
-        ridge: Multiple of the mean variance that is added to both covariances.
+        dim: Number of directions, or all that the pairs determine if they are fewer. Published:
+            200.
+        ridge: Multiple of the mean variance that is added to the diagonals of both covariances.
 
     References:
-        P. Li et al., "CSA", ICLR 2025.
+        P. Li et al., "CSA: data-efficient mapping of unimodal features to multimodal features",
+        ICLR 2025.
+        H. Hotelling, "Relations between two sets of variates", Biometrika 28 (1936).
     """
 
     grid: ClassVar[base.Grid] = {"dim": (50, 100, 200)}
@@ -66,8 +70,9 @@ class CSA(base.Fitted):
 class CSAHead(Head):
     """Head with unit rows, whose dot product across modalities is CSA's similarity.
 
-    z = (row - mean) W / ||(row - mean) W||, and rho_k in [0, 1] is the correlation of direction k.
-    Both sides get sqrt(rho). The remainder to length 1 is put where the other side has a zero:
+    With z = (row - mean) W / ||(row - mean) W||, and rho_k in [0, 1] the correlation of direction
+    k, both modalities multiply z by sqrt(rho). An additional column, which is zero in the other
+    modality, fills the row up to length 1:
 
         x -> (sqrt(rho) z_x, sqrt(1 - ||sqrt(rho) z_x||^2), 0)
         y -> (sqrt(rho) z_y, 0, sqrt(1 - ||sqrt(rho) z_y||^2))
@@ -93,6 +98,7 @@ class CSAHead(Head):
     ):
         checks.choice("side", side, ("x", "y"))
         self.d_in, self.d_out, self.side = d_in, d_out, side
+        # The last two columns of the output hold the remainders of both modalities.
         self.mean = nnx.Param(jnp.zeros(d_in, dtype))
         self.kernel = nnx.Param(jnp.zeros((d_in, d_out - 2), dtype))
         self.rho = nnx.Param(jnp.zeros(d_out - 2, dtype))
@@ -101,9 +107,8 @@ class CSAHead(Head):
         mean, rho = self.mean[...], self.rho[...]
         centred = jnp.asarray(x).astype(mean.dtype) - mean
         z = affinity.l2_normalize(affinity.dot(centred, self.kernel[...])) * jnp.sqrt(rho)
-        # Clipped, because rounding can make a length exceed 1.
+        # Clipped, because rounding can make the length exceed 1.
         rest = jnp.sqrt(jnp.maximum(1.0 - jnp.sum(jnp.square(z), axis=1, keepdims=True), 0.0))
-        # The two sides have their remainder in different columns, whose products are 0.
         ends = (rest, jnp.zeros_like(rest))
         return jnp.concatenate([z, *(ends if self.side == "x" else ends[::-1])], axis=1)
 
@@ -122,8 +127,8 @@ class CSAHead(Head):
         """
         head = cls(len(mean), len(rho) + 2, side=side, rngs=nnx.Rngs(0))
         head.mean[...] = jnp.asarray(mean, jnp.float32)
-        # The outputs are normalised, so that a common factor is free. It keeps large weights within
-        # float32.
+        # The outputs are normalised, so a common factor of the weights does not matter. This one
+        # keeps large weights within float32.
         head.kernel[...] = jnp.asarray(weights / np.abs(weights).max(), jnp.float32)
         head.rho[...] = jnp.clip(jnp.asarray(rho, jnp.float32), 0.0, 1.0)
         return head

@@ -1,4 +1,4 @@
-"""NNCLR as in DeCLIP: neighbours of a pair's rows in the pools are additional positives.
+"""NNCLR as in DeCLIP: nearest neighbours of paired rows are additional positives.
 
 References:
     D. Dwibedi et al., "With a little help from my friends: nearest-neighbor contrastive learning of
@@ -20,13 +20,13 @@ from sotalign_jax.sampling import Batch, DeviceData
 
 @dataclasses.dataclass(frozen=True)
 class NNCLR(base.Objective):
-    """Trains on SigLIP of the pairs and of pairs with one row replaced by a neighbour.
+    """Trains on SigLIP of the pairs, and of pairs with one side replaced by its neighbour.
 
         SigLIP(f(A), g(B)) + w_text SigLIP(f(A), g(NN(B))) + w_image SigLIP(f(NN(A)), g(B))
 
-    NN(b) is one of the k unpaired rows with the largest cosine to b, in the embeddings as given,
-    and is drawn anew at every step. Pools may hold the paired rows: a row is never its own
-    neighbour, see `neighbours.nearest`.
+    NN(b) is drawn at every step from the k unpaired rows with the largest cosine to b, computed on
+    the embeddings and not on the features. Pools may contain the paired rows, because a row is
+    never its own neighbour, see `neighbours.nearest`.
 
     Attributes:
         k: Number of neighbours to draw from.
@@ -35,8 +35,10 @@ class NNCLR(base.Objective):
         siglip_norm: "mean" or "per_row", see `SAIL`.
 
     References:
-        D. Dwibedi et al., "With a little help from my friends", ICCV 2021.
-        Y. Li et al., "Supervision exists everywhere", ICLR 2022.
+        D. Dwibedi et al., "With a little help from my friends: nearest-neighbor contrastive
+        learning of visual representations", ICCV 2021.
+        Y. Li et al., "Supervision exists everywhere: a data efficient contrastive language-image
+        pre-training paradigm", ICLR 2022.
     """
 
     grid: ClassVar[base.Grid] = {
@@ -53,6 +55,7 @@ class NNCLR(base.Objective):
     @property
     def pools(self) -> str:
         """Modalities whose neighbours have a weight."""
+        # Multiplied by False, a string is empty.
         return "x" * (self.weight_image > 0) + "y" * (self.weight_text > 0)
 
     def __post_init__(self) -> None:
@@ -63,12 +66,11 @@ class NNCLR(base.Objective):
     def check(self, dataset: data.Dataset) -> None:
         """Raises InputError if a pool has fewer than k rows."""
         for side in self.pools:
-            # A pool with fewer than k rows has no k neighbours.
             rows = len(dataset.pool_x if side == "x" else dataset.pool_y)
             checks.within(rows, f"rows in pool {side}", k=self.k)
 
     def prepare(self, arrays: DeviceData) -> DeviceData:
-        """Adds the tables of neighbours that have a weight to the training arrays.
+        """Finds the nearest neighbours of the pairs in each pool that is used.
 
         Args:
             arrays: The training arrays.
@@ -77,7 +79,7 @@ class NNCLR(base.Objective):
             The training arrays with `near_x` and `near_y`.
         """
 
-        # Neighbours do not change during training, because the embeddings are frozen.
+        # The embeddings are frozen, so the neighbours do not change during training.
         def table(pairs: Array, pool: Array) -> Array:
             return neighbours.nearest(pairs, pool, self.k, skip="equal").indices
 
@@ -91,9 +93,9 @@ class NNCLR(base.Objective):
         loss = base.siglip(heads, f, g, self.siglip_norm)
         metrics = {"siglip": loss}
         if self.weight_text:
-            assert batch.near_b is not None  # `prepare` made the table
-            # A neighbour of the text replaces it as the positive, and other neighbours are the
-            # negatives.
+            assert batch.near_b is not None  # `prepare` has found the neighbours
+            # The neighbour of a text is the positive of its image, and the neighbours of other
+            # texts are the negatives.
             term = base.siglip(heads, f, heads.y(batch.near_b), self.siglip_norm)
             loss, metrics["text_neighbours"] = loss + self.weight_text * term, term
         if self.weight_image:

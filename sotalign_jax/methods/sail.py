@@ -51,7 +51,7 @@ class SAIL(base.Objective):
 
     def __call__(self, heads: Heads, batch: Batch, teacher: Any, memory: Any) -> base.Result:
         f, g = heads.x(batch.a), heads.y(batch.b)
-        # Without pools nothing unpaired is embedded, and empty features stand in.
+        # Without pools no unpaired rows are embedded.
         unpaired = (heads.x(batch.x), heads.y(batch.y)) if self.pools else (f[:0], g[:0])
         loss = supervised(heads, f, g, *unpaired, self.supervision, self.siglip_norm)
         return loss, ({"siglip": loss}, memory)
@@ -60,7 +60,7 @@ class SAIL(base.Objective):
 def supervised(
     heads: Heads, f: Array, g: Array, x: Array, y: Array, supervision: str, normalization: str
 ) -> Array:
-    """Computes SigLIP of pairs, with unpaired features as negatives if `supervision` says so.
+    """Computes SigLIP of pairs, with or without unpaired features as negatives.
 
     Args:
         heads: Heads whose logit scale and bias are used.
@@ -73,8 +73,11 @@ def supervised(
 
     Returns:
         The loss.
+
+    References:
+        X. Zhai et al., "Sigmoid loss for language image pre-training", ICCV 2023.
     """
-    # Unpaired rows have no positive: only the first rows of the diagonal count as such.
+    # Unpaired rows have no positive. Only the first len(f) entries of the diagonal are positives.
     if supervision == "square":
         return losses.siglip_from_affinity(
             affinity.cosine(jnp.concatenate([f, x]), jnp.concatenate([g, y])),
@@ -83,19 +86,22 @@ def supervised(
             positives=len(f),
             normalization=normalization,
         )
-    # The rectangles have no products of unpaired rows with each other, which dominate the square.
+    # The rectangles leave out unpaired rows against unpaired rows, which dominate the square.
     negatives = {"negatives_f": x, "negatives_g": y} if supervision != "pairs" else {}
     return base.siglip(heads, f, g, normalization, **negatives)
 
 
 @dataclasses.dataclass(frozen=True)
 class Contrastive(base.Objective):
-    """Trains deep heads on SigLIP or InfoNCE of the pairs, the baseline that SUE compares with.
+    """Trains deep heads on SigLIP or InfoNCE of the pairs, the baseline of the SUE paper.
 
-    The heads are as wide as `heads.hidden` asks, 512 by default and 4096 as published.
+    The hidden layers of the heads are 512 wide by default, and 4096 in the paper.
 
     Attributes:
         loss: "siglip", or "infonce" with a learned temperature.
+
+    References:
+        A. Yacobi et al., "Learning shared representations from unpaired data", NeurIPS 2025.
     """
 
     grid: ClassVar[base.Grid] = {"loss": ("siglip", "infonce")}
@@ -109,7 +115,7 @@ class Contrastive(base.Objective):
     def __call__(self, heads: Heads, batch: Batch, teacher: Any, memory: Any) -> base.Result:
         f, g = heads.x(batch.a), heads.y(batch.b)
         if self.loss == "infonce":
-            # InfoNCE has no bias, which would cancel in the softmax.
+            # A bias would cancel in the softmax of InfoNCE.
             loss = losses.infonce(f, g, log_scale=heads.log_scale[...])
         else:
             loss = base.siglip(heads, f, g)

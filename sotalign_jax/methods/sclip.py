@@ -1,4 +1,4 @@
-"""S-CLIP at the level of captions: unpaired rows get soft labels over the batch's pairs.
+"""S-CLIP with pseudo-labels of captions: unpaired rows get soft labels over the batch's pairs.
 
 References:
     S. Mo et al., "S-CLIP: semi-supervised vision-language learning using few specialist captions",
@@ -29,10 +29,10 @@ SPACES = ("unimodal", "shared")
 class SCLIP(base.Objective):
     """Trains on InfoNCE of the pairs + w_image CE(f(X), g(B); Q_x) + w_text CE(g(Y), f(A); Q_y).
 
-    Row q of Q_x holds the resemblance of the unpaired image q to the paired images A, and so the
-    weights of their captions B, see `pseudo_labels`. CE is `losses.soft_cross_entropy`. All logits
-    are s cos with the learned scale s = exp(log_scale) and no bias. Unpaired rows of a modality
-    with a weight are also negatives of the other modality's pairs in InfoNCE.
+    Row q of Q_x compares the unpaired image q with the paired images A. It is used as a soft label
+    over their captions B, see `pseudo_labels`. CE is `losses.soft_cross_entropy`. All logits are
+    cosines times the learned scale s = exp(log_scale), without a bias. If the weight of a modality
+    is positive, its unpaired rows are also negatives in InfoNCE.
 
     Attributes:
         weight_text: Weight of the labels of unpaired y, 0 to leave them out.
@@ -40,12 +40,13 @@ class SCLIP(base.Objective):
         labels: "ot", "softmax" or "hard", see `pseudo_labels`.
         space: Space in which rows are compared, "unimodal" for the embeddings as given, or "shared"
             for the outputs of the heads.
-        iterations: Number of Sinkhorn's iterations for "ot".
+        iterations: Number of Sinkhorn iterations for "ot".
         detach_labels: True to treat labels as constants. In the published code the gradient flows
-            through them and through Sinkhorn's iterations.
+            through them and through the Sinkhorn iterations.
 
     References:
-        S. Mo et al., "S-CLIP", NeurIPS 2023.
+        S. Mo et al., "S-CLIP: semi-supervised vision-language learning using few specialist
+        captions", NeurIPS 2023.
     """
 
     grid: ClassVar[base.Grid] = {
@@ -74,7 +75,7 @@ class SCLIP(base.Objective):
     def __call__(self, heads: Heads, batch: Batch, teacher: Any, memory: Any) -> base.Result:
         log_scale = heads.log_scale[...]
         f, g = heads.x(batch.a), heads.y(batch.b)
-        # A modality without a weight is not embedded at all.
+        # Unpaired rows of weight zero are not embedded.
         x = heads.x(batch.x) if self.weight_image else None
         y = heads.y(batch.y) if self.weight_text else None
         loss = losses.infonce(f, g, log_scale=log_scale, negatives_f=x, negatives_g=y)
@@ -83,14 +84,13 @@ class SCLIP(base.Objective):
         def pseudo_labelled(
             queries: Array, own: Array, other: Array, raw: tuple[Array, Array]
         ) -> Array:
-            # Labels over the pairs' own side are labels over their partners.
+            # Labels over the pairs of the same modality serve as labels over their partners.
             labels = pseudo_labels(
                 *(raw if self.space == "unimodal" else (queries, own)),
                 scale=jnp.exp(log_scale),
                 kind=self.labels,
                 iterations=self.iterations,
             )
-            # The published code lets the gradient through.
             if self.detach_labels:
                 labels = jax.lax.stop_gradient(labels)
             return losses.soft_cross_entropy(queries, other, labels, log_scale=log_scale)
@@ -120,8 +120,8 @@ def pseudo_labels(
         scale: Logit scale s.
         kind: "hard" is one-hot at the largest K_qj. "softmax" is the softmax of s K over j. "ot"
             takes the rows of OT_{1/s}(K) with uniform weights, which uses all keys equally.
-        iterations: Number of Sinkhorn's iterations for "ot". Each one is a column update and then a
-            row update, so that rows end exact.
+        iterations: Number of Sinkhorn iterations for "ot". Each one is a column update followed by
+            a row update, so the row sums are exact.
 
     Returns:
         The labels, shape [n, m], with rows that sum to 1.
@@ -135,6 +135,9 @@ def pseudo_labels(
         [[1.0, 0.0], [1.0, 0.0]]
         >>> pseudo_labels(rows, jnp.eye(2), scale=20.0).tolist()
         [[0.5, 0.5], [0.5, 0.5]]
+
+    References:
+        S. Mo et al., "S-CLIP", NeurIPS 2023.
     """
     checks.choice("kind", kind, LABELS)
     cosines = affinity.cosine(queries, keys)
@@ -142,7 +145,7 @@ def pseudo_labels(
         return jax.nn.one_hot(jnp.argmax(cosines, axis=1), len(keys), dtype=cosines.dtype)
     if kind == "softmax":
         return jax.nn.softmax(scale * cosines, axis=1)
-    # `reference` updates its rows first, which here are the keys.
+    # `reference` updates its rows first. They are the keys, because K is transposed.
     plan = reference(cosines.T, epsilon=1 / scale, iterations=iterations, symmetric=False)
     # Rows of a plan have mass 1/n. The softmax scales them to 1.
     return jax.nn.softmax(plan.log_matrix().T, axis=1)

@@ -40,13 +40,13 @@ class SOTAlign(base.Objective):
         epsilon: Regularisation of the student's plan, or temperature of "infonce".
         epsilon_star: Regularisation of the teacher's plan, or temperature of its targets.
         marginals: "prob" or "bistochastic", see `klot`.
-        tolerance: Marginal error at which a solve stops. Recall does not change from 1e-4 to 5e-2,
-            and 100 iterations of the published loss leave 1e-2 (docs/benchmarks.md).
+        tolerance: Marginal error at which a solve stops. Recall is the same for 1e-4 to 5e-2, and
+            100 iterations of the published loss leave an error of 1e-2 (docs/benchmarks.md).
         max_iterations: Number of iterations at which a solve stops.
         block_size: Rows per block to stream KLOT in less memory. By default the device's memory
             decides, see `klot_from_embeddings`.
-        klot_on: Rows that KLOT compares. "unpaired" rows alone, "all" rows, or "crossmodal" for all
-            rows with every pair transported to itself.
+        klot_on: Rows that KLOT compares: "unpaired" rows, "all" rows, or "crossmodal" for all rows
+            with a target plan that transports every pair to itself.
         supervision: "pairs", "pairs+negatives" or "square", see `SAIL`.
         siglip_norm: "mean" or "per_row", see `SAIL`.
 
@@ -91,18 +91,17 @@ class SOTAlign(base.Objective):
         checks.whole(1, or_none=True, block_size=self.block_size)
         if self.klot_on != "unpaired" and self.divergence != "klot":
             raise checks.InputError(
-                f"klot_on: is {self.klot_on!r} but divergence is {self.divergence!r}; choose "
-                "divergence 'klot' or klot_on 'unpaired'"
+                f"klot_on={self.klot_on!r} needs divergence='klot', got {self.divergence!r}"
             )
-        # The crossmodal target is an n x m matrix in any case.
+        # The crossmodal target is always an n x m matrix.
         streams = self.divergence == "klot" and self.klot_on != "crossmodal"
         if self.block_size is not None and not streams:
             raise checks.InputError(
-                f"block_size: is {self.block_size} but only divergence 'klot' is streamed, on "
-                "unpaired or all rows; leave it out"
+                f"block_size must be None, got {self.block_size}; only divergence='klot' with "
+                "klot_on='unpaired' or 'all' is streamed"
             )
-        # "bistochastic" multiplies KLOT by the rows of a batch, "per_row" SigLIP by its columns.
-        # Either alone changes the balance that alpha was chosen for.
+        # "bistochastic" multiplies KLOT by the number of rows, and "per_row" multiplies SigLIP by
+        # the number of columns. Only one of them would change the balance that alpha sets.
         if self.divergence == "klot" and (self.marginals == "prob") != (self.siglip_norm == "mean"):
             warnings.warn(
                 f"marginals={self.marginals!r} with siglip_norm={self.siglip_norm!r} leaves one "
@@ -114,8 +113,8 @@ class SOTAlign(base.Objective):
     def start(self, data: DeviceData, unpaired_batch: int) -> dict[str, Array]:
         """Returns column potentials for a warm start if every batch is the whole pool.
 
-        Potentials depend on the whole batch. If batches change, a fresh solve with epsilon-scaling
-        takes fewer iterations than a solve that starts from earlier potentials.
+        Potentials depend on the whole batch. If the batch changes, a fresh solve with
+        epsilon-scaling takes fewer iterations than one that starts from earlier potentials.
 
         Args:
             data: The training arrays.
@@ -127,7 +126,7 @@ class SOTAlign(base.Objective):
         whole = unpaired_batch >= max(len(data.pool_x), len(data.pool_y))
         if self.divergence != "klot" or self.klot_on != "unpaired" or not whole:
             return {}
-        # Zeros are the start of textbook Sinkhorn. The copy keeps donated buffers apart.
+        # Textbook Sinkhorn starts at zeros. Copied, because a donated buffer must not occur twice.
         v = jnp.zeros(len(data.pool_y), jnp.float32)
         return {"v": v, "v_star": v.copy()}
 
@@ -139,7 +138,7 @@ class SOTAlign(base.Objective):
             siglip = sail.supervised(heads, f, g, x, y, self.supervision, self.siglip_norm)
         if self.divergence == "none":
             return siglip, ({"siglip": siglip}, memory)
-        assert teacher is not None  # `training.fit` asked for it
+        assert teacher is not None  # checked by `training.fit`
         # Pairs come first, as `_klot_crossmodal` expects.
         if self.klot_on != "unpaired":
             x, y = jnp.concatenate([f, x]), jnp.concatenate([g, y])
@@ -149,7 +148,6 @@ class SOTAlign(base.Objective):
             if self.klot_on == "all":
                 f_star = jnp.concatenate([teacher.x(batch.a), f_star])
                 g_star = jnp.concatenate([teacher.y(batch.b), g_star])
-            # The teacher is fixed. Cached features of it come with the batch.
             f_star, g_star = jax.lax.stop_gradient((f_star, g_star))
         with jax.named_scope(self.divergence):
             divergence, metrics, memory = self._divergence(x, y, f_star, g_star, memory)
@@ -168,8 +166,7 @@ class SOTAlign(base.Objective):
             return losses.infonce_divergence(*affinities, **epsilons), {}, memory
         options: Any = {**epsilons, "marginals": self.marginals, "tolerance": self.tolerance}
         options |= {"max_iterations": self.max_iterations}
-        # Batches of "all" and "crossmodal" mix in other pairs at every step, so that only
-        # "unpaired" has a memory to start from.
+        # "all" and "crossmodal" add other pairs at every step, so only "unpaired" has warm starts.
         if self.klot_on == "crossmodal":
             value, aux = _klot_crossmodal(f, g, f_star, g_star, **options)
         else:
@@ -181,7 +178,6 @@ class SOTAlign(base.Objective):
         metrics: base.Metrics = {}
         for name, plan in aux._asdict().items():
             metrics |= {f"{name}_error": plan.error, f"{name}_iterations": plan.iterations}
-        # A run reports the steps whose plans missed the tolerance.
         error = jnp.maximum(aux.student.error, aux.teacher.error)
         return value, {**metrics, "converged": error <= self.tolerance}, memory
 
@@ -205,33 +201,34 @@ def _klot_crossmodal(
 
         T = diag(s I / k, (1 - s) P*),    s = 2 k / (n + m),
 
-    which has mass 1, and uniform marginals when n = m. The gradient in K is (P - T)/eps. Both
-    matrices are kept for it, so that memory is a few n x m arrays.
+    T has mass 1, and uniform marginals if n = m. The gradient in K is (P - T)/eps. It needs both
+    matrices, so memory is a few n x m arrays.
     """
     n, m, unpaired = len(f), len(g), (len(f_star), len(g_star))
     pairs = n - unpaired[0]
     if pairs != m - unpaired[1] or pairs < 1 or min(unpaired) < 1:
         raise checks.InputError(
-            f"f, g: have {n} and {m} rows but f_star and g_star {unpaired}; pass teacher features "
-            "of the unpaired rows, with as many pairs before them on either side"
+            f"f and g have {n} and {m} rows but f_star and g_star have {unpaired[0]} and "
+            f"{unpaired[1]}; pass teacher features of the unpaired rows, with as many pairs before "
+            "them in f as in g"
         )
+    # The share of the mass that pairs have. It is their share of the rows if n = m.
     mass, share = klot_lib.total_mass(marginals, n, m), 2 * pairs / (n + m)
     f, g, f_star, g_star = affinity.as_floats(f, g, f_star, g_star)
 
-    # Marginals of T, with which the student's plan is solved.
+    # The student's plan has the marginals of T.
     def weights(rest: int) -> Array:
         logs = math.log(share / pairs), math.log((1 - share) / rest)
         return jnp.repeat(jnp.array(logs, f.dtype), np.array([pairs, rest]))
 
     solve = functools.partial(sinkhorn, tolerance=tolerance, max_iterations=max_iterations)
-    # T is block-diagonal: pairs to themselves, unpaired rows by the teacher's plan.
     target = solve(affinity.cosine(*jax.lax.stop_gradient((f_star, g_star))), epsilon=epsilon_star)
     t = jax.scipy.linalg.block_diag(
         jnp.eye(pairs, dtype=f.dtype) * (share / pairs), (1 - share) * target.matrix()
     )
     k = affinity.cosine(f, g, precision=device.profile().student)
     log_a, log_b = map(weights, unpaired)
-    # The plan is a constant: the surrogate below carries the gradient (Danskin's theorem).
+    # By Danskin's theorem the plan is a constant in the gradient, which the surrogate below has.
     plan = solve(jax.lax.stop_gradient(k), epsilon=epsilon, log_a=log_a, log_b=log_b)
     log_p = plan.log_matrix()
     value = jnp.sum(jax.scipy.special.xlogy(t, t) - t * log_p)

@@ -1,4 +1,4 @@
-"""STRUCTURE: a contrastive loss on the pairs, and a regulariser that keeps neighbourhoods.
+"""STRUCTURE: a contrastive loss on the pairs, and a regulariser that preserves neighbourhoods.
 
 References:
     F. Groeger et al., "With limited data for multimodal alignment, let the STRUCTURE guide you",
@@ -26,9 +26,7 @@ _FLOOR = 1e-12
 
 @dataclasses.dataclass(frozen=True)
 class Structure(base.Objective):
-    """Trains on InfoNCE(f(A), g(B)) + lambda_t/2 [R(X, f(X)) + R(Y, g(Y))].
-
-    R is `regularizer`.
+    """Trains on InfoNCE(f(A), g(B)) + lambda_t/2 [R(X, f(X)) + R(Y, g(Y))], R = `regularizer`.
 
     Attributes:
         weight: Weight lambda of the regulariser.
@@ -36,10 +34,10 @@ class Structure(base.Objective):
         tau: Temperature of the regulariser and of InfoNCE.
         contrastive: "infonce", or "siglip" with the heads' own scale and bias.
         regularize_on: Rows X and Y of the regulariser: "pairs", "unpaired" or "all".
-        levels: Number of powers of the neighbourhoods that are compared.
+        levels: Number of levels: level l compares l-step transition probabilities.
         js_form: "code" or "js", see `regularizer`.
         level_weights: "none", or "inverse" for 1/l at level l.
-        block_size: Rows per block. None computes whole matrices, as more than one level does.
+        block_size: Rows per block. None computes whole matrices, as several levels always do.
 
     References:
         F. Groeger et al., "With limited data for multimodal alignment, let the STRUCTURE guide
@@ -88,8 +86,7 @@ class Structure(base.Objective):
             x, y = unpaired
         change = 0.5 * (self.regularizer(*x) + self.regularizer(*y))
         weight = jnp.float32(self.weight)
-        # The step comes with the batch, so that the weight is a function of it and a resumed run
-        # has the same one.
+        # The step is part of the batch, so a resumed run has the same weight.
         if self.warmup:
             weight *= jnp.minimum(1.0, batch.step / self.warmup)
         metrics = {self.contrastive: contrastive, "structure": change, "structure_weight": weight}
@@ -98,11 +95,11 @@ class Structure(base.Objective):
     def regularizer(
         self, original: Float[Array, "n d"], aligned: Float[Array, "n e"]
     ) -> Float[Array, ""]:
-        """Measures how far the neighbourhoods of samples after alignment are from those before.
+        """Computes the divergence between neighbourhoods before and after alignment.
 
-        E holds unit rows minus their mean. P = softmax_rows(E E^T / tau) is of the original
-        embeddings, which receive no gradient, and Q of the aligned ones. With M = (P^l + Q^l)/2 at
-        level l, summed over entries,
+        With unit rows minus their mean as rows of E, P = softmax_rows(E E^T / tau) describes the
+        neighbourhoods of the original embeddings, which receive no gradient, and Q those of the
+        aligned ones. With M = (P^l + Q^l)/2 at level l, summed over entries,
 
             D_l = 1/(2n) [KL(M || P^l) + KL(M || Q^l)]     ("code", as published: unbounded)
             D_l = 1/(2n) [KL(P^l || M) + KL(Q^l || M)]     ("js", Jensen-Shannon: at most log 2)
@@ -122,14 +119,17 @@ class Structure(base.Objective):
             >>> turned, merged = original[:, ::-1], jnp.ones((3, 1))
             >>> print(*(f"{Structure().regularizer(original, z):.4f}" for z in (turned, merged)))
             0.0000 1.0287
+
+        References:
+            F. Groeger et al., "With limited data for multimodal alignment, let the STRUCTURE guide
+            you", NeurIPS 2025.
         """
         rows = _centred(jax.lax.stop_gradient(original)), _centred(aligned)
-        # float64 embeddings widen float32 features, not the other way round.
         dtype = jnp.result_type(*rows)
         x, z = (e.astype(dtype) for e in rows)
-        # Powers of P need whole rows and columns, and so whole matrices.
+        # Powers of P need the whole matrix.
         if self.levels == 1 and self.block_size is not None:
-            # Hashable, because custom_vjp wants them static.
+            # A tuple, because static arguments of a `custom_vjp` must be hashable.
             options = self.tau, self.js_form, self.block_size
             return jax.nn.relu(_streamed(options, x, z)) / len(x)
         p, q = _neighbours(x, x, self.tau), _neighbours(z, z, self.tau)
@@ -138,6 +138,7 @@ class Structure(base.Objective):
             if level > 1:
                 p_power, q_power = affinity.dot(p_power, p), affinity.dot(q_power, q)
             summed = jnp.sum(_divergence(p_power, q_power, self.js_form))
+            # The weight w_l of level l is 1 / weight.
             weight = level if self.level_weights == "inverse" else 1
             # Rounding can make the divergence of equal neighbourhoods negative.
             total += jax.nn.relu(summed / len(x)) / weight
@@ -160,7 +161,7 @@ def _neighbours(rows: Array, everything: Array, tau: float) -> Array:
 
 def _divergence(p: Array, q: Array, js_form: str) -> Array:
     """Computes the divergence of every row of p and q."""
-    # The floor is added where the published code adds it, for equal digits.
+    # The floor is added in the same places as in the published code, for equal results.
     m = (p + q) / 2 + _FLOOR
     log_m, log_p, log_q = jnp.log(m), jnp.log(p + _FLOOR), jnp.log(q + _FLOOR)
     if js_form == "code":
@@ -176,13 +177,13 @@ _Options = tuple[float, str, int]
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _streamed(options: _Options, x: Array, z: Array) -> Array:
     """Sums the first level's divergence over rows, a block of rows at a time."""
-    return _streamed_forward(options, x, z)[0]  # the compiler drops the gradient
+    return _streamed_forward(options, x, z)[0]  # XLA removes the unused gradient
 
 
 def _streamed_forward(options: _Options, x: Array, z: Array) -> tuple[Array, Array]:
-    """Computes the value and, already here, the gradient in z, so that a block exists once.
+    """Computes the value and the gradient in z together, so that each block is computed once.
 
-    Each device compares its own rows, which it knows by their numbers, with all rows.
+    Each device compares its own rows, which are given by their numbers, with all rows.
     """
     tau, js_form, block_size = options
 
@@ -194,14 +195,15 @@ def _streamed_forward(options: _Options, x: Array, z: Array) -> tuple[Array, Arr
                 p, q = (_neighbours(block.of(rows), rows, tau) for rows in (x, z))
                 return jnp.sum(jnp.where(block.fresh, _divergence(p, q, js_form), 0))
 
+            # The rows of a block are compared with all rows, so its gradient has the shape of z.
             return jax.tree.map(jnp.add, totals, jax.value_and_grad(divergence)(z))
 
         start = jnp.zeros((), x.dtype), jnp.zeros_like(z)
-        # Each device visits its own rows. Numbers beyond the last row are padding.
         part = (numbers[0], len(numbers)) if axes else None
         value, gradient = blocks.over_rows(len(x), block_size, add, start, part)
         return sharding.psum_scatter(gradient, axes), sharding.psum(value, axes)
 
+    # Row numbers of each device. Those of the padding are beyond the last row.
     numbers = sharding.split(jnp.arange(len(x)), len(x))
     gradient, value = sharding.shard_map(own_rows, numbers, (x, z))
     return value, gradient[: len(z)]

@@ -1,8 +1,9 @@
-"""SUE: spectral embeddings of each modality by itself, joined by few pairs.
+"""SUE: spectral embeddings of each modality, joined by few pairs.
 
-The eigenvectors of a graph's Laplacian with the smallest eigenvalues vary least between neighbours.
-A SpectralNet is trained to vary little between neighbours while its outputs are kept orthonormal.
-It approximates those eigenvectors, and maps new rows as well.
+Of all orthonormal functions on a graph, the eigenvectors of its Laplacian with the smallest
+eigenvalues vary least between neighbours. A SpectralNet is a network that is trained to vary little
+between neighbours, while its outputs are kept orthonormal. It approximates those eigenvectors, and
+also maps rows that are not in the graph.
 
 References:
     A. Yacobi et al., "Learning shared representations from unpaired data", NeurIPS 2025 (SUE).
@@ -29,13 +30,15 @@ from sotalign_jax.methods import base
 from sotalign_jax.ot import affinity
 from sotalign_jax.progress import Progress
 
-# Widths of the Gaussians in `mmd`, in units of the mean squared distance, as published.
-_WIDTHS = (0.5, 1.0, 2.0)
+# Bandwidths of the Gaussian kernels in `mmd`, in units of the mean squared distance, as published.
+_BANDWIDTHS = (0.5, 1.0, 2.0)
 
 _Network = TypeVar("_Network", bound=nnx.Module)
+# Weight and bias of an affine map.
 _Affine = tuple[np.ndarray, np.ndarray]
-# Receives the number of an epoch, from 1, and the loss on held-out rows.
+# Callback that receives the number of an epoch, from 1, and the loss on held-out rows.
 _Report = Callable[[int, float], None]
+# Raw outputs of a network, computed in blocks of rows.
 outputs = functools.partial(evaluation.embed, unit=False)
 
 
@@ -43,26 +46,27 @@ outputs = functools.partial(evaluation.embed, unit=False)
 class SUE(base.Fitted):
     """Fits SpectralNets on all rows, CCA on the pairs, and a residual network by MMD.
 
-    1. A network per modality learns the smoothest eigenvectors of its graph of neighbours.
-    2. Their leading canonical variates over the pairs are the shared space.
+    1. One network per modality learns the smoothest eigenvectors of its graph of neighbours.
+    2. CCA on the pairs maps the eigenvectors of both modalities to canonical variates, which span
+       the shared space.
     3. A residual network moves the first modality so that both distributions agree.
 
     The defaults are for thousands of rows on a CPU. The published settings, for 30,000 rows on a
-    GPU, are hidden 4096, batch 5162, learning rate 1e-4 and 100 epochs.
+    GPU, are hidden=4096, batch=5162, learning_rate=1e-4 and epochs=100.
 
     Attributes:
         dim: Number of canonical variates, the width of the shared space. Published: 8.
         eigenvectors: Number of outputs of each spectral network.
         hidden: Width of the hidden layers of the spectral networks.
         neighbours: Number of neighbours of a row in the graph of a batch.
-        scale_neighbour: Rank of the neighbour whose median distance is the unit of length. The row
-            itself has rank 1.
+        scale_neighbour: Rank of the neighbour whose median distance is the bandwidth of the graph.
+            The row itself has rank 1.
         epochs: Epochs of each spectral network.
         batch: Rows per step of a spectral network.
         learning_rate: Learning rate of a spectral network's Adam.
-        patience: Epochs without improvement before that rate falls to a tenth.
-        centred: True for canonical variates of zero mean and unit variance. The published code
-            leaves the mean on and has directions of other lengths.
+        patience: Epochs without improvement before that rate is divided by 10.
+        centred: True for canonical variates of zero mean and unit variance. The published code does
+            not subtract the mean, and scales the directions differently.
         mmd_epochs: Epochs of the residual network, 0 to leave it out.
         mmd_batch: Rows per step of the residual network.
         mmd_learning_rate: Learning rate of the residual network's AdamW.
@@ -96,12 +100,10 @@ class SUE(base.Fitted):
         checks.whole(0, mmd_epochs=self.mmd_epochs, patience=self.patience)
         checks.whole(2, batch=self.batch, mmd_batch=self.mmd_batch)
         checks.positive(learning_rate=self.learning_rate, mmd_learning_rate=self.mmd_learning_rate)
-        # Limits between options: ranks within a neighbourhood, and at most as many orthonormal
-        # columns as a batch has rows.
-        near = "rows in a row's neighbourhood, itself counted"
-        checks.within(self.neighbours + 1, near, scale_neighbour=self.scale_neighbour)
-        over = "rows in a batch, over which they are orthonormal"
-        checks.within(self.batch, over, eigenvectors=self.eigenvectors)
+        neighbourhood = "rows in a neighbourhood, the row itself included"
+        checks.within(self.neighbours + 1, neighbourhood, scale_neighbour=self.scale_neighbour)
+        # A batch of m rows has at most m orthonormal columns.
+        checks.within(self.batch, "rows in a batch", eigenvectors=self.eigenvectors)
         checks.within(self.eigenvectors, "eigenvectors", dim=self.dim)
 
     def fit(self, dataset: data.Dataset, *, seed: int, progress: bool = False) -> Heads:
@@ -122,7 +124,7 @@ class SUE(base.Fitted):
         pairs, pools = (dataset.pairs_x, dataset.pairs_y), (dataset.pool_x, dataset.pool_y)
         n = len(pairs[0])
         checks.within(n - 1, f"directions that {n} pairs can determine", dim=self.dim)
-        # Both networks learn from all rows of their modality. Only the CCA needs to know the pairs.
+        # Both networks learn from all rows of their modality. Only CCA uses the pairing.
         rows = [np.concatenate(parts) for parts in zip(pairs, pools, strict=True)]
         *keys, key_mmd = jax.random.split(jax.random.key(seed), 3)
         with Progress(2 * self.epochs + self.mmd_epochs, "SUE", show=progress) as bar:
@@ -130,34 +132,38 @@ class SUE(base.Fitted):
             def report(before: int) -> _Report:
                 return lambda epoch, loss: bar.metrics(before + epoch, {"loss": loss})
 
-            spectral, variates = [], []
+            spectral, eigenvectors = [], []
             for side, before in enumerate((0, self.epochs)):
                 start, key = jax.random.split(keys[side])
                 widths = rows[side].shape[1], self.eigenvectors
                 fresh = TanhHead(*widths, hidden=self.hidden, rngs=nnx.Rngs(params=start))
-                fitted = fit_spectral(fresh, rows[side], self, key=key, report=report(before))
-                spectral.append(fitted)
-                variates.append(outputs(fitted[0], pairs[side]) @ fitted[1])
-            # Two linear maps in a row, the basis of eigenvectors and the variates, become one.
+                network, basis = fit_spectral(
+                    fresh, rows[side], self, key=key, report=report(before)
+                )
+                spectral.append((network, basis))
+                eigenvectors.append(outputs(network, pairs[side]) @ basis)
+            # The maps to eigenvectors and from there to variates are both linear, and become one.
             x, y = (
                 SUEHead(network, Dense.of(basis @ weight, bias))
                 for (network, basis), (weight, bias) in zip(
-                    spectral, self.variates(*variates), strict=True
+                    spectral, self.variates(*eigenvectors), strict=True
                 )
             )
             if self.mmd_epochs:
                 start, key = jax.random.split(key_mmd)
                 residual = Residual(self.dim, self.mmd_hidden, rngs=nnx.Rngs(params=start))
-                embedded, hear = (outputs(x, rows[0]), outputs(y, rows[1])), report(2 * self.epochs)
-                residual = refine(residual, *embedded, self, key=key, report=hear)
+                embedded = outputs(x, rows[0]), outputs(y, rows[1])
+                residual = refine(
+                    residual, *embedded, self, key=key, report=report(2 * self.epochs)
+                )
                 x = SUEHead(x.network, x.linear, residual)
         return Heads(x, y)
 
     def variates(self, x: np.ndarray, y: np.ndarray) -> tuple[_Affine, _Affine]:
-        """Fits the maps from eigenvectors of the pairs to canonical variates.
+        """Fits the maps from eigenvectors to canonical variates, on the pairs.
 
         They are fitted on columns of unit variance. The published code then applies them to the
-        columns as they are, with their means.
+        columns without that scaling, and without subtracting the means.
 
         Args:
             x: Eigenvectors of the first modality at the pairs, shape [n, k].
@@ -165,9 +171,12 @@ class SUE(base.Fitted):
 
         Returns:
             Weight and bias of each side.
+
+        References:
+            H. Hotelling, "Relations between two sets of variates", Biometrika 28 (1936).
         """
         spreads = [table.std(axis=0, ddof=1) for table in (x, y)]
-        # A constant column has no scale. Dividing by 1 leaves it constant.
+        # A constant column has no variance, and stays as it is.
         spreads = [np.where(spread == 0, 1.0, spread) for spread in spreads]
         found = teachers.canonical_correlations(x / spreads[0], y / spreads[1])
         checks.within(len(found.correlations), "directions that the pairs determine", dim=self.dim)
@@ -176,7 +185,8 @@ class SUE(base.Fitted):
             weight = weights[:, : self.dim]
             if self.centred:
                 return weight / spread[:, None], -mean @ weight
-            # In the published solver, the part of a direction across those before it has length 1.
+            # In the published solver, the component of each direction that is orthogonal to the
+            # directions before it has length 1.
             lengths = np.abs(np.diag(np.linalg.qr(weight, mode="r")))
             return weight / lengths, np.zeros(self.dim)
 
@@ -208,7 +218,7 @@ class Residual(nnx.Module):
 
 
 class SUEHead(Head):
-    """Head residual(network(x) W + b) of a spectral network, canonical variates and a residual.
+    """SUE's head, residual(network(x) W + b) of a spectral network and canonical variates.
 
     Args:
         network: Spectral network.
@@ -272,13 +282,13 @@ def adjacency(
 ) -> Float[Array, "m m"]:
     """Builds the graph of nearest neighbours of a batch.
 
-    W_ij = exp(-||x_i - x_j||^2 / s^2) for the nearest rows j of i, averaged with W^T. The unit s is
-    the median distance to the `scale_neighbour`-th nearest row, where the row itself counts.
+    W_ij = exp(-||x_i - x_j||^2 / s^2) for the nearest rows j of i, averaged with W^T. The bandwidth
+    s is the median distance of a row to its `scale_neighbour`-th nearest row, itself included.
 
     Args:
         rows: Embeddings, shape [m, d].
         neighbours: Number of neighbours of a row, without itself.
-        scale_neighbour: Rank of the neighbour that sets the unit of length.
+        scale_neighbour: Rank of the neighbour that determines the bandwidth.
 
     Returns:
         The weights W, shape [m, m].
@@ -291,15 +301,16 @@ def adjacency(
          [0.    0.    1.   ]]
     """
     rows = affinity.as_float(rows)
-    rows -= jnp.mean(rows, axis=0)  # so that little cancels in the distances
+    # Centred rows are shorter, so their squared distances lose fewer digits by cancellation.
+    rows -= jnp.mean(rows, axis=0)
     squares = _squared_distances(rows)
     count = min(neighbours + 1, len(rows))
     nearest = -jax.lax.top_k(-squares, count)[0]
-    unit = jnp.median(jnp.sqrt(nearest[:, min(scale_neighbour, count) - 1]))
-    # Equal rows have distance 0.
-    unit = jnp.maximum(jnp.square(unit), jnp.finfo(squares.dtype).tiny)
+    bandwidth = jnp.median(jnp.sqrt(nearest[:, min(scale_neighbour, count) - 1]))
+    # If most rows are equal, the median distance is 0.
+    scale = jnp.maximum(jnp.square(bandwidth), jnp.finfo(squares.dtype).tiny)
     # All rows as close as the last neighbour count, so that ties do not depend on their order.
-    weights = jnp.where(squares <= nearest[:, -1:], jnp.exp(-squares / unit), 0.0)
+    weights = jnp.where(squares <= nearest[:, -1:], jnp.exp(-squares / scale), 0.0)
     return 0.5 * (weights + weights.T)
 
 
@@ -307,7 +318,7 @@ def _squared_distances(rows: Array) -> Array:
     """Computes all ||x_i - x_j||^2, exactly 0 on the diagonal."""
     lengths = jnp.sum(jnp.square(rows), axis=1)
     squares = jnp.maximum(lengths[:, None] + lengths - 2.0 * affinity.dot(rows, rows.T), 0.0)
-    # Cancellation would leave small distances of rows from themselves.
+    # Rounding would leave small distances on the diagonal.
     return squares * (1.0 - jnp.eye(len(rows), dtype=squares.dtype))
 
 
@@ -346,7 +357,7 @@ def orthonormalizer(y: Float[Array, "m k"]) -> Float[Array, "k k"]:
         >>> bool(jnp.allclose(z.T @ z / 3, jnp.eye(2), atol=1e-5))
         True
     """
-    # The Cholesky factor of Y^T Y would square the condition number, which fails in float32.
+    # A Cholesky factorisation of Y^T Y would square the condition number, too much for float32.
     triangle = jnp.linalg.qr(y)[1]
     identity = jnp.eye(len(triangle), dtype=y.dtype)
     return jnp.sqrt(len(y)) * jax.scipy.linalg.solve_triangular(triangle, identity)
@@ -360,10 +371,10 @@ def fit_spectral(
     key: Array,
     report: _Report = lambda epoch, loss: None,
 ) -> tuple[TanhHead, Float[np.ndarray, "k k"]]:
-    """Trains a network for the smoothest eigenvectors of a graph's Laplacian.
+    """Trains a network to compute the smoothest eigenvectors of a graph's Laplacian.
 
     Each step orthonormalises the outputs on one batch and computes the loss on another. The
-    gradient goes through both.
+    gradient flows through both.
 
     Args:
         network: Initial network.
@@ -373,8 +384,8 @@ def fit_spectral(
         report: Called after every epoch with the loss on the held-out rows.
 
     Returns:
-        The network and T. `network(x) @ T` are the eigenvectors, of mean square 1, smoothest first.
-        The first one is constant.
+        The network and the basis T. The columns of `network(x) @ T` are the eigenvectors, of mean
+        square 1 and smoothest first. The first one is constant.
 
     Raises:
         InputError: There are too few rows.
@@ -385,31 +396,41 @@ def fit_spectral(
     """
     most, of = len(rows) // 2 - 1, f"eigenvectors that {len(rows)} rows can determine"
     checks.within(most, of, eigenvectors=network.d_out)
-    graphdef, params = nnx.split(network)
     key, split = jax.random.split(key)
     table = jnp.asarray(rows)
     train, val = _hold_out(split, table, max(len(rows) // 10, 1))
     batch = min(options.batch, len(train))
-    graph = {"neighbours": options.neighbours, "scale_neighbour": options.scale_neighbour}
+    trained = _train_spectral(network, train, val, options, batch, key=key, report=report)
+    return trained, _eigenbasis(trained, table, options, batch, key=key)
 
-    def rayleigh_of(params: Any, transform: Array, rows: Array) -> Array:
-        y = affinity.dot(nnx.merge(graphdef, params)(rows), transform)
-        return rayleigh(y, adjacency(rows, **graph))
+
+def _batch_rayleigh(network: TanhHead, transform: Array, rows: Array, options: SUE) -> Array:
+    """Computes the Rayleigh matrix of a network's transformed outputs on the graph of a batch."""
+    graph = adjacency(rows, neighbours=options.neighbours, scale_neighbour=options.scale_neighbour)
+    return rayleigh(affinity.dot(network(rows), transform), graph)
+
+
+def _train_spectral(
+    network: TanhHead,
+    train: Array,
+    val: Array,
+    options: SUE,
+    batch: int,
+    *,
+    key: Array,
+    report: _Report,
+) -> TanhHead:
+    """Runs Adam on the trace of the Rayleigh matrix. The learning rate falls on plateaus."""
+    graphdef, params = nnx.split(network)
 
     def loss(params: Any, transform: Array, rows: Array) -> Array:
-        return jnp.trace(rayleigh_of(params, transform, rows))
+        return jnp.trace(_batch_rayleigh(nnx.merge(graphdef, params), transform, rows, options))
 
     def objective(params: Any, rows: Array, others: Array) -> tuple[Array, Array]:
         transform = orthonormalizer(nnx.merge(graphdef, params)(others))
         return loss(params, transform, rows), transform
 
-    @jax.jit
-    def mean_rayleigh(params: Any, transform: Array, rows: Array, key: Array) -> Array:
-        passes = _batches(key, len(rows), batch)
-        matrices = jax.lax.map(lambda index: rayleigh_of(params, transform, rows[index]), passes)
-        return jnp.mean(matrices, axis=0)
-
-    # The learning rate is an argument of the step, so that lowering it compiles nothing.
+    # The learning rate is an argument of the step, so lowering it compiles nothing.
     adam = optax.scale_by_adam()
     pass_over = _pass(objective, loss, adam, batch)
     state = jax.tree.map(jnp.copy, (params, adam.init(params)))
@@ -419,26 +440,41 @@ def fit_spectral(
         state, held = pass_over(state, (train, train), (val,), epoch_key, jnp.float32(rate))
         value = _finite(held, "spectral network", epoch, "learning_rate")
         report(epoch, value)
-        # The threshold and the factor of PyTorch's ReduceLROnPlateau, which the published code
-        # uses.
+        # PyTorch's ReduceLROnPlateau with its default threshold and factor, as published.
         best, waited = (value, 0) if value < best * (1 - 1e-4) else (best, waited + 1)
         if waited > options.patience:
             rate, waited = rate / 10, 0
-        if rate <= 1e-8:  # too small to change anything
+        if rate <= 1e-8:  # too small to change the network
             break
-    trained = nnx.merge(graphdef, state[0])
-    found = outputs(trained, table).astype(np.float64)
+    return nnx.merge(graphdef, state[0])
+
+
+def _eigenbasis(
+    network: TanhHead, table: Array, options: SUE, batch: int, *, key: Array
+) -> Float[np.ndarray, "k k"]:
+    """Returns the matrix that turns outputs of a network into eigenvectors, smoothest first."""
+    graphdef, params = nnx.split(network)
+
+    @jax.jit
+    def mean_rayleigh(params: Any, transform: Array, rows: Array, key: Array) -> Array:
+        def batch_rayleigh(index: Array) -> Array:
+            return _batch_rayleigh(nnx.merge(graphdef, params), transform, rows[index], options)
+
+        return jnp.mean(jax.lax.map(batch_rayleigh, _batches(key, len(rows), batch)), axis=0)
+
+    found = outputs(network, table).astype(np.float64)
     triangle = np.linalg.qr(found, mode="r")
     if np.linalg.matrix_rank(triangle) < len(triangle):
         raise FloatingPointError(
-            "spectral network: its outputs depend on each other; lower learning_rate"
+            "outputs of the spectral network are linearly dependent; lower learning_rate"
         )
-    # Over all rows in float64, where the steps orthonormalised over batches.
+    # Orthonormal over all rows, in float64. The training steps were orthonormal over batches.
     transform = np.sqrt(len(found)) * np.linalg.inv(triangle)
-    matrix = mean_rayleigh(state[0], jnp.asarray(transform, jnp.float32), table, key)
-    # Orthonormal outputs are eigenvectors up to a rotation, which the Rayleigh matrix gives.
-    _, vectors = np.linalg.eigh(np.asarray(matrix, np.float64))
-    return trained, transform @ vectors
+    matrix = mean_rayleigh(params, jnp.asarray(transform, jnp.float32), table, key)
+    # Rayleigh-Ritz: orthonormal outputs span the eigenvectors, and the eigenvectors of the Rayleigh
+    # matrix are the rotation to them.
+    _, rotation = np.linalg.eigh(np.asarray(matrix, np.float64))
+    return transform @ rotation
 
 
 def _pass(
@@ -447,7 +483,7 @@ def _pass(
     optimizer: optax.GradientTransformation,
     batch: int,
 ) -> Callable[..., Any]:
-    """Compiles an epoch over shuffled tables: (state, train, val, key, rate) -> (state, loss).
+    """Builds a jitted epoch over shuffled tables: (state, train, val, key, rate) -> (state, loss).
 
     Args:
         objective: Maps (params, *rows) to (loss, aux), with a batch of each table of `train`.
@@ -455,23 +491,27 @@ def _pass(
             over blocks of `val`.
         optimizer: Transformation of the gradient, without the learning rate.
         batch: Rows per step.
+
+    Returns:
+        The function of an epoch. The state, (params, optimizer state), is donated.
     """
 
     @functools.partial(jax.jit, donate_argnums=0)
     def pass_over(state: Any, train: Any, val: Any, key: Array, rate: Array) -> Any:
         def step(state: Any, indices: tuple[Array, ...]) -> tuple[Any, Any]:
-            params, moments = state
+            params, opt_state = state
             rows = (table[index] for table, index in zip(train, indices, strict=True))
             gradient, aux = jax.grad(objective, has_aux=True)(params, *rows)
-            updates, moments = optimizer.update(gradient, moments, params)
+            updates, opt_state = optimizer.update(gradient, opt_state, params)
             params = jax.tree.map(lambda p, update: p - rate * update, params, updates)
-            return (params, moments), aux
+            return (params, opt_state), aux
 
+        # A pass over the smaller table. The tables are shuffled independently.
         steps, keys = min(map(len, train)) // batch, jax.random.split(key)
-        passes = [_batches(k, len(t), batch)[:steps] for k, t in zip(keys, train, strict=True)]
-        state, aux = jax.lax.scan(step, state, tuple(passes))
-        # Validation uses the orthonormalisation of the last step.
-        last = jax.tree.map(lambda of_steps: of_steps[-1], aux)
+        batches = [_batches(k, len(t), batch)[:steps] for k, t in zip(keys, train, strict=True)]
+        state, aux = jax.lax.scan(step, state, tuple(batches))
+        # `scan` stacks the aux of all steps. Validation uses that of the last one.
+        last = jax.tree.map(lambda stacked: stacked[-1], aux)
         blocks = [_blocks(rows, batch) for rows in val]
         losses = jax.lax.map(lambda rows: validate(state[0], last, *rows), blocks)
         return state, jnp.mean(losses)
@@ -479,10 +519,13 @@ def _pass(
     return pass_over
 
 
-def _finite(loss: Array, what: str, epoch: int, option: str) -> float:
-    """Returns the loss as a number, and raises unless it is finite."""
-    if not np.isfinite(value := float(loss)):
-        raise FloatingPointError(f"{what}: the loss is not finite in epoch {epoch}; lower {option}")
+def _finite(loss: Array, network: str, epoch: int, option: str) -> float:
+    """Returns the loss as a number, and raises FloatingPointError unless it is finite."""
+    value = float(loss)
+    if not np.isfinite(value):
+        raise FloatingPointError(
+            f"loss of the {network} is {value} in epoch {epoch}; lower {option}"
+        )
     return value
 
 
@@ -500,9 +543,9 @@ def _batches(key: Array, n: int, size: int) -> Array:
 def _blocks(rows: Array, most: int) -> Array:
     """Splits rows into blocks of at most `most` rows, without the remainder."""
     size = min(most, len(rows))
-    # `scan` and `map` need equal shapes. Shuffled rows have another remainder in every epoch.
-    steps = len(rows) // size
-    return rows[: steps * size].reshape(steps, size, *rows.shape[1:])
+    # `scan` and `map` need blocks of equal shape. Shuffling changes the remainder in every epoch.
+    count = len(rows) // size
+    return rows[: count * size].reshape(count, size, *rows.shape[1:])
 
 
 # --- maximum mean discrepancy ---
@@ -511,8 +554,8 @@ def _blocks(rows: Array, most: int) -> Array:
 def mmd(x: Float[Array, "n d"], y: Float[Array, "m d"]) -> Float[Array, ""]:
     """Computes the biased squared MMD, mean k(x, x') - 2 mean k(x, y) + mean k(y, y').
 
-    The kernel k is the sum of exp(-||a - b||^2 / (c s)) over three widths c. The unit s is the mean
-    squared distance between two different rows of [x; y]. It receives no gradient.
+    The kernel k(a, b) is the sum of exp(-||a - b||^2 / (c s)) over c = 0.5, 1 and 2. The scale s is
+    the mean squared distance between two different rows of [x; y]. It receives no gradient.
 
     Args:
         x: Rows, shape [n, d].
@@ -531,11 +574,11 @@ def mmd(x: Float[Array, "n d"], y: Float[Array, "m d"]) -> Float[Array, ""]:
     """
     squares = _squared_distances(jnp.concatenate([x, y]))
     n, total = len(x), len(squares)
-    # The diagonal is 0 and does not count.
-    unit = jax.lax.stop_gradient(jnp.sum(squares)) / (total * total - total)
-    unit = jnp.maximum(unit, jnp.finfo(squares.dtype).tiny)
-    widths = jnp.asarray(_WIDTHS, squares.dtype)[:, None, None]
-    kernel = jnp.sum(jnp.exp(-squares / (widths * unit)), axis=0)
+    # The mean is over the entries off the diagonal, which is 0.
+    scale = jax.lax.stop_gradient(jnp.sum(squares)) / (total * total - total)
+    scale = jnp.maximum(scale, jnp.finfo(squares.dtype).tiny)
+    bandwidths = jnp.asarray(_BANDWIDTHS, squares.dtype)[:, None, None]
+    kernel = jnp.sum(jnp.exp(-squares / (bandwidths * scale)), axis=0)
     return jnp.mean(kernel[:n, :n]) - 2.0 * jnp.mean(kernel[:n, n:]) + jnp.mean(kernel[n:, n:])
 
 
@@ -548,14 +591,14 @@ def refine(
     key: Array,
     report: _Report = lambda epoch, loss: None,
 ) -> _Network:
-    """Trains a network so that MMD(network(x), y) is small.
+    """Trains a network to minimise MMD(network(x), y).
 
-    Nine tenths of either side are for training, and the parameters with the least MMD on the rest
-    are kept. An epoch is a pass over the smaller side.
+    A tenth of the smaller side is held out of each side. The parameters with the smallest MMD on
+    the held-out rows are kept. An epoch is a pass over the smaller side.
 
     Args:
         network: Initial network.
-        x: Rows that are moved, shape [n, d].
+        x: Rows that the network maps, shape [n, d].
         y: Rows of the target distribution, in any order, shape [m, d].
         options: Options of the method.
         key: PRNG key for the batches and for the rows that are held out.
@@ -566,10 +609,13 @@ def refine(
 
     Raises:
         FloatingPointError: The loss is not finite.
+
+    References:
+        A. Gretton et al., "A kernel two-sample test", JMLR 13 (2012).
     """
     graphdef, params = nnx.split(network)
     key, *splits = jax.random.split(key, 3)
-    # Both sides hold out equally many rows, for blocks of equal sizes.
+    # Both sides hold out equally many rows, so that their blocks have equal sizes.
     held = max(min(len(x), len(y)) // 10, 1)
     sides = (jnp.asarray(rows, jnp.float32) for rows in (x, y))
     parts = [_hold_out(split, rows, held) for split, rows in zip(splits, sides, strict=True)]
@@ -589,10 +635,9 @@ def refine(
     best, least = params, float("inf")
     for epoch in range(1, options.mmd_epochs + 1):
         state, loss = pass_over(state, train, val, jax.random.fold_in(key, epoch), rate)
-        value = _finite(loss, "mmd", epoch, "mmd_learning_rate")
+        value = _finite(loss, "residual network", epoch, "mmd_learning_rate")
         report(epoch, value)
-        # The last epoch may overfit the training rows, so that the best one is kept.
         if value < least:
-            # The next step donates the buffers of `state`.
+            # Copied, because the next epoch donates `state`.
             best, least = jax.tree.map(jnp.copy, state[0]), value
     return nnx.merge(graphdef, best)

@@ -1,4 +1,4 @@
-"""L2 normalisation, cosine affinities, and products at an asked-for precision."""
+"""L2 normalisation, cosine affinities, and matrix products of a given precision."""
 
 import functools
 
@@ -14,11 +14,11 @@ ArrayLike = jax.Array | np.ndarray
 """Arrays that public functions accept. Nested lists work as well."""
 
 HIGHEST = device.HIGHEST
-"""Full float32, for sums over a kernel and for small systems: bytes limit them, not operations."""
+"""Full float32, for sums over a kernel and small systems, which are limited by bandwidth."""
 
 
 def as_float(x: ArrayLike) -> Array:
-    """Casts to float32, keeping float64: affinities and potentials are never narrower.
+    """Casts to float32, or keeps float64.
 
     Args:
         x: An array.
@@ -42,13 +42,18 @@ def as_floats(*arrays: ArrayLike) -> tuple[Array, ...]:
 
     Returns:
         The arrays, all of one type.
+
+    Example:
+        >>> [x.dtype.name for x in as_floats(np.ones(2, np.float16), np.ones(2, np.float32))]
+        ['float32', 'float32']
     """
     floats = [as_float(x) for x in arrays]
     wide = any(x.dtype == jnp.float64 for x in floats)
     return tuple(x.astype(jnp.float64) if wide else x for x in floats)
 
 
-# Rows without an entry above this count as zero: their exact scaling would leave float32.
+# Rows whose entries are all below this count as zero, because the power of two that scales them to
+# 1 is limited to 2^100 by `_power_of_two`.
 _NORM_FLOOR = 2.0**-100
 
 
@@ -56,18 +61,18 @@ _NORM_FLOOR = 2.0**-100
 def _power_of_two(x: Float[Array, "... d"]) -> Float[Array, "..."]:
     """Returns powers of two that bring the largest entry of each row near 1.
 
-    Products with powers of two are exact. The function is compiled even if its caller is not, so
-    that it is one program instead of a dozen.
+    Products with powers of two are exact. The function is jitted, so that calls outside of `jit`
+    run one program instead of a dozen.
     """
     largest = as_float(jnp.max(jnp.abs(jax.lax.stop_gradient(x)), axis=-1))
-    # Clipped, so that the power and its products are normal float32 numbers.
+    # Clipped, so that the power and its products stay normal float32 numbers.
     _, exponent = jnp.frexp(largest)
     power = jnp.exp2(-jnp.clip(exponent, -100, 100).astype(largest.dtype))
     return jnp.where(largest > _NORM_FLOOR, power, 0.0).astype(x.dtype)
 
 
 def rescaled(x: Float[Array, "... d"]) -> Float[Array, "... d"]:
-    """Scales rows by powers of two so that their largest entries are near 1, exactly.
+    """Scales rows exactly, by powers of two, so that their largest entries are near 1.
 
     Args:
         x: Rows, shape [..., d].
@@ -96,6 +101,7 @@ def inverse_norms(x: Float[Array, "n d"]) -> Float[Array, " n"]:
         [0.2, 0.0]
     """
     x = as_float(x)
+    # Scaled to entries near 1, because squares of tiny or huge entries leave float32.
     power = _power_of_two(x)
     squared = jnp.sum(jnp.square(x * power[..., None]), axis=-1)
     # The inner `where` keeps the gradient of zero rows free of NaN.
@@ -144,7 +150,7 @@ def dot(a: Array, b: Array, precision: jax.lax.PrecisionLike = HIGHEST) -> Array
     # Products of bfloat16 numbers are exact in float32.
     if a.dtype == b.dtype == jnp.bfloat16:
         return jnp.matmul(a, b, preferred_element_type=jnp.float32)
-    # An algorithm that a platform lacks is an error there, so that `device` guards it.
+    # JAX raises for algorithms that a platform lacks. `device.matmul` falls back to float32 there.
     if isinstance(precision, jax.lax.DotAlgorithmPreset):
         return device.matmul(a, b, precision)
     return jnp.matmul(a, b, precision=precision)
@@ -173,7 +179,8 @@ def cosine(
     """
     x, y = l2_normalize(f), l2_normalize(g)
     precision = device.profile().teacher if precision is None else precision
-    with sharding.mesh_of(x, y):  # rows of both may be split over the same devices
+    # Rows of x and y may be split over the same devices, and a product has only one such axis.
+    with sharding.mesh_of(x, y):
         return dot(x, sharding.gather_explicit(y).T, precision)
 
 
@@ -192,9 +199,9 @@ def check_affinity(name: str, k: ArrayLike) -> None:
     """
     shape = np.shape(k)
     if len(shape) != 2 or 0 in shape:
-        raise checks.InputError(f"{name}: has shape {shape}; pass a non-empty matrix [n, m]")
+        raise checks.InputError(f"{name} must be a non-empty matrix [n, m], got shape {shape}")
     if np.iscomplexobj(k):
-        raise checks.InputError(f"{name}: has complex entries; pass a real matrix")
+        raise checks.InputError(f"{name} must be real, got complex entries")
 
 
 def check_affinities(k: ArrayLike, k_star: ArrayLike) -> None:
@@ -211,7 +218,7 @@ def check_affinities(k: ArrayLike, k_star: ArrayLike) -> None:
     check_affinity("K_star", k_star)
     if np.shape(k) != np.shape(k_star):
         raise checks.InputError(
-            f"K_star: has shape {np.shape(k_star)} but K has {np.shape(k)}; "
+            f"K_star has shape {np.shape(k_star)} but K has shape {np.shape(k)}; "
             "compute both affinities on the same rows and columns"
         )
 
@@ -233,13 +240,13 @@ def check_features(f: ArrayLike, g: ArrayLike, f_star: ArrayLike, g_star: ArrayL
         check_affinity(f"{name}_star", teacher)
         if len(student) != len(teacher):
             raise checks.InputError(
-                f"{name}_star: has {len(teacher)} rows but {name} has {len(student)}; "
+                f"{name}_star has {len(teacher)} rows but {name} has {len(student)}; "
                 "student and teacher must embed the same samples"
             )
-    for names, x, y in (("f and g", f, g), ("f_star and g_star", f_star, g_star)):
+    for suffix, x, y in (("", f, g), ("_star", f_star, g_star)):
         widths = np.shape(x)[1], np.shape(y)[1]
         if widths[0] != widths[1]:
             raise checks.InputError(
-                f"{names}: have widths {widths[0]} and {widths[1]}; "
-                "their cosine needs one shared space"
+                f"g{suffix} has width {widths[1]} but f{suffix} has width {widths[0]}; "
+                "map both into one shared space first"
             )

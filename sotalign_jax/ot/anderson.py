@@ -16,20 +16,20 @@ from jaxtyping import Array, Float, Int
 
 from sotalign_jax.ot import affinity
 
-# More steps cost memory and products in every sweep. Fewer accelerate less.
+# benchmarks/convergence.py counts the sweeps that these constants lead to. A longer memory costs
+# products in every sweep, and a shorter one accelerates less.
 MEMORY = 12
 """Number of past steps that are combined."""
 PLAIN_STEPS = 4
 """Steps without a correction after `init` and after every `reset`."""
 MAX_CORRECTION = 3.0
-"""Largest change of an entry by the correction: more extrapolates a log-scaling too far."""
+"""Largest absolute correction of an entry, a factor e^3 of a scaling."""
 
 
 class History(NamedTuple):
     """Past steps of the iteration.
 
-    Changes are written in turn, in a ring. Changes before the last reset stay in it, and are not
-    used.
+    Changes are stored in a ring buffer. Those from before the last reset are ignored.
 
     Attributes:
         x: Last point.
@@ -101,19 +101,19 @@ def update(
     """
     slot, known = history.steps % MEMORY, history.steps > 0
     change_x, change_f = x - history.x, f - history.f
-    # NaN times a zero weight is NaN, so that changes that are not finite must become zero.
+    # NaN times a zero weight is NaN, so changes that are not finite are stored as zeros.
     known = known & jnp.isfinite(change_x) & jnp.isfinite(change_f)
     dx = history.dx.at[slot].set(jnp.where(known, change_x, 0.0))
     df = history.df.at[slot].set(jnp.where(known, change_f, 0.0))
-    # The first change after a reset is zero, and its weight is harmless.
+    # The first change after a reset is zero, so its weight does not matter.
     used = jnp.arange(MEMORY, dtype=jnp.int32) <= history.steps
     gram = jnp.where(used[:, None] & used[None, :], affinity.dot(df, df.T, precision), 0.0)
-    # The ridge bounds the weights when past steps are nearly parallel.
+    # Tikhonov regularisation, which bounds the weights when past steps are nearly parallel.
     ridge = 10 * jnp.finfo(x.dtype).eps * jnp.trace(gram) + jnp.finfo(x.dtype).tiny
     gram = gram + ridge * jnp.eye(MEMORY, dtype=x.dtype)
     weights = solve_positive(gram, jnp.where(used, affinity.dot(df, f, precision), 0.0))
     correction = -affinity.dot(weights, dx + df, precision)
-    # The clip is per entry, so that one wild column does not stop the others.
+    # Clipped per entry, so that one diverging column does not slow down the others.
     correction = jnp.clip(correction, -MAX_CORRECTION, MAX_CORRECTION)
     use = (history.steps >= PLAIN_STEPS) & jnp.all(jnp.isfinite(weights))
     return jnp.where(use, correction, 0.0), History(x, f, dx, df, history.steps + 1)
@@ -122,7 +122,7 @@ def update(
 def solve_positive(matrix: Float[Array, "k k"], right: Float[Array, " k"]) -> Float[Array, " k"]:
     """Solves a small positive definite system by Gauss-Jordan elimination, unrolled.
 
-    `jnp.linalg.solve` would call a library with several kernels in every sweep on a GPU.
+    On a GPU, `jnp.linalg.solve` would launch several kernels of a library in every sweep.
 
     Args:
         matrix: Positive definite matrix, shape [k, k].
@@ -137,7 +137,7 @@ def solve_positive(matrix: Float[Array, "k k"], right: Float[Array, " k"]) -> Fl
     """
     system = jnp.concatenate([matrix, right[:, None]], axis=1)
     for i in range(len(matrix)):
-        # The ridge keeps pivots positive, so that no pivoting is needed.
+        # Pivots of a positive definite matrix are positive, so no pivoting is needed.
         row = system[i : i + 1] / system[i, i]
         others = jnp.arange(len(matrix))[:, None] != i
         system = jnp.where(others, system - system[:, i : i + 1] * row, row)

@@ -10,14 +10,14 @@ from jaxtyping import Array, Bool, Int
 from sotalign_jax.ot import device
 
 BUILD_ROWS = 512
-"""Rows per block while a stored kernel is built or measured: as many as a TPU keeps on chip at the
-paper's size."""
+"""Rows per block while a stored kernel is built or measured: about as many as fit into the on-chip
+memory of a TPU at the paper's batch size."""
 PRODUCT_ROWS = 1024
 """Rows per block of a plan that is multiplied with features. Every block reads and writes the whole
-gradient of the columns, so that larger blocks save bytes."""
+gradient of the columns, so larger blocks save bytes."""
 INT8_ENTRIES = 2**25
-"""Entries from which an int8 kernel pays. Below it, the launches of the additional sweeps take
-longer than the bytes that it saves."""
+"""Fewest entries of a kernel for which an int8 kernel pays off. Smaller ones lose more time to the
+launches of additional sweeps than they save in bytes."""
 
 
 class Storage(NamedTuple):
@@ -37,14 +37,15 @@ class Storage(NamedTuple):
 def storage(n: int, m: int, dtype: Any, profile: device.Profile | None = None) -> Storage:
     """Chooses the storage of two kernels of n x m entries by the memory of the device.
 
-    Kernels may take half of the memory. Both are stored in float32 if they fit. Otherwise one is
-    stored at a time. Otherwise only an int8 kernel is stored, and exact sweeps are streamed.
+    Kernels may take half of the memory. If both fit in float32, both are stored. If only one fits,
+    one is stored at a time. If none fits, only an int8 kernel is stored, and exact sweeps are
+    streamed.
 
     Args:
         n: Rows of the affinity on one device.
         m: Columns.
         dtype: Type of the kernel's entries.
-        profile: Profile of the device, by default of the one at hand.
+        profile: Profile of the device, by default of the local one.
 
     Returns:
         The `Storage`.
@@ -58,18 +59,18 @@ def storage(n: int, m: int, dtype: Any, profile: device.Profile | None = None) -
     """
     profile = device.profile() if profile is None else profile
     itemsize, room = jnp.dtype(dtype).itemsize, profile.memory / 2
-    # The 8-bit codes are made of the bits of float32 numbers.
+    # `kernel.narrow` encodes float32 numbers only.
     int8 = profile.int8 and itemsize == 4 and n * m >= INT8_ENTRIES
-    copy = n * m if int8 else 0
+    int8_bytes = n * m if int8 else 0
     # An int8 kernel is kept beside the float32 one.
     for both in (True, False):
-        if (1 + both) * n * m * itemsize + copy <= room:
+        if (1 + both) * n * m * itemsize + int8_bytes <= room:
             return Storage(None, both, int8)
-    # About three blocks exist at a time, in a twentieth of the memory. Multiples of 128 fill the
-    # tiles of a TPU.
+    # About three blocks exist at a time. They may take a twentieth of the memory. Multiples of 128
+    # fill the tiles of a TPU.
     rows = int(profile.memory / 20 // (3 * m * itemsize))
     rows = min(max(rows // 128 * 128, 128), 4096)
-    return Storage(rows, False, int8 and copy <= room)
+    return Storage(rows, False, int8 and int8_bytes <= room)
 
 
 class Block(NamedTuple):
@@ -78,8 +79,8 @@ class Block(NamedTuple):
     Attributes:
         start: Number of the first row.
         size: Number of rows.
-        fresh: True for rows that no earlier block held. The last block may reach back into the
-            one before.
+        fresh: True for rows that no earlier block has visited. The last block may overlap the one
+            before.
     """
 
     start: Int[Array, ""]
@@ -110,11 +111,15 @@ class Block(NamedTuple):
 
         Returns:
             The new array. Inside a loop XLA updates x in place.
+
+        Example:
+            >>> Block(jnp.int32(1), 2, jnp.ones(2, bool)).put(jnp.zeros(4), jnp.ones(2)).tolist()
+            [0.0, 1.0, 1.0, 0.0]
         """
         return jax.lax.dynamic_update_slice_in_dim(x, rows, self.start, 0)
 
     def add(self, x: Array, rows: Array) -> Array:
-        """Returns x with other rows added to these rows.
+        """Returns x with values added to these rows.
 
         Args:
             x: Array with rows first.
@@ -135,8 +140,8 @@ def over_rows(
 ) -> Any:
     """Runs a function over blocks of rows, one after the other.
 
-    The blocks are explicit because only some compilers fuse a reduction of a whole matrix. Others
-    copy the matrix.
+    Blocks are explicit because only some of XLA's backends fuse a reduction into the computation of
+    a matrix. Others would store the whole matrix.
 
     Args:
         n: Number of rows.
@@ -153,7 +158,7 @@ def over_rows(
         5
     """
     first, count = (0, n) if part is None else part
-    # Fewer rows than a block make a smaller block, since the last one cannot reach back.
+    # A table smaller than a block is one smaller block.
     size = min(count, size)
 
     def step(i: Array, carry: Any) -> Any:

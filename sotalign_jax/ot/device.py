@@ -1,7 +1,7 @@
 """Device-dependent choices: algorithms of matrix products by role, storage and memory.
 
-No other module knows devices. A `Profile` lists the choices for one device. `profile()` looks it up
-from the platform and the CUDA compute capability of the devices of this process:
+All knowledge about devices is in this module. A `Profile` lists the choices for one device.
+`profile()` looks them up by the platform and the CUDA compute capability of this process's devices:
 
 | device                                | teacher  | student, gradient, heads | SigLIP   | int8 |
 |---------------------------------------|----------|--------------------------|----------|------|
@@ -32,6 +32,7 @@ from jaxtyping import Array
 HIGHEST = jax.lax.Precision.HIGHEST
 """Full float32 on every device."""
 TF32 = jax.lax.DotAlgorithmPreset.TF32_TF32_F32
+"""Operands with 10 stored bits of mantissa and float32 sums, on the tensor cores of some GPUs."""
 THREE_PASSES = jax.lax.DotAlgorithmPreset.BF16_BF16_F32_X3
 """Three bfloat16 products with float32 sums: nearly float32, at a third of the bfloat16 rate."""
 
@@ -64,10 +65,10 @@ class Profile(NamedTuple):
 
 
 ROLES = ("teacher", "student", "gradient", "heads", "siglip")
-"""Fields of `Profile` that are the algorithm of a product."""
+"""Fields of `Profile` that hold the algorithm of a product."""
 _TENSOR_CORES: dict[str, Any] = dict.fromkeys(ROLES, TF32) | {"teacher": THREE_PASSES}
 _TPU: dict[str, Any] = dict.fromkeys(ROLES, THREE_PASSES)
-# CUDA capabilities that differ from float32 everywhere.
+# CUDA capabilities whose tensor cores are faster than float32, see the table above.
 _CAPABILITIES = dict.fromkeys(("8.0", "9.0", "10.0", "10.3"), _TENSOR_CORES)
 
 _described: contextvars.ContextVar[Profile | None] = contextvars.ContextVar("device", default=None)
@@ -90,14 +91,15 @@ def profile(device: Any = None) -> Profile:
     if device is None and described is not None:
         return described
     if device is None:
-        # A process may see several kinds of GPU: use the features of the oldest.
+        # A process may see several kinds of GPU. The oldest decides for all.
         device = min(jax.local_devices(), key=_capability)
     platform = device.platform
     if platform == "cpu":
         return Profile("cpu", int8=False, memory=_host_memory())
     if platform == "tpu":
         return Profile("tpu", **_TPU, memory=_memory(device))
-    if not _capability(device):  # ROCm, whose capability is a name, or an unknown platform
+    # The capability of a ROCm device is a name. Unknown platforms have none.
+    if not _capability(device):
         return Profile("rocm" if platform == "gpu" else platform, memory=_memory(device))
     version = device.compute_capability
     return Profile(f"cuda {version}", **_CAPABILITIES.get(version, {}), memory=_memory(device))
@@ -115,6 +117,7 @@ def _memory(device: Any) -> int:
         stats = device.memory_stats() or {}
     except (jax.errors.JaxRuntimeError, NotImplementedError):  # a device that is only described
         stats = {}
+    # The limit that XLA's allocator has set for this process, not the size of the device.
     return stats.get("bytes_limit", UNKNOWN_MEMORY)
 
 
@@ -153,7 +156,7 @@ def matmul(a: Array, b: Array, algorithm: jax.lax.DotAlgorithmPreset) -> Array:
     Returns:
         The product.
     """
-    # The choice is made by platform because arrays may be placed on the CPU of a machine with an
+    # Chosen when the program is lowered, because arrays may be on the CPU of a machine with an
     # accelerator.
     exact = functools.partial(jnp.matmul, precision=HIGHEST)
     if jnp.promote_types(a.dtype, b.dtype) != jnp.float32:

@@ -1,14 +1,15 @@
 """The Gibbs kernel A = exp(K/epsilon + p + q) that Sinkhorn's sweeps sum over.
 
 The plan is P = diag(a e^x) A diag(b e^y), where x and y are the log-scalings that the solver finds
-for a kernel with absorbed potentials p and q. The weights a and b stay outside, so that A neither
-overflows nor loses an entry that counts, however small a weight is.
+for a kernel with absorbed potentials p and q. The weights a and b are not part of A, so even tiny
+weights neither overflow A nor make it lose entries that matter.
 
-A *stored* kernel keeps A in memory as float32 or float64 and reads K once, a block of rows at a
-time, to build it. A *streamed* kernel recomputes blocks of rows from the features in every sweep.
-Either may come with an *int8 kernel*, A in 8 bits an entry, for sweeps that need not be exact.
+A *stored* kernel keeps A in memory as float32 or float64. It reads K once, a block of rows at a
+time, to build A. A *streamed* kernel recomputes blocks of rows from the features in every sweep.
+Either may have an *int8 kernel* beside it, A in 8 bits per entry, for sweeps that need not be
+exact.
 
-Where rows are split over devices, a kernel holds the rows of one device, and its sums over rows are
+If rows are split over devices, a kernel holds the rows of one device, and its sums over rows are
 partial sums.
 
 References:
@@ -32,19 +33,19 @@ from sotalign_jax.ot.affinity import HIGHEST
 from sotalign_jax.ot.blocks import Block, over_rows
 
 MAX_DRIFT = 30.0
-"""Scalings beyond exp(+-MAX_DRIFT) call for a rebuild: far from float32's overflow at exp(88), and
-an entry that underflowed in the build still is below exp(-27) of the largest one."""
+"""Largest log-scaling before a kernel is built again. float32 overflows at exp(88), and an entry
+that underflowed in the build, below exp(-87), is still below exp(-27) after both scalings."""
 MAX_EXPONENT = 50.0
-"""Entries are capped at exp(50) while a kernel is built, so that exp(MAX_DRIFT) times them is
-finite. A plan has none so large, for P_ij <= min(a_i, b_j) and so A_ij <= 1 / max(a_i, b_j)."""
+"""Logarithm of the largest entry of a kernel, so that exp(MAX_DRIFT) times it is finite. The cap
+changes no plan, whose entries P_ij <= min(a_i, b_j) stand for A_ij <= 1 / max(a_i, b_j)."""
 LEVEL_POWER = 4
 """Ratio of consecutive epsilons when a small epsilon is approached from above."""
 
 
 class Matrix(NamedTuple):
-    """An affinity K that is given, minus the largest entry of each row, which changes no plan.
+    """A given affinity K minus the largest entry of each row, which changes no plan.
 
-    Where K is large against epsilon, K/epsilon would leave float32 no digits for the rest.
+    Without the subtraction, a large K/epsilon would leave float32 no digits for differences.
 
     Attributes:
         k: Affinity K.
@@ -65,7 +66,9 @@ class Matrix(NamedTuple):
 
 
 class Cosines(NamedTuple):
-    """The affinity K = diag(f_scale) f g^T diag(g_scale), without a normalised copy of f and g.
+    """The cosine affinity K = diag(f_scale) f g^T diag(g_scale) of raw features.
+
+    The inverse norms are kept beside f and g, so that no normalised copy of them exists.
 
     Attributes:
         f: Raw features of the rows.
@@ -100,7 +103,8 @@ class Cosines(NamedTuple):
             Array([[0.6, 0.8]], dtype=float32)
         """
         if f.dtype == g.dtype == jnp.bfloat16:
-            f, g = affinity.rescaled(f), affinity.rescaled(g)  # products of them cannot overflow
+            # Rescaled, so that their products cannot overflow.
+            f, g = affinity.rescaled(f), affinity.rescaled(g)
         return cls(f, g, affinity.inverse_norms(f), affinity.inverse_norms(g), precision)
 
     @property
@@ -111,8 +115,8 @@ class Cosines(NamedTuple):
     def rows(self, block: Block) -> Float[Array, "size m"]:
         """Returns a block of rows of K."""
         if self.f.dtype == self.g.dtype == jnp.bfloat16:
-            # Products of bfloat16 numbers are exact in float32: one pass loses nothing. The scale
-            # is applied after it, because scaled rows would not be bfloat16 any more.
+            # Products of bfloat16 numbers are exact in float32, so one bfloat16 pass is exact. The
+            # scale follows, because scaled rows would not be bfloat16 numbers.
             cosines = affinity.dot(block.of(self.f), self.g.T) * block.of(self.f_scale)[:, None]
         else:
             cosines = affinity.dot(self.left(block), self.g.T, self.precision)
@@ -124,7 +128,7 @@ class Cosines(NamedTuple):
 
 
 class KernelState(NamedTuple):
-    """Arrays of a kernel. `matrix` and `int8` are empty unless they are stored.
+    """Arrays of a kernel. `matrix` and `int8` are empty if they are not stored.
 
     Attributes:
         matrix: A = exp(K/epsilon + p + q).
@@ -145,14 +149,15 @@ class KernelState(NamedTuple):
     epsilon: Float[Array, ""]
 
 
-# Code of 2^-26, the smallest number that is kept in 8 bits.
+# Maps codes -128..127 to the leading 11 bits of float32 numbers, 9 of sign and exponent and 2 of
+# mantissa. Code -128 is 2^-26, whose biased exponent is 127 - 26 = 101.
 _INT8_OFFSET = 2**7 + (101 << 2)
 
 
 def narrow(x: Float[Array, "..."]) -> Int[Array, "..."]:
     """Rounds numbers >= 0 to 8 bits, 6 of exponent and 2 of mantissa.
 
-    Numbers are clipped to 2^-26 .. 1.75 * 2^37, so that zero becomes 2^-26. Fourth powers of a
+    Numbers are clipped to 2^-26 .. 1.75 * 2^37, so zero becomes 2^-26. Fourth powers of a
     kernel's entries need this range, see `Kernel.raise_power`.
 
     Args:
@@ -165,8 +170,8 @@ def narrow(x: Float[Array, "..."]) -> Int[Array, "..."]:
         >>> widen(narrow(jnp.array([1.0, 1.3, 1e6]))).tolist()
         [1.0, 1.25, 1048576.0]
     """
-    # The leading bits of a float32 are its exponent and mantissa: adding half of the last bit that
-    # is kept, then shifting, rounds them.
+    # The leading bits of a positive float32 are its exponent and mantissa. Adding half of the last
+    # bit that is kept, 2^20, and shifting by 21 bits rounds to the nearest code.
     bits = jax.lax.bitcast_convert_type(x, jnp.int32)
     return jnp.clip(((bits + 2**20) >> 21) - _INT8_OFFSET, -(2**7), 2**7 - 1).astype(jnp.int8)
 
@@ -179,6 +184,10 @@ def widen(x: Int[Array, "..."]) -> Float[Array, "..."]:
 
     Returns:
         The numbers, in float32.
+
+    Example:
+        >>> widen(jnp.array([-24], jnp.int8)).tolist()
+        [1.0]
     """
     return jax.lax.bitcast_convert_type((x.astype(jnp.int32) + _INT8_OFFSET) << 21, jnp.float32)
 
@@ -222,8 +231,8 @@ class Kernel(NamedTuple):
             The state, with arrays of the final shapes.
         """
         shape = self.affinity.height, len(q)
-        # Filled with a traced value, because XLA would allocate a constant before another solve
-        # has freed its memory.
+        # Filled with a traced value. XLA would allocate a constant before an earlier solve has
+        # freed its memory.
         matrix = jnp.full(shape if self.stored else 0, epsilon, q.dtype)
         int8 = jnp.full(shape if self.int8 else 0, epsilon.astype(jnp.int8), jnp.int8)
         p = jnp.zeros(shape[0], q.dtype)
@@ -246,11 +255,12 @@ class Kernel(NamedTuple):
 
         def body(block: Block, carry: tuple[Array, ...]) -> tuple[Array, ...]:
             matrix, int8, p = carry
-            # Row by row, as A is stored. A TPU may compute the product transposed, and then copy A.
+            # Row-major, as A is stored. Otherwise a TPU may compute the product transposed and copy
+            # A.
             rows = with_layout_constraint(self.affinity.rows(block), Layout((0, 1)))
             logs = rows / state.epsilon + state.q[None, :]
-            # The weighted maximum is taken out, as in a logsumexp. Entries of columns with a tiny
-            # weight may remain above it, which is why exponents are capped.
+            # Subtracts the weighted maximum, as in a logsumexp. Columns of tiny weight may exceed
+            # it, which is why exponents are capped.
             top = jnp.max(logs + log_b[None, :], axis=1)
             rows = jnp.exp(jnp.minimum(logs - top[:, None], MAX_EXPONENT))
             s = affinity.dot(rows, b, self.precision)
@@ -276,13 +286,13 @@ class Kernel(NamedTuple):
             log_a: Log-weights of the rows.
 
         Returns:
-            The potentials of the columns, -inf where they were.
+            The potentials of the columns. Those of -inf, of weight zero, stay -inf.
         """
         infinity = jnp.full_like(state.q, jnp.inf)
         finite_p = jnp.where(jnp.isneginf(log_a), 0.0, log_a + state.p)
 
         def body(block: Block, carry: tuple[Array, Array]) -> tuple[Array, Array]:
-            # A running logsumexp over blocks: when the maximum rises, the sum so far is rescaled.
+            # Online logsumexp: when the running maximum rises, the sum so far is rescaled.
             highest, total = carry
             logs = self.affinity.rows(block) / state.epsilon + block.of(finite_p)[:, None]
             counted = block.fresh & ~jnp.isneginf(block.of(log_a))
@@ -315,7 +325,8 @@ class Kernel(NamedTuple):
 
         def body(block: Block, carry: tuple[Array, Array]) -> tuple[Array, Array]:
             s, t = carry
-            rows = jnp.exp(self._log_rows(state, block))  # overflow calls for a rebuild
+            # Not capped: an overflow makes the error infinite, and the kernel is built again.
+            rows = jnp.exp(self._log_rows(state, block))
             s_k = affinity.dot(rows, c, self.precision)
             weights = jnp.where(block.fresh, block.of(a) / s_k, 0.0)
             return block.put(s, s_k), t + affinity.dot(weights, rows, self.precision)
@@ -325,9 +336,8 @@ class Kernel(NamedTuple):
     def sweep_int8(self, state: KernelState, a: Array, c: Array) -> tuple[Array, Array]:
         """Computes `sweep` over the int8 kernel.
 
-        The sums are not written as matrix products, because XLA fuses the widening into sums of
-        products on GPUs and TPUs. No float32 matrix exists, and a sweep reads a quarter of the
-        bytes.
+        The sums are not written as matrix products, because XLA fuses the conversion to float32
+        only into sums of products on GPUs and TPUs. A sweep then reads a quarter of the bytes.
 
         Args:
             state: A kernel that is built.
@@ -342,9 +352,9 @@ class Kernel(NamedTuple):
         return s, jnp.sum(entries * (a / s)[:, None], axis=0)
 
     def raise_power(self, state: KernelState, x: Array, y: Array) -> KernelState:
-        """Absorbs x and y and goes to epsilon/4, whose kernel is the fourth power of this one.
+        """Absorbs x and y and moves to epsilon/4, whose kernel is the fourth power of this one.
 
-        A stored A is raised in place. A streamed kernel must be built anew.
+        A stored A is raised in place. A streamed kernel must be built again.
 
         Args:
             state: A kernel that is built.
@@ -357,12 +367,13 @@ class Kernel(NamedTuple):
 
         def absorbed(potential: Array, scaling: Array) -> Array:
             raised = LEVEL_POWER * (potential + scaling)
-            return jnp.where(jnp.isneginf(potential), potential, raised)  # a zero weight
+            # Potentials of weight zero stay -inf.
+            return jnp.where(jnp.isneginf(potential), potential, raised)
 
         matrix, int8 = state.matrix, state.int8
         if self.stored:
-            # Weighted rows of A sum to 1, but those of A^4 to anything in 1..m^3. The shift centres
-            # that range.
+            # Weighted rows of A sum to 1, those of A^4 to values in 1..m^3. The shift, raised to
+            # the fourth power, divides by m^1.5 and centres that range around 1.
             x = x - 0.375 * math.log(len(y))
             scaled = matrix * jnp.exp(x)[:, None] * jnp.exp(y)[None, :]
             matrix = jnp.square(jnp.square(scaled))
@@ -382,7 +393,7 @@ class Kernel(NamedTuple):
     ) -> tuple[Float[Array, "size m"], Float[Array, "size m"]]:
         """Returns a block of rows of the plan P, and of P log(P / (a b)).
 
-        Rows that an earlier block held are zero, so that sums over blocks count every row once.
+        Rows that an earlier block has visited are zero, so sums over blocks count every row once.
 
         Args:
             state: The kernel of a solved plan.
@@ -394,8 +405,8 @@ class Kernel(NamedTuple):
             Both blocks, shape [size, m].
         """
         weights = jnp.where(block.fresh, block.of(a), 0.0)
-        # log(P / (a b)) = log A + x + y. A stored kernel takes the logarithm of its entries, and
-        # a streamed one has the exponents at hand.
+        # log(P / (a b)) = log A + x + y. A stored kernel takes the logarithm of its entries. A
+        # streamed one computes the exponents anyway.
         if self.stored:
             rows, x, y = block.of(state.matrix), block.of(state.x), state.y
             logs = jnp.log(jnp.where(rows > 0, rows, 1.0)) + x[:, None] + y[None, :]

@@ -1,20 +1,25 @@
 """KLOT, the divergence between two transport plans, with its gradient in closed form.
 
-From an affinity, d KLOT/dK = (P - P*)/eps. From features with unit rows F, G and K = F G^T,
+    KLOT(K || K*) = KL(P* || P),    P = OT_eps(K),    P* = OT_eps*(K*)
+
+Its gradient in an affinity K is (P - P*)/eps, because eps KLOT is the Fenchel-Young loss of the
+entropic transport problem. For features with unit rows F, G and K = F G^T the gradients are
 
     d/dF = (P - P*) G / eps,    d/dG = (P - P*)^T F / eps,
 
-so that the backward pass keeps arrays of the features' size only. Sinkhorn is never differentiated:
-by Danskin's theorem (the envelope theorem), the derivative of an optimal value needs the optimal
-plan alone.
+and the backward pass keeps only arrays of the features' size. Sinkhorn is never differentiated: by
+Danskin's theorem (the envelope theorem), the gradient of an optimal value needs only the optimal
+plan.
 
-The teacher's plan is solved first, then the student's, then P - P* is multiplied with the features
-a block of rows at a time. A stored kernel gives the rows of its plan directly, a streamed one
+The teacher's plan is solved first, then the student's. P - P* is then multiplied with the features,
+a block of rows at a time. A stored kernel provides the rows of its plan directly. A streamed kernel
 computes them again (`blocks.Storage`). Rows are split over the devices of a mesh, see `sharding`.
 
 References:
     SOTAlign, ICML 2026: the lemma on the gradient of KLOT.
     J. M. Danskin, "The theory of max-min", Springer 1967.
+    M. Blondel, A. F. T. Martins and V. Niculae, "Learning with Fenchel-Young losses", JMLR 21
+    (2020).
 """
 
 from __future__ import annotations  # help() then shows the annotations as they are written
@@ -66,7 +71,7 @@ class _Options(NamedTuple):
         max_iterations: Number of sweeps at which a solve stops.
         sums: Precision of sums over a kernel.
         algorithms: Device profile with the precision of each matrix product, see `device.ROLES`.
-        storage: Choice of the n x m arrays that are kept in memory.
+        storage: The n x m arrays that are kept in memory.
     """
 
     max_iterations: int
@@ -111,26 +116,26 @@ class _Settings(NamedTuple):
     init_v_star: Float[Array, " m"] | None
 
 
-_DERIVATIVES = (
-    "{name}: only first derivatives in reverse mode are supported (jax.grad, jax.vjp, "
-    "jax.value_and_grad), and only in {arguments}; forward mode and second derivatives are not. "
-    "Pass jax.lax.stop_gradient of epsilon and the log-weights if they are traced"
+_DERIVATIVES_ERROR = (
+    "{name} supports only first derivatives in {arguments} by reverse mode (jax.grad, jax.vjp, "
+    "jax.value_and_grad); pass jax.lax.stop_gradient of other differentiated arguments, such as "
+    "epsilon and the log-weights"
 )
-_OF_AFFINITIES = _DERIVATIVES.format(name="klot", arguments="K")
-_OF_FEATURES = _DERIVATIVES.format(name="klot_from_embeddings", arguments="f and g")
+_AFFINITIES_ERROR = _DERIVATIVES_ERROR.format(name="klot", arguments="K")
+_FEATURES_ERROR = _DERIVATIVES_ERROR.format(name="klot_from_embeddings", arguments="f and g")
 
-# Zero cotangents (gradients) of inputs that the loss treats as constants.
+# Makes zero cotangents for inputs that the loss treats as constants.
 _zeros = functools.partial(jax.tree.map, jnp.zeros_like)
 
 
-def _after(x: Array, computed: Any) -> Array:
+def _depend_on(x: Array, computed: Any) -> Array:
     """Returns x with a data dependency on `computed`, so that XLA runs two solves in turn.
 
-    The second solve can then use the memory of the first. The dependency is a `where` that adds 0,
-    or the smallest normal number if the entries that it reads sum to NaN. Neither changes a digit
-    of x. Compilers would drop an optimisation barrier or a product with zero.
+    The second solve can then use the memory of the first. The dependency is an added 0, or the
+    smallest normal number if entries of `computed` sum to NaN. Neither changes a digit of x.
+    Compilers would remove an optimisation barrier or a product with zero.
     """
-    # One entry of every array is enough for the dependency.
+    # One entry of each array is enough for a dependency on all of it.
     touched = sum(jnp.ravel(leaf)[0].astype(x.dtype) for leaf in jax.tree.leaves(computed))
     return x + jnp.where(jnp.isnan(touched), jnp.finfo(x.dtype).tiny, 0)
 
@@ -154,7 +159,8 @@ def _klot_of_affinities(
 
 def _affinities_fwd(options: _Options, k: Array, k_star: Array, settings: _Settings) -> Any:
     """Solves both plans and sums KL(P* || P) over their entries."""
-    k = constant(_OF_AFFINITIES, k)  # a second derivative would differentiate this function
+    # Second derivatives differentiate this function, and raise here.
+    k = constant(_AFFINITIES_ERROR, k)
 
     def own_rows(axes: sharding.Axes, rows: Any, settings: _Settings) -> Any:
         k, k_star, log_a = rows
@@ -165,21 +171,21 @@ def _affinities_fwd(options: _Options, k: Array, k_star: Array, settings: _Setti
 
         epsilon, epsilon_star = settings.epsilon, settings.epsilon_star
         # One after the other, so that the second solve can use the memory of the first.
-        top_star, target = plan(k_star, epsilon_star, settings.init_v_star)
-        top, student = plan(k, _after(epsilon, target), settings.init_v)
+        top_star, teacher = plan(k_star, epsilon_star, settings.init_v_star)
+        top, student = plan(k, _depend_on(epsilon, teacher), settings.init_v)
         log_p = log_plan(k, top, student.u, student.v, epsilon)
-        log_p_star = log_plan(k_star, top_star, target.u, target.v, epsilon_star)
+        log_p_star = log_plan(k_star, top_star, teacher.u, teacher.v, epsilon_star)
         p_star = jnp.exp(log_p_star)
         # 0 log 0 counts as 0. The product would be NaN where log P is -inf.
         value = jnp.sum(jnp.where(p_star == 0, 0.0, p_star * (log_p_star - log_p)))
-        solved = jnp.isfinite(student.error) & jnp.isfinite(target.error)
+        solved = jnp.isfinite(student.error) & jnp.isfinite(teacher.error)
         # If a solve failed, the loss is NaN and not a number that looks plausible.
         value = jnp.where(solved, sharding.psum(value, axes), jnp.nan)
-        centred = top, student.u, top_star, target.u
-        # Users get scalings of K itself. The backward pass keeps the centred ones, which have
+        centred = top, student.u, top_star, teacher.u
+        # Users get scalings of K itself. The backward pass keeps those of K minus `top`, which have
         # more digits.
-        us = student.u - top / epsilon, target.u - top_star / epsilon_star
-        return (us, centred), (value, student[1:], target[1:])
+        us = student.u - top / epsilon, teacher.u - top_star / epsilon_star
+        return (us, centred), (value, student[1:], teacher[1:])
 
     with sharding.mesh_of(k, k_star):
         rows = sharding.split(k), sharding.split(k_star), sharding.split(settings.log_a, -jnp.inf)
@@ -205,7 +211,7 @@ def _affinities_bwd(options: _Options, residuals: Any, cotangents: Any) -> Any:
         shared = aux.student.v, aux.teacher.v, settings.epsilon, settings.epsilon_star, scale
         rows = sharding.split(k), sharding.split(k_star), centred
         gradient, _ = sharding.shard_map(own_rows, rows, shared)
-        # Explicit mesh axes require that the gradient has the sharding of K.
+        # With Explicit mesh axes the gradient must have the sharding of K.
         gradient = sharding.like(sharding.join(gradient, len(k)), k)
     return gradient, jnp.zeros_like(k_star), _zeros(settings)
 
@@ -229,15 +235,17 @@ class _Features(NamedTuple):
         """Casts to float64 if any array is, else to float32 except for pairs of bfloat16 arrays."""
         given, floats = [jnp.asarray(x) for x in arrays], affinity.as_floats(*arrays)
         if floats[0].dtype == jnp.float32:
-            # A product of bfloat16 operands is exact in float32, so that casting them would only
-            # cost memory.
-            narrow = [x.dtype == y.dtype == jnp.bfloat16 for x, y in (given[:2], given[2:])]
-            kept = narrow[0], narrow[0], narrow[1], narrow[1]
+            # Products of two bfloat16 numbers are exact in float32, so a cast would only cost
+            # memory.
+            student, teacher = (
+                x.dtype == y.dtype == jnp.bfloat16 for x, y in (given[:2], given[2:])
+            )
+            kept = student, student, teacher, teacher
             floats = tuple(x if keep else y for keep, x, y in zip(kept, given, floats, strict=True))
         return cls(*floats)
 
     def without_padding(self, settings: _Settings) -> _Features:
-        """Replaces features of weight zero by zeros, because they may be NaN."""
+        """Replaces rows of weight zero by zeros, because they may be NaN."""
         padded = jnp.isneginf(settings.log_a)[:, None], jnp.isneginf(settings.log_b)[:, None]
         return _Features(*(jnp.where(padded[i % 2], 0.0, x) for i, x in enumerate(self)))
 
@@ -245,7 +253,7 @@ class _Features(NamedTuple):
 def _through_norm(gradient: Array, x: Array, factor: Any) -> Array:
     """Returns factor times the gradient in x, given the gradient in x/||x||."""
     rows, scale = affinity.as_float(x), affinity.inverse_norms(x)
-    # d(x/||x||)/dx removes the part along x and divides by ||x||.
+    # The Jacobian of x/||x|| removes the component along x and divides by ||x||.
     along = jnp.sum(gradient * rows, axis=1) * scale * scale
     return ((gradient - along[:, None] * rows) * (scale * factor)[:, None]).astype(x.dtype)
 
@@ -270,13 +278,13 @@ class _Solved(NamedTuple):
             The scalings.
         """
         (a, b), axes = weights, self.kernel.axes
-        # Row sums are complete on their device. Column sums are partial.
+        # Row sums are complete on their device. Column sums are added up over devices.
         in_rows = sharding.psum(jnp.sum(jnp.abs(rows - a)), axes)
         in_columns = jnp.sum(jnp.abs(sharding.psum(columns, axes) - b))
         return self.scalings.measured(jnp.maximum(in_rows, in_columns), tolerance)
 
     def without_matrix(self) -> _Solved:
-        """Frees the kernel. Rows of the plan are computed again when they are needed."""
+        """Frees the stored kernel. Rows of the plan are then computed when they are needed."""
         kernel = self.kernel._replace(block_size=blocks.PRODUCT_ROWS)
         empty = sharding.vary_like(jnp.zeros(0, self.state.p.dtype), self.state.p)
         return _Solved(kernel, self.state._replace(matrix=empty), self.scalings)
@@ -297,9 +305,9 @@ def _solve_features(
     """Solves the plan of the teacher's or the student's features from this device's rows."""
     storage, own = options.storage, options.algorithms
     precision = own.teacher if teacher else own.student
-    # The columns are gathered once: every device needs all of them in every block.
+    # Every device needs all columns in every block, so they are gathered once.
     cosines = Cosines.of(x, sharding.all_gather(y, axes), precision)
-    # The student needs too few sweeps for an int8 copy of a stored kernel to pay off.
+    # The student needs too few sweeps for an int8 kernel to pay off if its kernel is stored.
     int8 = storage.int8 and (teacher or storage.block_size is not None)
     kernel = Kernel(cosines, storage.block_size, int8, axes, options.sums)
     scalings, state = solve(
@@ -347,12 +355,12 @@ def _multiply(
         plan, moment = student.kernel.plan_rows(student.state, block, *weights)
         star, moment_star = teacher.kernel.plan_rows(teacher.state, block, *weights)
         # Subtracted before the product: one product instead of two, and no cancellation after it.
-        moved = plan - star
+        difference = plan - star
         return _Products(
-            right=block.add(sums.right, product(moved, g)),
-            left=sums.left + product(moved.T, cosines.left(block)),
-            rows=block.add(sums.rows, jnp.sum(moved, axis=1)),
-            columns=sums.columns + jnp.sum(moved, axis=0),
+            right=block.add(sums.right, product(difference, g)),
+            left=sums.left + product(difference.T, cosines.left(block)),
+            rows=block.add(sums.rows, jnp.sum(difference, axis=1)),
+            columns=sums.columns + jnp.sum(difference, axis=0),
             moment=sums.moment + jnp.sum(moment - moment_star),
             rows_star=block.add(sums.rows_star, jnp.sum(star, axis=1)),
             columns_star=sums.columns_star + jnp.sum(star, axis=0),
@@ -364,14 +372,16 @@ def _multiply(
     # The marginals of both plans are summed in the same pass as the products.
     nothing = _Products(*sides, *sums, jnp.zeros((), p.dtype), *sums)
     rows = options.storage.block_size or blocks.BUILD_ROWS
-    if options.storage.both:  # there is memory for larger blocks, which move fewer bytes
+    if options.storage.both:
+        # There is memory for larger blocks, which move fewer bytes. An eighth of the rows keeps
+        # blocks small against the stored kernels.
         rows = min(blocks.PRODUCT_ROWS, max(rows, len(p) // 8))
     with jax.named_scope("products"):
         return over_rows(len(p), rows, body, sharding.vary_like(nothing, p))
 
 
 def _divergence(
-    student: _Solved, moved: _Products, weights: tuple[Array, Array], epsilon: Array
+    student: _Solved, products: _Products, weights: tuple[Array, Array], epsilon: Array
 ) -> Array:
     """Computes this device's part of KL(P* || P).
 
@@ -379,18 +389,18 @@ def _divergence(
 
         KL(P* || P) = <P*, L* - L> = <P - P*, L> - (<P, L> - <P*, L*>),
 
-    where the last bracket is `moment`. The marginals of P - P* are used as computed, not as zero:
-    otherwise the rounding errors of large K/eps do not cancel.
+    where the last bracket is `moment`. In exact arithmetic the marginals of P - P* are zero. They
+    are used as computed, because otherwise the rounding errors of large K/eps would not cancel.
     """
     (a, b), state = weights, student.state
     cosines: Any = student.kernel.affinity
     # Potentials of rows and columns of weight zero are not finite, or arbitrary.
-    in_rows = jnp.sum(jnp.where(a > 0, moved.rows * (state.p + state.x), 0.0))
-    in_columns = jnp.sum(jnp.where(b > 0, moved.columns * (state.q + state.y), 0.0))
-    # <P - P*, K> from the product that the gradient needs anyway, without another pass over K.
+    in_rows = jnp.sum(jnp.where(a > 0, products.rows * (state.p + state.x), 0.0))
+    in_columns = jnp.sum(jnp.where(b > 0, products.columns * (state.q + state.y), 0.0))
+    # <P - P*, K> = <(P - P*) G, F>, from the product that the gradient needs anyway.
     f = affinity.as_float(cosines.f)
-    cross = jnp.sum(jnp.sum(moved.right * f, axis=1) * cosines.f_scale) / epsilon
-    return in_rows + in_columns + cross - moved.moment
+    cross = jnp.sum(jnp.sum(products.right * f, axis=1) * cosines.f_scale) / epsilon
+    return in_rows + in_columns + cross - products.moment
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -402,11 +412,11 @@ def _klot_of_features(
 
 
 def _features_fwd(options: _Options, features: _Features, settings: _Settings) -> Any:
-    """Solves both plans and computes the value and, already here, the gradient.
+    """Solves both plans and computes the value and the gradient.
 
-    The kernels exist only here. A backward pass would have to compute them again.
+    The gradient is computed in the forward pass, while the kernels exist.
     """
-    f, g, z, w = constant(_OF_FEATURES, features)
+    f, g, z, w = constant(_FEATURES_ERROR, features)
 
     def own_rows(axes: sharding.Axes, rows: Any, settings: _Settings) -> Any:
         f, g, z, w, log_a = rows
@@ -416,25 +426,25 @@ def _features_fwd(options: _Options, features: _Features, settings: _Settings) -
         with jax.named_scope("teacher_plan"):
             epsilon, init_v = settings.epsilon_star, settings.init_v_star
             teacher = solve_one(z, w, logs, epsilon, init_v=init_v, teacher=True)
-            # If two kernels do not fit, the teacher's is freed before the student's is built.
+            # If two kernels do not fit, frees the teacher's before the student's is built.
             if options.storage.block_size is None and not options.storage.both:
                 teacher = teacher.without_matrix()
         with jax.named_scope("student_plan"):
             # The dependency keeps XLA from solving both at once, in twice the memory.
-            epsilon = _after(settings.epsilon, teacher.scalings)
+            epsilon = _depend_on(settings.epsilon, teacher.scalings)
             student = solve_one(f, g, logs, epsilon, init_v=settings.init_v, teacher=False)
-        moved = _multiply(student, teacher, weights, options)
-        value = sharding.psum(_divergence(student, moved, weights, settings.epsilon), axes)
-        star = moved.rows_star, moved.columns_star
+        products = _multiply(student, teacher, weights, options)
+        value = sharding.psum(_divergence(student, products, weights, settings.epsilon), axes)
+        star = products.rows_star, products.columns_star
         # The marginals of P are those of P - P* plus those of P*.
-        found = moved.rows + star[0], moved.columns + star[1]
+        marginals = products.rows + star[0], products.columns + star[1]
         target = teacher.measured(*star, weights, tolerance)
-        plan = student.measured(*found, weights, tolerance)
+        plan = student.measured(*marginals, weights, tolerance)
         solved = jnp.isfinite(plan.error) & jnp.isfinite(target.error)
         value, factor = (jnp.where(solved, x, jnp.nan) for x in (value, 1 / settings.epsilon))
-        df = _through_norm(moved.right, f, factor)
-        # The sum over all devices. Each device receives the gradient of its own columns only.
-        dg = _through_norm(sharding.psum_scatter(moved.left, axes), g, factor)
+        df = _through_norm(products.right, f, factor)
+        # Sums over all devices, and leaves each device the gradient of its own columns.
+        dg = _through_norm(sharding.psum_scatter(products.left, axes), g, factor)
         return (df, dg, plan.u, target.u), (value, plan[1:], target[1:])
 
     with sharding.mesh_of(*features):
@@ -448,16 +458,16 @@ def _features_fwd(options: _Options, features: _Features, settings: _Settings) -
 
 
 def _split_columns(settings: _Settings) -> _Settings:
-    """Pads log_b and both starts, so that all devices have equally many columns."""
+    """Pads log_b and both initial v, so that all devices have equally many columns."""
     v, v_star = jax.tree.map(sharding.split, (settings.init_v, settings.init_v_star))
     log_b = sharding.split(settings.log_b, -jnp.inf)
     return settings._replace(log_b=log_b, init_v=v, init_v_star=v_star)
 
 
 def _features_bwd(options: _Options, residuals: Any, cotangents: Any) -> Any:
-    """Scales the gradient of the forward pass."""
+    """Multiplies the gradient of the forward pass by the cotangent of the value."""
     df, dg, features, settings = residuals
-    # The cotangent of aux is ignored, because `_call` stops its gradient.
+    # The cotangent of aux is zero, because `_call` stops its gradient.
     gradients = ((cotangents[0] * dx).astype(dx.dtype) for dx in (df, dg))
     return _Features(*gradients, *_zeros((features.z, features.w))), _zeros(settings)
 
@@ -467,7 +477,7 @@ _klot_of_features.defvjp(_features_fwd, _features_bwd)
 
 # --- public functions ---------------------------------------------------------------------------
 
-# Compiled here, so that calls outside of `jit` reuse their program.
+# Compiled once here, for calls outside of `jit`.
 _affinities = jax.jit(_klot_of_affinities, static_argnums=0)
 _features = jax.jit(_klot_of_features, static_argnums=0)
 
@@ -516,7 +526,7 @@ def total_mass(marginals: str, n: int, m: int, log_a: Array | None = None) -> An
         return 1
     if n != m:
         raise checks.InputError(
-            f"marginals: 'bistochastic' needs a square affinity but it is {n} x {m}; use 'prob'"
+            f"marginals='bistochastic' needs a square affinity, got {n} x {m}; use 'prob'"
         )
     return n if log_a is None else jnp.sum(~jnp.isneginf(log_a), dtype=log_a.dtype)
 
@@ -533,15 +543,15 @@ def _settings(
     max_iterations: int,
     **scalars: Any,
 ) -> _Settings:
-    """Checks and casts the options of a loss. Derivatives in them raise TypeError(message)."""
+    """Checks and casts the options of a loss. Differentiating them raises TypeError(message)."""
     check_limits(max_iterations=max_iterations, **scalars)
     starts: Any = (None, None)
     if init_v is not None:
         if not isinstance(init_v, tuple | list) or len(init_v) != 2:
             raise checks.InputError(
-                f"init_v: is {type(init_v).__name__}; pass a pair of arrays, (v, v_star)"
+                f"init_v must be a pair of arrays (v, v_star), got {type(init_v).__name__}"
             )
-        # A start does not change the converged plan. Its derivative is zero, and is no error.
+        # The converged plan does not depend on the start, so a zero derivative is correct here.
         starts = jax.lax.stop_gradient([jnp.asarray(v, dtype) for v in init_v])
     settings = _Settings(
         **{name: jnp.asarray(value, dtype) for name, value in scalars.items()},
@@ -556,11 +566,11 @@ def _settings(
 def _call(
     message: str, function: Callable[..., Any], options: _Options, *arrays: Any, mass: Any
 ) -> tuple[Array, KlotAux]:
-    """Calls a compiled loss. JAX's error about forward mode is replaced by `message`."""
+    """Calls a compiled loss, and replaces JAX's error about forward mode by `message`."""
     try:
         value, aux = function(options, *sharding.vary_alike(arrays))
     except TypeError as error:
-        # JAX's message names a custom_vjp function, and no remedy.
+        # JAX's own message names an internal function and no remedy.
         if "forward-mode" in str(error):
             raise TypeError(message) from error
         raise
@@ -600,9 +610,9 @@ def klot(
 ) -> Any:
     """Computes KLOT(K || K*) = KL(P* || P) with P = OT_eps(K) and P* = OT_eps*(K*).
 
-    The gradient in K is (P - P*)/eps in closed form. It is exact when both plans are converged,
-    which `return_aux` shows. Sinkhorn is not differentiated. Beyond K and K*, only vectors of
-    length n or m are kept for the backward pass. `K_star` is a constant and receives no gradient.
+    The gradient in K is (P - P*)/eps in closed form. It is exact if both plans have converged,
+    which `return_aux` shows. Sinkhorn is not differentiated. The backward pass keeps K, K* and
+    vectors of length n or m. `K_star` is a constant and receives no gradient.
 
     Args:
         K: Student affinity, shape [n, m].
@@ -639,20 +649,20 @@ def klot(
     References:
         SOTAlign, ICML 2026, the definition of KLOT and the lemma on its gradient.
     """
-    # All checks precede `custom_vjp` and `jit`, whose traces would hide the name of an argument.
+    # Checked before `custom_vjp` and `jit`, because inside of them arguments have no names.
     checks.static(precision=precision, return_aux=return_aux)
     affinity.check_affinities(K, K_star)
     k, k_star = affinity.as_floats(K, K_star)
     n, m = k.shape
     given: Any = {"epsilon": epsilon, "epsilon_star": epsilon_star, "tolerance": tolerance}
     given |= {"log_a": log_a, "log_b": log_b, "init_v": init_v, "max_iterations": max_iterations}
-    settings = _settings(_OF_AFFINITIES, n, m, k.dtype, **given)
-    # Plans are solved with mass 1 in any case, and only the result is scaled.
+    settings = _settings(_AFFINITIES_ERROR, n, m, k.dtype, **given)
+    # Plans are always solved with mass 1, and only the result is scaled.
     mass = total_mass(marginals, n, m, settings.log_a)
     if log_a is not None or log_b is not None:
         k, k_star = (without_padding(x, settings.log_a, settings.log_b) for x in (k, k_star))
     options = _Options.create(max_iterations, precision)
-    value, aux = _call(_OF_AFFINITIES, _affinities, options, k, k_star, settings, mass=mass)
+    value, aux = _call(_AFFINITIES_ERROR, _affinities, options, k, k_star, settings, mass=mass)
     return (value, aux) if return_aux else value
 
 
@@ -684,13 +694,16 @@ def klot_reference(
     Example:
         >>> print(klot_reference(jnp.eye(3) * 0.2, jnp.eye(3)).round(4))
         0.0359
+
+    References:
+        SOTAlign, ICML 2026, and its published code.
     """
     plain = functools.partial(reference, iterations=iterations, symmetric=symmetric)
     plan = plain(jax.lax.stop_gradient(K), epsilon=epsilon)
     target = plain(jax.lax.stop_gradient(K_star), epsilon=epsilon_star)
     p, p_star = plan.matrix(), target.matrix()
     value = jnp.sum(p_star * (target.log_matrix() - plan.log_matrix()))
-    # The surrogate has the gradient of the lemma, and cancels in the value.
+    # The surrogate has the gradient (P - P*)/eps, and cancels in the value.
     surrogate = jnp.sum((p - p_star) / epsilon * K)
     return value + surrogate - jax.lax.stop_gradient(surrogate)
 
@@ -739,15 +752,15 @@ def klot_from_embeddings(
 ) -> Any:
     """Computes `klot(cosine(f, g), cosine(f_star, g_star))` without an n x m residual.
 
-    Rows are L2-normalised inside. The plans are multiplied with the features as soon as they are
-    found, so that the backward pass keeps arrays of the features' size only:
+    Rows are L2-normalised inside. The plans are multiplied with the features in the forward pass,
+    so the backward pass keeps only arrays of the features' size:
 
         d/df = (P - P*) g / eps,    d/dg = (P - P*)^T f / eps    (on normalised rows).
 
     Computation follows data. If rows are placed on a mesh, or if a mesh is in context, the loss is
     split over its devices. Arrays that are created inside `jit` show no mesh: use `jax.set_mesh`
-    for them. Inside a `shard_map` every device has a problem of its own, whose loss needs a
-    `pmean`. Zero rows have cosine 0 with all others, and no gradient.
+    for them. Inside a `shard_map` every device solves a problem of its own, and the losses can be
+    averaged by a `pmean`. Zero rows have cosine 0 with all others, and no gradient.
 
     Args:
         f: Student features of the rows, shape [n, d]. If f and g are bfloat16, their affinity is
@@ -763,9 +776,9 @@ def klot_from_embeddings(
         tolerance: Marginal error at which each solve stops.
         max_iterations: Number of iterations at which each solve stops. Static.
         init_v: (v, v_star), column log-scalings to start from, see `klot`.
-        block_size: Rows per block. The blocks are recomputed in every iteration, in memory
-            O((n + m) (d + e) + m block_size). By default kernels are stored if they fit into
-            half of the device's memory, see `blocks.storage`. Value and gradients are the same up
+        block_size: Rows per block of kernels that are recomputed in every iteration, in
+            O((n + m) (d + e) + m block_size) memory. By default kernels are stored if they fit into
+            half of the device's memory, see `blocks.storage`. Value and gradient are the same up
             to rounding. Static.
         precision: Precision of all matrix products, see `klot`. Static.
         return_aux: True to return a `KlotAux` as well.
@@ -794,15 +807,15 @@ def klot_from_embeddings(
     dtype = jnp.float64 if features.f.dtype == jnp.float64 else jnp.float32
     given: Any = {"epsilon": epsilon, "epsilon_star": epsilon_star, "tolerance": tolerance}
     given |= {"log_a": log_a, "log_b": log_b, "init_v": init_v, "max_iterations": max_iterations}
-    settings = _settings(_OF_FEATURES, n, m, dtype, **given)
+    settings = _settings(_FEATURES_ERROR, n, m, dtype, **given)
     mass = total_mass(marginals, n, m, settings.log_a)
     if log_a is not None or log_b is not None:
         features = features.without_padding(settings)
-    # A given block size asks for the least memory, so no kernel is stored, not even in int8.
+    # A given block size asks for the least memory: no kernel is stored, not even in int8.
     storage = blocks.Storage(block_size, both=False)
     if block_size is None:
         with sharding.mesh_of(*features):
             storage = blocks.storage(sharding.share(n), m, dtype)
     options = _Options.create(max_iterations, precision, storage)
-    value, aux = _call(_OF_FEATURES, _features, options, features, settings, mass=mass)
+    value, aux = _call(_FEATURES_ERROR, _features, options, features, settings, mass=mass)
     return (value, aux) if return_aux else value

@@ -1,9 +1,9 @@
-"""Rows split over the devices of a mesh. With one device nothing here happens.
+"""Functions to split rows over the devices of a mesh. With one device they do nothing.
 
-Arrays that grow with the batch are split by rows, one piece per device: features, plans and row
-scalings. Arrays of the columns are replicated, and sums over rows are all-reduced. Computation
-follows data: the mesh is the one in context (`jax.set_mesh`) or else that of the arrays, with Auto
-or Explicit axes, and all of its axes are used:
+Arrays that grow with the batch are split by rows: features, plans and row scalings. Arrays of the
+columns are replicated, and sums over rows are all-reduced. Computation follows data: the mesh is
+the one in context (`jax.set_mesh`), or else that of the arrays. Its axes may be Auto or Explicit,
+and rows are split over all of them:
 
     f, g, f_star, g_star = jax.device_put((f, g, f_star, g_star), split_rows(mesh))
     loss = jax.jit(klot_from_embeddings)(f, g, f_star, g_star)
@@ -37,7 +37,7 @@ def rows_mesh(devices: int | None = None) -> Mesh | None:
         The mesh, or None for a single device.
 
     Raises:
-        InputError: There are fewer devices, or several processes would leave some unused.
+        InputError: There are fewer devices, or some devices of several processes would be unused.
 
     Example:
         >>> rows_mesh(1) is None
@@ -47,14 +47,13 @@ def rows_mesh(devices: int | None = None) -> Mesh | None:
     count = len(available) if devices is None else devices
     if not 1 <= count <= len(available):
         raise checks.InputError(
-            f"mesh: {count} devices asked for but {len(available)} are there; "
-            f"pass 1 to {len(available)}, or None for all"
+            f"mesh must have 1..{len(available)} devices, or None for all of them, got {count}"
         )
     # All processes must take part in every computation.
     if jax.process_count() > 1 and count != len(available):
         raise checks.InputError(
-            f"mesh: {count} devices asked for but {jax.process_count()} processes hold "
-            f"{len(available)}; they are used together, leave it out"
+            f"mesh must have all {len(available)} devices of the {jax.process_count()} processes, "
+            f"got {count}; pass None"
         )
     if count == 1:
         return None
@@ -90,8 +89,7 @@ def axes() -> Axes:
         ()
     """
     mesh = jax.sharding.get_abstract_mesh()
-    # A mesh of one device needs no collectives.
-    # Manual axes belong to a user's shard_map.
+    # A mesh of one device needs no collectives. Manual axes belong to a user's `shard_map`.
     unsplit = mesh.empty or mesh.size == 1 or mesh.manual_axes or _splits_problems(mesh)
     return () if unsplit else mesh.axis_names
 
@@ -99,7 +97,8 @@ def axes() -> Axes:
 def _splits_problems(mesh: AbstractMesh) -> bool:
     """Returns True inside a `vmap` over problems that are split over Explicit axes.
 
-    JAX has no function for this, but a `shard_map` leaves out the axes that `vmap` has taken.
+    JAX has no function for this. A `shard_map` omits the axes that a `vmap` has taken, so one is
+    traced to see its axes.
     """
     if not mesh.explicit_axes or mesh.manual_axes:
         return False
@@ -115,13 +114,13 @@ def _splits_problems(mesh: AbstractMesh) -> bool:
 
 
 def share(n: int) -> int:
-    """Returns the largest number of rows that one device holds of n.
+    """Returns the number of rows per device, if n rows are split over the mesh in context.
 
     Args:
         n: Number of rows.
 
     Returns:
-        The number, n without a mesh.
+        The number, rounded up. It is n without a mesh.
 
     Example:
         >>> share(10)
@@ -131,13 +130,13 @@ def share(n: int) -> int:
 
 
 def _reshard(x: Array, spec: PartitionSpec) -> Array:
-    """Reshards x if the axes of the mesh are Explicit. With Auto axes GSPMD does it."""
+    """Reshards x if the axes of the mesh are Explicit. With Auto axes the compiler does it."""
     explicit = jax.sharding.get_abstract_mesh().explicit_axes
     return jax.sharding.reshard(x, spec) if explicit else x
 
 
 def split(x: Array, value: float = 0.0) -> Array:
-    """Pads x with rows of `value` to equally many for each device, and splits it over them.
+    """Splits rows over the devices, after padding them to equally many per device.
 
     Args:
         x: Array with rows first.
@@ -234,7 +233,7 @@ def shard_map(
         functools.partial(function, names),
         in_specs=(by_rows, whole),
         out_specs=(by_rows, whole),
-        check_vma=False,  # values that loops carry change between equal and unequal on devices
+        check_vma=False,  # the carry of a loop may become different on every device
     )
     return mapped(
         jax.tree.map(lambda x: _reshard(x, by_rows), rows),
@@ -292,13 +291,13 @@ def vary_alike(tree: Any) -> Any:
 
 
 def size(axes: Axes) -> int:
-    """Returns the number of devices.
+    """Returns the number of devices along the axes.
 
     Args:
         axes: Axes of the mesh, empty for one device.
 
     Returns:
-        The number.
+        The number of devices.
     """
     return jax.lax.axis_size(axes) if axes else 1
 
@@ -345,9 +344,9 @@ def pmax(x: Array, axes: Axes) -> Array:
 def psum_and_pmax(
     x: Float[Array, " m"], y: Float[Array, ""], axes: Axes
 ) -> tuple[Float[Array, " m"], Float[Array, ""]]:
-    """Returns psum(x) and pmax(y) of a y >= 0 with one all-reduce.
+    """Computes psum(x), and pmax(y) of a y >= 0, with one all-reduce.
 
-    The latency of a small all-reduce is its cost, so that one is faster than two.
+    Latency dominates the cost of a small all-reduce, so one is faster than two.
 
     Args:
         x: Vector to sum.
@@ -359,21 +358,21 @@ def psum_and_pmax(
     """
     if not axes:
         return x, y
-    # Each device writes its y in a slot of its own. The sum of all slots holds them all.
+    # Each device writes its y into a slot of its own, so the sum over devices collects all y.
     every = jnp.zeros(size(axes), x.dtype).at[jax.lax.axis_index(axes)].set(y)
     both = jax.lax.psum(jnp.concatenate([x, every]), axes)
     return both[: len(x)], jnp.max(both[len(x) :])
 
 
 def psum_scatter(x: Float[Array, "m d"], axes: Axes) -> Float[Array, "k d"]:
-    """Sums x over devices and leaves each device its own rows. The last rows may be padding.
+    """Sums x over devices and returns the rows that belong to this device.
 
     Args:
         x: Array to sum, shape [m, d].
         axes: Axes of the mesh, empty for one device.
 
     Returns:
-        The rows of this device.
+        The rows of this device. The last rows may be padding.
     """
     if not axes:
         return x
@@ -426,7 +425,7 @@ class SplitRows:
     def place(
         cls, read: Callable[[np.ndarray], np.ndarray], shape: tuple[int, ...], mesh: Mesh
     ) -> "SplitRows":
-        """Reads and places the rows of this process's devices. The last row is the padding.
+        """Reads and places the rows of this process's devices. Padding repeats the last row.
 
         Args:
             read: Maps row numbers to rows.
@@ -441,7 +440,6 @@ class SplitRows:
 
         def part(index: tuple[slice, ...] | None) -> np.ndarray:
             assert index is not None
-            # Numbers beyond the end read the last row again.
             return read(np.minimum(np.arange(padded)[index[0]], size - 1))
 
         whole = jax.make_array_from_callback((padded, *width), split_rows(mesh), part)
@@ -500,7 +498,6 @@ def replicate(tree: Any, mesh: Mesh) -> Any:
     """
 
     def place(x: Any) -> Array:
-        # Each process places the copies of its own devices.
         value = np.asarray(x)
         return jax.make_array_from_callback(value.shape, replicated(mesh), lambda index: value)
 
@@ -518,7 +515,7 @@ def local(tree: Any) -> Any:
     """
 
     def one(x: Any) -> Any:
-        # Replicated arrays are the same everywhere, so that the first local copy is as good as any.
+        # All copies of a replicated array are equal.
         several = isinstance(x, jax.Array) and len(x.sharding.device_set) > 1
         return x.addressable_data(0) if several else x
 

@@ -2,13 +2,13 @@
 
     OT_eps(K) = argmin_{P 1 = a, P^T 1 = b}  -<P, K> + eps * sum P log P
 
-The log-scalings `u, v` are dimensionless everywhere. A `Plan` keeps each of them in two parts,
+The log-scalings u and v are dimensionless. A `Plan` keeps each of them in two parts,
 
     u = centred_u - row_centre/epsilon,    v = centred_v - column_centre/epsilon,
 
 where the centres are the plan's potentials in the units of K. K minus its centres is small where
-the plan has mass, so that its quotient by epsilon keeps its digits. `sinkhorn` is the fast solver,
-`reference` is textbook Sinkhorn.
+the plan has mass, so little is lost when it is divided by a small epsilon. `sinkhorn` is the fast
+solver, and `reference` is textbook Sinkhorn.
 
 References:
     M. Cuturi, "Sinkhorn distances: lightspeed computation of optimal transport", NeurIPS 2013.
@@ -48,7 +48,7 @@ class Plan:
         centred_v: The rest of v. It is -inf where a weight is zero.
         epsilon: Regularisation.
         error: The larger of ||P 1 - a||_1 and ||P^T 1 - b||_1 of `matrix()` for weights of mass 1,
-            plus a bound on the rounding of exponents. It is infinite if there is no plan.
+            plus a bound on the rounding of exponents. It is infinite if the solve failed.
         iterations: Number of sweeps.
         converged: True if the error is at most the tolerance.
 
@@ -113,9 +113,10 @@ def log_plan(
     epsilon: Any,
     column_centre: Array | None = None,
 ) -> Array:
-    """Computes log P from centred scalings, shape [..., n, m].
+    """Computes log P from centred scalings.
 
-    Log-masses are at most 0. Larger ones, where K/epsilon has no digits left, are kept finite.
+    log P is at most 0. Larger values, where K/epsilon has no digits left, are capped so that P is
+    finite.
 
     Args:
         k: Affinity, shape [..., n, m].
@@ -126,9 +127,9 @@ def log_plan(
         column_centre: Part of v in the units of K, or None for zero.
 
     Returns:
-        log P.
+        log P, shape [..., n, m].
     """
-    # Centred before the division: K and its centres are close where the plan has mass.
+    # Centred before the division, because K and its centres are close where the plan has mass.
     centred = k - row_centre[..., :, None]
     if column_centre is not None:
         centred = centred - column_centre[..., None, :]
@@ -137,11 +138,11 @@ def log_plan(
 
 
 class _Refined(NamedTuple):
-    """State of `_refine`: centred scalings, marginals of the columns, and the error."""
+    """State of `_refine`."""
 
-    u: Array
-    v: Array
-    columns: Array
+    u: Array  # centred row log-scalings
+    v: Array  # centred column log-scalings
+    columns: Array  # column sums of the plan
     error: Array
     last_error: Array
     iterations: Array
@@ -161,28 +162,28 @@ def _refine(
 ) -> _Refined:
     """Measures the error of the plan's matrix, and reduces it by plain Sinkhorn if that helps.
 
-    The exponents K/epsilon + u + v of a kernel are rounded where they are large, and so is the plan
-    that the solver converged to. With K centred at the plan's own potentials the exponents are
-    small. Most often the first update finds that the error is small enough. The error includes a
-    bound on rounding: another program may multiply by 1/epsilon where this one divides, so that
-    exponents differ by their last digit.
+    Large exponents K/epsilon + u + v lose digits in the solver's kernel. With K centred at the
+    plan's own potentials the exponents are small, and an update of plain Sinkhorn repairs the
+    rounding. Usually the first update finds that the error is small enough. The error includes a
+    bound on rounding, because another program may multiply by 1/epsilon where this one divides, and
+    its exponents then differ in their last digit.
     """
 
     def update(state: _Refined) -> _Refined:
-        # The column update. Columns of weight zero, or without any mass yet, keep their v.
+        # The column update. Columns of weight zero, and those without mass so far, keep their v.
         with_mass = jnp.isfinite(log_b) & (state.columns > 0)
         v = state.v + jnp.where(with_mass, log_b - jnp.log(state.columns), 0.0)
 
         def body(block: Block, sums: tuple[Array, ...]) -> tuple[Array, ...]:
             centred = block.of(k) - block.of(row_centre)[:, None] - column_centre[None, :]
             logs = centred / epsilon + v[None, :]
-            # The largest exponent is taken out, as in a logsumexp.
+            # Subtracts the largest exponent, as in a logsumexp.
             highest = _top(logs)
             rows = jnp.exp(logs - highest[:, None])
             s = jnp.sum(rows, axis=1)
             u = block.of(log_a) - highest - jnp.log(s)
             plan = jnp.where(block.fresh, jnp.exp(block.of(log_a)) / s, 0.0)[:, None] * rows
-            # Weighted by mass, since only entries with mass round a marginal.
+            # Weighted by mass, because rounding matters only in entries with mass.
             exponents = jnp.where(plan > 0, jnp.abs(centred) / epsilon, 0.0)
             return (
                 block.put(sums[0], u),
@@ -198,21 +199,20 @@ def _refine(
         return sharding.vary_like(updated, k)
 
     def unfinished(state: _Refined) -> Array:
-        # A sweep that gains less than a tenth is a sign of the rounding error.
+        # An error that falls by less than a tenth is mostly rounding.
         helps = (state.error > tolerance) & (state.error < 0.9 * state.last_error)
         helps &= jnp.isfinite(scalings.error) & (state.iterations < max_iterations)
         return (state.iterations < scalings.iterations) | helps
 
-    # `v` in the centred coordinates.
     infinity = jnp.asarray(jnp.inf, k.dtype)
     v = scalings.v + column_centre / epsilon
-    # Without marginals to correct, the first update leaves v as it is.
+    # Column sums of zero make the first update keep v, and only compute u and the error.
     start = _Refined(log_a, v, jnp.zeros_like(log_b), infinity, infinity, scalings.iterations - 1)
     return jax.lax.while_loop(unfinished, update, sharding.vary_like(start, k))
 
 
 def log_weights(name: str, given: ArrayLike | None, size: int, dtype: Any) -> Float[Array, " n"]:
-    """Checks log-weights and normalises their weights to sum 1. The default is uniform.
+    """Checks log-weights and normalises their weights to a sum of 1. None gives uniform weights.
 
     Args:
         name: "log_a" or "log_b", for error messages.
@@ -234,16 +234,16 @@ def log_weights(name: str, given: ArrayLike | None, size: int, dtype: Any) -> Fl
         return jnp.full((size,), -math.log(size), dtype)
     if np.shape(given) != (size,):
         raise checks.InputError(
-            f"{name}: has shape {np.shape(given)} but the affinity needs ({size},); "
-            "pass one log-weight for each of its rows (log_a) or columns (log_b)"
+            f"{name} must have shape ({size},), got {np.shape(given)}; pass one log-weight for "
+            "each row (log_a) or column (log_b) of the affinity"
         )
     if not isinstance(given, jax.core.Tracer):
-        # Traced weights cannot be checked, and are normalised without a word.
+        # Traced weights cannot be checked here. They are normalised below.
         total = np.exp(np.asarray(given, np.float64)).sum()
-        # Written so that NaN is refused, too.
+        # Not `>= 1e-3`, which would accept NaN.
         if not abs(total - 1) < 1e-3:
             raise checks.InputError(
-                f"{name}: the weights sum to {total:.4g}; pass logarithms of weights that sum to 1"
+                f"{name} must be logarithms of weights that sum to 1, got a sum of {total:.4g}"
             )
     logs = jnp.asarray(given, dtype)
     return logs - jax.nn.logsumexp(logs)
@@ -252,7 +252,7 @@ def log_weights(name: str, given: ArrayLike | None, size: int, dtype: Any) -> Fl
 def without_padding(k: Array, log_a: Array, log_b: Array) -> Array:
     """Replaces K by 0 in rows and by -inf in columns of weight zero, where it may be NaN.
 
-    Columns get -inf because they must not count for the largest entry of a row.
+    Columns become -inf so that they do not affect the largest entry of a row.
 
     Args:
         k: Affinity, shape [n, m].
@@ -261,6 +261,11 @@ def without_padding(k: Array, log_a: Array, log_b: Array) -> Array:
 
     Returns:
         The affinity with the replaced entries.
+
+    Example:
+        >>> log_a, log_b = jnp.log(jnp.array([1.0, 0.0])), jnp.log(jnp.array([1.0, 0.0]))
+        >>> without_padding(jnp.full((2, 2), 3.0), log_a, log_b).tolist()
+        [[3.0, -inf], [0.0, 0.0]]
     """
     k = jnp.where(jnp.isneginf(log_b)[None, :], -jnp.inf, k)
     return jnp.where(jnp.isneginf(log_a)[:, None], 0.0, k)
@@ -285,15 +290,15 @@ def constant(message: str, x: Any) -> Any:
 
 @constant.defjvp
 def _refuse(message: str, primals: Any, tangents: Any) -> Any:
-    """Raises the error of `constant`."""
+    """Raises TypeError(message). JAX calls this rule if `constant` is differentiated."""
     raise TypeError(message)
 
 
-# Entries below exp(-30) add nothing to a marginal error that float32 could hold.
+# Entries below exp(-30) are too small to change a marginal in float32.
 _NEGLIGIBLE = 30.0
 _NOT_DIFFERENTIABLE = (
-    "sinkhorn: plans are not differentiable; use klot or klot_from_embeddings, whose gradient "
-    "is exact, or pass jax.lax.stop_gradient(K), and likewise of epsilon and the log-weights"
+    "sinkhorn is not differentiable; use klot or klot_from_embeddings, whose gradient is exact, or "
+    "pass jax.lax.stop_gradient of K, epsilon and the log-weights"
 )
 
 
@@ -331,7 +336,7 @@ def sinkhorn(
     `ot.solver`. It stops when max(||P 1 - a||_1, ||P^T 1 - b||_1) <= tolerance, which
     `Plan.converged` reports. It works under `jit`, `vmap` and `shard_map`, in float32 and float64,
     for epsilons of about 1e-6 to 1e6 times the range of K. Plans are not differentiable: use
-    `klot`. A traced epsilon that is not above 0 gives `error=inf`.
+    `klot`. With a traced epsilon <= 0, the error of the plan is infinite.
 
     Args:
         K: Affinity (larger is closer), shape [n, m]. An entry of -inf is forbidden to the plan.
@@ -361,6 +366,7 @@ def sinkhorn(
         M. Cuturi, "Sinkhorn distances", NeurIPS 2013.
         B. Schmitzer, "Stabilized sparse scaling algorithms for entropy regularized transport
         problems", SISC 41 (2019).
+        H. F. Walker and P. Ni, "Anderson acceleration for fixed-point iterations", SINUM 49 (2011).
         L. Chizat et al., "Scaling algorithms for unbalanced optimal transport problems", Math.
         Comp. 87 (2018): absorption of large scalings.
     """
@@ -372,7 +378,7 @@ def sinkhorn(
         log_weights(name, given, size, k.dtype)
         for name, given, size in zip(("log_a", "log_b"), (log_a, log_b), k.shape, strict=True)
     ]
-    # Uniform weights have no zeros, and need no pass over K.
+    # Uniform weights have no zeros, so no entry of K needs to be replaced.
     if log_a is not None or log_b is not None:
         k = without_padding(k, *weights)
     numbers = jnp.asarray(epsilon, k.dtype), jnp.asarray(tolerance, k.dtype)
@@ -399,7 +405,7 @@ def _solve(
         options = {"epsilon": epsilon, "tolerance": tolerance, "max_iterations": max_iterations}
         given: Any = {**options, "log_a": log_a, "log_b": log_b, "axes": axes}
         top, scalings = solve_matrix(k, **given, init_v=init_v, precision=precision)
-        # The centres are the potentials of the plan itself, in the units of K.
+        # The centres are the plan's potentials in the units of K.
         row_centre = top - _potential(scalings.u, epsilon)
         column_centre = -_potential(scalings.v, epsilon)
         refined = _refine(k, row_centre, column_centre, scalings, **given)
@@ -412,7 +418,7 @@ def _solve(
         (u, row_centre), (v, column_centre, iterations, error, converged) = sharding.shard_map(
             own_rows, rows, (log_b, epsilon, tolerance, init_v)
         )
-        # Whole on every device, because the affinity may be split by columns.
+        # Replicated, because the affinity may be split by columns.
         u, row_centre = (
             sharding.gather_explicit(sharding.join(x, len(k))) for x in (u, row_centre)
         )
@@ -420,10 +426,10 @@ def _solve(
 
 
 def _potential(x: Array, epsilon: Array) -> Array:
-    """Returns epsilon x, rounded to one bit less.
+    """Returns epsilon x, rounded to one bit less than its type has.
 
-    The rounding keeps compilers from fusing the product into a later sum, whose result would then
-    differ between programs.
+    The rounding keeps compilers from fusing the product and a later sum into one operation, whose
+    result would differ between programs.
     """
     digits = jnp.finfo(x.dtype)
     scaled = epsilon * jnp.where(jnp.isfinite(x), x, 0.0)
@@ -468,8 +474,8 @@ def solve_matrix(
         widest=widest,
         init_v=init_v,
     )
-    # Only entries with mass round the marginals. log P <= 0 bounds how far such an entry is below
-    # the largest one of its row.
+    # Rounding matters only in entries with mass. Since log P <= 0, the scalings bound how far such
+    # an entry is below the largest one of its row.
     highest = sharding.pmax(_top(scalings.u), axes) + _top(scalings.v)
     exponent = jnp.minimum(widest / epsilon, _NEGLIGIBLE + jnp.maximum(highest, 0.0))
     error = scalings.error + 0.5 * rounding(exponent, k.dtype)
@@ -485,9 +491,9 @@ def reference(
 ) -> Plan:
     """Runs textbook log-domain Sinkhorn with uniform weights, as in the paper's published loss.
 
-    Repeats u = log a - LSE_j(K/eps + v), v = log b - LSE_i(K/eps + u) from v = 0. The iterations
-    can be differentiated by unrolling, in the memory of one iteration. For comparison only:
-    `sinkhorn` is faster, and stops by itself.
+    Repeats u = log a - LSE_j(K/eps + v), v = log b - LSE_i(K/eps + u) from v = 0. JAX can
+    differentiate through the iterations, which keep vectors only. This function is for comparison:
+    `sinkhorn` is faster, and stops when it has converged.
 
     Args:
         K: Affinity, shape [n, m].
@@ -521,10 +527,9 @@ def reference(
         u = update_u(uv[1])
         return (u, log_b - jax.nn.logsumexp(scaled + u[:, None], axis=0)), None
 
-    # Checkpointing keeps u and v of every iteration only, not the n x m logits.
+    # Checkpointing keeps u and v of every iteration, but not the n x m logits.
     start = (jnp.zeros(n, K.dtype), jnp.zeros(m, K.dtype))
     (u, v), _ = jax.lax.scan(jax.checkpoint(step), start, length=iterations)
-    # The published code averages u with its next iterate at the end.
     if symmetric:
         u = (u + update_u(v)) / 2
     matrix = jnp.exp(scaled + u[:, None] + v[None, :])

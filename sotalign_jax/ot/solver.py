@@ -1,4 +1,4 @@
-"""The Sinkhorn solver: sweeps over a kernel, Anderson acceleration, epsilon-scaling.
+"""The Sinkhorn solver: sweeps over a kernel, Anderson acceleration and epsilon-scaling.
 
 Potentials. Users see log P = K/epsilon + u + v. Inside, with marginals a and b,
 
@@ -6,21 +6,21 @@ Potentials. Users see log P = K/epsilon + u + v. Inside, with marginals a and b,
 
 where the kernel A = exp(K/epsilon + p + q) has absorbed p and q, and the search below finds the
 log-scalings x and y. For any y, x = -log(A b e^y) makes the rows of P exact, so the search is a
-fixed-point iteration in y alone. One sweep over A gives x, the error of the columns and the next
-y.
+fixed-point iteration in y alone. A *sweep*, one pass over A, gives x, the error of the columns and
+the next y. A *level* is one value of epsilon. A solve at a small epsilon starts at a larger one and
+divides it by 4 from level to level.
 
 The solver has three nested loops, each a function of this module:
 
     _run      calls `_build` until the solve is done.
-    _build    builds A from K, then goes down the levels, from epsilon to epsilon/4, one `_level`
-              at a time.
-    _search   sweeps until the error of the columns is small.
+    _build    builds A from K, then calls `_level` for one epsilon after the other.
+    _search   sweeps at one epsilon until the error of the columns is small.
 
-A stored A goes to the next level by A -> A^4 and is rarely built again, mostly when the scalings
-drift too far. A streamed kernel is built again at every level.
+A stored A reaches the next level by taking the fourth power of its entries. It is built again only
+if the scalings drift too far or a search fails. A streamed kernel is built again at every level.
 
-With an int8 kernel, `_search_int8` takes the place of `_search`. Most of its sweeps read the int8
-kernel, and a few exact sweeps correct its sums.
+With an int8 kernel, `_search_int8` replaces `_search`. Most of its sweeps read the int8 kernel, and
+a few exact sweeps correct the sums.
 
 References:
     M. Cuturi, "Sinkhorn distances", NeurIPS 2013.
@@ -47,33 +47,34 @@ from sotalign_jax.ot import anderson, sharding
 from sotalign_jax.ot.blocks import BUILD_ROWS, Block, over_rows
 from sotalign_jax.ot.kernel import LEVEL_POWER, MAX_DRIFT, Kernel, KernelState
 
-# The constants below were tuned on COCO's teacher and on random problems: benchmarks/convergence.py
-# counts their sweeps, and tests/fuzz.py looks for problems on which they fail.
+# The constants below were tuned on COCO's teacher and on random problems. benchmarks/convergence.py
+# counts the sweeps that they lead to, and tests/fuzz.py looks for problems on which they fail.
 
-# An accelerated step whose error exceeds the best one by this factor is taken back.
+# A step whose error exceeds the best one by this factor is rejected. The search then continues from
+# the best point with an unaccelerated step.
 _MAX_RISE = 3.0
-# Relative rise of the error up to which a later point still replaces an earlier one.
+# Relative change of the error that counts as standing still.
 _PLATEAU = 1e-3
 # In a solve that started at a larger epsilon, a search is given up if its error does not fall by
-# the factor _STALL in _STALLED sweeps. This holds in the first half of the budget, and while the
-# error is above 10 times the goal. The solve then goes on to the next level. At the last level it
-# starts again from `start_q`, as textbook Sinkhorn does.
-_STALL, _STALLED = 0.9, 50
-# Largest number of epsilons before the last one. After three 4th powers, the relative rounding
+# the factor _STALL_FACTOR in _STALL_SWEEPS sweeps. This applies in the first half of the budget and
+# while the error is above 10 times the goal. The solve then continues with the next level. At the
+# last level it starts again from `start_q`, without epsilon-scaling.
+_STALL_FACTOR, _STALL_SWEEPS = 0.9, 50
+# Largest number of levels before the last one. After three fourth powers, the relative rounding
 # error of A is still below 1e-5.
 _MAX_LEVELS = 3
 # An epsilon below this fraction of the affinity's range is approached from above.
 _SCALING_START = 0.03
-# Marginal error at which an intermediate epsilon is left. An int8 kernel is first corrected at
+# Marginal error at which a level before the last one ends. An int8 kernel is first corrected at
 # this error, because its own error is of that size.
 _SCALING_TOLERANCE = 0.01
-# A search over a corrected int8 kernel ends at _ROUND_GAIN times the error of its start, because
-# the correction is no more exact than that. It also ends at _ROUND_AIM times the goal, and after
-# _ROUND_STALLED sweeps without progress.
-_ROUND_GAIN, _ROUND_AIM, _ROUND_STALLED = 0.03, 0.7, 8
-# A solve with an int8 kernel may use 1/_INT8_SHARE of the budget. If it has not converged then, it
-# starts again without the int8 kernel. A budget below _INT8_LEAST uses none.
-_INT8_SHARE, _INT8_LEAST = 4, 80
+# A search over a corrected int8 kernel ends when the error is _ROUND_GAIN times that of its start,
+# because the correction is no more accurate. It also ends at _ROUND_AIM times the goal, and after
+# _ROUND_STALL_SWEEPS sweeps without progress.
+_ROUND_GAIN, _ROUND_AIM, _ROUND_STALL_SWEEPS = 0.03, 0.7, 8
+# A solve with an int8 kernel may use 1/_INT8_SHARE of the budget. If it has not converged by then,
+# it starts again without the int8 kernel. Budgets below _INT8_MIN_BUDGET use no int8 kernel.
+_INT8_SHARE, _INT8_MIN_BUDGET = 4, 80
 MAX_ITERATIONS = 500
 """Default number of sweeps at which a solve stops: the budget that tests/fuzz.py gives to its
 problems."""
@@ -87,8 +88,7 @@ _Sweep = Callable[[Array], tuple[Array, Array]]
 def row_range(k: Array, axes: sharding.Axes = ()) -> tuple[Array, Array]:
     """Returns max_j K_ij of each row, and the largest max_j K_ij - min_j K_ij on all devices.
 
-    Entries that are not finite do not count. One pass in blocks of rows reads K once and keeps no
-    copy of it.
+    Entries that are not finite are ignored. K is read once, in blocks of rows, without a copy.
 
     Args:
         k: Affinity, shape [n, m].
@@ -96,8 +96,14 @@ def row_range(k: Array, axes: sharding.Axes = ()) -> tuple[Array, Array]:
 
     Returns:
         The largest entries, shape [n], and the range.
+
+    Example:
+        >>> top, widest = row_range(jnp.array([[1.0, 3.0], [0.0, -jnp.inf]]))
+        >>> top.tolist(), float(widest)
+        ([3.0, 0.0], 2.0)
     """
-    # The range of a row without finite entries is negative, so that the maximum ignores it.
+    # The initial values make the range of a row without finite entries negative, so the maximum
+    # ignores it.
     lowest_number = jnp.finfo(k.dtype).min
 
     def body(block: Block, carry: tuple[Array, Array]) -> tuple[Array, Array]:
@@ -126,7 +132,7 @@ def rounding(exponent: Any, dtype: Any) -> Array:
 
 
 def goal(tolerance: Array, widest: Any, epsilon: Array) -> Array:
-    """Returns the tolerance minus the expected rounding error of exponents up to widest/epsilon.
+    """Returns the tolerance minus the expected rounding error, the marginal error to aim at.
 
     Args:
         tolerance: Marginal error that was asked for.
@@ -134,7 +140,7 @@ def goal(tolerance: Array, widest: Any, epsilon: Array) -> Array:
         epsilon: Regularisation.
 
     Returns:
-        The error to aim at, at least half of the tolerance.
+        The error, at least half of the tolerance. Exponents are as large as widest / epsilon.
 
     Example:
         >>> print(goal(jnp.float32(1e-4), 1.0, jnp.float32(0.05)))
@@ -184,7 +190,7 @@ class _Problem(NamedTuple):
     log_b: Array
     tolerance: Array
     max_iterations: int | Array
-    start_q: Array  # first potentials: zeros as in textbook Sinkhorn, or from init_v
+    start_q: Array  # initial potentials of the columns: zeros, or from init_v
 
     @property
     def b(self) -> Array:
@@ -207,17 +213,17 @@ class _Point(NamedTuple):
 
     y: Array
     x: Array
-    following: Array  # the next y of plain Sinkhorn
+    next_y: Array  # the y of plain Sinkhorn's next iteration
     error: Array
 
 
 class _Search(NamedTuple):
     """State of `_search`."""
 
-    y: Array  # the next point to try
+    y: Array  # the next point to sweep at
     best: _Point
-    mark: Array  # best error when it last fell by the factor _STALL
-    marked: Array  # number of the sweep at which it did
+    mark_error: Array  # best error when it last fell by the factor _STALL_FACTOR
+    mark_iteration: Array  # number of the sweep at which it did
     drift: Array  # largest log-scaling; infinite if no sweep over this kernel is finite
     iterations: Array
     history: anderson.History
@@ -229,12 +235,12 @@ class _Progress(NamedTuple):
     kernel: KernelState
     error: Array
     iterations: Array
-    levels: Array  # number of epsilons still to come
+    levels: Array  # number of levels still to come
     fresh: Array  # True if the kernel was not raised to a power since it was built
     lost: Array  # True if a column of the fresh kernel underflowed
-    rebuild: Array  # True if the kernel must be built anew
-    usable: Array  # False if K or epsilon are not finite
-    plain: Array  # True if the solve started, or restarted, at the last epsilon
+    rebuild: Array  # True if the kernel must be built again
+    usable: Array  # False if K or epsilon is not finite
+    plain: Array  # True if the solve started, or restarted, at the last level
     done: Array
 
 
@@ -253,14 +259,15 @@ def _evaluate(problem: _Problem, y: Array, s: Array, t: Array) -> tuple[_Point, 
         The point, and the largest log-scaling of its rows.
     """
     live, b = problem.live, problem.b
+    # This x makes the rows of the plan exact. Its column sums are then b e^y t.
     x = -jnp.log(s)
-    # Drift and column sums travel in one all-reduce, which is the only one of a sweep.
+    # Drift and column sums share the only all-reduce of a sweep.
     row_drift = jnp.max(jnp.where(problem.live_rows, jnp.abs(x), 0.0))
     t, row_drift = sharding.psum_and_pmax(t, row_drift, problem.kernel.axes)
     # A column whose sum underflowed cannot be scaled. It makes the error infinite, however small
     # its weight is.
-    missing = jnp.where(t > 0, b * jnp.abs(jnp.exp(y) * t - 1.0), jnp.inf)
-    error = jnp.sum(jnp.where(live, missing, 0.0))
+    column_errors = jnp.where(t > 0, b * jnp.abs(jnp.exp(y) * t - 1.0), jnp.inf)
+    error = jnp.sum(jnp.where(live, column_errors, 0.0))
     return _Point(y, x, jnp.where(live, -jnp.log(t), y), error), row_drift
 
 
@@ -269,42 +276,42 @@ def _step(problem: _Problem, sweep: _Sweep, search: _Search) -> _Search:
     y, best = search.y, search.best
     point, row_drift = _evaluate(problem, y, *sweep(y))
     error, finite = point.error, jnp.isfinite(point.error)
-    still = jnp.abs(error - best.error) <= _PLATEAU * error
-    sound = finite & (error <= _MAX_RISE * best.error)
-    # While mass moves between far clusters, the error stands still and the scalings drift. A later
-    # point of such a plateau replaces an earlier one.
+    on_plateau = jnp.abs(error - best.error) <= _PLATEAU * error
+    accepted = finite & (error <= _MAX_RISE * best.error)
+    # While mass moves between distant clusters, the error stands still and the scalings drift. A
+    # later point of such a plateau replaces an earlier one.
     best = _choose(finite & (error <= (1 + _PLATEAU) * best.error), point, best)
 
-    f = point.following - y
+    f = point.next_y - y
     correction, history = anderson.update(search.history, y, f, problem.kernel.precision)
-    # On a plateau f hardly changes, so that the correction is noise of either sign. It must not
-    # point against f, or the search would go back and forth.
-    backward = still & (jnp.sum(problem.b * f * correction) < 0)
-    accelerated = point.following + jnp.where(backward, -correction, correction)
+    # On a plateau f hardly changes, so the sign of the correction is noise. A correction against f
+    # would make the search go back and forth.
+    backward = on_plateau & (jnp.sum(problem.b * f * correction) < 0)
+    accelerated = point.next_y + jnp.where(backward, -correction, correction)
     drift = jnp.maximum(row_drift, jnp.max(jnp.where(problem.live, jnp.abs(accelerated), 0.0)))
-    # If not even a plain step is finite, this kernel is of no use.
+    # If not even an unaccelerated step is finite, the kernel must be built again.
     hopeless = ~finite & (search.history.steps == 0)
-    falls = best.error < _STALL * search.mark
+    improved = best.error < _STALL_FACTOR * search.mark_error
     return _Search(
-        y=jnp.where(sound, accelerated, best.following),
+        y=jnp.where(accepted, accelerated, best.next_y),
         best=best,
-        mark=jnp.where(falls, best.error, search.mark),
-        marked=jnp.where(falls, search.iterations, search.marked),
-        drift=jnp.where(sound, drift, jnp.where(hopeless, jnp.inf, 0.0)),
+        mark_error=jnp.where(improved, best.error, search.mark_error),
+        mark_iteration=jnp.where(improved, search.iterations, search.mark_iteration),
+        drift=jnp.where(accepted, drift, jnp.where(hopeless, jnp.inf, 0.0)),
         iterations=search.iterations + 1,
-        history=_choose(sound, history, anderson.reset(history)),
+        history=_choose(accepted, history, anderson.reset(history)),
     )
 
 
 def _stalled(problem: _Problem, search: _Search, goal: Array) -> Array:
-    """Returns True if the search should be given up, see `_STALLED`."""
-    early = search.iterations <= problem.max_iterations // 2
-    worth = early & (search.best.error > 10 * goal)
-    return worth & (search.iterations - search.marked >= _STALLED)
+    """Returns True if the search should be given up, see `_STALL_SWEEPS`."""
+    in_first_half = search.iterations <= problem.max_iterations // 2
+    far = search.best.error > 10 * goal
+    return in_first_half & far & (search.iterations - search.mark_iteration >= _STALL_SWEEPS)
 
 
-def _unknown(problem: _Problem, y: Array) -> _Point:
-    """Returns a point at which no sweep was done yet."""
+def _unmeasured(problem: _Problem, y: Array) -> _Point:
+    """Returns a point with an unknown, infinite error, to start a search at y."""
     return _Point(y, jnp.zeros_like(problem.log_a), y, jnp.asarray(jnp.inf, y.dtype))
 
 
@@ -316,26 +323,26 @@ def _search(
     *,
     goal: Array,
     budget: Array,
-    patient: Array,
+    ignore_stall: Array,
     forced: Array | bool = True,
-    rough: Array | bool = False,
+    stop_early: Array | bool = False,
 ) -> _Search:
     """Sweeps until the error is at most `goal`.
 
     The search also ends when `budget` sweeps are spent, when the scalings drift too far, and when
-    the error stalls, unless `patient`.
+    the error stalls.
 
     Args:
         problem: Constants of the solve.
-        sweep: The kernel's sums at a point.
-        start: The point to continue from. If its error is infinite, the first sweep is at its y.
+        sweep: Computes the kernel's sums at a point.
+        start: The point to continue from, or an `_unmeasured` one.
         iterations: Sweeps so far.
         goal: Error to reach.
         budget: Number of sweeps at which the search ends.
-        patient: True to go on when the error stalls.
+        ignore_stall: True to continue after `_STALL_SWEEPS` without progress.
         forced: True to sweep at least once if the error of the start is infinite, even if the
             budget is spent.
-        rough: True to give up soon when the error stalls, see `_ROUND_STALLED`.
+        stop_early: True to end after `_ROUND_STALL_SWEEPS` without progress.
 
     Returns:
         The last state of the search. Its best point is the result.
@@ -344,15 +351,21 @@ def _search(
     def unfinished(search: _Search) -> Array:
         # `~(error <= goal)` and not `error > goal`: a NaN must not look converged.
         within = (search.iterations < budget) & (search.drift <= MAX_DRIFT)
-        within &= patient | ~_stalled(problem, search, goal)
-        within &= ~(rough & (search.iterations - search.marked >= _ROUND_STALLED))
+        within &= ignore_stall | ~_stalled(problem, search, goal)
+        within &= ~(stop_early & (search.iterations - search.mark_iteration >= _ROUND_STALL_SWEEPS))
         first = forced & jnp.isinf(start.error) & (search.iterations == iterations)
         return first | (within & ~(search.best.error <= goal))
 
-    # The history starts empty: changes of another kernel or level would mislead the acceleration.
-    infinity, history = jnp.full_like(start.error, jnp.inf), anderson.init(start.y)
-    nothing = jnp.zeros_like(infinity)
-    state = _Search(start.following, start, infinity, iterations, nothing, iterations, history)
+    state = _Search(
+        y=start.next_y,
+        best=start,
+        mark_error=jnp.full_like(start.error, jnp.inf),
+        mark_iteration=iterations,
+        drift=jnp.zeros_like(start.error),
+        iterations=iterations,
+        # Empty, because the history of another level would mislead the acceleration.
+        history=anderson.init(start.y),
+    )
     with jax.named_scope("sweeps"):
         step = functools.partial(_step, problem, sweep)
         state = sharding.vary_like(state, problem.log_a)
@@ -362,43 +375,53 @@ def _search(
 class _Rounds(NamedTuple):
     """State of `_search_int8` between two rounds."""
 
-    found: _Search  # over the int8 kernel
+    found: _Search  # the last search over the int8 kernel
     exact: _Point  # the best point that was measured with the exact kernel
-    improves: Array  # True if the last round found it
+    improves: Array  # True if the last round found a better one
 
 
 def _search_int8(
-    problem: _Problem, progress: _Progress, *, goal: Array, budget: Array, patient: Array
+    problem: _Problem, progress: _Progress, *, goal: Array, budget: Array, ignore_stall: Array
 ) -> _Search:
     """Searches with few exact sweeps, by defect correction of the int8 kernel.
 
     Every round measures the last point with one exact sweep. The ratios of the exact sums to those
-    of the int8 kernel make both kernels agree at this point, and nearly so around it. With its sums
-    multiplied by these ratios, the next search over the int8 kernel aims at _ROUND_GAIN times the
-    error. The last search, over the exact kernel, starts at the best confirmed point and sweeps
-    only if that point misses the goal. At an intermediate epsilon the int8 kernel alone is accurate
-    enough.
+    of the int8 kernel are the correction: multiplied by them, the sums of the int8 kernel are exact
+    at this point, and nearly exact around it. The next search over the corrected int8 kernel aims
+    at _ROUND_GAIN times the error. The last search, over the exact kernel, starts at the best
+    measured point and sweeps only if that point misses the goal. At levels before the last one the
+    int8 kernel is accurate enough without a correction.
+
+    References:
+        H. J. Stetter, "The defect correction principle and discretization methods", Numer. Math. 29
+        (1978).
     """
     last = progress.levels == 0
-    exact, rough = (_sums(problem, progress.kernel, int8=int8) for int8 in (False, True))
+    sweep_exact = _make_sweep(problem, progress.kernel)
+    sweep_int8 = _make_sweep(problem, progress.kernel, int8=True)
     # The two sweeps of a round and one of the last search must fit in the budget.
-    most = jnp.where(last, budget - 3, budget)
-    limits: Any = {"patient": patient, "budget": most, "forced": ~last, "rough": last}
+    rounds_budget = jnp.where(last, budget - 3, budget)
+    limits: Any = {
+        "ignore_stall": ignore_stall,
+        "budget": rounds_budget,
+        "forced": ~last,
+        "stop_early": last,
+    }
 
     def round_(rounds: _Rounds) -> _Rounds:
         y = rounds.found.best.y
-        sums = exact(y)
-        ratios = jax.tree.map(jnp.divide, sums, rough(y))
+        sums = sweep_exact(y)
+        ratios = jax.tree.map(jnp.divide, sums, sweep_int8(y))
         ratios = jax.tree.map(lambda x: jnp.where(jnp.isfinite(x), x, 1.0), ratios)
         point, _ = _evaluate(problem, y, *sums)
-        # A round that does not halve the error ends the rounds: the correction has no more to give.
+        # The rounds end when a round does not halve the error.
         improves = jnp.isfinite(point.error) & ~(point.error > 0.5 * rounds.exact.error)
         aim = jnp.maximum(_ROUND_AIM * goal, _ROUND_GAIN * point.error)
-        # An infinite aim makes the search below return at once, because the rounds end here.
+        # When the rounds end, an infinite aim makes the search below return at once.
         aim = jnp.where(improves & (point.error > goal), aim, jnp.inf)
         found = _search(
             problem,
-            lambda y: jax.tree.map(jnp.multiply, rough(y), ratios),
+            lambda y: jax.tree.map(jnp.multiply, sweep_int8(y), ratios),
             point,
             rounds.found.iterations + 2,
             goal=aim,
@@ -411,19 +434,19 @@ def _search_int8(
         within = rounds.found.iterations + 3 <= budget
         return rounds.improves & within & ~(rounds.exact.error <= goal)
 
-    zero = _unknown(problem, jnp.zeros_like(problem.log_b))
+    zero = _unmeasured(problem, jnp.zeros_like(problem.log_b))
     first = jnp.maximum(_ROUND_AIM * goal, _SCALING_TOLERANCE)
-    found = _search(problem, rough, zero, progress.iterations, goal=first, **limits)
+    found = _search(problem, sweep_int8, zero, progress.iterations, goal=first, **limits)
     rounds = sharding.vary_like(_Rounds(found, zero, last), problem.log_a)
     rounds = jax.lax.while_loop(unfinished, round_, rounds)
-    limits = {"patient": patient, "budget": budget, "forced": last}
+    limits = {"ignore_stall": ignore_stall, "budget": budget, "forced": last}
     limits |= {"goal": jnp.where(last, goal, jnp.inf)}
-    confirmed = _search(problem, exact, rounds.exact, rounds.found.iterations, **limits)
+    confirmed = _search(problem, sweep_exact, rounds.exact, rounds.found.iterations, **limits)
     return _choose(last, confirmed, found)
 
 
-def _sums(problem: _Problem, state: KernelState, *, int8: bool = False) -> _Sweep:
-    """Returns the sweep of a kernel as a function of y."""
+def _make_sweep(problem: _Problem, state: KernelState, *, int8: bool = False) -> _Sweep:
+    """Returns the sweep over a kernel as a function of y."""
     sweep = problem.kernel.sweep_int8 if int8 else problem.kernel.sweep
     a = jnp.exp(problem.log_a)
     return lambda y: sweep(state, a, problem.b * jnp.exp(y))
@@ -433,37 +456,37 @@ def _sums(problem: _Problem, state: KernelState, *, int8: bool = False) -> _Swee
 
 
 def _level(problem: _Problem, progress: _Progress) -> _Progress:
-    """Searches at the current epsilon, then goes to the next one or asks for a rebuild."""
+    """Searches at the current epsilon, then moves to the next one or asks for a rebuild."""
     last, most = progress.levels == 0, problem.max_iterations
     loose = jnp.maximum(problem.tolerance, _SCALING_TOLERANCE)
     goal = jnp.where(last, problem.tolerance, loose)
-    # Half of the budget is kept for the epsilon that was asked for.
+    # Half of the budget is reserved for the last level, whose epsilon was asked for.
     budget = jnp.where(last, most, most // 2)
-    limits: Any = {"goal": goal, "budget": budget, "patient": progress.plain}
+    limits: Any = {"goal": goal, "budget": budget, "ignore_stall": progress.plain}
     if problem.kernel.int8:
         found = _search_int8(problem, progress, **limits)
     else:
-        zero = _unknown(problem, jnp.zeros_like(problem.log_b))
-        sweep = _sums(problem, progress.kernel)
+        zero = _unmeasured(problem, jnp.zeros_like(problem.log_b))
+        sweep = _make_sweep(problem, progress.kernel)
         found = _search(problem, sweep, zero, progress.iterations, **limits)
     best, stalled = found.best, _stalled(problem, found, goal)
     failed, spent = ~jnp.isfinite(best.error), found.iterations >= budget
-    # At the last epsilon, a stalled search that came down the levels starts again from the
-    # potentials of textbook Sinkhorn. At a larger epsilon it goes on to the next one.
-    again = last & ~progress.plain & ~spent & stalled
+    # A search that stalls at the last level starts again without epsilon-scaling. At another level
+    # it continues with the next one.
+    restart = last & ~progress.plain & ~spent & stalled
     finished = ~failed & ((best.error <= goal) | spent | (stalled & ~last))
-    down, end = finished & ~last, finished & last
+    descend, end = finished & ~last, finished & last
 
     def lower(_: Any, state: KernelState) -> KernelState:
         return problem.kernel.raise_power(state, best.x, best.y)
 
-    # A `fori_loop` of zero or one turns updates the kernel in place. A `cond` would copy it.
-    state = jax.lax.fori_loop(0, down.astype(jnp.int32), lower, progress.kernel)
+    # A `fori_loop` of zero or one iterations updates the kernel in place. A `cond` would copy it.
+    state = jax.lax.fori_loop(0, descend.astype(jnp.int32), lower, progress.kernel)
     # After an unfinished search, the kernel is built again with potentials that have absorbed the
-    # scalings of its best point.
-    moved = jnp.where(again, problem.start_q, state.q + best.following)
+    # scalings of the best point.
+    absorbed = jnp.where(restart, problem.start_q, state.q + best.next_y)
     state = state._replace(
-        q=jnp.where(finished, state.q, moved),
+        q=jnp.where(finished, state.q, absorbed),
         x=jnp.where(end, best.x, state.x),
         y=jnp.where(end, best.y, state.y),
     )
@@ -471,23 +494,24 @@ def _level(problem: _Problem, progress: _Progress) -> _Progress:
         kernel=state,
         error=best.error,
         iterations=found.iterations,
-        levels=progress.levels - down.astype(jnp.int32),
+        levels=progress.levels - descend.astype(jnp.int32),
         fresh=jnp.zeros_like(progress.fresh),
         lost=failed & progress.fresh,
         rebuild=~finished if problem.kernel.stored else ~end,
-        plain=progress.plain | again,
+        plain=progress.plain | restart,
         done=end | (failed & (found.iterations >= most)),
     )
     return sharding.vary_like(progress, problem.log_a)
 
 
 def _build(problem: _Problem, progress: _Progress) -> _Progress:
-    """Builds the kernel, then goes down the levels until it must be built again.
+    """Builds the kernel, then solves level after level until it must be built again.
 
-    The build updates the rows in the log domain. If columns underflowed, it updates them first.
+    The build is a row update in the log domain. If a column underflowed in the last kernel, a
+    column update in the log domain precedes it.
     """
     kernel, true = problem.kernel, jnp.ones_like(progress.done)
-    # An exact column update costs as much as a build, so that it is done only if a column was lost.
+    # A column update in the log domain costs as much as a build.
     q = jax.lax.cond(
         progress.lost,
         lambda: kernel.update_columns(progress.kernel, problem.log_a),
@@ -496,8 +520,8 @@ def _build(problem: _Problem, progress: _Progress) -> _Progress:
     built = kernel.build(progress.kernel._replace(q=q), problem.log_b)
     usable = progress.usable & jnp.all(jnp.where(problem.live, jnp.isfinite(built.q), True))
     own_rows = jnp.all(jnp.where(problem.live_rows, jnp.isfinite(built.p), True))
-    # All devices must agree, or their loops would end at different turns and the next all-reduce
-    # would wait for ever.
+    # All devices must agree. If their loops ended at different iterations, the next all-reduce
+    # would wait forever.
     usable &= sharding.pmax((~own_rows).astype(jnp.int32), kernel.axes) == 0
     progress = progress._replace(
         kernel=built, fresh=true, rebuild=~true, usable=usable, done=~usable
@@ -511,7 +535,7 @@ def _build(problem: _Problem, progress: _Progress) -> _Progress:
 
 
 def _run(problem: _Problem, progress: _Progress) -> _Progress:
-    """Builds the kernel, as often as it takes, until the solve is done."""
+    """Builds and searches, as often as it takes, until the solve is done."""
     with jax.named_scope("builds"):
         return jax.lax.while_loop(
             lambda progress: ~progress.done,
@@ -523,13 +547,12 @@ def _run(problem: _Problem, progress: _Progress) -> _Progress:
 def _run_int8(problem: _Problem, start: _Progress) -> _Progress:
     """Solves with an int8 kernel, and again without it if that did not converge.
 
-    The smallest entry of an int8 kernel is not zero, so it may hide a column that underflows in the
-    exact kernel.
+    An int8 kernel has no zeros, so it may hide a column that underflows in the exact kernel.
     """
     most = problem.max_iterations
     trial = _run(problem._replace(max_iterations=most // _INT8_SHARE), start)
     failed = trial.usable & ~(trial.error <= problem.tolerance)
-    # A second solve builds its kernel in the memory of the first.
+    # The second solve builds its kernel in the memory of the first.
     memory = start.kernel._replace(matrix=trial.kernel.matrix, int8=trial.kernel.int8)
     again = start._replace(kernel=memory)
     exact = problem._replace(
@@ -541,11 +564,13 @@ def _run_int8(problem: _Problem, start: _Progress) -> _Progress:
 
 
 def _number_of_levels(widest: Array, epsilon: Array, max_iterations: int) -> Array:
-    """Returns the number of larger epsilons that come before the one that was asked for."""
-    if max_iterations < 20:  # too few sweeps for more than one epsilon
+    """Returns the number of levels before the last one, whose epsilon was asked for."""
+    # Too few sweeps for more than one epsilon.
+    if max_iterations < 20:
         return jnp.int32(0)
     ratio = jnp.maximum(_SCALING_START * widest / epsilon, 1.0)
     needed = jnp.ceil(jnp.log(ratio) / math.log(LEVEL_POWER))
+    # A level needs several sweeps, so there is at most one level for every 8 of the budget.
     return jnp.minimum(needed, min(max_iterations // 8, _MAX_LEVELS)).astype(jnp.int32)
 
 
@@ -553,11 +578,11 @@ def _potentials_of(init_v: Array, log_b: Array, limit: Array) -> Array:
     """Returns q = init_v - log b, shifted to a maximum of 0 and clipped at -limit."""
     if jnp.shape(init_v) != log_b.shape:
         raise checks.InputError(
-            f"init_v: has shape {jnp.shape(init_v)} but the affinity has {log_b.size} columns; "
-            "pass the scalings of a problem of the same size"
+            f"init_v must have shape ({log_b.size},), one entry per column of the affinity, "
+            f"got {jnp.shape(init_v)}"
         )
-    # Columns without a usable guess start at 0, as in textbook Sinkhorn. Only differences of v
-    # count, so that the largest becomes 0.
+    # Columns without a usable guess start at 0, as in textbook Sinkhorn. A constant added to v
+    # changes no plan, so the largest potential is set to 0.
     live = ~jnp.isneginf(log_b)
     usable = live & jnp.isfinite(init_v)
     guess = jnp.where(usable, init_v, 0.0) - jnp.where(usable, log_b, 0.0)
@@ -577,25 +602,28 @@ def solve(
 ) -> tuple[Scalings, KernelState]:
     """Solves for the plan of a kernel by stabilised, accelerated Sinkhorn.
 
-    The solver calls the methods of the kernel and never reads the entries of A itself. Where rows
-    are split over devices, a sweep has one all-reduce, of about m numbers. Every loop is
-    bounded by `max_iterations`.
+    The solver calls the methods of the kernel and never reads the entries of A itself. If rows are
+    split over devices, every sweep has one all-reduce of about m numbers. All loops are bounded by
+    `max_iterations`.
 
     Args:
-        kernel: The affinity K, and the choice to store or to stream A.
+        kernel: The affinity K, with the choice to store or to stream A.
         log_a: Log-weights of the rows, -inf for padding.
         log_b: Log-weights of the columns, -inf for padding.
         epsilon: Regularisation.
         tolerance: Error of the columns at which to stop.
         max_iterations: Number of sweeps at which to stop.
-        widest: Largest range of K within a row, or its usual size. It decides the first epsilon.
+        widest: Largest range of K within a row, or an estimate. It determines the first epsilon.
         init_v: Column log-scalings to start from, instead of epsilon-scaling.
 
     Returns:
         The scalings, and the state of the kernel with the final x and y. The error is infinite if
         epsilon or the affinity is not finite or if epsilon <= 0. Otherwise it is at most 2.
+
+    Raises:
+        InputError: `init_v` does not have one entry per column.
     """
-    kernel = kernel._replace(int8=kernel.int8 and max_iterations >= _INT8_LEAST)
+    kernel = kernel._replace(int8=kernel.int8 and max_iterations >= _INT8_MIN_BUDGET)
     dtype, live = log_a.dtype, ~jnp.isneginf(log_b)
     epsilon, widest = jnp.asarray(epsilon, dtype), jnp.asarray(widest, dtype)
     possible = (epsilon > 0) & jnp.isfinite(epsilon)
@@ -603,8 +631,8 @@ def solve(
     if init_v is None:
         q, levels = jnp.zeros_like(log_b), _number_of_levels(widest, target, max_iterations)
     else:
-        # v - log b of a plan spans at most the range of K over epsilon, and a guess beyond it costs
-        # digits. The range of cosines is up to 2, where `widest` is 1.
+        # v - log b of a plan spans at most the range of K over epsilon, and a guess beyond it loses
+        # digits. The factor 2 allows for cosines, which span up to 2 although `widest` is 1.
         q, levels = _potentials_of(init_v, log_b, 2 * widest / target), jnp.int32(0)
     q = jnp.where(live, q, -jnp.inf).astype(dtype)
     first = target * jnp.asarray(LEVEL_POWER, dtype) ** levels.astype(dtype)
@@ -624,11 +652,11 @@ def solve(
         done=false,
     )
     result = (_run_int8 if kernel.int8 else _run)(problem, progress)
-    # No two distributions are further apart than 2 in L1. A column that still underflows has an
-    # infinite error, which therefore counts as 2.
+    # Two distributions differ by at most 2 in L1. A column that still underflows has an infinite
+    # error, which becomes 2.
     error = jnp.where(result.usable, jnp.minimum(result.error, 2.0), jnp.inf)
     state = result.kernel
     u, v = log_a + state.p + state.x, log_b + jnp.where(live, state.q + state.y, 0.0)
     scalings = Scalings(u, v, error, result.iterations, error <= tolerance)
-    # The int8 kernel is not needed any more.
+    # Frees the int8 kernel.
     return scalings, state._replace(int8=sharding.vary_like(jnp.zeros(0, jnp.int8), log_a))
