@@ -78,7 +78,7 @@ class TrainState(NamedTuple):
         step: Number of steps done.
         params: Parameters of the heads.
         opt_state: State of the optimiser.
-        memory: State of the method, such as warm starts. See `Objective.start`.
+        memory: State of the method, such as warm starts. See `Objective.init_memory`.
     """
 
     step: Int[Array, ""]
@@ -229,7 +229,7 @@ def init_state(
     """
     # Copied, because the first step donates the state's arrays and the caller keeps the heads.
     params = jax.tree.map(jnp.copy, nnx.state(heads))
-    memory = method.start(batches, config.unpaired_batch)
+    memory = method.init_memory(batches, config.unpaired_batch)
     return TrainState(jnp.int32(0), params, _optimizer(config).init(params), memory)
 
 

@@ -277,7 +277,7 @@ def score(recorder):
 class Spoiled(methods.SAIL):
     """Minimises the loss for 20 steps and then maximises it. The memory counts steps."""
 
-    def start(self, data, unpaired_batch):
+    def init_memory(self, data, unpaired_batch):
         return jnp.int32(0)
 
     def __call__(self, heads, batch, teacher, memory):
@@ -361,7 +361,7 @@ def test_fit_starts_over_if_resume_returns_none(start, dataset, sail):
 class BrokenLoss(methods.SAIL):
     """Returns a NaN loss from the seventh step on."""
 
-    def start(self, data, unpaired_batch):
+    def init_memory(self, data, unpaired_batch):
         return jnp.int32(1)
 
     def __call__(self, heads, batch, teacher, memory):

@@ -110,7 +110,7 @@ class SOTAlign(base.Objective):
                 stacklevel=3,  # past the generated __init__
             )
 
-    def start(self, data: DeviceData, unpaired_batch: int) -> dict[str, Array]:
+    def init_memory(self, data: DeviceData, unpaired_batch: int) -> dict[str, Array]:
         """Returns column potentials for a warm start if every batch is the whole pool.
 
         Potentials depend on the whole batch. If the batch changes, a fresh solve with
