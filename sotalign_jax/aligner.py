@@ -85,7 +85,7 @@ class Aligner:
         y: ArrayLike,
         *,
         epsilon: float = 0.05,
-        sample: int = recipe_lib.CALIBRATED_BY,
+        sample: int = recipe_lib.CALIBRATION_ROWS,
     ) -> Aligner:
         """Returns a copy of the aligner with a calibration, see `calibration.calibrate`.
 
@@ -369,7 +369,7 @@ def align(
             "x or y must have rows, got none; pass unpaired rows, or neither argument to train on "
             "the pairs only"
         )
-    method = recipe_lib.named(method)
+    method = recipe_lib.resolve_method(method)
     # A method without training steps selects nothing on validation, so it gets all pairs.
     checks.whole(0, seed=seed)
     # A method that is fitted selects nothing, and a fitted teacher has seen all pairs.

@@ -31,7 +31,7 @@ MIXTURES = (0.75, 0.5, 0.25)
 it takes the first one."""
 EPSILONS = (0.05, 0.1)
 """Epsilons of the calibration that the default recipe chooses between on validation."""
-CALIBRATED_BY = 2048
+CALIBRATION_ROWS = 2048
 """Rows of each pool kept for calibration. 8,192 rows would add 0.6 points of R@10 (CCA, COCO)."""
 PATH = 0.2
 """Steps times the peak of the learning rate. Lion moves a weight by at most the learning rate per
@@ -181,7 +181,7 @@ def default(
     """
     checks.choice("recipe", preset, tuple(PRESETS))
     usual, n_pairs = PRESETS[preset], len(dataset.pairs_x)
-    method, own = named(method), method is None
+    method, own = resolve_method(method), method is None
     if method is None:
         # SigLIP's gradient falls with the pairs of a batch, and KLOT's does not. Dividing by the
         # pairs keeps the balance of both terms.
@@ -216,7 +216,7 @@ def default(
     )
 
 
-def named(method: str | methods.Method | None) -> methods.Method | None:
+def resolve_method(method: str | methods.Method | None) -> methods.Method | None:
     """Looks up a method by its name in `methods.METHODS`.
 
     Args:
@@ -228,7 +228,7 @@ def named(method: str | methods.Method | None) -> methods.Method | None:
     Raises:
         InputError: There is no such name.
 
-    >>> type(named("sail")).__name__
+    >>> type(resolve_method("sail")).__name__
     'SAIL'
     """
     if not isinstance(method, str):
@@ -473,14 +473,14 @@ def calibrate(
         pool, pairs = getattr(dataset, f"pool_{side}"), getattr(dataset, f"pairs_{side}")
         rows = pool if len(pool) else pairs
         # Rows are drawn before they are embedded, since a pool may have millions of them.
-        kept = np.sort(rng.permutation(len(rows))[:CALIBRATED_BY])
+        kept = np.sort(rng.permutation(len(rows))[:CALIBRATION_ROWS])
         features.append(evaluation.embed(head, np.asarray(rows[kept])))
     val = dataset.val
     # Epsilons are scales, whose middle is the geometric mean.
     if val is None or len(epsilons) == 1:
         epsilons = [float(np.exp(np.mean(np.log(epsilons))))] if len(epsilons) > 1 else epsilons
-        return calibration.calibrate(*features, epsilon=epsilons[0], sample=CALIBRATED_BY)
-    tried = [calibration.calibrate(*features, epsilon=e, sample=CALIBRATED_BY) for e in epsilons]
+        return calibration.calibrate(*features, epsilon=epsilons[0], sample=CALIBRATION_ROWS)
+    tried = [calibration.calibrate(*features, epsilon=e, sample=CALIBRATION_ROWS) for e in epsilons]
     scores = [evaluation.evaluate(model.x, model.y, val, one) for one in tried]
     best = max(range(len(tried)), key=lambda i: scores[i]["calibrated/mean/R@10"])
     return tried[best]
