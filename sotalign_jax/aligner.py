@@ -55,9 +55,10 @@ class Aligner:
         Raises:
             InputError: The embeddings have another width, or values that are not finite.
 
-        >>> from sotalign_jax.heads import build_heads
-        >>> Aligner(build_heads(4, 3, 2), {}).embed_x(np.eye(4)).shape
-        (4, 2)
+        Example:
+            >>> from sotalign_jax.heads import build_heads
+            >>> Aligner(build_heads(4, 3, 2), {}).embed_x(np.eye(4)).shape
+            (4, 2)
         """
         return self._embed("x", self.heads.x, x)
 
@@ -73,9 +74,10 @@ class Aligner:
         Raises:
             InputError: The embeddings have another width, or values that are not finite.
 
-        >>> from sotalign_jax.heads import build_heads
-        >>> Aligner(build_heads(4, 3, 2), {}).embed_y(np.eye(3)).shape
-        (3, 2)
+        Example:
+            >>> from sotalign_jax.heads import build_heads
+            >>> Aligner(build_heads(4, 3, 2), {}).embed_y(np.eye(3)).shape
+            (3, 2)
         """
         return self._embed("y", self.heads.y, y)
 
@@ -118,9 +120,10 @@ class Aligner:
         Raises:
             InputError: The matrix does not fit into memory, or there is no calibration.
 
-        >>> from sotalign_jax.heads import build_heads
-        >>> Aligner(build_heads(4, 3, 2), {}).similarity(np.eye(4), np.eye(3)).shape
-        (4, 3)
+        Example:
+            >>> from sotalign_jax.heads import build_heads
+            >>> Aligner(build_heads(4, 3, 2), {}).similarity(np.eye(4), np.eye(3)).shape
+            (4, 3)
         """
         x, y = checks.array("x", x), checks.array("y", y)
         # An error here is better than a machine that swaps, or a process that the system kills.
@@ -168,11 +171,12 @@ class Aligner:
         Raises:
             InputError: The gallery has fewer than k rows, or there is no calibration.
 
-        >>> from sotalign_jax.heads import build_heads
-        >>> aligner = Aligner(build_heads(4, 3, 2), {})
-        >>> scores, indices = aligner.search(np.eye(4), np.eye(3), k=2)
-        >>> scores.shape, indices.shape
-        ((4, 2), (4, 2))
+        Example:
+            >>> from sotalign_jax.heads import build_heads
+            >>> aligner = Aligner(build_heads(4, 3, 2), {})
+            >>> scores, indices = aligner.search(np.eye(4), np.eye(3), k=2)
+            >>> scores.shape, indices.shape
+            ((4, 2), (4, 2))
         """
         checks.choice("direction", direction, ("x_to_y", "y_to_x"))
         checks.whole(1, block_size=block_size)
@@ -253,9 +257,10 @@ class Aligner:
     def to_numpy(self) -> sotalign_numpy.Embedder:
         """Returns the heads as numpy programs, see `export.to_numpy`.
 
-        >>> from sotalign_jax.heads import build_heads
-        >>> Aligner(build_heads(4, 3, 2), {}).to_numpy().embed_x(np.eye(4)).shape
-        (4, 2)
+        Example:
+            >>> from sotalign_jax.heads import build_heads
+            >>> Aligner(build_heads(4, 3, 2), {}).to_numpy().embed_x(np.eye(4)).shape
+            (4, 2)
         """
         return export.to_numpy(self.heads, self.calibration)
 
@@ -349,17 +354,18 @@ def align(
     Raises:
         InputError: The arguments or the data cannot be used. The message names the argument.
 
-    >>> rng = np.random.default_rng(0)
-    >>> z = rng.normal(size=(300, 8)).astype(np.float32)
-    >>> to_x, to_y = rng.normal(size=(8, 12)), rng.normal(size=(8, 10))
-    >>> X, Y = (z @ to_x).astype(np.float32), (z @ to_y).astype(np.float32)
-    >>> aligner = align((X[:50], Y[:50]), X[50:], Y[50:], steps=20, progress=False)
-    >>> aligner.similarity(X[:5], Y[:5]).shape
-    (5, 5)
+    Example:
+        >>> rng = np.random.default_rng(0)
+        >>> z = rng.normal(size=(300, 8)).astype(np.float32)
+        >>> to_x, to_y = rng.normal(size=(8, 12)), rng.normal(size=(8, 10))
+        >>> X, Y = (z @ to_x).astype(np.float32), (z @ to_y).astype(np.float32)
+        >>> aligner = align((X[:50], Y[:50]), X[50:], Y[50:], steps=20, progress=False)
+        >>> aligner.similarity(X[:5], Y[:5]).shape
+        (5, 5)
 
     References:
-        Roschmann, Krzakala et al., "SOTAlign: semi-supervised alignment of unimodal vision and
-        language models via optimal transport", ICML 2026.
+        S. Roschmann, P. Krzakala et al., "SOTAlign: semi-supervised alignment of unimodal vision
+        and language models via optimal transport", ICML 2026.
     """
     gallery = val if isinstance(val, data.Gallery) or val is None else data.gallery(*val)
     dataset = data.dataset(pairs, x=x, y=y, val=gallery)

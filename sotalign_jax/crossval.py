@@ -6,8 +6,8 @@ through its Gram matrices, so that they share everything else: a kernel CCA is a
 kernel features.
 
 References:
-    Stone, "Cross-validatory choice and assessment of statistical predictions", Journal of the Royal
-    Statistical Society B 36, 1974.
+    M. Stone, "Cross-validatory choice and assessment of statistical predictions", Journal of the
+    Royal Statistical Society B 36 (1974).
 """
 
 import math
@@ -95,9 +95,10 @@ def unit(rows: np.ndarray) -> Float[np.ndarray, "n d"]:
     Returns:
         The unit rows.
 
-    >>> unit(np.array([[3e-25, 4e-25], [0.0, 0.0]]))
-    array([[0.6, 0.8],
-           [0. , 0. ]])
+    Example:
+        >>> unit(np.array([[3e-25, 4e-25], [0.0, 0.0]]))
+        array([[0.6, 0.8],
+               [0. , 0. ]])
     """
     rows = np.asarray(rows, np.float64)
     norms = np.linalg.norm(rows, axis=1, keepdims=True)
@@ -117,9 +118,10 @@ def order(*sides: np.ndarray, seed: int = 0) -> Int[np.ndarray, " n"]:
     Returns:
         Row numbers in the new order.
 
-    >>> rows = np.random.default_rng(1).normal(size=(5, 3))
-    >>> bool((rows[order(rows)] == rows[::-1][order(rows[::-1])]).all())
-    True
+    Example:
+        >>> rows = np.random.default_rng(1).normal(size=(5, 3))
+        >>> bool((rows[order(rows)] == rows[::-1][order(rows[::-1])]).all())
+        True
     """
     rng = np.random.default_rng(seed)
     # Continuous projections of different pairs differ, so that their order is unambiguous.
@@ -140,9 +142,10 @@ def groups(pairs_x: np.ndarray, pairs_y: np.ndarray) -> Int[np.ndarray, " n"]:
     Returns:
         The group of every pair.
 
-    >>> x, y = np.eye(9)[[0, 0, 1, 2, 3, 4, 5, 6, 7]], np.eye(9)
-    >>> [len(set(groups(x, y)[:2])), len(set(groups(x, y)))]  # the first two share a row of x
-    [1, 8]
+    Example:
+        >>> x, y = np.eye(9)[[0, 0, 1, 2, 3, 4, 5, 6, 7]], np.eye(9)
+        >>> [len(set(groups(x, y)[:2])), len(set(groups(x, y)))]  # the first two share a row of x
+        [1, 8]
     """
     rows = np.arange(len(pairs_x))
     x, y = (np.unique(s, axis=0, return_inverse=True)[1].ravel() for s in (pairs_x, pairs_y))
@@ -167,8 +170,9 @@ def folds(
     Returns:
         Three folds per repetition, of at most 1,000 pairs to fit on and 500 to score.
 
-    >>> [len(fold.held) for fold in folds(np.arange(900))[:3]]
-    [300, 300, 300]
+    Example:
+        >>> [len(fold.held) for fold in folds(np.arange(900))[:3]]
+        [300, 300, 300]
     """
     # Few pairs give noisy scores, which more repetitions average out.
     rng, n = np.random.default_rng(seed), len(shuffled)
@@ -198,8 +202,9 @@ def reciprocal_ranks(
     Returns:
         One score in (0, 1] per pair.
 
-    >>> reciprocal_ranks(np.eye(2), np.eye(2))
-    array([1., 1.])
+    Example:
+        >>> reciprocal_ranks(np.eye(2), np.eye(2))
+        array([1., 1.])
     """
     cosines = unit(f) @ unit(g).T
     own = np.diag(cosines)
@@ -260,8 +265,9 @@ def climb(
     Returns:
         The best point found, the first among equals.
 
-    >>> climb(lambda point: -abs(point[0] - 3), [(0,), (8,)], [(1,), (-1,)], (9,))
-    (3,)
+    Example:
+        >>> climb(lambda point: -abs(point[0] - 3), [(0,), (8,)], [(1,), (-1,)], (9,))
+        (3,)
     """
     best = max(starts, key=score)
     # The score rises with every turn and the lattice is finite, so that the loop ends.
@@ -282,10 +288,11 @@ class Search:
         pairs_y: Paired embeddings of the second modality.
         seed: Seed of the folds.
 
-    >>> rows = np.random.default_rng(0).normal(size=(40, 3))
-    >>> search = Search(rows, rows[:, ::-1])
-    >>> float(search.scores(search.linear()).mean())
-    1.0
+    Example:
+        >>> rows = np.random.default_rng(0).normal(size=(40, 3))
+        >>> search = Search(rows, rows[:, ::-1])
+        >>> float(search.scores(search.linear()).mean())
+        1.0
     """
 
     def __init__(self, pairs_x: np.ndarray, pairs_y: np.ndarray, *, seed: int = 0):
@@ -478,9 +485,10 @@ def choose(
     Returns:
         The options for a fit on all pairs.
 
-    >>> rows = np.random.default_rng(0).normal(size=(60, 3))
-    >>> choose(rows, rows[:, ::-1], "linear", power=0.0).power
-    0.0
+    Example:
+        >>> rows = np.random.default_rng(0).normal(size=(60, 3))
+        >>> choose(rows, rows[:, ::-1], "linear", power=0.0).power
+        0.0
     """
     given = kind == "linear" or (gamma_x is not None and gamma_y is not None)
     if ridges is not None and power is not None and given:
@@ -521,8 +529,8 @@ def _principal(gram: np.ndarray, cross: np.ndarray, *, width: int) -> Side:
     """Computes principal coordinates from the Gram matrices fit x fit and held x fit.
 
     References:
-        Schoelkopf, Smola and Mueller, "Nonlinear component analysis as a kernel eigenvalue
-        problem", Neural Computation 10, 1998 (kernel PCA).
+        B. Schoelkopf, A. Smola and K.-R. Mueller, "Nonlinear component analysis as a kernel
+        eigenvalue problem", Neural Computation 10 (1998), kernel PCA.
     """
     # Centring the Gram matrices centres the features. Held-out rows are centred by the mean of the
     # fitted ones.

@@ -484,9 +484,10 @@ class KernelHead(Head):
     Args:
         features: The kernel map.
 
-    >>> near = KernelMap(jnp.zeros(2), jnp.eye(2), jnp.array(1.0), jnp.zeros(2), jnp.eye(2))
-    >>> KernelHead(near)(jnp.ones((3, 2))).shape
-    (3, 2)
+    Example:
+        >>> near = KernelMap(jnp.zeros(2), jnp.eye(2), jnp.array(1.0), jnp.zeros(2), jnp.eye(2))
+        >>> KernelHead(near)(jnp.ones((3, 2))).shape
+        (3, 2)
     """
 
     kind = "kernel"
@@ -542,9 +543,10 @@ class MixedHead(Head):
     Raises:
         InputError: The heads take embeddings of different widths, or the weight is out of range.
 
-    >>> linear, wide = (LinearHead(4, d, rngs=nnx.Rngs(d)) for d in (2, 3))
-    >>> MixedHead(linear, wide, 0.5)(jnp.ones((7, 4))).shape
-    (7, 5)
+    Example:
+        >>> linear, wide = (LinearHead(4, d, rngs=nnx.Rngs(d)) for d in (2, 3))
+        >>> MixedHead(linear, wide, 0.5)(jnp.ones((7, 4))).shape
+        (7, 5)
     """
 
     kind = "mixed"
@@ -723,8 +725,9 @@ def mix(first: Heads, second: Heads, weight: float) -> Heads:
     Returns:
         The heads, see `MixedHead`.
 
-    >>> mix(build_heads(4, 3, 2), build_heads(4, 3, 5), 0.5).x.d_out
-    7
+    Example:
+        >>> mix(build_heads(4, 3, 2), build_heads(4, 3, 5), 0.5).x.d_out
+        7
     """
     x, y = MixedHead(first.x, second.x, weight), MixedHead(first.y, second.y, weight)
     return Heads(x, y, like=second)

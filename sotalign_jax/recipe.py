@@ -61,8 +61,9 @@ class Recipe:
     Raises:
         InputError: A name is unknown, or `dim` is None for random heads.
 
-    >>> Recipe(methods.SAIL(), training.TrainConfig(), dim=512).uses_teacher
-    False
+    Example:
+        >>> Recipe(methods.SAIL(), training.TrainConfig(), dim=512).uses_teacher
+        False
     """
 
     method: methods.Method | None
@@ -175,9 +176,10 @@ def default(
     Raises:
         InputError: An argument is out of range, or a name is unknown.
 
-    >>> rows = np.eye(8, dtype=np.float32)
-    >>> default(data.dataset((rows, rows))).train.steps
-    100
+    Example:
+        >>> rows = np.eye(8, dtype=np.float32)
+        >>> default(data.dataset((rows, rows))).train.steps
+        100
     """
     checks.choice("recipe", preset, tuple(PRESETS))
     usual, n_pairs = PRESETS[preset], len(dataset.pairs_x)
@@ -228,8 +230,9 @@ def resolve_method(method: str | methods.Method | None) -> methods.Method | None
     Raises:
         InputError: There is no such name.
 
-    >>> type(resolve_method("sail")).__name__
-    'SAIL'
+    Example:
+        >>> type(resolve_method("sail")).__name__
+        'SAIL'
     """
     if not isinstance(method, str):
         return method
@@ -302,9 +305,10 @@ def fill_pools(pools: str, dataset: data.Dataset) -> data.Dataset:
     Returns:
         The data. If both pools are empty, they stay empty.
 
-    >>> rows = np.eye(8)
-    >>> fill_pools("xy", data.dataset((rows, rows), x=np.ones((5, 8)))).pool_y.shape
-    (8, 8)
+    Example:
+        >>> rows = np.eye(8)
+        >>> fill_pools("xy", data.dataset((rows, rows), x=np.ones((5, 8)))).pool_y.shape
+        (8, 8)
     """
     if len(dataset.pool_x) or len(dataset.pool_y):
         for side in pools:
@@ -431,7 +435,7 @@ def select(
         the mean of R@1, R@5 and R@10 on validation of each. The simplest of equals is selected.
 
     References:
-        L. Breiman, "Stacked regressions", Machine Learning 24, 1996.
+        L. Breiman, "Stacked regressions", Machine Learning 24 (1996).
     """
     candidates = {"trained": trained}
     if weights:

@@ -49,14 +49,15 @@ def procrustes(
     Raises:
         InputError: The pairs do not match or do not determine `dim` directions.
 
-    >>> A = np.random.default_rng(0).normal(size=(50, 4)).astype(np.float32)
-    >>> teacher = procrustes(A, A[:, ::-1])
-    >>> bool(jnp.allclose(teacher.x(A), teacher.y(A[:, ::-1]), atol=1e-5))
-    True
+    Example:
+        >>> A = np.random.default_rng(0).normal(size=(50, 4)).astype(np.float32)
+        >>> teacher = procrustes(A, A[:, ::-1])
+        >>> bool(jnp.allclose(teacher.x(A), teacher.y(A[:, ::-1]), atol=1e-5))
+        True
 
     References:
-        Schoenemann, "A generalized solution of the orthogonal Procrustes problem", Psychometrika
-        31, 1966.
+        P. H. Schoenemann, "A generalized solution of the orthogonal Procrustes problem",
+        Psychometrika 31 (1966).
     """
     return _closed_form(pairs_x, pairs_y, (np.ones_like, np.ones_like), dim=dim, renorm=renorm)
 
@@ -103,15 +104,16 @@ def cca(
         InputError: The pairs do not match or do not determine `dim` directions, or an option
             is out of range.
 
-    >>> A = np.random.default_rng(0).normal(size=(50, 4)).astype(np.float32)
-    >>> teacher = cca(A, A[:, ::-1], ridge=1e-4, dim=2)
-    >>> teacher.x(A).shape, bool(teacher.correlations.min() > 0.999)
-    ((50, 2), True)
+    Example:
+        >>> A = np.random.default_rng(0).normal(size=(50, 4)).astype(np.float32)
+        >>> teacher = cca(A, A[:, ::-1], ridge=1e-4, dim=2)
+        >>> teacher.x(A).shape, bool(teacher.correlations.min() > 0.999)
+        ((50, 2), True)
 
     References:
-        Hotelling, "Relations between two sets of variates", Biometrika 28, 1936.
-        Vinod, "Canonical ridge and econometrics of joint production", Journal of Econometrics 4,
-        1976.
+        H. Hotelling, "Relations between two sets of variates", Biometrika 28 (1936).
+        H. D. Vinod, "Canonical ridge and econometrics of joint production", Journal of
+        Econometrics 4 (1976).
     """
     checks.at_least(0, ridge=ridge, power=power)
 
@@ -156,16 +158,18 @@ def tuned_cca(
     Raises:
         InputError: As in `cca`.
 
-    >>> A = np.random.default_rng(0).normal(size=(50, 4)).astype(np.float32)
-    >>> teacher = tuned_cca(A, A[:, ::-1])
-    >>> bool((teacher.x(A) @ teacher.y(A[:, ::-1]).T).argmax(axis=1).tolist() == list(range(50)))
-    True
+    Example:
+        >>> A = np.random.default_rng(0).normal(size=(50, 4)).astype(np.float32)
+        >>> teacher = tuned_cca(A, A[:, ::-1])
+        >>> best = (teacher.x(A) @ teacher.y(A[:, ::-1]).T).argmax(axis=1)
+        >>> best.tolist() == list(range(50))
+        True
 
     References:
-        Vinod, "Canonical ridge and econometrics of joint production", Journal of Econometrics 4,
-        1976.
-        Stone, "Cross-validatory choice and assessment of statistical predictions", Journal of the
-        Royal Statistical Society B 36, 1974.
+        H. D. Vinod, "Canonical ridge and econometrics of joint production", Journal of
+        Econometrics 4 (1976).
+        M. Stone, "Cross-validatory choice and assessment of statistical predictions", Journal of
+        the Royal Statistical Society B 36 (1974).
     """
     A, B, ridges = _checked(pairs_x, pairs_y, ridge, power)
     options = crossval.choose(A, B, "linear", ridges=ridges, power=power, seed=seed)
@@ -218,19 +222,21 @@ def kernel_cca(
         InputError: The pairs do not match or do not determine `dim` directions, or an option
             is out of range.
 
-    >>> angle = np.random.default_rng(0).uniform(0, 6.28, size=(60, 1)).astype(np.float32)
-    >>> A = np.concatenate([np.cos(angle), np.sin(angle)], axis=1)
-    >>> B = np.concatenate([np.cos(2 * angle), np.sin(2 * angle)], axis=1)  # no linear map of A
-    >>> teacher = kernel_cca(A, B, gamma_x=1.0, gamma_y=1.0, ridge=1e-2, power=0.5, dim=2)
-    >>> bool(teacher.correlations.min() > 0.95)
-    True
+    Example:
+        >>> angle = np.random.default_rng(0).uniform(0, 6.28, size=(60, 1)).astype(np.float32)
+        >>> A = np.concatenate([np.cos(angle), np.sin(angle)], axis=1)
+        >>> B = np.concatenate([np.cos(2 * angle), np.sin(2 * angle)], axis=1)  # no linear map of A
+        >>> teacher = kernel_cca(A, B, gamma_x=1.0, gamma_y=1.0, ridge=1e-2, power=0.5, dim=2)
+        >>> bool(teacher.correlations.min() > 0.95)
+        True
 
     References:
-        Lai and Fyfe, "Kernel and nonlinear canonical correlation analysis", International Journal
-        of Neural Systems 10, 2000.
-        Hardoon, Szedmak and Shawe-Taylor, "Canonical correlation analysis: an overview with
-        application to learning methods", Neural Computation 16, 2004.
-        Williams and Seeger, "Using the Nystroem method to speed up kernel machines", NeurIPS 2001.
+        P. L. Lai and C. Fyfe, "Kernel and nonlinear canonical correlation analysis",
+        International Journal of Neural Systems 10 (2000).
+        D. R. Hardoon, S. Szedmak and J. Shawe-Taylor, "Canonical correlation analysis: an overview
+        with application to learning methods", Neural Computation 16 (2004).
+        C. Williams and M. Seeger, "Using the Nystroem method to speed up kernel machines", NeurIPS
+        2000.
     """
     A, B, ridges = _checked(pairs_x, pairs_y, ridge, power)
     checks.whole(2, landmarks=landmarks)
@@ -270,9 +276,10 @@ def best_cca(
     Raises:
         InputError: As in `cca`.
 
-    >>> A = np.random.default_rng(0).normal(size=(50, 4)).astype(np.float32)
-    >>> type(best_cca(A, A[:, ::-1]).map_x).__name__
-    'AffineMap'
+    Example:
+        >>> A = np.random.default_rng(0).normal(size=(50, 4)).astype(np.float32)
+        >>> type(best_cca(A, A[:, ::-1]).map_x).__name__
+        'AffineMap'
     """
     A, B, _ = _checked(pairs_x, pairs_y, None, None)
     options = crossval.choose(A, B, "best", seed=seed)
@@ -319,12 +326,13 @@ def canonical_correlations(pairs_x: Rows, pairs_y: Rows, *, ridge: float = 0.0) 
     Raises:
         InputError: The pairs do not match, or the ridge is negative.
 
-    >>> A = np.random.default_rng(0).normal(size=(50, 4))
-    >>> canonical_correlations(A, A[:, :2]).correlations.round(6)
-    array([1., 1.])
+    Example:
+        >>> A = np.random.default_rng(0).normal(size=(50, 4))
+        >>> canonical_correlations(A, A[:, :2]).correlations.round(6)
+        array([1., 1.])
 
     References:
-        Hotelling, "Relations between two sets of variates", Biometrika 28, 1936.
+        H. Hotelling, "Relations between two sets of variates", Biometrika 28 (1936).
     """
     pairs_x, pairs_y = checks.pairs(pairs_x, pairs_y, min_rows=2)
     checks.at_least(0, ridge=ridge)
@@ -473,8 +481,9 @@ def pearson(x: Float[np.ndarray, "n d"], y: Float[np.ndarray, "n d"]) -> Float[n
     Returns:
         One correlation per column.
 
-    >>> pearson(np.array([[0.0], [1.0], [2.0]]), np.array([[5.0], [4.0], [3.0]]))
-    array([-1.])
+    Example:
+        >>> pearson(np.array([[0.0], [1.0], [2.0]]), np.array([[5.0], [4.0], [3.0]]))
+        array([-1.])
     """
     # float64, because correlations near 1 differ in their last digits.
     x = x.astype(np.float64) - x.mean(axis=0)
