@@ -18,8 +18,8 @@ import numpy as np
 from jaxtyping import Float, Int
 from scipy import sparse
 
-FEWEST = 6
-"""Smallest number of pairs to cross-validate on. Fewer have no folds that tell options apart."""
+from sotalign_jax import checks
+
 RIDGES = tuple(10.0 ** (k / 2) for k in range(-4, 7))
 """Ridges that are tried, relative to the mean eigenvalue: 0.01 to 1,000 in half decades."""
 BANDWIDTHS = tuple(10.0 ** (k / 2) for k in range(-4, 3))
@@ -284,7 +284,7 @@ class Search:
     """Cross-validates CCAs of some pairs, all of them on the same folds.
 
     Args:
-        pairs_x: Paired embeddings of the first modality, at least `FEWEST` rows.
+        pairs_x: Paired embeddings of the first modality, at least `checks.MIN_PAIRS` rows.
         pairs_y: Paired embeddings of the second modality.
         seed: Seed of the folds.
 
@@ -469,8 +469,8 @@ def choose(
 ) -> Options:
     """Chooses the options of a CCA by cross-validation on the pairs.
 
-    Fewer than `FEWEST` pairs take ridges of 10,000 / n, power 0.5 and bandwidths of 1 / the median
-    squared distance of two rows.
+    With fewer than `checks.MIN_PAIRS` pairs, ridges are 10,000 / n, the power is 0.5 and bandwidths
+    are 1 / the median squared distance of two rows.
 
     Args:
         pairs_x: Paired embeddings of the first modality.
@@ -494,7 +494,7 @@ def choose(
     if ridges is not None and power is not None and given:
         return Options(*ridges, power, gamma_x, gamma_y)
     n = len(pairs_x)
-    if n < FEWEST:
+    if n < checks.MIN_PAIRS:
         # So large a ridge makes the CCA nearly a Procrustes analysis.
         ridges = (1e4 / n, 1e4 / n) if ridges is None else ridges
         options = Options(*ridges, 0.5 if power is None else power)
