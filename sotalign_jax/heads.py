@@ -529,7 +529,7 @@ class KernelHead(Head):
 
 
 class MixedHead(Head):
-    """Concatenates the unit features of two heads, so that their cosines are averaged.
+    """Concatenates the unit features of two heads, which averages their cosines.
 
     The features are (sqrt(w) f, sqrt(1 - w) g) for unit features f and g of the two heads. The
     cosine of two such rows is w times the cosine of the first heads plus 1 - w times that of the
@@ -553,7 +553,9 @@ class MixedHead(Head):
 
     def __init__(self, first: Head, second: Head, weight: float = 0.5):
         if first.d_in != second.d_in:
-            raise checks.InputError(f"second takes width {second.d_in} but first {first.d_in}")
+            raise checks.InputError(
+                f"second takes width {second.d_in} but first takes width {first.d_in}"
+            )
         if not 0.0 <= weight <= 1.0:
             raise checks.InputError(f"weight must be between 0 and 1, got {weight}")
         self.d_in, self.d_out = first.d_in, first.d_out + second.d_out
