@@ -86,10 +86,10 @@ class Batch(NamedTuple):
     star_y: Float[Array, "m e"] | None = None
 
 
-# "near_a" and "near_b" have no tables of their own: neighbours are rows of the pools.
+# Table of `DeviceData` that each part of a batch is taken from. "near_a" and "near_b" have no
+# tables of their own, because neighbours are rows of the pools.
 _TABLES = {"a": "pairs_x", "b": "pairs_y", "x": "pool_x", "y": "pool_y"}
 _TABLES |= {"near_a": "pool_x", "near_b": "pool_y", "star_x": "star_x", "star_y": "star_y"}
-"""Table of `DeviceData` that each part of a batch is taken from."""
 
 
 def hash32(x: Array) -> Array:
