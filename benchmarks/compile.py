@@ -140,7 +140,7 @@ def lower_step(w: Workload, where: Sequence[Any]) -> jax.stages.Lowered:
     x, y = (heads.AffineMap(_shape(e, d), _shape(e), "l2") for d in (w.width_x, w.width_y))
     teacher = teachers.Teacher(x, y, _shape(e))
     data: Any = sampling.DeviceData(*rows(w.pool))
-    star_x, star_y = training.kept_features(data, teacher)
+    star_x, star_y = training.cached_feature_shapes(data, teacher)
     data = data._replace(star_x=star_x, star_y=star_y)
     state = jax.eval_shape(lambda: training.init_state(method, build(), data, config))
     if len(where) == 1:

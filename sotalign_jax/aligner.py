@@ -30,7 +30,7 @@ class Aligner:
 
     Attributes:
         heads: The trained heads.
-        info: Options and validation scores of the training, as JSON values.
+        info: Options and validation scores of the training run, as JSON values.
         calibration: Correction of the scores for hubness, computed from a sample of the unpaired
             rows. None if there is no calibration.
     """
@@ -55,9 +55,10 @@ class Aligner:
         Raises:
             InputError: The embeddings have another width, or values that are not finite.
 
-        >>> from sotalign_jax.heads import build_heads
-        >>> Aligner(build_heads(4, 3, 2), {}).embed_x(np.eye(4)).shape
-        (4, 2)
+        Example:
+            >>> from sotalign_jax.heads import build_heads
+            >>> Aligner(build_heads(4, 3, 2), {}).embed_x(np.eye(4)).shape
+            (4, 2)
         """
         return self._embed("x", self.heads.x, x)
 
@@ -73,9 +74,10 @@ class Aligner:
         Raises:
             InputError: The embeddings have another width, or values that are not finite.
 
-        >>> from sotalign_jax.heads import build_heads
-        >>> Aligner(build_heads(4, 3, 2), {}).embed_y(np.eye(3)).shape
-        (3, 2)
+        Example:
+            >>> from sotalign_jax.heads import build_heads
+            >>> Aligner(build_heads(4, 3, 2), {}).embed_y(np.eye(3)).shape
+            (3, 2)
         """
         return self._embed("y", self.heads.y, y)
 
@@ -85,15 +87,15 @@ class Aligner:
         y: ArrayLike,
         *,
         epsilon: float = 0.05,
-        sample: int = recipe_lib.CALIBRATED_BY,
+        sample: int = recipe_lib.CALIBRATION_ROWS,
     ) -> Aligner:
         """Returns a copy of the aligner with a calibration, see `calibration.calibrate`.
 
         Args:
             x: Unpaired embeddings of the first modality, shape [n, d_x].
             y: Unpaired embeddings of the second modality, shape [m, d_y].
-            epsilon: Regularisation in units of cosines. A smaller one corrects more.
-            sample: Number of rows that are kept of each modality.
+            epsilon: Regularisation in units of cosines. A smaller value corrects more.
+            sample: Number of rows of each modality that are kept.
 
         Returns:
             The calibrated aligner. Its heads are the same.
@@ -109,8 +111,8 @@ class Aligner:
         Args:
             x: Embeddings of the first modality, shape [n, d_x].
             y: Embeddings of the second modality, shape [m, d_y].
-            calibrated: True corrects the cosines for hubs, rows that are close to everything. It
-                improves retrieval and harms classification.
+            calibrated: True corrects the cosines for hubs, rows that are close to many others.
+                It improves retrieval and harms classification.
 
         Returns:
             The similarities, shape [n, m].
@@ -118,12 +120,13 @@ class Aligner:
         Raises:
             InputError: The matrix does not fit into memory, or there is no calibration.
 
-        >>> from sotalign_jax.heads import build_heads
-        >>> Aligner(build_heads(4, 3, 2), {}).similarity(np.eye(4), np.eye(3)).shape
-        (4, 3)
+        Example:
+            >>> from sotalign_jax.heads import build_heads
+            >>> Aligner(build_heads(4, 3, 2), {}).similarity(np.eye(4), np.eye(3)).shape
+            (4, 3)
         """
         x, y = checks.array("x", x), checks.array("y", y)
-        # An error here is better than a machine that swaps, or a process that the system kills.
+        # The system may swap, or kill the process, if such a matrix is allocated.
         needed = 4 * len(x) * len(y)  # bytes in float32
         if needed > device.profile().memory / 2:
             raise checks.InputError(
@@ -168,11 +171,12 @@ class Aligner:
         Raises:
             InputError: The gallery has fewer than k rows, or there is no calibration.
 
-        >>> from sotalign_jax.heads import build_heads
-        >>> aligner = Aligner(build_heads(4, 3, 2), {})
-        >>> scores, indices = aligner.search(np.eye(4), np.eye(3), k=2)
-        >>> scores.shape, indices.shape
-        ((4, 2), (4, 2))
+        Example:
+            >>> from sotalign_jax.heads import build_heads
+            >>> aligner = Aligner(build_heads(4, 3, 2), {})
+            >>> scores, indices = aligner.search(np.eye(4), np.eye(3), k=2)
+            >>> scores.shape, indices.shape
+            ((4, 2), (4, 2))
         """
         checks.choice("direction", direction, ("x_to_y", "y_to_x"))
         checks.whole(1, block_size=block_size)
@@ -204,14 +208,14 @@ class Aligner:
         return evaluation.embed(head, checks.rows(name, rows, width=head.d_in))
 
     def save(self, path: str | os.PathLike[str], *, overwrite: bool = False) -> None:
-        """Writes the aligner into the folder `path`, all of it or nothing.
+        """Writes the aligner into a folder. If it fails, an earlier aligner stays intact.
 
         Args:
-            path: The folder, which is created.
-            overwrite: True replaces an aligner that is there, but never anything else.
+            path: The folder. It is created if necessary.
+            overwrite: True to replace an existing aligner. Other files are never replaced.
 
         Raises:
-            InputError: The folder holds something else, or an aligner without `overwrite`.
+            InputError: The folder has other files, or has an aligner and `overwrite` is False.
             OSError: The files cannot be written.
         """
         parts = persistence.Parts(self.heads, self.info, self.calibration)
@@ -228,7 +232,7 @@ class Aligner:
             The aligner.
 
         Raises:
-            InputError: The folder holds no aligner, or a file of it is missing or damaged.
+            InputError: The folder has no aligner, or one of its files is missing or damaged.
         """
         return cls(*persistence.load(path))
 
@@ -251,11 +255,12 @@ class Aligner:
         return evaluation.report(self.heads.x, self.heads.y, gallery, self.calibration)
 
     def to_numpy(self) -> sotalign_numpy.Embedder:
-        """Returns the heads as numpy programs, see `export.to_numpy`.
+        """Returns the heads as numpy functions, see `export.to_numpy`.
 
-        >>> from sotalign_jax.heads import build_heads
-        >>> Aligner(build_heads(4, 3, 2), {}).to_numpy().embed_x(np.eye(4)).shape
-        (4, 2)
+        Example:
+            >>> from sotalign_jax.heads import build_heads
+            >>> Aligner(build_heads(4, 3, 2), {}).to_numpy().embed_x(np.eye(4)).shape
+            (4, 2)
         """
         return export.to_numpy(self.heads, self.calibration)
 
@@ -315,10 +320,9 @@ def align(
 
     Without x and y, training is supervised (SAIL). With only one of them, the pairs' own rows
     replace the other. If `val` is None and there are at least 100 pairs, a tenth of them is held
-    out for validation. Training keeps the parameters with the best MeanR@1 on validation, or the
-    last ones without validation. The result is the best of the teacher, the trained heads and
-    three mixtures of both on validation, or a mixture without validation. A sample of the unpaired
-    rows is kept for calibrated retrieval.
+    out for validation. The result is the best of the teacher, the trained heads and three mixtures
+    of both on validation, or a mixture without validation. Training keeps its best step on
+    validation. A sample of the unpaired rows is kept for calibrated retrieval.
 
     Args:
         pairs: Embeddings (pairs_x, pairs_y) of shapes [n, d_x] and [n, d_y]. Row i of one matches
@@ -329,18 +333,17 @@ def align(
         recipe: Name of the defaults for arguments below that are None. "default" mixes the trained
             heads with a tuned teacher. "paper" is the paper's recipe.
         method: A method with its options, such as `methods.SOTAlign(alpha=1e-3)`, or a name of
-            `methods.METHODS`. None takes SOTAlign, or SAIL without unpaired rows.
+            `methods.METHODS`. By default SOTAlign, or SAIL without unpaired rows.
         teacher: A name of `training.TEACHERS`, or a fitted teacher.
         start: "teacher" starts the heads at the teacher's projection, "random" at random. Only
             linear heads can start at a teacher, which must be linear too.
-        dim: Width of the trained heads' features. None takes 512, or 1,024 if `recipe` is "paper",
-            or the teacher's width if the heads start at it. The features of a mixture are up to
-            twice as wide, because they contain those of the teacher.
+        dim: Width of the trained heads' features. By default 512, 1,024 if `recipe` is "paper", or
+            the teacher's width if the heads start at it. A mixture adds the teacher's features.
         steps: Training steps.
         learning_rate: Peak of the learning rate.
-        unpaired_batch: Unpaired rows per step. None takes up to 22,768 on an accelerator and up to
+        unpaired_batch: Unpaired rows per step. By default at most 22,768 on an accelerator and
             1,024 on a CPU.
-        seed: Seed of everything random.
+        seed: Seed of all random choices.
         progress: True shows a progress bar.
 
     Returns:
@@ -349,17 +352,18 @@ def align(
     Raises:
         InputError: The arguments or the data cannot be used. The message names the argument.
 
-    >>> rng = np.random.default_rng(0)
-    >>> z = rng.normal(size=(300, 8)).astype(np.float32)
-    >>> to_x, to_y = rng.normal(size=(8, 12)), rng.normal(size=(8, 10))
-    >>> X, Y = (z @ to_x).astype(np.float32), (z @ to_y).astype(np.float32)
-    >>> aligner = align((X[:50], Y[:50]), X[50:], Y[50:], steps=20, progress=False)
-    >>> aligner.similarity(X[:5], Y[:5]).shape
-    (5, 5)
+    Example:
+        >>> rng = np.random.default_rng(0)
+        >>> z = rng.normal(size=(300, 8)).astype(np.float32)
+        >>> to_x, to_y = rng.normal(size=(8, 12)), rng.normal(size=(8, 10))
+        >>> X, Y = (z @ to_x).astype(np.float32), (z @ to_y).astype(np.float32)
+        >>> aligner = align((X[:50], Y[:50]), X[50:], Y[50:], steps=20, progress=False)
+        >>> aligner.similarity(X[:5], Y[:5]).shape
+        (5, 5)
 
     References:
-        Roschmann, Krzakala et al., "SOTAlign: semi-supervised alignment of unimodal vision and
-        language models via optimal transport", ICML 2026.
+        S. Roschmann, P. Krzakala et al., "SOTAlign: semi-supervised alignment of unimodal vision
+        and language models via optimal transport", ICML 2026.
     """
     gallery = val if isinstance(val, data.Gallery) or val is None else data.gallery(*val)
     dataset = data.dataset(pairs, x=x, y=y, val=gallery)
@@ -369,10 +373,9 @@ def align(
             "x or y must have rows, got none; pass unpaired rows, or neither argument to train on "
             "the pairs only"
         )
-    method = recipe_lib.named(method)
-    # A method without training steps selects nothing on validation, so it gets all pairs.
+    method = recipe_lib.resolve_method(method)
     checks.whole(0, seed=seed)
-    # A method that is fitted selects nothing, and a fitted teacher has seen all pairs.
+    # A `Fitted` method selects nothing on validation, and a fitted teacher has seen all pairs.
     ready = isinstance(method, methods.Fitted) or isinstance(teacher, Teacher)
     if gallery is None and not ready:
         dataset = data.hold_out(dataset, seed=int(seed))

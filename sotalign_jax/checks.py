@@ -16,7 +16,8 @@ import numpy as np
 CHUNK_ROWS = 65_536
 """Number of rows that are read and checked at a time. Files may be larger than memory."""
 MIN_PAIRS = 6
-"""Fewest pairs to fit on. The kernel teacher holds out a third of them, and needs at least two."""
+"""Smallest number of pairs to train or cross-validate on. A third of them is held out, and folds of
+fewer pairs cannot distinguish options."""
 # Index of this process and number of processes, set by experiments.distributed.
 _shard = (0, 1)
 

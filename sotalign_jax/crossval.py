@@ -1,13 +1,13 @@
 """Cross-validation of canonical correlation analyses on the pairs.
 
 A held-out pair is scored by the reciprocal rank of its own partner among all held-out rows.
-`linear` and `kernel` walk over a lattice of options to the highest mean score. Both see a fold
-through its Gram matrices, so that they share everything else: a kernel CCA is a linear CCA of
-kernel features.
+`Search.linear` and `Search.kernel` climb over a grid of options to a local maximum of the mean
+score. Both use only the Gram matrices of a fold. A kernel CCA is a linear CCA of kernel features,
+so they share all other code.
 
 References:
-    Stone, "Cross-validatory choice and assessment of statistical predictions", Journal of the Royal
-    Statistical Society B 36, 1974.
+    M. Stone, "Cross-validatory choice and assessment of statistical predictions", Journal of the
+    Royal Statistical Society B 36 (1974).
 """
 
 import math
@@ -18,25 +18,27 @@ import numpy as np
 from jaxtyping import Float, Int
 from scipy import sparse
 
-FEWEST = 6
-"""Smallest number of pairs to cross-validate on. Fewer have no folds that tell options apart."""
+from sotalign_jax import checks
+
 RIDGES = tuple(10.0 ** (k / 2) for k in range(-4, 7))
 """Ridges that are tried, relative to the mean eigenvalue: 0.01 to 1,000 in half decades."""
 BANDWIDTHS = tuple(10.0 ** (k / 2) for k in range(-4, 3))
-"""Bandwidths that are tried, relative to the median squared distance of two rows: 0.01 is as good
-as linear, 10 sees close neighbours only."""
+"""Bandwidths that are tried, in units of 1 / the median squared distance of two rows. 0.01 is
+nearly linear, and 10 uses close neighbours only."""
 POWERS = (0.0, 0.5, 1.0, 1.5, 2.0)
-"""Powers of rho that are tried. Photographs take 0.5 to 1.5, speech 1 to 2."""
+"""Powers of rho that are tried. Cross-validation chooses 0.5 to 1.5 on photographs, and 1 to 2 on
+speech."""
 DIRECTIONS = 512
 """Largest number of directions that are scored, and that a chosen teacher keeps."""
+# Folds of one repetition. A third of the pairs is held out.
 _SPLITS = 3
-"""Folds of one repetition. A third of the pairs is held out."""
+# Number of pairs to score. Fewer pairs are split again into other folds, at most 10 times.
 _SCORED, _REPETITIONS = 1000, 10
-"""Pairs to score. Fewer pairs are split again into other folds, at most 10 times."""
+# Largest numbers of pairs of a fold that are fitted on and scored. They bound the time.
 _FIT_ROWS, _HELD_ROWS = 1000, 500
-"""Largest numbers of pairs of a fold that are fitted on and scored. They bound the time."""
+# Principal directions of each side that are kept. With 1,000 the chosen options were no better on
+# five data sets.
 _RANK = 400
-"""Principal directions of each side that are kept. On five data sets 1,000 choose no better."""
 
 
 class Fold(NamedTuple):
@@ -95,9 +97,10 @@ def unit(rows: np.ndarray) -> Float[np.ndarray, "n d"]:
     Returns:
         The unit rows.
 
-    >>> unit(np.array([[3e-25, 4e-25], [0.0, 0.0]]))
-    array([[0.6, 0.8],
-           [0. , 0. ]])
+    Example:
+        >>> unit(np.array([[3e-25, 4e-25], [0.0, 0.0]]))
+        array([[0.6, 0.8],
+               [0. , 0. ]])
     """
     rows = np.asarray(rows, np.float64)
     norms = np.linalg.norm(rows, axis=1, keepdims=True)
@@ -105,7 +108,7 @@ def unit(rows: np.ndarray) -> Float[np.ndarray, "n d"]:
 
 
 def order(*sides: np.ndarray, seed: int = 0) -> Int[np.ndarray, " n"]:
-    """Returns a random permutation of the pairs that depends on their content alone.
+    """Returns a random permutation of the pairs that depends only on their content.
 
     Pairs are sorted by a random projection of their unit rows and then shuffled. The same pairs in
     another order, or in another scale, give the same sequence of pairs.
@@ -117,18 +120,19 @@ def order(*sides: np.ndarray, seed: int = 0) -> Int[np.ndarray, " n"]:
     Returns:
         Row numbers in the new order.
 
-    >>> rows = np.random.default_rng(1).normal(size=(5, 3))
-    >>> bool((rows[order(rows)] == rows[::-1][order(rows[::-1])]).all())
-    True
+    Example:
+        >>> rows = np.random.default_rng(1).normal(size=(5, 3))
+        >>> bool((rows[order(rows)] == rows[::-1][order(rows[::-1])]).all())
+        True
     """
     rng = np.random.default_rng(seed)
-    # Continuous projections of different pairs differ, so that their order is unambiguous.
+    # Continuous projections of different pairs differ, so their order is unambiguous.
     keys = sum(unit(side) @ rng.normal(size=side.shape[1]) for side in sides)
     return np.argsort(keys)[rng.permutation(len(sides[0]))]
 
 
 def groups(pairs_x: np.ndarray, pairs_y: np.ndarray) -> Int[np.ndarray, " n"]:
-    """Numbers the groups of pairs that share a row, such as the captions of one picture.
+    """Groups pairs that share a row, such as the captions of one picture.
 
     Pairs of one group must not be fitted on and held out at the same time. If a group has more
     pairs than a fold, every pair is a group of its own.
@@ -140,9 +144,10 @@ def groups(pairs_x: np.ndarray, pairs_y: np.ndarray) -> Int[np.ndarray, " n"]:
     Returns:
         The group of every pair.
 
-    >>> x, y = np.eye(9)[[0, 0, 1, 2, 3, 4, 5, 6, 7]], np.eye(9)
-    >>> [len(set(groups(x, y)[:2])), len(set(groups(x, y)))]  # the first two share a row of x
-    [1, 8]
+    Example:
+        >>> x, y = np.eye(9)[[0, 0, 1, 2, 3, 4, 5, 6, 7]], np.eye(9)
+        >>> [len(set(groups(x, y)[:2])), len(set(groups(x, y)))]  # the first two share a row of x
+        [1, 8]
     """
     rows = np.arange(len(pairs_x))
     x, y = (np.unique(s, axis=0, return_inverse=True)[1].ravel() for s in (pairs_x, pairs_y))
@@ -167,8 +172,9 @@ def folds(
     Returns:
         Three folds per repetition, of at most 1,000 pairs to fit on and 500 to score.
 
-    >>> [len(fold.held) for fold in folds(np.arange(900))[:3]]
-    [300, 300, 300]
+    Example:
+        >>> [len(fold.held) for fold in folds(np.arange(900))[:3]]
+        [300, 300, 300]
     """
     # Few pairs give noisy scores, which more repetitions average out.
     rng, n = np.random.default_rng(seed), len(shuffled)
@@ -189,7 +195,7 @@ def reciprocal_ranks(
 ) -> Float[np.ndarray, " m"]:
     """Computes 1 / rank of each row's partner by cosine, averaged over both directions.
 
-    Ties count half, so that features without information score no better than chance.
+    Ties count half, so features without information score no better than chance.
 
     Args:
         f: Features of the first modality.
@@ -198,17 +204,18 @@ def reciprocal_ranks(
     Returns:
         One score in (0, 1] per pair.
 
-    >>> reciprocal_ranks(np.eye(2), np.eye(2))
-    array([1., 1.])
+    Example:
+        >>> reciprocal_ranks(np.eye(2), np.eye(2))
+        array([1., 1.])
     """
     cosines = unit(f) @ unit(g).T
     own = np.diag(cosines)
     total = np.zeros(len(own))
     for scores in (cosines, cosines.T):
         ahead = (scores > own[:, None]).sum(axis=1)
-        # The partner is level with itself, which does not count.
-        level = (scores == own[:, None]).sum(axis=1) - 1
-        total += 0.5 / (1.0 + ahead + 0.5 * level)
+        # The partner ties with itself, which does not count.
+        ties = (scores == own[:, None]).sum(axis=1) - 1
+        total += 0.5 / (1.0 + ahead + 0.5 * ties)
     return total
 
 
@@ -226,13 +233,13 @@ def held_out_scores(
     Returns:
         Reciprocal ranks of the held-out pairs, one row per power.
     """
-    # Scores are symmetric in x and y, so that the smaller side can be decomposed.
+    # Scores are symmetric in x and y, so the smaller side can be decomposed.
     if len(x.variances) < len(y.variances):
         x, y, ridges = y, x, ridges[::-1]
     gain_x, gain_y = (1.0 / np.sqrt(s.variances + r) for s, r in zip((x, y), ridges, strict=True))
     cross = (x.fit * (gain_x * np.sqrt(x.variances))).T @ (y.fit * (gain_y * np.sqrt(y.variances)))
-    # An eigendecomposition of the smaller Gram matrix in place of an SVD, because this is the inner
-    # loop of the search. It squares the condition number, so that small values are cut off.
+    # The inner loop of the search. An eigendecomposition of the smaller Gram matrix is faster than
+    # an SVD. It squares the condition number, so small values are cut off.
     values, right = np.linalg.eigh(cross.T @ cross)
     kept = np.flatnonzero(values > 1e-12 * values[-1])[::-1][:DIRECTIONS]
     rho, right = np.sqrt(values[kept]), right[:, kept]
@@ -249,22 +256,23 @@ def climb(
     moves: Sequence[tuple[int, ...]],
     sizes: tuple[int, ...],
 ) -> tuple[int, ...]:
-    """Walks from the best start to a point of a lattice that no move improves.
+    """Climbs over a grid from the best start to a point that no move improves.
 
     Args:
-        score: Returns the value of a point. The caller caches it.
-        starts: Points to begin with.
+        score: Returns the value of a point. It is called repeatedly, and should cache its results.
+        starts: Points to start from.
         moves: Steps that are tried from every point.
         sizes: Number of points along each axis.
 
     Returns:
-        The best point found, the first among equals.
+        The best point found. Among equal points the first one.
 
-    >>> climb(lambda point: -abs(point[0] - 3), [(0,), (8,)], [(1,), (-1,)], (9,))
-    (3,)
+    Example:
+        >>> climb(lambda point: -abs(point[0] - 3), [(0,), (8,)], [(1,), (-1,)], (9,))
+        (3,)
     """
     best = max(starts, key=score)
-    # The score rises with every turn and the lattice is finite, so that the loop ends.
+    # The score rises in every iteration and the grid is finite, so the loop ends.
     while True:
         steps = [tuple(a + b for a, b in zip(best, move, strict=True)) for move in moves]
         inside = [p for p in steps if all(0 <= i < n for i, n in zip(p, sizes, strict=True))]
@@ -275,17 +283,18 @@ def climb(
 
 
 class Search:
-    """Cross-validates CCAs of some pairs, all of them on the same folds.
+    """Cross-validates CCAs of the same pairs on the same folds.
 
     Args:
-        pairs_x: Paired embeddings of the first modality, at least `FEWEST` rows.
+        pairs_x: Paired embeddings of the first modality, at least `checks.MIN_PAIRS` rows.
         pairs_y: Paired embeddings of the second modality.
         seed: Seed of the folds.
 
-    >>> rows = np.random.default_rng(0).normal(size=(40, 3))
-    >>> search = Search(rows, rows[:, ::-1])
-    >>> float(search.scores(search.linear()).mean())
-    1.0
+    Example:
+        >>> rows = np.random.default_rng(0).normal(size=(40, 3))
+        >>> search = Search(rows, rows[:, ::-1])
+        >>> float(search.scores(search.linear()).mean())
+        1.0
     """
 
     def __init__(self, pairs_x: np.ndarray, pairs_y: np.ndarray, *, seed: int = 0):
@@ -306,7 +315,8 @@ class Search:
             power: Power of rho, None to choose it.
 
         Returns:
-            The options of the highest mean score. They suit the folds, see `for_all_pairs`.
+            The options of the highest mean score on the folds. `for_all_pairs` adapts them to all
+            pairs.
         """
         axes = [RIDGES, RIDGES] if ridges is None else [ridges[:1], ridges[1:]]
         diagonal = range(2, 9) if ridges is None else range(1)  # 0.1 to 100 on both sides
@@ -333,11 +343,12 @@ class Search:
         Args:
             start: Options of the linear CCA.
             gammas: Bandwidths of both sides, None to choose them.
-            fixed: Keeps the ridges of `start`.
+            fixed: True to keep the ridges of `start`.
             power: Power of rho, None to choose it.
 
         Returns:
-            The options of the highest mean score. They suit the folds, see `for_all_pairs`.
+            The options of the highest mean score on the folds. `for_all_pairs` adapts them to all
+            pairs.
         """
         axes: list[Sequence[float]] = [
             [c / self._typical[side] for c in BANDWIDTHS] if gamma is None else [gamma]
@@ -347,6 +358,7 @@ class Search:
         axes.append([1.0] if fixed else RIDGES)
         sizes = [len(axis) - 1 for axis in axes]
         diagonal = range(1, len(BANDWIDTHS) - 1)
+        # The axis of a given option has only the index 0. Other ridges start at the factor 1.
         return self._climb(
             lambda x, y, r: Options(start.ridge_x * r, start.ridge_y * r, 0.0, x, y),
             axes,
@@ -377,14 +389,15 @@ class Search:
         out counts once.
 
         Args:
-            options: Options that must prove better.
-            simpler: Options that are kept otherwise.
+            options: Options of the more complex CCA.
+            simpler: Options of the simpler CCA.
 
         Returns:
-            True if the gain is clear.
+            True if `options` is clearly better.
         """
         held = np.concatenate([fold.held for fold in self._folds])
         gain = self.scores(options) - self.scores(simpler)
+        # Mean gain of every pair over the repetitions that held it out.
         times = np.bincount(held)
         each = np.bincount(held, weights=gain)[times > 0] / times[times > 0]
         return bool(each.mean() > 2.0 * each.std() / math.sqrt(len(each)))
@@ -419,7 +432,7 @@ class Search:
         def means(point: tuple[int, ...]) -> np.ndarray:
             return self._table(at(point), powers).mean(axis=1)
 
-        # All powers of a point share one eigendecomposition, so that they need no axis.
+        # All powers of a point share one eigendecomposition, so powers need no axis.
         best = climb(lambda p: means(p).max(), starts, moves, tuple(map(len, axes)))
         return at(best)._replace(power=powers[int(means(best).argmax())])
 
@@ -462,8 +475,8 @@ def choose(
 ) -> Options:
     """Chooses the options of a CCA by cross-validation on the pairs.
 
-    Fewer than `FEWEST` pairs take ridges of 10,000 / n, power 0.5 and bandwidths of 1 / the median
-    squared distance of two rows.
+    With fewer than `checks.MIN_PAIRS` pairs, ridges are 10,000 / n, the power is 0.5 and bandwidths
+    are 1 / the median squared distance of two rows.
 
     Args:
         pairs_x: Paired embeddings of the first modality.
@@ -478,16 +491,17 @@ def choose(
     Returns:
         The options for a fit on all pairs.
 
-    >>> rows = np.random.default_rng(0).normal(size=(60, 3))
-    >>> choose(rows, rows[:, ::-1], "linear", power=0.0).power
-    0.0
+    Example:
+        >>> rows = np.random.default_rng(0).normal(size=(60, 3))
+        >>> choose(rows, rows[:, ::-1], "linear", power=0.0).power
+        0.0
     """
     given = kind == "linear" or (gamma_x is not None and gamma_y is not None)
     if ridges is not None and power is not None and given:
         return Options(*ridges, power, gamma_x, gamma_y)
     n = len(pairs_x)
-    if n < FEWEST:
-        # So large a ridge makes the CCA nearly a Procrustes analysis.
+    if n < checks.MIN_PAIRS:
+        # With such large ridges the CCA is nearly a Procrustes analysis.
         ridges = (1e4 / n, 1e4 / n) if ridges is None else ridges
         options = Options(*ridges, 0.5 if power is None else power)
         if kind != "kernel":
@@ -512,7 +526,7 @@ def _typical(rows: np.ndarray) -> float:
     z = unit(rows[:1000])
     z = unit(z - z.mean(axis=0))[:500]
     distances = 2.0 - 2.0 * (z @ z.T)[~np.eye(len(z), dtype=bool)]
-    # Equal rows, such as a caption of most pictures, say nothing about the scale of the others.
+    # Equal rows, such as a caption that most pictures share, would make the median zero.
     distances = distances[distances > 1e-9]
     return float(np.median(distances)) if len(distances) else 2.0
 
@@ -521,8 +535,8 @@ def _principal(gram: np.ndarray, cross: np.ndarray, *, width: int) -> Side:
     """Computes principal coordinates from the Gram matrices fit x fit and held x fit.
 
     References:
-        Schoelkopf, Smola and Mueller, "Nonlinear component analysis as a kernel eigenvalue
-        problem", Neural Computation 10, 1998 (kernel PCA).
+        B. Schoelkopf, A. Smola and K.-R. Mueller, "Nonlinear component analysis as a kernel
+        eigenvalue problem", Neural Computation 10 (1998), kernel PCA.
     """
     # Centring the Gram matrices centres the features. Held-out rows are centred by the mean of the
     # fitted ones.

@@ -309,7 +309,7 @@ def dataset(
 # --- splits by unique row ---
 
 
-def first_equal(x: np.ndarray | files.MappedRows) -> Int[np.ndarray, " n"]:
+def first_duplicate(x: np.ndarray | files.MappedRows) -> Int[np.ndarray, " n"]:
     """Returns, for every row, the index of the first row that equals it.
 
     Rows are compared by 64-bit hashes and read in chunks, so `x` may be memory-mapped.
@@ -321,7 +321,7 @@ def first_equal(x: np.ndarray | files.MappedRows) -> Int[np.ndarray, " n"]:
         Indices [n].
 
     Example:
-        >>> first_equal(np.array([[1.0], [2.0], [1.0]])).tolist()
+        >>> first_duplicate(np.array([[1.0], [2.0], [1.0]])).tolist()
         [0, 1, 0]
     """
     chunks = (x[start : start + checks.CHUNK_ROWS] for start in range(0, len(x), checks.CHUNK_ROWS))
@@ -332,7 +332,7 @@ def first_equal(x: np.ndarray | files.MappedRows) -> Int[np.ndarray, " n"]:
     return first[member]
 
 
-def tied_rows(
+def group_duplicates(
     first_x: Int[np.ndarray, " n"], first_y: Int[np.ndarray, " n"], *, largest: int
 ) -> Int[np.ndarray, " n"]:
     """Groups the rows of a paired table that share an x or a y, directly or through other rows.
@@ -341,8 +341,8 @@ def tied_rows(
     the same caption. It is divided into the rows of each x, and if necessary into single rows.
 
     Args:
-        first_x: Result of `first_equal` for x.
-        first_y: Result of `first_equal` for y.
+        first_x: Result of `first_duplicate` for x.
+        first_y: Result of `first_duplicate` for y.
         largest: Size of the largest group.
 
     Returns:
@@ -350,7 +350,7 @@ def tied_rows(
         divided.
 
     Example:
-        >>> tied_rows(np.array([0, 0, 2, 3]), np.array([0, 1, 1, 3]), largest=3).tolist()
+        >>> group_duplicates(np.array([0, 0, 2, 3]), np.array([0, 1, 1, 3]), largest=3).tolist()
         [0, 0, 0, 1]
     """
     n = len(first_x)
@@ -367,7 +367,7 @@ def tied_rows(
     return groups
 
 
-def whole_groups(groups: Int[np.ndarray, " n"], sizes: Sequence[int]) -> Int[np.ndarray, " n"]:
+def assign_groups(groups: Int[np.ndarray, " n"], sizes: Sequence[int]) -> Int[np.ndarray, " n"]:
     """Assigns rows to parts of given sizes without dividing a group.
 
     Groups are assigned in the order of their first rows, each to the first part with room for it.
@@ -380,7 +380,7 @@ def whole_groups(groups: Int[np.ndarray, " n"], sizes: Sequence[int]) -> Int[np.
         The part of every row, `len(sizes)` for a row in none of them.
 
     Example:
-        >>> whole_groups(np.array([7, 7, 3, 5, 3]), [1, 2]).tolist()
+        >>> assign_groups(np.array([7, 7, 3, 5, 3]), [1, 2]).tolist()
         [1, 1, 2, 0, 2]
     """
     _, first, member, counts = np.unique(
@@ -403,7 +403,7 @@ def _gallery_of_rows(x: np.ndarray, y: np.ndarray) -> Gallery | None:
     if not len(x):
         return None
     # A picture with five captions is one key. Otherwise it would compete with its own copies.
-    unique, x_of_y = np.unique(first_equal(x), return_inverse=True)
+    unique, x_of_y = np.unique(first_duplicate(x), return_inverse=True)
     return gallery(x[unique], y, x_of_y)
 
 
@@ -431,9 +431,9 @@ def hold_out(dataset: Dataset, *, seed: int) -> Dataset:
         return dataset
     # COCO has five captions per picture. Without groups, a random tenth of the pairs would share
     # pictures with the rest.
-    groups = tied_rows(first_equal(x), first_equal(y), largest=size)
+    groups = group_duplicates(first_duplicate(x), first_duplicate(y), largest=size)
     order = np.random.default_rng(seed).permutation(len(x))
-    held = whole_groups(groups[order], [size]) == 0
+    held = assign_groups(groups[order], [size]) == 0
     kept, val = order[~held], order[held]
     made = _gallery_of_rows(x[val], y[val])
     return dataclasses.replace(dataset, pairs_x=x[kept], pairs_y=y[kept], val=made)
@@ -475,8 +475,8 @@ def split_rows(
             order. "aligned" uses all of the rest in the same order.
         n_unpaired: Size of each pool. By default all rows that remain.
         seed: Seed of the random choice.
-        groups: Groups of rows that disjoint pools must not divide, see `tied_rows`. By default
-            every row is its own group.
+        groups: Groups of rows that disjoint pools must not divide, see `group_duplicates`. By
+            default every row is its own group.
 
     Returns:
         The chosen rows.
@@ -496,7 +496,7 @@ def split_rows(
     x = y = rest = order[n_pairs:]
     if pool == "disjoint":
         groups = np.arange(n_rows) if groups is None else groups
-        half = whole_groups(groups[rest], [len(rest) // 2])
+        half = assign_groups(groups[rest], [len(rest) // 2])
         x, y = rest[half == 0], rest[half == 1]
     available = min(len(x), len(y))
     size = available if n_unpaired is None else n_unpaired
@@ -561,7 +561,9 @@ def semi_supervised(
     if held_out is not None:
         val, test, rows, groups = _held_out_galleries(x, y, held_out)
     elif pool == "disjoint":
-        groups = tied_rows(first_equal(x), first_equal(y), largest=max(len(x) - n_pairs, 0) // 2)
+        groups = group_duplicates(
+            first_duplicate(x), first_duplicate(y), largest=max(len(x) - n_pairs, 0) // 2
+        )
     chosen = split_rows(
         len(rows),
         n_pairs=n_pairs,
@@ -596,10 +598,10 @@ def _held_out_galleries(
     """Returns the galleries for validation and test, the other rows, and the groups of all rows."""
     sizes = held_out_sizes(len(x), fractions)
     largest = min(filter(None, sizes), default=len(x))
-    groups = tied_rows(first_equal(x), first_equal(y), largest=largest)
+    groups = group_duplicates(first_duplicate(x), first_duplicate(y), largest=largest)
     # A constant seed, so that runs of different seeds are compared on one test set.
     order = np.random.default_rng(0).permutation(len(x))
-    parts = whole_groups(groups[order], sizes)
+    parts = assign_groups(groups[order], sizes)
     in_val, in_test, rest = (np.sort(order[parts == part]) for part in range(3))
     val, test = (_gallery_of_rows(x[rows], y[rows]) for rows in (in_val, in_test))
     return val, test, rest, groups

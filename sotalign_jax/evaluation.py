@@ -305,7 +305,7 @@ def chance(size: int, k: int, matches: ArrayLike = 1) -> float:
     return 100.0 * float(np.mean(1.0 - np.maximum(missed, 0.0).prod(axis=-1)))
 
 
-def interval(
+def bootstrap_interval(
     values: Float[np.ndarray, "n ..."], *, resamples: int = 1000, seed: int = 0
 ) -> Float[np.ndarray, "2 ..."]:
     """Computes 95 % percentile bootstrap intervals of means.
@@ -319,7 +319,8 @@ def interval(
         The lower and the upper end of the interval of each metric's mean.
 
     Example:
-        >>> interval(100.0 * (np.arange(1000) < 300))  # R@1 of 300 hits among 1,000 queries
+        >>> hits = np.arange(1000) < 300  # 300 of 1,000 queries
+        >>> bootstrap_interval(100.0 * hits)
         array([27.2, 32.8])
 
     References:
@@ -470,7 +471,8 @@ def report(
                 name = f"{prefix}{direction}/R@{k}"
                 rows[name], levels[name] = hits, level
     # All recalls share one set of bootstrap samples.
-    lows, highs = interval(np.stack([rows[name] for name in found], axis=1), seed=seed).tolist()
+    values = np.stack([rows[name] for name in found], axis=1)
+    lows, highs = bootstrap_interval(values, seed=seed).tolist()
     measured = {
         name: Recall(value, low, high, levels[name])
         for (name, value), low, high in zip(found.items(), lows, highs, strict=True)
@@ -478,7 +480,7 @@ def report(
     gain, first = None, f"mean/R@{ks[0]}"
     if calibration is not None:
         # A paired bootstrap: differences per query vary less than the recalls themselves.
-        ends = interval(rows[f"calibrated/{first}"] - rows[first], seed=seed).tolist()
+        ends = bootstrap_interval(rows[f"calibrated/{first}"] - rows[first], seed=seed).tolist()
         gain = (found[f"calibrated/{first}"] - found[first], *ends)
     return Report(n, m, measured, gain)
 

@@ -484,9 +484,10 @@ class KernelHead(Head):
     Args:
         features: The kernel map.
 
-    >>> near = KernelMap(jnp.zeros(2), jnp.eye(2), jnp.array(1.0), jnp.zeros(2), jnp.eye(2))
-    >>> KernelHead(near)(jnp.ones((3, 2))).shape
-    (3, 2)
+    Example:
+        >>> near = KernelMap(jnp.zeros(2), jnp.eye(2), jnp.array(1.0), jnp.zeros(2), jnp.eye(2))
+        >>> KernelHead(near)(jnp.ones((3, 2))).shape
+        (3, 2)
     """
 
     kind = "kernel"
@@ -528,7 +529,7 @@ class KernelHead(Head):
 
 
 class MixedHead(Head):
-    """Concatenates the unit features of two heads, so that their cosines are averaged.
+    """Concatenates the unit features of two heads, which averages their cosines.
 
     The features are (sqrt(w) f, sqrt(1 - w) g) for unit features f and g of the two heads. The
     cosine of two such rows is w times the cosine of the first heads plus 1 - w times that of the
@@ -542,16 +543,19 @@ class MixedHead(Head):
     Raises:
         InputError: The heads take embeddings of different widths, or the weight is out of range.
 
-    >>> linear, wide = (LinearHead(4, d, rngs=nnx.Rngs(d)) for d in (2, 3))
-    >>> MixedHead(linear, wide, 0.5)(jnp.ones((7, 4))).shape
-    (7, 5)
+    Example:
+        >>> linear, wide = (LinearHead(4, d, rngs=nnx.Rngs(d)) for d in (2, 3))
+        >>> MixedHead(linear, wide, 0.5)(jnp.ones((7, 4))).shape
+        (7, 5)
     """
 
     kind = "mixed"
 
     def __init__(self, first: Head, second: Head, weight: float = 0.5):
         if first.d_in != second.d_in:
-            raise checks.InputError(f"second takes width {second.d_in} but first {first.d_in}")
+            raise checks.InputError(
+                f"second takes width {second.d_in} but first takes width {first.d_in}"
+            )
         if not 0.0 <= weight <= 1.0:
             raise checks.InputError(f"weight must be between 0 and 1, got {weight}")
         self.d_in, self.d_out = first.d_in, first.d_out + second.d_out
@@ -723,8 +727,9 @@ def mix(first: Heads, second: Heads, weight: float) -> Heads:
     Returns:
         The heads, see `MixedHead`.
 
-    >>> mix(build_heads(4, 3, 2), build_heads(4, 3, 5), 0.5).x.d_out
-    7
+    Example:
+        >>> mix(build_heads(4, 3, 2), build_heads(4, 3, 5), 0.5).x.d_out
+        7
     """
     x, y = MixedHead(first.x, second.x, weight), MixedHead(first.y, second.y, weight)
     return Heads(x, y, like=second)

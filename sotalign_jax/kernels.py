@@ -247,6 +247,7 @@ def _canonical(
 
 def _gauss(z: np.ndarray, landmarks: np.ndarray, gamma: float) -> np.ndarray:
     """Computes the Gaussian kernel of rows with unit landmarks."""
+    # ||z - l||^2 = ||z||^2 + 1 - 2 z.l for unit landmarks l. Rounding may make it negative.
     distances = np.square(z).sum(axis=1, keepdims=True) + 1.0 - 2.0 * (z @ landmarks.T)
     return np.exp(-gamma * np.maximum(distances, 0.0))
 

@@ -162,4 +162,4 @@ def _hashes(rows: Array) -> Array:
     bits = jax.lax.bitcast_convert_type(values, jnp.uint32)
     # One key per column, so that the order of the values matters.
     columns = jax.random.bits(jax.random.key(0), (2, rows.shape[1]), jnp.uint32)
-    return sampling.mix(bits[:, None, :] ^ columns).sum(axis=2, dtype=jnp.uint32)
+    return sampling.hash32(bits[:, None, :] ^ columns).sum(axis=2, dtype=jnp.uint32)

@@ -1,7 +1,7 @@
 """The path from data to a model: resolve, prepare, train.
 
-1. A `Recipe` describes a training completely. `default` builds one from the arguments of `align`,
-   and the launchers build one from a config.
+1. A `Recipe` describes a training run completely. `default` builds one from the arguments of
+   `align`, and the launchers build one from a config.
 2. `prepare` fits the teacher and builds the heads to start from.
 3. `train` trains the heads, mixes them with the teacher by validation, and calibrates.
 """
@@ -24,23 +24,23 @@ STARTS = ("random", "teacher")
 """Initial values of linear heads."""
 TUNED_TEACHERS = ("tuned_cca", "kernel_cca", "best_cca")
 """Teachers whose options are chosen by cross-validation, which needs a seed."""
-# 0.75 was at least level with the teacher on five data sets. 0.5 and 0.25 gain more where the
+# 0.75 was at least as good as the teacher on five data sets. 0.5 and 0.25 gain more where the
 # unpaired rows help, and lose where they do not (docs/recipes.md).
 MIXTURES = (0.75, 0.5, 0.25)
 """Weights of the teacher that the default recipe chooses between on validation. Without validation
 it takes the first one."""
 EPSILONS = (0.05, 0.1)
 """Epsilons of the calibration that the default recipe chooses between on validation."""
-CALIBRATED_BY = 2048
+CALIBRATION_ROWS = 2048
 """Rows of each pool kept for calibration. 8,192 rows would add 0.6 points of R@10 (CCA, COCO)."""
 PATH = 0.2
 """Steps times the peak of the learning rate. Lion moves a weight by at most the learning rate per
-step, so that the path bounds how far a weight can move. The paper's is 2,000 * 1e-4."""
+step, so the path bounds how far a weight can move. The paper's is 2,000 * 1e-4."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Recipe:
-    """A complete description of a training, except for the data.
+    """Describes a training run completely, except for the data.
 
     Attributes:
         method: The method. None returns the teacher itself as the model.
@@ -49,8 +49,8 @@ class Recipe:
         teacher_options: Keyword arguments of the function that fits it.
         teacher_noise: Fraction of the teacher's pairs that are mismatched on purpose.
         start: "teacher" starts linear heads at the teacher's projection, "random" at random.
-        head: Kind of the heads. None takes the method's own.
-        hidden: Width of their hidden layers. None takes the kind's usual one.
+        head: Kind of the heads. By default that of the method.
+        hidden: Width of their hidden layers. By default that of the kind.
         dim: Width of the trained heads' features. None keeps all directions of the teacher that
             the heads start at.
         mixtures: Weights of the teacher in mixtures with the trained heads, see `heads.mix`. If
@@ -61,8 +61,9 @@ class Recipe:
     Raises:
         InputError: A name is unknown, or `dim` is None for random heads.
 
-    >>> Recipe(methods.SAIL(), training.TrainConfig(), dim=512).uses_teacher
-    False
+    Example:
+        >>> Recipe(methods.SAIL(), training.TrainConfig(), dim=512).uses_teacher
+        False
     """
 
     method: methods.Method | None
@@ -94,6 +95,7 @@ class Recipe:
 
     def info(self) -> dict[str, Any]:
         """Returns the description as JSON values."""
+        # A fitted teacher has no JSON form.
         method, teacher = self.method, self.teacher if isinstance(self.teacher, str) else "given"
         fields = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
         return {
@@ -167,7 +169,7 @@ def default(
         steps: Number of training steps.
         learning_rate: Peak of the learning rate.
         unpaired_batch: Unpaired rows per step.
-        seed: Seed of everything random.
+        seed: Seed of all random choices.
 
     Returns:
         The recipe.
@@ -175,17 +177,18 @@ def default(
     Raises:
         InputError: An argument is out of range, or a name is unknown.
 
-    >>> rows = np.eye(8, dtype=np.float32)
-    >>> default(data.dataset((rows, rows))).train.steps
-    100
+    Example:
+        >>> rows = np.eye(8, dtype=np.float32)
+        >>> default(data.dataset((rows, rows))).train.steps
+        100
     """
     checks.choice("recipe", preset, tuple(PRESETS))
-    usual, n_pairs = PRESETS[preset], len(dataset.pairs_x)
-    method, own = named(method), method is None
+    values, n_pairs = PRESETS[preset], len(dataset.pairs_x)
+    method, own = resolve_method(method), method is None
     if method is None:
         # SigLIP's gradient falls with the pairs of a batch, and KLOT's does not. Dividing by the
         # pairs keeps the balance of both terms.
-        alpha = usual.alpha / min(n_pairs, usual.pair_batch)
+        alpha = values.alpha / min(n_pairs, values.pair_batch)
         unpaired = len(dataset.pool_x) or len(dataset.pool_y)
         method = methods.SOTAlign(alpha=alpha) if unpaired else methods.SAIL()
     # 22,768 is the paper's batch. The transport costs its square per step, which a CPU cannot
@@ -193,12 +196,12 @@ def default(
     if unpaired_batch is None:
         unpaired_batch = 1024 if jax.default_backend() == "cpu" else 22_768
     if steps is None:
-        steps = int(np.clip(n_pairs // 10, *usual.steps))
+        steps = int(np.clip(n_pairs // 10, *values.steps))
     checks.whole(1, steps=steps, unpaired_batch=unpaired_batch)
     steps = int(steps)
     train = training.TrainConfig(
         steps=steps,
-        pair_batch=usual.pair_batch,
+        pair_batch=values.pair_batch,
         unpaired_batch=int(unpaired_batch),
         learning_rate=PATH / steps if learning_rate is None else float(learning_rate),
         eval_every=20,
@@ -207,16 +210,16 @@ def default(
     return Recipe(
         method,
         train,
-        teacher=usual.teacher if teacher is None else teacher,
+        teacher=values.teacher if teacher is None else teacher,
         start=start,
-        dim=usual.dim if dim is None and start == "random" else dim,
-        # A method without a teacher that the caller asked for is returned as it was trained.
-        mixtures=usual.mixtures if own or getattr(method, "uses_teacher", False) else (),
-        calibration=usual.calibration,
+        dim=values.dim if dim is None and start == "random" else dim,
+        # If the caller chose a method without a teacher, its heads are returned without mixtures.
+        mixtures=values.mixtures if own or getattr(method, "uses_teacher", False) else (),
+        calibration=values.calibration,
     )
 
 
-def named(method: str | methods.Method | None) -> methods.Method | None:
+def resolve_method(method: str | methods.Method | None) -> methods.Method | None:
     """Looks up a method by its name in `methods.METHODS`.
 
     Args:
@@ -228,8 +231,9 @@ def named(method: str | methods.Method | None) -> methods.Method | None:
     Raises:
         InputError: There is no such name.
 
-    >>> type(named("sail")).__name__
-    'SAIL'
+    Example:
+        >>> type(resolve_method("sail")).__name__
+        'SAIL'
     """
     if not isinstance(method, str):
         return method
@@ -241,7 +245,7 @@ def named(method: str | methods.Method | None) -> methods.Method | None:
 
 
 class Prepared(NamedTuple):
-    """The state of a training before its first step.
+    """The state before the first training step.
 
     Attributes:
         dataset: The data, with the pairs' rows in place of a missing pool.
@@ -269,7 +273,7 @@ def prepare(
     """Fits the teacher and builds the heads to start from.
 
     Args:
-        recipe: The description of the training.
+        recipe: The recipe.
         dataset: Pairs, pools and galleries.
         observer: Callbacks for stages.
         broadcast: Copies the first process's teacher to all processes, whose own fits may differ
@@ -302,9 +306,10 @@ def fill_pools(pools: str, dataset: data.Dataset) -> data.Dataset:
     Returns:
         The data. If both pools are empty, they stay empty.
 
-    >>> rows = np.eye(8)
-    >>> fill_pools("xy", data.dataset((rows, rows), x=np.ones((5, 8)))).pool_y.shape
-    (8, 8)
+    Example:
+        >>> rows = np.eye(8)
+        >>> fill_pools("xy", data.dataset((rows, rows), x=np.ones((5, 8)))).pool_y.shape
+        (8, 8)
     """
     if len(dataset.pool_x) or len(dataset.pool_y):
         for side in pools:
@@ -318,7 +323,7 @@ def fit_teacher(recipe: Recipe, dataset: data.Dataset) -> Teacher:
     """Fits the teacher of a recipe on the pairs.
 
     Args:
-        recipe: The description of the training. A fitted teacher is checked and returned.
+        recipe: The recipe. A fitted teacher is checked and returned.
         dataset: The pairs.
 
     Returns:
@@ -381,10 +386,10 @@ def train(
     """Trains the prepared heads, mixes them with the teacher, and calibrates.
 
     Args:
-        recipe: The description of the training.
+        recipe: The recipe.
         prepared: The result of `prepare`.
         observer: Callbacks for stages, metrics and snapshots.
-        progress: True shows the progress of a `methods.Fitted`. Others report to `observer`.
+        progress: True shows the progress of a `methods.Fitted`. Other methods report to `observer`.
         **options: `resume`, `mesh` and `on_device` of `training.fit`.
 
     Returns:
@@ -417,8 +422,8 @@ def select(
 ) -> tuple[Heads, dict[str, Any]]:
     """Selects the best of the teacher, the trained heads and their mixtures on validation.
 
-    Teacher and trained heads err on different rows, so that a mixture often retrieves better than
-    either of them.
+    Teacher and trained heads err on different rows, so a mixture often retrieves better than either
+    of them.
 
     Args:
         trained: The heads after training.
@@ -428,10 +433,11 @@ def select(
 
     Returns:
         The selected heads, and a dictionary. "selected" names the candidate, and "candidates" has
-        the mean of R@1, R@5 and R@10 on validation of each. The simplest of equals is selected.
+        the mean of R@1, R@5 and R@10 on validation of each. Among equal candidates the simplest is
+        selected.
 
     References:
-        L. Breiman, "Stacked regressions", Machine Learning 24, 1996.
+        L. Breiman, "Stacked regressions", Machine Learning 24 (1996).
     """
     candidates = {"trained": trained}
     if weights:
@@ -446,9 +452,10 @@ def select(
     scores = {}
     for name, one in candidates.items():
         found = evaluation.evaluate(one.x, one.y, gallery)
-        # R@1 alone is too noisy to tell mixtures apart. Retrieval calls six times this mean rSum.
+        # R@1 alone is too noisy to distinguish mixtures. The rSum of the retrieval literature is
+        # six times this mean.
         scores[name] = float(np.mean([found[f"mean/R@{k}"] for k in evaluation.KS]))
-    # `max` returns the first of equals, and candidates are sorted by simplicity.
+    # `max` returns the first of equal candidates, and the simplest ones come first.
     name = max(scores, key=lambda name: scores[name])
     return candidates[name], {"selected": name, "candidates": scores}
 
@@ -473,14 +480,14 @@ def calibrate(
         pool, pairs = getattr(dataset, f"pool_{side}"), getattr(dataset, f"pairs_{side}")
         rows = pool if len(pool) else pairs
         # Rows are drawn before they are embedded, since a pool may have millions of them.
-        kept = np.sort(rng.permutation(len(rows))[:CALIBRATED_BY])
+        kept = np.sort(rng.permutation(len(rows))[:CALIBRATION_ROWS])
         features.append(evaluation.embed(head, np.asarray(rows[kept])))
     val = dataset.val
     # Epsilons are scales, whose middle is the geometric mean.
     if val is None or len(epsilons) == 1:
         epsilons = [float(np.exp(np.mean(np.log(epsilons))))] if len(epsilons) > 1 else epsilons
-        return calibration.calibrate(*features, epsilon=epsilons[0], sample=CALIBRATED_BY)
-    tried = [calibration.calibrate(*features, epsilon=e, sample=CALIBRATED_BY) for e in epsilons]
+        return calibration.calibrate(*features, epsilon=epsilons[0], sample=CALIBRATION_ROWS)
+    tried = [calibration.calibrate(*features, epsilon=e, sample=CALIBRATION_ROWS) for e in epsilons]
     scores = [evaluation.evaluate(model.x, model.y, val, one) for one in tried]
     best = max(range(len(tried)), key=lambda i: scores[i]["calibrated/mean/R@10"])
     return tried[best]

@@ -86,13 +86,13 @@ class Batch(NamedTuple):
     star_y: Float[Array, "m e"] | None = None
 
 
-# "near_a" and "near_b" have no tables of their own: neighbours are rows of the pools.
+# Table of `DeviceData` that each part of a batch is taken from. "near_a" and "near_b" have no
+# tables of their own, because neighbours are rows of the pools.
 _TABLES = {"a": "pairs_x", "b": "pairs_y", "x": "pool_x", "y": "pool_y"}
 _TABLES |= {"near_a": "pool_x", "near_b": "pool_y", "star_x": "star_x", "star_y": "star_y"}
-"""Table of `DeviceData` that each part of a batch is taken from."""
 
 
-def mix(x: Array) -> Array:
+def hash32(x: Array) -> Array:
     """Hashes 32-bit integers by two rounds of xor-shift and multiply.
 
     Args:
@@ -102,7 +102,7 @@ def mix(x: Array) -> Array:
         The hashes, of the same type.
 
     Example:
-        >>> int(mix(jnp.uint32(0)))
+        >>> int(hash32(jnp.uint32(0)))
         0
 
     References:
@@ -147,7 +147,7 @@ def permute(key: Array, indices: Int[Array, " b"], size: int) -> Int[Array, " b"
         left, right = value >> half, value & mask
         for k in range(_ROUNDS):
             # A round is invertible for any function of `right`.
-            left, right = right, left ^ (mix(right ^ round_keys[k]) & mask)
+            left, right = right, left ^ (hash32(right ^ round_keys[k]) & mask)
         return (left << half) | right
 
     def outside(value: Array) -> Array:

@@ -1,8 +1,8 @@
-"""Teachers: coarse maps into a shared space, fitted on the pairs alone, then frozen.
+"""Teachers: maps into a shared space that are fitted on the pairs and then frozen.
 
-`procrustes`, `cca` and `tuned_cca` are linear, `kernel_cca` is not, and `best_cca` chooses. All are
-closed forms, computed on the host in float64, and return a `Teacher`. The contrastive
-teacher is trained: see `training.contrastive`.
+`procrustes`, `cca` and `tuned_cca` are linear, and `kernel_cca` is not. `best_cca` chooses between
+the last two. All are closed forms, which are computed on the host in float64, and return a
+`Teacher`. The contrastive teacher is trained, see `training.contrastive`.
 """
 
 import math
@@ -49,14 +49,15 @@ def procrustes(
     Raises:
         InputError: The pairs do not match or do not determine `dim` directions.
 
-    >>> A = np.random.default_rng(0).normal(size=(50, 4)).astype(np.float32)
-    >>> teacher = procrustes(A, A[:, ::-1])
-    >>> bool(jnp.allclose(teacher.x(A), teacher.y(A[:, ::-1]), atol=1e-5))
-    True
+    Example:
+        >>> A = np.random.default_rng(0).normal(size=(50, 4)).astype(np.float32)
+        >>> teacher = procrustes(A, A[:, ::-1])
+        >>> bool(jnp.allclose(teacher.x(A), teacher.y(A[:, ::-1]), atol=1e-5))
+        True
 
     References:
-        Schoenemann, "A generalized solution of the orthogonal Procrustes problem", Psychometrika
-        31, 1966.
+        P. H. Schoenemann, "A generalized solution of the orthogonal Procrustes problem",
+        Psychometrika 31 (1966).
     """
     return _closed_form(pairs_x, pairs_y, (np.ones_like, np.ones_like), dim=dim, renorm=renorm)
 
@@ -74,8 +75,8 @@ def cca(
 ) -> Teacher:
     """Fits a canonical correlation analysis with the paper's absolute ridge.
 
-    Every row, now and later, becomes x / ||x|| - mu, where mu is the mean of the L2-normalised
-    paired rows. With R_x = (S_xx + ridge I)^(-1/2), R_y likewise and R_x S_xy R_y = U diag(rho) V^T
+    Every row is mapped to x / ||x|| - mu first, where mu is the mean of the L2-normalised paired
+    rows. With R_x = (S_xx + ridge I)^(-1/2), R_y likewise and R_x S_xy R_y = U diag(rho) V^T
     the maps are
 
         W_x = diag(rho^power) U^T R_x,    W_y = diag(rho^power) V^T R_y,
@@ -103,15 +104,16 @@ def cca(
         InputError: The pairs do not match or do not determine `dim` directions, or an option
             is out of range.
 
-    >>> A = np.random.default_rng(0).normal(size=(50, 4)).astype(np.float32)
-    >>> teacher = cca(A, A[:, ::-1], ridge=1e-4, dim=2)
-    >>> teacher.x(A).shape, bool(teacher.correlations.min() > 0.999)
-    ((50, 2), True)
+    Example:
+        >>> A = np.random.default_rng(0).normal(size=(50, 4)).astype(np.float32)
+        >>> teacher = cca(A, A[:, ::-1], ridge=1e-4, dim=2)
+        >>> teacher.x(A).shape, bool(teacher.correlations.min() > 0.999)
+        ((50, 2), True)
 
     References:
-        Hotelling, "Relations between two sets of variates", Biometrika 28, 1936.
-        Vinod, "Canonical ridge and econometrics of joint production", Journal of Econometrics 4,
-        1976.
+        H. Hotelling, "Relations between two sets of variates", Biometrika 28 (1936).
+        H. D. Vinod, "Canonical ridge and econometrics of joint production", Journal of
+        Econometrics 4 (1976).
     """
     checks.at_least(0, ridge=ridge, power=power)
 
@@ -156,16 +158,18 @@ def tuned_cca(
     Raises:
         InputError: As in `cca`.
 
-    >>> A = np.random.default_rng(0).normal(size=(50, 4)).astype(np.float32)
-    >>> teacher = tuned_cca(A, A[:, ::-1])
-    >>> bool((teacher.x(A) @ teacher.y(A[:, ::-1]).T).argmax(axis=1).tolist() == list(range(50)))
-    True
+    Example:
+        >>> A = np.random.default_rng(0).normal(size=(50, 4)).astype(np.float32)
+        >>> teacher = tuned_cca(A, A[:, ::-1])
+        >>> best = (teacher.x(A) @ teacher.y(A[:, ::-1]).T).argmax(axis=1)
+        >>> best.tolist() == list(range(50))
+        True
 
     References:
-        Vinod, "Canonical ridge and econometrics of joint production", Journal of Econometrics 4,
-        1976.
-        Stone, "Cross-validatory choice and assessment of statistical predictions", Journal of the
-        Royal Statistical Society B 36, 1974.
+        H. D. Vinod, "Canonical ridge and econometrics of joint production", Journal of
+        Econometrics 4 (1976).
+        M. Stone, "Cross-validatory choice and assessment of statistical predictions", Journal of
+        the Royal Statistical Society B 36 (1974).
     """
     A, B, ridges = _checked(pairs_x, pairs_y, ridge, power)
     options = crossval.choose(A, B, "linear", ridges=ridges, power=power, seed=seed)
@@ -187,16 +191,16 @@ def kernel_cca(
 ) -> Teacher:
     """Fits a canonical correlation analysis of Gaussian kernel features.
 
-    With z = l2(l2(x) - mean) and k(z, z') = exp(-gamma ||z - z'||^2), every row has the Nystroem
-    features phi(z) of the landmarks, so that phi(z) . phi(z') = k(z, z') among them. They are
+    With z = l2(l2(x) - mean) and k(z, z') = exp(-gamma ||z - z'||^2), phi(z) are the Nystroem
+    features, for which phi(z) . phi(z') = k(z, z') if z and z' are landmarks. The features are
     centred on the pairs. With R_x = (S_xx + ridge_x tr(S_xx) / d_x I)^(-1/2) and R_y likewise,
 
         R_x S_xy R_y = U diag(rho) V^T,
         x -> rho^power * (U^T R_x phi_x(x)),    y -> rho^power * (V^T R_y phi_y(y)).
 
-    As gamma -> 0 the kernel becomes linear, and the result that of `tuned_cca` of the rows z.
-    Options that are None are chosen as in `tuned_cca`, with the bandwidths. With fewer than 6
-    pairs these are 1 / the median squared distance of two rows.
+    As gamma -> 0 the kernel becomes linear, and the result approaches `tuned_cca` of the rows z.
+    Options that are None are chosen as in `tuned_cca`. With fewer than 6 pairs, each bandwidth is
+    1 / the median squared distance of two rows.
 
     Args:
         pairs_x: Paired embeddings of the first modality, shape [n, d_x].
@@ -218,19 +222,21 @@ def kernel_cca(
         InputError: The pairs do not match or do not determine `dim` directions, or an option
             is out of range.
 
-    >>> angle = np.random.default_rng(0).uniform(0, 6.28, size=(60, 1)).astype(np.float32)
-    >>> A = np.concatenate([np.cos(angle), np.sin(angle)], axis=1)
-    >>> B = np.concatenate([np.cos(2 * angle), np.sin(2 * angle)], axis=1)  # no linear map of A
-    >>> teacher = kernel_cca(A, B, gamma_x=1.0, gamma_y=1.0, ridge=1e-2, power=0.5, dim=2)
-    >>> bool(teacher.correlations.min() > 0.95)
-    True
+    Example:
+        >>> angle = np.random.default_rng(0).uniform(0, 6.28, size=(60, 1)).astype(np.float32)
+        >>> A = np.concatenate([np.cos(angle), np.sin(angle)], axis=1)
+        >>> B = np.concatenate([np.cos(2 * angle), np.sin(2 * angle)], axis=1)  # no linear map of A
+        >>> teacher = kernel_cca(A, B, gamma_x=1.0, gamma_y=1.0, ridge=1e-2, power=0.5, dim=2)
+        >>> bool(teacher.correlations.min() > 0.95)
+        True
 
     References:
-        Lai and Fyfe, "Kernel and nonlinear canonical correlation analysis", International Journal
-        of Neural Systems 10, 2000.
-        Hardoon, Szedmak and Shawe-Taylor, "Canonical correlation analysis: an overview with
-        application to learning methods", Neural Computation 16, 2004.
-        Williams and Seeger, "Using the Nystroem method to speed up kernel machines", NeurIPS 2001.
+        P. L. Lai and C. Fyfe, "Kernel and nonlinear canonical correlation analysis",
+        International Journal of Neural Systems 10 (2000).
+        D. R. Hardoon, S. Szedmak and J. Shawe-Taylor, "Canonical correlation analysis: an overview
+        with application to learning methods", Neural Computation 16 (2004).
+        C. Williams and M. Seeger, "Using the Nystroem method to speed up kernel machines", NeurIPS
+        2000.
     """
     A, B, ridges = _checked(pairs_x, pairs_y, ridge, power)
     checks.whole(2, landmarks=landmarks)
@@ -254,8 +260,8 @@ def best_cca(
     """Fits `tuned_cca` or `kernel_cca`, whichever cross-validation prefers.
 
     Both are scored on the same folds. The kernel CCA is chosen if its mean reciprocal rank is
-    higher by more than two standard errors of the paired difference. Otherwise the linear CCA is,
-    which deploys as one matrix per modality. With fewer than 6 pairs it is always linear.
+    higher by more than two standard errors of the paired difference. Otherwise the linear CCA is
+    chosen, which is deployed as one matrix per modality. With fewer than 6 pairs it always is.
 
     Args:
         pairs_x: Paired embeddings of the first modality, shape [n, d_x].
@@ -270,9 +276,10 @@ def best_cca(
     Raises:
         InputError: As in `cca`.
 
-    >>> A = np.random.default_rng(0).normal(size=(50, 4)).astype(np.float32)
-    >>> type(best_cca(A, A[:, ::-1]).map_x).__name__
-    'AffineMap'
+    Example:
+        >>> A = np.random.default_rng(0).normal(size=(50, 4)).astype(np.float32)
+        >>> type(best_cca(A, A[:, ::-1]).map_x).__name__
+        'AffineMap'
     """
     A, B, _ = _checked(pairs_x, pairs_y, None, None)
     options = crossval.choose(A, B, "best", seed=seed)
@@ -306,7 +313,7 @@ def canonical_correlations(pairs_x: Rows, pairs_y: Rows, *, ridge: float = 0.0) 
 
     With S_xx = A^T A / n of centred rows, R_x = (S_xx + ridge tr(S_xx) / d_x I)^(-1/2), R_y
     likewise and R_x S_xy R_y = U diag(corr) V^T, the weights are R_x U and R_y V. All directions
-    are kept. Without a ridge, n - 1 <= max(d_x, d_y) pairs correlate perfectly along every one.
+    are kept. Without a ridge, n <= max(d_x, d_y) + 1 pairs correlate perfectly along all of them.
 
     Args:
         pairs_x: Paired rows of the first modality, shape [n, d_x].
@@ -319,12 +326,13 @@ def canonical_correlations(pairs_x: Rows, pairs_y: Rows, *, ridge: float = 0.0) 
     Raises:
         InputError: The pairs do not match, or the ridge is negative.
 
-    >>> A = np.random.default_rng(0).normal(size=(50, 4))
-    >>> canonical_correlations(A, A[:, :2]).correlations.round(6)
-    array([1., 1.])
+    Example:
+        >>> A = np.random.default_rng(0).normal(size=(50, 4))
+        >>> canonical_correlations(A, A[:, :2]).correlations.round(6)
+        array([1., 1.])
 
     References:
-        Hotelling, "Relations between two sets of variates", Biometrika 28, 1936.
+        H. Hotelling, "Relations between two sets of variates", Biometrika 28 (1936).
     """
     pairs_x, pairs_y = checks.pairs(pairs_x, pairs_y, min_rows=2)
     checks.at_least(0, ridge=ridge)
@@ -353,7 +361,7 @@ def _checked(
     if power is not None:
         checks.at_least(0, power=power)
     pairs_x, pairs_y = checks.pairs(pairs_x, pairs_y, min_rows=2)
-    # Equal rows must fail here, with the name of the argument, and not within a fold.
+    # Rejects equal rows here, because an error within a fold could not name the argument.
     for name, pairs in (("pairs_x", pairs_x), ("pairs_y", pairs_y)):
         _centred(name, crossval.unit(pairs))
     return pairs_x, pairs_y, ridges
@@ -370,7 +378,7 @@ def _relative_cca(
     """Fits a linear CCA with ridges relative to the mean eigenvalues."""
 
     def gain(ridge: float, width: int) -> _Gain:
-        # Without a ridge, directions of rounding size must not divide by zero.
+        # The floor avoids a division by zero without a ridge.
         return lambda v: 1.0 / np.sqrt(v + max(ridge, _EPS) * v.sum() / width)
 
     gains = gain(options.ridge_x, pairs_x.shape[1]), gain(options.ridge_y, pairs_y.shape[1])
@@ -417,8 +425,9 @@ def _closed_form(
     weights_x, weights_y, values = _rotated(x, y, gains)
     dim = len(values[:most]) if dim is None else dim
     checks.within(len(values), f"directions that these {len(pairs_x)} pairs determine", dim=dim)
-    # Centring becomes the bias -W mean, so that the maps accept rows as they come.
+    # Centring becomes the bias -W mean, so the maps accept rows that are not centred.
     W_x, W_y = ((w[:, :dim] * values[:dim] ** power).T for w in (weights_x, weights_y))
+    # With a ridge, the singular values are smaller than the correlations of the pairs.
     return Teacher(
         map_x=AffineMap(jnp.asarray(W_x, dtype), jnp.asarray(-W_x @ mean_x, dtype), norm="l2"),
         map_y=AffineMap(jnp.asarray(W_y, dtype), jnp.asarray(-W_y @ mean_y, dtype), norm="l2"),
@@ -443,7 +452,7 @@ def _rotated(
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Returns the weights of both sides and the singular values.
 
-    In the principal bases V_x, V_y a map R_x = V_x diag(gain) V_x^T is diagonal, so that
+    In the principal bases V_x, V_y a map R_x = V_x diag(gain) V_x^T is diagonal, so
     R_x S_xy R_y = V_x C V_y^T with C = (A V_x diag(gain))^T (B V_y diag(gain)) of size rank x rank.
     """
     weights = []
@@ -454,10 +463,10 @@ def _rotated(
             eigenvalues, basis = np.square(singular), directions.T
         else:
             eigenvalues, basis = np.linalg.eigh(centred.T @ centred)
-        # The rule of numpy.linalg.matrix_rank for directions that are rounding.
+        # Drops directions of rounding size, by the criterion of `np.linalg.matrix_rank`.
         kept = eigenvalues > max(centred.shape) * _EPS * eigenvalues.max()
         weights.append(basis[:, kept] * gain(eigenvalues[kept]))
-    # The rotation that makes both sides agree, an orthogonal Procrustes problem of whitened rows.
+    # An orthogonal Procrustes problem of the whitened rows gives the rotations of both sides.
     left, values, right = np.linalg.svd((x @ weights[0]).T @ (y @ weights[1]), full_matrices=False)
     rank = int(np.sum(values > values[0] * max(left.shape[0], right.shape[1]) * _EPS))
     return weights[0] @ left[:, :rank], weights[1] @ right[:rank].T, values[:rank]
@@ -473,8 +482,9 @@ def pearson(x: Float[np.ndarray, "n d"], y: Float[np.ndarray, "n d"]) -> Float[n
     Returns:
         One correlation per column.
 
-    >>> pearson(np.array([[0.0], [1.0], [2.0]]), np.array([[5.0], [4.0], [3.0]]))
-    array([-1.])
+    Example:
+        >>> pearson(np.array([[0.0], [1.0], [2.0]]), np.array([[5.0], [4.0], [3.0]]))
+        array([-1.])
     """
     # float64, because correlations near 1 differ in their last digits.
     x = x.astype(np.float64) - x.mean(axis=0)

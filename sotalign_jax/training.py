@@ -78,7 +78,7 @@ class TrainState(NamedTuple):
         step: Number of steps done.
         params: Parameters of the heads.
         opt_state: State of the optimiser.
-        memory: State of the method, such as warm starts. See `Objective.start`.
+        memory: State of the method, such as warm starts. See `Objective.init_memory`.
     """
 
     step: Int[Array, ""]
@@ -154,10 +154,10 @@ def _fits_in_memory(arrays: Iterable[Any]) -> bool:
     return _bytes(*arrays) <= device.profile().memory / 2
 
 
-def kept_features(batches: sampling.DeviceData, teacher: Teacher) -> tuple[Any, Any]:
-    """Decides for which pools the teacher's features are kept in memory.
+def cached_feature_shapes(batches: sampling.DeviceData, teacher: Teacher) -> tuple[Any, Any]:
+    """Returns the shapes of the teacher's features that are cached for all steps.
 
-    Features of a pool are kept if they are no larger than the pool itself or need a Gaussian
+    Features of a pool are cached if they are no larger than the pool itself or need a Gaussian
     kernel, and if all arrays together need at most half of the device's memory.
 
     Args:
@@ -165,7 +165,7 @@ def kept_features(batches: sampling.DeviceData, teacher: Teacher) -> tuple[Any, 
         teacher: The teacher.
 
     Returns:
-        The shapes of the features of each pool, or None for features that are not kept.
+        The shapes of the features of each pool, or None for features that are not cached.
     """
     # `eval_shape` computes shapes and types without any arithmetic.
     features = jax.eval_shape(
@@ -180,29 +180,30 @@ def kept_features(batches: sampling.DeviceData, teacher: Teacher) -> tuple[Any, 
     return (x, y) if _fits_in_memory(jax.tree.leaves((batches, x, y))) else (None, None)
 
 
-def with_features(batches: sampling.DeviceData, teacher: Teacher) -> sampling.DeviceData:
+def cache_teacher_features(batches: sampling.DeviceData, teacher: Teacher) -> sampling.DeviceData:
     """Computes the teacher's features of the pools once for all steps.
 
-    Features that `kept_features` rejects are computed in every step.
+    Features that are not cached, see `cached_feature_shapes`, are computed in every step.
 
     Args:
         batches: The training arrays.
         teacher: The teacher.
 
     Returns:
-        The training arrays, with `star_x` and `star_y` set where they are kept.
+        The training arrays, with `star_x` and `star_y` set where they are cached.
 
     Example:
         >>> from sotalign_jax import teachers
         >>> A = np.random.default_rng(0).normal(size=(9, 3)).astype(np.float32)
-        >>> with_features(sampling.DeviceData(A, A, A, A), teachers.procrustes(A, A)).star_x.shape
+        >>> batches = sampling.DeviceData(A, A, A, A)
+        >>> cache_teacher_features(batches, teachers.procrustes(A, A)).star_x.shape
         (9, 3)
     """
 
     def embed(kept: Any, teacher_map: Any, pool: Any) -> Array | None:
         return None if kept is None else jnp.asarray(evaluation.embed(teacher_map, pool))
 
-    x, y = kept_features(batches, teacher)
+    x, y = cached_feature_shapes(batches, teacher)
     return batches._replace(
         star_x=embed(x, teacher.map_x, batches.pool_x),
         star_y=embed(y, teacher.map_y, batches.pool_y),
@@ -228,7 +229,7 @@ def init_state(
     """
     # Copied, because the first step donates the state's arrays and the caller keeps the heads.
     params = jax.tree.map(jnp.copy, nnx.state(heads))
-    memory = method.start(batches, config.unpaired_batch)
+    memory = method.init_memory(batches, config.unpaired_batch)
     return TrainState(jnp.int32(0), params, _optimizer(config).init(params), memory)
 
 
@@ -453,7 +454,7 @@ def fit(
     on_device = _on_device(on_device, method, dataset, mesh)
     batches = method.prepare(place(dataset, pools=method.pools, on_device=on_device))
     if on_device and teacher is not None and method.uses_teacher:
-        batches = with_features(batches, teacher)
+        batches = cache_teacher_features(batches, teacher)
     graphdef = nnx.graphdef(heads)
     state, best = _start(method, heads, batches, dataset, config, resume)
     # Only now, because `resume` and the first validation need arrays on one device.

@@ -135,11 +135,13 @@ def test_interval_matches_bootstrap_quantiles():
     hits, n = 120, 400  # the number of resampled hits is binomial
     values = np.zeros((n, 2))
     values[:hits] = 100.0
-    low, high = evaluation.interval(values, resamples=4000)
+    low, high = evaluation.bootstrap_interval(values, resamples=4000)
     expected = scipy.stats.binom(n, hits / n).ppf([0.025, 0.975]) * 100 / n
     np.testing.assert_allclose([low[0], high[0]], expected, atol=0.51)  # two hits
     np.testing.assert_array_equal(low[0], low[1])
-    np.testing.assert_array_equal(evaluation.interval(values), evaluation.interval(values))
+    np.testing.assert_array_equal(
+        evaluation.bootstrap_interval(values), evaluation.bootstrap_interval(values)
+    )
 
 
 def _identity(width):

@@ -223,7 +223,7 @@ def test_sotalign_klot_on_all_includes_pairs(student, batch, teacher):
     np.testing.assert_allclose(
         got.metrics["klot"], oracle("klot", student, both, teacher), rtol=1e-4
     )
-    assert method.start(whole_pool(batch), N) == {}
+    assert method.init_memory(whole_pool(batch), N) == {}
 
 
 def test_sotalign_klot_on_crossmodal_matches_klot_crossmodal(student, batch, teacher):
@@ -327,15 +327,15 @@ def whole_pool(batch):
 
 def test_sotalign_start_keeps_memory_only_for_whole_pool_batches(batch):
     data = whole_pool(batch)
-    assert set(methods.SOTAlign().start(data, N)) == {"v", "v_star"}
-    assert methods.SOTAlign().start(data, N - 1) == {}  # M fits, N does not
-    assert methods.SOTAlign(divergence="cka").start(data, N) == {}
-    assert methods.SAIL().start(data, N) == {}
+    assert set(methods.SOTAlign().init_memory(data, N)) == {"v", "v_star"}
+    assert methods.SOTAlign().init_memory(data, N - 1) == {}  # M fits, N does not
+    assert methods.SOTAlign(divergence="cka").init_memory(data, N) == {}
+    assert methods.SAIL().init_memory(data, N) == {}
 
 
 def test_sotalign_solves_the_teacher_once_for_whole_pool_batches(student, batch, teacher):
     method = methods.SOTAlign(alpha=1.0, **EXACT)
-    memory = method.start(whole_pool(batch), N)
+    memory = method.init_memory(whole_pool(batch), N)
     first = evaluate(method, student, batch, teacher, memory)
     second = evaluate(method, student, batch, teacher, first.memory)
     assert first.metrics["teacher_iterations"] > 1

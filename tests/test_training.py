@@ -204,7 +204,7 @@ def test_place_leaves_unread_pools_on_the_host(dataset):
 
 def test_with_features_caches_teacher_features_that_fit(dataset, teacher):
     placed = training.place(dataset)
-    cached = training.with_features(placed, teacher)
+    cached = training.cache_teacher_features(placed, teacher)
     np.testing.assert_allclose(cached.star_x, teacher.x(dataset.pool_x), atol=1e-6)
     np.testing.assert_allclose(cached.star_y, teacher.y(dataset.pool_y), atol=1e-6)
     batch = sampling.draw(jax.random.key(0), jnp.int32(3), cached, pairs=5, unpaired=7)
@@ -213,7 +213,7 @@ def test_with_features_caches_teacher_features_that_fit(dataset, teacher):
     needed = sum(x.nbytes for x in jax.tree.leaves(cached))
     for memory, fit in ((2 * needed, True), (2 * needed - 2, False)):
         with device.compiling_for(device.Profile("test", memory=memory)):
-            assert (training.with_features(placed, teacher).star_x is not None) == fit
+            assert (training.cache_teacher_features(placed, teacher).star_x is not None) == fit
 
 
 def test_with_features_skips_pools_smaller_than_their_features(dataset, teacher):
@@ -222,7 +222,7 @@ def test_with_features_skips_pools_smaller_than_their_features(dataset, teacher)
     maps = dataclasses.replace(
         teacher, map_x=heads.AffineMap(jnp.eye(teacher.dim), jnp.zeros(teacher.dim))
     )
-    cached = training.with_features(narrow, maps)
+    cached = training.cache_teacher_features(narrow, maps)
     assert cached.star_x is None and cached.star_y.shape == (len(placed.pool_y), teacher.dim)
     batch = sampling.draw(jax.random.key(0), jnp.int32(0), cached, pairs=5, unpaired=7)
     assert batch.star_x is None and batch.star_y.shape == (7, teacher.dim)
@@ -235,7 +235,7 @@ def test_sotalign_loss_is_unchanged_by_cached_features(start, dataset, teacher, 
     placed = training.place(dataset)
     losses = [
         method(start, draw(data), teacher, {})[0]
-        for data in (placed, training.with_features(placed, teacher))
+        for data in (placed, training.cache_teacher_features(placed, teacher))
     ]
     np.testing.assert_allclose(*losses, rtol=1e-5)
 
@@ -277,7 +277,7 @@ def score(recorder):
 class Spoiled(methods.SAIL):
     """Minimises the loss for 20 steps and then maximises it. The memory counts steps."""
 
-    def start(self, data, unpaired_batch):
+    def init_memory(self, data, unpaired_batch):
         return jnp.int32(0)
 
     def __call__(self, heads, batch, teacher, memory):
@@ -361,7 +361,7 @@ def test_fit_starts_over_if_resume_returns_none(start, dataset, sail):
 class BrokenLoss(methods.SAIL):
     """Returns a NaN loss from the seventh step on."""
 
-    def start(self, data, unpaired_batch):
+    def init_memory(self, data, unpaired_batch):
         return jnp.int32(1)
 
     def __call__(self, heads, batch, teacher, memory):

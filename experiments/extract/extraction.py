@@ -416,15 +416,15 @@ def join(
     parts = {part: np.arange(len(rows_x))}
     if part == "split":
         sizes = data_lib.held_out_sizes(len(rows_x), (val, test))
-        equal_x = data_lib.first_equal(files.take(x.rows, rows_x))
-        equal_y = data_lib.first_equal(files.take(y.rows, rows_y))
+        equal_x = data_lib.first_duplicate(files.take(x.rows, rows_x))
+        equal_y = data_lib.first_duplicate(files.take(y.rows, rows_y))
         # Groups of tied pictures must fit into the smallest part, or it could not be filled.
         smallest = min((size for size in sizes if size), default=len(rows_x))
         captions_each = -(-len(rows_y) // len(rows_x))
-        tied = data_lib.tied_rows(equal_x[x_of_y], equal_y, largest=smallest * captions_each)
+        tied = data_lib.group_duplicates(equal_x[x_of_y], equal_y, largest=smallest * captions_each)
         groups = tied[np.unique(x_of_y, return_index=True)[1]]
         order = np.random.default_rng(seed).permutation(len(rows_x))
-        number = data_lib.whole_groups(groups[order], sizes)
+        number = data_lib.assign_groups(groups[order], sizes)
         parts = {name: order[number == n] for n, name in enumerate(("val", "test", "train"))}
     arrays: Arrays = {}
     for name, pictures in parts.items():

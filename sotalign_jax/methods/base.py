@@ -67,7 +67,7 @@ class Objective(Method, abc.ABC):
         """
         return arrays
 
-    def start(self, data: DeviceData, unpaired_batch: int) -> Any:
+    def init_memory(self, data: DeviceData, unpaired_batch: int) -> Any:
         """Builds the initial memory, a state of the method that is passed from step to step.
 
         Args:
@@ -87,7 +87,7 @@ class Objective(Method, abc.ABC):
             heads: The heads.
             batch: Rows of one step.
             teacher: The `Teacher`, or None if the method uses none.
-            memory: State of the method, as `start` or the last step returned it.
+            memory: State of the method, as `init_memory` or the last step returned it.
 
         Returns:
             The loss, and a pair of metrics and the new memory.

@@ -53,11 +53,11 @@ class SAIL(base.Objective):
         f, g = heads.x(batch.a), heads.y(batch.b)
         # Without pools no unpaired rows are embedded.
         unpaired = (heads.x(batch.x), heads.y(batch.y)) if self.pools else (f[:0], g[:0])
-        loss = supervised(heads, f, g, *unpaired, self.supervision, self.siglip_norm)
+        loss = siglip_with_negatives(heads, f, g, *unpaired, self.supervision, self.siglip_norm)
         return loss, ({"siglip": loss}, memory)
 
 
-def supervised(
+def siglip_with_negatives(
     heads: Heads, f: Array, g: Array, x: Array, y: Array, supervision: str, normalization: str
 ) -> Array:
     """Computes SigLIP of pairs, with or without unpaired features as negatives.

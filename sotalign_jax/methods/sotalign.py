@@ -110,7 +110,7 @@ class SOTAlign(base.Objective):
                 stacklevel=3,  # past the generated __init__
             )
 
-    def start(self, data: DeviceData, unpaired_batch: int) -> dict[str, Array]:
+    def init_memory(self, data: DeviceData, unpaired_batch: int) -> dict[str, Array]:
         """Returns column potentials for a warm start if every batch is the whole pool.
 
         Potentials depend on the whole batch. If the batch changes, a fresh solve with
@@ -135,7 +135,9 @@ class SOTAlign(base.Objective):
             f, g = heads.x(batch.a), heads.y(batch.b)
             x, y = (heads.x(batch.x), heads.y(batch.y)) if self.pools else (f[:0], g[:0])
         with jax.named_scope("siglip"):
-            siglip = sail.supervised(heads, f, g, x, y, self.supervision, self.siglip_norm)
+            siglip = sail.siglip_with_negatives(
+                heads, f, g, x, y, self.supervision, self.siglip_norm
+            )
         if self.divergence == "none":
             return siglip, ({"siglip": siglip}, memory)
         assert teacher is not None  # checked by `training.fit`
