@@ -22,7 +22,7 @@ from experiments.paper import panels, plots, report, runs, sources, tables
 from sotalign_jax import checks
 
 ROOT = pathlib.Path(__file__).parents[1]
-NAMES = ["V1", "V2", "V3", *(f"T{n}" for n in range(1, 8)), *(f"A{n}" for n in range(1, 7))]
+NAMES = ["V1", "V2", "V3", "S1", *(f"T{n}" for n in range(1, 8)), *(f"A{n}" for n in range(1, 7))]
 NAMES += [*(f"F{n}" for n in range(3, 8)), *(f"FA{n}" for n in range(1, 11))]
 TINY = {
     "seeds": [0, 1],
@@ -89,7 +89,7 @@ def test_make_builds_every_table_and_figure():
         assert bool(table.panels) == (table.name != "FA10"), table.name
         assert set(table.needs) <= set(sources.KNOWN), table.name
         assert len({panel.name for panel in table.panels}) == len(table.panels), table.name
-        assert bool(table.plot) == table.name.startswith("F"), table.name
+        assert bool(table.plot) == table.name.startswith(("F", "S")), table.name
         assert hasattr(panels, table.rule[0])
         assert not table.plot or hasattr(plots, table.plot[0])
     assert {table.paper for table in made} - {None} == set(panels.paper_results())
@@ -101,7 +101,7 @@ def test_verdicts_hold_for_the_papers_own_numbers(given):
         table = tables.make(name, given)
         if table.paper is None:
             continue
-        (panel,) = table.panels
+        panel, *_ = table.panels
         rows = {panel.named.get(row, row) for row in panel.rows}
         absent = {"T6": {"SOTAlign (MLP, d=8)"}, "A1": {"SAIL-1M"}}.get(name, set())
         assert set(panels.paper_results()[table.paper]) <= rows | absent, name

@@ -115,13 +115,14 @@ class Photographs:
 
     def has(self, name: str, part: str) -> bool:
         """Returns True if a source has a part: "x", "y", "xy" (both), "test" or "classes"."""
-        known = {"x": photos.IMAGE_POOLS, "y": photos.TEXT_POOLS, "classes": photos.ZERO_SHOT}
-        return _photos(name) in known.get(part, photos.CAPTIONED)
+        known = {"x": photos.IMAGE_POOLS, "y": photos.TEXT_POOLS, "xy": photos.CAPTIONED}
+        known |= {"test": photos.GALLERIES, "classes": tuple(photos.ZERO_SHOT)}
+        return _photos(name) in known[part]
 
     def inputs(self, names: Iterable[Any]) -> dict[str, str]:
         """Returns fingerprints of the files of sources. Names that are no sources are ignored."""
-        known = [_photos(name) for name in names if name in self.names.collections]
-        return photos.fingerprints(*known)
+        known = [n for n in names if n in (*self.names.collections, self.names.speech)]
+        return photos.fingerprints(*map(_photos, known))
 
     def dataset(self, asked: Data) -> data.Dataset:
         """Returns the pairs, pools and galleries that are asked for."""
@@ -170,7 +171,8 @@ class Photographs:
 
 def _photos(name: str) -> str:
     """Returns the name of a source in `photos`."""
-    return {MAIN: "coco", "Flowers": "flowers102"}.get(name, name.lower())
+    named = {MAIN: "coco", "Flowers": "flowers102", "Common Voice": "speech"}
+    return named.get(name, name.lower())
 
 
 def _views(encoders: str) -> tuple[int | None, str, int | None]:

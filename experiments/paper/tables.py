@@ -113,7 +113,7 @@ def placeholders(setup: Setup) -> Values:
     pools, drawn = _pools(setup), (*names.collections, "noise")
     images, texts = (shown(*(name for name in drawn if at.has(name, side))) for side in "xy")
     has_sets = len(images) > 2 < len(texts)  # besides the main source and noise
-    retrieval = paper.DATA["shared"]["retrieval"].items()
+    retrieval, unlimited = paper.DATA["shared"]["retrieval"].items(), {"data.n_unpaired": None}
     return {
         **sizes,
         **paper.DATA["points"],
@@ -122,6 +122,7 @@ def placeholders(setup: Setup) -> Values:
         "all": None,
         "quick_photographs": setup.scale == "quick" and not at.given,
         "full_photographs": setup.scale == "full" and not at.given,
+        "speech_data": {**dict.fromkeys(("data.pairs", "data.test"), names.speech), **unlimited},
         "retrieval": [(n, c["metric"]) for n, c in retrieval if _available(setup, c)],
         "pair_sources": pair_sources,
         "pair_runs": [(*source, *method) for source in pair_sources for method in methods],
