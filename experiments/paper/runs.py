@@ -49,7 +49,7 @@ class Setup:
         if asked.get("encoders") == self.sources.names.encoders[0]:
             del asked["encoders"]
         wanted = Data(**{**usual, **asked, "seed": seed})
-        others = ("data.", "metric", "method", "classes")
+        others = ("data.", "metric", "method", "classes", "seeds")
         given = {k: v for k, v in changes.items() if not k.startswith(others)}
         method = changes["method"] if changes["method"] != "teacher" else given["teacher.kind"]
         chosen = {**self._usual(method, wanted), **given, "method": method, "seed": seed}
@@ -100,8 +100,10 @@ class Setup:
 
     def plan(self, panel: Panel) -> Panel:
         """Returns a panel with the specifications of its cells."""
-        places = panel.places().items()
-        specs = {place: [self.spec(changes, s) for s in panel.seeds] for place, changes in places}
+        specs = {
+            place: [self.spec(changes, seed) for seed in panel.seeds_of(place[1])]
+            for place, changes in panel.places().items()
+        }
         return dataclasses.replace(panel, specs=specs)
 
 

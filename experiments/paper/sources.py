@@ -158,6 +158,10 @@ class Photographs:
             return photos.images(name, train)
         return photos.texts(name, np.flatnonzero(np.isin(photos.image_of_text(name), train)))
 
+    def input_dimensions(self, name: str) -> int:
+        """Returns the number of independent features of both modalities together."""
+        return photos.input_dimensions(_photos(name))
+
     def gallery(self, name: str) -> data.Gallery:
         """Returns the test gallery of a source."""
         return photos.gallery(_photos(name))
@@ -261,6 +265,9 @@ class Files:
     def rows(self, name: str, side: str) -> Any:
         path = self.given.get(name, {}).get(side)
         return None if path is None else files.load_array(path)
+
+    def input_dimensions(self, name: str) -> int:
+        return self.rows(name, "x").shape[1] + self.rows(name, "y").shape[1]
 
     def gallery(self, name: str, split: str = "test") -> data.Gallery:
         return data.gallery(*(self.rows(name, f"{split}_{part}") for part in ("x", "y", "x_of_y")))
