@@ -185,8 +185,8 @@ def read_pool(shifts: Mapping[str, diagnostics.Shift]) -> Reading:
         "The spherical sliced Wasserstein distance of the pool from the pairs is placed between "
         "two marks: two halves of the pairs (sampling noise) and random directions (nothing in "
         f"common). Below {100 * NEAR:.0f} % of the way is near, from {100 * FAR:.0f} % on as far "
-        "as random; the farther side counts. On twelve pools for 1,000 pairs of COCO (entry V3 of "
-        "docs/results/RESULTS.md) SOTAlign was above training on the pairs alone with all that "
+        "as random; the farther side counts. On twelve pools for 1,000 pairs of COCO ("
+        "docs/results/V3.md) SOTAlign was above training on the pairs alone with all that "
         "were near, with some that were far, and hardly (0.1) when as far as random. When far, "
         "lower alpha and compare with the pairs alone; when as far as random, leave the rows out."
     )

@@ -231,14 +231,16 @@ def all_above(gaps: Mapping[str, Gap | None]) -> Verdict:
     """
     if not gaps:
         return Verdict(None, "nothing to compare")
-    held = {name: None if gap is None else gap.held for name, gap in gaps.items()}
+    held = {name: gap.held for name, gap in gaps.items() if gap is not None}
     # Differences that contradict the claim come first, then those within their error.
-    order = sorted((name for name in gaps if not held[name]), key=lambda name: held[name] is None)
-    shown = [f"{name}: {'missing' if gaps[name] is None else gaps[name]}" for name in order[:6]]
-    rest = f"; and {len(order) - 6} more" if len(order) > 6 else ""
-    text = f"{len(gaps) - len(order)} of {len(gaps)} differences are as claimed"
-    text += f", not {'; '.join(shown)}{rest}" if shown else ""
-    return Verdict(_all(held.values()), text)
+    order = sorted((name for name in held if not held[name]), key=lambda name: held[name] is None)
+    text = f"{len(held) - len(order)} of {len(gaps)} differences are as claimed"
+    if missing := len(gaps) - len(held):
+        text += f", {missing} were not computed"
+    if order:
+        rest = f"; and {len(order) - 6} more" if len(order) > 6 else ""
+        text += f", not {'; '.join(f'{name}: {gaps[name]}' for name in order[:6])}{rest}"
+    return Verdict(_all([*held.values(), *([None] * missing)]), text)
 
 
 def joined(parts: Mapping[str, Verdict]) -> Verdict:

@@ -16,7 +16,7 @@ from experiments import paper, photos, store, workdir
 from sotalign_jax import checks, data, files
 
 MAIN = "main"
-# Bounds of the shares in `place`. Entry V3 of docs/results/RESULTS.md tests them on twelve pools.
+# Bounds of the shares in `place`. docs/results/V3.md tests them on twelve pools.
 NEAR, FAR, AS_RANDOM = 2 / 3, 0.95, "AS FAR AS RANDOM"
 
 
