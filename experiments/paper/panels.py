@@ -110,6 +110,13 @@ class Panel:
         row, column = (self.named.get(label, label) for label in (row, column))
         return paper_results().get(self.paper or "", {}).get(row, {}).get(column)
 
+    def known(self) -> "Panel":
+        """Returns the panel without rows and columns that have no number, ours or the paper's."""
+        both = list(itertools.product(self.rows, self.columns))
+        some = [at for at in both if len(self.at(*at)) or self.papers(*at) is not None]
+        rows = {row: self.rows[row] for row, _ in some}
+        return dataclasses.replace(self, rows=rows, columns={c: self.columns[c] for _, c in some})
+
     def baseline(self, row: str, column: str) -> Place | None:
         """Returns the place of SAIL with the same data, or None if there is no other such place."""
         metrics = {label: settings["metric"] for label, settings in self.columns.items()}
@@ -449,4 +456,4 @@ def smaller_star(*panels: Panel) -> Verdict:
 def noise_is_furthest(*panels: Panel) -> Verdict:
     """Judges the claim that noise, the last column, is farthest from every other set."""
     closer = [max(row[:-1]) < row[-1] for panel in panels for row in panel.means()[:-1]]
-    return Verdict(all(closer), f"so for {sum(closer)} of {len(closer)} sets")
+    return Verdict(all(closer), f"noise is farthest from {sum(closer)} of {len(closer)} sets")

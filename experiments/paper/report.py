@@ -174,7 +174,8 @@ def markdown(table: Table, setup: Setup, index: str = "RESULTS.md") -> str:
     if discussed(setup) and table.name in discussion():
         parts.append(discussion()[table.name])
     parts += [f"![{heading}]({FIGURES}/{table.name}.png)"] if drawn(table) else []
-    shown = [one for panel in table.panels for one in grids.of_panel(panel, setup).items()]
+    known = [panel.known() for panel in table.panels if panel.found]
+    shown = [one for panel in known for one in grids.of_panel(panel, setup).items()]
     if _has_more_rows(table):
         assert table.paper is not None
         shown += grids.of_paper(table.paper, table.panels[0].corner).items()
@@ -269,7 +270,7 @@ def save(path: pathlib.Path, made: list[Table], setup: Setup, store: Store, comm
         report.write(path.with_name(f"{table.name}.md"), markdown(table, setup, path.name))
         if drawn(table):
             name, options = table.plot
-            figure = getattr(plots, name)(table.panels, **options)
+            figure = getattr(plots, name)([panel.known() for panel in table.panels], **options)
             report.write(path.with_name(FIGURES) / f"{table.name}.png", report.png(figure))
     # The cells of a page are stored beside it, unless that file is the store itself.
     if path.with_name(CELLS).resolve() != store.path.resolve():

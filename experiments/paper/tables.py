@@ -56,10 +56,13 @@ class Table:
 
     @property
     def tuned_verdict(self) -> Verdict | None:
-        """The judgement on the same claim with the tuned teacher, or None if there is none."""
+        """The judgement on the same claim with the tuned teacher, or None if it was not tested."""
         judged = [dataclasses.replace(p, claims=p.tuned) for p in self.panels if p.tuned]
+        gaps = [panel.gap(*places) for panel in judged for places in panel.claims.values()]
+        if not any(gaps):
+            return None
         rule = self.rule[0] if self.rule[0].startswith("above") else "above"
-        return getattr(rules, rule)(*judged) if judged else None
+        return getattr(rules, rule)(*judged)
 
     def part(self, name: str) -> "Table":
         """Returns the table with only one of its panels."""
@@ -72,7 +75,9 @@ class Table:
             return "needs files"
         if self.word:
             return self.word
-        if self.verdict.held is None and self.failures:
+        # Runs of the tuned teacher are no part of the paper's claim.
+        missing = [why for p in self.panels if "tuned" not in p.name for why in p.failures]
+        if self.verdict.held is None and any("tuned" not in why for why in missing):
             return "not finished" if any(panel.found for panel in self.panels) else "not run"
         return WORDS[self.verdict.held]
 
