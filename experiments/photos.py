@@ -172,6 +172,22 @@ def texts(source: str, rows: Any = slice(None), encoder: str = "MiniLM") -> Rows
     return Rows(_caption_features(encoder), rows, np.asarray)
 
 
+def input_dimensions(name: str) -> int:
+    """Returns the number of independent features of both modalities together.
+
+    Images have 1,280 features in the span of 512 principal components, which are stored.
+
+    Args:
+      name: one of `GALLERIES`.
+
+    >>> input_dimensions("coco"), input_dimensions("speech")
+    (896, 896)
+    """
+    table = _table(name)
+    stored = table["speech" if "speech" in table else "image"]
+    return stored.shape[1] + table["text"].shape[1]
+
+
 def image_of_text(name: str) -> Int[np.ndarray, " m"]:
     """Returns the image row of every caption row. Captions of one image are adjacent."""
     table = _table(name)

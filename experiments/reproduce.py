@@ -1,17 +1,21 @@
-r"""Reproduces the tables and figures of the paper, on photographs or on your own files.
+r"""Reproduces the tables and figures of the paper, on the repository's data or on your own files.
 
     python -m experiments.reproduce --list
     python -m experiments.reproduce --only=T1,F5 --workdir=runs/paper
     python -m experiments.reproduce --all --quick --workdir=runs/quick
     python -m experiments.reproduce --list --cells=docs/results/cells.jsonl
 
-The work folder gets RESULTS.md with all tables and claims, figures/, NAME.csv for each table, and
+The work folder gets an overview RESULTS.md, NAME.md and NAME.csv for each table, figures/, and
 cells.jsonl with the results of all runs. A run that several tables share is computed once. Running
 the command again resumes it. Running it in two terminals divides the runs between two processes.
---cells starts from stored results. With --norun as well, docs/results/RESULTS.md is written again
-without training. --files is a JSON file with the embedding files of each source ({"SkyScript":
-{"x": "images.npy", ...}, ...}). Tables then use these sources only, at the paper's sizes. --list
-names the sources.
+--cells starts from stored results. With --norun as well, the pages are written again without
+training:
+
+    python -m experiments.reproduce --all --norun --workdir=runs/paper \
+        --cells=docs/results/cells.jsonl --results=docs/results/RESULTS.md
+
+--files is a JSON file with the embedding files of each source ({"SkyScript": {"x": "images.npy",
+...}, ...}). Tables then use these sources only, at the paper's sizes. --list names the sources.
 """
 
 import itertools
@@ -31,7 +35,7 @@ _ONLY = flags.DEFINE_list("only", [], "Tables and figures to make, such as T1,F5
 _ALL = flags.DEFINE_bool("all", False, "Make all tables and figures.")
 _QUICK = flags.DEFINE_bool("quick", False, "Short runs with one seed and fewer points.")
 _FILES = flags.DEFINE_string("files", None, "JSON file that lists embedding files by source.")
-_RESULTS = flags.DEFINE_string("results", None, "Page to write; WORKDIR/RESULTS.md by default.")
+_RESULTS = flags.DEFINE_string("results", None, "Overview to write; WORKDIR/RESULTS.md by default.")
 _CELLS = flags.DEFINE_string(
     "cells", None, "File of stored results to start from, such as docs/results/cells.jsonl."
 )
@@ -59,7 +63,7 @@ def main() -> None:
 
 
 def _make(setup: runs.Setup, own: store.Store) -> None:
-    """Computes missing results, writes the page and prints the tables."""
+    """Computes missing results, writes the pages and prints them."""
     made = [tables.make(name, setup) for name in dict.fromkeys(_ONLY.value or tables.TABLES)]
     failures: dict[str, str] = {}
     if _RUN.value:
@@ -74,7 +78,7 @@ def _make(setup: runs.Setup, own: store.Store) -> None:
     with store.lock(own.path.with_name("lock")):
         report.save(page, made, setup, own, command)
     print("\n".join(report.markdown(table, setup) for table in made))
-    print(f"The page is {page}, with its figures beside it. CSV files are in {own.path.parent}")
+    print(f"The overview is {page}, with its pages beside it. CSV files are in {own.path.parent}")
     if failures:
         raise FloatingPointError(f"{len(failures)} cells failed, named above")
 

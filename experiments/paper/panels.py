@@ -12,6 +12,7 @@ import itertools
 import json
 import math
 import pathlib
+import types
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -47,7 +48,8 @@ class Panel:
     """A grid of runs, and their numbers.
 
     A place is run with the settings of its column and its row. If the metric of a column is None,
-    the sources do not have its data, and only the paper's number is shown.
+    the sources do not have its data, and only the paper's number is shown. A column may have its
+    own "seeds".
     """
 
     name: str  # unique within a table
@@ -56,7 +58,7 @@ class Panel:
     columns: Mapping[str, Settings]  # by label, with the metric
     seeds: Sequence[int]
     claims: Claims = dataclasses.field(default_factory=dict)
-    gain: float | None = None  # the paper's mean difference, if its table has other rows
+    tuned: Claims = dataclasses.field(default_factory=dict)  # the same of the tuned teacher
     named: Mapping[str, str] = dataclasses.field(default_factory=dict)  # the paper's labels by ours
     form: str = ".1f"  # format of a number
     paper: str | None = None  # key of the paper's table
@@ -97,19 +99,46 @@ class Panel:
     @property
     def complete(self) -> bool:
         """True if all places have values of all seeds."""
-        return all(len(self.at(*place)) == len(self.seeds) for place in self.places())
+        return all(len(self.at(*place)) == len(self.seeds_of(place[1])) for place in self.places())
+
+    def seeds_of(self, column: str) -> Sequence[int]:
+        """Returns the seeds of a column."""
+        return self.columns[column].get("seeds", self.seeds)
 
     def papers(self, row: str, column: str) -> float | None:
         """Returns the paper's number at a place, or None."""
         row, column = (self.named.get(label, label) for label in (row, column))
         return paper_results().get(self.paper or "", {}).get(row, {}).get(column)
 
+    def known(self) -> "Panel":
+        """Returns the panel without rows and columns that have no number, ours or the paper's."""
+        both = list(itertools.product(self.rows, self.columns))
+        some = [at for at in both if len(self.at(*at)) or self.papers(*at) is not None]
+        rows = {row: self.rows[row] for row, _ in some}
+        return dataclasses.replace(self, rows=rows, columns={c: self.columns[c] for _, c in some})
+
+    def baseline(self, row: str, column: str) -> Place | None:
+        """Returns the place of SAIL with the same data, or None if there is no other such place."""
+        metrics = {label: settings["metric"] for label, settings in self.columns.items()}
+        if not any(score in (metrics[column] or "R@") for score in ("R@", "top1")):
+            return None
+        found = [(row, "SAIL")] if "SAIL" in self.columns else []
+        names = ("SAIL", f"{row.rpartition('/')[0]}/SAIL")
+        found += [(name, column) for name in names if name in self.rows]
+        # Columns such as distances have another metric and cannot be compared.
+        same = [at for at in found if metrics[at[1]] == metrics[column]]
+        return same[0] if same and same[0] != (row, column) else None
+
     def gap(self, high: Place, low: Place) -> "Gap | None":
         """Returns the difference of two places, or None if a value is missing."""
         ours = [self.found.get(place, np.empty(0)) for place in (high, low)]
-        papers = [self.papers(*place) for place in (high, low)]
-        paper = None if None in papers else papers[0] - papers[1]  # type: ignore[operator]
-        return gap(*ours, paper=paper)
+        above, below = (self.papers(*place) for place in (high, low))
+        paper = None if above is None or below is None else above - below
+        made = gap(*ours, paper=paper)
+        if made is None or low != self.baseline(*high):
+            return made
+        share = None if paper is None or not below else paper / below
+        return made._replace(relative=made.mean / self.mean(*low), paper_relative=share)
 
 
 class Gap(NamedTuple):
@@ -119,11 +148,15 @@ class Gap(NamedTuple):
         mean: Mean of the paired differences over seeds.
         error: Standard error of the mean, or 0 for a single seed.
         paper: The paper's difference, or None.
+        relative: The mean relative to SAIL, or None for other differences.
+        paper_relative: The paper's difference relative to SAIL, or None.
     """
 
     mean: float
     error: float
     paper: float | None = None
+    relative: float | None = None
+    paper_relative: float | None = None
 
     @property
     def held(self) -> bool | None:
@@ -132,7 +165,8 @@ class Gap(NamedTuple):
 
     def __str__(self) -> str:
         spread = f" ± {self.error:.1f}" if self.error else ""
-        return f"{self.mean:+.1f}{spread}" + _paper(self.paper)
+        ours = f"{self.mean:+.1f}{spread}{percent(self.relative, before=', ')}"
+        return ours + _paper(self.paper, self.paper_relative)
 
 
 def gap(high: np.ndarray, low: np.ndarray, *, paper: float | None = None) -> Gap | None:
@@ -156,8 +190,18 @@ def gap(high: np.ndarray, low: np.ndarray, *, paper: float | None = None) -> Gap
     return Gap(float(gaps.mean()), error, paper)
 
 
-def _paper(value: float | None) -> str:
-    return "" if value is None else f" (paper {value:+.1f})"
+def percent(share: float | None, *, before: str = "") -> str:
+    """Returns a relative gain as text such as "+28 %", or nothing for None.
+
+    Args:
+        share: Gain relative to SAIL.
+        before: Text to put before it.
+    """
+    return "" if share is None else f"{before}{round(100 * share):+d} %"
+
+
+def _paper(value: float | None, relative: float | None = None) -> str:
+    return "" if value is None else f" (paper {value:+.1f}{percent(relative, before=', ')})"
 
 
 class Verdict(NamedTuple):
@@ -166,12 +210,12 @@ class Verdict(NamedTuple):
     Attributes:
         held: True if the claim held, None if it is undecided.
         text: The reason, in one line.
-        effect: Size of the effect.
+        parts: Verdicts on the parts of the claim, by name.
     """
 
     held: bool | None
     text: str
-    effect: str = ""
+    parts: Mapping[str, "Verdict"] = types.MappingProxyType({})
 
 
 def _all(parts: Iterable[bool | None]) -> bool | None:
@@ -180,39 +224,36 @@ def _all(parts: Iterable[bool | None]) -> bool | None:
     return False if False in parts else None if None in parts else True
 
 
-def all_above(gaps: Mapping[str, Gap | None], *, paper: float | None = None) -> Verdict:
+def all_above(gaps: Mapping[str, Gap | None]) -> Verdict:
     """Judges the claim that all differences are positive.
 
     Args:
         gaps: Differences by label, None if one is missing.
-        paper: The paper's mean difference. The default is the mean of its differences in `gaps`.
 
     Returns:
-        The verdict. Its text lists the differences that contradict the claim first.
+        The verdict. Its text lists the differences that are not as claimed.
 
     >>> print(all_above({"KLOT - CKA": Gap(2.0, 0.1), "CKA - none": Gap(0.1, 0.3)}).text)
-    1 of 2 differences are as claimed: CKA - none +0.1 ± 0.3, KLOT - CKA +2.0 ± 0.1
+    1 of 2 differences are as claimed, not CKA - none: +0.1 ± 0.3
     """
     if not gaps:
         return Verdict(None, "nothing to compare")
-    held = {name: None if gap is None else gap.held for name, gap in gaps.items()}
-    order = sorted(gaps, key=lambda name: (held[name] is True, held[name] is None))
-    shown = [f"{name} {'missing' if gaps[name] is None else gaps[name]}" for name in order[:6]]
-    rest = f" and {len(order) - 6} more" if len(order) > 6 else ""
-    good = sum(value is True for value in held.values())
-    text = f"{good} of {len(gaps)} differences are as claimed: {', '.join(shown)}{rest}"
-    known = [one for one in gaps.values() if one is not None]
-    compared = [one for one in known if one.paper is not None] if paper is None else []
-    paper = float(np.mean([one.paper for one in compared])) if compared else paper
-    mean = f"{np.mean([one.mean for one in compared or known]):+.1f}" if known else ""
-    return Verdict(_all(held.values()), text, mean + _paper(paper) if mean else "")
+    held = {name: gap.held for name, gap in gaps.items() if gap is not None}
+    # Differences that contradict the claim come first, then those within their error.
+    order = sorted((name for name in held if not held[name]), key=lambda name: held[name] is None)
+    text = f"{len(held) - len(order)} of {len(gaps)} differences are as claimed"
+    if missing := len(gaps) - len(held):
+        text += f", {missing} were not computed"
+    if order:
+        rest = f"; and {len(order) - 6} more" if len(order) > 6 else ""
+        text += f", not {'; '.join(f'{name}: {gaps[name]}' for name in order[:6])}{rest}"
+    return Verdict(_all([*held.values(), *([None] * missing)]), text)
 
 
 def joined(parts: Mapping[str, Verdict]) -> Verdict:
     """Combines the verdicts on the parts of a claim, all of which must hold."""
-    text = "; ".join(f"{name} {WORDS[v.held]} ({v.text})" for name, v in parts.items())
-    effects = "; ".join(f"{name} {v.effect}" for name, v in parts.items() if v.effect)
-    return Verdict(_all(v.held for v in parts.values()), text, effects)
+    text = "; ".join(f"{name}: {v.text}" for name, v in parts.items())
+    return Verdict(_all(v.held for v in parts.values()), text, parts)
 
 
 # --- rules: functions that judge claims, named in tables.toml -------------------------------------
@@ -235,9 +276,10 @@ def above(*panels: Panel, no_evidence: Collection[Place] = ()) -> Verdict:
     for panel in panels:
         can, claims = panel.places(), panel.claims.items()
         chosen = {n: p for n, p in claims if p[0] in can and p[1] not in no_evidence}
-        gaps = {name: panel.gap(*places) for name, places in chosen.items()}
-        parts[panel.name or "usual pairs"] = all_above(gaps, paper=panel.gain)
-    return joined(parts) if len(parts) > 1 else next(iter(parts.values()))
+        parts[panel.name] = all_above({name: panel.gap(*at) for name, at in chosen.items()})
+    # A panel without claims is shown only.
+    judged = {panel.name: parts[panel.name] for panel in panels if panel.claims} or parts
+    return joined(judged) if len(judged) > 1 else next(iter(judged.values()))
 
 
 def correlated(panel: Panel, *, sign: int, paper: float | None = None) -> Verdict:
@@ -264,7 +306,7 @@ def correlated(panel: Panel, *, sign: int, paper: float | None = None) -> Verdic
     beside = "" if paper is None else f" (paper r = {paper:.2f})"
     text = f"Pearson r = {r:.2f} over {len(x)} points, p = {p:.2f}{beside}"
     held = False if sign * r <= 0 else True if p < 0.05 else None
-    return Verdict(held, text, f"r = {r:.2f}{beside}")
+    return Verdict(held, text)
 
 
 def best_rows(*panels: Panel) -> Verdict:
@@ -335,7 +377,7 @@ def takes_more(panel: Panel, other: str, what: str) -> Verdict:
     if absent := len(panel.rows) - len(ratios):
         text += f", and does not get there at {absent} of {len(panel.rows)} epsilons"
     held = False if min(ratios) <= 1 else True if np.isfinite(ours).all() else None
-    return Verdict(held, text, size)
+    return Verdict(held, text)
 
 
 def less_memory_and_time(memory: Panel, time: Panel, iterations: Panel) -> Verdict:
@@ -372,21 +414,17 @@ def fading(panel: Panel) -> Verdict:
     return Verdict(fall.held if fall else None, f"gains {listed}")
 
 
-def pairs_and_unpaired(pairs: Panel, unpaired: Panel, *many: Panel) -> Verdict:
+def pairs_and_unpaired(pairs: Panel, unpaired: Panel) -> Verdict:
     """Judges the claims on the numbers of pairs and of unpaired rows.
 
     Args:
         pairs: Scores by number of pairs. The gain over SAIL is claimed to fade with more pairs.
         unpaired: Scores by number of unpaired rows.
-        *many: Scores with many more pairs, if they were computed.
 
     Returns:
         The verdict.
     """
-    parts = {"above SAIL": above(pairs)}
-    if many:
-        parts["with many more pairs"] = above(*many)
-    parts["fading gain"] = fading(pairs)
+    parts = {"above SAIL": above(pairs), "fading gain": fading(pairs)}
     return joined({**parts, "more unpaired rows": above(unpaired)})
 
 
@@ -418,4 +456,4 @@ def smaller_star(*panels: Panel) -> Verdict:
 def noise_is_furthest(*panels: Panel) -> Verdict:
     """Judges the claim that noise, the last column, is farthest from every other set."""
     closer = [max(row[:-1]) < row[-1] for panel in panels for row in panel.means()[:-1]]
-    return Verdict(all(closer), f"so for {sum(closer)} of {len(closer)} sets")
+    return Verdict(all(closer), f"noise is farthest from {sum(closer)} of {len(closer)} sets")

@@ -1,12 +1,12 @@
-"""Figures of panels: lines, scatter plots and heat maps."""
+"""Figures of panels: lines, bars, scatter plots and heat maps."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
 from experiments import report
-from experiments.paper.panels import Panel
+from experiments.paper.panels import Gap, Panel
 
 COLOURS = ("#8a8f98", "#1f6fb2", "#d9822b", "#3a9d6e", "#a04fb0", "#c0392b")
 """Grey for baselines, blue for our method, then others."""
@@ -14,19 +14,24 @@ Panels = Sequence[Panel]
 
 
 def _figure(panels: int, width: float, height: float) -> tuple[Any, Any]:
-    """Returns a figure with one axes per panel, and these axes."""
-    options = {"figsize": (width * panels, height), "layout": "constrained", "squeeze": False}
-    figure, axes = report.pyplot().subplots(1, panels, **options)
-    for ax in axes[0]:
+    """Returns a figure with one axes per panel, at most two side by side, and these axes."""
+    columns = min(panels, 2)
+    rows = -(-panels // columns)
+    options = {"figsize": (width * columns, height * rows), "layout": "constrained"}
+    figure, axes = report.pyplot().subplots(rows, columns, squeeze=False, **options)
+    for ax in axes.flat:
         ax.spines[["top", "right"]].set_visible(False)
-    return figure, axes[0]
+    for ax in axes.flat[panels:]:
+        ax.set_visible(False)
+    return figure, axes.flat[:panels]
 
 
 def _along(labels: list[str]) -> tuple[np.ndarray, bool]:
     """Returns the positions of labels on an axis, and True if it is logarithmic."""
-    # Labels such as "alpha=0.1" or "500 pairs" have a number. Other labels are evenly spaced.
+    # Labels such as "alpha=0.1" or "1,000 pairs" have a number. Other labels are evenly spaced.
+    numbers = [label.rpartition("=")[2].split()[0].replace(",", "") for label in labels]
     try:
-        values = np.array([float(label.rpartition("=")[2].split()[0]) for label in labels])
+        values = np.array([float(number) for number in numbers])
     except ValueError:
         return np.arange(len(labels), dtype=float), False
     # A logarithmic axis is clearer from a factor of 10 on.
@@ -34,44 +39,140 @@ def _along(labels: list[str]) -> tuple[np.ndarray, bool]:
     return (values, True) if spans else (np.arange(len(labels), dtype=float), False)
 
 
-def _colours(series: list[str]) -> list[str]:
-    """Returns a colour per label, with blue for our method. Grey is for baselines only."""
-    ours = [any(word in label for word in ("SOTAlign", "ours")) for label in series]
-    rest = iter(COLOURS[:1] + COLOURS[2:] if any(ours) else COLOURS[1:])
-    return [COLOURS[1] if own else next(rest) for own in ours]
+def _styles(series: list[str]) -> list[dict[str, str]]:
+    """Returns colour and line style per label, with blue for our method and grey for SAIL.
+
+    A series of the tuned teacher has the colour of the series without it, and a dashed line.
+    """
+    plain = [label.replace("tuned ", "").replace(" (CCA)", "") for label in series]
+    ours = [any(word in label for word in ("SOTAlign", "ours", "KLOT")) for label in series]
+    # Grey is for baselines, so it is used only beside our method.
+    rest = iter([*(COLOURS[:1] if any(ours) else ()), *COLOURS[2:], "black", *COLOURS])
+    known: dict[str, str] = {"SAIL": next(rest)} if "SAIL" in plain else {}
+    for label, own in zip(plain, ours, strict=True):
+        if label not in known:
+            known[label] = COLOURS[1] if own and COLOURS[1] not in known.values() else next(rest)
+    dashes = ["--" if label not in plain else "-" for label in series]
+    return [{"color": known[p], "ls": dash} for p, dash in zip(plain, dashes, strict=True)]
 
 
-def lines(panels: Panels, *, log: bool = False, columns: str = "") -> Any:
+def _draw_lines(
+    ax: Any, along: list[str], series: Mapping[str, tuple[Sequence[float], Sequence[float]]]
+) -> None:
+    """Draws means with error bars over labelled positions."""
+    places, logarithmic = _along(along)
+    for (label, (means, spreads)), style in zip(series.items(), _styles([*series]), strict=True):
+        options = {"marker": "o", "ms": 4, "lw": 1.8, "capsize": 2}
+        ax.errorbar(places, means, yerr=spreads, label=label, **style, **options)
+    ax.set_xscale("log" if logarithmic else "linear")
+    ax.set_xticks(places, along)
+    ax.minorticks_off()
+    ax.grid(alpha=0.25)
+
+
+def lines(panels: Panels, *, log: bool = False, columns: str = "", gain: bool = False) -> Any:
     """Draws a line per column over the rows. Error bars are standard deviations over seeds.
 
     Args:
-        panels: Panels, side by side.
+        panels: Panels to draw.
         log: Logarithmic values of any unit. Otherwise values are percent.
         columns: Title of the horizontal axis. If given, it shows the columns, with a line per row.
+        gain: Also draw the gain over SAIL of the first panel, in percent of SAIL.
 
     Returns:
         The figure.
     """
-    figure, axes = _figure(len(panels), 4.4, 3.5)
+    figure, axes = _figure(len(panels) + gain, 3.7, 3.2)
+    if gain:
+        first, second, *others = axes
+        _draw_gain(second, panels[0])
+        axes = [first, *others]
     for ax, panel in zip(axes, panels, strict=True):
         along, series = list(panel.rows), list(panel.columns)
         if columns:
             along, series = series, along
-        places, logarithmic = _along(along)
-        for label, colour in zip(series, _colours(series), strict=True):
+        drawn = {}
+        for label in series:
             keys = [(label, a) if columns else (a, label) for a in along]
-            means, spreads = [panel.mean(*k) for k in keys], [panel.spread(*k) for k in keys]
-            style = {"color": colour, "marker": "o", "ms": 4, "lw": 1.8}
-            ax.errorbar(places, means, yerr=spreads, capsize=2, label=label, **style)
-        ax.set(xscale="log" if logarithmic else "linear", yscale="log" if log else "linear")
-        ax.set_xticks(places, along, fontsize=8)
-        ax.minorticks_off()
-        ax.grid(alpha=0.25)
-        ax.set(xlabel=columns or panel.corner, ylabel=panel.name if log else "%")
+            drawn[label] = [panel.mean(*k) for k in keys], [panel.spread(*k) for k in keys]
+        _draw_lines(ax, along, drawn)
+        ax.set_yscale("log" if log else "linear")
+        metric = next(iter(panel.columns.values())).get("metric") or ""
+        unit = metric.rpartition("/")[2].replace("top1", "top-1 accuracy")
+        ax.set(xlabel=columns or panel.corner, ylabel=panel.name if log else f"{unit} (%)")
         if len(panels) > 1:
-            ax.set_title(panel.name, fontsize=10)
+            ax.set_title(panel.name)
         if len(series) > 1:
-            ax.legend(frameon=False, fontsize=8)
+            ax.legend(frameon=False, fontsize=9)
+    return figure
+
+
+def _draw_gain(ax: Any, panel: Panel) -> None:
+    """Draws the gains of the columns over SAIL, in percent of SAIL, with standard errors."""
+    drawn: dict[str, Any] = {}
+    for column in panel.columns:
+        if column != "SAIL":
+            gaps = [panel.gap((row, column), (row, "SAIL")) for row in panel.rows]
+            base = [panel.mean(row, "SAIL") / 100 for row in panel.rows]
+            known = [gap or Gap(np.nan, np.nan) for gap in gaps]
+            means, errors = np.array([gap[:2] for gap in known]).T / base
+            drawn[column] = means, errors
+    _draw_lines(ax, list(panel.rows), drawn)
+    ax.axhline(0, color=COLOURS[0], lw=1)
+    ax.set(xlabel=panel.corner, ylabel="gain over SAIL (% of SAIL)", title="relative gain")
+    ax.legend(frameon=False, fontsize=9)
+
+
+def grouped_bars(panels: Panels) -> Any:
+    """Draws a group of bars per column, with a bar per row, and last the paper's numbers."""
+    shown: list[tuple[str, list[str], Callable[[str, str], float | None], Panel]] = []
+    for panel in panels:
+        shown.append((f"here, {panel.name}", list(panel.columns), panel.mean, panel))
+    known = [c for c in panels[0].columns if panels[0].papers(next(iter(panels[0].rows)), c)]
+    shown += [("paper, 10,000 pairs", known, panels[0].papers, panels[0])] if known else []
+    figure, axes = _figure(len(shown), 3.7, 3.0)
+    for ax, (title, columns, value, panel) in zip(axes, shown, strict=True):
+        width = 0.8 / len(panel.rows)
+        colours = [COLOURS[0], COLOURS[2], COLOURS[3], COLOURS[1]]
+        for i, (row, colour) in enumerate(zip(panel.rows, colours, strict=False)):
+            values = [value(row, column) for column in columns]
+            spreads = [panel.spread(row, c) if value == panel.mean else 0 for c in columns]
+            places = np.arange(len(columns)) + (i - len(panel.rows) / 2 + 0.5) * width
+            bars = {"yerr": spreads, "capsize": 2} if any(spreads) else {}
+            ax.bar(places, values, width, color=colour, label=row, **bars)
+        ax.set_xticks(range(len(columns)), [c.replace(" ", "\n") for c in columns], fontsize=9)
+        ax.set(ylabel="R@1 (%)", title=title)
+    handles = axes[0].get_legend_handles_labels()
+    figure.legend(*handles, frameon=False, ncols=4, loc="outside lower center")
+    return figure
+
+
+def method_bars(panels: Panels, *, columns: Sequence[str]) -> Any:
+    """Draws a bar per row with the mean over some columns, and the paper's beside it.
+
+    Args:
+        panels: One panel.
+        columns: Columns to average.
+
+    Returns:
+        The figure.
+    """
+    (panel,) = panels
+    known = [c for c in columns if c in panel.columns]
+    rows = list(panel.rows)
+    here = [float(np.mean([panel.mean(row, c) for c in known])) for row in rows]
+    papers = [[panel.papers(row, c) for c in known] for row in rows]
+    paper = [np.nan if None in some else float(np.mean(some)) for some in papers]  # type: ignore[arg-type]
+    figure, axes = _figure(2, 4.0, 0.33 * len(rows) + 0.9)
+    for ax, title, values in zip(axes, ("here", "paper"), (here, paper), strict=True):
+        colours = [COLOURS[1] if "SOTAlign" in row else COLOURS[0] for row in rows]
+        bars = ax.barh(range(len(rows)), values, color=colours)
+        labels = ["" if np.isnan(value) else f"{value:.1f}" for value in values]
+        ax.bar_label(bars, labels, padding=3)
+        ax.set_yticks(range(len(rows)), rows if ax is axes[0] else [""] * len(rows))
+        ax.invert_yaxis()
+        ax.margins(x=0.15)
+        ax.set(title=title, xlabel=f"mean of {' and '.join(known)} (%)")
     return figure
 
 
@@ -102,7 +203,7 @@ def scatter(panels: Panels) -> Any:
 
 def heat_maps(panels: Panels) -> Any:
     """Draws the means as colours and numbers."""
-    figure, axes = _figure(len(panels), 4.6, 3.8)
+    figure, axes = _figure(len(panels), 4.0, 3.6)
     for ax, panel in zip(axes, panels, strict=True):
         rows, columns, means = list(panel.rows), list(panel.columns), panel.means()
         ax.imshow(means, cmap="viridis", aspect="auto")

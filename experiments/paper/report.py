@@ -1,16 +1,16 @@
-"""Writes the page of all tables and figures, with CSV and PNG files."""
+"""Writes an overview, a page per table or figure of the paper, and CSV and PNG files."""
 
-import collections
+import functools
 import itertools
 import json
 import math
 import pathlib
+import re
 from collections.abc import Iterable, Sequence
-from typing import Any
 
 from experiments import paper, report, workdir
-from experiments.paper import plots, tables
-from experiments.paper.panels import Panel, paper_results
+from experiments.paper import grids, plots, tables
+from experiments.paper.panels import WORDS, Panel, Verdict, paper_results
 from experiments.paper.runs import Setup
 from experiments.paper.sources import KNOWN
 from experiments.paper.tables import Table
@@ -18,45 +18,8 @@ from experiments.store import Store, key_of
 from sotalign_jax import training
 
 FIGURES, CELLS = "figures", "cells.jsonl"
-PAGE, DISCUSSION = (pathlib.Path(__file__).with_name(f"{n}.md") for n in ("page", "discussion"))
-"""Template of the page, and the discussion of the results on photographs."""
-
-
-def shown(panel: Panel) -> report.Table:
-    """Returns a panel as a table, with the paper's numbers beside ours."""
-
-    def ours(row: str, column: str) -> Any:
-        mean = panel.mean(row, column)
-        # `report.Table` has fixed-point numbers only. It shows the spread of a `Mean` itself.
-        text = mean if panel.form.endswith("f") else f"{mean:{panel.form}}"
-        return None if math.isnan(mean) else text
-
-    headers, columns = [panel.corner], []
-    for column, settings in panel.columns.items():
-        if settings["metric"]:
-            headers.append(column)
-            columns.append([ours(row, column) for row in panel.rows])
-        papers = [panel.papers(row, column) for row in panel.rows]
-        if any(value is not None for value in papers):
-            headers.append(f"{_words(panel.named.get(column, column))} (paper)")
-            columns.append(papers)
-    rows = [list(row) for row in zip(panel.rows, *columns, strict=True)]
-    return report.Table(headers, rows, digits=int(panel.form[1]))
-
-
-def paper_table(table: Table) -> report.Table | None:
-    """Returns the paper's whole table if it has rows that our panels lack, or None."""
-    rows = paper_results()[table.paper] if table.paper else {}
-    if set(rows) <= {panel.named.get(row, row) for panel in table.panels for row in panel.rows}:
-        return None
-    headers = ["paper", *map(_words, next(iter(rows.values())))]
-    return report.Table(headers, [[row, *values.values()] for row, values in rows.items()])
-
-
-def _words(column: str) -> str:
-    """Converts a column name of the paper such as COCO_T2I_R1 to COCO T2I R@1."""
-    words = [f"R@{w[1:]}" if w[0] == "R" and w[1:].isdigit() else w for w in column.split("_")]
-    return " ".join(words).replace("kNN pct", "k-NN (%)")
+INDEX, DISCUSSION = (pathlib.Path(__file__).with_name(f"{n}.md") for n in ("index", "discussion"))
+"""Template of the overview, and the discussion of the results on the repository's data."""
 
 
 def long_table(table: Table) -> report.Table:
@@ -70,12 +33,62 @@ def long_table(table: Table) -> report.Table:
     return report.Table(["panel", "row", "column", "ours", "spread", "seeds", "paper"], rows)
 
 
-def summary(made: Sequence[Table]) -> report.Table:
-    """Returns a table of all claims, verdicts and effects."""
-    rows = [
-        [table.name, table.claim, table.outcome, table.verdict.effect or None] for table in made
+def overview(made: Sequence[Table]) -> report.Table:
+    """Returns a table of at most 12 claims, with verdicts and reasons."""
+    known, rows = {table.name: table for table in made}, []
+    for one in paper.DATA["overview"]:
+        outcomes: tuple[list[str], list[str]] = [], []
+        for asked in one["tables"]:
+            name, _, part = asked.partition(" ")
+            table = known[name].part(part) if part else known[name]
+            label = f"[{name}{', ' if part else ''}{part}]({name}.md)"
+            outcomes[0].append(f"{table.outcome} ({label})")
+            if table.tuned_verdict:
+                outcomes[1].append(f"{_tuned_outcome(table)} ({label})")
+        here, tuned = (_merged(some) for some in outcomes)
+        rows.append([one["claim"], here, tuned or None, one["why"]])
+    return report.Table(["the paper's claim", "here", "tuned teacher", "why"], rows)
+
+
+def _merged(outcomes: Sequence[str]) -> str:
+    """Joins texts such as "held (T4)" and "held (A4)" to "held (T4, A4)"."""
+    labels: dict[str, list[str]] = {}
+    for text in outcomes:
+        word, _, label = text.partition(" (")
+        labels.setdefault(word, []).append(label[:-1])
+    return "; ".join(f"{word} ({', '.join(some)})" for word, some in labels.items())
+
+
+def _tuned_outcome(table: Table) -> str:
+    """Returns the verdict on the tuned teacher in one or two words."""
+    verdict = table.tuned_verdict
+    return WORDS[verdict.held] if verdict else ""
+
+
+def contents(made: Sequence[Table]) -> report.Table:
+    """Returns a table of all pages with their verdicts."""
+    rows = [[f"[{t.name}]({t.name}.md)", t.title, t.outcome] for t in made]
+    return report.Table(["page", "shows", "verdict"], rows)
+
+
+def figures(made: Sequence[Table]) -> str:
+    """Returns the figures of the overview in Markdown, each with a caption."""
+    known = {table.name for table in made if drawn(table)}
+    shown = [one for one in paper.DATA["figures"] if one["table"] in known]
+    parts = [
+        f"### {one['title']}\n\n![{one['title']}]({FIGURES}/{one['table']}.png)\n\n"
+        f"{one['caption']} More: [{one['table']}]({one['table']}.md)."
+        for one in shown
     ]
-    return report.Table(["", "the paper's claim", "here", "effect, mean (and the paper's)"], rows)
+    return "\n\n".join(parts)
+
+
+@functools.cache
+def discussion() -> dict[str, str]:
+    """Returns the paragraphs of `discussion.md` by the names of their tables."""
+    parts = re.split(r"^## (.+)$", DISCUSSION.read_text("utf-8"), flags=re.MULTILINE)[1:]
+    pairs = zip(parts[::2], parts[1::2], strict=True)
+    return {name: text.strip() for names, text in pairs for name in names.split(", ")}
 
 
 def minutes(store: Store, made: Iterable[Table]) -> dict[str, float]:
@@ -145,43 +158,75 @@ def drawn(table: Table) -> bool:
     return bool(table.plot) and 0 < wanted <= 2 * known
 
 
-def markdown(table: Table, setup: Setup) -> str:
-    """Returns the section of a table in Markdown.
+def markdown(table: Table, setup: Setup, index: str = "RESULTS.md") -> str:
+    """Returns the page of a table in Markdown.
 
     Args:
         table: Table with its numbers.
         setup: Sizes and sources of its runs.
+        index: Name of the overview, which the page links to.
     """
     heading = f"{table.name}: {table.title}"
-    parts = [f"### {heading}"]
-    parts.append(f"**Claim:** {table.claim}.\n**Here:** {table.outcome}: {table.verdict.text}.")
+    parts = [f"# {heading}", f"**Claim:** {table.claim}."]
+    parts.append(f"**Verdict: {table.outcome}.** {_reasons(table.verdict)}")
+    if tuned := table.tuned_verdict:
+        parts.append(f"**With the tuned teacher: {_tuned_outcome(table)}.** {_reasons(tuned)}")
+    if discussed(setup) and table.name in discussion():
+        parts.append(discussion()[table.name])
     parts += [f"![{heading}]({FIGURES}/{table.name}.png)"] if drawn(table) else []
-    grids = {panel.name: shown(panel) for panel in table.panels}
-    if (whole := paper_table(table)) is not None:
-        grids["The paper, on its own data"] = whole
-    parts += [(f"*{name}*\n\n" if name else "") + grid.markdown() for name, grid in grids.items()]
+    known = [panel.known() for panel in table.panels if panel.found]
+    shown = [one for panel in known for one in grids.of_panel(panel, setup).items()]
+    if _has_more_rows(table):
+        assert table.paper is not None
+        shown += grids.of_paper(table.paper, table.panels[0].corner).items()
+    parts += [(f"*{name}*\n\n" if name else "") + one.markdown() for name, one in shown]
     if failures := table.failures:
         rest = f"; and {len(failures) - 3} more" if len(failures) > 3 else ""
         parts.append(f"Missing: {'; '.join(failures[:3])}{rest}.")
-    if table.panels:
-        seeds = dict.fromkeys(", ".join(map(str, panel.seeds)) for panel in table.panels)
-        data = setup.sources.names.stand_in or "the files that were given"
-        parts.append(f"Data: {data}. Seeds {' and '.join(seeds)}.")
-        used = dict.fromkeys(filter(None, map(settings, table.panels)))
-        parts += [f"Settings: {one}." for one in used]
-    else:
-        holds = [f"{name} ({KNOWN[name][1]})" for name in table.needs]
-        parts.append(f"It needs files, named in FILES.json: {'; '.join(holds)}.")
-        fields = {name: dict.fromkeys(KNOWN[name][0], "PATH.npy") for name in table.needs}
-        parts.append(f"```\n{json.dumps(fields, indent=1)}\n```")
+    parts += ["## Settings", *_settings(table, setup)]
     quick = " --quick" if setup.scale == "quick" else ""
     files = " --files=FILES.json" if setup.sources.given or not table.panels else ""
     command = f"--only={table.name}{quick}{files} --workdir=FOLDER"
-    return "\n\n".join([*parts, f"```\npython -m experiments.reproduce {command}\n```"]) + "\n"
+    parts.append(f"```\npython -m experiments.reproduce {command}\n```")
+    return "\n\n".join([*parts, f"[All results, and how claims are judged]({index})"]) + "\n"
+
+
+def _reasons(verdict: Verdict) -> str:
+    """Returns the reasons of a verdict: a sentence, or a list with an item per part."""
+    if not verdict.parts:
+        return f"{verdict.text[:1].upper()}{verdict.text[1:]}."
+    parts = verdict.parts.items()
+    return "\n\n" + "\n".join(f"- {name}: {WORDS[v.held]}. {_reasons(v)}" for name, v in parts)
+
+
+def _has_more_rows(table: Table) -> bool:
+    """Returns True if the paper's table has rows that ours lacks, and few columns."""
+    rows = paper_results()[table.paper] if table.paper else {}
+    ours = {panel.named.get(row, row) for panel in table.panels for row in panel.rows}
+    return not set(rows) <= ours and len(next(iter(rows.values()))) <= 4
+
+
+def _settings(table: Table, setup: Setup) -> list[str]:
+    """Returns paragraphs on the data, seeds and settings of a table, or on the files it needs."""
+    if not table.panels:
+        holds = [f"{name} ({KNOWN[name][1]})" for name in table.needs]
+        fields = {name: dict.fromkeys(KNOWN[name][0], "PATH.npy") for name in table.needs}
+        example = f"```\n{json.dumps(fields, indent=1)}\n```"
+        return [f"It needs files, named in FILES.json: {'; '.join(holds)}.", example]
+    seeds = [panel.seeds_of(column) for panel in table.panels for column in panel.columns]
+    listed = dict.fromkeys(", ".join(map(str, one)) for one in seeds)
+    data = setup.sources.names.stand_in or "the files that were given"
+    used = dict.fromkeys(filter(None, map(settings, table.panels)))
+    return [f"Data: {data}. Seeds {' and '.join(listed)}.", *(f"Settings: {one}." for one in used)]
+
+
+def discussed(setup: Setup) -> bool:
+    """Returns True if `discussion.md` and the overview are about the results of a setup."""
+    return setup.scale == "full" and not setup.sources.given
 
 
 def page(made: Sequence[Table], setup: Setup, store: Store, command: str) -> str:
-    """Returns the page in Markdown.
+    """Returns the overview in Markdown.
 
     Args:
         made: Tables with their numbers.
@@ -190,34 +235,31 @@ def page(made: Sequence[Table], setup: Setup, store: Store, command: str) -> str
         command: Command that computes the results.
     """
     taken = minutes(store, made)
-    here = workdir.kept_environment(store.path.parent)
-    count = collections.Counter(table.outcome for table in made)
     notes, stand_in = paper.DATA["notes"], setup.sources.names.stand_in
-    # The discussion is about the complete results on photographs, so other pages leave it out.
-    discussed = setup.scale == "full" and stand_in and len(made) == len(tables.TABLES)
-    text = PAGE.read_text("utf-8").strip()
-    return text.format(
+    complete = discussed(setup) and len(made) == len(tables.TABLES)
+    brief = f"## In brief\n\n{overview(made).markdown()}\n\n" if complete else ""
+    pictures = f"## Five figures\n\n{figures(made)}\n\n" if complete else ""
+    return INDEX.read_text("utf-8").format(
         command=command,
         setup=setup,
-        here=here,
+        here=workdir.kept_environment(store.path.parent),
         data=stand_in or "files",
         stand_in=notes["photographs"] if stand_in else "",
         short=notes["quick"] if setup.scale == "quick" else "",
         seeds=", ".join(map(str, setup.sizes.seeds)),
         minutes=sum(taken.values()),
         each=", ".join(f"{name} {value:.1f}" for name, value in taken.items() if value >= 0.05),
-        count=", ".join(f"{word}: {n}" for word, n in count.most_common()),
-        summary=summary(made).markdown(),
-        discussion=DISCUSSION.read_text("utf-8").strip() + "\n\n" if discussed else "",
-        tables="\n\n".join(markdown(table, setup) for table in made),
+        brief=brief,
+        pictures=pictures,
+        contents=contents(made).markdown(),
     )
 
 
 def save(path: pathlib.Path, made: list[Table], setup: Setup, store: Store, command: str) -> None:
-    """Writes the page, its figures and cells beside it, and a CSV file per table.
+    """Writes the overview, a page per table, figures and cells beside it, and CSV files.
 
     Args:
-        path: The Markdown file.
+        path: The Markdown file of the overview.
         made: Tables with their numbers.
         setup: Sizes and sources of the runs.
         store: Stored results. The CSV files are written to its folder.
@@ -225,9 +267,10 @@ def save(path: pathlib.Path, made: list[Table], setup: Setup, store: Store, comm
     """
     for table in made:
         report.write(store.path.with_name(f"{table.name}.csv"), long_table(table).csv())
+        report.write(path.with_name(f"{table.name}.md"), markdown(table, setup, path.name))
         if drawn(table):
             name, options = table.plot
-            figure = getattr(plots, name)(table.panels, **options)
+            figure = getattr(plots, name)([panel.known() for panel in table.panels], **options)
             report.write(path.with_name(FIGURES) / f"{table.name}.png", report.png(figure))
     # The cells of a page are stored beside it, unless that file is the store itself.
     if path.with_name(CELLS).resolve() != store.path.resolve():

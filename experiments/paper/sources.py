@@ -16,7 +16,7 @@ from experiments import paper, photos, store, workdir
 from sotalign_jax import checks, data, files
 
 MAIN = "main"
-# Bounds of the shares in `place`. Entry V3 of docs/results/RESULTS.md tests them on twelve pools.
+# Bounds of the shares in `place`. docs/results/V3.md tests them on twelve pools.
 NEAR, FAR, AS_RANDOM = 2 / 3, 0.95, "AS FAR AS RANDOM"
 
 
@@ -115,13 +115,14 @@ class Photographs:
 
     def has(self, name: str, part: str) -> bool:
         """Returns True if a source has a part: "x", "y", "xy" (both), "test" or "classes"."""
-        known = {"x": photos.IMAGE_POOLS, "y": photos.TEXT_POOLS, "classes": photos.ZERO_SHOT}
-        return _photos(name) in known.get(part, photos.CAPTIONED)
+        known = {"x": photos.IMAGE_POOLS, "y": photos.TEXT_POOLS, "xy": photos.CAPTIONED}
+        known |= {"test": photos.GALLERIES, "classes": tuple(photos.ZERO_SHOT)}
+        return _photos(name) in known[part]
 
     def inputs(self, names: Iterable[Any]) -> dict[str, str]:
         """Returns fingerprints of the files of sources. Names that are no sources are ignored."""
-        known = [_photos(name) for name in names if name in self.names.collections]
-        return photos.fingerprints(*known)
+        known = [n for n in names if n in (*self.names.collections, self.names.speech)]
+        return photos.fingerprints(*map(_photos, known))
 
     def dataset(self, asked: Data) -> data.Dataset:
         """Returns the pairs, pools and galleries that are asked for."""
@@ -157,6 +158,10 @@ class Photographs:
             return photos.images(name, train)
         return photos.texts(name, np.flatnonzero(np.isin(photos.image_of_text(name), train)))
 
+    def input_dimensions(self, name: str) -> int:
+        """Returns the number of independent features of both modalities together."""
+        return photos.input_dimensions(_photos(name))
+
     def gallery(self, name: str) -> data.Gallery:
         """Returns the test gallery of a source."""
         return photos.gallery(_photos(name))
@@ -170,7 +175,8 @@ class Photographs:
 
 def _photos(name: str) -> str:
     """Returns the name of a source in `photos`."""
-    return {MAIN: "coco", "Flowers": "flowers102"}.get(name, name.lower())
+    named = {MAIN: "coco", "Flowers": "flowers102", "Common Voice": "speech"}
+    return named.get(name, name.lower())
 
 
 def _views(encoders: str) -> tuple[int | None, str, int | None]:
@@ -259,6 +265,9 @@ class Files:
     def rows(self, name: str, side: str) -> Any:
         path = self.given.get(name, {}).get(side)
         return None if path is None else files.load_array(path)
+
+    def input_dimensions(self, name: str) -> int:
+        return self.rows(name, "x").shape[1] + self.rows(name, "y").shape[1]
 
     def gallery(self, name: str, split: str = "test") -> data.Gallery:
         return data.gallery(*(self.rows(name, f"{split}_{part}") for part in ("x", "y", "x_of_y")))

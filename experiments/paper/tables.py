@@ -6,8 +6,6 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import numpy as np
-
 from experiments import paper
 from experiments.paper import panels as rules
 from experiments.paper.panels import WORDS, Claims, Panel, Verdict, paper_results
@@ -57,13 +55,29 @@ class Table:
         return getattr(rules, name)(*self.panels, **options)
 
     @property
+    def tuned_verdict(self) -> Verdict | None:
+        """The judgement on the same claim with the tuned teacher, or None if it was not tested."""
+        judged = [dataclasses.replace(p, claims=p.tuned) for p in self.panels if p.tuned]
+        gaps = [panel.gap(*places) for panel in judged for places in panel.claims.values()]
+        if not any(gaps):
+            return None
+        rule = self.rule[0] if self.rule[0].startswith("above") else "above"
+        return getattr(rules, rule)(*judged)
+
+    def part(self, name: str) -> "Table":
+        """Returns the table with only one of its panels."""
+        return dataclasses.replace(self, panels=[one for one in self.panels if one.name == name])
+
+    @property
     def outcome(self) -> str:
         """The verdict in one or two words."""
         if not self.panels:
             return "needs files"
         if self.word:
             return self.word
-        if self.verdict.held is None and self.failures:
+        # Runs of the tuned teacher are no part of the paper's claim.
+        missing = [why for p in self.panels if "tuned" not in p.name for why in p.failures]
+        if self.verdict.held is None and any("tuned" not in why for why in missing):
             return "not finished" if any(panel.found for panel in self.panels) else "not run"
         return WORDS[self.verdict.held]
 
@@ -108,12 +122,13 @@ def placeholders(setup: Setup) -> Values:
     pair_sources = shown(MAIN, *others) if others else []
     encoders = names.encoders if len(names.encoders) > 1 else []
     all_encoders = [*names.encoders, *names.weak_encoders]
-    methods = (("SAIL", "sail"), ("SOTAlign", "sotalign"))
+    methods: Sequence[Any] = (("SAIL", "sail", {}), ("SOTAlign", "sotalign", {}))
+    tuned = ("SOTAlign (tuned CCA)", "sotalign", paper.DATA["points"]["tuned_teacher"])
     ways = (("I2T", "x_to_y"), ("T2I", "y_to_x"))
     pools, drawn = _pools(setup), (*names.collections, "noise")
     images, texts = (shown(*(name for name in drawn if at.has(name, side))) for side in "xy")
     has_sets = len(images) > 2 < len(texts)  # besides the main source and noise
-    retrieval = paper.DATA["shared"]["retrieval"].items()
+    retrieval, unlimited = paper.DATA["shared"]["retrieval"].items(), {"data.n_unpaired": None}
     return {
         **sizes,
         **paper.DATA["points"],
@@ -122,9 +137,10 @@ def placeholders(setup: Setup) -> Values:
         "all": None,
         "quick_photographs": setup.scale == "quick" and not at.given,
         "full_photographs": setup.scale == "full" and not at.given,
+        "speech_data": {**dict.fromkeys(("data.pairs", "data.test"), names.speech), **unlimited},
         "retrieval": [(n, c["metric"]) for n, c in retrieval if _available(setup, c)],
         "pair_sources": pair_sources,
-        "pair_runs": [(*source, *method) for source in pair_sources for method in methods],
+        "pair_runs": [(*s, *method) for s in pair_sources for method in (*methods, tuned)],
         "encoders": encoders,
         "encoder_runs": [(name, *method) for name in encoders for method in methods],
         "all_encoders": all_encoders if len(all_encoders) > 2 else [],
@@ -166,11 +182,11 @@ def _available(setup: Setup, settings: Mapping[str, Any]) -> bool:
 
 def _panel(raw: Values, values: Values, setup: Setup, key: str | None) -> Panel:
     """Makes a panel from its description, for one value of the placeholder in its name."""
-    shared, common = paper.DATA["shared"], _fill(raw.get("common", {}), values)
-    rows, columns = (
-        _expand(shared[raw[side]] if isinstance(raw[side], str) else raw[side], values)
-        for side in ("rows", "columns")
-    )
+    shared = paper.DATA["shared"]
+    parts = ("rows", "columns", "named", "above", "columns_above")
+    raw = {k: shared[v] if k in parts and isinstance(v, str) else v for k, v in raw.items()}
+    rows, columns = _expand(raw["rows"], values), _expand(raw["columns"], values)
+    common = _fill(raw.get("common", {}), values)
     named = _expand({**shared["named"], **raw.get("named", {})}, values)
     papers = next(iter(paper_results()[key].values())) if key else {}
     for label, settings in list(columns.items()):
@@ -181,11 +197,26 @@ def _panel(raw: Values, values: Values, setup: Setup, key: str | None) -> Panel:
             if named.get(label, label) not in papers:
                 del columns[label]
     name, seeds = raw.get("name", "").format(**values), setup.sizes.seeds
-    seeds = raw.get("seeds", seeds[:1] if raw.get("one_seed") else seeds)
+    one_seed = raw.get("one_seed")
+    if isinstance(one_seed, list):
+        for label in one_seed:
+            columns[label]["seeds"] = seeds[:1]
+    elif one_seed:
+        seeds = seeds[:1]
     claims = _claims(raw, rows, columns, values)
-    gain = _gain(key, *raw["gain"]) if key and "gain" in raw else None
-    known = {"claims": claims, "gain": gain, "named": named, "form": raw.get("form", ".1f")}
-    return Panel(name, raw["corner"], rows, columns, seeds, paper=key, **known)
+    tuned = {k: v for k, v in claims.items() if "tuned" in f"{name}{v}"}
+    return Panel(
+        name,
+        raw["corner"],
+        rows,
+        columns,
+        raw.get("seeds", seeds),
+        claims={label: places for label, places in claims.items() if label not in tuned},
+        tuned=tuned,
+        named=named,
+        form=raw.get("form", ".1f"),
+        paper=key,
+    )
 
 
 def _points(label: str, values: Values) -> list[Values]:
@@ -239,12 +270,3 @@ def _claims(raw: Values, rows: Values, columns: Values, values: Values) -> Claim
                     places = ((other, high), (other, low))
                 claims[f"{high} - {low} ({other})"] = places
     return claims
-
-
-def _gain(key: str, high: str, low: str, columns: str) -> float:
-    """Returns the paper's mean gain, over rows that differ only in `high` and `low`."""
-    table = paper_results()[key]
-    # A row whose name does not contain `high` is no half of a pair.
-    pairs = [(row, re.sub(high, low, row)) for row in table]
-    places = itertools.product([pair for pair in pairs if pair[0] != pair[1]], columns.split())
-    return float(np.mean([table[row][c] - table[under][c] for (row, under), c in places]))
