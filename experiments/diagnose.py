@@ -188,9 +188,10 @@ def read_pool(shifts: Mapping[str, diagnostics.Shift]) -> Reading:
         "with two other distances: between two halves of the pairs (sampling noise), and between "
         f"the pairs and random directions. Less than {100 * NEAR:.0f} % of the way to random "
         f"directions is near, and {100 * FAR:.0f} % or more is as far as random. The farther side "
-        "counts. docs/results/V3.md measures twelve pools for 1,000 pairs of COCO: SOTAlign was better than training on the pairs alone with all near pools, with "
-        "some far pools, and hardly (0.1) with pools as far as random. If a pool is far, lower "
-        "alpha and compare with the pairs alone. If it is as far as random, leave it out."
+        "counts. docs/results/V3.md measures twelve pools for 1,000 pairs of COCO: SOTAlign was "
+        "better than training on the pairs alone with all near pools, with some far pools, and "
+        "hardly (0.1) with pools as far as random. If a pool is far, lower alpha and compare with "
+        "the pairs alone. If it is as far as random, leave it out."
     )
     headers = ["side", "rows", "two halves", "pool", "random", "share"]
     lines: list[list[Any]] = [
