@@ -26,7 +26,7 @@ from sotalign_jax.calibration import Calibration
 from sotalign_jax.heads import Heads, rebuild
 
 # Increase it when files of older versions cannot be read any more.
-FORMAT = 2
+FORMAT = 3
 """Version of the files that `save` writes."""
 FOLDER = "aligner"
 """Name of the aligner's folder within a run folder."""

@@ -564,7 +564,7 @@ def option(**changes):
 
 
 def nest(folder):
-    (folder / "aligner.json").write_text('{"format": 2, "heads": ' + "[" * 100_000)
+    (folder / "aligner.json").write_text('{"format": 3, "heads": ' + "[" * 100_000)
 
 
 def list_instead(folder):
@@ -582,8 +582,8 @@ def list_instead(folder):
         (whole_numbers, r"has int32\[4\] for x.linear.bias but aligner.json describes float\[4\]"),
         (other_values, "heads.safetensors is missing or damaged .its content has changed"),
         (cut_description, "aligner.json is missing or damaged"),
-        (edit(format=99), "has format 99 but this version reads 2; load it with the version"),
-        (list_instead, "has format None but this version reads 2"),
+        (edit(format=99), "has format 99 but this version reads 3; load it with the version"),
+        (list_instead, "has format None but this version reads 3"),
         (edit(heads={}), "aligner.json is missing or damaged"),
         (edit(heads={"x": {"kind": "cnn"}}), "aligner.json is missing or damaged"),
         (edit(heads={"x": {"kind": "linear", "depth": 3}}), "aligner.json is missing or damaged"),
