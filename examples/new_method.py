@@ -39,7 +39,7 @@ photos = sota.data.photographs()
 pairs = photos.image[:300], photos.text[:300]
 unpaired = {"x": photos.image[300:470], "y": photos.text[470:]}  # from different photographs
 for method in ("sail", CentredInfoNCE()):
-    options = {"method": method, "start": "random", "steps": 60, "learning_rate": 2e-3}
+    options = {"method": method, "steps": 60, "learning_rate": 2e-3}
     model = sota.align(pairs, **unpaired, **options, progress=False)
     _, found = model.search(photos.image[300:], photos.text[300:], k=10)
     recall = 100 * np.mean([row in rows for row, rows in enumerate(found)])

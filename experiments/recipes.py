@@ -13,6 +13,7 @@ prints the results that are there and computes nothing. A .npz file has paired r
 
 import dataclasses
 import functools
+import json
 import pathlib
 import time
 from collections.abc import Mapping, Sequence
@@ -40,6 +41,8 @@ _SHOW = flags.DEFINE_bool("show", False, "Print the results that are there, comp
 EITHER = {"pools": "calibration", "epsilons": [*recipe.EPSILONS]}
 # Steps x learning rate is the paper's, see configs/files.py. 100 steps are feasible on a CPU.
 PAPER = {"recipe": "paper", "steps": 100, "learning_rate": 2e-3, "dim": 512}
+# Part of the specification, so that results of another recipe are not taken for those of this one.
+DEFAULT = json.loads(json.dumps(recipe.PRESETS["default"]._asdict()))
 RECIPES: dict[str, dict[str, Any]] = {
     "CCA": {**EITHER, "teacher": "cca"},
     "tuned CCA": {**EITHER, "teacher": "tuned_cca"},
@@ -53,8 +56,13 @@ RECIPES: dict[str, dict[str, Any]] = {
         "options": {"warmup": 0},  # the published warm-up is longer than these runs
     },
     'recipe="paper"': {**EITHER, "align": PAPER, "pools": "training"},
-    "align (pairs alone)": {"align": {}, "teacher": "kernel_cca", "pools": "nothing"},
-    "align": {"align": {}, "teacher": "kernel_cca", "pools": "training"},
+    "align (pairs alone)": {
+        "align": {},
+        "preset": DEFAULT,
+        "teacher": "kernel_cca",
+        "pools": "nothing",
+    },
+    "align": {"align": {}, "preset": DEFAULT, "teacher": "kernel_cca", "pools": "training"},
 }
 SCORES = ("R@1", "R@10", "calibrated R@1", "calibrated R@10")
 NAMES = ("data", "pairs", "pool", "seed", "recipe")

@@ -280,7 +280,7 @@ CHANCE = "chance"
 """Label of the last row of a comparison, which has the scores of a random ranking."""
 LEGEND = (
     "R@k: percent of queries with a match among the first k, mean of both directions",
-    "calibrated: corrected for hubs (rows that are close to everything) with the unpaired data",
+    "calibrated: corrected for hubs (rows that are close to many others) with the unpaired data",
     "chance: a random ranking",
     "±: standard deviation over seeds",
 )

@@ -320,9 +320,10 @@ def align(
 
     Without x and y, training is supervised (SAIL). With only one of them, the pairs' own rows
     replace the other. If `val` is None and there are at least 100 pairs, a tenth of them is held
-    out for validation. The result is the best of the teacher, the trained heads and three mixtures
-    of both on validation, or a mixture without validation. Training keeps its best step on
-    validation. A sample of the unpaired rows is kept for calibrated retrieval.
+    out for validation, unless the teacher is fitted already. Training keeps its best step on
+    validation. With the default recipe the result is the best of the teacher, the trained heads
+    and three mixtures of both on validation, or a mixture without validation. A sample of the
+    unpaired rows is kept for calibrated retrieval.
 
     Args:
         pairs: Embeddings (pairs_x, pairs_y) of shapes [n, d_x] and [n, d_y]. Row i of one matches

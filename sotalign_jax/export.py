@@ -63,7 +63,7 @@ class _Value:
 
     def reduce(self, operator: str) -> "_Value":
         """Reduces every row to one number."""
-        return self(f"Reduce{operator}", self.constant(np.array([1]), "axes"))
+        return self(f"Reduce{operator}", self.constant(np.array([1], np.int64), "axes"))
 
     def clip(self, low: float, high: float) -> "_Value":
         """Limits every entry.
@@ -166,8 +166,8 @@ def _mixed(x: _Value, head: Any, at: str) -> _Value:
     f = _unit(_describe(x, head.first, f"{at}first.")) * weight("Sqrt")
     g = _unit(_describe(x, head.second, f"{at}second.")) * (weight * -1.0 + 1.0)("Sqrt")
     # Padding with zeros and adding concatenates. The operator "Concat" would need an attribute.
-    after = x.constant(np.array([0, 0, 0, e]), f"{at}after")
-    before = x.constant(np.array([0, d, 0, 0]), f"{at}before")
+    after = x.constant(np.array([0, 0, 0, e], np.int64), f"{at}after")
+    before = x.constant(np.array([0, d, 0, 0], np.int64), f"{at}before")
     return f("Pad", after) + g("Pad", before)
 
 

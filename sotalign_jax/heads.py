@@ -554,7 +554,8 @@ class MixedHead(Head):
     def __init__(self, first: Head, second: Head, weight: float = 0.5):
         if first.d_in != second.d_in:
             raise checks.InputError(
-                f"second takes width {second.d_in} but first takes width {first.d_in}"
+                f"second takes width {second.d_in} but first takes width {first.d_in}; mix heads "
+                "of the same encoder"
             )
         if not 0.0 <= weight <= 1.0:
             raise checks.InputError(f"weight must be between 0 and 1, got {weight}")

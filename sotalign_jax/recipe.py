@@ -22,7 +22,9 @@ from sotalign_jax.progress import Observer
 Tree = TypeVar("Tree")
 STARTS = ("random", "teacher")
 """Initial values of linear heads."""
-TUNED_TEACHERS = ("tuned_cca", "kernel_cca", "best_cca")
+KERNEL_TEACHERS = ("kernel_cca", "best_cca")
+"""Teachers that may be kernel maps, which heads cannot start at."""
+TUNED_TEACHERS = ("tuned_cca", *KERNEL_TEACHERS)
 """Teachers whose options are chosen by cross-validation, which needs a seed."""
 # 0.75 was at least as good as the teacher on five data sets. 0.5 and 0.25 gain more where the
 # unpaired rows help, and lose where they do not (docs/recipes.md).
@@ -59,7 +61,8 @@ class Recipe:
         calibration: Candidate epsilons of the calibration. The best one on validation is used.
 
     Raises:
-        InputError: A name is unknown, or `dim` is None for random heads.
+        InputError: A name is unknown, `dim` is None for random heads, or the heads shall start at a
+            kernel teacher.
 
     Example:
         >>> Recipe(methods.SAIL(), training.TrainConfig(), dim=512).uses_teacher
@@ -85,6 +88,12 @@ class Recipe:
         checks.whole(1, or_none=True, dim=self.dim)
         if self.dim is None and self.start == "random" and isinstance(self.method, Objective):
             raise checks.InputError("dim must be an integer for random heads, got None")
+        kernel = self.teacher in KERNEL_TEACHERS or getattr(self.teacher, "is_kernel", False)
+        if kernel and self.start == "teacher" and isinstance(self.method, Objective):
+            raise checks.InputError(
+                "start must be 'random' with a kernel teacher, got 'teacher'; choose a linear "
+                "teacher such as 'tuned_cca' to start at it"
+            )
 
     @property
     def uses_teacher(self) -> bool:
@@ -184,7 +193,8 @@ def default(
     """
     checks.choice("recipe", preset, tuple(PRESETS))
     values, n_pairs = PRESETS[preset], len(dataset.pairs_x)
-    method, own = resolve_method(method), method is None
+    mixes = method is None or teacher is not None
+    method = resolve_method(method)
     if method is None:
         # SigLIP's gradient falls with the pairs of a batch, and KLOT's does not. Dividing by the
         # pairs keeps the balance of both terms.
@@ -214,7 +224,7 @@ def default(
         start=start,
         dim=values.dim if dim is None and start == "random" else dim,
         # If the caller chose a method without a teacher, its heads are returned without mixtures.
-        mixtures=values.mixtures if own or getattr(method, "uses_teacher", False) else (),
+        mixtures=values.mixtures if mixes or getattr(method, "uses_teacher", False) else (),
         calibration=values.calibration,
     )
 
@@ -330,7 +340,7 @@ def fit_teacher(recipe: Recipe, dataset: data.Dataset) -> Teacher:
         The teacher.
 
     Raises:
-        InputError: The teacher does not fit the data. The message begins with "teacher: ".
+        InputError: The teacher does not fit the data. The message begins with "teacher".
     """
     teacher, seed, pairs_y = recipe.teacher, recipe.train.seed, dataset.pairs_y
     if not isinstance(teacher, str):
@@ -356,11 +366,6 @@ def _start(recipe: Recipe, dataset: data.Dataset, teacher: Teacher | None) -> He
     widths = dataset.pairs_x.shape[1], dataset.pairs_y.shape[1]
     # Without a method the model is the teacher itself, as linear heads that start at it.
     kind = "linear" if method is None else recipe.head or method.head
-    if method is not None and recipe.start == "teacher" and teacher and teacher.is_kernel:
-        raise checks.InputError(
-            "start must be 'random' with a kernel teacher, got 'teacher'; choose a linear teacher "
-            "such as 'tuned_cca' to start at it"
-        )
     with checks.naming("heads: "):
         if method is None or recipe.start == "teacher":
             assert teacher is not None
@@ -442,12 +447,12 @@ def select(
     candidates = {"trained": trained}
     if weights:
         assert teacher is not None
-        widths = trained.x.d_in, trained.y.d_in, min(teacher.dim, trained.x.d_out)
-        alone = heads.build_heads(*widths, teacher=teacher)
-        mixed = {f"{w:g} teacher": heads.mix(alone, trained, w) for w in weights}
+        widths = trained.x.d_in, trained.y.d_in
+        alone = heads.build_heads(*widths, teacher.dim, teacher=teacher)
+        mixed = {f"mixture, {w:g} teacher": heads.mix(alone, trained, w) for w in weights}
         candidates = {"teacher": alone, **candidates, **mixed}
     if gallery is None:
-        name = f"{weights[0]:g} teacher" if weights else "trained"
+        name = f"mixture, {weights[0]:g} teacher" if weights else "trained"
         return candidates[name], {"selected": name, "candidates": {}}
     scores = {}
     for name, one in candidates.items():

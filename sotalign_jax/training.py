@@ -25,7 +25,9 @@ from jaxtyping import Array, Float, Int
 from sotalign_jax import checks, data, evaluation, sampling, teachers
 from sotalign_jax.heads import (
     Heads,
+    KernelHead,
     LinearHead,
+    MixedHead,
     Rows,
     Teacher,
     build_heads,
@@ -449,6 +451,12 @@ def fit(
     """
     observer = observer or Observer()
     check_pool(method, dataset)
+    for head in (heads.x, heads.y):
+        if isinstance(head, KernelHead | MixedHead):
+            raise checks.InputError(
+                f"heads must be trainable, got kind {head.kind!r}; start from random heads or a "
+                "linear teacher"
+            )
     if method.uses_teacher:
         _check_teacher(method, teacher, dataset)
     on_device = _on_device(on_device, method, dataset, mesh)

@@ -226,6 +226,19 @@ def test_every_head_variable_is_a_parameter_and_trains():
         assert all(jax.tree.leaves(moved))
 
 
+def test_mixed_head_averages_the_cosines_of_two_heads():
+    first, second = heads.build_heads(7, 6, 4, seed=1), heads.build_heads(7, 6, 9, kind="mlp")
+    mixed = heads.mix(first, second, 0.3)
+    x, y = rows(0, 8, 7), rows(1, 5, 6)
+    cosines = [affinity.cosine(one.x(x), one.y(y)) for one in (first, second, mixed)]
+    np.testing.assert_allclose(cosines[2], 0.3 * cosines[0] + 0.7 * cosines[1], atol=1e-6)
+    assert mixed.x.d_out == 13 and mixed.log_scale is second.log_scale
+    with pytest.raises(checks.InputError, match=r"^second takes width 6"):
+        heads.MixedHead(first.x, second.y)
+    with pytest.raises(checks.InputError, match=r"^weight\b.* 1.5"):
+        heads.mix(first, second, 1.5)
+
+
 def test_build_heads_is_a_function_of_the_seed():
     kernels = [heads.build_heads(7, 7, 4, seed=s).x.linear.kernel[...] for s in (0, 0, 1)]
     np.testing.assert_array_equal(kernels[0], kernels[1])

@@ -174,9 +174,9 @@ def test_compare_reports_where_calibration_hurts_or_helps(tmp_path, capsys):
 
 
 def test_remarks_name_the_selected_candidate():
-    one = {"selected": "mean", "candidates": {"teacher": 31.2, "trained": 32.0, "mean": 33.04}}
+    one = {"selected": "mixture", "candidates": {"teacher": 31.2, "mixture": 33.04}}
     (said,) = report.remarks({"align-seed0": SCORES | one}, compared(align=[SCORES]))
-    assert "align-seed0 returns mean" in said and "teacher 31.2, trained 32.0, mean 33.0" in said
+    assert "align-seed0 returns mixture" in said and "teacher 31.2, mixture 33.0" in said
 
 
 def test_remarks_warn_if_validation_is_at_chance():

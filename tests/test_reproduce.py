@@ -540,7 +540,7 @@ def test_reproduce_shares_a_table_between_two_processes(main, tmp_path):
     [
         (["--only=T9", "--workdir=w"], "only "),
         (["--workdir=w"], "only: pass either"),
-        (["--all", "--workdir=w", "--files=none.json"], "none.json: cannot be read"),
+        (["--all", "--workdir=w", "--files=none.json"], "none.json cannot be read"),
         (["--all", "--workdir=w", "--cells=damaged.jsonl"], "damaged.jsonl: line 2 is damaged"),
         (["--list", "--cells=damaged.jsonl"], "damaged.jsonl: line 2 is damaged"),
     ],

@@ -216,6 +216,12 @@ def test_with_features_caches_teacher_features_that_fit(dataset, teacher):
             assert (training.cache_teacher_features(placed, teacher).star_x is not None) == fit
 
 
+def test_fit_rejects_heads_that_cannot_be_trained(dataset):
+    start = heads.build_heads(dataset.pairs_x.shape[1], dataset.pairs_y.shape[1], 3)
+    with pytest.raises(checks.InputError, match=r"^heads\b.* 'mixed'"):
+        training.fit(methods.SAIL(), heads.mix(start, start, 0.5), dataset, training.TrainConfig())
+
+
 def test_with_features_skips_pools_smaller_than_their_features(dataset, teacher):
     placed = training.place(dataset)
     narrow = placed._replace(pool_x=placed.pool_x.astype(jnp.float16)[:, : teacher.dim])
