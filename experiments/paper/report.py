@@ -265,6 +265,8 @@ def save(path: pathlib.Path, made: list[Table], setup: Setup, store: Store, comm
         store: Stored results. The CSV files are written to its folder.
         command: Command that computes the results.
     """
+    # The overview names the revision. Writing other pages first would make it look changed.
+    index = page(made, setup, store, command)
     for table in made:
         report.write(store.path.with_name(f"{table.name}.csv"), long_table(table).csv())
         report.write(path.with_name(f"{table.name}.md"), markdown(table, setup, path.name))
@@ -276,4 +278,4 @@ def save(path: pathlib.Path, made: list[Table], setup: Setup, store: Store, comm
     if path.with_name(CELLS).resolve() != store.path.resolve():
         cells = [cell for table in made for panel in table.panels for cell in panel.cells()]
         report.write(path.with_name(CELLS), store.lines(key_of(spec) for _, spec, _ in cells))
-    report.write(path, page(made, setup, store, command))
+    report.write(path, index)
