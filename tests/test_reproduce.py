@@ -29,7 +29,6 @@ TINY = {
     "seeds": [0, 1],
     "n_pairs": 60,
     "pairs": [30, 60],
-    "axis_pairs": [30, 60],
     "first_pairs": [30, 60],
     "few_pairs": [30, 60],
     "unpaired": [40, 100],

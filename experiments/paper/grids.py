@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from experiments import report
-from experiments.paper.panels import Panel, paper_results, percent
+from experiments.paper.panels import Panel, Place, paper_results, percent
 from experiments.paper.runs import Setup
 
 OVER = "over SAIL"
@@ -98,6 +98,15 @@ def _text(panel: Panel, row: str, column: str) -> Any:
     return None if math.isnan(mean) else text
 
 
+def _relative(panel: Panel, place: Place, sail: Place) -> str | None:
+    """Returns the gain over SAIL relative to SAIL, over the seeds that both have."""
+    ours, base = (panel.found.get(at, np.empty(0)) for at in (place, sail))
+    both = np.isfinite(ours - base) if len(ours) == len(base) else np.zeros(len(base), bool)
+    if not both.any() or not base[both].any():
+        return None
+    return percent(float(ours[both].mean() / base[both].mean() - 1))
+
+
 def _beside(panel: Panel, ours: str, column: str | None = None) -> report.Table:
     """Returns our numbers beside the paper's, each with its gain relative to SAIL.
 
@@ -114,9 +123,8 @@ def _beside(panel: Panel, ours: str, column: str | None = None) -> report.Table:
         sail, paper = panel.baseline(*place), panel.papers(*place)
         gains: list[str | None] = [None, None]
         if sail is not None:
-            base, papers_base = panel.mean(*sail), panel.papers(*sail)
-            gain = (panel.mean(*place) - base) / base if base else math.nan
-            gains[0] = None if math.isnan(gain) else percent(gain)
+            papers_base = panel.papers(*sail)
+            gains[0] = _relative(panel, place, sail)
             if paper is not None and papers_base:
                 gains[1] = percent((paper - papers_base) / papers_base)
         rows.append([label, _text(panel, *place), gains[0], paper, gains[1]])

@@ -103,7 +103,7 @@ def lines(panels: Panels, *, log: bool = False, columns: str = "", gain: bool = 
         if len(panels) > 1:
             ax.set_title(panel.name)
         if len(series) > 1:
-            ax.legend(frameon=False, fontsize=9)
+            ax.legend(frameon=False, fontsize=9, handlelength=3)
     return figure
 
 
@@ -120,7 +120,7 @@ def _draw_gain(ax: Any, panel: Panel) -> None:
     _draw_lines(ax, list(panel.rows), drawn)
     ax.axhline(0, color=COLOURS[0], lw=1)
     ax.set(xlabel=panel.corner, ylabel="gain over SAIL (% of SAIL)", title="relative gain")
-    ax.legend(frameon=False, fontsize=9)
+    ax.legend(frameon=False, fontsize=9, handlelength=3)
 
 
 def grouped_bars(panels: Panels) -> Any:

@@ -213,7 +213,7 @@ def _settings(table: Table, setup: Setup) -> list[str]:
         fields = {name: dict.fromkeys(KNOWN[name][0], "PATH.npy") for name in table.needs}
         example = f"```\n{json.dumps(fields, indent=1)}\n```"
         return [f"It needs files, named in FILES.json: {'; '.join(holds)}.", example]
-    seeds = [panel.seeds_of(column) for panel in table.panels for column in panel.columns]
+    seeds = [panel.seeds_of(place) for panel in table.panels for place in panel.places()]
     listed = dict.fromkeys(", ".join(map(str, one)) for one in seeds)
     data = setup.sources.names.stand_in or "the files that were given"
     used = dict.fromkeys(filter(None, map(settings, table.panels)))
@@ -265,6 +265,8 @@ def save(path: pathlib.Path, made: list[Table], setup: Setup, store: Store, comm
         store: Stored results. The CSV files are written to its folder.
         command: Command that computes the results.
     """
+    # The overview names the revision. Writing other pages first would make it look changed.
+    index = page(made, setup, store, command)
     for table in made:
         report.write(store.path.with_name(f"{table.name}.csv"), long_table(table).csv())
         report.write(path.with_name(f"{table.name}.md"), markdown(table, setup, path.name))
@@ -276,4 +278,4 @@ def save(path: pathlib.Path, made: list[Table], setup: Setup, store: Store, comm
     if path.with_name(CELLS).resolve() != store.path.resolve():
         cells = [cell for table in made for panel in table.panels for cell in panel.cells()]
         report.write(path.with_name(CELLS), store.lines(key_of(spec) for _, spec, _ in cells))
-    report.write(path, page(made, setup, store, command))
+    report.write(path, index)

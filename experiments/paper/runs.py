@@ -101,7 +101,7 @@ class Setup:
     def plan(self, panel: Panel) -> Panel:
         """Returns a panel with the specifications of its cells."""
         specs = {
-            place: [self.spec(changes, seed) for seed in panel.seeds_of(place[1])]
+            place: [self.spec(changes, seed) for seed in panel.seeds_of(place)]
             for place, changes in panel.places().items()
         }
         return dataclasses.replace(panel, specs=specs)

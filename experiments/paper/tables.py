@@ -56,10 +56,10 @@ class Table:
 
     @property
     def tuned_verdict(self) -> Verdict | None:
-        """The judgement on the same claim with the tuned teacher, or None if it was not tested."""
+        """The judgement on the same claim with the tuned teacher, or None if runs are missing."""
         judged = [dataclasses.replace(p, claims=p.tuned) for p in self.panels if p.tuned]
         gaps = [panel.gap(*places) for panel in judged for places in panel.claims.values()]
-        if not any(gaps):
+        if not gaps or None in gaps:
             return None
         rule = self.rule[0] if self.rule[0].startswith("above") else "above"
         return getattr(rules, rule)(*judged)
