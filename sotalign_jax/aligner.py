@@ -337,7 +337,7 @@ def align(
             `methods.METHODS`. By default SOTAlign, or SAIL without unpaired rows.
         teacher: A name of `training.TEACHERS`, or a fitted teacher.
         start: "teacher" starts the heads at the teacher's projection, "random" at random. Only
-            linear heads can start at a teacher, which must be linear too.
+            linear heads can start at a teacher, which must be linear too, such as "tuned_cca".
         dim: Width of the trained heads' features. By default 512, 1,024 if `recipe` is "paper", or
             the teacher's width if the heads start at it. A mixture adds the teacher's features.
         steps: Training steps.

@@ -129,9 +129,10 @@ class Preset(NamedTuple):
         teacher: A name of `training.TEACHERS`.
         dim: Width of the features of random heads.
         pair_batch: Pairs per step.
-        alpha: Weight of KLOT, multiplied by the number of pairs in a batch. `default` divides
-            by that number, because SigLIP's gradient falls with it.
-        steps: Smallest and largest number of steps. A tenth of the pairs is clipped to this range.
+        alpha: `default` sets the alpha of SOTAlign to this value divided by the number of pairs in
+            a batch, because SigLIP's gradient shrinks with that number and KLOT's does not.
+        steps: Smallest and largest default number of steps. The default is one step per ten pairs,
+            clipped to this range.
         mixtures: Weights of the teacher in mixtures with the trained heads.
         calibration: Epsilons of the calibration.
     """

@@ -49,7 +49,7 @@ from sotalign_jax.ot.sinkhorn import (
 from sotalign_jax.ot.solver import MAX_ITERATIONS, Scalings, goal, solve
 
 MARGINALS = ("prob", "bistochastic")
-"""Choices of `marginals`: plans of total mass 1, or rows of mass 1."""
+"""Choices of `marginals`: plans of total mass 1, or rows and columns of mass 1."""
 
 
 class KlotAux(NamedTuple):

@@ -10,14 +10,15 @@ fixed-point iteration in y alone. A *sweep*, one pass over A, gives x, the error
 the next y. A *level* is one value of epsilon. A solve at a small epsilon starts at a larger one and
 divides it by 4 from level to level.
 
-The solver has three nested loops, each a function of this module:
+The solver has three nested loops, `_run`, `_build` and `_search`. `_level` is the body of the second:
 
     _run      calls `_build` until the solve is done.
     _build    builds A from K, then calls `_level` for one epsilon after the other.
-    _search   sweeps at one epsilon until the error of the columns is small.
+    _level    searches at one epsilon, then lowers it or asks for a new build.
+    _search   sweeps until the error of the columns is small. A sweep is one iteration.
 
 A stored A reaches the next level by taking the fourth power of its entries. It is built again only
-if the scalings drift too far or a search fails. A streamed kernel is built again at every level.
+if the scalings drift too far, or if a search fails or starts again. A streamed kernel is built again at every level.
 
 With an int8 kernel, `_search_int8` replaces `_search`. Most of its sweeps read the int8 kernel, and
 a few exact sweeps correct the sums.
@@ -55,8 +56,8 @@ from sotalign_jax.ot.kernel import LEVEL_POWER, MAX_DRIFT, Kernel, KernelState
 _MAX_RISE = 3.0
 # Relative change of the error that counts as standing still.
 _PLATEAU = 1e-3
-# In a solve that started at a larger epsilon, a search is given up if its error does not fall by
-# the factor _STALL_FACTOR in _STALL_SWEEPS sweeps. This applies in the first half of the budget and
+# In a solve that started at a larger epsilon, a search is given up if _STALL_SWEEPS sweeps do
+# not reduce its error below _STALL_FACTOR times the earlier one. This applies in the first half of the budget and
 # while the error is above 10 times the goal. The solve then continues with the next level. At the
 # last level it starts again from `start_q`, without epsilon-scaling.
 _STALL_FACTOR, _STALL_SWEEPS = 0.9, 50
@@ -68,9 +69,9 @@ _SCALING_START = 0.03
 # Marginal error at which a level before the last one ends. An int8 kernel is first corrected at
 # this error, because its own error is of that size.
 _SCALING_TOLERANCE = 0.01
-# A search over a corrected int8 kernel ends when the error is _ROUND_GAIN times that of its start,
-# because the correction is no more accurate. It also ends at _ROUND_AIM times the goal, and after
-# _ROUND_STALL_SWEEPS sweeps without progress.
+# A search over a corrected int8 kernel aims at _ROUND_GAIN times its initial error, because the
+# correction is not accurate enough for more, but at no less than _ROUND_AIM times the goal. It is
+# given up after _ROUND_STALL_SWEEPS sweeps without progress.
 _ROUND_GAIN, _ROUND_AIM, _ROUND_STALL_SWEEPS = 0.03, 0.7, 8
 # A solve with an int8 kernel may use 1/_INT8_SHARE of the budget. If it has not converged by then,
 # it starts again without the int8 kernel. Budgets below _INT8_MIN_BUDGET use no int8 kernel.
@@ -376,8 +377,8 @@ class _Rounds(NamedTuple):
     """State of `_search_int8` between two rounds."""
 
     found: _Search  # the last search over the int8 kernel
-    exact: _Point  # the best point that was measured with the exact kernel
-    improves: Array  # True if the last round found a better one
+    exact: _Point  # the last point that halved the error of the exact kernel
+    improves: Array  # True if the last round halved the exact error
 
 
 def _search_int8(
