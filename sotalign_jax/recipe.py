@@ -450,10 +450,10 @@ def select(
         assert teacher is not None
         widths = trained.x.d_in, trained.y.d_in
         alone = heads.build_heads(*widths, teacher.dim, teacher=teacher)
-        mixed = {f"mixture, {w:g} teacher": heads.mix(alone, trained, w) for w in weights}
+        mixed = {f"mixture with {w:.0%} teacher": heads.mix(alone, trained, w) for w in weights}
         candidates = {"teacher": alone, **candidates, **mixed}
     if gallery is None:
-        name = f"mixture, {weights[0]:g} teacher" if weights else "trained"
+        name = f"mixture with {weights[0]:.0%} teacher" if weights else "trained"
         return candidates[name], {"selected": name, "candidates": {}}
     scores = {}
     for name, one in candidates.items():

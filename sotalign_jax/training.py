@@ -546,8 +546,8 @@ def _check_finite(step: int, values: dict[str, Any]) -> None:
     if not (np.isfinite(values["loss"]) and np.isfinite(values["gradient_norm"])):
         parts = ", ".join(f"{k} {float(value):.4g}" for k, value in values.items())
         raise NonFiniteLossError(
-            f"loss or gradient is not finite at step {step} ({parts}); lower learning_rate or alpha, or raise "
-            "epsilon_star"
+            f"loss or gradient is not finite at step {step} ({parts}); lower learning_rate or "
+            "alpha, or raise epsilon_star"
         )
 
 

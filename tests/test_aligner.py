@@ -73,7 +73,9 @@ def test_align_defaults_depend_on_the_number_of_pairs(aligned):
     assert aligned.info["train"]["unpaired_batch"] == 1024
     assert aligned.info["data"]["pairs_x"] == [50, D_X]
     assert aligned.info["best_step"] == 100  # no validation set, so the last step is kept
-    assert aligned.info["selected"] == "mixture, 0.75 teacher" and aligned.info["candidates"] == {}
+    assert (
+        aligned.info["selected"] == "mixture with 75% teacher" and aligned.info["candidates"] == {}
+    )
     json.dumps(aligned.info, allow_nan=False)
 
 
@@ -273,7 +275,8 @@ def test_select_prefers_the_simplest_of_tied_candidates(table):
     _, found = recipe.select(trained, teacher, gallery, (0.5,))
     assert found["selected"] == "teacher" and len(set(found["candidates"].values())) == 1
     assert (
-        recipe.select(trained, teacher, None, (0.3, 0.5))[1]["selected"] == "mixture, 0.3 teacher"
+        recipe.select(trained, teacher, None, (0.3, 0.5))[1]["selected"]
+        == "mixture with 30% teacher"
     )
     chosen, found = recipe.select(trained, None, gallery)
     assert chosen is trained and [*found["candidates"]] == ["trained"]

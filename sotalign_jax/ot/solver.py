@@ -10,7 +10,8 @@ fixed-point iteration in y alone. A *sweep*, one pass over A, gives x, the error
 the next y. A *level* is one value of epsilon. A solve at a small epsilon starts at a larger one and
 divides it by 4 from level to level.
 
-The solver has three nested loops, `_run`, `_build` and `_search`. `_level` is the body of the second:
+The solver has three nested loops, `_run`, `_build` and `_search`. `_level` is the body of the
+second:
 
     _run      calls `_build` until the solve is done.
     _build    builds A from K, then calls `_level` for one epsilon after the other.
@@ -18,7 +19,8 @@ The solver has three nested loops, `_run`, `_build` and `_search`. `_level` is t
     _search   sweeps until the error of the columns is small. A sweep is one iteration.
 
 A stored A reaches the next level by taking the fourth power of its entries. It is built again only
-if the scalings drift too far, or if a search fails or starts again. A streamed kernel is built again at every level.
+if the scalings drift too far, or if a search fails or starts again. A streamed kernel is built
+again at every level.
 
 With an int8 kernel, `_search_int8` replaces `_search`. Most of its sweeps read the int8 kernel, and
 a few exact sweeps correct the sums.
@@ -57,9 +59,9 @@ _MAX_RISE = 3.0
 # Relative change of the error that counts as standing still.
 _PLATEAU = 1e-3
 # In a solve that started at a larger epsilon, a search is given up if _STALL_SWEEPS sweeps do
-# not reduce its error below _STALL_FACTOR times the earlier one. This applies in the first half of the budget and
-# while the error is above 10 times the goal. The solve then continues with the next level. At the
-# last level it starts again from `start_q`, without epsilon-scaling.
+# not reduce its error below _STALL_FACTOR times the earlier one. This applies in the first half of
+# the budget and while the error is above 10 times the goal. The solve then continues with the next
+# level. At the last level it starts again from `start_q`, without epsilon-scaling.
 _STALL_FACTOR, _STALL_SWEEPS = 0.9, 50
 # Largest number of levels before the last one. After three fourth powers, the relative rounding
 # error of A is still below 1e-5.
