@@ -170,7 +170,8 @@ def method_bars(panels: Panels, *, columns: Sequence[str]) -> Any:
         labels = ["" if np.isnan(value) else f"{value:.1f}" for value in values]
         ax.bar_label(bars, labels, padding=3)
         ax.set_yticks(range(len(rows)), rows if ax is axes[0] else [""] * len(rows))
-        ax.invert_yaxis()
+        # From top to bottom. Equal limits, since a bar without a number does not widen them.
+        ax.set_ylim(len(rows) - 0.4, -0.6)
         ax.margins(x=0.15)
         ax.set(title=title, xlabel=f"mean of {' and '.join(known)} (%)")
     return figure
