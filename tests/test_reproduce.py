@@ -324,8 +324,8 @@ def test_correlated_verdict_depends_on_the_sign(slope, sign, rows, held):
     assert panels.correlated(panel, sign=sign, paper=None).held is held
 
 
-def _judged(name, value_of):
-    """Returns the verdict if every seed has the value `value_of(panel, row, column)`."""
+def _filled(name, value_of):
+    """Returns a table in which every seed has the value `value_of(panel, row, column)`."""
     table = tables.make(name, PHOTOGRAPHS)
     found = []
     for panel in table.panels:
@@ -335,7 +335,12 @@ def _judged(name, value_of):
             if (value := value_of(panel.name, row, column)) is not None
         }
         found.append(dataclasses.replace(panel, found=values))
-    return dataclasses.replace(table, panels=found).verdict
+    return dataclasses.replace(table, panels=found)
+
+
+def _judged(name, value_of):
+    """Returns the verdict on such a table."""
+    return _filled(name, value_of).verdict
 
 
 def test_fa4_verdict_is_open_if_the_best_alpha_never_moves():
@@ -396,6 +401,17 @@ def test_verdicts_exclude_results_at_chance():
 
     verdict = _judged("T6", sue)
     assert verdict.held is True and "no evidence: Contrastive" in verdict.text
+
+
+def test_tuned_teacher_is_judged_on_the_columns_with_data():
+    def scores(panel, row, column):
+        return 50.0 + ("SOTAlign" in row)
+
+    table = _filled("T5", scores)
+    assert "DTD" in table.panels[0].columns  # the paper's number only
+    assert table.tuned_verdict.held is True
+    missing = _filled("T5", lambda p, r, c: None if "tuned" in r else scores(p, r, c))
+    assert missing.tuned_verdict is None
 
 
 # --- from files to the report ------------------------------------------------------------------

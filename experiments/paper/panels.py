@@ -48,8 +48,7 @@ class Panel:
     """A grid of runs, and their numbers.
 
     A place is run with the settings of its column and its row. If the metric of a column is None,
-    the sources do not have its data, and only the paper's number is shown. A row or column may have
-    its own "seeds".
+    the sources do not have its data, and only the paper's number is shown.
     """
 
     name: str  # unique within a table
@@ -99,12 +98,7 @@ class Panel:
     @property
     def complete(self) -> bool:
         """True if all places have values of all seeds."""
-        return all(len(self.at(*place)) == len(self.seeds_of(place)) for place in self.places())
-
-    def seeds_of(self, place: Place) -> Sequence[int]:
-        """Returns the seeds of a place."""
-        row, column = place
-        return {"seeds": self.seeds, **self.columns[column], **self.rows[row]}["seeds"]
+        return all(len(self.at(*place)) == len(self.seeds) for place in self.places())
 
     def papers(self, row: str, column: str) -> float | None:
         """Returns the paper's number at a place, or None."""
@@ -407,12 +401,11 @@ def worse_at_every_step(panel: Panel) -> Verdict:
 def fading(panel: Panel) -> Verdict:
     """Judges the claim that the gain over SAIL is smaller with the most pairs than at its best."""
     places = itertools.product(panel.rows, ("SOTAlign", "SAIL"))
-    if any(len(panel.at(*at)) < len(panel.seeds_of(at)) for at in places):
+    if any(len(panel.at(*at)) < len(panel.seeds) for at in places):
         return Verdict(None, "runs are missing")
     gains = {row: panel.found[row, "SOTAlign"] - panel.found[row, "SAIL"] for row in panel.rows}
     *fewer, most = gains.values()
-    # The row with the most pairs may have fewer seeds.
-    fall = gap(max(fewer, key=np.mean)[: len(most)], most)
+    fall = gap(max(fewer, key=np.mean), most)
     listed = ", ".join(f"{gain.mean():+.1f} at {row}" for row, gain in gains.items())
     return Verdict(fall.held if fall else None, f"gains {listed}")
 

@@ -213,8 +213,7 @@ def _settings(table: Table, setup: Setup) -> list[str]:
         fields = {name: dict.fromkeys(KNOWN[name][0], "PATH.npy") for name in table.needs}
         example = f"```\n{json.dumps(fields, indent=1)}\n```"
         return [f"It needs files, named in FILES.json: {'; '.join(holds)}.", example]
-    seeds = [panel.seeds_of(place) for panel in table.panels for place in panel.places()]
-    listed = dict.fromkeys(", ".join(map(str, one)) for one in seeds)
+    listed = dict.fromkeys(", ".join(map(str, panel.seeds)) for panel in table.panels)
     data = setup.sources.names.stand_in or "the files that were given"
     used = dict.fromkeys(filter(None, map(settings, table.panels)))
     return [f"Data: {data}. Seeds {' and '.join(listed)}.", *(f"Settings: {one}." for one in used)]

@@ -49,7 +49,7 @@ class Setup:
         if asked.get("encoders") == self.sources.names.encoders[0]:
             del asked["encoders"]
         wanted = Data(**{**usual, **asked, "seed": seed})
-        others = ("data.", "metric", "method", "classes", "seeds")
+        others = ("data.", "metric", "method", "classes")
         given = {k: v for k, v in changes.items() if not k.startswith(others)}
         method = changes["method"] if changes["method"] != "teacher" else given["teacher.kind"]
         chosen = {**self._usual(method, wanted), **given, "method": method, "seed": seed}
@@ -101,7 +101,7 @@ class Setup:
     def plan(self, panel: Panel) -> Panel:
         """Returns a panel with the specifications of its cells."""
         specs = {
-            place: [self.spec(changes, seed) for seed in panel.seeds_of(place)]
+            place: [self.spec(changes, seed) for seed in panel.seeds]
             for place, changes in panel.places().items()
         }
         return dataclasses.replace(panel, specs=specs)

@@ -58,7 +58,8 @@ class Table:
     def tuned_verdict(self) -> Verdict | None:
         """The judgement on the same claim with the tuned teacher, or None if runs are missing."""
         judged = [dataclasses.replace(p, claims=p.tuned) for p in self.panels if p.tuned]
-        gaps = [panel.gap(*places) for panel in judged for places in panel.claims.values()]
+        runs = ((p, at) for p in judged for at in p.claims.values() if at[0] in p.places())
+        gaps = [panel.gap(*places) for panel, places in runs]
         if not gaps or None in gaps:
             return None
         rule = self.rule[0] if self.rule[0].startswith("above") else "above"
@@ -196,13 +197,8 @@ def _panel(raw: Values, values: Values, setup: Setup, key: str | None) -> Panel:
             columns[label]["metric"] = None
             if named.get(label, label) not in papers:
                 del columns[label]
-    name, seeds = raw.get("name", "").format(**values), setup.sizes.seeds
-    one_seed = raw.get("one_seed")
-    if isinstance(one_seed, list):
-        for label in one_seed:
-            columns[label]["seeds"] = seeds[:1]
-    elif one_seed:
-        seeds = seeds[:1]
+    name = raw.get("name", "").format(**values)
+    seeds = setup.sizes.seeds[:1] if raw.get("one_seed") else setup.sizes.seeds
     claims = _claims(raw, rows, columns, values)
     tuned = {k: v for k, v in claims.items() if "tuned" in f"{name}{v}"}
     return Panel(
@@ -210,7 +206,7 @@ def _panel(raw: Values, values: Values, setup: Setup, key: str | None) -> Panel:
         raw["corner"],
         rows,
         columns,
-        raw.get("seeds", seeds),
+        seeds,
         claims={label: places for label, places in claims.items() if label not in tuned},
         tuned=tuned,
         named=named,
