@@ -353,7 +353,7 @@ def fit_teacher(recipe: Recipe, dataset: data.Dataset) -> Teacher:
     if teacher in TUNED_TEACHERS:
         options = {"seed": seed} | options
     if teacher == "contrastive":
-        options = {"seed": seed, "dim": recipe.dim or 512} | options
+        options = {"seed": seed, "dim": recipe.dim or PRESETS["default"].dim} | options
     with checks.naming("teacher: "):
         return training.TEACHERS[teacher](dataset.pairs_x, pairs_y, **options)
 

@@ -299,7 +299,7 @@ def correlated(panel: Panel, *, sign: int, paper: float | None = None) -> Verdic
         return Verdict(None, f"{len(x)} points are too few")
     r, p = stats.pearsonr(x, y, alternative="greater" if sign > 0 else "less")
     beside = "" if paper is None else f" (paper r = {paper:.2f})"
-    text = f"Pearson r = {r:.2f} over {len(x)} points, p = {p:.2f}{beside}"
+    text = f"Pearson r = {r:.2f} over {len(x)} points, p = {p:.1g}{beside}"
     held = False if sign * r <= 0 else True if p < 0.05 else None
     return Verdict(held, text)
 
