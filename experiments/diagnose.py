@@ -190,8 +190,8 @@ def read_pool(shifts: Mapping[str, diagnostics.Shift]) -> Reading:
         f"directions is near, and {100 * FAR:.0f} % or more is as far as random. The farther side "
         "counts. docs/results/V3.md measures twelve pools for 1,000 pairs of COCO: SOTAlign was "
         "better than training on the pairs alone with all near pools, with three of four far "
-        "pools, and with no pool that is as far as random. If a pool is far, lower alpha and compare with "
-        "the pairs alone. If it is as far as random, leave it out."
+        "pools, and with no pool that is as far as random. If a pool is far, lower alpha and "
+        "compare with the pairs alone. If it is as far as random, leave it out."
     )
     headers = ["side", "rows", "two halves", "pool", "random", "share"]
     lines: list[list[Any]] = [
