@@ -58,8 +58,7 @@ class Table:
     def tuned_verdict(self) -> Verdict | None:
         """The judgement on the same claim with the tuned teacher, or None if runs are missing."""
         judged = [dataclasses.replace(p, claims=p.tuned) for p in self.panels if p.tuned]
-        runs = ((p, at) for p in judged for at in p.claims.values() if at[0] in p.places())
-        gaps = [panel.gap(*places) for panel, places in runs]
+        gaps = [p.gap(*at) for p in judged for at in p.claims.values() if at[0] in p.places()]
         if not gaps or None in gaps:
             return None
         rule = self.rule[0] if self.rule[0].startswith("above") else "above"
