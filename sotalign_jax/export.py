@@ -117,7 +117,8 @@ def _input(x: _Value, head: Any, at: str) -> _Value:
         z = _unit(x) * math.sqrt(head.d_in)
     else:
         centred = x - x.reduce("Mean")
-        z = centred / ((centred * centred).reduce("Mean") + 1e-5)("Sqrt")
+        relative = x.constant(1e-5) / (centred * centred).reduce("Mean")("Max", 1e-5)
+        z = _unit(centred) * math.sqrt(head.d_in) / (relative + 1.0)("Sqrt")
     return z * x.param(f"{at}input.scale") + x.param(f"{at}input.shift")
 
 

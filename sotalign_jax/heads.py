@@ -33,8 +33,8 @@ def normalize(x: Float[Array, "... d"], norm: str) -> Float[Array, "... d"]:
 
     Args:
         x: Rows of any float dtype.
-        norm: "layer" computes (x - mean) / sqrt(var + 1e-5), LayerNorm without parameters. "l2"
-            computes x / ||x||.
+        norm: "layer" computes (x - mean) / sqrt(var + min(1e-5, var)), LayerNorm without
+            parameters. "l2" computes x / ||x||.
 
     Returns:
         The normalised rows.
@@ -51,8 +51,11 @@ def normalize(x: Float[Array, "... d"], norm: str) -> Float[Array, "... d"]:
     x = affinity.as_float(x)
     centred = x - jnp.mean(x, axis=-1, keepdims=True)
     variance = jnp.mean(jnp.square(centred), axis=-1, keepdims=True)
-    # The default epsilon of torch.nn.LayerNorm. That of flax is 1e-6.
-    return centred / jnp.sqrt(variance + 1e-5)
+    # 1e-5 is the epsilon of torch.nn.LayerNorm. It may not exceed the variance, so that heads can
+    # be trained on rows of any scale. The variance of tiny rows is zero in float32, hence the unit
+    # rows in place of centred / sqrt(variance).
+    relative = 1e-5 / jnp.maximum(variance, 1e-5)
+    return affinity.l2_normalize(centred) * jnp.sqrt(x.shape[-1] / (1.0 + relative))
 
 
 @jax.tree_util.register_dataclass

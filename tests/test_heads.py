@@ -34,6 +34,18 @@ def test_normalize_layer_matches_flax():
     np.testing.assert_allclose(heads.normalize(x, "layer"), reference(x), atol=1e-6)
 
 
+@pytest.mark.parametrize("scale", [1e-25, 1e-9, 1e20])
+def test_normalize_layer_accepts_rows_of_any_scale(scale):
+    x = rows(0, 6, 7)
+    scaled = heads.normalize(jnp.asarray(scale * x, jnp.float32), "layer")
+    whitened = (x - x.mean(1, keepdims=True)) / x.std(1, keepdims=True)
+    # Where 1e-5 exceeds the variance, the variance itself is added to it.
+    factor = np.sqrt(2.0) if scale < 1 else 1.0
+    np.testing.assert_allclose(factor * scaled, whitened, rtol=1e-4)
+    gradient = jax.grad(lambda x: heads.normalize(x, "layer")[0, 0])(jnp.zeros((1, 7)))
+    assert np.isfinite(gradient).all()
+
+
 def test_affine_map_matches_numpy():
     x, affine = rows(0, 6, 7), random_map("l2")
     unit = x / np.linalg.norm(x, axis=1, keepdims=True)
