@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from jaxtyping import Array, Float
+from jaxtyping import Array, ArrayLike, Float
 
 from sotalign_jax import checks, losses
 from sotalign_jax.kernels import KernelMap
@@ -568,8 +568,7 @@ class MixedHead(Head):
 
     def __call__(self, x: Rows) -> Float[Array, "n d_out"]:
         f, g = (affinity.l2_normalize(head(x)) for head in (self.first, self.second))
-        weight = self.weight[...]
-        return jnp.concatenate([jnp.sqrt(weight) * f, jnp.sqrt(1.0 - weight) * g], axis=1)
+        return mix_features(f, g, self.weight[...])
 
     def options(self) -> dict[str, Any]:
         """Returns kind and structure of both heads as JSON values."""
@@ -588,6 +587,24 @@ class MixedHead(Head):
             The head.
         """
         return cls(rebuild(**first), rebuild(**second))
+
+
+def mix_features(f: Rows, g: Rows, weight: ArrayLike) -> Float[Array, "n d"]:
+    """Computes the features of a `MixedHead` from those of its two heads.
+
+    Args:
+        f: Unit features of the first head.
+        g: Unit features of the second head.
+        weight: Weight of the first head, between 0 and 1.
+
+    Returns:
+        The features (sqrt(w) f, sqrt(1 - w) g).
+
+    Example:
+        >>> print(mix_features(jnp.ones((1, 1)), jnp.ones((1, 1)), 0.36))
+        [[0.6 0.8]]
+    """
+    return jnp.concatenate([jnp.sqrt(weight) * f, jnp.sqrt(1.0 - weight) * g], axis=1)
 
 
 # --- both modalities together ---

@@ -445,25 +445,36 @@ def select(
     References:
         L. Breiman, "Stacked regressions", Machine Learning 24 (1996).
     """
-    candidates = {"trained": trained}
-    if weights:
+    parts = {"trained": trained}
+    mixtures = {f"mixture with {w:.0%} teacher": w for w in weights}
+    if mixtures:
         assert teacher is not None
         widths = trained.x.d_in, trained.y.d_in
-        alone = heads.build_heads(*widths, teacher.dim, teacher=teacher)
-        mixed = {f"mixture with {w:.0%} teacher": heads.mix(alone, trained, w) for w in weights}
-        candidates = {"teacher": alone, **candidates, **mixed}
-    if gallery is None:
-        name = f"mixture with {weights[0]:.0%} teacher" if weights else "trained"
-        return candidates[name], {"selected": name, "candidates": {}}
-    scores = {}
-    for name, one in candidates.items():
-        found = evaluation.evaluate(one.x, one.y, gallery)
-        # R@1 alone is too noisy to distinguish mixtures. The rSum of the retrieval literature is
-        # six times this mean.
-        scores[name] = float(np.mean([found[f"mean/R@{k}"] for k in evaluation.KS]))
-    # `max` returns the first of equal candidates, and the simplest ones come first.
-    name = max(scores, key=lambda name: scores[name])
-    return candidates[name], {"selected": name, "candidates": scores}
+        parts = {"teacher": heads.build_heads(*widths, teacher.dim, teacher=teacher), **parts}
+    selected, scores = next(iter(mixtures), "trained"), {}
+    if gallery is not None:
+        features: dict[str, Sequence[heads.Rows]]
+        features = {name: _features(one, gallery) for name, one in parts.items()}
+        for name, weight in mixtures.items():
+            both = zip(features["teacher"], features["trained"], strict=True)
+            features[name] = [heads.mix_features(f, g, weight) for f, g in both]
+        for name, (x, y) in features.items():
+            found = evaluation.retrieval(x, y, gallery.x_of_y)
+            # R@1 alone is too noisy to distinguish mixtures. The rSum of the retrieval literature
+            # is six times this mean.
+            scores[name] = float(np.mean([found[f"mean/R@{k}"] for k in evaluation.KS]))
+        # `max` returns the first of equal candidates, and the simplest ones come first.
+        selected = max(scores, key=lambda name: scores[name])
+    if selected in mixtures:
+        chosen = heads.mix(parts["teacher"], trained, mixtures[selected])
+    else:
+        chosen = parts[selected]
+    return chosen, {"selected": selected, "candidates": scores}
+
+
+def _features(model: Heads, gallery: data.Gallery) -> list[np.ndarray]:
+    """Embeds both modalities of a gallery."""
+    return [evaluation.embed(model.x, gallery.x), evaluation.embed(model.y, gallery.y)]
 
 
 def calibrate(
