@@ -199,7 +199,7 @@ def test_of_panel_makes_narrow_tables():
     kept = store.Store(ROOT / "docs/results" / report.CELLS)
     for name in NAMES:
         for panel in tables.make(name, PHOTOGRAPHS).filled(kept, {}).panels:
-            for shown in grids.of_panel(panel, PHOTOGRAPHS).values():
+            for shown in grids.of_panel(panel).values():
                 assert len(shown.headers) <= 6, name
 
 
@@ -208,7 +208,7 @@ def test_of_panel_shows_gains_relative_to_sail():
     found = {("SAIL", "R@1"): np.array([4.0, 6.0]), ("SOTAlign", "R@1"): np.array([6.0, 7.0])}
     columns = {"R@1": {"metric": "test/mean/R@1"}}
     panel = panels.Panel("", "method", rows, columns, (0, 1), found=found)
-    (table,) = grids.of_panel(panel, PHOTOGRAPHS).values()
+    (table,) = grids.of_panel(panel).values()
     assert list(table.headers) == ["method", "here", "over SAIL"]
     assert [row[2] for row in table.rows] == [None, "+30 %"]
     gap = panel.gap(("SOTAlign", "R@1"), ("SAIL", "R@1"))

@@ -13,18 +13,16 @@ import numpy as np
 
 from experiments import report
 from experiments.paper.panels import Panel, Place, paper_results, percent
-from experiments.paper.runs import Setup
 
 OVER = "over SAIL"
 """Header of the gain over SAIL, relative to SAIL."""
 
 
-def of_panel(panel: Panel, setup: Setup, ours: str = "here") -> dict[str, report.Table]:
+def of_panel(panel: Panel, ours: str = "here") -> dict[str, report.Table]:
     """Returns the tables of a panel.
 
     Args:
         panel: Panel with its numbers.
-        setup: Sizes and sources of its runs.
         ours: Header of the column of our numbers.
 
     Returns:
@@ -38,7 +36,7 @@ def of_panel(panel: Panel, setup: Setup, ours: str = "here") -> dict[str, report
         made = {_title(panel, column): _beside(panel, ours, column) for column in panel.columns}
         return made if len(panel.columns) > 1 else {panel.name: made.popitem()[1]}
     if "SAIL" in panel.columns and all(c["metric"] == _metric(panel) for c in _settings(panel)):
-        return {panel.name: _by_method(panel, setup)}
+        return {panel.name: _by_method(panel)}
     rows = [[row, *(_text(panel, row, column) for column in panel.columns)] for row in panel.rows]
     return {panel.name: report.Table([panel.corner, *panel.columns], rows, _digits(panel))}
 
@@ -58,7 +56,7 @@ def of_paper(key: str, corner: str) -> dict[str, report.Table]:
     found = {(r, c): np.array([v]) for r, row in numbers.items() for c, v in row.items()}
     rows: dict[str, Any] = {row: {} for row in numbers}
     panel = Panel("the paper's own data", corner, rows, columns, (0,), found=found)
-    return of_panel(panel, Setup(), "paper")
+    return of_panel(panel, "paper")
 
 
 def words(column: str) -> str:
@@ -135,14 +133,11 @@ def _beside(panel: Panel, ours: str, column: str | None = None) -> report.Table:
     return report.Table([headers[i] for i in kept], rows, _digits(panel))
 
 
-def _by_method(panel: Panel, setup: Setup) -> report.Table:
+def _by_method(panel: Panel) -> report.Table:
     """Returns a table with a row per method, its gain over SAIL, and a column per row."""
     rows: list[list[Any]] = []
-    if panel.corner == "pairs":
-        specs = [panel.specs[row, "SAIL"][0]["data"] for row in panel.rows]
-        widths = [setup.sources.input_dimensions(one["pairs"]) for one in specs]
-        shares = [f"{s['n_pairs'] / w:.2g}" for s, w in zip(specs, widths, strict=True)]
-        rows.append(["pairs per dimension", *shares])
+    if panel.shares:
+        rows.append(["pairs per dimension", *(panel.shares[row] for row in panel.rows)])
     for column in panel.columns:
         rows.append([column, *(_text(panel, row, column) for row in panel.rows)])
     for column in panel.columns:

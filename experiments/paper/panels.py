@@ -65,6 +65,8 @@ class Panel:
     # messages of failed runs.
     specs: Mapping[Place, Sequence[dict[str, Any]]] = dataclasses.field(default_factory=dict)
     found: Mapping[Place, np.ndarray] = dataclasses.field(default_factory=dict)
+    # Pairs per input dimension by row, if the rows are numbers of pairs.
+    shares: Mapping[str, str] = dataclasses.field(default_factory=dict)
     failures: tuple[str, ...] = ()
 
     def places(self) -> dict[Place, dict[str, Any]]:

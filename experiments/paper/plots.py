@@ -57,15 +57,18 @@ def _styles(series: list[str]) -> list[dict[str, str]]:
 
 
 def _draw_lines(
-    ax: Any, along: list[str], series: Mapping[str, tuple[Sequence[float], Sequence[float]]]
+    ax: Any,
+    along: list[str],
+    series: Mapping[str, tuple[Sequence[float], Sequence[float]]],
+    shares: Mapping[str, str],
 ) -> None:
-    """Draws means with error bars over labelled positions."""
+    """Draws means with error bars over labelled positions, and the shares below the labels."""
     places, logarithmic = _along(along)
     for (label, (means, spreads)), style in zip(series.items(), _styles([*series]), strict=True):
         options = {"marker": "o", "ms": 4, "lw": 1.8, "capsize": 2}
         ax.errorbar(places, means, yerr=spreads, label=label, **style, **options)
     ax.set_xscale("log" if logarithmic else "linear")
-    ax.set_xticks(places, along)
+    ax.set_xticks(places, [f"{a}\n{shares[a]}" if a in shares else a for a in along])
     ax.minorticks_off()
     ax.grid(alpha=0.25)
 
@@ -95,16 +98,21 @@ def lines(panels: Panels, *, log: bool = False, columns: str = "", gain: bool = 
         for label in series:
             keys = [(label, a) if columns else (a, label) for a in along]
             drawn[label] = [panel.mean(*k) for k in keys], [panel.spread(*k) for k in keys]
-        _draw_lines(ax, along, drawn)
+        _draw_lines(ax, along, drawn, panel.shares)
         ax.set_yscale("log" if log else "linear")
         metric = next(iter(panel.columns.values())).get("metric") or ""
         unit = metric.rpartition("/")[2].replace("top1", "top-1 accuracy")
-        ax.set(xlabel=columns or panel.corner, ylabel=panel.name if log else f"{unit} (%)")
+        ax.set(xlabel=columns or _title(panel), ylabel=panel.name if log else f"{unit} (%)")
         if len(panels) > 1:
             ax.set_title(panel.name)
         if len(series) > 1:
             ax.legend(frameon=False, fontsize=9, handlelength=3)
     return figure
+
+
+def _title(panel: Panel) -> str:
+    """Returns the title of the horizontal axis."""
+    return f"{panel.corner}, and pairs per input dimension" if panel.shares else panel.corner
 
 
 def _draw_gain(ax: Any, panel: Panel) -> None:
@@ -117,9 +125,9 @@ def _draw_gain(ax: Any, panel: Panel) -> None:
             known = [gap or Gap(np.nan, np.nan) for gap in gaps]
             means, errors = np.array([gap[:2] for gap in known]).T / base
             drawn[column] = means, errors
-    _draw_lines(ax, list(panel.rows), drawn)
+    _draw_lines(ax, list(panel.rows), drawn, panel.shares)
     ax.axhline(0, color=COLOURS[0], lw=1)
-    ax.set(xlabel=panel.corner, ylabel="gain over SAIL (% of SAIL)", title="relative gain")
+    ax.set(xlabel=_title(panel), ylabel="gain over SAIL (% of SAIL)", title="relative gain")
     ax.legend(frameon=False, fontsize=9, handlelength=3)
 
 

@@ -175,7 +175,7 @@ def markdown(table: Table, setup: Setup, index: str = "RESULTS.md") -> str:
         parts.append(discussion()[table.name])
     parts += [f"![{heading}]({FIGURES}/{table.name}.png)"] if drawn(table) else []
     known = [panel.known() for panel in table.panels if panel.found]
-    shown = [one for panel in known for one in grids.of_panel(panel, setup).items()]
+    shown = [one for panel in known for one in grids.of_panel(panel).items()]
     if _has_more_rows(table):
         assert table.paper is not None
         shown += grids.of_paper(table.paper, table.panels[0].corner).items()

@@ -104,7 +104,12 @@ class Setup:
             place: [self.spec(changes, seed) for seed in panel.seeds]
             for place, changes in panel.places().items()
         }
-        return dataclasses.replace(panel, specs=specs)
+        shares = {}
+        if panel.corner == "pairs":
+            for (row, _), (spec, *_) in specs.items():
+                width = self.sources.input_dimensions(spec["data"]["pairs"])
+                shares[row] = f"{spec['data']['n_pairs'] / width:.2g}"
+        return dataclasses.replace(panel, specs=specs, shares=shares)
 
 
 @functools.cache  # the argument is JSON because a dictionary cannot be hashed
