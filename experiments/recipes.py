@@ -23,7 +23,18 @@ import numpy as np
 from absl import flags
 
 from experiments import cli, photos, report, store
-from sotalign_jax import Aligner, align, checks, data, evaluation, heads, methods, recipe, training
+from sotalign_jax import (
+    Aligner,
+    align,
+    checks,
+    crossval,
+    data,
+    evaluation,
+    heads,
+    methods,
+    recipe,
+    training,
+)
 from sotalign_jax.diagnostics import Mean
 
 _DATA = flags.DEFINE_list("sets", ["coco"], "Data sets: coco, flickr8k, rsicd, speech, .npz files.")
@@ -46,7 +57,7 @@ DEFAULT = json.loads(json.dumps(recipe.PRESETS["default"]._asdict()))
 RECIPES: dict[str, dict[str, Any]] = {
     "CCA": {**EITHER, "teacher": "cca"},
     "tuned CCA": {**EITHER, "teacher": "tuned_cca"},
-    "kernel CCA": {**EITHER, "teacher": "kernel_cca"},
+    "kernel CCA": {**EITHER, "teacher": "kernel_cca", "directions": crossval.DIRECTIONS},
     # The rate was chosen on validation data of photographs. Speech needs the paper's larger one.
     "SAIL": {**EITHER, "align": {**PAPER, "learning_rate": 5e-4, "method": "sail"}},
     "SAIL (rate 2e-3)": {**EITHER, "align": {**PAPER, "method": "sail"}},
@@ -59,10 +70,10 @@ RECIPES: dict[str, dict[str, Any]] = {
     "align (pairs alone)": {
         "align": {},
         "preset": DEFAULT,
-        "teacher": "kernel_cca",
+        "teacher": "best_cca",
         "pools": "nothing",
     },
-    "align": {"align": {}, "preset": DEFAULT, "teacher": "kernel_cca", "pools": "training"},
+    "align": {"align": {}, "preset": DEFAULT, "teacher": "best_cca", "pools": "training"},
 }
 SCORES = ("R@1", "R@10", "calibrated R@1", "calibrated R@10")
 NAMES = ("data", "pairs", "pool", "seed", "recipe")

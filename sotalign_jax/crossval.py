@@ -383,7 +383,7 @@ class Search:
         return self._table(options._replace(power=0.0), (options.power,))[0]
 
     def clearly_better(self, options: Options, simpler: Options) -> bool:
-        """Returns True if `options` beats `simpler` by more than two standard errors.
+        """Returns True if `options` beats `simpler` by more than one standard error.
 
         The error is that of the mean difference over pairs. A pair that several repetitions hold
         out counts once.
@@ -394,13 +394,17 @@ class Search:
 
         Returns:
             True if `options` is clearly better.
+
+        References:
+            L. Breiman et al., "Classification and regression trees" (1984), the rule of one
+            standard error.
         """
         held = np.concatenate([fold.held for fold in self._folds])
         gain = self.scores(options) - self.scores(simpler)
         # Mean gain of every pair over the repetitions that held it out.
         times = np.bincount(held)
         each = np.bincount(held, weights=gain)[times > 0] / times[times > 0]
-        return bool(each.mean() > 2.0 * each.std() / math.sqrt(len(each)))
+        return bool(each.mean() > each.std() / math.sqrt(len(each)))
 
     def for_all_pairs(self, options: Options) -> Options:
         """Scales the ridges from the size of a fold to all pairs.

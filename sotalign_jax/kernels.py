@@ -107,7 +107,6 @@ def fit(
     dim: int | None,
     seed: int,
     dtype: Any,
-    most: int | None = None,
 ) -> tuple[KernelMap, KernelMap, Float[np.ndarray, " dim"]]:
     """Fits the maps of `teachers.kernel_cca`.
 
@@ -118,10 +117,9 @@ def fit(
         pairs_y: Paired embeddings of the second modality, shape [n, d_y].
         options: Bandwidths, relative ridges and power.
         landmarks: Largest number of landmarks.
-        dim: Number of directions. None keeps all that the pairs determine, at most `most`.
+        dim: Number of directions. None keeps all that the pairs determine, at most 512.
         seed: Seed of the choice of landmarks.
         dtype: Dtype of the maps' arrays.
-        most: Largest number of directions if `dim` is None.
 
     Returns:
         Both maps, and Pearson's correlation of each direction on the pairs.
@@ -155,7 +153,7 @@ def fit(
     )
     found = _canonical(xx, yy, xy, ridges)
     rank = len(found.rho)
-    dim = len(found.rho[:most]) if dim is None else dim
+    dim = min(rank, crossval.DIRECTIONS) if dim is None else dim
     checks.within(rank, f"directions that these {n} pairs determine", dim=dim)
     maps = []
     sides = zip((x, y), centres, (found.weights_x, found.weights_y), strict=True)

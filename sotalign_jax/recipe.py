@@ -148,7 +148,7 @@ class Preset(NamedTuple):
 
 # The values of "default" were chosen on validation data, see docs/recipes.md.
 PRESETS = {
-    "default": Preset("kernel_cca", 512, 2048, 3.0, (100, 600), MIXTURES, EPSILONS),
+    "default": Preset("best_cca", 512, 2048, 3.0, (100, 600), MIXTURES, EPSILONS),
     "paper": Preset("cca", 1024, 10_000, 1.0, (2000, 2000), (), (0.05,)),
 }
 """The recipes of `align` by name."""

@@ -211,7 +211,7 @@ def kernel_cca(
         power: Power of rho that weighs the directions. None chooses it.
         landmarks: Largest number of pairs that become landmarks. Time grows with its cube, memory
             with its square.
-        dim: Number of directions. None keeps all that the pairs determine.
+        dim: Number of directions. None keeps all that the pairs determine, at most 512.
         seed: Seed of the folds and of the choice of landmarks.
         dtype: Dtype of the teacher's arrays.
 
@@ -260,7 +260,7 @@ def best_cca(
     """Fits `tuned_cca` or `kernel_cca`, whichever cross-validation prefers.
 
     Both are scored on the same folds. The kernel CCA is chosen if its mean reciprocal rank is
-    higher by more than two standard errors of the paired difference. Otherwise the linear CCA is
+    higher by more than one standard error of the paired difference. Otherwise the linear CCA is
     chosen, which is deployed as one matrix per modality. With fewer than 6 pairs it always is.
 
     Args:
@@ -287,7 +287,7 @@ def best_cca(
     if options.gamma_x is None:
         return _relative_cca(A, B, options, dim=dim, dtype=dtype)
     sizes = {"landmarks": LANDMARKS, "dim": dim, "seed": seed, "dtype": dtype}
-    return _fitted_kernel(A, B, options, **sizes, most=crossval.DIRECTIONS)
+    return _fitted_kernel(A, B, options, **sizes)
 
 
 class Canonical(NamedTuple):
@@ -414,9 +414,7 @@ def _closed_form(
     pairs_x, pairs_y = checks.pairs(pairs_x, pairs_y, min_rows=2)
     sides = []
     for name, pairs in (("pairs_x", pairs_x), ("pairs_y", pairs_y)):
-        unit = pairs.astype(np.float64)
-        unit /= np.linalg.norm(unit, axis=1, keepdims=True)
-        centred, mean = _centred(name, unit)
+        centred, mean = _centred(name, crossval.unit(pairs))
         if renorm:
             # A row at the mean has no direction, and stays near zero.
             centred /= np.maximum(np.linalg.norm(centred, axis=1, keepdims=True), 1e-8)

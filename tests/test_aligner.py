@@ -66,7 +66,7 @@ def test_align_retrieves_unseen_matches(aligned, table):
 
 def test_align_defaults_depend_on_the_number_of_pairs(aligned):
     assert aligned.info["method"] == "SOTAlign"
-    assert aligned.info["teacher"] == "kernel_cca"
+    assert aligned.info["teacher"] == "best_cca"
     assert aligned.info["options"]["alpha"] == pytest.approx(3 / 50)
     assert aligned.info["train"]["steps"] == 100
     assert aligned.info["train"]["learning_rate"] == pytest.approx(2e-3)
