@@ -417,7 +417,7 @@ def remarks(results: Results, table: Table) -> list[str]:
     for name, one in results.items():
         if one.get("candidates"):
             scores = ", ".join(f"{key} {score:.1f}" for key, score in one["candidates"].items())
-            measured = "mean of R@1, R@5 and R@10 on validation"
+            measured = "mean plain and calibrated R@1, R@5 and R@10 on validation"
             said.append(f"{name} returns {one['selected']} ({measured}: {scores}).")
     hurt = []
     for label, *row in table.rows:

@@ -14,7 +14,7 @@ import jax
 import numpy as np
 
 from sotalign_jax import calibration, checks, data, evaluation, heads, methods, training
-from sotalign_jax.heads import Heads, Teacher
+from sotalign_jax.heads import Heads, Rows, Teacher
 from sotalign_jax.methods import Objective
 from sotalign_jax.persistence import Parts
 from sotalign_jax.progress import Observer
@@ -415,32 +415,36 @@ def train(
         trained, best = training.fit(
             method, start, dataset, recipe.train, teacher=teacher, observer=observer, **options
         )
-        trained, found = select(trained, teacher, dataset.val, recipe.mixtures)
-        info |= {"best_step": int(best.step), **found}
+        mixtures, epsilons = recipe.mixtures, recipe.calibration
+        model, calibrated, found = select(trained, teacher, dataset, mixtures, epsilons)
+        return Parts(model, {**info, "best_step": int(best.step), **found}, calibrated)
     return Parts(trained, info, calibrate(trained, dataset, recipe.calibration))
 
 
 def select(
     trained: Heads,
     teacher: Teacher | None,
-    gallery: data.Gallery | None,
+    dataset: data.Dataset,
     weights: Sequence[float] = (),
-) -> tuple[Heads, dict[str, Any]]:
+    epsilons: Sequence[float] = (0.05,),
+) -> tuple[Heads, calibration.Calibration, dict[str, Any]]:
     """Selects the best of the teacher, the trained heads and their mixtures on validation.
 
     Teacher and trained heads err on different rows, so a mixture often retrieves better than either
-    of them.
+    of them. Plain and calibrated retrieval count equally.
 
     Args:
         trained: The heads after training.
         teacher: The teacher. It may be None if there are no weights.
-        gallery: The validation gallery. Without one the first mixture is returned.
+        dataset: Pools, pairs, and the validation gallery. Without a gallery the first mixture is
+            returned.
         weights: Weights of the teacher. Without any the trained heads are returned.
+        epsilons: Candidate epsilons of the calibration, see `calibrate`.
 
     Returns:
-        The selected heads, and a dictionary. "selected" names the candidate, and "candidates" has
-        the mean of R@1, R@5 and R@10 on validation of each. Among equal candidates the simplest is
-        selected.
+        The selected heads, their calibration, and a dictionary. "selected" names the candidate, and
+        "candidates" has the mean of R@1, R@5 and R@10 on validation of each, plain and calibrated.
+        Among equal candidates the simplest is selected.
 
     References:
         L. Breiman, "Stacked regressions", Machine Learning 24 (1996).
@@ -451,30 +455,24 @@ def select(
         assert teacher is not None
         widths = trained.x.d_in, trained.y.d_in
         parts = {"teacher": heads.build_heads(*widths, teacher.dim, teacher=teacher), **parts}
-    selected, scores = next(iter(mixtures), "trained"), {}
-    if gallery is not None:
-        features: dict[str, Sequence[heads.Rows]]
-        features = {name: _features(one, gallery) for name, one in parts.items()}
-        for name, weight in mixtures.items():
-            both = zip(features["teacher"], features["trained"], strict=True)
-            features[name] = [heads.mix_features(f, g, weight) for f, g in both]
-        for name, (x, y) in features.items():
-            found = evaluation.retrieval(x, y, gallery.x_of_y)
-            # R@1 alone is too noisy to distinguish mixtures. The rSum of the retrieval literature
-            # is six times this mean.
-            scores[name] = float(np.mean([found[f"mean/R@{k}"] for k in evaluation.KS]))
-        # `max` returns the first of equal candidates, and the simplest ones come first.
-        selected = max(scores, key=lambda name: scores[name])
+    features: dict[str, Sequence[Rows]]
+    features = {name: _embed(one, dataset) for name, one in parts.items()}
+    for name, weight in mixtures.items():
+        both = zip(features["teacher"], features["trained"], strict=True)
+        features[name] = [heads.mix_features(f, g, weight) for f, g in both]
+    if dataset.val is None:
+        only = next(iter(mixtures), "trained")
+        features = {only: features[only]}
+    found = {name: _calibrate(one, dataset.val, epsilons) for name, one in features.items()}
+    scores = {name: score for name, (_, score) in found.items()}
+    # `max` returns the first of equal candidates, and the simplest ones come first.
+    selected = max(scores, key=lambda name: scores[name])
     if selected in mixtures:
         chosen = heads.mix(parts["teacher"], trained, mixtures[selected])
     else:
         chosen = parts[selected]
-    return chosen, {"selected": selected, "candidates": scores}
-
-
-def _features(model: Heads, gallery: data.Gallery) -> list[np.ndarray]:
-    """Embeds both modalities of a gallery."""
-    return [evaluation.embed(model.x, gallery.x), evaluation.embed(model.y, gallery.y)]
+    info = {"selected": selected, "candidates": {} if dataset.val is None else scores}
+    return chosen, found[selected][0], info
 
 
 def calibrate(
@@ -491,6 +489,11 @@ def calibrate(
     Returns:
         The calibration.
     """
+    return _calibrate(_embed(model, dataset), dataset.val, epsilons)[0]
+
+
+def _embed(model: Heads, dataset: data.Dataset) -> Sequence[Rows]:
+    """Embeds a sample of each pool, or of the pairs if it is empty, and the validation gallery."""
     rng = np.random.default_rng(0)
     features = []
     for side, head in (("x", model.x), ("y", model.y)):
@@ -499,12 +502,36 @@ def calibrate(
         # Rows are drawn before they are embedded, since a pool may have millions of them.
         kept = np.sort(rng.permutation(len(rows))[:CALIBRATION_ROWS])
         features.append(evaluation.embed(head, np.asarray(rows[kept])))
-    val = dataset.val
-    # Epsilons are scales, whose middle is the geometric mean.
-    if val is None or len(epsilons) == 1:
-        epsilons = [float(np.exp(np.mean(np.log(epsilons))))] if len(epsilons) > 1 else epsilons
-        return calibration.calibrate(*features, epsilon=epsilons[0], sample=CALIBRATION_ROWS)
-    tried = [calibration.calibrate(*features, epsilon=e, sample=CALIBRATION_ROWS) for e in epsilons]
-    scores = [evaluation.evaluate(model.x, model.y, val, one) for one in tried]
-    best = max(range(len(tried)), key=lambda i: scores[i]["calibrated/mean/R@10"])
-    return tried[best]
+    if dataset.val is not None:
+        features.append(evaluation.embed(model.x, dataset.val.x))
+        features.append(evaluation.embed(model.y, dataset.val.y))
+    return features
+
+
+def _calibrate(
+    features: Sequence[Rows], gallery: data.Gallery | None, epsilons: Sequence[float]
+) -> tuple[calibration.Calibration, float]:
+    """Returns the best calibration, and the mean recall on the gallery, plain and calibrated.
+
+    The features are those of `_embed`. Without a gallery the recall is 0.
+    """
+    pool_x, pool_y, *val = features
+    if gallery is None and len(epsilons) > 1:
+        # Epsilons are scales, whose middle is the geometric mean.
+        epsilons = [float(np.exp(np.mean(np.log(epsilons))))]
+    tried = [
+        calibration.calibrate(pool_x, pool_y, epsilon=e, sample=CALIBRATION_ROWS) for e in epsilons
+    ]
+    if gallery is None:
+        return tried[0], 0.0
+    x, y = val
+    plain = evaluation.retrieval(x, y, gallery.x_of_y)
+    found = [
+        evaluation.retrieval(x, y, gallery.x_of_y, bias_x=one.x(x), bias_y=one.y(y))
+        for one in tried
+    ]
+    best = max(range(len(tried)), key=lambda i: found[i]["mean/R@10"])
+    # R@1 alone is too noisy to distinguish mixtures. The rSum of the retrieval literature is six
+    # times the mean of one table.
+    recalls = [one[f"mean/R@{k}"] for one in (plain, found[best]) for k in evaluation.KS]
+    return tried[best], float(np.mean(recalls))

@@ -224,8 +224,10 @@ def test_align_mixes_with_the_teacher_in_the_default_recipe_only(given):
 def test_align_selects_on_the_given_validation_set(given, table):
     x, y = table[0][200:], table[1][200:]
     aligner = quick(given["pairs"], val=(x, y))
-    found = evaluation.retrieval(aligner.embed_x(x), aligner.embed_y(y))
-    expected = np.mean([found[f"mean/R@{k}"] for k in (1, 5, 10)])
+    gallery = data.gallery(x, y)
+    found = evaluation.evaluate(aligner.heads.x, aligner.heads.y, gallery, aligner.calibration)
+    kinds = ("", "calibrated/")
+    expected = np.mean([found[f"{kind}mean/R@{k}"] for kind in kinds for k in (1, 5, 10)])
     assert max(aligner.info["candidates"].values()) == pytest.approx(expected, rel=1e-5)
     captions = data.gallery(x[:50], y, np.arange(100) // 2)
     assert quick(given["pairs"], val=captions).info["data"]["val_y"] == [100, D_Y]
@@ -269,16 +271,15 @@ def test_align_returns_the_best_candidate_on_validation(given, table, seed):
 
 
 def test_select_prefers_the_simplest_of_tied_candidates(table):
-    gallery = data.gallery(table[0][:9], table[1][:9])
-    teacher = teachers.procrustes(table[0][:50], table[1][:50])
+    pairs = table[0][:50], table[1][:50]
+    dataset = data.dataset(pairs, val=data.gallery(table[0][:9], table[1][:9]))
+    teacher = teachers.procrustes(*pairs)
     trained = heads.build_heads(D_X, D_Y, teacher.dim, teacher=teacher)
-    _, found = recipe.select(trained, teacher, gallery, (0.5,))
+    _, _, found = recipe.select(trained, teacher, dataset, (0.5,))
     assert found["selected"] == "teacher" and len(set(found["candidates"].values())) == 1
-    assert (
-        recipe.select(trained, teacher, None, (0.3, 0.5))[1]["selected"]
-        == "mixture with 30% teacher"
-    )
-    chosen, found = recipe.select(trained, None, gallery)
+    _, _, found = recipe.select(trained, teacher, data.dataset(pairs), (0.3, 0.5))
+    assert found["selected"] == "mixture with 30% teacher"
+    chosen, _, found = recipe.select(trained, None, dataset)
     assert chosen is trained and [*found["candidates"]] == ["trained"]
 
 
