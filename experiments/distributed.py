@@ -5,7 +5,7 @@ files. If a process is lost, JAX's runtime ends the others. Starting all of them
 --workdir, which every host must be able to read, resumes from the last checkpoint.
 """
 
-import json
+import pickle
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -97,7 +97,7 @@ def agree(find: Callable[[], Any]) -> Any:
     """Calls a function in the first process and returns its result in all processes.
 
     Args:
-        find: Function that returns a JSON value. The other processes do not call it.
+        find: Function whose result can be pickled. The other processes do not call it.
 
     Returns:
         The value.
@@ -113,11 +113,11 @@ def agree(find: Callable[[], Any]) -> Any:
             found = {"value": find()}
         except (checks.InputError, OSError) as error:
             found = {"error": str(error)}
-    # Shapes must agree for a broadcast, so the length of the text is sent first.
-    text = np.frombuffer(json.dumps(found).encode(), np.uint8)
-    length = int(from_first(np.int32(len(text))))
-    text = from_first(text if is_first() else np.zeros(length, np.uint8))
-    found = json.loads(np.asarray(text).tobytes())
+    # Shapes must agree for a broadcast, so the length of the message is sent first.
+    message = np.frombuffer(pickle.dumps(found), np.uint8)
+    length = int(from_first(np.int32(len(message))))
+    message = from_first(message if is_first() else np.zeros(length, np.uint8))
+    found = pickle.loads(np.asarray(message).tobytes())
     if "error" in found:
         raise checks.InputError(found["error"])
     return found["value"]

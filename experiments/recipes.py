@@ -52,8 +52,15 @@ _SHOW = flags.DEFINE_bool("show", False, "Print the results that are there, comp
 EITHER = {"pools": "calibration", "epsilons": [*recipe.EPSILONS]}
 # Steps x learning rate is the paper's, see configs/files.py. 100 steps are feasible on a CPU.
 PAPER = {"recipe": "paper", "steps": 100, "learning_rate": 2e-3, "dim": 512}
-# Part of the specification, so that results of another recipe are not taken for those of this one.
+# "preset", "selection" and "directions" are only part of the specification, so that results of
+# another recipe are not taken for those of this one.
 DEFAULT = json.loads(json.dumps(recipe.PRESETS["default"]._asdict()))
+OURS = {
+    "align": {},
+    "preset": DEFAULT,
+    "teacher": DEFAULT["teacher"],
+    "selection": "plain and calibrated recall",
+}
 RECIPES: dict[str, dict[str, Any]] = {
     "CCA": {**EITHER, "teacher": "cca"},
     "tuned CCA": {**EITHER, "teacher": "tuned_cca"},
@@ -67,13 +74,8 @@ RECIPES: dict[str, dict[str, Any]] = {
         "options": {"warmup": 0},  # the published warm-up is longer than these runs
     },
     'recipe="paper"': {**EITHER, "align": PAPER, "pools": "training"},
-    "align (pairs alone)": {
-        "align": {},
-        "preset": DEFAULT,
-        "teacher": "best_cca",
-        "pools": "nothing",
-    },
-    "align": {"align": {}, "preset": DEFAULT, "teacher": "best_cca", "pools": "training"},
+    "align (pairs alone)": {**OURS, "pools": "nothing"},
+    "align": {**OURS, "pools": "training"},
 }
 SCORES = ("R@1", "R@10", "calibrated R@1", "calibrated R@10")
 NAMES = ("data", "pairs", "pool", "seed", "recipe")
@@ -192,7 +194,8 @@ def compute(name: str, spec: store.Spec, needed: set[str]) -> store.Results:
         needed: Unused: all scores are computed.
 
     Returns:
-        Scores in percent, the candidate that `align` selected, and processor seconds.
+        Scores in percent, the candidate that `align` selected, its kind of teacher, and processor
+        seconds.
     """
     pool = "disjoint" if spec["pool"] == "none" else spec["pool"]
     dataset = load(name, spec["pairs"], pool, spec["seed"])
@@ -207,8 +210,9 @@ def compute(name: str, spec: store.Spec, needed: set[str]) -> store.Results:
     if dataset.zero_shot is not None:
         top = evaluation.evaluate_zero_shot(x, y, dataset.zero_shot)
         scores["zero-shot"] = top["zero_shot/top1"]
-    selected = {key: model.info[key] for key in ("selected",) if key in model.info}
-    return {**scores, **selected, "seconds": seconds}
+    chosen = ("selected", "kernel_teacher")
+    selected = {name: model.info[name] for name in chosen if name in model.info}
+    return scores | selected | {"seconds": seconds}
 
 
 def tables(

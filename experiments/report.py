@@ -417,8 +417,11 @@ def remarks(results: Results, table: Table) -> list[str]:
     for name, one in results.items():
         if one.get("candidates"):
             scores = ", ".join(f"{key} {score:.1f}" for key, score in one["candidates"].items())
-            measured = "mean plain and calibrated R@1, R@5 and R@10 on validation"
-            said.append(f"{name} returns {one['selected']} ({measured}: {scores}).")
+            measured = "mean of plain and calibrated R@1, R@5 and R@10 on validation"
+            kind = "nonlinear" if one.get("kernel_teacher") else "linear"
+            said.append(
+                f"{name} returns {one['selected']} ({measured}: {scores}). Its teacher is {kind}."
+            )
     hurt = []
     for label, *row in table.rows:
         shown = dict(zip(table.headers[1:], row, strict=True))

@@ -184,8 +184,12 @@ def _train(config: Config, recorder: workdir_lib.Recorder) -> tuple[Aligner, dat
     mesh = sharding.rows_mesh(config.mesh)
     dataset = load_dataset(config, observer=recorder)
     resolved, dataset = resolve(config, dataset)
+    # Cross-validation may choose another kind of teacher on a host that rounds differently.
     prepared = recipe.prepare(
-        resolved, dataset, observer=recorder, broadcast=distributed.from_first
+        resolved,
+        dataset,
+        observer=recorder,
+        broadcast=lambda teacher: distributed.agree(lambda: teacher),
     )
     with checks.naming(f"{config.method}: "):
         parts = recipe.train(
@@ -220,7 +224,7 @@ def resolve(config: Config, dataset: data.Dataset) -> tuple[recipe.Recipe, data.
 
 def _evaluate(model: Aligner, dataset: data.Dataset) -> Results:
     """Returns the scores of a model on all galleries of its data."""
-    selection = ("best_step", "selected", "candidates")
+    selection = ("best_step", "selected", "candidates", "kernel_teacher")
     results = {name: model.info[name] for name in selection if name in model.info}
     if results.get("selected") == "trained" and len(results["candidates"]) < 2:
         results = {"best_step": results["best_step"]}  # a single candidate is no selection

@@ -26,7 +26,7 @@ from sotalign_jax.ot.affinity import cosine, l2_normalize
 from sotalign_jax.ot.klot import klot, klot_from_embeddings, klot_reference
 from sotalign_jax.ot.sinkhorn import Plan, sinkhorn
 from sotalign_jax.ot.sinkhorn import reference as sinkhorn_reference
-from sotalign_jax.teachers import Teacher, cca, kernel_cca, procrustes
+from sotalign_jax.teachers import Teacher, best_cca, cca, kernel_cca, procrustes, tuned_cca
 from sotalign_jax.training import contrastive
 
 __version__ = "0.1.0"
@@ -37,6 +37,7 @@ __all__ = [
     "Plan",
     "Teacher",
     "align",
+    "best_cca",
     "cca",
     "cka",
     "cka_from_embeddings",
@@ -63,4 +64,5 @@ __all__ = [
     "sinkhorn_reference",
     "teachers",
     "training",
+    "tuned_cca",
 ]

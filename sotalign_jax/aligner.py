@@ -335,7 +335,8 @@ def align(
             heads with a tuned teacher. "paper" is the paper's recipe.
         method: A method with its options, such as `methods.SOTAlign(alpha=1e-3)`, or a name of
             `methods.METHODS`. By default SOTAlign, or SAIL without unpaired rows.
-        teacher: A name of `training.TEACHERS`, or a fitted teacher.
+        teacher: A name of `training.TEACHERS`, or a fitted teacher. By default "best_cca", or "cca"
+            if `recipe` is "paper".
         start: "teacher" starts the heads at the teacher's projection, "random" at random. Only
             linear heads can start at a teacher, which must be linear too, such as "tuned_cca".
         dim: Width of the trained heads' features. By default 512, 1,024 if `recipe` is "paper", or

@@ -116,9 +116,15 @@ def _input(x: _Value, head: Any, at: str) -> _Value:
     if head.norm == "l2":
         z = _unit(x) * math.sqrt(head.d_in)
     else:
-        centred = x - x.reduce("Mean")
-        relative = x.constant(1e-5) / (centred * centred).reduce("Mean")("Max", 1e-5)
-        z = _unit(centred) * math.sqrt(head.d_in) / (relative + 1.0)("Sqrt")
+        largest = x("Abs").reduce("Max")("Max", _TINY)
+        x = x / largest
+        mean = x.reduce("Mean")
+        centred = x - mean
+        variance = (centred * centred).reduce("Mean")
+        # The minimum with 1 keeps the square finite. The other minimum is below 1 anyway.
+        epsilon = (x.constant(math.sqrt(1e-5)) / largest)("Min", 1.0)
+        epsilon = (epsilon * epsilon)("Min", variance + mean * mean * 1e-5)("Max", 1e-10)
+        z = centred / (variance + epsilon)("Sqrt")
     return z * x.param(f"{at}input.scale") + x.param(f"{at}input.shift")
 
 

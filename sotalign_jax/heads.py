@@ -33,8 +33,9 @@ def normalize(x: Float[Array, "... d"], norm: str) -> Float[Array, "... d"]:
 
     Args:
         x: Rows of any float dtype.
-        norm: "layer" computes (x - mean) / sqrt(var + min(1e-5, var)), LayerNorm without
-            parameters. "l2" computes x / ||x||.
+        norm: "layer" computes (x - mean) / sqrt(var + 1e-5), LayerNorm without parameters. Rows
+            with a smaller variance have min(1e-5, var + 1e-5 mean^2) in place of 1e-5, so that
+            rows of any scale can be used. "l2" computes x / ||x||.
 
     Returns:
         The normalised rows.
@@ -49,13 +50,16 @@ def normalize(x: Float[Array, "... d"], norm: str) -> Float[Array, "... d"]:
     if norm == "l2":
         return affinity.l2_normalize(x)
     x = affinity.as_float(x)
-    centred = x - jnp.mean(x, axis=-1, keepdims=True)
+    # Squares of small entries would underflow in float32. Powers of two change no digit.
+    power = affinity.power_of_two(x)[..., None]
+    x = power * x
+    mean = jnp.mean(x, axis=-1, keepdims=True)
+    centred = x - mean
     variance = jnp.mean(jnp.square(centred), axis=-1, keepdims=True)
-    # 1e-5 is the epsilon of torch.nn.LayerNorm. It may not exceed the variance, so that heads can
-    # be trained on rows of any scale. The variance of tiny rows is zero in float32, hence the unit
-    # rows in place of centred / sqrt(variance).
-    relative = 1e-5 / jnp.maximum(variance, 1e-5)
-    return affinity.l2_normalize(centred) * jnp.sqrt(x.shape[-1] / (1.0 + relative))
+    # 1e-5 is the epsilon of torch.nn.LayerNorm. The term with the mean keeps the rounding errors of
+    # constant rows small, and 1e-10 prevents a division by zero.
+    epsilon = jnp.minimum(1e-5 * jnp.square(power), variance + 1e-5 * jnp.square(mean))
+    return centred / jnp.sqrt(variance + jnp.maximum(epsilon, 1e-10))
 
 
 @jax.tree_util.register_dataclass

@@ -90,9 +90,10 @@ class Recipe:
             raise checks.InputError("dim must be an integer for random heads, got None")
         kernel = self.teacher in KERNEL_TEACHERS or getattr(self.teacher, "is_kernel", False)
         if kernel and self.start == "teacher" and isinstance(self.method, Objective):
+            named = repr(self.teacher) if isinstance(self.teacher, str) else "a kernel teacher"
             raise checks.InputError(
-                "start must be 'random' with a kernel teacher, got 'teacher'; choose a linear "
-                "teacher such as 'tuned_cca' to start at it"
+                f"start must be 'random' with {named}, which may be nonlinear, got 'teacher'; "
+                "choose a linear teacher such as 'tuned_cca' to start at it"
             )
 
     @property
@@ -443,8 +444,9 @@ def select(
 
     Returns:
         The selected heads, their calibration, and a dictionary. "selected" names the candidate, and
-        "candidates" has the mean of R@1, R@5 and R@10 on validation of each, plain and calibrated.
-        Among equal candidates the simplest is selected.
+        "candidates" maps each candidate to its mean of plain and calibrated R@1, R@5 and R@10 on
+        validation. Among equal candidates the simplest is selected. "kernel_teacher" is True if the
+        teacher, if there is one, is nonlinear.
 
     References:
         L. Breiman, "Stacked regressions", Machine Learning 24 (1996).
@@ -455,24 +457,28 @@ def select(
         assert teacher is not None
         widths = trained.x.d_in, trained.y.d_in
         parts = {"teacher": heads.build_heads(*widths, teacher.dim, teacher=teacher), **parts}
-    features: dict[str, Sequence[Rows]]
-    features = {name: _embed(one, dataset) for name, one in parts.items()}
-    for name, weight in mixtures.items():
-        both = zip(features["teacher"], features["trained"], strict=True)
-        features[name] = [heads.mix_features(f, g, weight) for f, g in both]
-    if dataset.val is None:
-        only = next(iter(mixtures), "trained")
-        features = {only: features[only]}
-    found = {name: _calibrate(one, dataset.val, epsilons) for name, one in features.items()}
-    scores = {name: score for name, (_, score) in found.items()}
+    names = [*parts, *mixtures] if dataset.val is not None else [next(iter(mixtures), "trained")]
+    embedded = {name: _embed(one, dataset) for name, one in parts.items()}
+    calibrations, scores = {}, {}
+    for name in names:
+        features = embedded.get(name)
+        if features is None:
+            both = zip(embedded["teacher"], embedded["trained"], strict=True)
+            features = [heads.mix_features(f, g, mixtures[name]) for f, g in both]
+        calibrations[name], scores[name] = _calibrate(features, dataset.val, epsilons)
     # `max` returns the first of equal candidates, and the simplest ones come first.
-    selected = max(scores, key=lambda name: scores[name])
+    selected = max(names, key=lambda name: scores[name])
     if selected in mixtures:
         chosen = heads.mix(parts["teacher"], trained, mixtures[selected])
     else:
         chosen = parts[selected]
-    info = {"selected": selected, "candidates": {} if dataset.val is None else scores}
-    return chosen, found[selected][0], info
+    info: dict[str, Any] = {
+        "selected": selected,
+        "candidates": {} if dataset.val is None else scores,
+    }
+    if teacher is not None:
+        info["kernel_teacher"] = teacher.is_kernel
+    return chosen, calibrations[selected], info
 
 
 def calibrate(

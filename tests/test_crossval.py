@@ -106,3 +106,20 @@ def test_best_cca_survives_a_caption_of_most_pictures(share):
     x, y = z @ rng.normal(size=(3, 6)), z @ rng.normal(size=(3, 5))
     y[: int(share * 80)] = y[0]
     assert np.isfinite(teachers.best_cca(x, y).x(x)).all()
+
+
+def test_search_clearly_better_compares_the_gain_with_one_standard_error():
+    rng = np.random.default_rng(0)
+    z = rng.normal(size=(50, 3))
+    A, B = (z @ rng.normal(size=(3, 8)) + rng.normal(size=(50, 8)) for _ in range(2))
+    search = crossval.Search(A, B)
+    held = np.concatenate([f.held for f in crossval.folds(crossval.order(A, B), np.arange(50))])
+    simple, errors = crossval.Options(100.0, 1.0, 0.5), []
+    for ridge in (0.1, 0.3, 1.0, 3.0, 10.0, 30.0):
+        other = simple._replace(ridge_x=ridge)
+        gain = search.scores(other) - search.scores(simple)
+        of_pair = np.array([gain[held == row].mean() for row in range(50)])
+        errors.append(of_pair.mean() / (of_pair.std() / np.sqrt(50)))
+        assert search.clearly_better(other, simple) == (errors[-1] > 1), ridge
+    # The cases tell one standard error from none and from two.
+    assert any(0 < error < 1 for error in errors) and any(1 < error < 2 for error in errors)

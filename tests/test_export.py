@@ -84,8 +84,10 @@ def aligner(request):
 
 
 GIVEN = {
-    "x": np.concatenate([rows(10), 1e-20 * rows(11), 1e12 * rows(12)]),
-    "y": np.concatenate([rows(13, width=D_Y), 1e-20 * rows(14, width=D_Y)]),
+    "x": np.concatenate([rows(10), 1e-25 * rows(11), 1e12 * rows(12), 0.5 + 0 * rows(13)]),
+    "y": np.concatenate(
+        [rows(13, width=D_Y), 1e-20 * rows(14, width=D_Y), 1e-4 * rows(15)[:, :D_Y]]
+    ),
 }
 
 

@@ -39,10 +39,16 @@ def test_normalize_layer_accepts_rows_of_any_scale(scale):
     x = rows(0, 6, 7)
     scaled = heads.normalize(jnp.asarray(scale * x, jnp.float32), "layer")
     whitened = (x - x.mean(1, keepdims=True)) / x.std(1, keepdims=True)
-    # Where 1e-5 exceeds the variance, the variance itself is added to it.
+    # For small rows, epsilon equals the variance, which doubles the square of the divisor.
     factor = np.sqrt(2.0) if scale < 1 else 1.0
     np.testing.assert_allclose(factor * scaled, whitened, rtol=1e-4)
-    gradient = jax.grad(lambda x: heads.normalize(x, "layer")[0, 0])(jnp.zeros((1, 7)))
+
+
+@pytest.mark.parametrize("value", [0.0, 1e-25, 0.1, 1 / 3, 123.456])
+def test_normalize_layer_maps_constant_rows_close_to_zero(value):
+    row = jnp.full((1, 768), value)  # the mean of 768 equal numbers has a rounding error
+    assert jnp.abs(heads.normalize(row, "layer")).max() < 0.05
+    gradient = jax.grad(lambda x: heads.normalize(x, "layer")[0, 0])(row)
     assert np.isfinite(gradient).all()
 
 

@@ -203,6 +203,14 @@ def test_of_panel_makes_narrow_tables():
                 assert len(shown.headers) <= 6, name
 
 
+def test_lines_show_pairs_per_input_dimension_below_the_pairs():
+    kept = store.Store(ROOT / "docs/results" / report.CELLS)
+    made = [panel.known() for panel in tables.make("F5", PHOTOGRAPHS).filled(kept, {}).panels]
+    pairs, unpaired = plots.lines(made).axes
+    assert "1,000\n1.1" in [text.get_text() for text in pairs.get_xticklabels()]
+    assert "3,000" in [text.get_text() for text in unpaired.get_xticklabels()]
+
+
 def test_of_panel_shows_gains_relative_to_sail():
     rows = {"SAIL": {}, "SOTAlign": {}}
     found = {("SAIL", "R@1"): np.array([4.0, 6.0]), ("SOTAlign", "R@1"): np.array([6.0, 7.0])}

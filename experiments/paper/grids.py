@@ -137,7 +137,7 @@ def _by_method(panel: Panel) -> report.Table:
     """Returns a table with a row per method, its gain over SAIL, and a column per row."""
     rows: list[list[Any]] = []
     if panel.shares:
-        rows.append(["pairs per dimension", *(panel.shares[row] for row in panel.rows)])
+        rows.append(["pairs per input dimension", *(panel.shares[row] for row in panel.rows)])
     for column in panel.columns:
         rows.append([column, *(_text(panel, row, column) for row in panel.rows)])
     for column in panel.columns:

@@ -53,16 +53,26 @@ def as_floats(*arrays: ArrayLike) -> tuple[Array, ...]:
 
 
 # Rows whose entries are all below this count as zero, because the power of two that scales them to
-# 1 is limited to 2^100 by `_power_of_two`.
+# 1 is limited to 2^100 by `power_of_two`.
 _NORM_FLOOR = 2.0**-100
 
 
 @functools.partial(jax.jit, inline=True)
-def _power_of_two(x: Float[Array, "... d"]) -> Float[Array, "..."]:
+def power_of_two(x: Float[Array, "... d"]) -> Float[Array, "..."]:
     """Returns powers of two that bring the largest entry of each row near 1.
 
     Products with powers of two are exact. The function is jitted, so that calls outside of `jit`
     run one program instead of a dozen.
+
+    Args:
+        x: Rows, shape [..., d].
+
+    Returns:
+        One power per row, and 0 for rows of zeros.
+
+    Example:
+        >>> power_of_two(jnp.array([[3.0, 4.0], [0.0, 0.0]])).tolist()
+        [0.125, 0.0]
     """
     largest = as_float(jnp.max(jnp.abs(jax.lax.stop_gradient(x)), axis=-1))
     # Clipped, so that the power and its products stay normal float32 numbers.
@@ -84,7 +94,7 @@ def rescaled(x: Float[Array, "... d"]) -> Float[Array, "... d"]:
         >>> rescaled(jnp.array([[3.0, 4.0]])).tolist()
         [[0.375, 0.5]]
     """
-    return x * _power_of_two(x)[..., None]
+    return x * power_of_two(x)[..., None]
 
 
 def inverse_norms(x: Float[Array, "n d"]) -> Float[Array, " n"]:
@@ -102,7 +112,7 @@ def inverse_norms(x: Float[Array, "n d"]) -> Float[Array, " n"]:
     """
     x = as_float(x)
     # Scaled to entries near 1, because squares of tiny or huge entries leave float32.
-    power = _power_of_two(x)
+    power = power_of_two(x)
     squared = jnp.sum(jnp.square(x * power[..., None]), axis=-1)
     # The inner `where` keeps the gradient of zero rows free of NaN.
     return jnp.where(power > 0, jax.lax.rsqrt(jnp.where(power > 0, squared, 1.0)) * power, 0.0)
