@@ -194,7 +194,10 @@ def percent(share: float | None, *, before: str = "") -> str:
         share: Gain relative to SAIL.
         before: Text to put before it.
     """
-    return "" if share is None else f"{before}{round(100 * share):+d} %"
+    if share is None:
+        return ""
+    rounded = round(100 * share)
+    return f"{before}{rounded:+d} %" if rounded else f"{before}0 %"
 
 
 def _paper(value: float | None, relative: float | None = None) -> str:
@@ -235,9 +238,12 @@ def all_above(gaps: Mapping[str, Gap | None]) -> Verdict:
     """
     if not gaps:
         return Verdict(None, "nothing to compare")
-    held = {name: gap.held for name, gap in gaps.items() if gap is not None}
-    # Differences that contradict the claim come first, then those within their error.
-    order = sorted((name for name in held if not held[name]), key=lambda name: held[name] is None)
+    known = {name: gap for name, gap in gaps.items() if gap is not None}
+    held = {name: gap.held for name, gap in known.items()}
+    # Differences that contradict the claim come first, then those within their error. The largest
+    # of them is the first.
+    failed = [name for name in held if not held[name]]
+    order = sorted(failed, key=lambda name: (held[name] is None, known[name].mean))
     text = f"{len(held) - len(order)} of {len(gaps)} differences are as claimed"
     if missing := len(gaps) - len(held):
         text += f", {missing} were not computed"
