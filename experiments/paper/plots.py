@@ -158,6 +158,8 @@ def grouped_bars(panels: Panels) -> Any:
 def method_bars(panels: Panels, *, columns: Sequence[str]) -> Any:
     """Draws a bar per row with the mean over some columns, and the paper's beside it.
 
+    Error bars are standard deviations over seeds.
+
     Args:
         panels: One panel.
         columns: Columns to average.
@@ -168,13 +170,17 @@ def method_bars(panels: Panels, *, columns: Sequence[str]) -> Any:
     (panel,) = panels
     known = [c for c in columns if c in panel.columns]
     rows = list(panel.rows)
-    here = [float(np.mean([panel.mean(row, c) for c in known])) for row in rows]
+    # One average of the columns per seed.
+    averages = [np.mean([panel.at(row, c) for c in known], axis=0) for row in rows]
+    here = [float(a.mean()) if len(a) else np.nan for a in averages]
+    spreads = [float(a.std(ddof=1)) if len(a) > 1 else 0.0 for a in averages]
     papers = [[panel.papers(row, c) for c in known] for row in rows]
     paper = [np.nan if None in some else float(np.mean(some)) for some in papers]  # type: ignore[arg-type]
     figure, axes = _figure(2, 4.0, 0.33 * len(rows) + 0.9)
-    for ax, title, values in zip(axes, ("here", "paper"), (here, paper), strict=True):
+    sides = ("here", here, spreads), ("paper", paper, None)
+    for ax, (title, values, errors) in zip(axes, sides, strict=True):
         colours = [COLOURS[1] if "SOTAlign" in row else COLOURS[0] for row in rows]
-        bars = ax.barh(range(len(rows)), values, color=colours)
+        bars = ax.barh(range(len(rows)), values, xerr=errors, color=colours, capsize=2)
         labels = ["" if np.isnan(value) else f"{value:.1f}" for value in values]
         ax.bar_label(bars, labels, padding=3)
         ax.set_yticks(range(len(rows)), rows if ax is axes[0] else [""] * len(rows))
