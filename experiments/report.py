@@ -418,10 +418,9 @@ def remarks(results: Results, table: Table) -> list[str]:
         if one.get("candidates"):
             scores = ", ".join(f"{key} {score:.1f}" for key, score in one["candidates"].items())
             measured = "mean of plain and calibrated R@1, R@5 and R@10 on validation"
-            kind = "nonlinear" if one.get("kernel_teacher") else "linear"
-            said.append(
-                f"{name} returns {one['selected']} ({measured}: {scores}). Its teacher is {kind}."
-            )
+            said.append(f"{name} returns {one['selected']} ({measured}: {scores}).")
+            if "kernel_teacher" in one:
+                said[-1] += f" Its teacher is {'nonlinear' if one['kernel_teacher'] else 'linear'}."
     hurt = []
     for label, *row in table.rows:
         shown = dict(zip(table.headers[1:], row, strict=True))

@@ -99,10 +99,18 @@ class _Value:
 # of the head's parameters.
 
 
+def _largest(x: _Value) -> _Value:
+    """Returns the largest absolute entry of every row, or a tiny number for rows of zeros.
+
+    Rows are divided by it before they are squared, because squares of tiny or huge entries leave
+    float32.
+    """
+    return x("Abs").reduce("Max")("Max", _TINY)
+
+
 def _unit(x: _Value) -> _Value:
     """Describes `affinity.l2_normalize`."""
-    # Divided by the largest entry first, because squares of tiny or huge entries leave float32.
-    x = x / x("Abs").reduce("Max")("Max", _TINY)
+    x = x / _largest(x)
     return x / (x * x).reduce("Sum")("Max", 1.0)("Sqrt")
 
 
@@ -116,7 +124,8 @@ def _input(x: _Value, head: Any, at: str) -> _Value:
     if head.norm == "l2":
         z = _unit(x) * math.sqrt(head.d_in)
     else:
-        largest = x("Abs").reduce("Max")("Max", _TINY)
+        # `heads.normalize` divides by a power of two instead, which ONNX cannot compute exactly.
+        largest = _largest(x)
         x = x / largest
         mean = x.reduce("Mean")
         centred = x - mean
