@@ -1,8 +1,8 @@
-"""Data sets in the repository: photographs with captions, and speech with transcripts.
+"""Data sets in the repository: captioned photographs, transcribed speech, and documented code.
 
 Embeddings are stored as 8-bit codes and restored to float32 when rows are read. Pools are lazy,
-pairs and galleries are arrays. For speech, an utterance is called an image and its transcript a
-caption. `data/README.md` describes the files.
+pairs and galleries are arrays. An utterance or a Python function is called an image, its transcript
+or docstring a caption. `data/README.md` describes the files.
 """
 
 import functools
@@ -23,8 +23,8 @@ from sotalign_jax import checks, data, files
 FOLDER = pathlib.Path(__file__).parent / "data"
 PHOTOGRAPHS = ("coco", "flickr8k", "rsicd")
 """Collections of images with captions."""
-CAPTIONED = (*PHOTOGRAPHS, "speech")
-"""Collections that pairs come from. "speech" is Common Voice."""
+CAPTIONED = (*PHOTOGRAPHS, "speech", "code")
+"""Collections that pairs come from. "speech" is Common Voice, "code" Python functions."""
 GALLERIES = (*CAPTIONED, "librispeech")
 """Collections to evaluate on. "librispeech" is a test split for models trained on "speech"."""
 LABELLED = {"coco": "photograph", "speech": "utterance", "librispeech": "utterance"}
@@ -140,8 +140,15 @@ class Rows(files.MappedRows):
         return self._restore(super().__getitem__(index))
 
 
+def _first_field(source: str) -> str:
+    """Returns the name of the first modality in the file of a source."""
+    return next(field for field in ("image", "speech", "code") if field in _table(source))
+
+
 def images(source: str, rows: Any = slice(None)) -> Rows:
-    """Returns lazy features of images, shape [n, 1280], or of speech, shape [n, 512].
+    """Returns lazy features of the first modality.
+
+    Images have 1,280 features, speech has 512 and code 384.
 
     Args:
         source: A collection, a classification set, or "coco_unpaired", COCO's images without
@@ -149,10 +156,10 @@ def images(source: str, rows: Any = slice(None)) -> Rows:
         rows: Any index of the source's rows.
     """
     checks.choice("images", source, (*GALLERIES, *ZERO_SHOT, "coco_unpaired"))
-    table = _table(source)
-    if "speech" in table:
-        return Rows(table["speech"], rows, lambda codes: codes * table["speech_scale"])
-    return Rows(table["image"], rows, _restore_images)
+    field, table = _first_field(source), _table(source)
+    if field == "image":
+        return Rows(table[field], rows, _restore_images)
+    return Rows(table[field], rows, lambda codes: codes * table[f"{field}_scale"])
 
 
 def texts(source: str, rows: Any = slice(None), encoder: str = "MiniLM") -> Rows:
@@ -184,8 +191,7 @@ def input_dimensions(name: str) -> int:
     (896, 896)
     """
     table = _table(name)
-    stored = table["speech" if "speech" in table else "image"]
-    return stored.shape[1] + table["text"].shape[1]
+    return table[_first_field(name)].shape[1] + table["text"].shape[1]
 
 
 def image_of_text(name: str) -> Int[np.ndarray, " m"]:

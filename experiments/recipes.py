@@ -27,7 +27,6 @@ from sotalign_jax import (
     Aligner,
     align,
     checks,
-    crossval,
     data,
     evaluation,
     heads,
@@ -35,6 +34,7 @@ from sotalign_jax import (
     recipe,
     training,
 )
+from sotalign_jax.cca import choose
 from sotalign_jax.diagnostics import Mean
 
 _DATA = flags.DEFINE_list("sets", ["coco"], "Data sets: coco, flickr8k, rsicd, speech, .npz files.")
@@ -64,7 +64,7 @@ OURS = {
 RECIPES: dict[str, dict[str, Any]] = {
     "CCA": {**EITHER, "teacher": "cca"},
     "tuned CCA": {**EITHER, "teacher": "tuned_cca"},
-    "kernel CCA": {**EITHER, "teacher": "kernel_cca", "directions": crossval.DIRECTIONS},
+    "kernel CCA": {**EITHER, "teacher": "kernel_cca", "directions": choose.DIRECTIONS},
     # The rate was chosen on validation data of photographs. Speech needs the paper's larger one.
     "SAIL": {**EITHER, "align": {**PAPER, "learning_rate": 5e-4, "method": "sail"}},
     "SAIL (rate 2e-3)": {**EITHER, "align": {**PAPER, "method": "sail"}},

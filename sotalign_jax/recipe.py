@@ -12,18 +12,22 @@ from typing import Any, NamedTuple, TypeVar
 
 import jax
 import numpy as np
+from jax.sharding import Mesh
 
-from sotalign_jax import calibration, checks, data, evaluation, heads, methods, training
+from sotalign_jax import calibration, checks, data, evaluation, heads, methods, teachers, training
 from sotalign_jax.heads import Heads, Rows, Teacher
 from sotalign_jax.methods import Objective
 from sotalign_jax.persistence import Parts
 from sotalign_jax.progress import Observer
+from sotalign_jax.teachers import Refined
 
 Tree = TypeVar("Tree")
 STARTS = ("random", "teacher")
 """Initial values of linear heads."""
-KERNEL_TEACHERS = ("kernel_cca", "best_cca")
+KERNEL_TEACHERS = ("kernel_cca", "best_cca", "refined_cca")
 """Teachers that may be kernel maps, which heads cannot start at."""
+TEACHERS = (*training.TEACHERS, "refined_cca")
+"""Names of all teachers. The last one also uses the unpaired rows."""
 TUNED_TEACHERS = ("tuned_cca", *KERNEL_TEACHERS)
 """Teachers whose options are chosen by cross-validation, which needs a seed."""
 # 0.75 was at least as good as the teacher on five data sets. 0.5 and 0.25 gain more where the
@@ -47,7 +51,7 @@ class Recipe:
     Attributes:
         method: The method. None returns the teacher itself as the model.
         train: Steps, batches, learning rate and seed.
-        teacher: A name of `training.TEACHERS`, or a fitted teacher.
+        teacher: A name of `TEACHERS`, or a fitted teacher.
         teacher_options: Keyword arguments of the function that fits it.
         teacher_noise: Fraction of the teacher's pairs that are mismatched on purpose.
         start: "teacher" starts linear heads at the teacher's projection, "random" at random.
@@ -84,7 +88,7 @@ class Recipe:
     def __post_init__(self) -> None:
         checks.choice("start", self.start, STARTS)
         if isinstance(self.teacher, str):
-            checks.choice("teacher", self.teacher, tuple(training.TEACHERS))
+            checks.choice("teacher", self.teacher, TEACHERS)
         checks.whole(1, or_none=True, dim=self.dim)
         if self.dim is None and self.start == "random" and isinstance(self.method, Objective):
             raise checks.InputError("dim must be an integer for random heads, got None")
@@ -127,7 +131,7 @@ class Preset(NamedTuple):
     """Default values of a named recipe, which replace arguments of `default` that are None.
 
     Attributes:
-        teacher: A name of `training.TEACHERS`.
+        teacher: A name of `TEACHERS`.
         dim: Width of the features of random heads.
         pair_batch: Pairs per step.
         alpha: `default` sets the alpha of SOTAlign to this value divided by the number of pairs in
@@ -149,7 +153,7 @@ class Preset(NamedTuple):
 
 # The values of "default" were chosen on validation data, see docs/recipes.md.
 PRESETS = {
-    "default": Preset("best_cca", 512, 2048, 3.0, (100, 600), MIXTURES, EPSILONS),
+    "default": Preset("refined_cca", 512, 2048, 3.0, (100, 600), MIXTURES, EPSILONS),
     "paper": Preset("cca", 1024, 10_000, 1.0, (2000, 2000), (), (0.05,)),
 }
 """The recipes of `align` by name."""
@@ -174,7 +178,7 @@ def default(
         dataset: Pairs, pools and the validation gallery.
         preset: A key of `PRESETS`, whose values replace arguments that are None.
         method: A method, or a name of `methods.METHODS`.
-        teacher: A name of `training.TEACHERS`, or a fitted teacher.
+        teacher: A name of `TEACHERS`, or a fitted teacher.
         start: One of `STARTS`.
         dim: Width of the trained heads' features.
         steps: Number of training steps.
@@ -263,11 +267,13 @@ class Prepared(NamedTuple):
         dataset: The data, with the pairs' rows in place of a missing pool.
         start: The heads to start from. None for a `methods.Fitted`, which has no training steps.
         teacher: The teacher. None if the recipe uses no teacher.
+        refined: How unpaired rows refined the teacher. None if they were not used.
     """
 
     dataset: data.Dataset
     start: Heads | None
     teacher: Teacher | None
+    refined: Refined | None = None
 
 
 def _same(tree: Tree) -> Tree:
@@ -280,7 +286,8 @@ def prepare(
     dataset: data.Dataset,
     *,
     observer: Observer | None = None,
-    broadcast: Callable[[Teacher], Teacher] = _same,
+    broadcast: Callable[[Teacher | Refined], Teacher | Refined] = _same,
+    mesh: Mesh | None = None,
 ) -> Prepared:
     """Fits the teacher and builds the heads to start from.
 
@@ -290,6 +297,7 @@ def prepare(
         observer: Callbacks for stages.
         broadcast: Copies the first process's teacher to all processes, whose own fits may differ
             by rounding.
+        mesh: Devices of this process that the plans of "refined_cca" are split over.
 
     Returns:
         The state before the first step.
@@ -301,11 +309,13 @@ def prepare(
     if recipe.method is not None:
         dataset = fill_pools(recipe.method.pools, dataset)
         training.check_pool(recipe.method, dataset)
-    teacher = None
+    teacher, refined = None, None
     if recipe.uses_teacher:
         observer.stage("fitting the teacher")
-        teacher = broadcast(fit_teacher(recipe, dataset))
-    return Prepared(dataset, _start(recipe, dataset, teacher), teacher)
+        fitted = broadcast(fit_teacher(recipe, dataset, mesh=mesh, report=observer.stage))
+        refined = fitted if isinstance(fitted, Refined) else None
+        teacher = fitted.teacher if isinstance(fitted, Refined) else fitted
+    return Prepared(dataset, _start(recipe, dataset, teacher), teacher, refined)
 
 
 def fill_pools(pools: str, dataset: data.Dataset) -> data.Dataset:
@@ -331,15 +341,23 @@ def fill_pools(pools: str, dataset: data.Dataset) -> data.Dataset:
     return dataset
 
 
-def fit_teacher(recipe: Recipe, dataset: data.Dataset) -> Teacher:
-    """Fits the teacher of a recipe on the pairs.
+def fit_teacher(
+    recipe: Recipe,
+    dataset: data.Dataset,
+    *,
+    mesh: Mesh | None = None,
+    report: Callable[[str], None] = lambda text: None,
+) -> Teacher | Refined:
+    """Fits the teacher of a recipe.
 
     Args:
         recipe: The recipe. A fitted teacher is checked and returned.
-        dataset: The pairs.
+        dataset: Pairs and pools.
+        mesh: Devices that the plans of "refined_cca" are split over.
+        report: Called with a line of progress.
 
     Returns:
-        The teacher.
+        The teacher, with its refinement if the teacher is "refined_cca" and there are pools.
 
     Raises:
         InputError: The teacher does not fit the data. The message begins with "teacher".
@@ -356,7 +374,20 @@ def fit_teacher(recipe: Recipe, dataset: data.Dataset) -> Teacher:
     if teacher == "contrastive":
         options = {"seed": seed, "dim": recipe.dim or PRESETS["default"].dim} | options
     with checks.naming("teacher: "):
-        return training.TEACHERS[teacher](dataset.pairs_x, pairs_y, **options)
+        if teacher != "refined_cca":
+            return training.TEACHERS[teacher](dataset.pairs_x, pairs_y, **options)
+        pools = fill_pools("xy", dataset)
+        if not len(pools.pool_x):
+            return teachers.best_cca(dataset.pairs_x, pairs_y, **options)
+        return teachers.refine(
+            dataset.pairs_x,
+            pairs_y,
+            pools.pool_x,
+            pools.pool_y,
+            mesh=mesh,
+            report=report,
+            **options,
+        )
 
 
 def _start(recipe: Recipe, dataset: data.Dataset, teacher: Teacher | None) -> Heads | None:
@@ -403,7 +434,7 @@ def train(
         The heads, the calibration, and `info`, a dictionary with the options and the validation
         score of every candidate.
     """
-    dataset, start, teacher = prepared
+    dataset, start, teacher, refined = prepared
     method, seed = recipe.method, recipe.train.seed
     info = {**recipe.info(), "data": dataset.summary()}
     if isinstance(method, methods.Fitted):
@@ -417,7 +448,10 @@ def train(
             method, start, dataset, recipe.train, teacher=teacher, observer=observer, **options
         )
         mixtures, epsilons = recipe.mixtures, recipe.calibration
-        model, calibrated, found = select(trained, teacher, dataset, mixtures, epsilons)
+        first = None if refined is None else refined.first
+        model, calibrated, found = select(
+            trained, teacher, dataset, mixtures, epsilons, first=first
+        )
         return Parts(model, {**info, "best_step": int(best.step), **found}, calibrated)
     return Parts(trained, info, calibrate(trained, dataset, recipe.calibration))
 
@@ -428,6 +462,8 @@ def select(
     dataset: data.Dataset,
     weights: Sequence[float] = (),
     epsilons: Sequence[float] = (0.05,),
+    *,
+    first: Teacher | None = None,
 ) -> tuple[Heads, calibration.Calibration, dict[str, Any]]:
     """Selects the best of the teacher, the trained heads and their mixtures on validation.
 
@@ -441,6 +477,7 @@ def select(
             returned.
         weights: Weights of the teacher. Without any the trained heads are returned.
         epsilons: Candidate epsilons of the calibration, see `calibrate`.
+        first: The teacher before its refinement, another candidate.
 
     Returns:
         The selected heads, their calibration, and a dictionary. "selected" names the candidate, and
@@ -457,6 +494,9 @@ def select(
         assert teacher is not None
         widths = trained.x.d_in, trained.y.d_in
         parts = {"teacher": heads.build_heads(*widths, teacher.dim, teacher=teacher), **parts}
+        if first is not None:
+            alone = heads.build_heads(*widths, first.dim, teacher=first)
+            parts = {"pairs alone": alone, **parts}
     names = [*parts, *mixtures] if dataset.val is not None else [next(iter(mixtures), "trained")]
     embedded = {name: _embed(one, dataset) for name, one in parts.items()}
     calibrations, scores = {}, {}

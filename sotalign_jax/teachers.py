@@ -1,8 +1,9 @@
 """Teachers: maps into a shared space that are fitted on the pairs and then frozen.
 
 `procrustes`, `cca` and `tuned_cca` are linear, and `kernel_cca` is not. `best_cca` chooses between
-the last two. All are closed forms, which are computed on the host in float64, and return a
-`Teacher`. The contrastive teacher is trained, see `training.contrastive`.
+the last two, and `refined_cca` refines its choice with unpaired rows. All are closed forms, which
+are computed on the host in float64, and return a `Teacher`. The contrastive teacher is trained, see
+`training.contrastive`.
 """
 
 import math
@@ -11,20 +12,31 @@ from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import Mesh
 from jaxtyping import Float
 
-from sotalign_jax import checks, crossval, kernels
+from sotalign_jax import checks
+from sotalign_jax.cca import canonical, choose, features, moments
+from sotalign_jax.cca import refine as refinement
+from sotalign_jax.cca.canonical import pearson as pearson
+from sotalign_jax.cca.features import Features, Linear
+from sotalign_jax.files import MappedRows
 from sotalign_jax.heads import AffineMap, Rows
 from sotalign_jax.heads import Teacher as Teacher
+from sotalign_jax.kernels import KernelMap
 
 # Time grows with the cube of the landmarks. With fewer pairs than this, every pair is a landmark
 # and the solution is exact.
 LANDMARKS = 2000
 """Largest number of landmarks of a kernel CCA."""
+# 1,024 features gain at most half a point over 512 on clip-art and COCO, and take four times as
+# long.
+REFINED_FEATURES, REFINED_LANDMARKS = 512, 1500
+"""Features of each modality that a refined teacher is fitted in, and landmarks of their kernel."""
 # Smallest eigenvalue that `cca` divides by, so that a ridge of 0 cannot overflow.
 _EIGENVALUE_FLOOR = 1e-6
-_EPS = float(np.finfo(np.float64).eps)
-_Gain = Callable[[np.ndarray], np.ndarray]
+Pool = Rows | MappedRows
+"""Unpaired embeddings, which may be read lazily."""
 Ridge = float | tuple[float, float]
 """One ridge for both sides, or one for each."""
 
@@ -140,7 +152,7 @@ def tuned_cca(
 
     The maps are those of `cca`, with R_x = (S_xx + ridge_x tr(S_xx) / d_x I)^(-1/2): the ridge of
     each side is relative to the mean eigenvalue of its own covariance. The options are chosen by
-    the mean reciprocal rank of held-out pairs, see `crossval`. The choice does not depend on the
+    the mean reciprocal rank of held-out pairs, see `cca.choose`. The choice does not depend on the
     order of the pairs. With fewer than 6 pairs the ridges are 10,000 / n and the power is 0.5.
 
     Args:
@@ -172,7 +184,7 @@ def tuned_cca(
         the Royal Statistical Society B 36 (1974).
     """
     A, B, ridges = _checked(pairs_x, pairs_y, ridge, power)
-    options = crossval.choose(A, B, "linear", ridges=ridges, power=power, seed=seed)
+    options = choose.choose(A, B, "linear", ridges=ridges, power=power, seed=seed)
     return _relative_cca(A, B, options, dim=dim, dtype=dtype)
 
 
@@ -244,7 +256,7 @@ def kernel_cca(
     gammas = {"gamma_x": gamma_x, "gamma_y": gamma_y}
     checks.positive(**{name: gamma for name, gamma in gammas.items() if gamma is not None})
     given: dict[str, Any] = {"ridges": ridges, "power": power, **gammas}
-    options = crossval.choose(A, B, "kernel", **given, seed=seed)
+    options = choose.choose(A, B, "kernel", **given, seed=seed)
     sizes = {"landmarks": landmarks, "dim": dim, "seed": seed, "dtype": dtype}
     return _fitted_kernel(A, B, options, **sizes)
 
@@ -282,12 +294,123 @@ def best_cca(
         'AffineMap'
     """
     A, B, _ = _checked(pairs_x, pairs_y, None, None)
-    options = crossval.choose(A, B, "best", seed=seed)
-    # Options without a bandwidth are those of a linear CCA.
-    if options.gamma_x is None:
-        return _relative_cca(A, B, options, dim=dim, dtype=dtype)
-    sizes = {"landmarks": LANDMARKS, "dim": dim, "seed": seed, "dtype": dtype}
-    return _fitted_kernel(A, B, options, **sizes)
+    options = choose.choose(A, B, "best", seed=seed)
+    return _fitted(A, B, options, dim=dim, seed=seed, dtype=dtype)
+
+
+class Refined(NamedTuple):
+    """Result of `refine`.
+
+    Attributes:
+        teacher: The refined teacher, or `first` if no round gained clearly.
+        first: The teacher of the pairs alone, as `best_cca` fits it.
+        scores: Mean reciprocal rank of held-out pairs before the first and after every round, in
+            cross-validation. Without a clear gain it holds one number, and with fewer than 6 pairs
+            none.
+    """
+
+    teacher: Teacher
+    first: Teacher
+    scores: tuple[float, ...]
+
+    @property
+    def rounds(self) -> int:
+        """Number of rounds of the refinement."""
+        return max(len(self.scores) - 1, 0)
+
+
+def refine(
+    pairs_x: Rows,
+    pairs_y: Rows,
+    x: Pool,
+    y: Pool,
+    *,
+    kind: str = "best",
+    seed: int = 0,
+    dtype: Any = jnp.float32,
+    mesh: Mesh | None = None,
+    report: Callable[[str], None] = lambda text: None,
+) -> Refined:
+    """Fits a CCA on the pairs, and refines it with transport plans between unpaired rows.
+
+    In every round, the plan P between random batches X and Y of the pools under the current
+    teacher's cosines acts as soft pairs: the next CCA is fitted to
+
+        S_xy = (1 - tau) A^T B / (n - 1) + tau X^T P Y,    tau = worth / (worth + n),
+
+    and to S_xx and S_yy with the covariances of X and Y. The plan counts as at most 1,000 pairs,
+    and as fewer if a pool has few rows. Ridges, power and the number of rounds are chosen by
+    cross-validation on the pairs. No round is made unless the mean reciprocal rank of held-out
+    pairs gains more than one standard error. A kernel teacher is refined in the kernel features of
+    landmarks from the pairs and the pools.
+
+    Args:
+        pairs_x: Paired embeddings A of the first modality, shape [n, d_x].
+        pairs_y: Paired embeddings B of the second modality, shape [n, d_y].
+        x: Unpaired embeddings of the first modality. A memory-mapped array is read in batches.
+        y: Unpaired embeddings of the second modality.
+        kind: "linear", "kernel", or "best" for the choice of `best_cca`.
+        seed: Seed of folds, landmarks and batches.
+        dtype: Dtype of the teacher's arrays.
+        mesh: Devices to split the plans over.
+        report: Called with a line of progress.
+
+    Returns:
+        The teachers with and without the unpaired rows, and their scores.
+
+    Raises:
+        InputError: As in `cca`, or a pool is empty or of another width.
+
+    Example:
+        >>> rng = np.random.default_rng(0)
+        >>> z = rng.normal(size=(400, 4)).astype(np.float32)
+        >>> A, B = z @ rng.normal(size=(4, 9)), z @ rng.normal(size=(4, 7))
+        >>> found = refine(A[:30], B[:30], A[30:200], B[200:], kind="linear")
+        >>> found.teacher.dim, len(found.scores) > 0
+        (7, True)
+
+    References:
+        E. Grave, A. Joulin and Q. Berthet, "Unsupervised alignment of embeddings with Wasserstein
+        Procrustes", AISTATS 2019.
+        M. Artetxe, G. Labaka and E. Agirre, "Learning bilingual word embeddings with (almost) no
+        bilingual data", ACL 2017.
+    """
+    checks.choice("kind", kind, ("linear", "kernel", "best"))
+    A, B, _ = _checked(pairs_x, pairs_y, None, None)
+    for name, pool, pairs in (("x", x, A), ("y", y, B)):
+        checks.rows(name, pool, width=pairs.shape[1])
+    report("fitting the teacher")
+    options = choose.choose(A, B, kind, seed=seed)
+    first = _fitted(A, B, options, dim=None, seed=seed, dtype=dtype)
+    if len(A) < checks.MIN_PAIRS:
+        return Refined(first, first, ())
+    side_x = _side(A, x, options.gamma_x, seed)
+    side_y = _side(B, y, options.gamma_y, seed + 1)
+    steps, scores = refinement.choose_steps(
+        side_x, side_y, options, seed=seed, mesh=mesh, report=report
+    )
+    if not steps:
+        return Refined(first, first, scores)
+    found = refinement.refine(side_x, side_y, options, steps, seed=seed, mesh=mesh, report=report)
+    covered = moments.of_pairs(side_x.pairs, side_y.pairs, divisor=len(A) - 1)
+    teacher = _of_features(side_x.features, side_y.features, found, covered, dtype)
+    return Refined(teacher, first, scores)
+
+
+def refined_cca(pairs_x: Rows, pairs_y: Rows, x: Pool, y: Pool, **options: Any) -> Teacher:
+    """Returns the teacher of `refine`.
+
+    Args:
+        pairs_x: Paired embeddings of the first modality, shape [n, d_x].
+        pairs_y: Paired embeddings of the second modality, shape [n, d_y].
+        x: Unpaired embeddings of the first modality.
+        y: Unpaired embeddings of the second modality.
+        **options: Options of `refine`.
+
+    Returns:
+        The teacher.
+    """
+    return refine(pairs_x, pairs_y, x, y, **options).teacher
 
 
 class Canonical(NamedTuple):
@@ -338,7 +461,7 @@ def canonical_correlations(pairs_x: Rows, pairs_y: Rows, *, ridge: float = 0.0) 
     checks.at_least(0, ridge=ridge)
     sides = []
     for name, pairs in (("pairs_x", pairs_x), ("pairs_y", pairs_y)):
-        centred, mean = _centred(name, pairs.astype(np.float64))
+        centred, mean = moments.centred(name, pairs.astype(np.float64))
         # Divided out, so that the relative ridge of `_rotated` is `ridge` itself.
         spread = math.sqrt(np.mean(np.square(centred)))
         sides.append((mean, spread, centred / (spread * math.sqrt(len(centred)))))
@@ -347,8 +470,8 @@ def canonical_correlations(pairs_x: Rows, pairs_y: Rows, *, ridge: float = 0.0) 
     def gain(eigenvalues: np.ndarray) -> np.ndarray:
         return 1.0 / np.sqrt(eigenvalues + ridge)
 
-    weights_x, weights_y, correlations = _rotated(x, y, (gain, gain))
-    return Canonical(mean_x, mean_y, weights_x / spread_x, weights_y / spread_y, correlations)
+    found = _rotated(x, y, (gain, gain))
+    return Canonical(mean_x, mean_y, found.x / spread_x, found.y / spread_y, found.rho)
 
 
 def _checked(
@@ -363,45 +486,128 @@ def _checked(
     pairs_x, pairs_y = checks.pairs(pairs_x, pairs_y, min_rows=2)
     # Rejects equal rows here, because an error within a fold could not name the argument.
     for name, pairs in (("pairs_x", pairs_x), ("pairs_y", pairs_y)):
-        _centred(name, crossval.unit(pairs))
+        moments.centred(name, moments.unit(pairs))
     return pairs_x, pairs_y, ridges
 
 
 def _relative_cca(
     pairs_x: np.ndarray,
     pairs_y: np.ndarray,
-    options: crossval.Options,
+    options: choose.Options,
     *,
     dim: int | None,
     dtype: Any,
 ) -> Teacher:
     """Fits a linear CCA with ridges relative to the mean eigenvalues."""
 
-    def gain(ridge: float, width: int) -> _Gain:
+    def gain(ridge: float, width: int) -> canonical.Gain:
         # The floor avoids a division by zero without a ridge.
-        return lambda v: 1.0 / np.sqrt(v + max(ridge, _EPS) * v.sum() / width)
+        return lambda v: 1.0 / np.sqrt(v + max(ridge, canonical.EPS) * v.sum() / width)
 
     gains = gain(options.ridge_x, pairs_x.shape[1]), gain(options.ridge_y, pairs_y.shape[1])
     scale = 1.0 / math.sqrt(len(pairs_x) - 1)
     fitted = {"dim": dim, "renorm": False, "scale": scale, "power": options.power, "dtype": dtype}
-    return _closed_form(pairs_x, pairs_y, gains, **fitted, most=crossval.DIRECTIONS)
+    return _closed_form(pairs_x, pairs_y, gains, **fitted, most=choose.DIRECTIONS)
+
+
+def _fitted(
+    pairs_x: np.ndarray,
+    pairs_y: np.ndarray,
+    options: choose.Options,
+    *,
+    dim: int | None,
+    seed: int,
+    dtype: Any,
+) -> Teacher:
+    """Fits a linear or a kernel CCA with the given options."""
+    # Options without a bandwidth are those of a linear CCA.
+    if options.gamma_x is None:
+        return _relative_cca(pairs_x, pairs_y, options, dim=dim, dtype=dtype)
+    sizes = {"landmarks": LANDMARKS, "dim": dim, "seed": seed, "dtype": dtype}
+    return _fitted_kernel(pairs_x, pairs_y, options, **sizes)
+
+
+def _side(pairs: np.ndarray, pool: Pool, gamma: float | None, seed: int) -> refinement.Side:
+    """Computes the features of a modality from its pairs and a sample of its pool."""
+    rng = np.random.default_rng((seed, 2))
+    if gamma is None:
+        kept = np.sort(rng.permutation(len(pool))[: refinement.POOL_ROWS])
+        made: Features = features.principal(pairs, np.asarray(pool[kept]), REFINED_FEATURES)
+    else:
+        own = rng.permutation(len(pairs))[: REFINED_LANDMARKS // 2]
+        other = np.sort(rng.permutation(len(pool))[: REFINED_LANDMARKS - len(own)])
+        landmarks = np.concatenate([pairs[own], np.asarray(pool[other])])
+        made = features.gaussian("pairs", pairs, landmarks, gamma, REFINED_FEATURES)
+    return refinement.Side(made, made(pairs), pool)
 
 
 def _fitted_kernel(
     pairs_x: np.ndarray,
     pairs_y: np.ndarray,
-    options: crossval.Options,
-    **sizes: Any,
+    options: choose.Options,
+    *,
+    landmarks: int,
+    dim: int | None,
+    seed: int,
+    dtype: Any,
 ) -> Teacher:
-    """Fits a kernel CCA with the given options."""
-    map_x, map_y, correlations = kernels.fit(pairs_x, pairs_y, options, **sizes)
-    return Teacher(map_x, map_y, jnp.asarray(correlations, jnp.float32))
+    """Fits a CCA of the kernel features of at most `landmarks` pairs."""
+    n = len(pairs_x)
+    chosen = np.arange(n)
+    if n > landmarks:
+        # Drawn in an order that depends on the content of the pairs alone.
+        chosen = np.sort(choose.order(pairs_x, pairs_y, seed=seed)[:landmarks])
+    assert options.gamma_x is not None and options.gamma_y is not None
+    x = features.gaussian("pairs_x", pairs_x, pairs_x[chosen], options.gamma_x)
+    y = features.gaussian("pairs_y", pairs_y, pairs_y[chosen], options.gamma_y)
+    covered = features.moments_of_pairs(x, pairs_x, y, pairs_y)
+    # Relative to the trace over the width of the embeddings, as in `cca.choose`.
+    root_x = canonical.cholesky_root(
+        covered.xx, options.ridge_x * float(np.trace(covered.xx)) / x.width
+    )
+    root_y = canonical.cholesky_root(
+        covered.yy, options.ridge_y * float(np.trace(covered.yy)) / y.width
+    )
+    found = canonical.rotate(root_x, covered.xy, root_y)
+    rank = len(found.rho)
+    dim = min(rank, choose.DIRECTIONS) if dim is None else dim
+    checks.within(rank, f"directions that these {n} pairs determine", dim=dim)
+    kept = canonical.Directions(found.x[:, :dim], found.y[:, :dim], found.rho[:dim])
+    return _of_features(x, y, kept.weighted(options.power), covered, dtype)
+
+
+def _of_features(
+    x: Features,
+    y: Features,
+    directions: canonical.Directions,
+    covered: moments.Moments,
+    dtype: Any,
+) -> Teacher:
+    """Builds the teacher that maps rows to features and then to directions."""
+    correlations = canonical.correlations(covered, directions)
+    return Teacher(
+        _map_of(x, directions.x, dtype),
+        _map_of(y, directions.y, dtype),
+        jnp.asarray(correlations, jnp.float32),
+    )
+
+
+def _map_of(of: Features, directions: np.ndarray, dtype: Any) -> AffineMap | KernelMap:
+    """Builds the map of rows to directions in feature coordinates."""
+    if isinstance(of, Linear):
+        # Centring becomes the bias -W mean, so the maps accept rows that are not centred.
+        weight = (of.basis @ directions).T
+        bias = -weight @ of.mean
+        return AffineMap(jnp.asarray(weight, dtype), jnp.asarray(bias, dtype), norm="l2")
+    weight = (of.whiten @ directions).T
+    arrays = (of.mean, of.landmarks, of.gamma, of.centre, weight)
+    return KernelMap(*(jnp.asarray(array, dtype) for array in arrays))
 
 
 def _closed_form(
     pairs_x: Rows,
     pairs_y: Rows,
-    gains: tuple[_Gain, _Gain],
+    gains: tuple[canonical.Gain, canonical.Gain],
     *,
     dim: int | None,
     renorm: bool,
@@ -414,17 +620,18 @@ def _closed_form(
     pairs_x, pairs_y = checks.pairs(pairs_x, pairs_y, min_rows=2)
     sides = []
     for name, pairs in (("pairs_x", pairs_x), ("pairs_y", pairs_y)):
-        centred, mean = _centred(name, crossval.unit(pairs))
+        centred, mean = moments.centred(name, moments.unit(pairs))
         if renorm:
             # A row at the mean has no direction, and stays near zero.
             centred /= np.maximum(np.linalg.norm(centred, axis=1, keepdims=True), 1e-8)
         sides.append((mean, centred * scale))
     (mean_x, x), (mean_y, y) = sides
-    weights_x, weights_y, values = _rotated(x, y, gains)
-    dim = len(values[:most]) if dim is None else dim
-    checks.within(len(values), f"directions that these {len(pairs_x)} pairs determine", dim=dim)
+    found = _rotated(x, y, gains)
+    dim = len(found.rho[:most]) if dim is None else dim
+    checks.within(len(found.rho), f"directions that these {len(pairs_x)} pairs determine", dim=dim)
+    weights = found.rho[:dim] ** power
+    W_x, W_y = (found.x[:, :dim] * weights).T, (found.y[:, :dim] * weights).T
     # Centring becomes the bias -W mean, so the maps accept rows that are not centred.
-    W_x, W_y = ((w[:, :dim] * values[:dim] ** power).T for w in (weights_x, weights_y))
     # With a ridge, the singular values are smaller than the correlations of the pairs.
     return Teacher(
         map_x=AffineMap(jnp.asarray(W_x, dtype), jnp.asarray(-W_x @ mean_x, dtype), norm="l2"),
@@ -433,59 +640,9 @@ def _closed_form(
     )
 
 
-def _centred(name: str, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Returns rows without their mean, and the mean."""
-    mean = rows.mean(axis=0)
-    centred = rows - mean
-    largest = np.linalg.norm(centred, axis=1).max()
-    if largest < 1e-6 * np.linalg.norm(mean):  # only the rounding of the inputs is left
-        raise checks.InputError(
-            f"{name} must have rows that differ from each other, got rows of one direction"
-        )
-    return centred, mean
-
-
 def _rotated(
-    x: np.ndarray, y: np.ndarray, gains: tuple[_Gain, _Gain]
-) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Returns the weights of both sides and the singular values.
-
-    In the principal bases V_x, V_y a map R_x = V_x diag(gain) V_x^T is diagonal, so
-    R_x S_xy R_y = V_x C V_y^T with C = (A V_x diag(gain))^T (B V_y diag(gain)) of size rank x rank.
-    """
-    weights = []
-    for centred, gain in zip((x, y), gains, strict=True):
-        # With fewer rows than features, an SVD of the rows avoids the d x d covariance.
-        if len(centred) < centred.shape[1]:
-            _, singular, directions = np.linalg.svd(centred, full_matrices=False)
-            eigenvalues, basis = np.square(singular), directions.T
-        else:
-            eigenvalues, basis = np.linalg.eigh(centred.T @ centred)
-        # Drops directions of rounding size, by the criterion of `np.linalg.matrix_rank`.
-        kept = eigenvalues > max(centred.shape) * _EPS * eigenvalues.max()
-        weights.append(basis[:, kept] * gain(eigenvalues[kept]))
-    # An orthogonal Procrustes problem of the whitened rows gives the rotations of both sides.
-    left, values, right = np.linalg.svd((x @ weights[0]).T @ (y @ weights[1]), full_matrices=False)
-    rank = int(np.sum(values > values[0] * max(left.shape[0], right.shape[1]) * _EPS))
-    return weights[0] @ left[:, :rank], weights[1] @ right[:rank].T, values[:rank]
-
-
-def pearson(x: Float[np.ndarray, "n d"], y: Float[np.ndarray, "n d"]) -> Float[np.ndarray, " d"]:
-    """Computes Pearson's correlation of each column of `x` with the same column of `y`.
-
-    Args:
-        x: Samples of the first modality.
-        y: Samples of the second modality.
-
-    Returns:
-        One correlation per column.
-
-    Example:
-        >>> pearson(np.array([[0.0], [1.0], [2.0]]), np.array([[5.0], [4.0], [3.0]]))
-        array([-1.])
-    """
-    # float64, because correlations near 1 differ in their last digits.
-    x = x.astype(np.float64) - x.mean(axis=0)
-    y = y.astype(np.float64) - y.mean(axis=0)
-    norms = np.linalg.norm(x, axis=0) * np.linalg.norm(y, axis=0)
-    return np.sum(x * y, axis=0) / np.maximum(norms, np.finfo(np.float64).tiny)
+    x: np.ndarray, y: np.ndarray, gains: tuple[canonical.Gain, canonical.Gain]
+) -> canonical.Directions:
+    """Computes the directions of centred rows, whose products are the covariances."""
+    root_x, root_y = canonical.principal_root(x, gains[0]), canonical.principal_root(y, gains[1])
+    return canonical.rotate(root_x, x.T @ y, root_y)

@@ -5,9 +5,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from sotalign_jax import checks, crossval, heads, kernels, teachers
+from sotalign_jax import checks, heads, kernels, teachers
+from sotalign_jax.cca import choose
 
-OPTIONS = crossval.Options(ridge_x=0.02, ridge_y=0.05, power=0.5, gamma_x=1.0, gamma_y=2.0)
+OPTIONS = choose.Options(ridge_x=0.02, ridge_y=0.05, power=0.5, gamma_x=1.0, gamma_y=2.0)
 
 
 def unit(rows):
@@ -78,7 +79,7 @@ def test_fit_matches_textbook_kernel_cca(x64, landmarks):
 def test_fit_with_wide_kernel_is_linear_cca(x64):
     (A, B), (new_a, new_b) = pairs(60), pairs(9, seed=1)
     gamma, ridges = 1e-8, (0.3, 0.1)
-    fitted = fit(A, B, crossval.Options(*ridges, 1.0, gamma, gamma), dim=3)
+    fitted = fit(A, B, choose.Options(*ridges, 1.0, gamma, gamma), dim=3)
     linear = teachers.tuned_cca(
         centred(A, A), centred(B, B), ridge=ridges, power=1.0, dim=3, dtype=jnp.float64
     )
@@ -118,9 +119,9 @@ def test_kernel_map_is_a_pytree_and_matches_numpy():
 
 def test_choose_kernel_keeps_given_options():
     A, B = pairs(90)
-    chosen = crossval.choose(A, B, "kernel")
-    assert crossval.choose(A, B, "kernel") == chosen
-    fixed = crossval.choose(A, B, "kernel", gamma_x=0.7, ridges=(0.2, 0.4), power=1.5)
+    chosen = choose.choose(A, B, "kernel")
+    assert choose.choose(A, B, "kernel") == chosen
+    fixed = choose.choose(A, B, "kernel", gamma_x=0.7, ridges=(0.2, 0.4), power=1.5)
     assert fixed[:4] == (0.2, 0.4, 1.5, 0.7)
 
     def found(options):

@@ -12,13 +12,15 @@ References:
 
 import math
 from collections.abc import Callable, Iterable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from jaxtyping import Float, Int
 from scipy import sparse
 
 from sotalign_jax import checks
+from sotalign_jax.cca import canonical
+from sotalign_jax.cca.moments import unit
 
 RIDGES = tuple(10.0 ** (k / 2) for k in range(-4, 7))
 """Ridges that are tried, relative to the mean eigenvalue: 0.01 to 1,000 in half decades."""
@@ -88,25 +90,6 @@ class Options(NamedTuple):
 # --- rows, folds and scores ---------------------------------------------------------------------
 
 
-def unit(rows: np.ndarray) -> Float[np.ndarray, "n d"]:
-    """Scales rows to unit length in float64. Zero rows stay zero.
-
-    Args:
-        rows: Rows of any float dtype, shape [n, d].
-
-    Returns:
-        The unit rows.
-
-    Example:
-        >>> unit(np.array([[3e-25, 4e-25], [0.0, 0.0]]))
-        array([[0.6, 0.8],
-               [0. , 0. ]])
-    """
-    rows = np.asarray(rows, np.float64)
-    norms = np.linalg.norm(rows, axis=1, keepdims=True)
-    return rows / np.where(norms > 0, norms, 1.0)
-
-
 def order(*sides: np.ndarray, seed: int = 0) -> Int[np.ndarray, " n"]:
     """Returns a random permutation of the pairs that depends only on their content.
 
@@ -159,7 +142,13 @@ def groups(pairs_x: np.ndarray, pairs_y: np.ndarray) -> Int[np.ndarray, " n"]:
 
 
 def folds(
-    shuffled: Int[np.ndarray, " n"], group: Int[np.ndarray, " n"] | None = None, *, seed: int = 0
+    shuffled: Int[np.ndarray, " n"],
+    group: Int[np.ndarray, " n"] | None = None,
+    *,
+    splits: int = _SPLITS,
+    repetitions: int | None = None,
+    fit_rows: int | None = _FIT_ROWS,
+    seed: int = 0,
 ) -> list[Fold]:
     """Splits pairs into folds, repeatedly if there are few of them.
 
@@ -167,25 +156,31 @@ def folds(
         shuffled: Row numbers as `order` returns them.
         group: The group of every row, see `groups`. Of a group that is held out, one pair is
             scored.
+        splits: Folds of one repetition.
+        repetitions: Number of repetitions. None splits fewer than 1,000 pairs again, at most ten
+            times.
+        fit_rows: Largest number of pairs to fit on. None takes all.
         seed: Seed of the repetitions.
 
     Returns:
-        Three folds per repetition, of at most 1,000 pairs to fit on and 500 to score.
+        The folds of every repetition, with at most 500 pairs to score each.
 
     Example:
         >>> [len(fold.held) for fold in folds(np.arange(900))[:3]]
         [300, 300, 300]
     """
-    # Few pairs give noisy scores, which more repetitions average out.
     rng, n = np.random.default_rng(seed), len(shuffled)
+    if repetitions is None:
+        # Few pairs give noisy scores, which more repetitions average out.
+        repetitions = min(max(1, round(_SCORED / n)), _REPETITIONS)
     made = []
-    for _ in range(min(max(1, round(_SCORED / n)), _REPETITIONS)):
+    for _ in range(repetitions):
         own = np.arange(n) if group is None else group[shuffled]
         _, first = np.unique(own, return_index=True)
         first.sort()  # the first pair of every group, in the shuffled order
-        for part in np.array_split(first, _SPLITS):
+        for part in np.array_split(first, min(splits, len(first))):
             fit, held = shuffled[~np.isin(own, own[part])], shuffled[part]
-            made.append(Fold(fit[:_FIT_ROWS], held[:_HELD_ROWS]))
+            made.append(Fold(fit[:fit_rows], held[:_HELD_ROWS]))
         shuffled = rng.permutation(shuffled)
     return made
 
@@ -219,32 +214,68 @@ def reciprocal_ranks(
     return total
 
 
-def held_out_scores(
-    x: Side, y: Side, ridges: tuple[float, float], powers: Sequence[float]
-) -> Float[np.ndarray, "p m"]:
-    """Fits a CCA on one fold and scores its held-out pairs.
+def clearly_higher(
+    scores: Float[np.ndarray, " m"], others: Float[np.ndarray, " m"], held: Int[np.ndarray, " m"]
+) -> bool:
+    """Returns True if scores are higher than others by more than one standard error.
+
+    The error is that of the mean difference over pairs. A pair that several repetitions hold out
+    counts once.
 
     Args:
-        x: First modality.
-        y: Second modality.
-        ridges: Ridges of x and y, relative to the mean eigenvalues.
+        scores: Scores of held-out pairs.
+        others: Scores of the same pairs.
+        held: Number of the pair of every score.
+
+    Returns:
+        True if the mean difference exceeds its standard error.
+
+    Example:
+        >>> clearly_higher(np.array([0.9, 0.8]), np.array([0.5, 0.5]), np.arange(2))
+        True
+
+    References:
+        L. Breiman et al., "Classification and regression trees" (1984), the rule of one standard
+        error.
+    """
+    # Mean gain of every pair over the repetitions that held it out.
+    times = np.bincount(held)
+    each = np.bincount(held, weights=scores - others)[times > 0] / times[times > 0]
+    return bool(each.mean() > each.std() / math.sqrt(len(each)))
+
+
+class Problem(NamedTuple):
+    """A CCA in principal coordinates, with held-out pairs to score it on.
+
+    Attributes:
+        spectrum: Moments of the rows to fit on.
+        held_x: Held-out rows of the first modality.
+        held_y: Their partners.
+    """
+
+    spectrum: canonical.Spectrum
+    held_x: Float[np.ndarray, "m r"]
+    held_y: Float[np.ndarray, "m s"]
+
+
+def held_out_scores(
+    problem: Problem, ridges: tuple[float, float], powers: Sequence[float]
+) -> tuple[canonical.Directions, Float[np.ndarray, "p m"]]:
+    """Fits a CCA and scores the held-out pairs.
+
+    Args:
+        problem: The CCA.
+        ridges: Ridges of both modalities.
         powers: Powers of rho that weigh the directions.
 
     Returns:
-        Reciprocal ranks of the held-out pairs, one row per power.
+        The directions without weights, and the reciprocal ranks of the held-out pairs, one row per
+        power.
     """
-    # Scores are symmetric in x and y, so the smaller side can be decomposed.
-    if len(x.variances) < len(y.variances):
-        x, y, ridges = y, x, ridges[::-1]
-    gain_x, gain_y = (1.0 / np.sqrt(s.variances + r) for s, r in zip((x, y), ridges, strict=True))
-    cross = (x.fit * (gain_x * np.sqrt(x.variances))).T @ (y.fit * (gain_y * np.sqrt(y.variances)))
-    # The inner loop of the search. An eigendecomposition of the smaller Gram matrix is faster than
-    # an SVD. It squares the condition number, so small values are cut off.
-    values, right = np.linalg.eigh(cross.T @ cross)
-    kept = np.flatnonzero(values > 1e-12 * values[-1])[::-1][:DIRECTIONS]
-    rho, right = np.sqrt(values[kept]), right[:, kept]
-    f, g = (x.held * gain_x) @ (cross @ right / rho), (y.held * gain_y) @ right
-    return np.stack([reciprocal_ranks(f * rho**power, g * rho**power) for power in powers])
+    found = canonical.leading(problem.spectrum, ridges, DIRECTIONS)
+    f, g = problem.held_x @ found.x, problem.held_y @ found.y
+    weights = [found.rho**power for power in powers]
+    return found, np.stack([reciprocal_ranks(f * weight, g * weight) for weight in weights])
 
 
 # --- the search ---------------------------------------------------------------------------------
@@ -303,6 +334,7 @@ class Search:
         self._folds = folds(shuffled, groups(pairs_x, pairs_y), seed=seed)
         self._typical = {side: _typical(rows[shuffled]) for side, rows in self._pairs.items()}
         self._sides: dict[tuple[str, int, float | None], Side] = {}
+        self._problems: dict[tuple[Any, ...], Problem] = {}
         self._tables: dict[tuple[Options, tuple[float, ...]], np.ndarray] = {}
 
     def linear(
@@ -383,10 +415,7 @@ class Search:
         return self._table(options._replace(power=0.0), (options.power,))[0]
 
     def clearly_better(self, options: Options, simpler: Options) -> bool:
-        """Returns True if `options` beats `simpler` by more than one standard error.
-
-        The error is that of the mean difference over pairs. A pair that several repetitions hold
-        out counts once.
+        """Returns True if `options` beats `simpler` clearly, see `clearly_higher`.
 
         Args:
             options: Options of the more complex CCA.
@@ -394,17 +423,9 @@ class Search:
 
         Returns:
             True if `options` is clearly better.
-
-        References:
-            L. Breiman et al., "Classification and regression trees" (1984), the rule of one
-            standard error.
         """
         held = np.concatenate([fold.held for fold in self._folds])
-        gain = self.scores(options) - self.scores(simpler)
-        # Mean gain of every pair over the repetitions that held it out.
-        times = np.bincount(held)
-        each = np.bincount(held, weights=gain)[times > 0] / times[times > 0]
-        return bool(each.mean() > each.std() / math.sqrt(len(each)))
+        return clearly_higher(self.scores(options), self.scores(simpler), held)
 
     def for_all_pairs(self, options: Options) -> Options:
         """Scales the ridges from the size of a fold to all pairs.
@@ -446,10 +467,19 @@ class Search:
             ridges = options.ridge_x, options.ridge_y
             parts = []
             for i in range(len(self._folds)):
-                x, y = self._side("x", i, options.gamma_x), self._side("y", i, options.gamma_y)
-                parts.append(held_out_scores(x, y, ridges, powers))
+                problem = self._problem(i, options.gamma_x, options.gamma_y)
+                parts.append(held_out_scores(problem, ridges, powers)[1])
             self._tables[options, powers] = np.concatenate(parts, axis=1)
         return self._tables[options, powers]
+
+    def _problem(self, fold: int, *gammas: float | None) -> Problem:
+        """Returns the CCA of one fold in principal coordinates."""
+        if (fold, *gammas) not in self._problems:
+            x, y = (self._side(name, fold, g) for name, g in zip("xy", gammas, strict=True))
+            scales = np.sqrt(x.variances)[:, None] * np.sqrt(y.variances)
+            spectrum = canonical.Spectrum(x.variances, y.variances, scales * (x.fit.T @ y.fit))
+            self._problems[fold, *gammas] = Problem(spectrum, x.held, y.held)
+        return self._problems[fold, *gammas]
 
     def _side(self, name: str, fold: int, gamma: float | None) -> Side:
         """Returns one modality of one fold in principal coordinates."""

@@ -1,0 +1,1 @@
+"""Canonical correlation analysis: moments, maps, the choice of options, and refinement by plans."""
