@@ -12,9 +12,9 @@ from typing import NamedTuple
 import numpy as np
 from jaxtyping import Float, Int
 from numpy.typing import ArrayLike
-from scipy import sparse
 
 from sotalign_jax import checks, files
+from sotalign_jax.duplicates import first_duplicate, group_duplicates
 
 POOLS = ("disjoint", "random", "aligned")
 """Choices of `pool`, see `split_rows`."""
@@ -307,64 +307,6 @@ def dataset(
 
 
 # --- splits by unique row ---
-
-
-def first_duplicate(x: np.ndarray | files.MappedRows) -> Int[np.ndarray, " n"]:
-    """Returns, for every row, the index of the first row that equals it.
-
-    Rows are compared by 64-bit hashes and read in chunks, so `x` may be memory-mapped.
-
-    Args:
-        x: Array [n, d].
-
-    Returns:
-        Indices [n].
-
-    Example:
-        >>> first_duplicate(np.array([[1.0], [2.0], [1.0]])).tolist()
-        [0, 1, 0]
-    """
-    chunks = (x[start : start + checks.CHUNK_ROWS] for start in range(0, len(x), checks.CHUNK_ROWS))
-    # By the birthday bound, a collision among n rows has a probability of about n^2 / 2^65.
-    # Comparing the rows themselves would need all of them in memory.
-    hashes = np.array([hash(row.tobytes()) for chunk in chunks for row in chunk], np.int64)
-    _, first, member = np.unique(hashes, return_index=True, return_inverse=True)
-    return first[member]
-
-
-def group_duplicates(
-    first_x: Int[np.ndarray, " n"], first_y: Int[np.ndarray, " n"], *, largest: int
-) -> Int[np.ndarray, " n"]:
-    """Groups the rows of a paired table that share an x or a y, directly or through other rows.
-
-    A group larger than `largest` cannot be held out, for example if a third of the pictures have
-    the same caption. It is divided into the rows of each x, and if necessary into single rows.
-
-    Args:
-        first_x: Result of `first_duplicate` for x.
-        first_y: Result of `first_duplicate` for y.
-        largest: Size of the largest group.
-
-    Returns:
-        The group of every row. Rows with different numbers share nothing, except where a group was
-        divided.
-
-    Example:
-        >>> group_duplicates(np.array([0, 0, 2, 3]), np.array([0, 1, 1, 3]), largest=3).tolist()
-        [0, 0, 0, 1]
-    """
-    n = len(first_x)
-    rows = np.arange(n)
-    # The groups are the connected components of a graph with an edge from every row to the first
-    # row with the same x, and to the first row with the same y.
-    ends = np.concatenate([rows, rows]), np.concatenate([first_x, first_y])
-    graph = sparse.coo_array((np.ones(2 * n, bool), ends), shape=(n, n))
-    _, groups = sparse.csgraph.connected_components(graph, directed=False)
-    for finer in (first_x, rows):
-        # New numbers start above the largest one, so that they differ from all others.
-        too_large = np.bincount(groups)[groups] > largest
-        groups = np.where(too_large, groups.max(initial=0) + 1 + finer, groups)
-    return groups
 
 
 def assign_groups(groups: Int[np.ndarray, " n"], sizes: Sequence[int]) -> Int[np.ndarray, " n"]:

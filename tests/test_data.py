@@ -63,26 +63,6 @@ def test_split_rows_rejects_bad_options(options, message):
 # --- splits by unique row
 
 
-def test_first_equal_reads_memory_mapped_rows_in_chunks(tmp_path, monkeypatch):
-    monkeypatch.setattr(checks, "CHUNK_ROWS", 3)
-    table = _rows(5, 4)[[0, 1, 0, 2, 1, 3, 4, 4]].astype(np.float16)
-    np.save(tmp_path / "x.npy", table)
-    assert data.first_duplicate(np.load(tmp_path / "x.npy", mmap_mode="r")).tolist() == [
-        *(0, 1, 0, 3, 1, 5, 6, 6)
-    ]
-
-
-def test_tied_rows_connects_through_pictures_and_captions():
-    first_x, first_y = np.array([0, 0, 2, 3, 4, 5]), np.array([0, 1, 1, 3, 4, 4])
-    groups = data.group_duplicates(first_x, first_y, largest=3)
-    assert [len(set(groups[list(rows)])) for rows in ((0, 1, 2), (4, 5), (0, 3, 4))] == [1, 1, 3]
-    divided = data.group_duplicates(
-        first_x, first_y, largest=2
-    )  # larger groups are split at common captions
-    assert divided[0] == divided[1] != divided[2] and divided[4] == divided[5]
-    assert len(set(data.group_duplicates(np.zeros(4, int), np.zeros(4, int), largest=2))) == 4
-
-
 def test_whole_groups_of_unique_rows_takes_the_first_rows():
     assert data.assign_groups(np.arange(6)[::-1], [1, 2]).tolist() == [0, 1, 1, 2, 2, 2]
 

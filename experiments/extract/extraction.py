@@ -30,7 +30,7 @@ import numpy as np
 from experiments import workdir
 from experiments.extract.encoders import Encoder
 from experiments.extract.items import Item, Source
-from sotalign_jax import checks, files
+from sotalign_jax import checks, duplicates, files
 from sotalign_jax import data as data_lib
 
 EMBEDDINGS, ROWS = "embeddings.npy", "rows.jsonl"
@@ -416,12 +416,14 @@ def join(
     parts = {part: np.arange(len(rows_x))}
     if part == "split":
         sizes = data_lib.held_out_sizes(len(rows_x), (val, test))
-        equal_x = data_lib.first_duplicate(files.take(x.rows, rows_x))
-        equal_y = data_lib.first_duplicate(files.take(y.rows, rows_y))
+        equal_x = duplicates.first_duplicate(files.take(x.rows, rows_x))
+        equal_y = duplicates.first_duplicate(files.take(y.rows, rows_y))
         # Groups of tied pictures must fit into the smallest part, or it could not be filled.
         smallest = min((size for size in sizes if size), default=len(rows_x))
         captions_each = -(-len(rows_y) // len(rows_x))
-        tied = data_lib.group_duplicates(equal_x[x_of_y], equal_y, largest=smallest * captions_each)
+        tied = duplicates.group_duplicates(
+            equal_x[x_of_y], equal_y, largest=smallest * captions_each
+        )
         groups = tied[np.unique(x_of_y, return_index=True)[1]]
         order = np.random.default_rng(seed).permutation(len(rows_x))
         number = data_lib.assign_groups(groups[order], sizes)

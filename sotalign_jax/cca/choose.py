@@ -16,11 +16,11 @@ from typing import Any, NamedTuple
 
 import numpy as np
 from jaxtyping import Float, Int
-from scipy import sparse
 
 from sotalign_jax import checks
 from sotalign_jax.cca import canonical
 from sotalign_jax.cca.moments import unit
+from sotalign_jax.duplicates import first_duplicate, group_duplicates
 
 RIDGES = tuple(10.0 ** (k / 2) for k in range(-4, 7))
 """Ridges that are tried, relative to the mean eigenvalue: 0.01 to 1,000 in half decades."""
@@ -117,28 +117,22 @@ def order(*sides: np.ndarray, seed: int = 0) -> Int[np.ndarray, " n"]:
 def groups(pairs_x: np.ndarray, pairs_y: np.ndarray) -> Int[np.ndarray, " n"]:
     """Groups pairs that share a row, such as the captions of one picture.
 
-    Pairs of one group must not be fitted on and held out at the same time. If a group has more
-    pairs than a fold, every pair is a group of its own.
+    Pairs of one group must not be fitted on and held out at the same time.
 
     Args:
         pairs_x: Paired embeddings of the first modality.
         pairs_y: Paired embeddings of the second modality.
 
     Returns:
-        The group of every pair.
+        The group of every pair. Groups of more than a third of the pairs are divided.
 
     Example:
         >>> x, y = np.eye(9)[[0, 0, 1, 2, 3, 4, 5, 6, 7]], np.eye(9)
         >>> [len(set(groups(x, y)[:2])), len(set(groups(x, y)))]  # the first two share a row of x
         [1, 8]
     """
-    rows = np.arange(len(pairs_x))
-    x, y = (np.unique(s, axis=0, return_inverse=True)[1].ravel() for s in (pairs_x, pairs_y))
-    # A bipartite graph of the distinct rows, with one edge per pair.
-    graph = sparse.coo_array((np.ones(len(rows)), (x, x.max() + 1 + y)), shape=(2 * len(rows),) * 2)
-    found = sparse.csgraph.connected_components(graph, directed=False)[1][x]
-    made = np.unique(found, return_inverse=True)[1].astype(np.int32)
-    return rows if np.bincount(made).max() > len(rows) // _SPLITS else made
+    first_x, first_y = first_duplicate(pairs_x), first_duplicate(pairs_y)
+    return group_duplicates(first_x, first_y, largest=len(pairs_x) // _SPLITS)
 
 
 def folds(
