@@ -23,7 +23,7 @@ from experiments import photos
 from sotalign_jax import checks, data, files, heads, methods, training
 from sotalign_jax import recipe as recipe_lib
 
-METHODS = (*methods.METHODS, *training.TEACHERS, "align")
+METHODS = (*methods.METHODS, *recipe_lib.TEACHERS, "align")
 """Values of `method`: methods, teachers without a student, and the recipe of `align`."""
 DATA = (*photos.CAPTIONED, "files")
 """Values of `data.name`: data sets of the repository, or "files" for the user's own."""
@@ -198,8 +198,8 @@ def _checked(changes: Mapping[str, Any]) -> FrozenConfigDict:
     checks.choice("method", config.method, METHODS)
     checks.choice("data.name", source, DATA)
     checks.choice("data.pool", config.data.pool, data.POOLS)
-    checks.choice("teacher.kind", config.teacher.kind, tuple(training.TEACHERS))
-    checks.choice("heads.init", config.heads.init, ("random", "teacher"))
+    checks.choice("teacher.kind", config.teacher.kind, recipe_lib.TEACHERS)
+    checks.choice("heads.init", config.heads.init, recipe_lib.STARTS)
     checks.choice("heads.kind", kind or "linear", heads.KINDS)
     checks.whole(1, **{key: flat[key] for key in ("data.n_pairs", "heads.dim")})
     checks.whole(1, or_none=True, **{key: flat[key] for key in ("teacher.dim", "heads.hidden")})
@@ -271,7 +271,7 @@ def recipe(config: ConfigDict, dataset: data.Dataset) -> recipe_lib.Recipe:
         start=config.heads.init,
         head=config.heads.kind,
         hidden=config.heads.hidden,
-        dim=config.heads.dim if chosen is not None and config.heads.init == "random" else None,
+        dim=config.heads.dim if chosen is not None and config.heads.init != "teacher" else None,
     )
 
 

@@ -262,7 +262,8 @@ def main() -> None:
     checks.whole(MIN_PAIRS, **{"data.n_pairs": one.data.n_pairs})
     dataset = run.load_dataset(one)
     resolved, dataset = run.resolve(one, dataset)
-    teacher = recipe.fit_teacher(resolved, dataset)
+    teacher = recipe.prepare(resolved, dataset).teacher
+    assert teacher is not None  # the method is a teacher
     workdir_lib.open_run(out, {**config_lib.plain(one), "options": options}, run.inputs(one))
     shapes = ((key, shape) for key, shape in dataset.summary().items() if shape)
     parts = [", ".join(f"{key} {n:,} x {d:,}" for key, (n, d) in shapes)]

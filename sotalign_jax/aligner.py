@@ -41,7 +41,10 @@ class Aligner:
 
     def __repr__(self) -> str:
         widths = self.heads.x.d_in, self.heads.y.d_in
-        return "Aligner(x: {} features, y: {} features)".format(*widths)
+        described = "x: {} features, y: {} features".format(*widths)
+        if "unpaired" in self.info:
+            described += "; " + recipe_lib.describe_unpaired(self.info["unpaired"])
+        return f"Aligner({described})"
 
     def embed_x(self, x: ArrayLike) -> Float[np.ndarray, "n d"]:
         """Maps embeddings of the first modality to unit features of the shared space.
@@ -304,7 +307,7 @@ def align(
     recipe: str = "default",
     method: str | methods.Method | None = None,
     teacher: str | Teacher | None = None,
-    start: str = "random",
+    start: str | None = None,
     dim: int | None = None,
     steps: int | None = None,
     learning_rate: float | None = None,
@@ -335,10 +338,12 @@ def align(
             heads with a tuned teacher. "paper" is the paper's recipe.
         method: A method with its options, such as `methods.SOTAlign(alpha=1e-3)`, or a name of
             `methods.METHODS`. By default SOTAlign, or SAIL without unpaired rows.
-        teacher: A name of `training.TEACHERS`, or a fitted teacher. By default "best_cca", or "cca"
-            if `recipe` is "paper".
-        start: "teacher" starts the heads at the teacher's projection, "random" at random. Only
-            linear heads can start at a teacher, which must be linear too, such as "tuned_cca".
+        teacher: A name of `recipe.TEACHERS`, or a fitted teacher. By default "refined_cca", or
+            "cca" if `recipe` is "paper".
+        start: "teacher" starts the heads at the teacher's projection, "random" at random, and
+            "centred" at random on rows without their mean. By default "centred", or "random" if
+            `recipe` is "paper". Only linear heads can start at a teacher, which must be linear too,
+            such as "tuned_cca".
         dim: Width of the trained heads' features. By default 512, 1,024 if `recipe` is "paper", or
             the teacher's width if the heads start at it. A mixture adds the teacher's features.
         steps: Training steps.

@@ -258,6 +258,10 @@ class InputNorm(nnx.Module):
         rows = normalize(jnp.asarray(x).astype(self.scale[...].dtype), self.norm)
         return rows * (self.gain * self.scale[...]) + self.shift[...]
 
+    def centre(self, rows: Rows) -> None:
+        """Sets the shift so that these rows have the mean 0 after the normalisation."""
+        self.shift[...] = self.shift[...] - jnp.mean(self(rows), axis=0)
+
 
 class Dense(nnx.Module):
     """Dense layer x W + b. Initially W is drawn Xavier-uniform and b is 0.
@@ -307,7 +311,7 @@ class Dense(nnx.Module):
 # --- heads ---
 
 
-class _Network(Head):
+class Network(Head):
     """Base of heads that are an `InputNorm` followed by dense layers."""
 
     structure: ClassVar[tuple[str, ...]] = ("d_in", "d_out", "hidden", "norm")
@@ -328,6 +332,17 @@ class _Network(Head):
         self.input = InputNorm(d_in, norm=self.norm, dtype=dtype)
         self.draw(functools.partial(Dense, dtype=dtype, rngs=rngs))
 
+    def centre(self, rows: Rows) -> None:
+        """Starts from rows that are centred after the normalisation.
+
+        Rows that share a large mean have features of nearly one direction, from which training may
+        not recover.
+
+        Args:
+            rows: Embeddings that determine the mean, shape [n, d_in].
+        """
+        self.input.centre(rows)
+
     @staticmethod
     def default_hidden(d_in: int) -> int:
         """Returns the default width of the hidden layers."""
@@ -338,7 +353,7 @@ class _Network(Head):
         """Creates the layers. Their order determines their random numbers."""
 
 
-class LinearHead(_Network):
+class LinearHead(Network):
     """SAIL's linear head, LayerNorm(x) W^T + b.
 
     W starts Xavier-uniform and b at 0. With norm="l2", sqrt(d) x / ||x|| replaces LayerNorm(x).
@@ -400,7 +415,7 @@ class LinearHead(_Network):
         return AffineMap(weight, affinity.dot(shift, kernel) + bias, self.norm)
 
 
-class MLPHead(_Network):
+class MLPHead(Network):
     """Two-layer head, LayerNorm -> Linear -> GELU -> Linear.
 
     By default the hidden layer is as wide as the input.
@@ -424,7 +439,7 @@ class MLPHead(_Network):
         return self.outer(jax.nn.gelu(self.inner(self.input(x)), approximate=False))
 
 
-class GLUHead(_Network):
+class GLUHead(Network):
     """SAIL's gated head: W_3 (relu6(clip(W_1 z)) * clip(W_2 z)) of z = LayerNorm(x).
 
     By default both branches are eight times as wide as the input.
@@ -454,7 +469,7 @@ class GLUHead(_Network):
         return self.outer(jax.nn.relu6(gate) * inner)
 
 
-class TanhHead(_Network):
+class TanhHead(Network):
     """SUE's network: L2-normalised rows, three LeakyReLU layers, then tanh.
 
     The first two layers are `hidden` wide, by default 512, and 4096 in the paper. The third has

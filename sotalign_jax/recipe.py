@@ -22,8 +22,8 @@ from sotalign_jax.progress import Observer
 from sotalign_jax.teachers import Refined
 
 Tree = TypeVar("Tree")
-STARTS = ("random", "teacher")
-"""Initial values of linear heads."""
+STARTS = ("random", "centred", "teacher")
+"""Initial values of heads: random weights, random weights on centred rows, or the teacher's map."""
 KERNEL_TEACHERS = ("kernel_cca", "best_cca", "refined_cca")
 """Teachers that may be kernel maps, which heads cannot start at."""
 TEACHERS = (*training.TEACHERS, "refined_cca")
@@ -54,7 +54,9 @@ class Recipe:
         teacher: A name of `TEACHERS`, or a fitted teacher.
         teacher_options: Keyword arguments of the function that fits it.
         teacher_noise: Fraction of the teacher's pairs that are mismatched on purpose.
-        start: "teacher" starts linear heads at the teacher's projection, "random" at random.
+        start: "random" starts the heads at random. "centred" also subtracts the pairs' mean,
+            because rows that share a large mean, as of some text encoders, start with cosines near
+            1 and may stay there. "teacher" starts linear heads at the teacher's projection.
         head: Kind of the heads. By default that of the method.
         hidden: Width of their hidden layers. By default that of the kind.
         dim: Width of the trained heads' features. None keeps all directions of the teacher that
@@ -90,7 +92,7 @@ class Recipe:
         if isinstance(self.teacher, str):
             checks.choice("teacher", self.teacher, TEACHERS)
         checks.whole(1, or_none=True, dim=self.dim)
-        if self.dim is None and self.start == "random" and isinstance(self.method, Objective):
+        if self.dim is None and self.start != "teacher" and isinstance(self.method, Objective):
             raise checks.InputError("dim must be an integer for random heads, got None")
         kernel = self.teacher in KERNEL_TEACHERS or getattr(self.teacher, "is_kernel", False)
         if kernel and self.start == "teacher" and isinstance(self.method, Objective):
@@ -140,6 +142,7 @@ class Preset(NamedTuple):
             clipped to this range.
         mixtures: Weights of the teacher in mixtures with the trained heads.
         calibration: Epsilons of the calibration.
+        start: Start of the heads.
     """
 
     teacher: str
@@ -149,12 +152,13 @@ class Preset(NamedTuple):
     steps: tuple[int, int]
     mixtures: tuple[float, ...]
     calibration: tuple[float, ...]
+    start: str
 
 
 # The values of "default" were chosen on validation data, see docs/recipes.md.
 PRESETS = {
-    "default": Preset("refined_cca", 512, 2048, 3.0, (100, 600), MIXTURES, EPSILONS),
-    "paper": Preset("cca", 1024, 10_000, 1.0, (2000, 2000), (), (0.05,)),
+    "default": Preset("refined_cca", 512, 2048, 3.0, (100, 600), MIXTURES, EPSILONS, "centred"),
+    "paper": Preset("cca", 1024, 10_000, 1.0, (2000, 2000), (), (0.05,), "random"),
 }
 """The recipes of `align` by name."""
 
@@ -165,7 +169,7 @@ def default(
     preset: str = "default",
     method: str | methods.Method | None = None,
     teacher: str | Teacher | None = None,
-    start: str = "random",
+    start: str | None = None,
     dim: int | None = None,
     steps: int | None = None,
     learning_rate: float | None = None,
@@ -223,12 +227,13 @@ def default(
         eval_every=20,
         seed=int(seed),
     )
+    start = values.start if start is None else start
     return Recipe(
         method,
         train,
         teacher=values.teacher if teacher is None else teacher,
         start=start,
-        dim=values.dim if dim is None and start == "random" else dim,
+        dim=values.dim if dim is None and start != "teacher" else dim,
         # If the caller chose a method without a teacher, its heads are returned without mixtures.
         mixtures=values.mixtures if mixes or getattr(method, "uses_teacher", False) else (),
         calibration=values.calibration,
@@ -405,9 +410,14 @@ def _start(recipe: Recipe, dataset: data.Dataset, teacher: Teacher | None) -> He
             dim = teacher.dim if recipe.dim is None else recipe.dim
             return heads.build_heads(*widths, dim, kind=kind, teacher=teacher)
         assert recipe.dim is not None
-        return heads.build_heads(
+        made = heads.build_heads(
             *widths, recipe.dim, kind=kind, hidden=recipe.hidden, seed=recipe.train.seed
         )
+        if recipe.start == "centred":
+            for head, pairs in ((made.x, dataset.pairs_x), (made.y, dataset.pairs_y)):
+                assert isinstance(head, heads.Network)
+                head.centre(pairs)
+        return made
 
 
 # --- train ---------------------------------------------------------------------------------------
@@ -435,6 +445,7 @@ def train(
         score of every candidate.
     """
     dataset, start, teacher, refined = prepared
+    observer = observer or Observer()
     method, seed = recipe.method, recipe.train.seed
     info = {**recipe.info(), "data": dataset.summary()}
     if isinstance(method, methods.Fitted):
@@ -452,8 +463,60 @@ def train(
         model, calibrated, found = select(
             trained, teacher, dataset, mixtures, epsilons, first=first
         )
+        if refined is not None:
+            found["unpaired"] = unpaired_gain(found, refined)
+            observer.stage(describe_unpaired(found["unpaired"]))
         return Parts(model, {**info, "best_step": int(best.step), **found}, calibrated)
     return Parts(trained, info, calibrate(trained, dataset, recipe.calibration))
+
+
+def unpaired_gain(selection: Mapping[str, Any], refined: Refined) -> dict[str, Any]:
+    """Measures what the unpaired rows brought.
+
+    Args:
+        selection: The dictionary that `select` returns.
+        refined: The refinement of the teacher.
+
+    Returns:
+        "rounds" of the refinement, "with" and "without", the scores of the model and of the teacher
+        of the pairs alone, and the name of the "score": the mean of plain and calibrated R@1, R@5
+        and R@10 on validation, or the mean reciprocal rank in cross-validation, in percent, if
+        there is no validation gallery.
+
+    Example:
+        >>> best = {"selected": "teacher", "candidates": {"pairs alone": 55.3, "teacher": 60.4}}
+        >>> unpaired_gain(best, Refined(None, None, (0.5, 0.6)))["with"]
+        60.4
+    """
+    scores = selection["candidates"]
+    if scores:
+        gain = {"score": "mean recall", "with": scores[selection["selected"]]}
+        gain["without"] = scores["pairs alone"]
+    else:
+        ranks = [100.0 * score for score in refined.scores] or [0.0]
+        gain = {"score": "mean reciprocal rank", "with": ranks[-1], "without": ranks[0]}
+    return {"rounds": refined.rounds, **gain}
+
+
+def describe_unpaired(gain: Mapping[str, Any]) -> str:
+    """Describes the result of `unpaired_gain` in one line.
+
+    Args:
+        gain: The result.
+
+    Returns:
+        The line.
+
+    Example:
+        >>> describe_unpaired({"score": "mean recall", "with": 60.4, "without": 55.3})
+        'unpaired data: +5.1 (held-out mean recall 60.4, 55.3 without)'
+    """
+    brought = gain["with"] - gain["without"]
+    values = f"held-out {gain['score']} {gain['with']:.1f}, {gain['without']:.1f} without"
+    # A smaller gain would be shown as zero.
+    if brought < 0.05:
+        return f"unpaired data: no gain ({values})"
+    return f"unpaired data: +{brought:.1f} ({values})"
 
 
 def select(
@@ -465,10 +528,11 @@ def select(
     *,
     first: Teacher | None = None,
 ) -> tuple[Heads, calibration.Calibration, dict[str, Any]]:
-    """Selects the best of the teacher, the trained heads and their mixtures on validation.
+    """Selects the teacher, the trained heads or a mixture of both on validation.
 
     Teacher and trained heads err on different rows, so a mixture often retrieves better than either
-    of them. Plain and calibrated retrieval count equally.
+    of them. Plain and calibrated retrieval count equally. The best candidate replaces the teacher
+    if it is better by more than one standard error, because small galleries favour it by chance.
 
     Args:
         trained: The heads after training.
@@ -482,7 +546,7 @@ def select(
     Returns:
         The selected heads, their calibration, and a dictionary. "selected" names the candidate, and
         "candidates" maps each candidate to its mean of plain and calibrated R@1, R@5 and R@10 on
-        validation. Among equal candidates the simplest is selected. "kernel_teacher" is True if the
+        validation. "kernel_teacher" is True if the
         teacher, if there is one, is nonlinear.
 
     References:
@@ -499,15 +563,21 @@ def select(
             parts = {"pairs alone": alone, **parts}
     names = [*parts, *mixtures] if dataset.val is not None else [next(iter(mixtures), "trained")]
     embedded = {name: _embed(one, dataset) for name, one in parts.items()}
-    calibrations, scores = {}, {}
+    for name, weight in mixtures.items():
+        both = zip(embedded["teacher"], embedded["trained"], strict=True)
+        embedded[name] = [np.asarray(heads.mix_features(f, g, weight)) for f, g in both]
+    # Zeros change no cosine. With equal widths, all candidates run the same compiled programs.
+    widest = max(features[0].shape[1] for features in embedded.values())
+    hits = {}
     for name in names:
-        features = embedded.get(name)
-        if features is None:
-            both = zip(embedded["teacher"], embedded["trained"], strict=True)
-            features = [heads.mix_features(f, g, mixtures[name]) for f, g in both]
-        calibrations[name], scores[name] = _calibrate(features, dataset.val, epsilons)
+        padded = [_widened(rows, widest) for rows in embedded[name]]
+        # One epsilon, so that the candidates are compared in half of the time.
+        _, hits[name] = _calibrate(padded, dataset.val, (_middle(epsilons),))
+    scores = {name: _mean(*both) for name, both in hits.items()}
     # `max` returns the first of equal candidates, and the simplest ones come first.
     selected = max(names, key=lambda name: scores[name])
+    if "teacher" in hits and not _clearly_better(hits[selected], hits["teacher"]):
+        selected = "teacher"
     if selected in mixtures:
         chosen = heads.mix(parts["teacher"], trained, mixtures[selected])
     else:
@@ -518,7 +588,17 @@ def select(
     }
     if teacher is not None:
         info["kernel_teacher"] = teacher.is_kernel
-    return chosen, calibrations[selected], info
+    return chosen, _calibrate(embedded[selected], dataset.val, epsilons)[0], info
+
+
+def _widened(rows: np.ndarray, width: int) -> np.ndarray:
+    """Pads features with zeros to a width."""
+    return np.pad(rows, [(0, 0), (0, width - rows.shape[1])])
+
+
+def _middle(epsilons: Sequence[float]) -> float:
+    """Returns the geometric mean of epsilons, which are scales."""
+    return float(np.exp(np.mean(np.log(epsilons))))
 
 
 def calibrate(
@@ -538,46 +618,65 @@ def calibrate(
     return _calibrate(_embed(model, dataset), dataset.val, epsilons)[0]
 
 
-def _embed(model: Heads, dataset: data.Dataset) -> Sequence[Rows]:
+def _embed(model: Heads, dataset: data.Dataset) -> list[np.ndarray]:
     """Embeds a sample of each pool, or of the pairs if it is empty, and the validation gallery."""
     rng = np.random.default_rng(0)
-    features = []
+    pools, val = [], []
     for side, head in (("x", model.x), ("y", model.y)):
         pool, pairs = getattr(dataset, f"pool_{side}"), getattr(dataset, f"pairs_{side}")
         rows = pool if len(pool) else pairs
         # Rows are drawn before they are embedded, since a pool may have millions of them.
         kept = np.sort(rng.permutation(len(rows))[:CALIBRATION_ROWS])
-        features.append(evaluation.embed(head, np.asarray(rows[kept])))
-    if dataset.val is not None:
-        features.append(evaluation.embed(model.x, dataset.val.x))
-        features.append(evaluation.embed(model.y, dataset.val.y))
-    return features
+        drawn = np.asarray(rows[kept])
+        if dataset.val is None:
+            pools.append(evaluation.embed(head, drawn))
+            continue
+        # Together, so that they share a compiled program.
+        both = evaluation.embed(head, np.concatenate([drawn, getattr(dataset.val, side)]))
+        pools.append(both[: len(drawn)])
+        val.append(both[len(drawn) :])
+    return pools + val
 
 
 def _calibrate(
     features: Sequence[Rows], gallery: data.Gallery | None, epsilons: Sequence[float]
-) -> tuple[calibration.Calibration, float]:
-    """Returns the best calibration, and the mean recall on the gallery, plain and calibrated.
+) -> tuple[calibration.Calibration, tuple[np.ndarray, np.ndarray]]:
+    """Returns the best calibration, and the `_hits` of all queries, plain and calibrated.
 
-    The features are those of `_embed`. Without a gallery the recall is 0.
+    The features are those of `_embed`. Without a gallery there are no hits.
     """
     pool_x, pool_y, *val = features
-    if gallery is None and len(epsilons) > 1:
-        # Epsilons are scales, whose middle is the geometric mean.
-        epsilons = [float(np.exp(np.mean(np.log(epsilons))))]
+    if gallery is None:
+        epsilons = [_middle(epsilons)]
     tried = [
         calibration.calibrate(pool_x, pool_y, epsilon=e, sample=CALIBRATION_ROWS) for e in epsilons
     ]
     if gallery is None:
-        return tried[0], 0.0
+        return tried[0], (np.zeros(1), np.zeros(1))
     x, y = val
-    plain = evaluation.retrieval(x, y, gallery.x_of_y)
+    plain = evaluation.ranks(x, y, gallery.x_of_y)
     found = [
-        evaluation.retrieval(x, y, gallery.x_of_y, bias_x=one.x(x), bias_y=one.y(y))
-        for one in tried
+        evaluation.ranks(x, y, gallery.x_of_y, bias_x=one.x(x), bias_y=one.y(y)) for one in tried
     ]
-    best = max(range(len(tried)), key=lambda i: found[i]["mean/R@10"])
+    best = max(range(len(tried)), key=lambda i: evaluation.recalls(found[i], (10,))["mean/R@10"])
+    return tried[best], (_hits(plain.x, found[best].x), _hits(plain.y, found[best].y))
+
+
+def _hits(*ranks: np.ndarray) -> np.ndarray:
+    """Returns the percentage of cut-offs that each query's ranks are within."""
     # R@1 alone is too noisy to distinguish mixtures. The rSum of the retrieval literature is six
     # times the mean of one table.
-    recalls = [one[f"mean/R@{k}"] for one in (plain, found[best]) for k in evaluation.KS]
-    return tried[best], float(np.mean(recalls))
+    within = [rank < k for rank in ranks for k in evaluation.KS]
+    return 100.0 * np.mean(within, axis=0)
+
+
+def _mean(x: np.ndarray, y: np.ndarray) -> float:
+    """Returns the mean over both directions."""
+    return float(np.mean([x.mean(), y.mean()]))
+
+
+def _clearly_better(hits: tuple[Any, Any], others: tuple[Any, Any]) -> bool:
+    """Returns True if hits exceed others by more than the standard error of the difference."""
+    gains = [a - b for a, b in zip(hits, others, strict=True)]
+    error = np.sqrt(sum(gain.var() / len(gain) for gain in gains)) / 2.0
+    return bool(_mean(*gains) > error)

@@ -303,7 +303,7 @@ class Refined(NamedTuple):
 
     Attributes:
         teacher: The refined teacher, or `first` if no round gained clearly.
-        first: The teacher of the pairs alone, as `best_cca` fits it.
+        first: The teacher of the pairs alone, `tuned_cca` or `kernel_cca`.
         scores: Mean reciprocal rank of held-out pairs before the first and after every round, in
             cross-validation. Without a clear gain it holds one number, and with fewer than 6 pairs
             none.
@@ -325,7 +325,6 @@ def refine(
     x: Pool,
     y: Pool,
     *,
-    kind: str = "best",
     seed: int = 0,
     dtype: Any = jnp.float32,
     mesh: Mesh | None = None,
@@ -341,15 +340,15 @@ def refine(
     and to S_xx and S_yy with the covariances of X and Y. The plan counts as at most 1,000 pairs,
     and as fewer if a pool has few rows. Ridges, power and the number of rounds are chosen by
     cross-validation on the pairs. No round is made unless the mean reciprocal rank of held-out
-    pairs gains more than one standard error. A kernel teacher is refined in the kernel features of
-    landmarks from the pairs and the pools.
+    pairs gains more than one standard error. A kernel CCA is refined in the kernel features of
+    landmarks from the pairs and the pools, and chosen if it is still clearly better than the linear
+    one afterwards.
 
     Args:
         pairs_x: Paired embeddings A of the first modality, shape [n, d_x].
         pairs_y: Paired embeddings B of the second modality, shape [n, d_y].
         x: Unpaired embeddings of the first modality. A memory-mapped array is read in batches.
         y: Unpaired embeddings of the second modality.
-        kind: "linear", "kernel", or "best" for the choice of `best_cca`.
         seed: Seed of folds, landmarks and batches.
         dtype: Dtype of the teacher's arrays.
         mesh: Devices to split the plans over.
@@ -365,7 +364,7 @@ def refine(
         >>> rng = np.random.default_rng(0)
         >>> z = rng.normal(size=(400, 4)).astype(np.float32)
         >>> A, B = z @ rng.normal(size=(4, 9)), z @ rng.normal(size=(4, 7))
-        >>> found = refine(A[:30], B[:30], A[30:200], B[200:], kind="linear")
+        >>> found = refine(A[:30], B[:30], A[30:200], B[200:])
         >>> found.teacher.dim, len(found.scores) > 0
         (7, True)
 
@@ -375,26 +374,32 @@ def refine(
         M. Artetxe, G. Labaka and E. Agirre, "Learning bilingual word embeddings with (almost) no
         bilingual data", ACL 2017.
     """
-    checks.choice("kind", kind, ("linear", "kernel", "best"))
     A, B, _ = _checked(pairs_x, pairs_y, None, None)
     for name, pool, pairs in (("x", x, A), ("y", y, B)):
         checks.rows(name, pool, width=pairs.shape[1])
-    report("fitting the teacher")
-    options = choose.choose(A, B, kind, seed=seed)
-    first = _fitted(A, B, options, dim=None, seed=seed, dtype=dtype)
+    options = choose.choose_each(A, B, seed=seed)
     if len(A) < checks.MIN_PAIRS:
+        first = _fitted(A, B, options[0], dim=None, seed=seed, dtype=dtype)
         return Refined(first, first, ())
-    side_x = _side(A, x, options.gamma_x, seed)
-    side_y = _side(B, y, options.gamma_y, seed + 1)
-    steps, scores = refinement.choose_steps(
-        side_x, side_y, options, seed=seed, mesh=mesh, report=report
-    )
-    if not steps:
-        return Refined(first, first, scores)
-    found = refinement.refine(side_x, side_y, options, steps, seed=seed, mesh=mesh, report=report)
-    covered = moments.of_pairs(side_x.pairs, side_y.pairs, divisor=len(A) - 1)
-    teacher = _of_features(side_x.features, side_y.features, found, covered, dtype)
-    return Refined(teacher, first, scores)
+    splits = refinement.folds(A, B, seed=seed)
+    held = np.concatenate([fold.held for fold in splits])
+    tried = []
+    for one in options:
+        sides = _side(A, x, one.gamma_x, seed), _side(B, y, one.gamma_y, seed + 1)
+        choice = refinement.choose_steps(*sides, one, splits, seed=seed, mesh=mesh, report=report)
+        tried.append((one, sides, choice))
+    start, sides, choice = tried[0]
+    # A kernel must still gain clearly once the unpaired rows are used, because they bring much of
+    # what a kernel does.
+    if len(tried) > 1 and choose.clearly_higher(tried[1][2].ranks, choice.ranks, held):
+        start, sides, choice = tried[1]
+    first = _fitted(A, B, start, dim=None, seed=seed, dtype=dtype)
+    if not choice.steps:
+        return Refined(first, first, choice.scores)
+    found = refinement.refine(*sides, start, choice.steps, seed=seed, mesh=mesh, report=report)
+    covered = moments.of_pairs(sides[0].pairs, sides[1].pairs, divisor=len(A) - 1)
+    teacher = _of_features(sides[0].features, sides[1].features, found, covered, dtype)
+    return Refined(teacher, first, choice.scores)
 
 
 def refined_cca(pairs_x: Rows, pairs_y: Rows, x: Pool, y: Pool, **options: Any) -> Teacher:

@@ -209,7 +209,9 @@ def reciprocal_ranks(
 
 
 def clearly_higher(
-    scores: Float[np.ndarray, " m"], others: Float[np.ndarray, " m"], held: Int[np.ndarray, " m"]
+    scores: Float[np.ndarray, " m"],
+    others: Float[np.ndarray, " m"],
+    held: Int[np.ndarray, " m"],
 ) -> bool:
     """Returns True if scores are higher than others by more than one standard error.
 
@@ -546,6 +548,31 @@ def choose(
     if kind == "best" and not search.clearly_better(found, linear):
         found = linear
     return found if ridges is not None else search.for_all_pairs(found)
+
+
+def choose_each(pairs_x: np.ndarray, pairs_y: np.ndarray, *, seed: int = 0) -> list[Options]:
+    """Chooses the options of a linear CCA, and of a kernel CCA if that is clearly better.
+
+    Args:
+        pairs_x: Paired embeddings of the first modality.
+        pairs_y: Paired embeddings of the second modality.
+        seed: Seed of the folds.
+
+    Returns:
+        One or two options for a fit on all pairs, those of the linear CCA first.
+
+    Example:
+        >>> rows = np.random.default_rng(0).normal(size=(60, 3))
+        >>> len(choose_each(rows, rows[:, ::-1]))
+        1
+    """
+    if len(pairs_x) < checks.MIN_PAIRS:
+        return [choose(pairs_x, pairs_y, "linear")]
+    search = Search(pairs_x, pairs_y, seed=seed)
+    linear = search.linear()
+    kernel = search.kernel(linear)
+    better = search.clearly_better(kernel, linear)
+    return [search.for_all_pairs(one) for one in ((linear, kernel) if better else (linear,))]
 
 
 def _typical(rows: np.ndarray) -> float:

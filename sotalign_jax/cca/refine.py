@@ -52,8 +52,7 @@ DEVICE_POOL_ROWS = 22_768
 """Rows of each pool in a batch on an accelerator, as many as in the paper's training."""
 # Rows of each pool that a plan of the cross-validation sees. It bounds the time of the choice.
 _CHOICE_ROWS = 2000
-# Folds of the choice. They fit on four fifths of all pairs, because a plan is worth more beside few
-# pairs, so small folds would choose too many rounds.
+# Number of the `folds`.
 _FOLDS = 5
 
 
@@ -150,15 +149,52 @@ def refine(
     return fitted
 
 
+class Choice(NamedTuple):
+    """Result of `choose_steps`.
+
+    Attributes:
+        steps: Options of every round. Empty if no number of rounds gains clearly.
+        scores: Mean reciprocal rank of held-out pairs before the first and after every round.
+        ranks: Reciprocal ranks of all held-out pairs after the last round.
+    """
+
+    steps: tuple[Step, ...]
+    scores: tuple[float, ...]
+    ranks: Float[np.ndarray, " m"]
+
+
+def folds(pairs_x: np.ndarray, pairs_y: np.ndarray, *, seed: int = 0) -> list[choose.Fold]:
+    """Splits the pairs for `choose_steps`.
+
+    Args:
+        pairs_x: Paired embeddings of the first modality.
+        pairs_y: Paired embeddings of the second modality.
+        seed: Seed of the folds.
+
+    Returns:
+        Five folds, which fit on four fifths of all pairs. A plan is worth more beside few pairs, so
+        smaller folds would choose too many rounds.
+
+    Example:
+        >>> rows = np.random.default_rng(0).normal(size=(50, 3))
+        >>> [len(fold.fit) for fold in folds(rows, rows)]
+        [40, 40, 40, 40, 40]
+    """
+    shuffled = choose.order(pairs_x, pairs_y, seed=seed)
+    group = choose.groups(pairs_x, pairs_y)
+    return choose.folds(shuffled, group, splits=_FOLDS, repetitions=1, fit_rows=None)
+
+
 def choose_steps(
     x: Side,
     y: Side,
     start: choose.Options,
+    splits: Sequence[choose.Fold],
     *,
     seed: int = 0,
     mesh: Mesh | None = None,
     report: Callable[[str], None] = lambda text: None,
-) -> tuple[tuple[Step, ...], tuple[float, ...]]:
+) -> Choice:
     """Chooses the options of every round by cross-validation on the pairs.
 
     In every round all folds compute one plan each, and every candidate is scored on the held-out
@@ -169,24 +205,16 @@ def choose_steps(
         x: First modality.
         y: Second modality.
         start: Options of the first CCA, for a fit on all pairs.
-        seed: Seed of the folds and batches.
+        splits: The `folds`.
+        seed: Seed of the batches.
         mesh: Devices to split the plans over.
         report: Called with a line of progress.
 
     Returns:
-        The steps, and the mean reciprocal rank of held-out pairs before the first and after every
-        round.
+        The steps and their scores.
     """
-    shuffled = choose.order(x.pairs, y.pairs, seed=seed)
-    folds = choose.folds(
-        shuffled,
-        choose.groups(x.pairs, y.pairs),
-        splits=_FOLDS,
-        repetitions=1,
-        fit_rows=None,
-    )
-    held = np.concatenate([fold.held for fold in folds])
-    states = [_Fold.of(x, y, fold, start) for fold in folds]
+    held = np.concatenate([fold.held for fold in splits])
+    states = [_Fold.of(x, y, fold, start) for fold in splits]
     table = [np.concatenate([state.first_scores() for state in states])]
     steps: list[Step] = []
     for number in range(ROUNDS):
@@ -204,7 +232,7 @@ def choose_steps(
     rounds = int(np.argmax(means))
     if not choose.clearly_higher(table[rounds], table[0], held):
         rounds = 0
-    return tuple(steps[:rounds]), means[: rounds + 1]
+    return Choice(tuple(steps[:rounds]), means[: rounds + 1], table[rounds])
 
 
 def draw(x: Side, y: Side, rows: int, *, seed: tuple[int, int], mesh: Mesh | None = None) -> Pools:
