@@ -44,8 +44,10 @@ FACTORS = (0.3, 1.0, 3.0)
 """Factors of the ridges that are tried."""
 POWERS = choose.POWERS[1:]
 """Powers of rho that are tried. Without a weight, hundreds of unreliable directions count fully."""
-ROUNDS = 3
+ROUNDS = 6
 """Largest number of rounds."""
+LEAST_GAIN = 0.01
+"""Relative gain of the held-out score below which no further round is tried."""
 POOL_ROWS = 5000
 """Rows of each pool in a batch on a CPU."""
 DEVICE_POOL_ROWS = 22_768
@@ -218,13 +220,15 @@ def choose_steps(
     table = [np.concatenate([state.first_scores() for state in states])]
     steps: list[Step] = []
     for number in range(ROUNDS):
-        report(f"choosing how to refine the teacher, round {number + 1} of {ROUNDS}")
+        report(f"choosing how to refine the teacher, round {number + 1} of at most {ROUNDS}")
         pools = draw(x, y, _CHOICE_ROWS, seed=(seed, number), mesh=mesh)
         tried = [state.candidates(pools) for state in states]
         scores = {step: np.concatenate([one[step][1] for one in tried]) for step in tried[0]}
         best = max(scores, key=lambda step: scores[step].mean())
         steps.append(best)
         table.append(scores[best])
+        if table[-1].mean() < (1.0 + LEAST_GAIN) * table[-2].mean():
+            break
         states = [
             state._replace(fitted=one[best][0]) for state, one in zip(states, tried, strict=True)
         ]
