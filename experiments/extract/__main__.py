@@ -23,14 +23,18 @@ _LOADING = (
     flags.DEFINE_string(
         "pool",
         None,
-        "Pooling: cls+patch, authors, cls or average of images, mean or last of texts.",
+        "Pooling: cls+patch, authors, cls or average of images, mean, last or latent of texts.",
     ),
+    flags.DEFINE_string("instruction", None, "Text in front of every text."),
     flags.DEFINE_integer(
         "max_length", None, "Maximum number of tokens per text. Longer texts are cut off.", 1
     ),
     flags.DEFINE_integer("batch_size", None, "Number of items per batch.", 1),
     flags.DEFINE_string(
-        "device", None, "Torch device, such as cpu or cuda. The default is the fastest."
+        "device",
+        None,
+        "Torch device, such as cpu or cuda, or auto to split the model between GPUs. The default "
+        "is the fastest device.",
     ),
     flags.DEFINE_bool("trust_remote_code", False, "Run code that comes with the weights."),
 )

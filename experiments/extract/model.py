@@ -358,6 +358,7 @@ def load_encoder(
         raise checks.InputError(f"{text}; pass --{side}_encoder=NAME")
     described = known[side]
     options["max_length"] = described.get("max_length")
+    options["instruction"] = described.get("instruction")
     # The pooling of sentence-transformers is a list of modules, which the model brings along.
     if isinstance(described.get("pooling"), str):
         options["pool"] = described["pooling"]
