@@ -5,16 +5,20 @@ r"""Embeds the pictures, texts or sounds of a dataset with an encoder.
     python -m experiments.extract --encoder=all-minilm-l6-v2 --data=folder --root=pictures \
         --captions=captions.csv --workdir=embeddings/text
 
-Running an interrupted command again resumes it.
+Running an interrupted command again resumes it. Several processes, started by torchrun or srun,
+divide the items:
+
+    torchrun --nproc_per_node=8 -m experiments.extract ...
 """
 
+import os
 from typing import Any
 
 from absl import flags
 
 from experiments import cli
 from experiments.cli import path_flag
-from experiments.extract import datasets, encoders, extraction
+from experiments.extract import datasets, encoders, extraction, shards
 
 _ENCODER = flags.DEFINE_string("encoder", None, "Name of the encoder, see above.", required=True)
 _LOADING = (
@@ -30,6 +34,8 @@ _LOADING = (
         "max_length", None, "Maximum number of tokens per text. Longer texts are cut off.", 1
     ),
     flags.DEFINE_integer("batch_size", None, "Number of items per batch.", 1),
+    flags.DEFINE_integer("batch_tokens", None, "Number of tokens per batch of texts.", 1),
+    flags.DEFINE_bool("compile", False, "Compile the model with torch.compile."),
     flags.DEFINE_string(
         "device",
         None,
@@ -51,6 +57,9 @@ _EXTRACTION = (
     ),
     flags.DEFINE_integer("shard_size", 4096, "Number of items between two saves.", 1),
     flags.DEFINE_integer("workers", 4, "Number of threads that read files.", 1),
+    flags.DEFINE_integer(
+        "processes", 0, "Number of processes that read files in place of the threads.", 0
+    ),
 )
 flags.declare_key_flag("workdir")
 
@@ -60,16 +69,22 @@ def main() -> None:
     root, out, captions = _ROOT.value, cli.workdir(), _CAPTIONS.value
     source = datasets.open_dataset(_DATA.value, root, split=_SPLIT.value, captions=captions)
     loading: dict[str, Any] = {flag.name: flag.value for flag in _LOADING}
+    here, local = shards.process(os.environ)
+    if here.world > 1 and loading["device"] in (None, "cuda"):
+        loading["device"] = encoders.fastest(local)
     encoder = encoders.load(_ENCODER.value, **loading)
     # Stored in the metadata: a resumed extraction must describe the same data.
     data = {"name": _DATA.value, "root": str(root), "split": _SPLIT.value}
     data["captions"] = None if captions is None else str(captions)
     options: dict[str, Any] = {flag.name: flag.value for flag in _EXTRACTION}
-    metadata = extraction.extract(source, encoder, out, data=data, **options)
+    metadata = extraction.extract(source, encoder, out, data=data, process=here, **options)
+    if metadata is None:
+        print(f"process {here.rank + 1} of {here.world} is done; others finish {out}")
+        return
     count, width = metadata["shape"]
-    print(f"{count} embeddings of width {width} are in {out / extraction.EMBEDDINGS}")
+    print(f"{count} embeddings of width {width} are in {out / shards.EMBEDDINGS}")
     if metadata["skipped"]:
-        print(f"{metadata['skipped']} items were skipped; see {out / extraction.SKIPPED}")
+        print(f"{metadata['skipped']} items were skipped; see {out / shards.SKIPPED}")
 
 
 if __name__ == "__main__":

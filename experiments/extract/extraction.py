@@ -9,34 +9,29 @@ A finished extraction holds
     metadata.json     encoder, revision, pooling, dtype and count; written last
 
 The first four files grow by `shard_size` items at a time. `progress.json` stores how much of them
-is complete. A killed extraction resumes from there and leaves the same bytes as any other.
+is complete. A killed extraction resumes from there and leaves the same bytes as any other, and so
+do several processes that share it, see `shards`.
 """
 
-import concurrent.futures
-import contextlib
-import dataclasses
-import functools
-import hashlib
 import itertools
-import json
-import os
 import pathlib
 from collections import deque
 from collections.abc import Callable, Iterator
-from typing import Any, BinaryIO, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from experiments import workdir
+from experiments.extract import shards
 from experiments.extract.encoders import Encoder
 from experiments.extract.items import Item, Source
+from experiments.extract.reading import Prepared, Reader, identify
+from experiments.extract.shards import Process, Record
 from sotalign_jax import checks, duplicates, files
 from sotalign_jax import data as data_lib
 
-EMBEDDINGS, ROWS = "embeddings.npy", "rows.jsonl"
-SKIPPED, INPUTS = "skipped.jsonl", "inputs.jsonl"
-GROWING = (EMBEDDINGS, ROWS, SKIPPED, INPUTS)
-METADATA, PROGRESS = "metadata.json", "progress.json"
+AUDIO_WINDOW = 16
+"""Number of batches of sounds that are sorted by length together. Texts are sorted by shard."""
 
 
 class Row(NamedTuple):
@@ -65,7 +60,9 @@ def extract(
     dtype: str = "float16",
     shard_size: int = 4096,
     workers: int = 4,
-) -> dict[str, Any]:
+    processes: int = 0,
+    process: Process | None = None,
+) -> dict[str, Any] | None:
     """Embeds the items of a source, or resumes an unfinished extraction.
 
     Args:
@@ -77,9 +74,11 @@ def extract(
         dtype: Dtype of the stored embeddings.
         shard_size: Number of items between two saves.
         workers: Number of threads that read and prepare items.
+        processes: Number of processes that do so in place of the threads, or 0.
+        process: This process among those that share the extraction. The default is the only one.
 
     Returns:
-        The metadata.
+        The metadata, or None if other processes have not finished yet.
 
     Raises:
         InputError: `out` holds something else, or an item has changed since it was embedded.
@@ -99,17 +98,30 @@ def extract(
     if source.classes is not None:
         data["classes"] = list(source.classes)
     metadata = {"format": 2, "encoder": encoder.describe(), "data": data, "dtype": dtype}
+    here = process or Process()
+    growing = shards.Files(out, dtype, shard_size, total, shared=here.world > 1)
+
+    def complete(shape: list[int]) -> None:
+        done = metadata | {"data": {**data, "items": total}, "shape": shape, "count": shape[0]}
+        workdir.write_json(out / shards.METADATA, {**done, "skipped": total - shape[0]})
+
     workdir.open_run(out, {**metadata, "shard_size": shard_size})
-    with workdir.only_process(out):
-        if change := difference(items(), out):
-            text = f"workdir {out} was made from other data ({change})"
-            raise checks.InputError(f"{text}; choose another --workdir or remove it")
-        if not (out / METADATA).exists():
-            shape = _embed(items(), total, encoder, out, dtype, shard_size, workers)
-            metadata |= {"data": {**data, "items": total}, "shape": shape, "count": shape[0]}
-            workdir.write_json(out / METADATA, {**metadata, "skipped": total - shape[0]})
-        (out / PROGRESS).unlink(missing_ok=True)
-    found: dict[str, Any] = workdir.read_json(out / METADATA)
+    with growing.owned():
+        if here.rank == 0:  # for all processes
+            with growing.lock():
+                change = difference(items(), out)
+            if change:
+                text = f"workdir {out} was made from other data ({change})"
+                raise checks.InputError(f"{text}; choose another --workdir or remove it")
+        if not (out / shards.METADATA).exists():
+            with Reader(
+                encoder.modality, encoder.prepare, workers=workers, processes=processes
+            ) as reader:
+                _embed(items(), encoder, growing, here, reader)
+        growing.finish(complete)
+    if not (out / shards.METADATA).exists():
+        return None
+    found: dict[str, Any] = workdir.read_json(out / shards.METADATA)
     return found
 
 
@@ -119,22 +131,17 @@ def load(folder: pathlib.Path) -> Embeddings:
     Raises:
         InputError: The extraction is unfinished or damaged.
     """
-    if not (folder / METADATA).exists():
+    if not (folder / shards.METADATA).exists():
         remedy = "check the path, or run the extraction again to finish it"
         raise checks.InputError(f"{folder} holds no finished extraction; {remedy}")
-    metadata = workdir.read_json(folder / METADATA)
-    rows = np.load(folder / EMBEDDINGS, mmap_mode="r")
-    origins = [Row(**record) for record in _read_lines(folder / ROWS)]
+    metadata = workdir.read_json(folder / shards.METADATA)
+    rows = np.load(folder / shards.EMBEDDINGS, mmap_mode="r")
+    origins = [Row(**record) for record in shards.read_lines(folder / shards.ROWS)]
     if list(rows.shape) != metadata["shape"] or len(origins) != len(rows):
         text = f"metadata.json has shape {metadata['shape']}, embeddings.npy {list(rows.shape)}"
         text = f"{text} and rows.jsonl {len(origins)} rows"
         raise checks.InputError(f"{folder} is inconsistent ({text}); extract it again")
     return Embeddings(rows, origins, metadata)
-
-
-def _read_lines(path: pathlib.Path) -> Iterator[dict[str, Any]]:
-    with path.open(encoding="utf-8") as file:
-        yield from map(json.loads, file)
 
 
 def difference(items: Iterator[Item], out: pathlib.Path) -> str | None:
@@ -149,10 +156,10 @@ def difference(items: Iterator[Item], out: pathlib.Path) -> str | None:
     Returns:
         The first difference in a few words, or None.
     """
-    finished, seen = (out / METADATA).exists(), None
-    begun = not finished and (out / PROGRESS).exists()
-    done = workdir.read_json(out / PROGRESS)["items"] if begun else None
-    lines = _read_lines(out / INPUTS) if finished or begun else iter(())
+    finished, seen = (out / shards.METADATA).exists(), None
+    begun = not finished and (out / shards.PROGRESS).exists()
+    done = workdir.read_json(out / shards.PROGRESS)["items"] if begun else None
+    lines = shards.read_lines(out / shards.INPUTS) if finished or begun else iter(())
     for item, old in itertools.zip_longest(items, itertools.islice(lines, done)):
         if old is None:
             return f"{item.id!r} is new" if finished else None
@@ -166,169 +173,73 @@ def difference(items: Iterator[Item], out: pathlib.Path) -> str | None:
         if isinstance(item.origin, pathlib.Path):
             if change := workdir.changed(old["origin"], item.origin):
                 return change
-        elif _identify(item.origin) != old["origin"]:
+        elif identify(item.origin) != old["origin"]:
             return f"{item.id!r} has another text"
     return None
 
 
-def _identify(origin: pathlib.Path | str) -> dict[str, Any]:
-    """Returns the fingerprint of a file or the digest of a text. Unreadable files have {}."""
-    if isinstance(origin, str):
-        text = origin.encode("utf-8", "surrogatepass")
-        return {"digest": hashlib.blake2b(text, digest_size=16).hexdigest()}
-    try:
-        return workdir.fingerprint(origin)
-    except OSError:  # loading the item will fail, too, and record the reason
-        return {}
-
-
 def _embed(
-    items: Iterator[Item],
-    total: int,
-    encoder: Encoder,
-    out: pathlib.Path,
-    dtype: str,
-    shard_size: int,
-    workers: int,
-) -> list[int]:
-    """Embeds the items after the last save. Returns the shape of all embeddings."""
-    saved: dict[str, Any] = {"items": 0, "bytes": dict.fromkeys(GROWING, 0)}
-    if (out / PROGRESS).exists():
-        saved = workdir.read_json(out / PROGRESS)
-    with contextlib.ExitStack() as stack:
-        growing = {name: stack.enter_context((out / name).open("ab")) for name in GROWING}
-        for name, file in growing.items():
-            if file.tell() < saved["bytes"][name]:
-                raise checks.InputError(
-                    f"workdir file {out / name} is cut short; remove {out} and start again"
-                )
-            file.truncate(saved["bytes"][name])  # remove rows written after the last save
-            file.seek(0, os.SEEK_END)
-        ids = {row["id"] for row in _read_lines(out / ROWS)}
-        done, unit = saved["items"], f"{encoder.modality} rows"
-        progress = workdir.Progress(total, "extract", initial=done, unit=unit, rate=True)
-        bar = stack.enter_context(progress)
-        pool = stack.enter_context(concurrent.futures.ThreadPoolExecutor(workers))
-        rest = itertools.islice(items, done, None)
-
-        def line(name: str, **record: Any) -> None:
-            growing[name].write(json.dumps(record).encode() + b"\n")
-
-        while shard := list(itertools.islice(rest, shard_size)):
-            made = _embed_shard(shard, encoder, dtype, pool, workers, bar)
-            for item, one in zip(shard, made, strict=True):
-                line(INPUTS, id=item.id, group=item.group, origin=one.origin)
-                if one.row is None or item.id in ids:
-                    reason = one.reason or "id is a duplicate; the first item is kept"
-                    line(SKIPPED, id=item.id, reason=reason)
-                    continue
-                if not ids:  # the width is known with the first embedding
-                    write_header(growing[EMBEDDINGS], dtype, (0, len(one.row)))
-                ids.add(item.id)
-                told = {} if one.text is None else {"text": one.text}
-                line(ROWS, id=item.id, group=item.group, **told)
-                growing[EMBEDDINGS].write(one.row.data)
-            # All data must be on disk before progress.json counts them.
-            for file in growing.values():
-                file.flush()
-                os.fsync(file.fileno())
-            done += len(shard)
-            sizes = {name: file.tell() for name, file in growing.items()}
-            workdir.write_json(out / PROGRESS, {"items": done, "bytes": sizes})
-    if not ids:
-        reason = next(_read_lines(out / SKIPPED))["reason"]
-        raise checks.InputError(f"data has no item that could be embedded; the first one: {reason}")
-    # The number of rows is known now. NumPy pads headers, so the final one has the same length.
-    with (out / EMBEDDINGS).open("r+b") as array:
-        np.lib.format.read_magic(array)
-        (_, width), *_ = np.lib.format.read_array_header_1_0(array)
-        array.seek(0)
-        write_header(array, dtype, (len(ids), width))
-    return [len(ids), width]
-
-
-def write_header(file: BinaryIO, dtype: Any, shape: tuple[int, ...]) -> None:
-    """Writes the header of an .npy file.
-
-    Args:
-        file: File to write to, positioned at its start. The rows follow the header.
-        dtype: Dtype of the array.
-        shape: Shape of the array.
-    """
-    header = {"descr": np.dtype(dtype).str, "fortran_order": False, "shape": shape}
-    np.lib.format.write_array_header_1_0(file, header)
-
-
-@dataclasses.dataclass
-class _Result:
-    """State of an item: fingerprint, prepared content, text, and embedding or skip reason."""
-
-    origin: dict[str, Any]
-    content: Any = None
-    text: str | None = None
-    row: np.ndarray | None = None
-    reason: str = ""
-
-
-def _prepare(item: Item, encoder: Encoder, identify: Callable[[Any], dict[str, Any]]) -> _Result:
-    """Reads and prepares an item. An error of the item becomes the reason to skip it."""
-    # The fingerprint is taken first. If the file changes while it is read, the next start sees it.
-    result = _Result(identify(item.origin))
-    try:
-        content = item.load()
-        if isinstance(content, str):
-            if not content.strip():
-                raise ValueError("text is empty")
-            result.text = content
-        result.content = encoder.prepare(content)
-    except (checks.InputError, MemoryError):  # not caused by the item, so skipping would hide it
-        raise
-    except Exception as error:
-        result.reason = checks.first_line(error)
-    return result
+    items: Iterator[Item], encoder: Encoder, growing: shards.Files, here: Process, reader: Reader
+) -> None:
+    """Embeds those shards of this process that are not stored yet."""
+    size = growing.shard_size
+    count = -(-growing.total // size)
+    own = [n for n in range(here.rank, count, here.world) if not growing.has(n)]
+    total = sum(min(size, growing.total - n * size) for n in range(here.rank, count, here.world))
+    left = sum(min(size, growing.total - n * size) for n in own)
+    title = "extract" if here.world == 1 else f"extract (process {here.rank + 1} of {here.world})"
+    options = {"initial": total - left, "unit": f"{encoder.modality} rows", "rate": True}
+    wanted, number = set(own), 0
+    with workdir.Progress(total, title, **options) as bar:
+        while shard := list(itertools.islice(items, size)):
+            if number in wanted:
+                growing.add(number, _embed_shard(shard, encoder, growing.dtype, reader, bar))
+            number += 1
 
 
 def _embed_shard(
-    items: list[Item],
-    encoder: Encoder,
-    dtype: str,
-    pool: concurrent.futures.Executor,
-    workers: int,
-    bar: workdir.Progress,
-) -> list[_Result]:
+    items: list[Item], encoder: Encoder, dtype: str, reader: Reader, bar: workdir.Progress
+) -> list[Record]:
     """Embeds the items of a shard."""
-    identify = functools.lru_cache(maxsize=64)(_identify)  # a tar holds many items
-    results: list[_Result] = []
+    sizes = {"text": len(items), "audio": AUDIO_WINDOW * encoder.batch_size}
+    window = sizes.get(encoder.modality, encoder.batch_size)
+    prepared = reader.read(items, encoder.batch_size)
+    results: list[Prepared] = []
+    # A GPU computes one batch while the next one is collected.
+    started: deque[tuple[list[Prepared], Callable[[], np.ndarray]]] = deque()
+    while part := list(itertools.islice(prepared, window)):
+        results += part
+        good = [one for one in part if not one.reason]
+        bar.advance(len(part) - len(good), skipped=len(part) - len(good))
+        for chosen in encoder.split([one.content for one in good]):
+            batch = [good[n] for n in chosen]
+            started.append((batch, encoder.start([one.content for one in batch])))
+            for one in batch:
+                one.content = None
+            if len(started) > 1:
+                _take_rows(*started.popleft(), dtype, bar)
+    while started:
+        _take_rows(*started.popleft(), dtype, bar)
+    return [
+        Record(item.id, item.group, one.origin, one.text, one.row, one.reason)
+        for item, one in zip(items, results, strict=True)
+    ]
 
-    # Threads stay at most two batches ahead, because prepared pictures need much memory.
-    def ahead(count: int) -> Iterator[_Result]:
-        waiting: deque[concurrent.futures.Future[_Result]] = deque()
-        for item in [*items, *[None] * count]:
-            if item is not None:
-                waiting.append(pool.submit(_prepare, item, encoder, identify))
-            if waiting and (item is None or len(waiting) >= count):
-                results.append(waiting.popleft().result())
-                yield results[-1]
 
-    prepared = ahead(2 * max(encoder.batch_size, workers))
-    if encoder.modality == "text":  # batches of texts of similar length need less padding
-        prepared = iter(sorted(prepared, key=lambda result: len(result.content or "")))
-    while batch := list(itertools.islice(prepared, encoder.batch_size)):
-        good = [result for result in batch if not result.reason]
-        if good:
-            embedded = np.asarray(encoder.embed([result.content for result in good]))
-            with np.errstate(over="ignore"):  # rows that overflow are skipped below
-                stored = embedded.astype(dtype)
-            for result, row in zip(good, stored, strict=True):
-                result.content = None
-                if not np.isfinite(row).all():
-                    result.reason = f"embedding is not finite in {dtype}"
-                elif not row.any():
-                    result.reason = "embedding is zero"
-                else:
-                    result.row = row
-        bar.advance(len(batch), skipped=len(batch) - len(good))
-    return results
+def _take_rows(
+    batch: list[Prepared], finish: Callable[[], np.ndarray], dtype: str, bar: workdir.Progress
+) -> None:
+    """Waits for the embeddings of a batch, and stores them or the reason to skip them."""
+    with np.errstate(over="ignore"):  # rows that overflow are skipped below
+        stored = np.asarray(finish()).astype(dtype)
+    for one, row in zip(batch, stored, strict=True):
+        if not np.isfinite(row).all():
+            one.reason = f"embedding is not finite in {dtype}"
+        elif not row.any():
+            one.reason = "embedding is zero"
+        else:
+            one.row = row
+    bar.advance(len(batch), skipped=0)
 
 
 # --- joining two extractions into files for experiments.main --------------------------------------
@@ -503,7 +414,7 @@ def write(out: pathlib.Path, arrays: Arrays, x: Embeddings, y: Embeddings) -> No
                 np.save(file, array)
                 continue
             rows, chosen = array.of.rows, array.chosen
-            write_header(file, rows.dtype, (len(chosen), rows.shape[1]))
+            shards.write_header(file, rows.dtype, (len(chosen), rows.shape[1]))
             for start in range(0, len(chosen), BLOCK):
                 file.write(rows[chosen[start : start + BLOCK]].data)
     if "test_x" in arrays:
