@@ -3,6 +3,7 @@
 import json
 import os
 import pathlib
+import pickle
 import shutil
 import sys
 import types
@@ -13,7 +14,7 @@ import PIL.Image
 import pytest
 
 from experiments import workdir
-from experiments.extract import encoders, extraction
+from experiments.extract import benchmark, encoders, extraction
 from experiments.extract import model as model_lib
 from experiments.extract.items import Sound
 from sotalign_jax import aligner, checks, data, heads
@@ -343,6 +344,39 @@ def test_efficientnet_embeds_pictures():
     assert encoder.describe()["size"] == 260
 
 
+# --- batches ------------------------------------------------------------------------------------
+
+
+def test_split_limits_items_and_padded_tokens():
+    rng = np.random.default_rng(0)
+    lengths = rng.integers(1, 40, 200).tolist()
+    groups = encoders.split(200, lengths, 16, 100)
+    assert sorted(n for group in groups for n in group) == list(range(200))
+    for group in groups:
+        longest = max(lengths[n] for n in group)
+        assert len(group) <= 16 and len(group) * longest <= 100
+    assert encoders.split(2, [500, 1], 16, 100) == [[1], [0]]  # a longer text is alone
+    assert encoders.split(5, None, 2, None) == [[0, 1], [2, 3], [4]]
+
+
+def test_prepare_of_pictures_and_sounds_can_be_sent_to_processes(saved):
+    vision = encoders.load("dinov2-vitl14", weights=str(saved("dinov2")))
+    speech = encoders.load("wavlm-large", weights=str(saved("wavlm")))
+    sound = Sound(np.ones(80, np.float32), 8_000)
+    for encoder, content in ((vision, picture()), (speech, sound)):
+        sent = pickle.loads(pickle.dumps(encoder.prepare))
+        np.testing.assert_array_equal(sent(content), encoder.prepare(content))
+
+
+def test_benchmark_measures_the_padding_of_every_arm(saved):
+    encoder = encoders.load("bert", weights=str(saved("bert")), batch_tokens=40)
+    texts = ["a photo of " * n for n in (1, 9, 1, 9)]
+    contents = [encoder.prepare(text) for text in texts]
+    timed = benchmark.measure(encoder, contents, benchmark.batches(encoder, contents, texts))
+    assert timed["by number"].padding == pytest.approx(4 / 9) and timed["by tokens"].padding == 0
+    assert all(one.seconds > 0 for one in timed.values())
+
+
 # --- errors -------------------------------------------------------------------------------------
 
 
@@ -392,6 +426,15 @@ def test_describe_records_the_commit_of_hub_weights(monkeypatch, tmp_path):
 def test_load_rejects_instruction_of_pictures(saved):
     with pytest.raises(checks.InputError, match=r"instruction .*dinov2"):
         encoders.load("dinov2-vitl14", weights=str(saved("dinov2")), instruction="Describe: ")
+
+
+def test_compute_dtype_replaces_that_of_the_checkpoint(saved):
+    single = encoders.load("bert", weights=str(saved("bert")))
+    half = encoders.load("bert", weights=str(saved("bert")), compute_dtype="bfloat16")
+    assert half.describe()["compute_dtype"] == "bfloat16"
+    np.testing.assert_allclose(embed(half, TEXTS), embed(single, TEXTS), atol=0.05)
+    with pytest.raises(checks.InputError, match=r"compute_dtype .*efficientnet"):
+        encoders.load("efficientnet-lite2", compute_dtype="bfloat16")
 
 
 def test_load_encoder_rejects_weights_other_than_in_training(saved, tmp_path):

@@ -35,6 +35,12 @@ _LOADING = (
     ),
     flags.DEFINE_integer("batch_size", None, "Number of items per batch.", 1),
     flags.DEFINE_integer("batch_tokens", None, "Number of tokens per batch of texts.", 1),
+    flags.DEFINE_enum(
+        "compute_dtype",
+        None,
+        ["auto", "float32", "bfloat16", "float16"],
+        "Dtype of the weights. The default is that of the checkpoint.",
+    ),
     flags.DEFINE_bool("compile", False, "Compile the model with torch.compile."),
     flags.DEFINE_string(
         "device",

@@ -18,6 +18,12 @@ Tensor = Any
 """Torch tensor. Its type cannot be named, because torch is optional."""
 
 
+CPU_TOKENS, GPU_TOKENS = 1024, 4096
+"""Tokens of a batch of texts. On a CPU, activations of more do not fit its cache. Larger batches
+need more padding: 4,096 captions sorted by length 1 % with 1,024, 3 % with 4,096 and 12 % with
+16,384 tokens, while 4,096 tokens keep a GPU busy: experiments/extract/benchmark.py."""
+
+
 class Kind(NamedTuple):
     """Family of encoders that are loaded by the same function."""
 
@@ -34,8 +40,9 @@ class Spec(NamedTuple):
     pool: str  # one of the kind's `pools`
     max_length: int = 512  # tokens; longer texts are cut off
     batch_size: int = 32  # items
-    batch_tokens: int = 4096  # tokens of a batch of texts, with their padding
+    batch_tokens: int | None = None  # tokens of a batch of texts; None selects by the device
     compile: bool = False  # compile the model with torch.compile
+    compute_dtype: str = "auto"  # of the weights; "auto" keeps that of the checkpoint
     instruction: str = ""  # precedes every text
     remote_code: bool = False  # the model may run code from its repository
     packaged: Callable[[], Any] | None = None  # finds the weights inside the package
@@ -108,7 +115,10 @@ class Encoder:
     def split(self, contents: Sequence[Any]) -> list[list[int]]:
         """Divides prepared items into batches of similar length: see `split`."""
         lengths = None if self.length is None else [self.length(one) for one in contents]
-        limit = self.spec.batch_tokens if self.modality == "text" else None
+        limit = None
+        if self.modality == "text":
+            usual = CPU_TOKENS if self.spec.device == "cpu" else GPU_TOKENS
+            limit = self.spec.batch_tokens or usual
         return split(len(contents), lengths, self.batch_size, limit)
 
 
@@ -177,7 +187,7 @@ def _pretrained(spec: Spec, processor: str = "", own: str = "") -> Loaded:
     transformers = require("transformers")
     require("accelerate")  # transformers places weights on devices with it
     transformers.utils.logging.disable_progress_bar()
-    precision = {"dtype": "auto"}  # as in the checkpoint, so that 8B models need 16 GB
+    precision = {"dtype": spec.compute_dtype}
     options = {"revision": spec.revision, "trust_remote_code": spec.remote_code}
     # "auto" splits a model between all GPUs that this process sees.
     place = "auto" if spec.device == "auto" else {"": spec.device}
@@ -589,8 +599,10 @@ def load(
         raise checks.InputError(f"instruction is set but {name} has no use for it; leave it out")
     if spec.packaged is not None and weights is None:
         spec = spec._replace(copy=str(spec.packaged()))
-    if spec.compile and spec.kind in (SENTENCE, EFFICIENTNET):
-        raise checks.InputError(f"compile is set but {name} cannot be compiled; leave it out")
+    for option in ("compile", "compute_dtype"):
+        changed = getattr(spec, option) != Spec._field_defaults[option]
+        if changed and spec.kind in (SENTENCE, EFFICIENTNET):
+            raise checks.InputError(f"{option} is set but {name} ignores it; leave it out")
     try:
         return spec.kind.load(spec._replace(device=spec.device or fastest()))
     except checks.InputError:

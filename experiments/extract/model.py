@@ -363,6 +363,7 @@ def load_encoder(
     described = known[side]
     options["max_length"] = described.get("max_length")
     options["instruction"] = described.get("instruction")
+    options["compute_dtype"] = described.get("compute_dtype")
     # The pooling of sentence-transformers is a list of modules, which the model brings along.
     if isinstance(described.get("pooling"), str):
         options["pool"] = described["pooling"]
