@@ -51,11 +51,15 @@ _LOADING = (
     flags.DEFINE_bool("trust_remote_code", False, "Run code that comes with the weights."),
 )
 _DATA = flags.DEFINE_string("data", None, "Name of the dataset, see above.", required=True)
-_ROOT = path_flag("root", None, "The dataset's folder.", required=True)
+_ROOT = path_flag("root", None, "The dataset's folder, for tfds: that of all prepared ones.")
 _SPLIT = flags.DEFINE_string(
     "split", None, "Split of the dataset. The default is the one that the paper uses."
 )
-_CAPTIONS = path_flag("captions", None, "CSV or JSONL file of captions (folder, skyscript).")
+_CAPTIONS = path_flag(
+    "captions", None, "CSV or JSONL file of captions (folder, skyscript, webdataset)."
+)
+_COLUMN = flags.DEFINE_string("column", None, "Column to embed (hf:, tfds:, webdataset).")
+_STREAMING = flags.DEFINE_bool("streaming", False, "Read rows of hf: without storing them.")
 _EXTRACTION = (
     flags.DEFINE_integer("limit", None, "Number of items. The default is all.", 1),
     flags.DEFINE_enum(
@@ -64,7 +68,10 @@ _EXTRACTION = (
     flags.DEFINE_integer("shard_size", 4096, "Number of items between two saves.", 1),
     flags.DEFINE_integer("workers", 4, "Number of threads that read files.", 1),
     flags.DEFINE_integer(
-        "processes", 0, "Number of processes that read files in place of the threads.", 0
+        "processes",
+        0,
+        "Number of processes that read pictures and sounds in place of the threads.",
+        0,
     ),
 )
 flags.declare_key_flag("workdir")
@@ -73,15 +80,24 @@ flags.declare_key_flag("workdir")
 def main() -> None:
     """Embeds a dataset and prints the path of the embeddings."""
     root, out, captions = _ROOT.value, cli.workdir(), _CAPTIONS.value
-    source = datasets.open_dataset(_DATA.value, root, split=_SPLIT.value, captions=captions)
+    source = datasets.open_dataset(
+        _DATA.value,
+        root,
+        split=_SPLIT.value,
+        captions=captions,
+        column=_COLUMN.value,
+        streaming=_STREAMING.value,
+    )
     loading: dict[str, Any] = {flag.name: flag.value for flag in _LOADING}
     here, local = shards.process(os.environ)
     if here.world > 1 and loading["device"] in (None, "cuda"):
         loading["device"] = encoders.fastest(local)
     encoder = encoders.load(_ENCODER.value, **loading)
     # Stored in the metadata: a resumed extraction must describe the same data.
-    data = {"name": _DATA.value, "root": str(root), "split": _SPLIT.value}
+    data = {"name": _DATA.value, "root": None if root is None else str(root), "split": _SPLIT.value}
     data["captions"] = None if captions is None else str(captions)
+    if _COLUMN.value is not None:
+        data["column"] = _COLUMN.value
     options: dict[str, Any] = {flag.name: flag.value for flag in _EXTRACTION}
     metadata = extraction.extract(source, encoder, out, data=data, process=here, **options)
     if metadata is None:
@@ -94,4 +110,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    cli.run(main, choices={"encoders": tuple(encoders.NAMES), "data": tuple(datasets.DATASETS)})
+    cli.run(main, choices={"encoders": tuple(encoders.NAMES), "data": datasets.NAMES})

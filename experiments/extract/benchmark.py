@@ -93,7 +93,8 @@ def main() -> None:
     else:
         raise checks.InputError(f"data is not set and {encoder.spec.name} embeds no texts; set it")
     begin = time.perf_counter()
-    options = {"workers": _WORKERS.value, "processes": _PROCESSES.value}
+    processes = 0 if encoder.modality == "text" else _PROCESSES.value
+    options = {"workers": _WORKERS.value, "processes": processes}
     with reading.Reader(encoder.modality, encoder.prepare, **options) as reader:
         read = [one for one in reader.read(listed, encoder.batch_size) if not one.reason]
     reading_time = time.perf_counter() - begin

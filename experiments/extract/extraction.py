@@ -74,7 +74,8 @@ def extract(
         dtype: Dtype of the stored embeddings.
         shard_size: Number of items between two saves.
         workers: Number of threads that read and prepare items.
-        processes: Number of processes that do so in place of the threads, or 0.
+        processes: Number of processes that do so in place of the threads, or 0. Texts, which
+            take less time than copies of them, are always read by threads.
         process: This process among those that share the extraction. The default is the only one.
 
     Returns:
@@ -91,7 +92,8 @@ def extract(
     def items() -> Iterator[Item]:
         return itertools.islice(source.items[encoder.modality](), limit)
 
-    total = sum(1 for _ in items())
+    known = source.counts.get(encoder.modality)
+    total = sum(1 for _ in items()) if known is None else min(known, limit or known)
     if not total:
         raise checks.InputError(f"data has no {encoder.modality} items, got {data}; check --root")
     data = {**data, "limit": limit}
@@ -114,8 +116,9 @@ def extract(
                 text = f"workdir {out} was made from other data ({change})"
                 raise checks.InputError(f"{text}; choose another --workdir or remove it")
         if not (out / shards.METADATA).exists():
+            count = 0 if encoder.modality == "text" else processes
             with Reader(
-                encoder.modality, encoder.prepare, workers=workers, processes=processes
+                encoder.modality, encoder.prepare, workers=workers, processes=count
             ) as reader:
                 _embed(items(), encoder, growing, here, reader)
         growing.finish(complete)
