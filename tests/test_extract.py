@@ -225,14 +225,13 @@ CHANGES = {
 }
 
 
-@pytest.mark.parametrize("begin", [run, leave_unfinished])
 @pytest.mark.parametrize(("change", "told"), CHANGES.values(), ids=CHANGES)
-def test_extract_detects_changed_pictures(tmp_path, change, told, begin):
+def test_extract_detects_changes_since_an_interruption(tmp_path, change, told):
     folder, out = write_pictures(tmp_path / "pictures", 41), tmp_path / "out"
-    begin(folder, out, **({"shard_size": 6} if begin is run else {}))
+    leave_unfinished(folder, out)
     before = small_runs.contents(out)
     change(folder)
-    if begin is leave_unfinished and ("gone" in told or "new" in told):  # not embedded yet
+    if "gone" in told or "new" in told:  # not embedded yet
         assert run(folder, out, shard_size=6)["count"] in (40, 42)
         return
     with pytest.raises(checks.InputError, match=rf"workdir .*{told}"):
@@ -240,17 +239,81 @@ def test_extract_detects_changed_pictures(tmp_path, change, told, begin):
     assert small_runs.contents(out) == before
 
 
-def test_extract_detects_changed_captions(tmp_path):
+NUMBERS = {
+    "renamed": (1, 0, 1, 40),
+    "removed": (0, 0, 1, 40),
+    "added": (1, 0, 0, 41),
+    "replaced": (0, 1, 0, 40),
+    "cut": (0, 1, 0, 40),
+    "gone bad": (0, 1, 0, 40),
+}
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_extract_updates_only_what_changed(tmp_path, capfd, name):
+    folder, out = write_pictures(tmp_path / "pictures", 41), tmp_path / "out"
+    run(folder, out, shard_size=6)
+    change, told = CHANGES[name]
+    change(folder)
+    encoder = toy_encoders.Toy()
+    metadata = run(folder, out, shard_size=6, encoder=encoder)
+    added, changed, removed, kept = NUMBERS[name]
+    counts = f"{added} added, {changed} changed, {removed} removed, {kept} kept"
+    shown = capfd.readouterr().err
+    assert counts in shown and told.strip("'").split()[0] in shown
+    assert encoder.prepared <= added + changed and encoder.embedded <= added + changed
+    assert metadata["data"]["items"] == 41 + added - removed
+    run(folder, tmp_path / "anew", shard_size=6)
+    assert same(out, tmp_path / "anew")
+    encoder = toy_encoders.Toy()
+    run(folder, out, shard_size=6, encoder=encoder)  # nothing is left to do
+    assert encoder.embedded == 0
+
+
+def test_extract_keeps_former_files_until_an_update_is_complete(tmp_path):
+    folder, out = write_pictures(tmp_path / "pictures", 41), tmp_path / "out"
+    run(folder, out, shard_size=6)
+    before = small_runs.contents(out)
+    write_pictures(tmp_path / "more", 61)
+    for path in sorted((tmp_path / "more").glob("*"))[82:]:
+        shutil.copy(path, folder / path.name)
+    leave_unfinished(folder, out)  # the disk is full during the update
+    now = small_runs.contents(out)
+    assert {name: now[name] for name in before} == before
+    assert any(name.startswith("next") for name in map(str, now))
+    with pytest.raises(checks.InputError, match=r"workdir .*single process"):
+        run(folder, out, shard_size=6, process=shards_lib.Process(0, 2))
+    assert run(folder, out, shard_size=6)["count"] == 61
+    run(folder, tmp_path / "anew", shard_size=6)
+    assert same(out, tmp_path / "anew")
+
+
+@pytest.mark.parametrize("moved", [0, 2])
+def test_adopt_continues_after_a_kill(pictures, tmp_path, moved):
+    run(pictures, tmp_path / "out")
+    shutil.copytree(tmp_path / "out", tmp_path / "new")
+    (tmp_path / "new").rename(tmp_path / "out" / "next")
+    (tmp_path / "out" / "metadata.json").unlink()
+    for name in NAMES[:moved]:
+        (tmp_path / "out" / "next" / name).rename(tmp_path / "out" / name)
+    encoder = toy_encoders.Toy()
+    assert run(pictures, tmp_path / "out", encoder=encoder)["count"] == 60
+    assert encoder.embedded == 0 and not (tmp_path / "out" / "next").exists()
+
+
+def test_extract_updates_changed_captions(tmp_path, capfd):
     folder, captions = write_pictures(tmp_path / "pictures", 2), tmp_path / "captions.csv"
     captions.write_text("file,caption\n000.png,A dog.\n001.png,A cat.\n")
     run(folder, tmp_path / "out", modality="text", captions=captions)
-    captions.write_text("file,caption\n000.png,A dog.\n001.png,A cow.\n")
-    with pytest.raises(checks.InputError, match=r"workdir .*001.png#0"):
-        run(folder, tmp_path / "out", modality="text", captions=captions)
+    captions.write_text("file,caption\n000.png,A dog.\n001.png,A cow.\n001.png,A bull.\n")
+    run(folder, tmp_path / "out", modality="text", captions=captions)
+    assert "1 added, 1 changed, 0 removed, 1 kept" in capfd.readouterr().err
+    rows = jsonl(tmp_path / "out" / "rows.jsonl")
+    assert [row["text"] for row in rows] == ["A dog.", "A cow.", "A bull."]
     run(folder, tmp_path / "beside", modality="text")
     (folder / "001.txt").write_text("a longer caption than before, to be sure of it")
-    with pytest.raises(checks.InputError, match=r"workdir .*001.txt"):
-        run(folder, tmp_path / "beside", modality="text")
+    run(folder, tmp_path / "beside", modality="text")
+    assert jsonl(tmp_path / "beside" / "rows.jsonl")[1]["text"].startswith("a longer")
 
 
 def test_extract_accepts_touched_files_of_equal_content(tmp_path):

@@ -5,7 +5,8 @@ r"""Embeds the pictures, texts or sounds of a dataset with an encoder.
     python -m experiments.extract --encoder=all-minilm-l6-v2 --data=folder --root=pictures \
         --captions=captions.csv --workdir=embeddings/text
 
-Running an interrupted command again resumes it. Several processes, started by torchrun or srun,
+Running an interrupted command again resumes it, and after items were added, changed or removed, it
+embeds only new and changed ones. Several processes, started by torchrun or srun,
 divide the items:
 
     torchrun --nproc_per_node=8 -m experiments.extract ...

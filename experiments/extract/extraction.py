@@ -13,8 +13,11 @@ is complete. A killed extraction resumes from there and leaves the same bytes as
 do several processes that share it, see `shards`.
 """
 
+import contextlib
 import itertools
 import pathlib
+import shutil
+import sys
 from collections import deque
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
@@ -65,6 +68,9 @@ def extract(
 ) -> dict[str, Any] | None:
     """Embeds the items of a source, or resumes an unfinished extraction.
 
+    If items were added, changed or removed since an extraction was finished, only new and changed
+    ones are embedded. The former files remain until the new ones are complete.
+
     Args:
         source: Source of the items.
         encoder: The encoder. Only items of its modality are embedded.
@@ -82,7 +88,8 @@ def extract(
         The metadata, or None if other processes have not finished yet.
 
     Raises:
-        InputError: `out` holds something else, or an item has changed since it was embedded.
+        InputError: `out` holds something else, or an item has changed since an unfinished
+            extraction embedded it.
         OSError: The disk is full. Running again resumes from the last save.
     """
     if encoder.modality not in source.items:
@@ -101,27 +108,31 @@ def extract(
         data["classes"] = list(source.classes)
     metadata = {"format": 2, "encoder": encoder.describe(), "data": data, "dtype": dtype}
     here = process or Process()
-    growing = shards.Files(out, dtype, shard_size, total, shared=here.world > 1)
-
-    def complete(shape: list[int]) -> None:
-        done = metadata | {"data": {**data, "items": total}, "shape": shape, "count": shape[0]}
-        workdir.write_json(out / shards.METADATA, {**done, "skipped": total - shape[0]})
-
     workdir.open_run(out, {**metadata, "shard_size": shard_size})
-    with growing.owned():
-        if here.rank == 0:  # for all processes
-            with growing.lock():
+    shared = here.world > 1
+    with contextlib.nullcontext() if shared else workdir.only_process(out):
+        if shared and (out / shards.NEXT).exists():
+            text = f"workdir {out} has an interrupted update"
+            raise checks.InputError(f"{text}; finish it with a single process")
+        shards.adopt(out)
+        old = None
+        if here.rank == 0:  # checks for all processes
+            with shards.lock(out) if shared else contextlib.nullcontext():
                 change = difference(items(), out)
-            if change:
-                text = f"workdir {out} was made from other data ({change})"
-                raise checks.InputError(f"{text}; choose another --workdir or remove it")
-        if not (out / shards.METADATA).exists():
+            old = _previous(items, out, change, shared)
+        growing = shards.Files(out / shards.NEXT if old else out, dtype, shard_size, total, shared)
+
+        def complete(shape: list[int]) -> None:
+            done = metadata | {"data": {**data, "items": total}, "shape": shape, "count": shape[0]}
+            workdir.write_json(growing.out / shards.METADATA, {**done, "skipped": total - shape[0]})
+
+        if old or not (out / shards.METADATA).exists():
             count = 0 if encoder.modality == "text" else processes
-            with Reader(
-                encoder.modality, encoder.prepare, workers=workers, processes=count
-            ) as reader:
-                _embed(items(), encoder, growing, here, reader)
+            reader = Reader(encoder.modality, encoder.prepare, workers=workers, processes=count)
+            with reader:
+                _embed(items(), encoder, growing, here, reader, old)
         growing.finish(complete)
+        shards.adopt(out)
     if not (out / shards.METADATA).exists():
         return None
     found: dict[str, Any] = workdir.read_json(out / shards.METADATA)
@@ -173,16 +184,107 @@ def difference(items: Iterator[Item], out: pathlib.Path) -> str | None:
         if (item.origin, old["origin"]) == seen:  # a tar holds many items
             continue
         seen = item.origin, old["origin"]
-        if isinstance(item.origin, pathlib.Path):
-            if change := workdir.changed(old["origin"], item.origin):
-                return change
-        elif identify(item.origin) != old["origin"]:
-            return f"{item.id!r} has another text"
+        if change := _changed(item, old["origin"]):
+            return change
     return None
 
 
+def _changed(item: Item, origin: dict[str, Any]) -> str | None:
+    """Compares an item with its recorded origin. Returns the change in a few words, or None."""
+    if isinstance(item.origin, pathlib.Path):
+        return workdir.changed(origin, item.origin)
+    return None if identify(item.origin) == origin else f"{item.id!r} has another text"
+
+
+class Previous:
+    """A finished extraction whose rows are used again for items that have not changed.
+
+    Args:
+        out: Folder of the extraction.
+    """
+
+    def __init__(self, out: pathlib.Path) -> None:
+        found = load(out)
+        self._rows = found.rows
+        self._row_of = {origin.id: n for n, origin in enumerate(found.origins)}
+        self._texts = {origin.id: origin.text for origin in found.origins if origin.text}
+        lost = shards.read_lines(out / shards.SKIPPED)
+        self._reasons = {record["id"]: record["reason"] for record in lost}
+        self.origins: dict[str, dict[str, Any]] = {}
+        for record in shards.read_lines(out / shards.INPUTS):
+            self.origins.setdefault(record["id"], record["origin"])  # the first of equal ids
+        self._seen: tuple[Any, Any] | None = None  # last file that has not changed
+
+    def record(self, item: Item) -> Record | None:
+        """Returns the record of an item, or None if it is new or has changed."""
+        origin = self.origins.get(item.id)
+        if origin is None:
+            return None
+        if (item.origin, origin) != self._seen:  # a tar holds many items
+            if _changed(item, origin):
+                return None
+            self._seen = item.origin, origin
+        if item.id in self._row_of:
+            row, text = self._rows[self._row_of[item.id]], self._texts.get(item.id)
+            return Record(item.id, item.group, origin, text, np.array(row), "")
+        return Record(item.id, item.group, origin, None, None, self._reasons[item.id])
+
+    def compare(self, items: Iterator[Item]) -> str:
+        """Returns the numbers of added, changed, removed and kept items."""
+        added = changed = kept = 0
+        left = set(self.origins)
+        for item in items:
+            left.discard(item.id)
+            if item.id not in self.origins:
+                added += 1
+            elif self.record(item) is None:
+                changed += 1
+            else:
+                kept += 1
+        return f"{added} added, {changed} changed, {len(left)} removed, {kept} kept"
+
+
+def _previous(
+    items: Callable[[], Iterator[Item]], out: pathlib.Path, change: str | None, shared: bool
+) -> Previous | None:
+    """Returns the extraction to update, or None if there is nothing to update.
+
+    Args:
+        items: The current items.
+        out: Folder of the extraction.
+        change: First difference from it, or None.
+        shared: Several processes embed the items.
+
+    Returns:
+        The extraction. An interrupted update is resumed if it is of the current items.
+
+    Raises:
+        InputError: The extraction is unfinished, or several processes should update it.
+    """
+    newer = out / shards.NEXT
+    if change is None:
+        shutil.rmtree(newer, ignore_errors=True)
+        return None
+    text = f"workdir {out} was made from other data ({change})"
+    if not (out / shards.METADATA).exists():
+        raise checks.InputError(f"{text} and is unfinished; choose another --workdir or remove it")
+    if shared:
+        raise checks.InputError(f"{text}; update it with a single process, or remove it")
+    if difference(items(), newer):
+        shutil.rmtree(newer)
+    newer.mkdir(exist_ok=True)
+    old = Previous(out)
+    print(f"{out} has changed ({change}): {old.compare(items())}", file=sys.stderr)
+    return old
+
+
 def _embed(
-    items: Iterator[Item], encoder: Encoder, growing: shards.Files, here: Process, reader: Reader
+    items: Iterator[Item],
+    encoder: Encoder,
+    growing: shards.Files,
+    here: Process,
+    reader: Reader,
+    old: Previous | None,
 ) -> None:
     """Embeds those shards of this process that are not stored yet."""
     size = growing.shard_size
@@ -196,7 +298,11 @@ def _embed(
     with workdir.Progress(total, title, **options) as bar:
         while shard := list(itertools.islice(items, size)):
             if number in wanted:
-                growing.add(number, _embed_shard(shard, encoder, growing.dtype, reader, bar))
+                kept = {n: old.record(item) for n, item in enumerate(shard)} if old else {}
+                rest = [item for n, item in enumerate(shard) if kept.get(n) is None]
+                bar.advance(len(shard) - len(rest), skipped=len(shard) - len(rest))
+                new = iter(_embed_shard(rest, encoder, growing.dtype, reader, bar))
+                growing.add(number, [kept.get(n) or next(new) for n in range(len(shard))])
             number += 1
 
 
@@ -204,7 +310,7 @@ def _embed_shard(
     items: list[Item], encoder: Encoder, dtype: str, reader: Reader, bar: workdir.Progress
 ) -> list[Record]:
     """Embeds the items of a shard."""
-    sizes = {"text": len(items), "audio": AUDIO_WINDOW * encoder.batch_size}
+    sizes = {"text": len(items) or 1, "audio": AUDIO_WINDOW * encoder.batch_size}
     window = sizes.get(encoder.modality, encoder.batch_size)
     prepared = reader.read(items, encoder.batch_size)
     results: list[Prepared] = []

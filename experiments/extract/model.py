@@ -143,8 +143,8 @@ class Model:
     def index(self, of: Path, place: Path | None = None) -> "Model":
         """Embeds the items to search.
 
-        Embeddings are stored by encoder and path, and read again by the next call. If a file has
-        changed, all of them are computed again.
+        Embeddings are stored by encoder and path, and read again by the next call, which embeds
+        only files that are new or have changed.
 
         Args:
             of: Folder of pictures; file of texts (.txt with one per line, .csv or .jsonl); or
@@ -429,8 +429,9 @@ def _embedded(
     if change := extraction.difference(listed(), out):
         if not any(True for _ in listed()):  # keep the index of an unmounted folder
             raise checks.InputError(f"{of} holds no {encoder.modality}; check the path")
-        print(f"{of} has changed ({change}); embedding it again", file=sys.stderr)
-        with workdir.only_process(out):  # another process may be writing these embeddings
-            shutil.rmtree(out)
+        if not (out / shards.METADATA).exists():
+            print(f"{of} has changed ({change}); embedding it again", file=sys.stderr)
+            with workdir.only_process(out):  # another process may be writing these embeddings
+                shutil.rmtree(out)
     extraction.extract(source, encoder, out, data={"name": "search"}, shard_size=256)
     return extraction.load(out)

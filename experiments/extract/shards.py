@@ -23,6 +23,8 @@ EMBEDDINGS, ROWS = "embeddings.npy", "rows.jsonl"
 SKIPPED, INPUTS = "skipped.jsonl", "inputs.jsonl"
 GROWING = (EMBEDDINGS, ROWS, SKIPPED, INPUTS)
 METADATA, PROGRESS, PARTS = "metadata.json", "progress.json", "parts"
+NEXT = "next"
+"""Folder of the files that will replace those of a finished extraction."""
 
 
 class Process(NamedTuple):
@@ -82,22 +84,16 @@ class Files:
     """
 
     def __init__(
-        self, out: pathlib.Path, dtype: str, shard_size: int, total: int, *, shared: bool
+        self, out: pathlib.Path, dtype: str, shard_size: int, total: int, shared: bool
     ) -> None:
         self.out, self.dtype, self.shard_size, self.total = out, dtype, shard_size, total
         self._shared = shared
         self._ids: set[str] = set()
         self._read = 0  # bytes of rows.jsonl whose ids are in `_ids`
 
-    def owned(self) -> contextlib.AbstractContextManager[Any]:
-        """Keeps other processes out of the folder, unless they share the extraction."""
-        return contextlib.nullcontext() if self._shared else workdir.only_process(self.out)
-
-    def lock(self) -> contextlib.AbstractContextManager[Any]:
+    def _lock(self) -> contextlib.AbstractContextManager[Any]:
         """Waits until no other process appends. A single process holds the lock already."""
-        if self._shared:
-            return store.lock(self.out / workdir.LOCK)
-        return contextlib.nullcontext()
+        return lock(self.out) if self._shared else contextlib.nullcontext()
 
     def done(self) -> int:
         """Returns the number of items in the files."""
@@ -109,7 +105,7 @@ class Files:
 
     def add(self, shard: int, records: list[Record]) -> None:
         """Appends a shard, and all that waited for it, or stores it until its turn comes."""
-        with self.lock():
+        with self._lock():
             if shard * self.shard_size == self.done():
                 self._append(records)
             elif shard * self.shard_size > self.done():
@@ -122,7 +118,7 @@ class Files:
         Raises:
             InputError: No item has an embedding.
         """
-        with self.lock():
+        with self._lock():
             self._append_parts()
             if self.done() < self.total:
                 return
@@ -224,6 +220,27 @@ class Files:
             array.seek(0)
             write_header(array, self.dtype, (len(self._ids), width))
         return [len(self._ids), width]
+
+
+def lock(out: pathlib.Path) -> contextlib.AbstractContextManager[Any]:
+    """Waits for the lock of a folder."""
+    return store.lock(out / workdir.LOCK)
+
+
+def adopt(out: pathlib.Path) -> None:
+    """Replaces the files of an extraction by those in its folder `next`, if they are finished.
+
+    A kill may interrupt this anywhere. The next call then replaces the rest, and until then the
+    extraction counts as unfinished, since its metadata are removed first and replaced last.
+    """
+    newer = out / NEXT
+    if not (newer / METADATA).exists():
+        return
+    (out / METADATA).unlink(missing_ok=True)
+    for name in (*GROWING, METADATA):
+        if (newer / name).exists():
+            os.replace(newer / name, out / name)
+    shutil.rmtree(newer)
 
 
 def read_lines(path: pathlib.Path) -> Iterator[dict[str, Any]]:
