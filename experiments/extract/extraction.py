@@ -65,6 +65,7 @@ def extract(
     workers: int = 4,
     processes: int = 0,
     process: Process | None = None,
+    title: str = "",
 ) -> dict[str, Any] | None:
     """Embeds the items of a source, or resumes an unfinished extraction.
 
@@ -83,6 +84,7 @@ def extract(
         processes: Number of processes that do so in place of the threads, or 0. Texts, which
             take less time than copies of them, are always read by threads.
         process: This process among those that share the extraction. The default is the only one.
+        title: Name of the items in messages. The default is the folder of the extraction.
 
     Returns:
         The metadata, or None if other processes have not finished yet.
@@ -119,7 +121,7 @@ def extract(
         if here.rank == 0:  # checks for all processes
             with shards.lock(out) if shared else contextlib.nullcontext():
                 change = difference(items(), out)
-            old = _previous(items, out, change, shared)
+            old = _previous(items, out, change, shared, title or str(out))
         growing = shards.Files(out / shards.NEXT if old else out, dtype, shard_size, total, shared)
 
         def complete(shape: list[int]) -> None:
@@ -245,7 +247,11 @@ class Previous:
 
 
 def _previous(
-    items: Callable[[], Iterator[Item]], out: pathlib.Path, change: str | None, shared: bool
+    items: Callable[[], Iterator[Item]],
+    out: pathlib.Path,
+    change: str | None,
+    shared: bool,
+    title: str,
 ) -> Previous | None:
     """Returns the extraction to update, or None if there is nothing to update.
 
@@ -254,6 +260,7 @@ def _previous(
         out: Folder of the extraction.
         change: First difference from it, or None.
         shared: Several processes embed the items.
+        title: Name of the items.
 
     Returns:
         The extraction. An interrupted update is resumed if it is of the current items.
@@ -274,7 +281,7 @@ def _previous(
         shutil.rmtree(newer)
     newer.mkdir(exist_ok=True)
     old = Previous(out)
-    print(f"{out} has changed ({change}): {old.compare(items())}", file=sys.stderr)
+    print(f"{title} has changed ({change}): {old.compare(items())}", file=sys.stderr)
     return old
 
 

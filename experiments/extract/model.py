@@ -433,5 +433,5 @@ def _embedded(
             print(f"{of} has changed ({change}); embedding it again", file=sys.stderr)
             with workdir.only_process(out):  # another process may be writing these embeddings
                 shutil.rmtree(out)
-    extraction.extract(source, encoder, out, data={"name": "search"}, shard_size=256)
+    extraction.extract(source, encoder, out, data={"name": "search"}, shard_size=256, title=str(of))
     return extraction.load(out)
