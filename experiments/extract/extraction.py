@@ -94,34 +94,16 @@ def extract(
             extraction embedded it.
         OSError: The disk is full. Running again resumes from the last save.
     """
-    if encoder.modality not in source.items:
-        text = f"encoder embeds {encoder.modality} but the dataset has {' and '.join(source.items)}"
-        raise checks.InputError(f"{text}; choose another encoder")
-
-    def items() -> Iterator[Item]:
-        return itertools.islice(source.items[encoder.modality](), limit)
-
-    known = source.counts.get(encoder.modality)
-    total = sum(1 for _ in items()) if known is None else min(known, limit or known)
-    if not total:
-        raise checks.InputError(f"data has no {encoder.modality} items, got {data}; check --root")
+    items, total = _listed(source, encoder.modality, limit, data)
     data = {**data, "limit": limit}
     if source.classes is not None:
         data["classes"] = list(source.classes)
     metadata = {"format": 2, "encoder": encoder.describe(), "data": data, "dtype": dtype}
     here = process or Process()
-    workdir.open_run(out, {**metadata, "shard_size": shard_size})
     shared = here.world > 1
+    workdir.open_run(out, {**metadata, "shard_size": shard_size})
     with contextlib.nullcontext() if shared else workdir.only_process(out):
-        if shared and (out / shards.NEXT).exists():
-            text = f"workdir {out} has an interrupted update"
-            raise checks.InputError(f"{text}; finish it with a single process")
-        shards.adopt(out)
-        old = None
-        if here.rank == 0:  # checks for all processes
-            with shards.lock(out) if shared else contextlib.nullcontext():
-                change = difference(items(), out)
-            old = _previous(items, out, change, shared, title or str(out))
+        old = _opened(items, out, here, title or str(out))
         growing = shards.Files(out / shards.NEXT if old else out, dtype, shard_size, total, shared)
 
         def complete(shape: list[int]) -> None:
@@ -135,10 +117,69 @@ def extract(
                 _embed(items(), encoder, growing, here, reader, old)
         growing.finish(complete)
         shards.adopt(out)
-    if not (out / shards.METADATA).exists():
+    done = (out / shards.METADATA).exists()
+    return workdir.read_json(out / shards.METADATA) if done else None
+
+
+def _listed(
+    source: Source, modality: str, limit: int | None, data: dict[str, Any]
+) -> tuple[Callable[[], Iterator[Item]], int]:
+    """Returns a function that lists the items of a modality, and their number."""
+    if modality not in source.items:
+        text = f"encoder embeds {modality} but the dataset has {' and '.join(source.items)}"
+        raise checks.InputError(f"{text}; choose another encoder")
+
+    def items() -> Iterator[Item]:
+        return itertools.islice(source.items[modality](), limit)
+
+    known = source.counts.get(modality)
+    total = sum(1 for _ in items()) if known is None else min(known, limit or known)
+    if not total:
+        raise checks.InputError(f"data has no {modality} items, got {data}; check --root")
+    return items, total
+
+
+def _opened(
+    items: Callable[[], Iterator[Item]], out: pathlib.Path, here: Process, title: str
+) -> "Previous | None":
+    """Compares an extraction with the current items.
+
+    Args:
+        items: Lists the items.
+        out: Folder of the extraction.
+        here: This process.
+        title: Name of the items.
+
+    Returns:
+        The finished extraction of other items, which is to be updated, or None.
+
+    Raises:
+        InputError: An unfinished extraction is of other items, or several processes should update
+            a finished one.
+    """
+    newer, shared = out / shards.NEXT, here.world > 1
+    if shared and newer.exists():
+        text = f"workdir {out} has an interrupted update"
+        raise checks.InputError(f"{text}; finish it with a single process")
+    shards.adopt(out)
+    if here.rank > 0:  # the first process checks for all
         return None
-    found: dict[str, Any] = workdir.read_json(out / shards.METADATA)
-    return found
+    with shards.lock(out) if shared else contextlib.nullcontext():
+        change = difference(items(), out)
+    if change is None:
+        shutil.rmtree(newer, ignore_errors=True)
+        return None
+    text = f"workdir {out} was made from other data ({change})"
+    if not (out / shards.METADATA).exists():
+        raise checks.InputError(f"{text} and is unfinished; choose another --workdir or remove it")
+    if shared:
+        raise checks.InputError(f"{text}; update it with a single process, or remove it")
+    if difference(items(), newer):  # an interrupted update of yet other items
+        shutil.rmtree(newer)
+    newer.mkdir(exist_ok=True)
+    old = Previous(out)
+    print(f"{title} has changed ({change}): {old.compare(items())}", file=sys.stderr)
+    return old
 
 
 def load(folder: pathlib.Path) -> Embeddings:
@@ -244,45 +285,6 @@ class Previous:
             else:
                 kept += 1
         return f"{added} added, {changed} changed, {len(left)} removed, {kept} kept"
-
-
-def _previous(
-    items: Callable[[], Iterator[Item]],
-    out: pathlib.Path,
-    change: str | None,
-    shared: bool,
-    title: str,
-) -> Previous | None:
-    """Returns the extraction to update, or None if there is nothing to update.
-
-    Args:
-        items: The current items.
-        out: Folder of the extraction.
-        change: First difference from it, or None.
-        shared: Several processes embed the items.
-        title: Name of the items.
-
-    Returns:
-        The extraction. An interrupted update is resumed if it is of the current items.
-
-    Raises:
-        InputError: The extraction is unfinished, or several processes should update it.
-    """
-    newer = out / shards.NEXT
-    if change is None:
-        shutil.rmtree(newer, ignore_errors=True)
-        return None
-    text = f"workdir {out} was made from other data ({change})"
-    if not (out / shards.METADATA).exists():
-        raise checks.InputError(f"{text} and is unfinished; choose another --workdir or remove it")
-    if shared:
-        raise checks.InputError(f"{text}; update it with a single process, or remove it")
-    if difference(items(), newer):
-        shutil.rmtree(newer)
-    newer.mkdir(exist_ok=True)
-    old = Previous(out)
-    print(f"{title} has changed ({change}): {old.compare(items())}", file=sys.stderr)
-    return old
 
 
 def _embed(
