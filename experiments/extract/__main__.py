@@ -15,6 +15,7 @@ divide the items:
 import os
 from typing import Any
 
+import jax
 from absl import flags
 
 from experiments import cli
@@ -111,4 +112,6 @@ def main() -> None:
 
 
 if __name__ == "__main__":
+    # JAX computes nothing here, and would reserve most of the GPU's memory, which torch needs.
+    jax.config.update("jax_platforms", "cpu")
     cli.run(main, choices={"encoders": tuple(encoders.NAMES), "data": datasets.NAMES})

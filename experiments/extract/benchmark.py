@@ -16,6 +16,7 @@ import time
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+import jax
 import numpy as np
 import tabulate
 from absl import flags
@@ -116,6 +117,7 @@ def main() -> None:
 
 
 if __name__ == "__main__":
+    jax.config.update("jax_platforms", "cpu")  # leaves the GPU's memory to torch
     _ENCODER = flags.DEFINE_string("encoder", None, "Name of the encoder.", required=True)
     _WEIGHTS = flags.DEFINE_string("weights", None, "Folder with the encoder's repository.")
     _DEVICE = flags.DEFINE_string("device", None, "Torch device. The default is the fastest.")
