@@ -14,7 +14,7 @@ import PIL.Image
 import pytest
 
 from experiments import workdir
-from experiments.extract import benchmark, encoders, extraction
+from experiments.extract import benchmark, encoders, extraction, reading
 from experiments.extract import model as model_lib
 from experiments.extract.items import Sound
 from sotalign_jax import aligner, checks, data, heads
@@ -375,6 +375,8 @@ def test_benchmark_measures_the_padding_of_every_arm(saved):
     timed = benchmark.measure(encoder, contents, benchmark.batches(encoder, contents, texts))
     assert timed["by number"].padding == pytest.approx(4 / 9) and timed["by tokens"].padding == 0
     assert all(one.seconds > 0 for one in timed.values())
+    read = [reading.Prepared({}, content, "text") for content in contents]
+    assert benchmark.store(encoder, read) > 0
 
 
 # --- errors -------------------------------------------------------------------------------------

@@ -12,6 +12,7 @@ of them each.
 
 import pathlib
 import random
+import tempfile
 import time
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -22,7 +23,7 @@ import tabulate
 from absl import flags
 
 from experiments import cli
-from experiments.extract import datasets, encoders, reading
+from experiments.extract import datasets, encoders, reading, shards
 from experiments.extract.items import Item
 from sotalign_jax import checks, data
 
@@ -83,6 +84,20 @@ def measure(encoder: Any, contents: Sequence[Any], arms: dict[str, list[Any]]) -
     return {name: Timed(min(t), 1 - sum(lengths) / padded[name]) for name, t in found.items()}
 
 
+def store(encoder: Any, read: Sequence[reading.Prepared]) -> float:
+    """Returns the seconds that a shard of all items takes to reach the disk."""
+    row = encoder.embed([read[0].content])[0].astype(np.float16)
+    records = [
+        shards.Record(str(n), "", one.origin, one.text, row, "") for n, one in enumerate(read)
+    ]
+    with tempfile.TemporaryDirectory() as folder:
+        size = len(records)
+        growing = shards.Files(pathlib.Path(folder), "float16", size, size, shared=False)
+        begin = time.perf_counter()
+        growing.add(0, records)
+        return time.perf_counter() - begin
+
+
 def main() -> None:
     """Prints items per second, padding, and the times of reading and embedding."""
     encoder = encoders.load(_ENCODER.value, weights=_WEIGHTS.value, device=_DEVICE.value)
@@ -107,8 +122,14 @@ def main() -> None:
         (name, len(read) / t.seconds, first.seconds / t.seconds, f"{100 * t.padding:.0f} %")
         for name, t in timed.items()
     ]
+    times = {
+        "reading and preparing, beside the encoder": reading_time,
+        "embedding": min(t.seconds for t in timed.values()),
+        "storing": store(encoder, read),
+    }
     print(f"{len(read)} items of {encoder.spec.name} on {encoder.spec.device}")
-    print(f"reading and preparing: {len(read) / reading_time:.0f} items/s beside the encoder")
+    print(tabulate.tabulate([(k, t, len(read) / t) for k, t in times.items()],
+                            ("step", "seconds", "items/s"), floatfmt=".3g"))  # fmt: skip
     if encoder.length is not None:
         mean = np.mean([encoder.length(one) for one in contents])
         print(f"mean length: {mean:.1f}")

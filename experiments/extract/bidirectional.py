@@ -163,8 +163,8 @@ def load(place: str, kind: str, **options: Any) -> Any:
     Raises:
         InputError: The checkpoint is of another model, or lacks weights.
     """
-    revision = {"revision": options["revision"]}
-    described, _ = transformers.PretrainedConfig.get_config_dict(place, **revision)
+    revision = options["revision"]
+    described, _ = transformers.LlamaConfig.get_config_dict(place, revision=revision)
     if described.get("model_type") != kind:
         text = f"encoder needs a model of type {kind}, got {described.get('model_type')!r}"
         raise checks.InputError(f"{text} in {place!r}; check --weights")

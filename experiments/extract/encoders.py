@@ -108,9 +108,21 @@ class Encoder:
         Returns:
             Function that waits for the embeddings [n, d] and returns them.
         """
-        with require("torch").inference_mode():
+        torch = require("torch")
+        with torch.inference_mode():
             rows = self.forward(list(batch)).float()
-        return lambda: rows.cpu().numpy()
+        if not rows.is_cuda:
+            return lambda: rows.cpu().numpy()
+        # Reading `rows` later would also wait for the batches that were started after this one.
+        copied, done = torch.empty_like(rows, device="cpu", pin_memory=True), torch.cuda.Event()
+        copied.copy_(rows, non_blocking=True)
+        done.record(torch.cuda.current_stream(rows.device))
+
+        def finish() -> np.ndarray:
+            done.synchronize()
+            return copied.numpy()
+
+        return finish
 
     def split(self, contents: Sequence[Any]) -> list[list[int]]:
         """Divides prepared items into batches of similar length: see `split`."""
