@@ -281,11 +281,25 @@ def test_extract_keeps_former_files_until_an_update_is_complete(tmp_path):
     now = small_runs.contents(out)
     assert {name: now[name] for name in before} == before
     assert any(name.startswith("next") for name in map(str, now))
-    with pytest.raises(checks.InputError, match=r"workdir .*single process"):
-        run(folder, out, shard_size=6, process=shards_lib.Process(0, 2))
     assert run(folder, out, shard_size=6)["count"] == 61
     run(folder, tmp_path / "anew", shard_size=6)
     assert same(out, tmp_path / "anew")
+
+
+@pytest.mark.parametrize("ranks", [(1, 0), (0, 1)])
+def test_extract_is_updated_by_several_processes(tmp_path, ranks):
+    folder, out = write_pictures(tmp_path / "pictures", 41), tmp_path / "out"
+    run(folder, out, shard_size=6)
+    (folder / "020.png").unlink()
+    shutil.copy(folder / "000.png", folder / "z.png")
+    PIL.Image.new("RGB", (5, 5), "red").save(folder / "001.png")
+    before, encoder = (out / "metadata.json").read_bytes(), toy_encoders.Toy()
+    first, last = (shards_lib.Process(rank, 2) for rank in ranks)
+    assert run(folder, out, shard_size=6, encoder=encoder, process=first) is None
+    assert (out / "metadata.json").read_bytes() == before
+    assert run(folder, out, shard_size=6, encoder=encoder, process=last)["count"] == 41
+    run(folder, tmp_path / "anew", shard_size=6)
+    assert encoder.embedded == 2 and same(out, tmp_path / "anew")
 
 
 @pytest.mark.parametrize("moved", [0, 2])

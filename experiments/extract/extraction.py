@@ -100,11 +100,12 @@ def extract(
         data["classes"] = list(source.classes)
     metadata = {"format": 2, "encoder": encoder.describe(), "data": data, "dtype": dtype}
     here = process or Process()
-    shared = here.world > 1
+    lock = shards.lock(out, here)
     workdir.open_run(out, {**metadata, "shard_size": shard_size})
-    with contextlib.nullcontext() if shared else workdir.only_process(out):
-        old = _opened(items, out, here, title or str(out))
-        growing = shards.Files(out / shards.NEXT if old else out, dtype, shard_size, total, shared)
+    with workdir.only_process(out) if here.world == 1 else contextlib.nullcontext():
+        with lock():
+            old = _opened(items, out, here, title or str(out))
+        growing = shards.Files(out / shards.NEXT if old else out, dtype, shard_size, total, lock)
 
         def complete(shape: list[int]) -> None:
             done = metadata | {"data": {**data, "items": total}, "shape": shape, "count": shape[0]}
@@ -116,8 +117,9 @@ def extract(
             with reader:
                 _embed(items(), encoder, growing, here, reader, old)
         growing.finish(complete)
-        shards.adopt(out)
-    done = (out / shards.METADATA).exists()
+        with lock():
+            shards.adopt(out)
+    done = (out / shards.METADATA).exists() and not (out / shards.NEXT).exists()
     return workdir.read_json(out / shards.METADATA) if done else None
 
 
@@ -142,7 +144,7 @@ def _listed(
 def _opened(
     items: Callable[[], Iterator[Item]], out: pathlib.Path, here: Process, title: str
 ) -> "Previous | None":
-    """Compares an extraction with the current items.
+    """Compares an extraction with the current items. The caller holds the lock.
 
     Args:
         items: Lists the items.
@@ -154,31 +156,26 @@ def _opened(
         The finished extraction of other items, which is to be updated, or None.
 
     Raises:
-        InputError: An unfinished extraction is of other items, or several processes should update
-            a finished one.
+        InputError: An unfinished extraction is of other items.
     """
-    newer, shared = out / shards.NEXT, here.world > 1
-    if shared and newer.exists():
-        text = f"workdir {out} has an interrupted update"
-        raise checks.InputError(f"{text}; finish it with a single process")
+    newer = out / shards.NEXT
     shards.adopt(out)
-    if here.rank > 0:  # the first process checks for all
+    finished = (out / shards.METADATA).exists()
+    if not finished and here.rank > 0:  # the first process checks for all
         return None
-    with shards.lock(out) if shared else contextlib.nullcontext():
-        change = difference(items(), out)
+    change = difference(items(), out)
     if change is None:
         shutil.rmtree(newer, ignore_errors=True)
         return None
-    text = f"workdir {out} was made from other data ({change})"
-    if not (out / shards.METADATA).exists():
-        raise checks.InputError(f"{text} and is unfinished; choose another --workdir or remove it")
-    if shared:
-        raise checks.InputError(f"{text}; update it with a single process, or remove it")
+    if not finished:
+        text = f"workdir {out} was made from other data ({change}) and is unfinished"
+        raise checks.InputError(f"{text}; choose another --workdir or remove it")
     if difference(items(), newer):  # an interrupted update of yet other items
         shutil.rmtree(newer)
     newer.mkdir(exist_ok=True)
     old = Previous(out)
-    print(f"{title} has changed ({change}): {old.compare(items())}", file=sys.stderr)
+    if here.rank == 0:
+        print(f"{title} has changed ({change}): {old.compare(items())}", file=sys.stderr)
     return old
 
 

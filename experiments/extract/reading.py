@@ -130,7 +130,7 @@ class Reader:
         self._stack.close()
 
     def read(self, items: Iterable[Item], batch: int) -> Iterator[Prepared]:
-        """Yields prepared items in order, and stays at most two batches ahead.
+        """Yields prepared items in order, and stays about two batches ahead.
 
         Args:
             items: The items.
@@ -143,7 +143,7 @@ class Reader:
         if not self._processes:
             task = functools.partial(task, known=functools.lru_cache(maxsize=64)(identify))
         rest = iter(items)
-        most = max(2 * max(batch, self.count) // self.chunk, 1)
+        most = 2 * max(batch // self.chunk, self.count)
         waiting: deque[concurrent.futures.Future[list[Prepared]]] = deque()
         while part := list(itertools.islice(rest, self.chunk)):
             waiting.append(self._pool.submit(task, part))

@@ -7,6 +7,7 @@ finishes the files, so that no process waits for another one.
 """
 
 import contextlib
+import functools
 import json
 import os
 import pathlib
@@ -25,6 +26,9 @@ GROWING = (EMBEDDINGS, ROWS, SKIPPED, INPUTS)
 METADATA, PROGRESS, PARTS = "metadata.json", "progress.json", "parts"
 NEXT = "next"
 """Folder of the files that will replace those of a finished extraction."""
+
+
+Lock = Callable[[], contextlib.AbstractContextManager[Any]]
 
 
 class Process(NamedTuple):
@@ -80,20 +84,16 @@ class Files:
         dtype: Dtype of the rows.
         shard_size: Number of items in a shard.
         total: Number of items.
-        shared: Other processes write to the same folder.
+        lock: Waits until no other process appends.
     """
 
     def __init__(
-        self, out: pathlib.Path, dtype: str, shard_size: int, total: int, shared: bool
+        self, out: pathlib.Path, dtype: str, shard_size: int, total: int, lock: Lock
     ) -> None:
         self.out, self.dtype, self.shard_size, self.total = out, dtype, shard_size, total
-        self._shared = shared
+        self._lock = lock
         self._ids: set[str] = set()
         self._read = 0  # bytes of rows.jsonl whose ids are in `_ids`
-
-    def _lock(self) -> contextlib.AbstractContextManager[Any]:
-        """Waits until no other process appends. A single process holds the lock already."""
-        return lock(self.out) if self._shared else contextlib.nullcontext()
 
     def done(self) -> int:
         """Returns the number of items in the files."""
@@ -222,16 +222,19 @@ class Files:
         return [len(self._ids), width]
 
 
-def lock(out: pathlib.Path) -> contextlib.AbstractContextManager[Any]:
-    """Waits for the lock of a folder."""
-    return store.lock(out / workdir.LOCK)
+def lock(out: pathlib.Path, here: Process) -> Lock:
+    """Returns the lock of a folder that several processes write to. One alone holds it already."""
+    if here.world == 1:
+        return contextlib.nullcontext
+    return functools.partial(store.lock, out / workdir.LOCK)
 
 
 def adopt(out: pathlib.Path) -> None:
     """Replaces the files of an extraction by those in its folder `next`, if they are finished.
 
-    A kill may interrupt this anywhere. The next call then replaces the rest, and until then the
-    extraction counts as unfinished, since its metadata are removed first and replaced last.
+    The caller holds the lock. A kill may interrupt this anywhere. The next call then replaces the
+    rest, and until then the extraction counts as unfinished, since its metadata are removed first
+    and replaced last.
     """
     newer = out / NEXT
     if not (newer / METADATA).exists():
