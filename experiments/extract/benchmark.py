@@ -101,7 +101,8 @@ def store(encoder: Any, read: Sequence[reading.Prepared]) -> float:
 
 def main() -> None:
     """Prints items per second, padding, and the times of reading and embedding."""
-    encoder = encoders.load(_ENCODER.value, weights=_WEIGHTS.value, device=_DEVICE.value)
+    options: dict[str, Any] = {"device": _DEVICE.value, "compute_dtype": _DTYPE.value}
+    encoder = encoders.load(_ENCODER.value, weights=_WEIGHTS.value, **options)
     if _DATA.value:
         source = datasets.open_dataset(_DATA.value, pathlib.Path(_ROOT.value or "."))
         listed = list(source.items[encoder.modality]())[: _ITEMS.value]
@@ -111,8 +112,8 @@ def main() -> None:
         raise checks.InputError(f"data is not set and {encoder.spec.name} embeds no texts; set it")
     begin = time.perf_counter()
     processes = 0 if encoder.modality == "text" else _PROCESSES.value
-    options = {"workers": _WORKERS.value, "processes": processes}
-    with reading.Reader(encoder.modality, encoder.prepare, **options) as reader:
+    workers = {"workers": _WORKERS.value, "processes": processes}
+    with reading.Reader(encoder.modality, encoder.prepare, **workers) as reader:
         read = [one for one in reader.read(listed, encoder.batch_size) if not one.reason]
     reading_time = time.perf_counter() - begin
     contents = [one.content for one in read]
@@ -143,6 +144,7 @@ if __name__ == "__main__":
     _ENCODER = flags.DEFINE_string("encoder", None, "Name of the encoder.", required=True)
     _WEIGHTS = flags.DEFINE_string("weights", None, "Folder with the encoder's repository.")
     _DEVICE = flags.DEFINE_string("device", None, "Torch device. The default is the fastest.")
+    _DTYPE = flags.DEFINE_string("compute_dtype", None, "Dtype of the weights.")
     _DATA = flags.DEFINE_string("data", None, "Name of the dataset. The default is captions.")
     _ROOT = flags.DEFINE_string("root", None, "The dataset's folder.")
     _ITEMS = flags.DEFINE_integer("items", 1024, "Number of items.", 1)
