@@ -208,6 +208,13 @@ def claim(
             raise
 
 
+def remove_temporary(folder: pathlib.Path) -> None:
+    """Removes temporary files that killed processes have left. The caller holds the lock."""
+    for leftover in folder.glob(".*.tmp"):
+        if _TEMPORARY.fullmatch(leftover.name):
+            leftover.unlink()
+
+
 @contextlib.contextmanager
 def only_process(folder: pathlib.Path) -> Iterator[None]:
     """Creates a folder and locks it. The operating system releases the lock after a kill."""
@@ -221,10 +228,7 @@ def only_process(folder: pathlib.Path) -> Iterator[None]:
                 raise checks.InputError(f"{text} or choose another --workdir") from error
             except OSError as error:
                 raise _refused(folder, f"cannot be created ({error.strerror})") from error
-            # No other process writes here under the lock, so temporary files are from killed ones.
-            for leftover in folder.glob(".*.tmp"):
-                if _TEMPORARY.fullmatch(leftover.name):
-                    leftover.unlink()
+            remove_temporary(folder)
 
         distributed.agree(lock)
         yield

@@ -4,6 +4,8 @@ import csv
 import io
 import itertools
 import json
+import pathlib
+import pickle
 import tarfile
 import zlib
 
@@ -203,6 +205,21 @@ def test_webdataset_reads_shards_of_a_split(shards):
     assert len(list(datasets.open_dataset("webdataset", shards).items["image"]())) == 5
     with pytest.raises(checks.InputError, match=r"root .*'test'"):
         datasets.open_dataset("webdataset", shards, split="test")
+
+
+def test_webdataset_reads_other_captions_by_address(shards, tmp_path):
+    captions = tmp_path / "dreamlip.csv"
+    captions.write_text("Image Path,raw_caption,shortSV_captions\nu,one,A synthetic one.\n")
+    options = {"split": "train", "captions": captions, "column": "shortSV_captions"}
+    texts = list(datasets.open_dataset("webdataset", shards, **options).items["text"]())
+    assert texts[1].load() == "A synthetic one."
+    with pytest.raises(ValueError, match="captions has no row"):  # extraction lists it as skipped
+        texts[0].load()
+    options["column"] = "longSV_captions"
+    with pytest.raises(checks.InputError, match=r"captions .*'longSV_captions'"):
+        next(datasets.open_dataset("webdataset", shards, **options).items["text"]())
+    inside = datasets.open_dataset("webdataset", shards, split="train", column="url")
+    assert [text.load() for text in inside.items["text"]()][:2] == ["", "u"]
 
 
 @pytest.mark.parametrize("cut", [1600, 2100, 2700])
@@ -408,6 +425,21 @@ def test_cifar100_reads_fine_labels_and_names_truncated_file(tmp_path):
         next(source.items["image"]())
 
 
+def test_cifar_reads_the_python_version(tmp_path):
+    rows = np.repeat([colour(1), colour(2)], 1024, axis=1).astype(np.uint8)
+    files = {"meta": {b"fine_label_names": [b"apple", b"aquarium_fish"]},
+             "test": {b"data": rows, b"fine_labels": [1, 0]}}  # fmt: skip
+    for name, content in files.items():
+        (tmp_path / name).write_bytes(pickle.dumps(content, protocol=2))
+    source = datasets.open_dataset("cifar100", tmp_path)
+    ids, images, groups = read(source, "image")
+    assert ids == ["test/0", "test/1"] and groups == ["1", "0"] and shows(images[1], 2)
+    assert prompts_of(source)["1/0"][0] == "a photo of a aquarium fish."
+    (tmp_path / "test").write_bytes(pickle.dumps({b"data": pathlib.Path("x")}))
+    with pytest.raises(checks.InputError, match=r"root .*pathlib"):  # code is never run
+        next(source.items["image"]())
+
+
 def test_prompt_templates_are_complete():
     templates = json.loads(datasets.TEMPLATES.read_text())
     sizes = {name: len(listed) for name, listed in templates.items()}
@@ -435,6 +467,11 @@ def test_librispeech_reads_sounds_and_transcripts(tmp_path):
     assert read(source, "text") == (ids, ["HE BEGAN PART 0", "HE BEGAN PART 1"], ids)
     with pytest.raises(checks.InputError, match=r"root .*dev-clean"):
         datasets.open_dataset("librispeech", tmp_path, split="dev-clean")
+    other = tmp_path / "LibriSpeech" / "test-other" / "9" / "1"
+    other.mkdir(parents=True)
+    (other / "9-1.trans.txt").write_text("9-1-0000 SHE BEGAN\n")
+    both = datasets.open_dataset("librispeech", tmp_path, split="test-other,test-clean")
+    assert read(both, "text")[0] == ["9-1-0000", *ids]
 
 
 def test_wikitext_reads_paragraphs(tmp_path):

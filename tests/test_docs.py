@@ -45,7 +45,8 @@ SMALLER = {
     "n_pairs=1000, n_unpaired=2000": "n_pairs=100, n_unpaired=100",
 }
 """Replacements that make the code of the pages faster. Every line still runs."""
-TOOLS = {"pip", "python", "python3", "source", "bash", "pytest", "mkdocs", "apt-get", "cd", "git"}
+TOOLS = {"pip", "python", "python3", "source", "bash", "pytest", "mkdocs", "apt-get", "cd", "git",
+         "torchrun", "srun"}  # fmt: skip
 """Third-party commands."""
 
 

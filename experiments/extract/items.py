@@ -4,6 +4,7 @@ import functools
 import io
 import os
 import pathlib
+import types
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple, NoReturn
 
@@ -43,10 +44,12 @@ class Source(NamedTuple):
     Attributes:
         items: Functions that iterate over the items, by modality.
         classes: Class names of a classification set. The group of its items is a class number.
+        counts: Numbers of items by modality, if they are known without listing the items.
     """
 
     items: Mapping[str, Callable[[], Iterator[Item]]]
     classes: tuple[str, ...] | None = None
+    counts: Mapping[str, int] = types.MappingProxyType({})
 
 
 def picture(file: pathlib.Path | bytes) -> Any:
