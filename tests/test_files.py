@@ -234,7 +234,7 @@ def test_load_array_reads_pt_tensor_in_bfloat16(tmp_path, table):
 def test_load_array_rejects_pt_with_pickled_objects(tmp_path):
     torch = pytest.importorskip("torch")
     torch.save(pathlib.PurePosixPath("anything but a tensor"), tmp_path / "x.pt")
-    with pytest.raises(checks.InputError, match=r"x.pt: .*tensor") as caught:
+    with pytest.raises(checks.InputError, match=r"x.pt .*tensor") as caught:
         files.load_array(tmp_path / "x.pt")
     assert "\n" not in str(caught.value)
 
