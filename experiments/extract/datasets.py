@@ -25,6 +25,8 @@ CAPTIONS = 5
 """Number of captions per picture in the protocols of COCO and Flickr30k."""
 FILE_COLUMNS = ("file", "file_name", "filename", "filepath", "image", "path")
 CAPTION_COLUMNS = ("caption", "text", "title", "sentence")
+LONGEST = 2**16
+"""Most characters of a caption in a .txt file. Text encoders read about 1,000 tokens."""
 Captioned = tuple[Item, list[Item]]
 """A file and its captions. Their common group is the id of the file."""
 
@@ -106,8 +108,8 @@ def _check_files(root: pathlib.Path, names: list[str]) -> None:
 
 
 def _first_line(path: pathlib.Path) -> str:
-    with path.open(encoding="utf-8", errors="replace") as file:
-        return file.readline().strip()
+    with workdir.open_regular(path, "r", encoding="utf-8", errors="replace") as file:
+        return file.readline(LONGEST).strip()
 
 
 def read_captions(
@@ -488,7 +490,7 @@ def webdataset(root: pathlib.Path, split: str) -> Source:
         The source. A tar that was cut short is listed as a skipped item.
     """
     tars = sorted(root.glob("*.tar")) if root.is_dir() else [root]
-    tars = [tar for tar in tars if split in tar.name]
+    tars = items.regular([tar for tar in tars if split in tar.name])
     if not tars:
         raise checks.InputError(
             f"root {root} holds no .tar file with {split!r} in its name; check --split"
@@ -581,7 +583,7 @@ def polyvore(root: pathlib.Path, split: str) -> Source:
     Returns:
         The source.
     """
-    tables = sorted([*root.glob("*.parquet"), *root.glob("data/*.parquet")])
+    tables = items.regular(sorted([*root.glob("*.parquet"), *root.glob("data/*.parquet")]))
     if not tables:
         raise checks.InputError(
             f"root {root} and its folder data hold no .parquet file; check --root"
