@@ -145,6 +145,23 @@ def test_folder_accepts_absolute_caption_paths_below_the_root(tmp_path, capsys):
         assert "1 of 2 captioned files" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("name", "content", "row"),
+    [
+        ("c.csv", "file,caption\nb.png,A bee.\n../outside.png,Out.\n", 3),
+        ("c.csv", "file,caption\nb.png,A bee.\nsub/../../outside.png,Out.\n", 3),
+        ("c.jsonl", '{"file": "ABSOLUTE/outside.png", "caption": "Out."}\n', 1),
+    ],
+)
+def test_folder_rejects_captions_of_files_outside_of_it(tmp_path, name, content, row):
+    write_picture(tmp_path / "pictures" / "b.png", 0)
+    write_picture(tmp_path / "outside.png", 1)
+    (tmp_path / name).write_text(content.replace("ABSOLUTE", str(tmp_path)))
+    with pytest.raises(checks.InputError, match=rf"captions row {row} .*outside.png") as caught:
+        datasets.open_dataset("folder", tmp_path / "pictures", captions=tmp_path / name)
+    assert "\n" not in str(caught.value)
+
+
 # --- pictures -----------------------------------------------------------------------------------
 
 
@@ -301,6 +318,16 @@ def karpathy(records):
 
 def sentences(n):
     return [{"raw": f"caption {n}.{k}", "tokens": [], "sentid": 10 * n + k} for k in range(6)]
+
+
+@pytest.mark.parametrize("name", ["../secret.jpg", "/secret.jpg"])
+def test_coco_rejects_file_names_outside_of_the_root(tmp_path, name):
+    (tmp_path / "annotations").mkdir()
+    table = {"images": [{"id": 1, "file_name": name}], "annotations": []}
+    (tmp_path / "annotations" / "captions_val2017.json").write_text(json.dumps(table))
+    source = datasets.open_dataset("coco", tmp_path)
+    with pytest.raises(checks.InputError, match=r"root .*secret.jpg"):
+        list(source.items["image"]())
 
 
 def test_coco_reads_karpathy_splits(tmp_path):

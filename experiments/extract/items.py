@@ -177,6 +177,27 @@ def find(root: pathlib.Path, *names: str) -> pathlib.Path:
     raise checks.InputError(f"root {root} has no {wanted}; pass the folder of the dataset")
 
 
+def leaves(name: str) -> bool:
+    """Returns True if a path is absolute or contains "..", and may thus lead out of its folder."""
+    path = pathlib.PurePath(name)
+    return path.is_absolute() or ".." in path.parts
+
+
+def below(root: pathlib.Path, name: str) -> pathlib.Path:
+    """Returns the path of a file that a table of a dataset names.
+
+    Args:
+        root: Folder of the files.
+        name: Path relative to it.
+
+    Raises:
+        InputError: The name leads out of the folder.
+    """
+    if leaves(name):
+        raise checks.InputError(f"root {root} has a table that names {name!r}; remove that row")
+    return root / name
+
+
 def regular(files: list[pathlib.Path]) -> list[pathlib.Path]:
     """Returns the files. Raises InputError if one of them is a FIFO, a device or missing."""
     for file in files:
