@@ -12,30 +12,28 @@ import contextlib
 import dataclasses
 import functools
 import html
-import http.server
 import io
 import pathlib
 import re
 import statistics
 import string
 import sys
-import threading
 import time
 import urllib.parse
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from concurrent import futures
+from typing import Any
 
 import numpy as np
-import PIL.Image
-import PIL.ImageOps
 from absl import flags
 from ml_collections.config_dict import FrozenConfigDict
 
-from experiments import cli, model_flags, report
+from experiments import cli, model_flags, report, web
 from experiments import run as run_lib
 from experiments.cli import path_flag
 from experiments.extract import datasets, items
 from experiments.extract import model as model_lib
+from experiments.web import Response
 from sotalign_jax import aligner, checks
 
 _CAPTIONS = path_flag(
@@ -52,22 +50,13 @@ CHOICES = model_flags.CHOICES
 PAGE = pathlib.Path(__file__).with_name("serve.html")
 SIZES = {"picture": 360, "large": 1600}
 """Longest side of a picture in pixels, by the first part of its URL."""
-LARGEST = 64 * 2**20
-"""Most bytes of an uploaded picture."""
-LOOPBACK = ("127.0.0.1", "::1", "localhost")
+MEMORY = 320 * 10**6
+"""Most memory to decode an upload: 53 million pixels of JPEG, 40 million of PNG, 20 of WEBP."""
 SAME = 0.9999
 """Cosine above which two embeddings are of the same picture. Batching changes it by about 1e-6."""
-# The page has inline styles and scripts only, so nothing else may be loaded or executed.
-POLICY = "default-src 'none'; img-src 'self' data:; connect-src 'self'; form-action 'self'; "
-POLICY += "style-src 'unsafe-inline'; script-src 'unsafe-inline'"
 
 
-class Response(NamedTuple):
-    """Response to one request: body, content type and HTTP status."""
-
-    content: bytes
-    kind: str = "text/html; charset=utf-8"
-    status: int = 200
+_one_thread = functools.partial(futures.ThreadPoolExecutor, 1)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -82,7 +71,8 @@ class Site:
         typical: Mean and standard deviation of the scores of text queries. The key is True for
             calibrated scores.
         top: Number of results.
-        lock: Held during a search, so that requests use the encoders one after another.
+        searcher: Thread that searches, so that requests use the encoders one after another.
+        decoder: Thread that decodes pictures, because each one may take `items.MEMORY`.
     """
 
     model: model_lib.Model
@@ -91,11 +81,24 @@ class Site:
     pairs: np.ndarray | None
     typical: dict[bool, tuple[float, float] | None]
     top: int
-    lock: Any = dataclasses.field(default_factory=threading.Lock)
+    # A lock would run in the threads of the requests. Each thread keeps memory that it has freed.
+    searcher: futures.Executor = dataclasses.field(default_factory=_one_thread)
+    decoder: futures.Executor = dataclasses.field(default_factory=_one_thread)
 
-    def get(self, address: str) -> Response:
+    def answer(self, method: str, address: str, content: bytes = b"") -> Response:
+        """Answers a request. See `web.Site.answer`."""
+        try:
+            parts = urllib.parse.urlsplit(address)
+        except ValueError:
+            return self.page(error="This address is malformed.", status=400)
+        if method == "GET":
+            return self.get(parts)
+        if parts.path != "/":
+            return self.page(error=f"{parts.path} accepts no files; send them to /.", status=405)
+        return self.post(content)
+
+    def get(self, parts: urllib.parse.SplitResult) -> Response:
         """Answers a GET request with a page of results or with a picture."""
-        parts = urllib.parse.urlsplit(address)
         kind, _, name = parts.path[1:].partition("/")
         if kind in SIZES:
             return self.picture(name, SIZES[kind])
@@ -113,14 +116,11 @@ class Site:
 
     def post(self, content: bytes) -> Response:
         """Answers an upload with the pictures most similar to it."""
-        if len(content) > LARGEST:
-            text = f"The file is too large; choose one of at most {LARGEST >> 20} MB."
+        if len(content) > web.LARGEST:
+            text = f"The file is too large; choose one of at most {web.LARGEST >> 20} MB."
             return self.page(error=text, status=413)
         try:
-            picture = PIL.ImageOps.exif_transpose(items.picture(content))
-            thumbnail = report.thumbnail(picture, "the picture searched for")
-        except PIL.UnidentifiedImageError:
-            return self.page(error="This file is not a picture.", status=400)
+            picture, thumbnail = self.decoder.submit(_read_upload, content).result()
         except Exception as error:  # decoders raise errors of many kinds for damaged files
             text = f"The picture cannot be read: {checks.first_line(error)}"
             return self.page(error=text, status=400)
@@ -133,7 +133,7 @@ class Site:
             return self.page(error=f"There is no picture {row}.", status=404)
         name = html.escape(path.name)
         shown = f"<p class='asked'><img alt='{name}' src='/picture/{row}'></p>"
-        return self.results(path, above=shown)
+        return self.results(int(row), above=shown)
 
     def path(self, row: str) -> pathlib.Path | None:
         """Returns the picture file of an indexed row, or None if there is none."""
@@ -158,7 +158,9 @@ class Site:
         try:
             if path is None:
                 raise FileNotFoundError
-            return Response(_jpeg(path, size), "image/jpeg")
+            status = path.stat()
+            version = status.st_mtime_ns, status.st_size
+            return Response(_jpeg(path, size, version, self.decoder), "image/jpeg")
         except Exception:  # the file was removed or damaged after it was indexed
             return Response(b"no such picture", "text/plain", 404)
 
@@ -168,15 +170,19 @@ class Site:
         """Searches and returns the page with the results.
 
         Args:
-            query: Text, path of a picture, or `PIL.Image.Image`.
+            query: Text, `PIL.Image.Image`, or row of an indexed picture.
             text: Text for the search field.
             above: HTML above the results.
             calibrated: Rank by calibrated scores.
         """
         began = time.perf_counter()
         try:
-            with self.lock:
-                hits = self.model.search(query, self.top, calibrated=calibrated)
+            if isinstance(query, int):
+                searching = self.searcher.submit(self.model.similar, query, self.top)
+            else:
+                search = functools.partial(self.model.search, calibrated=calibrated)
+                searching = self.searcher.submit(search, query, self.top)
+            hits = searching.result()
         except checks.InputError as error:
             return self.page(text, error=str(error), calibrated=calibrated, status=400)
         typical = self.typical[calibrated] if isinstance(query, str) else None
@@ -245,12 +251,26 @@ class Site:
             <div title='{name}'>{name.rpartition("/")[2]}</div>{tag}</figcaption></figure>"""
 
 
-@functools.lru_cache(maxsize=1024)
-def _jpeg(path: pathlib.Path, size: int) -> bytes:
+@functools.lru_cache(maxsize=256)
+def _jpeg(
+    path: pathlib.Path, size: int, version: tuple[int, int], decoder: futures.Executor
+) -> bytes:
+    """Returns a smaller copy of a picture. Another `version` of the file is read again."""
+    del version
+    return decoder.submit(_smaller, path, size).result()
+
+
+def _smaller(path: pathlib.Path, size: int) -> bytes:
     picture, buffer = items.on_white(items.oriented(path)), io.BytesIO()
     picture.thumbnail((size, size))
     picture.save(buffer, "JPEG", quality=85)
     return buffer.getvalue()
+
+
+def _read_upload(content: bytes) -> tuple[Any, str]:
+    """Returns a picture and the HTML of its thumbnail."""
+    picture = items.oriented(content, memory=MEMORY)
+    return picture, report.thumbnail(picture, "the picture searched for")
 
 
 def _unit(rows: np.ndarray) -> np.ndarray:
@@ -311,66 +331,16 @@ def build(
     return Site(searcher, images, caption, pairs, typical, top)
 
 
-class Handler(http.server.BaseHTTPRequestHandler):
-    """Passes requests to the site of its server."""
-
-    protocol_version = "HTTP/1.1"
-    timeout = 60  # seconds until an idle connection is closed
-    server: "Server"
-
-    def do_GET(self) -> None:
-        self._answer(lambda site: site.get(self.path))
-
-    def do_POST(self) -> None:
-        length = self.headers.get("Content-Length", "")
-        left, content = int(length) if length.isdecimal() else 0, io.BytesIO()
-        while left and (chunk := self.rfile.read(min(left, 2**20))):
-            left -= len(chunk)
-            # A browser reads no response before it has sent everything, so the rest of a file that
-            # is too large is read and dropped.
-            if content.tell() <= LARGEST:
-                content.write(chunk)
-        self._answer(lambda site: site.post(content.getvalue()))
-
-    def _answer(self, make: Callable[[Site], Response]) -> None:
-        host = urllib.parse.urlsplit(f"//{self.headers.get('Host')}").hostname
-        if self.server.server_address[0] in LOOPBACK and host not in LOOPBACK:
-            # DNS rebinding: a page on another server uses a name that resolves to this computer.
-            response = Response(b"open this page as localhost", "text/plain", 403)
-        else:
-            response = make(self.server.site)
-        with contextlib.suppress(ConnectionError):  # the browser has closed the connection
-            self.send_response(response.status)
-            self.send_header("Content-Type", response.kind)
-            self.send_header("Content-Length", str(len(response.content)))
-            self.send_header("Content-Security-Policy", POLICY)
-            self.send_header("X-Content-Type-Options", "nosniff")
-            self.end_headers()
-            self.wfile.write(response.content)
-
-    def log_message(self, *_: Any) -> None:
-        """Prints nothing, because queries are private."""
-
-
-class Server(http.server.ThreadingHTTPServer):
-    """Web server of one site."""
-
-    def __init__(self, site: Site, host: str, port: int) -> None:
-        self.site = site
-        try:
-            super().__init__((host, port), Handler)
-        except OSError as error:
-            text = f"port {port} of {host} cannot be used ({error.strerror})"
-            raise checks.InputError(f"{text}; pass another --port or --host") from error
-
-
 def main() -> None:
     """Loads the model and serves until interrupted."""
     images = model_flags.IMAGES.value
     if images is None:
         raise checks.InputError("images is not set; pass --images=FOLDER")
     site = build(model_flags.load(images), images, _CAPTIONS.value, top=model_flags.TOP.value)
-    with Server(site, _HOST.value, _PORT.value) as server, contextlib.suppress(KeyboardInterrupt):
+    with (
+        web.Server(site, _HOST.value, _PORT.value) as server,
+        contextlib.suppress(KeyboardInterrupt),
+    ):
         host, port = str(server.server_address[0]), server.server_port
         print(f"Serving {site.count} pictures at http://{host}:{port}/", flush=True)
         server.serve_forever()
