@@ -49,6 +49,8 @@ ORDINARY = {
     "picture": (upload(png(30, 20)), [200]),
     "same origin": (upload(png(9, 9), b"Origin: http://localhost"), [200]),
     "two at once": (request(b"GET /") + request(b"GET /"), [200, 200]),
+    "API": (request(b"GET /api/search?q=a+red+square&k=3"), [200]),
+    "wrong number": (request(b"GET /api/search?q=a&k=-1"), [400]),
     "body of GET": (request(b"GET /", body=b"GET /none HTTP/1.1\r\n\r\n"), [200]),
     "absolute": (request(b"GET http://localhost/?q=green"), [200]),
     "no page": (request(b"GET /none"), [404]),

@@ -136,12 +136,17 @@ def _reduced(image: Any) -> Any:
     return image.reduce(factor)
 
 
+def is_transparent(image: Any) -> bool:
+    """Returns True if a picture has transparent pixels or an alpha channel."""
+    return image.mode in ("RGBA", "LA", "PA") or "transparency" in image.info
+
+
 def on_white(image: Any) -> Any:
     """Converts a picture to RGB. Transparent pixels become white."""
     # PIL's own conversion drops the alpha channel and shows the colours below it.
     import PIL.Image
 
-    if image.mode in ("RGBA", "LA", "PA") or "transparency" in image.info:
+    if is_transparent(image):
         image = image.convert("RGBA")
         image = PIL.Image.alpha_composite(PIL.Image.new("RGBA", image.size, "white"), image)
     return image.convert("RGB")
