@@ -300,6 +300,8 @@ class Site:
             results=self._start if start else results,
             largest=web.LARGEST,
             megabytes=web.LARGEST >> 20,
+            # Phones convert their own formats to one of this list.
+            accept=",".join(f"image/{name.lower()}" for name in items.FORMATS),
         )
         return Response(filled.encode(errors="replace"), status=status)
 
