@@ -348,7 +348,7 @@ class Site:
         chance = statistics.NormalDist().inv_cdf(1 - 1 / (self.count + 1))
         levels = [(score - mean) / deviation / chance for score in scores]
         words = [STRONG if level > 2 else POSSIBLE if level > 1 else WEAK for level in levels]
-        return [Match(level / 2.5, word) for level, word in zip(levels, words, strict=True)]
+        return [Match(level / 4, word) for level, word in zip(levels, words, strict=True)]
 
     def _captioned(self, rows: list[int]) -> list[bool | None]:
         """Returns True for rows that were trained on with a caption, or None if unknown."""
