@@ -38,7 +38,7 @@ SIZES = {"picture": 360, "large": 1600}
 MEMORY = 320 * 10**6
 """Most memory to decode an upload: 53 million pixels of JPEG, 40 million of PNG, 20 of WEBP."""
 MOST = 200
-"""Most results of a request."""
+"""Most results of a request, unless --top is larger."""
 MOSAIC = 24
 """Number of pictures on the start page."""
 SAME = 0.9999
@@ -190,8 +190,8 @@ class Site:
             InputError: A parameter is missing or wrong.
         """
         number = asked.get("k", str(self.top))
-        if not re.fullmatch("[0-9]{1,4}", number) or not 1 <= int(number) <= MOST:
-            raise checks.InputError(f"k must be in 1 ... {MOST}, got {number!r}")
+        if not re.fullmatch("[0-9]{1,9}", number) or not 1 <= int(number) <= self.most:
+            raise checks.InputError(f"k must be in 1 ... {self.most}, got {number!r}")
         query = Query(picture, int(number), "calibrated" in asked and "q" in asked, asked, above)
         if picture is not None:
             return query
@@ -249,7 +249,8 @@ class Site:
             hits = self.find(query)
         except checks.InputError as error:
             status = 404 if isinstance(error, Missing) else 400
-            return self.page(error=str(error), calibrated=calibrated, status=status)
+            asked_for = asked.get("q", "").strip()
+            return self.page(asked_for, error=str(error), calibrated=calibrated, status=status)
         matches = self._matches(query, [hit.score for hit in hits])
         note = f"The best {len(hits)} of {self.count} in {time.perf_counter() - began:.2f} s."
         if all(match.words == WEAK for match in matches):
@@ -257,9 +258,9 @@ class Site:
         seen = self._captioned([hit.row for hit in hits])
         cards = "".join(map(self._card, hits, matches, seen))
         shown = f"{query.above}<p class='small'>{note}</p><div class='cards'>{cards}</div>"
-        if len(hits) == query.k < min(self.count, MOST):
+        if len(hits) == query.k < min(self.count, self.most):
             further = urllib.parse.urlencode(
-                {**asked, "k": min(query.k + self.top, MOST)}, errors="surrogateescape"
+                {**asked, "k": min(query.k + self.top, self.most)}, errors="surrogateescape"
             )
             address = html.escape(f"/?{further}")
             shown += f"<p class='next'><a class='more button' href='{address}'>More results</a></p>"
@@ -309,6 +310,11 @@ class Site:
     def count(self) -> int:
         """Number of pictures."""
         return len(self.model.searched.features)
+
+    @property
+    def most(self) -> int:
+        """Most results of a request."""
+        return max(MOST, self.top)
 
     @functools.cached_property
     def rows(self) -> dict[str, int]:

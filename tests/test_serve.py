@@ -174,6 +174,12 @@ def test_page_offers_more_results_until_all_are_shown(site, ask):
     assert shown(content) == [hit.id for hit in every]
 
 
+def test_page_shows_as_many_results_as_top_says(site):
+    many = dataclasses.replace(site, top=300)
+    assert len(shown(many.answer("GET", search("red")).content)) == 72
+    assert many.answer("GET", search("red", k=301)).status == 400
+
+
 def test_page_finds_similar_pictures_by_upload_and_name(folder, ask):
     file = folder / "pictures" / "sub" / "green3.png"
     status, content, _ = ask("/?k=6", "POST", body=file.read_bytes())
@@ -231,6 +237,7 @@ def test_page_reports_bad_requests_in_one_line(ask, address, body, status):
     found, content, error = ask(address, "GET" if body is None else "POST", body=body)
     assert found == status and error and "\n" not in error and "0x" not in error
     assert b"<figure>" not in content
+    assert "q=red" not in address or b'value="red"' in content
 
 
 def test_page_serves_pictures_of_the_folder_only(folder, site, ask, tmp_path):
