@@ -313,6 +313,19 @@ def test_server_answers_mixed_and_hostile_requests(server, capfd):
     assert printed.out == printed.err == ""
 
 
+def test_server_receives_few_large_uploads_at_a_time(server):
+    large = hostile_requests.upload(bytes(web.SMALL + 1))
+    with concurrent.futures.ThreadPoolExecutor(1) as pool, contextlib.ExitStack() as uploads:
+        for _ in range(4):
+            uploads.enter_context(server.uploads)
+        waiting = pool.submit(hostile_requests.statuses, server.server_port, large)
+        small = hostile_requests.upload(hostile_requests.png(9, 9))
+        assert hostile_requests.statuses(server.server_port, small) == [200]
+        assert not waiting.done()
+        uploads.close()
+        assert waiting.result() == [400]
+
+
 def test_server_starts_no_program_for_an_upload(ask, tmp_path, monkeypatch):
     (tmp_path / "gs").write_text(f"#!/bin/sh\ntouch {tmp_path}/started\n")
     (tmp_path / "gs").chmod(0o755)
