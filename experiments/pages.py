@@ -275,7 +275,7 @@ class Site:
         calibrated: bool = False,
         status: int = 200,
     ) -> Response:
-        """Returns the page with results or an error message, or else the start page.
+        """Returns the page with results, or else the start page, with or without an error message.
 
         Args:
             query: Text for the search field.
@@ -298,7 +298,7 @@ class Site:
             calibrated="checked" if calibrated else "",
             calibration="" if self.model.aligner.calibration else "hidden",
             error=html.escape(error),
-            results=self._start if start else results,
+            results=results or self._start,
             largest=web.LARGEST,
             megabytes=web.LARGEST >> 20,
             # Phones convert their own formats to one of this list.

@@ -238,6 +238,7 @@ def test_page_reports_bad_requests_in_one_line(ask, address, body, status):
     assert found == status and error and "\n" not in error and "0x" not in error
     assert b"<figure>" not in content
     assert "q=red" not in address or b'value="red"' in content
+    assert b"class='mosaic'" in content  # what to search for instead
 
 
 def test_page_serves_pictures_of_the_folder_only(folder, site, ask, tmp_path):
