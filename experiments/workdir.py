@@ -25,10 +25,11 @@ import pathlib
 import platform
 import re
 import shutil
+import stat
 import subprocess
 from collections.abc import Iterator, Mapping
 from concurrent import futures
-from typing import Any, BinaryIO
+from typing import IO, Any, BinaryIO
 
 import jax
 import jax.numpy as jnp
@@ -102,11 +103,38 @@ def read_json(path: pathlib.Path) -> Any:
         ) from error
 
 
+@contextlib.contextmanager
+def open_regular(path: pathlib.Path, mode: str = "rb", **options: Any) -> Iterator[IO[Any]]:
+    """Opens a regular file to read it. Links are followed.
+
+    A FIFO would wait for a writer and a device may never end, so both are refused.
+
+    Args:
+        path: The file.
+        mode: "rb" or "r".
+        **options: Options of `open`.
+
+    Raises:
+        OSError: The file cannot be read or is not a regular one.
+    """
+    with open(path, mode, opener=_open_without_waiting, **options) as file:
+        # The open file is checked, because its path may name another one at any time.
+        if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+            raise OSError(f"{path.name} is not a regular file; remove it")
+        yield file
+
+
+def _open_without_waiting(path: str, flags: int) -> int:
+    # Windows has no FIFOs in folders and no such flag.
+    return os.open(path, flags | getattr(os, "O_NONBLOCK", 0))
+
+
 def fingerprint(path: pathlib.Path) -> dict[str, Any]:
     """Returns the size and modification time of a file, and a digest if it is not large."""
-    status, digest = path.stat(), None
-    if status.st_size <= DIGESTED:
-        digest = hashlib.blake2b(path.read_bytes(), digest_size=16).hexdigest()
+    with open_regular(path) as file:
+        status, digest = os.fstat(file.fileno()), None
+        if status.st_size <= DIGESTED:
+            digest = hashlib.blake2b(file.read(), digest_size=16).hexdigest()
     return {"bytes": status.st_size, "modified": status.st_mtime_ns, "digest": digest}
 
 
@@ -126,6 +154,8 @@ def changed(recorded: Mapping[str, Any], path: pathlib.Path) -> str | None:
         status = path.stat()
     except OSError as error:
         return f"{path.name} cannot be read ({error.strerror})" if recorded else None
+    if not stat.S_ISREG(status.st_mode):
+        return f"{path.name} is not a regular file" if recorded else None
     if status.st_size != recorded.get("bytes"):
         return f"{path.name} has {status.st_size} bytes but had {recorded.get('bytes', 'none')}"
     if status.st_mtime_ns == recorded["modified"]:

@@ -135,9 +135,11 @@ def load_array(path: str | os.PathLike[str], *, key: str | None = None) -> np.nd
     to float32 if the file also holds their scale: `KEY * KEY_scale + KEY_mean`, where `KEY_mean`
     may be missing, and both may be called `scale` and `mean`. They broadcast against the codes.
 
-    A .pt file is read with `weights_only=True`, so it cannot run code. The NAME of a `tfds:`
-    address may have a config and a version (`name/config:1.0.0`), and SPLIT may be a slice
-    (`train[:50%]`). Features of one split are read in the same order, so two of them make pairs.
+    A .pt file is read with `weights_only=True`, so it cannot run code. An HDF5 file must hold its
+    values itself, because a link, external storage or a virtual dataset may read any file. The
+    NAME of a `tfds:` address may have a config and a version (`name/config:1.0.0`), and SPLIT may
+    be a slice (`train[:50%]`). Features of one split are read in the same order, so two of them
+    make pairs.
 
     Args:
         path: Path of the file, PATH#KEY, or a `tfds:` address.
@@ -238,6 +240,11 @@ def _load_hdf5(file: pathlib.Path, key: str | None) -> np.ndarray:
 
         def get(name: str) -> np.ndarray:
             entry = store[name]
+            # The file may come from somebody else and must not name which other file is read. Even
+            # a virtual dataset of its own file may lead to a dataset that is stored elsewhere.
+            if entry.external or entry.is_virtual:
+                text = f"{file} holds no values of {name!r}, which names other storage"
+                raise checks.InputError(f"{text}; write the values into the file")
             # A contiguous dataset is mapped at its offset in the file. The offset is None if the
             # dataset is chunked, compressed or empty.
             offset = entry.id.get_offset()
@@ -246,9 +253,17 @@ def _load_hdf5(file: pathlib.Path, key: str | None) -> np.ndarray:
             return np.memmap(file, entry.dtype, "r", offset=offset, shape=entry.shape)
 
         names: list[str] = []
+        links: list[str] = []
+        # Datasets behind links are not visited.
         store.visititems(
             lambda name, entry: names.append(name) if isinstance(entry, h5py.Dataset) else None
         )
+        store.visititems_links(
+            lambda name, link: links.append(name) if isinstance(link, h5py.ExternalLink) else None
+        )
+        if links and (key in links or not names):
+            text = f"{file} holds no values of {key or links[0]!r}, which links to another file"
+            raise checks.InputError(f"{text}; copy them into the file")
         return _pick(file, names, key, get)
 
 

@@ -7,8 +7,8 @@ import json
 import pathlib
 import pickle
 import tarfile
-import zlib
 
+import hostile_requests
 import numpy as np
 import PIL.Image
 import pytest
@@ -147,14 +147,77 @@ def test_folder_accepts_absolute_caption_paths_below_the_root(tmp_path, capsys):
         assert "1 of 2 captioned files" in capsys.readouterr().err
 
 
-def test_oriented_rejects_picture_of_too_many_pixels(tmp_path):
-    header = b"\x89PNG\r\n\x1a\n" + b"\0\0\0\rIHDR" + (30_000).to_bytes(4, "big") * 2
-    header += b"\x08\0\0\0\0"
-    checksum = zlib.crc32(header[12:]).to_bytes(4, "big")
-    (tmp_path / "huge.png").write_bytes(header + checksum + b"\0\0\0\0IDAT")
-    with pytest.raises(OSError, match="900000000 pixels") as caught:
-        items.oriented(tmp_path / "huge.png")
+@pytest.mark.parametrize(
+    ("name", "content", "row"),
+    [
+        ("c.csv", "file,caption\nb.png,A bee.\n../outside.png,Out.\n", 3),
+        ("c.csv", "file,caption\nb.png,A bee.\nsub/../../outside.png,Out.\n", 3),
+        ("c.jsonl", '{"file": "ABSOLUTE/outside.png", "caption": "Out."}\n', 1),
+    ],
+)
+def test_folder_rejects_captions_of_files_outside_of_it(tmp_path, name, content, row):
+    write_picture(tmp_path / "pictures" / "b.png", 0)
+    write_picture(tmp_path / "outside.png", 1)
+    (tmp_path / name).write_text(content.replace("ABSOLUTE", str(tmp_path)))
+    with pytest.raises(checks.InputError, match=rf"captions row {row} .*outside.png") as caught:
+        datasets.open_dataset("folder", tmp_path / "pictures", captions=tmp_path / name)
     assert "\n" not in str(caught.value)
+
+
+# --- pictures -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("suffix", ["jpg", "png", "webp", "gif", "bmp", "tif"])
+def test_picture_reads_usual_formats(tmp_path, suffix):
+    write_picture(tmp_path / f"a.{suffix}", 1)
+    assert shows(items.picture(tmp_path / f"a.{suffix}"), 1)
+    assert shows(items.picture((tmp_path / f"a.{suffix}").read_bytes()), 1)
+
+
+def test_picture_refuses_formats_that_start_other_programs(tmp_path):
+    (tmp_path / "a.jpg").write_bytes(hostile_requests.eps())
+    for file in (tmp_path / "a.jpg", hostile_requests.eps()):
+        with pytest.raises(PIL.UnidentifiedImageError, match="not a picture of a known") as caught:
+            items.picture(file)
+        assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("suffix", ["jpg", "png", "gif"])
+def test_picture_reads_large_pictures_at_a_smaller_size(tmp_path, suffix):
+    exif = PIL.Image.Exif()
+    exif[0x0112] = 6  # rotate by 90 degrees to show it upright
+    PIL.Image.new("L", (4000, 2500), 77).save(tmp_path / f"a.{suffix}", exif=exif)
+    image = items.picture(tmp_path / f"a.{suffix}")
+    assert image.size == (2000, 1250)
+    assert abs(np.asarray(image.convert("L")).astype(int) - 77).max() <= 1
+    if suffix != "gif":  # GIF files have no EXIF data
+        assert items.oriented(tmp_path / f"a.{suffix}").size == (1250, 2000)
+    PIL.Image.new("L", (3000, 2500), 77).save(tmp_path / f"b.{suffix}")
+    assert items.picture(tmp_path / f"b.{suffix}").size == (3000, 2500)
+
+
+def test_picture_averages_transparent_pixels_of_a_palette(tmp_path):
+    pixels = np.tile(np.uint8([[0, 1], [1, 0]]), (1500, 1500))
+    image = PIL.Image.fromarray(pixels)
+    image.putpalette([200, 0, 0, 0, 0, 200])
+    image.save(tmp_path / "a.png", transparency=0)
+    found = np.asarray(items.picture(tmp_path / "a.png")).astype(int)
+    assert found.shape == (1500, 1500, 4)
+    assert abs(found - [0, 0, 200, 128]).max() <= 1  # the transparent red has no weight
+
+
+@pytest.mark.parametrize(
+    ("size", "problem"),
+    [
+        ((11_000, 10_000), "11,000 x 10,000 .* 100 million .*; make"),
+        ((30_000, 30_000), "178 million pixels; make"),
+        ((30_000, 1), "256 times .*; crop"),
+    ],
+)
+def test_picture_rejects_bombs_before_it_decodes_them(tmp_path, size, problem):
+    (tmp_path / "huge.png").write_bytes(hostile_requests.png(*size, complete=False))
+    with pytest.raises(OSError, match=f"huge.png has .*{problem}"):
+        items.picture(tmp_path / "huge.png")
 
 
 def test_folder_split_requires_a_split_column(tmp_path):
@@ -235,6 +298,12 @@ def test_webdataset_reads_intact_members_of_truncated_tar(shards, cut):
     assert images[-1].id == "cc3m-train-0001/sub/001" and shows(images[-1].load(), 3)
 
 
+def test_webdataset_rejects_a_tar_that_is_no_regular_file(shards):
+    (shards / "cc3m-train-0002.tar").symlink_to("/dev/null")
+    with pytest.raises(checks.InputError, match=r"root .*0002.tar.*; remove"):
+        datasets.open_dataset("webdataset", shards, split="train")
+
+
 # --- several captions per picture ---------------------------------------------------------------
 
 
@@ -266,6 +335,16 @@ def karpathy(records):
 
 def sentences(n):
     return [{"raw": f"caption {n}.{k}", "tokens": [], "sentid": 10 * n + k} for k in range(6)]
+
+
+@pytest.mark.parametrize("name", ["../secret.jpg", "/secret.jpg"])
+def test_coco_rejects_file_names_outside_of_the_root(tmp_path, name):
+    (tmp_path / "annotations").mkdir()
+    table = {"images": [{"id": 1, "file_name": name}], "annotations": []}
+    (tmp_path / "annotations" / "captions_val2017.json").write_text(json.dumps(table))
+    source = datasets.open_dataset("coco", tmp_path)
+    with pytest.raises(checks.InputError, match=r"root .*secret.jpg"):
+        list(source.items["image"]())
 
 
 def test_coco_reads_karpathy_splits(tmp_path):

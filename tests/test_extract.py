@@ -128,6 +128,17 @@ def test_extract_limit_takes_the_first_items(pictures, tmp_path):
 # --- skipped items ------------------------------------------------------------------------------
 
 
+def test_extract_skips_devices_named_like_pictures_and_captions(tmp_path, capfd):
+    folder = write_pictures(tmp_path / "pictures", 2)
+    (folder / "device.jpg").symlink_to("/dev/null")
+    (folder / "device.txt").symlink_to("/dev/null")
+    for modality, name in (("image", "device.jpg"), ("text", "device.jpg#0")):
+        for _ in range(2):  # the second run compares the folder with the first one
+            assert run(folder, tmp_path / modality, modality=modality)["count"] == 2
+        (lost,) = jsonl(tmp_path / modality / "skipped.jsonl")
+        assert lost["id"] == name and "not a regular file" in lost["reason"]
+
+
 def test_extract_skips_and_lists_bad_items(tmp_path):
     folder = write_pictures(tmp_path / "pictures", 5)
     (folder / "001.png").write_bytes((folder / "001.png").read_bytes()[:60])  # cut short
@@ -138,7 +149,7 @@ def test_extract_skips_and_lists_bad_items(tmp_path):
     assert metadata["count"] == 3 and metadata["skipped"] == 2
     lost = jsonl(tmp_path / "image" / "skipped.jsonl")
     assert [row["id"] for row in lost] == ["001.png", "002.png"]
-    assert lost[0]["reason"] and "cannot identify image file" in lost[1]["reason"]
+    assert lost[0]["reason"] and "not a picture" in lost[1]["reason"]
     metadata = run(folder, tmp_path / "text", modality="text")
     lost = jsonl(tmp_path / "text" / "skipped.jsonl")
     assert [row["id"] for row in lost] == ["003.png#0", "004.png#0"]

@@ -9,6 +9,7 @@ import shutil
 import subprocess
 import sys
 import textwrap
+import threading
 from typing import Any
 
 import jax
@@ -194,6 +195,31 @@ def test_changed_ignores_rewritten_equal_content(file):
     file.write_bytes(bytes(range(256)))
     os.utime(file, ns=(0, 0))
     assert workdir.changed(recorded, file) is None
+
+
+def test_fingerprint_does_not_wait_for_a_fifo(tmp_path):
+    os.mkfifo(tmp_path / "a.jpg")
+    found = []
+
+    def read():
+        try:
+            workdir.fingerprint(tmp_path / "a.jpg")
+        except OSError as error:
+            found.append(str(error))
+
+    # A daemon, so that the tests end even if it waits.
+    reader = threading.Thread(target=read, daemon=True)
+    reader.start()
+    reader.join(30)
+    assert found == ["a.jpg is not a regular file; remove it"]
+
+
+def test_changed_reports_a_file_that_became_a_device(file):
+    recorded = workdir.fingerprint(file)
+    file.unlink()
+    file.symlink_to("/dev/null")
+    assert "x.npy is not a regular file" in workdir.changed(recorded, file)
+    assert workdir.changed({}, file) is None
 
 
 def test_changed_of_an_unreadable_file_until_it_exists(tmp_path, file):

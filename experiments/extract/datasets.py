@@ -29,6 +29,8 @@ CAPTIONS = 5
 """Number of captions per picture in the protocols of COCO and Flickr30k."""
 FILE_COLUMNS = ("file", "file_name", "filename", "filepath", "image", "path")
 CAPTION_COLUMNS = ("caption", "text", "title", "sentence")
+LONGEST = 2**16
+"""Most characters of a caption in a .txt file. Text encoders read about 1,000 tokens."""
 Captioned = tuple[Item, list[Item]]
 """A file and its captions. Their common group is the id of the file."""
 
@@ -63,11 +65,18 @@ def folder(root: pathlib.Path, split: str, captions: pathlib.Path | None = None)
         The source.
 
     Raises:
-        InputError: The captions cannot be read, or none of their files is below `root`.
+        InputError: The captions cannot be read, one of them names a file outside of `root`, or no
+            named file exists.
     """
     said: dict[str, list[str]] = defaultdict(list)
     for name, caption in read_captions(captions, split) if captions else ():
-        said[_relative(root, name)].append(caption)
+        relative = _relative(root, name)
+        if captions and items.leaves(relative):
+            # Rows are counted as in a spreadsheet, where the names of the columns are the first.
+            row = read_captions(captions).index((name, caption)) + 1 + (captions.suffix == ".csv")
+            text = f"captions row {row} names {name!r}, which is not below {root}"
+            raise checks.InputError(f"{text}; {_remedy(root, name)}")
+        said[relative].append(caption)
     _check_files(root, list(said))
 
     def rows() -> Iterator[Captioned]:
@@ -94,24 +103,30 @@ def _relative(root: pathlib.Path, name: str) -> str:
 
 def _check_files(root: pathlib.Path, names: list[str]) -> None:
     """Raises if all captioned files are missing below `root`, and prints a line if some are."""
-    missing = [n for n in names if pathlib.Path(n).is_absolute() or not (root / n).is_file()]
+    missing = [name for name in names if not (root / name).is_file()]
     if not missing:
         return
-    one, stem = missing[0], pathlib.Path(missing[0]).stem
+    one = missing[0]
     if len(missing) < len(names):
         text = f"{len(missing)} of {len(names)} captioned files are not below {root}"
         print(f"{text}, such as {one!r}; their captions stay unpaired", file=sys.stderr)
         return
-    # A frequent mistake is to leave out the folder or the extension of a file.
-    close = [path for path in items.pictures_below(root) if pathlib.Path(path).stem == stem]
-    remedy = f"did you mean {close[0]!r}?" if close else "check --root"
     text = f"captions has {len(names)} files but none is below {root}, such as {one!r}"
-    raise checks.InputError(f"{text}; write relative paths with their extension, {remedy}")
+    raise checks.InputError(f"{text}; {_remedy(root, one)}")
+
+
+def _remedy(root: pathlib.Path, name: str) -> str:
+    """Returns a remedy for a path that is not below `root`, with the likely path if any."""
+    # A frequent mistake is to leave out the folder or the extension of a file.
+    stem = pathlib.Path(name).stem
+    close = [path for path in items.pictures_below(root) if pathlib.Path(path).stem == stem]
+    likely = f"did you mean {close[0]!r}?" if close else "check --root"
+    return f"write relative paths with their extension, {likely}"
 
 
 def _first_line(path: pathlib.Path) -> str:
-    with path.open(encoding="utf-8", errors="replace") as file:
-        return file.readline().strip()
+    with workdir.open_regular(path, "r", encoding="utf-8", errors="replace") as file:
+        return file.readline(LONGEST).strip()
 
 
 def read_captions(
@@ -209,7 +224,10 @@ def coco(root: pathlib.Path, split: str) -> Source:
         return _karpathy(
             items.find(root, "dataset_coco.json"),
             split.removeprefix("karpathy-"),
-            lambda record: (str(record["cocoid"]), root / record["filepath"] / record["filename"]),
+            lambda record: (
+                str(record["cocoid"]),
+                items.below(root, f"{record['filepath']}/{record['filename']}"),
+            ),
         )
     name = f"captions_{split}.json"
     table = workdir.read_json(items.find(root, f"annotations/{name}", name))
@@ -218,7 +236,10 @@ def coco(root: pathlib.Path, split: str) -> Source:
         texts[entry["image_id"]].append((str(entry["id"]), entry["caption"]))
     images = sorted((one["id"], one["file_name"]) for one in table["images"])
     return _captioned(
-        lambda: (_file(str(n), root / split / name, texts[n][:CAPTIONS]) for n, name in images)
+        lambda: (
+            _file(str(n), items.below(root / split, name), texts[n][:CAPTIONS])
+            for n, name in images
+        )
     )
 
 
@@ -234,7 +255,7 @@ def flickr30k(root: pathlib.Path, split: str) -> Source:
     """
     table = items.find(root, "dataset_flickr30k.json")
     pictures = items.find(root, "flickr30k-images", "flickr30k_images", "images", "Images")
-    return _karpathy(table, split, lambda r: (r["filename"], pictures / r["filename"]))
+    return _karpathy(table, split, lambda r: (r["filename"], items.below(pictures, r["filename"])))
 
 
 def _karpathy(
@@ -293,7 +314,9 @@ def skyscript(root: pathlib.Path, split: str, captions: pathlib.Path | None = No
         name = f"SkyScript_{parts[split]}_filtered_by_CLIP_openai.csv"
         captions = items.find(root, name, f"dataframe/{name}")
     rows = read_captions(captions, columns=(("filepath",), ("title_multi_objects",)))
-    return _captioned(lambda: (_file(name, root / name, [(name, title)]) for name, title in rows))
+    return _captioned(
+        lambda: (_file(name, items.below(root, name), [(name, title)]) for name, title in rows)
+    )
 
 
 # --- labelled pictures: ImageNet, Food-101, DTD, Flowers-102, FGVC-Aircraft, CIFAR ---------------
@@ -331,7 +354,9 @@ def _labelled(
     listed = [(name, number[one]) for name, one in rows]
 
     def pictures() -> Iterator[Item]:
-        return (Item(name, label, folder / name, items.picture) for name, label in listed)
+        return (
+            Item(name, label, items.below(folder, name), items.picture) for name, label in listed
+        )
 
     return _prompted(prompts, names or classes, pictures)
 
@@ -556,7 +581,7 @@ def webdataset(
         The source. A tar that was cut short is listed as a skipped item.
     """
     tars = sorted(root.glob("*.tar")) if root.is_dir() else [root]
-    tars = [tar for tar in tars if split in tar.name]
+    tars = items.regular([tar for tar in tars if split in tar.name])
     if not tars:
         raise checks.InputError(
             f"root {root} holds no .tar file with {split!r} in its name; check --split"
@@ -678,7 +703,7 @@ def polyvore(root: pathlib.Path, split: str) -> Source:
     Returns:
         The source.
     """
-    tables = sorted([*root.glob("*.parquet"), *root.glob("data/*.parquet")])
+    tables = items.regular(sorted([*root.glob("*.parquet"), *root.glob("data/*.parquet")]))
     if not tables:
         raise checks.InputError(
             f"root {root} and its folder data hold no .parquet file; check --root"

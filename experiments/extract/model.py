@@ -194,9 +194,30 @@ class Model:
         side = self.side_of(query)
         feature = self._features(side, [query])[0]
         scores = self.searched.features @ feature + self._bias(side, calibrated)
-        origins = self.searched.embeddings.origins
-        best = np.argsort(-scores, kind="stable")[:k]  # stable: equal scores keep the row order
-        return [Hit(origins[row].id, float(scores[row]), int(row)) for row in best]
+        return self._best(scores, k)
+
+    def similar(self, row: int, k: int = 10) -> list[Hit]:
+        """Finds the indexed items that are most similar to one of them, which is left out.
+
+        Nothing is read or embedded, because the index holds the item's features.
+
+        Args:
+            row: Row of the item in the index.
+            k: Number of results. All other items are returned if there are fewer.
+
+        Returns:
+            Results, best first. The scores are cosines.
+
+        Raises:
+            InputError: Nothing is indexed, or there is no such row.
+        """
+        checks.whole(1, k=k)
+        features = self.searched.features
+        if not 0 <= row < len(features):
+            raise checks.InputError(f"row must be in 0 ... {len(features) - 1}, got {row}")
+        scores = features @ features[row]
+        scores[row] = -np.inf
+        return self._best(scores, min(k, len(features) - 1))
 
     def side_of(self, query: Content) -> str:
         """Returns the side whose encoder reads a query, "x" or "y"."""
@@ -230,6 +251,12 @@ class Model:
         if self.indexed is None:
             raise checks.InputError("nothing is indexed; call model.index(FOLDER) first")
         return self.indexed
+
+    def _best(self, scores: np.ndarray, k: int) -> list[Hit]:
+        """Returns the k items of the highest scores."""
+        origins = self.searched.embeddings.origins
+        best = np.argsort(-scores, kind="stable")[:k]  # stable: equal scores keep the row order
+        return [Hit(origins[row].id, float(scores[row]), int(row)) for row in best]
 
     def _side(self, modality: str) -> str:
         """Returns the side with an encoder of this modality."""
