@@ -242,6 +242,45 @@ def test_klot_aux_reports_and_restarts_both_solves(x64):
 # ------------------------------------------------------------------- from embeddings
 
 
+def with_tiny_weights(dtype, n=48):
+    """Returns an affinity with hub columns, and log-weights that span 30 decades."""
+    rng = np.random.default_rng(0)
+    k = rng.uniform(-1, 1, (n, n))
+    k[:, :2] += 5
+    a, b = np.full(n, 1e-12), np.ones(n)
+    a[rng.integers(n)] = 1
+    b[rng.uniform(size=n) < 0.5] = 1e-30
+    logs = np.log(a / a.sum()), np.log(b / b.sum())
+    return k.astype(dtype), *(x.astype(dtype) for x in logs)
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [(np.float64, 1e-9), (np.float32, 1e-4)])
+def test_klot_reports_the_error_of_the_potentials_it_returns(x64, dtype, tolerance):
+    k, log_a, log_b = with_tiny_weights(dtype)
+    given = {"epsilon": dtype(2e-3), "epsilon_star": dtype(2e-3), "tolerance": dtype(tolerance)}
+    _, aux = jax.jit(functools.partial(klot_lib.klot, return_aux=True))(
+        k, k, log_a=log_a, log_b=log_b, **given
+    )
+    for plan in aux:
+        logs = k.astype(np.float64) / 2e-3 + np.asarray(plan.u, np.float64)[:, None]
+        matrix = np.exp(logs + np.asarray(plan.v, np.float64))
+        error = max(
+            np.abs(matrix.sum(axis) - np.exp(np.float64(log))).sum()
+            for axis, log in ((1, log_a), (0, log_b))
+        )
+        # Potentials of 2,500 have three digits after the point in float32.
+        assert plan.converged and error <= tolerance + (5e-4 if dtype == np.float32 else 1e-12)
+
+
+def test_klot_gradient_of_float16_rows_of_tiny_norm_is_finite(rng):
+    f, g = rng.normal(size=(2, 8, 4)).astype(np.float16)
+    f[0] *= 1e-7
+    for loss in (klot_lib.klot_from_embeddings, lambda f, g, *_: affinity.cosine(f, g).sum()):
+        value, gradient = jax.value_and_grad(loss)(f, g, g, f)
+        assert jnp.isfinite(value) and jnp.isfinite(gradient).all()
+        assert gradient.dtype == jnp.float16 and jnp.abs(gradient[0]).max() > 1
+
+
 @pytest.mark.parametrize("block_size", [None, 6, 32])
 def test_klot_from_embeddings_matches_klot_of_cosines(x64, block_size):
     """Covers stored cosines, blocks that do not divide the rows, and one larger block."""
