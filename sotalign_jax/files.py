@@ -112,17 +112,34 @@ def take(array: np.ndarray, rows: np.ndarray) -> np.ndarray | MappedRows:
         rows: Indices of the rows.
 
     Returns:
-        `array[rows]`, or `MappedRows` if the array is memory-mapped and the rows take more than
-        `MAPPED_BYTES`.
+        `array[rows]` in its `native_dtype`, or `MappedRows` if the array is memory-mapped and the
+        rows take more than `MAPPED_BYTES`.
 
     Example:
         >>> take(np.arange(3), np.array([2, 0])).tolist()
         [2, 0]
     """
-    mapped = isinstance(array, np.memmap) or isinstance(array.base, np.memmap)
-    # Computed from one row, because `array[rows].nbytes` would read all of them.
-    large = len(rows) * array[:1].nbytes > MAPPED_BYTES
-    return MappedRows(array, rows) if mapped and large else array[rows]
+    selected = MappedRows(array, rows)
+    large = math.prod(selected.shape) * selected.dtype.itemsize > MAPPED_BYTES
+    return selected if checks.is_mapped(array) and large else selected[:]
+
+
+def pool(array: np.ndarray) -> np.ndarray | MappedRows:
+    """Returns a pool whose rows JAX can use.
+
+    Args:
+        array: Any array.
+
+    Returns:
+        The array itself, or `MappedRows` if it is memory-mapped in a type that JAX does not use.
+
+    Example:
+        >>> pool(np.ones((2, 3))).shape
+        (2, 3)
+    """
+    # In memory, `checks.array` has converted the array already.
+    foreign = array.dtype != checks.native_dtype(array.dtype)
+    return MappedRows(array, np.arange(len(array))) if foreign else array
 
 
 def describe(array: np.ndarray | MappedRows, path: str | os.PathLike[str]) -> str:
@@ -312,7 +329,7 @@ def _load_torch(file: pathlib.Path, key: str | None) -> np.ndarray:
         raise checks.InputError(f"{file} holds more than tensors; {remedy}") from error
     tensors = saved if isinstance(saved, dict) else {"": saved}
     tensors = {name: value for name, value in tensors.items() if torch.is_tensor(value)}
-    return _pick(file, tensors, key, lambda name: checks.array(name, tensors[name]))
+    return _pick(file, tensors, key, lambda name: checks.stored(name, tensors[name]))
 
 
 def _load_parquet(file: pathlib.Path, key: str | None) -> np.ndarray:
