@@ -88,6 +88,28 @@ def read_json(path: pathlib.Path) -> Any:
     return value
 
 
+def read_scores(path: pathlib.Path) -> dict[str, Any]:
+    """Reads results of a run, whose scores must be numbers.
+
+    Raises:
+        InputError: The file is missing or damaged.
+    """
+    results = read_json(path)
+    candidates = results.get("candidates", {})
+    scores = {name: value for name, value in results.items() if "/" in name}
+    if isinstance(candidates, dict):
+        scores |= {f"candidates.{name}": value for name, value in candidates.items()}
+    else:
+        scores["candidates"] = candidates
+    for name, value in scores.items():
+        if type(value) not in (int, float) or not math.isfinite(value):
+            raise checks.InputError(
+                f"{path} must have a number for {name}, got {json.dumps(value)}; restore the file "
+                "or remove it"
+            )
+    return results
+
+
 def _not_an_object(where: str, value: Any) -> checks.InputError:
     shown = json.dumps(value)
     shown = shown if len(shown) <= 40 else f"{shown[:40]}..."
