@@ -1,6 +1,8 @@
 """Tests of KLOT and other divergences: values, gradients, memory and bad arguments."""
 
 import functools
+import pathlib
+import re
 
 import jax
 import jax.numpy as jnp
@@ -258,7 +260,9 @@ def test_klot_from_embeddings_matches_klot_of_cosines(x64, block_size):
 def test_klot_from_embeddings_is_independent_of_storage(x64, monkeypatch, kernels, int8):
     """Covers memory for two kernels, for one kernel, and for only an int8 kernel."""
     monkeypatch.setattr(blocks, "INT8_ENTRIES", 1)
-    arrays = features((N, 5), (M, 5), (N, 7), (M, 7))
+    # The plan of the narrower features is solved first.
+    width = 7 if int8 else 3
+    arrays = features((N, 5), (M, 5), (N, width), (M, width))
     options = {"epsilon": 0.05, "epsilon_star": 0.01, "tolerance": 1e-5}
     value, gradients = from_embeddings(arrays, **options)
     room = (kernels + 0.25) * 4 * N * M
@@ -391,21 +395,34 @@ def test_klot_from_embeddings_keeps_no_matrix_for_the_backward_pass():
         assert kept and max(kept) <= n * d
 
 
-def temporary_matrices(n, d, block_size=None):
+def temporary_matrices(n, d, block_size=None, teacher_width=None):
     """Returns the temporary memory of loss and gradient in units of one n x n matrix."""
-    shape = jax.ShapeDtypeStruct((n, d), jnp.float32)
+    shape, star = (
+        jax.ShapeDtypeStruct((n, width), jnp.float32) for width in (d, teacher_width or d)
+    )
     loss = functools.partial(klot_lib.klot_from_embeddings, block_size=block_size)
     loss = jax.jit(jax.value_and_grad(loss, argnums=(0, 1)))
-    compiled = loss.lower(shape, shape, shape, shape).compile()
+    compiled = loss.lower(shape, shape, star, star).compile()
     return compiled.memory_analysis().temp_size_in_bytes / (4 * n * n)
 
 
 def test_klot_from_embeddings_memory_follows_storage():
     # In addition to the kernels, a few blocks take 1/8 of a matrix each and features 1/32.
-    assert 2 < temporary_matrices(8192, 256) < 2.75
-    with device.compiling_for(device.Profile("test", int8=False, memory=3 * 4 * 8192**2)):
+    assert 1 < temporary_matrices(8192, 256) < 1.75
+    with device.compiling_for(device.Profile("accelerator", int8=False)):
+        assert 2 < temporary_matrices(8192, 256) < 2.75
+    with device.compiling_for(device.Profile("accelerator", int8=False, memory=3 * 4 * 8192**2)):
         assert 1 < temporary_matrices(8192, 256) < 1.75
     assert temporary_matrices(8192, 256, block_size=128) < 0.15
+
+
+def test_readme_quotes_the_memory_of_the_compiled_loss():
+    """The number of n x n float32 arrays follows from the README's MiB at n = 4096."""
+    readme = (pathlib.Path(__file__).parents[1] / "README.md").read_text()
+    quoted = re.search(r"\| ours, from features \| *\d+ \| *(\d+) \|", readme)
+    assert quoted is not None
+    mebibytes = temporary_matrices(4096, 128, teacher_width=381) * 4 * 4096**2 / 2**20
+    assert abs(mebibytes - int(quoted[1])) < 2
 
 
 # ------------------------------------------------------------------- CKA and InfoNCE
