@@ -76,8 +76,11 @@ def labels_of(config: FrozenConfigDict) -> Labels:
     name = config.data.evaluate_on or config.data.name
     photographs = Labels(("images", "captions"), "shown")
     if name != "files":
-        heard = photos.LABELLED.get(name) == "utterance"
-        nouns = Labels(("utterances", "transcripts"), "heard") if heard else photographs
+        nouns = photographs
+        if photos.LABELLED.get(name) == "utterance":
+            nouns = Labels(("utterances", "transcripts"), "heard")
+        elif name == "code":
+            nouns = Labels(("functions", "docstrings"), "read")
         if name not in photos.LABELLED or not config.data.test:
             return nouns
         ids, said = photos.test_labels(name)

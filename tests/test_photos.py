@@ -27,7 +27,7 @@ def test_photos_files_match_checksums_and_size_limits():
     listed = photos.checksums()
     there = {path.name: path.stat().st_size for path in photos.FOLDER.iterdir()}
     assert set(there) == {*listed, "SHA256SUMS", "README.md"}
-    assert max(there.values()) < 50e6 and sum(there.values()) <= 124e6
+    assert max(there.values()) < 50e6 and sum(there.values()) <= 131e6
     assert all(len(photos.read(name)) == there[name] for name in listed)
 
 
@@ -221,6 +221,21 @@ def test_speech_dataset_restores_features_and_shares_no_speaker():
     assert tuple(map(len, splits)) == (11480, 611, 2002, 1515)
     speakers = [set(table["speaker"][rows]) for rows in splits]
     assert sum(map(len, speakers)) == len(set.union(*speakers))
+
+
+def test_code_dataset_restores_features_and_shares_no_package():
+    table = stored("code")
+    made = photos.dataset("code", n_pairs=30, n_unpaired=40, seed=2)
+    functions = table["code"] * table["code_scale"]
+    said = table["text"] * table["text_scale"]
+    pairs = rows_in(made.pairs_x, functions)
+    np.testing.assert_array_equal(pairs, rows_in(made.pairs_y, said))
+    x, y = rows_in(made.pool_x, functions), rows_in(made.pool_y, said)
+    assert not set(pairs) & {*x, *y} and not set(x) & set(y)
+    splits = [photos.rows_of_split("code", split) for split in ("train", "val", "test")]
+    assert tuple(map(len, splits)) == (8000, 330, 1200)
+    packages = [set(table["package"][rows].tolist()) for rows in splits]
+    assert sum(map(len, packages)) == len(set.union(*packages)) == len(table["packages"])
 
 
 def test_speech_dataset_evaluates_on_librispeech():
