@@ -90,8 +90,20 @@ def _help(command: Callable[[], None], choices: Mapping[str, Sequence[str]]) -> 
     return "\n\n".join(map(str.strip, [*shown, flags.FLAGS.main_module_help()]))
 
 
+def keep_programs() -> None:
+    """Keeps compiled programs in ~/.cache/sotalign-jax, so that the next command starts faster.
+
+    JAX_COMPILATION_CACHE_DIR names another folder, or none if it is empty.
+    """
+    if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
+        folder = pathlib.Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser()
+        jax.config.update("jax_compilation_cache_dir", str(folder / "sotalign-jax"))
+        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.3)
+
+
 def _start(command: Callable[[], None]) -> None:
     logging.set_verbosity(logging.WARNING)
+    keep_programs()
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # stop cleanly, as on ctrl-C
     try:
         rest = flags.FLAGS(sys.argv)

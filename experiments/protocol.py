@@ -111,8 +111,10 @@ def at_chance(results: Mapping[str, Any]) -> bool:
     True
     """
     # The standard error is that of a proportion over the queries of x.
-    known = [k for k in evaluation.KS if f"val/chance/mean/R@{k}" in results]
+    names = "val/mean", "val/chance/mean"
+    known = [k for k in evaluation.KS if {f"{name}/R@{k}" for name in names} <= results.keys()]
+    known = known if results.get("val/rows_x", 0) > 0 else []
     chances = {k: results[f"val/chance/mean/R@{k}"] / 100 for k in known}
-    errors = {k: math.sqrt(p * max(1 - p, 0) / results["val/rows_x"]) for k, p in chances.items()}
+    errors = {k: math.sqrt(max(p * (1 - p), 0) / results["val/rows_x"]) for k, p in chances.items()}
     limits = {k: 100 * (chances[k] + 3 * errors[k]) for k in known}
     return bool(known) and all(results[f"val/mean/R@{k}"] <= limits[k] for k in known)

@@ -329,11 +329,17 @@ def compare(configs: Configs, results: Results, workdir: pathlib.Path) -> None:
         results: Results by run name.
         workdir: Folder that holds the runs.
     """
-    if not distributed.is_first():
-        return
+    if distributed.is_first():
+        # Two commands that end together write one after the other.
+        with workdir_lib.locked(workdir, wait=True):
+            _compare(configs, results, workdir)
+
+
+def _compare(configs: Configs, results: Results, workdir: pathlib.Path) -> None:
+    """Prints and writes the comparison of a locked folder."""
     folders = {name: workdir / name if len(configs) > 1 else workdir for name in configs}
     kept = {name: folder / protocol.FILE for name, folder in folders.items()}
-    more = {name: workdir_lib.read_json(path) for name, path in kept.items() if path.exists()}
+    more = {name: workdir_lib.read_scores(path) for name, path in kept.items() if path.exists()}
     results = {name: {**one, **more.get(name, {})} for name, one in results.items()}
     # The test split must not choose the model that is shown and recommended.
     best = max(configs, key=lambda name: chosen(results[name]))
@@ -415,7 +421,7 @@ def remarks(results: Results, table: Table) -> list[str]:
     """
     said = [f"{name} failed: {one['error']}" for name, one in results.items() if "error" in one]
     for name, one in results.items():
-        if one.get("candidates"):
+        if one.get("candidates") and "selected" in one:
             scores = ", ".join(f"{key} {score:.1f}" for key, score in one["candidates"].items())
             measured = "mean of plain and calibrated R@1, R@5 and R@10 on validation"
             said.append(f"{name} returns {one['selected']} ({measured}: {scores}).")
@@ -531,7 +537,7 @@ def curve_plots(
         PNG files by caption. Metrics that no run has are left out.
     """
     logs = {
-        name: [json.loads(line) for line in path.read_text().splitlines()]
+        name: workdir_lib.read_metrics(path)
         for name, folder in folders.items()
         if (path := folder / "metrics.jsonl").exists()
     }

@@ -131,7 +131,7 @@ def _finished(config: Config, folder: pathlib.Path) -> Results | None:
     except checks.InputError as error:
         progress.say(f"{error}; training the model again", show=distributed.is_first())
         return None
-    return distributed.agree(lambda: workdir_lib.read_json(ended))
+    return distributed.agree(lambda: workdir_lib.read_scores(ended))
 
 
 def run(config: Config, folder: pathlib.Path, *, inner: bool = False) -> Results:

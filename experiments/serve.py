@@ -9,29 +9,14 @@ page loads nothing from other servers, and only pictures in --images are shown.
 
 import collections
 import contextlib
-import dataclasses
-import functools
-import html
-import http.server
-import io
 import pathlib
-import re
-import statistics
-import string
 import sys
-import threading
-import time
-import urllib.parse
-from collections.abc import Callable
-from typing import Any, NamedTuple
 
 import numpy as np
-import PIL.Image
-import PIL.ImageOps
 from absl import flags
 from ml_collections.config_dict import FrozenConfigDict
 
-from experiments import cli, model_flags, report
+from experiments import cli, model_flags, pages, retrieved, web
 from experiments import run as run_lib
 from experiments.cli import path_flag
 from experiments.extract import datasets, items
@@ -49,213 +34,8 @@ _HOST = flags.DEFINE_string(
 _PORT = flags.DEFINE_integer("port", 7860, "Port to listen at. 0 selects a free port.", 0)
 model_flags.declare()
 CHOICES = model_flags.CHOICES
-PAGE = pathlib.Path(__file__).with_name("serve.html")
-SIZES = {"picture": 360, "large": 1600}
-"""Longest side of a picture in pixels, by the first part of its URL."""
-LARGEST = 64 * 2**20
-"""Most bytes of an uploaded picture."""
-LOOPBACK = ("127.0.0.1", "::1", "localhost")
-SAME = 0.9999
-"""Cosine above which two embeddings are of the same picture. Batching changes it by about 1e-6."""
-# The page has inline styles and scripts only, so nothing else may be loaded or executed.
-POLICY = "default-src 'none'; img-src 'self' data:; connect-src 'self'; form-action 'self'; "
-POLICY += "style-src 'unsafe-inline'; script-src 'unsafe-inline'"
-
-
-class Response(NamedTuple):
-    """Response to one request: body, content type and HTTP status."""
-
-    content: bytes
-    kind: str = "text/html; charset=utf-8"
-    status: int = 200
-
-
-@dataclasses.dataclass(frozen=True)
-class Site:
-    """State shared by all requests.
-
-    Attributes:
-        model: Model with the pictures indexed.
-        images: Folder of the pictures.
-        caption: Function that returns a picture's caption by its id, or "".
-        pairs: Unit embeddings of the captioned training pictures, or None if unknown.
-        typical: Mean and standard deviation of the scores of text queries. The key is True for
-            calibrated scores.
-        top: Number of results.
-        lock: Held during a search, so that requests use the encoders one after another.
-    """
-
-    model: model_lib.Model
-    images: pathlib.Path
-    caption: Callable[[str], str]
-    pairs: np.ndarray | None
-    typical: dict[bool, tuple[float, float] | None]
-    top: int
-    lock: Any = dataclasses.field(default_factory=threading.Lock)
-
-    def get(self, address: str) -> Response:
-        """Answers a GET request with a page of results or with a picture."""
-        parts = urllib.parse.urlsplit(address)
-        kind, _, name = parts.path[1:].partition("/")
-        if kind in SIZES:
-            return self.picture(name, SIZES[kind])
-        if parts.path != "/":
-            return self.page(error=f"{parts.path}: there is no such page.", status=404)
-        asked = urllib.parse.parse_qs(parts.query, keep_blank_values=True)
-        if "like" in asked:
-            return self.like(asked["like"][-1])
-        if "q" not in asked:
-            return self.page()
-        query, calibrated = asked["q"][-1].strip(), "calibrated" in asked
-        if not query:
-            return self.page(error="Type a few words to search for.", calibrated=calibrated)
-        return self.results(query, query, calibrated=calibrated)
-
-    def post(self, content: bytes) -> Response:
-        """Answers an upload with the pictures most similar to it."""
-        if len(content) > LARGEST:
-            text = f"The file is too large; choose one of at most {LARGEST >> 20} MB."
-            return self.page(error=text, status=413)
-        try:
-            picture = PIL.ImageOps.exif_transpose(items.picture(content))
-            thumbnail = report.thumbnail(picture, "the picture searched for")
-        except PIL.UnidentifiedImageError:
-            return self.page(error="This file is not a picture.", status=400)
-        except Exception as error:  # decoders raise errors of many kinds for damaged files
-            text = f"The picture cannot be read: {checks.first_line(error)}"
-            return self.page(error=text, status=400)
-        return self.results(picture, above=f"<p class='asked'>{thumbnail}</p>")
-
-    def like(self, row: str) -> Response:
-        """Searches for the pictures most similar to an indexed one."""
-        path = self.path(row)
-        if path is None:
-            return self.page(error=f"There is no picture {row}.", status=404)
-        name = html.escape(path.name)
-        shown = f"<p class='asked'><img alt='{name}' src='/picture/{row}'></p>"
-        return self.results(path, above=shown)
-
-    def path(self, row: str) -> pathlib.Path | None:
-        """Returns the picture file of an indexed row, or None if there is none."""
-        # Requests name rows, not paths. The check below also refuses links out of the folder.
-        if not re.fullmatch("[0-9]{1,9}", row) or int(row) >= self.count:
-            return None
-        origin = self.model.searched.embeddings.origins[int(row)]
-        path = (self.images / origin.id).resolve()
-        return path if path.is_relative_to(self.images.resolve()) else None
-
-    def picture(self, row: str, size: int) -> Response:
-        """Answers with a picture.
-
-        Args:
-            row: Row of the picture in the index.
-            size: Longest side in pixels.
-
-        Returns:
-            A JPEG file, or status 404 if there is no such picture.
-        """
-        path = self.path(row)
-        try:
-            if path is None:
-                raise FileNotFoundError
-            return Response(_jpeg(path, size), "image/jpeg")
-        except Exception:  # the file was removed or damaged after it was indexed
-            return Response(b"no such picture", "text/plain", 404)
-
-    def results(
-        self, query: Any, text: str = "", *, above: str = "", calibrated: bool = False
-    ) -> Response:
-        """Searches and returns the page with the results.
-
-        Args:
-            query: Text, path of a picture, or `PIL.Image.Image`.
-            text: Text for the search field.
-            above: HTML above the results.
-            calibrated: Rank by calibrated scores.
-        """
-        began = time.perf_counter()
-        try:
-            with self.lock:
-                hits = self.model.search(query, self.top, calibrated=calibrated)
-        except checks.InputError as error:
-            return self.page(text, error=str(error), calibrated=calibrated, status=400)
-        typical = self.typical[calibrated] if isinstance(query, str) else None
-        scores, note = [f"{hit.score:.3f}" for hit in hits], "Scores are cosines."
-        if typical is not None:
-            mean, deviation = typical
-            scores = [f"{(hit.score - mean) / deviation:+.1f}" for hit in hits]
-            # The largest of n normal scores is about this quantile.
-            chance = statistics.NormalDist().inv_cdf(1 - 1 / (self.count + 1))
-            note = "Scores are standard deviations above the mean of training texts; "
-            note += f"among {self.count} pictures, chance alone reaches {chance:+.1f}."
-        cards = "".join(map(self._card, hits, scores, self._captioned([hit.row for hit in hits])))
-        took = f"The best {len(hits)} of {self.count} in {time.perf_counter() - began:.2f} s."
-        shown = f"{above}<p class='small'>{took} {note}</p><div class='cards'>{cards}</div>"
-        return self.page(text, shown, calibrated=calibrated)
-
-    def page(
-        self,
-        query: str = "",
-        results: str = "",
-        *,
-        error: str = "",
-        calibrated: bool = False,
-        status: int = 200,
-    ) -> Response:
-        """Returns the page with results or an error message.
-
-        Args:
-            query: Text for the search field.
-            results: HTML of the results.
-            error: Error message, or "".
-            calibrated: Tick the box for calibrated scores.
-            status: HTTP status.
-        """
-        filled = string.Template(PAGE.read_text(encoding="utf-8")).substitute(
-            title=html.escape(query or "Search pictures"),
-            query=html.escape(query),
-            count=self.count,
-            focus="" if results else "autofocus",
-            calibrated="checked" if calibrated else "",
-            calibration="" if self.model.aligner.calibration else "hidden",
-            error=html.escape(error),
-            results=results,
-        )
-        return Response(filled.encode(errors="replace"), status=status)
-
-    @property
-    def count(self) -> int:
-        """Number of pictures."""
-        return len(self.model.searched.features)
-
-    def _captioned(self, rows: list[int]) -> list[bool | None]:
-        """Returns True for rows that were trained on with a caption, or None if unknown."""
-        if self.pairs is None:
-            return [None] * len(rows)
-        found = self.model.searched.embeddings.rows[rows]
-        return list((_unit(found) @ self.pairs.T).max(axis=1) > SAME)
-
-    def _card(self, hit: model_lib.Hit, score: str, seen: bool | None) -> str:
-        caption, name = html.escape(self.caption(hit.id)), html.escape(hit.id)
-        tag = "" if seen is None else "no caption in training"
-        tag = "<span>captioned in training</span>" if seen else tag
-        return f"""<figure><a href='/large/{hit.row}'><img alt='{caption or name}'
-            src='/picture/{hit.row}' loading='lazy'></a><figcaption><a class='like'
-            href='/?like={hit.row}'>similar</a><b>{score}</b><br>{caption and f"<q>{caption}</q>"}
-            <div title='{name}'>{name.rpartition("/")[2]}</div>{tag}</figcaption></figure>"""
-
-
-@functools.lru_cache(maxsize=1024)
-def _jpeg(path: pathlib.Path, size: int) -> bytes:
-    picture, buffer = items.on_white(items.oriented(path)), io.BytesIO()
-    picture.thumbnail((size, size))
-    picture.save(buffer, "JPEG", quality=85)
-    return buffer.getvalue()
-
-
-def _unit(rows: np.ndarray) -> np.ndarray:
-    rows = np.asarray(rows, np.float32)
-    return rows / np.linalg.norm(rows, axis=1, keepdims=True)
+EXAMPLES = 6
+"""Number of texts that the start page suggests."""
 
 
 def training_pairs(aligned: aligner.Aligner, side: str) -> np.ndarray | None:
@@ -277,13 +57,30 @@ def training_pairs(aligned: aligner.Aligner, side: str) -> np.ndarray | None:
     except checks.InputError as error:
         print(f"captioned pictures cannot be marked: {error}", file=sys.stderr)
         return None
-    return _unit(dataset.pairs_x if side == "x" else dataset.pairs_y)
+    return pages.unit(dataset.pairs_x if side == "x" else dataset.pairs_y)
+
+
+def held_out(aligned: aligner.Aligner) -> list[str]:
+    """Returns texts that a run was not trained on, to suggest as queries.
+
+    Args:
+        aligned: Aligner of a run.
+
+    Returns:
+        At most `EXAMPLES` short texts of the test split. None if they are unknown.
+    """
+    settings = aligned.info.get("settings", {})
+    if "files" not in settings.get("data", {}):
+        return []
+    texts = retrieved.labels_of(FrozenConfigDict(settings)).y
+    short = list(dict.fromkeys(text.strip() for text in texts if 3 < len(text.strip()) < 50))
+    return short[:: max(1, len(short) // EXAMPLES)][:EXAMPLES]
 
 
 def build(
     searcher: model_lib.Model, images: pathlib.Path, captions: pathlib.Path | None, *, top: int
-) -> Site:
-    """Reads captions, training pictures and typical scores.
+) -> pages.Site:
+    """Reads captions, training pictures, example queries and typical scores.
 
     Args:
         searcher: Model with the pictures indexed.
@@ -308,60 +105,7 @@ def build(
     pairs = training_pairs(searcher.aligner, side)
     typical = {mode: searcher.typical(other, calibrated=mode) for mode in (False, True)}
     searcher.search("a picture")  # compiles the programs, so that the first visitor need not wait
-    return Site(searcher, images, caption, pairs, typical, top)
-
-
-class Handler(http.server.BaseHTTPRequestHandler):
-    """Passes requests to the site of its server."""
-
-    protocol_version = "HTTP/1.1"
-    timeout = 60  # seconds until an idle connection is closed
-    server: "Server"
-
-    def do_GET(self) -> None:
-        self._answer(lambda site: site.get(self.path))
-
-    def do_POST(self) -> None:
-        length = self.headers.get("Content-Length", "")
-        left, content = int(length) if length.isdecimal() else 0, io.BytesIO()
-        while left and (chunk := self.rfile.read(min(left, 2**20))):
-            left -= len(chunk)
-            # A browser reads no response before it has sent everything, so the rest of a file that
-            # is too large is read and dropped.
-            if content.tell() <= LARGEST:
-                content.write(chunk)
-        self._answer(lambda site: site.post(content.getvalue()))
-
-    def _answer(self, make: Callable[[Site], Response]) -> None:
-        host = urllib.parse.urlsplit(f"//{self.headers.get('Host')}").hostname
-        if self.server.server_address[0] in LOOPBACK and host not in LOOPBACK:
-            # DNS rebinding: a page on another server uses a name that resolves to this computer.
-            response = Response(b"open this page as localhost", "text/plain", 403)
-        else:
-            response = make(self.server.site)
-        with contextlib.suppress(ConnectionError):  # the browser has closed the connection
-            self.send_response(response.status)
-            self.send_header("Content-Type", response.kind)
-            self.send_header("Content-Length", str(len(response.content)))
-            self.send_header("Content-Security-Policy", POLICY)
-            self.send_header("X-Content-Type-Options", "nosniff")
-            self.end_headers()
-            self.wfile.write(response.content)
-
-    def log_message(self, *_: Any) -> None:
-        """Prints nothing, because queries are private."""
-
-
-class Server(http.server.ThreadingHTTPServer):
-    """Web server of one site."""
-
-    def __init__(self, site: Site, host: str, port: int) -> None:
-        self.site = site
-        try:
-            super().__init__((host, port), Handler)
-        except OSError as error:
-            text = f"port {port} of {host} cannot be used ({error.strerror})"
-            raise checks.InputError(f"{text}; pass another --port or --host") from error
+    return pages.Site(*(searcher, images, caption, pairs, typical, top), held_out(searcher.aligner))
 
 
 def main() -> None:
@@ -370,7 +114,10 @@ def main() -> None:
     if images is None:
         raise checks.InputError("images is not set; pass --images=FOLDER")
     site = build(model_flags.load(images), images, _CAPTIONS.value, top=model_flags.TOP.value)
-    with Server(site, _HOST.value, _PORT.value) as server, contextlib.suppress(KeyboardInterrupt):
+    with (
+        web.Server(site, _HOST.value, _PORT.value) as server,
+        contextlib.suppress(KeyboardInterrupt),
+    ):
         host, port = str(server.server_address[0]), server.server_port
         print(f"Serving {site.count} pictures at http://{host}:{port}/", flush=True)
         server.serve_forever()

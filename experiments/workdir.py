@@ -25,10 +25,11 @@ import pathlib
 import platform
 import re
 import shutil
+import stat
 import subprocess
 from collections.abc import Iterator, Mapping
 from concurrent import futures
-from typing import Any, BinaryIO
+from typing import IO, Any, BinaryIO
 
 import jax
 import jax.numpy as jnp
@@ -37,40 +38,23 @@ import orbax.checkpoint as ocp
 from flax import traverse_util
 
 from experiments import distributed, store
-from sotalign_jax import checks, training
+from sotalign_jax import checks, files, training
 from sotalign_jax import progress as progress_lib
 
 # Larger files are compared by size and modification time, because hashing them would delay every
 # start by seconds.
 DIGESTED = 64 << 20
+# How JSON stores numbers that are not finite, see `_number`.
+_NOT_FINITE = ("NaN", "Infinity", "-Infinity")
+_CHECKPOINTS = 2
+"""Number of checkpoints that a run keeps."""
 _PACKAGES = ("sotalign-jax", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy")
 
 # --- files ---------------------------------------------------------------------------------------
 
 
-@contextlib.contextmanager
-def replacing(path: pathlib.Path) -> Iterator[BinaryIO]:
-    """Opens a temporary file that replaces `path` once it is completely on disk."""
-    temporary = _temporary(path)
-    try:
-        with temporary.open("wb") as file:
-            yield file
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)  # atomic: a reader sees the old file or the new one
-    except OSError as error:  # the error of a full disk does not name the file
-        error.filename = error.filename or str(path)
-        raise
-    finally:
-        temporary.unlink(missing_ok=True)
-
-
-_TEMPORARY = re.compile(r"\..+\.\d+\.tmp")
-
-
-def _temporary(path: pathlib.Path) -> pathlib.Path:
-    """Returns a path in the same folder that no other process of this host writes to."""
-    return path.with_name(f".{path.name}.{os.getpid()}.tmp")
+replacing = files.replacing
+"""Writer of whole files, which the library has."""
 
 
 def write_json(path: pathlib.Path, value: Any) -> None:
@@ -87,26 +71,86 @@ def write_json(path: pathlib.Path, value: Any) -> None:
 
 
 def read_json(path: pathlib.Path) -> Any:
-    """Reads a JSON file.
+    """Reads a JSON file that holds an object.
 
     Raises:
-        InputError: The file is missing, cut short or not JSON.
+        InputError: The file is missing, cut short, not JSON or not an object.
     """
     try:
-        return json.loads(path.read_text(encoding="utf-8"))
+        value = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise checks.InputError(f"{path} cannot be read ({error.strerror})") from error
     except ValueError as error:
         raise checks.InputError(
             f"{path} is cut short or not JSON ({error}); restore the file or remove its folder"
         ) from error
+    if not isinstance(value, dict):
+        raise _not_an_object(str(path), value)
+    return value
+
+
+def read_scores(path: pathlib.Path) -> dict[str, Any]:
+    """Reads results of a run, whose scores must be numbers.
+
+    Raises:
+        InputError: The file is missing or damaged.
+    """
+    results = read_json(path)
+    candidates = results.get("candidates", {})
+    scores = {name: value for name, value in results.items() if "/" in name}
+    if isinstance(candidates, dict):
+        scores |= {f"candidates.{name}": value for name, value in candidates.items()}
+    else:
+        scores["candidates"] = candidates
+    for name, value in scores.items():
+        if type(value) not in (int, float) or not math.isfinite(value):
+            raise checks.InputError(
+                f"{path} must have a number for {name}, got {json.dumps(value)}; restore the file "
+                "or remove it"
+            )
+    return results
+
+
+def _not_an_object(where: str, value: Any) -> checks.InputError:
+    shown = json.dumps(value)
+    shown = shown if len(shown) <= 40 else f"{shown[:40]}..."
+    return checks.InputError(
+        f"{where} must hold a JSON object, got {shown}; restore the file or remove its folder"
+    )
+
+
+@contextlib.contextmanager
+def open_regular(path: pathlib.Path, mode: str = "rb", **options: Any) -> Iterator[IO[Any]]:
+    """Opens a regular file to read it. Links are followed.
+
+    A FIFO would wait for a writer and a device may never end, so both are refused.
+
+    Args:
+        path: The file.
+        mode: "rb" or "r".
+        **options: Options of `open`.
+
+    Raises:
+        OSError: The file cannot be read or is not a regular one.
+    """
+    with open(path, mode, opener=_open_without_waiting, **options) as file:
+        # The open file is checked, because its path may name another one at any time.
+        if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+            raise OSError(f"{path.name} is not a regular file; remove it")
+        yield file
+
+
+def _open_without_waiting(path: str, flags: int) -> int:
+    # Windows has no FIFOs in folders and no such flag.
+    return os.open(path, flags | getattr(os, "O_NONBLOCK", 0))
 
 
 def fingerprint(path: pathlib.Path) -> dict[str, Any]:
     """Returns the size and modification time of a file, and a digest if it is not large."""
-    status, digest = path.stat(), None
-    if status.st_size <= DIGESTED:
-        digest = hashlib.blake2b(path.read_bytes(), digest_size=16).hexdigest()
+    with open_regular(path) as file:
+        status, digest = os.fstat(file.fileno()), None
+        if status.st_size <= DIGESTED:
+            digest = hashlib.blake2b(file.read(), digest_size=16).hexdigest()
     return {"bytes": status.st_size, "modified": status.st_mtime_ns, "digest": digest}
 
 
@@ -126,14 +170,16 @@ def changed(recorded: Mapping[str, Any], path: pathlib.Path) -> str | None:
         status = path.stat()
     except OSError as error:
         return f"{path.name} cannot be read ({error.strerror})" if recorded else None
+    if not stat.S_ISREG(status.st_mode):
+        return f"{path.name} is not a regular file" if recorded else None
     if status.st_size != recorded.get("bytes"):
         return f"{path.name} has {status.st_size} bytes but had {recorded.get('bytes', 'none')}"
-    if status.st_mtime_ns == recorded["modified"]:
+    if status.st_mtime_ns == recorded.get("modified"):
         return None
     digest = fingerprint(path)["digest"]
     if digest is None:
         return f"{path.name} was modified"
-    return f"{path.name} has other content" if digest != recorded["digest"] else None
+    return f"{path.name} has other content" if digest != recorded.get("digest") else None
 
 
 # --- run folders ---------------------------------------------------------------------------------
@@ -208,25 +254,41 @@ def claim(
             raise
 
 
+def remove_temporary(folder: pathlib.Path) -> None:
+    """Removes temporary files that killed processes have left. The caller holds the lock."""
+    for leftover in folder.glob(".*.tmp"):
+        if files.TEMPORARY.fullmatch(leftover.name):
+            leftover.unlink()
+
+
 @contextlib.contextmanager
 def only_process(folder: pathlib.Path) -> Iterator[None]:
     """Creates a folder and locks it. The operating system releases the lock after a kill."""
     with contextlib.ExitStack() as held:
+        distributed.agree(lambda: held.enter_context(locked(folder)))
+        yield
 
-        def lock() -> None:
-            try:
-                held.enter_context(store.lock(folder / LOCK, wait=False))
-            except BlockingIOError as error:
-                text = f"workdir {folder} is in use by another process; wait for its end"
-                raise checks.InputError(f"{text} or choose another --workdir") from error
-            except OSError as error:
-                raise _refused(folder, f"cannot be created ({error.strerror})") from error
-            # No other process writes here under the lock, so temporary files are from killed ones.
-            for leftover in folder.glob(".*.tmp"):
-                if _TEMPORARY.fullmatch(leftover.name):
-                    leftover.unlink()
 
-        distributed.agree(lock)
+@contextlib.contextmanager
+def locked(folder: pathlib.Path, *, wait: bool = False) -> Iterator[None]:
+    """Creates and locks a folder for this process, and removes what killed processes left there.
+
+    Args:
+        folder: Folder of results.
+        wait: True to wait for another process that uses the folder.
+
+    Raises:
+        InputError: Another process uses the folder, or it cannot be created.
+    """
+    with contextlib.ExitStack() as held:
+        try:
+            held.enter_context(store.lock(folder / LOCK, wait=wait))
+        except BlockingIOError as error:
+            text = f"workdir {folder} is in use by another process; wait for its end"
+            raise checks.InputError(f"{text} or choose another --workdir") from error
+        except OSError as error:
+            raise _refused(folder, f"cannot be created ({error.strerror})") from error
+        remove_temporary(folder)
         yield
 
 
@@ -239,7 +301,7 @@ def _strangers(folder: pathlib.Path) -> str | None:
     """Returns an error message if a folder holds something other than a run."""
     if not folder.is_dir() or (folder / "config.json").exists():
         return None
-    # A kill during the very first write leaves a temporary .config.json.PID.tmp.
+    # A kill during the very first write leaves a temporary .config.json.PID.THREAD.tmp.
     own = re.compile(r"\.lock|\.config\.json\..*")
     names = sorted(path.name for path in folder.iterdir() if not own.fullmatch(path.name))
     return f"holds {names[0]} but no config.json, so it is not a run folder" if names else None
@@ -299,6 +361,8 @@ def _open(
     present = {name: file for name, file in inputs.items() if file.exists()}
     kept = read_json(noted) if noted.exists() else {}
     for name in present.keys() & kept.keys():
+        if not isinstance(kept[name], dict):
+            raise _not_an_object(f"{name} in {noted}", kept[name])
         if change := changed(kept[name], present[name]):
             return f"was made from other data ({name}: {change})"
     # An input that was missing at the first start is recorded once it appears.
@@ -347,14 +411,19 @@ class Recorder(contextlib.ExitStack, progress_lib.Observer):
     def _checkpoints(self) -> ocp.CheckpointManager:
         """Checkpoint manager, opened on first use so that a failed start leaves no files."""
 
-        def remove_unfinished() -> None:
+        def remove_leftovers() -> None:
             # Orbax would remove them in a thread, which may outlive a command that ends early.
-            for path in (self._folder / "checkpoints").glob("*.orbax-checkpoint-tmp*"):
+            folder = self._folder / "checkpoints"
+            for path in folder.glob("*.orbax-checkpoint-tmp*"):
                 shutil.rmtree(path, ignore_errors=True)
+            # A kill between a save and the removal of an older checkpoint left one too many.
+            steps = sorted(int(path.name) for path in folder.glob("*") if path.name.isdecimal())
+            for step in steps[:-_CHECKPOINTS]:
+                shutil.rmtree(folder / str(step), ignore_errors=True)
 
-        distributed.agree(remove_unfinished)
+        distributed.agree(remove_leftovers)
         options = ocp.CheckpointManagerOptions(
-            preservation_policy=ocp.checkpoint_managers.preservation_policy.LatestN(2),
+            preservation_policy=ocp.checkpoint_managers.preservation_policy.LatestN(_CHECKPOINTS),
             # Saving in the background would interleave its collectives with those of training,
             # in an order that differs between processes.
             enable_async_checkpointing=False,
@@ -399,8 +468,8 @@ class Recorder(contextlib.ExitStack, progress_lib.Observer):
                 break
             # A gap or a damaged line before the checkpoint cannot be recomputed: refuse to go on.
             try:
-                last = int(json.loads(line)["step"])
-            except (KeyError, TypeError, ValueError) as error:
+                last = _step_of(line)
+            except (AttributeError, KeyError, TypeError, ValueError) as error:
                 raise _damaged(path, f"line {number} is damaged") from error
             if last > step:
                 break
@@ -462,6 +531,37 @@ class Recorder(contextlib.ExitStack, progress_lib.Observer):
             text = f"step {step} cannot be saved in {self._folder} ({checks.first_line(error)})"
             remedy = "free space and run the command again to resume from an earlier checkpoint"
             raise OSError(f"checkpoint of {text}; {remedy}") from error
+
+
+def _step_of(line: bytes) -> int:
+    """Returns the step of a line of metrics. Raises one of several errors if it is damaged."""
+    values = json.loads(line)
+    # A resumed run must leave the bytes that `Recorder.metrics` writes, so others are refused.
+    if json.dumps(values, allow_nan=False).encode() + b"\n" != line:
+        raise ValueError("not written by a run")
+    for name, value in values.items():
+        if type(value) not in (int, float) and value not in _NOT_FINITE:
+            raise TypeError(f"{name} is not a number")
+    if type(values["step"]) is not int:
+        raise TypeError("step is not an integer")
+    return values["step"]
+
+
+def read_metrics(path: pathlib.Path) -> list[dict[str, Any]]:
+    """Returns the lines of a metrics file, without an incomplete last one.
+
+    Raises:
+        InputError: A line is damaged.
+    """
+    rows = []
+    for number, line in enumerate(path.read_bytes().splitlines(keepends=True), 1):
+        if line.endswith(b"\n"):
+            try:
+                _step_of(line)
+            except (AttributeError, KeyError, TypeError, ValueError) as error:
+                raise _damaged(path, f"line {number} is damaged") from error
+            rows.append(json.loads(line))
+    return rows
 
 
 def _damaged(path: pathlib.Path, problem: str) -> checks.InputError:

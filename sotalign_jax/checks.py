@@ -126,8 +126,86 @@ def to_python(value: Any) -> Any:
     return float(str(number)) if jnp.issubdtype(number.dtype, jnp.floating) else number.item()
 
 
+def native_dtype(dtype: Any) -> np.dtype:
+    """Returns the type in which JAX computes with stored numbers.
+
+    Args:
+        dtype: Type of the stored numbers.
+
+    Returns:
+        The type in this machine's byte order. It is float64 for longer floats, and float32 for bits
+        and unsigned bytes, such as binary fingerprints. Other types stay as they are.
+
+    Example:
+        >>> native_dtype(">f4"), native_dtype(np.uint8), native_dtype(np.float16)
+        (dtype('float32'), dtype('float32'), dtype('float16'))
+    """
+    kind = np.dtype(dtype)
+    if kind == np.bool_ or kind == np.uint8:
+        return np.dtype(np.float32)
+    if kind.kind == "f" and kind.itemsize > 8:
+        return np.dtype(np.float64)
+    return kind.newbyteorder("=") if kind.kind in "fiuc" else kind
+
+
+def native(x: np.ndarray) -> np.ndarray:
+    """Converts stored numbers to the type in which JAX computes with them.
+
+    Args:
+        x: Any array.
+
+    Returns:
+        The array in its `native_dtype`, without a copy if it has that type already.
+
+    Example:
+        >>> native(np.ones(2, ">f4")).dtype, native(np.array([True, False])).tolist()
+        (dtype('float32'), [1.0, 0.0])
+    """
+    kind = native_dtype(x.dtype)
+    # numpy treats equal types of another byte order as different ones.
+    return x if kind == x.dtype else x.astype(kind)
+
+
+def is_mapped(x: Any) -> bool:
+    """Returns True if an array is memory-mapped, so that converting all of it costs memory.
+
+    Args:
+        x: Any array.
+
+    Returns:
+        True for a `numpy.memmap` and for a view of one.
+
+    Example:
+        >>> is_mapped(np.ones(2))
+        False
+    """
+    return isinstance(x, np.memmap) or isinstance(getattr(x, "base", None), np.memmap)
+
+
 def array(name: str, x: Any) -> np.ndarray:
-    """Converts an array, tensor or nested list to a numpy array of numbers.
+    """Converts an array, tensor or nested list to a numpy array that JAX computes with.
+
+    Args:
+        name: Name of the argument for error messages.
+        x: Anything that numpy converts, or a torch tensor of any dtype, on any device.
+
+    Returns:
+        The numpy array in its `native_dtype`. A memory-mapped array keeps its dtype, and its rows
+        are converted when they are read.
+
+    Raises:
+        InputError: See `stored`.
+
+    Example:
+        >>> array("x", [[1.0, 2.0]]).shape
+        (1, 2)
+    """
+    made = stored(name, x)
+    return made if is_mapped(made) else native(made)
+
+
+def stored(name: str, x: Any) -> np.ndarray:
+    """Converts an array, tensor or nested list to a numpy array of the same type of numbers.
 
     Args:
         name: Name of the argument for error messages.
@@ -137,12 +215,17 @@ def array(name: str, x: Any) -> np.ndarray:
         The numpy array. A bfloat16 tensor keeps its dtype.
 
     Raises:
-        InputError: `x` is ragged, holds arrays as cells, or does not hold numbers.
+        InputError: `x` is sparse or ragged, holds arrays as cells, or does not hold numbers.
 
     Example:
-        >>> array("x", [[1.0, 2.0]]).shape
-        (1, 2)
+        >>> stored("x", [[1, 2]]).dtype
+        dtype('int64')
     """
+    # Of scipy.sparse, and of packages with the same interface.
+    if hasattr(x, "toarray"):
+        raise InputError(
+            f"{name} must be dense, got a sparse {type(x).__name__}; pass {name}.toarray()"
+        )
     try:
         if hasattr(x, "detach"):
             x = x.detach().cpu()
@@ -173,9 +256,10 @@ def embeddings(
     min_rows: int = 1,
     other_width: int | None = None,
 ) -> None:
-    """Checks that an array is 2-D, floating-point and has only finite, non-zero rows.
+    """Checks that an array is 2-D, holds floats, and has only finite, non-zero rows.
 
-    The array is read in chunks of rows and may be memory-mapped.
+    The array is read in chunks of rows and may be memory-mapped. Bits and unsigned bytes count as
+    floats, because binary fingerprints are stored so.
 
     Args:
         name: Name of the argument for error messages.
@@ -202,8 +286,8 @@ def embeddings(
         raise InputError(f"{name} must have a width >= 1, got 0")
     if width is not None and shape[1] != width:
         raise wrong_width(name, shape, width, other_width)
-    kind = np.dtype(x.dtype)
-    if kind.kind in "iub":
+    kind = native_dtype(x.dtype)
+    if kind.kind in "iu":
         raise InputError(
             f"{name} must be floating-point, got dtype {kind}; pass {name}.astype(np.float32), "
             "multiplied by its scale if it holds 8-bit codes"
@@ -305,7 +389,7 @@ def features(name: str, x: Any, *, ndim: int = 2, width: int | None = None) -> j
         shared space first
     """
     # Features are outputs of heads. Unlike embeddings they may be on a device, and may be zero.
-    out = jnp.asarray(x)
+    out = jnp.asarray(native(x) if isinstance(x, np.ndarray) else x)
     if out.ndim != ndim or 0 in out.shape or not jnp.issubdtype(out.dtype, jnp.floating):
         raise InputError(
             f"{name} must be a non-empty {ndim}-D array of floats, got shape {out.shape} and dtype "

@@ -294,16 +294,19 @@ def dataset(
     pairs_x, pairs_y = checks.pairs(*pairs, min_rows=checks.MIN_PAIRS)
     # A missing pool is empty but has a width, so that all code downstream treats it alike.
     pool_x, pool_y = (
-        checks.rows(
-            name,
-            own[:0] if pool is None else pool,
-            width=own.shape[1],
-            min_rows=0,
-            other_width=other.shape[1],
+        files.pool(
+            checks.rows(
+                name,
+                own[:0] if pool is None else pool,
+                width=own.shape[1],
+                min_rows=0,
+                other_width=other.shape[1],
+            )
         )
         for name, pool, own, other in (("x", x, pairs_x, pairs_y), ("y", y, pairs_y, pairs_x))
     )
-    return Dataset(pairs_x, pairs_y, pool_x, pool_y, val, test, zero_shot)
+    paired = checks.native(pairs_x), checks.native(pairs_y)
+    return Dataset(*paired, pool_x, pool_y, val, test, zero_shot)
 
 
 # --- splits by unique row ---
@@ -531,7 +534,8 @@ def semi_supervised(
             made = replace_with_noise(made, fraction=pool_noise, seed=own_seed)
         pools.append(made)
     pool_x, pool_y = pools
-    return Dataset(x[pairs], y[pairs], pool_x, pool_y, val, test, zero_shot)
+    paired = checks.native(x[pairs]), checks.native(y[pairs])
+    return Dataset(*paired, pool_x, pool_y, val, test, zero_shot)
 
 
 def _held_out_galleries(
@@ -555,7 +559,7 @@ def _external_pool(
     """Checks an external pool and draws `n_unpaired` of its rows."""
     made = checks.rows(name, pool, width=table.shape[1])
     if n_unpaired is None:
-        return made
+        return files.pool(made)
     checks.within(len(made), f"rows in {name}", least=0, n_unpaired=n_unpaired)
     return files.take(made, np.random.default_rng(seed).permutation(len(made))[:n_unpaired])
 
@@ -634,7 +638,7 @@ def replace_with_noise(x: ArrayLike, *, fraction: float, seed: int = 0) -> np.nd
         >>> replace_with_noise(np.ones((4, 2)), fraction=0.5).shape
         (4, 2)
     """
-    out = np.array(x)
+    out = np.array(checks.native(np.asarray(x)))
     chosen = _choose_rows(len(out), fraction, seed)
     # A different stream from `_choose_rows`, so that noise and choice are independent.
     noise = np.random.default_rng((seed, 1)).standard_normal((len(chosen), out.shape[1]))

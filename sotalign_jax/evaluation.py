@@ -53,7 +53,7 @@ def embed(head: Any, rows: Rows, *, unit: bool = True) -> Float[np.ndarray, "n d
     block_size = min(EMBED_CHUNK, len(rows))
     out = np.empty(0)
     for start in range(0, len(rows), block_size):
-        block = np.asarray(rows[start : start + block_size])
+        block = checks.native(np.asarray(rows[start : start + block_size]))
         # The last block is padded to the compiled shape. Ones have a norm, and zeros do not.
         padded = np.pad(block, [(0, block_size - len(block)), (0, 0)], constant_values=1)
         features = np.asarray(_apply(head, jnp.asarray(padded), unit))

@@ -17,7 +17,7 @@ from jaxtyping import Float
 from numpy.typing import ArrayLike
 
 import sotalign_numpy
-from sotalign_jax import checks, evaluation
+from sotalign_jax import checks, evaluation, files
 from sotalign_jax.calibration import Calibration
 from sotalign_jax.heads import Head, Heads
 
@@ -321,16 +321,19 @@ def to_onnx(
 
     Raises:
         InputError: `path` has another suffix, or the package `onnx` is missing.
+        OSError: A file cannot be written. An earlier one stays intact.
     """
     path = pathlib.Path(path).expanduser()
     if path.suffix != ".onnx":
         raise checks.InputError(f"path must end in .onnx, got {path}")
     onnx = checks.require("onnx", extra="onnx")
     made = to_numpy(heads, calibration)
-    files = path.with_stem(f"{path.stem}_x"), path.with_stem(f"{path.stem}_y")
-    for file, program, head in zip(files, (made.x, made.y), (heads.x, heads.y), strict=True):
-        onnx.save(_model(onnx, program, head.d_out, bias=calibration is not None), file)
-    return files
+    written = path.with_stem(f"{path.stem}_x"), path.with_stem(f"{path.stem}_y")
+    for file, program, head in zip(written, (made.x, made.y), (heads.x, heads.y), strict=True):
+        model = _model(onnx, program, head.d_out, bias=calibration is not None)
+        with files.replacing(file) as stream:
+            stream.write(model.SerializeToString())
+    return written
 
 
 def _model(onnx: Any, program: sotalign_numpy.Program, d_out: int, *, bias: bool) -> Any:

@@ -1,14 +1,16 @@
-"""Readers of embedding files: numpy, safetensors, parquet, CSV, HDF5, torch and TFDS."""
+"""Files: readers of numpy, safetensors, parquet, CSV, HDF5, torch and TFDS, and a safe writer."""
 
+import contextlib
 import csv
 import json
 import math
 import os
 import pathlib
 import re
+import threading
 import zipfile
-from collections.abc import Callable, Iterable
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, BinaryIO
 
 import ml_dtypes
 import numpy as np
@@ -32,12 +34,54 @@ MAPPED_BYTES = 2**30
 """Largest selection of rows of a memory-mapped file that is copied to memory."""
 
 
+TEMPORARY = re.compile(r"\..+\.\d+\.tmp")
+"""Names of the files that `replacing` writes to. A killed process leaves them behind."""
+
+
+@contextlib.contextmanager
+def replacing(path: str | os.PathLike[str]) -> Iterator[BinaryIO]:
+    """Opens a temporary file that replaces `path` once it is completely on disk.
+
+    Readers see the earlier file or the new one, and a failed write leaves the earlier one as it is.
+    A symbolic link stays, and the file that it points to is replaced.
+
+    Args:
+        path: The file to write.
+
+    Yields:
+        The temporary file, open for writing bytes.
+
+    Raises:
+        OSError: The file cannot be written.
+    """
+    try:
+        target = pathlib.Path(path).expanduser().resolve()
+    except (ValueError, RuntimeError) as error:  # a NUL character, or an unknown user
+        raise OSError(f"{os.fspath(path)!r} is no path ({checks.first_line(error)})") from error
+    # Another process or thread may write the same file at the same time.
+    own = f"{os.getpid()}.{threading.get_ident()}"
+    temporary = target.with_name(f".{target.name}.{own}.tmp")
+    try:
+        with temporary.open("wb") as file:
+            yield file
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, target)  # atomic within a file system
+    except OSError as error:
+        # The error of a full disk does not name the file, and others name the temporary one.
+        reason = error.strerror or checks.first_line(error)
+        remedy = "free some space, or choose another folder"
+        raise OSError(f"{path} cannot be written ({reason}); {remedy}") from error
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
 class MappedRows:
-    """Selected rows of a memory-mapped array, read when they are indexed.
+    """Selected rows of a memory-mapped array, read and converted when they are indexed.
 
     Args:
         array: The memory-mapped array.
-        rows: Indices of the selected rows. Row i is `array[rows[i]]`.
+        rows: Indices of the selected rows. Row i is `array[rows[i]]`, in its `native_dtype`.
 
     Example:
         >>> rows = MappedRows(np.arange(8.0).reshape(4, 2), np.array([3, 1]))
@@ -47,13 +91,14 @@ class MappedRows:
 
     def __init__(self, array: np.ndarray, rows: np.ndarray) -> None:
         self._array, self._rows = array, rows
-        self.dtype, self.shape = array.dtype, (len(rows), *array.shape[1:])
+        self.dtype = checks.native_dtype(array.dtype)
+        self.shape = (len(rows), *array.shape[1:])
 
     def __len__(self) -> int:
         return len(self._rows)
 
     def __getitem__(self, index: Any) -> np.ndarray:
-        return self._array[self._rows[index]]
+        return checks.native(self._array[self._rows[index]])
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
         return self[:].astype(dtype or self.dtype, copy=False)
@@ -67,17 +112,34 @@ def take(array: np.ndarray, rows: np.ndarray) -> np.ndarray | MappedRows:
         rows: Indices of the rows.
 
     Returns:
-        `array[rows]`, or `MappedRows` if the array is memory-mapped and the rows take more than
-        `MAPPED_BYTES`.
+        `array[rows]` in its `native_dtype`, or `MappedRows` if the array is memory-mapped and the
+        rows take more than `MAPPED_BYTES`.
 
     Example:
         >>> take(np.arange(3), np.array([2, 0])).tolist()
         [2, 0]
     """
-    mapped = isinstance(array, np.memmap) or isinstance(array.base, np.memmap)
-    # Computed from one row, because `array[rows].nbytes` would read all of them.
-    large = len(rows) * array[:1].nbytes > MAPPED_BYTES
-    return MappedRows(array, rows) if mapped and large else array[rows]
+    selected = MappedRows(array, rows)
+    large = math.prod(selected.shape) * selected.dtype.itemsize > MAPPED_BYTES
+    return selected if checks.is_mapped(array) and large else selected[:]
+
+
+def pool(array: np.ndarray) -> np.ndarray | MappedRows:
+    """Returns a pool whose rows JAX can use.
+
+    Args:
+        array: Any array.
+
+    Returns:
+        The array itself, or `MappedRows` if it is memory-mapped in a type that JAX does not use.
+
+    Example:
+        >>> pool(np.ones((2, 3))).shape
+        (2, 3)
+    """
+    # In memory, `checks.array` has converted the array already.
+    foreign = array.dtype != checks.native_dtype(array.dtype)
+    return MappedRows(array, np.arange(len(array))) if foreign else array
 
 
 def describe(array: np.ndarray | MappedRows, path: str | os.PathLike[str]) -> str:
@@ -135,9 +197,11 @@ def load_array(path: str | os.PathLike[str], *, key: str | None = None) -> np.nd
     to float32 if the file also holds their scale: `KEY * KEY_scale + KEY_mean`, where `KEY_mean`
     may be missing, and both may be called `scale` and `mean`. They broadcast against the codes.
 
-    A .pt file is read with `weights_only=True`, so it cannot run code. The NAME of a `tfds:`
-    address may have a config and a version (`name/config:1.0.0`), and SPLIT may be a slice
-    (`train[:50%]`). Features of one split are read in the same order, so two of them make pairs.
+    A .pt file is read with `weights_only=True`, so it cannot run code. An HDF5 file must hold its
+    values itself, because a link, external storage or a virtual dataset may read any file. The
+    NAME of a `tfds:` address may have a config and a version (`name/config:1.0.0`), and SPLIT may
+    be a slice (`train[:50%]`). Features of one split are read in the same order, so two of them
+    make pairs.
 
     Args:
         path: Path of the file, PATH#KEY, or a `tfds:` address.
@@ -238,6 +302,11 @@ def _load_hdf5(file: pathlib.Path, key: str | None) -> np.ndarray:
 
         def get(name: str) -> np.ndarray:
             entry = store[name]
+            # The file may come from somebody else and must not name which other file is read. Even
+            # a virtual dataset of its own file may lead to a dataset that is stored elsewhere.
+            if entry.external or entry.is_virtual:
+                text = f"{file} holds no values of {name!r}, which names other storage"
+                raise checks.InputError(f"{text}; write the values into the file")
             # A contiguous dataset is mapped at its offset in the file. The offset is None if the
             # dataset is chunked, compressed or empty.
             offset = entry.id.get_offset()
@@ -246,9 +315,17 @@ def _load_hdf5(file: pathlib.Path, key: str | None) -> np.ndarray:
             return np.memmap(file, entry.dtype, "r", offset=offset, shape=entry.shape)
 
         names: list[str] = []
+        links: list[str] = []
+        # Datasets behind links are not visited.
         store.visititems(
             lambda name, entry: names.append(name) if isinstance(entry, h5py.Dataset) else None
         )
+        store.visititems_links(
+            lambda name, link: links.append(name) if isinstance(link, h5py.ExternalLink) else None
+        )
+        if links and (key in links or not names):
+            text = f"{file} holds no values of {key or links[0]!r}, which links to another file"
+            raise checks.InputError(f"{text}; copy them into the file")
         return _pick(file, names, key, get)
 
 
@@ -267,7 +344,7 @@ def _load_torch(file: pathlib.Path, key: str | None) -> np.ndarray:
         raise checks.InputError(f"{file} holds more than tensors; {remedy}") from error
     tensors = saved if isinstance(saved, dict) else {"": saved}
     tensors = {name: value for name, value in tensors.items() if torch.is_tensor(value)}
-    return _pick(file, tensors, key, lambda name: checks.array(name, tensors[name]))
+    return _pick(file, tensors, key, lambda name: checks.stored(name, tensors[name]))
 
 
 def _load_parquet(file: pathlib.Path, key: str | None) -> np.ndarray:

@@ -25,6 +25,9 @@ from sotalign_jax import checks
 from sotalign_jax.calibration import Calibration
 from sotalign_jax.heads import Heads, rebuild
 
+with contextlib.suppress(ImportError):  # Windows has no such locks: `_locked` does nothing there
+    import fcntl
+
 # Increase it when files of older versions cannot be read any more.
 FORMAT = 3
 """Version of the files that `save` writes."""
@@ -51,44 +54,45 @@ class Parts(NamedTuple):
 def save(parts: Parts, path: str | os.PathLike[str], *, overwrite: bool = False) -> None:
     """Writes an aligner into a folder. If it fails, an earlier aligner stays intact.
 
+    Savers of one folder take turns, so the last one wins, and `load` waits for them.
+
     Args:
         parts: The aligner.
-        path: The folder, which is created.
+        path: The folder, which is created. A symbolic link stays, and its target is replaced.
         overwrite: True to replace an existing aligner. Other files are never replaced.
 
     Raises:
         InputError: The folder holds other files, or `info` is not JSON.
         OSError: The files cannot be written, for example because the disk is full.
     """
-    # Written to a temporary folder and renamed. A rename is atomic within a file system, so neither
-    # a reader nor a crash sees half an aligner.
-    path = pathlib.Path(path).expanduser().absolute()
-    temporary, previous = (path.with_name(f".{path.name}.{end}") for end in ("tmp", "old"))
-    # An earlier save was killed between its two renames. Restores the aligner that it had moved.
-    if previous.exists() and not path.exists():
-        previous.rename(path)
-    _check_free(path, overwrite)
     arrays = {_TENSORS: {k: np.asarray(leaf[...]) for k, leaf in _leaves(parts.heads).items()}}
     if parts.calibration is not None:
         arrays[_CALIBRATION] = jax.tree.map(np.asarray, vars(parts.calibration))
-    # Leftovers of a save that was killed.
-    for leftover in (temporary, previous):
-        shutil.rmtree(leftover, ignore_errors=True)
+    folder = _resolved(path)
+    temporary, previous = (folder.with_name(f".{folder.name}.{end}") for end in ("tmp", "old"))
     try:
-        temporary.mkdir(parents=True)
-        for name, tensors in arrays.items():
-            save_file(tensors, temporary / name)
-        text = _description(parts, {name: _digest(temporary / name) for name in arrays})
-        (temporary / _DESCRIPTION).write_text(text + "\n", encoding="utf-8")
-        if path.exists():
-            path.rename(previous)  # kept until the new one is in its place
-        temporary.rename(path)
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        with _locked(folder.parent, alone=True):
+            # An earlier save was killed between its two renames. Restores the aligner it had moved.
+            if previous.exists() and not folder.exists():
+                previous.rename(folder)
+            _check_free(folder, overwrite)
+            # Leftovers of a save that was killed.
+            for leftover in (temporary, previous):
+                shutil.rmtree(leftover, ignore_errors=True)
+            try:
+                _write(parts, arrays, temporary)
+                # Renamed, because a rename is atomic within a file system.
+                if folder.exists():
+                    folder.rename(previous)  # kept until the new one is in its place
+                temporary.rename(folder)
+            finally:
+                shutil.rmtree(temporary, ignore_errors=True)
+            shutil.rmtree(previous, ignore_errors=True)
     except (OSError, SafetensorError) as error:
         reason = getattr(error, "strerror", None) or checks.first_line(error)
-        raise OSError(f"path {path} cannot be written ({reason}); free some space") from error
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
-    shutil.rmtree(previous, ignore_errors=True)
+        remedy = "free some space, or choose another folder"
+        raise OSError(f"path {path} cannot be written ({reason}); {remedy}") from error
 
 
 def load(path: str | os.PathLike[str]) -> Parts:
@@ -103,7 +107,13 @@ def load(path: str | os.PathLike[str]) -> Parts:
     Raises:
         InputError: The folder holds no aligner, or a file of it is missing or damaged.
     """
-    folder = _find(path)
+    # All files are read before a saver may replace them.
+    with contextlib.ExitStack() as held:
+        return _load(_find(path, held))
+
+
+def _load(folder: pathlib.Path) -> Parts:
+    """Reads the aligner in a folder."""
     with _reading(folder / _DESCRIPTION):
         described = json.loads((folder / _DESCRIPTION).read_text(encoding="utf-8"))
     written = described.get("format") if isinstance(described, dict) else None
@@ -129,7 +139,49 @@ def load(path: str | os.PathLike[str]) -> Parts:
         arrays = _tensors(folder / _CALIBRATION, digests)
         with _reading(folder / _CALIBRATION):
             calibration = Calibration(**jax.tree.map(jnp.asarray, arrays))
+            _check_calibration(calibration, shapes.x.d_out)
     return Parts(nnx.merge(graphdef, state), info, calibration)
+
+
+def _resolved(path: str | os.PathLike[str]) -> pathlib.Path:
+    """Returns the folder that a path stands for, with symbolic links followed."""
+    try:
+        folder = pathlib.Path(path).expanduser().resolve()
+    # A NUL character, an unknown user and a loop of links raise errors of these types.
+    except (ValueError, RuntimeError, OSError) as error:
+        reason = checks.first_line(error)
+        raise checks.InputError(
+            f"path {os.fspath(path)!r} is not a path ({reason}); choose another folder"
+        ) from error
+    if not folder.name:
+        raise checks.InputError(f"path {path} cannot hold an aligner; choose a folder below it")
+    return folder
+
+
+@contextlib.contextmanager
+def _locked(folder: pathlib.Path, *, alone: bool) -> Iterator[None]:
+    """Locks the entries of a folder, for one saver alone or for loaders together.
+
+    The lock is on the folder itself, so it leaves no file behind. The operating system releases it
+    even after a kill.
+    """
+    with contextlib.ExitStack() as held:
+        # Some network file systems have no locks, and a folder may not be readable. Loading from
+        # there must work all the same, and a missing folder is reported by the caller.
+        with contextlib.suppress(OSError):
+            descriptor = os.open(folder, os.O_RDONLY)
+            held.callback(os.close, descriptor)
+            fcntl.flock(descriptor, fcntl.LOCK_EX if alone else fcntl.LOCK_SH)
+        yield
+
+
+def _write(parts: Parts, arrays: dict[str, Any], folder: pathlib.Path) -> None:
+    """Writes the files of an aligner into a new folder."""
+    folder.mkdir()
+    for name, tensors in arrays.items():
+        save_file(tensors, folder / name)
+    text = _description(parts, {name: _digest(folder / name) for name in arrays})
+    (folder / _DESCRIPTION).write_text(text + "\n", encoding="utf-8")
 
 
 def _check_free(path: pathlib.Path, overwrite: bool) -> None:
@@ -166,12 +218,15 @@ def _description(parts: Parts, digests: dict[str, str]) -> str:
         raise checks.InputError(f"info must hold JSON values only ({error})") from error
 
 
-def _find(path: str | os.PathLike[str]) -> pathlib.Path:
-    """Returns the folder of the aligner at `path`, or in the run folder `path`."""
-    given = pathlib.Path(path).expanduser()
-    folder = given if (given / _DESCRIPTION).exists() else given / FOLDER
-    if (folder / _DESCRIPTION).exists():
-        return folder
+def _find(path: str | os.PathLike[str], held: contextlib.ExitStack) -> pathlib.Path:
+    """Returns the folder of the aligner at `path`, or in the run folder `path`, and locks it."""
+    given = _resolved(path)
+    for folder in (given, (given / FOLDER).resolve()):
+        held.enter_context(_locked(folder.parent, alone=False))
+        # A save that was killed between its two renames has left the aligner under the other name.
+        for found in (folder, folder.with_name(f".{folder.name}.old")):
+            if (found / _DESCRIPTION).exists():
+                return found
     # If the path is a folder of several runs, the message lists them.
     below = sorted(given.glob(f"*/{FOLDER}/{_DESCRIPTION}"))
     runs = ", ".join(str(file.parents[1]) for file in below)
@@ -179,6 +234,20 @@ def _find(path: str | os.PathLike[str]) -> pathlib.Path:
         f"path {path} holds no aligner; pass a folder that Aligner.save wrote, or the "
         f"folder of a finished run{f', such as {runs}' if runs else ''}"
     )
+
+
+def _check_calibration(calibration: Calibration, width: int) -> None:
+    """Raises ValueError unless the arrays fit together and are finite."""
+    n, m = len(calibration.f), len(calibration.g)
+    wanted = {"f": (n, width), "g": (m, width), "u": (n,), "v": (m,), "epsilon": ()}
+    for name, shape in wanted.items():
+        array = getattr(calibration, name)
+        if array.shape != shape or 0 in shape:
+            raise ValueError(f"{name} has shape {array.shape} instead of {shape}")
+        if not jnp.issubdtype(array.dtype, jnp.floating) or not checks.finite(array):
+            raise ValueError(f"{name} has NaN, inf or a wrong type")
+    if not calibration.epsilon > 0:
+        raise ValueError(f"epsilon is {calibration.epsilon}")
 
 
 def _leaves(heads: Any) -> dict[str, Any]:

@@ -342,7 +342,7 @@ def refine(
     cross-validation on the pairs. No round is made unless the mean reciprocal rank of held-out
     pairs gains more than one standard error. A kernel CCA is refined in the kernel features of
     landmarks from the pairs and the pools, and chosen if it is still clearly better than the linear
-    one afterwards.
+    one after a round.
 
     Args:
         pairs_x: Paired embeddings A of the first modality, shape [n, d_x].
@@ -387,23 +387,25 @@ def refine(
         first = _fitted(A, B, options[0], dim=None, seed=seed, dtype=dtype)
         return Refined(first, first, ())
     splits = refinement.folds(A, B, seed=seed)
-    held = np.concatenate([fold.held for fold in splits])
-    tried = []
-    for one in options:
-        sides = _side(A, x, one.gamma_x, seed), _side(B, y, one.gamma_y, seed + 1)
-        choice = refinement.choose_steps(*sides, one, splits, seed=seed, mesh=mesh, report=report)
-        tried.append((one, sides, choice))
-    start, sides, choice = tried[0]
-    # A kernel must still gain clearly once the unpaired rows are used, because they bring much of
-    # what a kernel does.
-    if len(tried) > 1 and choose.clearly_higher(tried[1][2].ranks, choice.ranks, held):
-        start, sides, choice = tried[1]
+    common: dict[str, Any] = {"seed": seed, "mesh": mesh, "report": report}
+    start = options[0]
+    if len(options) > 1:
+        # A kernel must still be clearly better after a round, because unpaired rows bring much of
+        # what a kernel does.
+        after = []
+        for one in options:
+            sides = side(A, x, one.gamma_x, seed), side(B, y, one.gamma_y, seed + 1)
+            after.append(refinement.choose_steps(*sides, one, splits, rounds=1, **common).ranks)
+        held = np.concatenate([fold.held for fold in splits])
+        start = options[int(choose.clearly_higher(after[1], after[0], held))]
+    sides = side(A, x, start.gamma_x, seed), side(B, y, start.gamma_y, seed + 1)
+    choice = refinement.choose_steps(*sides, start, splits, **common)
     first = _fitted(A, B, start, dim=None, seed=seed, dtype=dtype)
     if not choice.steps:
         return Refined(first, first, choice.scores)
-    found = refinement.refine(*sides, start, choice.steps, seed=seed, mesh=mesh, report=report)
+    found = refinement.refine(*sides, start, choice.steps, **common)
     covered = moments.of_pairs(sides[0].pairs, sides[1].pairs, divisor=len(A) - 1)
-    teacher = _of_features(sides[0].features, sides[1].features, found, covered, dtype)
+    teacher = of_features(sides[0].features, sides[1].features, found, covered, dtype)
     return Refined(teacher, first, choice.scores)
 
 
@@ -537,8 +539,20 @@ def _fitted(
     return _fitted_kernel(pairs_x, pairs_y, options, **sizes)
 
 
-def _side(pairs: np.ndarray, pool: Pool, gamma: float | None, seed: int) -> refinement.Side:
-    """Computes the features of a modality from its pairs and a sample of its pool."""
+def side(
+    pairs: np.ndarray, pool: Pool, gamma: float | None = None, seed: int = 0
+) -> refinement.Side:
+    """Computes the features of a modality from its pairs and a sample of its pool.
+
+    Args:
+        pairs: Paired embeddings, shape [n, d].
+        pool: Unpaired embeddings of the same modality.
+        gamma: Bandwidth of a Gaussian kernel. None computes linear features.
+        seed: Seed of the sample.
+
+    Returns:
+        The modality in at most 512 features.
+    """
     rng = np.random.default_rng((seed, 2))
     if gamma is None:
         kept = np.sort(rng.permutation(len(pool))[: refinement.POOL_ROWS])
@@ -584,17 +598,28 @@ def _fitted_kernel(
     dim = min(rank, choose.DIRECTIONS) if dim is None else dim
     checks.within(rank, f"directions that these {n} pairs determine", dim=dim)
     kept = canonical.Directions(found.x[:, :dim], found.y[:, :dim], found.rho[:dim])
-    return _of_features(x, y, kept.weighted(options.power), covered, dtype)
+    return of_features(x, y, kept.weighted(options.power), covered, dtype)
 
 
-def _of_features(
+def of_features(
     x: Features,
     y: Features,
     directions: canonical.Directions,
     covered: moments.Moments,
-    dtype: Any,
+    dtype: Any = jnp.float32,
 ) -> Teacher:
-    """Builds the teacher that maps rows to features and then to directions."""
+    """Builds the teacher that maps rows to features and then to directions.
+
+    Args:
+        x: Features of the first modality.
+        y: Features of the second modality.
+        directions: Directions in feature coordinates.
+        covered: Moments of the pairs in feature coordinates, which give the correlations.
+        dtype: Dtype of the teacher's arrays.
+
+    Returns:
+        The teacher.
+    """
     correlations = canonical.correlations(covered, directions)
     return Teacher(
         _map_of(x, directions.x, dtype),

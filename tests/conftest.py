@@ -4,20 +4,22 @@ import contextlib
 import gc
 import os
 import pathlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 
 # Tests compile thousands of small programs and run each a few times: compile quickly. The older
 # emitters take half the time of XLA's MLIR ones, and splitting a small module takes longer than
 # compiling it. The two passes over loops take a fifth of the time to compile a Sinkhorn solve.
-os.environ["XLA_FLAGS"] = " ".join(
-    (
-        os.environ.get("XLA_FLAGS", ""),
-        "--xla_backend_optimization_level=0",
-        "--xla_cpu_use_fusion_emitters=false",
-        "--xla_cpu_parallel_codegen_split_count=1",
-        "--xla_disable_hlo_passes=while-loop-invariant-code-motion,simplify-while-loops",
-    )
+QUICK = (
+    "--xla_backend_optimization_level=0",
+    "--xla_cpu_use_fusion_emitters=false",
+    "--xla_cpu_parallel_codegen_split_count=1",
+    "--xla_disable_hlo_passes=while-loop-invariant-code-motion,simplify-while-loops",
 )
+# Users run the default flags. COMPILE=default tests the numerics with them, see .ci/run.
+if os.environ.get("COMPILE") != "default":
+    os.environ["XLA_FLAGS"] = " ".join((os.environ.get("XLA_FLAGS", ""), *QUICK))
+# The launchers keep programs in the user's cache otherwise.
+os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", "")
 
 # Importing creates many objects and hardly any garbage.
 gc.disable()
@@ -33,6 +35,21 @@ import shape_checks
 import sotalign_jax
 
 shape_checks.install(sotalign_jax)
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Adds --no-skips, for environments in which every test can run."""
+    parser.addoption("--no-skips", action="store_true", help="report a skipped test as failed")
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestReport]:
+    """Turns a skip into a failure under --no-skips."""
+    report = yield
+    if report.skipped and item.config.getoption("--no-skips"):
+        report.outcome = "failed"
+        report.longrepr = f"{item.nodeid} was skipped: {report.longrepr}"
+    return report
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

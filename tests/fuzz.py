@@ -5,14 +5,18 @@
 
 Affinities are flat, clustered, duplicated, near a permutation, constant, huge or shifted, and some
 contain -inf or NaN. Epsilon ranges from 1e-4 to 10. Weights range down to 1e-15 on both sides and
-include padding. Arrays are float32 or float64. Problems with features also check the loss, with
-stored and streamed affinities, and in float32 with an int8 kernel as on a GPU or TPU.
-Problem i of a seed does not depend on the other options. The findings are
+include padding. Arrays are float32 or float64. A third of the problems is extreme: weights over 30
+decades with hubs, sparse bits, float16 rows of tiny norms, or many more columns than rows.
+Problems with features also check the loss, with stored and streamed affinities, and in float32 with
+an int8 kernel as on a GPU or TPU. Problem i of a seed does not depend on the other options. The
+findings are
 
     non-finite       a result is not finite although the problem is valid
     not converged    the plan, or a plan of the loss, has not converged, but textbook Sinkhorn in
                      float64 converges within the same number of iterations
     false converged  the marginals of `plan.matrix()` miss the tolerance of a converged plan
+    false error      the potentials u and v of `sinkhorn`, `klot` or `klot_from_embeddings` have a
+                     plan with a larger error than the one that is reported with them
     another loss     stored, streamed and given affinities converge to different values
     a plausible NaN  K has a NaN and the plan claims to be converged
 
@@ -25,7 +29,7 @@ import collections
 import functools
 import itertools
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -35,7 +39,7 @@ from tqdm import tqdm
 
 from benchmarks import common
 from sotalign_jax.ot import affinity
-from sotalign_jax.ot.kernel import Cosines, Kernel
+from sotalign_jax.ot.kernel import MAX_EXPONENT, Cosines, Kernel
 from sotalign_jax.ot.klot import klot, klot_from_embeddings
 from sotalign_jax.ot.sinkhorn import sinkhorn
 from sotalign_jax.ot.solver import Scalings, solve
@@ -43,6 +47,8 @@ from sotalign_jax.ot.solver import Scalings, solve
 ITERATIONS = 500
 SHAPES = ((24, 40), (96, 64), (200, 200))
 """Few shapes, because each one compiles. Padding covers all smaller shapes."""
+LONG_SHAPES = ((3, 400), (400, 3))
+"""Shapes of extreme problems, beside `SHAPES`."""
 WIDTH = 6
 DTYPES = (np.float32, np.float64)
 
@@ -57,6 +63,7 @@ class Case(NamedTuple):
     epsilon: float
     tolerance: float
     features: tuple[np.ndarray, ...] | None
+    half: bool = False  # the features are numbers of float16, and are given as such
 
 
 def _digits_lost(case: Case, k: np.ndarray, streamed: bool) -> bool:
@@ -76,9 +83,15 @@ def _unit(x: np.ndarray) -> np.ndarray:
     return x / np.linalg.norm(x, axis=1, keepdims=True)
 
 
-def _features(rng: np.random.Generator, n: int, m: int) -> tuple[str, np.ndarray, np.ndarray]:
+FEATURES = ("random", "clustered", "duplicated", "copies", "narrow")
+EXTREME_FEATURES = ("bits", "tiny half")
+
+
+def _features(
+    rng: np.random.Generator, n: int, m: int, kinds: Sequence[str] = FEATURES
+) -> tuple[str, np.ndarray, np.ndarray]:
     f, g = rng.normal(size=(n, WIDTH)), rng.normal(size=(m, WIDTH))
-    kind = str(rng.choice(["random", "clustered", "duplicated", "copies", "narrow"]))
+    kind = str(rng.choice(kinds))
     if kind == "clustered":
         centres = rng.normal(size=(3, WIDTH))
         f = centres[rng.integers(0, 3, n)] + 0.05 * f
@@ -89,13 +102,25 @@ def _features(rng: np.random.Generator, n: int, m: int) -> tuple[str, np.ndarray
         f = g[rng.integers(0, m, n)] + 10.0 ** rng.uniform(-4, 0) * f
     elif kind == "narrow":
         f, g = 0.1 * f + 1, 0.1 * g + 1
+    elif kind == "bits":
+        f, g = ((x > 1).astype(float) for x in (f, g))
+        for x in (f, g):
+            x[~x.any(axis=1), 0] = 1
+    elif kind == "tiny half":
+        # Down to the smallest numbers of float16, and not to zero.
+        f, g = (np.sign(x) * np.maximum(np.abs(x) * 1e-6, 6e-8) for x in (f, g))
+        f, g = (np.float16(x).astype(float) for x in (f, g))
     return kind, f, g
 
 
-def _affinity(rng: np.random.Generator, n: int, m: int) -> tuple[str, np.ndarray]:
-    kind = str(
-        rng.choice(["uniform", "permutation", "constant", "huge", "distances", "shifted", "hub"])
-    )
+AFFINITIES = ("uniform", "permutation", "constant", "huge", "distances", "shifted", "hub")
+EXTREME_AFFINITIES = ("hubs", "uniform", "permutation")
+
+
+def _affinity(
+    rng: np.random.Generator, n: int, m: int, kinds: Sequence[str] = AFFINITIES
+) -> tuple[str, np.ndarray]:
+    kind = str(rng.choice(kinds))
     k = rng.uniform(-1, 1, size=(n, m))
     if kind == "permutation":
         k = 0.02 * rng.normal(size=(n, m))
@@ -111,11 +136,19 @@ def _affinity(rng: np.random.Generator, n: int, m: int) -> tuple[str, np.ndarray
         k = k + 10.0 ** rng.uniform(0, 4) + rng.normal(size=(n, 1)) + rng.normal(size=(1, m))
     elif kind == "hub":
         k[:, 0] += 2
+    elif kind == "hubs":
+        k[:, :2] += rng.uniform(1, 5)
     return kind, k
 
 
-def _weights(rng: np.random.Generator, n: int) -> tuple[str, np.ndarray]:
-    kind = str(rng.choice(["uniform", "uniform", "dirichlet", "one tiny", "gaussian", "spread"]))
+WEIGHTS = ("uniform", "uniform", "dirichlet", "one tiny", "gaussian", "spread")
+EXTREME_WEIGHTS = ("uniform", "decades", "one heavy", "half tiny")
+
+
+def _weights(
+    rng: np.random.Generator, n: int, kinds: Sequence[str] = WEIGHTS
+) -> tuple[str, np.ndarray]:
+    kind = str(rng.choice(kinds))
     w = np.ones(n)
     if kind == "dirichlet":
         w = np.maximum(rng.dirichlet(np.full(n, 0.3)), 1e-15)
@@ -126,13 +159,22 @@ def _weights(rng: np.random.Generator, n: int) -> tuple[str, np.ndarray]:
         w = np.maximum(np.exp(-np.square((x - rng.uniform(-0.5, 1.5)) / 0.17) / 2), 1e-15)
     elif kind == "spread":
         w = 10.0 ** rng.uniform(-15, 0, size=n)
+    elif kind == "decades":
+        w = 10.0 ** rng.uniform(-30, 0, size=n)
+    elif kind == "one heavy":
+        w[:] = 10.0 ** rng.uniform(-30, -3)
+        w[rng.integers(n)] = 1
+    elif kind == "half tiny":
+        w[rng.uniform(size=n) < 0.5] = 10.0 ** rng.uniform(-30, -3)
     return kind, np.log(w / w.sum())
 
 
 def make(seed: int, index: int) -> Case:
     """Generates problem `index` of `seed`."""
+    extreme = np.random.default_rng([seed, index, 2]).uniform() < 1 / 3
     rng = np.random.default_rng([seed, index])
-    shape = SHAPES[rng.integers(len(SHAPES))]
+    shapes = SHAPES + LONG_SHAPES if extreme else SHAPES
+    shape = shapes[rng.integers(len(shapes))]
     dtype = DTYPES[rng.integers(2)]
     padded = rng.uniform() < 0.6
     n, m = (int(rng.integers(1, size + 1)) if padded else size for size in shape)
@@ -140,15 +182,16 @@ def make(seed: int, index: int) -> Case:
     tolerance = float(rng.choice([1e-4, 1e-9])) if dtype == np.float64 else 1e-4
     features = None
     if rng.uniform() < 0.4:
-        kind, f, g = _features(rng, n, m)
-        _, z, w = _features(rng, n, m)
+        kinds = EXTREME_FEATURES if extreme else FEATURES
+        kind, f, g = _features(rng, n, m, kinds)
+        _, z, w = _features(rng, n, m, (kind,) if kind == "tiny half" else kinds)
         k = _unit(f) @ _unit(g).T
         full = [np.full((size, WIDTH), np.nan, dtype) for size in (*shape, *shape)]
         for x, rows in zip(full, (f, g, z, w), strict=True):
             x[: len(rows)] = rows
         features = tuple(full)
     else:
-        kind, k = _affinity(rng, n, m)
+        kind, k = _affinity(rng, n, m, EXTREME_AFFINITIES if extreme else AFFINITIES)
         spoiled = rng.uniform()
         if spoiled < 0.15:
             k[rng.uniform(size=k.shape) < rng.choice([0.01, 0.3])] = -np.inf
@@ -156,8 +199,9 @@ def make(seed: int, index: int) -> Case:
         elif spoiled < 0.2:
             k[rng.integers(n), rng.integers(m)] = np.nan
             kind += ", NaN"
-    of_a, log_a = _weights(rng, n)
-    of_b, log_b = _weights(rng, m)
+    kinds = EXTREME_WEIGHTS if extreme else WEIGHTS
+    of_a, log_a = _weights(rng, n, kinds)
+    of_b, log_b = _weights(rng, m, kinds)
     given = np.full(shape, np.nan, dtype)
     given[:n, :m] = k
     padded_a, padded_b = (np.full(size, -np.inf) for size in shape)
@@ -166,10 +210,12 @@ def make(seed: int, index: int) -> Case:
         f"{kind}, {n} x {m} in {shape[0]} x {shape[1]}, weights {of_a} / {of_b}, "
         f"epsilon={epsilon:.3g}, tolerance={tolerance:g}, {np.dtype(dtype).name}"
     )
-    return Case(name, given, padded_a, padded_b, epsilon, tolerance, features)
+    half = kind == "tiny half" and dtype == np.float32
+    return Case(name, given, padded_a, padded_b, epsilon, tolerance, features, half)
 
 
 _plan = jax.jit(functools.partial(sinkhorn, max_iterations=ITERATIONS))
+_klot = jax.jit(functools.partial(klot, max_iterations=ITERATIONS, return_aux=True))
 
 
 @jax.jit
@@ -224,7 +270,9 @@ def _with_int8(
     limits = {"epsilon": epsilon, "tolerance": tolerance, "max_iterations": ITERATIONS}
     plan, state = solve(kernel, log_a, log_b, **limits)
     start = state._replace(x=jnp.zeros_like(state.x), y=jnp.zeros_like(state.y))
-    _, t = kernel.sweep(start, jnp.exp(log_a), jnp.exp(log_b + state.y))
+    # Lighter columns have no mass, and a row of tiny weight may have all of its own in them.
+    heavy = jnp.where(jnp.isneginf(log_b), log_b, jnp.maximum(log_b, -MAX_EXPONENT))
+    _, t = kernel.sweep(start, jnp.exp(log_a), jnp.exp(heavy + state.y))
     missing = jnp.exp(log_b) * jnp.abs(jnp.exp(state.y) * t - 1)
     missing = jnp.where(jnp.isneginf(log_b), 0.0, missing)
     return plan.measured(jnp.sum(missing), tolerance + 1e-6)
@@ -267,8 +315,40 @@ def _check_convergence(
     )
 
 
+def _check_potentials(case: Case, name: str, k: np.ndarray, plan: Any, epsilon: Any) -> Report:
+    """Checks the reported error against the plan of u and v, computed in float64."""
+    a, b = (np.exp(x) / np.exp(x).sum() for x in (case.log_a, case.log_b))
+    logs = k[a > 0][:, b > 0].astype(np.float64) / np.float64(epsilon)
+    u, v = (np.asarray(x, np.float64)[w > 0] for x, w in ((plan.u, a), (plan.v, b)))
+    matrix = np.exp(np.minimum(logs + u[:, None] + v[None, :], 50))
+    true = max(np.abs(matrix.sum(1) - a[a > 0]).sum(), np.abs(matrix.sum(0) - b[b > 0]).sum())
+    finite = np.abs(logs[np.isfinite(logs)]).max(initial=1)
+    largest = max(finite, np.abs(u).max(), np.abs(v).max())
+    # u and v are rounded to their dtype, and so is K if it was computed from features.
+    slack = 8 * np.finfo(case.k.dtype).eps * largest
+    # Exponents without digits after the point say nothing about the plan.
+    if not np.isfinite(plan.error) or slack > 0.1 or true <= plan.error + slack + 1e-6 * true:
+        return Report([])
+    return Report(
+        [f"{name} has a false error: {plan.error:.3g}, that of its u and v is {true:.3g}"]
+    )
+
+
+def _check_klot(case: Case, options: dict[str, Any]) -> Report:
+    """Checks both plans of the loss of K."""
+    epsilons = options["epsilon"], 3 * options["epsilon"]
+    _, aux = jax.device_get(_klot(case.k, case.k, **options, epsilon_star=epsilons[1]))
+    report = Report([])
+    for name, plan, epsilon in zip(("student", "teacher"), aux, epsilons, strict=True):
+        label = f"{name} of klot"
+        report += _check_potentials(case, label, case.k, plan, epsilon)
+        own = case._replace(epsilon=float(epsilon))
+        report += _check_convergence(own, label, case.k, plan)
+    return report
+
+
 def check(case: Case) -> Report:
-    """Checks the plan of K, and the loss if K comes from features."""
+    """Checks the plan of K, and the loss of K and of its features."""
     dtype, found = case.k.dtype, []
     options = {
         "log_a": case.log_a.astype(dtype),
@@ -295,7 +375,11 @@ def check(case: Case) -> Report:
     if reachable and not finite:
         found.append(f"non-finite: error {plan.error}")
     report = Report(found) + _check_convergence(case, "plan", case.k, plan)
-    return report if case.features is None else report + _check_losses(case, options)
+    if reachable:
+        report += _check_potentials(case, "plan", case.k, plan, options["epsilon"])
+    if case.features is not None:
+        return report + _check_losses(case, options)
+    return report + _check_klot(case, options) if reachable else report
 
 
 def _check_losses(case: Case, options: dict[str, Any]) -> Report:
@@ -321,11 +405,10 @@ def _check_losses(case: Case, options: dict[str, Any]) -> Report:
                 label, streamed = f"{name}, int8, {block_size=},", block_size is not None
                 k = affinities[name]
                 report += _check_convergence(case, label, k, plan, streamed=streamed)
+    given = tuple(np.float16(x) for x in case.features) if case.half else case.features
     for block_size in (None, 16):
         found = []
-        value, gradients, aux = jax.device_get(
-            _streamed(case.features, options, block_size=block_size)
-        )
+        value, gradients, aux = jax.device_get(_streamed(given, options, block_size=block_size))
         if not np.isfinite(value) or not all(np.isfinite(x).all() for x in gradients):
             found.append(f"non-finite: loss {value} or its gradient, block_size={block_size}")
         # Two plans within the tolerance differ by at most their moved mass times the range of K.
@@ -336,8 +419,9 @@ def _check_losses(case: Case, options: dict[str, Any]) -> Report:
         report += Report(found)
         for name, k in affinities.items():
             name_of = f"{name}, {block_size=},"
-            streamed = block_size is not None
-            report += _check_convergence(case, name_of, k, getattr(aux, name), streamed=streamed)
+            streamed, plan = block_size is not None, getattr(aux, name)
+            report += _check_convergence(case, name_of, k, plan, streamed=streamed)
+            report += _check_potentials(case, name_of, k, plan, options["epsilon"])
     return report
 
 
@@ -356,6 +440,19 @@ def run(problems: Sequence[int], seed: int, *, progress: bool = False) -> dict[i
                 tqdm.write(f"--seed={seed} --only={index}: {case.name}\n    {'; '.join(found)}")
             bar.update()
     return reports
+
+
+def search(args: Any, check: Callable[[int, int], tuple[str, list[str]]]) -> None:
+    """Runs another fuzzer, whose check maps (seed, index) to a name and findings, and exits."""
+    problems = range(args.problems) if args.only is None else [args.only]
+    findings = 0
+    for index in tqdm(problems, disable=args.only is not None):
+        name, found = check(args.seed, index)
+        findings += bool(found)
+        if found or args.only is not None:
+            tqdm.write(f"--seed={args.seed} --only={index}: {name}\n    {'; '.join(found)}")
+    print(f"{len(problems)} problems, {findings} with findings")
+    sys.exit(bool(findings))
 
 
 def main(argv: Sequence[str] | None = None) -> None:

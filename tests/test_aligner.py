@@ -1,5 +1,6 @@
 """Tests of `align` and `Aligner`: training, search, and saving."""
 
+import concurrent.futures
 import json
 import os
 import shutil
@@ -137,6 +138,16 @@ def test_align_is_deterministic_for_a_seed(aligned, given, table):
     assert again.info == aligned.info
     for a, b in zip(parameters(again), parameters(aligned), strict=True):
         np.testing.assert_array_equal(a, b)
+
+
+@pytest.mark.parametrize("dtype", [">f4", np.longdouble, np.uint8, bool])
+def test_align_accepts_other_stored_types(rng, dtype):
+    bits = rng.random((60, 16)) < 0.4
+    bits[:, 0] = True
+    x, y = bits[:, :10].astype(dtype), bits[:, 4:].astype(np.float32)
+    made, wanted = (quick((rows, y)) for rows in (x, x.astype(np.float32)))
+    for rows in (x, x.astype(np.float32)):
+        np.testing.assert_array_equal(made.embed_x(rows), wanted.embed_x(x.astype(np.float32)))
 
 
 def test_align_seeds_random_start_and_accepts_numpy_scalars(given, tmp_path):
@@ -597,6 +608,50 @@ def test_save_never_removes_other_files(saved, tmp_path):
     assert file.read_text() == "precious"
 
 
+def test_save_replaces_the_target_of_a_symbolic_link(saved, tmp_path):
+    link = tmp_path / "link"
+    link.symlink_to(saved)
+    for version in (1, 2):
+        Aligner(HEADS["linear"](), {"version": version}).save(link, overwrite=True)
+        assert link.is_symlink() and Aligner.load(saved).info == {"version": version}
+    assert sorted(os.listdir(tmp_path)) == ["link", "saved"]
+
+
+def test_save_and_load_at_the_same_time_see_whole_aligners(saved):
+    made = [Aligner(heads.build_heads(8 + tag, 3, 2), {"tag": tag}) for tag in (0, 1)]
+    made[0].save(saved, overwrite=True)
+
+    def write(aligner):
+        for _ in range(10):
+            aligner.save(saved, overwrite=True)
+
+    def read(_):
+        found = [Aligner.load(saved) for _ in range(10)]
+        return [one.heads.x.d_in - 8 == one.info["tag"] for one in found]
+
+    with concurrent.futures.ThreadPoolExecutor() as threads:
+        savers = [threads.submit(write, one) for one in made]
+        whole = threads.submit(read, None).result()
+        for saver in savers:
+            saver.result()
+    assert all(whole) and os.listdir(saved.parent) == ["saved"]
+
+
+def test_load_after_a_kill_between_two_renames(saved):
+    saved.rename(saved.with_name(".saved.old"))
+    assert Aligner.load(saved).info == {}
+    Aligner(HEADS["linear"](), {"version": 2}).save(saved, overwrite=True)
+    assert Aligner.load(saved).info == {"version": 2} and os.listdir(saved.parent) == ["saved"]
+
+
+@pytest.mark.parametrize("path", ["/", "a\0b", "~nobody-of-that-name/a"])
+def test_save_and_load_reject_paths_that_are_no_folder(path):
+    for call in (Aligner(HEADS["linear"](), {}).save, Aligner.load):
+        with pytest.raises(checks.InputError, match=r"^path ") as caught:
+            call(path)
+        assert "\n" not in str(caught.value)
+
+
 def test_save_accepts_an_empty_folder(tmp_path, monkeypatch):
     (tmp_path / "made").mkdir()
     monkeypatch.chdir(tmp_path)
@@ -690,6 +745,20 @@ def option(**changes):
     return apply
 
 
+def calibration(**changes):
+    """Returns a function that saves a calibration with other arrays and without a digest."""
+
+    def apply(folder):
+        rng = np.random.default_rng(0)
+        rows = (rng.normal(size=(20, width)).astype(np.float32) for width in (D_X, D_Y))
+        Aligner.load(folder).calibrated_by(*rows).save(folder, overwrite=True)
+        path = folder / "calibration.safetensors"
+        save_file(load_file(path) | changes, path)
+        edit(sha256={})(folder)
+
+    return apply
+
+
 def nest(folder):
     (folder / "aligner.json").write_text('{"format": 3, "heads": ' + "[" * 100_000)
 
@@ -723,6 +792,11 @@ def list_instead(folder):
         (option(d_out=10**30), "aligner.json"),
         (option(norm="batch"), r"norm.* 'batch'"),
         (nest, "aligner.json is missing or damaged"),
+        (calibration(f=np.ones((20, 3), np.float32)), "calibration.safetensors .*f has shape"),
+        (calibration(u=np.ones(19, np.float32)), "calibration.safetensors .*u has shape"),
+        (calibration(v=np.full(20, np.nan, np.float32)), "calibration.safetensors .*v has NaN"),
+        (calibration(epsilon=np.zeros((), np.float32)), "calibration.safetensors .*epsilon is 0"),
+        (calibration(w=np.ones(2)), "calibration.safetensors .*w"),
     ],
 )
 def test_load_names_damaged_files(saved, damage, message):

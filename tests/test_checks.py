@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
+import scipy.sparse
 
 from sotalign_jax import checks
 
@@ -107,13 +108,29 @@ def _column(*cells):
         ([[1.0, 2.0], [3.0]], "x .*numbers"),
         (np.array([["a", 1.0]], object), "x .*object"),
         (np.ones((3, 2), np.int32), r"x .*int32.*astype\(np\.float32\)"),
-        (np.ones((3, 2), bool), "x .*bool"),
+        (np.ones((3, 2), np.int8), "x .*int8"),
     ],
 )
 def test_rows_error_suggests_the_likely_fix(x, message):
     with pytest.raises(checks.InputError, match=message) as caught:
         checks.rows("x", x)
     assert "\n" not in str(caught.value)
+
+
+def test_rows_suggests_toarray_for_sparse_matrices():
+    with pytest.raises(checks.InputError, match=r"x .*csr_matrix.*x\.toarray\(\)"):
+        checks.rows("x", scipy.sparse.csr_matrix(np.eye(3)))
+
+
+@pytest.mark.parametrize(
+    ("stored", "wanted"),
+    [(">f2", "f2"), (">f4", "f4"), (np.longdouble, "f8"), (np.uint8, "f4"), (bool, "f4")],
+)
+def test_rows_converts_types_that_jax_does_not_use(stored, wanted):
+    x = np.array([[1, 0], [1, 1]], stored)
+    made = checks.rows("x", x)
+    assert made.dtype == np.dtype(wanted) and made.dtype.isnative
+    np.testing.assert_array_equal(made, x)
 
 
 def test_rows_suggests_stack_for_pandas_column_of_arrays():

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from sotalign_jax import checks, data, evaluation, teachers
+from sotalign_jax import checks, data, evaluation, files, teachers, training
 
 
 def _rows(n, d, seed=0):
@@ -199,6 +199,25 @@ def test_semi_supervised_pool_noise_changes_only_the_pools():
     changed_y = (noisy.pool_y != clean.pool_y).any(axis=1)
     assert changed_x.sum() == changed_y.sum() == 15
     assert not np.array_equal(changed_x, changed_y)
+
+
+@pytest.mark.parametrize("dtype", [">f4", np.uint8, bool])
+def test_pools_of_mapped_files_are_converted_when_they_are_read(tmp_path, monkeypatch, dtype):
+    monkeypatch.setattr(files, "MAPPED_BYTES", 64)
+    x = (np.arange(80).reshape(20, 4) % 7 > 2).astype(dtype)
+    x[:, 0] = 1
+    np.save(tmp_path / "x.npy", x)
+    mapped = np.load(tmp_path / "x.npy", mmap_mode="r")
+    pairs = mapped[:6], mapped[:6]
+    made = data.dataset(pairs, x=mapped, y=mapped)
+    split = data.semi_supervised(mapped, mapped, n_pairs=6, unpaired_x=mapped)
+    for pool in (made.pool_x, split.pool_x, split.pool_y):
+        assert isinstance(pool, files.MappedRows) and pool.dtype == np.float32
+        assert pool[:3].dtype == np.float32 and pool[:3].dtype.isnative
+    np.testing.assert_array_equal(made.pool_x[:], x.astype(np.float32))
+    batch = training.place(made).pool_x
+    np.testing.assert_array_equal(batch, x.astype(np.float32))
+    assert made.pairs_x.dtype == split.pairs_x.dtype == np.float32
 
 
 def test_semi_supervised_accepts_memory_mapped_tables(tmp_path):

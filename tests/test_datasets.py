@@ -4,9 +4,11 @@ import csv
 import io
 import itertools
 import json
+import pathlib
+import pickle
 import tarfile
-import zlib
 
+import hostile_requests
 import numpy as np
 import PIL.Image
 import pytest
@@ -145,14 +147,77 @@ def test_folder_accepts_absolute_caption_paths_below_the_root(tmp_path, capsys):
         assert "1 of 2 captioned files" in capsys.readouterr().err
 
 
-def test_oriented_rejects_picture_of_too_many_pixels(tmp_path):
-    header = b"\x89PNG\r\n\x1a\n" + b"\0\0\0\rIHDR" + (30_000).to_bytes(4, "big") * 2
-    header += b"\x08\0\0\0\0"
-    checksum = zlib.crc32(header[12:]).to_bytes(4, "big")
-    (tmp_path / "huge.png").write_bytes(header + checksum + b"\0\0\0\0IDAT")
-    with pytest.raises(OSError, match="900000000 pixels") as caught:
-        items.oriented(tmp_path / "huge.png")
+@pytest.mark.parametrize(
+    ("name", "content", "row"),
+    [
+        ("c.csv", "file,caption\nb.png,A bee.\n../outside.png,Out.\n", 3),
+        ("c.csv", "file,caption\nb.png,A bee.\nsub/../../outside.png,Out.\n", 3),
+        ("c.jsonl", '{"file": "ABSOLUTE/outside.png", "caption": "Out."}\n', 1),
+    ],
+)
+def test_folder_rejects_captions_of_files_outside_of_it(tmp_path, name, content, row):
+    write_picture(tmp_path / "pictures" / "b.png", 0)
+    write_picture(tmp_path / "outside.png", 1)
+    (tmp_path / name).write_text(content.replace("ABSOLUTE", str(tmp_path)))
+    with pytest.raises(checks.InputError, match=rf"captions row {row} .*outside.png") as caught:
+        datasets.open_dataset("folder", tmp_path / "pictures", captions=tmp_path / name)
     assert "\n" not in str(caught.value)
+
+
+# --- pictures -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("suffix", ["jpg", "png", "webp", "gif", "bmp", "tif"])
+def test_picture_reads_usual_formats(tmp_path, suffix):
+    write_picture(tmp_path / f"a.{suffix}", 1)
+    assert shows(items.picture(tmp_path / f"a.{suffix}"), 1)
+    assert shows(items.picture((tmp_path / f"a.{suffix}").read_bytes()), 1)
+
+
+def test_picture_refuses_formats_that_start_other_programs(tmp_path):
+    (tmp_path / "a.jpg").write_bytes(hostile_requests.eps())
+    for file in (tmp_path / "a.jpg", hostile_requests.eps()):
+        with pytest.raises(PIL.UnidentifiedImageError, match="not a picture of a known") as caught:
+            items.picture(file)
+        assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("suffix", ["jpg", "png", "gif"])
+def test_picture_reads_large_pictures_at_a_smaller_size(tmp_path, suffix):
+    exif = PIL.Image.Exif()
+    exif[0x0112] = 6  # rotate by 90 degrees to show it upright
+    PIL.Image.new("L", (4000, 2500), 77).save(tmp_path / f"a.{suffix}", exif=exif)
+    image = items.picture(tmp_path / f"a.{suffix}")
+    assert image.size == (2000, 1250)
+    assert abs(np.asarray(image.convert("L")).astype(int) - 77).max() <= 1
+    if suffix != "gif":  # GIF files have no EXIF data
+        assert items.oriented(tmp_path / f"a.{suffix}").size == (1250, 2000)
+    PIL.Image.new("L", (3000, 2500), 77).save(tmp_path / f"b.{suffix}")
+    assert items.picture(tmp_path / f"b.{suffix}").size == (3000, 2500)
+
+
+def test_picture_averages_transparent_pixels_of_a_palette(tmp_path):
+    pixels = np.tile(np.uint8([[0, 1], [1, 0]]), (1500, 1500))
+    image = PIL.Image.fromarray(pixels)
+    image.putpalette([200, 0, 0, 0, 0, 200])
+    image.save(tmp_path / "a.png", transparency=0)
+    found = np.asarray(items.picture(tmp_path / "a.png")).astype(int)
+    assert found.shape == (1500, 1500, 4)
+    assert abs(found - [0, 0, 200, 128]).max() <= 1  # the transparent red has no weight
+
+
+@pytest.mark.parametrize(
+    ("size", "problem"),
+    [
+        ((11_000, 10_000), "11,000 x 10,000 .* 100 million .*; make"),
+        ((30_000, 30_000), "178 million pixels; make"),
+        ((30_000, 1), "256 times .*; crop"),
+    ],
+)
+def test_picture_rejects_bombs_before_it_decodes_them(tmp_path, size, problem):
+    (tmp_path / "huge.png").write_bytes(hostile_requests.png(*size, complete=False))
+    with pytest.raises(OSError, match=f"huge.png has .*{problem}"):
+        items.picture(tmp_path / "huge.png")
 
 
 def test_folder_split_requires_a_split_column(tmp_path):
@@ -205,6 +270,21 @@ def test_webdataset_reads_shards_of_a_split(shards):
         datasets.open_dataset("webdataset", shards, split="test")
 
 
+def test_webdataset_reads_other_captions_by_address(shards, tmp_path):
+    captions = tmp_path / "dreamlip.csv"
+    captions.write_text("Image Path,raw_caption,shortSV_captions\nu,one,A synthetic one.\n")
+    options = {"split": "train", "captions": captions, "column": "shortSV_captions"}
+    texts = list(datasets.open_dataset("webdataset", shards, **options).items["text"]())
+    assert texts[1].load() == "A synthetic one."
+    with pytest.raises(ValueError, match="captions has no row"):  # extraction lists it as skipped
+        texts[0].load()
+    options["column"] = "longSV_captions"
+    with pytest.raises(checks.InputError, match=r"captions .*'longSV_captions'"):
+        next(datasets.open_dataset("webdataset", shards, **options).items["text"]())
+    inside = datasets.open_dataset("webdataset", shards, split="train", column="url")
+    assert [text.load() for text in inside.items["text"]()][:2] == ["", "u"]
+
+
 @pytest.mark.parametrize("cut", [1600, 2100, 2700])
 def test_webdataset_reads_intact_members_of_truncated_tar(shards, cut):
     path = shards / "cc3m-train-0000.tar"
@@ -216,6 +296,12 @@ def test_webdataset_reads_intact_members_of_truncated_tar(shards, cut):
     with pytest.raises(ValueError, match=r"cc3m-train-0000.tar"):
         told[0].load()
     assert images[-1].id == "cc3m-train-0001/sub/001" and shows(images[-1].load(), 3)
+
+
+def test_webdataset_rejects_a_tar_that_is_no_regular_file(shards):
+    (shards / "cc3m-train-0002.tar").symlink_to("/dev/null")
+    with pytest.raises(checks.InputError, match=r"root .*0002.tar.*; remove"):
+        datasets.open_dataset("webdataset", shards, split="train")
 
 
 # --- several captions per picture ---------------------------------------------------------------
@@ -249,6 +335,16 @@ def karpathy(records):
 
 def sentences(n):
     return [{"raw": f"caption {n}.{k}", "tokens": [], "sentid": 10 * n + k} for k in range(6)]
+
+
+@pytest.mark.parametrize("name", ["../secret.jpg", "/secret.jpg"])
+def test_coco_rejects_file_names_outside_of_the_root(tmp_path, name):
+    (tmp_path / "annotations").mkdir()
+    table = {"images": [{"id": 1, "file_name": name}], "annotations": []}
+    (tmp_path / "annotations" / "captions_val2017.json").write_text(json.dumps(table))
+    source = datasets.open_dataset("coco", tmp_path)
+    with pytest.raises(checks.InputError, match=r"root .*secret.jpg"):
+        list(source.items["image"]())
 
 
 def test_coco_reads_karpathy_splits(tmp_path):
@@ -408,6 +504,21 @@ def test_cifar100_reads_fine_labels_and_names_truncated_file(tmp_path):
         next(source.items["image"]())
 
 
+def test_cifar_reads_the_python_version(tmp_path):
+    rows = np.repeat([colour(1), colour(2)], 1024, axis=1).astype(np.uint8)
+    files = {"meta": {b"fine_label_names": [b"apple", b"aquarium_fish"]},
+             "test": {b"data": rows, b"fine_labels": [1, 0]}}  # fmt: skip
+    for name, content in files.items():
+        (tmp_path / name).write_bytes(pickle.dumps(content, protocol=2))
+    source = datasets.open_dataset("cifar100", tmp_path)
+    ids, images, groups = read(source, "image")
+    assert ids == ["test/0", "test/1"] and groups == ["1", "0"] and shows(images[1], 2)
+    assert prompts_of(source)["1/0"][0] == "a photo of a aquarium fish."
+    (tmp_path / "test").write_bytes(pickle.dumps({b"data": pathlib.Path("x")}))
+    with pytest.raises(checks.InputError, match=r"root .*pathlib"):  # code is never run
+        next(source.items["image"]())
+
+
 def test_prompt_templates_are_complete():
     templates = json.loads(datasets.TEMPLATES.read_text())
     sizes = {name: len(listed) for name, listed in templates.items()}
@@ -435,6 +546,11 @@ def test_librispeech_reads_sounds_and_transcripts(tmp_path):
     assert read(source, "text") == (ids, ["HE BEGAN PART 0", "HE BEGAN PART 1"], ids)
     with pytest.raises(checks.InputError, match=r"root .*dev-clean"):
         datasets.open_dataset("librispeech", tmp_path, split="dev-clean")
+    other = tmp_path / "LibriSpeech" / "test-other" / "9" / "1"
+    other.mkdir(parents=True)
+    (other / "9-1.trans.txt").write_text("9-1-0000 SHE BEGAN\n")
+    both = datasets.open_dataset("librispeech", tmp_path, split="test-other,test-clean")
+    assert read(both, "text")[0] == ["9-1-0000", *ids]
 
 
 def test_wikitext_reads_paragraphs(tmp_path):

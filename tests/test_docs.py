@@ -45,7 +45,8 @@ SMALLER = {
     "n_pairs=1000, n_unpaired=2000": "n_pairs=100, n_unpaired=100",
 }
 """Replacements that make the code of the pages faster. Every line still runs."""
-TOOLS = {"pip", "python", "python3", "source", "bash", "pytest", "mkdocs", "apt-get", "cd", "git"}
+TOOLS = {"pip", "python", "python3", "source", "bash", "pytest", "mkdocs", "apt-get", "cd", "git",
+         "torchrun", "srun"}  # fmt: skip
 """Third-party commands."""
 
 
@@ -335,6 +336,8 @@ STARTED_BY = {
     "benchmarks.gradient": "test_benchmarks.py::test_gradient_headline_compares_with_ott",
     "benchmarks.convergence": "test_benchmarks.py::test_convergence_main_writes_tables",
     "benchmarks.train_step": "test_benchmarks.py::test_train_step_main_times_ours_and_ott",
+    "tests.fuzz_teachers": "test_fuzz.py::test_search_exits_with_one_on_findings",
+    "tests.fuzz_files": "test_fuzz.py::test_search_exits_with_one_on_findings",
     "tests.fuzz": "test_fuzz.py::test_fuzz_is_deterministic_and_exits_with_one_on_findings",
     "benchmarks.compile": "test_model.py::test_main_compiles_for_absent_devices",
     "benchmarks.model": "test_model.py::test_main_writes_every_table",

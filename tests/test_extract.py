@@ -20,6 +20,7 @@ from experiments import run as run_lib
 from experiments import search, serve, workdir
 from experiments.configs import files as files_config
 from experiments.extract import datasets, extraction, items
+from experiments.extract import shards as shards_lib
 from sotalign_jax import checks, files
 
 ROOT = pathlib.Path(__file__).parents[1]
@@ -127,6 +128,17 @@ def test_extract_limit_takes_the_first_items(pictures, tmp_path):
 # --- skipped items ------------------------------------------------------------------------------
 
 
+def test_extract_skips_devices_named_like_pictures_and_captions(tmp_path, capfd):
+    folder = write_pictures(tmp_path / "pictures", 2)
+    (folder / "device.jpg").symlink_to("/dev/null")
+    (folder / "device.txt").symlink_to("/dev/null")
+    for modality, name in (("image", "device.jpg"), ("text", "device.jpg#0")):
+        for _ in range(2):  # the second run compares the folder with the first one
+            assert run(folder, tmp_path / modality, modality=modality)["count"] == 2
+        (lost,) = jsonl(tmp_path / modality / "skipped.jsonl")
+        assert lost["id"] == name and "not a regular file" in lost["reason"]
+
+
 def test_extract_skips_and_lists_bad_items(tmp_path):
     folder = write_pictures(tmp_path / "pictures", 5)
     (folder / "001.png").write_bytes((folder / "001.png").read_bytes()[:60])  # cut short
@@ -137,7 +149,7 @@ def test_extract_skips_and_lists_bad_items(tmp_path):
     assert metadata["count"] == 3 and metadata["skipped"] == 2
     lost = jsonl(tmp_path / "image" / "skipped.jsonl")
     assert [row["id"] for row in lost] == ["001.png", "002.png"]
-    assert lost[0]["reason"] and "cannot identify image file" in lost[1]["reason"]
+    assert lost[0]["reason"] and "not a picture" in lost[1]["reason"]
     metadata = run(folder, tmp_path / "text", modality="text")
     lost = jsonl(tmp_path / "text" / "skipped.jsonl")
     assert [row["id"] for row in lost] == ["003.png#0", "004.png#0"]
@@ -224,14 +236,13 @@ CHANGES = {
 }
 
 
-@pytest.mark.parametrize("begin", [run, leave_unfinished])
 @pytest.mark.parametrize(("change", "told"), CHANGES.values(), ids=CHANGES)
-def test_extract_detects_changed_pictures(tmp_path, change, told, begin):
+def test_extract_detects_changes_since_an_interruption(tmp_path, change, told):
     folder, out = write_pictures(tmp_path / "pictures", 41), tmp_path / "out"
-    begin(folder, out, **({"shard_size": 6} if begin is run else {}))
+    leave_unfinished(folder, out)
     before = small_runs.contents(out)
     change(folder)
-    if begin is leave_unfinished and ("gone" in told or "new" in told):  # not embedded yet
+    if "gone" in told or "new" in told:  # not embedded yet
         assert run(folder, out, shard_size=6)["count"] in (40, 42)
         return
     with pytest.raises(checks.InputError, match=rf"workdir .*{told}"):
@@ -239,17 +250,95 @@ def test_extract_detects_changed_pictures(tmp_path, change, told, begin):
     assert small_runs.contents(out) == before
 
 
-def test_extract_detects_changed_captions(tmp_path):
+NUMBERS = {
+    "renamed": (1, 0, 1, 40),
+    "removed": (0, 0, 1, 40),
+    "added": (1, 0, 0, 41),
+    "replaced": (0, 1, 0, 40),
+    "cut": (0, 1, 0, 40),
+    "gone bad": (0, 1, 0, 40),
+}
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_extract_updates_only_what_changed(tmp_path, capfd, name):
+    folder, out = write_pictures(tmp_path / "pictures", 41), tmp_path / "out"
+    run(folder, out, shard_size=6)
+    change, told = CHANGES[name]
+    change(folder)
+    encoder = toy_encoders.Toy()
+    metadata = run(folder, out, shard_size=6, encoder=encoder)
+    added, changed, removed, kept = NUMBERS[name]
+    counts = f"{added} added, {changed} changed, {removed} removed, {kept} kept"
+    shown = capfd.readouterr().err
+    assert counts in shown and told.strip("'").split()[0] in shown
+    assert encoder.prepared <= added + changed and encoder.embedded <= added + changed
+    assert metadata["data"]["items"] == 41 + added - removed
+    run(folder, tmp_path / "anew", shard_size=6)
+    assert same(out, tmp_path / "anew")
+    encoder = toy_encoders.Toy()
+    run(folder, out, shard_size=6, encoder=encoder)  # nothing is left to do
+    assert encoder.embedded == 0
+
+
+def test_extract_keeps_former_files_until_an_update_is_complete(tmp_path):
+    folder, out = write_pictures(tmp_path / "pictures", 41), tmp_path / "out"
+    run(folder, out, shard_size=6)
+    before = small_runs.contents(out)
+    write_pictures(tmp_path / "more", 61)
+    for path in sorted((tmp_path / "more").glob("*"))[82:]:
+        shutil.copy(path, folder / path.name)
+    leave_unfinished(folder, out)  # the disk is full during the update
+    now = small_runs.contents(out)
+    assert {name: now[name] for name in before} == before
+    assert any(name.startswith("next") for name in map(str, now))
+    assert run(folder, out, shard_size=6)["count"] == 61
+    run(folder, tmp_path / "anew", shard_size=6)
+    assert same(out, tmp_path / "anew")
+
+
+@pytest.mark.parametrize("ranks", [(1, 0), (0, 1)])
+def test_extract_is_updated_by_several_processes(tmp_path, ranks):
+    folder, out = write_pictures(tmp_path / "pictures", 41), tmp_path / "out"
+    run(folder, out, shard_size=6)
+    (folder / "020.png").unlink()
+    shutil.copy(folder / "000.png", folder / "z.png")
+    PIL.Image.new("RGB", (5, 5), "red").save(folder / "001.png")
+    before, encoder = (out / "metadata.json").read_bytes(), toy_encoders.Toy()
+    first, last = (shards_lib.Process(rank, 2) for rank in ranks)
+    assert run(folder, out, shard_size=6, encoder=encoder, process=first) is None
+    assert (out / "metadata.json").read_bytes() == before
+    assert run(folder, out, shard_size=6, encoder=encoder, process=last)["count"] == 41
+    run(folder, tmp_path / "anew", shard_size=6)
+    assert encoder.embedded == 2 and same(out, tmp_path / "anew")
+
+
+@pytest.mark.parametrize("moved", [0, 2])
+def test_adopt_continues_after_a_kill(pictures, tmp_path, moved):
+    run(pictures, tmp_path / "out")
+    shutil.copytree(tmp_path / "out", tmp_path / "new")
+    (tmp_path / "new").rename(tmp_path / "out" / "next")
+    (tmp_path / "out" / "metadata.json").unlink()
+    for name in NAMES[:moved]:
+        (tmp_path / "out" / "next" / name).rename(tmp_path / "out" / name)
+    encoder = toy_encoders.Toy()
+    assert run(pictures, tmp_path / "out", encoder=encoder)["count"] == 60
+    assert encoder.embedded == 0 and not (tmp_path / "out" / "next").exists()
+
+
+def test_extract_updates_changed_captions(tmp_path, capfd):
     folder, captions = write_pictures(tmp_path / "pictures", 2), tmp_path / "captions.csv"
     captions.write_text("file,caption\n000.png,A dog.\n001.png,A cat.\n")
     run(folder, tmp_path / "out", modality="text", captions=captions)
-    captions.write_text("file,caption\n000.png,A dog.\n001.png,A cow.\n")
-    with pytest.raises(checks.InputError, match=r"workdir .*001.png#0"):
-        run(folder, tmp_path / "out", modality="text", captions=captions)
+    captions.write_text("file,caption\n000.png,A dog.\n001.png,A cow.\n001.png,A bull.\n")
+    run(folder, tmp_path / "out", modality="text", captions=captions)
+    assert "1 added, 1 changed, 0 removed, 1 kept" in capfd.readouterr().err
+    rows = jsonl(tmp_path / "out" / "rows.jsonl")
+    assert [row["text"] for row in rows] == ["A dog.", "A cow.", "A bull."]
     run(folder, tmp_path / "beside", modality="text")
     (folder / "001.txt").write_text("a longer caption than before, to be sure of it")
-    with pytest.raises(checks.InputError, match=r"workdir .*001.txt"):
-        run(folder, tmp_path / "beside", modality="text")
+    run(folder, tmp_path / "beside", modality="text")
+    assert jsonl(tmp_path / "beside" / "rows.jsonl")[1]["text"].startswith("a longer")
 
 
 def test_extract_accepts_touched_files_of_equal_content(tmp_path):
@@ -301,20 +390,25 @@ def test_load_rejects_unfinished_and_damaged_folders(pictures, tmp_path):
 # --- kills and full disks -----------------------------------------------------------------------
 
 
-def kill(pictures, out, sign, at):
-    """Extracts in its own process, which gets `sign` at item `at`. Returns its stderr."""
+def start(pictures, out, sign, at, **environment):
+    """Starts to extract in another process, which gets `sign` at item `at`."""
     program = str(ROOT / "tests" / "toy_encoders.py")
     options = {"root": pictures, "out": out, "sign": int(sign), "at": at}
-    process = subprocess.run(
+    return subprocess.Popen(
         [sys.executable, program, *(f"--{name}={value}" for name, value in options.items())],
         cwd=ROOT,
-        env=os.environ | {"PYTHONPATH": str(ROOT)},
-        capture_output=True,
+        env=os.environ | {"PYTHONPATH": str(ROOT), **environment},
+        stderr=subprocess.PIPE,
         text=True,
-        check=False,
     )
-    assert process.returncode == (-sign if sign == signal.SIGKILL else 1), process.stderr
-    return process.stderr
+
+
+def kill(pictures, out, sign, at):
+    """Extracts in its own process, which gets `sign` at item `at`. Returns its stderr."""
+    process = start(pictures, out, sign, at)
+    told = process.communicate()[1]
+    assert process.returncode == (-sign if sign == signal.SIGKILL else 1), told
+    return told
 
 
 @pytest.fixture(scope="module")
@@ -360,6 +454,78 @@ def test_extract_on_sigterm_ends_in_one_line(pictures, tmp_path):
     told = kill(pictures, tmp_path / "out", signal.SIGTERM, 14)
     assert "Traceback" not in told and shards(tmp_path / "out") == 2
     assert told.splitlines()[-1].startswith("interrupted: ")
+
+
+# --- several processes --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("ranks", [(1, 0), (2, 0, 1)])
+def test_extract_shared_by_processes_writes_identical_bytes(
+    pictures, uninterrupted, tmp_path, ranks
+):
+    out = tmp_path / "out"
+    for rank in ranks[:-1]:
+        one = shards_lib.Process(rank, len(ranks))
+        assert run(pictures, out, shard_size=6, process=one) is None
+        assert not (out / "metadata.json").exists()
+    last = shards_lib.Process(ranks[-1], len(ranks))
+    encoder = toy_encoders.Toy()
+    metadata = run(pictures, out, shard_size=6, process=last, encoder=encoder)
+    assert metadata["count"] == 60 and same(out, uninterrupted)
+    assert encoder.embedded == 6 * len(range(last.rank, 10, last.world))
+
+
+def test_extract_resumes_parts_with_another_number_of_processes(pictures, uninterrupted, tmp_path):
+    out, encoder = tmp_path / "out", toy_encoders.Toy()
+    run(pictures, out, shard_size=6, process=shards_lib.Process(1, 2))
+    run(pictures, out, shard_size=6, encoder=encoder)
+    assert encoder.embedded == 30 and same(out, uninterrupted)
+
+
+def test_extract_keeps_the_first_of_equal_ids_of_all_processes(tmp_path):
+    texts = [items.Item(name, name, f"text {n}") for n, name in enumerate("abacb")]
+    source = items.Source({"text": lambda: iter(texts)})
+    for rank in (1, 0):
+        extraction.extract(
+            source, toy_encoders.Toy("text"), tmp_path / "out", data={}, shard_size=1,
+            process=shards_lib.Process(rank, 2),
+        )  # fmt: skip
+    loaded = extraction.load(tmp_path / "out")
+    assert [origin.text for origin in loaded.origins] == ["text 0", "text 1", "text 3"]
+
+
+def test_extract_in_two_processes_survives_a_kill(pictures, uninterrupted, tmp_path):
+    out = tmp_path / "out"
+    ranks = [{"RANK": str(rank), "WORLD_SIZE": "2"} for rank in range(2)]
+    both = [
+        start(pictures, out, 0, 0, **ranks[0]),
+        start(pictures, out, signal.SIGKILL, 9, **ranks[1]),
+    ]
+    told = [process.communicate()[1] for process in both]
+    assert [process.returncode for process in both] == [0, -signal.SIGKILL], told
+    assert "process 1 of 2" in told[0] and not (out / "metadata.json").exists()
+    again = start(pictures, out, 0, 0, **ranks[1])
+    again.communicate()
+    assert again.returncode == 0 and same(out, uninterrupted)
+
+
+def test_process_reads_the_variables_of_launchers():
+    torchrun = {"RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1"}
+    assert shards_lib.process(torchrun) == (shards_lib.Process(5, 8), 1)
+    step = {"SLURM_PROCID": "3", "SLURM_STEP_NUM_TASKS": "4", "SLURM_LOCALID": "3"}
+    assert shards_lib.process(step) == (shards_lib.Process(3, 4), 3)
+    batch_script = {"SLURM_PROCID": "0", "SLURM_NTASKS": "4"}
+    assert shards_lib.process(batch_script) == (shards_lib.Process(0, 1), 0)
+    with pytest.raises(checks.InputError, match=r"environment .*RANK=8"):
+        shards_lib.process({"RANK": "8", "WORLD_SIZE": "8"})
+
+
+def test_extract_reads_pictures_in_processes(pictures, tmp_path, uninterrupted):
+    # Toy.prepare can be pickled, and its counters stay in the other process.
+    encoder = toy_encoders.Toy()
+    run(pictures, tmp_path / "out", shard_size=6, encoder=encoder, processes=1)
+    assert same(tmp_path / "out", uninterrupted)
+    assert encoder.prepared == 0 and encoder.embedded == 60
 
 
 # --- files for experiments.main -----------------------------------------------------------------

@@ -135,7 +135,21 @@ def test_search_by_picture_finds_pictures_and_texts(model, images, tmp_path):
     assert {hit.id for hit in found} == {"a car", "a mouse", "a tree"}
 
 
-def test_index_embeds_a_folder_once_and_again_when_it_changes(model, images, tmp_path, capsys):
+def test_similar_ranks_the_other_items_without_reading_files(model, images):
+    pictures = model.index(images)
+    read = pictures.encoders["x"].prepared
+    hits = pictures.similar(2, k=9)
+    cosines = expected_features(model.aligner, images) @ expected_features(model.aligner, images)[2]
+    best = [row for row in np.argsort(-cosines) if row != 2]
+    assert [hit.row for hit in hits] == best and pictures.encoders["x"].prepared == read
+    np.testing.assert_allclose([hit.score for hit in hits], cosines[best], atol=1e-3)
+    assert pictures.similar(2, k=1) == hits[:1]
+    for row in (-1, 4):
+        with pytest.raises(checks.InputError, match=f"row .* got {row}"):
+            pictures.similar(row)
+
+
+def test_index_embeds_a_folder_once_and_then_new_pictures_only(model, images, tmp_path, capsys):
     seen = model.index(images) and model.encoders["x"].embedded
     before = small_runs.contents(tmp_path / "search")
     model.index(images)
@@ -143,7 +157,7 @@ def test_index_embeds_a_folder_once_and_again_when_it_changes(model, images, tmp
     assert small_runs.contents(tmp_path / "search") == before
     (images / "d.png").rename(images / "e.png")
     model.index(images)
-    assert model.encoders["x"].embedded == 2 * seen
+    assert model.encoders["x"].embedded == seen + 1
     assert "'e.png'" in capsys.readouterr().err
 
 

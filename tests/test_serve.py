@@ -1,24 +1,33 @@
 """Tests of the search page over HTTP and in a browser."""
 
+import base64
+import concurrent.futures
 import contextlib
 import csv
+import dataclasses
+import html
 import http.client
+import io
+import json
+import os
 import re
 import shutil
+import socket
 import struct
 import threading
 import urllib.parse
-import zlib
 
+import hostile_requests
 import numpy as np
 import PIL.Image
 import pytest
+import scipy.stats
 import toy_encoders
 from ml_collections.config_dict import FrozenConfigDict
 
 from experiments import config as config_lib
+from experiments import pages, serve, web
 from experiments import run as run_lib
-from experiments import serve
 from experiments.configs import files as files_config
 from experiments.extract import datasets, extraction
 from experiments.extract import model as model_lib
@@ -63,7 +72,7 @@ def site(folder):
 
 @pytest.fixture(scope="module")
 def server(site):
-    with serve.Server(site, "127.0.0.1", 0) as running:
+    with web.Server(site, "127.0.0.1", 0) as running:
         thread = threading.Thread(target=running.serve_forever, kwargs={"poll_interval": 0.01})
         thread.start()
         yield running
@@ -90,92 +99,203 @@ def search(text, **options):
     return "/?" + urllib.parse.urlencode({"q": text, **options})
 
 
-def huge_png():
-    """Returns the first bytes of a PNG of 30,000 x 30,000 pixels."""
-    header = b"IHDR" + struct.pack(">IIBBBBB", 30_000, 30_000, 8, 0, 0, 0, 0)
-    start = struct.pack(">I", 13) + header + struct.pack(">I", zlib.crc32(header))
-    return b"\x89PNG\r\n\x1a\n" + start + struct.pack(">I", 2**20) + b"IDAT"
+def shown(content):
+    """Returns the names of the pictures on a page of results."""
+    return re.findall(r"class='name' title='(.*?)'>", content.decode())
 
 
 # --- answers over HTTP ----------------------------------------------------------------------------
 
 
-def test_page_shows_results_captions_and_tags(folder, site, ask):
+def test_start_page_suggests_unseen_captions_and_pictures(folder, site, ask):
+    status, content, error = ask("/")
+    page = content.decode()
+    assert status == 200 and error == "" and "Search 72 pictures" in page
+    links = re.findall(r"<li><a class='button' href='/\?q=(.*?)'", page)
+    suggested = {urllib.parse.unquote_plus(link) for link in links}
+    test = json.loads((folder / "files" / "test_rows.json").read_text())["y"]
+    assert len(links) == len(suggested) == serve.EXAMPLES and suggested <= set(test)
+    assert len(re.findall(r"<a href='/\?like=", page)) == pages.MOSAIC
+
+
+def test_held_out_is_empty_without_training_files(site):
+    assert serve.held_out(aligner.Aligner(site.model.aligner.heads, {})) == []
+
+
+def test_page_shows_results_captions_and_badges(folder, site, ask):
     status, content, error = ask(search("a <red> square"))
     assert status == 200 and error == ""
     page = content.decode()
     hits = site.model.search("a <red> square", k=5)
-    assert re.findall(r"title='(.*?)'>", page) == [hit.id for hit in hits]
+    assert shown(content) == [hit.id for hit in hits]
     assert all("red" in hit.id for hit in hits)
     assert 'value="a &lt;red&gt; square"' in page and "<red>" not in page
     captions = dict(csv.reader((folder / "captions.csv").read_text().splitlines()))
     trained = {row.tobytes() for row in np.load(folder / "files" / "x.npy")}
     rows = extraction.load(folder / "image").rows
-    mean, deviation = site.model.typical("y")
     for hit, card in zip(hits, page.split("<figure>")[1:], strict=True):
-        assert f"<b>{(hit.score - mean) / deviation:+.1f}</b>" in card
         caption = captions.get(hit.id, "").replace("<", "&lt;").replace(">", "&gt;")
         assert (f"<q>{caption}</q>" in card) == bool(caption)
         assert f"alt='{caption or hit.id}'" in card
-        assert ("captioned in training" in card) == (rows[hit.row].tobytes() in trained)
-        assert ("no caption in training" in card) == (rows[hit.row].tobytes() not in trained)
+        assert ("class='badge'" in card) == (rows[hit.row].tobytes() in trained)
+
+
+def test_page_describes_scores_in_words(site):
+    wide = dataclasses.replace(site, typical={False: (0.0, 0.1), True: None})
+    query = wide.query({"q": "red"})
+    chance = 0.1 * scipy.stats.norm.ppf(1 - 1 / (site.count + 1))
+    scores = [2.1 * chance, 1.9 * chance, 1.1 * chance, 0.9 * chance]
+    found = [match.words for match in wide._matches(query, scores)]
+    assert found == [pages.STRONG, pages.POSSIBLE, pages.POSSIBLE, pages.WEAK]
+    bars = [match.bar for match in wide._matches(query, scores)]
+    assert bars == sorted(bars, reverse=True)
+    weak = dataclasses.replace(site, typical={False: (2.0, 1.0), True: None})
+    assert b"No picture matches clearly" in weak.answer("GET", search("red")).content
 
 
 def test_page_orders_by_calibrated_scores(site, ask):
     _, content, _ = ask(search("a blue square", calibrated="on"))
     hits = site.model.search("a blue square", k=5, calibrated=True)
-    assert re.findall(r"title='(.*?)'>", content.decode()) == [hit.id for hit in hits]
+    assert shown(content) == [hit.id for hit in hits]
     assert b'name="calibrated" checked' in content
 
 
-def test_page_finds_similar_pictures_by_upload_and_row(folder, ask):
+def test_page_offers_more_results_until_all_are_shown(site, ask):
+    address, counts = search("a blue square", calibrated="on"), []
+    while address:
+        content = ask(address)[1]
+        counts.append(len(shown(content)))
+        link = re.search(r"class='more button' href='(.*?)'", content.decode())
+        address = link and html.unescape(link[1])
+        if counts[-1] == 10:
+            address = address.replace("k=15", "k=70")
+    assert counts == [5, 10, 70, 72]
+    every = site.model.search("a blue square", k=72, calibrated=True)
+    assert shown(content) == [hit.id for hit in every]
+
+
+def test_page_shows_as_many_results_as_top_says(site):
+    many = dataclasses.replace(site, top=300)
+    assert len(shown(many.answer("GET", search("red")).content)) == 72
+    assert many.answer("GET", search("red", k=301)).status == 400
+
+
+def test_page_finds_similar_pictures_by_upload_and_name(folder, ask):
     file = folder / "pictures" / "sub" / "green3.png"
-    status, content, _ = ask("/", "POST", body=file.read_bytes())
-    found = re.findall(r"title='(.*?)'>", content.decode())
-    assert status == 200 and found[0] == "sub/green3.png" and b"<b>1.000</b>" in content
-    row = re.search(r"/picture/(\d+)", content.decode())[1]
-    assert re.findall(r"title='(.*?)'>", ask(f"/?like={row}")[1].decode()) == found
+    status, content, _ = ask("/?k=6", "POST", body=file.read_bytes())
+    found = shown(content)
+    assert status == 200 and found[0] == "sub/green3.png" and b"100% similar" in content
+    # The picture itself is left out.
+    assert shown(ask("/?like=sub/green3.png")[1]) == found[1:]
+
+
+def test_api_returns_the_results_as_json(site, ask):
+    _, content, _ = ask("/api/search?" + urllib.parse.urlencode({"q": "a red square", "k": 7}))
+    answer = json.loads(content)
+    hits = site.model.search("a red square", k=7)
+    assert answer["pictures"] == 72
+    assert [result["name"] for result in answer["results"]] == [hit.id for hit in hits]
+    for result, hit in zip(answer["results"], hits, strict=True):
+        assert result["score"] == pytest.approx(hit.score, abs=1e-6)
+        assert result["caption"] == site.caption(hit.id)
+        assert isinstance(result["captioned_in_training"], bool)
+        assert ask(result["picture"])[0] == 200
+    similar = json.loads(ask("/api/search?like=red0.png&k=3")[1])["results"]
+    row = site.rows["red0.png"]
+    assert [result["name"] for result in similar] == [h.id for h in site.model.similar(row, 3)]
+    (described,) = json.loads(ask("/api/openapi.json")[1])["paths"].values()
+    parameters = [parameter["name"] for parameter in described["get"]["parameters"]]
+    assert parameters == ["q", "like", "k", "calibrated"]
+
+
+@pytest.mark.parametrize(
+    ("parameters", "status", "named"),
+    [("", 400, "words"), ("q=a&k=0", 400, "k "), ("q=a&k=201", 400, "k "), ("q=a&k=x", 400, "k "),
+     ("like=gone.png", 404, "gone.png"), ("like=%00", 404, "x00"), ("like=%ff", 404, "udcff")],
+)  # fmt: skip
+def test_api_reports_errors_in_one_line(ask, parameters, status, named):
+    found, content, _ = ask(f"/api/search?{parameters}")
+    assert found == status and named in json.loads(content)["error"]
+    assert ask(f"/?{parameters}")[0] == (status if parameters else 200)
 
 
 @pytest.mark.parametrize(
     ("address", "body", "status"),
     [
-        (search(" "), None, 200),
-        ("/?like=999", None, 404),
-        ("/?like=x", None, 404),
+        (search(" "), None, 400),
+        (search("red", k=0), None, 400),
+        ("/?like=gone.png", None, 404),
         ("/etc/passwd", None, 404),
         ("/", b"", 400),
         ("/", b"no picture", 400),
-        ("/", huge_png(), 400),
-        ("/", bytes(serve.LARGEST + 1), 413),
+        ("/", hostile_requests.png(13_300, 13_300, complete=False), 400),
+        ("/", bytes(web.LARGEST + 1), 413),
     ],
-    ids=["blank", "row", "no row", "path", "empty", "text", "huge", "long"],
+    ids=["blank", "none", "gone", "path", "empty", "text", "huge", "long"],
 )
 def test_page_reports_bad_requests_in_one_line(ask, address, body, status):
     found, content, error = ask(address, "GET" if body is None else "POST", body=body)
     assert found == status and error and "\n" not in error and "0x" not in error
     assert b"<figure>" not in content
+    assert "q=red" not in address or b'value="red"' in content
+    assert b"class='mosaic'" in content  # what to search for instead
 
 
 def test_page_serves_pictures_of_the_folder_only(folder, site, ask, tmp_path):
-    status, content, _ = ask("/picture/0")
+    status, content, _ = ask("/picture/red0.png")
     assert status == 200 and content.startswith(b"\xff\xd8")
-    for address in (
-        "/picture/999",
-        "/picture/-1",
-        "/picture/../../captions.csv",
-        "/large/" + "9" * 5000,
-    ):
+    for address in ("/picture/0", "/picture/", "/picture/../../captions.csv", "/large/%00"):
         assert ask(address)[0] == 404
     pictures = shutil.copytree(folder / "pictures", tmp_path / "pictures")
     PIL.Image.new("RGB", (8, 8), "white").save(tmp_path / "outside.png")
     (pictures / "link.png").symlink_to(tmp_path / "outside.png")
+    odd = "odd 'name' <&> #1?%20 é.png"
+    PIL.Image.new("RGBA", (8, 8), (255, 0, 0, 90)).save(pictures / odd)
     model = model_lib.Model(site.model.aligner, site.model.encoders, tmp_path).index(pictures)
-    linked = serve.build(model, pictures, None, top=5)
-    rows = {row.id: number for number, row in enumerate(model.searched.embeddings.origins)}
-    assert linked.get(f"/picture/{rows['link.png']}").status == 404
-    assert linked.get(f"/?like={rows['link.png']}").status == 404
-    assert linked.get(f"/picture/{rows['red0.png']}").status == 200
+    linked = serve.build(model, pictures, None, top=75)
+    assert linked.answer("GET", "/picture/link.png").status == 404
+    assert linked.answer("GET", "/?like=link.png").status == 404
+    assert linked.answer("GET", "/picture/red0.png").status == 200
+    page = linked.answer("GET", search("red")).content
+    assert html.escape(odd) in shown(page)
+    (address,) = {link for link in re.findall(rb"src='(.*?)'", page) if b"odd" in link}
+    assert linked.answer("GET", f"/?like={urllib.parse.quote(odd)}").status == 200
+    # Transparent pixels stay transparent, so that a dark page has no white tiles.
+    response = linked.answer("GET", address.decode())
+    assert response.kind == "image/webp"
+    assert PIL.Image.open(io.BytesIO(response.content)).getpixel((4, 4))[3] == 90
+
+
+def test_page_follows_changed_and_removed_pictures(folder, site, tmp_path):
+    pictures = shutil.copytree(folder / "pictures", tmp_path / "pictures")
+    changing = dataclasses.replace(site, images=pictures)
+
+    def colour():
+        content, _, status = changing.answer("GET", "/picture/red0.png")
+        return PIL.Image.open(io.BytesIO(content)).getpixel((9, 9)) if status == 200 else None
+
+    assert colour()[0] > 150 > colour()[2]
+    PIL.Image.new("RGB", (80, 60), "blue").save(pictures / "red0.png")
+    assert colour()[2] > 150 > colour()[0]
+    (pictures / "red0.png").unlink()
+    assert colour() is None
+    # A picture that has become a FIFO delays nothing, because its features are in the index.
+    os.mkfifo(pictures / "red0.png")
+    assert colour() is None
+    assert changing.answer("GET", "/?like=red0.png").status == 200
+
+
+def test_uploads_are_decoded_one_after_another_and_block_no_search(site):
+    content = hostile_requests.png(9, 9)
+    waiting, go_on = threading.Event(), threading.Event()
+    site.decoder.submit(lambda: (waiting.set(), go_on.wait(60)))
+    assert waiting.wait(60)
+    with concurrent.futures.ThreadPoolExecutor(1) as pool:
+        upload = pool.submit(site.answer, "POST", "/", content)
+        assert site.answer("GET", search("red")).status == 200
+        assert not upload.done()
+        go_on.set()
+        assert upload.result().status == 200
 
 
 def test_training_pairs_is_none_if_the_file_is_missing(site, capsys):
@@ -188,6 +308,70 @@ def test_training_pairs_is_none_if_the_file_is_missing(site, capsys):
     assert capsys.readouterr().err == ""
 
 
+def test_server_answers_mixed_and_hostile_requests(server, capfd):
+    assert hostile_requests.wrong_answers(server.server_port, 200) == {}
+    printed = capfd.readouterr()
+    assert printed.out == printed.err == ""
+
+
+def test_server_receives_few_large_uploads_at_a_time(server):
+    large = hostile_requests.upload(bytes(web.SMALL + 1))
+    with concurrent.futures.ThreadPoolExecutor(1) as pool, contextlib.ExitStack() as uploads:
+        for _ in range(4):
+            uploads.enter_context(server.uploads)
+        waiting = pool.submit(hostile_requests.statuses, server.server_port, large)
+        small = hostile_requests.upload(hostile_requests.png(9, 9))
+        assert hostile_requests.statuses(server.server_port, small) == [200]
+        assert not waiting.done()
+        uploads.close()
+        assert waiting.result() == [400]
+
+
+def test_server_starts_no_program_for_an_upload(ask, tmp_path, monkeypatch):
+    (tmp_path / "gs").write_text(f"#!/bin/sh\ntouch {tmp_path}/started\n")
+    (tmp_path / "gs").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    assert ask("/", "POST", body=hostile_requests.eps())[0] == 400
+    assert not (tmp_path / "started").exists()
+
+
+def test_server_answers_head_without_content(ask):
+    for address in ("/", search("red"), "/picture/red0.png"):
+        status, content, _ = ask(address, "HEAD")
+        assert status == 200 and content == b""
+
+
+def test_server_answers_if_the_search_fails(folder, site, capfd):
+    class Faulty(toy_encoders.Toy):
+        def prepare(self, content):
+            raise RuntimeError("out of order")
+
+    encoders = {"x": site.model.encoders["x"], "y": Faulty("text")}
+    model = dataclasses.replace(site.model, encoders=encoders)
+    with web.Server(dataclasses.replace(site, model=model), "127.0.0.1", 0) as running:
+        thread = threading.Thread(target=running.serve_forever, kwargs={"poll_interval": 0.01})
+        thread.start()
+        sent = hostile_requests.request(b"GET /?q=red")
+        assert hostile_requests.statuses(running.server_port, sent) == [500]
+        running.shutdown()
+        thread.join()
+    assert capfd.readouterr().err == "error: RuntimeError: out of order\n"
+
+
+def test_server_survives_clients_that_disconnect(server, ask, capfd):
+    linger = struct.pack("ii", 1, 0)  # closing the connection then resets it
+    for sent in (
+        b"",
+        b"GET / HT",
+        b"POST / HTTP/1.1\r\nHost: localhost\r\nContent-Length: 9\r\n\r\n",
+    ):
+        with socket.create_connection(server.server_address) as connection:
+            connection.sendall(sent)
+            connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, linger)
+    assert ask("/")[0] == 200
+    assert capfd.readouterr().err == ""
+
+
 def test_server_rejects_foreign_host_names(ask, server):
     for host, status in (("localhost:1", 200), ("127.0.0.1", 200), ("evil.example", 403)):
         assert ask("/", headers={"Host": host})[0] == status
@@ -195,7 +379,7 @@ def test_server_rejects_foreign_host_names(ask, server):
 
 def test_server_rejects_port_in_use(site, server):
     with pytest.raises(checks.InputError, match="port"):
-        serve.Server(site, "127.0.0.1", server.server_port)
+        web.Server(site, "127.0.0.1", server.server_port)
 
 
 # --- in a browser ---------------------------------------------------------------------------------
@@ -233,45 +417,101 @@ def names(browser, address=""):
     ready = "return document.readyState === 'complete'"
     wait = pytest.importorskip("selenium.webdriver.support.ui").WebDriverWait(browser, 20)
     wait.until(lambda _: address in browser.current_url and browser.execute_script(ready))
-    return re.findall(r'<div title="(.*?)">', browser.page_source)
+    return re.findall(r'class="name" title="(.*?)">', browser.page_source)
 
 
 def test_page_in_browser_searches_by_text_and_picture(browser, server, site, folder, tmp_path):
     address = f"http://127.0.0.1:{server.server_port}/"
     show(browser, 1180)
     browser.get(address)
-    browser.switch_to.active_element.send_keys("a red square\n")
+    browser.switch_to.active_element.send_keys("a red square")
+    browser.find_element("class name", "primary").click()
     expected = site.model.search("a red square", k=5)
     assert names(browser, "q=") == [hit.id for hit in expected]
-    loaded = "return [...document.images].map(i => i.decode().then(() => i.alt && i.naturalWidth))"
-    widths = browser.execute_script(loaded.replace("[...", "Promise.all([...", 1) + ")")
+    loaded = "i => i.decode().then(() => i.alt && i.naturalWidth)"
+    every = "return Promise.all([...document.querySelectorAll('.cards img')].map"
+    widths = browser.execute_script(f"{every}({loaded}))")
     assert widths == [80] * 5
     browser.find_element("name", "calibrated").click()
-    expected = site.model.search("a red square", k=5, calibrated=True)
-    assert names(browser, "calibrated=on") == [hit.id for hit in expected]
+    expected = site.model.search("a red square", k=10, calibrated=True)
+    assert names(browser, "calibrated=on") == [hit.id for hit in expected[:5]]
+    browser.find_element("class name", "more").click()
+    browser.find_element("css selector", "figure:nth-child(10)")
+    assert names(browser, "k=10") == [hit.id for hit in expected]
 
     browser.find_element("id", "picture").send_keys(str(folder / "pictures" / "blue4.png"))
     browser.find_element("css selector", ".asked img")
     assert names(browser)[0] == "blue4.png"
+    browser.find_element("class name", "more").click()
+    browser.find_element("css selector", "figure:nth-child(10)")
     browser.find_element("link text", "similar").click()
     browser.find_element("css selector", ".asked [alt='blue4.png']")
+    assert "like=blue4.png" in browser.current_url and "blue4.png" not in names(browser)
     assert browser.get_log("browser") == []
     # The page loads all resources from the server itself.
     used = "return performance.getEntriesByType('resource').map(entry => entry.name)"
     assert all(name.startswith(address) for name in browser.execute_script(used))
 
-    (tmp_path / "huge.png").write_bytes(huge_png())
+    bomb = hostile_requests.png(13_300, 13_300, complete=False)
+    (tmp_path / "huge.png").write_bytes(bomb)
     browser.find_element("id", "picture").send_keys(str(tmp_path / "huge.png"))
     error = browser.find_element("css selector", "#error:not(:empty)")
     assert "pixels" in error.text and names(browser) == []
+    # Answers that are no page, such as those of malformed requests, are shown in one line, too.
+    browser.execute_script("return load('/picture/gone.png')")
+    assert error.text == "no such picture"
+    assert all("status of 40" in line["message"] for line in browser.get_log("browser"))
+
+
+def test_page_in_browser_accepts_dropped_and_pasted_pictures(browser, server, folder):
+    give = """
+        const bytes = Uint8Array.from(atob(arguments[1]), (c) => c.charCodeAt(0));
+        const data = new DataTransfer();
+        data.items.add(new File([bytes], "a.png", { type: "image/png" }));
+        const given = { dataTransfer: data, clipboardData: data, bubbles: true };
+        const kind = arguments[0] === "drop" ? DragEvent : ClipboardEvent;
+        document.body.dispatchEvent(new kind(arguments[0], given));
+    """
+    for kind, name in (("drop", "green4.png"), ("paste", "red6.png")):
+        browser.get(f"http://127.0.0.1:{server.server_port}/")
+        content = base64.b64encode((folder / "pictures" / name).read_bytes()).decode()
+        browser.execute_script(give, kind, content)
+        browser.find_element("css selector", ".asked img")
+        assert names(browser)[0] == name
+
+
+def test_page_in_browser_enlarges_pictures(browser, server, site):
+    browser.get(f"http://127.0.0.1:{server.server_port}{search('a green square')}")
+    hits = site.model.search("a green square", k=5)
+
+    def enlarged():
+        picture = browser.find_element("css selector", "#large[open] img")
+        return urllib.parse.urlsplit(picture.get_attribute("src")).path
+
+    browser.find_elements("class name", "open")[1].click()
+    assert enlarged() == f"/large/{hits[1].id}"
+    browser.find_element("id", "following").click()
+    assert enlarged() == f"/large/{hits[2].id}"
+    for _ in range(3):
+        browser.switch_to.active_element.send_keys("\ue012")  # the left arrow
+    assert enlarged() == f"/large/{hits[4].id}"
+    browser.find_element("id", "close").click()
+    assert browser.execute_script("return document.querySelector('#large').open") is False
+    assert browser.get_log("browser") == []
 
 
 def test_page_in_browser_fits_a_phone_in_dark_mode(browser, server):
-    show(browser, 400, "dark")
-    browser.get(f"http://127.0.0.1:{server.server_port}{search('a green square')}")
-    assert browser.execute_script("return document.documentElement.scrollWidth") == 400
+    show(browser, 390, "dark")
+    for address in ("/", search("a green square")):
+        browser.get(f"http://127.0.0.1:{server.server_port}{address}")
+        assert browser.execute_script("return document.documentElement.scrollWidth") == 390
+        for target in browser.find_elements("css selector", ".button, .like, label:not([hidden])"):
+            if target.is_displayed():
+                assert min(target.rect["height"], target.rect["width"]) >= 44, target.text
     boxes = [one.rect for one in browser.find_elements("tag name", "figure")]
     assert len({box["x"] for box in boxes}) == 2  # two columns
     colours = "const s = getComputedStyle(document.body); return [s.color, s.backgroundColor]"
     ink, paper = (sum(map(int, re.findall(r"\d+", c))) for c in browser.execute_script(colours))
     assert ink > 600 > 200 > paper
+    tile = "return getComputedStyle(document.querySelector('.open')).backgroundColor"
+    assert sum(map(int, re.findall(r"\d+", browser.execute_script(tile)))) < 400

@@ -248,6 +248,19 @@ def test_sinkhorn_does_not_stall_between_far_clusters(index):
     assert not fuzz.run([index], 20261117)[index].found
 
 
+def test_sinkhorn_with_more_iterations_is_not_worse(x64):
+    rng = np.random.default_rng([5, 0])
+    k = 0.02 * rng.normal(size=(64, 48))
+    k[np.arange(64), rng.integers(0, 48, 64)] += 1
+    log_a, log_b = (-35 * rng.uniform(size=size) for size in k.shape)
+    weights = {"log_a": log_a - scipy.special.logsumexp(log_a)}
+    weights["log_b"] = log_b - scipy.special.logsumexp(log_b)
+    options = {"epsilon": 1.8e-4, "tolerance": 1e-9, **weights}
+    # The last solve starts a search again, which ends at an error of 0.2.
+    errors = [float(solve(k, max_iterations=most, **options).error) for most in (80, 160, 500)]
+    assert errors[2] <= 1.01 * min(errors) < 0.1
+
+
 def test_sinkhorn_is_accurate_if_the_row_maximum_has_no_mass():
     """K/epsilon spans thousands, and the largest entry of each row has no mass."""
     k = np.linspace(-1, 0, 24, dtype=np.float32)[None, :] * np.ones((24, 1), np.float32)

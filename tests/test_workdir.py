@@ -9,6 +9,7 @@ import shutil
 import subprocess
 import sys
 import textwrap
+import threading
 from typing import Any
 
 import jax
@@ -52,9 +53,11 @@ def test_read_json_names_missing_and_damaged_files(tmp_path):
     path = tmp_path / "config.json"
     with pytest.raises(checks.InputError, match=r"config\.json"):
         workdir.read_json(path)
-    path.write_text('{"seed": 1, "ste')
-    with pytest.raises(checks.InputError, match=r"config\.json"):
-        workdir.read_json(path)
+    for text in ('{"seed": 1, "ste', "null", "[]", "3"):
+        path.write_text(text)
+        with pytest.raises(checks.InputError, match=r"config\.json") as caught:
+            workdir.read_json(path)
+        assert "\n" not in str(caught.value)
 
 
 def test_environment_is_json_with_package_versions():
@@ -107,6 +110,16 @@ def test_open_run_rejects_another_config(tmp_path, change, message):
     with pytest.raises(checks.InputError, match=message):
         workdir.open_run(tmp_path, CONFIG | change)
     assert (tmp_path / "config.json").read_bytes() == before
+
+
+@pytest.mark.parametrize("text", ["[]", "null", '{"x": []}', '{"x": null}'])
+def test_open_run_rejects_damaged_fingerprints(tmp_path, text):
+    (tmp_path / "x.npy").write_bytes(b"rows")
+    folder = tmp_path / "run"
+    workdir.open_run(folder, CONFIG)
+    (folder / "inputs.json").write_text(text)
+    with pytest.raises(checks.InputError, match=r"inputs\.json must hold a JSON object"):
+        workdir.open_run(folder, CONFIG, {"x": tmp_path / "x.npy"})
 
 
 def test_open_run_rejects_folders_with_other_files(tmp_path):
@@ -196,6 +209,31 @@ def test_changed_ignores_rewritten_equal_content(file):
     assert workdir.changed(recorded, file) is None
 
 
+def test_fingerprint_does_not_wait_for_a_fifo(tmp_path):
+    os.mkfifo(tmp_path / "a.jpg")
+    found = []
+
+    def read():
+        try:
+            workdir.fingerprint(tmp_path / "a.jpg")
+        except OSError as error:
+            found.append(str(error))
+
+    # A daemon, so that the tests end even if it waits.
+    reader = threading.Thread(target=read, daemon=True)
+    reader.start()
+    reader.join(30)
+    assert found == ["a.jpg is not a regular file; remove it"]
+
+
+def test_changed_reports_a_file_that_became_a_device(file):
+    recorded = workdir.fingerprint(file)
+    file.unlink()
+    file.symlink_to("/dev/null")
+    assert "x.npy is not a regular file" in workdir.changed(recorded, file)
+    assert workdir.changed({}, file) is None
+
+
 def test_changed_of_an_unreadable_file_until_it_exists(tmp_path, file):
     assert workdir.changed({}, tmp_path / "gone") is None
     assert "x.npy" in workdir.changed({}, file)
@@ -238,6 +276,10 @@ def test_recorder_writes_metrics_as_strict_json_in_fixed_order(tmp_path):
     ("harm", "message"),
     [
         (lambda lines: [*lines[:2], b"{]\n", *lines[3:]], "line 3 is damaged"),
+        (lambda lines: [*lines[:2], b'{"step":3}\n', *lines[3:]], "line 3 is damaged"),
+        (lambda lines: [*lines[:2], b'{"step": 3.0}\n', *lines[3:]], "line 3 is damaged"),
+        (lambda lines: [*lines[:2], b'{"step": 3, "a": []}\n', *lines[3:]], "line 3 is damaged"),
+        (lambda lines: [*lines[:2], b"[3]\n", *lines[3:]], "line 3 is damaged"),
         (lambda lines: [*lines[:2], *lines[3:]], "has step 4 in line 3"),
         (lambda lines: lines[:4], "ends at step 4 but there is a checkpoint of step 6"),
         (lambda lines: [], "ends at step 0"),
@@ -416,6 +458,23 @@ def test_recorder_and_write_json_on_full_disk_keep_old_files(tmp_path):
         found["x"], np.random.default_rng(0).normal(size=1000).astype(np.float32)
     )
     assert sorted(os.listdir(tmp_path / "checkpoints")) == ["1", "2"]
+
+
+def test_recorder_removes_a_checkpoint_that_a_kill_left(tmp_path):
+    with _recorder(tmp_path) as recorder:
+        for step in (1, 2):
+            recorder.snapshot(step, {"x": np.ones(2)})
+    shutil.copytree(tmp_path / "checkpoints" / "1", tmp_path / "checkpoints" / "0")
+    with _recorder(tmp_path) as recorder, pytest.raises(checks.InputError, match="ends at step 0"):
+        recorder.resume({"x": np.ones(2)})
+    assert sorted(os.listdir(tmp_path / "checkpoints")) == ["1", "2"]
+
+
+def test_locked_removes_files_that_a_kill_left(tmp_path):
+    for name in (".report.html.1.tmp", ".report.html.1.2.tmp", ".kept.tmp"):
+        (tmp_path / name).write_text("<html>")
+    with workdir.locked(tmp_path, wait=True):
+        assert sorted(os.listdir(tmp_path)) == [".kept.tmp", ".lock"]
 
 
 def test_recorder_writes_tensorboard_on_request(tmp_path, monkeypatch):

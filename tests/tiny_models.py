@@ -1,15 +1,13 @@
-"""Saves tiny, randomly initialised models of every encoder architecture."""
+"""Saves tiny, randomly initialised models of the classes that the published configs name."""
 
 import json
 import pathlib
-import textwrap
 
 import pytest
 
 torch = pytest.importorskip("torch", reason="needs the extra 'extract'")
 transformers = pytest.importorskip("transformers", reason="needs the extra 'extract'")
 import tokenizers  # noqa: E402
-from safetensors.torch import save_file  # noqa: E402
 
 WORDS = ["a", "photo", "of", "the", "red", "car", "bird", "on", "two", "three", "four", "five",
          "six"]  # fmt: skip
@@ -84,7 +82,7 @@ def resnet(folder):
     config = transformers.ResNetConfig(
         embedding_size=8, hidden_sizes=[8, 16], depths=[1, 1], layer_type="bottleneck"
     )
-    save(folder, "ResNetModel", config)
+    save(folder, "ResNetForImageClassification", config)
     kind = {"image_processor_type": "ConvNextImageProcessor", "crop_pct": 0.875,
             "size": {"shortest_edge": 32}, "do_center_crop": None}  # fmt: skip
     save_processor(folder, **{**DINO, **kind})
@@ -95,7 +93,7 @@ def bert(folder):
         vocab_size=24, hidden_size=16, num_hidden_layers=2, num_attention_heads=2,
         intermediate_size=32, max_position_embeddings=64,
     )  # fmt: skip
-    save(folder, "BertModel", config)
+    save(folder, "BertForMaskedLM", config)
     save_tokenizer(folder)
 
 
@@ -108,71 +106,8 @@ def decoder(**more):
 
 def qwen3(folder):
     config = transformers.Qwen3Config(**decoder(head_dim=8))
-    save(folder, "Qwen3Model", config)
+    save(folder, "Qwen3ForCausalLM", config)
     save_tokenizer(folder, side="left", end=True)
-
-
-def nemotron(folder):
-    config = transformers.LlamaConfig(**decoder())
-    save(folder, "LlamaModel", config)
-    save_tokenizer(folder, side="left")
-
-
-NV_EMBED = '''
-    """A model in the manner of NV-Embed: it comes as code, and pools by latent attention."""
-
-    import torch
-    from transformers import AutoTokenizer, MistralConfig, MistralModel, PreTrainedModel
-
-
-    class NVEmbedConfig(MistralConfig):
-        model_type = "nvembed"
-
-
-    class NVEmbedModel(PreTrainedModel):
-        config_class = NVEmbedConfig
-
-        def __init__(self, config):
-            super().__init__(config)
-            self.embedding_model = MistralModel(config)
-            self.latents = torch.nn.Parameter(torch.randn(5, config.hidden_size))
-            self.tokenizer = None
-            self.post_init()
-
-        def encode(self, prompts, instruction="", max_length=4096, **kwargs):
-            if self.tokenizer is None:
-                self.tokenizer = AutoTokenizer.from_pretrained(self.config._name_or_path)
-            texts = [instruction + prompt for prompt in prompts]
-            inputs = self.tokenizer(texts, padding=True, truncation=True, max_length=max_length,
-                                    return_tensors="pt").to(self.device)
-            tokens = self.embedding_model(**inputs).last_hidden_state
-            attention = (tokens @ self.latents.T).softmax(-1) @ self.latents
-            mask = inputs["attention_mask"][..., None]
-            return (attention * mask).sum(1) / mask.sum(1)
-'''
-
-
-def nv_embed(folder):
-    folder = pathlib.Path(folder)
-    (folder / "modeling_nvembed.py").write_text(textwrap.dedent(NV_EMBED).lstrip())
-    config = transformers.MistralConfig(**decoder())
-    described = config.to_dict() | {
-        "model_type": "nvembed",
-        "auto_map": {
-            "AutoConfig": "modeling_nvembed.NVEmbedConfig",
-            "AutoModel": "modeling_nvembed.NVEmbedModel",
-        },
-        "architectures": ["NVEmbedModel"],
-    }
-    (folder / "config.json").write_text(json.dumps(described))
-    save_tokenizer(folder)
-    empty = transformers.AutoModel.from_config(
-        transformers.AutoConfig.from_pretrained(folder, trust_remote_code=True),
-        trust_remote_code=True,
-    )
-    torch.manual_seed(0)
-    weights = {name: torch.randn_like(value) / 4 for name, value in empty.state_dict().items()}
-    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
 
 
 def wavlm(folder):

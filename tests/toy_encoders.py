@@ -5,6 +5,8 @@ import pathlib
 
 import numpy as np
 
+from experiments.extract import encoders
+
 WIDTH = 64
 
 
@@ -24,6 +26,14 @@ class Toy:
         self.prepared += 1
         self.most_waiting = max(self.most_waiting, self.prepared - self.embedded)
         return content if self.modality == "text" else np.asarray(_small(content), float).ravel()
+
+    def split(self, contents):
+        lengths = list(map(len, contents)) if self.modality == "text" else None
+        return encoders.split(len(contents), lengths, self.batch_size, None)
+
+    def start(self, batch):
+        rows = self.embed(batch)
+        return lambda: rows
 
     def embed(self, batch):
         self.embedded += len(batch)
@@ -51,7 +61,7 @@ def _small(image):
 
 
 def _run():
-    from experiments.extract import datasets, extraction
+    from experiments.extract import datasets, extraction, shards
 
     extraction.extract(
         datasets.open_dataset("folder", pathlib.Path(_ROOT.value)),
@@ -60,6 +70,7 @@ def _run():
         data={"root": "pictures"},
         shard_size=6,
         workers=2,
+        process=shards.process(os.environ)[0],
     )
 
 

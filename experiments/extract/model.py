@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from experiments import photos, workdir
-from experiments.extract import datasets, encoders, extraction, items
+from experiments.extract import datasets, encoders, extraction, items, shards
 from sotalign_jax import aligner, checks, files, persistence
 
 Path = str | os.PathLike[str]
@@ -143,8 +143,8 @@ class Model:
     def index(self, of: Path, place: Path | None = None) -> "Model":
         """Embeds the items to search.
 
-        Embeddings are stored by encoder and path, and read again by the next call. If a file has
-        changed, all of them are computed again.
+        Embeddings are stored by encoder and path, and read again by the next call, which embeds
+        only files that are new or have changed.
 
         Args:
             of: Folder of pictures; file of texts (.txt with one per line, .csv or .jsonl); or
@@ -161,7 +161,7 @@ class Model:
         """
         of = pathlib.Path(of).expanduser()
         place = self.folder / "search" if place is None else pathlib.Path(place).expanduser()
-        if (of / extraction.INPUTS).exists():
+        if (of / shards.INPUTS).exists():
             modality = extraction.load(of).metadata["encoder"]["modality"]
             source, place = None, of
         elif of.is_file():
@@ -194,9 +194,30 @@ class Model:
         side = self.side_of(query)
         feature = self._features(side, [query])[0]
         scores = self.searched.features @ feature + self._bias(side, calibrated)
-        origins = self.searched.embeddings.origins
-        best = np.argsort(-scores, kind="stable")[:k]  # stable: equal scores keep the row order
-        return [Hit(origins[row].id, float(scores[row]), int(row)) for row in best]
+        return self._best(scores, k)
+
+    def similar(self, row: int, k: int = 10) -> list[Hit]:
+        """Finds the indexed items that are most similar to one of them, which is left out.
+
+        Nothing is read or embedded, because the index holds the item's features.
+
+        Args:
+            row: Row of the item in the index.
+            k: Number of results. All other items are returned if there are fewer.
+
+        Returns:
+            Results, best first. The scores are cosines.
+
+        Raises:
+            InputError: Nothing is indexed, or there is no such row.
+        """
+        checks.whole(1, k=k)
+        features = self.searched.features
+        if not 0 <= row < len(features):
+            raise checks.InputError(f"row must be in 0 ... {len(features) - 1}, got {row}")
+        scores = features @ features[row]
+        scores[row] = -np.inf
+        return self._best(scores, min(k, len(features) - 1))
 
     def side_of(self, query: Content) -> str:
         """Returns the side whose encoder reads a query, "x" or "y"."""
@@ -231,6 +252,12 @@ class Model:
             raise checks.InputError("nothing is indexed; call model.index(FOLDER) first")
         return self.indexed
 
+    def _best(self, scores: np.ndarray, k: int) -> list[Hit]:
+        """Returns the k items of the highest scores."""
+        origins = self.searched.embeddings.origins
+        best = np.argsort(-scores, kind="stable")[:k]  # stable: equal scores keep the row order
+        return [Hit(origins[row].id, float(scores[row]), int(row)) for row in best]
+
     def _side(self, modality: str) -> str:
         """Returns the side with an encoder of this modality."""
         sides = [side for side, own in self.encoders.items() if own.modality == modality]
@@ -247,10 +274,14 @@ class Model:
         rows = []
         while batch := list(itertools.islice(rest, encoder.batch_size)):
             read = [encoder.prepare(_read(content, encoder.modality)) for content in batch]
-            rows.append(np.asarray(encoder.embed(read), np.float32))
+            found: dict[int, np.ndarray] = {}
+            for chosen in encoder.split(read):
+                embedded = encoder.embed([read[n] for n in chosen])
+                found |= zip(chosen, np.asarray(embedded, np.float32), strict=True)
+            rows += [found[n] for n in range(len(read))]
         if not rows:
             raise checks.InputError(f"{encoder.modality} must have at least one item, got 0")
-        return np.concatenate(rows)
+        return np.stack(rows)
 
     def _map(self, side: str, rows: np.ndarray) -> np.ndarray:
         return self.aligner.embed_x(rows) if side == "x" else self.aligner.embed_y(rows)
@@ -358,6 +389,8 @@ def load_encoder(
         raise checks.InputError(f"{text}; pass --{side}_encoder=NAME")
     described = known[side]
     options["max_length"] = described.get("max_length")
+    options["instruction"] = described.get("instruction")
+    options["compute_dtype"] = described.get("compute_dtype")
     # The pooling of sentence-transformers is a list of modules, which the model brings along.
     if isinstance(described.get("pooling"), str):
         options["pool"] = described["pooling"]
@@ -407,7 +440,7 @@ def _embedded(
     Without a source, the items of the extraction are not compared with files.
     """
     listed = source.items[encoder.modality] if source else None
-    if (place / extraction.INPUTS).exists():
+    if (place / shards.INPUTS).exists():
         ready = extraction.load(place)
         change = extraction.difference(listed(), place) if listed else None
         if ready.metadata["encoder"] != encoder.describe():
@@ -423,8 +456,9 @@ def _embedded(
     if change := extraction.difference(listed(), out):
         if not any(True for _ in listed()):  # keep the index of an unmounted folder
             raise checks.InputError(f"{of} holds no {encoder.modality}; check the path")
-        print(f"{of} has changed ({change}); embedding it again", file=sys.stderr)
-        with workdir.only_process(out):  # another process may be writing these embeddings
-            shutil.rmtree(out)
-    extraction.extract(source, encoder, out, data={"name": "search"}, shard_size=256)
+        if not (out / shards.METADATA).exists():
+            print(f"{of} has changed ({change}); embedding it again", file=sys.stderr)
+            with workdir.only_process(out):  # another process may be writing these embeddings
+                shutil.rmtree(out)
+    extraction.extract(source, encoder, out, data={"name": "search"}, shard_size=256, title=str(of))
     return extraction.load(out)

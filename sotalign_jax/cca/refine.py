@@ -44,8 +44,10 @@ FACTORS = (0.3, 1.0, 3.0)
 """Factors of the ridges that are tried."""
 POWERS = choose.POWERS[1:]
 """Powers of rho that are tried. Without a weight, hundreds of unreliable directions count fully."""
-ROUNDS = 3
+ROUNDS = 6
 """Largest number of rounds."""
+LEAST_GAIN = 0.01
+"""Relative gain of the held-out score below which no further round is tried."""
 POOL_ROWS = 5000
 """Rows of each pool in a batch on a CPU."""
 DEVICE_POOL_ROWS = 22_768
@@ -137,15 +139,15 @@ def refine(
     """
     if rows is None:
         rows = POOL_ROWS if jax.default_backend() == "cpu" else DEVICE_POOL_ROWS
-    pairs, widths = _moments(x.pairs, y.pairs), (x.features.width, y.features.width)
-    fitted = _fit(pairs, start, widths)
+    pairs, widths = of_pairs(x.pairs, y.pairs), (x.features.width, y.features.width)
+    fitted = fit(pairs, start, widths)
     for number, step in enumerate(steps):
         report(f"refining the teacher, round {number + 1} of {len(steps)}")
         pools = draw(x, y, rows, seed=(seed, number), mesh=mesh)
         worth = _worth(pools)
         mixed = moments.mix(pairs, pools.under(fitted), worth / (worth + len(x.pairs)))
         options = _options(start, step, len(x.pairs), worth)
-        fitted = _fit(mixed, options, widths)
+        fitted = fit(mixed, options, widths)
     return fitted
 
 
@@ -191,6 +193,7 @@ def choose_steps(
     start: choose.Options,
     splits: Sequence[choose.Fold],
     *,
+    rounds: int = ROUNDS,
     seed: int = 0,
     mesh: Mesh | None = None,
     report: Callable[[str], None] = lambda text: None,
@@ -206,6 +209,7 @@ def choose_steps(
         y: Second modality.
         start: Options of the first CCA, for a fit on all pairs.
         splits: The `folds`.
+        rounds: Largest number of rounds.
         seed: Seed of the batches.
         mesh: Devices to split the plans over.
         report: Called with a line of progress.
@@ -217,22 +221,24 @@ def choose_steps(
     states = [_Fold.of(x, y, fold, start) for fold in splits]
     table = [np.concatenate([state.first_scores() for state in states])]
     steps: list[Step] = []
-    for number in range(ROUNDS):
-        report(f"choosing how to refine the teacher, round {number + 1} of {ROUNDS}")
+    for number in range(rounds):
+        report(f"choosing how to refine the teacher, round {number + 1} of at most {rounds}")
         pools = draw(x, y, _CHOICE_ROWS, seed=(seed, number), mesh=mesh)
         tried = [state.candidates(pools) for state in states]
         scores = {step: np.concatenate([one[step][1] for one in tried]) for step in tried[0]}
         best = max(scores, key=lambda step: scores[step].mean())
         steps.append(best)
         table.append(scores[best])
+        if table[-1].mean() < (1.0 + LEAST_GAIN) * table[-2].mean():
+            break
         states = [
             state._replace(fitted=one[best][0]) for state, one in zip(states, tried, strict=True)
         ]
     means = tuple(float(row.mean()) for row in table)
-    rounds = int(np.argmax(means))
-    if not choose.clearly_higher(table[rounds], table[0], held):
-        rounds = 0
-    return Choice(tuple(steps[:rounds]), means[: rounds + 1], table[rounds])
+    best_round = int(np.argmax(means))
+    if not choose.clearly_higher(table[best_round], table[0], held):
+        best_round = 0
+    return Choice(tuple(steps[:best_round]), means[: best_round + 1], table[best_round])
 
 
 def draw(x: Side, y: Side, rows: int, *, seed: tuple[int, int], mesh: Mesh | None = None) -> Pools:
@@ -274,14 +280,14 @@ class _Fold(NamedTuple):
     @classmethod
     def of(cls, x: Side, y: Side, fold: choose.Fold, start: choose.Options) -> "_Fold":
         """Fits the first CCA of a fold."""
-        pairs, count = _moments(x.pairs[fold.fit], y.pairs[fold.fit]), len(fold.fit)
+        pairs, count = of_pairs(x.pairs[fold.fit], y.pairs[fold.fit]), len(fold.fit)
         # Fewer pairs need larger ridges.
         more = len(x.pairs) / count
         start = start._replace(ridge_x=start.ridge_x * more, ridge_y=start.ridge_y * more)
         widths = x.features.width, y.features.width
         held_x = x.pairs[fold.held] - x.pairs[fold.fit].mean(axis=0)
         held_y = y.pairs[fold.held] - y.pairs[fold.fit].mean(axis=0)
-        fitted = _fit(pairs, start, widths)
+        fitted = fit(pairs, start, widths)
         return cls(pairs, count, held_x, held_y, start, widths, fitted)
 
     def first_scores(self) -> np.ndarray:
@@ -319,8 +325,16 @@ def _options(start: choose.Options, step: Step, count: int, worth: float) -> cho
     return choose.Options(start.ridge_x * share, start.ridge_y * share, step.power)
 
 
-def _moments(x: np.ndarray, y: np.ndarray) -> Moments:
-    """Computes the moments of pairs."""
+def of_pairs(x: np.ndarray, y: np.ndarray) -> Moments:
+    """Computes the moments of pairs, which are centred first.
+
+    Args:
+        x: Features of the first modality, shape [n, r].
+        y: Features of the second modality, shape [n, s].
+
+    Returns:
+        The moments with the divisor n - 1.
+    """
     return moments.of_pairs(x - x.mean(axis=0), y - y.mean(axis=0), divisor=max(len(x) - 1, 1))
 
 
@@ -333,10 +347,17 @@ def _ridges(
     return ridge_x, ridge_y
 
 
-def _fit(
-    covered: Moments, options: choose.Options, widths: tuple[int, int]
-) -> canonical.Directions:
-    """Fits a CCA to moments."""
+def fit(covered: Moments, options: choose.Options, widths: tuple[int, int]) -> canonical.Directions:
+    """Fits a CCA to moments.
+
+    Args:
+        covered: The moments.
+        options: Ridges relative to the mean eigenvalues, and power.
+        widths: Widths of the embeddings, which the mean eigenvalues are taken over.
+
+    Returns:
+        The directions, weighted by rho^power.
+    """
     ridges = _ridges(covered, options, widths)
     spectrum, basis_x, basis_y = canonical.spectrum(covered)
     found = canonical.leading(spectrum, ridges, choose.DIRECTIONS)

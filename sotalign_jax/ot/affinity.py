@@ -17,11 +17,30 @@ HIGHEST = device.HIGHEST
 """Full float32, for sums over a kernel and small systems, which are limited by bandwidth."""
 
 
+def as_array(x: ArrayLike) -> Array:
+    """Returns a JAX array of the same numbers, see `checks.native`.
+
+    Args:
+        x: An array, on the host in any byte order.
+
+    Returns:
+        The array.
+
+    Example:
+        >>> as_array(np.ones(2, ">f4")).dtype
+        dtype('float32')
+    """
+    return jnp.asarray(checks.native(x) if isinstance(x, np.ndarray) else x)
+
+
 def as_float(x: ArrayLike) -> Array:
     """Casts to float32, or keeps float64.
 
+    The gradient of float16 numbers saturates at 65,504. Otherwise that of l2_normalize, which is
+    as large as 1/||x||, would be infinite for rows of a tiny norm.
+
     Args:
-        x: An array.
+        x: An array, on the host in any byte order.
 
     Returns:
         The array, in float64 if it was, and otherwise in float32.
@@ -30,8 +49,25 @@ def as_float(x: ArrayLike) -> Array:
         >>> as_float(np.ones(2, np.float16)).dtype
         dtype('float32')
     """
-    x = jnp.asarray(x)
+    x = as_array(x)
+    if x.dtype == jnp.float16:
+        return _widened(x)
     return x if x.dtype == jnp.float64 else x.astype(jnp.float32)
+
+
+@jax.custom_vjp
+def _widened(x: Array) -> Array:
+    """Casts float16 to float32."""
+    return x.astype(jnp.float32)
+
+
+def _narrowed(_: None, gradient: Array) -> tuple[Array]:
+    """Casts a gradient to float16. Entries beyond its range become its largest number."""
+    most = jnp.finfo(jnp.float16).max.astype(jnp.float32)
+    return (jnp.clip(gradient, -most, most).astype(jnp.float16),)
+
+
+_widened.defvjp(lambda x: (x.astype(jnp.float32), None), _narrowed)
 
 
 def as_floats(*arrays: ArrayLike) -> tuple[Array, ...]:

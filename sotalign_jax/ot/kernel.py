@@ -36,8 +36,8 @@ MAX_DRIFT = 30.0
 """Largest log-scaling before a kernel is built again. float32 overflows at exp(88), and an entry
 that underflowed in the build, below exp(-87), is still below exp(-27) after both scalings."""
 MAX_EXPONENT = 50.0
-"""Logarithm of the largest entry of a kernel, so that exp(MAX_DRIFT) times it is finite. The cap
-changes no plan, whose entries P_ij <= min(a_i, b_j) stand for A_ij <= 1 / max(a_i, b_j)."""
+"""Logarithm of the largest entry of a kernel, so that exp(MAX_DRIFT) times it is finite. Rows of
+A diag(b) sum to 1, so no entry is capped if all weights b are at least exp(-MAX_EXPONENT)."""
 LEVEL_POWER = 4
 """Ratio of consecutive epsilons when a small epsilon is approached from above."""
 
@@ -260,7 +260,7 @@ class Kernel(NamedTuple):
             rows = with_layout_constraint(self.affinity.rows(block), Layout((0, 1)))
             logs = rows / state.epsilon + state.q[None, :]
             # Subtracts the weighted maximum, as in a logsumexp. Columns of tiny weight may exceed
-            # it, which is why exponents are capped.
+            # it. The cap keeps an entry finite whose column has a weight below `MAX_EXPONENT`'s.
             top = jnp.max(logs + log_b[None, :], axis=1)
             rows = jnp.exp(jnp.minimum(logs - top[:, None], MAX_EXPONENT))
             s = affinity.dot(rows, b, self.precision)

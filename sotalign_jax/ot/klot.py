@@ -11,9 +11,10 @@ and the backward pass keeps only arrays of the features' size. Sinkhorn is never
 Danskin's theorem (the envelope theorem), the gradient of an optimal value needs only the optimal
 plan.
 
-The teacher's plan is solved first, then the student's. P - P* is then multiplied with the features,
-a block of rows at a time. A stored kernel provides the rows of its plan directly. A streamed kernel
-computes them again (`blocks.Storage`). Rows are split over the devices of a mesh, see `sharding`.
+The plans are solved one after the other. P - P* is then multiplied with the features, a block of
+rows at a time. A stored kernel provides the rows of its plan directly. A streamed kernel, and one
+that was freed for the other plan, computes them again (`blocks.Storage`). Rows are split over the
+devices of a mesh, see `sharding`.
 
 References:
     SOTAlign, ICML 2026: the lemma on the gradient of KLOT.
@@ -38,6 +39,7 @@ from sotalign_jax.ot.affinity import ArrayLike
 from sotalign_jax.ot.blocks import Block, over_rows
 from sotalign_jax.ot.kernel import Cosines, Kernel, KernelState
 from sotalign_jax.ot.sinkhorn import (
+    Centres,
     check_limits,
     constant,
     log_plan,
@@ -149,6 +151,24 @@ def _join_scalings(n: int, m: int, us: Any, others: Any) -> KlotAux:
 # --- from affinities ---------------------------------------------------------------------------
 
 
+class _Centred(NamedTuple):
+    """A plan in the form that `sinkhorn.Plan` has, with potentials in two parts."""
+
+    centres: Centres
+    u: Array
+    v: Array
+    epsilon: Array
+
+    def log_plan(self, k: Array) -> Array:
+        """Returns log P for these rows of K."""
+        return log_plan(k, self.centres.rows, self.u, self.v, self.epsilon, self.centres.columns)
+
+    def scalings(self) -> tuple[Array, Array]:
+        """Returns u and v of log P = K/epsilon + u + v."""
+        rows, columns = (centre / self.epsilon for centre in self.centres)
+        return self.u - rows, self.v - columns
+
+
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _klot_of_affinities(
     options: _Options, k: Array, k_star: Array, settings: _Settings
@@ -165,51 +185,57 @@ def _affinities_fwd(options: _Options, k: Array, k_star: Array, settings: _Setti
     def own_rows(axes: sharding.Axes, rows: Any, settings: _Settings) -> Any:
         k, k_star, log_a = rows
 
-        def plan(k: Array, epsilon: Array, init_v: Array | None) -> tuple[Array, Scalings]:
+        def plan(k: Array, epsilon: Array, init_v: Array | None) -> tuple[Centres, Scalings]:
             limits = epsilon, settings.tolerance, options.max_iterations
             return solve_matrix(k, log_a, settings.log_b, *limits, init_v, axes, options.sums)
 
         epsilon, epsilon_star = settings.epsilon, settings.epsilon_star
         # One after the other, so that the second solve can use the memory of the first.
-        top_star, teacher = plan(k_star, epsilon_star, settings.init_v_star)
-        top, student = plan(k, _depend_on(epsilon, teacher), settings.init_v)
-        log_p = log_plan(k, top, student.u, student.v, epsilon)
-        log_p_star = log_plan(k_star, top_star, teacher.u, teacher.v, epsilon_star)
+        centres_star, teacher = plan(k_star, epsilon_star, settings.init_v_star)
+        centres, student = plan(k, _depend_on(epsilon, teacher), settings.init_v)
+        kept = _Centred(centres, student.u, student.v, epsilon)
+        kept_star = _Centred(centres_star, teacher.u, teacher.v, epsilon_star)
+        log_p, log_p_star = kept.log_plan(k), kept_star.log_plan(k_star)
         p_star = jnp.exp(log_p_star)
         # 0 log 0 counts as 0. The product would be NaN where log P is -inf.
         value = jnp.sum(jnp.where(p_star == 0, 0.0, p_star * (log_p_star - log_p)))
         solved = jnp.isfinite(student.error) & jnp.isfinite(teacher.error)
         # If a solve failed, the loss is NaN and not a number that looks plausible.
         value = jnp.where(solved, sharding.psum(value, axes), jnp.nan)
-        centred = top, student.u, top_star, teacher.u
-        # Users get scalings of K itself. The backward pass keeps those of K minus `top`, which have
-        # more digits.
-        us = student.u - top / epsilon, teacher.u - top_star / epsilon_star
-        return (us, centred), (value, student[1:], teacher[1:])
+        # Users get scalings of K itself. The backward pass keeps the centred ones, which have more
+        # digits.
+        (u, v), (u_star, v_star) = kept.scalings(), kept_star.scalings()
+        results = (v, *student[2:]), (v_star, *teacher[2:])
+        rows = (centres.rows, student.u), (centres_star.rows, teacher.u)
+        columns = (centres.columns, student.v), (centres_star.columns, teacher.v)
+        return ((u, u_star), rows), (value, columns, *results)
 
     with sharding.mesh_of(k, k_star):
         rows = sharding.split(k), sharding.split(k_star), sharding.split(settings.log_a, -jnp.inf)
-        (us, centred), (value, *others) = sharding.shard_map(own_rows, rows, settings)
+        (us, own), (value, columns, *others) = sharding.shard_map(own_rows, rows, settings)
         aux = _join_scalings(len(k), k.shape[1], us, others)
-    return (value, aux), (k, k_star, centred, settings, aux)
+    return (value, aux), (k, k_star, own, columns, settings, aux)
 
 
 def _affinities_bwd(options: _Options, residuals: Any, cotangents: Any) -> Any:
     """Computes (P - P*)/eps from the log-scalings of both plans."""
-    k, k_star, centred, settings, aux = residuals
+    k, k_star, own, columns, settings, aux = residuals
 
     def own_rows(axes: sharding.Axes, rows: Any, shared: Any) -> Any:
-        k, k_star, (top, u, top_star, u_star) = rows
-        v, v_star, epsilon, epsilon_star, scale = shared
-        p = jnp.exp(log_plan(k, top, u, v, epsilon))
-        p_star = jnp.exp(log_plan(k_star, top_star, u_star, v_star, epsilon_star))
-        return scale * (p - p_star) / epsilon, ()
+        (k, k_star, own), (columns, epsilons, scale) = rows, shared
+        p, p_star = (
+            jnp.exp(_Centred(Centres(row, column), u, v, epsilon).log_plan(affinity))
+            for affinity, (row, u), (column, v), epsilon in zip(
+                (k, k_star), own, columns, epsilons, strict=True
+            )
+        )
+        return scale * (p - p_star) / epsilons[0], ()
 
     with sharding.mesh_of(k, k_star):
         solved = jnp.isfinite(aux.student.error) & jnp.isfinite(aux.teacher.error)
         scale = jnp.where(solved, cotangents[0], jnp.nan)
-        shared = aux.student.v, aux.teacher.v, settings.epsilon, settings.epsilon_star, scale
-        rows = sharding.split(k), sharding.split(k_star), centred
+        shared = columns, (settings.epsilon, settings.epsilon_star), scale
+        rows = sharding.split(k), sharding.split(k_star), own
         gradient, _ = sharding.shard_map(own_rows, rows, shared)
         # With Explicit mesh axes the gradient must have the sharding of K.
         gradient = sharding.like(sharding.join(gradient, len(k)), k)
@@ -233,7 +259,7 @@ class _Features(NamedTuple):
     @classmethod
     def cast(cls, *arrays: ArrayLike) -> _Features:
         """Casts to float64 if any array is, else to float32 except for pairs of bfloat16 arrays."""
-        given, floats = [jnp.asarray(x) for x in arrays], affinity.as_floats(*arrays)
+        given, floats = [affinity.as_array(x) for x in arrays], affinity.as_floats(*arrays)
         if floats[0].dtype == jnp.float32:
             # Products of two bfloat16 numbers are exact in float32, so a cast would only cost
             # memory.
@@ -319,6 +345,18 @@ def _solve_features(
         init_v=init_v,
     )
     return _Solved(kernel, state, scalings)
+
+
+def _one_after_the_other(
+    storage: blocks.Storage, *given: tuple[Callable[[Array], _Solved], Array]
+) -> tuple[_Solved, _Solved]:
+    """Solves two plans, each given by a function of its epsilon, so that one kernel may suffice."""
+    (solve_first, epsilon), (solve_second, later) = given
+    first = solve_first(epsilon)
+    if storage.block_size is None and not storage.both:
+        first = first.without_matrix()
+    # The dependency keeps XLA from solving both at once, in twice the memory.
+    return first, solve_second(_depend_on(later, first.scalings))
 
 
 class _Products(NamedTuple):
@@ -423,16 +461,20 @@ def _features_fwd(options: _Options, features: _Features, settings: _Settings) -
         tolerance, logs = settings.tolerance, (log_a, settings.log_b)
         weights = jnp.exp(logs[0]), jnp.exp(logs[1])
         solve_one = functools.partial(_solve_features, options, axes, tolerance=tolerance)
-        with jax.named_scope("teacher_plan"):
-            epsilon, init_v = settings.epsilon_star, settings.init_v_star
-            teacher = solve_one(z, w, logs, epsilon, init_v=init_v, teacher=True)
-            # If two kernels do not fit, frees the teacher's before the student's is built.
-            if options.storage.block_size is None and not options.storage.both:
-                teacher = teacher.without_matrix()
-        with jax.named_scope("student_plan"):
-            # The dependency keeps XLA from solving both at once, in twice the memory.
-            epsilon = _depend_on(settings.epsilon, teacher.scalings)
-            student = solve_one(f, g, logs, epsilon, init_v=settings.init_v, teacher=False)
+
+        def solve_teacher(epsilon: Array) -> _Solved:
+            with jax.named_scope("teacher_plan"):
+                return solve_one(z, w, logs, epsilon, init_v=settings.init_v_star, teacher=True)
+
+        def solve_student(epsilon: Array) -> _Solved:
+            with jax.named_scope("student_plan"):
+                return solve_one(f, g, logs, epsilon, init_v=settings.init_v, teacher=False)
+
+        given = (solve_teacher, settings.epsilon_star), (solve_student, settings.epsilon)
+        # The first plan may lose its kernel, and narrower features are cheaper to multiply again.
+        student_first = f.shape[1] < z.shape[1]
+        plans = _one_after_the_other(options.storage, *(given[::-1] if student_first else given))
+        student, teacher = plans if student_first else plans[::-1]
         products = _multiply(student, teacher, weights, options)
         value = sharding.psum(_divergence(student, products, weights, settings.epsilon), axes)
         star = products.rows_star, products.columns_star

@@ -137,6 +137,18 @@ def log_plan(
     return jnp.minimum(logs, MAX_EXPONENT)
 
 
+class Centres(NamedTuple):
+    """Potentials of a plan in the units of K.
+
+    Attributes:
+        rows: Part of u, see the top of this file.
+        columns: Part of v.
+    """
+
+    rows: Float[Array, " n"]
+    columns: Float[Array, " m"]
+
+
 class _Refined(NamedTuple):
     """State of `_refine`."""
 
@@ -150,8 +162,7 @@ class _Refined(NamedTuple):
 
 def _refine(
     k: Array,
-    row_centre: Array,
-    column_centre: Array,
+    centres: Centres,
     scalings: Scalings,
     log_a: Array,
     log_b: Array,
@@ -175,7 +186,7 @@ def _refine(
         v = state.v + jnp.where(with_mass, log_b - jnp.log(state.columns), 0.0)
 
         def body(block: Block, sums: tuple[Array, ...]) -> tuple[Array, ...]:
-            centred = block.of(k) - block.of(row_centre)[:, None] - column_centre[None, :]
+            centred = block.of(k) - block.of(centres.rows)[:, None] - centres.columns[None, :]
             logs = centred / epsilon + v[None, :]
             # Subtracts the largest exponent, as in a logsumexp.
             highest = _top(logs)
@@ -205,7 +216,7 @@ def _refine(
         return (state.iterations < scalings.iterations) | helps
 
     infinity = jnp.asarray(jnp.inf, k.dtype)
-    v = scalings.v + column_centre / epsilon
+    v = scalings.v + centres.columns / epsilon
     # Column sums of zero make the first update keep v, and only compute u and the error.
     start = _Refined(log_a, v, jnp.zeros_like(log_b), infinity, infinity, scalings.iterations - 1)
     return jax.lax.while_loop(unfinished, update, sharding.vary_like(start, k))
@@ -294,8 +305,6 @@ def _refuse(message: str, primals: Any, tangents: Any) -> Any:
     raise TypeError(message)
 
 
-# Entries below exp(-30) are too small to change a marginal in float32.
-_NEGLIGIBLE = 30.0
 _NOT_DIFFERENTIABLE = (
     "sinkhorn is not differentiable; use klot or klot_from_embeddings, whose gradient is exact, or "
     "pass jax.lax.stop_gradient of K, epsilon and the log-weights"
@@ -404,25 +413,19 @@ def _solve(
         (k, log_a), (log_b, epsilon, tolerance, init_v) = rows, shared
         options = {"epsilon": epsilon, "tolerance": tolerance, "max_iterations": max_iterations}
         given: Any = {**options, "log_a": log_a, "log_b": log_b, "axes": axes}
-        top, scalings = solve_matrix(k, **given, init_v=init_v, precision=precision)
-        # The centres are the plan's potentials in the units of K.
-        row_centre = top - _potential(scalings.u, epsilon)
-        column_centre = -_potential(scalings.v, epsilon)
-        refined = _refine(k, row_centre, column_centre, scalings, **given)
-        scalings = scalings.measured(refined.error, tolerance)
-        shared = refined.v, column_centre, refined.iterations, scalings.error, scalings.converged
-        return (refined.u, row_centre), shared
+        centres, scalings = solve_matrix(k, **given, init_v=init_v, precision=precision)
+        return (scalings.u, centres.rows), (centres.columns, scalings[1:])
 
     with sharding.mesh_of(k):
         rows = sharding.split(k), sharding.split(log_a, -jnp.inf)
-        (u, row_centre), (v, column_centre, iterations, error, converged) = sharding.shard_map(
+        (u, row_centre), (column_centre, (v, *result)) = sharding.shard_map(
             own_rows, rows, (log_b, epsilon, tolerance, init_v)
         )
         # Replicated, because the affinity may be split by columns.
         u, row_centre = (
             sharding.gather_explicit(sharding.join(x, len(k))) for x in (u, row_centre)
         )
-    return Plan(k, row_centre, column_centre, u, v, epsilon, error, iterations, converged)
+    return Plan(k, row_centre, column_centre, u, v, epsilon, *result)
 
 
 def _potential(x: Array, epsilon: Array) -> Array:
@@ -446,8 +449,8 @@ def solve_matrix(
     init_v: Array | None,
     axes: sharding.Axes,
     precision: jax.lax.PrecisionLike,
-) -> tuple[Array, Scalings]:
-    """Solves for the plan of K minus the largest entry of each row.
+) -> tuple[Centres, Scalings]:
+    """Solves for the plan of K, and measures the error of the potentials that it returns.
 
     Args:
         k: Affinity, shape [n, m].
@@ -461,7 +464,7 @@ def solve_matrix(
         precision: Precision of the sums over the kernel.
 
     Returns:
-        The largest entry of each row, and the scalings of K without them.
+        The centres, and the scalings of K minus them, see `log_plan`.
     """
     top, widest = row_range(k, axes)
     scalings, _ = solve(
@@ -474,12 +477,12 @@ def solve_matrix(
         widest=widest,
         init_v=init_v,
     )
-    # Rounding matters only in entries with mass. Since log P <= 0, the scalings bound how far such
-    # an entry is below the largest one of its row.
-    highest = sharding.pmax(_top(scalings.u), axes) + _top(scalings.v)
-    exponent = jnp.minimum(widest / epsilon, _NEGLIGIBLE + jnp.maximum(highest, 0.0))
-    error = scalings.error + 0.5 * rounding(exponent, k.dtype)
-    return top, scalings.measured(error, tolerance)
+    # The centres are the plan's potentials in the units of K.
+    centres = Centres(top - _potential(scalings.u, epsilon), -_potential(scalings.v, epsilon))
+    limits = log_a, log_b, epsilon, tolerance, max_iterations, axes
+    refined = _refine(k, centres, scalings, *limits)
+    scalings = scalings._replace(u=refined.u, v=refined.v, iterations=refined.iterations)
+    return centres, scalings.measured(refined.error, tolerance)
 
 
 def reference(

@@ -19,8 +19,9 @@ second:
     _search   sweeps until the error of the columns is small. A sweep is one iteration.
 
 A stored A reaches the next level by taking the fourth power of its entries. It is built again only
-if the scalings drift too far, or if a search fails or starts again. A streamed kernel is built
-again at every level.
+if the scalings drift too far, if a search fails or starts again, or if the solve returns to an
+earlier point that was better than the one it ended at. A streamed kernel is built again at every
+level.
 
 With an int8 kernel, `_search_int8` replaces `_search`. Most of its sweeps read the int8 kernel, and
 a few exact sweeps correct the sums.
@@ -48,7 +49,7 @@ from jaxtyping import Array, Bool, Float, Int
 from sotalign_jax import checks
 from sotalign_jax.ot import anderson, sharding
 from sotalign_jax.ot.blocks import BUILD_ROWS, Block, over_rows
-from sotalign_jax.ot.kernel import LEVEL_POWER, MAX_DRIFT, Kernel, KernelState
+from sotalign_jax.ot.kernel import LEVEL_POWER, MAX_DRIFT, MAX_EXPONENT, Kernel, KernelState
 
 # The constants below were tuned on COCO's teacher and on random problems. benchmarks/convergence.py
 # counts the sweeps that they lead to, and tests/fuzz.py looks for problems on which they fail.
@@ -242,6 +243,9 @@ class _Progress(NamedTuple):
     fresh: Array  # True if the kernel was not raised to a power since it was built
     lost: Array  # True if a column of the fresh kernel underflowed
     rebuild: Array  # True if the kernel must be built again
+    best_q: Array  # potentials of the columns at the best point of the last level
+    best_error: Array  # the error there
+    final: Array  # True if the next search is the single sweep that ends the solve
     usable: Array  # False if K or epsilon is not finite
     plain: Array  # True if the solve started, or restarted, at the last level
     done: Array
@@ -458,13 +462,31 @@ def _make_sweep(problem: _Problem, state: KernelState, *, int8: bool = False) ->
 # --- levels of epsilon -------------------------------------------------------------------------
 
 
+def _budget(problem: _Problem, progress: _Progress) -> Array:
+    """Returns the number of sweeps at which the next search ends."""
+    most = problem.max_iterations
+    # If there is an earlier point to return to, one sweep is kept for it.
+    kept = jnp.isfinite(progress.best_error).astype(jnp.int32)
+    # Half of the budget is reserved for the last level, whose epsilon was asked for.
+    budget = jnp.where(progress.levels == 0, most - kept, most // 2)
+    return jnp.where(progress.final, 0, budget)
+
+
+def _remember(progress: _Progress, best: _Point) -> _Progress:
+    """Keeps the best point of the last level. A search that starts again may end at a worse one."""
+    better = (progress.levels == 0) & (best.error < progress.best_error)
+    return progress._replace(
+        best_q=jnp.where(better, progress.kernel.q + best.y, progress.best_q),
+        best_error=jnp.where(better, best.error, progress.best_error),
+    )
+
+
 def _level(problem: _Problem, progress: _Progress) -> _Progress:
     """Searches at the current epsilon, then moves to the next one or asks for a rebuild."""
     last, most = progress.levels == 0, problem.max_iterations
     loose = jnp.maximum(problem.tolerance, _SCALING_TOLERANCE)
     goal = jnp.where(last, problem.tolerance, loose)
-    # Half of the budget is reserved for the last level, whose epsilon was asked for.
-    budget = jnp.where(last, most, most // 2)
+    budget = _budget(problem, progress)
     limits: Any = {"goal": goal, "budget": budget, "ignore_stall": progress.plain}
     if problem.kernel.int8:
         found = _search_int8(problem, progress, **limits)
@@ -478,7 +500,13 @@ def _level(problem: _Problem, progress: _Progress) -> _Progress:
     # it continues with the next one.
     restart = last & ~progress.plain & ~spent & stalled
     finished = ~failed & ((best.error <= goal) | spent | (stalled & ~last))
-    descend, end = finished & ~last, finished & last
+    # A solve that misses its goal returns to its best point, and so does one that has a single
+    # sweep left.
+    progress = _remember(progress, best)
+    worse = finished & ~(best.error <= goal) & (progress.best_error < best.error)
+    cut = ~finished & (found.iterations == most - 1)
+    back = last & ~progress.final & (worse | cut) & jnp.isfinite(progress.best_error)
+    descend, end = finished & ~last, finished & last & ~back
 
     def lower(_: Any, state: KernelState) -> KernelState:
         return problem.kernel.raise_power(state, best.x, best.y)
@@ -489,7 +517,7 @@ def _level(problem: _Problem, progress: _Progress) -> _Progress:
     # scalings of the best point.
     absorbed = jnp.where(restart, problem.start_q, state.q + best.next_y)
     state = state._replace(
-        q=jnp.where(finished, state.q, absorbed),
+        q=jnp.where(back, progress.best_q, jnp.where(finished, state.q, absorbed)),
         x=jnp.where(end, best.x, state.x),
         y=jnp.where(end, best.y, state.y),
     )
@@ -499,8 +527,9 @@ def _level(problem: _Problem, progress: _Progress) -> _Progress:
         iterations=found.iterations,
         levels=progress.levels - descend.astype(jnp.int32),
         fresh=jnp.zeros_like(progress.fresh),
-        lost=failed & progress.fresh,
-        rebuild=~finished if problem.kernel.stored else ~end,
+        lost=failed & progress.fresh & ~back,
+        rebuild=~finished | back if problem.kernel.stored else ~end,
+        final=back,
         plain=progress.plain | restart,
         done=end | (failed & (found.iterations >= most)),
     )
@@ -557,7 +586,7 @@ def _run_int8(problem: _Problem, start: _Progress) -> _Progress:
     failed = trial.usable & ~(trial.error <= problem.tolerance)
     # The second solve builds its kernel in the memory of the first.
     memory = start.kernel._replace(matrix=trial.kernel.matrix, int8=trial.kernel.int8)
-    again = start._replace(kernel=memory)
+    again = start._replace(kernel=memory, best_q=trial.best_q, best_error=trial.best_error)
     exact = problem._replace(
         kernel=problem.kernel._replace(int8=False), max_iterations=most - trial.iterations
     )
@@ -641,7 +670,10 @@ def solve(
     first = target * jnp.asarray(LEVEL_POWER, dtype) ** levels.astype(dtype)
     start, false = kernel.blank(q, first), jnp.asarray(False)
     aim = jnp.asarray(tolerance, dtype)
-    problem = _Problem(kernel, log_a, log_b, aim, max_iterations, start.q)
+    # Heavier than given, columns of a tiny weight cannot lose mass to the cap of the kernel. They
+    # are scaled by the given weights below, which changes the marginals by less than rounding does.
+    heavy = jnp.where(live, jnp.maximum(log_b, -MAX_EXPONENT), log_b)
+    problem = _Problem(kernel, log_a, heavy, aim, max_iterations, start.q)
     progress = _Progress(
         kernel=start,
         error=jnp.asarray(jnp.inf, dtype),
@@ -650,6 +682,9 @@ def solve(
         fresh=false,
         lost=false,
         rebuild=~false,
+        best_q=start.q,
+        best_error=jnp.asarray(jnp.inf, dtype),
+        final=false,
         usable=possible,
         plain=levels == 0,
         done=false,

@@ -1,0 +1,419 @@
+"""Pages of the search site: answers to requests as HTML, JSON or pictures.
+
+| address | answer |
+|---|---|
+| `/` | the start page; a POST with a picture file answers with similar pictures |
+| `/?q=TEXT`, `/?like=NAME` | results; `&k=20` sets their number, `&calibrated=on` corrects hubs |
+| `/picture/NAME`, `/large/NAME` | a picture of the folder |
+| `/api/search`, `/api/openapi.json` | results as JSON, and their description |
+"""
+
+import dataclasses
+import functools
+import html
+import io
+import json
+import pathlib
+import re
+import statistics
+import string
+import time
+import urllib.parse
+from collections.abc import Callable, Mapping, Sequence
+from concurrent import futures
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from experiments import report, web
+from experiments.extract import items
+from experiments.extract import model as model_lib
+from experiments.web import Response
+from sotalign_jax import checks
+
+PAGE = pathlib.Path(__file__).with_name("serve.html")
+API = pathlib.Path(__file__).with_name("serve_api.json")
+SIZES = {"picture": 360, "large": 1600}
+"""Longest side of a picture in pixels, by the first part of its URL."""
+MEMORY = 320 * 10**6
+"""Most memory to decode an upload: 53 million pixels of JPEG, 40 million of PNG, 20 of WEBP."""
+MOST = 200
+"""Most results of a request, unless --top is larger."""
+MOSAIC = 24
+"""Number of pictures on the start page."""
+SAME = 0.9999
+"""Cosine above which two embeddings are of the same picture. Batching changes it by about 1e-6."""
+
+_one_thread = functools.partial(futures.ThreadPoolExecutor, 1)
+
+
+class Missing(checks.InputError):
+    """Raised for a picture or a page that does not exist."""
+
+
+class Query(NamedTuple):
+    """Search of one request.
+
+    Attributes:
+        content: Text, `PIL.Image.Image`, or row of an indexed picture.
+        k: Number of results.
+        calibrated: Rank by calibrated scores.
+        asked: Parameters of its address.
+        above: HTML above the results.
+    """
+
+    content: Any
+    k: int
+    calibrated: bool
+    asked: Mapping[str, str]
+    above: str = ""
+
+
+class Match(NamedTuple):
+    """Quality of a result: filled part of its bar, and words."""
+
+    bar: float
+    words: str
+
+
+STRONG, POSSIBLE, WEAK = "strong match", "possible match", "weak match"
+"""A possible match has a higher score than chance alone would reach, a strong one twice as high."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Site:
+    """State shared by all requests.
+
+    Attributes:
+        model: Model with the pictures indexed.
+        images: Folder of the pictures.
+        caption: Function that returns a picture's caption by its name, or "".
+        pairs: Unit embeddings of the captioned training pictures, or None if unknown.
+        typical: Mean and standard deviation of the scores of text queries. The key is True for
+            calibrated scores.
+        top: Number of results.
+        examples: Texts that the start page suggests.
+        searcher: Thread that searches, so that requests use the encoders one after another.
+        decoder: Thread that decodes pictures, because each one may take `items.MEMORY`.
+    """
+
+    model: model_lib.Model
+    images: pathlib.Path
+    caption: Callable[[str], str]
+    pairs: np.ndarray | None
+    typical: dict[bool, tuple[float, float] | None]
+    top: int
+    examples: Sequence[str] = ()
+    # A lock would run in the threads of the requests. Each thread keeps memory that it has freed.
+    searcher: futures.Executor = dataclasses.field(default_factory=_one_thread)
+    decoder: futures.Executor = dataclasses.field(default_factory=_one_thread)
+
+    def answer(self, method: str, address: str, content: bytes = b"") -> Response:
+        """Answers a request. See `web.Site.answer`."""
+        try:
+            parts = urllib.parse.urlsplit(address)
+        except ValueError:
+            return self.page(error="This address is malformed.", status=400)
+        # File names need not be UTF-8. Python keeps such bytes as surrogates.
+        path = urllib.parse.unquote(parts.path, errors="surrogateescape")
+        fields = urllib.parse.parse_qs(
+            parts.query, keep_blank_values=True, errors="surrogateescape"
+        )
+        asked = {name: values[-1] for name, values in fields.items()}
+        kind, _, name = path[1:].partition("/")
+        if method == "POST":
+            if path != "/":
+                return self.page(error=f"{path} accepts no files; send them to /.", status=405)
+            return self.upload(content, asked)
+        if kind in SIZES:
+            return self.picture(name, SIZES[kind])
+        if path == "/api/openapi.json":
+            return Response(API.read_bytes(), "application/json")
+        if path == "/api/search":
+            return self.json(asked)
+        if path != "/":
+            return self.page(error=f"{path}: there is no such page.", status=404)
+        return self.results(asked) if {"q", "like"} & set(asked) else self.page()
+
+    def upload(self, content: bytes, asked: Mapping[str, str]) -> Response:
+        """Answers an upload with the pictures most similar to it."""
+        if len(content) > web.LARGEST:
+            text = f"The file is too large; choose one of at most {web.LARGEST >> 20} MB."
+            return self.page(error=text, status=413)
+        try:
+            picture, thumbnail = self.decoder.submit(_read_upload, content).result()
+        except Exception as error:  # decoders raise errors of many kinds for damaged files
+            text = f"The picture cannot be read: {checks.first_line(error)}"
+            return self.page(error=text, status=400)
+        return self.results(asked, picture, f"<p class='asked'>{thumbnail}</p>")
+
+    def picture(self, name: str, size: int) -> Response:
+        """Answers with a picture.
+
+        Args:
+            name: Name of an indexed picture.
+            size: Longest side in pixels.
+
+        Returns:
+            A JPEG file, or a WEBP file if it has transparent pixels. Status 404 if there is no
+            such picture.
+        """
+        try:
+            path = self.path(name)
+            status = path.stat()
+            version = status.st_mtime_ns, status.st_size
+            return _shrunk(path, size, version, self.decoder)
+        except Exception:  # the file was removed or damaged after it was indexed
+            return Response(b"no such picture", "text/plain", 404)
+
+    def path(self, name: str) -> pathlib.Path:
+        """Returns the file of an indexed picture.
+
+        Raises:
+            Missing: No picture has this name, or it is a link out of the folder.
+        """
+        if name in self.rows:
+            path = (self.images / name).resolve()
+            if path.is_relative_to(self.images.resolve()):
+                return path
+        raise Missing(f"there is no picture {name!r}; check the address")
+
+    def query(self, asked: Mapping[str, str], picture: Any = None, above: str = "") -> Query:
+        """Returns the search that a request asks for.
+
+        Args:
+            asked: Parameters of its address.
+            picture: Uploaded `PIL.Image.Image`, or None.
+            above: HTML above the results.
+
+        Raises:
+            InputError: A parameter is missing or wrong.
+        """
+        number = asked.get("k", str(self.top))
+        if not re.fullmatch("[0-9]{1,9}", number) or not 1 <= int(number) <= self.most:
+            raise checks.InputError(f"k must be in 1 ... {self.most}, got {number!r}")
+        query = Query(picture, int(number), "calibrated" in asked and "q" in asked, asked, above)
+        if picture is not None:
+            return query
+        if "like" in asked:
+            self.path(asked["like"])
+            name, address = html.escape(asked["like"]), _quoted(asked["like"])
+            shown = f"<p class='asked'><img alt='{name}' src='/picture/{address}'></p>"
+            return query._replace(content=self.rows[asked["like"]], above=shown)
+        text = asked.get("q", "").encode(errors="surrogateescape").decode(errors="replace").strip()
+        if not text:
+            raise checks.InputError("Type a few words to search for.")
+        return query._replace(content=text)
+
+    def find(self, query: Query) -> list[model_lib.Hit]:
+        """Searches. Raises InputError if the query cannot be searched for."""
+        if isinstance(query.content, int):
+            return self.searcher.submit(self.model.similar, query.content, query.k).result()
+        search = functools.partial(self.model.search, calibrated=query.calibrated)
+        return self.searcher.submit(search, query.content, query.k).result()
+
+    def json(self, asked: Mapping[str, str]) -> Response:
+        """Answers with results as JSON."""
+        try:
+            query = self.query(asked)
+            hits = self.find(query)
+        except checks.InputError as error:
+            status = 404 if isinstance(error, Missing) else 400
+            return _json({"error": str(error)}, status)
+        seen = self._captioned([hit.row for hit in hits])
+        results = [
+            {
+                "name": hit.id,
+                "score": round(hit.score, 6),
+                "caption": self.caption(hit.id),
+                "captioned_in_training": known,
+                "picture": f"/large/{_quoted(hit.id)}",
+            }
+            for hit, known in zip(hits, seen, strict=True)
+        ]
+        return _json({"pictures": self.count, "results": results})
+
+    def results(self, asked: Mapping[str, str], picture: Any = None, above: str = "") -> Response:
+        """Searches and returns the page with the results.
+
+        Args:
+            asked: Parameters of the address.
+            picture: Uploaded `PIL.Image.Image`, or None.
+            above: HTML above the results.
+        """
+        began = time.perf_counter()
+        calibrated = "calibrated" in asked
+        try:
+            query = self.query(asked, picture, above)
+            text = query.content if isinstance(query.content, str) else ""
+            hits = self.find(query)
+        except checks.InputError as error:
+            status = 404 if isinstance(error, Missing) else 400
+            asked_for = asked.get("q", "").strip()
+            return self.page(asked_for, error=str(error), calibrated=calibrated, status=status)
+        matches = self._matches(query, [hit.score for hit in hits])
+        note = f"The best {len(hits)} of {self.count} in {time.perf_counter() - began:.2f} s."
+        if all(match.words == WEAK for match in matches):
+            note += " No picture matches clearly; try other words."
+        seen = self._captioned([hit.row for hit in hits])
+        cards = "".join(map(self._card, hits, matches, seen))
+        shown = f"{query.above}<p class='small'>{note}</p><div class='cards'>{cards}</div>"
+        if len(hits) == query.k < min(self.count, self.most):
+            further = urllib.parse.urlencode(
+                {**asked, "k": min(query.k + self.top, self.most)}, errors="surrogateescape"
+            )
+            address = html.escape(f"/?{further}")
+            shown += f"<p class='next'><a class='more button' href='{address}'>More results</a></p>"
+        return self.page(text, shown, calibrated=calibrated)
+
+    def page(
+        self,
+        query: str = "",
+        results: str = "",
+        *,
+        error: str = "",
+        calibrated: bool = False,
+        status: int = 200,
+    ) -> Response:
+        """Returns the page with results, or else the start page, with or without an error message.
+
+        Args:
+            query: Text for the search field.
+            results: HTML of the results.
+            error: Error message, or "".
+            calibrated: Tick the box for calibrated scores.
+            status: HTTP status.
+        """
+        start = not results and not error
+        lead = "Describe what you look for, or choose, drop or paste a picture "
+        lead += "to find similar ones."
+        filled = string.Template(PAGE.read_text(encoding="utf-8")).substitute(
+            title=html.escape(query or "Search pictures"),
+            kind="start" if start else "",
+            heading=f"Search {self.count:,} pictures",
+            lead=f"<p class='lead'>{lead}</p>" if start else "",
+            query=html.escape(query),
+            example=html.escape((*self.examples, "a red car")[0]),
+            focus="" if results else "autofocus",
+            calibrated="checked" if calibrated else "",
+            calibration="" if self.model.aligner.calibration else "hidden",
+            error=html.escape(error),
+            results=results or self._start,
+            largest=web.LARGEST,
+            megabytes=web.LARGEST >> 20,
+            # Phones convert their own formats to one of this list.
+            accept=",".join(f"image/{name.lower()}" for name in items.FORMATS),
+        )
+        return Response(filled.encode(errors="replace"), status=status)
+
+    @property
+    def count(self) -> int:
+        """Number of pictures."""
+        return len(self.model.searched.features)
+
+    @property
+    def most(self) -> int:
+        """Most results of a request."""
+        return max(MOST, self.top)
+
+    @functools.cached_property
+    def rows(self) -> dict[str, int]:
+        """Rows of the pictures in the index, by name."""
+        origins = self.model.searched.embeddings.origins
+        return {origin.id: row for row, origin in enumerate(origins)}
+
+    @functools.cached_property
+    def _start(self) -> str:
+        """HTML of the start page: example queries and a mosaic of pictures."""
+        chips = "".join(
+            f"<li><a class='button' href='/?{urllib.parse.urlencode({'q': text})}'>"
+            f"{html.escape(text)}</a></li>"
+            for text in self.examples
+        )
+        if chips:
+            chips = f"<p class='small'>Captions that were not used in training:</p>{chips}"
+            chips = chips.replace("<li>", "<ul class='chips'><li>", 1) + "</ul>"
+        names = list(self.rows)[:: max(1, self.count // MOSAIC)][:MOSAIC]
+        tiles = "".join(
+            f"<a href='/?like={_quoted(name)}' title='Similar pictures'><img loading='lazy' "
+            f"alt='{html.escape(self.caption(name) or name)}' src='/picture/{_quoted(name)}'></a>"
+            for name in names
+        )
+        below = "<p class='small'>Pictures to start from:</p>"
+        return f"{chips}{below}<div class='mosaic'>{tiles}</div>"
+
+    def _matches(self, query: Query, scores: Sequence[float]) -> list[Match]:
+        """Describes scores by a bar and in words."""
+        if not isinstance(query.content, str):
+            return [Match(score, f"{max(score, 0):.0%} similar") for score in scores]
+        typical = self.typical[query.calibrated]
+        if typical is None:
+            return [Match(score, f"cosine {score:.2f}") for score in scores]
+        mean, deviation = typical
+        # The largest of n normal scores is about this quantile.
+        chance = statistics.NormalDist().inv_cdf(1 - 1 / (self.count + 1))
+        levels = [(score - mean) / deviation / chance for score in scores]
+        words = [STRONG if level > 2 else POSSIBLE if level > 1 else WEAK for level in levels]
+        return [Match(level / 4, word) for level, word in zip(levels, words, strict=True)]
+
+    def _captioned(self, rows: list[int]) -> list[bool | None]:
+        """Returns True for rows that were trained on with a caption, or None if unknown."""
+        if self.pairs is None:
+            return [None] * len(rows)
+        found = unit(self.model.searched.embeddings.rows[rows])
+        return [bool(cosine > SAME) for cosine in (found @ self.pairs.T).max(axis=1)]
+
+    def _card(self, hit: model_lib.Hit, match: Match, seen: bool | None) -> str:
+        caption, name = html.escape(self.caption(hit.id)), html.escape(hit.id)
+        address = _quoted(hit.id)
+        told = "The picture and its caption were used in training"
+        badge = f"<span class='badge' title='{told}'>captioned</span>" if seen else ""
+        filled = 100 * min(max(match.bar, 0.02), 1)
+        return f"""<figure><a class='open' href='/large/{address}'><img alt='{caption or name}'
+            src='/picture/{address}' loading='lazy'>{badge}</a><figcaption>
+            <span class='bar'><i style='width: {filled:.0f}%'></i></span><span
+            title='score {hit.score:.3f}'>{match.words}</span>
+            {caption and f"<q>{caption}</q>"}<span class='name' title='{name}'>{
+            name.rpartition("/")[2]
+        }</span>
+            <a class='like' href='/?like={address}'>similar</a></figcaption></figure>"""
+
+
+@functools.lru_cache(maxsize=256)
+def _shrunk(
+    path: pathlib.Path, size: int, version: tuple[int, int], decoder: futures.Executor
+) -> Response:
+    """Returns a smaller copy of a picture. Another `version` of the file is read again."""
+    del version
+    return decoder.submit(_shrink, path, size).result()
+
+
+def _shrink(path: pathlib.Path, size: int) -> Response:
+    picture, buffer = items.oriented(path), io.BytesIO()
+    # Transparent pixels show the colour of the page, which may be dark.
+    kind = "WEBP" if items.is_transparent(picture) else "JPEG"
+    picture = picture.convert("RGBA") if kind == "WEBP" else items.on_white(picture)
+    picture.thumbnail((size, size))
+    picture.save(buffer, kind, quality=85)
+    return Response(buffer.getvalue(), f"image/{kind.lower()}")
+
+
+def _read_upload(content: bytes) -> tuple[Any, str]:
+    """Returns a picture and the HTML of its thumbnail."""
+    picture = items.oriented(content, memory=MEMORY)
+    return picture, report.thumbnail(picture, "the picture searched for")
+
+
+def _quoted(name: str) -> str:
+    """Returns a name for an address, which is also safe in HTML."""
+    return urllib.parse.quote(name, errors="surrogateescape")
+
+
+def _json(value: Any, status: int = 200) -> Response:
+    return Response(json.dumps(value).encode(), "application/json", status)
+
+
+def unit(rows: np.ndarray) -> np.ndarray:
+    """Scales rows to unit length in float32."""
+    rows = np.asarray(rows, np.float32)
+    return rows / np.linalg.norm(rows, axis=1, keepdims=True)
