@@ -463,7 +463,8 @@ def train(
         model, calibrated, found = select(
             trained, teacher, dataset, mixtures, epsilons, first=first
         )
-        if refined is not None:
+        # With very few pairs and no validation gallery, nothing is held out that could be scored.
+        if refined is not None and (refined.scores or "pairs alone" in found["candidates"]):
             found["unpaired"] = unpaired_gain(found, refined)
             observer.stage(describe_unpaired(found["unpaired"]))
         return Parts(model, {**info, "best_step": int(best.step), **found}, calibrated)
@@ -480,8 +481,8 @@ def unpaired_gain(selection: Mapping[str, Any], refined: Refined) -> dict[str, A
     Returns:
         "rounds" of the refinement, "with" and "without", the scores of the model and of the teacher
         of the pairs alone, and the name of the "score": the mean of plain and calibrated R@1, R@5
-        and R@10 on validation, or the mean reciprocal rank in cross-validation, in percent, if
-        there is no validation gallery.
+        and R@10 on validation, or the teacher's mean reciprocal rank in cross-validation, in
+        percent, if the teacher of the pairs alone is no candidate.
 
     Example:
         >>> best = {"selected": "teacher", "candidates": {"pairs alone": 55.3, "teacher": 60.4}}
@@ -489,11 +490,12 @@ def unpaired_gain(selection: Mapping[str, Any], refined: Refined) -> dict[str, A
         60.4
     """
     scores = selection["candidates"]
-    if scores:
+    # Without mixtures the trained heads are the only candidate.
+    if "pairs alone" in scores:
         gain = {"score": "mean recall", "with": scores[selection["selected"]]}
         gain["without"] = scores["pairs alone"]
     else:
-        ranks = [100.0 * score for score in refined.scores] or [0.0]
+        ranks = [100.0 * score for score in refined.scores]
         gain = {"score": "mean reciprocal rank", "with": ranks[-1], "without": ranks[0]}
     return {"rounds": refined.rounds, **gain}
 

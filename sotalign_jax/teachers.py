@@ -375,8 +375,13 @@ def refine(
         bilingual data", ACL 2017.
     """
     A, B, _ = _checked(pairs_x, pairs_y, None, None)
-    for name, pool, pairs in (("x", x, A), ("y", y, B)):
-        checks.rows(name, pool, width=pairs.shape[1])
+    # `MappedRows` are not converted, because that would read all of them.
+    x, y = (
+        pool if isinstance(pool, MappedRows) else checks.array(name, pool)
+        for name, pool in (("x", x), ("y", y))
+    )
+    checks.embeddings("x", x, width=A.shape[1])
+    checks.embeddings("y", y, width=B.shape[1])
     options = choose.choose_each(A, B, seed=seed)
     if len(A) < checks.MIN_PAIRS:
         first = _fitted(A, B, options[0], dim=None, seed=seed, dtype=dtype)
@@ -553,7 +558,8 @@ def side(
         kept = np.sort(rng.permutation(len(pool))[: refinement.POOL_ROWS])
         made: Features = features.principal(pairs, np.asarray(pool[kept]), REFINED_FEATURES)
     else:
-        own = rng.permutation(len(pairs))[: REFINED_LANDMARKS // 2]
+        # Drawn in an order that depends on the content of the pairs alone.
+        own = choose.order(pairs, seed=seed)[: REFINED_LANDMARKS // 2]
         other = np.sort(rng.permutation(len(pool))[: REFINED_LANDMARKS - len(own)])
         landmarks = np.concatenate([pairs[own], np.asarray(pool[other])])
         made = features.gaussian("pairs", pairs, landmarks, gamma, REFINED_FEATURES)

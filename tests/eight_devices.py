@@ -15,6 +15,7 @@ import sotalign_jax as sota
 from benchmarks import compile as targets
 from experiments import workdir
 from sotalign_jax import checks, data, heads, methods, teachers, training
+from sotalign_jax.cca import refine
 from sotalign_jax.ot import blocks, device, sharding
 
 N, M, D = 61, 50, 8  # neither N nor M is a multiple of eight
@@ -314,6 +315,24 @@ def test_fit_on_mesh_matches_one_device_and_resumes_on_two(dataset, mesh, tmp_pa
     assert len(resumed.values) == 10
     one_device.values = one_device.values[10:]
     assert_same_training(resumed, one_device)
+
+
+def test_refined_teacher_on_mesh_matches_one_device(mesh, monkeypatch):
+    monkeypatch.setattr(refine, "LEAST_GAIN", 1.0)  # stops after the first round
+    rng, mix = np.random.default_rng(0), np.random.default_rng(99)
+    z, views = rng.normal(size=(360, 8)), []
+    for width in (24, 20):
+        views.append(z @ mix.normal(size=(8, width)) + 3.0 * rng.normal(size=(360, width)))
+    x, y = views
+    rows = x[:60], y[:60], x[60:209], y[209:]  # 149 and 151 rows, which do not divide by eight
+    alone, two, eight = (
+        teachers.refine(*rows, mesh=used) for used in (None, sharding.rows_mesh(2), mesh)
+    )
+    assert alone.rounds == 1
+    expected = alone.teacher.x(x) @ alone.teacher.y(y).T
+    for found in (two, eight):
+        np.testing.assert_allclose(found.scores, alone.scores, atol=1e-4)
+        np.testing.assert_allclose(found.teacher.x(x) @ found.teacher.y(y).T, expected, atol=1e-4)
 
 
 @pytest.mark.parametrize(

@@ -108,7 +108,7 @@ REFERENCE = set(re.findall(r"^::: (\S+)$", (ROOT / "docs" / "api.md").read_text(
 INTERNAL = {
     "aligner": "the package exports align and Aligner",
     "checks": "the package exports InputError",
-    "crossval": "called by the teachers",
+    "duplicates": "called by the splits of the data and by cross-validation",
     "ot": "the package exports the loss, the solver and the plan",
     "persistence": "called by Aligner.save and Aligner.load",
     "selfcheck": "a command, documented in docs/devices.md",
@@ -119,7 +119,8 @@ INTERNAL = {
 def test_api_reference_has_every_public_module():
     modules = {path.stem for path in PACKAGE.glob("[!_]*.py")}
     modules |= {path.parent.name for path in PACKAGE.glob("*/__init__.py")}
-    listed = {name.removeprefix("sotalign_jax.") for name in REFERENCE}
+    # A package is listed as a whole or module by module.
+    listed = {name.removeprefix("sotalign_jax.").split(".")[0] for name in REFERENCE}
     assert modules - listed == INTERNAL.keys()
 
 

@@ -5,8 +5,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from sotalign_jax import checks, heads, kernels, teachers
-from sotalign_jax.cca import choose
+from sotalign_jax import checks, teachers
+from sotalign_jax.cca import choose, features
 
 OPTIONS = choose.Options(ridge_x=0.02, ridge_y=0.05, power=0.5, gamma_x=1.0, gamma_y=2.0)
 
@@ -30,9 +30,11 @@ def pairs(n, *, d_x=6, d_y=5, seed=0):
     return x + noise[:, :d_x], y + noise[:, d_x:]
 
 
-def fit(A, B, options=OPTIONS, *, landmarks=2000, dim=None, seed=0, dtype=jnp.float64):
-    sizes = {"landmarks": landmarks, "dim": dim, "seed": seed, "dtype": dtype}
-    return heads.Teacher(*kernels.fit(A, B, options, **sizes))
+def fit(A, B, options=OPTIONS, *, dtype=jnp.float64, **sizes):
+    """Fits a kernel CCA with given options, so that nothing is chosen."""
+    given = {"gamma_x": options.gamma_x, "gamma_y": options.gamma_y, "power": options.power}
+    ridge = options.ridge_x, options.ridge_y
+    return teachers.kernel_cca(A, B, ridge=ridge, **given, **sizes, dtype=dtype)
 
 
 def inverse_root(matrix):
@@ -65,7 +67,7 @@ def transcription(A, B, new_a, new_b, landmarks, options):
 
 
 @pytest.mark.parametrize("landmarks", [60, 25])
-def test_fit_matches_textbook_kernel_cca(x64, landmarks):
+def test_kernel_cca_matches_textbook_formulas(x64, landmarks):
     (A, B), (new_a, new_b) = pairs(60), pairs(9, seed=1)
     fitted = fit(A, B, landmarks=landmarks)
     marks = np.asarray(fitted.map_x.landmarks)
@@ -76,7 +78,7 @@ def test_fit_matches_textbook_kernel_cca(x64, landmarks):
     np.testing.assert_allclose(unit(np.asarray(f)) @ unit(np.asarray(g)).T, expected, atol=1e-8)
 
 
-def test_fit_with_wide_kernel_is_linear_cca(x64):
+def test_kernel_cca_with_wide_kernel_is_linear_cca(x64):
     (A, B), (new_a, new_b) = pairs(60), pairs(9, seed=1)
     gamma, ridges = 1e-8, (0.3, 0.1)
     fitted = fit(A, B, choose.Options(*ridges, 1.0, gamma, gamma), dim=3)
@@ -88,7 +90,7 @@ def test_fit_with_wide_kernel_is_linear_cca(x64):
     np.testing.assert_allclose(f @ g.T, expected, atol=1e-5)
 
 
-def test_fit_finds_nonlinear_correlations():
+def test_kernel_cca_finds_nonlinear_correlations():
     angle = np.random.default_rng(0).uniform(0, 2 * np.pi, size=(80, 1))
     A = np.hstack([np.cos(angle), np.sin(angle)])
     B = np.hstack([np.cos(2 * angle), np.sin(2 * angle)])
@@ -96,10 +98,10 @@ def test_fit_finds_nonlinear_correlations():
     assert fit(A, B, dim=2, dtype=jnp.float32).correlations.min() > 0.95
 
 
-def test_fit_in_blocks_matches_one_pass(monkeypatch):
+def test_kernel_cca_in_blocks_matches_one_pass(monkeypatch):
     A, B = pairs(50)
     whole = fit(A, B, landmarks=20, dim=4, dtype=jnp.float32)
-    monkeypatch.setattr(kernels, "BLOCK", 7)
+    monkeypatch.setattr(features, "BLOCK", 7)
     parts = fit(A, B, landmarks=20, dim=4, dtype=jnp.float32)
     np.testing.assert_allclose(
         whole.map_x(A) @ whole.map_y(B).T, parts.map_x(A) @ parts.map_y(B).T, rtol=1e-3
@@ -134,7 +136,7 @@ def test_choose_kernel_keeps_given_options():
     assert found(chosen) >= found(chosen._replace(**ridges)) + 0.02
 
 
-def test_fit_landmarks_are_independent_of_pair_order():
+def test_kernel_cca_landmarks_are_independent_of_pair_order():
     A, B = pairs(50)
     turned = np.random.default_rng(3).permutation(50)
     first = fit(A, B, landmarks=20, dtype=jnp.float32)
@@ -160,12 +162,12 @@ def test_kernel_cca_rejects_options_out_of_range(change, message):
         teachers.kernel_cca(*pairs(20), **change)
 
 
-def test_fit_rejects_more_directions_than_pairs_determine():
+def test_kernel_cca_rejects_more_directions_than_pairs_determine():
     with pytest.raises(checks.InputError, match="dim"):
         fit(*pairs(10), dim=10)
 
 
-def test_fit_rejects_equal_rows():
+def test_kernel_cca_rejects_equal_rows():
     A, B = pairs(10)
     with pytest.raises(checks.InputError, match="pairs_x"):
         fit(np.ones_like(A), B)

@@ -19,10 +19,10 @@ FOLDER = pathlib.Path(sotalign_jax.__file__).parent
 LAYERS = (
     ("checks", "progress"),
     ("ot",),
-    ("losses", "crossval", "kernels", "calibration"),
+    ("losses", "cca", "duplicates", "kernels", "calibration"),
     ("heads",),
-    ("teachers",),
     ("files", "data", "sampling"),
+    ("teachers",),
     ("neighbours",),
     ("evaluation",),
     ("export", "persistence"),
