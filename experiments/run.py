@@ -9,6 +9,7 @@ import pathlib
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
+import jax
 from ml_collections.config_dict import FrozenConfigDict as Config
 
 from experiments import config as config_lib
@@ -190,6 +191,8 @@ def _train(config: Config, recorder: workdir_lib.Recorder) -> tuple[Aligner, dat
         dataset,
         observer=recorder,
         broadcast=lambda teacher: distributed.agree(lambda: teacher),
+        # Processes whose cross-validations differ by rounding would wait for each other for ever.
+        mesh=mesh if jax.process_count() == 1 else None,
     )
     with checks.naming(f"{config.method}: "):
         parts = recipe.train(
@@ -224,7 +227,7 @@ def resolve(config: Config, dataset: data.Dataset) -> tuple[recipe.Recipe, data.
 
 def _evaluate(model: Aligner, dataset: data.Dataset) -> Results:
     """Returns the scores of a model on all galleries of its data."""
-    selection = ("best_step", "selected", "candidates", "kernel_teacher")
+    selection = ("best_step", "selected", "candidates", "kernel_teacher", "unpaired")
     results = {name: model.info[name] for name in selection if name in model.info}
     if results.get("selected") == "trained" and len(results["candidates"]) < 2:
         results = {"best_step": results["best_step"]}  # a single candidate is no selection
