@@ -463,8 +463,7 @@ def train(
         model, calibrated, found = select(
             trained, teacher, dataset, mixtures, epsilons, first=first
         )
-        # With very few pairs and no validation gallery, nothing is held out that could be scored.
-        if refined is not None and (refined.scores or "pairs alone" in found["candidates"]):
+        if refined is not None:
             found["unpaired"] = unpaired_gain(found, refined)
             observer.stage(describe_unpaired(found["unpaired"]))
         return Parts(model, {**info, "best_step": int(best.step), **found}, calibrated)
