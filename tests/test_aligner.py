@@ -289,47 +289,6 @@ def test_align_returns_the_best_candidate_on_validation(given, table, seed):
     assert recipe.describe_unpaired(gain) in repr(aligner)
 
 
-def hits(aligner, dataset):
-    """Returns the mean percentage of cut-offs that each query's ranks are within."""
-    aligner = aligner.calibrated_by(dataset.pool_x, dataset.pool_y)
-    x, y = dataset.val.x, dataset.val.y
-    found = []
-    for calibrated in (False, True):
-        scores = aligner.similarity(x, y, calibrated=calibrated)
-        own = np.diag(scores)
-        ranks = (scores > own[:, None]).sum(axis=1), (scores > own).sum(axis=0)
-        found.append([np.mean([rank < k for k in (1, 5, 10)], axis=0) for rank in ranks])
-    return 100.0 * np.mean(found, axis=0)
-
-
-def test_select_keeps_the_teacher_unless_another_is_better_by_one_standard_error(table):
-    x, y = table
-    pools = {"x": x[200:250], "y": y[250:]}
-    dataset = data.dataset((x[:20], y[:20]), **pools, val=data.gallery(x[50:110], y[50:110]))
-    teacher = teachers.cca(x[:12], y[:12])
-    alone = Aligner(heads.build_heads(D_X, D_Y, teacher.dim, teacher=teacher), {})
-    base = hits(alone, dataset)
-    errors = []
-    for rows in range(9, 16):
-        other = teachers.cca(x[3 : 3 + rows], y[3 : 3 + rows])
-        trained = heads.build_heads(D_X, D_Y, other.dim, teacher=other)
-        chosen, _, found = recipe.select(trained, teacher, dataset, (0.75,))
-        mixed = heads.mix(alone.heads, trained, 0.75)
-        models = {"trained": trained, "mixture with 75% teacher": mixed}
-        scored = {name: hits(Aligner(model, {}), dataset) for name, model in models.items()}
-        for name, score in scored.items():
-            assert found["candidates"][name] == pytest.approx(score.mean(), abs=1e-3)
-        best = max(scored, key=lambda name: scored[name].mean())
-        gain = scored[best] - base
-        # Both directions have 60 queries, whose means are averaged.
-        errors.append(gain.mean() / (np.sqrt(np.sum(gain.var(axis=1)) / 60) / 2))
-        assert found["selected"] == (best if errors[-1] > 1 else "teacher"), errors[-1]
-        if errors[-1] <= 1:
-            np.testing.assert_allclose(chosen.x(x[:5]), alone.heads.x(x[:5]), rtol=1e-5)
-    # The cases tell one standard error from none and from two.
-    assert any(0 < error < 1 for error in errors) and any(1 < error < 2 for error in errors), errors
-
-
 def test_select_scores_the_pairs_alone_beside_the_refined_teacher(table):
     x, y = table
     dataset = data.dataset((x[:20], y[:20]), val=data.gallery(x[50:90], y[50:90]))
