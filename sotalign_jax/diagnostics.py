@@ -54,7 +54,8 @@ def mutual_knn(x: Rows, y: Rows, *, k: int = 10, clamp: float | None = 0.95) -> 
         y: Embeddings of the same samples by another encoder, shape [n, e].
         k: Number of neighbours.
         clamp: Quantile, or None. Features are clamped at plus and minus the mean over samples of
-            this quantile of |value|, so that a few huge features do not dominate the cosines.
+            this quantile of |value|, so that a few huge features do not dominate the cosines. The
+            paper does not state k or this clamp, see docs/paper.md.
 
     Returns:
         The score in 0..1.

@@ -357,6 +357,7 @@ class LinearHead(Network):
     """SAIL's linear head, LayerNorm(x) W^T + b.
 
     W starts Xavier-uniform and b at 0. With norm="l2", sqrt(d) x / ||x|| replaces LayerNorm(x).
+    The paper mentions neither LayerNorm nor b, see docs/paper.md.
 
     Example:
         >>> LinearHead(8, 3, rngs=nnx.Rngs(0))(jnp.ones((5, 8), jnp.float16)).shape

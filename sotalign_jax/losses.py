@@ -32,7 +32,7 @@ INITIAL_BIAS = -10.0
 """Initial logit bias, as in SigLIP. It is close to the log-odds of one positive among many
 negatives, so that the first steps need not correct for the imbalance."""
 NORMALIZATIONS = ("mean", "per_row")
-"""Choices of `normalization`: sum(l) / (n m), or sum(l) / n."""
+"""Choices of `normalization`: sum(l) / (n m), or sum(l) / n. See docs/paper.md."""
 # `siglip` streams affinities with at least this many entries, 128 MiB in float32.
 _STREAMED_ENTRIES = 2**25
 
@@ -403,7 +403,7 @@ def infonce_divergence(
         epsilon: Temperature of the student.
         epsilon_star: Temperature of the teacher.
         targets: "soft", or "hard" for the teacher's nearest column, the limit for eps* -> 0.
-        symmetric: True to average over rows and columns.
+        symmetric: True to average over rows and columns. See docs/paper.md for both options.
 
     Returns:
         The loss.

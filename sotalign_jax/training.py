@@ -44,7 +44,7 @@ _REPORT_EVERY = 10
 
 @dataclasses.dataclass(frozen=True)
 class TrainConfig:
-    """Options of `fit`. The defaults are the paper's.
+    """Options of `fit`. The defaults are the paper's, or those of docs/paper.md where it has none.
 
     Attributes:
         steps: Number of optimisation steps.

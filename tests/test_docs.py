@@ -290,6 +290,21 @@ def test_documented_commands_use_existing_flags(capsys):
             raise AssertionError(f"{page}: {shlex.join(words)}: {error}") from error
 
 
+def test_options_of_the_paper_page_are_accepted():
+    spans = re.findall(r"`(--config\.[^`]+=[^`]+)`", (ROOT / "docs" / "paper.md").read_text())
+    assert len(spans) > 15
+    for span in spans:
+        changed = config_lib.default()
+        for key, value in re.findall(r"--config\.([\w.]+)=(\S+)", span):
+            with contextlib.suppress(ValueError, SyntaxError):
+                value = ast.literal_eval(value)
+            config_lib.update(changed, {key: value})
+            # The settings of a method are checked only if it is the run's method.
+            section = key.partition(".")[0]
+            changed.method = section if section in sotalign_jax.methods.METHODS else changed.method
+        assert config_lib.runs(changed), span
+
+
 def test_documented_shell_commands_name_existing_extras_and_files():
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     for page, words in documented():

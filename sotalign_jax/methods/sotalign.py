@@ -39,9 +39,11 @@ class SOTAlign(base.Objective):
         divergence: "klot", "cka", "infonce" (see `losses.infonce_divergence`) or "none".
         epsilon: Regularisation of the student's plan, or temperature of "infonce".
         epsilon_star: Regularisation of the teacher's plan, or temperature of its targets.
-        marginals: "prob" or "bistochastic", see `klot`.
+        marginals: "prob" or "bistochastic", see `klot`. See docs/paper.md for the mean of SigLIP
+            that goes with each.
         tolerance: Marginal error at which a solve stops. Recall is the same for 1e-4 to 5e-2, and
-            100 iterations of the published loss leave an error of 1e-2 (docs/benchmarks.md).
+            100 iterations of the published loss leave an error of 1e-2 (docs/benchmarks.md). There
+            is no option for a fixed number of textbook iterations, see docs/paper.md.
         max_iterations: Number of iterations at which a solve stops.
         block_size: Rows per block to stream KLOT in less memory. By default the device's memory
             decides, see `klot_from_embeddings`.

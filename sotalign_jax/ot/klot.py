@@ -663,7 +663,7 @@ def klot(
         epsilon_star: Regularisation of the teacher's plan.
         marginals: "prob", plans of total mass 1 as in the published code, or "bistochastic", rows
             and columns of mass 1 as in the paper. The latter multiplies value and gradient by the
-            number of rows with a positive weight.
+            number of rows with a positive weight. See docs/paper.md.
         log_a: Log-weights of the rows, -inf for padding. Uniform by default.
         log_b: Log-weights of the columns, -inf for padding. Uniform by default.
         tolerance: Marginal error at which each solve stops, see `sinkhorn`.
@@ -728,7 +728,7 @@ def klot_reference(
         epsilon: Regularisation of the student's plan.
         epsilon_star: Regularisation of the teacher's plan.
         iterations: Number of iterations of both solves.
-        symmetric: True to end with the half-step of the published code.
+        symmetric: True to end with the half-step of the published code. See docs/paper.md.
 
     Returns:
         The loss.

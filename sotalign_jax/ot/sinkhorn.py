@@ -503,7 +503,7 @@ def reference(
         epsilon: Entropic regularisation.
         iterations: Number of iterations.
         symmetric: True to end, as the published code does, with u moved half-way to its next
-            iterate.
+            iterate. See docs/paper.md.
 
     Returns:
         The `Plan`. It is converged if its error is at most 1e-4, the default tolerance of
