@@ -64,7 +64,7 @@ OURS = {
     "align": {},
     "preset": DEFAULT,
     "teacher": DEFAULT["teacher"],
-    "selection": "plain and calibrated recall, clearly above the teacher",
+    "selection": "plain and calibrated recall, clearly above the teachers",
 }
 # Teachers that see the unpaired rows.
 UNPAIRED = {"pools": "training", "epsilons": [*recipe.EPSILONS]}

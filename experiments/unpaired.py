@@ -29,7 +29,7 @@ SCORES = ("R@10", "calibrated R@10")
 
 def describe(name: str, rows: int | str, seed: int) -> dict[str, Any]:
     """Returns everything that a result depends on, as JSON values."""
-    options = [refine.WORTH, refine.EPSILON, refine.POOL_ROWS, refine.ROUNDS]
+    options = [refine.WORTH, refine.EPSILON, refine.POOL_ROWS, refine.ROUNDS, refine.LEAST_GAIN]
     found = {"data": name, "pairs": _PAIRS.value, "rows": rows, "seed": seed}
     return {**found, "options": options, "inputs": photos.fingerprints(name)}
 
@@ -47,8 +47,11 @@ def compute(spec: store.Spec, needed: set[str]) -> store.Results:
     dataset = recipes.load(spec["data"], spec["pairs"], "disjoint", spec["seed"])
     rows = None if spec["rows"] == "all" else max(spec["rows"], 1)
     pool_x, pool_y = dataset.pool_x[:rows], dataset.pool_y[:rows]
-    found = teachers.refine(dataset.pairs_x, dataset.pairs_y, pool_x, pool_y, seed=spec["seed"])
-    teacher = found.teacher if spec["rows"] else found.first
+    pairs = dataset.pairs_x, dataset.pairs_y
+    if spec["rows"]:
+        teacher = teachers.refined_cca(*pairs, pool_x, pool_y, seed=spec["seed"])
+    else:
+        teacher = teachers.tuned_cca(*pairs, seed=spec["seed"])
     widths = dataset.pairs_x.shape[1], dataset.pairs_y.shape[1], teacher.dim
     model = Aligner(heads.build_heads(*widths, teacher=teacher), {})
     # All pools are calibrated by the same rows, so that only the teachers differ.

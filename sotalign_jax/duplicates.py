@@ -12,8 +12,9 @@ from sotalign_jax.cca.moments import unit
 # Random projections of unit rows that are compared. Unequal rows share a cell of all of them with
 # negligible probability.
 _PROJECTIONS = 8
-# Width of a cell. Encoders change a row by about 1e-6 from batch to batch.
-_CELL = 1e-4
+# Widths of a cell. Encoders change a row by about 1e-6 from batch to batch. Rows of a narrow cone
+# need narrower cells.
+_LEAST_CELL, _MOST_CELL, _CELL = 4e-6, 1e-4, 1e-2
 # Grids that are shifted against each other. Rows that a boundary separates in one grid share a cell
 # of another.
 _GRIDS = 4
@@ -45,9 +46,10 @@ def first_duplicate(x: Any) -> Int[np.ndarray, " n"]:
         projected[start : start + len(chunk)] = unit(chunk) @ directions
     # Odd factors, so that sums of cell numbers, which wrap around, are hashes of the cells.
     factors = rng.integers(1 << 62, size=_PROJECTIONS) * 2 + 1
+    cell = np.clip(_CELL * projected.std(axis=0).max(initial=0.0), _LEAST_CELL, _MOST_CELL)
     firsts = []
     for shift in range(_GRIDS):
-        cells = np.floor(projected / _CELL + shift / _GRIDS).astype(np.int64)
+        cells = np.floor(projected / cell + shift / _GRIDS).astype(np.int64)
         _, first, member = np.unique(cells @ factors, return_index=True, return_inverse=True)
         firsts.append(first[member])
     groups = _connected(n, *firsts)

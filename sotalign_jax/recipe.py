@@ -467,6 +467,8 @@ def train(
             found["unpaired"] = unpaired_gain(found, refined)
             observer.stage(describe_unpaired(found["unpaired"]))
         return Parts(model, {**info, "best_step": int(best.step), **found}, calibrated)
+    if refined is not None:
+        info["unpaired"] = unpaired_gain({"candidates": {}}, refined)
     return Parts(trained, info, calibrate(trained, dataset, recipe.calibration))
 
 
@@ -478,20 +480,21 @@ def unpaired_gain(selection: Mapping[str, Any], refined: Refined) -> dict[str, A
         refined: The refinement of the teacher.
 
     Returns:
-        "rounds" of the refinement, "with" and "without", the scores of the model and of the teacher
-        of the pairs alone, and the name of the "score": the mean of plain and calibrated R@1, R@5
-        and R@10 on validation, or the teacher's mean reciprocal rank in cross-validation, in
-        percent, if the teacher of the pairs alone is no candidate.
+        "rounds" of the refinement, "with" and "without", the scores of the selected teacher and of
+        the teacher of the pairs alone before any mixing with trained heads, and the name of the
+        "score": the mean of plain and calibrated R@1, R@5 and R@10 on validation, or the teacher's
+        mean reciprocal rank in cross-validation, in percent, if the teacher of the pairs alone is
+        no candidate.
 
     Example:
-        >>> best = {"selected": "teacher", "candidates": {"pairs alone": 55.3, "teacher": 60.4}}
+        >>> best = {"base": "teacher", "candidates": {"pairs alone": 55.3, "teacher": 60.4}}
         >>> unpaired_gain(best, Refined(None, None, (0.5, 0.6)))["with"]
         60.4
     """
     scores = selection["candidates"]
     # Without mixtures the trained heads are the only candidate.
     if "pairs alone" in scores:
-        gain = {"score": "mean recall", "with": scores[selection["selected"]]}
+        gain = {"score": "mean recall", "with": scores[selection["base"]]}
         gain["without"] = scores["pairs alone"]
     else:
         ranks = [100.0 * score for score in refined.scores]
@@ -532,8 +535,9 @@ def select(
     """Selects the teacher, the trained heads or a mixture of both on validation.
 
     Teacher and trained heads err on different rows, so a mixture often retrieves better than either
-    of them. Plain and calibrated retrieval count equally. The best candidate replaces the teacher
-    if it is better by more than one standard error, because small galleries favour it by chance.
+    of them. So do the teachers with and without the unpaired rows. Plain and calibrated retrieval
+    count equally. The best candidate replaces the teacher if it is better by more than one standard
+    error, because small galleries favour it by chance.
 
     Args:
         trained: The heads after training.
@@ -545,51 +549,81 @@ def select(
         first: The teacher before its refinement, another candidate.
 
     Returns:
-        The selected heads, their calibration, and a dictionary. "selected" names the candidate, and
+        The selected heads, their calibration, and a dictionary. "selected" names the candidate.
         "candidates" maps each candidate to its mean of plain and calibrated R@1, R@5 and R@10 on
-        validation. "kernel_teacher" is True if the
-        teacher, if there is one, is nonlinear.
+        validation. "base" names the teacher that is mixed with the trained heads. "kernel_teacher"
+        is True if the teacher is nonlinear.
 
     References:
         L. Breiman, "Stacked regressions", Machine Learning 24 (1996).
     """
-    parts = {"trained": trained}
-    mixtures = {f"mixture with {w:.0%} teacher": w for w in weights}
-    if mixtures:
-        assert teacher is not None
-        widths = trained.x.d_in, trained.y.d_in
-        parts = {"teacher": heads.build_heads(*widths, teacher.dim, teacher=teacher), **parts}
-        if first is not None:
-            alone = heads.build_heads(*widths, first.dim, teacher=first)
-            parts = {"pairs alone": alone, **parts}
-    names = [*parts, *mixtures] if dataset.val is not None else [next(iter(mixtures), "trained")]
-    embedded = {name: _embed(one, dataset) for name, one in parts.items()}
-    for name, weight in mixtures.items():
-        both = zip(embedded["teacher"], embedded["trained"], strict=True)
-        embedded[name] = [np.asarray(heads.mix_features(f, g, weight)) for f, g in both]
-    # Zeros change no cosine. With equal widths, all candidates run the same compiled programs.
-    widest = max(features[0].shape[1] for features in embedded.values())
-    hits = {}
-    for name in names:
-        padded = [_widened(rows, widest) for rows in embedded[name]]
-        # One epsilon, so that the candidates are compared in half of the time.
-        _, hits[name] = _calibrate(padded, dataset.val, (_middle(epsilons),))
-    scores = {name: _mean(*both) for name, both in hits.items()}
-    # `max` returns the first of equal candidates, and the simplest ones come first.
-    selected = max(names, key=lambda name: scores[name])
-    if "teacher" in hits and not _clearly_better(hits[selected], hits["teacher"]):
-        selected = "teacher"
-    if selected in mixtures:
-        chosen = heads.mix(parts["teacher"], trained, mixtures[selected])
-    else:
-        chosen = parts[selected]
-    info: dict[str, Any] = {
+    if not weights:
+        calibrated, hits = _calibrate(_embed(trained, dataset), dataset.val, epsilons)
+        scores = {} if dataset.val is None else {"trained": _mean(*hits)}
+        alone: dict[str, Any] = {"selected": "trained", "candidates": scores}
+        if teacher is not None:
+            alone["kernel_teacher"] = teacher.is_kernel
+        return trained, calibrated, alone
+    assert teacher is not None
+    known = _Candidates(trained, dataset, (_middle(epsilons),))
+    widths = trained.x.d_in, trained.y.d_in
+    known.add("teacher", heads.build_heads(*widths, teacher.dim, teacher=teacher))
+    base = "teacher"
+    if first is not None and first is not teacher:
+        known.add("pairs alone", heads.build_heads(*widths, first.dim, teacher=first))
+        known.mix("both teachers", "pairs alone", "teacher", 0.5)
+        base = known.best(base)
+    for weight in weights:
+        known.mix(f"mixture with {weight:.0%} teacher", base, "trained", weight)
+    selected = known.best(base)
+    if dataset.val is None:
+        selected = f"mixture with {weights[0]:.0%} teacher"
+    info = {
         "selected": selected,
-        "candidates": {} if dataset.val is None else scores,
+        "base": base,
+        "candidates": {} if dataset.val is None else known.scores(),
+        "kernel_teacher": (teacher if base == "teacher" or first is None else first).is_kernel,
     }
-    if teacher is not None:
-        info["kernel_teacher"] = teacher.is_kernel
-    return chosen, _calibrate(embedded[selected], dataset.val, epsilons)[0], info
+    features = known.features[selected]
+    return known.heads[selected], _calibrate(features, dataset.val, epsilons)[0], info
+
+
+class _Candidates:
+    """Candidate models with their features and their hits on validation."""
+
+    def __init__(self, trained: Heads, dataset: data.Dataset, epsilons: Sequence[float]) -> None:
+        self.dataset, self.epsilons = dataset, epsilons
+        self.heads: dict[str, Heads] = {}
+        self.features: dict[str, list[np.ndarray]] = {}
+        self.hits: dict[str, tuple[np.ndarray, np.ndarray]] = {}
+        self.add("trained", trained)
+
+    def add(self, name: str, model: Heads) -> None:
+        """Adds a model."""
+        self.heads[name], self.features[name] = model, _embed(model, self.dataset)
+
+    def mix(self, name: str, first: str, second: str, weight: float) -> None:
+        """Adds a mixture of two candidates."""
+        self.heads[name] = heads.mix(self.heads[first], self.heads[second], weight)
+        both = zip(self.features[first], self.features[second], strict=True)
+        self.features[name] = [np.asarray(heads.mix_features(f, g, weight)) for f, g in both]
+
+    def scores(self) -> dict[str, float]:
+        """Returns the mean of plain and calibrated R@1, R@5 and R@10 of every candidate."""
+        # Zeros change no cosine. With equal widths, candidates run the same compiled programs.
+        widest = max(rows[0].shape[1] for rows in self.features.values())
+        for name in self.features.keys() - self.hits.keys():
+            padded = [_widened(rows, widest) for rows in self.features[name]]
+            _, self.hits[name] = _calibrate(padded, self.dataset.val, self.epsilons)
+        return {name: _mean(*self.hits[name]) for name in self.heads}
+
+    def best(self, base: str) -> str:
+        """Returns the best candidate if it is clearly better than `base`, else `base`."""
+        if self.dataset.val is None:
+            return base
+        scores = self.scores()
+        found = max(scores, key=lambda name: scores[name])
+        return found if _clearly_better(self.hits[found], self.hits[base]) else base
 
 
 def _widened(rows: np.ndarray, width: int) -> np.ndarray:

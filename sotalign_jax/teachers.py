@@ -29,10 +29,9 @@ from sotalign_jax.kernels import KernelMap
 # and the solution is exact.
 LANDMARKS = 2000
 """Largest number of landmarks of a kernel CCA."""
-# 1,024 features gain at most half a point over 512 on clip-art and COCO, and take four times as
-# long.
-REFINED_FEATURES, REFINED_LANDMARKS = 512, 1500
-"""Features of each modality that a refined teacher is fitted in, and landmarks of their kernel."""
+REFINED_FEATURES = 512
+"""Features of each modality that a refined teacher is fitted in. 1,024 gain at most half a point on
+clip-art and COCO."""
 # Smallest eigenvalue that `cca` divides by, so that a ridge of 0 cannot overflow.
 _EIGENVALUE_FLOOR = 1e-6
 Pool = Rows | MappedRows
@@ -303,7 +302,7 @@ class Refined(NamedTuple):
 
     Attributes:
         teacher: The refined teacher, or `first` if no round gained clearly.
-        first: The teacher of the pairs alone, `tuned_cca` or `kernel_cca`.
+        first: The teacher of the pairs alone, as `best_cca` fits it.
         scores: Mean reciprocal rank of held-out pairs before the first and after every round, in
             cross-validation. Without a clear gain it holds one number, and with fewer than 6 pairs
             none.
@@ -325,6 +324,7 @@ def refine(
     x: Pool,
     y: Pool,
     *,
+    dim: int | None = None,
     seed: int = 0,
     dtype: Any = jnp.float32,
     mesh: Mesh | None = None,
@@ -340,15 +340,16 @@ def refine(
     and to S_xx and S_yy with the covariances of X and Y. The plan counts as at most 1,000 pairs,
     and as fewer if a pool has few rows. Ridges, power and the number of rounds are chosen by
     cross-validation on the pairs. No round is made unless the mean reciprocal rank of held-out
-    pairs gains more than one standard error. A kernel CCA is refined in the kernel features of
-    landmarks from the pairs and the pools, and chosen if it is still clearly better than the linear
-    one after a round.
+    pairs gains more than one standard error. The linear CCA is refined, in the leading principal
+    directions of pairs and pools. `first` may be a kernel CCA, which the unpaired rows replace on
+    most data. Where they do not, a mixture of both is better than either.
 
     Args:
         pairs_x: Paired embeddings A of the first modality, shape [n, d_x].
         pairs_y: Paired embeddings B of the second modality, shape [n, d_y].
         x: Unpaired embeddings of the first modality. A memory-mapped array is read in batches.
         y: Unpaired embeddings of the second modality.
+        dim: Number of directions of both teachers. None keeps at most 512.
         seed: Seed of folds, landmarks and batches.
         dtype: Dtype of the teacher's arrays.
         mesh: Devices to split the plans over.
@@ -382,31 +383,20 @@ def refine(
     )
     checks.embeddings("x", x, width=A.shape[1])
     checks.embeddings("y", y, width=B.shape[1])
-    options = choose.choose_each(A, B, seed=seed)
+    linear, *better = choose.choose_each(A, B, seed=seed)
+    first = _fitted(A, B, better[0] if better else linear, dim=dim, seed=seed, dtype=dtype)
     if len(A) < checks.MIN_PAIRS:
-        first = _fitted(A, B, options[0], dim=None, seed=seed, dtype=dtype)
         return Refined(first, first, ())
-    splits = refinement.folds(A, B, seed=seed)
+    side_x, side_y = side(A, x, seed), side(B, y, seed + 1)
     common: dict[str, Any] = {"seed": seed, "mesh": mesh, "report": report}
-    start = options[0]
-    if len(options) > 1:
-        # A kernel must still be clearly better after a round, because unpaired rows bring much of
-        # what a kernel does.
-        after = []
-        for one in options:
-            sides = side(A, x, one.gamma_x, seed), side(B, y, one.gamma_y, seed + 1)
-            after.append(refinement.choose_steps(*sides, one, splits, rounds=1, **common).ranks)
-        held = np.concatenate([fold.held for fold in splits])
-        start = options[int(choose.clearly_higher(after[1], after[0], held))]
-    sides = side(A, x, start.gamma_x, seed), side(B, y, start.gamma_y, seed + 1)
-    choice = refinement.choose_steps(*sides, start, splits, **common)
-    first = _fitted(A, B, start, dim=None, seed=seed, dtype=dtype)
+    splits = refinement.folds(A, B, seed=seed)
+    choice = refinement.choose_steps(side_x, side_y, linear, splits, **common)
     if not choice.steps:
         return Refined(first, first, choice.scores)
-    found = refinement.refine(*sides, start, choice.steps, **common)
-    covered = moments.of_pairs(sides[0].pairs, sides[1].pairs, divisor=len(A) - 1)
-    teacher = of_features(sides[0].features, sides[1].features, found, covered, dtype)
-    return Refined(teacher, first, choice.scores)
+    found = refinement.refine(side_x, side_y, linear, choice.steps, **common)
+    covered = refinement.of_pairs(side_x.pairs, side_y.pairs)
+    teacher = of_features(side_x.features, side_y.features, found, covered, dtype)
+    return Refined(teacher if dim is None else teacher.leading(dim), first, choice.scores)
 
 
 def refined_cca(pairs_x: Rows, pairs_y: Rows, x: Pool, y: Pool, **options: Any) -> Teacher:
@@ -539,30 +529,20 @@ def _fitted(
     return _fitted_kernel(pairs_x, pairs_y, options, **sizes)
 
 
-def side(
-    pairs: np.ndarray, pool: Pool, gamma: float | None = None, seed: int = 0
-) -> refinement.Side:
+def side(pairs: np.ndarray, pool: Pool, seed: int = 0) -> refinement.Side:
     """Computes the features of a modality from its pairs and a sample of its pool.
 
     Args:
         pairs: Paired embeddings, shape [n, d].
         pool: Unpaired embeddings of the same modality.
-        gamma: Bandwidth of a Gaussian kernel. None computes linear features.
         seed: Seed of the sample.
 
     Returns:
         The modality in at most 512 features.
     """
     rng = np.random.default_rng((seed, 2))
-    if gamma is None:
-        kept = np.sort(rng.permutation(len(pool))[: refinement.POOL_ROWS])
-        made: Features = features.principal(pairs, np.asarray(pool[kept]), REFINED_FEATURES)
-    else:
-        # Drawn in an order that depends on the content of the pairs alone.
-        own = choose.order(pairs, seed=seed)[: REFINED_LANDMARKS // 2]
-        other = np.sort(rng.permutation(len(pool))[: REFINED_LANDMARKS - len(own)])
-        landmarks = np.concatenate([pairs[own], np.asarray(pool[other])])
-        made = features.gaussian("pairs", pairs, landmarks, gamma, REFINED_FEATURES)
+    kept = np.sort(rng.permutation(len(pool))[: refinement.POOL_ROWS])
+    made = features.principal(pairs, np.asarray(pool[kept]), REFINED_FEATURES)
     return refinement.Side(made, made(pairs), pool)
 
 

@@ -237,7 +237,7 @@ def clearly_higher(
     # Mean gain of every pair over the repetitions that held it out.
     times = np.bincount(held)
     each = np.bincount(held, weights=scores - others)[times > 0] / times[times > 0]
-    return bool(each.mean() > each.std() / math.sqrt(len(each)))
+    return bool(each.mean() > each.std(ddof=min(1, len(each) - 1)) / math.sqrt(len(each)))
 
 
 class Problem(NamedTuple):

@@ -156,13 +156,12 @@ class Choice(NamedTuple):
 
     Attributes:
         steps: Options of every round. Empty if no number of rounds gains clearly.
-        scores: Mean reciprocal rank of held-out pairs before the first and after every round.
-        ranks: Reciprocal ranks of all held-out pairs after the last round.
+        scores: Mean reciprocal rank of held-out pairs before the first and after every round. It is
+            the best of several candidates, so that it is slightly optimistic.
     """
 
     steps: tuple[Step, ...]
     scores: tuple[float, ...]
-    ranks: Float[np.ndarray, " m"]
 
 
 def folds(pairs_x: np.ndarray, pairs_y: np.ndarray, *, seed: int = 0) -> list[choose.Fold]:
@@ -184,7 +183,9 @@ def folds(pairs_x: np.ndarray, pairs_y: np.ndarray, *, seed: int = 0) -> list[ch
     """
     shuffled = choose.order(pairs_x, pairs_y, seed=seed)
     group = choose.groups(pairs_x, pairs_y)
-    return choose.folds(shuffled, group, splits=_FOLDS, repetitions=1, fit_rows=None)
+    # A fold of one pair would always rank it first.
+    splits = max(2, min(_FOLDS, len(pairs_x) // 3))
+    return choose.folds(shuffled, group, splits=splits, repetitions=1, fit_rows=None)
 
 
 def choose_steps(
@@ -193,7 +194,6 @@ def choose_steps(
     start: choose.Options,
     splits: Sequence[choose.Fold],
     *,
-    rounds: int = ROUNDS,
     seed: int = 0,
     mesh: Mesh | None = None,
     report: Callable[[str], None] = lambda text: None,
@@ -209,7 +209,6 @@ def choose_steps(
         y: Second modality.
         start: Options of the first CCA, for a fit on all pairs.
         splits: The `folds`.
-        rounds: Largest number of rounds.
         seed: Seed of the batches.
         mesh: Devices to split the plans over.
         report: Called with a line of progress.
@@ -221,8 +220,8 @@ def choose_steps(
     states = [_Fold.of(x, y, fold, start) for fold in splits]
     table = [np.concatenate([state.first_scores() for state in states])]
     steps: list[Step] = []
-    for number in range(rounds):
-        report(f"choosing how to refine the teacher, round {number + 1} of at most {rounds}")
+    for number in range(ROUNDS):
+        report(f"choosing how to refine the teacher, round {number + 1} of at most {ROUNDS}")
         pools = draw(x, y, _CHOICE_ROWS, seed=(seed, number), mesh=mesh)
         tried = [state.candidates(pools) for state in states]
         scores = {step: np.concatenate([one[step][1] for one in tried]) for step in tried[0]}
@@ -238,7 +237,7 @@ def choose_steps(
     best_round = int(np.argmax(means))
     if not choose.clearly_higher(table[best_round], table[0], held):
         best_round = 0
-    return Choice(tuple(steps[:best_round]), means[: best_round + 1], table[best_round])
+    return Choice(tuple(steps[:best_round]), means[: best_round + 1])
 
 
 def draw(x: Side, y: Side, rows: int, *, seed: tuple[int, int], mesh: Mesh | None = None) -> Pools:
