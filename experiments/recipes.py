@@ -63,7 +63,6 @@ DEFAULT = json.loads(json.dumps(recipe.PRESETS["default"]._asdict()))
 OURS = {
     "align": {},
     "preset": DEFAULT,
-    "teacher": DEFAULT["teacher"],
     "selection": "plain and calibrated recall, clearly above the teachers",
 }
 # Teachers that see the unpaired rows.

@@ -279,13 +279,16 @@ def test_align_returns_the_best_candidate_on_validation(given, table, seed):
     options = {"learning_rate": 3e-2, "steps": 20, "seed": seed, "val": val}  # far too large a rate
     aligner = align(**given, **options)
     scores = aligner.info["candidates"]
-    assert [*scores][:3] == ["pairs alone", "teacher", "trained"] and len(scores) == 6
-    # Another candidate than the teacher must be better, and clearly so.
-    assert aligner.info["selected"] in ("teacher", max(scores, key=scores.get))
-    assert scores[aligner.info["selected"]] >= scores["teacher"]
-    gain = aligner.info["unpaired"]
-    assert (gain["score"], gain["without"]) == ("mean recall", scores["pairs alone"])
-    assert gain["with"] == scores[aligner.info["selected"]]
+    gain, base = aligner.info["unpaired"], aligner.info["base"]
+    # Without a round there is only one teacher.
+    both = {"pairs alone", "both teachers"} if gain["rounds"] else set()
+    assert {"trained", "teacher"} | both < {*scores} and len(scores) == 5 + len(both)
+    # Another candidate than the refined teacher must be better, and clearly so.
+    assert aligner.info["selected"] in (base, max(scores, key=scores.get))
+    assert scores[aligner.info["selected"]] >= scores[base] >= scores["teacher"]
+    if both:
+        assert (gain["score"], gain["without"]) == ("mean recall", scores["pairs alone"])
+        assert gain["with"] == scores[base]
     assert recipe.describe_unpaired(gain) in repr(aligner)
 
 
@@ -294,12 +297,34 @@ def test_select_scores_the_pairs_alone_beside_the_refined_teacher(table):
     dataset = data.dataset((x[:20], y[:20]), val=data.gallery(x[50:90], y[50:90]))
     first, refined = teachers.cca(x[:8], y[:8]), teachers.cca(x[:20], y[:20])
     trained = heads.build_heads(D_X, D_Y, 4)
-    _, _, found = recipe.select(trained, refined, dataset, (0.5,), first=first)
+    chosen, _, found = recipe.select(trained, refined, dataset, (0.5,), first=first)
     assert [*found["candidates"]] == [
-        *("pairs alone", "teacher", "trained", "mixture with 50% teacher")
+        *("trained", "teacher", "pairs alone", "both teachers", "mixture with 50% teacher")
     ]
     _, _, alone = recipe.select(trained, first, dataset, (0.5,))
     assert found["candidates"]["pairs alone"] == alone["candidates"]["teacher"]
+    assert not found["kernel_teacher"] and chosen.x.d_in == D_X
+
+
+def test_select_mixes_two_clearly_better_teachers_and_saves_the_nested_mixture(tmp_path):
+    rng = np.random.default_rng(0)
+    # Each teacher sees one half of the features, so both together retrieve far better.
+    z = rng.normal(size=(200, 8)).astype(np.float32)
+    halves = [heads.AffineMap(jnp.eye(8)[k : k + 4], jnp.zeros(4)) for k in (0, 4)]
+    first, refined = (heads.Teacher(half, half, jnp.ones(4)) for half in halves)
+    noisy = z + 0.6 * rng.normal(size=z.shape).astype(np.float32)
+    dataset = data.dataset((z, noisy), x=z, y=noisy, val=data.gallery(z, noisy))
+    trained = heads.build_heads(8, 8, 4)
+    chosen, made, found = recipe.select(trained, refined, dataset, (0.95,), first=first)
+    scores = found["candidates"]
+    assert found["base"] == "both teachers" and scores["both teachers"] > scores["teacher"] + 5
+    model = Aligner(heads.mix(chosen, trained, 0.9), {}, None)
+    model.save(tmp_path / "mixed")
+    np.testing.assert_allclose(
+        Aligner.load(tmp_path / "mixed").embed_x(z), model.embed_x(z), atol=1e-6
+    )
+    np.testing.assert_allclose(model.to_numpy().embed_x(z), model.embed_x(z), atol=1e-5)
+    assert made is not None
 
 
 # --- what the unpaired rows brought ------------------------------------------------------------
@@ -308,14 +333,14 @@ def test_select_scores_the_pairs_alone_beside_the_refined_teacher(table):
 @pytest.mark.parametrize(
     ("selection", "scores", "expected"),
     [
-        ({"pairs alone": 50.0, "teacher": 51.0, "trained": 58.5}, (0.5, 0.6), 8.5),
+        ({"pairs alone": 50.0, "teacher": 58.5, "trained": 60.0}, (0.5, 0.6), 8.5),
         ({}, (0.5, 0.55, 0.625), 12.5),
         ({"trained": 40.0}, (0.25, 0.375), 12.5),  # without mixtures, nothing to compare with
         ({}, (0.5,), 0.0),
     ],
 )
 def test_unpaired_gain_compares_with_the_pairs_alone(selection, scores, expected):
-    found = {"selected": "trained", "candidates": selection}
+    found = {"selected": "trained", "base": "teacher", "candidates": selection}
     gain = recipe.unpaired_gain(found, teachers.Refined(None, None, scores))
     assert gain["rounds"] == len(scores) - 1
     assert gain["with"] - gain["without"] == expected

@@ -56,3 +56,8 @@ def test_groups_hold_out_captions_of_scaled_and_noisy_pictures_together():
         # Pictures and captions are independent, so nothing can be learned.
         assert search.scores(options[-1]).mean() < 0.4
     assert options[0] == options[1] == options[2]
+
+
+def test_first_duplicate_distinguishes_rows_of_a_narrow_cone():
+    rows = 1.0 + 1e-4 * np.random.default_rng(0).normal(size=(2000, 384))
+    np.testing.assert_array_equal(duplicates.first_duplicate(rows), np.arange(2000))

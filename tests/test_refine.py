@@ -284,7 +284,6 @@ def test_choose_steps_is_deterministic_and_independent_of_pair_order():
         found.append(refine.choose_steps(*sides(pairs, pools), OPTIONS, splits))
     assert found[0].steps == found[1].steps == found[2].steps
     assert found[0].scores == found[1].scores
-    np.testing.assert_array_equal(found[0].ranks, found[1].ranks)
     np.testing.assert_allclose(found[0].scores, found[2].scores, atol=1e-6)
 
 
@@ -411,22 +410,12 @@ def circles(n, seed=0):
     return circle + rows[:, :2], double + rows[:, 2:]
 
 
-def test_refine_keeps_a_kernel_that_the_pools_do_not_replace(monkeypatch):
-    # Fewer landmarks than pairs and pool rows, so that both are drawn.
-    monkeypatch.setattr(teachers, "REFINED_LANDMARKS", 60)
+def test_refine_returns_the_kernel_teacher_of_the_pairs_beside_the_linear_one():
     pairs, pools = circles(80), (circles(100, seed=4)[0], circles(90, seed=8)[1])
-    found = teachers.refine(*pairs, *pools)
-    assert found.teacher.is_kernel and found.first.is_kernel
+    found = teachers.refine(*pairs, *pools, dim=2)
+    assert found.first.is_kernel and found.first.dim == 2
+    assert found.teacher is found.first or not found.teacher.is_kernel
     assert_finite(found, *pools)
-    turned = np.random.default_rng(1).permutation(80)
-    again = teachers.refine(*(rows[turned] for rows in pairs), *pools)
-    assert again.scores == pytest.approx(found.scores, abs=1e-3)
-    x, y = circles(9, seed=12)
-    np.testing.assert_allclose(
-        again.teacher.x(x) @ again.teacher.y(y).T,
-        found.teacher.x(x) @ found.teacher.y(y).T,
-        atol=2e-2,
-    )
 
 
 # --- recipes --------------------------------------------------------------------------------------
