@@ -317,16 +317,17 @@ def align(
 ) -> Aligner:
     """Aligns two modalities from few pairs and many unpaired embeddings.
 
-    Fits a teacher on the pairs, then trains a head per modality on
+    Fits a teacher on the pairs and refines it with the unpaired rows, then trains a head per
+    modality on
 
         SigLIP(pairs) + alpha * KLOT(student affinity || teacher affinity) on the unpaired rows.
 
     Without x and y, training is supervised (SAIL). With only one of them, the pairs' own rows
     replace the other. If `val` is None and there are at least 100 pairs, a tenth of them is held
     out for validation, unless the teacher is fitted already. Training keeps its best step on
-    validation. With the default recipe the result is the best of the teacher, the trained heads
-    and three mixtures of both on validation, or a mixture without validation. A sample of the
-    unpaired rows is kept for calibrated retrieval.
+    validation. With the default recipe, the teacher of the pairs alone, the trained heads, or a
+    mixture replaces the refined teacher if it is clearly better on validation. Without validation
+    the result is a mixture. A sample of the unpaired rows is kept for calibrated retrieval.
 
     Args:
         pairs: Embeddings (pairs_x, pairs_y) of shapes [n, d_x] and [n, d_y]. Row i of one matches
@@ -335,7 +336,7 @@ def align(
         y: Unpaired embeddings of the second modality, shape [n_y, d_y].
         val: Matching embeddings (V_x, V_y) to select on, or a `Gallery`.
         recipe: Name of the defaults for arguments below that are None. "default" mixes the trained
-            heads with a tuned teacher. "paper" is the paper's recipe.
+            heads with a refined teacher. "paper" is the paper's recipe.
         method: A method with its options, such as `methods.SOTAlign(alpha=1e-3)`, or a name of
             `methods.METHODS`. By default SOTAlign, or SAIL without unpaired rows.
         teacher: A name of `recipe.TEACHERS`, or a fitted teacher. By default "refined_cca", or

@@ -62,8 +62,8 @@ class Recipe:
         dim: Width of the trained heads' features. None keeps all directions of the teacher that
             the heads start at.
         mixtures: Weights of the teacher in mixtures with the trained heads, see `heads.mix`. If
-            there are any, the best of the teacher, the trained heads and the mixtures on
-            validation is returned, or the first mixture if there is no validation gallery.
+            there are any, `select` chooses between the teachers, the trained heads and mixtures on
+            validation, or takes the first mixture if there is no validation gallery.
         calibration: Candidate epsilons of the calibration. The best one on validation is used.
 
     Raises:

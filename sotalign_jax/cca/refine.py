@@ -4,7 +4,7 @@ Two steps alternate. Given maps, the plan P between the pools is a soft matching
 Given a plan, its cross-moment X^T P Y is evidence like the pairs' own, and a CCA of both gives new
 maps:
 
-    S_xy = (1 - tau) A^T B / n + tau X^T P Y,    tau = worth / (worth + n),
+    S_xy = (1 - tau) A^T B / (n - 1) + tau X^T P Y,    tau = worth / (worth + n),
 
 and S_xx and S_yy likewise with the covariances of the pools. The sampling noise of the pairs'
 moments falls as 1 / n while the bias of the plan does not, so the plan counts as a constant number
