@@ -260,9 +260,7 @@ def test_klot_from_embeddings_matches_klot_of_cosines(x64, block_size):
 def test_klot_from_embeddings_is_independent_of_storage(x64, monkeypatch, kernels, int8):
     """Covers memory for two kernels, for one kernel, and for only an int8 kernel."""
     monkeypatch.setattr(blocks, "INT8_ENTRIES", 1)
-    # The plan of the narrower features is solved first.
-    width = 7 if int8 else 3
-    arrays = features((N, 5), (M, 5), (N, width), (M, width))
+    arrays = features((N, 5), (M, 5), (N, 7), (M, 7))
     options = {"epsilon": 0.05, "epsilon_star": 0.01, "tolerance": 1e-5}
     value, gradients = from_embeddings(arrays, **options)
     room = (kernels + 0.25) * 4 * N * M
@@ -408,9 +406,7 @@ def temporary_matrices(n, d, block_size=None, teacher_width=None):
 
 def test_klot_from_embeddings_memory_follows_storage():
     # In addition to the kernels, a few blocks take 1/8 of a matrix each and features 1/32.
-    assert 1 < temporary_matrices(8192, 256) < 1.75
-    with device.compiling_for(device.Profile("accelerator", int8=False)):
-        assert 2 < temporary_matrices(8192, 256) < 2.75
+    assert 2 < temporary_matrices(8192, 256) < 2.75
     with device.compiling_for(device.Profile("accelerator", int8=False, memory=3 * 4 * 8192**2)):
         assert 1 < temporary_matrices(8192, 256) < 1.75
     assert temporary_matrices(8192, 256, block_size=128) < 0.15

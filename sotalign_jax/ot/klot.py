@@ -11,10 +11,9 @@ and the backward pass keeps only arrays of the features' size. Sinkhorn is never
 Danskin's theorem (the envelope theorem), the gradient of an optimal value needs only the optimal
 plan.
 
-The plans are solved one after the other. P - P* is then multiplied with the features, a block of
-rows at a time. A stored kernel provides the rows of its plan directly. A streamed kernel, and one
-that was freed for the other plan, computes them again (`blocks.Storage`). Rows are split over the
-devices of a mesh, see `sharding`.
+The teacher's plan is solved first, then the student's. P - P* is then multiplied with the features,
+a block of rows at a time. A stored kernel provides the rows of its plan directly. A streamed kernel
+computes them again (`blocks.Storage`). Rows are split over the devices of a mesh, see `sharding`.
 
 References:
     SOTAlign, ICML 2026: the lemma on the gradient of KLOT.
@@ -347,18 +346,6 @@ def _solve_features(
     return _Solved(kernel, state, scalings)
 
 
-def _one_after_the_other(
-    storage: blocks.Storage, *given: tuple[Callable[[Array], _Solved], Array]
-) -> tuple[_Solved, _Solved]:
-    """Solves two plans, each given by a function of its epsilon, so that one kernel may suffice."""
-    (solve_first, epsilon), (solve_second, later) = given
-    first = solve_first(epsilon)
-    if storage.block_size is None and not storage.both:
-        first = first.without_matrix()
-    # The dependency keeps XLA from solving both at once, in twice the memory.
-    return first, solve_second(_depend_on(later, first.scalings))
-
-
 class _Products(NamedTuple):
     """Sums over P - P*, and the marginals of P*. F and G are normalised.
 
@@ -461,20 +448,16 @@ def _features_fwd(options: _Options, features: _Features, settings: _Settings) -
         tolerance, logs = settings.tolerance, (log_a, settings.log_b)
         weights = jnp.exp(logs[0]), jnp.exp(logs[1])
         solve_one = functools.partial(_solve_features, options, axes, tolerance=tolerance)
-
-        def solve_teacher(epsilon: Array) -> _Solved:
-            with jax.named_scope("teacher_plan"):
-                return solve_one(z, w, logs, epsilon, init_v=settings.init_v_star, teacher=True)
-
-        def solve_student(epsilon: Array) -> _Solved:
-            with jax.named_scope("student_plan"):
-                return solve_one(f, g, logs, epsilon, init_v=settings.init_v, teacher=False)
-
-        given = (solve_teacher, settings.epsilon_star), (solve_student, settings.epsilon)
-        # The first plan may lose its kernel, and narrower features are cheaper to multiply again.
-        student_first = f.shape[1] < z.shape[1]
-        plans = _one_after_the_other(options.storage, *(given[::-1] if student_first else given))
-        student, teacher = plans if student_first else plans[::-1]
+        with jax.named_scope("teacher_plan"):
+            epsilon, init_v = settings.epsilon_star, settings.init_v_star
+            teacher = solve_one(z, w, logs, epsilon, init_v=init_v, teacher=True)
+            # If two kernels do not fit, frees the teacher's before the student's is built.
+            if options.storage.block_size is None and not options.storage.both:
+                teacher = teacher.without_matrix()
+        with jax.named_scope("student_plan"):
+            # The dependency keeps XLA from solving both at once, in twice the memory.
+            epsilon = _depend_on(settings.epsilon, teacher.scalings)
+            student = solve_one(f, g, logs, epsilon, init_v=settings.init_v, teacher=False)
         products = _multiply(student, teacher, weights, options)
         value = sharding.psum(_divergence(student, products, weights, settings.epsilon), axes)
         star = products.rows_star, products.columns_star
