@@ -1,6 +1,6 @@
 r"""Measures recall against the number of unpaired rows, for the teacher that plans refine.
 
-    python -m experiments.unpaired --sets=coco,speech,code --pairs=500
+    python -m experiments.unpaired --sets=coco,speech,code --pairs=500 --store=runs/unpaired.jsonl
 
 Results are kept in --store, see `experiments.store`. Running the command again resumes it. --figure
 draws the table. Smaller pools are subsets of larger ones.
@@ -17,20 +17,23 @@ from sotalign_jax import Aligner, evaluation, heads, recipe, teachers
 from sotalign_jax.cca import refine
 from sotalign_jax.diagnostics import Mean
 
-_DATA = flags.DEFINE_list("sets", ["coco", "speech", "code"], "Data sets of the repository.")
-_PAIRS = flags.DEFINE_integer("pairs", 500, "Number of pairs.", lower_bound=1)
-_SEEDS = flags.DEFINE_integer("repeats", 3, "Seeds.", lower_bound=1)
-_RESULTS = cli.path_flag("store", "runs/unpaired.jsonl", "File of the results.")
+# The flags of `experiments.recipes` choose the data.
+for _flag in ("sets", "pairs", "repeats", "store"):
+    flags.declare_key_flag(_flag)
 _FIGURE = cli.path_flag("figure", None, "PNG file to draw.")
 ROWS = (0, 300, 1000, 3000, "all")
 """Rows of each pool. 0 stands for the teacher of the pairs alone."""
 SCORES = ("R@10", "calibrated R@10")
 
 
+def _pairs() -> int:
+    return int(flags.FLAGS.pairs[0])
+
+
 def describe(name: str, rows: int | str, seed: int) -> dict[str, Any]:
     """Returns everything that a result depends on, as JSON values."""
     options = [refine.WORTH, refine.EPSILON, refine.POOL_ROWS, refine.ROUNDS, refine.LEAST_GAIN]
-    found = {"data": name, "pairs": _PAIRS.value, "rows": rows, "seed": seed}
+    found = {"data": name, "pairs": _pairs(), "rows": rows, "seed": seed}
     return {**found, "options": options, "inputs": photos.fingerprints(name)}
 
 
@@ -75,7 +78,7 @@ def table(known: Mapping[str, store.Results], name: str) -> report.Table:
     """
     made = []
     for rows in ROWS:
-        found = [known[store.key_of(describe(name, rows, s))] for s in range(_SEEDS.value)]
+        found = [known[store.key_of(describe(name, rows, s))] for s in range(flags.FLAGS.repeats)]
         scores = [Mean([one[score] for one in found]) for score in SCORES]
         made.append([f"{found[0]['rows']:,}", *scores])
     return report.Table(["unpaired rows of each modality", *SCORES], made)
@@ -98,7 +101,9 @@ def draw(known: Mapping[str, store.Results], names: Sequence[str]) -> Any:
         for score in SCORES:
             points = []
             for rows in ROWS:
-                found = [known[store.key_of(describe(name, rows, s))] for s in range(_SEEDS.value)]
+                found = [
+                    known[store.key_of(describe(name, rows, s))] for s in range(flags.FLAGS.repeats)
+                ]
                 mean = Mean([one[score] for one in found])
                 points.append((found[0]["rows"], float(mean), mean.spread or 0.0))
             x, y, spread = zip(*points, strict=True)
@@ -111,22 +116,22 @@ def draw(known: Mapping[str, store.Results], names: Sequence[str]) -> Any:
 
 def main() -> None:
     """Computes missing results, and prints a table for each data set."""
-    kept = store.Store(_RESULTS.value)
+    kept = store.Store(flags.FLAGS.store)
     specs = [
         describe(name, rows, seed)
-        for name in _DATA.value
-        for seed in range(_SEEDS.value)
+        for name in flags.FLAGS.sets
+        for seed in range(flags.FLAGS.repeats)
         for rows in ROWS
     ]
     for _, error in kept.fill([(spec, ()) for spec in specs], compute):
         if error is not None:
             raise error
     known = {key: one.results for key, one in kept.entries().items()}
-    for name in _DATA.value:
+    for name in flags.FLAGS.sets:
         shown = table(known, name).markdown()
-        print(f"\n{name}, {_PAIRS.value:,} pairs: recall of the refined CCA in percent\n\n{shown}")
+        print(f"\n{name}, {_pairs():,} pairs: recall of the refined CCA in percent\n\n{shown}")
     if _FIGURE.value is not None:
-        report.write(pathlib.Path(_FIGURE.value), report.png(draw(known, _DATA.value)))
+        report.write(pathlib.Path(_FIGURE.value), report.png(draw(known, flags.FLAGS.sets)))
 
 
 if __name__ == "__main__":

@@ -367,7 +367,7 @@ def refine(
         >>> A, B = z @ rng.normal(size=(4, 9)), z @ rng.normal(size=(4, 7))
         >>> found = refine(A[:30], B[:30], A[30:200], B[200:])
         >>> found.teacher.dim, len(found.scores) > 0
-        (7, True)
+        (4, True)
 
     References:
         E. Grave, A. Joulin and Q. Berthet, "Unsupervised alignment of embeddings with Wasserstein

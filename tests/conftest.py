@@ -46,7 +46,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestReport]:
     """Turns a skip into a failure under --no-skips."""
     report = yield
-    if report.skipped and item.config.getoption("--no-skips"):
+    needed = item.get_closest_marker("optional") is None
+    if report.skipped and needed and item.config.getoption("--no-skips"):
         report.outcome = "failed"
         report.longrepr = f"{item.nodeid} was skipped: {report.longrepr}"
     return report

@@ -351,6 +351,7 @@ STARTED_BY = {
     "benchmarks.gradient": "test_benchmarks.py::test_gradient_headline_compares_with_ott",
     "benchmarks.convergence": "test_benchmarks.py::test_convergence_main_writes_tables",
     "benchmarks.train_step": "test_benchmarks.py::test_train_step_main_times_ours_and_ott",
+    "experiments.unpaired": "test_unpaired.py::test_unpaired_prints_a_row_per_size_and_draws_it",
     "tests.fuzz_teachers": "test_fuzz.py::test_search_exits_with_one_on_findings",
     "tests.fuzz_files": "test_fuzz.py::test_search_exits_with_one_on_findings",
     "tests.fuzz": "test_fuzz.py::test_fuzz_is_deterministic_and_exits_with_one_on_findings",
