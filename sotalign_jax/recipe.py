@@ -572,10 +572,10 @@ def select(
     if first is not None and first is not teacher:
         known.add("pairs alone", heads.build_heads(*widths, first.dim, teacher=first))
         known.mix("both teachers", "pairs alone", "teacher", 0.5)
-        base = known.best(base)
+        base = known.best(base, ("pairs alone", "both teachers"))
     for weight in weights:
         known.mix(f"mixture with {weight:.0%} teacher", base, "trained", weight)
-    selected = known.best(base)
+    selected = known.best(base, tuple(known.heads))
     if dataset.val is None:
         selected = f"mixture with {weights[0]:.0%} teacher"
     info = {
@@ -617,12 +617,12 @@ class _Candidates:
             _, self.hits[name] = _calibrate(padded, self.dataset.val, self.epsilons)
         return {name: _mean(*self.hits[name]) for name in self.heads}
 
-    def best(self, base: str) -> str:
-        """Returns the best candidate if it is clearly better than `base`, else `base`."""
+    def best(self, base: str, names: Sequence[str]) -> str:
+        """Returns the best of some candidates if it is clearly better than `base`, else `base`."""
         if self.dataset.val is None:
             return base
         scores = self.scores()
-        found = max(scores, key=lambda name: scores[name])
+        found = max(names, key=lambda name: scores[name])
         return found if _clearly_better(self.hits[found], self.hits[base]) else base
 
 

@@ -286,6 +286,7 @@ def test_align_returns_the_best_candidate_on_validation(given, table, seed):
     # Another candidate than the refined teacher must be better, and clearly so.
     assert aligner.info["selected"] in (base, max(scores, key=scores.get))
     assert scores[aligner.info["selected"]] >= scores[base] >= scores["teacher"]
+    assert base in ("teacher", "pairs alone", "both teachers")
     if both:
         assert (gain["score"], gain["without"]) == ("mean recall", scores["pairs alone"])
         assert gain["with"] == scores[base]
