@@ -420,6 +420,7 @@ def names(browser, address=""):
     return re.findall(r'class="name" title="(.*?)">', browser.page_source)
 
 
+@pytest.mark.optional
 def test_page_in_browser_searches_by_text_and_picture(browser, server, site, folder, tmp_path):
     address = f"http://127.0.0.1:{server.server_port}/"
     show(browser, 1180)
@@ -463,6 +464,7 @@ def test_page_in_browser_searches_by_text_and_picture(browser, server, site, fol
     assert all("status of 40" in line["message"] for line in browser.get_log("browser"))
 
 
+@pytest.mark.optional
 def test_page_in_browser_accepts_dropped_and_pasted_pictures(browser, server, folder):
     give = """
         const bytes = Uint8Array.from(atob(arguments[1]), (c) => c.charCodeAt(0));
@@ -480,6 +482,7 @@ def test_page_in_browser_accepts_dropped_and_pasted_pictures(browser, server, fo
         assert names(browser)[0] == name
 
 
+@pytest.mark.optional
 def test_page_in_browser_enlarges_pictures(browser, server, site):
     browser.get(f"http://127.0.0.1:{server.server_port}{search('a green square')}")
     hits = site.model.search("a green square", k=5)
@@ -500,6 +503,7 @@ def test_page_in_browser_enlarges_pictures(browser, server, site):
     assert browser.get_log("browser") == []
 
 
+@pytest.mark.optional
 def test_page_in_browser_fits_a_phone_in_dark_mode(browser, server):
     show(browser, 390, "dark")
     for address in ("/", search("a green square")):
