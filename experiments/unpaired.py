@@ -1,8 +1,8 @@
 r"""Measures recall against the number of unpaired rows, for the teacher that plans refine.
 
-    python -m experiments.unpaired --sets=coco,speech,code --pairs=500 --store=runs/unpaired.jsonl
+    python -m experiments.unpaired --names=coco,speech,code --paired=500
 
-Results are kept in --store, see `experiments.store`. Running the command again resumes it. --figure
+Results are kept in --into, see `experiments.store`. Running the command again resumes it. --figure
 draws the table. Smaller pools are subsets of larger ones.
 """
 
@@ -17,23 +17,20 @@ from sotalign_jax import Aligner, evaluation, heads, recipe, teachers
 from sotalign_jax.cca import refine
 from sotalign_jax.diagnostics import Mean
 
-# The flags of `experiments.recipes` choose the data.
-for _flag in ("sets", "pairs", "repeats", "store"):
-    flags.declare_key_flag(_flag)
+_NAMES = flags.DEFINE_list("names", ["coco", "speech", "code"], "Data sets of the repository.")
+_PAIRED = flags.DEFINE_integer("paired", 500, "Number of pairs.", lower_bound=1)
+_TIMES = flags.DEFINE_integer("times", 3, "Seeds.", lower_bound=1)
+_INTO = cli.path_flag("into", "runs/unpaired.jsonl", "File of the results.")
 _FIGURE = cli.path_flag("figure", None, "PNG file to draw.")
 ROWS = (0, 300, 1000, 3000, "all")
 """Rows of each pool. 0 stands for the teacher of the pairs alone."""
 SCORES = ("R@10", "calibrated R@10")
 
 
-def _pairs() -> int:
-    return int(flags.FLAGS.pairs[0])
-
-
 def describe(name: str, rows: int | str, seed: int) -> dict[str, Any]:
     """Returns everything that a result depends on, as JSON values."""
     options = [refine.WORTH, refine.EPSILON, refine.POOL_ROWS, refine.ROUNDS, refine.LEAST_GAIN]
-    found = {"data": name, "pairs": _pairs(), "rows": rows, "seed": seed}
+    found = {"data": name, "pairs": _PAIRED.value, "rows": rows, "seed": seed}
     return {**found, "options": options, "inputs": photos.fingerprints(name)}
 
 
@@ -78,7 +75,7 @@ def table(known: Mapping[str, store.Results], name: str) -> report.Table:
     """
     made = []
     for rows in ROWS:
-        found = [known[store.key_of(describe(name, rows, s))] for s in range(flags.FLAGS.repeats)]
+        found = [known[store.key_of(describe(name, rows, s))] for s in range(_TIMES.value)]
         scores = [Mean([one[score] for one in found]) for score in SCORES]
         made.append([f"{found[0]['rows']:,}", *scores])
     return report.Table(["unpaired rows of each modality", *SCORES], made)
@@ -101,9 +98,7 @@ def draw(known: Mapping[str, store.Results], names: Sequence[str]) -> Any:
         for score in SCORES:
             points = []
             for rows in ROWS:
-                found = [
-                    known[store.key_of(describe(name, rows, s))] for s in range(flags.FLAGS.repeats)
-                ]
+                found = [known[store.key_of(describe(name, rows, s))] for s in range(_TIMES.value)]
                 mean = Mean([one[score] for one in found])
                 points.append((found[0]["rows"], float(mean), mean.spread or 0.0))
             x, y, spread = zip(*points, strict=True)
@@ -116,22 +111,22 @@ def draw(known: Mapping[str, store.Results], names: Sequence[str]) -> Any:
 
 def main() -> None:
     """Computes missing results, and prints a table for each data set."""
-    kept = store.Store(flags.FLAGS.store)
+    kept = store.Store(_INTO.value)
     specs = [
         describe(name, rows, seed)
-        for name in flags.FLAGS.sets
-        for seed in range(flags.FLAGS.repeats)
+        for name in _NAMES.value
+        for seed in range(_TIMES.value)
         for rows in ROWS
     ]
     for _, error in kept.fill([(spec, ()) for spec in specs], compute):
         if error is not None:
             raise error
     known = {key: one.results for key, one in kept.entries().items()}
-    for name in flags.FLAGS.sets:
+    for name in _NAMES.value:
         shown = table(known, name).markdown()
-        print(f"\n{name}, {_pairs():,} pairs: recall of the refined CCA in percent\n\n{shown}")
+        print(f"\n{name}, {_PAIRED.value:,} pairs: recall of the refined CCA in percent\n\n{shown}")
     if _FIGURE.value is not None:
-        report.write(pathlib.Path(_FIGURE.value), report.png(draw(known, flags.FLAGS.sets)))
+        report.write(pathlib.Path(_FIGURE.value), report.png(draw(known, _NAMES.value)))
 
 
 if __name__ == "__main__":

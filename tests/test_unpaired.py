@@ -28,8 +28,7 @@ def small(monkeypatch):
 
 def test_unpaired_prints_a_row_per_size_and_draws_it(small, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    options = ["--sets=code", "--pairs=60", "--repeats=1", "--figure=curve.png"]
-    options.append("--store=runs/unpaired.jsonl")
+    options = ["--names=code", "--paired=60", "--times=1", "--figure=curve.png"]
     out, error = small_runs.start(unpaired, options, capsys)
     assert error is None
     assert re.findall(r"^\| *(\d+) *\|", out, re.MULTILINE) == ["0", "80"]
