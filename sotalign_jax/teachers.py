@@ -293,7 +293,7 @@ def best_cca(
         'AffineMap'
     """
     A, B, _ = _checked(pairs_x, pairs_y, None, None)
-    options = choose.choose(A, B, "best", seed=seed)
+    options = choose.choose_each(A, B, seed=seed)[-1]
     return _fitted(A, B, options, dim=dim, seed=seed, dtype=dtype)
 
 

@@ -511,7 +511,7 @@ def choose(
     Args:
         pairs_x: Paired embeddings of the first modality.
         pairs_y: Paired embeddings of the second modality.
-        kind: "linear", "kernel", or "best" for the kernel CCA if it is clearly better.
+        kind: "linear" or "kernel". `choose_each` compares both.
         ridges: Ridges of both sides, None to choose them.
         power: Power of rho, None to choose it.
         gamma_x: Bandwidth of the first modality, None to choose it.
@@ -534,19 +534,17 @@ def choose(
         # With such large ridges the CCA is nearly a Procrustes analysis.
         ridges = (1e4 / n, 1e4 / n) if ridges is None else ridges
         options = Options(*ridges, 0.5 if power is None else power)
-        if kind != "kernel":
+        if kind == "linear":
             return options
         return options._replace(
             gamma_x=gamma_x or 1.0 / _typical(pairs_x), gamma_y=gamma_y or 1.0 / _typical(pairs_y)
         )
     search = Search(pairs_x, pairs_y, seed=seed)
-    found = linear = search.linear(ridges=ridges, power=power)
-    if kind != "linear":
+    found = search.linear(ridges=ridges, power=power)
+    if kind == "kernel":
         found = search.kernel(
-            linear, gammas=(gamma_x, gamma_y), fixed=ridges is not None, power=power
+            found, gammas=(gamma_x, gamma_y), fixed=ridges is not None, power=power
         )
-    if kind == "best" and not search.clearly_better(found, linear):
-        found = linear
     return found if ridges is not None else search.for_all_pairs(found)
 
 
