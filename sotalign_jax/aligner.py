@@ -13,8 +13,7 @@ import numpy as np
 from jaxtyping import Float
 from numpy.typing import ArrayLike
 
-import sotalign_numpy
-from sotalign_jax import checks, data, evaluation, export, methods, neighbours, persistence
+from sotalign_jax import checks, data, evaluation, export, methods, neighbours, persistence, runtime
 from sotalign_jax import recipe as recipe_lib
 from sotalign_jax.calibration import Calibration, calibrate
 from sotalign_jax.export import Index
@@ -257,7 +256,7 @@ class Aligner:
         gallery = data.gallery(x, y, x_of_y)
         return evaluation.report(self.heads.x, self.heads.y, gallery, self.calibration)
 
-    def to_numpy(self) -> sotalign_numpy.Embedder:
+    def to_numpy(self) -> runtime.Embedder:
         """Returns the heads as numpy functions, see `export.to_numpy`.
 
         Example:

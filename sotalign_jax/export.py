@@ -1,7 +1,7 @@
 """Heads without JAX: as numpy, as ONNX files, and as vectors for an inner-product index.
 
-`program` describes the arithmetic of a head once, as a list of ONNX operators. `sotalign_numpy`
-runs that list and `to_onnx` stores it, so both compute the same function.
+`program` describes the arithmetic of a head once, as a list of ONNX operators. `runtime` executes
+that list in numpy and `to_onnx` stores it, so both compute the same function.
 """
 
 import dataclasses
@@ -16,8 +16,7 @@ from flax import nnx
 from jaxtyping import Float
 from numpy.typing import ArrayLike
 
-import sotalign_numpy
-from sotalign_jax import checks, evaluation, files
+from sotalign_jax import checks, evaluation, files, runtime
 from sotalign_jax.calibration import Calibration
 from sotalign_jax.heads import Head, Heads
 
@@ -29,7 +28,13 @@ _TINY = float(np.finfo(np.float32).tiny)
 
 
 class _Value:
-    """A value of a program under construction. Operators append steps to the program."""
+    """A value of a program under construction. Operators append steps to the program.
+
+    Attributes:
+        name: Name of the value.
+        arrays: Parameters and constants of the program.
+        steps: Steps of the program so far.
+    """
 
     def __init__(self, name: str, arrays: dict[str, np.ndarray], steps: list[Any]):
         self.name, self.arrays, self.steps = name, arrays, steps
@@ -40,7 +45,7 @@ class _Value:
         names = [o.name if isinstance(o, _Value) else self.constant(o).name for o in operands]
         result = f"value{len(self.steps)}"
         self.steps.append((result, operator, (self.name, *names)))
-        return _Value(result, self.arrays, self.steps)
+        return self.param(result)
 
     def param(self, name: str) -> "_Value":
         """Returns a parameter of the head."""
@@ -240,7 +245,7 @@ def _potential(f: _Value, others: Any, scalings: Any, epsilon: Any) -> _Value:
     return ((logits - largest)("Exp").reduce("Sum")("Log") + largest) * scale * -1.0
 
 
-def program(head: Head, side: str, calibration: Calibration | None) -> sotalign_numpy.Program:
+def program(head: Head, side: str, calibration: Calibration | None) -> runtime.Program:
     """Describes a head as a list of ONNX operators.
 
     Args:
@@ -274,13 +279,13 @@ def program(head: Head, side: str, calibration: Calibration | None) -> sotalign_
         (names.get(result, result), operator, tuple(names.get(name, name) for name in operands))
         for result, operator, operands in x.steps
     )
-    return sotalign_numpy.Program(side, head.d_in, x.arrays, steps)
+    return runtime.Program(side, head.d_in, x.arrays, steps)
 
 
 # --- targets -------------------------------------------------------------------------------------
 
 
-def to_numpy(heads: Heads, calibration: Calibration | None = None) -> sotalign_numpy.Embedder:
+def to_numpy(heads: Heads, calibration: Calibration | None = None) -> runtime.Embedder:
     """Converts heads to numpy.
 
     Args:
@@ -288,8 +293,8 @@ def to_numpy(heads: Heads, calibration: Calibration | None = None) -> sotalign_n
         calibration: The aligner's calibration, if the output "bias" is needed.
 
     Returns:
-        An object with `embed_x` and `embed_y` that can be pickled and needs no JAX. The parameters
-        are in `.x.arrays` and `.y.arrays`.
+        An object with `embed_x` and `embed_y`, whose `save` writes a folder that needs no JAX. The
+        parameters are in `.x.arrays` and `.y.arrays`.
 
     Example:
         >>> from sotalign_jax import heads
@@ -298,7 +303,7 @@ def to_numpy(heads: Heads, calibration: Calibration | None = None) -> sotalign_n
     """
     sides = {"x": heads.x, "y": heads.y}
     made = {side: program(head, side, calibration) for side, head in sides.items()}
-    return sotalign_numpy.Embedder(**made)
+    return runtime.Embedder(**made)
 
 
 def to_onnx(
@@ -336,7 +341,7 @@ def to_onnx(
     return written
 
 
-def _model(onnx: Any, program: sotalign_numpy.Program, d_out: int, *, bias: bool) -> Any:
+def _model(onnx: Any, program: runtime.Program, d_out: int, *, bias: bool) -> Any:
     """Returns a checked ONNX model of a program."""
 
     def info(name: str, width: int) -> Any:

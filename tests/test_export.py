@@ -2,7 +2,6 @@
 
 import errno
 import os
-import pickle
 import subprocess
 import sys
 
@@ -13,7 +12,7 @@ import pytest
 from flax import nnx
 
 import sotalign_jax as sota
-from sotalign_jax import checks, data, export, heads, kernels
+from sotalign_jax import checks, data, export, heads, kernels, runtime
 from sotalign_jax.methods import csa, sue
 
 D_X, D_Y, DIM = 12, 10, 5
@@ -136,27 +135,31 @@ def test_to_numpy_matches_kernel_teacher_on_photographs():
     np.testing.assert_allclose(embedder.embed_y(y), aligner.embed_y(y), atol=1e-5)
 
 
-def test_pickled_embedder_needs_only_numpy(tmp_path):
-    embedder = export.to_numpy(networks("mlp"))
-    file = tmp_path / "embedder.pickle"
-    file.write_bytes(pickle.dumps(embedder))
+def test_saved_embedder_needs_only_numpy(aligner, tmp_path):
+    embedder = export.to_numpy(aligner.heads, aligner.calibration)
+    embedder.save(tmp_path / "served")
+    np.savez(tmp_path / "rows.npz", **GIVEN)
     code = """if True:
-        import pathlib, pickle, sys
-        for name in ("jax", "flax", "sotalign_jax", "onnx"):
+        import sys
+        for name in ("jax", "jaxlib", "flax", "sotalign_jax", "onnx", "safetensors"):
             sys.modules[name] = None  # makes its import fail
+        sys.path.insert(0, sys.argv[1])
         import numpy as np
-        embedder = pickle.loads(pathlib.Path(sys.argv[1]).read_bytes())
-        np.save(sys.argv[2], embedder.embed_x(np.arange(24.0).reshape(2, 12)))
+        from served import sotalign_numpy
+        embedder, rows = sotalign_numpy.load(), np.load(sys.argv[1] + "/rows.npz")
+        bias = embedder.y(rows["y"], "bias")
+        np.savez(sys.argv[1] + "/found.npz", x=embedder.embed_x(rows["x"]), bias=bias)
     """
-    subprocess.run([sys.executable, "-c", code, file, tmp_path / "f.npy"], check=True)
-    wanted = embedder.embed_x(np.arange(24.0).reshape(2, 12))
-    np.testing.assert_array_equal(np.load(tmp_path / "f.npy"), wanted)
+    subprocess.run([sys.executable, "-c", code, tmp_path], check=True)
+    found = np.load(tmp_path / "found.npz")
+    np.testing.assert_array_equal(found["x"], embedder.embed_x(GIVEN["x"]))
+    np.testing.assert_array_equal(found["bias"], embedder.y(GIVEN["y"], "bias"))
 
 
 def test_numpy_embedder_in_blocks_matches_one_pass(monkeypatch):
     embedder = export.to_numpy(networks("linear"))
     whole = embedder.embed_x(GIVEN["x"])
-    monkeypatch.setattr("sotalign_numpy.BLOCK", 7)
+    monkeypatch.setattr(runtime, "BLOCK", 7)
     np.testing.assert_allclose(embedder.embed_x(GIVEN["x"]), whole, atol=1e-6)
     assert embedder.embed_x(GIVEN["x"][:0]).shape == (0, DIM)
     with pytest.raises(ValueError, match=r"^x\b"):

@@ -25,6 +25,7 @@ LAYERS = (
     ("teachers",),
     ("neighbours",),
     ("evaluation",),
+    ("runtime",),
     ("export", "persistence"),
     ("methods",),
     ("training",),

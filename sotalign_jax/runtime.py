@@ -1,10 +1,13 @@
 """Runs a trained aligner with numpy alone.
 
-`sotalign_jax.Aligner.to_numpy` returns an `Embedder`. Calling or unpickling it needs this file and
-numpy, but neither JAX nor `sotalign_jax`.
+`Aligner.to_numpy` returns an `Embedder`. `Embedder.save` writes its weights into a folder, and a
+copy of this file beside them, so that a server needs that folder and numpy only.
 """
 
 import dataclasses
+import json
+import os
+import pathlib
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -13,6 +16,10 @@ import numpy as np
 BLOCK = 1024
 """Number of rows that are embedded at a time. All intermediate values of a block are kept, about 60
 MB at width 512."""
+MODULE = "sotalign_numpy.py"
+"""Name of the copy of this file that `Embedder.save` writes."""
+WEIGHTS = "weights.npz"
+"""Name of the file of weights that `Embedder.save` writes."""
 
 
 def erf(x: np.ndarray) -> np.ndarray:
@@ -157,3 +164,46 @@ class Embedder:
             The features, shape [m, d].
         """
         return self.y(rows)
+
+    def save(self, folder: str | os.PathLike[str]) -> None:
+        """Writes the weights into a folder, and this file as `sotalign_numpy.py` beside them.
+
+        Args:
+            folder: The folder, which is created if necessary. Earlier files are replaced.
+
+        Raises:
+            OSError: The files cannot be written.
+        """
+        folder = pathlib.Path(folder).expanduser()
+        folder.mkdir(parents=True, exist_ok=True)
+        arrays, programs = {}, {}
+        for side, program in (("x", self.x), ("y", self.y)):
+            programs[side] = {"width": program.width, "steps": program.steps}
+            arrays |= {f"{side}/{name}": array for name, array in program.arrays.items()}
+        with (folder / WEIGHTS).open("wb") as file:
+            np.savez(file, programs=np.array(json.dumps(programs)), **arrays)
+        (folder / MODULE).write_bytes(pathlib.Path(__file__).read_bytes())
+
+
+def load(folder: str | os.PathLike[str] | None = None) -> Embedder:
+    """Reads an embedder.
+
+    Args:
+        folder: A folder that `Embedder.save` wrote. By default the folder of this file.
+
+    Returns:
+        The embedder.
+
+    Raises:
+        OSError: There are no weights in the folder.
+    """
+    folder = pathlib.Path(__file__).parent if folder is None else pathlib.Path(folder).expanduser()
+    with np.load(folder / WEIGHTS, allow_pickle=False) as stored:
+        described = json.loads(str(stored["programs"]))
+        programs = {}
+        for side, one in described.items():
+            names = [name for name in stored.files if name.startswith(f"{side}/")]
+            arrays = {name.removeprefix(f"{side}/"): stored[name] for name in names}
+            steps = [(result, operator, tuple(names)) for result, operator, names in one["steps"]]
+            programs[side] = Program(side, one["width"], arrays, tuple(steps))
+    return Embedder(**programs)
