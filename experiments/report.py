@@ -21,7 +21,7 @@ from experiments import distributed, protocol, retrieved
 from experiments import run as run_lib
 from experiments import workdir as workdir_lib
 from experiments.extract import items
-from sotalign_jax import aligner, persistence, recipe
+from sotalign_jax import aligner, persistence
 from sotalign_jax.diagnostics import Mean
 
 Configs = Mapping[str, FrozenConfigDict]
@@ -428,7 +428,7 @@ def remarks(results: Results, table: Table) -> list[str]:
             if "kernel_teacher" in one:
                 said[-1] += f" Its teacher is {'nonlinear' if one['kernel_teacher'] else 'linear'}."
             if "unpaired" in one:
-                line = recipe.describe_unpaired(one["unpaired"])
+                line = aligner.describe_unpaired(one["unpaired"])
                 said[-1] += f" {line[0].upper()}{line[1:]}."
     hurt = []
     for label, *row in table.rows:

@@ -195,7 +195,7 @@ def _train(config: Config, recorder: workdir_lib.Recorder) -> tuple[Aligner, dat
         mesh=mesh if jax.process_count() == 1 else None,
     )
     with checks.naming(f"{config.method}: "):
-        parts = recipe.train(
+        model = recipe.train(
             resolved,
             prepared,
             observer=recorder,
@@ -204,7 +204,7 @@ def _train(config: Config, recorder: workdir_lib.Recorder) -> tuple[Aligner, dat
             mesh=mesh,
             on_device=config.on_device,
         )
-    return Aligner(*parts), dataset
+    return model, dataset
 
 
 def resolve(config: Config, dataset: data.Dataset) -> tuple[recipe.Recipe, data.Dataset]:

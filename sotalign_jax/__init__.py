@@ -18,7 +18,8 @@ from sotalign_jax import (
     teachers,
     training,
 )
-from sotalign_jax.aligner import Aligner, align
+from sotalign_jax.aligner import Aligner
+from sotalign_jax.alignment import align
 from sotalign_jax.checks import InputError
 from sotalign_jax.files import load_array
 from sotalign_jax.losses import cka, cka_from_embeddings, infonce, infonce_divergence, siglip

@@ -1,10 +1,11 @@
-"""The interface of the package: `align` trains an `Aligner`, which embeds, searches and saves."""
+"""The trained model: two heads that embed, search, evaluate, save and export."""
 
-from __future__ import annotations  # help(align) shows ArrayLike instead of its ten members
+from __future__ import annotations  # help(Aligner) shows ArrayLike instead of its ten members
 
 import dataclasses
 import os
 import pathlib
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -13,14 +14,12 @@ import numpy as np
 from jaxtyping import Float
 from numpy.typing import ArrayLike
 
-from sotalign_jax import checks, data, evaluation, export, methods, neighbours, persistence, runtime
-from sotalign_jax import recipe as recipe_lib
-from sotalign_jax.calibration import Calibration, calibrate
+from sotalign_jax import checks, data, evaluation, export, neighbours, persistence, runtime
+from sotalign_jax.calibration import SAMPLE, Calibration, calibrate
 from sotalign_jax.export import Index
-from sotalign_jax.heads import Head, Heads, Teacher
+from sotalign_jax.heads import Head, Heads
 from sotalign_jax.neighbours import Neighbours
 from sotalign_jax.ot import affinity, device
-from sotalign_jax.progress import Progress
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,7 +41,7 @@ class Aligner:
         widths = self.heads.x.d_in, self.heads.y.d_in
         described = "x: {} features, y: {} features".format(*widths)
         if "unpaired" in self.info:
-            described += "; " + recipe_lib.describe_unpaired(self.info["unpaired"])
+            described += "; " + describe_unpaired(self.info["unpaired"])
         return f"Aligner({described})"
 
     def embed_x(self, x: ArrayLike) -> Float[np.ndarray, "n d"]:
@@ -89,7 +88,7 @@ class Aligner:
         y: ArrayLike,
         *,
         epsilon: float = 0.05,
-        sample: int = recipe_lib.CALIBRATION_ROWS,
+        sample: int = SAMPLE,
     ) -> Aligner:
         """Returns a copy of the aligner with a calibration, see `calibration.calibrate`.
 
@@ -220,8 +219,7 @@ class Aligner:
             InputError: The folder has other files, or has an aligner and `overwrite` is False.
             OSError: The files cannot be written.
         """
-        parts = persistence.Parts(self.heads, self.info, self.calibration)
-        persistence.save(parts, path, overwrite=overwrite)
+        persistence.save(path, overwrite=overwrite, **vars(self))
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Aligner:
@@ -236,7 +234,7 @@ class Aligner:
         Raises:
             InputError: The folder has no aligner, or one of its files is missing or damaged.
         """
-        return cls(*persistence.load(path))
+        return cls(**persistence.load(path))
 
     def evaluate(
         self, x: ArrayLike, y: ArrayLike, x_of_y: ArrayLike | None = None
@@ -297,107 +295,22 @@ class Aligner:
         return export.index(self.heads, gallery, calibration, direction=direction)
 
 
-def align(
-    pairs: tuple[ArrayLike, ArrayLike],
-    x: ArrayLike | None = None,
-    y: ArrayLike | None = None,
-    *,
-    val: tuple[ArrayLike, ArrayLike] | data.Gallery | None = None,
-    recipe: str = "default",
-    method: str | methods.Method | None = None,
-    teacher: str | Teacher | None = None,
-    start: str | None = None,
-    dim: int | None = None,
-    steps: int | None = None,
-    learning_rate: float | None = None,
-    unpaired_batch: int | None = None,
-    seed: int = 0,
-    progress: bool = True,
-) -> Aligner:
-    """Aligns two modalities from few pairs and many unpaired embeddings.
-
-    Fits a teacher on the pairs and refines it with the unpaired rows, then trains a head per
-    modality on
-
-        SigLIP(pairs) + alpha * KLOT(student affinity || teacher affinity) on the unpaired rows.
-
-    Without x and y, training is supervised (SAIL). With only one of them, the pairs' own rows
-    replace the other. If `val` is None and there are at least 100 pairs, a tenth of them is held
-    out for validation, unless the teacher is fitted already. Training keeps its best step on
-    validation. With the default recipe, the teacher of the pairs alone, the trained heads, or a
-    mixture replaces the refined teacher if it is clearly better on validation. Without validation
-    the result is a mixture. A sample of the unpaired rows is kept for calibrated retrieval.
+def describe_unpaired(gain: Mapping[str, Any]) -> str:
+    """Describes in one line what the unpaired rows brought.
 
     Args:
-        pairs: Embeddings (pairs_x, pairs_y) of shapes [n, d_x] and [n, d_y]. Row i of one matches
-            row i of the other.
-        x: Unpaired embeddings of the first modality, shape [n_x, d_x].
-        y: Unpaired embeddings of the second modality, shape [n_y, d_y].
-        val: Matching embeddings (V_x, V_y) to select on, or a `Gallery`.
-        recipe: Name of the defaults for arguments below that are None. "default" mixes the trained
-            heads with a refined teacher. "paper" is the paper's recipe.
-        method: A method with its options, such as `methods.SOTAlign(alpha=1e-3)`, or a name of
-            `methods.METHODS`. By default SOTAlign, or SAIL without unpaired rows.
-        teacher: A name of `recipe.TEACHERS`, or a fitted teacher. By default "refined_cca", or
-            "cca" if `recipe` is "paper".
-        start: "teacher" starts the heads at the teacher's projection, "random" at random, and
-            "centred" at random on rows without their mean. By default "centred", or "random" if
-            `recipe` is "paper". Only linear heads can start at a teacher, which must be linear too,
-            such as "tuned_cca".
-        dim: Width of the trained heads' features. By default 512, 1,024 if `recipe` is "paper", or
-            the teacher's width if the heads start at it. A mixture adds the teacher's features.
-        steps: Training steps.
-        learning_rate: Peak of the learning rate.
-        unpaired_batch: Unpaired rows per step. By default at most 22,768 on an accelerator and
-            1,024 on a CPU.
-        seed: Seed of all random choices.
-        progress: True shows a progress bar.
+        gain: The result of `recipe.unpaired_gain`, which is `info["unpaired"]` of an aligner.
 
     Returns:
-        The aligner. Its `info` has the options and the validation score of every candidate.
-
-    Raises:
-        InputError: The arguments or the data cannot be used. The message names the argument.
+        The line.
 
     Example:
-        >>> rng = np.random.default_rng(0)
-        >>> z = rng.normal(size=(300, 8)).astype(np.float32)
-        >>> to_x, to_y = rng.normal(size=(8, 12)), rng.normal(size=(8, 10))
-        >>> X, Y = (z @ to_x).astype(np.float32), (z @ to_y).astype(np.float32)
-        >>> aligner = align((X[:50], Y[:50]), X[50:], Y[50:], steps=20, progress=False)
-        >>> aligner.similarity(X[:5], Y[:5]).shape
-        (5, 5)
-
-    References:
-        S. Roschmann, P. Krzakala et al., "SOTAlign: semi-supervised alignment of unimodal vision
-        and language models via optimal transport", ICML 2026.
+        >>> describe_unpaired({"score": "mean recall", "with": 60.4, "without": 55.3})
+        'unpaired data: +5.1 (held-out mean recall 60.4, 55.3 without)'
     """
-    gallery = val if isinstance(val, data.Gallery) or val is None else data.gallery(*val)
-    dataset = data.dataset(pairs, x=x, y=y, val=gallery)
-    # Empty arrays are probably a mistake, and must not silently turn into supervised training.
-    if not (x is None and y is None) and not (len(dataset.pool_x) or len(dataset.pool_y)):
-        raise checks.InputError(
-            "x or y must have rows, got none; pass unpaired rows, or neither argument to train on "
-            "the pairs only"
-        )
-    method = recipe_lib.resolve_method(method)
-    checks.whole(0, seed=seed)
-    # A `Fitted` method selects nothing on validation, and a fitted teacher has seen all pairs.
-    ready = isinstance(method, methods.Fitted) or isinstance(teacher, Teacher)
-    if gallery is None and not ready:
-        dataset = data.hold_out(dataset, seed=int(seed))
-    resolved = recipe_lib.default(
-        dataset,
-        preset=recipe,
-        method=method,
-        teacher=teacher,
-        start=start,
-        dim=dim,
-        steps=steps,
-        learning_rate=learning_rate,
-        unpaired_batch=unpaired_batch,
-        seed=seed,
-    )
-    with Progress(resolved.train.steps, "align", show=progress) as bar:
-        prepared = recipe_lib.prepare(resolved, dataset, observer=bar)
-        return Aligner(*recipe_lib.train(resolved, prepared, observer=bar, progress=progress))
+    brought = gain["with"] - gain["without"]
+    values = f"held-out {gain['score']} {gain['with']:.1f}, {gain['without']:.1f} without"
+    # A smaller gain would be shown as zero.
+    if brought < 0.05:
+        return f"unpaired data: no gain ({values})"
+    return f"unpaired data: +{brought:.1f} ({values})"

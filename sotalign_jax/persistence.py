@@ -12,7 +12,7 @@ import os
 import pathlib
 import shutil
 from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -37,37 +37,38 @@ _DESCRIPTION, _TENSORS = "aligner.json", "heads.safetensors"
 _CALIBRATION = "calibration.safetensors"
 
 
-class Parts(NamedTuple):
-    """The parts of an aligner.
-
-    Attributes:
-        heads: Both heads.
-        info: Any JSON values.
-        calibration: The calibration, if there is one.
-    """
-
-    heads: Heads
-    info: dict[str, Any]
-    calibration: Calibration | None = None
-
-
-def save(parts: Parts, path: str | os.PathLike[str], *, overwrite: bool = False) -> None:
-    """Writes an aligner into a folder. If it fails, an earlier aligner stays intact.
+def save(
+    path: str | os.PathLike[str],
+    *,
+    heads: Heads,
+    info: dict[str, Any],
+    calibration: Calibration | None = None,
+    overwrite: bool = False,
+) -> None:
+    """Writes the fields of an aligner into a folder. If it fails, an earlier aligner stays intact.
 
     Savers of one folder take turns, so the last one wins, and `load` waits for them.
 
     Args:
-        parts: The aligner.
         path: The folder, which is created. A symbolic link stays, and its target is replaced.
+        heads: Both heads.
+        info: Any JSON values.
+        calibration: The calibration, if there is one.
         overwrite: True to replace an existing aligner. Other files are never replaced.
 
     Raises:
         InputError: The folder holds other files, or `info` is not JSON.
         OSError: The files cannot be written, for example because the disk is full.
     """
-    arrays = {_TENSORS: {k: np.asarray(leaf[...]) for k, leaf in _leaves(parts.heads).items()}}
-    if parts.calibration is not None:
-        arrays[_CALIBRATION] = jax.tree.map(np.asarray, vars(parts.calibration))
+    arrays = {_TENSORS: {k: np.asarray(leaf[...]) for k, leaf in _leaves(heads).items()}}
+    if calibration is not None:
+        arrays[_CALIBRATION] = jax.tree.map(np.asarray, vars(calibration))
+    sides = {"x": heads.x, "y": heads.y}
+    described = {
+        "format": FORMAT,
+        "heads": {side: {"kind": h.kind, "options": h.options()} for side, h in sides.items()},
+        "info": info,
+    }
     folder = _resolved(path)
     temporary, previous = (folder.with_name(f".{folder.name}.{end}") for end in ("tmp", "old"))
     try:
@@ -81,7 +82,7 @@ def save(parts: Parts, path: str | os.PathLike[str], *, overwrite: bool = False)
             for leftover in (temporary, previous):
                 shutil.rmtree(leftover, ignore_errors=True)
             try:
-                _write(parts, arrays, temporary)
+                _write(described, arrays, temporary)
                 # Renamed, because a rename is atomic within a file system.
                 if folder.exists():
                     folder.rename(previous)  # kept until the new one is in its place
@@ -95,14 +96,14 @@ def save(parts: Parts, path: str | os.PathLike[str], *, overwrite: bool = False)
         raise OSError(f"path {path} cannot be written ({reason}); {remedy}") from error
 
 
-def load(path: str | os.PathLike[str]) -> Parts:
+def load(path: str | os.PathLike[str]) -> dict[str, Any]:
     """Reads an aligner.
 
     Args:
         path: A folder that `save` wrote, or the folder of a finished run.
 
     Returns:
-        The parts of the aligner.
+        The fields of the aligner by name, as `save` takes them.
 
     Raises:
         InputError: The folder holds no aligner, or a file of it is missing or damaged.
@@ -112,8 +113,8 @@ def load(path: str | os.PathLike[str]) -> Parts:
         return _load(_find(path, held))
 
 
-def _load(folder: pathlib.Path) -> Parts:
-    """Reads the aligner in a folder."""
+def _load(folder: pathlib.Path) -> dict[str, Any]:
+    """Reads the fields of the aligner in a folder."""
     with _reading(folder / _DESCRIPTION):
         described = json.loads((folder / _DESCRIPTION).read_text(encoding="utf-8"))
     written = described.get("format") if isinstance(described, dict) else None
@@ -140,7 +141,7 @@ def _load(folder: pathlib.Path) -> Parts:
         with _reading(folder / _CALIBRATION):
             calibration = Calibration(**jax.tree.map(jnp.asarray, arrays))
             _check_calibration(calibration, shapes.x.d_out)
-    return Parts(nnx.merge(graphdef, state), info, calibration)
+    return {"heads": nnx.merge(graphdef, state), "info": info, "calibration": calibration}
 
 
 def _resolved(path: str | os.PathLike[str]) -> pathlib.Path:
@@ -175,12 +176,13 @@ def _locked(folder: pathlib.Path, *, alone: bool) -> Iterator[None]:
         yield
 
 
-def _write(parts: Parts, arrays: dict[str, Any], folder: pathlib.Path) -> None:
+def _write(described: dict[str, Any], arrays: dict[str, Any], folder: pathlib.Path) -> None:
     """Writes the files of an aligner into a new folder."""
     folder.mkdir()
     for name, tensors in arrays.items():
         save_file(tensors, folder / name)
-    text = _description(parts, {name: _digest(folder / name) for name in arrays})
+    digests = {name: _digest(folder / name) for name in arrays}
+    text = _text({**described, "sha256": digests})
     (folder / _DESCRIPTION).write_text(text + "\n", encoding="utf-8")
 
 
@@ -200,11 +202,8 @@ def _check_free(path: pathlib.Path, overwrite: bool) -> None:
         )
 
 
-def _description(parts: Parts, digests: dict[str, str]) -> str:
+def _text(described: dict[str, Any]) -> str:
     """Returns the text of aligner.json."""
-    sides = {"x": parts.heads.x, "y": parts.heads.y}
-    heads = {side: {"kind": h.kind, "options": h.options()} for side, h in sides.items()}
-    described = {"format": FORMAT, "heads": heads, "info": parts.info, "sha256": digests}
 
     # `info` often has numpy scalars, such as scores and seeds, which json does not know.
     def plain(value: Any) -> Any:

@@ -15,9 +15,9 @@ import numpy as np
 from jax.sharding import Mesh
 
 from sotalign_jax import calibration, checks, data, evaluation, heads, methods, teachers, training
+from sotalign_jax.aligner import Aligner, describe_unpaired
 from sotalign_jax.heads import Heads, Rows, Teacher
 from sotalign_jax.methods import Objective
-from sotalign_jax.persistence import Parts
 from sotalign_jax.progress import Observer
 from sotalign_jax.teachers import Refined
 
@@ -37,8 +37,6 @@ MIXTURES = (0.75, 0.5, 0.25)
 it takes the first one."""
 EPSILONS = (0.05, 0.1)
 """Epsilons of the calibration that the default recipe chooses between on validation."""
-CALIBRATION_ROWS = 2048
-"""Rows of each pool kept for calibration. 8,192 rows would add 0.6 points of R@10 (CCA, COCO)."""
 PATH = 0.2
 """Steps times the peak of the learning rate. Lion moves a weight by at most the learning rate per
 step, so the path bounds how far a weight can move. The paper's is 2,000 * 1e-4."""
@@ -430,7 +428,7 @@ def train(
     observer: Observer | None = None,
     progress: bool = False,
     **options: Any,
-) -> Parts:
+) -> Aligner:
     """Trains the prepared heads, mixes them with the teacher, and calibrates.
 
     Args:
@@ -441,8 +439,7 @@ def train(
         **options: `resume`, `mesh` and `on_device` of `training.fit`.
 
     Returns:
-        The heads, the calibration, and `info`, a dictionary with the options and the validation
-        score of every candidate.
+        The aligner. Its `info` has the options and the validation score of every candidate.
     """
     dataset, start, teacher, refined = prepared
     observer = observer or Observer()
@@ -466,10 +463,10 @@ def train(
         if refined is not None:
             found["unpaired"] = unpaired_gain(found, refined)
             observer.stage(describe_unpaired(found["unpaired"]))
-        return Parts(model, {**info, "best_step": int(best.step), **found}, calibrated)
+        return Aligner(model, {**info, "best_step": int(best.step), **found}, calibrated)
     if refined is not None:
         info["unpaired"] = unpaired_gain({"candidates": {}}, refined)
-    return Parts(trained, info, calibrate(trained, dataset, recipe.calibration))
+    return Aligner(trained, info, calibrate(trained, dataset, recipe.calibration))
 
 
 def unpaired_gain(selection: Mapping[str, Any], refined: Refined) -> dict[str, Any]:
@@ -500,27 +497,6 @@ def unpaired_gain(selection: Mapping[str, Any], refined: Refined) -> dict[str, A
         ranks = [100.0 * score for score in refined.scores]
         gain = {"score": "mean reciprocal rank", "with": ranks[-1], "without": ranks[0]}
     return {"rounds": refined.rounds, **gain}
-
-
-def describe_unpaired(gain: Mapping[str, Any]) -> str:
-    """Describes the result of `unpaired_gain` in one line.
-
-    Args:
-        gain: The result.
-
-    Returns:
-        The line.
-
-    Example:
-        >>> describe_unpaired({"score": "mean recall", "with": 60.4, "without": 55.3})
-        'unpaired data: +5.1 (held-out mean recall 60.4, 55.3 without)'
-    """
-    brought = gain["with"] - gain["without"]
-    values = f"held-out {gain['score']} {gain['with']:.1f}, {gain['without']:.1f} without"
-    # A smaller gain would be shown as zero.
-    if brought < 0.05:
-        return f"unpaired data: no gain ({values})"
-    return f"unpaired data: +{brought:.1f} ({values})"
 
 
 def select(
@@ -661,7 +637,7 @@ def _embed(model: Heads, dataset: data.Dataset) -> list[np.ndarray]:
         pool, pairs = getattr(dataset, f"pool_{side}"), getattr(dataset, f"pairs_{side}")
         rows = pool if len(pool) else pairs
         # Rows are drawn before they are embedded, since a pool may have millions of them.
-        kept = np.sort(rng.permutation(len(rows))[:CALIBRATION_ROWS])
+        kept = np.sort(rng.permutation(len(rows))[: calibration.SAMPLE])
         drawn = np.asarray(rows[kept])
         if dataset.val is None:
             pools.append(evaluation.embed(head, drawn))
@@ -683,9 +659,7 @@ def _calibrate(
     pool_x, pool_y, *val = features
     if gallery is None:
         epsilons = [_middle(epsilons)]
-    tried = [
-        calibration.calibrate(pool_x, pool_y, epsilon=e, sample=CALIBRATION_ROWS) for e in epsilons
-    ]
+    tried = [calibration.calibrate(pool_x, pool_y, epsilon=e) for e in epsilons]
     if gallery is None:
         return tried[0], (np.zeros(1), np.zeros(1))
     x, y = val

@@ -16,7 +16,8 @@ from flax import nnx
 from safetensors.numpy import load_file, save_file
 
 from sotalign_jax import checks, data, evaluation, heads, methods, recipe, teachers
-from sotalign_jax.aligner import Aligner, align
+from sotalign_jax.aligner import Aligner, describe_unpaired
+from sotalign_jax.alignment import align
 
 D_X, D_Y = 12, 10
 
@@ -290,7 +291,7 @@ def test_align_returns_the_best_candidate_on_validation(given, table, seed):
     if both:
         assert (gain["score"], gain["without"]) == ("mean recall", scores["pairs alone"])
         assert gain["with"] == scores[base]
-    assert recipe.describe_unpaired(gain) in repr(aligner)
+    assert describe_unpaired(gain) in repr(aligner)
 
 
 def test_select_scores_the_pairs_alone_beside_the_refined_teacher(table):
@@ -351,9 +352,9 @@ def test_unpaired_gain_compares_with_the_pairs_alone(selection, scores, expected
 def test_describe_unpaired_names_no_gain():
     for brought, start in ((3.14, "unpaired data: +3.1 "), (0.04, "unpaired data: no gain ")):
         gain = {"score": "mean recall", "with": 50.0 + brought, "without": 50.0}
-        line = recipe.describe_unpaired(gain)
+        line = describe_unpaired(gain)
         assert line.startswith(start) and "50.0 without" in line
-    assert "no gain" in recipe.describe_unpaired(gain | {"with": 48.0})
+    assert "no gain" in describe_unpaired(gain | {"with": 48.0})
 
 
 def test_align_reports_the_unpaired_gain_of_every_recipe(given, table):

@@ -27,10 +27,11 @@ LAYERS = (
     ("evaluation",),
     ("runtime",),
     ("export", "persistence"),
+    ("aligner",),
     ("methods",),
     ("training",),
     ("recipe",),
-    ("aligner", "diagnostics", "selfcheck"),
+    ("alignment", "diagnostics", "selfcheck"),
     ("__init__",),
 )
 LAYER = {name: level for level, names in enumerate(LAYERS) for name in names}
