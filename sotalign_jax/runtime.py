@@ -176,7 +176,8 @@ class Embedder:
         """
         folder = pathlib.Path(folder).expanduser()
         folder.mkdir(parents=True, exist_ok=True)
-        arrays, programs = {}, {}
+        arrays: dict[str, Any] = {}
+        programs = {}
         for side, program in (("x", self.x), ("y", self.y)):
             programs[side] = {"width": program.width, "steps": program.steps}
             arrays |= {f"{side}/{name}": array for name, array in program.arrays.items()}
