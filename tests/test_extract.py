@@ -1,9 +1,11 @@
 """Tests of extraction: output, skipped items, kills, full disks and the commands."""
 
+import functools
 import json
 import os
 import pathlib
 import resource
+import select
 import shutil
 import signal
 import subprocess
@@ -19,7 +21,7 @@ from experiments import config as config_lib
 from experiments import run as run_lib
 from experiments import search, serve, workdir
 from experiments.configs import files as files_config
-from experiments.extract import datasets, extraction, items
+from experiments.extract import datasets, extraction, items, reading
 from experiments.extract import shards as shards_lib
 from sotalign_jax import checks, files
 
@@ -526,6 +528,48 @@ def test_extract_reads_pictures_in_processes(pictures, tmp_path, uninterrupted):
     run(pictures, tmp_path / "out", shard_size=6, encoder=encoder, processes=1)
     assert same(tmp_path / "out", uninterrupted)
     assert encoder.prepared == 0 and encoder.embedded == 60
+
+
+READ_IN_PROCESS = """
+import os
+from experiments.extract import items, reading
+# The content of this link is the number of the process that reads it.
+with reading.Reader("image", os.readlink, workers=1, processes=1) as reader:
+    (read,) = reader.read([items.Item("link", "link", "/proc/self")], batch=1)
+    print(read.content, flush=True)
+    input()
+"""
+
+
+def test_reader_processes_end_after_a_kill_of_the_reader():
+    command = [sys.executable, "-c", READ_IN_PROCESS]
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    with subprocess.Popen(command, cwd=ROOT, **pipes) as reader:
+        process = os.pidfd_open(int(reader.stdout.readline()))
+        assert select.select([process], [], [], 0)[0] == []  # still runs
+        reader.kill()
+    ended, _, _ = select.select([process], [], [], 60)  # readable once it has ended
+    os.close(process)
+    assert ended == [process]
+
+
+def test_reader_reports_a_killed_process():
+    link = items.Item("link", "link", "/proc/self")
+    with reading.Reader("image", os.readlink, workers=1, processes=1) as reader:
+        (read,) = reader.read([link], batch=1)
+        os.kill(int(read.content), signal.SIGKILL)
+        with pytest.raises(ChildProcessError, match="--processes"):
+            list(reader.read([link], batch=1))
+
+
+def test_reader_raises_errors_of_the_settings_in_processes():
+    needed = functools.partial(checks.require, extra="extract")
+    absent = items.Item("a", "a", "no_such_package")
+    with (
+        reading.Reader("audio", needed, workers=1, processes=1) as reader,
+        pytest.raises(checks.InputError, match="no_such_package"),
+    ):
+        list(reader.read([absent], batch=1))
 
 
 # --- files for experiments.main -----------------------------------------------------------------

@@ -12,11 +12,12 @@ import functools
 import hashlib
 import itertools
 import multiprocessing
-import os
 import pathlib
-import threading
+import queue
+import signal
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
+from multiprocessing import connection
 from typing import Any
 
 import numpy as np
@@ -83,16 +84,17 @@ def _prepare_all(
     return [_prepare(item, prepare, known) for item in items]
 
 
-def _follow_parent() -> None:
-    """Ends this process with its parent, whose end would otherwise leave it waiting for tasks."""
-
-    def wait() -> None:
-        parent = multiprocessing.parent_process()
-        if parent is not None:
-            parent.join()
-            os._exit(1)
-
-    threading.Thread(target=wait, daemon=True).start()
+def _serve(tasks: connection.Connection, prepare: Callable[[Any], Any]) -> None:
+    """Prepares the items that a reader sends, until it closes the connection or is killed."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the reader is interrupted, too, and closes it
+    # A killed reader leaves no task, or nobody to send a result to.
+    with contextlib.suppress(EOFError, BrokenPipeError, ConnectionResetError):
+        while True:
+            items = tasks.recv()
+            try:
+                tasks.send(_prepare_all(items, prepare))
+            except Exception as error:
+                tasks.send(error)
 
 
 class Reader:
@@ -108,26 +110,52 @@ class Reader:
     def __init__(
         self, modality: str, prepare: Callable[[Any], Any], *, workers: int, processes: int = 0
     ) -> None:
-        self._prepare, self._stack = prepare, contextlib.ExitStack()
-        self._processes = processes > 0
+        self._prepare = prepare
+        self._processes = processes
+        self._stack = contextlib.ExitStack()
+        self._idle: queue.SimpleQueue[connection.Connection] = queue.SimpleQueue()
         self.chunk = PROCESS_CHUNK if processes else CHUNK[modality]
         self.count = max(workers, processes)
-        self._pool: concurrent.futures.Executor
-        if processes:
-            # A forked process could inherit locks that another thread holds.
-            spawn = multiprocessing.get_context("spawn")
-            self._pool = concurrent.futures.ProcessPoolExecutor(
-                processes, mp_context=spawn, initializer=_follow_parent
-            )
-        else:
-            self._pool = concurrent.futures.ThreadPoolExecutor(workers)
+        # Every process has a thread here, which waits for it.
+        self._pool = concurrent.futures.ThreadPoolExecutor(processes or workers)
 
     def __enter__(self) -> "Reader":
-        self._stack.enter_context(self._pool)
+        with contextlib.ExitStack() as stack:
+            for _ in range(self._processes):
+                self._start_process(stack)
+            stack.enter_context(self._pool)
+            self._stack = stack.pop_all()
         return self
 
     def __exit__(self, *error: Any) -> None:
         self._stack.close()
+
+    def _start_process(self, stack: contextlib.ExitStack) -> None:
+        """Starts a process, which ends when `stack` is closed."""
+        # A forked process could inherit locks that another thread holds, and open connections.
+        spawn = multiprocessing.get_context("spawn")
+        ours, theirs = spawn.Pipe()
+        with theirs:
+            process = spawn.Process(target=_serve, args=(theirs, self._prepare), daemon=True)
+            process.start()
+        stack.callback(process.join)
+        stack.enter_context(ours)  # closed before the process is joined
+        self._idle.put(ours)
+
+    def _delegate(self, items: list[Item]) -> list[Prepared]:
+        """Prepares items in an idle process."""
+        tasks = self._idle.get()
+        try:
+            tasks.send(items)
+            result = tasks.recv()
+        except (EOFError, BrokenPipeError, ConnectionResetError) as error:
+            text = "a process of --processes was killed, perhaps for want of memory"
+            raise ChildProcessError(f"{text}; run again, with fewer processes") from error
+        finally:
+            self._idle.put(tasks)
+        if isinstance(result, Exception):
+            raise result
+        return result
 
     def read(self, items: Iterable[Item], batch: int) -> Iterator[Prepared]:
         """Yields prepared items in order, and stays about two batches ahead.
@@ -139,9 +167,9 @@ class Reader:
         Yields:
             The prepared items.
         """
-        task = functools.partial(_prepare_all, prepare=self._prepare)
-        if not self._processes:
-            task = functools.partial(task, known=functools.lru_cache(maxsize=64)(identify))
+        known = functools.lru_cache(maxsize=64)(identify)
+        here = functools.partial(_prepare_all, prepare=self._prepare, known=known)
+        task = self._delegate if self._processes else here
         rest = iter(items)
         most = 2 * max(batch // self.chunk, self.count)
         waiting: deque[concurrent.futures.Future[list[Prepared]]] = deque()
