@@ -19,19 +19,19 @@ pictures=$(realpath "$1") captions=$(realpath "$2") query=$3 out=$(realpath "${4
 cd "$(dirname "$0")/.."
 
 # Embed the captions first, because this is fast and finds wrong paths. Then embed all pictures.
-python -m experiments.extract --encoder=all-minilm-l6-v2 --data=folder --root="$pictures" \
+python -m sotalign_jax.extract --encoder=all-minilm-l6-v2 --data=folder --root="$pictures" \
     --captions="$captions" --workdir="$out/all-minilm-l6-v2"
-python -m experiments.extract --encoder=efficientnet-lite2 --data=folder --root="$pictures" \
+python -m sotalign_jax.extract --encoder=efficientnet-lite2 --data=folder --root="$pictures" \
     --workdir="$out/efficientnet-lite2"
 
 # Pair the rows. Pictures without a caption become unpaired rows.
-python -m experiments.pair --x="$out/efficientnet-lite2" --y="$out/all-minilm-l6-v2" --workdir="$out/files"
+python -m sotalign_jax.pair --x="$out/efficientnet-lite2" --y="$out/all-minilm-l6-v2" --workdir="$out/files"
 
 # Train CCA, SAIL, SOTAlign and align, and write $out/run/report.html.
 python -m experiments.main --config=experiments/configs/files.py:from="$out/files" --workdir="$out/run" "${@:5}"
 
 # Search all pictures with their stored embeddings.
-python -m experiments.search --model="$out/run/align-seed0" --query="$query" --images="$pictures" \
+python -m sotalign_jax.search --model="$out/run/align-seed0" --query="$query" --images="$pictures" \
     --index="$out/efficientnet-lite2" --page="$out/found.html"
 
-# `python -m experiments.serve` serves a live page with the same flags, see docs/search.md.
+# `python -m sotalign_jax.serve` serves a live page with the same flags, see docs/search.md.

@@ -16,13 +16,14 @@ from typing import Any, NamedTuple
 import numpy as np
 from absl import flags
 
-from experiments import cli, report, run
 from experiments import config as config_lib
+from experiments import distributed, report, run
 from experiments import workdir as workdir_lib
 from experiments.paper.panels import paper_results
 from experiments.paper.sources import AS_RANDOM, FAR, NEAR, place
 from sotalign_jax import checks, data, diagnostics, methods, recipe, teachers
 from sotalign_jax.diagnostics import KNN_ROWS, Mean
+from sotalign_jax.search import cli
 
 _QUICK = flags.DEFINE_bool("quick", False, "Use fewer repetitions, projections and rows.")
 flags.declare_key_flag("config")
@@ -281,4 +282,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    cli.run(main)
+    cli.run(main, initialize=distributed.initialize)

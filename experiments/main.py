@@ -13,8 +13,9 @@ import json
 
 from absl import flags
 
-from experiments import cli, distributed, report, run
 from experiments import config as config_lib
+from experiments import distributed, report, run
+from sotalign_jax.search import cli
 
 _DRY_RUN = flags.DEFINE_bool(
     "dry_run", False, "Print the runs and the shapes of their data, and train nothing."
@@ -39,4 +40,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    cli.run(main, choices=CHOICES)
+    cli.run(main, choices=CHOICES, initialize=distributed.initialize)

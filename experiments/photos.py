@@ -6,7 +6,6 @@ or docstring a caption. `data/README.md` describes the files.
 """
 
 import functools
-import hashlib
 import importlib.resources
 import io
 import pathlib
@@ -18,11 +17,13 @@ from typing import Any, NamedTuple
 import numpy as np
 from jaxtyping import Float, Int
 
-from sotalign_jax import checks, data, files
+from sotalign_jax import checks, data, files, storage
 
 FOLDER = pathlib.Path(__file__).parent / "data"
 PHOTOGRAPHS = ("coco", "flickr8k", "rsicd")
 """Collections of images with captions."""
+ENCODERS = {"x": {"name": "efficientnet-lite2"}, "y": {"name": "all-minilm-l6-v2"}}
+"""Encoders of the photographs and of their captions."""
 CAPTIONED = (*PHOTOGRAPHS, "speech", "code")
 """Collections that pairs come from. "speech" is Common Voice, "code" Python functions."""
 GALLERIES = (*CAPTIONED, "librispeech")
@@ -88,7 +89,7 @@ def read(name: str) -> bytes:
     """
     path = FOLDER / name
     content = path.read_bytes() if path.is_file() else None
-    if content is None or hashlib.sha256(content).hexdigest() != checksums()[name]:
+    if content is None or storage.digest(content) != checksums()[name]:
         text = f"{path} is missing or differs from its checksum in SHA256SUMS"
         raise checks.InputError(f"{text}; in a clone, restore it with git checkout {path}")
     return content

@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 from absl import flags
 
-from experiments import cli, photos, report, store
+from experiments import distributed, photos, report, store
 from sotalign_jax import (
     Aligner,
     align,
@@ -39,6 +39,7 @@ from sotalign_jax import (
 from sotalign_jax.cca import choose, moments, refine
 from sotalign_jax.diagnostics import Mean
 from sotalign_jax.heads import Teacher
+from sotalign_jax.search import cli
 
 _DATA = flags.DEFINE_list(
     "sets", ["coco"], "Data sets: coco, flickr8k, rsicd, speech, code, .npz files."
@@ -343,4 +344,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    cli.run(main, choices={"recipes": tuple(RECIPES)})
+    cli.run(main, choices={"recipes": tuple(RECIPES)}, initialize=distributed.initialize)

@@ -1,12 +1,10 @@
 """Reports on runs: tables as text, Markdown, CSV and HTML, plots, and pages that compare runs."""
 
-import base64
 import csv
 import dataclasses
 import html
 import io
 import itertools
-import json
 import math
 import pathlib
 from collections.abc import Collection, Mapping, Sequence
@@ -20,9 +18,9 @@ from experiments import config as config_lib
 from experiments import distributed, protocol, retrieved
 from experiments import run as run_lib
 from experiments import workdir as workdir_lib
-from experiments.extract import items
-from sotalign_jax import aligner, persistence
+from sotalign_jax import aligner, persistence, storage
 from sotalign_jax.diagnostics import Mean
+from sotalign_jax.search import items, markup
 
 Configs = Mapping[str, FrozenConfigDict]
 Results = Mapping[str, run_lib.Results]
@@ -139,7 +137,7 @@ def write(path: pathlib.Path, content: str | bytes) -> None:
         content: Text or bytes.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
-    with workdir_lib.replacing(path) as file:
+    with storage.replacing(path) as file:
         file.write(content.encode() if isinstance(content, str) else content)
 
 
@@ -161,93 +159,6 @@ def pyplot() -> Any:
     return plt
 
 
-# --- pages: HTML files that refer to no other file ------------------------------------------------
-
-STYLE = pathlib.Path(__file__).with_name("report.css")
-HEAD = """<!DOCTYPE html><html lang='en'><head><meta charset='utf-8'>
-<meta name='viewport' content='width=device-width, initial-scale=1'>
-<title>{title}</title><style>{style}</style></head><body><main>"""
-
-
-def page(title: str, below: str, *parts: str) -> str:
-    """Returns a complete HTML page.
-
-    Args:
-        title: Title of the page, as plain text.
-        below: HTML in the header, below the title.
-        *parts: HTML of the body.
-    """
-    head = HEAD.format(title=html.escape(title), style=STYLE.read_text())
-    header = f"<header><h1>{html.escape(title)}</h1>{below}</header>"
-    return "\n".join([head, header, *parts, "</main></body></html>\n"])
-
-
-def section(title: str, *parts: str) -> str:
-    """Returns a framed section.
-
-    Args:
-        title: Title of the section, as plain text.
-        *parts: HTML of its body.
-    """
-    return "\n".join([f"<section><h2>{html.escape(title)}</h2>", *parts, "</section>"])
-
-
-def details(title: str, *parts: str) -> str:
-    """Returns a section that is collapsed until the reader opens it.
-
-    Args:
-        title: Title of the section, as plain text.
-        *parts: HTML of its body.
-    """
-    return "\n".join([f"<details><summary>{html.escape(title)}</summary>", *parts, "</details>"])
-
-
-def pre(value: Any) -> str:
-    """Returns a JSON value as preformatted text."""
-    return f"<pre>{html.escape(json.dumps(value, indent=2))}</pre>"
-
-
-def small(content: str) -> str:
-    """Returns a paragraph in small print."""
-    return f"<p class='small'>{html.escape(content)}</p>"
-
-
-def image(content: bytes, alt: str, kind: str = "png") -> str:
-    """Returns a picture that is embedded in the page.
-
-    Args:
-        content: Bytes of the picture file.
-        alt: Alternative text.
-        kind: Format of the file, such as "png".
-    """
-    data = base64.b64encode(content).decode()
-    return f"<img alt='{html.escape(alt, quote=True)}' src='data:image/{kind};base64,{data}'>"
-
-
-def thumbnail(picture: Any, alt: str) -> str:
-    """Returns an embedded thumbnail. Transparent pixels become white.
-
-    Args:
-        picture: A `PIL.Image.Image`.
-        alt: Alternative text.
-    """
-    shown, buffer = items.on_white(picture), io.BytesIO()
-    shown.thumbnail((360, 360))
-    shown.save(buffer, "JPEG", quality=85)
-    return image(buffer.getvalue(), alt, "jpeg")
-
-
-def cards(*boxes: tuple[str, str], kind: str = "cards") -> str:
-    """Returns a grid of captioned pictures.
-
-    Args:
-        *boxes: HTML of the caption and of the picture of each card.
-        kind: CSS class of the grid.
-    """
-    shown = (f"<figure>{one}<figcaption>{title}</figcaption></figure>" for title, one in boxes)
-    return f"<div class='{kind}'>{''.join(shown)}</div>"
-
-
 def plots(drawn: Mapping[str, bytes], kind: str = "plots") -> str:
     """Returns a grid of plots. The caption of a plot is also its alternative text.
 
@@ -255,8 +166,8 @@ def plots(drawn: Mapping[str, bytes], kind: str = "plots") -> str:
         drawn: PNG files by caption.
         kind: CSS class of the grid.
     """
-    shown = {html.escape(caption): image(plot, caption) for caption, plot in drawn.items()}
-    return cards(*shown.items(), kind=kind)
+    shown = {html.escape(caption): markup.image(plot, caption) for caption, plot in drawn.items()}
+    return markup.cards(*shown.items(), kind=kind)
 
 
 # --- comparisons of runs -------------------------------------------------------------------------
@@ -331,7 +242,7 @@ def compare(configs: Configs, results: Results, workdir: pathlib.Path) -> None:
     """
     if distributed.is_first():
         # Two commands that end together write one after the other.
-        with workdir_lib.locked(workdir, wait=True):
+        with storage.locked(workdir, wait=True):
             _compare(configs, results, workdir)
 
 
@@ -350,21 +261,23 @@ def _compare(configs: Configs, results: Results, workdir: pathlib.Path) -> None:
     texts = [f"{title}\n\n{table}\n" for _, title, table in compared]
     print("\n".join(["", *texts, "*: best of its column", *LEGEND, "", *notes]))
     shown = [f"<h3>{html.escape(title)}</h3>{table.html()}" for _, title, table in compared]
-    shown.append(small("; ".join(["Bold: best of its column", *LEGEND])))
-    shown.append(details(f"Settings of {best}", pre(config_lib.plain(configs[best]))))
-    parts = [section("Results", *shown)]
+    shown.append(markup.small("; ".join(["Bold: best of its column", *LEGEND])))
+    shown.append(markup.details(f"Settings of {best}", markup.pre(config_lib.plain(configs[best]))))
+    parts = [markup.section("Results", *shown)]
     for stem, title, table in compared:
         table.save(workdir / stem, title)
     _, title, table = compared[0]  # the first table is the headline
     if plot := comparison_plot(table):
         write(workdir / "comparison.png", plot)
         caption = f"{title}. Bars are means over seeds, lines are standard deviations."
-        parts.append(section("Comparison", plots({caption: plot}, kind="wide")))
+        parts.append(markup.section("Comparison", plots({caption: plot}, kind="wide")))
     if curves := curve_plots(folders, CURVES):
         shown = [plots(curves)]
         if solver := curve_plots(folders, SOLVER_CURVES):
-            shown.append(details("Solver diagnostics", small(SOLVER_HINT), plots(solver)))
-        parts.append(section("Training", *shown))
+            shown.append(
+                markup.details("Solver diagnostics", markup.small(SOLVER_HINT), plots(solver))
+            )
+        parts.append(markup.section("Training", *shown))
     # A failed run has no model to query.
     if labels.y and (folders[best] / persistence.FOLDER).exists():
         gallery = run_lib.load_dataset(configs[best]).test
@@ -374,11 +287,11 @@ def _compare(configs: Configs, results: Results, workdir: pathlib.Path) -> None:
         told = retrieved.summary(found, labels)
         print(f"\nTexts found by {best}\n\n{told}")
         print(*(f"\n{one.text(labels.given)}" for one in found[:5]), sep="\n")
-        parts.append(section(f"Texts found by {best}", f"<p>{told}</p>", found_cards(found)))
-    parts.append(details("Environment", pre(workdir_lib.kept_environment(workdir))))
+        parts.append(markup.section(f"Texts found by {best}", f"<p>{told}</p>", found_cards(found)))
+    parts.append(markup.details("Environment", markup.pre(workdir_lib.kept_environment(workdir))))
     title = f"Results: {', '.join(row[0] for row in table.rows if row[0] != CHANCE)}"
-    below = "".join(f"<p>{html.escape(note)}</p>" for note in notes) + small(str(workdir))
-    write(workdir / "report.html", page(title, below, *parts))
+    below = "".join(f"<p>{html.escape(note)}</p>" for note in notes) + markup.small(str(workdir))
+    write(workdir / "report.html", markup.page(title, below, *parts))
     print(f"\nResults, models and report.html are in {workdir}")
 
 
@@ -589,11 +502,13 @@ def found_cards(found: Sequence[retrieved.Found], each: int = 8) -> str:
         found: Queries with the texts found.
         each: Largest number of cards of either kind.
     """
-    parts = [small("Bold: the query's own text. Below it: the nearest texts with their scores.")]
+    parts = [
+        markup.small("Bold: the query's own text. Below it: the nearest texts with their scores.")
+    ]
     for title, near in (("Own text among the first 10", True), ("Own text further down", False)):
         some = [one for one in found if (one.rank <= 10) == near]
         parts.append(f"<h3>{title}: {len(some)} of {len(found)}</h3>")
-        parts.append(cards(*map(_card, some[:each])))
+        parts.append(markup.cards(*map(_card, some[:each])))
     return "\n".join(parts)
 
 
@@ -601,7 +516,7 @@ def _card(one: retrieved.Found) -> tuple[str, str]:
     """Returns caption and picture of a query. The caption lists the texts found for it."""
     own, name, shown = *map(html.escape, one.query), ""
     if one.picture is not None and one.picture.exists():
-        shown = thumbnail(items.oriented(one.picture), one.query[0])
+        shown = markup.thumbnail(items.oriented(one.picture), one.query[0])
     if one.link:
         name, shown = (f"<a href='{html.escape(one.link)}'>{part}</a>" for part in (name, shown))
     rows = "".join(

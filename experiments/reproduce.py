@@ -26,9 +26,10 @@ import sys
 
 from absl import flags
 
-from experiments import cli, store
+from experiments import distributed, store
 from experiments.paper import report, runs, sources, tables
-from sotalign_jax import checks
+from sotalign_jax import checks, storage
+from sotalign_jax.search import cli
 
 _LIST = flags.DEFINE_bool("list", False, "List all tables and figures and the data they need.")
 _ONLY = flags.DEFINE_list("only", [], "Tables and figures to make, such as T1,F5.")
@@ -75,7 +76,7 @@ def _make(setup: runs.Setup, own: store.Store) -> None:
     command = shlex.join(["python", "-m", "experiments.reproduce", *shown])
     page = pathlib.Path(_RESULTS.value or own.path.with_name("RESULTS.md"))
     # Two processes that share the runs must not write the page at the same time.
-    with store.lock(own.path.with_name("lock")):
+    with storage.lock(own.path.with_name("lock")):
         report.save(page, made, setup, own, command)
     print("\n".join(report.markdown(table, setup) for table in made))
     print(f"The overview is {page}, with its pages beside it. CSV files are in {own.path.parent}")
@@ -84,4 +85,8 @@ def _make(setup: runs.Setup, own: store.Store) -> None:
 
 
 if __name__ == "__main__":
-    cli.run(main, choices={"tables and figures": tuple(tables.TABLES)})
+    cli.run(
+        main,
+        choices={"tables and figures": tuple(tables.TABLES)},
+        initialize=distributed.initialize,
+    )

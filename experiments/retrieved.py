@@ -7,9 +7,9 @@ from typing import NamedTuple
 import numpy as np
 from ml_collections.config_dict import FrozenConfigDict
 
-from experiments import photos, workdir
-from experiments.extract import extraction, items
-from sotalign_jax import aligner, data, files
+from experiments import photos
+from sotalign_jax import aligner, data
+from sotalign_jax.search import extraction, items
 
 COCO = "http://images.cocodataset.org/train2017/{:012d}.jpg"
 """Address of a COCO photograph by its number."""
@@ -70,7 +70,7 @@ class Found(NamedTuple):
 def labels_of(config: FrozenConfigDict) -> Labels:
     """Returns the labels of a run's test rows.
 
-    The labels are known for the data of the repository and for files of `experiments.pair`. For
+    The labels are known for the data of the repository and for files of `sotalign_jax.pair`. For
     other data, only the nouns are returned.
     """
     name = config.data.evaluate_on or config.data.name
@@ -86,16 +86,15 @@ def labels_of(config: FrozenConfigDict) -> Labels:
         ids, said = photos.test_labels(name)
         links = [COCO.format(one) for one in ids] if name == "coco" else ()
         return nouns._replace(x=[f"{photos.LABELLED[name]} {i}" for i in ids], y=said, links=links)
-    test_x = pathlib.Path(files.split_key(config.data.files.test_x or "")[0]).expanduser()
-    noted = test_x.parent / extraction.TEST
+    x, y = (extraction.read_ids(config.data.files[f"test_{side}"]) for side in "xy")
     # Other files have no names and texts, only rows.
-    if not config.data.files.test_x or not config.data.test or not noted.exists():
+    if not config.data.test or x is None or y is None:
         return Labels()
-    kept = workdir.read_json(noted)  # written by experiments.pair beside the test files
-    paths = [pathlib.Path(kept["root"]) / x for x in kept["x"]]
+    paths = [pathlib.Path(x.root) / one for one in x.ids]
     pictures = all(path.suffix.lower() in items.IMAGE_SUFFIXES for path in paths)
     labels = photographs._replace(pictures=paths) if pictures else Labels()
-    return labels._replace(x=kept["x"], y=kept["y"], links=[path.as_uri() for path in paths])
+    texts = [text or one for text, one in zip(y.texts, y.ids, strict=True)]
+    return labels._replace(x=x.ids, y=texts, links=[path.as_uri() for path in paths])
 
 
 def find(

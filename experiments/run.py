@@ -6,7 +6,7 @@ metrics.jsonl, protocol.json, results.json, checkpoints/ and aligner/.
 
 import dataclasses
 import pathlib
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -23,10 +23,12 @@ from sotalign_jax import (
     persistence,
     progress,
     recipe,
+    storage,
     training,
 )
 from sotalign_jax.aligner import Aligner
 from sotalign_jax.ot import sharding
+from sotalign_jax.search import extraction
 
 Results = dict[str, Any]
 """Scores by name, such as test/mean/R@1. A failed run has {"error": message} instead."""
@@ -169,13 +171,43 @@ def run(config: Config, folder: pathlib.Path, *, inner: bool = False) -> Results
         galleries = {"val": dataset.val, "test": dataset.test}
         workdir_lib.write_json(folder / protocol.FILE, protocol.of_galleries(model, galleries))
         info = {"settings": config_lib.plain(config), "results": results}
-        model = dataclasses.replace(model, info=model.info | info)
+        known = encoders_of(config)
+        info |= {"encoders": known} if known else {}
+        rows = row_ids(config, dataset)
+        model = dataclasses.replace(model, info=model.info | info, rows=rows)
         if distributed.is_first():
             # Overwrite, because a kill during an earlier save may have left an incomplete model.
             model.save(folder / persistence.FOLDER, overwrite=True)
         # Written last: this file marks the run as finished.
         workdir_lib.write_json(folder / "results.json", results)
     return results
+
+
+def encoders_of(config: Config) -> dict[str, Any] | None:
+    """Returns descriptions of the encoders of both sides, or None if they are unknown."""
+    if config.data.name in photos.PHOTOGRAPHS:
+        return photos.ENCODERS
+    if config.data.name != "files":
+        return None
+    table = pathlib.Path(files.split_key(config.data.files.x)[0]).expanduser()
+    noted = table.parent / extraction.ENCODERS
+    return storage.read_json(noted) if noted.exists() else None
+
+
+def row_ids(config: Config, dataset: data.Dataset) -> persistence.Rows:
+    """Returns the ids of the training pairs and of the test rows, by part, if they are known."""
+    if config.data.name != "files":
+        return {}
+    found: dict[str, Sequence[str]] = {}
+    for side in "xy":
+        pairs = extraction.read_ids(config.data.files[side])
+        if pairs is not None and dataset.pair_rows is not None:
+            found[f"pairs_{side}"] = [pairs.ids[row] for row in dataset.pair_rows]
+        test = extraction.read_ids(config.data.files[f"test_{side}"])
+        if test is not None:
+            found[f"test_{side}"] = test.ids
+            found |= {"test_texts": test.texts} if side == "y" else {}
+    return found
 
 
 def _train(config: Config, recorder: workdir_lib.Recorder) -> tuple[Aligner, data.Dataset]:

@@ -12,10 +12,7 @@ receives warnings and errors. A process that is killed loses at most the result 
 """
 
 import contextlib
-import fcntl
 import functools
-import hashlib
-import io
 import json
 import os
 import pathlib
@@ -24,14 +21,12 @@ import traceback
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
-from sotalign_jax import checks
+from sotalign_jax import checks, storage
 
 Spec = Mapping[str, Any]
 Results = dict[str, Any]
 Job = tuple[Spec, Collection[str]]
 """A specification, and the names that its results must have."""
-DIGESTED = 64 << 20
-"""Bytes of the largest file whose content is read for its fingerprint."""
 
 
 class Entry(NamedTuple):
@@ -48,7 +43,7 @@ def key_of(spec: Spec) -> str:
     >>> key_of({"a": 1, "b": 2}) == key_of({"b": 2, "a": 1})
     True
     """
-    return hashlib.sha256(json.dumps(spec, sort_keys=True).encode()).hexdigest()[:16]
+    return storage.digest(json.dumps(spec, sort_keys=True).encode())[:16]
 
 
 def fingerprint(path: str | pathlib.Path) -> str:
@@ -59,31 +54,9 @@ def fingerprint(path: str | pathlib.Path) -> str:
 
 @functools.cache  # size and time are in the key, so a file that changed is read again
 def _fingerprint(path: str, size: int, modified: int) -> str:
-    if size > DIGESTED:
+    if size > storage.DIGESTED:
         return f"{size} bytes of {modified}"
-    return hashlib.sha256(pathlib.Path(path).read_bytes()).hexdigest()[:16]
-
-
-@contextlib.contextmanager
-def lock(path: pathlib.Path, *, wait: bool = True) -> Iterator[io.FileIO]:
-    """Holds an exclusive lock on a file. The operating system releases it even after a kill.
-
-    Args:
-        path: The file. It is created, with its folder, if it is missing.
-        wait: If False, raises BlockingIOError while another process holds the lock.
-
-    Yields:
-        The file, open for reading and appending, without a buffer.
-    """
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("a+b", buffering=0) as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
-        except BlockingIOError:
-            raise
-        except OSError:  # some network file systems have no locks: go on without one
-            pass
-        yield file
+    return storage.digest(pathlib.Path(path))[:16]
 
 
 class Store:
@@ -131,7 +104,7 @@ class Store:
     def add(self, entries: Iterable[Entry]) -> None:
         """Appends results, except those that are already stored with all of their names."""
         try:
-            with lock(self.path) as file:
+            with storage.lock(self.path) as file:
                 self.entries()  # reads up to the end of the last whole line
                 new = [_line(one) for one in entries if not self.has(one.spec, one.results)]
                 file.truncate(self._bytes)  # a kill may have left a part of the next line
@@ -178,7 +151,7 @@ class Store:
             tried, waiting = waiting, []
             for spec, needed in tried:
                 try:
-                    with lock(self.log(spec), wait=wait):
+                    with storage.lock(self.log(spec), wait=wait):
                         error = self._compute(spec, set(needed), compute)
                 except BlockingIOError:
                     waiting.append((spec, needed))

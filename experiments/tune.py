@@ -18,10 +18,11 @@ from typing import Any
 
 from absl import flags
 
-from experiments import cli, distributed, report, run
 from experiments import config as config_lib
+from experiments import distributed, report, run
 from experiments import workdir as workdir_lib
 from sotalign_jax import checks, methods
+from sotalign_jax.search import cli
 
 _METHOD = flags.DEFINE_string("method", "sotalign", "Method to tune, or label of a run.")
 _GRID = flags.DEFINE(config_lib.DictParser(), "grid", None, "Values to try, by setting.")
@@ -126,4 +127,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    cli.run(main, choices=CHOICES)
+    cli.run(main, choices=CHOICES, initialize=distributed.initialize)

@@ -12,10 +12,11 @@ from typing import Any
 
 from absl import flags
 
-from experiments import cli, photos, recipes, report, store
+from experiments import distributed, photos, recipes, report, store
 from sotalign_jax import Aligner, evaluation, heads, recipe, teachers
 from sotalign_jax.cca import refine
 from sotalign_jax.diagnostics import Mean
+from sotalign_jax.search import cli
 
 _NAMES = flags.DEFINE_list("names", ["coco", "speech", "code"], "Data sets of the repository.")
 _PAIRED = flags.DEFINE_integer("paired", 500, "Number of pairs.", lower_bound=1)
@@ -130,4 +131,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    cli.run(main)
+    cli.run(main, initialize=distributed.initialize)

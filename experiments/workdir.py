@@ -14,79 +14,35 @@ checkpoints together.
 """
 
 import contextlib
-import datetime
 import functools
-import hashlib
-import importlib.metadata
 import json
 import math
 import os
 import pathlib
-import platform
-import re
 import shutil
-import stat
-import subprocess
 from collections.abc import Iterator, Mapping
 from concurrent import futures
-from typing import IO, Any, BinaryIO
+from typing import Any, BinaryIO
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as ocp
-from flax import traverse_util
 
-from experiments import distributed, store
-from sotalign_jax import checks, files, training
+from experiments import distributed
+from sotalign_jax import checks, storage, training
 from sotalign_jax import progress as progress_lib
 
-# Larger files are compared by size and modification time, because hashing them would delay every
-# start by seconds.
-DIGESTED = 64 << 20
 # How JSON stores numbers that are not finite, see `_number`.
 _NOT_FINITE = ("NaN", "Infinity", "-Infinity")
 _CHECKPOINTS = 2
 """Number of checkpoints that a run keeps."""
-_PACKAGES = ("sotalign-jax", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy")
-
-# --- files ---------------------------------------------------------------------------------------
-
-
-replacing = files.replacing
-"""Writer of whole files, which the library has."""
 
 
 def write_json(path: pathlib.Path, value: Any) -> None:
-    """Writes strict JSON and replaces an earlier file atomically. Only the first process writes.
-
-    Args:
-        path: The file.
-        value: A JSON value without NaN and infinity.
-    """
-    text = json.dumps(value, indent=2, allow_nan=False) + "\n"
+    """Writes a JSON file with `storage.write_json`, in the first process only."""
     if distributed.is_first():
-        with replacing(path) as file:
-            file.write(text.encode())
-
-
-def read_json(path: pathlib.Path) -> Any:
-    """Reads a JSON file that holds an object.
-
-    Raises:
-        InputError: The file is missing, cut short, not JSON or not an object.
-    """
-    try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise checks.InputError(f"{path} cannot be read ({error.strerror})") from error
-    except ValueError as error:
-        raise checks.InputError(
-            f"{path} is cut short or not JSON ({error}); restore the file or remove its folder"
-        ) from error
-    if not isinstance(value, dict):
-        raise _not_an_object(str(path), value)
-    return value
+        storage.write_json(path, value)
 
 
 def read_scores(path: pathlib.Path) -> dict[str, Any]:
@@ -95,7 +51,7 @@ def read_scores(path: pathlib.Path) -> dict[str, Any]:
     Raises:
         InputError: The file is missing or damaged.
     """
-    results = read_json(path)
+    results = storage.read_json(path)
     candidates = results.get("candidates", {})
     scores = {name: value for name, value in results.items() if "/" in name}
     if isinstance(candidates, dict):
@@ -111,106 +67,13 @@ def read_scores(path: pathlib.Path) -> dict[str, Any]:
     return results
 
 
-def _not_an_object(where: str, value: Any) -> checks.InputError:
-    shown = json.dumps(value)
-    shown = shown if len(shown) <= 40 else f"{shown[:40]}..."
-    return checks.InputError(
-        f"{where} must hold a JSON object, got {shown}; restore the file or remove its folder"
-    )
-
-
-@contextlib.contextmanager
-def open_regular(path: pathlib.Path, mode: str = "rb", **options: Any) -> Iterator[IO[Any]]:
-    """Opens a regular file to read it. Links are followed.
-
-    A FIFO would wait for a writer and a device may never end, so both are refused.
-
-    Args:
-        path: The file.
-        mode: "rb" or "r".
-        **options: Options of `open`.
-
-    Raises:
-        OSError: The file cannot be read or is not a regular one.
-    """
-    with open(path, mode, opener=_open_without_waiting, **options) as file:
-        # The open file is checked, because its path may name another one at any time.
-        if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
-            raise OSError(f"{path.name} is not a regular file; remove it")
-        yield file
-
-
-def _open_without_waiting(path: str, flags: int) -> int:
-    # Windows has no FIFOs in folders and no such flag.
-    return os.open(path, flags | getattr(os, "O_NONBLOCK", 0))
-
-
-def fingerprint(path: pathlib.Path) -> dict[str, Any]:
-    """Returns the size and modification time of a file, and a digest if it is not large."""
-    with open_regular(path) as file:
-        status, digest = os.fstat(file.fileno()), None
-        if status.st_size <= DIGESTED:
-            digest = hashlib.blake2b(file.read(), digest_size=16).hexdigest()
-    return {"bytes": status.st_size, "modified": status.st_mtime_ns, "digest": digest}
-
-
-def changed(recorded: Mapping[str, Any], path: pathlib.Path) -> str | None:
-    """Compares a file with its recorded fingerprint.
-
-    A file of the same size and modification time counts as unchanged.
-
-    Args:
-        recorded: Fingerprint of the file, or an empty one if the file was unreadable.
-        path: The file.
-
-    Returns:
-        The difference in a few words, or None.
-    """
-    try:
-        status = path.stat()
-    except OSError as error:
-        return f"{path.name} cannot be read ({error.strerror})" if recorded else None
-    if not stat.S_ISREG(status.st_mode):
-        return f"{path.name} is not a regular file" if recorded else None
-    if status.st_size != recorded.get("bytes"):
-        return f"{path.name} has {status.st_size} bytes but had {recorded.get('bytes', 'none')}"
-    if status.st_mtime_ns == recorded.get("modified"):
-        return None
-    digest = fingerprint(path)["digest"]
-    if digest is None:
-        return f"{path.name} was modified"
-    return f"{path.name} has other content" if digest != recorded.get("digest") else None
-
-
 # --- run folders ---------------------------------------------------------------------------------
-
-
-def environment() -> dict[str, Any]:
-    """Returns versions, devices, git revision and current time as JSON values."""
-    packages, git = {}, None
-    for name in _PACKAGES:
-        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-            packages[name] = importlib.metadata.version(name)
-    root = pathlib.Path(__file__).parents[1]
-    if (root / ".git").exists() and shutil.which("git"):
-        command = ["git", "-C", str(root), "describe", "--always", "--abbrev=40"]
-        told = subprocess.run([*command, "--dirty=+changes"], capture_output=True, check=False)
-        git = told.stdout.decode().strip() or None
-    return {
-        "python": platform.python_version(),
-        "platform": platform.platform(),
-        "packages": packages,
-        "backend": jax.default_backend(),
-        "devices": [f"{device.platform}:{device.device_kind}" for device in jax.devices()],
-        "git": git,
-        "time": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-    }
 
 
 def kept_environment(folder: pathlib.Path) -> dict[str, Any]:
     """Returns the environment recorded in a run folder, or the current one if there is none."""
     path = folder / "environment.json"
-    return read_json(path) if path.exists() else environment()
+    return storage.read_json(path) if path.exists() else storage.environment()
 
 
 @contextlib.contextmanager
@@ -234,8 +97,8 @@ def claim(
     Raises:
         InputError: The folder is in use, or holds another run or something else.
     """
-    if problem := distributed.agree(lambda: _strangers(folder)):
-        raise _refused(folder, problem)
+    if problem := distributed.agree(lambda: storage.strangers(folder)):
+        raise storage.refused(folder, problem)
     created = not folder.exists()
     with only_process(folder):
         new = distributed.agree(lambda: not (folder / "config.json").exists())
@@ -254,61 +117,16 @@ def claim(
             raise
 
 
-def remove_temporary(folder: pathlib.Path) -> None:
-    """Removes temporary files that killed processes have left. The caller holds the lock."""
-    for leftover in folder.glob(".*.tmp"):
-        if files.TEMPORARY.fullmatch(leftover.name):
-            leftover.unlink()
-
-
 @contextlib.contextmanager
 def only_process(folder: pathlib.Path) -> Iterator[None]:
     """Creates a folder and locks it. The operating system releases the lock after a kill."""
     with contextlib.ExitStack() as held:
-        distributed.agree(lambda: held.enter_context(locked(folder)))
+        distributed.agree(lambda: held.enter_context(storage.locked(folder)))
         yield
 
 
-@contextlib.contextmanager
-def locked(folder: pathlib.Path, *, wait: bool = False) -> Iterator[None]:
-    """Creates and locks a folder for this process, and removes what killed processes left there.
-
-    Args:
-        folder: Folder of results.
-        wait: True to wait for another process that uses the folder.
-
-    Raises:
-        InputError: Another process uses the folder, or it cannot be created.
-    """
-    with contextlib.ExitStack() as held:
-        try:
-            held.enter_context(store.lock(folder / LOCK, wait=wait))
-        except BlockingIOError as error:
-            text = f"workdir {folder} is in use by another process; wait for its end"
-            raise checks.InputError(f"{text} or choose another --workdir") from error
-        except OSError as error:
-            raise _refused(folder, f"cannot be created ({error.strerror})") from error
-        remove_temporary(folder)
-        yield
-
-
-LOCK = ".lock"
-CLAIM = {LOCK, "config.json", "environment.json", "inputs.json"}
+CLAIM = {storage.LOCK, "config.json", "environment.json", "inputs.json"}
 """Files of a run folder in which nothing has been computed."""
-
-
-def _strangers(folder: pathlib.Path) -> str | None:
-    """Returns an error message if a folder holds something other than a run."""
-    if not folder.is_dir() or (folder / "config.json").exists():
-        return None
-    # A kill during the very first write leaves a temporary .config.json.PID.THREAD.tmp.
-    own = re.compile(r"\.lock|\.config\.json\..*")
-    names = sorted(path.name for path in folder.iterdir() if not own.fullmatch(path.name))
-    return f"holds {names[0]} but no config.json, so it is not a run folder" if names else None
-
-
-def _refused(folder: pathlib.Path, problem: str) -> checks.InputError:
-    return checks.InputError(f"workdir {folder} {problem}; choose another --workdir")
 
 
 def open_run(
@@ -316,59 +134,8 @@ def open_run(
     config: Mapping[str, Any],
     inputs: Mapping[str, pathlib.Path] | None = None,
 ) -> None:
-    """Creates a run folder, or opens an existing one that has the same config and inputs.
-
-    A missing input does not count as changed, because a finished run does not need it. If the run
-    has several processes, the first one checks for all.
-
-    Args:
-        folder: Run folder.
-        config: Settings of the run, as JSON values.
-        inputs: Files that the run reads, by the names of their settings.
-
-    Raises:
-        InputError: The folder holds another run, or an input has changed. Nothing is overwritten.
-    """
-    if problem := distributed.agree(lambda: _open(folder, config, inputs or {})):
-        raise _refused(folder, problem)
-
-
-def _open(
-    folder: pathlib.Path, config: Mapping[str, Any], inputs: Mapping[str, pathlib.Path]
-) -> str | None:
-    """Creates or opens a run folder. Returns an error message, or None."""
-    path, noted = folder / "config.json", folder / "inputs.json"
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        return f"cannot be created ({error.strerror})"
-    if path.exists():
-        # Through JSON and back, so that tuples compare equal to the lists that were stored.
-        before, now = (
-            traverse_util.flatten_dict(values, sep=".", keep_empty_nodes=True)
-            for values in (read_json(path), json.loads(json.dumps(config)))
-        )
-        for key in [*now, *before]:
-            old, new = before.get(key, "unset"), now.get(key, "unset")
-            if old != new:
-                return f"holds a run with {key}={old} but {key}={new} was requested"
-    elif problem := _strangers(folder):
-        return problem
-    else:
-        write_json(path, config)
-    if not (folder / "environment.json").exists():
-        write_json(folder / "environment.json", environment())
-    present = {name: file for name, file in inputs.items() if file.exists()}
-    kept = read_json(noted) if noted.exists() else {}
-    for name in present.keys() & kept.keys():
-        if not isinstance(kept[name], dict):
-            raise _not_an_object(f"{name} in {noted}", kept[name])
-        if change := changed(kept[name], present[name]):
-            return f"was made from other data ({name}: {change})"
-    # An input that was missing at the first start is recorded once it appears.
-    if added := {name: fingerprint(present[name]) for name in present if name not in kept}:
-        write_json(noted, kept | added)
-    return None
+    """Opens a run folder with `storage.open_folder`. The first process does so for all."""
+    distributed.agree(lambda: storage.open_folder(folder, config, inputs))
 
 
 # --- metrics, checkpoints and progress ------------------------------------------------------------

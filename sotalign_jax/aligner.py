@@ -31,11 +31,14 @@ class Aligner:
         info: Options and validation scores of the training run, as JSON values.
         calibration: Correction of the scores for hubness, computed from a sample of the unpaired
             rows. None if there is no calibration.
+        rows: Ids of the training pairs, "pairs_x" and "pairs_y", and of held-out rows, "test_x" and
+            "test_y", with their texts, "test_texts". Parts whose ids are unknown are missing.
     """
 
     heads: Heads
     info: dict[str, Any]
     calibration: Calibration | None = None
+    rows: persistence.Rows = dataclasses.field(default_factory=dict)
 
     def __repr__(self) -> str:
         widths = self.heads.x.d_in, self.heads.y.d_in

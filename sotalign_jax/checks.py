@@ -38,9 +38,9 @@ def not_installed(package: str, *, extra: str) -> InputError:
 
     Example:
         >>> not_installed("torch", extra="extract")
-        InputError("torch is not installed; run pip install -e '.[extract]'")
+        InputError("torch is not installed; run pip install 'sotalign-jax[extract]'")
     """
-    return InputError(f"{package} is not installed; run pip install -e '.[{extra}]'")
+    return InputError(f"{package} is not installed; run pip install 'sotalign-jax[{extra}]'")
 
 
 def require(module: str, *, extra: str) -> Any:

@@ -200,6 +200,7 @@ class Dataset:
         val: Validation gallery.
         test: Test gallery.
         zero_shot: Classification task.
+        pair_rows: Rows of the table that the pairs come from, if they come from one.
 
     Raises:
         InputError: The widths of the arrays do not fit together.
@@ -220,6 +221,7 @@ class Dataset:
     val: Gallery | None = None
     test: Gallery | None = None
     zero_shot: ZeroShot | None = None
+    pair_rows: Int[np.ndarray, " p"] | None = None
 
     def __post_init__(self) -> None:
         widths = self.pairs_x.shape[1], self.pairs_y.shape[1]
@@ -381,7 +383,8 @@ def hold_out(dataset: Dataset, *, seed: int) -> Dataset:
     held = assign_groups(groups[order], [size]) == 0
     kept, val = order[~held], order[held]
     made = _gallery_of_rows(x[val], y[val])
-    return dataclasses.replace(dataset, pairs_x=x[kept], pairs_y=y[kept], val=made)
+    rows = None if dataset.pair_rows is None else dataset.pair_rows[kept]
+    return dataclasses.replace(dataset, pairs_x=x[kept], pairs_y=y[kept], val=made, pair_rows=rows)
 
 
 class Rows(NamedTuple):
@@ -535,7 +538,7 @@ def semi_supervised(
         pools.append(made)
     pool_x, pool_y = pools
     paired = checks.native(x[pairs]), checks.native(y[pairs])
-    return Dataset(*paired, pool_x, pool_y, val, test, zero_shot)
+    return Dataset(*paired, pool_x, pool_y, val, test, zero_shot, pairs)
 
 
 def _held_out_galleries(

@@ -16,7 +16,7 @@ from flax import nnx
 from jaxtyping import Float
 from numpy.typing import ArrayLike
 
-from sotalign_jax import checks, evaluation, files, runtime
+from sotalign_jax import checks, evaluation, runtime, storage
 from sotalign_jax.calibration import Calibration
 from sotalign_jax.heads import Head, Heads
 
@@ -336,7 +336,7 @@ def to_onnx(
     written = path.with_stem(f"{path.stem}_x"), path.with_stem(f"{path.stem}_y")
     for file, program, head in zip(written, (made.x, made.y), (heads.x, heads.y), strict=True):
         model = _model(onnx, program, head.d_out, bias=calibration is not None)
-        with files.replacing(file) as stream:
+        with storage.replacing(file) as stream:
             stream.write(model.SerializeToString())
     return written
 

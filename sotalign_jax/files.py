@@ -1,16 +1,14 @@
 """Files: readers of numpy, safetensors, parquet, CSV, HDF5, torch and TFDS, and a safe writer."""
 
-import contextlib
 import csv
 import json
 import math
 import os
 import pathlib
 import re
-import threading
 import zipfile
-from collections.abc import Callable, Iterable, Iterator
-from typing import Any, BinaryIO
+from collections.abc import Callable, Iterable
+from typing import Any
 
 import ml_dtypes
 import numpy as np
@@ -32,48 +30,6 @@ _SHOWN = 20
 # Rows of a file cost a seek in every step. A gigabyte fits into the memory of any machine.
 MAPPED_BYTES = 2**30
 """Largest selection of rows of a memory-mapped file that is copied to memory."""
-
-
-TEMPORARY = re.compile(r"\..+\.\d+\.tmp")
-"""Names of the files that `replacing` writes to. A killed process leaves them behind."""
-
-
-@contextlib.contextmanager
-def replacing(path: str | os.PathLike[str]) -> Iterator[BinaryIO]:
-    """Opens a temporary file that replaces `path` once it is completely on disk.
-
-    Readers see the earlier file or the new one, and a failed write leaves the earlier one as it is.
-    A symbolic link stays, and the file that it points to is replaced.
-
-    Args:
-        path: The file to write.
-
-    Yields:
-        The temporary file, open for writing bytes.
-
-    Raises:
-        OSError: The file cannot be written.
-    """
-    try:
-        target = pathlib.Path(path).expanduser().resolve()
-    except (ValueError, RuntimeError) as error:  # a NUL character, or an unknown user
-        raise OSError(f"{os.fspath(path)!r} is no path ({checks.first_line(error)})") from error
-    # Another process or thread may write the same file at the same time.
-    own = f"{os.getpid()}.{threading.get_ident()}"
-    temporary = target.with_name(f".{target.name}.{own}.tmp")
-    try:
-        with temporary.open("wb") as file:
-            yield file
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, target)  # atomic within a file system
-    except OSError as error:
-        # The error of a full disk does not name the file, and others name the temporary one.
-        reason = error.strerror or checks.first_line(error)
-        remedy = "free some space, or choose another folder"
-        raise OSError(f"{path} cannot be written ({reason}); {remedy}") from error
-    finally:
-        temporary.unlink(missing_ok=True)
 
 
 class MappedRows:

@@ -3,15 +3,15 @@
 - aligner.json: format, structure of both heads, info, digests of the tensor files
 - heads.safetensors: parameters of the heads by dotted name, such as x.linear.kernel
 - calibration.safetensors: arrays of the calibration, if there is one
+- rows.json: ids of the rows trained on and held out, if they are known
 """
 
 import contextlib
-import hashlib
 import json
 import os
 import pathlib
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -21,7 +21,7 @@ from flax import nnx
 from safetensors import SafetensorError
 from safetensors.numpy import load_file, save_file
 
-from sotalign_jax import checks
+from sotalign_jax import checks, storage
 from sotalign_jax.calibration import Calibration
 from sotalign_jax.heads import Heads, rebuild
 
@@ -34,7 +34,9 @@ FORMAT = 3
 FOLDER = "aligner"
 """Name of the aligner's folder within a run folder."""
 _DESCRIPTION, _TENSORS = "aligner.json", "heads.safetensors"
-_CALIBRATION = "calibration.safetensors"
+_CALIBRATION, _ROWS = "calibration.safetensors", "rows.json"
+Rows = Mapping[str, Sequence[str]]
+"""Ids of rows by part, such as `pairs_x`."""
 
 
 def save(
@@ -43,6 +45,7 @@ def save(
     heads: Heads,
     info: dict[str, Any],
     calibration: Calibration | None = None,
+    rows: Rows | None = None,
     overwrite: bool = False,
 ) -> None:
     """Writes the fields of an aligner into a folder. If it fails, an earlier aligner stays intact.
@@ -54,6 +57,7 @@ def save(
         heads: Both heads.
         info: Any JSON values.
         calibration: The calibration, if there is one.
+        rows: Ids of the rows trained on and held out, if they are known.
         overwrite: True to replace an existing aligner. Other files are never replaced.
 
     Raises:
@@ -82,7 +86,7 @@ def save(
             for leftover in (temporary, previous):
                 shutil.rmtree(leftover, ignore_errors=True)
             try:
-                _write(described, arrays, temporary)
+                _write(described, arrays, rows, temporary)
                 # Renamed, because a rename is atomic within a file system.
                 if folder.exists():
                     folder.rename(previous)  # kept until the new one is in its place
@@ -141,7 +145,25 @@ def _load(folder: pathlib.Path) -> dict[str, Any]:
         with _reading(folder / _CALIBRATION):
             calibration = Calibration(**jax.tree.map(jnp.asarray, arrays))
             _check_calibration(calibration, shapes.x.d_out)
-    return {"heads": nnx.merge(graphdef, state), "info": info, "calibration": calibration}
+    return {
+        "heads": nnx.merge(graphdef, state),
+        "info": info,
+        "calibration": calibration,
+        "rows": _rows(folder / _ROWS, digests),
+    }
+
+
+def _rows(path: pathlib.Path, digests: dict[str, str]) -> Rows:
+    """Reads the ids of rows, if there are any."""
+    if path.name not in digests and not path.exists():
+        return {}
+    with _reading(path):
+        if digests.get(path.name) not in (None, storage.digest(path)):
+            raise ValueError("its content has changed")
+        rows = json.loads(path.read_text(encoding="ascii"))
+        if not all(isinstance(ids, list) for ids in rows.values()):
+            raise TypeError("a part is no list")
+    return {**rows}
 
 
 def _resolved(path: str | os.PathLike[str]) -> pathlib.Path:
@@ -176,12 +198,19 @@ def _locked(folder: pathlib.Path, *, alone: bool) -> Iterator[None]:
         yield
 
 
-def _write(described: dict[str, Any], arrays: dict[str, Any], folder: pathlib.Path) -> None:
+def _write(
+    described: dict[str, Any], arrays: dict[str, Any], rows: Rows | None, folder: pathlib.Path
+) -> None:
     """Writes the files of an aligner into a new folder."""
     folder.mkdir()
     for name, tensors in arrays.items():
         save_file(tensors, folder / name)
-    digests = {name: _digest(folder / name) for name in arrays}
+    names = list(arrays)
+    if rows:
+        # File names need not be UTF-8. In ASCII, JSON escapes the surrogates that stand for them.
+        (folder / _ROWS).write_text(json.dumps({**rows}), encoding="ascii")
+        names.append(_ROWS)
+    digests = {name: storage.digest(folder / name) for name in names}
     text = _text({**described, "sha256": digests})
     (folder / _DESCRIPTION).write_text(text + "\n", encoding="utf-8")
 
@@ -191,7 +220,7 @@ def _check_free(path: pathlib.Path, overwrite: bool) -> None:
     # A file at the path counts as an entry that does not belong to an aligner.
     entries = path.iterdir() if path.is_dir() else filter(pathlib.Path.exists, [path])
     names = {entry.name for entry in entries}
-    if strangers := sorted(names - {_DESCRIPTION, _TENSORS, _CALIBRATION}):
+    if strangers := sorted(names - {_DESCRIPTION, _TENSORS, _CALIBRATION, _ROWS}):
         raise checks.InputError(
             f"path {path} holds {strangers[0]}, which is not part of an aligner; "
             "choose another folder"
@@ -270,7 +299,7 @@ def _tensors(
             )
     # Checked after the shapes, whose message is more helpful. A file without a digest is accepted.
     with _reading(path):
-        if digests.get(path.name) not in (None, _digest(path)):
+        if digests.get(path.name) not in (None, storage.digest(path)):
             raise ValueError("its content has changed")
     return tensors
 
@@ -282,12 +311,6 @@ def _kind(tensor: Any) -> str:
     # The description does not record the precision of the heads.
     floating = jnp.issubdtype(tensor.dtype, jnp.floating)
     return f"{'float' if floating else tensor.dtype}{list(tensor.shape)}"
-
-
-def _digest(path: pathlib.Path) -> str:
-    """Returns the SHA-256 digest of a file."""
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 @contextlib.contextmanager

@@ -23,7 +23,10 @@ import numpy as np
 def install(package: types.ModuleType) -> None:
     """Wraps every plain function with array annotations in the modules of `package`."""
     found = pkgutil.walk_packages(package.__path__, f"{package.__name__}.")
-    modules = [importlib.import_module(info.name) for info in found]
+    # Commands define flags on import, and encoders need torch. Neither annotates arrays.
+    other = tuple(f"{package.__name__}.{name}" for name in ("search", "extract", "pair", "serve"))
+    names = [info.name for info in found if not info.name.startswith(other)]
+    modules = [importlib.import_module(name) for name in names]
     wrapped = {}
     for module in modules:
         for function in vars(module).values():

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from absl import flags
 
-from experiments import cli
+from sotalign_jax.search import cli
 
 ROOT = pathlib.Path(__file__).parents[1]
 said = ""
@@ -98,7 +98,7 @@ def start(
             if name.startswith("config."):
                 delattr(flags.FLAGS, name)
         for owner, defined in flags.FLAGS.flags_by_module_dict().items():
-            if owner.startswith("experiments"):
+            if owner.startswith(("experiments", "sotalign_jax")):
                 for flag in defined:
                     flag.unparse()
 

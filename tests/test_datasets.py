@@ -14,8 +14,8 @@ import PIL.Image
 import pytest
 import scipy.io
 
-from experiments.extract import datasets, items
 from sotalign_jax import checks
+from sotalign_jax.search import datasets, items
 
 
 def colour(n: int) -> tuple[int, int, int]:

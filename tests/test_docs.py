@@ -113,6 +113,11 @@ INTERNAL = {
     "ot": "the package exports the loss, the solver and the plan",
     "persistence": "called by Aligner.save and Aligner.load",
     "selfcheck": "a command, documented in docs/devices.md",
+    "extract": "a command, documented in docs/extract.md",
+    "pair": "a command, documented in docs/extract.md",
+    "search": "documented in docs/search.md",
+    "serve": "a command, documented in docs/search.md",
+    "storage": "files and locks of all writers",
 }
 """Modules without an entry in the API reference, with the reason."""
 
@@ -166,12 +171,16 @@ def missing_sections(function: ast.FunctionDef) -> set[str]:
     return needed - set(re.findall(r"^\w+:$", doc.replace("Yields:", "Returns:"), re.MULTILINE))
 
 
+COMMAND_FILES = ("extract", "pair", "selfcheck", "serve")
+"""Commands, whose functions are not called by users."""
+
+
 def test_docstrings_of_public_functions_have_args_and_returns():
     """Complements rule D417 of ruff, which finds arguments missing in an `Args:` section."""
     found = [
         f"{path.relative_to(ROOT)}: {name}: {' '.join(sorted(missing))}"
         for path in sorted(PACKAGE.rglob("*.py"))
-        if path.stem != "selfcheck"  # a command, whose functions are not called by users
+        if path.stem not in COMMAND_FILES and (path.parent.name != "search" or path.stem == "model")
         for name, function in public_functions(ast.parse(path.read_text()).body)
         if (missing := missing_sections(function))
     ]
@@ -271,16 +280,20 @@ def check_benchmark(module: str, words: list[str], capsys: pytest.CaptureFixture
             assert word.partition("=")[0] in usage, f"{module} {word}"
 
 
+COMMANDS = ("sotalign_jax", "experiments", "benchmarks", "tests")
+
+
 def is_ours(words: list[str]) -> bool:
-    return words[1:2] == ["-m"] and words[2].startswith(("experiments", "benchmarks", "tests"))
+    return words[1:2] == ["-m"] and words[2].split(".")[0] in COMMANDS
 
 
 @pytest.mark.filterwarnings("ignore:JAXopt:DeprecationWarning")  # ott-jax imports it
 def test_documented_commands_use_existing_flags(capsys):
-    typed = [(page, w[2].replace("extract", "extract.__main__"), w) for page, w in documented()
-             if is_ours(w)]  # fmt: skip
+    typed = [(page, re.sub("jax.search$", "jax.search.__main__", words[2]), words)
+             for page, words in documented() if is_ours(words)]  # fmt: skip
     assert len(typed) > 20
-    known = flags_of({module for _, module, _ in typed if module.startswith("experiments")})
+    others = ("benchmarks", "tests", "sotalign_jax.selfcheck")  # without absl's flags
+    known = flags_of({module for _, module, _ in typed if not module.startswith(others)})
     for page, module, words in typed:
         try:
             if module in known:
@@ -343,16 +356,17 @@ STARTED_BY = {
     "experiments.tune": "test_tune.py::test_tune_chooses_best_on_validation_and_tests_it",
     "experiments.recipes": "test_recipes.py::test_recipes_print_a_table_per_score_and_resume",
     "experiments.reproduce --list": "test_reproduce.py::test_reproduce_list_fits_a_terminal",
-    "experiments.extract": "test_docs.py::test_picture_folder_example_runs",
-    "experiments.pair --x=emb/food": "test_extract.py::test_join_zero_shot_writes_evaluable_task",
-    "experiments.pair": "test_docs.py::test_picture_folder_example_runs",
-    "experiments.search": "test_docs.py::test_picture_folder_example_runs",
-    "experiments.serve": "test_docs.py::test_picture_folder_example_runs",
+    "sotalign_jax.extract": "test_docs.py::test_picture_folder_example_runs",
+    "sotalign_jax.pair --x=emb/food": "test_extract.py::test_join_zero_shot_writes_evaluable_task",
+    "sotalign_jax.pair": "test_docs.py::test_picture_folder_example_runs",
+    "sotalign_jax.search": "test_docs.py::test_picture_folder_example_runs",
+    "sotalign_jax.serve": "test_docs.py::test_picture_folder_example_runs",
     "benchmarks.gradient --sweep": "test_benchmarks.py::test_gradient_sweep_records_bad_arms",
     "benchmarks.gradient": "test_benchmarks.py::test_gradient_headline_compares_with_ott",
     "benchmarks.convergence": "test_benchmarks.py::test_convergence_main_writes_tables",
     "benchmarks.train_step": "test_benchmarks.py::test_train_step_main_times_ours_and_ott",
     "experiments.unpaired": "test_unpaired.py::test_unpaired_prints_a_row_per_size_and_draws_it",
+    "sotalign_jax.selfcheck": "test_selfcheck.py::test_selfcheck_prints_a_table",
     "tests.fuzz_teachers": "test_fuzz.py::test_search_exits_with_one_on_findings",
     "tests.fuzz_files": "test_fuzz.py::test_search_exits_with_one_on_findings",
     "tests.fuzz": "test_fuzz.py::test_fuzz_is_deterministic_and_exits_with_one_on_findings",
@@ -473,7 +487,7 @@ def test_picture_folder_example_runs(tmp_path):
     assert (out / "bird.html").read_text().count("data:image/jpeg") == 10
     model = next(word for word in again if word.startswith("--model="))
     picture = ["--query_image=PICTURES/green0.png", "--texts=captions.csv", "--top=1"]
-    assert "a green square" in run("python", "-m", "experiments.search", model, *picture).stdout
+    assert "a green square" in run("python", "-m", "sotalign_jax.search", model, *picture).stdout
 
     page = (ROOT / "docs" / "search.md").read_text()
     for there, here in (("car.jpg", "red0.png"), ("bird.jpg", "blue0.png")):
@@ -481,7 +495,7 @@ def test_picture_folder_example_runs(tmp_path):
     (tmp_path / "search.md").write_text(page)
     run("python", "-m", "doctest", "search.md")
 
-    served = next(words for _, words in documented() if "experiments.serve" in words)
+    served = next(words for _, words in documented() if "sotalign_jax.serve" in words)
     options = {"env": os.environ | path, "text": True, "stdout": subprocess.PIPE}
     with subprocess.Popen([str(python), *served[1:], "--port=0"], **options) as process:
         address = process.stdout.readline().split()[-1]

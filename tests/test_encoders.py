@@ -13,11 +13,11 @@ import numpy as np
 import PIL.Image
 import pytest
 
-from experiments import workdir
-from experiments.extract import benchmark, encoders, extraction, reading
-from experiments.extract import model as model_lib
-from experiments.extract.items import Sound
-from sotalign_jax import aligner, checks, data, heads
+from benchmarks import extract as benchmark
+from sotalign_jax import aligner, checks, data, heads, storage
+from sotalign_jax.search import encoders, reading
+from sotalign_jax.search import model as model_lib
+from sotalign_jax.search.items import Sound
 
 os.environ["HF_HUB_OFFLINE"] = "1"  # tests never download models
 
@@ -27,7 +27,7 @@ transformers = pytest.importorskip("transformers", reason="needs the extra 'extr
 import tiny_models  # noqa: E402
 from safetensors.numpy import load_file, save_file  # noqa: E402
 
-from experiments.extract import bidirectional  # noqa: E402
+from sotalign_jax.search import bidirectional  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("default")  # third-party libraries emit DeprecationWarnings
 TEXTS = ["a photo of the red car", "bird", "two three four five six on a bird"]
@@ -120,7 +120,7 @@ def test_load_vision_model_by_path(saved):
 @pytest.mark.parametrize("size", [(61, 40), (40, 77), (300, 200)])
 @pytest.mark.parametrize("name", ["dinov2", "resnet"])
 def test_preparation_matches_transformers(saved, name, size):
-    config = workdir.read_json(saved(name) / "preprocessor_config.json")
+    config = storage.read_json(saved(name) / "preprocessor_config.json")
     processor = transformers.AutoImageProcessor.from_pretrained(saved(name))
     prepare = encoders.preparation(config)
     ours = prepare.normalize(torch.from_numpy(prepare(picture(size))))
@@ -229,8 +229,8 @@ def test_nv_embed_loads_half_precision_shards_onto_all_devices(tmp_path):
     shutil.copytree(GOLD / "nv_embed_tiny", tmp_path / "shards")
     (tmp_path / "shards" / "model.safetensors").unlink()
     loaded.save_pretrained(tmp_path / "shards", max_shard_size="8KB")
-    config = workdir.read_json(GOLD / "nv_embed_tiny" / "config.json")
-    workdir.write_json(tmp_path / "shards" / "config.json", config | {"torch_dtype": "bfloat16"})
+    config = storage.read_json(GOLD / "nv_embed_tiny" / "config.json")
+    storage.write_json(tmp_path / "shards" / "config.json", config | {"torch_dtype": "bfloat16"})
     assert len(list((tmp_path / "shards").glob("*.safetensors"))) > 2
     encoder = encoders.load("nv-embed-v2", weights=str(tmp_path / "shards"), device="auto")
     assert encoder.describe()["compute_dtype"] == "bfloat16"
@@ -439,10 +439,9 @@ def test_compute_dtype_replaces_that_of_the_checkpoint(saved):
         encoders.load("efficientnet-lite2", compute_dtype="bfloat16")
 
 
-def test_load_encoder_rejects_weights_other_than_in_training(saved, tmp_path):
+def test_load_encoder_rejects_weights_other_than_in_training(saved):
     noted = {"name": "bert", "revision": "sha256:old", "pooling": "mean"}
-    (tmp_path / extraction.ENCODERS).write_text(json.dumps({"x": {}, "y": noted}))
-    described = {"settings": {"data": {"name": "files", "files": {"x": f"{tmp_path}/x.npy"}}}}
+    described = {"encoders": {"x": {}, "y": noted}}
     model = aligner.Aligner(heads.build_heads(16, 16, 8, seed=0), described)
     weights = str(saved("bert"))
     with pytest.raises(checks.InputError, match=r"y_encoder bert .*sha256:old"):

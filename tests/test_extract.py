@@ -19,11 +19,11 @@ import toy_encoders
 
 from experiments import config as config_lib
 from experiments import run as run_lib
-from experiments import search, serve, workdir
 from experiments.configs import files as files_config
-from experiments.extract import datasets, extraction, items, reading
-from experiments.extract import shards as shards_lib
-from sotalign_jax import checks, files
+from sotalign_jax import checks, files, progress, serve, storage
+from sotalign_jax.search import __main__ as search
+from sotalign_jax.search import datasets, extraction, items, reading
+from sotalign_jax.search import shards as shards_lib
 
 ROOT = pathlib.Path(__file__).parents[1]
 NAMES = ("embeddings.npy", "rows.jsonl", "skipped.jsonl", "inputs.jsonl", "metadata.json")
@@ -364,7 +364,7 @@ def test_extract_rejects_folder_in_use(pictures, tmp_path):
     run(pictures, tmp_path / "out")
     (tmp_path / "out" / "metadata.json").unlink()
     with (
-        workdir.only_process(tmp_path / "out"),
+        storage.locked(tmp_path / "out"),
         pytest.raises(checks.InputError, match=r"workdir .*in use"),
     ):
         run(pictures, tmp_path / "out")
@@ -427,7 +427,7 @@ def same(out, reference):
 
 
 def shards(out):
-    return workdir.read_json(out / "progress.json")["items"] / 6
+    return storage.read_json(out / "progress.json")["items"] / 6
 
 
 def test_extract_killed_repeatedly_writes_identical_bytes(pictures, uninterrupted, tmp_path, capfd):
@@ -532,7 +532,7 @@ def test_extract_reads_pictures_in_processes(pictures, tmp_path, uninterrupted):
 
 READ_IN_PROCESS = """
 import os
-from experiments.extract import items, reading
+from sotalign_jax.search import items, reading
 # The content of this link is the number of the process that reads it.
 with reading.Reader("image", os.readlink, workers=1, processes=1) as reader:
     (read,) = reader.read([items.Item("link", "link", "/proc/self")], batch=1)
@@ -699,12 +699,12 @@ def test_extract_progress_counts_only_embedded_rows(tmp_path, monkeypatch):
         (folder / f"{n:03d}.txt").unlink()
     counted = []
 
-    class Bar(workdir.Progress):
+    class Bar(progress.Progress):
         def advance(self, count=1, *, skipped=0, **shown):
             counted.append((count, skipped))
             super().advance(count, skipped=skipped, **shown)
 
-    monkeypatch.setattr(workdir, "Progress", Bar)
+    monkeypatch.setattr(extraction, "Progress", Bar)
     assert run(folder, tmp_path / "out", modality="text")["skipped"] == 10
     assert [sum(column) for column in zip(*counted, strict=True)] == [20, 10]
 
@@ -724,7 +724,7 @@ def test_write_rejects_files_of_other_encoders(tmp_path):
 def start_command(module, options, folder):
     """Runs a command whose flags cannot be defined beside those of other commands."""
     return subprocess.run(
-        [sys.executable, "-m", f"experiments.{module}", *options],
+        [sys.executable, "-m", f"sotalign_jax.{module}", *options],
         cwd=folder,
         env=os.environ | {"PYTHONPATH": str(ROOT)},
         capture_output=True,
@@ -763,7 +763,7 @@ def assert_lists(shown, name, listed):
 def test_help_of_own_process_lists_flags_choices_and_two_examples(module, listed, tmp_path):
     process = start_command(module, ["--help"], tmp_path)
     assert process.returncode == 0 and process.stderr == ""
-    assert_lists(process.stdout, f"experiments.{module}", listed)
+    assert_lists(process.stdout, f"sotalign_jax.{module}", listed)
 
 
 @pytest.mark.parametrize(
@@ -776,7 +776,7 @@ def test_help_of_own_process_lists_flags_choices_and_two_examples(module, listed
 def test_help_lists_flags_choices_and_two_examples(module, listed, capsys):
     out, error = small_runs.start(module, ["--help"], capsys)
     assert error is None and small_runs.said == ""
-    assert_lists(out, module.__name__, listed)
+    assert_lists(out, module.__name__.removesuffix(".__main__"), listed)
 
 
 def test_pair_prints_config_that_training_reads(pictures, tmp_path):

@@ -10,8 +10,8 @@ import PIL.Image
 import pytest
 import toy_encoders
 
-from experiments.extract import datasets, extraction, hub
 from sotalign_jax import checks
+from sotalign_jax.search import datasets, extraction, hub
 
 os.environ["HF_HUB_OFFLINE"] = "1"  # tests never download data
 

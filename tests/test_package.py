@@ -17,7 +17,7 @@ FOLDER = pathlib.Path(sotalign_jax.__file__).parent
 
 # Layers, lowest first. A module may import modules of its own layer and of lower ones.
 LAYERS = (
-    ("checks", "progress"),
+    ("checks", "progress", "storage"),
     ("ot",),
     ("losses", "cca", "duplicates", "kernels", "calibration"),
     ("heads",),
@@ -32,6 +32,8 @@ LAYERS = (
     ("training",),
     ("recipe",),
     ("alignment", "diagnostics", "selfcheck"),
+    ("search",),
+    ("extract", "pair", "serve"),
     ("__init__",),
 )
 LAYER = {name: level for level, names in enumerate(LAYERS) for name in names}
@@ -75,7 +77,9 @@ def test_module_imports_only_lower_layers(module):
 
     inside, outside = _imports(FILES[module])
     assert [name for name in inside if level(name) > level(module)] == []
-    assert not outside & {"orbax", "experiments", "absl"}
+    assert not outside & {"orbax", "experiments", "benchmarks", "tests"}
+    if LAYER[module.split("/")[0]] < LAYER["search"]:
+        assert not outside & {"absl", "torch", "transformers", "PIL"}
 
 
 def test_importing_package_loads_no_heavy_package():
@@ -88,7 +92,8 @@ def test_importing_package_loads_no_heavy_package():
 WITHOUT = {
     "experiments.main": ("ml_collections", "ml_collections", "experiments"),
     "experiments.reproduce": ("ml_collections", "ml_collections", "experiments"),
-    "experiments.search": ("matplotlib", "matplotlib", "experiments"),
+    "sotalign_jax.search": ("absl", "absl-py", "extract"),
+    "sotalign_jax.extract": ("absl", "absl-py", "extract"),
     "benchmarks.gradient": ("ott", "ott-jax", "bench"),
 }
 """Maps a command to a missing module, its package and its extra."""
@@ -99,9 +104,10 @@ def test_commands_name_a_missing_extra_in_one_line():
     code = """
         import runpy, sys
         for command, module in zip(sys.argv[1::2], sys.argv[2::2]):
-            sys.modules[module] = None
-            for name in [name for name in sys.modules if name.startswith("experiments")]:
+            again = ("experiments", "sotalign_jax.search", "absl")
+            for name in [name for name in sys.modules if name.startswith(again)]:
                 del sys.modules[name]
+            sys.modules[module] = None
             try:
                 runpy.run_module(command, run_name="__main__", alter_sys=True)
             except (SystemExit, ModuleNotFoundError) as stop:
@@ -117,7 +123,7 @@ def test_commands_name_a_missing_extra_in_one_line():
         check=True,
     )
     assert [line.removeprefix("error: ") for line in run.stdout.splitlines()] == [
-        f"{package} is not installed; run pip install -e '.[{extra}]'"
+        f"{package} is not installed; run pip install 'sotalign-jax[{extra}]'"
         for _, package, extra in WITHOUT.values()
     ]
 

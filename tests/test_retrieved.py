@@ -6,8 +6,8 @@ import pytest
 
 from experiments import config as config_lib
 from experiments import report, retrieved
-from experiments.extract import extraction
 from sotalign_jax import aligner, data, heads
+from sotalign_jax.search import extraction
 
 
 @pytest.fixture
@@ -95,8 +95,11 @@ def test_labels_of_reads_the_labels_written_by_pair(tmp_path):
 def test_labels_of_sounds_have_no_pictures(tmp_path):
     config = config_lib.default()
     config.data.name = "files"
-    config.data.files = {"x": "x.npy", "y": "y.npy", "test_x": str(tmp_path / "test_x.npy")}
+    tests = {f"test_{side}": str(tmp_path / f"test_{side}.npy") for side in "xy"}
+    config.data.files = {"x": "x.npy", "y": "y.npy", **tests}
     (run,) = config_lib.runs(config).values()
-    (tmp_path / extraction.TEST).write_text('{"root": "/sounds", "x": ["a.wav"], "y": ["One."]}')
+    noted = '{"root": "/sounds", "ids": ["a.wav"], "texts": ["One."]}'
+    for side in "xy":
+        (tmp_path / f"test_{side}.ids.json").write_text(noted)
     found = retrieved.labels_of(run)
     assert found.pictures == () and found.links == ["file:///sounds/a.wav"]

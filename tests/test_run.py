@@ -14,8 +14,8 @@ from small_runs import is_one_line
 
 import sotalign_jax
 from experiments import config as config_lib
-from experiments import main, run, store
-from sotalign_jax import checks, data, evaluation, methods, recipe, teachers
+from experiments import main, run
+from sotalign_jax import checks, data, evaluation, methods, recipe, storage, teachers
 
 # ml_collections calls the deprecated load_module.
 pytestmark = pytest.mark.filterwarnings("ignore:.*load_module:DeprecationWarning")
@@ -322,7 +322,7 @@ def test_main_rejects_folder_in_use(launch, tmp_path):
     run = tmp_path / "run"
     (run / "results.json").unlink()
     before = small_runs.contents(run)
-    with store.lock(run / ".lock"):
+    with storage.lock(run / ".lock"):
         _, error = launch()
     assert is_one_line(error) and "is in use by another process; wait for its end" in error
     assert small_runs.contents(run) == before
@@ -332,14 +332,14 @@ def test_main_rejects_folder_in_use(launch, tmp_path):
 @pytest.mark.parametrize("method", ["align", "csa", "sue", "sotalign"])
 def test_main_rejects_locked_folder_before_any_computation(launch, tmp_path, capsys, method):
     run = tmp_path / "run"
-    with store.lock(run / ".lock"):  # a first start locks before it reads its data
+    with storage.lock(run / ".lock"):  # a first start locks before it reads its data
         _, error = launch(method=method)
     assert is_one_line(error) and "is in use by another process" in error
     assert os.listdir(run) == [".lock"]
 
 
 def test_main_with_several_runs_rejects_locked_folder(launch, tmp_path):
-    with store.lock(tmp_path / "run" / ".lock"):
+    with storage.lock(tmp_path / "run" / ".lock"):
         _, error = launch(several("cca", "sail"))
     assert is_one_line(error) and "is in use by another process" in error
     assert os.listdir(tmp_path / "run") == [".lock"]

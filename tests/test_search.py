@@ -9,10 +9,10 @@ import scipy.special
 import small_runs
 import toy_encoders
 
-from experiments import report, search
-from experiments.extract import datasets, encoders, extraction, items
-from experiments.extract import model as model_lib
 from sotalign_jax import aligner, checks, heads
+from sotalign_jax.search import __main__ as search
+from sotalign_jax.search import datasets, encoders, extraction, items, markup
+from sotalign_jax.search import model as model_lib
 
 NAMES = ("a.png", "c.webp", "d.png", "sub/b.jpg")
 
@@ -21,7 +21,8 @@ NAMES = ("a.png", "c.webp", "d.png", "sub/b.jpg")
 def untrained():
     """Returns an untrained aligner with the widths of the toy encoders."""
     made = heads.build_heads(toy_encoders.WIDTH, toy_encoders.WIDTH, 8, seed=0)
-    return aligner.Aligner(made, {"settings": {"data": {"name": "coco"}}})
+    names = {"x": "efficientnet-lite2", "y": "all-minilm-l6-v2"}
+    return aligner.Aligner(made, {"encoders": {side: {"name": n} for side, n in names.items()}})
 
 
 @pytest.fixture(scope="module")
@@ -226,10 +227,6 @@ def test_read_texts_drops_duplicates_and_names_missing_file(tmp_path):
 # --- loading ------------------------------------------------------------------------------------
 
 
-def trained_on(untrained, **settings):
-    return aligner.Aligner(untrained.heads, {"settings": {"data": settings}})
-
-
 def toy_load(name, **_):
     return toy_encoders.Toy("text" if "minilm" in name else "image", name=name)
 
@@ -246,29 +243,10 @@ def test_load_finds_the_only_run_and_lists_several(untrained, tmp_path, monkeypa
         model_lib.load(tmp_path / "run")
 
 
-def test_trained_with_names_the_encoders_of_photographs(untrained):
-    known = model_lib.trained_with(trained_on(untrained, name="coco"))
-    assert known == {"x": {"name": "efficientnet-lite2"}, "y": {"name": "all-minilm-l6-v2"}}
-
-
-def test_trained_with_reads_the_encoders_of_paired_files(untrained, tmp_path):
-    row = [extraction.Row("a", "a")]
-    x, y = (
-        extraction.Embeddings(np.ones((1, 3)), row, {"encoder": {"name": name}})
-        for name in ("dinov3-vitl16", "bert")
-    )
-    extraction.write(tmp_path, {}, x, y)
-    files = {"x": str(tmp_path / "x.npy"), "y": str(tmp_path / "y.npy")}
-    known = model_lib.trained_with(trained_on(untrained, name="files", files=files))
-    assert known["x"]["name"] == "dinov3-vitl16" and known["y"]["name"] == "bert"
-
-
-def test_load_encoder_asks_for_the_encoder_of_unknown_files(untrained, tmp_path):
-    unknown = trained_on(untrained, name="files", files={"x": f"{tmp_path}/x.npy"})
-    for one in (aligner.Aligner(untrained.heads, {}), unknown):
-        assert model_lib.trained_with(one) is None
-        with pytest.raises(checks.InputError, match=r"y_encoder .*--y_encoder=NAME"):
-            model_lib.load_encoder(one, "y", None, None)
+def test_load_encoder_asks_for_an_unknown_encoder(untrained):
+    unknown = aligner.Aligner(untrained.heads, {"settings": {"data": {"name": "files"}}})
+    with pytest.raises(checks.InputError, match=r"y_encoder .*--y_encoder=NAME"):
+        model_lib.load_encoder(unknown, "y", None, None)
 
 
 # --- the command --------------------------------------------------------------------------------
@@ -320,7 +298,7 @@ def test_search_lists_texts_and_rejects_bad_options(options, images, tmp_path, c
 
 
 def test_thumbnail_shows_transparent_pictures_on_white():
-    shown = report.thumbnail(PIL.Image.new("RGBA", (900, 5), (255, 0, 0, 0)), "a <b>")
+    shown = markup.thumbnail(PIL.Image.new("RGBA", (900, 5), (255, 0, 0, 0)), "a <b>")
     assert "alt='a &lt;b&gt;'" in shown
     content = base64.b64decode(shown.partition("base64,")[2].removesuffix("'>"))
     picture = items.picture(content)

@@ -23,15 +23,13 @@ import PIL.Image
 import pytest
 import scipy.stats
 import toy_encoders
-from ml_collections.config_dict import FrozenConfigDict
 
 from experiments import config as config_lib
-from experiments import pages, serve, web
 from experiments import run as run_lib
 from experiments.configs import files as files_config
-from experiments.extract import datasets, extraction
-from experiments.extract import model as model_lib
-from sotalign_jax import aligner, checks
+from sotalign_jax import aligner, checks, serve
+from sotalign_jax.search import datasets, extraction, pages, web
+from sotalign_jax.search import model as model_lib
 
 COLOURS = {"red": (220, 30, 30), "green": (30, 200, 40), "blue": (30, 40, 220)}
 
@@ -113,7 +111,7 @@ def test_start_page_suggests_unseen_captions_and_pictures(folder, site, ask):
     assert status == 200 and error == "" and "Search 72 pictures" in page
     links = re.findall(r"<li><a class='button' href='/\?q=(.*?)'", page)
     suggested = {urllib.parse.unquote_plus(link) for link in links}
-    test = json.loads((folder / "files" / "test_rows.json").read_text())["y"]
+    test = json.loads((folder / "files" / "test_y.ids.json").read_text())["texts"]
     assert len(links) == len(suggested) == serve.EXAMPLES and suggested <= set(test)
     assert len(re.findall(r"<a href='/\?like=", page)) == pages.MOSAIC
 
@@ -296,16 +294,6 @@ def test_uploads_are_decoded_one_after_another_and_block_no_search(site):
         assert not upload.done()
         go_on.set()
         assert upload.result().status == 200
-
-
-def test_training_pairs_is_none_if_the_file_is_missing(site, capsys):
-    settings = config_lib.plain(FrozenConfigDict(site.model.aligner.info["settings"]))
-    settings["data"]["files"]["x"] = "gone.npy"
-    gone = aligner.Aligner(site.model.aligner.heads, {"settings": settings})
-    assert serve.training_pairs(gone, "x") is None and "gone.npy" in capsys.readouterr().err
-    photographs = {"settings": {"data": {"name": "coco"}}}
-    assert serve.training_pairs(aligner.Aligner(gone.heads, photographs), "x") is None
-    assert capsys.readouterr().err == ""
 
 
 def test_server_answers_mixed_and_hostile_requests(server, capfd):

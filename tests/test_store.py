@@ -14,7 +14,7 @@ import textwrap
 import pytest
 
 from experiments import photos, store
-from sotalign_jax import checks
+from sotalign_jax import checks, storage
 
 ROOT = pathlib.Path(__file__).parents[1]
 SPECS = [{"number": number} for number in range(4)]
@@ -55,7 +55,7 @@ def test_fingerprint_depends_on_content_only(tmp_path):
 
 
 def test_fingerprint_of_a_large_file_depends_on_its_time(tmp_path, monkeypatch):
-    monkeypatch.setattr(store, "DIGESTED", 3)
+    monkeypatch.setattr(storage, "DIGESTED", 3)
     (tmp_path / "a").write_bytes(b"rows")
     before = store.fingerprint(tmp_path / "a")
     os.utime(tmp_path / "a", ns=(1, 1))
@@ -196,9 +196,9 @@ def test_fill_postpones_results_locked_by_another_process(kept):
 
 def test_lock_excludes_others(tmp_path):
     path = tmp_path / "run" / "lock"
-    with store.lock(path), pytest.raises(BlockingIOError), store.lock(path, wait=False):
+    with storage.lock(path), pytest.raises(BlockingIOError), storage.lock(path, wait=False):
         pytest.fail("both hold it")
-    with store.lock(path, wait=False):
+    with storage.lock(path, wait=False):
         pass
 
 

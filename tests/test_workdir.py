@@ -21,7 +21,7 @@ import pytest
 from flax import nnx
 
 from experiments import workdir
-from sotalign_jax import checks, training
+from sotalign_jax import checks, storage, training
 
 
 def test_workdir_doctests_pass():
@@ -40,31 +40,31 @@ def test_write_json_replaces_files_atomically(tmp_path):
         workdir.write_json(path, {"a": math.nan})
 
     def interrupted():
-        with workdir.replacing(path) as file:
+        with storage.replacing(path) as file:
             file.write(b"part")
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
         interrupted()
-    assert workdir.read_json(path) == value and os.listdir(tmp_path) == ["x.json"]
+    assert storage.read_json(path) == value and os.listdir(tmp_path) == ["x.json"]
 
 
 def test_read_json_names_missing_and_damaged_files(tmp_path):
     path = tmp_path / "config.json"
     with pytest.raises(checks.InputError, match=r"config\.json"):
-        workdir.read_json(path)
+        storage.read_json(path)
     for text in ('{"seed": 1, "ste', "null", "[]", "3"):
         path.write_text(text)
         with pytest.raises(checks.InputError, match=r"config\.json") as caught:
-            workdir.read_json(path)
+            storage.read_json(path)
         assert "\n" not in str(caught.value)
 
 
 def test_environment_is_json_with_package_versions():
-    environment = json.loads(json.dumps(workdir.environment()))
+    environment = json.loads(json.dumps(storage.environment()))
     assert environment["packages"]["numpy"] == np.__version__
     assert environment["devices"] and environment["backend"] in environment["devices"][0]
-    root = pathlib.Path(workdir.__file__).parents[1]
+    root = pathlib.Path(storage.__file__).parents[1]
     head = ["git", "-C", str(root), "rev-parse", "HEAD"]
     known = subprocess.run(head, capture_output=True, text=True, check=False)
     if (root / ".git").exists() and known.returncode == 0:
@@ -186,27 +186,27 @@ def overwrite(path, place):
 
 
 def test_fingerprint_is_json_and_unchanged(file):
-    recorded = workdir.fingerprint(file)
+    recorded = storage.fingerprint(file)
     assert json.loads(json.dumps(recorded)) == recorded
     assert recorded["bytes"] == 256 and recorded["modified"] == file.stat().st_mtime_ns
-    assert workdir.changed(recorded, file) is None
+    assert storage.changed(recorded, file) is None
 
 
 def test_changed_detects_content_size_and_missing_file(file):
-    recorded = workdir.fingerprint(file)
+    recorded = storage.fingerprint(file)
     overwrite(file, 77)
-    assert "x.npy" in workdir.changed(recorded, file)
+    assert "x.npy" in storage.changed(recorded, file)
     file.write_bytes(b"short")
-    assert "x.npy has 5 bytes but had 256" in workdir.changed(recorded, file)
+    assert "x.npy has 5 bytes but had 256" in storage.changed(recorded, file)
     file.unlink()
-    assert "x.npy cannot be read" in workdir.changed(recorded, file)
+    assert "x.npy cannot be read" in storage.changed(recorded, file)
 
 
 def test_changed_ignores_rewritten_equal_content(file):
-    recorded = workdir.fingerprint(file)
+    recorded = storage.fingerprint(file)
     file.write_bytes(bytes(range(256)))
     os.utime(file, ns=(0, 0))
-    assert workdir.changed(recorded, file) is None
+    assert storage.changed(recorded, file) is None
 
 
 def test_fingerprint_does_not_wait_for_a_fifo(tmp_path):
@@ -215,7 +215,7 @@ def test_fingerprint_does_not_wait_for_a_fifo(tmp_path):
 
     def read():
         try:
-            workdir.fingerprint(tmp_path / "a.jpg")
+            storage.fingerprint(tmp_path / "a.jpg")
         except OSError as error:
             found.append(str(error))
 
@@ -227,28 +227,28 @@ def test_fingerprint_does_not_wait_for_a_fifo(tmp_path):
 
 
 def test_changed_reports_a_file_that_became_a_device(file):
-    recorded = workdir.fingerprint(file)
+    recorded = storage.fingerprint(file)
     file.unlink()
     file.symlink_to("/dev/null")
-    assert "x.npy is not a regular file" in workdir.changed(recorded, file)
-    assert workdir.changed({}, file) is None
+    assert "x.npy is not a regular file" in storage.changed(recorded, file)
+    assert storage.changed({}, file) is None
 
 
 def test_changed_of_an_unreadable_file_until_it_exists(tmp_path, file):
-    assert workdir.changed({}, tmp_path / "gone") is None
-    assert "x.npy" in workdir.changed({}, file)
+    assert storage.changed({}, tmp_path / "gone") is None
+    assert "x.npy" in storage.changed({}, file)
     with pytest.raises(OSError, match="gone"):
-        workdir.fingerprint(tmp_path / "gone")
+        storage.fingerprint(tmp_path / "gone")
 
 
 def test_changed_detects_rewritten_large_files_by_time(tmp_path):
     path = tmp_path / "large.npy"
     with path.open("wb") as file:
-        file.truncate(workdir.DIGESTED + 1)  # a sparse file
-    recorded = workdir.fingerprint(path)
-    assert workdir.changed(recorded, path) is None
+        file.truncate(storage.DIGESTED + 1)  # a sparse file
+    recorded = storage.fingerprint(path)
+    assert storage.changed(recorded, path) is None
     overwrite(path, 0)
-    assert "large.npy was modified" in workdir.changed(recorded, path)
+    assert "large.npy was modified" in storage.changed(recorded, path)
 
 
 # --- metrics -----------------------------------------------------------------------------------
@@ -442,7 +442,7 @@ def test_recorder_and_write_json_on_full_disk_keep_old_files(tmp_path):
     # A file size limit replaces a full disk: the operating system refuses the write.
     run = subprocess.run(
         [sys.executable, "-c", textwrap.dedent(FULL_DISK), str(tmp_path)],
-        cwd=pathlib.Path(workdir.__file__).parents[1],
+        cwd=pathlib.Path(storage.__file__).parents[1],
         capture_output=True,
         text=True,
         check=True,
@@ -450,7 +450,7 @@ def test_recorder_and_write_json_on_full_disk_keep_old_files(tmp_path):
     checkpoint, file = run.stdout.splitlines()
     assert "step 2" in checkpoint and "File too large" in checkpoint
     assert "File too large" in file and str(tmp_path / "x.json") in file
-    assert workdir.read_json(tmp_path / "x.json") == {"a": 1}
+    assert storage.read_json(tmp_path / "x.json") == {"a": 1}
     with _recorder(tmp_path) as recorder:
         found = recorder.resume({"x": np.zeros(1000)})
         recorder.snapshot(2, found)
@@ -473,7 +473,7 @@ def test_recorder_removes_a_checkpoint_that_a_kill_left(tmp_path):
 def test_locked_removes_files_that_a_kill_left(tmp_path):
     for name in (".report.html.1.tmp", ".report.html.1.2.tmp", ".kept.tmp"):
         (tmp_path / name).write_text("<html>")
-    with workdir.locked(tmp_path, wait=True):
+    with storage.locked(tmp_path, wait=True):
         assert sorted(os.listdir(tmp_path)) == [".kept.tmp", ".lock"]
 
 

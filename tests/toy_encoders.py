@@ -5,7 +5,7 @@ import pathlib
 
 import numpy as np
 
-from experiments.extract import encoders
+from sotalign_jax.search import encoders
 
 WIDTH = 64
 
@@ -61,7 +61,7 @@ def _small(image):
 
 
 def _run():
-    from experiments.extract import datasets, extraction, shards
+    from sotalign_jax.search import datasets, extraction, shards
 
     extraction.extract(
         datasets.open_dataset("folder", pathlib.Path(_ROOT.value)),
@@ -77,7 +77,7 @@ def _run():
 if __name__ == "__main__":
     from absl import flags
 
-    from experiments import cli
+    from sotalign_jax.search import cli
 
     _ROOT = flags.DEFINE_string("root", None, "Folder of pictures.")
     _OUT = flags.DEFINE_string("out", None, "Folder for embeddings.")

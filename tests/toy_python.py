@@ -5,7 +5,7 @@ import sys
 
 import toy_encoders
 
-from experiments.extract import encoders
+from sotalign_jax.search import encoders
 
 
 def load(name, **_):

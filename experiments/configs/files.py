@@ -7,7 +7,7 @@ r"""Trains CCA, SAIL, SOTAlign and `align` on your own embeddings. Row i of x ma
         --config.data.files.test_x=test_images.npy --config.data.files.test_y=test_texts.npy
 
 `from=FOLDER` reads x.npy, y.parquet, test_x.npz and so on from a folder, such as one written by
-`experiments.pair`. If the folder has an unpaired_x or unpaired_y file, all rows of x and y are
+`sotalign_jax.pair`. If the folder has an unpaired_x or unpaired_y file, all rows of x and y are
 pairs. Without val and test files, a tenth of the rows is held out for validation and a fifth for
 the test.
 `--config.data.n_pairs` rows are pairs. The pools are the rest: one half of it for x, the other half

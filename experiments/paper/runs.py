@@ -15,8 +15,8 @@ from experiments import config as config_lib
 from experiments import paper, run, workdir
 from experiments.paper.panels import Panel, Place, Settings
 from experiments.paper.sources import MAIN, Data, Photographs, Sources
-from experiments.store import Results, Spec, Store, key_of, lock
-from sotalign_jax import checks, data, diagnostics, evaluation, heads, recipe
+from experiments.store import Results, Spec, Store, key_of
+from sotalign_jax import checks, data, diagnostics, evaluation, heads, recipe, storage
 
 SCALES = ("quick", "full", "paper")
 ARMS = ("unrolled scan", "ott-jax implicit", "ours, from K")
@@ -136,8 +136,8 @@ def fill(store: Store, sources: Sources, panels: Iterable[Panel]) -> dict[str, s
         Error messages of failed cells, by key.
     """
     folder = store.path.parent
-    with lock(folder / "lock"):
-        workdir.write_json(folder / "environment.json", workdir.environment())
+    with storage.lock(folder / "lock"):
+        workdir.write_json(folder / "environment.json", storage.environment())
     # Runs of the same shapes share compiled programs, also between processes.
     jax.config.update("jax_compilation_cache_dir", str(folder / "compiled"))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.5)

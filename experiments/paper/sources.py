@@ -12,8 +12,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from experiments import paper, photos, store, workdir
-from sotalign_jax import checks, data, files
+from experiments import paper, photos, store
+from sotalign_jax import checks, data, files, storage
 
 MAIN = "main"
 # Bounds of the shares in `place`. docs/results/V3.md tests them on twelve pools.
@@ -215,7 +215,7 @@ class Files:
             InputError: A source or a field is unknown or missing, or a file does not exist.
         """
         path = pathlib.Path(path).expanduser()
-        given = workdir.read_json(path)
+        given = storage.read_json(path)
         if not isinstance(given, dict):
             raise checks.InputError(f"files: {path} must hold {{source: {{field: path}}}}")
         return cls({name: _checked(name, v, path.resolve().parent) for name, v in given.items()})

@@ -9,7 +9,6 @@ import concurrent.futures
 import contextlib
 import dataclasses
 import functools
-import hashlib
 import itertools
 import multiprocessing
 import pathlib
@@ -22,9 +21,8 @@ from typing import Any
 
 import numpy as np
 
-from experiments import workdir
-from experiments.extract.items import Item
-from sotalign_jax import checks
+from sotalign_jax import checks, storage
+from sotalign_jax.search.items import Item
 
 CHUNK = {"text": 64, "image": 1, "audio": 1}
 """Items that a thread takes at once. One text takes less time than handing it over."""
@@ -47,9 +45,9 @@ def identify(origin: pathlib.Path | str) -> dict[str, Any]:
     """Returns the fingerprint of a file or the digest of a text. Unreadable files have {}."""
     if isinstance(origin, str):
         text = origin.encode("utf-8", "surrogatepass")
-        return {"digest": hashlib.blake2b(text, digest_size=16).hexdigest()}
+        return {"digest": storage.digest(text)[:32]}
     try:
-        return workdir.fingerprint(origin)
+        return storage.fingerprint(origin)
     except OSError:  # loading the item will fail, too, and record the reason
         return {}
 

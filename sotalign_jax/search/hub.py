@@ -13,9 +13,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from experiments.extract import items
-from experiments.extract.items import Item, Sound, Source
 from sotalign_jax import checks
+from sotalign_jax.search import items
+from sotalign_jax.search.items import Item, Sound, Source
 
 TEXT_COLUMNS = ("caption", "text", "title", "sentence", "transcription", "captions")
 """Columns of texts to prefer if there are several."""

@@ -23,13 +23,10 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent import futures
 from typing import Any, NamedTuple
 
-import numpy as np
-
-from experiments import report, web
-from experiments.extract import items
-from experiments.extract import model as model_lib
-from experiments.web import Response
 from sotalign_jax import checks
+from sotalign_jax.search import items, markup, web
+from sotalign_jax.search import model as model_lib
+from sotalign_jax.search.web import Response
 
 PAGE = pathlib.Path(__file__).with_name("serve.html")
 API = pathlib.Path(__file__).with_name("serve_api.json")
@@ -41,8 +38,6 @@ MOST = 200
 """Most results of a request, unless --top is larger."""
 MOSAIC = 24
 """Number of pictures on the start page."""
-SAME = 0.9999
-"""Cosine above which two embeddings are of the same picture. Batching changes it by about 1e-6."""
 
 _one_thread = functools.partial(futures.ThreadPoolExecutor, 1)
 
@@ -88,7 +83,7 @@ class Site:
         model: Model with the pictures indexed.
         images: Folder of the pictures.
         caption: Function that returns a picture's caption by its name, or "".
-        pairs: Unit embeddings of the captioned training pictures, or None if unknown.
+        captioned: Names of the pictures that were trained on with a caption, or None if unknown.
         typical: Mean and standard deviation of the scores of text queries. The key is True for
             calibrated scores.
         top: Number of results.
@@ -100,7 +95,7 @@ class Site:
     model: model_lib.Model
     images: pathlib.Path
     caption: Callable[[str], str]
-    pairs: np.ndarray | None
+    captioned: frozenset[str] | None
     typical: dict[bool, tuple[float, float] | None]
     top: int
     examples: Sequence[str] = ()
@@ -220,16 +215,15 @@ class Site:
         except checks.InputError as error:
             status = 404 if isinstance(error, Missing) else 400
             return _json({"error": str(error)}, status)
-        seen = self._captioned([hit.row for hit in hits])
         results = [
             {
                 "name": hit.id,
                 "score": round(hit.score, 6),
                 "caption": self.caption(hit.id),
-                "captioned_in_training": known,
+                "captioned_in_training": self._seen(hit.id),
                 "picture": f"/large/{_quoted(hit.id)}",
             }
-            for hit, known in zip(hits, seen, strict=True)
+            for hit in hits
         ]
         return _json({"pictures": self.count, "results": results})
 
@@ -255,8 +249,7 @@ class Site:
         note = f"The best {len(hits)} of {self.count} in {time.perf_counter() - began:.2f} s."
         if all(match.words == WEAK for match in matches):
             note += " No picture matches clearly; try other words."
-        seen = self._captioned([hit.row for hit in hits])
-        cards = "".join(map(self._card, hits, matches, seen))
+        cards = "".join(map(self._card, hits, matches))
         shown = f"{query.above}<p class='small'>{note}</p><div class='cards'>{cards}</div>"
         if len(hits) == query.k < min(self.count, self.most):
             further = urllib.parse.urlencode(
@@ -356,18 +349,15 @@ class Site:
         words = [STRONG if level > 2 else POSSIBLE if level > 1 else WEAK for level in levels]
         return [Match(level / 4, word) for level, word in zip(levels, words, strict=True)]
 
-    def _captioned(self, rows: list[int]) -> list[bool | None]:
-        """Returns True for rows that were trained on with a caption, or None if unknown."""
-        if self.pairs is None:
-            return [None] * len(rows)
-        found = unit(self.model.searched.embeddings.rows[rows])
-        return [bool(cosine > SAME) for cosine in (found @ self.pairs.T).max(axis=1)]
+    def _seen(self, name: str) -> bool | None:
+        """Returns True if a picture was trained on with a caption, or None if unknown."""
+        return None if self.captioned is None else name in self.captioned
 
-    def _card(self, hit: model_lib.Hit, match: Match, seen: bool | None) -> str:
+    def _card(self, hit: model_lib.Hit, match: Match) -> str:
         caption, name = html.escape(self.caption(hit.id)), html.escape(hit.id)
         address = _quoted(hit.id)
         told = "The picture and its caption were used in training"
-        badge = f"<span class='badge' title='{told}'>captioned</span>" if seen else ""
+        badge = f"<span class='badge' title='{told}'>captioned</span>" if self._seen(hit.id) else ""
         filled = 100 * min(max(match.bar, 0.02), 1)
         return f"""<figure><a class='open' href='/large/{address}'><img alt='{caption or name}'
             src='/picture/{address}' loading='lazy'>{badge}</a><figcaption>
@@ -401,7 +391,7 @@ def _shrink(path: pathlib.Path, size: int) -> Response:
 def _read_upload(content: bytes) -> tuple[Any, str]:
     """Returns a picture and the HTML of its thumbnail."""
     picture = items.oriented(content, memory=MEMORY)
-    return picture, report.thumbnail(picture, "the picture searched for")
+    return picture, markup.thumbnail(picture, "the picture searched for")
 
 
 def _quoted(name: str) -> str:
@@ -411,9 +401,3 @@ def _quoted(name: str) -> str:
 
 def _json(value: Any, status: int = 200) -> Response:
     return Response(json.dumps(value).encode(), "application/json", status)
-
-
-def unit(rows: np.ndarray) -> np.ndarray:
-    """Scales rows to unit length in float32."""
-    rows = np.asarray(rows, np.float32)
-    return rows / np.linalg.norm(rows, axis=1, keepdims=True)

@@ -17,8 +17,7 @@ from typing import Any, BinaryIO, NamedTuple
 
 import numpy as np
 
-from experiments import store, workdir
-from sotalign_jax import checks
+from sotalign_jax import checks, storage
 
 EMBEDDINGS, ROWS = "embeddings.npy", "rows.jsonl"
 SKIPPED, INPUTS = "skipped.jsonl", "inputs.jsonl"
@@ -126,13 +125,13 @@ class Files:
                 complete(self._finished_shape())
             (self.out / PROGRESS).unlink(missing_ok=True)
             shutil.rmtree(self.out / PARTS, ignore_errors=True)
-            workdir.remove_temporary(self.out)
+            storage.remove_temporary(self.out)
 
     def _saved(self) -> dict[str, Any]:
         if (self.out / METADATA).exists():
             return {"items": self.total}
         if (self.out / PROGRESS).exists():
-            saved: dict[str, Any] = workdir.read_json(self.out / PROGRESS)
+            saved: dict[str, Any] = storage.read_json(self.out / PROGRESS)
             return saved
         return {"items": 0, "bytes": dict.fromkeys(GROWING, 0)}
 
@@ -145,7 +144,7 @@ class Files:
         rows = [record.row for record in records if record.row is not None]
         kept = [n for n, record in enumerate(records) if record.row is not None]
         self._part(shard).parent.mkdir(exist_ok=True)
-        with workdir.replacing(self._part(shard)) as file:
+        with storage.replacing(self._part(shard)) as file:
             stored = np.array(rows, self.dtype)
             np.savez(file, told=np.array(json.dumps(told)), rows=stored, kept=np.array(kept))
 
@@ -181,7 +180,7 @@ class Files:
             sizes = {name: file.tell() for name, file in growing.items()}
         self._read = sizes[ROWS]
         items = saved["items"] + len(records)
-        workdir.write_json(self.out / PROGRESS, {"items": items, "bytes": sizes})
+        storage.write_json(self.out / PROGRESS, {"items": items, "bytes": sizes})
 
     def _append_one(self, record: Record, growing: Mapping[str, BinaryIO]) -> None:
         def line(name: str, **values: Any) -> None:
@@ -226,7 +225,7 @@ def lock(out: pathlib.Path, here: Process) -> Lock:
     """Returns the lock of a folder that several processes write to. One alone holds it already."""
     if here.world == 1:
         return contextlib.nullcontext
-    return functools.partial(store.lock, out / workdir.LOCK)
+    return functools.partial(storage.lock, out / storage.LOCK)
 
 
 def adopt(out: pathlib.Path) -> None:

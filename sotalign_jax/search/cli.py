@@ -11,10 +11,14 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
-from absl import flags, logging
 
-from experiments import distributed
 from sotalign_jax import checks
+
+try:
+    from absl import flags as flags  # the commands import them from here
+    from absl import logging
+except ModuleNotFoundError:
+    sys.exit(f"error: {checks.not_installed('absl-py', extra='extract')}")
 
 
 class _PathParser(flags.ArgumentParser[pathlib.Path]):
@@ -53,7 +57,12 @@ def workdir() -> pathlib.Path:
     return pathlib.Path(_WORKDIR.value).expanduser()
 
 
-def run(command: Callable[[], None], *, choices: Mapping[str, Sequence[str]] | None = None) -> None:
+def run(
+    command: Callable[[], None],
+    *,
+    choices: Mapping[str, Sequence[str]] | None = None,
+    initialize: Callable[[], None] | None = None,
+) -> None:
     """Parses the flags in sys.argv and runs a command.
 
     --help prints the docstring of the command's module, `choices` and the flags. Errors that the
@@ -62,6 +71,7 @@ def run(command: Callable[[], None], *, choices: Mapping[str, Sequence[str]] | N
     Args:
         command: Function to run.
         choices: Values to list in --help, by title.
+        initialize: Function to call first, once the flags are parsed.
 
     Raises:
         SystemExit: The command failed or was interrupted. The exit code is 1.
@@ -70,7 +80,7 @@ def run(command: Callable[[], None], *, choices: Mapping[str, Sequence[str]] | N
         if {"--help", "-help", "-h", "--helpfull", "--helpshort"} & set(sys.argv[1:]):
             print(_help(command, choices or {}))
         else:
-            _start(command)
+            _start(command, initialize)
         print(end="", flush=True)  # a closed pipe must raise here, not while Python exits
     except BrokenPipeError:  # a reader such as `head` has closed the pipe
         # Python flushes stdout once more when it exits, and would print another error.
@@ -101,7 +111,7 @@ def keep_programs() -> None:
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.3)
 
 
-def _start(command: Callable[[], None]) -> None:
+def _start(command: Callable[[], None], initialize: Callable[[], None] | None) -> None:
     logging.set_verbosity(logging.WARNING)
     keep_programs()
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # stop cleanly, as on ctrl-C
@@ -111,11 +121,8 @@ def _start(command: Callable[[], None]) -> None:
         sys.exit(f"error: {_explain(error)}")
     if len(rest) > 1:
         raise checks.InputError(f"unexpected argument {rest[1]!r}; see --help")
-    distributed.initialize()
-    if "JAX_COMPILATION_CACHE_DIR" not in os.environ and jax.default_backend() != "cpu":
-        # Programs for accelerators take minutes to compile, so the next run reuses them.
-        cache = os.environ.get("XDG_CACHE_HOME") or pathlib.Path.home() / ".cache"
-        jax.config.update("jax_compilation_cache_dir", f"{cache}/sotalign_jax")
+    if initialize is not None:
+        initialize()
     command()
 
 

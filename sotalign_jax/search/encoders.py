@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-import hashlib
 import importlib.metadata
 import pathlib
 from collections.abc import Callable, Mapping, Sequence
@@ -10,9 +9,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from experiments import workdir
-from experiments.extract.items import Sound, on_white, require
-from sotalign_jax import checks
+from sotalign_jax import checks, storage
+from sotalign_jax.search.items import Sound, on_white, require
 
 Tensor = Any
 """Torch tensor. Its type cannot be named, because torch is optional."""
@@ -21,7 +19,7 @@ Tensor = Any
 CPU_TOKENS, GPU_TOKENS = 1024, 4096
 """Tokens of a batch of texts. On a CPU, activations of more do not fit its cache. Larger batches
 need more padding: 4,096 captions sorted by length 1 % with 1,024, 3 % with 4,096 and 12 % with
-16,384 tokens, while 4,096 tokens keep a GPU busy: experiments/extract/benchmark.py."""
+16,384 tokens, while 4,096 tokens keep a GPU busy: benchmarks/extract.py."""
 
 
 class Kind(NamedTuple):
@@ -166,11 +164,7 @@ def split(
 
 @functools.cache  # reading many gigabytes of weights takes a while
 def _checksum(*paths: pathlib.Path) -> str:
-    digest = hashlib.sha256()
-    for path in paths:
-        with path.open("rb") as file:
-            hashlib.file_digest(file, lambda: digest)
-    return f"sha256:{digest.hexdigest()}"
+    return f"sha256:{storage.digest(*paths)}"
 
 
 # --- models of transformers -----------------------------------------------------------------------
@@ -204,7 +198,7 @@ def _pretrained(spec: Spec, processor: str = "", own: str = "") -> Loaded:
     # "auto" splits a model between all GPUs that this process sees.
     place = "auto" if spec.device == "auto" else {"": spec.device}
     if own:
-        from experiments.extract import bidirectional
+        from sotalign_jax.search import bidirectional
 
         loading = {"revision": spec.revision, "device_map": place, **precision}
         model = bidirectional.load(spec.place, own, **loading)
@@ -236,9 +230,9 @@ def commit(spec: Spec) -> str | None:
 def _read_config(spec: Spec, name: str) -> dict[str, Any]:
     """Reads a JSON file of a model's repository."""
     if pathlib.Path(spec.place).is_dir():
-        return workdir.read_json(pathlib.Path(spec.place) / name)
+        return storage.read_json(pathlib.Path(spec.place) / name)
     download = require("huggingface_hub").hf_hub_download
-    return workdir.read_json(pathlib.Path(download(spec.place, name, revision=spec.revision)))
+    return storage.read_json(pathlib.Path(download(spec.place, name, revision=spec.revision)))
 
 
 def _mean(tokens: Tensor, mask: Tensor) -> Tensor:
@@ -284,7 +278,7 @@ def _text(spec: Spec) -> Encoder:
 
 def _nemotron(spec: Spec) -> Encoder:
     """Loads llama-embed-nemotron-8b, a Llama decoder with bidirectional attention."""
-    from experiments.extract import bidirectional
+    from sotalign_jax.search import bidirectional
 
     loaded = _pretrained(spec, "AutoTokenizer", own="llama_bidirec")
 

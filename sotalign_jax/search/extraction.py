@@ -15,23 +15,24 @@ do several processes that share it, see `shards`.
 
 import contextlib
 import itertools
+import json
 import pathlib
 import shutil
 import sys
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from experiments import workdir
-from experiments.extract import shards
-from experiments.extract.encoders import Encoder
-from experiments.extract.items import Item, Source
-from experiments.extract.reading import Prepared, Reader, identify
-from experiments.extract.shards import Process, Record
-from sotalign_jax import checks, duplicates, files
+from sotalign_jax import checks, duplicates, files, storage
 from sotalign_jax import data as data_lib
+from sotalign_jax.progress import Progress
+from sotalign_jax.search import shards
+from sotalign_jax.search.encoders import Encoder
+from sotalign_jax.search.items import Item, Source
+from sotalign_jax.search.reading import Prepared, Reader, identify
+from sotalign_jax.search.shards import Process, Record
 
 AUDIO_WINDOW = 16
 """Number of batches of sounds that are sorted by length together. Texts are sorted by shard."""
@@ -101,15 +102,15 @@ def extract(
     metadata = {"format": 2, "encoder": encoder.describe(), "data": data, "dtype": dtype}
     here = process or Process()
     lock = shards.lock(out, here)
-    workdir.open_run(out, {**metadata, "shard_size": shard_size})
-    with workdir.only_process(out) if here.world == 1 else contextlib.nullcontext():
+    storage.open_folder(out, {**metadata, "shard_size": shard_size})
+    with storage.locked(out) if here.world == 1 else contextlib.nullcontext():
         with lock():
             old = _opened(items, out, here, title or str(out))
         growing = shards.Files(out / shards.NEXT if old else out, dtype, shard_size, total, lock)
 
         def complete(shape: list[int]) -> None:
             done = metadata | {"data": {**data, "items": total}, "shape": shape, "count": shape[0]}
-            workdir.write_json(growing.out / shards.METADATA, {**done, "skipped": total - shape[0]})
+            storage.write_json(growing.out / shards.METADATA, {**done, "skipped": total - shape[0]})
 
         if old or not (out / shards.METADATA).exists():
             count = 0 if encoder.modality == "text" else processes
@@ -120,7 +121,7 @@ def extract(
         with lock():
             shards.adopt(out)
     done = (out / shards.METADATA).exists() and not (out / shards.NEXT).exists()
-    return workdir.read_json(out / shards.METADATA) if done else None
+    return storage.read_json(out / shards.METADATA) if done else None
 
 
 def _listed(
@@ -188,7 +189,7 @@ def load(folder: pathlib.Path) -> Embeddings:
     if not (folder / shards.METADATA).exists():
         remedy = "check the path, or run the extraction again to finish it"
         raise checks.InputError(f"{folder} holds no finished extraction; {remedy}")
-    metadata = workdir.read_json(folder / shards.METADATA)
+    metadata = storage.read_json(folder / shards.METADATA)
     rows = np.load(folder / shards.EMBEDDINGS, mmap_mode="r")
     origins = [Row(**record) for record in shards.read_lines(folder / shards.ROWS)]
     if list(rows.shape) != metadata["shape"] or len(origins) != len(rows):
@@ -212,7 +213,7 @@ def difference(items: Iterator[Item], out: pathlib.Path) -> str | None:
     """
     finished, seen = (out / shards.METADATA).exists(), None
     begun = not finished and (out / shards.PROGRESS).exists()
-    done = workdir.read_json(out / shards.PROGRESS)["items"] if begun else None
+    done = storage.read_json(out / shards.PROGRESS)["items"] if begun else None
     lines = shards.read_lines(out / shards.INPUTS) if finished or begun else iter(())
     for item, old in itertools.zip_longest(items, itertools.islice(lines, done)):
         if old is None:
@@ -232,7 +233,7 @@ def difference(items: Iterator[Item], out: pathlib.Path) -> str | None:
 def _changed(item: Item, origin: dict[str, Any]) -> str | None:
     """Compares an item with its recorded origin. Returns the change in a few words, or None."""
     if isinstance(item.origin, pathlib.Path):
-        return workdir.changed(origin, item.origin)
+        return storage.changed(origin, item.origin)
     return None if identify(item.origin) == origin else f"{item.id!r} has another text"
 
 
@@ -299,9 +300,9 @@ def _embed(
     total = sum(min(size, growing.total - n * size) for n in range(here.rank, count, here.world))
     left = sum(min(size, growing.total - n * size) for n in own)
     title = "extract" if here.world == 1 else f"extract (process {here.rank + 1} of {here.world})"
-    options = {"initial": total - left, "unit": f"{encoder.modality} rows", "rate": True}
+    unit = f"{encoder.modality} rows"
     wanted, number = set(own), 0
-    with workdir.Progress(total, title, **options) as bar:
+    with Progress(total, title, initial=total - left, unit=unit, rate=True) as bar:
         while shard := list(itertools.islice(items, size)):
             if number in wanted:
                 kept = {n: old.record(item) for n, item in enumerate(shard)} if old else {}
@@ -313,7 +314,7 @@ def _embed(
 
 
 def _embed_shard(
-    items: list[Item], encoder: Encoder, dtype: str, reader: Reader, bar: workdir.Progress
+    items: list[Item], encoder: Encoder, dtype: str, reader: Reader, bar: Progress
 ) -> list[Record]:
     """Embeds the items of a shard."""
     sizes = {"text": len(items) or 1, "audio": AUDIO_WINDOW * encoder.batch_size}
@@ -342,7 +343,7 @@ def _embed_shard(
 
 
 def _take_rows(
-    batch: list[Prepared], finish: Callable[[], np.ndarray], dtype: str, bar: workdir.Progress
+    batch: list[Prepared], finish: Callable[[], np.ndarray], dtype: str, bar: Progress
 ) -> None:
     """Waits for the embeddings of a batch, and stores them or the reason to skip them."""
     with np.errstate(over="ignore"):  # rows that overflow are skipped below
@@ -360,8 +361,8 @@ def _take_rows(
 # --- joining two extractions into files for experiments.main --------------------------------------
 
 PARTS = ("train", "val", "test", "split", "zero_shot")
-ENCODERS, TEST = "encoders.json", "test_rows.json"
-"""Files beside the training files: encoders for search, and test rows for reports."""
+ENCODERS = "encoders.json"
+"""File with the descriptions of both encoders, beside the training files."""
 BLOCK = 65_536
 """Number of rows that are written at a time, because arrays may be larger than memory."""
 
@@ -512,19 +513,20 @@ def write(out: pathlib.Path, arrays: Arrays, x: Embeddings, y: Embeddings) -> No
     """
     out.mkdir(parents=True, exist_ok=True)
     encoders = {"x": x.metadata["encoder"], "y": y.metadata["encoder"]}
-    if (out / ENCODERS).exists() and workdir.read_json(out / ENCODERS) != encoders:
+    if (out / ENCODERS).exists() and storage.read_json(out / ENCODERS) != encoders:
         text = f"workdir {out} has files of other encoders (see {ENCODERS})"
         raise checks.InputError(f"{text}; choose another --workdir")
     names = [f"{name}.npy" for name in ("unpaired_x", "unpaired_y", *arrays)]
     if not (out / ENCODERS).exists() and (own := [n for n in names if (out / n).exists()]):
         text = f"workdir {out} holds {own[0]}, which another command wrote"
         raise checks.InputError(f"{text}; choose another --workdir")
-    workdir.write_json(out / ENCODERS, encoders)
+    storage.write_json(out / ENCODERS, encoders)
     # An earlier pool may contain rows that are pairs now.
     for name in ("unpaired_x", "unpaired_y") if "x" in arrays else ():
-        (out / f"{name}.npy").unlink(missing_ok=True)
+        for former in (out / f"{name}.npy", ids_file(out / f"{name}.npy")):
+            former.unlink(missing_ok=True)
     for name, array in arrays.items():
-        with workdir.replacing(out / f"{name}.npy") as file:
+        with storage.replacing(out / f"{name}.npy") as file:
             if isinstance(array, np.ndarray):
                 np.save(file, array)
                 continue
@@ -532,9 +534,52 @@ def write(out: pathlib.Path, arrays: Arrays, x: Embeddings, y: Embeddings) -> No
             shards.write_header(file, rows.dtype, (len(chosen), rows.shape[1]))
             for start in range(0, len(chosen), BLOCK):
                 file.write(rows[chosen[start : start + BLOCK]].data)
-    if "test_x" in arrays:
-        tests = {side: arrays[f"test_{side}"] for side in "xy"}
-        kept = {side: [of.origins[row] for row in chosen] for side, (of, chosen) in tests.items()}
-        noted = {"x": [row.id for row in kept["x"]], "y": [row.text or row.id for row in kept["y"]]}
-        root = pathlib.Path(x.metadata["data"].get("root", "")).absolute()
-        workdir.write_json(out / TEST, {"root": str(root), **noted})
+        _write_ids(out / f"{name}.npy", array)
+
+
+def _write_ids(path: pathlib.Path, rows: Taken) -> None:
+    """Writes the ids of an array's rows beside it, and the texts of a gallery."""
+    origins = [rows.of.origins[row] for row in rows.chosen]
+    root = pathlib.Path(rows.of.metadata["data"].get("root") or "").absolute()
+    noted: dict[str, Any] = {"root": str(root), "ids": [origin.id for origin in origins]}
+    if path.name.startswith(("val_", "test_")):
+        noted["texts"] = [origin.text for origin in origins]
+    with storage.replacing(ids_file(path)) as file:
+        file.write(json.dumps(noted).encode())
+
+
+def ids_file(path: pathlib.Path) -> pathlib.Path:
+    """Returns the file with the ids of an array's rows, such as x.ids.json beside x.npy."""
+    return path.with_suffix(".ids.json")
+
+
+class Ids(NamedTuple):
+    """Ids of an array's rows.
+
+    Attributes:
+        ids: Ids in the extraction, such as paths of pictures.
+        root: Folder that the paths are relative to.
+        texts: Texts of the rows of a gallery. They are empty if the rows are no texts.
+    """
+
+    ids: Sequence[str]
+    root: str
+    texts: Sequence[str] = ()
+
+
+def read_ids(path: str | None) -> Ids | None:
+    """Reads the ids of the rows of an array.
+
+    Args:
+        path: File of the array, or None if there is none.
+
+    Returns:
+        The ids, or None if `write` has not written the array.
+
+    Raises:
+        InputError: The file of the ids is damaged.
+    """
+    if not path:
+        return None
+    file = ids_file(pathlib.Path(files.split_key(path)[0]).expanduser())
+    return Ids(**storage.read_json(file)) if file.exists() else None

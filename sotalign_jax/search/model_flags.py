@@ -3,11 +3,9 @@
 import pathlib
 from typing import Any
 
-from absl import flags
-
-from experiments.cli import path_flag
-from experiments.extract import encoders, model
 from sotalign_jax import checks
+from sotalign_jax.search import encoders, model
+from sotalign_jax.search.cli import flags, path_flag
 
 _MODEL = path_flag("model", None, "Folder of a finished run or saved aligner.")
 IMAGES = path_flag("images", None, "Folder of pictures to search.")
@@ -26,11 +24,19 @@ _ENCODERS = [
         ("weights", "Folder with a copy of its repository."),
     )
 ]
-_DEVICE = flags.DEFINE_string(
-    "device", None, "Torch device, such as cpu or cuda. The default is the fastest."
+CAPTIONS = path_flag(
+    "captions",
+    None,
+    "CSV or JSONL file of captions. The default for a folder is a .txt file beside each picture.",
 )
-_TRUST = flags.DEFINE_bool("trust_remote_code", False, "Run code that comes with the weights.")
-_SHARED = [_MODEL, IMAGES, _INDEX, TOP, CALIBRATED, *_ENCODERS, _DEVICE, _TRUST]
+DEVICE = flags.DEFINE_string(
+    "device",
+    None,
+    "Torch device, such as cpu or cuda, or auto to split a model between GPUs. The default is the "
+    "fastest device.",
+)
+TRUST = flags.DEFINE_bool("trust_remote_code", False, "Run code that comes with the weights.")
+_SHARED = [_MODEL, IMAGES, _INDEX, TOP, CALIBRATED, *_ENCODERS, DEVICE, TRUST]
 flags.disclaim_key_flags()  # commands that use these flags list them with `declare`
 
 CHOICES = {"encoders": tuple(encoders.NAMES)}
@@ -56,5 +62,5 @@ def load(of: pathlib.Path) -> model.Model:
     """
     if _MODEL.value is None:
         raise checks.InputError("model is not set; pass --model=FOLDER")
-    named: dict[str, Any] = {flag.name: flag.value for flag in (*_ENCODERS, _DEVICE, _TRUST)}
+    named: dict[str, Any] = {flag.name: flag.value for flag in (*_ENCODERS, DEVICE, TRUST)}
     return model.load(_MODEL.value, **named).index(of, _INDEX.value)

@@ -1,7 +1,7 @@
 r"""Measures where an extraction spends its time, and what its batches gain.
 
-    python -m experiments.extract.benchmark --encoder=all-minilm-l6-v2
-    python -m experiments.extract.benchmark --encoder=efficientnet-lite2 --data=folder \
+    python -m benchmarks.extract --encoder=all-minilm-l6-v2
+    python -m benchmarks.extract --encoder=efficientnet-lite2 --data=folder \
         --root=pictures
 
 Texts are embedded in batches of 32 in their own order, in batches of 32 by their number of
@@ -23,10 +23,9 @@ import numpy as np
 import tabulate
 from absl import flags
 
-from experiments import cli
-from experiments.extract import datasets, encoders, reading, shards
-from experiments.extract.items import Item
 from sotalign_jax import checks, data
+from sotalign_jax.search import cli, datasets, encoders, reading, shards
+from sotalign_jax.search.items import Item
 
 ROUNDS = 2
 """Number of times that every arm is measured, after a first batch that is not."""

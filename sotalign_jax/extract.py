@@ -1,26 +1,24 @@
 r"""Embeds the pictures, texts or sounds of a dataset with an encoder.
 
-    python -m experiments.extract --encoder=efficientnet-lite2 --data=folder --root=pictures \
+    python -m sotalign_jax.extract --encoder=efficientnet-lite2 --data=folder --root=pictures \
         --workdir=embeddings/image
-    python -m experiments.extract --encoder=all-minilm-l6-v2 --data=folder --root=pictures \
+    python -m sotalign_jax.extract --encoder=all-minilm-l6-v2 --data=folder --root=pictures \
         --captions=captions.csv --workdir=embeddings/text
 
 Running an interrupted command again resumes it, and after items were added, changed or removed, it
 embeds only new and changed ones. Several processes, started by torchrun or srun,
 divide the items:
 
-    torchrun --nproc_per_node=8 -m experiments.extract ...
+    torchrun --nproc_per_node=8 -m sotalign_jax.extract ...
 """
 
 import os
 from typing import Any
 
 import jax
-from absl import flags
 
-from experiments import cli
-from experiments.cli import path_flag
-from experiments.extract import datasets, encoders, extraction, shards
+from sotalign_jax.search import cli, datasets, encoders, extraction, model_flags, shards
+from sotalign_jax.search.cli import flags, path_flag
 
 _ENCODER = flags.DEFINE_string("encoder", None, "Name of the encoder, see above.", required=True)
 _LOADING = (
@@ -44,21 +42,13 @@ _LOADING = (
         "Dtype of the weights. The default is that of the checkpoint.",
     ),
     flags.DEFINE_bool("compile", False, "Compile the model with torch.compile."),
-    flags.DEFINE_string(
-        "device",
-        None,
-        "Torch device, such as cpu or cuda, or auto to split the model between GPUs. The default "
-        "is the fastest device.",
-    ),
-    flags.DEFINE_bool("trust_remote_code", False, "Run code that comes with the weights."),
+    model_flags.DEVICE,
+    model_flags.TRUST,
 )
 _DATA = flags.DEFINE_string("data", None, "Name of the dataset, see above.", required=True)
 _ROOT = path_flag("root", None, "The dataset's folder, for tfds: that of all prepared ones.")
 _SPLIT = flags.DEFINE_string(
     "split", None, "Split of the dataset. The default is the one that the paper uses."
-)
-_CAPTIONS = path_flag(
-    "captions", None, "CSV or JSONL file of captions (folder, skyscript, webdataset)."
 )
 _COLUMN = flags.DEFINE_string("column", None, "Column to embed (hf:, tfds:, webdataset).")
 _STREAMING = flags.DEFINE_bool("streaming", False, "Read rows of hf: without storing them.")
@@ -76,12 +66,13 @@ _EXTRACTION = (
         0,
     ),
 )
-flags.declare_key_flag("workdir")
+for _name in ("workdir", "device", "trust_remote_code", "captions"):
+    flags.declare_key_flag(_name)
 
 
 def main() -> None:
     """Embeds a dataset and prints the path of the embeddings."""
-    root, out, captions = _ROOT.value, cli.workdir(), _CAPTIONS.value
+    root, out, captions = _ROOT.value, cli.workdir(), model_flags.CAPTIONS.value
     source = datasets.open_dataset(
         _DATA.value,
         root,

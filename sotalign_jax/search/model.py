@@ -2,7 +2,7 @@
 
 A run's training files name their encoders. `load` loads the aligner and these encoders:
 
-    from experiments.extract import model
+    from sotalign_jax.search import model
 
     pictures = model.load("runs/pictures/run/align-seed0").index("PICTURES")
     for hit in pictures.search("a bird", k=10):
@@ -11,7 +11,6 @@ A run's training files name their encoders. `load` loads the aligner and these e
 
 import dataclasses
 import functools
-import hashlib
 import itertools
 import json
 import os
@@ -23,15 +22,12 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from experiments import photos, workdir
-from experiments.extract import datasets, encoders, extraction, items, shards
-from sotalign_jax import aligner, checks, files, persistence
+from sotalign_jax import aligner, checks, persistence, storage
+from sotalign_jax.search import datasets, encoders, extraction, items, shards
 
 Path = str | os.PathLike[str]
 Content = Any
 """Path of a file, `PIL.Image.Image`, `items.Sound`, or a text as a str."""
-PHOTOS = {"x": {"name": "efficientnet-lite2"}, "y": {"name": "all-minilm-l6-v2"}}
-"""Encoders that the photographs of the repository were embedded with."""
 READERS: dict[str, Callable[[pathlib.Path], Any]] = {"image": items.oriented, "audio": items.sound}
 """Functions that read a file, by modality."""
 REFERENCES = 256
@@ -346,23 +342,6 @@ def load(
     return Model(aligned, {"x": x, "y": y}, folder)
 
 
-def trained_with(aligned: aligner.Aligner) -> dict[str, dict[str, Any]] | None:
-    """Returns descriptions of the encoders that an aligner was trained with.
-
-    Args:
-        aligned: Aligner of a run.
-
-    Returns:
-        Descriptions by side, "x" and "y", or None if they are unknown.
-    """
-    data = aligned.info.get("settings", {}).get("data", {})
-    if data.get("name") in photos.PHOTOGRAPHS:
-        return PHOTOS
-    table = files.split_key((data.get("files") or {}).get("x") or "")[0]
-    noted = pathlib.Path(table).expanduser().parent / extraction.ENCODERS
-    return workdir.read_json(noted) if table and noted.exists() else None
-
-
 def load_encoder(
     aligned: aligner.Aligner, side: str, name: str | None, weights: str | None, **options: Any
 ) -> encoders.Encoder:
@@ -383,7 +362,7 @@ def load_encoder(
     """
     if name is not None:
         return encoders.load(name, weights=weights, **options)
-    known = trained_with(aligned)
+    known = aligned.info.get("encoders")
     if known is None:
         text = f"{side}_encoder is not set and the model does not name its encoder"
         raise checks.InputError(f"{text}; pass --{side}_encoder=NAME")
@@ -406,7 +385,7 @@ def load_encoder(
 
 
 def read_texts(path: pathlib.Path) -> list[str]:
-    """Reads the distinct texts of a .txt file with one per line, or of a .csv or .jsonl file."""
+    """Returns the distinct texts of a .txt file with one per line, or of a .csv or .jsonl file."""
     if path.suffix != ".txt":
         return list(dict.fromkeys(caption for _, caption in datasets.read_captions(path)))
     try:
@@ -452,13 +431,13 @@ def _embedded(
     assert source is not None and listed is not None
     # Several folders and encoders may share one place.
     key = json.dumps([encoder.describe(), str(of.resolve())])
-    out = place / hashlib.sha256(key.encode()).hexdigest()[:16]
+    out = place / storage.digest(key.encode())[:16]
     if change := extraction.difference(listed(), out):
         if not any(True for _ in listed()):  # keep the index of an unmounted folder
             raise checks.InputError(f"{of} holds no {encoder.modality}; check the path")
         if not (out / shards.METADATA).exists():
             print(f"{of} has changed ({change}); embedding it again", file=sys.stderr)
-            with workdir.only_process(out):  # another process may be writing these embeddings
+            with storage.locked(out):  # another process may be writing these embeddings
                 shutil.rmtree(out)
     extraction.extract(source, encoder, out, data={"name": "search"}, shard_size=256, title=str(of))
     return extraction.load(out)

@@ -12,8 +12,7 @@ from typing import Any, NamedTuple, NoReturn
 
 import numpy as np
 
-from experiments import workdir
-from sotalign_jax import checks
+from sotalign_jax import checks, storage
 
 FORMATS = {"JPEG": 6, "PNG": 8, "WEBP": 16, "GIF": 8, "BMP": 8, "TIFF": 8}
 """Picture formats of PIL that are read, and the memory of their decoder in bytes per pixel.
@@ -86,7 +85,7 @@ def picture(file: pathlib.Path | bytes, *, upright: bool = False, memory: int = 
     name = "the picture" if isinstance(file, bytes) else file.name
     # PIL warns from 89 million pixels on. The limit below is another one.
     warnings.filterwarnings("ignore", category=PIL.Image.DecompressionBombWarning)
-    content = io.BytesIO(file) if isinstance(file, bytes) else workdir.open_regular(file)
+    content = io.BytesIO(file) if isinstance(file, bytes) else storage.open_regular(file)
     try:
         # Other formats of PIL start programs, such as Ghostscript, with the content of the file.
         with content as stream, PIL.Image.open(stream, formats=tuple(FORMATS)) as image:
@@ -158,7 +157,7 @@ def on_white(image: Any) -> Any:
 def sound(file: pathlib.Path) -> Sound:
     """Reads a sound file and averages its channels."""
     soundfile = require("soundfile")
-    with workdir.open_regular(file) as content:
+    with storage.open_regular(file) as content:
         wave, rate = soundfile.read(content, dtype="float32", always_2d=True)
     return Sound(wave.mean(axis=1), rate)
 

@@ -18,10 +18,9 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from experiments import workdir
-from experiments.extract import hub, items
-from experiments.extract.items import Item, Source
-from sotalign_jax import checks
+from sotalign_jax import checks, storage
+from sotalign_jax.search import hub, items
+from sotalign_jax.search.items import Item, Source
 
 # --- captioned files: folders, COCO, Flickr30k, LibriSpeech, SkyScript ----------------------------
 
@@ -125,7 +124,7 @@ def _remedy(root: pathlib.Path, name: str) -> str:
 
 
 def _first_line(path: pathlib.Path) -> str:
-    with workdir.open_regular(path, "r", encoding="utf-8", errors="replace") as file:
+    with storage.open_regular(path, "r", encoding="utf-8", errors="replace") as file:
         return file.readline(LONGEST).strip()
 
 
@@ -230,7 +229,7 @@ def coco(root: pathlib.Path, split: str) -> Source:
             ),
         )
     name = f"captions_{split}.json"
-    table = workdir.read_json(items.find(root, f"annotations/{name}", name))
+    table = storage.read_json(items.find(root, f"annotations/{name}", name))
     texts: dict[int, list[tuple[str, str]]] = defaultdict(list)
     for entry in table["annotations"]:
         texts[entry["image_id"]].append((str(entry["id"]), entry["caption"]))
@@ -266,7 +265,7 @@ def _karpathy(
     wanted = (
         ("train", "restval") if split == "train" else (split,)
     )  # "restval" are pictures of val2014 that are used for training
-    records = [r for r in workdir.read_json(table)["images"] if r["split"] in wanted]
+    records = [r for r in storage.read_json(table)["images"] if r["split"] in wanted]
     return _captioned(
         lambda: (
             _file(*place(r), [(str(s["sentid"]), s["raw"]) for s in r["sentences"][:CAPTIONS]])
@@ -321,7 +320,7 @@ def skyscript(root: pathlib.Path, split: str, captions: pathlib.Path | None = No
 
 # --- labelled pictures: ImageNet, Food-101, DTD, Flowers-102, FGVC-Aircraft, CIFAR ---------------
 
-_FOLDER = pathlib.Path(__file__).parents[1] / "zero_shot"
+_FOLDER = pathlib.Path(__file__).parent / "zero_shot"
 TEMPLATES, CLASS_NAMES = _FOLDER / "templates.json", _FOLDER / "class_names.json"
 """Prompts and class names of CLIP's zero-shot evaluation."""
 
@@ -331,7 +330,7 @@ def _prompted(prompts: str, names: Iterable[str], pictures: Callable[[], Iterato
 
     The group of a picture or a prompt is the number of its class.
     """
-    templates = workdir.read_json(TEMPLATES)[prompts]
+    templates = storage.read_json(TEMPLATES)[prompts]
     classes = tuple(name.replace("_", " ") for name in names)
 
     def texts() -> Iterator[Item]:
@@ -380,7 +379,7 @@ def imagenet(root: pathlib.Path, split: str) -> Source:
         folder = items.find(root, split)
         synsets = sorted(path.name for path in folder.iterdir() if path.is_dir())
     # The class names are in the order of the sorted synsets, so none may be missing.
-    names = workdir.read_json(CLASS_NAMES)["imagenet1k"]
+    names = storage.read_json(CLASS_NAMES)["imagenet1k"]
     if len(synsets) != len(names):
         text = f"root has {len(synsets)} synset folders in {folder}, but {len(names)} are needed"
         raise checks.InputError(f"{text}; keep empty ones, because class names follow their order")
@@ -441,7 +440,7 @@ def flowers(root: pathlib.Path, split: str) -> Source:
     numbers = scipy.io.loadmat(items.find(root, "setid.mat"))[parts[split]].ravel()
     labels = scipy.io.loadmat(root / "imagelabels.mat")["labels"].ravel()
     rows = ((f"image_{n:05d}.jpg", labels[n - 1]) for n in numbers)  # MATLAB counts from 1
-    names = workdir.read_json(CLASS_NAMES)["flowers"]
+    names = storage.read_json(CLASS_NAMES)["flowers"]
     return _labelled("flowers", range(1, len(names) + 1), root / "jpg", rows, names)
 
 
