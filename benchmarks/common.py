@@ -2,6 +2,8 @@
 
 import argparse
 import contextlib
+import csv
+import dataclasses
 import os
 import pathlib
 import platform
@@ -13,11 +15,11 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+import tabulate
 from jaxtyping import Array, Float
 from tqdm import tqdm
 
-from experiments import photos
-from experiments import report as tables
+from benchmarks import photographs
 from sotalign_jax import checks, teachers, training
 from sotalign_jax.ot import affinity
 
@@ -110,7 +112,7 @@ def photos_problem(n: int, n_pairs: int = 1000) -> Problem:
     Raises:
         InputError: There are fewer than n unpaired photographs or captions.
     """
-    rows = photos.dataset("coco", n_pairs=n_pairs, test=False)
+    rows = photographs.coco(n_pairs)
     if n > min(len(rows.pool_x), len(rows.pool_y)):
         raise checks.InputError(
             f"n is {n} but there are {len(rows.pool_x)} unpaired photographs; use --data=random"
@@ -271,7 +273,46 @@ def options(doc: str | None, argv: Sequence[str] | None, **defaults: Any) -> arg
     return args
 
 
-def report(title: str, table: tables.Table, stem: pathlib.Path | str) -> None:
+@dataclasses.dataclass(frozen=True)
+class Table:
+    """Rows of text, numbers or None, which is shown as "-". Numbers have `digits` decimals.
+
+    >>> print(Table(["arm", "seconds"], [["ours", 0.25], ["other", None]], digits=2).markdown())
+    | arm   |   seconds |
+    |:------|----------:|
+    | ours  |      0.25 |
+    | other |         - |
+    """
+
+    headers: Sequence[str]
+    rows: Sequence[Sequence[Any]]
+    digits: int = 1
+
+    def markdown(self) -> str:
+        """Returns the table in Markdown."""
+        values = [*zip(*self.rows, strict=True)]
+        align = ["right" if any(map(_is_number, column)) else "left" for column in values]
+        texts = [[self._text(value) for value in row] for row in self.rows]
+        options: Any = {"tablefmt": "pipe", "disable_numparse": True, "colalign": align}
+        return tabulate.tabulate(texts, list(self.headers), **options)
+
+    def write(self, path: pathlib.Path) -> None:
+        """Writes the table as CSV, with all digits."""
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with path.open("w", encoding="utf-8", newline="") as file:
+            csv.writer(file, lineterminator="\n").writerows([self.headers, *self.rows])
+
+    def _text(self, value: Any) -> str:
+        if value is None:
+            return "-"
+        return f"{value:.{self.digits}f}" if isinstance(value, float | np.floating) else str(value)
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float | np.number) and not isinstance(value, bool)
+
+
+def publish(title: str, table: Table, stem: pathlib.Path | str) -> None:
     """Prints a table in Markdown and writes it as CSV.
 
     Args:
@@ -279,7 +320,7 @@ def report(title: str, table: tables.Table, stem: pathlib.Path | str) -> None:
         table: The table.
         stem: Path of the CSV file without its suffix.
     """
-    tables.write(pathlib.Path(f"{stem}.csv"), table.csv())
+    table.write(pathlib.Path(f"{stem}.csv"))
     print(f"\n{title}\n\n{table.markdown()}\n\n{machine()}", flush=True)
 
 
@@ -291,14 +332,21 @@ def figure(stem: pathlib.Path, columns: int = 1) -> Iterator[Any]:
         stem: Path of the figure without its suffix.
         columns: Number of axes.
     """
-    made, axes = tables.pyplot().subplots(
+    import matplotlib  # imported late, because it takes long
+
+    matplotlib.use("agg")  # draws without a screen
+    from matplotlib import pyplot
+
+    made, axes = pyplot.subplots(
         1, columns, figsize=(4.8 * columns, 3.6), layout="constrained", squeeze=False
     )
     for ax in axes[0]:
         ax.spines[["top", "right"]].set_visible(False)
         ax.grid(alpha=0.3)
     yield axes[0]
-    tables.write(pathlib.Path(f"{stem}.png"), tables.png(made))
+    stem.parent.mkdir(parents=True, exist_ok=True)
+    made.savefig(f"{stem}.png", dpi=150)
+    pyplot.close(made)
 
 
 def run(main: Callable[[], None]) -> None:

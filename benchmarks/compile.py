@@ -30,7 +30,6 @@ from flax import nnx
 from jax.experimental import topologies
 
 from benchmarks import common
-from experiments import report as tables
 from sotalign_jax import checks, heads, klot_from_embeddings, methods, sampling, teachers, training
 from sotalign_jax.ot import device, sharding
 
@@ -221,7 +220,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     rows = [row for name in names for row in rows_of(name, described[name], w, args)]
     headers = ["target", "profile", "n", "dtype", "temporaries MiB", "total MiB", "s", "compiles"]
     name = f"step-{args.devices}" if args.step else "klot"
-    common.report(name, tables.Table(headers, rows, digits=0), args.out / f"compile-{name}")
+    common.publish(name, common.Table(headers, rows, digits=0), args.out / f"compile-{name}")
     failed = [row for row in rows if row[-1] != "yes"]
     if failed:
         sys.exit(f"error: {len(failed)} of {len(rows)} programs do not compile")

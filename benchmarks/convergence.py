@@ -26,7 +26,6 @@ from tqdm import tqdm
 
 from benchmarks import common
 from benchmarks.common import Problem
-from experiments import report as tables
 from sotalign_jax.ot.kernel import Cosines, Kernel
 from sotalign_jax.ot.sinkhorn import Plan, reference, sinkhorn
 from sotalign_jax.ot.solver import solve
@@ -151,7 +150,7 @@ def compare(
         rows = [[f"{point:g}", *row] for point, row in zip(points, cells, strict=True)]
         title = f"Marginal error {held}, {problem.name}, n={len(k)}"
         stem = out / f"convergence_{label}_{problem.name}_n{len(k)}"
-        common.report(title, tables.Table([label, *SOLVERS], rows), stem)
+        common.publish(title, common.Table([label, *SOLVERS], rows), stem)
         with common.figure(stem) as (ax,):
             # Solvers that diverged leave a gap in their curve.
             curves = np.transpose(np.where(np.isfinite(errors), errors, np.nan))
@@ -231,7 +230,7 @@ def step_sweeps(problem: Problem, sizes: Sequence[int], out: pathlib.Path) -> No
         rows.append([n, f"{tolerance:g}", alone, rough, exact, student])
     headers = ["n", "tolerance", "teacher, float32", "teacher, int8", "+ float32", "student"]
     title = f"Sweeps of both plans, {problem.name}, epsilon {EPSILON:g} and {STUDENT_EPSILON:g}"
-    common.report(title, tables.Table(headers, rows, digits=1), out / f"sweeps_{problem.name}")
+    common.publish(title, common.Table(headers, rows, digits=1), out / f"sweeps_{problem.name}")
 
 
 def main(argv: Sequence[str] | None = None) -> None:

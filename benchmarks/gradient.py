@@ -19,7 +19,6 @@ from tqdm import tqdm
 from benchmarks import common, peers
 from benchmarks.common import Problem
 from benchmarks.peers import Arm, Target
-from experiments import report as tables
 from sotalign_jax import checks
 from sotalign_jax.ot import device
 
@@ -220,8 +219,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         target = Target(epsilon, epsilon_star, args.tolerance, most, most)
         slow = {row.arm for row in rows if (row.seconds or 0.0) > args.time_limit}
         rows += measure(problem, arms, target, slow=slow, **limits)
-        table = tables.Table([name.replace("_", " ") for name in Row._fields], rows, digits=3)
-        common.report(title, table, stem)  # after each epsilon, in case the command is stopped
+        table = common.Table([name.replace("_", " ") for name in Row._fields], rows, digits=3)
+        common.publish(title, table, stem)  # after each epsilon, in case the command is stopped
     if args.sweep:
         draw(arms, rows, stem)
 

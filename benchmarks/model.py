@@ -20,7 +20,6 @@ from typing import Any, NamedTuple
 
 from benchmarks import common
 from benchmarks.compile import STEP, Workload
-from experiments import report as tables
 from sotalign_jax import checks
 from sotalign_jax.ot import blocks, device
 
@@ -417,8 +416,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         "refine": [refinement_row(name, w) for name in names],
     }
     for stem, rows in found.items():
-        table = tables.Table(COLUMNS[stem].split("|"), rows, digits=1 if stem == "step" else 2)
-        common.report(stem, table, args.out / f"model-{stem}")
+        table = common.Table(COLUMNS[stem].split("|"), rows, digits=1 if stem == "step" else 2)
+        common.publish(stem, table, args.out / f"model-{stem}")
 
 
 if __name__ == "__main__":

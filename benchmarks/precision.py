@@ -25,9 +25,7 @@ from flax import nnx
 from jaxtyping import Array
 from tqdm import tqdm
 
-from benchmarks import common
-from experiments import photos
-from experiments import report as tables
+from benchmarks import common, photographs
 from sotalign_jax import evaluation, heads, losses, methods, sampling, teachers, training
 from sotalign_jax.ot import affinity
 from sotalign_jax.ot.klot import klot
@@ -174,13 +172,13 @@ def main(argv: Sequence[str] | None = None) -> None:
     args = common.options(__doc__, argv, n=2048, dim=256, steps=100)
     if args.quick:
         args.n, args.dim, args.steps = 64, 32, 2
-    rows = photos.dataset("coco", n_pairs=100 if args.quick else 1000, test=False)
+    rows = photographs.coco(100 if args.quick else 1000)
     teacher = teachers.cca(rows.pairs_x, rows.pairs_y)
     widths = rows.pairs_x.shape[1], rows.pairs_y.shape[1]
     start = heads.build_heads(*widths, args.dim, teacher=teacher)
     headers = ["role", "products", "plan, L1", "gradient"]
-    table = tables.Table(headers, errors(rows, start, teacher, args.n))
-    common.report(f"Errors, {args.n:,} unpaired photographs", table, args.out / "precision")
+    table = common.Table(headers, errors(rows, start, teacher, args.n))
+    common.publish(f"Errors, {args.n:,} unpaired photographs", table, args.out / "precision")
     config = training.TrainConfig(
         steps=args.steps, unpaired_batch=args.n, eval_every=args.steps, learning_rate=1e-3
     )
@@ -192,8 +190,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         scores = evaluation.evaluate(trained.x, trained.y, rows.val)
         found.append([kind or "float32", *(scores[f"mean/R@{k}"] for k in (1, 5, 10))])
     title = f"Validation recall after {args.steps} steps, every role at one precision"
-    table = tables.Table(["products", "R@1", "R@5", "R@10"], found, digits=2)
-    common.report(title, table, args.out / "precision-recall")
+    table = common.Table(["products", "R@1", "R@5", "R@10"], found, digits=2)
+    common.publish(title, table, args.out / "precision-recall")
 
 
 if __name__ == "__main__":

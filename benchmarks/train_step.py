@@ -17,9 +17,7 @@ import jax.numpy as jnp
 from jaxtyping import Array
 from tqdm import tqdm
 
-from benchmarks import common, peers
-from experiments import photos
-from experiments import report as tables
+from benchmarks import common, peers, photographs
 from sotalign_jax import data, heads, methods, teachers, training
 from sotalign_jax.ot import affinity
 
@@ -91,7 +89,7 @@ def measure(n: int, chosen: dict[str, methods.Objective], args: Any) -> list[lis
     Returns:
         Rows of the table.
     """
-    rows = photos.dataset("coco", n_pairs=args.pairs, test=False)
+    rows = photographs.coco(args.pairs)
     config = training.TrainConfig(steps=1000, pair_batch=args.pairs, unpaired_batch=n)
     calls, memory = {}, {}
     for name, method in tqdm(chosen.items(), desc=f"n={n}: compile", leave=False):
@@ -118,7 +116,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     steps = [row for n in args.n for row in measure(n, chosen, args)]
     headers = ["n", "method", "student its", "teacher its", "temp MiB", "seconds", "times ours"]
     title = f"One training step, photographs, {args.pairs} pairs, width {args.dim}"
-    common.report(title, tables.Table(headers, steps, digits=3), args.out / "train_step")
+    common.publish(title, common.Table(headers, steps, digits=3), args.out / "train_step")
 
 
 if __name__ == "__main__":

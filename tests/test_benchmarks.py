@@ -10,13 +10,14 @@ import numpy as np
 import ot
 import pytest
 
+from experiments import photos
 from sotalign_jax import checks, sinkhorn
 from sotalign_jax.ot import device
 
 with warnings.catch_warnings():
     # ott-jax imports JAXopt, which warns that it is deprecated.
     warnings.filterwarnings("ignore", message="JAXopt", category=DeprecationWarning)
-    from benchmarks import common, convergence, gradient, peers, train_step
+    from benchmarks import common, convergence, gradient, peers, photographs, train_step
 
 
 def _rows(path: pathlib.Path) -> list[dict[str, str]]:
@@ -32,6 +33,17 @@ def test_results_are_quoted_by_a_page():
     for path in (path for path in folder.rglob("*") if path.is_file()):
         name = str(path.relative_to(folder).with_suffix(""))
         assert f"(results/{name}.png)" in text if path.suffix == ".png" else name in quoted, name
+
+
+def test_photographs_are_those_of_the_launchers():
+    ours, theirs = photographs.coco(50), photos.dataset("coco", n_pairs=50, test=False)
+    np.testing.assert_array_equal(ours.pairs_x, theirs.pairs_x)
+    np.testing.assert_array_equal(ours.pairs_y, theirs.pairs_y)
+    np.testing.assert_allclose(ours.pool_x[:40], theirs.pool_x[:40], atol=1e-5)
+    np.testing.assert_array_equal(ours.pool_y[-40:], theirs.pool_y[-40:])
+    assert ours.val is not None and theirs.val is not None
+    np.testing.assert_array_equal(ours.val.y, theirs.val.y)
+    np.testing.assert_array_equal(ours.val.x_of_y, theirs.val.x_of_y)
 
 
 def test_gradient_headline_compares_with_ott(tmp_path):

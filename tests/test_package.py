@@ -43,6 +43,9 @@ FILES = {
 }
 
 
+ROOT = FOLDER.parent
+
+
 def _imports(path: pathlib.Path) -> tuple[set[str], set[str]]:
     """Returns the own modules and the third-party packages that a file imports."""
     inside, outside = set(), set()
@@ -80,6 +83,13 @@ def test_module_imports_only_lower_layers(module):
     assert not outside & {"orbax", "experiments", "benchmarks", "tests"}
     if LAYER[module.split("/")[0]] < LAYER["search"]:
         assert not outside & {"absl", "torch", "transformers", "PIL"}
+
+
+@pytest.mark.parametrize("path", sorted(ROOT.glob("benchmarks/*.py")), ids=lambda path: path.stem)
+def test_benchmarks_import_nothing_from_the_launchers(path):
+    """The launchers import the benchmarks, so the other direction would be a cycle."""
+    _, outside = _imports(path)
+    assert "experiments" not in outside
 
 
 def test_importing_package_loads_no_heavy_package():
