@@ -20,7 +20,7 @@ from experiments import config as config_lib
 from experiments import distributed, report, run
 from experiments import workdir as workdir_lib
 from experiments.paper.panels import paper_results
-from experiments.paper.sources import AS_RANDOM, FAR, NEAR, place
+from experiments.paper.sources import AS_RANDOM, FAR, NEAR, nearness
 from sotalign_jax import checks, data, diagnostics, methods, recipe, teachers
 from sotalign_jax.diagnostics import KNN_ROWS, Mean
 from sotalign_jax.search import cli
@@ -177,7 +177,7 @@ def _place(shift: diagnostics.Shift) -> str:
         return "LIKE THE PAIRS"
     if shift.sphere <= noise:
         return f"{AS_RANDOM} (farther: random directions look like the pairs, the pool does not)"
-    return f"{place(shift.share)} ({100 * shift.share:.0f} % of the way to random directions)"
+    return f"{nearness(shift.share)} ({100 * shift.share:.0f} % of the way to random directions)"
 
 
 def read_pool(shifts: Mapping[str, diagnostics.Shift]) -> Reading:

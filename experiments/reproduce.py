@@ -27,7 +27,7 @@ import sys
 from absl import flags
 
 from experiments import distributed, store
-from experiments.paper import report, runs, sources, tables
+from experiments.paper import documents, runs, sources, tables
 from sotalign_jax import checks, storage
 from sotalign_jax.search import cli
 
@@ -56,9 +56,9 @@ def main() -> None:
     setup = runs.Setup("quick" if _QUICK.value else "paper" if given.given else "full", given)
     kept = store.Store(pathlib.Path(_CELLS.value or os.devnull))
     if _LIST.value:
-        print(report.listing(setup, kept))
+        print(documents.listing(setup, kept))
         return
-    own = store.Store(cli.workdir().absolute() / report.CELLS)
+    own = store.Store(cli.workdir().absolute() / documents.CELLS)
     own.add(kept.entries().values())
     _make(setup, own)
 
@@ -77,8 +77,8 @@ def _make(setup: runs.Setup, own: store.Store) -> None:
     page = pathlib.Path(_RESULTS.value or own.path.with_name("RESULTS.md"))
     # Two processes that share the runs must not write the page at the same time.
     with storage.lock(own.path.with_name("lock")):
-        report.save(page, made, setup, own, command)
-    print("\n".join(report.markdown(table, setup) for table in made))
+        documents.save(page, made, setup, own, command)
+    print("\n".join(documents.markdown(table, setup) for table in made))
     print(f"The overview is {page}, with its pages beside it. CSV files are in {own.path.parent}")
     if failures:
         raise FloatingPointError(f"{len(failures)} cells failed, named above")

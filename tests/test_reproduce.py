@@ -11,14 +11,13 @@ import re
 import shutil
 import subprocess
 import sys
-import types
 
 import numpy as np
 import pytest
 import small_runs
 
 from experiments import store
-from experiments.paper import grids, panels, plots, report, runs, sources, tables
+from experiments.paper import documents, grids, overview, panels, plots, runs, sources, tables
 from sotalign_jax import checks
 
 ROOT = pathlib.Path(__file__).parents[1]
@@ -50,7 +49,7 @@ class Tiny(runs.Setup):
 
     @property
     def sizes(self):
-        return types.SimpleNamespace(**{**vars(super().sizes), **TINY})
+        return dataclasses.replace(super().sizes, **TINY)
 
     def settings(self, changes, seed):
         return super().settings({**SHORT, **changes}, seed)
@@ -91,8 +90,6 @@ def test_make_builds_every_table_and_figure():
         assert set(table.needs) <= set(sources.KNOWN), table.name
         assert len({panel.name for panel in table.panels}) == len(table.panels), table.name
         assert table.plot or not table.name.startswith(("F", "S")), table.name
-        assert hasattr(panels, table.rule[0])
-        assert not table.plot or hasattr(plots, table.plot[0])
     assert {table.paper for table in made} - {None} == set(panels.paper_results())
 
 
@@ -152,7 +149,7 @@ def test_spec_key_depends_on_file_content(main, tmp_path):
 
 def test_fill_reports_failing_cells_and_computes_the_others(main, tmp_path):
     setup = Tiny("paper", sources.Files({"main": main}))
-    kept = store.Store(tmp_path / report.CELLS)
+    kept = store.Store(tmp_path / documents.CELLS)
     rows = {"few": {"data.n_pairs": 30}, "too many": {"data.n_pairs": 10_000}}
     columns = {"MeanR@1": {"method": "cca", "metric": "test/mean/R@1"}}
     panel = setup.plan(panels.Panel("", "pairs", rows, columns, (0,)))
@@ -164,7 +161,7 @@ def test_fill_reports_failing_cells_and_computes_the_others(main, tmp_path):
 
 def test_published_cells_belong_to_the_tables():
     """Every published cell is needed by a table, so that no key has changed."""
-    kept = store.Store(ROOT / "docs/results" / report.CELLS).entries()
+    kept = store.Store(ROOT / "docs/results" / documents.CELLS).entries()
     asked = {
         store.key_of(spec)
         for name in NAMES
@@ -177,26 +174,26 @@ def test_published_cells_belong_to_the_tables():
 def test_published_page_matches_the_published_cells():
     """Ignores the platform, which is that of the machine that wrote the pages."""
     folder = ROOT / "docs/results"
-    kept, page = store.Store(folder / report.CELLS), (folder / "RESULTS.md").read_text()
+    kept, page = store.Store(folder / documents.CELLS), (folder / "RESULTS.md").read_text()
     made = [tables.make(name, PHOTOGRAPHS).filled(kept, {}) for name in NAMES]
-    again = report.page(made, PHOTOGRAPHS, kept, page.split("```")[1].split("\n")[1])
+    again = documents.page(made, PHOTOGRAPHS, kept, page.split("```")[1].split("\n")[1])
     ours, theirs = (re.sub("Platform: .*? Processor", "", text) for text in (again, page))
     assert ours.splitlines() == theirs.splitlines()
     for table in made:
-        assert report.markdown(table, PHOTOGRAPHS) == (folder / f"{table.name}.md").read_text()
+        assert documents.markdown(table, PHOTOGRAPHS) == (folder / f"{table.name}.md").read_text()
 
 
 def test_overview_is_short_and_every_page_is_discussed():
-    assert len(report.paper.DATA["overview"]) <= 12
-    assert len(report.paper.DATA["figures"]) == 5
-    assert report.discussion().keys() == set(NAMES) - {"FA10"}
+    assert len(overview.CLAIMS) <= 12
+    assert len(overview.FIGURES) == 5
+    assert documents.discussion().keys() == set(NAMES) - {"FA10"}
     listed = (ROOT / "mkdocs.yml").read_text()
     assert all(f"- {name}: results/{name}.md\n" in listed for name in NAMES)
 
 
 def test_of_panel_makes_narrow_tables():
     """A page has at most four columns of numbers, apart from grids of distances and settings."""
-    kept = store.Store(ROOT / "docs/results" / report.CELLS)
+    kept = store.Store(ROOT / "docs/results" / documents.CELLS)
     for name in NAMES:
         for panel in tables.make(name, PHOTOGRAPHS).filled(kept, {}).panels:
             for shown in grids.of_panel(panel).values():
@@ -204,7 +201,7 @@ def test_of_panel_makes_narrow_tables():
 
 
 def test_lines_show_pairs_per_input_dimension_below_the_pairs():
-    kept = store.Store(ROOT / "docs/results" / report.CELLS)
+    kept = store.Store(ROOT / "docs/results" / documents.CELLS)
     made = [panel.known() for panel in tables.make("F5", PHOTOGRAPHS).filled(kept, {}).panels]
     pairs, unpaired = plots.lines(made).axes
     assert "1,000\n1.1" in [text.get_text() for text in pairs.get_xticklabels()]
@@ -225,14 +222,14 @@ def test_of_panel_shows_gains_relative_to_sail():
     assert turned.baseline("100", "R@1") is None
 
 
-def test_place_labels_agree_with_published_gains():
+def test_nearness_agrees_with_published_gains():
     """Compares the labels of pools with the published gains on photographs."""
-    kept = store.Store(ROOT / "docs/results" / report.CELLS)
+    kept = store.Store(ROOT / "docs/results" / documents.CELLS)
     (panel,) = tables.make("V3", PHOTOGRAPHS).filled(kept, {}).panels
     gains = {}
     for row in panel.rows:
         images, texts, sail, ours = (panel.mean(row, column) for column in panel.columns)
-        gains.setdefault(sources.place(max(images, texts) / 100), []).append(ours - sail)
+        gains.setdefault(sources.nearness(max(images, texts) / 100), []).append(ours - sail)
     near, far, random = gains["NEAR"], gains["FAR"], gains[sources.AS_RANDOM]
     assert len(near) + len(far) + len(random) == 12
     # The gain of a far pool depends on the pool. Satellite images with COCO's captions lose 0.2.
@@ -284,7 +281,7 @@ def test_files_sources_are_never_mixed_with_photographs(main, tmp_path):
     ran = {name for name in NAMES if tables.make(name, setup).panels}
     absent = {"V2", "T3", "T5", "T6", "T7", "A2", "A5", "A6", "F7", "FA9", "FA10", "S1"}
     assert ran == set(NAMES) - absent
-    listed = report.listing(setup, store.Store(tmp_path / "none.jsonl"))
+    listed = documents.listing(setup, store.Store(tmp_path / "none.jsonl"))
     assert "photographs" not in listed and listed.count("(needs files)") == 12
     assert max(map(len, listed.splitlines())) <= 80
 
@@ -430,7 +427,7 @@ def test_tuned_teacher_is_judged_on_the_columns_with_data():
 def made(tmp_path_factory, main):
     """Computes a table, a figure of two panels, and a table without data."""
     setup = Tiny("paper", sources.Files({"main": main}))
-    kept = store.Store(tmp_path_factory.mktemp("made") / report.CELLS)
+    kept = store.Store(tmp_path_factory.mktemp("made") / documents.CELLS)
     return setup, kept, _make(setup, kept, "A3", "F5", "FA9")
 
 
@@ -438,14 +435,14 @@ def _make(setup, kept, *names):
     asked = [tables.make(name, setup) for name in names]
     failures = runs.fill(kept, setup.sources, [panel for table in asked for panel in table.panels])
     done = [table.filled(kept, failures) for table in asked]
-    report.save(kept.path.with_name("RESULTS.md"), done, setup, kept, "the command")
+    documents.save(kept.path.with_name("RESULTS.md"), done, setup, kept, "the command")
     return done
 
 
 def test_save_writes_markdown_and_csv_of_tables(made):
     setup, kept, (noise, pairs, sky) = made
     assert noise.failures == pairs.failures == [] and not sky.panels
-    text = report.markdown(noise, setup)
+    text = documents.markdown(noise, setup)
     assert "| MeanR@1" in text and "| p=0.5" in text and "26.6" in text and " ± " in text
     assert "Settings: data.n_pairs 60; data.n_unpaired 100 | 0; train.steps 4; " in text
     assert "teacher.ridge 0.1; sotalign.alpha 0.0001; sotalign.divergence klot; " in text
@@ -453,7 +450,7 @@ def test_save_writes_markdown_and_csv_of_tables(made):
         rows = list(csv.DictReader(file))
     assert [row["panel"] for row in rows] == ["pairs"] * 6 + ["unpaired"] * 4
     assert {row["seeds"] for row in rows} == {"2"}
-    text = report.markdown(sky, setup)
+    text = documents.markdown(sky, setup)
     assert "**Verdict: needs files.** Its data are not here." in text
     assert "--only=FA9 --files" in text
 
@@ -468,7 +465,7 @@ def test_fill_never_recomputes_finished_cells(made, monkeypatch):
 def test_fill_evaluates_a_cell_on_further_sets(main, tmp_path):
     other = {f"test_{side}": main[f"val_{side}"] for side in "xy"}
     setup = Tiny("paper", sources.Files({"main": main, "Flickr30k": other}))
-    kept = store.Store(tmp_path / report.CELLS)
+    kept = store.Store(tmp_path / documents.CELLS)
     spec = setup.spec({"method": "sail", "metric": "test/mean/R@1"}, 0)
     compute = functools.partial(runs.compute, setup.sources)
     for needed in ({"test/mean/R@1"}, {"Flickr30k/mean/R@1", "val/mean/R@1"}):
@@ -488,19 +485,19 @@ def test_save_writes_results_page_with_figures_and_verdicts(made, tmp_path, monk
         own = kept.path.with_name(f"{one.name}.md").read_text()
         assert own.startswith(f"# {one.name}: ") and f"**Verdict: {one.outcome}.**" in own
         assert (f"(figures/{one.name}.png)" in own) == (one.name == "F5")
-    again = store.Store(tmp_path / report.CELLS)
+    again = store.Store(tmp_path / documents.CELLS)
     again.add(kept.entries().values())  # rebuilds the tables without training
     monkeypatch.setattr(runs, "compute", lambda *args: pytest.fail("made again"))
     second = _make(setup, again, "A3", "F5", "FA9")
     assert [one.verdict for one in second] == [one.verdict for one in outcomes]
-    taken = report.minutes(again, second)
+    taken = documents.minutes(again, second)
     assert taken["A3"] > 0 and taken["F5"] > 0 and taken["FA9"] == 0
 
 
 def test_save_elsewhere_copies_only_the_cells_of_its_tables(made, tmp_path):
     setup, kept, (noise, *_) = made
-    report.save(tmp_path / "RESULTS.md", [noise], setup, kept, "the command")
-    beside = store.Store(tmp_path / report.CELLS).entries()
+    documents.save(tmp_path / "RESULTS.md", [noise], setup, kept, "the command")
+    beside = store.Store(tmp_path / documents.CELLS).entries()
     wanted = {store.key_of(spec) for panel in noise.panels for _, spec, _ in panel.cells()}
     assert beside.keys() == wanted and len(kept.entries()) > len(beside)
     assert all(kept.entries()[key] == entry for key, entry in beside.items())
@@ -553,10 +550,10 @@ def test_reproduce_shares_a_table_between_two_processes(main, tmp_path):
         both = list(threads.map(lambda _: _launch(*options, cwd=tmp_path), range(2)))
     assert [one.returncode for one in both] == [0, 0], both[0].stderr + both[1].stderr
     assert both[0].stdout == both[1].stdout
-    cells = (tmp_path / "w" / report.CELLS).read_bytes()
+    cells = (tmp_path / "w" / documents.CELLS).read_bytes()
     assert cells.count(b"\n") == 12 and (tmp_path / "w/figures/FA8.png").exists()
     assert _launch(*options, cwd=tmp_path).returncode == 0
-    assert (tmp_path / "w" / report.CELLS).read_bytes() == cells
+    assert (tmp_path / "w" / documents.CELLS).read_bytes() == cells
 
 
 @pytest.mark.parametrize(

@@ -10,18 +10,14 @@ Terms of this package:
     setup    the sizes of the runs (quick, full or as published) and the sources that they read
     verdict  the judgement on a claim (held, did not hold, undecided), with the numbers behind it
 
-`tables.toml` describes the tables in the paper's order, and `results.json` has the paper's numbers.
-`tables` makes the panels. `runs` turns their cells into specifications and computes each of them
-once, in an `experiments.store`. `grids` and `plots` show panels, and `report` writes the pages. A
-row or a column is a label with settings: settings of a config by dotted name, settings of the data
-as "data.NAME", the "method", and the "metric" to show.
+`main_text`, `appendix` and `additions` have a function for each table, and `tables` lists them in
+the paper's order. The functions call `table.panel`. They take the rows and columns that several
+tables use from `shared`, sizes and default settings from `sizes`, and names from `sources`. `runs`
+turns the cells of a panel into specifications and computes each of them once, in an
+`experiments.store`. `panels` has the rules that judge claims, and `results.json` the paper's
+numbers. `grids` and `plots` show panels, and `documents` writes the pages.
+
+A row or a column is a label with settings: settings of a config by dotted name, settings of the
+data as "data.NAME", the "method", and the "metric" to show. A new table is a function in one of the
+three modules and an entry in `tables.TABLES`.
 """
-
-import pathlib
-import tomllib
-from typing import Any
-
-DATA: dict[str, Any] = tomllib.loads(
-    pathlib.Path(__file__).with_name("tables.toml").read_text("utf-8")
-)
-"""The content of `tables.toml`."""

@@ -18,11 +18,11 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from experiments.paper.sources import FAR, NEAR, place
+from experiments.paper.sizes import Settings
+from experiments.paper.sources import FAR, NEAR, nearness
 from sotalign_jax import diagnostics
 
 WORDS = {True: "held", False: "did not hold", None: "undecided"}
-Settings = Mapping[str, Any]
 Place = tuple[str, str]
 """A row and a column."""
 Claims = Mapping[str, tuple[Place, Place]]
@@ -259,7 +259,7 @@ def joined(parts: Mapping[str, Verdict]) -> Verdict:
     return Verdict(_all(v.held for v in parts.values()), text, parts)
 
 
-# --- rules: functions that judge claims, named in tables.toml -------------------------------------
+# --- rules: functions that judge claims ----------------------------------------------------------
 
 CLOSED = "closed form (ours)"
 
@@ -326,10 +326,10 @@ def best_rows(*panels: Panel) -> Verdict:
 
 def as_diagnosed(panel: Panel) -> Verdict:
     """Lists SOTAlign's lead over SAIL by the distance of the pools, as `diagnose` classifies it."""
-    gains: dict[str, list[float]] = {place(share): [] for share in (0.0, NEAR, FAR)}
+    gains: dict[str, list[float]] = {nearness(share): [] for share in (0.0, NEAR, FAR)}
     for row in panel.rows:
         images, texts, sail, ours = (panel.mean(row, column) for column in panel.columns)
-        gains[place(max(images, texts) / 100)].append(ours - sail)
+        gains[nearness(max(images, texts) / 100)].append(ours - sail)
     shown = {word: ", ".join(f"{gain:+.1f}" for gain in found) for word, found in gains.items()}
     parts = [f"{word}: SOTAlign - SAIL {found}" for word, found in shown.items()]
     return Verdict(None, "; ".join(parts))

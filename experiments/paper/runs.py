@@ -3,7 +3,6 @@
 import dataclasses
 import functools
 import json
-import types
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
@@ -12,13 +11,14 @@ import numpy as np
 from ml_collections.config_dict import FrozenConfigDict
 
 from experiments import config as config_lib
-from experiments import paper, run, workdir
-from experiments.paper.panels import Panel, Place, Settings
+from experiments import run, workdir
+from experiments.paper import sizes as sizes_lib
+from experiments.paper.panels import Panel, Place
+from experiments.paper.sizes import Settings, Sizes
 from experiments.paper.sources import MAIN, Data, Photographs, Sources
 from experiments.store import Results, Spec, Store, key_of
 from sotalign_jax import checks, data, diagnostics, evaluation, heads, recipe, storage
 
-SCALES = ("quick", "full", "paper")
 ARMS = ("unrolled scan", "ott-jax implicit", "ours, from K")
 """Gradients that the paper compares, by their names in `benchmarks.peers`."""
 
@@ -31,10 +31,9 @@ class Setup:
     sources: Sources = dataclasses.field(default_factory=Photographs)
 
     @property
-    def sizes(self) -> types.SimpleNamespace:
-        """Sizes in `tables.toml` at this scale."""
-        column = SCALES.index(self.scale)
-        return types.SimpleNamespace(**{k: v[column] for k, v in paper.DATA["sizes"].items()})
+    def sizes(self) -> Sizes:
+        """Sizes at this scale."""
+        return sizes_lib.SIZES[self.scale]
 
     def settings(self, changes: Settings, seed: int) -> tuple[FrozenConfigDict, Data]:
         """Returns the config and the data of a run.
@@ -58,17 +57,16 @@ class Setup:
     def _usual(self, method: str, asked: Data) -> dict[str, Any]:
         """Returns the default settings of a method for some data."""
         n = asked.n_pairs
-        usual = dict(next(one for one in paper.DATA["usual"][self.scale] if n <= one["pairs"]))
-        del usual["pairs"]
+        usual = sizes_lib.usual(self.scale, n)
         if self.scale == "paper":
             return usual
         if n <= 1000 and asked.pairs != self.sources.names.speech:
-            usual["train.learning_rate"] *= paper.DATA["rate_shares"].get(method, 1)
+            usual["train.learning_rate"] *= sizes_lib.RATE_SHARES.get(method, 1)
         # The paper's alpha of 1e-4 with 10,000 pairs is 1 / n. The tolerance is 1e-4 because the
         # published cells were computed before the training default became 1e-2. Both have the same
         # recall (docs/benchmarks.md).
         sotalign = {"sotalign.alpha": 3 / n, "sotalign.tolerance": 1e-4}
-        return {**sotalign, **paper.DATA["tuned"].get(method, {}), **usual}
+        return {**sotalign, **sizes_lib.OPTIONS.get(method, {}), **usual}
 
     def spec(self, changes: Settings, seed: int) -> dict[str, Any]:
         """Returns the specification of a cell.

@@ -5,31 +5,124 @@ A source has images (x), texts (y), or both. It may also have a gallery ("test")
 only one of them, so that encoders are never mixed.
 """
 
+import dataclasses
 import pathlib
-import types
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from experiments import paper, photos, store
+from experiments import photos, store
 from sotalign_jax import checks, data, files, storage
 
 MAIN = "main"
-# Bounds of the shares in `place`. docs/results/V3.md tests them on twelve pools.
+# Bounds of the shares in `nearness`. docs/results/V3.md tests them on twelve pools.
 NEAR, FAR, AS_RANDOM = 2 / 3, 0.95, "AS FAR AS RANDOM"
 
 
-def place(share: float) -> str:
+def nearness(share: float) -> str:
     """Returns the distance of a pool in words.
 
     Args:
         share: Distance from the pairs, relative to that of random directions.
 
-    >>> place(0.5), place(0.8), place(1.5)
+    >>> nearness(0.5), nearness(0.8), nearness(1.5)
     ('NEAR', 'FAR', 'AS FAR AS RANDOM')
     """
     return "NEAR" if share < NEAR else "FAR" if share < FAR else AS_RANDOM
+
+
+@dataclasses.dataclass(frozen=True)
+class Names:
+    """Names of sources in the tables. An empty name leaves its panels out."""
+
+    label: str  # of the main source
+    stand_in: str  # the paper's data that each source replaces
+    flickr: str
+    satellite: str
+    speech: str
+    speech_transfer: str  # test rows of another source, for models trained on `speech`
+    collections: Sequence[str]  # sources of pairs and unpaired data
+    sue: Sequence[tuple[str, int, str]]  # source, pairs and the paper's name in the protocol of SUE
+    encoders: Sequence[str]  # pairs of encoders, those of the main source first
+    weak_encoders: Sequence[str] = ()  # further encoders in F7
+
+
+PHOTOGRAPHS = Names(
+    label="COCO",
+    stand_in=(
+        "COCO for CC3M and COCO, Flickr8k for Flickr30k, RSICD for SkyScript, "
+        "Common Voice for LibriSpeech"
+    ),
+    flickr="Flickr8k",
+    satellite="RSICD",
+    speech="Common Voice",
+    speech_transfer="LibriSpeech",
+    collections=(MAIN, "Flickr8k", "RSICD", "Flickr30k"),
+    sue=((MAIN, 100, "COCO100"), ("Flickr8k", 500, "F30k500")),
+    # EfficientNet/64 is its first 64 features. It stands in for a weaker encoder.
+    encoders=(
+        "EfficientNet+MiniLM",
+        "EfficientNet+WordLlama",
+        "EfficientNet+words",
+        "EfficientNet/64+MiniLM",
+        "EfficientNet/64+WordLlama",
+        "EfficientNet/64+words",
+    ),
+    weak_encoders=(
+        "EfficientNet/16+MiniLM",
+        "EfficientNet/16+WordLlama",
+        "EfficientNet+MiniLM/16",
+    ),
+)
+"""Names of the repository's data."""
+PAPERS = Names(
+    label="CC3M",
+    stand_in="",
+    flickr="Flickr30k",
+    satellite="SkyScript",
+    speech="LibriSpeech",
+    speech_transfer="",
+    collections=(MAIN, "CC3M-synth", "CC12M", "ImageNet", "COCO", "WikiText103"),
+    sue=(
+        ("COCO100", 100, "COCO100"),
+        ("F30k500", 500, "F30k500"),
+        ("Polyvore500", 500, "Polyvore500"),
+    ),
+    encoders=("DINOv3+NV-Embed-v2",),
+)
+"""Names of the paper's own data in --files. Sources named IMAGE+TEXT are further encoders."""
+
+_PAIRED = ("x", "y")
+_SPLIT = ("x", "y", "val_x", "val_y", "test_x", "test_y")
+_CLASSES = ("zero_shot_x", "zero_shot_labels", "zero_shot_prompts")
+KNOWN: Mapping[str, tuple[Sequence[str], str]] = {
+    MAIN: (_SPLIT, "CC3M rows and validation, COCO val2017 (test_x_of_y: 25,000)"),
+    "Flickr30k": (
+        ("test_x", "test_y"),
+        "Karpathy's 1,000 test images, 5,000 captions (and test_x_of_y)",
+    ),
+    "ImageNet": (_CLASSES, "test images, labels, prompts (and x for unpaired images)"),
+    "Food101": (_CLASSES, "test images, labels, prompts"),
+    "CIFAR10": (_CLASSES, "likewise"),
+    "CIFAR100": (_CLASSES, "likewise"),
+    "Aircraft": (_CLASSES, "likewise"),
+    "DTD": (_CLASSES, "likewise"),
+    "Flowers": (_CLASSES, "likewise"),
+    "CC3M-synth": (_PAIRED, "pairs"),
+    "CC12M": (_PAIRED, "pairs"),
+    "COCO": (_PAIRED, "pairs"),
+    "WikiText103": (("y",), "unpaired texts"),
+    "IMAGE+TEXT": (_SPLIT, "the rows of main by other encoders"),
+    "COCO100": (_PAIRED, "one caption an image, in file order"),
+    "F30k500": (_PAIRED, "likewise, of Flickr30k"),
+    "Polyvore500": (_PAIRED, "likewise, the first 20,000 items of Polyvore"),
+    "SkyScript": (_SPLIT, "SkyScript, 10,000 test rows"),
+    "SkyScript30k": (_SPLIT, "SkyScript, 30,000 test rows"),
+    "LibriSpeech": (_SPLIT, "WavLM-Large, NV-Embed-v2 on transcripts"),
+}
+"""Sources that --files may name: their required fields, and a description."""
+FIELDS = (*_SPLIT, "test_x_of_y", *_CLASSES)
 
 
 class Data(NamedTuple):
@@ -110,7 +203,7 @@ def sue_split(x: Any, y: Any, asked: Data, *, shuffle: bool) -> data.Dataset:
 class Photographs:
     """Sources of the repository: captioned photographs, texts and classification sets."""
 
-    names = types.SimpleNamespace(**paper.DATA["photographs"])
+    names = PHOTOGRAPHS
     given: Mapping[str, Mapping[str, str]] = {}  # files by source and field
 
     def has(self, name: str, part: str) -> bool:
@@ -189,23 +282,18 @@ def _views(encoders: str) -> tuple[int | None, str, int | None]:
 
 # --- the paper's own data ----------------------------------------------------------------------
 
-KNOWN: dict[str, tuple[list[str], str]] = {
-    name: (fields.split(), holds) for name, (fields, holds) in paper.DATA["sources"].items()
-}
-"""Sources that --files may name: their required fields, and a description."""
-_CLASSES = KNOWN["ImageNet"][0]
-FIELDS = (*KNOWN[MAIN][0], "test_x_of_y", *_CLASSES)
-
 
 class Files:
     """Sources listed in a JSON file, {source: {field: path}}. Has the methods of `Photographs`."""
 
     def __init__(self, given: Mapping[str, Mapping[str, str]]) -> None:
         self.given = given
-        self.names = types.SimpleNamespace(**paper.DATA["files"])
-        self.names.collections = [name for name in self.names.collections if name in given]
-        self.names.sue = [one for one in self.names.sue if one[0] in given]
-        self.names.encoders = self.names.encoders + [name for name in given if "+" in name]
+        self.names = dataclasses.replace(
+            PAPERS,
+            collections=[name for name in PAPERS.collections if name in given],
+            sue=[one for one in PAPERS.sue if one[0] in given],
+            encoders=[*PAPERS.encoders, *(name for name in given if "+" in name)],
+        )
 
     @classmethod
     def read(cls, path: str | pathlib.Path) -> "Files":

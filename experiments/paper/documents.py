@@ -8,21 +8,27 @@ import pathlib
 import re
 from collections.abc import Iterable, Sequence
 
-from experiments import paper, report, workdir
-from experiments.paper import grids, plots, tables
+from experiments import report, workdir
+from experiments.paper import grids, overview, tables
 from experiments.paper.panels import WORDS, Panel, Verdict, paper_results
 from experiments.paper.runs import Setup
 from experiments.paper.sources import KNOWN
-from experiments.paper.tables import Table
+from experiments.paper.table import PaperTable
 from experiments.store import Store, key_of
 from sotalign_jax import training
 
 FIGURES, CELLS = "figures", "cells.jsonl"
 INDEX, DISCUSSION = (pathlib.Path(__file__).with_name(f"{n}.md") for n in ("index", "discussion"))
 """Template of the overview, and the discussion of the results on the repository's data."""
+LISTED = (
+    *("n_pairs", "n_unpaired", "steps", "learning_rate", "pair_batch", "unpaired_batch", "kind"),
+    *("dim", "init", "ridge", "alpha", "divergence", "epsilon", "epsilon_star", "weight", "warmup"),
+    *("weight_text", "weight_image", "epochs", "mmd_epochs"),
+)
+"""Settings to list on the page of a table, in this order."""
 
 
-def long_table(table: Table) -> report.Table:
+def long_table(table: PaperTable) -> report.Table:
     """Returns a table with one row per number, for other programs."""
     rows = []
     for panel in table.panels:
@@ -33,12 +39,12 @@ def long_table(table: Table) -> report.Table:
     return report.Table(["panel", "row", "column", "ours", "spread", "seeds", "paper"], rows)
 
 
-def overview(made: Sequence[Table]) -> report.Table:
+def claims(made: Sequence[PaperTable]) -> report.Table:
     """Returns a table of at most 12 claims, with verdicts and reasons."""
     known, rows = {table.name: table for table in made}, []
-    for one in paper.DATA["overview"]:
+    for claim in overview.CLAIMS:
         outcomes: tuple[list[str], list[str]] = [], []
-        for asked in one["tables"]:
+        for asked in claim.tables:
             name, _, part = asked.partition(" ")
             table = known[name].part(part) if part else known[name]
             label = f"[{name}{', ' if part else ''}{part}]({name}.md)"
@@ -46,7 +52,7 @@ def overview(made: Sequence[Table]) -> report.Table:
             if table.tuned_verdict:
                 outcomes[1].append(f"{_tuned_outcome(table)} ({label})")
         here, tuned = (_merged(some) for some in outcomes)
-        rows.append([one["claim"], here, tuned or None, one["why"]])
+        rows.append([claim.text, here, tuned or None, claim.why])
     return report.Table(["the paper's claim", "here", "tuned teacher", "why"], rows)
 
 
@@ -59,26 +65,26 @@ def _merged(outcomes: Sequence[str]) -> str:
     return "; ".join(f"{word} ({', '.join(some)})" for word, some in labels.items())
 
 
-def _tuned_outcome(table: Table) -> str:
+def _tuned_outcome(table: PaperTable) -> str:
     """Returns the verdict on the tuned teacher in one or two words."""
     verdict = table.tuned_verdict
     return WORDS[verdict.held] if verdict else ""
 
 
-def contents(made: Sequence[Table]) -> report.Table:
+def contents(made: Sequence[PaperTable]) -> report.Table:
     """Returns a table of all pages with their verdicts."""
     rows = [[f"[{t.name}]({t.name}.md)", t.title, t.outcome] for t in made]
     return report.Table(["page", "shows", "verdict"], rows)
 
 
-def figures(made: Sequence[Table]) -> str:
+def figures(made: Sequence[PaperTable]) -> str:
     """Returns the figures of the overview in Markdown, each with a caption."""
     known = {table.name for table in made if drawn(table)}
-    shown = [one for one in paper.DATA["figures"] if one["table"] in known]
     parts = [
-        f"### {one['title']}\n\n![{one['title']}]({FIGURES}/{one['table']}.png)\n\n"
-        f"{one['caption']} More: [{one['table']}]({one['table']}.md)."
-        for one in shown
+        f"### {one.title}\n\n![{one.title}]({FIGURES}/{one.table}.png)\n\n"
+        f"{one.caption} More: [{one.table}]({one.table}.md)."
+        for one in overview.FIGURES
+        if one.table in known
     ]
     return "\n\n".join(parts)
 
@@ -91,7 +97,7 @@ def discussion() -> dict[str, str]:
     return {name: text.strip() for names, text in pairs for name in names.split(", ")}
 
 
-def minutes(store: Store, made: Iterable[Table]) -> dict[str, float]:
+def minutes(store: Store, made: Iterable[PaperTable]) -> dict[str, float]:
     """Returns the processor minutes of each table.
 
     Args:
@@ -132,7 +138,6 @@ def listing(setup: Setup, store: Store) -> str:
 def settings(panel: Panel) -> str:
     """Returns the settings of a panel as text. A setting with several values lists all of them."""
     found: dict[str, dict[str, None]] = {}
-    listed = paper.DATA["settings"]["listed"]
     for _, spec, _ in panel.cells():
         if "config" not in spec:
             continue
@@ -141,7 +146,7 @@ def settings(panel: Panel) -> str:
         closed = method in training.TEACHERS
         sections = ["data", *([] if closed or method in ("csa", "sue") else ["train", "heads"])]
         sections += ["teacher"] if closed or method == "sotalign" else []
-        for section, name in itertools.product([*sections, method], listed):
+        for section, name in itertools.product([*sections, method], LISTED):
             options = config.get(section) or {}
             if name in options:
                 unset = "linear" if name == "kind" else "all"
@@ -151,18 +156,18 @@ def settings(panel: Panel) -> str:
     return "; ".join(f"{name} {' | '.join(values)}" for name, values in found.items())
 
 
-def drawn(table: Table) -> bool:
+def drawn(table: PaperTable) -> bool:
     """Returns True if the table has a figure and at least half of its numbers are known."""
     known = sum(len(panel.found) for panel in table.panels)
     wanted = sum(len(panel.places()) for panel in table.panels)
-    return bool(table.plot) and 0 < wanted <= 2 * known
+    return table.plot is not None and 0 < wanted <= 2 * known
 
 
-def markdown(table: Table, setup: Setup, index: str = "RESULTS.md") -> str:
+def markdown(table: PaperTable, setup: Setup, index: str = "RESULTS.md") -> str:
     """Returns the page of a table in Markdown.
 
     Args:
-        table: Table with its numbers.
+        table: PaperTable with its numbers.
         setup: Sizes and sources of its runs.
         index: Name of the overview, which the page links to.
     """
@@ -199,14 +204,14 @@ def _reasons(verdict: Verdict) -> str:
     return "\n\n" + "\n".join(f"- {name}: {WORDS[v.held]}. {_reasons(v)}" for name, v in parts)
 
 
-def _has_more_rows(table: Table) -> bool:
+def _has_more_rows(table: PaperTable) -> bool:
     """Returns True if the paper's table has rows that ours lacks, and few columns."""
     rows = paper_results()[table.paper] if table.paper else {}
     ours = {panel.named.get(row, row) for panel in table.panels for row in panel.rows}
     return not set(rows) <= ours and len(next(iter(rows.values()))) <= 4
 
 
-def _settings(table: Table, setup: Setup) -> list[str]:
+def _settings(table: PaperTable, setup: Setup) -> list[str]:
     """Returns paragraphs on the data, seeds and settings of a table, or on the files it needs."""
     if not table.panels:
         holds = [f"{name} ({KNOWN[name][1]})" for name in table.needs]
@@ -224,7 +229,7 @@ def discussed(setup: Setup) -> bool:
     return setup.scale == "full" and not setup.sources.given
 
 
-def page(made: Sequence[Table], setup: Setup, store: Store, command: str) -> str:
+def page(made: Sequence[PaperTable], setup: Setup, store: Store, command: str) -> str:
     """Returns the overview in Markdown.
 
     Args:
@@ -234,17 +239,17 @@ def page(made: Sequence[Table], setup: Setup, store: Store, command: str) -> str
         command: Command that computes the results.
     """
     taken = minutes(store, made)
-    notes, stand_in = paper.DATA["notes"], setup.sources.names.stand_in
+    stand_in = setup.sources.names.stand_in
     complete = discussed(setup) and len(made) == len(tables.TABLES)
-    brief = f"## In brief\n\n{overview(made).markdown()}\n\n" if complete else ""
+    brief = f"## In brief\n\n{claims(made).markdown()}\n\n" if complete else ""
     pictures = f"## Five figures\n\n{figures(made)}\n\n" if complete else ""
     return INDEX.read_text("utf-8").format(
         command=command,
         setup=setup,
         here=workdir.kept_environment(store.path.parent),
         data=stand_in or "files",
-        stand_in=notes["photographs"] if stand_in else "",
-        short=notes["quick"] if setup.scale == "quick" else "",
+        stand_in=overview.PHOTOGRAPHS_NOTE if stand_in else "",
+        short=overview.QUICK_NOTE if setup.scale == "quick" else "",
         seeds=", ".join(map(str, setup.sizes.seeds)),
         minutes=sum(taken.values()),
         each=", ".join(f"{name} {value:.1f}" for name, value in taken.items() if value >= 0.05),
@@ -254,7 +259,9 @@ def page(made: Sequence[Table], setup: Setup, store: Store, command: str) -> str
     )
 
 
-def save(path: pathlib.Path, made: list[Table], setup: Setup, store: Store, command: str) -> None:
+def save(
+    path: pathlib.Path, made: list[PaperTable], setup: Setup, store: Store, command: str
+) -> None:
     """Writes the overview, a page per table, figures and cells beside it, and CSV files.
 
     Args:
@@ -269,9 +276,8 @@ def save(path: pathlib.Path, made: list[Table], setup: Setup, store: Store, comm
     for table in made:
         report.write(store.path.with_name(f"{table.name}.csv"), long_table(table).csv())
         report.write(path.with_name(f"{table.name}.md"), markdown(table, setup, path.name))
-        if drawn(table):
-            name, options = table.plot
-            figure = getattr(plots, name)([panel.known() for panel in table.panels], **options)
+        if table.plot is not None and drawn(table):
+            figure = table.plot([panel.known() for panel in table.panels])
             report.write(path.with_name(FIGURES) / f"{table.name}.png", report.png(figure))
     # The cells of a page are stored beside it, unless that file is the store itself.
     if path.with_name(CELLS).resolve() != store.path.resolve():
