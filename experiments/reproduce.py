@@ -15,7 +15,9 @@ training:
         --cells=docs/results/cells.jsonl --results=docs/results/RESULTS.md
 
 --files is a JSON file with the embedding files of each source ({"SkyScript": {"x": "images.npy",
-...}, ...}). Tables then use these sources only, at the paper's sizes. --list names the sources.
+...}, ...}). Tables then use these sources only, at the paper's sizes. Options of the methods are
+selected on the validation split of "main" first, as in the paper. --list names the sources, and
+with --files it also prints the protocol of each table.
 """
 
 import itertools
@@ -23,11 +25,12 @@ import os
 import pathlib
 import shlex
 import sys
+from collections.abc import Sequence
 
 from absl import flags
 
 from experiments import distributed, store
-from experiments.paper import documents, runs, sources, tables
+from experiments.paper import documents, runs, selection, sources, table, tables
 from sotalign_jax import checks, storage
 from sotalign_jax.search import cli
 
@@ -65,12 +68,13 @@ def main() -> None:
 
 def _make(setup: runs.Setup, own: store.Store) -> None:
     """Computes missing results, writes the pages and prints them."""
-    made = [tables.make(name, setup) for name in dict.fromkeys(_ONLY.value or tables.TABLES)]
-    failures: dict[str, str] = {}
+    names = dict.fromkeys(_ONLY.value or tables.TABLES)
+    setup, failures = _select(setup, own, [tables.make(name, setup) for name in names])
+    made = [tables.make(name, setup) for name in names]
     if _RUN.value:
-        panels = itertools.chain.from_iterable(table.panels for table in made)
-        failures = runs.fill(own, setup.sources, panels)
-    made = [table.filled(own, failures) for table in made]
+        panels = itertools.chain.from_iterable(one.panels for one in made)
+        failures |= runs.fill(own, setup.sources, panels)
+    made = [one.filled(own, failures) for one in made]
     # The page shows the command that computes its results, so --norun is left out.
     shown = [flag for flag in sys.argv[1:] if flag != "--norun"]
     command = shlex.join(["python", "-m", "experiments.reproduce", *shown])
@@ -78,10 +82,34 @@ def _make(setup: runs.Setup, own: store.Store) -> None:
     # Two processes that share the runs must not write the page at the same time.
     with storage.lock(own.path.with_name("lock")):
         documents.save(page, made, setup, own, command)
-    print("\n".join(documents.markdown(table, setup) for table in made))
+    print("\n".join(documents.markdown(one, setup) for one in made))
     print(f"The overview is {page}, with its pages beside it. CSV files are in {own.path.parent}")
     if failures:
         raise FloatingPointError(f"{len(failures)} cells failed, named above")
+
+
+def _select(
+    setup: runs.Setup, own: store.Store, made: Sequence[table.PaperTable]
+) -> tuple[runs.Setup, dict[str, str]]:
+    """Tries the grids of the methods in the tables, and selects the best points on validation.
+
+    Returns the setup with the selected options, and the messages of failed trials by key.
+    """
+    specs = [spec for one in made for panel in one.panels for _, spec, _ in panel.cells()]
+    used = {spec["config"]["method"] for spec in specs if "config" in spec}
+    grids = {method: grid for method, grid in setup.sizes.grids.items() if method in used}
+    failures: dict[str, str] = {}
+    if grids and _RUN.value:
+        trials = selection.panel_of_trials(setup, list(grids))
+        failures = runs.fill(own, setup.sources, [trials])
+    selected = selection.selected(setup, own, failures)
+    for method in grids:
+        point = selected.chosen.get(method)
+        found = "no trial has finished, so its defaults are used"
+        if point is not None:
+            found = ", ".join(f"{name} {value:g}" for name, value in point.items())
+        print(f"selected on validation, {method}: {found}")
+    return selected, failures
 
 
 if __name__ == "__main__":

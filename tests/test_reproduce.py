@@ -11,13 +11,24 @@ import re
 import shutil
 import subprocess
 import sys
+from typing import Any
 
 import numpy as np
 import pytest
 import small_runs
 
 from experiments import store
-from experiments.paper import documents, grids, overview, panels, plots, runs, sources, tables
+from experiments.paper import (
+    documents,
+    grids,
+    overview,
+    panels,
+    plots,
+    runs,
+    selection,
+    sources,
+    tables,
+)
 from sotalign_jax import checks
 
 ROOT = pathlib.Path(__file__).parents[1]
@@ -33,6 +44,34 @@ TINY = {
     "unpaired": [40, 100],
     "teacher_noise": [0.0, 0.5],
 }
+SOLVERS = {"gradient_rows": 64, "convergence_rows": 64}
+DRY = {
+    "seeds": (0,),
+    "n_pairs": 60,
+    "pairs": (30, 60),
+    "first_pairs": (60,),
+    "few_pairs": (30, 60),
+    "speech_pairs": (30, 60),
+    "t7_speech_pairs": 60,
+    "unpaired": (40, 100),
+    "all_pairs": 100,
+    "pool_rows": 100,
+    "grids": {
+        "sotalign": {"alpha": (1e-3, 1e-4)},
+        "structure": {"weight": (1.0, 10.0), "warmup": (0,)},
+        "nnclr": {"k": (1, 5), "weight_text": (1.0,)},
+    },
+    "teacher_noise": (0.0, 0.5),
+    "pool_noise": (0.0, 0.5),
+    "alphas": (1e-4, 1e-3),
+    "epsilons": (0.2, 0.5),
+    "solver_epsilons": (0.5,),
+    "gradient_rows": 64,
+    "convergence_rows": 64,
+    "distance_rows": 50,
+    "distance_seeds": (0, 1),
+    "projections": 10,
+}
 SHORT = {
     "heads.dim": 8,
     "train.steps": 4,
@@ -40,6 +79,11 @@ SHORT = {
     "train.pair_batch": 32,
     "train.unpaired_batch": 32,
     "sotalign.epsilon_star": 0.2,
+    "sue.epochs": 1,
+    "sue.mmd_epochs": 1,
+    "sue.hidden": 16,
+    "sue.batch": 64,
+    "sue.neighbours": 16,
 }
 
 
@@ -47,9 +91,11 @@ SHORT = {
 class Tiny(runs.Setup):
     """Setup with few rows and steps."""
 
+    changes: dict[str, Any] = dataclasses.field(default_factory=lambda: TINY)
+
     @property
     def sizes(self):
-        return dataclasses.replace(super().sizes, **TINY)
+        return dataclasses.replace(super().sizes, **self.changes)
 
     def settings(self, changes, seed):
         return super().settings({**SHORT, **changes}, seed)
@@ -63,7 +109,7 @@ def main(tmp_path_factory):
 
 
 @pytest.fixture
-def given(main):
+def given(main, tmp_path):
     """Returns a setup with a file for every dataset of the paper."""
     named = {row.rpartition("/")[0] for row in panels.paper_results()["T3_A2_encoders"]}
     kinds = {**{name: name for name in sources.KNOWN}, **dict.fromkeys(named, "IMAGE+TEXT")}
@@ -73,10 +119,17 @@ def given(main):
         if name not in ("IMAGE+TEXT", "DINOv3+NV-Embed-v2")
     }
     files["ImageNet"]["x"] = main["x"]
+    # The protocol of SUE needs 400 test rows besides the pairs.
+    latent, rng = np.random.default_rng(1).normal(size=(1000, 6)), np.random.default_rng(2)
+    for side, width in (("x", 12), ("y", 10)):
+        np.save(tmp_path / f"{side}.npy", np.float32(latent @ rng.normal(size=(6, width))))
+    for name in ("COCO100", "F30k500", "Polyvore500"):
+        files[name] = {side: str(tmp_path / f"{side}.npy") for side in "xy"}
     return runs.Setup("paper", sources.Files(files))
 
 
 PHOTOGRAPHS = runs.Setup()
+RUN = {"method": "sotalign", "metric": "test/mean/R@1"}
 
 
 # --- tables ------------------------------------------------------------------------------------
@@ -506,17 +559,91 @@ def test_save_elsewhere_copies_only_the_cells_of_its_tables(made, tmp_path):
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.*NormalCG:DeprecationWarning")
 @pytest.mark.filterwarnings("ignore:JAXopt:DeprecationWarning")  # ott-jax imports it
-def test_compute_measures_gradient_and_convergence(main):
-    files = sources.Files({"main": main})
-    found = runs.compute(files, {"measure": "gradient", "epsilon": 0.5, "rows": 64}, ())
+def test_compute_measures_solvers_on_trained_heads(main):
+    setup = Tiny("paper", sources.Files({"main": main}), changes={**TINY, **SOLVERS})
+
+    def measured(kind, epsilon):
+        metric = {"gradient": "gradient/ours, from K/memory", "convergence": "convergence/ours"}
+        spec = setup.spec({"metric": metric[kind], "epsilon": epsilon}, 0)
+        assert spec["config"]["method"] == "sail" and spec["rows"] == 64
+        return runs.compute(setup.sources, spec, ())
+
+    found = measured("gradient", 0.5)
     for arm in runs.ARMS:
         for quantity in ("memory", "seconds", "iterations"):
             assert found[f"gradient/{arm}/{quantity}"] > 0
-    errors = [
-        runs.compute(files, {"measure": "convergence", "epsilon": epsilon, "rows": 64}, ())
-        for epsilon in (0.5, 0.005)
-    ]
-    assert errors[0]["convergence/textbook Sinkhorn"] < errors[1]["convergence/textbook Sinkhorn"]
+    easy, hard = (measured("convergence", epsilon) for epsilon in (0.5, 0.005))
+    assert easy["convergence/textbook Sinkhorn"] < hard["convergence/textbook Sinkhorn"]
+
+
+# --- the paper's protocol ----------------------------------------------------------------------
+
+
+def test_runs_at_the_papers_scale_fill_the_batch_with_unpaired_rows(given):
+    def batch(n_pairs):
+        spec = given.spec({**RUN, "data.n_pairs": n_pairs}, 42)
+        return spec["config"]["train"]
+
+    assert batch(10_000)["unpaired_batch"] == batch(100_000)["unpaired_batch"] == 22_768
+    assert batch(1000)["unpaired_batch"] == 31_768
+    assert batch(1_000_000)["pair_batch"] == 32_768
+
+
+def test_sue_has_its_published_sizes_at_the_papers_scale(given):
+    spec = given.spec({**RUN, "method": "sue", "data.pairs": "COCO100", "data.n_pairs": 100}, 42)
+    published = {"hidden": 4096, "batch": 5162, "learning_rate": 1e-4, "epochs": 100}
+    assert published.items() <= spec["config"]["sue"].items()
+
+
+def test_trials_are_the_papers_grids(given):
+    found = selection.trials(given)
+    numbers = {"structure": 10, "structure_semi": 10, "nnclr": 48, "sclip": 16, "sotalign": 3}
+    assert {method: len(points) for method, points in found.items()} == numbers
+    alphas = {point["sotalign.alpha"] for point in found["sotalign"].values()}
+    assert alphas == {1e-3, 1e-4, 1e-5}
+
+
+def test_chosen_is_the_best_finished_trial_and_reaches_the_tables(given):
+    trials = selection.panel_of_trials(given)
+    assert {metric for _, _, metric in trials.cells()} == {"val/mean/R@1"}
+    scores = {row: float(number) for number, row in enumerate(trials.rows) if "sotalign" in row}
+    best, last = "sotalign: alpha 0.0001", "sotalign: alpha 1e-05"
+    scores[best], scores[last] = 99.0, np.nan  # the last trial failed
+    found = {(row, "val R@1"): np.array([score]) for row, score in scores.items()}
+    chosen = selection.chosen(given, dataclasses.replace(trials, found=found))
+    assert chosen == {"sotalign": {"sotalign.alpha": 1e-4}}
+    other = dataclasses.replace(given, chosen={"sotalign": {"sotalign.alpha": 0.25}})
+    for place in (("KLOT", "CCA"), ("CKA", "Procrustes")):
+        (spec,) = tables.make("T1", other).panels[0].specs[place]
+        assert spec["config"]["sotalign"]["alpha"] == 0.25
+    varied = tables.make("FA4", other).panels[0].specs["10,000 pairs", "1e-06"][0]
+    assert varied["config"]["sotalign"]["alpha"] == 1e-6
+    assert selection.panel_of_trials(other).specs == trials.specs
+
+
+def test_list_prints_the_protocol_at_the_papers_scale(given, tmp_path):
+    listed = documents.listing(given, store.Store(tmp_path / "none.jsonl"))
+    assert "nnclr: k 1 | 5 | 10; weight_text 0 | 0.1 | 1 | 10" in listed
+    lines = listed.splitlines()
+    protocol = lines[lines.index("Protocol of each table:") :]
+    named = {line.partition(":")[0] for line in protocol if not line.startswith(" ")}
+    assert set(NAMES) - {"V2"} <= named
+    assert "FA8: seeds 0 to 19." in lines and max(map(len, lines)) <= 80
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:.*NormalCG:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:JAXopt:DeprecationWarning")  # ott-jax imports it
+@pytest.mark.filterwarnings("ignore:A plan did not reach:UserWarning")
+def test_dry_run_at_the_papers_scale_selects_and_makes_every_table(given, tmp_path):
+    setup = Tiny("paper", given.sources, changes=DRY)
+    kept = store.Store(tmp_path / "w" / documents.CELLS)
+    failures = runs.fill(kept, setup.sources, [selection.panel_of_trials(setup)])
+    setup = selection.selected(setup, kept, failures)
+    assert setup.chosen.keys() == DRY["grids"].keys() and not failures
+    done = _make(setup, kept, *NAMES)
+    assert {table.name: table.failures for table in done if table.failures} == {}
+    assert [table.name for table in done if not table.panels] == ["V2"]
 
 
 # --- the command -------------------------------------------------------------------------------

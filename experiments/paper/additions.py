@@ -1,9 +1,9 @@
 """Tables that the paper does not have. Each function returns one of them."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from experiments.paper import panels as rules
-from experiments.paper import plots, shared
+from experiments.paper import plots, selection, shared
 from experiments.paper.main_text import POOLS
 from experiments.paper.panels import Panel
 from experiments.paper.runs import Setup
@@ -31,11 +31,10 @@ RECALLS: shared.Labelled = {
 
 def v1(setup: Setup) -> PaperTable:
     sizes, names = setup.sizes, setup.sources.names
-    panels = [
-        _validated(
-            setup, f"{sizes.n_pairs:,} pairs", _trials(setup), {"data.n_pairs": sizes.n_pairs}
-        )
-    ]
+    usual = {"data.n_pairs": sizes.n_pairs}
+    panels = [_validated(setup, f"{sizes.n_pairs:,} pairs", _trials(setup), usual)]
+    if setup.scale == "paper":
+        panels = [selection.panel_of_trials(setup)]
     if setup.scale == "full":
         panels += [
             _validated(
@@ -69,7 +68,7 @@ def _validated(setup: Setup, name: str, rows: shared.Labelled, data: Settings) -
         corner="trial",
         rows=rows,
         columns={"val R@1": {**VALIDATION, **data}},
-        one_seed=True,
+        seeds=setup.sizes.first_seed,
         form=".2f",
     )
 
@@ -170,14 +169,14 @@ _CAUSES: shared.Labelled = {
 def _tried(
     setup: Setup,
     name: str,
-    rows: shared.Labelled,
+    rows: Mapping[str, Settings],
     columns: Mapping[str, Settings],
     common: Settings = NO_SETTINGS,
     *,
-    one_seed: bool = True,
+    seeds: Sequence[int] | None = None,
     form: str = ".1f",
 ) -> Panel:
-    """Returns a panel of settings that were tried for a claim."""
+    """Returns a panel of settings that were tried for a claim, by default with one seed."""
     return panel(
         setup,
         name=name,
@@ -185,7 +184,7 @@ def _tried(
         rows=rows,
         columns=columns,
         common=common,
-        one_seed=one_seed,
+        seeds=setup.sizes.first_seed if seeds is None else seeds,
         form=form,
     )
 
@@ -285,7 +284,7 @@ def _tried_noise(setup: Setup) -> list[Panel]:
     shares: shared.Labelled = {"no noise": {}, "half noise": {"data.noise": 0.5}}
     twice = {"half noise, twice the rows": {"data.noise": 0.5, "train.unpaired_batch": 2048}}
     return [
-        _tried(setup, "FA4, three seeds", rows, shares, common, one_seed=False),
+        _tried(setup, "FA4, three seeds", rows, shares, common, seeds=setup.sizes.seeds),
         _tried(setup, "FA4, one seed", rows, twice, common),
     ]
 

@@ -1,6 +1,7 @@
 """Tables and figures of the paper's appendix. Each function returns one of them."""
 
 import functools
+from collections.abc import Sequence
 
 from experiments.paper import panels as rules
 from experiments.paper import plots, shared
@@ -249,7 +250,7 @@ def fa4(setup: Setup) -> PaperTable:
         corner="pairs",
         rows={f"{n:,} pairs": {"data.n_pairs": n} for n in setup.sizes.few_pairs},
         columns=shared.alphas(setup),
-        one_seed=True,
+        seeds=setup.sizes.first_seed,
     )
     noise = panel(
         setup,
@@ -257,7 +258,7 @@ def fa4(setup: Setup) -> PaperTable:
         corner="share of noise",
         rows={f"p={share:g}": {"data.noise": share} for share in setup.sizes.pool_noise},
         columns=shared.alphas(setup),
-        one_seed=True,
+        seeds=setup.sizes.first_seed,
     )
     return PaperTable(
         "FA4",
@@ -286,7 +287,7 @@ def fa5(setup: Setup) -> PaperTable:
             rows=student,
             columns=teacher,
             common={**common, "data.n_pairs": n},
-            one_seed=True,
+            seeds=setup.sizes.first_seed,
         )
         for n in sizes.first_pairs
     ]
@@ -297,7 +298,7 @@ def fa5(setup: Setup) -> PaperTable:
         rows=teacher,
         columns={f"{n:,} pairs": {"data.n_pairs": n} for n in sizes.few_pairs},
         common=common,
-        one_seed=True,
+        seeds=setup.sizes.first_seed,
     )
     return PaperTable(
         "FA5",
@@ -359,7 +360,7 @@ def fa8(setup: Setup) -> PaperTable:
                 label: {"right": name, "metric": "between/distance"}
                 for label, name in named.items()
             },
-            one_seed=True,
+            seeds=setup.sizes.distance_seeds,
             form=".3f",
         )
         for side, named in sets.items()
@@ -387,7 +388,7 @@ def _sets(setup: Setup, side: str) -> dict[str, str]:
     return {label if name == MAIN else name: name for name in known}
 
 
-def _satellite_panels(setup: Setup, source: str, *, one_seed: bool) -> list[Panel]:
+def _satellite_panels(setup: Setup, source: str, seeds: Sequence[int]) -> list[Panel]:
     """Returns a panel of SAIL and SOTAlign by number of pairs for each cut of recall."""
     return [
         panel(
@@ -398,7 +399,7 @@ def _satellite_panels(setup: Setup, source: str, *, one_seed: bool) -> list[Pane
             columns=shared.BOTH_METHODS,
             common={"metric": f"test/mean/R@{cut}", **shared.satellite(setup, source)},
             columns_above=[("SOTAlign", "SAIL")],
-            one_seed=one_seed,
+            seeds=seeds,
         )
         for cut in CUTS
     ]
@@ -410,7 +411,7 @@ def fa9(setup: Setup) -> PaperTable:
         "FA9",
         title="Satellite images, 10,000 test rows: number of pairs",
         claim="SOTAlign is above SAIL at every number of pairs",
-        panels=_satellite_panels(setup, source, one_seed=False),
+        panels=_satellite_panels(setup, source, setup.sizes.seeds),
         needs=["SkyScript"],
         plot=plots.lines,
     )
@@ -421,7 +422,7 @@ def fa10(setup: Setup) -> PaperTable:
         "FA10",
         title="Satellite images, 30,000 test rows: number of pairs",
         claim="SOTAlign is above SAIL at every number of pairs",
-        panels=_satellite_panels(setup, "SkyScript30k", one_seed=True),
+        panels=_satellite_panels(setup, "SkyScript30k", setup.sizes.first_seed),
         needs=["SkyScript30k"],
         plot=plots.lines,
     )

@@ -6,6 +6,7 @@ import json
 import math
 import pathlib
 import re
+import textwrap
 from collections.abc import Iterable, Sequence
 
 from experiments import report, workdir
@@ -15,7 +16,7 @@ from experiments.paper.runs import Setup
 from experiments.paper.sources import KNOWN
 from experiments.paper.table import PaperTable
 from experiments.store import Store, key_of
-from sotalign_jax import training
+from sotalign_jax import methods, training
 
 FIGURES, CELLS = "figures", "cells.jsonl"
 INDEX, DISCUSSION = (pathlib.Path(__file__).with_name(f"{n}.md") for n in ("index", "discussion"))
@@ -26,6 +27,8 @@ LISTED = (
     *("weight_text", "weight_image", "epochs", "mmd_epochs"),
 )
 """Settings to list on the page of a table, in this order."""
+FURTHER = ("k", "hidden", "batch")
+"""Further settings of the protocol."""
 
 
 def long_table(table: PaperTable) -> report.Table:
@@ -129,15 +132,72 @@ def listing(setup: Setup, store: Store) -> str:
     rows = [[t.name, t.title + ("" if t.panels else " (needs files)"), taken[t.name]] for t in made]
     headers, rows = ["", "shows", "processor minutes"][:width], [row[:width] for row in rows]
     named = [[name, holds] for name, (_, holds) in KNOWN.items()]
-    return (
-        f"{report.Table(headers, rows)}\n\nThe paper's own data, as sources "
-        f"of --files={{SOURCE: {{FIELD: PATH}}}}:\n\n{report.Table(['source', 'holds'], named)}"
+    parts = [
+        f"{report.Table(headers, rows)}",
+        "The paper's own data, as sources of --files={SOURCE: {FIELD: PATH}}:",
+        f"{report.Table(['source', 'holds'], named)}",
+    ]
+    if setup.scale == "paper":
+        parts.append(protocol(setup, made))
+    return "\n\n".join(parts)
+
+
+def protocol(setup: Setup, made: Sequence[PaperTable]) -> str:
+    """Returns what validation selects, and the seeds and settings of each table.
+
+    Args:
+        setup: Sizes and sources.
+        made: Tables. Those without panels are left out.
+    """
+    sizes = setup.sizes
+    text = (
+        f"Validation of {setup.sources.names.label} selects these options by MeanR@1, with "
+        f"{sizes.n_pairs:,} pairs and seed {sizes.seeds[0]}, for all tables that do not vary them:"
     )
+    lines = textwrap.wrap(text, 78)
+    for method, grid in sizes.grids.items():
+        options = [f"{name} {_values(values)}" for name, values in grid.items()]
+        lines += _wrapped(method, "; ".join(options))
+    lines += ["", "Protocol of each table:"]
+    for table in made:
+        seeds = dict.fromkeys(_seeds(panel.seeds) for panel in table.panels)
+        used = dict.fromkeys(filter(None, (settings(panel, setup) for panel in table.panels)))
+        if table.panels:
+            lines += _wrapped(table.name, f"seeds {' and '.join(seeds)}. {'. '.join(used)}")
+    return "\n".join(lines)
 
 
-def settings(panel: Panel) -> str:
-    """Returns the settings of a panel as text. A setting with several values lists all of them."""
+def _wrapped(label: str, text: str) -> list[str]:
+    """Returns lines of a labelled paragraph that fit a terminal."""
+    return textwrap.wrap(text, 78, initial_indent=f"{label}: ", subsequent_indent="    ")
+
+
+def _values(values: Iterable[object]) -> str:
+    """Returns values of one setting as text."""
+    return " | ".join(f"{v:g}" if isinstance(v, float) else f"{v}" for v in values)
+
+
+def _seeds(seeds: Sequence[int]) -> str:
+    """Returns seeds as text, such as "0, 1, 2" or "0 to 19"."""
+    return f"{seeds[0]} to {seeds[-1]}" if len(seeds) > 5 else ", ".join(map(str, seeds))
+
+
+def settings(panel: Panel, unselected: Setup | None = None) -> str:
+    """Returns the settings of a panel as text. A setting with several values lists all of them.
+
+    Args:
+        panel: Panel with its specifications.
+        unselected: If given, options that its grids select are left out, unless the panel varies
+            or sets them.
+    """
     found: dict[str, dict[str, None]] = {}
+    grids = {} if unselected is None else unselected.sizes.grids
+    defaults = {
+        f"{method}.{name}": [_values([getattr(methods.METHODS[method], name)])]
+        for method, grid in grids.items()
+        for name in grid
+    }
+    listed = LISTED if unselected is None else (*LISTED, *FURTHER)
     for _, spec, _ in panel.cells():
         if "config" not in spec:
             continue
@@ -146,14 +206,18 @@ def settings(panel: Panel) -> str:
         closed = method in training.TEACHERS
         sections = ["data", *([] if closed or method in ("csa", "sue") else ["train", "heads"])]
         sections += ["teacher"] if closed or method == "sotalign" else []
-        for section, name in itertools.product([*sections, method], LISTED):
+        for section, name in itertools.product([*sections, method], listed):
             options = config.get(section) or {}
             if name in options:
                 unset = "linear" if name == "kind" else "all"
                 value = unset if options[name] is None else options[name]
-                text = f"{value:g}" if isinstance(value, float) else f"{value}"
-                found.setdefault(f"{section}.{name}", {})[text] = None
-    return "; ".join(f"{name} {' | '.join(values)}" for name, values in found.items())
+                found.setdefault(f"{section}.{name}", {})[_values([value])] = None
+    shown = {name: list(values) for name, values in found.items()}
+    return "; ".join(
+        f"{name} {' | '.join(values)}"
+        for name, values in shown.items()
+        if values != defaults.get(name)
+    )
 
 
 def drawn(table: PaperTable) -> bool:
@@ -218,7 +282,7 @@ def _settings(table: PaperTable, setup: Setup) -> list[str]:
         fields = {name: dict.fromkeys(KNOWN[name][0], "PATH.npy") for name in table.needs}
         example = f"```\n{json.dumps(fields, indent=1)}\n```"
         return [f"It needs files, named in FILES.json: {'; '.join(holds)}.", example]
-    listed = dict.fromkeys(", ".join(map(str, panel.seeds)) for panel in table.panels)
+    listed = dict.fromkeys(_seeds(panel.seeds) for panel in table.panels)
     data = setup.sources.names.stand_in or "the files that were given"
     used = dict.fromkeys(filter(None, map(settings, table.panels)))
     return [f"Data: {data}. Seeds {' and '.join(listed)}.", *(f"Settings: {one}." for one in used)]

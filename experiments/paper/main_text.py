@@ -204,7 +204,7 @@ def t7(setup: Setup) -> PaperTable:
             "S2T R@1": {"metric": "test/x_to_y/R@1"},
             "T2S R@1": {"metric": "test/y_to_x/R@1"},
         },
-        common={**shared.speech(setup), "data.n_pairs": 1000},
+        common={**shared.speech(setup), "data.n_pairs": setup.sizes.t7_speech_pairs},
         paper=paper,
         named={"S2T R@1": "Libri_S2T_R1", "T2S R@1": "Libri_T2S_R1"},
         above=shared.every_domain_method(),
@@ -235,7 +235,7 @@ def gradient_panel(setup: Setup, name: str, cost: str, ways: list[str], form: st
         corner="epsilon",
         rows=epsilons(setup),
         columns={way: {"metric": f"gradient/{GRADIENTS[way]}/{cost}"} for way in ways},
-        one_seed=True,
+        seeds=setup.sizes.first_seed,
         form=form,
     )
 
@@ -267,7 +267,7 @@ def f4(setup: Setup) -> PaperTable:
             "textbook Sinkhorn": {"metric": "convergence/textbook Sinkhorn"},
             "ours": {"metric": "convergence/ours"},
         },
-        one_seed=True,
+        seeds=setup.sizes.first_seed,
         form=".1e",
     )
     return PaperTable(

@@ -17,7 +17,7 @@ from experiments.paper.panels import Panel, Place
 from experiments.paper.sizes import Settings, Sizes
 from experiments.paper.sources import MAIN, Data, Photographs, Sources
 from experiments.store import Results, Spec, Store, key_of
-from sotalign_jax import checks, data, diagnostics, evaluation, heads, recipe, storage
+from sotalign_jax import checks, data, diagnostics, evaluation, heads, recipe, storage, teachers
 
 ARMS = ("unrolled scan", "ott-jax implicit", "ours, from K")
 """Gradients that the paper compares, by their names in `benchmarks.peers`."""
@@ -29,6 +29,8 @@ class Setup:
 
     scale: str = "full"
     sources: Sources = dataclasses.field(default_factory=Photographs)
+    # Options by method that validation has selected, see `selection`.
+    chosen: Mapping[str, Settings] = dataclasses.field(default_factory=dict)
 
     @property
     def sizes(self) -> Sizes:
@@ -59,7 +61,8 @@ class Setup:
         n = asked.n_pairs
         usual = sizes_lib.usual(self.scale, n)
         if self.scale == "paper":
-            return usual
+            options = {**sizes_lib.PAPER_OPTIONS.get(method, {}), **self.chosen.get(method, {})}
+            return {**options, **usual}
         if n <= 1000 and asked.pairs != self.sources.names.speech:
             usual["train.learning_rate"] *= sizes_lib.RATE_SHARES.get(method, 1)
         # The paper's alpha of 1e-4 with 10,000 pairs is 1 / n. The tolerance is 1e-4 because the
@@ -76,10 +79,13 @@ class Setup:
             seed: Seed of the run or measurement.
         """
         kind, inputs = changes["metric"].partition("/")[0], self.sources.inputs
-        if kind in ("gradient", "convergence"):
-            files = {} if self.sources.given else inputs([MAIN])
-            sizes = {"epsilon": changes["epsilon"], "rows": self.sizes.solver_rows}
-            return {"measure": kind, **sizes, "inputs": files}
+        if kind in SOLVER_MEASURES:
+            rows = {
+                "gradient": self.sizes.gradient_rows,
+                "convergence": self.sizes.convergence_rows,
+            }
+            sizes = {"epsilon": changes["epsilon"], "rows": rows[kind]}
+            return {"measure": kind, **sizes, **self._checkpoint(seed)}
         sizes = {"rows": self.sizes.distance_rows, "projections": self.sizes.projections}
         if kind == "between":
             left, right = sorted((changes["left"], changes["right"]))
@@ -95,6 +101,18 @@ class Setup:
             asked = asked._replace(n_unpaired=0, images=None, texts=None, noise=0.0)
         plain = {key: value for key, value in config_lib.plain(config).items() if key != "data"}
         return {"config": plain, "data": asked._asdict(), "inputs": inputs(asked)}
+
+    def _checkpoint(self, seed: int) -> dict[str, Any]:
+        """Returns the part of a specification that determines the matrices of the solvers.
+
+        The paper takes them from a checkpoint of SAIL. On photographs the student is shorter, see
+        `benchmarks.common.photos_problem`.
+        """
+        if not self.sources.given:
+            return {"inputs": self.sources.inputs([MAIN])}
+        config, asked = self.settings({"method": "sail"}, seed)
+        plain = {key: value for key, value in config_lib.plain(config).items() if key != "data"}
+        return {"config": plain, "data": asked._asdict(), "inputs": self.sources.inputs(asked)}
 
     def plan(self, panel: Panel) -> Panel:
         """Returns a panel with the specifications of its cells."""
@@ -187,8 +205,11 @@ def compute(sources: Sources, spec: Spec, metrics: Iterable[str]) -> Results:
     Returns:
         Values by metric.
     """
-    others = ("measure", "inputs", "data")
+    others = ("measure", "inputs", "data", "config")
     options = {key: value for key, value in spec.items() if key not in others}
+    if spec.get("measure") in SOLVER_MEASURES:
+        problem = _problem(sources, spec)
+        return SOLVER_MEASURES[spec["measure"]](problem, epsilon=options["epsilon"])
     if "data" not in spec:
         return MEASURES[spec["measure"]](sources, **options)
     asked = Data(**spec["data"])
@@ -272,7 +293,7 @@ def _distance(x: Any, y: Any, *, seed: int, rows: int, projections: int) -> floa
     return diagnostics.sliced_wasserstein(*chosen, projections=projections, seed=seed)
 
 
-def _gradient(sources: Sources, *, epsilon: float, rows: int) -> Results:
+def _gradient(problem: Any, *, epsilon: float) -> Results:
     """Measures memory, time and iterations of KLOT's gradient in float64."""
     checks.require("ott", extra="experiments")
     from benchmarks import gradient, peers
@@ -280,7 +301,6 @@ def _gradient(sources: Sources, *, epsilon: float, rows: int) -> Results:
     # Rounding may keep float32 from reaching a marginal error of 1e-6, so this is float64.
     target = peers.Target(epsilon, epsilon, 1e-6, 5000, 5000)
     arms = [arm for arm in peers.ARMS if arm.name in ARMS]
-    problem = _problem(sources, rows)
     with jax.enable_x64(True):
         found = gradient.measure(problem, arms, target, repeats=2, time_limit=600.0)
     results: Results = {}
@@ -292,12 +312,12 @@ def _gradient(sources: Sources, *, epsilon: float, rows: int) -> Results:
     return results
 
 
-def _convergence(sources: Sources, *, epsilon: float, rows: int) -> Results:
-    """Measures the marginal errors after 100 iterations on a teacher's affinity."""
+def _convergence(problem: Any, *, epsilon: float) -> Results:
+    """Measures the marginal errors after 100 iterations on the second affinity of a problem."""
     from benchmarks import convergence
     from sotalign_jax.ot.sinkhorn import reference
 
-    k = _problem(sources, rows).affinities()[1]
+    k = problem.affinities()[1]
     plain = jax.jit(functools.partial(reference, epsilon=epsilon, iterations=100))(k)
     return {
         "convergence/textbook Sinkhorn": convergence.judge(k, plain),
@@ -305,13 +325,39 @@ def _convergence(sources: Sources, *, epsilon: float, rows: int) -> Results:
     }
 
 
-def _problem(sources: Sources, n: int) -> Any:
-    """Returns a transport problem on photographs, or a random one if they are too few."""
+def _problem(sources: Sources, spec: Spec) -> Any:
+    """Returns the transport problem of a specification, on the rows of unpaired data."""
     from benchmarks import common
 
-    return common.random_problem(n) if n > 5000 or sources.given else common.photos_problem(n)
+    if "config" not in spec:
+        return common.photos_problem(spec["rows"])
+    described = json.dumps({name: spec[name] for name in ("config", "data")}, sort_keys=True)
+    return _trained_problem(sources, described, spec["rows"])
 
 
-_ALL = (_mutual_knn, _shift, _share, _between, _gradient, _convergence)
+@functools.lru_cache(maxsize=1)  # all epsilons share the training
+def _trained_problem(sources: Sources, described: str, rows: int) -> Any:
+    """Returns the features of a CCA and of trained heads, on unpaired rows.
+
+    Convergence is measured on the second affinity, which is that of the trained heads.
+    """
+    from benchmarks import common
+
+    spec = json.loads(described)
+    dataset = _dataset(sources, Data(**spec["data"]))
+    resolved, dataset = run.resolve(FrozenConfigDict(spec["config"]), dataset)
+    prepared = recipe.prepare(resolved, dataset)
+    trained = recipe.train(resolved, prepared).heads
+    teacher = teachers.cca(dataset.pairs_x, dataset.pairs_y)
+    x, y = (pool[: min(rows, len(pool))] for pool in (dataset.pool_x, dataset.pool_y))
+    n = min(len(x), len(y))
+    maps = (teacher.map_x, teacher.map_y, trained.x, trained.y)
+    features = [evaluation.embed(one, side) for one, side in zip(maps, (x, y, x, y), strict=True)]
+    return common.Problem("trained", *(np.asarray(some[:n]) for some in features))
+
+
+_ALL = (_mutual_knn, _shift, _share, _between)
 MEASURES: dict[str, Callable[..., Results]] = {made.__name__[1:]: made for made in _ALL}
-"""Measurements by the first word of their metrics."""
+"""Measurements of data by the first word of their metrics."""
+SOLVER_MEASURES = {"gradient": _gradient, "convergence": _convergence}
+"""Measurements of solvers on a transport problem."""

@@ -194,9 +194,8 @@ def pair_sources(setup: Setup) -> Labelled:
     ]
     if not others:
         return {}
-    return {setup.sources.names.label: {"data.pairs": MAIN}} | {
-        name: {"data.pairs": name} for name in others
-    }
+    named = {setup.sources.names.label: MAIN, **{name: name for name in others}}
+    return {label: {"data.pairs": name} for label, name in named.items()}
 
 
 Pool = tuple[str, str]

@@ -8,9 +8,12 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from sotalign_jax import methods
+
 SCALES = ("quick", "full", "paper")
 """Short runs, runs on the repository's data, and runs on the paper's data."""
 Settings = Mapping[str, Any]
+Grid = Mapping[str, Sequence[Any]]
 """Settings of a config by dotted name, settings of the data as "data.NAME", and the metric."""
 
 CUTS = (1, 5, 10)
@@ -45,12 +48,14 @@ class Sizes:
     # The tuned teacher on satellite images and speech. Validation chose its start on speech (S1).
     # On satellite images the start follows V2, which is on the test split.
     tuned_start: Settings
-    # Options tried on validation.
+    # Options tried on validation (V1).
     rates: Sequence[float]
     speech_rates: Sequence[float]
     weights: Sequence[float]
     both_weights: Sequence[tuple[float, float]]  # of texts and of images
     tried_alphas: Sequence[float]
+    # Options that validation selects for all other tables: a grid for each method.
+    grids: Mapping[str, Grid]
     # Sweeps.
     teacher_noise: Sequence[float]
     pool_noise: Sequence[float]
@@ -58,10 +63,18 @@ class Sizes:
     epsilons: Sequence[float]
     epsilon_settings: Settings
     # Measurements without training.
-    solver_rows: int
+    gradient_rows: int
+    convergence_rows: int
     solver_epsilons: Sequence[float]
     distance_rows: int
+    distance_seeds: Sequence[int]
     projections: int
+    t7_speech_pairs: int = 1000
+
+    @property
+    def first_seed(self) -> Sequence[int]:
+        """The seed of panels with a single seed."""
+        return self.seeds[:1]
 
 
 QUICK = Sizes(
@@ -81,14 +94,17 @@ QUICK = Sizes(
     weights=(0.1, 1.0),
     both_weights=((1.0, 0.0), (0.0, 1.0)),
     tried_alphas=(1e-3, 1e-2),
+    grids={},
     teacher_noise=(0.0, 0.5),
     pool_noise=(0.0, 1.0),
     alphas=(1e-3, 1e-2),
     epsilons=(0.005, 0.05),
     epsilon_settings={},
-    solver_rows=192,
+    gradient_rows=192,
+    convergence_rows=192,
     solver_epsilons=(0.5, 0.05, 0.01),
     distance_rows=500,
+    distance_seeds=(0,),
     projections=100,
 )
 FULL = Sizes(
@@ -108,14 +124,17 @@ FULL = Sizes(
     weights=(0.1, 1.0, 10.0, 100.0, 1000.0),
     both_weights=((1.0, 0.0), (0.0, 1.0), (0.1, 0.1), (1.0, 1.0), (10.0, 10.0)),
     tried_alphas=(1e-4, 1e-3, 3e-3, 1e-2, 1e-1),
+    grids={},
     teacher_noise=(0.0, 0.3, 0.5),
     pool_noise=(0.0, 0.5, 1.0),
     alphas=(1e-4, 1e-3, 3e-3, 1e-2, 1e-1),
     epsilons=(0.005, 0.05, 0.2),
     epsilon_settings={},
-    solver_rows=512,
+    gradient_rows=512,
+    convergence_rows=512,
     solver_epsilons=(0.5, 0.1, 0.05, 0.02, 0.01, 0.005),
     distance_rows=1000,
+    distance_seeds=(0,),
     projections=500,
 )
 PAPER = Sizes(
@@ -130,19 +149,25 @@ PAPER = Sizes(
     many_pairs=0,
     pool_rows=1_000_000,
     tuned_start=TUNED_START,
-    rates=(3e-5, 1e-4, 3e-4),
+    rates=(),
     speech_rates=(),
-    weights=(0.1, 1.0, 10.0),
-    both_weights=((1.0, 0.0), (0.0, 1.0), (0.1, 0.1)),
-    tried_alphas=(1e-6, 1e-5, 1e-4),
+    weights=(),
+    both_weights=(),
+    tried_alphas=(),
+    grids={
+        method: methods.METHODS[method].grid
+        for method in ("structure", "structure_semi", "nnclr", "sclip", "sotalign")
+    },
     teacher_noise=(0.0, 0.1, 0.2, 0.3, 0.4, 0.5),
     pool_noise=(0.0, 0.25, 0.5, 0.75, 1.0),
     alphas=(1e-6, 1e-5, 1e-4, 1e-3, 1e-2),
     epsilons=(0.005, 0.01, 0.05, 0.1, 0.5),
     epsilon_settings={"sotalign.alpha": 1e-3},
-    solver_rows=10_000,
+    gradient_rows=10_000,
+    convergence_rows=32_768,
     solver_epsilons=(0.5, 0.1, 0.05, 0.02, 0.01, 0.005),
     distance_rows=100_000,
+    distance_seeds=range(20),
     projections=500,
 )
 SIZES = {"quick": QUICK, "full": FULL, "paper": PAPER}
@@ -162,6 +187,19 @@ OPTIONS: Mapping[str, Settings] = {
     "contrastive_mlp": {"contrastive_mlp.loss": "infonce"},
     "sue": {"sue.epochs": 15, "sue.mmd_epochs": 25},
 }
+# Options that the paper does not select. SUE has its published sizes, see `methods.SUE`.
+PAPER_OPTIONS: Mapping[str, Settings] = {
+    "contrastive_mlp": OPTIONS["contrastive_mlp"],
+    "sue": {
+        "sue.hidden": 4096,
+        "sue.batch": 5162,
+        "sue.learning_rate": 1e-4,
+        "sue.epochs": 100,
+        "sue.mmd_epochs": 100,
+    },
+}
+PAPER_BATCH = 32_768
+"""Rows of a batch in the paper, of which at most 10,000 are pairs."""
 RATE_SHARES = {"sail": 0.25, "sail_semi": 0.25}
 """Learning rates of methods without other options, as shares of the usual rate.
 
@@ -182,8 +220,11 @@ def usual(scale: str, n_pairs: int) -> dict[str, Any]:
             "sue.epochs": 5,
             "sue.mmd_epochs": 10,
         }
-    if scale == "paper":  # the defaults of the config
-        return {} if n_pairs <= 100_000 else {"train.pair_batch": 32_768}
+    if scale == "paper":
+        if n_pairs > 100_000:  # "SAIL, more pairs" has pairs alone
+            return {"train.pair_batch": PAPER_BATCH}
+        # Unpaired rows fill the batch.
+        return {"train.unpaired_batch": PAPER_BATCH - min(n_pairs, 10_000)}
     if n_pairs <= 1000:
         return _training(100, 2e-3, 10)
     if n_pairs < 10_000:

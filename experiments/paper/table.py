@@ -7,7 +7,7 @@ from typing import Any
 
 from experiments.paper import panels as rules
 from experiments.paper.panels import WORDS, Claims, Panel, Verdict, paper_results
-from experiments.paper.runs import MEASURES, Setup, collect
+from experiments.paper.runs import MEASURES, SOLVER_MEASURES, Setup, collect
 from experiments.paper.sizes import Settings
 from experiments.paper.sources import MAIN
 from experiments.store import Store
@@ -112,7 +112,7 @@ def panel(
     unjudged: Collection[str] = (),
     columns_above: Above = (),
     claims: Claims | None = None,
-    one_seed: bool = False,
+    seeds: Sequence[int] | None = None,
     form: str = ".1f",
 ) -> Panel:
     """Makes a panel with the specifications of its cells.
@@ -132,7 +132,7 @@ def panel(
         unjudged: Columns to which `above` does not apply.
         columns_above: Columns that are claimed to be above others in every row.
         claims: Further claims by label. Those on labels with "tuned" are judged separately.
-        one_seed: Use the first seed only.
+        seeds: Seeds, those of the setup by default.
         form: Format of a number.
 
     Returns:
@@ -156,7 +156,7 @@ def panel(
         corner,
         rows,
         kept,
-        setup.sizes.seeds[:1] if one_seed else setup.sizes.seeds,
+        setup.sizes.seeds if seeds is None else seeds,
         claims={label: places for label, places in every.items() if label not in tuned},
         tuned={label: places for label, places in every.items() if label in tuned},
         named=labels,
@@ -195,7 +195,7 @@ def available(setup: Setup, metric: str, settings: Settings = NO_SETTINGS) -> bo
     name = metric.partition("/")[0]
     if name in ("val", "test"):
         name = settings.get("data.test", MAIN)
-    known = (MAIN, *MEASURES)
+    known = (MAIN, *MEASURES, *SOLVER_MEASURES)
     return name in known or any(setup.sources.has(name, part) for part in ("classes", "test"))
 
 
