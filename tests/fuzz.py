@@ -442,16 +442,30 @@ def run(problems: Sequence[int], seed: int, *, progress: bool = False) -> dict[i
     return reports
 
 
-def search(args: Any, check: Callable[[int, int], tuple[str, list[str]]]) -> None:
-    """Runs another fuzzer, whose check maps (seed, index) to a name and findings, and exits."""
-    problems = range(args.problems) if args.only is None else [args.only]
+def search(
+    doc: str | None,
+    argv: Sequence[str] | None,
+    check: Callable[[int, int], tuple[str, list[str]]],
+    *,
+    problems: int,
+) -> None:
+    """Runs the command line of another fuzzer, and exits.
+
+    Args:
+        doc: Description for --help.
+        argv: Arguments, or None for those of the command line.
+        check: Maps (seed, index) to the name of a problem and the findings.
+        problems: Default number of problems.
+    """
+    args = common.options(doc, argv, problems=problems, seed=0, only=int)
+    chosen = range(args.problems) if args.only is None else [args.only]
     findings = 0
-    for index in tqdm(problems, disable=args.only is not None):
+    for index in tqdm(chosen, disable=args.only is not None):
         name, found = check(args.seed, index)
         findings += bool(found)
         if found or args.only is not None:
             tqdm.write(f"--seed={args.seed} --only={index}: {name}\n    {'; '.join(found)}")
-    print(f"{len(problems)} problems, {findings} with findings")
+    print(f"{len(chosen)} problems, {findings} with findings")
     sys.exit(bool(findings))
 
 

@@ -22,7 +22,6 @@ from typing import Any
 import numpy as np
 from safetensors.numpy import load_file, save_file
 
-from benchmarks import common
 from experiments import config as config_lib
 from experiments import report, run
 from sotalign_jax import Aligner, checks
@@ -168,7 +167,7 @@ def check(seed: int, index: int) -> tuple[str, list[str]]:
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Runs the command line."""
-    fuzz.search(common.options(__doc__, argv, problems=200, seed=0, only=int), check)
+    fuzz.search(__doc__, argv, check, problems=200)
 
 
 if __name__ == "__main__":

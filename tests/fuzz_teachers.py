@@ -14,7 +14,6 @@ from typing import Any
 import jax
 import numpy as np
 
-from benchmarks import common
 from sotalign_jax import checks, teachers
 from tests import fuzz
 
@@ -131,7 +130,7 @@ def check(seed: int, index: int) -> tuple[str, list[str]]:
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Runs the command line."""
-    fuzz.search(common.options(__doc__, argv, problems=500, seed=0, only=int), check)
+    fuzz.search(__doc__, argv, check, problems=500)
 
 
 if __name__ == "__main__":
