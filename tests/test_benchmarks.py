@@ -4,6 +4,8 @@ import csv
 import pathlib
 import re
 import warnings
+from collections.abc import Iterator
+from typing import NamedTuple
 
 import jax
 import numpy as np
@@ -11,13 +13,23 @@ import ot
 import pytest
 
 from experiments import photos
-from sotalign_jax import checks, sinkhorn
+from sotalign_jax import checks, sinkhorn, training
 from sotalign_jax.ot import device
 
 with warnings.catch_warnings():
     # ott-jax imports JAXopt, which warns that it is deprecated.
     warnings.filterwarnings("ignore", message="JAXopt", category=DeprecationWarning)
-    from benchmarks import common, convergence, gradient, peers, photographs, train_step
+    from benchmarks import (
+        common,
+        compile,
+        convergence,
+        gradient,
+        model,
+        peers,
+        photographs,
+        precision,
+        train_step,
+    )
 
 
 def _rows(path: pathlib.Path) -> list[dict[str, str]]:
@@ -25,14 +37,198 @@ def _rows(path: pathlib.Path) -> list[dict[str, str]]:
         return list(csv.DictReader(file))
 
 
+# --- quoted tables ------------------------------------------------------------------------------
+
+
+class Quoted(NamedTuple):
+    """A table of a page: `<!-- NAME: PART -->`, below the command that printed it."""
+
+    page: str
+    name: str
+    part: str
+    command: str
+    rows: list[dict[str, str]]
+
+
+def _cells(line: str) -> list[str]:
+    return [cell.strip() for cell in line.strip().strip("|").split("|")]
+
+
+def _quoted() -> list[Quoted]:
+    found = []
+    for path in sorted(common.RESULTS.parent.glob("*.md")):
+        page = path.read_text()
+        for mark in re.finditer(r"<!-- ([^ :]+)(?:: (.+?))? -->\n((?:\|.*\n)+)", page):
+            commands = re.findall(r"python -m (benchmarks[^`#\n]*)", page[: mark.start()])
+            header, _, *lines = mark[3].splitlines()
+            rows = [dict(zip(_cells(header), _cells(line), strict=True)) for line in lines]
+            found.append(Quoted(path.name, mark[1], mark[2] or "", commands[-1].strip(), rows))
+    return found
+
+
+QUOTED = _quoted()
+MODULES = {
+    "compile": compile,
+    "convergence": convergence,
+    "gradient": gradient,
+    "model": model,
+    "precision": precision,
+    "sweeps": convergence,
+    "train_step": train_step,
+}
+"""The benchmark that writes a table, by the beginning of the table's name."""
+
+
 def test_results_are_quoted_by_a_page():
     """Pages mark each table with the name of its CSV file, <!-- NAME -->, and link figures."""
     folder = common.RESULTS
     text = "".join(page.read_text() for page in folder.parent.glob("*.md"))
-    quoted = {*re.findall(r"<!-- ([^ :]+)", text)}
+    names = {table.name for table in QUOTED}
     for path in (path for path in folder.rglob("*") if path.is_file()):
         name = str(path.relative_to(folder).with_suffix(""))
-        assert f"(results/{name}.png)" in text if path.suffix == ".png" else name in quoted, name
+        assert f"(results/{name}.png)" in text if path.suffix == ".png" else name in names, name
+
+
+def _agrees(cell: str, value: str) -> bool:
+    """Returns True if a cell of a page is the value of the CSV file, rounded."""
+    if cell == value or (cell, value) == ("-", ""):
+        return True
+    digits = len(cell.partition(".")[2])
+    return abs(float(cell) - float(value)) <= 0.501 * 10.0**-digits
+
+
+def _stem(table: Quoted) -> str:
+    return table.name.rpartition("/")[2]
+
+
+def _file_of(table: Quoted, tmp_path: pathlib.Path) -> list[dict[str, str]]:
+    """Returns the rows of the CSV file that a table, or a part of it, was copied from."""
+    target, _, pool = table.part.partition(" at ")
+    folder = common.RESULTS
+    if pool:  # computed by the model, which takes no time, and not stored
+        flag = f"--unpaired={pool.replace(',', '')}"
+        assert flag in table.command
+        model.main([f"--out={tmp_path}", "--targets", target, flag])
+        folder = tmp_path
+    rows = _rows(folder / f"{table.name}.csv")
+    return [row for row in rows if not target or row["target"] == target]
+
+
+@pytest.mark.parametrize("table", QUOTED, ids=lambda table: table.name + table.part)
+def test_quoted_table_is_that_of_its_file(table, tmp_path):
+    rows = _file_of(table, tmp_path)
+    assert len(rows) == len(table.rows) and list(rows[0]) == list(table.rows[0])
+    for row, quoted in zip(rows, table.rows, strict=True):
+        assert all(_agrees(quoted[key], row[key]) for key in row), (row, quoted)
+
+
+@pytest.mark.parametrize("table", QUOTED, ids=lambda table: table.name + table.part)
+def test_quoted_table_is_below_its_command(table, capsys):
+    (module,) = (module for start, module in MODULES.items() if _stem(table).startswith(start))
+    name, *flags = table.command.split()
+    assert name == module.__name__
+    with pytest.raises(SystemExit):
+        module.main(["--help"])
+    usage = capsys.readouterr().out
+    assert all(flag.partition("=")[0] in usage for flag in flags if flag.startswith("--"))
+    if size := re.search(r"_n(\d+)$", table.name):
+        assert size[1] in flags or re.search(rf"default: \[?{size[1]}\b", usage)
+
+
+WIDTHS = 128, 381
+"""Widths of the student's and the teacher's features of `common.photos_problem`."""
+
+
+def _ours() -> Iterator[tuple[peers.Arm, dict[str, str]]]:
+    """Yields our arms with their quoted rows."""
+    arms = {arm.name: arm for arm in (*peers.ARMS, peers.OURS_TIGHTER) if not arm.textbook}
+    for table in QUOTED:
+        if _stem(table).startswith("gradient_"):
+            yield from ((arms[row["arm"]], row) for row in table.rows if row["arm"] in arms)
+
+
+def _memory(arm: peers.Arm, n: int) -> tuple[float, float]:
+    """Compiles the loss of photographs and its gradient. Returns MiB of temporaries and of all."""
+    student, teacher = (
+        jax.ShapeDtypeStruct((n, width if arm.from_features else n), np.float32) for width in WIDTHS
+    )
+    inputs = [student, student, teacher, teacher] if arm.from_features else [student, teacher]
+    loss = arm.value_and_grad(peers.Target(0.05, 0.005, 1e-3, 5000, 5000))
+    return common.memory_of(jax.jit(loss).lower(*inputs).compile())
+
+
+def test_quoted_memory_is_that_of_the_compiled_loss():
+    """Memory depends neither on epsilon nor on the tolerance."""
+    kept: dict[tuple[str, int], tuple[float, float]] = {}
+    quoted = list(_ours())
+    assert {row["arm"] for _, row in quoted} > {peers.OURS.name, "ours, streamed"}
+    for arm, row in quoted:
+        case = arm.name, int(row["n"])
+        if case not in kept:
+            kept[case] = _memory(arm, case[1])
+        columns = row["temporary mib"], row["total mib"]
+        assert tuple(map(float, columns)) == pytest.approx(kept[case], rel=0.01), row
+
+
+def test_quoted_iterations_are_those_of_the_solver():
+    problem = common.photos_problem(4096)
+    assert (problem.f.shape[1], problem.z.shape[1]) == WIDTHS
+    (table,) = (table for table in QUOTED if table.name == "gradient_headline_n4096")
+    target = peers.Target(0.05, 0.005, 1e-3, 5000, 5000)
+    _, plans = jax.jit(peers.OURS.value_and_grad(target))(*problem.affinities())[0]
+    (row,) = (row for row in table.rows if row["arm"] == peers.OURS.name)
+    quoted = [int(row[f"{plan} iterations"]) for plan in ("student", "teacher")]
+    assert [int(plan.iterations) for plan in plans] == quoted
+
+
+def test_quoted_training_step_has_the_memory_and_iterations_of_the_code():
+    rows = photographs.coco(1000)
+    (table,) = (table for table in QUOTED if table.name == "train_step")
+    for name in ("ours", "ours, streamed"):
+        (row,) = (row for row in table.rows if row["method"] == name)
+        config = training.TrainConfig(steps=1000, pair_batch=1000, unpaired_batch=int(row["n"]))
+        call, compiled = train_step.step_of(train_step.METHODS[name], rows, 512, config)
+        # Tests compile without most optimisations, and such a program takes up to 6 % more.
+        assert float(row["temp MiB"]) == pytest.approx(common.memory_of(compiled)[0], rel=0.1)
+        if name == "ours":
+            metrics = call()[1]
+            assert int(metrics["student_iterations"]) == int(row["student its"])
+            assert int(metrics["teacher_iterations"]) == int(row["teacher its"])
+
+
+def test_quoted_memory_of_accelerators_counts_features_and_gradients():
+    (table,) = (table for table in QUOTED if table.name == "compile-klot")
+    for row in _rows(common.RESULTS / f"{table.name}.csv"):
+        work = compile.Workload(unpaired=int(row["n"]))
+        size = 8 if row["dtype"] == "float64" else 4
+        features = size * work.unpaired * 2 * (work.dim + work.teacher_dim)
+        gradients = size * work.unpaired * 2 * work.dim
+        beside = float(row["total MiB"]) - float(row["temporaries MiB"])
+        expected = (features + gradients) / common.MEBIBYTE
+        assert beside == pytest.approx(expected, rel=0.002), row  # a TPU pads rows
+
+
+def test_quoted_sweeps_are_those_of_the_predictions():
+    (table,) = (table for table in QUOTED if table.name == "sweeps_photos")
+    columns = "teacher, int8", "+ float32", "student"
+    found = {tuple(int(float(row[key])) for key in columns): row["tolerance"] for row in table.rows}
+    for code, tolerance in ((model.TRAINING, "1e-2"), (model.EXACT, "1e-4")):
+        assert found[code[:3]] == tolerance
+
+
+def test_readme_quotes_the_table_of_the_gradient():
+    readme = (common.RESULTS.parents[1] / "README.md").read_text()
+    quoted = re.findall(r"^\| (ours|ott-jax), (.*?) \| (.*?) \| (.*?) \| (.*?) \|$", readme, re.M)
+    rows = {row["arm"]: row for row in _rows(common.RESULTS / "gradient_headline_n4096.csv")}
+    for code, arm, *cells in quoted:
+        arm = arm.replace("Danskin's rule", "Danskin")
+        row = rows[f"ours, {arm}" if code == "ours" else f"ott-jax {arm}"]
+        columns = row["teacher iterations"], row["temporary mib"], row["times ours"]
+        assert all(map(_agrees, cells, columns)), (cells, row)
+    assert len(quoted) == 4
+
+
+# --- the commands -------------------------------------------------------------------------------
 
 
 def test_photographs_are_those_of_the_launchers():
