@@ -253,7 +253,7 @@ def _compare(configs: Configs, results: Results, workdir: pathlib.Path) -> None:
     more = {name: workdir_lib.read_scores(path) for name, path in kept.items() if path.exists()}
     results = {name: {**one, **more.get(name, {})} for name, one in results.items()}
     # The test split must not choose the model that is shown and recommended.
-    best = max(configs, key=lambda name: chosen(results[name]))
+    best = max(configs, key=lambda name: validated(results[name]))
     labels = retrieved.labels_of(configs[best])
     compared = comparisons(results, labels.nouns)
     notes = remarks(results, compared[-1][2])
@@ -282,8 +282,7 @@ def _compare(configs: Configs, results: Results, workdir: pathlib.Path) -> None:
     if labels.y and (folders[best] / persistence.FOLDER).exists():
         gallery = run_lib.load_dataset(configs[best]).test
         assert gallery is not None
-        model, calibrated = aligner.Aligner.load(folders[best]), chosen(results[best])[1]
-        found = retrieved.find(model, gallery, labels, calibrated=calibrated)
+        found = retrieved.find(aligner.Aligner.load(folders[best]), gallery, labels)
         told = retrieved.summary(found, labels)
         print(f"\nTexts found by {best}\n\n{told}")
         print(*(f"\n{one.text(labels.given)}" for one in found[:5]), sep="\n")
@@ -295,10 +294,9 @@ def _compare(configs: Configs, results: Results, workdir: pathlib.Path) -> None:
     print(f"\nResults, models and report.html are in {workdir}")
 
 
-def chosen(one: run_lib.Results) -> tuple[float, bool]:
-    """Returns the best R@1 on validation, and True if it is the calibrated one."""
-    scores = one.get(run_lib.SCORE, -1.0), one.get("val/calibrated/mean/R@1", -1.0)
-    return max(scores), scores[1] > scores[0]
+def validated(one: run_lib.Results) -> float:
+    """Returns R@1 on validation by the scores that the model uses, or -1."""
+    return one.get("val/calibrated/mean/R@1" if one.get("calibrated") else run_lib.SCORE, -1.0)
 
 
 def advice(one: run_lib.Results, folder: pathlib.Path, nouns: tuple[str, str]) -> list[str]:
@@ -312,10 +310,10 @@ def advice(one: run_lib.Results, folder: pathlib.Path, nouns: tuple[str, str]) -
     Returns:
         One line, or none if the run has no validation score.
     """
-    score, calibrated = chosen(one)
-    text = f'Use sotalign_jax.Aligner.load("{folder}")'
-    text += " and search(..., calibrated=True)" if calibrated else ""
-    text += f", the best model on validation (R@1 {score:.1f}"
+    score = validated(one)
+    text = f'Use sotalign_jax.Aligner.load("{folder}"), the best model on validation'
+    kind = "calibrated R@1" if one.get("calibrated") else "R@1"
+    text += f" ({kind} {score:.1f}"
     if "val/rows_x" in one:
         chance = one["val/chance/mean/R@1"]
         text += f" among {one['val/rows_x']:,} {nouns[0]}, chance {chance:.2g}"
@@ -344,14 +342,19 @@ def remarks(results: Results, table: Table) -> list[str]:
                 line = aligner.describe_unpaired(one["unpaired"])
                 said[-1] += f" {line[0].upper()}{line[1:]}."
     hurt = []
+    # Only models that use calibrated scores are concerned.
+    using = {name.rpartition("-seed")[0] for name, one in results.items() if one.get("calibrated")}
     for label, *row in table.rows:
+        if label not in using:
+            continue
         shown = dict(zip(table.headers[1:], row, strict=True))
         for name, plain in shown.items():
             calibrated = shown.get(name.replace("R@", "calibrated R@"))
             # Rounded as in the table, so that a remark never contradicts it.
             if isinstance(calibrated, float) and round(calibrated, 1) < round(plain, 1):
                 hurt.append(f"{label} ({name} {plain:.1f} to {calibrated:.1f})")
-    said += [f"Calibration hurt here: {', '.join(hurt)}."] if hurt else []
+    if hurt:
+        said.append(f"Calibration, chosen on validation, hurt on test rows: {', '.join(hurt)}.")
     if chance := [name for name, one in results.items() if protocol.at_chance(one)]:
         text = f"Warning: validation is at chance for {', '.join(chance)}"
         said.append(f"{text}; check that row i of x matches row i of y.")

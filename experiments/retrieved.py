@@ -8,7 +8,7 @@ import numpy as np
 from ml_collections.config_dict import FrozenConfigDict
 
 from experiments import photos
-from sotalign_jax import aligner, data
+from sotalign_jax import aligner, data, neighbours
 from sotalign_jax.search import extraction, items
 
 COCO = "http://images.cocodataset.org/train2017/{:012d}.jpg"
@@ -97,9 +97,7 @@ def labels_of(config: FrozenConfigDict) -> Labels:
     return labels._replace(x=x.ids, y=texts, links=[path.as_uri() for path in paths])
 
 
-def find(
-    model: aligner.Aligner, gallery: data.Gallery, labels: Labels, *, calibrated: bool = False
-) -> list[Found]:
+def find(model: aligner.Aligner, gallery: data.Gallery, labels: Labels) -> list[Found]:
     """Finds the three texts nearest to each of 200 random test rows of x.
 
     A text with the same words as one of the correct texts counts as correct.
@@ -108,7 +106,6 @@ def find(
         model: The model to query.
         gallery: Test rows. The queries are the same for every model.
         labels: Names and texts of the test rows.
-        calibrated: Rank by calibrated scores.
 
     Returns:
         The queries with the texts found.
@@ -116,26 +113,24 @@ def find(
     count = min(200, len(gallery.x))
     # The same seed for all models, so that their examples can be compared.
     asked = np.random.default_rng(0).choice(len(gallery.x), count, replace=False)
-    f, g = model.embed_x(gallery.x[asked]), model.embed_y(gallery.y)
-    bias = model.calibration.y(g) if calibrated and model.calibration else 0.0
     said = [text.strip() for text in labels.y]
     codes = {text: code for code, text in enumerate(said)}
     # Equal texts get equal codes: captions such as "a dog" occur several times.
     words = np.array([codes[text] for text in said])
+    owned = [np.flatnonzero(gallery.x_of_y == query) for query in asked]
+    right = np.stack([np.isin(words, words[own]) for own in owned])
+    top = model.search(gallery.x[asked], gallery.y, k=3)
+    scores = model.similarity(gallery.x[asked], gallery.y)
+    ranks = np.asarray(neighbours.best_ranks(scores, right))
     found = []
-    for query, features in zip(asked.tolist(), f, strict=True):
-        scores = g @ features + bias
-        order = np.argsort(-scores, kind="stable")
-        own = np.flatnonzero(gallery.x_of_y == query)
-        right = np.isin(words[order], words[own])
-        nearest = [
-            (said[row], float(scores[row]), bool(hit))
-            for row, hit in zip(order[:3], right[:3], strict=True)
-        ]
+    for number, (query, own) in enumerate(zip(asked.tolist(), owned, strict=True)):
+        rows = zip(top.indices[number], top.scores[number], strict=True)
+        nearest = [(said[row], float(score), bool(right[number, row])) for row, score in rows]
         picture = labels.pictures[query] if labels.pictures else None
         link = labels.links[query] if labels.links else ""
         names = said[own[0]], labels.x[query]
-        found.append(Found(names, int(right.argmax()) + 1, len(g), nearest, picture, link))
+        rank = int(ranks[number]) + 1
+        found.append(Found(names, rank, len(said), nearest, picture, link))
     return found
 
 

@@ -263,6 +263,7 @@ def _evaluate(model: Aligner, dataset: data.Dataset) -> Results:
     results = {name: model.info[name] for name in selection if name in model.info}
     if results.get("selected") == "trained" and len(results["candidates"]) < 2:
         results = {"best_step": results["best_step"]}  # a single candidate is no selection
+    results["calibrated"] = model.calibrated
     x, y = model.heads.x, model.heads.y
     for name, gallery in (("val", dataset.val), ("test", dataset.test)):
         if gallery is not None:  # calibrated scores are added as test/calibrated/mean/R@1

@@ -33,12 +33,21 @@ class Aligner:
             rows. None if there is no calibration.
         rows: Ids of the training pairs, "pairs_x" and "pairs_y", and of held-out rows, "test_x" and
             "test_y", with their texts, "test_texts". Parts whose ids are unknown are missing.
+        calibrated: True if scores are calibrated by default. `align` decides it on validation, see
+            `recipe.select`, and every method with an argument `calibrated` follows it.
+
+    Raises:
+        InputError: `calibrated` is True without a calibration.
     """
 
     heads: Heads
     info: dict[str, Any]
     calibration: Calibration | None = None
     rows: persistence.Rows = dataclasses.field(default_factory=dict)
+    calibrated: bool = False
+
+    def __post_init__(self) -> None:
+        self._correction(self.calibrated)
 
     def __repr__(self) -> str:
         widths = self.heads.x.d_in, self.heads.y.d_in
@@ -93,7 +102,7 @@ class Aligner:
         epsilon: float = 0.05,
         sample: int = SAMPLE,
     ) -> Aligner:
-        """Returns a copy of the aligner with a calibration, see `calibration.calibrate`.
+        """Returns a copy of the aligner that is calibrated, see `calibration.calibrate`.
 
         Args:
             x: Unpaired embeddings of the first modality, shape [n, d_x].
@@ -102,24 +111,24 @@ class Aligner:
             sample: Number of rows of each modality that are kept.
 
         Returns:
-            The calibrated aligner. Its heads are the same.
+            The aligner, whose scores are calibrated by default. Its heads are the same.
         """
         made = calibrate(self.embed_x(x), self.embed_y(y), epsilon=epsilon, sample=sample)
-        return dataclasses.replace(self, calibration=made)
+        return dataclasses.replace(self, calibration=made, calibrated=True)
 
     def similarity(
-        self, x: ArrayLike, y: ArrayLike, *, calibrated: bool = False
+        self, x: ArrayLike, y: ArrayLike, *, calibrated: bool | None = None
     ) -> Float[np.ndarray, "n m"]:
-        """Computes the cosine similarity of every x with every y in the shared space.
+        """Computes the score of every x with every y: a cosine, or a calibrated score.
 
         Args:
             x: Embeddings of the first modality, shape [n, d_x].
             y: Embeddings of the second modality, shape [m, d_y].
-            calibrated: True corrects the cosines for hubs, rows that are close to many others.
-                It improves retrieval and harms classification.
+            calibrated: True corrects the cosines for hubs, rows that are close to many others, and
+                False does not. By default the aligner's own choice. Pass False for classification.
 
         Returns:
-            The similarities, shape [n, m].
+            The scores, shape [n, m].
 
         Raises:
             InputError: The matrix does not fit into memory, or there is no calibration.
@@ -139,9 +148,11 @@ class Aligner:
                 "or pass fewer rows at a time"
             )
         f, g = jnp.asarray(self.embed_x(x)), jnp.asarray(self.embed_y(y))
-        if calibrated:
-            return self._calibration().scores(f, g)
-        return np.asarray(affinity.dot(f, g.T))
+        cosines = np.asarray(affinity.dot(f, g.T))
+        correction = self._correction(calibrated)
+        if correction is None:
+            return cosines
+        return cosines + correction.x(f)[:, None] + correction.y(g)
 
     def search(
         self,
@@ -150,7 +161,7 @@ class Aligner:
         k: int = 10,
         *,
         direction: str = "x_to_y",
-        calibrated: bool = False,
+        calibrated: bool | None = None,
         block_size: int = 1024,
     ) -> Neighbours:
         """Finds the k rows of the gallery that are most similar to each query.
@@ -160,12 +171,10 @@ class Aligner:
         Args:
             queries: Embeddings of the queries, shape [n, d_x].
             gallery: Embeddings to search, shape [m, d_y].
-            k: Number of results per query.
+            k: Number of results per query. All rows are returned if the gallery has fewer.
             direction: "x_to_y", or "y_to_x" if the queries are of the second modality and the
                 gallery is of the first.
-            calibrated: True corrects the cosines for hubs as `similarity` does, but leaves out the
-                correction of the query, which does not change the order of its results. For
-                a vector index see `index`.
+            calibrated: As in `similarity`, whose scores these are. For a vector index see `index`.
             block_size: Number of queries, and of rows of the gallery, that are compared at a time.
 
         Returns:
@@ -173,7 +182,7 @@ class Aligner:
             comes first.
 
         Raises:
-            InputError: The gallery has fewer than k rows, or there is no calibration.
+            InputError: The gallery has no rows, or there is no calibration.
 
         Example:
             >>> from sotalign_jax.heads import build_heads
@@ -183,23 +192,28 @@ class Aligner:
             ((4, 2), (4, 2))
         """
         checks.choice("direction", direction, ("x_to_y", "y_to_x"))
-        checks.whole(1, block_size=block_size)
-        # k is checked before the gallery is embedded, which may take long.
-        rows = checks.array("gallery", gallery)
-        checks.within(len(rows), "rows in the gallery", k=k)
+        # Checked before the gallery is embedded, which may take long.
+        checks.whole(1, k=k, block_size=block_size)
+        correction = self._correction(calibrated)
         forward = direction == "x_to_y"
         sides = self.heads.x, self.heads.y
         own, other = sides if forward else sides[::-1]
-        f, g = self._embed("queries", own, queries), self._embed("gallery", other, rows)
-        bias = None
-        if calibrated:
-            # The queries' own corrections are left out: a constant per query does not change the
-            # order of its results.
-            bias = self._calibration().y(g) if forward else self._calibration().x(g)
-        return jax.device_get(neighbours.nearest(f, g, k, bias=bias, block_size=block_size))
+        f = self._embed("queries", own, queries)
+        g = self._embed("gallery", other, gallery, min_rows=1)
+        options: Any = {"block_size": block_size}
+        if correction is None:
+            return jax.device_get(neighbours.nearest(f, g, min(k, len(g)), **options))
+        of_query, of_key = correction.x, correction.y
+        if not forward:
+            of_query, of_key = of_key, of_query
+        found = neighbours.nearest(f, g, min(k, len(g)), bias=of_key(g), **options)
+        scores = np.asarray(found.scores) + of_query(f)[:, None]
+        return Neighbours(scores, np.asarray(found.indices))
 
-    def _calibration(self) -> Calibration:
-        """Returns the calibration. Raises InputError if there is none."""
+    def _correction(self, calibrated: bool | None) -> Calibration | None:
+        """Returns the calibration, or None for plain cosines."""
+        if not (self.calibrated if calibrated is None else calibrated):
+            return None
         if self.calibration is None:
             raise checks.InputError(
                 "calibrated must be False for an aligner without a calibration, got True; make one "
@@ -207,9 +221,9 @@ class Aligner:
             )
         return self.calibration
 
-    def _embed(self, name: str, head: Head, rows: ArrayLike) -> np.ndarray:
+    def _embed(self, name: str, head: Head, rows: ArrayLike, *, min_rows: int = 0) -> np.ndarray:
         """Checks embeddings and maps them by a head."""
-        return evaluation.embed(head, checks.rows(name, rows, width=head.d_in))
+        return evaluation.embed(head, checks.rows(name, rows, width=head.d_in, min_rows=min_rows))
 
     def save(self, path: str | os.PathLike[str], *, overwrite: bool = False) -> None:
         """Writes the aligner into a folder. If it fails, an earlier aligner stays intact.
@@ -240,7 +254,12 @@ class Aligner:
         return cls(**persistence.load(path))
 
     def evaluate(
-        self, x: ArrayLike, y: ArrayLike, x_of_y: ArrayLike | None = None
+        self,
+        x: ArrayLike,
+        y: ArrayLike,
+        x_of_y: ArrayLike | None = None,
+        *,
+        calibrated: bool | None = None,
     ) -> evaluation.Report:
         """Measures R@k in both directions, with intervals and chance levels.
 
@@ -249,44 +268,60 @@ class Aligner:
             y: Embeddings of the second modality, shape [m, d_y].
             x_of_y: Row of x that each row of y belongs to, shape [m]. By default row i matches
                 row i.
+            calibrated: The scores that searches will use. By default the aligner's own choice.
 
         Returns:
-            An `evaluation.Report`, with calibrated scores if there is a calibration. `print` shows
-            it as a table.
+            An `evaluation.Report` of plain scores, and of calibrated ones if there is
+            a calibration. `print` shows it as a table, which names the scores of `search`.
         """
         gallery = data.gallery(x, y, x_of_y)
-        return evaluation.report(self.heads.x, self.heads.y, gallery, self.calibration)
+        uses = self._correction(calibrated) is not None
+        return evaluation.report(
+            self.heads.x, self.heads.y, gallery, self.calibration, calibrated=uses
+        )
 
-    def to_numpy(self) -> runtime.Embedder:
+    def to_numpy(self, *, calibrated: bool | None = None) -> runtime.Embedder:
         """Returns the heads as numpy functions, see `export.to_numpy`.
+
+        Args:
+            calibrated: True adds the correction for hubs as the output "bias". By default the
+                aligner's own choice.
+
+        Returns:
+            The heads. `save` writes them into a folder that needs numpy only.
 
         Example:
             >>> from sotalign_jax.heads import build_heads
             >>> Aligner(build_heads(4, 3, 2), {}).to_numpy().embed_x(np.eye(4)).shape
             (4, 2)
         """
-        return export.to_numpy(self.heads, self.calibration)
+        return export.to_numpy(self.heads, self._correction(calibrated))
 
-    def export(self, path: str | os.PathLike[str]) -> tuple[pathlib.Path, pathlib.Path]:
+    def export(
+        self, path: str | os.PathLike[str], *, calibrated: bool | None = None
+    ) -> tuple[pathlib.Path, pathlib.Path]:
         """Writes one ONNX file per modality, see `export.to_onnx`.
 
         Args:
             path: Name of the files. "model.onnx" writes `model_x.onnx` and `model_y.onnx`.
+            calibrated: True adds the correction for hubs as the output "bias". By default the
+                aligner's own choice.
 
         Returns:
             The paths of both files.
         """
-        return export.to_onnx(self.heads, path, self.calibration)
+        return export.to_onnx(self.heads, path, self._correction(calibrated))
 
     def index(
-        self, gallery: ArrayLike, *, direction: str = "x_to_y", calibrated: bool = False
+        self, gallery: ArrayLike, *, direction: str = "x_to_y", calibrated: bool | None = None
     ) -> Index:
         """Embeds a gallery for an index of inner products, see `export.index`.
 
         Args:
             gallery: Embeddings to search, shape [m, d_y].
             direction: "x_to_y", or "y_to_x" if the gallery is of the first modality.
-            calibrated: True adds the correction for hubs as another column.
+            calibrated: True adds the corrections for hubs as two more columns. By default the
+                aligner's own choice.
 
         Returns:
             The index.
@@ -294,8 +329,8 @@ class Aligner:
         Raises:
             InputError: There is no calibration.
         """
-        calibration = self._calibration() if calibrated else None
-        return export.index(self.heads, gallery, calibration, direction=direction)
+        correction = self._correction(calibrated)
+        return export.index(self.heads, gallery, correction, direction=direction)
 
 
 def describe_unpaired(gain: Mapping[str, Any]) -> str:

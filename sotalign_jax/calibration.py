@@ -95,6 +95,8 @@ class Calibration:
 
     def _potential(self, rows: ArrayLike, others: Array, scalings: Array) -> np.ndarray:
         """Extends a potential to new rows, a block at a time."""
+        if np.shape(rows)[:1] == (0,):  # an empty batch has no corrections
+            return np.empty(0, np.float32)
         rows = checks.features("rows", rows, width=others.shape[1])
         out = [
             _softmin(rows[start : start + _BLOCK_SIZE], others, scalings, self.epsilon)
@@ -158,7 +160,7 @@ def calibrate(
 
 @jax.jit
 def _softmin(rows: Array, others: Array, scalings: Array, epsilon: Array) -> Array:
-    """Computes -eps log sum_j exp(cos(rows, others_j) / eps + scalings_j)."""
+    """Computes -eps log sum_j exp(cos(rows, others_j) / eps + scalings_j) for unit others."""
     # The soft c-transform of the other modality's potential, a soft minimum of -f.g - eps v.
-    logits = affinity.cosine(rows, others) / epsilon + scalings
+    logits = affinity.dot(affinity.l2_normalize(rows), others.T) / epsilon + scalings
     return -epsilon * jax.nn.logsumexp(logits, axis=1)

@@ -50,9 +50,10 @@ def embed(head: Any, rows: Rows, *, unit: bool = True) -> Float[np.ndarray, "n d
     # Split, so that `_apply` compiles once for all heads of one structure.
     if isinstance(head, nnx.Module):
         head = nnx.split(head)
-    block_size = min(EMBED_CHUNK, len(rows))
+    block_size = max(1, min(EMBED_CHUNK, len(rows)))
     out = np.empty(0)
-    for start in range(0, len(rows), block_size):
+    # Zero rows make one padded block, whose result has the right width.
+    for start in range(0, max(len(rows), 1), block_size):
         block = checks.native(np.asarray(rows[start : start + block_size]))
         # The last block is padded to the compiled shape. Ones have a norm, and zeros do not.
         padded = np.pad(block, [(0, block_size - len(block)), (0, 0)], constant_values=1)
@@ -254,16 +255,12 @@ def _best_ranks(
     queries: Array, keys: Array, bias: Array, query_id: Array, key_id: Array, block_size: int
 ) -> Array:
     """Returns the rank of each query's best key among those with the query's id."""
-    n, index = len(queries), jnp.arange(len(keys))
+    n = len(queries)
 
     def ranks(block: blocks.Block, out: Array) -> Array:
         scores = affinity.dot(block.of(queries), keys.T) + bias
-        # Several keys may match, such as five captions of an image. The best one counts.
-        matches = jnp.where(block.of(query_id)[:, None] == key_id[None, :], scores, -jnp.inf)
-        best = matches.max(axis=1, keepdims=True)
-        at = matches.argmax(axis=1, keepdims=True)  # the lowest index among equal maxima
-        ahead = (scores > best) | ((scores == best) & (index[None, :] < at))
-        return block.put(out, ahead.sum(axis=1, dtype=jnp.int32))
+        matches = block.of(query_id)[:, None] == key_id[None, :]
+        return block.put(out, neighbours.best_ranks(scores, matches))
 
     # Blocks overlap if their size does not divide n. Sizes are equalised, because two blocks of
     # `block_size` rows for n = block_size + 1 would take almost twice the work.
@@ -359,35 +356,46 @@ class Report:
         rows_x: Number of rows of the first modality.
         rows_y: Number of rows of the second modality.
         recalls: Recalls by the names of `evaluate`.
-        gain: Calibrated minus plain mean R@k at the first cut-off, as (value, low, high).
+        gain: Calibrated minus plain mean R@k at the first cut-off, as (value, low, high). None
+            without a calibration.
+        calibrated: True if `Aligner.search` uses calibrated scores.
     """
 
     rows_x: int
     rows_y: int
     recalls: dict[str, Recall]
     gain: tuple[float, float, float] | None = None
+    calibrated: bool = False
 
     def to_dict(self) -> dict[str, Any]:
         """Returns all numbers as JSON values."""
         named = {name: recall._asdict() for name, recall in self.recalls.items()}
-        return {"rows_x": self.rows_x, "rows_y": self.rows_y, **named}
+        sizes = {"rows_x": self.rows_x, "rows_y": self.rows_y}
+        return {**sizes, "calibrated": self.calibrated, **named}
 
     @property
     def remarks(self) -> list[str]:
-        """Warnings about recall at chance level and calibration that lowers it."""
+        """The scores of `search`, and warnings about them and about recall at chance level."""
         found = []
         means = {name: r for name, r in self.recalls.items() if name.startswith("mean/")}
-        if self.gain is not None and self.gain[0] < 0:
-            value, low, high = self.gain
-            cut = next(iter(means)).removeprefix("mean/")
-            did = "hurt" if high < 0 else "did not help"
-            change = f"{value:.1f} [{low:.1f}, {high:.1f}]"
-            found.append(f"Calibration {did} here: it changed mean {cut} by {change}.")
+        if self.gain is not None:
+            found.append(self._choice(next(iter(means)).removeprefix("mean/"), *self.gain))
         # A cut-off at the number of keys finds every match, so its recall says nothing.
         informative = [r for r in means.values() if r.chance < 100]
         if informative and all(r.low <= r.chance for r in informative):
             found.append("Not above chance: check that x and y are in the same order.")
         return found
+
+    def _choice(self, cut: str, value: float, low: float, high: float) -> str:
+        """Names the scores of `search`, and the change by calibration if it speaks against them."""
+        uses = "calibrated scores" if self.calibrated else "plain cosines"
+        text = f"`search` uses {uses}."
+        if (self.calibrated and value < 0) or (not self.calibrated and low > 0):
+            certain = "" if low > 0 or high < 0 else "not significantly, "
+            text += f" On these rows calibration changed mean {cut} by {value:.1f}"
+            text += f" ({certain}[{low:.1f}, {high:.1f}]); "
+            text += f"calibrated={not self.calibrated} overrides the choice."
+        return text
 
     def __str__(self) -> str:
         """Returns a table with one line per direction and one column per cut-off."""
@@ -412,6 +420,7 @@ def report(
     *,
     ks: Sequence[int] = KS,
     seed: int = 0,
+    calibrated: bool = False,
 ) -> Report:
     """Computes retrieval recalls with bootstrap intervals and chance levels.
 
@@ -425,6 +434,7 @@ def report(
         calibration: Adds the recalls of calibrated scores.
         ks: Cut-offs.
         seed: Seed of the bootstrap.
+        calibrated: True if searches use calibrated scores, which the report states.
 
     Returns:
         A `Report`, whose values are those of `evaluate`.
@@ -482,7 +492,7 @@ def report(
         # A paired bootstrap: differences per query vary less than the recalls themselves.
         ends = bootstrap_interval(rows[f"calibrated/{first}"] - rows[first], seed=seed).tolist()
         gain = (found[f"calibrated/{first}"] - found[first], *ends)
-    return Report(n, m, measured, gain)
+    return Report(n, m, measured, gain, calibrated)
 
 
 # --- zero-shot classification --------------------------------------------------------------------

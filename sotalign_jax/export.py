@@ -369,14 +369,20 @@ class Index:
     """Vectors for an index of inner products, such as FAISS or a vector database.
 
     Attributes:
-        keys: One vector per row of the gallery, shape [m, d], or [m, d + 1] if calibrated.
+        keys: One vector per row of the gallery, shape [m, d], or [m, d + 2] if calibrated. The
+            last two coordinates are then the row's correction and 1.
         head: Head of the queries.
-        calibrated: True if the last coordinate of the keys is the calibration's correction.
+        correction: Computes the correction of embedded queries. None if not calibrated.
     """
 
     keys: Float[np.ndarray, "m k"]
     head: Head
-    calibrated: bool
+    correction: Callable[[ArrayLike], np.ndarray] | None = None
+
+    @property
+    def calibrated(self) -> bool:
+        """True if the inner products are calibrated scores."""
+        return self.correction is not None
 
     def queries(self, rows: ArrayLike) -> Float[np.ndarray, "n k"]:
         """Embeds queries for the search.
@@ -385,10 +391,17 @@ class Index:
             rows: Embeddings of the queries.
 
         Returns:
-            One vector per row, a unit row with a 1 appended if the index is calibrated.
+            One vector per row, a unit row, with 1 and the query's correction appended if the index
+            is calibrated.
         """
-        f = evaluation.embed(self.head, checks.rows("queries", rows, width=self.head.d_in))
-        return np.pad(f, [(0, 0), (0, int(self.calibrated))], constant_values=1)
+        width = self.head.d_in
+        f = evaluation.embed(self.head, checks.rows("queries", rows, width=width, min_rows=0))
+        return f if self.correction is None else _extended(f, np.ones(len(f)), self.correction(f))
+
+
+def _extended(rows: np.ndarray, *columns: np.ndarray) -> np.ndarray:
+    """Appends columns to rows, in the dtype of the rows."""
+    return np.column_stack([rows, *columns]).astype(rows.dtype)
 
 
 def index(
@@ -400,7 +413,9 @@ def index(
 ) -> Index:
     """Embeds a gallery for an index of inner products.
 
-    The inner products of `queries(rows)` with `keys` are the scores of `Aligner.search`.
+    The inner products of `queries(rows)` with `keys` are the scores of `Aligner.search`. Calibrated
+    scores are sums of a cosine and both rows' corrections, which two more coordinates turn into an
+    inner product: (f, 1, u(f)) . (g, v(g), 1).
 
     Args:
         heads: Both heads.
@@ -420,9 +435,11 @@ def index(
     checks.choice("direction", direction, ("x_to_y", "y_to_x"))
     forward = direction == "x_to_y"
     own, other = (heads.x, heads.y) if forward else (heads.y, heads.x)
-    keys = evaluation.embed(other, checks.rows("gallery", gallery, width=other.d_in))
-    # An index computes inner products only, so the bias becomes another coordinate.
-    if calibration is not None:
-        bias = calibration.y(keys) if forward else calibration.x(keys)
-        keys = np.hstack([keys, bias[:, None].astype(keys.dtype)])
-    return Index(keys, own, calibration is not None)
+    rows = checks.rows("gallery", gallery, width=other.d_in, min_rows=0)
+    keys = evaluation.embed(other, rows)
+    if calibration is None:
+        return Index(keys, own)
+    of_query, of_key = calibration.x, calibration.y
+    if not forward:
+        of_query, of_key = of_key, of_query
+    return Index(_extended(keys, of_key(keys), np.ones(len(keys))), own, of_query)

@@ -1,4 +1,7 @@
-"""Exact nearest neighbours by cosine similarity, computed in blocks on the device."""
+"""Ranking: nearest neighbours by cosine similarity, and ranks of matches.
+
+The lower index comes first among equal scores, in both.
+"""
 
 import functools
 from typing import NamedTuple
@@ -6,7 +9,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from sotalign_jax import checks, sampling
 from sotalign_jax.heads import Rows
@@ -92,6 +95,31 @@ def nearest(
             f"choose from, got {k}"
         )
     return found
+
+
+@jax.jit
+def best_ranks(scores: Float[Array, "n m"], matches: Bool[Array, "n m"]) -> Int[Array, " n"]:
+    """Computes the rank of each query's best match.
+
+    The rank is the number of keys with a greater score, or with an equal score and a lower index.
+
+    Args:
+        scores: Scores of every query with every key, shape [n, m].
+        matches: True where a key is right for a query, shape [n, m]. Several keys may match, such
+            as five captions of an image, and the best one counts.
+
+    Returns:
+        Ranks from 0, shape [n].
+
+    Example:
+        >>> best_ranks(jnp.array([[0.1, 0.9, 0.5]]), jnp.array([[True, False, True]])).tolist()
+        [1]
+    """
+    own = jnp.where(matches, scores, -jnp.inf)
+    best = own.max(axis=1, keepdims=True)
+    at = own.argmax(axis=1, keepdims=True)  # the lowest index among equal maxima
+    ahead = (scores > best) | ((scores == best) & (jnp.arange(scores.shape[1]) < at))
+    return ahead.sum(axis=1, dtype=jnp.int32)
 
 
 @functools.partial(jax.jit, static_argnames=("k", "skip", "block_size"))

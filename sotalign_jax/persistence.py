@@ -46,6 +46,7 @@ def save(
     info: dict[str, Any],
     calibration: Calibration | None = None,
     rows: Rows | None = None,
+    calibrated: bool = False,
     overwrite: bool = False,
 ) -> None:
     """Writes the fields of an aligner into a folder. If it fails, an earlier aligner stays intact.
@@ -58,6 +59,7 @@ def save(
         info: Any JSON values.
         calibration: The calibration, if there is one.
         rows: Ids of the rows trained on and held out, if they are known.
+        calibrated: True if scores are calibrated by default.
         overwrite: True to replace an existing aligner. Other files are never replaced.
 
     Raises:
@@ -72,6 +74,7 @@ def save(
         "format": FORMAT,
         "heads": {side: {"kind": h.kind, "options": h.options()} for side, h in sides.items()},
         "info": info,
+        "calibrated": calibrated,
     }
     folder = _resolved(path)
     temporary, previous = (folder.with_name(f".{folder.name}.{end}") for end in ("tmp", "old"))
@@ -134,6 +137,8 @@ def _load(folder: pathlib.Path) -> dict[str, Any]:
             lambda: Heads(*(rebuild(**described["heads"][side]) for side in "xy"))
         )
         info, digests = described["info"], {**described.get("sha256", {})}
+        # Versions before this choice was stored used plain cosines by default.
+        calibrated = bool(described.get("calibrated", False))
     graphdef, state = nnx.split(shapes)
     leaves = _leaves(state)
     tensors = _tensors(folder / _TENSORS, digests, leaves)
@@ -145,11 +150,16 @@ def _load(folder: pathlib.Path) -> dict[str, Any]:
         with _reading(folder / _CALIBRATION):
             calibration = Calibration(**jax.tree.map(jnp.asarray, arrays))
             _check_calibration(calibration, shapes.x.d_out)
+    if calibrated and calibration is None:
+        raise checks.InputError(
+            f"path {folder} is calibrated but has no {_CALIBRATION}; save the aligner again"
+        )
     return {
         "heads": nnx.merge(graphdef, state),
         "info": info,
         "calibration": calibration,
         "rows": _rows(folder / _ROWS, digests),
+        "calibrated": calibrated,
     }
 
 

@@ -463,10 +463,13 @@ def train(
         if refined is not None:
             found["unpaired"] = unpaired_gain(found, refined)
             observer.stage(describe_unpaired(found["unpaired"]))
-        return Aligner(model, {**info, "best_step": int(best.step), **found}, calibrated)
+        chosen = found.pop("calibrated")
+        info = {**info, "best_step": int(best.step), **found}
+        return Aligner(model, info, calibrated, calibrated=chosen)
     if refined is not None:
         info["unpaired"] = unpaired_gain({"candidates": {}}, refined)
-    return Aligner(trained, info, calibrate(trained, dataset, recipe.calibration))
+    made, _, chosen = _calibrate(_embed(trained, dataset), dataset, recipe.calibration)
+    return Aligner(trained, info, made, calibrated=chosen)
 
 
 def unpaired_gain(selection: Mapping[str, Any], refined: Refined) -> dict[str, Any]:
@@ -528,18 +531,21 @@ def select(
         The selected heads, their calibration, and a dictionary. "selected" names the candidate.
         "candidates" maps each candidate to its mean of plain and calibrated R@1, R@5 and R@10 on
         validation. "base" names the teacher that is mixed with the trained heads. "kernel_teacher"
-        is True if the teacher is nonlinear.
+        is True if the teacher is nonlinear. "calibrated" is True if scores shall be calibrated by
+        default: if the mean of R@1, R@5 and R@10 on validation is then higher, or without
+        a gallery, if there are unpaired rows, because calibration then raised recall on all data
+        sets of docs/recipes.md.
 
     References:
         L. Breiman, "Stacked regressions", Machine Learning 24 (1996).
     """
     if not weights:
-        calibrated, hits = _calibrate(_embed(trained, dataset), dataset.val, epsilons)
+        made, hits, chosen = _calibrate(_embed(trained, dataset), dataset, epsilons)
         scores = {} if dataset.val is None else {"trained": _mean(*hits)}
-        alone: dict[str, Any] = {"selected": "trained", "candidates": scores}
+        alone: dict[str, Any] = {"selected": "trained", "candidates": scores, "calibrated": chosen}
         if teacher is not None:
             alone["kernel_teacher"] = teacher.is_kernel
-        return trained, calibrated, alone
+        return trained, made, alone
     assert teacher is not None
     known = _Candidates(trained, dataset, (_middle(epsilons),))
     widths = trained.x.d_in, trained.y.d_in
@@ -554,14 +560,15 @@ def select(
     selected = known.best(base, tuple(known.heads))
     if dataset.val is None:
         selected = f"mixture with {weights[0]:.0%} teacher"
+    made, _, chosen = _calibrate(known.features[selected], dataset, epsilons)
     info = {
+        "calibrated": chosen,
         "selected": selected,
         "base": base,
         "candidates": {} if dataset.val is None else known.scores(),
         "kernel_teacher": (teacher if base == "teacher" or first is None else first).is_kernel,
     }
-    features = known.features[selected]
-    return known.heads[selected], _calibrate(features, dataset.val, epsilons)[0], info
+    return known.heads[selected], made, info
 
 
 class _Candidates:
@@ -590,7 +597,7 @@ class _Candidates:
         widest = max(rows[0].shape[1] for rows in self.features.values())
         for name in self.features.keys() - self.hits.keys():
             padded = [_widened(rows, widest) for rows in self.features[name]]
-            _, self.hits[name] = _calibrate(padded, self.dataset.val, self.epsilons)
+            _, self.hits[name], _ = _calibrate(padded, self.dataset, self.epsilons)
         return {name: _mean(*self.hits[name]) for name in self.heads}
 
     def best(self, base: str, names: Sequence[str]) -> str:
@@ -626,7 +633,7 @@ def calibrate(
     Returns:
         The calibration.
     """
-    return _calibrate(_embed(model, dataset), dataset.val, epsilons)[0]
+    return _calibrate(_embed(model, dataset), dataset, epsilons)[0]
 
 
 def _embed(model: Heads, dataset: data.Dataset) -> list[np.ndarray]:
@@ -650,25 +657,29 @@ def _embed(model: Heads, dataset: data.Dataset) -> list[np.ndarray]:
 
 
 def _calibrate(
-    features: Sequence[Rows], gallery: data.Gallery | None, epsilons: Sequence[float]
-) -> tuple[calibration.Calibration, tuple[np.ndarray, np.ndarray]]:
-    """Returns the best calibration, and the `_hits` of all queries, plain and calibrated.
+    features: Sequence[Rows], dataset: data.Dataset, epsilons: Sequence[float]
+) -> tuple[calibration.Calibration, tuple[np.ndarray, np.ndarray], bool]:
+    """Returns the best calibration, the `_hits` of all queries, and True if it shall be used.
 
     The features are those of `_embed`. Without a gallery there are no hits.
     """
+    gallery = dataset.val
     pool_x, pool_y, *val = features
     if gallery is None:
-        epsilons = [_middle(epsilons)]
+        made = calibration.calibrate(pool_x, pool_y, epsilon=_middle(epsilons))
+        unpaired = len(dataset.pool_x) > 0 and len(dataset.pool_y) > 0
+        return made, (np.zeros(1), np.zeros(1)), unpaired
     tried = [calibration.calibrate(pool_x, pool_y, epsilon=e) for e in epsilons]
-    if gallery is None:
-        return tried[0], (np.zeros(1), np.zeros(1))
     x, y = val
     plain = evaluation.ranks(x, y, gallery.x_of_y)
     found = [
         evaluation.ranks(x, y, gallery.x_of_y, bias_x=one.x(x), bias_y=one.y(y)) for one in tried
     ]
     best = max(range(len(tried)), key=lambda i: evaluation.recalls(found[i], (10,))["mean/R@10"])
-    return tried[best], (_hits(plain.x, found[best].x), _hits(plain.y, found[best].y))
+    calibrated = found[best]
+    gain = _mean(_hits(calibrated.x), _hits(calibrated.y)) - _mean(_hits(plain.x), _hits(plain.y))
+    hits = _hits(plain.x, calibrated.x), _hits(plain.y, calibrated.y)
+    return tried[best], hits, gain > 0
 
 
 def _hits(*ranks: np.ndarray) -> np.ndarray:

@@ -109,7 +109,6 @@ def test_search_matches_sorted_similarity_matrix(aligned, table, direction):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"k": 301}, r"k.* 301"),
         ({"k": 0}, r"k.* 0"),
         ({"direction": "x"}, r"direction.* 'x'"),
         ({"queries": np.ones((2, 5))}, r"queries.* 5\b"),
@@ -119,6 +118,92 @@ def test_search_matches_sorted_similarity_matrix(aligned, table, direction):
 def test_search_rejects_bad_arguments(aligned, table, change, message):
     with pytest.raises(checks.InputError, match=message):
         aligned.search(**{"queries": table[0], "gallery": table[1], "k": 3} | change)
+
+
+def test_search_clips_k_and_accepts_no_queries(aligned, table):
+    x, y = table
+    every = aligned.search(x[:4], y[:6], k=1000)
+    np.testing.assert_array_equal(np.sort(every.indices, axis=1), np.tile(np.arange(6), (4, 1)))
+    for calibrated in (False, True):
+        none = aligned.search(x[:0], y[:6], k=3, calibrated=calibrated)
+        assert none.scores.shape == none.indices.shape == (0, 3)
+        assert aligned.similarity(x[:0], y[:6], calibrated=calibrated).shape == (0, 6)
+    assert aligned.embed_x(x[:0]).shape == (0, aligned.embed_x(x[:1]).shape[1])
+    with pytest.raises(checks.InputError, match=r"^gallery\b"):
+        aligned.search(x[:4], y[:0])
+
+
+# --- one choice between plain and calibrated scores ----------------------------------------------
+
+
+def hubs(seed, rows=400, hub=0.0):
+    """Returns matching unit rows of both sides, where some rows of y are close to every x."""
+    rng = np.random.default_rng(seed)
+    z = rng.normal(size=(rows, 8))
+    x = z + 0.7 * rng.normal(size=z.shape)
+    x[:, 0] += 3.0
+    y = z + 0.0
+    y[:, 0] += hub * rng.random(rows)
+    return unit(x).astype(np.float32), unit(y).astype(np.float32)
+
+
+SAME = heads.Teacher(*(heads.AffineMap(jnp.eye(8), jnp.zeros(8)) for _ in "xy"), jnp.ones(8))
+
+
+@pytest.mark.parametrize("hub", [0.0, 6.0])
+def test_align_decides_on_validation_between_plain_and_calibrated_scores(hub, tmp_path):
+    x, y = hubs(0, hub=hub)
+    val_x, val_y = hubs(1, hub=hub)
+    aligner = align(
+        (x[:20], y[:20]), x, y, val=(val_x, val_y), method=methods.SAIL(), teacher=SAME,
+        steps=1, progress=False,
+    )  # fmt: skip
+    gallery = data.gallery(val_x, val_y)
+    found = evaluation.evaluate(aligner.heads.x, aligner.heads.y, gallery, aligner.calibration)
+    means = [
+        np.mean([found[f"{kind}mean/R@{k}"] for k in (1, 5, 10)]) for kind in ("", "calibrated/")
+    ]
+    assert aligner.calibrated == (means[1] > means[0])
+    if hub:
+        assert aligner.calibrated
+    # Everything follows the choice, and does so after saving.
+    aligner.save(tmp_path / "a")
+    loaded = Aligner.load(tmp_path / "a")
+    assert loaded.calibrated == aligner.calibrated
+    for choice in (None, False, True):
+        expected = aligner.calibrated if choice is None else choice
+        wanted = aligner.similarity(val_x, val_y, calibrated=expected)
+        scores = loaded.similarity(val_x, val_y, calibrated=choice)
+        np.testing.assert_array_equal(scores, wanted)
+        top = loaded.search(val_x, val_y, k=3, calibrated=choice)
+        np.testing.assert_allclose(top.scores, -np.sort(-wanted, axis=1)[:, :3], atol=1e-5)
+        index = loaded.index(val_y, calibrated=choice)
+        np.testing.assert_allclose(index.queries(val_x) @ index.keys.T, wanted, atol=1e-5)
+        report = loaded.evaluate(val_x, val_y, calibrated=choice)
+        assert report.calibrated == expected == report.to_dict()["calibrated"]
+        steps = loaded.to_numpy(calibrated=choice).x.steps
+        assert (steps[-1][0] == "bias") == expected
+
+
+def test_choice_without_validation_needs_unpaired_rows(given):
+    assert quick(given["pairs"], x=given["x"], y=given["y"], method="sotalign").calibrated
+    assert not quick(given["pairs"]).calibrated
+
+
+def test_load_of_an_older_aligner_uses_plain_cosines(saved, table):
+    x, y = table
+    calibrated = Aligner.load(saved).calibrated_by(x, y)
+    assert calibrated.calibrated
+    calibrated.save(saved, overwrite=True)
+    described = json.loads((saved / "aligner.json").read_text())
+    del described["calibrated"]
+    (saved / "aligner.json").write_text(json.dumps(described))
+    old = Aligner.load(saved)
+    assert not old.calibrated and old.calibration is not None
+    cosines = old.embed_x(x[:5]) @ old.embed_y(y[:5]).T
+    np.testing.assert_allclose(old.similarity(x[:5], y[:5]), cosines, atol=1e-6)
+    with pytest.raises(checks.InputError, match=r"^calibrated\b"):
+        Aligner(old.heads, {}, calibrated=True)
 
 
 def test_similarity_rejects_matrix_larger_than_memory(aligned):

@@ -180,9 +180,14 @@ def test_report_remarks_on_a_calibration_that_hurts():
     one_hub = Calibration(
         f=jnp.eye(6)[:1], g=jnp.eye(6)[:1], u=jnp.zeros(1), v=jnp.zeros(1), epsilon=jnp.array(1.0)
     )  # lowers scores by the first coordinate
-    report = evaluation.report(head, head, data.gallery(x, x + 0.3 * _rows(200, 6, 1)), one_hub)
+    gallery = data.gallery(x, x + 0.3 * _rows(200, 6, 1))
+    report = evaluation.report(head, head, gallery, one_hub, calibrated=True)
     assert report.gain is not None and report.gain[2] < 0
-    assert [remark.split(":")[0] for remark in report.remarks] == ["Calibration hurt here"]
+    (remark,) = report.remarks
+    assert "calibrated=False" in remark
+    plain = evaluation.report(head, head, gallery, one_hub)
+    assert plain.gain == report.gain
+    assert not any("calibrated=" in remark for remark in plain.remarks)
 
 
 def test_report_rejects_gallery_of_other_widths():

@@ -184,11 +184,12 @@ def test_index_inner_products_match_search_scores(direction, calibrated):
 
 
 def test_exported_biases_extend_an_index():
-    """Keys are [embedding, bias], so that a gallery can grow without JAX."""
+    """Keys are [embedding, bias, 1], so that a gallery can grow without JAX."""
     aligner = sota.Aligner(networks("linear"), {}).calibrated_by(rows(4), rows(5, width=D_Y))
     gallery = rows(7, 30, D_Y)
-    embedder = export.to_numpy(aligner.heads, aligner.calibration)
-    keys = np.hstack([embedder.embed_y(gallery), embedder.y(gallery, "bias")])
+    embedder = aligner.to_numpy()
+    ones = np.ones((len(gallery), 1), np.float32)
+    keys = np.hstack([embedder.embed_y(gallery), embedder.y(gallery, "bias"), ones])
     wanted = export.index(aligner.heads, gallery, aligner.calibration).keys
     np.testing.assert_allclose(keys, wanted, atol=1e-5)
 

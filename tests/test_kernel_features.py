@@ -73,7 +73,9 @@ def test_calibrated_search_ranks_like_calibrated_similarity(rows, direction):
     if direction == "y_to_x":
         scores = aligner.similarity(x[:20], y[:9], calibrated=True).T
     np.testing.assert_array_equal(found.indices, np.argsort(-scores, axis=1)[:, :5])
-    plain = aligner.search(queries, keys, k=5, direction=direction)
+    wanted = np.take_along_axis(scores, found.indices, axis=1)
+    np.testing.assert_allclose(found.scores, wanted, atol=1e-5)
+    plain = aligner.search(queries, keys, k=5, direction=direction, calibrated=False)
     assert (plain.indices != found.indices).any()
 
 

@@ -1,5 +1,7 @@
 """Tests of the retrieved texts of test rows, in the terminal and on the page."""
 
+import dataclasses
+
 import numpy as np
 import PIL.Image
 import pytest
@@ -35,7 +37,8 @@ def model(gallery):
 
 @pytest.mark.parametrize("calibrated", [False, True])
 def test_find_matches_sorted_scores(model, gallery, labels, calibrated):
-    found = retrieved.find(model, gallery, labels, calibrated=calibrated)
+    model = dataclasses.replace(model, calibrated=calibrated)
+    found = retrieved.find(model, gallery, labels)
     assert sorted(one.query[1] for one in found) == list(labels.x)
     scores = model.similarity(gallery.x, gallery.y, calibrated=calibrated)
     for one in found:
