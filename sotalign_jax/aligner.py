@@ -14,11 +14,20 @@ import numpy as np
 from jaxtyping import Float
 from numpy.typing import ArrayLike
 
-from sotalign_jax import checks, data, evaluation, export, neighbours, persistence, runtime
+from sotalign_jax import (
+    checks,
+    data,
+    evaluation,
+    export,
+    neighbours,
+    persistence,
+    runtime,
+    tables,
+)
 from sotalign_jax.calibration import SAMPLE, Calibration, calibrate
 from sotalign_jax.export import Index
 from sotalign_jax.heads import Head, Heads
-from sotalign_jax.neighbours import Neighbours
+from sotalign_jax.neighbours import Found
 from sotalign_jax.ot import affinity, device
 
 
@@ -138,16 +147,17 @@ class Aligner:
             >>> Aligner(build_heads(4, 3, 2), {}).similarity(np.eye(4), np.eye(3)).shape
             (4, 3)
         """
-        x, y = checks.array("x", x), checks.array("y", y)
+        left, right = tables.read("x", x), tables.read("y", y)
+        n, m = len(left.rows), len(right.rows)
         # The system may swap, or kill the process, if such a matrix is allocated.
-        needed = 4 * len(x) * len(y)  # bytes in float32
+        needed = 4 * n * m  # bytes in float32
         if needed > device.profile().memory / 2:
             raise checks.InputError(
-                f"x and y have {len(x)} and {len(y)} rows, whose similarity takes "
+                f"x and y have {n} and {m} rows, whose similarity takes "
                 f"{needed / 2**30:.0f} GiB, more than half of the memory; use search(x, y, k=...) "
                 "or pass fewer rows at a time"
             )
-        f, g = jnp.asarray(self.embed_x(x)), jnp.asarray(self.embed_y(y))
+        f, g = jnp.asarray(self.embed_x(left)), jnp.asarray(self.embed_y(right))
         cosines = np.asarray(affinity.dot(f, g.T))
         correction = self._correction(calibrated)
         if correction is None:
@@ -163,7 +173,7 @@ class Aligner:
         direction: str = "x_to_y",
         calibrated: bool | None = None,
         block_size: int = 1024,
-    ) -> Neighbours:
+    ) -> Found:
         """Finds the k rows of the gallery that are most similar to each query.
 
         The matrix of all scores is never stored.
@@ -179,7 +189,8 @@ class Aligner:
 
         Returns:
             Scores and indices, both of shape [n, k], best first. Among equal scores the lower row
-            comes first.
+            comes first. If the gallery is a table with ids, the attribute `ids` holds those of the
+            results, see `tables`.
 
         Raises:
             InputError: The gallery has no rows, or there is no calibration.
@@ -198,17 +209,18 @@ class Aligner:
         forward = direction == "x_to_y"
         sides = self.heads.x, self.heads.y
         own, other = sides if forward else sides[::-1]
+        table = tables.read("gallery", gallery)
         f = self._embed("queries", own, queries)
-        g = self._embed("gallery", other, gallery, min_rows=1)
-        options: Any = {"block_size": block_size}
-        if correction is None:
-            return jax.device_get(neighbours.nearest(f, g, min(k, len(g)), **options))
-        of_query, of_key = correction.x, correction.y
-        if not forward:
-            of_query, of_key = of_key, of_query
-        found = neighbours.nearest(f, g, min(k, len(g)), bias=of_key(g), **options)
-        scores = np.asarray(found.scores) + of_query(f)[:, None]
-        return Neighbours(scores, np.asarray(found.indices))
+        g = self._embed("gallery", other, table, min_rows=1)
+        bias = None
+        if correction is not None:
+            bias = correction.y(g) if forward else correction.x(g)
+        found = neighbours.nearest(f, g, min(k, len(g)), bias=bias, block_size=block_size)
+        scores, indices = jax.device_get(found)
+        if correction is not None:
+            own_bias = correction.x(f) if forward else correction.y(f)
+            scores = scores + own_bias[:, None]
+        return Found(scores, indices, None if table.ids is None else table.ids[indices])
 
     def _correction(self, calibrated: bool | None) -> Calibration | None:
         """Returns the calibration, or None for plain cosines."""
@@ -221,9 +233,10 @@ class Aligner:
             )
         return self.calibration
 
-    def _embed(self, name: str, head: Head, rows: ArrayLike, *, min_rows: int = 0) -> np.ndarray:
+    def _embed(self, name: str, head: Head, rows: Any, *, min_rows: int = 0) -> np.ndarray:
         """Checks embeddings and maps them by a head."""
-        return evaluation.embed(head, checks.rows(name, rows, width=head.d_in, min_rows=min_rows))
+        made = tables.rows(name, rows, width=head.d_in, min_rows=min_rows)
+        return evaluation.embed(head, made)
 
     def save(self, path: str | os.PathLike[str], *, overwrite: bool = False) -> None:
         """Writes the aligner into a folder. If it fails, an earlier aligner stays intact.

@@ -1,10 +1,14 @@
 """`align`, the path from arrays to an `Aligner` in one call."""
 
-from __future__ import annotations  # help(align) shows ArrayLike instead of its ten members
+from __future__ import annotations  # help(align) shows short types
 
-from numpy.typing import ArrayLike
+import dataclasses
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
-from sotalign_jax import checks, data, methods
+import numpy as np
+
+from sotalign_jax import checks, data, methods, tables
 from sotalign_jax import recipe as recipe_lib
 from sotalign_jax.aligner import Aligner
 from sotalign_jax.heads import Teacher
@@ -12,11 +16,12 @@ from sotalign_jax.progress import Progress
 
 
 def align(
-    pairs: tuple[ArrayLike, ArrayLike],
-    x: ArrayLike | None = None,
-    y: ArrayLike | None = None,
+    pairs: Any,
+    x: Any = None,
+    y: Any = None,
     *,
-    val: tuple[ArrayLike, ArrayLike] | data.Gallery | None = None,
+    val: tuple[Any, Any] | data.Gallery | None = None,
+    nan: str = "raise",
     recipe: str = "default",
     method: str | methods.Method | None = None,
     teacher: str | Teacher | None = None,
@@ -44,10 +49,14 @@ def align(
 
     Args:
         pairs: Embeddings (pairs_x, pairs_y) of shapes [n, d_x] and [n, d_y]. Row i of one matches
-            row i of the other.
-        x: Unpaired embeddings of the first modality, shape [n_x, d_x].
+            row i of the other. Or a table of two columns, the ids of rows of x and of y that match.
+            The other rows of x and y are then unpaired.
+        x: Unpaired embeddings of the first modality, shape [n_x, d_x], as an array, a tensor, or a
+            table with ids such as a data frame, see `tables`.
         y: Unpaired embeddings of the second modality, shape [n_y, d_y].
         val: Matching embeddings (V_x, V_y) to select on, or a `Gallery`.
+        nan: "drop" leaves out rows that have NaN or inf, or only zeros, together with their pairs,
+            and lists them in `info["dropped"]`. "raise" raises an error that names them.
         recipe: Name of the defaults for arguments below that are None. "default" mixes the trained
             heads with a refined teacher. "paper" is the paper's recipe.
         method: A method with its options, such as `methods.SOTAlign(alpha=1e-3)`, or a name of
@@ -74,7 +83,6 @@ def align(
         InputError: The arguments or the data cannot be used. The message names the argument.
 
     Example:
-        >>> import numpy as np
         >>> rng = np.random.default_rng(0)
         >>> z = rng.normal(size=(300, 8)).astype(np.float32)
         >>> to_x, to_y = rng.normal(size=(8, 12)), rng.normal(size=(8, 10))
@@ -87,10 +95,16 @@ def align(
         S. Roschmann, P. Krzakala et al., "SOTAlign: semi-supervised alignment of unimodal vision
         and language models via optimal transport", ICML 2026.
     """
-    gallery = val if isinstance(val, data.Gallery) or val is None else data.gallery(*val)
-    dataset = data.dataset(pairs, x=x, y=y, val=gallery)
+    checks.choice("nan", nan, ("raise", "drop"))
+    by_ids = tables.is_table(pairs)
+    given, dropped = (_by_ids if by_ids else _by_rows)(pairs, x, y, nan)
+    if val is not None and not isinstance(val, data.Gallery):
+        val_x, val_y = _paired("val", val, nan, dropped)
+        val = data.gallery(val_x, val_y)
+    dataset = data.dataset(given.pairs, x=given.x, y=given.y, val=val)
     # Empty arrays are probably a mistake, and must not silently turn into supervised training.
-    if not (x is None and y is None) and not (len(dataset.pool_x) or len(dataset.pool_y)):
+    unpaired = len(dataset.pool_x) or len(dataset.pool_y)
+    if not by_ids and not (x is None and y is None) and not unpaired:
         raise checks.InputError(
             "x or y must have rows, got none; pass unpaired rows, or neither argument to train on "
             "the pairs only"
@@ -99,7 +113,7 @@ def align(
     checks.whole(0, seed=seed)
     # A `Fitted` method selects nothing on validation, and a fitted teacher has seen all pairs.
     ready = isinstance(method, methods.Fitted) or isinstance(teacher, Teacher)
-    if gallery is None and not ready:
+    if val is None and not ready:
         dataset = data.hold_out(dataset, seed=int(seed))
     resolved = recipe_lib.default(
         dataset,
@@ -115,4 +129,97 @@ def align(
     )
     with Progress(resolved.train.steps, "align", show=progress) as bar:
         prepared = recipe_lib.prepare(resolved, dataset, observer=bar)
-        return recipe_lib.train(resolved, prepared, observer=bar, progress=progress)
+        made = recipe_lib.train(resolved, prepared, observer=bar, progress=progress)
+    return dataclasses.replace(made, info=made.info | {"dropped": dropped}) if dropped else made
+
+
+class _Given(NamedTuple):
+    """Arrays of `data.dataset`."""
+
+    pairs: Any
+    x: Any
+    y: Any
+
+
+def _by_rows(pairs: Any, x: Any, y: Any, nan: str) -> tuple[_Given, dict[str, list[Any]]]:
+    """Returns the arrays of paired tables and pools, and the names of dropped rows."""
+    dropped: dict[str, list[Any]] = {}
+    if isinstance(pairs, tuple | list) and len(pairs) == 2:
+        pairs = _paired("pairs", pairs, nan, dropped)
+    pools = []
+    for name, pool in (("x", x), ("y", y)):
+        if pool is None or not (nan == "drop" or tables.is_table(pool)):
+            pools.append(pool)
+            continue
+        table = _checked(name, pool, nan)
+        pools.append(_without(table.rows, _unusable(name, table, nan, dropped)))
+    return _Given(pairs, *pools), dropped
+
+
+def _paired(
+    name: str, pair: Sequence[Any], nan: str, dropped: dict[str, list[Any]]
+) -> tuple[Any, Any]:
+    """Returns both arrays of matching rows, without those that are unusable on either side."""
+    if nan == "raise" and not any(tables.is_table(one) for one in pair):
+        return pair[0], pair[1]
+    both = [_checked(f"{name}_{side}", one, nan) for side, one in zip("xy", pair, strict=True)]
+    sizes = [len(one.rows) for one in both]
+    if sizes[0] != sizes[1]:
+        raise checks.InputError(
+            f"{name}_y has {sizes[1]} rows but {name}_x has {sizes[0]}; row i of one must belong "
+            "to row i of the other"
+        )
+    bad = np.unique(np.concatenate([_unusable("", one, nan, {}) for one in both]))
+    if len(bad):
+        dropped[name] = tables.names(both[0], bad)
+    return _without(both[0].rows, bad), _without(both[1].rows, bad)
+
+
+def _by_ids(pairs: Any, x: Any, y: Any, nan: str) -> tuple[_Given, dict[str, list[Any]]]:
+    """Returns the arrays of pairs of ids and of all other rows, and the names of dropped rows."""
+    if x is None or y is None:
+        raise checks.InputError("x and y must be given if pairs are ids, got None")
+    dropped: dict[str, list[Any]] = {}
+    left, right = _checked("x", x, nan), _checked("y", y, nan)
+    rows_x, rows_y, known = tables.matches(pairs, left, right)
+    if not known.all() and nan == "raise":
+        missing = checks.listed([str(row) for row in np.flatnonzero(~known)])
+        raise checks.InputError(
+            f"pairs has no id in row {missing}; remove such rows, as align does with nan='drop'"
+        )
+    bad_x = _unusable("x", left, nan, dropped)
+    bad_y = _unusable("y", right, nan, dropped)
+    kept = known & ~np.isin(rows_x, bad_x) & ~np.isin(rows_y, bad_y)
+    if not kept.all():
+        dropped["pairs"] = np.flatnonzero(~kept).tolist()
+    # A usable row of a dropped pair is unpaired now.
+    pool_x = _without(left.rows, np.union1d(rows_x[kept], bad_x))
+    pool_y = _without(right.rows, np.union1d(rows_y[kept], bad_y))
+    paired = left.rows[rows_x[kept]], right.rows[rows_y[kept]]
+    return _Given(paired, pool_x, pool_y), dropped
+
+
+def _checked(name: str, x: Any, nan: str) -> tables.Table:
+    """Returns a table whose rows are usable, unless those that are not will be dropped."""
+    table = tables.read(name, x)
+    if nan == "raise":
+        tables.rows(name, table, min_rows=0)
+    return table
+
+
+def _unusable(
+    name: str, table: tables.Table, nan: str, dropped: dict[str, list[Any]]
+) -> np.ndarray:
+    """Returns the numbers of rows to drop, and notes their names."""
+    # Arrays of another shape are reported by `data.dataset`.
+    if nan == "raise" or table.rows.ndim != 2:
+        return np.empty(0, np.intp)
+    bad = tables.unusable(table)
+    if len(bad):
+        dropped[name] = tables.names(table, bad)
+    return bad
+
+
+def _without(rows: np.ndarray, bad: np.ndarray) -> np.ndarray:
+    """Returns all rows but some. Nothing is copied if there are none."""
+    return np.delete(rows, bad, axis=0) if len(bad) else rows

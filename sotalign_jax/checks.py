@@ -5,7 +5,7 @@ import importlib
 import math
 import operator
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -18,6 +18,8 @@ CHUNK_ROWS = 65_536
 MIN_PAIRS = 6
 """Smallest number of pairs to train or cross-validate on. A third of them is held out, and folds of
 fewer pairs cannot distinguish options."""
+# Problems of rows, for error messages.
+_INFINITE, _ZEROS = "NaN or inf", "only zeros"
 # Index of this process and number of processes, set by experiments.distributed.
 _shard = (0, 1)
 
@@ -255,6 +257,8 @@ def embeddings(
     width: int | None = None,
     min_rows: int = 1,
     other_width: int | None = None,
+    ids: Any = None,
+    columns: Sequence[str] | None = None,
 ) -> None:
     """Checks that an array is 2-D, holds floats, and has only finite, non-zero rows.
 
@@ -267,6 +271,8 @@ def embeddings(
         width: Required number of columns.
         min_rows: Required number of rows.
         other_width: Width of the other modality, to recognise exchanged arguments.
+        ids: Names of the rows for error messages. By default their numbers.
+        columns: Name of the table's column that each feature comes from, for error messages.
 
     Raises:
         InputError: The array cannot hold embeddings.
@@ -294,17 +300,62 @@ def embeddings(
         )
     if kind.kind not in "fV" and "float" not in kind.name:  # bfloat16 registers as kind V
         raise InputError(f"{name} must be real and floating-point, got dtype {kind}")
+    for bad, problem, block in bad_rows(x):
+        named = [str(row) if ids is None else repr(ids[row]) for row in bad.tolist()]
+        where = f"row{'s' if len(named) > 1 else ''} {listed(named)}"
+        if columns is not None and problem != _ZEROS:
+            features = np.flatnonzero(~np.isfinite(block).all(axis=0))
+            parts = dict.fromkeys(columns[feature] for feature in features)
+            where += f" of {listed([repr(part) for part in parts])}"
+        raise InputError(
+            f"{name} has {problem} in {where}; remove such rows, as align does with nan='drop'"
+        )
+
+
+def bad_rows(x: Any) -> Iterator[tuple[np.ndarray, str, np.ndarray]]:
+    """Finds rows that cannot be embeddings, in chunks.
+
+    Args:
+        x: The array, which may be memory-mapped.
+
+    Yields:
+        Row numbers, their problem in words, and these rows in float32, for every chunk and problem.
+
+    Example:
+        >>> [(rows.tolist(), why) for rows, why, _ in bad_rows(np.array([[1.0], [np.nan], [0.0]]))]
+        [([1], 'NaN or inf'), ([2], 'only zeros')]
+    """
     # Each of `count` processes reads every count-th chunk. Together they read a shared file once.
     index, count = _shard
-    for start in range(index * CHUNK_ROWS, shape[0], count * CHUNK_ROWS):
+    for start in range(index * CHUNK_ROWS, len(x), count * CHUNK_ROWS):
         block = np.asarray(x[start : start + CHUNK_ROWS]).astype(np.float32)
         for bad, problem in (
-            (~np.isfinite(block).all(axis=1), "NaN or inf"),
-            (~block.any(axis=1), "only zeros"),
+            (~np.isfinite(block).all(axis=1), _INFINITE),
+            (~block.any(axis=1), _ZEROS),
         ):
             if bad.any():
-                row = start + np.flatnonzero(bad)[0]
-                raise InputError(f"{name} has {problem} in row {row}; remove such rows")
+                yield start + np.flatnonzero(bad), problem, block[bad]
+
+
+def listed(names: Sequence[str], *, most: int = 5) -> str:
+    """Joins names to a list in words.
+
+    Args:
+        names: The names.
+        most: Largest number of names that are shown.
+
+    Returns:
+        The list.
+
+    Example:
+        >>> listed(["8", "131"]), listed(["1", "2", "3", "4"], most=2)
+        ('8 and 131', '1, 2 and 2 others')
+    """
+    shown = [*names[:most]]
+    if len(names) > most:
+        left = len(names) - most
+        shown.append(f"{left} other{'s' if left > 1 else ''}")
+    return " and ".join(filter(None, [", ".join(shown[:-1]), shown[-1]]))
 
 
 def wrong_width(

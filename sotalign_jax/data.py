@@ -13,7 +13,7 @@ import numpy as np
 from jaxtyping import Float, Int
 from numpy.typing import ArrayLike
 
-from sotalign_jax import checks, files
+from sotalign_jax import checks, files, tables
 from sotalign_jax.duplicates import first_duplicate, group_duplicates
 
 POOLS = ("disjoint", "random", "aligned")
@@ -145,7 +145,7 @@ def gallery(x: ArrayLike, y: ArrayLike, x_of_y: ArrayLike | None = None) -> Gall
         >>> gallery(np.eye(2), np.eye(3), x_of_y=[0, 0, 1]).x_of_y
         array([0, 0, 1], dtype=int32)
     """
-    x, y = checks.rows("gallery x", x), checks.rows("gallery y", y)
+    x, y = tables.rows("gallery x", x), tables.rows("gallery y", y)
     return Gallery(x, y, owners(len(x), len(y), x_of_y))
 
 

@@ -391,10 +391,10 @@ class Report:
         uses = "calibrated scores" if self.calibrated else "plain cosines"
         text = f"`search` uses {uses}."
         if (self.calibrated and value < 0) or (not self.calibrated and low > 0):
-            certain = "" if low > 0 or high < 0 else "not significantly, "
-            text += f" On these rows calibration changed mean {cut} by {value:.1f}"
-            text += f" ({certain}[{low:.1f}, {high:.1f}]); "
-            text += f"calibrated={not self.calibrated} overrides the choice."
+            text += f" On these rows, calibration changes mean {cut} by {value:+.1f} "
+            text += (
+                f"[{low:.1f}, {high:.1f}]; calibrated={not self.calibrated} overrides the choice."
+            )
         return text
 
     def __str__(self) -> str:

@@ -16,7 +16,7 @@ from flax import nnx
 from jaxtyping import Float
 from numpy.typing import ArrayLike
 
-from sotalign_jax import checks, evaluation, runtime, storage
+from sotalign_jax import checks, evaluation, runtime, storage, tables
 from sotalign_jax.calibration import Calibration
 from sotalign_jax.heads import Head, Heads
 
@@ -395,7 +395,7 @@ class Index:
             is calibrated.
         """
         width = self.head.d_in
-        f = evaluation.embed(self.head, checks.rows("queries", rows, width=width, min_rows=0))
+        f = evaluation.embed(self.head, tables.rows("queries", rows, width=width, min_rows=0))
         return f if self.correction is None else _extended(f, np.ones(len(f)), self.correction(f))
 
 
@@ -435,7 +435,7 @@ def index(
     checks.choice("direction", direction, ("x_to_y", "y_to_x"))
     forward = direction == "x_to_y"
     own, other = (heads.x, heads.y) if forward else (heads.y, heads.x)
-    rows = checks.rows("gallery", gallery, width=other.d_in, min_rows=0)
+    rows = tables.rows("gallery", gallery, width=other.d_in, min_rows=0)
     keys = evaluation.embed(other, rows)
     if calibration is None:
         return Index(keys, own)

@@ -4,7 +4,7 @@ The lower index comes first among equal scores, in both.
 """
 
 import functools
-from typing import NamedTuple
+from typing import Any, NamedTuple, Self
 
 import jax
 import jax.numpy as jnp
@@ -26,6 +26,26 @@ class Neighbours(NamedTuple):
 
     scores: Float[Array, "n k"]
     indices: Int[Array, "n k"]
+
+
+class Found(Neighbours):
+    """Neighbours whose keys may have ids. It unpacks to scores and indices.
+
+    Attributes:
+        ids: Ids of the keys, shape [n, k]. None if the keys have none.
+
+    Example:
+        >>> scores, indices = found = Found(np.ones((1, 1)), np.zeros((1, 1), int), [["a"]])
+        >>> found.ids
+        [['a']]
+    """
+
+    ids: Any
+
+    def __new__(cls, scores: Any, indices: Any, ids: Any = None) -> Self:
+        made = super().__new__(cls, scores, indices)
+        made.ids = ids
+        return made
 
 
 def nearest(

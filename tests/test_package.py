@@ -18,6 +18,7 @@ FOLDER = pathlib.Path(sotalign_jax.__file__).parent
 # Layers, lowest first. A module may import modules of its own layer and of lower ones.
 LAYERS = (
     ("checks", "progress", "storage"),
+    ("tables",),
     ("ot",),
     ("losses", "cca", "duplicates", "kernels", "calibration"),
     ("heads",),
