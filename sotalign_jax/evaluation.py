@@ -391,10 +391,9 @@ class Report:
         uses = "calibrated scores" if self.calibrated else "plain cosines"
         text = f"`search` uses {uses}."
         if (self.calibrated and value < 0) or (not self.calibrated and low > 0):
-            text += f" On these rows, calibration changes mean {cut} by {value:+.1f} "
-            text += (
-                f"[{low:.1f}, {high:.1f}]; calibrated={not self.calibrated} overrides the choice."
-            )
+            change = f"{value:+.1f} [{low:.1f}, {high:.1f}]"
+            text += f" On these rows, calibration changes mean {cut} by {change}; "
+            text += f"calibrated={not self.calibrated} overrides the choice."
         return text
 
     def __str__(self) -> str:

@@ -33,7 +33,7 @@ LAYERS = (
     ("training",),
     ("recipe",),
     ("alignment", "diagnostics", "selfcheck"),
-    ("search",),
+    ("estimator", "search"),
     ("extract", "pair", "serve"),
     ("__init__",),
 )
