@@ -70,7 +70,8 @@ def test_main_writes_run_folder_and_second_start_changes_nothing(sail_run, files
     results = json.loads((run / "results.json").read_text())
     ways = [f"{part}{way}" for part in ("", "calibrated/") for way in ("x_to_y", "y_to_x", "mean")]
     splits = [f"{split}/{way}" for split in ("val", "test") for way in ways]
-    wanted = {f"{name}/R@{k}" for name in splits for k in (1, 5, 10)} | {"best_step"}
+    wanted = {f"{name}/R@{k}" for name in splits for k in (1, 5, 10)}
+    wanted |= {"best_step", "calibrated"}
     assert results.keys() == wanted | {"test/zero_shot/top1", "test/zero_shot/mean_per_class"}
     assert results["val/mean/R@1"] == max(scored.values()) == scored[results["best_step"]]
 
