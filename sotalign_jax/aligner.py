@@ -157,7 +157,8 @@ class Aligner:
                 f"{needed / 2**30:.0f} GiB, more than half of the memory; use search(x, y, k=...) "
                 "or pass fewer rows at a time"
             )
-        f, g = jnp.asarray(self.embed_x(left)), jnp.asarray(self.embed_y(right))
+        f = jnp.asarray(self._embed("x", self.heads.x, left))
+        g = jnp.asarray(self._embed("y", self.heads.y, right))
         cosines = np.asarray(affinity.dot(f, g.T))
         correction = self._correction(calibrated)
         if correction is None:

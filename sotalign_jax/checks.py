@@ -305,7 +305,7 @@ def embeddings(
         where = f"row{'s' if len(named) > 1 else ''} {listed(named)}"
         if columns is not None and problem != _ZEROS:
             features = np.flatnonzero(~np.isfinite(block).all(axis=0))
-            parts = dict.fromkeys(columns[feature] for feature in features)
+            parts = dict.fromkeys(columns[feature] for feature in features.tolist())
             where += f" of {listed([repr(part) for part in parts])}"
         raise InputError(
             f"{name} has {problem} in {where}; remove such rows, as align does with nan='drop'"

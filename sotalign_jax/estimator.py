@@ -12,14 +12,17 @@ import numpy as np
 
 from sotalign_jax import alignment, checks, data, evaluation
 
-base = checks.require("sklearn.base", extra="sklearn")
-utils = checks.require("sklearn.utils", extra="sklearn")
-validation = checks.require("sklearn.utils.validation", extra="sklearn")
+try:
+    from sklearn import base, utils
+    from sklearn.utils import validation
+except ModuleNotFoundError as error:
+    raise checks.not_installed("scikit-learn", extra="sklearn") from error
+
 # Other numbers become float32.
 _FLOATS = (np.float32, np.float64, np.float16)
 
 
-class SotalignEstimator(  # type: ignore[misc]
+class SotalignEstimator(
     base.ClassNamePrefixFeaturesOutMixin, base.TransformerMixin, base.BaseEstimator
 ):
     """Aligns two modalities, see `align`.
@@ -152,11 +155,11 @@ class SotalignEstimator(  # type: ignore[misc]
             ValueError: The embeddings cannot be used.
         """
         f, g = self.transform(X, y)
-        biases = {}
-        if self.aligner_.calibrated and self.aligner_.calibration is not None:
-            biases = {"bias_x": self.aligner_.calibration.x(f)}
-            biases |= {"bias_y": self.aligner_.calibration.y(g)}
-        found = evaluation.retrieval(f, g, **biases)
+        bias_x, bias_y = None, None
+        calibration = self.aligner_.calibration
+        if self.aligner_.calibrated and calibration is not None:
+            bias_x, bias_y = calibration.x(f), calibration.y(g)
+        found = evaluation.retrieval(f, g, bias_x=bias_x, bias_y=bias_y)
         return float(np.mean([found[f"mean/R@{k}"] for k in evaluation.KS])) / 100.0
 
     def _seed(self) -> int:

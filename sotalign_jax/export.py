@@ -377,7 +377,7 @@ class Index:
 
     keys: Float[np.ndarray, "m k"]
     head: Head
-    correction: Callable[[ArrayLike], np.ndarray] | None = None
+    correction: Callable[[np.ndarray], np.ndarray] | None = None
 
     @property
     def calibrated(self) -> bool:
@@ -439,7 +439,6 @@ def index(
     keys = evaluation.embed(other, rows)
     if calibration is None:
         return Index(keys, own)
-    of_query, of_key = calibration.x, calibration.y
-    if not forward:
-        of_query, of_key = of_key, of_query
-    return Index(_extended(keys, of_key(keys), np.ones(len(keys))), own, of_query)
+    of_key = calibration.y(keys) if forward else calibration.x(keys)
+    keys = _extended(keys, of_key, np.ones(len(keys)))
+    return Index(keys, own, calibration.x if forward else calibration.y)

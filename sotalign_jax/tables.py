@@ -254,8 +254,7 @@ def _numbers(
     ids = range(len(table.rows)) if table.ids is None else table.ids.tolist()
     row_of = {one: number for number, one in enumerate(ids)}
     if len(row_of) < len(ids):
-        seen: set[Any] = set()
-        twice = next(one for one in ids if one in seen or seen.add(one))
+        twice = next(one for number, one in enumerate(ids) if row_of[one] != number)
         raise checks.InputError(f"{side} has the id {twice!r} twice; ids of pairs must be unique")
     unknown = [one for one in given[there] if one not in row_of]
     if unknown:
