@@ -136,7 +136,15 @@ def unusable(table: Table) -> np.ndarray:
 
 
 def names(table: Table, numbers: Sequence[int] | np.ndarray) -> list[Any]:
-    """Returns the ids of rows as JSON values, or their numbers if the table has no ids."""
+    """Returns the ids of rows as JSON values, or their numbers if the table has no ids.
+
+    Args:
+        table: The table.
+        numbers: Row numbers.
+
+    Returns:
+        One name per row.
+    """
     kept = np.asarray(numbers, np.intp)
     if table.ids is None:
         return kept.tolist()
