@@ -204,8 +204,16 @@ def test_search_calibrated_adds_the_potentials(model, calibrated, images, tmp_pa
     kept, features = calibrated.calibration, pictures.searched.features
     logits = features @ np.asarray(kept.g).T / kept.epsilon + kept.v
     bias = -float(kept.epsilon) * scipy.special.logsumexp(logits, axis=1)
-    plain = {hit.id: hit.score + bias[hit.row] for hit in pictures.search("a red car")}
+    feature = pictures.encode_text("a red car")[0]
+    logits = np.asarray(kept.f) @ feature / kept.epsilon + kept.u
+    bias = bias - float(kept.epsilon) * scipy.special.logsumexp(logits)
+    cosines = pictures.search("a red car", calibrated=False)
+    plain = {hit.id: hit.score + bias[hit.row] for hit in cosines}
     hits = pictures.search("a red car", calibrated=True)
+    assert pictures.search("a red car") == hits  # the aligner's own choice
+    rows = pictures.similarity([images / hit.id for hit in hits], ["a red car"])
+    scores = [hit.score for hit in hits]  # of embeddings that are stored in half precision
+    np.testing.assert_allclose(scores, rows[:, 0], atol=1e-3)
     assert [hit.id for hit in hits] == sorted(plain, key=plain.get, reverse=True)
     np.testing.assert_allclose([hit.score for hit in hits], [plain[h.id] for h in hits], atol=1e-5)
 
@@ -214,7 +222,8 @@ def test_typical_is_the_mean_and_deviation_of_training_texts(model, calibrated, 
     assert model.index(images).typical("y") is None
     pictures = model_lib.Model(calibrated, toys(), tmp_path).index(images)
     scores = np.asarray(calibrated.calibration.g) @ pictures.searched.features.T
-    assert pictures.typical("y") == pytest.approx((scores.mean(), scores.std()), rel=1e-4)
+    found = pictures.typical("y", calibrated=False)
+    assert found == pytest.approx((scores.mean(), scores.std()), rel=1e-4)
 
 
 def test_read_texts_drops_duplicates_and_names_missing_file(tmp_path):

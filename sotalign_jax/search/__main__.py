@@ -80,17 +80,19 @@ def main() -> None:
         )
     searched, calibrated = images or texts, model_flags.CALIBRATED.value
     searcher = model_flags.load(searched)
-    score, kind = "calibrated score" if calibrated else "cosine", "picture" if images else "text"
+    kind = "picture" if images else "text"
     titles = [query if isinstance(query, str) else query.name for query in queries]
     parts = []
     for title, query in zip(titles, queries, strict=True):
         hits = searcher.search(query, model_flags.TOP.value, calibrated=calibrated)
+        uses = searcher.uses_calibration(searcher.side_of(query), calibrated)
+        score = "calibrated score" if uses else "cosine"
         table = listed(hits, score, kind)
         # Flushed, because the next query may take a while.
         print(f"{title}\n\n{table}\n" if len(queries) > 1 else table, flush=True)
         part = shown(query, hits, images)
         parts.append(markup.section(title, part) if len(queries) > 1 else part)
-    below = markup.small(f"The best {kind}s in {searched}, each with its {score}.")
+    below = markup.small(f"The best {kind}s in {searched}, each with its score.")
     _PAGE.value.parent.mkdir(parents=True, exist_ok=True)
     with storage.replacing(_PAGE.value) as file:
         file.write(markup.page(", ".join(titles[:3]), below, *parts).encode())

@@ -121,14 +121,14 @@ class Model:
         return self._features(self._side("audio"), sounds)
 
     def similarity(
-        self, x: Sequence[Content], y: Sequence[Content], *, calibrated: bool = False
+        self, x: Sequence[Content], y: Sequence[Content], *, calibrated: bool | None = None
     ) -> np.ndarray:
         """Computes the score of every x with every y: see `Aligner.similarity`.
 
         Args:
             x: n items of the first modality, such as paths of pictures.
             y: m items of the second modality, such as texts.
-            calibrated: Correct the cosines for hubness.
+            calibrated: True corrects the cosines for hubness. By default the aligner's own choice.
 
         Returns:
             Scores, shape [n, m].
@@ -170,15 +170,15 @@ class Model:
         features = self._map(side, found.rows)
         return dataclasses.replace(self, indexed=Index(side, found, features))
 
-    def search(self, query: Content, k: int = 10, *, calibrated: bool = False) -> list[Hit]:
+    def search(self, query: Content, k: int = 10, *, calibrated: bool | None = None) -> list[Hit]:
         """Finds the indexed items that are most similar to a query.
 
         Args:
             query: Text as a str, or another item as a `pathlib.Path`, `PIL.Image.Image` or
                 `items.Sound`. It may have the modality of the index.
             k: Number of results. All items are returned if there are fewer.
-            calibrated: Correct the scores for hubness. The correction is between modalities, so
-                the query must have the other modality.
+            calibrated: True corrects the scores for hubness. The correction is between modalities,
+                so the query must have the other modality. By default the aligner's own choice.
 
         Returns:
             Results, best first. Among equal scores the lower row comes first.
@@ -189,8 +189,7 @@ class Model:
         checks.whole(1, k=k)
         side = self.side_of(query)
         feature = self._features(side, [query])[0]
-        scores = self.searched.features @ feature + self._bias(side, calibrated)
-        return self._best(scores, k)
+        return self._best(self._scores(side, feature[None], calibrated)[0], k)
 
     def similar(self, row: int, k: int = 10) -> list[Hit]:
         """Finds the indexed items that are most similar to one of them, which is left out.
@@ -221,14 +220,14 @@ class Model:
         others = [e.modality for e in self.encoders.values() if e.modality != "text"]
         return self._side("text" if isinstance(query, str) else (*others, "image")[0])
 
-    def typical(self, side: str, *, calibrated: bool = False) -> tuple[float, float] | None:
+    def typical(self, side: str, *, calibrated: bool | None = None) -> tuple[float, float] | None:
         """Returns the mean and standard deviation of the scores of typical queries.
 
         The queries are training rows that the aligner stores for calibration.
 
         Args:
             side: Side of the queries, "x" or "y".
-            calibrated: Use calibrated scores.
+            calibrated: True for calibrated scores. By default the aligner's own choice.
 
         Returns:
             Mean and standard deviation of the scores, or None if the aligner has no calibration.
@@ -238,8 +237,21 @@ class Model:
             return None
         rows = np.asarray(kept.f if side == "x" else kept.g)
         rows = rows[:: -(-len(rows) // REFERENCES)]  # evenly spaced, at most REFERENCES
-        scores = rows @ self.searched.features.T + self._bias(side, calibrated)
+        scores = self._scores(side, rows, calibrated)
         return float(scores.mean()), float(scores.std())
+
+    def uses_calibration(self, side: str, calibrated: bool | None = None) -> bool:
+        """Returns True if scores of queries are calibrated.
+
+        Args:
+            side: Side of the queries, "x" or "y".
+            calibrated: The wanted scores. By default the aligner's own choice.
+
+        Returns:
+            The choice. Queries of the indexed modality have plain cosines.
+        """
+        crossed = side != self.searched.side
+        return (self.aligner.calibrated and crossed) if calibrated is None else calibrated
 
     @property
     def searched(self) -> Index:
@@ -285,12 +297,18 @@ class Model:
     def _features(self, side: str, contents: Any) -> np.ndarray:
         return self._map(side, self._embed(side, contents))
 
-    def _bias(self, side: str, calibrated: bool) -> np.ndarray | float:
-        """Returns the values to add to the cosines of queries of `side`, shape [n] or ()."""
-        if calibrated and side == self.searched.side:
+    def _scores(self, side: str, features: np.ndarray, calibrated: bool | None) -> np.ndarray:
+        """Returns the scores of queries with all indexed items, those of `Aligner.similarity`."""
+        cosines = features @ self.searched.features.T
+        if not self.uses_calibration(side, calibrated):
+            return cosines
+        if side == self.searched.side:
             text = f"calibrated=True but query and index are both {self.encoders[side].modality}"
             raise checks.InputError(f"{text}; leave it out")
-        return self._calibration if calibrated else 0.0
+        known = self._calibration
+        assert self.aligner.calibration is not None
+        correct = self.aligner.calibration.x if side == "x" else self.aligner.calibration.y
+        return cosines + known + correct(features)[:, None]
 
     @functools.cached_property
     def _calibration(self) -> np.ndarray:

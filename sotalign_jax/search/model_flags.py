@@ -15,7 +15,9 @@ _INDEX = path_flag(
     "Extraction of the items, or folder to store embeddings in. The default is MODEL/search.",
 )
 TOP = flags.DEFINE_integer("top", 10, "Number of results.", 1)
-CALIBRATED = flags.DEFINE_bool("calibrated", False, "Correct scores for hubness.")
+CALIBRATED = flags.DEFINE_bool(
+    "calibrated", None, "Correct scores for hubness. The default is the model's own choice."
+)
 _ENCODERS = [
     flags.DEFINE_string(f"{side}_{name}", None, text)
     for side in "xy"

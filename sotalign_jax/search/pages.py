@@ -3,7 +3,7 @@
 | address | answer |
 |---|---|
 | `/` | the start page; a POST with a picture file answers with similar pictures |
-| `/?q=TEXT`, `/?like=NAME` | results; `&k=20` sets their number, `&calibrated=on` corrects hubs |
+| `/?q=TEXT`, `/?like=NAME` | results; `&k=20` sets their number, `&calibrated=off` the scores |
 | `/picture/NAME`, `/large/NAME` | a picture of the folder |
 | `/api/search`, `/api/openapi.json` | results as JSON, and their description |
 """
@@ -187,7 +187,7 @@ class Site:
         number = asked.get("k", str(self.top))
         if not re.fullmatch("[0-9]{1,9}", number) or not 1 <= int(number) <= self.most:
             raise checks.InputError(f"k must be in 1 ... {self.most}, got {number!r}")
-        query = Query(picture, int(number), "calibrated" in asked and "q" in asked, asked, above)
+        query = Query(picture, int(number), "q" in asked and self._calibrated(asked), asked, above)
         if picture is not None:
             return query
         if "like" in asked:
@@ -199,6 +199,12 @@ class Site:
         if not text:
             raise checks.InputError("Type a few words to search for.")
         return query._replace(content=text)
+
+    def _calibrated(self, asked: Mapping[str, str]) -> bool:
+        """Returns True for calibrated scores, by default the model's own choice."""
+        if "calibrated" not in asked:
+            return self.model.aligner.calibrated
+        return asked["calibrated"] != "off"
 
     def find(self, query: Query) -> list[model_lib.Hit]:
         """Searches. Raises InputError if the query cannot be searched for."""
@@ -236,7 +242,7 @@ class Site:
             above: HTML above the results.
         """
         began = time.perf_counter()
-        calibrated = "calibrated" in asked
+        calibrated = self._calibrated(asked)
         try:
             query = self.query(asked, picture, above)
             text = query.content if isinstance(query.content, str) else ""
@@ -265,7 +271,7 @@ class Site:
         results: str = "",
         *,
         error: str = "",
-        calibrated: bool = False,
+        calibrated: bool | None = None,
         status: int = 200,
     ) -> Response:
         """Returns the page with results, or else the start page, with or without an error message.
@@ -274,10 +280,11 @@ class Site:
             query: Text for the search field.
             results: HTML of the results.
             error: Error message, or "".
-            calibrated: Tick the box for calibrated scores.
+            calibrated: Tick the box for calibrated scores. By default the model's own choice.
             status: HTTP status.
         """
         start = not results and not error
+        calibrated = self.model.aligner.calibrated if calibrated is None else calibrated
         lead = "Describe what you look for, or choose, drop or paste a picture "
         lead += "to find similar ones."
         filled = string.Template(PAGE.read_text(encoding="utf-8")).substitute(
