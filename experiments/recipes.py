@@ -58,13 +58,15 @@ _SHOW = flags.DEFINE_bool("show", False, "Print the results that are there, comp
 EITHER = {"pools": "calibration", "epsilons": [*recipe.EPSILONS]}
 # Steps x learning rate is the paper's, see configs/files.py. 100 steps are feasible on a CPU.
 PAPER = {"recipe": "paper", "steps": 100, "learning_rate": 2e-3, "dim": 512}
-# "preset", "selection" and "directions" are only part of the specification, so that results of
-# another recipe are not taken for those of this one.
+# "preset", "selection", "steps" and "directions" are only part of the specification, so that
+# results of another recipe are not taken for those of this one.
+STEPS = [list(step) for step in refine.STEPS]
 DEFAULT = json.loads(json.dumps(recipe.PRESETS["default"]._asdict()))
 OURS = {
     "align": {},
     "preset": DEFAULT,
-    "selection": "plain and calibrated recall, clearly above the teachers",
+    "steps": STEPS,
+    "selection": "the largest share of the teacher that no candidate beats clearly",
 }
 # Teachers that see the unpaired rows.
 UNPAIRED = {"pools": "training", "epsilons": [*recipe.EPSILONS]}
@@ -73,7 +75,7 @@ RECIPES: dict[str, dict[str, Any]] = {
     "tuned CCA": {**EITHER, "teacher": "tuned_cca"},
     "kernel CCA": {**EITHER, "teacher": "kernel_cca", "directions": choose.DIRECTIONS},
     "neighbours": {**UNPAIRED, "teacher": "neighbours"},
-    "refined CCA": {**UNPAIRED, "teacher": "refined_cca"},
+    "refined CCA": {**UNPAIRED, "teacher": "refined_cca", "steps": STEPS},
     # The rate was chosen on validation data of photographs. Speech needs the paper's larger one.
     "SAIL": {**EITHER, "align": {**PAPER, "learning_rate": 5e-4, "method": "sail"}},
     "SAIL (rate 2e-3)": {**EITHER, "align": {**PAPER, "method": "sail"}},
@@ -190,25 +192,27 @@ def neighbours_cca(rows: data.Dataset, *, seed: int = 0) -> Teacher:
         A. Conneau et al., "Word translation without parallel data", ICLR 2018.
     """
     assert rows.val is not None
-    options = choose.choose(rows.pairs_x, rows.pairs_y, "linear", seed=seed)
+    chosen = choose.choose(rows.pairs_x, rows.pairs_y, "linear", seed=seed)
     x, y = teachers.side(rows.pairs_x, rows.pool_x), teachers.side(rows.pairs_y, rows.pool_y)
     pools = []
     for number, side in enumerate((x, y)):
         rng = np.random.default_rng((seed, number))
         kept = np.sort(rng.permutation(len(side.pool))[: refine.POOL_ROWS])
         pools.append(side.features(np.asarray(side.pool[kept])))
-    widths = x.features.width, y.features.width
-    pairs = refine.of_pairs(x.pairs, y.pairs)
+    options = refine.by_trace(chosen, x.features, y.features)
+    pairs = moments.of_pairs([(x.pairs, y.pairs)])
     made = {}
     for weight in WEIGHTS:
-        found = refine.fit(pairs, options, widths)
+        found = refine.fit(pairs, options)
         for _ in range(2):
             f, g = (pool @ side for pool, side in zip(pools, found[:2], strict=True))
             scores = calibration.calibrate(f, g, epsilon=recipe.EPSILONS[0]).scores(f, g)
             best_x, best_y = scores.argmax(axis=1), scores.argmax(axis=0)
             mutual = np.flatnonzero(best_y[best_x] == np.arange(len(f)))
-            coupled = refine.of_pairs(pools[0][mutual], pools[1][best_x[mutual]])
-            found = refine.fit(moments.mix(pairs, coupled, weight), options, widths)
+            x_rows, y_rows = pools[0][mutual], pools[1][best_x[mutual]]
+            centred = x_rows - x_rows.mean(axis=0), y_rows - y_rows.mean(axis=0)
+            coupled = moments.of_pairs([centred])
+            found = refine.fit(moments.mix(pairs, coupled, weight), options)
         teacher = teachers.of_features(x.features, y.features, found, pairs)
         score = evaluation.evaluate(teacher.map_x, teacher.map_y, rows.val)["mean/R@10"]
         made[score] = teacher

@@ -30,7 +30,7 @@ SCORES = ("R@10", "calibrated R@10")
 
 def describe(name: str, rows: int | str, seed: int) -> dict[str, Any]:
     """Returns everything that a result depends on, as JSON values."""
-    options = [refine.WORTH, refine.EPSILON, refine.POOL_ROWS, refine.ROUNDS, refine.LEAST_GAIN]
+    options = [refine.STEPS, refine.EPSILON, refine.POOL_ROWS, refine.ROUNDS, refine.LEAST_GAIN]
     found = {"data": name, "pairs": _PAIRED.value, "rows": rows, "seed": seed}
     return {**found, "options": options, "inputs": photos.fingerprints(name)}
 

@@ -25,6 +25,7 @@ from sotalign_jax import (
     tables,
 )
 from sotalign_jax.calibration import SAMPLE, Calibration, calibrate
+from sotalign_jax.cca import refine
 from sotalign_jax.export import Index
 from sotalign_jax.heads import Head, Heads
 from sotalign_jax.neighbours import Found
@@ -362,6 +363,8 @@ def describe_unpaired(gain: Mapping[str, Any]) -> str:
     """
     brought = gain["with"] - gain["without"]
     values = f"held-out {gain['score']} {gain['with']:.1f}, {gain['without']:.1f} without"
+    if gain.get("plan_error", 0.0) > refine.TOLERANCE:
+        values += f", plans with a marginal error of {gain['plan_error']:.2g}"
     # A smaller gain would be shown as zero.
     if brought < 0.05:
         return f"unpaired data: no gain ({values})"

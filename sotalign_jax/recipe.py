@@ -16,7 +16,7 @@ from jax.sharding import Mesh
 
 from sotalign_jax import calibration, checks, data, evaluation, heads, methods, teachers, training
 from sotalign_jax.aligner import Aligner, describe_unpaired
-from sotalign_jax.heads import Heads, Rows, Teacher
+from sotalign_jax.heads import Heads, Teacher
 from sotalign_jax.methods import Objective
 from sotalign_jax.progress import Observer
 from sotalign_jax.teachers import Refined
@@ -480,11 +480,11 @@ def unpaired_gain(selection: Mapping[str, Any], refined: Refined) -> dict[str, A
         refined: The refinement of the teacher.
 
     Returns:
-        "rounds" of the refinement, "with" and "without", the scores of the selected teacher and of
-        the teacher of the pairs alone before any mixing with trained heads, and the name of the
-        "score": the mean of plain and calibrated R@1, R@5 and R@10 on validation, or the teacher's
-        mean reciprocal rank in cross-validation, in percent, if the teacher of the pairs alone is
-        no candidate.
+        "rounds" of the refinement, and "plan_error", the largest marginal error of its plans.
+        "with" and "without" are the scores of the selected teacher, before any mixing with trained
+        heads, and of the teacher of the pairs alone. "score" names them: the mean of plain and
+        calibrated R@1, R@5 and R@10 on validation, or, if the teacher of the pairs alone is no
+        candidate, the teacher's mean reciprocal rank in cross-validation, in percent.
 
     Example:
         >>> best = {"base": "teacher", "candidates": {"pairs alone": 55.3, "teacher": 60.4}}
@@ -499,7 +499,7 @@ def unpaired_gain(selection: Mapping[str, Any], refined: Refined) -> dict[str, A
     else:
         ranks = [100.0 * score for score in refined.scores]
         gain = {"score": "mean reciprocal rank", "with": ranks[-1], "without": ranks[0]}
-    return {"rounds": refined.rounds, **gain}
+    return {"rounds": refined.rounds, "plan_error": refined.plan_error, **gain}
 
 
 def select(
@@ -515,8 +515,9 @@ def select(
 
     Teacher and trained heads err on different rows, so a mixture often retrieves better than either
     of them. So do the teachers with and without the unpaired rows. Plain and calibrated retrieval
-    count equally. The best candidate replaces the teacher if it is better by more than one standard
-    error, because small galleries favour it by chance.
+    count equally. First a teacher is selected, then this teacher, one of its mixtures or the
+    trained heads. Both times it is the first candidate that no other one beats by more than a
+    standard error, because small galleries favour candidates by chance.
 
     Args:
         trained: The heads after training.
@@ -538,80 +539,103 @@ def select(
 
     References:
         L. Breiman, "Stacked regressions", Machine Learning 24 (1996).
+        L. Breiman et al., "Classification and regression trees" (1984), the rule of one standard
+        error.
     """
     if not weights:
-        made, hits, chosen = _calibrate(_embed(trained, dataset), dataset, epsilons)
-        scores = {} if dataset.val is None else {"trained": _mean(*hits)}
-        alone: dict[str, Any] = {"selected": "trained", "candidates": scores, "calibrated": chosen}
+        found = _calibrate(_embed(trained, dataset), dataset, epsilons)
+        scores = {} if dataset.val is None else {"trained": _mean(*found.hits)}
+        alone: dict[str, Any] = {"selected": "trained", "candidates": scores}
+        alone["calibrated"] = found.helps
         if teacher is not None:
             alone["kernel_teacher"] = teacher.is_kernel
-        return trained, made, alone
+        return trained, found.calibration, alone
     assert teacher is not None
-    known = _Candidates(trained, dataset, (_middle(epsilons),))
+    models = trained, teacher, first
+    known = _Candidates(dataset, _middle(epsilons), sum(_width(model) for model in models))
     widths = trained.x.d_in, trained.y.d_in
     known.add("teacher", heads.build_heads(*widths, teacher.dim, teacher=teacher))
     base = "teacher"
     if first is not None and first is not teacher:
         known.add("pairs alone", heads.build_heads(*widths, first.dim, teacher=first))
         known.mix("both teachers", "pairs alone", "teacher", 0.5)
-        base = known.best(base, ("pairs alone", "both teachers"))
-    for weight in weights:
-        known.mix(f"mixture with {weight:.0%} teacher", base, "trained", weight)
-    selected = known.best(base, tuple(known.heads))
-    if dataset.val is None:
-        selected = f"mixture with {weights[0]:.0%} teacher"
-    made, _, chosen = _calibrate(known.features[selected], dataset, epsilons)
+        base = known.best(("teacher", "both teachers", "pairs alone"))
+    known.add("trained", trained)
+    mixtures = [f"mixture with {weight:.0%} teacher" for weight in weights]
+    for name, weight in zip(mixtures, weights, strict=True):
+        known.mix(name, base, "trained", weight)
+    selected = mixtures[0] if dataset.val is None else known.best((base, *mixtures, "trained"))
+    found = _calibrate(known.padded(selected), dataset, epsilons)
     info = {
-        "calibrated": chosen,
+        "calibrated": found.helps,
         "selected": selected,
         "base": base,
-        "candidates": {} if dataset.val is None else known.scores(),
+        "candidates": known.scores(),
         "kernel_teacher": (teacher if base == "teacher" or first is None else first).is_kernel,
     }
+    made, width = found.calibration, known.rows[selected].pool_x.shape[1]
+    made = dataclasses.replace(made, f=made.f[:, :width], g=made.g[:, :width])
     return known.heads[selected], made, info
 
 
-class _Candidates:
-    """Candidate models with their features and their hits on validation."""
+def _width(model: Heads | Teacher | None) -> int:
+    """Returns the number of features of a model."""
+    if model is None:
+        return 0
+    return model.dim if isinstance(model, Teacher) else model.x.d_out
 
-    def __init__(self, trained: Heads, dataset: data.Dataset, epsilons: Sequence[float]) -> None:
-        self.dataset, self.epsilons = dataset, epsilons
+
+class _Embedded(NamedTuple):
+    """Unit features of the rows that `select` needs: a sample of each pool, and the validation."""
+
+    pool_x: np.ndarray
+    pool_y: np.ndarray
+    val_x: np.ndarray
+    val_y: np.ndarray
+
+
+class _Candidates:
+    """Candidate models, in which mixtures are made of features that are embedded once."""
+
+    def __init__(self, dataset: data.Dataset, epsilon: float, width: int) -> None:
+        self.dataset, self.epsilon, self.width = dataset, epsilon, width
         self.heads: dict[str, Heads] = {}
-        self.features: dict[str, list[np.ndarray]] = {}
+        self.rows: dict[str, _Embedded] = {}
         self.hits: dict[str, tuple[np.ndarray, np.ndarray]] = {}
-        self.add("trained", trained)
 
     def add(self, name: str, model: Heads) -> None:
         """Adds a model."""
-        self.heads[name], self.features[name] = model, _embed(model, self.dataset)
+        self.heads[name], self.rows[name] = model, _embed(model, self.dataset)
 
     def mix(self, name: str, first: str, second: str, weight: float) -> None:
         """Adds a mixture of two candidates."""
         self.heads[name] = heads.mix(self.heads[first], self.heads[second], weight)
-        both = zip(self.features[first], self.features[second], strict=True)
-        self.features[name] = [np.asarray(heads.mix_features(f, g, weight)) for f, g in both]
+        # Like `heads.mix_features`, which would be compiled for every shape.
+        a, b = np.sqrt([weight, 1.0 - weight], dtype=np.float32)
+        both = zip(self.rows[first], self.rows[second], strict=True)
+        self.rows[name] = _Embedded(*(np.concatenate([a * f, b * g], axis=1) for f, g in both))
+
+    def padded(self, name: str) -> _Embedded:
+        """Returns features in a common width, so that all candidates run the same programs."""
+        # Zeros change no cosine.
+        missing = self.width - self.rows[name].pool_x.shape[1]
+        return _Embedded(*(np.pad(part, [(0, 0), (0, missing)]) for part in self.rows[name]))
 
     def scores(self) -> dict[str, float]:
         """Returns the mean of plain and calibrated R@1, R@5 and R@10 of every candidate."""
-        # Zeros change no cosine. With equal widths, candidates run the same compiled programs.
-        widest = max(rows[0].shape[1] for rows in self.features.values())
-        for name in self.features.keys() - self.hits.keys():
-            padded = [_widened(rows, widest) for rows in self.features[name]]
-            _, self.hits[name], _ = _calibrate(padded, self.dataset, self.epsilons)
+        if self.dataset.val is None:
+            return {}
+        for name in self.heads.keys() - self.hits.keys():
+            self.hits[name] = _score(self.padded(name), self.dataset.val, self.epsilon).hits
         return {name: _mean(*self.hits[name]) for name in self.heads}
 
-    def best(self, base: str, names: Sequence[str]) -> str:
-        """Returns the best of some candidates if it is clearly better than `base`, else `base`."""
-        if self.dataset.val is None:
-            return base
+    def best(self, names: Sequence[str]) -> str:
+        """Returns the first of some candidates that none of them beats clearly."""
         scores = self.scores()
-        found = max(names, key=lambda name: scores[name])
-        return found if _clearly_better(self.hits[found], self.hits[base]) else base
-
-
-def _widened(rows: np.ndarray, width: int) -> np.ndarray:
-    """Pads features with zeros to a width."""
-    return np.pad(rows, [(0, 0), (0, width - rows.shape[1])])
+        if not scores:
+            return names[0]
+        highest = self.hits[max(names, key=lambda name: scores[name])]
+        return next(name for name in names if not _clearly_better(highest, self.hits[name]))
 
 
 def _middle(epsilons: Sequence[float]) -> float:
@@ -633,10 +657,10 @@ def calibrate(
     Returns:
         The calibration.
     """
-    return _calibrate(_embed(model, dataset), dataset, epsilons)[0]
+    return _calibrate(_embed(model, dataset), dataset, epsilons).calibration
 
 
-def _embed(model: Heads, dataset: data.Dataset) -> list[np.ndarray]:
+def _embed(model: Heads, dataset: data.Dataset) -> _Embedded:
     """Embeds a sample of each pool, or of the pairs if it is empty, and the validation gallery."""
     rng = np.random.default_rng(0)
     pools, val = [], []
@@ -646,40 +670,42 @@ def _embed(model: Heads, dataset: data.Dataset) -> list[np.ndarray]:
         # Rows are drawn before they are embedded, since a pool may have millions of them.
         kept = np.sort(rng.permutation(len(rows))[: calibration.SAMPLE])
         drawn = np.asarray(rows[kept])
-        if dataset.val is None:
-            pools.append(evaluation.embed(head, drawn))
-            continue
+        queries = drawn[:0] if dataset.val is None else getattr(dataset.val, side)
         # Together, so that they share a compiled program.
-        both = evaluation.embed(head, np.concatenate([drawn, getattr(dataset.val, side)]))
+        both = evaluation.embed(head, np.concatenate([drawn, queries]))
         pools.append(both[: len(drawn)])
         val.append(both[len(drawn) :])
-    return pools + val
+    return _Embedded(*pools, *val)
 
 
-def _calibrate(
-    features: Sequence[Rows], dataset: data.Dataset, epsilons: Sequence[float]
-) -> tuple[calibration.Calibration, tuple[np.ndarray, np.ndarray], bool]:
-    """Returns the best calibration, the `_hits` of all queries, and True if it shall be used.
+class _Scored(NamedTuple):
+    """A calibration, its R@10 in percent, the `_hits` of all queries, and whether to use it."""
 
-    The features are those of `_embed`. Without a gallery there are no hits.
-    """
-    gallery = dataset.val
-    pool_x, pool_y, *val = features
-    if gallery is None:
-        made = calibration.calibrate(pool_x, pool_y, epsilon=_middle(epsilons))
+    calibration: calibration.Calibration
+    recall: float
+    hits: tuple[np.ndarray, np.ndarray]
+    helps: bool
+
+
+def _calibrate(rows: _Embedded, dataset: data.Dataset, epsilons: Sequence[float]) -> _Scored:
+    """Returns the calibration with the best calibrated R@10, or the middle one by default."""
+    if dataset.val is None:
+        made = calibration.calibrate(rows.pool_x, rows.pool_y, epsilon=_middle(epsilons))
         unpaired = len(dataset.pool_x) > 0 and len(dataset.pool_y) > 0
-        return made, (np.zeros(1), np.zeros(1)), unpaired
-    tried = [calibration.calibrate(pool_x, pool_y, epsilon=e) for e in epsilons]
-    x, y = val
+        return _Scored(made, 0.0, (np.zeros(1), np.zeros(1)), unpaired)
+    tried = [_score(rows, dataset.val, epsilon) for epsilon in epsilons]
+    return max(tried, key=lambda one: one.recall)
+
+
+def _score(rows: _Embedded, gallery: data.Gallery, epsilon: float) -> _Scored:
+    """Scores a model on validation, plain and calibrated."""
+    made = calibration.calibrate(rows.pool_x, rows.pool_y, epsilon=epsilon)
+    x, y = rows.val_x, rows.val_y
     plain = evaluation.ranks(x, y, gallery.x_of_y)
-    found = [
-        evaluation.ranks(x, y, gallery.x_of_y, bias_x=one.x(x), bias_y=one.y(y)) for one in tried
-    ]
-    best = max(range(len(tried)), key=lambda i: evaluation.recalls(found[i], (10,))["mean/R@10"])
-    calibrated = found[best]
-    gain = _mean(_hits(calibrated.x), _hits(calibrated.y)) - _mean(_hits(plain.x), _hits(plain.y))
-    hits = _hits(plain.x, calibrated.x), _hits(plain.y, calibrated.y)
-    return tried[best], hits, gain > 0
+    found = evaluation.ranks(x, y, gallery.x_of_y, bias_x=made.x(x), bias_y=made.y(y))
+    recall = evaluation.recalls(found, (10,))["mean/R@10"]
+    gain = _mean(_hits(found.x), _hits(found.y)) - _mean(_hits(plain.x), _hits(plain.y))
+    return _Scored(made, recall, (_hits(plain.x, found.x), _hits(plain.y, found.y)), gain > 0)
 
 
 def _hits(*ranks: np.ndarray) -> np.ndarray:

@@ -306,11 +306,14 @@ class Refined(NamedTuple):
         scores: Mean reciprocal rank of held-out pairs before the first and after every round, in
             cross-validation. Without a clear gain it holds one number, and with fewer than 6 pairs
             none.
+        plan_error: Largest marginal error of the plans that refined the teacher. It exceeds
+            `cca.refine.TOLERANCE` if the solver did not converge.
     """
 
     teacher: Teacher
     first: Teacher
     scores: tuple[float, ...]
+    plan_error: float = 0.0
 
     @property
     def rounds(self) -> int:
@@ -337,12 +340,13 @@ def refine(
 
         S_xy = (1 - tau) A^T B / (n - 1) + tau X^T P Y,    tau = worth / (worth + n),
 
-    and to S_xx and S_yy with the covariances of X and Y. The plan counts as at most 1,000 pairs,
-    and as fewer if a pool has few rows. Ridges, power and the number of rounds are chosen by
-    cross-validation on the pairs. No round is made unless the mean reciprocal rank of held-out
-    pairs gains more than one standard error. The linear CCA is refined, in the leading principal
-    directions of pairs and pools. `first` may be a kernel CCA, which the unpaired rows replace on
-    most data. Where they do not, a mixture of both is better than either.
+    and to S_xx and S_yy with the covariances of X and Y. The plan counts as 1,000 or 3,000 pairs,
+    and as fewer if a pool has few rows. This worth, the ridges and the number of rounds are
+    chosen by cross-validation on the pairs. No round is made unless the mean reciprocal rank of
+    held-out pairs gains more than the best of as many candidates would by chance. The linear CCA is
+    refined, in the leading principal directions of pairs and pools. `first` may be a kernel CCA,
+    which the unpaired rows replace on most data. Where they do not, a mixture of both is better
+    than either.
 
     Args:
         pairs_x: Paired embeddings A of the first modality, shape [n, d_x].
@@ -376,13 +380,7 @@ def refine(
         bilingual data", ACL 2017.
     """
     A, B, _ = _checked(pairs_x, pairs_y, None, None)
-    # `MappedRows` are not converted, because that would read all of them.
-    x, y = (
-        pool if isinstance(pool, MappedRows) else checks.array(name, pool)
-        for name, pool in (("x", x), ("y", y))
-    )
-    checks.embeddings("x", x, width=A.shape[1])
-    checks.embeddings("y", y, width=B.shape[1])
+    x, y = _checked_pool("x", x, A.shape[1]), _checked_pool("y", y, B.shape[1])
     linear, *better = choose.choose_each(A, B, seed=seed)
     first = _fitted(A, B, better[0] if better else linear, dim=dim, seed=seed, dtype=dtype)
     if len(A) < checks.MIN_PAIRS:
@@ -393,10 +391,11 @@ def refine(
     choice = refinement.choose_steps(side_x, side_y, linear, splits, **common)
     if not choice.steps:
         return Refined(first, first, choice.scores)
-    found = refinement.refine(side_x, side_y, linear, choice.steps, **common)
-    covered = refinement.of_pairs(side_x.pairs, side_y.pairs)
+    found, error = refinement.refine(side_x, side_y, linear, choice.steps, **common)
+    covered = moments.of_pairs([(side_x.pairs, side_y.pairs)])
     teacher = of_features(side_x.features, side_y.features, found, covered, dtype)
-    return Refined(teacher if dim is None else teacher.leading(dim), first, choice.scores)
+    teacher = teacher if dim is None else teacher.leading(dim)
+    return Refined(teacher, first, choice.scores, error)
 
 
 def refined_cca(pairs_x: Rows, pairs_y: Rows, x: Pool, y: Pool, **options: Any) -> Teacher:
@@ -492,6 +491,17 @@ def _checked(
     return pairs_x, pairs_y, ridges
 
 
+def _checked_pool(name: str, pool: Pool, width: int) -> Pool:
+    """Returns a pool after checks."""
+    if isinstance(pool, MappedRows):
+        # `data.dataset` has read all rows already, which takes long for large files.
+        checks.embeddings(name, pool[:1], width=width)
+        return pool
+    pool = checks.array(name, pool)
+    checks.embeddings(name, pool, width=width)
+    return pool
+
+
 def _relative_cca(
     pairs_x: np.ndarray,
     pairs_y: np.ndarray,
@@ -565,13 +575,14 @@ def _fitted_kernel(
     assert options.gamma_x is not None and options.gamma_y is not None
     x = features.gaussian("pairs_x", pairs_x, pairs_x[chosen], options.gamma_x)
     y = features.gaussian("pairs_y", pairs_y, pairs_y[chosen], options.gamma_y)
-    covered = features.moments_of_pairs(x, pairs_x, y, pairs_y)
+    blocks = zip(features.blocks(pairs_x), features.blocks(pairs_y), strict=True)
+    covered = moments.of_pairs((x(rows_x), y(rows_y)) for rows_x, rows_y in blocks)
     # Relative to the trace over the width of the embeddings, as in `cca.choose`.
     root_x = canonical.cholesky_root(
-        covered.xx, options.ridge_x * float(np.trace(covered.xx)) / x.width
+        covered.xx, options.ridge_x * float(np.trace(covered.xx)) / features.width(x)
     )
     root_y = canonical.cholesky_root(
-        covered.yy, options.ridge_y * float(np.trace(covered.yy)) / y.width
+        covered.yy, options.ridge_y * float(np.trace(covered.yy)) / features.width(y)
     )
     found = canonical.rotate(root_x, covered.xy, root_y)
     rank = len(found.rho)

@@ -318,7 +318,7 @@ def test_fit_on_mesh_matches_one_device_and_resumes_on_two(dataset, mesh, tmp_pa
 
 
 def test_refined_teacher_on_mesh_matches_one_device(mesh, monkeypatch):
-    monkeypatch.setattr(refine, "LEAST_GAIN", 1.0)  # stops after the first round
+    monkeypatch.setattr(refine, "ROUNDS", 1)
     rng, mix = np.random.default_rng(0), np.random.default_rng(99)
     z, views = rng.normal(size=(360, 8)), []
     for width in (24, 20):

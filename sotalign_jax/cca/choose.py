@@ -212,8 +212,10 @@ def clearly_higher(
     scores: Float[np.ndarray, " m"],
     others: Float[np.ndarray, " m"],
     held: Int[np.ndarray, " m"],
+    *,
+    errors: float = 1.0,
 ) -> bool:
-    """Returns True if scores are higher than others by more than one standard error.
+    """Returns True if scores are higher than others by more than some standard errors.
 
     The error is that of the mean difference over pairs. A pair that several repetitions hold out
     counts once.
@@ -222,9 +224,10 @@ def clearly_higher(
         scores: Scores of held-out pairs.
         others: Scores of the same pairs.
         held: Number of the pair of every score.
+        errors: Number of standard errors.
 
     Returns:
-        True if the mean difference exceeds its standard error.
+        True if the mean difference exceeds them.
 
     Example:
         >>> clearly_higher(np.array([0.9, 0.8]), np.array([0.5, 0.5]), np.arange(2))
@@ -237,41 +240,38 @@ def clearly_higher(
     # Mean gain of every pair over the repetitions that held it out.
     times = np.bincount(held)
     each = np.bincount(held, weights=scores - others)[times > 0] / times[times > 0]
-    return bool(each.mean() > each.std(ddof=min(1, len(each) - 1)) / math.sqrt(len(each)))
+    error = each.std(ddof=min(1, len(each) - 1)) / math.sqrt(len(each))
+    return bool(each.mean() > errors * error)
 
 
 class Problem(NamedTuple):
     """A CCA in principal coordinates, with held-out pairs to score it on.
 
     Attributes:
-        spectrum: Moments of the rows to fit on.
+        x: Variances of the first modality's coordinates.
+        y: Variances of the second modality's coordinates.
+        xy: Cross-covariance of the coordinates.
         held_x: Held-out rows of the first modality.
         held_y: Their partners.
     """
 
-    spectrum: canonical.Spectrum
+    x: Float[np.ndarray, " r"]
+    y: Float[np.ndarray, " s"]
+    xy: Float[np.ndarray, "r s"]
     held_x: Float[np.ndarray, "m r"]
     held_y: Float[np.ndarray, "m s"]
 
-
-def held_out_scores(
-    problem: Problem, ridges: tuple[float, float], powers: Sequence[float]
-) -> tuple[canonical.Directions, Float[np.ndarray, "p m"]]:
-    """Fits a CCA and scores the held-out pairs.
-
-    Args:
-        problem: The CCA.
-        ridges: Ridges of both modalities.
-        powers: Powers of rho that weigh the directions.
-
-    Returns:
-        The directions without weights, and the reciprocal ranks of the held-out pairs, one row per
-        power.
-    """
-    found = canonical.leading(problem.spectrum, ridges, DIRECTIONS)
-    f, g = problem.held_x @ found.x, problem.held_y @ found.y
-    weights = [found.rho**power for power in powers]
-    return found, np.stack([reciprocal_ranks(f * weight, g * weight) for weight in weights])
+    def scores(
+        self, ridges: tuple[float, float], powers: Sequence[float]
+    ) -> Float[np.ndarray, "p m"]:
+        """Fits a CCA and returns the reciprocal ranks of the held-out pairs, a row per power."""
+        root_x = canonical.diagonal_root(self.x, ridges[0])
+        root_y = canonical.diagonal_root(self.y, ridges[1])
+        left, rho, right = canonical.leading(root_x[:, None] * self.xy * root_y, DIRECTIONS)
+        f, g = (self.held_x * root_x) @ left, (self.held_y * root_y) @ right
+        # All powers share one decomposition.
+        weights = [rho**power for power in powers]
+        return np.stack([reciprocal_ranks(f * weight, g * weight) for weight in weights])
 
 
 # --- the search ---------------------------------------------------------------------------------
@@ -464,7 +464,7 @@ class Search:
             parts = []
             for i in range(len(self._folds)):
                 problem = self._problem(i, options.gamma_x, options.gamma_y)
-                parts.append(held_out_scores(problem, ridges, powers)[1])
+                parts.append(problem.scores(ridges, powers))
             self._tables[options, powers] = np.concatenate(parts, axis=1)
         return self._tables[options, powers]
 
@@ -473,8 +473,8 @@ class Search:
         if (fold, *gammas) not in self._problems:
             x, y = (self._side(name, fold, g) for name, g in zip("xy", gammas, strict=True))
             scales = np.sqrt(x.variances)[:, None] * np.sqrt(y.variances)
-            spectrum = canonical.Spectrum(x.variances, y.variances, scales * (x.fit.T @ y.fit))
-            self._problems[fold, *gammas] = Problem(spectrum, x.held, y.held)
+            cross = scales * (x.fit.T @ y.fit)
+            self._problems[fold, *gammas] = Problem(x.variances, y.variances, cross, x.held, y.held)
         return self._problems[fold, *gammas]
 
     def _side(self, name: str, fold: int, gamma: float | None) -> Side:

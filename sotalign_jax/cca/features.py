@@ -17,7 +17,7 @@ from jaxtyping import Float
 from scipy import linalg
 
 from sotalign_jax import checks
-from sotalign_jax.cca.moments import Moments, unit
+from sotalign_jax.cca.moments import unit
 
 # With 2,000 landmarks in float64, a block of the kernel takes 33 MB.
 BLOCK = 2048
@@ -38,11 +38,6 @@ class Linear:
 
     mean: Float[np.ndarray, " d"]
     basis: Float[np.ndarray, "d r"]
-
-    @property
-    def width(self) -> int:
-        """Width of the embeddings."""
-        return len(self.mean)
 
     def __call__(self, rows: Any) -> Float[np.ndarray, "n r"]:
         return (unit(rows) - self.mean) @ self.basis
@@ -69,17 +64,17 @@ class Gaussian:
     centre: Float[np.ndarray, " m"]
     whiten: Float[np.ndarray, "m r"]
 
-    @property
-    def width(self) -> int:
-        """Width of the embeddings."""
-        return len(self.mean)
-
     def __call__(self, rows: Any) -> Float[np.ndarray, "n r"]:
         z = unit(unit(rows) - self.mean)
         return (_kernel(z, self.landmarks, self.gamma) - self.centre) @ self.whiten
 
 
 Features = Linear | Gaussian
+
+
+def width(features: Features) -> int:
+    """Returns the width of the embeddings that features are computed from."""
+    return len(features.mean)
 
 
 def principal(pairs: Any, others: Any, most: int) -> Linear:
@@ -110,9 +105,7 @@ def principal(pairs: Any, others: Any, most: int) -> Linear:
     return Linear(mean, basis[:, values > 1e-10 * values[-1]])
 
 
-def gaussian(
-    name: str, pairs: Any, landmarks: Any, gamma: float, most: int | None = None
-) -> Gaussian:
+def gaussian(name: str, pairs: Any, landmarks: Any, gamma: float) -> Gaussian:
     """Computes the Nystroem features of landmarks.
 
     Args:
@@ -120,18 +113,17 @@ def gaussian(
         pairs: Paired embeddings, shape [n, d].
         landmarks: Embeddings of the same modality, shape [m, d].
         gamma: Bandwidth of the kernel.
-        most: Largest number of features. None keeps all above rounding.
 
     Returns:
-        The features, in order of increasing variance over the landmarks.
+        The features above rounding, in order of increasing variance over the landmarks.
 
     Raises:
         InputError: All landmarks are equal.
 
     Example:
         >>> rows = np.random.default_rng(0).normal(size=(9, 4))
-        >>> gaussian("x", rows, rows, 1.0, most=3)(rows).shape
-        (9, 3)
+        >>> gaussian("x", rows, rows, 1.0)(rows).shape
+        (9, 8)
     """
     mean = np.asarray(sum(unit(block).sum(axis=0) for block in blocks(pairs)) / len(pairs))
     z = unit(unit(landmarks) - mean)
@@ -146,31 +138,10 @@ def gaussian(
             f"{name} must have rows that differ from each other, got rows of one direction"
         )
     kept = np.flatnonzero(values > _SMALLEST * values[-1])
-    if most is not None:
-        kept = kept[-most:]
     whiten = vectors[:, kept] / np.sqrt(values[kept])
     raw = Gaussian(mean, z, gamma, np.zeros(len(z)), np.eye(len(z)))
     centre = np.asarray(sum(raw(block).sum(axis=0) for block in blocks(pairs)) / len(pairs))
     return dataclasses.replace(raw, centre=centre, whiten=whiten)
-
-
-def moments_of_pairs(x: Features, pairs_x: Any, y: Features, pairs_y: Any) -> Moments:
-    """Computes the moments of all pairs in feature coordinates, a block of rows at a time.
-
-    Args:
-        x: Features of the first modality, centred on the pairs.
-        pairs_x: Paired embeddings of the first modality, shape [n, d].
-        y: Features of the second modality.
-        pairs_y: Paired embeddings of the second modality, shape [n, e].
-
-    Returns:
-        The moments with the divisor n - 1.
-    """
-    sums: list[Any] = [0.0, 0.0, 0.0]
-    for rows_x, rows_y in zip(blocks(pairs_x), blocks(pairs_y), strict=True):
-        f, g = x(rows_x), y(rows_y)
-        sums = [a + b for a, b in zip(sums, (f.T @ f, g.T @ g, f.T @ g), strict=True)]
-    return Moments(*(total / (len(pairs_x) - 1) for total in sums))
 
 
 def blocks(rows: Any) -> Iterator[np.ndarray]:

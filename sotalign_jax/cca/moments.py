@@ -4,7 +4,8 @@ Moments of pairs, of pools and of transport plans have the same form, so they ca
 them are float64 arrays on the host.
 """
 
-from typing import NamedTuple
+from collections.abc import Iterable
+from typing import Any, NamedTuple
 
 import numpy as np
 from jaxtyping import Float
@@ -26,22 +27,27 @@ class Moments(NamedTuple):
     xy: Float[np.ndarray, "d e"]
 
 
-def of_pairs(x: np.ndarray, y: np.ndarray, *, divisor: float) -> Moments:
-    """Computes the moments of centred pairs.
+def of_pairs(blocks: Iterable[tuple[np.ndarray, np.ndarray]]) -> Moments:
+    """Computes the moments of centred pairs, which may be given a block of rows at a time.
 
     Args:
-        x: Centred rows of the first modality, shape [n, d].
-        y: Their centred partners, shape [n, e].
-        divisor: Number that the sums over rows are divided by.
+        blocks: Rows of the first modality, shape [n, d], with their partners, shape [n, e]. The
+            mean over all blocks is zero.
 
     Returns:
-        The moments.
+        The moments with the divisor n - 1.
 
     Example:
-        >>> of_pairs(np.eye(2), np.eye(2), divisor=2.0).xy.tolist()
-        [[0.5, 0.0], [0.0, 0.5]]
+        >>> of_pairs([(np.array([[-1.0], [1.0]]), np.array([[-2.0], [2.0]]))]).xy.tolist()
+        [[4.0]]
     """
-    return Moments(x.T @ x / divisor, y.T @ y / divisor, x.T @ y / divisor)
+    count = 0
+    totals: list[Any] = [0.0, 0.0, 0.0]
+    for x, y in blocks:
+        count += len(x)
+        parts = x.T @ x, y.T @ y, x.T @ y
+        totals = [total + part for total, part in zip(totals, parts, strict=True)]
+    return Moments(*(total / max(count - 1, 1) for total in totals))
 
 
 def mix(first: Moments, second: Moments, weight: float) -> Moments:

@@ -7,9 +7,9 @@ maps:
     S_xy = (1 - tau) A^T B / (n - 1) + tau X^T P Y,    tau = worth / (worth + n),
 
 and S_xx and S_yy likewise with the covariances of the pools. The sampling noise of the pairs'
-moments falls as 1 / n while the bias of the plan does not, so the plan counts as a constant number
-of pairs, its worth. Ridge, power and number of rounds are chosen on held-out pairs, and no round at
-all is chosen unless they gain clearly.
+moments falls as 1 / n while the bias of the plan does not, so the plan counts as a number of pairs,
+its worth. Worth, ridges and the number of rounds are chosen on held-out pairs, and no round at all
+is chosen unless they gain clearly.
 
 References:
     E. Grave, A. Joulin and Q. Berthet, "Unsupervised alignment of embeddings with Wasserstein
@@ -20,6 +20,7 @@ References:
     algorithm", Journal of the Royal Statistical Society B 39 (1977).
 """
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -29,7 +30,7 @@ import numpy as np
 from jax.sharding import Mesh
 from jaxtyping import Array, Float
 
-from sotalign_jax.cca import canonical, choose, moments
+from sotalign_jax.cca import canonical, choose, features, moments
 from sotalign_jax.cca.features import Features
 from sotalign_jax.cca.moments import Moments
 from sotalign_jax.ot import coupling, device, sharding
@@ -38,13 +39,13 @@ EPSILON = 0.03
 """Regularisation of the plans."""
 TOLERANCE = 1e-2
 """Marginal error of the plans. Pairs and other rows average the rest."""
-WORTH = 1000.0
-"""Number of pairs that the plan between two large pools counts as."""
-FACTORS = (0.3, 1.0, 3.0)
+WORTHS = (1000.0, 3000.0)
+"""Numbers of pairs that the plan between two large pools may count as."""
+HALF_WORTH_ROWS = 1000
+"""Rows of a pool whose plan is worth half as much, because of its own sampling noise."""
+FACTORS = (0.3, 1.0)
 """Factors of the ridges that are tried."""
-POWERS = choose.POWERS[1:]
-"""Powers of rho that are tried. Without a weight, hundreds of unreliable directions count fully."""
-ROUNDS = 6
+ROUNDS = 4
 """Largest number of rounds."""
 LEAST_GAIN = 0.01
 """Relative gain of the held-out score below which no further round is tried."""
@@ -62,12 +63,21 @@ class Step(NamedTuple):
     """Options of one round.
 
     Attributes:
+        worth: Number of pairs that the plan between two large pools counts as.
         factor: Factor of the ridges.
-        power: Power of rho that weighs the directions.
     """
 
+    worth: float
     factor: float
-    power: float
+
+    def share(self, count: int, rows: int) -> float:
+        """Returns the weight of `count` pairs beside a plan between batches of `rows` rows."""
+        worth = self.worth * rows / (HALF_WORTH_ROWS + rows)
+        return count / (count + worth)
+
+
+STEPS = tuple(Step(worth, factor) for worth in WORTHS for factor in FACTORS)
+"""Candidates for every round."""
 
 
 class Side(NamedTuple):
@@ -99,15 +109,20 @@ class Pools(NamedTuple):
     xx: Float[np.ndarray, "r r"]
     yy: Float[np.ndarray, "s s"]
 
-    def under(self, fitted: canonical.Directions) -> Moments:
-        """Returns the moments of the pools, coupled by the plan of a CCA."""
+    @property
+    def rows(self) -> int:
+        """Rows of the smaller batch."""
+        return min(len(self.x), len(self.y))
+
+    def under(self, fitted: canonical.Directions) -> tuple[Moments, float]:
+        """Returns the moments of the pools, coupled by the plan of a CCA, and the plan's error."""
         # Padded with zeros, which change no cosine, so that every rank runs the same program.
         width = min(choose.DIRECTIONS, len(fitted.x), len(fitted.y))
         padding = [(0, 0), (0, width - len(fitted.rho))]
         sides = (jnp.asarray(np.pad(side, padding), self.x.dtype) for side in fitted[:2])
         options: Any = {"epsilon": EPSILON, "tolerance": TOLERANCE, "profile": device.profile()}
-        cross = coupling.cross_moment(self.x, self.y, *sides, **options)
-        return Moments(self.xx, self.yy, np.asarray(cross, np.float64))
+        cross, error = coupling.cross_moment(self.x, self.y, *sides, **options)
+        return Moments(self.xx, self.yy, np.asarray(cross, np.float64)), float(error)
 
 
 def refine(
@@ -120,7 +135,7 @@ def refine(
     seed: int = 0,
     mesh: Mesh | None = None,
     report: Callable[[str], None] = lambda text: None,
-) -> canonical.Directions:
+) -> tuple[canonical.Directions, float]:
     """Fits a CCA to the pairs, and refines it with a plan between new batches in every round.
 
     Args:
@@ -135,27 +150,27 @@ def refine(
         report: Called with a line of progress.
 
     Returns:
-        The directions, weighted by rho^power.
+        The directions, weighted by rho^power, and the largest marginal error of the plans.
     """
     if rows is None:
         rows = POOL_ROWS if jax.default_backend() == "cpu" else DEVICE_POOL_ROWS
-    pairs, widths = of_pairs(x.pairs, y.pairs), (x.features.width, y.features.width)
-    fitted = fit(pairs, start, widths)
+    start = by_trace(start, x.features, y.features)
+    pairs = moments.of_pairs([(x.pairs, y.pairs)])
+    fitted, errors = fit(pairs, start), []
     for number, step in enumerate(steps):
         report(f"refining the teacher, round {number + 1} of {len(steps)}")
         pools = draw(x, y, rows, seed=(seed, number), mesh=mesh)
-        worth = _worth(pools)
-        mixed = moments.mix(pairs, pools.under(fitted), worth / (worth + len(x.pairs)))
-        options = _options(start, step, len(x.pairs), worth)
-        fitted = fit(mixed, options, widths)
-    return fitted
+        coupled, error = pools.under(fitted)
+        fitted = add(pairs, len(x.pairs), coupled, pools.rows, start, step)
+        errors.append(error)
+    return fitted, max(errors, default=0.0)
 
 
 class Choice(NamedTuple):
     """Result of `choose_steps`.
 
     Attributes:
-        steps: Options of every round. Empty if no number of rounds gains clearly.
+        steps: Options of every round. Empty if the rounds do not gain clearly.
         scores: Mean reciprocal rank of held-out pairs before the first and after every round. It is
             the best of several candidates, so that it is slightly optimistic.
     """
@@ -201,8 +216,9 @@ def choose_steps(
     """Chooses the options of every round by cross-validation on the pairs.
 
     In every round all folds compute one plan each, and every candidate is scored on the held-out
-    pairs. The best candidate leads to the next round. The best number of rounds is kept, or none if
-    its gain is below one standard error.
+    pairs. The best candidate leads to the next round, until one gains less than a hundredth.
+    The rounds are kept if they gain more than the best of all k candidates would by chance, because
+    the largest of k normal variables is about sqrt(2 log k) standard deviations.
 
     Args:
         x: First modality.
@@ -217,27 +233,31 @@ def choose_steps(
         The steps and their scores.
     """
     held = np.concatenate([fold.held for fold in splits])
+    start = by_trace(start, x.features, y.features)
     states = [_Fold.of(x, y, fold, start) for fold in splits]
-    table = [np.concatenate([state.first_scores() for state in states])]
+    table = [np.concatenate([state.scores(state.fitted) for state in states])]
     steps: list[Step] = []
+    tried = 0
     for number in range(ROUNDS):
         report(f"choosing how to refine the teacher, round {number + 1} of at most {ROUNDS}")
         pools = draw(x, y, _CHOICE_ROWS, seed=(seed, number), mesh=mesh)
-        tried = [state.candidates(pools) for state in states]
-        scores = {step: np.concatenate([one[step][1] for one in tried]) for step in tried[0]}
-        best = max(scores, key=lambda step: scores[step].mean())
+        found = [state.candidates(pools) for state in states]
+        scores = {step: np.concatenate([one[step][1] for one in found]) for step in STEPS}
+        tried += len(STEPS)
+        best = max(STEPS, key=lambda step: scores[step].mean())
         steps.append(best)
         table.append(scores[best])
         if table[-1].mean() < (1.0 + LEAST_GAIN) * table[-2].mean():
             break
         states = [
-            state._replace(fitted=one[best][0]) for state, one in zip(states, tried, strict=True)
+            state._replace(fitted=one[best][0]) for state, one in zip(states, found, strict=True)
         ]
     means = tuple(float(row.mean()) for row in table)
-    best_round = int(np.argmax(means))
-    if not choose.clearly_higher(table[best_round], table[0], held):
-        best_round = 0
-    return Choice(tuple(steps[:best_round]), means[: best_round + 1])
+    rounds = int(np.argmax(means))
+    chance = math.sqrt(2.0 * math.log(tried))
+    if not choose.clearly_higher(table[rounds], table[0], held, errors=chance):
+        rounds = 0
+    return Choice(tuple(steps[:rounds]), means[: rounds + 1])
 
 
 def draw(x: Side, y: Side, rows: int, *, seed: tuple[int, int], mesh: Mesh | None = None) -> Pools:
@@ -273,92 +293,87 @@ class _Fold(NamedTuple):
     held_x: np.ndarray
     held_y: np.ndarray
     start: choose.Options
-    widths: tuple[int, int]
     fitted: canonical.Directions
 
     @classmethod
     def of(cls, x: Side, y: Side, fold: choose.Fold, start: choose.Options) -> "_Fold":
         """Fits the first CCA of a fold."""
-        pairs, count = of_pairs(x.pairs[fold.fit], y.pairs[fold.fit]), len(fold.fit)
+        mean_x, mean_y = x.pairs[fold.fit].mean(axis=0), y.pairs[fold.fit].mean(axis=0)
+        pairs = moments.of_pairs([(x.pairs[fold.fit] - mean_x, y.pairs[fold.fit] - mean_y)])
         # Fewer pairs need larger ridges.
-        more = len(x.pairs) / count
-        start = start._replace(ridge_x=start.ridge_x * more, ridge_y=start.ridge_y * more)
-        widths = x.features.width, y.features.width
-        held_x = x.pairs[fold.held] - x.pairs[fold.fit].mean(axis=0)
-        held_y = y.pairs[fold.held] - y.pairs[fold.fit].mean(axis=0)
-        fitted = fit(pairs, start, widths)
-        return cls(pairs, count, held_x, held_y, start, widths, fitted)
+        start = _scaled(start, len(x.pairs) / len(fold.fit))
+        held_x, held_y = x.pairs[fold.held] - mean_x, y.pairs[fold.held] - mean_y
+        return cls(pairs, len(fold.fit), held_x, held_y, start, fit(pairs, start))
 
-    def first_scores(self) -> np.ndarray:
-        """Returns the reciprocal ranks of the held-out pairs before the first round."""
-        return choose.reciprocal_ranks(self.held_x @ self.fitted.x, self.held_y @ self.fitted.y)
+    def scores(self, fitted: canonical.Directions) -> np.ndarray:
+        """Returns the reciprocal ranks of the held-out pairs."""
+        return choose.reciprocal_ranks(self.held_x @ fitted.x, self.held_y @ fitted.y)
 
     def candidates(self, pools: Pools) -> dict[Step, tuple[canonical.Directions, np.ndarray]]:
         """Fits and scores every candidate for the next round."""
-        worth = _worth(pools)
-        mixed = moments.mix(self.pairs, pools.under(self.fitted), worth / (worth + self.size))
-        spectrum, basis_x, basis_y = canonical.spectrum(mixed)
-        problem = choose.Problem(spectrum, self.held_x @ basis_x, self.held_y @ basis_y)
+        coupled, _ = pools.under(self.fitted)
         found = {}
-        for factor in FACTORS:
-            options = _options(self.start, Step(factor, 0.0), self.size, worth)
-            ridges = _ridges(mixed, options, self.widths)
-            # All powers share one decomposition.
-            fitted, scores = choose.held_out_scores(problem, ridges, POWERS)
-            turned = canonical.Directions(basis_x @ fitted.x, basis_y @ fitted.y, fitted.rho)
-            for power, score in zip(POWERS, scores, strict=True):
-                found[Step(factor, power)] = turned.weighted(power), score
+        for step in STEPS:
+            fitted = add(self.pairs, self.size, coupled, pools.rows, self.start, step)
+            found[step] = fitted, self.scores(fitted)
         return found
 
 
-def _worth(pools: Pools) -> float:
-    """Returns the number of pairs that a plan between these batches counts as."""
-    # Few rows add sampling noise of their own.
-    rows = min(len(pools.x), len(pools.y))
-    return WORTH * rows / (WORTH + rows)
-
-
-def _options(start: choose.Options, step: Step, count: int, worth: float) -> choose.Options:
-    """Returns the options of a round: ridges fall with the number of pairs and of their worth."""
-    share = step.factor * count / (count + worth)
-    return choose.Options(start.ridge_x * share, start.ridge_y * share, step.power)
-
-
-def of_pairs(x: np.ndarray, y: np.ndarray) -> Moments:
-    """Computes the moments of pairs, which are centred first.
+def add(
+    pairs: Moments, count: int, coupled: Moments, rows: int, start: choose.Options, step: Step
+) -> canonical.Directions:
+    """Fits a CCA to pairs and to the plan between two batches.
 
     Args:
-        x: Features of the first modality, shape [n, r].
-        y: Features of the second modality, shape [n, s].
-
-    Returns:
-        The moments with the divisor n - 1.
-    """
-    return moments.of_pairs(x - x.mean(axis=0), y - y.mean(axis=0), divisor=max(len(x) - 1, 1))
-
-
-def _ridges(
-    covered: Moments, options: choose.Options, widths: tuple[int, int]
-) -> tuple[float, float]:
-    """Returns absolute ridges, given options relative to the mean eigenvalues."""
-    ridge_x = options.ridge_x * float(np.trace(covered.xx)) / widths[0]
-    ridge_y = options.ridge_y * float(np.trace(covered.yy)) / widths[1]
-    return ridge_x, ridge_y
-
-
-def fit(covered: Moments, options: choose.Options, widths: tuple[int, int]) -> canonical.Directions:
-    """Fits a CCA to moments.
-
-    Args:
-        covered: The moments.
-        options: Ridges relative to the mean eigenvalues, and power.
-        widths: Widths of the embeddings, which the mean eigenvalues are taken over.
+        pairs: Moments of the pairs.
+        count: Number of pairs.
+        coupled: Moments of the batches under their plan.
+        rows: Rows of the smaller batch.
+        start: Options for these pairs alone, see `by_trace`.
+        step: Options of the round.
 
     Returns:
         The directions, weighted by rho^power.
     """
-    ridges = _ridges(covered, options, widths)
-    spectrum, basis_x, basis_y = canonical.spectrum(covered)
-    found = canonical.leading(spectrum, ridges, choose.DIRECTIONS)
-    turned = canonical.Directions(basis_x @ found.x, basis_y @ found.y, found.rho)
-    return turned.weighted(options.power)
+    share = step.share(count, rows)
+    # Ridges fall with the number of pairs and of their worth.
+    return fit(moments.mix(pairs, coupled, 1.0 - share), _scaled(start, step.factor * share))
+
+
+def by_trace(options: choose.Options, x: Features, y: Features) -> choose.Options:
+    """Makes ridges relative to the trace of a covariance instead of its mean eigenvalue.
+
+    Args:
+        options: Options of a CCA.
+        x: Features of the first modality, whose embeddings' width the mean is taken over.
+        y: Features of the second modality.
+
+    Returns:
+        The options for `fit`.
+    """
+    ridge_x, ridge_y = options.ridge_x / features.width(x), options.ridge_y / features.width(y)
+    return options._replace(ridge_x=ridge_x, ridge_y=ridge_y)
+
+
+def _scaled(options: choose.Options, factor: float) -> choose.Options:
+    """Multiplies both ridges. They fall with the number of pairs and of their worth."""
+    return options._replace(ridge_x=factor * options.ridge_x, ridge_y=factor * options.ridge_y)
+
+
+def fit(covered: Moments, options: choose.Options) -> canonical.Directions:
+    """Fits a CCA to moments.
+
+    Args:
+        covered: The moments.
+        options: Ridges relative to the traces, see `by_trace`, and power.
+
+    Returns:
+        The directions, weighted by rho^power.
+    """
+    ridge_x = options.ridge_x * float(np.trace(covered.xx))
+    ridge_y = options.ridge_y * float(np.trace(covered.yy))
+    root_x = canonical.cholesky_root(covered.xx, ridge_x)
+    root_y = canonical.cholesky_root(covered.yy, ridge_y)
+    left, rho, right = canonical.leading(root_x.T @ covered.xy @ root_y, choose.DIRECTIONS)
+    found = canonical.Directions(root_x @ left, root_y @ right, rho)
+    return found.weighted(options.power)

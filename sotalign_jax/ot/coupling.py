@@ -27,7 +27,7 @@ def cross_moment(
     epsilon: Any,
     tolerance: Any,
     profile: device.Profile,
-) -> Float[Array, "d e"]:
+) -> tuple[Float[Array, "d e"], Float[Array, ""]]:
     """Computes X^T P Y for the plan P between cos(X W_x, Y W_y), with rows split over the mesh.
 
     Args:
@@ -40,12 +40,13 @@ def cross_moment(
         profile: Profile of the device, which determines how the kernel is stored.
 
     Returns:
-        The cross-moment of the coupling, whose mass is 1.
+        The cross-moment of the coupling, whose mass is 1, and the plan's marginal error, which may
+        exceed the tolerance if the solver reached its largest number of sweeps.
     """
     n, m = len(x), len(y)
     log_a, log_b = (jnp.full(size, -jnp.log(size), x.dtype) for size in (n, m))
 
-    def own_rows(axes: sharding.Axes, rows: Any, shared: Any) -> tuple[Any, Array]:
+    def own_rows(axes: sharding.Axes, rows: Any, shared: Any) -> tuple[Any, Any]:
         (x, log_a), (y, log_b, directions_x, directions_y, epsilon) = rows, shared
         f, g = affinity.dot(x, directions_x), affinity.dot(y, directions_y)
         precision = profile.teacher
@@ -53,7 +54,7 @@ def cross_moment(
         kernel = Kernel(Cosines.of(f, g, precision), block_size, axes=axes)
         aim = goal(jnp.asarray(tolerance, x.dtype), 1.0, epsilon)
         limits: Any = {"tolerance": aim, "max_iterations": MAX_ITERATIONS}
-        _, state = solve(kernel, log_a, log_b, epsilon=epsilon, **limits)
+        scalings, state = solve(kernel, log_a, log_b, epsilon=epsilon, **limits)
         weights = jnp.exp(log_a), jnp.exp(log_b)
 
         def body(block: Block, total: Array) -> Array:
@@ -63,7 +64,7 @@ def cross_moment(
         start = sharding.vary_like(jnp.zeros((x.shape[1], y.shape[1]), x.dtype), x)
         size = block_size or min(blocks.PRODUCT_ROWS, len(x))
         total = over_rows(len(x), size, body, start)
-        return (), sharding.psum(total, axes)
+        return (), (sharding.psum(total, axes), scalings.error)
 
     with sharding.mesh_of(x, y):
         rows = sharding.split(x), sharding.split(log_a, -jnp.inf)
