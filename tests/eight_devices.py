@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import test_refine
 
 import sotalign_jax as sota
 from benchmarks import compile as targets
@@ -319,12 +320,13 @@ def test_fit_on_mesh_matches_one_device_and_resumes_on_two(dataset, mesh, tmp_pa
 
 def test_refined_teacher_on_mesh_matches_one_device(mesh, monkeypatch):
     monkeypatch.setattr(refine, "ROUNDS", 1)
-    rng, mix = np.random.default_rng(0), np.random.default_rng(99)
-    z, views = rng.normal(size=(360, 8)), []
-    for width in (24, 20):
-        views.append(z @ mix.normal(size=(8, width)) + 3.0 * rng.normal(size=(360, width)))
-    x, y = views
-    rows = x[:60], y[:60], x[60:209], y[209:]  # 149 and 151 rows, which do not divide by eight
+    pairs = test_refine.views(150, noise=3.0, seed=12)
+    # 500 and 450 rows, which do not divide by eight.
+    x, y = (
+        test_refine.views(500, noise=3.0, seed=1)[0],
+        test_refine.views(450, noise=3.0, seed=2)[1],
+    )
+    rows = *pairs, x, y
     alone, two, eight = (
         teachers.refine(*rows, mesh=used) for used in (None, sharding.rows_mesh(2), mesh)
     )
