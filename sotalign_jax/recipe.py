@@ -468,8 +468,8 @@ def train(
         return Aligner(model, info, calibrated, calibrated=chosen)
     if refined is not None:
         info["unpaired"] = unpaired_gain({"candidates": {}}, refined)
-    made, _, chosen = _calibrate(_embed(trained, dataset), dataset, recipe.calibration)
-    return Aligner(trained, info, made, calibrated=chosen)
+    made = _calibrate(_embed(trained, dataset), dataset, recipe.calibration)
+    return Aligner(trained, info, made.calibration, calibrated=made.helps)
 
 
 def unpaired_gain(selection: Mapping[str, Any], refined: Refined) -> dict[str, Any]:
