@@ -29,6 +29,7 @@ LAYERS = (
     ("runtime",),
     ("export", "persistence"),
     ("aligner",),
+    ("faiss_index",),
     ("methods",),
     ("training",),
     ("recipe",),
