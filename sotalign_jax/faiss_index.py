@@ -4,7 +4,6 @@ The inner products of an index are the scores of `Aligner.search`. A note beside
 `NAME.json`, says which aligner and which options queries must be embedded with.
 """
 
-import json
 import os
 import pathlib
 from typing import Any
@@ -13,7 +12,7 @@ import numpy as np
 from jaxtyping import Float, Int
 from numpy.typing import ArrayLike
 
-from sotalign_jax import checks, export, files
+from sotalign_jax import checks, export, storage
 from sotalign_jax.aligner import Aligner
 from sotalign_jax.neighbours import Neighbours
 
@@ -169,9 +168,8 @@ class FaissIndex:
             "calibrated": self.calibrated,
             "probe": self._probe(),
         }
-        with files.replacing(_note_of(path)) as file:
-            file.write(json.dumps(note, indent=1).encode())
-        with files.replacing(path) as file:
+        storage.write_json(_note_of(path), note)
+        with storage.replacing(path) as file:
             library.write_index(self.faiss, library.PyCallbackIOWriter(file.write))
 
     def _keys(self, rows: ArrayLike) -> Float[np.ndarray, "n k"]:
@@ -274,7 +272,7 @@ def load(path: str | os.PathLike[str], aligner: Aligner, *, mapped: bool = True)
     library = checks.require("faiss", extra="faiss")
     place = pathlib.Path(path).expanduser()
     try:
-        note = json.loads(_note_of(place).read_bytes())
+        note = storage.read_json(_note_of(place))
         options = {name: note[name] for name in ("kind", "direction", "calibrated")}
         probe = note["probe"]
         flags = library.IO_FLAG_MMAP_IFC if mapped else 0
