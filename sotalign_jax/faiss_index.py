@@ -87,11 +87,8 @@ class FaissIndex:
         checks.whole(1, k=k, probed=probed)
         if self.kind == "ivf":
             self.faiss.nprobe = probed
-        head = self.aligner.heads.x if self.direction == "x_to_y" else self.aligner.heads.y
-        width = self.faiss.d
-        vectors = export.Index(np.empty((0, width), np.float32), head, self.calibrated)
-        found = self.faiss.search(vectors.queries(queries), min(k, len(self)))
-        return Neighbours(*found)
+        vectors = self._embedder().queries(queries)
+        return Neighbours(*self.faiss.search(vectors, min(k, len(self))))
 
     def add(
         self, rows: ArrayLike, ids: ArrayLike | None = None, *, block_size: int = BLOCK_ROWS
@@ -172,16 +169,24 @@ class FaissIndex:
         with storage.replacing(path) as file:
             library.write_index(self.faiss, library.PyCallbackIOWriter(file.write))
 
+    def _embedder(self, rows: ArrayLike | None = None) -> export.Index:
+        """Embeds rows of the gallery, by default none."""
+        if rows is None:
+            head = self.aligner.heads.y if self.direction == "x_to_y" else self.aligner.heads.x
+            rows = np.empty((0, head.d_in), np.float32)
+        return self.aligner.index(rows, direction=self.direction, calibrated=self.calibrated)
+
     def _keys(self, rows: ArrayLike) -> Float[np.ndarray, "n k"]:
-        """Embeds rows of the gallery."""
-        vectors = self.aligner.index(rows, direction=self.direction, calibrated=self.calibrated)
-        return np.ascontiguousarray(vectors.keys, np.float32)
+        """Returns the vectors of rows of the gallery."""
+        return np.ascontiguousarray(self._embedder(rows).keys, np.float32)
 
     def _probe(self) -> list[float]:
         """Returns the vector of a fixed row, by which another aligner is recognised."""
         head = self.aligner.heads.y if self.direction == "x_to_y" else self.aligner.heads.x
         row = np.random.default_rng(0).normal(size=(1, head.d_in))
-        return [round(float(value), 6) for value in self._keys(row)[0, :8]]
+        # Without the correction for hubs, which another aligner may lack.
+        keys = self.aligner.index(row, direction=self.direction, calibrated=False).keys
+        return [round(float(value), 6) for value in keys[0, :8]]
 
     def _check_writable(self) -> None:
         """Raises InputError if the rows stay on disk, where FAISS cannot change them."""
@@ -198,7 +203,7 @@ def build(
     *,
     kind: str | None = None,
     direction: str = "x_to_y",
-    calibrated: bool = False,
+    calibrated: bool | None = None,
     clusters: int | None = None,
     block_size: int = BLOCK_ROWS,
     seed: int = 0,
@@ -211,7 +216,7 @@ def build(
         ids: Whole numbers that identify the rows, shape [m]. By default the row numbers.
         kind: One of `KINDS`. By default "flat" up to `EXACT_ROWS` rows, and "ivf" above.
         direction: "x_to_y", or "y_to_x" if the gallery is of the first modality.
-        calibrated: True corrects scores for hubs.
+        calibrated: True corrects scores for hubs. By default the aligner's own choice.
         clusters: Number of clusters of "ivf". By default about 4 sqrt(m).
         block_size: Rows that are embedded at a time.
         seed: Seed of the rows that the clusters are computed from.
@@ -232,6 +237,7 @@ def build(
     """
     library = checks.require("faiss", extra="faiss")
     rows = checks.array("gallery", gallery)
+    calibrated = aligner.calibrated if calibrated is None else calibrated
     kind = kind or ("flat" if len(rows) <= EXACT_ROWS else "ivf")
     checks.choice("kind", kind, KINDS)
     if clusters is None:
