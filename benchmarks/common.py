@@ -39,6 +39,7 @@ MEANING = {
     "pairs": "pairs in a batch",
     "problems": "number of problems to draw",
     "repeats": "number of timings of each arm",
+    "rows": "rows of the gallery",
     "seed": "seed of the problems",
     "step": "compile the training step instead of the loss",
     "steps": "training steps",
@@ -48,6 +49,7 @@ MEANING = {
     "time_limit": "seconds after which an arm is not timed any more",
     "tolerance": "marginal error to reach",
     "unpaired": "unpaired rows per side in a batch",
+    "width": "width of the rows",
 }
 """Help texts of the flags of all benchmarks."""
 

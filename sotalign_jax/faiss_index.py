@@ -4,6 +4,7 @@ The inner products of an index are the scores of `Aligner.search`. A note beside
 `NAME.json`, says which aligner and which options queries must be embedded with.
 """
 
+import math
 import os
 import pathlib
 from typing import Any
@@ -217,7 +218,7 @@ def build(
         kind: One of `KINDS`. By default "flat" up to `EXACT_ROWS` rows, and "ivf" above.
         direction: "x_to_y", or "y_to_x" if the gallery is of the first modality.
         calibrated: True corrects scores for hubs. By default the aligner's own choice.
-        clusters: Number of clusters of "ivf". By default about 4 sqrt(m).
+        clusters: Number of clusters of "ivf". By default about sqrt(m).
         block_size: Rows that are embedded at a time.
         seed: Seed of the rows that the clusters are computed from.
 
@@ -241,8 +242,8 @@ def build(
     kind = kind or ("flat" if len(rows) <= EXACT_ROWS else "ivf")
     checks.choice("kind", kind, KINDS)
     if clusters is None:
-        clusters = 2 ** max(0, round(np.log2(4 * np.sqrt(max(1, len(rows))))))
-        clusters = min(clusters, max(1, len(rows) // _ROWS_PER_CLUSTER))
+        # More clusters make a query faster, and take longer to compute by their square.
+        clusters = max(1, min(round(math.sqrt(len(rows))), len(rows) // _ROWS_PER_CLUSTER))
     checks.whole(1, clusters=clusters)
     width = aligner.index(rows[:1], direction=direction, calibrated=calibrated).keys.shape[1]
     if kind == "flat":
@@ -254,7 +255,7 @@ def build(
     made = FaissIndex(aligner, empty, kind=kind, direction=direction, calibrated=calibrated)
     if kind == "ivf":
         sample = np.random.default_rng(seed).permutation(len(rows))
-        sample = np.sort(sample[: 2 * _ROWS_PER_CLUSTER * clusters])
+        sample = np.sort(sample[: _ROWS_PER_CLUSTER * clusters])
         empty.train(made._keys(rows[sample]))
     made.add(rows, ids, block_size=block_size)
     return made
