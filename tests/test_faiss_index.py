@@ -1,11 +1,13 @@
 """Tests of galleries in FAISS files against the exact search of the aligner."""
 
+import csv
 import json
 
 import numpy as np
 import pytest
 
 import sotalign_jax as sota
+from benchmarks import index as benchmark
 from sotalign_jax import checks, faiss_index, heads
 
 D_X, D_Y = 12, 10
@@ -108,3 +110,11 @@ def test_add_refuses_an_id_of_the_index(aligner):
     index = faiss_index.build(aligner, rows(1, 3, D_Y))
     with pytest.raises(checks.InputError, match=r"^ids"):
         index.add(rows(2, 1, D_Y), [2])
+
+
+def test_benchmark_finds_more_neighbours_in_more_clusters(tmp_path):
+    benchmark.main(["--quick", "--out", str(tmp_path)])
+    with (tmp_path / "index.csv").open() as file:
+        found = [float(row["found"]) for row in csv.DictReader(file)]
+    assert found[0] == 1.0  # the exact index comes first
+    assert found[1] < found[2] < found[3]
