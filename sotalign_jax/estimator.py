@@ -99,8 +99,8 @@ class SotalignEstimator(
         Raises:
             ValueError: The data cannot be used.
         """
-        options = {"ensure_min_samples": checks.MIN_PAIRS, "multi_output": True}
-        X, y = validation.validate_data(self, X, y, dtype=_FLOATS, **options)
+        options = {"ensure_min_samples": checks.MIN_PAIRS, "ensure_min_features": 2}
+        X, y = validation.validate_data(self, X, y, dtype=_FLOATS, multi_output=True, **options)
         if np.ndim(y) != 2:
             raise checks.InputError(
                 f"y must be 2-D, one embedding per row, got shape {np.shape(y)}; y is the other "
