@@ -8,6 +8,6 @@ import importlib.util
 
 from sotalign_jax import checks
 
-for _package in ("absl", "matplotlib", "ml_collections", "orbax", "tabulate"):
+for _package in ("absl", "matplotlib", "orbax", "tabulate"):
     if importlib.util.find_spec(_package) is None:
         raise ModuleNotFoundError(str(checks.not_installed(_package, extra="experiments")))

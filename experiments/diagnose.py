@@ -16,8 +16,8 @@ from typing import Any, NamedTuple
 import numpy as np
 from absl import flags
 
-from experiments import config as config_lib
-from experiments import distributed, report, run
+from experiments import launch, report, run
+from experiments import spec as spec_lib
 from experiments import workdir as workdir_lib
 from experiments.paper.panels import paper_results
 from experiments.paper.sources import AS_RANDOM, FAR, NEAR, nearness
@@ -252,20 +252,22 @@ def read_plans(
 
 def main() -> None:
     """Runs the diagnostics, prints the readings, and writes diagnosis.md and CSV files."""
-    config, out = config_lib.from_flags(), cli.workdir()
-    options = {name: config.sotalign[name] for name in ("epsilon", "epsilon_star")}
-    checks.positive(**options)
+    spec = launch.from_flags()
+    out = cli.workdir()
+    options: dict[str, Any] = {
+        name: spec.of(f"sotalign.{name}") for name in ("epsilon", "epsilon_star")
+    }
     options |= QUICK if _QUICK.value else THOROUGH
     # The first run may change the data, such as n_pairs. Its other settings are not used here.
-    changes: dict[str, Any] = next(iter(config.runs.values()), {})
-    config.runs = {"first": {**changes, "method": "cca", "data.test": False}}
-    one = next(iter(config_lib.runs(config).values()))
+    changes = next(iter(spec.runs.values()), {})
+    first = {"first": {**changes, "method": "cca", "data.test": False}}
+    one = next(iter(spec_lib.expand(spec.change({"runs": first})).values()))
     checks.whole(MIN_PAIRS, **{"data.n_pairs": one.data.n_pairs})
     dataset = run.load_dataset(one)
     resolved, dataset = run.resolve(one, dataset)
     teacher = recipe.prepare(resolved, dataset).teacher
     assert teacher is not None  # the method is a teacher
-    workdir_lib.open_run(out, {**config_lib.plain(one), "options": options}, run.inputs(one))
+    workdir_lib.open_run(out, {**one.to_json(), "options": options}, run.inputs(one))
     shapes = ((key, shape) for key, shape in dataset.summary().items() if shape)
     parts = [", ".join(f"{key} {n:,} x {d:,}" for key, (n, d) in shapes)]
     print(f"\n{parts[0]}")
@@ -282,4 +284,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    cli.run(main, initialize=distributed.initialize)
+    launch.run(main)

@@ -13,8 +13,7 @@ import json
 
 from absl import flags
 
-from experiments import config as config_lib
-from experiments import distributed, report, run
+from experiments import distributed, launch, report, run, spec
 from sotalign_jax.search import cli
 
 _DRY_RUN = flags.DEFINE_bool(
@@ -24,20 +23,20 @@ flags.declare_key_flag("config")
 flags.declare_key_flag("workdir")
 flags.adopt_module_key_flags(distributed)  # lists its flags in --help of this command
 
-CHOICES = {"methods": config_lib.METHODS, "data": config_lib.DATA}
+CHOICES = {"methods": spec.METHODS, "data": spec.DATA}
 
 
 def main() -> None:
     """Executes the runs of the config and prints a comparison."""
-    configs = config_lib.runs(config_lib.from_flags())
+    runs = spec.expand(launch.from_flags())
     if _DRY_RUN.value:
-        for config in configs.values():
-            shapes = run.load_dataset(config).summary()
-            print(json.dumps({"config": config_lib.plain(config), "shapes": shapes}, indent=2))
+        for one in runs.values():
+            shapes = run.load_dataset(one).summary()
+            print(json.dumps({"config": one.to_json(), "shapes": shapes}, indent=2))
         return
     workdir = cli.workdir()
-    report.conclude(configs, run.run_all(configs, workdir), workdir)
+    report.conclude(runs, run.run_all(runs, workdir), workdir)
 
 
 if __name__ == "__main__":
-    cli.run(main, choices=CHOICES, initialize=distributed.initialize)
+    launch.run(main, choices=CHOICES)

@@ -12,18 +12,19 @@ from typing import Any
 
 import numpy as np
 import tabulate
-from ml_collections.config_dict import FrozenConfigDict
 
-from experiments import config as config_lib
 from experiments import distributed, protocol, retrieved
 from experiments import run as run_lib
+from experiments import spec as spec_lib
 from experiments import workdir as workdir_lib
 from sotalign_jax import aligner, persistence, storage
 from sotalign_jax.diagnostics import Mean
 from sotalign_jax.search import items, markup
 
-Configs = Mapping[str, FrozenConfigDict]
+Configs = Mapping[str, spec_lib.Run]
 Results = Mapping[str, run_lib.Results]
+Seeds = Mapping[str, Sequence[run_lib.Results]]
+"""Results of every seed, by label."""
 
 # --- tables --------------------------------------------------------------------------------------
 
@@ -255,14 +256,14 @@ def _compare(configs: Configs, results: Results, workdir: pathlib.Path) -> None:
     # The test split must not choose the model that is shown and recommended.
     best = max(configs, key=lambda name: validated(results[name]))
     labels = retrieved.labels_of(configs[best])
-    compared = comparisons(results, labels.nouns)
+    compared = comparisons(spec_lib.by_label(configs, results), labels.nouns)
     notes = remarks(results, compared[-1][2])
     notes += advice(results[best], folders[best], labels.nouns)
     texts = [f"{title}\n\n{table}\n" for _, title, table in compared]
     print("\n".join(["", *texts, "*: best of its column", *LEGEND, "", *notes]))
     shown = [f"<h3>{html.escape(title)}</h3>{table.html()}" for _, title, table in compared]
     shown.append(markup.small("; ".join(["Bold: best of its column", *LEGEND])))
-    shown.append(markup.details(f"Settings of {best}", markup.pre(config_lib.plain(configs[best]))))
+    shown.append(markup.details(f"Settings of {best}", markup.pre(configs[best].to_json())))
     parts = [markup.section("Results", *shown)]
     for stem, title, table in compared:
         table.save(workdir / stem, title)
@@ -271,9 +272,10 @@ def _compare(configs: Configs, results: Results, workdir: pathlib.Path) -> None:
         write(workdir / "comparison.png", plot)
         caption = f"{title}. Bars are means over seeds, lines are standard deviations."
         parts.append(markup.section("Comparison", plots({caption: plot}, kind="wide")))
-    if curves := curve_plots(folders, CURVES):
+    seeds = spec_lib.by_label(configs, folders)
+    if curves := curve_plots(seeds, CURVES):
         shown = [plots(curves)]
-        if solver := curve_plots(folders, SOLVER_CURVES):
+        if solver := curve_plots(seeds, SOLVER_CURVES):
             shown.append(
                 markup.details("Solver diagnostics", markup.small(SOLVER_HINT), plots(solver))
             )
@@ -361,14 +363,15 @@ def remarks(results: Results, table: Table) -> list[str]:
     return said
 
 
-def comparisons(results: Results, nouns: tuple[str, str]) -> list[tuple[str, str, Table]]:
+def comparisons(results: Seeds, nouns: tuple[str, str]) -> list[tuple[str, str, Table]]:
     """Returns file stem, title and table of every split that has scores.
 
     Args:
-        results: Results by run name, LABEL-seedS.
+        results: Results of every seed, by label.
         nouns: Plural nouns for the rows of x and of y.
     """
-    known = set(itertools.chain.from_iterable(results.values()))
+    every = list(itertools.chain.from_iterable(results.values()))
+    known = set(itertools.chain.from_iterable(every))
     tested = [
         split
         for split in ("test/1k", "test")
@@ -377,7 +380,7 @@ def comparisons(results: Results, nouns: tuple[str, str]) -> list[tuple[str, str
     made = []
     for split in tested or ["val"]:
         x, y = f"{split}/rows_x", f"{split}/rows_y"
-        having = [one for one in results.values() if x in one]
+        having = [one for one in every if x in one]
         sizes = {f"{one[x]:,.0f} {nouns[0]}, {one[y]:,.0f} {nouns[1]}" for one in having}
         stem, title = SPLITS[split]
         title = ": ".join(filter(None, [title, " | ".join(sorted(sizes))]))
@@ -385,20 +388,17 @@ def comparisons(results: Results, nouns: tuple[str, str]) -> list[tuple[str, str
     return made
 
 
-def comparison_table(results: Results, split: str = "test") -> Table:
+def comparison_table(results: Seeds, split: str = "test") -> Table:
     """Returns a table of means and standard deviations over seeds, with a row for chance.
 
     Args:
-        results: Results by run name, LABEL-seedS.
+        results: Results of every seed, by label.
         split: One of `SPLITS`.
 
     Returns:
         The table, with a row per label.
     """
-    seeds: dict[str, list[run_lib.Results]] = {}
-    for name, one in results.items():
-        own = seeds.setdefault(name.rpartition("-seed")[0], [])
-        own += [one] if "error" not in one else []
+    seeds = {label: [one for one in own if "error" not in one] for label, own in results.items()}
     ended = list(itertools.chain.from_iterable(seeds.values()))
     # A score that some runs lack cannot be compared.
     common = set.intersection(*map(set, ended)) if ended else set()
@@ -444,29 +444,25 @@ def comparison_plot(compared: Table) -> bytes | None:
 
 
 def curve_plots(
-    folders: Mapping[str, pathlib.Path], captions: Mapping[str, str]
+    folders: Mapping[str, Sequence[pathlib.Path]], captions: Mapping[str, str]
 ) -> dict[str, bytes]:
     """Plots metrics of runs over their steps. Seeds of a method share a colour.
 
     Args:
-        folders: Run folders by run name.
+        folders: Run folders of every seed, by label.
         captions: Captions by metric.
 
     Returns:
         PNG files by caption. Metrics that no run has are left out.
     """
-    logs = {
-        name: workdir_lib.read_metrics(path)
-        for name, folder in folders.items()
-        if (path := folder / "metrics.jsonl").exists()
-    }
+    logs = {label: list(map(_metrics, own)) for label, own in folders.items()}
     drawn = {}
     for key, caption in captions.items():
         lines: dict[str, list[Any]] = {}
-        for name, log in logs.items():
+        for label, log in ((label, log) for label, own in logs.items() for log in own):
             points = [(row["step"], float(row[key])) for row in log if key in row]
             if points:
-                lines.setdefault(name.rpartition("-seed")[0], []).append(np.transpose(points))
+                lines.setdefault(label, []).append(np.transpose(points))
         if not lines:  # closed-form methods have no steps
             continue
         figure, axes = pyplot().subplots(figsize=(4.5, 3), layout="constrained")
@@ -482,6 +478,12 @@ def curve_plots(
         figure.legend(loc="outside upper center", ncols=4, frameon=False, fontsize=8)
         drawn[caption] = png(figure)
     return drawn
+
+
+def _metrics(folder: pathlib.Path) -> list[dict[str, Any]]:
+    """Returns the metrics of a run, or none for a method without steps."""
+    path = folder / "metrics.jsonl"
+    return workdir_lib.read_metrics(path) if path.exists() else []
 
 
 def _log_scale(ax: Any) -> None:

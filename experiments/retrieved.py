@@ -5,9 +5,9 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
-from ml_collections.config_dict import FrozenConfigDict
 
 from experiments import photos
+from experiments import spec as spec_lib
 from sotalign_jax import aligner, data, neighbours
 from sotalign_jax.search import extraction, items
 
@@ -67,7 +67,7 @@ class Found(NamedTuple):
         return "\n".join(lines)
 
 
-def labels_of(config: FrozenConfigDict) -> Labels:
+def labels_of(config: spec_lib.Run) -> Labels:
     """Returns the labels of a run's test rows.
 
     The labels are known for the data of the repository and for files of `sotalign_jax.pair`. For
@@ -86,7 +86,8 @@ def labels_of(config: FrozenConfigDict) -> Labels:
         ids, said = photos.test_labels(name)
         links = [COCO.format(one) for one in ids] if name == "coco" else ()
         return nouns._replace(x=[f"{photos.LABELLED[name]} {i}" for i in ids], y=said, links=links)
-    x, y = (extraction.read_ids(config.data.files[f"test_{side}"]) for side in "xy")
+    tests = config.data.files.test_x, config.data.files.test_y
+    x, y = map(extraction.read_ids, tests)
     # Other files have no names and texts, only rows.
     if not config.data.test or x is None or y is None:
         return Labels()

@@ -10,11 +10,11 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
-from ml_collections.config_dict import FrozenConfigDict as Config
 
-from experiments import config as config_lib
 from experiments import distributed, photos, protocol
+from experiments import spec as spec_lib
 from experiments import workdir as workdir_lib
+from experiments.spec import Run
 from sotalign_jax import (
     checks,
     data,
@@ -41,7 +41,7 @@ class UnusableError(checks.InputError):
 
 
 def run_all(
-    configs: Mapping[str, Config],
+    configs: Mapping[str, Run],
     workdir: pathlib.Path,
     *,
     title: str = "compare",
@@ -96,7 +96,7 @@ def run_all(
     return ended
 
 
-def _check_data(configs: Iterable[Config]) -> None:
+def _check_data(configs: Iterable[Run]) -> None:
     """Raises if the data of any run cannot be used, before hours of training."""
     loaded: dict[Any, data.Dataset] = {}
     for config in configs:
@@ -105,12 +105,12 @@ def _check_data(configs: Iterable[Config]) -> None:
         _check_pool(config, loaded[config.data])
 
 
-def record(configs: Mapping[str, Config]) -> dict[str, Any]:
+def record(configs: Mapping[str, Run]) -> dict[str, Any]:
     """Returns the content of config.json for a folder of several runs."""
-    return {name: config_lib.plain(config) for name, config in configs.items()}
+    return {name: config.to_json() for name, config in configs.items()}
 
 
-def _finished_all(configs: Mapping[str, Config], workdir: pathlib.Path) -> dict[str, Results]:
+def _finished_all(configs: Mapping[str, Run], workdir: pathlib.Path) -> dict[str, Results]:
     """Returns the results of the finished runs by name."""
     if not distributed.agree((workdir / "config.json").exists):
         return {}
@@ -119,11 +119,11 @@ def _finished_all(configs: Mapping[str, Config], workdir: pathlib.Path) -> dict[
     return {name: results for name, results in found.items() if results is not None}
 
 
-def _finished(config: Config, folder: pathlib.Path) -> Results | None:
+def _finished(config: Run, folder: pathlib.Path) -> Results | None:
     """Returns the results of a finished run, or None if it must be executed."""
     if not distributed.agree((folder / "config.json").exists):
         return None
-    workdir_lib.open_run(folder, config_lib.plain(config), inputs(config))
+    workdir_lib.open_run(folder, config.to_json(), inputs(config))
     ended = folder / "results.json"
     if not distributed.agree(ended.exists):
         return None
@@ -137,14 +137,14 @@ def _finished(config: Config, folder: pathlib.Path) -> Results | None:
     return distributed.agree(lambda: workdir_lib.read_scores(ended))
 
 
-def run(config: Config, folder: pathlib.Path, *, inner: bool = False) -> Results:
+def run(config: Run, folder: pathlib.Path, *, inner: bool = False) -> Results:
     """Executes one run in `folder`, or resumes it.
 
     The folder is claimed first, so that a second command for the same folder fails at once. If the
     data or the settings cannot be used, the claim is withdrawn and the folder stays usable.
 
     Args:
-        config: Config of the run.
+        config: Run of the run.
         folder: Run folder.
         inner: True if the progress bar is shown below that of `run_all`.
 
@@ -158,9 +158,9 @@ def run(config: Config, folder: pathlib.Path, *, inner: bool = False) -> Results
     if (results := _finished(config, folder)) is not None:
         return results
     title = folder.name if inner else f"{config.method} seed {config.seed}"
-    shown = {"tensorboard": config.tensorboard, "title": title, "inner": inner}
+    shown: dict[str, Any] = {"tensorboard": config.tensorboard, "title": title, "inner": inner}
     with (
-        workdir_lib.claim(folder, config_lib.plain(config), inputs(config)),
+        workdir_lib.claim(folder, config.to_json(), inputs(config)),
         workdir_lib.Recorder(folder, steps=config.train.steps, **shown) as recorder,
     ):
         try:
@@ -170,7 +170,7 @@ def run(config: Config, folder: pathlib.Path, *, inner: bool = False) -> Results
         results = _evaluate(model, dataset)
         galleries = {"val": dataset.val, "test": dataset.test}
         workdir_lib.write_json(folder / protocol.FILE, protocol.of_galleries(model, galleries))
-        info = {"settings": config_lib.plain(config), "results": results}
+        info = {"settings": config.to_json(), "results": results}
         known = encoders_of(config)
         info |= {"encoders": known} if known else {}
         rows = row_ids(config, dataset)
@@ -183,34 +183,35 @@ def run(config: Config, folder: pathlib.Path, *, inner: bool = False) -> Results
     return results
 
 
-def encoders_of(config: Config) -> dict[str, Any] | None:
+def encoders_of(config: Run) -> dict[str, Any] | None:
     """Returns descriptions of the encoders of both sides, or None if they are unknown."""
     if config.data.name in photos.PHOTOGRAPHS:
         return photos.ENCODERS
     if config.data.name != "files":
         return None
-    table = pathlib.Path(files.split_key(config.data.files.x)[0]).expanduser()
+    table = pathlib.Path(files.split_key(config.data.files.given()["x"])[0]).expanduser()
     noted = table.parent / extraction.ENCODERS
     return storage.read_json(noted) if noted.exists() else None
 
 
-def row_ids(config: Config, dataset: data.Dataset) -> persistence.Rows:
+def row_ids(config: Run, dataset: data.Dataset) -> persistence.Rows:
     """Returns the ids of the training pairs and of the test rows, by part, if they are known."""
     if config.data.name != "files":
         return {}
     found: dict[str, Sequence[str]] = {}
+    paths = config.data.files.given()
     for side in "xy":
-        pairs = extraction.read_ids(config.data.files[side])
+        pairs = extraction.read_ids(paths[side])
         if pairs is not None and dataset.pair_rows is not None:
             found[f"pairs_{side}"] = [pairs.ids[row] for row in dataset.pair_rows]
-        test = extraction.read_ids(config.data.files[f"test_{side}"])
+        test = extraction.read_ids(paths.get(f"test_{side}"))
         if test is not None:
             found[f"test_{side}"] = test.ids
             found |= {"test_texts": test.texts} if side == "y" else {}
     return found
 
 
-def _train(config: Config, recorder: workdir_lib.Recorder) -> tuple[Aligner, data.Dataset]:
+def _train(config: Run, recorder: workdir_lib.Recorder) -> tuple[Aligner, data.Dataset]:
     """Loads the data, resolves the recipe and trains the model."""
     if config.tensorboard:  # fail before the data are read
         checks.require("tensorboardX", extra="tensorboard")
@@ -239,14 +240,14 @@ def _train(config: Config, recorder: workdir_lib.Recorder) -> tuple[Aligner, dat
     return model, dataset
 
 
-def resolve(config: Config, dataset: data.Dataset) -> tuple[recipe.Recipe, data.Dataset]:
+def resolve(config: Run, dataset: data.Dataset) -> tuple[recipe.Recipe, data.Dataset]:
     """Returns the recipe of a run and its data.
 
     `align` selects by validation scores. If its data have no validation gallery, some pairs are
     held out for one.
 
     Args:
-        config: Config of the run.
+        config: Run of the run.
         dataset: Data of the run.
 
     Returns:
@@ -254,7 +255,7 @@ def resolve(config: Config, dataset: data.Dataset) -> tuple[recipe.Recipe, data.
     """
     if config.method == "align" and dataset.val is None:
         dataset = data.hold_out(dataset, seed=config.seed)
-    return config_lib.recipe(config, dataset), dataset
+    return config.recipe(dataset), dataset
 
 
 def _evaluate(model: Aligner, dataset: data.Dataset) -> Results:
@@ -275,11 +276,11 @@ def _evaluate(model: Aligner, dataset: data.Dataset) -> Results:
     return results
 
 
-def load_dataset(config: Config, *, observer: progress.Observer | None = None) -> data.Dataset:
+def load_dataset(config: Run, *, observer: progress.Observer | None = None) -> data.Dataset:
     """Reads and splits the data of a run.
 
     Args:
-        config: Config of the run.
+        config: Run of the run.
         observer: Its `stage` is called for every file that is read.
 
     Returns:
@@ -290,48 +291,52 @@ def load_dataset(config: Config, *, observer: progress.Observer | None = None) -
     """
     asked, stage = config.data, (observer or progress.Observer()).stage
     names = ("n_pairs", "pool", "n_unpaired", "pool_noise")
-    options = {"seed": config.seed, **{name: asked[name] for name in names}}
+    options = {"seed": config.seed, **{name: getattr(asked, name) for name in names}}
     with checks.naming("data: "):
         if asked.name == "files":
             dataset = _files(asked.files, options, stage, asked.test)
         else:
-            options |= {name: asked[name] for name in config_lib.PHOTOS}
+            options |= {name: getattr(asked, name) for name in spec_lib.PHOTOS}
             dataset = photos.dataset(asked.name, test=asked.test, **options)
     _check_pool(config, dataset)
     return dataset
 
 
-def _check_pool(config: Config, dataset: data.Dataset) -> None:
+def _check_pool(config: Run, dataset: data.Dataset) -> None:
     """Raises InputError if the pools do not have the rows that the method needs."""
-    method = config_lib.method(config)
+    method = config.chosen
     if method is not None:
         with checks.naming("data: "):
             training.check_pool(method, recipe.fill_pools(method.pools, dataset))
 
 
-def inputs(config: Config) -> dict[str, pathlib.Path]:
+def inputs(config: Run) -> dict[str, pathlib.Path]:
     """Returns the files that a run reads, by the names of their settings."""
     if config.data.name != "files":
         # The checksum file stands for all files of the folder: `photos.read` verifies each by it.
         return {"data.name": photos.FOLDER / "SHA256SUMS"}
     return {
         f"data.files.{name}": pathlib.Path(files.split_key(path)[0]).expanduser()
-        for name, path in config.data.files.items()
-        if path and not path.startswith("tfds:")
+        for name, path in config.data.files.given().items()
+        if not path.startswith("tfds:")
     }
 
 
 def _files(
-    paths: Config, options: dict[str, Any], stage: Callable[[str], None], test: bool
+    asked: spec_lib.Files,
+    options: dict[str, Any],
+    stage: Callable[[str], None],
+    test: bool,
 ) -> data.Dataset:
     """Reads the files of a config, and checks every row."""
+    paths = asked.given()
 
     def load(name: str, *, required: bool = True) -> Any:
-        if required and not paths[name]:
+        if required and name not in paths:
             raise checks.InputError(
                 f"files.{name} is not set; pass --config.data.files.{name}=PATH"
             )
-        if not paths[name]:
+        if name not in paths:
             return None
         with checks.naming(f"files.{name}: "):
             array = files.load_array(paths[name])
@@ -340,7 +345,7 @@ def _files(
 
     def load_all(group: str, make: Callable[..., Any], *parts: str) -> Any:
         names = [f"{group}_{part}" for part in parts]
-        if not any(paths[name] for name in names):
+        if not paths.keys() & set(names):
             return None
         arrays = [load(name, required=not name.endswith("x_of_y")) for name in names]
         with checks.naming(f"files.{group}: "):
@@ -355,7 +360,7 @@ def _files(
         test=load_all("test", data.gallery, "x", "y", "x_of_y") if test else None,
         zero_shot=load_all("zero_shot", data.zero_shot, "x", "labels", "prompts") if test else None,
         # Files of a gallery replace rows held out of the training file.
-        held_out=None if paths.val_x or paths.test_x else data.VAL_AND_TEST,
+        held_out=None if paths.keys() & {"val_x", "test_x"} else data.VAL_AND_TEST,
         **options,
     )
     return made if test else dataclasses.replace(made, test=None)

@@ -1,7 +1,7 @@
 r"""Tunes a method: tries a grid of settings, selects on validation, and tests the selected one.
 
     python -m experiments.tune --config=experiments/configs/compare.py:seeds=1 --method=sotalign \
-        --workdir=runs/tune --grid="{'alpha': [1e-3, 1e-4], 'heads.init': ['random', 'teacher']}"
+        --workdir=runs/tune --grid="{'alpha': [1e-3, 1e-4], 'start': ['random', 'teacher']}"
     python -m experiments.tune --config=experiments/configs/quickstart.py --method=nnclr \
         --workdir=runs/nnclr
 
@@ -11,6 +11,7 @@ the highest R@1 on validation, averaged over the config's seeds, is trained agai
 seeds and tested in WORKDIR/tested-N. Running an interrupted command again resumes it.
 """
 
+import ast
 import itertools
 import shlex
 from collections.abc import Mapping
@@ -18,20 +19,20 @@ from typing import Any
 
 from absl import flags
 
-from experiments import config as config_lib
-from experiments import distributed, report, run
+from experiments import distributed, launch, report, run
+from experiments import spec as spec_lib
 from experiments import workdir as workdir_lib
 from sotalign_jax import checks, methods
 from sotalign_jax.search import cli
 
 _METHOD = flags.DEFINE_string("method", "sotalign", "Method to tune, or label of a run.")
-_GRID = flags.DEFINE(config_lib.DictParser(), "grid", None, "Values to try, by setting.")
+_GRID = flags.DEFINE_string("grid", None, "Values to try, by setting, as a Python dictionary.")
 _SEEDS = flags.DEFINE_integer("seeds", 3, "Number of seeds to test with, or 0.", lower_bound=0)
 flags.declare_key_flag("config")
 flags.declare_key_flag("workdir")
 flags.adopt_module_key_flags(distributed)
 
-CHOICES = {"methods": config_lib.METHODS}
+CHOICES = {"methods": spec_lib.METHODS}
 Point = dict[str, Any]
 """A value for every key of a grid."""
 
@@ -41,7 +42,7 @@ def points(grid: Mapping[str, Any], method: str) -> dict[str, Point]:
 
     Args:
         grid: Values to try, by setting.
-        method: Method whose options are given without a dot.
+        method: Method whose options are given by their own names.
 
     Returns:
         Settings of the points, by name.
@@ -49,16 +50,19 @@ def points(grid: Mapping[str, Any], method: str) -> dict[str, Point]:
     Raises:
         InputError: A setting has no list of values.
 
-    >>> points({"alpha": [1e-3, 1], "heads.init": ["teacher"]}, "sotalign")
-    {'alpha=0.001,heads.init=teacher': {'sotalign.alpha': 0.001, 'heads.init': 'teacher'},
-     'alpha=1,heads.init=teacher': {'sotalign.alpha': 1, 'heads.init': 'teacher'}}
+    >>> points({"alpha": [1e-3, 1], "start": ["teacher"]}, "sotalign")
+    {'alpha=0.001,start=teacher': {'sotalign.alpha': 0.001, 'start': 'teacher'},
+     'alpha=1,start=teacher': {'sotalign.alpha': 1, 'start': 'teacher'}}
     >>> points({}, "cca")
     {'cca': {}}
     """
     for key, values in grid.items():
         if not isinstance(values, list | tuple) or not values:
             raise checks.InputError(f"grid[{key!r}] must be a list of values, got {values!r}")
-    keys = [key if "." in key else f"{method}.{key}" for key in grid]
+    spec = spec_lib.Spec()
+    options = spec_lib.settings(spec.options[method]) if method in spec.options else {}
+    shared = spec_lib.settings(spec).keys() - options.keys()
+    keys = [key if "." in key or key in shared else f"{method}.{key}" for key in grid]
     found = {}
     for values in itertools.product(*grid.values()):
         name = ",".join(f"{key}={value}" for key, value in zip(grid, values, strict=True))
@@ -66,26 +70,32 @@ def points(grid: Mapping[str, Any], method: str) -> dict[str, Point]:
     return found
 
 
-def best(ended: Mapping[str, run.Results]) -> str:
+def _parsed(grid: str) -> dict[str, Any]:
+    """Parses the value of --grid."""
+    try:
+        return dict(ast.literal_eval(grid))
+    except (SyntaxError, TypeError, ValueError) as error:
+        text = f"flag --grid={grid} is not a Python dictionary"
+        raise checks.InputError(f"{text}; pass one such as {{'alpha': [1e-3]}}") from error
+
+
+def best(ended: Mapping[str, list[run.Results]]) -> str:
     """Returns the label with the highest mean score over its seeds, or the first of equal ones.
 
     Args:
-        ended: Results by run name, LABEL-seedS.
+        ended: Results of every seed, by label.
 
     Raises:
         InputError: Every point failed with some seed.
     """
-    seeds: dict[str, list[run.Results]] = {}
-    for name, results in ended.items():
-        seeds.setdefault(name.rpartition("-seed")[0], []).append(results)
     scores = {
         label: sum(results[run.SCORE] for results in own) / len(own)
-        for label, own in seeds.items()
+        for label, own in ended.items()
         # A point that failed with one seed is out: its mean over the others would be too high.
         if all(run.SCORE in results for results in own)
     }
     if not scores:
-        error = next(results["error"] for results in ended.values() if "error" in results)
+        error = next(one["error"] for own in ended.values() for one in own if "error" in one)
         raise checks.InputError(
             f"grid has no point that succeeded with all seeds; first error: {error}"
         )
@@ -94,25 +104,26 @@ def best(ended: Mapping[str, run.Results]) -> str:
 
 def main() -> None:
     """Tries all points, prints the best one and tests it."""
-    config, workdir, label = config_lib.from_flags(), cli.workdir(), _METHOD.value
-    checks.choice("method", label, tuple({**config.runs, **dict.fromkeys(config_lib.METHODS)}))
-    changes = dict(config.runs.get(label, {"method": label}))
-    method = changes.get("method", config.method)
+    spec, workdir, label = launch.from_flags(), cli.workdir(), _METHOD.value
+    checks.choice("method", label, tuple({**spec.runs, **dict.fromkeys(spec_lib.METHODS)}))
+    changes = spec.runs.get(label, {"method": label})
+    method = changes.get("method", spec.method)
     own = methods.METHODS[method].grid if method in methods.METHODS else {}
-    tried = points(_GRID.value or own, method)
+    tried = points(_parsed(_GRID.value) if _GRID.value else own, method)
     untested = {"data.test": False}
-    config.runs = {name: {**changes, **point, **untested} for name, point in tried.items()}
-    trials = config_lib.runs(config)
+    listed = {name: {**changes, **point, **untested} for name, point in tried.items()}
+    trials = spec_lib.expand(spec.change({"runs": listed}))
     if not (workdir / "trials" / "config.json").exists():
         # Read all data now, including the test split, so that unreadable files end the command
         # before hours of trials.
-        config.runs = {label: {**changes, **({} if _SEEDS.value else untested)}}
-        if run.load_dataset(next(iter(config_lib.runs(config).values()))).val is None:
+        whole = {label: {**changes, **({} if _SEEDS.value else untested)}}
+        first = next(iter(spec_lib.expand(spec.change({"runs": whole})).values()))
+        if run.load_dataset(first).val is None:
             remedy = "pass --config.data.files.val_x=PATH and val_y"
             raise checks.InputError(f"data has no validation split to choose by; {remedy}")
     ended = run.run_all(trials, workdir / "trials", title=f"tune {label}", trials=True)
     report.compare(trials, ended, workdir / "trials")
-    winner = best(ended)
+    winner = best(spec_lib.by_label(trials, ended))
     chosen = {label: {**changes, **tried[winner]}}
     text = str(chosen)
     flag = "--config.runs=" + (shlex.quote(text) if '"' in text else f'"{text}"')
@@ -120,11 +131,11 @@ def main() -> None:
     if distributed.is_first():
         print(f"\nBest settings of {label}: {flag}")
     if _SEEDS.value:
-        config.runs, config.seed, config.seeds = chosen, None, tuple(range(_SEEDS.value))
-        tests = config_lib.runs(config)
+        seeds = tuple(range(_SEEDS.value))
+        tests = spec_lib.expand(spec.change({"runs": chosen, "seed": None, "seeds": seeds}))
         folder = workdir / f"tested-{_SEEDS.value}"
         report.conclude(tests, run.run_all(tests, folder, title=f"test {label}"), folder)
 
 
 if __name__ == "__main__":
-    cli.run(main, choices=CHOICES, initialize=distributed.initialize)
+    launch.run(main, choices=CHOICES)

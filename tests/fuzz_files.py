@@ -22,8 +22,7 @@ from typing import Any
 import numpy as np
 from safetensors.numpy import load_file, save_file
 
-from experiments import config as config_lib
-from experiments import report, run
+from experiments import report, run, spec
 from sotalign_jax import Aligner, checks
 from tests import fuzz, small_runs
 
@@ -42,17 +41,15 @@ def finished() -> tuple[Any, pathlib.Path]:
     root = pathlib.Path(tempfile.mkdtemp())
     atexit.register(shutil.rmtree, root, ignore_errors=True)
     small_runs.write_files(root)
-    config = config_lib.default()
-    config.method = "sotalign"
-    config.data.name = "files"
-    config.data.n_pairs = 60
-    for name in ("x", "y", "val_x", "val_y", "test_x", "test_y"):
-        config.data.files[name] = f"{root}/{name}.npy"
-    config.heads.dim = 4
-    config.train.steps = 4
-    config.train.eval_every = 2
-    config.train.pair_batch = config.train.unpaired_batch = 32
-    (made,) = config_lib.runs(config).values()
+    names = ("x", "y", "val_x", "val_y", "test_x", "test_y")
+    changes = {
+        "method": "sotalign",
+        "data": {"name": "files", "n_pairs": 60},
+        "data.files": {name: f"{root}/{name}.npy" for name in names},
+        "dim": 4,
+        "train": {"steps": 4, "eval_every": 2, "pair_batch": 32, "unpaired_batch": 32},
+    }
+    (made,) = spec.expand(spec.Spec().change(changes)).values()
     run.run(made, root / "run")
     return made, root / "run"
 

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from absl import flags
 
-from sotalign_jax.search import cli
+from experiments import launch
 
 ROOT = pathlib.Path(__file__).parents[1]
 said = ""
@@ -44,24 +44,24 @@ def write_config(folder: pathlib.Path) -> pathlib.Path:
     """Writes a config file that trains on the files in `folder`. Its :ARG is the method."""
     path = folder / "config.py"
     code = f"""
-        from experiments import config as config_lib
+        from experiments import spec
+
+        FILES = ("x", "y", "val_x", "val_y", "test_x", "test_y")
 
         def get_config(method="sotalign"):
-            config = config_lib.default()
-            config.method = method
-            config.seeds = (0,)
-            config.data.name = "files"
-            config.data.n_pairs = 60
-            for name in ("x", "y", "val_x", "val_y", "test_x", "test_y"):
-                config.data.files[name] = f"{folder}/{{name}}.npy"
-            config.heads.dim = 8
-            config.train.steps = 40
-            config.train.eval_every = 3
-            config.train.pair_batch = 32
-            config.train.unpaired_batch = 32
-            config.train.learning_rate = 3e-3
-            config.sotalign.alpha = 1e-2
-            return config
+            return spec.Spec().change({{
+                "method": method,
+                "seeds": (0,),
+                "data": {{"name": "files", "n_pairs": 60}},
+                "data.files": {{name: f"{folder}/{{name}}.npy" for name in FILES}},
+                "dim": 8,
+                "train.steps": 40,
+                "train.eval_every": 3,
+                "train.pair_batch": 32,
+                "train.unpaired_batch": 32,
+                "train.learning_rate": 3e-3,
+                "sotalign.alpha": 1e-2,
+            }})
     """
     path.write_text(textwrap.dedent(code))
     return path
@@ -83,9 +83,8 @@ def start(
     global said
     handler, argv = signal.getsignal(signal.SIGTERM), sys.argv
     sys.argv = [module.__name__, *options]
-    sys.modules.pop("config_config", None)  # ml_collections loads config files under this name
     try:
-        cli.run(module.main, choices=getattr(module, "CHOICES", None))
+        launch.run(module.main, choices=getattr(module, "CHOICES", None))
         out, said = capsys.readouterr()
         return out, None
     except SystemExit as stop:
@@ -94,9 +93,6 @@ def start(
     finally:
         sys.argv = argv
         signal.signal(signal.SIGTERM, handler)
-        for name in list(flags.FLAGS):
-            if name.startswith("config."):
-                delattr(flags.FLAGS, name)
         for owner, defined in flags.FLAGS.flags_by_module_dict().items():
             if owner.startswith(("experiments", "sotalign_jax")):
                 for flag in defined:

@@ -12,9 +12,6 @@ from small_runs import is_one_line
 from experiments import diagnose
 from sotalign_jax import diagnostics
 
-# ml_collections calls the deprecated load_module.
-pytestmark = pytest.mark.filterwarnings("ignore:.*load_module:DeprecationWarning")
-
 
 @pytest.fixture
 def start(files, tmp_path, capsys):
@@ -100,7 +97,7 @@ def test_diagnose_rejects_bad_options_and_writes_nothing(start, files, tmp_path)
         f"--config.data.files.y={files}/nan.npy": "data: y has NaN",
         "--config.sotalign.epsilon_star=0": "epsilon_star",
         "--config.sotalign.epsilon=-1": "epsilon",
-        "--config.teacher.ridge=-0.1": "teacher.ridge",
+        "--config.teacher_options.ridge=-0.1": "teacher_options.ridge",
         "extra": "unexpected argument 'extra'",
     }
     for option, message in cases.items():

@@ -132,7 +132,6 @@ def test_main_resumes_identically_on_other_devices_and_processes(start, two, ref
     assert small_runs.contents(run) == before
 
 
-@pytest.mark.filterwarnings("ignore:.*load_module:DeprecationWarning")  # from ml_collections
 @pytest.mark.parametrize(
     ("options", "name"),
     [

@@ -26,8 +26,7 @@ import pytest
 import small_runs
 
 import sotalign_jax
-from experiments import config as config_lib
-from experiments import main
+from experiments import main, spec
 from sotalign_jax import checks
 
 ROOT = small_runs.ROOT
@@ -231,7 +230,7 @@ def check_config(options: dict[str, str]) -> None:
     for key, value in options.items():
         with contextlib.suppress(ValueError, SyntaxError):
             value = ast.literal_eval(value)
-        config_lib.update(config, {key.removeprefix("config."): value})
+        config.change({key.removeprefix("config."): value})
 
 
 FLAGS_OF = """
@@ -308,15 +307,16 @@ def test_options_of_the_paper_page_are_accepted():
     spans = re.findall(r"`(--config\.[^`]+=[^`]+)`", (ROOT / "docs" / "paper.md").read_text())
     assert len(spans) > 15
     for span in spans:
-        changed = config_lib.default()
+        changed = spec.Spec()
         for key, value in re.findall(r"--config\.([\w.]+)=(\S+)", span):
             with contextlib.suppress(ValueError, SyntaxError):
                 value = ast.literal_eval(value)
-            config_lib.update(changed, {key: value})
+            changed = changed.change({key: value})
             # The settings of a method are checked only if it is the run's method.
             section = key.partition(".")[0]
-            changed.method = section if section in sotalign_jax.methods.METHODS else changed.method
-        assert config_lib.runs(changed), span
+            if section in sotalign_jax.methods.METHODS:
+                changed = changed.change({"method": section})
+        assert spec.expand(changed), span
 
 
 def test_documented_shell_commands_name_existing_extras_and_files():
@@ -400,7 +400,6 @@ def run_command(words: list[str], capsys: pytest.CaptureFixture[str]) -> str:
     return out
 
 
-@pytest.mark.filterwarnings("ignore:.*load_module:DeprecationWarning")  # ml_collections
 def test_guide_commands_run_on_small_files(tmp_path, capsys):
     """Runs the guide's commands on small files, with `smoke` settings and only CCA."""
     small_runs.write_files(tmp_path)
@@ -417,7 +416,6 @@ def test_guide_commands_run_on_small_files(tmp_path, capsys):
     assert "R@1" in run_command(options, capsys)
 
 
-@pytest.mark.filterwarnings("ignore:.*load_module:DeprecationWarning")  # ml_collections
 def test_readme_quickstart_command_writes_report(tmp_path, capsys):
     """Runs the README's first command with `smoke` settings and only CCA."""
     quickstart = next(w for _, w in documented() if "--workdir=runs/quickstart" in w)
@@ -426,7 +424,6 @@ def test_readme_quickstart_command_writes_report(tmp_path, capsys):
     assert "Own text among the first 10" in page and "data:image/png" in page
 
 
-@pytest.mark.filterwarnings("ignore:.*load_module:DeprecationWarning")  # ml_collections
 @pytest.mark.parametrize(("workdir", "runs"), [("runs/compare", 10), ("runs/speech", 4)])
 def test_documented_runs_resolve(workdir, runs, capsys):
     """Resolves the commands with --dry_run. test_methods.py trains every method."""
@@ -472,7 +469,7 @@ def test_picture_folder_example_runs(tmp_path):
 
     typed = next(words for _, words in documented() if "examples/picture_folder.sh" in words)
     script = [word.replace("examples/", f"{ROOT}/examples/") for word in typed]
-    short = ["--config.train.steps=2", "--config.heads.init=teacher"]
+    short = ["--config.train.steps=2", "--config.start=teacher"]
     run(*[word.replace("red car", "red square") for word in script], *short)
     out = tmp_path / "runs" / "pictures"
     found = re.findall(r"<br>(?:sub/)?([a-z]+)\d+.png", (out / "found.html").read_text())

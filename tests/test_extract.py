@@ -17,8 +17,8 @@ import pytest
 import small_runs
 import toy_encoders
 
-from experiments import config as config_lib
 from experiments import run as run_lib
+from experiments import spec
 from experiments.configs import files as files_config
 from sotalign_jax import checks, files, progress, serve, storage
 from sotalign_jax.search import __main__ as search
@@ -584,9 +584,8 @@ def extracted(root, out, **options):
 def smoke_run(folder, arrays, x, y):
     extraction.write(folder, arrays, x, y)
     config = files_config.get_config(f"smoke,from={folder}")
-    config.runs, config.method = {}, "cca"
-    config.data.n_pairs = 20
-    (one,) = config_lib.runs(config).values()
+    changes = {"runs": {}, "method": "cca", "data.n_pairs": 20}
+    (one,) = spec.expand(config.change(changes)).values()
     return one
 
 
@@ -803,9 +802,8 @@ def test_pair_prints_config_that_training_reads(pictures, tmp_path):
     assert read.files.unpaired_y == str(files / "unpaired_y.npy") and read.files.test_x is None
     assert read.n_pairs == 14  # all rows that are not held out are pairs
     (files / "unpaired_y.npy").unlink()
-    config = files_config.get_config(switch)
-    config.runs, config.method = {}, "cca"
-    (one,) = config_lib.runs(config).values()
+    config = files_config.get_config(switch).change({"runs": {}, "method": "cca"})
+    (one,) = spec.expand(config).values()
     shapes = run_lib.load_dataset(one).summary()
     assert shapes["pool_x"] == [40, 64] and shapes["pool_y"] == shapes["pairs_y"] == [14, 64]
     extraction.write(files, {"x": np.zeros((30, 4)), "y": np.zeros((30, 4))}, x, y)

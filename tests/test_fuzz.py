@@ -38,7 +38,6 @@ def test_teachers_of_degenerate_pairs_are_finite_or_refused(index):
     assert fuzz_teachers.check(0, index)[1] == []
 
 
-@pytest.mark.filterwarnings("ignore:.*load_module:DeprecationWarning")
 def test_damaged_files_are_refused_in_one_line(undrawn):
     found = dict(fuzz_files.check(0, index) for index in range(8))
     assert not any(found.values()), found

@@ -102,8 +102,8 @@ def test_importing_package_loads_no_heavy_package():
 
 
 WITHOUT = {
-    "experiments.main": ("ml_collections", "ml_collections", "experiments"),
-    "experiments.reproduce": ("ml_collections", "ml_collections", "experiments"),
+    "experiments.main": ("tabulate", "tabulate", "experiments"),
+    "experiments.reproduce": ("tabulate", "tabulate", "experiments"),
     "sotalign_jax.search": ("absl", "absl-py", "extract"),
     "sotalign_jax.extract": ("absl", "absl-py", "extract"),
     "benchmarks.gradient": ("ott", "ott-jax", "bench"),

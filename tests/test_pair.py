@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 
-from experiments import config as config_lib
 from experiments import run as run_lib
+from experiments import spec
 from experiments.configs import files as files_config
 from sotalign_jax import checks
 
@@ -26,10 +26,9 @@ def test_get_config_from_folder_holds_out_validation_and_test(tmp_path, capsys):
     np.savetxt(tmp_path / "y.csv", rows, delimiter=",")
     config = files_config.get_config(f"from={tmp_path}")
     assert capsys.readouterr().err.count("\n") == 1
-    one = config_lib.runs(config)["sotalign-seed0"]
+    one = spec.expand(config)["sotalign-seed0"]
     shapes = run_lib.load_dataset(one).summary()
     assert one.data.n_pairs == 448 and shapes["pairs_x"] == shapes["pool_x"] == [448, 4]
     assert shapes["val_x"] == [64, 4] and shapes["test_y"] == [128, 4]
-    config.data.test = False
-    one = config_lib.runs(config)["sotalign-seed0"]
+    one = spec.expand(config.change({"data.test": False}))["sotalign-seed0"]
     assert run_lib.load_dataset(one).summary()["test_x"] is None

@@ -12,8 +12,7 @@ import numpy as np
 import pytest
 from matplotlib.container import ErrorbarContainer
 
-from experiments import config as config_lib
-from experiments import protocol, report
+from experiments import protocol, report, spec
 from sotalign_jax import aligner, data, diagnostics, evaluation, heads, teachers
 
 ROWS = [["procrustes", 21.1, 3, None], ["cca, ridge", np.float32(21.52), 40, "x|y"]]
@@ -85,9 +84,7 @@ BETTER = {key: value + 4 for key, value in SCORES.items()}
 
 def compared(**seeds):
     """Returns the comparison table of results per seed, keyed by label."""
-    return report.comparison_table(
-        {f"{label}-seed{i}": one for label, own in seeds.items() for i, one in enumerate(own)}
-    )
+    return report.comparison_table(seeds)
 
 
 FAILED = {"error": "loss: not finite"}
@@ -113,11 +110,8 @@ def whole(split="test", n=50, **more):
 
 
 def files_configs(*labels):
-    config = config_lib.default()
-    config.data.name = "files"
-    config.seeds = (0,)
-    config.runs = {name: {"method": name} for name in labels}
-    return config_lib.runs(config)
+    runs = {name: {"method": name} for name in labels}
+    return spec.expand(spec.Spec().change({"data.name": "files", "seeds": (0,), "runs": runs}))
 
 
 def test_conclude_falls_back_to_validation(tmp_path, capsys):
@@ -228,9 +222,9 @@ def write_metrics(folder, rows):
 
 
 def test_curve_plots_draw_only_recorded_metrics(tmp_path):
-    assert report.curve_plots({"cca-seed0": tmp_path}, report.CURVES) == {}
-    folders = {f"{name}-seed0": tmp_path / name for name in ("sail", "align")}
-    for folder, key in zip(folders.values(), ("loss", "teacher_error"), strict=True):
+    assert report.curve_plots({"cca": [tmp_path]}, report.CURVES) == {}
+    folders = {name: [tmp_path / name] for name in ("sail", "align")}
+    for (folder,), key in zip(folders.values(), ("loss", "teacher_error"), strict=True):
         rows = [{"step": step, "loss": 1.0, key: 1.0 / step} for step in range(1, 5)]
         write_metrics(folder, rows)
     drawn = report.curve_plots(folders, report.CURVES)
@@ -257,7 +251,7 @@ def test_curve_plots_of_flat_errors_span_powers_of_ten(tmp_path, monkeypatch):
     for name, values in {"level": (9.389e-5, 9.391e-5), "zero": (0.0, 0.0)}.items():
         rows = [{"step": step, "teacher_error": value} for step, value in enumerate(values)]
         write_metrics(tmp_path / name, rows)
-        report.curve_plots({f"{name}-seed0": tmp_path / name}, report.SOLVER_CURVES)
+        report.curve_plots({name: [tmp_path / name]}, report.SOLVER_CURVES)
     assert drawn[0].axes[0].get_ylim() == pytest.approx((1e-5, 1e-4))
     for figure in drawn:
         report.pyplot().close(figure)

@@ -73,7 +73,7 @@ DRY = {
     "projections": 10,
 }
 SHORT = {
-    "heads.dim": 8,
+    "dim": 8,
     "train.steps": 4,
     "train.eval_every": 2,
     "train.pair_batch": 32,
@@ -498,7 +498,7 @@ def test_save_writes_markdown_and_csv_of_tables(made):
     text = documents.markdown(noise, setup)
     assert "| MeanR@1" in text and "| p=0.5" in text and "26.6" in text and " ± " in text
     assert "Settings: data.n_pairs 60; data.n_unpaired 100 | 0; train.steps 4; " in text
-    assert "teacher.ridge 0.1; sotalign.alpha 0.0001; sotalign.divergence klot; " in text
+    assert "teacher_options.ridge 0.1; sotalign.alpha 0.0001; sotalign.divergence klot; " in text
     with kept.path.with_name("F5.csv").open(newline="") as file:
         rows = list(csv.DictReader(file))
     assert [row["panel"] for row in rows] == ["pairs"] * 6 + ["unpaired"] * 4

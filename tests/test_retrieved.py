@@ -6,8 +6,7 @@ import numpy as np
 import PIL.Image
 import pytest
 
-from experiments import config as config_lib
-from experiments import report, retrieved
+from experiments import report, retrieved, spec
 from sotalign_jax import aligner, data, heads
 from sotalign_jax.search import extraction
 
@@ -77,11 +76,9 @@ def test_find_counts_captions_of_equal_words_as_right(model, gallery, labels):
 
 
 def test_labels_of_reads_the_labels_written_by_pair(tmp_path):
-    config = config_lib.default()
-    config.data.name = "files"
-    for name in ("x", "y", "test_x", "test_y"):
-        config.data.files[name] = str(tmp_path / f"{name}.npy")
-    (run,) = config_lib.runs(config).values()
+    names = ("x", "y", "test_x", "test_y")
+    files = {name: str(tmp_path / f"{name}.npy") for name in names}
+    run = spec.Run().change({"data": {"name": "files", "files": files}})
     assert retrieved.labels_of(run) == retrieved.Labels()
     metadata = {"encoder": {}, "data": {"root": str(tmp_path)}}
     rows_x = [extraction.Row(name, name) for name in ("a.png", "b.png")]
@@ -96,11 +93,9 @@ def test_labels_of_reads_the_labels_written_by_pair(tmp_path):
 
 
 def test_labels_of_sounds_have_no_pictures(tmp_path):
-    config = config_lib.default()
-    config.data.name = "files"
     tests = {f"test_{side}": str(tmp_path / f"test_{side}.npy") for side in "xy"}
-    config.data.files = {"x": "x.npy", "y": "y.npy", **tests}
-    (run,) = config_lib.runs(config).values()
+    files = {"x": "x.npy", "y": "y.npy", **tests}
+    run = spec.Run().change({"data": {"name": "files", "files": files}})
     noted = '{"root": "/sounds", "ids": ["a.wav"], "texts": ["One."]}'
     for side in "xy":
         (tmp_path / f"test_{side}.ids.json").write_text(noted)

@@ -13,12 +13,8 @@ from safetensors.numpy import save_file
 from small_runs import is_one_line
 
 import sotalign_jax
-from experiments import config as config_lib
-from experiments import main, run
+from experiments import main, run, spec
 from sotalign_jax import checks, data, evaluation, methods, recipe, storage, teachers
-
-# ml_collections calls the deprecated load_module.
-pytestmark = pytest.mark.filterwarnings("ignore:.*load_module:DeprecationWarning")
 
 
 def several(*names):
@@ -125,7 +121,11 @@ def test_main_writes_several_runs_to_one_folder(launch, tmp_path):
     assert {"comparison.md", "comparison.csv", "comparison.png"} <= small_runs.contents(run).keys()
     before = small_runs.contents(run)
     assert launch(*options) == (out, None)
-    for other in [["--config.seeds=(0,1,2)", options[0]], [*options, "--config.teacher.dim=3"], []]:
+    for other in [
+        ["--config.seeds=(0,1,2)", options[0]],
+        [*options, "--config.teacher_options.dim=3"],
+        [],
+    ]:
         _, error = launch(*other)
         assert is_one_line(error) and "error: workdir" in error
     after = small_runs.contents(run)
@@ -134,9 +134,9 @@ def test_main_writes_several_runs_to_one_folder(launch, tmp_path):
 
 def test_main_with_cca_matches_the_teachers_scores(launch, files, tmp_path):
     options = [
-        "--config.teacher.ridge=0.01",
-        "--config.teacher.dim=5",
-        "--config.teacher.noise=0.2",
+        "--config.teacher_options.ridge=0.01",
+        "--config.teacher_options.dim=5",
+        "--config.teacher_noise=0.2",
     ]
     assert launch(*options)[1] is None
     arrays = {path.stem: np.load(path) for path in files.glob("*.npy")}
@@ -152,8 +152,8 @@ def test_main_with_cca_matches_the_teachers_scores(launch, files, tmp_path):
 def test_main_starts_from_contrastive_teacher_without_galleries(launch, files, tmp_path):
     out, error = launch(
         f"--config.data.files={{'x': '{files}/x.npy', 'y': '{files}/y.npy'}}",
-        "--config.teacher.kind=contrastive",
-        "--config.heads.init=teacher",
+        "--config.teacher=contrastive",
+        "--config.start=teacher",
         "--config.train.steps=2",
         "--config.tensorboard",
         method="sail",
@@ -195,31 +195,28 @@ def test_main_align_matches_align(launch, files, tmp_path, unpaired, val):
 
 @pytest.mark.parametrize("kind", ["glu", "tanh"])
 def test_main_trains_and_saves_nonlinear_heads(launch, tmp_path, kind):
-    options = (f"--config.heads.kind={kind}", "--config.heads.hidden=9", "--config.train.steps=2")
+    options = (f"--config.head={kind}", "--config.hidden=9", "--config.train.steps=2")
     assert launch(*options, method="sail")[1] is None
     aligner = sotalign_jax.Aligner.load(tmp_path / "run")
     assert aligner.heads.x.kind == kind and aligner.heads.y.hidden == 9
-    assert aligner.info["settings"]["heads"]["kind"] == kind
+    assert aligner.info["settings"]["head"] == kind
 
 
 def test_resolve_uses_the_methods_own_head_by_default(files, monkeypatch):
     class Published(methods.SAIL):
         head = "tanh"
 
-    def prepared(**heads):
-        config = config_lib.default()
-        config.method = "sail"
-        config.heads.update(hidden=5, **heads)
-        config.data.name, config.data.n_pairs = "files", 60
-        config.data.files.update({name: f"{files}/{name}.npy" for name in ("x", "y")})
-        (one,) = config_lib.runs(config).values()
+    def prepared(**changes):
+        paths = {name: f"{files}/{name}.npy" for name in ("x", "y")}
+        own = {"name": "files", "n_pairs": 60, "files": paths}
+        one = spec.Run().change({"method": "sail", "hidden": 5, "data": own, **changes})
         return recipe.prepare(*run.resolve(one, run.load_dataset(one)))
 
     monkeypatch.setitem(methods.METHODS, "sail", Published())
     assert prepared().start.x.kind == "tanh"
-    assert prepared(kind="linear").start.x.kind == "linear"
+    assert prepared(head="linear").start.x.kind == "linear"
     with pytest.raises(checks.InputError, match=r"^heads: kind\b.* 'tanh'"):
-        prepared(init="teacher")
+        prepared(start="teacher")
 
 
 @pytest.mark.parametrize(
@@ -268,15 +265,15 @@ def test_main_names_truncated_files(launch, files, tmp_path, suffix):
 
 def test_main_can_reuse_the_folder_of_a_rejected_start(launch, tmp_path):
     for options, message in [
-        (["--config.teacher.dim=11"], "teacher: dim must be "),
-        (["--config.teacher.ridge=-1"], "teacher.ridge"),
-        (["--config.teacher.noise=2"], "teacher.noise"),
+        (["--config.teacher_options.dim=11"], "teacher: dim must be "),
+        (["--config.teacher_options.ridge=-1"], "teacher_options.ridge"),
+        (["--config.teacher_noise=2"], "teacher_noise"),
     ]:
         for more in ([], [several("cca", "procrustes")]):
             _, error = launch(*options, *more)
             assert is_one_line(error) and message in error
     assert not (tmp_path / "run").exists()
-    assert launch("--config.teacher.dim=10")[1] is None
+    assert launch("--config.teacher_options.dim=10")[1] is None
 
 
 def test_main_rejects_unusable_folders(launch, tmp_path):
@@ -391,7 +388,7 @@ def test_main_reports_non_finite_loss_in_one_line(launch):
 def test_main_compares_labels_pairs_and_seeds_in_one_table(launch, tmp_path):
     changes = {
         "procrustes": {"method": "procrustes"},
-        "stiff": {"method": "cca", "teacher.ridge": 10.0},
+        "stiff": {"method": "cca", "teacher_options.ridge": 10.0},
     }
     runs = {
         f"{label}-{n}pairs": {**own, "data.n_pairs": n}
@@ -421,7 +418,7 @@ def test_main_names_failed_runs_and_finishes_the_others(launch, tmp_path):
     runs = {
         "wild": {"method": "sail", "train.learning_rate": 1e38},
         "cca": {"method": "cca"},
-        "narrow": {"method": "cca", "teacher.dim": 11},
+        "narrow": {"method": "cca", "teacher_options.dim": 11},
     }
     options = (f"--config.runs={runs}",)
     out, error = launch(*options)

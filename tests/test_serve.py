@@ -24,8 +24,8 @@ import pytest
 import scipy.stats
 import toy_encoders
 
-from experiments import config as config_lib
 from experiments import run as run_lib
+from experiments import spec
 from experiments.configs import files as files_config
 from sotalign_jax import aligner, checks, serve
 from sotalign_jax.search import datasets, extraction, pages, web
@@ -55,7 +55,7 @@ def folder(tmp_path_factory):
         extraction.extract(source, toy_encoders.Toy(name), out / name, data={"name": "folder"})
     x, y = extraction.load(out / "image"), extraction.load(out / "text")
     extraction.write(out / "files", extraction.join("split", x, y), x, y)
-    configs = config_lib.runs(files_config.get_config(f"from={out / 'files'}"))
+    configs = spec.expand(files_config.get_config(f"from={out / 'files'}"))
     run_lib.run(configs["cca-seed0"], out / "run")
     return out
 

@@ -339,7 +339,7 @@ def test_main_restarts_killed_fits_and_keeps_finished_runs(tmp_path):
         f"--workdir={run}",
         f"--config.runs={ {name: {'method': name} for name in ('csa', 'sue', 'contrastive_mlp')} }",
         "--config.csa.ridge=0.1",
-        "--config.heads.hidden=16",
+        "--config.hidden=16",
         *(f"--config.sue.{name}={value}" for name, value in SMALL.items()),
     ]
 

@@ -13,11 +13,8 @@ import pytest
 import small_runs
 from small_runs import is_one_line
 
-from experiments import config as config_lib
-from experiments import main, run, tune
+from experiments import main, run, spec, tune
 from sotalign_jax import checks, methods
-
-pytestmark = pytest.mark.filterwarnings("ignore:.*load_module:DeprecationWarning")
 
 
 @pytest.fixture
@@ -44,34 +41,38 @@ def test_tune_doctests_pass():
     assert doctest.testmod(tune, optionflags=doctest.NORMALIZE_WHITESPACE).failed == 0
 
 
-@pytest.mark.parametrize("grid", [{"alpha": 1}, {"alpha": []}, {"heads.init": "random"}])
+@pytest.mark.parametrize("grid", [{"alpha": 1}, {"alpha": []}, {"start": "random"}])
 def test_points_rejects_grids_without_lists(grid):
     with pytest.raises(checks.InputError, match=rf"^grid.*{next(iter(grid))}"):
         tune.points(grid, "sotalign")
 
 
 def test_points_of_every_methods_grid_are_valid_settings():
-    config = config_lib.default()
     for name, method in methods.METHODS.items():
         points = tune.points(method.grid, name)
         assert len(points) == math.prod(map(len, method.grid.values()))
-        config.runs = {label: {"method": name, **point} for label, point in points.items()}
-        for one, point in zip(config_lib.runs(config).values(), points.values(), strict=True):
+        listed = {label: {"method": name, **point} for label, point in points.items()}
+        expanded = spec.expand(spec.Spec().change({"runs": listed}))
+        for one, point in zip(expanded.values(), points.values(), strict=True):
             assert one.method == name
             for key, value in point.items():
-                assert one[name][key.removeprefix(f"{name}.")] == value
+                assert one.of(key) == value
 
 
 # --- the choice --------------------------------------------------------------------------------
 
-RIDGES = "--grid={'teacher.ridge': [10.0, 1e-1, 1e-6], 'teacher.dim': (2, 6)}"
+RIDGES = "--grid={'teacher_options.ridge': [10.0, 1e-1, 1e-6], 'teacher_options.dim': (2, 6)}"
 
 
 def test_tune_chooses_best_on_validation_and_tests_it(launch, tmp_path):
     out, error = launch("--method=cca", RIDGES, "--seeds=2")
     assert error is None
     trials = tmp_path / "run" / "trials"
-    names = [f"teacher.ridge={r},teacher.dim={d}" for r in ("10.0", "0.1", "1e-06") for d in (2, 6)]
+    names = [
+        f"teacher_options.ridge={r},teacher_options.dim={d}"
+        for r in ("10.0", "0.1", "1e-06")
+        for d in (2, 6)
+    ]
     scores = {name: results(trials / f"{name}-seed0")["val/mean/R@1"] for name in names}
     assert len(set(scores.values())) > 2
     found = best(tmp_path / "run")
@@ -105,7 +106,7 @@ def test_tune_trials_never_read_the_test_split(launch, files, tmp_path):
         for p in ("x", "labels", "prompts")
     ]
     # This holds even if the grid asks for the test split.
-    grid = "--grid={'teacher.ridge': [0.1, 0.01], 'data.test': [True]}"
+    grid = "--grid={'teacher_options.ridge': [0.1, 0.01], 'data.test': [True]}"
     out, error = launch("--method=cca", grid, *zero_shot, "--seeds=0")
     assert error is None and "Best settings of cca" in out
     trials = [path.parent for path in (tmp_path / "run" / "trials").glob("*/config.json")]
@@ -123,15 +124,11 @@ def test_tune_trials_never_read_the_test_split(launch, files, tmp_path):
 
 def test_best_prefers_the_first_tie_and_skips_failed_trials():
     scores = {"a": (1.0, 2.0), "b": (3.0, 3.0), "c": (2.0, 4.0), "d": (9.0,)}
-    ended = {
-        f"{name}-seed{seed}": {run.SCORE: score}
-        for name, seeds in scores.items()
-        for seed, score in enumerate(seeds)
-    }
-    assert tune.best({**ended, "d-seed1": {"error": "why"}}) == "b"
+    ended = {name: [{run.SCORE: score} for score in seeds] for name, seeds in scores.items()}
+    assert tune.best({**ended, "d": [*ended["d"], {"error": "why"}]}) == "b"
     assert tune.best(ended) == "d"
     with pytest.raises(checks.InputError, match=r"^grid .* why$"):
-        tune.best({"d-seed1": {"error": "why"}})
+        tune.best({"d": [{"error": "why"}]})
 
 
 def test_tune_chooses_by_the_mean_over_seeds(launch, tmp_path):
@@ -159,9 +156,9 @@ def test_tune_lists_failed_trials(launch, tmp_path):
 
 
 def test_tune_lists_settings_that_the_data_rule_out(launch, tmp_path):
-    out, error = launch("--method=cca", "--grid={'teacher.dim': [11, 5]}", "--seeds=0")
-    assert error is None and "teacher.dim=11-seed0 failed: teacher: dim must be " in out
-    options = ("--method=cca", "--grid={'teacher.dim': [11, 12]}")
+    out, error = launch("--method=cca", "--grid={'teacher_options.dim': [11, 5]}", "--seeds=0")
+    assert error is None and "teacher_options.dim=11-seed0 failed: teacher: dim must be " in out
+    options = ("--method=cca", "--grid={'teacher_options.dim': [11, 12]}")
     _, error = launch(*options, workdir=tmp_path / "other")
     assert is_one_line(error) and "grid " in error and "teacher: dim must be " in error
 
@@ -173,10 +170,10 @@ def test_tune_lists_options_that_the_pools_rule_out(launch):
 
 
 def test_best_skips_points_with_a_failed_seed():
-    some = {"a-seed0": {run.SCORE: 9.0}, "a-seed1": {"error": "loss"}, "b-seed0": {run.SCORE: 1.0}}
+    some = {"a": [{run.SCORE: 9.0}, {"error": "loss"}], "b": [{run.SCORE: 1.0}]}
     assert tune.best(some) == "b"
     with pytest.raises(checks.InputError, match=r"^grid .* loss$"):
-        tune.best({name: some[name] for name in ("a-seed0", "a-seed1")})
+        tune.best({"a": some["a"]})
 
 
 def test_tune_lists_fitted_methods_that_fail(launch):
@@ -189,17 +186,18 @@ def test_tune_lists_fitted_methods_that_fail(launch):
 
 def test_tune_accepts_runs_of_the_config(launch, tmp_path):
     options = (
-        "--config.runs={'narrow': {'method': 'cca', 'teacher.dim': 3}}",
-        "--grid={'teacher.ridge': [0.1, 0.01]}",
+        "--config.runs={'narrow': {'method': 'cca', 'teacher_options.dim': 3}}",
+        "--grid={'teacher_options.ridge': [0.1, 0.01]}",
         "--seeds=1",
     )
     out, error = launch(*options, "--method=narrow")
     assert error is None and "Best settings of narrow" in out
     found = best(tmp_path / "run")
     trial = tmp_path / "run" / "trials" / f"{found['trial']}-seed0"
-    teacher = json.loads((trial / "config.json").read_text())["teacher"]
-    assert (teacher["dim"], teacher["ridge"]) == (3, found["runs"]["narrow"]["teacher.ridge"])
-    _, error = launch("--method=narrow", options[0], "--grid={'teacher.ridge': [0.5, 0.2]}")
+    options = json.loads((trial / "config.json").read_text())["teacher_options"]
+    assert options["dim"] == 3
+    assert options["ridge"] == found["runs"]["narrow"]["teacher_options.ridge"]
+    _, error = launch("--method=narrow", options[0], "--grid={'teacher_options.ridge': [0.5, 0.2]}")
     assert is_one_line(error) and "error: workdir " in error
 
 
@@ -234,11 +232,11 @@ def test_tune_rejects_bad_options_in_one_line(launch, tmp_path, options, message
 def test_tune_checks_partial_configs_before_reading_data(launch, files, tmp_path):
     for written, message in [
         ({"data": {"tset": False}}, "'data.tset'"),
-        ({}, "teacher.kind must be "),
+        ({}, "teacher must be "),
     ]:
-        head = "from ml_collections import ConfigDict\ndef get_config(_):\n"
-        (files / "config.py").write_text(f"{head} return ConfigDict({written})")
-        _, error = launch("--method=cca", "--grid={'teacher.kind': ['cac']}")
+        head = "from experiments import spec\ndef get_config(_):\n"
+        (files / "config.py").write_text(f"{head} return spec.Spec().change({written})")
+        _, error = launch("--method=cca", "--grid={'teacher': ['cac']}")
         assert is_one_line(error) and message in error
         assert not (tmp_path / "run").exists()
 

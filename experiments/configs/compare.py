@@ -9,9 +9,7 @@ included.
 
 from typing import Any
 
-from ml_collections.config_dict import ConfigDict
-
-from experiments import config as config_lib
+from experiments import launch, spec
 from experiments.configs import quickstart
 from sotalign_jax import methods
 
@@ -24,14 +22,16 @@ CHOSEN: dict[str, dict[str, Any]] = {
 """Changes of the methods' published options. `experiments.tune` finds better ones."""
 
 
-def get_config(arg: str = "") -> ConfigDict:
+def get_config(arg: str = "") -> spec.Spec:
     """Returns runs of all methods with 1,000 pairs, the other rows as pools, and three seeds."""
-    config = quickstart.get_config()
-    config.runs = {name: {"method": name} for name in ("procrustes", "cca")}  # teachers alone
+    runs = {name: {"method": name} for name in ("procrustes", "cca")}  # teachers alone
     for name in methods.METHODS:
-        config.runs[name] = {"method": name, **CHOSEN.get(name, {})}
+        runs[name] = {"method": name, **CHOSEN.get(name, {})}
     # The paper's SOTAlign starts from random heads. This run starts from the teacher's projection.
-    config.runs["sotalign_teacher"] = {"method": "sotalign", "heads.init": "teacher"}
-    config.seeds = (0, 1, 2)
-    config.heads.hidden = 512  # wider hidden layers take too long on a CPU
-    return config_lib.switched(config, arg)
+    runs["sotalign_teacher"] = {"method": "sotalign", "start": "teacher"}
+    changes = {
+        "runs": runs,
+        "seeds": (0, 1, 2),
+        "hidden": 512,  # wider hidden layers take too long on a CPU
+    }
+    return launch.switched(quickstart.get_config().change(changes), arg)

@@ -11,16 +11,15 @@ The embeddings are your own files. Row i of x matches row i of y:
 The paper's appendix uses epsilons of 0.05 and 0.01: pass `--config.sotalign.epsilon_star=0.01`.
 """
 
-from ml_collections.config_dict import ConfigDict
-
-from experiments import config as config_lib
+from experiments import launch, spec
 
 
-def get_config(arg: str = "") -> ConfigDict:
+def get_config(arg: str = "") -> spec.Spec:
     """Returns runs of SAIL and SOTAlign with the paper's settings."""
-    config = config_lib.default()
-    config.runs = {name: {"method": name} for name in ("sail", "sotalign")}
-    config.data.name = "files"
-    config.data.n_pairs = 10_000
-    config.data.n_unpaired = 1_000_000
-    return config_lib.switched(config, arg)
+    changes = {
+        "runs": {name: {"method": name} for name in ("sail", "sotalign")},
+        "data.name": "files",
+        "data.n_pairs": 10_000,
+        "data.n_unpaired": 1_000_000,
+    }
+    return launch.switched(spec.Spec().change(changes), arg)

@@ -4,14 +4,10 @@ The settings are the paper's, scaled by the rules in files.py. `quickstart.py:se
 runs with three seeds. `quickstart.py:smoke` takes four steps to check the installation.
 """
 
-from ml_collections.config_dict import ConfigDict
-
-from experiments import config as config_lib
+from experiments import launch, spec
 from experiments.configs import files
 
 
-def get_config(arg: str = "") -> ConfigDict:
+def get_config(arg: str = "") -> spec.Spec:
     """Returns runs with 1,000 pairs, and pools of images and captions of other photographs."""
-    config = files.get_config()
-    config.data.name = "coco"
-    return config_lib.switched(config, arg)
+    return launch.switched(files.get_config().change({"data.name": "coco"}), arg)

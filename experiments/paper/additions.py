@@ -161,7 +161,7 @@ _CAUSES: shared.Labelled = {
     "alpha 3e-4": {"sotalign.alpha": 3e-4},
     "200 steps": SHORT,
     "epsilon* 0.02": {"sotalign.epsilon_star": 0.02},
-    "teacher start": {"heads.init": "teacher"},
+    "teacher start": {"start": "teacher"},
 }
 """Settings of SOTAlign that were tried for several claims."""
 
@@ -235,7 +235,7 @@ def _tried_contrastive(setup: Setup) -> Panel:
             "InfoNCE": {"sotalign.divergence": "infonce"},
             "KLOT": {"sotalign.divergence": "klot"},
         },
-        {**shared.SOTALIGN, **shared.MEAN_RECALL, "teacher.kind": "contrastive"},
+        {**shared.SOTALIGN, **shared.MEAN_RECALL, "teacher": "contrastive"},
     )
 
 
@@ -260,13 +260,13 @@ def _tried_small_heads(setup: Setup) -> Panel:
     """Returns settings that were tried for A6 with heads as small as SUE's."""
     rows: shared.Labelled = {
         "MLP, d=8": {},
-        "MLP, d=64": {"heads.dim": 64},
-        "MLP, d=512": {"heads.dim": 512},
+        "MLP, d=64": {"dim": 64},
+        "MLP, d=512": {"dim": 512},
         "MLP, d=8, ten times the alpha": {"sotalign.alpha": 0.06},
         "MLP, d=8, a tenth of the rate": {"train.learning_rate": 2e-4},
         "MLP, d=8, 200 steps": SHORT,
     }
-    heads = {"heads.kind": "mlp", "heads.dim": 8}
+    heads = {"head": "mlp", "dim": 8}
     data = {"data.pairs": "Flickr8k", "data.n_pairs": 500, "data.split": "sue"}
     return _tried(
         setup,

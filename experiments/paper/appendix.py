@@ -69,7 +69,7 @@ def a3(setup: Setup) -> PaperTable:
         ("tuned CCA", "SOTAlign (tuned CCA)", shared.TUNED_SOTALIGN),
     ):
         columns: shared.Labelled = {
-            f"p={share}": {**method, "teacher.noise": share} for share in setup.sizes.teacher_noise
+            f"p={share}": {**method, "teacher_noise": share} for share in setup.sizes.teacher_noise
         }
         made = panel(
             setup,
@@ -152,8 +152,8 @@ def a6(setup: Setup) -> PaperTable:
     paper = "T6_A6_SUE_protocol"
     columns, named = shared.sue_columns(setup)
     ours: shared.Labelled = {
-        "SOTAlign (MLP, d=8)": {**shared.SOTALIGN, "heads.kind": "mlp", "heads.dim": 8},
-        "SOTAlign (linear, d=512)": {**shared.SOTALIGN, "heads.dim": 512},
+        "SOTAlign (MLP, d=8)": {**shared.SOTALIGN, "head": "mlp", "dim": 8},
+        "SOTAlign (linear, d=512)": {**shared.SOTALIGN, "dim": 512},
     }
     made = panel(
         setup,

@@ -204,14 +204,17 @@ def settings(panel: Panel, unselected: Setup | None = None) -> str:
         method, config = spec["config"]["method"], spec["config"] | {"data": spec["data"]}
         # Only sections that the method reads are listed.
         closed = method in training.TEACHERS
-        sections = ["data", *([] if closed or method in ("csa", "sue") else ["train", "heads"])]
-        sections += ["teacher"] if closed or method == "sotalign" else []
-        for section, name in itertools.product([*sections, method], listed):
-            options = config.get(section) or {}
-            if name in options:
-                unset = "linear" if name == "kind" else "all"
-                value = unset if options[name] is None else options[name]
-                found.setdefault(f"{section}.{name}", {})[_values([value])] = None
+        student = [] if closed or method in ("csa", "sue") else ["train", "head", "dim", "start"]
+        teacher = ["teacher", "teacher_options"] if closed or method == "sotalign" else []
+        for section in ["data", *student, *teacher, method]:
+            options = config.get(section, {})
+            if not isinstance(options, dict):  # a setting outside of sections
+                options = {"": options}
+            for name in ("", *listed):
+                if name in options:
+                    unset = "linear" if section == "head" else "all"
+                    value = unset if options[name] is None else options[name]
+                    found.setdefault(f"{section}.{name}".rstrip("."), {})[_values([value])] = None
     shown = {name: list(values) for name, values in found.items()}
     return "; ".join(
         f"{name} {' | '.join(values)}"

@@ -25,9 +25,9 @@ def t1(setup: Setup) -> PaperTable:
     for label in ("CKA", "InfoNCE", "KLOT"):
         divergences[label] = {**shared.SOTALIGN, "sotalign.divergence": label.lower()}
     teachers: shared.Labelled = {
-        "Procrustes": {**shared.MEAN_RECALL, "teacher.kind": "procrustes"},
-        "CCA": {**shared.MEAN_RECALL, "teacher.kind": "cca"},
-        "Contrastive": {**shared.MEAN_RECALL, "teacher.kind": "contrastive"},
+        "Procrustes": {**shared.MEAN_RECALL, "teacher": "procrustes"},
+        "CCA": {**shared.MEAN_RECALL, "teacher": "cca"},
+        "Contrastive": {**shared.MEAN_RECALL, "teacher": "contrastive"},
         "tuned CCA": {**shared.MEAN_RECALL, **TUNED_TEACHER},
     }
     sizes = setup.sizes
@@ -163,7 +163,7 @@ def t6(setup: Setup) -> PaperTable:
     made = panel(
         setup,
         corner="method",
-        rows={**shared.sue_methods(), ours: {**shared.SOTALIGN, "heads.dim": 512}},
+        rows={**shared.sue_methods(), ours: {**shared.SOTALIGN, "dim": 512}},
         columns=columns,
         paper=paper,
         named=named,

@@ -8,14 +8,14 @@ from typing import Any
 
 import jax
 import numpy as np
-from ml_collections.config_dict import FrozenConfigDict
 
-from experiments import config as config_lib
 from experiments import run, workdir
 from experiments.paper import sizes as sizes_lib
 from experiments.paper.panels import Panel, Place
 from experiments.paper.sizes import Settings, Sizes
 from experiments.paper.sources import MAIN, Data, Photographs, Sources
+from experiments.spec import Run, expand
+from experiments.spec import Spec as Comparison
 from experiments.store import Results, Spec, Store, key_of
 from sotalign_jax import checks, data, diagnostics, evaluation, heads, recipe, storage, teachers
 
@@ -37,7 +37,7 @@ class Setup:
         """Sizes at this scale."""
         return sizes_lib.SIZES[self.scale]
 
-    def settings(self, changes: Settings, seed: int) -> tuple[FrozenConfigDict, Data]:
+    def settings(self, changes: Settings, seed: int) -> tuple[Run, Data]:
         """Returns the config and the data of a run.
 
         Args:
@@ -52,7 +52,7 @@ class Setup:
         wanted = Data(**{**usual, **asked, "seed": seed})
         others = ("data.", "metric", "method", "classes")
         given = {k: v for k, v in changes.items() if not k.startswith(others)}
-        method = changes["method"] if changes["method"] != "teacher" else given["teacher.kind"]
+        method = changes["method"] if changes["method"] != "teacher" else given["teacher"]
         chosen = {**self._usual(method, wanted), **given, "method": method, "seed": seed}
         return _config(json.dumps(chosen)), wanted
 
@@ -95,11 +95,11 @@ class Setup:
         config, asked = self.settings(changes, seed)
         if kind in MEASURES:
             return {"measure": kind, **sizes, "data": asked._asdict(), "inputs": inputs(asked)}
-        method = config_lib.method(config)
+        method = config.chosen
         # A method that reads no pools has one result for all of them, computed once.
         if method is None or not method.pools:
             asked = asked._replace(n_unpaired=0, images=None, texts=None, noise=0.0)
-        plain = {key: value for key, value in config_lib.plain(config).items() if key != "data"}
+        plain = {key: value for key, value in config.to_json().items() if key != "data"}
         return {"config": plain, "data": asked._asdict(), "inputs": inputs(asked)}
 
     def _checkpoint(self, seed: int) -> dict[str, Any]:
@@ -111,7 +111,7 @@ class Setup:
         if not self.sources.given:
             return {"inputs": self.sources.inputs([MAIN])}
         config, asked = self.settings({"method": "sail"}, seed)
-        plain = {key: value for key, value in config_lib.plain(config).items() if key != "data"}
+        plain = {key: value for key, value in config.to_json().items() if key != "data"}
         return {"config": plain, "data": asked._asdict(), "inputs": self.sources.inputs(asked)}
 
     def plan(self, panel: Panel) -> Panel:
@@ -129,11 +129,9 @@ class Setup:
 
 
 @functools.cache  # the argument is JSON because a dictionary cannot be hashed
-def _config(changes: str) -> FrozenConfigDict:
+def _config(changes: str) -> Run:
     """Returns the config of one run from its changes, as JSON."""
-    config = config_lib.default()
-    config_lib.update(config, json.loads(changes))
-    (one,) = config_lib.runs(config).values()
+    (one,) = expand(Comparison().change(json.loads(changes))).values()
     return one
 
 
@@ -216,7 +214,7 @@ def compute(sources: Sources, spec: Spec, metrics: Iterable[str]) -> Results:
     dataset = _dataset(sources, asked)
     if "measure" in spec:
         return MEASURES[spec["measure"]](dataset, seed=asked.seed, **options)
-    trained = _train(FrozenConfigDict(spec["config"]), dataset)
+    trained = _train(Run.from_json(spec["config"]), dataset)
     results: Results = {}
     for name in sorted({metric.partition("/")[0] for metric in metrics}):
         own = name in ("val", "test")
@@ -236,7 +234,7 @@ def _dataset(sources: Sources, asked: Data) -> data.Dataset:
     return sources.dataset(asked)
 
 
-def _train(config: FrozenConfigDict, dataset: data.Dataset) -> heads.Heads:
+def _train(config: Run, dataset: data.Dataset) -> heads.Heads:
     """Trains the heads of a run."""
     resolved, dataset = run.resolve(config, dataset)
     return recipe.train(resolved, recipe.prepare(resolved, dataset)).heads

@@ -43,7 +43,7 @@ def methods(setup: Setup) -> Labelled:
         "NNCLR": {"method": "nnclr"},
         "S-CLIP": {"method": "sclip"},
         "SOTAlign": SOTALIGN,
-        "SOTAlign, teacher start": {**SOTALIGN, "heads.init": "teacher"},
+        "SOTAlign, teacher start": {**SOTALIGN, "start": "teacher"},
         "SOTAlign (tuned CCA)": TUNED_SOTALIGN,
     }
 
@@ -81,7 +81,7 @@ def sue_methods() -> Labelled:
     """Returns the other methods of the protocol of SUE, with heads as small as SUE's."""
     return {
         "CSA": {"method": "csa"},
-        "Contrastive": {"method": "contrastive_mlp", "heads.kind": "mlp", "heads.dim": 8},
+        "Contrastive": {"method": "contrastive_mlp", "head": "mlp", "dim": 8},
         "SUE": {"method": "sue"},
     }
 

@@ -18,11 +18,11 @@ Grid = Mapping[str, Sequence[Any]]
 
 CUTS = (1, 5, 10)
 """Numbers of neighbours among which recall looks for the partner."""
-TUNED_TEACHER: Settings = {"teacher.kind": "tuned_cca"}
+TUNED_TEACHER: Settings = {"teacher": "tuned_cca"}
 """The teacher that cross-validation chooses in place of the paper's, see `teachers.tuned_cca`."""
-TUNED_START: Settings = {**TUNED_TEACHER, "heads.init": "teacher"}
+TUNED_START: Settings = {**TUNED_TEACHER, "start": "teacher"}
 """The tuned teacher, with heads that start at its projection."""
-TEACHER_START: Settings = {"heads.init": "teacher", "sotalign.alpha": 1e-3}
+TEACHER_START: Settings = {"start": "teacher", "sotalign.alpha": 1e-3}
 SHORT: Settings = {"train.steps": 200, "train.learning_rate": 1e-3, "train.eval_every": 10}
 """Fewer steps with the larger numbers of pairs."""
 SHORT_ALPHAS = (3e-4, 5e-4, 3 / 2048)  # the last one is 3 / pairs in a batch
@@ -242,6 +242,6 @@ def _training(
         "train.learning_rate": rate,
         "train.pair_batch": 2048,
         "train.unpaired_batch": unpaired,
-        "heads.dim": dim,
-        "heads.hidden": 512,
+        "dim": dim,
+        "hidden": 512,
     }

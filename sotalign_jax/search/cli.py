@@ -2,11 +2,9 @@
 
 import os
 import pathlib
-import re
 import signal
 import sys
 import textwrap
-import traceback
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -61,9 +59,10 @@ def run(
     command: Callable[[], None],
     *,
     choices: Mapping[str, Sequence[str]] | None = None,
+    argv: Sequence[str] | None = None,
     initialize: Callable[[], None] | None = None,
 ) -> None:
-    """Parses the flags in sys.argv and runs a command.
+    """Parses the flags of the command line and runs a command.
 
     --help prints the docstring of the command's module, `choices` and the flags. Errors that the
     user can correct are printed in one line, without a traceback.
@@ -71,16 +70,18 @@ def run(
     Args:
         command: Function to run.
         choices: Values to list in --help, by title.
+        argv: Words of the command line. The default is sys.argv.
         initialize: Function to call first, once the flags are parsed.
 
     Raises:
         SystemExit: The command failed or was interrupted. The exit code is 1.
     """
+    argv = sys.argv if argv is None else argv
     try:
-        if {"--help", "-help", "-h", "--helpfull", "--helpshort"} & set(sys.argv[1:]):
+        if {"--help", "-help", "-h", "--helpfull", "--helpshort"} & set(argv[1:]):
             print(_help(command, choices or {}))
         else:
-            _start(command, initialize)
+            _start(command, argv, initialize)
         print(end="", flush=True)  # a closed pipe must raise here, not while Python exits
     except BrokenPipeError:  # a reader such as `head` has closed the pipe
         # Python flushes stdout once more when it exits, and would print another error.
@@ -111,47 +112,18 @@ def keep_programs() -> None:
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.3)
 
 
-def _start(command: Callable[[], None], initialize: Callable[[], None] | None) -> None:
+def _start(
+    command: Callable[[], None], argv: Sequence[str], initialize: Callable[[], None] | None
+) -> None:
     logging.set_verbosity(logging.WARNING)
     keep_programs()
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # stop cleanly, as on ctrl-C
     try:
-        rest = flags.FLAGS(sys.argv)
-    except Exception as error:  # a config file may raise anything
-        sys.exit(f"error: {_explain(error)}")
+        rest = flags.FLAGS(argv)
+    except flags.Error as error:
+        sys.exit(f"error: {checks.first_line(error)}")
     if len(rest) > 1:
         raise checks.InputError(f"unexpected argument {rest[1]!r}; see --help")
     if initialize is not None:
         initialize()
     command()
-
-
-def _explain(error: BaseException) -> str:
-    """Returns a one-line message for an error in the flags or in a config file."""
-    # absl wraps an error of get_config. The traceback of the inner one names the user's line.
-    cause: BaseException | None = error
-    while cause is not None:
-        for frame in traceback.extract_tb(cause.__traceback__):
-            if frame.name == "get_config":
-                where = (
-                    f"config file {frame.filename} fails in line {frame.lineno}, `{frame.line}`: "
-                )
-                own = isinstance(cause, checks.InputError)
-                return str(cause) if own else f"{where}{_last_line(cause)}"
-        cause = cause.__context__
-    told = _last_line(error)
-    if unreadable := re.search(r"\[Errno \d+\] (.+): '(.+)'$", told):
-        return f"config file {unreadable[2]} cannot be read ({unreadable[1]}); check --config"
-    return told
-
-
-def _last_line(error: BaseException) -> str:
-    """Returns the last line of an error message. Wrapped errors name their cause there."""
-    while error.args and isinstance(error.args[0], BaseException):
-        error = error.args[0]
-    text = str(error.args[0]) if error.args and isinstance(error, KeyError) else str(error)
-    if close := re.search(r'Did you mean "(.+)" instead of "(.+)"', text):
-        return f"unknown setting {close[2]!r}; did you mean {close[1]!r}?"
-    if unknown := re.search(r"Key \"(.+?)\" does not exist|^'(.+)'$", text):
-        return f"unknown setting {unknown[1] or unknown[2]!r}"
-    return (text.strip() or type(error).__name__).splitlines()[-1].strip()

@@ -1,4 +1,4 @@
-"""Tests of the config schema, in config files and on the command line."""
+"""Tests of the tree of settings, of config files, and of settings on the command line."""
 
 import dataclasses
 import doctest
@@ -7,112 +7,125 @@ import json
 import numpy as np
 import pytest
 import small_runs
-from ml_collections.config_dict import ConfigDict
 from small_runs import is_one_line
 
-from experiments import config as config_lib
-from experiments import main
+from experiments import launch, main, spec
 from experiments.configs import compare, paper, quickstart
 from sotalign_jax import checks, methods, training
 
-# ml_collections calls the deprecated load_module.
-pytestmark = pytest.mark.filterwarnings("ignore:.*load_module:DeprecationWarning")
+
+@pytest.mark.parametrize("module", [spec, launch])
+def test_doctests_pass(module):
+    assert doctest.testmod(module).failed == 0
 
 
-def test_config_doctests_pass():
-    options = doctest.NORMALIZE_WHITESPACE
-    assert doctest.testmod(config_lib, optionflags=options).failed == 0
+def test_default_spec_is_the_papers():
+    ((name, one),) = spec.expand(spec.Spec()).items()
+    assert name == one.name == "sotalign-seed42"
+    assert one.chosen == methods.SOTAlign() and one.train == training.TrainConfig()
+    assert json.loads(json.dumps(one.to_json()))["seed"] == 42
 
 
-def test_default_config_is_the_papers():
-    ((name, one),) = config_lib.runs(config_lib.default()).items()
-    assert name == "sotalign-seed42"
-    assert config_lib.method(one) == methods.SOTAlign()
-    assert config_lib.train(one) == training.TrainConfig()
-    assert json.loads(json.dumps(config_lib.plain(one)))["seed"] == 42
-
-
-def test_default_config_is_locked():
-    config = config_lib.default()
-    for section in (config, config.train, config.data.files):
-        with pytest.raises(AttributeError):
+def test_sections_of_a_spec_are_frozen():
+    made = spec.Spec()
+    for section in (made, made.train, made.data.files):
+        with pytest.raises(dataclasses.FrozenInstanceError):
             section.nope = 1
 
 
 def test_runs_are_the_product_of_labels_and_seeds():
-    config = config_lib.default()
-    config.runs = {
+    asked = {
         "cca": {"method": "cca"},
-        "taught (short)": {"heads.init": "teacher", "train.steps": 7, "sotalign.block_size": 5},
+        "taught (short)": {"start": "teacher", "train.steps": 7, "sotalign.block_size": 5},
     }
-    config.seeds = (3, 1)
-    runs = config_lib.runs(config)
+    made = spec.Spec().change({"runs": asked, "seeds": [3, 1]})
+    runs = spec.expand(made)
     assert list(runs) == ["cca-seed3", "cca-seed1", "taught (short)-seed3", "taught (short)-seed1"]
     assert [one.train.steps for one in runs.values()] == [2000, 2000, 7, 7]
     last = runs["taught (short)-seed1"]
-    assert (last.method, last.seed, last.heads.init) == ("sotalign", 1, "teacher")
-    assert config_lib.method(last).block_size == 5
-    assert config.train.steps == 2000  # the config itself is unchanged
-    config.seed = 9
-    assert list(config_lib.runs(config)) == ["cca-seed9", "taught (short)-seed9"]
+    assert (last.label, last.method, last.seed, last.start) == (
+        "taught (short)",
+        "sotalign",
+        1,
+        "teacher",
+    )
+    assert last.chosen.block_size == 5
+    assert made.train.steps == 2000  # the spec itself is unchanged
+    assert list(spec.expand(made.change({"seed": 9}))) == ["cca-seed9", "taught (short)-seed9"]
 
 
-def test_runs_hold_only_options_of_their_own_method():
-    config = config_lib.default()
-    for name, method in methods.METHODS.items():
-        assert config[name].to_dict() == dataclasses.asdict(method)
-    config.runs = {name: {"method": name} for name in config_lib.METHODS}
-    config.sail_semi.siglip_norm = "per_row"
-    runs = {one.method: one for one in config_lib.runs(config).values()}
+def test_stored_runs_hold_only_options_of_their_own_method():
+    asked = {name: {"method": name} for name in spec.METHODS}
+    made = spec.Spec().change({"runs": asked, "sail_semi.siglip_norm": "per_row"})
+    runs = {one.method: one for one in spec.expand(made).values()}
     for name, one in runs.items():
-        sections = set(config_lib.plain(one)) & set(methods.METHODS)
-        assert sections == {name} & set(methods.METHODS)
-    assert config_lib.method(runs["cca"]) is None
-    assert config_lib.method(runs["sail"]) == methods.SAIL()
-    assert config_lib.method(runs["sail_semi"]).siglip_norm == "per_row"
+        assert set(one.to_json()) & set(methods.METHODS) == {name} & set(methods.METHODS)
+    assert runs["cca"].chosen is None
+    assert runs["sail"].chosen == methods.SAIL()
+    assert runs["sail_semi"].chosen.siglip_norm == "per_row"
 
 
-def test_plain_excludes_mesh_and_on_device():
-    config = config_lib.default()
-    config.mesh, config.on_device = 1, False
-    (placed,) = config_lib.runs(config).values()
-    (plain,) = config_lib.runs(config_lib.default()).values()
-    assert config_lib.plain(placed) == config_lib.plain(plain)
+@pytest.mark.parametrize("method", spec.METHODS)
+def test_stored_runs_are_read_back(method):
+    changes = {"method": method, "seed": 3, "data.n_pairs": 9, "train.steps": 7}
+    one = spec.Run().change(changes)
+    stored = json.loads(json.dumps(one.to_json()))
+    assert spec.Run.from_json(stored) == one
+    with pytest.raises(checks.InputError, match=r"'heads.init'; did you mean 'start'"):
+        spec.Run.from_json({**stored, "heads.init": "teacher"})
+
+
+def test_every_setting_can_be_read_and_set_by_its_name():
+    made = spec.Spec()
+    for name in spec.names():
+        value = made.of(name)
+        assert made.change({name: value}) == made
+        kind, optional = spec.type_of(name)
+        if dataclasses.is_dataclass(value):
+            assert kind is dict
+        else:
+            assert isinstance(value, kind) or (optional and value is None)
+            assert kind in (bool, dict) or spec.parse(name, str(value)) == value
+
+
+def test_documented_table_is_the_one_of_the_docstrings():
+    assert spec.table() in (small_runs.ROOT / "docs" / "settings.md").read_text()
+    leaves = [name for name in spec.names() if not dataclasses.is_dataclass(spec.Spec().of(name))]
+    assert spec.table().count("\n| `") == len(leaves) > 90
+
+
+def test_to_json_excludes_mesh_and_on_device():
+    placed = spec.Run().change({"mesh": 1, "on_device": False})
+    assert placed.to_json() == spec.Run().to_json()
     assert (placed.mesh, placed.on_device) == (1, False)
 
 
-def test_runs_accepts_partial_config():
-    written = ConfigDict({"method": "sail", "train": {"steps": 5}, "seeds": [1]})
-    ((name, one),) = config_lib.runs(written).items()
-    assert name == "sail-seed1" and one.train.steps == 5 and one.train.eval_every == 43
-
-
 def test_bundled_configs_expand_to_expected_runs():
-    assert list(config_lib.runs(quickstart.get_config())) == [
+    assert list(spec.expand(quickstart.get_config())) == [
         "cca-seed0",
         "sail-seed0",
         "sotalign-seed0",
         "align-seed0",
     ]
-    smoke = config_lib.runs(quickstart.get_config("smoke,seeds=2"))
+    smoke = spec.expand(quickstart.get_config("smoke,seeds=2"))
     assert len(smoke) == 8 and all(one.train.steps < 10 for one in smoke.values())
-    sail, sotalign = config_lib.runs(paper.get_config()).values()
+    sail, sotalign = spec.expand(paper.get_config()).values()
     assert (sail.method, sotalign.method) == ("sail", "sotalign")
     assert sotalign.train.pair_batch + sotalign.train.unpaired_batch == 32_768
     assert sotalign.data.n_pairs == 10_000 and sotalign.data.n_unpaired == 1_000_000
-    assert (sotalign.sotalign.epsilon, sotalign.sotalign.epsilon_star) == (0.05, 0.005)
+    assert (sotalign.chosen.epsilon, sotalign.chosen.epsilon_star) == (0.05, 0.005)
 
-    everything = config_lib.runs(compare.get_config("pairs=500+2000,seeds=2"))
+    everything = spec.expand(compare.get_config("pairs=500+2000,seeds=2"))
     labels = {*methods.METHODS, "cca", "procrustes", "sotalign_teacher"}
     assert len(everything) == 4 * len(labels)
     assert {"sail-500pairs-seed0", "sotalign_teacher-2000pairs-seed1"} <= everything.keys()
     assert {one.data.n_pairs for one in everything.values()} == {500, 2000}
     trains = [one.train for one in everything.values()]
     assert len({(t.steps, t.pair_batch, t.unpaired_batch) for t in trains}) == 1  # one budget
-    assert len(config_lib.runs(compare.get_config())) == 3 * len(labels)
-    short = config_lib.runs(compare.get_config("smoke"))
+    assert len(spec.expand(compare.get_config())) == 3 * len(labels)
+    short = spec.expand(compare.get_config("smoke"))
     assert len(short) == len(labels)  # one seed
-    assert short["sue-seed0"].sue.epochs == 1  # overrides the epochs of its run
+    assert short["sue-seed0"].chosen.epochs == 1  # overrides the epochs of its run
     for get_config in (quickstart.get_config, paper.get_config, compare.get_config):
         for word in ("bogus", "seeds=", "pairs=5+", "smoke=1"):
             with pytest.raises(checks.InputError, match=word.replace("+", r"\+")):
@@ -122,9 +135,11 @@ def test_bundled_configs_expand_to_expected_runs():
 @pytest.mark.parametrize(
     ("key", "value", "message"),
     [
-        ("stpes", 1, "unknown setting 'stpes'"),
+        ("stpes", 1, "unknown setting 'stpes'; did you mean 'train.steps'?"),
         ("train.stpes", 1, "unknown setting 'train.stpes'; did you mean 'train.steps'?"),
         ("trane.steps", 1, "unknown setting 'trane.steps'; did you mean 'train.steps'?"),
+        ("sotalign.alfa", 1, "unknown setting 'sotalign.alfa'; did you mean 'sotalign.alpha'?"),
+        ("heads.kind", "mlp", "unknown setting 'heads.kind'; did you mean 'head'?"),
         ("train.seed", 1, "unknown setting 'train.seed'"),
         ("train.steps.x", 1, "unknown setting 'train.steps.x'"),
         ("train", 1, "train"),
@@ -150,29 +165,23 @@ def test_bundled_configs_expand_to_expected_runs():
         ("data.pool", "all", "data.pool"),
         ("data.pool_noise", 2.0, "data.pool_noise must be in 0..1"),
         ("data.files.x", "x.npy", "data.files.x"),
-        ("teacher.kind", "ccca", "teacher.kind"),
-        ("teacher.ridge", -1, "teacher.ridge"),
-        ("heads.kind", "cnn", "heads.kind"),
-        ("heads.dim", 0, "heads.dim"),
-        ("heads", {"kind": "mlp", "init": "teacher"}, "heads.init"),
+        ("teacher", "ccca", "teacher must"),
+        ("teacher_options.ridge", -1, "teacher_options.ridge"),
+        ("head", "cnn", "head "),
+        ("dim", 0, "dim "),
+        ("runs", {"a": {"head": "mlp", "start": "teacher"}}, "runs['a']: start "),
     ],
 )
 def test_runs_rejects_unknown_or_invalid_settings(key, value, message):
-    *parents, name = key.split(".")
-    nested = {name: value}
-    for parent in reversed(parents):
-        nested = {parent: nested}
     with pytest.raises(checks.InputError) as error:
-        config_lib.runs(ConfigDict(nested, convert_dict=False))
+        spec.expand(spec.Spec().change({key: value}))
     assert str(error.value).startswith(message) and "\n" not in str(error.value)
 
 
 def test_runs_error_in_shared_setting_names_no_run():
-    config = config_lib.default()
-    config.runs = {"a": {"method": "sail"}}
-    config.train.steps = -1
+    changes = {"runs": {"a": {"method": "sail"}}, "train.steps": -1}
     with pytest.raises(checks.InputError, match=r"^train.steps "):
-        config_lib.runs(config)
+        spec.expand(spec.Spec().change(changes))
 
 
 # --- the command line --------------------------------------------------------------------------
@@ -194,7 +203,7 @@ def test_dry_run_shows_settings_from_the_command_line(launch, files):
     out, error = launch(
         "--config.data.n_unpaired=100",
         "--config.sotalign.block_size=16",
-        "--config.teacher.dim=8",
+        "--config.teacher_options.dim=8",
         *(
             f"--config.data.files.zero_shot_{part}={files}/zero_shot_{part}.npy"
             for part in ("x", "labels", "prompts")
@@ -215,7 +224,7 @@ def test_dry_run_shows_settings_from_the_command_line(launch, files):
     asked = [one["config"] for one in shown]
     names = [(one["method"], one["seed"], one["train"]["steps"]) for one in asked]
     assert names == [("sail", 0, 5), ("sail", 1, 5), ("sotalign", 0, 40), ("sotalign", 1, 40)]
-    assert asked[2]["sotalign"]["block_size"] == 16 and asked[0]["teacher"]["dim"] == 8
+    assert asked[2]["sotalign"]["block_size"] == 16 and asked[0]["teacher_options"]["dim"] == 8
     assert asked[0]["train"]["learning_rate"] == 1.0 and asked[0]["tensorboard"] is True
     assert shown[0]["shapes"] == {
         "pairs_x": [60, 12],
@@ -234,11 +243,12 @@ def test_dry_run_shows_settings_from_the_command_line(launch, files):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["--config.train.stpes=1"], "unknown setting 'stpes'; did you mean 'steps'?"),
-        (["--config.trane.steps=1"], "unknown setting 'trane'; did you mean 'train'?"),
+        (["--config.train.stpes=1"], "'train.stpes'; did you mean 'train.steps'?"),
+        (["--config.trane.steps=1"], "'trane.steps'; did you mean 'train.steps'?"),
+        (["--config.sotalign.alfa", "1"], "'sotalign.alfa'; did you mean 'sotalign.alpha'?"),
         (["--config.nope=1"], "unknown setting 'nope'"),
         (["--config.train.steps=abc"], "--config.train.steps=abc"),
-        (["--config.teacher.dim=abc"], "--config.teacher.dim=abc"),
+        (["--config.teacher_options.dim=abc"], "--config.teacher_options.dim=abc"),
         (["--config.runs=cca"], "--config.runs=cca"),
         (["--config.train.steps=-4"], "train.steps "),
         (["--config.method=sale"], "method "),
@@ -271,24 +281,23 @@ def test_main_requires_workdir_and_config(launch):
 @pytest.mark.parametrize(
     ("code", "message"),
     [
-        (None, "config file cannot be read ([Errno 2]"),
+        (None, "bad.py cannot be read (No such file or directory)"),
         ("def get_config(:", "invalid syntax (bad.py, line 1)"),
-        ("x = 1", "has no attribute 'get_config'"),
-        ("def get_config():\n return 3", "get_config must return a ConfigDict, got int"),
-        ("def get_config():\n pass", "get_config must return a ConfigDict, got NoneType"),
-        ("config.nope = 1", "bad.py fails in line 4, `config.nope = 1`: unknown setting 'nope'"),
-        ("config.train.stpes = 1", "unknown setting 'stpes'; did you mean 'steps'?"),
-        ("config.trane.steps = 1", "unknown setting 'trane'; did you mean 'train'?"),
-        ("config.train.steps = 'abc'", "bad.py fails in line 4, `config.train.steps = 'abc'`: "),
-        ("config.train.steps /= 0", "line 4, `config.train.steps /= 0`: division by zero"),
-        ("config_lib.switched(config, 'bogus')", "config has an unknown switch 'bogus'"),
+        ("x = 1", "has no function get_config"),
+        ("def get_config():\n return 3", "get_config must return a spec.Spec, got int"),
+        ("def get_config():\n pass", "get_config must return a spec.Spec, got NoneType"),
+        ("config.nope = 1", "bad.py fails in line 4, `config.nope = 1`: cannot assign to field"),
+        ("config = config.change({'train.stpes': 1})", "did you mean 'train.steps'?"),
+        ("config = config.change({'train.steps': 'a'})", "train.steps must be int, got 'a'"),
+        ("config.train.steps / 0", "line 4, `config.train.steps / 0`: division by zero"),
+        ("launch.switched(config, 'bogus')", "config has an unknown switch 'bogus'"),
     ],
 )
 def test_main_rejects_bad_config_files_in_one_line(launch, tmp_path, code, message):
     path = tmp_path / "bad.py"
-    if code is not None and code.startswith("config"):
-        head = "from experiments import config as config_lib\ndef get_config():\n"
-        code = f"{head} config = config_lib.default()\n {code}\n return config\n"
+    if code is not None and code.startswith(("config", "launch")):
+        head = "from experiments import launch, spec\ndef get_config():\n"
+        code = f"{head} config = spec.Spec()\n {code}\n return config\n"
     if code is not None:
         path.write_text(code)
     _, error = launch(config=path)
@@ -301,6 +310,6 @@ def test_get_config_from_folder_uses_its_files(file, tmp_path):
     for name in ("x", "y"):
         np.save(tmp_path / f"{name}.npy", np.zeros((30, 4)))
     config = file.get_config(f"from={tmp_path}")
-    resolved = list(config_lib.runs(config).values())
+    resolved = list(spec.expand(config).values())
     assert {one.data.name for one in resolved} == {"files"}
     assert {one.data.files.x for one in resolved} == {str(tmp_path / "x.npy")}
