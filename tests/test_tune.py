@@ -78,7 +78,7 @@ def test_tune_chooses_best_on_validation_and_tests_it(launch, tmp_path):
     found = best(tmp_path / "run")
     assert found["trial"] == max(scores, key=scores.get)
     config = json.loads((trials / f"{found['trial']}-seed0" / "config.json").read_text())
-    chosen = {f"teacher.{key}": config["teacher"][key] for key in ("ridge", "dim")}
+    chosen = {f"teacher_options.{key}": config["teacher_options"][key] for key in ("ridge", "dim")}
     assert found["runs"] == {"cca": {"method": "cca", **chosen}}
 
     rows = list(csv.DictReader((trials / "comparison.csv").read_text().splitlines()))
@@ -194,9 +194,9 @@ def test_tune_accepts_runs_of_the_config(launch, tmp_path):
     assert error is None and "Best settings of narrow" in out
     found = best(tmp_path / "run")
     trial = tmp_path / "run" / "trials" / f"{found['trial']}-seed0"
-    options = json.loads((trial / "config.json").read_text())["teacher_options"]
-    assert options["dim"] == 3
-    assert options["ridge"] == found["runs"]["narrow"]["teacher_options.ridge"]
+    stored = json.loads((trial / "config.json").read_text())["teacher_options"]
+    assert stored["dim"] == 3
+    assert stored["ridge"] == found["runs"]["narrow"]["teacher_options.ridge"]
     _, error = launch("--method=narrow", options[0], "--grid={'teacher_options.ridge': [0.5, 0.2]}")
     assert is_one_line(error) and "error: workdir " in error
 
