@@ -262,7 +262,8 @@ def main() -> None:
     changes = next(iter(spec.runs.values()), {})
     first = {"first": {**changes, "method": "cca", "data.test": False}}
     one = next(iter(spec_lib.expand(spec.change({"runs": first})).values()))
-    checks.whole(MIN_PAIRS, **{"data.n_pairs": one.data.n_pairs})
+    with checks.naming("data."):
+        checks.whole(MIN_PAIRS, n_pairs=one.data.n_pairs)
     dataset = run.load_dataset(one)
     resolved, dataset = run.resolve(one, dataset)
     teacher = recipe.prepare(resolved, dataset).teacher
