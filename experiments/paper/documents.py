@@ -22,8 +22,8 @@ FIGURES, CELLS = "figures", "cells.jsonl"
 INDEX, DISCUSSION = (pathlib.Path(__file__).with_name(f"{n}.md") for n in ("index", "discussion"))
 """Template of the overview, and the discussion of the results on the repository's data."""
 LISTED = (
-    *("n_pairs", "n_unpaired", "steps", "learning_rate", "pair_batch", "unpaired_batch", "kind"),
-    *("dim", "init", "ridge", "alpha", "divergence", "epsilon", "epsilon_star", "weight", "warmup"),
+    *("n_pairs", "n_unpaired", "steps", "learning_rate", "pair_batch", "unpaired_batch"),
+    *("dim", "ridge", "alpha", "divergence", "epsilon", "epsilon_star", "weight", "warmup"),
     *("weight_text", "weight_image", "epochs", "mmd_epochs"),
 )
 """Settings to list on the page of a table, in this order."""

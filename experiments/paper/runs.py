@@ -343,7 +343,7 @@ def _trained_problem(sources: Sources, described: str, rows: int) -> Any:
 
     spec = json.loads(described)
     dataset = _dataset(sources, Data(**spec["data"]))
-    resolved, dataset = run.resolve(FrozenConfigDict(spec["config"]), dataset)
+    resolved, dataset = run.resolve(Run.from_json(spec["config"]), dataset)
     prepared = recipe.prepare(resolved, dataset)
     trained = recipe.train(resolved, prepared).heads
     teacher = teachers.cca(dataset.pairs_x, dataset.pairs_y)
