@@ -26,6 +26,7 @@ from sotalign_jax import (
 )
 from sotalign_jax.calibration import SAMPLE, Calibration, calibrate
 from sotalign_jax.cca import refine
+from sotalign_jax.confidence import Confidence
 from sotalign_jax.export import Index
 from sotalign_jax.heads import Head, Heads
 from sotalign_jax.neighbours import Found
@@ -124,7 +125,11 @@ class Aligner:
             The aligner, whose scores are calibrated by default. Its heads are the same.
         """
         made = calibrate(self.embed_x(x), self.embed_y(y), epsilon=epsilon, sample=sample)
-        return dataclasses.replace(self, calibration=made, calibrated=True)
+        # The confidence of calibrated scores belongs to the calibration that it was fitted with.
+        known = self.info.get("confidence", {})
+        plain = {side: {"plain": fits["plain"]} for side, fits in known.items() if "plain" in fits}
+        info = {**self.info, "confidence": plain} if known else self.info
+        return dataclasses.replace(self, info=info, calibration=made, calibrated=True)
 
     def similarity(
         self, x: ArrayLike, y: ArrayLike, *, calibrated: bool | None = None
@@ -223,6 +228,84 @@ class Aligner:
             own_bias = correction.x(f) if forward else correction.y(f)
             scores = scores + own_bias[:, None]
         return Found(scores, indices, None if table.ids is None else table.ids[indices])
+
+    def confidence(
+        self,
+        queries: ArrayLike,
+        gallery: ArrayLike,
+        indices: ArrayLike,
+        *,
+        direction: str = "x_to_y",
+        calibrated: bool | None = None,
+        block_size: int = 1024,
+    ) -> Float[np.ndarray, "n k"]:
+        """Computes the probabilities that results of `search` are right, see `confidence`.
+
+        Args:
+            queries: Embeddings of the queries, as in `search`.
+            gallery: Embeddings that were searched. All of them matter, because rivals with nearly
+                equal scores make a result less probable.
+            indices: Rows of the gallery that were found for each query, shape [n, k].
+            direction: As in `search`.
+            calibrated: As in `search`.
+            block_size: Number of queries that are compared at a time.
+
+        Returns:
+            The probabilities, shape [n, k].
+
+        Raises:
+            InputError: No confidence is known, because too few pairs were held out.
+
+        Example:
+            >>> from sotalign_jax.heads import build_heads
+            >>> known = {"confidence": {"x_to_y": {"plain": [20.0, 0.0]}}}
+            >>> aligner = Aligner(build_heads(4, 3, 2), known)
+            >>> found = aligner.search(np.eye(4), np.eye(3), k=2)
+            >>> aligner.confidence(np.eye(4), np.eye(3), found.indices).shape
+            (4, 2)
+        """
+        checks.choice("direction", direction, ("x_to_y", "y_to_x"))
+        checks.whole(1, block_size=block_size)
+        correction = self._correction(calibrated)
+        fitted = self.fitted_confidence(direction, calibrated=calibrated)
+        if fitted is None:
+            raise checks.InputError(
+                "confidence is unknown for this aligner, whose held-out pairs are too few; train "
+                "it with more pairs, or pass val"
+            )
+        forward = direction == "x_to_y"
+        sides = self.heads.x, self.heads.y
+        own, other = sides if forward else sides[::-1]
+        f, g = self._embed("queries", own, queries), self._embed("gallery", other, gallery)
+        chosen = np.asarray(indices)
+        bias_f, bias_g = np.zeros(len(f)), np.zeros(len(g))
+        if correction is not None:
+            bias_f = correction.x(f) if forward else correction.y(f)
+            bias_g = correction.y(g) if forward else correction.x(g)
+        found = [np.zeros((0, *chosen.shape[1:]))]
+        for start in range(0, len(f), block_size):
+            block = slice(start, start + block_size)
+            scores = f[block] @ g.T + bias_f[block, None] + bias_g
+            probabilities = fitted.probabilities(scores)
+            found.append(np.take_along_axis(probabilities, chosen[block], axis=1))
+        return np.concatenate(found)
+
+    def fitted_confidence(
+        self, direction: str, *, calibrated: bool | None = None
+    ) -> Confidence | None:
+        """Returns the parameters of the probabilities that results are right.
+
+        Args:
+            direction: "x_to_y", or "y_to_x" if the queries are of the second modality.
+            calibrated: True for calibrated scores. By default the aligner's own choice.
+
+        Returns:
+            The `confidence.Confidence`, or None if it is unknown.
+        """
+        known = self.info.get("confidence", {}).get(direction, {})
+        chosen = self.calibrated if calibrated is None else calibrated
+        values = known.get("calibrated" if chosen else "plain")
+        return None if values is None else Confidence(*values)
 
     def _correction(self, calibrated: bool | None) -> Calibration | None:
         """Returns the calibration, or None for plain cosines."""

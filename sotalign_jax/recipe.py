@@ -14,7 +14,17 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
-from sotalign_jax import calibration, checks, data, evaluation, heads, methods, teachers, training
+from sotalign_jax import (
+    calibration,
+    checks,
+    confidence,
+    data,
+    evaluation,
+    heads,
+    methods,
+    teachers,
+    training,
+)
 from sotalign_jax.aligner import Aligner, describe_unpaired
 from sotalign_jax.heads import Heads, Teacher
 from sotalign_jax.methods import Objective
@@ -439,7 +449,8 @@ def train(
         **options: `resume`, `mesh` and `on_device` of `training.fit`.
 
     Returns:
-        The aligner. Its `info` has the options and the validation score of every candidate.
+        The aligner. Its `info` has the options, the validation score of every candidate, and the
+        confidence of its results.
     """
     dataset, start, teacher, refined = prepared
     observer = observer or Observer()
@@ -465,11 +476,32 @@ def train(
             observer.stage(describe_unpaired(found["unpaired"]))
         chosen = found.pop("calibrated")
         info = {**info, "best_step": int(best.step), **found}
-        return Aligner(model, info, calibrated, calibrated=chosen)
+        aligned = Aligner(model, info, calibrated, calibrated=chosen)
+        return fit_confidence(aligned, dataset.val)
     if refined is not None:
         info["unpaired"] = unpaired_gain({"candidates": {}}, refined)
     made = _calibrate(_embed(trained, dataset), dataset, recipe.calibration)
-    return Aligner(trained, info, made.calibration, calibrated=made.helps)
+    aligned = Aligner(trained, info, made.calibration, calibrated=made.helps)
+    return fit_confidence(aligned, dataset.val)
+
+
+def fit_confidence(aligned: Aligner, gallery: data.Gallery | None) -> Aligner:
+    """Fits the probabilities that results are right, see `confidence.of_gallery`.
+
+    Args:
+        aligned: The aligner.
+        gallery: Held-out pairs, or None.
+
+    Returns:
+        The aligner with "confidence" in its `info`. Without held-out pairs, or if there are too
+        few, no probabilities are known.
+    """
+    if gallery is None:
+        return aligned
+    f = evaluation.embed(aligned.heads.x, gallery.x)
+    g = evaluation.embed(aligned.heads.y, gallery.y)
+    fitted = confidence.of_gallery(f, g, gallery.x_of_y, aligned.calibration)
+    return dataclasses.replace(aligned, info={**aligned.info, "confidence": fitted})
 
 
 def unpaired_gain(selection: Mapping[str, Any], refined: Refined) -> dict[str, Any]:

@@ -20,7 +20,7 @@ LAYERS = (
     ("checks", "progress", "storage"),
     ("tables",),
     ("ot",),
-    ("losses", "cca", "duplicates", "kernels", "calibration"),
+    ("losses", "cca", "duplicates", "kernels", "calibration", "confidence"),
     ("heads",),
     ("files", "data", "sampling"),
     ("teachers",),
