@@ -316,9 +316,9 @@ def advice(one: run_lib.Results, folder: pathlib.Path, nouns: tuple[str, str]) -
     text = f'Use sotalign_jax.Aligner.load("{folder}"), the best model on validation'
     kind = "calibrated R@1" if one.get("calibrated") else "R@1"
     text += f" ({kind} {score:.1f}"
-    if "val/rows_x" in one:
-        chance = one["val/chance/mean/R@1"]
-        text += f" among {one['val/rows_x']:,} {nouns[0]}, chance {chance:.2g}"
+    rows, chance = "val/rows_x", "val/chance/mean/R@1"
+    if {rows, chance} <= one.keys():
+        text += f" among {one[rows]:,} {nouns[0]}, chance {one[chance]:.2g}"
     return [f"{text})."] if score >= 0 else []
 
 
@@ -380,7 +380,7 @@ def comparisons(results: Seeds, nouns: tuple[str, str]) -> list[tuple[str, str, 
     made = []
     for split in tested or ["val"]:
         x, y = f"{split}/rows_x", f"{split}/rows_y"
-        having = [one for one in every if x in one]
+        having = [one for one in every if {x, y} <= one.keys()]
         sizes = {f"{one[x]:,.0f} {nouns[0]}, {one[y]:,.0f} {nouns[1]}" for one in having}
         stem, title = SPLITS[split]
         title = ": ".join(filter(None, [title, " | ".join(sorted(sizes))]))

@@ -150,6 +150,18 @@ def test_compare_reports_gallery_size_and_chance(tmp_path, capsys):
         assert (tmp_path / f"{name}.csv").read_text().splitlines()[-1].startswith("chance,0.")
 
 
+@pytest.mark.parametrize(
+    "missing", ["test/rows_x", "test/rows_y", "val/rows_x", "val/chance/mean/R@1"]
+)
+def test_compare_leaves_out_incomplete_sizes_of_galleries(missing, tmp_path, capsys, undrawn):
+    results = whole("val") | whole("test")
+    del results[missing]
+    report.compare(files_configs("cca"), {"cca-seed0": results}, tmp_path)
+    shown = capsys.readouterr().out
+    assert ("Test, whole split: " in shown) == missing.startswith("val")
+    assert ("(R@1 10.0 among 50 " in shown) == missing.startswith("test")
+
+
 def test_compare_reports_where_calibration_hurts_or_helps(tmp_path, capsys):
     names = ("sail", "cca", "sotalign")
     results = {}
