@@ -62,6 +62,7 @@ def quick(pairs, **options):
 # --- aligning ----------------------------------------------------------------------------------
 
 
+@pytest.mark.numerics
 def test_align_retrieves_unseen_matches(aligned, table):
     assert mean_r1(aligned, table) > 50.0
 

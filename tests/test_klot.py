@@ -76,6 +76,7 @@ def central_difference(loss, x, direction, step=1e-4):
 # ------------------------------------------------------------------- golden values
 
 
+@pytest.mark.numerics
 @pytest.mark.parametrize(
     ("options", "value", "slope"),
     [
@@ -93,6 +94,7 @@ def test_klot_reference_golden_values(x64, options, value, slope):
         np.testing.assert_allclose(gradient[0, 0], slope, rtol=1e-13)
 
 
+@pytest.mark.numerics
 def test_klot_matches_the_converged_reference(x64):
     k, k_star = cosines()
     reference = functools.partial(klot_lib.klot_reference, iterations=3000)
@@ -122,6 +124,7 @@ def test_klot_gradient_matches_finite_differences(rng, x64):
         np.testing.assert_allclose(jnp.sum(gradient * direction), slope, rtol=1e-8)
 
 
+@pytest.mark.numerics
 def test_klot_from_embeddings_gradient_matches_finite_differences(x64):
     rng = np.random.default_rng(7)  # another seed, because the loss is constant along the features
     f, g, *teacher = features((N, 5), (M, 5), (N, 7), (M, 7))
@@ -214,6 +217,7 @@ def with_tiny_weights(dtype, n=48):
     return k.astype(dtype), *(x.astype(dtype) for x in logs)
 
 
+@pytest.mark.numerics
 @pytest.mark.parametrize(("dtype", "tolerance"), [(np.float64, 1e-9), (np.float32, 1e-4)])
 def test_klot_reports_the_error_of_the_potentials_it_returns(x64, dtype, tolerance):
     k, log_a, log_b = with_tiny_weights(dtype)
@@ -232,6 +236,7 @@ def test_klot_reports_the_error_of_the_potentials_it_returns(x64, dtype, toleran
         assert plan.converged and error <= tolerance + (5e-4 if dtype == np.float32 else 1e-12)
 
 
+@pytest.mark.numerics
 def test_klot_gradient_of_float16_rows_of_tiny_norm_is_finite(rng):
     f, g = rng.normal(size=(2, 8, 4)).astype(np.float16)
     f[0] *= 1e-7
@@ -241,6 +246,7 @@ def test_klot_gradient_of_float16_rows_of_tiny_norm_is_finite(rng):
         assert gradient.dtype == jnp.float16 and jnp.abs(gradient[0]).max() > 1
 
 
+@pytest.mark.numerics
 @pytest.mark.parametrize("block_size", [None, 6, 32])
 def test_klot_from_embeddings_matches_klot_of_cosines(x64, block_size):
     """Covers stored cosines, blocks that do not divide the rows, and one larger block."""
@@ -253,6 +259,7 @@ def test_klot_from_embeddings_matches_klot_of_cosines(x64, block_size):
         np.testing.assert_allclose(our, expected, atol=1e-10)
 
 
+@pytest.mark.numerics
 @pytest.mark.parametrize("int8", [False, True])
 @pytest.mark.parametrize("kernels", [2, 1, 0.3])
 def test_klot_from_embeddings_is_independent_of_storage(x64, monkeypatch, kernels, int8):
@@ -276,6 +283,7 @@ def test_klot_from_embeddings_is_independent_of_storage(x64, monkeypatch, kernel
         assert np.linalg.norm(our - expected) < 1e-3 * np.linalg.norm(expected)
 
 
+@pytest.mark.numerics
 @pytest.mark.parametrize("block_size", [None, 6])
 def test_klot_from_embeddings_in_float32_is_close_to_float64(x64, block_size):
     arrays = features((N, 5), (M, 5), (N, 7), (M, 7))
@@ -351,6 +359,7 @@ def test_klot_from_embeddings_on_hard_features_agrees_in_all_modes(x64, dtype, t
                     assert epsilon * jnp.linalg.norm(our - expected) < tolerance, case
 
 
+@pytest.mark.numerics
 def test_klot_from_embeddings_cancels_large_potentials():
     """K/epsilon is 1000, so that float32 rounding adds 6e-5 to the mass of a streamed plan."""
     arrays = [jnp.ones((N, 8)), jnp.ones((M, 8))] * 2
@@ -402,6 +411,7 @@ def temporary_matrices(n, d, block_size=None, teacher_width=None):
     return compiled.memory_analysis().temp_size_in_bytes / (4 * n * n)
 
 
+@pytest.mark.numerics
 def test_klot_from_embeddings_memory_follows_storage():
     # In addition to the kernels, a few blocks take 1/8 of a matrix each and features 1/32.
     assert 2 < temporary_matrices(8192, 256) < 2.75
@@ -422,6 +432,7 @@ def brute_force_cka(k, k_star):
     return 1 - (x * y).sum() / (np.linalg.norm(x) * np.linalg.norm(y))
 
 
+@pytest.mark.numerics
 @pytest.mark.parametrize("m", [N, M])
 def test_cka_and_cka_from_embeddings_match_brute_force(x64, m):
     arrays = features((N, 5), (m, 5), (N, 7), (m, 7))

@@ -59,6 +59,7 @@ def plan_of(f, g, epsilon):
 # --- cross-moments --------------------------------------------------------------------------------
 
 
+@pytest.mark.numerics
 @pytest.mark.parametrize(
     ("n", "m", "rows"),
     # The last block overlaps the one before if the number of rows per block does not divide n.
@@ -80,6 +81,7 @@ def test_cross_moment_matches_pot(n, m, rows, monkeypatch, x64):
     np.testing.assert_allclose(found, expected, atol=1e-6 * np.abs(expected).max() + 1e-9)
 
 
+@pytest.mark.numerics
 def test_cross_moment_streams_large_kernels(x64):
     rng = np.random.default_rng(0)
     arrays = [jnp.asarray(rng.normal(size=shape)) for shape in ((300, 6), (70, 5), (6, 4), (5, 4))]
@@ -229,6 +231,7 @@ def transcription(pairs, pools, new, options, step):
     return moments.unit(fresh[0] @ W_x) @ moments.unit(fresh[1] @ W_y).T
 
 
+@pytest.mark.numerics
 @pytest.mark.parametrize("step", [refine.Step(1000.0, 1.0), refine.Step(300.0, 0.3)])
 def test_refine_by_one_round_matches_textbook_formulas(step, monkeypatch):
     # A plan of the usual marginal error of 1e-2 is one of many.

@@ -75,6 +75,7 @@ def marginal_error(plan: Plan, a=None, b=None):
 # ------------------------------------------------------------------- against other solvers
 
 
+@pytest.mark.numerics
 @pytest.mark.parametrize(("n", "m", "weighted"), [(24, 24, False), (24, 30, False), (24, 30, True)])
 def test_sinkhorn_plan_matches_pot(rng, x64, n, m, weighted):
     k = cosines(rng, n, m)
@@ -120,6 +121,7 @@ def test_reference_symmetric_takes_half_a_step_in_u(rng, x64):
 # ------------------------------------------------------------------- robustness
 
 
+@pytest.mark.numerics
 @pytest.mark.parametrize("dtype", [np.float32, np.float64])
 @pytest.mark.parametrize("shape", [(24, 24), (24, 30)])
 def test_sinkhorn_on_hard_affinities_converges_or_beats_textbook(x64, dtype, shape):
@@ -138,6 +140,7 @@ def test_sinkhorn_on_hard_affinities_converges_or_beats_textbook(x64, dtype, sha
                 assert plan.error <= textbook(400)(k, epsilon=epsilon).error, case
 
 
+@pytest.mark.numerics
 @pytest.mark.parametrize("shape", [(1, 1), (1, 7), (7, 1)])
 def test_sinkhorn_converges_on_single_rows_and_columns(rng, shape):
     for epsilon in EPSILONS:
@@ -241,6 +244,7 @@ def test_sinkhorn_converges_quickly_with_tiny_weights(rng, a, b, epsilon):
         assert marginal_error(plan, a, b) < 1.1e-4
 
 
+@pytest.mark.numerics
 @pytest.mark.parametrize("index", [2061, 5196])
 def test_sinkhorn_does_not_stall_between_far_clusters(index):
     """The residual is nearly constant, so that Anderson acceleration would add noise."""
@@ -248,6 +252,7 @@ def test_sinkhorn_does_not_stall_between_far_clusters(index):
     assert not fuzz.run([index], 20261117)[index].found
 
 
+@pytest.mark.numerics
 def test_sinkhorn_with_more_iterations_is_not_worse(x64):
     rng = np.random.default_rng([5, 0])
     k = 0.02 * rng.normal(size=(64, 48))
@@ -277,6 +282,7 @@ def test_sinkhorn_normalises_traced_weights(rng):
     np.testing.assert_allclose(scaled.matrix(), solve(k, epsilon=0.05).matrix(), atol=1e-6)
 
 
+@pytest.mark.numerics
 def test_sinkhorn_with_padding_matches_the_smaller_problem(rng, x64):
     k = cosines(rng, 24, 30)
     log_a = jnp.full(24, -jnp.inf).at[:9].set(-jnp.log(9.0))

@@ -88,6 +88,7 @@ def solve_sinkhorn(f, g, f_star, g_star, tolerance):
     return {"plan": solve(sota.cosine(f, g), epsilon=0.02)}
 
 
+@pytest.mark.numerics
 @pytest.mark.parametrize("solve", [solve_embeddings, solve_sinkhorn])
 def test_solves_end_within_the_tolerance_or_at_max_iterations(solve):
     """A plan may miss its tolerance only if the iterations ran out.
@@ -170,6 +171,7 @@ def test_sinkhorn_and_klot_accept_integer_and_boolean_affinities():
         assert sota.klot(given, K_STAR[:3, :3]) == loss
 
 
+@pytest.mark.numerics
 @pytest.mark.parametrize("wide", ["K", "K_star"])
 def test_klot_of_mixed_precision_is_computed_in_float64(wide, x64):
     arrays = {"K": jnp.asarray(K), "K_star": jnp.asarray(K_STAR)}
@@ -182,6 +184,7 @@ def test_klot_of_mixed_precision_is_computed_in_float64(wide, x64):
     np.testing.assert_allclose(mixed_gradient, gradient, rtol=1e-6, atol=1e-8)
 
 
+@pytest.mark.numerics
 def test_klot_from_embeddings_of_bfloat16_matches_float32():
     narrow = [jnp.asarray(x, jnp.bfloat16) for x in FEATURES]
     # At these epsilons, the order of rounding K does not change the value.
@@ -199,6 +202,7 @@ def test_klot_from_embeddings_of_bfloat16_matches_float32():
         )
 
 
+@pytest.mark.numerics
 def test_solvers_keep_float32_with_x64_at_2048_rows(x64):
     f, g, f_star, g_star = map(jnp.asarray, features(*[(2048,)] * 4))
     k = sota.cosine(f, g)
