@@ -1,6 +1,6 @@
 """Predicts the time of the training step on accelerators from data sheets.
 
-    python -m benchmarks.model            # the step, its parts, several devices, the refinement
+    python -m benchmarks.model            # the step, its parts, devices, refinement, sweeps
     python -m benchmarks.model --targets a100 --unpaired=100000
 
 Each part of the step is described by the bytes that it moves, the kernels that it launches, and the
@@ -114,6 +114,9 @@ momentum)."""
 REFINED_FEATURES, REFINED_SWEEPS = 512, 13
 """Features of a refined teacher, and sweeps of its plan at epsilon 0.03 and a tolerance of 1e-2: 13
 on COCO, 8 on code and 4 on speech, with 5,000 rows of each pool and the teacher of 500 pairs."""
+FLASH_SHAPE, FLASH_ITERATIONS, FLASH_MS = (20_000, 64), 10, 21.7
+"""Rows per side and width, alternating iterations, and their milliseconds on an A100, as published
+by F. Ye et al., "FlashSinkhorn: IO-aware entropic optimal transport", arXiv:2602.03067."""
 TRAINING_STEPS = 2000
 """Steps of the paper's training."""
 
@@ -390,12 +393,37 @@ def refinement_row(name: str, w: Workload) -> list[Any]:
     return [name, seconds, training, training / seconds]
 
 
+def sweep_rows(target: Device, n: int, widths: Sequence[int]) -> list[list[Any]]:
+    """Returns table rows that compare a sweep with FlashSinkhorn, by width of the features.
+
+    Args:
+        target: The device.
+        n: Rows and columns of the plan.
+        widths: Widths of the features.
+    """
+    rows: list[list[Any]] = []
+    potentials = 2 * 4 * n / common.MEBIBYTE
+    for d in widths:
+        published = FLASH_MS / FLASH_ITERATIONS if (n, d) == FLASH_SHAPE else None
+        rows.append(["FlashSinkhorn, published", d, published, 0.0, potentials])
+        # An iteration computes the affinity twice, for its rows and for its columns.
+        bound = 1e3 * 2 * 2 * n * n * d / target.peak(device.TF32)
+        rows.append(["its products at the peak of TF32", d, bound, 0.0, potentials])
+        for label, entry in (("ours, int8 kernel", 1), ("ours, float32 kernel", 4)):
+            made = build("teacher", n, n, d, False, blocks.BUILD_ROWS, entry, 1)
+            once = sum(predict(made, target))
+            each = sum(predict([sweeps("", n, n, TRAINING, 1, entry)], target))
+            rows.append([label, d, each, once, entry * n * n / common.MEBIBYTE])
+    return rows
+
+
 COLUMNS = {
     "step": "target|ours, 1e-2|launches|ours, 1e-4|published|published, 1e-4|ratio|ratio, 1e-4|"
     "host to device",
     "parts": "target|part|GB|TFLOP|launches|ms",
     "devices": "target|devices|ms|communication|relative|speed-up",
     "refine": "target|seconds a round|seconds of training|ratio",
+    "sweep": "code|width|ms a sweep|ms once|MiB",
 }
 """Headers of the tables. Times are in milliseconds, unless the header says otherwise."""
 
@@ -414,6 +442,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         "parts": [row for name in some for row in part_rows(name, w)],
         "devices": [row for name in some for row in device_rows(name, w, args.devices)],
         "refine": [refinement_row(name, w) for name in names],
+        "sweep": sweep_rows(DEVICES["a100"], FLASH_SHAPE[0], [FLASH_SHAPE[1], w.dim]),
     }
     for stem, rows in found.items():
         table = common.Table(COLUMNS[stem].split("|"), rows, digits=1 if stem == "step" else 2)
