@@ -271,6 +271,9 @@ def test_of_panel_shows_gains_relative_to_sail():
     assert [row[2] for row in table.rows] == [None, "+30 %"]
     gap = panel.gap(("SOTAlign", "R@1"), ("SAIL", "R@1"))
     assert gap is not None and gap.relative == pytest.approx(0.3)
+    at_zero = dataclasses.replace(panel, found=found | {("SAIL", "R@1"): np.zeros(2)})
+    gap = at_zero.gap(("SOTAlign", "R@1"), ("SAIL", "R@1"))
+    assert gap is not None and gap.mean == 6.5 and gap.relative is None
     turned = panels.Panel("", "pairs", {"100": {}}, {**columns}, (0,))
     assert turned.baseline("100", "R@1") is None
 

@@ -135,7 +135,8 @@ class Panel:
         if made is None or low != self.baseline(*high):
             return made
         share = None if paper is None or not below else paper / below
-        return made._replace(relative=made.mean / self.mean(*low), paper_relative=share)
+        base = self.mean(*low)
+        return made._replace(relative=made.mean / base if base else None, paper_relative=share)
 
 
 class Gap(NamedTuple):

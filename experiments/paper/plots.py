@@ -121,7 +121,8 @@ def _draw_gain(ax: Any, panel: Panel) -> None:
     for column in panel.columns:
         if column != "SAIL":
             gaps = [panel.gap((row, column), (row, "SAIL")) for row in panel.rows]
-            base = [panel.mean(row, "SAIL") / 100 for row in panel.rows]
+            # Nothing is drawn where SAIL has no hit.
+            base = [panel.mean(row, "SAIL") / 100 or np.nan for row in panel.rows]
             known = [gap or Gap(np.nan, np.nan) for gap in gaps]
             means, errors = np.array([gap[:2] for gap in known]).T / base
             drawn[column] = means, errors
