@@ -27,6 +27,7 @@ from sotalign_jax.ot.affinity import cosine, l2_normalize
 from sotalign_jax.ot.klot import klot, klot_from_embeddings, klot_reference
 from sotalign_jax.ot.sinkhorn import Plan, sinkhorn
 from sotalign_jax.ot.sinkhorn import reference as sinkhorn_reference
+from sotalign_jax.ot.solver import Status
 from sotalign_jax.teachers import Teacher, best_cca, cca, kernel_cca, procrustes, tuned_cca
 from sotalign_jax.training import contrastive
 
@@ -36,6 +37,7 @@ __all__ = [
     "Aligner",
     "InputError",
     "Plan",
+    "Status",
     "Teacher",
     "align",
     "best_cca",

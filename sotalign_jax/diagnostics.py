@@ -395,10 +395,11 @@ def sinkhorn_convergence(
         value, aux = klot_from_embeddings(
             x, y, x, y, epsilon=1e9, epsilon_star=epsilon, return_aux=True, **options
         )
-        error, iterations, converged = (part.item() for part in aux.teacher[2:])
         # With b = 1/m, KLOT is Σ P log(P/a) + log m.
         partners = len(y) * math.exp(-value)
-        out.append(Convergence(epsilon, error, iterations, converged, partners))
+        plan = aux.teacher
+        found = plan.error.item(), plan.iterations.item(), plan.converged.item()
+        out.append(Convergence(epsilon, *found, partners))
     return out
 
 

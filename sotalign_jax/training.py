@@ -34,7 +34,7 @@ from sotalign_jax.heads import (
     check_widths,
 )
 from sotalign_jax.methods import Contrastive, Method, Objective
-from sotalign_jax.ot import device, sharding
+from sotalign_jax.ot import device, sharding, solver
 from sotalign_jax.progress import Observer
 
 # Steps between reads of the metrics. JAX dispatches steps asynchronously, and a read waits until
@@ -559,10 +559,14 @@ def _warn_unconverged(method: Objective, step: int, values: dict[str, Any]) -> b
     error = max(values["student_error"], values["teacher_error"])
     if error <= 1.1 * getattr(method, "tolerance", 0.0):
         return False
+    student, teacher = (
+        f"{values[f'{name}_error']:.2g}, {solver.Status(values[f'{name}_status']).name}"
+        for name in ("student", "teacher")
+    )
     warnings.warn(
         f"a transport plan of step {step} stopped above the tolerance (errors: student "
-        f"{values['student_error']:.2g}, teacher {values['teacher_error']:.2g}); raise "
-        "max_iterations or epsilon_star, or accept a gradient that is off by as much",
+        f"{student}, teacher {teacher}); raise max_iterations or epsilon_star, or accept a "
+        "gradient that is off by as much",
         stacklevel=3,
     )
     return True

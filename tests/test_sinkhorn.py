@@ -12,6 +12,7 @@ import scipy.optimize
 
 from sotalign_jax import checks
 from sotalign_jax.ot.sinkhorn import Plan, reference, sinkhorn
+from sotalign_jax.ot.solver import Status
 
 EPSILONS = (1e-3, 5e-3, 0.05, 1.0)
 
@@ -176,7 +177,7 @@ def test_sinkhorn_stops_early_on_nan_and_inf_affinities(rng, bad, epsilon):
     k = cosines(rng, 24, 24).astype(np.float32)
     k[3, 4] = bad
     plan = solve(k, epsilon=epsilon)
-    assert not plan.converged
+    assert plan.status == Status.NOT_FINITE and not plan.converged
     assert plan.iterations < 10
 
 
@@ -192,13 +193,29 @@ def test_sinkhorn_of_infeasible_problem_is_not_converged(rng):
     k = cosines(rng, 24, 24).astype(np.float32)
     k[:, 4] = -np.inf
     plan = solve(k, epsilon=5e-3)
-    assert not plan.converged
+    assert plan.status == Status.NOT_FINITE and not plan.converged
+
+
+def test_sinkhorn_status_names_the_cause(rng):
+    k = cosines(rng, 24, 24).astype(np.float32)
+    constant = np.full((24, 24), 0.3, np.float32)
+    for given, options, status in (
+        (k, {"epsilon": 0.05}, Status.CONVERGED),
+        (k, {"epsilon": 5e-3, "max_iterations": 3}, Status.OUT_OF_ITERATIONS),
+        # float32 numbers near 1/24 are 4e-9 apart.
+        (constant, {"epsilon": 0.05, "tolerance": 1e-8}, Status.ROUNDING),
+        # Most columns are not the best one of any row.
+        (k, {"epsilon": 1e-6, "max_iterations": 1}, Status.UNDERFLOW),
+        (k, {"epsilon": -1.0}, Status.NOT_FINITE),
+    ):
+        assert solve(given, **options).status == status
 
 
 @pytest.mark.parametrize("epsilon", [-0.1, 0.0, np.nan, np.inf, 1e-44])
 def test_sinkhorn_with_bad_traced_epsilon_stops_at_once(rng, epsilon):
     plan = solve(cosines(rng, 24, 24).astype(np.float32), epsilon=np.float32(epsilon))
-    assert plan.error == np.inf and not plan.converged and plan.iterations == 0
+    assert plan.status == Status.NOT_FINITE and not plan.converged
+    assert plan.error == np.inf and plan.iterations == 0
 
 
 @pytest.mark.parametrize("value", [0.3, -7.3, 1e3])

@@ -182,8 +182,9 @@ class SOTAlign(base.Objective):
         metrics: base.Metrics = {}
         for name, plan in aux._asdict().items():
             metrics |= {f"{name}_error": plan.error, f"{name}_iterations": plan.iterations}
-        error = jnp.maximum(aux.student.error, aux.teacher.error)
-        return value, {**metrics, "converged": error <= self.tolerance}, memory
+            metrics |= {f"{name}_status": plan.status}
+        metrics["converged"] = aux.student.converged & aux.teacher.converged
+        return value, metrics, memory
 
 
 def _klot_crossmodal(
@@ -239,8 +240,7 @@ def _klot_crossmodal(
     # The surrogate has the gradient of the closed form, and cancels in the value.
     surrogate = jnp.sum((jnp.exp(log_p) - t) / epsilon * k)
     value = mass * (value + surrogate - jax.lax.stop_gradient(surrogate))
-    value = jnp.where(jnp.isfinite(plan.error) & jnp.isfinite(target.error), value, jnp.nan)
-    scalings = (
-        solver.Scalings(x.u, x.v, x.error, x.iterations, x.converged) for x in (plan, target)
+    aux = klot_lib.KlotAux(
+        *(solver.Scalings(x.u, x.v, x.error, x.iterations, x.status) for x in (plan, target))
     )
-    return value, klot_lib.KlotAux(*scalings)
+    return jnp.where(aux.solved, value, jnp.nan), aux

@@ -30,7 +30,7 @@ from typing import Any, Literal, NamedTuple, TypedDict, Unpack, overload
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float
+from jaxtyping import Array, Bool, Float
 
 from sotalign_jax import checks
 from sotalign_jax.ot import affinity, blocks, device, sharding
@@ -47,7 +47,7 @@ from sotalign_jax.ot.sinkhorn import (
     solve_matrix,
     without_padding,
 )
-from sotalign_jax.ot.solver import MAX_ITERATIONS, Scalings, goal, solve
+from sotalign_jax.ot.solver import MAX_ITERATIONS, Scalings, Status, goal, solve
 
 MARGINALS = ("prob", "bistochastic")
 """Choices of `marginals`: plans of total mass 1, or rows and columns of mass 1."""
@@ -57,12 +57,18 @@ class KlotAux(NamedTuple):
     """Results of both solves, for plans of total mass 1.
 
     Attributes:
-        student: Scalings, marginal error, iterations and convergence of P.
+        student: Scalings, marginal error, iterations and status of P.
         teacher: The same for P*.
     """
 
     student: Scalings
     teacher: Scalings
+
+    @property
+    def solved(self) -> Bool[Array, ""]:
+        """False if one of the plans does not exist, so that the loss is NaN."""
+        failed = Status.NOT_FINITE
+        return (self.student.status != failed) & (self.teacher.status != failed)
 
 
 class _Options(NamedTuple):
@@ -198,7 +204,7 @@ def _affinities_fwd(options: _Options, k: Array, k_star: Array, settings: _Setti
         p_star = jnp.exp(log_p_star)
         # 0 log 0 counts as 0. The product would be NaN where log P is -inf.
         value = jnp.sum(jnp.where(p_star == 0, 0.0, p_star * (log_p_star - log_p)))
-        solved = jnp.isfinite(student.error) & jnp.isfinite(teacher.error)
+        solved = KlotAux(student, teacher).solved
         # If a solve failed, the loss is NaN and not a number that looks plausible.
         value = jnp.where(solved, sharding.psum(value, axes), jnp.nan)
         # Users get scalings of K itself. The backward pass keeps the centred ones, which have more
@@ -231,7 +237,7 @@ def _affinities_bwd(options: _Options, residuals: Any, cotangents: Any) -> Any:
         return scale * (p - p_star) / epsilons[0], ()
 
     with sharding.mesh_of(k, k_star):
-        solved = jnp.isfinite(aux.student.error) & jnp.isfinite(aux.teacher.error)
+        solved = aux.solved
         scale = jnp.where(solved, cotangents[0], jnp.nan)
         shared = columns, (settings.epsilon, settings.epsilon_star), scale
         rows = sharding.split(k), sharding.split(k_star), own
@@ -465,7 +471,7 @@ def _features_fwd(options: _Options, features: _Features, settings: _Settings) -
         marginals = products.rows + star[0], products.columns + star[1]
         target = teacher.measured(*star, weights, tolerance)
         plan = student.measured(*marginals, weights, tolerance)
-        solved = jnp.isfinite(plan.error) & jnp.isfinite(target.error)
+        solved = KlotAux(plan, target).solved
         value, factor = (jnp.where(solved, x, jnp.nan) for x in (value, 1 / settings.epsilon))
         df = _through_norm(products.right, f, factor)
         # Sums over all devices, and leaves each device the gradient of its own columns.

@@ -32,7 +32,15 @@ from sotalign_jax.ot import affinity, sharding
 from sotalign_jax.ot.affinity import ArrayLike
 from sotalign_jax.ot.blocks import BUILD_ROWS, Block, over_rows
 from sotalign_jax.ot.kernel import MAX_EXPONENT, Kernel, Matrix
-from sotalign_jax.ot.solver import MAX_ITERATIONS, Scalings, goal, rounding, row_range, solve
+from sotalign_jax.ot.solver import (
+    MAX_ITERATIONS,
+    Scalings,
+    Status,
+    goal,
+    rounding,
+    row_range,
+    solve,
+)
 
 
 @jax.tree_util.register_dataclass
@@ -48,9 +56,9 @@ class Plan:
         centred_v: The rest of v. It is -inf where a weight is zero.
         epsilon: Regularisation.
         error: The larger of ||P 1 - a||_1 and ||P^T 1 - b||_1 of `matrix()` for weights of mass 1,
-            plus a bound on the rounding of exponents. It is infinite if the solve failed.
+            plus a bound on the rounding of exponents.
         iterations: Number of sweeps.
-        converged: True if the error is at most the tolerance.
+        status: How the solve ended, see `Status`.
 
     Example:
         >>> plan = sinkhorn(jnp.eye(2), epsilon=0.5)
@@ -66,7 +74,12 @@ class Plan:
     epsilon: Float[Array, ""]
     error: Float[Array, ""]
     iterations: Int[Array, ""]
-    converged: Bool[Array, ""]
+    status: Int[Array, ""]
+
+    @property
+    def converged(self) -> Bool[Array, ""]:
+        """True if the error is at most the tolerance."""
+        return self.status == Status.CONVERGED
 
     @property
     def u(self) -> Float[Array, " n"]:
@@ -212,7 +225,8 @@ def _refine(
     def unfinished(state: _Refined) -> Array:
         # An error that falls by less than a tenth is mostly rounding.
         helps = (state.error > tolerance) & (state.error < 0.9 * state.last_error)
-        helps &= jnp.isfinite(scalings.error) & (state.iterations < max_iterations)
+        helps &= scalings.status != Status.NOT_FINITE
+        helps &= state.iterations < max_iterations
         return (state.iterations < scalings.iterations) | helps
 
     infinity = jnp.asarray(jnp.inf, k.dtype)
@@ -342,10 +356,10 @@ def sinkhorn(
     """Solves OT_eps(K), the entropic transport plan of an affinity.
 
     The solver is stabilised Sinkhorn with Anderson acceleration and epsilon-scaling, see
-    `ot.solver`. It stops when max(||P 1 - a||_1, ||P^T 1 - b||_1) <= tolerance, which
-    `Plan.converged` reports. It works under `jit`, `vmap` and `shard_map`, in float32 and float64,
-    for epsilons of about 1e-6 to 1e6 times the range of K. Plans are not differentiable: use
-    `klot`. With a traced epsilon <= 0, the error of the plan is infinite.
+    `ot.solver`. It stops when max(||P 1 - a||_1, ||P^T 1 - b||_1) <= tolerance. `Plan.converged`
+    reports whether it did, and `Plan.status` why it did not. The function works under `jit`, `vmap`
+    and `shard_map`, in float32 and float64, for epsilons of about 1e-6 to 1e6 times the range of K.
+    Plans are not differentiable: use `klot`. A traced epsilon <= 0 gives the status `NOT_FINITE`.
 
     Args:
         K: Affinity (larger is closer), shape [n, m]. An entry of -inf is forbidden to the plan.
@@ -541,4 +555,6 @@ def reference(
     )
     top, zeros = _top(K), jnp.zeros(m, K.dtype)
     scalings = top, zeros, u + top / epsilon, v, jnp.asarray(epsilon, K.dtype)
-    return Plan(K, *scalings, error, jnp.asarray(iterations), error <= 1e-4)
+    missed = jnp.where(jnp.isfinite(error), Status.OUT_OF_ITERATIONS, Status.NOT_FINITE)
+    status = jnp.where(error <= 1e-4, Status.CONVERGED, missed).astype(jnp.int32)
+    return Plan(K, *scalings, error, jnp.asarray(iterations), status)

@@ -37,6 +37,7 @@ References:
     (1978): the exact sweeps that correct an approximate kernel.
 """
 
+import enum
 import functools
 import math
 from collections.abc import Callable
@@ -154,6 +155,31 @@ def goal(tolerance: Array, widest: Any, epsilon: Array) -> Array:
     return jnp.maximum(below, 0.5 * tolerance)
 
 
+class Status(enum.IntEnum):
+    """How a solve ended. Under `jit` a status is an int32 array that compares with these values.
+
+    Attributes:
+        CONVERGED: The marginal error is at most the tolerance.
+        OUT_OF_ITERATIONS: `max_iterations` did not suffice. Allow more, or raise epsilon.
+        ROUNDING: The solver reached the tolerance, but the rounding of K/epsilon leaves the plan
+            above it. Compute in float64, or raise epsilon.
+        UNDERFLOW: A column has no mass, because its entries of exp(K/epsilon) underflow. Raise
+            epsilon.
+        NOT_FINITE: There is no plan, because epsilon is not a positive number, or because a row or
+            column of K has a NaN or nothing but -inf. The error is infinite and a loss is NaN.
+
+    Example:
+        >>> Status(Status.CONVERGED).name
+        'CONVERGED'
+    """
+
+    CONVERGED = 0
+    OUT_OF_ITERATIONS = 1
+    ROUNDING = 2
+    UNDERFLOW = 3
+    NOT_FINITE = 4
+
+
 class Scalings(NamedTuple):
     """Result of a solve.
 
@@ -162,28 +188,37 @@ class Scalings(NamedTuple):
         v: Column log-scalings.
         error: The larger of ||P 1 - a||_1 and ||P^T 1 - b||_1, for marginals of mass 1.
         iterations: Number of sweeps.
-        converged: True if the error is at most the tolerance.
+        status: The `Status`.
     """
 
     u: Float[Array, " n"]
     v: Float[Array, " m"]
     error: Float[Array, ""]
     iterations: Int[Array, ""]
-    converged: Bool[Array, ""]
+    status: Int[Array, ""]
+
+    @property
+    def converged(self) -> Bool[Array, ""]:
+        """True if the error is at most the tolerance."""
+        return self.status == Status.CONVERGED
 
     def measured(self, error: Array, tolerance: Any) -> "Scalings":
-        """Replaces the solver's error by a measured one, or by infinity if the solve failed.
+        """Replaces the solver's error, which ignores rounding, by that of the plan itself.
 
         Args:
             error: Error of the plan.
             tolerance: Marginal error that was asked for.
 
         Returns:
-            The scalings with new values of `error` and `converged`.
+            The scalings with new values of `error` and `status`.
         """
-        solved = jnp.isfinite(error) & jnp.isfinite(self.error)
-        error = jnp.where(solved, error, jnp.inf)
-        return self._replace(error=error, converged=error <= tolerance)
+        finite = jnp.isfinite(error) & (self.status != Status.NOT_FINITE)
+        missed = jnp.where(self.converged, Status.ROUNDING, self.status)
+        status = jnp.where(error <= tolerance, Status.CONVERGED, missed)
+        return self._replace(
+            error=jnp.where(finite, error, jnp.inf),
+            status=jnp.where(finite, status, Status.NOT_FINITE).astype(jnp.int32),
+        )
 
 
 class _Problem(NamedTuple):
@@ -621,6 +656,15 @@ def _potentials_of(init_v: Array, log_b: Array, limit: Array) -> Array:
     return jnp.maximum(guess - jnp.max(guess, where=live, initial=-jnp.inf), -limit)
 
 
+def _status(result: _Progress, tolerance: Any) -> Array:
+    """Returns the `Status` of a solve that has ended."""
+    # No point of the last search has a finite error if a column of its kernel underflows.
+    finite = jnp.isfinite(result.error)
+    missed = jnp.where(finite, Status.OUT_OF_ITERATIONS, Status.UNDERFLOW)
+    status = jnp.where(result.error <= tolerance, Status.CONVERGED, missed)
+    return jnp.where(result.usable, status, Status.NOT_FINITE).astype(jnp.int32)
+
+
 def solve(
     kernel: Kernel,
     log_a: Float[Array, " n"],
@@ -649,8 +693,7 @@ def solve(
         init_v: Column log-scalings to start from, instead of epsilon-scaling.
 
     Returns:
-        The scalings, and the state of the kernel with the final x and y. The error is infinite if
-        epsilon or the affinity is not finite or if epsilon <= 0. Otherwise it is at most 2.
+        The scalings, and the state of the kernel with the final x and y.
 
     Raises:
         InputError: `init_v` does not have one entry per column.
@@ -690,11 +733,8 @@ def solve(
         done=false,
     )
     result = (_run_int8 if kernel.int8 else _run)(problem, progress)
-    # Two distributions differ by at most 2 in L1. A column that still underflows has an infinite
-    # error, which becomes 2.
-    error = jnp.where(result.usable, jnp.minimum(result.error, 2.0), jnp.inf)
-    state = result.kernel
+    state, error = result.kernel, jnp.where(result.usable, result.error, jnp.inf)
     u, v = log_a + state.p + state.x, log_b + jnp.where(live, state.q + state.y, 0.0)
-    scalings = Scalings(u, v, error, result.iterations, error <= tolerance)
+    scalings = Scalings(u, v, error, result.iterations, _status(result, tolerance))
     # Frees the int8 kernel.
     return scalings, state._replace(int8=sharding.vary_like(jnp.zeros(0, jnp.int8), log_a))
