@@ -11,8 +11,10 @@ and the backward pass keeps only arrays of the features' size. Sinkhorn is never
 Danskin's theorem (the envelope theorem), the gradient of an optimal value needs only the optimal
 plan.
 
-The teacher's plan is solved first, then the student's. P - P* is then multiplied with the features,
-a block of rows at a time. A stored kernel provides the rows of its plan directly. A streamed kernel
+Both losses are one function of two affinities, `_klot`. It solves the teacher's plan and then the
+student's, and pulls (P - P*)/eps back to the student's arrays while both plans exist, so that the
+backward pass only multiplies by a number. For features, P - P* is multiplied with them a block of
+rows at a time. A stored kernel provides the rows of its plan directly, whereas a streamed kernel
 computes them again (`blocks.Storage`). Rows are split over the devices of a mesh, see `sharding`.
 
 References:
@@ -24,9 +26,9 @@ References:
 
 from __future__ import annotations  # help() then shows the annotations as they are written
 
+import dataclasses
 import functools
-from collections.abc import Callable
-from typing import Any, Literal, NamedTuple, TypedDict, Unpack, overload
+from typing import Any, Literal, NamedTuple, overload
 
 import jax
 import jax.numpy as jnp
@@ -38,16 +40,14 @@ from sotalign_jax.ot.affinity import ArrayLike
 from sotalign_jax.ot.blocks import Block, over_rows
 from sotalign_jax.ot.kernel import Cosines, Kernel, KernelState
 from sotalign_jax.ot.sinkhorn import (
-    Centres,
+    Weights,
     check_limits,
     constant,
-    log_plan,
-    log_weights,
     reference,
     solve_matrix,
     without_padding,
 )
-from sotalign_jax.ot.solver import MAX_ITERATIONS, Scalings, Status, goal, solve
+from sotalign_jax.ot.solver import MAX_ITERATIONS, Options, Scalings, Status, goal, solve
 
 MARGINALS = ("prob", "bistochastic")
 """Choices of `marginals`: plans of total mass 1, or rows and columns of mass 1."""
@@ -71,214 +71,185 @@ class KlotAux(NamedTuple):
         return (self.student.status != failed) & (self.teacher.status != failed)
 
 
-class _Options(NamedTuple):
-    """Options that are fixed at trace time.
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class _Features:
+    """Raw features, whose cosines are an affinity.
 
     Attributes:
-        max_iterations: Number of sweeps at which a solve stops.
-        sums: Precision of sums over a kernel.
-        algorithms: Device profile with the precision of each matrix product, see `device.ROLES`.
+        f: Features of the rows.
+        g: Features of the columns.
+        affinity_precision: Precision of the cosines.
+        plan_precision: Precision of the products of plans with features.
         storage: The n x m arrays that are kept in memory.
     """
 
-    max_iterations: int
-    sums: jax.lax.PrecisionLike
-    algorithms: device.Profile
-    storage: blocks.Storage
+    f: Float[Array, "n d"]
+    g: Float[Array, "m d"]
+    affinity_precision: jax.lax.PrecisionLike = dataclasses.field(metadata={"static": True})
+    plan_precision: jax.lax.PrecisionLike = dataclasses.field(metadata={"static": True})
+    storage: blocks.Storage = dataclasses.field(metadata={"static": True})
 
-    @classmethod
-    def create(
-        cls,
-        max_iterations: int,
-        precision: jax.lax.PrecisionLike = None,
-        storage: blocks.Storage | None = None,
-    ) -> _Options:
-        """Builds the options for this device.
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Shape of the affinity."""
+        return len(self.f), len(self.g)
 
-        Args:
-            max_iterations: Number of sweeps at which a solve stops.
-            precision: Precision of all products. None takes the device's own.
-            storage: Arrays that are kept. None stores both kernels.
+    def cosines(self, axes: sharding.Axes) -> Cosines:
+        """Returns the affinity of this device's rows."""
+        # Every device needs all columns in every block, so they are gathered once.
+        return Cosines.of(self.f, sharding.all_gather(self.g, axes), self.affinity_precision)
 
-        Returns:
-            The options.
-        """
-        own, storage = device.profile(), storage or blocks.Storage()
-        if precision is None:
-            return cls(max_iterations, affinity.HIGHEST, own, storage)
-        # A user who asks for a precision gets it in every role, sums included.
-        same: Any = dict.fromkeys(device.ROLES, precision)
-        return cls(max_iterations, precision, own._replace(**same), storage)
+    def pull(self, right: Array, left: Array, factor: Array) -> _Features:
+        """Returns the gradients of f and g, given `factor` times those of the normalised rows."""
+        f, g = _through_norm(right, self.f, factor), _through_norm(left, self.g, factor)
+        return dataclasses.replace(self, f=f, g=g)
 
 
-class _Settings(NamedTuple):
-    """Options that may be traced."""
-
-    epsilon: Float[Array, ""]
-    epsilon_star: Float[Array, ""]
-    tolerance: Float[Array, ""]
-    log_a: Float[Array, " n"]
-    log_b: Float[Array, " m"]
-    init_v: Float[Array, " m"] | None
-    init_v_star: Float[Array, " m"] | None
+_Affinity = Array | _Features
 
 
-_DERIVATIVES_ERROR = (
-    "{name} supports only first derivatives in {arguments} by reverse mode (jax.grad, jax.vjp, "
-    "jax.value_and_grad); pass jax.lax.stop_gradient of other differentiated arguments, such as "
-    "epsilon and the log-weights"
-)
-_AFFINITIES_ERROR = _DERIVATIVES_ERROR.format(name="klot", arguments="K")
-_FEATURES_ERROR = _DERIVATIVES_ERROR.format(name="klot_from_embeddings", arguments="f and g")
+def _derivatives_error(affinity: _Affinity) -> str:
+    """Returns the message for derivatives that are not supported."""
+    of_features = isinstance(affinity, _Features)
+    name, arguments = ("klot_from_embeddings", "f and g") if of_features else ("klot", "K")
+    return (
+        f"{name} supports only first derivatives in {arguments} by reverse mode (jax.grad, "
+        "jax.vjp, jax.value_and_grad); pass jax.lax.stop_gradient of other differentiated "
+        "arguments, such as epsilon and the log-weights"
+    )
 
-# Makes zero cotangents for inputs that the loss treats as constants.
-_zeros = functools.partial(jax.tree.map, jnp.zeros_like)
 
+def _after(options: Options, computed: Any) -> Options:
+    """Returns options that depend on `computed`, so that XLA runs two solves in turn.
 
-def _depend_on(x: Array, computed: Any) -> Array:
-    """Returns x with a data dependency on `computed`, so that XLA runs two solves in turn.
-
-    The second solve can then use the memory of the first. The dependency is an added 0, or the
-    smallest normal number if entries of `computed` sum to NaN. Neither changes a digit of x.
-    Compilers would remove an optimisation barrier or a product with zero.
+    The second solve can then use the memory of the first. The dependency adds 0 to epsilon, or the
+    smallest normal number if entries of `computed` sum to NaN. Neither changes a digit. Compilers
+    would remove an optimisation barrier or a product with zero.
     """
+    epsilon = options.epsilon
     # One entry of each array is enough for a dependency on all of it.
-    touched = sum(jnp.ravel(leaf)[0].astype(x.dtype) for leaf in jax.tree.leaves(computed))
-    return x + jnp.where(jnp.isnan(touched), jnp.finfo(x.dtype).tiny, 0)
+    touched = sum(jnp.ravel(leaf)[0].astype(epsilon.dtype) for leaf in jax.tree.leaves(computed))
+    nothing = jnp.where(jnp.isnan(touched), jnp.finfo(epsilon.dtype).tiny, 0)
+    return dataclasses.replace(options, epsilon=epsilon + nothing)
 
 
-def _join_scalings(n: int, m: int, us: Any, others: Any) -> KlotAux:
+# --- one loss of two affinities ----------------------------------------------------------------
+
+
+class _Divergence(NamedTuple):
+    """Result of `_from_matrices` or `_from_features`.
+
+    Attributes:
+        value: KL(P* || P).
+        gradient: Gradient in the student's affinity.
+        aux: Both plans' scalings.
+    """
+
+    value: Float[Array, ""]
+    gradient: _Affinity
+    aux: KlotAux
+
+
+@jax.custom_vjp
+def _klot(
+    student: _Affinity, teacher: _Affinity, weights: Weights, options: Options, star: Options
+) -> tuple[Array, KlotAux]:
+    """Computes KL(P* || P) and both plans' scalings. Differentiable in the student's affinity."""
+    return _klot_fwd(student, teacher, weights, options, star)[0]
+
+
+def _klot_fwd(
+    student: _Affinity, teacher: _Affinity, weights: Weights, options: Options, star: Options
+) -> Any:
+    """Computes value and gradient. `options` are those of the student, `star` of the teacher."""
+    # Second derivatives differentiate this function, and raise here.
+    student, teacher = constant(_derivatives_error(student), (student, teacher))
+    of_features = isinstance(student, _Features)
+
+    def own_rows(axes: sharding.Axes, rows: Any, shared: Any) -> tuple[Any, Any]:
+        (student, teacher, log_a), (log_b, options, star) = rows, shared
+        divergence = _from_features if of_features else _from_matrices
+        value, gradient, aux = divergence(
+            axes, student, teacher, Weights(log_a, log_b), options, star
+        )
+        # The loss of plans that do not exist is NaN, and not a number that looks plausible.
+        value, gradient = jax.tree.map(
+            lambda x: jnp.where(aux.solved, x, jnp.nan), (value, gradient)
+        )
+        return (gradient, [plan.u for plan in aux]), (value, [plan[1:] for plan in aux])
+
+    with sharding.mesh_of(*jax.tree.leaves((student, teacher))):
+        shared = weights.log_b, options, star
+        # Features of columns are split like those of rows, so vectors of columns are padded alike.
+        if of_features:
+            log_b = sharding.split(weights.log_b, -jnp.inf)
+            shared = log_b, _split_init_v(options), _split_init_v(star)
+        log_a = sharding.split(weights.log_a, -jnp.inf)
+        rows = *jax.tree.map(sharding.split, (student, teacher)), log_a
+        (gradient, us), (value, others) = sharding.shard_map(own_rows, rows, shared)
+        aux = _without_padding(student.shape, us, others)
+        # With Explicit mesh axes the gradient must have the sharding of the student.
+        gradient = jax.tree.map(
+            lambda dx, x: sharding.like(sharding.join(dx, len(x)), x), gradient, student
+        )
+    return (value, aux), (gradient, teacher, weights, options, star)
+
+
+def _klot_bwd(residuals: Any, cotangents: Any) -> Any:
+    """Multiplies the gradient of the forward pass by the cotangent of the value."""
+    gradient, *constants = residuals
+    # The cotangent of aux is zero, because `_call` stops its gradient.
+    scaled = jax.tree.map(lambda dx: (cotangents[0] * dx).astype(dx.dtype), gradient)
+    return scaled, *jax.tree.map(jnp.zeros_like, constants)
+
+
+_klot.defvjp(_klot_fwd, _klot_bwd)
+
+
+def _split_init_v(options: Options) -> Options:
+    """Pads the initial v to equally many columns for each device."""
+    return dataclasses.replace(options, init_v=jax.tree.map(sharding.split, options.init_v))
+
+
+def _without_padding(shape: tuple[int, int], us: Any, others: Any) -> KlotAux:
     """Joins u and the other fields of both plans' scalings, without padding."""
+    n, m = shape
     both = zip(us, others, strict=True)
     return KlotAux(*(Scalings(sharding.join(u, n), v[:m], *rest) for u, (v, *rest) in both))
 
 
-# --- from affinities ---------------------------------------------------------------------------
+# --- from matrices -----------------------------------------------------------------------------
 
 
-class _Centred(NamedTuple):
-    """A plan in the form that `sinkhorn.Plan` has, with potentials in two parts."""
-
-    centres: Centres
-    u: Array
-    v: Array
-    epsilon: Array
-
-    def log_plan(self, k: Array) -> Array:
-        """Returns log P for these rows of K."""
-        return log_plan(k, self.centres.rows, self.u, self.v, self.epsilon, self.centres.columns)
-
-    def scalings(self) -> tuple[Array, Array]:
-        """Returns u and v of log P = K/epsilon + u + v."""
-        rows, columns = (centre / self.epsilon for centre in self.centres)
-        return self.u - rows, self.v - columns
-
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _klot_of_affinities(
-    options: _Options, k: Array, k_star: Array, settings: _Settings
-) -> tuple[Array, KlotAux]:
-    """Computes KL(P* || P) and both plans' scalings. Differentiable in k alone."""
-    return _affinities_fwd(options, k, k_star, settings)[0]
-
-
-def _affinities_fwd(options: _Options, k: Array, k_star: Array, settings: _Settings) -> Any:
-    """Solves both plans and sums KL(P* || P) over their entries."""
-    # Second derivatives differentiate this function, and raise here.
-    k = constant(_AFFINITIES_ERROR, k)
-
-    def own_rows(axes: sharding.Axes, rows: Any, settings: _Settings) -> Any:
-        k, k_star, log_a = rows
-
-        def plan(k: Array, epsilon: Array, init_v: Array | None) -> tuple[Centres, Scalings]:
-            limits = epsilon, settings.tolerance, options.max_iterations
-            return solve_matrix(k, log_a, settings.log_b, *limits, init_v, axes, options.sums)
-
-        epsilon, epsilon_star = settings.epsilon, settings.epsilon_star
-        # One after the other, so that the second solve can use the memory of the first.
-        centres_star, teacher = plan(k_star, epsilon_star, settings.init_v_star)
-        centres, student = plan(k, _depend_on(epsilon, teacher), settings.init_v)
-        kept = _Centred(centres, student.u, student.v, epsilon)
-        kept_star = _Centred(centres_star, teacher.u, teacher.v, epsilon_star)
-        log_p, log_p_star = kept.log_plan(k), kept_star.log_plan(k_star)
-        p_star = jnp.exp(log_p_star)
-        # 0 log 0 counts as 0. The product would be NaN where log P is -inf.
-        value = jnp.sum(jnp.where(p_star == 0, 0.0, p_star * (log_p_star - log_p)))
-        solved = KlotAux(student, teacher).solved
-        # If a solve failed, the loss is NaN and not a number that looks plausible.
-        value = jnp.where(solved, sharding.psum(value, axes), jnp.nan)
-        # Users get scalings of K itself. The backward pass keeps the centred ones, which have more
-        # digits.
-        (u, v), (u_star, v_star) = kept.scalings(), kept_star.scalings()
-        results = (v, *student[2:]), (v_star, *teacher[2:])
-        rows = (centres.rows, student.u), (centres_star.rows, teacher.u)
-        columns = (centres.columns, student.v), (centres_star.columns, teacher.v)
-        return ((u, u_star), rows), (value, columns, *results)
-
-    with sharding.mesh_of(k, k_star):
-        rows = sharding.split(k), sharding.split(k_star), sharding.split(settings.log_a, -jnp.inf)
-        (us, own), (value, columns, *others) = sharding.shard_map(own_rows, rows, settings)
-        aux = _join_scalings(len(k), k.shape[1], us, others)
-    return (value, aux), (k, k_star, own, columns, settings, aux)
-
-
-def _affinities_bwd(options: _Options, residuals: Any, cotangents: Any) -> Any:
-    """Computes (P - P*)/eps from the log-scalings of both plans."""
-    k, k_star, own, columns, settings, aux = residuals
-
-    def own_rows(axes: sharding.Axes, rows: Any, shared: Any) -> Any:
-        (k, k_star, own), (columns, epsilons, scale) = rows, shared
-        p, p_star = (
-            jnp.exp(_Centred(Centres(row, column), u, v, epsilon).log_plan(affinity))
-            for affinity, (row, u), (column, v), epsilon in zip(
-                (k, k_star), own, columns, epsilons, strict=True
-            )
-        )
-        return scale * (p - p_star) / epsilons[0], ()
-
-    with sharding.mesh_of(k, k_star):
-        solved = aux.solved
-        scale = jnp.where(solved, cotangents[0], jnp.nan)
-        shared = columns, (settings.epsilon, settings.epsilon_star), scale
-        rows = sharding.split(k), sharding.split(k_star), own
-        gradient, _ = sharding.shard_map(own_rows, rows, shared)
-        # With Explicit mesh axes the gradient must have the sharding of K.
-        gradient = sharding.like(sharding.join(gradient, len(k)), k)
-    return gradient, jnp.zeros_like(k_star), _zeros(settings)
-
-
-_klot_of_affinities.defvjp(_affinities_fwd, _affinities_bwd)
+def _from_matrices(
+    axes: sharding.Axes, k: Array, k_star: Array, weights: Weights, options: Options, star: Options
+) -> _Divergence:
+    """Solves both plans of this device's rows of K, and subtracts their matrices."""
+    target = solve_matrix(k_star, weights, star, axes)
+    plan = solve_matrix(k, weights, _after(options, target.scalings), axes)
+    log_p, log_p_star = plan.log_matrix(), target.log_matrix()
+    p_star = jnp.exp(log_p_star)
+    # 0 log 0 counts as 0. The product would be NaN where log P is -inf.
+    value = jnp.sum(jnp.where(p_star == 0, 0.0, p_star * (log_p_star - log_p)))
+    gradient = (jnp.exp(log_p) - p_star) / options.epsilon
+    aux = KlotAux(plan.scalings, target.scalings)
+    return _Divergence(sharding.psum(value, axes), gradient, aux)
 
 
 # --- from features -----------------------------------------------------------------------------
 
 
-class _Features(NamedTuple):
-    """Raw features of the student (f, g) and of the teacher (z, w)."""
-
-    f: Float[Array, "n d"]
-    g: Float[Array, "m d"]
-    z: Float[Array, "n e"]
-    w: Float[Array, "m e"]
-
-    @classmethod
-    def cast(cls, *arrays: ArrayLike) -> _Features:
-        """Casts to float64 if any array is, else to float32 except for pairs of bfloat16 arrays."""
-        given, floats = [affinity.as_array(x) for x in arrays], affinity.as_floats(*arrays)
-        if floats[0].dtype == jnp.float32:
-            # Products of two bfloat16 numbers are exact in float32, so a cast would only cost
-            # memory.
-            student, teacher = (
-                x.dtype == y.dtype == jnp.bfloat16 for x, y in (given[:2], given[2:])
-            )
-            kept = student, student, teacher, teacher
-            floats = tuple(x if keep else y for keep, x, y in zip(kept, given, floats, strict=True))
-        return cls(*floats)
-
-    def without_padding(self, settings: _Settings) -> _Features:
-        """Replaces rows of weight zero by zeros, because they may be NaN."""
-        padded = jnp.isneginf(settings.log_a)[:, None], jnp.isneginf(settings.log_b)[:, None]
-        return _Features(*(jnp.where(padded[i % 2], 0.0, x) for i, x in enumerate(self)))
+def _cast(*features: ArrayLike) -> tuple[Array, ...]:
+    """Casts f, g, f_star, g_star to float64 if one is, else to float32 but for bfloat16 pairs."""
+    given = tuple(affinity.as_array(x) for x in features)
+    f, g, z, w = affinity.as_floats(*given)
+    # Products of two bfloat16 numbers are exact in float32, so a cast would only cost memory.
+    if f.dtype == jnp.float32 and given[0].dtype == given[1].dtype == jnp.bfloat16:
+        f, g = given[:2]
+    if z.dtype == jnp.float32 and given[2].dtype == given[3].dtype == jnp.bfloat16:
+        z, w = given[2:]
+    return f, g, z, w
 
 
 def _through_norm(gradient: Array, x: Array, factor: Any) -> Array:
@@ -289,67 +260,54 @@ def _through_norm(gradient: Array, x: Array, factor: Any) -> Array:
     return ((gradient - along[:, None] * rows) * (scale * factor)[:, None]).astype(x.dtype)
 
 
-class _Solved(NamedTuple):
-    """A solved plan: its kernel and its scalings."""
+class _KernelPlan(NamedTuple):
+    """A solved plan as its kernel and scalings."""
 
     kernel: Kernel
     state: KernelState
     scalings: Scalings
 
-    def measured(self, rows: Array, columns: Array, weights: Any, tolerance: Array) -> Scalings:
-        """Returns the scalings with the error of the plan that `_multiply` computed.
+    def measured(self, rows: Array, columns: Array, weights: Weights, tolerance: Array) -> Scalings:
+        """Returns the scalings with the error of the plan whose marginals `_multiply` summed.
 
         Args:
             rows: Row sums of the plan.
             columns: Column sums of this device's rows.
-            weights: Weights of rows and columns.
+            weights: Log-weights of these rows and of all columns.
             tolerance: Marginal error that was asked for.
 
         Returns:
             The scalings.
         """
-        (a, b), axes = weights, self.kernel.axes
+        axes = self.kernel.axes
         # Row sums are complete on their device. Column sums are added up over devices.
-        in_rows = sharding.psum(jnp.sum(jnp.abs(rows - a)), axes)
-        in_columns = jnp.sum(jnp.abs(sharding.psum(columns, axes) - b))
-        return self.scalings.measured(jnp.maximum(in_rows, in_columns), tolerance)
+        in_rows = jnp.sum(jnp.abs(rows - jnp.exp(weights.log_a)))
+        in_columns = jnp.sum(jnp.abs(sharding.psum(columns, axes) - jnp.exp(weights.log_b)))
+        error = jnp.maximum(sharding.psum(in_rows, axes), in_columns)
+        return self.scalings.measured(error, tolerance)
 
-    def without_matrix(self) -> _Solved:
+    def without_matrix(self) -> _KernelPlan:
         """Frees the stored kernel. Rows of the plan are then computed when they are needed."""
         kernel = self.kernel._replace(block_size=blocks.PRODUCT_ROWS)
         empty = sharding.vary_like(jnp.zeros(0, self.state.p.dtype), self.state.p)
-        return _Solved(kernel, self.state._replace(matrix=empty), self.scalings)
+        return _KernelPlan(kernel, self.state._replace(matrix=empty), self.scalings)
 
 
 def _solve_features(
-    options: _Options,
-    axes: sharding.Axes,
-    x: Array,
-    y: Array,
-    weights: tuple[Array, Array],
-    epsilon: Array,
-    tolerance: Array,
-    init_v: Array | None,
-    *,
-    teacher: bool,
-) -> _Solved:
-    """Solves the plan of the teacher's or the student's features from this device's rows."""
-    storage, own = options.storage, options.algorithms
-    precision = own.teacher if teacher else own.student
-    # Every device needs all columns in every block, so they are gathered once.
-    cosines = Cosines.of(x, sharding.all_gather(y, axes), precision)
-    # The student needs too few sweeps for an int8 kernel to pay off if its kernel is stored.
-    int8 = storage.int8 and (teacher or storage.block_size is not None)
-    kernel = Kernel(cosines, storage.block_size, int8, axes, options.sums)
+    features: _Features, weights: Weights, options: Options, axes: sharding.Axes
+) -> _KernelPlan:
+    """Solves the plan of features from this device's rows."""
+    block_size, _, int8 = features.storage
+    kernel = Kernel(features.cosines(axes), block_size, int8, axes, options.precision)
     scalings, state = solve(
         kernel,
         *weights,
-        epsilon=epsilon,
-        tolerance=goal(tolerance, 1.0, epsilon),
+        epsilon=options.epsilon,
+        tolerance=goal(options.tolerance, 1.0, options.epsilon),
         max_iterations=options.max_iterations,
-        init_v=init_v,
+        init_v=options.init_v,
     )
-    return _Solved(kernel, state, scalings)
+    return _KernelPlan(kernel, state, scalings)
 
 
 class _Products(NamedTuple):
@@ -375,16 +333,17 @@ class _Products(NamedTuple):
 
 
 def _multiply(
-    student: _Solved, teacher: _Solved, weights: tuple[Array, Array], options: _Options
+    student: _KernelPlan, teacher: _KernelPlan, weights: Weights, features: _Features
 ) -> _Products:
     """Multiplies P - P* with the student's features, a block of rows at a time."""
     cosines: Any = student.kernel.affinity
     g = affinity.as_float(cosines.g) * cosines.g_scale[:, None]
-    product = functools.partial(affinity.dot, precision=options.algorithms.gradient)
+    product = functools.partial(affinity.dot, precision=features.plan_precision)
+    a, b = jnp.exp(weights.log_a), jnp.exp(weights.log_b)
 
     def body(block: Block, sums: _Products) -> _Products:
-        plan, moment = student.kernel.plan_rows(student.state, block, *weights)
-        star, moment_star = teacher.kernel.plan_rows(teacher.state, block, *weights)
+        plan, moment = student.kernel.plan_rows(student.state, block, a, b)
+        star, moment_star = teacher.kernel.plan_rows(teacher.state, block, a, b)
         # Subtracted before the product: one product instead of two, and no cancellation after it.
         difference = plan - star
         return _Products(
@@ -402,8 +361,8 @@ def _multiply(
     sums = jnp.zeros_like(p), jnp.zeros_like(q)
     # The marginals of both plans are summed in the same pass as the products.
     nothing = _Products(*sides, *sums, jnp.zeros((), p.dtype), *sums)
-    rows = options.storage.block_size or blocks.BUILD_ROWS
-    if options.storage.both:
+    rows = features.storage.block_size or blocks.BUILD_ROWS
+    if features.storage.both:
         # There is memory for larger blocks, which move fewer bytes. An eighth of the rows keeps
         # blocks small against the stored kernels.
         rows = min(blocks.PRODUCT_ROWS, max(rows, len(p) // 8))
@@ -411,8 +370,8 @@ def _multiply(
         return over_rows(len(p), rows, body, sharding.vary_like(nothing, p))
 
 
-def _divergence(
-    student: _Solved, products: _Products, weights: tuple[Array, Array], epsilon: Array
+def _fenchel_young(
+    student: _KernelPlan, products: _Products, weights: Weights, epsilon: Array
 ) -> Array:
     """Computes this device's part of KL(P* || P).
 
@@ -423,9 +382,10 @@ def _divergence(
     where the last bracket is `moment`. In exact arithmetic the marginals of P - P* are zero. They
     are used as computed, because otherwise the rounding errors of large K/eps would not cancel.
     """
-    (a, b), state = weights, student.state
+    state = student.state
     cosines: Any = student.kernel.affinity
     # Potentials of rows and columns of weight zero are not finite, or arbitrary.
+    a, b = jnp.exp(weights.log_a), jnp.exp(weights.log_b)
     in_rows = jnp.sum(jnp.where(a > 0, products.rows * (state.p + state.x), 0.0))
     in_columns = jnp.sum(jnp.where(b > 0, products.columns * (state.q + state.y), 0.0))
     # <P - P*, K> = <(P - P*) G, F>, from the product that the gradient needs anyway.
@@ -434,103 +394,40 @@ def _divergence(
     return in_rows + in_columns + cross - products.moment
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _klot_of_features(
-    options: _Options, features: _Features, settings: _Settings
-) -> tuple[Array, KlotAux]:
-    """Computes KL(P* || P) of cosine affinities. Differentiable in f and g."""
-    return _features_fwd(options, features, settings)[0]
-
-
-def _features_fwd(options: _Options, features: _Features, settings: _Settings) -> Any:
-    """Solves both plans and computes the value and the gradient.
-
-    The gradient is computed in the forward pass, while the kernels exist.
-    """
-    f, g, z, w = constant(_FEATURES_ERROR, features)
-
-    def own_rows(axes: sharding.Axes, rows: Any, settings: _Settings) -> Any:
-        f, g, z, w, log_a = rows
-        tolerance, logs = settings.tolerance, (log_a, settings.log_b)
-        weights = jnp.exp(logs[0]), jnp.exp(logs[1])
-        solve_one = functools.partial(_solve_features, options, axes, tolerance=tolerance)
-        with jax.named_scope("teacher_plan"):
-            epsilon, init_v = settings.epsilon_star, settings.init_v_star
-            teacher = solve_one(z, w, logs, epsilon, init_v=init_v, teacher=True)
-            # If two kernels do not fit, frees the teacher's before the student's is built.
-            if options.storage.block_size is None and not options.storage.both:
-                teacher = teacher.without_matrix()
-        with jax.named_scope("student_plan"):
-            # The dependency keeps XLA from solving both at once, in twice the memory.
-            epsilon = _depend_on(settings.epsilon, teacher.scalings)
-            student = solve_one(f, g, logs, epsilon, init_v=settings.init_v, teacher=False)
-        products = _multiply(student, teacher, weights, options)
-        value = sharding.psum(_divergence(student, products, weights, settings.epsilon), axes)
-        star = products.rows_star, products.columns_star
-        # The marginals of P are those of P - P* plus those of P*.
-        marginals = products.rows + star[0], products.columns + star[1]
-        target = teacher.measured(*star, weights, tolerance)
-        plan = student.measured(*marginals, weights, tolerance)
-        solved = KlotAux(plan, target).solved
-        value, factor = (jnp.where(solved, x, jnp.nan) for x in (value, 1 / settings.epsilon))
-        df = _through_norm(products.right, f, factor)
-        # Sums over all devices, and leaves each device the gradient of its own columns.
-        dg = _through_norm(sharding.psum_scatter(products.left, axes), g, factor)
-        return (df, dg, plan.u, target.u), (value, plan[1:], target[1:])
-
-    with sharding.mesh_of(*features):
-        rows = (*map(sharding.split, (f, g, z, w)), sharding.split(settings.log_a, -jnp.inf))
-        (df, dg, *us), (value, *others) = sharding.shard_map(
-            own_rows, rows, _split_columns(settings)
-        )
-        aux = _join_scalings(len(f), len(g), us, others)
-        df, dg = (sharding.like(sharding.join(dx, len(x)), x) for dx, x in ((df, f), (dg, g)))
-    return (value, aux), (df, dg, features, settings)
-
-
-def _split_columns(settings: _Settings) -> _Settings:
-    """Pads log_b and both initial v, so that all devices have equally many columns."""
-    v, v_star = jax.tree.map(sharding.split, (settings.init_v, settings.init_v_star))
-    log_b = sharding.split(settings.log_b, -jnp.inf)
-    return settings._replace(log_b=log_b, init_v=v, init_v_star=v_star)
-
-
-def _features_bwd(options: _Options, residuals: Any, cotangents: Any) -> Any:
-    """Multiplies the gradient of the forward pass by the cotangent of the value."""
-    df, dg, features, settings = residuals
-    # The cotangent of aux is zero, because `_call` stops its gradient.
-    gradients = ((cotangents[0] * dx).astype(dx.dtype) for dx in (df, dg))
-    return _Features(*gradients, *_zeros((features.z, features.w))), _zeros(settings)
-
-
-_klot_of_features.defvjp(_features_fwd, _features_bwd)
+def _from_features(
+    axes: sharding.Axes,
+    student: _Features,
+    teacher: _Features,
+    weights: Weights,
+    options: Options,
+    star: Options,
+) -> _Divergence:
+    """Solves both plans of this device's rows, and multiplies their difference with features."""
+    with jax.named_scope("teacher_plan"):
+        target = _solve_features(teacher, weights, star, axes)
+        # If two kernels do not fit, frees the teacher's before the student's is built.
+        if teacher.storage.block_size is None and not teacher.storage.both:
+            target = target.without_matrix()
+    with jax.named_scope("student_plan"):
+        plan = _solve_features(student, weights, _after(options, target.scalings), axes)
+    products = _multiply(plan, target, weights, student)
+    value = sharding.psum(_fenchel_young(plan, products, weights, options.epsilon), axes)
+    star_rows, star_columns = products.rows_star, products.columns_star
+    # The marginals of P are those of P - P* plus those of P*.
+    rows, columns = products.rows + star_rows, products.columns + star_columns
+    aux = KlotAux(
+        plan.measured(rows, columns, weights, options.tolerance),
+        target.measured(star_rows, star_columns, weights, star.tolerance),
+    )
+    # Sums over all devices, and leaves each device the gradient of its own columns.
+    left = sharding.psum_scatter(products.left, axes)
+    return _Divergence(value, student.pull(products.right, left, 1 / options.epsilon), aux)
 
 
 # --- public functions ---------------------------------------------------------------------------
 
 # Compiled once here, for calls outside of `jit`.
-_affinities = jax.jit(_klot_of_affinities, static_argnums=0)
-_features = jax.jit(_klot_of_features, static_argnums=0)
-
-
-class _KlotOptions(TypedDict, total=False):
-    """Keyword options of `klot`, for type checkers: `return_aux` decides the type of the result."""
-
-    epsilon: Any
-    epsilon_star: Any
-    marginals: str
-    tolerance: Any
-    max_iterations: int
-    precision: jax.lax.PrecisionLike
-    log_a: ArrayLike | None
-    log_b: ArrayLike | None
-    init_v: tuple[ArrayLike, ArrayLike] | None
-
-
-class _EmbeddingsOptions(_KlotOptions, total=False):
-    """Keyword options of `klot_from_embeddings`, for type checkers."""
-
-    block_size: int | None
+_compiled = jax.jit(_klot)
 
 
 def total_mass(marginals: str, n: int, m: int, log_a: Array | None = None) -> Any:
@@ -562,20 +459,23 @@ def total_mass(marginals: str, n: int, m: int, log_a: Array | None = None) -> An
     return n if log_a is None else jnp.sum(~jnp.isneginf(log_a), dtype=log_a.dtype)
 
 
-def _settings(
-    message: str,
-    n: int,
-    m: int,
+def _options(
+    init_v: Any,
     dtype: Any,
     *,
-    log_a: ArrayLike | None,
-    log_b: ArrayLike | None,
-    init_v: Any,
+    epsilon: Any,
+    epsilon_star: Any,
+    tolerance: Any,
     max_iterations: int,
-    **scalars: Any,
-) -> _Settings:
-    """Checks and casts the options of a loss. Differentiating them raises TypeError(message)."""
-    check_limits(max_iterations=max_iterations, **scalars)
+    precision: jax.lax.PrecisionLike,
+) -> tuple[Options, Options]:
+    """Checks and casts the options of the student's solve and of the teacher's."""
+    check_limits(
+        max_iterations=max_iterations,
+        tolerance=tolerance,
+        epsilon=epsilon,
+        epsilon_star=epsilon_star,
+    )
     starts: Any = (None, None)
     if init_v is not None:
         if not isinstance(init_v, tuple | list) or len(init_v) != 2:
@@ -584,28 +484,35 @@ def _settings(
             )
         # The converged plan does not depend on the start, so a zero derivative is correct here.
         starts = jax.lax.stop_gradient([jnp.asarray(v, dtype) for v in init_v])
-    settings = _Settings(
-        **{name: jnp.asarray(value, dtype) for name, value in scalars.items()},
-        log_a=log_weights("log_a", log_a, n, dtype),
-        log_b=log_weights("log_b", log_b, m, dtype),
-        init_v=starts[0],
-        init_v_star=starts[1],
+    limit = jnp.asarray(tolerance, dtype)
+    sums = affinity.HIGHEST if precision is None else precision
+    student, teacher = (
+        Options(jnp.asarray(value, dtype), limit, start, max_iterations, sums)
+        for value, start in zip((epsilon, epsilon_star), starts, strict=True)
     )
-    return constant(message, settings)
+    return student, teacher
 
 
 def _call(
-    message: str, function: Callable[..., Any], options: _Options, *arrays: Any, mass: Any
-) -> tuple[Array, KlotAux]:
-    """Calls a compiled loss, and replaces JAX's error about forward mode by `message`."""
+    student: _Affinity,
+    teacher: _Affinity,
+    weights: Weights,
+    options: tuple[Options, Options],
+    *,
+    mass: Any,
+    return_aux: bool,
+) -> Any:
+    """Calls the compiled loss. Derivatives that it does not support raise TypeError."""
+    message = _derivatives_error(student)
+    arrays = student, teacher, *constant(message, (weights, *options))
     try:
-        value, aux = function(options, *sharding.vary_alike(arrays))
+        value, aux = _compiled(*sharding.vary_alike(arrays))
     except TypeError as error:
         # JAX's own message names an internal function and no remedy.
         if "forward-mode" in str(error):
             raise TypeError(message) from error
         raise
-    return mass * value, jax.lax.stop_gradient(aux)
+    return (mass * value, jax.lax.stop_gradient(aux)) if return_aux else mass * value
 
 
 @overload
@@ -614,13 +521,13 @@ def klot(
     K_star: ArrayLike,
     *,
     return_aux: Literal[False] = ...,
-    **options: Unpack[_KlotOptions],
+    **options: Any,
 ) -> Float[Array, ""]: ...
 
 
 @overload
 def klot(
-    K: ArrayLike, K_star: ArrayLike, *, return_aux: Literal[True], **options: Unpack[_KlotOptions]
+    K: ArrayLike, K_star: ArrayLike, *, return_aux: Literal[True], **options: Any
 ) -> tuple[Float[Array, ""], KlotAux]: ...
 
 
@@ -684,17 +591,21 @@ def klot(
     checks.static(precision=precision, return_aux=return_aux)
     affinity.check_affinities(K, K_star)
     k, k_star = affinity.as_floats(K, K_star)
-    n, m = k.shape
-    given: Any = {"epsilon": epsilon, "epsilon_star": epsilon_star, "tolerance": tolerance}
-    given |= {"log_a": log_a, "log_b": log_b, "init_v": init_v, "max_iterations": max_iterations}
-    settings = _settings(_AFFINITIES_ERROR, n, m, k.dtype, **given)
+    weights = Weights.of(log_a, log_b, k.shape, k.dtype)
+    options = _options(
+        init_v,
+        k.dtype,
+        epsilon=epsilon,
+        epsilon_star=epsilon_star,
+        tolerance=tolerance,
+        max_iterations=max_iterations,
+        precision=precision,
+    )
     # Plans are always solved with mass 1, and only the result is scaled.
-    mass = total_mass(marginals, n, m, settings.log_a)
+    mass = total_mass(marginals, *k.shape, weights.log_a)
     if log_a is not None or log_b is not None:
-        k, k_star = (without_padding(x, settings.log_a, settings.log_b) for x in (k, k_star))
-    options = _Options.create(max_iterations, precision)
-    value, aux = _call(_AFFINITIES_ERROR, _affinities, options, k, k_star, settings, mass=mass)
-    return (value, aux) if return_aux else value
+        k, k_star = without_padding(k, weights), without_padding(k_star, weights)
+    return _call(k, k_star, weights, options, mass=mass, return_aux=return_aux)
 
 
 def klot_reference(
@@ -747,7 +658,7 @@ def klot_from_embeddings(
     g_star: ArrayLike,
     *,
     return_aux: Literal[False] = ...,
-    **options: Unpack[_EmbeddingsOptions],
+    **options: Any,
 ) -> Float[Array, ""]: ...
 
 
@@ -759,7 +670,7 @@ def klot_from_embeddings(
     g_star: ArrayLike,
     *,
     return_aux: Literal[True],
-    **options: Unpack[_EmbeddingsOptions],
+    **options: Any,
 ) -> tuple[Float[Array, ""], KlotAux]: ...
 
 
@@ -832,21 +743,37 @@ def klot_from_embeddings(
     checks.static(precision=precision, block_size=block_size, return_aux=return_aux)
     checks.whole(1, or_none=True, block_size=block_size)
     affinity.check_features(f, g, f_star, g_star)
-    features = _Features.cast(f, g, f_star, g_star)
-    n, m = len(features.f), len(features.g)
+    f, g, z, w = _cast(f, g, f_star, g_star)
+    n, m = len(f), len(g)
     # Potentials and plans of bfloat16 features are float32.
-    dtype = jnp.float64 if features.f.dtype == jnp.float64 else jnp.float32
-    given: Any = {"epsilon": epsilon, "epsilon_star": epsilon_star, "tolerance": tolerance}
-    given |= {"log_a": log_a, "log_b": log_b, "init_v": init_v, "max_iterations": max_iterations}
-    settings = _settings(_FEATURES_ERROR, n, m, dtype, **given)
-    mass = total_mass(marginals, n, m, settings.log_a)
+    dtype = jnp.float64 if f.dtype == jnp.float64 else jnp.float32
+    weights = Weights.of(log_a, log_b, (n, m), dtype)
+    options = _options(
+        init_v,
+        dtype,
+        epsilon=epsilon,
+        epsilon_star=epsilon_star,
+        tolerance=tolerance,
+        max_iterations=max_iterations,
+        precision=precision,
+    )
+    mass = total_mass(marginals, n, m, weights.log_a)
     if log_a is not None or log_b is not None:
-        features = features.without_padding(settings)
+        # Rows of weight zero may be NaN.
+        rows, columns = (jnp.isneginf(logs)[:, None] for logs in weights)
+        f, z = jnp.where(rows, 0.0, f), jnp.where(rows, 0.0, z)
+        g, w = jnp.where(columns, 0.0, g), jnp.where(columns, 0.0, w)
     # A given block size asks for the least memory: no kernel is stored, not even in int8.
     storage = blocks.Storage(block_size, both=False)
     if block_size is None:
-        with sharding.mesh_of(*features):
+        with sharding.mesh_of(f, g, z, w):
             storage = blocks.storage(sharding.share(n), m, dtype)
-    options = _Options.create(max_iterations, precision, storage)
-    value, aux = _call(_FEATURES_ERROR, _features, options, features, settings, mass=mass)
-    return (value, aux) if return_aux else value
+    own = device.profile()
+    if precision is not None:
+        # A user who asks for a precision gets it in every role.
+        own = own._replace(**dict.fromkeys(device.ROLES, precision))
+    teacher = _Features(z, w, own.teacher, own.gradient, storage)
+    # The student needs too few sweeps for an int8 kernel to pay off if its kernel is stored.
+    storage = storage._replace(int8=storage.int8 and storage.block_size is not None)
+    student = _Features(f, g, own.student, own.gradient, storage)
+    return _call(student, teacher, weights, options, mass=mass, return_aux=return_aux)

@@ -34,6 +34,7 @@ from sotalign_jax.ot.blocks import BUILD_ROWS, Block, over_rows
 from sotalign_jax.ot.kernel import MAX_EXPONENT, Kernel, Matrix
 from sotalign_jax.ot.solver import (
     MAX_ITERATIONS,
+    Options,
     Scalings,
     Status,
     goal,
@@ -91,11 +92,23 @@ class Plan:
         """Column log-scalings, shape [m], with -inf where the weight is zero."""
         return self.centred_v - self.column_centre / self.epsilon[..., None]
 
+    @property
+    def scalings(self) -> Scalings:
+        """The log-scalings u and v with the result of the solve."""
+        return Scalings(self.u, self.v, self.error, self.iterations, self.status)
+
     def log_matrix(self) -> Float[Array, "n m"]:
-        """Returns log P, shape [n, m]."""
+        """Returns log P, shape [n, m].
+
+        log P is at most 0. Larger values, where K/epsilon has no digits left, are capped so that P
+        is finite.
+        """
+        # Centred before the division, because K and its centres are close where the plan has mass.
+        centred = self.affinity - self.row_centre[..., :, None]
+        centred = centred - self.column_centre[..., None, :]
         epsilon = self.epsilon[..., None, None]  # a vmapped solve gives many plans
-        scalings = self.row_centre, self.centred_u, self.centred_v
-        return log_plan(self.affinity, *scalings, epsilon, self.column_centre)
+        scalings = self.centred_u[..., :, None], self.centred_v[..., None, :]
+        return jnp.minimum(centred / epsilon + scalings[0] + scalings[1], MAX_EXPONENT)
 
     def matrix(self) -> Float[Array, "n m"]:
         """Returns P, shape [n, m]."""
@@ -118,38 +131,6 @@ def _top(k: Array) -> Array:
     return jnp.max(k, axis=-1, where=jnp.isfinite(k), initial=jnp.finfo(k.dtype).min)
 
 
-def log_plan(
-    k: Array,
-    row_centre: Array,
-    centred_u: Array,
-    v: Array,
-    epsilon: Any,
-    column_centre: Array | None = None,
-) -> Array:
-    """Computes log P from centred scalings.
-
-    log P is at most 0. Larger values, where K/epsilon has no digits left, are capped so that P is
-    finite.
-
-    Args:
-        k: Affinity, shape [..., n, m].
-        row_centre: Part of u in the units of K, shape [..., n].
-        centred_u: The rest of u, shape [..., n].
-        v: Column log-scalings without their centre, shape [..., m].
-        epsilon: Regularisation.
-        column_centre: Part of v in the units of K, or None for zero.
-
-    Returns:
-        log P, shape [..., n, m].
-    """
-    # Centred before the division, because K and its centres are close where the plan has mass.
-    centred = k - row_centre[..., :, None]
-    if column_centre is not None:
-        centred = centred - column_centre[..., None, :]
-    logs = centred / epsilon + centred_u[..., :, None] + v[..., None, :]
-    return jnp.minimum(logs, MAX_EXPONENT)
-
-
 class Centres(NamedTuple):
     """Potentials of a plan in the units of K.
 
@@ -160,6 +141,64 @@ class Centres(NamedTuple):
 
     rows: Float[Array, " n"]
     columns: Float[Array, " m"]
+
+
+class Weights(NamedTuple):
+    """Log-weights of rows and columns, normalised to a total weight of 1.
+
+    Attributes:
+        log_a: Log-weights of the rows, -inf for padding.
+        log_b: Log-weights of the columns, -inf for padding.
+    """
+
+    log_a: Float[Array, " n"]
+    log_b: Float[Array, " m"]
+
+    @classmethod
+    def of(
+        cls, log_a: ArrayLike | None, log_b: ArrayLike | None, shape: tuple[int, int], dtype: Any
+    ) -> Weights:
+        """Checks and normalises log-weights. None gives uniform weights.
+
+        Args:
+            log_a: Log-weights of the rows, or None.
+            log_b: Log-weights of the columns, or None.
+            shape: Number of rows and of columns.
+            dtype: Type of the result.
+
+        Returns:
+            The weights.
+
+        Raises:
+            InputError: A shape is wrong, or weights that are not traced do not sum to 1.
+
+        Example:
+            >>> Weights.of(None, np.log([0.25, 0.75]), (1, 2), jnp.float32).log_b.tolist()
+            [-1.386, -0.288]
+        """
+        n, m = shape
+        return cls(_log_weights("log_a", log_a, n, dtype), _log_weights("log_b", log_b, m, dtype))
+
+
+def _log_weights(name: str, given: ArrayLike | None, size: int, dtype: Any) -> Float[Array, " n"]:
+    """Checks and normalises the log-weights of one side."""
+    if given is None:
+        return jnp.full((size,), -math.log(size), dtype)
+    if np.shape(given) != (size,):
+        raise checks.InputError(
+            f"{name} must have shape ({size},), got {np.shape(given)}; pass one log-weight for "
+            "each row (log_a) or column (log_b) of the affinity"
+        )
+    if not isinstance(given, jax.core.Tracer):
+        # Traced weights cannot be checked here. They are normalised below.
+        total = np.exp(np.asarray(given, np.float64)).sum()
+        # Not `>= 1e-3`, which would accept NaN.
+        if not abs(total - 1) < 1e-3:
+            raise checks.InputError(
+                f"{name} must be logarithms of weights that sum to 1, got a sum of {total:.4g}"
+            )
+    logs = jnp.asarray(given, dtype)
+    return logs - jax.nn.logsumexp(logs)
 
 
 class _Refined(NamedTuple):
@@ -177,11 +216,8 @@ def _refine(
     k: Array,
     centres: Centres,
     scalings: Scalings,
-    log_a: Array,
-    log_b: Array,
-    epsilon: Array,
-    tolerance: Array,
-    max_iterations: int,
+    weights: Weights,
+    options: Options,
     axes: sharding.Axes,
 ) -> _Refined:
     """Measures the error of the plan's matrix, and reduces it by plain Sinkhorn if that helps.
@@ -192,6 +228,8 @@ def _refine(
     bound on rounding, because another program may multiply by 1/epsilon where this one divides, and
     its exponents then differ in their last digit.
     """
+    log_a, log_b = weights
+    epsilon, tolerance = options.epsilon, options.tolerance
 
     def update(state: _Refined) -> _Refined:
         # The column update. Columns of weight zero, and those without mass so far, keep their v.
@@ -226,7 +264,7 @@ def _refine(
         # An error that falls by less than a tenth is mostly rounding.
         helps = (state.error > tolerance) & (state.error < 0.9 * state.last_error)
         helps &= scalings.status != Status.NOT_FINITE
-        helps &= state.iterations < max_iterations
+        helps &= state.iterations < options.max_iterations
         return (state.iterations < scalings.iterations) | helps
 
     infinity = jnp.asarray(jnp.inf, k.dtype)
@@ -236,64 +274,25 @@ def _refine(
     return jax.lax.while_loop(unfinished, update, sharding.vary_like(start, k))
 
 
-def log_weights(name: str, given: ArrayLike | None, size: int, dtype: Any) -> Float[Array, " n"]:
-    """Checks log-weights and normalises their weights to a sum of 1. None gives uniform weights.
-
-    Args:
-        name: "log_a" or "log_b", for error messages.
-        given: Log-weights, or None.
-        size: Number of rows or columns.
-        dtype: Type of the result.
-
-    Returns:
-        The log-weights, shape [size].
-
-    Raises:
-        InputError: The shape is wrong, or weights that are not traced do not sum to 1.
-
-    Example:
-        >>> log_weights("log_a", np.log([0.25, 0.75]), 2, jnp.float32).tolist()
-        [-1.386, -0.288]
-    """
-    if given is None:
-        return jnp.full((size,), -math.log(size), dtype)
-    if np.shape(given) != (size,):
-        raise checks.InputError(
-            f"{name} must have shape ({size},), got {np.shape(given)}; pass one log-weight for "
-            "each row (log_a) or column (log_b) of the affinity"
-        )
-    if not isinstance(given, jax.core.Tracer):
-        # Traced weights cannot be checked here. They are normalised below.
-        total = np.exp(np.asarray(given, np.float64)).sum()
-        # Not `>= 1e-3`, which would accept NaN.
-        if not abs(total - 1) < 1e-3:
-            raise checks.InputError(
-                f"{name} must be logarithms of weights that sum to 1, got a sum of {total:.4g}"
-            )
-    logs = jnp.asarray(given, dtype)
-    return logs - jax.nn.logsumexp(logs)
-
-
-def without_padding(k: Array, log_a: Array, log_b: Array) -> Array:
+def without_padding(k: Array, weights: Weights) -> Array:
     """Replaces K by 0 in rows and by -inf in columns of weight zero, where it may be NaN.
 
     Columns become -inf so that they do not affect the largest entry of a row.
 
     Args:
         k: Affinity, shape [n, m].
-        log_a: Log-weights of the rows.
-        log_b: Log-weights of the columns.
+        weights: Log-weights of rows and columns.
 
     Returns:
         The affinity with the replaced entries.
 
     Example:
-        >>> log_a, log_b = jnp.log(jnp.array([1.0, 0.0])), jnp.log(jnp.array([1.0, 0.0]))
-        >>> without_padding(jnp.full((2, 2), 3.0), log_a, log_b).tolist()
+        >>> half = jnp.log(jnp.array([1.0, 0.0]))
+        >>> without_padding(jnp.full((2, 2), 3.0), Weights(half, half)).tolist()
         [[3.0, -inf], [0.0, 0.0]]
     """
-    k = jnp.where(jnp.isneginf(log_b)[None, :], -jnp.inf, k)
-    return jnp.where(jnp.isneginf(log_a)[:, None], 0.0, k)
+    k = jnp.where(jnp.isneginf(weights.log_b)[None, :], -jnp.inf, k)
+    return jnp.where(jnp.isneginf(weights.log_a)[:, None], 0.0, k)
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
@@ -397,49 +396,40 @@ def sinkhorn(
     check_limits(max_iterations=max_iterations, epsilon=epsilon, tolerance=tolerance)
     affinity.check_affinity("K", K)
     k = affinity.as_float(K)
-    weights = [
-        log_weights(name, given, size, k.dtype)
-        for name, given, size in zip(("log_a", "log_b"), (log_a, log_b), k.shape, strict=True)
-    ]
+    weights = Weights.of(log_a, log_b, k.shape, k.dtype)
     # Uniform weights have no zeros, so no entry of K needs to be replaced.
     if log_a is not None or log_b is not None:
-        k = without_padding(k, *weights)
-    numbers = jnp.asarray(epsilon, k.dtype), jnp.asarray(tolerance, k.dtype)
-    start = None if init_v is None else jnp.asarray(init_v, k.dtype)
-    arrays = constant(_NOT_DIFFERENTIABLE, (k, *weights, *numbers, start))
-    return _solve(max_iterations, precision, *sharding.vary_alike(arrays))
+        k = without_padding(k, weights)
+    options = Options(
+        jnp.asarray(epsilon, k.dtype),
+        jnp.asarray(tolerance, k.dtype),
+        None if init_v is None else jnp.asarray(init_v, k.dtype),
+        max_iterations,
+        precision,
+    )
+    arrays = constant(_NOT_DIFFERENTIABLE, (k, weights, options))
+    return _solve(*sharding.vary_alike(arrays))
 
 
-@functools.partial(jax.jit, static_argnums=(0, 1))
-def _solve(
-    max_iterations: int,
-    precision: jax.lax.PrecisionLike,
-    k: Array,
-    log_a: Array,
-    log_b: Array,
-    epsilon: Array,
-    tolerance: Array,
-    init_v: Array | None,
-) -> Plan:
+@jax.jit
+def _solve(k: Array, weights: Weights, options: Options) -> Plan:
     """Solves for the plan, with the rows of K split over the devices of its mesh."""
 
     def own_rows(axes: sharding.Axes, rows: Any, shared: Any) -> tuple[Any, Any]:
-        (k, log_a), (log_b, epsilon, tolerance, init_v) = rows, shared
-        options = {"epsilon": epsilon, "tolerance": tolerance, "max_iterations": max_iterations}
-        given: Any = {**options, "log_a": log_a, "log_b": log_b, "axes": axes}
-        centres, scalings = solve_matrix(k, **given, init_v=init_v, precision=precision)
-        return (scalings.u, centres.rows), (centres.columns, scalings[1:])
+        (k, log_a), (log_b, options) = rows, shared
+        plan = solve_matrix(k, Weights(log_a, log_b), options, axes)
+        of_columns = plan.column_centre, plan.centred_v
+        result = plan.error, plan.iterations, plan.status
+        return (plan.row_centre, plan.centred_u), (of_columns, result)
 
     with sharding.mesh_of(k):
-        rows = sharding.split(k), sharding.split(log_a, -jnp.inf)
-        (u, row_centre), (column_centre, (v, *result)) = sharding.shard_map(
-            own_rows, rows, (log_b, epsilon, tolerance, init_v)
+        rows = sharding.split(k), sharding.split(weights.log_a, -jnp.inf)
+        of_rows, ((column_centre, v), result) = sharding.shard_map(
+            own_rows, rows, (weights.log_b, options)
         )
         # Replicated, because the affinity may be split by columns.
-        u, row_centre = (
-            sharding.gather_explicit(sharding.join(x, len(k))) for x in (u, row_centre)
-        )
-    return Plan(k, row_centre, column_centre, u, v, epsilon, *result)
+        row_centre, u = (sharding.gather_explicit(sharding.join(x, len(k))) for x in of_rows)
+    return Plan(k, row_centre, column_centre, u, v, options.epsilon, *result)
 
 
 def _potential(x: Array, epsilon: Array) -> Array:
@@ -453,50 +443,35 @@ def _potential(x: Array, epsilon: Array) -> Array:
     return jax.lax.reduce_precision(scaled, digits.nexp, digits.nmant - 1)
 
 
-def solve_matrix(
-    k: Array,
-    log_a: Array,
-    log_b: Array,
-    epsilon: Array,
-    tolerance: Array,
-    max_iterations: int,
-    init_v: Array | None,
-    axes: sharding.Axes,
-    precision: jax.lax.PrecisionLike,
-) -> tuple[Centres, Scalings]:
+def solve_matrix(k: Array, weights: Weights, options: Options, axes: sharding.Axes) -> Plan:
     """Solves for the plan of K, and measures the error of the potentials that it returns.
 
     Args:
-        k: Affinity, shape [n, m].
-        log_a: Log-weights of the rows.
-        log_b: Log-weights of the columns.
-        epsilon: Regularisation.
-        tolerance: Marginal error at which to stop.
-        max_iterations: Number of sweeps at which to stop.
-        init_v: Column log-scalings to start from, or None.
+        k: Affinity, shape [n, m], or this device's rows of it.
+        weights: Log-weights of these rows and of all columns.
+        options: Options of the solve.
         axes: Axes of the mesh that rows are split over.
-        precision: Precision of the sums over the kernel.
 
     Returns:
-        The centres, and the scalings of K minus them, see `log_plan`.
+        The plan of these rows.
     """
+    epsilon, tolerance = options.epsilon, options.tolerance
     top, widest = row_range(k, axes)
     scalings, _ = solve(
-        Kernel(Matrix(k, top), axes=axes, precision=precision),
-        log_a,
-        log_b,
+        Kernel(Matrix(k, top), axes=axes, precision=options.precision),
+        *weights,
         epsilon=epsilon,
         tolerance=goal(tolerance, widest, epsilon),
-        max_iterations=max_iterations,
+        max_iterations=options.max_iterations,
         widest=widest,
-        init_v=init_v,
+        init_v=options.init_v,
     )
     # The centres are the plan's potentials in the units of K.
     centres = Centres(top - _potential(scalings.u, epsilon), -_potential(scalings.v, epsilon))
-    limits = log_a, log_b, epsilon, tolerance, max_iterations, axes
-    refined = _refine(k, centres, scalings, *limits)
-    scalings = scalings._replace(u=refined.u, v=refined.v, iterations=refined.iterations)
-    return centres, scalings.measured(refined.error, tolerance)
+    refined = _refine(k, centres, scalings, weights, options, axes)
+    found = scalings.measured(refined.error, tolerance)
+    result = found.error, refined.iterations, found.status
+    return Plan(k, *centres, refined.u, refined.v, epsilon, *result)
 
 
 def reference(

@@ -37,6 +37,7 @@ References:
     (1978): the exact sweeps that correct an approximate kernel.
 """
 
+import dataclasses
 import enum
 import functools
 import math
@@ -48,7 +49,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from sotalign_jax import checks
-from sotalign_jax.ot import anderson, sharding
+from sotalign_jax.ot import affinity, anderson, sharding
 from sotalign_jax.ot.blocks import BUILD_ROWS, Block, over_rows
 from sotalign_jax.ot.kernel import LEVEL_POWER, MAX_DRIFT, MAX_EXPONENT, Kernel, KernelState
 
@@ -85,6 +86,29 @@ MAX_ITERATIONS = 500
 problems."""
 # Fraction of the tolerance to aim at, so that rounding does not end a solve just above it.
 _MARGIN = 0.99
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Options:
+    """Options of one solve.
+
+    Attributes:
+        epsilon: Regularisation.
+        tolerance: Marginal error at which to stop.
+        init_v: Column log-scalings to start from, or None.
+        max_iterations: Number of sweeps at which to stop.
+        precision: Precision of the sums over the kernel.
+    """
+
+    epsilon: Float[Array, ""]
+    tolerance: Float[Array, ""]
+    init_v: Float[Array, " m"] | None = None
+    max_iterations: int = dataclasses.field(default=MAX_ITERATIONS, metadata={"static": True})
+    precision: jax.lax.PrecisionLike = dataclasses.field(
+        default=affinity.HIGHEST, metadata={"static": True}
+    )
+
 
 # Maps y to the row sums s = A b e^y and the column sums t = (a/s)^T A of a kernel.
 _Sweep = Callable[[Array], tuple[Array, Array]]
